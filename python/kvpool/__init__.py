@@ -1,0 +1,52 @@
+"""Memory core of an LLM serving engine.
+
+A scheduler allocates KV-cache memory once and then, many thousands of times a second, takes token slots, maps
+requests to slots, hands index tensors to attention kernels and gives everything back. Rust does the bookkeeping;
+tensors share memory with it.
+
+With PyTorch installed all tensors are `torch.Tensor`; without it they are `kvpool.Tensor`, which speaks DLPack.
+Neither PyTorch nor CUDA nor NumPy is needed to import this package.
+"""
+
+from kvpool._kvpool import (
+    GDNPool,
+    KVPool,
+    ReqToTokenPool,
+    Tensor,
+    TokenToKVPoolAllocator,
+    __version__,
+    get_num_threads,
+    set_num_threads,
+)
+from kvpool.errors import (
+    BackendUnavailableError,
+    ConfigError,
+    DriverError,
+    IndexOwnershipError,
+    KvPoolError,
+    OutOfMemoryError,
+    StaleBufferError,
+    WorkspaceExhaustedError,
+)
+from kvpool.factories import make_full_attention_net_mem_pool, make_req_to_token_pool
+
+__all__ = [
+    "BackendUnavailableError",
+    "ConfigError",
+    "DriverError",
+    "GDNPool",
+    "IndexOwnershipError",
+    "KVPool",
+    "KvPoolError",
+    "OutOfMemoryError",
+    "ReqToTokenPool",
+    "StaleBufferError",
+    "Tensor",
+    "TokenToKVPoolAllocator",
+    "WorkspaceExhaustedError",
+    "__version__",
+    "get_num_threads",
+    "make_full_attention_net_mem_pool",
+    "make_req_to_token_pool",
+    "set_num_threads",
+]

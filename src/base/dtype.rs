@@ -1,0 +1,103 @@
+//! Element types of tensors.
+
+use std::fmt;
+
+use super::{Error, Result};
+
+/// The element type of a tensor.
+///
+/// ```
+/// use kvpool::base::DType;
+/// assert_eq!(DType::parse("bfloat16").unwrap().size(), 2);
+/// assert_eq!(DType::F8E4M3.name(), "float8_e4m3fn");
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum DType {
+    /// IEEE 754 binary64. Only ever a source of conversions, never stored.
+    F64,
+    /// IEEE 754 binary32.
+    F32,
+    /// IEEE 754 binary16.
+    F16,
+    /// The upper half of a binary32.
+    BF16,
+    /// OCP 8-bit float, 4 exponent and 3 mantissa bits, no infinities.
+    F8E4M3,
+    /// OCP 8-bit float, 5 exponent and 2 mantissa bits.
+    F8E5M2,
+    /// Signed bytes.
+    I8,
+    /// Bytes.
+    U8,
+    /// The dtype of every index tensor that kvpool hands out.
+    I32,
+    /// Index tensors of other projects.
+    I64,
+    /// Answers of yes or no, a byte each. Never stored.
+    Bool,
+}
+
+impl DType {
+    /// The dtypes that KV buffers and convolution states may have.
+    pub const STORAGE: [Self; 7] =
+        [Self::F32, Self::F16, Self::BF16, Self::F8E4M3, Self::F8E5M2, Self::I8, Self::U8];
+
+    /// Bytes of one element.
+    #[must_use]
+    pub const fn size(self) -> usize {
+        match self {
+            Self::F64 | Self::I64 => 8,
+            Self::F32 | Self::I32 => 4,
+            Self::F16 | Self::BF16 => 2,
+            Self::F8E4M3 | Self::F8E5M2 | Self::I8 | Self::U8 | Self::Bool => 1,
+        }
+    }
+
+    /// The name that PyTorch and NumPy (with `ml_dtypes`) give it.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::F64 => "float64",
+            Self::F32 => "float32",
+            Self::F16 => "float16",
+            Self::BF16 => "bfloat16",
+            Self::F8E4M3 => "float8_e4m3fn",
+            Self::F8E5M2 => "float8_e5m2",
+            Self::I8 => "int8",
+            Self::U8 => "uint8",
+            Self::I32 => "int32",
+            Self::I64 => "int64",
+            Self::Bool => "bool",
+        }
+    }
+
+    /// Whether it holds real numbers, so that values of another such dtype can be converted to it.
+    #[must_use]
+    pub const fn is_float(self) -> bool {
+        matches!(self, Self::F64 | Self::F32 | Self::F16 | Self::BF16 | Self::F8E4M3 | Self::F8E5M2)
+    }
+
+    /// Whether it is one of the 8-bit floats.
+    #[must_use]
+    pub const fn is_fp8(self) -> bool {
+        matches!(self, Self::F8E4M3 | Self::F8E5M2)
+    }
+
+    /// A storage dtype by its name, with or without `torch.` in front.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Type`](super::ErrorKind::Type) when it is not one of [`DType::STORAGE`].
+    pub fn parse(name: &str) -> Result<Self> {
+        let bare = name.strip_prefix("torch.").unwrap_or(name);
+        Self::STORAGE.into_iter().find(|dtype| dtype.name() == bare).ok_or_else(|| {
+            let known = Self::STORAGE.map(Self::name).join(", ");
+            Error::wrong_type(format!("dtype {name} cannot be stored; use one of {known}"))
+        })
+    }
+}
+
+impl fmt::Display for DType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}

@@ -1,0 +1,151 @@
+//! Indices as 32-bit newtypes, so that a page cannot be taken for a slot.
+
+use std::fmt;
+
+use super::{Error, Result};
+
+/// The padding index of every index space: written by padded tokens, never handed out.
+pub const PADDING: u32 = 0;
+
+/// A 32-bit index of some space. Values stay within `i32`, since index tensors are int32.
+pub trait Id: Copy + Eq + Ord + fmt::Debug + fmt::Display {
+    /// What one is called in messages.
+    const NOUN: &'static str;
+
+    /// The index with this number.
+    fn new(number: u32) -> Self;
+
+    /// Its number.
+    fn number(self) -> u32;
+}
+
+macro_rules! id {
+    ($(#[$doc:meta])* $name:ident, $noun:literal) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+        pub struct $name(u32);
+
+        impl Id for $name {
+            const NOUN: &'static str = $noun;
+
+            fn new(number: u32) -> Self {
+                Self(number)
+            }
+
+            fn number(self) -> u32 {
+                self.0
+            }
+        }
+
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                fmt::Display::fmt(&self.0, f)
+            }
+        }
+    };
+}
+
+id!(
+    /// One token's place along dim 0 of a KV buffer.
+    Slot,
+    "slot"
+);
+id!(
+    /// An aligned run of `page_size` slots.
+    Page,
+    "page"
+);
+id!(
+    /// A row of the request table, or a place of a linear-attention state.
+    Row,
+    "row"
+);
+/// A 32-bit number as an array index.
+#[must_use]
+pub const fn widen(number: u32) -> usize {
+    number as usize
+}
+
+/// Index values as a caller gave them: int32 or int64, copied, unchecked.
+///
+/// They are copied once so that nobody can change them between their check and their use.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum IndexVec {
+    /// From an int32 tensor.
+    I32(Vec<i32>),
+    /// From an int64 tensor or a sequence of ints.
+    I64(Vec<i64>),
+}
+
+impl IndexVec {
+    /// How many there are.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        match self {
+            Self::I32(values) => values.len(),
+            Self::I64(values) => values.len(),
+        }
+    }
+
+    /// Whether there are none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The values, widened.
+    pub fn iter(&self) -> impl Iterator<Item = i64> + '_ {
+        let (narrow, wide): (&[i32], &[i64]) = match self {
+            Self::I32(values) => (values, &[]),
+            Self::I64(values) => (&[], values),
+        };
+        narrow.iter().copied().map(i64::from).chain(wide.iter().copied())
+    }
+
+    /// The values as row numbers below `count`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Index`](super::ErrorKind::Index) with the first value outside `0..count`.
+    ///
+    /// ```
+    /// use kvpool::base::IndexVec;
+    /// assert_eq!(IndexVec::I32(vec![0, 3]).rows("slot", 4).unwrap(), [0, 3]);
+    /// assert!(IndexVec::I64(vec![4]).rows("slot", 4).is_err());
+    /// ```
+    pub fn rows(&self, noun: &str, count: usize) -> Result<Vec<u32>> {
+        self.iter()
+            .enumerate()
+            .map(|(position, value)| {
+                u32::try_from(value).ok().filter(|&row| widen(row) < count).ok_or_else(|| {
+                    Error::index(format!("{noun} {value} at position {position} is outside [0, {count})"))
+                })
+            })
+            .collect()
+    }
+
+    /// The values as they are stored in an int32 tensor.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`](super::ErrorKind::Config) with the first value that does not fit.
+    pub fn into_i32(self) -> Result<Vec<i32>> {
+        match self {
+            Self::I32(values) => Ok(values),
+            Self::I64(values) => values
+                .into_iter()
+                .map(|value| {
+                    i32::try_from(value)
+                        .map_err(|_| Error::config(format!("value {value} does not fit an int32 tensor")))
+                })
+                .collect(),
+        }
+    }
+
+    /// The values as int64.
+    #[must_use]
+    pub fn into_i64(self) -> Vec<i64> {
+        match self {
+            Self::I32(values) => values.into_iter().map(i64::from).collect(),
+            Self::I64(values) => values,
+        }
+    }
+}

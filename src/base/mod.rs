@@ -1,0 +1,15 @@
+//! Words and numbers that every other layer speaks: indices, dtypes, devices, shapes, errors.
+//!
+//! Nothing here allocates memory for tensors, owns an index, or is `unsafe`.
+
+mod device;
+mod dtype;
+mod error;
+mod ids;
+mod shape;
+
+pub use device::Device;
+pub use dtype::DType;
+pub use error::{Error, ErrorKind, Result};
+pub use ids::{Id, IndexVec, PADDING, Page, Row, Slot, widen};
+pub use shape::{Dims, MAX_NDIM, bytes_of, contiguous_strides};

@@ -1,0 +1,90 @@
+//! Shapes and strides of tensors, inline and of bounded rank.
+
+use super::{DType, Error, Result};
+
+/// The highest rank of a tensor that kvpool makes or reads.
+pub const MAX_NDIM: usize = 8;
+
+/// Up to [`MAX_NDIM`] extents or strides, in elements, as DLPack has them.
+///
+/// ```
+/// use kvpool::base::Dims;
+/// let shape = Dims::new(&[4, 2, 8]).unwrap();
+/// assert_eq!(shape.as_slice(), [4, 2, 8]);
+/// assert_eq!(shape.numel(), 64);
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Dims {
+    values: [i64; MAX_NDIM],
+    /// At most `MAX_NDIM`.
+    len: usize,
+}
+
+impl Dims {
+    /// Copies `values`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`](super::ErrorKind::Config) when there are more than [`MAX_NDIM`].
+    pub fn new(values: &[i64]) -> Result<Self> {
+        if values.len() > MAX_NDIM {
+            return Err(Error::config(format!(
+                "a tensor of {} dimensions; at most {MAX_NDIM} are supported",
+                values.len()
+            )));
+        }
+        let mut dims = Self { values: [0; MAX_NDIM], len: values.len() };
+        dims.values[..values.len()].copy_from_slice(values);
+        Ok(dims)
+    }
+
+    /// The values.
+    #[must_use]
+    pub fn as_slice(&self) -> &[i64] {
+        &self.values[..self.len]
+    }
+
+    /// The number of dimensions.
+    #[must_use]
+    pub const fn ndim(&self) -> usize {
+        self.len
+    }
+
+    /// The product of the extents: 1 for a scalar. Negative extents count as 0.
+    #[must_use]
+    pub fn numel(&self) -> usize {
+        self.as_slice().iter().map(|&extent| usize::try_from(extent).unwrap_or(0)).product()
+    }
+}
+
+/// Strides, in elements, of a C-contiguous tensor of `shape`.
+///
+/// ```
+/// use kvpool::base::{Dims, contiguous_strides};
+/// let strides = contiguous_strides(&Dims::new(&[4, 2, 8]).unwrap());
+/// assert_eq!(strides.as_slice(), [16, 8, 1]);
+/// ```
+#[must_use]
+pub fn contiguous_strides(shape: &Dims) -> Dims {
+    let mut strides = *shape;
+    let mut step = 1i64;
+    for axis in (0..shape.len).rev() {
+        strides.values[axis] = step;
+        step = step.saturating_mul(shape.values[axis].max(1));
+    }
+    strides
+}
+
+/// Bytes of a contiguous tensor of `extents`, each a named argument so that an overflow can name them.
+///
+/// # Errors
+/// [`ErrorKind::Config`](super::ErrorKind::Config) when the bytes do not fit a signed 64-bit number.
+pub fn bytes_of(what: &str, extents: &[usize], dtype: DType) -> Result<usize> {
+    extents
+        .iter()
+        .try_fold(dtype.size(), |bytes, &extent| bytes.checked_mul(extent))
+        .filter(|&bytes| i64::try_from(bytes).is_ok())
+        .ok_or_else(|| {
+            let product = extents.iter().map(ToString::to_string).collect::<Vec<_>>().join(" x ");
+            Error::config(format!("{what}: {product} x {dtype} is more bytes than an address can name"))
+        })
+}

@@ -1,0 +1,113 @@
+//! What is said about frees of indices that their giver does not own.
+
+use std::fmt::Write as _;
+
+use crate::base::{Error, ErrorKind, Result};
+
+/// How many offenders a report names.
+const NAMED: usize = 8;
+
+/// Why an index could not be freed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BadFree {
+    /// Outside of the index space.
+    OutOfRange,
+    /// The padding index.
+    Padding,
+    /// Free, and not freed lately: never handed out, or merged since.
+    NotAllocated,
+    /// Freed before, by an earlier call.
+    AlreadyFree,
+    /// Named twice in one call.
+    NamedTwice,
+}
+
+impl BadFree {
+    const fn words(self) -> &'static str {
+        match self {
+            Self::OutOfRange => "out of range",
+            Self::Padding => "padding",
+            Self::NotAllocated => "not allocated",
+            Self::AlreadyFree => "already free",
+            Self::NamedTwice => "named twice",
+        }
+    }
+}
+
+/// The offenders of one call: how many, and the first few with their reasons.
+///
+/// ```
+/// use kvpool::index::{BadFree, BadFrees};
+/// let mut bad = BadFrees::default();
+/// bad.add(7, BadFree::AlreadyFree, 1);
+/// assert_eq!(bad.describe("slot", 3), "1 of 3 freed slots: 7 (already free)");
+/// ```
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[must_use]
+pub struct BadFrees {
+    dropped: usize,
+    first: Vec<(i64, BadFree)>,
+}
+
+impl BadFrees {
+    /// How many indices were not freed.
+    #[must_use]
+    pub const fn dropped(&self) -> usize {
+        self.dropped
+    }
+
+    /// The first offenders, at most eight.
+    #[must_use]
+    pub fn first(&self) -> &[(i64, BadFree)] {
+        &self.first
+    }
+
+    /// Whether one more offender would be named, so that its reason is worth finding.
+    #[must_use]
+    pub(super) const fn wants_reason(&self) -> bool {
+        self.first.len() < NAMED
+    }
+
+    /// Counts `count` offenders that begin at `index`, all for the same reason.
+    pub fn add(&mut self, index: i64, reason: BadFree, count: usize) {
+        self.dropped += count;
+        if self.wants_reason() && count > 0 {
+            self.first.push((index, reason));
+        }
+    }
+
+    /// The report in words: how many of how many, and the first with their reasons.
+    #[must_use]
+    pub fn describe(&self, noun: &str, given: usize) -> String {
+        let mut text = format!("{} of {given} freed {noun}s: ", self.dropped);
+        for (position, (index, reason)) in self.first.iter().enumerate() {
+            let comma = if position == 0 { "" } else { ", " };
+            let _ = write!(text, "{comma}{index} ({})", reason.words());
+        }
+        if self.dropped > self.first.len() {
+            text.push_str(", ...");
+        }
+        text
+    }
+}
+
+/// Turns a report into the answer of a free: an error in strict mode, else the report for the log.
+///
+/// # Errors
+/// [`ErrorKind::IndexOwnership`] when `strict` and anything was dropped.
+pub fn on_bad_frees(
+    bad: BadFrees,
+    strict: bool,
+    noun: &str,
+    given: usize,
+    capacity: usize,
+) -> Result<BadFrees> {
+    if strict && bad.dropped() > 0 {
+        let report = bad.describe(noun, given);
+        return Err(Error::new(
+            ErrorKind::IndexOwnership,
+            format!("cannot free {report}; nothing was changed (capacity {capacity})"),
+        ));
+    }
+    Ok(bad)
+}

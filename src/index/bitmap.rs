@@ -1,0 +1,260 @@
+//! A set of small integers that finds its lowest member in a few steps, however large and empty it is.
+
+/// A set of integers below a fixed bound.
+///
+/// Bits stand in 64-bit words; above them, level by level, one bit a word says whether that word has any.
+/// Adding or removing a run costs one pass over its words; finding the lowest member costs one step a level
+/// (four for 16 M members).
+///
+/// ```
+/// use kvpool::index::Bitmap;
+/// let mut set = Bitmap::new(1 << 20);
+/// set.insert_run(700_000, 3);
+/// assert_eq!(set.len(), 3);
+/// assert_eq!(set.next_run(0, 64), Some((700_000, 3)));
+/// ```
+#[derive(Clone, Debug)]
+pub struct Bitmap {
+    /// `levels[0]` holds the members. Bit `i` of `levels[k + 1]` is set exactly if word `i` of `levels[k]` is
+    /// not zero. The last level is a single word, and there are at least two.
+    levels: Vec<Vec<u64>>,
+    /// The number of members: the population of `levels[0]`.
+    len: usize,
+}
+
+/// Bits `start..start + len` of a word. `len` is 1 to 64 and the run ends within the word.
+const fn mask_of(start: usize, len: usize) -> u64 {
+    (u64::MAX >> (64 - len)) << start
+}
+
+/// The words that `start..start + len` touches, with the bits touched in each.
+pub(super) fn words_of(start: usize, len: usize) -> impl Iterator<Item = (usize, u64)> {
+    let end = start + len;
+    let mut at = start;
+    std::iter::from_fn(move || {
+        (at < end).then(|| {
+            let (word, bit) = (at / 64, at % 64);
+            let take = (64 - bit).min(end - at);
+            at += take;
+            (word, mask_of(bit, take))
+        })
+    })
+}
+
+/// The runs of set bits of a word, lowest first, as (first bit, length).
+pub(super) fn runs_of(mut bits: u64) -> impl Iterator<Item = (usize, usize)> {
+    std::iter::from_fn(move || {
+        (bits != 0).then(|| {
+            let start = bits.trailing_zeros() as usize;
+            let len = (bits >> start).trailing_ones() as usize;
+            bits &= !mask_of(start, len);
+            (start, len)
+        })
+    })
+}
+
+impl Bitmap {
+    /// The empty set of integers below `bound`.
+    #[must_use]
+    pub fn new(bound: usize) -> Self {
+        let mut levels = Vec::new();
+        let mut words = bound.div_ceil(64).max(1);
+        loop {
+            levels.push(vec![0; words]);
+            if words == 1 && levels.len() > 1 {
+                return Self { levels, len: 0 };
+            }
+            words = words.div_ceil(64);
+        }
+    }
+
+    /// The number of members.
+    #[must_use]
+    pub const fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether it has no members.
+    #[must_use]
+    pub const fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Bytes of the words.
+    #[must_use]
+    pub fn bytes(&self) -> usize {
+        self.levels.iter().map(|level| level.len() * size_of::<u64>()).sum()
+    }
+
+    /// Whether `member` is in the set. Anything at or above the bound is not.
+    #[must_use]
+    pub fn contains(&self, member: usize) -> bool {
+        self.levels[0].get(member / 64).is_some_and(|word| word >> (member % 64) & 1 == 1)
+    }
+
+    /// The 64 members from `64 * word` on, as bits.
+    pub(super) fn word(&self, word: usize) -> u64 {
+        self.levels[0][word]
+    }
+
+    /// Adds the members that `bits` names in `word`.
+    pub(super) fn insert_word(&mut self, word: usize, bits: u64) {
+        let old = self.levels[0][word];
+        self.levels[0][word] = old | bits;
+        self.len += (bits & !old).count_ones() as usize;
+        if old == 0 && bits != 0 {
+            self.mark(word);
+        }
+    }
+
+    fn remove_word(&mut self, word: usize, bits: u64) {
+        let old = self.levels[0][word];
+        self.levels[0][word] = old & !bits;
+        self.len -= (bits & old).count_ones() as usize;
+        if old != 0 && old & !bits == 0 {
+            self.unmark(word);
+        }
+    }
+
+    /// Says in the levels above that `word` has members now.
+    fn mark(&mut self, mut word: usize) {
+        for level in &mut self.levels[1..] {
+            let summary = &mut level[word / 64];
+            let old = *summary;
+            *summary |= 1 << (word % 64);
+            if old != 0 {
+                return;
+            }
+            word /= 64;
+        }
+    }
+
+    /// Says in the levels above that `word` has none any more.
+    fn unmark(&mut self, mut word: usize) {
+        for level in &mut self.levels[1..] {
+            let summary = &mut level[word / 64];
+            *summary &= !(1 << (word % 64));
+            if *summary != 0 {
+                return;
+            }
+            word /= 64;
+        }
+    }
+
+    /// Adds `start..start + len`; members already there stay.
+    pub fn insert_run(&mut self, start: usize, len: usize) {
+        for (word, bits) in words_of(start, len) {
+            self.insert_word(word, bits);
+        }
+    }
+
+    /// Removes `start..start + len`; what is not there is passed over.
+    pub fn remove_run(&mut self, start: usize, len: usize) {
+        for (word, bits) in words_of(start, len) {
+            self.remove_word(word, bits);
+        }
+    }
+
+    /// Removes every member, in time that follows how many there are.
+    pub fn clear(&mut self) {
+        let mut from = 0;
+        while let Some(word) = self.next_word(from) {
+            self.remove_word(word, u64::MAX);
+            from = word + 1;
+        }
+    }
+
+    /// The first word at or after `from` that has members.
+    fn next_word(&self, from: usize) -> Option<usize> {
+        if *self.levels[0].get(from)? != 0 {
+            return Some(from);
+        }
+        let mut at = from;
+        for (height, level) in self.levels.iter().enumerate().skip(1) {
+            let bits = level.get(at / 64)? & (u64::MAX << (at % 64));
+            if bits != 0 {
+                let top = at / 64 * 64 + bits.trailing_zeros() as usize;
+                return Some(
+                    self.levels[1..height]
+                        .iter()
+                        .rev()
+                        .fold(top, |word, below| word * 64 + below[word].trailing_zeros() as usize),
+                );
+            }
+            at = at / 64 + 1;
+        }
+        None
+    }
+
+    /// The first run of members at or after `from`, as (start, length): all of it, or its first `most` members.
+    #[must_use]
+    pub fn next_run(&self, from: usize, most: usize) -> Option<(usize, usize)> {
+        let here = self.levels[0].get(from / 64)? >> (from % 64);
+        let start = if here == 0 {
+            let word = self.next_word(from / 64 + 1)?;
+            word * 64 + self.levels[0][word].trailing_zeros() as usize
+        } else {
+            from + here.trailing_zeros() as usize
+        };
+        let mut end = start;
+        while end - start < most
+            && let Some(word) = self.levels[0].get(end / 64)
+        {
+            let ones = (word >> (end % 64)).trailing_ones() as usize;
+            end += ones;
+            if ones == 0 || !end.is_multiple_of(64) {
+                break;
+            }
+        }
+        Some((start, (end - start).min(most)))
+    }
+
+    /// The maximal runs of members, lowest first, as (start, length).
+    pub fn runs(&self) -> impl Iterator<Item = (usize, usize)> + '_ {
+        let mut from = 0;
+        std::iter::from_fn(move || {
+            let (start, len) = self.next_run(from, usize::MAX)?;
+            from = start + len;
+            Some((start, len))
+        })
+    }
+
+    /// Removes the `count` lowest members and names them, lowest first, as (start, length) runs.
+    ///
+    /// `count` must not exceed [`Bitmap::len`]; what is missing would not be named.
+    pub fn take_lowest(&mut self, count: usize, mut emit: impl FnMut(usize, usize)) {
+        let mut left = count;
+        let mut from = 0;
+        while left > 0
+            && let Some((start, len)) = self.next_run(from, left)
+        {
+            self.remove_run(start, len);
+            emit(start, len);
+            left -= len;
+            from = start + len;
+        }
+    }
+
+    /// Moves every member into `other`, which has the same bound, in time that follows how many there are.
+    pub fn drain_into(&mut self, other: &mut Self) {
+        let mut from = 0;
+        while let Some(word) = self.next_word(from) {
+            other.insert_word(word, self.levels[0][word]);
+            self.remove_word(word, u64::MAX);
+            from = word + 1;
+        }
+    }
+
+    /// Whether the summaries and the count agree with the members.
+    #[must_use]
+    pub fn is_consistent(&self) -> bool {
+        let counted: usize = self.levels[0].iter().map(|word| word.count_ones() as usize).sum();
+        counted == self.len
+            && self.levels.windows(2).all(|pair| {
+                pair[0]
+                    .iter()
+                    .enumerate()
+                    .all(|(word, &bits)| (pair[1][word / 64] >> (word % 64) & 1 == 1) == (bits != 0))
+            })
+    }
+}

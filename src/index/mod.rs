@@ -1,0 +1,21 @@
+//! Who owns which integer.
+//!
+//! Every index of a space is in exactly one state: free (next to be handed out), released (free again, kept
+//! apart until needed), fenced (given back, still used by work in flight) or live. The structures here decide
+//! it with bitmaps, know no address and no device, and are not synchronised: callers wrap them in a lock.
+
+mod bad_frees;
+mod bitmap;
+mod free_list;
+mod moves;
+mod row_table;
+mod runs;
+mod slot_allocator;
+
+pub use bad_frees::{BadFree, BadFrees, on_bad_frees};
+pub use bitmap::Bitmap;
+pub use free_list::{Accepted, FreeList, Give, Order, Run};
+pub use moves::{Move, plan_moves};
+pub use row_table::{FreedRow, RowTable};
+pub use runs::{ascending_runs, for_each_run};
+pub use slot_allocator::{FenceId, SlotAllocator, SlotStats};

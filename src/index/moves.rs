@@ -1,0 +1,74 @@
+//! Moving rows onto rows in an order that needs no copy of the sources.
+
+use std::collections::HashMap;
+
+/// One step of a plan. Executed in order, the steps have the effect of reading all sources first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Move {
+    /// Row `dst` becomes row `src`.
+    Copy {
+        /// The row written.
+        dst: u32,
+        /// The row read.
+        src: u32,
+    },
+    /// Two rows trade places.
+    Swap(u32, u32),
+}
+
+/// Orders the moves `dst[i] <- src[i]` as if every source were read before any row is written.
+///
+/// Of several moves onto the same row the last counts; a row moved onto itself is left alone. Chains are
+/// walked from their ends and cycles are turned by swaps, so no temporary row is needed. Both slices have
+/// the same length.
+///
+/// ```
+/// use kvpool::index::{Move, plan_moves};
+/// assert_eq!(plan_moves(&[2, 3], &[1, 2]), [Move::Copy { dst: 3, src: 2 }, Move::Copy { dst: 2, src: 1 }]);
+/// assert_eq!(plan_moves(&[1, 2], &[2, 1]), [Move::Swap(1, 2)]);
+/// ```
+#[must_use]
+pub fn plan_moves(dst: &[u32], src: &[u32]) -> Vec<Move> {
+    let mut source: HashMap<u32, u32> = dst.iter().copied().zip(src.iter().copied()).collect();
+    source.retain(|dst, src| dst != src);
+
+    // How many moves still want to read a row that a move also writes.
+    let mut readers: HashMap<u32, u32> = HashMap::new();
+    for src in source.values().filter(|src| source.contains_key(src)) {
+        *readers.entry(*src).or_default() += 1;
+    }
+    let order = written_order(dst, &source);
+    let mut ready: Vec<u32> = order.iter().rev().copied().filter(|row| !readers.contains_key(row)).collect();
+
+    let mut plan = Vec::with_capacity(source.len());
+    while let Some(dst) = ready.pop() {
+        let Some(src) = source.remove(&dst) else { continue };
+        plan.push(Move::Copy { dst, src });
+        if let Some(count) = readers.get_mut(&src) {
+            *count -= 1;
+            if *count == 0 {
+                ready.push(src);
+            }
+        }
+    }
+    // What remains are cycles, each row read by its predecessor only.
+    for start in order {
+        let mut row = start;
+        while let Some(src) = source.remove(&row) {
+            if src != start {
+                plan.push(Move::Swap(row, src));
+            }
+            row = src;
+        }
+    }
+    plan
+}
+
+/// The rows that `source` writes, once each, in the order of their last mention in `dst`.
+fn written_order(dst: &[u32], source: &HashMap<u32, u32>) -> Vec<u32> {
+    let mut seen = std::collections::HashSet::with_capacity(source.len());
+    let mut order: Vec<u32> =
+        dst.iter().rev().copied().filter(|row| source.contains_key(row) && seen.insert(*row)).collect();
+    order.reverse();
+    order
+}

@@ -1,0 +1,132 @@
+//! Rows of the request table: who owns which, and how far each was written.
+
+use crate::base::{Id, IndexVec, Result, Row, widen};
+
+use super::free_list::{FreeList, Give, Order, Run};
+use super::{BadFree, BadFrees, on_bad_frees};
+
+/// A row that was given back, with the columns that must be cleared: `0..written`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FreedRow {
+    /// The row.
+    pub row: Row,
+    /// Columns written since it was last clean.
+    pub written: u32,
+}
+
+/// Owners of single indices, first in, first out, with the written extent of each.
+///
+/// It serves the request table (rows, columns) and, with extents of 0, track slots.
+///
+/// ```
+/// use kvpool::base::{Id, IndexVec, Row};
+/// use kvpool::index::RowTable;
+/// let mut table = RowTable::new(1, 2);
+/// assert_eq!(table.alloc(2).unwrap().len(), 2);
+/// assert!(table.alloc(1).is_none());
+/// let (freed, bad) = table.free(&IndexVec::I64(vec![2, 2]), false, "row").unwrap();
+/// assert_eq!((freed.len(), bad.dropped()), (1, 1));
+/// ```
+#[derive(Clone, Debug)]
+pub struct RowTable {
+    rows: FreeList<Row>,
+    /// By row number, the columns that may hold something else than zero are `0..written[row]`.
+    written: Vec<u32>,
+    dropped_frees: usize,
+}
+
+impl RowTable {
+    /// Rows `first..first + count`, all free and clean.
+    #[must_use]
+    pub fn new(first: u32, count: u32) -> Self {
+        Self {
+            rows: FreeList::new(first, count, Order::Fifo),
+            written: vec![0; widen(first) + widen(count)],
+            dropped_frees: 0,
+        }
+    }
+
+    /// Who owns which row.
+    #[must_use]
+    pub const fn rows(&self) -> &FreeList<Row> {
+        &self.rows
+    }
+
+    /// How many frees were dropped so far.
+    #[must_use]
+    pub const fn dropped_frees(&self) -> usize {
+        self.dropped_frees
+    }
+
+    /// Takes `count` rows, the longest free first, or returns `None` and takes none.
+    ///
+    /// Each comes with the columns that were written while nobody owned it.
+    pub fn alloc(&mut self, count: usize) -> Option<Vec<FreedRow>> {
+        if count > self.rows.available() {
+            return None;
+        }
+        let mut taken = Vec::with_capacity(count);
+        let Self { rows, written, .. } = self;
+        rows.alloc(count, |run| {
+            taken.extend((run.start.number()..run.start.number() + run.len).map(|number| FreedRow {
+                row: Row::new(number),
+                written: std::mem::take(&mut written[widen(number)]),
+            }));
+        });
+        Some(taken)
+    }
+
+    /// Gives rows back. What is not live is dropped and reported.
+    ///
+    /// # Errors
+    /// With `strict`, [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) when anything
+    /// would be dropped, and nothing is changed.
+    pub fn free(&mut self, given: &IndexVec, strict: bool, noun: &str) -> Result<(Vec<FreedRow>, BadFrees)> {
+        let mut accepted = Vec::new();
+        let mut bad = BadFrees::default();
+        for value in given.iter() {
+            let row = u32::try_from(value).ok().map(Row::new).filter(|&row| self.rows.contains(row));
+            match row {
+                None if value == 0 => bad.add(value, BadFree::Padding, 1),
+                None => bad.add(value, BadFree::OutOfRange, 1),
+                Some(row) if self.rows.is_live(row) => {
+                    self.rows.give(Run { start: row, len: 1 }, Give::Now, &mut accepted, |_| ());
+                }
+                Some(row) => {
+                    let repeated =
+                        bad.wants_reason() && accepted.iter().any(|run: &Run<Row>| run.start == row);
+                    let reason = if repeated { BadFree::NamedTwice } else { self.rows.reason(row) };
+                    bad.add(value, reason, 1);
+                }
+            }
+        }
+        let dropped = bad.dropped();
+        match on_bad_frees(bad, strict, noun, given.len(), self.rows.capacity()) {
+            Err(error) => {
+                self.rows.rollback(&accepted, Give::Now);
+                Err(error)
+            }
+            Ok(bad) => {
+                self.rows.commit(&accepted, Give::Now);
+                self.dropped_frees += dropped;
+                let freed = accepted.iter().map(|run| FreedRow {
+                    row: run.start,
+                    written: std::mem::take(&mut self.written[widen(run.start.number())]),
+                });
+                Ok((freed.collect(), bad))
+            }
+        }
+    }
+
+    /// Notes that columns below `end` of `row` were written. `row` may be any row, the padding row too.
+    pub fn note_written(&mut self, row: Row, end: u32) {
+        let extent = &mut self.written[widen(row.number())];
+        *extent = (*extent).max(end);
+    }
+
+    /// Makes every row free and clean again; the caller clears the table.
+    pub fn clear(&mut self) {
+        self.rows.clear();
+        self.written.fill(0);
+    }
+}

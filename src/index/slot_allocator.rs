@@ -1,0 +1,527 @@
+//! Token slots: pages of one or more slots, handed out and taken back in bulk.
+
+use crate::base::{Error, ErrorKind, Id, IndexVec, Page, Result, Slot, widen};
+
+use super::free_list::{Accepted, FreeList, Give, Order, Run};
+use super::runs::for_each_run;
+use super::{BadFree, BadFrees, Bitmap, on_bad_frees};
+
+/// Names the slots of one fenced free until its fence has passed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct FenceId(u64);
+
+/// Numbers of a [`SlotAllocator`], in slots unless the name says otherwise.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SlotStats {
+    /// Slots that can be in use at once.
+    pub capacity: usize,
+    /// Free and released slots.
+    pub available: usize,
+    /// Live and fenced slots.
+    pub in_use: usize,
+    /// The most that were in use at once.
+    pub high_water: usize,
+    /// Slots whose free was dropped.
+    pub dropped_frees: usize,
+    /// Slots that wait for a merge.
+    pub released: usize,
+    /// Slots that wait for a fence.
+    pub fenced: usize,
+    /// Bytes of the bookkeeping.
+    pub bytes: usize,
+}
+
+/// Who owns which token slot.
+///
+/// Pages are numbered `1..=size / page_size`; page `p` holds slots `p * page_size..(p + 1) * page_size`. Slots
+/// leave as whole pages and return as whole pages. With `page_size == 1` page and slot are the same number.
+///
+/// Taking and freeing cost one pass over the indices and a few steps a run of them, whatever the size of the
+/// pool. Nothing is allocated but the vector handed out.
+///
+/// ```
+/// use kvpool::base::IndexVec;
+/// use kvpool::index::{Give, Order, SlotAllocator};
+/// let mut slots = SlotAllocator::new(64, 16, Order::Sorted).unwrap();
+/// assert_eq!(slots.alloc(3).unwrap().unwrap(), [16, 17, 18]);
+/// assert_eq!(slots.available(), 48);
+/// let bad = slots.free(&IndexVec::I32(vec![17]), false).unwrap();
+/// assert_eq!((bad.dropped(), slots.available()), (0, 64));
+/// ```
+#[derive(Clone, Debug)]
+pub struct SlotAllocator {
+    pages: FreeList<Page>,
+    size: usize,
+    /// At least 1.
+    page_size: u32,
+    /// Pages that the free in progress has named already. Empty between calls, and with `page_size == 1`.
+    named: Bitmap,
+    /// Runs of the call in progress; kept for its capacity.
+    accepted: Accepted<Page>,
+    fences: Vec<(FenceId, Accepted<Page>)>,
+    next_fence: u64,
+    group: Option<Group>,
+    dropped_frees: usize,
+}
+
+/// Frees collected until the outermost group ends.
+#[derive(Clone, Debug, Default)]
+struct Group {
+    /// Open groups within this one.
+    nested: usize,
+    given: Vec<i64>,
+}
+
+impl SlotAllocator {
+    /// All of `size / page_size` pages free.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`] when `size` or `page_size` is 0, or when slots would not fit int32.
+    pub fn new(size: usize, page_size: usize, order: Order) -> Result<Self> {
+        if size == 0 || page_size == 0 {
+            return Err(Error::config(format!("size {size} and page_size {page_size} must be at least 1")));
+        }
+        let highest = size.checked_add(page_size).and_then(|end| i32::try_from(end).ok());
+        let (Some(_), Ok(page_size), Ok(count)) =
+            (highest, u32::try_from(page_size), u32::try_from(size / page_size))
+        else {
+            return Err(Error::config(format!(
+                "size {size} with page_size {page_size} needs slots beyond {}, the largest int32",
+                i32::MAX
+            )));
+        };
+        Ok(Self {
+            pages: FreeList::new(1, count, order),
+            size,
+            page_size,
+            named: Bitmap::new(if page_size == 1 { 0 } else { widen(count) + 1 }),
+            accepted: Vec::new(),
+            fences: Vec::new(),
+            next_fence: 0,
+            group: None,
+            dropped_frees: 0,
+        })
+    }
+
+    /// Slots asked for at construction; the last partial page is never handed out.
+    #[must_use]
+    pub const fn size(&self) -> usize {
+        self.size
+    }
+
+    /// Slots in a page.
+    #[must_use]
+    pub const fn page_size(&self) -> usize {
+        widen(self.page_size)
+    }
+
+    /// Slots that could be handed out now, in whole pages.
+    #[must_use]
+    pub fn available(&self) -> usize {
+        self.pages.available() * self.page_size()
+    }
+
+    /// Slots that can be in use at once.
+    #[must_use]
+    pub fn capacity(&self) -> usize {
+        self.pages.capacity() * self.page_size()
+    }
+
+    /// Who owns which page.
+    #[must_use]
+    pub const fn pages(&self) -> &FreeList<Page> {
+        &self.pages
+    }
+
+    /// The numbers of this allocator.
+    #[must_use]
+    pub fn stats(&self) -> SlotStats {
+        SlotStats {
+            capacity: self.capacity(),
+            available: self.available(),
+            in_use: self.pages.in_use() * self.page_size(),
+            high_water: self.pages.high_water() * self.page_size(),
+            dropped_frees: self.dropped_frees,
+            released: self.pages.released() * self.page_size(),
+            fenced: self.pages.fenced() * self.page_size(),
+            bytes: self.pages.bytes() + self.named.bytes(),
+        }
+    }
+
+    /// Takes `count` slots, or returns `None` when there are not enough.
+    ///
+    /// The rest of the last page belongs to the caller too.
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfMemory`] when the host cannot hold the answer; nothing is taken.
+    pub fn alloc(&mut self, count: usize) -> Result<Option<Vec<i32>>> {
+        let pages = count.div_ceil(self.page_size());
+        if pages > self.pages.available() {
+            self.pages.merge();
+            return Ok(None);
+        }
+        let mut slots = reserve(count)?;
+        let page_size = self.page_size;
+        self.pages.alloc(pages, |run| push_slots(&mut slots, run, page_size, count));
+        Ok(Some(slots))
+    }
+
+    /// Takes `count` consecutive slots that begin a page, the lowest such run, or returns `None`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfMemory`] when the host cannot hold the answer; nothing is taken.
+    pub fn alloc_contiguous(&mut self, count: usize) -> Result<Option<Vec<i32>>> {
+        let pages = count.div_ceil(self.page_size());
+        if pages == 0 || pages > self.pages.available() {
+            return self.alloc(count);
+        }
+        let mut slots = reserve(count)?;
+        Ok(self.pages.alloc_run(pages).map(|run| {
+            push_slots(&mut slots, run, self.page_size, count);
+            slots
+        }))
+    }
+
+    /// Takes the slots for positions `prefix..seq` of each request, or returns `None`.
+    ///
+    /// A prefix that ends inside a page is continued from `last_loc + 1`; then whole pages are taken. The
+    /// requests' slots are concatenated. `last_loc` is ignored where the prefix fills its pages.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`] when the slices differ in length, a length is negative or shrinks, or `last_loc`
+    /// is at another place in its page than the prefix says; [`ErrorKind::IndexOwnership`] when `last_loc`
+    /// is in nobody's page, or two requests would continue the same page. Nothing is taken.
+    pub fn extend(
+        &mut self,
+        prefix_lens: &[i64],
+        seq_lens: &[i64],
+        last_loc: &[i64],
+    ) -> Result<Option<Vec<i32>>> {
+        let requests = parse_requests(prefix_lens, seq_lens, last_loc)?;
+        let (mut tokens, mut pages) = (0usize, 0usize);
+        for request in &requests {
+            tokens = tokens.saturating_add(request.seq - request.prefix);
+            pages = pages.saturating_add(request.new_pages(self.page_size()));
+        }
+        self.check_continued(&requests)?;
+        if pages > self.pages.available() || tokens > self.capacity() {
+            self.pages.merge();
+            return Ok(None);
+        }
+        let mut slots = reserve(tokens)?;
+        let mut taken = Vec::with_capacity(pages);
+        self.pages.alloc(pages, |run| taken.extend(run.start.number()..run.start.number() + run.len));
+        let mut taken = taken.into_iter();
+        for request in &requests {
+            let page_size = self.page_size();
+            let goal = slots.len() + (request.seq - request.prefix);
+            let open = request.open_slots(page_size).min(goal - slots.len());
+            let next = request.last_loc.wrapping_add(1);
+            slots.extend((next..next + u32::try_from(open).unwrap_or(0)).map(u32::cast_signed));
+            for page in taken.by_ref().take(request.new_pages(page_size)) {
+                push_slots(&mut slots, Run { start: Page::new(page), len: 1 }, self.page_size, goal);
+            }
+        }
+        Ok(Some(slots))
+    }
+
+    /// Checks that every page that `requests` continue is live and continued once.
+    fn check_continued(&mut self, requests: &[Request]) -> Result<()> {
+        let page_size = self.page_size();
+        let mut fault = None;
+        let mut marked = Vec::new();
+        for (position, request) in requests.iter().enumerate().filter(|(_, r)| r.continues(page_size)) {
+            let (page, last) = (Page::new(request.last_loc / self.page_size), request.last_loc);
+            let expected = request.prefix % page_size;
+            if (widen(last) + 1) % page_size != expected {
+                fault = Some(Error::config(format!(
+                    "last_loc {last} of request {position} does not end a prefix of {} with page_size {page_size}",
+                    request.prefix
+                )));
+            } else if !self.pages.is_live(page) {
+                fault = Some(Error::new(
+                    ErrorKind::IndexOwnership,
+                    format!(
+                        "last_loc {last} of request {position} is in page {page}, which is not allocated"
+                    ),
+                ));
+            } else if self.named.contains(widen(page.number())) {
+                fault = Some(Error::new(
+                    ErrorKind::IndexOwnership,
+                    format!("request {position} continues page {page}, as another request of the batch does"),
+                ));
+            }
+            if fault.is_some() {
+                break;
+            }
+            self.named.insert_run(widen(page.number()), 1);
+            marked.push(page);
+        }
+        for page in marked {
+            self.named.remove_run(widen(page.number()), 1);
+        }
+        fault.map_or(Ok(()), Err)
+    }
+
+    /// Gives slots back, at once or, within a group, when the outermost group ends.
+    ///
+    /// The page of every slot is freed, once. What is not live is dropped, counted and reported.
+    ///
+    /// # Errors
+    /// With `strict`, [`ErrorKind::IndexOwnership`] when anything would be dropped, and nothing is changed.
+    pub fn free(&mut self, given: &IndexVec, strict: bool) -> Result<BadFrees> {
+        if let Some(group) = &mut self.group {
+            group.given.extend(given.iter());
+            return Ok(BadFrees::default());
+        }
+        self.give(given, Give::Now, strict)
+    }
+
+    /// Gives slots back that work in flight still uses: they stay in use until [`SlotAllocator::fence_passed`].
+    ///
+    /// A group does not hold them back.
+    ///
+    /// # Errors
+    /// As [`SlotAllocator::free`].
+    pub fn free_after(&mut self, given: &IndexVec, strict: bool) -> Result<(FenceId, BadFrees)> {
+        let bad = self.give(given, Give::Fenced, strict)?;
+        let id = FenceId(self.next_fence);
+        self.next_fence += 1;
+        self.fences.push((id, self.accepted.clone()));
+        Ok((id, bad))
+    }
+
+    /// Frees the slots behind a fence. A fence that is not known any more has no slots.
+    pub fn fence_passed(&mut self, id: FenceId) {
+        if let Some(position) = self.fences.iter().position(|(fence, _)| *fence == id) {
+            let (_, runs) = self.fences.remove(position);
+            self.pages.unfence(&runs);
+        }
+    }
+
+    fn give(&mut self, given: &IndexVec, give: Give, strict: bool) -> Result<BadFrees> {
+        let mut accepted = std::mem::take(&mut self.accepted);
+        accepted.clear();
+        let mut bad = BadFrees::default();
+        for_each_run(given, |start, len| self.give_run(start, len, give, &mut accepted, &mut bad));
+        if self.page_size > 1 {
+            for run in &accepted {
+                self.named.remove_run(widen(run.start.number()), widen(run.len));
+            }
+            // One call frees its pages in ascending order, however it names them.
+            accepted.sort_unstable();
+        }
+        let dropped = bad.dropped();
+        let answer = on_bad_frees(bad, strict, Slot::NOUN, given.len(), self.capacity());
+        if answer.is_ok() {
+            self.pages.commit(&accepted, give);
+            self.dropped_frees += dropped;
+        } else {
+            self.pages.rollback(&accepted, give);
+        }
+        self.accepted = accepted;
+        answer
+    }
+
+    /// Gives the pages of slots `start..start + len`, which may lie anywhere.
+    fn give_run(
+        &mut self,
+        start: i64,
+        len: usize,
+        give: Give,
+        accepted: &mut Accepted<Page>,
+        bad: &mut BadFrees,
+    ) {
+        let page_size = i64::from(self.page_size);
+        let length = i64::try_from(len).unwrap_or(i64::MAX);
+        let end = start.saturating_add(length);
+        let (low, high) = (page_size, page_size * (i64::try_from(self.pages.capacity()).unwrap_or(0) + 1));
+        if start >= high {
+            bad.add(start, BadFree::OutOfRange, len);
+            return;
+        }
+        let (first, last) = (start.max(low), end.min(high));
+        if first > start {
+            name_outside(bad, start, first.min(end));
+        }
+        if first < last {
+            let pages = first / page_size..(last - 1) / page_size + 1;
+            let number = |page: i64| u32::try_from(page).unwrap_or(0);
+            let run = Run { start: Page::new(number(pages.start)), len: number(pages.end - pages.start) };
+            let fresh = accepted.len();
+            let Self { pages, named, .. } = self;
+            let mut blocked = Vec::new();
+            pages.give(run, give, accepted, |page| blocked.push(page));
+            if page_size > 1 {
+                for run in &accepted[fresh..] {
+                    named.insert_run(widen(run.start.number()), widen(run.len));
+                }
+            }
+            for page in blocked {
+                self.name_blocked(page, first..last, accepted, bad);
+            }
+        }
+        if high < end {
+            bad.add(high, BadFree::OutOfRange, usize::try_from(end - high).unwrap_or(0));
+        }
+    }
+
+    /// Reports the slots of `slots` that lie in `page`, which could not be given, unless this call gave it.
+    fn name_blocked(
+        &self,
+        page: Page,
+        slots: std::ops::Range<i64>,
+        accepted: &Accepted<Page>,
+        bad: &mut BadFrees,
+    ) {
+        if self.named.contains(widen(page.number())) {
+            return;
+        }
+        let start = i64::from(page.number()) * i64::from(self.page_size);
+        let from = start.max(slots.start);
+        let to = (start + i64::from(self.page_size)).min(slots.end);
+        let repeated = bad.wants_reason()
+            && accepted
+                .iter()
+                .any(|run| (run.start.number()..run.start.number() + run.len).contains(&page.number()));
+        let reason = if repeated { BadFree::NamedTwice } else { self.pages.reason(page) };
+        bad.add(from, reason, usize::try_from(to - from).unwrap_or(0));
+    }
+
+    /// Starts to collect frees. Groups nest.
+    pub fn group_begin(&mut self) {
+        match &mut self.group {
+            Some(group) => group.nested += 1,
+            None => self.group = Some(Group::default()),
+        }
+    }
+
+    /// Ends a group; the outermost frees all that was collected as one call and says how much that was.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`] when no group is open; as [`SlotAllocator::free`], the group being closed.
+    pub fn group_end(&mut self, strict: bool) -> Result<(usize, BadFrees)> {
+        match &mut self.group {
+            None => Err(Error::config("free_group_end without free_group_begin")),
+            Some(group) if group.nested > 0 => {
+                group.nested -= 1;
+                Ok((0, BadFrees::default()))
+            }
+            Some(group) => {
+                let given = IndexVec::I64(std::mem::take(&mut group.given));
+                self.group = None;
+                Ok((given.len(), self.give(&given, Give::Now, strict)?))
+            }
+        }
+    }
+
+    /// Whether each slot is in use; `false` for what is no slot.
+    pub fn is_allocated<'a>(&'a self, given: &'a IndexVec) -> impl Iterator<Item = bool> + 'a {
+        given.iter().map(|slot| {
+            u32::try_from(slot).is_ok_and(|slot| self.pages.is_in_use(Page::new(slot / self.page_size)))
+        })
+    }
+
+    /// Merges the released pages into the free ones.
+    pub fn merge(&mut self) {
+        self.pages.merge();
+    }
+
+    /// Makes every slot free, closes groups and forgets fences.
+    pub fn clear(&mut self) {
+        self.pages.clear();
+        self.fences.clear();
+        self.group = None;
+    }
+
+    /// What breaks an invariant, if anything does.
+    #[must_use]
+    pub fn fault(&self) -> Option<String> {
+        let fenced: usize = self.fences.iter().flat_map(|(_, runs)| runs).map(|run| widen(run.len)).sum();
+        if fenced != self.pages.fenced() {
+            return Some(format!("{} pages are fenced, the fences name {fenced}", self.pages.fenced()));
+        }
+        self.pages.fault()
+    }
+}
+
+/// Reports `from..to`, which lies below the first page: negative, the padding slot, or the padding page.
+fn name_outside(bad: &mut BadFrees, from: i64, to: i64) {
+    let count = |from: i64, to: i64| usize::try_from(to - from).unwrap_or(0);
+    bad.add(from, BadFree::OutOfRange, count(from, to.min(0)));
+    let from = from.max(0);
+    bad.add(from, BadFree::Padding, count(from, to));
+}
+
+fn reserve(count: usize) -> Result<Vec<i32>> {
+    let mut slots = Vec::new();
+    slots.try_reserve_exact(count).map_err(|_| {
+        let bytes = count.saturating_mul(size_of::<i32>());
+        Error::new(ErrorKind::OutOfMemory, format!("no {bytes} bytes of host memory for {count} indices"))
+    })?;
+    Ok(slots)
+}
+
+/// Appends the slots of `run`, up to a length of `goal`.
+fn push_slots(slots: &mut Vec<i32>, run: Run<Page>, page_size: u32, goal: usize) {
+    let start = run.start.number() * page_size;
+    let room = u32::try_from(goal - slots.len()).unwrap_or(u32::MAX);
+    let len = run.len.saturating_mul(page_size).min(room);
+    slots.extend((start..start + len).map(u32::cast_signed));
+}
+
+/// One request of a batch that grows from `prefix` to `seq` tokens.
+#[derive(Clone, Copy, Debug)]
+struct Request {
+    prefix: usize,
+    seq: usize,
+    last_loc: u32,
+}
+
+impl Request {
+    /// Whether its next token goes into a page that it has.
+    const fn continues(&self, page_size: usize) -> bool {
+        !self.prefix.is_multiple_of(page_size) && self.seq > self.prefix
+    }
+
+    /// Slots left in its last page.
+    const fn open_slots(&self, page_size: usize) -> usize {
+        self.prefix.next_multiple_of(page_size) - self.prefix
+    }
+
+    const fn new_pages(&self, page_size: usize) -> usize {
+        self.seq.div_ceil(page_size) - self.prefix.div_ceil(page_size)
+    }
+}
+
+fn parse_requests(prefix_lens: &[i64], seq_lens: &[i64], last_loc: &[i64]) -> Result<Vec<Request>> {
+    if prefix_lens.len() != seq_lens.len() || seq_lens.len() != last_loc.len() {
+        return Err(Error::config(format!(
+            "a batch of {} prefix_lens, {} seq_lens and {} last_loc; the lengths must be equal",
+            prefix_lens.len(),
+            seq_lens.len(),
+            last_loc.len()
+        )));
+    }
+    prefix_lens
+        .iter()
+        .zip(seq_lens)
+        .zip(last_loc)
+        .enumerate()
+        .map(|(position, ((&prefix, &seq), &last))| {
+            // Lengths beyond int32 can never be served and would only overflow sums.
+            let length = |value: i64| u32::try_from(value).ok().filter(|&value| i32::try_from(value).is_ok());
+            match (length(prefix), length(seq)) {
+                (Some(prefix), Some(seq)) if prefix <= seq => Ok(Request {
+                    prefix: widen(prefix),
+                    seq: widen(seq),
+                    last_loc: length(last).unwrap_or(0),
+                }),
+                _ => Err(Error::config(format!(
+                    "request {position} grows from {prefix} to {seq} tokens; needed is 0 <= prefix <= seq <= {}",
+                    i32::MAX
+                ))),
+            }
+        })
+        .collect()
+}

@@ -1,0 +1,217 @@
+//! Conversion between float types, element by element, with the results of PyTorch's `Tensor.to`.
+//!
+//! Everything goes through binary32 and is rounded once, to nearest, ties to even. The 8-bit formats are those
+//! of the OCP 8-bit Floating Point Specification (2023): values beyond `float8_e4m3fn`, which has no infinity, become
+//! its largest number, values beyond `float8_e5m2` infinity.
+
+use half::{bf16, f16};
+
+use crate::base::DType;
+
+/// An element that can be read as a binary32.
+trait Load: Copy {
+    fn load(self) -> f32;
+}
+
+/// An element that a binary32 can be rounded to.
+trait Store: Copy {
+    fn store(value: f32) -> Self;
+}
+
+#[derive(Clone, Copy)]
+struct E4M3(u8);
+
+#[derive(Clone, Copy)]
+struct E5M2(u8);
+
+impl Load for f64 {
+    #[expect(clippy::cast_possible_truncation, reason = "rounding is what a conversion does")]
+    fn load(self) -> f32 {
+        self as f32
+    }
+}
+
+impl Load for f32 {
+    fn load(self) -> f32 {
+        self
+    }
+}
+
+impl Load for f16 {
+    fn load(self) -> f32 {
+        self.to_f32()
+    }
+}
+
+impl Load for bf16 {
+    fn load(self) -> f32 {
+        self.to_f32()
+    }
+}
+
+impl Load for E4M3 {
+    fn load(self) -> f32 {
+        let magnitude = u32::from(self.0 & 0x7f);
+        let value = match (magnitude >> 3, magnitude & 7) {
+            (15, 7) => f32::NAN,
+            // Subnormals count in steps of 2^-9; `mantissa` is at most 7, so the product is exact.
+            (0, mantissa) => f32::from_bits((127 - 9) << 23) * small(mantissa),
+            // The exponent is biased by 7, that of binary32 by 127.
+            (exponent, mantissa) => f32::from_bits((exponent + 120) << 23 | mantissa << 20),
+        };
+        if self.0 & 0x80 == 0 { value } else { -value }
+    }
+}
+
+impl Load for E5M2 {
+    fn load(self) -> f32 {
+        // It is the upper byte of a binary16.
+        f16::from_bits(u16::from(self.0) << 8).to_f32()
+    }
+}
+
+/// An integer below 256 as a float.
+fn small(value: u32) -> f32 {
+    f32::from(u8::try_from(value).unwrap_or(0))
+}
+
+impl Store for f32 {
+    fn store(value: f32) -> Self {
+        value
+    }
+}
+
+impl Store for f16 {
+    fn store(value: f32) -> Self {
+        Self::from_f32(value)
+    }
+}
+
+impl Store for bf16 {
+    fn store(value: f32) -> Self {
+        Self::from_f32(value)
+    }
+}
+
+/// The bits of `magnitude` (no sign, finite) as an 8-bit float of `mantissa_bits` and an exponent biased by `bias`,
+/// rounded to nearest even, without a bound: what overflows runs on past the largest finite value.
+fn round_to_8_bits(magnitude: u32, mantissa_bits: u32, bias: u32) -> u32 {
+    let shift = 23 - mantissa_bits;
+    let smallest_normal = (127 - bias + 1) << 23;
+    if magnitude >= smallest_normal {
+        let rebased = magnitude - ((127 - bias) << 23);
+        let odd = (rebased >> shift) & 1;
+        (rebased + (1 << (shift - 1)) - 1 + odd) >> shift
+    } else {
+        // Adding a number whose last bit weighs one subnormal step rounds in hardware.
+        let step = f32::from_bits((127 - bias + 1 + shift) << 23);
+        (f32::from_bits(magnitude) + step).to_bits() - step.to_bits()
+    }
+}
+
+fn low_byte(bits: u32) -> u8 {
+    bits.to_le_bytes()[0]
+}
+
+impl Store for E4M3 {
+    fn store(value: f32) -> Self {
+        let sign = low_byte(value.to_bits() >> 24) & 0x80;
+        let magnitude = value.to_bits() & 0x7fff_ffff;
+        let bits = if value.is_nan() {
+            0x7f
+        } else {
+            // 0x7e is 448, the largest number.
+            round_to_8_bits(magnitude.min(448f32.to_bits()), 3, 7)
+        };
+        Self(sign | low_byte(bits))
+    }
+}
+
+impl Store for E5M2 {
+    fn store(value: f32) -> Self {
+        let sign = low_byte(value.to_bits() >> 24) & 0x80;
+        let magnitude = value.to_bits() & 0x7fff_ffff;
+        let bits = if value.is_nan() {
+            0x7f
+        } else if magnitude >= 65536f32.to_bits() {
+            0x7c
+        } else {
+            round_to_8_bits(magnitude, 2, 15)
+        };
+        Self(sign | low_byte(bits))
+    }
+}
+
+/// Converts `count` elements that lie `stride` elements apart at `source` to consecutive ones at `target`,
+/// dividing by `divisor` first.
+///
+/// # Safety
+/// The elements at `source` are readable, those at `target` writable, both of the types that the function was
+/// chosen for.
+pub(super) type Convert =
+    unsafe fn(source: *const u8, stride: isize, target: *mut u8, count: usize, divisor: f32);
+
+unsafe fn convert<S: Load, T: Store>(
+    source: *const u8,
+    stride: isize,
+    target: *mut u8,
+    count: usize,
+    divisor: f32,
+) {
+    let (mut source, mut target) = (source.cast::<S>(), target.cast::<T>());
+    for _ in 0..count {
+        // SAFETY: the caller promises `count` readable elements, `stride` apart; they may be unaligned.
+        let value = unsafe { source.read_unaligned() }.load();
+        // Dividing by 1 changes no bit of a number.
+        let value = value / divisor;
+        // SAFETY: the caller promises `count` consecutive writable elements.
+        unsafe { target.write_unaligned(T::store(value)) };
+        source = source.wrapping_offset(stride);
+        target = target.wrapping_add(1);
+    }
+}
+
+/// The conversion from `from` to `to`, or `None` when one of them is no float or `to` cannot be stored.
+pub(super) fn conversion(from: DType, to: DType) -> Option<Convert> {
+    fn to_target<S: Load>(to: DType) -> Option<Convert> {
+        match to {
+            DType::F32 => Some(convert::<S, f32>),
+            DType::F16 => Some(convert::<S, f16>),
+            DType::BF16 => Some(convert::<S, bf16>),
+            DType::F8E4M3 => Some(convert::<S, E4M3>),
+            DType::F8E5M2 => Some(convert::<S, E5M2>),
+            _ => None,
+        }
+    }
+    match from {
+        DType::F64 => to_target::<f64>(to),
+        DType::F32 => to_target::<f32>(to),
+        DType::F16 => to_target::<f16>(to),
+        DType::BF16 => to_target::<bf16>(to),
+        DType::F8E4M3 => to_target::<E4M3>(to),
+        DType::F8E5M2 => to_target::<E5M2>(to),
+        _ => None,
+    }
+}
+
+unsafe fn copy<T: Copy>(source: *const u8, stride: isize, target: *mut u8, count: usize, _divisor: f32) {
+    let (mut source, mut target) = (source.cast::<T>(), target.cast::<T>());
+    for _ in 0..count {
+        // SAFETY: the caller promises `count` readable elements, `stride` apart; they may be unaligned.
+        let value = unsafe { source.read_unaligned() };
+        // SAFETY: the caller promises `count` consecutive writable elements.
+        unsafe { target.write_unaligned(value) };
+        source = source.wrapping_offset(stride);
+        target = target.wrapping_add(1);
+    }
+}
+
+/// The conversion of `dtype` to itself: every bit stays as it is.
+pub(super) fn element_copy(dtype: DType) -> Convert {
+    match dtype.size() {
+        1 => copy::<u8>,
+        2 => copy::<u16>,
+        4 => copy::<u32>,
+        _ => copy::<u64>,
+    }
+}

@@ -1,0 +1,13 @@
+//! Operations on rows of bytes, on the CPU.
+//!
+//! They move memory, so bandwidth is their limit: rows are copied from where they lie, strided or not, by several
+//! threads when there is enough of them. They hold no lock and keep nothing.
+
+mod convert;
+mod indices;
+mod rows;
+mod threads;
+
+pub use indices::read_indices;
+pub use rows::{RowBuffer, Store, gather_rows, move_rows, store_rows, zero_rows};
+pub use threads::{num_threads, set_num_threads};

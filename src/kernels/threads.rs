@@ -1,0 +1,52 @@
+//! Splitting large copies over threads.
+
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::thread;
+
+/// No thread is started for less than this; starting one costs about as much as copying 200 KB.
+const BYTES_PER_THREAD: usize = 2 << 20;
+
+/// More threads than this do not add bandwidth on any host we know of.
+const MOST_BY_DEFAULT: usize = 16;
+
+/// 0 until it is first asked for or set.
+static THREADS: AtomicUsize = AtomicUsize::new(0);
+
+/// How many threads one large copy may use.
+///
+/// ```
+/// kvpool::kernels::set_num_threads(2);
+/// assert_eq!(kvpool::kernels::num_threads(), 2);
+/// ```
+#[must_use]
+pub fn num_threads() -> usize {
+    match THREADS.load(Relaxed) {
+        0 => {
+            let threads = thread::available_parallelism().map_or(1, |n| n.get().min(MOST_BY_DEFAULT));
+            THREADS.store(threads, Relaxed);
+            threads
+        }
+        threads => threads,
+    }
+}
+
+/// Sets how many threads one large copy may use; 0 means as many as the machine has, up to 16.
+pub fn set_num_threads(threads: usize) {
+    THREADS.store(threads, Relaxed);
+}
+
+/// Calls `work(part, parts)` for every part, on as many threads as `bytes` are worth.
+pub(super) fn in_parts(bytes: usize, work: impl Fn(usize, usize) + Sync) {
+    let parts = num_threads().min(bytes / BYTES_PER_THREAD).max(1);
+    let work = &work;
+    thread::scope(|scope| {
+        for part in 1..parts {
+            let spawned = thread::Builder::new().spawn_scoped(scope, move || work(part, parts));
+            if spawned.is_err() {
+                // The machine has no thread to give: the work is done all the same.
+                work(part, parts);
+            }
+        }
+        work(0, parts);
+    });
+}

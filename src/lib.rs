@@ -1,0 +1,43 @@
+//! kvpool: the memory core of an LLM serving engine.
+//!
+//! It decides who owns each token slot, request row and linear-attention state, keeps the bytes behind
+//! them, and describes those bytes to tensor frameworks without copying them.
+//!
+//! # Layers
+//!
+//! Folders are layers. Each imports only from those before it:
+//!
+//! | layer | owns | `unsafe` |
+//! |---|---|---|
+//! | [`base`] | words and numbers: index newtypes, dtype, device, shape, error | no |
+//! | [`index`] | who owns which integer: bitmaps, free lists, slots, rows, move plans | no |
+//! | [`memory`] | where bytes come from: backends, regions | yes |
+//! | [`kernels`] | operations on rows of bytes, here for the CPU | yes |
+//! | [`tensor`] | describing bytes to others: views, DLPack | in `dlpack.rs` |
+//! | [`pool`] | index + memory + tensor = a pool, one file a class | no |
+//! | `python` | the extension module: convert, delegate, map errors | where tensors cross |
+//!
+//! # Invariants
+//!
+//! - **All or nothing.** A call validates everything it was given, then acts. A failed call leaves no trace.
+//! - **Full is an answer** (`Option`), **misuse is an error** ([`base::Error`]), in release builds too.
+//! - **No integer has two owners.** Every index is free, released, fenced or live, and in one state only.
+//! - **The padding index is nobody's.** Index 0 of every index space is never handed out.
+//! - **A view owns its memory.** Whoever can reach an address holds an `Arc` of its [`memory::Region`].
+//!
+//! # Features
+//!
+//! | feature | brings | needs |
+//! |---|---|---|
+//! | (none) | the whole core on CPU | `half`, `libc` |
+//! | `cuda` | the probe for NVIDIA drivers | `cudarc` |
+//! | `python` | the extension module | `pyo3`, `numpy` |
+
+pub mod base;
+pub mod index;
+pub mod kernels;
+pub mod memory;
+pub mod pool;
+#[cfg(feature = "python")]
+mod python;
+pub mod tensor;

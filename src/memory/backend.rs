@@ -1,0 +1,67 @@
+//! The contract of everything that gives memory.
+
+use std::fmt::Debug;
+use std::ptr::NonNull;
+
+use crate::base::{Device, Result};
+
+/// Every block begins at a multiple of this many bytes.
+pub const ALIGNMENT: usize = 256;
+
+/// A piece of memory that a backend gave and has not taken back.
+///
+/// It is a receipt, not an owner: dropping it frees nothing. [`Region`](super::Region) is the owner.
+#[derive(Debug)]
+pub struct Block {
+    address: NonNull<u8>,
+    bytes: usize,
+}
+
+// SAFETY: a block is an address and a length; who may touch the memory is the owner's business.
+unsafe impl Send for Block {}
+// SAFETY: as above; nothing is reachable through a shared block but the two numbers.
+unsafe impl Sync for Block {}
+
+impl Block {
+    /// A block of `bytes` at `address`.
+    #[must_use]
+    pub const fn new(address: NonNull<u8>, bytes: usize) -> Self {
+        Self { address, bytes }
+    }
+
+    /// Where it begins.
+    #[must_use]
+    pub const fn address(&self) -> NonNull<u8> {
+        self.address
+    }
+
+    /// How long it is.
+    #[must_use]
+    pub const fn bytes(&self) -> usize {
+        self.bytes
+    }
+}
+
+/// A source of memory on one device.
+///
+/// A block is valid from [`Backend::allocate`] to [`Backend::deallocate`], overlaps no other valid block, begins
+/// at a multiple of [`ALIGNMENT`] and holds zeros at first. `allocate(0)` gives a valid block of no bytes. Both
+/// calls may come from any thread; `deallocate` never fails, panics or raises.
+pub trait Backend: Debug + Send + Sync {
+    /// Where its memory is.
+    fn device(&self) -> Device;
+
+    /// A block of `bytes` zeros.
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory), with the bytes asked for, when there is
+    /// not enough; nothing is taken then.
+    fn allocate(&self, bytes: usize) -> Result<Block>;
+
+    /// Takes a block back.
+    ///
+    /// # Safety
+    /// `block` came from this backend's `allocate`, was not taken back before, and nobody touches its memory
+    /// any more.
+    unsafe fn deallocate(&self, block: Block);
+}

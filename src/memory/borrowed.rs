@@ -1,0 +1,97 @@
+//! Memory that somebody else owns, for the length of a call.
+
+use std::marker::PhantomData;
+use std::ptr::NonNull;
+
+use crate::base::{DType, Device, Dims, Error, Result, contiguous_strides};
+
+/// A tensor that somebody else keeps alive for `'a`: address, dtype, device, shape and strides (in elements).
+///
+/// The memory may be written by others at any time, so it is only ever read and written through raw copies.
+#[derive(Clone, Copy, Debug)]
+pub struct Borrowed<'a> {
+    address: NonNull<u8>,
+    dtype: DType,
+    device: Device,
+    shape: Dims,
+    strides: Dims,
+    owner: PhantomData<&'a ()>,
+}
+
+// SAFETY: it is an address and numbers; the kernels that follow the address are the ones that answer for races,
+// and they treat the memory as shared.
+unsafe impl Send for Borrowed<'_> {}
+// SAFETY: as above.
+unsafe impl Sync for Borrowed<'_> {}
+
+impl Borrowed<'_> {
+    /// A tensor at `address`.
+    ///
+    /// # Safety
+    /// For `'a`, every element that `shape` and `strides` reach from `address` is valid memory of `device` for
+    /// reads, and for writes where the caller passes it on as a target.
+    #[must_use]
+    pub const unsafe fn new(
+        address: NonNull<u8>,
+        dtype: DType,
+        device: Device,
+        shape: Dims,
+        strides: Dims,
+    ) -> Self {
+        Self { address, dtype, device, shape, strides, owner: PhantomData }
+    }
+
+    /// Where element 0 is.
+    #[must_use]
+    pub const fn address(&self) -> NonNull<u8> {
+        self.address
+    }
+
+    /// The element type.
+    #[must_use]
+    pub const fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Where the memory is.
+    #[must_use]
+    pub const fn device(&self) -> Device {
+        self.device
+    }
+
+    /// Extents.
+    #[must_use]
+    pub const fn shape(&self) -> &Dims {
+        &self.shape
+    }
+
+    /// Strides, in elements.
+    #[must_use]
+    pub const fn strides(&self) -> &Dims {
+        &self.strides
+    }
+
+    /// Whether the elements lie one after the other, last dimension fastest.
+    #[must_use]
+    pub fn is_contiguous(&self) -> bool {
+        let packed = contiguous_strides(&self.shape);
+        self.shape.numel() == 0
+            || self
+                .shape
+                .as_slice()
+                .iter()
+                .zip(self.strides.as_slice().iter().zip(packed.as_slice()))
+                .all(|(&extent, (stride, packed))| extent == 1 || stride == packed)
+    }
+
+    /// Checks that it is in host memory.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) with both devices.
+    pub fn expect_host(&self, what: &str) -> Result<()> {
+        if self.device == Device::Cpu {
+            return Ok(());
+        }
+        Err(Error::config(format!("{what} is on {}, the pool on cpu", self.device)))
+    }
+}

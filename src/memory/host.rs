@@ -1,0 +1,62 @@
+//! Pageable host memory.
+
+use std::alloc::{Layout, alloc_zeroed, dealloc};
+use std::ptr::NonNull;
+
+use crate::base::{Device, Error, ErrorKind, Result};
+
+use super::{ALIGNMENT, Backend, Block};
+
+/// From this size on memory is mapped, page by page as it is touched, instead of taken from the heap.
+const MAP_FROM: usize = 1 << 20;
+
+/// Pageable host memory.
+///
+/// Large blocks are mapped without reservation: a block of 100 GiB is there at once and costs what is touched.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Host;
+
+fn out_of_memory(bytes: usize) -> Error {
+    let cause = std::io::Error::last_os_error();
+    Error::new(ErrorKind::OutOfMemory, format!("the host cannot give {bytes} bytes: {cause}"))
+}
+
+/// The heap layout of `bytes`; at least one byte, so that the heap can give it an address.
+fn layout(bytes: usize) -> Option<Layout> {
+    Layout::from_size_align(bytes.max(1), ALIGNMENT).ok()
+}
+
+impl Backend for Host {
+    fn device(&self) -> Device {
+        Device::Cpu
+    }
+
+    fn allocate(&self, bytes: usize) -> Result<Block> {
+        let address = if bytes >= MAP_FROM {
+            map(bytes)
+        } else {
+            // SAFETY: the layout has a size of at least one byte.
+            layout(bytes).and_then(|layout| NonNull::new(unsafe { alloc_zeroed(layout) }))
+        };
+        address.map(|address| Block::new(address, bytes)).ok_or_else(|| out_of_memory(bytes))
+    }
+
+    unsafe fn deallocate(&self, block: Block) {
+        if block.bytes() >= MAP_FROM {
+            // SAFETY: `allocate` mapped exactly this range, and the caller gives it up.
+            unsafe { libc::munmap(block.address().as_ptr().cast(), block.bytes()) };
+        } else if let Some(layout) = layout(block.bytes()) {
+            // SAFETY: `allocate` took it from the heap with this layout, and the caller gives it up.
+            unsafe { dealloc(block.address().as_ptr(), layout) };
+        }
+    }
+}
+
+/// `bytes` zeros in fresh pages, or `None` with the cause in `errno`.
+fn map(bytes: usize) -> Option<NonNull<u8>> {
+    let protection = libc::PROT_READ | libc::PROT_WRITE;
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+    // SAFETY: an anonymous mapping at an address of the kernel's choice touches no memory in use.
+    let address = unsafe { libc::mmap(std::ptr::null_mut(), bytes, protection, flags, -1, 0) };
+    if address == libc::MAP_FAILED { None } else { NonNull::new(address.cast()) }
+}

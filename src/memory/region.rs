@@ -1,0 +1,170 @@
+//! Owned, contiguous memory.
+
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use crate::base::{DType, Device, Dims, Error, Result};
+
+use super::{Backend, Block, Borrowed};
+
+/// Contiguous memory that goes back where it came from when it is dropped.
+///
+/// Never cloned; views hold an `Arc<Region>`. The bytes behind it are shared with tensors of other frameworks, so
+/// they are only ever reached through raw addresses and bounds-checked copies, never as references.
+#[derive(Debug)]
+pub struct Region {
+    owner: Owner,
+}
+
+/// An element that is just its bytes.
+pub trait Plain: Copy + sealed::Sealed {}
+
+impl Plain for i32 {}
+impl Plain for bool {}
+
+mod sealed {
+    pub trait Sealed {}
+    impl Sealed for i32 {}
+    impl Sealed for bool {}
+}
+
+#[derive(Debug)]
+enum Owner {
+    /// The block is valid until this region drops.
+    Backend { backend: Arc<dyn Backend>, block: Block },
+    /// Indices on the host, as an allocator wrote them.
+    Indices(Vec<i32>),
+}
+
+impl Region {
+    /// `bytes` zeros from `backend`.
+    ///
+    /// # Errors
+    /// What the backend says when it has not enough.
+    ///
+    /// ```
+    /// use std::sync::Arc;
+    /// use kvpool::memory::{Host, Region};
+    /// let region = Region::new(Arc::new(Host), 1 << 30).unwrap();
+    /// assert_eq!(region.bytes(), 1 << 30);
+    /// assert_eq!(region.address().as_ptr() as usize % 256, 0);
+    /// ```
+    pub fn new(backend: Arc<dyn Backend>, bytes: usize) -> Result<Self> {
+        let block = backend.allocate(bytes)?;
+        Ok(Self { owner: Owner::Backend { backend, block } })
+    }
+
+    /// A region that takes over `indices`, without a copy.
+    #[must_use]
+    pub const fn from_indices(indices: Vec<i32>) -> Self {
+        Self { owner: Owner::Indices(indices) }
+    }
+
+    /// Where its memory is.
+    #[must_use]
+    pub fn device(&self) -> Device {
+        match &self.owner {
+            Owner::Backend { backend, .. } => backend.device(),
+            Owner::Indices(_) => Device::Cpu,
+        }
+    }
+
+    /// Where it begins.
+    #[must_use]
+    pub fn address(&self) -> NonNull<u8> {
+        match &self.owner {
+            Owner::Backend { block, .. } => block.address(),
+            Owner::Indices(indices) => {
+                NonNull::new(indices.as_ptr().cast_mut().cast()).unwrap_or(NonNull::dangling())
+            }
+        }
+    }
+
+    /// How long it is.
+    #[must_use]
+    pub const fn bytes(&self) -> usize {
+        match &self.owner {
+            Owner::Backend { block, .. } => block.bytes(),
+            Owner::Indices(indices) => indices.len() * size_of::<i32>(),
+        }
+    }
+
+    /// The address of `bytes` bytes at `offset`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when they do not lie within the region.
+    pub fn at(&self, offset: usize, bytes: usize) -> Result<NonNull<u8>> {
+        if offset.checked_add(bytes).is_none_or(|end| end > self.bytes()) {
+            return Err(Error::index(format!(
+                "{bytes} bytes at {offset} are outside a region of {} bytes",
+                self.bytes()
+            )));
+        }
+        // SAFETY: `offset` is at most the length of the region, which is one allocation.
+        Ok(unsafe { self.address().add(offset) })
+    }
+
+    /// A tensor within this region, that begins at byte `offset`.
+    ///
+    /// # Errors
+    /// As [`Region::at`], for the farthest element.
+    pub fn borrow(&self, offset: usize, dtype: DType, shape: Dims, strides: Dims) -> Result<Borrowed<'_>> {
+        let address = self.at(offset, reach(dtype, &shape, &strides)?)?;
+        // SAFETY: the elements lie within this region, which outlives the borrow.
+        Ok(unsafe { Borrowed::new(address, dtype, self.device(), shape, strides) })
+    }
+
+    /// Writes `values` at byte `offset` of host memory.
+    ///
+    /// # Errors
+    /// As [`Region::at`].
+    pub fn write<T: Plain>(&self, offset: usize, values: &[T]) -> Result<()> {
+        let address = self.at(offset, size_of_val(values))?;
+        // SAFETY: `at` checked that the bytes lie in this region, which is live host memory; `values` is a
+        // Rust slice and so not part of it; a `Plain` value has no padding.
+        unsafe { address.as_ptr().copy_from_nonoverlapping(values.as_ptr().cast(), size_of_val(values)) };
+        Ok(())
+    }
+
+    /// Zeroes `bytes` bytes at `offset` of host memory.
+    ///
+    /// # Errors
+    /// As [`Region::at`].
+    pub fn zero(&self, offset: usize, bytes: usize) -> Result<()> {
+        let address = self.at(offset, bytes)?;
+        // SAFETY: `at` checked that the bytes lie in this region, which is live host memory.
+        unsafe { address.as_ptr().write_bytes(0, bytes) };
+        Ok(())
+    }
+}
+
+/// Bytes from the first element of a tensor to the end of the farthest one. Strides must not be negative.
+fn reach(dtype: DType, shape: &Dims, strides: &Dims) -> Result<usize> {
+    if shape.numel() == 0 {
+        return Ok(0);
+    }
+    let last = shape.as_slice().iter().zip(strides.as_slice()).try_fold(0i64, |last, (extent, stride)| {
+        (*stride >= 0).then_some(())?;
+        last.checked_add(extent.checked_sub(1)?.checked_mul(*stride)?)
+    });
+    last.and_then(|last| usize::try_from(last).ok()?.checked_add(1)?.checked_mul(dtype.size())).ok_or_else(
+        || {
+            Error::index(format!(
+                "shape {:?} with strides {:?} reaches too far",
+                shape.as_slice(),
+                strides.as_slice()
+            ))
+        },
+    )
+}
+
+impl Drop for Region {
+    fn drop(&mut self) {
+        if let Owner::Backend { backend, block } = &self.owner {
+            let block = Block::new(block.address(), block.bytes());
+            // SAFETY: `new` took the block from this backend, this is its only owner's end, and every view
+            // holds the region alive.
+            unsafe { backend.deallocate(block) };
+        }
+    }
+}

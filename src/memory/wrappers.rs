@@ -1,0 +1,182 @@
+//! Backends in front of backends: one that limits, one that fails on plan, one that counts.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+
+use crate::base::{Device, Error, ErrorKind, Result};
+
+use super::{Backend, Block};
+
+/// Gives at most a fixed number of bytes at a time.
+///
+/// ```
+/// use std::sync::Arc;
+/// use kvpool::memory::{Host, Limit, Region};
+/// let backend = Arc::new(Limit::new(Arc::new(Host), 100));
+/// let region = Region::new(backend.clone(), 80).unwrap();
+/// assert!(Region::new(backend.clone(), 30).is_err());
+/// drop(region);
+/// assert!(Region::new(backend, 30).is_ok());
+/// ```
+#[derive(Debug)]
+pub struct Limit {
+    inner: Arc<dyn Backend>,
+    most: usize,
+    used: AtomicUsize,
+}
+
+impl Limit {
+    /// `inner`, of whose memory at most `limit` bytes are out at a time.
+    #[must_use]
+    pub fn new(inner: Arc<dyn Backend>, limit: usize) -> Self {
+        Self { inner, most: limit, used: AtomicUsize::new(0) }
+    }
+}
+
+impl Backend for Limit {
+    fn device(&self) -> Device {
+        self.inner.device()
+    }
+
+    fn allocate(&self, bytes: usize) -> Result<Block> {
+        let reserve = |used: usize| used.checked_add(bytes).filter(|&sum| sum <= self.most);
+        if let Err(used) = self.used.fetch_update(Relaxed, Relaxed, reserve) {
+            return Err(Error::new(
+                ErrorKind::OutOfMemory,
+                format!(
+                    "{bytes} bytes asked for, {} of {} available on {}",
+                    self.most - used,
+                    self.most,
+                    self.device()
+                ),
+            ));
+        }
+        self.inner.allocate(bytes).inspect_err(|_| {
+            self.used.fetch_sub(bytes, Relaxed);
+        })
+    }
+
+    unsafe fn deallocate(&self, block: Block) {
+        let bytes = block.bytes();
+        // SAFETY: the block came from `inner` through `allocate`; the rest is the caller's promise.
+        unsafe { self.inner.deallocate(block) };
+        self.used.fetch_sub(bytes, Relaxed);
+    }
+}
+
+/// Fails one planned allocation.
+///
+/// ```
+/// use std::sync::Arc;
+/// use kvpool::memory::{Fail, Host, Region};
+/// let backend = Arc::new(Fail::new(Arc::new(Host), 1));
+/// assert!(Region::new(backend.clone(), 8).is_ok());
+/// assert!(Region::new(backend.clone(), 8).is_err());
+/// assert!(Region::new(backend, 8).is_ok());
+/// ```
+#[derive(Debug)]
+pub struct Fail {
+    inner: Arc<dyn Backend>,
+    left: AtomicUsize,
+}
+
+impl Fail {
+    /// `inner`, whose allocation number `nth` (from 0) fails.
+    #[must_use]
+    pub fn new(inner: Arc<dyn Backend>, nth: usize) -> Self {
+        Self { inner, left: AtomicUsize::new(nth) }
+    }
+}
+
+impl Backend for Fail {
+    fn device(&self) -> Device {
+        self.inner.device()
+    }
+
+    fn allocate(&self, bytes: usize) -> Result<Block> {
+        // Wraps to the largest number after the failure, which no test counts down.
+        if self.left.fetch_sub(1, Relaxed) == 0 {
+            return Err(Error::new(
+                ErrorKind::OutOfMemory,
+                format!("{bytes} bytes asked for, and this allocation was planned to fail"),
+            ));
+        }
+        self.inner.allocate(bytes)
+    }
+
+    unsafe fn deallocate(&self, block: Block) {
+        // SAFETY: the block came from `inner` through `allocate`; the rest is the caller's promise.
+        unsafe { self.inner.deallocate(block) };
+    }
+}
+
+/// Counts what is out.
+///
+/// ```
+/// use std::sync::Arc;
+/// use kvpool::memory::{Count, Host, Region};
+/// let backend = Arc::new(Count::new(Arc::new(Host)));
+/// let region = Region::new(backend.clone(), 8).unwrap();
+/// assert_eq!((backend.live_blocks(), backend.live_bytes()), (1, 8));
+/// drop(region);
+/// assert_eq!((backend.live_blocks(), backend.allocations()), (0, 1));
+/// ```
+#[derive(Debug)]
+pub struct Count {
+    inner: Arc<dyn Backend>,
+    allocations: AtomicUsize,
+    live_blocks: AtomicUsize,
+    live_bytes: AtomicUsize,
+}
+
+impl Count {
+    /// `inner`, counted.
+    #[must_use]
+    pub fn new(inner: Arc<dyn Backend>) -> Self {
+        Self {
+            inner,
+            allocations: AtomicUsize::new(0),
+            live_blocks: AtomicUsize::new(0),
+            live_bytes: AtomicUsize::new(0),
+        }
+    }
+
+    /// Allocations that succeeded so far.
+    #[must_use]
+    pub fn allocations(&self) -> usize {
+        self.allocations.load(Relaxed)
+    }
+
+    /// Blocks that are out.
+    #[must_use]
+    pub fn live_blocks(&self) -> usize {
+        self.live_blocks.load(Relaxed)
+    }
+
+    /// Bytes that are out.
+    #[must_use]
+    pub fn live_bytes(&self) -> usize {
+        self.live_bytes.load(Relaxed)
+    }
+}
+
+impl Backend for Count {
+    fn device(&self) -> Device {
+        self.inner.device()
+    }
+
+    fn allocate(&self, bytes: usize) -> Result<Block> {
+        let block = self.inner.allocate(bytes)?;
+        self.allocations.fetch_add(1, Relaxed);
+        self.live_blocks.fetch_add(1, Relaxed);
+        self.live_bytes.fetch_add(bytes, Relaxed);
+        Ok(block)
+    }
+
+    unsafe fn deallocate(&self, block: Block) {
+        self.live_blocks.fetch_sub(1, Relaxed);
+        self.live_bytes.fetch_sub(block.bytes(), Relaxed);
+        // SAFETY: the block came from `inner` through `allocate`; the rest is the caller's promise.
+        unsafe { self.inner.deallocate(block) };
+    }
+}

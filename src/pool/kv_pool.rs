@@ -1,0 +1,299 @@
+//! K and V of every layer, in one region.
+
+use std::sync::Arc;
+
+use crate::base::{DType, Device, Error, IndexVec, Result, bytes_of};
+use crate::index::plan_moves;
+use crate::kernels::{RowBuffer, Store, gather_rows, move_rows, store_rows};
+use crate::memory::{ALIGNMENT, Backend, Borrowed, Region};
+use crate::tensor::TensorView;
+
+use super::{at_least_one, fits_int32};
+
+/// Rows of a buffer are rounded up to a multiple of this.
+const ROW_MULTIPLE: usize = 8;
+
+/// The shape of a [`KvPool`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KvConfig {
+    /// Usable slots, numbered `1..=size`.
+    pub size: usize,
+    /// Layers.
+    pub layer_num: usize,
+    /// Heads of a key row.
+    pub k_head_num: usize,
+    /// Elements of a key head.
+    pub k_head_dim: usize,
+    /// Heads of a value row.
+    pub v_head_num: usize,
+    /// Elements of a value head.
+    pub v_head_dim: usize,
+    /// Element type.
+    pub dtype: DType,
+    /// Slots in a page of the allocator that goes with it.
+    pub page_size: usize,
+}
+
+impl KvConfig {
+    /// Rows of every buffer: enough for each index that a paged allocator of `size` can return.
+    fn rows(&self) -> Result<usize> {
+        let end =
+            self.size.checked_add(self.page_size).and_then(|end| end.checked_next_multiple_of(ROW_MULTIPLE));
+        let what = format!("size {} with page_size {}", self.size, self.page_size);
+        fits_int32(&what, end).map(crate::base::widen)
+    }
+}
+
+/// Divisors of keys and values on their way into an 8-bit float pool.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Scales {
+    /// Of keys.
+    pub k: Option<f32>,
+    /// Of values.
+    pub v: Option<f32>,
+}
+
+/// One buffer, as transfer engines register it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BufferInfo {
+    /// Where it begins.
+    pub address: usize,
+    /// How long it is.
+    pub bytes: usize,
+    /// Bytes of one row.
+    pub row_bytes: usize,
+}
+
+/// K and V storage of every layer: `[rows, head_num, head_dim]` each, zero at first.
+///
+/// Row 0 is the padding slot. All buffers lie in one region, keys of every layer first, each at a multiple of
+/// [`ALIGNMENT`] bytes.
+///
+/// ```
+/// use std::sync::Arc;
+/// use kvpool::base::DType;
+/// use kvpool::memory::Host;
+/// use kvpool::pool::{KvConfig, KvPool};
+/// let config = KvConfig {
+///     size: 64, layer_num: 2, k_head_num: 4, k_head_dim: 8, v_head_num: 4, v_head_dim: 8,
+///     dtype: DType::BF16, page_size: 16,
+/// };
+/// let pool = KvPool::new(Arc::new(Host), config).unwrap();
+/// assert_eq!(pool.rows(), 80);
+/// assert_eq!(pool.mem_bytes(), 2 * 2 * 80 * 4 * 8 * 2);
+/// ```
+#[derive(Debug)]
+pub struct KvPool {
+    config: KvConfig,
+    rows: usize,
+    region: Arc<Region>,
+    /// Keys of every layer, then values of every layer.
+    buffers: Vec<RowBuffer>,
+}
+
+impl KvPool {
+    /// Allocates the buffers from `backend`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for an argument of 0, for slots that do not fit int32
+    /// and for sizes whose bytes overflow; what the backend says when it has not enough.
+    pub fn new(backend: Arc<dyn Backend>, config: KvConfig) -> Result<Self> {
+        at_least_one(&[
+            ("size", config.size),
+            ("layer_num", config.layer_num),
+            ("k_head_num", config.k_head_num),
+            ("k_head_dim", config.k_head_dim),
+            ("v_head_num", config.v_head_num),
+            ("v_head_dim", config.v_head_dim),
+            ("page_size", config.page_size),
+        ])?;
+        let rows = config.rows()?;
+        let shapes = [[config.k_head_num, config.k_head_dim], [config.v_head_num, config.v_head_dim]];
+        let mut total = 0usize;
+        let mut places = Vec::new();
+        for [heads, dim] in shapes {
+            let bytes = bytes_of("one buffer", &[rows, heads, dim], config.dtype)?;
+            let step = bytes.next_multiple_of(ALIGNMENT);
+            let group = bytes_of("all layers", &[step, config.layer_num], DType::U8)?;
+            places.push((total, step, [rows, heads, dim]));
+            total = total.checked_add(group).filter(|&sum| i64::try_from(sum).is_ok()).ok_or_else(|| {
+                Error::config(format!("{} layers of {bytes} bytes overflow an address", config.layer_num))
+            })?;
+        }
+        let region = Arc::new(Region::new(backend, total)?);
+        let buffers = places
+            .into_iter()
+            .flat_map(|(start, step, shape)| {
+                (0..config.layer_num).map(move |layer| (start + layer * step, shape))
+            })
+            .map(|(offset, shape)| RowBuffer::new(Arc::clone(&region), offset, shape, config.dtype))
+            .collect::<Result<Vec<_>>>()?;
+        Ok(Self { config, rows, region, buffers })
+    }
+
+    /// Its shape.
+    #[must_use]
+    pub const fn config(&self) -> &KvConfig {
+        &self.config
+    }
+
+    /// Where it is.
+    #[must_use]
+    pub fn device(&self) -> Device {
+        self.region.device()
+    }
+
+    /// Rows of every buffer.
+    #[must_use]
+    pub const fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Bytes of all buffers.
+    #[must_use]
+    pub fn mem_bytes(&self) -> usize {
+        self.buffers.iter().map(RowBuffer::bytes).sum()
+    }
+
+    /// Checks that there is such a layer.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when there is not.
+    pub fn check_layer(&self, layer: usize) -> Result<()> {
+        super::check_layer(layer, self.config.layer_num)
+    }
+
+    /// K and V of a layer.
+    fn pair(&self, layer: usize) -> Result<[&RowBuffer; 2]> {
+        self.check_layer(layer)?;
+        Ok([&self.buffers[layer], &self.buffers[self.config.layer_num + layer]])
+    }
+
+    /// The K and V buffers of a layer, `[rows, head_num, head_dim]`, without a copy.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a layer that is not there.
+    pub fn kv_buffer(&self, layer: usize) -> Result<[TensorView; 2]> {
+        let [k, v] = self.pair(layer)?;
+        Ok([view(k, &k.shape())?, view(v, &v.shape())?])
+    }
+
+    /// The K and V buffers of a layer, `[num_pages, page_size, head_num, head_dim]`, without a copy.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a layer that is not there.
+    pub fn page_view(&self, layer: usize) -> Result<[TensorView; 2]> {
+        let page_size = self.config.page_size;
+        let paged = |buffer: &RowBuffer| {
+            let [rows, heads, dim] = buffer.shape();
+            view(buffer, &[rows / page_size, page_size, heads, dim])
+        };
+        let [k, v] = self.pair(layer)?;
+        Ok([paged(k)?, paged(v)?])
+    }
+
+    /// Writes `k` and `v` to the rows that `indices` names; negative indices are skipped.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for shapes or scales that do not fit,
+    /// [`ErrorKind::Type`](crate::base::ErrorKind::Type) for dtypes that cannot be converted,
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a layer or row that is not there. Nothing is
+    /// written then.
+    pub fn set_kv<'a>(
+        &'a self,
+        layer: usize,
+        indices: &IndexVec,
+        k: Borrowed<'a>,
+        v: Borrowed<'a>,
+        scales: Scales,
+    ) -> Result<()> {
+        let [k_buffer, v_buffer] = self.pair(layer)?;
+        let (k_scale, v_scale) = (self.divisor("k", scales.k)?, self.divisor("v", scales.v)?);
+        let stores = [
+            Store { name: "k", target: k_buffer, values: k, scale: k_scale },
+            Store { name: "v", target: v_buffer, values: v, scale: v_scale },
+        ];
+        store_rows(&stores, indices)
+    }
+
+    /// A scale that may divide values of this pool.
+    fn divisor(&self, name: &str, scale: Option<f32>) -> Result<Option<f32>> {
+        let dtype = self.config.dtype;
+        match scale {
+            Some(scale) if !(scale.is_finite() && scale > 0.0) => {
+                Err(Error::config(format!("{name}_scale is {scale}; it must be finite and above 0")))
+            }
+            Some(scale) if !dtype.is_fp8() && (scale - 1.0).abs() > 0.0 => Err(Error::config(format!(
+                "{name}_scale is {scale}, but values of {dtype} are stored unscaled; only 8-bit floats are scaled"
+            ))),
+            scale => Ok(scale),
+        }
+    }
+
+    /// The rows that `indices` names as new contiguous tensors `[n, head_num, head_dim]`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a layer or row that is not there; what `backend`
+    /// says when it has not enough.
+    pub fn gather_kv(
+        &self,
+        backend: &Arc<dyn Backend>,
+        layer: usize,
+        indices: &IndexVec,
+    ) -> Result<[TensorView; 2]> {
+        let [k, v] = self.pair(layer)?;
+        let rows = indices.rows("slot", self.rows)?;
+        let target = |buffer: &RowBuffer| {
+            let [_, heads, dim] = buffer.shape();
+            let bytes = bytes_of("gathered rows", &[rows.len(), heads, dim], buffer.dtype())?;
+            let region = Arc::new(Region::new(Arc::clone(backend), bytes)?);
+            TensorView::contiguous(region, 0, buffer.dtype(), &[rows.len(), heads, dim])
+        };
+        let out = [target(k)?, target(v)?];
+        gather_rows(&[(k, out[0].borrow()?), (v, out[1].borrow()?)], &rows)?;
+        Ok(out)
+    }
+
+    /// The rows that `indices` names, written to `out`: contiguous K and V of the pool's dtype.
+    ///
+    /// # Errors
+    /// As [`KvPool::gather_kv`], and [`ErrorKind::Config`](crate::base::ErrorKind::Config) or
+    /// [`ErrorKind::Type`](crate::base::ErrorKind::Type) when `out` does not fit. Nothing is written then.
+    pub fn gather_kv_into(&self, layer: usize, indices: &IndexVec, out: [Borrowed<'_>; 2]) -> Result<()> {
+        let [k, v] = self.pair(layer)?;
+        gather_rows(&[(k, out[0]), (v, out[1])], &indices.rows("slot", self.rows)?)
+    }
+
+    /// Moves row `src[i]` to row `dst[i]` in every layer, as if all were read before any is written.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for different lengths,
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for rows that are not there. Nothing is moved then.
+    pub fn move_kv(&self, dst: &IndexVec, src: &IndexVec) -> Result<()> {
+        same_length(dst, src)?;
+        let moves = plan_moves(&dst.rows("slot", self.rows)?, &src.rows("slot", self.rows)?);
+        move_rows(&self.buffers, &moves)
+    }
+
+    /// Every buffer, keys of all layers first.
+    pub fn buffer_infos(&self) -> impl Iterator<Item = BufferInfo> + '_ {
+        let base = self.region.address().as_ptr().addr();
+        self.buffers.iter().map(move |buffer| BufferInfo {
+            address: base + buffer.offset(),
+            bytes: buffer.bytes(),
+            row_bytes: buffer.row_bytes(),
+        })
+    }
+}
+
+fn view(buffer: &RowBuffer, shape: &[usize]) -> Result<TensorView> {
+    TensorView::contiguous(Arc::clone(buffer.region()), buffer.offset(), buffer.dtype(), shape)
+}
+
+/// Checks that a batch of moves has a source for every target.
+pub(super) fn same_length(dst: &IndexVec, src: &IndexVec) -> Result<()> {
+    if dst.len() == src.len() {
+        return Ok(());
+    }
+    Err(Error::config(format!("{} destinations and {} sources; there must be as many", dst.len(), src.len())))
+}

@@ -1,0 +1,268 @@
+//! Arguments as Python programmers pass them.
+
+use std::ptr::NonNull;
+
+use numpy::{PyArrayDescrMethods, PyUntypedArray, PyUntypedArrayMethods};
+use pyo3::exceptions::{PyOverflowError, PyTypeError};
+use pyo3::prelude::*;
+use pyo3::types::{PyBool, PyInt, PyList, PyRange, PySequence, PyTuple};
+
+use crate::base::{DType, Device, Dims, Error, IndexVec};
+use crate::kernels::read_indices;
+use crate::memory::Borrowed;
+use crate::tensor::dlpack::Import;
+
+use super::framework::torch;
+use super::tensor::{Tensor, consume};
+
+/// A tensor that a caller passed, of whatever framework.
+pub(super) enum TensorArg<'a> {
+    /// Kept alive by the caller's reference.
+    Described(Borrowed<'a>),
+    /// Kept alive by us.
+    Imported(Import),
+    /// One of ours.
+    Own(&'a Tensor),
+}
+
+impl TensorArg<'_> {
+    pub(super) fn borrow(&self) -> crate::base::Result<Borrowed<'_>> {
+        match self {
+            Self::Described(tensor) => Ok(*tensor),
+            Self::Imported(import) => import.borrow(),
+            Self::Own(tensor) => tensor.view().borrow(),
+        }
+    }
+}
+
+/// `object` as a tensor: of PyTorch, of kvpool, of NumPy or of anybody who speaks DLPack. `None` if it is none.
+fn tensor_or_none<'a>(object: &'a Bound<'_, PyAny>) -> PyResult<Option<TensorArg<'a>>> {
+    let py = object.py();
+    if let Some(torch) = torch(py)?
+        && torch.is_tensor(object)?
+    {
+        return match torch.describe(object)? {
+            Some(tensor) => Ok(Some(TensorArg::Described(tensor))),
+            // A tensor that records gradients refuses `__dlpack__`; what it holds is read all the same.
+            None => consume(&object.call_method0("detach")?).map(|import| Some(TensorArg::Imported(import))),
+        };
+    }
+    if let Ok(tensor) = object.cast::<Tensor>() {
+        return Ok(Some(TensorArg::Own(tensor.get())));
+    }
+    if numpy_is_loaded(py)?
+        && let Ok(array) = object.cast::<PyUntypedArray>()
+    {
+        return describe_array(array).map(|tensor| Some(TensorArg::Described(tensor)));
+    }
+    if object.hasattr("__dlpack__")? {
+        return consume(object).map(|import| Some(TensorArg::Imported(import)));
+    }
+    Ok(None)
+}
+
+/// Whether NumPy was imported. Without it no object is an array, and asking the `numpy` crate would panic.
+fn numpy_is_loaded(py: Python<'_>) -> PyResult<bool> {
+    let modules = py.import("sys")?.getattr("modules")?;
+    Ok(!modules.call_method1("get", ("numpy",))?.is_none())
+}
+
+fn describe_array<'a>(array: &'a Bound<'_, PyUntypedArray>) -> PyResult<Borrowed<'a>> {
+    let descr = array.dtype();
+    let name: String = descr.getattr("name")?.extract()?;
+    let known = [DType::F64, DType::I32, DType::I64, DType::Bool].into_iter().chain(DType::STORAGE);
+    let native: bool = descr.getattr("isnative")?.extract()?;
+    let dtype = known
+        .into_iter()
+        .find(|dtype| native && dtype.name() == name)
+        .ok_or_else(|| PyTypeError::new_err(format!("an array of dtype {} cannot be used here", &*descr)))?;
+    let size = i64::try_from(descr.itemsize()).unwrap_or(1);
+    let shape: Vec<i64> = array.shape().iter().map(|&n| i64::try_from(n).unwrap_or(i64::MAX)).collect();
+    let mut strides = Vec::with_capacity(shape.len());
+    for &stride in array.strides() {
+        let bytes = i64::try_from(stride).unwrap_or(0);
+        if bytes % size != 0 {
+            return Err(Error::config(format!("strides of {bytes} bytes are no multiple of {name}")).into());
+        }
+        strides.push(bytes / size);
+    }
+    // SAFETY: the array is live, and its header does not move.
+    let data = unsafe { (*array.as_array_ptr()).fields.data };
+    let address = NonNull::new(data.cast()).unwrap_or(NonNull::dangling());
+    // SAFETY: NumPy promises memory behind every element of the shape; the caller's reference keeps it alive.
+    Ok(unsafe { Borrowed::new(address, dtype, Device::Cpu, Dims::new(&shape)?, Dims::new(&strides)?) })
+}
+
+/// `object` as a tensor.
+pub(super) fn tensor<'a>(name: &str, object: &'a Bound<'_, PyAny>) -> PyResult<TensorArg<'a>> {
+    tensor_or_none(object)?.ok_or_else(|| {
+        PyTypeError::new_err(format!("{name} must be a tensor or an array, not {}", kind_of(object)))
+    })
+}
+
+/// A pair of tensors that will be written to.
+pub(super) fn outputs<'py>(pair: &Bound<'py, PyAny>) -> PyResult<[Bound<'py, PyAny>; 2]> {
+    match pair.extract::<(Bound<'py, PyAny>, Bound<'py, PyAny>)>() {
+        Ok((k, v)) => Ok([k, v]),
+        Err(_) => Err(PyTypeError::new_err(format!("out must be a pair of tensors, not {}", kind_of(pair)))),
+    }
+}
+
+/// As [`tensor`], for one that will be written to.
+pub(super) fn output<'a>(object: &'a Bound<'_, PyAny>) -> PyResult<TensorArg<'a>> {
+    if let Ok(flags) = object.getattr("flags")
+        && let Ok(writeable) = flags.getattr("writeable")
+        && !writeable.is_truthy()?
+    {
+        return Err(Error::config("out is read-only").into());
+    }
+    tensor("out", object)
+}
+
+fn kind_of(object: &Bound<'_, PyAny>) -> String {
+    object.get_type().name().map_or_else(|_| "something else".to_owned(), |name| name.to_string())
+}
+
+/// Indices: an int32 or int64 tensor or array of any shape, or a sequence of ints. Copied.
+pub(super) fn indices(object: &Bound<'_, PyAny>) -> PyResult<IndexVec> {
+    if object.is_instance_of::<PyList>()
+        || object.is_instance_of::<PyTuple>()
+        || object.is_instance_of::<PyRange>()
+    {
+        return ints(object);
+    }
+    if let Some(tensor) = tensor_or_none(object)? {
+        return Ok(read_indices(&tensor.borrow()?)?);
+    }
+    if object.cast::<PySequence>().is_ok() {
+        return ints(object);
+    }
+    Err(PyTypeError::new_err(format!(
+        "indices must be an int32 or int64 tensor, an array or a sequence of ints, not {}",
+        kind_of(object)
+    )))
+}
+
+/// A single index: an int, or what becomes one without being a tensor.
+pub(super) fn single(object: &Bound<'_, PyAny>) -> PyResult<Option<i64>> {
+    let is_int = object.is_instance_of::<PyInt>()
+        || (object.hasattr("__index__")? && !object.hasattr("__len__")? && tensor_or_none(object)?.is_none());
+    is_int.then(|| int(object)).transpose()
+}
+
+/// Indices, or a single one.
+pub(super) fn index_or_indices(object: &Bound<'_, PyAny>) -> PyResult<IndexVec> {
+    match single(object)? {
+        Some(index) => Ok(IndexVec::I64(vec![index])),
+        None => indices(object),
+    }
+}
+
+fn ints(sequence: &Bound<'_, PyAny>) -> PyResult<IndexVec> {
+    sequence.try_iter()?.map(|item| int(&item?)).collect::<PyResult<_>>().map(IndexVec::I64)
+}
+
+/// One index. What does not fit 64 bits is outside of everything, so the nearest number stands for it.
+pub(super) fn int(object: &Bound<'_, PyAny>) -> PyResult<i64> {
+    if object.is_instance_of::<PyBool>() {
+        return Err(PyTypeError::new_err("an index must be an int, not bool"));
+    }
+    match object.extract::<i64>() {
+        Err(error) if error.is_instance_of::<PyOverflowError>(object.py()) => {
+            Ok(if object.lt(0)? { i64::MIN } else { i64::MAX })
+        }
+        answer => answer,
+    }
+}
+
+/// A layer number; negative ones are outside of everything.
+pub(super) fn layer(object: &Bound<'_, PyAny>) -> PyResult<usize> {
+    let layer = int(object)?;
+    usize::try_from(layer).map_err(|_| Error::index(format!("layer {layer} is negative")).into())
+}
+
+/// An argument that may be left out, which is not the same as `None`.
+pub(super) enum Arg<'py> {
+    Missing,
+    Given(Bound<'py, PyAny>),
+}
+
+impl<'a, 'py> FromPyObject<'a, 'py> for Arg<'py> {
+    type Error = PyErr;
+
+    fn extract(object: pyo3::Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+        Ok(Self::Given(object.to_owned()))
+    }
+}
+
+impl Arg<'_> {
+    /// The size of a pool, or `default`.
+    pub(super) fn size(&self, name: &str, default: usize) -> PyResult<usize> {
+        match self {
+            Self::Missing => Ok(default),
+            Self::Given(object) => size(name, object),
+        }
+    }
+
+    /// How many are wanted, or `default`.
+    pub(super) fn count(&self, name: &str, default: usize) -> PyResult<usize> {
+        match self {
+            Self::Missing => Ok(default),
+            Self::Given(object) => count(name, object),
+        }
+    }
+}
+
+/// How many are wanted; what is too large for a machine word is just too many.
+pub(super) fn count(name: &str, object: &Bound<'_, PyAny>) -> PyResult<usize> {
+    match object.extract::<usize>() {
+        Ok(count) => Ok(count),
+        Err(error) if error.is_instance_of::<PyOverflowError>(object.py()) => {
+            if object.lt(0)? {
+                Err(negative(name, object))
+            } else {
+                Ok(usize::MAX)
+            }
+        }
+        Err(error) => Err(error),
+    }
+}
+
+/// A size of a pool.
+pub(super) fn size(name: &str, object: &Bound<'_, PyAny>) -> PyResult<usize> {
+    match count(name, object)? {
+        usize::MAX => Err(Error::config(format!("{name} is {object}, more than an address can name")).into()),
+        size => Ok(size),
+    }
+}
+
+fn negative(name: &str, object: &Bound<'_, PyAny>) -> PyErr {
+    Error::config(format!("{name} is {object}; it must not be negative")).into()
+}
+
+/// A device as PyTorch writes it, or a `torch.device`; by default the first CUDA device.
+pub(super) fn device(object: Option<&Bound<'_, PyAny>>) -> PyResult<Device> {
+    let Some(object) = object else { return Ok(Device::Cuda(0)) };
+    let text = object.str()?.to_string();
+    if object.is_instance_of::<pyo3::types::PyString>() || kind_of(object) == "device" {
+        return Ok(Device::parse(&text)?);
+    }
+    Err(PyTypeError::new_err(format!("device must be a str or a torch.device, not {}", kind_of(object))))
+}
+
+/// A storage dtype: a `torch.dtype`, a NumPy dtype, or the name of one.
+pub(super) fn dtype(object: Option<&Bound<'_, PyAny>>, default: DType) -> PyResult<DType> {
+    let Some(object) = object else { return Ok(default) };
+    let is_name = object.is_instance_of::<pyo3::types::PyString>();
+    let name = if is_name || kind_of(object) == "dtype" {
+        object.str()?.to_string()
+    } else if numpy_is_loaded(object.py())? {
+        object.py().import("numpy")?.call_method1("dtype", (object,))?.getattr("name")?.extract()?
+    } else {
+        return Err(PyTypeError::new_err(format!(
+            "dtype must be a dtype or its name, not {}",
+            kind_of(object)
+        )));
+    };
+    Ok(DType::parse(&name)?)
+}

@@ -1,0 +1,23 @@
+//! The one mapping from [`Error`] to exceptions.
+
+use pyo3::exceptions::{PyIndexError, PyTypeError};
+use pyo3::prelude::*;
+
+use crate::base::{Error, ErrorKind};
+
+impl From<Error> for PyErr {
+    fn from(error: Error) -> Self {
+        let message = error.to_string();
+        match error.kind() {
+            ErrorKind::Type => PyTypeError::new_err(message),
+            ErrorKind::Index => PyIndexError::new_err(message),
+            kind => Python::attach(|py| {
+                let class = py.import("kvpool.errors").and_then(|module| module.getattr(kind.class_name()));
+                match class.and_then(|class| class.call1((message,))) {
+                    Ok(exception) => Self::from_value(exception),
+                    Err(missing) => missing,
+                }
+            }),
+        }
+    }
+}

@@ -1,0 +1,152 @@
+//! PyTorch, if it is installed: how tensors are made for it and read from it.
+
+use std::ffi::c_void;
+use std::marker::PhantomData;
+use std::mem::MaybeUninit;
+use std::ptr::{self, NonNull};
+
+use pyo3::exceptions::{PyImportError, PyRuntimeError};
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::{PyCapsule, PyType};
+
+use crate::base::{DType, Error};
+use crate::memory::Borrowed;
+use crate::tensor::TensorView;
+use crate::tensor::dlpack::{EXCHANGE_API, ExchangeApi, RawTensor, borrow, export_versioned};
+
+use super::tensor::Tensor;
+
+/// What kvpool knows of the installed PyTorch.
+pub(super) struct Torch {
+    module: Py<PyModule>,
+    tensor_type: Py<PyType>,
+    /// Its DLPack exchange table; PyTorch before 2.10 has none.
+    api: Option<Api>,
+}
+
+/// An exchange table, which lives as long as the process.
+struct Api(NonNull<ExchangeApi>);
+
+// SAFETY: the table is constant, and its functions are called with the GIL.
+unsafe impl Send for Api {}
+// SAFETY: as above.
+unsafe impl Sync for Api {}
+
+impl Api {
+    const fn table(&self) -> &ExchangeApi {
+        // SAFETY: DLPack promises that a published table lives as long as the process and does not change.
+        unsafe { self.0.as_ref() }
+    }
+}
+
+static TORCH: PyOnceLock<Option<Torch>> = PyOnceLock::new();
+
+/// PyTorch, imported at the first call, or `None` when it is not installed.
+pub(super) fn torch(py: Python<'_>) -> PyResult<Option<&Torch>> {
+    let found = TORCH.get_or_try_init(py, || match py.import("torch") {
+        Ok(module) => Torch::new(&module).map(Some),
+        Err(error) if error.is_instance_of::<PyImportError>(py) => Ok(None),
+        Err(error) => Err(error),
+    })?;
+    Ok(found.as_ref())
+}
+
+impl Torch {
+    fn new(module: &Bound<'_, PyModule>) -> PyResult<Self> {
+        let tensor_type = module.getattr("Tensor")?.cast_into::<PyType>()?;
+        let api = match tensor_type.getattr("__dlpack_c_exchange_api__") {
+            Ok(attribute) => {
+                let capsule = attribute.cast_into::<PyCapsule>()?;
+                let api = Api(capsule.pointer_checked(Some(EXCHANGE_API))?.cast());
+                api.table().is_usable().then_some(api)
+            }
+            Err(_) => None,
+        };
+        Ok(Self { module: module.clone().unbind(), tensor_type: tensor_type.unbind(), api })
+    }
+
+    /// Whether `object` is a `torch.Tensor` or of a subclass.
+    pub(super) fn is_tensor(&self, object: &Bound<'_, PyAny>) -> PyResult<bool> {
+        let tensor_type = self.tensor_type.bind(object.py());
+        Ok(object.get_type().is(tensor_type) || object.is_instance(tensor_type)?)
+    }
+
+    /// The `torch.dtype` of that name.
+    pub(super) fn dtype<'py>(&self, py: Python<'py>, dtype: DType) -> PyResult<Bound<'py, PyAny>> {
+        self.module.bind(py).getattr(dtype.name())
+    }
+
+    /// Describes `tensor`, which is one of this framework, or `None` when there is no table to ask.
+    pub(super) fn describe<'a>(&self, tensor: &'a Bound<'_, PyAny>) -> PyResult<Option<Borrowed<'a>>> {
+        let Some(describe) = self.api.as_ref().and_then(|api| api.table().describe_object) else {
+            return Ok(None);
+        };
+        let mut raw = MaybeUninit::<RawTensor>::zeroed();
+        // SAFETY: the GIL is held, `tensor` is a tensor of the framework that published the function, and `raw`
+        // is room for one description.
+        if unsafe { describe(tensor.as_ptr().cast(), raw.as_mut_ptr()) } != 0 {
+            let cause = fetch(tensor.py()).value(tensor.py()).to_string();
+            let reason = cause.lines().next().unwrap_or_default();
+            return Err(Error::config(format!("the tensor cannot be read: {reason}")).into());
+        }
+        // SAFETY: the function filled it in; all zeros would be a valid value, too.
+        let raw = unsafe { raw.assume_init() };
+        // SAFETY: the caller holds a reference to the tensor for 'a, which keeps its memory alive.
+        Ok(Some(unsafe { borrow(&raw, PhantomData) }?))
+    }
+
+    fn import(&self, py: Python<'_>, view: &TensorView) -> PyResult<Py<PyAny>> {
+        let Some(import) = self.api.as_ref().and_then(|api| api.table().object_from_managed) else {
+            return self.import_slowly(py, view);
+        };
+        let managed = export_versioned(view);
+        let mut object: *mut c_void = ptr::null_mut();
+        // SAFETY: the GIL is held, `managed` is ours to give away, and `object` is room for one reference.
+        if unsafe { import(managed.as_ptr(), &raw mut object) } != 0 {
+            return Err(fetch(py));
+        }
+        // SAFETY: the function succeeded, so `object` is a new reference.
+        Ok(unsafe { Bound::from_owned_ptr(py, object.cast()) }.unbind())
+    }
+
+    /// Through `torch.from_dlpack`, which every version has.
+    fn import_slowly(&self, py: Python<'_>, view: &TensorView) -> PyResult<Py<PyAny>> {
+        let torch = self.module.bind(py);
+        // PyTorch learned to import 8-bit floats later than to have them.
+        let carrier = if view.dtype().is_fp8() { view.reinterpret(DType::U8)? } else { view.clone() };
+        let tensor = torch.call_method1("from_dlpack", (Tensor::new(carrier),))?;
+        let tensor = if view.dtype().is_fp8() {
+            tensor.call_method1("view", (self.dtype(py, view.dtype())?,))?
+        } else {
+            tensor
+        };
+        Ok(tensor.unbind())
+    }
+}
+
+/// The exception that a C function set.
+fn fetch(py: Python<'_>) -> PyErr {
+    PyErr::take(py).unwrap_or_else(|| PyRuntimeError::new_err("PyTorch failed without an exception"))
+}
+
+/// `view` as a `torch.Tensor` or, without PyTorch, as a [`Tensor`]. No copy; the tensor keeps the memory alive.
+pub(super) fn to_tensor(py: Python<'_>, view: &TensorView) -> PyResult<Py<PyAny>> {
+    match torch(py)? {
+        Some(torch) => torch.import(py, view),
+        None => Ok(Py::new(py, Tensor::new(view.clone()))?.into_any()),
+    }
+}
+
+/// Two views as a tuple of tensors.
+pub(super) fn to_tensors(py: Python<'_>, views: &[TensorView; 2]) -> PyResult<(Py<PyAny>, Py<PyAny>)> {
+    Ok((to_tensor(py, &views[0])?, to_tensor(py, &views[1])?))
+}
+
+/// `dtype` as a `torch.dtype` or, without PyTorch, as its name.
+pub(super) fn to_dtype(py: Python<'_>, dtype: DType) -> PyResult<Py<PyAny>> {
+    match torch(py)? {
+        Some(torch) => Ok(torch.dtype(py, dtype)?.unbind()),
+        None => Ok(dtype.name().into_pyobject(py)?.into_any().unbind()),
+    }
+}

@@ -1,0 +1,382 @@
+//! `kvpool.KVPool`.
+
+use pyo3::PyTraverseError;
+use pyo3::gc::PyVisit;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyList};
+
+use crate::base::{DType, IndexVec};
+use crate::memory::backend_for;
+use crate::pool::{KvConfig, KvPool as Pool, Scales};
+
+use super::args::{self, Arg};
+use super::framework::{to_dtype, to_tensors};
+
+/// From this size on a copy is worth letting other Python threads run.
+const DETACH_FROM: usize = 64 << 10;
+
+/// K and V storage of every layer, in one region.
+///
+/// Each buffer is `[rows, head_num, head_dim]`, zero at first. Usable slots are `1..=size`; slot 0 is the padding
+/// slot, written by padded tokens and never allocated. `rows` is `size + page_size`, rounded up to a multiple of 8,
+/// so that every slot that a paged allocator of the same `size` hands out is inside. In host memory a pool is there
+/// at once and costs what is touched.
+///
+/// Args:
+///     size: Usable slots.
+///     layer_num: Layers.
+///     k_head_num: Heads of a key.
+///     k_head_dim: Elements of a key head.
+///     device: Where the buffers are.
+///     dtype: float32, float16 (default), bfloat16, float8_e4m3fn, float8_e5m2, int8 or uint8.
+///     v_head_num: Heads of a value, by default as keys.
+///     v_head_dim: Elements of a value head, by default as keys.
+///     pin_memory: Page-lock host memory where a driver is present; this version uses ordinary memory.
+///     page_size: Slots in a page of the allocator.
+///
+/// Raises:
+///     ConfigError: If a size is below 1, slots do not fit int32, or bytes overflow.
+///     TypeError: If `dtype` cannot be stored.
+///     OutOfMemoryError: If the memory cannot be had.
+///     BackendUnavailableError: If `device` cannot be used here.
+#[pyclass(frozen, module = "kvpool", name = "KVPool", weakref)]
+pub(super) struct KvPool {
+    pool: Pool,
+    k_buffer: Vec<Py<PyAny>>,
+    v_buffer: Vec<Py<PyAny>>,
+    k_list: Py<PyList>,
+    v_list: Py<PyList>,
+}
+
+impl KvPool {
+    /// Runs `work`, which copies `rows` rows of K and V, without the GIL if that is long.
+    fn run<R: Send>(
+        &self,
+        py: Python<'_>,
+        rows: usize,
+        work: impl FnOnce() -> crate::base::Result<R> + Send,
+    ) -> PyResult<R> {
+        let row_bytes: usize =
+            self.pool.buffer_infos().step_by(self.pool.config().layer_num).map(|b| b.row_bytes).sum();
+        let answer = if rows.saturating_mul(row_bytes) < DETACH_FROM { work() } else { py.detach(work) };
+        Ok(answer?)
+    }
+
+    fn buffer(&self, py: Python<'_>, of: &[Py<PyAny>], layer_id: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
+        let layer = args::layer(layer_id)?;
+        self.pool.check_layer(layer)?;
+        Ok(of[layer].clone_ref(py))
+    }
+}
+
+#[pymethods]
+impl KvPool {
+    #[new]
+    #[pyo3(signature = (size, layer_num, k_head_num, k_head_dim, device=None, dtype=None, v_head_num=None,
+                        v_head_dim=None, pin_memory=true, *, page_size=Arg::Missing),
+           text_signature = "(size, layer_num, k_head_num, k_head_dim, device=\"cuda\", dtype=\"float16\", \
+                             v_head_num=None, v_head_dim=None, pin_memory=True, *, page_size=1)")]
+    #[expect(clippy::too_many_arguments, reason = "the signature is that of the classes it replaces")]
+    fn new(
+        py: Python<'_>,
+        size: &Bound<'_, PyAny>,
+        layer_num: &Bound<'_, PyAny>,
+        k_head_num: &Bound<'_, PyAny>,
+        k_head_dim: &Bound<'_, PyAny>,
+        device: Option<&Bound<'_, PyAny>>,
+        dtype: Option<&Bound<'_, PyAny>>,
+        v_head_num: Option<&Bound<'_, PyAny>>,
+        v_head_dim: Option<&Bound<'_, PyAny>>,
+        pin_memory: bool,
+        page_size: Arg<'_>,
+    ) -> PyResult<Self> {
+        // Ordinary memory stands in for page-locked memory where there is no driver.
+        let _ = pin_memory;
+        let k_head_num = args::size("k_head_num", k_head_num)?;
+        let k_head_dim = args::size("k_head_dim", k_head_dim)?;
+        let config = KvConfig {
+            size: args::size("size", size)?,
+            layer_num: args::size("layer_num", layer_num)?,
+            k_head_num,
+            k_head_dim,
+            v_head_num: v_head_num.map_or(Ok(k_head_num), |value| args::size("v_head_num", value))?,
+            v_head_dim: v_head_dim.map_or(Ok(k_head_dim), |value| args::size("v_head_dim", value))?,
+            dtype: args::dtype(dtype, DType::F16)?,
+            page_size: page_size.size("page_size", 1)?,
+        };
+        let pool = Pool::new(backend_for(args::device(device)?)?, config)?;
+        let (mut k_buffer, mut v_buffer) = (Vec::new(), Vec::new());
+        for layer in 0..config.layer_num {
+            let (k, v) = to_tensors(py, &pool.kv_buffer(layer)?)?;
+            k_buffer.push(k);
+            v_buffer.push(v);
+        }
+        let list = |of: &[Py<PyAny>]| PyList::new(py, of.iter().map(|tensor| tensor.clone_ref(py)));
+        let (k_list, v_list) = (list(&k_buffer)?.unbind(), list(&v_buffer)?.unbind());
+        Ok(Self { pool, k_buffer, v_buffer, k_list, v_list })
+    }
+
+    /// The keys of every layer: a list of `layer_num` tensors `[rows, k_head_num, k_head_dim]`, no copy.
+    #[getter]
+    fn k_buffer(&self, py: Python<'_>) -> Py<PyList> {
+        self.k_list.clone_ref(py)
+    }
+
+    /// The values of every layer: a list of `layer_num` tensors `[rows, v_head_num, v_head_dim]`, no copy.
+    #[getter]
+    fn v_buffer(&self, py: Python<'_>) -> Py<PyList> {
+        self.v_list.clone_ref(py)
+    }
+
+    /// The keys of a layer, `[rows, k_head_num, k_head_dim]`, no copy.
+    ///
+    /// Raises:
+    ///     IndexError: If there is no such layer.
+    fn get_key_buffer(&self, py: Python<'_>, layer_id: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
+        self.buffer(py, &self.k_buffer, layer_id)
+    }
+
+    /// The values of a layer, `[rows, v_head_num, v_head_dim]`, no copy.
+    ///
+    /// Raises:
+    ///     IndexError: If there is no such layer.
+    fn get_value_buffer(&self, py: Python<'_>, layer_id: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
+        self.buffer(py, &self.v_buffer, layer_id)
+    }
+
+    /// Keys and values of a layer, no copy.
+    ///
+    /// Raises:
+    ///     IndexError: If there is no such layer.
+    fn get_kv_buffer(&self, py: Python<'_>, layer_id: &Bound<'_, PyAny>) -> PyResult<(Py<PyAny>, Py<PyAny>)> {
+        Ok((self.get_key_buffer(py, layer_id)?, self.get_value_buffer(py, layer_id)?))
+    }
+
+    /// Writes `k` and `v` to the rows that `indices` names, in one call.
+    ///
+    /// Negative indices are skipped. When a row is named twice, the last of its values stays. The values are read
+    /// where they lie: any stride will do. Values of another float dtype are converted as `Tensor.to` does, through
+    /// float32 and rounded to nearest even. Long copies release the GIL and use several threads.
+    ///
+    /// Args:
+    ///     layer_id: The layer.
+    ///     indices: `n` slots, int32 or int64, of any shape.
+    ///     k: Leading dimensions whose product is `n`, then `[k_head_num, k_head_dim]` or `[k_head_num * k_head_dim]`.
+    ///     v: The same for values.
+    ///     k_scale: Divides keys before they are converted to an 8-bit float; keys that are stored as they are stay
+    ///         as they are. A pool of another dtype takes only `None` or 1.
+    ///     v_scale: The same for values.
+    ///
+    /// Raises:
+    ///     IndexError: If a slot or the layer is outside of the pool. Nothing is written.
+    ///     ConfigError: If a shape, a device or a scale does not fit. Nothing is written.
+    ///     TypeError: If a dtype cannot be converted. Nothing is written.
+    #[pyo3(signature = (layer_id, indices, k, v, k_scale=None, v_scale=None))]
+    fn set_kv_buffer(
+        &self,
+        py: Python<'_>,
+        layer_id: &Bound<'_, PyAny>,
+        indices: &Bound<'_, PyAny>,
+        k: &Bound<'_, PyAny>,
+        v: &Bound<'_, PyAny>,
+        k_scale: Option<f32>,
+        v_scale: Option<f32>,
+    ) -> PyResult<()> {
+        let layer = args::layer(layer_id)?;
+        let indices = args::indices(indices)?;
+        let (k, v) = (args::tensor("k", k)?, args::tensor("v", v)?);
+        let (k, v) = (k.borrow()?, v.borrow()?);
+        let scales = Scales { k: k_scale, v: v_scale };
+        self.run(py, indices.len(), || self.pool.set_kv(layer, &indices, k, v, scales))
+    }
+
+    /// The rows that `indices` names.
+    ///
+    /// Args:
+    ///     layer_id: The layer.
+    ///     indices: `n` slots, int32 or int64, of any shape.
+    ///     out: A pair of contiguous tensors `[n, head_num, head_dim]` of the pool's dtype to write to.
+    ///
+    /// Returns:
+    ///     Keys `[n, k_head_num, k_head_dim]` and values `[n, v_head_num, v_head_dim]`, contiguous copies; `out` if
+    ///     it was given.
+    ///
+    /// Raises:
+    ///     IndexError: If a slot or the layer is outside of the pool.
+    ///     ConfigError: If `out` does not fit.
+    ///     TypeError: If `out` has another dtype.
+    #[pyo3(signature = (layer_id, indices, out=None))]
+    fn gather_kv(
+        &self,
+        py: Python<'_>,
+        layer_id: &Bound<'_, PyAny>,
+        indices: &Bound<'_, PyAny>,
+        out: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<(Py<PyAny>, Py<PyAny>)> {
+        let layer = args::layer(layer_id)?;
+        let indices: IndexVec = args::indices(indices)?;
+        let Some(out) = out else {
+            let backend = backend_for(self.pool.device())?;
+            let pair = self.run(py, indices.len(), || self.pool.gather_kv(&backend, layer, &indices))?;
+            return to_tensors(py, &pair);
+        };
+        let [k, v] = args::outputs(out)?;
+        let tensors = [args::output(&k)?, args::output(&v)?];
+        let targets = [tensors[0].borrow()?, tensors[1].borrow()?];
+        self.run(py, indices.len(), || self.pool.gather_kv_into(layer, &indices, targets))?;
+        Ok((k.clone().unbind(), v.clone().unbind()))
+    }
+
+    /// Moves row `src_indices[i]` to row `dst_indices[i]` in all layers, as if all were read before any is written.
+    ///
+    /// Args:
+    ///     dst_indices: `n` slots, int32 or int64. Of a slot that is named twice, the last move counts.
+    ///     src_indices: `n` slots.
+    ///
+    /// Raises:
+    ///     IndexError: If a slot is outside of the pool. Nothing is moved.
+    ///     ConfigError: If there are not as many of both.
+    fn move_kv(
+        &self,
+        py: Python<'_>,
+        dst_indices: &Bound<'_, PyAny>,
+        src_indices: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        let (dst, src) = (args::indices(dst_indices)?, args::indices(src_indices)?);
+        let rows = dst.len().saturating_mul(self.pool.config().layer_num);
+        self.run(py, rows, || self.pool.move_kv(&dst, &src))
+    }
+
+    /// Keys and values of a layer as paged attention kernels take them, no copy.
+    ///
+    /// Returns:
+    ///     Two views `[num_pages, page_size, head_num, head_dim]`; page 0 is the padding page.
+    ///
+    /// Raises:
+    ///     IndexError: If there is no such layer.
+    fn page_view(&self, py: Python<'_>, layer_id: &Bound<'_, PyAny>) -> PyResult<(Py<PyAny>, Py<PyAny>)> {
+        to_tensors(py, &self.pool.page_view(args::layer(layer_id)?)?)
+    }
+
+    /// What a transfer engine registers, keys of all layers first, then values.
+    ///
+    /// Returns:
+    ///     Three lists of `2 * layer_num` ints: addresses, bytes of each buffer, bytes of one of its rows.
+    fn get_contiguous_buf_infos(&self) -> (Vec<usize>, Vec<usize>, Vec<usize>) {
+        let mut lists = (Vec::new(), Vec::new(), Vec::new());
+        for info in self.pool.buffer_infos() {
+            lists.0.push(info.address);
+            lists.1.push(info.bytes);
+            lists.2.push(info.row_bytes);
+        }
+        lists
+    }
+
+    /// Raises what an earlier call could not: nothing on the CPU, where `set_kv_buffer` raises by itself.
+    #[expect(clippy::unused_self, reason = "on a GPU it asks this pool")]
+    fn check(&self) {}
+
+    /// Bytes of all buffers.
+    fn mem_bytes(&self) -> usize {
+        self.pool.mem_bytes()
+    }
+
+    /// `mem_bytes()`, under the name that pymllm calls.
+    fn _mem_bytes(&self) -> usize {
+        self.pool.mem_bytes()
+    }
+
+    /// The numbers of this pool: `capacity` in slots, `rows`, `layer_num`, `page_size`, and `bytes` of all buffers.
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let config = self.pool.config();
+        let dict = PyDict::new(py);
+        for (key, value) in [
+            ("capacity", config.size),
+            ("rows", self.pool.rows()),
+            ("layer_num", config.layer_num),
+            ("page_size", config.page_size),
+            ("bytes", self.pool.mem_bytes()),
+        ] {
+            dict.set_item(key, value)?;
+        }
+        Ok(dict)
+    }
+
+    /// Usable slots.
+    #[getter]
+    fn size(&self) -> usize {
+        self.pool.config().size
+    }
+
+    /// Slots in a page.
+    #[getter]
+    fn page_size(&self) -> usize {
+        self.pool.config().page_size
+    }
+
+    /// Layers.
+    #[getter]
+    fn layer_num(&self) -> usize {
+        self.pool.config().layer_num
+    }
+
+    /// Heads of a key.
+    #[getter]
+    fn k_head_num(&self) -> usize {
+        self.pool.config().k_head_num
+    }
+
+    /// Elements of a key head.
+    #[getter]
+    fn k_head_dim(&self) -> usize {
+        self.pool.config().k_head_dim
+    }
+
+    /// Heads of a value.
+    #[getter]
+    fn v_head_num(&self) -> usize {
+        self.pool.config().v_head_num
+    }
+
+    /// Elements of a value head.
+    #[getter]
+    fn v_head_dim(&self) -> usize {
+        self.pool.config().v_head_dim
+    }
+
+    /// Where the buffers are, as PyTorch writes it.
+    #[getter]
+    fn device(&self) -> String {
+        self.pool.device().to_string()
+    }
+
+    /// A `torch.dtype`, or its name where PyTorch is not installed.
+    #[getter]
+    fn dtype(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
+        to_dtype(py, self.pool.config().dtype)
+    }
+
+    fn __repr__(&self) -> String {
+        let config = self.pool.config();
+        format!(
+            "KVPool(size={}, layer_num={}, k=[{}, {}], v=[{}, {}], device='{}', dtype={}, page_size={})",
+            config.size,
+            config.layer_num,
+            config.k_head_num,
+            config.k_head_dim,
+            config.v_head_num,
+            config.v_head_dim,
+            self.pool.device(),
+            config.dtype,
+            config.page_size
+        )
+    }
+
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        for tensor in self.k_buffer.iter().chain(&self.v_buffer) {
+            visit.call(tensor)?;
+        }
+        visit.call(&self.k_list)?;
+        visit.call(&self.v_list)
+    }
+}

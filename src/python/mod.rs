@@ -1,0 +1,68 @@
+//! The extension module `kvpool._kvpool`: converts arguments, delegates to [`crate::pool`], maps errors.
+//!
+//! Classes are frozen and lock what changes. A lock is never held while Python code runs, so neither the GIL nor
+//! a pool's lock is ever waited for by somebody who has the other.
+
+#![expect(
+    clippy::doc_markdown,
+    clippy::needless_pass_by_value,
+    clippy::similar_names,
+    reason = "docstrings are written for Python, argument names are fixed by the classes these replace, and \
+              arguments arrive by value"
+)]
+
+mod args;
+mod errors;
+mod framework;
+mod gdn_pool;
+mod kv_pool;
+mod report;
+mod req_to_token_pool;
+mod tensor;
+mod token_to_kv_pool_allocator;
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use pyo3::prelude::*;
+
+/// Locks `mutex`. A panic under the lock cannot have left sets half changed, so poison is ignored.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// How many threads one large copy on the CPU may use.
+#[pyfunction]
+fn get_num_threads() -> usize {
+    crate::kernels::num_threads()
+}
+
+/// Sets how many threads one large copy on the CPU may use.
+///
+/// Copies below 4 MiB never use more than one.
+///
+/// Args:
+///     threads: At least 1, or 0 for as many as the machine has, up to 16.
+///
+/// Raises:
+///     ConfigError: If it is negative.
+///     TypeError: If it is no int.
+#[pyfunction]
+fn set_num_threads(threads: &Bound<'_, PyAny>) -> PyResult<()> {
+    crate::kernels::set_num_threads(args::size("threads", threads)?);
+    Ok(())
+}
+
+#[pymodule]
+fn _kvpool(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<tensor::Tensor>()?;
+    module.add_class::<kv_pool::KvPool>()?;
+    module.add_class::<token_to_kv_pool_allocator::TokenToKvPoolAllocator>()?;
+    module.add_class::<token_to_kv_pool_allocator::FreeGroup>()?;
+    module.add_class::<req_to_token_pool::ReqToTokenPool>()?;
+    module.add_class::<gdn_pool::GdnPool>()?;
+    module.add_function(wrap_pyfunction!(get_num_threads, module)?)?;
+    module.add_function(wrap_pyfunction!(set_num_threads, module)?)?;
+    let errors: Vec<&str> = crate::base::ErrorKind::ALL.iter().map(|kind| kind.class_name()).collect();
+    module.add("_ERROR_CLASSES", errors)?;
+    module.add("__version__", env!("CARGO_PKG_VERSION"))
+}

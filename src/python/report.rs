@@ -1,0 +1,44 @@
+//! Bad frees, as they appear in the log.
+
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+
+use pyo3::prelude::*;
+
+use crate::index::BadFrees;
+
+/// `logging.WARNING`
+const WARNING: u32 = 30;
+/// `logging.DEBUG`
+const DEBUG: u32 = 10;
+
+/// Writes to the logger `kvpool`: the first report of a pool as a warning, later ones for debugging.
+#[derive(Debug, Default)]
+pub(super) struct Reporter {
+    warned: AtomicBool,
+}
+
+impl Reporter {
+    /// Says that some of `given` freed `noun`s were dropped, if any were.
+    pub(super) fn bad_frees(&self, py: Python<'_>, bad: &BadFrees, noun: &str, given: usize) {
+        if bad.dropped() > 0 {
+            let level = if self.warned.swap(true, Relaxed) { DEBUG } else { WARNING };
+            log(py, level, &format!("dropped {}", bad.describe(noun, given)));
+        }
+    }
+}
+
+/// Logs a warning.
+pub(super) fn warn(py: Python<'_>, message: &str) {
+    log(py, WARNING, message);
+}
+
+/// Logs `message`. A handler that raises must not undo what the pool has done, so it is only made visible.
+fn log(py: Python<'_>, level: u32, message: &str) {
+    let logged = py
+        .import("logging")
+        .and_then(|logging| logging.call_method1("getLogger", ("kvpool",)))
+        .and_then(|logger| logger.call_method1("log", (level, "%s", message)));
+    if let Err(error) = logged {
+        error.write_unraisable(py, None);
+    }
+}

@@ -1,0 +1,227 @@
+//! `kvpool.Tensor`: what is handed out where PyTorch is not installed.
+
+use pyo3::exceptions::{PyBufferError, PyTypeError};
+use pyo3::prelude::*;
+use pyo3::types::{PyCapsule, PyTuple};
+
+use crate::base::DType;
+use crate::tensor::TensorView;
+use crate::tensor::dlpack::{
+    Import, LEGACY, LEGACY_USED, Legacy, RawDevice, VERSIONED, VERSIONED_USED, Versioned, export_legacy,
+    export_versioned, raw_device,
+};
+
+/// A tensor over memory that kvpool owns, for frameworks that speak DLPack (NumPy, CuPy, JAX).
+///
+/// It owns its memory, also after its pool is gone. It has no arithmetic: `numpy()`, `numpy.from_dlpack` or another
+/// framework's `from_dlpack` see the same bytes without a copy.
+#[pyclass(frozen, module = "kvpool", name = "Tensor", weakref)]
+pub(super) struct Tensor {
+    view: TensorView,
+}
+
+impl Tensor {
+    pub(super) const fn new(view: TensorView) -> Self {
+        Self { view }
+    }
+
+    pub(super) const fn view(&self) -> &TensorView {
+        &self.view
+    }
+}
+
+#[pymethods]
+impl Tensor {
+    /// Extents, a tuple of ints.
+    #[getter]
+    fn shape<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, self.view.shape().as_slice())
+    }
+
+    /// The name of the element type.
+    #[getter]
+    fn dtype(&self) -> &'static str {
+        self.view.dtype().name()
+    }
+
+    /// Where the memory is, as PyTorch writes it.
+    #[getter]
+    fn device(&self) -> String {
+        self.view.device().to_string()
+    }
+
+    /// The address of element 0.
+    fn data_ptr(&self) -> usize {
+        self.view.address().addr()
+    }
+
+    fn __len__(&self) -> PyResult<usize> {
+        let first = self.view.shape().as_slice().first();
+        first
+            .and_then(|&extent| usize::try_from(extent).ok())
+            .ok_or_else(|| PyTypeError::new_err("a tensor of no dimensions has no length"))
+    }
+
+    fn __repr__(&self) -> String {
+        let shape = self.view.shape().as_slice();
+        format!("kvpool.Tensor(shape={shape:?}, dtype={}, device={})", self.view.dtype(), self.view.device())
+    }
+
+    /// A NumPy array over the same memory.
+    ///
+    /// 8-bit floats and bfloat16 need the package `ml_dtypes`.
+    ///
+    /// Raises:
+    ///     ImportError: If NumPy, or `ml_dtypes` where it is needed, is not installed.
+    ///     BufferError: If the tensor is not in host memory.
+    fn numpy<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        let py = slf.py();
+        let numpy = py.import("numpy")?;
+        let view = &slf.get().view;
+        let bits = match view.dtype() {
+            DType::BF16 => DType::F16,
+            DType::F8E4M3 | DType::F8E5M2 => DType::U8,
+            _ => return numpy.call_method1("from_dlpack", (slf,)),
+        };
+        let dtype = py.import("ml_dtypes")?.getattr(view.dtype().name())?;
+        let carried = Self::new(view.reinterpret(bits)?);
+        numpy.call_method1("from_dlpack", (carried,))?.call_method1("view", (dtype,))
+    }
+
+    /// The device as DLPack counts it: (type, ordinal).
+    fn __dlpack_device__(&self) -> (i32, i32) {
+        let RawDevice { kind, ordinal } = raw_device(self.view.device());
+        (kind, ordinal)
+    }
+
+    /// A DLPack capsule over the same memory, never a copy.
+    ///
+    /// Args:
+    ///     stream: Ignored in host memory.
+    ///     max_version: The newest (major, minor) that the caller reads. From (1, 0) on the capsule is versioned,
+    ///         else a legacy one.
+    ///     dl_device: The device that the caller wants; only the tensor's own will do.
+    ///     copy: `True` is refused.
+    ///
+    /// Raises:
+    ///     BufferError: If another device or a copy is asked for.
+    ///     TypeError: If an argument is not of its type.
+    #[pyo3(signature = (*, stream=None, max_version=None, dl_device=None, copy=None))]
+    fn __dlpack__<'py>(
+        &self,
+        py: Python<'py>,
+        stream: Option<i64>,
+        max_version: Option<&Bound<'py, PyAny>>,
+        dl_device: Option<&Bound<'py, PyAny>>,
+        copy: Option<bool>,
+    ) -> PyResult<Bound<'py, PyCapsule>> {
+        let _ = stream;
+        if copy == Some(true) {
+            return Err(PyBufferError::new_err(
+                "kvpool tensors are handed out without a copy; copy it afterwards",
+            ));
+        }
+        let max_version = max_version.map(|version| pair::<u32>("max_version", version)).transpose()?;
+        let dl_device = dl_device.map(|device| pair::<i32>("dl_device", device)).transpose()?;
+        let own = self.__dlpack_device__();
+        if let Some(wanted) = dl_device.filter(|&wanted| wanted != own) {
+            return Err(PyBufferError::new_err(format!(
+                "the tensor is on DLPack device {own:?}, not {wanted:?}"
+            )));
+        }
+        if max_version.is_some_and(|version| version >= (1, 0)) {
+            // SAFETY: the pointer is a managed tensor that the capsule owns until somebody renames it.
+            unsafe {
+                PyCapsule::new_with_pointer_and_destructor(
+                    py,
+                    export_versioned(&self.view).cast(),
+                    VERSIONED,
+                    Some(drop_versioned),
+                )
+            }
+        } else {
+            // SAFETY: as above.
+            unsafe {
+                PyCapsule::new_with_pointer_and_destructor(
+                    py,
+                    export_legacy(&self.view).cast(),
+                    LEGACY,
+                    Some(drop_legacy),
+                )
+            }
+        }
+    }
+}
+
+/// Two ints. What is none is a `TypeError`, since consumers expect no other error than that and `BufferError`.
+fn pair<'py, T>(name: &str, object: &Bound<'py, PyAny>) -> PyResult<(T, T)>
+where
+    (T, T): for<'a> FromPyObject<'a, 'py, Error = PyErr>,
+{
+    object
+        .extract()
+        .map_err(|error: PyErr| PyTypeError::new_err(format!("{name} must be a pair of ints: {error}")))
+}
+
+/// Frees the tensor of a capsule that nobody consumed.
+unsafe extern "C" fn drop_versioned(capsule: *mut pyo3::ffi::PyObject) {
+    // SAFETY: called by Python on the capsule, with the GIL.
+    if let Some(managed) = unsafe { unconsumed::<Versioned>(capsule, VERSIONED) } {
+        drop(Import::Versioned(managed));
+    }
+}
+
+/// As [`drop_versioned`].
+unsafe extern "C" fn drop_legacy(capsule: *mut pyo3::ffi::PyObject) {
+    // SAFETY: called by Python on the capsule, with the GIL.
+    if let Some(managed) = unsafe { unconsumed::<Legacy>(capsule, LEGACY) } {
+        drop(Import::Legacy(managed));
+    }
+}
+
+/// The pointer of a capsule that still has its first name.
+unsafe fn unconsumed<T>(
+    capsule: *mut pyo3::ffi::PyObject,
+    name: &std::ffi::CStr,
+) -> Option<std::ptr::NonNull<T>> {
+    // SAFETY: the caller passes a live capsule.
+    if unsafe { pyo3::ffi::PyCapsule_IsValid(capsule, name.as_ptr()) } == 0 {
+        return None;
+    }
+    // SAFETY: it is valid under that name, so this neither fails nor sets an exception.
+    std::ptr::NonNull::new(unsafe { pyo3::ffi::PyCapsule_GetPointer(capsule, name.as_ptr()) }.cast())
+}
+
+/// Takes over the tensor of a capsule from `object.__dlpack__`.
+pub(super) fn consume(object: &Bound<'_, PyAny>) -> PyResult<Import> {
+    let py = object.py();
+    let options = pyo3::types::PyDict::new(py);
+    options.set_item("max_version", (1, 1))?;
+    let capsule = match object.call_method("__dlpack__", (), Some(&options)) {
+        // Producers older than DLPack 1.0 know no such argument.
+        Err(error) if error.is_instance_of::<PyTypeError>(py) => object.call_method0("__dlpack__")?,
+        answer => answer?,
+    };
+    // SAFETY: `capsule` is a live object; the call answers 0 for whatever is no such capsule.
+    let is =
+        |name: &std::ffi::CStr| unsafe { pyo3::ffi::PyCapsule_IsValid(capsule.as_ptr(), name.as_ptr()) } == 1;
+    let (name, used) = if is(VERSIONED) {
+        (VERSIONED, VERSIONED_USED)
+    } else if is(LEGACY) {
+        (LEGACY, LEGACY_USED)
+    } else {
+        return Err(PyTypeError::new_err("__dlpack__ returned something else than an unused DLPack capsule"));
+    };
+    // SAFETY: the capsule is valid under `name`.
+    let Some(managed) =
+        std::ptr::NonNull::new(unsafe { pyo3::ffi::PyCapsule_GetPointer(capsule.as_ptr(), name.as_ptr()) })
+    else {
+        return Err(PyErr::fetch(py));
+    };
+    // SAFETY: the capsule is live, and the new name is a constant.
+    if unsafe { pyo3::ffi::PyCapsule_SetName(capsule.as_ptr(), used.as_ptr()) } != 0 {
+        return Err(PyErr::fetch(py));
+    }
+    // Renamed, the capsule frees nothing any more: the tensor is ours.
+    Ok(if name == VERSIONED { Import::Versioned(managed.cast()) } else { Import::Legacy(managed.cast()) })
+}

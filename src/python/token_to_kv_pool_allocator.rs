@@ -1,0 +1,458 @@
+//! `kvpool.TokenToKVPoolAllocator`.
+
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use pyo3::PyTraverseError;
+use pyo3::exceptions::PyTypeError;
+use pyo3::gc::PyVisit;
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+use crate::base::{Id, IndexVec, Slot};
+use crate::index::{BadFrees, FenceId};
+use crate::kernels::read_indices;
+use crate::pool::TokenToKvPoolAllocator as Pool;
+use crate::tensor::TensorView;
+
+use super::args::Arg;
+use super::framework::to_tensor;
+use super::report::{Reporter, warn};
+use super::{args, lock};
+
+/// Hands out the token slots of a `KVPool` as int32 tensors and takes them back.
+///
+/// With `need_sort` the lowest free slots come first, and freed ones are kept apart until the others cannot serve a
+/// request; without, the longest free come first. With `page_size > 1` slots leave and return as whole pages
+/// `[p * page_size, (p + 1) * page_size)`, numbered from 1. Slot 0 is never handed out.
+///
+/// A slot that is out of range, the padding slot, not allocated, already free or named twice in one call is dropped,
+/// counted in `stats()` and reported once through the logger `kvpool`; with `strict` it raises instead, and nothing
+/// is changed. All calls are atomic and may come from any thread.
+///
+/// Args:
+///     size: Slots; the last partial page is never handed out.
+///     device: Where the index tensors are.
+///     page_size: Slots in a page.
+///     need_sort: Lowest first, else first in, first out.
+///     strict: Whether a bad free raises.
+///
+/// Raises:
+///     ConfigError: If `size` or `page_size` is below 1, or a slot would not fit int32.
+///     BackendUnavailableError: If `device` cannot be used here.
+#[pyclass(frozen, module = "kvpool", name = "TokenToKVPoolAllocator", weakref)]
+pub(super) struct TokenToKvPoolAllocator {
+    pool: Mutex<Pool>,
+    fences: Mutex<Vec<Fence>>,
+    /// Whether `fences` may have any, so that the common call need not lock it.
+    fenced: AtomicBool,
+    reporter: Reporter,
+}
+
+/// A fence and the free that waits for it.
+struct Fence {
+    id: FenceId,
+    object: Py<PyAny>,
+    /// Whether it was said that its `query` raises.
+    reported: bool,
+}
+
+impl TokenToKvPoolAllocator {
+    /// Frees what lies behind fences that have passed.
+    fn poll(&self, py: Python<'_>) {
+        if !self.fenced.load(Ordering::Acquire) {
+            return;
+        }
+        // Python code runs in `query`, so no lock may be held then.
+        let waiting: Vec<_> =
+            lock(&self.fences).iter().map(|fence| (fence.id, fence.object.clone_ref(py))).collect();
+        let mut passed = Vec::new();
+        for (id, object) in waiting {
+            match object.bind(py).call_method0("query").and_then(|answer| answer.is_truthy()) {
+                Ok(true) => passed.push(id),
+                Ok(false) => (),
+                Err(error) => self.report_fence(py, id, &error),
+            }
+        }
+        if passed.is_empty() {
+            return;
+        }
+        let mut pool = lock(&self.pool);
+        for &id in &passed {
+            pool.fence_passed(id);
+        }
+        drop(pool);
+        let mut fences = lock(&self.fences);
+        let gone: Vec<Fence> = fences.extract_if(.., |fence| passed.contains(&fence.id)).collect();
+        self.fenced.store(!fences.is_empty(), Ordering::Release);
+        drop(fences);
+        // Dropping the objects may run Python code, too.
+        drop(gone);
+    }
+
+    fn report_fence(&self, py: Python<'_>, id: FenceId, error: &PyErr) {
+        let first = lock(&self.fences)
+            .iter_mut()
+            .find(|fence| fence.id == id)
+            .is_some_and(|fence| !std::mem::replace(&mut fence.reported, true));
+        if first {
+            warn(py, &format!("a fence raised in query(); its slots stay in use until it answers: {error}"));
+        }
+    }
+
+    fn report(&self, py: Python<'_>, bad: &BadFrees, given: usize) {
+        self.reporter.bad_frees(py, bad, Slot::NOUN, given);
+    }
+
+    /// Hands `taken` to Python; if that fails, nobody else would ever give it back.
+    fn hand_out(&self, py: Python<'_>, taken: Option<TensorView>) -> PyResult<Option<Py<PyAny>>> {
+        let Some(view) = taken else { return Ok(None) };
+        to_tensor(py, &view).map(Some).inspect_err(|_| {
+            let values = view.borrow().and_then(|tensor| read_indices(&tensor));
+            if let Ok(values) = values {
+                // They are live and named once, so nothing is dropped.
+                let _ = lock(&self.pool).free(&values);
+            }
+        })
+    }
+}
+
+#[pymethods]
+impl TokenToKvPoolAllocator {
+    #[new]
+    #[pyo3(signature = (size, device=None, page_size=Arg::Missing, need_sort=true, *, strict=false),
+           text_signature = "(size, device=\"cuda\", page_size=1, need_sort=True, *, strict=False)")]
+    fn new(
+        size: &Bound<'_, PyAny>,
+        device: Option<&Bound<'_, PyAny>>,
+        page_size: Arg<'_>,
+        need_sort: bool,
+        strict: bool,
+    ) -> PyResult<Self> {
+        let size = args::size("size", size)?;
+        let page_size = page_size.size("page_size", 1)?;
+        let pool = Pool::new(size, args::device(device)?, page_size, need_sort, strict)?;
+        Ok(Self {
+            pool: Mutex::new(pool),
+            fences: Mutex::default(),
+            fenced: AtomicBool::new(false),
+            reporter: Reporter::default(),
+        })
+    }
+
+    /// Takes slots.
+    ///
+    /// Args:
+    ///     need_size: How many.
+    ///     contiguous: One ascending run, the lowest that fits.
+    ///
+    /// Returns:
+    ///     A 1-D int32 tensor of `need_size` slots on the pool's device, over memory that it owns, or `None` when the
+    ///     pool is short. With pages, the rest of the last page belongs to the caller, too.
+    ///
+    /// Raises:
+    ///     ConfigError: If `need_size` is negative.
+    ///     TypeError: If it is no int.
+    #[pyo3(signature = (need_size, *, contiguous=false))]
+    fn alloc(
+        &self,
+        py: Python<'_>,
+        need_size: &Bound<'_, PyAny>,
+        contiguous: bool,
+    ) -> PyResult<Option<Py<PyAny>>> {
+        let count = args::count("need_size", need_size)?;
+        self.poll(py);
+        let mut pool = lock(&self.pool);
+        let taken = if contiguous { pool.alloc_contiguous(count) } else { pool.alloc(count) };
+        drop(pool);
+        self.hand_out(py, taken?)
+    }
+
+    /// Takes the slots for positions `[prefix, seq)` of each request, as SGLang's paged allocator does.
+    ///
+    /// A prefix that ends inside a page is continued from `last_loc + 1`; then new pages are taken.
+    ///
+    /// Args:
+    ///     prefix_lens: Tokens that each request has, ints `[bs]`.
+    ///     seq_lens: Tokens that it will have, ints `[bs]`.
+    ///     last_loc: The slot of its last token, ints `[bs]`; ignored where the prefix fills its pages.
+    ///
+    /// Returns:
+    ///     A 1-D int32 tensor of `sum(seq_lens - prefix_lens)` slots, the requests concatenated, or `None` when the
+    ///     pool is short.
+    ///
+    /// Raises:
+    ///     ConfigError: If lengths differ, are negative or shrink, or `last_loc` does not end its prefix.
+    ///     IndexOwnershipError: If `last_loc` is in nobody's page, or two requests would continue the same page.
+    fn alloc_extend(
+        &self,
+        py: Python<'_>,
+        prefix_lens: &Bound<'_, PyAny>,
+        seq_lens: &Bound<'_, PyAny>,
+        last_loc: &Bound<'_, PyAny>,
+    ) -> PyResult<Option<Py<PyAny>>> {
+        let prefix_lens = args::indices(prefix_lens)?.into_i64();
+        let seq_lens = args::indices(seq_lens)?.into_i64();
+        let last_loc = args::indices(last_loc)?.into_i64();
+        self.poll(py);
+        let taken = lock(&self.pool).alloc_extend(&prefix_lens, &seq_lens, &last_loc);
+        self.hand_out(py, taken?)
+    }
+
+    /// Takes one slot for each request of a decode step: `alloc_extend` from `seq_lens - 1` to `seq_lens`.
+    ///
+    /// Args:
+    ///     seq_lens: Tokens of each request with the new one, ints `[bs]`.
+    ///     last_loc: The slot of the token before the new one, ints `[bs]`.
+    ///
+    /// Returns:
+    ///     A 1-D int32 tensor `[bs]`, or `None` when the pool is short.
+    ///
+    /// Raises:
+    ///     ConfigError: As `alloc_extend`.
+    ///     IndexOwnershipError: As `alloc_extend`.
+    fn alloc_decode(
+        &self,
+        py: Python<'_>,
+        seq_lens: &Bound<'_, PyAny>,
+        last_loc: &Bound<'_, PyAny>,
+    ) -> PyResult<Option<Py<PyAny>>> {
+        let seq_lens = args::indices(seq_lens)?.into_i64();
+        let last_loc = args::indices(last_loc)?.into_i64();
+        self.poll(py);
+        let taken = lock(&self.pool).alloc_decode(&seq_lens, &last_loc);
+        self.hand_out(py, taken?)
+    }
+
+    /// Gives slots back; with pages, the whole page of every slot, once.
+    ///
+    /// The values are copied, so the caller may overwrite its tensor at once. Waits for nothing.
+    ///
+    /// Args:
+    ///     indices: Slots, an int tensor or array of any shape or a sequence of ints.
+    ///     after: Something with `query() -> bool`, such as a `torch.cuda.Event`. The slots stay in use until it
+    ///         answers true; later calls ask it.
+    ///
+    /// Raises:
+    ///     IndexOwnershipError: If the pool is strict and a slot is not the caller's to free.
+    ///     TypeError: If `indices` holds no ints, or `after` has no `query`.
+    #[pyo3(signature = (indices, *, after=None))]
+    fn free(
+        &self,
+        py: Python<'_>,
+        indices: &Bound<'_, PyAny>,
+        after: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        let values = args::indices(indices)?;
+        if let Some(fence) = after
+            && !fence.getattr("query").is_ok_and(|query| query.is_callable())
+        {
+            return Err(PyTypeError::new_err("after must have a method query() -> bool"));
+        }
+        self.poll(py);
+        let bad = match after {
+            None => lock(&self.pool).free(&values)?,
+            Some(fence) => {
+                let mut pool = lock(&self.pool);
+                let (id, bad) = pool.free_after(&values)?;
+                lock(&self.fences).push(Fence { id, object: fence.clone().unbind(), reported: false });
+                self.fenced.store(true, Ordering::Release);
+                bad
+            }
+        };
+        self.report(py, &bad, values.len());
+        Ok(())
+    }
+
+    /// Starts to collect frees, by value. Groups nest.
+    fn free_group_begin(&self) {
+        lock(&self.pool).free_group_begin();
+    }
+
+    /// Ends a group; the outermost frees all that was collected as one call.
+    ///
+    /// Raises:
+    ///     ConfigError: If no group is open.
+    ///     IndexOwnershipError: As `free`; the group is closed, and nothing of it was freed.
+    fn free_group_end(&self, py: Python<'_>) -> PyResult<()> {
+        let (given, bad) = lock(&self.pool).free_group_end()?;
+        self.report(py, &bad, given);
+        Ok(())
+    }
+
+    /// A context manager around `free_group_begin` and `free_group_end`.
+    fn free_group(slf: &Bound<'_, Self>) -> FreeGroup {
+        FreeGroup { allocator: slf.clone().unbind() }
+    }
+
+    /// Tokens that can be handed out now.
+    fn available_size(&self, py: Python<'_>) -> usize {
+        self.poll(py);
+        lock(&self.pool).available_size()
+    }
+
+    /// Makes every slot free, closes groups and forgets fences. Tensors handed out before must not be used.
+    fn clear(&self) {
+        let mut pool = lock(&self.pool);
+        let gone = std::mem::take(&mut *lock(&self.fences));
+        self.fenced.store(false, Ordering::Release);
+        pool.clear();
+        drop(pool);
+        drop(gone);
+    }
+
+    /// Merges the freed slots into those that are handed out next.
+    fn merge_and_sort_free(&self) {
+        lock(&self.pool).merge_and_sort_free();
+    }
+
+    /// The free slots (pages, with pages), in the order in which they are handed out: a new 1-D int32 tensor.
+    #[getter]
+    fn free_slots(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
+        let view = lock(&self.pool).free_slots();
+        to_tensor(py, &view)
+    }
+
+    /// The freed slots (pages, with pages) that wait for a merge, lowest first: a new 1-D int32 tensor.
+    #[getter]
+    fn release_slots(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
+        let view = lock(&self.pool).release_slots();
+        to_tensor(py, &view)
+    }
+
+    /// The maximal ascending runs of `indices`, in order.
+    ///
+    /// Args:
+    ///     indices: An int tensor or array of any shape or a sequence of ints.
+    ///
+    /// Returns:
+    ///     An int32 tensor `[k, 2]` of (start, length) on the host: what DMA and transfer descriptors want.
+    #[staticmethod]
+    fn runs(py: Python<'_>, indices: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
+        to_tensor(py, &Pool::runs(&args::indices(indices)?)?)
+    }
+
+    /// Whether each slot is in use: live, or freed behind a fence that has not passed.
+    ///
+    /// Args:
+    ///     indices: An int tensor or array of any shape or a sequence of ints.
+    ///
+    /// Returns:
+    ///     A 1-D bool tensor on the host; false for what is no slot.
+    fn is_allocated(&self, py: Python<'_>, indices: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
+        let values: IndexVec = args::indices(indices)?;
+        self.poll(py);
+        let answers: Vec<bool> = lock(&self.pool).slots().is_allocated(&values).collect();
+        to_tensor(py, &TensorView::from_bools(&answers)?)
+    }
+
+    /// Checks that free and live slots make up the pool, and that no slot is in two states.
+    ///
+    /// Raises:
+    ///     IndexOwnershipError: If not, with what is wrong.
+    fn verify(&self, py: Python<'_>) -> PyResult<()> {
+        self.poll(py);
+        Ok(lock(&self.pool).verify()?)
+    }
+
+    /// The numbers of this pool, in slots: `capacity`, `available`, `in_use`, `high_water`, `dropped_frees`, `free`,
+    /// `released`, `fenced`; and `size`, `page_size`, and `bytes` of host memory for the bookkeeping.
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        self.poll(py);
+        let (stats, size, page_size) = {
+            let pool = lock(&self.pool);
+            (pool.stats(), pool.slots().size(), pool.slots().page_size())
+        };
+        let dict = PyDict::new(py);
+        for (key, value) in [
+            ("capacity", stats.capacity),
+            ("available", stats.available),
+            ("in_use", stats.in_use),
+            ("high_water", stats.high_water),
+            ("dropped_frees", stats.dropped_frees),
+            ("free", stats.available - stats.released),
+            ("released", stats.released),
+            ("fenced", stats.fenced),
+            ("size", size),
+            ("page_size", page_size),
+            ("bytes", stats.bytes),
+        ] {
+            dict.set_item(key, value)?;
+        }
+        Ok(dict)
+    }
+
+    /// Slots asked for at construction.
+    #[getter]
+    fn size(&self) -> usize {
+        lock(&self.pool).slots().size()
+    }
+
+    /// Slots in a page.
+    #[getter]
+    fn page_size(&self) -> usize {
+        lock(&self.pool).slots().page_size()
+    }
+
+    /// Where the index tensors are, as PyTorch writes it.
+    #[getter]
+    fn device(&self) -> String {
+        lock(&self.pool).device().to_string()
+    }
+
+    /// Whether the lowest free slots are handed out first.
+    #[getter]
+    fn need_sort(&self) -> bool {
+        lock(&self.pool).need_sort()
+    }
+
+    /// Whether a bad free raises.
+    #[getter]
+    fn strict(&self) -> bool {
+        lock(&self.pool).strict()
+    }
+
+    fn __repr__(&self) -> String {
+        let pool = lock(&self.pool);
+        format!(
+            "TokenToKVPoolAllocator(size={}, device='{}', page_size={}, available={})",
+            pool.slots().size(),
+            pool.device(),
+            pool.slots().page_size(),
+            pool.available_size()
+        )
+    }
+
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        // Whoever holds the lock is running, so the fences are reachable anyway.
+        if let Ok(fences) = self.fences.try_lock() {
+            for fence in &*fences {
+                visit.call(&fence.object)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn __clear__(&self) {
+        let gone = std::mem::take(&mut *lock(&self.fences));
+        drop(gone);
+    }
+}
+
+/// What `TokenToKVPoolAllocator.free_group` returns: frees within it are released together at its end.
+#[pyclass(frozen, module = "kvpool", name = "FreeGroup")]
+pub(super) struct FreeGroup {
+    allocator: Py<TokenToKvPoolAllocator>,
+}
+
+#[pymethods]
+impl FreeGroup {
+    fn __enter__(&self) {
+        self.allocator.get().free_group_begin();
+    }
+
+    #[pyo3(signature = (*_exception))]
+    fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, pyo3::types::PyTuple>) -> PyResult<()> {
+        self.allocator.get().free_group_end(py)
+    }
+}

@@ -1,0 +1,386 @@
+//! DLPack, as producer and as consumer.
+//!
+//! The structures are those of `dlpack.h` 1.3 (`dmlc/dlpack`), laid out for C. A tensor handed out owns its region
+//! through the managed tensor's context; its deleter may run on any thread and touches no Python.
+
+use std::ffi::{c_int, c_void};
+use std::marker::PhantomData;
+use std::ptr::{self, NonNull};
+use std::sync::Arc;
+
+use crate::base::{DType, Device, Dims, Error, MAX_NDIM, Result, contiguous_strides};
+use crate::memory::{Borrowed, Region};
+
+use super::TensorView;
+
+/// Name of a legacy capsule that nobody consumed yet.
+pub const LEGACY: &std::ffi::CStr = c"dltensor";
+/// Name of a legacy capsule that was consumed.
+pub const LEGACY_USED: &std::ffi::CStr = c"used_dltensor";
+/// Name of a versioned capsule that nobody consumed yet.
+pub const VERSIONED: &std::ffi::CStr = c"dltensor_versioned";
+/// Name of a versioned capsule that was consumed.
+pub const VERSIONED_USED: &std::ffi::CStr = c"used_dltensor_versioned";
+/// Name of the capsule that holds an [`ExchangeApi`].
+pub const EXCHANGE_API: &std::ffi::CStr = c"dlpack_exchange_api";
+
+/// The version of the tensors that kvpool hands out: 1.1 is the first with 8-bit floats.
+pub const VERSION: Version = Version { major: 1, minor: 1 };
+
+const CPU: i32 = 1;
+const CUDA: i32 = 2;
+/// Page-locked host memory.
+const CUDA_HOST: i32 = 3;
+
+/// `DLPackVersion`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Version {
+    /// Changes when the layout does.
+    pub major: u32,
+    /// Changes when something is added.
+    pub minor: u32,
+}
+
+/// `DLDevice`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RawDevice {
+    /// `DLDeviceType`.
+    pub kind: i32,
+    /// Ordinal among devices of that kind.
+    pub ordinal: i32,
+}
+
+/// `DLDataType`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RawDType {
+    /// `DLDataTypeCode`.
+    pub code: u8,
+    /// Bits of an element.
+    pub bits: u8,
+    /// Elements of a vector; 1 for scalars.
+    pub lanes: u16,
+}
+
+/// `DLTensor`.
+#[repr(C)]
+#[derive(Debug)]
+pub struct RawTensor {
+    /// Element 0, less `byte_offset`.
+    pub data: *mut c_void,
+    /// Where the data is.
+    pub device: RawDevice,
+    /// Number of dimensions.
+    pub ndim: i32,
+    /// Element type.
+    pub dtype: RawDType,
+    /// `ndim` extents.
+    pub shape: *mut i64,
+    /// `ndim` strides in elements; may be null for contiguous tensors, never is in ours.
+    pub strides: *mut i64,
+    /// Bytes from `data` to element 0.
+    pub byte_offset: u64,
+}
+
+/// `DLManagedTensor`.
+#[repr(C)]
+#[derive(Debug)]
+pub struct Legacy {
+    /// The tensor.
+    pub tensor: RawTensor,
+    /// The producer's.
+    pub context: *mut c_void,
+    /// Called once by the last owner.
+    pub deleter: Option<unsafe extern "C" fn(*mut Legacy)>,
+}
+
+/// `DLManagedTensorVersioned`.
+#[repr(C)]
+#[derive(Debug)]
+pub struct Versioned {
+    /// Of this struct.
+    pub version: Version,
+    /// The producer's.
+    pub context: *mut c_void,
+    /// Called once by the last owner.
+    pub deleter: Option<unsafe extern "C" fn(*mut Versioned)>,
+    /// `DLPACK_FLAG_BITMASK_*`.
+    pub flags: u64,
+    /// The tensor.
+    pub tensor: RawTensor,
+}
+
+/// `DLPackExchangeAPI`: how a framework makes and reads its own tensors without Python calls.
+///
+/// PyTorch 2.10 and later publish one as `torch.Tensor.__dlpack_c_exchange_api__`. All functions but
+/// `current_work_stream` need the GIL; failures are -1 with a Python exception set.
+#[repr(C)]
+#[derive(Debug)]
+pub struct ExchangeApi {
+    /// Of this table.
+    pub version: Version,
+    /// An older table, or null.
+    pub previous: *mut c_void,
+    /// Allocates a tensor of the framework.
+    pub allocate: *const c_void,
+    /// Exports an object as an owning managed tensor.
+    pub managed_from_object: *const c_void,
+    /// Imports a managed tensor, which it steals, as a new object.
+    pub object_from_managed: Option<unsafe extern "C" fn(*mut Versioned, *mut *mut c_void) -> c_int>,
+    /// Describes an object's tensor without owning it, until control returns to the framework.
+    pub describe_object: Option<unsafe extern "C" fn(*mut c_void, *mut RawTensor) -> c_int>,
+    /// The stream on which the framework currently enqueues work.
+    pub current_work_stream: Option<unsafe extern "C" fn(i32, i32, *mut *mut c_void) -> c_int>,
+}
+
+impl ExchangeApi {
+    /// Whether this table has the layout and the functions that kvpool uses.
+    #[must_use]
+    pub const fn is_usable(&self) -> bool {
+        self.version.major == 1 && self.object_from_managed.is_some() && self.describe_object.is_some()
+    }
+}
+
+/// The DLPack code of `dtype`.
+#[must_use]
+pub fn raw_dtype(dtype: DType) -> RawDType {
+    let code = match dtype {
+        DType::I8 | DType::I32 | DType::I64 => 0,
+        DType::U8 => 1,
+        DType::F64 | DType::F32 | DType::F16 => 2,
+        DType::BF16 => 4,
+        DType::Bool => 6,
+        DType::F8E4M3 => 10,
+        DType::F8E5M2 => 12,
+    };
+    let bits = u8::try_from(dtype.size() * 8).unwrap_or(0);
+    RawDType { code, bits, lanes: 1 }
+}
+
+/// The dtype of a DLPack code.
+///
+/// # Errors
+/// [`ErrorKind::Type`](crate::base::ErrorKind::Type) for those that kvpool neither stores nor reads.
+pub fn dtype_of(raw: RawDType) -> Result<DType> {
+    [DType::F64, DType::I32, DType::I64, DType::Bool]
+        .into_iter()
+        .chain(DType::STORAGE)
+        .find(|&dtype| raw_dtype(dtype) == raw)
+        .ok_or_else(|| {
+            let RawDType { code, bits, lanes } = raw;
+            let name = match code {
+                0 => format!("int{bits}"),
+                1 => format!("uint{bits}"),
+                2 => format!("float{bits}"),
+                _ => format!("of DLPack code {code}, {bits} bits, {lanes} lanes"),
+            };
+            Error::wrong_type(format!("a tensor of dtype {name} cannot be used here"))
+        })
+}
+
+/// The DLPack form of `device`.
+#[must_use]
+pub fn raw_device(device: Device) -> RawDevice {
+    match device {
+        Device::Cpu => RawDevice { kind: CPU, ordinal: 0 },
+        Device::Cuda(ordinal) => {
+            RawDevice { kind: CUDA, ordinal: i32::try_from(ordinal).unwrap_or(i32::MAX) }
+        }
+    }
+}
+
+fn device_of(raw: RawDevice) -> Result<Device> {
+    match raw.kind {
+        CPU | CUDA_HOST => Ok(Device::Cpu),
+        CUDA => Ok(Device::Cuda(u32::try_from(raw.ordinal).unwrap_or(0))),
+        kind => Err(Error::config(format!("a tensor on DLPack device type {kind} cannot be used here"))),
+    }
+}
+
+/// A tensor on its way out: the managed tensor, and what its pointers point to.
+#[repr(C)]
+struct Export<M> {
+    managed: M,
+    shape: [i64; MAX_NDIM],
+    strides: [i64; MAX_NDIM],
+    /// Keeps the memory alive until the deleter runs.
+    region: Arc<Region>,
+}
+
+/// Boxes an export, lets its tensor point into the box and returns the box as a raw pointer.
+fn boxed<M>(
+    view: &TensorView,
+    managed: M,
+    tensor_of: impl FnOnce(&mut M) -> &mut RawTensor,
+) -> *mut Export<M> {
+    let fill = |dims: &Dims| {
+        let mut values = [0; MAX_NDIM];
+        values[..dims.ndim()].copy_from_slice(dims.as_slice());
+        values
+    };
+    let mut export = Box::new(Export {
+        managed,
+        shape: fill(view.shape()),
+        strides: fill(view.strides()),
+        region: Arc::clone(view.region()),
+    });
+    let (shape, strides) = (&raw mut export.shape, &raw mut export.strides);
+    let tensor = tensor_of(&mut export.managed);
+    tensor.shape = shape.cast();
+    tensor.strides = strides.cast();
+    Box::into_raw(export)
+}
+
+fn raw_tensor(view: &TensorView) -> RawTensor {
+    RawTensor {
+        data: view.address().cast(),
+        device: raw_device(view.device()),
+        ndim: i32::try_from(view.shape().ndim()).unwrap_or(0),
+        dtype: raw_dtype(view.dtype()),
+        shape: ptr::null_mut(),
+        strides: ptr::null_mut(),
+        byte_offset: 0,
+    }
+}
+
+unsafe extern "C" fn delete_versioned(managed: *mut Versioned) {
+    // SAFETY: the pointer came from `export_versioned`, and its last owner calls this once.
+    let context = unsafe { (*managed).context };
+    // SAFETY: the context is the box that `export_versioned` leaked.
+    drop(unsafe { Box::from_raw(context.cast::<Export<Versioned>>()) });
+}
+
+unsafe extern "C" fn delete_legacy(managed: *mut Legacy) {
+    // SAFETY: the pointer came from `export_legacy`, and its last owner calls this once.
+    let context = unsafe { (*managed).context };
+    // SAFETY: the context is the box that `export_legacy` leaked.
+    drop(unsafe { Box::from_raw(context.cast::<Export<Legacy>>()) });
+}
+
+/// `view` as a versioned managed tensor. Whoever takes it calls its deleter once; until then the memory lives.
+#[must_use]
+pub fn export_versioned(view: &TensorView) -> NonNull<Versioned> {
+    let managed = Versioned {
+        version: VERSION,
+        context: ptr::null_mut(),
+        deleter: Some(delete_versioned),
+        flags: 0,
+        tensor: raw_tensor(view),
+    };
+    let export = boxed(view, managed, |managed| &mut managed.tensor);
+    // SAFETY: the box was leaked just now and nobody else knows it; `Export` begins with its managed tensor.
+    unsafe {
+        (*export).managed.context = export.cast();
+    }
+    // SAFETY: a box is never null.
+    unsafe { NonNull::new_unchecked(export.cast()) }
+}
+
+/// `view` as a legacy managed tensor, for consumers that know no versions.
+#[must_use]
+pub fn export_legacy(view: &TensorView) -> NonNull<Legacy> {
+    let managed = Legacy { tensor: raw_tensor(view), context: ptr::null_mut(), deleter: Some(delete_legacy) };
+    let export = boxed(view, managed, |managed| &mut managed.tensor);
+    // SAFETY: the box was leaked just now and nobody else knows it; `Export` begins with its managed tensor.
+    unsafe {
+        (*export).managed.context = export.cast();
+    }
+    // SAFETY: a box is never null.
+    unsafe { NonNull::new_unchecked(export.cast()) }
+}
+
+/// A managed tensor of somebody else, owned by us until dropped.
+#[derive(Debug)]
+pub enum Import {
+    /// With a version.
+    Versioned(NonNull<Versioned>),
+    /// Without.
+    Legacy(NonNull<Legacy>),
+}
+
+impl Import {
+    /// What it describes.
+    ///
+    /// # Errors
+    /// As [`borrow`], and [`ErrorKind::Type`](crate::base::ErrorKind::Type) for a layout of another major version.
+    pub fn borrow(&self) -> Result<Borrowed<'_>> {
+        let tensor = match self {
+            Self::Versioned(managed) => {
+                // SAFETY: we own the managed tensor; the version stands first in every major version.
+                let managed = unsafe { managed.as_ref() };
+                if managed.version.major != VERSION.major {
+                    let Version { major, minor } = managed.version;
+                    return Err(Error::wrong_type(format!(
+                        "a DLPack tensor of version {major}.{minor} cannot be read; known is {}",
+                        VERSION.major
+                    )));
+                }
+                &managed.tensor
+            }
+            // SAFETY: we own the managed tensor.
+            Self::Legacy(managed) => &unsafe { managed.as_ref() }.tensor,
+        };
+        // SAFETY: we own the managed tensor, so its memory is valid for as long as `self`.
+        unsafe { borrow(tensor, PhantomData) }
+    }
+}
+
+impl Drop for Import {
+    fn drop(&mut self) {
+        match *self {
+            Self::Versioned(managed) => {
+                // SAFETY: we own the managed tensor.
+                if let Some(deleter) = unsafe { managed.as_ref() }.deleter {
+                    // SAFETY: this is its last owner's end.
+                    unsafe { deleter(managed.as_ptr()) };
+                }
+            }
+            Self::Legacy(managed) => {
+                // SAFETY: we own the managed tensor.
+                if let Some(deleter) = unsafe { managed.as_ref() }.deleter {
+                    // SAFETY: this is its last owner's end.
+                    unsafe { deleter(managed.as_ptr()) };
+                }
+            }
+        }
+    }
+}
+
+/// The tensor that a `DLTensor` describes.
+///
+/// # Errors
+/// [`ErrorKind::Type`](crate::base::ErrorKind::Type) or [`ErrorKind::Config`](crate::base::ErrorKind::Config) for
+/// dtypes, devices and ranks that kvpool does not read.
+///
+/// # Safety
+/// For `'a`, `raw` describes a tensor as DLPack defines it, whose memory somebody keeps alive.
+pub unsafe fn borrow<'a>(raw: &RawTensor, _owner: PhantomData<&'a ()>) -> Result<Borrowed<'a>> {
+    let dtype = dtype_of(raw.dtype)?;
+    let device = device_of(raw.device)?;
+    let ndim = usize::try_from(raw.ndim).unwrap_or(usize::MAX);
+    if ndim > MAX_NDIM {
+        return Err(Error::config(format!(
+            "a tensor of {ndim} dimensions; at most {MAX_NDIM} are supported"
+        )));
+    }
+    let shape = if ndim == 0 {
+        Dims::new(&[])?
+    } else {
+        // SAFETY: DLPack promises `ndim` extents.
+        Dims::new(unsafe { std::slice::from_raw_parts(raw.shape, ndim) })?
+    };
+    let strides = if ndim == 0 || raw.strides.is_null() {
+        contiguous_strides(&shape)
+    } else {
+        // SAFETY: DLPack promises `ndim` strides where the pointer is not null.
+        Dims::new(unsafe { std::slice::from_raw_parts(raw.strides, ndim) })?
+    };
+    let offset = usize::try_from(raw.byte_offset).unwrap_or(0);
+    let address = raw.data.cast::<u8>().wrapping_add(offset);
+    // An empty tensor may have no address; nobody follows it.
+    let address = NonNull::new(address).unwrap_or(NonNull::dangling());
+    // SAFETY: the caller promises that `raw` describes live memory for 'a.
+    Ok(unsafe { Borrowed::new(address, dtype, device, shape, strides) })
+}

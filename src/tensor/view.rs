@@ -1,0 +1,143 @@
+//! A tensor over a region.
+
+use std::sync::Arc;
+
+use crate::base::{DType, Device, Dims, Error, Result, contiguous_strides};
+use crate::memory::{Borrowed, Host, Region};
+
+/// A tensor over part of a [`Region`], which it keeps alive.
+///
+/// ```
+/// use std::sync::Arc;
+/// use kvpool::base::DType;
+/// use kvpool::memory::Region;
+/// use kvpool::tensor::TensorView;
+/// let view = TensorView::from_indices(vec![4, 5, 6]);
+/// assert_eq!(view.shape().as_slice(), [3]);
+/// assert_eq!(view.dtype(), DType::I32);
+/// ```
+#[derive(Clone, Debug)]
+pub struct TensorView {
+    region: Arc<Region>,
+    /// Bytes from the start of the region to element 0. Every element lies within the region.
+    offset: usize,
+    dtype: DType,
+    shape: Dims,
+    /// In elements, never negative.
+    strides: Dims,
+}
+
+impl TensorView {
+    /// A C-contiguous tensor that begins at byte `offset` of `region`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when it does not lie within the region.
+    pub fn contiguous(region: Arc<Region>, offset: usize, dtype: DType, shape: &[usize]) -> Result<Self> {
+        let extents = shape
+            .iter()
+            .map(|&extent| i64::try_from(extent))
+            .collect::<std::result::Result<Vec<_>, _>>()
+            .map_err(|_| Error::config(format!("shape {shape:?} is too large for a tensor")))?;
+        let shape = Dims::new(&extents)?;
+        let strides = contiguous_strides(&shape);
+        region.borrow(offset, dtype, shape, strides)?;
+        Ok(Self { region, offset, dtype, shape, strides })
+    }
+
+    /// A 1-D int32 tensor on the host that takes over `indices`.
+    #[must_use]
+    pub fn from_indices(indices: Vec<i32>) -> Self {
+        let len = i64::try_from(indices.len()).unwrap_or(i64::MAX);
+        Self::over(indices, &[len])
+    }
+
+    /// A 2-D int32 tensor `[pairs.len() / 2, 2]` on the host that takes over `pairs`, two and two.
+    #[must_use]
+    pub fn from_pairs(pairs: Vec<i32>) -> Self {
+        let rows = i64::try_from(pairs.len() / 2).unwrap_or(i64::MAX);
+        Self::over(pairs, &[rows, 2])
+    }
+
+    /// A 1-D bool tensor on the host.
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot hold it.
+    pub fn from_bools(values: &[bool]) -> Result<Self> {
+        let region = Arc::new(Region::new(Arc::new(Host), values.len())?);
+        region.write(0, values)?;
+        Self::contiguous(region, 0, DType::Bool, &[values.len()])
+    }
+
+    /// The same bytes as another dtype of the same size.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Type`](crate::base::ErrorKind::Type) when the sizes differ.
+    pub fn reinterpret(&self, dtype: DType) -> Result<Self> {
+        if dtype.size() != self.dtype.size() {
+            return Err(Error::wrong_type(format!("{} cannot be seen as {dtype}", self.dtype)));
+        }
+        Ok(Self { dtype, ..self.clone() })
+    }
+
+    /// `shape` has at most `MAX_NDIM` extents, whose product is the length of `values`.
+    fn over(values: Vec<i32>, shape: &[i64]) -> Self {
+        let shape = Dims::new(shape).unwrap_or_else(|_| unreachable!("at most two dimensions"));
+        Self {
+            region: Arc::new(Region::from_indices(values)),
+            offset: 0,
+            dtype: DType::I32,
+            shape,
+            strides: contiguous_strides(&shape),
+        }
+    }
+
+    /// The memory it lies in.
+    #[must_use]
+    pub const fn region(&self) -> &Arc<Region> {
+        &self.region
+    }
+
+    /// Bytes from the start of its region to element 0.
+    #[must_use]
+    pub const fn offset(&self) -> usize {
+        self.offset
+    }
+
+    /// Element type.
+    #[must_use]
+    pub const fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Where the memory is.
+    #[must_use]
+    pub fn device(&self) -> Device {
+        self.region.device()
+    }
+
+    /// Extents.
+    #[must_use]
+    pub const fn shape(&self) -> &Dims {
+        &self.shape
+    }
+
+    /// Strides, in elements.
+    #[must_use]
+    pub const fn strides(&self) -> &Dims {
+        &self.strides
+    }
+
+    /// The address of element 0.
+    #[must_use]
+    pub fn address(&self) -> *mut u8 {
+        self.region.address().as_ptr().wrapping_add(self.offset)
+    }
+
+    /// The same tensor, for a call that reads or writes its elements.
+    ///
+    /// # Errors
+    /// None in practice: every view was checked against its region when it was made.
+    pub fn borrow(&self) -> Result<Borrowed<'_>> {
+        self.region.borrow(self.offset, self.dtype, self.shape, self.strides)
+    }
+}

@@ -1,0 +1,154 @@
+//! What every backend promises, run against each of them.
+
+use std::sync::Arc;
+use std::thread;
+
+use kvpool::base::{DType, Device, ErrorKind};
+use kvpool::memory::{ALIGNMENT, Backend, Count, Fail, Host, Limit, Region, backend_for};
+use kvpool::tensor::TensorView;
+
+/// Sizes around every boundary: nothing, one byte, the alignment, a page, where the host begins to map.
+const SIZES: [usize; 9] = [0, 1, 255, 256, 4095, 4097, (1 << 20) - 1, 1 << 20, (1 << 20) + 1];
+
+/// The bytes of host memory behind a region.
+fn bytes(region: &Region) -> Vec<u8> {
+    let mut copy = vec![0xAA; region.bytes()];
+    // SAFETY: the region is live host memory of that length, and the vector is ours.
+    unsafe { copy.as_mut_ptr().copy_from_nonoverlapping(region.address().as_ptr(), region.bytes()) };
+    copy
+}
+
+fn fill(region: &Region, value: u8) {
+    // SAFETY: the region is live host memory that only this test knows.
+    unsafe { region.address().as_ptr().write_bytes(value, region.bytes()) };
+}
+
+fn aligned_and_zero(backend: &Arc<dyn Backend>) {
+    for size in SIZES {
+        // Twice, so that recycled memory shows.
+        for _ in 0..2 {
+            let region = Region::new(Arc::clone(backend), size).expect("memory");
+            assert_eq!(region.bytes(), size);
+            assert_eq!(region.address().as_ptr().addr() % ALIGNMENT, 0);
+            assert!(bytes(&region).iter().all(|&byte| byte == 0), "{size} bytes are not zero");
+            fill(&region, 0xFF);
+        }
+    }
+}
+
+fn blocks_do_not_overlap(backend: &Arc<dyn Backend>) {
+    let regions: Vec<Region> =
+        (0..32).map(|_| Region::new(Arc::clone(backend), 1000).expect("memory")).collect();
+    for (value, region) in regions.iter().enumerate() {
+        fill(region, u8::try_from(value).expect("small"));
+    }
+    for (value, region) in regions.iter().enumerate() {
+        assert!(bytes(region).iter().all(|&byte| usize::from(byte) == value));
+    }
+}
+
+fn views_outlive_everything(backend: Arc<dyn Backend>) {
+    let region = Arc::new(Region::new(Arc::clone(&backend), 1024).expect("memory"));
+    region.write(512, &[7i32, 8]).expect("inside");
+    let view = TensorView::contiguous(Arc::clone(&region), 512, DType::I32, &[2]).expect("inside");
+    drop(region);
+    drop(backend);
+    assert_eq!(bytes(view.region())[512..520], [7, 0, 0, 0, 8, 0, 0, 0]);
+}
+
+fn too_much_is_an_answer(backend: &Arc<dyn Backend>) {
+    let error = Region::new(Arc::clone(backend), usize::MAX / 4).expect_err("more than there is");
+    assert_eq!(error.kind(), ErrorKind::OutOfMemory);
+    assert!(error.to_string().contains(&(usize::MAX / 4).to_string()), "{error}");
+    assert!(Region::new(Arc::clone(backend), 64).is_ok(), "a failure must not spoil the backend");
+}
+
+fn threads_may_share_it(backend: &Arc<dyn Backend>) {
+    thread::scope(|scope| {
+        for _ in 0..8 {
+            scope.spawn(|| {
+                for size in (0..200).map(|step| step * 37) {
+                    let region = Region::new(Arc::clone(backend), size).expect("memory");
+                    assert!(bytes(&region).iter().all(|&byte| byte == 0));
+                    fill(&region, 1);
+                }
+            });
+        }
+    });
+}
+
+fn conforms(backend: Arc<dyn Backend>) {
+    aligned_and_zero(&backend);
+    blocks_do_not_overlap(&backend);
+    too_much_is_an_answer(&backend);
+    threads_may_share_it(&backend);
+    views_outlive_everything(backend);
+}
+
+#[test]
+fn host() {
+    conforms(Arc::new(Host));
+}
+
+#[test]
+fn limited() {
+    conforms(Arc::new(Limit::new(Arc::new(Host), 64 << 20)));
+}
+
+#[test]
+fn counted() {
+    let backend = Arc::new(Count::new(Arc::new(Host)));
+    conforms(backend.clone());
+    assert_eq!((backend.live_blocks(), backend.live_bytes()), (0, 0));
+    assert!(backend.allocations() > 1000);
+}
+
+#[test]
+fn never_failing() {
+    conforms(Arc::new(Fail::new(Arc::new(Host), usize::MAX)));
+}
+
+#[test]
+fn a_limit_counts_what_is_out() {
+    let backend = Arc::new(Limit::new(Arc::new(Host), 1000));
+    let first = Region::new(backend.clone(), 600).expect("fits");
+    let error = Region::new(backend.clone(), 401).expect_err("too much");
+    assert_eq!(error.to_string(), "401 bytes asked for, 400 of 1000 available on cpu");
+    drop(first);
+    assert!(Region::new(backend, 1000).is_ok());
+}
+
+#[test]
+fn a_limit_gives_back_what_its_backend_refused() {
+    let backend = Arc::new(Limit::new(Arc::new(Fail::new(Arc::new(Host), 0)), 100));
+    assert!(Region::new(backend.clone(), 100).is_err());
+    assert!(Region::new(backend, 100).is_ok());
+}
+
+#[test]
+fn a_huge_block_costs_what_is_touched() {
+    let region = Region::new(Arc::new(Host), 100 << 30).expect("reserved, not taken");
+    region.write(99 << 30, &[1i32]).expect("inside");
+    assert_eq!(region.bytes(), 100 << 30);
+}
+
+#[test]
+fn a_region_knows_its_bounds() {
+    let region = Region::new(Arc::new(Host), 16).expect("memory");
+    assert!(region.write(8, &[1i32, 2]).is_ok());
+    for (offset, values) in [(12, 2), (16, 1), (usize::MAX, 1)] {
+        let error = region.write(offset, &vec![0i32; values]).expect_err("outside");
+        assert_eq!(error.kind(), ErrorKind::Index);
+    }
+    assert_eq!(region.zero(0, 17).expect_err("outside").kind(), ErrorKind::Index);
+    assert!(TensorView::contiguous(Arc::new(region), 4, DType::I32, &[4]).is_err());
+}
+
+#[test]
+fn a_device_that_is_not_there_says_what_was_looked_for() {
+    assert!(backend_for(Device::Cpu).is_ok());
+    let error = backend_for(Device::Cuda(7)).expect_err("no CUDA pools in this version");
+    assert_eq!(error.kind(), ErrorKind::BackendUnavailable);
+    let words = ["libcuda.so.1", "without the `cuda` feature", "devices", "driver", "host memory only"];
+    assert!(words.iter().any(|word| error.to_string().contains(word)), "{error}");
+}

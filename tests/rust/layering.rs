@@ -1,0 +1,113 @@
+//! Folders are layers: nothing imports from a later one, and `unsafe` stays where it belongs.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// The layers, lowest first, as `lib.rs` documents them.
+const LAYERS: [&str; 7] = ["base", "index", "memory", "kernels", "tensor", "pool", "python"];
+
+/// Where `unsafe` may stand: a folder or a file below `src`.
+const UNSAFE: [&str; 6] =
+    ["memory", "kernels", "tensor/dlpack.rs", "python/args.rs", "python/framework.rs", "python/tensor.rs"];
+
+fn sources(folder: &Path) -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(folder).expect("a folder of sources") {
+        let path = entry.expect("an entry").path();
+        if path.is_dir() {
+            found.extend(sources(&path));
+        } else if path.extension().is_some_and(|extension| extension == "rs") {
+            found.push(path);
+        }
+    }
+    found
+}
+
+fn src() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("src")
+}
+
+/// The lines of a file without comments.
+fn code(path: &Path) -> Vec<String> {
+    let text = fs::read_to_string(path).expect("a source file");
+    text.lines().map(|line| line.split("//").next().unwrap_or("").to_owned()).collect()
+}
+
+/// The layers that `lines` names as `crate::layer`, also within `use crate::{...}`.
+fn imports(lines: &[String]) -> Vec<String> {
+    let text = lines.join("\n");
+    let mut found = Vec::new();
+    for (at, _) in text.match_indices("crate::") {
+        let rest = &text[at + "crate::".len()..];
+        let names = match rest.strip_prefix('{') {
+            Some(group) => group.split('}').next().unwrap_or(""),
+            None => rest,
+        };
+        for name in names.split(',') {
+            let word: String = name.trim().chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect();
+            found.push(word);
+            if !rest.starts_with('{') {
+                break;
+            }
+        }
+    }
+    found
+}
+
+fn rank(layer: &str) -> Option<usize> {
+    LAYERS.iter().position(|known| *known == layer)
+}
+
+/// What is wrong with one file's imports.
+fn upward(layer: &str, lines: &[String]) -> Vec<String> {
+    let own = rank(layer).expect("a known layer");
+    imports(lines).into_iter().filter(|name| rank(name).is_some_and(|other| other > own)).collect()
+}
+
+#[test]
+fn no_layer_imports_from_a_later_one() {
+    for layer in LAYERS {
+        for path in sources(&src().join(layer)) {
+            let found = upward(layer, &code(&path));
+            assert!(found.is_empty(), "{} imports from {found:?}", path.display());
+        }
+    }
+}
+
+#[test]
+fn every_source_belongs_to_a_layer() {
+    for path in sources(&src()) {
+        let relative = path.strip_prefix(src()).expect("below src").to_owned();
+        let first = relative.components().next().expect("a name").as_os_str().to_string_lossy().into_owned();
+        assert!(first == "lib.rs" || rank(&first).is_some(), "{first} is no layer");
+    }
+}
+
+#[test]
+fn unsafe_stays_in_its_places() {
+    for path in sources(&src()) {
+        let relative = path.strip_prefix(src()).expect("below src").to_string_lossy().replace('\\', "/");
+        let allowed =
+            UNSAFE.iter().any(|place| relative == *place || relative.starts_with(&format!("{place}/")));
+        let uses = code(&path)
+            .iter()
+            .any(|line| line.split(|c: char| !c.is_alphanumeric() && c != '_').any(|word| word == "unsafe"));
+        assert!(allowed || !uses, "{relative} must do without unsafe");
+    }
+}
+
+#[test]
+fn only_memory_calls_the_driver() {
+    for path in sources(&src()) {
+        let relative = path.strip_prefix(src()).expect("below src").to_string_lossy().into_owned();
+        let uses = code(&path).iter().any(|line| line.contains("cudarc::"));
+        assert!(relative.starts_with("memory") || !uses, "{relative} calls cudarc");
+    }
+}
+
+#[test]
+fn the_checks_see_what_they_look_for() {
+    let lines = ["use crate::{base::Id, pool::KvPool};".to_owned(), "crate::python::x();".to_owned()];
+    assert_eq!(upward("index", &lines), ["pool", "python"]);
+    assert!(upward("python", &lines).is_empty());
+}

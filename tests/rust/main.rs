@@ -1,0 +1,10 @@
+//! Tests of the core through its public interface.
+
+#![expect(clippy::unwrap_used, reason = "a failing test panics")]
+
+mod conformance;
+mod dlpack;
+mod kernels;
+mod layering;
+mod oracle;
+mod pools;

@@ -1,0 +1,172 @@
+//! Pools: what fails leaves no trace, and every error has its kind and its numbers.
+
+use std::sync::Arc;
+
+use kvpool::base::{DType, Device, ErrorKind, IndexVec};
+use kvpool::memory::{Backend, Count, Fail, Host, Limit};
+use kvpool::pool::{
+    GdnConfig, GdnPool, KvConfig, KvPool, ReqToTokenPool, Scales, TableIndex, TokenToKvPoolAllocator,
+};
+
+const KV: KvConfig = KvConfig {
+    size: 64,
+    layer_num: 2,
+    k_head_num: 2,
+    k_head_dim: 4,
+    v_head_num: 1,
+    v_head_dim: 8,
+    dtype: DType::BF16,
+    page_size: 16,
+};
+
+const GDN: GdnConfig = GdnConfig {
+    max_reqs: 4,
+    num_gdn_layers: 2,
+    num_v_heads: 2,
+    head_k_dim: 4,
+    head_v_dim: 4,
+    conv_dim: 8,
+    conv_kernel_size: 4,
+    dtype: DType::BF16,
+    max_track_slots: 2,
+};
+
+fn host() -> Arc<dyn Backend> {
+    Arc::new(Host)
+}
+
+#[test]
+fn one_region_a_pool_and_it_goes_back() {
+    let backend = Arc::new(Count::new(host()));
+    let pool = KvPool::new(backend.clone(), KV).expect("memory");
+    assert_eq!((backend.live_blocks(), pool.rows()), (1, 80));
+    let infos: Vec<_> = pool.buffer_infos().collect();
+    assert_eq!(infos.len(), 4);
+    assert!(infos.iter().all(|info| info.address % 256 == 0 && info.bytes == 80 * info.row_bytes));
+    assert_eq!(infos.iter().map(|info| info.bytes).sum::<usize>(), pool.mem_bytes());
+    let [k, _] = pool.kv_buffer(1).expect("a layer");
+    drop(pool);
+    assert_eq!(backend.live_blocks(), 1, "a view keeps the memory");
+    drop(k);
+    assert_eq!(backend.live_blocks(), 0);
+}
+
+#[test]
+fn memory_that_is_not_there_is_an_error_of_its_own() {
+    let limit: Arc<dyn Backend> = Arc::new(Limit::new(host(), 100));
+    let fail: Arc<dyn Backend> = Arc::new(Fail::new(host(), 0));
+    let kinds = [
+        KvPool::new(Arc::clone(&limit), KV).expect_err("too much").kind(),
+        GdnPool::new(Arc::clone(&limit), GDN, false).expect_err("too much").kind(),
+        ReqToTokenPool::new(limit, 8, 100, true, false).expect_err("too much").kind(),
+        KvPool::new(Arc::clone(&fail), KV).expect_err("planned").kind(),
+    ];
+    assert_eq!(kinds, [ErrorKind::OutOfMemory; 4]);
+    assert!(KvPool::new(fail, KV).is_ok(), "the failure was planned once");
+}
+
+#[test]
+fn sizes_that_cannot_be_are_refused() {
+    let kv = |change: fn(&mut KvConfig)| {
+        let mut config = KV;
+        change(&mut config);
+        KvPool::new(host(), config).expect_err("refused").kind()
+    };
+    assert_eq!(kv(|config| config.size = 0), ErrorKind::Config);
+    assert_eq!(kv(|config| config.v_head_dim = 0), ErrorKind::Config);
+    assert_eq!(kv(|config| config.size = usize::MAX), ErrorKind::Config);
+    assert_eq!(kv(|config| config.size = 1 << 31), ErrorKind::Config);
+    assert_eq!(kv(|config| config.k_head_dim = usize::MAX / 2), ErrorKind::Config);
+    assert_eq!(kv(|config| config.layer_num = usize::MAX / 64), ErrorKind::Config);
+    let gdn = |change: fn(&mut GdnConfig)| {
+        let mut config = GDN;
+        change(&mut config);
+        GdnPool::new(host(), config, false).expect_err("refused").kind()
+    };
+    assert_eq!(gdn(|config| config.conv_kernel_size = 0), ErrorKind::Config);
+    assert_eq!(gdn(|config| config.max_reqs = usize::MAX), ErrorKind::Config);
+    assert_eq!(gdn(|config| config.max_track_slots = 1 << 31), ErrorKind::Config);
+    assert_eq!(gdn(|config| config.head_k_dim = usize::MAX / 2), ErrorKind::Config);
+    for (rows, columns) in [(0, 1), (1, 0), (1 << 31, 1), (1, 1 << 31), (usize::MAX, 1)] {
+        let error = ReqToTokenPool::new(host(), rows, columns, true, false).expect_err("refused");
+        assert_eq!(error.kind(), ErrorKind::Config);
+    }
+    for (size, page_size) in [(0, 1), (1, 0), (1 << 31, 1), (1, 1 << 31), (usize::MAX, usize::MAX)] {
+        let error =
+            TokenToKvPoolAllocator::new(size, Device::Cpu, page_size, true, false).expect_err("refused");
+        assert_eq!(error.kind(), ErrorKind::Config);
+    }
+    let error =
+        TokenToKvPoolAllocator::new(8, Device::Cuda(0), 1, true, false).expect_err("no such device here");
+    assert_eq!(error.kind(), ErrorKind::BackendUnavailable);
+}
+
+#[test]
+fn extend_names_what_is_wrong() {
+    let mut allocator = TokenToKvPoolAllocator::new(64, Device::Cpu, 16, true, false).expect("valid");
+    let _held = allocator.alloc(20).expect("memory").expect("room");
+    let before = allocator.stats();
+    let mut kind = |prefix: &[i64], seq: &[i64], last: &[i64]| {
+        allocator.alloc_extend(prefix, seq, last).map(|taken| taken.is_some()).map_err(|error| error.kind())
+    };
+    assert_eq!(kind(&[0], &[1, 2], &[0]), Err(ErrorKind::Config));
+    assert_eq!(kind(&[-1], &[1], &[0]), Err(ErrorKind::Config));
+    assert_eq!(kind(&[2], &[1], &[0]), Err(ErrorKind::Config));
+    assert_eq!(kind(&[0], &[i64::MAX], &[0]), Err(ErrorKind::Config));
+    assert_eq!(kind(&[20], &[21], &[34]), Err(ErrorKind::Config));
+    assert_eq!(kind(&[20], &[21], &[51]), Err(ErrorKind::IndexOwnership));
+    assert_eq!(kind(&[20], &[21], &[-13]), Err(ErrorKind::Config));
+    assert_eq!(kind(&[20, 20], &[21, 21], &[35, 35]), Err(ErrorKind::IndexOwnership));
+    assert_eq!(kind(&[20], &[65], &[35]), Ok(false));
+    assert_eq!(kind(&[20], &[i64::from(i32::MAX)], &[35]), Ok(false));
+    assert_eq!(allocator.stats(), before);
+    let taken = allocator.alloc_decode(&[21], &[35]).expect("valid").expect("room");
+    assert_eq!((taken.shape().numel(), allocator.stats().in_use), (1, 32));
+}
+
+#[test]
+fn the_table_takes_all_or_nothing() {
+    let mut pool = ReqToTokenPool::new(host(), 4, 8, true, false).expect("memory");
+    let columns = |row, start, end| TableIndex::Columns { row, start, end };
+    let points = |rows: Vec<i64>, columns: Vec<i64>| TableIndex::Points {
+        rows: IndexVec::I64(rows),
+        columns: IndexVec::I64(columns),
+    };
+    let cases = [
+        (columns(5, 0, Some(1)), 1, ErrorKind::Index),
+        (columns(-1, 0, Some(1)), 1, ErrorKind::Index),
+        (columns(1, 7, Some(9)), 2, ErrorKind::Index),
+        (columns(1, -1, Some(1)), 2, ErrorKind::Index),
+        (columns(1, 3, Some(2)), 0, ErrorKind::Config),
+        (columns(1, 0, Some(3)), 2, ErrorKind::Config),
+        (columns(1, 0, None), 7, ErrorKind::Config),
+        (points(vec![1, 2], vec![0, 8]), 2, ErrorKind::Index),
+        (points(vec![1, 5], vec![0, 1]), 2, ErrorKind::Index),
+        (points(vec![1, 2, 3], vec![0, 1]), 3, ErrorKind::Config),
+        (points(vec![1, 2], vec![0, 1]), 3, ErrorKind::Config),
+    ];
+    for (index, count, kind) in cases {
+        let error = pool.write(&index, &vec![9; count]).expect_err("refused");
+        assert_eq!(error.kind(), kind, "{index:?}: {error}");
+    }
+    let row = pool.read(0, 8).expect("inside").borrow().expect("inside").shape().numel();
+    assert_eq!(row, 8);
+    for (row, length) in [(5, 1), (0, 9), (0, -1)] {
+        assert_eq!(pool.read(row, length).expect_err("outside").kind(), ErrorKind::Index);
+    }
+    assert_eq!(pool.mark_modified(&IndexVec::I64(vec![0, 5])).expect_err("outside").kind(), ErrorKind::Index);
+}
+
+#[test]
+fn scales_are_for_eight_bit_floats() {
+    let pool = KvPool::new(host(), KV).expect("memory");
+    let [k, v] = pool.page_view(0).expect("a layer");
+    let (k, v) = (k.borrow().expect("inside"), v.borrow().expect("inside"));
+    let none = IndexVec::I32(Vec::new());
+    for scale in [2.0, 0.0, -1.0, f32::NAN, f32::INFINITY] {
+        let error = pool.set_kv(0, &none, k, v, Scales { k: Some(scale), v: None }).expect_err("refused");
+        assert_eq!(error.kind(), ErrorKind::Config);
+    }
+    let error = pool.set_kv(2, &none, k, v, Scales::default()).expect_err("no such layer");
+    assert_eq!(error.kind(), ErrorKind::Index);
+}
