@@ -1,0 +1,435 @@
+"""Tensors across frameworks: DLPack capsules, the C exchange table and its absence, NumPy, and no copies."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+import kvpool
+
+if TYPE_CHECKING:
+    from conftest import RunSnippet
+
+DTYPES = ["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "uint8"]
+
+# Reads capsules as a consumer written in C does. `torch` is hidden while kvpool makes its tensors.
+CAPSULES = """
+import ctypes
+import kvpool
+
+class DLTensor(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p), ("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32), ("code", ctypes.c_uint8), ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)), ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    ]
+
+class Legacy(ctypes.Structure):
+    _fields_ = [("tensor", DLTensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p)]
+
+class Versioned(ctypes.Structure):
+    _fields_ = [
+        ("major", ctypes.c_uint32), ("minor", ctypes.c_uint32), ("context", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p), ("flags", ctypes.c_uint64), ("tensor", DLTensor),
+    ]
+
+name_of = ctypes.pythonapi.PyCapsule_GetName
+name_of.restype, name_of.argtypes = ctypes.c_char_p, [ctypes.py_object]
+pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
+pointer_of.restype, pointer_of.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+
+kept = []
+
+def opened(capsule):
+    kept.append(capsule)
+    name = name_of(capsule)
+    kind = {b"dltensor": Legacy, b"dltensor_versioned": Versioned}[name]
+    return name.decode(), kind.from_address(pointer_of(capsule, name))
+
+def refused(*errors, **arguments):
+    try:
+        tensor.__dlpack__(**arguments)
+    except errors as error:
+        assert type(error) in (BufferError, TypeError), type(error)
+        return True
+    return False
+"""
+
+HANDLED = """
+tensor = kvpool.TokenToKVPoolAllocator(16, "cpu").alloc(5)
+pool = kvpool.KVPool(16, 2, 2, 4, "cpu", "float32")
+buffer = pool.k_buffer[1]
+"""
+
+
+def test_capsules_are_versioned_or_legacy_as_asked(run_snippet: RunSnippet) -> None:
+    run_snippet(
+        CAPSULES
+        + HANDLED
+        + """
+for arguments in ({}, {"max_version": None}, {"max_version": (0, 8)}, {"stream": None}):
+    name, managed = opened(tensor.__dlpack__(**arguments))
+    assert name == "dltensor", (arguments, name)
+    assert managed.tensor.data == tensor.data_ptr()
+    assert managed.deleter
+for version in ((1, 0), (1, 3), (2, 0), (99, 99)):
+    capsule = tensor.__dlpack__(max_version=version)
+    name, managed = opened(capsule)
+    assert name == "dltensor_versioned", (version, name)
+    assert managed.major == 1
+    assert managed.deleter
+    assert managed.flags == 0
+    assert managed.tensor.data + managed.tensor.byte_offset == tensor.data_ptr()
+    assert (managed.tensor.device_type, managed.tensor.device_id) == (1, 0)
+    assert (managed.tensor.ndim, managed.tensor.shape[0], managed.tensor.strides[0]) == (1, 5, 1)
+    assert (managed.tensor.code, managed.tensor.bits, managed.tensor.lanes) == (0, 32, 1)
+capsule = buffer.__dlpack__(max_version=(1, 0))
+managed = opened(capsule)[1]
+assert managed.tensor.shape[:3] == [24, 2, 4]
+assert managed.tensor.strides[:3] == [8, 4, 1]
+assert tensor.__dlpack_device__() == (1, 0)
+""",
+        hidden=["torch"],
+    )
+
+
+def test_capsules_of_an_empty_tensor(run_snippet: RunSnippet) -> None:
+    run_snippet(
+        CAPSULES
+        + """
+tensor = kvpool.TokenToKVPoolAllocator(16, "cpu").alloc(0)
+for arguments in ({}, {"max_version": (1, 0)}):
+    capsule = tensor.__dlpack__(**arguments)
+    managed = opened(capsule)[1]
+    assert managed.tensor.ndim == 1
+    assert managed.tensor.shape[0] == 0
+    assert managed.tensor.strides
+assert len(tensor) == 0
+assert tensor.shape == (0,)
+""",
+        hidden=["torch"],
+    )
+
+
+def test_only_buffer_errors_and_type_errors_come_out(run_snippet: RunSnippet) -> None:
+    run_snippet(
+        CAPSULES
+        + HANDLED
+        + """
+assert refused(BufferError, dl_device=(2, 0))
+assert refused(BufferError, dl_device=(1, 5)) or opened(tensor.__dlpack__(dl_device=(1, 5)))
+assert refused(BufferError, TypeError, dl_device=(77, 0))
+assert refused(TypeError, dl_device="cpu")
+assert refused(TypeError, dl_device=3)
+assert refused(TypeError, max_version="1.0")
+assert refused(TypeError, max_version=1)
+assert refused(TypeError, max_version=(1.0, 0))
+assert refused(TypeError, BufferError, max_version=(10**30, 0))
+assert refused(TypeError, BufferError, max_version=(-1, 0))
+assert refused(TypeError, nonsense=1)
+assert refused(TypeError, BufferError, stream="now")
+assert refused(TypeError, copy="yes")
+try:
+    tensor.__dlpack__(None)
+except TypeError:
+    pass
+else:
+    raise AssertionError("the arguments are keywords")
+for arguments in ({"copy": False}, {"copy": None}, {"dl_device": (1, 0)}, {"dl_device": None}):
+    assert opened(tensor.__dlpack__(**arguments))[1].tensor.data == tensor.data_ptr()
+try:
+    capsule = tensor.__dlpack__(copy=True)
+except BufferError:
+    pass
+else:
+    assert opened(capsule)[1].tensor.data != tensor.data_ptr()
+""",
+        hidden=["torch"],
+    )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "code", "bits"),
+    [
+        ("float32", 2, 32),
+        ("float16", 2, 16),
+        ("bfloat16", 4, 16),
+        ("float8_e4m3fn", 10, 8),
+        ("float8_e5m2", 12, 8),
+        ("int8", 0, 8),
+        ("uint8", 1, 8),
+    ],
+)
+def test_dtype_codes(run_snippet: RunSnippet, dtype: str, code: int, bits: int) -> None:
+    run_snippet(
+        CAPSULES
+        + f"""
+tensor = kvpool.KVPool(16, 1, 2, 4, "cpu", {dtype!r}).k_buffer[0]
+assert tensor.dtype == {dtype!r}
+assert tensor.device == "cpu"
+capsule = tensor.__dlpack__(max_version=(1, 0))
+managed = opened(capsule)[1]
+assert (managed.tensor.code, managed.tensor.bits, managed.tensor.lanes) == ({code}, {bits}, 1)
+""",
+        hidden=["torch"],
+    )
+
+
+def test_torch_reads_a_kvpool_tensor(run_snippet: RunSnippet) -> None:
+    run_snippet(
+        f"""
+        import gc
+        import kvpool
+        found = {{}}
+        for dtype in {DTYPES!r}:
+            tensor = kvpool.KVPool(16, 2, 2, 4, "cpu", dtype).v_buffer[1]
+            assert type(tensor) is kvpool.Tensor
+            found[dtype] = tensor
+        slots = kvpool.TokenToKVPoolAllocator(16, "cpu").alloc(3)
+        del sys.modules["torch"]
+        import torch
+        for dtype, ours in list(found.items()):
+            theirs = torch.from_dlpack(ours)
+            assert theirs.dtype is getattr(torch, dtype), dtype
+            assert theirs.shape == ours.shape == (24, 2, 4), dtype
+            assert theirs.data_ptr() == ours.data_ptr(), dtype
+            theirs.view(torch.uint8).fill_(3)
+            found[dtype] = theirs
+        del ours, tensor, theirs
+        gc.collect()
+        others = [kvpool.KVPool(16, 2, 2, 4, "cpu", dtype).v_buffer[1] for dtype in found]
+        assert all(theirs.view(torch.uint8).eq(3).all() for theirs in found.values())
+        assert torch.from_dlpack(slots).tolist() == [1, 2, 3]
+        """,
+        hidden=["torch"],
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tensors_arrive_in_torch_as_they_are(dtype: str) -> None:
+    pool = kvpool.KVPool(16, 2, 2, 4, "cpu", getattr(torch, dtype))
+    addresses, lengths, _ = pool.get_contiguous_buf_infos()
+    for address, length, tensor in zip(addresses, lengths, [*pool.k_buffer, *pool.v_buffer], strict=True):
+        assert type(tensor) is torch.Tensor
+        assert tensor.dtype is getattr(torch, dtype)
+        assert tensor.data_ptr() == address
+        assert tensor.nbytes == length
+        assert not tensor.requires_grad
+        tensor.view(torch.uint8).fill_(1)
+
+
+def test_numpy_reads_without_a_copy(run_snippet: RunSnippet) -> None:
+    run_snippet(
+        """
+        import kvpool
+        import numpy as np
+        for dtype in ("float32", "float16", "int8", "uint8"):
+            pool = kvpool.KVPool(16, 1, 2, 4, "cpu", dtype)
+            ours = pool.k_buffer[0]
+            for array in (np.from_dlpack(ours), ours.numpy()):
+                assert array.dtype == np.dtype(dtype)
+                assert array.shape == (24, 2, 4)
+                assert array.ctypes.data == ours.data_ptr()
+                array[3] = 7
+                array[4] = 0
+            k, _ = pool.gather_kv(0, [3, 4])
+            assert k.numpy()[:, 0, 0].tolist() == [7, 0]
+        table = kvpool.ReqToTokenPool(4, 8, "cpu")
+        row = table.alloc()[0]
+        table.write((row, slice(0, 3)), np.array([5, 6, 7]))
+        view = np.from_dlpack(table.req_to_token)
+        assert view[row, :4].tolist() == [5, 6, 7, 0]
+        view[row, 3] = 8
+        assert table.read(row, 4).numpy().tolist() == [5, 6, 7, 8]
+        slots = kvpool.TokenToKVPoolAllocator(16, "cpu").alloc(3)
+        assert np.from_dlpack(slots).tolist() == slots.numpy().tolist() == [1, 2, 3]
+        assert slots.numpy().dtype == np.int32
+        """,
+        hidden=["torch"],
+    )
+
+
+def test_numpy_reads_the_dtypes_of_ml_dtypes(run_snippet: RunSnippet) -> None:
+    pytest.importorskip("ml_dtypes")
+    run_snippet(
+        """
+        import kvpool
+        import ml_dtypes
+        import numpy as np
+        for dtype in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
+            pool = kvpool.KVPool(16, 1, 2, 4, "cpu", dtype)
+            values = np.full((1, 2, 4), 1.5, dtype=np.float32)
+            pool.set_kv_buffer(0, [3], values, values)
+            array = pool.k_buffer[0].numpy()
+            assert array.dtype == np.dtype(getattr(ml_dtypes, dtype))
+            assert array.ctypes.data == pool.k_buffer[0].data_ptr()
+            assert array.astype(np.float32).sum() == 12
+        """,
+        hidden=["torch"],
+    )
+
+
+def test_numpy_without_what_it_needs_is_a_clear_error(run_snippet: RunSnippet) -> None:
+    run_snippet(
+        """
+        import kvpool
+        tensor = kvpool.KVPool(16, 1, 2, 4, "cpu", "bfloat16").k_buffer[0]
+        try:
+            tensor.numpy()
+        except (ImportError, kvpool.KvPoolError, TypeError, BufferError) as error:
+            assert "ml_dtypes" in str(error), error
+        else:
+            raise AssertionError("there is no bfloat16 in NumPy")
+        """,
+        hidden=["torch", "ml_dtypes"],
+    )
+    run_snippet(
+        """
+        import kvpool
+        tensor = kvpool.KVPool(16, 1, 2, 4, "cpu", "float32").k_buffer[0]
+        try:
+            tensor.numpy()
+        except (ImportError, kvpool.KvPoolError) as error:
+            assert "numpy" in str(error).lower(), error
+        else:
+            raise AssertionError("there is no NumPy")
+        assert tensor.data_ptr()
+        """,
+        hidden=["torch", "numpy", "ml_dtypes"],
+    )
+
+
+# The same work with the C exchange table of PyTorch and without it.
+WORK = """
+import json
+import kvpool
+
+pool = kvpool.KVPool(40, 2, 3, 5, "cpu", torch.bfloat16, 1, 7, page_size=4)
+allocator = kvpool.TokenToKVPoolAllocator(40, "cpu", 4, strict=True)
+table = kvpool.ReqToTokenPool(4, 16, "cpu")
+states = kvpool.GDNPool(4, 2, 1, 2, 3, 4, 4, "cpu", torch.float16, 2)
+slots = allocator.alloc(10)
+assert type(slots) is torch.Tensor and slots.dtype is torch.int32 and slots.shape == (10,)
+qkv = torch.arange(10 * 31, dtype=torch.float32).view(10, 31)
+pool.set_kv_buffer(1, slots, qkv[:, 2:17].view(10, 3, 5), qkv[:, 20:27])
+k, v = pool.gather_kv(1, slots.flip(0))
+assert type(k) is torch.Tensor and k.dtype is torch.bfloat16
+assert k.equal(qkv[:, 2:17].view(10, 3, 5).flip(0).bfloat16())
+out = torch.empty_like(k), torch.empty_like(v)
+pool.gather_kv(1, slots, out=out)
+pool.move_kv(slots[:2], slots[2:4].long())
+row = table.alloc()[0]
+table.write((row, slice(0, 10)), slots)
+table.write((torch.tensor([row]), torch.tensor([10])), torch.tensor([99]))
+states.recurrent_state[:, 1] = 5
+states.copy_states(torch.tensor([1]), torch.tensor([2]))
+states.reset_states(torch.tensor([1]))
+allocator.free(table.read(row, 10))
+more = allocator.alloc_extend(torch.tensor([0, 0]), torch.tensor([3, 4]), torch.tensor([-1, -1]))
+small = kvpool.KVPool(8, 1, 1, 2, "cpu", torch.float8_e4m3fn)
+small.set_kv_buffer(0, [1], torch.ones(1, 1, 2, dtype=torch.float16), torch.ones(1, 2), k_scale=0.5)
+assert small.k_buffer[0].dtype is torch.float8_e4m3fn
+for bad in (torch.tensor([1.0]), torch.tensor([True])):
+    try:
+        allocator.free(bad)
+    except TypeError:
+        pass
+    else:
+        raise AssertionError(bad)
+print(json.dumps([
+    slots.tolist(), k.tolist(), v.tolist(), out[0].tolist(), out[1].tolist(), more.tolist(),
+    pool.k_buffer[1].tolist(), pool.v_buffer[1].tolist(), table.req_to_token.tolist(),
+    states.recurrent_state.tolist(), small.k_buffer[0].float().tolist(), small.v_buffer[0].float().tolist(),
+    [tensor.is_contiguous() for tensor in (slots, k, v, table.req_to_token)],
+]))
+"""
+
+
+def test_capsules_do_what_the_exchange_table_does(run_snippet: RunSnippet) -> None:
+    with_table = run_snippet(f"import torch\n{WORK}")
+    hide = """
+for kind in torch.Tensor.__mro__:
+    if "__dlpack_c_exchange_api__" in vars(kind):
+        delattr(kind, "__dlpack_c_exchange_api__")
+assert not hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
+"""
+    without_table = run_snippet(f"import torch\n{hide}\n{WORK}")
+    assert without_table == with_table
+
+
+def test_capsules_also_work_for_scalars_and_views(run_snippet: RunSnippet) -> None:
+    run_snippet(
+        """
+        import torch
+        if hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+            del torch.Tensor.__dlpack_c_exchange_api__
+        import kvpool
+        allocator = kvpool.TokenToKVPoolAllocator(16, "cpu")
+        slots = allocator.alloc(16)
+        allocator.free(torch.tensor(3))
+        allocator.free(slots[::5])
+        allocator.free(slots.view(4, 4)[1:3, 1])
+        allocator.free(torch.empty(0, dtype=torch.int64))
+        assert allocator.release_slots.tolist() == [1, 3, 6, 10, 11, 16], allocator.release_slots
+        assert allocator.stats()["dropped_frees"] == 1
+        """
+    )
+
+
+def test_tensors_of_other_libraries_are_taken(run_snippet: RunSnippet) -> None:
+    run_snippet(
+        """
+        import kvpool
+        class Foreign:
+            def __init__(self, tensor):
+                self.tensor = tensor
+            def __dlpack__(self, **arguments):
+                return self.tensor.__dlpack__(**arguments)
+            def __dlpack_device__(self):
+                return self.tensor.__dlpack_device__()
+        class Old(Foreign):
+            def __dlpack__(self, stream=None):
+                return self.tensor.__dlpack__(stream=stream)
+        allocator = kvpool.TokenToKVPoolAllocator(16, "cpu")
+        allocator.free(Foreign(allocator.alloc(3)))
+        allocator.free(Old(allocator.alloc(2)))
+        assert allocator.available_size() == 16
+        assert allocator.stats()["dropped_frees"] == 0
+        """,
+        hidden=["torch"],
+    )
+
+
+def test_capsules_that_lie_are_refused(run_snippet: RunSnippet) -> None:
+    run_snippet(
+        """
+        import kvpool
+        class Liar:
+            def __init__(self, answer):
+                self.answer = answer
+            def __dlpack__(self, **arguments):
+                if isinstance(self.answer, Exception):
+                    raise self.answer
+                return self.answer
+            def __dlpack_device__(self):
+                return (1, 0)
+        allocator = kvpool.TokenToKVPoolAllocator(16, "cpu")
+        slots = allocator.alloc(3)
+        used = slots.__dlpack__(max_version=(1, 0))
+        allocator.free(Liar(used))
+        assert allocator.available_size() == 16
+        for answer in (None, 3, "capsule", object(), used, BufferError("no")):
+            try:
+                allocator.free(Liar(answer))
+            except (TypeError, BufferError, kvpool.ConfigError):
+                pass
+            else:
+                raise AssertionError(answer)
+        assert allocator.available_size() == 16
+        """,
+        hidden=["torch"],
+    )

@@ -1,0 +1,137 @@
+"""The errors: their classes, their bases, and messages that carry the numbers."""
+
+from __future__ import annotations
+
+import pickle
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+import kvpool
+import kvpool.errors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+BASES: dict[str, type[Exception]] = {
+    "ConfigError": ValueError,
+    "IndexOwnershipError": ValueError,
+    "OutOfMemoryError": MemoryError,
+    "WorkspaceExhaustedError": MemoryError,
+    "StaleBufferError": RuntimeError,
+    "DriverError": RuntimeError,
+    "BackendUnavailableError": RuntimeError,
+}
+
+
+def test_base_class() -> None:
+    assert issubclass(kvpool.KvPoolError, Exception)
+    assert kvpool.KvPoolError.__bases__ == (Exception,)
+    assert kvpool.errors.KvPoolError is kvpool.KvPoolError
+
+
+@pytest.mark.parametrize("name", sorted(BASES))
+def test_each_error_is_also_what_python_programmers_expect(name: str) -> None:
+    error = getattr(kvpool, name)
+    assert error is getattr(kvpool.errors, name)
+    assert issubclass(error, kvpool.KvPoolError)
+    assert issubclass(error, BASES[name])
+    assert error.__name__ == error.__qualname__ == name
+    assert error.__module__ == "kvpool.errors"
+    assert error.__doc__
+
+
+def test_there_are_no_other_errors() -> None:
+    found = {
+        name
+        for name, thing in vars(kvpool.errors).items()
+        if isinstance(thing, type) and issubclass(thing, BaseException)
+    }
+    assert found == {"KvPoolError", *BASES}
+
+
+@pytest.mark.parametrize("name", ["KvPoolError", *sorted(BASES)])
+def test_errors_travel_between_processes(name: str) -> None:
+    error = getattr(kvpool, name)("5 of 3")
+    copy = pickle.loads(pickle.dumps(error))  # noqa: S301
+    assert type(copy) is type(error)
+    assert str(copy) == "5 of 3"
+
+
+def _kv() -> kvpool.KVPool:
+    return kvpool.KVPool(16, 2, 2, 4, "cpu", torch.float32)
+
+
+def _full(*, strict: bool = False) -> kvpool.TokenToKVPoolAllocator:
+    allocator = kvpool.TokenToKVPoolAllocator(16, "cpu", strict=strict)
+    allocator.alloc(16)
+    return allocator
+
+
+def _strict_table() -> kvpool.ReqToTokenPool:
+    return kvpool.ReqToTokenPool(4, 8, "cpu", strict=True)
+
+
+MESSAGES: list[tuple[Callable[[], object], type[Exception], list[str]]] = [
+    (lambda: _full().alloc(-7), kvpool.ConfigError, ["-7"]),
+    (lambda: kvpool.TokenToKVPoolAllocator(-9, "cpu"), kvpool.ConfigError, ["-9"]),
+    (lambda: kvpool.TokenToKVPoolAllocator(64, "cpu", -3), kvpool.ConfigError, ["-3"]),
+    (lambda: kvpool.TokenToKVPoolAllocator(64, "tpu"), kvpool.ConfigError, ["tpu"]),
+    (lambda: _full(strict=True).free([3, 99]), kvpool.IndexOwnershipError, ["99"]),
+    (lambda: _full(strict=True).free([3, 3]), kvpool.IndexOwnershipError, ["3"]),
+    (lambda: _full().alloc_extend([5], [4], [3]), kvpool.ConfigError, ["5", "4"]),
+    (lambda: _strict_table().free([4]), kvpool.IndexOwnershipError, ["4"]),
+    (lambda: _strict_table().alloc(-2), kvpool.ConfigError, ["-2"]),
+    (lambda: _strict_table().write((9, 0), 1), IndexError, ["9", "5"]),
+    (lambda: _strict_table().write((1, 77), 1), IndexError, ["77", "8"]),
+    (lambda: _strict_table().write((1, slice(0, 3)), [1, 2]), kvpool.ConfigError, ["3", "2"]),
+    (lambda: _strict_table().read(1, 55), IndexError, ["55", "8"]),
+    (lambda: _kv().gather_kv(7, [1]), IndexError, ["7", "2"]),
+    (lambda: _kv().gather_kv(0, [1, 333]), IndexError, ["333", "24"]),
+    (lambda: _kv().move_kv([1, 2, 3], [1, 2]), kvpool.ConfigError, ["3", "2"]),
+    (
+        lambda: _kv().set_kv_buffer(0, [1, 2, 3], torch.zeros(5, 2, 4), torch.zeros(5, 2, 4)),
+        kvpool.ConfigError,
+        ["5", "3"],
+    ),
+    (
+        lambda: _kv().set_kv_buffer(0, [1, 444], torch.zeros(2, 2, 4), torch.zeros(2, 2, 4)),
+        IndexError,
+        ["444", "24"],
+    ),
+    (
+        lambda: _kv().set_kv_buffer(0, [1], torch.zeros(1, 2, 4).int(), torch.zeros(1, 2, 4).int()),
+        TypeError,
+        ["int32", "float32"],
+    ),
+    (lambda: _full().free(torch.tensor([1.0])), TypeError, ["float32"]),
+    (
+        lambda: kvpool.KVPool(2**30, 4096, 64, 256, "cpu", torch.float32),
+        kvpool.OutOfMemoryError,
+        [str(2 * 4096 * (2**30 + 8) * 64 * 256 * 4)],
+    ),
+    (
+        lambda: kvpool.GDNPool(4, 1, 1, 1, 1, 1, 2, "cpu").reset_states([66]),
+        IndexError,
+        ["66", "5"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "words"), MESSAGES)
+def test_messages_carry_the_numbers(
+    call: Callable[[], object], error: type[Exception], words: list[str]
+) -> None:
+    with pytest.raises(error) as caught:
+        call()
+    assert type(caught.value) is error
+    message = str(caught.value)
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_missing_backend_names_the_device_and_what_was_looked_for() -> None:
+    with pytest.raises(kvpool.BackendUnavailableError, match="cuda:2") as caught:
+        kvpool.TokenToKVPoolAllocator(64, "cuda:2")
+    assert "libcuda" in str(caught.value)

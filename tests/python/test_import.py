@@ -1,0 +1,132 @@
+"""What importing the package needs: nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+import kvpool
+
+if TYPE_CHECKING:
+    from conftest import RunSnippet
+
+USE = """
+import kvpool
+
+allocator = kvpool.TokenToKVPoolAllocator(64, "cpu", 4)
+slots = allocator.alloc(5)
+assert len(slots) == 5
+assert slots.shape == (5,)
+allocator.free(slots)
+allocator.free([99])
+assert allocator.stats()["dropped_frees"] == 1
+
+table = kvpool.ReqToTokenPool(4, 8, "cpu")
+row = table.alloc()[0]
+table.write((row, slice(0, 3)), [5, 6, 7])
+table.write(([row], [3]), [8])
+assert table.read(row, 4).shape == (4,)
+allocator.free(table.read(row, 4))
+table.free(row)
+
+pool = kvpool.KVPool(64, 2, 2, 4, "cpu", "bfloat16", page_size=4)
+assert pool.dtype == "bfloat16"
+k, v = pool.gather_kv(1, [3, 4])
+pool.set_kv_buffer(0, [1, 2], k, v)
+pool.move_kv([5], [6])
+assert k.shape == (2, 2, 4)
+assert pool.k_buffer[0].shape == (72, 2, 4)
+
+states = kvpool.GDNPool(4, 1, 1, 2, 2, 2, 4, "cpu", "float16", 2)
+states.reset_states([1])
+states.copy_states(1, states.alloc_track_slot())
+assert states.recurrent_state.dtype == "float32"
+assert type(slots) is type(k) is type(states.conv_state) is kvpool.Tensor
+"""
+
+
+@pytest.mark.parametrize(
+    "hidden",
+    [["torch"], ["torch", "numpy"], ["torch", "ml_dtypes"], ["torch", "numpy", "ml_dtypes"]],
+    ids="+".join,
+)
+def test_works_with_modules_hidden(run_snippet: RunSnippet, hidden: list[str]) -> None:
+    run_snippet(USE, hidden=hidden)
+
+
+def test_works_with_numpy_hidden_and_torch_present(run_snippet: RunSnippet) -> None:
+    run_snippet(
+        """
+        import warnings
+        warnings.filterwarnings("ignore")
+        import torch, kvpool
+        allocator = kvpool.TokenToKVPoolAllocator(64, "cpu")
+        slots = allocator.alloc(5)
+        assert type(slots) is torch.Tensor and slots.tolist() == [1, 2, 3, 4, 5]
+        allocator.free(slots[1:3])
+        allocator.free([1])
+        pool = kvpool.KVPool(64, 1, 2, 4, "cpu", torch.bfloat16)
+        pool.set_kv_buffer(0, slots, torch.ones(5, 2, 4), torch.ones(5, 8))
+        assert pool.gather_kv(0, [5])[0].float().sum() == 8
+        """,
+        hidden=["numpy", "ml_dtypes"],
+    )
+
+
+def test_import_brings_nothing_along(run_snippet: RunSnippet) -> None:
+    loaded = run_snippet(
+        """
+        import kvpool
+        for name in ("torch", "numpy", "ml_dtypes", "rich", "typer", "matplotlib"):
+            if name in sys.modules:
+                print(name)
+        """
+    )
+    assert loaded == ""
+
+
+def test_import_needs_no_driver(run_snippet: RunSnippet) -> None:
+    run_snippet("import kvpool", env={"LD_LIBRARY_PATH": "", "CUDA_VISIBLE_DEVICES": ""})
+
+
+def test_modules_of_the_extension_are_fine_in_any_order(run_snippet: RunSnippet) -> None:
+    run_snippet(
+        """
+        import kvpool
+        allocator = kvpool.TokenToKVPoolAllocator(8, "cpu")
+        import numpy
+        allocator.alloc(8)
+        allocator.free(numpy.array([1, 2]))
+        import torch
+        allocator.free(torch.tensor([3]))
+        assert allocator.available_size() == 3
+        """
+    )
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "KVPool",
+        "TokenToKVPoolAllocator",
+        "ReqToTokenPool",
+        "GDNPool",
+        "Tensor",
+        "make_full_attention_net_mem_pool",
+        "make_req_to_token_pool",
+        "set_num_threads",
+        "get_num_threads",
+        "KvPoolError",
+    ],
+)
+def test_public_names(name: str) -> None:
+    assert name in kvpool.__all__
+    thing = getattr(kvpool, name)
+    assert thing.__doc__
+    assert thing.__module__.split(".")[0] == "kvpool"
+
+
+def test_all_is_complete_and_true() -> None:
+    assert len(set(kvpool.__all__)) == len(kvpool.__all__)
+    assert all(hasattr(kvpool, name) for name in kvpool.__all__)

@@ -1,0 +1,1155 @@
+"""KVPool: storage, conversions, strided sources, moves, views, misuse, and random histories."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from models import KVPoolModel
+
+import kvpool
+from kvpool import ConfigError, KVPool, TokenToKVPoolAllocator, make_full_attention_net_mem_pool
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
+FLOATS = [torch.float32, torch.float16, torch.bfloat16, *FP8]
+DTYPES = [*FLOATS, torch.int8, torch.uint8]
+PAGE_SIZES = [1, 4, 16]
+GIB = 1 << 30
+
+
+def make(  # noqa: PLR0913 - what a test does not name is small
+    size: int = 16,
+    layer_num: int = 2,
+    heads: int = 2,
+    dim: int = 4,
+    *,
+    dtype: torch.dtype = torch.float32,
+    v_heads: int | None = None,
+    v_dim: int | None = None,
+    page_size: int = 1,
+) -> KVPool:
+    return KVPool(size, layer_num, heads, dim, "cpu", dtype, v_heads, v_dim, page_size=page_size)
+
+
+def values(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    if dtype.is_floating_point:
+        return torch.randn(*shape, generator=generator).to(dtype)
+    return torch.randint(0, 127, shape, generator=generator, dtype=dtype)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor, one row for each element, with every NaN made the same one."""
+    raw = tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+    raw = raw.view(tensor.numel(), tensor.dtype.itemsize)
+    if tensor.dtype.is_floating_point:
+        raw[tensor.float().isnan().flatten()] = 255
+    return raw
+
+
+def assert_same(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    """Equal bit for bit, but for the many kinds of NaN."""
+    assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
+    different = (bits(found) != bits(wanted)).any(dim=1)
+    pairs = list(
+        zip(found.flatten()[different][:5].tolist(), wanted.flatten()[different][:5].tolist(), strict=True)
+    )
+    assert not pairs, f"{int(different.sum())} of {found.numel()} differ: (found, wanted) = {pairs}"
+
+
+def contents(pool: KVPool) -> list[torch.Tensor]:
+    return [buffer.contiguous().view(torch.uint8).clone() for buffer in [*pool.k_buffer, *pool.v_buffer]]
+
+
+def unchanged(pool: KVPool, before: list[torch.Tensor]) -> bool:
+    return all(torch.equal(left, right) for left, right in zip(contents(pool), before, strict=True))
+
+
+@pytest.fixture(params=[1, 4], ids=["one_thread", "four_threads"])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = kvpool.get_num_threads()
+    kvpool.set_num_threads(request.param)
+    yield request.param
+    kvpool.set_num_threads(before)
+
+
+# Construction
+
+
+def test_signature_and_defaults() -> None:
+    parameters = inspect.signature(KVPool).parameters
+    assert list(parameters) == [
+        "size",
+        "layer_num",
+        "k_head_num",
+        "k_head_dim",
+        "device",
+        "dtype",
+        "v_head_num",
+        "v_head_dim",
+        "pin_memory",
+        "page_size",
+    ]
+    assert parameters["device"].default == "cuda"
+    assert parameters["page_size"].kind is inspect.Parameter.KEYWORD_ONLY
+    pool = KVPool(16, 2, 3, 4, device="cpu")
+    assert pool.dtype is torch.float16
+    assert (pool.size, pool.page_size, pool.layer_num, pool.device) == (16, 1, 2, "cpu")
+    assert (pool.k_head_num, pool.k_head_dim, pool.v_head_num, pool.v_head_dim) == (3, 4, 3, 4)
+
+
+def test_attributes_are_read_only() -> None:
+    pool = make()
+    for name in ("size", "page_size", "layer_num", "k_head_num", "v_head_dim", "device", "dtype", "k_buffer"):
+        with pytest.raises(AttributeError):
+            setattr(pool, name, getattr(pool, name))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_buffers(dtype: torch.dtype) -> None:
+    pool = make(16, 3, 2, 4, dtype=dtype, v_heads=1, v_dim=6)
+    assert pool.dtype is dtype
+    for buffers, shape in ((pool.k_buffer, (2, 4)), (pool.v_buffer, (1, 6))):
+        assert isinstance(buffers, list)
+        assert len(buffers) == 3
+        for buffer in buffers:
+            assert type(buffer) is torch.Tensor
+            assert buffer.dtype is dtype
+            assert buffer.device == torch.device("cpu")
+            assert buffer.shape[1:] == shape
+            assert buffer.is_contiguous()
+            assert not buffer.view(torch.uint8).any()
+
+
+@pytest.mark.parametrize(
+    "name", ["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "uint8"]
+)
+def test_dtype_names(name: str) -> None:
+    pool = KVPool(8, 1, 1, 2, "cpu", name)
+    assert pool.dtype is getattr(torch, name)
+    assert pool.k_buffer[0].dtype is getattr(torch, name)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.dtype("float16"), np.int8, np.dtype(np.uint8)])
+def test_numpy_dtypes(dtype: Any) -> None:  # noqa: ANN401
+    assert KVPool(8, 1, 1, 2, "cpu", dtype).dtype is getattr(torch, np.dtype(dtype).name)
+
+
+def test_dtypes_of_ml_dtypes() -> None:
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
+        assert KVPool(8, 1, 1, 2, "cpu", np.dtype(getattr(ml_dtypes, name))).dtype is getattr(torch, name)
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float99", "", "half precision", torch.float64, torch.int64, torch.bool, "int32"]
+)
+def test_dtypes_that_are_not_for_storage(dtype: Any) -> None:  # noqa: ANN401
+    with pytest.raises((ConfigError, TypeError)):
+        KVPool(8, 1, 1, 2, "cpu", dtype)
+
+
+@pytest.mark.parametrize("dtype", [3, object(), 1.5])
+def test_dtypes_of_a_wrong_type(dtype: Any) -> None:  # noqa: ANN401
+    with pytest.raises(TypeError):
+        KVPool(8, 1, 1, 2, "cpu", dtype)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+@pytest.mark.parametrize("arguments", [(), ("cuda",), ("cuda:3",), (torch.device("cuda"),)])
+def test_cuda_without_a_driver_says_what_was_looked_for(arguments: Any) -> None:  # noqa: ANN401
+    with pytest.raises(kvpool.BackendUnavailableError, match="libcuda"):
+        KVPool(16, 1, 1, 2, *arguments)
+
+
+@pytest.mark.parametrize("device", ["gpu", "cpu:first", "cuda:x"])
+def test_unknown_device_names(device: str) -> None:
+    with pytest.raises(ConfigError):
+        KVPool(16, 1, 1, 2, device)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"size": 0},
+        {"size": -1},
+        {"layer_num": 0},
+        {"layer_num": -1},
+        {"heads": 0},
+        {"heads": -2},
+        {"dim": 0},
+        {"dim": -4},
+        {"v_heads": 0},
+        {"v_dim": -1},
+        {"page_size": 0},
+        {"page_size": -1},
+        {"page_size": 10**30},
+        {"size": 2**40},
+        {"size": 2**40, "layer_num": 2**20, "heads": 2**20, "dim": 2**20},
+        {"size": 10**30},
+        {"dim": 2**62},
+        {"heads": 2**32, "dim": 2**32},
+        {"layer_num": 2**63},
+    ],
+    ids=str,
+)
+def test_sizes_that_can_not_be(arguments: dict[str, int]) -> None:
+    with pytest.raises((ConfigError, kvpool.OutOfMemoryError), match=r"\d") as caught:
+        make(**arguments)  # type: ignore[arg-type]
+    asked = [str(abs(value)) for value in arguments.values()]
+    assert any(number in str(caught.value).replace(",", "").replace("_", "") for number in asked)
+
+
+def test_more_memory_than_any_machine_has() -> None:
+    with pytest.raises(kvpool.OutOfMemoryError, match=r"\d{10}"):
+        make(2**30, 2**12, 2**6, 2**8)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"size": 16.0}, {"layer_num": "2"}, {"heads": None}, {"dim": float("nan")}, {"page_size": 1.5}],
+)
+def test_sizes_of_a_wrong_type(arguments: dict[str, Any]) -> None:
+    with pytest.raises(TypeError):
+        make(**arguments)
+
+
+@pytest.mark.parametrize("size", [1, 7, 8, 15, 16, 60, 64, 70, 1000])
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_rows_hold_every_slot_of_an_allocator_of_the_same_size(size: int, page_size: int) -> None:
+    pool = make(size, 1, 1, 2, page_size=page_size)
+    rows = pool.k_buffer[0].shape[0]
+    assert rows == pool.v_buffer[0].shape[0] == pool.stats()["rows"]
+    assert rows == -(-(size + page_size) // 8) * 8
+    allocator = TokenToKVPoolAllocator(size, "cpu", page_size)
+    slots = allocator.alloc(allocator.available_size())
+    assert slots is not None
+    assert slots.numel() == size // page_size * page_size
+    pool.set_kv_buffer(0, slots, torch.ones(len(slots), 1, 2), torch.ones(len(slots), 1, 2))
+    assert int(pool.k_buffer[0].sum()) == 2 * len(slots)
+
+
+def test_buffers_stay_where_they_are() -> None:
+    pool = make()
+    addresses = [buffer.data_ptr() for buffer in [*pool.k_buffer, *pool.v_buffer]]
+    assert len(set(addresses)) == 4
+    pool.move_kv([3], [2])
+    assert [buffer.data_ptr() for buffer in [*pool.k_buffer, *pool.v_buffer]] == addresses
+    for layer in range(2):
+        assert pool.get_key_buffer(layer).data_ptr() == addresses[layer]
+        assert pool.get_value_buffer(layer).data_ptr() == addresses[2 + layer]
+        k, v = pool.get_kv_buffer(layer)
+        assert (k.data_ptr(), v.data_ptr()) == (addresses[layer], addresses[2 + layer])
+        assert k.shape == pool.k_buffer[layer].shape
+    pool.k_buffer[1][3] = 5
+    assert pool.get_key_buffer(1)[3].eq(5).all()
+
+
+@pytest.mark.parametrize("layer", [2, -1, 2**40, 10**30])
+def test_layers_that_are_not_there(layer: int) -> None:
+    pool = make()
+    one = torch.zeros(1, 2, 4)
+    calls: list[Callable[[], object]] = [
+        lambda: pool.get_key_buffer(layer),
+        lambda: pool.get_value_buffer(layer),
+        lambda: pool.get_kv_buffer(layer),
+        lambda: pool.page_view(layer),
+        lambda: pool.set_kv_buffer(layer, [1], one, one),
+        lambda: pool.gather_kv(layer, [1]),
+    ]
+    for call in calls:
+        with pytest.raises(IndexError, match=str(layer) if layer < 2**63 else r"\d"):
+            call()
+
+
+@pytest.mark.parametrize("layer", [1.0, "0", None])
+def test_layers_of_a_wrong_type(layer: Any) -> None:  # noqa: ANN401
+    pool = make()
+    with pytest.raises(TypeError):
+        pool.get_key_buffer(layer)
+    with pytest.raises(TypeError):
+        pool.gather_kv(layer, [1])
+
+
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * 4096
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/statm").exists(), reason="needs /proc to see how much memory is in use"
+)
+def test_huge_pools_cost_what_is_touched() -> None:
+    before = resident_bytes()
+    pool = make(2**20 - 8, 50, 4, 128, dtype=torch.bfloat16)
+    assert 100 * GIB <= pool.mem_bytes() <= 101 * GIB
+    pool.set_kv_buffer(49, [1, 2**20 - 8], torch.ones(2, 4, 128), torch.ones(2, 4, 128))
+    k, v = pool.gather_kv(49, [1, 2, 2**20 - 8])
+    assert k.sum() == v.sum() == 2 * 4 * 128
+    assert resident_bytes() - before < GIB
+
+
+# set_kv_buffer
+
+
+def test_write_takes_every_form_of_indices(as_index: Callable[[Sequence[int]], Any]) -> None:
+    pool = make()
+    k, v = values(3, 2, 4), values(3, 2, 4, seed=1)
+    assert pool.set_kv_buffer(1, as_index([5, 1, 16]), k, v) is None  # type: ignore[func-returns-value]
+    for buffer, expected in ((pool.k_buffer[1], k), (pool.v_buffer[1], v)):
+        assert torch.equal(buffer[[5, 1, 16]], expected)
+        assert int(buffer.count_nonzero()) == int(expected.count_nonzero())
+    assert not pool.k_buffer[0].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_write_and_gather_in_every_dtype(dtype: torch.dtype, threads: int) -> None:
+    assert kvpool.get_num_threads() == threads
+    pool = make(40, 1, 3, 5, dtype=dtype, v_heads=2, v_dim=7)
+    indices = torch.randperm(40, generator=torch.Generator().manual_seed(3))[:20] + 1
+    k, v = values(20, 3, 5, dtype=dtype), values(20, 2, 7, dtype=dtype, seed=1)
+    pool.set_kv_buffer(0, indices, k, v)
+    found_k, found_v = pool.gather_kv(0, indices)
+    assert_same(found_k, k)
+    assert_same(found_v, v)
+
+
+def test_write_to_the_padding_slot() -> None:
+    pool = make()
+    pool.set_kv_buffer(0, [0, 0], torch.ones(2, 2, 4), torch.ones(2, 2, 4))
+    assert pool.k_buffer[0][0].eq(1).all()
+
+
+def test_write_of_no_tokens() -> None:
+    pool = make()
+    before = contents(pool)
+    for shape in ((0, 2, 4), (0, 8), (0, 3, 2, 4)):
+        pool.set_kv_buffer(0, [], torch.zeros(shape), torch.zeros(shape))
+        pool.set_kv_buffer(0, torch.empty(0, dtype=torch.int32), torch.zeros(shape), torch.zeros(shape))
+    assert unchanged(pool, before)
+
+
+def test_negative_indices_are_skipped() -> None:
+    pool = make()
+    k = values(5, 2, 4)
+    pool.set_kv_buffer(0, torch.tensor([-1, 3, -(2**40), -7, 4]), k, k)
+    assert torch.equal(pool.k_buffer[0][[3, 4]], k[[1, 4]])
+    assert int(pool.k_buffer[0].count_nonzero()) == 16
+    pool.set_kv_buffer(1, [-1, -1], k[:2], k[:2])
+    assert not pool.k_buffer[1].any()
+
+
+def test_last_one_wins() -> None:
+    pool = make()
+    k = values(4, 2, 4)
+    pool.set_kv_buffer(0, [3, 5, 3, 3], k, -k)
+    assert torch.equal(pool.k_buffer[0][3], k[3])
+    assert torch.equal(pool.v_buffer[0][3], -k[3])
+
+
+def sources() -> dict[str, Callable[[int, int, int], torch.Tensor]]:
+    """Tensors of `n` rows of `heads` times `dim` as a model produces them."""
+
+    def fused(n: int, heads: int, dim: int) -> torch.Tensor:
+        return values(n, 3 * heads * dim + 5)[:, heads * dim : 2 * heads * dim].view(n, heads, dim)
+
+    def interleaved(n: int, heads: int, dim: int) -> torch.Tensor:
+        return values(n, heads, 3, dim)[:, :, 1]
+
+    def expanded(n: int, heads: int, dim: int) -> torch.Tensor:
+        return values(1, heads, dim).expand(n, heads, dim)
+
+    return {
+        "contiguous": values,
+        "flat": lambda n, heads, dim: values(n, heads * dim),
+        "fused": fused,
+        "fused_flat": lambda n, heads, dim: values(n, 3 * heads * dim)[:, -heads * dim :],
+        "fused_batch": lambda n, heads, dim: fused(n, heads, dim).view(2, n // 2, heads, dim),
+        "interleaved": interleaved,
+        "every_other_row": lambda n, heads, dim: values(2 * n, heads, dim)[::2],
+        "heads_first": lambda n, heads, dim: values(heads, n, dim).transpose(0, 1),
+        "batch_heads_first": lambda n, heads, dim: values(2, heads, n // 2, dim).transpose(1, 2),
+        "sequence_first": lambda n, heads, dim: values(n // 2, 2, heads, dim).transpose(0, 1),
+        "batch_sequence": lambda n, heads, dim: values(2, n // 2, heads, dim),
+        "batch_sequence_flat": lambda n, heads, dim: values(2, n // 2, heads * dim),
+        "one_more_dimension": lambda n, heads, dim: values(n, 1, heads, dim),
+        "expanded": expanded,
+        "dim_first": lambda n, heads, dim: values(n, dim, heads).transpose(1, 2),
+        "offset": lambda n, heads, dim: values(n * heads * dim + 3)[3:].view(n, heads, dim),
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("source", sorted(sources()))
+def test_strided_sources(source: str, dtype: torch.dtype) -> None:
+    pool = make(30, 1, 3, 5, dtype=dtype)
+    k = sources()[source](12, 3, 5)
+    v = k.flip(-1) if source == "contiguous" else k
+    before = k.clone()
+    indices = torch.arange(24, 0, -2)
+    pool.set_kv_buffer(0, indices, k, v)
+    assert_same(pool.k_buffer[0][indices], k.reshape(12, 3, 5).to(dtype))
+    assert_same(pool.v_buffer[0][indices], v.reshape(12, 3, 5).to(dtype))
+    assert torch.equal(k, before)
+
+
+def test_leading_dimensions_of_indices_and_values_are_free() -> None:
+    pool = make()
+    k, v = values(6, 2, 4), values(6, 2, 4, seed=1)
+    pool.set_kv_buffer(0, torch.arange(1, 7).view(3, 2), k.view(2, 3, 8), v.view(1, 6, 2, 4))
+    assert torch.equal(pool.k_buffer[0][1:7], k)
+    assert torch.equal(pool.v_buffer[0][1:7], v)
+
+
+def test_one_token_needs_no_leading_dimension() -> None:
+    pool = make()
+    k = values(2, 4)
+    pool.set_kv_buffer(0, [3], k, k)
+    pool.set_kv_buffer(0, torch.tensor(4), k.view(1, 2, 4), k.view(8))
+    assert torch.equal(pool.k_buffer[0][3:5], k.expand(2, 2, 4))
+    assert torch.equal(pool.v_buffer[0][3:5], k.expand(2, 2, 4))
+
+
+def test_values_that_are_numpy_arrays() -> None:
+    pool = make()
+    k = np.arange(16, dtype=np.float32).reshape(2, 2, 4)
+    pool.set_kv_buffer(0, [1, 2], k, k.astype(np.float16))
+    assert np.array_equal(pool.k_buffer[0][1:3].numpy(), k)
+    assert np.array_equal(pool.v_buffer[0][1:3].numpy(), k)
+
+
+def test_values_that_record_gradients() -> None:
+    pool = make()
+    k = torch.ones(1, 2, 4, requires_grad=True)
+    pool.set_kv_buffer(0, [1], k, k * 2)
+    assert pool.k_buffer[0][1].eq(1).all()
+    assert pool.v_buffer[0][1].eq(2).all()
+    assert not pool.k_buffer[0].requires_grad
+
+
+def test_rows_of_one_buffer_written_to_another() -> None:
+    pool = make()
+    k = values(3, 2, 4)
+    pool.set_kv_buffer(0, [1, 2, 3], k, k)
+    pool.set_kv_buffer(1, [4, 5, 6], pool.k_buffer[0][1:4], pool.v_buffer[0][1:4])
+    assert torch.equal(pool.k_buffer[1][4:7], k)
+
+
+@pytest.mark.parametrize("duplicates", [False, True], ids=["unique", "duplicates"])
+@pytest.mark.parametrize(("dtype", "source"), [(torch.bfloat16,) * 2, (torch.float8_e5m2, torch.float32)])
+def test_large_writes_on_many_threads(dtype: torch.dtype, source: torch.dtype, duplicates: bool) -> None:
+    tokens, size = 30_000, 40_000
+    generator = torch.Generator().manual_seed(7)
+    if duplicates:
+        indices = torch.randint(-5, size // 8, (tokens,), generator=generator)
+    else:
+        indices = torch.randperm(size, generator=generator)[:tokens] + 1
+    k = torch.randint(-(2**15), 2**15, (tokens, 4, 32), generator=generator, dtype=torch.int16).view(
+        torch.float16
+    )
+    k = k.to(source)
+    last = dict(zip(indices.tolist(), range(tokens), strict=True))
+    last = {index: i for index, i in last.items() if index >= 0}
+    expected = torch.zeros(size + 8, 4, 32).to(dtype).view(torch.uint8)
+    expected[list(last)] = k[list(last.values())].to(dtype).view(torch.uint8)
+    before = kvpool.get_num_threads()
+    try:
+        for number in (1, 2, 8):
+            kvpool.set_num_threads(number)
+            pool = make(size, 1, 4, 32, dtype=dtype)
+            pool.set_kv_buffer(0, indices, k, k)
+            rows = slice(0, size + 8)
+            assert_same(pool.k_buffer[0][rows], expected.view(dtype))
+            assert_same(pool.v_buffer[0][rows], expected.view(dtype))
+            valid = indices.clamp(min=0)
+            assert_same(pool.gather_kv(0, valid)[0], expected.view(dtype)[valid])
+    finally:
+        kvpool.set_num_threads(before)
+
+
+def test_number_of_threads() -> None:
+    before = kvpool.get_num_threads()
+    try:
+        kvpool.set_num_threads(3)
+        assert kvpool.get_num_threads() == 3
+        kvpool.set_num_threads(0)
+        assert 1 <= kvpool.get_num_threads() <= (os.cpu_count() or 1)
+    finally:
+        kvpool.set_num_threads(before)
+
+
+@pytest.mark.parametrize("number", [-1, -(10**30)])
+def test_numbers_of_threads_that_can_not_be(number: int) -> None:
+    before = kvpool.get_num_threads()
+    with pytest.raises(ConfigError):
+        kvpool.set_num_threads(number)
+    assert kvpool.get_num_threads() == before
+    with pytest.raises(TypeError):
+        kvpool.set_num_threads(1.5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("index", [24, 25, 2**31 - 1, 2**31, 2**32 + 1, 2**63 - 1])
+def test_out_of_range_raises_before_anything_is_written(
+    as_index: Callable[[Sequence[int]], Any], index: int
+) -> None:
+    if index >= 2**31 and "int32" in str(getattr(as_index([1]), "dtype", "")):
+        pytest.skip("the number does not fit into this form")
+    pool = make()
+    assert pool.k_buffer[0].shape[0] == 24
+    before = contents(pool)
+    k = torch.ones(3, 2, 4)
+    with pytest.raises(IndexError, match=str(index)):
+        pool.set_kv_buffer(0, as_index([1, index, 2]), k, k)
+    with pytest.raises(IndexError, match=str(index)):
+        pool.gather_kv(0, as_index([1, index, 2]))
+    with pytest.raises(IndexError, match=str(index)):
+        pool.move_kv(as_index([1, index]), as_index([2, 3]))
+    with pytest.raises(IndexError, match=str(index)):
+        pool.move_kv(as_index([2, 3]), as_index([1, index]))
+    assert unchanged(pool, before)
+
+
+def test_writes_refuse_what_is_no_index(bad_index: Any) -> None:  # noqa: ANN401
+    pool = make()
+    before = contents(pool)
+    k = torch.ones(2, 2, 4)
+    calls: list[Callable[[], object]] = [
+        lambda: pool.set_kv_buffer(0, bad_index, k, k),
+        lambda: pool.gather_kv(0, bad_index),
+        lambda: pool.move_kv(bad_index, [1, 2]),
+        lambda: pool.move_kv([1, 2], bad_index),
+    ]
+    for call in calls:
+        with pytest.raises(TypeError):
+            call()
+    assert unchanged(pool, before)
+
+
+@pytest.mark.parametrize(
+    ("k_shape", "v_shape"),
+    [
+        ((2, 2, 4), (3, 2, 4)),
+        ((3, 2, 4), (2, 2, 4)),
+        ((3, 2, 4), (3, 4, 2)),
+        ((3, 2, 5), (3, 2, 4)),
+        ((3, 7), (3, 8)),
+        ((3, 8), (3, 2, 2, 2)),
+        ((24,), (24,)),
+        ((3,), (3,)),
+        ((), ()),
+        ((0, 2, 4), (0, 2, 4)),
+        ((4, 2, 3), (4, 2, 3)),
+    ],
+)
+def test_values_of_a_wrong_shape(k_shape: tuple[int, ...], v_shape: tuple[int, ...]) -> None:
+    pool = make()
+    before = contents(pool)
+    with pytest.raises(ConfigError, match=r"\d"):
+        pool.set_kv_buffer(0, [1, 2, 3], torch.ones(k_shape), torch.ones(v_shape))
+    assert unchanged(pool, before)
+
+
+@pytest.mark.parametrize("bad", [None, 1.0, "k", [[1.0] * 8], object()])
+def test_values_that_are_no_tensors(bad: Any) -> None:  # noqa: ANN401
+    pool = make()
+    one = torch.ones(1, 2, 4)
+    for k, v in ((bad, one), (one, bad)):
+        with pytest.raises(TypeError):
+            pool.set_kv_buffer(0, [1], k, v)
+    assert not pool.k_buffer[0].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "source", [torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool, torch.float32]
+)
+def test_values_of_a_dtype_that_is_not_converted(dtype: torch.dtype, source: torch.dtype) -> None:
+    if dtype == source or (dtype.is_floating_point and source.is_floating_point):
+        return
+    pool = make(dtype=dtype)
+    with pytest.raises(TypeError, match=r"int|bool|float"):
+        pool.set_kv_buffer(0, [1], torch.ones(1, 2, 4, dtype=source), torch.ones(1, 2, 4, dtype=source))
+    assert not pool.k_buffer[0].view(torch.uint8).any()
+
+
+def test_values_on_another_device() -> None:
+    pool = make()
+    with pytest.raises((ConfigError, TypeError)):
+        pool.set_kv_buffer(0, [1], torch.ones(1, 2, 4, device="meta"), torch.ones(1, 2, 4, device="meta"))
+    assert not pool.k_buffer[0].any()
+
+
+# Conversion
+
+
+EDGES = [
+    0.0,
+    -0.0,
+    1.0,
+    -1.0,
+    float("inf"),
+    float("-inf"),
+    float("nan"),
+    448.0,
+    449.0,
+    463.9,
+    464.0,
+    464.1,
+    479.9,
+    480.0,
+    -480.0,
+    512.0,
+    57344.0,
+    61439.0,
+    61440.0,
+    61441.0,
+    65504.0,
+    65519.0,
+    65520.0,
+    65536.0,
+    3.3e38,
+    3.4028234e38,
+    3.3895314e38,
+    3.3961776e38,
+    2**-6,
+    2**-7,
+    2**-9,
+    2**-10,
+    1.5 * 2**-10,
+    0.75 * 2**-9,
+    2**-11,
+    2**-14,
+    2**-16,
+    2**-17,
+    1.5 * 2**-17,
+    2**-18,
+    2**-24,
+    2**-25,
+    1.5 * 2**-25,
+    2**-26,
+    2**-126,
+    2**-133,
+    2**-134,
+    1.5 * 2**-134,
+    2**-149,
+    1.0 + 2**-8,
+    1.0 + 3 * 2**-8,
+    1.0 + 2**-9,
+    1.0 + 2**-11,
+    1.0 + 3 * 2**-11,
+    1.0625,
+    1.1875,
+    1.125,
+    1.375,
+]
+
+
+def every_value(dtype: torch.dtype) -> torch.Tensor:
+    """All values of a small float; for float32 the edges of the small ones and random bit patterns."""
+    if dtype is torch.float32:
+        generator = torch.Generator().manual_seed(11)
+        patterns = torch.randint(-(2**31), 2**31, (40_000,), generator=generator, dtype=torch.int64)
+        edges = torch.tensor([*EDGES, *(-edge for edge in EDGES)], dtype=torch.float64).float()
+        around = edges.view(torch.int32)[:, None] + torch.arange(-2, 3, dtype=torch.int32)
+        halves = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.float16).float()
+        return torch.cat(
+            [patterns.to(torch.int32).view(torch.float32), around.flatten().view(torch.float32), halves]
+        )
+    if dtype.itemsize == 2:
+        return torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
+    return torch.arange(256, dtype=torch.int16).to(torch.uint8).view(dtype)
+
+
+def converted(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What `tensor.to(dtype)` gives, also where PyTorch is old and float8_e4m3fn overflows to NaN."""
+    if dtype is torch.float8_e4m3fn and tensor.dtype is not dtype:
+        tensor = tensor.float().clamp(-448, 448)
+    return tensor.to(dtype)
+
+
+def rows_of(flat: torch.Tensor, width: int) -> torch.Tensor:
+    """The values as rows of one head, repeated to fill the last row."""
+    rows = -(-flat.numel() // width)
+    repeated = torch.cat([flat.view(torch.uint8).view(flat.numel(), -1)] * (1 + rows * width // flat.numel()))
+    return repeated[: rows * width].reshape(-1).view(flat.dtype).view(rows, 1, width)
+
+
+@pytest.mark.parametrize("source", FLOATS)
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("width", [64, 13])
+def test_conversion_is_what_torch_does(dtype: torch.dtype, source: torch.dtype, width: int) -> None:
+    k = rows_of(every_value(source), width)
+    tokens = k.shape[0]
+    pool = make(tokens, 1, 1, width, dtype=dtype)
+    pool.set_kv_buffer(0, torch.arange(1, tokens + 1), k, k)
+    assert_same(pool.k_buffer[0][1 : tokens + 1], converted(k, dtype))
+    assert_same(pool.v_buffer[0][1 : tokens + 1], converted(k, dtype))
+
+
+@pytest.mark.parametrize("dtype", FP8)
+@pytest.mark.parametrize("source", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("k_scale", "v_scale"), [(0.37, 3.7), (2.0, 0.25), (1.0, None), (None, 12.5), (1e-3, 1e3)]
+)
+def test_scales_divide_before_the_conversion(
+    dtype: torch.dtype, source: torch.dtype, k_scale: float | None, v_scale: float | None
+) -> None:
+    k = rows_of(every_value(source), 64)
+    tokens = k.shape[0]
+    pool = make(tokens, 1, 1, 64, dtype=dtype)
+    pool.set_kv_buffer(0, torch.arange(1, tokens + 1), k, k, k_scale=k_scale, v_scale=v_scale)
+    for buffer, scale in ((pool.k_buffer[0], k_scale), (pool.v_buffer[0], v_scale)):
+        scaled = k.float() / (1.0 if scale is None else scale)
+        assert_same(buffer[1 : tokens + 1], converted(scaled, dtype))
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf"), -0.0])
+def test_scales_that_can_not_be(scale: float) -> None:
+    pool = make(dtype=torch.float8_e4m3fn)
+    one = torch.ones(1, 2, 4)
+    for scales in ({"k_scale": scale}, {"v_scale": scale}):
+        with pytest.raises(ConfigError):
+            pool.set_kv_buffer(0, [1], one, one, **scales)
+    assert not pool.k_buffer[0].view(torch.uint8).any()
+
+
+@pytest.mark.parametrize("scale", ["1.0", object(), [1.0]])
+def test_scales_of_a_wrong_type(scale: Any) -> None:  # noqa: ANN401
+    pool = make(dtype=torch.float8_e4m3fn)
+    with pytest.raises(TypeError):
+        pool.set_kv_buffer(0, [1], torch.ones(1, 2, 4), torch.ones(1, 2, 4), k_scale=scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int8])
+def test_scales_are_for_fp8_only(dtype: torch.dtype) -> None:
+    pool = make(dtype=dtype)
+    one = torch.ones(1, 2, 4).to(dtype)
+    pool.set_kv_buffer(0, [1], one, one, k_scale=1.0, v_scale=1.0)
+    assert_same(pool.k_buffer[0][1:2], one)
+    with pytest.raises(ConfigError, match="2"):
+        pool.set_kv_buffer(0, [2], one, one, k_scale=2.0)
+    assert not pool.k_buffer[0][2].any()
+
+
+def test_values_that_are_stored_as_they_are_are_not_scaled() -> None:
+    pool = make(dtype=torch.float8_e4m3fn)
+    one = torch.ones(1, 2, 4).to(torch.float8_e4m3fn)
+    pool.set_kv_buffer(0, [1], one, one, k_scale=2.0, v_scale=0.5)
+    assert_same(pool.k_buffer[0][1:2], one)
+    assert_same(pool.v_buffer[0][1:2], one)
+    with pytest.raises(ConfigError):
+        pool.set_kv_buffer(0, [2], one, one, k_scale=-2.0)
+
+
+# gather_kv
+
+
+def test_gather(as_index: Callable[[Sequence[int]], Any]) -> None:
+    pool = make(v_heads=1, v_dim=3)
+    for buffer in (pool.k_buffer[1], pool.v_buffer[1]):
+        buffer.copy_(values(*buffer.shape))
+    picked = [5, 0, 16, 5]
+    k, v = pool.gather_kv(1, as_index(picked))
+    assert k.shape == (4, 2, 4)
+    assert v.shape == (4, 1, 3)
+    assert k.is_contiguous()
+    assert v.is_contiguous()
+    assert torch.equal(k, pool.k_buffer[1][picked])
+    assert torch.equal(v, pool.v_buffer[1][picked])
+    assert torch.equal(pool.gather_kv(0, as_index(picked))[0], torch.zeros(4, 2, 4))
+
+
+def test_gather_gives_a_copy() -> None:
+    pool = make()
+    k, _ = pool.gather_kv(0, [1, 2])
+    k.fill_(3)
+    assert not pool.k_buffer[0].any()
+
+
+def test_gather_of_nothing() -> None:
+    k, v = make(v_heads=1, v_dim=3).gather_kv(0, [])
+    assert k.shape == (0, 2, 4)
+    assert v.shape == (0, 1, 3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gather_into_given_tensors(dtype: torch.dtype) -> None:
+    pool = make(dtype=dtype, v_heads=1, v_dim=3)
+    k, v = values(3, 2, 4, dtype=dtype), values(3, 1, 3, dtype=dtype)
+    pool.set_kv_buffer(0, [2, 4, 6], k, v)
+    out = torch.zeros(3, 2, 4).to(dtype), torch.zeros(3, 1, 3).to(dtype)
+    found = pool.gather_kv(0, [2, 4, 6], out=out)
+    assert [tensor.data_ptr() for tensor in found] == [tensor.data_ptr() for tensor in out]
+    assert_same(out[0], k)
+    assert_same(out[1], v)
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [((2, 2, 4), (3, 2, 4)), ((3, 2, 4), (4, 2, 4)), ((3, 4, 2), (3, 2, 4)), ((3, 2, 4), (3, 2, 5))],
+)
+def test_gather_into_tensors_of_a_wrong_shape(shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    pool = make()
+    pool.k_buffer[0].fill_(1)
+    out = torch.zeros(shapes[0]), torch.zeros(shapes[1])
+    with pytest.raises(ConfigError, match=r"\d"):
+        pool.gather_kv(0, [1, 2, 3], out=out)
+    assert not out[0].any()
+    assert not out[1].any()
+
+
+@pytest.mark.parametrize(
+    "out",
+    [
+        (torch.zeros(1, 2, 4, dtype=torch.float16), torch.zeros(1, 2, 4)),
+        (torch.zeros(1, 2, 4),),
+        (torch.zeros(1, 2, 4), torch.zeros(1, 2, 4), torch.zeros(1, 2, 4)),
+        (None, torch.zeros(1, 2, 4)),
+        "out",
+        3,
+    ],
+    ids=["dtype", "one", "three", "none", "text", "number"],
+)
+def test_gather_into_wrong_things(out: Any) -> None:  # noqa: ANN401
+    with pytest.raises((TypeError, ConfigError)):
+        make().gather_kv(0, [1], out=out)
+
+
+def test_gather_into_numpy_arrays() -> None:
+    pool = make()
+    pool.k_buffer[0].fill_(3)
+    out = np.zeros((2, 2, 4), dtype=np.float32), np.ones((2, 2, 4), dtype=np.float32)
+    pool.gather_kv(0, [1, 2], out=out)
+    assert (out[0] == 3).all()
+    assert (out[1] == 0).all()
+
+
+def test_gather_into_what_can_not_be_written() -> None:
+    pool = make()
+    pool.k_buffer[0].fill_(3)
+    read_only = np.zeros((2, 2, 4), dtype=np.float32)
+    read_only.setflags(write=False)
+    good = torch.zeros(2, 2, 4)
+    for bad in (read_only, torch.zeros(1, 2, 4).expand(2, 2, 4), torch.zeros(2, 4, 4)[:, ::2]):
+        with pytest.raises(ConfigError):
+            pool.gather_kv(0, [1, 2], out=(bad, good))
+        with pytest.raises(ConfigError):
+            pool.gather_kv(0, [1, 2], out=(good, bad))
+        assert not bad.any()
+        assert not good.any()
+
+
+@pytest.mark.parametrize("index", [-1, 24, -(2**40)])
+def test_gather_out_of_range(index: int) -> None:
+    out = torch.full((2, 2, 4), 9.0), torch.full((2, 2, 4), 9.0)
+    with pytest.raises(IndexError, match=str(index)):
+        make().gather_kv(0, [1, index], out=out)
+    assert out[0].eq(9).all()
+
+
+# move_kv
+
+
+MOVES = {
+    "chain_up": ([2, 3, 4, 5], [1, 2, 3, 4]),
+    "chain_down": ([1, 2, 3, 4], [2, 3, 4, 5]),
+    "swap": ([1, 2], [2, 1]),
+    "cycle": ([1, 2, 3, 4], [4, 1, 2, 3]),
+    "two_cycles_and_a_tail": ([1, 2, 3, 4, 5, 6, 9], [2, 1, 4, 5, 3, 3, 6]),
+    "fan_out": ([5, 6, 7], [1, 1, 1]),
+    "in_place": ([3, 4], [3, 4]),
+    "nothing": ([], []),
+    "later_wins": ([5, 5, 5], [1, 2, 3]),
+    "later_wins_in_a_cycle": ([1, 2, 1], [2, 1, 7]),
+    "same_pair_twice": ([2, 2, 3], [1, 1, 2]),
+    "padding": ([0, 1], [1, 0]),
+}
+
+
+def filled(dtype: torch.dtype = torch.float32, size: int = 16) -> KVPool:
+    pool = make(size, 3, 2, 4, dtype=dtype, v_heads=1, v_dim=6)
+    for i, buffer in enumerate([*pool.k_buffer, *pool.v_buffer]):
+        buffer.copy_(values(*buffer.shape, dtype=dtype, seed=i))
+    return pool
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e5m2, torch.int8])
+@pytest.mark.parametrize("move", sorted(MOVES))
+def test_move(move: str, dtype: torch.dtype, threads: int) -> None:
+    assert threads in {1, 4}
+    dst, src = MOVES[move]
+    pool = filled(dtype)
+    expected = [buffer.clone() for buffer in [*pool.k_buffer, *pool.v_buffer]]
+    for buffer in expected:
+        before = buffer.clone()
+        for to, origin in zip(dst, src, strict=True):
+            buffer[to] = before[origin]
+    assert pool.move_kv(dst, src) is None  # type: ignore[func-returns-value]
+    for found, wanted in zip([*pool.k_buffer, *pool.v_buffer], expected, strict=True):
+        assert_same(found, wanted)
+
+
+def test_move_takes_every_form_of_indices(as_index: Callable[[Sequence[int]], Any]) -> None:
+    pool = filled()
+    before = pool.k_buffer[2].clone()
+    pool.move_kv(as_index([7, 2, 9]), as_index([2, 7, 7]))
+    assert torch.equal(pool.k_buffer[2][[7, 2, 9]], before[[2, 7, 7]])
+
+
+def test_large_moves(threads: int) -> None:
+    assert threads in {1, 4}
+    size = 20_000
+    pool = filled(size=size)
+    generator = torch.Generator().manual_seed(5)
+    dst = torch.randperm(size, generator=generator)[: size * 3 // 4]
+    src = torch.randint(0, size, (len(dst),), generator=generator)
+    before = [buffer.clone() for buffer in [*pool.k_buffer, *pool.v_buffer]]
+    pool.move_kv(dst, src)
+    for found, wanted in zip([*pool.k_buffer, *pool.v_buffer], before, strict=True):
+        wanted[dst] = wanted[src].clone()
+        assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize(("dst", "src"), [([1, 2], [3]), ([1], [2, 3]), ([], [1]), ([1], [])])
+def test_moves_of_different_lengths(dst: list[int], src: list[int]) -> None:
+    pool = filled()
+    before = contents(pool)
+    with pytest.raises(ConfigError, match=r"\d"):
+        pool.move_kv(dst, src)
+    assert unchanged(pool, before)
+
+
+@pytest.mark.parametrize("index", [-1, 24])
+def test_moves_out_of_range(index: int) -> None:
+    pool = filled()
+    before = contents(pool)
+    for dst, src in (([1, index], [2, 3]), ([2, 3], [1, index])):
+        with pytest.raises(IndexError, match=str(index)):
+            pool.move_kv(dst, src)
+    assert unchanged(pool, before)
+
+
+# Views and addresses
+
+
+@pytest.mark.parametrize("size", [16, 60, 64, 70])
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_page_view(size: int, page_size: int) -> None:
+    pool = make(size, 2, 3, 5, v_heads=1, v_dim=2, page_size=page_size)
+    for layer in range(2):
+        k, v = pool.page_view(layer)
+        rows = pool.k_buffer[layer].shape[0]
+        assert k.shape == (rows // page_size, page_size, 3, 5)
+        assert v.shape == (rows // page_size, page_size, 1, 2)
+        assert k.shape[0] > size // page_size
+        assert k.data_ptr() == pool.k_buffer[layer].data_ptr()
+        assert v.data_ptr() == pool.v_buffer[layer].data_ptr()
+        pool.k_buffer[layer][page_size + page_size - 1] = 7
+        assert k[1, page_size - 1].eq(7).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_contiguous_buf_infos(dtype: torch.dtype) -> None:
+    pool = make(60, 3, 2, 5, dtype=dtype, v_heads=1, v_dim=7)
+    addresses, lengths, row_bytes = pool.get_contiguous_buf_infos()
+    buffers = [*pool.k_buffer, *pool.v_buffer]
+    assert addresses == [buffer.data_ptr() for buffer in buffers]
+    assert lengths == [buffer.numel() * dtype.itemsize for buffer in buffers]
+    assert row_bytes == [10 * dtype.itemsize] * 3 + [7 * dtype.itemsize] * 3
+    assert all(type(number) is int for numbers in (addresses, lengths, row_bytes) for number in numbers)
+
+
+def test_all_layers_come_from_one_region() -> None:
+    pool = make(60, 3, 2, 5, v_heads=1, v_dim=7)
+    addresses, lengths, _ = pool.get_contiguous_buf_infos()
+    spans = sorted(zip(addresses, lengths, strict=True))
+    for (start, length), (following, _) in pairwise(spans):
+        assert start + length <= following
+    assert spans[-1][0] + spans[-1][1] - spans[0][0] <= pool.mem_bytes()
+
+
+def test_mem_bytes_and_stats() -> None:
+    pool = make(60, 3, 2, 5, dtype=torch.bfloat16, page_size=4)
+    _, lengths, _ = pool.get_contiguous_buf_infos()
+    assert type(pool.mem_bytes()) is int
+    assert sum(lengths) <= pool.mem_bytes() < sum(lengths) + 6 * 4096 + 4096
+    assert pool._mem_bytes() == pool.mem_bytes()
+    stats = pool.stats()
+    assert type(stats) is dict
+    assert (stats["capacity"], stats["layer_num"], stats["page_size"]) == (60, 3, 4)
+    assert stats["rows"] == 64
+    assert stats["bytes"] == pool.mem_bytes()
+
+
+def test_check() -> None:
+    pool = make()
+    assert pool.check() is None  # type: ignore[func-returns-value]
+    with pytest.raises(IndexError):
+        pool.set_kv_buffer(0, [99], torch.ones(1, 2, 4), torch.ones(1, 2, 4))
+    assert pool.check() is None  # type: ignore[func-returns-value]
+
+
+@pytest.mark.parametrize("pin_memory", [True, False])
+def test_pin_memory_is_no_error_without_a_driver(pin_memory: bool) -> None:
+    pool = KVPool(16, 1, 1, 2, "cpu", torch.float32, pin_memory=pin_memory)
+    pool.set_kv_buffer(0, [1], torch.ones(1, 1, 2), torch.ones(1, 1, 2))
+    assert pool.k_buffer[0].sum() == 2
+
+
+# The factory
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_factory_makes_two_pools_that_fit(page_size: int) -> None:
+    pool, allocator = make_full_attention_net_mem_pool(
+        60, 2, 3, 4, 1, 6, "cpu", torch.bfloat16, page_size=page_size, need_sort=False
+    )
+    assert isinstance(pool, KVPool)
+    assert isinstance(allocator, TokenToKVPoolAllocator)
+    assert (pool.size, pool.page_size, pool.dtype) == (60, page_size, torch.bfloat16)
+    assert (allocator.size, allocator.page_size, allocator.need_sort) == (60, page_size, False)
+    assert (pool.k_head_num, pool.k_head_dim, pool.v_head_num, pool.v_head_dim) == (3, 4, 1, 6)
+    slots = allocator.alloc(allocator.available_size())
+    assert slots is not None
+    pool.set_kv_buffer(1, slots, torch.ones(len(slots), 12), torch.ones(len(slots), 6))
+    assert pool.k_buffer[1][slots].eq(1).all()
+
+
+def test_factory_signature() -> None:
+    parameters = inspect.signature(make_full_attention_net_mem_pool).parameters
+    assert list(parameters) == [
+        "size",
+        "layer_num",
+        "k_head_num",
+        "k_head_dim",
+        "v_head_num",
+        "v_head_dim",
+        "device",
+        "dtype",
+        "page_size",
+        "need_sort",
+        "pin_memory",
+    ]
+    defaults = [parameters[name].default for name in ("device", "page_size", "need_sort", "pin_memory")]
+    assert defaults == ["cuda", 1, True, True]
+    pool, allocator = make_full_attention_net_mem_pool(16, 1, 1, 2, 1, 2, "cpu")
+    assert pool.dtype is torch.float16
+    assert (pool.page_size, allocator.page_size, allocator.need_sort) == (1, 1, True)
+
+
+# Random histories
+
+SHAPE = st.tuples(st.integers(1, 3), st.integers(1, 6))
+
+
+class KVHistory(RuleBasedStateMachine):
+    """Writes, reads and moves, misuse included, on the pool and on its naive model."""
+
+    @initialize(
+        size=st.integers(1, 40),
+        layer_num=st.integers(1, 3),
+        k_shape=SHAPE,
+        v_shape=SHAPE,
+        dtype=st.sampled_from(FLOATS),
+        page_size=st.sampled_from([1, 4]),
+    )
+    def start(  # noqa: PLR0913, PLR0917 - drawn by Hypothesis
+        self,
+        size: int,
+        layer_num: int,
+        k_shape: tuple[int, int],
+        v_shape: tuple[int, int],
+        dtype: torch.dtype,
+        page_size: int,
+    ) -> None:
+        self.real = make(
+            size, layer_num, *k_shape, dtype=dtype, v_heads=v_shape[0], v_dim=v_shape[1], page_size=page_size
+        )
+        self.rows = self.real.k_buffer[0].shape[0]
+        self.layers = layer_num
+        self.dtype = dtype
+        self.model = KVPoolModel(self.rows, layer_num, k_shape, v_shape, dtype)
+        self.k_shape, self.v_shape = k_shape, v_shape
+        self.seed = 0
+
+    def source(self, tokens: int, shape: tuple[int, int], dtype: torch.dtype, kind: str) -> torch.Tensor:
+        self.seed += 1
+        if kind == "flat":
+            return values(tokens, shape[0] * shape[1], dtype=dtype, seed=self.seed)
+        if kind == "heads_first":
+            return values(shape[0], tokens, shape[1], dtype=dtype, seed=self.seed).transpose(0, 1)
+        if kind == "slice":
+            return values(tokens, shape[0] + 2, shape[1], dtype=dtype, seed=self.seed)[:, 1:-1]
+        return values(tokens, *shape, dtype=dtype, seed=self.seed)
+
+    @rule(
+        data=st.data(),
+        dtype=st.sampled_from(FLOATS),
+        kind=st.sampled_from(["flat", "heads_first", "slice", "contiguous"]),
+    )
+    def write(self, data: st.DataObject, dtype: torch.dtype, kind: str) -> None:
+        layer = data.draw(st.integers(0, self.layers - 1))
+        indices = data.draw(st.lists(st.integers(-2, self.rows), max_size=12))
+        k = self.source(len(indices), self.k_shape, dtype, kind)
+        v = self.source(len(indices), self.v_shape, dtype, kind)
+        if self.rows in indices:
+            with pytest.raises(IndexError):
+                self.real.set_kv_buffer(layer, indices, k, v)
+        else:
+            self.model.set_kv_buffer(layer, indices, k, v)
+            self.real.set_kv_buffer(layer, torch.tensor(indices, dtype=torch.int32), k, v)
+
+    @rule(data=st.data())
+    def gather(self, data: st.DataObject) -> None:
+        layer = data.draw(st.integers(0, self.layers - 1))
+        indices = data.draw(st.lists(st.integers(0, self.rows - 1), max_size=12))
+        for found, wanted in zip(
+            self.real.gather_kv(layer, indices), self.model.gather_kv(layer, indices), strict=True
+        ):
+            assert_same(found, wanted)
+
+    @rule(data=st.data())
+    def move(self, data: st.DataObject) -> None:
+        pair = st.tuples(st.integers(0, self.rows), st.integers(0, self.rows))
+        pairs = data.draw(st.lists(pair, max_size=12))
+        dst, src = [to for to, _ in pairs], [origin for _, origin in pairs]
+        if self.rows in dst + src:
+            with pytest.raises(IndexError):
+                self.real.move_kv(dst, src)
+        else:
+            self.model.move_kv(dst, src)
+            self.real.move_kv(dst, src)
+
+    @rule(layer=st.integers(-3, -1))
+    def wrong_layer(self, layer: int) -> None:
+        with pytest.raises(IndexError):
+            self.real.gather_kv(layer, [0])
+
+    @rule(tokens=st.integers(1, 3))
+    def wrong_shape(self, tokens: int) -> None:
+        bad = torch.ones(tokens + 1, *self.k_shape)
+        with pytest.raises(ConfigError):
+            self.real.set_kv_buffer(0, [0] * tokens, bad, bad)
+
+    @invariant()
+    def equal(self) -> None:
+        if not hasattr(self, "real"):
+            return
+        for found, wanted in zip(self.real.k_buffer, self.model.k, strict=True):
+            assert_same(found, wanted)
+        for found, wanted in zip(self.real.v_buffer, self.model.v, strict=True):
+            assert_same(found, wanted)
+
+
+TestKVHistory = KVHistory.TestCase

@@ -1,0 +1,312 @@
+"""Memory: tensors outlive pools, capsules may never be used, and what is dropped is given back."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+import kvpool
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from conftest import RunSnippet
+
+STATM = Path("/proc/self/statm")
+MIB = 1 << 20
+
+
+def resident_bytes() -> int:
+    gc.collect()
+    return int(STATM.read_text(encoding="ascii").split()[1]) * 4096
+
+
+def make_kv(size: int = 1016) -> kvpool.KVPool:
+    return kvpool.KVPool(size, 2, 4, 16, "cpu", torch.float32)
+
+
+def test_kv_buffers_outlive_their_pool() -> None:
+    pool = make_kv()
+    k, v = pool.get_kv_buffer(1)
+    view = pool.page_view(0)[0][3]
+    k.fill_(3)
+    v.fill_(4)
+    view.fill_(5)
+    address = k.data_ptr()
+    del pool
+    gc.collect()
+    others = [make_kv() for _ in range(4)]
+    for other in others:
+        for buffer in [*other.k_buffer, *other.v_buffer]:
+            buffer.fill_(9)
+    assert k.data_ptr() == address
+    assert k.eq(3).all()
+    assert v.eq(4).all()
+    assert view.eq(5).all()
+    k.add_(1)
+    assert k.eq(4).all()
+
+
+def test_slots_outlive_their_allocator() -> None:
+    kept = []
+    for _ in range(50):
+        allocator = kvpool.TokenToKVPoolAllocator(5000, "cpu")
+        slots = [allocator.alloc(n) for n in (1, 100, 4000)]
+        runs = allocator.runs([1, 2, 3])
+        del allocator
+        kept.append((slots, runs))
+    gc.collect()
+    for slots, runs in kept:
+        assert [tensor.tolist() for tensor in slots if tensor is not None] == [
+            [1],
+            list(range(2, 102)),
+            list(range(102, 4102)),
+        ]
+        assert runs.tolist() == [[1, 3]]
+
+
+def test_tables_and_states_outlive_their_pools() -> None:
+    table = kvpool.ReqToTokenPool(4, 1000, "cpu")
+    table.write((1, slice(0, 1000)), 7)
+    read, whole = table.read(1, 1000), table.req_to_token
+    states = kvpool.GDNPool(4, 2, 2, 16, 16, 16, 4, "cpu", torch.float32)
+    recurrent, conv = states.get_layer_state(1)
+    recurrent.fill_(2)
+    conv.fill_(3)
+    del table, states
+    gc.collect()
+    others = [kvpool.ReqToTokenPool(4, 1000, "cpu") for _ in range(4)]
+    for other in others:
+        other.req_to_token.fill_(1)
+    assert read.eq(7).all()
+    assert int(whole.sum()) == 7000
+    assert recurrent.eq(2).all()
+    assert conv.eq(3).all()
+
+
+def test_gathered_rows_outlive_everything() -> None:
+    pool = make_kv()
+    pool.k_buffer[0].fill_(3)
+    k, v = pool.gather_kv(0, range(1, 1000))
+    del pool
+    gc.collect()
+    assert k.eq(3).all()
+    assert not v.any()
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (1, 3, 0, 2), (2, 0, 3, 1)])
+def test_drops_in_any_order(order: tuple[int, ...]) -> None:
+    pool, allocator = kvpool.make_full_attention_net_mem_pool(64, 1, 2, 4, 2, 4, "cpu", torch.float32)
+    held: list[object] = [pool, allocator, allocator.alloc(9), pool.k_buffer[0][3:5]]
+    del pool, allocator
+    for i in order:
+        held[i] = None
+        gc.collect()
+        slots, rows = held[2], held[3]
+        if isinstance(slots, torch.Tensor):
+            assert slots.tolist() == list(range(1, 10))
+        if isinstance(rows, torch.Tensor):
+            assert not rows.any()
+
+
+def test_allocator_in_a_cycle_is_collected() -> None:
+    class Owner:
+        def __init__(self) -> None:
+            self.allocator = kvpool.TokenToKVPoolAllocator(64, "cpu")
+            self.pool = make_kv()
+            self.buffers = self.pool.k_buffer
+            self.me = self
+
+        def query(self) -> bool:
+            return self.me is None
+
+    owner = Owner()
+    owner.allocator.alloc(8)
+    gone = weakref.ref(owner)
+    del owner
+    gc.collect()
+    assert gone() is None
+
+
+def test_fence_that_knows_its_allocator_is_collected() -> None:
+    class Fence:
+        def __init__(self, allocator: kvpool.TokenToKVPoolAllocator) -> None:
+            self.allocator = allocator
+
+        def query(self) -> bool:
+            return False
+
+    allocator = kvpool.TokenToKVPoolAllocator(64, "cpu")
+    fence = Fence(allocator)
+    allocator.free(allocator.alloc(8), after=fence)
+    gone = weakref.ref(fence)
+    del allocator, fence
+    gc.collect()
+    assert gone() is None
+
+
+def test_passed_fences_are_let_go() -> None:
+    class Fence:
+        def query(self) -> bool:
+            return True
+
+    allocator = kvpool.TokenToKVPoolAllocator(64, "cpu")
+    fence = Fence()
+    gone = weakref.ref(fence)
+    allocator.free(allocator.alloc(8), after=fence)
+    del fence
+    assert allocator.available_size() == 64
+    assert gone() is None
+
+
+def test_given_tensors_are_let_go() -> None:
+    pool = make_kv()
+    allocator = kvpool.TokenToKVPoolAllocator(64, "cpu")
+    allocator.alloc(64)
+    k, indices = torch.ones(2, 4, 16), torch.tensor([1, 2])
+    gone = [weakref.ref(k), weakref.ref(indices)]
+    pool.set_kv_buffer(0, indices, k, k)
+    pool.gather_kv(0, indices, out=(k, torch.ones(2, 4, 16)))
+    with allocator.free_group():
+        allocator.free(indices)
+    del k, indices
+    assert [ref() for ref in gone] == [None, None]
+
+
+def test_capsules_that_nobody_uses_give_their_memory_back(run_snippet: RunSnippet) -> None:
+    run_snippet(
+        """
+        import gc
+        from pathlib import Path
+        import kvpool
+
+        def resident():
+            gc.collect()
+            return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+        def once():
+            pool = kvpool.KVPool(16376, 1, 4, 16, "cpu", "float32")
+            pool.set_kv_buffer(0, range(1, 16001), *pool.gather_kv(0, range(16000)))
+            tensor = pool.k_buffer[0]
+            tensor.__dlpack__()
+            return tensor.__dlpack__(max_version=(1, 0))
+
+        for _ in range(3):
+            once()
+        if Path("/proc/self/statm").exists():
+            before = resident()
+            for _ in range(40):
+                once()
+            assert resident() - before < 24 << 20, resident() - before
+        capsules = [once() for _ in range(5)]
+        del capsules[::2]
+        """,
+        hidden=["torch"],
+    )
+
+
+def test_capsule_outlives_tensor_and_pool(run_snippet: RunSnippet) -> None:
+    run_snippet(
+        """
+        import gc
+        import kvpool
+        import numpy as np
+
+        class Holder:
+            def __init__(self, capsule):
+                self.capsule = capsule
+            def __dlpack__(self, **_):
+                return self.capsule
+            def __dlpack_device__(self):
+                return (1, 0)
+
+        pool = kvpool.KVPool(1016, 1, 4, 16, "cpu", "float32")
+        pool.k_buffer[0].numpy()[:] = 3
+        capsule = pool.k_buffer[0].__dlpack__(max_version=(1, 0))
+        del pool
+        gc.collect()
+        others = [kvpool.KVPool(1016, 1, 4, 16, "cpu", "float32") for _ in range(4)]
+        array = np.from_dlpack(Holder(capsule))
+        del capsule
+        gc.collect()
+        assert (array == 3).all()
+        """,
+        hidden=["torch"],
+    )
+
+
+def _kv_round() -> None:
+    pool = make_kv(16376)
+    for buffer in [*pool.k_buffer, *pool.v_buffer]:
+        buffer.fill_(1)
+
+
+def _allocator_round() -> None:
+    allocator = kvpool.TokenToKVPoolAllocator(1 << 18, "cpu", need_sort=False)
+    held = [allocator.alloc(1 << 14) for _ in range(8)]
+    for slots in held:
+        assert slots is not None
+        allocator.free(slots)
+    del allocator
+
+
+def _table_round() -> None:
+    table = kvpool.ReqToTokenPool(64, 1 << 14, "cpu")
+    table.req_to_token.fill_(1)
+
+
+def _states_round() -> None:
+    states = kvpool.GDNPool(64, 4, 4, 32, 32, 64, 4, "cpu")
+    states.recurrent_state.fill_(1)
+
+
+def _errors_round() -> None:
+    pool = make_kv(1016)
+    pool.k_buffer[0].fill_(1)
+    for _ in range(20):
+        with pytest.raises(kvpool.ConfigError):
+            pool.set_kv_buffer(0, [1], torch.zeros(50_000), torch.zeros(1))
+        with pytest.raises(IndexError):
+            pool.gather_kv(0, [10**6])
+
+
+@pytest.mark.skipif(not STATM.exists(), reason="needs /proc to see how much memory is in use")
+@pytest.mark.parametrize("once", [_kv_round, _allocator_round, _table_round, _states_round, _errors_round])
+def test_memory_does_not_grow(once: Callable[[], None]) -> None:
+    for _ in range(4):
+        once()
+    before = resident_bytes()
+    for _ in range(30):
+        once()
+    assert resident_bytes() - before < 16 * MIB
+
+
+@pytest.mark.skipif(not STATM.exists(), reason="needs /proc to see how much memory is in use")
+def test_memory_does_not_grow_in_a_steady_state() -> None:
+    allocator = kvpool.TokenToKVPoolAllocator(1 << 16, "cpu", 16)
+    pool = kvpool.KVPool(1 << 16, 1, 1, 16, "cpu", torch.float32, page_size=16)
+    table = kvpool.ReqToTokenPool(8, 4096, "cpu")
+
+    def step() -> None:
+        row = table.alloc()
+        slots = allocator.alloc(4000)
+        assert row is not None
+        assert slots is not None
+        table.write((row[0], slice(0, 4000)), slots)
+        pool.set_kv_buffer(0, slots, torch.ones(4000, 16), torch.ones(4000, 16))
+        pool.gather_kv(0, table.read(row[0], 4000))
+        allocator.free(table.read(row[0], 4000))
+        table.free(row)
+
+    for _ in range(50):
+        step()
+    before = resident_bytes()
+    for _ in range(500):
+        step()
+    assert resident_bytes() - before < 8 * MIB
+    assert allocator.available_size() == 1 << 16

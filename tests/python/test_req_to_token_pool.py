@@ -1,0 +1,677 @@
+"""ReqToTokenPool: rows, every form of writing and reading, misuse, and random histories."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from models import BadFreeError, ReqToTokenPoolModel
+
+import kvpool
+from kvpool import ConfigError, IndexOwnershipError, ReqToTokenPool, make_req_to_token_pool
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+T = TypeVar("T")
+
+
+def make(
+    max_reqs: int = 4, max_context_len: int = 8, *, padding_row: bool = True, strict: bool = False
+) -> ReqToTokenPool:
+    return ReqToTokenPool(max_reqs, max_context_len, "cpu", padding_row=padding_row, strict=strict)
+
+
+def some(value: T | None) -> T:
+    assert value is not None
+    return value
+
+
+def snapshot(pool: ReqToTokenPool) -> tuple[list[list[int]], dict[str, Any]]:
+    return pool.req_to_token.tolist(), pool.stats()
+
+
+# Construction
+
+
+def test_signature_and_defaults() -> None:
+    parameters = inspect.signature(ReqToTokenPool).parameters
+    assert list(parameters) == ["max_reqs", "max_context_len", "device", "padding_row", "strict"]
+    assert parameters["device"].default == "cuda"
+    assert parameters["padding_row"].kind is inspect.Parameter.KEYWORD_ONLY
+    assert parameters["padding_row"].default is True
+    assert parameters["strict"].kind is inspect.Parameter.KEYWORD_ONLY
+    assert parameters["strict"].default is False
+    pool = ReqToTokenPool(4, 8, device="cpu")
+    assert (pool.size, pool.max_context_len, pool.device) == (4, 8, "cpu")
+
+
+@pytest.mark.parametrize(("padding_row", "rows"), [(True, 5), (False, 4)])
+def test_table(padding_row: bool, rows: int) -> None:
+    table = make(padding_row=padding_row).req_to_token
+    assert type(table) is torch.Tensor
+    assert table.dtype is torch.int32
+    assert table.shape == (rows, 8)
+    assert table.device == torch.device("cpu")
+    assert table.is_contiguous()
+    assert not table.any()
+
+
+def test_table_stays_where_it_is() -> None:
+    pool = make()
+    address = pool.req_to_token.data_ptr()
+    pool.write((some(pool.alloc())[0], slice(0, 8)), list(range(8)))
+    pool.clear()
+    assert pool.req_to_token.data_ptr() == address
+    pool.req_to_token[2, 3] = 77
+    assert pool.read(2, 4).tolist() == [0, 0, 0, 77]
+
+
+def test_attributes_are_read_only() -> None:
+    pool = make()
+    for name in ("size", "max_context_len", "device", "req_to_token"):
+        with pytest.raises(AttributeError):
+            setattr(pool, name, getattr(pool, name))
+
+
+def test_factory() -> None:
+    assert list(inspect.signature(make_req_to_token_pool).parameters) == [
+        "max_reqs",
+        "max_context_len",
+        "device",
+    ]
+    assert inspect.signature(make_req_to_token_pool).parameters["device"].default == "cuda"
+    pool = make_req_to_token_pool(4, 8, "cpu")
+    assert isinstance(pool, ReqToTokenPool)
+    assert pool.req_to_token.shape == (5, 8)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_cuda_without_a_driver_says_what_was_looked_for() -> None:
+    with pytest.raises(kvpool.BackendUnavailableError, match="libcuda"):
+        ReqToTokenPool(4, 8)
+    with pytest.raises(kvpool.BackendUnavailableError, match="libcuda"):
+        make_req_to_token_pool(4, 8)
+
+
+@pytest.mark.parametrize(
+    ("max_reqs", "max_context_len"),
+    [(0, 8), (4, 0), (-1, 8), (4, -1), (2**40, 8), (4, 2**40), (10**30, 8), (4, 10**30)],
+)
+def test_sizes_that_can_not_be(max_reqs: int, max_context_len: int) -> None:
+    with pytest.raises((ConfigError, kvpool.OutOfMemoryError), match=r"\d"):
+        ReqToTokenPool(max_reqs, max_context_len, "cpu")
+
+
+@pytest.mark.parametrize("arguments", [(4.0, 8), (4, 8.0), ("4", 8), (4, None), (float("nan"), 8)])
+def test_sizes_of_a_wrong_type(arguments: Any) -> None:  # noqa: ANN401
+    with pytest.raises(TypeError):
+        ReqToTokenPool(arguments[0], arguments[1], "cpu")
+
+
+# alloc and free
+
+
+def test_rows_are_handed_out_in_order() -> None:
+    pool = make()
+    assert pool.alloc() == [1]
+    assert pool.alloc(2) == [2, 3]
+    assert pool.available_size() == 1
+    assert pool.alloc(2) is None
+    assert pool.available_size() == 1
+    assert pool.alloc(n=1) == [4]
+    assert pool.alloc() is None
+    assert pool.alloc(0) == []
+
+
+def test_rows_are_plain_ints() -> None:
+    assert type(some(make().alloc())[0]) is int
+
+
+def test_without_a_padding_row_the_first_row_is_zero() -> None:
+    pool = make(padding_row=False)
+    assert pool.alloc(4) == [0, 1, 2, 3]
+    pool.free(0)
+    assert pool.alloc() == [0]
+    assert pool.stats()["dropped_frees"] == 0
+
+
+def test_freed_rows_queue_up() -> None:
+    pool = make()
+    pool.alloc(4)
+    pool.free([3, 1])
+    pool.free(2)
+    assert pool.available_size() == 3
+    assert pool.alloc(3) == [3, 1, 2]
+
+
+@pytest.mark.parametrize("need", [5, 2**31, 2**63, 10**30])
+def test_short_is_none_and_changes_nothing(need: int) -> None:
+    pool = make()
+    before = snapshot(pool)
+    assert pool.alloc(need) is None
+    assert snapshot(pool) == before
+
+
+@pytest.mark.parametrize("need", [-1, -(10**30)])
+def test_negative_counts(need: int) -> None:
+    pool = make()
+    with pytest.raises(ValueError, match=str(need)):
+        pool.alloc(need)
+    assert pool.available_size() == 4
+
+
+@pytest.mark.parametrize("need", [1.0, float("nan"), "1", None, [1]])
+def test_counts_of_a_wrong_type(need: Any) -> None:  # noqa: ANN401
+    pool = make()
+    with pytest.raises(TypeError):
+        pool.alloc(need)
+    assert pool.available_size() == 4
+
+
+def test_free_takes_every_form_of_indices(as_index: Callable[[Sequence[int]], Any]) -> None:
+    pool = make()
+    pool.alloc(4)
+    pool.free(as_index([3, 1, 4]))
+    assert pool.alloc(3) == [3, 1, 4]
+
+
+def test_free_takes_one_row_in_every_form() -> None:
+    pool = make()
+    pool.alloc(4)
+    pool.free(np.int64(3))
+    pool.free(torch.tensor(1))
+    pool.free(range(4, 5))
+    assert pool.alloc(3) == [3, 1, 4]
+
+
+def test_free_clears_what_was_written() -> None:
+    pool = make()
+    rows = some(pool.alloc(2))
+    pool.write((rows[0], slice(0, 8)), list(range(10, 18)))
+    pool.write((rows[1], 7), 99)
+    pool.free(rows[0])
+    assert pool.req_to_token[rows[0]].tolist() == [0] * 8
+    assert pool.req_to_token[rows[1]].tolist() == [0] * 7 + [99]
+    pool.free(rows[1])
+    assert not pool.req_to_token.any()
+
+
+def test_rows_that_others_wrote_are_cleared_when_that_was_said() -> None:
+    pool = make()
+    rows = some(pool.alloc(3))
+    pool.req_to_token[rows[:2]] = 55
+    pool.mark_modified(rows[:2])
+    pool.mark_modified(torch.tensor(rows[2]))
+    pool.free(rows)
+    assert not pool.req_to_token.any()
+    with pytest.raises(IndexError):
+        pool.mark_modified([5])
+    with pytest.raises(IndexError):
+        pool.mark_modified([-1])
+
+
+def test_rows_come_out_of_alloc_as_zeros() -> None:
+    pool = make(2)
+    pool.write((1, slice(2, 5)), 7)
+    pool.write(([2, 2], [0, 6]), [8, 9])
+    assert pool.alloc(2) == [1, 2]
+    assert not pool.req_to_token.any()
+
+
+@pytest.mark.parametrize("bad", [0, -1, 5, 10**6, 2**31, 2**63, 10**30, 4])
+def test_bad_frees_are_dropped_and_counted(bad: int) -> None:
+    pool = make()
+    pool.alloc(3)
+    pool.write((0, 0), 5)
+    before = snapshot(pool)
+    pool.free(bad)
+    pool.free([bad])
+    table, stats = before
+    assert snapshot(pool) == (table, {**stats, "dropped_frees": 2})
+
+
+def test_row_freed_twice() -> None:
+    pool = make()
+    pool.alloc(4)
+    pool.free(2)
+    pool.free(2)
+    pool.free([3, 3])
+    assert pool.stats()["dropped_frees"] == 2
+    assert pool.available_size() == 2
+    assert pool.alloc(2) == [2, 3]
+    assert pool.alloc() is None
+
+
+def test_first_bad_free_is_a_warning_and_later_ones_are_not(caplog: pytest.LogCaptureFixture) -> None:
+    pool = make()
+    with caplog.at_level(logging.WARNING, logger="kvpool"):
+        pool.free([1, 77])
+        pool.free(2)
+    assert len(caplog.records) == 1
+    assert "77" in caplog.records[0].getMessage()
+
+
+@pytest.mark.parametrize("bad", [0, -1, 5, 4])
+def test_strict_raises_before_anything_is_changed(bad: int) -> None:
+    pool = make(strict=True)
+    pool.alloc(3)
+    pool.write((1, 0), 9)
+    before = snapshot(pool)
+    with pytest.raises(IndexOwnershipError, match=str(bad)):
+        pool.free([1, bad])
+    with pytest.raises(IndexOwnershipError, match=str(bad)):
+        pool.free(bad)
+    with pytest.raises(IndexOwnershipError, match="1"):
+        pool.free([1, 1])
+    assert snapshot(pool) == before
+
+
+def test_free_refuses_what_is_no_index(bad_index: Any) -> None:  # noqa: ANN401
+    pool = make()
+    pool.alloc(4)
+    with pytest.raises(TypeError):
+        pool.free(bad_index)
+    assert pool.available_size() == 0
+
+
+def test_free_refuses_a_float() -> None:
+    pool = make()
+    pool.alloc(4)
+    with pytest.raises(TypeError):
+        pool.free(1.0)
+    assert pool.available_size() == 0
+
+
+def test_clear() -> None:
+    pool = make()
+    pool.alloc(3)
+    pool.write((2, slice(0, 4)), [1, 2, 3, 4])
+    assert pool.clear() is None  # type: ignore[func-returns-value]
+    assert not pool.req_to_token.any()
+    assert pool.available_size() == 4
+    assert pool.alloc(4) == [1, 2, 3, 4]
+
+
+def test_stats() -> None:
+    pool = make()
+    pool.alloc(3)
+    pool.free(2)
+    stats = pool.stats()
+    assert type(stats) is dict
+    assert (stats["capacity"], stats["available"], stats["in_use"], stats["high_water"]) == (4, 2, 2, 3)
+    assert stats["dropped_frees"] == 0
+    assert stats["bytes"] >= 5 * 8 * 4
+
+
+# write and read
+
+
+def test_write_a_slice(as_index: Callable[[Sequence[int]], Any]) -> None:
+    pool = make()
+    pool.write((2, slice(3, 6)), as_index([11, 12, 13]))
+    assert pool.req_to_token.tolist()[2] == [0, 0, 0, 11, 12, 13, 0, 0]
+    assert pool.req_to_token.count_nonzero() == 3
+
+
+@pytest.mark.parametrize(
+    ("columns", "expected"),
+    [
+        (slice(None), [1, 2, 3, 4, 5, 6, 7, 8]),
+        (slice(6, None), [0, 0, 0, 0, 0, 0, 1, 2]),
+        (slice(None, 2), [1, 2, 0, 0, 0, 0, 0, 0]),
+        (slice(7, 8), [0, 0, 0, 0, 0, 0, 0, 1]),
+        (slice(2, 4, 1), [0, 0, 1, 2, 0, 0, 0, 0]),
+        (slice(3, 3), [0] * 8),
+        (slice(8, 8), [0] * 8),
+        (slice(np.int64(1), np.int64(3)), [0, 1, 2, 0, 0, 0, 0, 0]),
+    ],
+)
+def test_slices(columns: slice, expected: list[int]) -> None:
+    pool = make()
+    length = sum(map(bool, expected))
+    pool.write((1, columns), list(range(1, length + 1)))
+    assert pool.req_to_token[1].tolist() == expected
+
+
+def test_write_a_cell() -> None:
+    pool = make()
+    pool.write((1, 7), 5)
+    pool.write((np.int64(2), np.int32(0)), torch.tensor([6]))
+    pool.write((3, 1), [7])
+    pool.write((4, 2), torch.tensor(8))
+    pool.write((0, 3), np.array([9]))
+    assert [pool.req_to_token[i, j].item() for i, j in ((1, 7), (2, 0), (3, 1), (4, 2), (0, 3))] == [
+        5,
+        6,
+        7,
+        8,
+        9,
+    ]
+    assert pool.req_to_token.count_nonzero() == 5
+
+
+def test_write_many_cells(as_index: Callable[[Sequence[int]], Any]) -> None:
+    pool = make()
+    pool.write((as_index([4, 1, 1]), as_index([7, 0, 5])), as_index([21, 22, 23]))
+    assert [pool.req_to_token[i, j].item() for i, j in ((4, 7), (1, 0), (1, 5))] == [21, 22, 23]
+    assert pool.req_to_token.count_nonzero() == 3
+
+
+@pytest.mark.parametrize(
+    "value", [9, [9], (9,), torch.tensor(9), torch.tensor([9]), np.array([9], dtype=np.int32)]
+)
+def test_one_value_fills_everything(value: Any) -> None:  # noqa: ANN401
+    pool = make()
+    pool.write((1, slice(2, 5)), value)
+    pool.write((torch.tensor([2, 3]), torch.tensor([0, 1])), value)
+    assert pool.req_to_token[1].tolist() == [0, 0, 9, 9, 9, 0, 0, 0]
+    assert pool.req_to_token.count_nonzero() == 5
+
+
+def test_one_place_named_twice_keeps_the_last_value() -> None:
+    pool = make()
+    pool.write((torch.tensor([1, 1, 1]), torch.tensor([0, 2, 0])), [7, 8, 9])
+    assert pool.read(1, 3).tolist() == [9, 0, 8]
+
+
+def test_write_nothing() -> None:
+    pool = make()
+    pool.write((1, slice(2, 2)), [])
+    pool.write(([], []), [])
+    pool.write(
+        (torch.empty(0, dtype=torch.int32), torch.empty(0, dtype=torch.int64)),
+        torch.empty(0, dtype=torch.int32),
+    )
+    assert not pool.req_to_token.any()
+
+
+def test_values_reach_the_ends_of_int32() -> None:
+    pool = make()
+    pool.write((1, slice(0, 2)), [2**31 - 1, -(2**31)])
+    assert pool.req_to_token[1, :2].tolist() == [2**31 - 1, -(2**31)]
+
+
+def test_values_that_share_the_table() -> None:
+    pool = make()
+    pool.write((1, slice(0, 6)), [1, 2, 3, 4, 5, 6])
+    pool.write((1, slice(2, 8)), pool.read(1, 6))
+    assert pool.req_to_token[1].tolist() == [1, 2, 1, 2, 3, 4, 5, 6]
+    pool.write((2, slice(0, 8)), pool.req_to_token[1])
+    assert pool.req_to_token[2].tolist() == [1, 2, 1, 2, 3, 4, 5, 6]
+
+
+OUTSIDE: list[Any] = [
+    (5, 0),
+    (-1, 0),
+    (1, 8),
+    (1, -1),
+    (10**30, 0),
+    (1, 10**30),
+    (2**32 + 1, 0),
+    (5, slice(0, 1)),
+    (-1, slice(0, 1)),
+    (1, slice(7, 9)),
+    (1, slice(8, 9)),
+    (1, slice(9, 10)),
+    (1, slice(-1, None)),
+    (1, slice(0, -7)),
+    (1, slice(0, 10**30)),
+    ([5], [0]),
+    ([1], [8]),
+    ([-1], [0]),
+    ([1], [-1]),
+    (torch.tensor([1, 5]), torch.tensor([0, 0])),
+    (torch.tensor([1, 1], dtype=torch.int32), torch.tensor([0, 8], dtype=torch.int32)),
+    (torch.tensor([1, 2**32 + 1]), torch.tensor([0, 0])),
+    (np.array([1, 1]), np.array([0, 2**32])),
+]
+
+
+@pytest.mark.parametrize("index", OUTSIDE, ids=str)
+def test_writes_outside_the_table(index: Any) -> None:  # noqa: ANN401
+    pool = make()
+    pool.write((1, slice(0, 8)), 3)
+    before = snapshot(pool)
+    with pytest.raises(IndexError, match=r"\d"):
+        pool.write(index, 9)
+    with pytest.raises(IndexError, match=r"\d"):
+        pool.write(index, [9])
+    assert snapshot(pool) == before
+
+
+def test_decode_step_past_the_end() -> None:
+    pool = make()
+    row = some(pool.alloc())[0]
+    pool.write((row, slice(0, 8)), list(range(1, 9)))
+    for index in ((row, slice(8, 9)), (row, 8), (torch.tensor([row]), torch.tensor([8]))):
+        with pytest.raises(IndexError):
+            pool.write(index, torch.tensor([9]))
+    assert pool.req_to_token[row].tolist() == list(range(1, 9))
+
+
+@pytest.mark.parametrize(
+    ("index", "values"),
+    [
+        ((1, slice(0, 3)), [1, 2]),
+        ((1, slice(0, 3)), []),
+        ((1, slice(0, 2)), [1, 2, 3]),
+        ((1, 0), [1, 2]),
+        ((1, 0), []),
+        (([1, 2], [0]), [1, 2]),
+        (([1, 2], [0, 1]), [1, 2, 3]),
+        (([1, 2, 3], [0, 1, 2]), torch.tensor([1, 2])),
+        ((1, slice(0, 4, 2)), [1, 2]),
+        ((1, slice(4, 0, -1)), [1, 2, 3, 4]),
+        ((1, slice(3, 1)), []),
+        ((1, slice(0, 1)), [2**31]),
+        ((1, 0), -(2**31) - 1),
+        (([1], [0]), 10**30),
+    ],
+    ids=str,
+)
+def test_writes_of_a_wrong_shape_or_value(index: Any, values: Any) -> None:  # noqa: ANN401
+    pool = make()
+    before = snapshot(pool)
+    with pytest.raises(ConfigError):
+        pool.write(index, values)
+    assert snapshot(pool) == before
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        1,
+        (1,),
+        (1, 2, 3),
+        (1.0, 0),
+        (1, 0.0),
+        ("1", 0),
+        (1, None),
+        None,
+        (slice(0, 1), 0),
+        (torch.tensor([1.0]), torch.tensor([0])),
+        (torch.tensor([1]), torch.tensor([True])),
+        (1, slice(0.0, 1.0)),
+        (1, slice("a", "b")),
+    ],
+    ids=str,
+)
+def test_writes_with_a_wrong_type_of_index(index: Any) -> None:  # noqa: ANN401
+    pool = make()
+    with pytest.raises(TypeError):
+        pool.write(index, 9)
+    assert not pool.req_to_token.any()
+
+
+def test_writes_of_a_wrong_type_of_value(bad_index: Any) -> None:  # noqa: ANN401
+    pool = make()
+    for index in ((1, slice(0, 2)), (torch.tensor([1, 2]), torch.tensor([0, 0]))):
+        with pytest.raises(TypeError):
+            pool.write(index, bad_index)
+    with pytest.raises(TypeError):
+        pool.write((1, 0), 1.5)
+    assert not pool.req_to_token.any()
+
+
+def test_write_is_all_or_nothing() -> None:
+    pool = make()
+    with pytest.raises(IndexError):
+        pool.write(([1, 2, 3, 9], [0, 0, 0, 0]), [1, 2, 3, 4])
+    with pytest.raises(ConfigError):
+        pool.write((1, slice(0, 3)), [1, 2, 2**31])
+    assert not pool.req_to_token.any()
+
+
+def test_read() -> None:
+    pool = make()
+    pool.write((2, slice(0, 5)), [5, 6, 7, 8, 9])
+    found = pool.read(2, 3)
+    assert type(found) is torch.Tensor
+    assert found.dtype is torch.int32
+    assert found.tolist() == [5, 6, 7]
+    assert found.data_ptr() == pool.req_to_token[2].data_ptr()
+    assert pool.read(2, 8).tolist() == [5, 6, 7, 8, 9, 0, 0, 0]
+    assert pool.read(2, 0).shape == (0,)
+    assert pool.read(row=0, length=2).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(("row", "length"), [(5, 1), (-1, 1), (1, 9), (10**30, 1), (1, 10**30)])
+def test_reads_outside_the_table(row: int, length: int) -> None:
+    with pytest.raises(IndexError, match=r"\d"):
+        make().read(row, length)
+
+
+def test_read_of_a_negative_length() -> None:
+    with pytest.raises((IndexError, ValueError), match="-1"):
+        make().read(1, -1)
+
+
+@pytest.mark.parametrize("arguments", [(1.0, 1), (1, 1.0), ("1", 1), (1, None)])
+def test_reads_of_a_wrong_type(arguments: Any) -> None:  # noqa: ANN401
+    with pytest.raises(TypeError):
+        make().read(*arguments)
+
+
+# Random histories
+
+
+class TableHistory(RuleBasedStateMachine):
+    """Every operation, misuse included, on the table and on its naive model."""
+
+    @initialize(
+        max_reqs=st.integers(1, 6),
+        max_context_len=st.integers(1, 70),
+        padding_row=st.booleans(),
+        strict=st.booleans(),
+    )
+    def start(self, max_reqs: int, max_context_len: int, padding_row: bool, strict: bool) -> None:
+        self.real = make(max_reqs, max_context_len, padding_row=padding_row, strict=strict)
+        self.model = ReqToTokenPoolModel(max_reqs, max_context_len, padding_row=padding_row, strict=strict)
+        self.rows = max_reqs + padding_row
+        self.columns = max_context_len
+
+    @rule(n=st.integers(0, 7))
+    def alloc(self, n: int) -> None:
+        assert self.real.alloc(n) == self.model.alloc(n)
+
+    @rule(rows=st.lists(st.integers(-1, 8), max_size=4), one=st.booleans())
+    def free(self, rows: list[int], one: bool) -> None:
+        rows = rows[:1] if one else rows
+        given: Any = rows[0] if one and rows else rows
+        try:
+            self.model.free(rows)
+        except BadFreeError:
+            with pytest.raises(IndexOwnershipError):
+                self.real.free(given)
+        else:
+            self.real.free(given)
+
+    @precondition(lambda self: self.model.live)
+    @rule(data=st.data())
+    def free_live(self, data: st.DataObject) -> None:
+        row = data.draw(st.sampled_from(sorted(self.model.live)))
+        self.model.free([row])
+        self.real.free(row)
+
+    @rule(data=st.data())
+    def write_slice(self, data: st.DataObject) -> None:
+        row = data.draw(st.integers(0, self.rows))
+        start = data.draw(st.integers(0, self.columns))
+        stop = data.draw(st.integers(start, self.columns + 1))
+        values = data.draw(
+            st.lists(st.integers(-(2**31), 2**31 - 1), min_size=stop - start, max_size=stop - start)
+        )
+        if row == self.rows or stop > self.columns:
+            with pytest.raises(IndexError):
+                self.real.write((row, slice(start, stop)), values)
+        else:
+            self.model.write([(row, column) for column in range(start, stop)], values)
+            self.real.write((row, slice(start, stop)), torch.tensor(values, dtype=torch.int32))
+
+    @rule(data=st.data())
+    def write_cells(self, data: st.DataObject) -> None:
+        cell = st.tuples(st.integers(0, self.rows - 1), st.integers(0, self.columns - 1))
+        cells = data.draw(st.lists(cell, max_size=10, unique=True))
+        values = data.draw(st.lists(st.integers(0, 10**6), min_size=len(cells), max_size=len(cells)))
+        rows = torch.tensor([row for row, _ in cells], dtype=torch.int64)
+        columns = torch.tensor([column for _, column in cells], dtype=torch.int32)
+        self.model.write(cells, values)
+        self.real.write((rows, columns), values)
+
+    @rule(data=st.data(), value=st.integers(0, 10**6))
+    def write_cell(self, data: st.DataObject, value: int) -> None:
+        row = data.draw(st.integers(-1, self.rows))
+        column = data.draw(st.integers(-1, self.columns))
+        if 0 <= row < self.rows and 0 <= column < self.columns:
+            self.model.write([(row, column)], [value])
+            self.real.write((row, column), value)
+        else:
+            with pytest.raises(IndexError):
+                self.real.write((row, column), value)
+
+    @rule(data=st.data(), value=st.integers(0, 10**6))
+    def others_write(self, data: st.DataObject, value: int) -> None:
+        row = data.draw(st.integers(0, self.rows - 1))
+        column = data.draw(st.integers(0, self.columns - 1))
+        self.real.req_to_token[row, column] = value
+        self.real.mark_modified([row])
+        self.model.write([(row, column)], [value])
+
+    @rule(data=st.data())
+    def read(self, data: st.DataObject) -> None:
+        row = data.draw(st.integers(0, self.rows - 1))
+        length = data.draw(st.integers(0, self.columns))
+        assert self.real.read(row, length).tolist() == self.model.table[row][:length]
+
+    @rule()
+    def wrong_types(self) -> None:
+        with pytest.raises(TypeError):
+            self.real.write((0.0, 0), 1)
+        with pytest.raises(ConfigError):
+            self.real.alloc(-1)
+
+    @rule(sure=st.integers(0, 5))
+    def clear(self, sure: int) -> None:
+        if sure == 0:
+            self.real.clear()
+            self.model.clear()
+
+    @invariant()
+    def same(self) -> None:
+        if not hasattr(self, "real"):
+            return
+        stats = self.real.stats()
+        assert stats["available"] + stats["in_use"] == stats["capacity"] == self.model.max_reqs
+        assert stats["available"] == self.real.available_size() == len(self.model.free_rows)
+        assert stats["dropped_frees"] == self.model.dropped_frees
+        assert self.real.req_to_token.tolist() == self.model.table
+
+
+TestTableHistory = TableHistory.TestCase

@@ -1,0 +1,212 @@
+"""Threads: calls are atomic, no slot is in two hands, totals stay right, and long copies let others run."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+import kvpool
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+THREADS = 8
+
+
+def together(work: Callable[[int], None]) -> None:
+    """Runs `work(0)` to `work(7)` at once, and raises what any of them raised."""
+    barrier = threading.Barrier(THREADS)
+
+    def start(number: int) -> None:
+        barrier.wait()
+        work(number)
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        for future in [pool.submit(start, number) for number in range(THREADS)]:
+            future.result()
+
+
+@pytest.mark.parametrize("need_sort", [True, False])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_one_allocator(page_size: int, need_sort: bool) -> None:
+    allocator = kvpool.TokenToKVPoolAllocator(2048, "cpu", page_size, need_sort, strict=True)
+    owner: dict[int, int] = {}
+    lock = threading.Lock()
+
+    def work(number: int) -> None:
+        choose = random.Random(number)  # noqa: S311
+        held: list[torch.Tensor] = []
+        for _ in range(300):
+            slots = allocator.alloc(choose.randrange(1, 120), contiguous=choose.random() < 0.2)
+            if slots is not None:
+                pages = {slot // page_size for slot in slots.tolist()}
+                with lock:
+                    assert not pages & owner.keys()
+                    owner.update(dict.fromkeys(pages, number))
+                held.append(slots)
+            if held and (slots is None or choose.random() < 0.5):
+                given = held.pop(choose.randrange(len(held)))
+                with lock:
+                    for page in {slot // page_size for slot in given.tolist()}:
+                        assert owner.pop(page) == number
+                allocator.free(given)
+        for given in held:
+            with lock:
+                for page in {slot // page_size for slot in given.tolist()}:
+                    assert owner.pop(page) == number
+            allocator.free(given)
+
+    together(work)
+    allocator.verify()
+    stats = allocator.stats()
+    assert allocator.available_size() == 2048
+    assert (stats["in_use"], stats["dropped_frees"]) == (0, 0)
+
+
+def test_each_slot_is_freed_once_however_many_threads_try() -> None:
+    allocator = kvpool.TokenToKVPoolAllocator(4096, "cpu")
+    slots = allocator.alloc(4096)
+    assert slots is not None
+    pieces = slots.view(64, 64)
+
+    def work(number: int) -> None:
+        for i in range(64):
+            allocator.free(pieces[(i + number) % 64])
+
+    together(work)
+    assert allocator.available_size() == 4096
+    assert allocator.stats()["dropped_frees"] == 7 * 4096
+    allocator.verify()
+
+
+def test_readers_see_whole_operations() -> None:
+    allocator = kvpool.TokenToKVPoolAllocator(1024, "cpu", 4)
+
+    def work(number: int) -> None:
+        for i in range(200):
+            if number % 2:
+                stats = allocator.stats()
+                assert stats["available"] + stats["in_use"] == stats["capacity"]
+                assert stats["free"] + stats["released"] == stats["available"]
+                allocator.verify()
+                assert len(allocator.free_slots) <= 256
+            else:
+                slots = allocator.alloc(1 + i % 100)
+                if slots is not None:
+                    allocator.free(slots)
+
+    together(work)
+    assert allocator.available_size() == 1024
+
+
+def test_one_table() -> None:
+    table = kvpool.ReqToTokenPool(16, 64, "cpu", strict=True)
+
+    def work(number: int) -> None:
+        choose = random.Random(number)  # noqa: S311
+        for i in range(300):
+            rows = table.alloc(choose.randrange(1, 4))
+            if rows is None:
+                continue
+            mark = number * 1000 + i + 1
+            for row in rows:
+                assert not table.read(row, 64).any()
+                table.write((row, slice(0, 64)), mark)
+                table.write((torch.tensor([row, row]), torch.tensor([3, 5])), torch.tensor([mark, mark]))
+            for row in rows:
+                assert table.read(row, 64).eq(mark).all()
+            table.free(rows)
+
+    together(work)
+    assert table.available_size() == 16
+    assert not table.req_to_token.any()
+    assert table.stats()["dropped_frees"] == 0
+
+
+def test_one_kv_pool() -> None:
+    pool = kvpool.KVPool(8 * 256, 2, 2, 32, "cpu", torch.bfloat16)
+
+    def work(number: int) -> None:
+        indices = torch.arange(1 + number * 256, 1 + (number + 1) * 256)
+        for i in range(40):
+            mark = float(number * 16 + i % 16)
+            k = torch.full((256, 3, 2, 32), mark)[:, 1]
+            pool.set_kv_buffer(i % 2, indices, k, -k)
+            found_k, found_v = pool.gather_kv(i % 2, indices)
+            assert found_k.eq(mark).all()
+            assert found_v.eq(-mark).all()
+            pool.move_kv(indices, indices.flip(0))
+
+    together(work)
+
+
+def test_one_gdn_pool() -> None:
+    pool = kvpool.GDNPool(8, 2, 2, 16, 16, 16, 4, "cpu", torch.float32, 4)
+
+    def work(number: int) -> None:
+        slot = number + 1
+        for i in range(100):
+            pool.recurrent_state[:, slot] = float(i + 1)
+            track = pool.alloc_track_slot()
+            if track is not None:
+                pool.copy_states(slot, track)
+                pool.reset_states([slot])
+                assert not pool.recurrent_state[:, slot].any()
+                assert pool.recurrent_state[:, track].eq(i + 1).all()
+                pool.free_track_slot(track)
+
+    together(work)
+    stats = pool.stats()
+    assert (stats["available"], stats["dropped_frees"]) == (4, 0)
+
+
+def test_tensors_may_be_dropped_by_another_thread() -> None:
+    allocator = kvpool.TokenToKVPoolAllocator(4096, "cpu")
+    buffers = [kvpool.KVPool(100, 1, 1, 4, "cpu", torch.float32).k_buffer[0] for _ in range(THREADS)]
+    slots = [allocator.alloc(100) for _ in range(THREADS)]
+
+    def work(number: int) -> None:
+        assert buffers[number].sum() == 0
+        buffers[number] = torch.empty(0)
+        slots[number] = None
+
+    together(work)
+    assert allocator.stats()["in_use"] == 100 * THREADS
+
+
+def test_long_copies_let_other_threads_run() -> None:
+    tokens = 60_000
+    pool = kvpool.KVPool(tokens, 1, 8, 32, "cpu", torch.float8_e4m3fn)
+    indices, k = torch.arange(1, tokens + 1), torch.ones(tokens, 8, 32)
+    threads, interval = kvpool.get_num_threads(), sys.getswitchinterval()
+    running, done = threading.Event(), threading.Event()
+    turns = 0
+
+    def copy() -> None:
+        running.set()
+        pool.set_kv_buffer(0, indices, k, k)
+        done.set()
+
+    thread = threading.Thread(target=copy)
+    try:
+        kvpool.set_num_threads(1)
+        # Python itself takes the GIL away from nobody now: only who gives it up lets others run.
+        sys.setswitchinterval(1000)
+        thread.start()
+        running.wait()
+        while not done.is_set():
+            turns += 1
+            time.sleep(0)
+        thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+        kvpool.set_num_threads(threads)
+    assert turns > 0
+    assert pool.k_buffer[0].view(torch.uint8).eq(0x38).sum() == tokens * 256

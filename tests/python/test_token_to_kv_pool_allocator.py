@@ -1,0 +1,1384 @@
+"""TokenToKVPoolAllocator: order, ownership, pages, batches, groups, fences, misuse, and random histories."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from models import BadBatchError, BadFreeError, Fence, TokenToKVPoolAllocatorModel
+
+import kvpool
+from kvpool import ConfigError, IndexOwnershipError, TokenToKVPoolAllocator
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+T = TypeVar("T")
+PAGE_SIZES = [1, 4, 16]
+
+
+def make(
+    size: int = 64, page_size: int = 1, need_sort: bool = True, *, strict: bool = False
+) -> TokenToKVPoolAllocator:
+    return TokenToKVPoolAllocator(size, "cpu", page_size, need_sort, strict=strict)
+
+
+def some(value: T | None) -> T:
+    assert value is not None
+    return value
+
+
+def take(allocator: TokenToKVPoolAllocator, n: int, *, contiguous: bool = False) -> list[int]:
+    slots: list[int] = some(allocator.alloc(n, contiguous=contiguous)).tolist()
+    return slots
+
+
+def allocated(allocator: TokenToKVPoolAllocator, indices: Any) -> list[bool]:  # noqa: ANN401
+    answer = allocator.is_allocated(indices)
+    assert answer.dtype is torch.bool
+    assert answer.dim() == 1
+    answers: list[bool] = answer.tolist()
+    return answers
+
+
+def snapshot(allocator: TokenToKVPoolAllocator) -> dict[str, Any]:
+    """Everything that can be seen from outside."""
+    return {
+        "free": allocator.free_slots.tolist(),
+        "released": allocator.release_slots.tolist(),
+        "available": allocator.available_size(),
+        **allocator.stats(),
+    }
+
+
+def assert_consistent(allocator: TokenToKVPoolAllocator) -> None:
+    stats = allocator.stats()
+    assert stats["available"] + stats["in_use"] == stats["capacity"]
+    assert stats["available"] == allocator.available_size()
+    allocator.verify()
+
+
+# Construction
+
+
+def test_signature_and_defaults() -> None:
+    parameters = inspect.signature(TokenToKVPoolAllocator).parameters
+    assert list(parameters) == ["size", "device", "page_size", "need_sort", "strict"]
+    assert parameters["device"].default == "cuda"
+    assert parameters["strict"].kind is inspect.Parameter.KEYWORD_ONLY
+    allocator = TokenToKVPoolAllocator(64, device="cpu")
+    assert (allocator.size, allocator.page_size, allocator.need_sort, allocator.strict) == (
+        64,
+        1,
+        True,
+        False,
+    )
+    assert allocator.device == "cpu"
+    assert allocator.available_size() == 64
+
+
+def test_attributes_are_read_only() -> None:
+    allocator = make()
+    for name in ("size", "page_size", "device", "need_sort", "strict", "free_slots", "release_slots"):
+        with pytest.raises(AttributeError):
+            setattr(allocator, name, getattr(allocator, name))
+
+
+def test_torch_device_is_a_device() -> None:
+    assert TokenToKVPoolAllocator(8, torch.device("cpu")).device == "cpu"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", torch.device("cuda"), torch.device("cuda:1"), None])
+def test_cuda_without_a_driver_says_what_was_looked_for(device: str | torch.device | None) -> None:
+    arguments = {} if device is None else {"device": device}
+    with pytest.raises(kvpool.BackendUnavailableError, match="libcuda"):
+        TokenToKVPoolAllocator(64, **arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("device", ["gpu", "cpu:x", "cuda:", "cuda:-1", "mps", ""])
+def test_unknown_device_names(device: str) -> None:
+    with pytest.raises(ConfigError):
+        TokenToKVPoolAllocator(64, device)
+
+
+@pytest.mark.parametrize("device", [3, 1.5, b"cpu", object()])
+def test_devices_of_a_wrong_type(device: object) -> None:
+    with pytest.raises(TypeError):
+        TokenToKVPoolAllocator(64, device)
+
+
+@pytest.mark.parametrize(
+    ("size", "page_size"),
+    [(0, 1), (-1, 1), (64, 0), (64, -4), (2**40, 1), (2**31, 1), (10**30, 1), (64, 10**30)],
+)
+def test_sizes_that_can_not_be(size: int, page_size: int) -> None:
+    with pytest.raises(ConfigError):
+        TokenToKVPoolAllocator(size, "cpu", page_size)
+
+
+@pytest.mark.parametrize("size", [64.0, float("nan"), "64", None])
+def test_sizes_of_a_wrong_type(size: object) -> None:
+    with pytest.raises(TypeError):
+        TokenToKVPoolAllocator(size, "cpu")  # type: ignore[arg-type]
+
+
+def test_size_that_is_no_multiple_of_the_page_size() -> None:
+    allocator = make(30, 8)
+    assert allocator.size == 30
+    assert allocator.available_size() == allocator.stats()["capacity"] == 24
+    assert take(allocator, 24) == list(range(8, 32))
+    assert allocator.alloc(1) is None
+
+
+# alloc
+
+
+@pytest.mark.parametrize("need_sort", [True, False])
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_alloc_gives_an_int32_tensor(page_size: int, need_sort: bool) -> None:
+    slots = some(make(64, page_size, need_sort).alloc(5))
+    assert type(slots) is torch.Tensor
+    assert slots.dtype is torch.int32
+    assert slots.device == torch.device("cpu")
+    assert slots.shape == (5,)
+    assert slots.is_contiguous()
+    assert slots.tolist() == list(range(page_size, page_size + 5))
+
+
+@pytest.mark.parametrize("contiguous", [True, False])
+@pytest.mark.parametrize("need_sort", [True, False])
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_alloc_of_nothing(page_size: int, need_sort: bool, contiguous: bool) -> None:
+    allocator = make(64, page_size, need_sort)
+    before = snapshot(allocator)
+    slots = some(allocator.alloc(0, contiguous=contiguous))
+    assert slots.shape == (0,)
+    assert slots.dtype is torch.int32
+    assert snapshot(allocator) == before
+
+
+@pytest.mark.parametrize("need_sort", [True, False])
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_alloc_to_the_last_slot(page_size: int, need_sort: bool) -> None:
+    allocator = make(64, page_size, need_sort)
+    slots = take(allocator, 64)
+    assert slots == list(range(page_size, 64 + page_size))
+    assert allocator.available_size() == 0
+    before = snapshot(allocator)
+    assert allocator.alloc(1) is None
+    assert snapshot(allocator) == before
+    assert take(allocator, 0) == []
+
+
+@pytest.mark.parametrize("contiguous", [True, False])
+@pytest.mark.parametrize("need", [65, 2**31 - 1, 2**31, 2**63, 2**64, 10**30])
+@pytest.mark.parametrize("need_sort", [True, False])
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_short_is_none_and_changes_nothing(
+    page_size: int, need_sort: bool, need: int, contiguous: bool
+) -> None:
+    allocator = make(64, page_size, need_sort)
+    before = snapshot(allocator)
+    assert allocator.alloc(need, contiguous=contiguous) is None
+    assert snapshot(allocator) == before
+
+
+@pytest.mark.parametrize("need", [-1, -(2**31), -(10**30)])
+def test_negative_counts(need: int) -> None:
+    allocator = make()
+    before = snapshot(allocator)
+    with pytest.raises(ValueError, match=str(need)):
+        allocator.alloc(need)
+    with pytest.raises(ConfigError):
+        allocator.alloc(need, contiguous=True)
+    assert snapshot(allocator) == before
+
+
+@pytest.mark.parametrize("need", [1.0, 1.5, float("nan"), float("inf"), "1", None, [1], np.float32(1)])
+def test_counts_of_a_wrong_type(need: object) -> None:
+    allocator = make()
+    before = snapshot(allocator)
+    with pytest.raises(TypeError):
+        allocator.alloc(need)  # type: ignore[arg-type]
+    assert snapshot(allocator) == before
+
+
+def test_numpy_integer_is_a_count() -> None:
+    assert some(make().alloc(np.int64(3))).tolist() == [1, 2, 3]
+
+
+def test_contiguous_is_keyword_only() -> None:
+    with pytest.raises(TypeError):
+        make().alloc(1, True)  # type: ignore[call-arg]
+
+
+# Order
+
+
+def test_sorted_order_keeps_released_slots_apart_until_they_are_needed() -> None:
+    allocator = make(10)
+    assert take(allocator, 6) == [1, 2, 3, 4, 5, 6]
+    allocator.free([5, 2])
+    assert allocator.free_slots.tolist() == [7, 8, 9, 10]
+    assert allocator.release_slots.tolist() == [2, 5]
+    assert take(allocator, 3) == [7, 8, 9]
+    assert take(allocator, 2) == [2, 5]
+    assert allocator.free_slots.tolist() == [10]
+    assert allocator.release_slots.tolist() == []
+
+
+def test_sorted_merge_happens_also_when_it_does_not_help() -> None:
+    allocator = make(4)
+    take(allocator, 4)
+    allocator.free([3, 1])
+    assert allocator.alloc(3) is None
+    assert allocator.free_slots.tolist() == [1, 3]
+    assert allocator.release_slots.tolist() == []
+    assert allocator.available_size() == 2
+    assert_consistent(allocator)
+
+
+def test_merge_and_sort_free() -> None:
+    allocator = make(6)
+    take(allocator, 5)
+    allocator.free([4, 2])
+    assert allocator.merge_and_sort_free() is None  # type: ignore[func-returns-value]
+    assert allocator.free_slots.tolist() == [2, 4, 6]
+    assert allocator.release_slots.tolist() == []
+    assert take(allocator, 3) == [2, 4, 6]
+
+
+def test_fifo_order() -> None:
+    allocator = make(6, need_sort=False)
+    assert take(allocator, 4) == [1, 2, 3, 4]
+    allocator.free([3, 1])
+    allocator.free(torch.tensor([4, 2]))
+    assert allocator.free_slots.tolist() == [5, 6, 3, 1, 4, 2]
+    assert allocator.release_slots.tolist() == []
+    allocator.merge_and_sort_free()
+    assert take(allocator, 4) == [5, 6, 3, 1]
+    assert take(allocator, 2) == [4, 2]
+
+
+def test_paged_order() -> None:
+    allocator = make(16, 4)
+    assert allocator.free_slots.tolist() == [1, 2, 3, 4]
+    assert take(allocator, 5) == [4, 5, 6, 7, 8]
+    assert allocator.available_size() == 8
+    assert allocator.free_slots.tolist() == [3, 4]
+    allocator.free([9])
+    assert allocator.release_slots.tolist() == [2]
+    assert take(allocator, 12) == [*range(8, 20)]
+
+
+def test_paged_fifo_order() -> None:
+    allocator = make(20, 4, need_sort=False)
+    take(allocator, 16)
+    allocator.free([17, 4, 16, 5])
+    allocator.free([13])
+    assert allocator.free_slots.tolist() == [5, 1, 4, 3]
+    assert take(allocator, 6) == [20, 21, 22, 23, 4, 5]
+    assert take(allocator, 5) == [16, 17, 18, 19, 12]
+
+
+def test_slots_may_cross_any_word_boundary() -> None:
+    allocator = make(1000)
+    slots = take(allocator, 1000)
+    freed = [slot for slot in slots if slot % 7 == 3 or 510 <= slot <= 580]
+    allocator.free(freed)
+    assert take(allocator, len(freed) - 1) == freed[:-1]
+    assert take(allocator, 1) == freed[-1:]
+    assert allocator.alloc(1) is None
+
+
+# Tensors that were handed out
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_tensors_keep_their_values(page_size: int) -> None:
+    allocator = make(64, page_size)
+    held = []
+    for _ in range(200):
+        slots = some(allocator.alloc(7))
+        held.append((slots, slots.tolist()))
+        allocator.free(slots)
+    for slots, values in held:
+        assert slots.tolist() == values
+
+
+def test_writing_to_a_tensor_does_not_reach_the_allocator() -> None:
+    allocator = make(64)
+    slots = some(allocator.alloc(8))
+    slots.fill_(60)
+    assert allocated(allocator, list(range(1, 9))) == [True] * 8
+    assert take(allocator, 8) == list(range(9, 17))
+    assert_consistent(allocator)
+    allocator.free(slots)
+    assert allocator.stats()["dropped_frees"] == 8
+    allocator.free(list(range(1, 9)))
+    assert allocator.available_size() == 56
+    assert take(allocator, 56) == [*range(1, 9), *range(17, 65)]
+
+
+def test_free_believes_the_values_that_a_tensor_has_now() -> None:
+    allocator = make(64)
+    slots = some(allocator.alloc(4))
+    slots.copy_(slots.flip(0))
+    allocator.free(slots[:2])
+    assert allocated(allocator, [1, 2, 3, 4]) == [True, True, False, False]
+
+
+# free
+
+
+@pytest.mark.parametrize("need_sort", [True, False])
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_free_takes_every_form_of_indices(
+    as_index: Callable[[Sequence[int]], Any], page_size: int, need_sort: bool
+) -> None:
+    allocator = make(64, page_size, need_sort)
+    slots = take(allocator, 64)
+    allocator.free(as_index(slots[16:48]))
+    assert allocator.available_size() == 32
+    assert allocated(allocator, slots) == [not 16 <= i < 48 for i in range(64)]
+    assert allocator.stats()["dropped_frees"] == 0
+    assert_consistent(allocator)
+
+
+def test_free_takes_ranges_and_single_tensors() -> None:
+    allocator = make(16)
+    take(allocator, 16)
+    allocator.free(range(3, 9, 2))
+    allocator.free(torch.tensor(10))
+    allocator.free(torch.arange(11, 13).repeat_interleave(1).view(1, 2, 1))
+    assert allocator.release_slots.tolist() == [3, 5, 7, 10, 11, 12]
+
+
+def test_free_of_what_alloc_gave() -> None:
+    allocator = make(16)
+    slots = some(allocator.alloc(16))
+    allocator.free(slots[::3])
+    allocator.free(slots[1:3])
+    assert allocator.release_slots.tolist() == [1, 2, 3, 4, 7, 10, 13, 16]
+
+
+@pytest.mark.parametrize(
+    "nothing",
+    [
+        [],
+        (),
+        range(0),
+        torch.empty(0),
+        torch.empty(0, dtype=torch.int32),
+        torch.empty(2, 0, dtype=torch.int64),
+    ],
+    ids=["list", "tuple", "range", "default", "int32", "two_dimensions"],
+)
+def test_free_of_nothing(nothing: Any) -> None:  # noqa: ANN401
+    allocator = make(8)
+    take(allocator, 4)
+    before = snapshot(allocator)
+    if isinstance(nothing, torch.Tensor) and nothing.dtype.is_floating_point:
+        with pytest.raises(TypeError):
+            allocator.free(nothing)
+    else:
+        assert allocator.free(nothing) is None  # type: ignore[func-returns-value]
+    assert snapshot(allocator) == before
+
+
+def test_free_refuses_what_is_no_index(bad_index: Any) -> None:  # noqa: ANN401
+    allocator = make(8)
+    take(allocator, 4)
+    before = snapshot(allocator)
+    with pytest.raises(TypeError):
+        allocator.free(bad_index)
+    assert snapshot(allocator) == before
+
+
+def test_free_refuses_a_list_with_one_bad_element() -> None:
+    allocator = make(8)
+    take(allocator, 4)
+    with pytest.raises(TypeError):
+        allocator.free([1, 2.0])
+    assert allocator.available_size() == 4
+
+
+def test_free_refuses_tensors_without_values() -> None:
+    allocator = make(8)
+    take(allocator, 4)
+    with pytest.raises((TypeError, ConfigError)):
+        allocator.free(torch.tensor([1, 2], device="meta"))
+    assert allocator.available_size() == 4
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize(
+    "bad",
+    [[0], [-1], [-(2**31)], [-(2**63)], [10**6], [2**31 - 1], [2**31], [2**32 + 1], [2**63 - 1]],
+    ids=str,
+)
+def test_frees_out_of_range_are_dropped(page_size: int, bad: list[int]) -> None:
+    allocator = make(64, page_size)
+    take(allocator, 32)
+    before = snapshot(allocator)
+    allocator.free(bad)
+    allocator.free(torch.tensor(bad))
+    allocator.free(np.array(bad))
+    assert snapshot(allocator) == {**before, "dropped_frees": 3}
+    assert_consistent(allocator)
+
+
+@pytest.mark.parametrize("number", [2**64, 10**30, -(10**30)])
+def test_frees_of_integers_beyond_64_bits_are_dropped(number: int) -> None:
+    allocator = make(8)
+    take(allocator, 4)
+    allocator.free([number, 2])
+    assert allocator.release_slots.tolist() == [2]
+    assert allocator.stats()["dropped_frees"] == 1
+
+
+@pytest.mark.parametrize("need_sort", [True, False])
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_frees_of_what_is_free_are_dropped(page_size: int, need_sort: bool) -> None:
+    allocator = make(64, page_size, need_sort)
+    slots = take(allocator, 32)
+    allocator.free([slots[-1] + page_size])
+    assert allocator.stats()["dropped_frees"] == 1
+    allocator.free(slots[:16])
+    allocator.free([slots[0]])
+    assert allocator.stats()["dropped_frees"] == 2
+    assert allocator.available_size() == 48
+    assert_consistent(allocator)
+
+
+@pytest.mark.parametrize("need_sort", [True, False])
+def test_slot_named_twice_in_one_call_is_freed_once(need_sort: bool) -> None:
+    allocator = make(8, need_sort=need_sort)
+    take(allocator, 8)
+    allocator.free([3, 5, 3, 3])
+    assert allocator.stats()["dropped_frees"] == 2
+    assert allocator.available_size() == 2
+    assert take(allocator, 2) == [3, 5]
+    assert allocator.alloc(1) is None
+
+
+@pytest.mark.parametrize("need_sort", [True, False])
+def test_page_named_twice_in_one_call_is_freed_once(need_sort: bool) -> None:
+    allocator = make(64, 16, need_sort)
+    slots = take(allocator, 64)
+    allocator.free([*slots[16:32], slots[17], *slots[16:20], slots[50]])
+    assert allocator.available_size() == 32
+    assert allocator.stats()["dropped_frees"] == 0
+    assert take(allocator, 32) == [*slots[16:32], *slots[48:]]
+
+
+def test_bad_frees_do_not_stop_the_good_ones() -> None:
+    allocator = make(16)
+    take(allocator, 8)
+    allocator.free([0, 2, -1, 99, 4, 2, 12])
+    assert allocator.release_slots.tolist() == [2, 4]
+    assert allocator.stats()["dropped_frees"] == 5
+
+
+def test_no_slot_in_two_hands_after_a_double_free() -> None:
+    allocator = make(4)
+    first = some(allocator.alloc(4))
+    allocator.free(first)
+    allocator.free(first)
+    again = take(allocator, 4)
+    assert sorted(again) == [1, 2, 3, 4]
+    assert allocator.alloc(1) is None
+
+
+def test_first_bad_free_is_a_warning_and_later_ones_are_not(caplog: pytest.LogCaptureFixture) -> None:
+    allocator = make(16)
+    take(allocator, 8)
+    with caplog.at_level(logging.DEBUG, logger="kvpool"):
+        allocator.free([3, 77])
+        allocator.free([3])
+        allocator.free([0, 88])
+    records = [record for record in caplog.records if record.name.split(".")[0] == "kvpool"]
+    assert [record.levelno for record in records if record.levelno >= logging.WARNING] == [logging.WARNING]
+    assert records[0].levelno == logging.WARNING
+    assert "77" in records[0].getMessage()
+    assert all(record.levelno == logging.DEBUG for record in records[1:])
+
+
+def test_each_allocator_warns_for_itself(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="kvpool"):
+        for _ in range(2):
+            make(4).free([1])
+    assert len(caplog.records) == 2
+
+
+def test_good_frees_are_silent(caplog: pytest.LogCaptureFixture) -> None:
+    allocator = make(4)
+    with caplog.at_level(logging.INFO, logger="kvpool"):
+        allocator.free(some(allocator.alloc(4)))
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("need_sort", [True, False])
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("bad", [0, -1, 10**6, "free", "never"])
+def test_strict_raises_before_anything_is_changed(bad: int | str, page_size: int, need_sort: bool) -> None:
+    allocator = make(64, page_size, need_sort, strict=True)
+    assert allocator.strict
+    slots = take(allocator, 48)
+    allocator.free(slots[:16])
+    wrong = {"free": slots[0], "never": slots[-1] + page_size}.get(str(bad), bad)
+    assert isinstance(wrong, int)
+    before = snapshot(allocator)
+    with pytest.raises(IndexOwnershipError, match=str(wrong)):
+        allocator.free([*slots[16:32], wrong])
+    assert snapshot(allocator) == before
+    allocator.free(slots[16:32])
+    assert allocator.available_size() == 48
+
+
+def test_strict_refuses_a_slot_that_is_named_twice() -> None:
+    allocator = make(8, strict=True)
+    take(allocator, 8)
+    with pytest.raises(IndexOwnershipError, match="3"):
+        allocator.free([1, 3, 3])
+    assert allocator.available_size() == 0
+
+
+def test_strict_lets_a_page_be_named_twice_in_one_call() -> None:
+    allocator = make(16, 4, strict=True)
+    slots = take(allocator, 16)
+    allocator.free(slots[:6])
+    assert allocator.available_size() == 8
+    with pytest.raises(IndexOwnershipError):
+        allocator.free(slots[6:8])
+
+
+# Contiguous runs
+
+
+def test_contiguous_takes_the_lowest_run_that_fits() -> None:
+    allocator = make(16)
+    take(allocator, 16)
+    allocator.free([2, 3, 5, 6, 7, 10, 11, 12, 13])
+    assert allocator.alloc(5, contiguous=True) is None
+    assert take(allocator, 3, contiguous=True) == [5, 6, 7]
+    assert take(allocator, 1, contiguous=True) == [2]
+    assert take(allocator, 3, contiguous=True) == [10, 11, 12]
+    assert take(allocator, 2) == [3, 13]
+
+
+def test_contiguous_prefers_what_is_free_over_what_was_released() -> None:
+    allocator = make(16)
+    take(allocator, 10)
+    allocator.free([1, 2, 3, 4])
+    assert take(allocator, 4, contiguous=True) == [11, 12, 13, 14]
+    assert take(allocator, 4, contiguous=True) == [1, 2, 3, 4]
+    assert allocator.free_slots.tolist() == [15, 16]
+
+
+def test_contiguous_joins_free_and_released() -> None:
+    allocator = make(8)
+    take(allocator, 6)
+    allocator.free([6, 5])
+    assert take(allocator, 4, contiguous=True) == [5, 6, 7, 8]
+
+
+def test_contiguous_fifo_takes_the_run_out_of_the_queue() -> None:
+    allocator = make(8, need_sort=False)
+    take(allocator, 8)
+    allocator.free([7, 3, 2, 8, 5])
+    assert take(allocator, 2, contiguous=True) == [2, 3]
+    assert allocator.free_slots.tolist() == [7, 8, 5]
+    assert allocator.alloc(3, contiguous=True) is None
+    assert take(allocator, 3) == [7, 8, 5]
+
+
+def test_contiguous_pages() -> None:
+    allocator = make(32, 4)
+    slots = take(allocator, 32)
+    allocator.free([slots[0], slots[8], slots[12], slots[28]])
+    assert allocator.alloc(9, contiguous=True) is None
+    assert take(allocator, 7, contiguous=True) == list(range(12, 19))
+    assert allocator.available_size() == 8
+
+
+def test_contiguous_over_many_words() -> None:
+    allocator = make(1024)
+    take(allocator, 1024)
+    allocator.free(range(100, 228))
+    allocator.free(range(300, 429))
+    assert take(allocator, 129, contiguous=True) == list(range(300, 429))
+    assert take(allocator, 128, contiguous=True) == list(range(100, 228))
+
+
+# runs
+
+
+@pytest.mark.parametrize(
+    ("indices", "runs"),
+    [
+        ([], []),
+        ([5], [[5, 1]]),
+        ([1, 2, 3], [[1, 3]]),
+        ([3, 2, 1], [[3, 1], [2, 1], [1, 1]]),
+        ([4, 5, 9, 10, 11, 2, 7, 8], [[4, 2], [9, 3], [2, 1], [7, 2]]),
+        ([6, 6, 7], [[6, 1], [6, 2]]),
+    ],
+)
+def test_runs(as_index: Callable[[Sequence[int]], Any], indices: list[int], runs: list[list[int]]) -> None:
+    found = make().runs(as_index(indices))
+    assert type(found) is torch.Tensor
+    assert found.dtype is torch.int32
+    assert found.shape == (len(runs), 2)
+    assert found.device == torch.device("cpu")
+    assert found.tolist() == runs
+
+
+def test_runs_refuses_what_is_no_index(bad_index: Any) -> None:  # noqa: ANN401
+    with pytest.raises(TypeError):
+        make().runs(bad_index)
+
+
+# Groups
+
+
+@pytest.mark.parametrize("need_sort", [True, False])
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_group_releases_at_its_end(page_size: int, need_sort: bool) -> None:
+    allocator = make(64, page_size, need_sort)
+    slots = take(allocator, 64)
+    allocator.free_group_begin()
+    allocator.free(slots[:16])
+    allocator.free(slots[32:48])
+    assert allocator.available_size() == 0
+    assert all(allocated(allocator, slots))
+    assert allocator.alloc(1) is None
+    allocator.free_group_end()
+    assert allocator.available_size() == 32
+    assert take(allocator, 32) == slots[:16] + slots[32:48]
+
+
+def test_groups_nest() -> None:
+    allocator = make(8)
+    take(allocator, 8)
+    allocator.free_group_begin()
+    allocator.free([1])
+    allocator.free_group_begin()
+    allocator.free([2])
+    allocator.free_group_end()
+    assert allocator.available_size() == 0
+    allocator.free([3])
+    allocator.free_group_end()
+    assert allocator.release_slots.tolist() == [1, 2, 3]
+
+
+def test_group_collects_by_value() -> None:
+    allocator = make(8)
+    slots = some(allocator.alloc(8))
+    indices = torch.tensor([2, 3])
+    array = np.array([4, 5])
+    with allocator.free_group():
+        allocator.free(indices)
+        allocator.free(array)
+        allocator.free(slots[6:])
+        indices.fill_(1)
+        array.fill(1)
+        slots.fill_(1)
+    assert allocator.release_slots.tolist() == [2, 3, 4, 5, 7, 8]
+    assert allocator.stats()["dropped_frees"] == 0
+
+
+def test_group_as_a_context_nests_with_the_methods() -> None:
+    allocator = make(8)
+    take(allocator, 8)
+    with allocator.free_group():
+        allocator.free([1])
+        with allocator.free_group():
+            allocator.free_group_begin()
+            allocator.free([2])
+            allocator.free_group_end()
+        assert allocator.available_size() == 0
+    assert allocator.available_size() == 2
+
+
+def _free_and_fail(allocator: TokenToKVPoolAllocator) -> None:
+    with allocator.free_group():
+        allocator.free([1, 2])
+        raise KeyError
+
+
+def test_group_releases_when_its_body_raises() -> None:
+    allocator = make(8)
+    take(allocator, 8)
+    with pytest.raises(KeyError):
+        _free_and_fail(allocator)
+    assert allocator.available_size() == 2
+    allocator.free([3])
+    assert allocator.available_size() == 3
+
+
+def test_group_end_without_a_begin() -> None:
+    allocator = make(8)
+    with pytest.raises(ConfigError):
+        allocator.free_group_end()
+    allocator.free_group_begin()
+    allocator.free_group_end()
+    with pytest.raises(ConfigError):
+        allocator.free_group_end()
+
+
+def test_slot_that_is_named_twice_in_a_group_is_a_double_free() -> None:
+    allocator = make(8)
+    take(allocator, 8)
+    with allocator.free_group():
+        allocator.free([1, 2])
+        allocator.free([2, 9])
+        assert allocator.stats()["dropped_frees"] == 0
+    assert allocator.available_size() == 2
+    assert allocator.stats()["dropped_frees"] == 2
+    assert_consistent(allocator)
+
+
+def test_page_that_is_named_twice_in_a_group_is_freed_once() -> None:
+    allocator = make(32, 16)
+    slots = take(allocator, 32)
+    with allocator.free_group():
+        allocator.free(slots[:3])
+        allocator.free(slots[3:9])
+    assert allocator.available_size() == 16
+    assert allocator.stats()["dropped_frees"] == 0
+
+
+def test_strict_group_raises_at_its_end_and_frees_nothing() -> None:
+    allocator = make(8, strict=True)
+    take(allocator, 8)
+    allocator.free_group_begin()
+    allocator.free([1, 2])
+    allocator.free([2])
+    before = snapshot(allocator)
+    with pytest.raises(IndexOwnershipError, match="2"):
+        allocator.free_group_end()
+    assert snapshot(allocator) == before
+    with pytest.raises(ConfigError):
+        allocator.free_group_end()
+    allocator.free([1, 2])
+    assert allocator.available_size() == 2
+
+
+def test_wrong_type_in_a_group_raises_at_once() -> None:
+    allocator = make(8)
+    take(allocator, 8)
+    allocator.free_group_begin()
+    allocator.free([1])
+    with pytest.raises(TypeError):
+        allocator.free([1.5])
+    allocator.free_group_end()
+    assert allocator.available_size() == 1
+
+
+def test_clear_ends_groups() -> None:
+    allocator = make(8)
+    take(allocator, 8)
+    allocator.free_group_begin()
+    allocator.free_group_begin()
+    allocator.free([1, 2])
+    allocator.clear()
+    assert allocator.available_size() == 8
+    with pytest.raises(ConfigError):
+        allocator.free_group_end()
+    take(allocator, 2)
+    allocator.free([1])
+    assert allocator.available_size() == 7
+    assert allocator.stats()["dropped_frees"] == 0
+
+
+# Fences
+
+
+@pytest.mark.parametrize("need_sort", [True, False])
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_fenced_slots_stay_in_use_until_the_fence_has_passed(page_size: int, need_sort: bool) -> None:
+    allocator = make(64, page_size, need_sort)
+    slots = take(allocator, 64)
+    fence = Fence()
+    assert allocator.free(slots[16:32], after=fence) is None  # type: ignore[func-returns-value]
+    assert allocator.available_size() == 0
+    assert all(allocated(allocator, slots))
+    stats = allocator.stats()
+    assert (stats["fenced"], stats["in_use"], stats["available"]) == (16, 64, 0)
+    assert allocator.alloc(1) is None
+    allocator.verify()
+    fence.done = True
+    assert allocator.available_size() == 16
+    assert allocator.stats()["fenced"] == 0
+    assert take(allocator, 16) == slots[16:32]
+
+
+@pytest.mark.parametrize("call", ["alloc", "free", "available_size", "stats", "verify"])
+def test_fences_are_polled_by_later_calls(call: str) -> None:
+    allocator = make(8)
+    take(allocator, 8)
+    fence = Fence()
+    allocator.free([1, 2], after=fence)
+    fence.done = True
+    before = fence.queries
+    arguments: dict[str, list[Any]] = {"alloc": [1], "free": [[3]]}
+    getattr(allocator, call)(*arguments.get(call, []))
+    assert fence.queries > before
+    passed = fence.queries
+    assert allocator.available_size() == {"alloc": 1, "free": 3}.get(call, 2)
+    assert fence.queries == passed
+
+
+def test_fences_pass_in_any_order() -> None:
+    allocator = make(8, need_sort=False)
+    take(allocator, 8)
+    fences = [Fence(), Fence(), Fence()]
+    for i, fence in enumerate(fences):
+        allocator.free([2 * i + 1, 2 * i + 2], after=fence)
+    fences[1].done = True
+    assert allocator.available_size() == 2
+    fences[0].done = fences[2].done = True
+    assert allocator.available_size() == 6
+    assert take(allocator, 6) == [3, 4, 1, 2, 5, 6]
+
+
+def test_second_free_of_a_fenced_slot_is_a_double_free() -> None:
+    allocator = make(8)
+    take(allocator, 8)
+    fence = Fence()
+    allocator.free([1, 2], after=fence)
+    allocator.free([2, 3])
+    assert allocator.stats()["dropped_frees"] == 1
+    allocator.free([1], after=Fence(done=True))
+    assert allocator.stats()["dropped_frees"] == 2
+    assert allocator.available_size() == 1
+    fence.done = True
+    assert allocator.available_size() == 3
+    assert_consistent(allocator)
+
+
+def test_strict_fenced_free_raises_before_anything_is_changed() -> None:
+    allocator = make(8, strict=True)
+    take(allocator, 4)
+    with pytest.raises(IndexOwnershipError, match="7"):
+        allocator.free([1, 7], after=Fence(done=True))
+    assert allocator.available_size() == 4
+    allocator.free([1], after=Fence())
+    with pytest.raises(IndexOwnershipError, match="1"):
+        allocator.free([1])
+
+
+@pytest.mark.parametrize(
+    "fence", [object(), 1, "fence", lambda: True], ids=["object", "int", "str", "function"]
+)
+def test_fence_that_can_not_be_asked(fence: Any) -> None:  # noqa: ANN401
+    allocator = make(8)
+    take(allocator, 8)
+    with pytest.raises(TypeError):
+        allocator.free([1], after=fence)
+    assert allocator.available_size() == 0
+    allocator.free([1])
+    assert allocator.stats()["dropped_frees"] == 0
+
+
+def test_fence_whose_query_is_no_method() -> None:
+    class NoFence:
+        query = True
+
+    allocator = make(8)
+    take(allocator, 8)
+    with pytest.raises(TypeError):
+        allocator.free([1], after=NoFence())  # type: ignore[arg-type]
+    assert allocator.available_size() == 0
+
+
+def test_no_fence_is_no_fence() -> None:
+    allocator = make(8)
+    take(allocator, 8)
+    allocator.free([1], after=None)
+    assert allocator.available_size() == 1
+
+
+def test_fence_that_raises_is_reported_once_and_keeps_its_slots(caplog: pytest.LogCaptureFixture) -> None:
+    class BrokenFence:
+        broken = True
+
+        def query(self) -> bool:
+            if self.broken:
+                raise OSError("lost the link")
+            return True
+
+    allocator = make(8)
+    take(allocator, 8)
+    fence = BrokenFence()
+    with caplog.at_level(logging.WARNING, logger="kvpool"):
+        allocator.free([1, 2], after=fence)
+        for _ in range(3):
+            assert allocator.available_size() == 0
+    assert len(caplog.records) == 1
+    assert allocator.stats()["in_use"] == 8
+    assert_consistent(allocator)
+
+
+def test_fence_may_call_the_allocator() -> None:
+    allocator = make(8)
+
+    class NosyFence:
+        def query(self) -> bool:
+            return allocator.stats()["in_use"] > 0
+
+    take(allocator, 8)
+    allocator.free([1, 2], after=NosyFence())
+    assert allocator.available_size() == 2
+
+
+def test_fenced_free_in_a_group() -> None:
+    allocator = make(8)
+    take(allocator, 8)
+    fence = Fence()
+    with allocator.free_group():
+        allocator.free([1, 2], after=fence)
+        allocator.free([3])
+        assert allocator.available_size() == 0
+    assert allocator.available_size() == 1
+    fence.done = True
+    assert allocator.available_size() == 3
+    assert allocator.stats()["dropped_frees"] == 0
+
+
+def test_clear_forgets_fences() -> None:
+    allocator = make(8)
+    take(allocator, 8)
+    fence = Fence()
+    allocator.free([1, 2], after=fence)
+    allocator.clear()
+    assert allocator.available_size() == 8
+    assert take(allocator, 8) == list(range(1, 9))
+    fence.done = True
+    assert allocator.available_size() == 0
+    assert_consistent(allocator)
+
+
+# Batches
+
+
+def test_extend_starts_requests_on_new_pages() -> None:
+    allocator = make(64, 4)
+    slots = some(allocator.alloc_extend([0, 0, 0], [3, 4, 5], [-1, -1, -1]))
+    assert slots.dtype is torch.int32
+    assert slots.shape == (12,)
+    assert slots.tolist() == [4, 5, 6, 8, 9, 10, 11, 12, 13, 14, 15, 16]
+    assert allocator.available_size() == 64 - 16
+
+
+def test_extend_continues_the_last_partial_page() -> None:
+    allocator = make(64, 4)
+    first = some(allocator.alloc_extend([0, 0], [2, 4], [-1, -1])).tolist()
+    assert first == [4, 5, 8, 9, 10, 11]
+    more = some(allocator.alloc_extend([2, 4], [7, 6], [5, 11]))
+    assert more.tolist() == [6, 7, 12, 13, 14, 16, 17]
+    assert allocator.available_size() == 64 - 16
+
+
+def test_extend_within_a_page_takes_nothing() -> None:
+    allocator = make(8, 4)
+    slots = take(allocator, 8)
+    before = snapshot(allocator)
+    assert some(allocator.alloc_extend([1], [4], slots[:1])).tolist() == slots[1:4]
+    assert snapshot(allocator) == before
+
+
+def test_extend_takes_every_form_of_indices(as_index: Callable[[Sequence[int]], Any]) -> None:
+    allocator = make(64, 4)
+    first = some(allocator.alloc_extend(as_index([0, 0]), as_index([2, 4]), as_index([-1, -1])))
+    more = some(allocator.alloc_extend(as_index([2, 4]), as_index([7, 6]), as_index([5, 11])))
+    assert first.tolist() + more.tolist() == [4, 5, 8, 9, 10, 11, 6, 7, 12, 13, 14, 16, 17]
+
+
+def test_extend_with_page_size_one_ignores_last_loc() -> None:
+    allocator = make(16)
+    assert some(allocator.alloc_extend([0, 7], [2, 10], [-1, 12345])).tolist() == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_extend_of_nobody(page_size: int) -> None:
+    allocator = make(64, page_size)
+    before = snapshot(allocator)
+    assert some(allocator.alloc_extend([], [], [])).shape == (0,)
+    assert some(allocator.alloc_decode([], [])).shape == (0,)
+    assert snapshot(allocator) == before
+
+
+@pytest.mark.parametrize("need_sort", [True, False])
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_extend_is_all_or_nothing(page_size: int, need_sort: bool) -> None:
+    allocator = make(64, page_size, need_sort)
+    take(allocator, 16)
+    before = snapshot(allocator)
+    assert allocator.alloc_extend([0, 0], [40, 17], [-1, -1]) is None
+    assert snapshot(allocator) == before
+    assert some(allocator.alloc_extend([0, 0], [32, 16], [-1, -1])).shape == (48,)
+
+
+def test_extend_that_is_huge_is_short() -> None:
+    allocator = make(64, 4)
+    before = snapshot(allocator)
+    assert allocator.alloc_extend([0], [65], [-1]) is None
+    assert allocator.alloc_extend([0, 0, 0], [2**31 - 1] * 3, [-1, -1, -1]) is None
+    for seq_len in (2**31, 2**62, 2**63 - 1):
+        with pytest.raises(ConfigError, match=str(seq_len)):
+            allocator.alloc_extend([0, 0], [seq_len, seq_len], [-1, -1])
+    assert snapshot(allocator) == before
+
+
+def test_extend_merges_when_it_must() -> None:
+    allocator = make(16, 4)
+    slots = take(allocator, 16)
+    allocator.free([slots[12], slots[0]])
+    assert some(allocator.alloc_extend([0], [7], [-1])).tolist() == [4, 5, 6, 7, 16, 17, 18]
+
+
+def test_decode_adds_one_token_to_each_request() -> None:
+    allocator = make(64, 4)
+    first = some(allocator.alloc_extend([0, 0], [3, 4], [-1, -1]))
+    assert first.tolist() == [4, 5, 6, 8, 9, 10, 11]
+    assert some(allocator.alloc_decode([4, 5], [6, 11])).tolist() == [7, 12]
+    assert some(allocator.alloc_decode([5, 6], torch.tensor([7, 12]))).tolist() == [16, 13]
+    assert some(allocator.alloc_decode([1], [-1])).tolist() == [20]
+
+
+def test_decode_that_is_short() -> None:
+    allocator = make(8, 4)
+    slots = take(allocator, 8)
+    before = snapshot(allocator)
+    assert allocator.alloc_decode([5, 3], [slots[3], slots[5]]) is None
+    assert snapshot(allocator) == before
+
+
+@pytest.mark.parametrize(
+    ("prefix_lens", "seq_lens", "last_loc"),
+    [
+        ([0], [1, 2], [-1, -1]),
+        ([0, 0], [1, 2], [-1]),
+        ([0, 0], [1], [-1, -1]),
+        ([-1], [1], [-1]),
+        ([0], [-1], [-1]),
+        ([5], [4], [4]),
+        ([2], [4], [6]),
+        ([2], [4], [4]),
+        ([2], [4], [-1]),
+    ],
+)
+def test_batches_that_contradict_themselves(
+    prefix_lens: list[int], seq_lens: list[int], last_loc: list[int]
+) -> None:
+    allocator = make(64, 4)
+    take(allocator, 4)
+    before = snapshot(allocator)
+    with pytest.raises(ValueError, match=r"\d"):
+        allocator.alloc_extend(prefix_lens, seq_lens, last_loc)
+    assert snapshot(allocator) == before
+
+
+@pytest.mark.parametrize(("seq_lens", "last_loc"), [([0], [4]), ([1, 2], [4]), ([-3], [4]), ([3], [4])])
+def test_decodes_that_contradict_themselves(seq_lens: list[int], last_loc: list[int]) -> None:
+    allocator = make(64, 4)
+    take(allocator, 4)
+    before = snapshot(allocator)
+    with pytest.raises(ConfigError):
+        allocator.alloc_decode(seq_lens, last_loc)
+    assert snapshot(allocator) == before
+
+
+@pytest.mark.parametrize("last_loc", [9, 1, 401, 2**31 - 3])
+def test_extend_from_a_page_that_is_not_allocated(last_loc: int) -> None:
+    allocator = make(64, 4)
+    take(allocator, 4)
+    before = snapshot(allocator)
+    with pytest.raises(IndexOwnershipError):
+        allocator.alloc_extend([0, 2], [3, 4], [-1, last_loc])
+    assert snapshot(allocator) == before
+
+
+def test_two_requests_can_not_continue_one_page() -> None:
+    allocator = make(64, 4)
+    take(allocator, 4)
+    before = snapshot(allocator)
+    with pytest.raises(IndexOwnershipError):
+        allocator.alloc_extend([2, 2], [3, 3], [5, 5])
+    assert snapshot(allocator) == before
+
+
+def test_extend_refuses_what_is_no_index(bad_index: Any) -> None:  # noqa: ANN401
+    allocator = make(64, 4)
+    for arguments in (
+        (bad_index, [3, 3], [-1, -1]),
+        ([0, 0], bad_index, [-1, -1]),
+        ([0, 0], [3, 3], bad_index),
+    ):
+        with pytest.raises(TypeError):
+            allocator.alloc_extend(*arguments)
+    with pytest.raises(TypeError):
+        allocator.alloc_decode(bad_index, [-1, -1])
+    assert allocator.available_size() == 64
+
+
+# Questions
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_is_allocated(as_index: Callable[[Sequence[int]], Any], page_size: int) -> None:
+    allocator = make(64, page_size)
+    slots = take(allocator, 32)
+    assert allocated(allocator, as_index([slots[0], slots[-1], slots[-1] + 1, 0, -1, 10**6])) == [
+        True,
+        True,
+        False,
+        False,
+        False,
+        False,
+    ]
+
+
+def test_is_allocated_knows_the_rest_of_the_last_page() -> None:
+    allocator = make(64, 16)
+    take(allocator, 1)
+    assert allocated(allocator, [15, 16, 31, 32]) == [False, True, True, False]
+
+
+def test_is_allocated_refuses_what_is_no_index(bad_index: Any) -> None:  # noqa: ANN401
+    with pytest.raises(TypeError):
+        make().is_allocated(bad_index)
+
+
+def test_stats() -> None:
+    allocator = make(64, 4)
+    assert set(allocator.stats()) >= {
+        "capacity",
+        "available",
+        "in_use",
+        "high_water",
+        "dropped_frees",
+        "free",
+        "released",
+        "fenced",
+        "page_size",
+        "size",
+        "bytes",
+    }
+    slots = take(allocator, 30)
+    allocator.free(slots[:16])
+    allocator.free(slots[16:20], after=Fence())
+    stats = allocator.stats()
+    assert type(stats) is dict
+    assert (stats["size"], stats["page_size"], stats["capacity"]) == (64, 4, 64)
+    assert (stats["available"], stats["in_use"], stats["high_water"]) == (48, 16, 32)
+    assert (stats["free"], stats["released"], stats["fenced"]) == (32, 16, 4)
+    assert stats["dropped_frees"] == 0
+    assert stats["bytes"] > 0
+
+
+def test_clear() -> None:
+    allocator = make(16)
+    held = some(allocator.alloc(10))
+    allocator.free([3])
+    assert allocator.clear() is None  # type: ignore[func-returns-value]
+    assert allocator.free_slots.tolist() == list(range(1, 17))
+    assert allocator.release_slots.tolist() == []
+    assert not any(allocated(allocator, held))
+    assert held.tolist() == list(range(1, 11))
+    assert take(allocator, 16) == list(range(1, 17))
+
+
+def test_clear_forgets_no_bad_frees() -> None:
+    allocator = make(16)
+    allocator.free([99])
+    allocator.clear()
+    assert allocator.stats()["dropped_frees"] == 1
+
+
+def test_free_slots_are_a_picture_and_not_the_pool() -> None:
+    allocator = make(8)
+    for tensor in (allocator.free_slots, allocator.release_slots):
+        assert tensor.dtype is torch.int32
+        assert tensor.device == torch.device("cpu")
+        assert tensor.dim() == 1
+        tensor.fill_(3)
+    assert take(allocator, 8) == list(range(1, 9))
+
+
+# Random histories
+
+COUNT = st.integers(0, 12)
+
+
+class AllocatorHistory(RuleBasedStateMachine):
+    """Every operation, misuse included, on the allocator and on its naive model."""
+
+    @initialize(
+        page_size=st.sampled_from([1, 1, 2, 4]),
+        pages=st.integers(1, 40),
+        rest=st.integers(0, 3),
+        need_sort=st.booleans(),
+        strict=st.booleans(),
+    )
+    def start(self, page_size: int, pages: int, rest: int, need_sort: bool, strict: bool) -> None:
+        size = pages * page_size + rest % page_size
+        self.real = make(size, page_size, need_sort, strict=strict)
+        self.model = TokenToKVPoolAllocatorModel(size, page_size, need_sort=need_sort, strict=strict)
+        self.fences: list[Fence] = []
+        self.requests: list[list[int]] = []
+
+    def agree(self, real: torch.Tensor | None, model: list[int] | None) -> None:
+        if model is None:
+            assert real is None
+        else:
+            assert some(real).tolist() == model
+            assert len(set(model)) == len(model)
+            assert all(slot >= self.model.page_size for slot in model)
+
+    def live_slots(self) -> list[int]:
+        size = self.model.page_size
+        return sorted(page * size + offset for page in self.model.live for offset in range(size))
+
+    @rule(need=COUNT, contiguous=st.booleans())
+    def alloc(self, need: int, contiguous: bool) -> None:
+        self.agree(
+            self.real.alloc(need, contiguous=contiguous), self.model.alloc(need, contiguous=contiguous)
+        )
+
+    @rule(share=st.floats(0, 1.1))
+    def alloc_much(self, share: float) -> None:
+        need = int(share * self.model.capacity)
+        self.agree(self.real.alloc(need), self.model.alloc(need))
+
+    @rule(need=st.integers(-5, -1))
+    def alloc_negative(self, need: int) -> None:
+        with pytest.raises(ConfigError):
+            self.real.alloc(need)
+
+    def free_both(self, slots: list[int], given: Any, fence: Fence | None) -> None:  # noqa: ANN401
+        try:
+            self.model.free(slots, fence)
+        except BadFreeError:
+            with pytest.raises(IndexOwnershipError):
+                self.real.free(given, after=fence)
+        else:
+            self.real.free(given, after=fence)
+
+    @precondition(lambda self: self.model.live)
+    @rule(data=st.data(), fenced=st.booleans(), kind=st.sampled_from(["list", "int32", "int64", "numpy"]))
+    def free(self, data: st.DataObject, fenced: bool, kind: str) -> None:
+        slots = data.draw(st.lists(st.sampled_from(self.live_slots()), min_size=1, max_size=20, unique=True))
+        fence = None
+        if fenced and not self.model.group_depth:
+            fence = Fence()
+            self.fences.append(fence)
+        forms: dict[str, Any] = {
+            "list": slots,
+            "int32": torch.tensor(slots, dtype=torch.int32),
+            "int64": torch.tensor(slots),
+            "numpy": np.array(slots),
+        }
+        self.free_both(slots, forms[kind], fence)
+
+    @rule(slots=st.lists(st.integers(-3, 180), max_size=8))
+    def free_anything(self, slots: list[int]) -> None:
+        self.free_both(slots, slots, None)
+
+    @rule(share=st.floats(0, 1))
+    def free_much(self, share: float) -> None:
+        slots = self.live_slots()
+        slots = slots[: int(share * len(slots))][::-1]
+        self.free_both(slots, slots, None)
+
+    @precondition(lambda self: self.fences)
+    @rule(data=st.data())
+    def fence_passes(self, data: st.DataObject) -> None:
+        data.draw(st.sampled_from(self.fences)).done = True
+
+    @rule()
+    def group_begin(self) -> None:
+        self.real.free_group_begin()
+        self.model.free_group_begin()
+
+    @rule()
+    def group_end(self) -> None:
+        if not self.model.group_depth:
+            with pytest.raises(ConfigError):
+                self.real.free_group_end()
+            return
+        try:
+            self.model.free_group_end()
+        except BadFreeError:
+            with pytest.raises(IndexOwnershipError):
+                self.real.free_group_end()
+        else:
+            self.real.free_group_end()
+
+    @rule()
+    def merge(self) -> None:
+        self.real.merge_and_sort_free()
+        self.model.merge_and_sort_free()
+
+    @rule(data=st.data())
+    def extend(self, data: st.DataObject) -> None:
+        size = self.model.page_size
+        batch = data.draw(st.integers(0, 3))
+        prefix_lens, seq_lens, last_loc = [], [], []
+        for _ in range(batch):
+            prefix = data.draw(st.integers(0, 9))
+            candidates = [slot for slot in self.live_slots() if (slot + 1) % size == prefix % size]
+            if prefix % size and candidates:
+                last_loc.append(data.draw(st.sampled_from(candidates)))
+            else:
+                last_loc.append(data.draw(st.integers(-1, 90)))
+            prefix_lens.append(prefix)
+            seq_lens.append(prefix + data.draw(st.integers(1, 9)))
+        try:
+            expected = self.model.alloc_extend(prefix_lens, seq_lens, last_loc)
+        except (BadBatchError, BadFreeError):
+            with pytest.raises(ValueError, match=r"\d"):
+                self.real.alloc_extend(prefix_lens, seq_lens, last_loc)
+        else:
+            self.agree(self.real.alloc_extend(prefix_lens, seq_lens, last_loc), expected)
+
+    @rule()
+    def wrong_types(self) -> None:
+        with pytest.raises(TypeError):
+            self.real.alloc(1.0)  # type: ignore[arg-type]
+        with pytest.raises(TypeError):
+            self.real.free([1.0])
+
+    @rule(sure=st.integers(0, 5))
+    def clear(self, sure: int) -> None:
+        if sure == 0:
+            self.real.clear()
+            self.model.clear()
+
+    @invariant()
+    def same(self) -> None:
+        if not hasattr(self, "real"):
+            return
+        assert self.real.available_size() == self.model.available_size()
+        stats = self.real.stats()
+        assert stats["available"] + stats["in_use"] == stats["capacity"] == self.model.capacity
+        assert stats["in_use"] == self.model.in_use
+        assert stats["dropped_frees"] == self.model.dropped_frees
+        assert stats["high_water"] == self.model.high_water
+        assert self.real.free_slots.tolist() == self.model.free_pages
+        assert self.real.release_slots.tolist() == self.model.released_pages
+        everything = list(range(-2, (self.model.num_pages + 2) * self.model.page_size))
+        assert allocated(self.real, everything) == [self.model.is_allocated(slot) for slot in everything]
+        self.real.verify()
+
+
+TestAllocatorHistory = AllocatorHistory.TestCase
