@@ -1,0 +1,21 @@
+"""The command `kvpool`, also started by `python -m kvpool`."""
+
+import importlib.util
+import sys
+
+TOOL_MODULES = ("matplotlib", "numpy", "rich", "torch", "typer")
+
+
+def main() -> None:
+    """Runs the command line, or exits with status 1 and one line on stderr when an extra is not installed."""
+    missing = [name for name in TOOL_MODULES if importlib.util.find_spec(name) is None]
+    if missing:
+        sys.stderr.write(f"kvpool: {', '.join(missing)} not found; run: pip install 'kvpool[tools]'\n")
+        sys.exit(1)
+    from kvpool.tools.cli import app  # noqa: PLC0415 - needs the modules looked for above
+
+    app(prog_name="kvpool")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,481 @@
+"""`kvpool replay`: the scheduler over the pools, its checks, and the command."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from kvpool import __main__ as entry
+from kvpool.errors import ConfigError, KvPoolError
+from kvpool.tools import replay as replay_module
+from kvpool.tools.cli import app
+from kvpool.tools.replay import (
+    OPERATIONS,
+    Replay,
+    ReplayConfig,
+    ReplayError,
+    ReplayResult,
+    TokenRows,
+    VerificationError,
+    suggest_pool_size,
+)
+from kvpool.tools.report import as_json
+from kvpool.tools.traces import Trace, read_trace, synthetic_trace
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+TRACES = Path(__file__).parents[3] / "shared" / "traces"
+AZURE = TRACES / "azure" / "AzureLLMInferenceTrace_conv.csv"
+MOONCAKE = TRACES / "mooncake" / "conversation_trace.jsonl"
+
+
+def trace_of(*requests: tuple[float, int, int]) -> Trace:
+    """A trace of (arrival in s, input length, output length)."""
+    arrival_s, inputs, outputs = zip(*requests, strict=True)
+    return Trace("test", np.array(arrival_s, dtype=np.float64), np.array(inputs), np.array(outputs))
+
+
+def run(trace: Trace, **options: Any) -> ReplayResult:  # noqa: ANN401 - ReplayConfig's fields
+    return Replay(trace, ReplayConfig(**options)).run()
+
+
+def small_trace() -> Trace:
+    """Eight requests that together need 3 times the 128 slots they are given."""
+    return trace_of(*((0.01 * i, 5 + 7 * i % 40, 10 + 11 * i % 30) for i in range(8)))
+
+
+@pytest.mark.parametrize("need_sort", [True, False])
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("kv", [True, False])
+def test_a_short_pool_retracts_and_finishes_everything(page_size: int, need_sort: bool, kv: bool) -> None:
+    trace = synthetic_trace(120, 3)
+    result = run(trace, pool_size=20_000, page_size=page_size, need_sort=need_sort, kv=kv, speed_up=4.0)
+    counts = result.counts
+    assert counts.retractions > 0
+    assert counts.finished == 120
+    assert counts.rejected == 0
+    assert counts.admissions == counts.finished + counts.retractions
+    assert counts.decoded_tokens == trace.output_lens.sum()
+    assert counts.prefilled_tokens > trace.input_lens.sum()
+    assert 0.9 * result.capacity < counts.peak_in_use <= result.capacity
+    assert (counts.verified_tokens >= trace.total_lens.sum()) == kv
+
+
+@pytest.mark.parametrize("dtype", replay_module.DTYPES)
+@pytest.mark.parametrize(("heads", "head_dim"), [(2, 16), (1, 1), (3, 5)])
+def test_rows_survive_in_every_dtype(dtype: str, heads: int, head_dim: int) -> None:
+    trace = small_trace()
+    result = run(trace, pool_size=128, dtype=dtype, heads=heads, head_dim=head_dim, layers=3)
+    assert result.counts.verified_tokens >= trace.total_lens.sum()
+    assert result.counts.retractions > 0
+
+
+def test_the_counts_of_one_request_are_exact() -> None:
+    result = run(trace_of((0.0, 1_700, 5)), prefill_budget=800, step_ms=10.0, pool_size=1_705)
+    assert dataclasses.asdict(result.counts) == {
+        "requests": 1,
+        "rejected": 0,
+        "admissions": 1,
+        "finished": 1,
+        "retractions": 0,
+        "prefilled_tokens": 1_700,
+        "decoded_tokens": 5,
+        "verified_tokens": 1_705,
+        "steps": 7,
+        "peak_in_use": 1_705,
+        "peak_running": 1,
+    }
+    assert result.counts.operations == 7
+    assert result.virtual_s == pytest.approx(0.07)
+    calls = {name: len(samples) for name, samples in result.samples.items()}
+    assert calls == {
+        "alloc": 6,
+        "free": 1,
+        "alloc_row": 1,
+        "free_row": 1,
+        "write": 6,
+        "read": 1,
+        "set_kv": 2 * (3 + 5),
+        "gather": 2,
+    }
+    assert result.occupancy.in_use.tolist() == [1_700, 1_700, 1_701, 1_702, 1_703, 1_704, 1_705]
+
+
+def test_a_request_without_output_ends_after_its_prefill() -> None:
+    result = run(trace_of((0.0, 10, 0), (0.0, 20, 1)), pool_size=21)
+    assert result.counts.finished == 2
+    assert result.counts.decoded_tokens == 1
+
+
+def test_the_clock_skips_idle_time() -> None:
+    result = run(trace_of((0.0, 4, 2), (1_000.0, 4, 2)), speed_up=2.0)
+    assert result.counts.steps == 4
+    assert result.virtual_s == pytest.approx(500.08)
+
+
+def test_the_youngest_is_retracted_and_goes_first() -> None:
+    """Two requests fill the pool; the younger gives way, and is admitted again ahead of the third."""
+    trace = trace_of((0.0, 10, 10), (0.0, 10, 10), (0.0, 10, 1))
+    batches: list[list[int]] = []
+
+    def watch(state: Replay) -> None:
+        batch = [request.index for request in state._batch.requests]
+        if batch not in batches:
+            batches.append(batch)
+
+    result = Replay(trace, ReplayConfig(pool_size=26)).run(watch)
+    assert result.counts.retractions == 1
+    assert batches == [[0, 1], [0], [1, 2], [1]]
+
+
+def test_a_request_is_retracted_in_the_middle_of_its_prefill() -> None:
+    result = run(trace_of((0.0, 10, 40), (0.0, 60, 1)), pool_size=80, prefill_budget=3)
+    counts = result.counts
+    assert counts.retractions == 1
+    assert 10 + 60 < counts.prefilled_tokens < 10 + 60 + 60
+    assert counts.verified_tokens == counts.prefilled_tokens + counts.decoded_tokens
+
+
+@pytest.mark.parametrize(
+    ("options", "rejected"),
+    [
+        ({"pool_size": 100}, 2),
+        ({"pool_size": 95, "page_size": 16}, 3),
+        ({"pool_size": 1_000, "max_context": 99}, 3),
+        ({"pool_size": 1_000, "max_context": 100}, 2),
+        ({"max_context": 1}, 4),
+    ],
+)
+def test_what_can_never_fit_is_rejected(options: dict[str, int], rejected: int) -> None:
+    trace = trace_of((0.0, 90, 10), (0.0, 91, 10), (0.0, 5, 5), (0.0, 500, 1))
+    counts = run(trace, **options).counts
+    assert counts.rejected == rejected
+    assert counts.finished == 4 - rejected
+
+
+def test_max_running_is_kept() -> None:
+    result = run(synthetic_trace(40, 0), max_running=3, speed_up=100.0, kv=False)
+    assert result.counts.peak_running == 3
+    assert result.occupancy.running.max() == 3
+
+
+def test_the_same_options_give_the_same_run() -> None:
+    def outcome(seed: int) -> dict[str, Any]:
+        plain = as_json(run(synthetic_trace(60, seed), speed_up=8.0, seed=seed))
+        del plain["timing"]
+        return plain
+
+    assert outcome(1) == outcome(1)
+    assert outcome(1) != outcome(2)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_the_default_pool_is_half_of_an_unlimited_ones_peak(page_size: int) -> None:
+    trace = synthetic_trace(300, 5)
+    config = ReplayConfig(kv=False, page_size=page_size)
+    unlimited = Replay(trace, dataclasses.replace(config, pool_size=1_000_000)).run()
+    assert suggest_pool_size(trace, config) == pytest.approx(0.5 * unlimited.counts.peak_in_use, rel=0.03)
+    result = Replay(trace, config).run()
+    assert result.counts.rejected == 0
+    assert result.counts.retractions > 0
+
+
+def test_the_default_pool_holds_the_longest_request() -> None:
+    assert suggest_pool_size(trace_of((0.0, 5, 5), (9.0, 100, 3)), ReplayConfig(page_size=8)) == 104
+    assert suggest_pool_size(trace_of((0.0, 5, 5), (9.0, 100, 3)), ReplayConfig()) == 103
+
+
+def test_the_default_pool_counts_no_more_than_max_running() -> None:
+    trace = synthetic_trace(300, 5)
+    limit = int(np.sort(trace.total_lens)[-2:].sum())
+    assert suggest_pool_size(trace, ReplayConfig(max_running=2)) <= limit
+
+
+def corrupt_when(step: int, change: Callable[[Replay], object]) -> Callable[[Replay], None]:
+    def on_step(state: Replay) -> None:
+        if state.counts.steps == step:
+            change(state)
+
+    return on_step
+
+
+@pytest.mark.parametrize("part", ["K", "V"])
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "uint8", "float32"])
+def test_one_wrong_element_is_found_and_named(part: str, page_size: int, dtype: str) -> None:
+    trace = trace_of((0.0, 30, 10), (0.0, 50, 20), (0.0, 20, 30))
+    job = Replay(trace, ReplayConfig(dtype=dtype, page_size=page_size, pool_size=320))
+    place: list[int] = []
+
+    def change(state: Replay) -> None:
+        assert state.kv is not None
+        slot = int(state.table.req_to_token[2, 17])  # row 2 belongs to request 1
+        place.append(slot)
+        buffers = state.kv.pool.k_buffer if part == "K" else state.kv.pool.v_buffer
+        raw = buffers[1].view(torch.uint8)
+        raw[slot, 1, 3] ^= 1
+
+    with pytest.raises(VerificationError) as caught:
+        job.run(corrupt_when(5, change))
+    error = caught.value
+    assert (error.request, error.position, error.layer, error.part) == (1, 17, 1, part)
+    assert error.slot == place[0]
+    assert len(error.expected) == len(error.found)
+    assert error.expected != error.found
+    assert f"request 1, position 17, layer 1, {part} in slot {place[0]}: expected 0x" in str(error)
+
+
+def test_a_wrong_table_entry_is_found_and_named() -> None:
+    """The table names another request's slot: its row is intact, but it isn't this token's."""
+
+    def change(state: Replay) -> None:
+        table = state.table.req_to_token
+        table[1, 4] = table[2, 4]
+        state.table.mark_modified([1])
+
+    job = Replay(trace_of((0.0, 30, 10), (0.0, 50, 20)), ReplayConfig(pool_size=320))
+    with pytest.raises(VerificationError, match="request 0, position 4, layer 0, K in slot"):
+        job.run(corrupt_when(3, change))
+
+
+def test_two_requests_in_one_slot_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an allocator that hands one slot out twice would do."""
+
+    def change(state: Replay) -> None:
+        own = state._alloc
+
+        def twice(count: int) -> torch.Tensor | None:
+            slots = own(count)
+            return slots if slots is None else slots[:1].repeat(count)
+
+        monkeypatch.setattr(state, "_alloc", twice)
+
+    job = Replay(trace_of((0.0, 30, 10), (0.0, 50, 20)), ReplayConfig(pool_size=320))
+    with pytest.raises(VerificationError, match="request 0, position"):
+        job.run(corrupt_when(3, change))
+
+
+def test_a_slot_that_is_not_given_back_fails_the_run() -> None:
+    job = Replay(trace_of((0.0, 30, 10)), ReplayConfig(pool_size=320))
+    with pytest.raises(ReplayError, match="2 of 320 slots were not given back"):
+        job.run(corrupt_when(2, lambda state: state.allocator.alloc(2)))
+
+
+def test_a_row_that_is_not_given_back_fails_the_run() -> None:
+    job = Replay(trace_of((0.0, 30, 10)), ReplayConfig(pool_size=320))
+    with pytest.raises(ReplayError, match="1 of 256 rows were not given back"):
+        job.run(corrupt_when(2, lambda state: state.table.alloc()))
+
+
+def test_a_dropped_free_fails_the_run() -> None:
+    job = Replay(trace_of((0.0, 30, 10)), ReplayConfig(pool_size=320))
+    with pytest.raises(ReplayError, match="1 slot frees were dropped"):
+        job.run(corrupt_when(2, lambda state: state.allocator.free([0])))
+
+
+def test_slots_that_vanish_end_the_run_instead_of_waiting_forever() -> None:
+    trace = trace_of((0.0, 30, 10), (0.0, 300, 10))
+    job = Replay(trace, ReplayConfig(pool_size=320))
+    with pytest.raises(ReplayError, match="nothing runs, but"):
+        job.run(corrupt_when(2, lambda state: state.allocator.alloc(100)))
+
+
+def test_a_lone_request_without_slots_ends_the_run() -> None:
+    job = Replay(trace_of((0.0, 30, 10)), ReplayConfig(pool_size=40))
+    with pytest.raises(ReplayError, match="request 0 runs alone, but no slot is left"):
+        job.run(corrupt_when(2, lambda state: state.allocator.alloc(8)))
+
+
+def test_every_token_layer_and_part_has_its_own_row() -> None:
+    rows = TokenRows(ReplayConfig(layers=3), 2)
+    keys = rows.keys(rows.request_keys[[0, 0, 1, 1]], torch.tensor([0, 1, 0, 1]))
+    seen = set()
+    for layer in range(3):
+        for part in (0, 1):
+            for row in rows.expected(keys, layer, part):
+                seen.add(row.numpy().tobytes())
+    assert len(seen) == 4 * 3 * 2
+
+
+def test_the_seed_changes_the_rows() -> None:
+    keys = [TokenRows(ReplayConfig(seed=seed), 4).prompt_keys(3, 0, 10).tolist() for seed in (0, 0, 1)]
+    assert keys[0] == keys[1]
+    assert keys[0] != keys[2]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"page_size": 0}, "page_size must be at least 1"),
+        ({"pool_size": 0}, "pool_size must be at least 1"),
+        ({"max_context": 0}, "max_context must be at least 1"),
+        ({"step_ms": 0.0}, "step_ms must be a positive number"),
+        ({"speed_up": float("nan")}, "speed_up must be a positive number"),
+        ({"speed_up": float("inf")}, "speed_up must be a positive number"),
+        ({"dtype": "float64"}, "dtype must be one of"),
+        ({"seed": 1 << 32}, "seed must be between 0 and"),
+    ],
+)
+def test_a_wrong_option_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ReplayConfig(**options)
+
+
+def test_an_empty_trace_is_refused() -> None:
+    with pytest.raises(ConfigError, match="holds no requests"):
+        Replay(synthetic_trace(1, 0).head(0), ReplayConfig())
+
+
+def test_errors_are_pool_errors() -> None:
+    assert issubclass(VerificationError, ReplayError)
+    assert issubclass(ReplayError, KvPoolError)
+    assert issubclass(ReplayError, RuntimeError)
+
+
+class Outcome(NamedTuple):
+    exit_code: int
+    stdout: str
+    stderr: str
+
+
+def invoke(*arguments: str) -> Outcome:
+    result = CliRunner().invoke(app, ["replay", *arguments])
+    return Outcome(result.exit_code, result.stdout, result.stderr)
+
+
+def test_the_command_prints_a_report() -> None:
+    result = invoke("--synthetic", "--requests", "50")
+    assert result.exit_code == 0, result.stderr
+    for text in ("requests finished", "50 of 50", "retractions", "peak occupancy", "p99 us", "pools' share"):
+        assert text in result.stdout
+    for name in OPERATIONS:
+        assert f" {name} " in result.stdout
+    assert result.stderr == ""
+
+
+def test_json_is_one_object() -> None:
+    result = invoke("--synthetic", "--requests", "50", "--json", "--page-size", "16", "--no-need-sort")
+    assert result.exit_code == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert result.stderr == ""
+    assert report["finished"] == 50
+    assert report["config"]["page_size"] == 16
+    assert report["config"]["need_sort"] is False
+    assert report["verified_tokens"] > 0
+    assert set(report["timing"]["calls"]) == set(OPERATIONS)
+    assert report["timing"]["calls"]["alloc"]["p99_ns"] > 0
+
+
+def test_json_without_kv_has_no_times_of_copies() -> None:
+    result = invoke("--synthetic", "--requests", "20", "--json", "--no-kv")
+    report = json.loads(result.stdout)
+    assert report["kv_bytes"] == report["verified_tokens"] == 0
+    none = {"count": 0, "median_ns": None, "p99_ns": None, "worst_ns": None, "total_ns": 0}
+    assert report["timing"]["calls"]["set_kv"] == none
+
+
+def test_the_progress_bar_is_on_stderr() -> None:
+    result = invoke("--synthetic", "--requests", "50", "--json", "--progress")
+    assert result.exit_code == 0, result.stderr
+    assert "replaying" in result.stderr
+    json.loads(result.stdout)
+
+
+@pytest.mark.parametrize("options", [[], ["--no-kv", "--page-size", "16"], ["--max-context", "1"]])
+def test_plot_writes_a_picture(tmp_path: Path, options: list[str]) -> None:
+    picture = tmp_path / "replay.png"
+    result = invoke("--synthetic", "--requests", "50", "--plot", str(picture), *options)
+    assert result.exit_code == 0, result.stderr
+    assert picture.read_bytes().startswith(b"\x89PNG\r\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["/absent/trace.csv"], "No such file or directory: '/absent/trace.csv'"),
+        ([], "give either TRACE or --synthetic"),
+        (["--synthetic", "x.csv"], "give either TRACE or --synthetic"),
+        (["--synthetic", "--dtype", "float64"], "ConfigError: dtype must be one of"),
+        (["--synthetic", "--speed-up", "0"], "ConfigError: speed_up must be a positive number"),
+        (["--synthetic", "--requests", "2", "--plot", "/absent/x.png"], "--plot: /absent is no folder"),
+        (["--synthetic", "--requests", "2", "--plot", "x.gif"], "--plot: x.gif must end in .png"),
+        (["--synthetic", "--requests", "2", "--device", "nonsense"], "nonsense"),
+    ],
+)
+def test_the_command_says_what_is_wrong_in_one_line(arguments: list[str], message: str) -> None:
+    result = invoke(*arguments)
+    assert result.exit_code == 1
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert result.stdout == ""
+
+
+def test_a_broken_trace_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "broken.jsonl"
+    path.write_text('{"timestamp": 0}\n')
+    result = invoke(str(path))
+    assert result.exit_code == 1
+    assert "broken.jsonl:1: needs an object" in result.stderr
+
+
+def test_a_failed_check_ends_with_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    def corrupt(self: replay_module.KvStore, keys: torch.Tensor, slots: torch.Tensor) -> None:
+        own_store(self, keys, slots)
+        self.pool.k_buffer[0][int(slots[-1])] = 0
+
+    own_store = replay_module.KvStore.store
+    monkeypatch.setattr(replay_module.KvStore, "store", corrupt)
+    result = invoke("--synthetic", "--requests", "3")
+    assert result.exit_code == 1
+    assert "VerificationError: request " in result.stderr
+    assert result.stdout == ""
+
+
+def test_a_missing_extra_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "rich" else find(name))
+    with pytest.raises(SystemExit) as caught:
+        entry.main()
+    assert caught.value.code == 1
+    assert capsys.readouterr().err == "kvpool: rich not found; run: pip install 'kvpool[tools]'\n"
+
+
+def test_python_m_kvpool_runs_the_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "kvpool", "replay", "--synthetic", "--requests", "5", "--json"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(done.stdout)["finished"] == 5
+
+
+@pytest.mark.parametrize(
+    ("path", "requests", "options"),
+    [
+        (AZURE, 400, {}),
+        (AZURE, 400, {"page_size": 16, "need_sort": False}),
+        (MOONCAKE, 120, {"layers": 1, "heads": 1, "head_dim": 4, "speed_up": 2.0}),
+    ],
+)
+def test_real_traces(path: Path, requests: int, options: dict[str, Any]) -> None:
+    if not path.exists():
+        pytest.skip(f"{path.name} is not beside the repository in shared/traces")
+    trace = read_trace(path).head(requests)
+    counts = run(trace, **options).counts
+    assert counts.finished == requests
+    assert counts.retractions > 0
+    assert counts.verified_tokens >= trace.total_lens.sum()
