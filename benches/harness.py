@@ -1,0 +1,227 @@
+"""Times two implementations of the same thing beside each other, and prints what came out.
+
+Every figure is a median of rounds that alternate between the two, so that both see the same machine. A round
+of something short does it many times; what the loop itself costs, 10 to 50 ns a call, is not taken off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import gc
+import importlib.metadata
+import itertools
+import json
+import os
+import platform
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ROUND_SECONDS = 0.002
+
+
+@dataclass(frozen=True)
+class Case:
+    """Something to time.
+
+    Attributes:
+        run: What is timed. It is given how often it has to do it.
+        prepare: What is done before each round, outside of the time.
+        calls: How often a round does it; by default for about 2 ms, or once with a `prepare`.
+    """
+
+    run: Callable[[int], object]
+    prepare: Callable[[], object] | None = None
+    calls: int | None = None
+
+
+def repeated(call: Callable[[], object]) -> Callable[[int], None]:
+    """Something that makes a call as often as it is told."""
+
+    def run(number: int) -> None:
+        for _ in itertools.repeat(None, number):
+            call()
+
+    return run
+
+
+@dataclass(frozen=True)
+class Row:
+    """One question and its answer.
+
+    Attributes:
+        question: What was asked.
+        ours_us: Median of kvpool, in microseconds a call.
+        alternative: What it was compared with.
+        alternative_us: Median of the alternative, in microseconds a call.
+        ratio: Alternative over ours: above 1, kvpool is faster.
+        target: What ours should reach, in words, or nothing.
+        met: Whether it does; `None` without a target.
+    """
+
+    question: str
+    ours_us: float
+    alternative: str
+    alternative_us: float
+    ratio: float
+    target: str
+    met: bool | None
+
+
+def _once(case: Case, number: int) -> float:
+    if case.prepare is not None:
+        case.prepare()
+    start = time.perf_counter_ns()
+    case.run(number)
+    return (time.perf_counter_ns() - start) / number / 1000
+
+
+def _calls_a_round(case: Case) -> int:
+    if case.calls is not None or case.prepare is not None:
+        return case.calls or 1
+    number = 1
+    while True:
+        micros = _once(case, number) * number
+        if micros >= ROUND_SECONDS * 1e6 or number >= 1 << 20:
+            return number
+        number *= 2
+
+
+def medians(cases: list[Case], rounds: int) -> list[float]:
+    """Times the cases in turn, `rounds` times each.
+
+    Args:
+        cases: What to time. Each is run a few times before it counts.
+        rounds: How often each has its turn.
+
+    Returns:
+        The median of each, in microseconds a call.
+    """
+    numbers = [_calls_a_round(case) for case in cases]
+    times: list[list[float]] = [[] for _ in cases]
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(rounds):
+            for case, number, found in zip(cases, numbers, times, strict=True):
+                found.append(_once(case, number))
+    finally:
+        gc.enable()
+    return [statistics.median(found) for found in times]
+
+
+class Report:
+    """Collects rows, prints them as a table, and writes them as JSON."""
+
+    def __init__(self, title: str) -> None:
+        parser = argparse.ArgumentParser(description=title)
+        parser.add_argument("--json", type=Path, metavar="FILE", help="write machine, date and rows to FILE")
+        parser.add_argument(
+            "--rounds", type=int, default=31, help="rounds of each case (default: %(default)s)"
+        )
+        parser.add_argument("--only", default="", metavar="WORD", help="only questions that contain WORD")
+        self._arguments = parser.parse_args()
+        self._title = title
+        self._rows: list[Row] = []
+        self._console = Console(width=None if os.isatty(1) else 160)
+
+    def wants(self, question: str) -> bool:
+        """Whether the user asked for this question."""
+        return str(self._arguments.only) in question
+
+    def compare(  # noqa: PLR0913 - two cases and two kinds of target
+        self,
+        question: str,
+        ours: Case,
+        theirs: Case,
+        *,
+        alternative: str = "PyTorch",
+        limit_us: float | None = None,
+        least_ratio: float | None = None,
+    ) -> None:
+        """Times both and adds a row.
+
+        Args:
+            question: What this row answers.
+            ours: The case of kvpool.
+            theirs: The same work done otherwise.
+            alternative: What does it otherwise.
+            limit_us: The target, as the most microseconds that ours may take.
+            least_ratio: The target, as the least that alternative over ours may be.
+        """
+        if not self.wants(question):
+            return
+        with self._console.status(question):
+            ours_us, theirs_us = medians([ours, theirs], self._arguments.rounds)
+        ratio = theirs_us / ours_us
+        target, met = "", None
+        if limit_us is not None:
+            target, met = f"<= {limit_us:g} us", ours_us <= limit_us
+        elif least_ratio is not None:
+            target, met = f"ratio >= {least_ratio:.2f}", ratio >= least_ratio
+        self._rows.append(Row(question, ours_us, alternative, theirs_us, ratio, target, met))
+
+    def finish(self) -> None:
+        """Prints machine, date and table, and writes the JSON file if one was asked for."""
+        about = machine()
+        for name, value in about.items():
+            self._console.print(f"[dim]{name}:[/dim] {value}", highlight=False)
+        table = Table(title=self._title, title_justify="left")
+        table.add_column("question")
+        table.add_column("kvpool, us", justify="right")
+        table.add_column("alternative")
+        table.add_column("its us", justify="right")
+        table.add_column("ratio", justify="right")
+        table.add_column("target")
+        table.add_column("met")
+        verdicts = {True: "[green]yes[/green]", False: "[red]no[/red]", None: ""}
+        for row in self._rows:
+            table.add_row(
+                row.question,
+                f"{row.ours_us:,.2f}",
+                row.alternative,
+                f"{row.alternative_us:,.2f}",
+                f"{row.ratio:,.2f}",
+                row.target,
+                verdicts[row.met],
+            )
+        self._console.print(table)
+        if self._arguments.json is not None:
+            report = {"title": self._title, "machine": about, "rows": [asdict(row) for row in self._rows]}
+            self._arguments.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    found: dict[str, str] = {}
+    for line in lines:
+        name, _, value = line.partition(":")
+        found.setdefault(name.strip(), value.strip())
+    model = found.get("model name", platform.machine())
+    if "cpu family" in found:
+        model += f" (family {found['cpu family']}, model {found.get('model', '?')})"
+    return model
+
+
+def machine() -> dict[str, Any]:
+    """What the figures depend on: processor, cores, versions, and today's date."""
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in ("kvpool", "torch", "numpy")]
+    return {
+        "date": dt.datetime.now(tz=dt.timezone.utc).date().isoformat(),
+        "processor": _cpu(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "system": f"{platform.system()} {platform.release()}",
+        "versions": ", ".join([f"Python {platform.python_version()}", *versions]),
+    }

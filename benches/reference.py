@@ -1,0 +1,143 @@
+"""Plain PyTorch implementations of what kvpool documents: the other side of each benchmark."""
+
+from __future__ import annotations
+
+import torch
+
+
+class SortedAllocator:
+    """Lowest slot first: a sorted free list, and one of released slots, merged when the first runs short."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.clear()
+
+    def clear(self) -> None:
+        """Makes every slot free."""
+        self.free_slots = torch.arange(1, self.size + 1, dtype=torch.int32)
+        self.release_slots = torch.empty(0, dtype=torch.int32)
+
+    def alloc(self, need_size: int) -> torch.Tensor | None:
+        """Takes the lowest slots of the free list, after a merge if it is too short."""
+        if need_size > len(self.free_slots):
+            self.merge_and_sort_free()
+            if need_size > len(self.free_slots):
+                return None
+        taken = self.free_slots[:need_size]
+        self.free_slots = self.free_slots[need_size:]
+        return taken
+
+    def free(self, indices: torch.Tensor) -> None:
+        """Puts the slots aside."""
+        if indices.numel():
+            self.release_slots = torch.cat((self.release_slots, indices))
+
+    def merge_and_sort_free(self) -> None:
+        """Sorts free and released slots into one list."""
+        if len(self.release_slots):
+            self.free_slots, _ = torch.sort(torch.cat((self.free_slots, self.release_slots)))
+            self.release_slots = torch.empty(0, dtype=torch.int32)
+
+
+class FifoAllocator:
+    """First in, first out: one list, taken from the front and appended to at the back."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.clear()
+
+    def clear(self) -> None:
+        """Makes every slot free."""
+        self.free_slots = torch.arange(1, self.size + 1, dtype=torch.int32)
+
+    def alloc(self, need_size: int) -> torch.Tensor | None:
+        """Takes the slots at the front."""
+        if need_size > len(self.free_slots):
+            return None
+        taken = self.free_slots[:need_size]
+        self.free_slots = self.free_slots[need_size:]
+        return taken
+
+    def free(self, indices: torch.Tensor) -> None:
+        """Appends the slots."""
+        if indices.numel():
+            self.free_slots = torch.cat((self.free_slots, indices))
+
+
+class PagedAllocator:
+    """Whole pages, lowest first: slots that are given back are reduced to their pages."""
+
+    def __init__(self, size: int, page_size: int) -> None:
+        self.size = size
+        self.page_size = page_size
+        self._offsets = torch.arange(page_size, dtype=torch.int32)
+        self.clear()
+
+    def clear(self) -> None:
+        """Makes every page free."""
+        self.free_pages = torch.arange(1, self.size // self.page_size + 1, dtype=torch.int32)
+        self.release_pages = torch.empty(0, dtype=torch.int32)
+
+    def alloc(self, need_size: int) -> torch.Tensor | None:
+        """Takes the lowest pages and gives the first slots of them."""
+        pages = -(-need_size // self.page_size)
+        if pages > len(self.free_pages):
+            self.merge_and_sort_free()
+            if pages > len(self.free_pages):
+                return None
+        taken = self.free_pages[:pages]
+        self.free_pages = self.free_pages[pages:]
+        return (taken[:, None] * self.page_size + self._offsets).flatten()[:need_size]
+
+    def free(self, indices: torch.Tensor) -> None:
+        """Puts the pages of the slots aside."""
+        if indices.numel():
+            self.release_pages = torch.cat((self.release_pages, torch.unique(indices // self.page_size)))
+
+    def merge_and_sort_free(self) -> None:
+        """Sorts free and released pages into one list."""
+        if len(self.release_pages):
+            self.free_pages, _ = torch.sort(torch.cat((self.free_pages, self.release_pages)))
+            self.release_pages = torch.empty(0, dtype=torch.int32)
+
+
+class KVBuffers:
+    """One K and one V tensor, written and read by indexing."""
+
+    def __init__(self, rows: int, head_num: int, head_dim: int, dtype: torch.dtype) -> None:
+        self.k = torch.zeros(rows, head_num, head_dim, dtype=dtype)
+        self.v = torch.zeros(rows, head_num, head_dim, dtype=dtype)
+
+    def set_kv_buffer(self, indices: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Writes one row for each index."""
+        self.k[indices] = k.to(self.k.dtype)
+        self.v[indices] = v.to(self.v.dtype)
+
+    def gather_kv(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Reads one row for each index."""
+        return self.k[indices], self.v[indices]
+
+    def move_kv(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """Moves rows as if all were read first."""
+        self.k[dst] = self.k[src]
+        self.v[dst] = self.v[src]
+
+
+class States:
+    """Recurrent and convolution states of linear-attention layers, reset and copied by indexing."""
+
+    def __init__(
+        self, recurrent_shape: tuple[int, ...], conv_shape: tuple[int, ...], dtype: torch.dtype
+    ) -> None:
+        self.recurrent_state = torch.zeros(recurrent_shape)
+        self.conv_state = torch.zeros(conv_shape, dtype=dtype)
+
+    def reset_states(self, indices: torch.Tensor) -> None:
+        """Zeroes both states of all layers."""
+        self.recurrent_state[:, indices] = 0
+        self.conv_state[:, indices] = 0
+
+    def copy_states(self, src: torch.Tensor, dst: torch.Tensor) -> None:
+        """Copies both states of all layers."""
+        self.recurrent_state[:, dst] = self.recurrent_state[:, src]
+        self.conv_state[:, dst] = self.conv_state[:, src]
