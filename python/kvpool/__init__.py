@@ -1,10 +1,10 @@
 """Memory core of an LLM serving engine.
 
-A scheduler allocates KV-cache memory once and then, many thousands of times a second, takes token slots, maps
-requests to slots, hands index tensors to attention kernels and gives everything back. Rust does the bookkeeping;
-tensors share memory with it.
+A scheduler allocates KV-cache memory once and then, many thousands of times a second, takes token slots,
+maps requests to slots, hands index tensors to attention kernels and gives everything back. Rust does the
+bookkeeping; tensors share memory with it.
 
-With PyTorch installed all tensors are `torch.Tensor`; without it they are `kvpool.Tensor`, which speaks DLPack.
+With PyTorch installed all tensors are `torch.Tensor`; without it `kvpool.Tensor`, which speaks DLPack.
 Neither PyTorch nor CUDA nor NumPy is needed to import this package.
 """
 

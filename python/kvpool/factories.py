@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from kvpool._typing import DeviceLike, DTypeLike
 
 
-def make_full_attention_net_mem_pool(  # noqa: PLR0913 - the signature is that of the function it replaces
+def make_full_attention_net_mem_pool(
     size: int,
     layer_num: int,
     k_head_num: int,

@@ -113,14 +113,10 @@ impl IndexVec {
     /// assert!(IndexVec::I64(vec![4]).rows("slot", 4).is_err());
     /// ```
     pub fn rows(&self, noun: &str, count: usize) -> Result<Vec<u32>> {
-        self.iter()
-            .enumerate()
-            .map(|(position, value)| {
-                u32::try_from(value).ok().filter(|&row| widen(row) < count).ok_or_else(|| {
-                    Error::index(format!("{noun} {value} at position {position} is outside [0, {count})"))
-                })
-            })
-            .collect()
+        match self {
+            Self::I32(values) => checked(values, noun, count),
+            Self::I64(values) => checked(values, noun, count),
+        }
     }
 
     /// The values as they are stored in an int32 tensor.
@@ -148,4 +144,20 @@ impl IndexVec {
             Self::I64(values) => values,
         }
     }
+}
+
+fn checked<T: Copy + Into<i64>>(values: &[T], noun: &str, count: usize) -> Result<Vec<u32>> {
+    let mut rows = Vec::with_capacity(values.len());
+    for (position, &value) in values.iter().enumerate() {
+        let value = value.into();
+        match u32::try_from(value) {
+            Ok(row) if widen(row) < count => rows.push(row),
+            _ => {
+                return Err(Error::index(format!(
+                    "{noun} {value} at position {position} is outside [0, {count})"
+                )));
+            }
+        }
+    }
+    Ok(rows)
 }

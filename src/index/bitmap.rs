@@ -27,6 +27,11 @@ const fn mask_of(start: usize, len: usize) -> u64 {
     (u64::MAX >> (64 - len)) << start
 }
 
+/// How many bits are set. Most words change as a whole, and not every processor we build for counts in one step.
+const fn population(bits: u64) -> usize {
+    if bits == u64::MAX { 64 } else { bits.count_ones() as usize }
+}
+
 /// The words that `start..start + len` touches, with the bits touched in each.
 pub(super) fn words_of(start: usize, len: usize) -> impl Iterator<Item = (usize, u64)> {
     let end = start + len;
@@ -101,7 +106,7 @@ impl Bitmap {
     pub(super) fn insert_word(&mut self, word: usize, bits: u64) {
         let old = self.levels[0][word];
         self.levels[0][word] = old | bits;
-        self.len += (bits & !old).count_ones() as usize;
+        self.len += population(bits & !old);
         if old == 0 && bits != 0 {
             self.mark(word);
         }
@@ -110,7 +115,7 @@ impl Bitmap {
     fn remove_word(&mut self, word: usize, bits: u64) {
         let old = self.levels[0][word];
         self.levels[0][word] = old & !bits;
-        self.len -= (bits & old).count_ones() as usize;
+        self.len -= population(bits & old);
         if old != 0 && old & !bits == 0 {
             self.unmark(word);
         }
@@ -219,19 +224,39 @@ impl Bitmap {
         })
     }
 
-    /// Removes the `count` lowest members and names them, lowest first, as (start, length) runs.
+    /// Removes the `count` lowest members and names them, lowest first, as maximal (start, length) runs.
     ///
     /// `count` must not exceed [`Bitmap::len`]; what is missing would not be named.
     pub fn take_lowest(&mut self, count: usize, mut emit: impl FnMut(usize, usize)) {
         let mut left = count;
         let mut from = 0;
+        // The run that may go on in the next word.
+        let (mut start, mut end) = (0, 0);
         while left > 0
-            && let Some((start, len)) = self.next_run(from, left)
+            && let Some(word) = self.next_word(from)
         {
-            self.remove_run(start, len);
-            emit(start, len);
-            left -= len;
-            from = start + len;
+            let mut taken = 0;
+            for (bit, len) in runs_of(self.levels[0][word]) {
+                let len = len.min(left);
+                if len == 0 {
+                    break;
+                }
+                taken |= mask_of(bit, len);
+                left -= len;
+                let first = word * 64 + bit;
+                if first != end {
+                    if start < end {
+                        emit(start, end - start);
+                    }
+                    start = first;
+                }
+                end = first + len;
+            }
+            self.remove_word(word, taken);
+            from = word + 1;
+        }
+        if start < end {
+            emit(start, end - start);
         }
     }
 

@@ -118,6 +118,12 @@ impl<I: Id> FreeList<I> {
         self.high_water = 0;
     }
 
+    /// How many indices there are, as a number of their own kind.
+    #[must_use]
+    pub const fn count(&self) -> u32 {
+        self.count
+    }
+
     /// How many indices there are.
     #[must_use]
     pub fn capacity(&self) -> usize {

@@ -3,73 +3,59 @@
 use crate::base::{Error, IndexVec, Result};
 
 /// How many indices are compared at once; a multiple of every vector width.
-const BLOCK: usize = 16;
+const BLOCK: usize = 32;
 
 /// An integer that index tensors are made of.
-trait RawIndex: Copy {
-    /// The value, widened.
-    fn get(self) -> i64;
+trait RawIndex: Copy + PartialEq + Into<i64> {
+    /// `self + n`, if there is such a number.
+    fn plus(self, n: i8) -> Option<Self>;
 
     /// Whether `block` is `first, first + 1, ...`, without a branch an element.
-    fn continues(block: &[Self; BLOCK], first: i64) -> bool;
+    fn continues(block: &[Self; BLOCK], first: Self) -> bool;
 }
 
-impl RawIndex for i32 {
-    fn get(self) -> i64 {
-        i64::from(self)
-    }
+macro_rules! raw_index {
+    ($int:ty) => {
+        impl RawIndex for $int {
+            fn plus(self, n: i8) -> Option<Self> {
+                self.checked_add(n.into())
+            }
 
-    fn continues(block: &[Self; BLOCK], first: i64) -> bool {
-        let Ok(first) = Self::try_from(first) else { return false };
-        // Past i32::MAX the expected values wrap, which a run that ends before it never sees.
-        let Some(_) = first.checked_add(15) else { return false };
-        let mut difference = 0;
-        let mut expected = first;
-        for &value in block {
-            difference |= value ^ expected;
-            expected = expected.wrapping_add(1);
+            fn continues(block: &[Self; BLOCK], first: Self) -> bool {
+                let mut difference = 0;
+                let mut expected = first;
+                for &value in block {
+                    difference |= value ^ expected;
+                    expected = expected.wrapping_add(1);
+                }
+                difference == 0
+            }
         }
-        difference == 0
-    }
+    };
 }
 
-impl RawIndex for i64 {
-    fn get(self) -> i64 {
-        self
-    }
-
-    fn continues(block: &[Self; BLOCK], first: i64) -> bool {
-        let Some(_) = first.checked_add(15) else { return false };
-        let mut difference = 0;
-        let mut expected = first;
-        for &value in block {
-            difference |= value ^ expected;
-            expected = expected.wrapping_add(1);
-        }
-        difference == 0
-    }
-}
+raw_index!(i32);
+raw_index!(i64);
 
 fn runs_in<T: RawIndex>(values: &[T], mut visit: impl FnMut(i64, usize)) {
     let mut at = 0;
     while at < values.len() {
-        let first = values[at].get();
+        let first = values[at];
         let mut end = at + 1;
-        let mut expected = first.checked_add(1);
-        while let Some(next) = expected {
-            if let Some(block) = values[end..].first_chunk::<BLOCK>()
+        let mut expected = first.plus(1);
+        // There is no next number after the largest one: a run ends there.
+        while let Some(next) = expected.filter(|next| values.get(end) == Some(next)) {
+            if let (Some(block), Some(after)) = (values[end..].first_chunk::<BLOCK>(), next.plus(32))
                 && T::continues(block, next)
             {
                 end += BLOCK;
-                expected = next.checked_add(16);
-            } else if values.get(end).is_some_and(|value| value.get() == next) {
-                end += 1;
-                expected = next.checked_add(1);
+                expected = Some(after);
             } else {
-                break;
+                end += 1;
+                expected = next.plus(1);
             }
         }
-        visit(first, end - at);
+        visit(first.into(), end - at);
         at = end;
     }
 }

@@ -1,5 +1,7 @@
 //! Token slots: pages of one or more slots, handed out and taken back in bulk.
 
+use std::ops::Range;
+
 use crate::base::{Error, ErrorKind, Id, IndexVec, Page, Result, Slot, widen};
 
 use super::free_list::{Accepted, FreeList, Give, Order, Run};
@@ -332,60 +334,65 @@ impl SlotAllocator {
         accepted: &mut Accepted<Page>,
         bad: &mut BadFrees,
     ) {
-        let page_size = i64::from(self.page_size);
-        let length = i64::try_from(len).unwrap_or(i64::MAX);
-        let end = start.saturating_add(length);
-        let (low, high) = (page_size, page_size * (i64::try_from(self.pages.capacity()).unwrap_or(0) + 1));
-        if start >= high {
+        let (low, high) = (self.page_size, self.page_size * (self.pages.count() + 1));
+        if start >= i64::from(high) {
             bad.add(start, BadFree::OutOfRange, len);
             return;
         }
-        let (first, last) = (start.max(low), end.min(high));
-        if first > start {
-            name_outside(bad, start, first.min(end));
+        let end = start.saturating_add(i64::try_from(len).unwrap_or(i64::MAX));
+        // Both ends, drawn into the space of slots, which `new` keeps within int32.
+        let within = |slot: i64| u32::try_from(slot.clamp(low.into(), high.into())).unwrap_or(high);
+        let (first, last) = (within(start), within(end));
+        if start < low.into() {
+            name_outside(bad, start, end.min(low.into()));
         }
         if first < last {
-            let pages = first / page_size..(last - 1) / page_size + 1;
-            let number = |page: i64| u32::try_from(page).unwrap_or(0);
-            let run = Run { start: Page::new(number(pages.start)), len: number(pages.end - pages.start) };
-            let fresh = accepted.len();
-            let Self { pages, named, .. } = self;
-            let mut blocked = Vec::new();
-            pages.give(run, give, accepted, |page| blocked.push(page));
-            if page_size > 1 {
-                for run in &accepted[fresh..] {
-                    named.insert_run(widen(run.start.number()), widen(run.len));
-                }
-            }
-            for page in blocked {
-                self.name_blocked(page, first..last, accepted, bad);
+            self.give_slots(first..last, give, accepted, bad);
+        }
+        if end > high.into() {
+            bad.add(high.into(), BadFree::OutOfRange, usize::try_from(end - i64::from(high)).unwrap_or(0));
+        }
+    }
+
+    /// Gives the pages of `slots`, which lie in the space and are not empty.
+    fn give_slots(
+        &mut self,
+        slots: Range<u32>,
+        give: Give,
+        accepted: &mut Accepted<Page>,
+        bad: &mut BadFrees,
+    ) {
+        let pages = match self.page_size {
+            1 => slots.clone(),
+            page_size => slots.start / page_size..(slots.end - 1) / page_size + 1,
+        };
+        let run = Run { start: Page::new(pages.start), len: pages.end - pages.start };
+        let fresh = accepted.len();
+        let mut blocked = Vec::new();
+        self.pages.give(run, give, accepted, |page| blocked.push(page));
+        if self.page_size > 1 {
+            for run in &accepted[fresh..] {
+                self.named.insert_run(widen(run.start.number()), widen(run.len));
             }
         }
-        if high < end {
-            bad.add(high, BadFree::OutOfRange, usize::try_from(end - high).unwrap_or(0));
+        for page in blocked {
+            self.name_blocked(page, slots.clone(), accepted, bad);
         }
     }
 
     /// Reports the slots of `slots` that lie in `page`, which could not be given, unless this call gave it.
-    fn name_blocked(
-        &self,
-        page: Page,
-        slots: std::ops::Range<i64>,
-        accepted: &Accepted<Page>,
-        bad: &mut BadFrees,
-    ) {
+    fn name_blocked(&self, page: Page, slots: Range<u32>, accepted: &Accepted<Page>, bad: &mut BadFrees) {
         if self.named.contains(widen(page.number())) {
             return;
         }
-        let start = i64::from(page.number()) * i64::from(self.page_size);
-        let from = start.max(slots.start);
-        let to = (start + i64::from(self.page_size)).min(slots.end);
+        let start = page.number() * self.page_size;
+        let (from, to) = (start.max(slots.start), (start + self.page_size).min(slots.end));
         let repeated = bad.wants_reason()
             && accepted
                 .iter()
                 .any(|run| (run.start.number()..run.start.number() + run.len).contains(&page.number()));
         let reason = if repeated { BadFree::NamedTwice } else { self.pages.reason(page) };
-        bad.add(from, reason, usize::try_from(to - from).unwrap_or(0));
+        bad.add(from.into(), reason, widen(to - from));
     }
 
     /// Starts to collect frees. Groups nest.

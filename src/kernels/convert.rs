@@ -45,7 +45,7 @@ impl Load for f16 {
 
 impl Load for bf16 {
     fn load(self) -> f32 {
-        self.to_f32()
+        f32::from_bits(u32::from(self.to_bits()) << 16)
     }
 }
 
@@ -89,7 +89,11 @@ impl Store for f16 {
 
 impl Store for bf16 {
     fn store(value: f32) -> Self {
-        Self::from_f32(value)
+        // Without a branch, unlike the crate's own, so that a compiler can make vectors of it.
+        let bits = value.to_bits();
+        let rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+        let [low, high, ..] = if value.is_nan() { 0x7fc0 } else { rounded }.to_le_bytes();
+        Self::from_le_bytes([low, high])
     }
 }
 
@@ -151,23 +155,35 @@ impl Store for E5M2 {
 pub(super) type Convert =
     unsafe fn(source: *const u8, stride: isize, target: *mut u8, count: usize, divisor: f32);
 
+/// Elements converted at a time, on the stack.
+const CHUNK: usize = 256;
+
 unsafe fn convert<S: Load, T: Store>(
-    source: *const u8,
+    mut source: *const u8,
     stride: isize,
-    target: *mut u8,
+    mut target: *mut u8,
     count: usize,
     divisor: f32,
 ) {
-    let (mut source, mut target) = (source.cast::<S>(), target.cast::<T>());
-    for _ in 0..count {
-        // SAFETY: the caller promises `count` readable elements, `stride` apart; they may be unaligned.
-        let value = unsafe { source.read_unaligned() }.load();
-        // Dividing by 1 changes no bit of a number.
-        let value = value / divisor;
-        // SAFETY: the caller promises `count` consecutive writable elements.
-        unsafe { target.write_unaligned(T::store(value)) };
-        source = source.wrapping_offset(stride);
-        target = target.wrapping_add(1);
+    let mut wide = [0f32; CHUNK];
+    for start in (0..count).step_by(CHUNK) {
+        let wide = &mut wide[..CHUNK.min(count - start)];
+        for (step, value) in (0..).zip(wide.iter_mut()) {
+            let element = source.cast::<S>().wrapping_offset(step * stride);
+            // SAFETY: the caller promises `count` readable elements, `stride` apart; they may be unaligned.
+            *value = unsafe { element.read_unaligned() }.load();
+        }
+        if divisor.to_bits() != 1f32.to_bits() {
+            for value in wide.iter_mut() {
+                *value /= divisor;
+            }
+        }
+        for (step, &value) in wide.iter().enumerate() {
+            // SAFETY: the caller promises `count` consecutive writable elements.
+            unsafe { target.cast::<T>().wrapping_add(step).write_unaligned(T::store(value)) };
+        }
+        source = source.cast::<S>().wrapping_offset(stride.wrapping_mul(CHUNK.cast_signed())).cast();
+        target = target.cast::<T>().wrapping_add(CHUNK).cast();
     }
 }
 

@@ -1,8 +1,6 @@
 //! Reading index tensors.
 
-use std::ptr::NonNull;
-
-use crate::base::{DType, Error, IndexVec, Result, widen};
+use crate::base::{DType, Error, IndexVec, Result};
 use crate::memory::Borrowed;
 
 /// The values of an index tensor in host memory, of any shape and stride, in row-major order, copied.
@@ -20,28 +18,25 @@ pub fn read_indices(tensor: &Borrowed<'_>) -> Result<IndexVec> {
 }
 
 /// Copies the elements, which are of type `T`.
-fn read<T: Copy + Default>(tensor: &Borrowed<'_>) -> Vec<T> {
-    let mut values = vec![T::default(); tensor.shape().numel()];
-    let source: NonNull<T> = tensor.address().cast();
+fn read<T: Copy>(tensor: &Borrowed<'_>) -> Vec<T> {
+    let count = tensor.shape().numel();
+    let source: *const T = tensor.address().as_ptr().cast_const().cast();
+    let mut values: Vec<T> = Vec::with_capacity(count);
     if tensor.is_contiguous() {
-        // SAFETY: `Borrowed` promises `numel` readable elements; the vector is ours and as long. Elements may be
-        // unaligned in foreign memory, so bytes are copied.
-        unsafe {
-            values
-                .as_mut_ptr()
-                .cast::<u8>()
-                .copy_from_nonoverlapping(source.as_ptr().cast(), size_of_val(&*values));
-        }
+        let target: *mut u8 = values.as_mut_ptr().cast();
+        // SAFETY: `Borrowed` promises `count` readable elements; the vector is ours and has room for them. Foreign
+        // elements may be unaligned, so bytes are copied.
+        unsafe { target.copy_from_nonoverlapping(source.cast(), count * size_of::<T>()) };
+        // SAFETY: so many were just written, and any bytes make an integer.
+        unsafe { values.set_len(count) };
         return values;
     }
     let (shape, strides) = (tensor.shape().as_slice(), tensor.strides().as_slice());
-    for (position, value) in values.iter_mut().enumerate() {
-        let offset = offset_of(position, shape, strides);
-        // SAFETY: `position` is below `numel`, so `offset` is an element that `Borrowed` promises.
-        let element = unsafe { source.as_ptr().offset(offset) };
-        // SAFETY: as above; foreign elements may be unaligned.
-        *value = unsafe { element.read_unaligned() };
-    }
+    values.extend((0..count).map(|position| {
+        let element = source.wrapping_offset(offset_of(position, shape, strides));
+        // SAFETY: `position` is below `numel`, so it is an element that `Borrowed` promises; it may be unaligned.
+        unsafe { element.read_unaligned() }
+    }));
     values
 }
 
@@ -50,7 +45,7 @@ pub(super) fn offset_of(position: usize, shape: &[i64], strides: &[i64]) -> isiz
     let mut left = position;
     let mut offset = 0i64;
     for (&extent, &stride) in shape.iter().zip(strides).rev() {
-        let extent = u32::try_from(extent).map_or(usize::MAX, widen);
+        let extent = usize::try_from(extent).unwrap_or(1);
         let (rest, index) = (left / extent, left % extent);
         offset += i64::try_from(index).unwrap_or(0) * stride;
         left = rest;

@@ -4,10 +4,13 @@
 //! threads when there is enough of them. They hold no lock and keep nothing.
 
 mod convert;
+mod copy;
 mod indices;
 mod rows;
+mod store;
 mod threads;
 
 pub use indices::read_indices;
-pub use rows::{RowBuffer, Store, gather_rows, move_rows, store_rows, zero_rows};
+pub use rows::{RowBuffer, gather_rows, move_rows, zero_rows};
+pub use store::{Store, store_rows};
 pub use threads::{num_threads, set_num_threads};

@@ -1,13 +1,12 @@
-//! Storing, gathering, moving and zeroing rows of buffers.
+//! Gathering, moving and zeroing rows of buffers.
 
 use std::sync::Arc;
 
-use crate::base::{DType, Dims, Error, IndexVec, Result, bytes_of, widen};
+use crate::base::{DType, Error, Result, bytes_of, widen};
 use crate::index::Move;
 use crate::memory::{Borrowed, Region};
 
-use super::convert::{Convert, conversion, element_copy};
-use super::indices::offset_of;
+use super::copy::{AHEAD, RowCopy};
 use super::threads::in_parts;
 
 /// A buffer of equal rows `[rows, heads, dim]` within a region of host memory.
@@ -74,168 +73,9 @@ impl RowBuffer {
     }
 
     /// The address of a row. `row` must be below `rows`.
-    fn row(&self, row: u32) -> *mut u8 {
+    pub(super) fn row(&self, row: u32) -> *mut u8 {
         debug_assert!(widen(row) < self.rows);
         self.region.address().as_ptr().wrapping_add(self.offset + widen(row) * self.row_bytes())
-    }
-}
-
-/// Values that are stored into the rows of a buffer.
-#[derive(Clone, Copy, Debug)]
-pub struct Store<'a> {
-    /// What the values are called in messages.
-    pub name: &'static str,
-    /// Where they go.
-    pub target: &'a RowBuffer,
-    /// The values: leading dimensions whose product is the number of rows, then `[heads, dim]` or `[heads * dim]`.
-    pub values: Borrowed<'a>,
-    /// Divides the values before they are converted to an 8-bit float.
-    pub scale: Option<f32>,
-}
-
-/// How one row gets from its source to its buffer.
-#[derive(Clone, Copy)]
-enum Way {
-    /// It lies in one piece.
-    Whole,
-    /// Its heads lie in one piece each.
-    Heads,
-    /// Element by element, converted where the dtypes differ.
-    Convert(Convert),
-}
-
-/// A store whose shapes and dtypes were checked.
-struct Planned<'a> {
-    store: Store<'a>,
-    way: Way,
-    lead_shape: Dims,
-    lead_strides: Dims,
-    /// Strides of a head and of an element, in elements.
-    head_stride: isize,
-    dim_stride: isize,
-    divisor: f32,
-}
-
-/// Writes `values` to the rows that `indices` names, for every store in turn, in one pass.
-///
-/// Negative indices are skipped. When a row is named twice, the last of its values stays. Large work is spread
-/// over threads, each of which writes rows of its own.
-///
-/// # Errors
-/// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for shapes that do not fit,
-/// [`ErrorKind::Type`](crate::base::ErrorKind::Type) for dtypes that cannot be converted,
-/// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for an index beyond the rows. Nothing is written then.
-pub fn store_rows(stores: &[Store<'_>], indices: &IndexVec) -> Result<()> {
-    let plans = stores.iter().map(|store| plan(store, indices.len())).collect::<Result<Vec<_>>>()?;
-    let rows = stores.iter().map(|store| store.target.rows).min().unwrap_or(0);
-    let targets = targets(indices, rows)?;
-    let bytes: usize = stores.iter().map(|store| store.target.row_bytes() * targets.len()).sum();
-    in_parts(bytes, |part, parts| {
-        let mine = |row: u32| parts == 1 || widen(row) % parts == part;
-        for planned in &plans {
-            for (position, &target) in targets.iter().enumerate() {
-                if let Ok(row) = u32::try_from(target)
-                    && mine(row)
-                {
-                    planned.copy(position, row);
-                }
-            }
-        }
-    });
-    Ok(())
-}
-
-/// The rows that `indices` names, checked; negative values stay negative.
-fn targets(indices: &IndexVec, rows: usize) -> Result<Vec<i32>> {
-    indices
-        .iter()
-        .enumerate()
-        .map(|(position, value)| match i32::try_from(value) {
-            _ if value < 0 => Ok(-1),
-            Ok(row) if widen(row.unsigned_abs()) < rows => Ok(row),
-            _ => Err(Error::index(format!("slot {value} at position {position} is outside [0, {rows})"))),
-        })
-        .collect()
-}
-
-fn plan<'a>(store: &Store<'a>, count: usize) -> Result<Planned<'a>> {
-    let Store { name, target, values, scale } = *store;
-    values.expect_host(name)?;
-    let (shape, strides) = (values.shape().as_slice(), values.strides().as_slice());
-    let [_, heads, dim] = target.shape();
-    let extent = |axis: usize| usize::try_from(shape[axis]).unwrap_or(0);
-    let n = shape.len();
-    let stride = |axis: usize| isize::try_from(strides[axis]).unwrap_or(0);
-    let (lead, head_stride, dim_stride) = if n >= 2 && extent(n - 2) == heads && extent(n - 1) == dim {
-        (n - 2, stride(n - 2), stride(n - 1))
-    } else if n >= 1 && extent(n - 1) == heads * dim {
-        (n - 1, stride(n - 1) * isize::try_from(dim).unwrap_or(0), stride(n - 1))
-    } else {
-        return Err(Error::config(format!(
-            "{name} has shape {shape:?}; its last dimensions must be [{heads}, {dim}] or [{}]",
-            heads * dim
-        )));
-    };
-    let lead_shape = Dims::new(&shape[..lead])?;
-    if lead_shape.numel() != count {
-        return Err(Error::config(format!(
-            "{name} has shape {shape:?}, which is {} rows of [{heads}, {dim}]; there are {count} indices",
-            lead_shape.numel()
-        )));
-    }
-    let packed_heads = dim_stride == 1 || dim == 1;
-    let packed_row = packed_heads && (heads == 1 || usize::try_from(head_stride).is_ok_and(|s| s == dim));
-    let way = match (values.dtype() == target.dtype, conversion(values.dtype(), target.dtype)) {
-        (true, _) if packed_row => Way::Whole,
-        (true, _) if packed_heads => Way::Heads,
-        (true, _) => Way::Convert(element_copy(target.dtype)),
-        (false, Some(convert)) => Way::Convert(convert),
-        (false, None) => {
-            return Err(Error::wrong_type(format!(
-                "{name} is {}, which cannot be converted to the pool's {}",
-                values.dtype(),
-                target.dtype
-            )));
-        }
-    };
-    Ok(Planned {
-        store: *store,
-        way,
-        lead_strides: Dims::new(&strides[..lead])?,
-        lead_shape,
-        head_stride,
-        dim_stride,
-        divisor: scale.unwrap_or(1.0),
-    })
-}
-
-impl Planned<'_> {
-    /// Copies value number `position` to `row`, which is below the target's rows.
-    fn copy(&self, position: usize, row: u32) {
-        let size = isize::try_from(self.store.values.dtype().size()).unwrap_or(0);
-        let lead = offset_of(position, self.lead_shape.as_slice(), self.lead_strides.as_slice());
-        let source = self.store.values.address().as_ptr().cast_const().wrapping_offset(lead * size);
-        let target = self.store.target.row(row);
-        let [_, heads, dim] = self.store.target.shape();
-        let head_bytes = dim * self.store.target.dtype.size();
-        if let Way::Whole = self.way {
-            // SAFETY: `plan` found the row of the source in one piece, `Borrowed` promises its elements, and
-            // `row` is a row of a live region. The source may be that very region, hence a copy that may overlap.
-            unsafe { target.copy_from(source, heads * head_bytes) };
-            return;
-        }
-        for head in 0..heads {
-            let step = isize::try_from(head).unwrap_or(0) * self.head_stride * size;
-            let (source, target) = (source.wrapping_offset(step), target.wrapping_add(head * head_bytes));
-            match self.way {
-                // SAFETY: as above, for one head.
-                Way::Whole | Way::Heads => unsafe { target.copy_from(source, head_bytes) },
-                // SAFETY: as above; the conversion was chosen for these two dtypes.
-                Way::Convert(convert) => unsafe {
-                    convert(source, self.dim_stride, target, dim, self.divisor);
-                },
-            }
-        }
     }
 }
 
@@ -265,13 +105,16 @@ pub fn gather_rows(pairs: &[(&RowBuffer, Borrowed<'_>)], rows: &[u32]) -> Result
     in_parts(bytes, |part, parts| {
         let (from, to) = (rows.len() * part / parts, rows.len() * (part + 1) / parts);
         for (buffer, out) in pairs {
+            let copy = RowCopy::new(buffer.row_bytes(), rows.len());
             let mut target = out.address().as_ptr().wrapping_add(from * buffer.row_bytes());
-            for &row in &rows[from..to] {
+            for position in from..to {
+                let (row, later) = (rows[position], rows[(position + AHEAD).min(rows.len() - 1)]);
                 // SAFETY: `row` was checked; `out` is contiguous and has a place for it. Whoever passes a view
                 // of the pool as `out` gets overlapping copies, not undefined ones.
-                unsafe { target.copy_from(buffer.row(row), buffer.row_bytes()) };
+                unsafe { copy.copy(buffer.row(row), target, buffer.row(later)) };
                 target = target.wrapping_add(buffer.row_bytes());
             }
+            copy.finish();
         }
     });
     Ok(())
@@ -298,11 +141,12 @@ pub fn move_rows(buffers: &[RowBuffer], moves: &[Move]) -> Result<()> {
     let bytes = buffers.iter().map(|buffer| buffer.row_bytes() * moves.len()).sum();
     in_parts(bytes, |part, parts| {
         for buffer in buffers.iter().skip(part).step_by(parts) {
+            let copy = RowCopy::new(buffer.row_bytes(), moves.len());
             for step in moves {
                 match *step {
                     // SAFETY: both rows were checked to lie in the live region.
                     Move::Copy { dst, src } => unsafe {
-                        buffer.row(dst).copy_from(buffer.row(src), buffer.row_bytes());
+                        copy.copy(buffer.row(src), buffer.row(dst), buffer.row(src));
                     },
                     // SAFETY: as above; a plan never swaps a row with itself, so they do not overlap.
                     Move::Swap(a, b) => unsafe {
@@ -310,6 +154,7 @@ pub fn move_rows(buffers: &[RowBuffer], moves: &[Move]) -> Result<()> {
                     },
                 }
             }
+            copy.finish();
         }
     });
     Ok(())

@@ -58,5 +58,13 @@ fn map(bytes: usize) -> Option<NonNull<u8>> {
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
     // SAFETY: an anonymous mapping at an address of the kernel's choice touches no memory in use.
     let address = unsafe { libc::mmap(std::ptr::null_mut(), bytes, protection, flags, -1, 0) };
-    if address == libc::MAP_FAILED { None } else { NonNull::new(address.cast()) }
+    if address == libc::MAP_FAILED {
+        return None;
+    }
+    #[cfg(target_os = "linux")]
+    // SAFETY: the range was mapped just now. It is a wish: where there are no huge pages, nothing happens.
+    unsafe {
+        libc::madvise(address, bytes, libc::MADV_HUGEPAGE);
+    }
+    NonNull::new(address.cast())
 }

@@ -1,9 +1,10 @@
 //! Owned, contiguous memory.
 
+use std::mem::MaybeUninit;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use crate::base::{DType, Device, Dims, Error, Result};
+use crate::base::{DType, Device, Dims, Error, ErrorKind, Result};
 
 use super::{Backend, Block, Borrowed};
 
@@ -28,12 +29,21 @@ mod sealed {
     impl Sealed for bool {}
 }
 
+/// A cache line.
+#[derive(Clone, Copy, Debug)]
+#[repr(align(64))]
+struct Line {
+    _bytes: [u8; 64],
+}
+
 #[derive(Debug)]
 enum Owner {
     /// The block is valid until this region drops.
     Backend { backend: Arc<dyn Backend>, block: Block },
     /// Indices on the host, as an allocator wrote them.
     Indices(Vec<i32>),
+    /// Host memory for results, in cache lines of which the last may not be full. It was never initialised by us.
+    Scratch { lines: Vec<MaybeUninit<Line>>, bytes: usize },
 }
 
 impl Region {
@@ -60,12 +70,27 @@ impl Region {
         Self { owner: Owner::Indices(indices) }
     }
 
+    /// `bytes` of host memory from the heap, for a result that will be written whole: what it holds first is not
+    /// defined.
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfMemory`] when the host cannot give it.
+    pub fn scratch(bytes: usize) -> Result<Self> {
+        let count = bytes.div_ceil(size_of::<Line>());
+        let mut lines = Vec::new();
+        lines.try_reserve_exact(count).map_err(|_| {
+            Error::new(ErrorKind::OutOfMemory, format!("the host cannot give {bytes} bytes for a result"))
+        })?;
+        lines.resize(count, MaybeUninit::uninit());
+        Ok(Self { owner: Owner::Scratch { lines, bytes } })
+    }
+
     /// Where its memory is.
     #[must_use]
     pub fn device(&self) -> Device {
         match &self.owner {
             Owner::Backend { backend, .. } => backend.device(),
-            Owner::Indices(_) => Device::Cpu,
+            Owner::Indices(_) | Owner::Scratch { .. } => Device::Cpu,
         }
     }
 
@@ -74,9 +99,8 @@ impl Region {
     pub fn address(&self) -> NonNull<u8> {
         match &self.owner {
             Owner::Backend { block, .. } => block.address(),
-            Owner::Indices(indices) => {
-                NonNull::new(indices.as_ptr().cast_mut().cast()).unwrap_or(NonNull::dangling())
-            }
+            Owner::Indices(indices) => address_of(indices.as_ptr()),
+            Owner::Scratch { lines, .. } => address_of(lines.as_ptr()),
         }
     }
 
@@ -86,6 +110,7 @@ impl Region {
         match &self.owner {
             Owner::Backend { block, .. } => block.bytes(),
             Owner::Indices(indices) => indices.len() * size_of::<i32>(),
+            Owner::Scratch { bytes, .. } => *bytes,
         }
     }
 
@@ -136,6 +161,11 @@ impl Region {
         unsafe { address.as_ptr().write_bytes(0, bytes) };
         Ok(())
     }
+}
+
+/// The address of a vector's elements, which are written through it by whoever holds a view.
+fn address_of<T>(elements: *const T) -> NonNull<u8> {
+    NonNull::new(elements.cast_mut().cast()).unwrap_or(NonNull::dangling())
 }
 
 /// Bytes from the first element of a tensor to the end of the farthest one. Strides must not be negative.

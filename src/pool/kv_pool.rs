@@ -233,20 +233,15 @@ impl KvPool {
     /// The rows that `indices` names as new contiguous tensors `[n, head_num, head_dim]`.
     ///
     /// # Errors
-    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a layer or row that is not there; what `backend`
-    /// says when it has not enough.
-    pub fn gather_kv(
-        &self,
-        backend: &Arc<dyn Backend>,
-        layer: usize,
-        indices: &IndexVec,
-    ) -> Result<[TensorView; 2]> {
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a layer or row that is not there,
+    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when there is no memory for them.
+    pub fn gather_kv(&self, layer: usize, indices: &IndexVec) -> Result<[TensorView; 2]> {
         let [k, v] = self.pair(layer)?;
         let rows = indices.rows("slot", self.rows)?;
         let target = |buffer: &RowBuffer| {
             let [_, heads, dim] = buffer.shape();
             let bytes = bytes_of("gathered rows", &[rows.len(), heads, dim], buffer.dtype())?;
-            let region = Arc::new(Region::new(Arc::clone(backend), bytes)?);
+            let region = Arc::new(Region::scratch(bytes)?);
             TensorView::contiguous(region, 0, buffer.dtype(), &[rows.len(), heads, dim])
         };
         let out = [target(k)?, target(v)?];

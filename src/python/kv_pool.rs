@@ -216,8 +216,7 @@ impl KvPool {
         let layer = args::layer(layer_id)?;
         let indices: IndexVec = args::indices(indices)?;
         let Some(out) = out else {
-            let backend = backend_for(self.pool.device())?;
-            let pair = self.run(py, indices.len(), || self.pool.gather_kv(&backend, layer, &indices))?;
+            let pair = self.run(py, indices.len(), || self.pool.gather_kv(layer, &indices))?;
             return to_tensors(py, &pair);
         };
         let [k, v] = args::outputs(out)?;

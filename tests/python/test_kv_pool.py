@@ -499,25 +499,42 @@ def test_numbers_of_threads_that_can_not_be(number: int) -> None:
         kvpool.set_num_threads(1.5)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("index", [24, 25, 2**31 - 1, 2**31, 2**32 + 1, 2**63 - 1])
+def assert_refused_everywhere(pool: KVPool, first: Any, second: Any, index: int) -> None:  # noqa: ANN401
+    """Indices `first`, of which `index` is bad, lead to no write, alone or with `second`, which are good."""
+    before = contents(pool)
+    k = torch.ones(3, 2, 4)
+    calls: list[Callable[[], object]] = [
+        lambda: pool.set_kv_buffer(0, first, k, k),
+        lambda: pool.gather_kv(0, first),
+        lambda: pool.move_kv(first, second),
+        lambda: pool.move_kv(second, first),
+    ]
+    for call in calls:
+        with pytest.raises(IndexError, match=str(index) if index < 2**63 else r"\d"):
+            call()
+    assert unchanged(pool, before)
+
+
+@pytest.mark.parametrize("index", [24, 25, 2**31 - 1])
 def test_out_of_range_raises_before_anything_is_written(
     as_index: Callable[[Sequence[int]], Any], index: int
 ) -> None:
-    if index >= 2**31 and "int32" in str(getattr(as_index([1]), "dtype", "")):
-        pytest.skip("the number does not fit into this form")
     pool = make()
     assert pool.k_buffer[0].shape[0] == 24
-    before = contents(pool)
-    k = torch.ones(3, 2, 4)
-    with pytest.raises(IndexError, match=str(index)):
-        pool.set_kv_buffer(0, as_index([1, index, 2]), k, k)
-    with pytest.raises(IndexError, match=str(index)):
-        pool.gather_kv(0, as_index([1, index, 2]))
-    with pytest.raises(IndexError, match=str(index)):
-        pool.move_kv(as_index([1, index]), as_index([2, 3]))
-    with pytest.raises(IndexError, match=str(index)):
-        pool.move_kv(as_index([2, 3]), as_index([1, index]))
-    assert unchanged(pool, before)
+    assert_refused_everywhere(pool, as_index([1, index, 2]), as_index([2, 3, 4]), index)
+
+
+@pytest.mark.parametrize("index", [2**31, 2**32 + 1, 2**63 - 1])
+@pytest.mark.parametrize("form", [torch.tensor, np.array, list], ids=["torch", "numpy", "list"])
+def test_far_out_of_range_is_not_taken_for_something_else(
+    form: Callable[[list[int]], Any], index: int
+) -> None:
+    assert_refused_everywhere(make(), form([1, index, 2]), form([2, 3, 4]), index)
+
+
+@pytest.mark.parametrize("index", [2**63, 2**64 + 1, 10**30])
+def test_no_index_is_too_large_to_be_out_of_range(index: int) -> None:
+    assert_refused_everywhere(make(), [1, index, 2], [2, 3, 4], index)
 
 
 def test_writes_refuse_what_is_no_index(bad_index: Any) -> None:  # noqa: ANN401
@@ -695,6 +712,16 @@ def test_conversion_is_what_torch_does(dtype: torch.dtype, source: torch.dtype, 
     pool.set_kv_buffer(0, torch.arange(1, tokens + 1), k, k)
     assert_same(pool.k_buffer[0][1 : tokens + 1], converted(k, dtype))
     assert_same(pool.v_buffer[0][1 : tokens + 1], converted(k, dtype))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_conversion_from_float64(dtype: torch.dtype) -> None:
+    floats = every_value(torch.float32).double()
+    k = rows_of(torch.cat([floats, floats * (1 + 2**-40), floats * 1e-20, floats * 1e200]), 64)
+    tokens = k.shape[0]
+    pool = make(tokens, 1, 1, 64, dtype=dtype)
+    pool.set_kv_buffer(0, torch.arange(1, tokens + 1), k, k)
+    assert_same(pool.k_buffer[0][1 : tokens + 1], converted(k, dtype))
 
 
 @pytest.mark.parametrize("dtype", FP8)

@@ -17,19 +17,12 @@ from typer.testing import CliRunner
 
 from kvpool import __main__ as entry
 from kvpool.errors import ConfigError, KvPoolError
-from kvpool.tools import replay as replay_module
 from kvpool.tools.cli import app
-from kvpool.tools.replay import (
-    OPERATIONS,
-    Replay,
-    ReplayConfig,
-    ReplayError,
-    ReplayResult,
-    TokenRows,
-    VerificationError,
-    suggest_pool_size,
-)
+from kvpool.tools.config import DTYPES, ReplayConfig
+from kvpool.tools.errors import ReplayError, VerificationError
+from kvpool.tools.replay import OPERATIONS, Replay, ReplayResult, suggest_pool_size
 from kvpool.tools.report import as_json
+from kvpool.tools.token_rows import KvStore, TokenRows
 from kvpool.tools.traces import Trace, read_trace, synthetic_trace
 
 if TYPE_CHECKING:
@@ -72,7 +65,7 @@ def test_a_short_pool_retracts_and_finishes_everything(page_size: int, need_sort
     assert (counts.verified_tokens >= trace.total_lens.sum()) == kv
 
 
-@pytest.mark.parametrize("dtype", replay_module.DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "head_dim"), [(2, 16), (1, 1), (3, 5)])
 def test_rows_survive_in_every_dtype(dtype: str, heads: int, head_dim: int) -> None:
     trace = small_trace()
@@ -430,12 +423,12 @@ def test_a_broken_trace_is_named(tmp_path: Path) -> None:
 
 
 def test_a_failed_check_ends_with_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    def corrupt(self: replay_module.KvStore, keys: torch.Tensor, slots: torch.Tensor) -> None:
+    def corrupt(self: KvStore, keys: torch.Tensor, slots: torch.Tensor) -> None:
         own_store(self, keys, slots)
         self.pool.k_buffer[0][int(slots[-1])] = 0
 
-    own_store = replay_module.KvStore.store
-    monkeypatch.setattr(replay_module.KvStore, "store", corrupt)
+    own_store = KvStore.store
+    monkeypatch.setattr(KvStore, "store", corrupt)
     result = invoke("--synthetic", "--requests", "3")
     assert result.exit_code == 1
     assert "VerificationError: request " in result.stderr

@@ -16,7 +16,8 @@ from rich.progress import (
 )
 
 from kvpool.errors import KvPoolError
-from kvpool.tools.replay import DTYPES, Replay, ReplayConfig, ReplayResult
+from kvpool.tools.config import DTYPES, ReplayConfig
+from kvpool.tools.replay import Replay, ReplayResult
 from kvpool.tools.report import as_json, print_report
 from kvpool.tools.traces import Trace, TraceError, read_trace, synthetic_trace
 

@@ -16,123 +16,32 @@ from collections import deque
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import starmap
-from time import perf_counter, perf_counter_ns
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec, TypeVar
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 
-from kvpool import KVPool, ReqToTokenPool, TokenToKVPoolAllocator
-from kvpool.errors import ConfigError, KvPoolError
+from kvpool import ReqToTokenPool, TokenToKVPoolAllocator
+from kvpool.errors import ConfigError
+from kvpool.tools.errors import ReplayError
+from kvpool.tools.timing import timed, timer_cost_ns
+from kvpool.tools.token_rows import KvStore, TokenRows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from numpy.typing import NDArray
 
+    from kvpool.tools.config import ReplayConfig
     from kvpool.tools.traces import Trace
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 OPERATIONS = ("alloc", "free", "alloc_row", "free_row", "write", "read", "set_kv", "gather")
 BOOKKEEPING = ("alloc", "free", "alloc_row", "free_row", "write", "read")
 """The operations whose time is the pools' share: all but the copies of K and V."""
 
-DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "uint8")
-
 DEFAULT_POOL_SHARE = 0.5
 """The default pool holds this part of what the trace would occupy in an unlimited one."""
-
-CHUNK_BYTES = 1 << 20
-"""Most bytes of K, and as many of V, per `set_kv_buffer` or `gather_kv` call; small enough for the cache."""
-
-
-class ReplayError(KvPoolError, RuntimeError):
-    """The pools did not behave: slots or rows are missing, or an allocation failed that had to succeed."""
-
-
-class VerificationError(ReplayError):
-    """A stored row is not what was written for its token.
-
-    Attributes:
-        request: Index of the request in the trace.
-        position: Token position within the request.
-        layer: Layer of the KV pool.
-        part: `"K"` or `"V"`.
-        slot: Slot that the request table names for the position.
-        expected: The row's bytes as written, in hexadecimal.
-        found: The row's bytes as read, in hexadecimal.
-    """
-
-    def __init__(  # noqa: PLR0913 - all that names the row
-        self, *, request: int, position: int, layer: int, part: str, slot: int, expected: str, found: str
-    ) -> None:
-        super().__init__(
-            f"request {request}, position {position}, layer {layer}, {part} in slot {slot}: "
-            f"expected {_shorten(expected)}, found {_shorten(found)}"
-        )
-        self.request = request
-        self.position = position
-        self.layer = layer
-        self.part = part
-        self.slot = slot
-        self.expected = expected
-        self.found = found
-
-
-@dataclass(frozen=True)
-class ReplayConfig:
-    """What to replay with.
-
-    Attributes:
-        pool_size: Token slots; None takes `suggest_pool_size`.
-        page_size: Slots per page.
-        need_sort: Lowest slots first; otherwise first in, first out.
-        kv: Store and check K and V; otherwise only allocator and request table run.
-        layers: Layers of the KV pool.
-        heads: K and V heads per layer.
-        head_dim: Elements per head.
-        dtype: Name of the KV pool's dtype, one of `DTYPES`.
-        device: Where the pools live, as PyTorch writes it.
-        max_running: Request rows, and so the most requests that run at once.
-        max_context: Tokens per request row; None takes the longest request of the trace.
-        prefill_budget: Prompt tokens per step, over all requests.
-        step_ms: Virtual time of one step, in which each running request decodes one token.
-        speed_up: Arrivals come this many times faster than in the trace.
-        seed: Varies the stored K and V rows; less than 2**32.
-    """
-
-    pool_size: int | None = None
-    page_size: int = 1
-    need_sort: bool = True
-    kv: bool = True
-    layers: int = 2
-    heads: int = 2
-    head_dim: int = 16
-    dtype: str = "bfloat16"
-    device: str = "cpu"
-    max_running: int = 256
-    max_context: int | None = None
-    prefill_budget: int = 800
-    step_ms: float = 40.0
-    speed_up: float = 1.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        least_one = ("page_size", "layers", "heads", "head_dim", "max_running", "prefill_budget")
-        for name in (*least_one, "pool_size", "max_context"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} must be at least 1, not {value}")
-        for name in ("step_ms", "speed_up"):
-            value = getattr(self, name)
-            if not 0.0 < value < float("inf"):
-                raise ConfigError(f"{name} must be a positive number, not {value}")
-        if not 0 <= self.seed < 1 << 32:
-            raise ConfigError(f"seed must be between 0 and {(1 << 32) - 1}, not {self.seed}")
-        if self.dtype not in DTYPES:
-            raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
 
 
 @dataclass
@@ -252,27 +161,6 @@ def _sums_until(
     return sums[np.searchsorted(keys[order], times, side)]
 
 
-def timed(call: Callable[P, R], nanoseconds: array[int]) -> Callable[P, R]:
-    """Wraps `call` so that each call's duration is appended to `nanoseconds`."""
-
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        begin = perf_counter_ns()
-        result = call(*args, **kwargs)
-        nanoseconds.append(perf_counter_ns() - begin)
-        return result
-
-    return run
-
-
-def timer_cost_ns() -> float:
-    """Median nanoseconds that `timed` reports for a call that does nothing."""
-    samples = array("q")
-    empty = timed(lambda _: None, samples)
-    for _ in range(10_000):
-        empty(0)
-    return float(np.median(np.frombuffer(samples, dtype=np.int64)))
-
-
 @contextmanager
 def _one_thread() -> Iterator[None]:
     """Keeps PyTorch to one thread: small pieces gain little from more, and lose on busy cores."""
@@ -282,159 +170,6 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-def _hex(words: torch.Tensor) -> str:
-    return words.cpu().numpy().tobytes().hex()
-
-
-def _shorten(digits: str) -> str:
-    """At most 16 bytes of a hexadecimal row."""
-    most = 32
-    return f"0x{digits}" if len(digits) <= most else f"0x{digits[:most]}... ({len(digits) // 2} bytes)"
-
-
-def _mix(words: torch.Tensor) -> torch.Tensor:
-    """Scrambles int64 words so that every input bit moves every output bit (SplitMix64, modulo 2**64)."""
-    words = (words ^ ((words >> 30) & 0x3_FFFF_FFFF)) * -0x40A7_B892_E31B_1A47
-    words = (words ^ ((words >> 27) & 0x1F_FFFF_FFFF)) * -0x6B2F_B644_ECCE_EE15
-    return words ^ ((words >> 31) & 0x1_FFFF_FFFF)
-
-
-class TokenRows:
-    """K and V rows that tell which token, layer and part they belong to.
-
-    A token's key is a 64-bit hash of (seed, request, position); word `w` of its row is the key exclusive-or
-    a random word that stands for (layer, part, `w`), so that a row is one pass over memory. Words are as
-    wide as the row's byte length allows, up to 8 bytes. Rows are bit patterns in the pool's dtype: never
-    converted, so exact in any dtype.
-
-    Attributes:
-        dtype: The pool's dtype.
-        chunk: Most rows that `expected` makes at once.
-        request_keys: int64 `[requests]`, a 64-bit hash of (seed, request).
-    """
-
-    _STRIDE = -0x61C8_8646_80B5_83EB  # 2**64 divided by the golden ratio: SplitMix64's increment
-
-    def __init__(self, config: ReplayConfig, requests: int) -> None:
-        self.dtype: torch.dtype = getattr(torch, config.dtype)
-        row_bytes = config.heads * config.head_dim * self.dtype.itemsize
-        self._shape = (config.heads, config.head_dim)
-        self._device = torch.device(config.device)
-        widths = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
-        self._word_bytes = next(width for width in widths if row_bytes % width == 0)
-        self._word = widths[self._word_bytes]
-        self._words = row_bytes // self._word_bytes
-        seed = _mix(torch.tensor([config.seed], device=self._device))
-        self.request_keys = _mix(torch.arange(requests, device=self._device) ^ seed)
-        salts = torch.arange(config.layers * 2 * self._words, device=self._device)
-        self._salts = _mix(salts * self._STRIDE + (config.seed + 1)).view(config.layers, 2, self._words)
-        self.chunk = max(1, CHUNK_BYTES // (8 * self._words))
-        self._wide = torch.empty(2, self.chunk, self._words, dtype=torch.int64, device=self._device)
-
-    def keys(self, request_keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Token keys, int64 `[n]`, of `positions` `[n]`; `request_keys` is int64 `[n]` or `[1]`."""
-        return _mix(positions.to(torch.int64) * self._STRIDE + request_keys)
-
-    def prompt_keys(self, request: int, begin: int, end: int) -> torch.Tensor:
-        """Token keys, int64 `[end - begin]`, of one request's positions from `begin` to `end`."""
-        positions = torch.arange(begin, end, device=self._device)
-        return self.keys(self.request_keys[request : request + 1], positions)
-
-    def expected(self, keys: torch.Tensor, layer: int, part: int) -> torch.Tensor:
-        """The rows' words `[n, words]` for at most `chunk` keys; valid until the next call for that `part`.
-
-        Args:
-            keys: int64 `[n]`.
-            layer: Layer of the KV pool.
-            part: 0 for K, 1 for V.
-        """
-        words = self._wide[part, : keys.numel()]
-        torch.bitwise_xor(keys[:, None], self._salts[layer, part], out=words)
-        if self._word is torch.int64:
-            return words
-        # The product's high bits depend on all bits of the key and the salt; a shift keeps as many as fit.
-        narrow = (words * self._STRIDE) >> (64 - 8 * self._word_bytes)
-        return narrow.to(self._word)
-
-    def as_rows(self, words: torch.Tensor) -> torch.Tensor:
-        """The same memory in the pool's dtype, `[n, heads * head_dim]`."""
-        return words.view(self.dtype)
-
-    def as_words(self, rows: torch.Tensor) -> torch.Tensor:
-        """The same memory of contiguous rows `[n, heads, head_dim]` as words `[n, words]`."""
-        return rows.view(rows.shape[0], -1).view(self._word)
-
-    def buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Two uninitialised tensors `[chunk, heads, head_dim]` to gather K and V into."""
-        shape = (self.chunk, *self._shape)
-        return (
-            torch.empty(shape, dtype=self.dtype, device=self._device),
-            torch.empty(shape, dtype=self.dtype, device=self._device),
-        )
-
-
-class KvStore:
-    """The KV pool, written and checked token by token."""
-
-    def __init__(
-        self, config: ReplayConfig, pool_size: int, requests: int, samples: dict[str, array[int]]
-    ) -> None:
-        self.pool = KVPool(
-            pool_size,
-            config.layers,
-            config.heads,
-            config.head_dim,
-            device=config.device,
-            dtype=config.dtype,
-            page_size=config.page_size,
-        )
-        self.rows = TokenRows(config, requests)
-        self._layers = config.layers
-        self._set_kv = timed(self.pool.set_kv_buffer, samples["set_kv"])
-        self._gather = timed(self.pool.gather_kv, samples["gather"])
-        self._k, self._v = self.rows.buffers()
-
-    def store(self, keys: torch.Tensor, slots: torch.Tensor) -> None:
-        """Writes the rows of all layers for token keys `[n]` into slots `[n]`."""
-        for begin in range(0, keys.numel(), self.rows.chunk):
-            part = slice(begin, begin + self.rows.chunk)
-            for layer in range(self._layers):
-                k = self.rows.as_rows(self.rows.expected(keys[part], layer, 0))
-                v = self.rows.as_rows(self.rows.expected(keys[part], layer, 1))
-                self._set_kv(layer, slots[part], k, v)
-
-    def check(self, request: int, keys: torch.Tensor, slots: torch.Tensor) -> None:
-        """Compares K and V of all layers in slots `[n]` with what `store` wrote for token keys `[n]`.
-
-        Args:
-            request: Index of the request, for the error.
-            keys: int64 `[n]`, for positions 0 to n - 1.
-            slots: int32 `[n]`, as the request table has them.
-
-        Raises:
-            VerificationError: For the first row that differs.
-        """
-        for begin in range(0, keys.numel(), self.rows.chunk):
-            part = slice(begin, begin + self.rows.chunk)
-            count = keys[part].numel()
-            for layer in range(self._layers):
-                found = self._gather(layer, slots[part], (self._k[:count], self._v[:count]))
-                for which, rows in enumerate(found):
-                    words = self.rows.as_words(rows)
-                    expected = self.rows.expected(keys[part], layer, which)
-                    if not torch.equal(words, expected):
-                        row = int((words != expected).any(dim=1).nonzero()[0, 0])
-                        raise VerificationError(
-                            request=request,
-                            position=begin + row,
-                            layer=layer,
-                            part="KV"[which],
-                            slot=int(slots[begin + row]),
-                            expected=_hex(expected[row]),
-                            found=_hex(words[row]),
-                        )
 
 
 @dataclass(slots=True, eq=False)

@@ -1,0 +1,42 @@
+"""How a replay fails."""
+
+from kvpool.errors import KvPoolError
+
+
+class ReplayError(KvPoolError, RuntimeError):
+    """The pools did not behave: slots or rows are missing, or an allocation failed that had to succeed."""
+
+
+class VerificationError(ReplayError):
+    """A stored row is not what was written for its token.
+
+    Attributes:
+        request: Index of the request in the trace.
+        position: Token position within the request.
+        layer: Layer of the KV pool.
+        part: `"K"` or `"V"`.
+        slot: Slot that the request table names for the position.
+        expected: The row's bytes as written, in hexadecimal.
+        found: The row's bytes as read, in hexadecimal.
+    """
+
+    def __init__(  # noqa: PLR0913 - all that names the row
+        self, *, request: int, position: int, layer: int, part: str, slot: int, expected: str, found: str
+    ) -> None:
+        super().__init__(
+            f"request {request}, position {position}, layer {layer}, {part} in slot {slot}: "
+            f"expected {_shorten(expected)}, found {_shorten(found)}"
+        )
+        self.request = request
+        self.position = position
+        self.layer = layer
+        self.part = part
+        self.slot = slot
+        self.expected = expected
+        self.found = found
+
+
+def _shorten(digits: str) -> str:
+    """At most 16 bytes of a hexadecimal row."""
+    most = 32
+    return f"0x{digits}" if len(digits) <= most else f"0x{digits[:most]}... ({len(digits) // 2} bytes)"

@@ -1,0 +1,179 @@
+//! Storing values into rows of buffers, from where they lie and converted where dtypes differ.
+
+use crate::base::{Dims, Error, IndexVec, Result, widen};
+use crate::memory::Borrowed;
+
+use super::convert::{Convert, conversion, element_copy};
+use super::copy::{AHEAD, RowCopy};
+use super::indices::offset_of;
+use super::rows::RowBuffer;
+use super::threads::in_parts;
+
+/// Values that are stored into the rows of a buffer.
+#[derive(Clone, Copy, Debug)]
+pub struct Store<'a> {
+    /// What the values are called in messages.
+    pub name: &'static str,
+    /// Where they go.
+    pub target: &'a RowBuffer,
+    /// The values: leading dimensions whose product is the number of rows, then `[heads, dim]` or `[heads * dim]`.
+    pub values: Borrowed<'a>,
+    /// Divides the values before they are converted to an 8-bit float.
+    pub scale: Option<f32>,
+}
+
+/// How one row gets from its source to its buffer.
+#[derive(Clone, Copy)]
+enum Way {
+    /// It lies in one piece.
+    Whole(RowCopy),
+    /// Each of its heads lies in one piece.
+    Heads,
+    /// Element by element, converted where the dtypes differ.
+    Convert(Convert),
+}
+
+/// A store whose shapes and dtypes were checked.
+struct Planned<'a> {
+    store: Store<'a>,
+    way: Way,
+    lead_shape: Dims,
+    lead_strides: Dims,
+    /// A row is `heads` pieces of `dim` elements; one piece where its elements are evenly spaced.
+    heads: usize,
+    dim: usize,
+    /// Strides of a piece and of an element, in elements.
+    head_stride: isize,
+    dim_stride: isize,
+    divisor: f32,
+}
+
+/// Writes `values` to the rows that `indices` names, for every store in turn, in one pass.
+///
+/// Negative indices are skipped. When a row is named twice, the last of its values stays. Large work is spread
+/// over threads, each of which writes rows of its own.
+///
+/// # Errors
+/// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for shapes that do not fit,
+/// [`ErrorKind::Type`](crate::base::ErrorKind::Type) for dtypes that cannot be converted,
+/// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for an index beyond the rows. Nothing is written then.
+pub fn store_rows(stores: &[Store<'_>], indices: &IndexVec) -> Result<()> {
+    let plans = stores.iter().map(|store| plan(store, indices.len())).collect::<Result<Vec<_>>>()?;
+    let rows = stores.iter().map(|store| store.target.shape()[0]).min().unwrap_or(0);
+    let targets = targets(indices, rows)?;
+    let bytes: usize = stores.iter().map(|store| store.target.row_bytes() * targets.len()).sum();
+    in_parts(bytes, |part, parts| {
+        // Each thread writes rows of its own, so that one row is never written by two.
+        let mine = |row: u32| parts == 1 || widen(row) % parts == part;
+        for planned in &plans {
+            for (position, &target) in targets.iter().enumerate() {
+                if let Ok(row) = u32::try_from(target)
+                    && mine(row)
+                {
+                    planned.copy(position, row);
+                }
+            }
+            if let Way::Whole(copy) = planned.way {
+                copy.finish();
+            }
+        }
+    });
+    Ok(())
+}
+
+/// The rows that `indices` names, checked; negative values stay negative.
+fn targets(indices: &IndexVec, rows: usize) -> Result<Vec<i32>> {
+    fn checked<T: Copy + Into<i64>>(values: &[T], rows: usize) -> Result<Vec<i32>> {
+        let limit = i64::try_from(rows).unwrap_or(i64::MAX);
+        let wide = || values.iter().map(|&value| value.into());
+        if let Some((position, slot)) = wide().enumerate().find(|&(_, value)| value >= limit) {
+            return Err(Error::index(format!("slot {slot} at position {position} is outside [0, {rows})")));
+        }
+        // What is left and does not fit is far below zero.
+        Ok(wide().map(|value| i32::try_from(value).unwrap_or(-1)).collect())
+    }
+    match indices {
+        IndexVec::I32(values) => checked(values, rows),
+        IndexVec::I64(values) => checked(values, rows),
+    }
+}
+
+fn plan<'a>(store: &Store<'a>, count: usize) -> Result<Planned<'a>> {
+    let Store { name, target, values, scale } = *store;
+    values.expect_host(name)?;
+    let (shape, strides) = (values.shape().as_slice(), values.strides().as_slice());
+    let [_, heads, dim] = target.shape();
+    let extent = |axis: usize| usize::try_from(shape[axis]).unwrap_or(0);
+    let n = shape.len();
+    let stride = |axis: usize| isize::try_from(strides[axis]).unwrap_or(0);
+    let (lead, head_stride, dim_stride) = if n >= 2 && extent(n - 2) == heads && extent(n - 1) == dim {
+        (n - 2, stride(n - 2), stride(n - 1))
+    } else if n >= 1 && extent(n - 1) == heads * dim {
+        (n - 1, stride(n - 1) * isize::try_from(dim).unwrap_or(0), stride(n - 1))
+    } else {
+        return Err(Error::config(format!(
+            "{name} has shape {shape:?}; its last dimensions must be [{heads}, {dim}] or [{}]",
+            heads * dim
+        )));
+    };
+    let lead_shape = Dims::new(&shape[..lead])?;
+    if lead_shape.numel() != count {
+        return Err(Error::config(format!(
+            "{name} has shape {shape:?}, which is {} rows of [{heads}, {dim}]; there are {count} indices",
+            lead_shape.numel()
+        )));
+    }
+    let signed = |extent: usize| isize::try_from(extent).unwrap_or(isize::MAX);
+    let even = heads == 1 || head_stride == signed(dim).saturating_mul(dim_stride);
+    let (heads, dim) = if even { (1, heads * dim) } else { (heads, dim) };
+    let packed = dim_stride == 1 || dim == 1;
+    let (from, to) = (values.dtype(), target.dtype());
+    let way = match conversion(from, to) {
+        _ if from == to && packed && heads == 1 => Way::Whole(RowCopy::new(target.row_bytes(), count)),
+        _ if from == to && packed => Way::Heads,
+        _ if from == to => Way::Convert(element_copy(to)),
+        Some(convert) => Way::Convert(convert),
+        None => {
+            return Err(Error::wrong_type(format!(
+                "{name} is {from}, which cannot be converted to the pool's {to}"
+            )));
+        }
+    };
+    let lead_strides = Dims::new(&strides[..lead])?;
+    let divisor = scale.unwrap_or(1.0);
+    Ok(Planned { store: *store, way, lead_shape, lead_strides, heads, dim, head_stride, dim_stride, divisor })
+}
+
+impl Planned<'_> {
+    /// Where value number `position` lies.
+    fn source(&self, position: usize) -> *const u8 {
+        let size = isize::try_from(self.store.values.dtype().size()).unwrap_or(0);
+        let lead = offset_of(position, self.lead_shape.as_slice(), self.lead_strides.as_slice());
+        self.store.values.address().as_ptr().cast_const().wrapping_offset(lead * size)
+    }
+
+    /// Copies value number `position` to `row`, which is below the target's rows.
+    fn copy(&self, position: usize, row: u32) {
+        let (mut source, mut target) = (self.source(position), self.store.target.row(row));
+        if let Way::Whole(copy) = self.way {
+            // SAFETY: `plan` found the row of the source in one piece, `Borrowed` promises its elements, and `row`
+            // is a row of a live region.
+            unsafe { copy.copy(source, target, self.source(position + AHEAD)) };
+            return;
+        }
+        let head_step = self.head_stride * isize::try_from(self.store.values.dtype().size()).unwrap_or(0);
+        let piece_bytes = self.dim * self.store.target.dtype().size();
+        for _ in 0..self.heads {
+            match self.way {
+                // SAFETY: as above, for one head. The source may be the region itself, hence a copy that may overlap.
+                Way::Whole(_) | Way::Heads => unsafe { target.copy_from(source, piece_bytes) },
+                // SAFETY: as above; the conversion was chosen for these two dtypes.
+                Way::Convert(convert) => unsafe {
+                    convert(source, self.dim_stride, target, self.dim, self.divisor);
+                },
+            }
+            source = source.wrapping_offset(head_step);
+            target = target.wrapping_add(piece_bytes);
+        }
+    }
+}

@@ -1,0 +1,45 @@
+"""What Rust and Python say of the same thing is the same. (`make lint` compares the stub with the module.)"""
+
+from __future__ import annotations
+
+import builtins
+import inspect
+from importlib.metadata import version
+
+import pytest
+
+import kvpool
+from kvpool import _kvpool, errors
+
+CLASSES = [kvpool.GDNPool, kvpool.KVPool, kvpool.ReqToTokenPool, kvpool.Tensor, kvpool.TokenToKVPoolAllocator]
+
+
+def test_every_error_of_rust_is_a_class_here_and_the_other_way_round() -> None:
+    ours = {name for name in _kvpool._ERROR_CLASSES if not hasattr(builtins, name)}
+    assert ours == set(errors.__all__) - {"KvPoolError"}
+    assert {*_kvpool._ERROR_CLASSES} - ours == {"TypeError", "IndexError"}
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_every_public_name_is_documented(cls: type) -> None:
+    assert cls.__doc__
+    for name, member in inspect.getmembers(cls):
+        if not name.startswith("_"):
+            assert member.__doc__, f"{cls.__name__}.{name}"
+
+
+@pytest.mark.parametrize(
+    "cls", [cls for cls in CLASSES if cls is not kvpool.Tensor], ids=lambda c: c.__name__
+)
+def test_signatures_can_be_read(cls: type) -> None:
+    assert inspect.signature(cls).parameters["device"].default == "cuda"
+
+
+def test_all_names_what_is_there() -> None:
+    assert sorted(kvpool.__all__) == kvpool.__all__
+    for name in kvpool.__all__:
+        assert hasattr(kvpool, name)
+
+
+def test_the_version_is_the_installed_one() -> None:
+    assert kvpool.__version__ == version("kvpool")
