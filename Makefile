@@ -14,9 +14,9 @@ EXTENSION := $(VENV)/.extension
 # The main job: a request trace through the pools, with every row of K and V checked.
 demo: $(EXTENSION) $(VENV)/.tools
 	if test -f $(TRACES)/mooncake/conversation_trace.jsonl; then \
-	    $(BIN)/python -m kvpool replay $(TRACES)/mooncake/conversation_trace.jsonl --requests 400; \
+	    $(BIN)/python -m kvpool replay $(TRACES)/mooncake/conversation_trace.jsonl --requests 2000 --plot target/replay.png; \
 	else \
-	    $(BIN)/python -m kvpool replay --synthetic --requests 400; \
+	    $(BIN)/python -m kvpool replay --synthetic --plot target/replay.png; \
 	fi
 
 test: rust-test python-test

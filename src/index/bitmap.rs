@@ -15,10 +15,12 @@
 /// ```
 #[derive(Clone, Debug)]
 pub struct Bitmap {
-    /// `levels[0]` holds the members. Bit `i` of `levels[k + 1]` is set exactly if word `i` of `levels[k]` is
-    /// not zero. The last level is a single word, and there are at least two.
-    levels: Vec<Vec<u64>>,
-    /// The number of members: the population of `levels[0]`.
+    /// The members.
+    words: Vec<u64>,
+    /// Bit `i` of `summaries[0]` is set exactly if word `i` of `words` is not zero, bit `i` of `summaries[k + 1]`
+    /// exactly if word `i` of `summaries[k]` is not zero. The last is a single word, and there is at least one.
+    summaries: Vec<Vec<u64>>,
+    /// The number of members: the population of `words`.
     len: usize,
 }
 
@@ -27,9 +29,16 @@ const fn mask_of(start: usize, len: usize) -> u64 {
     (u64::MAX >> (64 - len)) << start
 }
 
-/// How many bits are set. Most words change as a whole, and not every processor we build for counts in one step.
+/// How many bits are set. Most words change as a whole or by one bit, and not every processor that we build for
+/// counts in one step.
 const fn population(bits: u64) -> usize {
-    if bits == u64::MAX { 64 } else { bits.count_ones() as usize }
+    if bits & bits.wrapping_sub(1) == 0 {
+        (bits != 0) as usize
+    } else if bits == u64::MAX {
+        64
+    } else {
+        bits.count_ones() as usize
+    }
 }
 
 /// The words that `start..start + len` touches, with the bits touched in each.
@@ -62,15 +71,14 @@ impl Bitmap {
     /// The empty set of integers below `bound`.
     #[must_use]
     pub fn new(bound: usize) -> Self {
-        let mut levels = Vec::new();
-        let mut words = bound.div_ceil(64).max(1);
-        loop {
-            levels.push(vec![0; words]);
-            if words == 1 && levels.len() > 1 {
-                return Self { levels, len: 0 };
-            }
-            words = words.div_ceil(64);
+        let words = vec![0; bound.div_ceil(64).max(1)];
+        let mut summaries = Vec::new();
+        let mut below = words.len();
+        while below > 1 || summaries.is_empty() {
+            below = below.div_ceil(64);
+            summaries.push(vec![0; below]);
         }
+        Self { words, summaries, len: 0 }
     }
 
     /// The number of members.
@@ -88,24 +96,25 @@ impl Bitmap {
     /// Bytes of the words.
     #[must_use]
     pub fn bytes(&self) -> usize {
-        self.levels.iter().map(|level| level.len() * size_of::<u64>()).sum()
+        let summaries: usize = self.summaries.iter().map(Vec::len).sum();
+        (self.words.len() + summaries) * size_of::<u64>()
     }
 
     /// Whether `member` is in the set. Anything at or above the bound is not.
     #[must_use]
     pub fn contains(&self, member: usize) -> bool {
-        self.levels[0].get(member / 64).is_some_and(|word| word >> (member % 64) & 1 == 1)
+        self.words.get(member / 64).is_some_and(|word| word >> (member % 64) & 1 == 1)
     }
 
     /// The 64 members from `64 * word` on, as bits.
     pub(super) fn word(&self, word: usize) -> u64 {
-        self.levels[0][word]
+        self.words[word]
     }
 
     /// Adds the members that `bits` names in `word`.
     pub(super) fn insert_word(&mut self, word: usize, bits: u64) {
-        let old = self.levels[0][word];
-        self.levels[0][word] = old | bits;
+        let old = self.words[word];
+        self.words[word] = old | bits;
         self.len += population(bits & !old);
         if old == 0 && bits != 0 {
             self.mark(word);
@@ -113,8 +122,8 @@ impl Bitmap {
     }
 
     fn remove_word(&mut self, word: usize, bits: u64) {
-        let old = self.levels[0][word];
-        self.levels[0][word] = old & !bits;
+        let old = self.words[word];
+        self.words[word] = old & !bits;
         self.len -= population(bits & old);
         if old != 0 && old & !bits == 0 {
             self.unmark(word);
@@ -123,7 +132,7 @@ impl Bitmap {
 
     /// Says in the levels above that `word` has members now.
     fn mark(&mut self, mut word: usize) {
-        for level in &mut self.levels[1..] {
+        for level in &mut self.summaries {
             let summary = &mut level[word / 64];
             let old = *summary;
             *summary |= 1 << (word % 64);
@@ -136,7 +145,7 @@ impl Bitmap {
 
     /// Says in the levels above that `word` has none any more.
     fn unmark(&mut self, mut word: usize) {
-        for level in &mut self.levels[1..] {
+        for level in &mut self.summaries {
             let summary = &mut level[word / 64];
             *summary &= !(1 << (word % 64));
             if *summary != 0 {
@@ -171,16 +180,16 @@ impl Bitmap {
 
     /// The first word at or after `from` that has members.
     fn next_word(&self, from: usize) -> Option<usize> {
-        if *self.levels[0].get(from)? != 0 {
+        if *self.words.get(from)? != 0 {
             return Some(from);
         }
         let mut at = from;
-        for (height, level) in self.levels.iter().enumerate().skip(1) {
+        for (height, level) in self.summaries.iter().enumerate() {
             let bits = level.get(at / 64)? & (u64::MAX << (at % 64));
             if bits != 0 {
                 let top = at / 64 * 64 + bits.trailing_zeros() as usize;
                 return Some(
-                    self.levels[1..height]
+                    self.summaries[..height]
                         .iter()
                         .rev()
                         .fold(top, |word, below| word * 64 + below[word].trailing_zeros() as usize),
@@ -194,16 +203,16 @@ impl Bitmap {
     /// The first run of members at or after `from`, as (start, length): all of it, or its first `most` members.
     #[must_use]
     pub fn next_run(&self, from: usize, most: usize) -> Option<(usize, usize)> {
-        let here = self.levels[0].get(from / 64)? >> (from % 64);
+        let here = self.words.get(from / 64)? >> (from % 64);
         let start = if here == 0 {
             let word = self.next_word(from / 64 + 1)?;
-            word * 64 + self.levels[0][word].trailing_zeros() as usize
+            word * 64 + self.words[word].trailing_zeros() as usize
         } else {
             from + here.trailing_zeros() as usize
         };
         let mut end = start;
         while end - start < most
-            && let Some(word) = self.levels[0].get(end / 64)
+            && let Some(word) = self.words.get(end / 64)
         {
             let ones = (word >> (end % 64)).trailing_ones() as usize;
             end += ones;
@@ -236,7 +245,7 @@ impl Bitmap {
             && let Some(word) = self.next_word(from)
         {
             let mut taken = 0;
-            for (bit, len) in runs_of(self.levels[0][word]) {
+            for (bit, len) in runs_of(self.words[word]) {
                 let len = len.min(left);
                 if len == 0 {
                     break;
@@ -264,7 +273,7 @@ impl Bitmap {
     pub fn drain_into(&mut self, other: &mut Self) {
         let mut from = 0;
         while let Some(word) = self.next_word(from) {
-            other.insert_word(word, self.levels[0][word]);
+            other.insert_word(word, self.words[word]);
             self.remove_word(word, u64::MAX);
             from = word + 1;
         }
@@ -273,13 +282,15 @@ impl Bitmap {
     /// Whether the summaries and the count agree with the members.
     #[must_use]
     pub fn is_consistent(&self) -> bool {
-        let counted: usize = self.levels[0].iter().map(|word| word.count_ones() as usize).sum();
+        let counted: usize = self.words.iter().map(|word| word.count_ones() as usize).sum();
+        let mut below = &self.words;
         counted == self.len
-            && self.levels.windows(2).all(|pair| {
-                pair[0]
+            && self.summaries.iter().all(|summary| {
+                let words = std::mem::replace(&mut below, summary);
+                words
                     .iter()
                     .enumerate()
-                    .all(|(word, &bits)| (pair[1][word / 64] >> (word % 64) & 1 == 1) == (bits != 0))
+                    .all(|(word, &bits)| (summary[word / 64] >> (word % 64) & 1 == 1) == (bits != 0))
             })
     }
 }

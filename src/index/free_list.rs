@@ -272,13 +272,19 @@ impl<I: Id> FreeList<I> {
         let fresh = accepted.len();
         let (start, len) = run.bits();
         for (word, bits) in words_of(start, len) {
-            let owned = !(self.free.word(word) | self.released.word(word) | self.fenced.word(word)) & bits;
+            let fenced = if self.fenced.is_empty() { 0 } else { self.fenced.word(word) };
+            let owned = !(self.free.word(word) | self.released.word(word) | fenced) & bits;
             let target = match (give, self.order) {
                 (Give::Fenced, _) => &mut self.fenced,
                 (Give::Now, Order::Sorted) => &mut self.released,
                 (Give::Now, Order::Fifo) => &mut self.free,
             };
             target.insert_word(word, owned);
+            if len == 1 && owned != 0 {
+                // Most frees of a busy pool are of slots far from each other.
+                accepted.push(run);
+                return;
+            }
             for (bit, len) in runs_of(owned) {
                 let (start, len) = (narrow(word * 64 + bit), narrow(len));
                 match accepted[fresh..].last_mut() {
