@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use crate::base::{Error, ErrorKind, Id, IndexVec, Page, Result, Slot, widen};
+use crate::base::{Error, ErrorKind, Id, IndexVec, PADDING, Page, Result, Slot, widen};
 
 use super::free_list::{Accepted, FreeList, Give, Order, Run};
 use super::runs::for_each_run;
@@ -218,7 +218,7 @@ impl SlotAllocator {
             let page_size = self.page_size();
             let goal = slots.len() + (request.seq - request.prefix);
             let open = request.open_slots(page_size).min(goal - slots.len());
-            let next = request.last_loc.wrapping_add(1);
+            let next = request.next_slot();
             slots.extend((next..next + u32::try_from(open).unwrap_or(0)).map(u32::cast_signed));
             for page in taken.by_ref().take(request.new_pages(page_size)) {
                 push_slots(&mut slots, Run { start: Page::new(page), len: 1 }, self.page_size, goal);
@@ -233,9 +233,9 @@ impl SlotAllocator {
         let mut fault = None;
         let mut marked = Vec::new();
         for (position, request) in requests.iter().enumerate().filter(|(_, r)| r.continues(page_size)) {
-            let (page, last) = (Page::new(request.last_loc / self.page_size), request.last_loc);
-            let expected = request.prefix % page_size;
-            if (widen(last) + 1) % page_size != expected {
+            let last = request.last_loc;
+            let page = Page::new(request.next_slot() / self.page_size);
+            if widen(request.next_slot()) % page_size != request.prefix % page_size {
                 fault = Some(Error::config(format!(
                     "last_loc {last} of request {position} does not end a prefix of {} with page_size {page_size}",
                     request.prefix
@@ -482,13 +482,20 @@ fn push_slots(slots: &mut Vec<i32>, run: Run<Page>, page_size: u32, goal: usize)
 struct Request {
     prefix: usize,
     seq: usize,
-    last_loc: u32,
+    /// As the caller gave it: checked only where it is used.
+    last_loc: i64,
 }
 
 impl Request {
     /// Whether its next token goes into a page that it has.
     const fn continues(&self, page_size: usize) -> bool {
         !self.prefix.is_multiple_of(page_size) && self.seq > self.prefix
+    }
+
+    /// The slot after `last_loc`; the padding slot, which is nobody's, where there is none.
+    fn next_slot(&self) -> u32 {
+        let next = self.last_loc.checked_add(1).and_then(|next| i32::try_from(next).ok());
+        next.and_then(|next| u32::try_from(next).ok()).unwrap_or(PADDING)
     }
 
     /// Slots left in its last page.
@@ -522,7 +529,7 @@ fn parse_requests(prefix_lens: &[i64], seq_lens: &[i64], last_loc: &[i64]) -> Re
                 (Some(prefix), Some(seq)) if prefix <= seq => Ok(Request {
                     prefix: widen(prefix),
                     seq: widen(seq),
-                    last_loc: length(last).unwrap_or(0),
+                    last_loc: last,
                 }),
                 _ => Err(Error::config(format!(
                     "request {position} grows from {prefix} to {seq} tokens; needed is 0 <= prefix <= seq <= {}",

@@ -63,6 +63,16 @@ fn every_dtype_has_its_code() {
     assert_eq!(raw_device(Device::Cuda(3)).ordinal, 3);
 }
 
+#[test]
+fn an_int64_tensor_is_described_as_one() {
+    let region = Arc::new(Region::new(Arc::new(Host), 64).expect("memory"));
+    let view = TensorView::contiguous(region, 16, DType::I64, &[2, 3]).expect("inside");
+    let import = Import::Versioned(export_versioned(&view));
+    let tensor = import.borrow().expect("our own tensor");
+    assert_eq!((tensor.dtype(), tensor.address().as_ptr()), (DType::I64, view.address()));
+    assert_eq!(tensor.strides().as_slice(), [3, 1]);
+}
+
 fn counted() -> (Arc<Count>, TensorView) {
     let backend = Arc::new(Count::new(Arc::new(Host)));
     let region = Arc::new(Region::new(backend.clone() as Arc<dyn Backend>, 64).expect("memory"));

@@ -75,6 +75,13 @@ fn no_layer_imports_from_a_later_one() {
 }
 
 #[test]
+fn no_source_climbs_out_of_its_layer() {
+    for path in sources(&src()) {
+        assert!(!code(&path).iter().any(|line| line.contains("super::super")), "{}", path.display());
+    }
+}
+
+#[test]
 fn every_source_belongs_to_a_layer() {
     for path in sources(&src()) {
         let relative = path.strip_prefix(src()).expect("below src").to_owned();
