@@ -30,7 +30,9 @@ impl Device {
             None if text == "cpu" => Some(Self::Cpu),
             None if text == "cuda" => Some(Self::Cuda(0)),
             Some(("cpu", "0")) => Some(Self::Cpu),
-            Some(("cuda", ordinal)) => ordinal.parse().ok().map(Self::Cuda),
+            Some(("cuda", ordinal)) if ordinal.bytes().all(|byte| byte.is_ascii_digit()) => {
+                ordinal.parse().ok().map(Self::Cuda)
+            }
             _ => None,
         }
         .ok_or_else(|| Error::config(format!("unknown device '{text}'; use 'cpu', 'cuda' or 'cuda:N'")))

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::{Error, Result};
+use super::{Error, Result, reserve};
 
 /// The padding index of every index space: written by padded tokens, never handed out.
 pub const PADDING: u32 = 0;
@@ -126,28 +126,38 @@ impl IndexVec {
     pub fn into_i32(self) -> Result<Vec<i32>> {
         match self {
             Self::I32(values) => Ok(values),
-            Self::I64(values) => values
-                .into_iter()
-                .map(|value| {
-                    i32::try_from(value)
-                        .map_err(|_| Error::config(format!("value {value} does not fit an int32 tensor")))
-                })
-                .collect(),
+            Self::I64(values) => {
+                let mut narrow = reserve(values.len())?;
+                for value in values {
+                    narrow.push(
+                        i32::try_from(value).map_err(|_| {
+                            Error::config(format!("value {value} does not fit an int32 tensor"))
+                        })?,
+                    );
+                }
+                Ok(narrow)
+            }
         }
     }
 
     /// The values as int64.
-    #[must_use]
-    pub fn into_i64(self) -> Vec<i64> {
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfMemory`](super::ErrorKind::OutOfMemory) when the host has no room for them.
+    pub fn into_i64(self) -> Result<Vec<i64>> {
         match self {
-            Self::I32(values) => values.into_iter().map(i64::from).collect(),
-            Self::I64(values) => values,
+            Self::I32(values) => {
+                let mut wide = reserve(values.len())?;
+                wide.extend(values.into_iter().map(i64::from));
+                Ok(wide)
+            }
+            Self::I64(values) => Ok(values),
         }
     }
 }
 
 fn checked<T: Copy + Into<i64>>(values: &[T], noun: &str, count: usize) -> Result<Vec<u32>> {
-    let mut rows = Vec::with_capacity(values.len());
+    let mut rows = reserve(values.len())?;
     for (position, &value) in values.iter().enumerate() {
         let value = value.into();
         match u32::try_from(value) {

@@ -6,10 +6,12 @@ mod device;
 mod dtype;
 mod error;
 mod ids;
+mod reserve;
 mod shape;
 
 pub use device::Device;
 pub use dtype::DType;
 pub use error::{Error, ErrorKind, Result};
 pub use ids::{Id, IndexVec, PADDING, Page, Row, Slot, widen};
+pub use reserve::{reserve, zeros};
 pub use shape::{Dims, MAX_NDIM, bytes_of, contiguous_strides};

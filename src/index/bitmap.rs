@@ -1,5 +1,7 @@
 //! A set of small integers that finds its lowest member in a few steps, however large and empty it is.
 
+use crate::base::{Result, zeros};
+
 /// A set of integers below a fixed bound.
 ///
 /// Bits stand in 64-bit words; above them, level by level, one bit a word says whether that word has any.
@@ -8,7 +10,7 @@
 ///
 /// ```
 /// use kvpool::index::Bitmap;
-/// let mut set = Bitmap::new(1 << 20);
+/// let mut set = Bitmap::new(1 << 20).unwrap();
 /// set.insert_run(700_000, 3);
 /// assert_eq!(set.len(), 3);
 /// assert_eq!(set.next_run(0, 64), Some((700_000, 3)));
@@ -69,16 +71,18 @@ pub(super) fn runs_of(mut bits: u64) -> impl Iterator<Item = (usize, usize)> {
 
 impl Bitmap {
     /// The empty set of integers below `bound`.
-    #[must_use]
-    pub fn new(bound: usize) -> Self {
-        let words = vec![0; bound.div_ceil(64).max(1)];
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host has no room for it.
+    pub fn new(bound: usize) -> Result<Self> {
+        let words: Vec<u64> = zeros(bound.div_ceil(64).max(1))?;
         let mut summaries = Vec::new();
         let mut below = words.len();
         while below > 1 || summaries.is_empty() {
             below = below.div_ceil(64);
-            summaries.push(vec![0; below]);
+            summaries.push(zeros(below)?);
         }
-        Self { words, summaries, len: 0 }
+        Ok(Self { words, summaries, len: 0 })
     }
 
     /// The number of members.

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::marker::PhantomData;
 
-use crate::base::{Id, widen};
+use crate::base::{Id, Result, widen};
 
 use super::BadFree;
 use super::bitmap::{Bitmap, runs_of, words_of};
@@ -61,7 +61,7 @@ pub type Accepted<I> = Vec<Run<I>>;
 /// ```
 /// use kvpool::base::{Id, Row};
 /// use kvpool::index::{FreeList, Order};
-/// let mut rows: FreeList<Row> = FreeList::new(1, 4, Order::Fifo);
+/// let mut rows: FreeList<Row> = FreeList::new(1, 4, Order::Fifo).unwrap();
 /// let mut taken = Vec::new();
 /// assert!(rows.alloc(2, |run| taken.push((run.start.number(), run.len))));
 /// assert_eq!(taken, [(1, 2)]);
@@ -88,22 +88,24 @@ fn narrow(number: usize) -> u32 {
 
 impl<I: Id> FreeList<I> {
     /// All of `first..first + count` free. The sum must fit a `u32`.
-    #[must_use]
-    pub fn new(first: u32, count: u32, order: Order) -> Self {
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host has no room for it.
+    pub fn new(first: u32, count: u32, order: Order) -> Result<Self> {
         let bound = widen(first) + widen(count);
         let mut list = Self {
             first,
             count,
             order,
-            free: Bitmap::new(bound),
-            released: Bitmap::new(bound),
-            fenced: Bitmap::new(bound),
+            free: Bitmap::new(bound)?,
+            released: Bitmap::new(bound)?,
+            fenced: Bitmap::new(bound)?,
             queue: VecDeque::new(),
             high_water: 0,
             space: PhantomData,
         };
         list.clear();
-        list
+        Ok(list)
     }
 
     /// Makes everything free again, in the order of a new list.
@@ -373,7 +375,9 @@ impl<I: Id> FreeList<I> {
         if let Some((name, _)) = sets.iter().find(|(_, set)| !set.is_consistent()) {
             return Some(format!("the {name} set disagrees with its own summary"));
         }
-        let mut union = Bitmap::new(widen(self.first) + widen(self.count));
+        let Ok(mut union) = Bitmap::new(widen(self.first) + widen(self.count)) else {
+            return Some("there is no memory to check it".to_owned());
+        };
         for (start, len) in sets.iter().flat_map(|(_, set)| set.runs()) {
             union.insert_run(start, len);
         }

@@ -18,4 +18,4 @@ pub use free_list::{Accepted, FreeList, Give, Order, Run};
 pub use moves::{Move, plan_moves};
 pub use row_table::{FreedRow, RowTable};
 pub use runs::{ascending_runs, for_each_run};
-pub use slot_allocator::{FenceId, SlotAllocator, SlotStats};
+pub use slot_allocator::{Extension, FenceId, SlotAllocator, SlotStats};

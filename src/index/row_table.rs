@@ -1,6 +1,6 @@
 //! Rows of the request table: who owns which, and how far each was written.
 
-use crate::base::{Id, IndexVec, Result, Row, widen};
+use crate::base::{Id, IndexVec, Result, Row, widen, zeros};
 
 use super::free_list::{FreeList, Give, Order, Run};
 use super::{BadFree, BadFrees, on_bad_frees};
@@ -21,7 +21,7 @@ pub struct FreedRow {
 /// ```
 /// use kvpool::base::{Id, IndexVec, Row};
 /// use kvpool::index::RowTable;
-/// let mut table = RowTable::new(1, 2);
+/// let mut table = RowTable::new(1, 2).unwrap();
 /// assert_eq!(table.alloc(2).unwrap().len(), 2);
 /// assert!(table.alloc(1).is_none());
 /// let (freed, bad) = table.free(&IndexVec::I64(vec![2, 2]), false, "row").unwrap();
@@ -37,13 +37,15 @@ pub struct RowTable {
 
 impl RowTable {
     /// Rows `first..first + count`, all free and clean.
-    #[must_use]
-    pub fn new(first: u32, count: u32) -> Self {
-        Self {
-            rows: FreeList::new(first, count, Order::Fifo),
-            written: vec![0; widen(first) + widen(count)],
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host has no room for it.
+    pub fn new(first: u32, count: u32) -> Result<Self> {
+        Ok(Self {
+            rows: FreeList::new(first, count, Order::Fifo)?,
+            written: zeros(widen(first) + widen(count))?,
             dropped_frees: 0,
-        }
+        })
     }
 
     /// Who owns which row.
@@ -124,9 +126,13 @@ impl RowTable {
         *extent = (*extent).max(end);
     }
 
-    /// Makes every row free and clean again; the caller clears the table.
-    pub fn clear(&mut self) {
+    /// Makes every row free and clean again, and names those that the caller must clear, the padding row too.
+    pub fn clear(&mut self) -> Vec<FreedRow> {
         self.rows.clear();
-        self.written.fill(0);
+        (0..)
+            .zip(&mut self.written)
+            .filter(|(_, written)| **written > 0)
+            .map(|(number, written)| FreedRow { row: Row::new(number), written: std::mem::take(written) })
+            .collect()
     }
 }

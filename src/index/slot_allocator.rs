@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use crate::base::{Error, ErrorKind, Id, IndexVec, PADDING, Page, Result, Slot, widen};
+use crate::base::{Error, ErrorKind, Id, IndexVec, PADDING, Page, Result, Slot, reserve, widen};
 
 use super::free_list::{Accepted, FreeList, Give, Order, Run};
 use super::runs::for_each_run;
@@ -31,6 +31,15 @@ pub struct SlotStats {
     pub fenced: usize,
     /// Bytes of the bookkeeping.
     pub bytes: usize,
+}
+
+/// What a batch of requests grew by.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Extension {
+    /// The new slots, the requests concatenated.
+    pub slots: Vec<i32>,
+    /// Pages that the requests had before and that some of the slots are in.
+    pub continued: Vec<Page>,
 }
 
 /// Who owns which token slot.
@@ -93,10 +102,10 @@ impl SlotAllocator {
             )));
         };
         Ok(Self {
-            pages: FreeList::new(1, count, order),
+            pages: FreeList::new(1, count, order)?,
             size,
             page_size,
-            named: Bitmap::new(if page_size == 1 { 0 } else { widen(count) + 1 }),
+            named: Bitmap::new(if page_size == 1 { 0 } else { widen(count) + 1 })?,
             accepted: Vec::new(),
             fences: Vec::new(),
             next_fence: 0,
@@ -198,20 +207,20 @@ impl SlotAllocator {
         prefix_lens: &[i64],
         seq_lens: &[i64],
         last_loc: &[i64],
-    ) -> Result<Option<Vec<i32>>> {
+    ) -> Result<Option<Extension>> {
         let requests = parse_requests(prefix_lens, seq_lens, last_loc)?;
         let (mut tokens, mut pages) = (0usize, 0usize);
         for request in &requests {
             tokens = tokens.saturating_add(request.seq - request.prefix);
             pages = pages.saturating_add(request.new_pages(self.page_size()));
         }
-        self.check_continued(&requests)?;
+        let continued = self.continued(&requests)?;
         if pages > self.pages.available() || tokens > self.capacity() {
             self.pages.merge();
             return Ok(None);
         }
         let mut slots = reserve(tokens)?;
-        let mut taken = Vec::with_capacity(pages);
+        let mut taken = reserve(pages)?;
         self.pages.alloc(pages, |run| taken.extend(run.start.number()..run.start.number() + run.len));
         let mut taken = taken.into_iter();
         for request in &requests {
@@ -224,11 +233,11 @@ impl SlotAllocator {
                 push_slots(&mut slots, Run { start: Page::new(page), len: 1 }, self.page_size, goal);
             }
         }
-        Ok(Some(slots))
+        Ok(Some(Extension { slots, continued }))
     }
 
-    /// Checks that every page that `requests` continue is live and continued once.
-    fn check_continued(&mut self, requests: &[Request]) -> Result<()> {
+    /// The pages that `requests` continue, each checked to be live and continued once.
+    fn continued(&mut self, requests: &[Request]) -> Result<Vec<Page>> {
         let page_size = self.page_size();
         let mut fault = None;
         let mut marked = Vec::new();
@@ -259,10 +268,29 @@ impl SlotAllocator {
             self.named.insert_run(widen(page.number()), 1);
             marked.push(page);
         }
-        for page in marked {
+        for page in &marked {
             self.named.remove_run(widen(page.number()), 1);
         }
-        fault.map_or(Ok(()), Err)
+        fault.map_or(Ok(marked), Err)
+    }
+
+    /// Gives back what was taken and never handed on: the pages of `slots` but those that were only `continued`.
+    ///
+    /// No group holds it back, and nothing is reported.
+    pub fn undo(&mut self, slots: &[i32], continued: &[Page]) {
+        let page_size = self.page_size;
+        let mut pages: Vec<Page> = slots
+            .iter()
+            .filter_map(|&slot| u32::try_from(slot).ok())
+            .map(|slot| Page::new(slot / page_size))
+            .collect();
+        pages.dedup();
+        pages.retain(|page| !continued.contains(page));
+        let mut accepted = Vec::new();
+        for page in pages {
+            self.pages.give(Run { start: page, len: 1 }, Give::Now, &mut accepted, |_| ());
+        }
+        self.pages.commit(&accepted, Give::Now);
     }
 
     /// Gives slots back, at once or, within a group, when the outermost group ends.
@@ -429,6 +457,12 @@ impl SlotAllocator {
         })
     }
 
+    /// Whether a group is open.
+    #[must_use]
+    pub const fn in_group(&self) -> bool {
+        self.group.is_some()
+    }
+
     /// Merges the released pages into the free ones.
     pub fn merge(&mut self) {
         self.pages.merge();
@@ -458,15 +492,6 @@ fn name_outside(bad: &mut BadFrees, from: i64, to: i64) {
     bad.add(from, BadFree::OutOfRange, count(from, to.min(0)));
     let from = from.max(0);
     bad.add(from, BadFree::Padding, count(from, to));
-}
-
-fn reserve(count: usize) -> Result<Vec<i32>> {
-    let mut slots = Vec::new();
-    slots.try_reserve_exact(count).map_err(|_| {
-        let bytes = count.saturating_mul(size_of::<i32>());
-        Error::new(ErrorKind::OutOfMemory, format!("no {bytes} bytes of host memory for {count} indices"))
-    })?;
-    Ok(slots)
 }
 
 /// Appends the slots of `run`, up to a length of `goal`.

@@ -1,6 +1,6 @@
 //! Conversion between float types, element by element, with the results of PyTorch's `Tensor.to`.
 //!
-//! Everything goes through binary32 and is rounded once, to nearest, ties to even. The 8-bit formats are those
+//! NaN stays NaN, whatever its payload. Everything goes through binary32 and is rounded once, to nearest, ties to even. The 8-bit formats are those
 //! of the OCP 8-bit Floating Point Specification (2023): values beyond `float8_e4m3fn`, which has no infinity, become
 //! its largest number, values beyond `float8_e5m2` infinity.
 
@@ -91,7 +91,8 @@ impl Store for bf16 {
     fn store(value: f32) -> Self {
         // Without a branch, unlike the crate's own, so that a compiler can make vectors of it.
         let bits = value.to_bits();
-        let rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+        // Wraps for NaNs only, which are replaced.
+        let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16;
         let [low, high, ..] = if value.is_nan() { 0x7fc0 } else { rounded }.to_le_bytes();
         Self::from_le_bytes([low, high])
     }

@@ -1,27 +1,28 @@
 //! Reading index tensors.
 
-use crate::base::{DType, Error, IndexVec, Result};
+use crate::base::{DType, Error, IndexVec, Result, reserve};
 use crate::memory::Borrowed;
 
 /// The values of an index tensor in host memory, of any shape and stride, in row-major order, copied.
 ///
 /// # Errors
 /// [`ErrorKind::Type`](crate::base::ErrorKind::Type) when it is neither int32 nor int64,
-/// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when it is not in host memory.
+/// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when it is not in host memory,
+/// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when there is no room for a copy.
 pub fn read_indices(tensor: &Borrowed<'_>) -> Result<IndexVec> {
     tensor.expect_host("the index tensor")?;
     match tensor.dtype() {
-        DType::I32 => Ok(IndexVec::I32(read(tensor))),
-        DType::I64 => Ok(IndexVec::I64(read(tensor))),
+        DType::I32 => Ok(IndexVec::I32(read(tensor)?)),
+        DType::I64 => Ok(IndexVec::I64(read(tensor)?)),
         other => Err(Error::wrong_type(format!("indices must be int32 or int64, not {other}"))),
     }
 }
 
 /// Copies the elements, which are of type `T`.
-fn read<T: Copy>(tensor: &Borrowed<'_>) -> Vec<T> {
+fn read<T: Copy>(tensor: &Borrowed<'_>) -> Result<Vec<T>> {
     let count = tensor.shape().numel();
     let source: *const T = tensor.address().as_ptr().cast_const().cast();
-    let mut values: Vec<T> = Vec::with_capacity(count);
+    let mut values: Vec<T> = reserve(count)?;
     if tensor.is_contiguous() {
         let target: *mut u8 = values.as_mut_ptr().cast();
         // SAFETY: `Borrowed` promises `count` readable elements; the vector is ours and has room for them. Foreign
@@ -29,7 +30,7 @@ fn read<T: Copy>(tensor: &Borrowed<'_>) -> Vec<T> {
         unsafe { target.copy_from_nonoverlapping(source.cast(), count * size_of::<T>()) };
         // SAFETY: so many were just written, and any bytes make an integer.
         unsafe { values.set_len(count) };
-        return values;
+        return Ok(values);
     }
     let (shape, strides) = (tensor.shape().as_slice(), tensor.strides().as_slice());
     values.extend((0..count).map(|position| {
@@ -37,7 +38,7 @@ fn read<T: Copy>(tensor: &Borrowed<'_>) -> Vec<T> {
         // SAFETY: `position` is below `numel`, so it is an element that `Borrowed` promises; it may be unaligned.
         unsafe { element.read_unaligned() }
     }));
-    values
+    Ok(values)
 }
 
 /// The offset, in elements, of element number `position` in row-major order.

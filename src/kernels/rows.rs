@@ -101,6 +101,7 @@ pub fn gather_rows(pairs: &[(&RowBuffer, Borrowed<'_>)], rows: &[u32]) -> Result
         }
         check_rows(buffer, rows)?;
     }
+    check_apart(pairs)?;
     let bytes = pairs.iter().map(|(buffer, _)| buffer.row_bytes() * rows.len()).sum();
     in_parts(bytes, |part, parts| {
         let (from, to) = (rows.len() * part / parts, rows.len() * (part + 1) / parts);
@@ -109,14 +110,35 @@ pub fn gather_rows(pairs: &[(&RowBuffer, Borrowed<'_>)], rows: &[u32]) -> Result
             let mut target = out.address().as_ptr().wrapping_add(from * buffer.row_bytes());
             for position in from..to {
                 let (row, later) = (rows[position], rows[(position + AHEAD).min(rows.len() - 1)]);
-                // SAFETY: `row` was checked; `out` is contiguous and has a place for it. Whoever passes a view
-                // of the pool as `out` gets overlapping copies, not undefined ones.
+                // SAFETY: `row` was checked; `out` is contiguous, has a place for it, and lies elsewhere.
                 unsafe { copy.copy(buffer.row(row), target, buffer.row(later)) };
                 target = target.wrapping_add(buffer.row_bytes());
             }
             copy.finish();
         }
     });
+    Ok(())
+}
+
+/// Checks that no target overlaps another or a buffer that is read.
+fn check_apart(pairs: &[(&RowBuffer, Borrowed<'_>)]) -> Result<()> {
+    let range = |start: usize, bytes: usize| start..start + bytes;
+    for (position, (buffer, out)) in pairs.iter().enumerate() {
+        let bytes = out.shape().numel() * buffer.dtype.size();
+        let target = range(out.address().as_ptr().addr(), bytes);
+        let sources = pairs
+            .iter()
+            .map(|(other, _)| range(other.region.address().as_ptr().addr(), other.region.bytes()));
+        let others = pairs[..position].iter().map(|(other, out)| {
+            range(out.address().as_ptr().addr(), out.shape().numel() * other.dtype.size())
+        });
+        if sources.chain(others).any(|other| target.start < other.end && other.start < target.end) {
+            return Err(Error::config(format!(
+                "out overlaps the pool or the other out: {bytes} bytes at {:#x}",
+                target.start
+            )));
+        }
+    }
     Ok(())
 }
 

@@ -1,6 +1,6 @@
 //! Storing values into rows of buffers, from where they lie and converted where dtypes differ.
 
-use crate::base::{Dims, Error, IndexVec, Result, widen};
+use crate::base::{Dims, Error, IndexVec, Result, reserve, widen};
 use crate::memory::Borrowed;
 
 use super::convert::{Convert, conversion, element_copy};
@@ -89,8 +89,10 @@ fn targets(indices: &IndexVec, rows: usize) -> Result<Vec<i32>> {
         if let Some((position, slot)) = wide().enumerate().find(|&(_, value)| value >= limit) {
             return Err(Error::index(format!("slot {slot} at position {position} is outside [0, {rows})")));
         }
+        let mut targets = reserve(values.len())?;
         // What is left and does not fit is far below zero.
-        Ok(wide().map(|value| i32::try_from(value).unwrap_or(-1)).collect())
+        targets.extend(wide().map(|value| i32::try_from(value).unwrap_or(-1)));
+        Ok(targets)
     }
     match indices {
         IndexVec::I32(values) => checked(values, rows),

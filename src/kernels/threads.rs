@@ -38,6 +38,9 @@ pub fn set_num_threads(threads: usize) {
 /// Calls `work(part, parts)` for every part, on as many threads as `bytes` are worth.
 pub(super) fn in_parts(bytes: usize, work: impl Fn(usize, usize) + Sync) {
     let parts = num_threads().min(bytes / BYTES_PER_THREAD).max(1);
+    if parts == 1 {
+        return work(0, 1);
+    }
     let work = &work;
     thread::scope(|scope| {
         for part in 1..parts {

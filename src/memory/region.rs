@@ -4,7 +4,7 @@ use std::mem::MaybeUninit;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use crate::base::{DType, Device, Dims, Error, ErrorKind, Result};
+use crate::base::{DType, Device, Dims, Error, Result, reserve};
 
 use super::{Backend, Block, Borrowed};
 
@@ -74,13 +74,10 @@ impl Region {
     /// defined.
     ///
     /// # Errors
-    /// [`ErrorKind::OutOfMemory`] when the host cannot give it.
+    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot give it.
     pub fn scratch(bytes: usize) -> Result<Self> {
         let count = bytes.div_ceil(size_of::<Line>());
-        let mut lines = Vec::new();
-        lines.try_reserve_exact(count).map_err(|_| {
-            Error::new(ErrorKind::OutOfMemory, format!("the host cannot give {bytes} bytes for a result"))
-        })?;
+        let mut lines = reserve(count)?;
         lines.resize(count, MaybeUninit::uninit());
         Ok(Self { owner: Owner::Scratch { lines, bytes } })
     }

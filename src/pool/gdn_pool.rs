@@ -60,6 +60,8 @@ pub struct GdnPool {
     buffers: Vec<RowBuffer>,
     /// Locked by itself, so that long copies of states do not hold it up.
     tracks: Mutex<RowTable>,
+    /// Held while states are written, so that calls of several threads do not mix.
+    copying: Mutex<()>,
 }
 
 impl GdnPool {
@@ -95,9 +97,9 @@ impl GdnPool {
         let mut buffers = layer_rows(&recurrent, layers, pool_size)?;
         buffers.extend(layer_rows(&conv, layers, pool_size)?);
         let first_track = u32::try_from(max_reqs + 1).unwrap_or(u32::MAX);
-        let tracks =
-            Mutex::new(RowTable::new(first_track, u32::try_from(max_track_slots).unwrap_or(u32::MAX)));
-        Ok(Self { config, pool_size, strict, recurrent, conv, buffers, tracks })
+        let tracks = RowTable::new(first_track, u32::try_from(max_track_slots).unwrap_or(u32::MAX))?;
+        let (tracks, copying) = (Mutex::new(tracks), Mutex::new(()));
+        Ok(Self { config, pool_size, strict, recurrent, conv, buffers, tracks, copying })
     }
 
     /// Its shape.
@@ -156,7 +158,9 @@ impl GdnPool {
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a slot that is not there; nothing is zeroed then.
     pub fn reset_states(&self, indices: &IndexVec) -> Result<()> {
-        zero_rows(&self.buffers, &indices.rows("state", self.pool_size)?)
+        let rows = indices.rows("state", self.pool_size)?;
+        let _alone = lock(&self.copying);
+        zero_rows(&self.buffers, &rows)
     }
 
     /// Copies both states of slot `src[i]` to slot `dst[i]`, in all layers, as if all were read before any is
@@ -168,6 +172,7 @@ impl GdnPool {
     pub fn copy_states(&self, src: &IndexVec, dst: &IndexVec) -> Result<()> {
         same_length(dst, src)?;
         let moves = plan_moves(&dst.rows("state", self.pool_size)?, &src.rows("state", self.pool_size)?);
+        let _alone = lock(&self.copying);
         move_rows(&self.buffers, &moves)
     }
 
@@ -187,9 +192,13 @@ impl GdnPool {
 
     /// Who owns which track slot.
     pub fn tracks(&self) -> MutexGuard<'_, RowTable> {
-        // A panic elsewhere cannot have left it half changed: it only moves numbers between sets.
-        self.tracks.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.tracks)
     }
+}
+
+/// Locks `mutex`. A panic elsewhere cannot have left numbers half moved, so poison is ignored.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The rows of each layer of a state `[layers, slots, ...]`.

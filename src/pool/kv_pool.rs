@@ -1,6 +1,6 @@
 //! K and V of every layer, in one region.
 
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use crate::base::{DType, Device, Error, IndexVec, Result, bytes_of};
 use crate::index::plan_moves;
@@ -70,7 +70,7 @@ pub struct BufferInfo {
 /// [`ALIGNMENT`] bytes.
 ///
 /// ```
-/// use std::sync::Arc;
+/// use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 /// use kvpool::base::DType;
 /// use kvpool::memory::Host;
 /// use kvpool::pool::{KvConfig, KvPool};
@@ -89,6 +89,9 @@ pub struct KvPool {
     region: Arc<Region>,
     /// Keys of every layer, then values of every layer.
     buffers: Vec<RowBuffer>,
+    /// One for each layer, held while its rows are read or written, so that calls of several threads do not mix.
+    /// Who needs several takes them in order.
+    layers: Vec<RwLock<()>>,
 }
 
 impl KvPool {
@@ -128,7 +131,8 @@ impl KvPool {
             })
             .map(|(offset, shape)| RowBuffer::new(Arc::clone(&region), offset, shape, config.dtype))
             .collect::<Result<Vec<_>>>()?;
-        Ok(Self { config, rows, region, buffers })
+        let layers = (0..config.layer_num).map(|_| RwLock::new(())).collect();
+        Ok(Self { config, rows, region, buffers, layers })
     }
 
     /// Its shape.
@@ -155,17 +159,24 @@ impl KvPool {
         self.buffers.iter().map(RowBuffer::bytes).sum()
     }
 
-    /// Checks that there is such a layer.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when there is not.
-    pub fn check_layer(&self, layer: usize) -> Result<()> {
-        super::check_layer(layer, self.config.layer_num)
+    /// Bytes of K and V of one token in one layer.
+    #[must_use]
+    pub fn token_bytes(&self) -> usize {
+        self.buffers[0].row_bytes() + self.buffers[self.config.layer_num].row_bytes()
+    }
+
+    // The locks guard no value that a panic could leave half changed, so poison is ignored.
+    fn writing(&self, layer: usize) -> RwLockWriteGuard<'_, ()> {
+        self.layers[layer].write().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn reading(&self, layer: usize) -> RwLockReadGuard<'_, ()> {
+        self.layers[layer].read().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// K and V of a layer.
     fn pair(&self, layer: usize) -> Result<[&RowBuffer; 2]> {
-        self.check_layer(layer)?;
+        super::check_layer(layer, self.config.layer_num)?;
         Ok([&self.buffers[layer], &self.buffers[self.config.layer_num + layer]])
     }
 
@@ -213,6 +224,7 @@ impl KvPool {
             Store { name: "k", target: k_buffer, values: k, scale: k_scale },
             Store { name: "v", target: v_buffer, values: v, scale: v_scale },
         ];
+        let _alone = self.writing(layer);
         store_rows(&stores, indices)
     }
 
@@ -245,6 +257,7 @@ impl KvPool {
             TensorView::contiguous(region, 0, buffer.dtype(), &[rows.len(), heads, dim])
         };
         let out = [target(k)?, target(v)?];
+        let _shared = self.reading(layer);
         gather_rows(&[(k, out[0].borrow()?), (v, out[1].borrow()?)], &rows)?;
         Ok(out)
     }
@@ -256,7 +269,9 @@ impl KvPool {
     /// [`ErrorKind::Type`](crate::base::ErrorKind::Type) when `out` does not fit. Nothing is written then.
     pub fn gather_kv_into(&self, layer: usize, indices: &IndexVec, out: [Borrowed<'_>; 2]) -> Result<()> {
         let [k, v] = self.pair(layer)?;
-        gather_rows(&[(k, out[0]), (v, out[1])], &indices.rows("slot", self.rows)?)
+        let rows = indices.rows("slot", self.rows)?;
+        let _shared = self.reading(layer);
+        gather_rows(&[(k, out[0]), (v, out[1])], &rows)
     }
 
     /// Moves row `src[i]` to row `dst[i]` in every layer, as if all were read before any is written.
@@ -267,6 +282,7 @@ impl KvPool {
     pub fn move_kv(&self, dst: &IndexVec, src: &IndexVec) -> Result<()> {
         same_length(dst, src)?;
         let moves = plan_moves(&dst.rows("slot", self.rows)?, &src.rows("slot", self.rows)?);
+        let _alone: Vec<_> = (0..self.config.layer_num).map(|layer| self.writing(layer)).collect();
         move_rows(&self.buffers, &moves)
     }
 

@@ -1,8 +1,8 @@
 //! Index + memory + tensor = a pool: one file for each class of the public interface.
 //!
 //! Pools whose bookkeeping changes take `&mut self`; whoever shares one wraps it in a lock. [`KvPool`] and
-//! [`GdnPool`] are shared as they are: their bytes are shared with other frameworks by design, and concurrent
-//! writes to the same row leave one of the written values in each byte.
+//! [`GdnPool`] may be shared as they are: their calls are atomic among themselves. Other frameworks reach the same
+//! bytes past these locks, by design.
 
 mod gdn_pool;
 mod kv_pool;

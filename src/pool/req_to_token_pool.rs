@@ -72,7 +72,8 @@ impl ReqToTokenPool {
         let shape = [widen(rows + first), max_context_len];
         let region = Arc::new(Region::new(backend, bytes_of("req_to_token", &shape, DType::I32)?)?);
         let table = TensorView::contiguous(region, 0, DType::I32, &shape)?;
-        Ok(Self { max_reqs, max_context_len, padding_row, strict, table, rows: RowTable::new(first, rows) })
+        let rows = RowTable::new(first, rows)?;
+        Ok(Self { max_reqs, max_context_len, padding_row, strict, table, rows })
     }
 
     /// Requests that can be in it at once.
@@ -183,18 +184,19 @@ impl ReqToTokenPool {
     fn write_columns(&mut self, row: i64, start: i64, end: Option<i64>, values: &[i32]) -> Result<()> {
         let row = self.checked_row(row)?;
         let columns = self.max_context_len;
-        let end = end.map_or(Some(columns), |end| usize::try_from(end).ok());
-        let (Ok(start), Some(end)) = (usize::try_from(start), end.filter(|&end| end <= columns)) else {
+        let stop = end.map_or(Some(columns), |end| usize::try_from(end).ok()).filter(|&stop| stop <= columns);
+        let (Ok(from), Some(stop)) = (usize::try_from(start), stop) else {
+            let end = end.map_or("the end".to_owned(), |end| end.to_string());
             return Err(Error::index(format!(
-                "columns {start} to {end:?} of row {row} are not all in [0, {columns})"
+                "columns {start} to {end} of row {row} are not all in [0, {columns})"
             )));
         };
-        let room = end
-            .checked_sub(start)
-            .ok_or_else(|| Error::config(format!("columns {start} to {end} of row {row} run backwards")))?;
+        let room = stop
+            .checked_sub(from)
+            .ok_or_else(|| Error::config(format!("columns {from} to {stop} of row {row} run backwards")))?;
         let values = &*broadcast(values, room)?;
-        self.table.region().write(self.place(widen(row.number()), start), values)?;
-        self.rows.note_written(row, u32::try_from(end).unwrap_or(u32::MAX));
+        self.table.region().write(self.place(widen(row.number()), from), values)?;
+        self.rows.note_written(row, u32::try_from(stop).unwrap_or(u32::MAX));
         Ok(())
     }
 
@@ -242,14 +244,13 @@ impl ReqToTokenPool {
         Ok(())
     }
 
-    /// Makes every row free and zero.
+    /// Makes every row free, and zeroes what was written.
     ///
     /// # Errors
     /// None in practice: the table is as long as it says.
     pub fn clear(&mut self) -> Result<()> {
-        self.table.region().zero(0, self.mem_bytes())?;
-        self.rows.clear();
-        Ok(())
+        let written = self.rows.clear();
+        self.clean(&written)
     }
 }
 

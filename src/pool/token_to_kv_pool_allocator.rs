@@ -1,6 +1,6 @@
 //! Token slots as tensors.
 
-use crate::base::{Device, Error, ErrorKind, IndexVec, Result};
+use crate::base::{Device, Error, ErrorKind, IndexVec, Page, Result, reserve};
 use crate::index::{BadFrees, FenceId, Order, SlotAllocator, SlotStats, ascending_runs};
 use crate::memory::backend_for;
 use crate::tensor::TensorView;
@@ -77,7 +77,8 @@ impl TokenToKvPoolAllocator {
         Ok(self.slots.alloc_contiguous(count)?.map(TensorView::from_indices))
     }
 
-    /// Takes the slots for positions `prefix..seq` of each request, concatenated, or returns `None`.
+    /// Takes the slots for positions `prefix..seq` of each request, concatenated, or returns `None`. Also names the
+    /// pages that the requests had before and that some of the slots are in.
     ///
     /// # Errors
     /// As [`SlotAllocator::extend`].
@@ -86,17 +87,28 @@ impl TokenToKvPoolAllocator {
         prefix_lens: &[i64],
         seq_lens: &[i64],
         last_loc: &[i64],
-    ) -> Result<Option<TensorView>> {
-        Ok(self.slots.extend(prefix_lens, seq_lens, last_loc)?.map(TensorView::from_indices))
+    ) -> Result<Option<(TensorView, Vec<Page>)>> {
+        let taken = self.slots.extend(prefix_lens, seq_lens, last_loc)?;
+        Ok(taken.map(|taken| (TensorView::from_indices(taken.slots), taken.continued)))
     }
 
-    /// Takes one slot a request, that of position `seq - 1`, or returns `None`.
+    /// Takes one slot a request, that of position `seq - 1`, or returns `None`; else as `alloc_extend`.
     ///
     /// # Errors
     /// As [`SlotAllocator::extend`].
-    pub fn alloc_decode(&mut self, seq_lens: &[i64], last_loc: &[i64]) -> Result<Option<TensorView>> {
-        let prefix_lens: Vec<i64> = seq_lens.iter().map(|len| len.saturating_sub(1)).collect();
+    pub fn alloc_decode(
+        &mut self,
+        seq_lens: &[i64],
+        last_loc: &[i64],
+    ) -> Result<Option<(TensorView, Vec<Page>)>> {
+        let mut prefix_lens = reserve(seq_lens.len())?;
+        prefix_lens.extend(seq_lens.iter().map(|len| len.saturating_sub(1)));
         self.alloc_extend(&prefix_lens, seq_lens, last_loc)
+    }
+
+    /// Gives back what was taken and never handed on: the pages of `slots` but those that were only `continued`.
+    pub fn undo(&mut self, slots: &[i32], continued: &[Page]) {
+        self.slots.undo(slots, continued);
     }
 
     /// Gives slots back; what is not live is dropped and reported.

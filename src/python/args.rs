@@ -1,50 +1,58 @@
 //! Arguments as Python programmers pass them.
 
-use std::ptr::NonNull;
+use std::borrow::Cow;
 
 use numpy::{PyArrayDescrMethods, PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::exceptions::{PyOverflowError, PyTypeError};
 use pyo3::prelude::*;
-use pyo3::types::{PyBool, PyInt, PyList, PyRange, PySequence, PyTuple};
+use pyo3::types::{PyBool, PyByteArray, PyBytes, PyInt, PyList, PyRange, PySequence, PyTuple};
 
 use crate::base::{DType, Device, Dims, Error, IndexVec};
 use crate::kernels::read_indices;
 use crate::memory::Borrowed;
-use crate::tensor::dlpack::Import;
+use crate::tensor::dlpack::{Import, address_of};
 
-use super::framework::torch;
+use super::framework::{Torch, torch};
 use super::tensor::{Tensor, consume};
 
 /// A tensor that a caller passed, of whatever framework.
-pub(super) enum TensorArg<'a> {
-    /// Kept alive by the caller's reference.
-    Described(Borrowed<'a>),
+///
+/// It is described as late as possible, by [`TensorArg::borrow`]: until then other arguments may still run Python
+/// code, which could resize it.
+pub(super) enum TensorArg<'a, 'py> {
+    /// Of PyTorch, with an exchange table to describe it.
+    Torch(&'static Torch, Cow<'a, Bound<'py, PyAny>>),
+    /// Of NumPy.
+    Array(&'a Bound<'py, PyUntypedArray>),
     /// Kept alive by us.
     Imported(Import),
     /// One of ours.
     Own(&'a Tensor),
 }
 
-impl TensorArg<'_> {
-    pub(super) fn borrow(&self) -> crate::base::Result<Borrowed<'_>> {
+impl TensorArg<'_, '_> {
+    /// Describes it. Runs no Python code of the caller.
+    pub(super) fn borrow(&self) -> PyResult<Borrowed<'_>> {
         match self {
-            Self::Described(tensor) => Ok(*tensor),
-            Self::Imported(import) => import.borrow(),
-            Self::Own(tensor) => tensor.view().borrow(),
+            Self::Torch(torch, tensor) => torch.describe(tensor),
+            Self::Array(array) => describe_array(array),
+            Self::Imported(import) => Ok(import.borrow()?),
+            Self::Own(tensor) => Ok(tensor.view().borrow()?),
         }
     }
 }
 
 /// `object` as a tensor: of PyTorch, of kvpool, of NumPy or of anybody who speaks DLPack. `None` if it is none.
-fn tensor_or_none<'a>(object: &'a Bound<'_, PyAny>) -> PyResult<Option<TensorArg<'a>>> {
+fn tensor_or_none<'a, 'py>(object: &'a Bound<'py, PyAny>) -> PyResult<Option<TensorArg<'a, 'py>>> {
     let py = object.py();
     if let Some(torch) = torch(py)?
-        && torch.is_tensor(object)?
+        && torch.is_tensor(object)
     {
-        return match torch.describe(object)? {
-            Some(tensor) => Ok(Some(TensorArg::Described(tensor))),
+        return if torch.describes() {
+            Ok(Some(TensorArg::Torch(torch, Cow::Borrowed(object))))
+        } else {
             // A tensor that records gradients refuses `__dlpack__`; what it holds is read all the same.
-            None => consume(&object.call_method0("detach")?).map(|import| Some(TensorArg::Imported(import))),
+            consume(&object.call_method0("detach")?).map(|import| Some(TensorArg::Imported(import)))
         };
     }
     if let Ok(tensor) = object.cast::<Tensor>() {
@@ -53,7 +61,7 @@ fn tensor_or_none<'a>(object: &'a Bound<'_, PyAny>) -> PyResult<Option<TensorArg
     if numpy_is_loaded(py)?
         && let Ok(array) = object.cast::<PyUntypedArray>()
     {
-        return describe_array(array).map(|tensor| Some(TensorArg::Described(tensor)));
+        return Ok(Some(TensorArg::Array(array)));
     }
     if object.hasattr("__dlpack__")? {
         return consume(object).map(|import| Some(TensorArg::Imported(import)));
@@ -67,37 +75,63 @@ fn numpy_is_loaded(py: Python<'_>) -> PyResult<bool> {
     Ok(!modules.call_method1("get", ("numpy",))?.is_none())
 }
 
-fn describe_array<'a>(array: &'a Bound<'_, PyUntypedArray>) -> PyResult<Borrowed<'a>> {
+/// The dtype of an array in native byte order, or `None`.
+fn array_dtype(array: &Bound<'_, PyUntypedArray>) -> PyResult<Option<DType>> {
     let descr = array.dtype();
-    let name: String = descr.getattr("name")?.extract()?;
-    let known = [DType::F64, DType::I32, DType::I64, DType::Bool].into_iter().chain(DType::STORAGE);
-    let native: bool = descr.getattr("isnative")?.extract()?;
-    let dtype = known
-        .into_iter()
-        .find(|dtype| native && dtype.name() == name)
-        .ok_or_else(|| PyTypeError::new_err(format!("an array of dtype {} cannot be used here", &*descr)))?;
-    let size = i64::try_from(descr.itemsize()).unwrap_or(1);
-    let shape: Vec<i64> = array.shape().iter().map(|&n| i64::try_from(n).unwrap_or(i64::MAX)).collect();
-    let mut strides = Vec::with_capacity(shape.len());
+    if descr.byteorder() == b'>' {
+        return Ok(None);
+    }
+    Ok(match (descr.kind(), descr.itemsize()) {
+        (b'i', 8) => Some(DType::I64),
+        (b'i', 4) => Some(DType::I32),
+        (b'i', 1) => Some(DType::I8),
+        (b'u', 1) => Some(DType::U8),
+        (b'f', 8) => Some(DType::F64),
+        (b'f', 4) => Some(DType::F32),
+        (b'f', 2) => Some(DType::F16),
+        (b'b', 1) => Some(DType::Bool),
+        // Those of `ml_dtypes` are known by their names only.
+        _ => DType::parse(&descr.getattr("name")?.extract::<String>()?).ok(),
+    })
+}
+
+fn describe_array<'a>(array: &'a Bound<'_, PyUntypedArray>) -> PyResult<Borrowed<'a>> {
+    let dtype = array_dtype(array)?.ok_or_else(|| {
+        PyTypeError::new_err(format!("an array of dtype {} cannot be used here", &*array.dtype()))
+    })?;
+    let size = i64::try_from(dtype.size()).unwrap_or(1);
+    let extent = |n: &usize| i64::try_from(*n).unwrap_or(i64::MAX);
+    let shape = Dims::new(&array.shape().iter().map(extent).collect::<Vec<_>>())?;
+    let mut strides = Vec::with_capacity(shape.ndim());
     for &stride in array.strides() {
         let bytes = i64::try_from(stride).unwrap_or(0);
         if bytes % size != 0 {
-            return Err(Error::config(format!("strides of {bytes} bytes are no multiple of {name}")).into());
+            return Err(Error::config(format!("strides of {bytes} bytes are no multiple of {dtype}")).into());
         }
         strides.push(bytes / size);
     }
     // SAFETY: the array is live, and its header does not move.
     let data = unsafe { (*array.as_array_ptr()).fields.data };
-    let address = NonNull::new(data.cast()).unwrap_or(NonNull::dangling());
+    let address = address_of(data.cast(), &shape)?;
     // SAFETY: NumPy promises memory behind every element of the shape; the caller's reference keeps it alive.
-    Ok(unsafe { Borrowed::new(address, dtype, Device::Cpu, Dims::new(&shape)?, Dims::new(&strides)?) })
+    Ok(unsafe { Borrowed::new(address, dtype, Device::Cpu, shape, Dims::new(&strides)?) })
 }
 
 /// `object` as a tensor.
-pub(super) fn tensor<'a>(name: &str, object: &'a Bound<'_, PyAny>) -> PyResult<TensorArg<'a>> {
+pub(super) fn tensor<'a, 'py>(name: &str, object: &'a Bound<'py, PyAny>) -> PyResult<TensorArg<'a, 'py>> {
     tensor_or_none(object)?.ok_or_else(|| {
         PyTypeError::new_err(format!("{name} must be a tensor or an array, not {}", kind_of(object)))
     })
+}
+
+/// As [`tensor`], for values: a view that PyTorch negates when it reads it is negated now.
+pub(super) fn values<'a, 'py>(name: &str, object: &'a Bound<'py, PyAny>) -> PyResult<TensorArg<'a, 'py>> {
+    match tensor(name, object)? {
+        TensorArg::Torch(torch, tensor) if tensor.call_method0("is_neg")?.is_truthy()? => {
+            Ok(TensorArg::Torch(torch, Cow::Owned(tensor.call_method0("resolve_neg")?)))
+        }
+        other => Ok(other),
+    }
 }
 
 /// A pair of tensors that will be written to.
@@ -109,14 +143,14 @@ pub(super) fn outputs<'py>(pair: &Bound<'py, PyAny>) -> PyResult<[Bound<'py, PyA
 }
 
 /// As [`tensor`], for one that will be written to.
-pub(super) fn output<'a>(object: &'a Bound<'_, PyAny>) -> PyResult<TensorArg<'a>> {
-    if let Ok(flags) = object.getattr("flags")
-        && let Ok(writeable) = flags.getattr("writeable")
-        && !writeable.is_truthy()?
-    {
-        return Err(Error::config("out is read-only").into());
-    }
-    tensor("out", object)
+pub(super) fn output<'a, 'py>(object: &'a Bound<'py, PyAny>) -> PyResult<TensorArg<'a, 'py>> {
+    let tensor = tensor("out", object)?;
+    let writable = match &tensor {
+        TensorArg::Imported(import) => import.is_writable(),
+        TensorArg::Array(array) => array.getattr("flags")?.getattr("writeable")?.is_truthy()?,
+        TensorArg::Torch(..) | TensorArg::Own(_) => true,
+    };
+    if writable { Ok(tensor) } else { Err(Error::config("out is read-only").into()) }
 }
 
 fn kind_of(object: &Bound<'_, PyAny>) -> String {
@@ -134,7 +168,9 @@ pub(super) fn indices(object: &Bound<'_, PyAny>) -> PyResult<IndexVec> {
     if let Some(tensor) = tensor_or_none(object)? {
         return Ok(read_indices(&tensor.borrow()?)?);
     }
-    if object.cast::<PySequence>().is_ok() {
+    // Bytes are a sequence of ints to Python, and never meant as slots.
+    let is_bytes = object.is_instance_of::<PyBytes>() || object.is_instance_of::<PyByteArray>();
+    if !is_bytes && object.cast::<PySequence>().is_ok() {
         return ints(object);
     }
     Err(PyTypeError::new_err(format!(
@@ -175,10 +211,13 @@ pub(super) fn int(object: &Bound<'_, PyAny>) -> PyResult<i64> {
     }
 }
 
-/// A layer number; negative ones are outside of everything.
-pub(super) fn layer(object: &Bound<'_, PyAny>) -> PyResult<usize> {
+/// The number of one of `layers` layers.
+pub(super) fn layer(object: &Bound<'_, PyAny>, layers: usize) -> PyResult<usize> {
     let layer = int(object)?;
-    usize::try_from(layer).map_err(|_| Error::index(format!("layer {layer} is negative")).into())
+    usize::try_from(layer)
+        .ok()
+        .filter(|&layer| layer < layers)
+        .ok_or_else(|| Error::index(format!("layer {layer} is outside [0, {layers})")).into())
 }
 
 /// An argument that may be left out, which is not the same as `None`.

@@ -5,7 +5,7 @@ use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 use std::ptr::{self, NonNull};
 
-use pyo3::exceptions::{PyImportError, PyRuntimeError};
+use pyo3::exceptions::{PyModuleNotFoundError, PyRuntimeError};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyCapsule, PyType};
@@ -43,13 +43,23 @@ impl Api {
 static TORCH: PyOnceLock<Option<Torch>> = PyOnceLock::new();
 
 /// PyTorch, imported at the first call, or `None` when it is not installed.
-pub(super) fn torch(py: Python<'_>) -> PyResult<Option<&Torch>> {
+pub(super) fn torch(py: Python<'_>) -> PyResult<Option<&'static Torch>> {
     let found = TORCH.get_or_try_init(py, || match py.import("torch") {
         Ok(module) => Torch::new(&module).map(Some),
-        Err(error) if error.is_instance_of::<PyImportError>(py) => Ok(None),
+        Err(error) if is_absent(py, &error)? => Ok(None),
+        // A PyTorch that is there but broken is not taken for absent.
         Err(error) => Err(error),
     })?;
     Ok(found.as_ref())
+}
+
+/// Whether PyTorch is not installed (or hidden), rather than something that it needs.
+fn is_absent(py: Python<'_>, error: &PyErr) -> PyResult<bool> {
+    if !error.is_instance_of::<PyModuleNotFoundError>(py) {
+        return Ok(false);
+    }
+    let name = error.value(py).getattr("name")?;
+    Ok(name.is_none() || name.extract::<String>()? == "torch")
 }
 
 impl Torch {
@@ -66,10 +76,11 @@ impl Torch {
         Ok(Self { module: module.clone().unbind(), tensor_type: tensor_type.unbind(), api })
     }
 
-    /// Whether `object` is a `torch.Tensor` or of a subclass.
-    pub(super) fn is_tensor(&self, object: &Bound<'_, PyAny>) -> PyResult<bool> {
-        let tensor_type = self.tensor_type.bind(object.py());
-        Ok(object.get_type().is(tensor_type) || object.is_instance(tensor_type)?)
+    /// Whether `object` is a `torch.Tensor` or of a subclass, whatever it says of itself.
+    pub(super) fn is_tensor(&self, object: &Bound<'_, PyAny>) -> bool {
+        let (found, tensor) = (object.get_type_ptr(), self.tensor_type.as_ptr().cast());
+        // SAFETY: both are live types. Unlike `isinstance`, this asks the types and no Python code.
+        found == tensor || unsafe { pyo3::ffi::PyType_IsSubtype(found, tensor) } == 1
     }
 
     /// The `torch.dtype` of that name.
@@ -77,10 +88,15 @@ impl Torch {
         self.module.bind(py).getattr(dtype.name())
     }
 
-    /// Describes `tensor`, which is one of this framework, or `None` when there is no table to ask.
-    pub(super) fn describe<'a>(&self, tensor: &'a Bound<'_, PyAny>) -> PyResult<Option<Borrowed<'a>>> {
+    /// Whether there is an exchange table, so that [`Torch::describe`] can be used.
+    pub(super) const fn describes(&self) -> bool {
+        self.api.is_some()
+    }
+
+    /// Describes `tensor`, which is one of this framework.
+    pub(super) fn describe<'a>(&self, tensor: &'a Bound<'_, PyAny>) -> PyResult<Borrowed<'a>> {
         let Some(describe) = self.api.as_ref().and_then(|api| api.table().describe_object) else {
-            return Ok(None);
+            return Err(PyRuntimeError::new_err("PyTorch has no exchange table"));
         };
         let mut raw = MaybeUninit::<RawTensor>::zeroed();
         // SAFETY: the GIL is held, `tensor` is a tensor of the framework that published the function, and `raw`
@@ -92,8 +108,9 @@ impl Torch {
         }
         // SAFETY: the function filled it in; all zeros would be a valid value, too.
         let raw = unsafe { raw.assume_init() };
-        // SAFETY: the caller holds a reference to the tensor for 'a, which keeps its memory alive.
-        Ok(Some(unsafe { borrow(&raw, PhantomData) }?))
+        // SAFETY: the caller holds a reference to the tensor for 'a, and nobody resizes its storage meanwhile: that
+        // would break PyTorch's own operations as well.
+        Ok(unsafe { borrow(&raw, PhantomData) }?)
     }
 
     fn import(&self, py: Python<'_>, view: &TensorView) -> PyResult<Py<PyAny>> {

@@ -103,7 +103,7 @@ impl GdnPool {
     /// Raises:
     ///     IndexError: If there is no such layer.
     fn get_layer_state(&self, py: Python<'_>, i: &Bound<'_, PyAny>) -> PyResult<(Py<PyAny>, Py<PyAny>)> {
-        to_tensors(py, &self.pool.layer_state(args::layer(i)?)?)
+        to_tensors(py, &self.pool.layer_state(args::layer(i, self.pool.config().num_gdn_layers)?)?)
     }
 
     /// Zeroes both states of some slots, in all layers.

@@ -56,17 +56,15 @@ impl KvPool {
         rows: usize,
         work: impl FnOnce() -> crate::base::Result<R> + Send,
     ) -> PyResult<R> {
-        let row_bytes: usize =
-            self.pool.buffer_infos().step_by(self.pool.config().layer_num).map(|b| b.row_bytes).sum();
+        let row_bytes = self.pool.token_bytes();
         let answer = if rows.saturating_mul(row_bytes) < DETACH_FROM { work() } else { py.detach(work) };
         Ok(answer?)
     }
+}
 
-    fn buffer(&self, py: Python<'_>, of: &[Py<PyAny>], layer_id: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
-        let layer = args::layer(layer_id)?;
-        self.pool.check_layer(layer)?;
-        Ok(of[layer].clone_ref(py))
-    }
+/// One of the tensors `of` every layer.
+fn of_layer(py: Python<'_>, of: &[Py<PyAny>], layer_id: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
+    Ok(of[args::layer(layer_id, of.len())?].clone_ref(py))
 }
 
 #[pymethods]
@@ -133,7 +131,7 @@ impl KvPool {
     /// Raises:
     ///     IndexError: If there is no such layer.
     fn get_key_buffer(&self, py: Python<'_>, layer_id: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
-        self.buffer(py, &self.k_buffer, layer_id)
+        of_layer(py, &self.k_buffer, layer_id)
     }
 
     /// The values of a layer, `[rows, v_head_num, v_head_dim]`, no copy.
@@ -141,7 +139,7 @@ impl KvPool {
     /// Raises:
     ///     IndexError: If there is no such layer.
     fn get_value_buffer(&self, py: Python<'_>, layer_id: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
-        self.buffer(py, &self.v_buffer, layer_id)
+        of_layer(py, &self.v_buffer, layer_id)
     }
 
     /// Keys and values of a layer, no copy.
@@ -155,7 +153,7 @@ impl KvPool {
     /// Writes `k` and `v` to the rows that `indices` names, in one call.
     ///
     /// Negative indices are skipped. When a row is named twice, the last of its values stays. The values are read
-    /// where they lie: any stride will do. Values of another float dtype are converted as `Tensor.to` does, through
+    /// where they lie: any stride will do; nobody may resize their storage meanwhile. Values of another float dtype are converted as `Tensor.to` does, through
     /// float32 and rounded to nearest even. Long copies release the GIL and use several threads.
     ///
     /// Args:
@@ -182,9 +180,9 @@ impl KvPool {
         k_scale: Option<f32>,
         v_scale: Option<f32>,
     ) -> PyResult<()> {
-        let layer = args::layer(layer_id)?;
+        let layer = args::layer(layer_id, self.pool.config().layer_num)?;
         let indices = args::indices(indices)?;
-        let (k, v) = (args::tensor("k", k)?, args::tensor("v", v)?);
+        let (k, v) = (args::values("k", k)?, args::values("v", v)?);
         let (k, v) = (k.borrow()?, v.borrow()?);
         let scales = Scales { k: k_scale, v: v_scale };
         self.run(py, indices.len(), || self.pool.set_kv(layer, &indices, k, v, scales))
@@ -213,7 +211,7 @@ impl KvPool {
         indices: &Bound<'_, PyAny>,
         out: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<(Py<PyAny>, Py<PyAny>)> {
-        let layer = args::layer(layer_id)?;
+        let layer = args::layer(layer_id, self.pool.config().layer_num)?;
         let indices: IndexVec = args::indices(indices)?;
         let Some(out) = out else {
             let pair = self.run(py, indices.len(), || self.pool.gather_kv(layer, &indices))?;
@@ -254,7 +252,7 @@ impl KvPool {
     /// Raises:
     ///     IndexError: If there is no such layer.
     fn page_view(&self, py: Python<'_>, layer_id: &Bound<'_, PyAny>) -> PyResult<(Py<PyAny>, Py<PyAny>)> {
-        to_tensors(py, &self.pool.page_view(args::layer(layer_id)?)?)
+        to_tensors(py, &self.pool.page_view(args::layer(layer_id, self.pool.config().layer_num)?)?)
     }
 
     /// What a transfer engine registers, keys of all layers first, then values.

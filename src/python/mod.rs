@@ -30,6 +30,12 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// Does `work` under the lock. An error becomes an exception, which runs Python code, only after it.
+fn with<T, R>(mutex: &Mutex<T>, work: impl FnOnce(&mut T) -> crate::base::Result<R>) -> PyResult<R> {
+    let answer = work(&mut lock(mutex));
+    Ok(answer?)
+}
+
 /// How many threads one large copy on the CPU may use.
 #[pyfunction]
 fn get_num_threads() -> usize {

@@ -8,14 +8,14 @@ use pyo3::gc::PyVisit;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PySlice};
 
-use crate::base::{Error, Id, IndexVec, Row};
+use crate::base::{Error, Id, IndexVec, Row, reserve};
 use crate::memory::backend_for;
 use crate::pool::{ReqToTokenPool as Pool, TableIndex};
 
 use super::args::Arg;
 use super::framework::to_tensor;
 use super::report::Reporter;
-use super::{args, lock};
+use super::{args, lock, with};
 
 /// The table `req_to_token[request, position] -> slot`. It does not track sequence lengths.
 ///
@@ -40,6 +40,13 @@ pub(super) struct ReqToTokenPool {
     reporter: Reporter,
 }
 
+/// `index` as often as there are partners for it.
+fn repeated(index: i64, count: usize) -> PyResult<IndexVec> {
+    let mut values = reserve(count)?;
+    values.resize(count, index);
+    Ok(IndexVec::I64(values))
+}
+
 /// `(row, slice)`, `(row, column)` or `(rows, columns)`; a single row or column goes with all of the others.
 fn table_index(index: &Bound<'_, PyAny>) -> PyResult<TableIndex> {
     let (first, second): (Bound<'_, PyAny>, Bound<'_, PyAny>) = index
@@ -51,11 +58,11 @@ fn table_index(index: &Bound<'_, PyAny>) -> PyResult<TableIndex> {
             (None, None) => (args::indices(&first)?, args::indices(&second)?),
             (Some(row), None) => {
                 let columns = args::indices(&second)?;
-                (IndexVec::I64(vec![row; columns.len()]), columns)
+                (repeated(row, columns.len())?, columns)
             }
             (None, Some(column)) => {
                 let rows = args::indices(&first)?;
-                let columns = IndexVec::I64(vec![column; rows.len()]);
+                let columns = repeated(column, rows.len())?;
                 (rows, columns)
             }
         };
@@ -112,7 +119,7 @@ impl ReqToTokenPool {
     #[pyo3(signature = (n=Arg::Missing), text_signature = "($self, n=1)")]
     fn alloc(&self, n: Arg<'_>) -> PyResult<Option<Vec<u32>>> {
         let count = n.count("n", 1)?;
-        Ok(lock(&self.pool).alloc(count)?)
+        with(&self.pool, |pool| pool.alloc(count))
     }
 
     /// Gives a row or several back, and zeroes what was written to them.
@@ -124,7 +131,7 @@ impl ReqToTokenPool {
     ///     IndexOwnershipError: If the pool is strict and a row is not the caller's to free.
     fn free(&self, py: Python<'_>, slot_or_slots: &Bound<'_, PyAny>) -> PyResult<()> {
         let values = args::index_or_indices(slot_or_slots)?;
-        let bad = lock(&self.pool).free(&values)?;
+        let bad = with(&self.pool, |pool| pool.free(&values))?;
         self.reporter.bad_frees(py, &bad, Row::NOUN, values.len());
         Ok(())
     }
@@ -141,7 +148,7 @@ impl ReqToTokenPool {
     fn write(&self, index: &Bound<'_, PyAny>, values: &Bound<'_, PyAny>) -> PyResult<()> {
         let index = table_index(index)?;
         let values = args::index_or_indices(values)?.into_i32()?;
-        Ok(lock(&self.pool).write(&index, &values)?)
+        with(&self.pool, |pool| pool.write(&index, &values))
     }
 
     /// The first `length` slots of a row: an int32 tensor `[length]`, a view of the table.
@@ -150,7 +157,7 @@ impl ReqToTokenPool {
     ///     IndexError: If they are outside of the table.
     fn read(&self, py: Python<'_>, row: &Bound<'_, PyAny>, length: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
         let (row, length) = (args::int(row)?, args::int(length)?);
-        let view = lock(&self.pool).read(row, length)?;
+        let view = with(&self.pool, |pool| pool.read(row, length))?;
         to_tensor(py, &view)
     }
 
@@ -160,7 +167,7 @@ impl ReqToTokenPool {
     ///     IndexError: If a row is outside of the table.
     fn mark_modified(&self, rows: &Bound<'_, PyAny>) -> PyResult<()> {
         let rows = args::index_or_indices(rows)?;
-        Ok(lock(&self.pool).mark_modified(&rows)?)
+        with(&self.pool, |pool| pool.mark_modified(&rows))
     }
 
     /// Rows that can be handed out now.
@@ -168,9 +175,9 @@ impl ReqToTokenPool {
         lock(&self.pool).available_size()
     }
 
-    /// Makes every row free and zero.
+    /// Makes every row free, and zeroes what was written through this class or marked as modified.
     fn clear(&self) -> PyResult<()> {
-        Ok(lock(&self.pool).clear()?)
+        with(&self.pool, Pool::clear)
     }
 
     /// The numbers of this pool, in rows: `capacity`, `available`, `in_use`, `high_water`, `dropped_frees`; and

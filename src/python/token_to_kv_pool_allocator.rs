@@ -1,15 +1,16 @@
 //! `kvpool.TokenToKVPoolAllocator`.
 
+use std::cell::Cell;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use pyo3::PyTraverseError;
-use pyo3::exceptions::PyTypeError;
+use pyo3::exceptions::{PyException, PyTypeError};
 use pyo3::gc::PyVisit;
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::types::{PyDict, PyTuple};
 
-use crate::base::{Id, IndexVec, Slot};
+use crate::base::{Id, IndexVec, Page, Slot};
 use crate::index::{BadFrees, FenceId};
 use crate::kernels::read_indices;
 use crate::pool::TokenToKvPoolAllocator as Pool;
@@ -18,7 +19,7 @@ use crate::tensor::TensorView;
 use super::args::Arg;
 use super::framework::to_tensor;
 use super::report::{Reporter, warn};
-use super::{args, lock};
+use super::{args, lock, with};
 
 /// Hands out the token slots of a `KVPool` as int32 tensors and takes them back.
 ///
@@ -49,6 +50,11 @@ pub(super) struct TokenToKvPoolAllocator {
     reporter: Reporter,
 }
 
+thread_local! {
+    /// Whether this thread is asking fences right now.
+    static POLLING: Cell<bool> = const { Cell::new(false) };
+}
+
 /// A fence and the free that waits for it.
 struct Fence {
     id: FenceId,
@@ -59,35 +65,49 @@ struct Fence {
 
 impl TokenToKvPoolAllocator {
     /// Frees what lies behind fences that have passed.
-    fn poll(&self, py: Python<'_>) {
-        if !self.fenced.load(Ordering::Acquire) {
-            return;
+    ///
+    /// A fence that uses the allocator in its `query` finds the others as they are: polls do not nest.
+    fn poll(&self, py: Python<'_>) -> PyResult<()> {
+        if !self.fenced.load(Ordering::Acquire) || POLLING.replace(true) {
+            return Ok(());
         }
+        let answer = self.poll_all(py);
+        POLLING.set(false);
+        answer
+    }
+
+    fn poll_all(&self, py: Python<'_>) -> PyResult<()> {
         // Python code runs in `query`, so no lock may be held then.
         let waiting: Vec<_> =
             lock(&self.fences).iter().map(|fence| (fence.id, fence.object.clone_ref(py))).collect();
         let mut passed = Vec::new();
+        let mut interrupt = None;
         for (id, object) in waiting {
             match object.bind(py).call_method0("query").and_then(|answer| answer.is_truthy()) {
                 Ok(true) => passed.push(id),
                 Ok(false) => (),
-                Err(error) => self.report_fence(py, id, &error),
+                Err(error) if error.is_instance_of::<PyException>(py) => self.report_fence(py, id, &error),
+                Err(error) => {
+                    // Somebody wants to stop the program; what has passed so far is freed all the same.
+                    interrupt = Some(error);
+                    break;
+                }
             }
         }
-        if passed.is_empty() {
-            return;
+        if !passed.is_empty() {
+            let mut pool = lock(&self.pool);
+            for &id in &passed {
+                pool.fence_passed(id);
+            }
+            drop(pool);
+            let mut fences = lock(&self.fences);
+            let gone: Vec<Fence> = fences.extract_if(.., |fence| passed.contains(&fence.id)).collect();
+            self.fenced.store(!fences.is_empty(), Ordering::Release);
+            drop(fences);
+            // Dropping the objects may run Python code, too.
+            drop(gone);
         }
-        let mut pool = lock(&self.pool);
-        for &id in &passed {
-            pool.fence_passed(id);
-        }
-        drop(pool);
-        let mut fences = lock(&self.fences);
-        let gone: Vec<Fence> = fences.extract_if(.., |fence| passed.contains(&fence.id)).collect();
-        self.fenced.store(!fences.is_empty(), Ordering::Release);
-        drop(fences);
-        // Dropping the objects may run Python code, too.
-        drop(gone);
+        interrupt.map_or(Ok(()), Err)
     }
 
     fn report_fence(&self, py: Python<'_>, id: FenceId, error: &PyErr) {
@@ -105,15 +125,29 @@ impl TokenToKvPoolAllocator {
     }
 
     /// Hands `taken` to Python; if that fails, nobody else would ever give it back.
-    fn hand_out(&self, py: Python<'_>, taken: Option<TensorView>) -> PyResult<Option<Py<PyAny>>> {
+    fn hand_out(
+        &self,
+        py: Python<'_>,
+        taken: Option<TensorView>,
+        continued: &[Page],
+    ) -> PyResult<Option<Py<PyAny>>> {
         let Some(view) = taken else { return Ok(None) };
         to_tensor(py, &view).map(Some).inspect_err(|_| {
-            let values = view.borrow().and_then(|tensor| read_indices(&tensor));
-            if let Ok(values) = values {
-                // They are live and named once, so nothing is dropped.
-                let _ = lock(&self.pool).free(&values);
+            let slots = view.borrow().and_then(|tensor| read_indices(&tensor)).and_then(IndexVec::into_i32);
+            if let Ok(slots) = slots {
+                lock(&self.pool).undo(&slots, continued);
             }
         })
+    }
+
+    /// As [`Self::hand_out`], for a batch that grew.
+    fn hand_out_extension(
+        &self,
+        py: Python<'_>,
+        taken: Option<(TensorView, Vec<Page>)>,
+    ) -> PyResult<Option<Py<PyAny>>> {
+        let (view, continued) = taken.unzip();
+        self.hand_out(py, view, &continued.unwrap_or_default())
     }
 }
 
@@ -161,11 +195,11 @@ impl TokenToKvPoolAllocator {
         contiguous: bool,
     ) -> PyResult<Option<Py<PyAny>>> {
         let count = args::count("need_size", need_size)?;
-        self.poll(py);
-        let mut pool = lock(&self.pool);
-        let taken = if contiguous { pool.alloc_contiguous(count) } else { pool.alloc(count) };
-        drop(pool);
-        self.hand_out(py, taken?)
+        self.poll(py)?;
+        let take =
+            |pool: &mut Pool| if contiguous { pool.alloc_contiguous(count) } else { pool.alloc(count) };
+        let taken = with(&self.pool, take)?;
+        self.hand_out(py, taken, &[])
     }
 
     /// Takes the slots for positions `[prefix, seq)` of each request, as SGLang's paged allocator does.
@@ -191,12 +225,12 @@ impl TokenToKvPoolAllocator {
         seq_lens: &Bound<'_, PyAny>,
         last_loc: &Bound<'_, PyAny>,
     ) -> PyResult<Option<Py<PyAny>>> {
-        let prefix_lens = args::indices(prefix_lens)?.into_i64();
-        let seq_lens = args::indices(seq_lens)?.into_i64();
-        let last_loc = args::indices(last_loc)?.into_i64();
-        self.poll(py);
-        let taken = lock(&self.pool).alloc_extend(&prefix_lens, &seq_lens, &last_loc);
-        self.hand_out(py, taken?)
+        let prefix_lens = args::indices(prefix_lens)?.into_i64()?;
+        let seq_lens = args::indices(seq_lens)?.into_i64()?;
+        let last_loc = args::indices(last_loc)?.into_i64()?;
+        self.poll(py)?;
+        let taken = with(&self.pool, |pool| pool.alloc_extend(&prefix_lens, &seq_lens, &last_loc))?;
+        self.hand_out_extension(py, taken)
     }
 
     /// Takes one slot for each request of a decode step: `alloc_extend` from `seq_lens - 1` to `seq_lens`.
@@ -217,11 +251,11 @@ impl TokenToKvPoolAllocator {
         seq_lens: &Bound<'_, PyAny>,
         last_loc: &Bound<'_, PyAny>,
     ) -> PyResult<Option<Py<PyAny>>> {
-        let seq_lens = args::indices(seq_lens)?.into_i64();
-        let last_loc = args::indices(last_loc)?.into_i64();
-        self.poll(py);
-        let taken = lock(&self.pool).alloc_decode(&seq_lens, &last_loc);
-        self.hand_out(py, taken?)
+        let seq_lens = args::indices(seq_lens)?.into_i64()?;
+        let last_loc = args::indices(last_loc)?.into_i64()?;
+        self.poll(py)?;
+        let taken = with(&self.pool, |pool| pool.alloc_decode(&seq_lens, &last_loc))?;
+        self.hand_out_extension(py, taken)
     }
 
     /// Gives slots back; with pages, the whole page of every slot, once.
@@ -249,16 +283,16 @@ impl TokenToKvPoolAllocator {
         {
             return Err(PyTypeError::new_err("after must have a method query() -> bool"));
         }
-        self.poll(py);
+        self.poll(py)?;
         let bad = match after {
-            None => lock(&self.pool).free(&values)?,
-            Some(fence) => {
-                let mut pool = lock(&self.pool);
+            None => with(&self.pool, |pool| pool.free(&values))?,
+            Some(fence) => with(&self.pool, |pool| {
                 let (id, bad) = pool.free_after(&values)?;
+                // The pool's lock is still held, so that no `clear` comes between the slots and their fence.
                 lock(&self.fences).push(Fence { id, object: fence.clone().unbind(), reported: false });
                 self.fenced.store(true, Ordering::Release);
-                bad
-            }
+                Ok(bad)
+            })?,
         };
         self.report(py, &bad, values.len());
         Ok(())
@@ -275,7 +309,7 @@ impl TokenToKvPoolAllocator {
     ///     ConfigError: If no group is open.
     ///     IndexOwnershipError: As `free`; the group is closed, and nothing of it was freed.
     fn free_group_end(&self, py: Python<'_>) -> PyResult<()> {
-        let (given, bad) = lock(&self.pool).free_group_end()?;
+        let (given, bad) = with(&self.pool, Pool::free_group_end)?;
         self.report(py, &bad, given);
         Ok(())
     }
@@ -286,9 +320,9 @@ impl TokenToKvPoolAllocator {
     }
 
     /// Tokens that can be handed out now.
-    fn available_size(&self, py: Python<'_>) -> usize {
-        self.poll(py);
-        lock(&self.pool).available_size()
+    fn available_size(&self, py: Python<'_>) -> PyResult<usize> {
+        self.poll(py)?;
+        Ok(lock(&self.pool).available_size())
     }
 
     /// Makes every slot free, closes groups and forgets fences. Tensors handed out before must not be used.
@@ -341,7 +375,7 @@ impl TokenToKvPoolAllocator {
     ///     A 1-D bool tensor on the host; false for what is no slot.
     fn is_allocated(&self, py: Python<'_>, indices: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
         let values: IndexVec = args::indices(indices)?;
-        self.poll(py);
+        self.poll(py)?;
         let answers: Vec<bool> = lock(&self.pool).slots().is_allocated(&values).collect();
         to_tensor(py, &TensorView::from_bools(&answers)?)
     }
@@ -351,14 +385,14 @@ impl TokenToKvPoolAllocator {
     /// Raises:
     ///     IndexOwnershipError: If not, with what is wrong.
     fn verify(&self, py: Python<'_>) -> PyResult<()> {
-        self.poll(py);
-        Ok(lock(&self.pool).verify()?)
+        self.poll(py)?;
+        with(&self.pool, |pool| pool.verify())
     }
 
     /// The numbers of this pool, in slots: `capacity`, `available`, `in_use`, `high_water`, `dropped_frees`, `free`,
     /// `released`, `fenced`; and `size`, `page_size`, and `bytes` of host memory for the bookkeeping.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        self.poll(py);
+        self.poll(py)?;
         let (stats, size, page_size) = {
             let pool = lock(&self.pool);
             (pool.stats(), pool.slots().size(), pool.slots().page_size())
@@ -451,8 +485,25 @@ impl FreeGroup {
         self.allocator.get().free_group_begin();
     }
 
-    #[pyo3(signature = (*_exception))]
-    fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, pyo3::types::PyTuple>) -> PyResult<()> {
-        self.allocator.get().free_group_end(py)
+    /// Ends the group. What the body raised goes on; what the end finds wrong with its slots is logged then.
+    #[pyo3(signature = (*exception))]
+    fn __exit__(&self, py: Python<'_>, exception: &Bound<'_, PyTuple>) -> PyResult<()> {
+        let allocator = self.allocator.get();
+        if !lock(&allocator.pool).slots().in_group() {
+            // The body cleared the pool, and the group with it.
+            return Ok(());
+        }
+        let body_raised = exception.get_item(0).is_ok_and(|kind| !kind.is_none());
+        match allocator.free_group_end(py) {
+            Err(error) if body_raised => {
+                warn(py, &format!("a group of frees failed while another exception passed: {error}"));
+                Ok(())
+            }
+            answer => answer,
+        }
+    }
+
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        visit.call(&self.allocator)
     }
 }

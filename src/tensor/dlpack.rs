@@ -27,6 +27,11 @@ pub const EXCHANGE_API: &std::ffi::CStr = c"dlpack_exchange_api";
 /// The version of the tensors that kvpool hands out: 1.1 is the first with 8-bit floats.
 pub const VERSION: Version = Version { major: 1, minor: 1 };
 
+/// `DLPACK_FLAG_BITMASK_READ_ONLY`.
+const READ_ONLY: u64 = 1;
+/// `DLPACK_FLAG_BITMASK_IS_COPIED`.
+const IS_COPIED: u64 = 2;
+
 const CPU: i32 = 1;
 const CUDA: i32 = 2;
 /// Page-locked host memory.
@@ -174,7 +179,7 @@ pub fn dtype_of(raw: RawDType) -> Result<DType> {
                 0 => format!("int{bits}"),
                 1 => format!("uint{bits}"),
                 2 => format!("float{bits}"),
-                _ => format!("of DLPack code {code}, {bits} bits, {lanes} lanes"),
+                _ => format!("DLPack code {code} of {bits} bits and {lanes} lanes"),
             };
             Error::wrong_type(format!("a tensor of dtype {name} cannot be used here"))
         })
@@ -220,17 +225,21 @@ fn boxed<M>(
         values[..dims.ndim()].copy_from_slice(dims.as_slice());
         values
     };
-    let mut export = Box::new(Export {
+    let export = Box::into_raw(Box::new(Export {
         managed,
         shape: fill(view.shape()),
         strides: fill(view.strides()),
         region: Arc::clone(view.region()),
-    });
-    let (shape, strides) = (&raw mut export.shape, &raw mut export.strides);
-    let tensor = tensor_of(&mut export.managed);
+    }));
+    // SAFETY: the box was leaked just now, so it is live, and nobody else knows it.
+    let shape = unsafe { &raw mut (*export).shape };
+    // SAFETY: as above.
+    let strides = unsafe { &raw mut (*export).strides };
+    // SAFETY: as above.
+    let tensor = tensor_of(unsafe { &mut (*export).managed });
     tensor.shape = shape.cast();
     tensor.strides = strides.cast();
-    Box::into_raw(export)
+    export
 }
 
 fn raw_tensor(view: &TensorView) -> RawTensor {
@@ -301,6 +310,16 @@ pub enum Import {
 }
 
 impl Import {
+    /// Whether its producer lets it be written to, and a write reaches the producer.
+    #[must_use]
+    pub fn is_writable(&self) -> bool {
+        match self {
+            // SAFETY: we own the managed tensor.
+            Self::Versioned(managed) => unsafe { managed.as_ref() }.flags & (READ_ONLY | IS_COPIED) == 0,
+            Self::Legacy(_) => true,
+        }
+    }
+
     /// What it describes.
     ///
     /// # Errors
@@ -378,9 +397,22 @@ pub unsafe fn borrow<'a>(raw: &RawTensor, _owner: PhantomData<&'a ()>) -> Result
         Dims::new(unsafe { std::slice::from_raw_parts(raw.strides, ndim) })?
     };
     let offset = usize::try_from(raw.byte_offset).unwrap_or(0);
-    let address = raw.data.cast::<u8>().wrapping_add(offset);
-    // An empty tensor may have no address; nobody follows it.
-    let address = NonNull::new(address).unwrap_or(NonNull::dangling());
+    let address =
+        if raw.data.is_null() { ptr::null_mut() } else { raw.data.cast::<u8>().wrapping_add(offset) };
+    let address = address_of(address, &shape)?;
     // SAFETY: the caller promises that `raw` describes live memory for 'a.
     Ok(unsafe { Borrowed::new(address, dtype, device, shape, strides) })
+}
+
+/// The address of a tensor's elements. An empty one may have none, since nobody follows it.
+///
+/// # Errors
+/// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when there are elements and no address, as for tensors
+/// whose storage was freed or never allocated.
+pub fn address_of(data: *mut u8, shape: &Dims) -> Result<NonNull<u8>> {
+    match NonNull::new(data) {
+        Some(address) => Ok(address),
+        None if shape.numel() == 0 => Ok(NonNull::dangling()),
+        None => Err(Error::config(format!("a tensor of shape {:?} without memory", shape.as_slice()))),
+    }
 }

@@ -196,13 +196,14 @@ def test_capsules_that_nobody_uses_give_their_memory_back(run_snippet: RunSnippe
             tensor.__dlpack__()
             return tensor.__dlpack__(max_version=(1, 0))
 
-        for _ in range(3):
+        # The heap keeps what it was once given, so it is measured only after it has what it needs.
+        for _ in range(30):
             once()
         if Path("/proc/self/statm").exists():
             before = resident()
-            for _ in range(40):
+            for _ in range(100):
                 once()
-            assert resident() - before < 24 << 20, resident() - before
+            assert resident() - before < 64 << 20, resident() - before  # a leak would be 800 MiB and more
         capsules = [once() for _ in range(5)]
         del capsules[::2]
         """,

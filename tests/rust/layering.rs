@@ -38,15 +38,23 @@ fn imports(lines: &[String]) -> Vec<String> {
     let text = lines.join("\n");
     let mut found = Vec::new();
     for (at, _) in text.match_indices("crate::") {
-        let rest = &text[at + "crate::".len()..];
-        let names = match rest.strip_prefix('{') {
-            Some(group) => group.split('}').next().unwrap_or(""),
-            None => rest,
-        };
-        for name in names.split(',') {
-            let word: String = name.trim().chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect();
-            found.push(word);
-            if !rest.starts_with('{') {
+        let mut depth = 0;
+        let mut word = String::new();
+        // Names that stand directly in the group (or, without one, the first name) are layers.
+        for letter in text[at + "crate::".len()..].chars() {
+            match letter {
+                '{' => depth += 1,
+                '}' => depth -= 1,
+                _ if letter.is_alphanumeric() || letter == '_' => {
+                    word.push(letter);
+                    continue;
+                }
+                _ => (),
+            }
+            if !word.is_empty() {
+                found.push(std::mem::take(&mut word));
+            }
+            if depth <= 0 {
                 break;
             }
         }
@@ -114,7 +122,7 @@ fn only_memory_calls_the_driver() {
 
 #[test]
 fn the_checks_see_what_they_look_for() {
-    let lines = ["use crate::{base::Id, pool::KvPool};".to_owned(), "crate::python::x();".to_owned()];
+    let lines = ["use crate::{base::{Id, Row}, pool::KvPool};".to_owned(), "crate::python::x();".to_owned()];
     assert_eq!(upward("index", &lines), ["pool", "python"]);
     assert!(upward("python", &lines).is_empty());
 }

@@ -287,7 +287,17 @@ proptest! {
         let prefix: Vec<i64> = prefixes.iter().map(|(prefix, _)| int(*prefix)).collect();
         let seq: Vec<i64> = prefixes.iter().map(|(prefix, more)| int(prefix + more)).collect();
         let last: Vec<i64> = held.iter().map(|slots| slots.last().map_or(-1, |&slot| i64::from(slot))).collect();
-        let mut fresh = slots.extend(&prefix, &seq, &last).unwrap().unwrap().into_iter();
+        let before = slots.clone();
+        let extension = slots.extend(&prefix, &seq, &last).unwrap().unwrap();
+        let mut undone = slots.clone();
+        undone.undo(&extension.slots, &extension.continued);
+        prop_assert_eq!(undone.fault(), None);
+        prop_assert_eq!(undone.available(), before.available());
+        for held in &held {
+            let held = IndexVec::I32(held.clone());
+            prop_assert!(undone.is_allocated(&held).all(|live| live));
+        }
+        let mut fresh = extension.slots.into_iter();
         for (held, (_, more)) in held.iter_mut().zip(&prefixes) {
             held.extend(fresh.by_ref().take(*more));
         }
@@ -310,7 +320,7 @@ proptest! {
 
     #[test]
     fn rows_agree_with_a_queue(steps in prop::collection::vec((any::<bool>(), 0..5usize, -2..12i64), 1..80)) {
-        let mut table = RowTable::new(1, 8);
+        let mut table = RowTable::new(1, 8).unwrap();
         let mut free: VecDeque<u32> = (1..=8).collect();
         let mut dropped = 0;
         for (take, count, row) in steps {
@@ -376,7 +386,7 @@ proptest! {
 
     #[test]
     fn a_bitmap_is_a_set(steps in prop::collection::vec((any::<bool>(), 0..9000usize, 0..300usize), 0..40)) {
-        let mut bitmap = Bitmap::new(10_000);
+        let mut bitmap = Bitmap::new(10_000).unwrap();
         let mut set = BTreeSet::new();
         for (insert, start, len) in steps {
             if insert {
@@ -396,7 +406,7 @@ proptest! {
         let count = set.len() / 2;
         bitmap.take_lowest(count, |start, len| lowest.extend(start..start + len));
         prop_assert!(lowest.iter().eq(set.iter().take(count)));
-        let mut other = Bitmap::new(10_000);
+        let mut other = Bitmap::new(10_000).unwrap();
         bitmap.drain_into(&mut other);
         prop_assert_eq!((bitmap.len(), other.len()), (0, set.len() - count));
         prop_assert!(bitmap.is_consistent() && other.is_consistent());

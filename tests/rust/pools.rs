@@ -120,7 +120,8 @@ fn extend_names_what_is_wrong() {
     assert_eq!(kind(&[20], &[65], &[35]), Ok(false));
     assert_eq!(kind(&[20], &[i64::from(i32::MAX)], &[35]), Ok(false));
     assert_eq!(allocator.stats(), before);
-    let taken = allocator.alloc_decode(&[21], &[35]).expect("valid").expect("room");
+    let (taken, continued) = allocator.alloc_decode(&[21], &[35]).expect("valid").expect("room");
+    assert_eq!(continued.len(), 1);
     assert_eq!((taken.shape().numel(), allocator.stats().in_use), (1, 32));
 }
 

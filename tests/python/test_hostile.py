@@ -1,0 +1,314 @@
+"""What callers can do to a pool from inside of its own calls, and arguments that are not what they seem."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+import torch
+
+import kvpool
+from kvpool import ConfigError, IndexOwnershipError, OutOfMemoryError
+
+if TYPE_CHECKING:
+    from conftest import RunSnippet
+
+
+def small_pool(**kwargs: Any) -> kvpool.KVPool:  # noqa: ANN401
+    return kvpool.KVPool(16, 1, 2, 4, "cpu", "float32", **kwargs)
+
+
+# Python code that runs inside of a call
+
+
+@pytest.mark.timeout(60)
+def test_a_destructor_may_use_the_pool_while_its_exception_is_made(run_snippet: RunSnippet) -> None:
+    run_snippet(
+        """
+        import faulthandler, gc
+        import kvpool
+
+        faulthandler.dump_traceback_later(50, exit=True)
+        allocator = kvpool.TokenToKVPoolAllocator(64, "cpu", strict=True)
+        table = kvpool.ReqToTokenPool(4, 8, "cpu", strict=True)
+
+        class Cycle:
+            def __init__(self):
+                self.me = self
+            def __del__(self):
+                allocator.available_size()
+                table.available_size()
+
+        gc.set_threshold(1)
+        for _ in range(300):
+            Cycle()
+            for call in (
+                lambda: allocator.free([5]),
+                lambda: allocator.free([5], after=type("F", (), {"query": lambda self: True})()),
+                lambda: allocator.alloc_extend([1], [0], [0]),
+                lambda: table.free(3),
+                lambda: table.write((9, 0), 1),
+                lambda: table.read(9, 1),
+            ):
+                try:
+                    call()
+                except (ValueError, IndexError):
+                    pass
+                else:
+                    raise AssertionError("it had to fail")
+        """,
+        hidden=["torch"],
+    )
+
+
+class Nosy:
+    """A fence that asks the allocator itself, and is never passed until told so."""
+
+    def __init__(self, allocator: kvpool.TokenToKVPoolAllocator) -> None:
+        self.allocator = allocator
+        self.passed = False
+        self.calls = 0
+
+    def query(self) -> bool:
+        self.calls += 1
+        self.allocator.available_size()
+        self.allocator.free([])
+        return self.passed
+
+
+@pytest.mark.timeout(60)
+def test_fences_that_use_their_allocator_do_not_multiply() -> None:
+    allocator = kvpool.TokenToKVPoolAllocator(64, "cpu")
+    fences = [Nosy(allocator) for _ in range(4)]
+    for fence in fences:
+        allocator.free(allocator.alloc(4), after=fence)
+    before = [fence.calls for fence in fences]
+    assert allocator.available_size() == 48
+    assert [fence.calls for fence in fences] == [calls + 1 for calls in before]
+    for fence in fences:
+        fence.passed = True
+    assert allocator.available_size() == 64
+
+
+def test_an_interrupt_in_a_fence_is_not_swallowed() -> None:
+    class Interrupted:
+        def query(self) -> bool:
+            raise KeyboardInterrupt
+
+    allocator = kvpool.TokenToKVPoolAllocator(64, "cpu")
+    allocator.free(allocator.alloc(4), after=Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        allocator.available_size()
+    allocator.clear()
+    assert allocator.available_size() == 64
+
+
+def test_a_value_may_not_change_another_after_it_was_described() -> None:
+    pool = small_pool()
+    k = torch.ones(2, 2, 4)
+
+    class Shrinks:
+        def __dlpack__(self, **_: object) -> object:
+            k.untyped_storage().resize_(0)
+            return torch.ones(2, 2, 4).__dlpack__()
+
+    with pytest.raises(ConfigError, match="without memory"):
+        pool.set_kv_buffer(0, [1, 2], k, Shrinks())
+    assert not pool.k_buffer[0].any()
+
+
+# Arguments that are not what they seem
+
+
+@pytest.mark.parametrize("call", ["k", "indices", "out"])
+def test_a_mock_is_no_tensor(call: str) -> None:
+    pool, fake = small_pool(), Mock(spec=torch.Tensor)
+    with pytest.raises((TypeError, ConfigError)):
+        if call == "k":
+            pool.set_kv_buffer(0, [1], fake, torch.ones(1, 2, 4))
+        elif call == "indices":
+            pool.gather_kv(0, fake)
+        else:
+            pool.gather_kv(0, [1], out=(fake, fake))
+
+
+def test_a_tensor_without_storage_is_refused() -> None:
+    pool = small_pool()
+    k = torch.ones(1, 2, 4)
+    k.untyped_storage().resize_(0)
+    with pytest.raises(ConfigError, match="without memory"):
+        pool.set_kv_buffer(0, [1], k, torch.ones(1, 2, 4))
+
+
+def test_more_indices_than_memory_is_an_error_and_no_abort() -> None:
+    allocator = kvpool.TokenToKVPoolAllocator(64, "cpu")
+    huge = torch.zeros(1, dtype=torch.int32).expand(2**45)
+    with pytest.raises(OutOfMemoryError, match=str(2**47)):
+        allocator.free(huge)
+    with pytest.raises(MemoryError):
+        kvpool.ReqToTokenPool(4, 8, "cpu").write((1, huge), 1)
+
+
+def test_memory_that_may_not_be_written_is_not() -> None:
+    text = b"abcdefgh" * 4
+
+    class ReadOnly:
+        def __init__(self) -> None:
+            self.array = np.frombuffer(text, dtype=np.float32).reshape(1, 2, 4)
+
+        def __dlpack__(self, **kwargs: Any) -> object:  # noqa: ANN401
+            return self.array.__dlpack__(**kwargs)
+
+    pool = small_pool()
+    for out in (ReadOnly(), ReadOnly().array):
+        with pytest.raises((ConfigError, BufferError)):
+            pool.gather_kv(0, [1], out=(out, torch.empty(1, 2, 4)))
+    assert text == b"abcdefgh" * 4
+
+
+def test_outputs_that_overlap_are_refused() -> None:
+    pool = small_pool()
+    one = torch.empty(2, 2, 4)
+    for out in ((one, one), (pool.k_buffer[0][3:5], one), (one, pool.k_buffer[0][3:5])):
+        with pytest.raises(ConfigError, match="overlaps"):
+            pool.gather_kv(0, [1, 2], out=out)
+    both = torch.empty(4, 2, 4)
+    pool.gather_kv(0, [1, 2], out=(both[:2], both[2:]))
+
+
+def test_a_negated_view_is_stored_with_its_sign() -> None:
+    pool = small_pool()
+    negated = torch.full((1, 2, 4), 1j).conj().imag
+    assert negated.is_neg()
+    pool.set_kv_buffer(0, [1], negated, negated)
+    assert pool.k_buffer[0][1].eq(-1).all()
+    assert pool.v_buffer[0][1].eq(-1).all()
+
+
+@pytest.mark.parametrize("bad", [b"\x01\x02", bytearray(b"\x01"), "1", "12"])
+def test_text_is_no_sequence_of_slots(bad: object) -> None:
+    with pytest.raises(TypeError):
+        kvpool.TokenToKVPoolAllocator(64, "cpu").free(bad)
+
+
+@pytest.mark.parametrize("device", ["cuda:+1", "cuda: 1", "cuda:", "cuda:-1", "cuda:1.0"])
+def test_devices_are_written_as_pytorch_writes_them(device: str) -> None:
+    with pytest.raises(ConfigError):
+        kvpool.TokenToKVPoolAllocator(64, device)
+
+
+# Failures half-way
+
+
+def test_an_extension_that_cannot_be_handed_out_is_taken_back(run_snippet: RunSnippet) -> None:
+    run_snippet(
+        """
+        import torch
+        del torch.Tensor.__dlpack_c_exchange_api__
+        import kvpool
+
+        allocator = kvpool.TokenToKVPoolAllocator(256, "cpu", 16)
+        held = allocator.alloc(20)
+        before = allocator.available_size()
+        def fails(_):
+            raise RuntimeError("no tensor today")
+        original, torch.from_dlpack = torch.from_dlpack, fails
+        for group in (False, True):
+            if group:
+                allocator.free_group_begin()
+            for call in (
+                lambda: allocator.alloc(40),
+                lambda: allocator.alloc(40, contiguous=True),
+                lambda: allocator.alloc_extend([20, 0], [60, 5], [held[-1], -1]),
+                lambda: allocator.alloc_decode([21], [held[-1]]),
+            ):
+                try:
+                    call()
+                except RuntimeError as error:
+                    assert "no tensor today" in str(error)
+                else:
+                    raise AssertionError("it had to fail")
+                assert allocator.available_size() == before
+        allocator.free_group_end()
+        torch.from_dlpack = original
+        assert allocator.is_allocated(held).all()
+        assert allocator.stats()["dropped_frees"] == 0
+        allocator.verify()
+        """
+    )
+
+
+def test_the_exception_of_a_group_s_body_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    allocator = kvpool.TokenToKVPoolAllocator(64, "cpu", strict=True)
+    with pytest.raises(KeyError), allocator.free_group():
+        allocator.free([7])
+        raise KeyError
+    assert "group" in caplog.text
+    with pytest.raises(IndexOwnershipError), allocator.free_group():
+        allocator.free([7])
+
+
+def test_a_group_may_be_cleared_away() -> None:
+    allocator = kvpool.TokenToKVPoolAllocator(64, "cpu")
+    with allocator.free_group():
+        allocator.free(allocator.alloc(4))
+        allocator.clear()
+    assert allocator.available_size() == 64
+
+
+def test_a_cycle_through_a_group_is_collected() -> None:
+    import weakref
+
+    class Fence:
+        group: Any = None
+
+        def query(self) -> bool:
+            return False
+
+    allocator = kvpool.TokenToKVPoolAllocator(64, "cpu")
+    fence = Fence()
+    fence.group = allocator.free_group()
+    allocator.free(allocator.alloc(1), after=fence)
+    gone = weakref.ref(fence)
+    del allocator, fence
+    gc.collect()
+    assert gone() is None
+
+
+# Atomic copies
+
+
+def test_writes_of_several_threads_do_not_mix() -> None:
+    pool = kvpool.KVPool(4096, 1, 4, 64, "cpu", "float32")
+    slots = torch.arange(1, 4097, dtype=torch.int32)
+    mixed = []
+
+    def write(value: float) -> None:
+        rows = torch.full((4096, 4, 64), value)
+        for _ in range(30):
+            pool.set_kv_buffer(0, slots, rows, rows)
+            k, v = pool.gather_kv(0, slots)
+            if len({k.min().item(), k.max().item(), v.min().item(), v.max().item()}) != 1:
+                mixed.append(value)
+
+    threads = [threading.Thread(target=write, args=(float(value),)) for value in (1, 2, 3, 4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not mixed
+
+
+def test_clearing_a_table_costs_what_was_written() -> None:
+    table = kvpool.ReqToTokenPool(1 << 14, 1 << 17, "cpu")  # 8 GiB, of which nothing is touched
+    (row,) = table.alloc(1) or [0]
+    table.write((row, slice(0, 3)), [1, 2, 3])
+    table.write((0, 5), 9)
+    table.clear()
+    assert not table.req_to_token[row, :8].any()
+    assert not table.req_to_token[0, :8].any()
+    assert table.available_size() == 1 << 14
