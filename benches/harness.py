@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 ROUND_SECONDS = 0.002
 
+COLUMNS = ("question", "kvpool, us", "alternative", "its us", "ratio", "target", "met")
+NUMBERS = ("kvpool, us", "its us", "ratio")
+
 
 @dataclass(frozen=True)
 class Case:
@@ -75,6 +78,18 @@ class Row:
     ratio: float
     target: str
     met: bool | None
+
+    def cells(self) -> tuple[str, ...]:
+        """The row as text, one for each of `COLUMNS`."""
+        return (
+            self.question,
+            f"{self.ours_us:,.2f}",
+            self.alternative,
+            f"{self.alternative_us:,.2f}",
+            f"{self.ratio:,.2f}",
+            self.target,
+            {True: "yes", False: "no", None: ""}[self.met],
+        )
 
 
 def _once(case: Case, number: int) -> float:
@@ -126,6 +141,9 @@ class Report:
         parser = argparse.ArgumentParser(description=title)
         parser.add_argument("--json", type=Path, metavar="FILE", help="write machine, date and rows to FILE")
         parser.add_argument(
+            "--markdown", type=Path, metavar="FILE", help="add a table for RESULTS.md to FILE"
+        )
+        parser.add_argument(
             "--rounds", type=int, default=31, help="rounds of each case (default: %(default)s)"
         )
         parser.add_argument("--only", default="", metavar="WORD", help="only questions that contain WORD")
@@ -176,28 +194,24 @@ class Report:
         for name, value in about.items():
             self._console.print(f"[dim]{name}:[/dim] {value}", highlight=False)
         table = Table(title=self._title, title_justify="left")
-        table.add_column("question")
-        table.add_column("kvpool, us", justify="right")
-        table.add_column("alternative")
-        table.add_column("its us", justify="right")
-        table.add_column("ratio", justify="right")
-        table.add_column("target")
-        table.add_column("met")
-        verdicts = {True: "[green]yes[/green]", False: "[red]no[/red]", None: ""}
+        for name in COLUMNS:
+            table.add_column(name, justify="right" if name in NUMBERS else "left")
         for row in self._rows:
-            table.add_row(
-                row.question,
-                f"{row.ours_us:,.2f}",
-                row.alternative,
-                f"{row.alternative_us:,.2f}",
-                f"{row.ratio:,.2f}",
-                row.target,
-                verdicts[row.met],
-            )
+            table.add_row(*row.cells())
         self._console.print(table)
         if self._arguments.json is not None:
             report = {"title": self._title, "machine": about, "rows": [asdict(row) for row in self._rows]}
             self._arguments.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        if self._arguments.markdown is not None:
+            with self._arguments.markdown.open("a", encoding="utf-8") as file:
+                file.write(self._markdown(about))
+
+    def _markdown(self, about: dict[str, Any]) -> str:
+        lines = [f"## {self._title}", "", "; ".join(f"{name}: {value}" for name, value in about.items()), ""]
+        lines += ["| " + " | ".join(COLUMNS) + " |"]
+        lines += ["|" + "|".join("---:" if name in NUMBERS else "---" for name in COLUMNS) + "|"]
+        lines += ["| " + " | ".join(row.cells()) + " |" for row in self._rows]
+        return "\n".join([*lines, "", ""])
 
 
 def _cpu() -> str:
