@@ -14,7 +14,9 @@ pub const MAX_NDIM: usize = 8;
 /// assert_eq!(shape.numel(), 64);
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C)]
 pub struct Dims {
+    /// They stand first, so that a pointer to dims is one to their values. Those from `len` on are 0.
     values: [i64; MAX_NDIM],
     /// At most `MAX_NDIM`.
     len: usize,
@@ -33,7 +35,11 @@ impl Dims {
             )));
         }
         let mut dims = Self { values: [0; MAX_NDIM], len: values.len() };
-        dims.values[..values.len()].copy_from_slice(values);
+        // Index tensors, which are many, have one dimension and need no call for it.
+        match values {
+            [only] => dims.values[0] = *only,
+            values => dims.values[..values.len()].copy_from_slice(values),
+        }
         Ok(dims)
     }
 

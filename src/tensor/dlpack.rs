@@ -208,8 +208,8 @@ fn device_of(raw: RawDevice) -> Result<Device> {
 #[repr(C)]
 struct Export<M> {
     managed: M,
-    shape: [i64; MAX_NDIM],
-    strides: [i64; MAX_NDIM],
+    shape: Dims,
+    strides: Dims,
     /// Keeps the memory alive until the deleter runs.
     region: Arc<Region>,
 }
@@ -220,15 +220,10 @@ fn boxed<M>(
     managed: M,
     tensor_of: impl FnOnce(&mut M) -> &mut RawTensor,
 ) -> *mut Export<M> {
-    let fill = |dims: &Dims| {
-        let mut values = [0; MAX_NDIM];
-        values[..dims.ndim()].copy_from_slice(dims.as_slice());
-        values
-    };
     let export = Box::into_raw(Box::new(Export {
         managed,
-        shape: fill(view.shape()),
-        strides: fill(view.strides()),
+        shape: *view.shape(),
+        strides: *view.strides(),
         region: Arc::clone(view.region()),
     }));
     // SAFETY: the box was leaked just now, so it is live, and nobody else knows it.
@@ -237,6 +232,7 @@ fn boxed<M>(
     let strides = unsafe { &raw mut (*export).strides };
     // SAFETY: as above.
     let tensor = tensor_of(unsafe { &mut (*export).managed });
+    // `Dims` begin with their values.
     tensor.shape = shape.cast();
     tensor.strides = strides.cast();
     export
