@@ -20,7 +20,8 @@ const DETACH_FROM: usize = 64 << 10;
 /// Each buffer is `[rows, head_num, head_dim]`, zero at first. Usable slots are `1..=size`; slot 0 is the padding
 /// slot, written by padded tokens and never allocated. `rows` is `size + page_size`, rounded up to a multiple of 8,
 /// so that every slot that a paged allocator of the same `size` hands out is inside. In host memory a pool is there
-/// at once and costs what is touched.
+/// at once and costs what is touched, in pages of 2 MiB where the system gives them. Calls may come from any thread
+/// and are atomic among themselves; who writes to the tensors directly goes past that.
 ///
 /// Args:
 ///     size: Usable slots.

@@ -298,7 +298,7 @@ impl TokenToKvPoolAllocator {
         Ok(())
     }
 
-    /// Starts to collect frees, by value. Groups nest.
+    /// Starts to collect frees, by value, of whichever thread. Groups nest. Frees behind a fence are not collected.
     fn free_group_begin(&self) {
         lock(&self.pool).free_group_begin();
     }
