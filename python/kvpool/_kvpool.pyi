@@ -1,5 +1,6 @@
 # Tensors are `torch.Tensor` where PyTorch is installed and `kvpool.Tensor` elsewhere. They are typed as
 # `Any`, so that neither has to be imported to check code that uses this package.
+from collections.abc import Sequence
 from typing import Any, SupportsFloat, SupportsIndex, final
 
 from kvpool._typing import DeviceLike, DTypeLike, Fence, IndicesLike, TensorLike
@@ -13,6 +14,7 @@ __all__ = [
     "Tensor",
     "TokenToKVPoolAllocator",
     "__version__",
+    "_zeros",
     "get_num_threads",
     "set_num_threads",
 ]
@@ -22,6 +24,7 @@ _ERROR_CLASSES: list[str]
 
 def get_num_threads() -> int: ...
 def set_num_threads(threads: SupportsIndex) -> None: ...
+def _zeros(shape: Sequence[int], dtype: str) -> Any: ...
 
 @final
 class Tensor:

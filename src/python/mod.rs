@@ -21,9 +21,13 @@ mod req_to_token_pool;
 mod tensor;
 mod token_to_kv_pool_allocator;
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use pyo3::prelude::*;
+
+use crate::base::{DType, bytes_of};
+use crate::memory::{Host, Region};
+use crate::tensor::TensorView;
 
 /// Locks `mutex`. A panic under the lock cannot have left sets half changed, so poison is ignored.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -58,6 +62,19 @@ fn set_num_threads(threads: &Bound<'_, PyAny>) -> PyResult<()> {
     Ok(())
 }
 
+/// A tensor of zeros in host memory, as the pools hand them out: how tests reach every dtype that can cross.
+///
+/// Args:
+///     shape: Extents.
+///     dtype: The name of a storage dtype, or "int32", "int64" or "bool".
+#[pyfunction]
+fn _zeros(py: Python<'_>, shape: Vec<usize>, dtype: &str) -> PyResult<Py<PyAny>> {
+    let crossing = [DType::I32, DType::I64, DType::Bool].into_iter().find(|known| known.name() == dtype);
+    let dtype = crossing.map_or_else(|| DType::parse(dtype), Ok)?;
+    let region = Arc::new(Region::new(Arc::new(Host), bytes_of("zeros", &shape, dtype)?)?);
+    framework::to_tensor(py, &TensorView::contiguous(region, 0, dtype, &shape)?)
+}
+
 #[pymodule]
 fn _kvpool(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<tensor::Tensor>()?;
@@ -68,6 +85,7 @@ fn _kvpool(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<gdn_pool::GdnPool>()?;
     module.add_function(wrap_pyfunction!(get_num_threads, module)?)?;
     module.add_function(wrap_pyfunction!(set_num_threads, module)?)?;
+    module.add_function(wrap_pyfunction!(_zeros, module)?)?;
     let errors: Vec<&str> = crate::base::ErrorKind::ALL.iter().map(|kind| kind.class_name()).collect();
     module.add("_ERROR_CLASSES", errors)?;
     module.add("__version__", env!("CARGO_PKG_VERSION"))
