@@ -7,7 +7,7 @@ use pyo3::exceptions::{PyOverflowError, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyByteArray, PyBytes, PyInt, PyList, PyRange, PySequence, PyTuple};
 
-use crate::base::{DType, Device, Dims, Error, IndexVec};
+use crate::base::{DType, Device, Dims, Error, IndexVec, MAX_NDIM};
 use crate::kernels::read_indices;
 use crate::memory::Borrowed;
 use crate::tensor::dlpack::{Import, address_of};
@@ -166,7 +166,12 @@ pub(super) fn indices(object: &Bound<'_, PyAny>) -> PyResult<IndexVec> {
         return ints(object);
     }
     if let Some(tensor) = tensor_or_none(object)? {
-        return Ok(read_indices(&tensor.borrow()?)?);
+        return match tensor.borrow() {
+            Ok(tensor) => Ok(read_indices(&tensor)?),
+            // Their order is all that counts, so a shape that is too long for us is given up.
+            Err(_) if has_more_dimensions(object) => indices(&object.call_method1("reshape", (-1,))?),
+            Err(error) => Err(error),
+        };
     }
     // Bytes are a sequence of ints to Python, and never meant as slots.
     let is_bytes = object.is_instance_of::<PyBytes>() || object.is_instance_of::<PyByteArray>();
@@ -177,6 +182,11 @@ pub(super) fn indices(object: &Bound<'_, PyAny>) -> PyResult<IndexVec> {
         "indices must be an int32 or int64 tensor, an array or a sequence of ints, not {}",
         kind_of(object)
     )))
+}
+
+/// Whether it is a tensor or an array of more dimensions than are read here.
+fn has_more_dimensions(object: &Bound<'_, PyAny>) -> bool {
+    object.getattr("ndim").and_then(|ndim| ndim.extract::<usize>()).is_ok_and(|ndim| ndim > MAX_NDIM)
 }
 
 /// A single index: an int, or what becomes one without being a tensor.

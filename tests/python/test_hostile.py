@@ -15,6 +15,8 @@ import kvpool
 from kvpool import ConfigError, IndexOwnershipError, OutOfMemoryError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from conftest import RunSnippet
 
 
@@ -201,7 +203,40 @@ def test_devices_are_written_as_pytorch_writes_them(device: str) -> None:
         kvpool.TokenToKVPoolAllocator(64, device)
 
 
+@pytest.mark.parametrize("make", [torch.arange, np.arange])
+def test_indices_may_have_any_number_of_dimensions(make: Any) -> None:  # noqa: ANN401
+    allocator = kvpool.TokenToKVPoolAllocator(4096, "cpu")
+    allocator.alloc(4096)
+    slots = make(1, 4097).reshape([2] * 12)
+    allocator.free(slots.swapaxes(0, 11)[..., 0])
+    assert allocator.available_size() == 2048
+    assert allocator.stats()["dropped_frees"] == 0
+    assert allocator.release_slots.tolist() == list(range(1, 2049))
+
+
 # Failures half-way
+
+
+def test_a_pytorch_that_does_not_load_is_not_taken_for_absent(
+    run_snippet: RunSnippet, tmp_path: Path
+) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('libcudart.so.13: no such file')\n")
+    run_snippet(
+        """
+        import kvpool
+
+        allocator = kvpool.TokenToKVPoolAllocator(16, "cpu")
+        try:
+            allocator.alloc(4)
+        except ImportError as error:
+            assert "libcudart" in str(error)
+        else:
+            raise AssertionError("it had to fail")
+        assert allocator.available_size() == 16
+        """,
+        env={"PYTHONPATH": str(tmp_path)},
+    )
 
 
 def test_an_extension_that_cannot_be_handed_out_is_taken_back(run_snippet: RunSnippet) -> None:
