@@ -71,12 +71,6 @@ impl DType {
         }
     }
 
-    /// Whether it holds real numbers, so that values of another such dtype can be converted to it.
-    #[must_use]
-    pub const fn is_float(self) -> bool {
-        matches!(self, Self::F64 | Self::F32 | Self::F16 | Self::BF16 | Self::F8E4M3 | Self::F8E5M2)
-    }
-
     /// Whether it is one of the 8-bit floats.
     #[must_use]
     pub const fn is_fp8(self) -> bool {

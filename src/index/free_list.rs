@@ -268,6 +268,15 @@ impl<I: Id> FreeList<I> {
         self.queue = rest;
     }
 
+    /// The set that indices join when they are given back.
+    const fn given(&mut self, give: Give) -> &mut Bitmap {
+        match (give, self.order) {
+            (Give::Fenced, _) => &mut self.fenced,
+            (Give::Now, Order::Sorted) => &mut self.released,
+            (Give::Now, Order::Fifo) => &mut self.free,
+        }
+    }
+
     /// Marks the live indices of `run` as given back and adds them to `accepted`; names the others to
     /// `blocked`. `run` must lie within the space. [`FreeList::commit`] or [`FreeList::rollback`] follows.
     pub fn give(&mut self, run: Run<I>, give: Give, accepted: &mut Accepted<I>, mut blocked: impl FnMut(I)) {
@@ -276,12 +285,7 @@ impl<I: Id> FreeList<I> {
         for (word, bits) in words_of(start, len) {
             let fenced = if self.fenced.is_empty() { 0 } else { self.fenced.word(word) };
             let owned = !(self.free.word(word) | self.released.word(word) | fenced) & bits;
-            let target = match (give, self.order) {
-                (Give::Fenced, _) => &mut self.fenced,
-                (Give::Now, Order::Sorted) => &mut self.released,
-                (Give::Now, Order::Fifo) => &mut self.free,
-            };
-            target.insert_word(word, owned);
+            self.given(give).insert_word(word, owned);
             if len == 1 && owned != 0 {
                 // Most frees of a busy pool are of slots far from each other.
                 accepted.push(run);
@@ -315,14 +319,10 @@ impl<I: Id> FreeList<I> {
 
     /// Undoes the gives that `accepted` names: they are live again.
     pub fn rollback(&mut self, accepted: &[Run<I>], give: Give) {
-        let target = match (give, self.order) {
-            (Give::Fenced, _) => &mut self.fenced,
-            (Give::Now, Order::Sorted) => &mut self.released,
-            (Give::Now, Order::Fifo) => &mut self.free,
-        };
+        let given = self.given(give);
         for run in accepted {
             let (start, len) = run.bits();
-            target.remove_run(start, len);
+            given.remove_run(start, len);
         }
     }
 
@@ -331,10 +331,7 @@ impl<I: Id> FreeList<I> {
         for run in runs {
             let (start, len) = run.bits();
             self.fenced.remove_run(start, len);
-            match self.order {
-                Order::Sorted => self.released.insert_run(start, len),
-                Order::Fifo => self.free.insert_run(start, len),
-            }
+            self.given(Give::Now).insert_run(start, len);
         }
         self.commit(runs, Give::Now);
     }
