@@ -1,0 +1,219 @@
+// Parameters of the kernels, and what all of them need. `launch/params.rs` has the same structures.
+//
+// The source is CUDA C++ without includes of its own, barriers, shared memory or atomics, so that it also runs as plain
+// loops on a host. Blocks are one-dimensional.
+
+#pragma once
+
+#ifndef KERNEL
+#define KERNEL(name, Params) extern "C" __global__ void __launch_bounds__(256) name(const __grid_constant__ Params p)
+#endif
+
+typedef long long i64;
+typedef unsigned long long u64;
+typedef int i32;
+typedef unsigned int u32;
+typedef unsigned short u16;
+typedef unsigned char u8;
+
+enum { WORDS_PER_LANE = 4, ELEMENTS_PER_LANE = 8 };
+
+/// What a kernel found wrong. It lies in page-locked host memory, where the host reads it at any time; of several
+/// faults any may stay. `what` is 0 for none, else the position in the batch, shifted, and one of the kinds.
+struct alignas(16) Fault {
+    u64 what;
+    i64 value;
+};
+static_assert(sizeof(Fault) == 16, "as launch/mod.rs has it");
+
+enum { FAULT_ROW = 1, FAULT_COLUMN = 2, FAULT_VALUE = 3 };
+
+/// The numbers of a batch: `value + step * i` where there is no data; else elements of an int32 or int64 tensor, in
+/// row-major order, strides in elements.
+struct Index {
+    const void* data;
+    i64 value;
+    i64 step;
+    i32 wide;
+    i32 ndim;
+    i64 shape[8];
+    i64 strides[8];
+};
+static_assert(sizeof(Index) == 160, "as launch/params.rs has it");
+
+/// Values of K or of V on their way into a buffer.
+struct StorePart {
+    u8* target;
+    const u8* source;
+    i64 words;
+    i64 pieces;
+    i64 dim;
+    i64 head_stride;
+    i64 dim_stride;
+    i64 lead_shape[8];
+    i64 lead_strides[8];
+    i32 lead_ndim;
+    i32 way;
+    i32 word;
+    i32 lanes;
+    i32 source_dtype;
+    i32 target_dtype;
+    i32 element_bytes;
+    float divisor;
+};
+static_assert(sizeof(StorePart) == 216, "as launch/params.rs has it");
+
+/// How values get to their rows: as words, converted, or element by element with their bits as they are.
+enum { WAY_WORDS = 0, WAY_CONVERT = 1, WAY_ELEMENTS = 2 };
+
+struct StoreParams {
+    Index indices;
+    i64 count;
+    i64 rows;
+    Fault* fault;
+    StorePart parts[2];
+};
+static_assert(sizeof(StoreParams) == 616, "as launch/params.rs has it");
+
+struct GatherPart {
+    const u8* source;
+    u8* target;
+    i64 words;
+    i64 pieces;
+    i32 word;
+    i32 lanes;
+};
+
+struct GatherParams {
+    Index indices;
+    i64 count;
+    i64 rows;
+    Fault* fault;
+    GatherPart parts[2];
+};
+static_assert(sizeof(GatherParams) == 264, "as launch/params.rs has it");
+
+/// Equal buffers, `step` bytes apart.
+struct RowGroup {
+    u8* base;
+    i64 step;
+    i64 words;
+    i64 pieces;
+    i32 buffers;
+    i32 word;
+    i32 lanes;
+    i32 unused;
+};
+static_assert(sizeof(RowGroup) == 48, "as launch/params.rs has it");
+
+struct MoveParams {
+    Index target;
+    Index source;
+    i64 count;
+    i64 rows;
+    Fault* fault;
+    RowGroup groups[2];
+};
+static_assert(sizeof(MoveParams) == 440, "as launch/params.rs has it");
+
+struct OrderParams {
+    const i32* steps;
+    i64 count;
+    RowGroup groups[2];
+};
+static_assert(sizeof(OrderParams) == 112, "as launch/params.rs has it");
+
+struct ZeroParams {
+    Index indices;
+    i64 count;
+    i64 rows;
+    Fault* fault;
+    RowGroup groups[2];
+};
+static_assert(sizeof(ZeroParams) == 280, "as launch/params.rs has it");
+
+struct PointsParams {
+    i32* table;
+    i64 rows;
+    i64 columns;
+    Index row;
+    Index column;
+    Index value;
+    i64 count;
+    i32* echo;
+    Fault* fault;
+};
+static_assert(sizeof(PointsParams) == 528, "as launch/params.rs has it");
+
+struct RaggedParams {
+    i32* table;
+    i64 columns;
+    const i32* rows;
+    const i32* starts;
+    const i32* indptr;
+    const i32* values;
+    i64 count;
+};
+static_assert(sizeof(RaggedParams) == 56, "as launch/params.rs has it");
+
+struct KvIndicesParams {
+    const i32* table;
+    i64 rows;
+    i64 columns;
+    Index row;
+    Index indptr;
+    i32* out;
+    i64 capacity;
+    i64 count;
+    Fault* fault;
+};
+static_assert(sizeof(KvIndicesParams) == 376, "as launch/params.rs has it");
+
+struct ReadParams {
+    Index from;
+    i64* out;
+    i64 count;
+};
+static_assert(sizeof(ReadParams) == 176, "as launch/params.rs has it");
+
+/// The number of this thread in the first dimension of the grid.
+__device__ __forceinline__ i64 thread_number() {
+    return i64(blockIdx.x) * blockDim.x + threadIdx.x;
+}
+
+/// `number / by`; most numbers fit 32 bits, which are divided several times faster.
+__device__ __forceinline__ i64 quotient(i64 number, i64 by) {
+    if ((u64(number) | u64(by)) >> 32 == 0) {
+        return i64(u32(number) / u32(by));
+    }
+    return number / by;
+}
+
+/// The offset, in elements, of element `i` of a tensor in row-major order.
+__device__ __forceinline__ i64 offset_of(i64 i, i32 ndim, const i64* shape, const i64* strides) {
+    i64 offset = 0;
+    for (i32 axis = ndim - 1; axis > 0; axis--) {
+        i64 rest = quotient(i, shape[axis]);
+        offset += (i - rest * shape[axis]) * strides[axis];
+        i = rest;
+    }
+    return offset + i * strides[0];
+}
+
+/// Number `i` of a batch.
+__device__ __forceinline__ i64 number(const Index& index, i64 i) {
+    if (index.data == nullptr) {
+        return index.value + index.step * i;
+    }
+    i64 at = offset_of(i, index.ndim, index.shape, index.strides);
+    return index.wide ? static_cast<const i64*>(index.data)[at] : i64(static_cast<const i32*>(index.data)[at]);
+}
+
+__device__ __forceinline__ void note(Fault* fault, i32 kind, i64 position, i64 value) {
+    // One store of 16 bytes, so that the two numbers belong together.
+    *fault = Fault{u64(position) << 8 | u64(kind), value};
+}
+
+__device__ __forceinline__ bool within(i64 number, i64 bound) {
+    return u64(number) < u64(bound);
+}
