@@ -216,6 +216,23 @@ impl<I: Id> FreeList<I> {
         true
     }
 
+    /// Names the first indices that would be handed out without a merge, in order, until there are `count`.
+    pub fn upcoming(&self, count: usize, mut emit: impl FnMut(Run<I>)) {
+        let mut left = count;
+        let mut each = |(start, len): (usize, usize)| {
+            let len = len.min(left);
+            left -= len;
+            if len > 0 {
+                emit(Run::of(I::new(narrow(start)), narrow(len)));
+            }
+            left > 0
+        };
+        match self.order {
+            Order::Sorted => self.free.runs().all(&mut each),
+            Order::Fifo => self.queue.iter().map(|run| run.bits()).all(each),
+        };
+    }
+
     fn take_front(&mut self, count: usize, mut emit: impl FnMut(Run<I>)) {
         let mut left = narrow(count);
         while left > 0

@@ -177,6 +177,21 @@ impl SlotAllocator {
         Ok(Some(slots))
     }
 
+    /// Appends the slots of the pages that would be handed out next without a merge, in order, until there are
+    /// `goal` slots or no more pages.
+    ///
+    /// ```
+    /// use kvpool::index::{Order, SlotAllocator};
+    /// let slots = SlotAllocator::new(64, 4, Order::Sorted).unwrap();
+    /// let mut next = vec![7];
+    /// slots.upcoming(&mut next, 6);
+    /// assert_eq!(next, [7, 4, 5, 6, 7, 8]);
+    /// ```
+    pub fn upcoming(&self, slots: &mut Vec<i32>, goal: usize) {
+        let pages = goal.saturating_sub(slots.len()).div_ceil(self.page_size());
+        self.pages.upcoming(pages, |run| push_slots(slots, run, self.page_size, goal));
+    }
+
     /// Takes `count` consecutive slots that begin a page, the lowest such run, or returns `None`.
     ///
     /// # Errors
@@ -307,18 +322,30 @@ impl SlotAllocator {
         self.give(given, Give::Now, strict)
     }
 
+    /// Gives slots back at once, also within a group.
+    ///
+    /// # Errors
+    /// As [`SlotAllocator::free`].
+    pub fn free_now(&mut self, given: &IndexVec, strict: bool) -> Result<BadFrees> {
+        self.give(given, Give::Now, strict)
+    }
+
+    /// A name for a fence that no other has had.
+    pub const fn new_fence(&mut self) -> FenceId {
+        self.next_fence += 1;
+        FenceId(self.next_fence)
+    }
+
     /// Gives slots back that work in flight still uses: they stay in use until [`SlotAllocator::fence_passed`].
     ///
     /// A group does not hold them back.
     ///
     /// # Errors
     /// As [`SlotAllocator::free`].
-    pub fn free_after(&mut self, given: &IndexVec, strict: bool) -> Result<(FenceId, BadFrees)> {
+    pub fn free_after(&mut self, fence: FenceId, given: &IndexVec, strict: bool) -> Result<BadFrees> {
         let bad = self.give(given, Give::Fenced, strict)?;
-        let id = FenceId(self.next_fence);
-        self.next_fence += 1;
-        self.fences.push((id, self.accepted.clone()));
-        Ok((id, bad))
+        self.fences.push((fence, self.accepted.clone()));
+        Ok(bad)
     }
 
     /// Frees the slots behind a fence. A fence that is not known any more has no slots.
@@ -431,21 +458,21 @@ impl SlotAllocator {
         }
     }
 
-    /// Ends a group; the outermost frees all that was collected as one call and says how much that was.
+    /// Ends a group; the outermost hands out what was collected, to be given back as one call.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] when no group is open; as [`SlotAllocator::free`], the group being closed.
-    pub fn group_end(&mut self, strict: bool) -> Result<(usize, BadFrees)> {
+    /// [`ErrorKind::Config`] when no group is open.
+    pub fn group_end(&mut self) -> Result<Option<IndexVec>> {
         match &mut self.group {
             None => Err(Error::config("free_group_end without free_group_begin")),
             Some(group) if group.nested > 0 => {
                 group.nested -= 1;
-                Ok((0, BadFrees::default()))
+                Ok(None)
             }
             Some(group) => {
-                let given = IndexVec::I64(std::mem::take(&mut group.given));
+                let given = std::mem::take(&mut group.given);
                 self.group = None;
-                Ok((given.len(), self.give(&given, Give::Now, strict)?))
+                Ok(Some(IndexVec::I64(given)))
             }
         }
     }

@@ -1,7 +1,92 @@
 //! Reading index tensors.
 
-use crate::base::{DType, Error, IndexVec, Result, reserve};
+use crate::base::{DType, Device, Error, IndexVec, Result, reserve};
 use crate::memory::Borrowed;
+
+use super::launch::Numbers;
+
+/// Index values as a call gets them: copied from the host, or where they are on a device.
+#[derive(Clone, Debug)]
+pub enum Indices<'a> {
+    /// On the host.
+    Host(IndexVec),
+    /// On a device, int32 or int64: known to kernels, and perhaps to the host.
+    Device {
+        /// Where they are.
+        tensor: Borrowed<'a>,
+        /// How often its framework says that it wrote to the tensor; `None` where nobody counts.
+        version: Option<u64>,
+    },
+}
+
+impl<'a> Indices<'a> {
+    /// An index tensor, wherever it is, and its framework's count of writes to it.
+    ///
+    /// # Errors
+    /// As [`read_indices`], but for the device.
+    pub fn of(tensor: Borrowed<'a>, version: Option<u64>) -> Result<Self> {
+        if tensor.device() == Device::Cpu {
+            return read_indices(&tensor).map(Self::Host);
+        }
+        expect_ints(tensor.dtype())?;
+        Ok(Self::Device { tensor, version })
+    }
+
+    /// How many there are.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        match self {
+            Self::Host(values) => values.len(),
+            Self::Device { tensor, .. } => tensor.shape().numel(),
+        }
+    }
+
+    /// Whether there are none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The values, for a pool in host memory.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when they are on a device.
+    pub fn on_host(&self) -> Result<&IndexVec> {
+        match self {
+            Self::Host(values) => Ok(values),
+            Self::Device { tensor, .. } => {
+                Err(Error::config(format!("the index tensor is on {}, the pool on cpu", tensor.device())))
+            }
+        }
+    }
+
+    /// Those of the host as row numbers below `count`; none if only the device knows them.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) with the first that is outside.
+    pub fn list(&self, noun: &str, count: usize) -> Result<Vec<i32>> {
+        match self {
+            Self::Host(values) => Ok(values.rows(noun, count)?.into_iter().map(u32::cast_signed).collect()),
+            Self::Device { .. } => Ok(Vec::new()),
+        }
+    }
+
+    /// As kernels take them; `list` stands for those of the host.
+    #[must_use]
+    pub const fn numbers<'b>(&'b self, list: &'b [i32]) -> Numbers<'b> {
+        match self {
+            Self::Host(_) => Numbers::List(list),
+            Self::Device { tensor, .. } => Numbers::Tensor(tensor),
+        }
+    }
+}
+
+fn expect_ints(dtype: DType) -> Result<()> {
+    if matches!(dtype, DType::I32 | DType::I64) {
+        return Ok(());
+    }
+    Err(Error::wrong_type(format!("indices must be int32 or int64, not {dtype}")))
+}
 
 /// The values of an index tensor in host memory, of any shape and stride, in row-major order, copied.
 ///
@@ -10,11 +95,11 @@ use crate::memory::Borrowed;
 /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when it is not in host memory,
 /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when there is no room for a copy.
 pub fn read_indices(tensor: &Borrowed<'_>) -> Result<IndexVec> {
-    tensor.expect_host("the index tensor")?;
+    tensor.expect_on(Device::Cpu, "the index tensor")?;
+    expect_ints(tensor.dtype())?;
     match tensor.dtype() {
         DType::I32 => Ok(IndexVec::I32(read(tensor)?)),
-        DType::I64 => Ok(IndexVec::I64(read(tensor)?)),
-        other => Err(Error::wrong_type(format!("indices must be int32 or int64, not {other}"))),
+        _ => Ok(IndexVec::I64(read(tensor)?)),
     }
 }
 

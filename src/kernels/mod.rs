@@ -6,11 +6,15 @@
 mod convert;
 mod copy;
 mod indices;
+mod launch;
 mod rows;
 mod store;
+mod table;
 mod threads;
 
-pub use indices::read_indices;
+pub use indices::{Indices, read_indices};
+pub use launch::{Copies, Fetch, Fetcher, Launcher, Numbers, Table, read_now};
 pub use rows::{RowBuffer, gather_rows, move_rows, zero_rows};
 pub use store::{Store, store_rows};
+pub use table::{build_kv_indices, part as kv_indices_part};
 pub use threads::{num_threads, set_num_threads};

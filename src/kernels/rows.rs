@@ -2,14 +2,14 @@
 
 use std::sync::Arc;
 
-use crate::base::{DType, Error, Result, bytes_of, widen};
+use crate::base::{DType, Device, Error, Result, bytes_of, widen};
 use crate::index::Move;
 use crate::memory::{Borrowed, Region};
 
 use super::copy::{AHEAD, RowCopy};
 use super::threads::in_parts;
 
-/// A buffer of equal rows `[rows, heads, dim]` within a region of host memory.
+/// A buffer of equal rows `[rows, heads, dim]` within a region.
 #[derive(Clone, Debug)]
 pub struct RowBuffer {
     region: Arc<Region>,
@@ -86,22 +86,11 @@ impl RowBuffer {
 /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) or [`ErrorKind::Type`](crate::base::ErrorKind::Type) when
 /// `out` is not that; nothing is written then.
 pub fn gather_rows(pairs: &[(&RowBuffer, Borrowed<'_>)], rows: &[u32]) -> Result<()> {
-    for (buffer, out) in pairs {
-        out.expect_host("out")?;
-        let expected = [rows.len(), buffer.heads, buffer.dim].map(|n| i64::try_from(n).unwrap_or(i64::MAX));
-        if out.shape().as_slice() != expected || !out.is_contiguous() {
-            return Err(Error::config(format!(
-                "out has shape {:?} and strides {:?}; a contiguous {expected:?} is needed",
-                out.shape().as_slice(),
-                out.strides().as_slice()
-            )));
-        }
-        if out.dtype() != buffer.dtype {
-            return Err(Error::wrong_type(format!("out is {}, the pool {}", out.dtype(), buffer.dtype)));
-        }
+    check_targets(pairs, rows.len())?;
+    for (buffer, _) in pairs {
+        on_host(buffer)?;
         check_rows(buffer, rows)?;
     }
-    check_apart(pairs)?;
     let bytes = pairs.iter().map(|(buffer, _)| buffer.row_bytes() * rows.len()).sum();
     in_parts(bytes, |part, parts| {
         let (from, to) = (rows.len() * part / parts, rows.len() * (part + 1) / parts);
@@ -118,6 +107,35 @@ pub fn gather_rows(pairs: &[(&RowBuffer, Borrowed<'_>)], rows: &[u32]) -> Result
         }
     });
     Ok(())
+}
+
+/// Checks that every target is a contiguous `[count, heads, dim]` of its buffer's dtype and device, and overlaps
+/// nothing that is read or written.
+pub(super) fn check_targets(pairs: &[(&RowBuffer, Borrowed<'_>)], count: usize) -> Result<()> {
+    for (buffer, out) in pairs {
+        out.expect_on(buffer.region.device(), "out")?;
+        let expected = [count, buffer.heads, buffer.dim].map(|n| i64::try_from(n).unwrap_or(i64::MAX));
+        if out.shape().as_slice() != expected || !out.is_contiguous() {
+            return Err(Error::config(format!(
+                "out has shape {:?} and strides {:?}; a contiguous {expected:?} is needed",
+                out.shape().as_slice(),
+                out.strides().as_slice()
+            )));
+        }
+        if out.dtype() != buffer.dtype {
+            return Err(Error::wrong_type(format!("out is {}, the pool {}", out.dtype(), buffer.dtype)));
+        }
+    }
+    check_apart(pairs)
+}
+
+/// Checks that the host can reach the rows.
+fn on_host(buffer: &RowBuffer) -> Result<()> {
+    let device = buffer.region.device();
+    if device == Device::Cpu {
+        return Ok(());
+    }
+    Err(Error::config(format!("rows on {device} cannot be reached by the host")))
 }
 
 /// Checks that no target overlaps another or a buffer that is read.
@@ -149,17 +167,26 @@ fn check_rows(buffer: &RowBuffer, rows: &[u32]) -> Result<()> {
     }
 }
 
-/// Carries out `moves`, in order, in every buffer.
-///
-/// # Errors
-/// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when a row is outside of a buffer; nothing is moved then.
-pub fn move_rows(buffers: &[RowBuffer], moves: &[Move]) -> Result<()> {
-    for buffer in buffers {
+/// Checks that every buffer has the rows of `moves`.
+pub(super) fn check_moves(buffers: &[RowBuffer], moves: &[Move]) -> Result<()> {
+    // Buffers of a pool are mostly equal.
+    let mut checked = None;
+    for buffer in buffers.iter().filter(|buffer| checked.replace(buffer.rows) != Some(buffer.rows)) {
         for step in moves {
             let (Move::Copy { dst: a, src: b } | Move::Swap(a, b)) = *step;
             check_rows(buffer, &[a, b])?;
         }
     }
+    Ok(())
+}
+
+/// Carries out `moves`, in order, in every buffer.
+///
+/// # Errors
+/// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when a row is outside of a buffer; nothing is moved then.
+pub fn move_rows(buffers: &[RowBuffer], moves: &[Move]) -> Result<()> {
+    buffers.iter().try_for_each(on_host)?;
+    check_moves(buffers, moves)?;
     let bytes = buffers.iter().map(|buffer| buffer.row_bytes() * moves.len()).sum();
     in_parts(bytes, |part, parts| {
         for buffer in buffers.iter().skip(part).step_by(parts) {
@@ -188,6 +215,7 @@ pub fn move_rows(buffers: &[RowBuffer], moves: &[Move]) -> Result<()> {
 /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when a row is outside of a buffer; nothing is zeroed then.
 pub fn zero_rows(buffers: &[RowBuffer], rows: &[u32]) -> Result<()> {
     for buffer in buffers {
+        on_host(buffer)?;
         check_rows(buffer, rows)?;
     }
     let bytes = buffers.iter().map(|buffer| buffer.row_bytes() * rows.len()).sum();

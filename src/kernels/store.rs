@@ -1,6 +1,6 @@
 //! Storing values into rows of buffers, from where they lie and converted where dtypes differ.
 
-use crate::base::{Dims, Error, IndexVec, Result, reserve, widen};
+use crate::base::{Device, Dims, Error, IndexVec, Result, reserve, widen};
 use crate::memory::Borrowed;
 
 use super::convert::{Convert, conversion, element_copy};
@@ -37,14 +37,7 @@ enum Way {
 struct Planned<'a> {
     store: Store<'a>,
     way: Way,
-    lead_shape: Dims,
-    lead_strides: Dims,
-    /// A row is `heads` pieces of `dim` elements; one piece where its elements are evenly spaced.
-    heads: usize,
-    dim: usize,
-    /// Strides of a piece and of an element, in elements.
-    head_stride: isize,
-    dim_stride: isize,
+    layout: Layout,
     divisor: f32,
 }
 
@@ -58,6 +51,12 @@ struct Planned<'a> {
 /// [`ErrorKind::Type`](crate::base::ErrorKind::Type) for dtypes that cannot be converted,
 /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for an index beyond the rows. Nothing is written then.
 pub fn store_rows(stores: &[Store<'_>], indices: &IndexVec) -> Result<()> {
+    if let Some(store) = stores.iter().find(|store| store.target.region().device() != Device::Cpu) {
+        return Err(Error::config(format!(
+            "rows on {} cannot be reached by the host",
+            store.target.region().device()
+        )));
+    }
     let plans = stores.iter().map(|store| plan(store, indices.len())).collect::<Result<Vec<_>>>()?;
     let rows = stores.iter().map(|store| store.target.shape()[0]).min().unwrap_or(0);
     let targets = targets(indices, rows)?;
@@ -82,7 +81,7 @@ pub fn store_rows(stores: &[Store<'_>], indices: &IndexVec) -> Result<()> {
 }
 
 /// The rows that `indices` names, checked; negative values stay negative.
-fn targets(indices: &IndexVec, rows: usize) -> Result<Vec<i32>> {
+pub(super) fn targets(indices: &IndexVec, rows: usize) -> Result<Vec<i32>> {
     fn checked<T: Copy + Into<i64>>(values: &[T], rows: usize) -> Result<Vec<i32>> {
         let limit = i64::try_from(rows).unwrap_or(i64::MAX);
         let wide = || values.iter().map(|&value| value.into());
@@ -100,18 +99,42 @@ fn targets(indices: &IndexVec, rows: usize) -> Result<Vec<i32>> {
     }
 }
 
-fn plan<'a>(store: &Store<'a>, count: usize) -> Result<Planned<'a>> {
-    let Store { name, target, values, scale } = *store;
-    values.expect_host(name)?;
+/// How the values of a store lie, in elements. A row is `heads` pieces of `dim` elements, one piece where its
+/// elements are evenly spaced.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Layout {
+    pub(super) lead_shape: Dims,
+    pub(super) lead_strides: Dims,
+    pub(super) heads: usize,
+    pub(super) dim: usize,
+    pub(super) head_stride: isize,
+    pub(super) dim_stride: isize,
+}
+
+impl Layout {
+    /// Whether the elements of a piece lie one after the other.
+    pub(super) const fn is_packed(&self) -> bool {
+        self.dim_stride == 1 || self.dim == 1
+    }
+}
+
+/// How the values of `store` lie, which must be `count` rows.
+///
+/// # Errors
+/// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when their shape or device does not fit.
+pub(super) fn layout(store: &Store<'_>, count: usize) -> Result<Layout> {
+    let Store { name, target, values, .. } = *store;
+    values.expect_on(target.region().device(), name)?;
     let (shape, strides) = (values.shape().as_slice(), values.strides().as_slice());
     let [_, heads, dim] = target.shape();
     let extent = |axis: usize| usize::try_from(shape[axis]).unwrap_or(0);
-    let n = shape.len();
+    let signed = |extent: usize| isize::try_from(extent).unwrap_or(isize::MAX);
     let stride = |axis: usize| isize::try_from(strides[axis]).unwrap_or(0);
+    let n = shape.len();
     let (lead, head_stride, dim_stride) = if n >= 2 && extent(n - 2) == heads && extent(n - 1) == dim {
         (n - 2, stride(n - 2), stride(n - 1))
     } else if n >= 1 && extent(n - 1) == heads * dim {
-        (n - 1, stride(n - 1) * isize::try_from(dim).unwrap_or(0), stride(n - 1))
+        (n - 1, stride(n - 1).saturating_mul(signed(dim)), stride(n - 1))
     } else {
         return Err(Error::config(format!(
             "{name} has shape {shape:?}; its last dimensions must be [{heads}, {dim}] or [{}]",
@@ -125,32 +148,39 @@ fn plan<'a>(store: &Store<'a>, count: usize) -> Result<Planned<'a>> {
             lead_shape.numel()
         )));
     }
-    let signed = |extent: usize| isize::try_from(extent).unwrap_or(isize::MAX);
     let even = heads == 1 || head_stride == signed(dim).saturating_mul(dim_stride);
     let (heads, dim) = if even { (1, heads * dim) } else { (heads, dim) };
-    let packed = dim_stride == 1 || dim == 1;
-    let (from, to) = (values.dtype(), target.dtype());
+    let lead_strides = Dims::new(&strides[..lead])?;
+    Ok(Layout { lead_shape, lead_strides, heads, dim, head_stride, dim_stride })
+}
+
+/// The error for values that cannot be converted to the pool's dtype.
+pub(super) fn inconvertible(store: &Store<'_>) -> Error {
+    let (from, to) = (store.values.dtype(), store.target.dtype());
+    Error::wrong_type(format!("{} is {from}, which cannot be converted to the pool's {to}", store.name))
+}
+
+fn plan<'a>(store: &Store<'a>, count: usize) -> Result<Planned<'a>> {
+    let layout = layout(store, count)?;
+    let (from, to) = (store.values.dtype(), store.target.dtype());
     let way = match conversion(from, to) {
-        _ if from == to && packed && heads == 1 => Way::Whole(RowCopy::new(target.row_bytes(), count)),
-        _ if from == to && packed => Way::Heads,
+        _ if from == to && layout.is_packed() && layout.heads == 1 => {
+            Way::Whole(RowCopy::new(store.target.row_bytes(), count))
+        }
+        _ if from == to && layout.is_packed() => Way::Heads,
         _ if from == to => Way::Convert(element_copy(to)),
         Some(convert) => Way::Convert(convert),
-        None => {
-            return Err(Error::wrong_type(format!(
-                "{name} is {from}, which cannot be converted to the pool's {to}"
-            )));
-        }
+        None => return Err(inconvertible(store)),
     };
-    let lead_strides = Dims::new(&strides[..lead])?;
-    let divisor = scale.unwrap_or(1.0);
-    Ok(Planned { store: *store, way, lead_shape, lead_strides, heads, dim, head_stride, dim_stride, divisor })
+    Ok(Planned { store: *store, way, layout, divisor: store.scale.unwrap_or(1.0) })
 }
 
 impl Planned<'_> {
     /// Where value number `position` lies.
     fn source(&self, position: usize) -> *const u8 {
         let size = isize::try_from(self.store.values.dtype().size()).unwrap_or(0);
-        let lead = offset_of(position, self.lead_shape.as_slice(), self.lead_strides.as_slice());
+        let lead =
+            offset_of(position, self.layout.lead_shape.as_slice(), self.layout.lead_strides.as_slice());
         self.store.values.address().as_ptr().cast_const().wrapping_offset(lead * size)
     }
 
@@ -163,15 +193,16 @@ impl Planned<'_> {
             unsafe { copy.copy(source, target, self.source(position + AHEAD)) };
             return;
         }
-        let head_step = self.head_stride * isize::try_from(self.store.values.dtype().size()).unwrap_or(0);
-        let piece_bytes = self.dim * self.store.target.dtype().size();
-        for _ in 0..self.heads {
+        let head_step =
+            self.layout.head_stride * isize::try_from(self.store.values.dtype().size()).unwrap_or(0);
+        let piece_bytes = self.layout.dim * self.store.target.dtype().size();
+        for _ in 0..self.layout.heads {
             match self.way {
                 // SAFETY: as above, for one head. The source may be the region itself, hence a copy that may overlap.
                 Way::Whole(_) | Way::Heads => unsafe { target.copy_from(source, piece_bytes) },
                 // SAFETY: as above; the conversion was chosen for these two dtypes.
                 Way::Convert(convert) => unsafe {
-                    convert(source, self.dim_stride, target, self.dim, self.divisor);
+                    convert(source, self.layout.dim_stride, target, self.layout.dim, self.divisor);
                 },
             }
             source = source.wrapping_offset(head_step);

@@ -2,8 +2,11 @@
 
 use std::fmt::Debug;
 use std::ptr::NonNull;
+use std::sync::Arc;
 
 use crate::base::{Device, Result};
+
+use super::Gpu;
 
 /// Every block begins at a multiple of this many bytes.
 pub const ALIGNMENT: usize = 256;
@@ -50,6 +53,11 @@ impl Block {
 pub trait Backend: Debug + Send + Sync {
     /// Where its memory is.
     fn device(&self) -> Device;
+
+    /// The device, if its memory is there and not the host's.
+    fn gpu(&self) -> Option<&Arc<Gpu>> {
+        None
+    }
 
     /// A block of `bytes` zeros.
     ///

@@ -84,14 +84,22 @@ impl Borrowed<'_> {
                 .all(|(&extent, (stride, packed))| extent == 1 || stride == packed)
     }
 
-    /// Checks that it is in host memory.
+    /// Its only element, `count` times. `None` if it has more or fewer than one.
+    #[must_use]
+    pub fn repeated(&self, count: usize) -> Option<Self> {
+        let extent = i64::try_from(count).ok()?;
+        let (shape, strides) = (Dims::new(&[extent]).ok()?, Dims::new(&[0]).ok()?);
+        (self.shape.numel() == 1).then_some(Self { shape, strides, ..*self })
+    }
+
+    /// Checks that it is on `device`, where the pool is.
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) with both devices.
-    pub fn expect_host(&self, what: &str) -> Result<()> {
-        if self.device == Device::Cpu {
+    pub fn expect_on(&self, device: Device, what: &str) -> Result<()> {
+        if self.device == device {
             return Ok(());
         }
-        Err(Error::config(format!("{what} is on {}, the pool on cpu", self.device)))
+        Err(Error::config(format!("{what} is on {}, the pool on {device}", self.device)))
     }
 }

@@ -1,12 +1,13 @@
 //! Owned, contiguous memory.
 
 use std::mem::MaybeUninit;
+use std::ops::Range;
 use std::ptr::NonNull;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::base::{DType, Device, Dims, Error, Result, reserve};
 
-use super::{Backend, Block, Borrowed};
+use super::{Backend, Block, Borrowed, Gpu};
 
 /// Contiguous memory that goes back where it came from when it is dropped.
 ///
@@ -21,11 +22,19 @@ pub struct Region {
 pub trait Plain: Copy + sealed::Sealed {}
 
 impl Plain for i32 {}
+impl Plain for i64 {}
 impl Plain for bool {}
+
+/// An element that any bytes make.
+pub trait Number: Plain {}
+
+impl Number for i32 {}
+impl Number for i64 {}
 
 mod sealed {
     pub trait Sealed {}
     impl Sealed for i32 {}
+    impl Sealed for i64 {}
     impl Sealed for bool {}
 }
 
@@ -44,6 +53,26 @@ enum Owner {
     Indices(Vec<i32>),
     /// Host memory for results, in cache lines of which the last may not be full. It was never initialised by us.
     Scratch { lines: Vec<MaybeUninit<Line>>, bytes: usize },
+    /// Bytes of a larger region, which are given back to it by their number.
+    Part { whole: Arc<Region>, range: Range<usize>, returned: Arc<Returned> },
+}
+
+/// Parts of a region that came back, by their bytes, in the order in which they did.
+///
+/// Dropping a part only notes it here: it may happen on any thread, at any time.
+#[derive(Debug, Default)]
+pub struct Returned(Mutex<Vec<Range<usize>>>);
+
+impl Returned {
+    /// What came back since the last call.
+    #[must_use]
+    pub fn take(&self) -> Vec<Range<usize>> {
+        std::mem::take(&mut *self.ranges())
+    }
+
+    fn ranges(&self) -> MutexGuard<'_, Vec<Range<usize>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 impl Region {
@@ -82,12 +111,33 @@ impl Region {
         Ok(Self { owner: Owner::Scratch { lines, bytes } })
     }
 
+    /// The bytes `range` of `whole`, which go to `returned` when this drops.
+    ///
+    /// # Errors
+    /// As [`Region::at`]; nothing is returned then.
+    pub fn part(whole: &Arc<Self>, range: Range<usize>, returned: &Arc<Returned>) -> Result<Self> {
+        whole.at(range.start, range.len())?;
+        let (whole, returned) = (Arc::clone(whole), Arc::clone(returned));
+        Ok(Self { owner: Owner::Part { whole, range, returned } })
+    }
+
     /// Where its memory is.
     #[must_use]
     pub fn device(&self) -> Device {
         match &self.owner {
             Owner::Backend { backend, .. } => backend.device(),
             Owner::Indices(_) | Owner::Scratch { .. } => Device::Cpu,
+            Owner::Part { whole, .. } => whole.device(),
+        }
+    }
+
+    /// The device that its memory is on, if it is not the host's.
+    #[must_use]
+    pub fn gpu(&self) -> Option<&Arc<Gpu>> {
+        match &self.owner {
+            Owner::Backend { backend, .. } => backend.gpu(),
+            Owner::Indices(_) | Owner::Scratch { .. } => None,
+            Owner::Part { whole, .. } => whole.gpu(),
         }
     }
 
@@ -98,16 +148,19 @@ impl Region {
             Owner::Backend { block, .. } => block.address(),
             Owner::Indices(indices) => address_of(indices.as_ptr()),
             Owner::Scratch { lines, .. } => address_of(lines.as_ptr()),
+            // SAFETY: `part` checked that the range lies in the whole, which is one allocation.
+            Owner::Part { whole, range, .. } => unsafe { whole.address().add(range.start) },
         }
     }
 
     /// How long it is.
     #[must_use]
-    pub const fn bytes(&self) -> usize {
+    pub fn bytes(&self) -> usize {
         match &self.owner {
             Owner::Backend { block, .. } => block.bytes(),
             Owner::Indices(indices) => indices.len() * size_of::<i32>(),
             Owner::Scratch { bytes, .. } => *bytes,
+            Owner::Part { range, .. } => range.len(),
         }
     }
 
@@ -136,25 +189,49 @@ impl Region {
         Ok(unsafe { Borrowed::new(address, dtype, self.device(), shape, strides) })
     }
 
+    /// As [`Region::at`], for the host to read and write there.
+    fn on_host(&self, offset: usize, bytes: usize) -> Result<NonNull<u8>> {
+        if self.device() != Device::Cpu {
+            return Err(Error::config(format!("memory of {} cannot be reached by the host", self.device())));
+        }
+        self.at(offset, bytes)
+    }
+
     /// Writes `values` at byte `offset` of host memory.
     ///
     /// # Errors
-    /// As [`Region::at`].
+    /// As [`Region::at`]; [`ErrorKind::Config`](crate::base::ErrorKind::Config) if it is a device's.
     pub fn write<T: Plain>(&self, offset: usize, values: &[T]) -> Result<()> {
-        let address = self.at(offset, size_of_val(values))?;
-        // SAFETY: `at` checked that the bytes lie in this region, which is live host memory; `values` is a
+        let address = self.on_host(offset, size_of_val(values))?;
+        // SAFETY: `on_host` checked that the bytes lie in this region, which is live host memory; `values` is a
         // Rust slice and so not part of it; a `Plain` value has no padding.
         unsafe { address.as_ptr().copy_from_nonoverlapping(values.as_ptr().cast(), size_of_val(values)) };
         Ok(())
     }
 
+    /// The `count` elements at byte `offset` of host memory, copied.
+    ///
+    /// # Errors
+    /// As [`Region::write`], and [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when there is no
+    /// room for a copy.
+    pub fn read<T: Number>(&self, offset: usize, count: usize) -> Result<Vec<T>> {
+        let address = self.on_host(offset, count.saturating_mul(size_of::<T>()))?;
+        let mut values: Vec<T> = reserve(count)?;
+        let target: *mut u8 = values.as_mut_ptr().cast();
+        // SAFETY: `on_host` checked that the bytes lie in this region; the vector is ours and has room for them.
+        unsafe { target.copy_from_nonoverlapping(address.as_ptr(), count * size_of::<T>()) };
+        // SAFETY: so many were just written, and any bytes make a `Number`.
+        unsafe { values.set_len(count) };
+        Ok(values)
+    }
+
     /// Zeroes `bytes` bytes at `offset` of host memory.
     ///
     /// # Errors
-    /// As [`Region::at`].
+    /// As [`Region::write`].
     pub fn zero(&self, offset: usize, bytes: usize) -> Result<()> {
-        let address = self.at(offset, bytes)?;
-        // SAFETY: `at` checked that the bytes lie in this region, which is live host memory.
+        let address = self.on_host(offset, bytes)?;
+        // SAFETY: `on_host` checked that the bytes lie in this region, which is live host memory.
         unsafe { address.as_ptr().write_bytes(0, bytes) };
         Ok(())
     }
@@ -187,11 +264,15 @@ fn reach(dtype: DType, shape: &Dims, strides: &Dims) -> Result<usize> {
 
 impl Drop for Region {
     fn drop(&mut self) {
-        if let Owner::Backend { backend, block } = &self.owner {
-            let block = Block::new(block.address(), block.bytes());
-            // SAFETY: `new` took the block from this backend, this is its only owner's end, and every view
-            // holds the region alive.
-            unsafe { backend.deallocate(block) };
+        match &self.owner {
+            Owner::Backend { backend, block } => {
+                let block = Block::new(block.address(), block.bytes());
+                // SAFETY: `new` took the block from this backend, this is its only owner's end, and every view
+                // holds the region alive.
+                unsafe { backend.deallocate(block) };
+            }
+            Owner::Part { range, returned, .. } => returned.ranges().push(range.clone()),
+            Owner::Indices(_) | Owner::Scratch { .. } => (),
         }
     }
 }

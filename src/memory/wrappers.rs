@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
 use crate::base::{Device, Error, ErrorKind, Result};
 
-use super::{Backend, Block};
+use super::{Backend, Block, Gpu};
 
 /// Gives at most a fixed number of bytes at a time.
 ///
@@ -36,6 +36,10 @@ impl Limit {
 impl Backend for Limit {
     fn device(&self) -> Device {
         self.inner.device()
+    }
+
+    fn gpu(&self) -> Option<&Arc<Gpu>> {
+        self.inner.gpu()
     }
 
     fn allocate(&self, bytes: usize) -> Result<Block> {
@@ -91,6 +95,10 @@ impl Fail {
 impl Backend for Fail {
     fn device(&self) -> Device {
         self.inner.device()
+    }
+
+    fn gpu(&self) -> Option<&Arc<Gpu>> {
+        self.inner.gpu()
     }
 
     fn allocate(&self, bytes: usize) -> Result<Block> {
@@ -163,6 +171,10 @@ impl Count {
 impl Backend for Count {
     fn device(&self) -> Device {
         self.inner.device()
+    }
+
+    fn gpu(&self) -> Option<&Arc<Gpu>> {
+        self.inner.gpu()
     }
 
     fn allocate(&self, bytes: usize) -> Result<Block> {

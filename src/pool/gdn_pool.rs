@@ -3,13 +3,13 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::base::{DType, Device, Id, IndexVec, Result, bytes_of, widen};
-use crate::index::{BadFrees, RowTable, plan_moves};
-use crate::kernels::{RowBuffer, move_rows, zero_rows};
-use crate::memory::{ALIGNMENT, Backend, Region};
+use crate::index::{BadFrees, RowTable};
+use crate::kernels::{Indices, Launcher, RowBuffer, move_rows, zero_rows};
+use crate::memory::{ALIGNMENT, Backend, Region, Stream};
 use crate::tensor::TensorView;
 
-use super::kv_pool::same_length;
-use super::{at_least_one, check_layer, fits_int32};
+use super::copies::{host_copies, with_copies};
+use super::{at_least_one, check_layer, expect_here, fits_int32, launcher_for};
 
 /// The shape of a [`GdnPool`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,9 +37,10 @@ pub struct GdnConfig {
 /// Recurrent and convolution states, indexed like the request table. Index 0 is padding.
 ///
 /// ```
-/// use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+/// use std::sync::Arc;
 /// use kvpool::base::{DType, IndexVec};
-/// use kvpool::memory::Host;
+/// use kvpool::kernels::Indices;
+/// use kvpool::memory::{Host, Stream};
 /// use kvpool::pool::{GdnConfig, GdnPool};
 /// let config = GdnConfig {
 ///     max_reqs: 4, num_gdn_layers: 2, num_v_heads: 2, head_k_dim: 8, head_v_dim: 8, conv_dim: 16,
@@ -47,7 +48,8 @@ pub struct GdnConfig {
 /// };
 /// let pool = GdnPool::new(Arc::new(Host), config, false).unwrap();
 /// assert_eq!(pool.alloc_track_slot(), Some(5));
-/// pool.copy_states(&IndexVec::I64(vec![1]), &IndexVec::I64(vec![5])).unwrap();
+/// let index = |slot| Indices::Host(IndexVec::I64(vec![slot]));
+/// pool.copy_states(&index(1), &index(5), Stream::DEFAULT).unwrap();
 /// ```
 #[derive(Debug)]
 pub struct GdnPool {
@@ -62,6 +64,8 @@ pub struct GdnPool {
     tracks: Mutex<RowTable>,
     /// Held while states are written, so that calls of several threads do not mix.
     copying: Mutex<()>,
+    /// How it works on a GPU, where the order of a stream takes the place of that lock.
+    launcher: Option<Launcher>,
 }
 
 impl GdnPool {
@@ -92,6 +96,7 @@ impl GdnPool {
         let conv_offset = recurrent_bytes.next_multiple_of(ALIGNMENT);
         let region =
             Arc::new(Region::new(backend, bytes_of("both states", &[conv_offset + conv_bytes], DType::U8)?)?);
+        let launcher = launcher_for(&region, pool_size)?;
         let recurrent = TensorView::contiguous(Arc::clone(&region), 0, DType::F32, &recurrent)?;
         let conv = TensorView::contiguous(region, conv_offset, dtype, &conv)?;
         let mut buffers = layer_rows(&recurrent, layers, pool_size)?;
@@ -99,7 +104,7 @@ impl GdnPool {
         let first_track = u32::try_from(max_reqs + 1).unwrap_or(u32::MAX);
         let tracks = RowTable::new(first_track, u32::try_from(max_track_slots).unwrap_or(u32::MAX))?;
         let (tracks, copying) = (Mutex::new(tracks), Mutex::new(()));
-        Ok(Self { config, pool_size, strict, recurrent, conv, buffers, tracks, copying })
+        Ok(Self { config, pool_size, strict, recurrent, conv, buffers, tracks, copying, launcher })
     }
 
     /// Its shape.
@@ -153,12 +158,18 @@ impl GdnPool {
         Ok([layer_view(&self.recurrent, layer)?, layer_view(&self.conv, layer)?])
     }
 
-    /// Zeroes both states of the slots that `indices` names, in all layers.
+    /// Zeroes both states of the slots that `indices` names, in all layers. On a GPU it is one launch on `stream`.
     ///
     /// # Errors
-    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a slot that is not there; nothing is zeroed then.
-    pub fn reset_states(&self, indices: &IndexVec) -> Result<()> {
-        let rows = indices.rows("state", self.pool_size)?;
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a slot that is not there; nothing is zeroed then. On a
+    /// GPU an index there that names none is left out, and told by [`GdnPool::fault`].
+    pub fn reset_states(&self, indices: &Indices<'_>, stream: Stream) -> Result<()> {
+        if let Some(launcher) = &self.launcher {
+            expect_here(self.device(), &[indices])?;
+            self.fault()?;
+            return launcher.zero_rows(self.groups(), indices, "state", stream);
+        }
+        let rows = indices.on_host()?.rows("state", self.pool_size)?;
         let _alone = lock(&self.copying);
         zero_rows(&self.buffers, &rows)
     }
@@ -166,14 +177,39 @@ impl GdnPool {
     /// Copies both states of slot `src[i]` to slot `dst[i]`, in all layers, as if all were read before any is
     /// written.
     ///
+    /// On a GPU it is one launch on `stream`. Of index tensors there, no slot may be both read and written, or
+    /// written twice: what it holds then is not defined.
+    ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for different lengths,
-    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for slots that are not there. Nothing is copied then.
-    pub fn copy_states(&self, src: &IndexVec, dst: &IndexVec) -> Result<()> {
-        same_length(dst, src)?;
-        let moves = plan_moves(&dst.rows("state", self.pool_size)?, &src.rows("state", self.pool_size)?);
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for slots that are not there. Nothing is copied then. As
+    /// [`GdnPool::reset_states`].
+    pub fn copy_states(&self, src: &Indices<'_>, dst: &Indices<'_>, stream: Stream) -> Result<()> {
+        if let Some(launcher) = &self.launcher {
+            expect_here(self.device(), &[src, dst])?;
+            self.fault()?;
+            return with_copies(dst, src, "state", self.pool_size, |plan| {
+                launcher.copy_rows(self.groups(), plan, stream)
+            });
+        }
+        let moves = host_copies(dst, src, "state", self.pool_size)?;
         let _alone = lock(&self.copying);
         move_rows(&self.buffers, &moves)
+    }
+
+    /// Tells what is wrong with indices that an earlier call was given on the device, once. Makes no driver call.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a slot that is not there: it was left out.
+    pub fn fault(&self) -> Result<()> {
+        let launcher = self.launcher.as_ref();
+        launcher.map_or(Ok(()), |launcher| launcher.fault(["state"; 2], [self.pool_size; 2]))
+    }
+
+    /// The rows of both states, layer by layer.
+    fn groups(&self) -> [&[RowBuffer]; 2] {
+        let (recurrent, conv) = self.buffers.split_at(self.config.num_gdn_layers);
+        [recurrent, conv]
     }
 
     /// Takes a track slot, the longest free first, or returns `None`.

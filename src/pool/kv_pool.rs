@@ -2,12 +2,12 @@
 
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
-use crate::base::{DType, Device, Error, IndexVec, Result, bytes_of};
-use crate::index::plan_moves;
-use crate::kernels::{RowBuffer, Store, gather_rows, move_rows, store_rows};
-use crate::memory::{ALIGNMENT, Backend, Borrowed, Region};
+use crate::base::{DType, Device, Error, Result, bytes_of};
+use crate::kernels::{Indices, Launcher, RowBuffer, Store, gather_rows, move_rows, store_rows};
+use crate::memory::{ALIGNMENT, Backend, Borrowed, Region, Stream};
 use crate::tensor::TensorView;
 
+use super::copies::{host_copies, with_copies};
 use super::{at_least_one, fits_int32};
 
 /// Rows of a buffer are rounded up to a multiple of this.
@@ -70,7 +70,7 @@ pub struct BufferInfo {
 /// [`ALIGNMENT`] bytes.
 ///
 /// ```
-/// use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+/// use std::sync::Arc;
 /// use kvpool::base::DType;
 /// use kvpool::memory::Host;
 /// use kvpool::pool::{KvConfig, KvPool};
@@ -92,6 +92,8 @@ pub struct KvPool {
     /// One for each layer, held while its rows are read or written, so that calls of several threads do not mix.
     /// Who needs several takes them in order.
     layers: Vec<RwLock<()>>,
+    /// How it works on a GPU, where the order of a stream takes the place of the locks.
+    launcher: Option<Launcher>,
 }
 
 impl KvPool {
@@ -124,6 +126,7 @@ impl KvPool {
             })?;
         }
         let region = Arc::new(Region::new(backend, total)?);
+        let launcher = super::launcher_for(&region, rows)?;
         let buffers = places
             .into_iter()
             .flat_map(|(start, step, shape)| {
@@ -132,7 +135,7 @@ impl KvPool {
             .map(|(offset, shape)| RowBuffer::new(Arc::clone(&region), offset, shape, config.dtype))
             .collect::<Result<Vec<_>>>()?;
         let layers = (0..config.layer_num).map(|_| RwLock::new(())).collect();
-        Ok(Self { config, rows, region, buffers, layers })
+        Ok(Self { config, rows, region, buffers, layers, launcher })
     }
 
     /// Its shape.
@@ -205,18 +208,20 @@ impl KvPool {
 
     /// Writes `k` and `v` to the rows that `indices` names; negative indices are skipped.
     ///
+    /// On a GPU it is one launch on `stream`, and indices there are checked there: see [`KvPool::fault`].
+    ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for shapes or scales that do not fit,
     /// [`ErrorKind::Type`](crate::base::ErrorKind::Type) for dtypes that cannot be converted,
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a layer or row that is not there. Nothing is
-    /// written then.
+    /// written then. As [`KvPool::fault`].
     pub fn set_kv<'a>(
         &'a self,
         layer: usize,
-        indices: &IndexVec,
-        k: Borrowed<'a>,
-        v: Borrowed<'a>,
+        indices: &Indices<'_>,
+        [k, v]: [Borrowed<'a>; 2],
         scales: Scales,
+        stream: Stream,
     ) -> Result<()> {
         let [k_buffer, v_buffer] = self.pair(layer)?;
         let (k_scale, v_scale) = (self.divisor("k", scales.k)?, self.divisor("v", scales.v)?);
@@ -224,8 +229,36 @@ impl KvPool {
             Store { name: "k", target: k_buffer, values: k, scale: k_scale },
             Store { name: "v", target: v_buffer, values: v, scale: v_scale },
         ];
+        if let Some(launcher) = &self.launcher {
+            self.expect_here(&[indices])?;
+            self.fault()?;
+            return launcher.store_rows(&stores, indices, stream);
+        }
+        let indices = indices.on_host()?;
         let _alone = self.writing(layer);
         store_rows(&stores, indices)
+    }
+
+    /// Tells what is wrong with indices that an earlier call was given on the device, once. Makes no driver call.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a row that is not there: it was left out.
+    pub fn fault(&self) -> Result<()> {
+        self.launcher.as_ref().map_or(Ok(()), |launcher| launcher.fault(["slot"; 2], [self.rows; 2]))
+    }
+
+    /// As [`KvPool::fault`], for every call on `stream` so far: waits for them.
+    ///
+    /// # Errors
+    /// As [`KvPool::fault`], and [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the device has failed.
+    pub fn check(&self, stream: Stream) -> Result<()> {
+        self.launcher.as_ref().map_or(Ok(()), |launcher| launcher.gpu().synchronize(stream))?;
+        self.fault()
+    }
+
+    /// Checks that index tensors are in host memory or where the pool is.
+    fn expect_here(&self, indices: &[&Indices<'_>]) -> Result<()> {
+        super::expect_here(self.device(), indices)
     }
 
     /// A scale that may divide values of this pool.
@@ -242,14 +275,20 @@ impl KvPool {
         }
     }
 
-    /// The rows that `indices` names as new contiguous tensors `[n, head_num, head_dim]`.
+    /// The rows that `indices` names as new contiguous tensors `[n, head_num, head_dim]` in host memory.
     ///
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a layer or row that is not there,
-    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when there is no memory for them.
-    pub fn gather_kv(&self, layer: usize, indices: &IndexVec) -> Result<[TensorView; 2]> {
+    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when there is no memory for them,
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) on a GPU, whose memory is not allocated for an answer.
+    pub fn gather_kv(&self, layer: usize, indices: &Indices<'_>) -> Result<[TensorView; 2]> {
         let [k, v] = self.pair(layer)?;
-        let rows = indices.rows("slot", self.rows)?;
+        if self.launcher.is_some() {
+            return Err(Error::config(
+                "rows on a GPU are gathered into tensors that the caller has: pass out",
+            ));
+        }
+        let rows = indices.on_host()?.rows("slot", self.rows)?;
         let target = |buffer: &RowBuffer| {
             let [_, heads, dim] = buffer.shape();
             let bytes = bytes_of("gathered rows", &[rows.len(), heads, dim], buffer.dtype())?;
@@ -262,26 +301,47 @@ impl KvPool {
         Ok(out)
     }
 
-    /// The rows that `indices` names, written to `out`: contiguous K and V of the pool's dtype.
+    /// The rows that `indices` names, written to `out`: contiguous K and V of the pool's dtype, where the pool is.
     ///
     /// # Errors
     /// As [`KvPool::gather_kv`], and [`ErrorKind::Config`](crate::base::ErrorKind::Config) or
-    /// [`ErrorKind::Type`](crate::base::ErrorKind::Type) when `out` does not fit. Nothing is written then.
-    pub fn gather_kv_into(&self, layer: usize, indices: &IndexVec, out: [Borrowed<'_>; 2]) -> Result<()> {
+    /// [`ErrorKind::Type`](crate::base::ErrorKind::Type) when `out` does not fit. Nothing is written then. On a GPU
+    /// the row of an index there that names none is zeroed, and [`KvPool::fault`] tells it.
+    pub fn gather_kv_into(
+        &self,
+        layer: usize,
+        indices: &Indices<'_>,
+        out: &[Borrowed<'_>; 2],
+        stream: Stream,
+    ) -> Result<()> {
         let [k, v] = self.pair(layer)?;
-        let rows = indices.rows("slot", self.rows)?;
+        let pairs = [(k, out[0]), (v, out[1])];
+        if let Some(launcher) = &self.launcher {
+            self.expect_here(&[indices])?;
+            self.fault()?;
+            return launcher.gather_rows(&pairs, indices, stream);
+        }
+        let rows = indices.on_host()?.rows("slot", self.rows)?;
         let _shared = self.reading(layer);
-        gather_rows(&[(k, out[0]), (v, out[1])], &rows)
+        gather_rows(&pairs, &rows)
     }
 
     /// Moves row `src[i]` to row `dst[i]` in every layer, as if all were read before any is written.
     ///
+    /// On a GPU it is one launch on `stream`. Of index tensors there, no row may be both read and written, or written
+    /// twice: what it holds then is not defined.
+    ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for different lengths,
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for rows that are not there. Nothing is moved then.
-    pub fn move_kv(&self, dst: &IndexVec, src: &IndexVec) -> Result<()> {
-        same_length(dst, src)?;
-        let moves = plan_moves(&dst.rows("slot", self.rows)?, &src.rows("slot", self.rows)?);
+    pub fn move_kv(&self, dst: &Indices<'_>, src: &Indices<'_>, stream: Stream) -> Result<()> {
+        if let Some(launcher) = &self.launcher {
+            self.expect_here(&[dst, src])?;
+            self.fault()?;
+            let (k, v) = self.buffers.split_at(self.config.layer_num);
+            return with_copies(dst, src, "slot", self.rows, |plan| launcher.copy_rows([k, v], plan, stream));
+        }
+        let moves = host_copies(dst, src, "slot", self.rows)?;
         let _alone: Vec<_> = (0..self.config.layer_num).map(|layer| self.writing(layer)).collect();
         move_rows(&self.buffers, &moves)
     }
@@ -299,12 +359,4 @@ impl KvPool {
 
 fn view(buffer: &RowBuffer, shape: &[usize]) -> Result<TensorView> {
     TensorView::contiguous(Arc::clone(buffer.region()), buffer.offset(), buffer.dtype(), shape)
-}
-
-/// Checks that a batch of moves has a source for every target.
-pub(super) fn same_length(dst: &IndexVec, src: &IndexVec) -> Result<()> {
-    if dst.len() == src.len() {
-        return Ok(());
-    }
-    Err(Error::config(format!("{} destinations and {} sources; there must be as many", dst.len(), src.len())))
 }

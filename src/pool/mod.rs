@@ -4,17 +4,27 @@
 //! [`GdnPool`] may be shared as they are: their calls are atomic among themselves. Other frameworks reach the same
 //! bytes past these locks, by design.
 
+mod copies;
+mod deferred;
 mod gdn_pool;
+mod host_copy;
 mod kv_pool;
 mod req_to_token_pool;
+mod stage;
+mod table_copy;
 mod token_to_kv_pool_allocator;
 
 pub use gdn_pool::{GdnConfig, GdnPool};
+pub use host_copy::values_now;
 pub use kv_pool::{BufferInfo, KvConfig, KvPool, Scales};
 pub use req_to_token_pool::{ReqToTokenPool, TableIndex};
-pub use token_to_kv_pool_allocator::TokenToKvPoolAllocator;
+pub use token_to_kv_pool_allocator::{Settled, TokenToKvPoolAllocator};
 
-use crate::base::{Error, Result};
+use std::sync::Arc;
+
+use crate::base::{Device, Error, Result};
+use crate::kernels::{Indices, Launcher};
+use crate::memory::Region;
 
 /// Checks that every number is at least 1.
 fn at_least_one(arguments: &[(&str, usize)]) -> Result<()> {
@@ -34,4 +44,22 @@ fn fits_int32(what: &str, end: Option<usize>) -> Result<u32> {
 /// Checks that there is a layer of that number.
 fn check_layer(layer: usize, layers: usize) -> Result<()> {
     if layer < layers { Ok(()) } else { Err(Error::index(format!("layer {layer} is outside [0, {layers})"))) }
+}
+
+/// How a pool of `rows` rows in `region` works on its device; `None` in host memory.
+fn launcher_for(region: &Arc<Region>, rows: usize) -> Result<Option<Launcher>> {
+    /// For each row a move of the host takes three numbers; a batch may name a row more than once.
+    const BYTES_A_ROW: usize = 16;
+    /// For pools of few rows.
+    const LEAST: usize = 64 << 10;
+    let bytes = rows.saturating_mul(BYTES_A_ROW).max(LEAST);
+    region.gpu().map(|gpu| Launcher::new(gpu, bytes)).transpose()
+}
+
+/// Checks that index tensors are in host memory or on `device`.
+fn expect_here(device: Device, indices: &[&Indices<'_>]) -> Result<()> {
+    indices.iter().try_for_each(|indices| match indices {
+        Indices::Host(_) => Ok(()),
+        Indices::Device { tensor, .. } => tensor.expect_on(device, "the index tensor"),
+    })
 }

@@ -4,14 +4,18 @@ use std::sync::Arc;
 
 use crate::base::{DType, Device, Error, Id, IndexVec, Result, Row, bytes_of, widen};
 use crate::index::{BadFrees, FreedRow, RowTable};
-use crate::memory::{Backend, Region};
+use crate::kernels::{Indices, Launcher, Numbers, Table, build_kv_indices, kv_indices_part};
+use crate::memory::{Backend, Borrowed, Region, Stream};
 use crate::tensor::TensorView;
 
-use super::{at_least_one, fits_int32};
+use super::host_copy::known_values;
+use super::table_copy::TableCopy;
+use super::{at_least_one, expect_here, fits_int32};
 
 /// Where values go in the table.
 #[derive(Clone, Debug)]
-pub enum TableIndex {
+#[expect(clippy::large_enum_variant, reason = "made once a call, on the stack")]
+pub enum TableIndex<'a> {
     /// Columns `start..end` of a row.
     Columns {
         /// The row.
@@ -24,23 +28,31 @@ pub enum TableIndex {
     /// One place for each value: `(rows[i], columns[i])`.
     Points {
         /// Rows.
-        rows: IndexVec,
+        rows: Indices<'a>,
         /// Columns.
-        columns: IndexVec,
+        columns: Indices<'a>,
     },
 }
 
 /// `req_to_token[request, position] -> slot`, int32. It does not track sequence lengths.
 ///
+/// On a GPU the host keeps a copy of the table, so that slots read from it can be freed without asking the device.
+/// What is written through this class is in the copy, at once or, where only the device knows it, when a kernel has
+/// told it. Somebody else's writes are not: see [`ReqToTokenPool::mark_modified`].
+///
 /// ```
 /// use std::sync::Arc;
-/// use kvpool::memory::Host;
+/// use kvpool::base::IndexVec;
+/// use kvpool::kernels::Indices;
+/// use kvpool::memory::{Host, Stream};
 /// use kvpool::pool::{ReqToTokenPool, TableIndex};
+/// let stream = Stream::DEFAULT;
 /// let mut pool = ReqToTokenPool::new(Arc::new(Host), 8, 128, true, false).unwrap();
-/// let row = i64::from(pool.alloc(1).unwrap().unwrap()[0]);
+/// let row = i64::from(pool.alloc(1, stream).unwrap().unwrap()[0]);
 /// assert_eq!(row, 1);
-/// pool.write(&TableIndex::Columns { row, start: 0, end: Some(2) }, &[7, 8]).unwrap();
-/// assert!(pool.write(&TableIndex::Columns { row, start: 127, end: Some(129) }, &[7, 8]).is_err());
+/// let slots = Indices::Host(IndexVec::I32(vec![7, 8]));
+/// pool.write(&TableIndex::Columns { row, start: 0, end: Some(2) }, &slots, stream).unwrap();
+/// assert!(pool.write(&TableIndex::Columns { row, start: 127, end: Some(129) }, &slots, stream).is_err());
 /// ```
 #[derive(Debug)]
 pub struct ReqToTokenPool {
@@ -50,6 +62,23 @@ pub struct ReqToTokenPool {
     strict: bool,
     table: TensorView,
     rows: RowTable,
+    remote: Option<Remote>,
+}
+
+/// What it takes to work on a GPU.
+#[derive(Debug)]
+struct Remote {
+    launcher: Launcher,
+    copy: Arc<TableCopy>,
+}
+
+/// Places of the table, checked as far as the host knows them.
+struct Places<'a> {
+    row: Numbers<'a>,
+    column: Numbers<'a>,
+    count: usize,
+    /// Row and column of each, if the host knows both.
+    known: Option<Vec<(u32, u32)>>,
 }
 
 impl ReqToTokenPool {
@@ -71,9 +100,16 @@ impl ReqToTokenPool {
         fits_int32(&format!("max_context_len {max_context_len}"), Some(max_context_len))?;
         let shape = [widen(rows + first), max_context_len];
         let region = Arc::new(Region::new(backend, bytes_of("req_to_token", &shape, DType::I32)?)?);
+        let remote = match region.gpu() {
+            None => None,
+            Some(gpu) => Some(Remote {
+                launcher: Launcher::new(gpu, numbers_at_once(shape))?,
+                copy: TableCopy::new(gpu, &region, shape[0], shape[1])?,
+            }),
+        };
         let table = TensorView::contiguous(region, 0, DType::I32, &shape)?;
         let rows = RowTable::new(first, rows)?;
-        Ok(Self { max_reqs, max_context_len, padding_row, strict, table, rows })
+        Ok(Self { max_reqs, max_context_len, padding_row, strict, table, rows, remote })
     }
 
     /// Requests that can be in it at once.
@@ -133,10 +169,11 @@ impl ReqToTokenPool {
     /// Takes `count` rows of zeros, the longest free first, or returns `None`.
     ///
     /// # Errors
-    /// None in practice: every row lies in the table.
-    pub fn alloc(&mut self, count: usize) -> Result<Option<Vec<u32>>> {
+    /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the driver refuses.
+    pub fn alloc(&mut self, count: usize, stream: Stream) -> Result<Option<Vec<u32>>> {
+        self.check_process()?;
         let Some(taken) = self.rows.alloc(count) else { return Ok(None) };
-        self.clean(&taken)?;
+        self.clean(&taken, stream)?;
         Ok(Some(taken.iter().map(|taken| taken.row.number()).collect()))
     }
 
@@ -144,17 +181,35 @@ impl ReqToTokenPool {
     ///
     /// # Errors
     /// If strict, [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) when anything would be
-    /// dropped; nothing is changed then.
-    pub fn free(&mut self, given: &IndexVec) -> Result<BadFrees> {
+    /// dropped; nothing is changed then. [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the driver refuses.
+    pub fn free(&mut self, given: &IndexVec, stream: Stream) -> Result<BadFrees> {
+        self.check_process()?;
         let (freed, bad) = self.rows.free(given, self.strict, Row::NOUN)?;
-        self.clean(&freed)?;
+        self.clean(&freed, stream)?;
         Ok(bad)
     }
 
-    fn clean(&self, rows: &[FreedRow]) -> Result<()> {
-        for freed in rows {
-            let bytes = widen(freed.written) * size_of::<i32>();
-            self.table.region().zero(self.place(widen(freed.row.number()), 0), bytes)?;
+    /// Zeroes what was written to rows.
+    fn clean(&mut self, freed: &[FreedRow], stream: Stream) -> Result<()> {
+        let Some(remote) = &self.remote else {
+            for freed in freed {
+                let bytes = widen(freed.written) * size_of::<i32>();
+                self.table.region().zero(self.place(widen(freed.row.number()), 0), bytes)?;
+            }
+            return Ok(());
+        };
+        let rows: Vec<(u32, u32)> = freed
+            .iter()
+            .map(|freed| (freed.row.number(), freed.written.max(remote.copy.extent(freed.row.number()))))
+            .filter(|(_, written)| *written > 0)
+            .collect();
+        if let Err(failure) = remote.zero(&self.table_on_device()?, rows, stream) {
+            // They are zeroed when they are handed out.
+            let whole = u32::try_from(self.max_context_len).unwrap_or(u32::MAX);
+            for freed in freed {
+                self.rows.note_written(freed.row, whole);
+            }
+            return Err(failure);
         }
         Ok(())
     }
@@ -168,20 +223,47 @@ impl ReqToTokenPool {
         self.max_reqs + usize::from(self.padding_row)
     }
 
-    /// Writes `values` to the table; a single value goes to every place.
+    fn table_on_device(&self) -> Result<Table<'_>> {
+        Table::new(self.table.region(), self.table_rows(), self.max_context_len)
+    }
+
+    fn check_process(&self) -> Result<()> {
+        self.remote.as_ref().map_or(Ok(()), |remote| remote.launcher.gpu().check_process())
+    }
+
+    /// Tells what is wrong with what an earlier call was given on the device, once. Makes no driver call.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a place outside of the table,
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for a value beyond int32: it was left out.
+    pub fn fault(&self) -> Result<()> {
+        let limits = [self.table_rows(), self.max_context_len];
+        self.remote.as_ref().map_or(Ok(()), |remote| remote.launcher.fault(["row", "column"], limits))
+    }
+
+    /// Writes `values` to the table; a single value goes to every place. On a GPU it is one launch on `stream`.
     ///
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a place outside of the table,
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when there are not as many values as places. Nothing is
-    /// written then.
-    pub fn write(&mut self, index: &TableIndex, values: &[i32]) -> Result<()> {
+    /// written then. On a GPU what only the device knows to be wrong is left out, and [`ReqToTokenPool::fault`] tells
+    /// it.
+    pub fn write(&mut self, index: &TableIndex<'_>, values: &Indices<'_>, stream: Stream) -> Result<()> {
+        if self.remote.is_some() {
+            self.fault()?;
+            return self.write_on_device(index, values, stream);
+        }
+        let values = values.on_host()?.clone().into_i32()?;
         match index {
-            TableIndex::Columns { row, start, end } => self.write_columns(*row, *start, *end, values),
-            TableIndex::Points { rows, columns } => self.write_points(rows, columns, values),
+            TableIndex::Columns { row, start, end } => self.write_columns(*row, *start, *end, &values),
+            TableIndex::Points { rows, columns } => {
+                self.write_points(rows.on_host()?, columns.on_host()?, &values)
+            }
         }
     }
 
-    fn write_columns(&mut self, row: i64, start: i64, end: Option<i64>, values: &[i32]) -> Result<()> {
+    /// The row and the columns of a slice.
+    fn checked_columns(&self, row: i64, start: i64, end: Option<i64>) -> Result<(Row, usize, usize)> {
         let row = self.checked_row(row)?;
         let columns = self.max_context_len;
         let stop = end.map_or(Some(columns), |end| usize::try_from(end).ok()).filter(|&stop| stop <= columns);
@@ -191,25 +273,124 @@ impl ReqToTokenPool {
                 "columns {start} to {end} of row {row} are not all in [0, {columns})"
             )));
         };
-        let room = stop
-            .checked_sub(from)
-            .ok_or_else(|| Error::config(format!("columns {from} to {stop} of row {row} run backwards")))?;
-        let values = &*broadcast(values, room)?;
+        if stop < from {
+            return Err(Error::config(format!("columns {from} to {stop} of row {row} run backwards")));
+        }
+        Ok((row, from, stop))
+    }
+
+    fn write_columns(&mut self, row: i64, start: i64, end: Option<i64>, values: &[i32]) -> Result<()> {
+        let (row, from, stop) = self.checked_columns(row, start, end)?;
+        let values = &*broadcast(values, stop - from)?;
         self.table.region().write(self.place(widen(row.number()), from), values)?;
         self.rows.note_written(row, u32::try_from(stop).unwrap_or(u32::MAX));
         Ok(())
     }
 
     fn write_points(&mut self, rows: &IndexVec, columns: &IndexVec, values: &[i32]) -> Result<()> {
-        if rows.len() != columns.len() {
-            let (rows, columns) = (rows.len(), columns.len());
-            return Err(Error::config(format!("{rows} rows and {columns} columns; there must be as many")));
-        }
+        as_many(rows.len(), columns.len())?;
         let rows = rows.rows("row", self.table_rows())?;
         let columns = columns.rows("column", self.max_context_len)?;
         let values = broadcast(values, rows.len())?;
         for ((row, column), value) in rows.into_iter().zip(columns).zip(values.iter()) {
             self.table.region().write(self.place(widen(row), widen(column)), &[*value])?;
+            self.rows.note_written(Row::new(row), column + 1);
+        }
+        Ok(())
+    }
+
+    fn write_on_device(
+        &mut self,
+        index: &TableIndex<'_>,
+        values: &Indices<'_>,
+        stream: Stream,
+    ) -> Result<()> {
+        expect_here(self.device(), &[values])?;
+        let known = known(values).map(IndexVec::into_i32).transpose()?;
+        let (mut row_list, mut column_list) = (Vec::new(), Vec::new());
+        let places = match index {
+            TableIndex::Columns { row, start, end } => {
+                let (row, from, stop) = self.checked_columns(*row, *start, *end)?;
+                let column = |at: usize| u32::try_from(at).unwrap_or(u32::MAX);
+                Places {
+                    row: Numbers::Same(row.number().into()),
+                    column: Numbers::From(i64::try_from(from).unwrap_or(i64::MAX)),
+                    count: stop - from,
+                    known: Some((from..stop).map(|at| (row.number(), column(at))).collect()),
+                }
+            }
+            TableIndex::Points { rows, columns } => {
+                expect_here(self.device(), &[rows, columns])?;
+                as_many(rows.len(), columns.len())?;
+                self.checked_points(rows, columns, [&mut row_list, &mut column_list])?
+            }
+        };
+        let repeated;
+        let value = match (values, values.len()) {
+            (_, len) if len != places.count && len != 1 => return Err(mismatched(len, places.count)),
+            (Indices::Host(_), 1) => Numbers::Same(known.as_ref().map_or(0, |values| values[0].into())),
+            (Indices::Host(_), _) => Numbers::List(known.as_deref().unwrap_or_default()),
+            (Indices::Device { tensor, .. }, 1) => {
+                repeated = tensor.repeated(places.count).unwrap_or(*tensor);
+                Numbers::Tensor(&repeated)
+            }
+            (Indices::Device { tensor, .. }, _) => Numbers::Tensor(tensor),
+        };
+        self.enqueue(&places, value, known.as_deref(), stream)
+    }
+
+    /// The places of points, with those of the host in `lists`.
+    fn checked_points<'a>(
+        &self,
+        rows: &'a Indices<'_>,
+        columns: &'a Indices<'_>,
+        [row_list, column_list]: [&'a mut Vec<i32>; 2],
+    ) -> Result<Places<'a>> {
+        *row_list = rows.list("row", self.table_rows())?;
+        *column_list = columns.list("column", self.max_context_len)?;
+        let known = known(rows).zip(known(columns)).map(|(rows, columns)| -> Result<Vec<(u32, u32)>> {
+            let rows = rows.rows("row", self.table_rows())?;
+            Ok(rows.into_iter().zip(columns.rows("column", self.max_context_len)?).collect())
+        });
+        Ok(Places {
+            row: rows.numbers(row_list),
+            column: columns.numbers(column_list),
+            count: rows.len(),
+            known: known.transpose()?,
+        })
+    }
+
+    /// Enqueues a write, and notes it in the host's copy now or when the kernel has told what it wrote.
+    fn enqueue(
+        &mut self,
+        places: &Places<'_>,
+        value: Numbers<'_>,
+        known: Option<&[i32]>,
+        stream: Stream,
+    ) -> Result<()> {
+        let Some(remote) = &self.remote else { return Ok(()) };
+        let table = Table::new(self.table.region(), self.table_rows(), self.max_context_len)?;
+        let rows: Option<Vec<u32>> =
+            places.known.as_ref().map(|known| known.iter().map(|(row, _)| *row).collect());
+        let told = places.known.as_ref().zip(known).filter(|_| remote.copy.is_settled());
+        let echo = if told.is_none() { Some(remote.copy.echoes()) } else { None };
+        let numbers = [places.row, places.column, value];
+        let held =
+            remote.launcher.write_points(&table, numbers, places.count, echo, stream).inspect_err(|_| {
+                // Some of it may have been written.
+                remote.copy.lost(rows.as_deref());
+            })?;
+        match (told, held) {
+            (Some((points, values)), _) => {
+                let value = |at: usize| if values.len() == 1 { values[0] } else { values[at] };
+                let points = points.iter().enumerate();
+                remote.copy.wrote_points(points.map(|(at, &(row, column))| (row, column, value(at))));
+            }
+            (None, Some(held)) => remote.copy.will_tell(held, places.count),
+            // There was no room for it to be told.
+            (None, None) => remote.copy.lost(rows.as_deref()),
+        }
+        for &(row, column) in places.known.iter().flatten() {
             self.rows.note_written(Row::new(row), column + 1);
         }
         Ok(())
@@ -224,6 +405,7 @@ impl ReqToTokenPool {
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when they are not in the table.
     pub fn read(&self, row: i64, length: i64) -> Result<TensorView> {
+        self.check_process()?;
         let row = self.checked_row(row)?;
         let fits = usize::try_from(length).ok().filter(|&length| length <= self.max_context_len);
         let length = fits.ok_or_else(|| {
@@ -233,25 +415,144 @@ impl ReqToTokenPool {
         TensorView::contiguous(Arc::clone(self.table.region()), offset, DType::I32, &[length])
     }
 
-    /// Notes that somebody wrote these rows past this class, so that they are zeroed whole when they are freed.
+    /// Notes that somebody wrote these rows past this class: they are zeroed whole when they are freed, and the host
+    /// does not claim to know them until then. `version` is the framework's count of its own writes to the table,
+    /// which are accounted for now.
     ///
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a row outside of the table; nothing is noted then.
-    pub fn mark_modified(&mut self, rows: &IndexVec) -> Result<()> {
-        for row in rows.rows("row", self.table_rows())? {
+    pub fn mark_modified(&mut self, rows: &IndexVec, version: Option<u64>) -> Result<()> {
+        let rows = rows.rows("row", self.table_rows())?;
+        for &row in &rows {
             self.rows.note_written(Row::new(row), u32::try_from(self.max_context_len).unwrap_or(u32::MAX));
+        }
+        if let Some(remote) = &self.remote {
+            remote.copy.lost(Some(&rows));
+            if let Some(version) = version {
+                remote.copy.trust(version);
+            }
         }
         Ok(())
     }
 
-    /// Makes every row free, and zeroes what was written.
+    /// Writes the first slots of some rows one after the other: row `rows[i]` gives `out[indptr[i]..indptr[i + 1]]`.
+    /// `out` is contiguous int32 where the table is. On a GPU it is one launch on `stream`.
     ///
     /// # Errors
-    /// None in practice: the table is as long as it says.
-    pub fn clear(&mut self) -> Result<()> {
-        let written = self.rows.clear();
-        self.clean(&written)
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) or [`ErrorKind::Type`](crate::base::ErrorKind::Type) when
+    /// a length or `out` does not fit, [`ErrorKind::Index`](crate::base::ErrorKind::Index) when a row is not in the
+    /// table or a part not in `out`. Nothing is written then. On a GPU what only the device knows to be wrong is left
+    /// out, and [`ReqToTokenPool::fault`] tells it.
+    pub fn build_kv_indices(
+        &self,
+        rows: &Indices<'_>,
+        indptr: &Indices<'_>,
+        out: &Borrowed<'_>,
+        stream: Stream,
+    ) -> Result<()> {
+        if indptr.len() != rows.len() + 1 {
+            let (rows, ends) = (rows.len(), indptr.len());
+            return Err(Error::config(format!(
+                "{rows} rows need {} numbers in kv_indptr, not {ends}",
+                rows + 1
+            )));
+        }
+        if out.dtype() != DType::I32 {
+            return Err(Error::wrong_type(format!("kv_indices must be int32, not {}", out.dtype())));
+        }
+        if !out.is_contiguous() {
+            return Err(Error::config("kv_indices must be contiguous"));
+        }
+        out.expect_on(self.device(), "kv_indices")?;
+        let Some(remote) = &self.remote else {
+            let ends = indptr.on_host()?.clone().into_i64()?;
+            let rows = rows.on_host()?.rows("row", self.table_rows())?;
+            return build_kv_indices(self.table.region(), self.max_context_len, &rows, &ends, out);
+        };
+        self.fault()?;
+        expect_here(self.device(), &[rows, indptr])?;
+        let row_list = rows.list("row", self.table_rows())?;
+        let end_list = match indptr {
+            Indices::Device { .. } => Vec::new(),
+            Indices::Host(ends) => {
+                let capacity = out.shape().numel();
+                let ends = ends.clone().into_i64()?;
+                for (position, pair) in ends.windows(2).enumerate() {
+                    kv_indices_part(position, pair[0], pair[1], self.max_context_len, capacity)?;
+                }
+                IndexVec::I64(ends).into_i32()?
+            }
+        };
+        let numbers = [rows.numbers(&row_list), indptr.numbers(&end_list)];
+        remote.launcher.kv_indices(&self.table_on_device()?, numbers, out, rows.len(), stream)
     }
+
+    /// Makes every row free, and zeroes what was written. `version` is as for [`ReqToTokenPool::mark_modified`]: if it
+    /// has changed, the whole table is zeroed.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the driver refuses.
+    pub fn clear(&mut self, version: Option<u64>, stream: Stream) -> Result<()> {
+        self.check_process()?;
+        let written = self.rows.clear();
+        let Some(remote) = &self.remote else { return self.clean(&written, stream) };
+        let mut extents = vec![0; self.table_rows()];
+        for freed in &written {
+            extents[widen(freed.row.number())] = freed.written;
+        }
+        let foreign = version.is_some_and(|version| remote.copy.trust(version) != version);
+        let rows: Vec<(u32, u32)> = (0..)
+            .zip(extents)
+            .map(|(row, written)| {
+                let whole = u32::try_from(self.max_context_len).unwrap_or(u32::MAX);
+                (row, if foreign { whole } else { written.max(remote.copy.extent(row)) })
+            })
+            .filter(|(_, written)| *written > 0)
+            .collect();
+        remote.copy.forget_echoes();
+        remote.zero(&self.table_on_device()?, rows, stream)
+    }
+}
+
+impl Remote {
+    /// Zeroes the first columns of rows, on the device and in the host's copy.
+    fn zero(&self, table: &Table<'_>, rows: Vec<(u32, u32)>, stream: Stream) -> Result<()> {
+        let (numbers, lens): (Vec<u32>, Vec<u32>) = rows.iter().copied().unzip();
+        if let Err(failure) = self.launcher.zero_ragged(table, &numbers, &lens, stream) {
+            self.copy.lost(Some(&numbers));
+            return Err(failure);
+        }
+        self.copy.zeroed(rows);
+        Ok(())
+    }
+}
+
+/// What the host knows of indices.
+fn known(indices: &Indices<'_>) -> Option<IndexVec> {
+    match indices {
+        Indices::Host(values) => Some(values.clone()),
+        Indices::Device { tensor, version } => known_values(tensor, *version),
+    }
+}
+
+/// Bytes of numbers that one call may bring from the host.
+fn numbers_at_once([rows, columns]: [usize; 2]) -> usize {
+    /// For small tables.
+    const LEAST: usize = 1 << 20;
+    // A value, a row and a column for every place of a few rows, or an extent for every row.
+    rows.max(columns).saturating_mul(4 * 3 * size_of::<i32>()).max(LEAST)
+}
+
+/// Checks that there is a column for every row.
+fn as_many(rows: usize, columns: usize) -> Result<()> {
+    if rows == columns {
+        return Ok(());
+    }
+    Err(Error::config(format!("{rows} rows and {columns} columns; there must be as many")))
+}
+
+fn mismatched(values: usize, places: usize) -> Error {
+    Error::config(format!("{values} values for {places} places of the table"))
 }
 
 /// `values`, or its only value as often as there are places.
@@ -259,6 +560,6 @@ fn broadcast(values: &[i32], places: usize) -> Result<std::borrow::Cow<'_, [i32]
     match values {
         values if values.len() == places => Ok(values.into()),
         [value] => Ok(vec![*value; places].into()),
-        values => Err(Error::config(format!("{} values for {places} places of the table", values.len()))),
+        values => Err(mismatched(values.len(), places)),
     }
 }

@@ -1,43 +1,97 @@
 //! Token slots as tensors.
 
+use std::sync::Arc;
+
 use crate::base::{Device, Error, ErrorKind, IndexVec, Page, Result, reserve};
 use crate::index::{BadFrees, FenceId, Order, SlotAllocator, SlotStats, ascending_runs};
-use crate::memory::backend_for;
+use crate::kernels::{Indices, read_now};
+use crate::memory::{Backend, Borrowed, Event, Gpu, Stream};
 use crate::tensor::TensorView;
+
+use super::deferred::{Deferred, Part, abandon};
+use super::host_copy::known_values;
+use super::stage::Stage;
 
 /// Hands out token slots of a [`KvPool`](super::KvPool) as int32 tensors and takes them back.
 ///
+/// On a GPU the tensors are parts of a stage, to which the next slots are copied before anybody asks for them, so
+/// handing out and taking back make no call to the driver as long as slots come in the order foreseen. A freed tensor
+/// is read from the host's copy of the stage or of a request table. One that the host does not know (written to,
+/// computed, of somebody else) is copied asynchronously; its slots return when the copy has landed, which
+/// [`TokenToKvPoolAllocator::settle`] looks for.
+///
 /// ```
-/// use kvpool::base::{Device, IndexVec};
+/// use std::sync::Arc;
+/// use kvpool::base::IndexVec;
+/// use kvpool::kernels::Indices;
+/// use kvpool::memory::{Backend, Host, Stream};
 /// use kvpool::pool::TokenToKvPoolAllocator;
-/// let mut allocator = TokenToKvPoolAllocator::new(1024, Device::Cpu, 1, true, false).unwrap();
-/// let slots = allocator.alloc(3).unwrap().unwrap();
+/// let backend: Arc<dyn Backend> = Arc::new(Host);
+/// let mut allocator = TokenToKvPoolAllocator::new(1024, &backend, 1, true, false).unwrap();
+/// let slots = allocator.alloc(3, Stream::DEFAULT).unwrap().unwrap();
 /// assert_eq!(slots.shape().as_slice(), [3]);
 /// assert_eq!(allocator.available_size(), 1021);
-/// let bad = allocator.free(&IndexVec::I32(vec![1, 2, 3, 3])).unwrap();
+/// let freed = Indices::Host(IndexVec::I32(vec![1, 2, 3, 3]));
+/// let bad = allocator.free(freed, None, Stream::DEFAULT).unwrap();
 /// assert_eq!((bad.dropped(), allocator.available_size()), (1, 1024));
 /// ```
 #[derive(Debug)]
 pub struct TokenToKvPoolAllocator {
     slots: SlotAllocator,
     device: Device,
+    /// On a GPU, where the tensors are.
+    stage: Option<Stage>,
+    deferred: Deferred,
+    /// What the open group was given that the host does not know yet.
+    group: Vec<Part>,
     need_sort: bool,
     strict: bool,
+}
+
+/// A free that was completed by a later call: how much was given, and what was wrong with it.
+#[derive(Debug)]
+pub struct Settled {
+    /// How many values.
+    pub given: usize,
+    /// What was dropped.
+    pub bad: BadFrees,
+}
+
+/// Slots that were taken, as the host knows them.
+struct Taken {
+    slots: Vec<i32>,
+    /// Slots up to the end of the last page.
+    whole: usize,
+    continued: Vec<Page>,
 }
 
 impl TokenToKvPoolAllocator {
     /// All slots free.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] when `size` or `page_size` is 0 or slots would not fit int32,
-    /// [`ErrorKind::BackendUnavailable`] when `device` cannot be used.
-    pub fn new(size: usize, device: Device, page_size: usize, need_sort: bool, strict: bool) -> Result<Self> {
+    /// [`ErrorKind::Config`] when `size` or `page_size` is 0 or slots would not fit int32; what the backend says when
+    /// there is no memory for the tensors.
+    pub fn new(
+        size: usize,
+        backend: &Arc<dyn Backend>,
+        page_size: usize,
+        need_sort: bool,
+        strict: bool,
+    ) -> Result<Self> {
         let order = if need_sort { Order::Sorted } else { Order::Fifo };
-        let device = backend_for(device)?.device();
-        Ok(Self { slots: SlotAllocator::new(size, page_size, order)?, device, need_sort, strict })
+        let slots = SlotAllocator::new(size, page_size, order)?;
+        let mut deferred = Deferred::default();
+        let stage = match backend.gpu() {
+            None => None,
+            Some(gpu) => {
+                deferred.prepare(gpu, fetched_at_once(&slots))?;
+                Some(Stage::new(gpu, slots.capacity())?)
+            }
+        };
+        Ok(Self { slots, device: backend.device(), stage, deferred, group: Vec::new(), need_sort, strict })
     }
 
-    /// Who owns which slot.
+    /// Who owns which slot. Frees that have not landed are not counted in.
     #[must_use]
     pub const fn slots(&self) -> &SlotAllocator {
         &self.slots
@@ -61,75 +115,190 @@ impl TokenToKvPoolAllocator {
         self.strict
     }
 
-    /// Takes `count` slots, or returns `None`: a 1-D int32 tensor.
+    /// Takes `count` slots, or returns `None`: a 1-D int32 tensor, valid on `stream`.
     ///
     /// # Errors
-    /// [`ErrorKind::OutOfMemory`] when the host cannot hold the answer; nothing is taken.
-    pub fn alloc(&mut self, count: usize) -> Result<Option<TensorView>> {
-        Ok(self.slots.alloc(count)?.map(TensorView::from_indices))
+    /// [`ErrorKind::OutOfMemory`] when the host cannot hold the answer, or tensors that were handed out before still
+    /// cover the stage; [`ErrorKind::Driver`] when the driver refuses. Nothing is taken.
+    pub fn alloc(&mut self, count: usize, stream: Stream) -> Result<Option<TensorView>> {
+        let taken = self.slots.alloc(count)?;
+        self.hand_out_pages(taken, stream)
     }
 
     /// Takes one ascending run of `count` slots, the lowest that fits, or returns `None`.
     ///
     /// # Errors
     /// As [`TokenToKvPoolAllocator::alloc`].
-    pub fn alloc_contiguous(&mut self, count: usize) -> Result<Option<TensorView>> {
-        Ok(self.slots.alloc_contiguous(count)?.map(TensorView::from_indices))
+    pub fn alloc_contiguous(&mut self, count: usize, stream: Stream) -> Result<Option<TensorView>> {
+        let taken = self.slots.alloc_contiguous(count)?;
+        self.hand_out_pages(taken, stream)
     }
 
     /// Takes the slots for positions `prefix..seq` of each request, concatenated, or returns `None`. Also names the
     /// pages that the requests had before and that some of the slots are in.
     ///
     /// # Errors
-    /// As [`SlotAllocator::extend`].
+    /// As [`SlotAllocator::extend`] and [`TokenToKvPoolAllocator::alloc`].
     pub fn alloc_extend(
         &mut self,
         prefix_lens: &[i64],
         seq_lens: &[i64],
         last_loc: &[i64],
+        stream: Stream,
     ) -> Result<Option<(TensorView, Vec<Page>)>> {
-        let taken = self.slots.extend(prefix_lens, seq_lens, last_loc)?;
-        Ok(taken.map(|taken| (TensorView::from_indices(taken.slots), taken.continued)))
+        let Some(taken) = self.slots.extend(prefix_lens, seq_lens, last_loc)? else { return Ok(None) };
+        let whole = taken.slots.len();
+        self.hand_out(Taken { slots: taken.slots, whole, continued: taken.continued }, stream).map(Some)
     }
 
     /// Takes one slot a request, that of position `seq - 1`, or returns `None`; else as `alloc_extend`.
     ///
     /// # Errors
-    /// As [`SlotAllocator::extend`].
+    /// As [`TokenToKvPoolAllocator::alloc_extend`].
     pub fn alloc_decode(
         &mut self,
         seq_lens: &[i64],
         last_loc: &[i64],
+        stream: Stream,
     ) -> Result<Option<(TensorView, Vec<Page>)>> {
         let mut prefix_lens = reserve(seq_lens.len())?;
         prefix_lens.extend(seq_lens.iter().map(|len| len.saturating_sub(1)));
-        self.alloc_extend(&prefix_lens, seq_lens, last_loc)
+        self.alloc_extend(&prefix_lens, seq_lens, last_loc, stream)
     }
 
-    /// Gives back what was taken and never handed on: the pages of `slots` but those that were only `continued`.
-    pub fn undo(&mut self, slots: &[i32], continued: &[Page]) {
-        self.slots.undo(slots, continued);
+    /// Whole pages that were taken, of which the first so many slots were asked for.
+    fn hand_out_pages(&mut self, taken: Option<Vec<i32>>, stream: Stream) -> Result<Option<TensorView>> {
+        let Some(slots) = taken else { return Ok(None) };
+        let whole = slots.len().next_multiple_of(self.slots.page_size());
+        let (view, _) = self.hand_out(Taken { slots, whole, continued: Vec::new() }, stream)?;
+        Ok(Some(view))
     }
 
-    /// Gives slots back; what is not live is dropped and reported.
+    /// Makes a tensor of slots that were taken; if that fails, they are given back.
+    fn hand_out(&mut self, taken: Taken, stream: Stream) -> Result<(TensorView, Vec<Page>)> {
+        let Taken { slots, whole, continued } = taken;
+        let Some(stage) = &mut self.stage else { return Ok((TensorView::from_indices(slots), continued)) };
+        let upcoming = |values: &mut Vec<i32>, goal: usize| self.slots.upcoming(values, goal);
+        match stage.hand_out(&slots, whole, upcoming, stream) {
+            Ok(view) => Ok((view, continued)),
+            Err(failure) => {
+                self.slots.undo(&slots, &continued);
+                Err(failure)
+            }
+        }
+    }
+
+    /// Gives back what was handed out in `view` and never used: its pages but those that were only `continued`.
+    pub fn undo(&mut self, view: &TensorView, continued: &[Page]) {
+        let Ok(tensor) = view.borrow() else { return };
+        let slots = match Indices::of(tensor, Some(0)) {
+            Ok(Indices::Host(values)) => Some(values),
+            Ok(Indices::Device { tensor, version }) => known_values(&tensor, version),
+            Err(_) => None,
+        };
+        if let Some(slots) = slots.and_then(|slots| slots.into_i32().ok()) {
+            self.slots.undo(&slots, continued);
+        }
+    }
+
+    /// Gives slots back; what is not live is dropped and reported. With a fence, they stay in use until
+    /// [`TokenToKvPoolAllocator::fence_passed`] is told so.
+    ///
+    /// Values that only the device knows are copied in the order of `stream`, and nothing waits for them, unless
+    /// more are on their way than the pool has slots.
     ///
     /// # Errors
     /// If strict, [`ErrorKind::IndexOwnership`] when anything would be dropped; nothing is changed then.
-    pub fn free(&mut self, given: &IndexVec) -> Result<BadFrees> {
-        self.slots.free(given, self.strict)
+    /// [`ErrorKind::Driver`] when the driver refuses.
+    pub fn free(&mut self, given: Indices<'_>, fence: Option<FenceId>, stream: Stream) -> Result<BadFrees> {
+        if let Some(stage) = &self.stage {
+            stage.gpu().check_process()?;
+        }
+        let values = match given {
+            Indices::Host(values) => values,
+            Indices::Device { tensor, version } => match known_values(&tensor, version) {
+                Some(values) => values,
+                None => match self.defer(&tensor, fence, stream)? {
+                    Some(values) => values,
+                    None => return Ok(BadFrees::default()),
+                },
+            },
+        };
+        match fence {
+            None => self.slots.free(&values, self.strict),
+            Some(fence) => self.slots.free_after(fence, &values, self.strict),
+        }
     }
 
-    /// Gives slots back that stay in use until [`TokenToKvPoolAllocator::fence_passed`] is told so.
+    /// Has the values of `tensor` copied, for a free when they have landed. Waits for them, and returns them, only
+    /// when there is no room for the copy.
+    fn defer(
+        &mut self,
+        tensor: &Borrowed<'_>,
+        fence: Option<FenceId>,
+        stream: Stream,
+    ) -> Result<Option<IndexVec>> {
+        let gpu = self.gpu_of(tensor.device())?;
+        let at_once = fetched_at_once(&self.slots);
+        match self.deferred.fetch(&gpu, at_once, tensor, stream)? {
+            None => return read_now(&gpu, tensor, stream).map(Some),
+            Some(part) if fence.is_none() && self.slots.in_group() => self.group.push(part),
+            Some(part) => self.deferred.push(vec![part], fence),
+        }
+        Ok(None)
+    }
+
+    /// The device of a tensor.
+    fn gpu_of(&self, device: Device) -> Result<Arc<Gpu>> {
+        match (&self.stage, device) {
+            (Some(stage), _) if stage.gpu().device() == device => Ok(Arc::clone(stage.gpu())),
+            (_, Device::Cuda(ordinal)) => Gpu::open(ordinal),
+            (_, Device::Cpu) => Err(Error::config("a tensor in host memory is on no GPU")),
+        }
+    }
+
+    /// Completes frees whose values have landed, and says what was wrong with them.
     ///
     /// # Errors
-    /// As [`TokenToKvPoolAllocator::free`].
-    pub fn free_after(&mut self, given: &IndexVec) -> Result<(FenceId, BadFrees)> {
-        self.slots.free_after(given, self.strict)
+    /// If strict, [`ErrorKind::IndexOwnership`] for the first free that would have dropped something: it is left
+    /// undone. [`ErrorKind::Driver`] when the device has failed.
+    pub fn settle(&mut self) -> Result<Vec<Settled>> {
+        let mut settled = Vec::new();
+        while let Some(landed) = self.deferred.landed()? {
+            let bad = match landed.fence {
+                None => self.slots.free_now(&landed.values, self.strict),
+                Some(fence) => self.slots.free_after(fence, &landed.values, self.strict),
+            };
+            let bad = bad.map_err(|error| {
+                Error::new(error.kind(), format!("a free of slots that the host did not know: {error}"))
+            })?;
+            settled.push(Settled { given: landed.values.len(), bad });
+        }
+        Ok(settled)
+    }
+
+    /// The point after which [`TokenToKvPoolAllocator::settle`] will complete a free that it cannot complete now.
+    #[must_use]
+    pub fn unsettled(&self) -> Option<Arc<Event>> {
+        self.deferred.oldest()
+    }
+
+    /// Whether there are frees that wait for their values.
+    #[must_use]
+    pub fn is_settled(&self) -> bool {
+        self.deferred.is_empty()
+    }
+
+    /// A name for a fence.
+    pub const fn new_fence(&mut self) -> FenceId {
+        self.slots.new_fence()
     }
 
     /// Frees the slots behind a fence; one that is not known any more has none.
     pub fn fence_passed(&mut self, id: FenceId) {
-        self.slots.fence_passed(id);
+        if !self.deferred.fence_passed(id) {
+            self.slots.fence_passed(id);
+        }
     }
 
     /// Starts to collect frees. Groups nest.
@@ -137,18 +306,37 @@ impl TokenToKvPoolAllocator {
         self.slots.group_begin();
     }
 
-    /// Ends a group; the outermost frees all that was collected and says how much that was.
+    /// Ends a group; the outermost frees all that was collected as one call and says how much that was.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] when no group is open; as [`TokenToKvPoolAllocator::free`].
+    /// [`ErrorKind::Config`] when no group is open; as [`TokenToKvPoolAllocator::free`], the group being closed.
     pub fn free_group_end(&mut self) -> Result<(usize, BadFrees)> {
-        self.slots.group_end(self.strict)
+        let Some(given) = self.slots.group_end()? else { return Ok((0, BadFrees::default())) };
+        if self.group.is_empty() {
+            return Ok((given.len(), self.slots.free_now(&given, self.strict)?));
+        }
+        let mut parts = vec![Part::Values(given)];
+        parts.append(&mut self.group);
+        self.deferred.push(parts, None);
+        Ok((0, BadFrees::default()))
     }
 
-    /// Slots that could be handed out now.
+    /// Slots that can be handed out now or when frees have landed. Those are counted as whole pages of their own,
+    /// none of them twice.
     #[must_use]
     pub fn available_size(&self) -> usize {
-        self.slots.available()
+        self.slots.available() + self.landing()
+    }
+
+    /// Slots in use whose free has not landed, as far as that can be told from its length.
+    fn landing(&self) -> usize {
+        if self.deferred.is_empty() {
+            return 0;
+        }
+        let page_size = self.slots.page_size();
+        let given = self.deferred.given().next_multiple_of(page_size);
+        let stats = self.slots.stats();
+        given.min(stats.in_use - stats.fenced)
     }
 
     /// Merges the released slots into the free ones.
@@ -156,8 +344,11 @@ impl TokenToKvPoolAllocator {
         self.slots.merge();
     }
 
-    /// Makes every slot free, closes groups and forgets fences.
+    /// Makes every slot free, closes groups and forgets fences and frees that have not landed.
     pub fn clear(&mut self) {
+        abandon(&self.group);
+        self.group.clear();
+        self.deferred.clear();
         self.slots.clear();
     }
 
@@ -191,11 +382,31 @@ impl TokenToKvPoolAllocator {
         })
     }
 
-    /// The numbers of this pool.
+    /// The numbers of this pool. Slots whose free has not landed count as available, as far as can be told.
     #[must_use]
     pub fn stats(&self) -> SlotStats {
-        self.slots.stats()
+        let (stats, landing) = (self.slots.stats(), self.landing());
+        SlotStats { available: stats.available + landing, in_use: stats.in_use - landing, ..stats }
     }
+
+    /// Slots whose free has not landed, as far as can be told.
+    #[must_use]
+    pub fn pending(&self) -> usize {
+        self.landing()
+    }
+
+    /// Bytes on the device.
+    #[must_use]
+    pub fn device_bytes(&self) -> usize {
+        self.stage.as_ref().map_or(0, Stage::bytes)
+    }
+}
+
+/// Values of foreign tensors that may be on their way at once: as many as there are slots, and some to spare.
+fn fetched_at_once(slots: &SlotAllocator) -> usize {
+    /// For small pools, whose frees may name slots more than once.
+    const SPARE: usize = 8 << 10;
+    slots.capacity().saturating_add(SPARE)
 }
 
 fn page_tensor(ids: Vec<u32>) -> TensorView {

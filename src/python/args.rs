@@ -8,11 +8,12 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyByteArray, PyBytes, PyInt, PyList, PyRange, PySequence, PyTuple};
 
 use crate::base::{DType, Device, Dims, Error, IndexVec, MAX_NDIM};
-use crate::kernels::read_indices;
-use crate::memory::Borrowed;
+use crate::kernels::Indices;
+use crate::memory::{Borrowed, Stream};
+use crate::pool::values_now;
 use crate::tensor::dlpack::{Import, address_of};
 
-use super::framework::{Torch, torch};
+use super::framework::{Torch, current_stream, torch};
 use super::tensor::{Tensor, consume};
 
 /// A tensor that a caller passed, of whatever framework.
@@ -38,6 +39,62 @@ impl TensorArg<'_, '_> {
             Self::Array(array) => describe_array(array),
             Self::Imported(import) => Ok(import.borrow()?),
             Self::Own(tensor) => Ok(tensor.view().borrow()?),
+        }
+    }
+
+    /// How often its framework says that it wrote to it, `None` where nobody counts: PyTorch does not for tensors of
+    /// inference mode, and a tensor of ours that was handed on may be written to by whoever got it.
+    fn version(&self) -> Option<u64> {
+        match self {
+            Self::Torch(_, tensor) => version_of(tensor),
+            Self::Own(tensor) => (!tensor.is_shared()).then_some(0),
+            Self::Array(_) | Self::Imported(_) => None,
+        }
+    }
+}
+
+/// How often PyTorch says that it wrote to `tensor`, if it counts.
+pub(super) fn version_of(tensor: &Bound<'_, PyAny>) -> Option<u64> {
+    tensor.getattr(pyo3::intern!(tensor.py(), "_version")).and_then(|version| version.extract()).ok()
+}
+
+/// Indices as a caller passed them.
+pub(super) enum IndexArg<'a, 'py> {
+    /// In host memory: copied.
+    Host(IndexVec),
+    /// On a device.
+    Device { tensor: TensorArg<'a, 'py>, device: Device, version: Option<u64> },
+}
+
+impl IndexArg<'_, '_> {
+    /// For a call into a pool, once. Runs no Python code of the caller.
+    pub(super) fn take(&mut self) -> PyResult<Indices<'_>> {
+        match self {
+            Self::Host(values) => Ok(Indices::Host(std::mem::replace(values, IndexVec::I32(Vec::new())))),
+            Self::Device { tensor, version, .. } => Ok(Indices::of(tensor.borrow()?, *version)?),
+        }
+    }
+
+    /// How many there are.
+    pub(super) fn len(&self) -> PyResult<usize> {
+        match self {
+            Self::Host(values) => Ok(values.len()),
+            Self::Device { tensor, .. } => Ok(tensor.borrow()?.shape().numel()),
+        }
+    }
+
+    /// The values. Waits for those that only a device knows.
+    pub(super) fn values(mut self, py: Python<'_>) -> PyResult<IndexVec> {
+        let stream = self.stream(py, Device::Cpu)?;
+        let indices = self.take()?;
+        Ok(py.detach(|| values_now(indices, stream))?)
+    }
+
+    /// The current stream of the device of a pool or, for a pool in host memory, of these indices.
+    pub(super) fn stream(&self, py: Python<'_>, pool: Device) -> PyResult<Stream> {
+        match (pool, self) {
+            (Device::Cpu, Self::Device { device, .. }) => current_stream(py, *device),
+            _ => current_stream(py, pool),
         }
     }
 }
@@ -157,26 +214,36 @@ fn kind_of(object: &Bound<'_, PyAny>) -> String {
     object.get_type().name().map_or_else(|_| "something else".to_owned(), |name| name.to_string())
 }
 
-/// Indices: an int32 or int64 tensor or array of any shape, or a sequence of ints. Copied.
-pub(super) fn indices(object: &Bound<'_, PyAny>) -> PyResult<IndexVec> {
+/// Indices: an int32 or int64 tensor or array of any shape, or a sequence of ints. Those of the host are copied.
+pub(super) fn indices<'a, 'py>(object: &'a Bound<'py, PyAny>) -> PyResult<IndexArg<'a, 'py>> {
     if object.is_instance_of::<PyList>()
         || object.is_instance_of::<PyTuple>()
         || object.is_instance_of::<PyRange>()
     {
-        return ints(object);
+        return ints(object).map(IndexArg::Host);
     }
     if let Some(tensor) = tensor_or_none(object)? {
-        return match tensor.borrow() {
-            Ok(tensor) => Ok(read_indices(&tensor)?),
+        let found = match tensor.borrow() {
+            Ok(found) => Indices::of(found, None)?,
             // Their order is all that counts, so a shape that is too long for us is given up.
-            Err(_) if has_more_dimensions(object) => indices(&object.call_method1("reshape", (-1,))?),
-            Err(error) => Err(error),
+            Err(_) if has_more_dimensions(object) => {
+                let flat = object.call_method1("reshape", (-1,))?;
+                return indices(&flat)?.values(object.py()).map(IndexArg::Host);
+            }
+            Err(error) => return Err(error),
         };
+        return Ok(match found {
+            Indices::Host(values) => IndexArg::Host(values),
+            Indices::Device { tensor: found, .. } => {
+                let device = found.device();
+                IndexArg::Device { version: tensor.version(), tensor, device }
+            }
+        });
     }
     // Bytes are a sequence of ints to Python, and never meant as slots.
     let is_bytes = object.is_instance_of::<PyBytes>() || object.is_instance_of::<PyByteArray>();
     if !is_bytes && object.cast::<PySequence>().is_ok() {
-        return ints(object);
+        return ints(object).map(IndexArg::Host);
     }
     Err(PyTypeError::new_err(format!(
         "indices must be an int32 or int64 tensor, an array or a sequence of ints, not {}",
@@ -197,9 +264,9 @@ pub(super) fn single(object: &Bound<'_, PyAny>) -> PyResult<Option<i64>> {
 }
 
 /// Indices, or a single one.
-pub(super) fn index_or_indices(object: &Bound<'_, PyAny>) -> PyResult<IndexVec> {
+pub(super) fn index_or_indices<'a, 'py>(object: &'a Bound<'py, PyAny>) -> PyResult<IndexArg<'a, 'py>> {
     match single(object)? {
-        Some(index) => Ok(IndexVec::I64(vec![index])),
+        Some(index) => Ok(IndexArg::Host(IndexVec::I64(vec![index]))),
         None => indices(object),
     }
 }

@@ -1,19 +1,21 @@
 //! PyTorch, if it is installed: how tensors are made for it and read from it.
 
+use std::cell::Cell;
 use std::ffi::c_void;
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 use std::ptr::{self, NonNull};
+use std::sync::Arc;
 
 use pyo3::exceptions::{PyModuleNotFoundError, PyRuntimeError};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use pyo3::types::{PyCapsule, PyType};
+use pyo3::types::{PyCapsule, PyDict, PyType};
 
-use crate::base::{DType, Error};
-use crate::memory::Borrowed;
+use crate::base::{DType, Device, Dims, Error};
+use crate::memory::{Backend, Borrowed, Stream, backend_for};
 use crate::tensor::TensorView;
-use crate::tensor::dlpack::{EXCHANGE_API, ExchangeApi, RawTensor, borrow, export_versioned};
+use crate::tensor::dlpack::{EXCHANGE_API, ExchangeApi, RawTensor, borrow, export_versioned, raw_device};
 
 use super::tensor::Tensor;
 
@@ -21,6 +23,8 @@ use super::tensor::Tensor;
 pub(super) struct Torch {
     module: Py<PyModule>,
     tensor_type: Py<PyType>,
+    /// Whether tensors made now would be of inference mode, which count no writes.
+    is_inference: Py<PyAny>,
     /// Its DLPack exchange table; PyTorch before 2.10 has none.
     api: Option<Api>,
 }
@@ -73,7 +77,8 @@ impl Torch {
             }
             Err(_) => None,
         };
-        Ok(Self { module: module.clone().unbind(), tensor_type: tensor_type.unbind(), api })
+        let is_inference = module.getattr("is_inference_mode_enabled")?.unbind();
+        Ok(Self { module: module.clone().unbind(), tensor_type: tensor_type.unbind(), is_inference, api })
     }
 
     /// Whether `object` is a `torch.Tensor` or of a subclass, whatever it says of itself.
@@ -113,7 +118,48 @@ impl Torch {
         Ok(unsafe { borrow(&raw, PhantomData) }?)
     }
 
+    /// A new tensor of PyTorch's own memory, with undefined contents.
+    pub(super) fn empty<'py>(
+        &self,
+        py: Python<'py>,
+        shape: &Dims,
+        dtype: DType,
+        device: Device,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let options = PyDict::new(py);
+        options.set_item("dtype", self.dtype(py, dtype)?)?;
+        options.set_item("device", device.to_string())?;
+        self.module.bind(py).call_method("empty", (shape.as_slice(),), Some(&options))
+    }
+
+    /// The stream on which PyTorch enqueues work on `device` now.
+    fn current_stream(&self, py: Python<'_>, device: Device, ordinal: u32) -> PyResult<Stream> {
+        let Some(current) = self.api.as_ref().and_then(|api| api.table().current_work_stream) else {
+            let stream = self.module.bind(py).getattr("cuda")?.call_method1("current_stream", (ordinal,))?;
+            return Ok(Stream::from_handle(stream.getattr("cuda_stream")?.extract()?));
+        };
+        let raw = raw_device(device);
+        let mut stream: *mut c_void = ptr::null_mut();
+        // SAFETY: the GIL is held, and `stream` is room for one handle.
+        if unsafe { current(raw.kind, raw.ordinal, &raw mut stream) } != 0 {
+            return Err(fetch(py));
+        }
+        Ok(Stream::from_handle(stream.addr()))
+    }
+
+    /// `view` as a tensor. On a device it is never one of inference mode, since those count no writes.
     fn import(&self, py: Python<'_>, view: &TensorView) -> PyResult<Py<PyAny>> {
+        if view.device() == Device::Cpu || !self.is_inference.bind(py).call0()?.is_truthy()? {
+            return self.import_now(py, view);
+        }
+        let guard = self.module.bind(py).call_method1("inference_mode", (false,))?;
+        guard.call_method0("__enter__")?;
+        let tensor = self.import_now(py, view);
+        guard.call_method1("__exit__", (py.None(), py.None(), py.None()))?;
+        tensor
+    }
+
+    fn import_now(&self, py: Python<'_>, view: &TensorView) -> PyResult<Py<PyAny>> {
         let Some(import) = self.api.as_ref().and_then(|api| api.table().object_from_managed) else {
             return self.import_slowly(py, view);
         };
@@ -140,6 +186,35 @@ impl Torch {
         };
         Ok(tensor.unbind())
     }
+}
+
+thread_local! {
+    /// What this thread said is the current stream, where PyTorch does not say it.
+    static STREAM: Cell<Option<Stream>> = const { Cell::new(None) };
+}
+
+/// Makes `stream` the current one of this thread, whatever PyTorch says; `None` asks PyTorch again.
+pub(super) fn use_stream(stream: Option<Stream>) {
+    STREAM.set(stream);
+}
+
+/// The stream on which work on `device` is enqueued now: PyTorch's current one, or the default stream without it.
+pub(super) fn current_stream(py: Python<'_>, device: Device) -> PyResult<Stream> {
+    let Device::Cuda(ordinal) = device else { return Ok(Stream::DEFAULT) };
+    if let Some(stream) = STREAM.get() {
+        return Ok(stream);
+    }
+    match torch(py)? {
+        Some(torch) => torch.current_stream(py, device, ordinal),
+        None => Ok(Stream::DEFAULT),
+    }
+}
+
+/// The backend for `device`, whose memory is zeroed on the current stream.
+pub(super) fn backend(py: Python<'_>, device: Device) -> PyResult<Arc<dyn Backend>> {
+    // PyTorch is asked for its stream only when there is such a device.
+    backend_for(device, Stream::DEFAULT)?;
+    Ok(backend_for(device, current_stream(py, device)?)?)
 }
 
 /// The exception that a C function set.

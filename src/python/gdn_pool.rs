@@ -6,11 +6,11 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::base::DType;
-use crate::memory::backend_for;
+use crate::memory::Stream;
 use crate::pool::{GdnConfig, GdnPool as Pool};
 
 use super::args::{self, Arg};
-use super::framework::{to_dtype, to_tensor, to_tensors};
+use super::framework::{backend, current_stream, to_dtype, to_tensor, to_tensors};
 use super::report::Reporter;
 use super::req_to_token_pool::row_stats;
 
@@ -43,6 +43,12 @@ pub(super) struct GdnPool {
     recurrent_state: Py<PyAny>,
     conv_state: Py<PyAny>,
     reporter: Reporter,
+}
+
+impl GdnPool {
+    fn stream(&self, py: Python<'_>) -> PyResult<Stream> {
+        current_stream(py, self.pool.device())
+    }
 }
 
 #[pymethods]
@@ -79,7 +85,8 @@ impl GdnPool {
             dtype: args::dtype(dtype, DType::BF16)?,
             max_track_slots: max_track_slots.size("max_track_slots", 0)?,
         };
-        let pool = Pool::new(backend_for(args::device(device)?)?, config, strict)?;
+        let device = args::device(device)?;
+        let pool = Pool::new(backend(py, device)?, config, strict)?;
         let recurrent_state = to_tensor(py, pool.recurrent_state())?;
         let conv_state = to_tensor(py, pool.conv_state())?;
         Ok(Self { pool, recurrent_state, conv_state, reporter: Reporter::default() })
@@ -114,8 +121,10 @@ impl GdnPool {
     /// Raises:
     ///     IndexError: If a slot is outside of the pool. Nothing is zeroed.
     fn reset_states(&self, py: Python<'_>, indices: &Bound<'_, PyAny>) -> PyResult<()> {
-        let indices = args::index_or_indices(indices)?;
-        Ok(py.detach(|| self.pool.reset_states(&indices))?)
+        let mut indices = args::index_or_indices(indices)?;
+        let stream = self.stream(py)?;
+        let indices = indices.take()?;
+        Ok(py.detach(|| self.pool.reset_states(&indices, stream))?)
     }
 
     /// Copies both states of slot `src[i]` to slot `dst[i]`, in all layers, as if all were read before any is
@@ -129,8 +138,10 @@ impl GdnPool {
     ///     IndexError: If a slot is outside of the pool. Nothing is copied.
     ///     ConfigError: If there are not as many of both.
     fn copy_states(&self, py: Python<'_>, src: &Bound<'_, PyAny>, dst: &Bound<'_, PyAny>) -> PyResult<()> {
-        let (src, dst) = (args::index_or_indices(src)?, args::index_or_indices(dst)?);
-        Ok(py.detach(|| self.pool.copy_states(&src, &dst))?)
+        let (mut src, mut dst) = (args::index_or_indices(src)?, args::index_or_indices(dst)?);
+        let stream = self.stream(py)?;
+        let (src, dst) = (src.take()?, dst.take()?);
+        Ok(py.detach(|| self.pool.copy_states(&src, &dst, stream))?)
     }
 
     /// Takes a track slot, the longest free first, or returns `None`. Its states are what they were.

@@ -1,16 +1,17 @@
 //! `kvpool.KVPool`.
 
 use pyo3::PyTraverseError;
+use pyo3::exceptions::PyTypeError;
 use pyo3::gc::PyVisit;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 
-use crate::base::{DType, IndexVec};
-use crate::memory::backend_for;
+use crate::base::{DType, Device, Dims};
+use crate::memory::{Stream, pinned_if_possible};
 use crate::pool::{KvConfig, KvPool as Pool, Scales};
 
 use super::args::{self, Arg};
-use super::framework::{to_dtype, to_tensors};
+use super::framework::{backend, current_stream, to_dtype, to_tensors, torch};
 
 /// From this size on a copy is worth letting other Python threads run.
 const DETACH_FROM: usize = 64 << 10;
@@ -57,9 +58,31 @@ impl KvPool {
         rows: usize,
         work: impl FnOnce() -> crate::base::Result<R> + Send,
     ) -> PyResult<R> {
-        let row_bytes = self.pool.token_bytes();
-        let answer = if rows.saturating_mul(row_bytes) < DETACH_FROM { work() } else { py.detach(work) };
+        // On a GPU work is only enqueued.
+        let is_short = rows.saturating_mul(self.pool.token_bytes()) < DETACH_FROM;
+        let answer = if is_short || self.pool.device() != Device::Cpu { work() } else { py.detach(work) };
         Ok(answer?)
+    }
+
+    fn stream(&self, py: Python<'_>) -> PyResult<Stream> {
+        current_stream(py, self.pool.device())
+    }
+
+    /// Room for `count` rows of K and V on the pool's GPU, in PyTorch's memory.
+    fn room<'py>(&self, py: Python<'py>, count: usize) -> PyResult<[Bound<'py, PyAny>; 2]> {
+        let Some(torch) = torch(py)? else {
+            return Err(PyTypeError::new_err(
+                "out must be given: without PyTorch nobody allocates memory on the GPU for the answer",
+            ));
+        };
+        let config = self.pool.config();
+        let count = i64::try_from(count).unwrap_or(i64::MAX);
+        let room = |heads: usize, dim: usize| {
+            let extent = |n: usize| i64::try_from(n).unwrap_or(i64::MAX);
+            let shape = Dims::new(&[count, extent(heads), extent(dim)])?;
+            torch.empty(py, &shape, config.dtype, self.pool.device())
+        };
+        Ok([room(config.k_head_num, config.k_head_dim)?, room(config.v_head_num, config.v_head_dim)?])
     }
 }
 
@@ -89,8 +112,6 @@ impl KvPool {
         pin_memory: bool,
         page_size: Arg<'_>,
     ) -> PyResult<Self> {
-        // Ordinary memory stands in for page-locked memory where there is no driver.
-        let _ = pin_memory;
         let k_head_num = args::size("k_head_num", k_head_num)?;
         let k_head_dim = args::size("k_head_dim", k_head_dim)?;
         let config = KvConfig {
@@ -103,7 +124,11 @@ impl KvPool {
             dtype: args::dtype(dtype, DType::F16)?,
             page_size: page_size.size("page_size", 1)?,
         };
-        let pool = Pool::new(backend_for(args::device(device)?)?, config)?;
+        let backend = match args::device(device)? {
+            Device::Cpu if pin_memory => pinned_if_possible(),
+            device => backend(py, device)?,
+        };
+        let pool = Pool::new(backend, config)?;
         let (mut k_buffer, mut v_buffer) = (Vec::new(), Vec::new());
         for layer in 0..config.layer_num {
             let (k, v) = to_tensors(py, &pool.kv_buffer(layer)?)?;
@@ -182,11 +207,12 @@ impl KvPool {
         v_scale: Option<f32>,
     ) -> PyResult<()> {
         let layer = args::layer(layer_id, self.pool.config().layer_num)?;
-        let indices = args::indices(indices)?;
+        let mut indices = args::indices(indices)?;
         let (k, v) = (args::values("k", k)?, args::values("v", v)?);
-        let (k, v) = (k.borrow()?, v.borrow()?);
+        let stream = self.stream(py)?;
+        let (indices, k, v) = (indices.take()?, k.borrow()?, v.borrow()?);
         let scales = Scales { k: k_scale, v: v_scale };
-        self.run(py, indices.len(), || self.pool.set_kv(layer, &indices, k, v, scales))
+        self.run(py, indices.len(), || self.pool.set_kv(layer, &indices, [k, v], scales, stream))
     }
 
     /// The rows that `indices` names.
@@ -213,15 +239,21 @@ impl KvPool {
         out: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<(Py<PyAny>, Py<PyAny>)> {
         let layer = args::layer(layer_id, self.pool.config().layer_num)?;
-        let indices: IndexVec = args::indices(indices)?;
-        let Some(out) = out else {
-            let pair = self.run(py, indices.len(), || self.pool.gather_kv(layer, &indices))?;
-            return to_tensors(py, &pair);
+        let mut indices = args::indices(indices)?;
+        let [k, v] = match out {
+            Some(out) => args::outputs(out)?,
+            None if self.pool.device() == Device::Cpu => {
+                let indices = indices.take()?;
+                let pair = self.run(py, indices.len(), || self.pool.gather_kv(layer, &indices))?;
+                return to_tensors(py, &pair);
+            }
+            None => self.room(py, indices.len()?)?,
         };
-        let [k, v] = args::outputs(out)?;
         let tensors = [args::output(&k)?, args::output(&v)?];
-        let targets = [tensors[0].borrow()?, tensors[1].borrow()?];
-        self.run(py, indices.len(), || self.pool.gather_kv_into(layer, &indices, targets))?;
+        let stream = self.stream(py)?;
+        let indices = indices.take()?;
+        let out = [tensors[0].borrow()?, tensors[1].borrow()?];
+        self.run(py, indices.len(), || self.pool.gather_kv_into(layer, &indices, &out, stream))?;
         Ok((k.clone().unbind(), v.clone().unbind()))
     }
 
@@ -240,9 +272,11 @@ impl KvPool {
         dst_indices: &Bound<'_, PyAny>,
         src_indices: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
-        let (dst, src) = (args::indices(dst_indices)?, args::indices(src_indices)?);
+        let (mut dst, mut src) = (args::indices(dst_indices)?, args::indices(src_indices)?);
+        let stream = self.stream(py)?;
+        let (dst, src) = (dst.take()?, src.take()?);
         let rows = dst.len().saturating_mul(self.pool.config().layer_num);
-        self.run(py, rows, || self.pool.move_kv(&dst, &src))
+        self.run(py, rows, || self.pool.move_kv(&dst, &src, stream))
     }
 
     /// Keys and values of a layer as paged attention kernels take them, no copy.
@@ -270,9 +304,16 @@ impl KvPool {
         lists
     }
 
-    /// Raises what an earlier call could not: nothing on the CPU, where `set_kv_buffer` raises by itself.
-    #[expect(clippy::unused_self, reason = "on a GPU it asks this pool")]
-    fn check(&self) {}
+    /// Raises what an earlier call on the current stream could not, since only the GPU knew its indices: waits for
+    /// that stream. Does nothing on the CPU, where every call raises by itself.
+    ///
+    /// Raises:
+    ///     IndexError: If a slot was outside of the pool; its row was left out.
+    ///     DriverError: If the GPU has failed.
+    fn check(&self, py: Python<'_>) -> PyResult<()> {
+        let stream = self.stream(py)?;
+        Ok(py.detach(|| self.pool.check(stream))?)
+    }
 
     /// Bytes of all buffers.
     fn mem_bytes(&self) -> usize {

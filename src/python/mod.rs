@@ -25,8 +25,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use pyo3::prelude::*;
 
-use crate::base::{DType, bytes_of};
-use crate::memory::{Host, Region};
+use crate::base::{DType, Device, bytes_of};
+use crate::memory::{Region, Stream};
 use crate::tensor::TensorView;
 
 /// Locks `mutex`. A panic under the lock cannot have left sets half changed, so poison is ignored.
@@ -62,17 +62,30 @@ fn set_num_threads(threads: &Bound<'_, PyAny>) -> PyResult<()> {
     Ok(())
 }
 
-/// A tensor of zeros in host memory, as the pools hand them out: how tests reach every dtype that can cross.
+/// A tensor of zeros, as the pools hand them out: how tests reach every dtype that can cross.
 ///
 /// Args:
 ///     shape: Extents.
 ///     dtype: The name of a storage dtype, or "int32", "int64" or "bool".
+///     device: Where it is.
 #[pyfunction]
-fn _zeros(py: Python<'_>, shape: Vec<usize>, dtype: &str) -> PyResult<Py<PyAny>> {
+#[pyo3(signature = (shape, dtype, device="cpu"))]
+fn _zeros(py: Python<'_>, shape: Vec<usize>, dtype: &str, device: &str) -> PyResult<Py<PyAny>> {
     let crossing = [DType::I32, DType::I64, DType::Bool].into_iter().find(|known| known.name() == dtype);
     let dtype = crossing.map_or_else(|| DType::parse(dtype), Ok)?;
-    let region = Arc::new(Region::new(Arc::new(Host), bytes_of("zeros", &shape, dtype)?)?);
+    let device = Device::parse(device)?;
+    let backend = framework::backend(py, device)?;
+    let region = Arc::new(Region::new(backend, bytes_of("zeros", &shape, dtype)?)?);
     framework::to_tensor(py, &TensorView::contiguous(region, 0, dtype, &shape)?)
+}
+
+/// Makes a CUDA stream, by its handle, the current one of this thread; `None` asks PyTorch again.
+///
+/// Args:
+///     handle: A `cudaStream_t` as an int.
+#[pyfunction]
+fn _use_stream(handle: Option<usize>) {
+    framework::use_stream(handle.map(Stream::from_handle));
 }
 
 #[pymodule]
@@ -86,6 +99,7 @@ fn _kvpool(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(get_num_threads, module)?)?;
     module.add_function(wrap_pyfunction!(set_num_threads, module)?)?;
     module.add_function(wrap_pyfunction!(_zeros, module)?)?;
+    module.add_function(wrap_pyfunction!(_use_stream, module)?)?;
     let errors: Vec<&str> = crate::base::ErrorKind::ALL.iter().map(|kind| kind.class_name()).collect();
     module.add("_ERROR_CLASSES", errors)?;
     module.add("__version__", env!("CARGO_PKG_VERSION"))

@@ -8,12 +8,12 @@ use pyo3::gc::PyVisit;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PySlice};
 
-use crate::base::{Error, Id, IndexVec, Row, reserve};
-use crate::memory::backend_for;
+use crate::base::{Device, Error, Id, IndexVec, Row, reserve};
+use crate::memory::Stream;
 use crate::pool::{ReqToTokenPool as Pool, TableIndex};
 
-use super::args::Arg;
-use super::framework::to_tensor;
+use super::args::{Arg, IndexArg, version_of};
+use super::framework::{backend, current_stream, to_tensor, torch};
 use super::report::Reporter;
 use super::{args, lock, with};
 
@@ -36,37 +36,54 @@ use super::{args, lock, with};
 #[pyclass(frozen, module = "kvpool", name = "ReqToTokenPool", weakref)]
 pub(super) struct ReqToTokenPool {
     pool: Mutex<Pool>,
+    device: Device,
     table: Py<PyAny>,
     reporter: Reporter,
 }
 
+/// Where a call writes, as it was passed.
+enum Places<'a, 'py> {
+    Columns { row: i64, start: i64, end: Option<i64> },
+    Points { rows: IndexArg<'a, 'py>, columns: IndexArg<'a, 'py> },
+}
+
+impl Places<'_, '_> {
+    fn take(&mut self) -> PyResult<TableIndex<'_>> {
+        match self {
+            Self::Columns { row, start, end } => {
+                Ok(TableIndex::Columns { row: *row, start: *start, end: *end })
+            }
+            Self::Points { rows, columns } => {
+                Ok(TableIndex::Points { rows: rows.take()?, columns: columns.take()? })
+            }
+        }
+    }
+}
+
 /// `index` as often as there are partners for it.
-fn repeated(index: i64, count: usize) -> PyResult<IndexVec> {
+fn repeated<'a, 'py>(index: i64, count: usize) -> PyResult<IndexArg<'a, 'py>> {
     let mut values = reserve(count)?;
     values.resize(count, index);
-    Ok(IndexVec::I64(values))
+    Ok(IndexArg::Host(IndexVec::I64(values)))
 }
 
 /// `(row, slice)`, `(row, column)` or `(rows, columns)`; a single row or column goes with all of the others.
-fn table_index(index: &Bound<'_, PyAny>) -> PyResult<TableIndex> {
-    let (first, second): (Bound<'_, PyAny>, Bound<'_, PyAny>) = index
-        .extract()
-        .map_err(|_| PyTypeError::new_err("index must be (row, slice), (row, column) or (rows, columns)"))?;
+fn places<'a, 'py>((first, second): &'a (Bound<'py, PyAny>, Bound<'py, PyAny>)) -> PyResult<Places<'a, 'py>> {
     let Ok(columns) = second.cast::<PySlice>() else {
-        let (rows, columns) = match (args::single(&first)?, args::single(&second)?) {
-            (Some(row), Some(column)) => (IndexVec::I64(vec![row]), IndexVec::I64(vec![column])),
-            (None, None) => (args::indices(&first)?, args::indices(&second)?),
+        let (rows, columns) = match (args::single(first)?, args::single(second)?) {
+            (Some(row), Some(column)) => (repeated(row, 1)?, repeated(column, 1)?),
+            (None, None) => (args::indices(first)?, args::indices(second)?),
             (Some(row), None) => {
-                let columns = args::indices(&second)?;
-                (repeated(row, columns.len())?, columns)
+                let columns = args::indices(second)?;
+                (repeated(row, columns.len()?)?, columns)
             }
             (None, Some(column)) => {
-                let rows = args::indices(&first)?;
-                let columns = repeated(column, rows.len())?;
+                let rows = args::indices(first)?;
+                let columns = repeated(column, rows.len()?)?;
                 (rows, columns)
             }
         };
-        return Ok(TableIndex::Points { rows, columns });
+        return Ok(Places::Points { rows, columns });
     };
     let part = |name: &str| -> PyResult<Option<i64>> {
         let value = columns.getattr(name)?;
@@ -78,11 +95,18 @@ fn table_index(index: &Bound<'_, PyAny>) -> PyResult<TableIndex> {
         ))
         .into());
     }
-    Ok(TableIndex::Columns {
-        row: args::int(&first)?,
-        start: part("start")?.unwrap_or(0),
-        end: part("stop")?,
-    })
+    Ok(Places::Columns { row: args::int(first)?, start: part("start")?.unwrap_or(0), end: part("stop")? })
+}
+
+impl ReqToTokenPool {
+    fn stream(&self, py: Python<'_>) -> PyResult<Stream> {
+        current_stream(py, self.device)
+    }
+
+    /// How often PyTorch wrote to the table by itself, if it counts.
+    fn version(&self, py: Python<'_>) -> Option<u64> {
+        if self.device == Device::Cpu { None } else { version_of(self.table.bind(py)) }
+    }
 }
 
 #[pymethods]
@@ -100,10 +124,11 @@ impl ReqToTokenPool {
     ) -> PyResult<Self> {
         let max_reqs = args::size("max_reqs", max_reqs)?;
         let max_context_len = args::size("max_context_len", max_context_len)?;
-        let backend = backend_for(args::device(device)?)?;
+        let device = args::device(device)?;
+        let backend = backend(py, device)?;
         let pool = Pool::new(backend, max_reqs, max_context_len, padding_row, strict)?;
         let table = to_tensor(py, pool.req_to_token())?;
-        Ok(Self { pool: Mutex::new(pool), table, reporter: Reporter::default() })
+        Ok(Self { pool: Mutex::new(pool), device, table, reporter: Reporter::default() })
     }
 
     /// Takes rows.
@@ -117,21 +142,24 @@ impl ReqToTokenPool {
     /// Raises:
     ///     ConfigError: If `n` is negative.
     #[pyo3(signature = (n=Arg::Missing), text_signature = "($self, n=1)")]
-    fn alloc(&self, n: Arg<'_>) -> PyResult<Option<Vec<u32>>> {
+    fn alloc(&self, py: Python<'_>, n: Arg<'_>) -> PyResult<Option<Vec<u32>>> {
         let count = n.count("n", 1)?;
-        with(&self.pool, |pool| pool.alloc(count))
+        let stream = self.stream(py)?;
+        with(&self.pool, |pool| pool.alloc(count, stream))
     }
 
     /// Gives a row or several back, and zeroes what was written to them.
     ///
     /// Args:
-    ///     slot_or_slots: An int, or ints in a tensor, an array or a sequence.
+    ///     slot_or_slots: An int, or ints in a tensor, an array or a sequence. A tensor that only a GPU knows is
+    ///         waited for.
     ///
     /// Raises:
     ///     IndexOwnershipError: If the pool is strict and a row is not the caller's to free.
     fn free(&self, py: Python<'_>, slot_or_slots: &Bound<'_, PyAny>) -> PyResult<()> {
-        let values = args::index_or_indices(slot_or_slots)?;
-        let bad = with(&self.pool, |pool| pool.free(&values))?;
+        let values = args::index_or_indices(slot_or_slots)?.values(py)?;
+        let stream = self.stream(py)?;
+        let bad = with(&self.pool, |pool| pool.free(&values, stream))?;
         self.reporter.bad_frees(py, &bad, Row::NOUN, values.len());
         Ok(())
     }
@@ -145,10 +173,44 @@ impl ReqToTokenPool {
     /// Raises:
     ///     IndexError: If a place is outside of the table. Nothing is written then.
     ///     ConfigError: If there are not as many values as places.
-    fn write(&self, index: &Bound<'_, PyAny>, values: &Bound<'_, PyAny>) -> PyResult<()> {
-        let index = table_index(index)?;
-        let values = args::index_or_indices(values)?.into_i32()?;
-        with(&self.pool, |pool| pool.write(&index, &values))
+    fn write(&self, py: Python<'_>, index: &Bound<'_, PyAny>, values: &Bound<'_, PyAny>) -> PyResult<()> {
+        let index: (Bound<'_, PyAny>, Bound<'_, PyAny>) = index.extract().map_err(|_| {
+            PyTypeError::new_err("index must be (row, slice), (row, column) or (rows, columns)")
+        })?;
+        let mut places = places(&index)?;
+        let mut values = args::index_or_indices(values)?;
+        let stream = self.stream(py)?;
+        let (index, values) = (places.take()?, values.take()?);
+        with(&self.pool, |pool| pool.write(&index, &values, stream))
+    }
+
+    /// Puts the slots of some requests one after the other, as FlashInfer's `kv_indices` has them.
+    ///
+    /// Request `i` fills `kv_indices[kv_indptr[i]:kv_indptr[i + 1]]` with the first slots of its row. On a GPU it is
+    /// one launch on the current stream, and what only the GPU knows to be wrong is left out and raised by a later
+    /// call.
+    ///
+    /// Args:
+    ///     req_pool_indices: Rows, int32 or int64 `[bs]`.
+    ///     kv_indptr: Where each request begins and ends, int32 or int64 `[bs + 1]`.
+    ///     kv_indices: int32, contiguous, on the table's device: written to.
+    ///
+    /// Raises:
+    ///     IndexError: If a row is not in the table, or a request is longer than a row or than `kv_indices`.
+    ///     ConfigError: If a length or a device does not fit.
+    ///     TypeError: If `kv_indices` is no int32 tensor.
+    fn build_kv_indices(
+        &self,
+        py: Python<'_>,
+        req_pool_indices: &Bound<'_, PyAny>,
+        kv_indptr: &Bound<'_, PyAny>,
+        kv_indices: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        let (mut rows, mut indptr) = (args::indices(req_pool_indices)?, args::indices(kv_indptr)?);
+        let out = args::output(kv_indices)?;
+        let stream = self.stream(py)?;
+        let (rows, indptr, out) = (rows.take()?, indptr.take()?, out.borrow()?);
+        with(&self.pool, |pool| pool.build_kv_indices(&rows, &indptr, &out, stream))
     }
 
     /// The first `length` slots of a row: an int32 tensor `[length]`, a view of the table.
@@ -158,16 +220,22 @@ impl ReqToTokenPool {
     fn read(&self, py: Python<'_>, row: &Bound<'_, PyAny>, length: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
         let (row, length) = (args::int(row)?, args::int(length)?);
         let view = with(&self.pool, |pool| pool.read(row, length))?;
-        to_tensor(py, &view)
+        if self.device == Device::Cpu || torch(py)?.is_none() {
+            return to_tensor(py, &view);
+        }
+        // A view of the table shares its count of writes, by which `free` sees that somebody wrote to it.
+        let first = view.offset() / view.dtype().size();
+        Ok(self.table.bind(py).call_method1("as_strided", ((length,), (1,), first))?.unbind())
     }
 
     /// Says that these rows of the tensor were written by somebody else, so that they are zeroed whole when freed.
     ///
     /// Raises:
     ///     IndexError: If a row is outside of the table.
-    fn mark_modified(&self, rows: &Bound<'_, PyAny>) -> PyResult<()> {
-        let rows = args::index_or_indices(rows)?;
-        with(&self.pool, |pool| pool.mark_modified(&rows))
+    fn mark_modified(&self, py: Python<'_>, rows: &Bound<'_, PyAny>) -> PyResult<()> {
+        let rows = args::index_or_indices(rows)?.values(py)?;
+        let version = self.version(py);
+        with(&self.pool, |pool| pool.mark_modified(&rows, version))
     }
 
     /// Rows that can be handed out now.
@@ -176,8 +244,9 @@ impl ReqToTokenPool {
     }
 
     /// Makes every row free, and zeroes what was written through this class or marked as modified.
-    fn clear(&self) -> PyResult<()> {
-        with(&self.pool, Pool::clear)
+    fn clear(&self, py: Python<'_>) -> PyResult<()> {
+        let (version, stream) = (self.version(py), self.stream(py)?);
+        with(&self.pool, |pool| pool.clear(version, stream))
     }
 
     /// The numbers of this pool, in rows: `capacity`, `available`, `in_use`, `high_water`, `dropped_frees`; and
@@ -215,7 +284,7 @@ impl ReqToTokenPool {
     /// Where the table is, as PyTorch writes it.
     #[getter]
     fn device(&self) -> String {
-        lock(&self.pool).device().to_string()
+        self.device.to_string()
     }
 
     /// Whether row 0 is nobody's.

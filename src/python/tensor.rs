@@ -1,15 +1,21 @@
 //! `kvpool.Tensor`: what is handed out where PyTorch is not installed.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+
 use pyo3::exceptions::{PyBufferError, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyTuple};
 
-use crate::base::DType;
+use crate::base::{DType, Device, bytes_of};
+use crate::memory::{Event, Region, Stream};
 use crate::tensor::TensorView;
 use crate::tensor::dlpack::{
     Import, LEGACY, LEGACY_USED, Legacy, RawDevice, VERSIONED, VERSIONED_USED, Versioned, export_legacy,
     export_versioned, raw_device,
 };
+
+use super::framework::current_stream;
 
 /// A tensor over memory that kvpool owns, for frameworks that speak DLPack (NumPy, CuPy, JAX).
 ///
@@ -18,11 +24,40 @@ use crate::tensor::dlpack::{
 #[pyclass(frozen, module = "kvpool", name = "Tensor", weakref)]
 pub(super) struct Tensor {
     view: TensorView,
+    /// Whether somebody else was given its memory, and may write to it.
+    shared: AtomicBool,
 }
 
 impl Tensor {
     pub(super) const fn new(view: TensorView) -> Self {
-        Self { view }
+        Self { view, shared: AtomicBool::new(false) }
+    }
+
+    /// Whether somebody else was given its memory, and may write to it.
+    pub(super) fn is_shared(&self) -> bool {
+        self.shared.load(Relaxed)
+    }
+
+    /// Lets what `stream` does from now on come after what was enqueued on the current stream.
+    fn order(&self, py: Python<'_>, stream: Option<i64>) -> PyResult<()> {
+        let Some(gpu) = self.view.region().gpu() else { return Ok(()) };
+        let theirs = match stream {
+            Some(-1) => return Ok(()),
+            // 1 and None are the legacy default stream; 0 is not allowed, since it may mean either default stream.
+            None | Some(1) => Stream::DEFAULT,
+            Some(0) => return Err(PyBufferError::new_err("stream 0 is ambiguous for CUDA; pass 1 or 2")),
+            Some(handle) => Stream::from_handle(
+                usize::try_from(handle)
+                    .map_err(|_| PyBufferError::new_err(format!("{handle} is no CUDA stream")))?,
+            ),
+        };
+        let ours = current_stream(py, self.view.device())?;
+        if ours == theirs {
+            return Ok(());
+        }
+        Event::record(gpu, ours)
+            .and_then(|event| event.precede(theirs))
+            .map_err(|error| PyBufferError::new_err(error.to_string()))
     }
 
     pub(super) const fn view(&self) -> &TensorView {
@@ -53,6 +88,25 @@ impl Tensor {
     /// The address of element 0.
     fn data_ptr(&self) -> usize {
         self.view.address().addr()
+    }
+
+    /// The tensor in host memory: itself, or a copy. Waits for the current stream of its device.
+    ///
+    /// Raises:
+    ///     OutOfMemoryError: If the host has no room for it.
+    fn cpu(slf: &Bound<'_, Self>) -> PyResult<Py<Self>> {
+        let (py, view) = (slf.py(), &slf.get().view);
+        let Some(gpu) = view.region().gpu() else { return Ok(slf.clone().unbind()) };
+        let stream = current_stream(py, view.device())?;
+        let copy = py.detach(|| -> crate::base::Result<TensorView> {
+            let shape: Vec<usize> =
+                view.shape().as_slice().iter().map(|&extent| usize::try_from(extent).unwrap_or(0)).collect();
+            let region = Region::scratch(bytes_of("a copy", &shape, view.dtype())?)?;
+            gpu.copy_out(&view.borrow()?, (&region, 0), stream)?;
+            gpu.synchronize(stream)?;
+            TensorView::contiguous(Arc::new(region), 0, view.dtype(), &shape)
+        })?;
+        Py::new(py, Self::new(copy))
     }
 
     fn __len__(&self) -> PyResult<usize> {
@@ -97,7 +151,8 @@ impl Tensor {
     /// A DLPack capsule over the same memory, never a copy.
     ///
     /// Args:
-    ///     stream: Ignored in host memory.
+    ///     stream: The consumer's CUDA stream, whose later work comes after what was enqueued on the current stream:
+    ///         a handle, 1 or `None` for the legacy default stream, -1 for no order. Ignored in host memory.
     ///     max_version: The newest (major, minor) that the caller reads. From (1, 0) on the capsule is versioned,
     ///         else a legacy one.
     ///     dl_device: The device that the caller wants; only the tensor's own will do.
@@ -115,7 +170,6 @@ impl Tensor {
         dl_device: Option<&Bound<'py, PyAny>>,
         copy: Option<bool>,
     ) -> PyResult<Bound<'py, PyCapsule>> {
-        let _ = stream;
         if copy == Some(true) {
             return Err(PyBufferError::new_err(
                 "kvpool tensors are handed out without a copy; copy it afterwards",
@@ -129,6 +183,8 @@ impl Tensor {
                 "the tensor is on DLPack device {own:?}, not {wanted:?}"
             )));
         }
+        self.order(py, stream)?;
+        self.shared.store(true, Relaxed);
         if max_version.is_some_and(|version| version >= (1, 0)) {
             // SAFETY: the pointer is a managed tensor that the capsule owns until somebody renames it.
             unsafe {
@@ -192,11 +248,28 @@ unsafe fn unconsumed<T>(
     std::ptr::NonNull::new(unsafe { pyo3::ffi::PyCapsule_GetPointer(capsule, name.as_ptr()) }.cast())
 }
 
+/// Our stream, as a producer on a GPU wants it: it makes its work come before ours.
+fn consumer_stream(object: &Bound<'_, PyAny>) -> PyResult<Option<i64>> {
+    /// `kDLCUDA`
+    const CUDA: i32 = 2;
+    let Ok(device) = object.call_method0("__dlpack_device__") else { return Ok(None) };
+    match device.extract::<(i32, u32)>() {
+        Ok((CUDA, ordinal)) => {
+            let handle = current_stream(object.py(), Device::Cuda(ordinal))?.handle();
+            Ok(Some(if handle == 0 { 1 } else { i64::try_from(handle).unwrap_or(1) }))
+        }
+        _ => Ok(None),
+    }
+}
+
 /// Takes over the tensor of a capsule from `object.__dlpack__`.
 pub(super) fn consume(object: &Bound<'_, PyAny>) -> PyResult<Import> {
     let py = object.py();
     let options = pyo3::types::PyDict::new(py);
     options.set_item("max_version", (1, 1))?;
+    if let Some(stream) = consumer_stream(object)? {
+        options.set_item("stream", stream)?;
+    }
     let capsule = match object.call_method("__dlpack__", (), Some(&options)) {
         // Producers older than DLPack 1.0 know no such argument.
         Err(error) if error.is_instance_of::<PyTypeError>(py) => object.call_method0("__dlpack__")?,

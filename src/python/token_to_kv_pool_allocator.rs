@@ -10,14 +10,14 @@ use pyo3::gc::PyVisit;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
-use crate::base::{Id, IndexVec, Page, Slot};
+use crate::base::{Device, Id, Page, Slot};
 use crate::index::{BadFrees, FenceId};
-use crate::kernels::read_indices;
+use crate::memory::Stream;
 use crate::pool::TokenToKvPoolAllocator as Pool;
 use crate::tensor::TensorView;
 
 use super::args::Arg;
-use super::framework::to_tensor;
+use super::framework::{backend, current_stream, to_tensor};
 use super::report::{Reporter, warn};
 use super::{args, lock, with};
 
@@ -47,8 +47,14 @@ pub(super) struct TokenToKvPoolAllocator {
     fences: Mutex<Vec<Fence>>,
     /// Whether `fences` may have any, so that the common call need not lock it.
     fenced: AtomicBool,
+    /// Whether frees may wait for their values to land.
+    unsettled: AtomicBool,
+    device: Device,
     reporter: Reporter,
 }
+
+/// Slots of a batch, and the pages that its requests had before.
+type Extension = (TensorView, Vec<Page>);
 
 thread_local! {
     /// Whether this thread is asking fences right now.
@@ -68,12 +74,68 @@ impl TokenToKvPoolAllocator {
     ///
     /// A fence that uses the allocator in its `query` finds the others as they are: polls do not nest.
     fn poll(&self, py: Python<'_>) -> PyResult<()> {
+        self.settle(py)?;
         if !self.fenced.load(Ordering::Acquire) || POLLING.replace(true) {
             return Ok(());
         }
         let answer = self.poll_all(py);
         POLLING.set(false);
         answer
+    }
+
+    /// Completes frees whose values have landed, and reports what was wrong with them.
+    fn settle(&self, py: Python<'_>) -> PyResult<()> {
+        if !self.unsettled.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        let settled = with(&self.pool, |pool| {
+            let settled = pool.settle();
+            self.unsettled.store(!pool.is_settled(), Ordering::Release);
+            settled
+        })?;
+        for settled in settled {
+            self.report(py, &settled.bad, settled.given);
+        }
+        Ok(())
+    }
+
+    /// Waits for the oldest free whose values have not landed, and completes it. `false` when there is none.
+    fn wait_for_oldest(&self, py: Python<'_>) -> PyResult<bool> {
+        let oldest = {
+            let pool = lock(&self.pool);
+            if pool.is_settled() {
+                return Ok(false);
+            }
+            pool.unsettled()
+        };
+        // No lock is held meanwhile: others go on.
+        if let Some(oldest) = oldest {
+            py.detach(|| oldest.wait())?;
+        }
+        self.settle(py)?;
+        Ok(true)
+    }
+
+    /// As [`Self::poll`], and waits for every free whose values have not landed.
+    fn wait_for_all(&self, py: Python<'_>) -> PyResult<()> {
+        while self.wait_for_oldest(py)? {}
+        self.poll(py)
+    }
+
+    /// What `take` takes, after waiting for frees to land if it must.
+    fn take<T>(
+        &self,
+        py: Python<'_>,
+        mut take: impl FnMut(&mut Pool, Stream) -> crate::base::Result<Option<T>>,
+    ) -> PyResult<Option<T>> {
+        self.poll(py)?;
+        let stream = current_stream(py, self.device)?;
+        loop {
+            let taken = with(&self.pool, |pool| take(pool, stream))?;
+            if taken.is_some() || !self.wait_for_oldest(py)? {
+                return Ok(taken);
+            }
+        }
     }
 
     fn poll_all(&self, py: Python<'_>) -> PyResult<()> {
@@ -125,29 +187,9 @@ impl TokenToKvPoolAllocator {
     }
 
     /// Hands `taken` to Python; if that fails, nobody else would ever give it back.
-    fn hand_out(
-        &self,
-        py: Python<'_>,
-        taken: Option<TensorView>,
-        continued: &[Page],
-    ) -> PyResult<Option<Py<PyAny>>> {
-        let Some(view) = taken else { return Ok(None) };
-        to_tensor(py, &view).map(Some).inspect_err(|_| {
-            let slots = view.borrow().and_then(|tensor| read_indices(&tensor)).and_then(IndexVec::into_i32);
-            if let Ok(slots) = slots {
-                lock(&self.pool).undo(&slots, continued);
-            }
-        })
-    }
-
-    /// As [`Self::hand_out`], for a batch that grew.
-    fn hand_out_extension(
-        &self,
-        py: Python<'_>,
-        taken: Option<(TensorView, Vec<Page>)>,
-    ) -> PyResult<Option<Py<PyAny>>> {
-        let (view, continued) = taken.unzip();
-        self.hand_out(py, view, &continued.unwrap_or_default())
+    fn hand_out(&self, py: Python<'_>, taken: Option<Extension>) -> PyResult<Option<Py<PyAny>>> {
+        let Some((view, continued)) = taken else { return Ok(None) };
+        to_tensor(py, &view).map(Some).inspect_err(|_| lock(&self.pool).undo(&view, &continued))
     }
 }
 
@@ -157,6 +199,7 @@ impl TokenToKvPoolAllocator {
     #[pyo3(signature = (size, device=None, page_size=Arg::Missing, need_sort=true, *, strict=false),
            text_signature = "(size, device=\"cuda\", page_size=1, need_sort=True, *, strict=False)")]
     fn new(
+        py: Python<'_>,
         size: &Bound<'_, PyAny>,
         device: Option<&Bound<'_, PyAny>>,
         page_size: Arg<'_>,
@@ -165,11 +208,14 @@ impl TokenToKvPoolAllocator {
     ) -> PyResult<Self> {
         let size = args::size("size", size)?;
         let page_size = page_size.size("page_size", 1)?;
-        let pool = Pool::new(size, args::device(device)?, page_size, need_sort, strict)?;
+        let device = args::device(device)?;
+        let pool = Pool::new(size, &backend(py, device)?, page_size, need_sort, strict)?;
         Ok(Self {
             pool: Mutex::new(pool),
             fences: Mutex::default(),
             fenced: AtomicBool::new(false),
+            unsettled: AtomicBool::new(false),
+            device,
             reporter: Reporter::default(),
         })
     }
@@ -195,11 +241,10 @@ impl TokenToKvPoolAllocator {
         contiguous: bool,
     ) -> PyResult<Option<Py<PyAny>>> {
         let count = args::count("need_size", need_size)?;
-        self.poll(py)?;
-        let take =
-            |pool: &mut Pool| if contiguous { pool.alloc_contiguous(count) } else { pool.alloc(count) };
-        let taken = with(&self.pool, take)?;
-        self.hand_out(py, taken, &[])
+        let taken = self.take(py, |pool, stream| {
+            if contiguous { pool.alloc_contiguous(count, stream) } else { pool.alloc(count, stream) }
+        })?;
+        self.hand_out(py, taken.map(|view| (view, Vec::new())))
     }
 
     /// Takes the slots for positions `[prefix, seq)` of each request, as SGLang's paged allocator does.
@@ -225,12 +270,12 @@ impl TokenToKvPoolAllocator {
         seq_lens: &Bound<'_, PyAny>,
         last_loc: &Bound<'_, PyAny>,
     ) -> PyResult<Option<Py<PyAny>>> {
-        let prefix_lens = args::indices(prefix_lens)?.into_i64()?;
-        let seq_lens = args::indices(seq_lens)?.into_i64()?;
-        let last_loc = args::indices(last_loc)?.into_i64()?;
-        self.poll(py)?;
-        let taken = with(&self.pool, |pool| pool.alloc_extend(&prefix_lens, &seq_lens, &last_loc))?;
-        self.hand_out_extension(py, taken)
+        let prefix_lens = args::indices(prefix_lens)?.values(py)?.into_i64()?;
+        let seq_lens = args::indices(seq_lens)?.values(py)?.into_i64()?;
+        let last_loc = args::indices(last_loc)?.values(py)?.into_i64()?;
+        let taken =
+            self.take(py, |pool, stream| pool.alloc_extend(&prefix_lens, &seq_lens, &last_loc, stream))?;
+        self.hand_out(py, taken)
     }
 
     /// Takes one slot for each request of a decode step: `alloc_extend` from `seq_lens - 1` to `seq_lens`.
@@ -251,11 +296,10 @@ impl TokenToKvPoolAllocator {
         seq_lens: &Bound<'_, PyAny>,
         last_loc: &Bound<'_, PyAny>,
     ) -> PyResult<Option<Py<PyAny>>> {
-        let seq_lens = args::indices(seq_lens)?.into_i64()?;
-        let last_loc = args::indices(last_loc)?.into_i64()?;
-        self.poll(py)?;
-        let taken = with(&self.pool, |pool| pool.alloc_decode(&seq_lens, &last_loc))?;
-        self.hand_out_extension(py, taken)
+        let seq_lens = args::indices(seq_lens)?.values(py)?.into_i64()?;
+        let last_loc = args::indices(last_loc)?.values(py)?.into_i64()?;
+        let taken = self.take(py, |pool, stream| pool.alloc_decode(&seq_lens, &last_loc, stream))?;
+        self.hand_out(py, taken)
     }
 
     /// Gives slots back; with pages, the whole page of every slot, once.
@@ -277,24 +321,30 @@ impl TokenToKvPoolAllocator {
         indices: &Bound<'_, PyAny>,
         after: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
-        let values = args::indices(indices)?;
+        let mut indices = args::indices(indices)?;
         if let Some(fence) = after
             && !fence.getattr("query").is_ok_and(|query| query.is_callable())
         {
             return Err(PyTypeError::new_err("after must have a method query() -> bool"));
         }
         self.poll(py)?;
-        let bad = match after {
-            None => with(&self.pool, |pool| pool.free(&values))?,
-            Some(fence) => with(&self.pool, |pool| {
-                let (id, bad) = pool.free_after(&values)?;
+        let stream = indices.stream(py, self.device)?;
+        let indices = indices.take()?;
+        let given = indices.len();
+        let bad = with(&self.pool, |pool| {
+            let fence = after.map(|object| (pool.new_fence(), object));
+            let bad = pool.free(indices, fence.map(|(id, _)| id), stream)?;
+            if let Some((id, object)) = fence {
                 // The pool's lock is still held, so that no `clear` comes between the slots and their fence.
-                lock(&self.fences).push(Fence { id, object: fence.clone().unbind(), reported: false });
+                lock(&self.fences).push(Fence { id, object: object.clone().unbind(), reported: false });
                 self.fenced.store(true, Ordering::Release);
-                Ok(bad)
-            })?,
-        };
-        self.report(py, &bad, values.len());
+            }
+            if !pool.is_settled() {
+                self.unsettled.store(true, Ordering::Release);
+            }
+            Ok(bad)
+        })?;
+        self.report(py, &bad, given);
         Ok(())
     }
 
@@ -309,7 +359,13 @@ impl TokenToKvPoolAllocator {
     ///     ConfigError: If no group is open.
     ///     IndexOwnershipError: As `free`; the group is closed, and nothing of it was freed.
     fn free_group_end(&self, py: Python<'_>) -> PyResult<()> {
-        let (given, bad) = with(&self.pool, Pool::free_group_end)?;
+        let (given, bad) = with(&self.pool, |pool| {
+            let ended = pool.free_group_end();
+            if !pool.is_settled() {
+                self.unsettled.store(true, Ordering::Release);
+            }
+            ended
+        })?;
         self.report(py, &bad, given);
         Ok(())
     }
@@ -330,6 +386,7 @@ impl TokenToKvPoolAllocator {
         let mut pool = lock(&self.pool);
         let gone = std::mem::take(&mut *lock(&self.fences));
         self.fenced.store(false, Ordering::Release);
+        self.unsettled.store(false, Ordering::Release);
         pool.clear();
         drop(pool);
         drop(gone);
@@ -343,6 +400,7 @@ impl TokenToKvPoolAllocator {
     /// The free slots (pages, with pages), in the order in which they are handed out: a new 1-D int32 tensor.
     #[getter]
     fn free_slots(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
+        self.wait_for_all(py)?;
         let view = lock(&self.pool).free_slots();
         to_tensor(py, &view)
     }
@@ -350,6 +408,7 @@ impl TokenToKvPoolAllocator {
     /// The freed slots (pages, with pages) that wait for a merge, lowest first: a new 1-D int32 tensor.
     #[getter]
     fn release_slots(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
+        self.wait_for_all(py)?;
         let view = lock(&self.pool).release_slots();
         to_tensor(py, &view)
     }
@@ -363,7 +422,7 @@ impl TokenToKvPoolAllocator {
     ///     An int32 tensor `[k, 2]` of (start, length) on the host: what DMA and transfer descriptors want.
     #[staticmethod]
     fn runs(py: Python<'_>, indices: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
-        to_tensor(py, &Pool::runs(&args::indices(indices)?)?)
+        to_tensor(py, &Pool::runs(&args::indices(indices)?.values(py)?)?)
     }
 
     /// Whether each slot is in use: live, or freed behind a fence that has not passed.
@@ -374,8 +433,8 @@ impl TokenToKvPoolAllocator {
     /// Returns:
     ///     A 1-D bool tensor on the host; false for what is no slot.
     fn is_allocated(&self, py: Python<'_>, indices: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
-        let values: IndexVec = args::indices(indices)?;
-        self.poll(py)?;
+        let values = args::indices(indices)?.values(py)?;
+        self.wait_for_all(py)?;
         let answers: Vec<bool> = lock(&self.pool).slots().is_allocated(&values).collect();
         to_tensor(py, &TensorView::from_bools(&answers)?)
     }
@@ -385,17 +444,18 @@ impl TokenToKvPoolAllocator {
     /// Raises:
     ///     IndexOwnershipError: If not, with what is wrong.
     fn verify(&self, py: Python<'_>) -> PyResult<()> {
-        self.poll(py)?;
+        self.wait_for_all(py)?;
         with(&self.pool, |pool| pool.verify())
     }
 
     /// The numbers of this pool, in slots: `capacity`, `available`, `in_use`, `high_water`, `dropped_frees`, `free`,
-    /// `released`, `fenced`; and `size`, `page_size`, and `bytes` of host memory for the bookkeeping.
+    /// `released`, `fenced`, `pending` (freed, but only the GPU knows which they are); and `size`, `page_size`, and
+    /// `bytes` of host memory for the bookkeeping.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         self.poll(py)?;
-        let (stats, size, page_size) = {
+        let (stats, pending, size, page_size) = {
             let pool = lock(&self.pool);
-            (pool.stats(), pool.slots().size(), pool.slots().page_size())
+            (pool.stats(), pool.pending(), pool.slots().size(), pool.slots().page_size())
         };
         let dict = PyDict::new(py);
         for (key, value) in [
@@ -404,9 +464,10 @@ impl TokenToKvPoolAllocator {
             ("in_use", stats.in_use),
             ("high_water", stats.high_water),
             ("dropped_frees", stats.dropped_frees),
-            ("free", stats.available - stats.released),
+            ("free", stats.available - stats.released - pending),
             ("released", stats.released),
             ("fenced", stats.fenced),
+            ("pending", pending),
             ("size", size),
             ("page_size", page_size),
             ("bytes", stats.bytes),
@@ -431,7 +492,7 @@ impl TokenToKvPoolAllocator {
     /// Where the index tensors are, as PyTorch writes it.
     #[getter]
     fn device(&self) -> String {
-        lock(&self.pool).device().to_string()
+        self.device.to_string()
     }
 
     /// Whether the lowest free slots are handed out first.

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::thread;
 
 use kvpool::base::{DType, Device, ErrorKind};
-use kvpool::memory::{ALIGNMENT, Backend, Count, Fail, Host, Limit, Region, backend_for};
+use kvpool::memory::{ALIGNMENT, Backend, Count, Fail, Host, Limit, Region, Stream, backend_for};
 use kvpool::tensor::TensorView;
 
 /// Sizes around every boundary: nothing, one byte, the alignment, a page, where the host begins to map.
@@ -146,8 +146,8 @@ fn a_region_knows_its_bounds() {
 
 #[test]
 fn a_device_that_is_not_there_says_what_was_looked_for() {
-    assert!(backend_for(Device::Cpu).is_ok());
-    let error = backend_for(Device::Cuda(7)).expect_err("no CUDA pools in this version");
+    assert!(backend_for(Device::Cpu, Stream::DEFAULT).is_ok());
+    let error = backend_for(Device::Cuda(7), Stream::DEFAULT).expect_err("no machine has so many");
     assert_eq!(error.kind(), ErrorKind::BackendUnavailable);
     let words = ["libcuda.so.1", "without the `cuda` feature", "devices", "driver", "host memory only"];
     assert!(words.iter().any(|word| error.to_string().contains(word)), "{error}");

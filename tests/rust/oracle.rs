@@ -176,7 +176,8 @@ fn apply(step: &Step, slots: &mut SlotAllocator, model: &mut Model) {
             let before = model.dropped;
             let pages = model.give(&given);
             let bad = if *after {
-                let (id, bad) = slots.free_after(&narrow(&given, true), false).unwrap();
+                let id = slots.new_fence();
+                let bad = slots.free_after(id, &narrow(&given, true), false).unwrap();
                 model.fenced.push((id, pages));
                 bad
             } else {
@@ -213,14 +214,15 @@ fn apply(step: &Step, slots: &mut SlotAllocator, model: &mut Model) {
                 let given = picked(model, picks);
                 slots.group_begin();
                 assert_eq!(slots.free(&narrow(&given, false), false).unwrap().dropped(), 0);
-                let _ = slots.group_end(false).unwrap();
+                assert!(slots.group_end().unwrap().is_none());
                 all.extend(given);
             }
             let before = model.dropped;
             let pages = model.give(&all);
             model.release(pages);
-            let (given, bad) = slots.group_end(false).unwrap();
-            assert_eq!((given, bad.dropped()), (all.len(), model.dropped - before));
+            let given = slots.group_end().unwrap().unwrap();
+            let bad = slots.free_now(&given, false).unwrap();
+            assert_eq!((given.len(), bad.dropped()), (all.len(), model.dropped - before));
         }
         Step::Merge => {
             slots.merge();

@@ -2,11 +2,15 @@
 
 use std::sync::Arc;
 
-use kvpool::base::{DType, Device, ErrorKind, IndexVec};
-use kvpool::memory::{Backend, Count, Fail, Host, Limit};
+use kvpool::base::{DType, ErrorKind, IndexVec};
+use kvpool::kernels::Indices;
+use kvpool::memory::{Backend, Count, Fail, Host, Limit, Stream};
 use kvpool::pool::{
     GdnConfig, GdnPool, KvConfig, KvPool, ReqToTokenPool, Scales, TableIndex, TokenToKvPoolAllocator,
 };
+
+/// Host memory has no streams.
+const STREAM: Stream = Stream::DEFAULT;
 
 const KV: KvConfig = KvConfig {
     size: 64,
@@ -92,22 +96,19 @@ fn sizes_that_cannot_be_are_refused() {
         assert_eq!(error.kind(), ErrorKind::Config);
     }
     for (size, page_size) in [(0, 1), (1, 0), (1 << 31, 1), (1, 1 << 31), (usize::MAX, usize::MAX)] {
-        let error =
-            TokenToKvPoolAllocator::new(size, Device::Cpu, page_size, true, false).expect_err("refused");
+        let error = TokenToKvPoolAllocator::new(size, &host(), page_size, true, false).expect_err("refused");
         assert_eq!(error.kind(), ErrorKind::Config);
     }
-    let error =
-        TokenToKvPoolAllocator::new(8, Device::Cuda(0), 1, true, false).expect_err("no such device here");
-    assert_eq!(error.kind(), ErrorKind::BackendUnavailable);
 }
 
 #[test]
 fn extend_names_what_is_wrong() {
-    let mut allocator = TokenToKvPoolAllocator::new(64, Device::Cpu, 16, true, false).expect("valid");
-    let _held = allocator.alloc(20).expect("memory").expect("room");
+    let mut allocator = TokenToKvPoolAllocator::new(64, &host(), 16, true, false).expect("valid");
+    let _held = allocator.alloc(20, STREAM).expect("memory").expect("room");
     let before = allocator.stats();
     let mut kind = |prefix: &[i64], seq: &[i64], last: &[i64]| {
-        allocator.alloc_extend(prefix, seq, last).map(|taken| taken.is_some()).map_err(|error| error.kind())
+        let taken = allocator.alloc_extend(prefix, seq, last, STREAM);
+        taken.map(|taken| taken.is_some()).map_err(|error| error.kind())
     };
     assert_eq!(kind(&[0], &[1, 2], &[0]), Err(ErrorKind::Config));
     assert_eq!(kind(&[-1], &[1], &[0]), Err(ErrorKind::Config));
@@ -120,7 +121,7 @@ fn extend_names_what_is_wrong() {
     assert_eq!(kind(&[20], &[65], &[35]), Ok(false));
     assert_eq!(kind(&[20], &[i64::from(i32::MAX)], &[35]), Ok(false));
     assert_eq!(allocator.stats(), before);
-    let (taken, continued) = allocator.alloc_decode(&[21], &[35]).expect("valid").expect("room");
+    let (taken, continued) = allocator.alloc_decode(&[21], &[35], STREAM).expect("valid").expect("room");
     assert_eq!(continued.len(), 1);
     assert_eq!((taken.shape().numel(), allocator.stats().in_use), (1, 32));
 }
@@ -130,8 +131,8 @@ fn the_table_takes_all_or_nothing() {
     let mut pool = ReqToTokenPool::new(host(), 4, 8, true, false).expect("memory");
     let columns = |row, start, end| TableIndex::Columns { row, start, end };
     let points = |rows: Vec<i64>, columns: Vec<i64>| TableIndex::Points {
-        rows: IndexVec::I64(rows),
-        columns: IndexVec::I64(columns),
+        rows: Indices::Host(IndexVec::I64(rows)),
+        columns: Indices::Host(IndexVec::I64(columns)),
     };
     let cases = [
         (columns(5, 0, Some(1)), 1, ErrorKind::Index),
@@ -147,7 +148,8 @@ fn the_table_takes_all_or_nothing() {
         (points(vec![1, 2], vec![0, 1]), 3, ErrorKind::Config),
     ];
     for (index, count, kind) in cases {
-        let error = pool.write(&index, &vec![9; count]).expect_err("refused");
+        let values = Indices::Host(IndexVec::I32(vec![9; count]));
+        let error = pool.write(&index, &values, STREAM).expect_err("refused");
         assert_eq!(error.kind(), kind, "{index:?}: {error}");
     }
     let row = pool.read(0, 8).expect("inside").borrow().expect("inside").shape().numel();
@@ -155,7 +157,10 @@ fn the_table_takes_all_or_nothing() {
     for (row, length) in [(5, 1), (0, 9), (0, -1)] {
         assert_eq!(pool.read(row, length).expect_err("outside").kind(), ErrorKind::Index);
     }
-    assert_eq!(pool.mark_modified(&IndexVec::I64(vec![0, 5])).expect_err("outside").kind(), ErrorKind::Index);
+    assert_eq!(
+        pool.mark_modified(&IndexVec::I64(vec![0, 5]), None).expect_err("outside").kind(),
+        ErrorKind::Index
+    );
 }
 
 #[test]
@@ -163,11 +168,12 @@ fn scales_are_for_eight_bit_floats() {
     let pool = KvPool::new(host(), KV).expect("memory");
     let [k, v] = pool.page_view(0).expect("a layer");
     let (k, v) = (k.borrow().expect("inside"), v.borrow().expect("inside"));
-    let none = IndexVec::I32(Vec::new());
+    let none = Indices::Host(IndexVec::I32(Vec::new()));
     for scale in [2.0, 0.0, -1.0, f32::NAN, f32::INFINITY] {
-        let error = pool.set_kv(0, &none, k, v, Scales { k: Some(scale), v: None }).expect_err("refused");
+        let error =
+            pool.set_kv(0, &none, [k, v], Scales { k: Some(scale), v: None }, STREAM).expect_err("refused");
         assert_eq!(error.kind(), ErrorKind::Config);
     }
-    let error = pool.set_kv(2, &none, k, v, Scales::default()).expect_err("no such layer");
+    let error = pool.set_kv(2, &none, [k, v], Scales::default(), STREAM).expect_err("no such layer");
     assert_eq!(error.kind(), ErrorKind::Index);
 }

@@ -1,0 +1,145 @@
+//! Index values on their way from a device to the host.
+
+use std::ptr;
+use std::sync::Arc;
+
+use crate::base::{DType, Dims, Error, IndexVec, Result};
+use crate::kernels::indices::read_indices;
+use crate::memory::{Backend, Borrowed, Event, Gpu, Held, Host, Pinned, Region, Ring, Stream};
+
+use super::params::{Index, ReadParams, blocks, signed};
+use super::{Kernels, Numbers};
+
+/// Copies index tensors to the host without waiting for them.
+#[derive(Debug)]
+pub struct Fetcher {
+    gpu: Arc<Gpu>,
+    kernels: Arc<Kernels>,
+    ring: Ring,
+}
+
+/// Index values that are on their way.
+#[derive(Debug)]
+pub struct Fetch {
+    held: Held,
+    count: usize,
+    /// Whether they arrive as int64.
+    wide: bool,
+}
+
+impl Fetch {
+    /// How many there are.
+    #[must_use]
+    pub const fn len(&self) -> usize {
+        self.count
+    }
+
+    /// Whether there are none.
+    #[must_use]
+    pub const fn is_empty(&self) -> bool {
+        self.count == 0
+    }
+
+    /// The point after the copy.
+    #[must_use]
+    pub fn done(&self) -> &Arc<Event> {
+        self.held.done()
+    }
+}
+
+impl Fetcher {
+    /// For up to `values` values at a time.
+    ///
+    /// # Errors
+    /// What the driver says when it has no memory, or cannot load the kernels.
+    pub fn new(gpu: &Arc<Gpu>, values: usize) -> Result<Self> {
+        let bytes = values.saturating_mul(size_of::<i64>());
+        Ok(Self { gpu: Arc::clone(gpu), kernels: Kernels::of(gpu)?, ring: Ring::on_host(gpu, bytes)? })
+    }
+
+    /// The device whose tensors it copies.
+    #[must_use]
+    pub const fn gpu(&self) -> &Arc<Gpu> {
+        &self.gpu
+    }
+
+    /// Enqueues a copy of `tensor`, int32 or int64, as it is when `stream` comes to it. `None` when so many values
+    /// are on their way that there is no room for it.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the driver refuses, or `stream` is captured.
+    pub fn fetch(&self, tensor: &Borrowed<'_>, stream: Stream) -> Result<Option<Fetch>> {
+        self.gpu.not_capturing(stream, "freeing slots that only the device knows")?;
+        let count = tensor.shape().numel();
+        let wide = tensor.dtype() == DType::I64 || !tensor.is_contiguous();
+        let bytes = count.saturating_mul(if wide { size_of::<i64>() } else { size_of::<i32>() });
+        let held = self.ring.receive(bytes, stream, |region, at| {
+            if tensor.is_contiguous() {
+                self.gpu.copy_out(tensor, (region, at), stream)
+            } else {
+                read_kernel(&self.gpu, &self.kernels, tensor, (region, at), stream)
+            }
+        })?;
+        Ok(held.map(|held| Fetch { held, count, wide }))
+    }
+
+    /// The values of a fetch that has landed.
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host has no room for them.
+    pub fn take(&self, fetch: &Fetch) -> Result<IndexVec> {
+        if fetch.wide {
+            Ok(IndexVec::I64(self.ring.take(&fetch.held, fetch.count)?))
+        } else {
+            Ok(IndexVec::I32(self.ring.take(&fetch.held, fetch.count)?))
+        }
+    }
+
+    /// Gives up a fetch whose values nobody wants any more.
+    pub fn abandon(&self, fetch: &Fetch) {
+        self.ring.release(&fetch.held);
+    }
+}
+
+/// Enqueues a kernel that writes the values of `tensor`, whatever its strides, as int64 to page-locked memory.
+fn read_kernel(
+    gpu: &Gpu,
+    kernels: &Kernels,
+    tensor: &Borrowed<'_>,
+    (region, at): (&Region, usize),
+    stream: Stream,
+) -> Result<()> {
+    let count = tensor.shape().numel();
+    let grid = [blocks(count)?, 1];
+    if count == 0 {
+        return Ok(());
+    }
+    let out = region.at(at, count.saturating_mul(size_of::<i64>()))?.as_ptr().cast();
+    let params =
+        ReadParams { from: Index::new(&Numbers::Tensor(tensor), ptr::null())?, out, count: signed(count) };
+    // SAFETY: `out` has room for `count` numbers in page-locked memory, which the device reaches; `Borrowed` promises
+    // the elements of the tensor, which is on this device.
+    unsafe { gpu.launch(kernels.read_indices, grid, &params, stream) }
+}
+
+/// The values of an index tensor on a device. Waits for what `stream` does before.
+///
+/// # Errors
+/// [`ErrorKind::Type`](crate::base::ErrorKind::Type) when it is neither int32 nor int64,
+/// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the driver refuses.
+pub fn read_now(gpu: &Arc<Gpu>, tensor: &Borrowed<'_>, stream: Stream) -> Result<IndexVec> {
+    let count = tensor.shape().numel();
+    let (region, dtype) = if tensor.is_contiguous() {
+        let host = Region::new(Arc::new(Host), count.saturating_mul(tensor.dtype().size()))?;
+        gpu.copy_out(tensor, (&host, 0), stream)?;
+        (host, tensor.dtype())
+    } else {
+        let pinned: Arc<dyn Backend> = Arc::new(Pinned::new(gpu));
+        let pinned = Region::new(pinned, count.saturating_mul(size_of::<i64>()))?;
+        read_kernel(gpu, &*Kernels::of(gpu)?, tensor, (&pinned, 0), stream)?;
+        (pinned, DType::I64)
+    };
+    gpu.synchronize(stream)?;
+    let extent = i64::try_from(count).map_err(|_| Error::config("too many indices"))?;
+    read_indices(&region.borrow(0, dtype, Dims::new(&[extent])?, Dims::new(&[1])?)?)
+}

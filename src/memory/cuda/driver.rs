@@ -1,0 +1,247 @@
+//! The driver's functions, each checked and named.
+//!
+//! All are called after the probe found every entry point that this file names, so none of them can panic for want
+//! of a symbol. Handles are plain numbers here, so that they cross threads.
+
+use std::ffi::{CStr, c_void};
+
+use cudarc::driver::sys::{self, CUresult};
+
+use crate::base::{Error, ErrorKind, Result};
+
+/// The entry points that this file uses, which the probe looks for.
+pub(super) const ENTRY_POINTS: [&str; 29] = [
+    "cuCtxGetCurrent",
+    "cuCtxPopCurrent_v2",
+    "cuCtxPushCurrent_v2",
+    "cuCtxSynchronize",
+    "cuDeviceGet",
+    "cuDeviceGetCount",
+    "cuDevicePrimaryCtxRetain",
+    "cuDriverGetVersion",
+    "cuEventCreate",
+    "cuEventQuery",
+    "cuEventRecord",
+    "cuEventSynchronize",
+    "cuFuncGetAttribute",
+    "cuInit",
+    "cuLaunchKernel",
+    "cuMemAlloc_v2",
+    "cuMemFreeHost",
+    "cuMemFree_v2",
+    "cuMemGetInfo_v2",
+    "cuMemHostAlloc",
+    "cuMemcpyDtoHAsync_v2",
+    "cuMemcpyHtoDAsync_v2",
+    "cuMemsetD8Async",
+    "cuModuleGetFunction",
+    "cuModuleLoadData",
+    "cuModuleUnload",
+    "cuStreamIsCapturing",
+    "cuStreamSynchronize",
+    "cuStreamWaitEvent",
+];
+
+/// What the driver answers when it lacks memory.
+const OUT_OF_MEMORY: CUresult = CUresult::CUDA_ERROR_OUT_OF_MEMORY;
+
+/// The error for a call that failed.
+fn failed(call: &str, result: CUresult) -> Error {
+    Error::new(ErrorKind::Driver, format!("{call} failed with {result:?}"))
+}
+
+/// Calls a driver function and turns its answer into a `Result`.
+macro_rules! checked {
+    ($name:ident($($argument:expr),*)) => {{
+        // SAFETY: the entry point is there, since the probe found it. What the arguments point to is live for the
+        // call, and handles are of objects that their owners keep.
+        let result = unsafe { sys::$name($($argument),*) };
+        if result == CUresult::CUDA_SUCCESS { Ok(()) } else { Err(failed(stringify!($name), result)) }
+    }};
+}
+
+pub(super) fn version() -> Result<i32> {
+    let mut version = 0;
+    checked!(cuDriverGetVersion(&raw mut version))?;
+    Ok(version)
+}
+
+pub(super) fn init() -> Result<()> {
+    checked!(cuInit(0))
+}
+
+pub(super) fn device_count() -> Result<i32> {
+    let mut count = 0;
+    checked!(cuDeviceGetCount(&raw mut count))?;
+    Ok(count)
+}
+
+/// The primary context of device `ordinal`, which stays for the life of the process.
+pub(super) fn retain_context(ordinal: i32) -> Result<usize> {
+    let mut device = 0;
+    checked!(cuDeviceGet(&raw mut device, ordinal))?;
+    let mut context = std::ptr::null_mut();
+    checked!(cuDevicePrimaryCtxRetain(&raw mut context, device))?;
+    Ok(context.addr())
+}
+
+pub(super) fn current_context() -> Result<usize> {
+    let mut context = std::ptr::null_mut();
+    checked!(cuCtxGetCurrent(&raw mut context))?;
+    Ok(context.addr())
+}
+
+pub(super) fn push_context(context: usize) -> Result<()> {
+    checked!(cuCtxPushCurrent_v2(handle(context)))
+}
+
+pub(super) fn pop_context() -> Result<()> {
+    let mut context = std::ptr::null_mut();
+    checked!(cuCtxPopCurrent_v2(&raw mut context))
+}
+
+/// Bytes of device memory: free, and in all.
+pub(super) fn memory_info() -> Result<(usize, usize)> {
+    let (mut free, mut total) = (0, 0);
+    checked!(cuMemGetInfo_v2(&raw mut free, &raw mut total))?;
+    Ok((free, total))
+}
+
+/// Device memory, or `None` when there is not enough.
+pub(super) fn allocate(bytes: usize) -> Result<Option<u64>> {
+    let mut address = 0;
+    // SAFETY: as in `checked`.
+    match unsafe { sys::cuMemAlloc_v2(&raw mut address, bytes) } {
+        CUresult::CUDA_SUCCESS => Ok(Some(address)),
+        OUT_OF_MEMORY => Ok(None),
+        result => Err(failed("cuMemAlloc_v2", result)),
+    }
+}
+
+pub(super) fn free(address: u64) -> Result<()> {
+    checked!(cuMemFree_v2(address))
+}
+
+/// Page-locked host memory that every context and every kernel may use, or `None` when there is not enough.
+pub(super) fn allocate_host(bytes: usize) -> Result<Option<*mut u8>> {
+    let mut address: *mut c_void = std::ptr::null_mut();
+    let flags = sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP;
+    // SAFETY: as in `checked`.
+    match unsafe { sys::cuMemHostAlloc(&raw mut address, bytes, flags) } {
+        CUresult::CUDA_SUCCESS => Ok(Some(address.cast())),
+        OUT_OF_MEMORY => Ok(None),
+        result => Err(failed("cuMemHostAlloc", result)),
+    }
+}
+
+pub(super) fn free_host(address: *mut u8) -> Result<()> {
+    checked!(cuMemFreeHost(address.cast()))
+}
+
+pub(super) fn zero(address: u64, bytes: usize, stream: usize) -> Result<()> {
+    checked!(cuMemsetD8Async(address, 0, bytes, handle(stream)))
+}
+
+pub(super) fn copy_to_device(target: u64, source: *const u8, bytes: usize, stream: usize) -> Result<()> {
+    checked!(cuMemcpyHtoDAsync_v2(target, source.cast(), bytes, handle(stream)))
+}
+
+pub(super) fn copy_to_host(target: *mut u8, source: u64, bytes: usize, stream: usize) -> Result<()> {
+    checked!(cuMemcpyDtoHAsync_v2(target.cast(), source, bytes, handle(stream)))
+}
+
+pub(super) fn synchronize(stream: usize) -> Result<()> {
+    checked!(cuStreamSynchronize(handle(stream)))
+}
+
+pub(super) fn synchronize_context() -> Result<()> {
+    checked!(cuCtxSynchronize())
+}
+
+pub(super) fn is_capturing(stream: usize) -> Result<bool> {
+    let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+    checked!(cuStreamIsCapturing(handle(stream), &raw mut status))?;
+    Ok(status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
+}
+
+pub(super) fn create_event() -> Result<usize> {
+    let mut event = std::ptr::null_mut();
+    let flags = sys::CUevent_flags_enum::CU_EVENT_DISABLE_TIMING as u32;
+    checked!(cuEventCreate(&raw mut event, flags))?;
+    Ok(event.addr())
+}
+
+pub(super) fn record_event(event: usize, stream: usize) -> Result<()> {
+    checked!(cuEventRecord(handle(event), handle(stream)))
+}
+
+pub(super) fn event_passed(event: usize) -> Result<bool> {
+    // SAFETY: as in `checked`.
+    match unsafe { sys::cuEventQuery(handle(event)) } {
+        CUresult::CUDA_SUCCESS => Ok(true),
+        CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+        result => Err(failed("cuEventQuery", result)),
+    }
+}
+
+pub(super) fn wait_for_event(event: usize) -> Result<()> {
+    checked!(cuEventSynchronize(handle(event)))
+}
+
+/// Lets what is enqueued on `stream` from now on wait for `event`.
+pub(super) fn order_after(stream: usize, event: usize) -> Result<()> {
+    checked!(cuStreamWaitEvent(handle(stream), handle(event), 0))
+}
+
+/// Compiles PTX for the current context.
+pub(super) fn load_module(ptx: &CStr) -> Result<usize> {
+    let mut module = std::ptr::null_mut();
+    checked!(cuModuleLoadData(&raw mut module, ptx.as_ptr().cast()))?;
+    Ok(module.addr())
+}
+
+pub(super) fn unload_module(module: usize) -> Result<()> {
+    checked!(cuModuleUnload(handle(module)))
+}
+
+/// A kernel of a module, loaded now: the first launch may be within a stream capture, where nothing can be loaded.
+pub(super) fn function(module: usize, name: &CStr) -> Result<usize> {
+    let mut function = std::ptr::null_mut();
+    checked!(cuModuleGetFunction(&raw mut function, handle(module), name.as_ptr()))?;
+    let mut registers = 0;
+    let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_NUM_REGS;
+    checked!(cuFuncGetAttribute(&raw mut registers, attribute, function))?;
+    Ok(function.addr())
+}
+
+/// Launches a kernel of one parameter.
+///
+/// # Safety
+/// `params` points to what the kernel takes, and every address in it is valid for what the kernel does with it.
+pub(super) unsafe fn launch(
+    function: usize,
+    [x, y]: [u32; 2],
+    threads: u32,
+    params: *const c_void,
+    stream: usize,
+) -> Result<()> {
+    let mut arguments = [params.cast_mut()];
+    checked!(cuLaunchKernel(
+        handle(function),
+        x,
+        y,
+        1,
+        threads,
+        1,
+        1,
+        0,
+        handle(stream),
+        arguments.as_mut_ptr(),
+        std::ptr::null_mut()
+    ))
+}
+
+/// A handle as the driver's types have it.
+const fn handle<T>(number: usize) -> *mut T {
+    std::ptr::without_provenance_mut(number)
+}

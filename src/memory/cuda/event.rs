@@ -1,0 +1,61 @@
+//! Points in a stream's work.
+
+use std::sync::Arc;
+
+use crate::base::Result;
+use crate::memory::Stream;
+
+use super::{Gpu, driver};
+
+/// A point in the work of a stream that the host and other streams can wait for.
+#[derive(Debug)]
+pub struct Event {
+    gpu: Arc<Gpu>,
+    handle: usize,
+}
+
+impl Event {
+    /// The point after everything that was enqueued on `stream` so far.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the driver refuses.
+    pub fn record(gpu: &Arc<Gpu>, stream: Stream) -> Result<Self> {
+        let _entered = gpu.enter()?;
+        let event = Self { handle: gpu.take_event()?, gpu: Arc::clone(gpu) };
+        driver::record_event(event.handle, stream.handle())?;
+        Ok(event)
+    }
+
+    /// Whether the device has come that far. Does not wait.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver), also for what failed on the device before.
+    pub fn passed(&self) -> Result<bool> {
+        let _entered = self.gpu.enter()?;
+        driver::event_passed(self.handle)
+    }
+
+    /// Waits until the device has come that far.
+    ///
+    /// # Errors
+    /// As [`Event::passed`].
+    pub fn wait(&self) -> Result<()> {
+        let _entered = self.gpu.enter()?;
+        driver::wait_for_event(self.handle)
+    }
+
+    /// Lets what is enqueued on `stream` from now on wait for this point. The host does not wait.
+    ///
+    /// # Errors
+    /// As [`Event::record`].
+    pub fn precede(&self, stream: Stream) -> Result<()> {
+        let _entered = self.gpu.enter()?;
+        driver::order_after(stream.handle(), self.handle)
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        self.gpu.keep_event(self.handle);
+    }
+}

@@ -1,0 +1,267 @@
+//! A device that is in use.
+
+use std::ffi::CStr;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError};
+
+use crate::base::{Device, Error, ErrorKind, Result};
+use crate::memory::{Borrowed, Region, Stream};
+
+use super::{driver, probe};
+
+/// Threads of a block of every kernel.
+const BLOCK: u32 = 256;
+
+/// The devices in use, which stay so for the life of the process.
+static OPEN: Mutex<Vec<Arc<Gpu>>> = Mutex::new(Vec::new());
+
+/// Whether this process is the child of one that used a device.
+static FORKED: AtomicBool = AtomicBool::new(false);
+
+/// An NVIDIA device, through its primary context.
+#[derive(Debug)]
+pub struct Gpu {
+    ordinal: u32,
+    context: usize,
+    /// Events that nobody uses now.
+    events: Mutex<Vec<usize>>,
+}
+
+/// A kernel that was loaded, for launches on the device that it was loaded for.
+#[derive(Clone, Copy, Debug)]
+pub struct Function(usize);
+
+/// The device's context is current until this drops.
+pub(super) struct Entered {
+    pushed: bool,
+}
+
+impl Drop for Entered {
+    fn drop(&mut self) {
+        if self.pushed {
+            // It was pushed by us; if it cannot be popped, the driver is going away.
+            let _ = driver::pop_context();
+        }
+    }
+}
+
+impl Gpu {
+    /// Device `ordinal`, in use from now on.
+    ///
+    /// # Errors
+    /// [`ErrorKind::BackendUnavailable`] that names what is missing, [`ErrorKind::Driver`] after a fork.
+    pub fn open(ordinal: u32) -> Result<Arc<Self>> {
+        not_forked()?;
+        let mut open = lock(&OPEN);
+        if let Some(gpu) = open.iter().find(|gpu| gpu.ordinal == ordinal) {
+            return Ok(Arc::clone(gpu));
+        }
+        probe::probe(ordinal)?;
+        watch_for_forks();
+        let context =
+            driver::retain_context(i32::try_from(ordinal).unwrap_or(i32::MAX)).map_err(|failure| {
+                Error::new(
+                    ErrorKind::BackendUnavailable,
+                    format!("device cuda:{ordinal} cannot be used: {failure}"),
+                )
+            })?;
+        let gpu = Arc::new(Self { ordinal, context, events: Mutex::default() });
+        open.push(Arc::clone(&gpu));
+        Ok(gpu)
+    }
+
+    /// The device.
+    #[must_use]
+    pub const fn device(&self) -> Device {
+        Device::Cuda(self.ordinal)
+    }
+
+    /// Checks that it can still be used by this process. Makes no driver call.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Driver`] in a process that was forked off after the device was first used.
+    pub fn check_process(&self) -> Result<()> {
+        not_forked()
+    }
+
+    /// Makes its context current.
+    pub(super) fn enter(&self) -> Result<Entered> {
+        not_forked()?;
+        let pushed = driver::current_context()? != self.context;
+        if pushed {
+            driver::push_context(self.context)?;
+        }
+        Ok(Entered { pushed })
+    }
+
+    /// Device memory that is free, in bytes.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Driver`] when the driver refuses.
+    pub fn free_bytes(&self) -> Result<usize> {
+        let _entered = self.enter()?;
+        Ok(driver::memory_info()?.0)
+    }
+
+    /// Loads the kernels `names` of a module in PTX.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Driver`] when the driver cannot compile it or lacks a name.
+    pub fn load(&self, ptx: &CStr, names: &[&CStr]) -> Result<Vec<Function>> {
+        let _entered = self.enter()?;
+        let module = driver::load_module(ptx)?;
+        let functions: Result<Vec<_>> =
+            names.iter().map(|name| driver::function(module, name).map(Function)).collect();
+        if functions.is_err() {
+            driver::unload_module(module)?;
+        }
+        functions
+    }
+
+    /// Enqueues a kernel that takes one parameter by value, in blocks of 256 threads.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Driver`] when the driver refuses.
+    ///
+    /// # Safety
+    /// `function` was loaded on this device and takes a `P`; every address in `params` is valid for what the kernel
+    /// does there, until it has run.
+    pub unsafe fn launch<P>(
+        &self,
+        function: Function,
+        grid: [u32; 2],
+        params: &P,
+        stream: Stream,
+    ) -> Result<()> {
+        let _entered = self.enter()?;
+        let params: *const P = params;
+        // SAFETY: the caller promises it.
+        unsafe { driver::launch(function.0, grid, BLOCK, params.cast(), stream.handle()) }
+    }
+
+    /// Enqueues a copy of `bytes` bytes from page-locked memory to the device. Nobody may change the source until
+    /// the copy has run.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Index`] when a range is outside of its region, [`ErrorKind::Driver`] when the driver refuses.
+    pub fn copy_in(
+        &self,
+        (target, to): (&Region, usize),
+        (source, from): (&Region, usize),
+        bytes: usize,
+        stream: Stream,
+    ) -> Result<()> {
+        if bytes == 0 {
+            return Ok(());
+        }
+        let (target, source) = (target.at(to, bytes)?, source.at(from, bytes)?);
+        let _entered = self.enter()?;
+        driver::copy_to_device(address(target.as_ptr()), source.as_ptr(), bytes, stream.handle())
+    }
+
+    /// Enqueues a copy of a contiguous tensor on this device to byte `to` of `target`, which is host memory. If it is
+    /// page-locked, nothing waits, and the bytes are there when an event recorded afterwards has passed.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Index`] when the tensor does not fit, [`ErrorKind::Config`] when it is not contiguous,
+    /// [`ErrorKind::Driver`] when the driver refuses.
+    pub fn copy_out(
+        &self,
+        source: &Borrowed<'_>,
+        (target, to): (&Region, usize),
+        stream: Stream,
+    ) -> Result<()> {
+        if !source.is_contiguous() {
+            return Err(Error::config("only a contiguous tensor can be copied as it lies"));
+        }
+        let bytes = source.shape().numel() * source.dtype().size();
+        if bytes == 0 {
+            return Ok(());
+        }
+        let target = target.at(to, bytes)?;
+        let _entered = self.enter()?;
+        driver::copy_to_host(target.as_ptr(), address(source.address().as_ptr()), bytes, stream.handle())
+    }
+
+    /// Waits for everything on `stream`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Driver`], also for what failed on the device before.
+    pub fn synchronize(&self, stream: Stream) -> Result<()> {
+        let _entered = self.enter()?;
+        driver::synchronize(stream.handle())
+    }
+
+    /// Waits for everything on every stream.
+    ///
+    /// # Errors
+    /// As [`Gpu::synchronize`].
+    pub fn synchronize_all(&self) -> Result<()> {
+        let _entered = self.enter()?;
+        driver::synchronize_context()
+    }
+
+    /// Checks that `stream` is not being captured into a graph, where a copy from memory that is reused would be
+    /// repeated with other bytes.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Driver`] if it is, naming `what` cannot be done.
+    pub fn not_capturing(&self, stream: Stream, what: &str) -> Result<()> {
+        let _entered = self.enter()?;
+        if driver::is_capturing(stream.handle())? {
+            return Err(Error::new(
+                ErrorKind::Driver,
+                format!("{what} copies from the host and cannot be captured into a CUDA graph"),
+            ));
+        }
+        Ok(())
+    }
+
+    /// An event, in the current context.
+    pub(super) fn take_event(&self) -> Result<usize> {
+        let kept = lock(&self.events).pop();
+        kept.map_or_else(driver::create_event, Ok)
+    }
+
+    pub(super) fn keep_event(&self, event: usize) {
+        lock(&self.events).push(event);
+    }
+}
+
+/// An address as the driver counts it.
+pub(super) fn address(pointer: *const u8) -> u64 {
+    u64::try_from(pointer.addr()).unwrap_or(u64::MAX)
+}
+
+/// Whether a driver call would come from the child of a process that used the driver.
+pub(super) fn is_forked() -> bool {
+    FORKED.load(Relaxed)
+}
+
+fn not_forked() -> Result<()> {
+    if is_forked() {
+        return Err(Error::new(
+            ErrorKind::Driver,
+            "this process was forked from one that used CUDA, whose memory it does not have; \
+             start worker processes with 'spawn' or 'forkserver'",
+        ));
+    }
+    Ok(())
+}
+
+/// Notes forks from now on.
+fn watch_for_forks() {
+    extern "C" fn in_child() {
+        FORKED.store(true, Relaxed);
+    }
+    static WATCH: Once = Once::new();
+    WATCH.call_once(|| {
+        // SAFETY: the handler only stores to an atomic, which is allowed in the child of a fork.
+        unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
+    });
+}
+
+/// Locks `mutex`. Nothing that is guarded here can be left half changed, so poison is ignored.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

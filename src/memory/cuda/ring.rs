@@ -1,0 +1,248 @@
+//! Page-locked memory through which small arrays cross to a device and back.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use crate::base::{Error, Result};
+use crate::memory::{ALIGNMENT, Number, Plain, Region, Stream};
+
+use super::{Cuda, Event, Gpu, Pinned};
+
+/// Pieces begin at multiples of this.
+const PIECE: usize = 16;
+
+/// With so many pieces in use it is worth asking the driver which are done.
+const LOOK_FROM: usize = 32;
+
+/// A piece of page-locked memory with a twin on the device, handed out round and round.
+///
+/// What goes in is used by work that is enqueued meanwhile, and its piece is reused when the device has done that
+/// work. Should the host be a whole ring ahead of the device, the next piece waits for the oldest. Nothing is
+/// allocated after construction.
+#[derive(Debug)]
+pub struct Ring {
+    gpu: Arc<Gpu>,
+    pinned: Region,
+    twin: Region,
+    pieces: Mutex<Pieces>,
+}
+
+#[derive(Debug, Default)]
+struct Pieces {
+    /// Where the next piece begins, if it fits.
+    next: usize,
+    /// Oldest first. They lie one after the other, but for a gap where the ring was wrapped.
+    used: VecDeque<Piece>,
+}
+
+#[derive(Debug)]
+struct Piece {
+    range: Range<usize>,
+    done: Arc<Event>,
+    /// Whether somebody will still read it on the host.
+    held: bool,
+}
+
+/// A piece that work on the device writes, for the host to read.
+#[derive(Debug)]
+pub struct Held {
+    range: Range<usize>,
+    done: Arc<Event>,
+}
+
+impl Held {
+    /// The point after the work that writes it.
+    #[must_use]
+    pub const fn done(&self) -> &Arc<Event> {
+        &self.done
+    }
+}
+
+impl Ring {
+    /// A ring of `bytes` on the host and as many on `gpu`.
+    ///
+    /// # Errors
+    /// What the backends say when they have not enough.
+    pub fn new(gpu: &Arc<Gpu>, bytes: usize) -> Result<Self> {
+        Self::with_twin(gpu, bytes, bytes)
+    }
+
+    /// A ring of `bytes` on the host only, for what kernels write to host memory.
+    ///
+    /// # Errors
+    /// As [`Ring::new`].
+    pub fn on_host(gpu: &Arc<Gpu>, bytes: usize) -> Result<Self> {
+        Self::with_twin(gpu, bytes, 0)
+    }
+
+    fn with_twin(gpu: &Arc<Gpu>, bytes: usize, twin_bytes: usize) -> Result<Self> {
+        let whole = |bytes: usize| bytes.checked_next_multiple_of(ALIGNMENT).unwrap_or(bytes);
+        let twin = Region::new(Arc::new(Cuda::unwritten(gpu)), whole(twin_bytes))?;
+        let pinned = Region::new(Arc::new(Pinned::new(gpu)), whole(bytes))?;
+        Ok(Self { gpu: Arc::clone(gpu), pinned, twin, pieces: Mutex::default() })
+    }
+
+    /// Bytes of the largest piece.
+    #[must_use]
+    pub fn capacity(&self) -> usize {
+        self.pinned.bytes()
+    }
+
+    /// Copies `arrays` to the twin, or to byte `to` of `target` if that is given, and has `work` enqueue what uses
+    /// them there: it gets the region and the byte of each array.
+    ///
+    /// Returns the point after the copy and the work.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when they are more than the ring holds,
+    /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) while `stream` is captured or when the driver refuses,
+    /// what `work` says.
+    pub fn upload<T: Plain>(
+        &self,
+        arrays: &[&[T]],
+        target: Option<(&Region, usize)>,
+        stream: Stream,
+        work: impl FnOnce(&Region, &[usize]) -> Result<()>,
+    ) -> Result<Arc<Event>> {
+        self.gpu.not_capturing(stream, "a call with numbers that are not on the device")?;
+        let mut offsets = Vec::with_capacity(arrays.len());
+        let mut bytes = 0usize;
+        for array in arrays {
+            let offset = bytes.next_multiple_of(PIECE);
+            offsets.push(offset);
+            bytes = offset + size_of_val(*array);
+        }
+        let mut pieces = self.pieces.lock().unwrap_or_else(PoisonError::into_inner);
+        let range = self.room(&mut pieces, bytes)?.ok_or_else(|| {
+            Error::config(format!(
+                "{bytes} bytes of numbers from the host are more than the {} that cross at once; \
+                 pass them in parts, or as tensors on the device",
+                self.capacity()
+            ))
+        })?;
+        for (array, offset) in arrays.iter().zip(&offsets) {
+            self.pinned.write(range.start + offset, array)?;
+        }
+        let (target, to) = target.unwrap_or((&self.twin, range.start));
+        // From here on the device may be using the piece, so it is kept also when something fails.
+        let enqueued =
+            self.gpu.copy_in((target, to), (&self.pinned, range.start), bytes, stream).and_then(|()| {
+                for offset in &mut offsets {
+                    *offset += to;
+                }
+                work(target, &offsets)
+            });
+        let done = self.seal(&mut pieces, range, false, stream)?;
+        enqueued.map(|()| done)
+    }
+
+    /// Has `work` enqueue something that writes `bytes` bytes to host memory, at the byte of the region that it
+    /// gets. `None` when there is no room for it now.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the driver refuses, what `work` says.
+    pub fn receive(
+        &self,
+        bytes: usize,
+        stream: Stream,
+        work: impl FnOnce(&Region, usize) -> Result<()>,
+    ) -> Result<Option<Held>> {
+        let mut pieces = self.pieces.lock().unwrap_or_else(PoisonError::into_inner);
+        Self::reclaim(&mut pieces)?;
+        let Some(range) = self.free_room(&pieces, bytes) else { return Ok(None) };
+        let enqueued = work(&self.pinned, range.start);
+        let done = self.seal(&mut pieces, range.clone(), true, stream)?;
+        let held = Held { range, done };
+        match enqueued {
+            Ok(()) => Ok(Some(held)),
+            Err(failure) => {
+                drop(pieces);
+                self.release(&held);
+                Err(failure)
+            }
+        }
+    }
+
+    /// The first `count` elements of a piece whose work is done. The piece is free afterwards.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when they are more than the piece holds.
+    pub fn take<T: Number>(&self, held: &Held, count: usize) -> Result<Vec<T>> {
+        let values = self.pinned.read(held.range.start, count);
+        self.release(held);
+        values
+    }
+
+    /// Gives up a piece that nobody will read. The device may still be writing it.
+    pub fn release(&self, held: &Held) {
+        let mut pieces = self.pieces.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(piece) = pieces.used.iter_mut().find(|piece| piece.range.start == held.range.start) {
+            piece.held = false;
+        }
+    }
+
+    /// Marks `range` as used by what was enqueued on `stream` so far.
+    fn seal(
+        &self,
+        pieces: &mut Pieces,
+        range: Range<usize>,
+        held: bool,
+        stream: Stream,
+    ) -> Result<Arc<Event>> {
+        let done = match Event::record(&self.gpu, stream) {
+            Ok(done) => Arc::new(done),
+            Err(failure) => {
+                // Without a point to wait for, the only way to know that the piece is free is to wait now.
+                self.gpu.synchronize(stream)?;
+                return Err(failure);
+            }
+        };
+        pieces.next = range.end;
+        pieces.used.push_back(Piece { range, done: Arc::clone(&done), held });
+        Ok(done)
+    }
+
+    /// Drops the oldest pieces that nobody uses any more.
+    fn reclaim(pieces: &mut Pieces) -> Result<()> {
+        while let Some(oldest) = pieces.used.front() {
+            if oldest.held || !oldest.done.passed()? {
+                break;
+            }
+            pieces.used.pop_front();
+        }
+        Ok(())
+    }
+
+    /// Room for `bytes`, waiting for the oldest pieces if need be; `None` if the ring is too small.
+    fn room(&self, pieces: &mut Pieces, bytes: usize) -> Result<Option<Range<usize>>> {
+        if pieces.used.len() >= LOOK_FROM {
+            Self::reclaim(pieces)?;
+        }
+        loop {
+            if let Some(range) = self.free_room(pieces, bytes) {
+                return Ok(Some(range));
+            }
+            match pieces.used.front() {
+                Some(oldest) if !oldest.held => oldest.done.wait()?,
+                _ => return Ok(None),
+            }
+            pieces.used.pop_front();
+        }
+    }
+
+    fn free_room(&self, pieces: &Pieces, bytes: usize) -> Option<Range<usize>> {
+        let bytes = bytes.max(1).next_multiple_of(PIECE);
+        let fits =
+            |start: usize, end: usize| (bytes <= end.checked_sub(start)?).then(|| start..start + bytes);
+        let Some(oldest) = pieces.used.front().map(|piece| piece.range.start) else {
+            return fits(0, self.capacity());
+        };
+        if pieces.next > oldest {
+            // One byte stays free, so that a full ring does not look like an empty one.
+            fits(pieces.next, self.capacity()).or_else(|| fits(0, oldest.saturating_sub(1)))
+        } else {
+            fits(pieces.next, oldest.saturating_sub(1))
+        }
+    }
+}

@@ -1,0 +1,29 @@
+//! Queues of work on a device.
+
+/// A CUDA stream, by its driver handle; 0 is the default stream. Host memory ignores it.
+///
+/// It is a name, not an owner: whoever made the stream keeps it alive for as long as pools work on it.
+///
+/// ```
+/// use kvpool::memory::Stream;
+/// assert_eq!(Stream::DEFAULT, Stream::from_handle(0));
+/// ```
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Stream(usize);
+
+impl Stream {
+    /// The legacy default stream.
+    pub const DEFAULT: Self = Self(0);
+
+    /// The stream with this driver handle.
+    #[must_use]
+    pub const fn from_handle(handle: usize) -> Self {
+        Self(handle)
+    }
+
+    /// Its driver handle.
+    #[must_use]
+    pub const fn handle(self) -> usize {
+        self.0
+    }
+}

@@ -1,0 +1,154 @@
+//! Frees whose slots only the device knows, until their values have landed.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use crate::base::{IndexVec, Result};
+use crate::index::FenceId;
+use crate::kernels::{Fetch, Fetcher};
+use crate::memory::{Borrowed, Event, Gpu, Stream};
+
+/// Values of a free that the host has, or that are on their way.
+#[derive(Debug)]
+pub(super) enum Part {
+    /// On the host.
+    Values(IndexVec),
+    /// On their way.
+    Fetch(Arc<Fetcher>, Fetch),
+}
+
+impl Part {
+    fn len(&self) -> usize {
+        match self {
+            Self::Values(values) => values.len(),
+            Self::Fetch(_, fetch) => fetch.len(),
+        }
+    }
+}
+
+/// One free.
+#[derive(Debug)]
+struct Free {
+    parts: Vec<Part>,
+    /// What the slots wait for once they are known.
+    fence: Option<FenceId>,
+}
+
+/// A free whose values have all landed.
+pub(super) struct Landed {
+    pub(super) values: IndexVec,
+    pub(super) fence: Option<FenceId>,
+}
+
+/// Frees in the order in which they were made.
+#[derive(Debug, Default)]
+pub(super) struct Deferred {
+    /// One for each device whose tensors were freed.
+    fetchers: Vec<Arc<Fetcher>>,
+    frees: VecDeque<Free>,
+}
+
+impl Deferred {
+    pub(super) fn is_empty(&self) -> bool {
+        self.frees.is_empty()
+    }
+
+    /// Gets ready for tensors of `gpu`, of up to `values` values at a time.
+    pub(super) fn prepare(&mut self, gpu: &Arc<Gpu>, values: usize) -> Result<&Arc<Fetcher>> {
+        let found = self.fetchers.iter().position(|fetcher| fetcher.gpu().device() == gpu.device());
+        let at = if let Some(at) = found {
+            at
+        } else {
+            self.fetchers.push(Arc::new(Fetcher::new(gpu, values)?));
+            self.fetchers.len() - 1
+        };
+        Ok(&self.fetchers[at])
+    }
+
+    /// Enqueues a copy of `tensor`, for which there must be room for `values` values at a time.
+    pub(super) fn fetch(
+        &mut self,
+        gpu: &Arc<Gpu>,
+        values: usize,
+        tensor: &Borrowed<'_>,
+        stream: Stream,
+    ) -> Result<Option<Part>> {
+        let fetcher = Arc::clone(self.prepare(gpu, values)?);
+        Ok(fetcher.fetch(tensor, stream)?.map(|fetch| Part::Fetch(fetcher, fetch)))
+    }
+
+    pub(super) fn push(&mut self, parts: Vec<Part>, fence: Option<FenceId>) {
+        self.frees.push_back(Free { parts, fence });
+    }
+
+    /// Notes that a fence has passed, and says whether a free was waiting for it.
+    pub(super) fn fence_passed(&mut self, fence: FenceId) -> bool {
+        let waiting = self.frees.iter_mut().find(|free| free.fence == Some(fence));
+        waiting.is_some_and(|free| free.fence.take().is_some())
+    }
+
+    /// How many values were given, but for those behind fences.
+    pub(super) fn given(&self) -> usize {
+        let unfenced = self.frees.iter().filter(|free| free.fence.is_none());
+        unfenced.flat_map(|free| &free.parts).map(Part::len).sum()
+    }
+
+    /// The point after which the oldest free can be completed.
+    pub(super) fn oldest(&self) -> Option<Arc<Event>> {
+        // The copies of one free were enqueued one after the other, but perhaps on several streams.
+        let mut events = self.frees.front()?.parts.iter().filter_map(|part| match part {
+            Part::Fetch(_, fetch) => Some(fetch.done()),
+            Part::Values(_) => None,
+        });
+        events.find(|event| !event.passed().unwrap_or(true)).cloned()
+    }
+
+    /// Takes the oldest free if all of its values have landed.
+    pub(super) fn landed(&mut self) -> Result<Option<Landed>> {
+        let Some(oldest) = self.frees.front() else { return Ok(None) };
+        for part in &oldest.parts {
+            if let Part::Fetch(_, fetch) = part
+                && !fetch.done().passed()?
+            {
+                return Ok(None);
+            }
+        }
+        let Some(free) = self.frees.pop_front() else { return Ok(None) };
+        let mut parts = free.parts.into_iter();
+        let values = match (parts.next(), parts.len()) {
+            (None, _) => IndexVec::I32(Vec::new()),
+            (Some(only), 0) => values(only)?,
+            (Some(first), _) => {
+                let mut all = values(first)?.into_i64()?;
+                for part in parts {
+                    all.extend(values(part)?.iter());
+                }
+                IndexVec::I64(all)
+            }
+        };
+        Ok(Some(Landed { values, fence: free.fence }))
+    }
+
+    /// Forgets every free. What the device still writes is left alone.
+    pub(super) fn clear(&mut self) {
+        for free in self.frees.drain(..) {
+            abandon(&free.parts);
+        }
+    }
+}
+
+/// Gives up values that are on their way.
+pub(super) fn abandon(parts: &[Part]) {
+    for part in parts {
+        if let Part::Fetch(fetcher, fetch) = part {
+            fetcher.abandon(fetch);
+        }
+    }
+}
+
+fn values(part: Part) -> Result<IndexVec> {
+    match part {
+        Part::Values(values) => Ok(values),
+        Part::Fetch(fetcher, fetch) => fetcher.take(&fetch),
+    }
+}

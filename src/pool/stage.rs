@@ -1,0 +1,236 @@
+//! The next slots, on the device before anybody asks for them.
+
+use std::ops::Range;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use crate::base::{DType, Error, ErrorKind, Result, zeros};
+use crate::index::Bitmap;
+use crate::memory::{Cuda, Event, Gpu, Region, Returned, Ring, Stream};
+use crate::tensor::TensorView;
+
+use super::host_copy::{HostCopy, publish, stepped};
+
+/// Slots that are written ahead: at first, at least and at most.
+const AHEAD: usize = 1024;
+const LEAST_AHEAD: usize = 64;
+const MOST_AHEAD: usize = 16 << 10;
+
+/// Positions at which a copy begins are multiples of this, so that it moves whole words.
+const ALIGNED: usize = 4;
+
+/// Device memory in which slots are handed out.
+///
+/// A copy to the device brings the slots that were asked for and, behind them, those that will come next. As long as
+/// the guess holds (every answer is compared with it), handing out is a matter of a cursor: no call to the driver.
+/// Positions are used again when the tensors over them are gone. Nothing is allocated after construction, so what is
+/// out at once is bounded: tensors over more positions than the stage has are an error.
+#[derive(Debug)]
+pub(super) struct Stage {
+    gpu: Arc<Gpu>,
+    region: Arc<Region>,
+    ring: Ring,
+    copy: Arc<StageCopy>,
+    /// Parts of the region whose tensors are gone.
+    returned: Arc<Returned>,
+    /// Positions that no tensor and no window covers.
+    free: Bitmap,
+    window: Option<Window>,
+    /// Streams on which positions were written or handed out. What is written anew waits for them.
+    streams: Vec<Stream>,
+    /// How many slots the next copy brings.
+    ahead: usize,
+}
+
+/// Positions that hold the slots that should come next.
+#[derive(Debug)]
+struct Window {
+    positions: Range<usize>,
+    /// The point at which they are on the device.
+    written: Arc<Event>,
+    /// Streams that come after that point.
+    ordered: Vec<Stream>,
+}
+
+/// The host's copy of the region.
+#[derive(Debug)]
+struct StageCopy {
+    addresses: Range<usize>,
+    values: Mutex<Vec<i32>>,
+}
+
+impl StageCopy {
+    fn locked<R>(&self, work: impl FnOnce(&mut Vec<i32>) -> R) -> R {
+        work(&mut self.values.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+impl HostCopy for StageCopy {
+    fn addresses(&self) -> Range<usize> {
+        self.addresses.clone()
+    }
+
+    fn values(&self, first: usize, step: usize, count: usize, version: u64) -> Option<Vec<i32>> {
+        // A tensor over new slots starts at version 0; whoever wrote to it through the framework has counted it up.
+        if version != 0 {
+            return None;
+        }
+        self.locked(|values| stepped(values, first, step, count))
+    }
+}
+
+impl Stage {
+    /// For tensors over up to `slots` live slots, and as many whose slots were freed already.
+    pub(super) fn new(gpu: &Arc<Gpu>, slots: usize) -> Result<Self> {
+        let positions = slots.saturating_mul(2).saturating_add(2 * MOST_AHEAD);
+        let bytes = positions.saturating_mul(size_of::<i32>());
+        let region = Arc::new(Region::new(Arc::new(Cuda::unwritten(gpu)), bytes)?);
+        let start = region.address().as_ptr().addr();
+        let copy =
+            Arc::new(StageCopy { addresses: start..start + bytes, values: Mutex::new(zeros(positions)?) });
+        let published: Arc<dyn HostCopy> = copy.clone();
+        publish(&published);
+        let mut free = Bitmap::new(positions)?;
+        free.insert_run(0, positions);
+        Ok(Self {
+            gpu: Arc::clone(gpu),
+            ring: Ring::on_host(gpu, bytes)?,
+            region,
+            copy,
+            returned: Arc::default(),
+            free,
+            window: None,
+            streams: Vec::new(),
+            ahead: AHEAD,
+        })
+    }
+
+    /// The device.
+    pub(super) const fn gpu(&self) -> &Arc<Gpu> {
+        &self.gpu
+    }
+
+    /// Bytes on the device.
+    pub(super) fn bytes(&self) -> usize {
+        self.region.bytes()
+    }
+
+    /// `slots`, which were just taken, as a tensor that is valid on `stream`. `whole` counts the slots up to the end
+    /// of their last page; `upcoming` appends those that come next until there are as many as it is told.
+    pub(super) fn hand_out(
+        &mut self,
+        slots: &[i32],
+        whole: usize,
+        upcoming: impl FnOnce(&mut Vec<i32>, usize),
+        stream: Stream,
+    ) -> Result<TensorView> {
+        self.gpu.check_process()?;
+        if let Some(positions) = self.foreseen(slots, whole) {
+            self.order(stream)?;
+            return self.view(positions);
+        }
+        self.leave_window();
+        let mut values = slots.to_vec();
+        upcoming(&mut values, slots.len().max(self.ahead));
+        let positions = self.claim(slots.len(), values.len())?;
+        values.truncate(positions.len());
+        if let Err(failure) = self.write(&positions, &values, stream) {
+            self.free.insert_run(positions.start, positions.len());
+            return Err(failure);
+        }
+        let handed = positions.start..positions.start + slots.len();
+        if let Some(window) = &mut self.window {
+            window.positions.start = handed.end;
+        }
+        self.view(handed)
+    }
+
+    /// Where `slots` lie, if they are what was expected next. The window moves past them.
+    fn foreseen(&mut self, slots: &[i32], whole: usize) -> Option<Range<usize>> {
+        let window = self.window.as_mut()?;
+        let handed = window.positions.start..window.positions.start.checked_add(slots.len())?;
+        if handed.end > window.positions.end || !self.copy.locked(|values| values[handed.clone()] == *slots) {
+            return None;
+        }
+        // The rest of the last page belongs to whoever got the slots, so the positions of it are free.
+        let next = (handed.start + whole).clamp(handed.end, window.positions.end);
+        window.positions.start = next;
+        self.free.insert_run(handed.end, next - handed.end);
+        Some(handed)
+    }
+
+    /// Gives up what is left of the window, and looks further ahead next time if little was.
+    fn leave_window(&mut self) {
+        let Some(window) = self.window.take() else { return };
+        let left = window.positions.len();
+        self.ahead = if left <= self.ahead / 4 { self.ahead * 2 } else { self.ahead / 2 };
+        self.ahead = self.ahead.clamp(LEAST_AHEAD, MOST_AHEAD);
+        self.free.insert_run(window.positions.start, left);
+    }
+
+    /// Takes up to `most` positions in a row, at least `least`.
+    fn claim(&mut self, least: usize, most: usize) -> Result<Range<usize>> {
+        for range in self.returned.take() {
+            let (start, end) = (range.start / size_of::<i32>(), range.end / size_of::<i32>());
+            self.free.insert_run(start, end - start);
+        }
+        let (mut best, mut from) = (0..0, 0);
+        while let Some((start, len)) = self.free.next_run(from, most + ALIGNED)
+            && best.len() < most
+        {
+            from = start + len;
+            let aligned = start.next_multiple_of(ALIGNED);
+            let len = from.saturating_sub(aligned).min(most);
+            if len > best.len() {
+                best = aligned..aligned + len;
+            }
+        }
+        if best.len() < least {
+            let out = self.copy.addresses.len() / size_of::<i32>() - self.free.len();
+            return Err(Error::new(
+                ErrorKind::OutOfMemory,
+                format!(
+                    "{least} slots asked for, but tensors over {out} slots that were handed out before are still \
+                     alive; drop those of freed slots, or keep a copy"
+                ),
+            ));
+        }
+        self.free.remove_run(best.start, best.len());
+        Ok(best)
+    }
+
+    /// Writes `values` at `positions`, which become the window.
+    fn write(&mut self, positions: &Range<usize>, values: &[i32], stream: Stream) -> Result<()> {
+        // Tensors over these positions are gone, but work on their streams may still read them.
+        for &other in self.streams.iter().filter(|other| **other != stream) {
+            Event::record(&self.gpu, other)?.precede(stream)?;
+        }
+        let place = positions.start * size_of::<i32>();
+        let written = self.ring.upload(&[values], Some((&self.region, place)), stream, |_, _| Ok(()))?;
+        self.copy.locked(|copy| copy[positions.clone()].copy_from_slice(values));
+        if !self.streams.contains(&stream) {
+            self.streams.push(stream);
+        }
+        self.window = Some(Window { positions: positions.clone(), written, ordered: vec![stream] });
+        Ok(())
+    }
+
+    /// Makes the window valid on `stream`.
+    fn order(&mut self, stream: Stream) -> Result<()> {
+        let Some(window) = &mut self.window else { return Ok(()) };
+        if !window.ordered.contains(&stream) {
+            window.written.precede(stream)?;
+            window.ordered.push(stream);
+            if !self.streams.contains(&stream) {
+                self.streams.push(stream);
+            }
+        }
+        Ok(())
+    }
+
+    fn view(&self, positions: Range<usize>) -> Result<TensorView> {
+        let (count, size) = (positions.len(), size_of::<i32>());
+        let bytes = positions.start * size..positions.end * size;
+        let part = Region::part(&self.region, bytes, &self.returned)?;
+        TensorView::contiguous(Arc::new(part), 0, DType::I32, &[count])
+    }
+}

@@ -1,0 +1,217 @@
+//! What the host knows of a request table on a device.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use crate::base::{Result, widen, zeros};
+use crate::index::Bitmap;
+use crate::memory::{Gpu, Held, Region, Ring};
+
+use super::host_copy::{HostCopy, publish, stepped};
+
+/// Bytes of writes that may be on their way to the host at once.
+const ECHO_BYTES: usize = 4 << 20;
+
+/// A copy of a table, kept up with what is written to it in the order in which that is enqueued.
+#[derive(Debug)]
+pub(super) struct TableCopy {
+    addresses: Range<usize>,
+    columns: usize,
+    /// Where kernels tell what they wrote.
+    echoes: Ring,
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    /// `[rows, columns]`, right but for `unknown` rows and what `steps` will change.
+    values: Vec<i32>,
+    /// Rows that somebody else wrote to.
+    unknown: Bitmap,
+    /// By row, columns below this may be written, as far as echoes told.
+    written: Vec<u32>,
+    /// What was enqueued behind an echo that has not landed, oldest first.
+    steps: VecDeque<Step>,
+    /// The framework's count of its own writes to the table up to which the copy is right.
+    version: u64,
+}
+
+/// One change of the table.
+#[derive(Debug)]
+enum Step {
+    /// A kernel tells so many places and what it wrote to them.
+    Echo(Held, usize),
+    /// The first columns of rows were zeroed.
+    Zero(Vec<(u32, u32)>),
+}
+
+impl TableCopy {
+    /// For a table of zeros that fills `region`.
+    pub(super) fn new(gpu: &Arc<Gpu>, region: &Region, rows: usize, columns: usize) -> Result<Arc<Self>> {
+        let start = region.address().as_ptr().addr();
+        let state = State {
+            values: zeros(rows * columns)?,
+            unknown: Bitmap::new(rows)?,
+            written: zeros(rows)?,
+            steps: VecDeque::new(),
+            version: 0,
+        };
+        let copy = Arc::new(Self {
+            addresses: start..start + region.bytes(),
+            columns,
+            echoes: Ring::on_host(gpu, ECHO_BYTES)?,
+            state: Mutex::new(state),
+        });
+        let published: Arc<dyn HostCopy> = copy.clone();
+        publish(&published);
+        Ok(copy)
+    }
+
+    /// Where kernels tell what they wrote.
+    pub(super) const fn echoes(&self) -> &Ring {
+        &self.echoes
+    }
+
+    /// Whether every change has landed, so that known writes can be noted at once.
+    pub(super) fn is_settled(&self) -> bool {
+        self.settled().steps.is_empty()
+    }
+
+    /// Notes values that were written, each with its row and column. Only when settled.
+    pub(super) fn wrote_points(&self, places: impl Iterator<Item = (u32, u32, i32)>) {
+        let mut state = self.lock();
+        for (row, column, value) in places {
+            state.values[widen(row) * self.columns + widen(column)] = value;
+        }
+    }
+
+    /// Notes that a kernel will tell `count` places that it wrote.
+    pub(super) fn will_tell(&self, held: Held, count: usize) {
+        self.lock().steps.push_back(Step::Echo(held, count));
+    }
+
+    /// Notes that the host does not know rows any more; all of them, if it does not know which.
+    pub(super) fn lost(&self, rows: Option<&[u32]>) {
+        let mut state = self.lock();
+        if let Some(rows) = rows {
+            for &row in rows {
+                state.unknown.insert_run(widen(row), 1);
+            }
+        } else {
+            state.lose_all();
+        }
+    }
+
+    /// Notes that the framework's own writes up to `version` are accounted for, and returns what was noted before.
+    pub(super) fn trust(&self, version: u64) -> u64 {
+        std::mem::replace(&mut self.lock().version, version)
+    }
+
+    /// How far `row` may be written, as far as this copy knows.
+    pub(super) fn extent(&self, row: u32) -> u32 {
+        let state = self.settled();
+        if state.steps.is_empty() && !state.unknown.contains(widen(row)) {
+            state.written[widen(row)]
+        } else {
+            u32::try_from(self.columns).unwrap_or(u32::MAX)
+        }
+    }
+
+    /// Notes that the first columns of rows were zeroed, all that were ever written, so that these rows are known.
+    pub(super) fn zeroed(&self, rows: Vec<(u32, u32)>) {
+        let mut state = self.settled();
+        for &(row, _) in &rows {
+            state.unknown.remove_run(widen(row), 1);
+        }
+        if state.steps.is_empty() {
+            state.zero(&rows, self.columns);
+        } else {
+            state.steps.push_back(Step::Zero(rows));
+        }
+    }
+
+    /// Forgets what is on its way: the whole table is about to be zeroed.
+    pub(super) fn forget_echoes(&self) {
+        for step in std::mem::take(&mut self.lock().steps) {
+            if let Step::Echo(held, _) = step {
+                self.echoes.release(&held);
+            }
+        }
+    }
+
+    /// The state after every change that has landed.
+    fn settled(&self) -> MutexGuard<'_, State> {
+        let mut state = self.lock();
+        while let Some(step) = state.steps.front() {
+            let landed = match step {
+                // A device that has failed tells nothing any more; what it would have told stays unknown.
+                Step::Echo(held, _) => held.done().passed().unwrap_or(false),
+                Step::Zero(_) => true,
+            };
+            if !landed {
+                break;
+            }
+            match state.steps.pop_front() {
+                Some(Step::Echo(held, count)) => {
+                    if let Ok(told) = self.echoes.take::<i32>(&held, 3 * count) {
+                        state.hear(&told, self.columns);
+                    } else {
+                        state.lose_all();
+                    }
+                }
+                Some(Step::Zero(rows)) => state.zero(&rows, self.columns),
+                None => (),
+            }
+        }
+        state
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    /// Notes that the host knows no row any more.
+    fn lose_all(&mut self) {
+        self.unknown.insert_run(0, self.written.len());
+    }
+
+    /// Notes what a kernel told: triples of row, column and value, row -1 where it wrote nothing.
+    fn hear(&mut self, told: &[i32], columns: usize) {
+        for triple in told.chunks_exact(3) {
+            if let (Ok(row), Ok(column)) = (usize::try_from(triple[0]), u32::try_from(triple[1])) {
+                self.values[row * columns + widen(column)] = triple[2];
+                self.written[row] = self.written[row].max(column + 1);
+            }
+        }
+    }
+
+    fn zero(&mut self, rows: &[(u32, u32)], columns: usize) {
+        for &(row, len) in rows {
+            let place = widen(row) * columns;
+            self.values[place..place + widen(len)].fill(0);
+            self.written[widen(row)] = 0;
+        }
+    }
+}
+
+impl HostCopy for TableCopy {
+    fn addresses(&self) -> Range<usize> {
+        self.addresses.clone()
+    }
+
+    fn values(&self, first: usize, step: usize, count: usize, version: u64) -> Option<Vec<i32>> {
+        let state = self.settled();
+        if !state.steps.is_empty() || version != state.version {
+            return None;
+        }
+        let last = step.checked_mul(count.saturating_sub(1))?.checked_add(first)?;
+        let rows = first / self.columns..last / self.columns + 1;
+        if !state.unknown.is_empty() && rows.into_iter().any(|row| state.unknown.contains(row)) {
+            return None;
+        }
+        stepped(&state.values, first, step, count)
+    }
+}
