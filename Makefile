@@ -5,10 +5,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 TRACES := ../shared/traces
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-RUST_SOURCES := $(shell find src -name '*.rs') Cargo.toml Cargo.lock
+RUST_SOURCES := $(shell find src -name '*.rs' -o -name '*.ptx') Cargo.toml Cargo.lock
 EXTENSION := $(VENV)/.extension
+DRIVER := target/driver/lib/libcuda.so.1
+DRIVER_SOURCES := $(wildcard tests/driver/*.* tests/driver/src/*.rs src/kernels/*.cu src/kernels/*.cuh)
+CUDA_TOOLS := $(VENV)/cuda-tools
 
-.PHONY: demo test lint bench format clean rust-test python-test rust-lint python-lint
+.PHONY: demo test lint bench bench-cuda format clean kernels rust-test python-test rust-lint python-lint kernel-lint
 .DEFAULT_GOAL := test
 
 # The main job: a request trace through the pools, with every row of K and V checked.
@@ -21,20 +24,24 @@ demo: $(EXTENSION) $(VENV)/.tools
 
 test: rust-test python-test
 
-rust-test:
+rust-test: $(DRIVER)
 	cargo test --locked
-	cargo test --locked --features cuda
+	LD_PRELOAD=$(abspath $(DRIVER)) KVPOOL_REQUIRE_CUDA=1 cargo test --locked --features cuda
 
-python-test: $(EXTENSION) $(VENV)/.test
+# Once as this machine is, then every CUDA test on a driver made of software.
+python-test: $(EXTENSION) $(VENV)/.test $(DRIVER)
 	$(BIN)/python -m pytest
+	LD_PRELOAD=$(abspath $(DRIVER)) KVPOOL_REQUIRE_CUDA=1 $(BIN)/python -m pytest --software -m cuda
 
-lint: rust-lint python-lint
+lint: rust-lint python-lint kernel-lint
 
 rust-lint:
 	cargo fmt --check
 	cargo clippy --locked --all-targets -- -D warnings
 	cargo clippy --locked --all-targets --features cuda,python -- -D warnings
 	RUSTDOCFLAGS='-D warnings' cargo doc --locked --no-deps --features cuda
+	cargo fmt --check --manifest-path tests/driver/Cargo.toml
+	cargo clippy --locked --release --manifest-path tests/driver/Cargo.toml --target-dir target/driver -- -D warnings
 	test "$$(cargo tree --locked --features cuda -e features -i cudarc | grep -o 'feature "cuda-[^"]*"')" = 'feature "cuda-12000"'
 
 python-lint: $(EXTENSION) $(VENV)/.test
@@ -42,6 +49,13 @@ python-lint: $(EXTENSION) $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest kvpool._kvpool --mypy-config-file pyproject.toml
+
+# The committed PTX is what the kernels give, and every architecture takes it without spills.
+kernel-lint: $(CUDA_TOOLS)/.installed
+	$(BIN)/python src/kernels/generate.py --tools $(CUDA_TOOLS) --check
+
+kernels: $(CUDA_TOOLS)/.installed
+	$(BIN)/python src/kernels/generate.py --tools $(CUDA_TOOLS)
 
 # Ratios against the alternatives, in the same process.
 bench: $(EXTENSION) $(VENV)/.tools
@@ -52,8 +66,13 @@ bench: $(EXTENSION) $(VENV)/.tools
 	    $(BIN)/python -m kvpool replay $(TRACES)/azure/AzureLLMInferenceTrace_conv.csv --no-kv; \
 	fi
 
+# The same on a GPU.
+bench-cuda: $(EXTENSION) $(VENV)/.tools
+	$(BIN)/python benches/bench_cuda.py
+
 format: $(VENV)/.test
 	cargo fmt
+	cargo fmt --manifest-path tests/driver/Cargo.toml
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 
@@ -76,4 +95,18 @@ $(VENV)/.tools: pyproject.toml $(EXTENSION)
 
 $(VENV)/.test: pyproject.toml $(VENV)/.tools
 	$(PIP) install --quiet --group test --group lint
+	touch $@
+
+# The kernels are C++; where there is no compiler for it, one comes from PyPI.
+$(DRIVER): $(DRIVER_SOURCES) $(BIN)/python
+	if command -v c++ >/dev/null; then cxx=c++; else \
+	    $(PIP) install --quiet ziglang && cxx=$(abspath $(VENV))/zig-c++ && \
+	    printf '#!/bin/sh\nexec $(abspath $(BIN))/python -m ziglang c++ "$$@"\n' > $$cxx && chmod +x $$cxx; fi && \
+	CXX=$$cxx cargo build --quiet --release --locked --manifest-path tests/driver/Cargo.toml --target-dir target/driver
+	mkdir -p $(@D)
+	cp target/driver/release/libcuda.so $@
+
+$(CUDA_TOOLS)/.installed: $(BIN)/python
+	$(PIP) install --quiet --no-deps --target $(CUDA_TOOLS) nvidia-cuda-nvrtc-cu12==12.0.76 \
+	    nvidia-cuda-nvcc-cu12==12.9.86 nvidia-cuda-nvcc==13.0.88
 	touch $@

@@ -1,11 +1,11 @@
 """Compiles the kernels to PTX, and checks that what is committed is what the sources give.
 
-The compiler is NVRTC 12.0, whose PTX every driver from CUDA 12.0 on can load; it needs no GPU. It and the assemblers
-come from PyPI: `pip install --no-deps --target TOOLS nvidia-cuda-nvrtc-cu12==12.0.76 nvidia-cuda-nvcc-cu12==12.9.86
-nvidia-cuda-nvcc==13.0.88`.
+The compiler is NVRTC 12.0, whose PTX every driver from CUDA 12.0 on can load; it needs no GPU. It and the
+assemblers come from PyPI: `pip install --no-deps --target TOOLS nvidia-cuda-nvrtc-cu12==12.0.76
+nvidia-cuda-nvcc-cu12==12.9.86 nvidia-cuda-nvcc==13.0.88`.
 
     python src/kernels/generate.py --tools TOOLS           writes the .ptx files
-    python src/kernels/generate.py --tools TOOLS --check   compares them, and assembles them for every architecture
+    python src/kernels/generate.py --tools TOOLS --check   compares them, and assembles them everywhere
 """
 
 from __future__ import annotations
@@ -94,15 +94,27 @@ def registers(assembler: Path, architecture: int, ptx: Path) -> dict[str, int]:
     Raises:
         GenerateError: If it cannot be assembled, or a kernel spills registers or uses a stack.
     """
-    command = [assembler, f"--gpu-name=sm_{architecture}", "--verbose", "--warn-on-spills", "-o", "/dev/null", ptx]
+    command: list[str | Path] = [
+        assembler,
+        f"--gpu-name=sm_{architecture}",
+        "--verbose",
+        "--warn-on-spills",
+        "-o",
+        "/dev/null",
+        ptx,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     report = done.stdout + done.stderr
     where = f"{ptx.name} for sm_{architecture} with {assembler}"
     if done.returncode or "warning" in report:
         raise GenerateError(f"{where}:\n{report}")
     found = {}
-    for kernel, body in re.findall(r"Compiling entry function '(\w+)'(.*?)(?=Compiling entry|\Z)", report, re.DOTALL):
-        numbers = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", body)
+    for kernel, body in re.findall(
+        r"Compiling entry function '(\w+)'(.*?)(?=Compiling entry|\Z)", report, re.DOTALL
+    ):
+        numbers = re.search(
+            r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", body
+        )
         used = re.search(r"Used (\d+) registers", body)
         if numbers is None or used is None:
             raise GenerateError(f"{where}: nothing is said about {kernel}:\n{report}")
@@ -133,14 +145,16 @@ def check(tools: Path, compiled: dict[str, str]) -> None:
                 for architecture in known:
                     for kernel, count in registers(assembler, architecture, path).items():
                         used.setdefault(kernel, []).append(count)
-            print(f"{name}: sm_{', sm_'.join(map(str, known))}")  # noqa: T201 - a script
+            print(f"{name}: sm_{', sm_'.join(map(str, known))}")
     for kernel, counts in used.items():
-        print(f"{kernel:24} {min(counts):3} to {max(counts):3} registers, no spills")  # noqa: T201
+        print(f"{kernel:24} {min(counts):3} to {max(counts):3} registers, no spills")
 
 
 def main() -> None:
     """Writes or checks the PTX."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tools", type=Path, required=True, help="where pip put the compilers")
     parser.add_argument("--check", action="store_true", help="change nothing; fail if anything is wrong")
     arguments = parser.parse_args()

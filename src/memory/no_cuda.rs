@@ -72,6 +72,16 @@ impl Gpu {
         match self.0 {}
     }
 
+    pub fn copy_in(
+        &self,
+        _target: (&Region, usize),
+        _source: (&Region, usize),
+        _bytes: usize,
+        _stream: Stream,
+    ) -> Result<()> {
+        match self.0 {}
+    }
+
     pub fn copy_out(&self, _source: &Borrowed<'_>, _target: (&Region, usize), _stream: Stream) -> Result<()> {
         match self.0 {}
     }

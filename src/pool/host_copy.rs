@@ -34,6 +34,9 @@ pub(super) fn publish(copy: &Arc<dyn HostCopy>) {
 ///
 /// `version` is the framework's count of writes to the tensor, `None` where it counts none.
 pub(super) fn known_values(tensor: &Borrowed<'_>, version: Option<u64>) -> Option<IndexVec> {
+    if tensor.shape().numel() == 0 {
+        return Some(IndexVec::I32(Vec::new()));
+    }
     if tensor.dtype() != DType::I32 {
         return None;
     }

@@ -1,5 +1,6 @@
 //! The table of every request's slots.
 
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use crate::base::{DType, Device, Error, Id, IndexVec, Result, Row, bytes_of, widen};
@@ -336,7 +337,25 @@ impl ReqToTokenPool {
             }
             (Indices::Device { tensor, .. }, _) => Numbers::Tensor(tensor),
         };
-        self.enqueue(&places, value, known.as_deref(), stream)
+        match (index, &places.known, known.as_deref()) {
+            (TableIndex::Points { .. }, Some(points), Some(values)) if has_repeats(points) => {
+                self.enqueue_last(points, values, stream)
+            }
+            (_, _, known) => self.enqueue(&places, value, known, stream),
+        }
+    }
+
+    /// Enqueues a write to places of which some are named more than once: the last value of each.
+    fn enqueue_last(&mut self, points: &[(u32, u32)], values: &[i32], stream: Stream) -> Result<()> {
+        let last: HashMap<(u32, u32), i32> =
+            points.iter().enumerate().map(|(at, &point)| (point, nth(values, at))).collect();
+        let points: Vec<(u32, u32)> = last.keys().copied().collect();
+        let rows: Vec<i32> = points.iter().map(|(row, _)| row.cast_signed()).collect();
+        let columns: Vec<i32> = points.iter().map(|(_, column)| column.cast_signed()).collect();
+        let values: Vec<i32> = points.iter().filter_map(|point| last.get(point).copied()).collect();
+        let (row, column) = (Numbers::List(&rows), Numbers::List(&columns));
+        let places = Places { row, column, count: points.len(), known: Some(points) };
+        self.enqueue(&places, Numbers::List(&values), Some(&values), stream)
     }
 
     /// The places of points, with those of the host in `lists`.
@@ -382,9 +401,8 @@ impl ReqToTokenPool {
             })?;
         match (told, held) {
             (Some((points, values)), _) => {
-                let value = |at: usize| if values.len() == 1 { values[0] } else { values[at] };
                 let points = points.iter().enumerate();
-                remote.copy.wrote_points(points.map(|(at, &(row, column))| (row, column, value(at))));
+                remote.copy.wrote_points(points.map(|(at, &(row, column))| (row, column, nth(values, at))));
             }
             (None, Some(held)) => remote.copy.will_tell(held, places.count),
             // There was no room for it to be told.
@@ -525,6 +543,17 @@ impl Remote {
         self.copy.zeroed(rows);
         Ok(())
     }
+}
+
+/// Whether a place is named more than once.
+fn has_repeats(points: &[(u32, u32)]) -> bool {
+    let mut seen = HashSet::with_capacity(points.len());
+    !points.iter().all(|point| seen.insert(point))
+}
+
+/// Value number `at`, or the only one.
+fn nth(values: &[i32], at: usize) -> i32 {
+    if let [only] = values { *only } else { values[at] }
 }
 
 /// What the host knows of indices.

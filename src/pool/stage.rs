@@ -131,17 +131,17 @@ impl Stage {
         self.leave_window();
         let mut values = slots.to_vec();
         upcoming(&mut values, slots.len().max(self.ahead));
-        let positions = self.claim(slots.len(), values.len())?;
-        values.truncate(positions.len());
-        if let Err(failure) = self.write(&positions, &values, stream) {
-            self.free.insert_run(positions.start, positions.len());
-            return Err(failure);
-        }
+        let (positions, written) = self.write(slots.len(), &values, stream)?;
         let handed = positions.start..positions.start + slots.len();
-        if let Some(window) = &mut self.window {
-            window.positions.start = handed.end;
-        }
+        let rest = handed.end..positions.end;
+        self.window = Some(Window { positions: rest, written, ordered: vec![stream] });
         self.view(handed)
+    }
+
+    /// Any numbers as a tensor that is valid on `stream`.
+    pub(super) fn show(&mut self, values: &[i32], stream: Stream) -> Result<TensorView> {
+        let (positions, _) = self.write(values.len(), values, stream)?;
+        self.view(positions)
     }
 
     /// Where `slots` lie, if they are what was expected next. The window moves past them.
@@ -198,8 +198,16 @@ impl Stage {
         Ok(best)
     }
 
-    /// Writes `values` at `positions`, which become the window.
-    fn write(&mut self, positions: &Range<usize>, values: &[i32], stream: Stream) -> Result<()> {
+    /// Writes at least the first `least` of `values` to free positions. Also says when they are there.
+    fn write(&mut self, least: usize, values: &[i32], stream: Stream) -> Result<(Range<usize>, Arc<Event>)> {
+        let positions = self.claim(least, values.len())?;
+        let written = self.copy_in(&positions, &values[..positions.len()], stream).inspect_err(|_| {
+            self.free.insert_run(positions.start, positions.len());
+        })?;
+        Ok((positions, written))
+    }
+
+    fn copy_in(&mut self, positions: &Range<usize>, values: &[i32], stream: Stream) -> Result<Arc<Event>> {
         // Tensors over these positions are gone, but work on their streams may still read them.
         for &other in self.streams.iter().filter(|other| **other != stream) {
             Event::record(&self.gpu, other)?.precede(stream)?;
@@ -210,8 +218,7 @@ impl Stage {
         if !self.streams.contains(&stream) {
             self.streams.push(stream);
         }
-        self.window = Some(Window { positions: positions.clone(), written, ordered: vec![stream] });
-        Ok(())
+        Ok(written)
     }
 
     /// Makes the window valid on `stream`.

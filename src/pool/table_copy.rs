@@ -1,6 +1,6 @@
 //! What the host knows of a request table on a device.
 
-use std::collections::VecDeque;
+use std::collections::{HashSet, VecDeque};
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -180,10 +180,15 @@ impl State {
 
     /// Notes what a kernel told: triples of row, column and value, row -1 where it wrote nothing.
     fn hear(&mut self, told: &[i32], columns: usize) {
+        let mut seen = HashSet::with_capacity(told.len() / 3);
         for triple in told.chunks_exact(3) {
             if let (Ok(row), Ok(column)) = (usize::try_from(triple[0]), u32::try_from(triple[1])) {
                 self.values[row * columns + widen(column)] = triple[2];
                 self.written[row] = self.written[row].max(column + 1);
+                if !seen.insert((row, column)) {
+                    // Which of its values a place has that was named twice is the device's choice.
+                    self.unknown.insert_run(row, 1);
+                }
             }
         }
     }

@@ -353,15 +353,27 @@ impl TokenToKvPoolAllocator {
     }
 
     /// The free pages, in the order in which they are handed out without a merge.
-    #[must_use]
-    pub fn free_slots(&self) -> TensorView {
-        page_tensor(self.slots.pages().free_ids())
+    ///
+    /// # Errors
+    /// As [`TokenToKvPoolAllocator::alloc`].
+    pub fn free_slots(&mut self, stream: Stream) -> Result<TensorView> {
+        self.show(self.slots.pages().free_ids(), stream)
     }
 
     /// The released pages, lowest first.
-    #[must_use]
-    pub fn release_slots(&self) -> TensorView {
-        page_tensor(self.slots.pages().released_ids())
+    ///
+    /// # Errors
+    /// As [`TokenToKvPoolAllocator::alloc`].
+    pub fn release_slots(&mut self, stream: Stream) -> Result<TensorView> {
+        self.show(self.slots.pages().released_ids(), stream)
+    }
+
+    fn show(&mut self, ids: Vec<u32>, stream: Stream) -> Result<TensorView> {
+        let ids: Vec<i32> = ids.into_iter().map(u32::cast_signed).collect();
+        match &mut self.stage {
+            Some(stage) => stage.show(&ids, stream),
+            None => Ok(TensorView::from_indices(ids)),
+        }
     }
 
     /// (start, length) of the maximal ascending runs: int32 `[k, 2]` on the host.
@@ -407,8 +419,4 @@ fn fetched_at_once(slots: &SlotAllocator) -> usize {
     /// For small pools, whose frees may name slots more than once.
     const SPARE: usize = 8 << 10;
     slots.capacity().saturating_add(SPARE)
-}
-
-fn page_tensor(ids: Vec<u32>) -> TensorView {
-    TensorView::from_indices(ids.into_iter().map(u32::cast_signed).collect())
 }

@@ -132,6 +132,12 @@ impl Tensor {
         let py = slf.py();
         let numpy = py.import("numpy")?;
         let view = &slf.get().view;
+        if view.device() != Device::Cpu {
+            return Err(PyBufferError::new_err(format!(
+                "the tensor is on {}; cpu() gives a copy in host memory",
+                view.device()
+            )));
+        }
         let bits = match view.dtype() {
             DType::BF16 => DType::F16,
             DType::F8E4M3 | DType::F8E5M2 => DType::U8,

@@ -401,7 +401,8 @@ impl TokenToKvPoolAllocator {
     #[getter]
     fn free_slots(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
         self.wait_for_all(py)?;
-        let view = lock(&self.pool).free_slots();
+        let stream = current_stream(py, self.device)?;
+        let view = with(&self.pool, |pool| pool.free_slots(stream))?;
         to_tensor(py, &view)
     }
 
@@ -409,7 +410,8 @@ impl TokenToKvPoolAllocator {
     #[getter]
     fn release_slots(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
         self.wait_for_all(py)?;
-        let view = lock(&self.pool).release_slots();
+        let stream = current_stream(py, self.device)?;
+        let view = with(&self.pool, |pool| pool.release_slots(stream))?;
         to_tensor(py, &view)
     }
 

@@ -10,6 +10,10 @@ fn main() {
         .cpp(true)
         .std("c++17")
         .opt_level(2)
+        // The kernels need nothing of the library, which then need not be there.
+        .cpp_link_stdlib(None)
+        .flag("-fno-exceptions")
+        .flag("-fno-rtti")
         .include("../../src/kernels")
         .flag("-fno-strict-aliasing")
         .flag("-Wno-unknown-pragmas")

@@ -1,4 +1,9 @@
-"""Fixtures that several test files share."""
+"""Fixtures that several test files share.
+
+Tests that take a `device` run on the CPU and, marked `cuda`, on a GPU: a real one, or with `--software` one
+made of software, which must be preloaded then. Without either they are left out; `KVPOOL_REQUIRE_CUDA=1` makes
+that an error.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +13,15 @@ import sys
 import textwrap
 from typing import TYPE_CHECKING, Any, Protocol
 
+import devices
 import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from software import Driver, SoftwareTorch, is_preloaded
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 settings.register_profile(
     "kvpool",
@@ -26,6 +33,90 @@ settings.register_profile(
     print_blob=True,
 )
 settings.load_profile("kvpool")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The option that says what `cuda` tests run on."""
+    parser.addoption("--software", action="store_true", help="the driver made of software is preloaded")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Sets up PyTorch for a device made of software."""
+    if not config.getoption("--software"):
+        return
+    if not is_preloaded():
+        raise pytest.UsageError("--software needs the driver made of software: LD_PRELOAD=.../libcuda.so.1")
+    # There is no runtime to initialise: the driver has what is needed of it.
+    torch.cuda._lazy_init = lambda: None
+    # A tensor is shown without its values, which PyTorch would read past `SoftwareTorch`.
+    shown: Callable[..., str] = torch.Tensor.__repr__
+
+    def show(tensor: torch.Tensor, **options: Any) -> str:  # noqa: ANN401
+        return f"<{tuple(tensor.shape)} on {tensor.device}>" if tensor.is_cuda else shown(tensor, **options)
+
+    torch.Tensor.__repr__ = show  # type: ignore[method-assign, assignment]
+
+
+def why_no_cuda(config: pytest.Config) -> str | None:
+    """What a test on a GPU lacks here."""
+    if config.getoption("--software") or torch.cuda.is_available():
+        return None
+    return "no NVIDIA GPU that PyTorch can use; `pytest --software` runs this on a driver made of software"
+
+
+LEFT_OUT = pytest.StashKey[int]()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what needs a GPU where there is none, in one line instead of one a test."""
+    reason = why_no_cuda(config)
+    if reason is None:
+        return
+    cuda = [item for item in items if item.get_closest_marker("cuda") is not None]
+    if cuda and os.environ.get("KVPOOL_REQUIRE_CUDA") == "1":
+        raise pytest.UsageError(f"KVPOOL_REQUIRE_CUDA=1, but there is {reason}")
+    items[:] = [item for item in items if item.get_closest_marker("cuda") is None]
+    config.stash[LEFT_OUT] = len(cuda)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Says what was left out, and why."""
+    count = config.stash.get(LEFT_OUT, 0)
+    if count:
+        terminalreporter.write_line(f"SKIPPED [{count}] tests marked cuda: {why_no_cuda(config)}")
+
+
+@pytest.fixture(autouse=True)
+def _software(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Lets PyTorch work on a device made of software."""
+    if not request.config.getoption("--software"):
+        yield
+        return
+    with SoftwareTorch():  # type: ignore[no-untyped-call]
+        yield
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def device(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Where pools are made, also by those who ask `devices.current()`."""
+    name: str = request.param
+    with devices.on(name):
+        yield name
+
+
+@pytest.fixture
+def driver(request: pytest.FixtureRequest) -> Iterator[Driver]:
+    """The driver made of software, with no failures planned and all work done before and after."""
+    if not request.config.getoption("--software"):
+        pytest.skip("it needs the driver made of software: `pytest --software`")
+    driver = Driver()
+    driver.run()
+    driver.reset_calls()
+    yield driver
+    driver.forget_plans()
+    driver.set_patience(3)
+    driver.set_capacity(64 << 30)
+    driver.run()
 
 
 class RunSnippet(Protocol):
@@ -82,7 +173,15 @@ INDEX_KINDS: dict[str, Callable[[Sequence[int]], Any]] = {
 
 @pytest.fixture(params=sorted(INDEX_KINDS))
 def as_index(request: pytest.FixtureRequest) -> Callable[[Sequence[int]], Any]:
-    """Every form in which indices may be given."""
+    """Every form in which indices may be given; tensors of PyTorch are on the device of the test."""
+    kind: str = request.param
+    make = INDEX_KINDS[kind]
+    return (lambda values: devices.here(make(values))) if kind.startswith("torch") else make
+
+
+@pytest.fixture(params=sorted(INDEX_KINDS))
+def as_host_index(request: pytest.FixtureRequest) -> Callable[[Sequence[int]], Any]:
+    """Every form in which indices may be given that the host knows."""
     kind: str = request.param
     return INDEX_KINDS[kind]
 

@@ -6,10 +6,11 @@ import inspect
 import logging
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import devices
 import pytest
 import torch
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from models import BadFreeError, GDNPoolModel
 
 import kvpool
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 SHAPE = (2, 3, 4, 5, 6, 4)
 
+pytestmark = pytest.mark.usefixtures("device")
+
 
 def make(
     max_reqs: int = 4,
@@ -30,7 +33,7 @@ def make(
     tracks: int = 3,
     strict: bool = False,
 ) -> GDNPool:
-    return GDNPool(max_reqs, *shape, "cpu", dtype, tracks, strict=strict)
+    return GDNPool(max_reqs, *shape, devices.current(), dtype, tracks, strict=strict)
 
 
 def filled(**arguments: Any) -> GDNPool:  # noqa: ANN401
@@ -47,11 +50,12 @@ def some(value: T | None) -> T:
 
 
 def states(pool: GDNPool) -> tuple[torch.Tensor, torch.Tensor]:
-    return pool.recurrent_state.clone(), pool.conv_state.clone()
+    return pool.recurrent_state.cpu().clone(), pool.conv_state.cpu().clone()
 
 
 def unchanged(pool: GDNPool, before: tuple[torch.Tensor, torch.Tensor]) -> bool:
-    return torch.equal(pool.recurrent_state, before[0]) and torch.equal(pool.conv_state, before[1])
+    recurrent, conv = states(pool)
+    return torch.equal(recurrent, before[0]) and torch.equal(conv, before[1])
 
 
 # Construction
@@ -100,7 +104,7 @@ def test_states(dtype: torch.dtype) -> None:
     assert pool.conv_state.shape == (2, 8, 6, 3)
     for state in (pool.recurrent_state, pool.conv_state):
         assert type(state) is torch.Tensor
-        assert state.device == torch.device("cpu")
+        assert state.device.type == devices.current()
         assert state.is_contiguous()
         assert not state.any()
 
@@ -129,6 +133,7 @@ def test_layers_that_are_not_there(layer: int) -> None:
         make().get_layer_state(layer)
 
 
+@devices.cpu_only
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 def test_cuda_without_a_driver_says_what_was_looked_for() -> None:
     with pytest.raises(kvpool.BackendUnavailableError, match="libcuda"):
@@ -450,4 +455,5 @@ class StateHistory(RuleBasedStateMachine):
         assert stats["dropped_frees"] == self.model.dropped_frees
 
 
-TestStateHistory = StateHistory.TestCase
+def test_random_histories_agree_with_the_model() -> None:
+    run_state_machine_as_test(StateHistory)

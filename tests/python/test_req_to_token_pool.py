@@ -6,11 +6,19 @@ import inspect
 import logging
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import devices
 import numpy as np
 import pytest
 import torch
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from models import BadFreeError, ReqToTokenPoolModel
 
 import kvpool
@@ -21,11 +29,15 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+pytestmark = pytest.mark.usefixtures("device")
+
 
 def make(
     max_reqs: int = 4, max_context_len: int = 8, *, padding_row: bool = True, strict: bool = False
 ) -> ReqToTokenPool:
-    return ReqToTokenPool(max_reqs, max_context_len, "cpu", padding_row=padding_row, strict=strict)
+    return ReqToTokenPool(
+        max_reqs, max_context_len, devices.current(), padding_row=padding_row, strict=strict
+    )
 
 
 def some(value: T | None) -> T:
@@ -58,7 +70,7 @@ def test_table(padding_row: bool, rows: int) -> None:
     assert type(table) is torch.Tensor
     assert table.dtype is torch.int32
     assert table.shape == (rows, 8)
-    assert table.device == torch.device("cpu")
+    assert table.device.type == devices.current()
     assert table.is_contiguous()
     assert not table.any()
 
@@ -92,6 +104,7 @@ def test_factory() -> None:
     assert pool.req_to_token.shape == (5, 8)
 
 
+@devices.cpu_only
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 def test_cuda_without_a_driver_says_what_was_looked_for() -> None:
     with pytest.raises(kvpool.BackendUnavailableError, match="libcuda"):
@@ -206,7 +219,8 @@ def test_free_clears_what_was_written() -> None:
 def test_rows_that_others_wrote_are_cleared_when_that_was_said() -> None:
     pool = make()
     rows = some(pool.alloc(3))
-    pool.req_to_token[rows[:2]] = 55
+    pool.req_to_token[rows[0]] = 55
+    pool.req_to_token[rows[1]] = 55
     pool.mark_modified(rows[:2])
     pool.mark_modified(torch.tensor(rows[2]))
     pool.free(rows)
@@ -674,4 +688,5 @@ class TableHistory(RuleBasedStateMachine):
         assert self.real.req_to_token.tolist() == self.model.table
 
 
-TestTableHistory = TableHistory.TestCase
+def test_random_histories_agree_with_the_model() -> None:
+    run_state_machine_as_test(TableHistory)

@@ -6,11 +6,19 @@ import inspect
 import logging
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import devices
 import numpy as np
 import pytest
 import torch
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from models import BadBatchError, BadFreeError, Fence, TokenToKVPoolAllocatorModel
 
 import kvpool
@@ -22,11 +30,13 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 PAGE_SIZES = [1, 4, 16]
 
+pytestmark = pytest.mark.usefixtures("device")
+
 
 def make(
     size: int = 64, page_size: int = 1, need_sort: bool = True, *, strict: bool = False
 ) -> TokenToKVPoolAllocator:
-    return TokenToKVPoolAllocator(size, "cpu", page_size, need_sort, strict=strict)
+    return TokenToKVPoolAllocator(size, devices.current(), page_size, need_sort, strict=strict)
 
 
 def some(value: T | None) -> T:
@@ -94,24 +104,27 @@ def test_torch_device_is_a_device() -> None:
     assert TokenToKVPoolAllocator(8, torch.device("cpu")).device == "cpu"
 
 
+@devices.cpu_only
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
-@pytest.mark.parametrize("device", ["cuda", "cuda:0", torch.device("cuda"), torch.device("cuda:1"), None])
-def test_cuda_without_a_driver_says_what_was_looked_for(device: str | torch.device | None) -> None:
-    arguments = {} if device is None else {"device": device}
+@pytest.mark.parametrize("wanted", ["cuda", "cuda:0", torch.device("cuda"), torch.device("cuda:1"), None])
+def test_cuda_without_a_driver_says_what_was_looked_for(wanted: str | torch.device | None) -> None:
+    arguments = {} if wanted is None else {"device": wanted}
     with pytest.raises(kvpool.BackendUnavailableError, match="libcuda"):
         TokenToKVPoolAllocator(64, **arguments)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("device", ["gpu", "cpu:x", "cuda:", "cuda:-1", "mps", ""])
-def test_unknown_device_names(device: str) -> None:
+@devices.cpu_only
+@pytest.mark.parametrize("wanted", ["gpu", "cpu:x", "cuda:", "cuda:-1", "mps", ""])
+def test_unknown_device_names(wanted: str) -> None:
     with pytest.raises(ConfigError):
-        TokenToKVPoolAllocator(64, device)
+        TokenToKVPoolAllocator(64, wanted)
 
 
-@pytest.mark.parametrize("device", [3, 1.5, b"cpu", object()])
-def test_devices_of_a_wrong_type(device: object) -> None:
+@devices.cpu_only
+@pytest.mark.parametrize("wanted", [3, 1.5, b"cpu", object()])
+def test_devices_of_a_wrong_type(wanted: object) -> None:
     with pytest.raises(TypeError):
-        TokenToKVPoolAllocator(64, device)
+        TokenToKVPoolAllocator(64, wanted)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +159,7 @@ def test_alloc_gives_an_int32_tensor(page_size: int, need_sort: bool) -> None:
     slots = some(make(64, page_size, need_sort).alloc(5))
     assert type(slots) is torch.Tensor
     assert slots.dtype is torch.int32
-    assert slots.device == torch.device("cpu")
+    assert slots.device.type == devices.current()
     assert slots.shape == (5,)
     assert slots.is_contiguous()
     assert slots.tolist() == list(range(page_size, page_size + 5))
@@ -321,6 +334,7 @@ def test_writing_to_a_tensor_does_not_reach_the_allocator() -> None:
     assert take(allocator, 8) == list(range(9, 17))
     assert_consistent(allocator)
     allocator.free(slots)
+    assert_consistent(allocator)
     assert allocator.stats()["dropped_frees"] == 8
     allocator.free(list(range(1, 9)))
     assert allocator.available_size() == 56
@@ -1209,7 +1223,7 @@ def test_free_slots_are_a_picture_and_not_the_pool() -> None:
     allocator = make(8)
     for tensor in (allocator.free_slots, allocator.release_slots):
         assert tensor.dtype is torch.int32
-        assert tensor.device == torch.device("cpu")
+        assert tensor.device.type == devices.current()
         assert tensor.dim() == 1
         tensor.fill_(3)
     assert take(allocator, 8) == list(range(1, 9))
@@ -1381,4 +1395,5 @@ class AllocatorHistory(RuleBasedStateMachine):
         self.real.verify()
 
 
-TestAllocatorHistory = AllocatorHistory.TestCase
+def test_random_histories_agree_with_the_model() -> None:
+    run_state_machine_as_test(AllocatorHistory)

@@ -4,6 +4,8 @@
 
 mod conformance;
 mod dlpack;
+#[cfg(feature = "cuda")]
+mod gpu;
 mod kernels;
 mod layering;
 mod oracle;

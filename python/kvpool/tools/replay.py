@@ -220,12 +220,12 @@ class _Batch:
         """
         device = self.rows.device
         members = self.requests
-        self.rows = torch.tensor([r.row for r in members], dtype=torch.int32, device=device)
+        self.rows = torch.tensor([r.row for r in members], dtype=torch.int32).to(device)
         lengths = [r.seq_len + decoded - r.joined for r in members]
-        self.positions = torch.tensor(lengths, dtype=torch.int32, device=device)
+        self.positions = torch.tensor(lengths, dtype=torch.int32).to(device)
         self.last_slots = req_to_token[self.rows.long(), self.positions.long() - 1]
         if rows is not None:
-            indices = torch.tensor([r.index for r in members], device=device)
+            indices = torch.tensor([r.index for r in members]).to(device)
             self.request_keys = rows.request_keys[indices]
         self.next_end = min((r.ends for r in members), default=0)
         self.changed = False

@@ -55,7 +55,7 @@ class TokenRows:
         self._word_bytes = next(width for width in widths if row_bytes % width == 0)
         self._word = widths[self._word_bytes]
         self._words = row_bytes // self._word_bytes
-        seed = _mix(torch.tensor([config.seed], device=self._device))
+        seed = _mix(torch.tensor([config.seed]).to(self._device))
         self.request_keys = _mix(torch.arange(requests, device=self._device) ^ seed)
         salts = torch.arange(config.layers * 2 * self._words, device=self._device)
         self._salts = _mix(salts * self._STRIDE + (config.seed + 1)).view(config.layers, 2, self._words)

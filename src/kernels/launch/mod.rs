@@ -8,6 +8,7 @@ mod params;
 
 pub use fetch::{Fetch, Fetcher, read_now};
 
+use std::collections::HashSet;
 use std::ffi::{CStr, c_void};
 use std::ptr;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -244,8 +245,8 @@ impl Launcher {
             .map(|_| ())
     }
 
-    /// As [`store_rows`](super::store_rows), for K and V in one launch. Negative indices are skipped; of a row that
-    /// is named twice, either value stays.
+    /// As [`store_rows`](super::store_rows), for K and V in one launch. Of a row that is named twice by indices that
+    /// only the device knows, either value stays.
     ///
     /// # Errors
     /// As there; an index beyond the rows that only the device knows is left out and told by [`Launcher::fault`].
@@ -254,7 +255,7 @@ impl Launcher {
         let parts = [StorePart::new(&stores[0], count)?, StorePart::new(&stores[1], count)?];
         let rows = stores.iter().map(|store| store.target.shape()[0]).min().unwrap_or(0);
         let list = match indices {
-            Indices::Host(values) => targets(values, rows)?,
+            Indices::Host(values) => last_of_each(targets(values, rows)?),
             Indices::Device { .. } => Vec::new(),
         };
         let blocks = blocks(parts.iter().map(|part| part.threads(count)).max().unwrap_or(0))?;
@@ -516,4 +517,15 @@ impl Launcher {
         // them was checked by the caller or is checked by the kernel.
         unsafe { self.gpu.launch(kernel, grid, params, stream) }
     }
+}
+
+/// `rows` with -1 for each that is named again later, so that only the last of its values is stored.
+fn last_of_each(mut rows: Vec<i32>) -> Vec<i32> {
+    let mut seen = HashSet::with_capacity(rows.len());
+    for row in rows.iter_mut().rev() {
+        if !seen.insert(*row) {
+            *row = -1;
+        }
+    }
+    rows
 }

@@ -274,3 +274,14 @@ fn done(code: Code) -> Result<(), Code> {
 fn host(address: u64) -> usize {
     usize::try_from(address).unwrap_or(0)
 }
+
+/// Names and descriptions of errors, which PyTorch asks for.
+#[unsafe(no_mangle)]
+extern "C" fn cuGetErrorName(_code: Code, name: *mut *const c_char) -> Code {
+    put(name, c"an error of the driver made of software".as_ptr()).err().unwrap_or(SUCCESS)
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuGetErrorString(code: Code, text: *mut *const c_char) -> Code {
+    cuGetErrorName(code, text)
+}

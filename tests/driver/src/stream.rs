@@ -56,7 +56,7 @@ struct Event {
 
 pub struct Streams {
     /// By handle; 0 is the default stream.
-    streams: HashMap<usize, Stream>,
+    queues: HashMap<usize, Stream>,
     events: HashMap<usize, Event>,
     graphs: Vec<Vec<Work>>,
     /// With so many queries an event runs what lies before it.
@@ -65,14 +65,14 @@ pub struct Streams {
 
 impl Default for Streams {
     fn default() -> Self {
-        let streams = HashMap::from([(0, Stream::default())]);
-        Self { streams, events: HashMap::new(), graphs: Vec::new(), patience: 3 }
+        let queues = HashMap::from([(0, Stream::default())]);
+        Self { queues, events: HashMap::new(), graphs: Vec::new(), patience: 3 }
     }
 }
 
 impl Streams {
     pub fn create(&mut self, handle: usize) {
-        self.streams.insert(handle, Stream::default());
+        self.queues.insert(handle, Stream::default());
     }
 
     pub fn destroy(&mut self, handle: usize, memory: &Memory) -> bool {
@@ -80,20 +80,20 @@ impl Streams {
             return false;
         }
         self.run_all_of(handle, memory);
-        self.streams.remove(&handle).is_some()
+        self.queues.remove(&handle).is_some()
     }
 
     /// 1 and 2 are the legacy and the per-thread default stream.
     pub fn exists(&self, handle: usize) -> bool {
-        self.streams.contains_key(&canonical(handle))
+        self.queues.contains_key(&canonical(handle))
     }
 
     pub fn count(&self) -> usize {
-        self.streams.len()
+        self.queues.len()
     }
 
     pub fn enqueue(&mut self, handle: usize, work: Work) {
-        let Some(stream) = self.streams.get_mut(&canonical(handle)) else { return };
+        let Some(stream) = self.queues.get_mut(&canonical(handle)) else { return };
         if let Some(capture) = &mut stream.capture {
             capture.push(work);
             return;
@@ -104,15 +104,15 @@ impl Streams {
 
     pub fn pending(&self, handle: Option<usize>) -> usize {
         match handle {
-            Some(handle) => self.streams.get(&canonical(handle)).map_or(0, |stream| stream.queue.len()),
-            None => self.streams.values().map(|stream| stream.queue.len()).sum(),
+            Some(handle) => self.queues.get(&canonical(handle)).map_or(0, |stream| stream.queue.len()),
+            None => self.queues.values().map(|stream| stream.queue.len()).sum(),
         }
     }
 
     /// Runs the work of a stream up to `number`, and what it waits for.
     fn run(&mut self, handle: usize, number: u64) {
         loop {
-            let Some(stream) = self.streams.get_mut(&handle) else { return };
+            let Some(stream) = self.queues.get_mut(&handle) else { return };
             match stream.queue.front() {
                 Some((next, _)) if *next <= number => (),
                 _ => return,
@@ -123,7 +123,7 @@ impl Streams {
             } else {
                 execute(work);
             }
-            if let Some(stream) = self.streams.get_mut(&handle) {
+            if let Some(stream) = self.queues.get_mut(&handle) {
                 stream.ran = next;
             }
         }
@@ -138,7 +138,7 @@ impl Streams {
     }
 
     pub fn run_everything(&mut self, memory: &Memory) {
-        let handles: Vec<usize> = self.streams.keys().copied().collect();
+        let handles: Vec<usize> = self.queues.keys().copied().collect();
         for handle in handles {
             self.run_all_of(handle, memory);
         }
@@ -161,7 +161,7 @@ impl Streams {
     }
 
     pub fn record(&mut self, event: usize, handle: usize) -> bool {
-        let Some(enqueued) = self.streams.get(&canonical(handle)).map(|stream| stream.enqueued) else {
+        let Some(enqueued) = self.queues.get(&canonical(handle)).map(|stream| stream.enqueued) else {
             return false;
         };
         let record = Some((canonical(handle), enqueued));
@@ -175,7 +175,7 @@ impl Streams {
         let Some((stream, number)) = event_state.record else { return true };
         event_state.queries += 1;
         let is_over = event_state.queries >= patience;
-        if self.streams.get(&stream).is_none_or(|stream| stream.ran >= number) {
+        if self.queues.get(&stream).is_none_or(|stream| stream.ran >= number) {
             return true;
         }
         if is_over {
@@ -203,28 +203,30 @@ impl Streams {
     }
 
     pub fn is_capturing(&self, handle: usize) -> bool {
-        self.streams.get(&canonical(handle)).is_some_and(|stream| stream.capture.is_some())
+        self.queues.get(&canonical(handle)).is_some_and(|stream| stream.capture.is_some())
     }
 
     pub fn is_any_capturing(&self) -> bool {
-        self.streams.values().any(|stream| stream.capture.is_some())
+        self.queues.values().any(|stream| stream.capture.is_some())
     }
 
     pub fn begin_capture(&mut self, handle: usize) -> bool {
-        let stream = self.streams.get_mut(&canonical(handle));
+        let stream = self.queues.get_mut(&canonical(handle));
         stream.is_some_and(|stream| stream.capture.replace(Vec::new()).is_none())
     }
 
     /// The number of the graph that was captured.
     pub fn end_capture(&mut self, handle: usize) -> Option<usize> {
-        let work = self.streams.get_mut(&canonical(handle))?.capture.take()?;
+        let work = self.queues.get_mut(&canonical(handle))?.capture.take()?;
         self.graphs.push(work);
         Some(self.graphs.len() - 1)
     }
 
     pub fn replay(&mut self, graph: usize, handle: usize) -> bool {
         let Some(work) = self.graphs.get(graph).cloned() else { return false };
-        work.into_iter().for_each(|work| self.enqueue(handle, work));
+        for work in work {
+            self.enqueue(handle, work);
+        }
         true
     }
 }

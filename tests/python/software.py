@@ -1,0 +1,226 @@
+"""PyTorch on the driver made of software: what needs a kernel is done on the host, on copies.
+
+The driver has no kernels of PyTorch. Within `SoftwareTorch` every operation on tensors of the device reads
+them to the host in the order of the current stream, runs there, and writes back what it changed. Views stay
+views, and versions count up, as on a GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+import kvpool
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+NOT_READY = 600
+OUT_OF_MEMORY = 2
+LAUNCH_FAILED = 719
+
+
+class Driver:
+    """The functions that the driver has for tests."""
+
+    def __init__(self) -> None:
+        self._library = ctypes.CDLL(None)
+        for name in (
+            "calls",
+            "planned",
+            "pending",
+            "events",
+            "streams",
+            "device_bytes",
+            "locked_bytes",
+            "stream",
+        ):
+            getattr(self._library, f"software_{name}").restype = ctypes.c_uint64
+        self._library.software_end_capture.restype = ctypes.c_int64
+
+    def calls(self, name: str | None = None) -> int:
+        """Calls of a function (`launch:NAME` for a kernel) since the last reset; of all, without a name."""
+        return int(self._library.software_calls(name.encode() if name else None))
+
+    def reset_calls(self) -> None:
+        """Counts from 0 again."""
+        self._library.software_reset_calls()
+
+    def fail(self, name: str | None, left: int = 0, code: int = LAUNCH_FAILED) -> None:
+        """Lets the call after `left` others of a function (of any, for None) fail with `code`."""
+        self._library.software_fail(name.encode() if name else None, ctypes.c_uint64(left), code)
+
+    def planned(self) -> int:
+        """Failures that have not happened yet."""
+        return int(self._library.software_planned())
+
+    def forget_plans(self) -> None:
+        """Plans no failure any more."""
+        self._library.software_forget_plans()
+
+    def set_capacity(self, size: int) -> None:
+        """Bytes that the device has."""
+        self._library.software_set_capacity(ctypes.c_size_t(size))
+
+    def set_patience(self, queries: int) -> None:
+        """Queries of an event after which what lies before it has run."""
+        self._library.software_set_patience(ctypes.c_uint64(queries))
+
+    def pending(self, stream: int = -1) -> int:
+        """Work that has not run, of one stream or of all."""
+        return int(self._library.software_pending(ctypes.c_int64(stream)))
+
+    def run(self, stream: int | None = None) -> None:
+        """Runs the work of a stream, or of all."""
+        if stream is None:
+            self._library.software_run_everything()
+        else:
+            self._library.software_run_stream(ctypes.c_size_t(stream))
+
+    def stream(self) -> int:
+        """A new stream."""
+        return int(self._library.software_stream())
+
+    def device_bytes(self) -> int:
+        """Device memory that is out."""
+        return int(self._library.software_device_bytes())
+
+    def locked_bytes(self) -> int:
+        """Page-locked memory that is out."""
+        return int(self._library.software_locked_bytes())
+
+    def begin_capture(self, stream: int) -> None:
+        """Records what is enqueued on a stream instead of enqueuing it."""
+        assert self._library.software_begin_capture(ctypes.c_size_t(stream))
+
+    def end_capture(self, stream: int) -> int:
+        """The number of the graph that was recorded."""
+        return int(self._library.software_end_capture(ctypes.c_size_t(stream)))
+
+    def replay(self, graph: int, stream: int) -> None:
+        """Enqueues the work of a graph."""
+        assert self._library.software_replay(ctypes.c_size_t(graph), ctypes.c_size_t(stream))
+
+
+def is_preloaded() -> bool:
+    """Whether the driver is in this process."""
+    return hasattr(ctypes.CDLL(None), "software_calls")
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """Elements from the first to the last that a tensor reaches."""
+    if tensor.numel() == 0:
+        return 0
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return 1 + sum((extent - 1) * stride for extent, stride in pairs)
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a device tensor in host memory, with its strides."""
+    flat = tensor.as_strided((_span(tensor),), (1,))
+    return flat.cpu().as_strided(tensor.shape, tensor.stride())
+
+
+def to_device(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a host tensor on the device, with its strides."""
+    span = _span(tensor)
+    memory = kvpool._kvpool._zeros([span * tensor.element_size()], "uint8", "cuda")
+    flat: torch.Tensor = memory.view(tensor.dtype)
+    flat.copy_(tensor.as_strided((span,), (1,)))
+    return flat.as_strided(tensor.shape, tensor.stride())
+
+
+def _is_on_device(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type == "cuda"
+
+
+class SoftwareTorch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Runs operations on device tensors on the host."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,  # noqa: ANN401
+        _types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401
+        kwargs = kwargs or {}
+        found: list[torch.Tensor] = []
+        tree_map(lambda value: found.append(value) if _is_on_device(value) else None, (args, kwargs))
+        device = kwargs.get("device")
+        target = torch.device(device) if device is not None else None
+        if func.is_view or (not found and (target is None or target.type != "cuda")):
+            return func(*args, **kwargs)
+        return _on_host(func, args, kwargs, found, target)
+
+
+def _on_host(
+    func: Any,  # noqa: ANN401
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    found: list[torch.Tensor],
+    target: torch.device | None,
+) -> Any:  # noqa: ANN401
+    copies = {id(tensor): to_host(tensor) for tensor in found}
+
+    def swap(value: Any) -> Any:  # noqa: ANN401
+        return copies.get(id(value), value) if _is_on_device(value) else value
+
+    swapped = tree_map(swap, (args, kwargs))
+    if target is not None:
+        swapped[1]["device"] = torch.device("cpu")
+    answer = func(*swapped[0], **swapped[1])
+    written = {
+        id(copies[id(tensor)]): tensor for tensor in _written(func, args, kwargs) if id(tensor) in copies
+    }
+    for tensor in written.values():
+        span = (_span(tensor),)
+        tensor.as_strided(span, (1,)).copy_(copies[id(tensor)].as_strided(span, (1,)))
+    stays = target is not None and target.type == "cpu"
+
+    def back(value: Any) -> Any:  # noqa: ANN401
+        if not isinstance(value, torch.Tensor) or _is_on_device(value):
+            return value
+        if id(value) in written:
+            return written[id(value)]
+        is_argument = any(value is argument for argument in (*args, *kwargs.values()))
+        return value if stays or is_argument else to_device(value)
+
+    return tree_map(back, answer)
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:  # noqa: ANN401
+    """The tensors that an operation writes to, by its schema."""
+    tensors = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            tensors += [value] if isinstance(value, torch.Tensor) else list(value or [])
+    return tensors
+
+
+def each_call(
+    driver: Driver, work: Callable[[], object], *, codes: tuple[int, ...] = (LAUNCH_FAILED,)
+) -> Iterator[BaseException | None]:
+    """Does `work` again and again, each time with a failure at the next driver call, until none is reached.
+
+    Yields what was raised each time. Plans are forgotten before.
+    """
+    for code in codes:
+        left, is_over = 0, False
+        while not is_over:
+            driver.fail(None, left, code)
+            raised: BaseException | None = None
+            try:
+                work()
+            except Exception as error:  # noqa: BLE001 - the caller looks at it
+                # Its frames would keep alive what they held.
+                raised = error.with_traceback(None)
+            is_over = driver.planned() > 0
+            driver.forget_plans()
+            yield raised
+            left += 1

@@ -1,0 +1,941 @@
+"""What is different on a GPU: nothing waits, a steady pair is free of driver calls, faults are told later."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import pytest
+import torch
+from software import LAUNCH_FAILED, OUT_OF_MEMORY, each_call
+
+import kvpool
+from kvpool import (
+    DriverError,
+    GDNPool,
+    IndexOwnershipError,
+    KVPool,
+    OutOfMemoryError,
+    ReqToTokenPool,
+    TokenToKVPoolAllocator,
+)
+from kvpool._kvpool import _use_stream
+from kvpool.tools.config import ReplayConfig
+from kvpool.tools.replay import Replay
+from kvpool.tools.traces import Trace
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from conftest import RunSnippet
+    from software import Driver
+
+pytestmark = pytest.mark.cuda
+
+T = TypeVar("T")
+NEVER = 1 << 40
+WAITS = ("cuStreamSynchronize", "cuCtxSynchronize", "cuEventSynchronize")
+MEMORY = ("cuMemAlloc_v2", "cuMemFree_v2", "cuMemHostAlloc", "cuMemFreeHost")
+
+
+def some(value: T | None) -> T:
+    assert value is not None
+    return value
+
+
+def cuda(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.cuda()
+
+
+def ints(*values: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype).cuda()
+
+
+def make_allocator(size: int = 4096, page_size: int = 1, **options: Any) -> TokenToKVPoolAllocator:  # noqa: ANN401
+    return TokenToKVPoolAllocator(size, "cuda", page_size, **options)
+
+
+@contextmanager
+def on_stream(handle: int) -> Iterator[None]:
+    """What `torch.cuda.stream` does, where there is no PyTorch stream."""
+    _use_stream(handle)
+    try:
+        yield
+    finally:
+        _use_stream(None)
+
+
+# Driver calls
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("need_sort", [True, False])
+@pytest.mark.parametrize("count", [1, 128])
+def test_a_steady_pair_makes_no_driver_call(
+    driver: Driver, page_size: int, need_sort: bool, count: int
+) -> None:
+    allocator = make_allocator(1 << 16, page_size, need_sort=need_sort)
+    allocator.free(some(allocator.alloc(count)))
+    driver.reset_calls()
+    slots = some(allocator.alloc(count))
+    allocator.free(slots)
+    assert driver.calls() == 0
+    for _ in range(3):
+        slots = some(allocator.alloc(count))
+        allocator.free(slots[: count // 2])
+        allocator.free(slots[count // 2 :])
+    assert driver.calls() == 0
+    assert allocator.available_size() == allocator.size
+
+
+def test_many_pairs_make_few_copies_and_never_wait(driver: Driver) -> None:
+    allocator = make_allocator(1 << 16)
+    driver.reset_calls()
+    for _ in range(4000):
+        allocator.free(some(allocator.alloc(16)))
+    copies = driver.calls("cuMemcpyHtoDAsync_v2")
+    # Once per staged batch, and once per merge of the whole pool.
+    assert 0 < copies < 40
+    assert [driver.calls(name) for name in (*WAITS, *MEMORY)] == [0] * 7
+    assert driver.calls("cuLaunchKernel") == 0
+
+
+def test_a_slice_of_the_table_is_freed_without_the_driver(driver: Driver) -> None:
+    allocator = make_allocator()
+    table = ReqToTokenPool(8, 64, "cuda")
+    row = some(table.alloc())[0]
+    slots = some(allocator.alloc(40))
+    table.write((row, slice(0, 40)), slots)
+    driver.reset_calls()
+    allocator.free(table.req_to_token[row, :10])
+    allocator.free(table.read(row, 20)[10:])
+    allocator.free(table.req_to_token[row, 20:40:2])
+    assert driver.calls() == 0
+    assert allocator.available_size() == 4096 - 10
+    assert allocator.stats()["dropped_frees"] == 0
+
+
+def kv_pool(layers: int = 4) -> KVPool:
+    return KVPool(64, layers, 2, 8, "cuda", torch.bfloat16)
+
+
+def gdn_pool() -> GDNPool:
+    return GDNPool(4, 3, 2, 8, 8, 16, 4, "cuda", max_track_slots=2)
+
+
+def launching() -> dict[str, tuple[str, Callable[[], Callable[[], object]]]]:
+    """Calls that make one launch, with the kernel they launch; the tensors are made beforehand."""
+
+    def set_kv() -> Callable[[], object]:
+        pool, indices = kv_pool(), ints(3, 1, 2)
+        k = cuda(torch.ones(3, 2, 8, dtype=torch.bfloat16))
+        return lambda: pool.set_kv_buffer(1, indices, k, k)
+
+    def gather() -> Callable[[], object]:
+        pool, indices = kv_pool(), ints(3, 1)
+        out = cuda(torch.ones(2, 2, 8, dtype=torch.bfloat16)), cuda(torch.ones(2, 2, 8, dtype=torch.bfloat16))
+        return lambda: pool.gather_kv(1, indices, out)
+
+    def move() -> Callable[[], object]:
+        pool, dst, src = kv_pool(), ints(3, 1), ints(5, 6)
+        return lambda: pool.move_kv(dst, src)
+
+    def reset() -> Callable[[], object]:
+        pool, indices = gdn_pool(), ints(3, 1)
+        return lambda: pool.reset_states(indices)
+
+    def copy() -> Callable[[], object]:
+        pool, src, dst = gdn_pool(), ints(3, 1), ints(5, 6)
+        return lambda: pool.copy_states(src, dst)
+
+    def write() -> Callable[[], object]:
+        table, values = ReqToTokenPool(8, 64, "cuda"), ints(5, 6, 7)
+        return lambda: table.write((1, slice(0, 3)), values)
+
+    def kv_indices() -> Callable[[], object]:
+        table, rows, indptr = ReqToTokenPool(8, 64, "cuda"), ints(1, 2), ints(0, 3, 5)
+        out = ints(*range(5), dtype=torch.int32)
+        return lambda: table.build_kv_indices(rows, indptr, out)
+
+    return {
+        "set_kv_buffer": ("kvpool_store", set_kv),
+        "gather_kv": ("kvpool_gather", gather),
+        "move_kv": ("kvpool_move", move),
+        "reset_states": ("kvpool_zero", reset),
+        "copy_states": ("kvpool_move", copy),
+        "write": ("kvpool_write_points", write),
+        "build_kv_indices": ("kvpool_kv_indices", kv_indices),
+    }
+
+
+@pytest.mark.parametrize("name", sorted(launching()))
+def test_one_launch_a_call_and_nothing_else(driver: Driver, name: str) -> None:
+    kernel, prepare = launching()[name]
+    call = prepare()
+    driver.reset_calls()
+    call()
+    assert driver.calls("cuLaunchKernel") == driver.calls(f"launch:{kernel}") == 1
+    assert [driver.calls(name) for name in (*WAITS, *MEMORY)] == [0] * 7
+    assert driver.calls("cuMemcpyHtoDAsync_v2") == driver.calls("cuMemcpyDtoHAsync_v2") == 0
+
+
+def test_indices_of_the_host_cost_one_copy(driver: Driver) -> None:
+    pool = kv_pool()
+    driver.reset_calls()
+    pool.move_kv([3, 1], [5, 6])
+    assert (driver.calls("cuLaunchKernel"), driver.calls("cuMemcpyHtoDAsync_v2")) == (1, 1)
+    # A cycle has an order, which is also one launch.
+    pool.move_kv([1, 2, 3], [2, 3, 1])
+    assert driver.calls("launch:kvpool_move_in_order") == 1
+
+
+def test_a_foreign_tensor_costs_one_copy(driver: Driver) -> None:
+    allocator = make_allocator()
+    slots = some(allocator.alloc(64))
+    foreign = slots.to(torch.int64)
+    driver.reset_calls()
+    allocator.free(foreign[:32])
+    assert (driver.calls("cuMemcpyDtoHAsync_v2"), driver.calls("cuLaunchKernel")) == (1, 0)
+    allocator.free(foreign[32:][::2])
+    assert (driver.calls("cuMemcpyDtoHAsync_v2"), driver.calls("cuLaunchKernel")) == (1, 1)
+    assert [driver.calls(name) for name in (*WAITS, *MEMORY)] == [0] * 7
+
+
+# Frees that the host does not know
+
+
+FOREIGN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "int64": lambda slots: slots.to(torch.int64),
+    "cat": lambda slots: torch.cat([slots[3:], slots[:3]]),
+    "unique": lambda slots: torch.unique(torch.cat([slots, slots])),
+    "clone": lambda slots: slots.clone(),
+    "strided": lambda slots: slots.to(torch.int64).repeat_interleave(2)[::2],
+    "two_dimensions": lambda slots: slots.clone().view(2, -1).T,
+    "written": lambda slots: slots.copy_(slots.flip(0)),
+    "written_through_a_view": lambda slots: (slots[2:].add_(0), slots)[1],
+}
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("kind", sorted(FOREIGN))
+def test_every_foreign_tensor_is_freed_by_its_values(kind: str, page_size: int) -> None:
+    allocator = make_allocator(256, page_size)
+    kept = some(allocator.alloc(16))
+    slots = some(allocator.alloc(24))
+    allocator.free(FOREIGN[kind](slots))
+    assert allocator.available_size() == 240
+    allocator.verify()
+    assert allocator.stats()["pending"] == 0
+    assert allocator.stats()["dropped_frees"] == 0
+    assert allocator.available_size() == 240
+    assert allocator.is_allocated(kept).all()
+
+
+def test_a_tensor_of_other_values_frees_those() -> None:
+    allocator = make_allocator(64)
+    slots = some(allocator.alloc(4))
+    other = some(allocator.alloc(4))
+    slots.copy_(other)
+    allocator.free(slots)
+    assert allocator.is_allocated([1, 2, 3, 4, 5, 6, 7, 8]).tolist() == [True] * 4 + [False] * 4
+
+
+def test_only_an_alloc_that_would_fail_waits(driver: Driver) -> None:
+    allocator = make_allocator(100)
+    first, second = some(allocator.alloc(40)), some(allocator.alloc(40))
+    # They are kept, since memory that is given back lets everything run.
+    foreign = first.to(torch.int64), second.clone()
+    driver.set_patience(NEVER)
+    driver.reset_calls()
+    for tensor in foreign:
+        allocator.free(tensor)
+    assert allocator.available_size() == 100
+    assert allocator.stats()["pending"] == 80
+    assert some(allocator.alloc(20)).numel() == 20
+    assert [driver.calls(name) for name in WAITS] == [0] * 3
+    assert some(allocator.alloc(30)).numel() == 30
+    # The oldest free was enough.
+    assert driver.calls("cuEventSynchronize") == 1
+    assert allocator.alloc(100) is None
+    allocator.verify()
+
+
+def test_values_are_copied_before_the_caller_changes_them(driver: Driver) -> None:
+    allocator = make_allocator(64)
+    slots = some(allocator.alloc(8))
+    foreign = slots.to(torch.int64)
+    driver.set_patience(NEVER)
+    allocator.free(foreign[:4])
+    foreign.fill_(7)
+    assert allocator.is_allocated(range(1, 9)).tolist() == [False] * 4 + [True] * 4
+
+
+def test_tensors_of_inference_mode_are_known_all_the_same(driver: Driver) -> None:
+    allocator = make_allocator()
+    with torch.inference_mode():
+        slots = some(allocator.alloc(8))
+        assert not slots.is_inference()
+        driver.reset_calls()
+        allocator.free(slots[4:])
+        assert driver.calls() == 0
+        slots[:4] = slots[:4].flip(0)
+        allocator.free(slots[:4])
+        assert driver.calls("cuMemcpyDtoHAsync_v2") > 0
+    allocator.verify()
+    assert allocator.available_size() == 4096
+
+
+def test_a_group_waits_for_what_is_landing(driver: Driver) -> None:
+    allocator = make_allocator(64)
+    slots = some(allocator.alloc(12))
+    foreign = slots[4:8].to(torch.int64)
+    driver.set_patience(NEVER)
+    with allocator.free_group():
+        allocator.free(slots[:4])
+        allocator.free(foreign)
+        allocator.free([9, 10, 4])
+        assert allocator.stats()["available"] == 52
+    assert allocator.stats()["pending"] > 0
+    allocator.verify()
+    stats = allocator.stats()
+    # 4 was named twice in the group.
+    assert (stats["available"], stats["dropped_frees"]) == (62, 1)
+
+
+class Fence:
+    def __init__(self) -> None:
+        self.passed = False
+
+    def query(self) -> bool:
+        return self.passed
+
+
+@pytest.mark.parametrize("passes_first", [True, False])
+def test_a_fence_and_a_copy_are_both_waited_for(driver: Driver, passes_first: bool) -> None:
+    allocator = make_allocator(64)
+    slots = some(allocator.alloc(8))
+    foreign, fence = slots.to(torch.int64), Fence()
+    driver.set_patience(NEVER)
+    allocator.free(foreign, after=fence)
+    assert allocator.available_size() == 56
+    if passes_first:
+        fence.passed = True
+        assert allocator.available_size() == 64
+        assert allocator.stats()["pending"] == 8
+        allocator.verify()
+    else:
+        allocator.verify()
+        assert allocator.stats()["fenced"] == 8
+        fence.passed = True
+    assert allocator.available_size() == 64
+    assert allocator.stats()["in_use"] == 0
+
+
+def test_clear_forgets_frees_that_have_not_landed(driver: Driver) -> None:
+    allocator = make_allocator(64)
+    slots = some(allocator.alloc(8))
+    foreign = slots.to(torch.int64), slots.clone()
+    driver.set_patience(NEVER)
+    allocator.free(foreign[0])
+    allocator.free_group_begin()
+    allocator.free(foreign[1])
+    allocator.clear()
+    taken = some(allocator.alloc(64))
+    driver.run()
+    allocator.verify()
+    assert allocator.is_allocated(taken).all()
+    assert allocator.stats()["dropped_frees"] == 0
+
+
+def test_bad_values_are_dropped_when_they_land(caplog: pytest.LogCaptureFixture) -> None:
+    allocator = make_allocator(64)
+    some(allocator.alloc(4))
+    with caplog.at_level(logging.WARNING, logger="kvpool"):
+        allocator.free(ints(1, 2, 2, 0, -7, 99, 2**40))
+        allocator.verify()
+    assert allocator.stats()["dropped_frees"] == 5
+    assert "2 (named twice)" in caplog.text
+    assert allocator.is_allocated([1, 2, 3, 4]).tolist() == [False, False, True, True]
+
+
+def test_strict_tells_of_bad_values_when_they_land() -> None:
+    allocator = make_allocator(64, strict=True)
+    some(allocator.alloc(4))
+    allocator.free(ints(1, 2, 99))
+    with pytest.raises(IndexOwnershipError, match=r"did not know.*99"):
+        allocator.verify()
+    allocator.verify()
+    assert allocator.is_allocated([1, 2]).all()
+    allocator.free(ints(1, 2))
+    assert allocator.is_allocated([1, 2, 3]).tolist() == [False, False, True]
+
+
+def test_more_values_than_the_pool_has_slots_are_read_at_once() -> None:
+    allocator = make_allocator(64)
+    slots = some(allocator.alloc(64))
+    allocator.free(torch.cat([slots.long(), torch.zeros(100_000, dtype=torch.int64).cuda()]))
+    assert allocator.stats()["dropped_frees"] == 100_000
+    assert allocator.available_size() == 64
+
+
+def test_a_pool_on_the_cpu_frees_what_is_on_a_gpu() -> None:
+    allocator = TokenToKVPoolAllocator(64, "cpu")
+    some(allocator.alloc(8))
+    allocator.free(ints(1, 2, 3))
+    allocator.verify()
+    assert allocator.available_size() == 59
+
+
+# The table
+
+
+def test_values_that_the_host_does_not_know_reach_its_copy(driver: Driver) -> None:
+    allocator, table = make_allocator(64), ReqToTokenPool(4, 32, "cuda")
+    row = some(table.alloc())[0]
+    slots = some(allocator.alloc(8))
+    foreign = slots.to(torch.int64)
+    driver.set_patience(NEVER)
+    table.write((row, slice(0, 8)), foreign)
+    driver.reset_calls()
+    # The kernel has not told yet what it wrote, so the device is asked.
+    allocator.free(table.req_to_token[row, :4])
+    assert driver.calls("cuMemcpyDtoHAsync_v2") == 1
+    driver.run()
+    driver.set_patience(1)
+    driver.reset_calls()
+    allocator.free(table.req_to_token[row, 4:8])
+    assert driver.calls("cuMemcpyDtoHAsync_v2") == 0
+    allocator.verify()
+    assert allocator.stats()["dropped_frees"] == 0
+    assert allocator.available_size() == 64
+
+
+def test_writes_keep_their_order_in_the_copy(driver: Driver) -> None:
+    allocator, table = make_allocator(64), ReqToTokenPool(4, 32, "cuda")
+    row = some(table.alloc())[0]
+    some(allocator.alloc(20))
+    driver.set_patience(NEVER)
+    table.write((row, slice(0, 4)), ints(1, 2, 3, 4))
+    table.write((row, slice(2, 6)), [5, 6, 7, 8])
+    table.write((ints(row, row), ints(0, 5)), ints(9, 10, dtype=torch.int32))
+    driver.set_patience(1)
+    driver.run()
+    assert table.read(row, 6).tolist() == [9, 2, 5, 6, 7, 10]
+    driver.reset_calls()
+    allocator.free(table.read(row, 6))
+    assert driver.calls("cuMemcpyDtoHAsync_v2") == 0
+    assert allocator.is_allocated(range(1, 11)).tolist() == [
+        n not in {9, 2, 5, 6, 7, 10} for n in range(1, 11)
+    ]
+
+
+def test_rows_that_are_freed_while_a_write_is_under_way_come_out_clean(driver: Driver) -> None:
+    table = ReqToTokenPool(1, 32, "cuda")
+    row = some(table.alloc())[0]
+    driver.set_patience(NEVER)
+    table.write((ints(row, row), ints(3, 30)), ints(7, 8))
+    table.free(row)
+    assert some(table.alloc())[0] == row
+    assert not table.req_to_token.any()
+    allocator = make_allocator(64)
+    some(allocator.alloc(8))
+    driver.set_patience(1)
+    allocator.free(table.read(row, 32))
+    allocator.verify()
+    assert allocator.stats()["dropped_frees"] == 32
+
+
+@pytest.mark.parametrize("how", ["mark_modified", "version"])
+def test_what_somebody_else_wrote_is_not_taken_from_the_copy(how: str) -> None:
+    allocator, table = make_allocator(64), ReqToTokenPool(4, 32, "cuda")
+    one, two = some(table.alloc(2))
+    slots = some(allocator.alloc(8))
+    table.write((one, slice(0, 4)), slots[:4])
+    table.write((two, slice(0, 4)), slots[4:])
+    if how == "version":
+        table.req_to_token[one, :4] = slots[4:]
+        assert table.req_to_token._version > 0
+    else:
+        # A kernel that PyTorch does not know of.
+        raw = table.read(one, 4)
+        raw.data.copy_(slots[4:])
+        table.mark_modified([one])
+    allocator.free(table.req_to_token[one, :4])
+    assert allocator.is_allocated(range(1, 9)).tolist() == [True] * 4 + [False] * 4
+    assert allocator.stats()["dropped_frees"] == 0
+
+
+def test_saying_what_was_written_makes_the_rest_known_again(driver: Driver) -> None:
+    allocator, table = make_allocator(64), ReqToTokenPool(4, 32, "cuda")
+    one, two = some(table.alloc(2))
+    slots = some(allocator.alloc(8))
+    table.write((two, slice(0, 8)), slots)
+    table.req_to_token[one, :3] = slots[:3]
+    table.mark_modified([one])
+    driver.reset_calls()
+    allocator.free(table.req_to_token[two, :4])
+    assert driver.calls("cuMemcpyDtoHAsync_v2") == 0
+    table.free(one)
+    assert not table.req_to_token[one].any()
+    table.req_to_token[one, 20] = 5
+    table.clear()
+    assert not table.req_to_token.any()
+    assert some(table.alloc(4)) == [1, 2, 3, 4]
+
+
+def test_too_many_unknown_writes_make_rows_unknown_and_nothing_wrong(driver: Driver) -> None:
+    allocator, table = make_allocator(1 << 17), ReqToTokenPool(2, 1 << 16, "cuda")
+    one, two = some(table.alloc(2))
+    driver.set_patience(NEVER)
+    for row in (one, two, one, two, one, two, one, two):
+        slots = some(allocator.alloc(1 << 16))
+        table.write((row, slice(0, 1 << 16)), slots.to(torch.int64))
+        allocator.clear()
+    some(allocator.alloc(1 << 17))
+    driver.run()
+    driver.set_patience(1)
+    allocator.free(table.req_to_token[two])
+    allocator.verify()
+    assert allocator.stats()["dropped_frees"] == 0
+    assert allocator.available_size() == 1 << 16
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("where", ["cpu", "cuda"])
+def test_kv_indices_are_the_rows_one_after_the_other(where: str, dtype: torch.dtype) -> None:
+    table = ReqToTokenPool(8, 300, "cuda")
+    rows = some(table.alloc(3))
+    generator = torch.Generator().manual_seed(1)
+    contents = torch.randint(1, 1000, (3, 300), generator=generator, dtype=torch.int32)
+    for row, values in zip(rows, contents, strict=True):
+        table.write((row, slice(0, 300)), values)
+    order, lens = [2, 0, 1, 1], [300, 0, 17, 129]
+    indptr = torch.tensor([0, *lens], dtype=dtype).cumsum(0).to(dtype).to(where)
+    out = cuda(torch.full((500,), -1, dtype=torch.int32))
+    table.build_kv_indices(torch.tensor([rows[i] for i in order], dtype=dtype).to(where), indptr, out)
+    expected = torch.cat([contents[i, :n] for i, n in zip(order, lens, strict=True)])
+    found = out.cpu()
+    assert torch.equal(found[: len(expected)], expected)
+    assert found[len(expected) :].eq(-1).all()
+
+
+# Faults
+
+
+def test_rows_that_only_the_gpu_knows_to_be_wrong_are_left_out_and_told_later() -> None:
+    pool = kv_pool(1)
+    k = cuda(torch.ones(4, 2, 8, dtype=torch.bfloat16))
+    pool.set_kv_buffer(0, ints(1, 72, -1, 3), k, k)
+    with pytest.raises(IndexError, match=r"slot 72 at position 1 .*\[0, 72\)"):
+        pool.check()
+    pool.check()
+    buffer = pool.k_buffer[0].cpu()
+    assert buffer.count_nonzero(dim=(1, 2)).nonzero().flatten().tolist() == [1, 3]
+    pool.set_kv_buffer(0, ints(2**40, dtype=torch.int64), k[:1], k[:1])
+    pool.k_buffer[0].cpu()
+    with pytest.raises(IndexError, match=str(2**40)):
+        pool.set_kv_buffer(0, ints(2), k[:1], k[:1])
+    assert not pool.k_buffer[0].cpu()[2].any()
+
+
+def test_gathering_what_is_not_there_gives_zeros_and_is_told_later() -> None:
+    pool = kv_pool(1)
+    pool.k_buffer[0].fill_(1)
+    poison = torch.full((3, 2, 8), 9.0, dtype=torch.bfloat16)
+    out = cuda(poison), cuda(poison)
+    pool.gather_kv(0, ints(1, -1, 2), out)
+    with pytest.raises(IndexError, match="slot -1 at position 1"):
+        pool.check()
+    assert out[0].cpu()[:, 0, 0].tolist() == [1, 0, 1]
+
+
+def test_moves_and_states_that_are_not_there_are_left_out_and_told_later() -> None:
+    pool = kv_pool(1)
+    pool.k_buffer[0].fill_(1)
+    pool.move_kv(ints(1, 2), ints(3, 99))
+    with pytest.raises(IndexError, match="slot 99"):
+        pool.check()
+    states = gdn_pool()
+    states.recurrent_state.fill_(1)
+    states.reset_states(ints(1, 7))
+    states.recurrent_state.cpu()
+    with pytest.raises(IndexError, match="state 7"):
+        states.copy_states(ints(1), ints(2))
+    assert states.recurrent_state.cpu().count_nonzero(dim=(0, 2, 3, 4)).tolist() == [384, 0, *[384] * 5]
+    states.copy_states(ints(1, -3), ints(2, 3))
+    states.recurrent_state.cpu()
+    with pytest.raises(IndexError, match="state -3"):
+        states.reset_states([1])
+
+
+@pytest.mark.parametrize(
+    ("row", "column", "value", "told"),
+    [(9, 0, 1, "row 9"), (1, 32, 1, "column 32"), (1, 0, 2**31, str(2**31)), (-1, 0, 1, "row -1")],
+)
+def test_places_that_are_not_there_are_left_out_and_told_later(
+    row: int, column: int, value: int, told: str
+) -> None:
+    table = ReqToTokenPool(8, 32, "cuda")
+    table.write((ints(2, row), ints(5, column)), ints(6, value))
+    assert table.req_to_token.cpu().nonzero().tolist() == [[2, 5]]
+    with pytest.raises((IndexError, ValueError), match=told):
+        table.write((1, 0), 5)
+    table.write((1, 0), 5)
+    assert table.req_to_token.cpu()[1, 0] == 5
+
+
+@pytest.mark.parametrize(("rows", "indptr"), [([9], [0, 2]), ([1], [0, 33]), ([1], [3, 2]), ([1], [-1, 2])])
+def test_kv_indices_that_do_not_fit_are_left_out_and_told_later(rows: list[int], indptr: list[int]) -> None:
+    table = ReqToTokenPool(8, 32, "cuda")
+    out = ints(*[7] * 40, dtype=torch.int32)
+    table.build_kv_indices(ints(*rows), ints(*indptr), out)
+    assert out.cpu().eq(7).all()
+    with pytest.raises(IndexError):
+        table.write((1, 0), 5)
+    with pytest.raises(IndexError):
+        table.build_kv_indices(rows, indptr, out)
+
+
+# Streams and graphs
+
+
+def test_work_goes_to_the_current_stream(driver: Driver) -> None:
+    pool, allocator, states = kv_pool(), make_allocator(), gdn_pool()
+    table = ReqToTokenPool(8, 64, "cuda")
+    k = cuda(torch.ones(2, 2, 8, dtype=torch.bfloat16))
+    v, indices = k.clone(), ints(1, 2)
+    driver.run()
+    stream = driver.stream()
+    calls: list[Callable[[], object]] = [
+        lambda: pool.set_kv_buffer(0, indices, k, k),
+        lambda: pool.gather_kv(0, indices, (k, v)),
+        lambda: pool.move_kv([1], [2]),
+        lambda: states.reset_states(indices),
+        lambda: states.copy_states(indices[:1], indices[1:]),
+        lambda: table.write((1, slice(0, 2)), indices),
+        lambda: table.write((1, slice(0, 2)), [1, 2]),
+        lambda: allocator.free(indices),
+        lambda: allocator.alloc(3),
+    ]
+    for call in calls:
+        driver.run()
+        with on_stream(stream):
+            call()
+        assert driver.pending(stream) > 0
+
+
+def test_capture_and_replay_of_set_kv_buffer(driver: Driver) -> None:
+    pool = kv_pool(1)
+    indices = ints(1, 2)
+    k = cuda(torch.ones(2, 2, 8, dtype=torch.bfloat16))
+    driver.run()
+    stream = driver.stream()
+    with on_stream(stream):
+        driver.begin_capture(stream)
+        pool.set_kv_buffer(0, indices, k, k)
+        with pytest.raises(DriverError, match="captured"):
+            pool.set_kv_buffer(0, [1, 2], k, k)
+        with pytest.raises(DriverError, match="captured"):
+            pool.move_kv([1], [2])
+        graph = driver.end_capture(stream)
+    driver.run()
+    assert not pool.k_buffer[0].cpu().any()
+    for slots, value in (((3, 4), 5.0), ((5, 6), 7.0)):
+        indices.copy_(torch.tensor(slots))
+        k.fill_(value)
+        driver.replay(graph, stream)
+        driver.run(stream)
+        buffer = pool.k_buffer[0].cpu()
+        assert buffer[list(slots)].eq(value).all()
+    assert buffer[[3, 4]].eq(5).all()
+    assert not buffer[[1, 2]].any()
+
+
+def test_an_alloc_within_a_capture_is_refused_and_takes_nothing(driver: Driver) -> None:
+    allocator = make_allocator(64)
+    stream = driver.stream()
+    with on_stream(stream):
+        driver.begin_capture(stream)
+        with pytest.raises(DriverError, match="captured"):
+            allocator.alloc(3)
+        driver.end_capture(stream)
+    assert allocator.available_size() == 64
+    allocator.verify()
+
+
+# Failures
+
+
+def test_out_of_memory_tells_both_numbers_and_leaves_nothing(driver: Driver) -> None:
+    gc.collect()
+    before = driver.device_bytes()
+    driver.set_capacity(before + (1 << 20))
+    with pytest.raises(OutOfMemoryError, match=r"\d+ bytes asked for, 1048576 of \d+ free on cuda:0"):
+        KVPool(1 << 20, 1, 8, 128, "cuda")
+    gc.collect()
+    assert driver.device_bytes() == before
+    driver.set_capacity(64 << 30)
+    assert KVPool(1 << 10, 1, 8, 128, "cuda").mem_bytes() > 1 << 20
+
+
+def pools_of_every_kind() -> Callable[[], None]:
+    """A day in the life of all pools, and what must hold whatever failed in it."""
+    allocator = make_allocator(64, 4)
+    table = ReqToTokenPool(4, 32, "cuda")
+
+    def day() -> None:
+        pool, states = kv_pool(2), gdn_pool()
+        k = cuda(torch.ones(4, 2, 8, dtype=torch.bfloat16))
+        slots = allocator.alloc(4)
+        rows = table.alloc(1)
+        if slots is None or rows is None:
+            allocator.clear()
+            table.clear()
+            return
+        table.write((rows[0], slice(0, 4)), slots)
+        table.write((rows[0], slice(4, 6)), ints(1, 2))
+        pool.set_kv_buffer(0, slots, k, k)
+        pool.set_kv_buffer(1, [1, 2, 3, 4], k, k)
+        pool.move_kv([1, 2], [2, 1])
+        pool.gather_kv(0, slots, (k, k.clone()))
+        states.reset_states([1, 2])
+        states.copy_states(ints(1), ints(2))
+        table.build_kv_indices(rows, [0, 4], ints(0, 0, 0, 0, dtype=torch.int32))
+        allocator.free(table.req_to_token[rows[0], :2])
+        allocator.free(slots.to(torch.int64))
+        allocator.alloc_extend([0], [7], [-1])
+        table.free(rows)
+        pool.check()
+        allocator.verify()
+
+    return day
+
+
+def test_every_driver_call_may_fail(driver: Driver) -> None:
+    day = pools_of_every_kind()
+    day()
+
+    def memory() -> tuple[int, int]:
+        gc.collect()
+        driver.run()
+        return driver.device_bytes(), driver.locked_bytes()
+
+    before, failures = memory(), 0
+    for error in each_call(driver, day, codes=(LAUNCH_FAILED, OUT_OF_MEMORY)):
+        if error is None:
+            # The call was one of those that give memory back, which tell nobody; what they had is lost.
+            before = memory()
+            continue
+        failures += 1
+        assert isinstance(error, (DriverError, OutOfMemoryError, torch.AcceleratorError)), repr(error)
+        assert not isinstance(error, DriverError) or "failed with CUDA_ERROR" in str(error)
+        assert memory() == before
+    assert failures > 50
+    day()
+
+
+@pytest.mark.parametrize("left", range(12))
+def test_an_alloc_that_fails_takes_nothing(driver: Driver, left: int) -> None:
+    allocator = make_allocator(64)
+    driver.fail(None, left)
+    try:
+        slots = allocator.alloc(5)
+    except DriverError:
+        assert allocator.available_size() == 64
+        assert some(allocator.alloc(64)).tolist() == list(range(1, 65))
+    else:
+        driver.forget_plans()
+        assert some(slots).tolist() == [1, 2, 3, 4, 5]
+    allocator.verify()
+
+
+def test_tensors_outlive_their_pool_and_then_give_everything_back(driver: Driver) -> None:
+    gc.collect()
+    before = driver.device_bytes(), driver.locked_bytes()
+    allocator, pool, table = make_allocator(), kv_pool(), ReqToTokenPool(4, 32, "cuda")
+    kept = [some(allocator.alloc(5)), pool.k_buffer[0], table.req_to_token[1]]
+    pool.k_buffer[0].fill_(3)
+    del allocator, pool, table
+    gc.collect()
+    assert kept[0].tolist() == [1, 2, 3, 4, 5]
+    assert kept[1].eq(3).all()
+    assert driver.device_bytes() > before[0]
+    kept.clear()
+    gc.collect()
+    assert (driver.device_bytes(), driver.locked_bytes()) == before
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_pool_cannot_be_used_after_a_fork() -> None:
+    allocator, pool, table, states = make_allocator(), kv_pool(), ReqToTokenPool(4, 8, "cuda"), gdn_pool()
+    slots = some(allocator.alloc(3))
+    child = os.fork()
+    if child == 0:
+        calls: list[Callable[[], object]] = [
+            lambda: allocator.alloc(3),
+            lambda: allocator.free([1]),
+            lambda: pool.move_kv([1], [2]),
+            table.alloc,
+            lambda: table.free(1),
+            lambda: table.read(1, 2),
+            lambda: states.reset_states([1]),
+            make_allocator,
+        ]
+        wrong = 0
+        for call in calls:
+            try:
+                call()
+            except DriverError as error:
+                wrong += "forked" not in str(error)
+            except BaseException:  # noqa: BLE001 - the child must end here
+                wrong += 1
+            else:
+                wrong += 1
+        os._exit(wrong)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    allocator.free(slots)
+    assert allocator.available_size() == 4096
+
+
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        ({"KVPOOL_SOFTWARE_DEVICES": "0"}, "the driver reports 0 devices and has no cuda:0"),
+        ({"KVPOOL_SOFTWARE_VERSION": "11080"}, "offers CUDA 11.8; at least 12.0 is needed"),
+        ({"KVPOOL_SOFTWARE_INIT_ERROR": "100"}, "cuInit failed with CUDA_ERROR_NO_DEVICE"),
+    ],
+)
+def test_what_the_driver_lacks_is_named(
+    driver: Driver, run_snippet: RunSnippet, env: dict[str, str], words: str
+) -> None:
+    assert driver.calls() == 0
+    code = """
+        import kvpool
+        for kind, arguments in ((kvpool.TokenToKVPoolAllocator, (8,)), (kvpool.KVPool, (8, 1, 1, 2))):
+            try:
+                kind(*arguments, device="cuda")
+            except kvpool.BackendUnavailableError as error:
+                print(error)
+        # Ordinary memory stands in for page-locked memory.
+        print(kvpool.KVPool(8, 1, 1, 2, "cpu").device)
+    """
+    lines = run_snippet(code, hidden=["torch"], env=env).splitlines()
+    assert len(lines) == 3
+    assert words in lines[0]
+    assert words in lines[1]
+    assert lines[2] == "cpu"
+
+
+def test_without_pytorch_tensors_are_ours_and_come_to_the_host(
+    driver: Driver, run_snippet: RunSnippet
+) -> None:
+    assert driver.calls() == 0
+    code = """
+        import kvpool, numpy
+        allocator = kvpool.TokenToKVPoolAllocator(64, "cuda")
+        slots = allocator.alloc(5)
+        print(type(slots).__name__, slots.device, slots.cpu().numpy().tolist(), slots.__dlpack_device__())
+        allocator.free(slots)
+        print(allocator.stats()["pending"], allocator.available_size())
+        # Once somebody else has it, it may be written to.
+        again = allocator.alloc(5)
+        capsule = again.__dlpack__(stream=1, max_version=(1, 1))
+        allocator.free(again)
+        print(allocator.stats()["pending"])
+        allocator.verify()
+        for stream in (0, -2):
+            try:
+                again.__dlpack__(stream=stream)
+            except BufferError as error:
+                print("refused")
+        try:
+            again.numpy()
+        except BufferError:
+            print("refused")
+        pool = kvpool.KVPool(8, 1, 1, 2, "cuda", "float32")
+        try:
+            pool.gather_kv(0, [1])
+        except TypeError as error:
+            print("out" in str(error))
+        out = [kvpool._kvpool._zeros([2, 1, 2], "float32", "cuda") for _ in range(2)]
+        one = kvpool._kvpool._zeros([1, 1, 2], "float32", "cuda")
+        pool.set_kv_buffer(0, [3], one, one)
+        print(pool.gather_kv(0, [3, 4], tuple(out))[0].cpu().numpy().sum())
+    """
+    lines = run_snippet(code, hidden=["torch"]).splitlines()
+    assert lines == [
+        "Tensor cuda:0 [1, 2, 3, 4, 5] (2, 0)",
+        "0 64",
+        "5",
+        *["refused"] * 3,
+        "True",
+        "0.0",
+    ]
+
+
+def test_memory_on_the_host_is_page_locked_where_there_is_a_driver(driver: Driver) -> None:
+    gc.collect()
+    before = driver.locked_bytes()
+    pool = KVPool(1000, 2, 2, 8, "cpu", torch.float32)
+    assert driver.locked_bytes() - before >= pool.mem_bytes()
+    pageable = KVPool(1000, 2, 2, 8, "cpu", torch.float32, pin_memory=False)
+    assert driver.locked_bytes() - before < 2 * pool.mem_bytes()
+    assert not pageable.k_buffer[0].any()
+    assert not pool.k_buffer[1].any()
+
+
+# Threads, and everything together
+
+
+def test_two_pools_in_two_threads() -> None:
+    failures: list[BaseException] = []
+
+    def work(page_size: int) -> None:
+        try:
+            allocator = make_allocator(4096, page_size)
+            for _ in range(2000):
+                slots = allocator.alloc(37)
+                assert slots is not None
+                allocator.free(slots)
+            allocator.verify()
+            assert allocator.available_size() == 4096
+        except BaseException as error:  # noqa: BLE001 - told by the test
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(page_size,)) for page_size in (1, 16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_a_replay_verifies_every_token(page_size: int) -> None:
+    lens = np.arange(10)
+    arrival_s = lens.astype(np.float64) * 0.04
+    trace = Trace("short", arrival_s, input_lens=5 + lens * 7 % 40, output_lens=3 + lens * 5 % 11)
+    config = ReplayConfig(
+        device="cuda",
+        page_size=page_size,
+        max_running=4,
+        prefill_budget=32,
+        pool_size=96 if page_size == 1 else 80,
+        layers=1,
+    )
+    result = Replay(trace, config).run()
+    assert result.counts.finished == 10
+    assert page_size == 16 or result.counts.retractions > 0
+    assert result.counts.verified_tokens >= int((trace.input_lens + trace.output_lens).sum())
+
+
+def test_an_unknown_device_is_named() -> None:
+    with pytest.raises(kvpool.BackendUnavailableError, match="has no cuda:99"):
+        TokenToKVPoolAllocator(8, "cuda:99")
