@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -232,10 +233,12 @@ def _cpu() -> str:
 def machine() -> dict[str, Any]:
     """What the figures depend on: processor, cores, versions, and today's date."""
     versions = [f"{name} {importlib.metadata.version(name)}" for name in ("kvpool", "torch", "numpy")]
+    gpu = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
     return {
         "date": dt.datetime.now(tz=dt.timezone.utc).date().isoformat(),
         "processor": _cpu(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        **gpu,
         "system": f"{platform.system()} {platform.release()}",
         "versions": ", ".join([f"Python {platform.python_version()}", *versions]),
     }

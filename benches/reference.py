@@ -8,14 +8,15 @@ import torch
 class SortedAllocator:
     """Lowest slot first: a sorted free list, and one of released slots, merged when the first runs short."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, device: str = "cpu") -> None:
         self.size = size
+        self.device = device
         self.clear()
 
     def clear(self) -> None:
         """Makes every slot free."""
-        self.free_slots = torch.arange(1, self.size + 1, dtype=torch.int32)
-        self.release_slots = torch.empty(0, dtype=torch.int32)
+        self.free_slots = torch.arange(1, self.size + 1, dtype=torch.int32, device=self.device)
+        self.release_slots = torch.empty(0, dtype=torch.int32, device=self.device)
 
     def alloc(self, need_size: int) -> torch.Tensor | None:
         """Takes the lowest slots of the free list, after a merge if it is too short."""
@@ -36,19 +37,20 @@ class SortedAllocator:
         """Sorts free and released slots into one list."""
         if len(self.release_slots):
             self.free_slots, _ = torch.sort(torch.cat((self.free_slots, self.release_slots)))
-            self.release_slots = torch.empty(0, dtype=torch.int32)
+            self.release_slots = torch.empty(0, dtype=torch.int32, device=self.device)
 
 
 class FifoAllocator:
     """First in, first out: one list, taken from the front and appended to at the back."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, device: str = "cpu") -> None:
         self.size = size
+        self.device = device
         self.clear()
 
     def clear(self) -> None:
         """Makes every slot free."""
-        self.free_slots = torch.arange(1, self.size + 1, dtype=torch.int32)
+        self.free_slots = torch.arange(1, self.size + 1, dtype=torch.int32, device=self.device)
 
     def alloc(self, need_size: int) -> torch.Tensor | None:
         """Takes the slots at the front."""
@@ -67,16 +69,19 @@ class FifoAllocator:
 class PagedAllocator:
     """Whole pages, lowest first: slots that are given back are reduced to their pages."""
 
-    def __init__(self, size: int, page_size: int) -> None:
+    def __init__(self, size: int, page_size: int, device: str = "cpu") -> None:
         self.size = size
         self.page_size = page_size
-        self._offsets = torch.arange(page_size, dtype=torch.int32)
+        self.device = device
+        self._offsets = torch.arange(page_size, dtype=torch.int32, device=device)
         self.clear()
 
     def clear(self) -> None:
         """Makes every page free."""
-        self.free_pages = torch.arange(1, self.size // self.page_size + 1, dtype=torch.int32)
-        self.release_pages = torch.empty(0, dtype=torch.int32)
+        self.free_pages = torch.arange(
+            1, self.size // self.page_size + 1, dtype=torch.int32, device=self.device
+        )
+        self.release_pages = torch.empty(0, dtype=torch.int32, device=self.device)
 
     def alloc(self, need_size: int) -> torch.Tensor | None:
         """Takes the lowest pages and gives the first slots of them."""
@@ -98,15 +103,17 @@ class PagedAllocator:
         """Sorts free and released pages into one list."""
         if len(self.release_pages):
             self.free_pages, _ = torch.sort(torch.cat((self.free_pages, self.release_pages)))
-            self.release_pages = torch.empty(0, dtype=torch.int32)
+            self.release_pages = torch.empty(0, dtype=torch.int32, device=self.device)
 
 
 class KVBuffers:
     """One K and one V tensor, written and read by indexing."""
 
-    def __init__(self, rows: int, head_num: int, head_dim: int, dtype: torch.dtype) -> None:
-        self.k = torch.zeros(rows, head_num, head_dim, dtype=dtype)
-        self.v = torch.zeros(rows, head_num, head_dim, dtype=dtype)
+    def __init__(
+        self, rows: int, head_num: int, head_dim: int, dtype: torch.dtype, device: str = "cpu"
+    ) -> None:
+        self.k = torch.zeros(rows, head_num, head_dim, dtype=dtype, device=device)
+        self.v = torch.zeros(rows, head_num, head_dim, dtype=dtype, device=device)
 
     def set_kv_buffer(self, indices: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Writes one row for each index."""
@@ -127,10 +134,14 @@ class States:
     """Recurrent and convolution states of linear-attention layers, reset and copied by indexing."""
 
     def __init__(
-        self, recurrent_shape: tuple[int, ...], conv_shape: tuple[int, ...], dtype: torch.dtype
+        self,
+        recurrent_shape: tuple[int, ...],
+        conv_shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: str = "cpu",
     ) -> None:
-        self.recurrent_state = torch.zeros(recurrent_shape)
-        self.conv_state = torch.zeros(conv_shape, dtype=dtype)
+        self.recurrent_state = torch.zeros(recurrent_shape, device=device)
+        self.conv_state = torch.zeros(conv_shape, dtype=dtype, device=device)
 
     def reset_states(self, indices: torch.Tensor) -> None:
         """Zeroes both states of all layers."""

@@ -1,15 +1,18 @@
 // Conversion between float types with the results of `convert.rs`: through binary32, rounded once, to nearest even.
-// Integer arithmetic, so that devices and hosts agree in every bit.
+// Integer arithmetic but for single operations that IEEE 754 defines, so that devices and hosts agree in every bit.
 
 #pragma once
 
 #include "params.cuh"
 
-enum { F64 = 0, F32 = 1, F16 = 2, BF16 = 3, F8E4M3 = 4, F8E5M2 = 5 };
-
 union Bits32 {
     float number;
     u32 bits;
+};
+
+union Bits64 {
+    double number;
+    u64 bits;
 };
 
 __device__ __forceinline__ float from_bits(u32 bits) {
@@ -54,54 +57,89 @@ __device__ __forceinline__ u32 narrow(u32 magnitude, u32 mantissa_bits, u32 bias
     return to_bits(from_bits(magnitude) + from_bits(step)) - step;
 }
 
-__device__ __forceinline__ float load(const u8* source, i32 dtype) {
-    switch (dtype) {
-        case F64: return float(*reinterpret_cast<const double*>(source));
-        case F32: return *reinterpret_cast<const float*>(source);
-        case F16: return widen(*reinterpret_cast<const u16*>(source), 5, 10);
-        case BF16: return from_bits(u32(*reinterpret_cast<const u16*>(source)) << 16);
-        case F8E5M2: return widen(*source, 5, 2);
-        default: break;
-    }
-    // float8_e4m3fn has no infinity: its largest exponent holds numbers, and one NaN.
-    u32 bits = *source;
-    if ((bits & 0x7f) == 0x7f) {
-        return from_bits((bits & 0x80) << 24 | 0x7fc00000u);
-    }
-    if ((bits & 0x78) == 0x78) {
-        return from_bits((bits & 0x80) << 24 | (135u << 23 | (bits & 7) << 20));
-    }
-    return widen(bits, 4, 3);
+__device__ __forceinline__ u32 magnitude_of(float value) {
+    return to_bits(value) & 0x7fffffffu;
 }
 
-__device__ __forceinline__ void store(u8* target, i32 dtype, float value) {
-    u32 bits = to_bits(value);
-    u32 magnitude = bits & 0x7fffffffu;
-    bool is_nan = magnitude > 0x7f800000u;
-    u32 sign = bits >> 31;
-    switch (dtype) {
-        case F32: *reinterpret_cast<float*>(target) = value; return;
-        case F16: {
-            // From 65520 on the nearest is infinity.
-            u32 half = is_nan ? 0x7e00u : magnitude >= 0x477ff000u ? 0x7c00u : narrow(magnitude, 10, 15);
-            *reinterpret_cast<u16*>(target) = u16(sign << 15 | half);
-            return;
-        }
-        case BF16: {
-            u32 rounded = (bits + 0x7fffu + (bits >> 16 & 1)) >> 16;
-            *reinterpret_cast<u16*>(target) = u16(is_nan ? 0x7fc0u : rounded);
-            return;
-        }
-        case F8E5M2: {
-            u32 eighth = is_nan ? 0x7fu : magnitude >= 0x47800000u ? 0x7cu : narrow(magnitude, 2, 15);
-            *target = u8(sign << 7 | eighth);
-            return;
-        }
-        default: {
-            // 448 is the largest number.
-            u32 most = 0x43e00000u;
-            u32 eighth = is_nan ? 0x7fu : narrow(magnitude < most ? magnitude : most, 3, 7);
-            *target = u8(sign << 7 | eighth);
-        }
-    }
+__device__ __forceinline__ bool is_nan(float value) {
+    return magnitude_of(value) > 0x7f800000u;
 }
+
+struct F64 {
+    typedef u64 Bits;
+
+    static __device__ __forceinline__ float load(u64 bits) {
+        Bits64 both;
+        both.bits = bits;
+        return float(both.number);
+    }
+};
+
+struct F32 {
+    typedef u32 Bits;
+
+    static __device__ __forceinline__ float load(u32 bits) { return from_bits(bits); }
+
+    static __device__ __forceinline__ u32 store(float value) { return to_bits(value); }
+};
+
+struct F16 {
+    typedef u16 Bits;
+
+    static __device__ __forceinline__ float load(u16 bits) { return widen(bits, 5, 10); }
+
+    static __device__ __forceinline__ u16 store(float value) {
+        u32 magnitude = magnitude_of(value);
+        // From 65520 on the nearest is infinity.
+        u32 half = is_nan(value) ? 0x7e00u : magnitude >= 0x477ff000u ? 0x7c00u : narrow(magnitude, 10, 15);
+        return u16(to_bits(value) >> 31 << 15 | half);
+    }
+};
+
+struct BF16 {
+    typedef u16 Bits;
+
+    static __device__ __forceinline__ float load(u16 bits) { return from_bits(u32(bits) << 16); }
+
+    static __device__ __forceinline__ u16 store(float value) {
+        u32 bits = to_bits(value);
+        return u16(is_nan(value) ? 0x7fc0u : (bits + 0x7fffu + (bits >> 16 & 1)) >> 16);
+    }
+};
+
+struct F8E4M3 {
+    typedef u8 Bits;
+
+    static __device__ __forceinline__ float load(u8 bits) {
+        // It has no infinity: its largest exponent holds numbers, and one NaN.
+        u32 sign = u32(bits & 0x80) << 24;
+        if ((bits & 0x7f) == 0x7f) {
+            return from_bits(sign | 0x7fc00000u);
+        }
+        if ((bits & 0x78) == 0x78) {
+            return from_bits(sign | 135u << 23 | u32(bits & 7) << 20);
+        }
+        return widen(bits, 4, 3);
+    }
+
+    static __device__ __forceinline__ u8 store(float value) {
+        u32 magnitude = magnitude_of(value);
+        // 448 is the largest number.
+        u32 most = 0x43e00000u;
+        u32 eighth = is_nan(value) ? 0x7fu : narrow(magnitude < most ? magnitude : most, 3, 7);
+        return u8(to_bits(value) >> 31 << 7 | eighth);
+    }
+};
+
+struct F8E5M2 {
+    typedef u8 Bits;
+
+    static __device__ __forceinline__ float load(u8 bits) { return widen(bits, 5, 2); }
+
+    static __device__ __forceinline__ u8 store(float value) {
+        u32 magnitude = magnitude_of(value);
+        // 65536 and more is infinity; what rounds up to it becomes that, too.
+        u32 eighth = is_nan(value) ? 0x7fu : magnitude >= 0x47800000u ? 0x7cu : narrow(magnitude, 2, 15);
+        return u8(to_bits(value) >> 31 << 7 | eighth);
+    }
+};

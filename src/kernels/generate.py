@@ -5,7 +5,7 @@ assemblers come from PyPI: `pip install --no-deps --target TOOLS nvidia-cuda-nvr
 nvidia-cuda-nvcc-cu12==12.9.86 nvidia-cuda-nvcc==13.0.88`.
 
     python src/kernels/generate.py --tools TOOLS           writes the .ptx files
-    python src/kernels/generate.py --tools TOOLS --check   compares them, and assembles them everywhere
+    python src/kernels/generate.py --tools TOOLS --check   compares them, and assembles them for all devices
 """
 
 from __future__ import annotations
@@ -15,13 +15,21 @@ import ctypes
 import re
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 MODULES = ("rows", "table")
 HEADERS = ("convert.cuh", "params.cuh")
-OPTIONS = ("--gpu-architecture=compute_70", "--std=c++14", "--fmad=false", "--prec-div=true", "--ftz=false")
+# The conversions count on IEEE 754: no fused or approximate operations, no subnormals flushed to zero.
+OPTIONS = (
+    "--gpu-architecture=compute_70",
+    "--std=c++14",
+    "--fmad=false",
+    "--prec-div=true",
+    "--ftz=false",
+)
+# What the oldest driver takes; another compiler would write another.
+HEAD = b"\n.version 8.0\n.target sm_70\n"
 NVRTC = "nvidia/cuda_nvrtc/lib/libnvrtc.so.12"
 ASSEMBLERS = ("nvidia/cuda_nvcc/bin/ptxas", "nvidia/cu13/bin/ptxas")
 OLDEST = 75
@@ -36,10 +44,11 @@ class Compiler:
     """NVRTC, loaded from where pip put it."""
 
     def __init__(self, tools: Path) -> None:
-        path = tools / NVRTC
-        if not path.is_file():
-            raise GenerateError(f"{path} is missing; see the head of this file")
-        self._lib = ctypes.CDLL(str(path))
+        path = tool(tools, NVRTC)
+        try:
+            self._lib = ctypes.CDLL(str(path))
+        except OSError as error:
+            raise GenerateError(f"{path} cannot be loaded: {error}") from None
         self._lib.nvrtcGetErrorString.restype = ctypes.c_char_p
 
     def _call(self, name: str, *arguments: object) -> None:
@@ -47,15 +56,19 @@ class Compiler:
         if status:
             raise GenerateError(f"{name}: {self._lib.nvrtcGetErrorString(status).decode()}")
 
-    def _text(self, what: str, program: ctypes.c_void_p) -> str:
+    def _output(self, what: str, program: ctypes.c_void_p) -> bytes:
         size = ctypes.c_size_t()
         self._call(f"nvrtcGet{what}Size", program, ctypes.byref(size))
-        text = ctypes.create_string_buffer(size.value)
-        self._call(f"nvrtcGet{what}", program, text)
-        return text.value.decode()
+        output = ctypes.create_string_buffer(size.value)
+        self._call(f"nvrtcGet{what}", program, output)
+        return output.value
 
-    def ptx(self, module: str) -> str:
-        """The PTX of a module."""
+    def ptx(self, module: str) -> bytes:
+        """The PTX of a module.
+
+        Raises:
+            GenerateError: If it cannot be compiled, or not without a warning.
+        """
         headers = [(HERE / name).read_bytes() for name in HEADERS]
         program = ctypes.c_void_p()
         self._call(
@@ -69,22 +82,49 @@ class Compiler:
         )
         try:
             options = (ctypes.c_char_p * len(OPTIONS))(*(option.encode() for option in OPTIONS))
-            try:
-                self._call("nvrtcCompileProgram", program, len(OPTIONS), options)
-            except GenerateError as error:
-                raise GenerateError(f"{module}.cu: {error}\n{self._text('ProgramLog', program)}") from None
-            log = self._text("ProgramLog", program).strip()
-            if log:
-                raise GenerateError(f"{module}.cu: {log}")
-            return self._text("PTX", program)
+            status = self._lib.nvrtcCompileProgram(program, len(OPTIONS), options)
+            log = self._output("ProgramLog", program).decode().strip()
+            if status or log:
+                raise GenerateError(f"{module}.cu does not compile cleanly:\n{log}")
+            ptx = self._output("PTX", program)
         finally:
             self._call("nvrtcDestroyProgram", ctypes.byref(program))
+        if HEAD not in ptx:
+            raise GenerateError(f"{module}.ptx is not of{HEAD.decode().replace(chr(10), ' ')}")
+        return ptx
+
+
+def tool(tools: Path, name: str) -> Path:
+    """A file that pip put into `tools`.
+
+    Raises:
+        GenerateError: If it is not there.
+    """
+    path = tools / name
+    if not path.is_file():
+        raise GenerateError(f"{path} is missing; the head of {Path(__file__).name} says where it comes from")
+    return path
+
+
+def run(*command: str | Path) -> str:
+    """What a command prints.
+
+    Raises:
+        GenerateError: If it fails.
+    """
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise GenerateError(f"{command[0]} cannot be run: {error}") from None
+    printed = done.stdout + done.stderr
+    if done.returncode:
+        raise GenerateError(f"{' '.join(map(str, command))}:\n{printed}")
+    return printed
 
 
 def architectures(assembler: Path) -> list[int]:
     """The architectures from `OLDEST` to `NEWEST` that an assembler knows."""
-    help_text = subprocess.run([assembler, "--help"], capture_output=True, text=True, check=True).stdout
-    known = {int(number) for number in re.findall(r"'?sm_(\d+)'?", help_text)}
+    known = {int(number) for number in re.findall(r"\bsm_(\d+)", run(assembler, "--help"))}
     return sorted(number for number in known if OLDEST <= number <= NEWEST)
 
 
@@ -94,59 +134,49 @@ def registers(assembler: Path, architecture: int, ptx: Path) -> dict[str, int]:
     Raises:
         GenerateError: If it cannot be assembled, or a kernel spills registers or uses a stack.
     """
-    command: list[str | Path] = [
-        assembler,
-        f"--gpu-name=sm_{architecture}",
-        "--verbose",
-        "--warn-on-spills",
-        "-o",
-        "/dev/null",
-        ptx,
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    report = done.stdout + done.stderr
     where = f"{ptx.name} for sm_{architecture} with {assembler}"
-    if done.returncode or "warning" in report:
+    report = run(assembler, f"--gpu-name=sm_{architecture}", "--verbose", "-o", "/dev/null", ptx)
+    if "warning" in report:
         raise GenerateError(f"{where}:\n{report}")
     found = {}
-    for kernel, body in re.findall(
-        r"Compiling entry function '(\w+)'(.*?)(?=Compiling entry|\Z)", report, re.DOTALL
-    ):
-        numbers = re.search(
-            r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", body
+    for part in report.split("Compiling entry function '")[1:]:
+        kernel = part.partition("'")[0]
+        memory = re.search(
+            r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", part
         )
-        used = re.search(r"Used (\d+) registers", body)
-        if numbers is None or used is None:
+        used = re.search(r"Used (\d+) registers", part)
+        if memory is None or used is None:
             raise GenerateError(f"{where}: nothing is said about {kernel}:\n{report}")
-        if any(int(number) for number in numbers.groups()):
-            raise GenerateError(f"{where}: {kernel} does not fit its registers: {numbers.group(0)}")
+        if any(int(number) for number in memory.groups()):
+            raise GenerateError(f"{where}: {kernel} does not fit its registers: {memory.group(0)}")
         found[kernel] = int(used.group(1))
     if not found:
         raise GenerateError(f"{where}: no kernels:\n{report}")
     return found
 
 
-def check(tools: Path, compiled: dict[str, str]) -> None:
-    """Compares what was compiled with what is committed, and assembles it for every architecture."""
+def check(tools: Path, compiled: dict[str, bytes]) -> None:
+    """Compares what was compiled with what is committed, and assembles that for every architecture.
+
+    Raises:
+        GenerateError: If anything differs, is missing, or does not fit.
+    """
     for module, ptx in compiled.items():
         path = HERE / f"{module}.ptx"
-        if not path.is_file() or path.read_text() != ptx:
-            raise GenerateError(f"{path} is not what {module}.cu gives; run this script without --check")
+        if not path.is_file() or path.read_bytes() != ptx:
+            raise GenerateError(f"{path} is not what the sources give; run this script without --check")
     used: dict[str, list[int]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for name in ASSEMBLERS:
-            assembler = tools / name
-            if not assembler.is_file():
-                raise GenerateError(f"{assembler} is missing; see the head of this file")
-            known = architectures(assembler)
-            for module, ptx in compiled.items():
-                path = Path(folder) / f"{module}.ptx"
-                path.write_text(ptx)
-                for architecture in known:
-                    for kernel, count in registers(assembler, architecture, path).items():
-                        used.setdefault(kernel, []).append(count)
-            print(f"{name}: sm_{', sm_'.join(map(str, known))}")
-    for kernel, counts in used.items():
+    for name in ASSEMBLERS:
+        assembler = tool(tools, name)
+        known = architectures(assembler)
+        if not known:
+            raise GenerateError(f"{assembler} names no architecture from sm_{OLDEST} to sm_{NEWEST}")
+        for module in compiled:
+            for architecture in known:
+                for kernel, count in registers(assembler, architecture, HERE / f"{module}.ptx").items():
+                    used.setdefault(kernel, []).append(count)
+        print(f"{name}: sm_{', sm_'.join(map(str, known))}")
+    for kernel, counts in sorted(used.items()):
         print(f"{kernel:24} {min(counts):3} to {max(counts):3} registers, no spills")
 
 
@@ -165,7 +195,7 @@ def main() -> None:
             check(arguments.tools, compiled)
         else:
             for module, ptx in compiled.items():
-                (HERE / f"{module}.ptx").write_text(ptx)
+                (HERE / f"{module}.ptx").write_bytes(ptx)
     except GenerateError as error:
         sys.exit(str(error))
 

@@ -66,6 +66,9 @@ static_assert(sizeof(StorePart) == 216, "as launch/params.rs has it");
 /// How values get to their rows: as words, converted, or element by element with their bits as they are.
 enum { WAY_WORDS = 0, WAY_CONVERT = 1, WAY_ELEMENTS = 2 };
 
+/// The dtypes of conversions.
+enum { DTYPE_F64 = 0, DTYPE_F32 = 1, DTYPE_F16 = 2, DTYPE_BF16 = 3, DTYPE_F8E4M3 = 4, DTYPE_F8E5M2 = 5 };
+
 struct StoreParams {
     Index indices;
     i64 count;
@@ -192,6 +195,7 @@ __device__ __forceinline__ i64 quotient(i64 number, i64 by) {
 /// The offset, in elements, of element `i` of a tensor in row-major order.
 __device__ __forceinline__ i64 offset_of(i64 i, i32 ndim, const i64* shape, const i64* strides) {
     i64 offset = 0;
+#pragma unroll 1
     for (i32 axis = ndim - 1; axis > 0; axis--) {
         i64 rest = quotient(i, shape[axis]);
         offset += (i - rest * shape[axis]) * strides[axis];

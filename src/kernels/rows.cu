@@ -79,55 +79,162 @@ __device__ __forceinline__ void zero_piece(u8* target, i64 first, i32 lanes, i64
     }
 }
 
-/// Where element `element` of a row lies from the row's first one, in elements.
-__device__ __forceinline__ i64 element_offset(const StorePart& part, i64 element) {
-    i64 head = quotient(element, part.dim);
-    return head * part.head_stride + (element - head * part.dim) * part.dim_stride;
+/// The elements of a row that a lane has, ELEMENTS_PER_LANE of them, and where they lie in the source.
+struct Elements {
+    const u8* source;
+    u8* target;
+    i64 words;
+    /// The first one, and how far apart they are in the target.
+    i64 first;
+    i64 step;
+    /// Where the first one lies in the source, and how far apart they are there, in elements; `turn` more where a head
+    /// ends. `rest` is the place of the first one in its head of `dim` elements, and moves by `rest_step`.
+    i64 offset;
+    i64 offset_step;
+    i64 rest;
+    i64 rest_step;
+    i64 dim;
+    i64 turn;
+    /// They lie side by side, aligned, in the source and in the target.
+    bool is_run;
+};
+
+/// What a run of elements must be aligned to.
+__device__ __forceinline__ u64 run_alignment(i32 element_bytes) {
+    return element_bytes == 1 ? 8 : 16;
 }
 
-template <typename Element>
-__device__ __forceinline__ void
-copy_elements(const StorePart& part, u8* target, const u8* source, i64 first) {
-    Element held[ELEMENTS_PER_LANE];
+/// The elements of the lane whose first one, taken in turns with the other lanes, is `first`.
+__device__ __forceinline__ Elements
+elements(const StorePart& part, const u8* source, u8* target, i32 target_bytes, i64 first) {
+    // All lanes of a row must come to the same answer, so it rests on what they share.
+    u64 apart = part.dim == part.words ? 0 : u64(part.head_stride * part.element_bytes);
+    u64 misaligned = ((u64(source) | apart) & (run_alignment(part.element_bytes) - 1))
+        | (u64(target) & (run_alignment(target_bytes) - 1));
+    Elements its;
+    its.source = source;
+    its.target = target;
+    its.words = part.words;
+    its.is_run = part.dim_stride == 1 && part.dim % ELEMENTS_PER_LANE == 0 && misaligned == 0;
+    its.step = its.is_run ? 1 : part.lanes;
+    its.first = its.is_run ? first + (first & (part.lanes - 1)) * (ELEMENTS_PER_LANE - 1) : first;
+    its.dim = part.dim;
+    i64 head = quotient(its.first, part.dim);
+    i64 head_step = quotient(its.step, part.dim);
+    its.rest = its.first - head * part.dim;
+    its.rest_step = its.step - head_step * part.dim;
+    its.offset = head * part.head_stride + its.rest * part.dim_stride;
+    its.offset_step = head_step * part.head_stride + its.rest_step * part.dim_stride;
+    its.turn = part.head_stride - part.dim * part.dim_stride;
+    return its;
+}
+
+/// Elements side by side, read and written in words as wide as can be.
+template <typename Bits>
+struct alignas(sizeof(Bits) == 1 ? 8 : 16) Run {
+    Bits elements[ELEMENTS_PER_LANE];
+};
+
+template <typename Bits>
+__device__ __forceinline__ void read_elements(const Elements& its, Bits* held) {
+    const Bits* source = reinterpret_cast<const Bits*>(its.source);
+    if (its.is_run) {
+        Run<Bits> run = *reinterpret_cast<const Run<Bits>*>(source + its.offset);
 #pragma unroll
-    for (i32 step = 0; step < ELEMENTS_PER_LANE; step++) {
-        i64 element = first + step * part.lanes;
-        if (element < part.words) {
-            held[step] = reinterpret_cast<const Element*>(source)[element_offset(part, element)];
+        for (i32 i = 0; i < ELEMENTS_PER_LANE; i++) {
+            held[i] = run.elements[i];
+        }
+        return;
+    }
+    i64 offset = its.offset;
+    i64 rest = its.rest;
+#pragma unroll
+    for (i32 i = 0; i < ELEMENTS_PER_LANE; i++) {
+        held[i] = its.first + i * its.step < its.words ? source[offset] : Bits(0);
+        offset += its.offset_step;
+        rest += its.rest_step;
+        if (rest >= its.dim) {
+            rest -= its.dim;
+            offset += its.turn;
         }
     }
+}
+
+template <typename Bits>
+__device__ __forceinline__ void write_elements(const Elements& its, const Bits* held) {
+    Bits* target = reinterpret_cast<Bits*>(its.target) + its.first;
+    if (its.is_run) {
+        Run<Bits> run;
 #pragma unroll
-    for (i32 step = 0; step < ELEMENTS_PER_LANE; step++) {
-        i64 element = first + step * part.lanes;
-        if (element < part.words) {
-            reinterpret_cast<Element*>(target)[element] = held[step];
+        for (i32 i = 0; i < ELEMENTS_PER_LANE; i++) {
+            run.elements[i] = held[i];
+        }
+        *reinterpret_cast<Run<Bits>*>(target) = run;
+        return;
+    }
+#pragma unroll
+    for (i32 i = 0; i < ELEMENTS_PER_LANE; i++) {
+        if (its.first + i * its.step < its.words) {
+            target[i * its.step] = held[i];
         }
     }
 }
 
-__device__ __forceinline__ i32 target_bytes(i32 dtype) {
-    return dtype == F32 ? 4 : dtype == F16 || dtype == BF16 ? 2 : 1;
+template <typename Bits>
+__device__ __forceinline__ void copy_elements(const Elements& its) {
+    Bits held[ELEMENTS_PER_LANE];
+    read_elements(its, held);
+    write_elements(its, held);
+}
+
+template <typename Type>
+__device__ __forceinline__ void load_elements(const Elements& its, float* held) {
+    typename Type::Bits bits[ELEMENTS_PER_LANE];
+    read_elements(its, bits);
+#pragma unroll
+    for (i32 i = 0; i < ELEMENTS_PER_LANE; i++) {
+        held[i] = Type::load(bits[i]);
+    }
+}
+
+template <typename Type>
+__device__ __forceinline__ void store_elements(const Elements& its, const float* held) {
+    typename Type::Bits bits[ELEMENTS_PER_LANE];
+#pragma unroll
+    for (i32 i = 0; i < ELEMENTS_PER_LANE; i++) {
+        bits[i] = Type::store(held[i]);
+    }
+    write_elements(its, bits);
+}
+
+/// Bytes of an element of a buffer.
+__device__ __forceinline__ i32 bytes_of(i32 dtype) {
+    return dtype == DTYPE_F32 ? 4 : dtype == DTYPE_F16 || dtype == DTYPE_BF16 ? 2 : 1;
 }
 
 __device__ __forceinline__ void
-convert_elements(const StorePart& part, u8* target, const u8* source, i64 first) {
+convert_elements(const Elements& its, i32 source_dtype, i32 target_dtype, float divisor) {
     float held[ELEMENTS_PER_LANE];
+    switch (source_dtype) {
+        case DTYPE_F64: load_elements<F64>(its, held); break;
+        case DTYPE_F32: load_elements<F32>(its, held); break;
+        case DTYPE_F16: load_elements<F16>(its, held); break;
+        case DTYPE_BF16: load_elements<BF16>(its, held); break;
+        case DTYPE_F8E4M3: load_elements<F8E4M3>(its, held); break;
+        default: load_elements<F8E5M2>(its, held); break;
+    }
+    if (divisor != 1.0f) {
 #pragma unroll
-    for (i32 step = 0; step < ELEMENTS_PER_LANE; step++) {
-        i64 element = first + step * part.lanes;
-        if (element < part.words) {
-            const u8* from = source + element_offset(part, element) * part.element_bytes;
-            held[step] = load(from, part.source_dtype);
+        for (i32 i = 0; i < ELEMENTS_PER_LANE; i++) {
+            held[i] /= divisor;
         }
     }
-    i32 bytes = target_bytes(part.target_dtype);
-#pragma unroll
-    for (i32 step = 0; step < ELEMENTS_PER_LANE; step++) {
-        i64 element = first + step * part.lanes;
-        if (element < part.words) {
-            float value = part.divisor == 1.0f ? held[step] : held[step] / part.divisor;
-            store(target + element * bytes, part.target_dtype, value);
-        }
+    switch (target_dtype) {
+        case DTYPE_F32: return store_elements<F32>(its, held);
+        case DTYPE_F16: return store_elements<F16>(its, held);
+        case DTYPE_BF16: return store_elements<BF16>(its, held);
+        case DTYPE_F8E4M3: return store_elements<F8E4M3>(its, held);
+        default: return store_elements<F8E5M2>(its, held);
     }
 }
 
@@ -155,15 +262,20 @@ KERNEL(kvpool_store, StoreParams) {
         u8* target = part.target + row * part.words * part.word;
         return copy_piece(target, source, at.first, part.lanes, part.words, part.word);
     }
-    if (part.way == WAY_CONVERT) {
-        u8* target = part.target + row * part.words * target_bytes(part.target_dtype);
-        return convert_elements(part, target, source, at.first);
+    bool converts = part.way == WAY_CONVERT;
+    i32 target_bytes = converts ? bytes_of(part.target_dtype) : part.element_bytes;
+    u8* target = part.target + row * part.words * target_bytes;
+    Elements its = elements(part, source, target, target_bytes, at.first);
+    if (its.first >= its.words) {
+        return;
     }
-    u8* target = part.target + row * part.words * part.element_bytes;
+    if (converts) {
+        return convert_elements(its, part.source_dtype, part.target_dtype, part.divisor);
+    }
     switch (part.element_bytes) {
-        case 4: return copy_elements<u32>(part, target, source, at.first);
-        case 2: return copy_elements<u16>(part, target, source, at.first);
-        default: return copy_elements<u8>(part, target, source, at.first);
+        case 4: return copy_elements<u32>(its);
+        case 2: return copy_elements<u16>(its);
+        default: return copy_elements<u8>(its);
     }
 }
 
@@ -186,12 +298,24 @@ KERNEL(kvpool_gather, GatherParams) {
     copy_piece(target, part.source + row * row_bytes, at.first, part.lanes, part.words, part.word);
 }
 
+/// One of the buffers of both groups.
+struct Buffer {
+    const RowGroup& group;
+    u8* base;
+};
+
+__device__ __forceinline__ Buffer buffer_of(const RowGroup* groups, i32 number) {
+    bool is_second = number >= groups[0].buffers;
+    const RowGroup& group = groups[is_second];
+    return {group, group.base + (is_second ? number - groups[0].buffers : number) * group.step};
+}
+
 /// Row `target[i]` becomes row `source[i]` in every buffer. No row is both read and written.
 KERNEL(kvpool_move, MoveParams) {
     i32 buffers = p.groups[0].buffers + p.groups[1].buffers;
     for (i32 buffer = blockIdx.y; buffer < buffers; buffer += gridDim.y) {
-        bool is_second = buffer >= p.groups[0].buffers;
-        const RowGroup& group = p.groups[is_second];
+        Buffer its = buffer_of(p.groups, buffer);
+        const RowGroup& group = its.group;
         Place at = place(group.pieces, group.lanes, WORDS_PER_LANE);
         if (at.row >= p.count) {
             continue;
@@ -205,10 +329,9 @@ KERNEL(kvpool_move, MoveParams) {
             continue;
         }
         i64 row_bytes = group.words * group.word;
-        u8* base = group.base + (buffer - (is_second ? p.groups[0].buffers : 0)) * group.step;
         if (to != from) {
-            copy_piece(
-                base + to * row_bytes, base + from * row_bytes, at.first, group.lanes, group.words, group.word);
+            u8* target = its.base + to * row_bytes;
+            copy_piece(target, its.base + from * row_bytes, at.first, group.lanes, group.words, group.word);
         }
     }
 }
@@ -235,18 +358,17 @@ KERNEL(kvpool_move_in_order, OrderParams) {
     i32 buffers = p.groups[0].buffers + p.groups[1].buffers;
     i64 word = thread_number();
     for (i32 buffer = blockIdx.y; buffer < buffers; buffer += gridDim.y) {
-        bool is_second = buffer >= p.groups[0].buffers;
-        const RowGroup& group = p.groups[is_second];
+        Buffer its = buffer_of(p.groups, buffer);
+        const RowGroup& group = its.group;
         if (word >= group.words) {
             continue;
         }
-        u8* base = group.base + (buffer - (is_second ? p.groups[0].buffers : 0)) * group.step;
         switch (group.word) {
-            case 16: move_word<Word16>(p, base, group.words, word); break;
-            case 8: move_word<u64>(p, base, group.words, word); break;
-            case 4: move_word<u32>(p, base, group.words, word); break;
-            case 2: move_word<u16>(p, base, group.words, word); break;
-            default: move_word<u8>(p, base, group.words, word); break;
+            case 16: move_word<Word16>(p, its.base, group.words, word); break;
+            case 8: move_word<u64>(p, its.base, group.words, word); break;
+            case 4: move_word<u32>(p, its.base, group.words, word); break;
+            case 2: move_word<u16>(p, its.base, group.words, word); break;
+            default: move_word<u8>(p, its.base, group.words, word); break;
         }
     }
 }
@@ -255,8 +377,8 @@ KERNEL(kvpool_move_in_order, OrderParams) {
 KERNEL(kvpool_zero, ZeroParams) {
     i32 buffers = p.groups[0].buffers + p.groups[1].buffers;
     for (i32 buffer = blockIdx.y; buffer < buffers; buffer += gridDim.y) {
-        bool is_second = buffer >= p.groups[0].buffers;
-        const RowGroup& group = p.groups[is_second];
+        Buffer its = buffer_of(p.groups, buffer);
+        const RowGroup& group = its.group;
         Place at = place(group.pieces, group.lanes, WORDS_PER_LANE);
         if (at.row >= p.count) {
             continue;
@@ -268,7 +390,6 @@ KERNEL(kvpool_zero, ZeroParams) {
             }
             continue;
         }
-        u8* base = group.base + (buffer - (is_second ? p.groups[0].buffers : 0)) * group.step;
-        zero_piece(base + row * group.words * group.word, at.first, group.lanes, group.words, group.word);
+        zero_piece(its.base + row * group.words * group.word, at.first, group.lanes, group.words, group.word);
     }
 }

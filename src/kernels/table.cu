@@ -31,6 +31,26 @@ KERNEL(kvpool_write_points, PointsParams) {
     }
 }
 
+/// Copies `length` numbers, or writes zeros where there is no source; each thread has several in flight.
+__device__ __forceinline__ void copy_numbers(i32* target, const i32* source, i64 length) {
+    i64 step = i64(gridDim.x) * blockDim.x;
+    for (i64 first = thread_number(); first < length; first += WORDS_PER_LANE * step) {
+        i32 held[WORDS_PER_LANE];
+#pragma unroll
+        for (i32 i = 0; i < WORDS_PER_LANE; i++) {
+            i64 at = first + i * step;
+            held[i] = source != nullptr && at < length ? source[at] : 0;
+        }
+#pragma unroll
+        for (i32 i = 0; i < WORDS_PER_LANE; i++) {
+            i64 at = first + i * step;
+            if (at < length) {
+                target[at] = held[i];
+            }
+        }
+    }
+}
+
 /// Row `rows[i]` from column `starts[i]` on becomes `values[indptr[i]..indptr[i + 1]]`, or as many zeros.
 KERNEL(kvpool_write_ragged, RaggedParams) {
     for (i64 i = blockIdx.y; i < p.count; i += gridDim.y) {
@@ -39,9 +59,7 @@ KERNEL(kvpool_write_ragged, RaggedParams) {
         i64 length = i32(u32(p.indptr[i + 1]) - u32(p.indptr[i]));
         i64 start = p.starts == nullptr ? 0 : p.starts[i];
         i32* row = p.table + p.rows[i] * p.columns + start;
-        for (i64 at = thread_number(); at < length; at += i64(gridDim.x) * blockDim.x) {
-            row[at] = p.values == nullptr ? 0 : p.values[begin + at];
-        }
+        copy_numbers(row, p.values == nullptr ? nullptr : p.values + begin, length);
     }
 }
 
@@ -64,10 +82,7 @@ KERNEL(kvpool_kv_indices, KvIndicesParams) {
             }
             continue;
         }
-        const i32* from = p.table + row * p.columns;
-        for (i64 at = thread_number(); at < end - begin; at += i64(gridDim.x) * blockDim.x) {
-            p.out[begin + at] = from[at];
-        }
+        copy_numbers(p.out + begin, p.table + row * p.columns, end - begin);
     }
 }
 

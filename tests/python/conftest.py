@@ -1,8 +1,7 @@
 """Fixtures that several test files share.
 
 Tests that take a `device` run on the CPU and, marked `cuda`, on a GPU: a real one, or with `--software` one
-made of software, which must be preloaded then. Without either they are left out; `KVPOOL_REQUIRE_CUDA=1` makes
-that an error.
+made of software, preloaded. Without either they are left out; `KVPOOL_REQUIRE_CUDA=1` makes that an error.
 """
 
 from __future__ import annotations
