@@ -7,8 +7,8 @@ TRACES := ../shared/traces
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 RUST_SOURCES := $(shell find src -name '*.rs' -o -name '*.ptx') Cargo.toml Cargo.lock
 EXTENSION := $(VENV)/.extension
-DRIVER := target/driver/lib/libcuda.so.1
-DRIVER_SOURCES := $(wildcard tests/driver/*.* tests/driver/src/*.rs src/kernels/*.cu src/kernels/*.cuh)
+DRIVER := target/software_driver/lib/libcuda.so.1
+DRIVER_SOURCES := $(shell find tests/software_driver -name "*.rs" -o -name "*.cpp" -o -name "Cargo.*") $(wildcard src/kernels/*.cu*)
 CUDA_TOOLS := $(VENV)/cuda-tools
 
 .PHONY: demo test lint bench bench-cuda format clean kernels rust-test python-test rust-lint python-lint kernel-lint
@@ -40,8 +40,8 @@ rust-lint:
 	cargo clippy --locked --all-targets -- -D warnings
 	cargo clippy --locked --all-targets --features cuda,python -- -D warnings
 	RUSTDOCFLAGS='-D warnings' cargo doc --locked --no-deps --features cuda
-	cargo fmt --check --manifest-path tests/driver/Cargo.toml
-	cargo clippy --locked --release --manifest-path tests/driver/Cargo.toml --target-dir target/driver -- -D warnings
+	cargo fmt --check --manifest-path tests/software_driver/Cargo.toml
+	cargo clippy --locked --release --all-targets --manifest-path tests/software_driver/Cargo.toml --target-dir target/software_driver -- -D warnings
 	test "$$(cargo tree --locked --features cuda -e features -i cudarc | grep -o 'feature "cuda-[^"]*"')" = 'feature "cuda-12000"'
 
 python-lint: $(EXTENSION) $(VENV)/.test
@@ -72,7 +72,7 @@ bench-cuda: $(EXTENSION) $(VENV)/.tools
 
 format: $(VENV)/.test
 	cargo fmt
-	cargo fmt --manifest-path tests/driver/Cargo.toml
+	cargo fmt --manifest-path tests/software_driver/Cargo.toml
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 
@@ -102,9 +102,9 @@ $(DRIVER): $(DRIVER_SOURCES) $(BIN)/python
 	if command -v c++ >/dev/null; then cxx=c++; else \
 	    $(PIP) install --quiet ziglang && cxx=$(abspath $(VENV))/zig-c++ && \
 	    printf '#!/bin/sh\nexec $(abspath $(BIN))/python -m ziglang c++ "$$@"\n' > $$cxx && chmod +x $$cxx; fi && \
-	CXX=$$cxx cargo build --quiet --release --locked --manifest-path tests/driver/Cargo.toml --target-dir target/driver
+	CXX=$$cxx cargo build --quiet --release --locked --manifest-path tests/software_driver/Cargo.toml --target-dir target/software_driver
 	mkdir -p $(@D)
-	cp target/driver/release/libcuda.so $@
+	cp target/software_driver/release/libcuda.so $@
 
 $(CUDA_TOOLS)/.installed: $(BIN)/python
 	$(PIP) install --quiet --no-deps --target $(CUDA_TOOLS) nvidia-cuda-nvrtc-cu12==12.0.76 \

@@ -29,86 +29,81 @@ class Driver:
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL(None)
-        for name in (
-            "calls",
-            "planned",
-            "pending",
-            "events",
-            "streams",
-            "device_bytes",
-            "locked_bytes",
-            "stream",
-        ):
-            getattr(self._library, f"software_{name}").restype = ctypes.c_uint64
-        self._library.software_end_capture.restype = ctypes.c_int64
+        for name in ("calls", "failures_left", "pending", "pending_all", "end_capture"):
+            getattr(self._library, f"soft_{name}").restype = ctypes.c_long
+        for name in ("device_bytes", "locked_bytes"):
+            getattr(self._library, f"soft_{name}").restype = ctypes.c_long
+        self._library.soft_stream.restype = ctypes.c_size_t
 
     def calls(self, name: str | None = None) -> int:
         """Calls of a function (`launch:NAME` for a kernel) since the last reset; of all, without a name."""
-        return int(self._library.software_calls(name.encode() if name else None))
+        return int(self._library.soft_calls(name.encode() if name else None))
 
     def reset_calls(self) -> None:
         """Counts from 0 again."""
-        self._library.software_reset_calls()
+        self._library.soft_reset_calls()
 
     def fail(self, name: str | None, left: int = 0, code: int = LAUNCH_FAILED) -> None:
         """Lets the call after `left` others of a function (of any, for None) fail with `code`."""
-        self._library.software_fail(name.encode() if name else None, ctypes.c_uint64(left), code)
+        self._library.soft_fail(name.encode() if name else None, ctypes.c_long(left + 1), code)
 
     def planned(self) -> int:
         """Failures that have not happened yet."""
-        return int(self._library.software_planned())
+        return int(self._library.soft_failures_left())
 
     def forget_plans(self) -> None:
         """Plans no failure any more."""
-        self._library.software_forget_plans()
+        self._library.soft_forget_failures()
 
     def set_capacity(self, size: int) -> None:
-        """Bytes that the device has."""
-        self._library.software_set_capacity(ctypes.c_size_t(size))
+        """Bytes that each device has."""
+        self._library.soft_set_capacity(ctypes.c_long(size))
 
     def set_patience(self, queries: int) -> None:
         """Queries of an event after which what lies before it has run."""
-        self._library.software_set_patience(ctypes.c_uint64(queries))
+        self._library.soft_set_queries(ctypes.c_long(queries))
 
-    def pending(self, stream: int = -1) -> int:
+    def pending(self, stream: int | None = None) -> int:
         """Work that has not run, of one stream or of all."""
-        return int(self._library.software_pending(ctypes.c_int64(stream)))
+        if stream is None:
+            return int(self._library.soft_pending_all())
+        return int(self._library.soft_pending(ctypes.c_size_t(stream)))
 
     def run(self, stream: int | None = None) -> None:
         """Runs the work of a stream, or of all."""
         if stream is None:
-            self._library.software_run_everything()
+            self._library.soft_run_all()
         else:
-            self._library.software_run_stream(ctypes.c_size_t(stream))
+            assert self._library.soft_run(ctypes.c_size_t(stream)) == 0
 
     def stream(self) -> int:
-        """A new stream."""
-        return int(self._library.software_stream())
+        """A new stream of the first device."""
+        return int(self._library.soft_stream(0))
 
     def device_bytes(self) -> int:
         """Device memory that is out."""
-        return int(self._library.software_device_bytes())
+        return int(self._library.soft_device_bytes())
 
     def locked_bytes(self) -> int:
         """Page-locked memory that is out."""
-        return int(self._library.software_locked_bytes())
+        return int(self._library.soft_locked_bytes())
 
     def begin_capture(self, stream: int) -> None:
         """Records what is enqueued on a stream instead of enqueuing it."""
-        assert self._library.software_begin_capture(ctypes.c_size_t(stream))
+        assert self._library.soft_begin_capture(ctypes.c_size_t(stream)) == 0
 
     def end_capture(self, stream: int) -> int:
         """The number of the graph that was recorded."""
-        return int(self._library.software_end_capture(ctypes.c_size_t(stream)))
+        return int(self._library.soft_end_capture(ctypes.c_size_t(stream)))
 
     def replay(self, graph: int, stream: int) -> None:
         """Enqueues the work of a graph."""
-        assert self._library.software_replay(ctypes.c_size_t(graph), ctypes.c_size_t(stream))
+        assert self._library.soft_replay(ctypes.c_long(graph), ctypes.c_size_t(stream)) == 0
 
 
 def is_preloaded() -> bool:
     """Whether the driver is in this process."""
-    return hasattr(ctypes.CDLL(None), "software_calls")
+    return hasattr(ctypes.CDLL(None), "soft_calls")
 
 
 def _span(tensor: torch.Tensor) -> int:

@@ -72,7 +72,7 @@ class Gpu(NamedTuple):
 
     def rows(self, most: int) -> int:
         """As many as this device has done soon enough."""
-        return most if self.driver is None else min(most, 300)
+        return most if self.driver is None else min(most, 130)
 
 
 @pytest.fixture

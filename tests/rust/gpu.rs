@@ -39,13 +39,13 @@ fn control(name: &std::ffi::CStr) -> Option<*mut c_void> {
 
 /// Two streams of the driver made of software. On a GPU there is no telling when a missing wait shows.
 fn streams(test: &str) -> Option<[Stream; 2]> {
-    let Some(create) = control(c"software_stream") else {
+    let Some(create) = control(c"soft_stream") else {
         eprintln!("skipped {test}: it needs the late streams of the driver made of software");
         return None;
     };
     // SAFETY: the function has this signature.
-    let create: extern "C" fn() -> usize = unsafe { std::mem::transmute(create) };
-    Some([Stream::from_handle(create()), Stream::from_handle(create())])
+    let create: extern "C" fn(i32) -> usize = unsafe { std::mem::transmute(create) };
+    Some([Stream::from_handle(create(0)), Stream::from_handle(create(0))])
 }
 
 fn cuda(gpu: &Arc<Gpu>) -> Arc<dyn Backend> {

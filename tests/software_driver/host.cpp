@@ -1,0 +1,72 @@
+// The kernels of kvpool as plain loops: what CUDA adds to C++ is defined here, then their sources are included.
+
+#include <cstddef>
+
+#define __device__
+#define __global__
+#define __host__
+#define __restrict__ __restrict
+#define __forceinline__ inline __attribute__((always_inline))
+
+struct Coordinates {
+    unsigned x;
+    unsigned y;
+    unsigned z;
+};
+
+// The quickest model of thread-local storage; it is few bytes, so that a library that is opened late may use it.
+#define PER_THREAD static thread_local __attribute__((tls_model("initial-exec")))
+PER_THREAD Coordinates threadIdx;
+PER_THREAD Coordinates blockIdx;
+PER_THREAD Coordinates blockDim;
+PER_THREAD Coordinates gridDim;
+
+struct Kernel {
+    const char* name;
+    size_t params_bytes;
+    void (*run)(const void* params, Coordinates grid, Coordinates block);
+};
+
+static Kernel kernels[64];
+static size_t kernel_count = 0;
+
+struct Registration {
+    Registration(const Kernel& kernel) {
+        if (kernel_count < sizeof kernels / sizeof *kernels) {
+            kernels[kernel_count++] = kernel;
+        }
+    }
+};
+
+/// Calls `body` for each thread of a grid. The last come first: nothing may rely on an order that a device does not have.
+template <typename Body>
+static inline void for_each_thread(Coordinates grid, Coordinates block, Body body) {
+    gridDim = grid;
+    blockDim = block;
+    for (unsigned y = grid.y; y-- > 0;) {
+        for (unsigned x = grid.x; x-- > 0;) {
+            blockIdx = {x, y, 0};
+            for (unsigned thread = block.x; thread-- > 0;) {
+                threadIdx = {thread, 0, 0};
+                body();
+            }
+        }
+    }
+}
+
+#define KERNEL(name, Params)                                                                                         \
+    static inline void name(const Params& p);                                                                        \
+    static void name##_run(const void* params, Coordinates grid, Coordinates block) {                                \
+        const Params& p = *static_cast<const Params*>(params);                                                       \
+        for_each_thread(grid, block, [&p] { name(p); });                                                             \
+    }                                                                                                                \
+    static const Registration name##_registration({#name, sizeof(Params), name##_run});                              \
+    static inline void name(const Params& p)
+
+#include "rows.cu"
+#include "table.cu"
+
+extern "C" size_t software_kernels(const Kernel** found) {
+    *found = kernels;
+    return kernel_count;
+}

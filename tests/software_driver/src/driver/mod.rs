@@ -1,0 +1,108 @@
+//! The driver's functions, as CUDA 12 has them.
+
+mod copies;
+mod devices;
+mod lookup;
+mod memory;
+mod modules;
+mod streams;
+
+pub use devices::{NAME, attribute};
+pub use lookup::function;
+
+use std::ffi::{c_char, c_int};
+
+use crate::codes::{Code, INVALID_CONTEXT, INVALID_DEVICE, INVALID_VALUE, NOT_INITIALIZED, Outcome, SUCCESS};
+use crate::contexts;
+use crate::operations::check;
+use crate::state::{State, is_forked, state};
+
+/// What a function needs before it does anything.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Needs {
+    Nothing,
+    /// That the driver was initialised, in this process.
+    Init,
+    /// A current context.
+    Context,
+}
+
+/// A call of a function.
+struct Call<'a> {
+    state: &'a mut State,
+    /// The device of the current context, if the function needs one.
+    device: usize,
+}
+
+/// Counts a call, lets it fail if that was planned or something is missing, else does `work`.
+fn call(name: &str, needs: Needs, work: impl FnOnce(Call) -> Outcome) -> Code {
+    if needs != Needs::Nothing && is_forked() {
+        return NOT_INITIALIZED;
+    }
+    let state = &mut *state();
+    if let Some(code) = state.ledger.call(name) {
+        return code;
+    }
+    let ready = ready(state, needs);
+    ready.and_then(|device| work(Call { state, device })).err().unwrap_or(SUCCESS)
+}
+
+/// The device on which a function works.
+fn ready(state: &State, needs: Needs) -> Outcome<usize> {
+    check(needs == Needs::Nothing || state.is_initialized, NOT_INITIALIZED)?;
+    if needs != Needs::Context {
+        return Ok(0);
+    }
+    let current = contexts::current();
+    check(current != 0, INVALID_CONTEXT)?;
+    state.primaries.device_of(current)
+}
+
+impl Call<'_> {
+    /// The device with this number.
+    fn device(&self, ordinal: c_int) -> Outcome<usize> {
+        let ordinal = usize::try_from(ordinal).map_err(|_| INVALID_DEVICE)?;
+        check(ordinal < self.state.config.devices, INVALID_DEVICE)?;
+        Ok(ordinal)
+    }
+}
+
+/// Writes an answer.
+pub fn put<T>(target: *mut T, value: T) -> Outcome {
+    check(!target.is_null(), INVALID_VALUE)?;
+    // SAFETY: the caller gives a place for the answer.
+    unsafe { target.write(value) };
+    Ok(())
+}
+
+/// The text of a string that ends with a zero, if it is UTF-8.
+pub fn text<'a>(string: *const c_char) -> Outcome<&'a str> {
+    check(!string.is_null(), INVALID_VALUE)?;
+    // SAFETY: the caller gives a string that ends with a zero and lives for the call.
+    let string = unsafe { std::ffi::CStr::from_ptr(string) };
+    string.to_str().map_err(|_| INVALID_VALUE)
+}
+
+/// An address of the device as the host counts it: here it is the same.
+fn host(address: u64) -> usize {
+    usize::try_from(address).unwrap_or(usize::MAX)
+}
+
+/// Defines exported functions: what each needs, its arguments, and what it does.
+macro_rules! exports {
+    ($($needs:ident $name:ident($($argument:ident: $kind:ty),* $(,)?) |$call:pat_param| $work:expr;)*) => {
+        $(#[unsafe(no_mangle)]
+        extern "C" fn $name($($argument: $kind),*) -> $crate::codes::Code {
+            $crate::driver::call(stringify!($name), $crate::driver::Needs::$needs, |$call| $work)
+        })*
+
+        /// The address of the function with this name.
+        pub(super) fn find(name: &str) -> Option<*const ()> {
+            match name {
+                $(stringify!($name) => Some($name as *const ()),)*
+                _ => None,
+            }
+        }
+    };
+}
+use exports;

@@ -1,0 +1,42 @@
+//! Streams and events.
+
+use std::ffi::{c_int, c_uint};
+
+use crate::capture;
+use crate::codes::INVALID_VALUE;
+use crate::operations::check;
+
+use super::put;
+
+/// `CU_EVENT_BLOCKING_SYNC` and `CU_EVENT_DISABLE_TIMING`.
+const EVENT_FLAGS: c_uint = 3;
+
+super::exports! {
+    Context cuStreamCreate(stream: *mut usize, flags: c_uint) |call| {
+        check(!stream.is_null(), INVALID_VALUE)?;
+        put(stream, call.state.create_stream(call.device, flags)?)
+    };
+    Context cuStreamDestroy_v2(stream: usize) |call| call.state.destroy_stream(call.device, stream);
+    Context cuStreamSynchronize(stream: usize) |call| call.state.synchronize_stream(call.device, stream);
+    Context cuStreamQuery(stream: usize) |call| call.state.query_stream(call.device, stream);
+    Context cuStreamWaitEvent(stream: usize, event: usize, flags: c_uint) |call| {
+        check(flags <= 1, INVALID_VALUE)?;
+        call.state.wait_for_event(call.device, stream, event)
+    };
+    Context cuStreamIsCapturing(stream: usize, status: *mut c_int) |call| {
+        put(status, call.state.capture_status(call.device, stream)? as c_int)
+    };
+    Context cuThreadExchangeStreamCaptureMode(mode: *mut c_int) |_| {
+        // SAFETY: the caller gives the new mode here.
+        let new = unsafe { mode.as_ref() }.copied().filter(|new| (0..=2).contains(new)).ok_or(INVALID_VALUE)?;
+        put(mode, capture::exchange_mode(new))
+    };
+    Context cuEventCreate(event: *mut usize, flags: c_uint) |call| {
+        check(!event.is_null() && flags <= EVENT_FLAGS, INVALID_VALUE)?;
+        put(event, call.state.create_event(call.device))
+    };
+    Context cuEventDestroy_v2(event: usize) |call| call.state.events.destroy(event);
+    Context cuEventRecord(event: usize, stream: usize) |call| call.state.record_event(call.device, event, stream);
+    Context cuEventQuery(event: usize) |call| call.state.query_event(event);
+    Context cuEventSynchronize(event: usize) |call| call.state.synchronize_event(event);
+}

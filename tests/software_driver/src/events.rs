@@ -1,0 +1,50 @@
+//! Events: names for places in streams.
+
+use std::collections::HashMap;
+
+use crate::codes::{INVALID_HANDLE, Outcome};
+use crate::streams::Position;
+
+/// What an event names.
+#[derive(Clone, Copy)]
+pub enum Recorded {
+    Nothing,
+    At(Position),
+    /// A place in a capture.
+    In(usize),
+}
+
+pub struct Event {
+    pub device: usize,
+    pub recorded: Recorded,
+    /// How often it was asked for since it was recorded.
+    pub queries: u64,
+}
+
+#[derive(Default)]
+pub struct Events {
+    events: HashMap<usize, Event>,
+}
+
+impl Events {
+    pub fn create(&mut self, handle: usize, device: usize) {
+        self.events.insert(handle, Event { device, recorded: Recorded::Nothing, queries: 0 });
+    }
+
+    pub fn get(&mut self, handle: usize) -> Outcome<&mut Event> {
+        self.events.get_mut(&handle).ok_or(INVALID_HANDLE)
+    }
+
+    /// Forgets an event. Who waits for it goes on waiting.
+    pub fn destroy(&mut self, handle: usize) -> Outcome {
+        self.events.remove(&handle).map(|_| ()).ok_or(INVALID_HANDLE)
+    }
+
+    pub fn destroy_device(&mut self, device: usize) {
+        self.events.retain(|_, event| event.device != device);
+    }
+
+    pub fn count(&self) -> usize {
+        self.events.len()
+    }
+}

@@ -1,0 +1,63 @@
+//! The kernels, as compiled for the host.
+
+use std::ffi::{CStr, c_char, c_void};
+
+/// A kernel of `host.cpp`, which has the same structure.
+#[repr(C)]
+pub struct Kernel {
+    name: *const c_char,
+    params_bytes: usize,
+    run: unsafe extern "C" fn(params: *const c_void, grid: Coordinates, block: Coordinates),
+}
+
+// SAFETY: a kernel is never changed after it was registered, and its name is a literal.
+unsafe impl Sync for Kernel {}
+
+#[repr(C)]
+struct Coordinates {
+    x: u32,
+    y: u32,
+    z: u32,
+}
+
+/// Threads of a block, of every kernel.
+pub const BLOCK: u32 = 256;
+
+unsafe extern "C" {
+    fn software_kernels(found: *mut *const Kernel) -> usize;
+}
+
+/// All kernels, which were registered when the library was loaded.
+fn all() -> &'static [Kernel] {
+    let mut found = std::ptr::null();
+    // SAFETY: `found` is room for one pointer.
+    let count = unsafe { software_kernels(&raw mut found) };
+    // SAFETY: the array is a static one, of so many kernels.
+    unsafe { std::slice::from_raw_parts(found, count) }
+}
+
+/// The kernel with this name.
+pub fn find(name: &str) -> Option<&'static Kernel> {
+    all().iter().find(|kernel| kernel.name() == name)
+}
+
+impl Kernel {
+    pub fn name(&self) -> &'static str {
+        // SAFETY: every kernel has a name, a literal.
+        let name = unsafe { CStr::from_ptr::<'static>(self.name) };
+        name.to_str().unwrap_or("")
+    }
+
+    /// Size of the parameter that it takes.
+    pub fn params_bytes(&self) -> usize {
+        self.params_bytes
+    }
+
+    /// Runs it on a parameter of its size.
+    pub fn run(&self, params: &[u128], [x, y]: [u32; 2]) {
+        let (grid, block) = (Coordinates { x, y, z: 1 }, Coordinates { x: BLOCK, y: 1, z: 1 });
+        // SAFETY: the parameter has the size that the kernel takes; what it points to is the launcher's business, as
+        // on a device, and device memory is open.
+        unsafe { (self.run)(params.as_ptr().cast(), grid, block) };
+    }
+}

@@ -1,0 +1,77 @@
+//! Which calls were made, and which will fail.
+
+use std::collections::HashMap;
+
+use crate::codes::Code;
+
+/// A call that will fail.
+struct Plan {
+    /// Of which function; of any, if none is named.
+    name: Option<String>,
+    /// Calls that go well before.
+    left: u64,
+    code: Code,
+}
+
+#[derive(Default)]
+pub struct Ledger {
+    calls: HashMap<String, u64>,
+    plans: Vec<Plan>,
+}
+
+/// What stands before a kernel's name where its launches are counted.
+pub const LAUNCH: &str = "launch:";
+
+/// PyTorch calls this one at any time, kvpool does not: it is counted by its name, but not among all functions.
+const BESIDE: &str = "cuDevicePrimaryCtxGetState";
+
+impl Ledger {
+    pub fn count(&mut self, name: &str) {
+        if let Some(count) = self.calls.get_mut(name) {
+            *count += 1;
+        } else {
+            self.calls.insert(name.to_owned(), 1);
+        }
+    }
+
+    /// Calls of a function since the last reset; of all driver functions, if none is named.
+    pub fn calls(&self, name: Option<&str>) -> u64 {
+        if let Some(name) = name {
+            return self.calls.get(name).copied().unwrap_or(0);
+        }
+        let functions = self.calls.iter().filter(|(name, _)| !name.starts_with(LAUNCH) && *name != BESIDE);
+        functions.map(|(_, count)| count).sum()
+    }
+
+    pub fn reset(&mut self) {
+        self.calls.clear();
+    }
+
+    /// Lets the `number`-th call from now (1 is the next) fail once.
+    pub fn plan(&mut self, name: Option<String>, number: u64, code: Code) {
+        self.plans.push(Plan { name, left: number.saturating_sub(1), code });
+    }
+
+    pub fn planned(&self) -> usize {
+        self.plans.len()
+    }
+
+    pub fn forget_plans(&mut self) {
+        self.plans.clear();
+    }
+
+    /// Counts a call, and says whether it was planned to fail.
+    pub fn call(&mut self, name: &str) -> Option<Code> {
+        self.count(name);
+        let mut due = None;
+        for (at, plan) in self.plans.iter_mut().enumerate() {
+            if plan.name.as_deref().map_or(name != BESIDE, |planned| planned == name) {
+                if plan.left == 0 && due.is_none() {
+                    due = Some(at);
+                }
+                plan.left = plan.left.saturating_sub(1);
+            }
+        }
+        due.map(|at| self.plans.remove(at).code)
+    }
+}

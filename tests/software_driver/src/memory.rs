@@ -1,0 +1,188 @@
+//! Device memory, which the host cannot touch, and page-locked memory, which it can.
+
+use std::collections::BTreeMap;
+
+use crate::arena::{Arena, PAGE};
+use crate::codes::{ALREADY_REGISTERED, INVALID_VALUE, NOT_REGISTERED, OUT_OF_MEMORY, Outcome};
+
+/// Bytes that each device has, unless a test says otherwise.
+const CAPACITY: usize = 64 << 30;
+/// From so many bytes on, zeroing replaces pages instead of writing them.
+const MANY_BYTES: usize = 1 << 20;
+
+/// Device memory that is out.
+struct Block {
+    len: usize,
+    device: usize,
+}
+
+/// Page-locked memory that is out.
+struct Locked {
+    len: usize,
+    /// It is the caller's and was registered; else it is ours.
+    is_registered: bool,
+}
+
+/// Where a range of addresses lies.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Place {
+    /// In one block of this device.
+    Device(usize),
+    /// In one block of page-locked memory.
+    Locked,
+    /// In memory that the driver knows nothing of.
+    Pageable,
+    /// Not wholly in one block that is out: beyond its end, or given back already.
+    Nowhere,
+}
+
+pub struct Memory {
+    device: BTreeMap<usize, Block>,
+    locked: BTreeMap<usize, Locked>,
+    device_arena: Arena,
+    locked_arena: Arena,
+    pub capacity: usize,
+}
+
+impl Default for Memory {
+    fn default() -> Self {
+        Self {
+            device: BTreeMap::new(),
+            locked: BTreeMap::new(),
+            device_arena: Arena::new(),
+            locked_arena: Arena::new(),
+            capacity: CAPACITY,
+        }
+    }
+}
+
+impl Memory {
+    pub fn allocate(&mut self, device: usize, len: usize) -> Outcome<usize> {
+        if len == 0 {
+            return Err(INVALID_VALUE);
+        }
+        if len > self.free_bytes(device) {
+            return Err(OUT_OF_MEMORY);
+        }
+        let start = self.device_arena.take(len, false).ok_or(OUT_OF_MEMORY)?;
+        self.device.insert(start, Block { len, device });
+        Ok(start)
+    }
+
+    pub fn free(&mut self, start: usize) -> Outcome {
+        let block = self.device.remove(&start).ok_or(INVALID_VALUE)?;
+        Arena::give_back(start, block.len);
+        Ok(())
+    }
+
+    /// Gives back all that a device has out.
+    pub fn free_device(&mut self, device: usize) {
+        self.device.retain(|&start, block| {
+            if block.device == device {
+                Arena::give_back(start, block.len);
+            }
+            block.device != device
+        });
+    }
+
+    pub fn allocate_locked(&mut self, len: usize) -> Outcome<usize> {
+        if len == 0 {
+            return Err(INVALID_VALUE);
+        }
+        let start = self.locked_arena.take(len, true).ok_or(OUT_OF_MEMORY)?;
+        self.locked.insert(start, Locked { len, is_registered: false });
+        Ok(start)
+    }
+
+    pub fn free_locked(&mut self, start: usize) -> Outcome {
+        match self.locked.get(&start) {
+            Some(block) if !block.is_registered => Arena::give_back(start, block.len),
+            _ => return Err(INVALID_VALUE),
+        }
+        self.locked.remove(&start);
+        Ok(())
+    }
+
+    pub fn register(&mut self, start: usize, len: usize) -> Outcome {
+        let end = start.checked_add(len).filter(|_| start != 0 && len > 0).ok_or(INVALID_VALUE)?;
+        if self.device_arena.has(start) {
+            return Err(INVALID_VALUE);
+        }
+        if touches(&self.locked, start, end) {
+            return Err(ALREADY_REGISTERED);
+        }
+        self.locked.insert(start, Locked { len, is_registered: true });
+        Ok(())
+    }
+
+    pub fn unregister(&mut self, start: usize) -> Outcome {
+        if !self.locked.get(&start).is_some_and(|block| block.is_registered) {
+            return Err(NOT_REGISTERED);
+        }
+        self.locked.remove(&start);
+        Ok(())
+    }
+
+    /// Where `start..start + len` lies.
+    pub fn place(&self, start: usize, len: usize) -> Place {
+        let Some(end) = start.checked_add(len) else { return Place::Nowhere };
+        if let Some((at, block)) = self.device.range(..=start).next_back()
+            && end <= at + block.len
+        {
+            return Place::Device(block.device);
+        }
+        if let Some((at, block)) = self.locked.range(..=start).next_back()
+            && end <= at + block.len
+        {
+            return Place::Locked;
+        }
+        let is_ours = self.device_arena.has(start) || self.locked_arena.has(start);
+        if is_ours || touches(&self.locked, start, end) { Place::Nowhere } else { Place::Pageable }
+    }
+
+    /// Lets work touch device memory, or nobody.
+    pub fn open(&self, is_open: bool) {
+        for (&start, block) in &self.device {
+            Arena::protect(start, block.len, is_open);
+        }
+    }
+
+    /// Fills a range of device or page-locked memory, while device memory is open.
+    pub fn fill(&self, start: usize, value: u8, len: usize) {
+        let (first, last) = (start.next_multiple_of(PAGE), (start + len) / PAGE * PAGE);
+        let is_replaced =
+            value == 0 && len >= MANY_BYTES && matches!(self.place(start, len), Place::Device(_));
+        if !is_replaced {
+            write(start, value, len);
+            return;
+        }
+        write(start, 0, first - start);
+        Arena::zero_pages(first, last - first);
+        write(last, 0, start + len - last);
+    }
+
+    pub fn free_bytes(&self, device: usize) -> usize {
+        let blocks = self.device.values().filter(|block| block.device == device);
+        self.capacity.saturating_sub(blocks.map(|block| block.len).sum())
+    }
+
+    /// Bytes of device memory that are out, of all devices.
+    pub fn device_bytes(&self) -> usize {
+        self.device.values().map(|block| block.len).sum()
+    }
+
+    /// Bytes of page-locked memory that are out, registered ones too.
+    pub fn locked_bytes(&self) -> usize {
+        self.locked.values().map(|block| block.len).sum()
+    }
+}
+
+/// Whether `start..end` has bytes in common with a block.
+fn touches(blocks: &BTreeMap<usize, Locked>, start: usize, end: usize) -> bool {
+    blocks.range(..end).next_back().is_some_and(|(at, block)| start < end && at + block.len > start)
+}
+
+fn write(start: usize, value: u8, len: usize) {
+    // SAFETY: the caller has checked that the range lies in memory that is out, and device memory is open.
+    unsafe { std::ptr::write_bytes(start as *mut u8, value, len) };
+}

@@ -1,0 +1,121 @@
+//! Modules: what a driver needs to know of PTX to find kernels in it.
+
+use std::collections::HashMap;
+
+use crate::arena::fatal;
+use crate::codes::{INVALID_HANDLE, INVALID_PTX, NOT_FOUND, Outcome, UNSUPPORTED_PTX};
+use crate::kernels::{self, Kernel};
+
+struct Module {
+    device: usize,
+    /// Names and bytes of parameters.
+    entries: HashMap<String, usize>,
+}
+
+/// A kernel of a module.
+#[derive(Clone, Copy)]
+pub struct Function {
+    pub kernel: &'static Kernel,
+    pub device: usize,
+    module: usize,
+}
+
+#[derive(Default)]
+pub struct Modules {
+    modules: HashMap<usize, Module>,
+    functions: HashMap<usize, Function>,
+}
+
+impl Modules {
+    /// Loads PTX for a device, under a handle.
+    pub fn load(&mut self, handle: usize, device: usize, text: &str, driver_version: i32) -> Outcome {
+        let entries = read(text, driver_version)?;
+        self.modules.insert(handle, Module { device, entries });
+        Ok(())
+    }
+
+    pub fn unload(&mut self, handle: usize) -> Outcome {
+        self.modules.remove(&handle).ok_or(INVALID_HANDLE)?;
+        self.functions.retain(|_, function| function.module != handle);
+        Ok(())
+    }
+
+    pub fn unload_device(&mut self, device: usize) {
+        self.modules.retain(|_, module| module.device != device);
+        self.functions.retain(|_, function| function.device != device);
+    }
+
+    /// A kernel that the PTX has and that was compiled for the host, under a handle, or the handle it has already.
+    ///
+    /// Ends the process if the two differ in their parameters: the PTX was not made of the source that is here.
+    pub fn function(&mut self, handle: usize, module: usize, name: &str) -> Outcome<usize> {
+        let loaded = self.modules.get(&module).ok_or(INVALID_HANDLE)?;
+        let bytes = *loaded.entries.get(name).ok_or(NOT_FOUND)?;
+        let kernel = kernels::find(name).ok_or(NOT_FOUND)?;
+        if kernel.params_bytes() != bytes {
+            let compiled = kernel.params_bytes();
+            fatal(&format!(
+                "{name} takes {bytes} bytes in the PTX, {compiled} in the source: generate it again"
+            ));
+        }
+        let is_same = |function: &Function| function.module == module && function.kernel.name() == name;
+        if let Some((&found, _)) = self.functions.iter().find(|(_, function)| is_same(function)) {
+            return Ok(found);
+        }
+        self.functions.insert(handle, Function { kernel, device: loaded.device, module });
+        Ok(handle)
+    }
+
+    pub fn get(&self, function: usize) -> Outcome<Function> {
+        self.functions.get(&function).copied().ok_or(INVALID_HANDLE)
+    }
+}
+
+/// The entries of PTX, with the bytes of their parameters.
+fn read(text: &str, driver_version: i32) -> Outcome<HashMap<String, usize>> {
+    let version = directive(text, ".version").ok_or(INVALID_PTX)?;
+    let (major, minor) = version.split_once('.').ok_or(INVALID_PTX)?;
+    let version = (number(major)?, number(minor)?);
+    if !directive(text, ".target").is_some_and(|target| target.starts_with("sm_")) {
+        return Err(INVALID_PTX);
+    }
+    if directive(text, ".address_size") != Some("64") {
+        return Err(INVALID_PTX);
+    }
+    if version > newest_ptx(driver_version) {
+        return Err(UNSUPPORTED_PTX);
+    }
+    text.split(".entry ").skip(1).map(entry).collect()
+}
+
+/// The name of an entry and the bytes of its only parameter, of the text behind `.entry`.
+fn entry(text: &str) -> Outcome<(String, usize)> {
+    let (name, rest) = text.split_once('(').ok_or(INVALID_PTX)?;
+    let (params, _) = rest.split_once(')').ok_or(INVALID_PTX)?;
+    // Written as `.param .align 8 .b8 NAME[BYTES]`.
+    let bytes = params.split_once('[').and_then(|(_, rest)| rest.split_once(']')).ok_or(INVALID_PTX)?.0;
+    let bytes = bytes.trim().parse().map_err(|_| INVALID_PTX)?;
+    Ok((name.trim().to_owned(), bytes))
+}
+
+/// The first word behind a directive that stands at the beginning of a line.
+fn directive<'a>(text: &'a str, name: &str) -> Option<&'a str> {
+    let mut rest = text.lines().filter_map(|line| line.trim_start().strip_prefix(name));
+    rest.next()?.split_whitespace().next()
+}
+
+fn number(text: &str) -> Outcome<i32> {
+    text.parse().map_err(|_| INVALID_PTX)
+}
+
+/// The newest PTX that a driver of this version compiles.
+fn newest_ptx(driver_version: i32) -> (i32, i32) {
+    let (major, minor) = (driver_version / 1000, driver_version % 1000 / 10);
+    match (major, minor) {
+        (12, 6..) => (8, minor - 1),
+        // One number was skipped in 12.6.
+        (12, _) => (8, minor),
+        (13.., _) => (major - 4, minor),
+        _ => (7, minor),
+    }
+}

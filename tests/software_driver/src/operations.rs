@@ -1,0 +1,286 @@
+//! What the driver does and the CUDA runtime too, on a current device.
+
+use std::sync::Arc;
+
+use crate::capture::Status;
+use crate::codes::{
+    CAPTURE_UNSUPPORTED, CAPTURED_EVENT, INVALID_CONTEXT, INVALID_HANDLE, INVALID_VALUE, NOT_READY, Outcome,
+};
+use crate::events::Recorded;
+use crate::kernels::BLOCK;
+use crate::ledger::LAUNCH;
+use crate::memory::Place;
+use crate::state::State;
+use crate::streams::Position;
+use crate::work::{Executor, Work};
+
+/// The most bytes of a kernel's parameters.
+const MOST_PARAMS: usize = 4096;
+/// `CU_STREAM_NON_BLOCKING`.
+const NON_BLOCKING: u32 = 1;
+
+/// Which sides of a copy may be where.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Direction {
+    ToDevice,
+    ToHost,
+    OnDevice,
+    /// As the addresses say.
+    Any,
+}
+
+/// A launch as it is asked for.
+pub struct Launch {
+    pub function: usize,
+    pub grid: [u32; 3],
+    pub block: [u32; 3],
+    pub shared_bytes: u32,
+    pub params: *const *const u8,
+}
+
+pub fn check(condition: bool, code: crate::codes::Code) -> Outcome {
+    if condition { Ok(()) } else { Err(code) }
+}
+
+impl State {
+    /// Runs what lies before a place.
+    pub fn run(&mut self, until: Position) {
+        let mut executor = Executor::new(&self.memory);
+        self.streams.run(until, &mut executor);
+        drop(executor);
+        self.streams.sweep();
+    }
+
+    /// Runs all that is enqueued, on one device or on all.
+    pub fn run_all(&mut self, device: Option<usize>) {
+        let mut executor = Executor::new(&self.memory);
+        for end in self.streams.ends(device) {
+            self.streams.run(end, &mut executor);
+        }
+        drop(executor);
+        self.streams.sweep();
+    }
+
+    pub fn allocate(&mut self, device: usize, len: usize) -> Outcome<usize> {
+        self.streams.captures.forbid()?;
+        self.memory.allocate(device, len)
+    }
+
+    /// Gives device memory back after everything has run.
+    pub fn free(&mut self, start: usize) -> Outcome {
+        self.streams.captures.forbid()?;
+        self.run_all(None);
+        self.memory.free(start)
+    }
+
+    pub fn synchronize(&mut self, device: usize) -> Outcome {
+        self.streams.captures.forbid()?;
+        self.run_all(Some(device));
+        Ok(())
+    }
+
+    pub fn create_stream(&mut self, device: usize, flags: u32) -> Outcome<usize> {
+        check(flags <= NON_BLOCKING, INVALID_VALUE)?;
+        let handle = self.handle();
+        self.streams.create(handle, device, flags != NON_BLOCKING);
+        Ok(handle)
+    }
+
+    pub fn destroy_stream(&mut self, device: usize, stream: usize) -> Outcome {
+        let id = self.streams.resolve(stream, device)?;
+        self.streams.destroy(id)
+    }
+
+    /// The stream, if it is not captured.
+    fn uncaptured(&mut self, device: usize, stream: usize) -> Outcome<usize> {
+        let id = self.streams.resolve(stream, device)?;
+        if let Some(capture) = self.streams.capture_of(id) {
+            self.streams.captures.invalidate(capture);
+            return Err(CAPTURE_UNSUPPORTED);
+        }
+        Ok(id)
+    }
+
+    pub fn synchronize_stream(&mut self, device: usize, stream: usize) -> Outcome {
+        let id = self.uncaptured(device, stream)?;
+        self.run(self.streams.end(id));
+        Ok(())
+    }
+
+    /// Fails with [`NOT_READY`] until a stream is done; asked often enough, it runs.
+    pub fn query_stream(&mut self, device: usize, stream: usize) -> Outcome {
+        let id = self.uncaptured(device, stream)?;
+        let end = self.streams.end(id);
+        if self.streams.is_reached(end) {
+            return Ok(());
+        }
+        let asked = self.streams.asked(id);
+        self.wait_if_patient(end, asked)
+    }
+
+    pub fn capture_status(&mut self, device: usize, stream: usize) -> Outcome<Status> {
+        let id = self.streams.resolve(stream, device)?;
+        self.streams.check_default(id)?;
+        Ok(self.streams.captures.status(self.streams.capture_of(id)))
+    }
+
+    fn wait_if_patient(&mut self, until: Position, asked: u64) -> Outcome {
+        check(self.config.patience > 0 && asked >= self.config.patience, NOT_READY)?;
+        self.run(until);
+        Ok(())
+    }
+
+    pub fn create_event(&mut self, device: usize) -> usize {
+        let handle = self.handle();
+        self.events.create(handle, device);
+        handle
+    }
+
+    pub fn record_event(&mut self, device: usize, event: usize, stream: usize) -> Outcome {
+        let id = self.streams.resolve(stream, device)?;
+        check(self.events.get(event)?.device == device, INVALID_HANDLE)?;
+        let recorded = if let Some(capture) = self.streams.capture_of(id) {
+            self.streams.captures.check(capture)?;
+            Recorded::In(capture)
+        } else {
+            Recorded::At(self.streams.mark(id)?)
+        };
+        let event = self.events.get(event)?;
+        event.recorded = recorded;
+        event.queries = 0;
+        Ok(())
+    }
+
+    /// The place that an event names, if it names one; not within a capture, nor while anybody captures.
+    fn place_of_event(&mut self, event: usize) -> Outcome<Option<Position>> {
+        let recorded = self.events.get(event)?.recorded;
+        self.streams.captures.forbid()?;
+        match recorded {
+            Recorded::Nothing => Ok(None),
+            Recorded::At(position) => Ok(Some(position)),
+            Recorded::In(_) => Err(CAPTURED_EVENT),
+        }
+    }
+
+    /// Fails with [`NOT_READY`] until what lies before an event has run; asked often enough, it runs.
+    pub fn query_event(&mut self, event: usize) -> Outcome {
+        let Some(position) = self.place_of_event(event)? else { return Ok(()) };
+        if self.streams.is_reached(position) {
+            return Ok(());
+        }
+        let event = self.events.get(event)?;
+        event.queries += 1;
+        let asked = event.queries;
+        self.wait_if_patient(position, asked)
+    }
+
+    /// Whether what lies before an event has run already.
+    pub fn is_over(&mut self, event: usize) -> Outcome<bool> {
+        match self.events.get(event)?.recorded {
+            Recorded::Nothing => Err(INVALID_HANDLE),
+            Recorded::At(position) => Ok(self.streams.is_reached(position)),
+            Recorded::In(_) => Err(CAPTURED_EVENT),
+        }
+    }
+
+    pub fn synchronize_event(&mut self, event: usize) -> Outcome {
+        if let Some(position) = self.place_of_event(event)? {
+            self.run(position);
+        }
+        Ok(())
+    }
+
+    /// Lets later work of a stream come after an event as it is recorded now.
+    pub fn wait_for_event(&mut self, device: usize, stream: usize, event: usize) -> Outcome {
+        let id = self.streams.resolve(stream, device)?;
+        match self.events.get(event)?.recorded {
+            Recorded::Nothing => Ok(()),
+            Recorded::At(position) => self.streams.order(id, position),
+            Recorded::In(capture) if self.streams.captures.is_active(capture) => {
+                self.streams.join_capture(id, capture)
+            }
+            Recorded::In(_) => Err(CAPTURED_EVENT),
+        }
+    }
+
+    pub fn fill(&mut self, device: usize, target: usize, value: u8, len: usize, stream: usize) -> Outcome {
+        let id = self.streams.resolve(stream, device)?;
+        if len == 0 {
+            return Ok(());
+        }
+        check(matches!(self.memory.place(target, len), Place::Device(_) | Place::Locked), INVALID_VALUE)?;
+        self.streams.push(id, Work::Fill { target, value, len })
+    }
+
+    /// Enqueues a copy. One to pageable memory is waited for. One from pageable memory takes the bytes at once.
+    pub fn copy(
+        &mut self,
+        device: usize,
+        [target, source]: [usize; 2],
+        len: usize,
+        direction: Direction,
+        stream: usize,
+    ) -> Outcome {
+        let id = self.streams.resolve(stream, device)?;
+        if len == 0 {
+            return Ok(());
+        }
+        let places = [self.memory.place(target, len), self.memory.place(source, len)];
+        let is_near = |place: Place| matches!(place, Place::Device(_) | Place::Locked);
+        let is_host = |place: Place| matches!(place, Place::Pageable | Place::Locked);
+        let is_right = match direction {
+            Direction::ToDevice => is_near(places[0]) && is_host(places[1]),
+            Direction::ToHost => is_host(places[0]) && is_near(places[1]),
+            Direction::OnDevice => places.into_iter().all(is_near),
+            Direction::Any => !places.contains(&Place::Nowhere),
+        };
+        check(is_right && target != 0 && source != 0, INVALID_VALUE)?;
+        if places.contains(&Place::Pageable) {
+            self.uncaptured(device, stream)?;
+        }
+        if places[0] == Place::Pageable {
+            self.streams.push(id, Work::Copy { target, source, len })?;
+            self.run(self.streams.end(id));
+            return Ok(());
+        }
+        if places[1] == Place::Pageable {
+            // SAFETY: the caller promises so many readable bytes.
+            let bytes = unsafe { std::slice::from_raw_parts(source as *const u8, len) };
+            return self.streams.push(id, Work::Bytes { target, bytes: bytes.into() });
+        }
+        self.streams.push(id, Work::Copy { target, source, len })
+    }
+
+    /// Copies, and waits for the default stream.
+    pub fn copy_now(
+        &mut self,
+        device: usize,
+        sides: [usize; 2],
+        len: usize,
+        direction: Direction,
+    ) -> Outcome {
+        self.streams.captures.forbid()?;
+        self.copy(device, sides, len, direction, 0)?;
+        self.synchronize_stream(device, 0)
+    }
+
+    pub fn launch(&mut self, device: usize, launch: &Launch, stream: usize) -> Outcome {
+        let function = self.modules.get(launch.function)?;
+        check(function.device == device, INVALID_CONTEXT)?;
+        let id = self.streams.resolve(stream, device)?;
+        let [x, y, z] = launch.grid;
+        let is_grid = x > 0 && x <= i32::MAX.cast_unsigned() && y > 0 && y <= 65_535 && z == 1;
+        check(is_grid && launch.block == [BLOCK, 1, 1] && launch.shared_bytes == 0, INVALID_VALUE)?;
+        let bytes = function.kernel.params_bytes();
+        check(!launch.params.is_null() && bytes <= MOST_PARAMS, INVALID_VALUE)?;
+        // SAFETY: a kernel of one parameter is launched with an array of one pointer to it.
+        let source = unsafe { launch.params.read() };
+        check(!source.is_null(), INVALID_VALUE)?;
+        let mut params = vec![0u128; bytes.div_ceil(size_of::<u128>())];
+        // SAFETY: the parameter is as long as the kernel says, and there is room for it.
+        unsafe { params.as_mut_ptr().cast::<u8>().copy_from_nonoverlapping(source, bytes) };
+        let params: Arc<[u128]> = params.into();
+        self.ledger.count(&format!("{LAUNCH}{}", function.kernel.name()));
+        self.streams.push(id, Work::Launch { kernel: function.kernel, params, grid: [x, y] })
+    }
+}

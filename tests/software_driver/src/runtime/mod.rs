@@ -1,0 +1,87 @@
+//! Enough of the CUDA runtime for PyTorch to hold tensors here: memory, copies, streams, events, graphs.
+//!
+//! PyTorch links the runtime dynamically, so these functions win where the library is preloaded. They are not counted
+//! and fail on no plan. Kernels of PyTorch have nothing to run on: launches answer `cudaErrorNotSupported`, and so
+//! does every other function that PyTorch may call.
+
+mod devices;
+mod graphs;
+mod memory;
+mod refused;
+mod streams;
+
+use std::cell::Cell;
+
+use crate::codes::{Code, NO_DEVICE, NOT_INITIALIZED, Outcome, SUCCESS};
+use crate::contexts;
+use crate::operations::check;
+use crate::state::{State, is_forked, state, watch_for_forks};
+
+thread_local! {
+    /// What `cudaGetLastError` answers.
+    static LAST_ERROR: Cell<Code> = const { Cell::new(SUCCESS) };
+}
+
+/// What a function needs before it does anything.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Needs {
+    Nothing,
+    /// That there are devices.
+    Init,
+    /// A current context, which is made current where there is none.
+    Context,
+}
+
+/// A call of a function.
+struct Call<'a> {
+    state: &'a mut State,
+    device: usize,
+}
+
+/// Remembers an error for `cudaGetLastError`.
+fn told(code: Code) -> Code {
+    if code != SUCCESS {
+        LAST_ERROR.set(code);
+    }
+    code
+}
+
+fn call(needs: Needs, work: impl FnOnce(Call) -> Outcome) -> Code {
+    if needs != Needs::Nothing && is_forked() {
+        return told(NOT_INITIALIZED);
+    }
+    let state = &mut *state();
+    let ready = ready(state, needs);
+    told(ready.and_then(|device| work(Call { state, device })).err().unwrap_or(SUCCESS))
+}
+
+/// The device on which a function works: that of the current context, or the first.
+fn ready(state: &mut State, needs: Needs) -> Outcome<usize> {
+    let current = contexts::current();
+    let device = state.primaries.device_of(current).unwrap_or(0);
+    if needs == Needs::Nothing {
+        return Ok(device);
+    }
+    check(state.config.init_code == SUCCESS, state.config.init_code)?;
+    check(state.config.devices > 0, NO_DEVICE)?;
+    state.is_initialized = true;
+    watch_for_forks();
+    if needs == Needs::Context {
+        let context = state.primaries.retain_for_runtime(device);
+        if current == 0 {
+            contexts::set(context)?;
+        }
+    }
+    Ok(device)
+}
+
+/// Defines exported functions: what each needs, its arguments, and what it does.
+macro_rules! exports {
+    ($($needs:ident $name:ident($($argument:ident: $kind:ty),* $(,)?) |$call:pat_param| $work:expr;)*) => {
+        $(#[unsafe(no_mangle)]
+        extern "C" fn $name($($argument: $kind),*) -> $crate::codes::Code {
+            $crate::runtime::call($crate::runtime::Needs::$needs, |$call| $work)
+        })*
+    };
+}
+use exports;

@@ -1,0 +1,67 @@
+//! Streams and events.
+
+use std::ffi::{c_int, c_uint};
+
+use crate::capture::exchange_mode;
+use crate::codes::{INVALID_VALUE, NOT_READY, Outcome};
+use crate::driver::put;
+use crate::operations::check;
+
+use super::Call;
+
+fn create_stream(call: &mut Call, stream: *mut usize, flags: c_uint) -> Outcome {
+    check(!stream.is_null(), INVALID_VALUE)?;
+    put(stream, call.state.create_stream(call.device, flags)?)
+}
+
+fn create_event(call: &mut Call, event: *mut usize) -> Outcome {
+    check(!event.is_null(), INVALID_VALUE)?;
+    put(event, call.state.create_event(call.device))
+}
+
+super::exports! {
+    Context cudaStreamCreate(stream: *mut usize) |mut call| create_stream(&mut call, stream, 0);
+    Context cudaStreamCreateWithFlags(stream: *mut usize, flags: c_uint) |mut call| {
+        create_stream(&mut call, stream, flags)
+    };
+    Context cudaStreamCreateWithPriority(stream: *mut usize, flags: c_uint, _priority: c_int) |mut call| {
+        create_stream(&mut call, stream, flags)
+    };
+    Context cudaStreamDestroy(stream: usize) |call| call.state.destroy_stream(call.device, stream);
+    Context cudaStreamSynchronize(stream: usize) |call| call.state.synchronize_stream(call.device, stream);
+    Context cudaStreamQuery(stream: usize) |call| call.state.query_stream(call.device, stream);
+    Context cudaStreamWaitEvent(stream: usize, event: usize, _flags: c_uint) |call| {
+        call.state.wait_for_event(call.device, stream, event)
+    };
+    Context cudaStreamGetPriority(stream: usize, priority: *mut c_int) |call| {
+        call.state.streams.resolve(stream, call.device)?;
+        put(priority, 0)
+    };
+    Context cudaStreamIsCapturing(stream: usize, status: *mut c_int) |call| {
+        put(status, call.state.capture_status(call.device, stream)? as c_int)
+    };
+    Nothing cudaThreadExchangeStreamCaptureMode(mode: *mut c_int) |_| {
+        // SAFETY: the caller gives the new mode here.
+        let new = unsafe { mode.as_ref() }.copied().filter(|new| (0..=2).contains(new)).ok_or(INVALID_VALUE)?;
+        put(mode, exchange_mode(new))
+    };
+    Context cudaEventCreate(event: *mut usize) |mut call| create_event(&mut call, event);
+    Context cudaEventCreateWithFlags(event: *mut usize, _flags: c_uint) |mut call| create_event(&mut call, event);
+    Context cudaEventDestroy(event: usize) |call| call.state.events.destroy(event);
+    Context cudaEventRecord(event: usize, stream: usize) |call| {
+        call.state.record_event(call.device, event, stream)
+    };
+    Context cudaEventRecordWithFlags(event: usize, stream: usize, flags: c_uint) |call| {
+        check(flags == 0, INVALID_VALUE)?;
+        call.state.record_event(call.device, event, stream)
+    };
+    Context cudaEventQuery(event: usize) |call| call.state.query_event(event);
+    Context cudaEventSynchronize(event: usize) |call| call.state.synchronize_event(event);
+    // Nothing takes time here.
+    Context cudaEventElapsedTime(milliseconds: *mut f32, start: usize, end: usize) |call| {
+        for event in [start, end] {
+            check(call.state.is_over(event)?, NOT_READY)?;
+        }
+        put(milliseconds, 0.0)
+    };
+}

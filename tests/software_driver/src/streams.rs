@@ -1,0 +1,262 @@
+//! Queues of work that run late.
+//!
+//! Work of one stream runs in its order. Running a stream runs what it waits for in others up to the event, and
+//! nothing else of them. An event lies behind a numbered item of a stream, so waiting for it later means the record
+//! of that time, whatever the event is used for afterwards.
+
+use std::collections::{BTreeMap, VecDeque};
+
+use crate::capture::Captures;
+use crate::codes::{CAPTURE_IMPLICIT, CAPTURE_ISOLATION, CAPTURE_UNSUPPORTED, INVALID_HANDLE, Outcome};
+use crate::work::{Executor, Work};
+
+/// Handles from here on are those of streams that were created; below are the default streams, one a device.
+pub const FIRST_HANDLE: usize = 0x5000_0000;
+
+/// What a stream comes to.
+enum Item {
+    Work(Work),
+    /// A place that an event names.
+    Mark,
+    /// Comes after an item of another stream.
+    Wait {
+        stream: usize,
+        number: u64,
+    },
+}
+
+/// A place in a stream.
+#[derive(Clone, Copy)]
+pub struct Position {
+    stream: usize,
+    number: u64,
+}
+
+struct Stream {
+    device: usize,
+    /// Created without the flag that frees it of the default stream.
+    is_blocking: bool,
+    /// Its handle may be used.
+    is_alive: bool,
+    queue: VecDeque<(u64, Item)>,
+    /// The number of the last item that was enqueued, and of the last that ran.
+    enqueued: u64,
+    ran: u64,
+    /// How often it was asked whether it is done since it last got work.
+    queries: u64,
+    /// The capture that records what is enqueued.
+    capture: Option<usize>,
+}
+
+#[derive(Default)]
+pub struct Streams {
+    streams: BTreeMap<usize, Stream>,
+    pub captures: Captures,
+}
+
+impl Streams {
+    pub fn create(&mut self, id: usize, device: usize, is_blocking: bool) {
+        let stream = Stream {
+            device,
+            is_blocking,
+            is_alive: true,
+            queue: VecDeque::new(),
+            enqueued: 0,
+            ran: 0,
+            queries: 0,
+            capture: None,
+        };
+        self.streams.insert(id, stream);
+    }
+
+    /// The stream that a handle means where `device` is the current one. The default stream has several handles.
+    pub fn resolve(&mut self, handle: usize, device: usize) -> Outcome<usize> {
+        if handle <= 2 {
+            if !self.streams.contains_key(&device) {
+                self.create(device, device, true);
+            }
+            return Ok(device);
+        }
+        let stream = self.streams.get(&handle).filter(|stream| stream.is_alive && handle >= FIRST_HANDLE);
+        match stream {
+            Some(stream) if stream.device == device => Ok(handle),
+            _ => Err(INVALID_HANDLE),
+        }
+    }
+
+    /// Forgets a handle. What was enqueued still runs, as late as before.
+    pub fn destroy(&mut self, id: usize) -> Outcome {
+        if id < FIRST_HANDLE {
+            return Err(INVALID_HANDLE);
+        }
+        let stream = self.streams.get_mut(&id).ok_or(INVALID_HANDLE)?;
+        stream.is_alive = false;
+        if let Some(capture) = stream.capture {
+            self.captures.invalidate(capture);
+        }
+        self.sweep();
+        Ok(())
+    }
+
+    /// Forgets a device's streams, and what they had to do.
+    pub fn destroy_device(&mut self, device: usize) {
+        self.streams.retain(|_, stream| stream.device != device);
+    }
+
+    /// Streams that were created and not destroyed.
+    pub fn count(&self) -> usize {
+        self.streams.iter().filter(|(id, stream)| **id >= FIRST_HANDLE && stream.is_alive).count()
+    }
+
+    /// The device of a stream whose handle may be used.
+    pub fn device_of(&self, id: usize) -> Option<usize> {
+        self.streams.get(&id).filter(|stream| stream.is_alive).map(|stream| stream.device)
+    }
+
+    /// Enqueues work, or records it in the stream's capture.
+    pub fn push(&mut self, id: usize, work: Work) -> Outcome {
+        match self.capture_of(id) {
+            Some(capture) => self.captures.push(capture, work),
+            None => self.enqueue(id, Item::Work(work)).map(|_| ()),
+        }
+    }
+
+    fn enqueue(&mut self, id: usize, item: Item) -> Outcome<u64> {
+        self.check_default(id)?;
+        let stream = self.streams.get_mut(&id).ok_or(INVALID_HANDLE)?;
+        stream.enqueued += 1;
+        stream.queries = 0;
+        stream.queue.push_back((stream.enqueued, item));
+        Ok(stream.enqueued)
+    }
+
+    /// The default stream cannot be used while a stream that is tied to it is captured.
+    pub fn check_default(&mut self, id: usize) -> Outcome {
+        let tied = self
+            .streams
+            .values()
+            .find(|stream| stream.device == id && stream.is_blocking && stream.capture.is_some());
+        match tied.and_then(|stream| stream.capture) {
+            Some(capture) if id < FIRST_HANDLE => {
+                self.captures.invalidate(capture);
+                Err(CAPTURE_IMPLICIT)
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Copies, fills and launches that have not run, of one stream or of all.
+    pub fn pending(&self, id: Option<usize>) -> usize {
+        let is_work = |(_, item): &&(u64, Item)| matches!(item, Item::Work(_));
+        let streams = self.streams.iter().filter(|(at, _)| id.is_none_or(|id| **at == id));
+        streams.map(|(_, stream)| stream.queue.iter().filter(is_work).count()).sum()
+    }
+
+    /// The end of a stream as it is now.
+    pub fn end(&self, id: usize) -> Position {
+        Position { stream: id, number: self.streams.get(&id).map_or(0, |stream| stream.enqueued) }
+    }
+
+    /// The ends of all streams of a device, or of all devices.
+    pub fn ends(&self, device: Option<usize>) -> Vec<Position> {
+        let streams =
+            self.streams.iter().filter(|(_, stream)| device.is_none_or(|device| stream.device == device));
+        streams.map(|(&id, stream)| Position { stream: id, number: stream.enqueued }).collect()
+    }
+
+    /// A place behind all that a stream has now, which is not there before somebody lets it run.
+    pub fn mark(&mut self, id: usize) -> Outcome<Position> {
+        Ok(Position { stream: id, number: self.enqueue(id, Item::Mark)? })
+    }
+
+    /// Lets later work of a stream come after a place in another.
+    pub fn order(&mut self, id: usize, after: Position) -> Outcome {
+        if let Some(capture) = self.capture_of(id) {
+            self.captures.invalidate(capture);
+            return Err(CAPTURE_ISOLATION);
+        }
+        if after.stream != id {
+            self.enqueue(id, Item::Wait { stream: after.stream, number: after.number })?;
+        }
+        Ok(())
+    }
+
+    pub fn is_reached(&self, position: Position) -> bool {
+        self.streams.get(&position.stream).is_none_or(|stream| stream.ran >= position.number)
+    }
+
+    /// How often a stream was asked whether it is done, this time included.
+    pub fn asked(&mut self, id: usize) -> u64 {
+        let Some(stream) = self.streams.get_mut(&id) else { return 0 };
+        stream.queries += 1;
+        stream.queries
+    }
+
+    /// Runs a stream up to a place, and what it waits for.
+    pub fn run(&mut self, until: Position, executor: &mut Executor) {
+        while let Some(stream) = self.streams.get_mut(&until.stream) {
+            match stream.queue.front() {
+                Some((number, _)) if *number <= until.number => (),
+                _ => return,
+            }
+            let Some((number, item)) = stream.queue.pop_front() else { return };
+            match item {
+                Item::Work(work) => executor.execute(&work),
+                Item::Mark => (),
+                // No deeper than there are streams: what a stream waits for was enqueued before it waited.
+                Item::Wait { stream, number } => self.run(Position { stream, number }, executor),
+            }
+            if let Some(stream) = self.streams.get_mut(&until.stream) {
+                stream.ran = number;
+            }
+        }
+    }
+
+    /// Drops streams that are destroyed and done.
+    pub fn sweep(&mut self) {
+        self.streams.retain(|_, stream| stream.is_alive || !stream.queue.is_empty());
+    }
+
+    pub fn capture_of(&self, id: usize) -> Option<usize> {
+        self.streams.get(&id)?.capture
+    }
+
+    /// Records from now on what is enqueued on a stream.
+    pub fn begin_capture(&mut self, id: usize, is_global: bool) -> Outcome {
+        if id < FIRST_HANDLE {
+            return Err(CAPTURE_UNSUPPORTED);
+        }
+        let stream = self.streams.get_mut(&id).ok_or(INVALID_HANDLE)?;
+        stream.capture = Some(self.captures.begin(id, stream.capture, is_global)?);
+        Ok(())
+    }
+
+    /// Lets a stream take part in the capture of another.
+    pub fn join_capture(&mut self, id: usize, capture: usize) -> Outcome {
+        if id < FIRST_HANDLE {
+            self.captures.invalidate(capture);
+            return Err(CAPTURE_IMPLICIT);
+        }
+        let stream = self.streams.get_mut(&id).ok_or(INVALID_HANDLE)?;
+        self.captures.join(stream.capture, capture)?;
+        stream.capture = Some(capture);
+        Ok(())
+    }
+
+    /// Ends a capture; the number of its graph.
+    pub fn end_capture(&mut self, id: usize) -> Outcome<usize> {
+        let capture = self.capture_of(id);
+        let graph = self.captures.end(id, capture);
+        let is_over = capture.is_some_and(|capture| !self.captures.is_active(capture));
+        for stream in self.streams.values_mut().filter(|stream| is_over && stream.capture == capture) {
+            stream.capture = None;
+        }
+        graph
+    }
+
+    /// Enqueues what a graph has.
+    pub fn replay(&mut self, graph: usize, id: usize) -> Outcome {
+        let work = self.captures.graph(graph)?;
+        work.iter().try_for_each(|work| self.push(id, work.clone()))
+    }
+}

@@ -1,0 +1,101 @@
+use super::{
+    Fresh, allocate, cuMemAlloc_v2, cuMemFree_v2, cuMemFreeHost, cuMemGetInfo_v2, cuMemHostRegister_v2,
+    cuMemHostUnregister, cuMemcpyDtoH_v2, cuMemcpyHtoDAsync_v2, cuMemsetD8Async, cuPointerGetAttribute,
+    cuStreamSynchronize, dies, locked, ok, peek, soft_device_bytes, soft_locked_bytes, soft_pending_all,
+    soft_poke, soft_set_capacity,
+};
+use crate::codes::{ALREADY_REGISTERED, INVALID_VALUE, NOT_REGISTERED, OUT_OF_MEMORY};
+
+/// Follows a device address, as no host may.
+fn touch(address: u64) {
+    let pointer = usize::try_from(address).unwrap_or(0) as *const u8;
+    // SAFETY: none; the process that does it is meant to die.
+    let _ = unsafe { pointer.read_volatile() };
+}
+
+#[test]
+fn the_host_cannot_touch_device_memory() {
+    let _fresh = Fresh::with_context();
+    let block = allocate(1000);
+    assert!(dies(|| touch(block)));
+    ok(cuMemsetD8Async(block, 1, 1000, 0));
+    ok(cuStreamSynchronize(0));
+    assert!(dies(|| touch(block + 999)));
+    ok(cuMemFree_v2(block));
+    assert!(dies(|| touch(block)));
+    assert_ne!(allocate(1000), block);
+    let page = locked(&[1]);
+    assert!(!dies(|| touch(page as u64)));
+    ok(cuMemFreeHost(page));
+    assert!(dies(|| touch(page as u64)));
+}
+
+#[test]
+fn memory_is_fresh_and_limited() {
+    let _fresh = Fresh::with_context();
+    let large = allocate(40 << 20);
+    assert_eq!((large % 256, peek(large + (33 << 20))), (0, [0xA5; 64]));
+    ok(cuMemsetD8Async(large + 100, 0, 39 << 20, 0));
+    ok(cuStreamSynchronize(0));
+    assert_eq!(peek(large + 98), [0xA5, 0xA5, 0, 0]);
+    assert_eq!(peek(large + 98 + (39 << 20)), [0, 0, 0xA5, 0xA5]);
+    let (mut free, mut total, mut address) = (0, 0, 0);
+    soft_set_capacity(50 << 20);
+    ok(cuMemGetInfo_v2(&raw mut free, &raw mut total));
+    assert_eq!((free, total, soft_device_bytes()), (10 << 20, 50 << 20, 40 << 20));
+    assert_eq!(cuMemAlloc_v2(&raw mut address, (10 << 20) + 1), OUT_OF_MEMORY);
+    assert_eq!(cuMemAlloc_v2(&raw mut address, 0), INVALID_VALUE);
+    ok(cuMemAlloc_v2(&raw mut address, 10 << 20));
+    ok(cuMemFree_v2(address));
+    assert_eq!(cuMemFree_v2(address), INVALID_VALUE);
+    assert_eq!(cuMemFree_v2(large + 256), INVALID_VALUE);
+}
+
+#[test]
+fn addresses_are_checked() {
+    let _fresh = Fresh::with_context();
+    let (block, page) = (allocate(16), locked(&[0; 16]));
+    let pageable = [0u8; 16];
+    let to_device = |target, source, len| cuMemcpyHtoDAsync_v2(target, source, len, 0);
+    assert_eq!(to_device(block + 8, page, 9), INVALID_VALUE);
+    assert_eq!(to_device(block, page + 8, 9), INVALID_VALUE);
+    assert_eq!(to_device(pageable.as_ptr().addr() as u64, page, 1), INVALID_VALUE);
+    assert_eq!(cuMemcpyDtoH_v2(page, pageable.as_ptr().addr() as u64, 1), INVALID_VALUE);
+    assert_eq!(cuMemsetD8Async(block, 0, 17, 0), INVALID_VALUE);
+    ok(to_device(block + 16, page, 0));
+    assert_eq!(soft_pending_all(), 0);
+    let mut kind = 0u32;
+    let kind_of = |address, kind: *mut u32| cuPointerGetAttribute(kind.cast(), 2, address);
+    ok(kind_of(block + 1, &raw mut kind));
+    assert_eq!(kind, 2);
+    ok(kind_of(page as u64, &raw mut kind));
+    assert_eq!(kind, 1);
+    assert_eq!(kind_of(pageable.as_ptr().addr() as u64, &raw mut kind), INVALID_VALUE);
+    ok(soft_poke(usize::try_from(block).unwrap_or(0), pageable.as_ptr().cast(), 16));
+    assert_eq!(peek(block), [0; 16]);
+}
+
+#[test]
+fn page_locked_memory_is_the_drivers_or_registered() {
+    let _fresh = Fresh::with_context();
+    let page = locked(&[0; 100]);
+    let mine = [0u8; 64];
+    let start = mine.as_ptr().addr();
+    ok(cuMemHostRegister_v2(start, 64, 0));
+    assert_eq!(soft_locked_bytes(), 164);
+    assert_eq!(cuMemHostRegister_v2(start + 60, 64, 0), ALREADY_REGISTERED);
+    assert_eq!((cuMemFreeHost(start), cuMemHostUnregister(page)), (INVALID_VALUE, NOT_REGISTERED));
+    ok(cuMemHostUnregister(start));
+    ok(cuMemFreeHost(page));
+    assert_eq!((cuMemFreeHost(page), cuMemHostUnregister(start)), (INVALID_VALUE, NOT_REGISTERED));
+    assert_eq!(soft_locked_bytes(), 0);
+}
+
+#[test]
+fn late_work_with_memory_that_is_gone_ends_the_process() {
+    let _fresh = Fresh::with_context();
+    let (block, page) = (allocate(16), locked(&[0; 16]));
+    ok(cuMemcpyHtoDAsync_v2(block, page, 16, 0));
+    ok(cuMemFreeHost(page));
+    assert!(dies(|| crate::state::state().run_all(None)));
+}

@@ -1,0 +1,125 @@
+use super::{
+    Fresh, allocate, cuCtxSynchronize, cuEventDestroy_v2, cuEventQuery, cuEventRecord, cuEventSynchronize,
+    cuMemcpyDtoDAsync_v2, cuMemcpyDtoHAsync_v2, cuMemcpyHtoDAsync_v2, cuMemsetD8Async, cuStreamDestroy_v2,
+    cuStreamQuery, cuStreamSynchronize, cuStreamWaitEvent, event, locked, ok, peek, read_host, soft_pending,
+    soft_pending_all, soft_run, soft_set_queries, soft_streams, stream, write_host,
+};
+use crate::codes::{INVALID_HANDLE, NOT_READY};
+
+#[test]
+fn work_waits_for_somebody_who_synchronises() {
+    let _fresh = Fresh::with_context();
+    let (block, first) = (allocate(4), stream());
+    ok(cuMemsetD8Async(block, 1, 4, first));
+    assert_eq!((soft_pending(first), peek(block)), (1, [0xA5; 4]));
+    ok(cuStreamSynchronize(0));
+    assert_eq!(peek(block), [0xA5; 4]);
+    ok(cuStreamSynchronize(first));
+    assert_eq!((soft_pending(first), peek(block)), (0, [1; 4]));
+    ok(cuMemsetD8Async(block, 2, 4, 0));
+    ok(cuMemsetD8Async(block + 2, 3, 2, first));
+    assert_eq!(soft_pending_all(), 2);
+    ok(cuCtxSynchronize());
+    assert_eq!(soft_pending_all(), 0);
+}
+
+#[test]
+fn only_what_is_waited_for_runs() {
+    let _fresh = Fresh::with_context();
+    let (block, [producer, consumer, other], done) = (allocate(4), [stream(), stream(), stream()], event());
+    ok(cuMemsetD8Async(block, 1, 1, producer));
+    ok(cuEventRecord(done, producer));
+    ok(cuMemsetD8Async(block + 1, 2, 1, producer));
+    ok(cuMemsetD8Async(block + 2, 3, 1, other));
+    ok(cuStreamWaitEvent(consumer, done, 0));
+    ok(cuMemcpyDtoDAsync_v2(block + 3, block, 1, consumer));
+    ok(soft_run(consumer));
+    assert_eq!(peek(block), [1, 0xA5, 0xA5, 1]);
+    // Without the wait the copy would have come first.
+    ok(cuMemsetD8Async(block, 9, 1, producer));
+    ok(cuMemcpyDtoDAsync_v2(block + 3, block, 1, consumer));
+    ok(cuStreamSynchronize(consumer));
+    assert_eq!(peek(block), [1, 0xA5, 0xA5, 1]);
+}
+
+#[test]
+fn a_wait_means_the_record_of_its_time() {
+    let _fresh = Fresh::with_context();
+    let (block, [producer, consumer], done) = (allocate(2), [stream(), stream()], event());
+    // Of what was never recorded there is nothing to wait for.
+    ok(cuStreamWaitEvent(consumer, done, 0));
+    ok(cuEventSynchronize(done));
+    ok(cuEventQuery(done));
+    ok(cuMemsetD8Async(block, 1, 1, producer));
+    ok(cuEventRecord(done, producer));
+    ok(cuStreamWaitEvent(consumer, done, 0));
+    ok(cuMemsetD8Async(block + 1, 2, 1, producer));
+    ok(cuEventRecord(done, producer));
+    ok(soft_run(consumer));
+    assert_eq!(peek(block), [1, 0xA5]);
+    ok(cuEventSynchronize(done));
+    assert_eq!(peek(block), [1, 2]);
+    // A wait outlives the event.
+    ok(cuMemsetD8Async(block, 5, 2, producer));
+    ok(cuEventRecord(done, producer));
+    ok(cuStreamWaitEvent(consumer, done, 0));
+    ok(cuEventDestroy_v2(done));
+    assert_eq!(cuEventQuery(done), INVALID_HANDLE);
+    ok(soft_run(consumer));
+    assert_eq!(peek(block), [5, 5]);
+}
+
+#[test]
+fn queries_run_what_lies_before_them_in_the_end() {
+    let _fresh = Fresh::with_context();
+    let (block, done) = (allocate(2), event());
+    ok(cuMemsetD8Async(block, 1, 1, 0));
+    ok(cuEventRecord(done, 0));
+    ok(cuMemsetD8Async(block + 1, 2, 1, 0));
+    assert_eq!([cuEventQuery(done), cuEventQuery(done)], [NOT_READY; 2]);
+    assert_eq!(peek(block), [0xA5; 2]);
+    ok(cuEventQuery(done));
+    ok(cuEventQuery(done));
+    assert_eq!(peek(block), [1, 0xA5]);
+    assert_eq!([cuStreamQuery(0), cuStreamQuery(0)], [NOT_READY; 2]);
+    ok(cuStreamQuery(0));
+    assert_eq!(peek(block), [1, 2]);
+    soft_set_queries(0);
+    ok(cuEventRecord(done, 0));
+    assert!((0..100).all(|_| cuEventQuery(done) == NOT_READY));
+    ok(soft_run(0));
+    ok(cuEventQuery(done));
+}
+
+#[test]
+fn page_locked_memory_is_read_and_written_late() {
+    let _fresh = Fresh::with_context();
+    let (block, page) = (allocate(8), locked(&[1; 4]));
+    let mut pageable = [2u8; 4];
+    ok(cuMemcpyHtoDAsync_v2(block, page, 4, 0));
+    ok(cuMemcpyHtoDAsync_v2(block + 4, pageable.as_ptr().addr(), 4, 0));
+    write_host(page, &[3; 4]);
+    pageable = [4; 4];
+    assert_eq!(soft_pending(0), 2);
+    ok(cuStreamSynchronize(0));
+    assert_eq!(peek(block), [3, 3, 3, 3, 2, 2, 2, 2]);
+    ok(cuMemcpyDtoHAsync_v2(page, block + 4, 4, 0));
+    assert_eq!(read_host(page), [3; 4]);
+    // A copy to pageable memory is waited for, and what comes before it on its stream.
+    ok(cuMemcpyDtoHAsync_v2((&raw mut pageable).addr(), block, 4, 0));
+    // SAFETY: it is a local variable, which the driver knows by its address only.
+    let landed = unsafe { (&raw const pageable).read_volatile() };
+    assert_eq!((landed, read_host(page)), ([3; 4], [2; 4]));
+}
+
+#[test]
+fn a_destroyed_stream_has_its_work_done() {
+    let _fresh = Fresh::with_context();
+    let (block, gone) = (allocate(1), stream());
+    ok(cuMemsetD8Async(block, 1, 1, gone));
+    ok(cuStreamDestroy_v2(gone));
+    assert_eq!((soft_streams(), cuStreamSynchronize(gone)), (0, INVALID_HANDLE));
+    assert_eq!(peek(block), [0xA5]);
+    ok(cuCtxSynchronize());
+    assert_eq!((soft_pending_all(), peek(block)), (0, [1]));
+}
