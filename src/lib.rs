@@ -11,8 +11,8 @@
 //! |---|---|---|
 //! | [`base`] | words and numbers: index newtypes, dtype, device, shape, error | no |
 //! | [`index`] | who owns which integer: bitmaps, free lists, slots, rows, move plans | no |
-//! | [`memory`] | where bytes come from: backends, regions | yes |
-//! | [`kernels`] | operations on rows of bytes, here for the CPU | yes |
+//! | [`memory`] | where bytes come from: backends, regions; devices, streams, events | yes |
+//! | [`kernels`] | operations on rows and on the request table: on the CPU, and as CUDA kernels with their launches | yes |
 //! | [`tensor`] | describing bytes to others: views, DLPack | in `dlpack.rs` |
 //! | [`pool`] | index + memory + tensor = a pool, one file a class | no |
 //! | `python` | the extension module: convert, delegate, map errors | where tensors cross |
@@ -25,12 +25,19 @@
 //! - **The padding index is nobody's.** Index 0 of every index space is never handed out.
 //! - **A view owns its memory.** Whoever can reach an address holds an `Arc` of its [`memory::Region`].
 //!
+//! # Devices
+//!
+//! A pool is made on a [`memory::Backend`] and stays on its device. On a GPU every call names the [`memory::Stream`] on
+//! which its work is enqueued: memory that is handed out is valid in the order of that stream, another one needs an
+//! event. The host knows who owns what and never asks the device for it; nothing waits for the device and nothing is
+//! allocated there after construction, but where the documentation of a call says so.
+//!
 //! # Features
 //!
 //! | feature | brings | needs |
 //! |---|---|---|
 //! | (none) | the whole core on CPU | `half`, `libc` |
-//! | `cuda` | the probe for NVIDIA drivers | `cudarc` |
+//! | `cuda` | NVIDIA devices, found at run time | `cudarc` |
 //! | `python` | the extension module | `pyo3`, `numpy` |
 
 pub mod base;

@@ -19,6 +19,10 @@ use super::req_to_token_pool::row_stats;
 /// Index 0 is padding. Working slots are `1..=max_reqs`; track slots, which hold snapshots for a prefix cache, follow
 /// in `[max_reqs + 1, max_reqs + 1 + max_track_slots)`. Both states are zero at first and lie in one region.
 ///
+/// On a GPU calls are enqueued on the current stream as one launch each, without a temporary; they allocate nothing and
+/// wait for nothing. Index tensors there are read by the kernel: a slot outside of the pool is left out, and raised by
+/// a later call.
+///
 /// Args:
 ///     max_reqs: Working slots.
 ///     num_gdn_layers: Linear-attention layers.
@@ -129,6 +133,9 @@ impl GdnPool {
 
     /// Copies both states of slot `src[i]` to slot `dst[i]`, in all layers, as if all were read before any is
     /// written, and without a temporary.
+    ///
+    /// That holds for indices of the host. Of tensors on a GPU no slot may be both written and read, or written twice:
+    /// what it holds then is not defined.
     ///
     /// Args:
     ///     src: An int, or ints in a tensor, an array or a sequence.

@@ -24,6 +24,12 @@ const DETACH_FROM: usize = 64 << 10;
 /// at once and costs what is touched, in pages of 2 MiB where the system gives them. Calls may come from any thread
 /// and are atomic among themselves; who writes to the tensors directly goes past that.
 ///
+/// On a GPU calls are enqueued on the current stream, which orders them, as one launch each; they allocate nothing and
+/// wait for nothing. Index tensors there are read by the kernel, never by the host: a slot outside of the pool is left
+/// out, and raised by a later call or by `check()`. Indices of the host are checked first, as on the CPU, and copied,
+/// so they cannot be captured into a CUDA graph; `set_kv_buffer` with tensors on the GPU can. The memory is zeroed on
+/// the stream that was current at construction.
+///
 /// Args:
 ///     size: Usable slots.
 ///     layer_num: Layers.
@@ -33,7 +39,8 @@ const DETACH_FROM: usize = 64 << 10;
 ///     dtype: float32, float16 (default), bfloat16, float8_e4m3fn, float8_e5m2, int8 or uint8.
 ///     v_head_num: Heads of a value, by default as keys.
 ///     v_head_dim: Elements of a value head, by default as keys.
-///     pin_memory: Page-lock host memory where a driver is present; this version uses ordinary memory.
+///     pin_memory: Page-lock host memory where an NVIDIA driver is present (through the first device, which is opened
+///         for it); ordinary memory elsewhere. Page-locked memory is taken at once and whole.
 ///     page_size: Slots in a page of the allocator.
 ///
 /// Raises:
@@ -178,9 +185,10 @@ impl KvPool {
 
     /// Writes `k` and `v` to the rows that `indices` names, in one call.
     ///
-    /// Negative indices are skipped. When a row is named twice, the last of its values stays. The values are read
-    /// where they lie: any stride will do; nobody may resize their storage meanwhile. Values of another float dtype are converted as `Tensor.to` does, through
-    /// float32 and rounded to nearest even. Long copies release the GIL and use several threads.
+    /// Negative indices are skipped. When a row is named twice, the last of its values stays; of indices on a GPU, any
+    /// may. The values are read where they lie: any stride will do; nobody may resize their storage meanwhile. Values
+    /// of another float dtype are converted as `Tensor.to` does, through float32 and rounded to nearest even. Long
+    /// copies on the CPU release the GIL and use several threads.
     ///
     /// Args:
     ///     layer_id: The layer.
@@ -192,7 +200,8 @@ impl KvPool {
     ///     v_scale: The same for values.
     ///
     /// Raises:
-    ///     IndexError: If a slot or the layer is outside of the pool. Nothing is written.
+    ///     IndexError: If a slot or the layer is outside of the pool. Nothing is written. Of indices on a GPU those
+    ///         outside are left out, and a later call raises this.
     ///     ConfigError: If a shape, a device or a scale does not fit. Nothing is written.
     ///     TypeError: If a dtype cannot be converted. Nothing is written.
     #[pyo3(signature = (layer_id, indices, k, v, k_scale=None, v_scale=None))]
@@ -224,10 +233,11 @@ impl KvPool {
     ///
     /// Returns:
     ///     Keys `[n, k_head_num, k_head_dim]` and values `[n, v_head_num, v_head_dim]`, contiguous copies; `out` if
-    ///     it was given.
+    ///     it was given. On a GPU without `out` they are PyTorch's memory; without PyTorch `out` must be given.
     ///
     /// Raises:
-    ///     IndexError: If a slot or the layer is outside of the pool.
+    ///     IndexError: If a slot or the layer is outside of the pool. The row of an index on a GPU that is outside is
+    ///         zero, and a later call raises this.
     ///     ConfigError: If `out` does not fit.
     ///     TypeError: If `out` has another dtype.
     #[pyo3(signature = (layer_id, indices, out=None))]
@@ -258,6 +268,9 @@ impl KvPool {
     }
 
     /// Moves row `src_indices[i]` to row `dst_indices[i]` in all layers, as if all were read before any is written.
+    ///
+    /// That holds for indices of the host. Of tensors on a GPU no row may be both written and read, or written twice:
+    /// what it holds then is not defined.
     ///
     /// Args:
     ///     dst_indices: `n` slots, int32 or int64. Of a slot that is named twice, the last move counts.

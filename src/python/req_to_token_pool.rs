@@ -22,6 +22,12 @@ use super::{args, lock, with};
 /// Row 0 is the padding row, at which padded rows of a CUDA graph point: the table has `max_reqs + 1` rows, and
 /// `1..=max_reqs` are handed out, the longest free first. Rows are zero when they are handed out.
 ///
+/// On a GPU all work is enqueued on the current stream and nothing waits but what says so. The host keeps a copy of the
+/// table, so that slots read from it can be freed without asking the GPU. What `write` and `free` do is in the copy at
+/// once, or, for values that only the GPU knows, when the kernel has told what it wrote. Writes of PyTorch to
+/// `req_to_token` are seen by its count of them (`_version`), and make the whole copy doubtful until `mark_modified` or
+/// `clear`; writes of other kernels are not seen: say them with `mark_modified(rows)`.
+///
 /// Args:
 ///     max_reqs: Requests that can be in it at once.
 ///     max_context_len: Columns.
@@ -164,15 +170,19 @@ impl ReqToTokenPool {
         Ok(())
     }
 
-    /// Writes slots to the table.
+    /// Writes slots to the table; on a GPU in one launch.
+    ///
+    /// Of a place that is named twice the last value stays, unless only the GPU knows the places: then any may.
     ///
     /// Args:
     ///     index: `(row, slice)`, `(row, column)`, or `(rows, columns)` with one column for each row.
     ///     values: One slot for each place, int32 or int64, or a single one for all places.
     ///
     /// Raises:
-    ///     IndexError: If a place is outside of the table. Nothing is written then.
+    ///     IndexError: If a place is outside of the table. Nothing is written then. A place that only the GPU knows
+    ///         is left out, and a later call raises it.
     ///     ConfigError: If there are not as many values as places.
+    ///     DriverError: If numbers of the host would have to be copied while the stream is being captured.
     fn write(&self, py: Python<'_>, index: &Bound<'_, PyAny>, values: &Bound<'_, PyAny>) -> PyResult<()> {
         let index: (Bound<'_, PyAny>, Bound<'_, PyAny>) = index.extract().map_err(|_| {
             PyTypeError::new_err("index must be (row, slice), (row, column) or (rows, columns)")
@@ -228,7 +238,11 @@ impl ReqToTokenPool {
         Ok(self.table.bind(py).call_method1("as_strided", ((length,), (1,), first))?.unbind())
     }
 
-    /// Says that these rows of the tensor were written by somebody else, so that they are zeroed whole when freed.
+    /// Says that these rows of the tensor were written by somebody else: they are zeroed whole when they are freed, and
+    /// until then the host asks the GPU for their values. All writes of PyTorch so far are accounted for then.
+    ///
+    /// Args:
+    ///     rows: An int, or ints in a tensor, an array or a sequence. A tensor that only a GPU knows is waited for.
     ///
     /// Raises:
     ///     IndexError: If a row is outside of the table.
@@ -243,7 +257,8 @@ impl ReqToTokenPool {
         lock(&self.pool).available_size()
     }
 
-    /// Makes every row free, and zeroes what was written through this class or marked as modified.
+    /// Makes every row free, and zeroes what was written through this class, marked as modified or, on a GPU, counted
+    /// by PyTorch.
     fn clear(&self, py: Python<'_>) -> PyResult<()> {
         let (version, stream) = (self.version(py), self.stream(py)?);
         with(&self.pool, |pool| pool.clear(version, stream))

@@ -31,6 +31,19 @@ use super::{args, lock, with};
 /// counted in `stats()` and reported once through the logger `kvpool`; with `strict` it raises instead, and nothing
 /// is changed. All calls are atomic and may come from any thread.
 ///
+/// On a GPU tensors are parts of a stage, to which the next slots are copied before anybody asks for them: `alloc` and
+/// `free` then make no driver call, and nothing waits but what says so. Tensors are valid on the stream that was
+/// current in `alloc`; another stream needs an event. Nothing is allocated on the device after construction, so tensors
+/// that are kept although their slots were freed take room from later ones: the stage holds twice the pool's slots.
+///
+/// `free` knows the values of a tensor without asking the GPU if it is one from `alloc` (of this or another
+/// allocator) or of `ReqToTokenPool.req_to_token`, or a view of such a tensor with evenly spaced elements, and PyTorch
+/// counts no write to it (`_version`; for the table, none that `mark_modified` did not account for). What PyTorch does
+/// not count is not seen: writes through `.data`, through another framework's view, or by a kernel that it does not
+/// know of; do not write to these tensors in such a way, or free a copy. Every other tensor on a GPU, computed or of
+/// somebody else, is copied asynchronously on the current stream, and its slots return when the copy has landed. Until
+/// then `available_size` counts them, as whole pages of their own.
+///
 /// Args:
 ///     size: Slots; the last partial page is never handed out.
 ///     device: Where the index tensors are.
@@ -230,9 +243,13 @@ impl TokenToKvPoolAllocator {
     ///     A 1-D int32 tensor of `need_size` slots on the pool's device, over memory that it owns, or `None` when the
     ///     pool is short. With pages, the rest of the last page belongs to the caller, too.
     ///
+    /// Waits only where it would otherwise answer `None`: for freed slots whose values are on their way from a GPU.
+    ///
     /// Raises:
     ///     ConfigError: If `need_size` is negative.
     ///     TypeError: If it is no int.
+    ///     OutOfMemoryError: If tensors that are still alive cover the stage. Nothing is taken.
+    ///     DriverError: If the driver refuses, or the stream is being captured. Nothing is taken.
     #[pyo3(signature = (need_size, *, contiguous=false))]
     fn alloc(
         &self,
@@ -249,7 +266,8 @@ impl TokenToKvPoolAllocator {
 
     /// Takes the slots for positions `[prefix, seq)` of each request, as SGLang's paged allocator does.
     ///
-    /// A prefix that ends inside a page is continued from `last_loc + 1`; then new pages are taken.
+    /// A prefix that ends inside a page is continued from `last_loc + 1`; then new pages are taken. Arguments that
+    /// only a GPU knows are waited for.
     ///
     /// Args:
     ///     prefix_lens: Tokens that each request has, ints `[bs]`.
@@ -304,7 +322,9 @@ impl TokenToKvPoolAllocator {
 
     /// Gives slots back; with pages, the whole page of every slot, once.
     ///
-    /// The values are copied, so the caller may overwrite its tensor at once. Waits for nothing.
+    /// The values are copied, so the caller may overwrite its tensor at once. Waits for nothing, unless more values
+    /// are on their way from a GPU than the pool has slots. What a GPU alone knows is copied in the order of the
+    /// current stream, and what is wrong with it is found by a later call.
     ///
     /// Args:
     ///     indices: Slots, an int tensor or array of any shape or a sequence of ints.
@@ -312,7 +332,8 @@ impl TokenToKvPoolAllocator {
     ///         answers true; later calls ask it.
     ///
     /// Raises:
-    ///     IndexOwnershipError: If the pool is strict and a slot is not the caller's to free.
+    ///     IndexOwnershipError: If the pool is strict and a slot is not the caller's to free; of values that a GPU
+    ///         alone knew, a later call raises it, and none of them was freed.
     ///     TypeError: If `indices` holds no ints, or `after` has no `query`.
     #[pyo3(signature = (indices, *, after=None))]
     fn free(
@@ -375,7 +396,7 @@ impl TokenToKvPoolAllocator {
         FreeGroup { allocator: slf.clone().unbind() }
     }
 
-    /// Tokens that can be handed out now.
+    /// Tokens that can be handed out, those counted in whose values are on their way from a GPU.
     fn available_size(&self, py: Python<'_>) -> PyResult<usize> {
         self.poll(py)?;
         Ok(lock(&self.pool).available_size())
@@ -397,7 +418,8 @@ impl TokenToKvPoolAllocator {
         lock(&self.pool).merge_and_sort_free();
     }
 
-    /// The free slots (pages, with pages), in the order in which they are handed out: a new 1-D int32 tensor.
+    /// The free slots (pages, with pages), in the order in which they are handed out: a new 1-D int32 tensor. Waits
+    /// for values on their way.
     #[getter]
     fn free_slots(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
         self.wait_for_all(py)?;
@@ -406,7 +428,8 @@ impl TokenToKvPoolAllocator {
         to_tensor(py, &view)
     }
 
-    /// The freed slots (pages, with pages) that wait for a merge, lowest first: a new 1-D int32 tensor.
+    /// The freed slots (pages, with pages) that wait for a merge, lowest first: a new 1-D int32 tensor. Waits for
+    /// values on their way.
     #[getter]
     fn release_slots(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
         self.wait_for_all(py)?;
@@ -427,7 +450,7 @@ impl TokenToKvPoolAllocator {
         to_tensor(py, &Pool::runs(&args::indices(indices)?.values(py)?)?)
     }
 
-    /// Whether each slot is in use: live, or freed behind a fence that has not passed.
+    /// Whether each slot is in use: live, or freed behind a fence that has not passed. Waits for values on their way.
     ///
     /// Args:
     ///     indices: An int tensor or array of any shape or a sequence of ints.
@@ -441,7 +464,8 @@ impl TokenToKvPoolAllocator {
         to_tensor(py, &TensorView::from_bools(&answers)?)
     }
 
-    /// Checks that free and live slots make up the pool, and that no slot is in two states.
+    /// Checks that free and live slots make up the pool, and that no slot is in two states. Waits for values on their
+    /// way.
     ///
     /// Raises:
     ///     IndexOwnershipError: If not, with what is wrong.

@@ -263,6 +263,8 @@ def test_work_is_enqueued_on_the_current_stream(real_gpu: Gpu) -> None:
             out = torch.empty_like(k), torch.empty_like(v)
             pool.gather_kv(1, slots, out=out)
             gathered.append((stream, out))
+    # What went to the default stream by mistake runs before what it should have waited for.
+    torch.cuda.default_stream().synchronize()
     for number, (stream, (k, v)) in enumerate(gathered):
         stream.synchronize()
         assert k.eq(number).all()
