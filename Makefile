@@ -104,7 +104,8 @@ $(DRIVER): $(DRIVER_SOURCES) $(BIN)/python
 	    printf '#!/bin/sh\nexec $(abspath $(BIN))/python -m ziglang c++ "$$@"\n' > $$cxx && chmod +x $$cxx; fi && \
 	CXX=$$cxx cargo build --quiet --release --locked --manifest-path tests/software_driver/Cargo.toml --target-dir target/software_driver
 	mkdir -p $(@D)
-	cp target/software_driver/release/libcuda.so $@
+	cp target/software_driver/release/libcuda.so $@.new
+	mv $@.new $@
 
 $(CUDA_TOOLS)/.installed: $(BIN)/python
 	$(PIP) install --quiet --no-deps --target $(CUDA_TOOLS) nvidia-cuda-nvrtc-cu12==12.0.76 \

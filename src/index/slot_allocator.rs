@@ -177,19 +177,39 @@ impl SlotAllocator {
         Ok(Some(slots))
     }
 
-    /// Appends the slots of the pages that would be handed out next without a merge, in order, until there are
-    /// `goal` slots or no more pages.
+    /// As [`SlotAllocator::alloc`], but names the slots run by run, up to the end of the last page. `false` when there
+    /// are not enough.
+    ///
+    /// ```
+    /// use kvpool::index::{Order, SlotAllocator};
+    /// let mut slots = SlotAllocator::new(64, 4, Order::Sorted).unwrap();
+    /// let mut runs = Vec::new();
+    /// assert!(slots.alloc_runs(6, |run| runs.push(run)));
+    /// assert_eq!(runs, [4..12]);
+    /// ```
+    pub fn alloc_runs(&mut self, count: usize, mut emit: impl FnMut(Range<u32>)) -> bool {
+        let pages = count.div_ceil(self.page_size());
+        if pages > self.pages.available() {
+            self.pages.merge();
+            return false;
+        }
+        let page_size = self.page_size;
+        self.pages.alloc(pages, |run| emit(slots_of(run, page_size)))
+    }
+
+    /// Names the slots that would be handed out next without a merge, run by run and in whole pages, until there are
+    /// at least `count`.
     ///
     /// ```
     /// use kvpool::index::{Order, SlotAllocator};
     /// let slots = SlotAllocator::new(64, 4, Order::Sorted).unwrap();
-    /// let mut next = vec![7];
-    /// slots.upcoming(&mut next, 6);
-    /// assert_eq!(next, [7, 4, 5, 6, 7, 8]);
+    /// let mut runs = Vec::new();
+    /// slots.upcoming(6, |run| runs.push(run));
+    /// assert_eq!(runs, [4..12]);
     /// ```
-    pub fn upcoming(&self, slots: &mut Vec<i32>, goal: usize) {
-        let pages = goal.saturating_sub(slots.len()).div_ceil(self.page_size());
-        self.pages.upcoming(pages, |run| push_slots(slots, run, self.page_size, goal));
+    pub fn upcoming(&self, count: usize, mut emit: impl FnMut(Range<u32>)) {
+        let pages = count.div_ceil(self.page_size());
+        self.pages.upcoming(pages, |run| emit(slots_of(run, self.page_size)));
     }
 
     /// Takes `count` consecutive slots that begin a page, the lowest such run, or returns `None`.
@@ -519,6 +539,12 @@ fn name_outside(bad: &mut BadFrees, from: i64, to: i64) {
     bad.add(from, BadFree::OutOfRange, count(from, to.min(0)));
     let from = from.max(0);
     bad.add(from, BadFree::Padding, count(from, to));
+}
+
+/// The slots of a run of pages.
+fn slots_of(run: Run<Page>, page_size: u32) -> Range<u32> {
+    let start = run.start.number() * page_size;
+    start..start + run.len * page_size
 }
 
 /// Appends the slots of `run`, up to a length of `goal`.

@@ -1,5 +1,6 @@
 //! The next slots, on the device before anybody asks for them.
 
+use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -13,7 +14,7 @@ use super::host_copy::{HostCopy, publish, stepped};
 /// Slots that are written ahead: at first, at least and at most.
 const AHEAD: usize = 1024;
 const LEAST_AHEAD: usize = 64;
-const MOST_AHEAD: usize = 16 << 10;
+const MOST_AHEAD: usize = 64 << 10;
 
 /// Positions at which a copy begins are multiples of this, so that it moves whole words.
 const ALIGNED: usize = 4;
@@ -39,12 +40,16 @@ pub(super) struct Stage {
     streams: Vec<Stream>,
     /// How many slots the next copy brings.
     ahead: usize,
+    /// What is being written; kept for its capacity.
+    values: Vec<i32>,
 }
 
 /// Positions that hold the slots that should come next.
 #[derive(Debug)]
 struct Window {
     positions: Range<usize>,
+    /// The slots that they hold; those at the end may have found no room.
+    runs: VecDeque<Range<u32>>,
     /// The point at which they are on the device.
     written: Arc<Event>,
     /// Streams that come after that point.
@@ -101,6 +106,7 @@ impl Stage {
             window: None,
             streams: Vec::new(),
             ahead: AHEAD,
+            values: Vec::new(),
         })
     }
 
@@ -114,28 +120,34 @@ impl Stage {
         self.region.bytes()
     }
 
-    /// `slots`, which were just taken, as a tensor that is valid on `stream`. `whole` counts the slots up to the end
-    /// of their last page; `upcoming` appends those that come next until there are as many as it is told.
+    /// The first `count` slots of `runs`, which were just taken, as a tensor that is valid on `stream`. `upcoming` names
+    /// the runs of at least so many slots that come next.
     pub(super) fn hand_out(
         &mut self,
-        slots: &[i32],
-        whole: usize,
-        upcoming: impl FnOnce(&mut Vec<i32>, usize),
+        runs: &[Range<u32>],
+        count: usize,
+        upcoming: impl FnOnce(usize, &mut VecDeque<Range<u32>>),
         stream: Stream,
     ) -> Result<TensorView> {
         self.gpu.check_process()?;
-        if let Some(positions) = self.foreseen(slots, whole) {
+        if let Some(positions) = self.foreseen(runs, count) {
             self.order(stream)?;
             return self.view(positions);
         }
         self.leave_window();
-        let mut values = slots.to_vec();
-        upcoming(&mut values, slots.len().max(self.ahead));
-        let (positions, written) = self.write(slots.len(), &values, stream)?;
-        let handed = positions.start..positions.start + slots.len();
-        let rest = handed.end..positions.end;
-        self.window = Some(Window { positions: rest, written, ordered: vec![stream] });
-        self.view(handed)
+        let mut values = std::mem::take(&mut self.values);
+        list(&mut values, runs, count);
+        let mut next = VecDeque::new();
+        upcoming(self.ahead.saturating_sub(count), &mut next);
+        for run in &next {
+            push(&mut values, run);
+        }
+        let written = self.write(count, &values, stream);
+        self.values = values;
+        let (positions, written) = written?;
+        let rest = positions.start + count..positions.end;
+        self.window = Some(Window { positions: rest, runs: next, written, ordered: vec![stream] });
+        self.view(positions.start..positions.start + count)
     }
 
     /// Any numbers as a tensor that is valid on `stream`.
@@ -144,16 +156,19 @@ impl Stage {
         self.view(positions)
     }
 
-    /// Where `slots` lie, if they are what was expected next. The window moves past them.
-    fn foreseen(&mut self, slots: &[i32], whole: usize) -> Option<Range<usize>> {
+    /// Where the first `count` slots of `runs` lie, if they are what was expected next. The window moves past them, and
+    /// past the rest of the last page, which belongs to whoever gets the slots.
+    fn foreseen(&mut self, runs: &[Range<u32>], count: usize) -> Option<Range<usize>> {
         let window = self.window.as_mut()?;
-        let handed = window.positions.start..window.positions.start.checked_add(slots.len())?;
-        if handed.end > window.positions.end || !self.copy.locked(|values| values[handed.clone()] == *slots) {
+        if window.positions.len() < count || !begins_with(&window.runs, runs, count) {
             return None;
         }
-        // The rest of the last page belongs to whoever got the slots, so the positions of it are free.
-        let next = (handed.start + whole).clamp(handed.end, window.positions.end);
+        let whole: usize = runs.iter().map(ExactSizeIterator::len).sum();
+        let start = window.positions.start;
+        let next = (start + whole).min(window.positions.end);
+        skip(&mut window.runs, next - start);
         window.positions.start = next;
+        let handed = start..start + count;
         self.free.insert_run(handed.end, next - handed.end);
         Some(handed)
     }
@@ -239,5 +254,64 @@ impl Stage {
         let bytes = positions.start * size..positions.end * size;
         let part = Region::part(&self.region, bytes, &self.returned)?;
         TensorView::contiguous(Arc::new(part), 0, DType::I32, &[count])
+    }
+}
+
+/// Appends the slots of `run`.
+fn push(values: &mut Vec<i32>, run: &Range<u32>) {
+    values.extend(run.clone().map(u32::cast_signed));
+}
+
+/// Makes `values` the first `count` slots of `runs`.
+pub(super) fn list(values: &mut Vec<i32>, runs: &[Range<u32>], count: usize) {
+    values.clear();
+    for run in runs {
+        push(values, run);
+    }
+    values.truncate(count);
+}
+
+/// Whether the first `count` slots of `runs` are the first of `expected`, however both are cut.
+fn begins_with(expected: &VecDeque<Range<u32>>, runs: &[Range<u32>], count: usize) -> bool {
+    let mut expected = expected.iter().cloned();
+    let mut here = expected.next().unwrap_or(0..0);
+    let mut left = slots_in(count);
+    for run in runs {
+        let mut run = run.start..run.start + slots_in(run.len()).min(left);
+        left = left.saturating_sub(slots_in(run.len()));
+        while !run.is_empty() {
+            if here.is_empty() {
+                let Some(next) = expected.next() else { return false };
+                here = next;
+                continue;
+            }
+            let common = slots_in(run.len().min(here.len()));
+            if run.start != here.start {
+                return false;
+            }
+            run.start += common;
+            here.start += common;
+        }
+    }
+    true
+}
+
+/// A number of slots, which fit an int32.
+fn slots_in(count: usize) -> u32 {
+    u32::try_from(count).unwrap_or(u32::MAX)
+}
+
+/// Drops the first `count` slots of `runs`.
+fn skip(runs: &mut VecDeque<Range<u32>>, count: usize) {
+    let mut left = slots_in(count);
+    while left > 0
+        && let Some(first) = runs.front_mut()
+    {
+        let step = slots_in(first.len()).min(left);
+        first.start += step;
+        left -= step;
+        if first.start == first.end {
+            runs.pop_front();
+        }
     }
 }

@@ -1,5 +1,7 @@
 //! Token slots as tensors.
 
+use std::collections::VecDeque;
+use std::ops::Range;
 use std::sync::Arc;
 
 use crate::base::{Device, Error, ErrorKind, IndexVec, Page, Result, reserve};
@@ -10,7 +12,7 @@ use crate::tensor::TensorView;
 
 use super::deferred::{Deferred, Part, abandon};
 use super::host_copy::known_values;
-use super::stage::Stage;
+use super::stage::{Stage, list};
 
 /// Hands out token slots of a [`KvPool`](super::KvPool) as int32 tensors and takes them back.
 ///
@@ -44,6 +46,8 @@ pub struct TokenToKvPoolAllocator {
     deferred: Deferred,
     /// What the open group was given that the host does not know yet.
     group: Vec<Part>,
+    /// Runs of the call in progress; kept for its capacity.
+    runs: Vec<Range<u32>>,
     need_sort: bool,
     strict: bool,
 }
@@ -55,14 +59,6 @@ pub struct Settled {
     pub given: usize,
     /// What was dropped.
     pub bad: BadFrees,
-}
-
-/// Slots that were taken, as the host knows them.
-struct Taken {
-    slots: Vec<i32>,
-    /// Slots up to the end of the last page.
-    whole: usize,
-    continued: Vec<Page>,
 }
 
 impl TokenToKvPoolAllocator {
@@ -88,7 +84,16 @@ impl TokenToKvPoolAllocator {
                 Some(Stage::new(gpu, slots.capacity())?)
             }
         };
-        Ok(Self { slots, device: backend.device(), stage, deferred, group: Vec::new(), need_sort, strict })
+        Ok(Self {
+            slots,
+            device: backend.device(),
+            stage,
+            deferred,
+            group: Vec::new(),
+            runs: Vec::new(),
+            need_sort,
+            strict,
+        })
     }
 
     /// Who owns which slot. Frees that have not landed are not counted in.
@@ -121,8 +126,25 @@ impl TokenToKvPoolAllocator {
     /// [`ErrorKind::OutOfMemory`] when the host cannot hold the answer, or tensors that were handed out before still
     /// cover the stage; [`ErrorKind::Driver`] when the driver refuses. Nothing is taken.
     pub fn alloc(&mut self, count: usize, stream: Stream) -> Result<Option<TensorView>> {
-        let taken = self.slots.alloc(count)?;
-        self.hand_out_pages(taken, stream)
+        let Some(stage) = &mut self.stage else {
+            return Ok(self.slots.alloc(count)?.map(TensorView::from_indices));
+        };
+        self.runs.clear();
+        if !self.slots.alloc_runs(count, |run| self.runs.push(run)) {
+            return Ok(None);
+        }
+        let upcoming = |count: usize, runs: &mut VecDeque<Range<u32>>| {
+            self.slots.upcoming(count, |run| runs.push_back(run));
+        };
+        match stage.hand_out(&self.runs, count, upcoming, stream) {
+            Ok(view) => Ok(Some(view)),
+            Err(failure) => {
+                let mut taken = Vec::new();
+                list(&mut taken, &self.runs, count);
+                self.slots.undo(&taken, &[]);
+                Err(failure)
+            }
+        }
     }
 
     /// Takes one ascending run of `count` slots, the lowest that fits, or returns `None`.
@@ -130,8 +152,8 @@ impl TokenToKvPoolAllocator {
     /// # Errors
     /// As [`TokenToKvPoolAllocator::alloc`].
     pub fn alloc_contiguous(&mut self, count: usize, stream: Stream) -> Result<Option<TensorView>> {
-        let taken = self.slots.alloc_contiguous(count)?;
-        self.hand_out_pages(taken, stream)
+        let Some(slots) = self.slots.alloc_contiguous(count)? else { return Ok(None) };
+        self.hand_out(slots, &[], stream).map(Some)
     }
 
     /// Takes the slots for positions `prefix..seq` of each request, concatenated, or returns `None`. Also names the
@@ -147,8 +169,8 @@ impl TokenToKvPoolAllocator {
         stream: Stream,
     ) -> Result<Option<(TensorView, Vec<Page>)>> {
         let Some(taken) = self.slots.extend(prefix_lens, seq_lens, last_loc)? else { return Ok(None) };
-        let whole = taken.slots.len();
-        self.hand_out(Taken { slots: taken.slots, whole, continued: taken.continued }, stream).map(Some)
+        let view = self.hand_out(taken.slots, &taken.continued, stream)?;
+        Ok(Some((view, taken.continued)))
     }
 
     /// Takes one slot a request, that of position `seq - 1`, or returns `None`; else as `alloc_extend`.
@@ -166,26 +188,10 @@ impl TokenToKvPoolAllocator {
         self.alloc_extend(&prefix_lens, seq_lens, last_loc, stream)
     }
 
-    /// Whole pages that were taken, of which the first so many slots were asked for.
-    fn hand_out_pages(&mut self, taken: Option<Vec<i32>>, stream: Stream) -> Result<Option<TensorView>> {
-        let Some(slots) = taken else { return Ok(None) };
-        let whole = slots.len().next_multiple_of(self.slots.page_size());
-        let (view, _) = self.hand_out(Taken { slots, whole, continued: Vec::new() }, stream)?;
-        Ok(Some(view))
-    }
-
     /// Makes a tensor of slots that were taken; if that fails, they are given back.
-    fn hand_out(&mut self, taken: Taken, stream: Stream) -> Result<(TensorView, Vec<Page>)> {
-        let Taken { slots, whole, continued } = taken;
-        let Some(stage) = &mut self.stage else { return Ok((TensorView::from_indices(slots), continued)) };
-        let upcoming = |values: &mut Vec<i32>, goal: usize| self.slots.upcoming(values, goal);
-        match stage.hand_out(&slots, whole, upcoming, stream) {
-            Ok(view) => Ok((view, continued)),
-            Err(failure) => {
-                self.slots.undo(&slots, &continued);
-                Err(failure)
-            }
-        }
+    fn hand_out(&mut self, slots: Vec<i32>, continued: &[Page], stream: Stream) -> Result<TensorView> {
+        let Some(stage) = &mut self.stage else { return Ok(TensorView::from_indices(slots)) };
+        stage.show(&slots, stream).inspect_err(|_| self.slots.undo(&slots, continued))
     }
 
     /// Gives back what was handed out in `view` and never used: its pages but those that were only `continued`.

@@ -23,6 +23,8 @@ from kvpool import (
     OutOfMemoryError,
     ReqToTokenPool,
     TokenToKVPoolAllocator,
+    make_full_attention_net_mem_pool,
+    make_req_to_token_pool,
 )
 from kvpool._kvpool import _use_stream
 from kvpool.tools.config import ReplayConfig
@@ -939,3 +941,15 @@ def test_a_replay_verifies_every_token(page_size: int) -> None:
 def test_an_unknown_device_is_named() -> None:
     with pytest.raises(kvpool.BackendUnavailableError, match="has no cuda:99"):
         TokenToKVPoolAllocator(8, "cuda:99")
+
+
+def test_the_factories_make_pools_that_fit() -> None:
+    pool, allocator = make_full_attention_net_mem_pool(60, 2, 1, 2, 1, 4, "cuda", torch.bfloat16, page_size=4)
+    table = make_req_to_token_pool(4, 64, "cuda")
+    assert pool.device == allocator.device == table.device == "cuda:0"
+    slots = some(allocator.alloc(60))
+    k = cuda(torch.ones(60, 1, 2, dtype=torch.bfloat16))
+    v = cuda(torch.ones(60, 4, dtype=torch.bfloat16))
+    pool.set_kv_buffer(1, slots, k, v)
+    pool.check()
+    assert pool.v_buffer[1].cpu().sum() == 240

@@ -6,6 +6,7 @@ is skipped there with its reason.
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 import threading
@@ -95,6 +96,8 @@ def real_gpu(request: pytest.FixtureRequest) -> Gpu:
     if request.config.getoption("--software"):
         pytest.skip("it needs PyTorch's CUDA runtime on a GPU, which the driver made of software is not")
     gpu: Gpu = request.getfixturevalue("gpu")
+    # A pool that were collected during a capture would give memory back, which ends the capture.
+    gc.collect()
     return gpu
 
 

@@ -963,6 +963,15 @@ def test_move_takes_every_form_of_indices(as_index: Callable[[Sequence[int]], An
     assert equal(pool.k_buffer[2].cpu()[[7, 2, 9]], before[[4, 5, 4]])
 
 
+def test_moves_may_overlap_in_every_form_of_indices_that_the_host_knows(
+    as_host_index: Callable[[Sequence[int]], Any],
+) -> None:
+    pool = filled()
+    before = pool.k_buffer[2].cpu().clone()
+    pool.move_kv(as_host_index([7, 2, 9]), as_host_index([2, 7, 7]))
+    assert equal(pool.k_buffer[2].cpu()[[7, 2, 9]], before[[2, 7, 7]])
+
+
 def test_large_moves(threads: int) -> None:
     assert threads in {1, 4}
     size = 20_000
