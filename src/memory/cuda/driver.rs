@@ -10,7 +10,7 @@ use cudarc::driver::sys::{self, CUresult};
 use crate::base::{Error, ErrorKind, Result};
 
 /// The entry points that this file uses, which the probe looks for.
-pub(super) const ENTRY_POINTS: [&str; 29] = [
+pub(super) const ENTRY_POINTS: [&str; 30] = [
     "cuCtxGetCurrent",
     "cuCtxPopCurrent_v2",
     "cuCtxPushCurrent_v2",
@@ -40,6 +40,7 @@ pub(super) const ENTRY_POINTS: [&str; 29] = [
     "cuStreamIsCapturing",
     "cuStreamSynchronize",
     "cuStreamWaitEvent",
+    "cuThreadExchangeStreamCaptureMode",
 ];
 
 /// What the driver answers when it lacks memory.
@@ -58,6 +59,25 @@ macro_rules! checked {
         let result = unsafe { sys::$name($($argument),*) };
         if result == CUresult::CUDA_SUCCESS { Ok(()) } else { Err(failed(stringify!($name), result)) }
     }};
+}
+
+/// While it lives, this thread may make calls that CUDA forbids to all threads while somebody captures a stream, since
+/// most programs mean to have them captured: to free memory, say, or to query an event of another stream.
+pub(super) struct Relaxed {
+    before: sys::CUstreamCaptureMode,
+}
+
+pub(super) fn relax() -> Result<Relaxed> {
+    let mut before = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+    checked!(cuThreadExchangeStreamCaptureMode(&raw mut before))?;
+    Ok(Relaxed { before })
+}
+
+impl Drop for Relaxed {
+    fn drop(&mut self) {
+        // It was set by us; if it cannot be set back, the driver is going away.
+        let _: Result<()> = checked!(cuThreadExchangeStreamCaptureMode(&raw mut self.before));
+    }
 }
 
 pub(super) fn version() -> Result<i32> {

@@ -31,7 +31,7 @@ impl Event {
     /// # Errors
     /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver), also for what failed on the device before.
     pub fn passed(&self) -> Result<bool> {
-        let _entered = self.gpu.enter()?;
+        let _entered = self.gpu.enter_beside_captures()?;
         driver::event_passed(self.handle)
     }
 
@@ -40,7 +40,7 @@ impl Event {
     /// # Errors
     /// As [`Event::passed`].
     pub fn wait(&self) -> Result<()> {
-        let _entered = self.gpu.enter()?;
+        let _entered = self.gpu.enter_beside_captures()?;
         driver::wait_for_event(self.handle)
     }
 

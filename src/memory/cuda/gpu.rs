@@ -34,10 +34,13 @@ pub struct Function(usize);
 /// The device's context is current until this drops.
 pub(super) struct Entered {
     pushed: bool,
+    /// Ends when this drops.
+    relaxed: Option<driver::Relaxed>,
 }
 
 impl Drop for Entered {
     fn drop(&mut self) {
+        drop(self.relaxed.take());
         if self.pushed {
             // It was pushed by us; if it cannot be popped, the driver is going away.
             let _ = driver::pop_context();
@@ -91,7 +94,14 @@ impl Gpu {
         if pushed {
             driver::push_context(self.context)?;
         }
-        Ok(Entered { pushed })
+        Ok(Entered { pushed, relaxed: None })
+    }
+
+    /// As [`Gpu::enter`], for calls that other captures do not concern.
+    pub(super) fn enter_beside_captures(&self) -> Result<Entered> {
+        let mut entered = self.enter()?;
+        entered.relaxed = Some(driver::relax()?);
+        Ok(entered)
     }
 
     /// Device memory that is free, in bytes.

@@ -55,7 +55,7 @@ impl Backend for Cuda {
         if bytes == 0 {
             return Ok(empty());
         }
-        let _entered = self.gpu.enter()?;
+        let _entered = self.gpu.enter_beside_captures()?;
         let Some(found) = driver::allocate(bytes)? else {
             let (free, total) = driver::memory_info()?;
             return Err(Error::new(
@@ -80,7 +80,7 @@ impl Backend for Cuda {
         if block.bytes() == 0 || is_forked() {
             return;
         }
-        if let Ok(_entered) = self.gpu.enter() {
+        if let Ok(_entered) = self.gpu.enter_beside_captures() {
             let _ = driver::free(address(block.address().as_ptr()));
         }
     }
@@ -109,7 +109,7 @@ impl Backend for Pinned {
         if bytes == 0 {
             return Ok(empty());
         }
-        let _entered = self.gpu.enter()?;
+        let _entered = self.gpu.enter_beside_captures()?;
         let found = driver::allocate_host(bytes)?.and_then(NonNull::new).ok_or_else(|| {
             Error::new(
                 ErrorKind::OutOfMemory,
@@ -125,7 +125,7 @@ impl Backend for Pinned {
         if block.bytes() == 0 || is_forked() {
             return;
         }
-        if let Ok(_entered) = self.gpu.enter() {
+        if let Ok(_entered) = self.gpu.enter_beside_captures() {
             // Work that was enqueued may still read or write it.
             let _ = driver::synchronize_context();
             let _ = driver::free_host(block.address().as_ptr());
