@@ -3,8 +3,6 @@
 use crate::base::{DType, Device, Error, IndexVec, Result, reserve};
 use crate::memory::Borrowed;
 
-use super::launch::Numbers;
-
 /// Index values as a call gets them: copied from the host, or where they are on a device.
 #[derive(Clone, Debug)]
 pub enum Indices<'a> {
@@ -79,6 +77,19 @@ impl<'a> Indices<'a> {
             Self::Device { tensor, .. } => Numbers::Tensor(tensor),
         }
     }
+}
+
+/// The numbers of a batch, wherever they are.
+#[derive(Clone, Copy, Debug)]
+pub enum Numbers<'a> {
+    /// On the host.
+    List(&'a [i32]),
+    /// On the device: int32 or int64, of any shape and stride.
+    Tensor(&'a Borrowed<'a>),
+    /// The same for all.
+    Same(i64),
+    /// This, and one more each.
+    From(i64),
 }
 
 fn expect_ints(dtype: DType) -> Result<()> {

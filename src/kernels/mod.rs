@@ -12,8 +12,8 @@ mod store;
 mod table;
 mod threads;
 
-pub use indices::{Indices, read_indices};
-pub use launch::{Copies, Fetch, Fetcher, Launcher, Numbers, Table, read_now};
+pub use indices::{Indices, Numbers, read_indices};
+pub use launch::{Copies, Fetch, Fetcher, Launcher, Table, read_now};
 pub use rows::{RowBuffer, gather_rows, move_rows, zero_rows};
 pub use store::{Store, store_rows};
 pub use table::{build_kv_indices, part as kv_indices_part};

@@ -130,8 +130,8 @@ impl Stage {
         stream: Stream,
     ) -> Result<TensorView> {
         self.gpu.check_process()?;
+        self.order(stream)?;
         if let Some(positions) = self.foreseen(runs, count) {
-            self.order(stream)?;
             return self.view(positions);
         }
         self.leave_window();

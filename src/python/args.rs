@@ -42,18 +42,17 @@ impl TensorArg<'_, '_> {
         }
     }
 
-    /// How often its framework says that it wrote to it, `None` where nobody counts: PyTorch does not for tensors of
-    /// inference mode, and a tensor of ours that was handed on may be written to by whoever got it.
+    /// How often somebody may have written to it, if that is known: a tensor of ours that was handed on may be written
+    /// to by whoever got it.
     fn version(&self) -> Option<u64> {
         match self {
-            Self::Torch(_, tensor) => version_of(tensor),
             Self::Own(tensor) => (!tensor.is_shared()).then_some(0),
-            Self::Array(_) | Self::Imported(_) => None,
+            Self::Torch(..) | Self::Array(_) | Self::Imported(_) => None,
         }
     }
 }
 
-/// How often PyTorch says that it wrote to `tensor`, if it counts.
+/// How often PyTorch says that it wrote to `tensor`, if it counts: it does not for tensors of inference mode.
 pub(super) fn version_of(tensor: &Bound<'_, PyAny>) -> Option<u64> {
     tensor.getattr(pyo3::intern!(tensor.py(), "_version")).and_then(|version| version.extract()).ok()
 }
@@ -236,7 +235,10 @@ pub(super) fn indices<'a, 'py>(object: &'a Bound<'py, PyAny>) -> PyResult<IndexA
             Indices::Host(values) => IndexArg::Host(values),
             Indices::Device { tensor: found, .. } => {
                 let device = found.device();
-                IndexArg::Device { version: tensor.version(), tensor, device }
+                // A tensor of a PyTorch without an exchange table was imported; it counts its writes all the same.
+                let is_torch = torch(object.py())?.is_some_and(|torch| torch.is_tensor(object));
+                let version = if is_torch { version_of(object) } else { tensor.version() };
+                IndexArg::Device { tensor, device, version }
             }
         });
     }

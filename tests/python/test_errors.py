@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import shutil
+import subprocess
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,6 +15,9 @@ import kvpool.errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
+
+    from conftest import RunSnippet
 
 BASES: dict[str, type[Exception]] = {
     "ConfigError": ValueError,
@@ -135,3 +140,25 @@ def test_missing_backend_names_the_device_and_what_was_looked_for() -> None:
     with pytest.raises(kvpool.BackendUnavailableError, match="cuda:2") as caught:
         kvpool.TokenToKVPoolAllocator(64, "cuda:2")
     assert "libcuda" in str(caught.value)
+
+
+def test_a_library_that_is_no_driver_is_an_answer_and_no_panic(
+    run_snippet: RunSnippet, tmp_path: Path
+) -> None:
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("it needs a C compiler")
+    source = tmp_path / "empty.c"
+    source.write_text("int nothing;\n")
+    library = tmp_path / "libcuda.so.1"
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
+    code = """
+        import kvpool
+        try:
+            kvpool.TokenToKVPoolAllocator(8, "cuda")
+        except kvpool.BackendUnavailableError as error:
+            print(error)
+    """
+    told = run_snippet(code, hidden=["torch"], env={"LD_LIBRARY_PATH": str(tmp_path), "LD_PRELOAD": ""})
+    assert "cuda:0 cannot be used" in told
+    assert "it has no cu" in told

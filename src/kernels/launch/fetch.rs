@@ -4,11 +4,11 @@ use std::ptr;
 use std::sync::Arc;
 
 use crate::base::{DType, Dims, Error, IndexVec, Result};
-use crate::kernels::indices::read_indices;
+use crate::kernels::indices::{Numbers, read_indices};
 use crate::memory::{Backend, Borrowed, Event, Gpu, Held, Host, Pinned, Region, Ring, Stream};
 
+use super::Kernels;
 use super::params::{Index, ReadParams, blocks, signed};
-use super::{Kernels, Numbers};
 
 /// Copies index tensors to the host without waiting for them.
 #[derive(Debug)]

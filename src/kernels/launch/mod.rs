@@ -15,7 +15,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::base::{Device, Error, ErrorKind, Result, widen};
 use crate::index::Move;
-use crate::kernels::Indices;
+use crate::kernels::indices::{Indices, Numbers};
 use crate::kernels::rows::{RowBuffer, check_moves, check_targets};
 use crate::kernels::store::{Store, targets};
 use crate::memory::{Backend, Borrowed, Function, Gpu, Held, Pinned, Region, Ring, Stream};
@@ -90,19 +90,6 @@ impl Kernels {
         loaded.push(Arc::clone(&kernels));
         Ok(kernels)
     }
-}
-
-/// The numbers of a batch, wherever they are.
-#[derive(Clone, Copy, Debug)]
-pub enum Numbers<'a> {
-    /// On the host.
-    List(&'a [i32]),
-    /// On the device: int32 or int64, of any shape and stride.
-    Tensor(&'a Borrowed<'a>),
-    /// The same for all.
-    Same(i64),
-    /// This, and one more each.
-    From(i64),
 }
 
 /// The table of every request's slots, int32 `[rows, columns]` on the device.

@@ -6,11 +6,10 @@ use std::ptr;
 use crate::base::{DType, Dims, Error, Result};
 use crate::index::Move;
 use crate::kernels::convert::conversion;
+use crate::kernels::indices::Numbers;
 use crate::kernels::rows::RowBuffer;
 use crate::kernels::store::{Layout, Store, inconvertible, layout};
 use crate::memory::Borrowed;
-
-use super::Numbers;
 
 /// Words that a thread copies.
 const WORDS_PER_LANE: usize = 4;
