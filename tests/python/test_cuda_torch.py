@@ -144,15 +144,13 @@ COMPUTED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize("how", sorted(COMPUTED))
-def test_slots_that_pytorch_computed_return_when_they_have_landed(
-    real_gpu: Gpu, how: str, page_size: int
-) -> None:
+def test_slots_that_pytorch_computed_return_when_they_have_landed(gpu: Gpu, how: str, page_size: int) -> None:
     allocator = TokenToKVPoolAllocator(64, "cuda", page_size)
     slots = some(allocator.alloc(32))
     kept = some(allocator.alloc(16))
     wanted = slots.tolist()
     computed = COMPUTED[how](slots)
-    is_busy = real_gpu.keep_busy()
+    is_busy = gpu.keep_busy()
     allocator.free(computed)
     assert allocator.stats()["pending"] == 32
     assert allocator.available_size() == 48
@@ -166,7 +164,7 @@ def test_slots_that_pytorch_computed_return_when_they_have_landed(
 
 
 @pytest.mark.parametrize("write", ["tensor", "view", "slice"])
-def test_a_handed_out_tensor_that_was_written_to_frees_what_it_holds_now(real_gpu: Gpu, write: str) -> None:
+def test_a_handed_out_tensor_that_was_written_to_frees_what_it_holds_now(gpu: Gpu, write: str) -> None:
     allocator = TokenToKVPoolAllocator(64, "cuda")
     first, second = some(allocator.alloc(8)), some(allocator.alloc(8))
     if write == "tensor":
@@ -175,7 +173,7 @@ def test_a_handed_out_tensor_that_was_written_to_frees_what_it_holds_now(real_gp
         second.view(2, 4).copy_(first.view(2, 4))
     else:
         second[:] = first
-    real_gpu.keep_busy()
+    gpu.keep_busy()
     allocator.free(second)
     torch.cuda.synchronize()
     assert not allocator.is_allocated(list(range(1, 9))).any()
@@ -183,10 +181,10 @@ def test_a_handed_out_tensor_that_was_written_to_frees_what_it_holds_now(real_gp
     assert allocator.stats()["dropped_frees"] == 0
 
 
-def test_a_computed_tensor_may_be_overwritten_as_soon_as_it_was_freed(real_gpu: Gpu) -> None:
+def test_a_computed_tensor_may_be_overwritten_as_soon_as_it_was_freed(gpu: Gpu) -> None:
     allocator = TokenToKVPoolAllocator(64, "cuda")
     computed = some(allocator.alloc(32)).to(torch.int64)
-    real_gpu.keep_busy()
+    gpu.keep_busy()
     allocator.free(computed)
     computed.fill_(40)
     torch.cuda.synchronize()
@@ -195,11 +193,11 @@ def test_a_computed_tensor_may_be_overwritten_as_soon_as_it_was_freed(real_gpu: 
     allocator.verify()
 
 
-def test_what_is_wrong_with_computed_slots_is_dropped_when_they_have_landed(real_gpu: Gpu) -> None:
+def test_what_is_wrong_with_computed_slots_is_dropped_when_they_have_landed(gpu: Gpu) -> None:
     allocator = TokenToKVPoolAllocator(64, "cuda")
     slots = some(allocator.alloc(8))
     computed = torch.cat([slots, slots[:3], slots - 100])
-    real_gpu.keep_busy()
+    gpu.keep_busy()
     allocator.free(computed)
     torch.cuda.synchronize()
     stats = allocator.stats()
@@ -207,21 +205,21 @@ def test_what_is_wrong_with_computed_slots_is_dropped_when_they_have_landed(real
     allocator.verify()
 
 
-def test_an_alloc_that_would_fail_waits_for_computed_slots(real_gpu: Gpu) -> None:
+def test_an_alloc_that_would_fail_waits_for_computed_slots(gpu: Gpu) -> None:
     allocator = TokenToKVPoolAllocator(64, "cuda")
     computed = some(allocator.alloc(64)).to(torch.int64)
-    is_busy = real_gpu.keep_busy()
+    is_busy = gpu.keep_busy()
     allocator.free(computed)
     assert some(allocator.alloc(64)).tolist() == list(range(1, 65))
     assert not is_busy()
     assert allocator.alloc(1) is None
 
 
-def test_an_alloc_that_can_be_served_waits_for_nothing(real_gpu: Gpu) -> None:
+def test_an_alloc_that_can_be_served_waits_for_nothing(gpu: Gpu) -> None:
     allocator = TokenToKVPoolAllocator(64, "cuda")
     computed = some(allocator.alloc(32)).to(torch.int64)
     torch.cuda.synchronize()
-    is_busy = real_gpu.keep_busy()
+    is_busy = gpu.keep_busy()
     allocator.free(computed)
     slots = some(allocator.alloc(32))
     assert is_busy()
@@ -248,7 +246,7 @@ def test_slots_that_a_tensor_of_requests_wrote_to_the_table_are_freed_from_its_r
 # Streams
 
 
-def test_work_is_enqueued_on_the_current_stream(real_gpu: Gpu) -> None:
+def test_work_is_enqueued_on_the_current_stream(gpu: Gpu) -> None:
     pool = KVPool(64, 2, 2, 8, "cuda", torch.float32)
     allocator = TokenToKVPoolAllocator(64, "cuda")
     torch.cuda.synchronize()
@@ -257,7 +255,7 @@ def test_work_is_enqueued_on_the_current_stream(real_gpu: Gpu) -> None:
         stream = new_stream()
         with torch.cuda.stream(stream):
             k, v = poison(torch.empty(8, 2, 8, device="cuda")), poison(torch.empty(8, 2, 8, device="cuda"))
-            real_gpu.keep_busy()
+            gpu.keep_busy()
             # Whoever did not come after these on their stream would read poison.
             k.fill_(number)
             v.fill_(-number)
