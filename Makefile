@@ -81,7 +81,6 @@ clean:
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install --quiet --upgrade 'pip>=25.1'
 
 $(EXTENSION): $(BIN)/python $(RUST_SOURCES) pyproject.toml
 	$(PIP) install --quiet 'maturin>=1.10,<2'
@@ -94,6 +93,7 @@ $(VENV)/.tools: pyproject.toml $(EXTENSION)
 	touch $@
 
 $(VENV)/.test: pyproject.toml $(VENV)/.tools
+	$(PIP) install --quiet --upgrade 'pip>=25.1'
 	$(PIP) install --quiet --group test --group lint
 	touch $@
 

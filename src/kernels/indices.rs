@@ -92,7 +92,11 @@ pub enum Numbers<'a> {
     From(i64),
 }
 
-fn expect_ints(dtype: DType) -> Result<()> {
+/// Checks that indices are int32 or int64.
+///
+/// # Errors
+/// [`ErrorKind::Type`](crate::base::ErrorKind::Type) when they are not.
+pub fn expect_ints(dtype: DType) -> Result<()> {
     if matches!(dtype, DType::I32 | DType::I64) {
         return Ok(());
     }

@@ -12,7 +12,7 @@ mod store;
 mod table;
 mod threads;
 
-pub use indices::{Indices, Numbers, read_indices};
+pub use indices::{Indices, Numbers, expect_ints, read_indices};
 pub use launch::{Copies, Fetch, Fetcher, Launcher, Table, read_now};
 pub use rows::{RowBuffer, gather_rows, move_rows, zero_rows};
 pub use store::{Store, store_rows};

@@ -25,7 +25,6 @@ use super::stage::{Stage, list};
 /// ```
 /// use std::sync::Arc;
 /// use kvpool::base::IndexVec;
-/// use kvpool::kernels::Indices;
 /// use kvpool::memory::{Backend, Host, Stream};
 /// use kvpool::pool::TokenToKvPoolAllocator;
 /// let backend: Arc<dyn Backend> = Arc::new(Host);
@@ -33,8 +32,7 @@ use super::stage::{Stage, list};
 /// let slots = allocator.alloc(3, Stream::DEFAULT).unwrap().unwrap();
 /// assert_eq!(slots.shape().as_slice(), [3]);
 /// assert_eq!(allocator.available_size(), 1021);
-/// let freed = Indices::Host(IndexVec::I32(vec![1, 2, 3, 3]));
-/// let bad = allocator.free(freed, None, Stream::DEFAULT).unwrap();
+/// let bad = allocator.free(&IndexVec::I32(vec![1, 2, 3, 3]), None).unwrap();
 /// assert_eq!((bad.dropped(), allocator.available_size()), (1, 1024));
 /// ```
 #[derive(Debug)]
@@ -210,29 +208,40 @@ impl TokenToKvPoolAllocator {
     /// Gives slots back; what is not live is dropped and reported. With a fence, they stay in use until
     /// [`TokenToKvPoolAllocator::fence_passed`] is told so.
     ///
-    /// Values that only the device knows are copied in the order of `stream`, and nothing waits for them, unless
-    /// more are on their way than the pool has slots.
-    ///
     /// # Errors
     /// If strict, [`ErrorKind::IndexOwnership`] when anything would be dropped; nothing is changed then.
-    /// [`ErrorKind::Driver`] when the driver refuses.
-    pub fn free(&mut self, given: Indices<'_>, fence: Option<FenceId>, stream: Stream) -> Result<BadFrees> {
+    pub fn free(&mut self, given: &IndexVec, fence: Option<FenceId>) -> Result<BadFrees> {
         if let Some(stage) = &self.stage {
             stage.gpu().check_process()?;
         }
-        let values = match given {
-            Indices::Host(values) => values,
-            Indices::Device { tensor, version } => match known_values(&tensor, version) {
-                Some(values) => values,
-                None => match self.defer(&tensor, fence, stream)? {
-                    Some(values) => values,
-                    None => return Ok(BadFrees::default()),
-                },
-            },
-        };
         match fence {
-            None => self.slots.free(&values, self.strict),
-            Some(fence) => self.slots.free_after(fence, &values, self.strict),
+            None => self.slots.free(given, self.strict),
+            Some(fence) => self.slots.free_after(fence, given, self.strict),
+        }
+    }
+
+    /// As [`TokenToKvPoolAllocator::free`], for indices anywhere.
+    ///
+    /// Values that only a device knows are copied in the order of `stream`, and nothing waits for them, unless more are
+    /// on their way than the pool has slots.
+    ///
+    /// # Errors
+    /// As there; [`ErrorKind::Driver`] when the driver refuses.
+    pub fn free_anywhere(
+        &mut self,
+        given: &Indices<'_>,
+        fence: Option<FenceId>,
+        stream: Stream,
+    ) -> Result<BadFrees> {
+        match given {
+            Indices::Host(values) => self.free(values, fence),
+            Indices::Device { tensor, version } => {
+                let values = match known_values(tensor, *version) {
+                    Some(values) => Some(values),
+                    None => self.defer(tensor, fence, stream)?,
+                };
+                values.map_or(Ok(BadFrees::default()), |values| self.free(&values, fence))
+            }
         }
     }
 

@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyByteArray, PyBytes, PyInt, PyList, PyRange, PySequence, PyTuple};
 
 use crate::base::{DType, Device, Dims, Error, IndexVec, MAX_NDIM};
-use crate::kernels::Indices;
+use crate::kernels::{Indices, expect_ints, read_indices};
 use crate::memory::{Borrowed, Stream};
 use crate::pool::values_now;
 use crate::tensor::dlpack::{Import, address_of};
@@ -223,7 +223,7 @@ pub(super) fn indices<'a, 'py>(object: &'a Bound<'py, PyAny>) -> PyResult<IndexA
     }
     if let Some(tensor) = tensor_or_none(object)? {
         let found = match tensor.borrow() {
-            Ok(found) => Indices::of(found, None)?,
+            Ok(found) => found,
             // Their order is all that counts, so a shape that is too long for us is given up.
             Err(_) if has_more_dimensions(object) => {
                 let flat = object.call_method1("reshape", (-1,))?;
@@ -231,10 +231,10 @@ pub(super) fn indices<'a, 'py>(object: &'a Bound<'py, PyAny>) -> PyResult<IndexA
             }
             Err(error) => return Err(error),
         };
-        return Ok(match found {
-            Indices::Host(values) => IndexArg::Host(values),
-            Indices::Device { tensor: found, .. } => {
-                let device = found.device();
+        return Ok(match found.device() {
+            Device::Cpu => IndexArg::Host(read_indices(&found)?),
+            device @ Device::Cuda(_) => {
+                expect_ints(found.dtype())?;
                 // A tensor of a PyTorch without an exchange table was imported; it counts its writes all the same.
                 let is_torch = torch(object.py())?.is_some_and(|torch| torch.is_tensor(object));
                 let version = if is_torch { version_of(object) } else { tensor.version() };

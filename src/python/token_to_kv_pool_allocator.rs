@@ -16,7 +16,7 @@ use crate::memory::Stream;
 use crate::pool::TokenToKvPoolAllocator as Pool;
 use crate::tensor::TensorView;
 
-use super::args::Arg;
+use super::args::{Arg, IndexArg};
 use super::framework::{backend, current_stream, to_tensor};
 use super::report::{Reporter, warn};
 use super::{args, lock, with};
@@ -66,9 +66,6 @@ pub(super) struct TokenToKvPoolAllocator {
     reporter: Reporter,
 }
 
-/// Slots of a batch, and the pages that its requests had before.
-type Extension = (TensorView, Vec<Page>);
-
 thread_local! {
     /// Whether this thread is asking fences right now.
     static POLLING: Cell<bool> = const { Cell::new(false) };
@@ -86,9 +83,16 @@ impl TokenToKvPoolAllocator {
     /// Frees what lies behind fences that have passed.
     ///
     /// A fence that uses the allocator in its `query` finds the others as they are: polls do not nest.
+    #[inline]
     fn poll(&self, py: Python<'_>) -> PyResult<()> {
-        self.settle(py)?;
-        if !self.fenced.load(Ordering::Acquire) || POLLING.replace(true) {
+        if self.unsettled.load(Ordering::Acquire) {
+            self.settle(py)?;
+        }
+        if self.fenced.load(Ordering::Acquire) { self.poll_fences(py) } else { Ok(()) }
+    }
+
+    fn poll_fences(&self, py: Python<'_>) -> PyResult<()> {
+        if POLLING.replace(true) {
             return Ok(());
         }
         let answer = self.poll_all(py);
@@ -98,9 +102,6 @@ impl TokenToKvPoolAllocator {
 
     /// Completes frees whose values have landed, and reports what was wrong with them.
     fn settle(&self, py: Python<'_>) -> PyResult<()> {
-        if !self.unsettled.load(Ordering::Acquire) {
-            return Ok(());
-        }
         let settled = with(&self.pool, |pool| {
             let settled = pool.settle();
             self.unsettled.store(!pool.is_settled(), Ordering::Release);
@@ -199,10 +200,30 @@ impl TokenToKvPoolAllocator {
         self.reporter.bad_frees(py, bad, Slot::NOUN, given);
     }
 
-    /// Hands `taken` to Python; if that fails, nobody else would ever give it back.
-    fn hand_out(&self, py: Python<'_>, taken: Option<Extension>) -> PyResult<Option<Py<PyAny>>> {
-        let Some((view, continued)) = taken else { return Ok(None) };
-        to_tensor(py, &view).map(Some).inspect_err(|_| lock(&self.pool).undo(&view, &continued))
+    /// Frees what `free` frees, behind a fence if there is one.
+    fn give(
+        &self,
+        after: Option<&Bound<'_, PyAny>>,
+        free: impl FnOnce(&mut Pool, Option<FenceId>) -> crate::base::Result<BadFrees>,
+    ) -> PyResult<BadFrees> {
+        with(&self.pool, |pool| {
+            let fence = after.map(|object| (pool.new_fence(), object));
+            let bad = free(pool, fence.map(|(id, _)| id))?;
+            if let Some((id, object)) = fence {
+                // The pool's lock is still held, so that no `clear` comes between the slots and their fence.
+                lock(&self.fences).push(Fence { id, object: object.clone().unbind(), reported: false });
+                self.fenced.store(true, Ordering::Release);
+            }
+            if !pool.is_settled() {
+                self.unsettled.store(true, Ordering::Release);
+            }
+            Ok(bad)
+        })
+    }
+
+    /// Hands `view` to Python; if that fails, nobody else would ever give its slots back.
+    fn hand_out(&self, py: Python<'_>, view: &TensorView, continued: &[Page]) -> PyResult<Option<Py<PyAny>>> {
+        to_tensor(py, view).map(Some).inspect_err(|_| lock(&self.pool).undo(view, continued))
     }
 }
 
@@ -261,7 +282,7 @@ impl TokenToKvPoolAllocator {
         let taken = self.take(py, |pool, stream| {
             if contiguous { pool.alloc_contiguous(count, stream) } else { pool.alloc(count, stream) }
         })?;
-        self.hand_out(py, taken.map(|view| (view, Vec::new())))
+        taken.map_or(Ok(None), |view| self.hand_out(py, &view, &[]))
     }
 
     /// Takes the slots for positions `[prefix, seq)` of each request, as SGLang's paged allocator does.
@@ -293,7 +314,7 @@ impl TokenToKvPoolAllocator {
         let last_loc = args::indices(last_loc)?.values(py)?.into_i64()?;
         let taken =
             self.take(py, |pool, stream| pool.alloc_extend(&prefix_lens, &seq_lens, &last_loc, stream))?;
-        self.hand_out(py, taken)
+        taken.map_or(Ok(None), |(view, continued)| self.hand_out(py, &view, &continued))
     }
 
     /// Takes one slot for each request of a decode step: `alloc_extend` from `seq_lens - 1` to `seq_lens`.
@@ -317,7 +338,7 @@ impl TokenToKvPoolAllocator {
         let seq_lens = args::indices(seq_lens)?.values(py)?.into_i64()?;
         let last_loc = args::indices(last_loc)?.values(py)?.into_i64()?;
         let taken = self.take(py, |pool, stream| pool.alloc_decode(&seq_lens, &last_loc, stream))?;
-        self.hand_out(py, taken)
+        taken.map_or(Ok(None), |(view, continued)| self.hand_out(py, &view, &continued))
     }
 
     /// Gives slots back; with pages, the whole page of every slot, once.
@@ -349,22 +370,14 @@ impl TokenToKvPoolAllocator {
             return Err(PyTypeError::new_err("after must have a method query() -> bool"));
         }
         self.poll(py)?;
-        let stream = indices.stream(py, self.device)?;
-        let indices = indices.take()?;
-        let given = indices.len();
-        let bad = with(&self.pool, |pool| {
-            let fence = after.map(|object| (pool.new_fence(), object));
-            let bad = pool.free(indices, fence.map(|(id, _)| id), stream)?;
-            if let Some((id, object)) = fence {
-                // The pool's lock is still held, so that no `clear` comes between the slots and their fence.
-                lock(&self.fences).push(Fence { id, object: object.clone().unbind(), reported: false });
-                self.fenced.store(true, Ordering::Release);
-            }
-            if !pool.is_settled() {
-                self.unsettled.store(true, Ordering::Release);
-            }
-            Ok(bad)
-        })?;
+        let given = indices.len()?;
+        let bad = if let IndexArg::Host(values) = &indices {
+            self.give(after, |pool, fence| pool.free(values, fence))?
+        } else {
+            let stream = indices.stream(py, self.device)?;
+            let indices = indices.take()?;
+            self.give(after, |pool, fence| pool.free_anywhere(&indices, fence, stream))?
+        };
         self.report(py, &bad, given);
         Ok(())
     }
