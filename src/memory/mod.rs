@@ -49,7 +49,7 @@ pub fn backend_for(device: Device, stream: Stream) -> Result<Arc<dyn Backend>> {
 /// Host memory that devices reach directly: page-locked where there is a driver, pageable where there is none.
 #[must_use]
 pub fn pinned_if_possible() -> Arc<dyn Backend> {
-    match Gpu::open(0) {
+    match Gpu::any() {
         Ok(gpu) => Arc::new(Pinned::new(&gpu)),
         Err(_) => Arc::new(Host),
     }

@@ -48,6 +48,10 @@ impl Gpu {
         ))
     }
 
+    pub fn any() -> Result<Arc<Self>> {
+        Self::open(0)
+    }
+
     #[must_use]
     pub fn device(&self) -> Device {
         match self.0 {}

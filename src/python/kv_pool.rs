@@ -39,8 +39,8 @@ const DETACH_FROM: usize = 64 << 10;
 ///     dtype: float32, float16 (default), bfloat16, float8_e4m3fn, float8_e5m2, int8 or uint8.
 ///     v_head_num: Heads of a value, by default as keys.
 ///     v_head_dim: Elements of a value head, by default as keys.
-///     pin_memory: Page-lock host memory where an NVIDIA driver is present (through the first device, which is opened
-///         for it); ordinary memory elsewhere. Page-locked memory is taken at once and whole.
+///     pin_memory: Page-lock host memory where an NVIDIA driver is present, through a device that is in use or else the
+///         first; ordinary memory elsewhere. Page-locked memory is taken at once and whole.
 ///     page_size: Slots in a page of the allocator.
 ///
 /// Raises:

@@ -488,13 +488,14 @@ impl TokenToKvPoolAllocator {
     }
 
     /// The numbers of this pool, in slots: `capacity`, `available`, `in_use`, `high_water`, `dropped_frees`, `free`,
-    /// `released`, `fenced`, `pending` (freed, but only the GPU knows which they are); and `size`, `page_size`, and
-    /// `bytes` of host memory for the bookkeeping.
+    /// `released`, `fenced`, `pending` (freed, but only the GPU knows which they are); and `size`, `page_size`, `bytes`
+    /// of host memory for the bookkeeping, and `device_bytes` of GPU memory for the tensors.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         self.poll(py)?;
-        let (stats, pending, size, page_size) = {
+        let (stats, pending, device_bytes, size, page_size) = {
             let pool = lock(&self.pool);
-            (pool.stats(), pool.pending(), pool.slots().size(), pool.slots().page_size())
+            let slots = pool.slots();
+            (pool.stats(), pool.pending(), pool.device_bytes(), slots.size(), slots.page_size())
         };
         let dict = PyDict::new(py);
         for (key, value) in [
@@ -510,6 +511,7 @@ impl TokenToKvPoolAllocator {
             ("size", size),
             ("page_size", page_size),
             ("bytes", stats.bytes),
+            ("device_bytes", device_bytes),
         ] {
             dict.set_item(key, value)?;
         }

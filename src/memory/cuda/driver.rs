@@ -10,8 +10,9 @@ use cudarc::driver::sys::{self, CUresult};
 use crate::base::{Error, ErrorKind, Result};
 
 /// The entry points that this file uses, which the probe looks for.
-pub(super) const ENTRY_POINTS: [&str; 30] = [
+pub(super) const ENTRY_POINTS: [&str; 31] = [
     "cuCtxGetCurrent",
+    "cuCtxGetDevice",
     "cuCtxPopCurrent_v2",
     "cuCtxPushCurrent_v2",
     "cuCtxSynchronize",
@@ -109,6 +110,13 @@ pub(super) fn current_context() -> Result<usize> {
     let mut context = std::ptr::null_mut();
     checked!(cuCtxGetCurrent(&raw mut context))?;
     Ok(context.addr())
+}
+
+/// The device of the current context.
+pub(super) fn current_device() -> Result<i32> {
+    let mut device = 0;
+    checked!(cuCtxGetDevice(&raw mut device))?;
+    Ok(device)
 }
 
 pub(super) fn push_context(context: usize) -> Result<()> {

@@ -73,6 +73,21 @@ impl Gpu {
         Ok(gpu)
     }
 
+    /// A device through which host memory can be page-locked for all: one that is in use, by us or by whoever made the
+    /// current context, so that none is opened for this alone; else the first.
+    ///
+    /// # Errors
+    /// As [`Gpu::open`].
+    pub fn any() -> Result<Arc<Self>> {
+        if let Some(gpu) = lock(&OPEN).first() {
+            return Ok(Arc::clone(gpu));
+        }
+        not_forked()?;
+        probe::probe(0)?;
+        let current = driver::current_device().ok().and_then(|device| u32::try_from(device).ok());
+        Self::open(current.unwrap_or(0))
+    }
+
     /// The device.
     #[must_use]
     pub const fn device(&self) -> Device {
