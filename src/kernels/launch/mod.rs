@@ -161,12 +161,6 @@ impl Launcher {
         &self.gpu
     }
 
-    /// The way to the device for numbers of the host.
-    #[must_use]
-    pub const fn ring(&self) -> &Ring {
-        &self.ring
-    }
-
     /// What a kernel of an earlier call found wrong, if any did. Told once. Makes no driver call.
     ///
     /// # Errors

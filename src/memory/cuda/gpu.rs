@@ -217,15 +217,6 @@ impl Gpu {
         driver::synchronize(stream.handle())
     }
 
-    /// Waits for everything on every stream.
-    ///
-    /// # Errors
-    /// As [`Gpu::synchronize`].
-    pub fn synchronize_all(&self) -> Result<()> {
-        let _entered = self.enter()?;
-        driver::synchronize_context()
-    }
-
     /// Checks that `stream` is not being captured into a graph, where a copy from memory that is reused would be
     /// repeated with other bytes.
     ///
