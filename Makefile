@@ -26,6 +26,7 @@ test: rust-test python-test
 
 rust-test: $(DRIVER)
 	cargo test --locked
+	cargo test --quiet --locked --release --manifest-path tests/software_driver/Cargo.toml --target-dir target/software_driver
 	LD_PRELOAD=$(abspath $(DRIVER)) KVPOOL_REQUIRE_CUDA=1 cargo test --locked --features cuda
 
 # Once as this machine is, then every CUDA test on a driver made of software.

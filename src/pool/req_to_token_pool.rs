@@ -78,8 +78,25 @@ struct Places<'a> {
     row: Numbers<'a>,
     column: Numbers<'a>,
     count: usize,
-    /// Row and column of each, if the host knows both.
-    known: Option<Vec<(u32, u32)>>,
+    /// Which they are, if the host knows that.
+    known: Option<Known>,
+}
+
+/// Places that the host knows.
+enum Known {
+    /// Row and column of each.
+    Points(Vec<(u32, u32)>),
+    /// So many columns of one row, from one on.
+    Columns { row: Row, from: usize, count: usize },
+}
+
+impl Known {
+    fn rows(&self) -> Vec<u32> {
+        match self {
+            Self::Points(points) => points.iter().map(|(row, _)| *row).collect(),
+            Self::Columns { row, .. } => vec![row.number()],
+        }
+    }
 }
 
 impl ReqToTokenPool {
@@ -312,12 +329,11 @@ impl ReqToTokenPool {
         let places = match index {
             TableIndex::Columns { row, start, end } => {
                 let (row, from, stop) = self.checked_columns(*row, *start, *end)?;
-                let column = |at: usize| u32::try_from(at).unwrap_or(u32::MAX);
                 Places {
                     row: Numbers::Same(row.number().into()),
                     column: Numbers::From(i64::try_from(from).unwrap_or(i64::MAX)),
                     count: stop - from,
-                    known: Some((from..stop).map(|at| (row.number(), column(at))).collect()),
+                    known: Some(Known::Columns { row, from, count: stop - from }),
                 }
             }
             TableIndex::Points { rows, columns } => {
@@ -337,11 +353,11 @@ impl ReqToTokenPool {
             }
             (Indices::Device { tensor, .. }, _) => Numbers::Tensor(tensor),
         };
-        match (index, &places.known, known.as_deref()) {
-            (TableIndex::Points { .. }, Some(points), Some(values)) if has_repeats(points) => {
+        match (&places.known, known.as_deref()) {
+            (Some(Known::Points(points)), Some(values)) if has_repeats(points) => {
                 self.enqueue_last(points, values, stream)
             }
-            (_, _, known) => self.enqueue(&places, value, known, stream),
+            (_, known) => self.enqueue(&places, value, known, stream),
         }
     }
 
@@ -354,7 +370,7 @@ impl ReqToTokenPool {
         let columns: Vec<i32> = points.iter().map(|(_, column)| column.cast_signed()).collect();
         let values: Vec<i32> = points.iter().filter_map(|point| last.get(point).copied()).collect();
         let (row, column) = (Numbers::List(&rows), Numbers::List(&columns));
-        let places = Places { row, column, count: points.len(), known: Some(points) };
+        let places = Places { row, column, count: points.len(), known: Some(Known::Points(points)) };
         self.enqueue(&places, Numbers::List(&values), Some(&values), stream)
     }
 
@@ -375,7 +391,7 @@ impl ReqToTokenPool {
             row: rows.numbers(row_list),
             column: columns.numbers(column_list),
             count: rows.len(),
-            known: known.transpose()?,
+            known: known.transpose()?.map(Known::Points),
         })
     }
 
@@ -389,27 +405,37 @@ impl ReqToTokenPool {
     ) -> Result<()> {
         let Some(remote) = &self.remote else { return Ok(()) };
         let table = Table::new(self.table.region(), self.table_rows(), self.max_context_len)?;
-        let rows: Option<Vec<u32>> =
-            places.known.as_ref().map(|known| known.iter().map(|(row, _)| *row).collect());
+        let rows = || places.known.as_ref().map(Known::rows);
         let told = places.known.as_ref().zip(known).filter(|_| remote.copy.is_settled());
         let echo = if told.is_none() { Some(remote.copy.echoes()) } else { None };
         let numbers = [places.row, places.column, value];
         let held =
             remote.launcher.write_points(&table, numbers, places.count, echo, stream).inspect_err(|_| {
                 // Some of it may have been written.
-                remote.copy.lost(rows.as_deref());
+                remote.copy.lost(rows().as_deref());
             })?;
         match (told, held) {
-            (Some((points, values)), _) => {
+            (Some((&Known::Columns { row, from, count }, values)), _) => {
+                remote.copy.wrote_columns(row.number(), from, &broadcast(values, count)?);
+            }
+            (Some((Known::Points(points), values)), _) => {
                 let points = points.iter().enumerate();
                 remote.copy.wrote_points(points.map(|(at, &(row, column))| (row, column, nth(values, at))));
             }
             (None, Some(held)) => remote.copy.will_tell(held, places.count),
             // There was no room for it to be told.
-            (None, None) => remote.copy.lost(rows.as_deref()),
+            (None, None) => remote.copy.lost(rows().as_deref()),
         }
-        for &(row, column) in places.known.iter().flatten() {
-            self.rows.note_written(Row::new(row), column + 1);
+        match places.known {
+            None => (),
+            Some(Known::Points(ref points)) => {
+                for &(row, column) in points {
+                    self.rows.note_written(Row::new(row), column + 1);
+                }
+            }
+            Some(Known::Columns { row, from, count }) => {
+                self.rows.note_written(row, u32::try_from(from + count).unwrap_or(u32::MAX));
+            }
         }
         Ok(())
     }

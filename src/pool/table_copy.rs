@@ -78,6 +78,12 @@ impl TableCopy {
         self.settled().steps.is_empty()
     }
 
+    /// Notes values that were written from column `from` of a row on. Only when settled.
+    pub(super) fn wrote_columns(&self, row: u32, from: usize, values: &[i32]) {
+        let place = widen(row) * self.columns + from;
+        self.lock().values[place..place + values.len()].copy_from_slice(values);
+    }
+
     /// Notes values that were written, each with its row and column. Only when settled.
     pub(super) fn wrote_points(&self, places: impl Iterator<Item = (u32, u32, i32)>) {
         let mut state = self.lock();
