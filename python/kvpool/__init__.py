@@ -9,8 +9,14 @@ Neither PyTorch nor CUDA nor NumPy is needed to import this package.
 """
 
 from kvpool._kvpool import (
+    Buffer,
+    BufferPool,
+    Chunk,
+    ChunkCopy,
+    ChunkPool,
     GDNPool,
     KVPool,
+    PagePool,
     ReqToTokenPool,
     Tensor,
     TokenToKVPoolAllocator,
@@ -29,9 +35,15 @@ from kvpool.errors import (
     WorkspaceExhaustedError,
 )
 from kvpool.factories import make_full_attention_net_mem_pool, make_req_to_token_pool
+from kvpool.workspace import Workspace
 
 __all__ = [
     "BackendUnavailableError",
+    "Buffer",
+    "BufferPool",
+    "Chunk",
+    "ChunkCopy",
+    "ChunkPool",
     "ConfigError",
     "DriverError",
     "GDNPool",
@@ -39,10 +51,12 @@ __all__ = [
     "KVPool",
     "KvPoolError",
     "OutOfMemoryError",
+    "PagePool",
     "ReqToTokenPool",
     "StaleBufferError",
     "Tensor",
     "TokenToKVPoolAllocator",
+    "Workspace",
     "WorkspaceExhaustedError",
     "__version__",
     "get_num_threads",

@@ -23,3 +23,6 @@ DeviceLike: TypeAlias = Any
 
 # A `torch.dtype`, a NumPy dtype, or the name of one.
 DTypeLike: TypeAlias = Any
+
+# A `torch.cuda.Stream`, or the handle of a CUDA stream.
+StreamLike: TypeAlias = Any

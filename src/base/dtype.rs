@@ -42,6 +42,21 @@ impl DType {
     pub const STORAGE: [Self; 7] =
         [Self::F32, Self::F16, Self::BF16, Self::F8E4M3, Self::F8E5M2, Self::I8, Self::U8];
 
+    /// Every dtype.
+    pub const ALL: [Self; 11] = [
+        Self::F64,
+        Self::F32,
+        Self::F16,
+        Self::BF16,
+        Self::F8E4M3,
+        Self::F8E5M2,
+        Self::I8,
+        Self::U8,
+        Self::I32,
+        Self::I64,
+        Self::Bool,
+    ];
+
     /// Bytes of one element.
     #[must_use]
     pub const fn size(self) -> usize {
@@ -82,9 +97,21 @@ impl DType {
     /// # Errors
     /// [`ErrorKind::Type`](super::ErrorKind::Type) when it is not one of [`DType::STORAGE`].
     pub fn parse(name: &str) -> Result<Self> {
+        Self::parse_one_of(&Self::STORAGE, name)
+    }
+
+    /// Any dtype by its name, for memory that holds whatever a step needs.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Type`](super::ErrorKind::Type) when it is not one of [`DType::ALL`].
+    pub fn parse_any(name: &str) -> Result<Self> {
+        Self::parse_one_of(&Self::ALL, name)
+    }
+
+    fn parse_one_of(known: &[Self], name: &str) -> Result<Self> {
         let bare = name.strip_prefix("torch.").unwrap_or(name);
-        Self::STORAGE.into_iter().find(|dtype| dtype.name() == bare).ok_or_else(|| {
-            let known = Self::STORAGE.map(Self::name).join(", ");
+        known.iter().copied().find(|dtype| dtype.name() == bare).ok_or_else(|| {
+            let known = known.iter().map(|dtype| dtype.name()).collect::<Vec<_>>().join(", ");
             Error::wrong_type(format!("dtype {name} cannot be stored; use one of {known}"))
         })
     }

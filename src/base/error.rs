@@ -27,11 +27,13 @@ pub enum ErrorKind {
     Driver,
     /// A device that cannot be used here (`BackendUnavailableError`, a `RuntimeError`).
     BackendUnavailable,
+    /// An object that is closed, or that another thread has (`RuntimeError`).
+    State,
 }
 
 impl ErrorKind {
     /// Every kind, in the order of declaration.
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 10] = [
         Self::Config,
         Self::Type,
         Self::Index,
@@ -41,6 +43,7 @@ impl ErrorKind {
         Self::StaleBuffer,
         Self::Driver,
         Self::BackendUnavailable,
+        Self::State,
     ];
 
     /// The name of the Python exception class for this kind.
@@ -61,6 +64,7 @@ impl ErrorKind {
             Self::StaleBuffer => "StaleBufferError",
             Self::Driver => "DriverError",
             Self::BackendUnavailable => "BackendUnavailableError",
+            Self::State => "RuntimeError",
         }
     }
 }

@@ -55,6 +55,29 @@ impl Dims {
         self.len
     }
 
+    /// Bytes of a contiguous tensor with these extents.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`](super::ErrorKind::Config) for a negative extent, and when the bytes do not fit a signed 64-bit
+    /// number.
+    ///
+    /// ```
+    /// use kvpool::base::{DType, Dims};
+    /// assert_eq!(Dims::new(&[3, 4]).unwrap().bytes(DType::F16).unwrap(), 24);
+    /// assert!(Dims::new(&[-1]).unwrap().bytes(DType::F16).is_err());
+    /// ```
+    pub fn bytes(&self, dtype: DType) -> Result<usize> {
+        let shape = self.as_slice();
+        if shape.iter().any(|&extent| extent < 0) {
+            return Err(Error::config(format!("shape {shape:?} has a negative extent")));
+        }
+        let size = i64::try_from(dtype.size()).unwrap_or(1);
+        let bytes = shape.iter().try_fold(size, |bytes, &extent| bytes.checked_mul(extent));
+        bytes.and_then(|bytes| usize::try_from(bytes).ok()).ok_or_else(|| {
+            Error::config(format!("shape {shape:?} of {dtype} is more bytes than an address can name"))
+        })
+    }
+
     /// The product of the extents: 1 for a scalar. Negative extents count as 0.
     #[must_use]
     pub fn numel(&self) -> usize {

@@ -20,6 +20,10 @@ pub enum BadFree {
     AlreadyFree,
     /// Named twice in one call.
     NamedTwice,
+    /// Somebody else still refers to it.
+    StillReferenced,
+    /// Of another pool.
+    Foreign,
 }
 
 impl BadFree {
@@ -30,6 +34,8 @@ impl BadFree {
             Self::NotAllocated => "not allocated",
             Self::AlreadyFree => "already free",
             Self::NamedTwice => "named twice",
+            Self::StillReferenced => "still referenced",
+            Self::Foreign => "of another pool",
         }
     }
 }

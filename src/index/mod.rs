@@ -4,18 +4,24 @@
 //! apart until needed), fenced (given back, still used by work in flight) or live. The structures here decide
 //! it with bitmaps, know no address and no device, and are not synchronised: callers wrap them in a lock.
 
+mod arena;
 mod bad_frees;
 mod bitmap;
+mod buckets;
 mod free_list;
 mod moves;
+mod ref_counts;
 mod row_table;
 mod runs;
 mod slot_allocator;
 
+pub use arena::Arena;
 pub use bad_frees::{BadFree, BadFrees, on_bad_frees};
 pub use bitmap::Bitmap;
+pub use buckets::{Bucket, Buckets, Reused, Rounding};
 pub use free_list::{Accepted, FreeList, Give, Order, Run};
 pub use moves::{Move, plan_moves};
+pub use ref_counts::{RefCounts, Ticket};
 pub use row_table::{FreedRow, RowTable};
 pub use runs::{ascending_runs, for_each_run};
 pub use slot_allocator::{Extension, FenceId, SlotAllocator, SlotStats};

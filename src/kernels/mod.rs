@@ -11,6 +11,7 @@ mod rows;
 mod store;
 mod table;
 mod threads;
+mod transfer;
 
 pub use indices::{Indices, Numbers, expect_ints, read_indices};
 pub use launch::{Copies, Fetch, Fetcher, Launcher, Table, read_now};
@@ -18,3 +19,4 @@ pub use rows::{RowBuffer, gather_rows, move_rows, zero_rows};
 pub use store::{Store, store_rows};
 pub use table::{build_kv_indices, part as kv_indices_part};
 pub use threads::{num_threads, set_num_threads};
+pub use transfer::{Way, transfer};

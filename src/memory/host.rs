@@ -16,7 +16,7 @@ const MAP_FROM: usize = 1 << 20;
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Host;
 
-fn out_of_memory(bytes: usize) -> Error {
+pub(super) fn out_of_memory(bytes: usize) -> Error {
     let cause = std::io::Error::last_os_error();
     Error::new(ErrorKind::OutOfMemory, format!("the host cannot give {bytes} bytes: {cause}"))
 }
@@ -53,7 +53,7 @@ impl Backend for Host {
 }
 
 /// `bytes` zeros in fresh pages, or `None` with the cause in `errno`.
-fn map(bytes: usize) -> Option<NonNull<u8>> {
+pub(super) fn map(bytes: usize) -> Option<NonNull<u8>> {
     let protection = libc::PROT_READ | libc::PROT_WRITE;
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
     // SAFETY: an anonymous mapping at an address of the kernel's choice touches no memory in use.

@@ -13,6 +13,7 @@ mod borrowed;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod host;
+mod mapped;
 #[cfg(not(feature = "cuda"))]
 mod no_cuda;
 mod region;
@@ -22,10 +23,11 @@ mod wrappers;
 pub use backend::{ALIGNMENT, Backend, Block};
 pub use borrowed::Borrowed;
 #[cfg(feature = "cuda")]
-pub use cuda::{Cuda, Event, Function, Gpu, Held, Pinned, Ring};
+pub use cuda::{Cuda, Event, Function, Gpu, Held, PageLock, Pinned, Ring};
 pub use host::Host;
+pub use mapped::{Mapped, PAGE};
 #[cfg(not(feature = "cuda"))]
-pub use no_cuda::{Cuda, Event, Function, Gpu, Held, Pinned, Ring};
+pub use no_cuda::{Cuda, Event, Function, Gpu, Held, PageLock, Pinned, Ring};
 pub use region::{Number, Plain, Region, Returned};
 pub use stream::Stream;
 pub use wrappers::{Count, Fail, Limit};

@@ -31,6 +31,10 @@ pub struct Ring(Never);
 #[derive(Debug)]
 pub struct Held(Never);
 
+/// Host memory that is page-locked; there is none.
+#[derive(Debug)]
+pub struct PageLock(Never);
+
 /// Memory of a device; there is none.
 #[derive(Clone, Copy, Debug)]
 pub struct Cuda(Never);
@@ -87,6 +91,14 @@ impl Gpu {
     }
 
     pub fn copy_out(&self, _source: &Borrowed<'_>, _target: (&Region, usize), _stream: Stream) -> Result<()> {
+        match self.0 {}
+    }
+
+    pub fn copy(&self, _target: &Borrowed<'_>, _source: &Borrowed<'_>, _stream: Stream) -> Result<()> {
+        match self.0 {}
+    }
+
+    pub fn fill(&self, _target: (&Region, usize), _bytes: usize, _value: u8, _stream: Stream) -> Result<()> {
         match self.0 {}
     }
 
@@ -161,6 +173,13 @@ impl Held {
     #[must_use]
     pub fn done(&self) -> &Arc<Event> {
         match self.0 {}
+    }
+}
+
+#[expect(missing_docs, clippy::missing_errors_doc, reason = "documented where it can be called")]
+impl PageLock {
+    pub fn new(gpu: &Arc<Gpu>, _tensor: &Borrowed<'_>) -> Result<Option<Self>> {
+        match gpu.0 {}
     }
 }
 

@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::base::{DType, Device, Dims, Error, Result, reserve};
+use crate::base::{DType, Device, Dims, Error, Result, contiguous_strides, reserve};
 
 use super::{Backend, Block, Borrowed, Gpu};
 
@@ -189,6 +189,16 @@ impl Region {
         Ok(unsafe { Borrowed::new(address, dtype, self.device(), shape, strides) })
     }
 
+    /// `bytes` bytes from `offset` on, as a tensor.
+    ///
+    /// # Errors
+    /// As [`Region::at`].
+    pub fn bytes_at(&self, offset: usize, bytes: usize) -> Result<Borrowed<'_>> {
+        let extent = i64::try_from(bytes).unwrap_or(i64::MAX);
+        let shape = Dims::new(&[extent])?;
+        self.borrow(offset, DType::U8, shape, contiguous_strides(&shape))
+    }
+
     /// As [`Region::at`], for the host to read and write there.
     fn on_host(&self, offset: usize, bytes: usize) -> Result<NonNull<u8>> {
         if self.device() != Device::Cpu {
@@ -225,14 +235,14 @@ impl Region {
         Ok(values)
     }
 
-    /// Zeroes `bytes` bytes at `offset` of host memory.
+    /// Fills `bytes` bytes at `offset` of host memory with `value`.
     ///
     /// # Errors
     /// As [`Region::write`].
-    pub fn zero(&self, offset: usize, bytes: usize) -> Result<()> {
+    pub fn fill(&self, offset: usize, bytes: usize, value: u8) -> Result<()> {
         let address = self.on_host(offset, bytes)?;
         // SAFETY: `on_host` checked that the bytes lie in this region, which is live host memory.
-        unsafe { address.as_ptr().write_bytes(0, bytes) };
+        unsafe { address.as_ptr().write_bytes(value, bytes) };
         Ok(())
     }
 }

@@ -4,21 +4,29 @@
 //! [`GdnPool`] may be shared as they are: their calls are atomic among themselves. Other frameworks reach the same
 //! bytes past these locks, by design.
 
+mod buffer_pool;
+mod chunk_pool;
 mod copies;
 mod deferred;
 mod gdn_pool;
 mod host_copy;
 mod kv_pool;
+mod page_pool;
 mod req_to_token_pool;
 mod stage;
 mod table_copy;
 mod token_to_kv_pool_allocator;
+mod workspace;
 
+pub use buffer_pool::{Buffer, BufferPool};
+pub use chunk_pool::{Attempt, ChunkConfig, ChunkPool, Over, PageLocking, Progress};
 pub use gdn_pool::{GdnConfig, GdnPool};
 pub use host_copy::values_now;
 pub use kv_pool::{BufferInfo, KvConfig, KvPool, Scales};
+pub use page_pool::{PageConfig, PagePool};
 pub use req_to_token_pool::{ReqToTokenPool, TableIndex};
 pub use token_to_kv_pool_allocator::{Settled, TokenToKvPoolAllocator};
+pub use workspace::{Workspace, give_back_segment, take_segment};
 
 use std::sync::Arc;
 

@@ -212,7 +212,7 @@ impl ReqToTokenPool {
         let Some(remote) = &self.remote else {
             for freed in freed {
                 let bytes = widen(freed.written) * size_of::<i32>();
-                self.table.region().zero(self.place(widen(freed.row.number()), 0), bytes)?;
+                self.table.region().fill(self.place(widen(freed.row.number()), 0), bytes, 0)?;
             }
             return Ok(());
         };

@@ -42,6 +42,14 @@ impl TensorArg<'_, '_> {
         }
     }
 
+    /// What keeps it alive beyond the call: a tensor that was made for it, or `given`.
+    pub(super) fn keeper(&self, given: &Bound<'_, PyAny>) -> Py<PyAny> {
+        match self {
+            Self::Torch(_, tensor) => tensor.as_ref().clone().unbind(),
+            Self::Array(_) | Self::Imported(_) | Self::Own(_) => given.clone().unbind(),
+        }
+    }
+
     /// How often somebody may have written to it, if that is known: a tensor of ours that was handed on may be written
     /// to by whoever got it.
     fn version(&self) -> Option<u64> {
@@ -209,7 +217,7 @@ pub(super) fn output<'a, 'py>(object: &'a Bound<'py, PyAny>) -> PyResult<TensorA
     if writable { Ok(tensor) } else { Err(Error::config("out is read-only").into()) }
 }
 
-fn kind_of(object: &Bound<'_, PyAny>) -> String {
+pub(super) fn kind_of(object: &Bound<'_, PyAny>) -> String {
     object.get_type().name().map_or_else(|_| "something else".to_owned(), |name| name.to_string())
 }
 
@@ -368,19 +376,80 @@ pub(super) fn device(object: Option<&Bound<'_, PyAny>>) -> PyResult<Device> {
     Err(PyTypeError::new_err(format!("device must be a str or a torch.device, not {}", kind_of(object))))
 }
 
-/// A storage dtype: a `torch.dtype`, a NumPy dtype, or the name of one.
+/// A device as PyTorch writes it, or a `torch.device`; by default the host.
+pub(super) fn host_or(object: Option<&Bound<'_, PyAny>>) -> PyResult<Device> {
+    object.map_or(Ok(Device::Cpu), |object| device(Some(object)))
+}
+
+/// A CUDA stream: a `torch.cuda.Stream` or whatever else has a `cuda_stream`, or a handle.
+pub(super) fn stream(object: &Bound<'_, PyAny>) -> PyResult<Stream> {
+    let handle = object.getattr(pyo3::intern!(object.py(), "cuda_stream")).unwrap_or_else(|_| object.clone());
+    let handle = handle.extract::<usize>().map_err(|_| {
+        PyTypeError::new_err(format!("stream must be a stream or its handle, not {}", kind_of(object)))
+    })?;
+    Ok(Stream::from_handle(handle))
+}
+
+/// Extents of a tensor: ints in a tuple or another sequence, or a single one.
+pub(super) fn shape(object: &Bound<'_, PyAny>) -> PyResult<Dims> {
+    let mut extents = [0; MAX_NDIM];
+    let tuple = object.cast::<PyTuple>();
+    if let Ok(tuple) = tuple
+        && let Some(extents) = extents.get_mut(..tuple.len())
+    {
+        for (extent, item) in extents.iter_mut().zip(tuple.iter_borrowed()) {
+            *extent = int(&item)?;
+        }
+        return Ok(Dims::new(extents)?);
+    }
+    if let Some(single) = single(object)? {
+        return Ok(Dims::new(&[single])?);
+    }
+    match ints(object)? {
+        IndexVec::I64(values) => Ok(Dims::new(&values)?),
+        IndexVec::I32(_) => unreachable!("ints are 64 bits wide"),
+    }
+}
+
+/// As [`shape`], of a pool, whose extents must not be negative.
+pub(super) fn extents(name: &str, object: &Bound<'_, PyAny>) -> PyResult<Vec<usize>> {
+    let shape = shape(object)?;
+    shape
+        .as_slice()
+        .iter()
+        .map(|&extent| {
+            usize::try_from(extent).map_err(|_| {
+                Error::config(format!("{name} is {:?}; no extent may be negative", shape.as_slice())).into()
+            })
+        })
+        .collect()
+}
+
+/// A storage dtype, or `default`.
 pub(super) fn dtype(object: Option<&Bound<'_, PyAny>>, default: DType) -> PyResult<DType> {
-    let Some(object) = object else { return Ok(default) };
+    object.map_or(Ok(default), storage_dtype)
+}
+
+/// A storage dtype: a `torch.dtype`, a NumPy dtype, or the name of one.
+pub(super) fn storage_dtype(object: &Bound<'_, PyAny>) -> PyResult<DType> {
+    Ok(DType::parse(&dtype_name(object)?)?)
+}
+
+/// Any dtype, for memory that holds whatever a step needs. A `torch.dtype` is known by its address.
+pub(super) fn any_dtype(object: &Bound<'_, PyAny>) -> PyResult<DType> {
+    match torch(object.py())?.and_then(|torch| torch.known_dtype(object)) {
+        Some(dtype) => Ok(dtype),
+        None => Ok(DType::parse_any(&dtype_name(object)?)?),
+    }
+}
+
+fn dtype_name(object: &Bound<'_, PyAny>) -> PyResult<String> {
     let is_name = object.is_instance_of::<pyo3::types::PyString>();
-    let name = if is_name || kind_of(object) == "dtype" {
-        object.str()?.to_string()
-    } else if numpy_is_loaded(object.py())? {
-        object.py().import("numpy")?.call_method1("dtype", (object,))?.getattr("name")?.extract()?
+    if is_name || kind_of(object) == "dtype" {
+        Ok(object.str()?.to_string())
+    } else if !object.is_none() && numpy_is_loaded(object.py())? {
+        object.py().import("numpy")?.call_method1("dtype", (object,))?.getattr("name")?.extract()
     } else {
-        return Err(PyTypeError::new_err(format!(
-            "dtype must be a dtype or its name, not {}",
-            kind_of(object)
-        )));
-    };
-    Ok(DType::parse(&name)?)
+        Err(PyTypeError::new_err(format!("dtype must be a dtype or its name, not {}", kind_of(object))))
+    }
 }

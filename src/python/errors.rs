@@ -1,6 +1,6 @@
 //! The one mapping from [`Error`] to exceptions.
 
-use pyo3::exceptions::{PyIndexError, PyTypeError};
+use pyo3::exceptions::{PyIndexError, PyRuntimeError, PyTypeError};
 use pyo3::prelude::*;
 
 use crate::base::{Error, ErrorKind};
@@ -11,6 +11,7 @@ impl From<Error> for PyErr {
         match error.kind() {
             ErrorKind::Type => PyTypeError::new_err(message),
             ErrorKind::Index => PyIndexError::new_err(message),
+            ErrorKind::State => PyRuntimeError::new_err(message),
             kind => Python::attach(|py| {
                 let class = py.import("kvpool.errors").and_then(|module| module.getattr(kind.class_name()));
                 match class.and_then(|class| class.call1((message,))) {

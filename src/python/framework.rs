@@ -15,7 +15,9 @@ use pyo3::types::{PyCapsule, PyDict, PyType};
 use crate::base::{DType, Device, Dims, Error};
 use crate::memory::{Backend, Borrowed, Stream, backend_for};
 use crate::tensor::TensorView;
-use crate::tensor::dlpack::{EXCHANGE_API, ExchangeApi, RawTensor, borrow, export_versioned, raw_device};
+use crate::tensor::dlpack::{
+    EXCHANGE_API, ExchangeApi, RawTensor, borrow, export_versioned, is_view, raw_device,
+};
 
 use super::tensor::Tensor;
 
@@ -23,6 +25,8 @@ use super::tensor::Tensor;
 pub(super) struct Torch {
     module: Py<PyModule>,
     tensor_type: Py<PyType>,
+    /// Its dtypes that kvpool knows, as far as this version has them.
+    dtypes: Vec<(Py<PyAny>, DType)>,
     /// Whether tensors made now would be of inference mode, which count no writes.
     is_inference: Py<PyAny>,
     /// Its DLPack exchange table; PyTorch before 2.10 has none.
@@ -77,8 +81,13 @@ impl Torch {
             }
             Err(_) => None,
         };
+        let dtypes = DType::ALL
+            .into_iter()
+            .filter_map(|dtype| Some((module.getattr(dtype.name()).ok()?.unbind(), dtype)))
+            .collect();
         let is_inference = module.getattr("is_inference_mode_enabled")?.unbind();
-        Ok(Self { module: module.clone().unbind(), tensor_type: tensor_type.unbind(), is_inference, api })
+        let tensor_type = tensor_type.unbind();
+        Ok(Self { module: module.clone().unbind(), tensor_type, dtypes, is_inference, api })
     }
 
     /// Whether `object` is a `torch.Tensor` or of a subclass, whatever it says of itself.
@@ -86,6 +95,11 @@ impl Torch {
         let (found, tensor) = (object.get_type_ptr(), self.tensor_type.as_ptr().cast());
         // SAFETY: both are live types. Unlike `isinstance`, this asks the types and no Python code.
         found == tensor || unsafe { pyo3::ffi::PyType_IsSubtype(found, tensor) } == 1
+    }
+
+    /// The dtype that `object` is, if it is a `torch.dtype` that kvpool knows.
+    pub(super) fn known_dtype(&self, object: &Bound<'_, PyAny>) -> Option<DType> {
+        self.dtypes.iter().find(|(known, _)| known.is(object)).map(|(_, dtype)| *dtype)
     }
 
     /// The `torch.dtype` of that name.
@@ -100,6 +114,13 @@ impl Torch {
 
     /// Describes `tensor`, which is one of this framework.
     pub(super) fn describe<'a>(&self, tensor: &'a Bound<'_, PyAny>) -> PyResult<Borrowed<'a>> {
+        let raw = self.describe_raw(tensor)?;
+        // SAFETY: the caller holds a reference to the tensor for 'a, and nobody resizes its storage meanwhile: that
+        // would break PyTorch's own operations as well.
+        Ok(unsafe { borrow(&raw, PhantomData) }?)
+    }
+
+    fn describe_raw(&self, tensor: &Bound<'_, PyAny>) -> PyResult<RawTensor> {
         let Some(describe) = self.api.as_ref().and_then(|api| api.table().describe_object) else {
             return Err(PyRuntimeError::new_err("PyTorch has no exchange table"));
         };
@@ -112,10 +133,7 @@ impl Torch {
             return Err(Error::config(format!("the tensor cannot be read: {reason}")).into());
         }
         // SAFETY: the function filled it in; all zeros would be a valid value, too.
-        let raw = unsafe { raw.assume_init() };
-        // SAFETY: the caller holds a reference to the tensor for 'a, and nobody resizes its storage meanwhile: that
-        // would break PyTorch's own operations as well.
-        Ok(unsafe { borrow(&raw, PhantomData) }?)
+        Ok(unsafe { raw.assume_init() })
     }
 
     /// A new tensor of PyTorch's own memory, with undefined contents.
@@ -130,6 +148,21 @@ impl Torch {
         options.set_item("dtype", self.dtype(py, dtype)?)?;
         options.set_item("device", device.to_string())?;
         self.module.bind(py).call_method("empty", (shape.as_slice(),), Some(&options))
+    }
+
+    /// Whether `tensor` is what [`to_lasting_tensor`] made of `view` still: nobody gave it another shape, memory or class, or
+    /// had it record gradients. Attributes that somebody gave it are not looked for.
+    fn is_unchanged(&self, tensor: &Bound<'_, PyAny>, view: &TensorView) -> PyResult<bool> {
+        let is_plain = tensor.get_type_ptr() == self.tensor_type.as_ptr().cast();
+        if !self.describes() || !is_plain {
+            return Ok(false);
+        }
+        let raw = self.describe_raw(tensor)?;
+        // SAFETY: the function that filled it in promises it until the tensor is changed.
+        let is_same = unsafe { is_view(&raw, view) };
+        Ok(is_same
+            && !tensor.getattr(pyo3::intern!(tensor.py(), "requires_grad"))?.is_truthy()?
+            && tensor.getattr(pyo3::intern!(tensor.py(), "grad"))?.is_none())
     }
 
     /// The stream on which PyTorch enqueues work on `device` now.
@@ -149,7 +182,12 @@ impl Torch {
 
     /// `view` as a tensor. On a device it is never one of inference mode, since those count no writes.
     fn import(&self, py: Python<'_>, view: &TensorView) -> PyResult<Py<PyAny>> {
-        if view.device() == Device::Cpu || !self.is_inference.bind(py).call0()?.is_truthy()? {
+        if view.device() == Device::Cpu { self.import_now(py, view) } else { self.import_outside(py, view) }
+    }
+
+    /// `view` as a tensor that is none of inference mode.
+    fn import_outside(&self, py: Python<'_>, view: &TensorView) -> PyResult<Py<PyAny>> {
+        if !self.is_inference.bind(py).call0()?.is_truthy()? {
             return self.import_now(py, view);
         }
         let guard = self.module.bind(py).call_method1("inference_mode", (false,))?;
@@ -228,6 +266,30 @@ pub(super) fn to_tensor(py: Python<'_>, view: &TensorView) -> PyResult<Py<PyAny>
         Some(torch) => torch.import(py, view),
         None => Ok(Py::new(py, Tensor::new(view.clone()))?.into_any()),
     }
+}
+
+/// As [`to_tensor`], for a tensor that may be handed out again in another mode.
+pub(super) fn to_lasting_tensor(py: Python<'_>, view: &TensorView) -> PyResult<Py<PyAny>> {
+    match torch(py)? {
+        Some(torch) => torch.import_outside(py, view),
+        None => to_tensor(py, view),
+    }
+}
+
+/// Whether `tensor` is still what [`to_lasting_tensor`] makes of `view`.
+pub(super) fn is_unchanged(tensor: &Bound<'_, PyAny>, view: &TensorView) -> bool {
+    match torch(tensor.py()) {
+        Ok(Some(torch)) => torch.is_unchanged(tensor, view).unwrap_or(false),
+        // Without PyTorch it is one of ours, which nobody can change.
+        _ => tensor.cast::<Tensor>().is_ok_and(|tensor| tensor.get().view().is(view)),
+    }
+}
+
+/// Whether nobody but the caller has `tensor`.
+pub(super) fn is_unshared(tensor: &Bound<'_, PyAny>) -> bool {
+    // SAFETY: the tensor is live, and the GIL is held.
+    let references = unsafe { pyo3::ffi::Py_REFCNT(tensor.as_ptr()) };
+    references == 1
 }
 
 /// Two views as a tuple of tensors.

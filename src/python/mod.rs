@@ -12,20 +12,27 @@
 )]
 
 mod args;
+mod buffer_pool;
+mod chunk_pool;
 mod errors;
 mod framework;
 mod gdn_pool;
 mod kv_pool;
+mod made;
+mod mem_pool;
+mod page_pool;
 mod report;
 mod req_to_token_pool;
 mod tensor;
 mod token_to_kv_pool_allocator;
+mod workspace;
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use pyo3::prelude::*;
 
 use crate::base::{DType, Device, bytes_of};
+use crate::index::RefCounts;
 use crate::memory::{Region, Stream};
 use crate::tensor::TensorView;
 
@@ -38,6 +45,17 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 fn with<T, R>(mutex: &Mutex<T>, work: impl FnOnce(&mut T) -> crate::base::Result<R>) -> PyResult<R> {
     let answer = work(&mut lock(mutex));
     Ok(answer?)
+}
+
+/// The numbers of single indices.
+fn count_stats(counts: &RefCounts) -> [(&'static str, usize); 5] {
+    [
+        ("capacity", counts.capacity()),
+        ("available", counts.available()),
+        ("in_use", counts.in_use()),
+        ("high_water", counts.high_water()),
+        ("dropped_frees", counts.dropped_frees()),
+    ]
 }
 
 /// How many threads one large copy on the CPU may use.
@@ -96,6 +114,15 @@ fn _kvpool(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<token_to_kv_pool_allocator::FreeGroup>()?;
     module.add_class::<req_to_token_pool::ReqToTokenPool>()?;
     module.add_class::<gdn_pool::GdnPool>()?;
+    module.add_class::<page_pool::PagePool>()?;
+    module.add_class::<workspace::Workspace>()?;
+    module.add_class::<buffer_pool::BufferPool>()?;
+    module.add_class::<buffer_pool::Buffer>()?;
+    module.add_class::<buffer_pool::BufferStep>()?;
+    module.add_class::<chunk_pool::ChunkPool>()?;
+    module.add_class::<chunk_pool::Chunk>()?;
+    module.add_class::<chunk_pool::ChunkCopy>()?;
+    module.add_class::<chunk_pool::PageLocking>()?;
     module.add_function(wrap_pyfunction!(get_num_threads, module)?)?;
     module.add_function(wrap_pyfunction!(set_num_threads, module)?)?;
     module.add_function(wrap_pyfunction!(_zeros, module)?)?;

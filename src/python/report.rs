@@ -8,6 +8,8 @@ use crate::index::BadFrees;
 
 /// `logging.WARNING`
 const WARNING: u32 = 30;
+/// `logging.INFO`
+const INFO: u32 = 20;
 /// `logging.DEBUG`
 const DEBUG: u32 = 10;
 
@@ -30,6 +32,11 @@ impl Reporter {
 /// Logs a warning.
 pub(super) fn warn(py: Python<'_>, message: &str) {
     log(py, WARNING, message);
+}
+
+/// Logs what may be good to know.
+pub(super) fn inform(py: Python<'_>, message: &str) {
+    log(py, INFO, message);
 }
 
 /// Logs `message`. A handler that raises must not undo what the pool has done, so it is only made visible.

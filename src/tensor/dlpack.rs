@@ -400,6 +400,31 @@ pub unsafe fn borrow<'a>(raw: &RawTensor, _owner: PhantomData<&'a ()>) -> Result
     Ok(unsafe { Borrowed::new(address, dtype, device, shape, strides) })
 }
 
+/// Whether a `DLTensor` describes the elements of `view`, in its shape.
+///
+/// # Safety
+/// As [`borrow`].
+#[must_use]
+pub unsafe fn is_view(raw: &RawTensor, view: &TensorView) -> bool {
+    let (shape, strides) = (view.shape().as_slice(), view.strides().as_slice());
+    let is_alike = raw.data.cast::<u8>().wrapping_add(usize::try_from(raw.byte_offset).unwrap_or(0))
+        == view.address()
+        && raw.dtype == raw_dtype(view.dtype())
+        && usize::try_from(raw.ndim) == Ok(shape.len())
+        && raw.device == raw_device(view.device());
+    if !is_alike || shape.is_empty() {
+        return is_alike;
+    }
+    // SAFETY: DLPack promises as many extents as there are dimensions.
+    let extents = unsafe { std::slice::from_raw_parts(raw.shape, shape.len()) };
+    if raw.strides.is_null() {
+        return extents == shape && contiguous_strides(view.shape()) == *view.strides();
+    }
+    // SAFETY: DLPack promises as many strides as there are dimensions where the pointer is not null.
+    let steps = unsafe { std::slice::from_raw_parts(raw.strides, shape.len()) };
+    extents == shape && steps == strides
+}
+
 /// The address of a tensor's elements. An empty one may have none, since nobody follows it.
 ///
 /// # Errors

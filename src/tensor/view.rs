@@ -38,7 +38,14 @@ impl TensorView {
             .map(|&extent| i64::try_from(extent))
             .collect::<std::result::Result<Vec<_>, _>>()
             .map_err(|_| Error::config(format!("shape {shape:?} is too large for a tensor")))?;
-        let shape = Dims::new(&extents)?;
+        Self::packed(region, offset, dtype, Dims::new(&extents)?)
+    }
+
+    /// As [`TensorView::contiguous`], with extents as tensors have them.
+    ///
+    /// # Errors
+    /// As [`TensorView::contiguous`].
+    pub fn packed(region: Arc<Region>, offset: usize, dtype: DType, shape: Dims) -> Result<Self> {
         let strides = contiguous_strides(&shape);
         region.borrow(offset, dtype, shape, strides)?;
         Ok(Self { region, offset, dtype, shape, strides })
@@ -89,6 +96,14 @@ impl TensorView {
             shape,
             strides: contiguous_strides(&shape),
         }
+    }
+
+    /// Whether `other` is the same elements in the same order.
+    #[must_use]
+    pub fn is(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.region, &other.region)
+            && (self.offset, self.dtype, self.shape, self.strides)
+                == (other.offset, other.dtype, other.shape, other.strides)
     }
 
     /// The memory it lies in.

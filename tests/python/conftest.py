@@ -48,6 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError("--software needs the driver made of software: LD_PRELOAD=.../libcuda.so.1")
     # There is no runtime to initialise: the driver has what is needed of it.
     torch.cuda._lazy_init = lambda: None
+    torch._C._cuda_init()
     # A tensor is shown without its values, which PyTorch would read past `SoftwareTorch`.
     shown: Callable[..., str] = torch.Tensor.__repr__
 

@@ -8,6 +8,7 @@ views, and versions count up, as on a GPU.
 from __future__ import annotations
 
 import ctypes
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -106,6 +107,19 @@ def is_preloaded() -> bool:
     return hasattr(ctypes.CDLL(None), "soft_calls")
 
 
+_OF_PYTORCH: list[bool] = []
+
+
+@contextmanager
+def memory_of_pytorch() -> Iterator[None]:
+    """Within it, new tensors have memory of PyTorch's own allocator, which keeps what it took."""
+    _OF_PYTORCH.append(True)
+    try:
+        yield
+    finally:
+        _OF_PYTORCH.pop()
+
+
 def _span(tensor: torch.Tensor) -> int:
     """Elements from the first to the last that a tensor reaches."""
     if tensor.numel() == 0:
@@ -123,7 +137,12 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
 def to_device(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of a host tensor on the device, with its strides."""
     span = _span(tensor)
-    memory = kvpool._kvpool._zeros([span * tensor.element_size()], "uint8", "cuda")
+    size = span * tensor.element_size()
+    memory = (
+        torch.empty(size, dtype=torch.uint8, device="cuda")
+        if _OF_PYTORCH
+        else kvpool._kvpool._zeros([size], "uint8", "cuda")
+    )
     flat: torch.Tensor = memory.view(tensor.dtype)
     flat.copy_(tensor.as_strided((span,), (1,)))
     return flat.as_strided(tensor.shape, tensor.stride())

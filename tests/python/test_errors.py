@@ -74,6 +74,12 @@ def _full(*, strict: bool = False) -> kvpool.TokenToKVPoolAllocator:
     return allocator
 
 
+def _chunk() -> kvpool.Chunk:
+    chunk = kvpool.ChunkPool(2, (3, 4), torch.float32).allocate()
+    assert chunk is not None
+    return chunk
+
+
 def _strict_table() -> kvpool.ReqToTokenPool:
     return kvpool.ReqToTokenPool(4, 8, "cpu", strict=True)
 
@@ -115,6 +121,16 @@ MESSAGES: list[tuple[Callable[[], object], type[Exception], list[str]]] = [
         lambda: kvpool.KVPool(2**30, 4096, 64, 256, "cpu", torch.float32),
         kvpool.OutOfMemoryError,
         [str(2 * 4096 * (2**30 + 8) * 64 * 256 * 4)],
+    ),
+    (lambda: kvpool.PagePool(4, 3).page(77), IndexError, ["77", "3"]),
+    (lambda: kvpool.PagePool(4, 3, strict=True).free(88), kvpool.IndexOwnershipError, ["88", "3"]),
+    (lambda: _chunk().tensor((5, 7)), kvpool.ConfigError, ["140", "48"]),
+    (lambda: _chunk().copy_from(torch.zeros(3).half()), TypeError, ["float16", "float32"]),
+    (lambda: kvpool.BufferPool("cpu").alloc((3, -7), "float32"), kvpool.ConfigError, ["-7"]),
+    (
+        lambda: kvpool.Workspace("cpu", 1024).empty((3000,), "int8"),
+        kvpool.WorkspaceExhaustedError,
+        ["3000", "1024", "workspace", "cpu"],
     ),
     (
         lambda: kvpool.GDNPool(4, 1, 1, 1, 1, 1, 2, "cpu").reset_states([66]),

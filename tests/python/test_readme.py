@@ -33,6 +33,10 @@ def test_every_class_has_its_section_source_and_tests() -> None:
         "ReqToTokenPool": "req_to_token_pool",
         "KVPool": "kv_pool",
         "GDNPool": "gdn_pool",
+        "ChunkPool": "chunk_pool",
+        "BufferPool": "buffer_pool",
+        "PagePool": "page_pool",
+        "Workspace": "workspace",
     }
     for name, file in classes.items():
         assert hasattr(kvpool, name)

@@ -11,13 +11,23 @@ import pytest
 import kvpool
 from kvpool import _kvpool, errors
 
-CLASSES = [kvpool.GDNPool, kvpool.KVPool, kvpool.ReqToTokenPool, kvpool.Tensor, kvpool.TokenToKVPoolAllocator]
+DEVICES = {
+    kvpool.BufferPool: "cuda",
+    kvpool.ChunkPool: "cpu",
+    kvpool.GDNPool: "cuda",
+    kvpool.KVPool: "cuda",
+    kvpool.PagePool: "cpu",
+    kvpool.ReqToTokenPool: "cuda",
+    kvpool.TokenToKVPoolAllocator: "cuda",
+    kvpool.Workspace: "cuda",
+}
+CLASSES: list[type] = [*DEVICES, kvpool.Buffer, kvpool.Chunk, kvpool.ChunkCopy, kvpool.Tensor]
 
 
 def test_every_error_of_rust_is_a_class_here_and_the_other_way_round() -> None:
     ours = {name for name in _kvpool._ERROR_CLASSES if not hasattr(builtins, name)}
     assert ours == set(errors.__all__) - {"KvPoolError"}
-    assert {*_kvpool._ERROR_CLASSES} - ours == {"TypeError", "IndexError"}
+    assert {*_kvpool._ERROR_CLASSES} - ours == {"TypeError", "IndexError", "RuntimeError"}
 
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
@@ -28,11 +38,9 @@ def test_every_public_name_is_documented(cls: type) -> None:
             assert member.__doc__, f"{cls.__name__}.{name}"
 
 
-@pytest.mark.parametrize(
-    "cls", [cls for cls in CLASSES if cls is not kvpool.Tensor], ids=lambda c: c.__name__
-)
+@pytest.mark.parametrize("cls", list(DEVICES), ids=lambda cls: cls.__name__)
 def test_signatures_can_be_read(cls: type) -> None:
-    assert inspect.signature(cls).parameters["device"].default == "cuda"
+    assert inspect.signature(cls).parameters["device"].default == DEVICES[cls]
 
 
 def test_all_names_what_is_there() -> None:

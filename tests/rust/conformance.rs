@@ -160,7 +160,7 @@ fn a_region_knows_its_bounds() {
         let error = region.write(offset, &vec![0i32; values]).expect_err("outside");
         assert_eq!(error.kind(), ErrorKind::Index);
     }
-    assert_eq!(region.zero(0, 17).expect_err("outside").kind(), ErrorKind::Index);
+    assert_eq!(region.fill(0, 17, 0).expect_err("outside").kind(), ErrorKind::Index);
     assert!(TensorView::contiguous(Arc::new(region), 4, DType::I32, &[4]).is_err());
 }
 

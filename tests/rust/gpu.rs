@@ -95,7 +95,7 @@ fn out_of_memory_names_what_was_asked_and_what_is_free() {
 fn the_host_cannot_reach_device_memory() {
     let Some((gpu, _alone)) = gpu("the_host_cannot_reach_device_memory") else { return };
     let region = Region::new(cuda(&gpu), 64).expect("memory");
-    for refused in [region.write(0, &[1i32]), region.zero(0, 4), region.read::<i32>(0, 1).map(|_| ())] {
+    for refused in [region.write(0, &[1i32]), region.fill(0, 4, 0), region.read::<i32>(0, 1).map(|_| ())] {
         assert_eq!(refused.expect_err("refused").kind(), ErrorKind::Config);
     }
 }

@@ -69,7 +69,10 @@ impl Fetcher {
     /// # Errors
     /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the driver refuses, or `stream` is captured.
     pub fn fetch(&self, tensor: &Borrowed<'_>, stream: Stream) -> Result<Option<Fetch>> {
-        self.gpu.not_capturing(stream, "freeing slots that only the device knows")?;
+        self.gpu.not_capturing(
+            stream,
+            "freeing slots that only the device knows, whose values are copied to the host,",
+        )?;
         let count = tensor.shape().numel();
         let wide = tensor.dtype() == DType::I64 || !tensor.is_contiguous();
         let bytes = count.saturating_mul(if wide { size_of::<i64>() } else { size_of::<i32>() });

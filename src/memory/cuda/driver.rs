@@ -10,7 +10,7 @@ use cudarc::driver::sys::{self, CUresult};
 use crate::base::{Error, ErrorKind, Result};
 
 /// The entry points that this file uses, which the probe looks for.
-pub(super) const ENTRY_POINTS: [&str; 31] = [
+pub(super) const ENTRY_POINTS: [&str; 34] = [
     "cuCtxGetCurrent",
     "cuCtxGetDevice",
     "cuCtxPopCurrent_v2",
@@ -32,6 +32,9 @@ pub(super) const ENTRY_POINTS: [&str; 31] = [
     "cuMemFree_v2",
     "cuMemGetInfo_v2",
     "cuMemHostAlloc",
+    "cuMemHostRegister_v2",
+    "cuMemHostUnregister",
+    "cuMemcpyAsync",
     "cuMemcpyDtoHAsync_v2",
     "cuMemcpyHtoDAsync_v2",
     "cuMemsetD8Async",
@@ -166,8 +169,28 @@ pub(super) fn free_host(address: *mut u8) -> Result<()> {
     checked!(cuMemFreeHost(address.cast()))
 }
 
-pub(super) fn zero(address: u64, bytes: usize, stream: usize) -> Result<()> {
-    checked!(cuMemsetD8Async(address, 0, bytes, handle(stream)))
+/// Page-locks host memory of others for every context. `false` if part of it is page-locked already.
+pub(super) fn register_host(address: *mut u8, bytes: usize) -> Result<bool> {
+    let flags = sys::CU_MEMHOSTREGISTER_PORTABLE | sys::CU_MEMHOSTREGISTER_DEVICEMAP;
+    // SAFETY: as in `checked`.
+    match unsafe { sys::cuMemHostRegister_v2(address.cast(), bytes, flags) } {
+        CUresult::CUDA_SUCCESS => Ok(true),
+        CUresult::CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED => Ok(false),
+        result => Err(failed("cuMemHostRegister_v2", result)),
+    }
+}
+
+pub(super) fn unregister_host(address: usize) -> Result<()> {
+    checked!(cuMemHostUnregister(handle(address)))
+}
+
+/// Enqueues a copy between any two places. From or to pageable memory it is done, or has read its source, on return.
+pub(super) fn copy(target: u64, source: u64, bytes: usize, stream: usize) -> Result<()> {
+    checked!(cuMemcpyAsync(target, source, bytes, handle(stream)))
+}
+
+pub(super) fn fill(address: u64, value: u8, bytes: usize, stream: usize) -> Result<()> {
+    checked!(cuMemsetD8Async(address, value, bytes, handle(stream)))
 }
 
 pub(super) fn copy_to_device(target: u64, source: *const u8, bytes: usize, stream: usize) -> Result<()> {

@@ -208,6 +208,43 @@ impl Gpu {
         driver::copy_to_host(target.as_ptr(), address(source.address().as_ptr()), bytes, stream.handle())
     }
 
+    /// Enqueues a copy of the bytes of a contiguous tensor to another, of which this device can reach both. If both are
+    /// on a device or page-locked, nothing waits, and the copy is done when an event recorded afterwards has passed.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`] when they are not contiguous or not as long, [`ErrorKind::Driver`] when the driver refuses.
+    pub fn copy(&self, target: &Borrowed<'_>, source: &Borrowed<'_>, stream: Stream) -> Result<()> {
+        let bytes = |tensor: &Borrowed<'_>| tensor.shape().numel() * tensor.dtype().size();
+        if !(target.is_contiguous() && source.is_contiguous() && bytes(target) == bytes(source)) {
+            return Err(Error::config("only contiguous tensors of the same bytes can be copied as they lie"));
+        }
+        if bytes(source) == 0 {
+            return Ok(());
+        }
+        let _entered = self.enter()?;
+        let (to, from) = (address(target.address().as_ptr()), address(source.address().as_ptr()));
+        driver::copy(to, from, bytes(source), stream.handle())
+    }
+
+    /// Fills bytes of a region on this device with `value`, in the order of `stream`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Index`] when they are outside of the region, [`ErrorKind::Driver`] when the driver refuses.
+    pub fn fill(
+        &self,
+        (region, offset): (&Region, usize),
+        bytes: usize,
+        value: u8,
+        stream: Stream,
+    ) -> Result<()> {
+        let target = region.at(offset, bytes)?;
+        if bytes == 0 {
+            return Ok(());
+        }
+        let _entered = self.enter()?;
+        driver::fill(address(target.as_ptr()), value, bytes, stream.handle())
+    }
+
     /// Waits for everything on `stream`.
     ///
     /// # Errors
@@ -227,7 +264,7 @@ impl Gpu {
         if driver::is_capturing(stream.handle())? {
             return Err(Error::new(
                 ErrorKind::Driver,
-                format!("{what} copies from the host and cannot be captured into a CUDA graph"),
+                format!("{what} cannot be captured into a CUDA graph"),
             ));
         }
         Ok(())

@@ -63,7 +63,7 @@ impl Backend for Cuda {
                 format!("{bytes} bytes asked for, {free} of {total} free on {}", self.device()),
             ));
         };
-        let zeroed = self.zeroed_on.map_or(Ok(()), |stream| driver::zero(found, bytes, stream.handle()));
+        let zeroed = self.zeroed_on.map_or(Ok(()), |stream| driver::fill(found, 0, bytes, stream.handle()));
         if let Err(failure) = zeroed {
             // The first failure is what is told.
             let _ = driver::free(found);

@@ -8,10 +8,12 @@ mod driver;
 mod event;
 mod gpu;
 mod memory;
+mod page_lock;
 mod probe;
 mod ring;
 
 pub use event::Event;
 pub use gpu::{Function, Gpu};
 pub use memory::{Cuda, Pinned};
+pub use page_lock::PageLock;
 pub use ring::{Held, Ring};

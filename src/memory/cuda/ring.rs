@@ -105,7 +105,7 @@ impl Ring {
         stream: Stream,
         work: impl FnOnce(&Region, &[usize]) -> Result<()>,
     ) -> Result<Arc<Event>> {
-        self.gpu.not_capturing(stream, "a call with numbers that are not on the device")?;
+        self.gpu.not_capturing(stream, "a copy of numbers from the host, in memory that is used again,")?;
         let mut offsets = Vec::with_capacity(arrays.len());
         let mut bytes = 0usize;
         for array in arrays {

@@ -22,6 +22,9 @@ pub struct Ledger {
 /// What stands before a kernel's name where its launches are counted.
 pub const LAUNCH: &str = "launch:";
 
+/// How functions of the runtime begin, which kvpool does not call: those that are counted are counted by their names only.
+const RUNTIME: &str = "cuda";
+
 /// PyTorch calls this one at any time, kvpool does not: it is counted by its name, but not among all functions.
 const BESIDE: &str = "cuDevicePrimaryCtxGetState";
 
@@ -39,7 +42,9 @@ impl Ledger {
         if let Some(name) = name {
             return self.calls.get(name).copied().unwrap_or(0);
         }
-        let functions = self.calls.iter().filter(|(name, _)| !name.starts_with(LAUNCH) && *name != BESIDE);
+        let is_driver =
+            |name: &str| !name.starts_with(LAUNCH) && !name.starts_with(RUNTIME) && name != BESIDE;
+        let functions = self.calls.iter().filter(|(name, _)| is_driver(name));
         functions.map(|(_, count)| count).sum()
     }
 

@@ -42,6 +42,7 @@ fn allocate_locked(call: &mut Call, address: *mut usize, bytes: usize) -> Outcom
 
 super::exports! {
     Context cudaMalloc(address: *mut usize, bytes: usize) |call| {
+        call.state.ledger.count("cudaMalloc");
         check(!address.is_null(), INVALID_VALUE)?;
         put(address, call.state.allocate(call.device, bytes)?)
     };

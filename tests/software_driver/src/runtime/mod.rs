@@ -1,7 +1,7 @@
 //! Enough of the CUDA runtime for PyTorch to hold tensors here: memory, copies, streams, events, graphs.
 //!
-//! PyTorch links the runtime dynamically, so these functions win where the library is preloaded. They are not counted
-//! and fail on no plan. Kernels of PyTorch have nothing to run on: launches answer `cudaErrorNotSupported`, and so
+//! PyTorch links the runtime dynamically, so these functions win where the library is preloaded. They fail on no
+//! plan, and only `cudaMalloc` is counted. Kernels of PyTorch have nothing to run on: launches answer `cudaErrorNotSupported`, and so
 //! does every other function that PyTorch may call.
 
 mod devices;

@@ -1,0 +1,112 @@
+//! Ranges of one arena: cut from its front, now and then given back, all given back at once.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+/// Who owns which bytes of `0..capacity`.
+///
+/// A range is cut at the end of those before it; only where that does not fit, ranges given back are looked through for
+/// the first that does.
+///
+/// ```
+/// use kvpool::index::Arena;
+/// let mut arena = Arena::new(1024, 256);
+/// assert_eq!(arena.take(100), Some(0..256));
+/// assert_eq!(arena.take(300), Some(256..768));
+/// assert_eq!(arena.take(300), None);
+/// arena.give_back(0..256);
+/// assert_eq!((arena.used(), arena.largest()), (512, 256));
+/// arena.reset();
+/// assert_eq!(arena.take(1024), Some(0..1024));
+/// ```
+#[derive(Clone, Debug)]
+pub struct Arena {
+    capacity: usize,
+    /// Every range begins at a multiple of it and is one long.
+    alignment: usize,
+    /// Nothing at or behind it is taken.
+    end: usize,
+    /// Ranges before `end` that were given back, start to end. No two touch, none touches `end`.
+    gaps: BTreeMap<usize, usize>,
+    used: usize,
+    high_water: usize,
+}
+
+impl Arena {
+    /// An arena of `capacity` bytes whose ranges are aligned to `alignment`, a power of two.
+    #[must_use]
+    pub const fn new(capacity: usize, alignment: usize) -> Self {
+        Self { capacity, alignment, end: 0, gaps: BTreeMap::new(), used: 0, high_water: 0 }
+    }
+
+    /// Bytes in all.
+    #[must_use]
+    pub const fn capacity(&self) -> usize {
+        self.capacity
+    }
+
+    /// Bytes that are taken.
+    #[must_use]
+    pub const fn used(&self) -> usize {
+        self.used
+    }
+
+    /// The most bytes that were taken at once.
+    #[must_use]
+    pub const fn high_water(&self) -> usize {
+        self.high_water
+    }
+
+    /// Bytes of the largest range that could be taken.
+    #[must_use]
+    pub fn largest(&self) -> usize {
+        let gap = self.gaps.iter().map(|(start, end)| end - start).max().unwrap_or(0);
+        gap.max((self.capacity - self.end) / self.alignment * self.alignment)
+    }
+
+    /// Takes `bytes`, rounded up to whole alignments, at least one of them; `None` if no range is left that holds them.
+    pub fn take(&mut self, bytes: usize) -> Option<Range<usize>> {
+        let bytes = bytes.max(1).checked_next_multiple_of(self.alignment)?;
+        let range = if bytes <= self.capacity - self.end {
+            self.end += bytes;
+            self.end - bytes..self.end
+        } else {
+            let (&start, &end) = self.gaps.iter().find(|(start, end)| *end - *start >= bytes)?;
+            self.gaps.remove(&start);
+            if start + bytes < end {
+                self.gaps.insert(start + bytes, end);
+            }
+            start..start + bytes
+        };
+        self.used += bytes;
+        self.high_water = self.high_water.max(self.used);
+        Some(range)
+    }
+
+    /// Gives back a range that was taken and not given back since.
+    pub fn give_back(&mut self, range: Range<usize>) {
+        self.used -= range.len();
+        let Range { mut start, mut end } = range;
+        if let Some((&before, &touches)) = self.gaps.range(..start).next_back()
+            && touches == start
+        {
+            self.gaps.remove(&before);
+            start = before;
+        }
+        if let Some(after) = self.gaps.remove(&end) {
+            end = after;
+        }
+        if end == self.end {
+            self.end = start;
+        } else {
+            self.gaps.insert(start, end);
+        }
+    }
+
+    /// Gives everything back.
+    pub fn reset(&mut self) {
+        self.end = 0;
+        self.gaps.clear();
+        self.used = 0;
+    }
+}

@@ -1,0 +1,235 @@
+//! Owners of single indices, the last freed first, each with a count of references.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+
+use crate::base::{Result, reserve, widen};
+
+use super::BadFree;
+
+/// An index as somebody took it: it is told from the same index taken again later.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Ticket {
+    index: u32,
+    generation: u64,
+}
+
+impl Ticket {
+    pub(super) const fn new(index: u32, generation: u64) -> Self {
+        Self { index, generation }
+    }
+
+    /// The index.
+    #[must_use]
+    pub const fn index(self) -> u32 {
+        self.index
+    }
+
+    pub(super) const fn generation(self) -> u64 {
+        self.generation
+    }
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Entry {
+    references: u32,
+    /// Counts how often its last reference went.
+    generation: u64,
+}
+
+/// Who owns which index of `0..capacity`, and how often it is referred to.
+///
+/// An index is withheld (not offered yet), free, taken, or returning: its last reference is gone and
+/// [`RefCounts::put_back`] has not been called. What is taken or returning is in use.
+///
+/// ```
+/// use kvpool::index::RefCounts;
+/// let mut chunks = RefCounts::default();
+/// chunks.extend(2).unwrap();
+/// chunks.offer(0..2);
+/// let first = chunks.take().unwrap();
+/// assert!(chunks.release(first).unwrap());
+/// chunks.put_back(first.index());
+/// assert!(chunks.release(first).is_err());
+/// assert_eq!((chunks.available(), chunks.in_use()), (2, 0));
+/// ```
+#[derive(Clone, Debug, Default)]
+pub struct RefCounts {
+    entries: Vec<Entry>,
+    /// Free again, the last freed at the end. It has room for every index.
+    stack: Vec<u32>,
+    /// Offered and never taken, lowest first.
+    fresh: VecDeque<Range<u32>>,
+    /// How many of `entries` are neither in `stack` nor in `fresh`, nor withheld.
+    in_use: usize,
+    high_water: usize,
+    dropped_frees: usize,
+}
+
+impl RefCounts {
+    /// Adds `count` indices after the others, withheld for now.
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host has no room for them.
+    pub fn extend(&mut self, count: u32) -> Result<()> {
+        let total = self.entries.len() + widen(count);
+        let mut entries = reserve(total)?;
+        let mut stack = reserve(total)?;
+        entries.extend_from_slice(&self.entries);
+        entries.resize(total, Entry::default());
+        stack.extend_from_slice(&self.stack);
+        (self.entries, self.stack) = (entries, stack);
+        Ok(())
+    }
+
+    /// Lets withheld indices be taken.
+    pub fn offer(&mut self, range: Range<u32>) {
+        if range.start < range.end {
+            let at = self.fresh.partition_point(|other| other.start < range.start);
+            self.fresh.insert(at, range);
+        }
+    }
+
+    /// How many indices there are.
+    #[must_use]
+    pub const fn capacity(&self) -> usize {
+        self.entries.len()
+    }
+
+    /// How many are not in use; those that are withheld, too.
+    #[must_use]
+    pub const fn available(&self) -> usize {
+        self.capacity() - self.in_use
+    }
+
+    /// How many could be taken now.
+    #[must_use]
+    pub fn ready(&self) -> usize {
+        self.stack.len() + self.fresh.iter().map(ExactSizeIterator::len).sum::<usize>()
+    }
+
+    /// How many are taken or returning.
+    #[must_use]
+    pub const fn in_use(&self) -> usize {
+        self.in_use
+    }
+
+    /// The most that were in use at once.
+    #[must_use]
+    pub const fn high_water(&self) -> usize {
+        self.high_water
+    }
+
+    /// How many frees were dropped so far.
+    #[must_use]
+    pub const fn dropped_frees(&self) -> usize {
+        self.dropped_frees
+    }
+
+    /// Counts a free that was dropped.
+    pub const fn note_dropped(&mut self) {
+        self.dropped_frees += 1;
+    }
+
+    /// Takes an index with one reference: the last that was put back, else the lowest that was never taken.
+    pub fn take(&mut self) -> Option<Ticket> {
+        let index = match self.stack.pop() {
+            Some(index) => index,
+            None => self.take_fresh()?,
+        };
+        self.in_use += 1;
+        self.high_water = self.high_water.max(self.in_use);
+        let entry = &mut self.entries[widen(index)];
+        entry.references = 1;
+        Some(Ticket::new(index, entry.generation))
+    }
+
+    fn take_fresh(&mut self) -> Option<u32> {
+        let front = self.fresh.front_mut()?;
+        let index = front.start;
+        front.start += 1;
+        if front.start == front.end {
+            self.fresh.pop_front();
+        }
+        Some(index)
+    }
+
+    /// How often what `ticket` names is referred to; 0 once it was freed.
+    #[must_use]
+    pub fn references(&self, ticket: Ticket) -> u32 {
+        self.entries
+            .get(widen(ticket.index))
+            .filter(|entry| entry.generation == ticket.generation)
+            .map_or(0, |entry| entry.references)
+    }
+
+    /// The index as it is taken now. `None` while nobody has it.
+    #[must_use]
+    pub fn ticket(&self, index: u32) -> Option<Ticket> {
+        let entry = self.entries.get(widen(index)).filter(|entry| entry.references > 0)?;
+        Some(Ticket::new(index, entry.generation))
+    }
+
+    /// Adds a reference. `false` if it was freed, or has as many as can be counted.
+    pub fn retain(&mut self, ticket: Ticket) -> bool {
+        let more = match self.references(ticket) {
+            0 => None,
+            references => references.checked_add(1),
+        };
+        if let Some(more) = more {
+            self.entries[widen(ticket.index)].references = more;
+        }
+        more.is_some()
+    }
+
+    /// Gives up a reference, and says whether it was the last: the index is returning then.
+    ///
+    /// # Errors
+    /// The reason when it was freed already; nothing is changed then.
+    pub fn release(&mut self, ticket: Ticket) -> std::result::Result<bool, BadFree> {
+        if self.references(ticket) == 0 {
+            return Err(BadFree::AlreadyFree);
+        }
+        let entry = &mut self.entries[widen(ticket.index)];
+        entry.references -= 1;
+        let is_last = entry.references == 0;
+        if is_last {
+            entry.generation += 1;
+        }
+        Ok(is_last)
+    }
+
+    /// Why `index` cannot be freed, if it cannot: outside, never taken, free, or referred to more than once.
+    #[must_use]
+    pub fn reason(&self, index: i64) -> Option<BadFree> {
+        let entry = usize::try_from(index).ok().and_then(|index| self.entries.get(index));
+        match entry {
+            None => Some(BadFree::OutOfRange),
+            Some(Entry { references: 0, generation: 0 }) => Some(BadFree::NotAllocated),
+            Some(Entry { references: 0, .. }) => Some(BadFree::AlreadyFree),
+            Some(Entry { references: 1, .. }) => None,
+            Some(_) => Some(BadFree::StillReferenced),
+        }
+    }
+
+    /// Lets a returning index be taken again.
+    pub fn put_back(&mut self, index: u32) {
+        self.in_use -= 1;
+        self.stack.push(index);
+    }
+
+    /// What breaks the invariant, if anything does.
+    #[must_use]
+    pub fn fault(&self) -> Option<String> {
+        let mut seen = vec![false; self.entries.len()];
+        for index in self.stack.iter().copied().chain(self.fresh.iter().cloned().flatten()) {
+            if std::mem::replace(&mut seen[widen(index)], true) {
+                return Some(format!("index {index} is free twice"));
+            }
+            if self.entries[widen(index)].references > 0 {
+                return Some(format!("index {index} is free and taken"));
+            }
+        }
+        None
+    }
+}

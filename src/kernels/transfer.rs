@@ -1,0 +1,139 @@
+//! Copying a tensor, wherever it is and however it lies, to or from contiguous memory.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use crate::base::{DType, Dims, Error, Result};
+use crate::memory::{Borrowed, Gpu, Stream};
+
+use super::threads::in_parts;
+
+/// Which way a transfer goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Way {
+    /// From the tensor to contiguous memory.
+    In,
+    /// From contiguous memory to the tensor.
+    Out,
+}
+
+/// Copies the elements of `tensor`, in order, to or from `packed`, which is contiguous and has as many of the same dtype.
+///
+/// Without a `gpu` both are in host memory, and several threads share the work. With one, which reaches both, a copy for
+/// each run of contiguous elements of `tensor` is enqueued on `stream`.
+///
+/// # Errors
+/// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when they do not match, or when elements of a target lie on top of
+/// each other; nothing is copied then. [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the driver refuses.
+pub fn transfer(
+    packed: &Borrowed<'_>,
+    tensor: &Borrowed<'_>,
+    way: Way,
+    gpu: Option<&Arc<Gpu>>,
+    stream: Stream,
+) -> Result<()> {
+    if packed.shape().numel() != tensor.shape().numel()
+        || packed.dtype() != tensor.dtype()
+        || !packed.is_contiguous()
+    {
+        return Err(Error::config("a transfer is between as many elements of one dtype"));
+    }
+    let overlaps = |(&extent, &stride): (&i64, &i64)| extent > 1 && stride == 0;
+    let dims = || tensor.shape().as_slice().iter().zip(tensor.strides().as_slice());
+    if way == Way::Out && dims().any(overlaps) {
+        return Err(Error::config(
+            "elements of the tensor lie on top of each other, so it cannot be written to",
+        ));
+    }
+    let runs = Runs::of(tensor);
+    let total = tensor.shape().numel() * tensor.dtype().size();
+    let each = |bytes: Range<usize>, copy: &mut dyn FnMut(*mut u8, *mut u8, usize) -> Result<()>| {
+        runs.within(bytes, |at, run, bytes| {
+            let lying = tensor.address().as_ptr().wrapping_offset(run);
+            copy(packed.address().as_ptr().wrapping_add(at), lying, bytes)
+        })
+    };
+    let Some(gpu) = gpu else {
+        in_parts(total, |part, parts| {
+            let range =
+                total / parts * part..if part + 1 == parts { total } else { total / parts * (part + 1) };
+            let copied = each(range, &mut |packed, lying, bytes| {
+                let (target, source) = if way == Way::In { (packed, lying) } else { (lying, packed) };
+                // SAFETY: both tensors are valid for these bytes, as `Borrowed` promises; they may be the same.
+                unsafe { target.copy_from(source, bytes) };
+                Ok(())
+            });
+            debug_assert!(copied.is_ok(), "copies on the host cannot fail");
+        });
+        return Ok(());
+    };
+    each(0..total, &mut |at, lying, bytes| {
+        // SAFETY: the bytes lie within `packed`, which is valid for the call.
+        let packed = unsafe { flat(at, bytes, packed) }?;
+        // SAFETY: the bytes lie within `tensor`, which is valid for the call.
+        let lying = unsafe { flat(lying, bytes, tensor) }?;
+        if way == Way::In { gpu.copy(&packed, &lying, stream) } else { gpu.copy(&lying, &packed, stream) }
+    })
+}
+
+/// `bytes` bytes at `address`.
+///
+/// # Safety
+/// They lie within `whole`.
+unsafe fn flat<'a>(address: *mut u8, bytes: usize, whole: &Borrowed<'a>) -> Result<Borrowed<'a>> {
+    let address = std::ptr::NonNull::new(address).unwrap_or(whole.address());
+    let shape = Dims::new(&[i64::try_from(bytes).unwrap_or(i64::MAX)])?;
+    // SAFETY: the caller promises it.
+    Ok(unsafe { Borrowed::new(address, DType::U8, whole.device(), shape, Dims::new(&[1])?) })
+}
+
+/// A tensor as runs of contiguous elements.
+struct Runs {
+    run_bytes: usize,
+    /// Extent and stride, in bytes, of each dimension outside of the runs, the last first.
+    outer: Vec<(usize, isize)>,
+}
+
+impl Runs {
+    fn of(tensor: &Borrowed<'_>) -> Self {
+        let size = tensor.dtype().size();
+        let mut runs = Self { run_bytes: size, outer: Vec::new() };
+        let dims = tensor.shape().as_slice().iter().zip(tensor.strides().as_slice()).rev();
+        for (&extent, &stride) in dims.filter(|(extent, _)| **extent != 1) {
+            let extent = usize::try_from(extent).unwrap_or(0);
+            let stride = isize::try_from(stride).unwrap_or(0) * isize::try_from(size).unwrap_or(1);
+            if runs.outer.is_empty() && usize::try_from(stride) == Ok(runs.run_bytes) {
+                runs.run_bytes *= extent;
+            } else {
+                runs.outer.push((extent, stride));
+            }
+        }
+        runs
+    }
+
+    /// Byte of the tensor at which run `number` begins.
+    fn start(&self, mut number: usize) -> isize {
+        let mut start = 0;
+        for &(extent, stride) in &self.outer {
+            start += isize::try_from(number % extent).unwrap_or(0) * stride;
+            number /= extent;
+        }
+        start
+    }
+
+    /// Calls `visit(packed, lying, len)` for the parts of runs that make up `bytes` of the packed elements.
+    fn within(
+        &self,
+        bytes: Range<usize>,
+        mut visit: impl FnMut(usize, isize, usize) -> Result<()>,
+    ) -> Result<()> {
+        let mut at = bytes.start;
+        while at < bytes.end {
+            let (number, inside) = (at / self.run_bytes, at % self.run_bytes);
+            let len = (self.run_bytes - inside).min(bytes.end - at);
+            visit(at, self.start(number) + isize::try_from(inside).unwrap_or(0), len)?;
+            at += len;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,196 @@
+//! Large host memory, mapped as its owner wishes and page-locked step by step.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use crate::base::{Device, Error, Result};
+
+use super::host::map;
+use super::{Backend, Block, Gpu, Host, PageLock, Region};
+
+/// Bytes of an explicit huge page.
+const HUGE_PAGE: usize = 2 << 20;
+/// Bytes of a page; larger ones are multiples of it.
+pub const PAGE: usize = 4096;
+
+/// Host memory for one large region: on a NUMA node, in huge pages, page-locked in steps, as far as the system does it.
+///
+/// What could not be had is told by [`Mapped::notes`]; the memory is there all the same.
+#[derive(Debug, Default)]
+pub struct Mapped {
+    numa_node: Option<usize>,
+    wants_huge_pages: bool,
+    has_huge_pages: AtomicBool,
+    notes: Mutex<Vec<String>>,
+    /// They go before the memory does.
+    locks: Mutex<Vec<PageLock>>,
+}
+
+impl Mapped {
+    /// Memory that is taken from `numa_node` first, in explicit huge pages if they are wanted.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for a node that the machine does not have.
+    pub fn new(numa_node: Option<usize>, wants_huge_pages: bool) -> Result<Self> {
+        let last = last_numa_node();
+        match numa_node {
+            Some(node) if node > last => {
+                Err(Error::config(format!("numa_node is {node}; this machine has nodes 0 to {last}")))
+            }
+            _ => Ok(Self { numa_node, wants_huge_pages, ..Self::default() }),
+        }
+    }
+
+    /// Whether the memory is in explicit huge pages.
+    pub fn has_huge_pages(&self) -> bool {
+        self.has_huge_pages.load(Relaxed)
+    }
+
+    /// What could not be had, in words, once.
+    pub fn notes(&self) -> Vec<String> {
+        std::mem::take(&mut *lock(&self.notes))
+    }
+
+    /// Touches `bytes` of `region`, which is this backend's, and page-locks them, until the region goes. May be called for
+    /// different bytes from several threads at once.
+    ///
+    /// # Errors
+    /// What the driver says; the memory is there all the same.
+    pub fn lock_pages(&self, gpu: &Arc<Gpu>, region: &Region, bytes: &Range<usize>) -> Result<()> {
+        touch(region, bytes)?;
+        let tensor = region.bytes_at(bytes.start, bytes.len())?;
+        if let Some(locked) = PageLock::new(gpu, &tensor)? {
+            lock(&self.locks).push(locked);
+        }
+        Ok(())
+    }
+
+    /// In huge pages, where the system has reserved enough of them.
+    fn allocate_huge(&self, bytes: usize) -> Option<Block> {
+        let address = map_huge(bytes.checked_next_multiple_of(HUGE_PAGE)?)?;
+        self.has_huge_pages.store(true, Relaxed);
+        Some(Block::new(address, bytes))
+    }
+
+    fn note(&self, note: String) {
+        lock(&self.notes).push(note);
+    }
+}
+
+impl Backend for Mapped {
+    fn device(&self) -> Device {
+        Device::Cpu
+    }
+
+    fn allocate(&self, bytes: usize) -> Result<Block> {
+        if bytes == 0 {
+            return Host.allocate(0);
+        }
+        let huge = if self.wants_huge_pages { self.allocate_huge(bytes) } else { None };
+        if self.wants_huge_pages && huge.is_none() {
+            self.note(format!(
+                "no {bytes} bytes of explicit huge pages ({}); transparent ones are used where the system gives them",
+                std::io::Error::last_os_error()
+            ));
+        }
+        let block = match huge {
+            Some(block) => block,
+            None => Block::new(
+                map(bytes.next_multiple_of(PAGE)).ok_or_else(|| super::host::out_of_memory(bytes))?,
+                bytes,
+            ),
+        };
+        if let Some(node) = self.numa_node
+            && let Err(cause) = prefer_node(&block, node)
+        {
+            self.note(format!("memory could not be bound to NUMA node {node} ({cause}); it comes from any"));
+        }
+        Ok(block)
+    }
+
+    unsafe fn deallocate(&self, block: Block) {
+        lock(&self.locks).clear();
+        if block.bytes() == 0 {
+            // SAFETY: it came from the host's backend, and the caller gives it up.
+            unsafe { Host.deallocate(block) };
+            return;
+        }
+        let page = if self.has_huge_pages() { HUGE_PAGE } else { PAGE };
+        // SAFETY: `allocate` mapped exactly this range, and the caller gives it up.
+        unsafe { libc::munmap(block.address().as_ptr().cast(), block.bytes().next_multiple_of(page)) };
+    }
+}
+
+/// Has the system put memory behind `bytes` of `region`, which hold zeros that nobody reads or writes meanwhile.
+fn touch(region: &Region, bytes: &Range<usize>) -> Result<()> {
+    let address = region.at(bytes.start, bytes.len())?;
+    #[cfg(target_os = "linux")]
+    {
+        // SAFETY: the range lies in the region, and nothing in it changes.
+        let populated =
+            unsafe { libc::madvise(address.as_ptr().cast(), bytes.len(), libc::MADV_POPULATE_WRITE) };
+        if populated == 0 {
+            return Ok(());
+        }
+    }
+    for offset in (0..bytes.len()).step_by(PAGE) {
+        let byte = address.as_ptr().wrapping_add(offset);
+        // SAFETY: the byte lies in the region, and is 0 already.
+        unsafe { byte.write_volatile(0) };
+    }
+    Ok(())
+}
+
+#[cfg(target_os = "linux")]
+fn map_huge(bytes: usize) -> Option<std::ptr::NonNull<u8>> {
+    let protection = libc::PROT_READ | libc::PROT_WRITE;
+    // They are reserved now: what is promised here and not there later would end the process.
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_HUGETLB;
+    // SAFETY: an anonymous mapping at an address of the kernel's choice touches no memory in use.
+    let address = unsafe { libc::mmap(std::ptr::null_mut(), bytes, protection, flags, -1, 0) };
+    if address == libc::MAP_FAILED { None } else { std::ptr::NonNull::new(address.cast()) }
+}
+
+#[cfg(not(target_os = "linux"))]
+fn map_huge(_bytes: usize) -> Option<std::ptr::NonNull<u8>> {
+    None
+}
+
+/// The highest number of a NUMA node; 0 where the system knows of none.
+fn last_numa_node() -> usize {
+    let online = std::fs::read_to_string("/sys/devices/system/node/online").unwrap_or_default();
+    online.trim().rsplit([',', '-']).next().and_then(|last| last.parse().ok()).unwrap_or(0)
+}
+
+/// Has `block`, which nobody has touched, taken from `node` as long as that has memory.
+#[cfg(target_os = "linux")]
+fn prefer_node(block: &Block, node: usize) -> std::io::Result<()> {
+    const MPOL_PREFERRED: libc::c_int = 1;
+    let mut nodes = [0u64; 16];
+    *nodes.get_mut(node / 64).ok_or(std::io::ErrorKind::InvalidInput)? = 1 << (node % 64);
+    // SAFETY: the range was mapped just now and is ours; the mask has the bits that are named, and one more as the system
+    // counts them.
+    let answer = unsafe {
+        libc::syscall(
+            libc::SYS_mbind,
+            block.address().as_ptr(),
+            block.bytes(),
+            MPOL_PREFERRED,
+            nodes.as_ptr(),
+            64 * nodes.len() + 1,
+            0,
+        )
+    };
+    if answer == 0 { Ok(()) } else { Err(std::io::Error::last_os_error()) }
+}
+
+#[cfg(not(target_os = "linux"))]
+fn prefer_node(_block: &Block, _node: usize) -> std::io::Result<()> {
+    Ok(())
+}
+
+/// Locks `mutex`. What it guards cannot be left half changed, so poison is ignored.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

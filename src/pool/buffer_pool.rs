@@ -1,0 +1,255 @@
+//! Scratch buffers that are used again from step to step.
+
+use std::sync::Arc;
+
+use crate::base::{Device, Error, ErrorKind, Result, widen};
+use crate::index::{Bucket, Buckets, Rounding, Ticket};
+use crate::memory::{Backend, Borrowed, Event, Gpu, PageLock, Region, Stream, backend_for};
+
+/// A buffer that was handed out.
+#[derive(Clone, Debug)]
+pub struct Buffer {
+    ticket: Ticket,
+    region: Arc<Region>,
+    bytes: usize,
+}
+
+impl Buffer {
+    /// What its owner shows to give it back.
+    #[must_use]
+    pub const fn ticket(&self) -> Ticket {
+        self.ticket
+    }
+
+    /// Its memory, which is as long as its bucket.
+    #[must_use]
+    pub const fn region(&self) -> &Arc<Region> {
+        &self.region
+    }
+
+    /// Bytes that were asked for.
+    #[must_use]
+    pub const fn bytes(&self) -> usize {
+        self.bytes
+    }
+}
+
+/// Scratch buffers by size, each made once, zeroed then, and handed out again and again.
+///
+/// A buffer that is given back while its stream still uses it is handed out for the same stream at once; another stream
+/// waits, on the device, for what the first has enqueued until then. Giving back bumps the buffer's generation, so that a
+/// buffer is never taken for the one that has its memory now.
+///
+/// ```
+/// use kvpool::base::Device;
+/// use kvpool::index::Rounding;
+/// use kvpool::memory::Stream;
+/// use kvpool::pool::BufferPool;
+/// let mut pool = BufferPool::new(Device::Cpu, Rounding::Pow2).unwrap();
+/// let first = pool.alloc(100, Stream::DEFAULT).unwrap();
+/// assert_eq!(first.region().bytes(), 128);
+/// pool.reset();
+/// assert!(pool.release(first.ticket()).is_err());
+/// let again = pool.alloc(120, Stream::DEFAULT).unwrap();
+/// assert_eq!(first.region().address(), again.region().address());
+/// ```
+#[derive(Debug)]
+pub struct BufferPool {
+    device: Device,
+    rounding: Rounding,
+    buckets: Buckets<Stream>,
+    /// By index, the memory of each buffer. `None` where `buckets` has a vacancy.
+    regions: Vec<Option<Arc<Region>>>,
+    /// Memory of others, by address and bytes, and what page-locks it.
+    existing: Vec<((usize, usize), Option<PageLock>)>,
+    stale_uses: usize,
+}
+
+impl BufferPool {
+    /// A pool without buffers.
+    ///
+    /// # Errors
+    /// [`ErrorKind::BackendUnavailable`] when `device` cannot be used here.
+    pub fn new(device: Device, rounding: Rounding) -> Result<Self> {
+        backend_for(device, Stream::DEFAULT)?;
+        Ok(Self {
+            device,
+            rounding,
+            buckets: Buckets::default(),
+            regions: Vec::new(),
+            existing: Vec::new(),
+            stale_uses: 0,
+        })
+    }
+
+    /// Where its buffers are.
+    #[must_use]
+    pub const fn device(&self) -> Device {
+        self.device
+    }
+
+    /// How sizes are rounded up.
+    #[must_use]
+    pub const fn rounding(&self) -> Rounding {
+        self.rounding
+    }
+
+    /// Who owns which buffer.
+    #[must_use]
+    pub const fn buckets(&self) -> &Buckets<Stream> {
+        &self.buckets
+    }
+
+    /// How often a buffer was used after it had been given back.
+    #[must_use]
+    pub const fn stale_uses(&self) -> usize {
+        self.stale_uses
+    }
+
+    /// Bytes of others that are registered.
+    #[must_use]
+    pub fn registered_bytes(&self) -> usize {
+        self.existing.iter().map(|((_, bytes), _)| bytes).sum()
+    }
+
+    /// A buffer of at least `bytes`: the last that was given back to its bucket, else a new one of zeros.
+    ///
+    /// It is valid in the order of `stream`. A new one on a GPU costs calls that may wait for the device; when there is no
+    /// memory for it, the free buffers are given back and it is tried again.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`] when its bucket is more than an address can name; [`ErrorKind::OutOfMemory`] when the memory
+    /// cannot be had; [`ErrorKind::Driver`] when the driver refuses, and for a new one while `stream` is captured. Nothing
+    /// is handed out then.
+    pub fn alloc(&mut self, bytes: usize, stream: Stream) -> Result<Buffer> {
+        let bucket = self.rounding.bucket(bytes)?;
+        let Some(reused) = self.buckets.take(bucket, stream) else { return self.make(bucket, bytes, stream) };
+        let ticket = reused.ticket;
+        let region = Arc::clone(self.region(ticket)?);
+        if let (Some(before), Some(gpu)) = (reused.after, region.gpu()) {
+            // All that uses it was enqueued before it was given back.
+            let ordered = Event::record(gpu, before).and_then(|event| event.precede(stream));
+            if let Err(failure) = ordered {
+                self.buckets.put_back_as(ticket, before);
+                return Err(failure);
+            }
+        }
+        Ok(Buffer { ticket, region, bytes })
+    }
+
+    fn make(&mut self, bucket: Bucket, bytes: usize, stream: Stream) -> Result<Buffer> {
+        let backend = backend_for(self.device, stream)?;
+        if let Some(gpu) = backend.gpu() {
+            gpu.not_capturing(stream, "a new buffer, which is zeroed once,")?;
+        }
+        let new = |backend: &Arc<dyn Backend>| Region::new(Arc::clone(backend), bucket.bytes());
+        let region = match new(&backend) {
+            Err(failure) if failure.kind() == ErrorKind::OutOfMemory && self.buckets.free_count() > 0 => {
+                self.clear();
+                new(&backend)
+            }
+            answer => answer,
+        };
+        let region = Arc::new(region?);
+        let ticket = self.buckets.add(bucket, stream);
+        let at = widen(ticket.index());
+        if at == self.regions.len() {
+            self.regions.push(None);
+        }
+        self.regions[at] = Some(Arc::clone(&region));
+        Ok(Buffer { ticket, region, bytes })
+    }
+
+    /// As [`BufferPool::alloc`] for each of `sizes`, or none of them.
+    ///
+    /// # Errors
+    /// As [`BufferPool::alloc`].
+    pub fn alloc_batch(&mut self, sizes: &[usize], stream: Stream) -> Result<Vec<Buffer>> {
+        sizes.iter().try_for_each(|&bytes| self.rounding.bucket(bytes).map(drop))?;
+        let marks = self.buckets.marks();
+        let mut buffers = Vec::with_capacity(sizes.len());
+        for &bytes in sizes {
+            match self.alloc(bytes, stream) {
+                Ok(buffer) => buffers.push(buffer),
+                Err(failure) => {
+                    for buffer in buffers.iter().rev() {
+                        self.buckets.release(buffer.ticket);
+                    }
+                    self.buckets.set_marks(marks);
+                    return Err(failure);
+                }
+            }
+        }
+        Ok(buffers)
+    }
+
+    /// The memory of a buffer that was not given back.
+    ///
+    /// # Errors
+    /// [`ErrorKind::StaleBuffer`] if it was.
+    pub fn region(&mut self, buffer: Ticket) -> Result<&Arc<Region>> {
+        let region = self.regions.get(widen(buffer.index())).and_then(Option::as_ref);
+        let region = region.filter(|_| self.buckets.is_live(buffer));
+        self.stale_uses += usize::from(region.is_none());
+        region.ok_or_else(|| stale(buffer))
+    }
+
+    /// Gives a buffer back.
+    ///
+    /// # Errors
+    /// [`ErrorKind::StaleBuffer`] if it was before; nothing is changed then.
+    pub fn release(&mut self, buffer: Ticket) -> Result<()> {
+        self.region(buffer)?;
+        self.buckets.release(buffer);
+        Ok(())
+    }
+
+    /// Gives every buffer back that is out. The same sequence of sizes gets the same memory again.
+    pub fn reset(&mut self) {
+        self.buckets.reset();
+    }
+
+    /// Gives the memory of free buffers back. On a GPU that waits for the device.
+    pub fn clear(&mut self) {
+        for index in self.buckets.drain_free() {
+            self.regions[widen(index)] = None;
+        }
+    }
+
+    /// Notes memory of others, which the pool neither owns nor recycles. With `page_lock` host memory is page-locked until
+    /// the pool goes, where there is a driver. Memory that is registered already is left as it is; whether it was new.
+    ///
+    /// Whoever calls it keeps the memory for as long as the pool.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`] for memory of another device and for a tensor with gaps, [`ErrorKind::Driver`] when the driver
+    /// refuses.
+    pub fn register_existing(&mut self, tensor: &Borrowed<'_>, page_lock: bool) -> Result<bool> {
+        if tensor.device() != Device::Cpu {
+            tensor.expect_on(self.device, "the tensor")?;
+        }
+        if !tensor.is_contiguous() {
+            return Err(Error::config(
+                "a tensor with gaps cannot be registered; register what it is a view of",
+            ));
+        }
+        let bytes = tensor.shape().numel() * tensor.dtype().size();
+        let key = (tensor.address().as_ptr().addr(), bytes);
+        if self.existing.iter().any(|(known, _)| *known == key) {
+            return Ok(false);
+        }
+        let gpu = match (tensor.device(), self.device) {
+            (Device::Cpu, Device::Cuda(ordinal)) if page_lock => Some(Gpu::open(ordinal)?),
+            (Device::Cpu, Device::Cpu) if page_lock => Gpu::any().ok(),
+            _ => None,
+        };
+        let locked = gpu.map(|gpu| PageLock::new(&gpu, tensor)).transpose()?.flatten();
+        self.existing.push((key, locked));
+        Ok(true)
+    }
+}
+
+fn stale(buffer: Ticket) -> Error {
+    let text = format!("buffer {} was given back, by release or reset", buffer.index());
+    Error::new(ErrorKind::StaleBuffer, text)
+}

@@ -1,0 +1,656 @@
+//! Fixed-size chunks in one region, for KV that left the GPU.
+
+use std::collections::HashMap;
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, mpsc};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use crate::base::{DType, Device, Dims, Error, ErrorKind, Result, bytes_of, widen};
+use crate::index::{BadFree, BadFrees, RefCounts, Ticket, on_bad_frees};
+use crate::kernels::{Way, num_threads, transfer};
+use crate::memory::{ALIGNMENT, Borrowed, Event, Gpu, Mapped, PAGE, Region, Stream, backend_for};
+use crate::tensor::TensorView;
+
+use super::{at_least_one, fits_int32};
+
+/// About so much is page-locked at a time: some tens of milliseconds of work.
+const STEP_BYTES: usize = 256 << 20;
+
+/// The shape of a [`ChunkPool`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ChunkConfig {
+    /// Chunks.
+    pub num_chunks: usize,
+    /// Extents of a chunk.
+    pub chunk_shape: Vec<usize>,
+    /// Element type.
+    pub dtype: DType,
+    /// Where the chunks are.
+    pub device: Device,
+    /// Whether host memory is page-locked, where there is a driver.
+    pub pin_memory: bool,
+    /// The NUMA node that host memory is taken from.
+    pub numa_node: Option<usize>,
+    /// Whether host memory is taken in explicit huge pages.
+    pub huge_pages: bool,
+    /// Whether a bad free is an error.
+    pub strict: bool,
+}
+
+/// How far page-locking has come.
+#[derive(Clone, Debug)]
+pub struct Progress {
+    /// Chunks that can be used.
+    pub done: usize,
+    /// Chunks in all.
+    pub total: usize,
+    /// Why the last step was not page-locked. Its chunks are ordinary memory.
+    pub failure: Option<Error>,
+}
+
+/// What a caller that must not wait gets.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Attempt {
+    /// The chunks.
+    Taken(Vec<Ticket>),
+    /// There are not so many.
+    Full,
+    /// There will be so many when page-locking or copies have come further.
+    Later,
+}
+
+/// Fixed-size chunks, numbered from 0, each with a count of references; the last freed is taken first.
+///
+/// Host memory is page-locked in steps by [`ChunkPool::lock_pages`]; chunks can be taken as soon as their step is done.
+///
+/// ```
+/// use kvpool::base::{DType, Device};
+/// use kvpool::memory::Stream;
+/// use kvpool::pool::{Attempt, ChunkConfig, ChunkPool};
+/// let config = ChunkConfig {
+///     num_chunks: 2, chunk_shape: vec![2, 8], dtype: DType::F16, device: Device::Cpu, pin_memory: false,
+///     numa_node: None, huge_pages: false, strict: false,
+/// };
+/// let pool = ChunkPool::new(config, Stream::DEFAULT).unwrap();
+/// let Attempt::Taken(chunks) = pool.try_allocate(2).unwrap() else { panic!("there are two") };
+/// assert_eq!(pool.try_allocate(1).unwrap(), Attempt::Full);
+/// assert_eq!(pool.free(chunks[0]).unwrap().dropped(), 0);
+/// assert_eq!(pool.free(chunks[0]).unwrap().dropped(), 1);
+/// ```
+#[derive(Debug)]
+pub struct ChunkPool {
+    config: ChunkConfig,
+    shape: Dims,
+    chunk_bytes: usize,
+    /// From one chunk to the next.
+    stride: usize,
+    region: Arc<Region>,
+    /// What page-locks the region, if it is host memory.
+    mapped: Option<Arc<Mapped>>,
+    /// The device through which it does, if it does.
+    locks_through: Option<Arc<Gpu>>,
+    state: Mutex<State>,
+    /// Told when chunks were offered or put back.
+    changed: Condvar,
+    /// Whether page-locking is to stop early.
+    stop: AtomicBool,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    chunks: RefCounts,
+    /// Chunks with copies that may be under way.
+    flights: HashMap<u32, Flight>,
+    /// Of those, the ones that were freed.
+    returning: Vec<u32>,
+    /// Whether page-locking goes on.
+    is_locking: bool,
+    registered: usize,
+}
+
+/// Copies of one chunk.
+#[derive(Debug, Default)]
+struct Flight {
+    /// Calls that have not returned.
+    calls: usize,
+    /// Points after copies that were enqueued.
+    done: Vec<Arc<Event>>,
+}
+
+impl Flight {
+    /// Whether all copies are done.
+    fn is_over(&mut self) -> Result<bool> {
+        while let Some(event) = self.done.last() {
+            if !event.passed()? {
+                return Ok(false);
+            }
+            self.done.pop();
+        }
+        Ok(self.calls == 0)
+    }
+}
+
+impl State {
+    /// Puts the chunks back that were freed and whose copies are done.
+    fn settle(&mut self) -> Result<()> {
+        let mut at = 0;
+        while let Some(&index) = self.returning.get(at) {
+            if self.flights.get_mut(&index).map_or(Ok(true), Flight::is_over)? {
+                self.flights.remove(&index);
+                self.returning.remove(at);
+                self.chunks.put_back(index);
+            } else {
+                at += 1;
+            }
+        }
+        Ok(())
+    }
+
+    /// Lets a chunk whose last reference is gone be taken again, at once or when its copies are done.
+    fn put_back(&mut self, index: u32) {
+        // A driver that cannot say whether copies are done is asked again when the chunk is needed.
+        let is_over = self.flights.get_mut(&index).is_none_or(|flight| matches!(flight.is_over(), Ok(true)));
+        if is_over {
+            self.flights.remove(&index);
+            self.chunks.put_back(index);
+        } else {
+            self.returning.push(index);
+        }
+    }
+}
+
+impl ChunkPool {
+    /// Maps the memory; on a GPU it is zeroed in the order of `stream`. Chunks of a pool that [`ChunkPool::is_locked`] can be
+    /// taken when [`ChunkPool::lock_pages`] has come to them, others at once.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`] for a size of 0, a node that is not there and sizes whose bytes overflow; what the backend says
+    /// when it has not enough.
+    pub fn new(config: ChunkConfig, stream: Stream) -> Result<Self> {
+        at_least_one(&[("num_chunks", config.num_chunks)])?;
+        if config.chunk_shape.contains(&0) {
+            return Err(Error::config(format!(
+                "chunk_shape is {:?}; no extent may be 0",
+                config.chunk_shape
+            )));
+        }
+        let count = fits_int32("num_chunks", Some(config.num_chunks))?;
+        let chunk_bytes = bytes_of("a chunk", &config.chunk_shape, config.dtype)?;
+        let extents: Vec<i64> =
+            config.chunk_shape.iter().map(|&extent| i64::try_from(extent).unwrap_or(i64::MAX)).collect();
+        let shape = Dims::new(&extents)?;
+        let stride = chunk_bytes.checked_next_multiple_of(ALIGNMENT).unwrap_or(usize::MAX);
+        let bytes = bytes_of("all chunks", &[config.num_chunks, stride], DType::U8)?;
+        let (region, mapped) = match config.device {
+            Device::Cpu => {
+                let mapped = Arc::new(Mapped::new(config.numa_node, config.huge_pages)?);
+                (Region::new(Arc::clone(&mapped) as _, bytes)?, Some(mapped))
+            }
+            Device::Cuda(_) => (Region::new(backend_for(config.device, stream)?, bytes)?, None),
+        };
+        let mut state = State::default();
+        state.chunks.extend(count)?;
+        let wanted = config.pin_memory && mapped.is_some();
+        let locks_through = wanted.then(|| Gpu::any().ok()).flatten();
+        if locks_through.is_none() {
+            state.chunks.offer(0..count);
+        }
+        Ok(Self {
+            config,
+            shape,
+            chunk_bytes,
+            stride,
+            region: Arc::new(region),
+            mapped,
+            locks_through,
+            state: Mutex::new(state),
+            changed: Condvar::new(),
+            stop: AtomicBool::new(false),
+        })
+    }
+
+    /// Whether its memory is page-locked, or will be.
+    #[must_use]
+    pub const fn is_locked(&self) -> bool {
+        self.locks_through.is_some()
+    }
+
+    /// Its shape, as it was asked for.
+    #[must_use]
+    pub const fn config(&self) -> &ChunkConfig {
+        &self.config
+    }
+
+    /// Bytes of a chunk.
+    #[must_use]
+    pub const fn chunk_bytes(&self) -> usize {
+        self.chunk_bytes
+    }
+
+    /// Bytes of the region.
+    #[must_use]
+    pub fn mem_bytes(&self) -> usize {
+        self.region.bytes()
+    }
+
+    /// Whether it is in explicit huge pages.
+    #[must_use]
+    pub fn has_huge_pages(&self) -> bool {
+        self.mapped.as_ref().is_some_and(|mapped| mapped.has_huge_pages())
+    }
+
+    /// What of its wishes the system could not fulfil, in words, once.
+    #[must_use]
+    pub fn notes(&self) -> Vec<String> {
+        self.mapped.as_ref().map_or_else(Vec::new, |mapped| mapped.notes())
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Does `look` with the numbers of the chunks, and how many of them are page-locked.
+    pub fn counts<R>(&self, look: impl FnOnce(&RefCounts, usize) -> R) -> R {
+        let state = self.state();
+        look(&state.chunks, state.registered)
+    }
+
+    /// Page-locks the memory step by step on several threads, until the pool stops. Its only step, if there is one only, is
+    /// done on return.
+    ///
+    /// To be called once; of a pool that is not [`ChunkPool::is_locked`] there is nothing to lock.
+    pub fn lock_pages(self: &Arc<Self>) -> Option<PageLocking> {
+        let gpu = self.locks_through.clone()?;
+        self.state().is_locking = true;
+        let (sender, progress) = mpsc::channel();
+        let work = Arc::new(Steps { steps: self.steps(), next: AtomicUsize::new(0) });
+        let threads = num_threads().min(work.steps.len());
+        for number in 0..threads {
+            let (pool, gpu, work, steps_done) =
+                (Arc::clone(self), Arc::clone(&gpu), Arc::clone(&work), sender.clone());
+            let lock = move || {
+                while let Some(step) = work.steps.get(work.next.fetch_add(1, Relaxed))
+                    && !pool.stop.load(Relaxed)
+                {
+                    // Whether somebody still listens or not, the memory is locked.
+                    let _ = steps_done.send(pool.lock_step(&gpu, step));
+                }
+            };
+            let name = format!("kvpool-page-lock-{number}");
+            if threads == 1 {
+                lock();
+            } else if let Err(failure) = thread::Builder::new().name(name).spawn(lock)
+                && number == 0
+            {
+                // The machine has no thread to give: the memory stays ordinary.
+                self.state().chunks.offer(0..u32::try_from(self.config.num_chunks).unwrap_or(u32::MAX));
+                let failure = Some(Error::new(ErrorKind::OutOfMemory, failure.to_string()));
+                let total = self.config.num_chunks;
+                let _ = sender.send(Progress { done: total, total, failure });
+                break;
+            }
+        }
+        Some(PageLocking { pool: Arc::clone(self), progress, steps: work.steps.len(), done: 0 })
+    }
+
+    /// The chunks of each step. Each begins and ends at a page, so that none shares a page with another.
+    fn steps(&self) -> Vec<Range<u32>> {
+        let pages = |chunks: &usize| (chunks * self.stride).is_multiple_of(PAGE);
+        let least = (1..=PAGE / ALIGNMENT).find(pages).unwrap_or(PAGE / ALIGNMENT);
+        let chunks = (STEP_BYTES / self.stride).max(1).next_multiple_of(least);
+        let count = self.config.num_chunks;
+        (0..count)
+            .step_by(chunks)
+            .map(|first| {
+                let end = first.saturating_add(chunks).min(count);
+                u32::try_from(first).unwrap_or(u32::MAX)..u32::try_from(end).unwrap_or(u32::MAX)
+            })
+            .collect()
+    }
+
+    /// Page-locks a step and offers its chunks.
+    fn lock_step(&self, gpu: &Arc<Gpu>, step: &Range<u32>) -> Progress {
+        let bytes = widen(step.start) * self.stride..widen(step.end) * self.stride;
+        let locked = match &self.mapped {
+            Some(mapped) => mapped.lock_pages(gpu, &self.region, &bytes),
+            None => Ok(()),
+        };
+        let mut state = self.state();
+        state.chunks.offer(step.clone());
+        if locked.is_ok() {
+            state.registered += step.len();
+        }
+        let done = state.chunks.ready() + state.chunks.in_use();
+        drop(state);
+        self.changed.notify_all();
+        Progress { done, total: self.config.num_chunks, failure: locked.err() }
+    }
+
+    fn end_locking(&self) {
+        self.state().is_locking = false;
+        self.changed.notify_all();
+    }
+
+    /// Ends page-locking early. What it has not come to is never offered.
+    pub fn stop(&self) {
+        self.stop.store(true, Relaxed);
+    }
+
+    /// Waits until page-locking has ended, or for `timeout`; whether it has.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Driver`] in the child of a fork, where it never ends.
+    pub fn wait_registered(&self, timeout: Duration) -> Result<bool> {
+        let state = self.state();
+        if state.is_locking {
+            self.check_process()?;
+        }
+        match self.changed.wait_timeout_while(state, timeout, |state| state.is_locking) {
+            Ok((_, waited)) => Ok(!waited.timed_out()),
+            Err(_) => Ok(true),
+        }
+    }
+
+    /// Takes `count` chunks, each with one reference, or none of them, without waiting.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Driver`] when the driver cannot say whether copies are done.
+    pub fn try_allocate(&self, count: usize) -> Result<Attempt> {
+        Self::attempt(&mut self.state(), count)
+    }
+
+    /// As [`ChunkPool::try_allocate`] for one chunk, without a list.
+    ///
+    /// # Errors
+    /// As [`ChunkPool::try_allocate`].
+    pub fn try_allocate_one(&self) -> Result<Option<Ticket>> {
+        let mut state = self.state();
+        if !state.returning.is_empty() {
+            state.settle()?;
+        }
+        Ok(state.chunks.take())
+    }
+
+    fn attempt(state: &mut State, count: usize) -> Result<Attempt> {
+        if !state.returning.is_empty() {
+            state.settle()?;
+        }
+        if state.chunks.ready() >= count {
+            return Ok(Attempt::Taken((0..count).filter_map(|_| state.chunks.take()).collect()));
+        }
+        let coming = state.chunks.available() + state.returning.len();
+        Ok(if coming >= count && (state.is_locking || !state.returning.is_empty()) {
+            Attempt::Later
+        } else {
+            Attempt::Full
+        })
+    }
+
+    /// As [`ChunkPool::try_allocate`], but waits for page-locking, at most for about `timeout`, and for copies of freed chunks,
+    /// as long as they could bring what is missing.
+    ///
+    /// # Errors
+    /// As [`ChunkPool::try_allocate`], and in the child of a fork, where nothing comes any more.
+    pub fn allocate(&self, count: usize, timeout: Duration) -> Result<Attempt> {
+        /// How often it asks whether copies are done, while something else may come first.
+        const POLL: Duration = Duration::from_micros(200);
+        let end = Instant::now() + timeout;
+        let mut state = self.state();
+        loop {
+            let attempt = Self::attempt(&mut state, count)?;
+            if attempt != Attempt::Later || Instant::now() >= end {
+                return Ok(attempt);
+            }
+            self.check_process()?;
+            let copied =
+                state.returning.iter().find_map(|index| state.flights.get(index)?.done.last().cloned());
+            state = match copied {
+                Some(copied) if !state.is_locking => {
+                    drop(state);
+                    copied.wait()?;
+                    self.state()
+                }
+                _ => match self.changed.wait_timeout(state, POLL) {
+                    Ok((state, _)) => state,
+                    Err(poisoned) => poisoned.into_inner().0,
+                },
+            };
+        }
+    }
+
+    fn check_process(&self) -> Result<()> {
+        self.locks_through.as_ref().map_or(Ok(()), |gpu| gpu.check_process())
+    }
+
+    /// How often a chunk is referred to; 0 once it was freed.
+    #[must_use]
+    pub fn references(&self, chunk: Ticket) -> u32 {
+        self.state().chunks.references(chunk)
+    }
+
+    /// Adds a reference.
+    ///
+    /// # Errors
+    /// [`ErrorKind::StaleBuffer`] when the chunk was freed.
+    pub fn retain(&self, chunk: Ticket) -> Result<()> {
+        if self.state().chunks.retain(chunk) { Ok(()) } else { Err(stale(chunk)) }
+    }
+
+    /// Gives up a reference; with the last one the chunk is free, as soon as its copies are done. What was freed before is
+    /// dropped and reported.
+    ///
+    /// # Errors
+    /// If strict, [`ErrorKind::IndexOwnership`] when it would be dropped.
+    pub fn release(&self, chunk: Ticket) -> Result<BadFrees> {
+        self.give_up(&mut self.state(), chunk)
+    }
+
+    /// Frees a chunk that its caller alone refers to. What was freed before or is still referenced is dropped and reported.
+    ///
+    /// # Errors
+    /// As [`ChunkPool::release`].
+    pub fn free(&self, chunk: Ticket) -> Result<BadFrees> {
+        let mut state = self.state();
+        if state.chunks.references(chunk) > 1 {
+            return self.refuse(&mut state, chunk, BadFree::StillReferenced);
+        }
+        self.give_up(&mut state, chunk)
+    }
+
+    fn give_up(&self, state: &mut State, chunk: Ticket) -> Result<BadFrees> {
+        match state.chunks.release(chunk) {
+            Ok(is_last) => {
+                if is_last {
+                    state.put_back(chunk.index());
+                }
+                Ok(BadFrees::default())
+            }
+            Err(reason) => self.refuse(state, chunk, reason),
+        }
+    }
+
+    /// What is said of the free of a chunk of another pool.
+    ///
+    /// # Errors
+    /// As [`ChunkPool::release`].
+    pub fn free_foreign(&self, chunk: Ticket) -> Result<BadFrees> {
+        self.refuse(&mut self.state(), chunk, BadFree::Foreign)
+    }
+
+    fn refuse(&self, state: &mut State, chunk: Ticket, reason: BadFree) -> Result<BadFrees> {
+        let mut bad = BadFrees::default();
+        bad.add(i64::from(chunk.index()), reason, 1);
+        let bad = on_bad_frees(bad, self.config.strict, "chunk", 1, state.chunks.capacity())?;
+        state.chunks.note_dropped();
+        Ok(bad)
+    }
+
+    /// The chunk's first elements as a tensor of `shape`, or all of it, without a copy.
+    ///
+    /// # Errors
+    /// [`ErrorKind::StaleBuffer`] when the chunk was freed, [`ErrorKind::Config`] for a shape that does not fit.
+    pub fn tensor(&self, chunk: Ticket, shape: Option<Dims>) -> Result<TensorView> {
+        if self.references(chunk) == 0 {
+            return Err(stale(chunk));
+        }
+        let shape = match shape {
+            Some(shape) => self.fitting(shape)?,
+            None => self.shape,
+        };
+        let offset = widen(chunk.index()) * self.stride;
+        TensorView::packed(Arc::clone(&self.region), offset, self.config.dtype, shape)
+    }
+
+    fn fitting(&self, shape: Dims) -> Result<Dims> {
+        let bytes = shape.bytes(self.config.dtype)?;
+        if bytes > self.chunk_bytes {
+            return Err(Error::config(format!(
+                "shape {:?} of {} takes {bytes} bytes, a chunk has {}",
+                shape.as_slice(),
+                self.config.dtype,
+                self.chunk_bytes
+            )));
+        }
+        Ok(shape)
+    }
+
+    /// Copies the elements of `tensor`, in order, to the beginning of a chunk or from there.
+    ///
+    /// In host memory it is done on return. With a GPU on either side it is enqueued on `stream`, a stream of that GPU, and
+    /// done when the event has passed; until then the tensor must live and the chunk cannot be taken again.
+    ///
+    /// # Errors
+    /// [`ErrorKind::StaleBuffer`] when the chunk was freed; [`ErrorKind::Type`] for another dtype,
+    /// [`ErrorKind::Config`] for more elements than a chunk has, and for memory of two GPUs; [`ErrorKind::Driver`] when the
+    /// driver refuses.
+    pub fn copy(
+        &self,
+        chunk: Ticket,
+        tensor: &Borrowed<'_>,
+        way: Way,
+        stream: Stream,
+    ) -> Result<Option<Arc<Event>>> {
+        if tensor.dtype() != self.config.dtype {
+            return Err(Error::wrong_type(format!(
+                "the tensor is {}, the chunk {}",
+                tensor.dtype(),
+                self.config.dtype
+            )));
+        }
+        let gpu = match (tensor.device(), self.config.device) {
+            (Device::Cpu, Device::Cpu) => None,
+            (Device::Cuda(ordinal), Device::Cpu) | (Device::Cpu, Device::Cuda(ordinal)) => {
+                Some(Gpu::open(ordinal)?)
+            }
+            (Device::Cuda(theirs), Device::Cuda(ours)) => {
+                if theirs != ours {
+                    tensor.expect_on(self.config.device, "the tensor")?;
+                }
+                Some(Gpu::open(ours)?)
+            }
+        };
+        if let Some(gpu) = &gpu {
+            gpu.not_capturing(stream, "a copy of a chunk, whose end is waited for,")?;
+        }
+        let extent = i64::try_from(tensor.shape().numel()).unwrap_or(i64::MAX);
+        let packed = self.tensor(chunk, Some(Dims::new(&[extent])?))?;
+        self.begin_copy(chunk)?;
+        let copied = transfer(&packed.borrow()?, tensor, way, gpu.as_ref(), stream);
+        let done = match &gpu {
+            Some(gpu) => Event::record(gpu, stream).map(|event| Some(Arc::new(event))),
+            None => Ok(None),
+        };
+        let done = copied.and(done);
+        if let (Err(_), Some(gpu)) = (&done, &gpu) {
+            // What was enqueued of it must not outlive this call, whose caller keeps nothing then.
+            let _ = gpu.synchronize(stream);
+        }
+        self.end_copy(chunk.index(), done.as_ref().ok().and_then(Option::as_ref));
+        done
+    }
+
+    fn begin_copy(&self, chunk: Ticket) -> Result<()> {
+        let mut state = self.state();
+        if state.chunks.references(chunk) == 0 {
+            return Err(stale(chunk));
+        }
+        let flight = state.flights.entry(chunk.index()).or_default();
+        flight.is_over()?;
+        flight.calls += 1;
+        Ok(())
+    }
+
+    fn end_copy(&self, index: u32, done: Option<&Arc<Event>>) {
+        let mut state = self.state();
+        if let Some(flight) = state.flights.get_mut(&index) {
+            flight.calls -= 1;
+            flight.done.extend(done.cloned());
+            if flight.calls == 0 && flight.done.is_empty() && !state.returning.contains(&index) {
+                state.flights.remove(&index);
+            }
+        }
+        drop(state);
+        self.changed.notify_all();
+    }
+}
+
+/// The steps of page-locking, of which each thread takes the next.
+#[derive(Debug)]
+struct Steps {
+    steps: Vec<Range<u32>>,
+    next: AtomicUsize,
+}
+
+/// Page-locking that goes on, until it drops.
+#[derive(Debug)]
+pub struct PageLocking {
+    pool: Arc<ChunkPool>,
+    progress: mpsc::Receiver<Progress>,
+    steps: usize,
+    /// Steps of several threads may be told in another order than they were counted; what is told only grows.
+    done: usize,
+}
+
+impl PageLocking {
+    /// How many steps it takes.
+    #[must_use]
+    pub const fn steps(&self) -> usize {
+        self.steps
+    }
+
+    /// Waits for the next step, at most for `timeout`; `Ok(None)` if there was none.
+    ///
+    /// # Errors
+    /// [`Over`] when there is no further step.
+    pub fn next(&mut self, timeout: Duration) -> std::result::Result<Option<Progress>, Over> {
+        match self.progress.recv_timeout(timeout) {
+            Ok(step) => {
+                self.done = self.done.max(step.done);
+                Ok(Some(Progress { done: self.done, ..step }))
+            }
+            Err(mpsc::RecvTimeoutError::Timeout) => Ok(None),
+            Err(mpsc::RecvTimeoutError::Disconnected) => Err(Over),
+        }
+    }
+
+    /// Has it end after the steps that were begun.
+    pub fn stop(&self) {
+        self.pool.stop();
+    }
+}
+
+impl Drop for PageLocking {
+    fn drop(&mut self) {
+        self.pool.end_locking();
+    }
+}
+
+/// There is no further step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Over;
+
+fn stale(chunk: Ticket) -> Error {
+    Error::new(ErrorKind::StaleBuffer, format!("chunk {} was freed", chunk.index()))
+}

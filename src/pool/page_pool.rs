@@ -1,0 +1,158 @@
+//! Fixed-size pages of numbers, with a free list.
+
+use std::sync::Arc;
+
+use crate::base::{DType, Device, Error, Result, bytes_of, widen};
+use crate::index::{BadFrees, RefCounts, Ticket, on_bad_frees};
+use crate::memory::{Backend, Region, Stream, backend_for};
+use crate::tensor::TensorView;
+
+use super::{at_least_one, fits_int32};
+
+/// The shape of a [`PagePool`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PageConfig {
+    /// Elements of a page.
+    pub page_size: usize,
+    /// Pages at first.
+    pub initial_pages: usize,
+    /// Element type.
+    pub dtype: DType,
+    /// Where the pages are.
+    pub device: Device,
+    /// Pages that are added when all are in use.
+    pub grow: usize,
+    /// Whether a bad free is an error.
+    pub strict: bool,
+}
+
+/// Fixed-size pages, numbered from 0, of which the last freed is taken first.
+///
+/// It never shrinks. Growing adds a region and moves none, so every page keeps its address.
+///
+/// ```
+/// use kvpool::base::{DType, Device};
+/// use kvpool::memory::Stream;
+/// use kvpool::pool::{PageConfig, PagePool};
+/// let config = PageConfig {
+///     page_size: 16, initial_pages: 2, dtype: DType::F32, device: Device::Cpu, grow: 1, strict: false,
+/// };
+/// let mut pool = PagePool::new(config, Stream::DEFAULT).unwrap();
+/// assert_eq!(pool.alloc(Stream::DEFAULT).unwrap(), Some(0));
+/// assert_eq!(pool.alloc(Stream::DEFAULT).unwrap(), Some(1));
+/// assert_eq!(pool.alloc(Stream::DEFAULT).unwrap(), Some(2));
+/// assert_eq!(pool.free(1).unwrap().dropped(), 0);
+/// assert_eq!(pool.alloc(Stream::DEFAULT).unwrap(), Some(1));
+/// assert_eq!(pool.page(2).unwrap().shape().as_slice(), [16]);
+/// ```
+#[derive(Debug)]
+pub struct PagePool {
+    config: PageConfig,
+    page_bytes: usize,
+    pages: RefCounts,
+    /// The regions of the pages, in their order, each with the number of its first page.
+    regions: Vec<(u32, Arc<Region>)>,
+}
+
+impl PagePool {
+    /// A pool with its first pages. On a GPU they are zeroed in the order of `stream`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for a page of no elements and for sizes whose bytes overflow;
+    /// what the backend says when it has not enough.
+    pub fn new(config: PageConfig, stream: Stream) -> Result<Self> {
+        at_least_one(&[("page_size", config.page_size)])?;
+        let page_bytes = bytes_of("a page", &[config.page_size], config.dtype)?;
+        let mut pool = Self { config, page_bytes, pages: RefCounts::default(), regions: Vec::new() };
+        // Whether the device is there at all is asked now, also for a pool that has no page yet.
+        let backend = backend_for(config.device, stream)?;
+        pool.add(config.initial_pages, backend, stream)?;
+        Ok(pool)
+    }
+
+    /// Adds pages, or changes nothing.
+    fn add(&mut self, count: usize, backend: Arc<dyn Backend>, stream: Stream) -> Result<()> {
+        let total = self.pages.capacity();
+        let end = fits_int32("pages", total.checked_add(count))?;
+        let first = u32::try_from(total).unwrap_or(u32::MAX);
+        if count == 0 {
+            return Ok(());
+        }
+        if let Some(gpu) = backend.gpu() {
+            gpu.not_capturing(stream, "a new page, which is zeroed once,")?;
+        }
+        let bytes = bytes_of("pages", &[count, self.config.page_size], self.config.dtype)?;
+        let region = Arc::new(Region::new(backend, bytes)?);
+        self.pages.extend(end - first)?;
+        self.pages.offer(first..end);
+        self.regions.push((first, region));
+        Ok(())
+    }
+
+    /// Its shape, as it was asked for.
+    #[must_use]
+    pub const fn config(&self) -> &PageConfig {
+        &self.config
+    }
+
+    /// Who owns which page.
+    #[must_use]
+    pub const fn pages(&self) -> &RefCounts {
+        &self.pages
+    }
+
+    /// Bytes of all pages.
+    #[must_use]
+    pub fn mem_bytes(&self) -> usize {
+        self.regions.iter().map(|(_, region)| region.bytes()).sum()
+    }
+
+    /// Takes a page. `None` if all are in use and the pool does not grow.
+    ///
+    /// Pages that it adds on a GPU are zeroed in the order of `stream`: another stream needs an event.
+    ///
+    /// # Errors
+    /// What the backend says when it has not enough for pages that are to be added; nothing is changed then.
+    pub fn alloc(&mut self, stream: Stream) -> Result<Option<u32>> {
+        if self.config.grow > 0 && self.pages.ready() == 0 {
+            self.add(self.config.grow, backend_for(self.config.device, stream)?, stream)?;
+        }
+        Ok(self.pages.take().map(Ticket::index))
+    }
+
+    /// Gives a page back; what is not in use is dropped and reported.
+    ///
+    /// # Errors
+    /// If strict, [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) when it would be dropped.
+    pub fn free(&mut self, page: i64) -> Result<BadFrees> {
+        let mut bad = BadFrees::default();
+        if let Some(reason) = self.pages.reason(page) {
+            bad.add(page, reason, 1);
+        }
+        let bad = on_bad_frees(bad, self.config.strict, "page", 1, self.pages.capacity())?;
+        let ticket = u32::try_from(page).ok().and_then(|index| self.pages.ticket(index));
+        match ticket {
+            Some(ticket) if bad.dropped() == 0 => {
+                // It has one reference, since nobody retains pages.
+                let _ = self.pages.release(ticket);
+                self.pages.put_back(ticket.index());
+            }
+            _ => self.pages.note_dropped(),
+        }
+        Ok(bad)
+    }
+
+    /// The elements of a page, in use or not, without a copy.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a page that is not there.
+    pub fn page(&self, page: i64) -> Result<TensorView> {
+        let total = self.pages.capacity();
+        let number = u32::try_from(page).ok().filter(|&number| widen(number) < total);
+        let number = number.ok_or_else(|| Error::index(format!("page {page} is outside [0, {total})")))?;
+        let after = self.regions.partition_point(|(first, _)| *first <= number);
+        let (first, region) = &self.regions[after - 1];
+        let offset = widen(number - first) * self.page_bytes;
+        TensorView::contiguous(Arc::clone(region), offset, self.config.dtype, &[self.config.page_size])
+    }
+}

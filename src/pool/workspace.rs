@@ -1,0 +1,398 @@
+//! One arena for everything that a forward pass allocates.
+
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::{self, ThreadId};
+
+use crate::base::{DType, Device, Dims, Error, ErrorKind, Result};
+use crate::index::Arena;
+use crate::memory::{ALIGNMENT, Cuda, Event, Gpu, Host, Region, Stream};
+use crate::tensor::TensorView;
+
+use super::at_least_one;
+
+/// A byte that makes a NaN of every float dtype that kvpool knows, and -1 of every signed int.
+const POISON: u8 = 0xff;
+
+/// An arena of fixed size and address, from which tensors are cut and to which all go back at once.
+///
+/// It belongs to one thread from its first tensor until it is reset: calls of others are errors. Frameworks that allocate
+/// by themselves take segments of it between [`Workspace::enter`] and [`Workspace::leave`].
+///
+/// ```
+/// use kvpool::base::{DType, Device, Dims};
+/// use kvpool::memory::Stream;
+/// use kvpool::pool::Workspace;
+/// let workspace = Workspace::new(Device::Cpu, 1024, false).unwrap();
+/// let shape = Dims::new(&[100]).unwrap();
+/// let first = workspace.empty(shape, DType::F32, Stream::DEFAULT).unwrap();
+/// assert!(workspace.empty(Dims::new(&[200]).unwrap(), DType::F32, Stream::DEFAULT).is_err());
+/// assert!(workspace.reset(Stream::DEFAULT).unwrap());
+/// let again = workspace.empty(shape, DType::F32, Stream::DEFAULT).unwrap();
+/// assert_eq!(first.address(), again.address());
+/// ```
+#[derive(Debug)]
+pub struct Workspace {
+    device: Device,
+    arena_bytes: usize,
+    /// Whether the arena is filled with NaN at each reset.
+    poison: bool,
+    /// `None` once it is closed.
+    shared: Mutex<Option<Arc<Shared>>>,
+}
+
+/// What segments of the arena keep alive.
+#[derive(Debug)]
+struct Shared {
+    region: Arc<Region>,
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    arena: Arena,
+    owner: Option<ThreadId>,
+    /// How often its owner has entered it.
+    entered: usize,
+    /// Segments that a framework has.
+    segments: usize,
+    /// What was asked for in vain since somebody entered it.
+    refused: Option<Error>,
+    order: Order,
+}
+
+/// Which streams must come before memory is used again.
+#[derive(Debug, Default)]
+struct Order {
+    /// Streams that may use memory that was given back.
+    before: Vec<Stream>,
+    /// Streams that come after all of those.
+    after: Vec<Stream>,
+    /// Streams that have taken memory since something was given back last.
+    users: Vec<Stream>,
+}
+
+impl Order {
+    /// Lets `stream`, which takes memory, come after those that used what was given back.
+    fn take(&mut self, gpu: &Arc<Gpu>, stream: Stream) -> Result<()> {
+        if !self.after.contains(&stream) {
+            for &other in self.before.iter().filter(|&&other| other != stream) {
+                Event::record(gpu, other)?.precede(stream)?;
+            }
+            self.after.push(stream);
+        }
+        if !self.users.contains(&stream) {
+            self.users.push(stream);
+        }
+        Ok(())
+    }
+
+    /// Notes that memory was given back.
+    fn give_back(&mut self) {
+        if self.after.is_empty() {
+            for stream in std::mem::take(&mut self.users) {
+                if !self.before.contains(&stream) {
+                    self.before.push(stream);
+                }
+            }
+        } else {
+            // Whoever took memory since came after those that are forgotten now.
+            self.before = std::mem::take(&mut self.users);
+        }
+        self.after.clear();
+    }
+}
+
+impl Shared {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Cuts `bytes` from the arena for work on `stream`.
+    fn take(&self, state: &mut State, bytes: usize, stream: Stream) -> Result<Range<usize>> {
+        let Some(range) = state.arena.take(bytes) else {
+            return Err(Error::new(
+                ErrorKind::WorkspaceExhausted,
+                format!(
+                    "{bytes} bytes asked for, {} left in one piece in the workspace arena on {} ({} of {} bytes in use)",
+                    state.arena.largest(),
+                    self.region.device(),
+                    state.arena.used(),
+                    state.arena.capacity()
+                ),
+            ));
+        };
+        if let Some(gpu) = self.region.gpu()
+            && let Err(failure) = state.order.take(gpu, stream)
+        {
+            state.arena.give_back(range);
+            return Err(failure);
+        }
+        Ok(range)
+    }
+
+    /// Fills bytes of the arena.
+    fn fill(&self, range: &Range<usize>, value: u8, stream: Stream) -> Result<()> {
+        match self.region.gpu() {
+            Some(gpu) => gpu.fill((&self.region, range.start), range.len(), value, stream),
+            None => self.region.fill(range.start, range.len(), value),
+        }
+    }
+}
+
+impl State {
+    /// Makes this thread the owner.
+    fn claim(&mut self) -> Result<()> {
+        let here = thread::current().id();
+        match self.owner {
+            Some(owner) if owner != here => Err(Error::new(
+                ErrorKind::State,
+                format!(
+                    "the workspace belongs to another thread ({owner:?}, this is {here:?}) until it resets it"
+                ),
+            )),
+            _ => {
+                self.owner = Some(here);
+                Ok(())
+            }
+        }
+    }
+
+    /// Lets another thread have it, if nothing of it is out.
+    fn unclaim(&mut self) {
+        if self.entered == 0 && self.arena.used() == 0 {
+            self.owner = None;
+        }
+    }
+}
+
+impl Workspace {
+    /// An arena of `arena_bytes` on `device`, whose contents are not defined. With `poison` it is filled with NaN at each
+    /// reset.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`] for an arena of no bytes, what the backend says when it has not enough.
+    pub fn new(device: Device, arena_bytes: usize, poison: bool) -> Result<Self> {
+        at_least_one(&[("arena_bytes", arena_bytes)])?;
+        let region = match device {
+            Device::Cpu => Region::new(Arc::new(Host), arena_bytes)?,
+            Device::Cuda(ordinal) => {
+                Region::new(Arc::new(Cuda::unwritten(&Gpu::open(ordinal)?)), arena_bytes)?
+            }
+        };
+        let state = State {
+            arena: Arena::new(arena_bytes, ALIGNMENT),
+            owner: None,
+            entered: 0,
+            segments: 0,
+            refused: None,
+            order: Order::default(),
+        };
+        let shared = Arc::new(Shared { region: Arc::new(region), state: Mutex::new(state) });
+        Ok(Self { device, arena_bytes, poison, shared: Mutex::new(Some(shared)) })
+    }
+
+    /// Where it is.
+    #[must_use]
+    pub const fn device(&self) -> Device {
+        self.device
+    }
+
+    /// Bytes of the arena.
+    #[must_use]
+    pub const fn arena_bytes(&self) -> usize {
+        self.arena_bytes
+    }
+
+    /// Whether it was closed.
+    #[must_use]
+    pub fn is_closed(&self) -> bool {
+        self.lock().is_none()
+    }
+
+    /// Bytes in use, and the most that were at once; none once it is closed.
+    #[must_use]
+    pub fn usage(&self) -> [usize; 2] {
+        self.lock().as_ref().map_or([0; 2], |shared| {
+            let state = shared.state();
+            [state.arena.used(), state.arena.high_water()]
+        })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<Arc<Shared>>> {
+        self.shared.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Does `work` with the arena, as its owner.
+    fn with<R>(&self, work: impl FnOnce(&Arc<Shared>, &mut State) -> Result<R>) -> Result<R> {
+        let shared = self.lock();
+        let shared =
+            shared.as_ref().ok_or_else(|| Error::new(ErrorKind::State, "the workspace is closed"))?;
+        let mut state = shared.state();
+        state.claim()?;
+        let answer = work(shared, &mut state);
+        state.unclaim();
+        answer
+    }
+
+    /// A contiguous tensor of the arena, 256-byte aligned, for work on `stream`. Its elements are not defined.
+    ///
+    /// # Errors
+    /// [`ErrorKind::WorkspaceExhausted`] when it does not fit, [`ErrorKind::Config`] for a negative extent,
+    /// [`ErrorKind::State`] for another thread than the owner and once it is closed, [`ErrorKind::Driver`] when the driver
+    /// refuses.
+    pub fn empty(&self, shape: Dims, dtype: DType, stream: Stream) -> Result<TensorView> {
+        let bytes = shape.bytes(dtype)?;
+        self.with(|shared, state| {
+            let range = shared.take(state, bytes, stream)?;
+            TensorView::packed(Arc::clone(&shared.region), range.start, dtype, shape)
+        })
+    }
+
+    /// As [`Workspace::empty`], of zeros.
+    ///
+    /// # Errors
+    /// As [`Workspace::empty`].
+    pub fn zeros(&self, shape: Dims, dtype: DType, stream: Stream) -> Result<TensorView> {
+        let bytes = shape.bytes(dtype)?;
+        self.with(|shared, state| {
+            let range = shared.take(state, bytes, stream)?;
+            if let Err(failure) = shared.fill(&(range.start..range.start + bytes), 0, stream) {
+                state.arena.give_back(range);
+                return Err(failure);
+            }
+            TensorView::packed(Arc::clone(&shared.region), range.start, dtype, shape)
+        })
+    }
+
+    /// Takes everything back, and lets any thread have the workspace. `false`, and nothing happens, while a framework has
+    /// segments of it.
+    ///
+    /// # Errors
+    /// [`ErrorKind::State`] for another thread than the owner, between [`Workspace::enter`] and [`Workspace::leave`], and
+    /// once it is closed; [`ErrorKind::Driver`] when the driver refuses to fill it with NaN.
+    pub fn reset(&self, stream: Stream) -> Result<bool> {
+        self.with(|shared, state| {
+            state.expect_left()?;
+            if state.segments > 0 {
+                return Ok(false);
+            }
+            if self.poison {
+                if let Some(gpu) = shared.region.gpu() {
+                    state.order.take(gpu, stream)?;
+                }
+                shared.fill(&(0..self.arena_bytes), POISON, stream)?;
+            }
+            state.arena.reset();
+            state.order.give_back();
+            Ok(true)
+        })
+    }
+
+    /// Gives the arena up. Tensors and segments that are out keep its memory.
+    ///
+    /// # Errors
+    /// [`ErrorKind::State`] for another thread than the owner, and between [`Workspace::enter`] and [`Workspace::leave`].
+    pub fn close(&self) -> Result<()> {
+        if self.is_closed() {
+            return Ok(());
+        }
+        self.with(|_, state| state.expect_left())?;
+        *self.lock() = None;
+        Ok(())
+    }
+
+    /// Lets [`take_segment`] take from this arena on this thread, until [`Workspace::leave`]. May be nested.
+    ///
+    /// # Errors
+    /// [`ErrorKind::State`] for another thread than the owner, and once it is closed.
+    pub fn enter(&self) -> Result<()> {
+        self.with(|shared, state| {
+            state.entered += 1;
+            state.refused = None;
+            ENTERED.with_borrow_mut(|entered| entered.push(Arc::clone(shared)));
+            Ok(())
+        })
+    }
+
+    /// Ends what [`Workspace::enter`] began, and tells what was asked for in vain last.
+    ///
+    /// # Errors
+    /// [`ErrorKind::State`] where there was no such beginning.
+    pub fn leave(&self) -> Result<Option<Error>> {
+        self.with(|shared, state| {
+            let entered = ENTERED.with_borrow_mut(|entered| entered.pop_if(|last| Arc::ptr_eq(last, shared)));
+            if entered.is_none() {
+                return Err(Error::new(
+                    ErrorKind::State,
+                    "the workspace was not entered last by this thread",
+                ));
+            }
+            state.entered -= 1;
+            Ok(state.refused.take())
+        })
+    }
+}
+
+impl State {
+    fn expect_left(&self) -> Result<()> {
+        if self.entered == 0 {
+            return Ok(());
+        }
+        Err(Error::new(ErrorKind::State, "the workspace is in use by `use()`"))
+    }
+}
+
+thread_local! {
+    /// The arenas that this thread has entered, the innermost last.
+    static ENTERED: RefCell<Vec<Arc<Shared>>> = const { RefCell::new(Vec::new()) };
+}
+
+/// By address, the arenas and the bytes of segments.
+type Segments = BTreeMap<usize, (Arc<Shared>, Range<usize>)>;
+
+/// Segments that frameworks have.
+static SEGMENTS: Mutex<Segments> = Mutex::new(BTreeMap::new());
+
+/// Takes `bytes` from the arena that this thread has entered, for work on `stream`, and tells its address. `None` if there
+/// is no arena of that device, or not so much left: [`Workspace::leave`] tells why.
+///
+/// Its memory stays until [`give_back_segment`], also after the workspace is closed.
+#[must_use]
+pub fn take_segment(bytes: usize, device: Device, stream: Stream) -> Option<usize> {
+    let shared = ENTERED.with_borrow(|entered| entered.last().cloned())?;
+    if shared.region.device() != device {
+        return None;
+    }
+    let mut state = shared.state();
+    let range = shared.take(&mut state, bytes, stream);
+    let range = match range {
+        Ok(range) => range,
+        Err(failure) => {
+            state.refused = Some(failure);
+            return None;
+        }
+    };
+    state.refused = None;
+    state.segments += 1;
+    drop(state);
+    let address = shared.region.address().as_ptr().addr() + range.start;
+    segments().insert(address, (shared, range));
+    Some(address)
+}
+
+/// Takes a segment back. An address at which there is none is passed over.
+pub fn give_back_segment(address: usize) {
+    let Some((shared, range)) = segments().remove(&address) else { return };
+    let mut state = shared.state();
+    state.arena.give_back(range);
+    state.segments -= 1;
+    state.order.give_back();
+    state.unclaim();
+}
+
+fn segments() -> MutexGuard<'static, Segments> {
+    SEGMENTS.lock().unwrap_or_else(PoisonError::into_inner)
+}

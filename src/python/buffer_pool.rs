@@ -1,0 +1,381 @@
+//! `kvpool.BufferPool` and its buffers.
+
+use std::sync::Mutex;
+
+use pyo3::exceptions::PyTypeError;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyTuple};
+use pyo3::{PyTraverseError, gc::PyVisit};
+
+use crate::base::{DType, Device, Dims, Error, ErrorKind, widen};
+use crate::index::{Rounding, Ticket};
+use crate::pool::{self, BufferPool as Pool};
+use crate::tensor::TensorView;
+
+use super::framework::{backend, current_stream};
+use super::made::MadeTensors;
+use super::{args, lock, with};
+
+/// Scratch buffers that are used again from step to step.
+///
+/// A buffer's memory is the smallest bucket that holds it; a free one of that bucket is handed out again, the last that was
+/// given back first, so that a step that allocates like the one before gets the same memory. New memory is zeroed once,
+/// memory that is handed out again is not.
+///
+/// On a GPU buffers are valid on the stream that was current when they were allocated. A buffer that was given back while
+/// that stream still uses it is handed out for the same stream at once; another stream waits on the device, the host never.
+/// Who used it on another stream, too, orders that stream before giving the buffer back. Only a new buffer costs driver
+/// calls, which may wait for the device; none can be made while its stream is captured.
+///
+/// Args:
+///     device: Where the buffers are.
+///     rounding: "pow2" for buckets of powers of two, "fine" for four buckets a doubling.
+///
+/// Raises:
+///     ConfigError: If `rounding` is something else.
+///     BackendUnavailableError: If `device` cannot be used here.
+#[pyclass(frozen, module = "kvpool", name = "BufferPool", weakref)]
+pub(super) struct BufferPool {
+    // It goes before the tensors that it has page-locked.
+    pool: Mutex<Pool>,
+    device: Device,
+    rounding: Rounding,
+    existing: Mutex<Vec<Py<PyAny>>>,
+    /// By the index of a buffer.
+    tensors: MadeTensors<Ticket>,
+}
+
+#[pymethods]
+impl BufferPool {
+    #[new]
+    #[pyo3(signature = (device=None, *, rounding="pow2"), text_signature = "(device=\"cuda\", *, rounding=\"pow2\")")]
+    fn new(py: Python<'_>, device: Option<&Bound<'_, PyAny>>, rounding: &str) -> PyResult<Self> {
+        let (device, rounding) = (args::device(device)?, Rounding::parse(rounding)?);
+        backend(py, device)?;
+        let pool = Mutex::new(Pool::new(device, rounding)?);
+        Ok(Self { pool, device, rounding, existing: Mutex::default(), tensors: MadeTensors::default() })
+    }
+
+    /// Takes a buffer.
+    ///
+    /// Args:
+    ///     shape: Extents of its tensor.
+    ///     dtype: Of its tensor: a storage dtype, float64, int32, int64 or bool.
+    ///
+    /// Returns:
+    ///     A `Buffer`. What it holds is what was last written there, zeros if it is new.
+    ///
+    /// Raises:
+    ///     ConfigError: If an extent is negative or the bytes overflow.
+    ///     TypeError: If the dtype is not known.
+    ///     OutOfMemoryError: If the memory cannot be had, also after the free buffers were given back.
+    ///     DriverError: If the driver refuses, and for a new buffer while the current stream is captured.
+    fn alloc(slf: &Bound<'_, Self>, shape: &Bound<'_, PyAny>, dtype: &Bound<'_, PyAny>) -> PyResult<Buffer> {
+        let (shape, dtype) = (args::shape(shape)?, args::any_dtype(dtype)?);
+        Self::alloc_one(slf, shape, dtype)
+    }
+
+    /// Takes a buffer of `n` bytes, whose tensor is uint8 `[n]`. As `alloc` otherwise.
+    fn alloc_bytes(slf: &Bound<'_, Self>, n: &Bound<'_, PyAny>) -> PyResult<Buffer> {
+        let count = i64::try_from(args::size("n", n)?);
+        let count = count.map_err(|_| Error::config(format!("n is {n}, more than an address can name")))?;
+        Self::alloc_one(slf, Dims::new(&[count])?, DType::U8)
+    }
+
+    /// Takes a buffer for each of `specs`, or none of them.
+    ///
+    /// Args:
+    ///     specs: Pairs of shape and dtype, as `alloc` takes them.
+    ///
+    /// Returns:
+    ///     A list of `Buffer`, in their order.
+    ///
+    /// Raises:
+    ///     As `alloc`. Nothing is taken then.
+    fn alloc_batch(slf: &Bound<'_, Self>, specs: &Bound<'_, PyAny>) -> PyResult<Vec<Buffer>> {
+        let mut tensors = Vec::new();
+        let mut sizes = Vec::new();
+        for spec in specs.try_iter()? {
+            let spec = spec?;
+            let (shape, dtype) = spec.extract::<(Bound<'_, PyAny>, Bound<'_, PyAny>)>().map_err(|_| {
+                PyTypeError::new_err(format!(
+                    "specs must be pairs of shape and dtype, not {}",
+                    args::kind_of(&spec)
+                ))
+            })?;
+            let (shape, dtype) = (args::shape(&shape)?, args::any_dtype(&dtype)?);
+            sizes.push(shape.bytes(dtype)?);
+            tensors.push((shape, dtype));
+        }
+        let stream = current_stream(slf.py(), slf.get().device)?;
+        let buffers = slf.get().try_twice(|pool| pool.alloc_batch(&sizes, stream))?;
+        Ok(buffers
+            .into_iter()
+            .zip(tensors)
+            .map(|(buffer, (shape, dtype))| Buffer::new(slf, &buffer, shape, dtype))
+            .collect())
+    }
+
+    /// Gives a buffer back.
+    ///
+    /// Raises:
+    ///     StaleBufferError: If it was given back before. Nothing is changed.
+    ///     IndexOwnershipError: If it is of another pool.
+    fn release(slf: &Bound<'_, Self>, buffer: &Bound<'_, Buffer>) -> PyResult<()> {
+        let buffer = buffer.get();
+        if !buffer.pool.is(slf) {
+            let text = format!("buffer {} is of another pool", buffer.ticket.index());
+            return Err(Error::new(ErrorKind::IndexOwnership, text).into());
+        }
+        buffer.release()
+    }
+
+    /// Gives every buffer back that is out. Using one of them afterwards raises `StaleBufferError`; the same sequence of
+    /// `alloc` gets the same memory again.
+    fn reset(&self) {
+        lock(&self.pool).reset();
+    }
+
+    /// A context manager that resets the pool at its end.
+    fn step(slf: Bound<'_, Self>) -> BufferStep {
+        BufferStep { pool: slf.unbind() }
+    }
+
+    /// Notes an allocation of others, such as weights, which the pool neither owns nor recycles.
+    ///
+    /// Host memory is page-locked, for copies at full speed, until the pool goes, where there is a driver and
+    /// `KVPOOL_NO_RESIDENCY` is not 1. The pool keeps the tensor alive as long. Registering it again does nothing.
+    ///
+    /// Args:
+    ///     tensor: A contiguous tensor in host memory or on the device of the pool.
+    ///
+    /// Raises:
+    ///     ConfigError: If it is on another device, or not contiguous.
+    ///     DriverError: If the driver refuses to page-lock it.
+    fn register_existing(&self, py: Python<'_>, tensor: &Bound<'_, PyAny>) -> PyResult<()> {
+        let given = args::tensor("tensor", tensor)?;
+        let page_lock = !std::env::var("KVPOOL_NO_RESIDENCY").is_ok_and(|value| value == "1");
+        let borrowed = given.borrow()?;
+        let is_new = py.detach(|| with(&self.pool, |pool| pool.register_existing(&borrowed, page_lock)))?;
+        if is_new {
+            lock(&self.existing).push(given.keeper(tensor));
+        }
+        Ok(())
+    }
+
+    /// Gives the memory of free buffers back. On a GPU that waits for the device.
+    fn clear(&self, py: Python<'_>) {
+        self.forget_free_tensors();
+        py.detach(|| lock(&self.pool).clear());
+    }
+
+    /// The numbers of this pool. In buffers: `capacity`, `available`, `in_use`, `high_water`, `stale_uses` (calls with
+    /// a buffer that had been given back); in bytes: `bytes`, `free_bytes`, `in_use_bytes`, `high_water_bytes`,
+    /// `registered_bytes`.
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let numbers = {
+            let pool = lock(&self.pool);
+            let buckets = pool.buckets();
+            [
+                ("capacity", buckets.free_count() + buckets.in_use_count()),
+                ("available", buckets.free_count()),
+                ("in_use", buckets.in_use_count()),
+                ("high_water", buckets.high_water()),
+                ("stale_uses", pool.stale_uses()),
+                ("bytes", buckets.free_bytes() + buckets.in_use_bytes()),
+                ("free_bytes", buckets.free_bytes()),
+                ("in_use_bytes", buckets.in_use_bytes()),
+                ("high_water_bytes", buckets.high_water_bytes()),
+                ("registered_bytes", pool.registered_bytes()),
+            ]
+        };
+        let dict = PyDict::new(py);
+        for (key, value) in numbers {
+            dict.set_item(key, value)?;
+        }
+        Ok(dict)
+    }
+
+    /// Buffers that are free.
+    #[getter]
+    fn free_count(&self) -> usize {
+        lock(&self.pool).buckets().free_count()
+    }
+
+    /// Bytes of the buffers that are free.
+    #[getter]
+    fn free_bytes(&self) -> usize {
+        lock(&self.pool).buckets().free_bytes()
+    }
+
+    /// Buffers that are out.
+    #[getter]
+    fn in_use_count(&self) -> usize {
+        lock(&self.pool).buckets().in_use_count()
+    }
+
+    /// Bytes of the buffers that are out, in whole buckets.
+    #[getter]
+    fn in_use_bytes(&self) -> usize {
+        lock(&self.pool).buckets().in_use_bytes()
+    }
+
+    /// The most bytes that were out at once, in whole buckets.
+    #[getter]
+    fn high_water_bytes(&self) -> usize {
+        lock(&self.pool).buckets().high_water_bytes()
+    }
+
+    /// Where the buffers are, as PyTorch writes it.
+    #[getter]
+    fn device(&self) -> String {
+        self.device.to_string()
+    }
+
+    /// How sizes are rounded up: "pow2" or "fine".
+    #[getter]
+    const fn rounding(&self) -> &'static str {
+        self.rounding.name()
+    }
+
+    fn __repr__(&self) -> String {
+        let pool = lock(&self.pool);
+        let (free, in_use) = (pool.buckets().free_count(), pool.buckets().in_use_count());
+        let rounding = self.rounding.name();
+        format!("BufferPool(device='{}', rounding='{rounding}', in_use={in_use}, free={free})", self.device)
+    }
+
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        if let Ok(existing) = self.existing.try_lock() {
+            existing.iter().try_for_each(|tensor| visit.call(tensor))?;
+        }
+        self.tensors.traverse(&visit)
+    }
+}
+
+impl BufferPool {
+    fn alloc_one(slf: &Bound<'_, Self>, shape: Dims, dtype: DType) -> PyResult<Buffer> {
+        let pool = slf.get();
+        let bytes = shape.bytes(dtype)?;
+        let stream = current_stream(slf.py(), pool.device)?;
+        let buffer = pool.try_twice(|pool| pool.alloc(bytes, stream))?;
+        Ok(Buffer::new(slf, &buffer, shape, dtype))
+    }
+
+    /// Does `work`, and once more when there is no memory: tensors of free buffers, which hold some, are let go before.
+    fn try_twice<T>(&self, work: impl Fn(&mut Pool) -> crate::base::Result<T>) -> PyResult<T> {
+        let answer = work(&mut lock(&self.pool));
+        match answer {
+            Err(failure) if failure.kind() == ErrorKind::OutOfMemory => {
+                self.forget_free_tensors();
+                with(&self.pool, work)
+            }
+            answer => Ok(answer?),
+        }
+    }
+
+    fn forget_free_tensors(&self) {
+        self.tensors.forget(|owner| !lock(&self.pool).buckets().is_live(*owner));
+    }
+}
+
+/// A scratch buffer of a `BufferPool`, until it is given back.
+///
+/// Dropping it gives nothing back. `with buffer:` releases it at the end, unless the pool was reset meanwhile.
+// The garbage collector does not look at it: only a cycle through an attribute of a tensor could go by here, and there are
+// thousands in every step.
+#[pyclass(frozen, module = "kvpool", name = "Buffer", weakref)]
+pub(super) struct Buffer {
+    pool: Py<BufferPool>,
+    ticket: Ticket,
+    capacity: usize,
+    shape: Dims,
+    dtype: DType,
+    bytes: usize,
+}
+
+impl Buffer {
+    fn new(pool: &Bound<'_, BufferPool>, buffer: &pool::Buffer, shape: Dims, dtype: DType) -> Self {
+        Self {
+            pool: pool.clone().unbind(),
+            ticket: buffer.ticket(),
+            capacity: buffer.region().bytes(),
+            shape,
+            dtype,
+            bytes: buffer.bytes(),
+        }
+    }
+}
+
+#[pymethods]
+impl Buffer {
+    /// The buffer as a contiguous tensor of the shape and dtype that were asked for, no copy.
+    ///
+    /// Who keeps the tensor after the buffer was given back sees what its next owner writes.
+    ///
+    /// Raises:
+    ///     StaleBufferError: If the buffer was given back.
+    #[getter]
+    fn tensor(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
+        let pool = self.pool.get();
+        let region = with(&pool.pool, |pool| pool.region(self.ticket).cloned())?;
+        let view = TensorView::packed(region, 0, self.dtype, self.shape)?;
+        pool.tensors.tensor(py, widen(self.ticket.index()), self.ticket, &view)
+    }
+
+    /// Bytes that were asked for.
+    #[getter]
+    const fn nbytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Bytes of its bucket.
+    #[getter]
+    const fn capacity(&self) -> usize {
+        self.capacity
+    }
+
+    /// Gives it back.
+    ///
+    /// Raises:
+    ///     StaleBufferError: If it was given back before. Nothing is changed.
+    fn release(&self) -> PyResult<()> {
+        with(&self.pool.get().pool, |pool| pool.release(self.ticket))
+    }
+
+    fn __enter__(slf: Bound<'_, Self>) -> Bound<'_, Self> {
+        slf
+    }
+
+    #[pyo3(signature = (*_exception))]
+    fn __exit__(&self, _exception: &Bound<'_, PyTuple>) -> PyResult<()> {
+        let live = lock(&self.pool.get().pool).buckets().is_live(self.ticket);
+        if live { self.release() } else { Ok(()) }
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Buffer(nbytes={}, capacity={})", self.bytes, self.capacity)
+    }
+}
+
+/// What `BufferPool.step` returns: `with` resets the pool at its end.
+#[pyclass(frozen, module = "kvpool", name = "BufferStep")]
+pub(super) struct BufferStep {
+    pool: Py<BufferPool>,
+}
+
+#[pymethods]
+impl BufferStep {
+    fn __enter__(&self, py: Python<'_>) -> Py<BufferPool> {
+        self.pool.clone_ref(py)
+    }
+
+    #[pyo3(signature = (*_exception))]
+    fn __exit__(&self, _exception: &Bound<'_, PyTuple>) {
+        self.pool.get().reset();
+    }
+
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        visit.call(&self.pool)
+    }
+}

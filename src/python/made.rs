@@ -1,0 +1,80 @@
+//! Tensors that were handed out, to be handed out again.
+
+use std::sync::Mutex;
+
+use pyo3::PyTraverseError;
+use pyo3::gc::PyVisit;
+use pyo3::prelude::*;
+
+use crate::tensor::TensorView;
+
+use super::framework::{is_unchanged, is_unshared, to_lasting_tensor};
+use super::lock;
+
+/// By place, the tensor that was last made there: most steps ask for the same as the one before, and making a tensor costs
+/// more than all else. One that somebody has still, or has changed, is left to them.
+#[derive(Debug)]
+pub(super) struct MadeTensors<O>(Mutex<Vec<Option<Made<O>>>>);
+
+#[derive(Debug)]
+struct Made<O> {
+    owner: O,
+    tensor: Py<PyAny>,
+}
+
+impl<O: PartialEq> Made<O> {
+    fn is_good_for(&self, py: Python<'_>, owner: &O, view: &TensorView) -> bool {
+        let tensor = self.tensor.bind(py);
+        (self.owner == *owner || is_unshared(tensor)) && is_unchanged(tensor, view)
+    }
+}
+
+impl<O> Default for MadeTensors<O> {
+    fn default() -> Self {
+        Self(Mutex::default())
+    }
+}
+
+impl<O: PartialEq> MadeTensors<O> {
+    /// `view` as the tensor of place `at`: the same for the same owner, and for a new one the last that was made there if it
+    /// is what `view` describes and nobody has it any more.
+    pub(super) fn tensor(
+        &self,
+        py: Python<'_>,
+        at: usize,
+        owner: O,
+        view: &TensorView,
+    ) -> PyResult<Py<PyAny>> {
+        let before = lock(&self.0).get_mut(at).and_then(Option::take);
+        let tensor = match &before {
+            Some(made) if made.is_good_for(py, &owner, view) => made.tensor.clone_ref(py),
+            _ => to_lasting_tensor(py, view)?,
+        };
+        let made = Made { owner, tensor: tensor.clone_ref(py) };
+        let mut tensors = lock(&self.0);
+        if tensors.len() <= at {
+            tensors.resize_with(at + 1, || None);
+        }
+        let after = tensors[at].replace(made);
+        drop(tensors);
+        // Dropping a tensor may run Python code, and is done without the lock.
+        drop((before, after));
+        Ok(tensor)
+    }
+
+    /// Drops the tensors of the owners that are gone.
+    pub(super) fn forget(&self, mut is_gone: impl FnMut(&O) -> bool) {
+        let mut tensors = lock(&self.0);
+        let gone: Vec<_> =
+            tensors.iter_mut().filter_map(|made| made.take_if(|made| is_gone(&made.owner))).collect();
+        drop(tensors);
+        drop(gone);
+    }
+
+    pub(super) fn traverse(&self, visit: &PyVisit<'_>) -> Result<(), PyTraverseError> {
+        match self.0.try_lock() {
+            Ok(tensors) => tensors.iter().flatten().try_for_each(|made| visit.call(&made.tensor)),
+            Err(_) => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,172 @@
+//! `kvpool.PagePool`.
+
+use std::sync::Mutex;
+
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+use crate::base::DType;
+use crate::pool::{PageConfig, PagePool as Pool};
+
+use super::args::{self, Arg};
+use super::framework::{backend, current_stream, to_dtype, to_tensor};
+use super::report::Reporter;
+use super::{lock, with};
+
+/// Fixed-size pages of elements, numbered from 0, with a free list.
+///
+/// Pages are zero at first and not zeroed again. The pool never shrinks; where it grows, no page moves. On a GPU pages are
+/// valid on the stream that was current when their memory was made, by the constructor or by an `alloc` that grew the
+/// pool; another stream needs an event.
+///
+/// Args:
+///     page_size: Elements of a page.
+///     initial_pages: Pages at first.
+///     dtype: Of the elements, float32 by default.
+///     device: Where the pages are.
+///     grow: Pages that `alloc` adds when all are in use; 0 for none.
+///     strict: Whether a bad free raises; otherwise it is dropped, counted and reported.
+///
+/// Raises:
+///     ConfigError: If `page_size` is below 1, another number below 0, or bytes overflow.
+///     TypeError: If `dtype` cannot be stored.
+///     OutOfMemoryError: If the memory cannot be had.
+///     BackendUnavailableError: If `device` cannot be used here.
+#[pyclass(frozen, module = "kvpool", name = "PagePool", weakref)]
+pub(super) struct PagePool {
+    pool: Mutex<Pool>,
+    config: PageConfig,
+    reporter: Reporter,
+}
+
+#[pymethods]
+impl PagePool {
+    #[new]
+    #[pyo3(signature = (page_size, initial_pages, dtype=None, device=None, *, grow=Arg::Missing, strict=false),
+           text_signature = "(page_size, initial_pages, dtype=\"float32\", device=\"cpu\", *, grow=0, strict=False)")]
+    fn new(
+        py: Python<'_>,
+        page_size: &Bound<'_, PyAny>,
+        initial_pages: &Bound<'_, PyAny>,
+        dtype: Option<&Bound<'_, PyAny>>,
+        device: Option<&Bound<'_, PyAny>>,
+        grow: Arg<'_>,
+        strict: bool,
+    ) -> PyResult<Self> {
+        let config = PageConfig {
+            page_size: args::size("page_size", page_size)?,
+            initial_pages: args::size("initial_pages", initial_pages)?,
+            dtype: args::dtype(dtype, DType::F32)?,
+            device: args::host_or(device)?,
+            grow: grow.size("grow", 0)?,
+            strict,
+        };
+        backend(py, config.device)?;
+        let pool = Pool::new(config, current_stream(py, config.device)?)?;
+        Ok(Self { pool: Mutex::new(pool), config, reporter: Reporter::default() })
+    }
+
+    /// Takes a page: the last that was freed, else the lowest that was never taken.
+    ///
+    /// Returns:
+    ///     Its number, or `None` if all are in use and the pool does not grow. What it holds is what was last written to it.
+    ///
+    /// Raises:
+    ///     OutOfMemoryError: If the memory for pages to add cannot be had. Nothing is changed.
+    fn alloc(&self, py: Python<'_>) -> PyResult<Option<u32>> {
+        let stream = current_stream(py, self.config.device)?;
+        with(&self.pool, |pool| pool.alloc(stream))
+    }
+
+    /// Gives a page back.
+    ///
+    /// Raises:
+    ///     IndexOwnershipError: If the pool is strict and the page is not in use. Nothing is changed.
+    fn free(&self, py: Python<'_>, page: &Bound<'_, PyAny>) -> PyResult<()> {
+        let page = args::int(page)?;
+        let bad = with(&self.pool, |pool| pool.free(page))?;
+        self.reporter.bad_frees(py, &bad, "page", 1);
+        Ok(())
+    }
+
+    /// `dtype` `[page_size]`: the elements of a page, in use or not, no copy.
+    ///
+    /// Raises:
+    ///     IndexError: If there is no such page.
+    fn page(&self, py: Python<'_>, i: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
+        let page = args::int(i)?;
+        let view = with(&self.pool, |pool| pool.page(page))?;
+        to_tensor(py, &view)
+    }
+
+    /// The numbers of this pool, in pages: `capacity`, `available`, `in_use`, `high_water`, `dropped_frees`; and `bytes`.
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let (numbers, bytes) = {
+            let pool = lock(&self.pool);
+            (super::count_stats(pool.pages()), pool.mem_bytes())
+        };
+        let dict = PyDict::new(py);
+        for (key, value) in numbers.into_iter().chain([("bytes", bytes)]) {
+            dict.set_item(key, value)?;
+        }
+        Ok(dict)
+    }
+
+    /// Elements of a page.
+    #[getter]
+    fn page_size(&self) -> usize {
+        self.config.page_size
+    }
+
+    /// Pages, in use or not.
+    #[getter]
+    fn total_pages(&self) -> usize {
+        lock(&self.pool).pages().capacity()
+    }
+
+    /// Pages that are not in use.
+    #[getter]
+    fn free_pages(&self) -> usize {
+        lock(&self.pool).pages().available()
+    }
+
+    /// Pages in use.
+    #[getter]
+    fn used_pages(&self) -> usize {
+        lock(&self.pool).pages().in_use()
+    }
+
+    /// Pages that are added when all are in use.
+    #[getter]
+    fn grow(&self) -> usize {
+        self.config.grow
+    }
+
+    /// Of the elements: a `torch.dtype`, or its name where PyTorch is not installed.
+    #[getter]
+    fn dtype(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
+        to_dtype(py, self.config.dtype)
+    }
+
+    /// Where the pages are, as PyTorch writes it.
+    #[getter]
+    fn device(&self) -> String {
+        self.config.device.to_string()
+    }
+
+    /// Whether a bad free raises.
+    #[getter]
+    fn strict(&self) -> bool {
+        self.config.strict
+    }
+
+    fn __repr__(&self) -> String {
+        format!(
+            "PagePool(page_size={}, total_pages={}, dtype={}, device='{}')",
+            self.config.page_size,
+            self.total_pages(),
+            self.config.dtype,
+            self.config.device
+        )
+    }
+}

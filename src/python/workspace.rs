@@ -1,0 +1,208 @@
+//! `kvpool.Workspace`, but for what PyTorch's memory pools need.
+
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+
+use pyo3::PyTraverseError;
+use pyo3::gc::PyVisit;
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+use crate::base::{DType, Dims};
+use crate::memory::Stream;
+use crate::pool::Workspace as Pool;
+use crate::tensor::TensorView;
+
+use super::args::{self, Arg};
+use super::framework::{backend, current_stream};
+use super::made::MadeTensors;
+
+/// Bytes of an arena, unless somebody says otherwise.
+const ARENA_BYTES: usize = 512 << 20;
+
+/// The arena of a `Workspace`.
+#[pyclass(frozen, subclass, module = "kvpool._kvpool", name = "_Workspace", weakref)]
+pub(super) struct Workspace {
+    pool: Pool,
+    num_threads: Option<usize>,
+    /// By their number since the last reset.
+    tensors: MadeTensors<usize>,
+    /// Tensors since the last reset.
+    count: AtomicUsize,
+    /// Tensors in all, so that each is told from those of earlier passes.
+    total: AtomicUsize,
+}
+
+impl Workspace {
+    fn stream(&self, py: Python<'_>) -> PyResult<Stream> {
+        current_stream(py, self.pool.device())
+    }
+
+    fn make(
+        &self,
+        py: Python<'_>,
+        shape: &Bound<'_, PyAny>,
+        dtype: &Bound<'_, PyAny>,
+        cut: impl FnOnce(&Pool, Dims, DType, Stream) -> crate::base::Result<TensorView>,
+    ) -> PyResult<Py<PyAny>> {
+        let (shape, dtype) = (args::shape(shape)?, args::any_dtype(dtype)?);
+        let view = cut(&self.pool, shape, dtype, self.stream(py)?)?;
+        let (at, owner) = (self.count.fetch_add(1, Relaxed), self.total.fetch_add(1, Relaxed));
+        self.tensors.tensor(py, at, owner, &view)
+    }
+}
+
+#[pymethods]
+impl Workspace {
+    #[new]
+    #[pyo3(signature = (device=None, arena_bytes=Arg::Missing, num_threads=None),
+           text_signature = "(device=\"cuda\", arena_bytes=536870912, num_threads=None)")]
+    fn new(
+        py: Python<'_>,
+        device: Option<&Bound<'_, PyAny>>,
+        arena_bytes: Arg<'_>,
+        num_threads: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Self> {
+        let device = args::device(device)?;
+        let arena_bytes = arena_bytes.size("arena_bytes", ARENA_BYTES)?;
+        let num_threads = num_threads.map(|threads| args::size("num_threads", threads)).transpose()?;
+        if num_threads == Some(0) {
+            return Err(crate::base::Error::config("num_threads is 0; it must be at least 1").into());
+        }
+        backend(py, device)?;
+        let poison = std::env::var("KVPOOL_DEBUG").is_ok_and(|value| value == "1");
+        let pool = py.detach(|| Pool::new(device, arena_bytes, poison))?;
+        Ok(Self {
+            pool,
+            num_threads,
+            tensors: MadeTensors::default(),
+            count: AtomicUsize::new(0),
+            total: AtomicUsize::new(0),
+        })
+    }
+
+    /// A contiguous tensor of the arena, 256-byte aligned; its elements are not defined.
+    ///
+    /// It must not be used after the next reset. On a GPU it is valid on the current stream.
+    ///
+    /// Args:
+    ///     shape: Extents.
+    ///     dtype: A storage dtype, float64, int32, int64 or bool.
+    ///
+    /// Raises:
+    ///     WorkspaceExhaustedError: If it does not fit.
+    ///     ConfigError: If an extent is negative or the bytes overflow.
+    ///     TypeError: If the dtype is not known.
+    ///     RuntimeError: If another thread uses the workspace, or it is closed.
+    fn empty(
+        &self,
+        py: Python<'_>,
+        shape: &Bound<'_, PyAny>,
+        dtype: &Bound<'_, PyAny>,
+    ) -> PyResult<Py<PyAny>> {
+        self.make(py, shape, dtype, Pool::empty)
+    }
+
+    /// As `empty`, of zeros.
+    fn zeros(
+        &self,
+        py: Python<'_>,
+        shape: &Bound<'_, PyAny>,
+        dtype: &Bound<'_, PyAny>,
+    ) -> PyResult<Py<PyAny>> {
+        self.make(py, shape, dtype, Pool::zeros)
+    }
+
+    /// Takes back what `empty` and `zeros` gave; `False`, and nothing happens, while PyTorch has memory of the arena.
+    fn _reset(&self, py: Python<'_>) -> PyResult<bool> {
+        let stream = self.stream(py)?;
+        let is_reset = py.detach(|| self.pool.reset(stream))?;
+        if is_reset {
+            self.count.store(0, Relaxed);
+        }
+        Ok(is_reset)
+    }
+
+    /// Gives the arena up.
+    fn _close(&self) -> PyResult<()> {
+        self.pool.close()?;
+        self.tensors.forget(|_| true);
+        Ok(())
+    }
+
+    /// Lets PyTorch's allocations of this thread that ask `kvpool_workspace_alloc` have memory of the arena.
+    fn _enter(&self) -> PyResult<()> {
+        Ok(self.pool.enter()?)
+    }
+
+    /// Ends what `_enter` began. Returns what was asked for in vain last, in words.
+    fn _leave(&self) -> PyResult<Option<String>> {
+        Ok(self.pool.leave()?.map(|refused| refused.to_string()))
+    }
+
+    /// The numbers of the arena, in bytes: `capacity`, `available`, `in_use`, `high_water`, and `bytes`.
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let [in_use, high_water] = self.pool.usage();
+        let capacity = if self.pool.is_closed() { 0 } else { self.pool.arena_bytes() };
+        let numbers = [
+            ("capacity", capacity),
+            ("available", capacity - in_use),
+            ("in_use", in_use),
+            ("high_water", high_water),
+            ("bytes", capacity),
+        ];
+        let dict = PyDict::new(py);
+        for (key, value) in numbers {
+            dict.set_item(key, value)?;
+        }
+        Ok(dict)
+    }
+
+    /// Where the arena is, as PyTorch writes it.
+    #[getter]
+    fn device(&self) -> String {
+        self.pool.device().to_string()
+    }
+
+    /// Bytes of the arena.
+    #[getter]
+    const fn arena_bytes(&self) -> usize {
+        self.pool.arena_bytes()
+    }
+
+    /// Bytes in use, in whole alignments of 256.
+    #[getter]
+    fn used_bytes(&self) -> usize {
+        self.pool.usage()[0]
+    }
+
+    /// The most bytes that were in use at once.
+    #[getter]
+    fn high_water_bytes(&self) -> usize {
+        self.pool.usage()[1]
+    }
+
+    /// PyTorch's threads within `use()`, or `None` for those that it has.
+    #[getter]
+    const fn num_threads(&self) -> Option<usize> {
+        self.num_threads
+    }
+
+    /// Whether it was closed.
+    #[getter]
+    fn is_closed(&self) -> bool {
+        self.pool.is_closed()
+    }
+
+    fn __repr__(&self) -> String {
+        let [used, _] = self.pool.usage();
+        format!(
+            "Workspace(device='{}', arena_bytes={}, used_bytes={used})",
+            self.pool.device(),
+            self.pool.arena_bytes()
+        )
+    }
+
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        self.tensors.traverse(&visit)
+    }
+}

@@ -1,0 +1,2257 @@
+"""BufferPool: buckets, reuse, stale and foreign buffers, registration, streams, threads, random histories."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import itertools
+import os
+import random
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import devices
+import numpy as np
+import pytest
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from software import LAUNCH_FAILED, OUT_OF_MEMORY, each_call, is_preloaded
+
+import kvpool
+from kvpool import (
+    Buffer,
+    BufferPool,
+    ConfigError,
+    DriverError,
+    IndexOwnershipError,
+    OutOfMemoryError,
+    StaleBufferError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from conftest import RunSnippet
+    from software import Driver
+
+DTYPES = [
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.int8,
+    torch.uint8,
+    torch.float64,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+]
+STATM = Path("/proc/self/statm")
+THREADS = 8
+MIB = 1 << 20
+NEVER = 1 << 40
+WAITS = ("cuStreamSynchronize", "cuCtxSynchronize", "cuEventSynchronize")
+EVENTS = ("cuEventRecord", "cuStreamWaitEvent")
+# Allocations of one decoded token, and tokens.
+ALLOCATIONS = 1750
+STEPS = 16 if is_preloaded() else 200
+# About 0.05 s on a GPU of 2 GHz: longer than what a test enqueues behind it takes on the host.
+BUSY_CYCLES = 100_000_000
+
+pytestmark = pytest.mark.usefixtures("device")
+
+cuda_only = pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.cuda)], indirect=True)
+
+
+def make(rounding: str = "pow2") -> BufferPool:
+    return BufferPool(devices.current(), rounding=rounding)
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor."""
+    return tensor.flatten().view(torch.uint8)
+
+
+def mark(buffer: Buffer, value: int) -> None:
+    flat(buffer.tensor).fill_(value)
+
+
+def holds(buffer: Buffer, value: int) -> bool:
+    return bool(flat(buffer.tensor).cpu().eq(value).all())
+
+
+def are_apart(buffers: Iterable[Buffer]) -> bool:
+    """Whether no two of them have a byte of their buckets in common. Without elements there is no address."""
+    spans = sorted((buffer.tensor.data_ptr(), buffer.capacity) for buffer in buffers if buffer.nbytes)
+    return all(start + size <= after for (start, size), (after, _) in itertools.pairwise(spans))
+
+
+def address(buffer: Buffer) -> int:
+    where: int = buffer.tensor.data_ptr()
+    return where
+
+
+def addresses(buffers: Iterable[Buffer]) -> list[int]:
+    return [address(buffer) for buffer in buffers]
+
+
+def in_use(pool: BufferPool) -> tuple[int, int]:
+    return pool.in_use_count, pool.in_use_bytes
+
+
+def free(pool: BufferPool) -> tuple[int, int]:
+    return pool.free_count, pool.free_bytes
+
+
+def bucket(size: int, rounding: str = "pow2") -> int:
+    """The least bucket that holds so many bytes, found by trying them all."""
+    quarters = (4, 5, 6, 7) if rounding == "fine" else (4,)
+    known = (quarter << k for k in range(64) for quarter in quarters)
+    return next(x // 4 for x in known if x % 4 == 0 and x // 4 >= max(size, 1))
+
+
+def together(work: Callable[[int], None]) -> None:
+    """Runs `work(0)` to `work(7)` at once, and raises what any of them raised."""
+    barrier = threading.Barrier(THREADS)
+
+    def start(number: int) -> None:
+        barrier.wait()
+        work(number)
+
+    with ThreadPoolExecutor(THREADS) as executor:
+        for future in [executor.submit(start, number) for number in range(THREADS)]:
+            future.result()
+
+
+@contextmanager
+def on_stream(handle: int) -> Iterator[None]:
+    """What `torch.cuda.stream` does, where there is no PyTorch stream."""
+    kvpool._kvpool._use_stream(handle)
+    try:
+        yield
+    finally:
+        kvpool._kvpool._use_stream(None)
+
+
+# Construction
+
+
+def test_signature_and_defaults() -> None:
+    parameters = inspect.signature(BufferPool).parameters
+    assert list(parameters) == ["device", "rounding"]
+    assert parameters["device"].default == "cuda"
+    assert parameters["rounding"].default == "pow2"
+    assert parameters["rounding"].kind is inspect.Parameter.KEYWORD_ONLY
+    with pytest.raises(TypeError):
+        BufferPool("cpu", "fine")  # type: ignore[call-arg]
+
+
+def test_a_new_pool_has_nothing() -> None:
+    pool = make()
+    assert pool.device == {"cpu": "cpu", "cuda": "cuda:0"}[devices.current()]
+    assert pool.rounding == "pow2"
+    assert make("fine").rounding == "fine"
+    assert (*free(pool), *in_use(pool), pool.high_water_bytes) == (0, 0, 0, 0, 0)
+    assert set(pool.stats().values()) == {0}
+    assert type(pool.stats()) is dict
+
+
+def test_attributes_can_not_be_set() -> None:
+    pool = make()
+    for name in ("device", "rounding", "free_count", "free_bytes", "in_use_count", "high_water_bytes"):
+        with pytest.raises(AttributeError):
+            setattr(pool, name, getattr(pool, name))
+    buffer = pool.alloc((2,), torch.int8)
+    for name in ("tensor", "nbytes", "capacity"):
+        with pytest.raises(AttributeError):
+            setattr(buffer, name, getattr(buffer, name))
+
+
+@pytest.mark.parametrize(
+    ("rounding", "error", "words"),
+    [("pow3", ConfigError, "pow3"), ("FINE", ConfigError, "FINE"), (2, TypeError, ""), (None, TypeError, "")],
+)
+def test_roundings_that_are_none(rounding: Any, error: type[Exception], words: str) -> None:  # noqa: ANN401
+    with pytest.raises(error) as caught:
+        BufferPool(devices.current(), rounding=rounding)
+    assert words in str(caught.value)
+
+
+@devices.cpu_only
+@pytest.mark.parametrize(
+    ("name", "error", "words"),
+    [("tpu", ConfigError, "tpu"), ("cuda:x", ConfigError, "cuda:x"), (3, TypeError, "int")],
+)
+def test_devices_that_are_none(name: object, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        BufferPool(name)
+
+
+def test_devices_as_pytorch_writes_them() -> None:
+    pool = BufferPool(torch.device(devices.current()))
+    assert pool.alloc((2,), torch.int8).tensor.device.type == devices.current()
+
+
+@devices.cpu_only
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_cuda_without_a_driver_says_what_was_looked_for() -> None:
+    with pytest.raises(kvpool.BackendUnavailableError, match="libcuda"):
+        BufferPool()
+
+
+def test_buffers_come_from_pools_alone() -> None:
+    with pytest.raises(TypeError):
+        Buffer()
+
+
+# alloc
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (1,), (5,), (2, 3), (4, 1, 7), (0,), (3, 0, 2), (1,) * 8])
+def test_buffers_are_tensors_of_zeros(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    buffer = make().alloc(shape, dtype)
+    tensor = buffer.tensor
+    assert type(tensor) is torch.Tensor
+    assert tensor.shape == shape
+    assert tensor.dtype is dtype
+    assert tensor.device.type == devices.current()
+    assert tensor.is_contiguous()
+    assert buffer.nbytes == tensor.numel() * dtype.itemsize
+    assert buffer.capacity == bucket(buffer.nbytes)
+    assert tensor.data_ptr() % 256 == 0
+    assert not flat(tensor).any()
+
+
+@pytest.mark.parametrize("shape", [5, np.int32(5), (5,), [5], torch.Size([5]), (np.int64(5),)], ids=repr)
+def test_every_way_to_write_a_shape(shape: Any) -> None:  # noqa: ANN401
+    assert make().alloc(shape=shape, dtype=torch.int32).tensor.shape == (5,)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [
+        ("bfloat16", torch.bfloat16),
+        ("torch.int64", torch.int64),
+        ("bool", torch.bool),
+        ("float64", torch.float64),
+        (np.float32, torch.float32),
+        (np.dtype("int32"), torch.int32),
+        (np.bool_, torch.bool),
+    ],
+)
+def test_every_way_to_write_a_dtype(dtype: object, expected: torch.dtype) -> None:
+    assert make().alloc((2,), dtype).tensor.dtype is expected
+
+
+def test_bytes() -> None:
+    pool = make()
+    buffer = pool.alloc_bytes(100)
+    assert (buffer.tensor.shape, buffer.tensor.dtype) == ((100,), torch.uint8)
+    assert (buffer.nbytes, buffer.capacity) == (100, 128)
+    assert not buffer.tensor.any()
+    assert pool.alloc_bytes(n=np.int64(0)).tensor.shape == (0,)
+
+
+POW2 = [(0, 1), (1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (1000, 1024), (1024, 1024), (1025, 2048)]
+FINE = [
+    *[(0, 1), (1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (6, 6), (7, 7), (8, 8), (9, 10), (11, 12), (13, 14)],
+    *[(15, 16), (17, 20), (21, 24), (25, 28), (29, 32), (1000, 1024), (1025, 1280), (1281, 1536)],
+    *[(1537, 1792), (1793, 2048)],
+]
+
+
+@pytest.mark.parametrize(
+    ("rounding", "size", "capacity"), [("pow2", *pair) for pair in POW2] + [("fine", *pair) for pair in FINE]
+)
+def test_buckets(rounding: str, size: int, capacity: int) -> None:
+    pool = make(rounding)
+    buffer = pool.alloc_bytes(size)
+    assert (buffer.nbytes, buffer.capacity) == (size, capacity)
+    assert in_use(pool) == (1, capacity)
+    assert bucket(size, rounding) == capacity
+
+
+@devices.cpu_only
+@pytest.mark.parametrize("rounding", ["pow2", "fine"])
+def test_a_bucket_is_the_least_that_holds_it(rounding: str) -> None:
+    pool = make(rounding)
+    near = [(1 << k) + step for k in range(8, 21) for step in (-1, 0, 1, 1 << k - 2, (1 << k - 2) + 1)]
+    for size in [*range(300), *near]:
+        with pool.alloc_bytes(size) as buffer:
+            assert buffer.capacity == bucket(size, rounding)
+            assert size <= buffer.capacity <= (2 if rounding == "pow2" else 1.25) * max(size, 1)
+    assert pool.in_use_count == 0
+
+
+def test_a_scalar() -> None:
+    buffer = make().alloc((), torch.float64)
+    buffer.tensor.fill_(2.5)
+    assert (buffer.nbytes, buffer.capacity) == (8, 8)
+    assert buffer.tensor.item() == 2.5
+
+
+def test_a_buffer_has_one_tensor() -> None:
+    buffer = make().alloc((3,), torch.int32)
+    first, second = buffer.tensor, buffer.tensor
+    assert first.data_ptr() == second.data_ptr()
+    first[1] = 7
+    assert second.tolist() == [0, 7, 0]
+
+
+# Tensors of memory that is handed out again
+
+
+class Sub(torch.Tensor):
+    """What somebody makes of a tensor."""
+
+
+def is_as_new(buffer: Buffer) -> bool:
+    tensor = buffer.tensor
+    return bool(
+        type(tensor) is torch.Tensor
+        and tensor.shape == (4, 3)
+        and tensor.stride() == (3, 1)
+        and tensor.dtype is torch.float32
+        and tensor.storage_offset() == 0
+        and not tensor.requires_grad
+        and tensor.grad_fn is None
+        and tensor.grad is None
+        and not tensor.is_inference()
+        and not vars(tensor)
+    )
+
+
+def become_sub(tensor: torch.Tensor) -> None:
+    tensor.__class__ = Sub
+
+
+def become_a_leaf_of_old(tensor: torch.Tensor) -> None:
+    tensor.requires_grad_()
+    (tensor * 2).sum().backward()  # type: ignore[no-untyped-call]
+    tensor.requires_grad_(False)
+
+
+SHAPE_CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
+    "unsqueezed": lambda tensor: tensor.unsqueeze_(0),
+    "transposed": lambda tensor: tensor.t_(),
+    "resized": lambda tensor: tensor.resize_(2),
+    "set": lambda tensor: tensor.set_(torch.zeros(9).untyped_storage()),
+    "other_data": lambda tensor: setattr(tensor, "data", torch.zeros(7)),
+}
+CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
+    **SHAPE_CHANGES,
+    "records_gradients": lambda tensor: tensor.requires_grad_(),
+    "has_a_gradient": become_a_leaf_of_old,
+    "class": become_sub,
+}
+
+
+@devices.cpu_only
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("how", sorted(CHANGES))
+def test_what_was_done_to_a_tensor_ends_with_its_buffer(how: str, kept: bool) -> None:
+    pool = make()
+    buffer = pool.alloc((4, 3), torch.float32)
+    where = address(buffer)
+    assert is_as_new(buffer)
+    tensor = buffer.tensor
+    CHANGES[how](tensor)
+    held = [tensor] if kept else []
+    del tensor
+    pool.reset()
+    again = pool.alloc((4, 3), torch.float32)
+    assert is_as_new(again)
+    assert address(again) == where
+    assert len(held) == kept
+
+
+@devices.cpu_only
+@pytest.mark.parametrize("how", sorted(SHAPE_CHANGES))
+def test_a_buffer_has_the_shape_that_was_asked_for_whatever_is_done_to_its_tensors(how: str) -> None:
+    buffer = make().alloc((4, 3), torch.float32)
+    where = address(buffer)
+    SHAPE_CHANGES[how](buffer.tensor)
+    assert is_as_new(buffer)
+    assert address(buffer) == where
+
+
+def test_a_kept_tensor_is_not_the_next_owners() -> None:
+    pool = make()
+    kept = pool.alloc((4, 3), torch.float32).tensor
+    pool.reset()
+    again = pool.alloc((4, 3), torch.float32).tensor
+    assert again is not kept
+    assert again.data_ptr() == kept.data_ptr()
+
+
+@devices.cpu_only
+@pytest.mark.parametrize("first", [True, False])
+def test_inference_mode_ends_with_its_block(first: bool) -> None:
+    pool, weights = make(), torch.ones(4, 3, requires_grad=True)
+    for is_inference in (first, not first, first):
+        with torch.inference_mode(is_inference), pool.step():
+            buffer = pool.alloc((4, 3), torch.float32)
+            buffer.tensor.fill_(2)
+            if not is_inference:
+                assert is_as_new(buffer)
+                weights.grad = None
+                (weights * buffer.tensor).sum().backward()
+                assert weights.grad is not None
+                assert weights.grad.eq(2).all()
+
+
+@devices.cpu_only
+def test_a_view_of_a_former_tensor_does_not_reach_the_next() -> None:
+    pool, weights = make(), torch.ones(3, requires_grad=True)
+    view = pool.alloc((4, 3), torch.float32).tensor[1]
+    pool.reset()
+    buffer = pool.alloc((4, 3), torch.float32)
+    tensor = buffer.tensor
+    # Autograd notes this in what the view is a view of.
+    view.mul_(weights)
+    assert is_as_new(buffer)
+    assert not tensor.requires_grad
+
+
+BAD_SHAPES: list[tuple[Any, type[Exception], str]] = [
+    ((-1,), ConfigError, "-1"),
+    ((4, -7), ConfigError, "-7"),
+    ((0, -7), ConfigError, "-7"),
+    ((-(10**30),), ConfigError, ""),
+    ((1,) * 9, ConfigError, "9"),
+    ((1 << 62, 8), ConfigError, str(1 << 62)),
+    ((1 << 31, 1 << 31, 1 << 31), ConfigError, str(1 << 31)),
+    ((10**30,), ConfigError, ""),
+    ((1.0,), TypeError, ""),
+    (("1",), TypeError, ""),
+    ((None,), TypeError, ""),
+    (((1,),), TypeError, ""),
+    (None, TypeError, ""),
+    (1.5, TypeError, ""),
+]
+
+
+@pytest.mark.parametrize(("shape", "error", "words"), BAD_SHAPES, ids=repr)
+def test_shapes_that_are_none(shape: Any, error: type[Exception], words: str) -> None:  # noqa: ANN401
+    pool = make()
+    pool.alloc((4,), torch.int32).release()
+    before = pool.stats()
+    for call in (
+        lambda: pool.alloc(shape, torch.int32),
+        lambda: pool.alloc_batch([((4,), torch.int32), (shape, torch.int32)]),
+    ):
+        with pytest.raises(error) as caught:
+            call()
+        assert words in str(caught.value)
+        assert error is TypeError or any(c.isdigit() for c in str(caught.value))
+    assert pool.stats() == before
+
+
+@pytest.mark.parametrize(
+    "dtype", ["complex64", torch.complex64, torch.int16, "int", "text", 3, None, np.uint16]
+)
+def test_dtypes_that_are_not_known(dtype: object) -> None:
+    pool = make()
+    before = pool.stats()
+    with pytest.raises(TypeError):
+        pool.alloc((4,), dtype)
+    with pytest.raises(TypeError):
+        pool.alloc_batch([((4,), torch.int32), ((4,), dtype)])
+    assert pool.stats() == before
+
+
+@pytest.mark.parametrize("size", [-1, -(10**30)])
+def test_fewer_bytes_than_none(size: int) -> None:
+    pool = make()
+    with pytest.raises(ConfigError, match=str(size)):
+        pool.alloc_bytes(size)
+    assert set(pool.stats().values()) == {0}
+
+
+@pytest.mark.parametrize("size", [1.0, "1", None, float("nan"), (1,)])
+def test_bytes_of_a_wrong_type(size: Any) -> None:  # noqa: ANN401
+    with pytest.raises(TypeError):
+        make().alloc_bytes(size)
+
+
+@pytest.mark.parametrize("rounding", ["pow2", "fine"])
+def test_more_memory_than_any_machine_has(rounding: str) -> None:
+    pool = make(rounding)
+    held = pool.alloc((4,), torch.int32)
+    mark(held, 5)
+    with pytest.raises(OutOfMemoryError, match=str(1 << 50)):
+        pool.alloc_bytes(1 << 50)
+    with pytest.raises(OutOfMemoryError, match=str(1 << 50)):
+        pool.alloc((1 << 25, 1 << 25), torch.uint8)
+    assert in_use(pool) == (1, 16)
+    assert holds(held, 5)
+
+
+@pytest.mark.parametrize("rounding", ["pow2", "fine"])
+def test_buckets_beyond_what_an_address_can_name(rounding: str) -> None:
+    pool = make(rounding)
+    for size in ((1 << 62) + 1, (1 << 63) - 1, 1 << 63, (1 << 64) - 1, 10**30):
+        with pytest.raises((ConfigError, OutOfMemoryError), match=r"\d{10}"):
+            pool.alloc_bytes(size)
+    assert set(pool.stats().values()) == {0}
+
+
+# Reuse
+
+
+def test_a_released_buffer_is_used_again() -> None:
+    pool = make()
+    first = pool.alloc((10,), torch.int32)
+    where = address(first)
+    assert first.release() is None  # type: ignore[func-returns-value]
+    assert (free(pool), in_use(pool)) == ((1, 64), (0, 0))
+    second = pool.alloc((3, 5), torch.float32)
+    assert address(second) == where
+    assert (second.nbytes, second.capacity) == (60, 64)
+    assert (free(pool), in_use(pool)) == ((0, 0), (1, 64))
+
+
+@pytest.mark.parametrize("through_pool", [False, True])
+def test_the_last_released_comes_first(through_pool: bool) -> None:
+    pool = make()
+    buffers = [pool.alloc_bytes(100) for _ in range(5)]
+    where = addresses(buffers)
+    for i in (2, 0, 4, 1):
+        if through_pool:
+            assert pool.release(buffers[i]) is None  # type: ignore[func-returns-value]
+        else:
+            buffers[i].release()
+    assert addresses(pool.alloc_bytes(100) for _ in range(4)) == [where[i] for i in (1, 4, 0, 2)]
+    assert address(buffers[3]) == where[3]
+
+
+def test_buckets_do_not_mix() -> None:
+    pool = make()
+    buffers = [pool.alloc_bytes(size) for size in (64, 128, 256)]
+    for buffer in buffers:
+        buffer.release()
+    larger = pool.alloc_bytes(512)
+    assert free(pool) == (3, 448)
+    again = pool.alloc_bytes(65)
+    assert again.capacity == 128
+    assert free(pool) == (2, 320)
+    assert are_apart([larger, again])
+
+
+def test_new_memory_is_zero_and_used_memory_is_not() -> None:
+    pool = make()
+    first = pool.alloc_bytes(10)
+    mark(first, 7)
+    first.release()
+    again = pool.alloc_bytes(16)
+    # What lies behind the bytes that were asked for was never touched.
+    assert again.tensor.tolist() == [7] * 10 + [0] * 6
+    pool.reset()
+    other = pool.alloc_bytes(9), pool.alloc_bytes(9)
+    assert holds(other[0], 7)
+    assert holds(other[1], 0)
+
+
+def test_the_same_sequence_gets_the_same_memory_after_a_reset() -> None:
+    pool = make()
+    sizes = [1 + 37 * i % 200 for i in range(60)]
+    where = None
+    for step in range(6):
+        buffers = [pool.alloc_bytes(size) for size in sizes]
+        assert are_apart(buffers)
+        assert where in {None, tuple(addresses(buffers))}
+        where = tuple(addresses(buffers))
+        if step % 2:
+            pool.reset()
+        else:
+            with pool.step():
+                pass
+    assert free(pool) == (60, sum(map(bucket, sizes)))
+
+
+def test_a_reset_takes_back_what_was_not_released() -> None:
+    pool = make()
+    buffers = [pool.alloc_bytes(100) for _ in range(6)]
+    where = addresses(buffers)
+    for i in (1, 4):
+        buffers[i].release()
+    assert pool.reset() is None  # type: ignore[func-returns-value]
+    assert (free(pool), in_use(pool)) == ((6, 768), (0, 0))
+    again = [pool.alloc_bytes(100) for _ in range(7)]
+    assert are_apart(again)
+    # Those of the reset lie above those that were released before.
+    assert sorted(addresses(again[:4])) == sorted(where[i] for i in (0, 2, 3, 5))
+    assert addresses(again[4:6]) == [where[4], where[1]]
+    assert free(pool) == (0, 0)
+
+
+def test_a_buffer_that_was_released_and_reset_is_free_once() -> None:
+    pool = make()
+    buffer = pool.alloc_bytes(100)
+    buffer.release()
+    pool.reset()
+    pool.reset()
+    first, second = pool.alloc_bytes(100), pool.alloc_bytes(100)
+    assert are_apart([first, second])
+    mark(first, 1)
+    mark(second, 2)
+    assert holds(first, 1)
+    assert holds(second, 2)
+
+
+def test_a_reset_of_nothing() -> None:
+    pool = make()
+    pool.reset()
+    pool.alloc_bytes(8).release()
+    pool.reset()
+    assert (free(pool), in_use(pool)) == ((1, 8), (0, 0))
+
+
+def test_a_buffer_that_nobody_holds_is_in_use_until_a_reset() -> None:
+    pool = make()
+    tensor = pool.alloc((4,), torch.int32).tensor
+    tensor.fill_(3)
+    assert in_use(pool) == (1, 16)
+    other = pool.alloc((4,), torch.int32)
+    assert address(other) != tensor.data_ptr()
+    other.tensor.fill_(4)
+    assert tensor.tolist() == [3] * 4
+    pool.reset()
+    assert (free(pool), in_use(pool)) == ((2, 32), (0, 0))
+
+
+def test_buffers_without_elements() -> None:
+    pool = make()
+    buffers = [pool.alloc((0, 5), torch.float64), pool.alloc_bytes(0), pool.alloc((3, 0), torch.bool)]
+    assert [buffer.capacity for buffer in buffers] == [1, 1, 1]
+    assert [tuple(buffer.tensor.shape) for buffer in buffers] == [(0, 5), (0,), (3, 0)]
+    buffers[1].release()
+    assert (free(pool), in_use(pool)) == ((1, 1), (2, 2))
+    assert pool.alloc_bytes(1).tensor.tolist() == [0]
+    assert (free(pool), in_use(pool)) == ((0, 0), (3, 3))
+
+
+def test_stats_and_high_water() -> None:
+    pool = make()
+    buffers = [pool.alloc_bytes(size) for size in (100, 200, 1000)]
+    buffers[2].release()
+    pool.alloc_bytes(60).release()
+    stats = pool.stats()
+    assert (stats["capacity"], stats["available"], stats["in_use"], stats["high_water"]) == (4, 2, 2, 3)
+    assert (stats["free_bytes"], stats["in_use_bytes"], stats["high_water_bytes"]) == (1088, 384, 1408)
+    assert stats["bytes"] == 1472
+    assert (stats["registered_bytes"], stats["stale_uses"]) == (0, 0)
+    assert all(type(value) is int for value in stats.values())
+    assert (*free(pool), *in_use(pool), pool.high_water_bytes) == (2, 1088, 2, 384, 1408)
+    pool.reset()
+    assert pool.high_water_bytes == 1408
+    pool.clear()
+    stats = pool.stats()
+    assert (stats["capacity"], stats["bytes"], stats["high_water"], stats["high_water_bytes"]) == (
+        0,
+        0,
+        3,
+        1408,
+    )
+
+
+# Batches
+
+
+def test_a_batch_is_its_allocations_in_order() -> None:
+    pool = make()
+    specs: list[tuple[Sequence[int], object]] = [
+        ((3,), torch.int32),
+        ([2, 2], "bfloat16"),
+        ((), np.float64),
+        ((0,), torch.bool),
+        ((3,), torch.float32),
+    ]
+    first = [pool.alloc(shape, dtype) for shape, dtype in specs]
+    where = addresses(first)
+    pool.reset()
+    buffers = pool.alloc_batch(specs)
+    assert type(buffers) is list
+    assert addresses(buffers) == where
+    assert [tuple(buffer.tensor.shape) for buffer in buffers] == [(3,), (2, 2), (), (0,), (3,)]
+    assert [buffer.tensor.dtype for buffer in buffers[:3]] == [torch.int32, torch.bfloat16, torch.float64]
+    assert [buffer.capacity for buffer in buffers] == [16, 8, 8, 1, 16]
+    assert are_apart(buffers)
+    assert in_use(pool) == (5, 49)
+    buffers[1].release()
+    assert in_use(pool) == (4, 41)
+
+
+def test_an_empty_batch() -> None:
+    pool = make()
+    assert pool.alloc_batch([]) == []
+    assert pool.alloc_batch(specs=()) == []
+    assert set(pool.stats().values()) == {0}
+
+
+@pytest.mark.parametrize(
+    "specs",
+    [
+        None,
+        3,
+        [3],
+        [(3,)],
+        [((3,), torch.int32, 1)],
+        [((3,), torch.int32), None],
+        [((3,), torch.int32), ((3,), 7)],
+        [((3,), torch.int32), (("3",), torch.int32)],
+        "ab",
+    ],
+    ids=repr,
+)
+def test_batches_that_are_none(specs: Any) -> None:  # noqa: ANN401
+    pool = make()
+    where = address(pool.alloc((3,), torch.int32))
+    pool.reset()
+    before = pool.stats()
+    with pytest.raises(TypeError):
+        pool.alloc_batch(specs)
+    assert pool.stats() == before
+    assert address(pool.alloc((3,), torch.int32)) == where
+
+
+def test_a_batch_is_all_or_nothing() -> None:
+    pool = make()
+    held = pool.alloc((4,), torch.int32)
+    mark(held, 9)
+    before = pool.stats()
+    for shape, error in (((-3,), ConfigError), ((1 << 50,), OutOfMemoryError)):
+        with pytest.raises(error, match=r"-3|\d{10}"):
+            pool.alloc_batch([((4,), torch.int32), ((100,), torch.int8), (shape, torch.int8)])
+        assert in_use(pool) == (1, 16)
+    assert pool.stats()["high_water"] == before["high_water"] == 1
+    assert pool.high_water_bytes == 16
+    again = pool.alloc_batch([((4,), torch.int32), ((100,), torch.int8)])
+    assert are_apart([held, *again])
+    assert holds(held, 9)
+
+
+# Stale buffers
+
+
+def stale_by_release(pool: BufferPool) -> Buffer:
+    buffer = pool.alloc((6,), torch.float32)
+    buffer.release()
+    return buffer
+
+
+def stale_by_reset(pool: BufferPool) -> Buffer:
+    buffer = pool.alloc((6,), torch.float32)
+    pool.reset()
+    return buffer
+
+
+def stale_by_both(pool: BufferPool) -> Buffer:
+    buffer = stale_by_release(pool)
+    pool.reset()
+    return buffer
+
+
+def stale_by_step(pool: BufferPool) -> Buffer:
+    with pool.step():
+        return pool.alloc((6,), torch.float32)
+
+
+def stale_by_leaving(pool: BufferPool) -> Buffer:
+    with pool.alloc((6,), torch.float32) as buffer:
+        pass
+    return buffer
+
+
+def stale_by_clear(pool: BufferPool) -> Buffer:
+    buffer = stale_by_release(pool)
+    pool.clear()
+    return buffer
+
+
+STALE = [stale_by_release, stale_by_reset, stale_by_both, stale_by_step, stale_by_leaving, stale_by_clear]
+USES: dict[str, Callable[[BufferPool, Buffer], object]] = {
+    "tensor": lambda _pool, buffer: buffer.tensor,
+    "release": lambda _pool, buffer: buffer.release(),
+    "pool_release": lambda pool, buffer: pool.release(buffer),
+}
+
+
+@pytest.mark.parametrize("taken_again", [False, True])
+@pytest.mark.parametrize("use", sorted(USES))
+@pytest.mark.parametrize("end", STALE, ids=lambda end: end.__name__)
+def test_stale_buffers(end: Callable[[BufferPool], Buffer], use: str, taken_again: bool) -> None:
+    pool = make()
+    stale = end(pool)
+    taken = [pool.alloc((6,), torch.float32)] if taken_again else []
+    for buffer in taken:
+        mark(buffer, 5)
+    before = pool.stats()
+    for uses in (1, 2, 3):
+        with pytest.raises(StaleBufferError, match=r"\d"):
+            USES[use](pool, stale)
+        assert pool.stats() == {**before, "stale_uses": uses}
+    assert (stale.nbytes, stale.capacity) == (24, 32)
+    assert all(holds(buffer, 5) for buffer in taken)
+    others = [pool.alloc((6,), torch.float32) for _ in range(3)]
+    assert are_apart([*taken, *others])
+
+
+def test_a_buffer_stays_stale_however_often_its_memory_is_used() -> None:
+    pool = make()
+    stale = pool.alloc_bytes(8)
+    where = address(stale)
+    stale.release()
+    for _ in range(70_000):
+        pool.alloc_bytes(8).release()
+    last = pool.alloc_bytes(8)
+    assert address(last) == where
+    with pytest.raises(StaleBufferError):
+        stale.release()
+    with pytest.raises(StaleBufferError):
+        _ = stale.tensor
+    assert in_use(pool) == (1, 8)
+
+
+def test_a_buffer_stays_stale_over_many_resets() -> None:
+    pool = make()
+    stale = []
+    for _ in range(300):
+        stale.append(pool.alloc_bytes(8))
+        pool.reset()
+    pool.clear()
+    held = pool.alloc_bytes(8)
+    for buffer in stale:
+        with pytest.raises(StaleBufferError):
+            pool.release(buffer)
+    assert pool.stats()["stale_uses"] == 300
+    assert in_use(pool) == (1, 8)
+    assert not held.tensor.any()
+
+
+def test_what_a_double_release_might_do() -> None:
+    pool = make()
+    buffer = pool.alloc_bytes(64)
+    buffer.release()
+    with pytest.raises(StaleBufferError):
+        buffer.release()
+    with pytest.raises(StaleBufferError):
+        pool.release(buffer)
+    pool.reset()
+    with pytest.raises(StaleBufferError):
+        buffer.release()
+    assert free(pool) == (1, 64)
+    held = [pool.alloc_bytes(64) for _ in range(4)]
+    assert are_apart(held)
+
+
+def test_a_tensor_of_a_stale_buffer_is_still_memory() -> None:
+    pool = make()
+    buffer = pool.alloc((100,), torch.int32)
+    tensor = buffer.tensor
+    tensor.fill_(3)
+    buffer.release()
+    # It is the pool's again, and shares it with whoever gets it next.
+    again = pool.alloc((100,), torch.int32)
+    assert again.tensor.data_ptr() == tensor.data_ptr()
+    assert tensor.eq(3).all()
+
+
+@pytest.mark.parametrize("bad", [None, 3, "buffer", object(), torch.zeros(3), [1]])
+def test_what_is_no_buffer_can_not_be_released(bad: Any) -> None:  # noqa: ANN401
+    pool = make()
+    pool.alloc_bytes(8)
+    before = pool.stats()
+    with pytest.raises(TypeError):
+        pool.release(bad)
+    assert pool.stats() == before
+
+
+def test_a_buffer_of_another_pool() -> None:
+    pool, other = make(), make()
+    mine, theirs = pool.alloc_bytes(64), other.alloc_bytes(64)
+    before = pool.stats(), other.stats()
+    with pytest.raises(IndexOwnershipError):
+        pool.release(theirs)
+    with pytest.raises(IndexOwnershipError):
+        other.release(mine)
+    assert (pool.stats(), other.stats()) == before
+    assert are_apart([mine, theirs])
+    # It goes where it came from.
+    theirs.release()
+    mine.release()
+    assert (free(pool), free(other)) == ((1, 64), (1, 64))
+
+
+def test_a_stale_buffer_of_another_pool() -> None:
+    pool, other = make(), make()
+    theirs = other.alloc_bytes(64)
+    theirs.release()
+    mine = pool.alloc_bytes(64)
+    with pytest.raises(IndexOwnershipError):
+        pool.release(theirs)
+    assert in_use(pool) == (1, 64)
+    assert free(other) == (1, 64)
+    assert not mine.tensor.any()
+
+
+def test_a_buffer_of_a_pool_that_is_gone() -> None:
+    buffer, pool = make().alloc_bytes(64), make()
+    with pytest.raises(IndexOwnershipError):
+        pool.release(buffer)
+    buffer.tensor.fill_(3)
+    assert holds(buffer, 3)
+    buffer.release()
+    with pytest.raises(StaleBufferError):
+        buffer.release()
+    assert set(pool.stats().values()) == {0}
+
+
+# with
+
+
+def test_leaving_a_buffer_releases_it() -> None:
+    pool = make()
+    buffer = pool.alloc_bytes(64)
+    with buffer as same:
+        assert same is buffer
+        assert in_use(pool) == (1, 64)
+    assert (free(pool), in_use(pool)) == ((1, 64), (0, 0))
+    assert pool.stats()["stale_uses"] == 0
+
+
+def test_leaving_a_buffer_by_an_exception_releases_it() -> None:
+    pool = make()
+    with pytest.raises(KeyError, match="mine"), pool.alloc_bytes(64):
+        raise KeyError("mine")
+    assert free(pool) == (1, 64)
+
+
+def test_leaving_a_buffer_after_a_reset_does_nothing() -> None:
+    pool = make()
+    with pool.alloc_bytes(64):
+        pool.reset()
+        held = pool.alloc_bytes(64)
+        mark(held, 3)
+    assert (free(pool), in_use(pool)) == ((0, 0), (1, 64))
+    assert pool.stats()["stale_uses"] == 0
+    assert holds(held, 3)
+
+
+def test_leaving_a_buffer_that_was_released_does_nothing() -> None:
+    pool = make()
+    with pool.alloc_bytes(64) as buffer:
+        buffer.release()
+        held = pool.alloc_bytes(64)
+    assert (free(pool), in_use(pool)) == ((0, 0), (1, 64))
+    assert not held.tensor.any()
+
+
+def test_buffers_within_buffers() -> None:
+    pool = make()
+    with pool.alloc_bytes(64) as outer, pool.alloc_bytes(64) as inner:
+        assert are_apart([outer, inner])
+    assert free(pool) == (2, 128)
+
+
+def test_a_step_resets_at_its_end() -> None:
+    pool = make()
+    before = pool.alloc_bytes(32)
+    with pool.step() as same:
+        assert same is pool
+        buffers = [pool.alloc_bytes(64) for _ in range(3)]
+        buffers[1].release()
+        assert in_use(pool) == (3, 160)
+    assert (free(pool), in_use(pool)) == ((4, 224), (0, 0))
+    for buffer in (before, *buffers):
+        with pytest.raises(StaleBufferError):
+            _ = buffer.tensor
+
+
+def test_a_step_that_ends_by_an_exception_resets() -> None:
+    pool = make()
+    with pytest.raises(KeyError, match="mine"), pool.step():
+        pool.alloc_bytes(64)
+        raise KeyError("mine")
+    assert (free(pool), in_use(pool)) == ((1, 64), (0, 0))
+
+
+def test_a_step_that_is_not_entered_resets_nothing() -> None:
+    pool = make()
+    step = pool.step()
+    pool.alloc_bytes(64)
+    del step
+    assert in_use(pool) == (1, 64)
+
+
+def test_a_step_within_a_step() -> None:
+    pool = make()
+    with pool.step():
+        pool.alloc_bytes(64)
+        with pool.step():
+            pool.alloc_bytes(64)
+        assert in_use(pool) == (0, 0)
+        assert are_apart([pool.alloc_bytes(64) for _ in range(3)])
+    assert free(pool) == (3, 192)
+
+
+# clear
+
+
+def test_clear_gives_free_memory_back() -> None:
+    pool = make()
+    held = pool.alloc_bytes(100)
+    mark(held, 3)
+    for size in (100, 1000, 10):
+        pool.alloc_bytes(size).release()
+    assert pool.clear() is None  # type: ignore[func-returns-value]
+    assert (free(pool), in_use(pool)) == ((0, 0), (1, 128))
+    assert pool.stats()["bytes"] == 128
+    assert holds(held, 3)
+    new = pool.alloc_bytes(100)
+    assert are_apart([held, new])
+    # It is new memory, so it is zeroed.
+    assert not new.tensor.any()
+    held.release()
+    assert free(pool) == (1, 128)
+
+
+def test_clear_of_nothing() -> None:
+    pool = make()
+    pool.clear()
+    pool.alloc_bytes(8)
+    pool.clear()
+    assert in_use(pool) == (1, 8)
+
+
+def test_a_tensor_keeps_memory_that_was_cleared() -> None:
+    pool = make()
+    buffer = pool.alloc((1000,), torch.int32)
+    tensor = buffer.tensor
+    tensor.fill_(3)
+    buffer.release()
+    pool.clear()
+    others = [pool.alloc((1000,), torch.int32) for _ in range(8)]
+    for other in others:
+        assert not other.tensor.any()
+        other.tensor.fill_(9)
+    assert tensor.eq(3).all()
+    tensor.fill_(4)
+    assert all(other.tensor.eq(9).all() for other in others)
+
+
+@devices.cpu_only
+@pytest.mark.skipif(not STATM.exists(), reason="needs /proc to see how much memory is in use")
+def test_cleared_memory_goes_back_to_the_system() -> None:
+    pool = make()
+    for _ in range(4):
+        mark(pool.alloc_bytes(16 * MIB), 1)
+    pool.reset()
+    before = resident_bytes()
+    pool.clear()
+    assert before - resident_bytes() > 48 * MIB
+
+
+# register_existing
+
+
+def outside(size: int = 1000) -> torch.Tensor:
+    """What somebody else allocated, in host memory."""
+    return torch.arange(size, dtype=torch.int32)
+
+
+def test_what_is_registered_is_neither_owned_nor_recycled() -> None:
+    pool, weights = make(), outside(1024)
+    assert pool.register_existing(weights) is None  # type: ignore[func-returns-value]
+    pool.register_existing(tensor=weights)
+    assert (*free(pool), *in_use(pool), pool.high_water_bytes) == (0, 0, 0, 0, 0)
+    first, end = weights.data_ptr(), weights.data_ptr() + 4096
+    for _ in range(3):
+        for _ in range(8):
+            buffer = pool.alloc_bytes(4096)
+            mark(buffer, 255)
+            assert not first - 4096 < address(buffer) < end
+        pool.reset()
+    pool.clear()
+    assert torch.equal(weights, outside(1024))
+    del pool
+    assert torch.equal(weights, outside(1024))
+    weights.fill_(3)
+    assert weights.eq(3).all()
+
+
+OUTSIDE: dict[str, Callable[[], Any]] = {
+    "parameter": lambda: torch.nn.Parameter(torch.ones(100)),
+    "numpy": lambda: np.ones(100),
+    "empty": lambda: torch.empty(0),
+    "no_elements": lambda: torch.empty(3, 0, 2),
+    "scalar": lambda: torch.tensor(1.5),
+    "half": lambda: torch.ones(7, dtype=torch.bfloat16),
+    "ours": lambda: kvpool.KVPool(16, 1, 1, 4, "cpu", "float32").k_buffer[0],
+    "pageable": lambda: kvpool.KVPool(16, 1, 1, 4, "cpu", "float32", pin_memory=False).k_buffer[0],
+}
+
+
+@pytest.mark.parametrize("kind", sorted(OUTSIDE))
+def test_everything_that_can_be_registered(kind: str) -> None:
+    pool, tensor = make(), OUTSIDE[kind]()
+    pool.register_existing(tensor)
+    once = pool.stats()
+    pool.register_existing(tensor)
+    assert pool.stats() == once
+    assert (once["capacity"], once["bytes"], once["stale_uses"]) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("bad", [None, 3, "weights", [1.0, 2.0], (1,), object()], ids=repr)
+def test_what_is_no_tensor_can_not_be_registered(bad: Any) -> None:  # noqa: ANN401
+    pool = make()
+    with pytest.raises(TypeError):
+        pool.register_existing(bad)
+    assert set(pool.stats().values()) == {0}
+
+
+def test_a_tensor_with_gaps_can_not_be_registered() -> None:
+    pool, weights = make(), outside()
+    for view in (weights[::2], weights.view(10, 100)[:, :50], weights.view(10, 100)[::2]):
+        with pytest.raises(ConfigError):
+            pool.register_existing(view)
+    assert set(pool.stats().values()) == {0}
+
+
+def test_the_pool_keeps_what_it_registered() -> None:
+    pool, array = make(), np.ones(1000)
+    gone = weakref.ref(array)
+    pool.register_existing(torch.from_numpy(array))
+    del array
+    assert gone() is not None
+    pool.reset()
+    pool.clear()
+    assert gone() is not None
+    del pool
+    assert gone() is None
+
+
+@pytest.mark.cuda
+@devices.cpu_only
+def test_a_pool_of_the_host_registers_nothing_of_a_device() -> None:
+    pool = make()
+    with pytest.raises(ConfigError, match=r"cuda:0"):
+        pool.register_existing(torch.zeros(4, device="cuda"))
+    assert set(pool.stats().values()) == {0}
+
+
+@cuda_only
+def test_device_memory_is_registered_without_the_driver(driver: Driver) -> None:
+    pool = make()
+    weights = pool.alloc((100,), torch.int32).tensor
+    foreign = kvpool._kvpool._zeros([100], "int32", "cuda")
+    driver.run()
+    locked = driver.locked_bytes()
+    pool.register_existing(foreign)
+    once = pool.stats()
+    pool.register_existing(foreign)
+    assert pool.stats() == once
+    assert driver.locked_bytes() == locked
+    assert driver.calls("cuMemHostRegister_v2") == 0
+    assert weights.shape == (100,)
+
+
+@cuda_only
+def test_memory_of_another_device_is_refused(driver: Driver) -> None:
+    pool = make()
+    foreign = kvpool._kvpool._zeros([100], "uint8", "cuda:1")
+    before = pool.stats(), driver.locked_bytes()
+    with pytest.raises(ConfigError, match=r"(?s)(cuda:1.*cuda:0|cuda:0.*cuda:1)"):
+        pool.register_existing(foreign)
+    assert (pool.stats(), driver.locked_bytes()) == before
+
+
+@pytest.mark.cuda
+def test_host_memory_is_locked_once_until_the_pool_goes(driver: Driver) -> None:
+    pool, weights = make(), outside()
+    before = driver.locked_bytes()
+    pool.register_existing(weights)
+    assert driver.locked_bytes() - before >= 4000
+    assert pool.stats()["registered_bytes"] >= 4000
+    locked, stats = driver.locked_bytes(), pool.stats()
+    driver.reset_calls()
+    for again in (weights, weights.view(10, 100), weights.view(torch.uint8), weights.detach()):
+        pool.register_existing(again)
+    assert (driver.locked_bytes(), pool.stats()) == (locked, stats)
+    other = outside(500)
+    pool.register_existing(other)
+    assert driver.locked_bytes() - locked >= 2000
+    pool.alloc_bytes(100)
+    pool.reset()
+    pool.clear()
+    assert driver.locked_bytes() - locked >= 2000
+    del weights
+    assert driver.locked_bytes() - locked >= 2000
+    del pool
+    assert driver.locked_bytes() == before
+    assert torch.equal(other, outside(500))
+
+
+@pytest.mark.cuda
+def test_parts_of_what_is_locked(driver: Driver) -> None:
+    before = driver.locked_bytes()
+    for first, second in (((0, 1000), (100, 200)), ((100, 200), (0, 1000)), ((0, 600), (400, 1000))):
+        pool, weights = make(), outside()
+        pool.register_existing(weights[slice(*first)])
+        pool.register_existing(weights[slice(*second)])
+        assert driver.locked_bytes() > before
+        assert torch.equal(weights, outside())
+        del pool
+        assert driver.locked_bytes() == before
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_two_pools_lock_the_same_memory(driver: Driver, order: tuple[int, int]) -> None:
+    weights = outside()
+    before = driver.locked_bytes()
+    pools: list[BufferPool | None] = [make(), make()]
+    for pool in pools:
+        assert pool is not None
+        pool.register_existing(weights)
+    del pool
+    for i in order:
+        pools[i] = None
+        assert torch.equal(weights, outside())
+    assert driver.locked_bytes() == before
+
+
+@pytest.mark.cuda
+def test_memory_that_is_locked_already_stays_so(driver: Driver) -> None:
+    kv = kvpool.KVPool(1000, 1, 2, 8, "cpu", torch.float32)
+    locked = driver.locked_bytes()
+    pool = make()
+    pool.register_existing(kv.k_buffer[0])
+    del pool
+    assert driver.locked_bytes() == locked
+    kv.k_buffer[0].fill_(3)
+    assert kv.k_buffer[0].eq(3).all()
+
+
+STILL_LOCKED: list[torch.Tensor] = []
+"""What the driver failed to unlock: its addresses must not be used again."""
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("code", [LAUNCH_FAILED, OUT_OF_MEMORY])
+def test_a_lock_that_fails_leaves_nothing(driver: Driver, code: int) -> None:
+    pool, weights = make(), outside()
+    before = pool.stats(), driver.locked_bytes()
+    driver.fail("cuMemHostRegister_v2", code=code)
+    with pytest.raises((DriverError, OutOfMemoryError), match=r"cuMemHostRegister|\d"):
+        pool.register_existing(weights)
+    assert driver.planned() == 0
+    assert (pool.stats(), driver.locked_bytes()) == before
+    pool.register_existing(weights)
+    assert driver.locked_bytes() - before[1] >= 4000
+    driver.fail("cuMemHostUnregister")
+    STILL_LOCKED.append(weights)
+    # A pool that goes tells nobody.
+    del pool
+    assert driver.planned() == 0
+
+
+@cuda_only
+@pytest.mark.parametrize(("env", "locked"), [({}, True), ({"KVPOOL_NO_RESIDENCY": "1"}, False)])
+def test_page_locking_can_be_turned_off(
+    driver: Driver, run_snippet: RunSnippet, env: dict[str, str], locked: bool
+) -> None:
+    assert driver.calls() == 0
+    code = """
+        import ctypes, kvpool, numpy
+        soft = ctypes.CDLL(None)
+        soft.soft_locked_bytes.restype = ctypes.c_long
+        for device in ("cuda", "cpu"):
+            pool = kvpool.BufferPool(device)
+            before = soft.soft_locked_bytes()
+            weights = numpy.ones(1 << 20, numpy.uint8)
+            pool.register_existing(weights)
+            print(soft.soft_locked_bytes() - before >= 1 << 20, soft.soft_locked_bytes() == before)
+            del pool
+            print(soft.soft_locked_bytes() == before)
+    """
+    lines = run_snippet(code, hidden=["torch"], env=env).splitlines()
+    assert lines == [f"{locked} {not locked}", "True"] * 2
+
+
+# Memory
+
+
+def resident_bytes() -> int:
+    gc.collect()
+    return int(STATM.read_text(encoding="ascii").split()[1]) * 4096
+
+
+def test_tensors_outlive_buffers_and_pool() -> None:
+    pool = make()
+    tensors = [pool.alloc((1000,), torch.int32).tensor for _ in range(4)]
+    for i, tensor in enumerate(tensors):
+        tensor.fill_(i)
+    where = [tensor.data_ptr() for tensor in tensors]
+    pool.reset()
+    del pool
+    gc.collect()
+    other = make()
+    for _ in range(8):
+        other.alloc((1000,), torch.int32).tensor.fill_(99)
+    assert [tensor.data_ptr() for tensor in tensors] == where
+    for i, tensor in enumerate(tensors):
+        assert tensor.eq(i).all()
+        tensor.add_(1)
+        assert tensor.eq(i + 1).all()
+
+
+def test_a_buffer_outlives_its_pool() -> None:
+    pool = make()
+    buffer = pool.alloc((100,), torch.int32)
+    stale = pool.alloc((100,), torch.int32)
+    stale.release()
+    buffer.tensor.fill_(3)
+    del pool
+    gc.collect()
+    assert buffer.tensor.eq(3).all()
+    assert (buffer.nbytes, stale.nbytes) == (400, 400)
+    with pytest.raises(StaleBufferError):
+        _ = stale.tensor
+    buffer.release()
+    with pytest.raises(StaleBufferError):
+        _ = buffer.tensor
+
+
+def test_a_step_outlives_its_pool() -> None:
+    pool = make()
+    buffer = pool.alloc_bytes(8)
+    step = pool.step()
+    del pool
+    gc.collect()
+    with step:
+        pass
+    with pytest.raises(StaleBufferError):
+        _ = buffer.tensor
+
+
+def test_a_pool_in_a_cycle_is_collected() -> None:
+    class Owner:
+        def __init__(self) -> None:
+            self.pool = make()
+            self.buffer = self.pool.alloc_bytes(64)
+            self.tensor = self.buffer.tensor
+            self.step = self.pool.step()
+            self.me = self
+
+    owner = Owner()
+    gone = weakref.ref(owner)
+    del owner
+    gc.collect()
+    assert gone() is None
+
+
+@devices.cpu_only
+@pytest.mark.parametrize("how", ["tensor", "released", "registered"])
+def test_a_pool_whose_tensors_know_it_is_collected(how: str) -> None:
+    class Owner:
+        pass
+
+    pool, owner = make(), Owner()
+    buffer = pool.alloc((4,), torch.float32)
+    tensor: Any = torch.zeros(4) if how == "registered" else buffer.tensor
+    tensor.pool, tensor.owner = pool, owner
+    if how == "registered":
+        pool.register_existing(tensor)
+    elif how == "released":
+        buffer.release()
+    gone = weakref.ref(owner)
+    del pool, owner, buffer, tensor
+    gc.collect()
+    assert gone() is None
+
+
+@devices.cpu_only
+@pytest.mark.skipif(not STATM.exists(), reason="needs /proc to see how much memory is in use")
+def test_memory_does_not_grow() -> None:
+    def once() -> None:
+        pool = make()
+        for size in (1 << 10, 1 << 16, 3 * MIB, MIB):
+            mark(pool.alloc_bytes(size), 1)
+        pool.reset()
+        pool.alloc_bytes(MIB).release()
+
+    for _ in range(4):
+        once()
+    before = resident_bytes()
+    for _ in range(40):
+        once()
+    assert resident_bytes() - before < 16 * MIB
+
+
+@devices.cpu_only
+@pytest.mark.skipif(not STATM.exists(), reason="needs /proc to see how much memory is in use")
+def test_memory_does_not_grow_in_a_steady_state() -> None:
+    pool, weights = make(), outside()
+
+    def once() -> None:
+        with pool.step():
+            held = [pool.alloc((16, 8), torch.float32) for _ in range(100)]
+            for buffer in held[::3]:
+                buffer.release()
+            pool.register_existing(weights)
+        for buffer in held[::10]:
+            with pytest.raises(StaleBufferError):
+                buffer.release()
+
+    for _ in range(50):
+        once()
+    before = resident_bytes()
+    for _ in range(500):
+        once()
+    assert resident_bytes() - before < 8 * MIB
+    assert pool.stats()["capacity"] == 100
+
+
+@devices.cpu_only
+def test_without_pytorch_tensors_are_ours(run_snippet: RunSnippet) -> None:
+    code = """
+        import kvpool, numpy
+        pool = kvpool.BufferPool("cpu")
+        buffer = pool.alloc((2, 3), "int64")
+        tensor = buffer.tensor
+        print(type(tensor).__name__, tensor.shape, tensor.dtype, tensor.device)
+        array = tensor.numpy()
+        array[:] = 3
+        print(buffer.tensor.numpy().tolist(), pool.alloc_bytes(3).tensor.dtype)
+        pool.register_existing(numpy.ones(100))
+        pool.register_existing(tensor)
+        pool.reset()
+        try:
+            buffer.tensor
+        except kvpool.StaleBufferError as error:
+            print("stale")
+        again = pool.alloc((6,), numpy.int64)
+        print(again.tensor.numpy().tolist())
+        del pool, buffer, tensor, again
+        print(array.tolist())
+    """
+    assert run_snippet(code, hidden=["torch"]).splitlines() == [
+        "Tensor (2, 3) int64 cpu",
+        "[[3, 3, 3], [3, 3, 3]] uint8",
+        "stale",
+        "[3, 3, 3, 3, 3, 3]",
+        "[[3, 3, 3], [3, 3, 3]]",
+    ]
+
+
+# The loop of an engine
+
+
+def sizes_of_step(step: int) -> list[int]:
+    """Elements of int32 for every allocation of a step: from small to large, or from large to small.
+
+    The sizes differ from step to step, and the buckets in which they lie are the same in all.
+    """
+    tops = sorted(16 << i % 11 for i in range(ALLOCATIONS))
+    sizes = [top // 4 - (step * 7 + i * 3) % (top // 8) for i, top in enumerate(tops)]
+    return sizes[::-1] if step % 2 else sizes
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """A buffer of the loop, its tensor, where it lies, and the number in all of its elements."""
+
+    buffer: Buffer
+    tensor: torch.Tensor
+    where: int
+    number: int
+
+
+class Token:
+    """The allocations of one step. Each buffer has a number of its own."""
+
+    def __init__(self, pool: BufferPool, step: int) -> None:
+        self.pool = pool
+        self.step = step
+        self.live: list[Scratch] = []
+        # A kernel is slow where there is none, so only few buffers of few steps are written to there.
+        self.every = 1
+        if is_preloaded():
+            self.every = 50 if step < 4 else ALLOCATIONS
+
+    def alloc(self, i: int, elements: int) -> None:
+        buffer = self.pool.alloc((elements,), torch.int32)
+        tensor: torch.Tensor = buffer.tensor
+        number = self.step * ALLOCATIONS + i
+        if i % self.every == 0:
+            tensor.fill_(number)
+        self.live.append(Scratch(buffer, tensor, tensor.data_ptr(), number))
+
+    def check(self, some: list[Scratch]) -> None:
+        spans = sorted((scratch.where, scratch.buffer.capacity) for scratch in self.live)
+        assert all(start + size <= after for (start, size), (after, _) in itertools.pairwise(spans))
+        marked = [scratch for scratch in some if scratch.number % ALLOCATIONS % self.every == 0]
+        if marked:
+            lengths = torch.tensor([scratch.tensor.numel() for scratch in marked])
+            numbers = torch.tensor([scratch.number for scratch in marked], dtype=torch.int32)
+            found = torch.cat([scratch.tensor for scratch in marked]).cpu()
+            assert torch.equal(found, numbers.repeat_interleave(lengths))
+
+    def release(self, some: list[Scratch]) -> None:
+        self.check(some)
+        gone = {scratch.number for scratch in some}
+        for scratch in some:
+            if scratch.number % 2:
+                scratch.buffer.release()
+            else:
+                self.pool.release(scratch.buffer)
+        self.live = [scratch for scratch in self.live if scratch.number not in gone]
+
+    def with_reset(self) -> None:
+        for i, elements in enumerate(sizes_of_step(self.step)):
+            self.alloc(i, elements)
+        self.check(self.live)
+        self.pool.reset()
+
+    def with_release(self) -> None:
+        for i, elements in enumerate(sizes_of_step(self.step)):
+            self.alloc(i, elements)
+            if len(self.live) == 128:
+                self.release(self.live[:64])
+        self.release(self.live[:])
+
+    def with_both(self) -> None:
+        stale = []
+        with self.pool.step():
+            for i, elements in enumerate(sizes_of_step(self.step)):
+                self.alloc(i, elements)
+                if i % 64 == 63:
+                    some = self.live[-64::3]
+                    self.release(some)
+                    stale.append(some[0].buffer)
+            self.check(self.live)
+            stale.append(self.live[0].buffer)
+        for buffer in stale:
+            with pytest.raises(StaleBufferError):
+                buffer.release()
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """PyTorch's own threads are more in the way of so small tensors than they help."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("how", ["with_reset", "with_release", "with_both"])
+def test_the_loop_of_an_engine(how: str) -> None:
+    pool = make()
+    kept: list[dict[str, int]] = []
+    for step in range(STEPS):
+        getattr(Token(pool, step), how)()
+        assert pool.in_use_count == 0
+        kept.append(pool.stats())
+    for name in ("bytes", "capacity", "available", "free_bytes", "high_water", "high_water_bytes"):
+        assert len({stats[name] for stats in kept[1:]}) == 1, name
+    assert kept[-1]["capacity"] <= (192 * 11 if how == "with_release" else ALLOCATIONS)
+    assert kept[-1]["stale_uses"] == (28 * STEPS if how == "with_both" else 0)
+
+
+@cuda_only
+def test_the_loop_of_an_engine_makes_no_driver_call(driver: Driver) -> None:
+    pool = make()
+    for step in range(2):
+        Token(pool, 100 + step).with_reset()
+    driver.run()
+    out = driver.device_bytes()
+    for step in range(6):
+        sizes = sizes_of_step(step)
+        driver.reset_calls()
+        buffers = [pool.alloc((elements,), torch.int32) for elements in sizes]
+        tensors = [buffer.tensor for buffer in buffers]
+        pool.reset()
+        assert driver.calls() == 0
+        assert len(tensors) == ALLOCATIONS
+    assert driver.device_bytes() == out
+
+
+# Threads
+
+
+@devices.cpu_only
+@pytest.mark.parametrize("rounding", ["pow2", "fine"])
+def test_no_buffer_is_in_two_hands(rounding: str) -> None:
+    pool = make(rounding)
+
+    def work(number: int) -> None:
+        choose = random.Random(number)  # noqa: S311
+        held: list[tuple[Buffer, int]] = []
+        for i in range(400):
+            buffer = pool.alloc_bytes(choose.randrange(1, 2000))
+            value = number * 32 + i % 32
+            mark(buffer, value)
+            held.append((buffer, value))
+            while len(held) > choose.randrange(1, 16):
+                given, value = held.pop(choose.randrange(len(held)))
+                assert holds(given, value)
+                if choose.random() < 0.5:
+                    given.release()
+                else:
+                    pool.release(given)
+        for given, value in held:
+            assert holds(given, value)
+            given.release()
+
+    together(work)
+    stats = pool.stats()
+    assert (stats["in_use"], stats["in_use_bytes"], stats["stale_uses"]) == (0, 0, 0)
+    assert stats["capacity"] == stats["available"]
+    assert stats["high_water"] <= THREADS * 17
+
+
+def test_threads_share_a_pool_without_its_memory() -> None:
+    pool = make()
+    owner: dict[int, int] = {}
+    lock = threading.Lock()
+
+    def work(number: int) -> None:
+        for i in range(200):
+            buffers = pool.alloc_batch([((1 + (i * j + number) % 60,), torch.int32) for j in range(4)])
+            with lock:
+                for buffer in buffers:
+                    assert owner.setdefault(address(buffer), number) == number
+                assert len(set(addresses(buffers))) == 4
+                for buffer in buffers:
+                    del owner[address(buffer)]
+                    buffer.release()
+
+    together(work)
+    assert pool.in_use_count == 0
+    assert pool.free_count == pool.stats()["capacity"]
+    held = [pool.alloc_bytes(8 << i % 6) for i in range(200)]
+    assert are_apart(held)
+
+
+def test_a_buffer_is_released_once_however_many_threads_try() -> None:
+    pool = make()
+    buffers = [pool.alloc_bytes(64) for _ in range(200)]
+    released = [0] * THREADS
+
+    def work(number: int) -> None:
+        for i in range(200):
+            try:
+                buffers[(i + number * 25) % 200].release()
+            except StaleBufferError:
+                continue
+            released[number] += 1
+
+    together(work)
+    assert sum(released) == 200
+    assert pool.stats()["stale_uses"] == 7 * 200
+    assert (free(pool), in_use(pool)) == ((200, 200 * 64), (0, 0))
+    assert are_apart([pool.alloc_bytes(64) for _ in range(201)])
+
+
+def test_resets_while_others_allocate() -> None:
+    pool = make()
+
+    def work(number: int) -> None:
+        for i in range(300):
+            if number == 0:
+                pool.reset()
+                continue
+            buffer = pool.alloc_bytes(1 + (number * 31 + i * 7) % 500)
+            try:
+                assert buffer.tensor.numel() == buffer.nbytes
+                if i % 2:
+                    buffer.release()
+            except StaleBufferError:
+                pass
+            stats = pool.stats()
+            assert stats["available"] + stats["in_use"] == stats["capacity"]
+            assert stats["free_bytes"] + stats["in_use_bytes"] == stats["bytes"]
+            assert stats["in_use"] <= stats["high_water"]
+
+    together(work)
+    pool.reset()
+    stats = pool.stats()
+    assert (stats["in_use"], stats["available"]) == (0, stats["capacity"])
+    held = [pool.alloc_bytes(1 << i % 10) for i in range(300)]
+    assert are_apart(held)
+
+
+def test_registering_by_many_threads() -> None:
+    pool, weights = make(), [outside(100 + i) for i in range(20)]
+
+    def work(number: int) -> None:
+        for i in range(20):
+            pool.register_existing(weights[(i + number) % 20])
+
+    together(work)
+    once = pool.stats()
+    for tensor in weights:
+        pool.register_existing(tensor)
+    assert pool.stats() == once
+
+
+# The driver
+
+
+@cuda_only
+def test_a_new_buffer_costs_one_allocation_and_a_used_one_nothing(driver: Driver) -> None:
+    pool = make()
+    before = driver.device_bytes()
+    driver.reset_calls()
+    buffer = pool.alloc_bytes(1000)
+    assert driver.calls("cuMemAlloc_v2") == 1
+    assert driver.device_bytes() - before >= 1024
+    driver.reset_calls()
+    for _ in range(10):
+        buffer.release()
+        buffer = pool.alloc((250,), torch.float32)
+        assert buffer.tensor.numel() == 250
+        pool.reset()
+        with pool.step():
+            for buffer in pool.alloc_batch([((500,), torch.bfloat16)]):
+                assert buffer.nbytes == 1000
+        with pytest.raises(StaleBufferError):
+            _ = buffer.tensor
+        buffer = pool.alloc_bytes(1024)
+        pool.stats()
+    assert driver.calls() == 0
+
+
+@cuda_only
+def test_new_memory_is_zeroed_on_the_stream_that_is_current(driver: Driver) -> None:
+    pool = make()
+    driver.run()
+    stream = driver.stream()
+    with on_stream(stream):
+        buffer = pool.alloc_bytes(1000)
+    assert driver.pending(stream) == driver.pending() > 0
+    assert [driver.calls(name) for name in WAITS] == [0] * 3
+    driver.run(stream)
+    assert not buffer.tensor.cpu().any()
+
+
+@cuda_only
+def test_the_same_stream_uses_a_buffer_again_at_once(driver: Driver) -> None:
+    pool, stream = make(), driver.stream()
+    driver.set_patience(NEVER)
+    with on_stream(stream):
+        first = pool.alloc_bytes(1000)
+        where = address(first)
+        assert driver.pending(stream) > 0
+        driver.reset_calls()
+        first.release()
+        assert address(pool.alloc_bytes(1000)) == where
+        pool.reset()
+        assert address(pool.alloc_bytes(1000)) == where
+    assert driver.calls() == 0
+    assert driver.pending(stream) > 0
+
+
+@cuda_only
+@pytest.mark.parametrize("by", ["release", "reset"])
+def test_another_stream_uses_a_buffer_again_after_an_event(driver: Driver, by: str) -> None:
+    pool, first, second = make(), driver.stream(), driver.stream()
+    driver.set_patience(NEVER)
+    with on_stream(first):
+        buffer = pool.alloc_bytes(1000)
+        where = address(buffer)
+        driver.reset_calls()
+        if by == "release":
+            buffer.release()
+        else:
+            pool.reset()
+    assert driver.calls() == 0
+    with on_stream(second):
+        again = pool.alloc_bytes(1000)
+    assert address(again) == where
+    assert [driver.calls(name) for name in EVENTS] == [1, 1]
+    assert [driver.calls(name) for name in (*WAITS, "cuMemAlloc_v2", "cuMemFree_v2")] == [0] * 5
+    # The host has waited for nothing, and the second stream waits for the first.
+    assert driver.pending(first) > 0
+    driver.run(second)
+    assert driver.pending(first) == 0
+    # From here on it belongs to the second stream.
+    driver.reset_calls()
+    with on_stream(second):
+        again.release()
+        again = pool.alloc_bytes(1000)
+        assert driver.calls() == 0
+        again.release()
+    with on_stream(first):
+        assert address(pool.alloc_bytes(1000)) == where
+    assert [driver.calls(name) for name in EVENTS] == [1, 1]
+
+
+@cuda_only
+def test_only_those_that_change_streams_cost_events(driver: Driver) -> None:
+    pool, first, second = make(), driver.stream(), driver.stream()
+    driver.set_patience(NEVER)
+    with on_stream(first), pool.step():
+        for _ in range(4):
+            pool.alloc_bytes(64)
+    driver.reset_calls()
+    with on_stream(second), pool.step():
+        for _ in range(2):
+            pool.alloc_bytes(64)
+    records, waits = (driver.calls(name) for name in EVENTS)
+    assert 1 <= records <= 2
+    assert 1 <= waits <= 2
+    assert [driver.calls(name) for name in (*WAITS, "cuMemAlloc_v2")] == [0] * 4
+    with on_stream(first):
+        held = [pool.alloc_bytes(64) for _ in range(4)]
+        assert are_apart(held)
+        mine = address(held[0])
+        held[0].release()
+        driver.reset_calls()
+        assert address(pool.alloc_bytes(64)) == mine
+        assert driver.calls() == 0
+
+
+@cuda_only
+def test_a_stream_gets_its_own_buffers_before_those_of_others(driver: Driver) -> None:
+    pool, first, second = make(), driver.stream(), driver.stream()
+    with on_stream(first):
+        mine = pool.alloc_bytes(64)
+    with on_stream(second):
+        others = [pool.alloc_bytes(64) for _ in range(3)]
+        where = address(mine)
+        for buffer in (mine, *others):
+            buffer.release()
+    driver.reset_calls()
+    with on_stream(first):
+        assert address(pool.alloc_bytes(64)) == where
+        assert driver.calls() == 0
+        pool.alloc_bytes(64)
+    assert [driver.calls(name) for name in EVENTS] == [1, 1]
+
+
+@cuda_only
+def test_only_memory_that_is_there_can_be_used_within_a_capture(driver: Driver) -> None:
+    pool, stream = make(), driver.stream()
+    with on_stream(stream):
+        where = address(pool.alloc_bytes(64))
+        pool.reset()
+        before = pool.stats()
+        driver.begin_capture(stream)
+        held = pool.alloc_bytes(64)
+        with pytest.raises(DriverError, match="captured"):
+            pool.alloc_bytes(64)
+        with pytest.raises(DriverError, match="captured"):
+            pool.alloc_batch([((100,), torch.int8)])
+        held.release()
+        assert driver.end_capture(stream) > 0
+        assert pool.stats() == before | {"high_water": 1}
+        assert address(pool.alloc_bytes(64)) == where
+        assert pool.alloc_bytes(64).tensor.numel() == 64
+
+
+@cuda_only
+@pytest.mark.parametrize("name", [*EVENTS, "cuCtxGetCurrent"])
+@pytest.mark.parametrize("batch", [False, True])
+def test_a_change_of_streams_that_fails_loses_nothing(driver: Driver, name: str, batch: bool) -> None:
+    pool, first, second = make(), driver.stream(), driver.stream()
+    with on_stream(first):
+        buffers = [pool.alloc_bytes(64) for _ in range(3)]
+        where = addresses(buffers)
+        pool.reset()
+    before = pool.stats()
+    driver.fail(name)
+    with on_stream(second), pytest.raises(DriverError, match=name):
+        if batch:
+            pool.alloc_batch([((64,), torch.uint8)] * 3)
+        else:
+            pool.alloc_bytes(64)
+    assert driver.planned() == 0
+    assert pool.stats() == before
+    with on_stream(first):
+        assert sorted(addresses(pool.alloc_bytes(64) for _ in range(3))) == sorted(where)
+        pool.reset()
+    with on_stream(second):
+        held = [pool.alloc_bytes(64) for _ in range(4)]
+    assert sorted(addresses(held[:3])) == sorted(where)
+    assert are_apart(held)
+
+
+@cuda_only
+def test_work_of_two_streams_on_one_buffer_keeps_its_order() -> None:
+    pool = make()
+    streams = [torch.cuda.Stream() for _ in range(2)]  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(streams[0]):
+        buffer = pool.alloc((1 << 12,), torch.int32)
+        where = address(buffer)
+        if not is_preloaded():
+            torch.cuda._sleep(BUSY_CYCLES)  # type: ignore[no-untyped-call]
+        buffer.tensor.fill_(1)
+        buffer.release()
+    with torch.cuda.stream(streams[1]):
+        again = pool.alloc((1 << 12,), torch.int32)
+        assert address(again) == where
+        again.tensor.fill_(2)
+    torch.cuda.synchronize()
+    assert again.tensor.eq(2).all()
+
+
+@cuda_only
+def test_free_memory_is_given_back_before_memory_runs_out(driver: Driver) -> None:
+    pool = make()
+    driver.set_capacity(driver.device_bytes() + MIB)
+    held, given = pool.alloc_bytes(MIB // 4), pool.alloc_bytes(MIB // 2)
+    mark(held, 3)
+    given.release()
+    # A quarter is free, and a half would be.
+    with pytest.raises(OutOfMemoryError, match="1048576"):
+        pool.alloc_bytes(MIB)
+    assert in_use(pool) == (1, MIB // 4)
+    assert holds(held, 3)
+    with pytest.raises(OutOfMemoryError, match="524288"):
+        pool.alloc_batch([((MIB // 2,), torch.int8), ((100,), torch.int8), ((MIB // 2,), torch.int8)])
+    assert in_use(pool) == (1, MIB // 4)
+    assert pool.stats()["high_water"] == 2
+    small = [pool.alloc_bytes(1000) for _ in range(8)]
+    for buffer in (held, *small):
+        buffer.release()
+    whole = pool.alloc_bytes(MIB)
+    assert (free(pool), in_use(pool)) == ((0, 0), (1, MIB))
+    with pytest.raises(OutOfMemoryError, match="64"):
+        pool.alloc_bytes(64)
+    whole.release()
+    assert in_use(pool) == (0, 0)
+    pool.alloc_bytes(64)
+    assert pool.in_use_count == 1
+
+
+@cuda_only
+def test_device_memory_comes_back(driver: Driver) -> None:
+    before = driver.device_bytes(), driver.locked_bytes()
+    pool = make()
+    tensors = [pool.alloc_bytes(size).tensor for size in (1000, 5000, 100)]
+    tensors[1].fill_(7)
+    pool.alloc_bytes(1 << 20).release()
+    out = driver.device_bytes()
+    pool.clear()
+    assert out - driver.device_bytes() >= MIB
+    # What is cleared stays for those who have a tensor of it.
+    pool.reset()
+    pool.clear()
+    assert driver.device_bytes() - before[0] >= 6100
+    assert tensors[1].eq(7).all()
+    tensors[2:] = tensors[:1] = []
+    assert driver.device_bytes() - before[0] < 16384
+    pool.alloc_bytes(100)
+    del pool
+    assert tensors[0].eq(7).all()
+    assert driver.device_bytes() > before[0]
+    tensors.clear()
+    assert (driver.device_bytes(), driver.locked_bytes()) == before
+
+
+@cuda_only
+def test_a_buffer_gives_memory_back_with_its_pool(driver: Driver) -> None:
+    before = driver.device_bytes()
+    pool = make()
+    buffers = [pool.alloc_bytes(1000) for _ in range(3)]
+    buffers[0].release()
+    step = pool.step()
+    del pool
+    assert not buffers[1].tensor.cpu().any()
+    buffers.clear()
+    del step
+    assert driver.device_bytes() == before
+
+
+@cuda_only
+def test_every_driver_call_may_fail(driver: Driver) -> None:
+    pools: list[BufferPool] = []
+    weights, other = outside(), driver.stream()
+
+    def work() -> None:
+        pools.clear()
+        pool = make()
+        pools.append(pool)
+        first = pool.alloc((8,), torch.float32)
+        pool.alloc_batch([((100,), torch.int8), ((3, 3), torch.int64)])
+        assert first.tensor.numel() == 8
+        first.release()
+        with on_stream(other):
+            pool.alloc((8,), torch.float32)
+            pool.alloc_bytes(1000)
+            pool.reset()
+        pool.register_existing(weights)
+        pool.alloc_batch([((8,), torch.float32), ((100,), torch.int8), ((5,), torch.int8)])
+        pool.reset()
+        pool.clear()
+        pool.alloc_bytes(8)
+
+    def memory() -> tuple[int, int]:
+        pools.clear()
+        driver.run()
+        return driver.device_bytes(), driver.locked_bytes()
+
+    work()
+    before, failures = memory(), 0
+    for error in each_call(driver, work, codes=(LAUNCH_FAILED, OUT_OF_MEMORY)):
+        if error is not None:
+            failures += 1
+            assert isinstance(error, (DriverError, OutOfMemoryError)), repr(error)
+            assert isinstance(error, OutOfMemoryError) or "failed with CUDA_ERROR" in str(error)
+        if pools:
+            check_pool(pools[0], is_over=error is None)
+        found = memory()
+        # A call that gives memory back tells nobody of its failure; what it had is lost.
+        assert error is None or found == before
+        before = found
+    assert failures > 10
+
+
+def check_pool(pool: BufferPool, *, is_over: bool) -> None:
+    """Whatever failed in it, a pool counts right and hands out no memory twice."""
+    stats = pool.stats()
+    assert stats["available"] + stats["in_use"] == stats["capacity"]
+    assert stats["free_bytes"] + stats["in_use_bytes"] == stats["bytes"]
+    assert not is_over or stats["in_use"] == 1
+    pool.reset()
+    assert pool.in_use_count == 0
+    held = [pool.alloc_bytes(size) for size in (32, 32, 128, 128, 8, 8, 1024, 72) for _ in range(2)]
+    assert are_apart(held)
+    assert pool.in_use_count == 16
+    pool.reset()
+    pool.clear()
+    assert pool.stats()["capacity"] == 0
+
+
+@cuda_only
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_pool_makes_no_buffer_after_a_fork() -> None:
+    pool = make()
+    child = os.fork()
+    if child == 0:
+        wrong = 0
+        calls: list[Callable[[], object]] = [
+            lambda: pool.alloc_bytes(8),
+            lambda: pool.alloc_batch([((8,), "int8")]),
+            lambda: BufferPool("cuda"),
+        ]
+        for call in calls:
+            try:
+                call()
+            except DriverError as error:
+                wrong += "forked" not in str(error)
+            except BaseException:  # noqa: BLE001 - the child must end here
+                wrong += 1
+            else:
+                wrong += 1
+        os._exit(wrong)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert pool.alloc_bytes(8).tensor.tolist() == [0] * 8
+
+
+# Random histories
+
+
+@dataclass
+class Held:
+    """A live buffer, where it lies (nowhere, if it has no elements), and the value of all of its bytes."""
+
+    buffer: Buffer
+    where: int | None
+    value: int
+
+
+# Of few buckets, so that memory is soon used again.
+SPECS = st.tuples(
+    st.sampled_from([(8,), (2, 4), (5,), (3, 0)]),
+    st.sampled_from([torch.int32, torch.bfloat16]),
+)
+
+
+class BufferHistory(RuleBasedStateMachine):
+    """Every operation, misuse included, on a pool, a second pool, and a naive model of the first.
+
+    The model has a stack for each bucket. Every entry is what came back by one call, in an order that it does
+    not know; the next buffer must be one of those on top. The bucket of a byte has only what has no elements.
+    """
+
+    @initialize(rounding=st.sampled_from(["pow2", "fine"]))
+    def start(self, rounding: str) -> None:
+        self.rounding = rounding
+        self.pool, self.second = make(rounding), make(rounding)
+        self.foreign = self.second.alloc_bytes(24)
+        mark(self.foreign, 254)
+        self.weights = outside(64)
+        self.live: list[Held] = []
+        self.stale: list[Buffer] = []
+        self.free: dict[int, list[list[int | None]]] = {}
+        self.high_water = self.high_water_bytes = self.stale_uses = self.made = 0
+
+    def taken(self, buffer: Buffer, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        """A buffer was handed out."""
+        tensor = buffer.tensor
+        assert tensor.shape == shape
+        assert tensor.dtype is dtype
+        assert buffer.nbytes == tensor.numel() * dtype.itemsize
+        assert buffer.capacity == bucket(buffer.nbytes, self.rounding)
+        where = address(buffer) if buffer.nbytes else None
+        stack = self.free.get(buffer.capacity)
+        if stack:
+            stack[-1].remove(where)
+            if not stack[-1]:
+                stack.pop()
+        else:
+            assert not flat(tensor).any()
+        self.made += 1
+        self.live.append(Held(buffer, where, self.made % 250 + 1))
+        mark(buffer, self.live[-1].value)
+        self.high_water = max(self.high_water, len(self.live))
+        self.high_water_bytes = max(self.high_water_bytes, sum(held.buffer.capacity for held in self.live))
+
+    def gone(self, some: list[Held]) -> None:
+        """Live buffers came back by one call; they were intact before."""
+        came: dict[int, list[int | None]] = {}
+        for held in some:
+            self.live.remove(held)
+            self.stale.append(held.buffer)
+            came.setdefault(held.buffer.capacity, []).append(held.where)
+        for capacity, where in came.items():
+            self.free.setdefault(capacity, []).append(where)
+
+    @rule(spec=SPECS)
+    def alloc(self, spec: tuple[tuple[int, ...], torch.dtype]) -> None:
+        self.taken(self.pool.alloc(*spec), *spec)
+
+    @rule(size=st.sampled_from([0, 9, 16, 17, 29, 100]))
+    def alloc_bytes(self, size: int) -> None:
+        self.taken(self.pool.alloc_bytes(size), (size,), torch.uint8)
+
+    @rule(specs=st.lists(SPECS, max_size=4))
+    def alloc_batch(self, specs: list[tuple[tuple[int, ...], torch.dtype]]) -> None:
+        for spec, buffer in zip(specs, self.pool.alloc_batch(specs), strict=True):
+            self.taken(buffer, *spec)
+
+    @rule(specs=st.lists(SPECS, max_size=3), bad=st.sampled_from([((-1,), "int8"), ((1,), "int7")]))
+    def alloc_bad_batch(self, specs: list[Any], bad: Any) -> None:  # noqa: ANN401
+        with pytest.raises((ConfigError, TypeError)):
+            self.pool.alloc_batch([*specs, bad])
+        with pytest.raises((ConfigError, TypeError)):
+            self.pool.alloc(*bad)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), how=st.sampled_from(["release", "pool", "with"]))
+    def release(self, data: st.DataObject, how: str) -> None:
+        held = data.draw(st.sampled_from(self.live))
+        assert holds(held.buffer, held.value)
+        if how == "release":
+            held.buffer.release()
+        elif how == "pool":
+            self.pool.release(held.buffer)
+        else:
+            with held.buffer:
+                pass
+        self.gone([held])
+
+    @rule(how=st.sampled_from(["reset", "step", "within"]))
+    def reset(self, how: str) -> None:
+        for held in self.live:
+            assert holds(held.buffer, held.value)
+        if how == "within" and self.live:
+            with self.live[0].buffer as buffer:
+                self.pool.reset()
+                self.gone(self.live[:])
+                # Its memory, which leaving it must not give back.
+                self.taken(self.pool.alloc_bytes(buffer.nbytes), (buffer.nbytes,), torch.uint8)
+            return
+        if how == "step":
+            with self.pool.step():
+                pass
+        else:
+            self.pool.reset()
+        self.gone(self.live[:])
+
+    @rule(sure=st.integers(0, 2))
+    def clear(self, sure: int) -> None:
+        if sure == 0:
+            self.pool.clear()
+            self.free.clear()
+
+    @precondition(lambda self: self.stale)
+    @rule(data=st.data(), use=st.sampled_from(sorted(USES)))
+    def use_stale(self, data: st.DataObject, use: str) -> None:
+        buffer = data.draw(st.sampled_from(self.stale))
+        with pytest.raises(StaleBufferError):
+            USES[use](self.pool, buffer)
+        self.stale_uses += 1
+
+    @rule()
+    def use_foreign(self) -> None:
+        with pytest.raises(IndexOwnershipError):
+            self.pool.release(self.foreign)
+        for held in self.live[:1]:
+            with pytest.raises(IndexOwnershipError):
+                self.second.release(held.buffer)
+
+    @rule()
+    def register(self) -> None:
+        self.pool.register_existing(self.weights)
+
+    @invariant()
+    def same(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        free_sizes = [size for size, stack in self.free.items() for group in stack for _ in group]
+        live_sizes = [held.buffer.capacity for held in self.live]
+        assert in_use(self.pool) == (len(live_sizes), sum(live_sizes))
+        assert free(self.pool) == (len(free_sizes), sum(free_sizes))
+        assert self.pool.high_water_bytes == self.high_water_bytes
+        stats = self.pool.stats()
+        assert (stats["available"], stats["in_use"]) == (len(free_sizes), len(live_sizes))
+        assert stats["capacity"] == len(free_sizes) + len(live_sizes)
+        assert stats["bytes"] == sum(free_sizes) + sum(live_sizes)
+        assert (stats["high_water"], stats["stale_uses"]) == (self.high_water, self.stale_uses)
+        spans = [(held.where, held.buffer.capacity) for held in self.live if held.where is not None]
+        spans += [
+            (where, size)
+            for size, stack in self.free.items()
+            for group in stack
+            for where in group
+            if where is not None
+        ]
+        spans.append((self.weights.data_ptr(), 256))
+        spans.sort()
+        assert all(start + size <= after for (start, size), (after, _) in itertools.pairwise(spans))
+        if devices.current() == "cpu":
+            assert all(holds(held.buffer, held.value) for held in self.live)
+
+    def teardown(self) -> None:
+        if hasattr(self, "pool"):
+            assert all(holds(held.buffer, held.value) for held in self.live)
+            assert holds(self.foreign, 254)
+            assert in_use(self.second) == (1, bucket(24, self.rounding))
+            assert torch.equal(self.weights, outside(64))
+
+
+def test_random_histories_agree_with_the_model() -> None:
+    run_state_machine_as_test(BufferHistory)

@@ -1,0 +1,2780 @@
+"""ChunkPool: chunks, references, misuse, copies, page-locking, memory, threads, and random histories."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import itertools
+import logging
+import os
+import random
+import sys
+import threading
+import time
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import devices
+import numpy as np
+import pytest
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from models import BadFreeError
+from software import LAUNCH_FAILED, OUT_OF_MEMORY, each_call
+
+import kvpool
+from kvpool import (
+    Chunk,
+    ChunkCopy,
+    ChunkPool,
+    ConfigError,
+    DriverError,
+    IndexOwnershipError,
+    OutOfMemoryError,
+    StaleBufferError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from conftest import RunSnippet
+    from software import Driver
+
+T = TypeVar("T")
+
+STORAGE = [
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.int8,
+    torch.uint8,
+]
+STATM = Path("/proc/self/statm")
+MEMINFO = Path("/proc/meminfo")
+THREADS = 8
+NEVER = 1 << 40
+MIB = 1 << 20
+WAITS = ("cuStreamSynchronize", "cuCtxSynchronize", "cuEventSynchronize")
+MEMORY = ("cuMemAlloc_v2", "cuMemFree_v2", "cuMemHostAlloc", "cuMemFreeHost", "cuMemHostRegister_v2")
+COPIES = ("cuMemcpyAsync", "cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2", "cuMemcpyDtoDAsync_v2")
+# Two and three steps of page-locking, the last of them of two chunks.
+LARGE = (66, (1 << 22,))
+LARGER = (130, (1 << 22,))
+
+pytestmark = pytest.mark.usefixtures("device")
+
+_CUDA = pytest.param("cuda", marks=pytest.mark.cuda)
+cuda_only = pytest.mark.parametrize("device", [_CUDA], indirect=True)
+between = pytest.mark.parametrize(
+    ("device", "there"),
+    [
+        ("cpu", "cpu"),
+        pytest.param("cpu", "cuda", marks=pytest.mark.cuda),
+        pytest.param("cuda", "cpu", marks=pytest.mark.cuda),
+        pytest.param("cuda", "cuda", marks=pytest.mark.cuda),
+    ],
+    indirect=["device"],
+)
+"""Chunks on the device of the test, and tensors `there`."""
+
+
+def make(
+    num_chunks: int = 3,
+    chunk_shape: int | Sequence[int] = (2, 6),
+    dtype: torch.dtype = torch.float32,
+    where: str | None = None,
+    pin_memory: bool = True,
+    **options: Any,  # noqa: ANN401
+) -> ChunkPool:
+    return ChunkPool(num_chunks, chunk_shape, dtype, where or devices.current(), pin_memory, **options)
+
+
+def some(value: T | None) -> T:
+    assert value is not None
+    return value
+
+
+def take(pool: ChunkPool, count: int) -> list[Chunk]:
+    return [some(pool.allocate()) for _ in range(count)]
+
+
+def indices(chunks: Sequence[Chunk]) -> list[int]:
+    return [chunk.index for chunk in chunks]
+
+
+def counts(pool: ChunkPool) -> tuple[int, int, int, int]:
+    stats = pool.stats()
+    return stats["available"], stats["in_use"], stats["high_water"], stats["dropped_frees"]
+
+
+def put(tensor: torch.Tensor, where: str) -> torch.Tensor:
+    """A tensor with the same values and strides on a device."""
+    with devices.on(where):
+        return devices.here(tensor)
+
+
+def numbers(count: int, dtype: torch.dtype = torch.float32, start: int = 0) -> torch.Tensor:
+    """Small integers, each of which every dtype has."""
+    return ((torch.arange(count) + start) % 13).to(torch.float32).to(dtype)
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of the elements, in order, in host memory."""
+    return tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return torch.equal(raw(left), raw(right))
+
+
+def fill(chunk: Chunk, value: float) -> None:
+    tensor = chunk.tensor()
+    tensor.copy_(torch.full(tensor.shape, value).to(tensor.dtype))
+
+
+def read(chunk: Chunk) -> list[float]:
+    values: list[float] = chunk.tensor().cpu().float().reshape(-1).tolist()
+    return values
+
+
+def together(work: Callable[[int], None]) -> None:
+    """Runs `work(0)` to `work(7)` at once, and raises what any of them raised."""
+    barrier = threading.Barrier(THREADS)
+
+    def start(number: int) -> None:
+        barrier.wait()
+        work(number)
+
+    with ThreadPoolExecutor(THREADS) as executor:
+        for future in [executor.submit(start, number) for number in range(THREADS)]:
+            future.result()
+
+
+def within(seconds: float, work: Callable[[], T]) -> T:
+    """The answer of `work`, which must not take longer."""
+    answers: list[T] = []
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            answers.append(work())
+        except BaseException as error:  # noqa: BLE001 - raised below
+            failures.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert not thread.is_alive(), "it did not return"
+    for failure in failures:
+        raise failure
+    return answers[0]
+
+
+def eventually(holds: Callable[[], bool], seconds: float = 20) -> bool:
+    end = time.monotonic() + seconds
+    while not holds():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.005)
+    return True
+
+
+@contextmanager
+def on_stream(handle: int) -> Iterator[None]:
+    """What `torch.cuda.stream` does, where there is no PyTorch stream."""
+    kvpool._kvpool._use_stream(handle)
+    try:
+        yield
+    finally:
+        kvpool._kvpool._use_stream(None)
+
+
+@contextmanager
+def page_lock_threads(count: int) -> Iterator[None]:
+    before = kvpool.get_num_threads()
+    kvpool.set_num_threads(count)
+    try:
+        yield
+    finally:
+        kvpool.set_num_threads(before)
+
+
+# Construction
+
+
+def test_signature_and_defaults() -> None:
+    parameters = inspect.signature(ChunkPool).parameters
+    assert list(parameters) == [
+        "num_chunks",
+        "chunk_shape",
+        "dtype",
+        "device",
+        "pin_memory",
+        "numa_node",
+        "huge_pages",
+        "strict",
+        "progress",
+    ]
+    defaults = {name: parameter.default for name, parameter in parameters.items()}
+    assert (defaults["device"], defaults["pin_memory"], defaults["numa_node"]) == ("cpu", True, None)
+    assert (defaults["huge_pages"], defaults["strict"], defaults["progress"]) == (False, False, None)
+    for name in ("numa_node", "huge_pages", "strict", "progress"):
+        assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
+    pool = ChunkPool(2, (3,), torch.float16)
+    assert (pool.device, pool.numa_node, pool.huge_pages, pool.strict) == ("cpu", None, False, False)
+
+
+def test_attributes_are_the_arguments() -> None:
+    pool = make(5, [2, 3, 4], torch.bfloat16, strict=True)
+    assert (pool.num_chunks, pool.chunk_shape, pool.chunk_bytes) == (5, (2, 3, 4), 48)
+    assert type(pool.chunk_shape) is tuple
+    assert (pool.dtype, pool.strict, pool.huge_pages) == (torch.bfloat16, True, False)
+    assert pool.device == {"cpu": "cpu", "cuda": "cuda:0"}[devices.current()]
+    names = "num_chunks chunk_shape chunk_bytes dtype device pin_memory numa_node huge_pages strict"
+    for name in names.split():
+        with pytest.raises(AttributeError):
+            setattr(pool, name, getattr(pool, name))
+    chunk = some(pool.allocate())
+    for name in ("index", "nbytes", "references"):
+        with pytest.raises(AttributeError):
+            setattr(chunk, name, getattr(chunk, name))
+
+
+def test_arguments_by_their_names() -> None:
+    pool = ChunkPool(
+        num_chunks=2,
+        chunk_shape=(4,),
+        dtype="int8",
+        device=devices.current(),
+        pin_memory=False,
+        numa_node=None,
+        huge_pages=False,
+        strict=True,
+        progress=None,
+    )
+    assert (pool.num_chunks, pool.chunk_bytes, pool.dtype) == (2, 4, torch.int8)
+    with pytest.raises(TypeError):
+        ChunkPool(2, (4,), "int8", devices.current(), True, 0)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("shape", [(7,), (2, 3), [2, 3], 6, torch.Size([3, 2]), (1, 2, 1, 3, 1, 1, 1, 1)])
+def test_every_way_to_write_a_shape(shape: Any) -> None:  # noqa: ANN401
+    extents = (shape,) if isinstance(shape, int) else tuple(shape)
+    pool = make(2, shape)
+    assert pool.chunk_shape == extents
+    assert some(pool.allocate()).tensor().shape == extents
+
+
+@pytest.mark.parametrize("dtype", STORAGE, ids=str)
+def test_chunks_are_tensors_of_zeros(dtype: torch.dtype) -> None:
+    pool = make(3, (2, 5), dtype)
+    assert pool.chunk_bytes == 10 * dtype.itemsize
+    for chunk in take(pool, 3):
+        tensor = chunk.tensor()
+        assert type(tensor) is torch.Tensor
+        assert tensor.shape == (2, 5)
+        assert tensor.dtype is dtype
+        assert tensor.device.type == devices.current()
+        assert tensor.is_contiguous()
+        assert not raw(tensor).any()
+        assert chunk.nbytes == pool.chunk_bytes
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, "float16", "torch.float16", np.float16, np.dtype("float16")]
+)
+def test_every_way_to_write_a_dtype(dtype: object) -> None:
+    assert ChunkPool(1, 2, dtype, devices.current()).dtype is torch.float16
+
+
+@pytest.mark.parametrize("dtype", ["float64", torch.float64, torch.int32, torch.bool, "complex64", "text", 3])
+def test_dtypes_that_can_not_be_stored(dtype: object) -> None:
+    with pytest.raises(TypeError):
+        ChunkPool(1, 2, dtype, devices.current())
+
+
+def test_devices_as_pytorch_writes_them() -> None:
+    pool = ChunkPool(1, 2, "int8", torch.device(devices.current()))
+    assert some(pool.allocate()).tensor().device.type == devices.current()
+
+
+@devices.cpu_only
+@pytest.mark.parametrize(
+    ("name", "error", "words"),
+    [("tpu", ConfigError, "tpu"), ("cuda:x", ConfigError, "cuda:x"), (3, TypeError, "int")],
+)
+def test_devices_that_are_none(name: object, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        ChunkPool(1, 2, "int8", name)
+
+
+@devices.cpu_only
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_cuda_without_a_driver_says_what_was_looked_for() -> None:
+    with pytest.raises(kvpool.BackendUnavailableError, match="libcuda"):
+        ChunkPool(1, 2, "int8", "cuda")
+
+
+@pytest.mark.parametrize("number", [0, -1, -(10**30), 10**30])
+def test_numbers_of_chunks_that_can_not_be(number: int) -> None:
+    with pytest.raises(ConfigError, match=rf"num_chunks.*{number}"):
+        make(number)
+
+
+@pytest.mark.parametrize("number", [2**31, 2**32, 2**62])
+def test_more_chunks_than_int32_can_name(number: int) -> None:
+    with pytest.raises((ConfigError, OutOfMemoryError), match=r"\d{10}"):
+        make(number, 1, torch.int8)
+
+
+@pytest.mark.parametrize("shape", [0, (0,), (2, 0, 3), -1, (-1,), (2, -3), -(2**40)])
+def test_extents_that_can_not_be(shape: Any) -> None:  # noqa: ANN401
+    bad = min((shape,) if isinstance(shape, int) else shape)
+    with pytest.raises(ConfigError, match=rf"chunk_shape.*{bad}"):
+        make(2, shape)
+
+
+def test_more_dimensions_than_a_tensor_may_have() -> None:
+    with pytest.raises(ConfigError, match="9"):
+        make(2, (1,) * 9)
+
+
+def test_more_bytes_than_an_address_can_name() -> None:
+    for number, shape in ((1, (1 << 62,)), (1, (1 << 40, 1 << 40)), (1 << 30, (1 << 40,)), (2, (10**30,))):
+        with pytest.raises((ConfigError, OutOfMemoryError), match=r"\d{10}"):
+            make(number, shape)
+
+
+def test_more_memory_than_any_machine_has() -> None:
+    # 64 MiB a chunk, of which there would be 4 PiB.
+    with pytest.raises(OutOfMemoryError, match=str(1 << 52)):
+        make(1 << 26, 1 << 24)
+
+
+@pytest.mark.parametrize("bad", [1.0, "1", None, float("nan"), object()])
+def test_sizes_of_a_wrong_type(bad: Any) -> None:  # noqa: ANN401
+    with pytest.raises(TypeError):
+        make(bad)
+    with pytest.raises(TypeError):
+        make(2, bad)
+    with pytest.raises(TypeError):
+        make(2, (2, bad))
+
+
+@pytest.mark.parametrize("bad", [3, "text", object(), (1,)])
+def test_a_progress_that_can_not_be_called(bad: Any) -> None:  # noqa: ANN401
+    with pytest.raises(TypeError, match="progress"):
+        make(progress=bad)
+
+
+def test_chunks_of_one_byte_and_chunks_of_many() -> None:
+    tiny, large = make(300, 1, torch.int8), make(3, 1 << 18)
+    assert indices(take(tiny, 300)) == list(range(300))
+    assert take(large, 3)[2].tensor().shape == (1 << 18,)
+
+
+@pytest.mark.parametrize("dtype", STORAGE, ids=str)
+@pytest.mark.parametrize("count", [1, 3, 64, 1025])
+def test_chunks_share_no_bytes(count: int, dtype: torch.dtype) -> None:
+    chunks = take(make(9, count, dtype), 9)
+    size = count * dtype.itemsize
+    starts = sorted(chunk.tensor().data_ptr() for chunk in chunks)
+    assert all(end - start >= size for start, end in itertools.pairwise(starts))
+    for i, chunk in enumerate(chunks):
+        chunk.tensor().view(torch.uint8).fill_(i + 1)
+    for i, chunk in enumerate(chunks):
+        assert chunk.tensor().view(torch.uint8).eq(i + 1).all()
+
+
+def test_all_chunks_are_in_one_region() -> None:
+    pool = make(64, 100)
+    starts = sorted(chunk.tensor().data_ptr() for chunk in take(pool, 64))
+    assert starts[-1] + 400 - starts[0] <= pool.stats()["bytes"] < 2 * 64 * 400
+
+
+# allocate and free
+
+
+def test_chunks_are_handed_out_lowest_first() -> None:
+    pool = make(5)
+    chunks = take(pool, 5)
+    assert indices(chunks) == [0, 1, 2, 3, 4]
+    assert {type(chunk) for chunk in chunks} == {Chunk}
+    assert {type(chunk.index) for chunk in chunks} == {int}
+    assert [chunk.references for chunk in chunks] == [1] * 5
+    assert pool.allocate() is None
+    assert counts(pool) == (0, 5, 5, 0)
+
+
+def test_the_last_freed_chunk_comes_first() -> None:
+    pool = make(6)
+    chunks = take(pool, 6)
+    for index in (1, 4, 0, 3):
+        assert pool.free(chunks[index]) is None  # type: ignore[func-returns-value]
+    assert indices(take(pool, 4)) == [3, 0, 4, 1]
+    assert pool.allocate() is None
+
+
+def test_freed_chunks_come_before_those_that_never_were() -> None:
+    pool = make(6)
+    chunks = take(pool, 3)
+    pool.free(chunks[0])
+    chunks[2].release()
+    assert indices(take(pool, 3)) == [2, 0, 3]
+
+
+def test_a_full_pool_answers_none_and_changes_nothing() -> None:
+    pool = make(2)
+    chunks = take(pool, 2)
+    fill(chunks[1], 7)
+    before = pool.stats()
+    assert [pool.allocate() for _ in range(5)] == [None] * 5
+    assert pool.allocate_batch(1) is None
+    assert pool.stats() == before
+    assert read(chunks[1]) == [7] * 12
+    pool.free(chunks[1])
+    assert some(pool.allocate()).index == 1
+    assert pool.allocate() is None
+
+
+def test_a_batch_is_all_or_nothing() -> None:
+    pool = make(5)
+    batch = some(pool.allocate_batch(3))
+    assert type(batch) is list
+    assert indices(batch) == [0, 1, 2]
+    before = pool.stats()
+    assert pool.allocate_batch(3) is None
+    assert pool.allocate_batch(n=6) is None
+    assert pool.allocate_batch(10**30) is None
+    assert pool.stats() == before
+    pool.free(batch[1])
+    assert indices(some(pool.allocate_batch(3))) == [1, 3, 4]
+    assert pool.allocate_batch(0) == []
+    assert counts(pool) == (0, 5, 5, 0)
+
+
+def test_a_batch_of_none_is_empty() -> None:
+    pool = make(2)
+    assert pool.allocate_batch(0) == []
+    assert counts(pool) == (2, 0, 0, 0)
+
+
+@pytest.mark.parametrize("number", [-1, -(2**40), -(10**30)])
+def test_negative_batches(number: int) -> None:
+    pool = make()
+    with pytest.raises(ConfigError, match=str(number)):
+        pool.allocate_batch(number)
+    assert counts(pool) == (3, 0, 0, 0)
+
+
+@pytest.mark.parametrize("bad", [1.0, "1", None, float("nan"), [1]])
+def test_batches_of_a_wrong_type(bad: Any) -> None:  # noqa: ANN401
+    pool = make()
+    with pytest.raises(TypeError):
+        pool.allocate_batch(bad)
+    assert counts(pool) == (3, 0, 0, 0)
+
+
+@pytest.mark.parametrize("kind", [int, np.int32, np.int64, np.uint8])
+def test_numbers_of_numpy_are_numbers(kind: Callable[[int], Any]) -> None:
+    pool = make(kind(3), (kind(2), kind(4)))
+    chunk = some(pool.allocate_batch(kind(2)))[1]
+    assert (pool.num_chunks, pool.chunk_shape, chunk.index) == (3, (2, 4), 1)
+    assert chunk.tensor((kind(3),)).shape == (3,)
+    assert chunk.tensor(kind(3)).shape == (3,)
+
+
+def test_stats() -> None:
+    pool = make(4, (2, 5), torch.bfloat16)
+    chunks = take(pool, 3)
+    pool.free(chunks[1])
+    pool.free(chunks[1])
+    stats = pool.stats()
+    assert type(stats) is dict
+    assert counts(pool) == (2, 2, 3, 1)
+    assert stats["capacity"] == 4
+    assert 4 * 20 <= stats["bytes"] < 4 * 20 + 4096
+    assert stats["registered"] == (4 if pool.pin_memory else 0)
+    assert all(type(value) is int for value in stats.values())
+
+
+# References
+
+
+def test_a_chunk_is_free_when_its_last_reference_goes() -> None:
+    pool = make()
+    chunk = some(pool.allocate())
+    assert chunk.retain() is chunk
+    assert chunk.retain() is chunk
+    assert chunk.references == 3
+    for left in (2, 1):
+        assert chunk.release() is None  # type: ignore[func-returns-value]
+        assert chunk.references == left
+        assert counts(pool)[:2] == (2, 1)
+    chunk.release()
+    assert chunk.references == 0
+    assert counts(pool) == (3, 0, 1, 0)
+
+
+def test_leaving_a_block_gives_up_one_reference() -> None:
+    pool = make()
+    chunk = some(pool.allocate())
+    with chunk as entered:
+        assert entered is chunk
+        assert chunk.references == 1
+    assert chunk.references == 0
+    other = some(pool.allocate())
+    other.retain()
+    with other:
+        assert other.references == 2
+    assert other.references == 1
+    with other:
+        pass
+    assert counts(pool) == (3, 0, 1, 0)
+
+
+def test_an_exception_passes_through_a_block() -> None:
+    pool = make(strict=True)
+    chunk = some(pool.allocate())
+    with pytest.raises(KeyError, match="mine"), chunk:
+        raise KeyError("mine")
+    assert chunk.references == 0
+    assert counts(pool) == (3, 0, 1, 0)
+
+
+def test_a_reference_can_be_given_up_by_anybody() -> None:
+    pool = make()
+    chunk = some(pool.allocate())
+    chunk.retain()
+    pool.free(chunk)
+    assert counts(pool) == (2, 1, 1, 1)
+    chunk.release()
+    pool.free(chunk)
+    assert counts(pool) == (3, 0, 1, 1)
+
+
+def test_dropping_a_chunk_frees_nothing() -> None:
+    pool = make()
+    for _ in range(3):
+        pool.allocate()
+    assert counts(pool) == (0, 3, 3, 0)
+    assert pool.allocate() is None
+
+
+def test_many_references() -> None:
+    pool = make()
+    chunk = some(pool.allocate())
+    for _ in range(1000):
+        chunk.retain()
+    assert chunk.references == 1001
+    for _ in range(1001):
+        chunk.release()
+    assert counts(pool) == (3, 0, 1, 0)
+
+
+# tensor
+
+
+def test_a_tensor_is_a_view() -> None:
+    pool = make(3, (2, 4), torch.int8)
+    chunk = take(pool, 2)[1]
+    first, again = chunk.tensor(), chunk.tensor(shape=(8,))
+    assert first.data_ptr() == again.data_ptr()
+    first.fill_(7)
+    again[2] = 9
+    assert read(chunk) == [7, 7, 9, 7, 7, 7, 7, 7]
+    others = [some(pool.allocate())]
+    assert not others[0].tensor().any()
+
+
+@pytest.mark.parametrize(
+    "shape", [(12,), (3, 4), (2, 5), (1,), 7, [2, 2], (0,), 0, (3, 0, 2), (), (2, 1, 6, 1, 1, 1, 1, 1)]
+)
+def test_any_shape_that_fits(shape: Any) -> None:  # noqa: ANN401
+    chunk = take(make(), 2)[1]
+    chunk.tensor().copy_(numbers(12).view(2, 6))
+    extents = (shape,) if isinstance(shape, int) else tuple(shape)
+    tensor = chunk.tensor(shape)
+    assert tensor.shape == extents
+    assert tensor.is_contiguous()
+    assert same(tensor, numbers(12)[: tensor.numel()])
+    if tensor.numel():
+        assert tensor.data_ptr() == chunk.tensor().data_ptr()
+        tensor.fill_(40)
+        assert read(chunk)[: tensor.numel()] == [40] * tensor.numel()
+        assert read(chunk)[tensor.numel() :] == numbers(12)[tensor.numel() :].tolist()
+
+
+@pytest.mark.parametrize("shape", [13, (13,), (2, 7), (5, 3), (2**40,), (12, 2)])
+def test_shapes_that_do_not_fit(shape: Any) -> None:  # noqa: ANN401
+    chunk = some(make().allocate())
+    count = shape if isinstance(shape, int) else int(np.prod(shape))
+    with pytest.raises(ConfigError, match=rf"{4 * count}.*48"):
+        chunk.tensor(shape)
+
+
+@pytest.mark.parametrize("shape", [-1, (-1,), (2, -6), (-2, -6), (0, -1)])
+def test_shapes_with_negative_extents(shape: Any) -> None:  # noqa: ANN401
+    bad = min((shape,) if isinstance(shape, int) else shape)
+    with pytest.raises(ConfigError, match=str(bad)):
+        some(make().allocate()).tensor(shape)
+
+
+@pytest.mark.parametrize("shape", [(2**40, 2**40), (2**62,), 10**30, (1,) * 9])
+def test_shapes_that_no_tensor_has(shape: Any) -> None:  # noqa: ANN401
+    with pytest.raises(ConfigError, match=r"\d"):
+        some(make().allocate()).tensor(shape)
+
+
+@pytest.mark.parametrize("shape", [1.0, "12", (1.0,), ("1",), (None,), object(), {"a": 1}])
+def test_shapes_of_a_wrong_type(shape: Any) -> None:  # noqa: ANN401
+    with pytest.raises(TypeError):
+        some(make().allocate()).tensor(shape)
+
+
+def test_chunks_are_zero_at_first_and_not_zeroed_again() -> None:
+    pool = make(2)
+    chunk = some(pool.allocate())
+    fill(chunk, 5)
+    pool.free(chunk)
+    again, other = take(pool, 2)
+    assert again.index == chunk.index
+    assert read(again) == [5] * 12
+    assert read(other) == [0] * 12
+
+
+def test_chunks_stay_where_they_are() -> None:
+    pool = make(4)
+    chunks = take(pool, 4)
+    addresses = {chunk.index: chunk.tensor().data_ptr() for chunk in chunks}
+    assert len(set(addresses.values())) == 4
+    for chunk in chunks:
+        pool.free(chunk)
+    assert {chunk.index: chunk.tensor().data_ptr() for chunk in take(pool, 4)} == addresses
+
+
+# Misuse
+
+
+def bad_frees(pool: ChunkPool, other: ChunkPool) -> dict[str, tuple[Callable[[], None], int]]:
+    """Every free that is none, with the index that it names. Two chunks of `pool` are in use afterwards."""
+    freed, again, shared = take(pool, 3)
+    pool.free(freed)
+    pool.free(again)
+    taken = some(pool.allocate())
+    assert taken.index == again.index
+    shared.retain()
+    foreign = take(other, 2)[1]
+    return {
+        "freed before": (lambda: pool.free(freed), freed.index),
+        "handed out again": (lambda: pool.free(again), again.index),
+        "still referenced": (lambda: pool.free(shared), shared.index),
+        "of another pool": (lambda: pool.free(foreign), foreign.index),
+        "released before": (freed.release, freed.index),
+        "released, handed out again": (again.release, again.index),
+        "left before": (lambda: freed.__exit__(None, None, None), freed.index),
+    }
+
+
+BAD_FREES = [
+    "freed before",
+    "handed out again",
+    "still referenced",
+    "of another pool",
+    "released before",
+    "released, handed out again",
+    "left before",
+]
+
+
+@pytest.mark.parametrize("kind", BAD_FREES)
+def test_bad_frees_are_dropped_and_counted(kind: str) -> None:
+    pool, other = make(4), make(4)
+    call, _ = bad_frees(pool, other)[kind]
+    before, theirs = pool.stats(), other.stats()
+    call()
+    assert pool.stats() == {**before, "dropped_frees": 1}
+    call()
+    assert pool.stats() == {**before, "dropped_frees": 2}
+    assert other.stats() == theirs
+    assert indices(take(pool, 2)) == [0, 3]
+    assert pool.allocate() is None
+
+
+@pytest.mark.parametrize("kind", BAD_FREES)
+def test_strict_raises_before_anything_is_changed(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    pool, other = make(4, strict=True), make(4)
+    call, index = bad_frees(pool, other)[kind]
+    before, theirs = pool.stats(), other.stats()
+    with caplog.at_level(logging.DEBUG, logger="kvpool"), pytest.raises(IndexOwnershipError) as caught:
+        call()
+    assert str(index) in str(caught.value)
+    assert "4" in str(caught.value)
+    assert pool.stats() == before
+    assert other.stats() == theirs
+    assert not caplog.records
+    assert indices(take(pool, 2)) == [0, 3]
+
+
+def test_a_strict_pool_tells_of_its_frees_and_not_of_those_of_others() -> None:
+    strict, lenient = make(strict=True), make()
+    chunk = some(strict.allocate())
+    lenient.free(chunk)
+    assert lenient.stats()["dropped_frees"] == 1
+    assert chunk.references == 1
+    with pytest.raises(IndexOwnershipError):
+        strict.free(some(lenient.allocate()))
+    strict.free(chunk)
+    assert counts(strict) == (3, 0, 1, 0)
+
+
+def test_reports_say_why(caplog: pytest.LogCaptureFixture) -> None:
+    words = {
+        "freed before": "already free",
+        "handed out again": "already free",
+        "still referenced": "still referenced",
+        "of another pool": "another pool",
+        "released before": "already free",
+    }
+    for kind, why in words.items():
+        pool, other = make(4), make(4)
+        call, index = bad_frees(pool, other)[kind]
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger="kvpool"):
+            call()
+        assert why in caplog.records[0].getMessage(), kind
+        assert str(index) in caplog.records[0].getMessage()
+        assert "chunk" in caplog.records[0].getMessage()
+
+
+def test_the_first_bad_free_is_a_warning_and_later_ones_are_not(caplog: pytest.LogCaptureFixture) -> None:
+    pool = make(4)
+    chunks = take(pool, 4)
+    for chunk in chunks:
+        pool.free(chunk)
+    with caplog.at_level(logging.DEBUG, logger="kvpool"):
+        pool.free(chunks[3])
+        chunks[2].release()
+        pool.free(chunks[1])
+    found = [(record.name, record.levelno) for record in caplog.records]
+    assert found == [("kvpool", logging.WARNING), ("kvpool", logging.DEBUG), ("kvpool", logging.DEBUG)]
+    for record, index in zip(caplog.records, (3, 2, 1), strict=True):
+        assert str(index) in record.getMessage()
+
+
+def test_a_chunk_freed_twice_is_handed_out_once() -> None:
+    pool = make()
+    chunks = take(pool, 3)
+    for _ in range(3):
+        pool.free(chunks[1])
+    assert counts(pool) == (1, 2, 3, 2)
+    assert some(pool.allocate()).index == 1
+    assert pool.allocate() is None
+
+
+def test_a_stale_chunk_never_frees_who_has_it_now() -> None:
+    pool = make(1)
+    stale = [some(pool.allocate())]
+    for _ in range(5):
+        pool.free(stale[-1])
+        stale.append(some(pool.allocate()))
+    live = stale.pop()
+    fill(live, 3)
+    for chunk in stale:
+        pool.free(chunk)
+        chunk.release()
+        assert chunk.references == 0
+    assert live.references == 1
+    assert read(live) == [3] * 12
+    assert counts(pool) == (0, 1, 1, 10)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_stale_chunk_can_not_be_used(again: bool) -> None:
+    pool = make(3)
+    chunk = take(pool, 2)[1]
+    pool.free(chunk)
+    holder = some(pool.allocate()) if again else None
+    before = pool.stats()
+    value = put(numbers(12), devices.current())
+    calls: list[Callable[[], object]] = [
+        chunk.tensor,
+        lambda: chunk.tensor((2,)),
+        chunk.retain,
+        lambda: chunk.copy_from(value),
+        lambda: chunk.copy_to(value),
+    ]
+    for call in calls:
+        with pytest.raises(StaleBufferError, match="1"):
+            call()
+    assert (chunk.index, chunk.nbytes, chunk.references) == (1, 48, 0)
+    assert pool.stats() == before
+    assert same(value, numbers(12))
+    if holder is not None:
+        assert holder.references == 1
+        assert read(holder) == [0] * 12
+
+
+def test_a_chunk_freed_within_its_block() -> None:
+    pool, strict = make(), make(strict=True)
+    with some(pool.allocate()) as chunk:
+        pool.free(chunk)
+    assert counts(pool) == (3, 0, 1, 1)
+    with pytest.raises(IndexOwnershipError), some(strict.allocate()) as chunk:
+        strict.free(chunk)
+    assert counts(strict) == (3, 0, 1, 0)
+
+
+@pytest.mark.parametrize("bad", [0, 1.0, "0", None, float("nan"), [], object(), torch.zeros(1)])
+def test_frees_of_what_is_no_chunk(bad: Any) -> None:  # noqa: ANN401
+    pool = make()
+    pool.allocate()
+    with pytest.raises(TypeError, match=type(bad).__name__):
+        pool.free(bad)
+    assert counts(pool) == (2, 1, 1, 0)
+
+
+def test_a_list_of_chunks_is_no_chunk() -> None:
+    pool = make()
+    chunks = take(pool, 2)
+    with pytest.raises(TypeError, match="list"):
+        pool.free(chunks)  # type: ignore[arg-type]
+    assert counts(pool) == (1, 2, 2, 0)
+
+
+def test_chunks_and_copies_are_made_by_pools_only() -> None:
+    for cls in (Chunk, ChunkCopy):
+        with pytest.raises(TypeError):
+            cls()
+        with pytest.raises(TypeError):
+            type("Mine", (cls,), {})
+
+
+def test_a_handler_that_raises_does_not_undo_a_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[object] = []
+
+    class Broken(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            raise RuntimeError(record.getMessage())
+
+    monkeypatch.setattr("sys.unraisablehook", seen.append)
+    pool, handler = make(), Broken(logging.WARNING)
+    chunk = some(pool.allocate())
+    pool.free(chunk)
+    logging.getLogger("kvpool").addHandler(handler)
+    try:
+        pool.free(chunk)
+    finally:
+        logging.getLogger("kvpool").removeHandler(handler)
+    assert len(seen) == 1
+    assert counts(pool) == (3, 0, 1, 1)
+
+
+# Copies
+
+
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "contiguous": lambda x: x[:24].view(4, 6),
+    "all": lambda x: x,
+    "one_element": lambda x: x[7:8],
+    "no_dimensions": lambda x: x[5],
+    "empty": lambda x: x[:0],
+    "empty_of_many": lambda x: x[:0].view(3, 0, 2),
+    "every_other": lambda x: x[::2],
+    "from_the_middle": lambda x: x[5:20],
+    "column": lambda x: x.view(12, 6)[:, 2],
+    "column_of_one": lambda x: x.view(12, 6)[:, 2:3],
+    "block": lambda x: x.view(12, 6)[2:6, 1:4],
+    "transposed": lambda x: x[:24].view(4, 6).T,
+    "permuted": lambda x: x[:24].view(2, 3, 4).permute(2, 0, 1),
+    "tokens": lambda x: x.view(2, 2, 6, 3)[:, :, 1:4],
+    "one_token": lambda x: x.view(2, 2, 6, 3)[:, :, 3:4],
+    "of_many_dimensions": lambda x: x[:64].view(2, 2, 2, 2, 2, 2).permute(5, 0, 4, 1, 3, 2),
+}
+READ_LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    **LAYOUTS,
+    "expanded": lambda x: x[:3].expand(4, 3),
+    "expanded_inside": lambda x: x[:4].view(4, 1).expand(4, 3),
+    "sliding": lambda x: x.as_strided((5, 4), (2, 1)),
+}
+
+
+@between
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e5m2], ids=str)
+def test_copy_from_every_layout(there: str, dtype: torch.dtype) -> None:
+    nines = torch.full((72,), 9.0).to(dtype)
+    for layout, look in READ_LAYOUTS.items():
+        pool = make(3, 72, dtype)
+        chunks = take(pool, 3)
+        for chunk in chunks:
+            fill(chunk, 9)
+        origin = put(numbers(72, dtype), there)
+        source = look(origin)
+        copy = chunks[1].copy_from(source)
+        assert type(copy) is ChunkCopy
+        assert copy.wait() is None  # type: ignore[func-returns-value]
+        assert copy.query() is True
+        count = source.numel()
+        assert same(chunks[1].tensor(count), look(numbers(72, dtype))), layout
+        assert same(chunks[1].tensor()[count:], nines[count:]), layout
+        assert same(chunks[0].tensor(), nines), layout
+        assert same(chunks[2].tensor(), nines), layout
+        assert same(origin, numbers(72, dtype)), layout
+
+
+@between
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8], ids=str)
+def test_copy_to_every_layout(there: str, dtype: torch.dtype) -> None:
+    pool = make(3, 72, dtype)
+    chunk = take(pool, 2)[1]
+    chunk.tensor().copy_(numbers(72, dtype))
+    nines = torch.full((72,), 9.0).to(dtype)
+    for layout, look in LAYOUTS.items():
+        origin = put(nines.clone(), there)
+        target = look(origin)
+        copy = chunk.copy_to(target)
+        copy.wait()
+        assert copy.query() is True
+        expected = nines.clone()
+        look(expected).copy_(numbers(72, dtype)[: target.numel()].view(target.shape))
+        assert same(origin, expected), layout
+        assert same(chunk.tensor(), numbers(72, dtype)), layout
+
+
+@between
+def test_copies_by_name_and_of_every_dtype(there: str) -> None:
+    for dtype in STORAGE:
+        chunk = some(make(2, (3, 5), dtype).allocate())
+        source, target = put(numbers(15, dtype), there), put(torch.zeros(15, dtype=dtype), there)
+        chunk.copy_from(tensor=source, stream=None).wait()
+        chunk.copy_to(tensor=target, stream=None).wait()
+        assert same(target, numbers(15, dtype))
+
+
+@devices.cpu_only
+def test_a_copy_in_host_memory_is_done_when_the_call_returns() -> None:
+    chunk = some(make(2, 6).allocate())
+    source, target = numbers(6), torch.zeros(6)
+    copy = chunk.copy_from(source)
+    source.fill_(50)
+    assert copy.query() is True
+    assert same(chunk.tensor(), numbers(6))
+    copy = chunk.copy_to(target)
+    fill(chunk, 60)
+    assert copy.query() is True
+    assert same(target, numbers(6))
+    for _ in range(3):
+        copy.wait()
+        assert copy.query() is True
+
+
+@between
+def test_from_chunk_to_chunk(there: str) -> None:
+    here, yonder = make(2, (4, 6)), make(2, (4, 6), where=there)
+    first, second = some(here.allocate()), some(yonder.allocate())
+    first.tensor().copy_(numbers(24).view(4, 6))
+    second.copy_from(first.tensor()).wait()
+    assert same(second.tensor(), numbers(24))
+    fill(second, 5)
+    second.copy_to(first.tensor((4, 6))[1:3]).wait()
+    assert read(first) == [*numbers(6).tolist(), *[5.0] * 12, *numbers(24)[18:].tolist()]
+
+
+@devices.cpu_only
+def test_a_chunk_and_itself() -> None:
+    chunk = some(make(1, (4, 4)).allocate())
+    chunk.tensor().copy_(numbers(16).view(4, 4))
+    chunk.copy_from(chunk.tensor()).wait()
+    chunk.copy_to(chunk.tensor()).wait()
+    assert same(chunk.tensor(), numbers(16))
+
+
+@devices.cpu_only
+def test_arrays_of_numpy_and_tensors_of_ours() -> None:
+    chunk = some(make(2, (3, 4)).allocate())
+    array = np.arange(24, dtype=np.float32).reshape(3, 8)[:, ::2]
+    chunk.copy_from(array).wait()
+    assert chunk.tensor().numpy().tolist() == array.tolist()
+    target = np.zeros((4, 6), dtype=np.float32)
+    chunk.copy_to(target[:, 3:]).wait()
+    assert target[:, :3].sum() == 0
+    assert target[:, 3:].reshape(-1).tolist() == array.reshape(-1).tolist()
+    array.flags.writeable = False
+    chunk.copy_from(array).wait()
+    with pytest.raises(ConfigError, match="read-only"):
+        chunk.copy_to(array)
+
+
+@devices.cpu_only
+def test_negative_strides_are_right_or_refused() -> None:
+    chunk = some(make(2, 6).allocate())
+    fill(chunk, 9)
+    array = np.arange(12, dtype=np.float32)
+    for view in (array[5::-1], array[10::-2], array.reshape(2, 6)[::-1, 2:4]):
+        before = chunk.tensor().tolist()
+        try:
+            chunk.copy_from(view).wait()
+        except (ConfigError, ValueError):
+            assert chunk.tensor().tolist() == before
+        else:
+            assert chunk.tensor(view.size).tolist() == view.reshape(-1).tolist()
+
+
+@devices.cpu_only
+def test_views_that_pytorch_negates_and_tensors_with_gradients() -> None:
+    chunk = some(make(2, 6).allocate())
+    chunk.copy_from(torch._neg_view(numbers(6))).wait()
+    assert same(chunk.tensor(), -numbers(6))
+    chunk.copy_from(numbers(6).requires_grad_()).wait()
+    assert same(chunk.tensor(), numbers(6))
+
+
+@between
+def test_more_elements_than_a_chunk_has(there: str) -> None:
+    pool = make(2, (2, 6))
+    chunk = some(pool.allocate())
+    fill(chunk, 9)
+    large = put(numbers(26).view(2, 13), there)
+    for call in (chunk.copy_from, chunk.copy_to):
+        for tensor, size in (
+            (large[:1], 52),
+            (large, 104),
+            (large[:, ::2], 56),
+            (large[:1].expand(5, 13), 260),
+        ):
+            with pytest.raises(ConfigError, match=rf"{size}.*48"):
+                call(tensor)
+    assert read(chunk) == [9] * 12
+    assert same(large, numbers(26))
+
+
+@between
+def test_copies_of_another_dtype(there: str) -> None:
+    chunk = some(make(2, 12).allocate())
+    fill(chunk, 9)
+    for dtype in (torch.float16, torch.bfloat16, torch.float64, torch.int32, torch.uint8, torch.bool):
+        tensor = put(torch.ones(4, dtype=dtype), there)
+        for call in (chunk.copy_from, chunk.copy_to):
+            with pytest.raises(TypeError, match=rf"(?s)(?=.*{str(dtype)[6:]})(?=.*float32)"):
+                call(tensor)
+        assert tensor.cpu().eq(1).all()
+    assert read(chunk) == [9] * 12
+
+
+@pytest.mark.parametrize("bad", [None, 3, "text", [1.0, 2.0], object()])
+def test_copies_of_what_is_no_tensor(bad: Any) -> None:  # noqa: ANN401
+    chunk = some(make().allocate())
+    for call in (chunk.copy_from, chunk.copy_to):
+        with pytest.raises(TypeError, match=type(bad).__name__):
+            call(bad)
+    assert read(chunk) == [0] * 12
+
+
+@between
+def test_elements_on_top_of_each_other_are_not_written_to(there: str) -> None:
+    chunk = some(make(2, 12).allocate())
+    origin = put(numbers(4), there)
+    for tensor in (origin[:3].expand(4, 3), origin.view(4, 1).expand(4, 3)):
+        with pytest.raises(ConfigError, match="on top of each other"):
+            chunk.copy_to(tensor)
+    assert same(origin, numbers(4))
+    target = origin[:1].expand(1)
+    chunk.copy_to(target).wait()
+    assert origin.tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("bad", ["text", 1.5, object(), -1, [1]])
+def test_streams_that_are_none(bad: Any) -> None:  # noqa: ANN401
+    pool = make()
+    chunk = some(pool.allocate())
+    value = put(numbers(12, start=1), devices.current())
+    for call in (chunk.copy_from, chunk.copy_to):
+        with pytest.raises((TypeError, ValueError, OverflowError)):
+            call(value, bad)
+    assert read(chunk) == [0] * 12
+    assert same(value, numbers(12, start=1))
+    pool.free(chunk)
+    assert counts(pool) == (3, 0, 1, 0)
+
+
+def test_a_copy_is_a_fence() -> None:
+    chunk = some(make().allocate())
+    value = put(numbers(12), devices.current())
+    allocator = kvpool.TokenToKVPoolAllocator(16, "cpu")
+    slots = some(allocator.alloc(4))
+    copy = chunk.copy_from(value)
+    allocator.free(slots, after=copy)
+    copy.wait()
+    assert allocator.available_size() == 16
+
+
+@devices.cpu_only
+def test_large_copies_are_shared_among_threads() -> None:
+    generator = torch.Generator().manual_seed(3)
+    source = torch.randint(0, 256, (3, 1000, 1777), generator=generator, dtype=torch.uint8)
+    for view in (source, source.permute(0, 2, 1), source[:, 1:, 3:1700], source[:, ::3]):
+        chunk = some(make(1, view.numel(), torch.uint8).allocate())
+        chunk.copy_from(view).wait()
+        assert torch.equal(chunk.tensor(tuple(view.shape)), view)
+        origin = torch.zeros_like(source)
+        target = origin.as_strided(view.shape, view.stride(), view.storage_offset())
+        chunk.copy_to(target).wait()
+        assert torch.equal(target, view)
+        assert int(origin.count_nonzero()) == int(view.count_nonzero())
+
+
+# Copies on a GPU
+
+
+class Handle:
+    """A stream as PyTorch has it."""
+
+    def __init__(self, handle: int) -> None:
+        self.cuda_stream = handle
+
+
+def pinned(count: int = 12, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A tensor in page-locked host memory."""
+    tensor: torch.Tensor = some(make(1, count, dtype, "cpu").allocate()).tensor()
+    return tensor.copy_(numbers(count, dtype))
+
+
+class Route(NamedTuple):
+    """A chunk of a pool of three, a tensor that need not be waited for, and the method that copies it."""
+
+    pool: ChunkPool
+    chunk: Chunk
+    tensor: torch.Tensor
+    copy: Callable[..., ChunkCopy]
+
+
+def routes(driver: Driver) -> Iterator[Route]:
+    """One of every kind. Nothing is pending when it is handed out, and nothing runs by being asked for."""
+    found = []
+    for where, there, name in (
+        ("cpu", "cuda", "copy_from"),
+        ("cpu", "cuda", "copy_to"),
+        ("cuda", "cpu", "copy_from"),
+        ("cuda", "cpu", "copy_to"),
+        ("cuda", "cuda", "copy_from"),
+        ("cuda", "cuda", "copy_to"),
+    ):
+        pool = make(3, 12, where=where)
+        chunk = some(pool.allocate())
+        tensor = pinned() if there == "cpu" else numbers(12).cuda()
+        found.append(Route(pool, chunk, tensor, getattr(chunk, name)))
+    driver.set_patience(NEVER)
+    for each in found:
+        driver.run()
+        driver.reset_calls()
+        yield each
+
+
+@cuda_only
+def test_a_copy_is_one_call_of_the_driver_and_waits_for_nothing(driver: Driver) -> None:
+    for route in routes(driver):
+        copy = route.copy(route.tensor)
+        work = sum(driver.calls(name) for name in COPIES) + driver.calls("cuLaunchKernel")
+        assert work == driver.pending() == 1
+        assert [driver.calls(name) for name in (*WAITS, *MEMORY)] == [0] * 8
+        assert copy.query() is False
+
+
+@cuda_only
+def test_a_steady_row_of_copies_allocates_nothing(driver: Driver) -> None:
+    for route in routes(driver):
+        held = driver.device_bytes(), driver.locked_bytes()
+        for _ in range(20):
+            route.copy(route.tensor)
+        assert [driver.calls(name) for name in (*WAITS, *MEMORY)] == [0] * 8
+        driver.run()
+        route.pool.free(route.chunk)
+        assert (driver.device_bytes(), driver.locked_bytes()) == held
+
+
+@cuda_only
+def test_a_copy_is_polled(driver: Driver) -> None:
+    for route in routes(driver):
+        copy = route.copy(route.tensor)
+        assert [copy.query() for _ in range(5)] == [False] * 5
+        assert driver.pending() == 1
+        driver.run()
+        assert [copy.query() for _ in range(3)] == [True] * 3
+        assert [driver.calls(name) for name in WAITS] == [0] * 3
+        copy.wait()
+        assert read(route.chunk) == route.tensor.tolist()
+
+
+@cuda_only
+def test_a_copy_is_waited_for(driver: Driver) -> None:
+    for route in routes(driver):
+        copy = route.copy(route.tensor)
+        copy.wait()
+        assert driver.pending() == 0
+        assert driver.calls("cuEventSynchronize") == 1
+        assert driver.calls("cuCtxSynchronize") == 0
+        assert copy.query() is True
+        assert read(route.chunk) == route.tensor.tolist()
+
+
+@cuda_only
+def test_a_copy_goes_to_its_stream(driver: Driver) -> None:
+    theirs: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream, other = driver.stream(), driver.stream()
+    for route in routes(driver):
+        for named, where in (
+            (None, stream),
+            (stream, stream),
+            (Handle(stream), stream),
+            (theirs, theirs.cuda_stream),
+        ):
+            with on_stream(stream if named is None else other):
+                copy = route.copy(route.tensor, named)
+            assert driver.pending(where) == driver.pending() == 1
+            driver.run(other)
+            assert copy.query() is False
+            driver.run(where)
+            assert copy.query() is True
+        assert read(route.chunk) == route.tensor.tolist()
+
+
+@cuda_only
+@pytest.mark.parametrize("where", ["cpu", "cuda"])
+def test_copies_of_one_stream_keep_their_order(driver: Driver, where: str) -> None:
+    chunk = some(make(2, 12, where=where).allocate())
+    first, second = numbers(12).cuda(), numbers(12, start=5).cuda()
+    targets = [torch.zeros(12).cuda() for _ in range(2)]
+    driver.run()
+    driver.set_patience(NEVER)
+    with on_stream(driver.stream()):
+        chunk.copy_from(first)
+        chunk.copy_to(targets[0])
+        chunk.copy_from(second)
+        last = chunk.copy_to(targets[1])
+        assert driver.pending() == 4
+        last.wait()
+    assert same(targets[0], numbers(12))
+    assert same(targets[1], numbers(12, start=5))
+    assert same(chunk.tensor(), numbers(12, start=5))
+
+
+@cuda_only
+def test_copies_of_two_streams_do_not_wait_for_each_other(driver: Driver) -> None:
+    pool = make(2, 12, where="cpu")
+    chunks = take(pool, 2)
+    tensors = [numbers(12, start=i).cuda() for i in range(2)]
+    driver.run()
+    driver.set_patience(NEVER)
+    streams = [driver.stream(), driver.stream()]
+    copies = [
+        chunk.copy_from(tensor, stream)
+        for chunk, tensor, stream in zip(chunks, tensors, streams, strict=True)
+    ]
+    copies[1].wait()
+    assert driver.pending(streams[0]) == 1
+    assert [copy.query() for copy in copies] == [False, True]
+    assert read(chunks[0]) == [0] * 12
+    assert read(chunks[1]) == numbers(12, start=1).tolist()
+    copies[0].wait()
+    assert read(chunks[0]) == numbers(12).tolist()
+
+
+@cuda_only
+def test_a_copy_sees_what_its_stream_has_written(driver: Driver) -> None:
+    pool = make(2, 12, where="cpu")
+    chunk = some(pool.allocate())
+    source = torch.zeros(12).cuda()
+    driver.run()
+    driver.set_patience(NEVER)
+    source.copy_(pinned())
+    chunk.copy_from(source).wait()
+    assert same(chunk.tensor(), numbers(12))
+
+
+@cuda_only
+@pytest.mark.parametrize("pin_memory", [True, False])
+def test_strided_copies_are_right_whatever_is_late(driver: Driver, pin_memory: bool) -> None:
+    pool = make(2, 36, where="cpu", pin_memory=pin_memory)
+    chunk = some(pool.allocate())
+    origin, gaps = numbers(72).cuda(), torch.full((72,), 9.0).cuda()
+    driver.run()
+    driver.set_patience(NEVER)
+    look = LAYOUTS["tokens"]
+    with on_stream(driver.stream()):
+        chunk.copy_from(look(origin))
+        chunk.copy_to(look(gaps)).wait()
+    expected = torch.full((72,), 9.0)
+    look(expected).copy_(look(numbers(72)))
+    assert same(chunk.tensor(), look(numbers(72)))
+    assert same(gaps, expected)
+
+
+@cuda_only
+@pytest.mark.parametrize("where", ["cpu", "cuda"])
+def test_a_freed_chunk_returns_when_its_copies_are_done(driver: Driver, where: str) -> None:
+    pool = make(2, 12, where=where)
+    chunk = some(pool.allocate())
+    source, target = numbers(12).cuda(), torch.zeros(12).cuda()
+    driver.run()
+    driver.set_patience(NEVER)
+    driver.reset_calls()
+    copies = [chunk.copy_from(source), chunk.copy_to(target)]
+    pool.free(chunk)
+    assert chunk.references == 0
+    assert counts(pool)[:2] == (1, 1)
+    with pytest.raises(StaleBufferError):
+        chunk.tensor()
+    # The other one, without waiting.
+    assert some(pool.allocate()).index == 1
+    assert [driver.calls(name) for name in WAITS] == [0] * 3
+    assert [copy.query() for copy in copies] == [False, False]
+    driver.run()
+    again = some(pool.allocate())
+    assert again.index == 0
+    assert [driver.calls(name) for name in WAITS] == [0] * 3
+    assert pool.allocate() is None
+    assert same(again.tensor(), numbers(12))
+    assert same(target, numbers(12))
+    pool.free(chunk)
+    assert (again.references, pool.stats()["dropped_frees"]) == (1, 1)
+
+
+@cuda_only
+@pytest.mark.parametrize("batch", [False, True])
+def test_only_an_allocate_that_would_fail_waits_for_copies(driver: Driver, batch: bool) -> None:
+    pool = make(3, 12, where="cpu")
+    chunks = take(pool, 3)
+    targets = [torch.zeros(12).cuda() for _ in range(2)]
+    for value, chunk in enumerate(chunks, 1):
+        fill(chunk, value)
+    driver.run()
+    driver.set_patience(NEVER)
+    driver.reset_calls()
+    for chunk, target in zip(chunks, targets, strict=False):
+        chunk.copy_to(target)
+        pool.free(chunk)
+    assert pool.allocate_batch(3) is None
+    assert [driver.calls(name) for name in WAITS] == [0] * 3
+    again = some(pool.allocate_batch(2)) if batch else take(pool, 2)
+    assert driver.calls("cuEventSynchronize") > 0
+    assert sorted(indices(again)) == [0, 1]
+    # What the next owner writes does not reach the copies.
+    for chunk in again:
+        fill(chunk, 50)
+    driver.run()
+    assert [target.tolist() for target in targets] == [[1.0] * 12, [2.0] * 12]
+    assert pool.allocate() is None
+    assert counts(pool) == (0, 3, 3, 0)
+
+
+@cuda_only
+def test_a_chunk_with_references_left_stays_after_its_copies(driver: Driver) -> None:
+    pool = make(2, 12, where="cpu")
+    chunk = some(pool.allocate()).retain()
+    source = numbers(12).cuda()
+    driver.run()
+    driver.set_patience(NEVER)
+    copy = chunk.copy_from(source)
+    chunk.release()
+    copy.wait()
+    assert (chunk.references, counts(pool)[:2]) == (1, (1, 1))
+    assert same(chunk.tensor(), numbers(12))
+    chunk.release()
+    assert counts(pool)[:2] == (2, 0)
+
+
+@cuda_only
+@pytest.mark.parametrize("end", ["wait", "query", "run"])
+def test_a_tensor_lives_until_its_copy_is_done(driver: Driver, end: str) -> None:
+    other = torch.ones(1).cuda()
+    for route in routes(driver):
+        # A view that nobody else has.
+        view = route.tensor[:10]
+        gone = weakref.ref(view)
+        copy = route.copy(view)
+        del view
+        assert gone() is not None
+        assert driver.pending() == 1
+        if end == "wait":
+            copy.wait()
+        elif end == "query":
+            assert copy.query() is False
+            driver.run()
+            assert copy.query() is True
+        else:
+            driver.run()
+            # Whoever copies next lets go of what is done.
+            route.chunk.copy_from(other)
+        assert gone() is None
+
+
+@cuda_only
+def test_memory_lives_until_its_copy_is_done(driver: Driver) -> None:
+    """Late work on memory that was given back ends the process."""
+    pool = make(2, 12, where="cuda")
+    chunk = some(pool.allocate())
+    driver.run()
+    driver.set_patience(NEVER)
+    with on_stream(driver.stream()):
+        chunk.copy_from(pinned())
+        copy = chunk.copy_to(pinned())
+        driver.run()
+    assert copy.query() is True
+    assert same(chunk.tensor(), numbers(12))
+
+
+@cuda_only
+def test_a_pool_dropped_with_copies_under_way(driver: Driver) -> None:
+    driver.set_patience(NEVER)
+    for kept in ("nothing", "copy", "chunk", "tensor"):
+        before = driver.device_bytes(), driver.locked_bytes()
+        pool = make(2, 12, where="cpu")
+        chunk = some(pool.allocate())
+        fill(chunk, 4)
+        target = torch.zeros(12).cuda()
+        driver.run()
+        copy = chunk.copy_to(target)
+        held = {"nothing": None, "copy": copy, "chunk": chunk, "tensor": chunk.tensor()}[kept]
+        del pool, chunk, copy
+        driver.run()
+        assert target.tolist() == [4] * 12
+        del held, target
+        driver.run()
+        assert (driver.device_bytes(), driver.locked_bytes()) == before, kept
+
+
+@cuda_only
+def test_random_copies_that_nobody_waits_for(driver: Driver) -> None:
+    choose = random.Random(11)  # noqa: S311
+    pool = make(5, 8, where="cpu")
+    stream = driver.stream()
+    sources = [torch.full((8,), float(mark)).cuda() for mark in range(20)]
+    held: list[tuple[Chunk, int]] = []
+    targets = [torch.zeros(8).cuda() for _ in range(6)]
+    landed = [0] * len(targets)
+    driver.run()
+    driver.set_patience(NEVER)
+    with on_stream(stream):
+        for _ in range(400):
+            action = choose.randrange(5)
+            if action == 0 and len(held) < 5:
+                chunk = some(pool.allocate())
+                # If copies of the last owner were under way, they would see this.
+                fill(chunk, -1)
+                mark = choose.randrange(20)
+                chunk.copy_from(sources[mark])
+                held.append((chunk, mark))
+            elif action == 1 and held:
+                chunk, mark = choose.choice(held)
+                target = choose.randrange(len(targets))
+                chunk.copy_to(targets[target])
+                landed[target] = mark
+            elif action in {2, 3} and held:
+                chunk, _ = held.pop(choose.randrange(len(held)))
+                pool.free(chunk)
+            elif choose.random() < 0.2:
+                driver.run()
+    driver.run()
+    for chunk, mark in held:
+        assert read(chunk) == [mark] * 8
+    for tensor, mark in zip(targets, landed, strict=True):
+        assert tensor.tolist() == [mark] * 8
+    for chunk, _ in held:
+        pool.free(chunk)
+    assert sorted(indices(take(pool, 5))) == [0, 1, 2, 3, 4]
+    assert pool.stats()["dropped_frees"] == 0
+
+
+def check_unhurt(pool: ChunkPool, held: Chunk, source: torch.Tensor) -> None:
+    """That a pool of four chunks, of which somebody has one, hands out each once and copies as ever."""
+    while held.references:
+        held.release()
+    chunks = take(pool, 4)
+    assert sorted(indices(chunks)) == [0, 1, 2, 3]
+    assert pool.allocate() is None
+    chunks[0].copy_from(source).wait()
+    assert same(chunks[0].tensor(), source)
+    for chunk in chunks:
+        pool.free(chunk)
+    assert pool.stats()["dropped_frees"] == 0
+
+
+@cuda_only
+def test_every_driver_call_may_fail(driver: Driver) -> None:
+    pools: list[ChunkPool] = []
+    taken: list[Chunk] = []
+    source, gaps = numbers(24).cuda(), torch.zeros(24).cuda()
+
+    def work() -> None:
+        pools.clear()
+        taken.clear()
+        for where in ("cuda", "cpu"):
+            pools.append(make(4, 12, where=where, strict=True))
+            taken.append(some(pools[-1].allocate()))
+        for pool, chunk in zip(pools, taken, strict=True):
+            chunk.copy_from(source[::2])
+            chunk.copy_to(gaps[:12])
+            chunk.copy_from(source[:12]).wait()
+            chunk.copy_to(gaps[12:]).query()
+            chunk.retain()
+            pool.free(some(pool.allocate()))
+            chunk.release()
+
+    def memory(expected: tuple[int, int] | None = None) -> tuple[int, int]:
+        taken.clear()
+        pools.clear()
+        driver.run()
+        if (driver.device_bytes(), driver.locked_bytes()) != expected:
+            # Something is in a cycle.
+            gc.collect()
+        return driver.device_bytes(), driver.locked_bytes()
+
+    work()
+    before, failures = memory(), 0
+    for error in each_call(driver, work, codes=(LAUNCH_FAILED, OUT_OF_MEMORY)):
+        if error is not None:
+            failures += 1
+            assert isinstance(error, (DriverError, OutOfMemoryError)), repr(error)
+            assert isinstance(error, OutOfMemoryError) or "failed with CUDA_ERROR" in str(error)
+        driver.run()
+        while taken:
+            check_unhurt(pools[len(taken) - 1], taken.pop(), source[5:17])
+        found = memory(before)
+        # A call that gives memory back tells nobody of its failure; what it had is lost.
+        assert error is None or found == before
+        before = found
+    assert failures > 20
+
+
+@cuda_only
+def test_what_a_failed_copy_has_begun_keeps_its_tensor(driver: Driver) -> None:
+    pool = make(1, 12, where="cuda")
+    chunk = some(pool.allocate())
+    host = some(make(1, (12, 2), where="cpu").allocate()).tensor()
+    stream = driver.stream()
+    columns: list[torch.Tensor] = []
+
+    def work() -> None:
+        columns.append(host[:, 0])
+        chunk.copy_from(columns[0], stream)
+
+    driver.set_patience(NEVER)
+    for error in each_call(driver, work):
+        gone = weakref.ref(columns.pop())
+        if driver.pending(stream):
+            assert gone() is not None, repr(error)
+        driver.run()
+    pool.free(chunk)
+    assert some(pool.allocate()).index == 0
+
+
+@cuda_only
+@pytest.mark.parametrize("where", ["cpu", "cuda"])
+def test_a_copy_within_a_capture_does_no_harm(driver: Driver, where: str) -> None:
+    pool = make(2, 12, where=where)
+    chunk = some(pool.allocate())
+    tensor = numbers(12).cuda()
+    driver.run()
+    stream = driver.stream()
+    with on_stream(stream):
+        driver.begin_capture(stream)
+        with pytest.raises(DriverError, match="captured"):
+            chunk.copy_from(tensor)
+        driver.end_capture(stream)
+    assert read(chunk) == [0] * 12
+    chunk.copy_from(tensor).wait()
+    pool.free(chunk)
+    assert indices(take(pool, 2)) == [0, 1]
+    assert counts(pool) == (0, 2, 2, 0)
+
+
+@cuda_only
+def test_somebody_elses_capture_is_not_spoilt(driver: Driver) -> None:
+    pool = make(2, 12, where="cpu")
+    chunks = take(pool, 2)
+    tensors = [numbers(12, start=i).cuda() for i in range(2)]
+    driver.run()
+    stream, other = driver.stream(), driver.stream()
+    copies = [chunk.copy_from(tensor, other) for chunk, tensor in zip(chunks, tensors, strict=True)]
+    driver.begin_capture(stream)
+    copies[0].query()
+    copies[0].wait()
+    pool.free(chunks[1])
+    assert some(pool.allocate()).index == 1
+    made = make(2, 12, where="cpu")
+    assert some(made.allocate()).index == 0
+    del made
+    assert driver.end_capture(stream) >= 1
+    assert same(chunks[0].tensor(), numbers(12))
+
+
+@cuda_only
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_after_a_fork_the_device_is_out_of_reach() -> None:
+    pools = [make(2, 12, where=where) for where in ("cpu", "cuda")]
+    chunks = [some(pool.allocate()) for pool in pools]
+    host, device = numbers(12), numbers(12).cuda()
+    child = os.fork()
+    if child == 0:
+        calls: list[Callable[[], object]] = [
+            lambda: chunks[0].copy_to(device),
+            lambda: chunks[0].copy_from(device),
+            lambda: chunks[1].copy_from(host),
+            lambda: chunks[1].copy_to(device),
+            lambda: make(2, 12, where="cuda"),
+        ]
+        wrong = 0
+        for call in calls:
+            try:
+                call()
+            except DriverError as error:
+                wrong += "forked" not in str(error)
+            except BaseException:  # noqa: BLE001 - the child must end here
+                wrong += 1
+            else:
+                wrong += 1
+        # Host memory is still ours.
+        chunks[0].copy_from(host)
+        wrong += chunks[0].tensor().tolist() != host.tolist()
+        chunks.clear()
+        pools.clear()
+        os._exit(wrong)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    for pool, chunk in zip(pools, chunks, strict=True):
+        chunk.copy_from(device).wait()
+        assert same(chunk.tensor(), numbers(12))
+        pool.free(chunk)
+        assert counts(pool) == (2, 0, 1, 0)
+
+
+@cuda_only
+def test_a_pool_on_a_device_is_one_allocation_zeroed_on_the_current_stream(driver: Driver) -> None:
+    before = driver.device_bytes()
+    stream = driver.stream()
+    with on_stream(stream):
+        pool = make(64, 256, where="cuda")
+    assert driver.calls("cuMemAlloc_v2") == 1
+    assert driver.calls("cuMemHostRegister_v2") == 0
+    assert driver.device_bytes() - before >= 64 * 1024
+    assert driver.pending() == driver.pending(stream) > 0
+    driver.run(stream)
+    assert not any(read(chunk).count(0) - 256 for chunk in take(pool, 64))
+
+
+@cuda_only
+def test_what_a_stream_writes_after_the_zeros_stays(driver: Driver) -> None:
+    driver.run()
+    stream = driver.stream()
+    source = numbers(12).cuda()
+    driver.run()
+    with on_stream(stream):
+        pool = make(2, 12, where="cuda")
+        chunk = some(pool.allocate())
+        copy = chunk.copy_from(source)
+    driver.run(stream)
+    assert copy.query() is True
+    driver.run()
+    assert same(chunk.tensor(), numbers(12))
+
+
+@cuda_only
+@pytest.mark.parametrize("where", ["cpu", "cuda"])
+def test_bookkeeping_makes_no_driver_call(driver: Driver, where: str) -> None:
+    pool = make(8, 12, where=where)
+    driver.reset_calls()
+    for _ in range(10):
+        chunks = take(pool, 8)
+        chunks[3].retain().release()
+        assert chunks[4].tensor((3, 4)).shape == (3, 4)
+        for chunk in chunks:
+            pool.free(chunk)
+        pool.free(chunks[0])
+        pool.stats()
+    assert driver.calls() == 0
+
+
+@cuda_only
+def test_out_of_memory_tells_both_numbers_and_leaves_nothing(driver: Driver) -> None:
+    before = driver.device_bytes()
+    driver.set_capacity(before + MIB)
+    with pytest.raises(OutOfMemoryError, match=r"4194304 bytes asked for, 1048576 of \d+ free on cuda:0"):
+        make(1 << 10, 1 << 10, where="cuda")
+    assert driver.device_bytes() == before
+    driver.set_capacity(64 << 30)
+    assert some(make(1 << 10, 1 << 10, where="cuda").allocate()).index == 0
+
+
+# Page-locking
+
+
+class Seen:
+    """A `progress` that notes what it is told, and by which thread."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, int]] = []
+        self.threads: set[int] = set()
+
+    def __call__(self, done: int, total: int) -> None:
+        self.calls.append((done, total))
+        self.threads.add(threading.get_ident())
+
+    def check(self, total: int) -> None:
+        done = [call[0] for call in self.calls]
+        assert done
+        assert done == sorted(done)
+        assert done[-1] == total
+        assert all(type(number) is int for call in self.calls for number in call)
+        assert {call[1] for call in self.calls} == {total}
+
+
+@pytest.mark.parametrize("pin_memory", [True, False])
+def test_where_nothing_is_registered_all_is_ready(pin_memory: bool) -> None:
+    if devices.current() == "cpu" and pin_memory and torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA device")
+    seen = Seen()
+    pool = make(4, 12, pin_memory=pin_memory, progress=seen)
+    if pool.pin_memory:
+        pytest.skip("there is a driver")
+    assert pool.wait_registered() is True
+    assert pool.wait_registered(0) is True
+    assert pool.wait_registered(timeout=5.5) is True
+    assert pool.stats()["registered"] == 0
+    assert not seen.calls
+    assert indices(take(pool, 4)) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("bad", [-1, -0.5, float("nan")])
+def test_timeouts_that_can_not_be(bad: float) -> None:
+    with pytest.raises(ConfigError, match=r"timeout.*(-|NaN|nan)"):
+        make().wait_registered(bad)
+
+
+@pytest.mark.parametrize("bad", ["1", [1], object()])
+def test_timeouts_of_a_wrong_type(bad: Any) -> None:  # noqa: ANN401
+    with pytest.raises(TypeError):
+        make().wait_registered(bad)
+
+
+@devices.cpu_only
+def test_numa_nodes() -> None:
+    pool = make(2, 12, numa_node=0)
+    assert pool.numa_node == 0
+    assert make().numa_node is None
+    chunk = some(pool.allocate())
+    fill(chunk, 3)
+    assert read(chunk) == [3] * 12
+    for node in (10**6, 2**33, -1):
+        with pytest.raises(ConfigError, match=rf"numa_node.*{node}"):
+            make(2, 12, numa_node=node)
+    with pytest.raises(ConfigError, match=r"numa_node.*\d"):
+        make(2, 12, numa_node=10**30)
+    for bad in ("0", 0.0, [0]):
+        with pytest.raises(TypeError):
+            make(2, 12, numa_node=bad)
+
+
+@devices.cpu_only
+def test_the_first_node_that_is_not_there_is_named() -> None:
+    online = Path("/sys/devices/system/node/online")
+    text = online.read_text(encoding="ascii") if online.exists() else "0"
+    beyond = int(text.strip().replace("-", ",").split(",")[-1]) + 1
+    with pytest.raises(ConfigError, match=rf"numa_node is {beyond}\D"):
+        make(2, 12, numa_node=beyond)
+
+
+def reserved_huge_pages() -> int:
+    lines = MEMINFO.read_text(encoding="ascii").splitlines() if MEMINFO.exists() else []
+    return sum(int(line.split()[1]) for line in lines if line.startswith("HugePages_Free"))
+
+
+@devices.cpu_only
+@pytest.mark.skipif(reserved_huge_pages() > 0, reason="this machine has reserved huge pages")
+def test_without_reserved_huge_pages_others_are_taken(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, logger="kvpool"):
+        pool = make(4, 1 << 20, huge_pages=True)
+    assert pool.huge_pages is False
+    found = [record for record in caplog.records if "huge" in record.getMessage()]
+    assert [(record.name, record.levelno) for record in found] == [("kvpool", logging.INFO)]
+    for number, chunk in enumerate(take(pool, 4)):
+        assert not chunk.tensor().any()
+        chunk.tensor().fill_(number)
+    assert pool.allocate() is None
+
+
+@devices.cpu_only
+def test_huge_pages_are_not_mentioned_unless_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, logger="kvpool"):
+        make(4, 1 << 20, pin_memory=False)
+    assert not caplog.records
+
+
+@cuda_only
+def test_a_small_pool_is_page_locked_when_it_is_made(
+    driver: Driver, caplog: pytest.LogCaptureFixture
+) -> None:
+    before, seen = driver.locked_bytes(), Seen()
+    with caplog.at_level(logging.INFO, logger="kvpool"):
+        pool = make(100, 12, where="cpu", progress=seen)
+    assert pool.pin_memory is True
+    assert pool.wait_registered() is True
+    assert pool.stats()["registered"] == 100
+    assert driver.locked_bytes() - before >= 100 * 48
+    assert driver.calls("cuMemHostRegister_v2") == 1
+    assert driver.calls("cuMemHostAlloc") == 0
+    seen.check(100)
+    found = [record for record in caplog.records if "100" in record.getMessage()]
+    assert [(record.name, record.levelno) for record in found] == [("kvpool", logging.INFO)]
+
+
+@cuda_only
+def test_ordinary_memory_on_request(driver: Driver, caplog: pytest.LogCaptureFixture) -> None:
+    before = driver.locked_bytes()
+    with caplog.at_level(logging.INFO, logger="kvpool"):
+        pool = make(100, 12, where="cpu", pin_memory=False)
+    assert pool.pin_memory is False
+    assert pool.wait_registered() is True
+    assert pool.stats()["registered"] == 0
+    assert driver.locked_bytes() == before
+    assert driver.calls("cuMemHostRegister_v2") == 0
+    assert not caplog.records
+    chunk, device = some(pool.allocate()), numbers(12).cuda()
+    chunk.copy_from(device).wait()
+    assert same(chunk.tensor(), numbers(12))
+    fill(chunk, 4)
+    chunk.copy_to(device).wait()
+    assert device.tolist() == [4] * 12
+
+
+@cuda_only
+def test_a_pool_on_a_device_is_not_registered(driver: Driver) -> None:
+    seen = Seen()
+    pool = make(4, 12, where="cuda", progress=seen)
+    assert (pool.pin_memory, pool.stats()["registered"], seen.calls) == (False, 0, [])
+    assert pool.wait_registered() is True
+    assert driver.calls("cuMemHostRegister_v2") == 0
+
+
+@cuda_only
+@pytest.mark.parametrize("threads", [1, 4])
+def test_a_large_pool_is_page_locked_in_steps(
+    driver: Driver, caplog: pytest.LogCaptureFixture, threads: int
+) -> None:
+    before, seen = driver.locked_bytes(), Seen()
+    number = LARGER[0]
+    with caplog.at_level(logging.INFO, logger="kvpool"), page_lock_threads(threads):
+        pool = make(*LARGER, torch.uint8, "cpu", progress=seen)
+        first = some(pool.allocate())
+        assert 0 < pool.stats()["registered"] <= number
+        fill(first, 3)
+        assert pool.wait_registered() is True
+    steps = driver.calls("cuMemHostRegister_v2")
+    assert steps > 1
+    assert pool.stats()["registered"] == number
+    assert driver.locked_bytes() - before >= number * LARGER[1][0]
+    assert driver.calls("cuMemHostAlloc") == 0
+    seen.check(number)
+    assert len(seen.calls) == steps
+    assert threading.get_ident() not in seen.threads
+    found = [record for record in caplog.records if record.levelno == logging.INFO]
+    assert len(found) == len(caplog.records) == steps
+    assert all(str(number) in record.getMessage() for record in found)
+    chunks = take(pool, number - 1)
+    assert sorted(indices([first, *chunks])) == list(range(number))
+    assert pool.allocate() is None
+    assert first.tensor().eq(3).all()
+    assert not chunks[-1].tensor().any()
+    del pool, first, chunks, found
+    caplog.clear()
+    assert driver.locked_bytes() == before
+    assert driver.calls("cuMemHostUnregister") == steps
+
+
+@cuda_only
+def test_chunks_are_waited_for_while_page_locking_goes_on(driver: Driver) -> None:
+    number = LARGE[0]
+    with page_lock_threads(1):
+        pool = make(*LARGE, torch.uint8, "cpu")
+        assert pool.allocate_batch(number + 1) is None
+        chunks = within(60, lambda: take(pool, number))
+    assert sorted(indices(chunks)) == list(range(number))
+    assert pool.allocate() is None
+    assert counts(pool) == (0, number, number, 0)
+    with page_lock_threads(1):
+        pool = make(*LARGE, torch.uint8, "cpu")
+        batch = within(60, lambda: some(pool.allocate_batch(number)))
+    assert sorted(indices(batch)) == list(range(number))
+    assert driver.calls("cuMemHostRegister_v2") > 2
+
+
+@cuda_only
+def test_a_full_pool_answers_none_while_page_locking_goes_on(driver: Driver) -> None:
+    number, go = LARGE[0], threading.Event()
+    pool = make(*LARGE, torch.uint8, "cpu", progress=lambda _done, _total: go.wait(60))
+    try:
+        chunks = within(60, lambda: some(pool.allocate_batch(number)))
+        # The last step has not been told of, so it goes on.
+        assert within(10, lambda: pool.wait_registered(0.05)) is False
+        assert within(10, lambda: pool.wait_registered(0)) is False
+        assert within(10, pool.allocate) is None
+        assert within(10, lambda: pool.allocate_batch(2)) is None
+        pool.free(chunks[7])
+        assert some(within(10, pool.allocate)).index == 7
+        assert pool.stats()["registered"] == number
+    finally:
+        go.set()
+    assert pool.wait_registered(60) is True
+    assert driver.planned() == 0
+
+
+@cuda_only
+def test_waiting_lets_other_threads_run(driver: Driver) -> None:
+    go = threading.Event()
+    pool = make(*LARGE, torch.uint8, "cpu", progress=lambda _done, _total: go.wait(60))
+    answers: list[bool] = []
+    waiters = [
+        threading.Thread(target=lambda: answers.append(pool.wait_registered()), daemon=True) for _ in range(3)
+    ]
+    for waiter in waiters:
+        waiter.start()
+    time.sleep(0.02)
+    assert not answers
+    go.set()
+    for waiter in waiters:
+        waiter.join(60)
+    assert answers == [True] * 3
+    assert driver.planned() == 0
+
+
+@cuda_only
+@pytest.mark.parametrize(("left", "code"), [(0, LAUNCH_FAILED), (1, OUT_OF_MEMORY), (2, OUT_OF_MEMORY)])
+def test_a_step_that_fails_leaves_ordinary_memory(
+    driver: Driver, caplog: pytest.LogCaptureFixture, left: int, code: int
+) -> None:
+    seen, number = Seen(), LARGER[0]
+    driver.fail("cuMemHostRegister_v2", left, code)
+    with caplog.at_level(logging.INFO, logger="kvpool"), page_lock_threads(1):
+        pool = make(*LARGER, torch.uint8, "cpu", progress=seen)
+        assert pool.wait_registered(60) is True
+    assert driver.planned() == 0
+    assert 0 < pool.stats()["registered"] < number
+    seen.check(number)
+    warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 1
+    assert warnings[0].name == "kvpool"
+    assert "cuMemHostRegister_v2 failed with CUDA_ERROR" in warnings[0].getMessage()
+    chunks = some(pool.allocate_batch(number))
+    device = torch.full((64,), 7, dtype=torch.uint8).cuda()
+    for chunk in (chunks[0], chunks[63], chunks[64], chunks[128], chunks[129]):
+        chunk.copy_from(device).wait()
+        assert chunk.tensor(64).eq(7).all()
+        assert not chunk.tensor()[64:].any()
+        chunk.copy_to(device).wait()
+
+
+@cuda_only
+def test_a_small_pool_that_can_not_be_page_locked(driver: Driver, caplog: pytest.LogCaptureFixture) -> None:
+    before = driver.locked_bytes()
+    driver.fail("cuMemHostRegister_v2", 0, OUT_OF_MEMORY)
+    with caplog.at_level(logging.WARNING, logger="kvpool"):
+        pool = make(4, 12, where="cpu")
+    assert len(caplog.records) == 1
+    assert "CUDA_ERROR_OUT_OF_MEMORY" in caplog.records[0].getMessage()
+    assert pool.stats()["registered"] == 0
+    assert driver.locked_bytes() == before
+    assert pool.wait_registered() is True
+    chunks, device = take(pool, 4), numbers(12).cuda()
+    for chunk in chunks:
+        chunk.copy_from(device).wait()
+        assert same(chunk.tensor(), numbers(12))
+    assert pool.allocate() is None
+
+
+@cuda_only
+@pytest.mark.parametrize("shape", [LARGE, (4, (12,))])
+def test_a_progress_that_raises_changes_nothing(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, tuple[int, ...]]
+) -> None:
+    seen: list[Any] = []
+
+    def broken(done: int, total: int) -> None:
+        raise LookupError(f"{done} of {total}")
+
+    monkeypatch.setattr("sys.unraisablehook", lambda told: seen.append(str(told.exc_value)))
+    pool = make(*shape, torch.uint8, "cpu", progress=broken)
+    assert pool.wait_registered(60) is True
+    assert pool.stats()["registered"] == shape[0]
+    assert seen[-1].strip("'\"") == f"{shape[0]} of {shape[0]}"
+    assert len(seen) == driver.calls("cuMemHostRegister_v2")
+    assert len(some(pool.allocate_batch(shape[0]))) == shape[0]
+
+
+@cuda_only
+def test_a_progress_that_uses_its_pool(driver: Driver) -> None:
+    pools: list[ChunkPool] = []
+    answers: list[object] = []
+    ready = threading.Event()
+
+    def progress(_done: int, _total: int) -> None:
+        ready.wait(60)
+        pool = pools[0]
+        chunk = some(pool.allocate())
+        answers.append((pool.stats()["registered"] > 0, pool.wait_registered(0), chunk.tensor(3).tolist()))
+        pool.free(chunk)
+
+    pools.append(make(*LARGE, torch.uint8, "cpu", progress=progress))
+    ready.set()
+    assert within(60, pools[0].wait_registered) is True
+    assert answers == [(True, False, [0, 0, 0])] * len(answers)
+    assert len(answers) == driver.calls("cuMemHostRegister_v2")
+    assert counts(pools[0])[1] == 0
+
+
+@cuda_only
+@pytest.mark.parametrize("shape", [LARGE, (4, (12,))])
+def test_a_progress_is_let_go(driver: Driver, shape: tuple[int, tuple[int, ...]]) -> None:
+    seen = Seen()
+    gone = weakref.ref(seen)
+    pool = make(*shape, torch.uint8, "cpu", progress=seen)
+    del seen
+    assert pool.wait_registered(60) is True
+    assert driver.calls("cuMemHostRegister_v2") > 0
+
+    def is_gone() -> bool:
+        pool.stats()
+        return gone() is None
+
+    assert eventually(is_gone)
+
+
+@cuda_only
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_pool_dropped_while_it_is_page_locked(driver: Driver, kept: bool) -> None:
+    before = driver.locked_bytes()
+    with page_lock_threads(2):
+        pool = make(*LARGE, torch.uint8, "cpu")
+    tensor = some(pool.allocate()).tensor()
+    tensor.fill_(3)
+    held = tensor if kept else None
+    del pool, tensor
+    if held is not None:
+        time.sleep(0.05)
+        assert held.eq(3).all()
+        held = None
+
+    assert eventually(lambda: driver.locked_bytes() == before)
+
+
+@cuda_only
+def test_the_interpreter_may_end_while_page_locking_goes_on(driver: Driver, run_snippet: RunSnippet) -> None:
+    assert driver.calls() == 0
+    code = """
+        import kvpool
+        told = []
+        pool = kvpool.ChunkPool(66, (1 << 22,), "uint8", progress=lambda *numbers: told.append(numbers))
+        print(pool.allocate().index, pool.pin_memory)
+    """
+    for hidden in (["torch"], ["torch", "numpy"]):
+        assert run_snippet(code, hidden=hidden).split() == ["0", "True"]
+
+
+@cuda_only
+def test_a_driver_that_fails_when_it_is_first_used(driver: Driver, run_snippet: RunSnippet) -> None:
+    """Whichever call fails, each chunk is handed out, and handed out once."""
+    assert driver.calls() == 0
+    code = """
+        import ctypes, logging, os, sys
+        import kvpool
+        logging.disable(logging.CRITICAL)
+        driver = ctypes.CDLL(None)
+        for left in range(1, 16):
+            child = os.fork()
+            if child == 0:
+                driver.soft_fail(None, ctypes.c_long(left), 719)
+                pool = kvpool.ChunkPool(4, (8,), "float32")
+                found = [pool.allocate() for _ in range(8)]
+                indices = [chunk.index for chunk in found if chunk is not None]
+                print(left, indices if indices != [0, 1, 2, 3] else "right", flush=True)
+                os._exit(0)
+            os.waitpid(child, 0)
+    """
+    lines = run_snippet(code, hidden=["torch"]).splitlines()
+    assert lines == [f"{left} right" for left in range(1, 16)]
+
+
+@cuda_only
+@pytest.mark.parametrize("env", [{"KVPOOL_SOFTWARE_DEVICES": "0"}, {"KVPOOL_SOFTWARE_INIT_ERROR": "100"}])
+def test_ordinary_memory_where_the_driver_has_no_device(
+    driver: Driver, run_snippet: RunSnippet, env: dict[str, str]
+) -> None:
+    assert driver.calls() == 0
+    code = """
+        import kvpool
+        told = []
+        pool = kvpool.ChunkPool(4, (8,), "float32", progress=lambda *numbers: told.append(numbers))
+        print(pool.pin_memory, pool.wait_registered(), pool.stats()["registered"], told)
+        print([chunk.index for chunk in pool.allocate_batch(4)], pool.allocate())
+    """
+    assert run_snippet(code, hidden=["torch"], env=env).splitlines() == [
+        "False True 0 []",
+        "[0, 1, 2, 3] None",
+    ]
+
+
+# Memory
+
+
+def test_tensors_outlive_chunk_and_pool() -> None:
+    pool = make(5, 1000)
+    chunks = take(pool, 5)
+    kept = [chunk.tensor((10, 100)) for chunk in chunks]
+    for value, tensor in enumerate(kept):
+        tensor.fill_(value)
+    addresses = [tensor.data_ptr() for tensor in kept]
+    del pool, chunks
+    others = [make(5, 1000) for _ in range(4)]
+    for other in others:
+        for chunk in take(other, 5):
+            fill(chunk, 99)
+    assert [tensor.data_ptr() for tensor in kept] == addresses
+    for value, tensor in enumerate(kept):
+        assert tensor.eq(value).all()
+        tensor.add_(1)
+        assert tensor.eq(value + 1).all()
+
+
+def test_a_chunk_keeps_its_pool() -> None:
+    pool = make()
+    gone = weakref.ref(pool)
+    chunk = some(pool.allocate())
+    del pool
+    fill(chunk, 3)
+    assert read(chunk) == [3] * 12
+    chunk.retain().release()
+    chunk.release()
+    assert chunk.references == 0
+    del chunk
+    assert gone() is None
+
+
+def test_a_pool_in_a_cycle_is_collected() -> None:
+    class Owner:
+        def __init__(self) -> None:
+            self.pool = make(progress=self.tell)
+            self.chunk = some(self.pool.allocate())
+            self.tensor = self.chunk.tensor()
+            self.me: object = self
+
+        def tell(self, _done: int, _total: int) -> None:
+            pass
+
+    owner = Owner()
+    gone: list[weakref.ref[Any]] = [weakref.ref(part) for part in (owner, owner.pool, owner.chunk)]
+    del owner
+    gc.collect()
+    assert [ref() for ref in gone] == [None] * 3
+
+
+@devices.cpu_only
+def test_given_tensors_are_let_go() -> None:
+    pool = make(2, 12)
+    chunk = some(pool.allocate())
+    tensor = numbers(12)
+    gone = weakref.ref(tensor)
+    chunk.copy_from(tensor)
+    chunk.copy_to(tensor)
+    for _ in range(3):
+        with pytest.raises(ConfigError):
+            chunk.copy_from(tensor.expand(2, 12))
+    del tensor
+    assert gone() is None
+
+
+@devices.cpu_only
+@pytest.mark.skipif(not STATM.exists(), reason="needs /proc to see how much memory is in use")
+def test_memory_does_not_grow() -> None:
+    def resident() -> int:
+        gc.collect()
+        return int(STATM.read_text(encoding="ascii").split()[1]) * 4096
+
+    def once() -> None:
+        pool = make(16, 1 << 16)
+        for chunk in take(pool, 16):
+            chunk.copy_from(torch.ones(1 << 16))
+            chunk.tensor((5,))
+            chunk.release()
+
+    for _ in range(4):
+        once()
+    before = resident()
+    for _ in range(30):
+        once()
+    assert resident() - before < 16 * MIB
+
+
+@devices.cpu_only
+def test_without_pytorch_tensors_are_ours(run_snippet: RunSnippet) -> None:
+    code = """
+        import gc
+        import kvpool, numpy
+        pool = kvpool.ChunkPool(2, (2, 3), "float16", pin_memory=False)
+        chunk = pool.allocate()
+        print(pool.dtype, pool.device, pool.chunk_shape, pool.pin_memory)
+        tensor = chunk.tensor()
+        print(type(tensor).__name__, tensor.shape, tensor.dtype, tensor.device)
+        chunk.copy_from(numpy.arange(6, dtype="float16").reshape(3, 2).T).wait()
+        print(tensor.numpy().tolist())
+        other = pool.allocate()
+        other.copy_from(chunk.tensor((4,)))
+        target = numpy.zeros(5, dtype="float16")
+        print(other.copy_to(target).query(), target.tolist())
+        array = chunk.tensor((4,)).numpy()
+        capsule = other.tensor().__dlpack__(max_version=(1, 0))
+        del pool, chunk, tensor, other
+        gc.collect()
+        last = kvpool.ChunkPool(2, (2, 3), "float16")
+        last.allocate().tensor().numpy()[:] = 9
+        print(array.tolist())
+        del capsule
+    """
+    assert run_snippet(code, hidden=["torch"]).splitlines() == [
+        "float16 cpu (2, 3) False",
+        "Tensor (2, 3) float16 cpu",
+        "[[0.0, 2.0, 4.0], [1.0, 3.0, 5.0]]",
+        "True [0.0, 2.0, 4.0, 1.0, 0.0]",
+        "[0.0, 2.0, 4.0, 1.0]",
+    ]
+
+
+@cuda_only
+def test_memory_of_the_device_and_page_locked_memory_come_back(driver: Driver) -> None:
+    before = driver.device_bytes(), driver.locked_bytes()
+    pools = [make(10, 1000, where=where) for where in ("cpu", "cuda")]
+    kept = [take(pool, 10)[9].tensor(100) for pool in pools]
+    for tensor in kept:
+        tensor.fill_(3)
+    assert driver.locked_bytes() > before[1]
+    del pools
+    assert driver.device_bytes() > before[0]
+    assert driver.locked_bytes() > before[1]
+    assert all(tensor.eq(3).all() for tensor in kept)
+    del tensor
+    kept.clear()
+    assert (driver.device_bytes(), driver.locked_bytes()) == before
+
+
+# Threads
+
+
+def test_no_chunk_is_in_two_hands() -> None:
+    pool = make(40, 8, strict=True)
+    owner: dict[int, int] = {}
+    lock = threading.Lock()
+
+    def give(chunk: Chunk, number: int) -> None:
+        with lock:
+            assert owner.pop(chunk.index) == number
+        if number % 2:
+            pool.free(chunk)
+        else:
+            chunk.release()
+
+    def work(number: int) -> None:
+        choose = random.Random(number)  # noqa: S311
+        held: list[Chunk] = []
+        for _ in range(200):
+            count = choose.randrange(1, 4)
+            found = pool.allocate_batch(count) if choose.random() < 0.5 else None
+            if found is None:
+                single = pool.allocate()
+                found = [] if single is None else [single]
+            with lock:
+                for chunk in found:
+                    assert chunk.index not in owner
+                    owner[chunk.index] = number
+            held += found
+            for chunk in found:
+                assert chunk.retain().references == 2
+                chunk.release()
+                assert chunk.references == 1
+            while held and (len(held) > 4 or choose.random() < 0.4):
+                give(held.pop(choose.randrange(len(held))), number)
+        for chunk in held:
+            give(chunk, number)
+
+    together(work)
+    stats = pool.stats()
+    assert (stats["in_use"], stats["available"], stats["dropped_frees"]) == (0, 40, 0)
+    assert stats["high_water"] <= 40
+    assert sorted(indices(take(pool, 40))) == list(range(40))
+
+
+@devices.cpu_only
+def test_what_a_thread_wrote_stays() -> None:
+    pool = make(12, 64)
+
+    def work(number: int) -> None:
+        for i in range(150):
+            chunk = pool.allocate()
+            if chunk is None:
+                continue
+            mark = float(number * 1000 + i)
+            chunk.copy_from(torch.full((64, 2), mark)[:, 0])
+            target = torch.zeros(32)
+            chunk.copy_to(target)
+            assert target.eq(mark).all()
+            assert chunk.tensor().eq(mark).all()
+            chunk.release()
+
+    together(work)
+    assert counts(pool)[:2] == (12, 0)
+    assert pool.stats()["dropped_frees"] == 0
+
+
+def test_each_chunk_is_freed_once_however_many_threads_try() -> None:
+    pool = make(256, 4)
+    chunks = take(pool, 256)
+
+    def work(number: int) -> None:
+        for i in range(256):
+            chunk = chunks[(i + number * 32) % 256]
+            if (i + number) % 2:
+                pool.free(chunk)
+            else:
+                chunk.release()
+
+    together(work)
+    assert counts(pool) == (256, 0, 256, 7 * 256)
+    assert sorted(indices(take(pool, 256))) == list(range(256))
+
+
+def test_references_are_counted_across_threads() -> None:
+    pool = make(2, 4)
+    chunk = some(pool.allocate())
+
+    def work(_number: int) -> None:
+        for _ in range(300):
+            chunk.retain()
+            assert chunk.references >= 2
+            with chunk:
+                pass
+
+    together(work)
+    assert chunk.references == 1
+    assert counts(pool) == (1, 1, 1, 0)
+
+
+def test_the_last_of_many_threads_frees() -> None:
+    pool = make(2, 4, strict=True)
+    for _ in range(50):
+        chunk = some(pool.allocate())
+        for _ in range(THREADS - 1):
+            chunk.retain()
+        with ThreadPoolExecutor(THREADS) as executor:
+            list(executor.map(lambda _number, chunk=chunk: chunk.release(), range(THREADS)))
+        assert chunk.references == 0
+        assert counts(pool)[:2] == (2, 0)
+
+
+def test_a_free_and_a_retain_do_not_both_win() -> None:
+    pool = make(1, 4)
+    for _ in range(300):
+        chunk = some(pool.allocate())
+        barrier = threading.Barrier(2)
+        before = pool.stats()["dropped_frees"]
+
+        def free(chunk: Chunk = chunk, barrier: threading.Barrier = barrier) -> None:
+            barrier.wait()
+            pool.free(chunk)
+
+        thread = threading.Thread(target=free)
+        thread.start()
+        barrier.wait()
+        try:
+            chunk.retain()
+        except StaleBufferError:
+            thread.join()
+            assert pool.stats()["dropped_frees"] == before
+            continue
+        thread.join()
+        assert (chunk.references, pool.stats()["dropped_frees"]) == (2, before + 1)
+        chunk.release()
+        chunk.release()
+
+
+def test_readers_see_whole_operations() -> None:
+    pool = make(16, 4)
+
+    def work(number: int) -> None:
+        for i in range(300):
+            if number % 2:
+                stats = pool.stats()
+                assert stats["available"] + stats["in_use"] == stats["capacity"] == 16
+                assert stats["in_use"] <= stats["high_water"]
+            else:
+                batch = pool.allocate_batch(1 + i % 5)
+                for chunk in batch or []:
+                    pool.free(chunk)
+
+    together(work)
+    assert counts(pool)[:2] == (16, 0)
+
+
+@devices.cpu_only
+def test_tensors_and_chunks_may_be_dropped_by_another_thread() -> None:
+    held: list[Any] = [some(make(1, 100).allocate()) for _ in range(THREADS)]
+
+    def work(number: int) -> None:
+        assert not held[number].tensor().any()
+        held[number] = None
+
+    together(work)
+
+
+@devices.cpu_only
+def test_long_copies_let_other_threads_run() -> None:
+    size = 64 * MIB
+    chunk = some(make(1, size, torch.uint8).allocate())
+    source = torch.ones(size, 1, dtype=torch.uint8)
+    threads, interval = kvpool.get_num_threads(), sys.getswitchinterval()
+    running, done = threading.Event(), threading.Event()
+    turns = 0
+
+    def copy() -> None:
+        running.set()
+        chunk.copy_from(source)
+        done.set()
+
+    thread = threading.Thread(target=copy)
+    try:
+        kvpool.set_num_threads(1)
+        # Python itself takes the GIL away from nobody now: only who gives it up lets others run.
+        sys.setswitchinterval(1000)
+        thread.start()
+        running.wait()
+        while not done.is_set():
+            turns += 1
+            time.sleep(0)
+        thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+        kvpool.set_num_threads(threads)
+    assert turns > 0
+    assert chunk.tensor().eq(1).all()
+
+
+@devices.cpu_only
+def test_a_chunk_freed_during_a_copy_returns_after_it() -> None:
+    size = 48 * MIB
+    pool = make(1, size, torch.uint8)
+    source = torch.ones(size, dtype=torch.uint8)
+    running = threading.Event()
+
+    def copy(chunk: Chunk) -> None:
+        running.set()
+        # It may have been freed before the copy began.
+        with suppress(StaleBufferError):
+            chunk.copy_from(source)
+
+    for _ in range(4):
+        chunk = some(pool.allocate())
+        running.clear()
+        thread = threading.Thread(target=copy, args=(chunk,))
+        thread.start()
+        running.wait()
+        pool.free(chunk)
+        again = some(within(60, pool.allocate))
+        edges = [again.tensor()[:100], again.tensor()[-100:]]
+        for edge in edges:
+            edge.fill_(7)
+        thread.join()
+        assert all(edge.eq(7).all() for edge in edges)
+        again.release()
+    assert counts(pool) == (1, 0, 1, 0)
+
+
+@cuda_only
+def test_copies_of_many_threads(driver: Driver) -> None:
+    rounds = 25
+    pool = make(5, 12, where="cpu", strict=True)
+    sources = [numbers(12, start=number).cuda() for number in range(THREADS)]
+    targets = [[torch.zeros(12).cuda() for _ in range(rounds)] for _ in range(THREADS)]
+    streams = [driver.stream() for _ in range(THREADS)]
+    driver.run()
+
+    def work(number: int) -> None:
+        for i, target in enumerate(targets[number]):
+            chunk = pool.allocate()
+            while chunk is None:
+                time.sleep(0)
+                chunk = pool.allocate()
+            chunk.copy_from(sources[number], streams[number])
+            copy = chunk.copy_to(target, streams[number])
+            if i % 3 == 0:
+                copy.wait()
+            elif i % 3 == 1:
+                copy.query()
+            pool.free(chunk)
+
+    together(work)
+    driver.run()
+    for number, found in enumerate(targets):
+        assert all(same(target, numbers(12, start=number)) for target in found)
+    assert sorted(indices(take(pool, 5))) == [0, 1, 2, 3, 4]
+    assert pool.stats()["dropped_frees"] == 0
+
+
+# Random histories
+
+
+class ChunkPoolModel:
+    """A stack of freed chunks, references of every chunk that was ever handed out, and contents as lists."""
+
+    def __init__(self, num_chunks: int, elements: int, *, strict: bool) -> None:
+        self.strict = strict
+        self.contents = [[0] * elements for _ in range(num_chunks)]
+        self.touched = 0
+        self.freed: list[int] = []
+        self.tickets: list[int] = []
+        """The index of every chunk that was ever handed out."""
+        self.references: list[int] = []
+        self.high_water = 0
+        self.dropped_frees = 0
+
+    @property
+    def in_use(self) -> int:
+        return sum(references > 0 for references in self.references)
+
+    def allocate(self, count: int) -> list[int] | None:
+        if count > len(self.contents) - self.in_use:
+            return None
+        tickets = []
+        for _ in range(count):
+            if self.freed:
+                index = self.freed.pop()
+            else:
+                index = self.touched
+                self.touched += 1
+            tickets.append(len(self.tickets))
+            self.tickets.append(index)
+            self.references.append(1)
+        self.high_water = max(self.high_water, self.in_use)
+        return tickets
+
+    def release(self, ticket: int) -> None:
+        if self.references[ticket] == 0:
+            self.drop()
+            return
+        self.references[ticket] -= 1
+        if self.references[ticket] == 0:
+            self.freed.append(self.tickets[ticket])
+
+    def free(self, ticket: int) -> None:
+        if self.references[ticket] == 1:
+            self.release(ticket)
+        else:
+            self.drop()
+
+    def drop(self) -> None:
+        if self.strict:
+            raise BadFreeError
+        self.dropped_frees += 1
+
+
+class ChunkHistory(RuleBasedStateMachine):
+    """Every operation, misuse included, on the pool and on its naive model."""
+
+    @initialize(
+        num_chunks=st.integers(1, 5),
+        shape=st.lists(st.integers(1, 4), min_size=1, max_size=3),
+        dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.int8, torch.uint8]),
+        pin_memory=st.booleans(),
+        strict=st.booleans(),
+    )
+    def start(
+        self, num_chunks: int, shape: list[int], dtype: torch.dtype, pin_memory: bool, strict: bool
+    ) -> None:
+        self.real = make(num_chunks, shape, dtype, pin_memory=pin_memory, strict=strict)
+        self.other = make(2, 3)
+        self.foreign = some(self.other.allocate())
+        self.elements = int(np.prod(shape))
+        self.model = ChunkPoolModel(num_chunks, self.elements, strict=strict)
+        self.chunks: list[Chunk] = []
+        self.addresses: dict[int, int] = {}
+        self.value = 0
+
+    def draw(self, data: st.DataObject, *, live: bool) -> int:
+        tickets = [ticket for ticket, n in enumerate(self.model.references) if n or not live]
+        return int(data.draw(st.sampled_from(tickets)))
+
+    def next_values(self, count: int) -> list[int]:
+        values = [(self.value + i) % 100 for i in range(count)]
+        self.value += count
+        return values
+
+    def check(self, model: Callable[[], None], real: Callable[[], object], index: int) -> None:
+        """Does the same to both."""
+        try:
+            model()
+        except BadFreeError:
+            with pytest.raises(IndexOwnershipError, match=str(index)):
+                real()
+        else:
+            real()
+
+    @rule()
+    def allocate(self) -> None:
+        tickets, chunk = self.model.allocate(1), self.real.allocate()
+        if tickets is None:
+            assert chunk is None
+        else:
+            assert some(chunk).index == self.model.tickets[tickets[0]]
+            self.chunks.append(some(chunk))
+
+    @rule(count=st.integers(0, 6))
+    def allocate_batch(self, count: int) -> None:
+        tickets, batch = self.model.allocate(count), self.real.allocate_batch(count)
+        if tickets is None:
+            assert batch is None
+        else:
+            assert indices(some(batch)) == [self.model.tickets[ticket] for ticket in tickets]
+            self.chunks += some(batch)
+
+    @precondition(lambda self: self.chunks)
+    @rule(data=st.data(), live=st.booleans())
+    def free(self, data: st.DataObject, live: bool) -> None:
+        ticket = self.draw(data, live=live and self.model.in_use > 0)
+        chunk = self.chunks[ticket]
+        self.check(lambda: self.model.free(ticket), lambda: self.real.free(chunk), chunk.index)
+
+    @precondition(lambda self: self.chunks)
+    @rule(data=st.data(), live=st.booleans(), block=st.booleans())
+    def release(self, data: st.DataObject, live: bool, block: bool) -> None:
+        ticket = self.draw(data, live=live and self.model.in_use > 0)
+        chunk = self.chunks[ticket]
+
+        def leave() -> None:
+            with chunk:
+                pass
+
+        self.check(lambda: self.model.release(ticket), leave if block else chunk.release, chunk.index)
+
+    @rule()
+    def free_foreign(self) -> None:
+        self.check(self.model.drop, lambda: self.real.free(self.foreign), self.foreign.index)
+        assert self.foreign.references == 1
+
+    @precondition(lambda self: self.chunks)
+    @rule(data=st.data())
+    def retain(self, data: st.DataObject) -> None:
+        ticket = self.draw(data, live=False)
+        chunk = self.chunks[ticket]
+        if self.model.references[ticket]:
+            assert chunk.retain() is chunk
+            self.model.references[ticket] += 1
+        else:
+            with pytest.raises(StaleBufferError, match=str(chunk.index)):
+                chunk.retain()
+
+    @precondition(lambda self: any(self.model.references) and not all(self.model.references))
+    @rule(data=st.data())
+    def use_stale(self, data: st.DataObject) -> None:
+        stale = [ticket for ticket, n in enumerate(self.model.references) if n == 0]
+        chunk = self.chunks[data.draw(st.sampled_from(stale))]
+        value = put(torch.ones(1, dtype=self.real.dtype), devices.current())
+        for call in (chunk.tensor, lambda: chunk.copy_from(value), lambda: chunk.copy_to(value)):
+            with pytest.raises(StaleBufferError, match=str(chunk.index)):
+                call()
+
+    @precondition(lambda self: self.model.in_use)
+    @rule(data=st.data())
+    def write(self, data: st.DataObject) -> None:
+        ticket = self.draw(data, live=True)
+        count = data.draw(st.integers(0, self.elements))
+        values = self.next_values(count)
+        self.chunks[ticket].tensor(count).copy_(torch.tensor(values).to(self.real.dtype))
+        self.model.contents[self.model.tickets[ticket]][:count] = values
+
+    @precondition(lambda self: self.model.in_use)
+    @rule(data=st.data(), step=st.integers(1, 3), host=st.booleans())
+    def copy_from(self, data: st.DataObject, step: int, host: bool) -> None:
+        ticket = self.draw(data, live=True)
+        count = data.draw(st.integers(0, self.elements))
+        values = self.next_values(count)
+        spread = torch.zeros(count * step, dtype=self.real.dtype)
+        spread[::step] = torch.tensor(values).to(self.real.dtype)
+        source = put(spread, "cpu" if host else devices.current())
+        self.chunks[ticket].copy_from(source[::step]).wait()
+        self.model.contents[self.model.tickets[ticket]][:count] = values
+
+    @precondition(lambda self: self.model.in_use)
+    @rule(data=st.data(), step=st.integers(1, 3), host=st.booleans())
+    def copy_to(self, data: st.DataObject, step: int, host: bool) -> None:
+        ticket = self.draw(data, live=True)
+        count = data.draw(st.integers(0, self.elements))
+        target = put(
+            torch.full((count * step,), 101, dtype=self.real.dtype), "cpu" if host else devices.current()
+        )
+        copy = self.chunks[ticket].copy_to(target[::step])
+        copy.wait()
+        assert copy.query()
+        expected = [101] * (count * step)
+        expected[::step] = self.model.contents[self.model.tickets[ticket]][:count]
+        assert target.int().tolist() == expected if target.device.type == "cpu" else True
+        assert target.cpu().int().tolist() == expected
+
+    @precondition(lambda self: self.model.in_use)
+    @rule(data=st.data(), more=st.integers(1, 5))
+    def too_much(self, data: st.DataObject, more: int) -> None:
+        chunk = self.chunks[self.draw(data, live=True)]
+        large = put(torch.ones(self.elements + more, dtype=self.real.dtype), devices.current())
+        for call in (
+            lambda: chunk.tensor(self.elements + more),
+            lambda: chunk.copy_from(large),
+            lambda: chunk.copy_to(large),
+        ):
+            with pytest.raises(ConfigError, match=str(self.real.chunk_bytes)):
+                call()
+
+    @rule()
+    def wrong_types(self) -> None:
+        for bad in (0, "0", None):
+            with pytest.raises(TypeError):
+                self.real.free(bad)  # type: ignore[arg-type]
+
+    @invariant()
+    def same(self) -> None:
+        if not hasattr(self, "real"):
+            return
+        total, used = len(self.model.contents), self.model.in_use
+        assert counts(self.real) == (total - used, used, self.model.high_water, self.model.dropped_frees)
+        assert self.real.stats()["capacity"] == total
+        assert [chunk.references for chunk in self.chunks] == self.model.references
+        assert [chunk.index for chunk in self.chunks] == self.model.tickets
+        live = [ticket for ticket, n in enumerate(self.model.references) if n]
+        for ticket in live:
+            index, tensor = self.model.tickets[ticket], self.chunks[ticket].tensor()
+            assert self.addresses.setdefault(index, tensor.data_ptr()) == tensor.data_ptr()
+            assert tensor.cpu().reshape(-1).int().tolist() == self.model.contents[index]
+
+    def teardown(self) -> None:
+        if hasattr(self, "other"):
+            assert counts(self.other) == (1, 1, 1, 0)
+
+
+def test_random_histories_agree_with_the_model() -> None:
+    run_state_machine_as_test(ChunkHistory)
