@@ -266,8 +266,8 @@ impl ChunkPool {
         self.state().is_locking = true;
         let (sender, progress) = mpsc::channel();
         let work = Arc::new(Steps { steps: self.steps(), next: AtomicUsize::new(0) });
-        let threads = num_threads().min(work.steps.len());
-        for number in 0..threads {
+        let count = work.steps.len();
+        for number in 0..num_threads().min(count) {
             let (pool, gpu, work, steps_done) =
                 (Arc::clone(self), Arc::clone(&gpu), Arc::clone(&work), sender.clone());
             let lock = move || {
@@ -279,7 +279,7 @@ impl ChunkPool {
                 }
             };
             let name = format!("kvpool-page-lock-{number}");
-            if threads == 1 {
+            if count == 1 {
                 lock();
             } else if let Err(failure) = thread::Builder::new().name(name).spawn(lock)
                 && number == 0
@@ -292,7 +292,7 @@ impl ChunkPool {
                 break;
             }
         }
-        Some(PageLocking { pool: Arc::clone(self), progress, steps: work.steps.len(), done: 0 })
+        Some(PageLocking { pool: Arc::clone(self), progress, steps: count, done: 0 })
     }
 
     /// The chunks of each step. Each begins and ends at a page, so that none shares a page with another.

@@ -8,15 +8,16 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 use pyo3::{PyTraverseError, gc::PyVisit};
 
-use crate::base::{Device, Dims, Error};
+use crate::base::{Device, Dims, Error, widen};
 use crate::index::Ticket;
 use crate::kernels::Way;
 use crate::memory::{Event, Stream};
 use crate::pool::{Attempt, ChunkConfig, ChunkPool as Pool, Over, PageLocking as Locking, Progress};
 
 use super::args;
-use super::framework::{backend, current_stream, to_dtype, to_tensor};
+use super::framework::{backend, current_stream, to_dtype};
 use super::lock;
+use super::made::MadeTensors;
 use super::report::{self, Reporter};
 
 /// How long it waits before it looks for signals.
@@ -51,6 +52,8 @@ pub(super) struct ChunkPool {
     pool: Arc<Pool>,
     reporter: Reporter,
     held: Arc<Held>,
+    /// By the index of a chunk.
+    tensors: MadeTensors<Ticket>,
 }
 
 /// What copies under way read or write, with the points after them.
@@ -183,7 +186,12 @@ impl ChunkPool {
                 py.import("kvpool._page_locking")?.call_method1("watch", (locking,))?;
             }
         }
-        Ok(Self { pool, reporter: Reporter::default(), held: Arc::default() })
+        Ok(Self {
+            pool,
+            reporter: Reporter::default(),
+            held: Arc::default(),
+            tensors: MadeTensors::default(),
+        })
     }
 
     /// Takes a chunk, with one reference.
@@ -341,10 +349,10 @@ impl ChunkPool {
     }
 
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
-        match self.held.0.try_lock() {
-            Ok(held) => held.iter().try_for_each(|(_, tensor)| visit.call(tensor)),
-            Err(_) => Ok(()),
+        if let Ok(held) = self.held.0.try_lock() {
+            held.iter().try_for_each(|(_, tensor)| visit.call(tensor))?;
         }
+        self.tensors.traverse(&visit)
     }
 }
 
@@ -408,7 +416,9 @@ impl Chunk {
     #[pyo3(signature = (shape=None))]
     fn tensor(&self, py: Python<'_>, shape: Option<&Bound<'_, PyAny>>) -> PyResult<Py<PyAny>> {
         let shape: Option<Dims> = shape.map(args::shape).transpose()?;
-        to_tensor(py, &self.pool.get().pool.tensor(self.ticket, shape)?)
+        let pool = self.pool.get();
+        let view = pool.pool.tensor(self.ticket, shape)?;
+        pool.tensors.tensor(py, widen(self.ticket.index()), self.ticket, &view)
     }
 
     /// Adds a reference.
