@@ -63,6 +63,7 @@ bench: $(EXTENSION) $(VENV)/.tools
 	cargo bench --locked
 	$(BIN)/python benches/bench_allocator.py
 	$(BIN)/python benches/bench_kv_pool.py
+	$(BIN)/python benches/bench_pools.py
 	if test -f $(TRACES)/azure/AzureLLMInferenceTrace_conv.csv; then \
 	    $(BIN)/python -m kvpool replay $(TRACES)/azure/AzureLLMInferenceTrace_conv.csv --no-kv; \
 	fi
@@ -70,6 +71,7 @@ bench: $(EXTENSION) $(VENV)/.tools
 # The same on a GPU.
 bench-cuda: $(EXTENSION) $(VENV)/.tools
 	$(BIN)/python benches/bench_cuda.py
+	$(BIN)/python benches/bench_pools.py
 
 format: $(VENV)/.test
 	cargo fmt
