@@ -1,7 +1,6 @@
 //! Large host memory, mapped as its owner wishes and page-locked step by step.
 
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::base::{Device, Error, Result};
@@ -14,17 +13,18 @@ const HUGE_PAGE: usize = 2 << 20;
 /// Bytes of a page; larger ones are multiples of it.
 pub const PAGE: usize = 4096;
 
-/// Host memory for one large region: on a NUMA node, in huge pages, page-locked in steps, as far as the system does it.
+/// Host memory for large regions: on a NUMA node, in huge pages, page-locked in steps, as far as the system does it.
 ///
 /// What could not be had is told by [`Mapped::notes`]; the memory is there all the same.
 #[derive(Debug, Default)]
 pub struct Mapped {
     numa_node: Option<usize>,
     wants_huge_pages: bool,
-    has_huge_pages: AtomicBool,
+    /// The blocks that are in explicit huge pages, by address.
+    huge: Mutex<Vec<usize>>,
     notes: Mutex<Vec<String>>,
-    /// They go before the memory does.
-    locks: Mutex<Vec<PageLock>>,
+    /// By address. They go before the memory does.
+    locks: Mutex<Vec<(usize, PageLock)>>,
 }
 
 impl Mapped {
@@ -44,7 +44,7 @@ impl Mapped {
 
     /// Whether the memory is in explicit huge pages.
     pub fn has_huge_pages(&self) -> bool {
-        self.has_huge_pages.load(Relaxed)
+        !lock(&self.huge).is_empty()
     }
 
     /// What could not be had, in words, once.
@@ -61,7 +61,7 @@ impl Mapped {
         touch(region, bytes)?;
         let tensor = region.bytes_at(bytes.start, bytes.len())?;
         if let Some(locked) = PageLock::new(gpu, &tensor)? {
-            lock(&self.locks).push(locked);
+            lock(&self.locks).push((tensor.address().as_ptr().addr(), locked));
         }
         Ok(())
     }
@@ -69,7 +69,7 @@ impl Mapped {
     /// In huge pages, where the system has reserved enough of them.
     fn allocate_huge(&self, bytes: usize) -> Option<Block> {
         let address = map_huge(bytes.checked_next_multiple_of(HUGE_PAGE)?)?;
-        self.has_huge_pages.store(true, Relaxed);
+        lock(&self.huge).push(address.as_ptr().addr());
         Some(Block::new(address, bytes))
     }
 
@@ -110,13 +110,20 @@ impl Backend for Mapped {
     }
 
     unsafe fn deallocate(&self, block: Block) {
-        lock(&self.locks).clear();
+        let start = block.address().as_ptr().addr();
+        let range = start..start + block.bytes();
+        lock(&self.locks).retain(|(address, _)| !range.contains(address));
         if block.bytes() == 0 {
             // SAFETY: it came from the host's backend, and the caller gives it up.
             unsafe { Host.deallocate(block) };
             return;
         }
-        let page = if self.has_huge_pages() { HUGE_PAGE } else { PAGE };
+        let mut huge = lock(&self.huge);
+        let at = huge.iter().position(|&address| address == start);
+        let page = at.map_or(PAGE, |at| {
+            huge.swap_remove(at);
+            HUGE_PAGE
+        });
         // SAFETY: `allocate` mapped exactly this range, and the caller gives it up.
         unsafe { libc::munmap(block.address().as_ptr().cast(), block.bytes().next_multiple_of(page)) };
     }
