@@ -6,6 +6,7 @@ mod conformance;
 mod dlpack;
 #[cfg(feature = "cuda")]
 mod gpu;
+mod index_oracle;
 mod kernels;
 mod layering;
 mod oracle;
