@@ -9,12 +9,15 @@ Neither PyTorch nor CUDA nor NumPy is needed to import this package.
 """
 
 from kvpool._kvpool import (
+    BatchPlan,
+    BatchPlanner,
     Buffer,
     BufferPool,
     Chunk,
     ChunkCopy,
     ChunkPool,
     GDNPool,
+    HostPlan,
     KVPool,
     PagePool,
     ReqToTokenPool,
@@ -39,6 +42,8 @@ from kvpool.workspace import Workspace
 
 __all__ = [
     "BackendUnavailableError",
+    "BatchPlan",
+    "BatchPlanner",
     "Buffer",
     "BufferPool",
     "Chunk",
@@ -47,6 +52,7 @@ __all__ = [
     "ConfigError",
     "DriverError",
     "GDNPool",
+    "HostPlan",
     "IndexOwnershipError",
     "KVPool",
     "KvPoolError",

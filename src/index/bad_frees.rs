@@ -82,6 +82,13 @@ impl BadFrees {
         }
     }
 
+    /// Counts the offenders of another call with these.
+    pub fn append(&mut self, other: Self) {
+        self.dropped += other.dropped;
+        self.first.extend(other.first);
+        self.first.truncate(NAMED);
+    }
+
     /// The report in words: how many of how many, and the first with their reasons.
     #[must_use]
     pub fn describe(&self, noun: &str, given: usize) -> String {

@@ -32,6 +32,8 @@ pub struct RowTable {
     rows: FreeList<Row>,
     /// By row number, the columns that may hold something else than zero are `0..written[row]`.
     written: Vec<u32>,
+    /// By row number, how often it was handed out. It may wrap.
+    turns: Vec<u32>,
     dropped_frees: usize,
 }
 
@@ -44,6 +46,7 @@ impl RowTable {
         Ok(Self {
             rows: FreeList::new(first, count, Order::Fifo)?,
             written: zeros(widen(first) + widen(count))?,
+            turns: zeros(widen(first) + widen(count))?,
             dropped_frees: 0,
         })
     }
@@ -60,6 +63,12 @@ impl RowTable {
         self.dropped_frees
     }
 
+    /// Which time this is that `row` is handed out: what was known of it at another time is of somebody else.
+    #[must_use]
+    pub fn turn(&self, row: Row) -> u32 {
+        self.turns[widen(row.number())]
+    }
+
     /// Takes `count` rows, the longest free first, or returns `None` and takes none.
     ///
     /// Each comes with the columns that were written while nobody owned it.
@@ -68,11 +77,12 @@ impl RowTable {
             return None;
         }
         let mut taken = Vec::with_capacity(count);
-        let Self { rows, written, .. } = self;
+        let Self { rows, written, turns, .. } = self;
         rows.alloc(count, |run| {
-            taken.extend((run.start.number()..run.start.number() + run.len).map(|number| FreedRow {
-                row: Row::new(number),
-                written: std::mem::take(&mut written[widen(number)]),
+            taken.extend((run.start.number()..run.start.number() + run.len).map(|number| {
+                let turn = &mut turns[widen(number)];
+                *turn = turn.wrapping_add(1);
+                FreedRow { row: Row::new(number), written: std::mem::take(&mut written[widen(number)]) }
             }));
         });
         Some(taken)

@@ -5,6 +5,7 @@ use std::ops::Range;
 use crate::base::{Error, ErrorKind, Id, IndexVec, PADDING, Page, Result, Slot, reserve, widen};
 
 use super::free_list::{Accepted, FreeList, Give, Order, Run};
+use super::owners::{Leave, Owners};
 use super::runs::for_each_run;
 use super::{BadFree, BadFrees, Bitmap, on_bad_frees};
 
@@ -29,6 +30,8 @@ pub struct SlotStats {
     pub released: usize,
     /// Slots that wait for a fence.
     pub fenced: usize,
+    /// Slots with more than one owner.
+    pub shared: usize,
     /// Bytes of the bookkeeping.
     pub bytes: usize,
 }
@@ -46,6 +49,8 @@ pub struct Extension {
 ///
 /// Pages are numbered `1..=size / page_size`; page `p` holds slots `p * page_size..(p + 1) * page_size`. Slots
 /// leave as whole pages and return as whole pages. With `page_size == 1` page and slot are the same number.
+///
+/// A page has one owner, or more after [`SlotAllocator::share`]; each frees it once, and it returns with the last.
 ///
 /// Taking and freeing cost one pass over the indices and a few steps a run of them, whatever the size of the
 /// pool. Nothing is allocated but the vector handed out.
@@ -69,10 +74,22 @@ pub struct SlotAllocator {
     named: Bitmap,
     /// Runs of the call in progress; kept for its capacity.
     accepted: Accepted<Page>,
-    fences: Vec<(FenceId, Accepted<Page>)>,
+    owners: Owners,
+    /// Shared pages that the free in progress took an owner from.
+    left: Vec<Page>,
+    fences: Vec<Fenced>,
     next_fence: u64,
     group: Option<Group>,
     dropped_frees: usize,
+}
+
+/// What one free left behind a fence.
+#[derive(Clone, Debug)]
+struct Fenced {
+    fence: FenceId,
+    pages: Accepted<Page>,
+    /// Shared pages that one owner leaves.
+    left: Vec<Page>,
 }
 
 /// Frees collected until the outermost group ends.
@@ -107,6 +124,8 @@ impl SlotAllocator {
             page_size,
             named: Bitmap::new(if page_size == 1 { 0 } else { widen(count) + 1 })?,
             accepted: Vec::new(),
+            owners: Owners::default(),
+            left: Vec::new(),
             fences: Vec::new(),
             next_fence: 0,
             group: None,
@@ -155,7 +174,8 @@ impl SlotAllocator {
             dropped_frees: self.dropped_frees,
             released: self.pages.released() * self.page_size(),
             fenced: self.pages.fenced() * self.page_size(),
-            bytes: self.pages.bytes() + self.named.bytes(),
+            shared: self.owners.shared() * self.page_size(),
+            bytes: self.pages.bytes() + self.named.bytes() + self.owners.bytes(),
         }
     }
 
@@ -321,11 +341,7 @@ impl SlotAllocator {
             .collect();
         pages.dedup();
         pages.retain(|page| !continued.contains(page));
-        let mut accepted = Vec::new();
-        for page in pages {
-            self.pages.give(Run { start: page, len: 1 }, Give::Now, &mut accepted, |_| ());
-        }
-        self.pages.commit(&accepted, Give::Now);
+        self.give_now(pages);
     }
 
     /// Gives slots back, at once or, within a group, when the outermost group ends.
@@ -364,26 +380,115 @@ impl SlotAllocator {
     /// As [`SlotAllocator::free`].
     pub fn free_after(&mut self, fence: FenceId, given: &IndexVec, strict: bool) -> Result<BadFrees> {
         let bad = self.give(given, Give::Fenced, strict)?;
-        self.fences.push((fence, self.accepted.clone()));
+        self.fences.push(Fenced { fence, pages: self.accepted.clone(), left: self.left.clone() });
         Ok(bad)
     }
 
     /// Frees the slots behind a fence. A fence that is not known any more has no slots.
     pub fn fence_passed(&mut self, id: FenceId) {
-        if let Some(position) = self.fences.iter().position(|(fence, _)| *fence == id) {
-            let (_, runs) = self.fences.remove(position);
-            self.pages.unfence(&runs);
+        let passed: Vec<Fenced> = self.fences.extract_if(.., |fenced| fenced.fence == id).collect();
+        for fenced in passed {
+            self.pages.unfence(&fenced.pages);
+            for page in fenced.left {
+                if self.owners.passed(page) {
+                    self.give_now([page]);
+                }
+            }
         }
+    }
+
+    /// Gives live pages back, unseen by groups and reports.
+    fn give_now(&mut self, pages: impl IntoIterator<Item = Page>) {
+        let mut accepted = Vec::new();
+        for page in pages {
+            self.pages.give(Run { start: page, len: 1 }, Give::Now, &mut accepted, |_| ());
+        }
+        self.pages.commit(&accepted, Give::Now);
+    }
+
+    /// Adds an owner to the pages of slots, to each of them once (with `page_size == 1`, as often as it is named). Each
+    /// owner frees its pages, and they return with the last.
+    ///
+    /// # Errors
+    /// [`ErrorKind::IndexOwnership`] with the first slot that is not live; nothing is changed then.
+    ///
+    /// ```
+    /// use kvpool::base::IndexVec;
+    /// use kvpool::index::{Order, SlotAllocator};
+    /// let mut slots = SlotAllocator::new(8, 1, Order::Sorted).unwrap();
+    /// let prefix = IndexVec::I32(slots.alloc(3).unwrap().unwrap());
+    /// slots.share(&prefix).unwrap();
+    /// assert_eq!(slots.free(&prefix, true).unwrap().dropped(), 0);
+    /// assert_eq!(slots.available(), 5);
+    /// assert_eq!(slots.free(&prefix, true).unwrap().dropped(), 0);
+    /// assert_eq!(slots.available(), 8);
+    /// ```
+    pub fn share(&mut self, given: &IndexVec) -> Result<()> {
+        let mut pages: Vec<Page> = reserve(given.len())?;
+        for (position, slot) in given.iter().enumerate() {
+            let page = u32::try_from(slot).ok().map(|slot| Page::new(slot / self.page_size));
+            match page.filter(|&page| self.is_owned(page)) {
+                Some(page) => pages.push(page),
+                None => {
+                    return Err(Error::new(
+                        ErrorKind::IndexOwnership,
+                        format!("slot {slot} at position {position} is not allocated, and cannot be shared"),
+                    ));
+                }
+            }
+        }
+        if self.page_size > 1 {
+            pages.sort_unstable();
+            pages.dedup();
+        }
+        self.prepare_sharing()?;
+        self.share_pages(pages);
+        Ok(())
+    }
+
+    /// Makes room for counts of owners.
+    pub(super) fn prepare_sharing(&mut self) -> Result<()> {
+        self.owners.prepare(widen(self.pages.count()) + 1)
+    }
+
+    /// As [`SlotAllocator::share`], for pages that are known to be live. There must be room.
+    pub(super) fn share_pages(&mut self, pages: impl IntoIterator<Item = Page>) {
+        for page in pages {
+            self.owners.join(page);
+        }
+    }
+
+    /// Whether `page` is live and somebody who owns it stays.
+    pub(super) fn is_owned(&self, page: Page) -> bool {
+        self.pages.is_live(page) && self.owners.is_owned(page)
+    }
+
+    /// Whether somebody else owns `page`, too.
+    pub(super) fn is_shared(&self, page: Page) -> bool {
+        self.owners.is_shared(page)
+    }
+
+    /// Takes `count` pages and names them in order, or returns `false`.
+    pub(super) fn alloc_pages(&mut self, count: usize, mut emit: impl FnMut(Range<u32>)) -> bool {
+        if count > self.pages.available() {
+            self.pages.merge();
+            return false;
+        }
+        self.pages.alloc(count, |run| emit(run.start.number()..run.start.number() + run.len))
     }
 
     fn give(&mut self, given: &IndexVec, give: Give, strict: bool) -> Result<BadFrees> {
         let mut accepted = std::mem::take(&mut self.accepted);
         accepted.clear();
+        self.left.clear();
         let mut bad = BadFrees::default();
         for_each_run(given, |start, len| self.give_run(start, len, give, &mut accepted, &mut bad));
         if self.page_size > 1 {
             for run in &accepted {
                 self.named.remove_run(widen(run.start.number()), widen(run.len));
+            }
+            for page in &self.left {
+                self.named.remove_run(widen(page.number()), 1);
             }
             // One call frees its pages in ascending order, however it names them.
             accepted.sort_unstable();
@@ -395,6 +500,9 @@ impl SlotAllocator {
             self.dropped_frees += dropped;
         } else {
             self.pages.rollback(&accepted, give);
+            for page in self.left.drain(..) {
+                self.owners.stay(page, give == Give::Fenced);
+            }
         }
         self.accepted = accepted;
         answer
@@ -441,6 +549,56 @@ impl SlotAllocator {
             1 => slots.clone(),
             page_size => slots.start / page_size..(slots.end - 1) / page_size + 1,
         };
+        let mut rest = pages.start;
+        if !(self.owners.is_trivial() && self.left.is_empty()) {
+            for page in pages.clone() {
+                if self.give_shared(Page::new(page), &slots, give, accepted, bad) {
+                    self.give_pages(rest..page, &slots, give, accepted, bad);
+                    rest = page + 1;
+                }
+            }
+        }
+        self.give_pages(rest..pages.end, &slots, give, accepted, bad);
+    }
+
+    /// Takes an owner from `page` if it has more than one, or had when this call began. `false` if it is a page like others.
+    fn give_shared(
+        &mut self,
+        page: Page,
+        slots: &Range<u32>,
+        give: Give,
+        accepted: &Accepted<Page>,
+        bad: &mut BadFrees,
+    ) -> bool {
+        if self.named.contains(widen(page.number())) {
+            return true;
+        }
+        if !self.owners.concerns(page) {
+            return false;
+        }
+        if self.owners.leave(page, give == Give::Fenced) == Leave::Nobody {
+            self.name_blocked(page, slots.clone(), accepted, bad);
+            return true;
+        }
+        self.left.push(page);
+        if self.page_size > 1 {
+            self.named.insert_run(widen(page.number()), 1);
+        }
+        true
+    }
+
+    /// Gives `pages`, of which none is shared.
+    fn give_pages(
+        &mut self,
+        pages: Range<u32>,
+        slots: &Range<u32>,
+        give: Give,
+        accepted: &mut Accepted<Page>,
+        bad: &mut BadFrees,
+    ) {
+        if pages.is_empty() {
+            return;
+        }
         let run = Run { start: Page::new(pages.start), len: pages.end - pages.start };
         let fresh = accepted.len();
         let mut blocked = Vec::new();
@@ -466,7 +624,12 @@ impl SlotAllocator {
             && accepted
                 .iter()
                 .any(|run| (run.start.number()..run.start.number() + run.len).contains(&page.number()));
-        let reason = if repeated { BadFree::NamedTwice } else { self.pages.reason(page) };
+        let reason = match self.pages.reason(page) {
+            _ if repeated => BadFree::NamedTwice,
+            // Its owners have left it, but a fence that has not passed keeps it.
+            _ if self.pages.is_live(page) => BadFree::AlreadyFree,
+            reason => reason,
+        };
         bad.add(from.into(), reason, widen(to - from));
     }
 
@@ -518,6 +681,7 @@ impl SlotAllocator {
     /// Makes every slot free, closes groups and forgets fences.
     pub fn clear(&mut self) {
         self.pages.clear();
+        self.owners.clear();
         self.fences.clear();
         self.group = None;
     }
@@ -525,9 +689,13 @@ impl SlotAllocator {
     /// What breaks an invariant, if anything does.
     #[must_use]
     pub fn fault(&self) -> Option<String> {
-        let fenced: usize = self.fences.iter().flat_map(|(_, runs)| runs).map(|run| widen(run.len)).sum();
+        let fenced: usize =
+            self.fences.iter().flat_map(|fenced| &fenced.pages).map(|run| widen(run.len)).sum();
         if fenced != self.pages.fenced() {
             return Some(format!("{} pages are fenced, the fences name {fenced}", self.pages.fenced()));
+        }
+        if let Some(page) = self.owners.pages().find(|&page| !self.pages.is_live(page)) {
+            return Some(format!("page {page} has several owners and is not in use"));
         }
         self.pages.fault()
     }

@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-MODULES = ("rows", "table")
+MODULES = ("plan", "rows", "table")
 HEADERS = ("convert.cuh", "params.cuh")
 # The conversions count on IEEE 754: no fused or approximate operations, no subnormals flushed to zero.
 OPTIONS = (

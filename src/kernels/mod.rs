@@ -14,7 +14,7 @@ mod threads;
 mod transfer;
 
 pub use indices::{Indices, Numbers, expect_ints, read_indices};
-pub use launch::{Copies, Fetch, Fetcher, Launcher, Table, read_now};
+pub use launch::{Copies, Fetch, Fetcher, Launcher, PlanBatch, PlanFields, PlanRequest, Table, read_now};
 pub use rows::{RowBuffer, gather_rows, move_rows, zero_rows};
 pub use store::{Store, store_rows};
 pub use table::{build_kv_indices, part as kv_indices_part};

@@ -172,6 +172,46 @@ struct KvIndicesParams {
 };
 static_assert(sizeof(KvIndicesParams) == 376, "as launch/params.rs has it");
 
+/// One request of a plan. Positions from `start` on go into the table; those from `prefix` on are new tokens. Its pages
+/// from that of `start` on are `pages[page_begin..]`.
+struct PlanRequest {
+    i32 row;
+    i32 start;
+    i32 prefix;
+    i32 seq;
+    i32 qo_begin;
+    i32 kv_begin;
+    i32 page_begin;
+    /// Entries of its line of the block table before this are right, and from `block_until` on they are 0.
+    i32 block_from;
+    i32 block_until;
+};
+static_assert(sizeof(PlanRequest) == 36, "as pool/batch_planner.rs has it");
+
+struct PlanParams {
+    const PlanRequest* requests;
+    const i32* pages;
+    i32* table;
+    i64 columns;
+    i32* out_cache_loc;
+    i32* positions;
+    i64* slot_mapping;
+    i32* req_pool_indices;
+    i32* seq_lens;
+    i32* qo_indptr;
+    i32* kv_indptr;
+    i32* kv_last_page_len;
+    i32* kv_indices;
+    i32* block_table;
+    i32 page_size;
+    i32 width;
+    i32 batch;
+    i32 padded_batch;
+    i32 tokens;
+    i32 kv_len;
+};
+static_assert(sizeof(PlanParams) == 136, "as launch/params.rs has it");
+
 struct ReadParams {
     Index from;
     i64* out;

@@ -4,6 +4,7 @@
 //! [`GdnPool`] may be shared as they are: their calls are atomic among themselves. Other frameworks reach the same
 //! bytes past these locks, by design.
 
+mod batch_planner;
 mod buffer_pool;
 mod chunk_pool;
 mod copies;
@@ -18,6 +19,7 @@ mod table_copy;
 mod token_to_kv_pool_allocator;
 mod workspace;
 
+pub use batch_planner::{Batch, BatchPlanner, Field, Plan, PlannerConfig, Pools};
 pub use buffer_pool::{Buffer, BufferPool};
 pub use chunk_pool::{Attempt, ChunkConfig, ChunkPool, Over, PageLocking, Progress};
 pub use gdn_pool::{GdnConfig, GdnPool};

@@ -35,6 +35,13 @@ pub enum TableIndex<'a> {
     },
 }
 
+impl TableIndex<'_> {
+    /// The first `count` columns of a row.
+    pub(super) fn first_columns(row: u32, count: u32) -> Self {
+        Self::Columns { row: row.into(), start: 0, end: Some(count.into()) }
+    }
+}
+
 /// `req_to_token[request, position] -> slot`, int32. It does not track sequence lengths.
 ///
 /// On a GPU the host keeps a copy of the table, so that slots read from it can be freed without asking the device.
@@ -221,7 +228,7 @@ impl ReqToTokenPool {
             .map(|freed| (freed.row.number(), freed.written.max(remote.copy.extent(freed.row.number()))))
             .filter(|(_, written)| *written > 0)
             .collect();
-        if let Err(failure) = remote.zero(&self.table_on_device()?, rows, stream) {
+        if let Err(failure) = remote.zero(&self.on_device()?, rows, stream) {
             // They are zeroed when they are handed out.
             let whole = u32::try_from(self.max_context_len).unwrap_or(u32::MAX);
             for freed in freed {
@@ -237,11 +244,13 @@ impl ReqToTokenPool {
         (row * self.max_context_len + column) * size_of::<i32>()
     }
 
-    fn table_rows(&self) -> usize {
+    /// Rows of the table.
+    #[must_use]
+    pub fn table_rows(&self) -> usize {
         self.max_reqs + usize::from(self.padding_row)
     }
 
-    fn table_on_device(&self) -> Result<Table<'_>> {
+    pub(super) fn on_device(&self) -> Result<Table<'_>> {
         Table::new(self.table.region(), self.table_rows(), self.max_context_len)
     }
 
@@ -440,6 +449,25 @@ impl ReqToTokenPool {
         Ok(())
     }
 
+    /// Makes columns from `from` on of a row `slots`: in host memory now; on a GPU a launch of the caller does it, and
+    /// this notes it.
+    pub(super) fn put(&mut self, row: Row, from: usize, slots: &[i32]) -> Result<()> {
+        match &self.remote {
+            None => self.table.region().write(self.place(widen(row.number()), from), slots)?,
+            Some(remote) => remote.copy.wrote_columns(row.number(), from, slots),
+        }
+        self.rows.note_written(row, u32::try_from(from + slots.len()).unwrap_or(u32::MAX));
+        Ok(())
+    }
+
+    /// Notes that a launch of the caller failed, which may have written the first `end` columns of a row.
+    pub(super) fn lose(&mut self, row: Row, end: usize) {
+        if let Some(remote) = &self.remote {
+            remote.copy.lost(Some(&[row.number()]));
+        }
+        self.rows.note_written(row, u32::try_from(end).unwrap_or(u32::MAX));
+    }
+
     fn checked_row(&self, row: i64) -> Result<Row> {
         IndexVec::I64(vec![row]).rows("row", self.table_rows()).map(|rows| Row::new(rows[0]))
     }
@@ -528,7 +556,7 @@ impl ReqToTokenPool {
             }
         };
         let numbers = [rows.numbers(&row_list), indptr.numbers(&end_list)];
-        remote.launcher.kv_indices(&self.table_on_device()?, numbers, out, rows.len(), stream)
+        remote.launcher.kv_indices(&self.on_device()?, numbers, out, rows.len(), stream)
     }
 
     /// Makes every row free, and zeroes what was written. `version` is as for [`ReqToTokenPool::mark_modified`]: if it
@@ -554,7 +582,7 @@ impl ReqToTokenPool {
             .filter(|(_, written)| *written > 0)
             .collect();
         remote.copy.forget_echoes();
-        remote.zero(&self.table_on_device()?, rows, stream)
+        remote.zero(&self.on_device()?, rows, stream)
     }
 }
 

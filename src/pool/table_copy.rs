@@ -44,6 +44,8 @@ enum Step {
     Echo(Held, usize),
     /// The first columns of rows were zeroed.
     Zero(Vec<(u32, u32)>),
+    /// Columns from one on of a row became these.
+    Columns(u32, usize, Vec<i32>),
 }
 
 impl TableCopy {
@@ -78,10 +80,14 @@ impl TableCopy {
         self.settled().steps.is_empty()
     }
 
-    /// Notes values that were written from column `from` of a row on. Only when settled.
+    /// Notes values that were written from column `from` of a row on.
     pub(super) fn wrote_columns(&self, row: u32, from: usize, values: &[i32]) {
-        let place = widen(row) * self.columns + from;
-        self.lock().values[place..place + values.len()].copy_from_slice(values);
+        let mut state = self.lock();
+        if state.steps.is_empty() {
+            state.write(row, from, values, self.columns);
+        } else {
+            state.steps.push_back(Step::Columns(row, from, values.to_vec()));
+        }
     }
 
     /// Notes values that were written, each with its row and column. Only when settled.
@@ -153,7 +159,7 @@ impl TableCopy {
             let landed = match step {
                 // A device that has failed tells nothing any more; what it would have told stays unknown.
                 Step::Echo(held, _) => held.done().passed().unwrap_or(false),
-                Step::Zero(_) => true,
+                Step::Zero(_) | Step::Columns(..) => true,
             };
             if !landed {
                 break;
@@ -167,6 +173,7 @@ impl TableCopy {
                     }
                 }
                 Some(Step::Zero(rows)) => state.zero(&rows, self.columns),
+                Some(Step::Columns(row, from, values)) => state.write(row, from, &values, self.columns),
                 None => (),
             }
         }
@@ -197,6 +204,11 @@ impl State {
                 }
             }
         }
+    }
+
+    fn write(&mut self, row: u32, from: usize, values: &[i32], columns: usize) {
+        let place = widen(row) * columns + from;
+        self.values[place..place + values.len()].copy_from_slice(values);
     }
 
     fn zero(&mut self, rows: &[(u32, u32)], columns: usize) {

@@ -100,6 +100,19 @@ impl TokenToKvPoolAllocator {
         &self.slots
     }
 
+    /// As [`Self::slots`], for a planner, which makes its own tensors.
+    pub(super) const fn slots_mut(&mut self) -> &mut SlotAllocator {
+        &mut self.slots
+    }
+
+    /// Adds an owner to slots: see [`SlotAllocator::share`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn share(&mut self, given: &IndexVec) -> Result<()> {
+        self.slots.share(given)
+    }
+
     /// Where the tensors are.
     #[must_use]
     pub const fn device(&self) -> Device {
@@ -372,7 +385,7 @@ impl TokenToKvPoolAllocator {
     /// # Errors
     /// As [`TokenToKvPoolAllocator::alloc`].
     pub fn free_slots(&mut self, stream: Stream) -> Result<TensorView> {
-        self.show(self.slots.pages().free_ids(), stream)
+        self.show(signed(self.slots.pages().free_ids()), stream)
     }
 
     /// The released pages, lowest first.
@@ -380,14 +393,14 @@ impl TokenToKvPoolAllocator {
     /// # Errors
     /// As [`TokenToKvPoolAllocator::alloc`].
     pub fn release_slots(&mut self, stream: Stream) -> Result<TensorView> {
-        self.show(self.slots.pages().released_ids(), stream)
+        self.show(signed(self.slots.pages().released_ids()), stream)
     }
 
-    fn show(&mut self, ids: Vec<u32>, stream: Stream) -> Result<TensorView> {
-        let ids: Vec<i32> = ids.into_iter().map(u32::cast_signed).collect();
+    /// Numbers as a tensor that is valid on `stream`.
+    pub(super) fn show(&mut self, numbers: Vec<i32>, stream: Stream) -> Result<TensorView> {
         match &mut self.stage {
-            Some(stage) => stage.show(&ids, stream),
-            None => Ok(TensorView::from_indices(ids)),
+            Some(stage) => stage.show(&numbers, stream),
+            None => Ok(TensorView::from_indices(numbers)),
         }
     }
 
@@ -427,6 +440,10 @@ impl TokenToKvPoolAllocator {
     pub fn device_bytes(&self) -> usize {
         self.stage.as_ref().map_or(0, Stage::bytes)
     }
+}
+
+fn signed(ids: Vec<u32>) -> Vec<i32> {
+    ids.into_iter().map(u32::cast_signed).collect()
 }
 
 /// Values of foreign tensors that may be on their way at once: as many as there are slots, and some to spare.

@@ -12,6 +12,7 @@
 )]
 
 mod args;
+mod batch_planner;
 mod buffer_pool;
 mod chunk_pool;
 mod errors;
@@ -114,6 +115,9 @@ fn _kvpool(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<token_to_kv_pool_allocator::FreeGroup>()?;
     module.add_class::<req_to_token_pool::ReqToTokenPool>()?;
     module.add_class::<gdn_pool::GdnPool>()?;
+    module.add_class::<batch_planner::BatchPlanner>()?;
+    module.add_class::<batch_planner::BatchPlan>()?;
+    module.add_class::<batch_planner::HostPlan>()?;
     module.add_class::<page_pool::PagePool>()?;
     module.add_class::<workspace::Workspace>()?;
     module.add_class::<buffer_pool::BufferPool>()?;

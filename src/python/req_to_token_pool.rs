@@ -41,7 +41,7 @@ use super::{args, lock, with};
 ///     BackendUnavailableError: If `device` cannot be used here.
 #[pyclass(frozen, module = "kvpool", name = "ReqToTokenPool", weakref)]
 pub(super) struct ReqToTokenPool {
-    pool: Mutex<Pool>,
+    pub(super) pool: Mutex<Pool>,
     device: Device,
     table: Py<PyAny>,
     reporter: Reporter,

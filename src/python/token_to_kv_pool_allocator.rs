@@ -56,7 +56,7 @@ use super::{args, lock, with};
 ///     BackendUnavailableError: If `device` cannot be used here.
 #[pyclass(frozen, module = "kvpool", name = "TokenToKVPoolAllocator", weakref)]
 pub(super) struct TokenToKvPoolAllocator {
-    pool: Mutex<Pool>,
+    pub(super) pool: Mutex<Pool>,
     fences: Mutex<Vec<Fence>>,
     /// Whether `fences` may have any, so that the common call need not lock it.
     fenced: AtomicBool,
@@ -84,7 +84,7 @@ impl TokenToKvPoolAllocator {
     ///
     /// A fence that uses the allocator in its `query` finds the others as they are: polls do not nest.
     #[inline]
-    fn poll(&self, py: Python<'_>) -> PyResult<()> {
+    pub(super) fn poll(&self, py: Python<'_>) -> PyResult<()> {
         if self.unsettled.load(Ordering::Acquire) {
             self.settle(py)?;
         }
@@ -137,7 +137,7 @@ impl TokenToKvPoolAllocator {
     }
 
     /// What `take` takes, after waiting for frees to land if it must.
-    fn take<T>(
+    pub(super) fn take<T>(
         &self,
         py: Python<'_>,
         mut take: impl FnMut(&mut Pool, Stream) -> crate::base::Result<Option<T>>,
@@ -196,16 +196,24 @@ impl TokenToKvPoolAllocator {
         }
     }
 
-    fn report(&self, py: Python<'_>, bad: &BadFrees, given: usize) {
+    pub(super) fn report(&self, py: Python<'_>, bad: &BadFrees, given: usize) {
         self.reporter.bad_frees(py, bad, Slot::NOUN, given);
     }
 
     /// Frees what `free` frees, behind a fence if there is one.
-    fn give(
+    ///
+    /// # Errors
+    /// `TypeError` if the fence cannot be asked; what `free` says.
+    pub(super) fn give<R>(
         &self,
         after: Option<&Bound<'_, PyAny>>,
-        free: impl FnOnce(&mut Pool, Option<FenceId>) -> crate::base::Result<BadFrees>,
-    ) -> PyResult<BadFrees> {
+        free: impl FnOnce(&mut Pool, Option<FenceId>) -> crate::base::Result<R>,
+    ) -> PyResult<R> {
+        if let Some(fence) = after
+            && !fence.getattr("query").is_ok_and(|query| query.is_callable())
+        {
+            return Err(PyTypeError::new_err("after must have a method query() -> bool"));
+        }
         with(&self.pool, |pool| {
             let fence = after.map(|object| (pool.new_fence(), object));
             let bad = free(pool, fence.map(|(id, _)| id))?;
@@ -364,11 +372,6 @@ impl TokenToKvPoolAllocator {
         after: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
         let mut indices = args::indices(indices)?;
-        if let Some(fence) = after
-            && !fence.getattr("query").is_ok_and(|query| query.is_callable())
-        {
-            return Err(PyTypeError::new_err("after must have a method query() -> bool"));
-        }
         self.poll(py)?;
         let given = indices.len()?;
         let bad = if let IndexArg::Host(values) = &indices {
@@ -380,6 +383,22 @@ impl TokenToKvPoolAllocator {
         };
         self.report(py, &bad, given);
         Ok(())
+    }
+
+    /// Adds an owner to slots, as a prefix cache does whose requests share it; with pages, to the page of every slot, once.
+    /// Each owner frees once, and a slot returns with its last owner. A slot that is named twice in one call has two owners
+    /// more, or gives up two of them in `free`; a page has one.
+    ///
+    /// Args:
+    ///     indices: Slots, an int tensor or array of any shape or a sequence of ints. A tensor that only a GPU knows is
+    ///         waited for.
+    ///
+    /// Raises:
+    ///     IndexOwnershipError: If a slot is not in use; nothing is changed then.
+    fn share(&self, py: Python<'_>, indices: &Bound<'_, PyAny>) -> PyResult<()> {
+        let values = args::indices(indices)?.values(py)?;
+        self.wait_for_all(py)?;
+        with(&self.pool, |pool| pool.share(&values))
     }
 
     /// Starts to collect frees, by value, of whichever thread. Groups nest. Frees behind a fence are not collected.
@@ -488,7 +507,8 @@ impl TokenToKvPoolAllocator {
     }
 
     /// The numbers of this pool, in slots: `capacity`, `available`, `in_use`, `high_water`, `dropped_frees`, `free`,
-    /// `released`, `fenced`, `pending` (freed, but only the GPU knows which they are); and `size`, `page_size`, `bytes`
+    /// `released`, `fenced`, `shared` (with more than one owner), `pending` (freed, but only the GPU knows which they
+    /// are); and `size`, `page_size`, `bytes`
     /// of host memory for the bookkeeping, and `device_bytes` of GPU memory for the tensors.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         self.poll(py)?;
@@ -507,6 +527,7 @@ impl TokenToKvPoolAllocator {
             ("free", stats.available - stats.released - pending),
             ("released", stats.released),
             ("fenced", stats.fenced),
+            ("shared", stats.shared),
             ("pending", pending),
             ("size", size),
             ("page_size", page_size),

@@ -63,6 +63,7 @@ static inline void for_each_thread(Coordinates grid, Coordinates block, Body bod
     static const Registration name##_registration({#name, sizeof(Params), name##_run});                              \
     static inline void name(const Params& p)
 
+#include "plan.cu"
 #include "rows.cu"
 #include "table.cu"
 

@@ -1,12 +1,15 @@
-//! The same operations on a GPU: parameters for the kernels of `rows.cu` and `table.cu`, one launch a call.
+//! The same operations on a GPU: parameters for the kernels of `plan.cu`, `rows.cu` and `table.cu`, one launch a
+//! call.
 //!
 //! The structures are those of `params.cuh`. Everything that can be checked on the host is checked before a launch;
 //! indices that only the device knows are checked there, and what is wrong with them is told by [`Launcher::fault`].
 
 mod fetch;
 mod params;
+mod plan;
 
 pub use fetch::{Fetch, Fetcher, read_now};
+pub use plan::{PlanBatch, PlanFields, PlanRequest};
 
 use std::collections::HashSet;
 use std::ffi::{CStr, c_void};
@@ -34,6 +37,7 @@ const fn ptx(text: &'static str) -> &'static CStr {
     }
 }
 
+const PLAN: &CStr = ptx(concat!(include_str!("../plan.ptx"), "\0"));
 const ROWS: &CStr = ptx(concat!(include_str!("../rows.ptx"), "\0"));
 const TABLE: &CStr = ptx(concat!(include_str!("../table.ptx"), "\0"));
 
@@ -41,6 +45,7 @@ const TABLE: &CStr = ptx(concat!(include_str!("../table.ptx"), "\0"));
 #[derive(Debug)]
 struct Kernels {
     device: Device,
+    plan: Function,
     store: Function,
     gather: Function,
     copy: Function,
@@ -64,11 +69,13 @@ impl Kernels {
             [c"kvpool_store", c"kvpool_gather", c"kvpool_move", c"kvpool_move_in_order", c"kvpool_zero"];
         let table =
             [c"kvpool_write_points", c"kvpool_write_ragged", c"kvpool_kv_indices", c"kvpool_read_indices"];
+        let plan = gpu.load(PLAN, &[c"kvpool_plan"])?;
         let (rows, table) = (gpu.load(ROWS, &rows)?, gpu.load(TABLE, &table)?);
         let (
+            &[plan],
             &[store, gather, copy, copy_in_order, zero],
             &[write_points, write_ragged, kv_indices, read_indices],
-        ) = (&rows[..], &table[..])
+        ) = (&plan[..], &rows[..], &table[..])
         else {
             return Err(Error::new(
                 ErrorKind::Driver,
@@ -77,6 +84,7 @@ impl Kernels {
         };
         let kernels = Arc::new(Self {
             device: gpu.device(),
+            plan,
             store,
             gather,
             copy,

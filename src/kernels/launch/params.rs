@@ -173,6 +173,31 @@ pub(super) struct KvIndicesParams {
     pub(super) fault: *mut c_void,
 }
 
+/// `PlanParams`.
+#[repr(C)]
+pub(super) struct PlanParams {
+    pub(super) requests: *const c_void,
+    pub(super) pages: *const i32,
+    pub(super) table: *mut i32,
+    pub(super) columns: i64,
+    pub(super) out_cache_loc: *mut i32,
+    pub(super) positions: *mut i32,
+    pub(super) slot_mapping: *mut i64,
+    pub(super) req_pool_indices: *mut i32,
+    pub(super) seq_lens: *mut i32,
+    pub(super) qo_indptr: *mut i32,
+    pub(super) kv_indptr: *mut i32,
+    pub(super) kv_last_page_len: *mut i32,
+    pub(super) kv_indices: *mut i32,
+    pub(super) block_table: *mut i32,
+    pub(super) page_size: i32,
+    pub(super) width: i32,
+    pub(super) batch: i32,
+    pub(super) padded_batch: i32,
+    pub(super) tokens: i32,
+    pub(super) kv_len: i32,
+}
+
 /// `ReadParams`.
 #[repr(C)]
 pub(super) struct ReadParams {
@@ -194,6 +219,7 @@ const _: () = {
     assert!(size_of::<PointsParams>() == 24 + 3 * 160 + 24);
     assert!(size_of::<RaggedParams>() == 56);
     assert!(size_of::<KvIndicesParams>() == 24 + 2 * 160 + 32);
+    assert!(size_of::<PlanParams>() == 136);
     assert!(size_of::<ReadParams>() == 176);
 };
 

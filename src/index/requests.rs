@@ -1,0 +1,394 @@
+//! Requests by row: how many tokens of each have slots, and in which pages.
+
+use std::ops::Range;
+
+use crate::base::{Error, ErrorKind, Id, IndexVec, Page, Result, Row, reserve, widen};
+
+use super::{RowTable, SlotAllocator};
+
+#[derive(Clone, Debug, Default)]
+struct Request {
+    /// Which time the row was handed out: at another, all of this is somebody else's.
+    turn: u32,
+    /// Tokens that have slots.
+    len: u32,
+    /// The pages of positions `0..len`, of each of which it is an owner; the last may be partly used.
+    pages: Vec<i32>,
+    /// The last batch that named it.
+    batch: u64,
+}
+
+/// How one request of a batch grows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Growth {
+    /// Its row.
+    pub row: u32,
+    /// Positions below this were in the table before.
+    pub start: u32,
+    /// Positions below this need no computing.
+    pub prefix: u32,
+    /// Its tokens afterwards.
+    pub seq: u32,
+}
+
+impl Growth {
+    /// Tokens to compute.
+    #[must_use]
+    pub const fn new_tokens(self) -> usize {
+        widen(self.seq - self.prefix)
+    }
+}
+
+/// What each request has: the truth of which tables and metadata are made.
+///
+/// A page is filled from its first slot on: position `i` of a request is slot `pages[i / page_size] * page_size + i %
+/// page_size`. The last page of a request is its own where it is not full, so that what it writes is nobody else's.
+///
+/// ```
+/// use kvpool::base::IndexVec;
+/// use kvpool::index::{Order, Requests, RowTable, SlotAllocator};
+/// let mut rows = RowTable::new(1, 4).unwrap();
+/// let mut slots = SlotAllocator::new(64, 4, Order::Sorted).unwrap();
+/// let mut requests = Requests::new(5, &slots);
+/// rows.alloc(1).unwrap();
+/// let row = IndexVec::I64(vec![1]);
+/// let named = requests.name(&row, &rows).unwrap();
+/// let growth = [requests.growth(0, named[0], 0, 6).unwrap()];
+/// assert!(requests.grow(&growth, &[], &mut slots).unwrap());
+/// assert_eq!((requests.pages(1), requests.len(1)), (&[1, 2][..], 6));
+/// ```
+#[derive(Clone, Debug)]
+pub struct Requests {
+    by_row: Vec<Request>,
+    /// At least 1.
+    page_size: u32,
+    /// How many batches there were.
+    batches: u64,
+}
+
+impl Requests {
+    /// No request has anything, in a table of `rows` rows.
+    #[must_use]
+    pub fn new(rows: usize, slots: &SlotAllocator) -> Self {
+        let page_size = u32::try_from(slots.page_size()).unwrap_or(u32::MAX);
+        Self { by_row: vec![Request::default(); rows], page_size, batches: 0 }
+    }
+
+    /// Slots in a page.
+    #[must_use]
+    pub const fn page_size(&self) -> u32 {
+        self.page_size
+    }
+
+    /// Tokens of a request that have slots.
+    #[must_use]
+    pub fn len(&self, row: u32) -> u32 {
+        self.by_row[widen(row)].len
+    }
+
+    /// The pages of a request.
+    #[must_use]
+    pub fn pages(&self, row: u32) -> &[i32] {
+        &self.by_row[widen(row)].pages
+    }
+
+    /// Whether no request has any slots.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.by_row.iter().all(|request| request.len == 0)
+    }
+
+    /// Requests that have slots, and their tokens.
+    #[must_use]
+    pub fn totals(&self, rows: &RowTable) -> (usize, usize) {
+        let live = (0..).zip(&self.by_row).filter(|(row, request)| {
+            request.len > 0
+                && rows.rows().is_live(Row::new(*row))
+                && rows.turn(Row::new(*row)) == request.turn
+        });
+        live.fold((0, 0), |(requests, tokens), (_, request)| (requests + 1, tokens + widen(request.len)))
+    }
+
+    /// The rows of a batch, each checked to be somebody's and named once. A row that changed hands since begins anew.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Index`] for a row outside of the table, [`ErrorKind::IndexOwnership`] for one that nobody took,
+    /// [`ErrorKind::Config`] for one that is named twice.
+    pub fn name(&mut self, given: &IndexVec, rows: &RowTable) -> Result<Vec<u32>> {
+        self.batches += 1;
+        let named = given.rows("row", self.by_row.len())?;
+        for (position, &number) in named.iter().enumerate() {
+            let row = Row::new(number);
+            if !rows.rows().contains(row) || !rows.rows().is_live(row) {
+                return Err(Error::new(
+                    ErrorKind::IndexOwnership,
+                    format!("request row {row} at position {position} is not allocated"),
+                ));
+            }
+            let request = &mut self.by_row[widen(number)];
+            if request.batch == self.batches {
+                return Err(Error::config(format!("request row {row} is named twice in one batch")));
+            }
+            request.batch = self.batches;
+            let turn = rows.turn(row);
+            if request.turn != turn {
+                (request.turn, request.len) = (turn, 0);
+                request.pages = Vec::new();
+            }
+        }
+        Ok(named)
+    }
+
+    /// How a named request grows from `prefix` to `seq` tokens, where it has all of the prefix.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`] when it has more or less than `prefix`, or `seq` is less.
+    pub fn growth(&self, position: usize, row: u32, prefix: i64, seq: i64) -> Result<Growth> {
+        let growth = lengths(position, row, prefix, seq)?;
+        let len = self.len(row);
+        if growth.prefix != len {
+            return Err(Error::config(format!(
+                "request row {row} at position {position} has {len} tokens with slots; it cannot grow from {prefix} \
+                 to {seq}"
+            )));
+        }
+        Ok(growth)
+    }
+
+    /// As [`Requests::growth`], for a new request with a cached prefix in `slots`; their pages are appended to `prefixes`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`] when it has tokens already, when there are not `prefix` slots, or they do not fill pages in
+    /// order; [`ErrorKind::IndexOwnership`] when one is not live.
+    pub fn growth_of_cached(
+        &self,
+        (position, row): (usize, u32),
+        (prefix, seq): (i64, i64),
+        cached: &IndexVec,
+        slots: &SlotAllocator,
+        prefixes: &mut Vec<i32>,
+    ) -> Result<Growth> {
+        let growth = Growth { start: 0, ..lengths(position, row, prefix, seq)? };
+        let (len, size) = (self.len(row), self.page_size);
+        if len > 0 {
+            return Err(Error::config(format!(
+                "request row {row} at position {position} has {len} tokens with slots; only a new request takes a \
+                 cached prefix"
+            )));
+        }
+        if cached.len() != widen(growth.prefix) || growth.prefix % size != 0 {
+            return Err(Error::config(format!(
+                "the cached prefix of request row {row} at position {position} has {} slots for a prefix of {prefix} \
+                 tokens; needed are as many, in whole pages of {size}",
+                cached.len()
+            )));
+        }
+        for (at, slot) in cached.iter().enumerate() {
+            let offset = at % widen(size);
+            if offset == 0 {
+                let page = u32::try_from(slot).ok().map(|slot| Page::new(slot / size));
+                let Some(page) = page.filter(|&page| slots.is_owned(page)) else {
+                    return Err(Error::new(
+                        ErrorKind::IndexOwnership,
+                        format!(
+                            "slot {slot} in the cached prefix of request row {row} at position {position} is not \
+                             allocated"
+                        ),
+                    ));
+                };
+                prefixes.push(page.number().cast_signed());
+            }
+            let first = prefixes.last().map_or(0, |&page| i64::from(page) * i64::from(size));
+            if first + i64::try_from(offset).unwrap_or(0) != slot {
+                return Err(Error::config(format!(
+                    "slot {slot} in the cached prefix of request row {row} at position {position} is not number \
+                     {offset} of a page of {size}"
+                )));
+            }
+        }
+        Ok(growth)
+    }
+
+    /// Pages that a request takes to grow.
+    fn new_pages(&self, growth: Growth) -> usize {
+        widen(growth.seq.div_ceil(self.page_size) - growth.prefix.div_ceil(self.page_size))
+    }
+
+    /// Lets every request of a batch grow, or none: it shares the pages of cached prefixes (`prefixes`, those of one request
+    /// after those of the one before) and takes new ones. `false` when there are not enough.
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfMemory`] when the host has no room for the bookkeeping.
+    pub fn grow(&mut self, batch: &[Growth], prefixes: &[i32], slots: &mut SlotAllocator) -> Result<bool> {
+        let needed = batch.iter().fold(0usize, |sum, &growth| sum.saturating_add(self.new_pages(growth)));
+        let mut taken = Taken::new(needed)?;
+        if !prefixes.is_empty() {
+            slots.prepare_sharing()?;
+        }
+        if !slots.alloc_pages(needed, |run| taken.runs.push(run)) {
+            return Ok(false);
+        }
+        slots.share_pages(prefixes.iter().map(|page| Page::new(page.cast_unsigned())));
+        let mut prefixes = prefixes;
+        for &growth in batch {
+            let count = self.new_pages(growth);
+            let request = &mut self.by_row[widen(growth.row)];
+            if growth.start < growth.prefix {
+                let (own, rest) = prefixes.split_at(widen(growth.prefix / self.page_size));
+                request.pages.extend_from_slice(own);
+                prefixes = rest;
+            }
+            taken.move_to(&mut request.pages, count);
+            request.len = growth.seq;
+        }
+        Ok(true)
+    }
+
+    /// Takes back what [`Requests::grow`] did with this batch.
+    pub fn shrink(&mut self, batch: &[Growth], slots: &mut SlotAllocator) {
+        for growth in batch {
+            let pages = self.cut(growth.row, growth.start);
+            // They are its own; nothing can be wrong with them.
+            let _ = slots.free_now(&pages, false);
+        }
+    }
+
+    /// Drops the tokens of a request from `len` on, and returns a slot of each page that it gives up.
+    pub fn cut(&mut self, row: u32, len: u32) -> IndexVec {
+        let request = &mut self.by_row[widen(row)];
+        let keep = widen(len.div_ceil(self.page_size)).min(request.pages.len());
+        request.len = len.min(request.len);
+        let mut gone = if keep == 0 { std::mem::take(&mut request.pages) } else { request.pages.split_off(keep) };
+        if self.page_size > 1 {
+            let size = self.page_size.cast_signed();
+            gone.iter_mut().for_each(|page| *page *= size);
+        }
+        IndexVec::I32(gone)
+    }
+
+    /// Checks that a request can be cut to `len` tokens.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`] when it has less; [`ErrorKind::IndexOwnership`] when the page that would be its last is another's,
+    /// too, and has room that would be written again.
+    pub fn check_cut(&self, position: usize, row: u32, len: i64, slots: &SlotAllocator) -> Result<u32> {
+        let has = self.len(row);
+        let Some(len) = u32::try_from(len).ok().filter(|&len| len <= has) else {
+            return Err(Error::config(format!(
+                "request row {row} at position {position} has {has} tokens with slots; it cannot be cut to {len}"
+            )));
+        };
+        if len < has && len % self.page_size != 0 {
+            let page = self.pages(row)[widen(len / self.page_size)];
+            if slots.is_shared(Page::new(page.cast_unsigned())) {
+                return Err(Error::new(
+                    ErrorKind::IndexOwnership,
+                    format!(
+                        "request row {row} at position {position} cannot be cut to {len} tokens: that is within page \
+                         {page}, which has another owner, and later tokens would overwrite what that reads"
+                    ),
+                ));
+            }
+        }
+        Ok(len)
+    }
+
+    /// Gives request `dst`, which has nothing, the first `len` tokens of `src`: full pages are shared, and a partial one is
+    /// replaced by a new one. Returns the slots to copy to and from, or `None` when there is no page for it.
+    ///
+    /// # Errors
+    /// As [`Requests::grow`].
+    pub fn fork(
+        &mut self,
+        [src, dst]: [u32; 2],
+        len: u32,
+        slots: &mut SlotAllocator,
+    ) -> Result<Option<[Range<u32>; 2]>> {
+        let size = self.page_size;
+        let full = widen(len / size);
+        let rest = len % size;
+        let mut pages = reserve(full + 1)?;
+        pages.extend_from_slice(&self.pages(src)[..full]);
+        let mut taken = Taken::new(1)?;
+        slots.prepare_sharing()?;
+        if !slots.alloc_pages(usize::from(rest > 0), |run| taken.runs.push(run)) {
+            return Ok(None);
+        }
+        slots.share_pages(pages.iter().map(|page| Page::new(page.cast_unsigned())));
+        taken.move_to(&mut pages, usize::from(rest > 0));
+        let copied = if rest == 0 {
+            [0..0, 0..0]
+        } else {
+            [pages[full], self.pages(src)[full]].map(|page| {
+                let first = page.cast_unsigned() * size;
+                first..first + rest
+            })
+        };
+        let request = &mut self.by_row[widen(dst)];
+        (request.len, request.pages) = (len, pages);
+        Ok(Some(copied))
+    }
+
+    /// Appends the slots of positions `from..to` of a request to `out`.
+    pub fn slots(&self, row: u32, from: u32, to: u32, out: &mut Vec<i32>) {
+        let pages = self.pages(row);
+        if self.page_size == 1 {
+            out.extend_from_slice(&pages[widen(from)..widen(to)]);
+            return;
+        }
+        let mut at = from;
+        while at < to {
+            let page = pages[widen(at / self.page_size)].cast_unsigned() * self.page_size;
+            let offset = at % self.page_size;
+            let end = to.min(at - offset + self.page_size);
+            let first = page + offset;
+            out.extend((first..first + (end - at)).map(u32::cast_signed));
+            at = end;
+        }
+    }
+}
+
+/// Pages that were taken, on their way to requests.
+struct Taken {
+    runs: Vec<Range<u32>>,
+    /// The run that is next.
+    at: usize,
+}
+
+impl Taken {
+    /// For up to `pages` pages.
+    fn new(pages: usize) -> Result<Self> {
+        /// Runs are long as a rule, and short batches many.
+        const FEW: usize = 64;
+        Ok(Self { runs: reserve(pages.min(FEW))?, at: 0 })
+    }
+
+    /// Moves the next `count` pages to the end of `pages`.
+    fn move_to(&mut self, pages: &mut Vec<i32>, count: usize) {
+        let mut left = u32::try_from(count).unwrap_or(u32::MAX);
+        while left > 0
+            && let Some(run) = self.runs.get_mut(self.at)
+        {
+            let end = run.end.min(run.start.saturating_add(left));
+            left -= end - run.start;
+            pages.extend((run.start..end).map(u32::cast_signed));
+            run.start = end;
+            if run.start >= run.end {
+                self.at += 1;
+            }
+        }
+    }
+}
+
+/// A request that has all of `prefix`, as far as its lengths tell.
+fn lengths(position: usize, row: u32, prefix: i64, seq: i64) -> Result<Growth> {
+    let length = |value: i64| i32::try_from(value).ok().and_then(|value| u32::try_from(value).ok());
+    match (length(prefix), length(seq)) {
+        (Some(prefix), Some(seq)) if prefix <= seq => Ok(Growth { row, start: prefix, prefix, seq }),
+        _ => Err(Error::config(format!(
+            "request row {row} at position {position} grows from {prefix} to {seq} tokens; needed is \
+             0 <= prefix <= seq <= {}",
+            i32::MAX
+        ))),
+    }
+}

@@ -1,0 +1,146 @@
+//! The launch that makes the tables and metadata of a step.
+
+use crate::base::Result;
+use crate::memory::{Region, Stream};
+
+use super::params::{PlanParams, ragged_grid, signed};
+use super::{Launcher, Table};
+
+/// Where the fields of a plan are on a device, in bytes from the start of a region.
+#[derive(Clone, Copy, Debug)]
+pub struct PlanFields<'a> {
+    /// The region.
+    pub region: &'a Region,
+    /// int32, one for each new token.
+    pub out_cache_loc: usize,
+    /// int32, one for each new token.
+    pub positions: usize,
+    /// int64, one for each new token.
+    pub slot_mapping: usize,
+    /// int32, one for each request.
+    pub req_pool_indices: usize,
+    /// int32, one for each request.
+    pub seq_lens: usize,
+    /// int32, one for each request and one.
+    pub qo_indptr: usize,
+    /// int32, one for each request and one.
+    pub kv_indptr: usize,
+    /// int32, one for each request.
+    pub kv_last_page_len: usize,
+    /// int32, one for each page of each request; `None` if not wanted.
+    pub kv_indices: Option<usize>,
+    /// int32, `width` for each request; `None` if not wanted.
+    pub block_table: Option<usize>,
+}
+
+/// One request of a plan: `PlanRequest` of `params.cuh`, which says what each is.
+#[derive(Clone, Copy, Debug, Default)]
+#[expect(missing_docs, reason = "documented there")]
+pub struct PlanRequest {
+    pub row: i32,
+    pub start: i32,
+    pub prefix: i32,
+    pub seq: i32,
+    pub qo_begin: i32,
+    pub kv_begin: i32,
+    pub page_begin: i32,
+    pub block_from: i32,
+    pub block_until: i32,
+}
+
+/// Numbers of a [`PlanRequest`].
+const REQUEST_NUMBERS: usize = 9;
+
+impl PlanRequest {
+    const fn numbers(self) -> [i32; REQUEST_NUMBERS] {
+        let Self { row, start, prefix, seq, qo_begin, kv_begin, page_begin, block_from, block_until } = self;
+        [row, start, prefix, seq, qo_begin, kv_begin, page_begin, block_from, block_until]
+    }
+}
+
+/// A step, as the host has planned it.
+#[derive(Clone, Copy, Debug)]
+pub struct PlanBatch<'a> {
+    /// The requests, those at the end only to fill up a batch of fixed size.
+    pub requests: &'a [PlanRequest],
+    /// How many of them are somebody's.
+    pub batch: usize,
+    /// Their pages from `start` on, one request after the other.
+    pub pages: &'a [i32],
+    /// Slots in a page.
+    pub page_size: u32,
+    /// Entries in a line of the block table.
+    pub width: usize,
+    /// New tokens.
+    pub tokens: usize,
+    /// Pages of all requests.
+    pub kv_len: usize,
+}
+
+impl PlanBatch<'_> {
+    /// Bytes that a batch sends to the device, at most, with room for what lies between its arrays.
+    #[must_use]
+    pub fn bytes(requests: usize, pages: usize) -> usize {
+        const SPARE: usize = 64;
+        let numbers = requests.saturating_mul(REQUEST_NUMBERS).saturating_add(pages);
+        numbers.saturating_mul(size_of::<i32>()).saturating_add(SPARE)
+    }
+}
+
+impl Launcher {
+    /// Writes the new slots of a batch to the table and all fields of its plan: one copy and one launch on `stream`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for more numbers than cross at once,
+    /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the driver refuses.
+    pub fn plan(
+        &self,
+        table: &Table<'_>,
+        fields: &PlanFields<'_>,
+        batch: &PlanBatch<'_>,
+        stream: Stream,
+    ) -> Result<()> {
+        let numbers: Vec<i32> = batch.requests.iter().flat_map(|request| request.numbers()).collect();
+        let longest = batch.requests.iter().map(PlanRequest::work).max().unwrap_or(0);
+        let mut grid = ragged_grid(longest, batch.requests.len())?;
+        // The ends of the offsets are written also where there is no request.
+        grid = grid.map(|blocks| blocks.max(1));
+        let int = |number: usize| i32::try_from(number).unwrap_or(i32::MAX);
+        let at = |offset: usize| fields.region.at(offset, 0).map(|address| address.as_ptr());
+        let some = |offset: Option<usize>| offset.map_or(Ok(std::ptr::null_mut()), at);
+        self.ring
+            .upload(&[&numbers, batch.pages], None, stream, |region, offsets| {
+                let params = PlanParams {
+                    requests: region.at(offsets[0], size_of_val(&numbers[..]))?.as_ptr().cast_const().cast(),
+                    pages: region.at(offsets[1], size_of_val(batch.pages))?.as_ptr().cast_const().cast(),
+                    table: table.address(),
+                    columns: signed(table.columns),
+                    out_cache_loc: at(fields.out_cache_loc)?.cast(),
+                    positions: at(fields.positions)?.cast(),
+                    slot_mapping: at(fields.slot_mapping)?.cast(),
+                    req_pool_indices: at(fields.req_pool_indices)?.cast(),
+                    seq_lens: at(fields.seq_lens)?.cast(),
+                    qo_indptr: at(fields.qo_indptr)?.cast(),
+                    kv_indptr: at(fields.kv_indptr)?.cast(),
+                    kv_last_page_len: at(fields.kv_last_page_len)?.cast(),
+                    kv_indices: some(fields.kv_indices)?.cast(),
+                    block_table: some(fields.block_table)?.cast(),
+                    page_size: batch.page_size.cast_signed(),
+                    width: int(batch.width),
+                    batch: int(batch.batch),
+                    padded_batch: int(batch.requests.len()),
+                    tokens: int(batch.tokens),
+                    kv_len: int(batch.kv_len),
+                };
+                self.launch(self.kernels.plan, grid, &params, stream)
+            })
+            .map(|_| ())
+    }
+}
+
+impl PlanRequest {
+    /// How many threads it keeps busy.
+    fn work(&self) -> usize {
+        usize::try_from(self.seq.max(self.block_until)).unwrap_or(0)
+    }
+}

@@ -1,0 +1,63 @@
+// A step of a batch: the request table and the metadata of attention kernels, in one launch.
+
+#include "params.cuh"
+
+/// Writes the new slots to the table and every field of the plan.
+///
+/// Blocks in the second dimension of the grid share the requests, those in the first the positions of each. What a request
+/// had before is read from the table, of which no thread writes that part.
+KERNEL(kvpool_plan, PlanParams) {
+    i64 step = i64(gridDim.x) * blockDim.x;
+    if (blockIdx.y == 0 && thread_number() == 0) {
+        p.qo_indptr[p.padded_batch] = p.tokens;
+        p.kv_indptr[p.padded_batch] = p.kv_len;
+    }
+    for (i32 i = blockIdx.y; i < p.padded_batch; i += gridDim.y) {
+        const PlanRequest request = p.requests[i];
+        bool is_real = i < p.batch;
+        u32 page_size = p.page_size;
+        if (thread_number() == 0) {
+            p.req_pool_indices[i] = request.row;
+            p.seq_lens[i] = request.seq;
+            p.qo_indptr[i] = request.qo_begin;
+            p.kv_indptr[i] = request.kv_begin;
+            p.kv_last_page_len[i] = request.seq == 0 ? 0 : i32(u32(request.seq - 1) % page_size) + 1;
+        }
+        i32* row = p.table + request.row * p.columns;
+        i32 first_page = i32(u32(request.start) / page_size);
+        const i32* pages = p.pages + request.page_begin;
+        for (i64 at = request.start + thread_number(); at < request.seq; at += step) {
+            u32 page = u32(at) / page_size;
+            i32 slot = is_real ? i32(u32(pages[page - first_page]) * page_size + u32(at) % page_size) : 0;
+            if (is_real) {
+                row[at] = slot;
+            }
+            if (at >= request.prefix) {
+                i64 token = request.qo_begin + (at - request.prefix);
+                p.out_cache_loc[token] = slot;
+                p.positions[token] = i32(at);
+                p.slot_mapping[token] = is_real ? slot : -1;
+            }
+        }
+        i64 count = (i64(request.seq) + page_size - 1) / page_size;
+        for (i64 at = thread_number(); at < count; at += step) {
+            bool is_old = at < first_page;
+            bool is_shown = p.block_table != nullptr && at >= request.block_from;
+            if (p.kv_indices == nullptr && !is_shown) {
+                continue;
+            }
+            i32 page = is_old ? i32(u32(row[at * page_size]) / page_size) : pages[at - first_page];
+            if (p.kv_indices != nullptr) {
+                p.kv_indices[request.kv_begin + at] = page;
+            }
+            if (is_shown) {
+                p.block_table[i * i64(p.width) + at] = page;
+            }
+        }
+        if (p.block_table != nullptr) {
+            for (i64 at = count + thread_number(); at < request.block_until; at += step) {
+                p.block_table[i * i64(p.width) + at] = 0;
+            }
+        }
+    }
+}
