@@ -24,7 +24,7 @@ pub use buckets::{Bucket, Buckets, Reused, Rounding};
 pub use free_list::{Accepted, FreeList, Give, Order, Run};
 pub use moves::{Move, plan_moves};
 pub use ref_counts::{RefCounts, Ticket};
-pub use requests::{Growth, Requests};
+pub use requests::{Growth, PageSize, Requests};
 pub use row_table::{FreedRow, RowTable};
 pub use runs::{ascending_runs, for_each_run};
 pub use slot_allocator::{Extension, FenceId, SlotAllocator, SlotStats};

@@ -6,6 +6,51 @@ use crate::base::{Error, ErrorKind, Id, IndexVec, Page, Result, Row, reserve, wi
 
 use super::{RowTable, SlotAllocator};
 
+/// Slots in a page, and how positions are divided by it: by shifting where that can be, several times a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PageSize {
+    /// At least 1.
+    size: u32,
+    /// Its logarithm, if it has one.
+    shift: Option<u32>,
+}
+
+impl PageSize {
+    fn new(size: u32) -> Self {
+        Self { size, shift: size.is_power_of_two().then(|| size.trailing_zeros()) }
+    }
+
+    /// Slots in a page.
+    #[must_use]
+    pub const fn slots(self) -> u32 {
+        self.size
+    }
+
+    /// The page of a request that position `at` is in: full pages of `at` tokens.
+    #[must_use]
+    #[inline]
+    pub const fn page(self, at: u32) -> u32 {
+        match self.shift {
+            Some(shift) => at >> shift,
+            None => at / self.size,
+        }
+    }
+
+    /// Where in its page position `at` is.
+    #[must_use]
+    #[inline]
+    pub const fn offset(self, at: u32) -> u32 {
+        at - self.page(at) * self.size
+    }
+
+    /// Pages of `tokens` tokens.
+    #[must_use]
+    #[inline]
+    pub const fn pages(self, tokens: u32) -> u32 {
+        self.page(tokens) + (self.offset(tokens) > 0) as u32
+    }
+}
+
 #[derive(Clone, Debug, Default)]
 struct Request {
     /// Which time the row was handed out: at another, all of this is somebody else's.
@@ -60,8 +105,7 @@ impl Growth {
 #[derive(Clone, Debug)]
 pub struct Requests {
     by_row: Vec<Request>,
-    /// At least 1.
-    page_size: u32,
+    page_size: PageSize,
     /// How many batches there were.
     batches: u64,
 }
@@ -70,13 +114,13 @@ impl Requests {
     /// No request has anything, in a table of `rows` rows.
     #[must_use]
     pub fn new(rows: usize, slots: &SlotAllocator) -> Self {
-        let page_size = u32::try_from(slots.page_size()).unwrap_or(u32::MAX);
+        let page_size = PageSize::new(u32::try_from(slots.page_size()).unwrap_or(u32::MAX));
         Self { by_row: vec![Request::default(); rows], page_size, batches: 0 }
     }
 
     /// Slots in a page.
     #[must_use]
-    pub const fn page_size(&self) -> u32 {
+    pub const fn page_size(&self) -> PageSize {
         self.page_size
     }
 
@@ -143,16 +187,15 @@ impl Requests {
     ///
     /// # Errors
     /// [`ErrorKind::Config`] when it has more or less than `prefix`, or `seq` is less.
+    #[inline]
     pub fn growth(&self, position: usize, row: u32, prefix: i64, seq: i64) -> Result<Growth> {
-        let growth = lengths(position, row, prefix, seq)?;
         let len = self.len(row);
-        if growth.prefix != len {
-            return Err(Error::config(format!(
-                "request row {row} at position {position} has {len} tokens with slots; it cannot grow from {prefix} \
-                 to {seq}"
-            )));
+        if let Some(growth) = lengths(row, prefix, seq)
+            && growth.prefix == len
+        {
+            return Ok(growth);
         }
-        Ok(growth)
+        Err(unfit(position, row, [prefix, seq], len))
     }
 
     /// As [`Requests::growth`], for a new request with a cached prefix in `slots`; their pages are appended to `prefixes`.
@@ -168,15 +211,18 @@ impl Requests {
         slots: &SlotAllocator,
         prefixes: &mut Vec<i32>,
     ) -> Result<Growth> {
-        let growth = Growth { start: 0, ..lengths(position, row, prefix, seq)? };
-        let (len, size) = (self.len(row), self.page_size);
+        let Some(growth) = lengths(row, prefix, seq) else {
+            return Err(unfit(position, row, [prefix, seq], self.len(row)));
+        };
+        let growth = Growth { start: 0, ..growth };
+        let (len, size) = (self.len(row), self.page_size.slots());
         if len > 0 {
             return Err(Error::config(format!(
                 "request row {row} at position {position} has {len} tokens with slots; only a new request takes a \
                  cached prefix"
             )));
         }
-        if cached.len() != widen(growth.prefix) || growth.prefix % size != 0 {
+        if cached.len() != widen(growth.prefix) || self.page_size.offset(growth.prefix) != 0 {
             return Err(Error::config(format!(
                 "the cached prefix of request row {row} at position {position} has {} slots for a prefix of {prefix} \
                  tokens; needed are as many, in whole pages of {size}",
@@ -210,8 +256,9 @@ impl Requests {
     }
 
     /// Pages that a request takes to grow.
+    #[inline]
     fn new_pages(&self, growth: Growth) -> usize {
-        widen(growth.seq.div_ceil(self.page_size) - growth.prefix.div_ceil(self.page_size))
+        widen(self.page_size.pages(growth.seq) - self.page_size.pages(growth.prefix))
     }
 
     /// Lets every request of a batch grow, or none: it shares the pages of cached prefixes (`prefixes`, those of one request
@@ -234,7 +281,7 @@ impl Requests {
             let count = self.new_pages(growth);
             let request = &mut self.by_row[widen(growth.row)];
             if growth.start < growth.prefix {
-                let (own, rest) = prefixes.split_at(widen(growth.prefix / self.page_size));
+                let (own, rest) = prefixes.split_at(widen(self.page_size.page(growth.prefix)));
                 request.pages.extend_from_slice(own);
                 prefixes = rest;
             }
@@ -256,12 +303,15 @@ impl Requests {
     /// Drops the tokens of a request from `len` on, and returns a slot of each page that it gives up.
     pub fn cut(&mut self, row: u32, len: u32) -> IndexVec {
         let request = &mut self.by_row[widen(row)];
-        let keep = widen(len.div_ceil(self.page_size)).min(request.pages.len());
+        let keep = widen(self.page_size.pages(len)).min(request.pages.len());
         request.len = len.min(request.len);
-        let mut gone = if keep == 0 { std::mem::take(&mut request.pages) } else { request.pages.split_off(keep) };
-        if self.page_size > 1 {
-            let size = self.page_size.cast_signed();
-            gone.iter_mut().for_each(|page| *page *= size);
+        let mut gone =
+            if keep == 0 { std::mem::take(&mut request.pages) } else { request.pages.split_off(keep) };
+        if self.page_size.slots() > 1 {
+            let size = self.page_size.slots().cast_signed();
+            for page in &mut gone {
+                *page *= size;
+            }
         }
         IndexVec::I32(gone)
     }
@@ -278,8 +328,8 @@ impl Requests {
                 "request row {row} at position {position} has {has} tokens with slots; it cannot be cut to {len}"
             )));
         };
-        if len < has && len % self.page_size != 0 {
-            let page = self.pages(row)[widen(len / self.page_size)];
+        if len < has && self.page_size.offset(len) != 0 {
+            let page = self.pages(row)[widen(self.page_size.page(len))];
             if slots.is_shared(Page::new(page.cast_unsigned())) {
                 return Err(Error::new(
                     ErrorKind::IndexOwnership,
@@ -304,9 +354,8 @@ impl Requests {
         len: u32,
         slots: &mut SlotAllocator,
     ) -> Result<Option<[Range<u32>; 2]>> {
-        let size = self.page_size;
-        let full = widen(len / size);
-        let rest = len % size;
+        let full = widen(self.page_size.page(len));
+        let rest = self.page_size.offset(len);
         let mut pages = reserve(full + 1)?;
         pages.extend_from_slice(&self.pages(src)[..full]);
         let mut taken = Taken::new(1)?;
@@ -320,7 +369,7 @@ impl Requests {
             [0..0, 0..0]
         } else {
             [pages[full], self.pages(src)[full]].map(|page| {
-                let first = page.cast_unsigned() * size;
+                let first = page.cast_unsigned() * self.page_size.slots();
                 first..first + rest
             })
         };
@@ -332,15 +381,16 @@ impl Requests {
     /// Appends the slots of positions `from..to` of a request to `out`.
     pub fn slots(&self, row: u32, from: u32, to: u32, out: &mut Vec<i32>) {
         let pages = self.pages(row);
-        if self.page_size == 1 {
+        let size = self.page_size;
+        if size.slots() == 1 {
             out.extend_from_slice(&pages[widen(from)..widen(to)]);
             return;
         }
         let mut at = from;
         while at < to {
-            let page = pages[widen(at / self.page_size)].cast_unsigned() * self.page_size;
-            let offset = at % self.page_size;
-            let end = to.min(at - offset + self.page_size);
+            let page = pages[widen(size.page(at))].cast_unsigned() * size.slots();
+            let offset = size.offset(at);
+            let end = to.min(at - offset + size.slots());
             let first = page + offset;
             out.extend((first..first + (end - at)).map(u32::cast_signed));
             at = end;
@@ -381,14 +431,27 @@ impl Taken {
 }
 
 /// A request that has all of `prefix`, as far as its lengths tell.
-fn lengths(position: usize, row: u32, prefix: i64, seq: i64) -> Result<Growth> {
-    let length = |value: i64| i32::try_from(value).ok().and_then(|value| u32::try_from(value).ok());
-    match (length(prefix), length(seq)) {
-        (Some(prefix), Some(seq)) if prefix <= seq => Ok(Growth { row, start: prefix, prefix, seq }),
-        _ => Err(Error::config(format!(
-            "request row {row} at position {position} grows from {prefix} to {seq} tokens; needed is \
-             0 <= prefix <= seq <= {}",
-            i32::MAX
-        ))),
+#[inline]
+fn lengths(row: u32, prefix: i64, seq: i64) -> Option<Growth> {
+    if prefix < 0 || prefix > seq || seq > i64::from(i32::MAX) {
+        return None;
     }
+    let (prefix, seq) = (u32::try_from(prefix).ok()?, u32::try_from(seq).ok()?);
+    Some(Growth { row, start: prefix, prefix, seq })
+}
+
+/// What is wrong with the lengths of a request that has `len` tokens.
+#[cold]
+fn unfit(position: usize, row: u32, [prefix, seq]: [i64; 2], len: u32) -> Error {
+    if lengths(row, prefix, seq).is_some() {
+        return Error::config(format!(
+            "request row {row} at position {position} has {len} tokens with slots; it cannot grow from {prefix} to \
+             {seq}"
+        ));
+    }
+    Error::config(format!(
+        "request row {row} at position {position} grows from {prefix} to {seq} tokens; needed is \
+         0 <= prefix <= seq <= {}",
+        i32::MAX
+    ))
 }

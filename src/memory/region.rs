@@ -15,6 +15,9 @@ use super::{Backend, Block, Borrowed, Gpu};
 /// they are only ever reached through raw addresses and bounds-checked copies, never as references.
 #[derive(Debug)]
 pub struct Region {
+    /// Where it is and how long, whoever owns it; valid until this drops.
+    block: Block,
+    device: Device,
     owner: Owner,
 }
 
@@ -47,12 +50,12 @@ struct Line {
 
 #[derive(Debug)]
 enum Owner {
-    /// The block is valid until this region drops.
-    Backend { backend: Arc<dyn Backend>, block: Block },
+    /// The block is this backend's.
+    Backend(Arc<dyn Backend>),
     /// Indices on the host, as an allocator wrote them.
-    Indices(Vec<i32>),
+    Indices { _indices: Vec<i32> },
     /// Host memory for results, in cache lines of which the last may not be full. It was never initialised by us.
-    Scratch { lines: Vec<MaybeUninit<Line>>, bytes: usize },
+    Scratch { _lines: Vec<MaybeUninit<Line>> },
     /// Bytes of a larger region, which are given back to it by their number.
     Part { whole: Arc<Region>, range: Range<usize>, returned: Arc<Returned> },
 }
@@ -90,13 +93,14 @@ impl Region {
     /// ```
     pub fn new(backend: Arc<dyn Backend>, bytes: usize) -> Result<Self> {
         let block = backend.allocate(bytes)?;
-        Ok(Self { owner: Owner::Backend { backend, block } })
+        Ok(Self { block, device: backend.device(), owner: Owner::Backend(backend) })
     }
 
     /// A region that takes over `indices`, without a copy.
     #[must_use]
-    pub const fn from_indices(indices: Vec<i32>) -> Self {
-        Self { owner: Owner::Indices(indices) }
+    pub fn from_indices(indices: Vec<i32>) -> Self {
+        let block = Block::new(address_of(indices.as_ptr()), size_of_val(&indices[..]));
+        Self { block, device: Device::Cpu, owner: Owner::Indices { _indices: indices } }
     }
 
     /// `bytes` of host memory from the heap, for a result that will be written whole: what it holds first is not
@@ -108,7 +112,8 @@ impl Region {
         let count = bytes.div_ceil(size_of::<Line>());
         let mut lines = reserve(count)?;
         lines.resize(count, MaybeUninit::uninit());
-        Ok(Self { owner: Owner::Scratch { lines, bytes } })
+        let block = Block::new(address_of(lines.as_ptr()), bytes);
+        Ok(Self { block, device: Device::Cpu, owner: Owner::Scratch { _lines: lines } })
     }
 
     /// The bytes `range` of `whole`, which go to `returned` when this drops.
@@ -116,52 +121,37 @@ impl Region {
     /// # Errors
     /// As [`Region::at`]; nothing is returned then.
     pub fn part(whole: &Arc<Self>, range: Range<usize>, returned: &Arc<Returned>) -> Result<Self> {
-        whole.at(range.start, range.len())?;
+        let block = Block::new(whole.at(range.start, range.len())?, range.len());
         let (whole, returned) = (Arc::clone(whole), Arc::clone(returned));
-        Ok(Self { owner: Owner::Part { whole, range, returned } })
+        Ok(Self { block, device: whole.device, owner: Owner::Part { whole, range, returned } })
     }
 
     /// Where its memory is.
     #[must_use]
-    pub fn device(&self) -> Device {
-        match &self.owner {
-            Owner::Backend { backend, .. } => backend.device(),
-            Owner::Indices(_) | Owner::Scratch { .. } => Device::Cpu,
-            Owner::Part { whole, .. } => whole.device(),
-        }
+    pub const fn device(&self) -> Device {
+        self.device
     }
 
     /// The device that its memory is on, if it is not the host's.
     #[must_use]
     pub fn gpu(&self) -> Option<&Arc<Gpu>> {
         match &self.owner {
-            Owner::Backend { backend, .. } => backend.gpu(),
-            Owner::Indices(_) | Owner::Scratch { .. } => None,
+            Owner::Backend(backend) => backend.gpu(),
+            Owner::Indices { .. } | Owner::Scratch { .. } => None,
             Owner::Part { whole, .. } => whole.gpu(),
         }
     }
 
     /// Where it begins.
     #[must_use]
-    pub fn address(&self) -> NonNull<u8> {
-        match &self.owner {
-            Owner::Backend { block, .. } => block.address(),
-            Owner::Indices(indices) => address_of(indices.as_ptr()),
-            Owner::Scratch { lines, .. } => address_of(lines.as_ptr()),
-            // SAFETY: `part` checked that the range lies in the whole, which is one allocation.
-            Owner::Part { whole, range, .. } => unsafe { whole.address().add(range.start) },
-        }
+    pub const fn address(&self) -> NonNull<u8> {
+        self.block.address()
     }
 
     /// How long it is.
     #[must_use]
-    pub fn bytes(&self) -> usize {
-        match &self.owner {
-            Owner::Backend { block, .. } => block.bytes(),
-            Owner::Indices(indices) => indices.len() * size_of::<i32>(),
-            Owner::Scratch { bytes, .. } => *bytes,
-            Owner::Part { range, .. } => range.len(),
-        }
+    pub const fn bytes(&self) -> usize {
+        self.block.bytes()
     }
 
     /// The address of `bytes` bytes at `offset`.
@@ -213,6 +203,12 @@ impl Region {
     /// As [`Region::at`]; [`ErrorKind::Config`](crate::base::ErrorKind::Config) if it is a device's.
     pub fn write<T: Plain>(&self, offset: usize, values: &[T]) -> Result<()> {
         let address = self.on_host(offset, size_of_val(values))?;
+        if let [only] = values {
+            // The common case of a decode step, which is no call.
+            // SAFETY: as below.
+            unsafe { address.cast::<T>().write_unaligned(*only) };
+            return Ok(());
+        }
         // SAFETY: `on_host` checked that the bytes lie in this region, which is live host memory; `values` is a
         // Rust slice and so not part of it; a `Plain` value has no padding.
         unsafe { address.as_ptr().copy_from_nonoverlapping(values.as_ptr().cast(), size_of_val(values)) };
@@ -275,14 +271,14 @@ fn reach(dtype: DType, shape: &Dims, strides: &Dims) -> Result<usize> {
 impl Drop for Region {
     fn drop(&mut self) {
         match &self.owner {
-            Owner::Backend { backend, block } => {
-                let block = Block::new(block.address(), block.bytes());
+            Owner::Backend(backend) => {
+                let block = Block::new(self.block.address(), self.block.bytes());
                 // SAFETY: `new` took the block from this backend, this is its only owner's end, and every view
                 // holds the region alive.
                 unsafe { backend.deallocate(block) };
             }
             Owner::Part { range, returned, .. } => returned.ranges().push(range.clone()),
-            Owner::Indices(_) | Owner::Scratch { .. } => (),
+            Owner::Indices { .. } | Owner::Scratch { .. } => (),
         }
     }
 }

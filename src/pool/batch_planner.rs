@@ -2,99 +2,14 @@
 
 use std::sync::Arc;
 
-use crate::base::{DType, Device, Error, ErrorKind, Id, IndexVec, PADDING, Result, Row, Slot, bytes_of, reserve, widen};
-use crate::index::{BadFrees, FenceId, Growth, Requests};
+use crate::base::{DType, Device, Error, ErrorKind, Id, IndexVec, Result, Row, Slot, reserve, widen};
+use crate::index::{BadFrees, FenceId, Growth, PageSize, Requests};
 use crate::kernels::{Indices, Launcher, PlanBatch, PlanFields, PlanRequest};
-use crate::memory::{ALIGNMENT, Backend, Host, Region, Stream};
+use crate::memory::{Backend, Host, Region, Stream};
 use crate::tensor::TensorView;
 
+use super::plan::{Field, Layout, Lines, Listed, Plan, PlannerConfig};
 use super::{ReqToTokenPool, TableIndex, TokenToKvPoolAllocator, at_least_one, fits_int32};
-
-/// One array of a [`Plan`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Field {
-    /// Slots of the new tokens; the padding slot for padding.
-    OutCacheLoc,
-    /// Positions of the new tokens in their requests.
-    Positions,
-    /// Slots of the new tokens, int64; -1 for padding.
-    SlotMapping,
-    /// Rows.
-    ReqPoolIndices,
-    /// Tokens of each request, the new ones counted.
-    SeqLens,
-    /// Where the new tokens of each request begin, and their number.
-    QoIndptr,
-    /// Where the pages of each request begin in `KvIndices`, and their number.
-    KvIndptr,
-    /// Tokens in the last page of each request.
-    KvLastPageLen,
-    /// The pages of all requests.
-    KvIndices,
-    /// The pages of each request in a line of its own, zeros after them.
-    BlockTable,
-}
-
-impl Field {
-    /// All of them. The last two are those whose size grows with the context.
-    pub const ALL: [Self; 10] = [
-        Self::OutCacheLoc,
-        Self::Positions,
-        Self::SlotMapping,
-        Self::ReqPoolIndices,
-        Self::SeqLens,
-        Self::QoIndptr,
-        Self::KvIndptr,
-        Self::KvLastPageLen,
-        Self::KvIndices,
-        Self::BlockTable,
-    ];
-
-    const fn at(self) -> usize {
-        self as usize
-    }
-
-    const fn dtype(self) -> DType {
-        match self {
-            Self::SlotMapping => DType::I64,
-            _ => DType::I32,
-        }
-    }
-}
-
-/// Sizes of a [`BatchPlanner`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct PlannerConfig {
-    /// Requests in a batch, at most, padding counted.
-    pub max_batch_size: usize,
-    /// New tokens in a batch, at most, padding counted.
-    pub max_tokens: usize,
-    /// Whether [`Field::KvIndices`] is wanted.
-    pub kv_indices: bool,
-    /// Whether [`Field::BlockTable`] is wanted.
-    pub block_table: bool,
-}
-
-/// A step that was planned. Its arrays are the planner's, which the next plan overwrites.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Plan {
-    number: u64,
-    /// What had changed when it was made.
-    changes: u64,
-    /// Requests.
-    pub batch_size: usize,
-    /// Requests with padding.
-    pub padded_batch_size: usize,
-    /// New tokens.
-    pub num_tokens: usize,
-    /// New tokens with those of padding.
-    pub padded_num_tokens: usize,
-    /// New tokens of the request that has most of them.
-    pub max_seqlen_q: usize,
-    /// Tokens of the longest request.
-    pub max_seqlen_k: usize,
-    kv_len: usize,
-}
 
 /// The pools that a planner works on.
 #[derive(Debug)]
@@ -116,17 +31,6 @@ pub struct Batch<'a> {
     pub seq_lens: &'a [i64],
     /// Cached slots of new requests; empty, or one entry for each request.
     pub prefix_slots: &'a [Option<IndexVec>],
-}
-
-/// What a line of the block table holds.
-#[derive(Clone, Copy, Debug, Default)]
-struct Line {
-    row: u32,
-    turn: u32,
-    /// Entries that are right as long as the request keeps these pages.
-    same: u32,
-    /// From here on it is zeros.
-    until: u32,
 }
 
 /// Plans the steps of a scheduler: one call takes the slots, writes the table and makes the metadata.
@@ -155,22 +59,15 @@ struct Line {
 /// ```
 #[derive(Debug)]
 pub struct BatchPlanner {
-    config: PlannerConfig,
     requests: Requests,
-    /// Entries in a line of the block table.
-    width: usize,
-    /// Where each field begins in `fields`, and in `host` those that are there.
-    offsets: [usize; Field::ALL.len()],
+    layout: Layout,
     fields: Arc<Region>,
     remote: Option<Remote>,
-    /// By place in the batch.
-    lines: Vec<Line>,
-    /// By row, where it was last in a batch.
-    places: Vec<u32>,
+    lines: Lines,
+    listed: Listed,
     plans: u64,
     /// Counts whatever changes the pages of a request.
     changes: u64,
-    scratch: Scratch,
 }
 
 /// What it takes to work on a GPU.
@@ -181,23 +78,6 @@ struct Remote {
     host: Arc<Region>,
     /// Pages that cross to the device at once.
     most_pages: usize,
-}
-
-/// Arrays of the plan in progress, kept for their capacity.
-#[derive(Debug, Default)]
-struct Scratch {
-    slots: Vec<i32>,
-    out_cache_loc: Vec<i32>,
-    positions: Vec<i32>,
-    slot_mapping: Vec<i64>,
-    req_pool_indices: Vec<i32>,
-    seq_lens: Vec<i32>,
-    qo_indptr: Vec<i32>,
-    kv_indptr: Vec<i32>,
-    kv_last_page_len: Vec<i32>,
-    /// For a GPU.
-    requests: Vec<PlanRequest>,
-    pages: Vec<i32>,
 }
 
 impl BatchPlanner {
@@ -227,8 +107,8 @@ impl BatchPlanner {
             &format!("max_batch_size {max_batch_size} with {width} pages a request"),
             max_batch_size.checked_mul(width),
         )?;
-        let (offsets, bytes) = layout(config, width)?;
-        let fields = Arc::new(Region::new(backend, bytes)?);
+        let layout = Layout::new(config, width)?;
+        let fields = Arc::new(Region::new(backend, layout.bytes())?);
         let remote = match fields.gpu() {
             None => None,
             Some(gpu) => {
@@ -237,31 +117,28 @@ impl BatchPlanner {
                 let ring = PlanBatch::bytes(max_batch_size, most_pages).saturating_mul(3);
                 Some(Remote {
                     launcher: Launcher::new(gpu, ring)?,
-                    host: Arc::new(Region::new(Arc::new(Host), offsets[Field::KvIndices.at()])?),
+                    host: Arc::new(Region::new(Arc::new(Host), layout.small_bytes())?),
                     most_pages,
                 })
             }
         };
         let rows = table.table_rows();
         Ok(Self {
-            config,
             requests: Requests::new(rows, slots.slots()),
-            width,
-            offsets,
+            layout,
             fields,
             remote,
-            lines: vec![Line::default(); max_batch_size],
-            places: vec![0; rows],
+            lines: Lines::new(max_batch_size, rows),
+            listed: Listed::default(),
             plans: 0,
             changes: 0,
-            scratch: Scratch::default(),
         })
     }
 
     /// Its sizes.
     #[must_use]
     pub const fn config(&self) -> PlannerConfig {
-        self.config
+        self.layout.config()
     }
 
     /// Where the fields are.
@@ -374,10 +251,10 @@ impl BatchPlanner {
     }
 
     fn check_batch(&self, size: usize) -> Result<()> {
-        if size > self.config.max_batch_size {
+        if size > self.config().max_batch_size {
             return Err(Error::config(format!(
                 "a batch of {size} requests is more than max_batch_size {}",
-                self.config.max_batch_size
+                self.config().max_batch_size
             )));
         }
         Ok(())
@@ -404,33 +281,29 @@ impl BatchPlanner {
         }
         let num_tokens: usize = batch.iter().map(|growth| growth.new_tokens()).sum();
         let padded_num_tokens = num_tokens.saturating_add(missing.saturating_mul(padding));
-        if padded_num_tokens > self.config.max_tokens {
+        if padded_num_tokens > self.config().max_tokens {
             return Err(Error::config(format!(
                 "{padded_num_tokens} new tokens are more than max_tokens {}",
-                self.config.max_tokens
+                self.config().max_tokens
             )));
         }
         let most = batch.iter().map(|growth| growth.new_tokens()).max().unwrap_or(0);
         if !self.requests.grow(batch, prefixes, slots.slots_mut())? {
             return Ok(None);
         }
-        self.list(batch, padded, padding);
-        let kv_len = self.scratch.kv_indptr.last().map_or(0, |&last| widen(last.cast_unsigned()));
+        self.listed.list(batch, padded, padding, &self.requests);
         let made = match &self.remote {
             None => self.make(batch, padded, table),
-            Some(_) => self.launch(batch, padded, kv_len, table, stream),
+            Some(_) => self.launch(batch, padded, table, stream),
         };
+        self.changes += 1;
+        self.plans += 1;
         if let Err(failure) = made {
             // Nobody can tell what was written.
-            let width = u32::try_from(self.width).unwrap_or(u32::MAX);
-            self.lines.fill(Line { until: width, ..Line::default() });
-            self.changes += 1;
-            self.plans += 1;
+            self.lines.lose(self.layout.width());
             self.requests.shrink(batch, slots.slots_mut());
             return Err(failure);
         }
-        self.changes += 1;
-        self.plans += 1;
         Ok(Some(Plan {
             number: self.plans,
             changes: self.changes,
@@ -440,117 +313,70 @@ impl BatchPlanner {
             padded_num_tokens,
             max_seqlen_q: most.max(if missing > 0 { padding } else { 0 }),
             max_seqlen_k: longest,
-            kv_len,
+            kv_len: self.listed.kv_begin(padded),
         }))
-    }
-
-    /// Lists the fields that do not grow with the context, of requests that have grown.
-    fn list(&mut self, batch: &[Growth], padded: usize, padding: usize) {
-        let Self { requests, scratch, .. } = self;
-        scratch.clear();
-        let size = requests.page_size();
-        let (mut tokens, mut pages) = (0, 0);
-        let padding = u32::try_from(padding).unwrap_or(0);
-        let filler = Growth { row: 0, start: 0, prefix: 0, seq: padding };
-        for growth in batch.iter().copied().chain(std::iter::repeat_n(filler, padded - batch.len())) {
-            let Growth { row, prefix, seq, .. } = growth;
-            scratch.req_pool_indices.push(row.cast_signed());
-            scratch.seq_lens.push(seq.cast_signed());
-            scratch.qo_indptr.push(tokens);
-            scratch.kv_indptr.push(pages);
-            scratch.kv_last_page_len.push(if seq == 0 { 0 } else { (seq - 1) % size + 1 }.cast_signed());
-            scratch.positions.extend((prefix..seq).map(u32::cast_signed));
-            tokens += (seq - prefix).cast_signed();
-            pages += seq.div_ceil(size).cast_signed();
-        }
-        scratch.qo_indptr.push(tokens);
-        scratch.kv_indptr.push(pages);
-        for growth in batch {
-            requests.slots(growth.row, growth.prefix, growth.seq, &mut scratch.out_cache_loc);
-        }
-        scratch.slot_mapping.extend(scratch.out_cache_loc.iter().copied().map(i64::from));
-        scratch.out_cache_loc.resize(scratch.positions.len(), PADDING.cast_signed());
-        scratch.slot_mapping.resize(scratch.positions.len(), -1);
-    }
-
-    /// Writes the listed fields to a region.
-    fn write_listed(&self, region: &Region) -> Result<()> {
-        let scratch = &self.scratch;
-        for (field, values) in [
-            (Field::OutCacheLoc, &scratch.out_cache_loc),
-            (Field::Positions, &scratch.positions),
-            (Field::ReqPoolIndices, &scratch.req_pool_indices),
-            (Field::SeqLens, &scratch.seq_lens),
-            (Field::QoIndptr, &scratch.qo_indptr),
-            (Field::KvIndptr, &scratch.kv_indptr),
-            (Field::KvLastPageLen, &scratch.kv_last_page_len),
-        ] {
-            region.write(self.offsets[field.at()], values)?;
-        }
-        region.write(self.offsets[Field::SlotMapping.at()], &scratch.slot_mapping)
     }
 
     /// Writes the table and the fields in host memory.
     fn make(&mut self, batch: &[Growth], padded: usize, table: &mut ReqToTokenPool) -> Result<()> {
-        self.write_listed(&self.fields)?;
-        let mut slots = std::mem::take(&mut self.scratch.slots);
+        self.listed.write(&self.fields, &self.layout)?;
         for (place, growth) in batch.iter().enumerate() {
-            slots.clear();
-            self.requests.slots(growth.row, growth.start, growth.seq, &mut slots);
-            table.put(Row::new(growth.row), widen(growth.start), &slots)?;
-            let from = self.show(place, growth.row, table);
-            self.write_pages(place, from, self.requests.pages(growth.row))?;
-            self.shown(place, growth.row, table);
+            self.put(place, *growth, table)?;
+            let pages = self.requests.pages(growth.row);
+            self.write_pages(place, self.right(place, growth.row, table), pages)?;
         }
-        self.scratch.slots = slots;
         for place in batch.len()..padded {
-            let count = self.scratch.kv_indptr[place + 1] - self.scratch.kv_indptr[place];
-            let pages = vec![0; widen(count.cast_unsigned())];
-            self.write_pages(place, 0, &pages)?;
-            self.lines[place] = Line { until: count.cast_unsigned(), ..Line::default() };
+            self.write_pages(place, 0, &vec![0; self.listed.kv_pages(place)])?;
         }
+        self.show(batch, padded, table);
         Ok(())
     }
 
-    /// Writes the pages of the request at `place`, of which the block table has the first `from`.
-    fn write_pages(&self, place: usize, from: usize, pages: &[i32]) -> Result<()> {
-        let size = size_of::<i32>();
-        if self.config.kv_indices {
-            let begin = widen(self.scratch.kv_indptr[place].cast_unsigned());
-            self.fields.write(self.offsets[Field::KvIndices.at()] + begin * size, pages)?;
+    /// Puts what a request has new into the table.
+    fn put(&self, place: usize, growth: Growth, table: &mut ReqToTokenPool) -> Result<()> {
+        let Growth { row, start, prefix, .. } = growth;
+        if start < prefix {
+            table.put(Row::new(row), widen(start), &self.slots(row, start, prefix)?)?;
         }
-        if self.config.block_table {
-            let line = self.offsets[Field::BlockTable.at()] + place * self.width * size;
-            self.fields.write(line + from * size, &pages[from..])?;
-            let stale = widen(self.lines[place].until).saturating_sub(pages.len());
-            self.fields.fill(line + pages.len() * size, stale * size, 0)?;
+        table.put(Row::new(row), widen(prefix), self.listed.new_slots(place))
+    }
+
+    /// Slots of positions of a request.
+    fn slots(&self, row: u32, from: u32, to: u32) -> Result<Vec<i32>> {
+        let mut slots = reserve(widen(to - from))?;
+        self.requests.slots(row, from, to, &mut slots);
+        Ok(slots)
+    }
+
+    /// Writes the pages of the request at `place`, of which the block table has the first `right`.
+    fn write_pages(&self, place: usize, right: usize, pages: &[i32]) -> Result<()> {
+        let size = size_of::<i32>();
+        if self.layout.has(Field::KvIndices) {
+            let begin = self.layout.offset(Field::KvIndices) + self.listed.kv_begin(place) * size;
+            self.fields.write(begin, pages)?;
+        }
+        if self.layout.has(Field::BlockTable) {
+            let line = self.layout.line(place);
+            self.fields.write(line + right * size, &pages[right..])?;
+            let stale = self.lines.until(place).saturating_sub(pages.len());
+            self.fields.fill(line + size_of_val(pages), stale * size, 0)?;
         }
         Ok(())
     }
 
     /// How many entries of line `place` of the block table are right for a request.
-    fn show(&self, place: usize, row: u32, table: &ReqToTokenPool) -> usize {
-        let line = self.lines[place];
-        let is_same = line.row == row
-            && line.turn == table.rows().turn(Row::new(row))
-            && widen(self.places[widen(row)]) == place;
-        if is_same { widen(line.same) } else { 0 }
+    fn right(&self, place: usize, row: u32, table: &ReqToTokenPool) -> usize {
+        self.lines.right(place, row, table.rows().turn(Row::new(row)))
     }
 
-    /// Notes that line `place` of the block table shows all pages of a request.
-    fn shown(&mut self, place: usize, row: u32, table: &ReqToTokenPool) {
-        let count = u32::try_from(self.requests.pages(row).len()).unwrap_or(u32::MAX);
-        self.lines[place] =
-            Line { row, turn: table.rows().turn(Row::new(row)), same: count, until: count };
-        self.places[widen(row)] = u32::try_from(place).unwrap_or(u32::MAX);
-    }
-
-    /// Notes that a request has no more than `count` of its pages.
-    fn forget_shown(&mut self, row: u32) {
-        let count = u32::try_from(self.requests.pages(row).len()).unwrap_or(u32::MAX);
-        let place = widen(self.places[widen(row)]);
-        if let Some(line) = self.lines.get_mut(place).filter(|line| line.row == row) {
-            line.same = line.same.min(count);
+    /// Notes that the block table shows a batch.
+    fn show(&mut self, batch: &[Growth], padded: usize, table: &ReqToTokenPool) {
+        for (place, &Growth { row, .. }) in batch.iter().enumerate() {
+            let count = self.requests.pages(row).len();
+            self.lines.show(place, row, table.rows().turn(Row::new(row)), count);
+        }
+        for place in batch.len()..padded {
+            self.lines.show_padding(place, self.listed.kv_pages(place));
         }
     }
 
@@ -559,56 +385,68 @@ impl BatchPlanner {
         &mut self,
         batch: &[Growth],
         padded: usize,
-        kv_len: usize,
         table: &mut ReqToTokenPool,
         stream: Stream,
     ) -> Result<()> {
+        let Some(remote) = &self.remote else { return Ok(()) };
         let size = self.requests.page_size();
         let sent: usize = batch.iter().map(|growth| sent_pages(*growth, size).len()).sum();
-        let most_pages = self.remote.as_ref().map_or(0, |remote| remote.most_pages);
-        let mut scratch = std::mem::take(&mut self.scratch);
-        for (place, growth) in batch.iter().enumerate() {
-            let mut growth = *growth;
-            if sent > most_pages && growth.start < growth.prefix {
+        let mut requests = reserve(padded)?;
+        let mut pages: Vec<i32> = reserve(sent)?;
+        for place in 0..padded {
+            let mut growth =
+                batch.get(place).copied().unwrap_or(Growth { row: 0, start: 0, prefix: 0, seq: 0 });
+            let Growth { row, start, prefix, .. } = growth;
+            if sent > remote.most_pages && start < prefix {
                 // So many cached slots do not cross at once.
-                scratch.slots.clear();
-                self.requests.slots(growth.row, 0, growth.prefix, &mut scratch.slots);
-                let prefix = Indices::Host(IndexVec::I32(scratch.slots.clone()));
-                table.write(&TableIndex::first_columns(growth.row, growth.prefix), &prefix, stream)?;
-                growth.start = growth.prefix;
+                let slots = Indices::Host(IndexVec::I32(self.slots(row, start, prefix)?));
+                table.write(&TableIndex::first_columns(row, prefix), &slots, stream)?;
+                growth.start = prefix;
             }
-            let page_begin = signed(scratch.pages.len());
-            scratch.pages.extend_from_slice(&self.requests.pages(growth.row)[sent_pages(growth, size)]);
-            scratch.requests.push(PlanRequest {
-                row: growth.row.cast_signed(),
+            let is_padding = place >= batch.len();
+            requests.push(PlanRequest {
+                row: row.cast_signed(),
                 start: growth.start.cast_signed(),
-                prefix: growth.prefix.cast_signed(),
-                seq: growth.seq.cast_signed(),
-                qo_begin: scratch.qo_indptr[place],
-                kv_begin: scratch.kv_indptr[place],
-                page_begin,
-                block_from: signed(self.show(place, growth.row, table)),
-                block_until: self.lines[place].until.cast_signed(),
+                prefix: prefix.cast_signed(),
+                seq: self.listed.seq_lens[place],
+                qo_begin: self.listed.qo_indptr[place],
+                kv_begin: self.listed.kv_indptr[place],
+                page_begin: signed(pages.len()),
+                block_from: if is_padding { 0 } else { signed(self.right(place, row, table)) },
+                block_until: signed(self.lines.until(place)),
             });
+            if is_padding {
+                pages.resize(pages.len() + self.listed.kv_pages(place), 0);
+            } else {
+                pages.extend_from_slice(&self.requests.pages(row)[sent_pages(growth, size)]);
+            }
         }
-        for place in batch.len()..padded {
-            let count = scratch.kv_indptr[place + 1] - scratch.kv_indptr[place];
-            let page_begin = signed(scratch.pages.len());
-            scratch.pages.resize(scratch.pages.len() + widen(count.cast_unsigned()), 0);
-            scratch.requests.push(PlanRequest {
-                seq: scratch.seq_lens[place],
-                qo_begin: scratch.qo_indptr[place],
-                kv_begin: scratch.kv_indptr[place],
-                page_begin,
-                block_until: self.lines[place].until.cast_signed(),
-                ..PlanRequest::default()
-            });
+        self.listed.write(&remote.host, &self.layout)?;
+        let planned = PlanBatch {
+            requests: &requests,
+            batch: batch.len(),
+            pages: &pages,
+            page_size: size.slots(),
+            width: self.layout.width(),
+            tokens: self.listed.positions.len(),
+            kv_len: self.listed.kv_begin(padded),
+        };
+        let launched = remote.launcher.plan(&table.on_device()?, &self.plan_fields(), &planned, stream);
+        for (place, growth) in batch.iter().enumerate() {
+            match &launched {
+                Ok(()) => self.put(place, *growth, table)?,
+                Err(_) => table.lose(Row::new(growth.row), widen(growth.seq)),
+            }
         }
-        self.scratch = scratch;
-        let Some(remote) = &self.remote else { return Ok(()) };
-        self.write_listed(&remote.host)?;
-        let offset = |field: Field| self.offsets[field.at()];
-        let fields = PlanFields {
+        self.show(batch, padded, table);
+        launched
+    }
+
+    /// Where the fields are, for the kernel.
+    fn plan_fields(&self) -> PlanFields<'_> {
+        let offset = |field: Field| self.layout.offset(field);
+        let wanted = |field: Field| self.layout.has(field).then(|| offset(field));
+        PlanFields {
             region: &self.fields,
             out_cache_loc: offset(Field::OutCacheLoc),
             positions: offset(Field::Positions),
@@ -618,36 +456,9 @@ impl BatchPlanner {
             qo_indptr: offset(Field::QoIndptr),
             kv_indptr: offset(Field::KvIndptr),
             kv_last_page_len: offset(Field::KvLastPageLen),
-            kv_indices: self.config.kv_indices.then(|| offset(Field::KvIndices)),
-            block_table: self.config.block_table.then(|| offset(Field::BlockTable)),
-        };
-        let planned = PlanBatch {
-            requests: &self.scratch.requests,
-            batch: batch.len(),
-            pages: &self.scratch.pages,
-            page_size: size,
-            width: self.width,
-            tokens: self.scratch.positions.len(),
-            kv_len,
-        };
-        let launched = remote.launcher.plan(&table.on_device()?, &fields, &planned, stream);
-        let mut slots = std::mem::take(&mut self.scratch.slots);
-        for (place, growth) in batch.iter().enumerate() {
-            slots.clear();
-            self.requests.slots(growth.row, growth.start, growth.seq, &mut slots);
-            if launched.is_ok() {
-                table.put(Row::new(growth.row), widen(growth.start), &slots)?;
-                self.shown(place, growth.row, table);
-            } else {
-                table.lose(Row::new(growth.row), widen(growth.seq));
-            }
+            kv_indices: wanted(Field::KvIndices),
+            block_table: wanted(Field::BlockTable),
         }
-        self.scratch.slots = slots;
-        for place in batch.len()..padded {
-            let count = self.scratch.kv_indptr[place + 1] - self.scratch.kv_indptr[place];
-            self.lines[place] = Line { until: count.cast_unsigned(), ..Line::default() };
-        }
-        launched
     }
 
     /// Shrinks requests to `seq_lens` tokens. Returns how many slots were given back, and what was wrong with them.
@@ -662,12 +473,13 @@ impl BatchPlanner {
         fence: Option<FenceId>,
     ) -> Result<(usize, BadFrees)> {
         as_many("seq_lens", seq_lens, rows)?;
-        let named = self.requests.name(rows, pools.table.rows())?;
+        let Pools { slots, table } = pools;
+        let named = self.requests.name(rows, table.rows())?;
         let mut lens = reserve(named.len())?;
         for (position, (&row, len)) in named.iter().zip(seq_lens.iter()).enumerate() {
-            lens.push(self.requests.check_cut(position, row, len, pools.slots.slots())?);
+            lens.push(self.requests.check_cut(position, row, len, slots.slots())?);
         }
-        self.give_back(pools.slots, named.into_iter().zip(lens), fence)
+        self.give_back(slots, named.into_iter().zip(lens), fence)
     }
 
     /// Gives back all slots and the rows of requests, which are zeroed. `seq_lens` must be what they have, if given. Returns
@@ -683,7 +495,8 @@ impl BatchPlanner {
         fence: Option<FenceId>,
         stream: Stream,
     ) -> Result<(usize, BadFrees)> {
-        let named = self.requests.name(rows, pools.table.rows())?;
+        let Pools { slots, table } = pools;
+        let named = self.requests.name(rows, table.rows())?;
         if let Some(lens) = seq_lens {
             as_many("seq_lens", lens, rows)?;
             for (position, (&row, len)) in named.iter().zip(lens.iter()).enumerate() {
@@ -695,9 +508,9 @@ impl BatchPlanner {
                 }
             }
         }
-        let given = self.give_back(pools.slots, named.into_iter().zip(std::iter::repeat(0)), fence);
+        let given = self.give_back(slots, named.into_iter().zip(std::iter::repeat(0)), fence);
         // Each row was found to be somebody's.
-        let _ = pools.table.free(rows, stream)?;
+        let _ = table.free(rows, stream)?;
         given
     }
 
@@ -710,7 +523,7 @@ impl BatchPlanner {
         let (mut given, mut bad) = (0, BadFrees::default());
         for (row, len) in cuts {
             let pages = self.requests.cut(row, len);
-            self.forget_shown(row);
+            self.lines.cut(row, self.requests.pages(row).len());
             given += pages.len();
             bad.append(match fence {
                 None => slots.slots_mut().free_now(&pages, false)?,
@@ -773,9 +586,7 @@ impl BatchPlanner {
         let [to, from] = copied.map(|slots| slots.map(u32::cast_signed).collect::<Vec<_>>());
         let copied = [slots.show(to, stream)?, slots.show(from, stream)?];
         if len > 0 {
-            let mut values = reserve(widen(len))?;
-            self.requests.slots(dst, 0, len, &mut values);
-            let values = Indices::Host(IndexVec::I32(values));
+            let values = Indices::Host(IndexVec::I32(self.slots(dst, 0, len)?));
             table.write(&TableIndex::first_columns(dst, len), &values, stream)?;
         }
         Ok(copied)
@@ -787,7 +598,7 @@ impl BatchPlanner {
     /// [`ErrorKind::StaleBuffer`] when there was another plan since.
     pub fn field(&self, plan: &Plan, field: Field) -> Result<Option<TensorView>> {
         self.check_current(plan, plan.number == self.plans)?;
-        self.view(&self.fields, plan, field)
+        self.layout.view(&self.fields, plan, field)
     }
 
     /// An array of a plan on the host, `None` if it is not made. A copy, or where the plan is made.
@@ -797,22 +608,22 @@ impl BatchPlanner {
     /// of a request have changed.
     pub fn host_field(&self, plan: &Plan, field: Field) -> Result<Option<TensorView>> {
         self.check_current(plan, plan.number == self.plans)?;
-        let Some(remote) = &self.remote else { return self.view(&self.fields, plan, field) };
+        let Some(remote) = &self.remote else { return self.layout.view(&self.fields, plan, field) };
         let width = match field {
-            Field::KvIndices if self.config.kv_indices => None,
-            Field::BlockTable if self.config.block_table => Some(self.width),
-            Field::KvIndices | Field::BlockTable => return Ok(None),
-            _ => return self.view(&remote.host, plan, field),
+            Field::KvIndices | Field::BlockTable if !self.layout.has(field) => return Ok(None),
+            Field::KvIndices => None,
+            Field::BlockTable => Some(self.layout.width()),
+            _ => return self.layout.view(&remote.host, plan, field),
         };
         self.check_current(plan, plan.changes == self.changes)?;
-        let mut values: Vec<i32> = reserve(width.map_or(plan.kv_len, |width| plan.padded_batch_size * width))?;
+        let mut values: Vec<i32> =
+            reserve(width.map_or(plan.kv_len, |width| plan.padded_batch_size * width))?;
         for place in 0..plan.padded_batch_size {
             if place < plan.batch_size {
-                let row = self.scratch.req_pool_indices[place].cast_unsigned();
+                let row = self.listed.req_pool_indices[place].cast_unsigned();
                 values.extend_from_slice(self.requests.pages(row));
             } else {
-                let count = self.scratch.kv_indptr[place + 1] - self.scratch.kv_indptr[place];
-                values.resize(values.len() + widen(count.cast_unsigned()), 0);
+                values.resize(values.len() + self.listed.kv_pages(place), 0);
             }
             if let Some(width) = width {
                 values.resize((place + 1) * width, 0);
@@ -820,7 +631,7 @@ impl BatchPlanner {
         }
         let shape = width.map_or(vec![plan.kv_len], |width| vec![plan.padded_batch_size, width]);
         let region = Arc::new(Region::from_indices(values));
-        TensorView::contiguous(region, 0, field.dtype(), &shape).map(Some)
+        TensorView::contiguous(region, 0, DType::I32, &shape).map(Some)
     }
 
     fn check_current(&self, plan: &Plan, is_current: bool) -> Result<()> {
@@ -836,60 +647,11 @@ impl BatchPlanner {
             ),
         ))
     }
-
-    fn view(&self, region: &Arc<Region>, plan: &Plan, field: Field) -> Result<Option<TensorView>> {
-        let (tokens, batch) = (plan.padded_num_tokens, plan.padded_batch_size);
-        let line = [batch, self.width];
-        let shape: &[usize] = match field {
-            Field::OutCacheLoc | Field::Positions | Field::SlotMapping => &[tokens],
-            Field::ReqPoolIndices | Field::SeqLens | Field::KvLastPageLen => &[batch],
-            Field::QoIndptr | Field::KvIndptr => &[batch + 1],
-            Field::KvIndices if self.config.kv_indices => &[plan.kv_len],
-            Field::BlockTable if self.config.block_table => &line,
-            Field::KvIndices | Field::BlockTable => return Ok(None),
-        };
-        TensorView::contiguous(Arc::clone(region), self.offsets[field.at()], field.dtype(), shape).map(Some)
-    }
-}
-
-impl Scratch {
-    fn clear(&mut self) {
-        let Self { slots, out_cache_loc, positions, slot_mapping, .. } = self;
-        for values in [slots, out_cache_loc, positions] {
-            values.clear();
-        }
-        slot_mapping.clear();
-        let Self { req_pool_indices, seq_lens, qo_indptr, kv_indptr, kv_last_page_len, .. } = self;
-        for values in [req_pool_indices, seq_lens, qo_indptr, kv_indptr, kv_last_page_len] {
-            values.clear();
-        }
-        self.requests.clear();
-        self.pages.clear();
-    }
-}
-
-/// Where each field begins, and the bytes of all.
-fn layout(config: PlannerConfig, width: usize) -> Result<([usize; Field::ALL.len()], usize)> {
-    let PlannerConfig { max_batch_size, max_tokens, .. } = config;
-    let mut offsets = [0; Field::ALL.len()];
-    let mut end = 0usize;
-    for field in Field::ALL {
-        offsets[field.at()] = end;
-        let shape: &[usize] = match field {
-            Field::OutCacheLoc | Field::Positions | Field::SlotMapping => &[max_tokens],
-            Field::ReqPoolIndices | Field::SeqLens | Field::KvLastPageLen => &[max_batch_size],
-            Field::QoIndptr | Field::KvIndptr => &[max_batch_size + 1],
-            Field::KvIndices => &[usize::from(config.kv_indices), max_batch_size, width],
-            Field::BlockTable => &[usize::from(config.block_table), max_batch_size, width],
-        };
-        end += bytes_of("a plan", shape, field.dtype())?.next_multiple_of(ALIGNMENT);
-    }
-    Ok((offsets, end))
 }
 
 /// The pages of a request that cross to the device.
-fn sent_pages(growth: Growth, page_size: u32) -> std::ops::Range<usize> {
-    widen(growth.start / page_size)..widen(growth.seq.div_ceil(page_size))
+fn sent_pages(growth: Growth, page_size: PageSize) -> std::ops::Range<usize> {
+    widen(page_size.page(growth.start))..widen(page_size.pages(growth.seq))
 }
 
 fn signed(number: usize) -> i32 {

@@ -1,6 +1,7 @@
 //! Arguments as Python programmers pass them.
 
 use std::borrow::Cow;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use numpy::{PyArrayDescrMethods, PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::exceptions::{PyOverflowError, PyTypeError};
@@ -135,8 +136,15 @@ fn tensor_or_none<'a, 'py>(object: &'a Bound<'py, PyAny>) -> PyResult<Option<Ten
 
 /// Whether NumPy was imported. Without it no object is an array, and asking the `numpy` crate would panic.
 fn numpy_is_loaded(py: Python<'_>) -> PyResult<bool> {
+    /// Whether it was found once. It is asked for in every call, and nobody unloads it.
+    static LOADED: AtomicBool = AtomicBool::new(false);
+    if LOADED.load(Relaxed) {
+        return Ok(true);
+    }
     let modules = py.import("sys")?.getattr("modules")?;
-    Ok(!modules.call_method1("get", ("numpy",))?.is_none())
+    let loaded = !modules.call_method1("get", ("numpy",))?.is_none();
+    LOADED.store(loaded, Relaxed);
+    Ok(loaded)
 }
 
 /// The dtype of an array in native byte order, or `None`.

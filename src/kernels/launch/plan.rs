@@ -1,5 +1,7 @@
 //! The launch that makes the tables and metadata of a step.
 
+use std::ptr::NonNull;
+
 use crate::base::Result;
 use crate::memory::{Region, Stream};
 
@@ -106,7 +108,7 @@ impl Launcher {
         // The ends of the offsets are written also where there is no request.
         grid = grid.map(|blocks| blocks.max(1));
         let int = |number: usize| i32::try_from(number).unwrap_or(i32::MAX);
-        let at = |offset: usize| fields.region.at(offset, 0).map(|address| address.as_ptr());
+        let at = |offset: usize| fields.region.at(offset, 0).map(NonNull::as_ptr);
         let some = |offset: Option<usize>| offset.map_or(Ok(std::ptr::null_mut()), at);
         self.ring
             .upload(&[&numbers, batch.pages], None, stream, |region, offsets| {

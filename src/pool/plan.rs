@@ -1,0 +1,333 @@
+//! What a planned step is made of, and where its arrays lie.
+
+use std::sync::Arc;
+
+use crate::base::{DType, PADDING, Result, bytes_of, widen};
+use crate::index::{Growth, Requests};
+use crate::memory::{ALIGNMENT, Region};
+use crate::tensor::TensorView;
+
+/// One array of a [`Plan`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Field {
+    /// Slots of the new tokens; the padding slot for padding.
+    OutCacheLoc,
+    /// Positions of the new tokens in their requests.
+    Positions,
+    /// Slots of the new tokens, int64; -1 for padding.
+    SlotMapping,
+    /// Rows.
+    ReqPoolIndices,
+    /// Tokens of each request, the new ones counted.
+    SeqLens,
+    /// Where the new tokens of each request begin, and their number.
+    QoIndptr,
+    /// Where the pages of each request begin in `KvIndices`, and their number.
+    KvIndptr,
+    /// Tokens in the last page of each request.
+    KvLastPageLen,
+    /// The pages of all requests.
+    KvIndices,
+    /// The pages of each request in a line of its own, zeros after them.
+    BlockTable,
+}
+
+impl Field {
+    /// All of them. The last two are those whose size grows with the context.
+    pub const ALL: [Self; 10] = [
+        Self::OutCacheLoc,
+        Self::Positions,
+        Self::SlotMapping,
+        Self::ReqPoolIndices,
+        Self::SeqLens,
+        Self::QoIndptr,
+        Self::KvIndptr,
+        Self::KvLastPageLen,
+        Self::KvIndices,
+        Self::BlockTable,
+    ];
+
+    pub(super) const fn at(self) -> usize {
+        self as usize
+    }
+
+    pub(super) const fn dtype(self) -> DType {
+        match self {
+            Self::SlotMapping => DType::I64,
+            _ => DType::I32,
+        }
+    }
+}
+
+/// Sizes of a [`BatchPlanner`](super::BatchPlanner).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PlannerConfig {
+    /// Requests in a batch, at most, padding counted.
+    pub max_batch_size: usize,
+    /// New tokens in a batch, at most, padding counted.
+    pub max_tokens: usize,
+    /// Whether [`Field::KvIndices`] is wanted.
+    pub kv_indices: bool,
+    /// Whether [`Field::BlockTable`] is wanted.
+    pub block_table: bool,
+}
+
+/// A step that was planned. Its arrays are the planner's, which the next plan overwrites.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Plan {
+    pub(super) number: u64,
+    /// What had changed when it was made.
+    pub(super) changes: u64,
+    /// Requests.
+    pub batch_size: usize,
+    /// Requests with padding.
+    pub padded_batch_size: usize,
+    /// New tokens.
+    pub num_tokens: usize,
+    /// New tokens with those of padding.
+    pub padded_num_tokens: usize,
+    /// New tokens of the request that has most of them.
+    pub max_seqlen_q: usize,
+    /// Tokens of the longest request.
+    pub max_seqlen_k: usize,
+    pub(super) kv_len: usize,
+}
+
+/// Where each field lies in a region, with those whose size grows with the context behind the others.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Layout {
+    config: PlannerConfig,
+    /// Entries in a line of the block table.
+    width: usize,
+    offsets: [usize; Field::ALL.len()],
+    bytes: usize,
+}
+
+impl Layout {
+    pub(super) fn new(config: PlannerConfig, width: usize) -> Result<Self> {
+        let PlannerConfig { max_batch_size, max_tokens, .. } = config;
+        let mut layout = Self { config, width, offsets: [0; Field::ALL.len()], bytes: 0 };
+        for field in Field::ALL {
+            layout.offsets[field.at()] = layout.bytes;
+            let shape: &[usize] = match field {
+                Field::OutCacheLoc | Field::Positions | Field::SlotMapping => &[max_tokens],
+                Field::ReqPoolIndices | Field::SeqLens | Field::KvLastPageLen => &[max_batch_size],
+                Field::QoIndptr | Field::KvIndptr => &[max_batch_size + 1],
+                Field::KvIndices => &[usize::from(config.kv_indices), max_batch_size, width],
+                Field::BlockTable => &[usize::from(config.block_table), max_batch_size, width],
+            };
+            layout.bytes += bytes_of("a plan", shape, field.dtype())?.next_multiple_of(ALIGNMENT);
+        }
+        Ok(layout)
+    }
+
+    pub(super) const fn config(&self) -> PlannerConfig {
+        self.config
+    }
+
+    pub(super) const fn width(&self) -> usize {
+        self.width
+    }
+
+    /// Bytes of all fields.
+    pub(super) const fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Bytes of the fields that do not grow with the context.
+    pub(super) const fn small_bytes(&self) -> usize {
+        self.offsets[Field::KvIndices.at()]
+    }
+
+    /// Where a field begins.
+    pub(super) const fn offset(&self, field: Field) -> usize {
+        self.offsets[field.at()]
+    }
+
+    /// Where line `place` of the block table begins.
+    pub(super) const fn line(&self, place: usize) -> usize {
+        self.offset(Field::BlockTable) + place * self.width * size_of::<i32>()
+    }
+
+    /// Whether a field is made.
+    pub(super) const fn has(&self, field: Field) -> bool {
+        match field {
+            Field::KvIndices => self.config.kv_indices,
+            Field::BlockTable => self.config.block_table,
+            _ => true,
+        }
+    }
+
+    /// A field of a plan that lies in `region`, without a copy; `None` if it is not made.
+    pub(super) fn view(&self, region: &Arc<Region>, plan: &Plan, field: Field) -> Result<Option<TensorView>> {
+        if !self.has(field) {
+            return Ok(None);
+        }
+        let (tokens, batch) = (plan.padded_num_tokens, plan.padded_batch_size);
+        let line = [batch, self.width];
+        let shape: &[usize] = match field {
+            Field::OutCacheLoc | Field::Positions | Field::SlotMapping => &[tokens],
+            Field::ReqPoolIndices | Field::SeqLens | Field::KvLastPageLen => &[batch],
+            Field::QoIndptr | Field::KvIndptr => &[batch + 1],
+            Field::KvIndices => &[plan.kv_len],
+            Field::BlockTable => &line,
+        };
+        TensorView::contiguous(Arc::clone(region), self.offset(field), field.dtype(), shape).map(Some)
+    }
+}
+
+/// The fields of the plan in progress that do not grow with the context. Kept for their capacity.
+#[derive(Debug, Default)]
+pub(super) struct Listed {
+    pub(super) out_cache_loc: Vec<i32>,
+    pub(super) positions: Vec<i32>,
+    slot_mapping: Vec<i64>,
+    pub(super) req_pool_indices: Vec<i32>,
+    pub(super) seq_lens: Vec<i32>,
+    pub(super) qo_indptr: Vec<i32>,
+    pub(super) kv_indptr: Vec<i32>,
+    kv_last_page_len: Vec<i32>,
+}
+
+impl Listed {
+    fn clear(&mut self) {
+        let Self { out_cache_loc, positions, slot_mapping, req_pool_indices, .. } = self;
+        slot_mapping.clear();
+        for values in [out_cache_loc, positions, req_pool_indices] {
+            values.clear();
+        }
+        let Self { seq_lens, qo_indptr, kv_indptr, kv_last_page_len, .. } = self;
+        for values in [seq_lens, qo_indptr, kv_indptr, kv_last_page_len] {
+            values.clear();
+        }
+    }
+
+    /// Lists requests that have grown, and behind them padding of `padding` tokens each up to a batch of `padded`.
+    pub(super) fn list(&mut self, batch: &[Growth], padded: usize, padding: usize, requests: &Requests) {
+        self.clear();
+        let size = requests.page_size();
+        let (mut tokens, mut pages) = (0, 0);
+        let padding = u32::try_from(padding).unwrap_or(0);
+        let filler = Growth { row: PADDING, start: 0, prefix: 0, seq: padding };
+        for growth in batch.iter().copied().chain(std::iter::repeat_n(filler, padded - batch.len())) {
+            let Growth { row, prefix, seq, .. } = growth;
+            self.req_pool_indices.push(row.cast_signed());
+            self.seq_lens.push(seq.cast_signed());
+            self.qo_indptr.push(tokens);
+            self.kv_indptr.push(pages);
+            self.kv_last_page_len.push(if seq == 0 { 0 } else { size.offset(seq - 1) + 1 }.cast_signed());
+            self.positions.extend((prefix..seq).map(u32::cast_signed));
+            tokens += (seq - prefix).cast_signed();
+            pages += size.pages(seq).cast_signed();
+        }
+        self.qo_indptr.push(tokens);
+        self.kv_indptr.push(pages);
+        for growth in batch {
+            requests.slots(growth.row, growth.prefix, growth.seq, &mut self.out_cache_loc);
+        }
+        self.slot_mapping.extend(self.out_cache_loc.iter().copied().map(i64::from));
+        self.out_cache_loc.resize(self.positions.len(), PADDING.cast_signed());
+        self.slot_mapping.resize(self.positions.len(), -1);
+    }
+
+    /// Where the pages of the request at `place` begin in the list of all pages; at the end, how many there are.
+    pub(super) fn kv_begin(&self, place: usize) -> usize {
+        widen(self.kv_indptr[place].cast_unsigned())
+    }
+
+    /// Pages of the request at `place`.
+    pub(super) fn kv_pages(&self, place: usize) -> usize {
+        self.kv_begin(place + 1) - self.kv_begin(place)
+    }
+
+    /// Slots of the new tokens of the request at `place`.
+    pub(super) fn new_slots(&self, place: usize) -> &[i32] {
+        let begin = |place: usize| widen(self.qo_indptr[place].cast_unsigned());
+        &self.out_cache_loc[begin(place)..begin(place + 1)]
+    }
+
+    /// Writes them to host memory.
+    pub(super) fn write(&self, region: &Region, layout: &Layout) -> Result<()> {
+        for (field, values) in [
+            (Field::OutCacheLoc, &self.out_cache_loc),
+            (Field::Positions, &self.positions),
+            (Field::ReqPoolIndices, &self.req_pool_indices),
+            (Field::SeqLens, &self.seq_lens),
+            (Field::QoIndptr, &self.qo_indptr),
+            (Field::KvIndptr, &self.kv_indptr),
+            (Field::KvLastPageLen, &self.kv_last_page_len),
+        ] {
+            region.write(layout.offset(field), values)?;
+        }
+        region.write(layout.offset(Field::SlotMapping), &self.slot_mapping)
+    }
+}
+
+/// What a line of the block table holds.
+#[derive(Clone, Copy, Debug, Default)]
+struct Line {
+    row: u32,
+    turn: u32,
+    /// Entries that are right as long as the request keeps these pages.
+    same: u32,
+    /// From here on it is zeros.
+    until: u32,
+}
+
+/// What the block table holds, so that a step writes only what is new.
+#[derive(Debug)]
+pub(super) struct Lines {
+    /// By place in the batch.
+    lines: Vec<Line>,
+    /// By row, where it was last in a batch.
+    places: Vec<u32>,
+}
+
+impl Lines {
+    /// All zeros.
+    pub(super) fn new(lines: usize, rows: usize) -> Self {
+        Self { lines: vec![Line::default(); lines], places: vec![0; rows] }
+    }
+
+    /// How many entries of the line at `place` are right for a request, of the time that its row was handed out.
+    pub(super) fn right(&self, place: usize, row: u32, turn: u32) -> usize {
+        let line = self.lines[place];
+        let is_same = line.row == row && line.turn == turn && widen(self.places[widen(row)]) == place;
+        if is_same { widen(line.same) } else { 0 }
+    }
+
+    /// From where on the line at `place` is zeros.
+    pub(super) fn until(&self, place: usize) -> usize {
+        widen(self.lines[place].until)
+    }
+
+    /// Notes that the line at `place` shows `count` pages, all of a request.
+    pub(super) fn show(&mut self, place: usize, row: u32, turn: u32, count: usize) {
+        let count = narrow(count);
+        self.lines[place] = Line { row, turn, same: count, until: count };
+        self.places[widen(row)] = narrow(place);
+    }
+
+    /// Notes that the line at `place` shows `count` padding pages.
+    pub(super) fn show_padding(&mut self, place: usize, count: usize) {
+        self.lines[place] = Line { until: narrow(count), ..Line::default() };
+    }
+
+    /// Notes that a request has kept the first `count` of its pages.
+    pub(super) fn cut(&mut self, row: u32, count: usize) {
+        if let Some(line) = self.lines.get_mut(widen(self.places[widen(row)])).filter(|line| line.row == row)
+        {
+            line.same = line.same.min(narrow(count));
+        }
+    }
+
+    /// Notes that nobody knows what lines of `width` hold.
+    pub(super) fn lose(&mut self, width: usize) {
+        self.lines.fill(Line { until: narrow(width), ..Line::default() });
+    }
+}
+
+fn narrow(number: usize) -> u32 {
+    // Bounded by the indices of int32 tensors.
+    u32::try_from(number).unwrap_or(u32::MAX)
+}
