@@ -64,6 +64,7 @@ bench: $(EXTENSION) $(VENV)/.tools
 	$(BIN)/python benches/bench_allocator.py
 	$(BIN)/python benches/bench_kv_pool.py
 	$(BIN)/python benches/bench_pools.py
+	$(BIN)/python benches/bench_planner.py
 	if test -f $(TRACES)/azure/AzureLLMInferenceTrace_conv.csv; then \
 	    $(BIN)/python -m kvpool replay $(TRACES)/azure/AzureLLMInferenceTrace_conv.csv --no-kv; \
 	fi
@@ -72,6 +73,7 @@ bench: $(EXTENSION) $(VENV)/.tools
 bench-cuda: $(EXTENSION) $(VENV)/.tools
 	$(BIN)/python benches/bench_cuda.py
 	$(BIN)/python benches/bench_pools.py
+	$(BIN)/python benches/bench_planner.py
 
 format: $(VENV)/.test
 	cargo fmt

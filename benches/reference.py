@@ -152,3 +152,56 @@ class States:
         """Copies both states of all layers."""
         self.recurrent_state[:, dst] = self.recurrent_state[:, src]
         self.conv_state[:, dst] = self.conv_state[:, src]
+
+
+class PerRequestSteps:
+    """A scheduler step as pymllm's runner makes it: the table is written and read request by request."""
+
+    def __init__(self, rows: int, columns: int, size: int, device: str = "cpu") -> None:
+        self.req_to_token = torch.zeros(rows, columns, dtype=torch.int32, device=device)
+        self.allocator = SortedAllocator(size, device)
+        self.device = device
+
+    def _metadata(self, rows: list[int], seq_lens: list[int], new: list[int]) -> dict[str, torch.Tensor]:
+        lens = torch.tensor(seq_lens, dtype=torch.int32, device=self.device)
+        counts = torch.tensor(new, dtype=torch.int32, device=self.device)
+        kv_indptr = torch.zeros(len(rows) + 1, dtype=torch.int32, device=self.device)
+        kv_indptr[1:] = torch.cumsum(lens, dim=0)
+        qo_indptr = torch.zeros(len(rows) + 1, dtype=torch.int32, device=self.device)
+        qo_indptr[1:] = torch.cumsum(counts, dim=0)
+        kv_indices = torch.cat([self.req_to_token[row, :n] for row, n in zip(rows, seq_lens, strict=True)])
+        return {
+            "req_pool_indices": torch.tensor(rows, dtype=torch.int32, device=self.device),
+            "seq_lens": lens,
+            "kv_indptr": kv_indptr,
+            "qo_indptr": qo_indptr,
+            "kv_indices": kv_indices,
+            "kv_last_page_len": torch.ones(len(rows), dtype=torch.int32, device=self.device),
+        }
+
+    def extend(
+        self, rows: list[int], prefix_lens: list[int], seq_lens: list[int]
+    ) -> dict[str, torch.Tensor] | None:
+        """Takes slots for the new tokens of each request, writes them, and makes the metadata."""
+        new = [n - prefix for prefix, n in zip(prefix_lens, seq_lens, strict=True)]
+        slots = self.allocator.alloc(sum(new))
+        if slots is None:
+            return None
+        begin = 0
+        for row, prefix, n in zip(rows, prefix_lens, seq_lens, strict=True):
+            self.req_to_token[row, prefix:n] = slots[begin : begin + n - prefix]
+            begin += n - prefix
+        spans = zip(prefix_lens, seq_lens, strict=True)
+        positions = torch.cat([torch.arange(*span, dtype=torch.int32, device=self.device) for span in spans])
+        return {"out_cache_loc": slots, "positions": positions, **self._metadata(rows, seq_lens, new)}
+
+    def decode(self, rows: list[int], seq_lens: list[int]) -> dict[str, torch.Tensor] | None:
+        """As `extend`, by one token a request."""
+        slots = self.allocator.alloc(len(rows))
+        if slots is None:
+            return None
+        for i, (row, n) in enumerate(zip(rows, seq_lens, strict=True)):
+            self.req_to_token[row, n - 1] = slots[i]
+        positions = torch.tensor(seq_lens, dtype=torch.int32, device=self.device) - 1
+        metadata = self._metadata(rows, seq_lens, [1] * len(rows))
+        return {"out_cache_loc": slots, "positions": positions, **metadata}

@@ -43,6 +43,20 @@ impl Dims {
         Ok(dims)
     }
 
+    /// Extents as sizes have them.
+    ///
+    /// # Errors
+    /// As [`Dims::new`], and [`ErrorKind::Config`](super::ErrorKind::Config) for an extent beyond a signed 64-bit number.
+    pub fn of(extents: &[usize]) -> Result<Self> {
+        let mut values = [0; MAX_NDIM];
+        for (value, &extent) in values.iter_mut().zip(extents) {
+            *value = i64::try_from(extent)
+                .map_err(|_| Error::config(format!("shape {extents:?} is too large for a tensor")))?;
+        }
+        // If there are too many, that is what is told.
+        values.get(..extents.len()).map_or_else(|| Self::new(&vec![0; extents.len()]), Self::new)
+    }
+
     /// The values.
     #[must_use]
     pub fn as_slice(&self) -> &[i64] {

@@ -64,7 +64,7 @@ struct Request {
 }
 
 /// How one request of a batch grows.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Growth {
     /// Its row.
     pub row: u32,
@@ -74,6 +74,8 @@ pub struct Growth {
     pub prefix: u32,
     /// Its tokens afterwards.
     pub seq: u32,
+    /// Pages that it takes.
+    pub new_pages: u32,
 }
 
 impl Growth {
@@ -98,7 +100,7 @@ impl Growth {
 /// rows.alloc(1).unwrap();
 /// let row = IndexVec::I64(vec![1]);
 /// let named = requests.name(&row, &rows).unwrap();
-/// let growth = [requests.growth(0, named[0], 0, 6).unwrap()];
+/// let growth = [requests.growth(named[0], 0, 6).unwrap()];
 /// assert!(requests.grow(&growth, &[], &mut slots).unwrap());
 /// assert_eq!((requests.pages(1), requests.len(1)), (&[1, 2][..], 6));
 /// ```
@@ -183,19 +185,36 @@ impl Requests {
         Ok(named)
     }
 
-    /// How a named request grows from `prefix` to `seq` tokens, where it has all of the prefix.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Config`] when it has more or less than `prefix`, or `seq` is less.
+    /// How a named request grows from `prefix` to `seq` tokens, where it has all of the prefix; `None` when it has more or
+    /// less, or `seq` is less: see [`Requests::unfit`].
     #[inline]
-    pub fn growth(&self, position: usize, row: u32, prefix: i64, seq: i64) -> Result<Growth> {
-        let len = self.len(row);
-        if let Some(growth) = lengths(row, prefix, seq)
-            && growth.prefix == len
-        {
-            return Ok(growth);
+    #[must_use]
+    pub fn growth(&self, row: u32, prefix: i64, seq: i64) -> Option<Growth> {
+        self.lengths(row, prefix, seq).filter(|growth| growth.prefix == self.len(row))
+    }
+
+    /// A request that has all of `prefix`, as far as its lengths tell.
+    #[inline]
+    fn lengths(&self, row: u32, prefix: i64, seq: i64) -> Option<Growth> {
+        if prefix < 0 || prefix > seq || seq > i64::from(i32::MAX) {
+            return None;
         }
-        Err(unfit(position, row, [prefix, seq], len))
+        let (prefix, seq) = (u32::try_from(prefix).ok()?, u32::try_from(seq).ok()?);
+        let new_pages = self.page_size.pages(seq) - self.page_size.pages(prefix);
+        Some(Growth { row, start: prefix, prefix, seq, new_pages })
+    }
+
+    /// What is wrong with the lengths of the request at `position` of a batch.
+    #[cold]
+    #[must_use]
+    pub fn unfit(&self, position: usize, row: u32, prefix: i64, seq: i64) -> Error {
+        let text = if self.lengths(row, prefix, seq).is_some() {
+            let len = self.len(row);
+            format!("has {len} tokens with slots; it cannot grow from {prefix} to {seq}")
+        } else {
+            format!("grows from {prefix} to {seq} tokens; needed is 0 <= prefix <= seq <= {}", i32::MAX)
+        };
+        Error::config(format!("request row {row} at position {position} {text}"))
     }
 
     /// As [`Requests::growth`], for a new request with a cached prefix in `slots`; their pages are appended to `prefixes`.
@@ -211,8 +230,8 @@ impl Requests {
         slots: &SlotAllocator,
         prefixes: &mut Vec<i32>,
     ) -> Result<Growth> {
-        let Some(growth) = lengths(row, prefix, seq) else {
-            return Err(unfit(position, row, [prefix, seq], self.len(row)));
+        let Some(growth) = self.lengths(row, prefix, seq) else {
+            return Err(self.unfit(position, row, prefix, seq));
         };
         let growth = Growth { start: 0, ..growth };
         let (len, size) = (self.len(row), self.page_size.slots());
@@ -255,19 +274,13 @@ impl Requests {
         Ok(growth)
     }
 
-    /// Pages that a request takes to grow.
-    #[inline]
-    fn new_pages(&self, growth: Growth) -> usize {
-        widen(self.page_size.pages(growth.seq) - self.page_size.pages(growth.prefix))
-    }
-
     /// Lets every request of a batch grow, or none: it shares the pages of cached prefixes (`prefixes`, those of one request
     /// after those of the one before) and takes new ones. `false` when there are not enough.
     ///
     /// # Errors
     /// [`ErrorKind::OutOfMemory`] when the host has no room for the bookkeeping.
     pub fn grow(&mut self, batch: &[Growth], prefixes: &[i32], slots: &mut SlotAllocator) -> Result<bool> {
-        let needed = batch.iter().fold(0usize, |sum, &growth| sum.saturating_add(self.new_pages(growth)));
+        let needed: usize = batch.iter().map(|growth| widen(growth.new_pages)).sum();
         let mut taken = Taken::new(needed)?;
         if !prefixes.is_empty() {
             slots.prepare_sharing()?;
@@ -278,14 +291,13 @@ impl Requests {
         slots.share_pages(prefixes.iter().map(|page| Page::new(page.cast_unsigned())));
         let mut prefixes = prefixes;
         for &growth in batch {
-            let count = self.new_pages(growth);
             let request = &mut self.by_row[widen(growth.row)];
             if growth.start < growth.prefix {
                 let (own, rest) = prefixes.split_at(widen(self.page_size.page(growth.prefix)));
                 request.pages.extend_from_slice(own);
                 prefixes = rest;
             }
-            taken.move_to(&mut request.pages, count);
+            taken.move_to(&mut request.pages, growth.new_pages);
             request.len = growth.seq;
         }
         Ok(true)
@@ -364,7 +376,7 @@ impl Requests {
             return Ok(None);
         }
         slots.share_pages(pages.iter().map(|page| Page::new(page.cast_unsigned())));
-        taken.move_to(&mut pages, usize::from(rest > 0));
+        taken.move_to(&mut pages, u32::from(rest > 0));
         let copied = if rest == 0 {
             [0..0, 0..0]
         } else {
@@ -414,8 +426,8 @@ impl Taken {
     }
 
     /// Moves the next `count` pages to the end of `pages`.
-    fn move_to(&mut self, pages: &mut Vec<i32>, count: usize) {
-        let mut left = u32::try_from(count).unwrap_or(u32::MAX);
+    fn move_to(&mut self, pages: &mut Vec<i32>, count: u32) {
+        let mut left = count;
         while left > 0
             && let Some(run) = self.runs.get_mut(self.at)
         {
@@ -428,30 +440,4 @@ impl Taken {
             }
         }
     }
-}
-
-/// A request that has all of `prefix`, as far as its lengths tell.
-#[inline]
-fn lengths(row: u32, prefix: i64, seq: i64) -> Option<Growth> {
-    if prefix < 0 || prefix > seq || seq > i64::from(i32::MAX) {
-        return None;
-    }
-    let (prefix, seq) = (u32::try_from(prefix).ok()?, u32::try_from(seq).ok()?);
-    Some(Growth { row, start: prefix, prefix, seq })
-}
-
-/// What is wrong with the lengths of a request that has `len` tokens.
-#[cold]
-fn unfit(position: usize, row: u32, [prefix, seq]: [i64; 2], len: u32) -> Error {
-    if lengths(row, prefix, seq).is_some() {
-        return Error::config(format!(
-            "request row {row} at position {position} has {len} tokens with slots; it cannot grow from {prefix} to \
-             {seq}"
-        ));
-    }
-    Error::config(format!(
-        "request row {row} at position {position} grows from {prefix} to {seq} tokens; needed is \
-         0 <= prefix <= seq <= {}",
-        i32::MAX
-    ))
 }

@@ -201,7 +201,10 @@ impl BatchPlanner {
             let (prefix, seq) = (batch.prefix_lens[position], batch.seq_lens[position]);
             let cached = batch.prefix_slots.get(position).and_then(Option::as_ref);
             growths.push(match cached.filter(|cached| !cached.is_empty()) {
-                None => self.requests.growth(position, row, prefix, seq)?,
+                None => self
+                    .requests
+                    .growth(row, prefix, seq)
+                    .ok_or_else(|| self.requests.unfit(position, row, prefix, seq))?,
                 Some(cached) => self.requests.growth_of_cached(
                     (position, row),
                     (prefix, seq),
@@ -245,7 +248,11 @@ impl BatchPlanner {
         let named = self.requests.name(rows, table.rows())?;
         let mut growths = reserve(count)?;
         for (position, (&row, seq)) in named.iter().zip(seq_lens.iter()).enumerate() {
-            growths.push(self.requests.growth(position, row, seq.saturating_sub(width), seq)?);
+            let prefix = seq.saturating_sub(width);
+            let Some(growth) = self.requests.growth(row, prefix, seq) else {
+                return Err(self.requests.unfit(position, row, prefix, seq));
+            };
+            growths.push(growth);
         }
         self.plan(Pools { slots, table }, &growths, &[], (padded, tokens_per_req), stream)
     }
@@ -394,8 +401,7 @@ impl BatchPlanner {
         let mut requests = reserve(padded)?;
         let mut pages: Vec<i32> = reserve(sent)?;
         for place in 0..padded {
-            let mut growth =
-                batch.get(place).copied().unwrap_or(Growth { row: 0, start: 0, prefix: 0, seq: 0 });
+            let mut growth = batch.get(place).copied().unwrap_or(Growth::default());
             let Growth { row, start, prefix, .. } = growth;
             if sent > remote.most_pages && start < prefix {
                 // So many cached slots do not cross at once.
@@ -567,7 +573,7 @@ impl BatchPlanner {
         let Some(copied) = self.requests.fork([src, dst], len, slots.slots_mut())? else { return Ok(None) };
         let written = self.write_fork(slots, table, dst, len, copied, stream);
         if written.is_err() {
-            let growth = Growth { row: dst, start: 0, prefix: 0, seq: len };
+            let growth = Growth { row: dst, seq: len, ..Growth::default() };
             self.requests.shrink(&[growth], slots.slots_mut());
         }
         self.changes += 1;

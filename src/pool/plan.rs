@@ -208,7 +208,7 @@ impl Listed {
         let size = requests.page_size();
         let (mut tokens, mut pages) = (0, 0);
         let padding = u32::try_from(padding).unwrap_or(0);
-        let filler = Growth { row: PADDING, start: 0, prefix: 0, seq: padding };
+        let filler = Growth { row: PADDING, seq: padding, ..Growth::default() };
         for growth in batch.iter().copied().chain(std::iter::repeat_n(filler, padded - batch.len())) {
             let Growth { row, prefix, seq, .. } = growth;
             self.req_pool_indices.push(row.cast_signed());

@@ -33,12 +33,7 @@ impl TensorView {
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when it does not lie within the region.
     pub fn contiguous(region: Arc<Region>, offset: usize, dtype: DType, shape: &[usize]) -> Result<Self> {
-        let extents = shape
-            .iter()
-            .map(|&extent| i64::try_from(extent))
-            .collect::<std::result::Result<Vec<_>, _>>()
-            .map_err(|_| Error::config(format!("shape {shape:?} is too large for a tensor")))?;
-        Self::packed(region, offset, dtype, Dims::new(&extents)?)
+        Self::packed(region, offset, dtype, Dims::of(shape)?)
     }
 
     /// As [`TensorView::contiguous`], with extents as tensors have them.
