@@ -33,6 +33,7 @@ def test_every_class_has_its_section_source_and_tests() -> None:
         "ReqToTokenPool": "req_to_token_pool",
         "KVPool": "kv_pool",
         "GDNPool": "gdn_pool",
+        "BatchPlanner": "batch_planner",
         "ChunkPool": "chunk_pool",
         "BufferPool": "buffer_pool",
         "PagePool": "page_pool",
