@@ -3,7 +3,8 @@
 use std::collections::HashMap;
 use std::ops::Range;
 
-use kvpool::index::{Arena, Buckets, RefCounts, Rounding, Ticket};
+use kvpool::base::IndexVec;
+use kvpool::index::{Arena, Buckets, FenceId, Order, RefCounts, Rounding, SlotAllocator, Ticket};
 use proptest::prelude::*;
 
 const CASES: u32 = 200;
@@ -173,5 +174,132 @@ fn buckets_are_the_smallest_that_hold_the_bytes() {
             assert_eq!(Some(bucket as u128), least, "{bytes} bytes, {rounding:?}");
         }
         assert!(rounding.bucket(usize::MAX).is_err());
+    }
+}
+
+#[derive(Clone, Debug)]
+enum Sharing {
+    Alloc(usize),
+    Share(Vec<i64>),
+    Free(Vec<i64>, bool),
+    FreeAfter(Vec<i64>),
+    Pass(usize),
+    Clear,
+}
+
+fn sharings() -> impl Strategy<Value = Vec<Sharing>> {
+    // Few slots, so that most are named again and again; some that are none.
+    let slots = || proptest::collection::vec(-2..44i64, 0..8);
+    let step = prop_oneof![
+        4 => (0..12usize).prop_map(Sharing::Alloc),
+        4 => slots().prop_map(Sharing::Share),
+        6 => (slots(), any::<bool>()).prop_map(|(slots, strict)| Sharing::Free(slots, strict)),
+        3 => slots().prop_map(Sharing::FreeAfter),
+        3 => (0..4usize).prop_map(Sharing::Pass),
+        1 => Just(Sharing::Clear),
+    ];
+    proptest::collection::vec(step, 0..150)
+}
+
+/// By page, how many owners stay, and how many leave when their fence has passed.
+#[derive(Clone, Debug, Default, PartialEq)]
+struct Owned {
+    stay: HashMap<i64, usize>,
+    leave: Vec<(FenceId, i64)>,
+    dropped: usize,
+}
+
+impl Owned {
+    fn is_in_use(&self, page: i64) -> bool {
+        self.stay.get(&page).is_some_and(|owners| *owners > 0)
+            || self.leave.iter().any(|(_, leaving)| *leaving == page)
+    }
+
+    /// Takes an owner from the page of each slot, and returns the pages.
+    fn free(&mut self, slots: &[i64], page_size: i64) -> Vec<i64> {
+        let mut named = Vec::new();
+        for slot in slots {
+            let page = slot.div_euclid(page_size);
+            if page_size > 1 && named.contains(&page) {
+                continue;
+            }
+            match self.stay.get_mut(&page) {
+                Some(owners) if *owners > 0 => {
+                    *owners -= 1;
+                    named.push(page);
+                }
+                _ => self.dropped += 1,
+            }
+        }
+        named
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(CASES * 4))]
+
+    #[test]
+    fn shared_slots_agree_with_a_model(steps in sharings(), is_paged in any::<bool>(), is_fifo in any::<bool>()) {
+        let page_size = if is_paged { 4 } else { 1 };
+        let order = if is_fifo { Order::Fifo } else { Order::Sorted };
+        let mut slots = SlotAllocator::new(40, page_size, order).expect("small");
+        let page_size = i64::try_from(page_size).expect("small");
+        let mut model = Owned::default();
+        let mut fences: Vec<FenceId> = Vec::new();
+        for step in steps {
+            match step {
+                Sharing::Alloc(count) => {
+                    for slot in slots.alloc(count).expect("room").into_iter().flatten() {
+                        let page = i64::from(slot).div_euclid(page_size);
+                        prop_assert!(!model.is_in_use(page) || page_size > 1);
+                        model.stay.insert(page, 1);
+                    }
+                }
+                Sharing::Share(given) => {
+                    let mut pages: Vec<i64> = given.iter().map(|slot| slot.div_euclid(page_size)).collect();
+                    if page_size > 1 {
+                        pages.sort_unstable();
+                        pages.dedup();
+                    }
+                    let is_right = pages.iter().all(|page| model.stay.get(page).is_some_and(|owners| *owners > 0));
+                    prop_assert_eq!(slots.share(&IndexVec::I64(given)).is_ok(), is_right);
+                    for page in pages.iter().filter(|_| is_right) {
+                        *model.stay.entry(*page).or_default() += 1;
+                    }
+                }
+                Sharing::Free(given, strict) => {
+                    let mut after = model.clone();
+                    after.free(&given, page_size);
+                    let is_refused = strict && after.dropped > model.dropped;
+                    prop_assert_eq!(slots.free(&IndexVec::I64(given), strict).is_err(), is_refused);
+                    model = if is_refused { model } else { after };
+                }
+                Sharing::FreeAfter(given) => {
+                    let fence = slots.new_fence();
+                    let _ = slots.free_after(fence, &IndexVec::I64(given.clone()), false).expect("not strict");
+                    let pages = model.free(&given, page_size);
+                    model.leave.extend(pages.into_iter().map(|page| (fence, page)));
+                    fences.push(fence);
+                }
+                Sharing::Pass(at) if !fences.is_empty() => {
+                    let fence = fences.remove(at % fences.len());
+                    slots.fence_passed(fence);
+                    model.leave.retain(|(other, _)| *other != fence);
+                }
+                Sharing::Pass(_) => (),
+                Sharing::Clear => {
+                    slots.clear();
+                    model.stay.clear();
+                    model.leave.clear();
+                }
+            }
+            prop_assert_eq!(slots.fault(), None);
+            let every: Vec<i64> = (0..44).collect();
+            let in_use: Vec<bool> = every.iter().map(|slot| model.is_in_use(slot.div_euclid(page_size))).collect();
+            let found: Vec<bool> = slots.is_allocated(&IndexVec::I64(every)).collect();
+            prop_assert_eq!(found, in_use);
+            prop_assert_eq!(slots.stats().dropped_frees, model.dropped);
+            prop_assert_eq!(slots.available() + slots.stats().in_use, 40);
+        }
     }
 }
