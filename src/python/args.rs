@@ -8,7 +8,7 @@ use pyo3::exceptions::{PyOverflowError, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyByteArray, PyBytes, PyInt, PyList, PyRange, PySequence, PyTuple};
 
-use crate::base::{DType, Device, Dims, Error, IndexVec, MAX_NDIM};
+use crate::base::{DType, Device, Dims, Error, IndexVec, MAX_NDIM, reserve};
 use crate::kernels::{Indices, expect_ints, read_indices};
 use crate::memory::{Borrowed, Stream};
 use crate::pool::values_now;
@@ -290,12 +290,21 @@ pub(super) fn index_or_indices<'a, 'py>(object: &'a Bound<'py, PyAny>) -> PyResu
 }
 
 fn ints(sequence: &Bound<'_, PyAny>) -> PyResult<IndexVec> {
+    // Lists are the common case, and their length is known.
+    if let Ok(list) = sequence.cast::<PyList>() {
+        let mut values = reserve(list.len())?;
+        for item in list.iter() {
+            values.push(int(&item)?);
+        }
+        return Ok(IndexVec::I64(values));
+    }
     sequence.try_iter()?.map(|item| int(&item?)).collect::<PyResult<_>>().map(IndexVec::I64)
 }
 
 /// One index. What does not fit 64 bits is outside of everything, so the nearest number stands for it.
 pub(super) fn int(object: &Bound<'_, PyAny>) -> PyResult<i64> {
-    if object.is_instance_of::<PyBool>() {
+    // A bool is an int to Python, but no plain one.
+    if !object.is_exact_instance_of::<PyInt>() && object.is_instance_of::<PyBool>() {
         return Err(PyTypeError::new_err("an index must be an int, not bool"));
     }
     match object.extract::<i64>() {
