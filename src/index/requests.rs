@@ -138,12 +138,6 @@ impl Requests {
         &self.by_row[widen(row)].pages
     }
 
-    /// Whether no request has any slots.
-    #[must_use]
-    pub fn is_empty(&self) -> bool {
-        self.by_row.iter().all(|request| request.len == 0)
-    }
-
     /// Requests that have slots, and their tokens.
     #[must_use]
     pub fn totals(&self, rows: &RowTable) -> (usize, usize) {

@@ -277,9 +277,9 @@ impl BatchPlanner {
         stream: Stream,
     ) -> Result<Option<Plan>> {
         let Pools { slots, table } = pools;
-        let longest = batch.iter().map(|growth| widen(growth.seq)).max().unwrap_or(0);
         let missing = padded - batch.len();
-        let longest = longest.max(if missing > 0 { padding } else { 0 });
+        let of_padding = if missing > 0 { padding } else { 0 };
+        let longest = batch.iter().map(|growth| widen(growth.seq)).max().unwrap_or(0).max(of_padding);
         if longest > table.max_context_len() {
             return Err(Error::index(format!(
                 "a request of {longest} tokens does not fit a table of {} columns",
@@ -294,7 +294,7 @@ impl BatchPlanner {
                 self.config().max_tokens
             )));
         }
-        let most = batch.iter().map(|growth| growth.new_tokens()).max().unwrap_or(0);
+        let most = batch.iter().map(|growth| growth.new_tokens()).max().unwrap_or(0).max(of_padding);
         if !self.requests.grow(batch, prefixes, slots.slots_mut())? {
             return Ok(None);
         }
@@ -318,7 +318,7 @@ impl BatchPlanner {
             padded_batch_size: padded,
             num_tokens,
             padded_num_tokens,
-            max_seqlen_q: most.max(if missing > 0 { padding } else { 0 }),
+            max_seqlen_q: most,
             max_seqlen_k: longest,
             kv_len: self.listed.kv_begin(padded),
         }))
