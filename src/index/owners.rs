@@ -57,11 +57,6 @@ impl Owners {
         self.more(page) > 0 || self.leaving(page) > 0
     }
 
-    /// Whether `page`, which is live, has more than one owner that stays.
-    pub(super) fn is_shared(&self, page: Page) -> bool {
-        self.more(page) > self.leaving(page)
-    }
-
     /// Whether `page`, which is live, has an owner that stays.
     pub(super) fn is_owned(&self, page: Page) -> bool {
         self.more(page) + 1 > self.leaving(page)

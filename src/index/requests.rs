@@ -268,6 +268,42 @@ impl Requests {
         Ok(growth)
     }
 
+    /// Checks that the page that a request goes on filling is its own still.
+    ///
+    /// # Errors
+    /// [`ErrorKind::IndexOwnership`] when somebody else freed it.
+    #[inline]
+    pub fn check_open(&self, position: usize, growth: Growth, slots: &SlotAllocator) -> Result<()> {
+        if self.page_size.offset(growth.start) == 0 || growth.start == growth.seq {
+            return Ok(());
+        }
+        let open = widen(self.page_size.page(growth.start));
+        self.check_owned(position, growth.row, open..open + 1, slots)
+    }
+
+    /// Checks that pages of a request are owned.
+    fn check_owned(
+        &self,
+        position: usize,
+        row: u32,
+        pages: Range<usize>,
+        slots: &SlotAllocator,
+    ) -> Result<()> {
+        let pages = &self.pages(row)[pages];
+        match pages.iter().find(|page| !slots.is_owned(Page::new(page.cast_unsigned()))) {
+            None => Ok(()),
+            Some(page) => {
+                let slot = page * self.page_size.slots().cast_signed();
+                Err(Error::new(
+                    ErrorKind::IndexOwnership,
+                    format!(
+                        "slot {slot} of request row {row} at position {position} was freed by somebody else"
+                    ),
+                ))
+            }
+        }
+    }
+
     /// Lets every request of a batch grow, or none: it shares the pages of cached prefixes (`prefixes`, those of one request
     /// after those of the one before) and takes new ones. `false` when there are not enough.
     ///
@@ -353,13 +389,14 @@ impl Requests {
     /// replaced by a new one. Returns the slots to copy to and from, or `None` when there is no page for it.
     ///
     /// # Errors
-    /// As [`Requests::grow`].
+    /// [`ErrorKind::IndexOwnership`] when somebody else freed a page of `src`; as [`Requests::grow`].
     pub fn fork(
         &mut self,
         [src, dst]: [u32; 2],
         len: u32,
         slots: &mut SlotAllocator,
     ) -> Result<Option<[Range<u32>; 2]>> {
+        self.check_owned(0, src, 0..widen(self.page_size.pages(len)), slots)?;
         let full = widen(self.page_size.page(len));
         let rest = self.page_size.offset(len);
         let mut pages = reserve(full + 1)?;

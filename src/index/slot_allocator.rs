@@ -463,9 +463,15 @@ impl SlotAllocator {
         self.pages.is_live(page) && self.owners.is_owned(page)
     }
 
-    /// Whether somebody else owns `page`, too.
+    /// Whether somebody else owns `page`, too, or left it behind a fence.
     pub(super) fn is_shared(&self, page: Page) -> bool {
-        self.owners.is_shared(page)
+        self.owners.concerns(page)
+    }
+
+    /// Whether slots wait for this fence.
+    #[must_use]
+    pub fn is_awaited(&self, id: FenceId) -> bool {
+        self.fences.iter().any(|fenced| fenced.fence == id)
     }
 
     /// Takes `count` pages and names them in order, or returns `false`.

@@ -11,6 +11,9 @@ use crate::tensor::TensorView;
 use super::plan::{Field, Layout, Lines, Listed, Plan, PlannerConfig};
 use super::{ReqToTokenPool, TableIndex, TokenToKvPoolAllocator, at_least_one, fits_int32};
 
+/// Steps of full size whose numbers may be on their way to the device.
+const STEPS_AHEAD: usize = 8;
+
 /// The pools that a planner works on.
 #[derive(Debug)]
 pub struct Pools<'a> {
@@ -112,9 +115,13 @@ impl BatchPlanner {
         let remote = match fields.gpu() {
             None => None,
             Some(gpu) => {
-                let most_pages = max_tokens + 2 * max_batch_size + width;
-                // Two steps may be on their way while a third is written.
-                let ring = PlanBatch::bytes(max_batch_size, most_pages).saturating_mul(3);
+                let new_pages = max_tokens + 2 * max_batch_size;
+                // Cached prefixes are sent once; as many pages as there are can be distinct.
+                let most_pages = new_pages + (max_batch_size * width).min(slots.slots().pages().capacity());
+                // Steps that bring no prefixes may be far ahead of the device.
+                let ring = PlanBatch::bytes(max_batch_size, new_pages)
+                    .saturating_mul(STEPS_AHEAD)
+                    .max(PlanBatch::bytes(max_batch_size, most_pages).saturating_mul(2));
                 Some(Remote {
                     launcher: Launcher::new(gpu, ring)?,
                     host: Arc::new(Region::new(Arc::new(Host), layout.small_bytes())?),
@@ -277,6 +284,9 @@ impl BatchPlanner {
         stream: Stream,
     ) -> Result<Option<Plan>> {
         let Pools { slots, table } = pools;
+        for (position, growth) in batch.iter().enumerate() {
+            self.requests.check_open(position, *growth, slots.slots())?;
+        }
         let missing = padded - batch.len();
         let of_padding = if missing > 0 { padding } else { 0 };
         let longest = batch.iter().map(|growth| widen(growth.seq)).max().unwrap_or(0).max(of_padding);
@@ -551,8 +561,8 @@ impl BatchPlanner {
     /// it. Full pages are shared; what the caller must copy is returned as slots to copy to and from, valid on `stream`.
     ///
     /// # Errors
-    /// As [`Requests::name`]; [`ErrorKind::Config`] when `src` has less or `dst` has something; [`ErrorKind::Driver`] when
-    /// the driver refuses. Nothing is changed.
+    /// As [`Requests::name`] and [`Requests::fork`]; [`ErrorKind::Config`] when `src` has less or `dst` has something;
+    /// [`ErrorKind::Driver`] when the driver refuses. Nothing is changed.
     pub fn fork(
         &mut self,
         pools: Pools<'_>,

@@ -94,6 +94,16 @@ fn values(py: Python<'_>, object: &Bound<'_, PyAny>) -> PyResult<IndexVec> {
     args::index_or_indices(object)?.values(py)
 }
 
+/// Batch sizes, none of them negative.
+fn padded_sizes(given: &IndexVec) -> PyResult<Vec<usize>> {
+    let size = |size: i64| {
+        usize::try_from(size).map_err(|_| {
+            Error::config(format!("pad_to has {size}; a batch size must not be negative")).into()
+        })
+    };
+    given.iter().map(size).collect()
+}
+
 /// One entry for each request: ints, or `None`.
 fn cached(py: Python<'_>, object: &Bound<'_, PyAny>) -> PyResult<Vec<Option<IndexVec>>> {
     let Ok(sequence) = object.cast::<PySequence>() else {
@@ -161,7 +171,8 @@ impl BatchPlanner {
     ///     ConfigError: If lengths differ or do not fit what a request has, a row is named twice, cached slots do not fill
     ///         their prefix or their pages, or the batch is larger than the planner's.
     ///     IndexError: If a row or a length is outside of the table.
-    ///     IndexOwnershipError: If a row was not taken, or a cached slot is not in use.
+    ///     IndexOwnershipError: If a row was not taken, a cached slot is not in use, or somebody else freed the page that a
+    ///         request goes on filling.
     ///     DriverError: If the driver refuses, or the stream is being captured.
     #[pyo3(signature = (req_pool_indices, prefix_lens, seq_lens, prefix_slots=None))]
     fn extend(
@@ -221,10 +232,7 @@ impl BatchPlanner {
         let rows = values(py, req_pool_indices)?;
         let seq_lens = values(py, seq_lens)?;
         let tokens_per_req = tokens_per_req.count("tokens_per_req", 1)?;
-        let pad_to = pad_to.map(|sizes| values(py, sizes)).transpose()?;
-        // A size that is no number of requests fits none.
-        let sizes: Option<Vec<usize>> =
-            pad_to.map(|sizes| sizes.iter().map(|size| usize::try_from(size).unwrap_or(0)).collect());
+        let sizes = pad_to.map(|sizes| padded_sizes(&values(py, sizes)?)).transpose()?;
         Self::plan(slf, |planner, pools, stream| {
             planner.decode(pools, (&rows, &seq_lens), tokens_per_req, sizes.as_deref(), stream)
         })
@@ -240,8 +248,8 @@ impl BatchPlanner {
     /// Raises:
     ///     ConfigError: If a request has less, or a row is named twice; nothing is changed then.
     ///     IndexError: If a row is outside of the table.
-    ///     IndexOwnershipError: If a row was not taken, or a request would end within a page that has another owner, which
-    ///         later tokens would overwrite; nothing is changed then. If the allocator is strict, and somebody else freed a
+    ///     IndexOwnershipError: If a row was not taken, or a request would end within a page that has another owner, maybe
+    ///         one behind a fence, which later tokens would overwrite; nothing is changed then. If the allocator is strict, and somebody else freed a
     ///         slot of the planner; all others were given back then.
     #[pyo3(signature = (req_pool_indices, seq_lens, *, after=None))]
     fn truncate(
@@ -299,7 +307,7 @@ impl BatchPlanner {
     /// Raises:
     ///     ConfigError: If `src` has less, `dst` has something, or they are the same.
     ///     IndexError: If a row is outside of the table.
-    ///     IndexOwnershipError: If a row was not taken.
+    ///     IndexOwnershipError: If a row was not taken, or somebody else freed a page of `src`.
     ///     DriverError: If the driver refuses, or the stream is being captured.
     fn fork(
         &self,

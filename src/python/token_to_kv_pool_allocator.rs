@@ -216,8 +216,11 @@ impl TokenToKvPoolAllocator {
         }
         with(&self.pool, |pool| {
             let fence = after.map(|object| (pool.new_fence(), object));
-            let bad = free(pool, fence.map(|(id, _)| id))?;
-            if let Some((id, object)) = fence {
+            let answer = free(pool, fence.map(|(id, _)| id));
+            // Some of it may have been freed all the same.
+            if let Some((id, object)) = fence
+                && (answer.is_ok() || pool.slots().is_awaited(id))
+            {
                 // The pool's lock is still held, so that no `clear` comes between the slots and their fence.
                 lock(&self.fences).push(Fence { id, object: object.clone().unbind(), reported: false });
                 self.fenced.store(true, Ordering::Release);
@@ -225,7 +228,7 @@ impl TokenToKvPoolAllocator {
             if !pool.is_settled() {
                 self.unsettled.store(true, Ordering::Release);
             }
-            Ok(bad)
+            answer
         })
     }
 

@@ -224,6 +224,7 @@ impl Ring {
                 return Ok(Some(range));
             }
             match pieces.used.front() {
+                Some(oldest) if !oldest.held && oldest.done.passed()? => (),
                 Some(oldest) if !oldest.held => oldest.done.wait()?,
                 _ => return Ok(None),
             }

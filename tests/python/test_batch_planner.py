@@ -1,0 +1,1799 @@
+"""BatchPlanner: slots, table and metadata of batches, against a naive planner; misuse, lifetime, threads."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import logging
+import random
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import devices
+import numpy as np
+import pytest
+import torch
+from models import Fence
+from planner_model import NUMBERS, TENSORS, Pair, compare_plans, some
+
+import kvpool
+from kvpool import (
+    BatchPlan,
+    BatchPlanner,
+    ConfigError,
+    IndexOwnershipError,
+    KVPool,
+    ReqToTokenPool,
+    StaleBufferError,
+    TokenToKVPoolAllocator,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from conftest import RunSnippet
+
+PAGE_SIZES = [1, 16, 64]
+STATM = Path("/proc/self/statm")
+
+pytestmark = pytest.mark.usefixtures("device")
+
+
+def pools(page_size: int = 1, size: int = 64) -> tuple[ReqToTokenPool, TokenToKVPoolAllocator]:
+    where = devices.current()
+    return ReqToTokenPool(4, 32, where), TokenToKVPoolAllocator(size, where, page_size)
+
+
+def wide(page_size: int, **options: Any) -> Pair:  # noqa: ANN401
+    """Enough pages of any size for a few requests of a few pages each."""
+    return Pair(40 * page_size, page_size, max_context_len=5 * page_size + 20, max_tokens=1024, **options)
+
+
+# Construction
+
+
+def test_signatures() -> None:
+    def names(call: Callable[..., Any]) -> list[str]:
+        return [name for name in inspect.signature(call).parameters if name != "self"]
+
+    assert names(BatchPlanner) == [
+        "req_to_token_pool",
+        "allocator",
+        "max_batch_size",
+        "max_tokens",
+        "kv_indices",
+        "block_table",
+    ]
+    keyword = inspect.signature(BatchPlanner).parameters
+    for name in ("kv_indices", "block_table"):
+        assert keyword[name].kind is inspect.Parameter.KEYWORD_ONLY
+        assert keyword[name].default is True
+    assert names(BatchPlanner.extend) == ["req_pool_indices", "prefix_lens", "seq_lens", "prefix_slots"]
+    assert names(BatchPlanner.decode) == ["req_pool_indices", "seq_lens", "tokens_per_req", "pad_to"]
+    assert names(BatchPlanner.truncate) == ["req_pool_indices", "seq_lens", "after"]
+    assert names(BatchPlanner.finish) == ["req_pool_indices", "seq_lens", "after"]
+    assert names(BatchPlanner.fork) == ["src", "dst", "seq_len"]
+    decode = inspect.signature(BatchPlanner.decode).parameters
+    assert decode["tokens_per_req"].default == 1
+    assert decode["pad_to"].kind is inspect.Parameter.KEYWORD_ONLY
+
+
+def test_attributes() -> None:
+    table, allocator = pools(16)
+    planner = BatchPlanner(table, allocator, 4, 32)
+    assert planner.req_to_token_pool is table
+    assert planner.allocator is allocator
+    assert (planner.max_batch_size, planner.max_tokens, planner.page_size) == (4, 32, 16)
+    assert planner.device == allocator.device
+    assert type(planner.device) is str
+    for name in ("req_to_token_pool", "allocator", "max_batch_size", "max_tokens", "page_size", "device"):
+        with pytest.raises(AttributeError):
+            setattr(planner, name, getattr(planner, name))
+
+
+def test_keyword_arguments() -> None:
+    table, allocator = pools()
+    planner = BatchPlanner(
+        req_to_token_pool=table,
+        allocator=allocator,
+        max_batch_size=4,
+        max_tokens=32,
+        kv_indices=True,
+        block_table=False,
+    )
+    rows = some(table.alloc(2))
+    assert planner.extend(req_pool_indices=rows, prefix_lens=[0, 0], seq_lens=[1, 2], prefix_slots=None)
+    assert planner.decode(req_pool_indices=rows, seq_lens=[3, 4], tokens_per_req=2, pad_to=None)
+    planner.truncate(req_pool_indices=rows, seq_lens=[2, 3], after=None)
+    planner.finish(req_pool_indices=rows[:1], seq_lens=[2], after=None)
+    row = some(table.alloc())[0]
+    assert planner.fork(src=rows[1], dst=row, seq_len=1)
+    assert planner.seq_len(req_pool_idx=row) == 1
+
+
+@pytest.mark.parametrize("sizes", [(0, 1), (1, 0), (-1, 1), (1, -7), (0, 0)])
+def test_sizes_below_one(sizes: tuple[int, int]) -> None:
+    wrong = next(size for size in sizes if size < 1)
+    with pytest.raises(ConfigError, match=str(wrong)):
+        BatchPlanner(*pools(), *sizes)
+
+
+@pytest.mark.parametrize("sizes", [(2**40, 1), (1, 2**40), (10**30, 1), (1, 10**30), (2**31, 2**31)])
+def test_sizes_that_can_not_be(sizes: tuple[int, int]) -> None:
+    with pytest.raises((ConfigError, kvpool.OutOfMemoryError), match=r"\d"):
+        BatchPlanner(*pools(), *sizes)
+
+
+@pytest.mark.parametrize("size", [1.0, "4", None, float("nan"), [4]])
+def test_sizes_of_a_wrong_type(size: Any) -> None:  # noqa: ANN401
+    with pytest.raises(TypeError):
+        BatchPlanner(*pools(), size, 8)
+    with pytest.raises(TypeError):
+        BatchPlanner(*pools(), 8, size)
+
+
+def test_what_is_no_pool() -> None:
+    table, allocator = pools()
+    for wrong in (None, 3, object(), BatchPlanner(table, allocator, 1, 1)):
+        with pytest.raises(TypeError):
+            BatchPlanner(wrong, allocator, 4, 8)  # type: ignore[arg-type]
+        with pytest.raises(TypeError):
+            BatchPlanner(table, wrong, 4, 8)  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        BatchPlanner(allocator, table, 4, 8)  # type: ignore[arg-type]
+
+
+def test_plans_are_only_made_by_planners() -> None:
+    with pytest.raises(TypeError):
+        BatchPlan()
+
+
+def test_stats() -> None:
+    pair = Pair(page_size=4)
+    rows = pair.start(5, 3, 0)
+    stats = pair.planner.stats()
+    assert type(stats) is dict
+    assert {name: stats[name] for name in ("requests", "tokens", "plans")} == {
+        "requests": 2,
+        "tokens": 8,
+        "plans": 1,
+    }
+    assert (stats["max_batch_size"], stats["max_tokens"]) == (8, 256)
+    assert stats["bytes"] > 0
+    pair.finish(rows)
+    assert pair.planner.stats()["requests"] == 0
+
+
+# Fields, in numbers
+
+
+def test_a_plan_in_numbers_with_pages_of_one_slot() -> None:
+    table, allocator = pools()
+    planner = BatchPlanner(table, allocator, 4, 32)
+    one, two = some(table.alloc(2))
+    plan = some(planner.extend([two, one], [0, 0], [3, 2]))
+    assert plan.out_cache_loc.tolist() == plan.kv_indices.tolist() == [1, 2, 3, 4, 5]
+    assert plan.slot_mapping.tolist() == [1, 2, 3, 4, 5]
+    assert plan.positions.tolist() == [0, 1, 2, 0, 1]
+    assert plan.req_pool_indices.tolist() == [two, one]
+    assert plan.seq_lens.tolist() == plan.cache_seqlens.tolist() == [3, 2]
+    assert plan.qo_indptr.tolist() == plan.cu_seqlens_q.tolist() == plan.kv_indptr.tolist() == [0, 3, 5]
+    assert plan.kv_last_page_len.tolist() == [1, 1]
+    assert plan.block_table.shape == (2, 32)
+    assert plan.block_table[:, :4].tolist() == [[1, 2, 3, 0], [4, 5, 0, 0]]
+    assert [getattr(plan, name) for name in NUMBERS] == [2, 2, 5, 5, 3, 3]
+    assert table.read(one, 3).tolist() == [4, 5, 0]
+
+    plan = some(planner.decode([one, two], [3, 4]))
+    assert plan.out_cache_loc.tolist() == [6, 7]
+    assert plan.positions.tolist() == [2, 3]
+    assert plan.qo_indptr.tolist() == [0, 1, 2]
+    assert plan.kv_indptr.tolist() == [0, 3, 7]
+    assert plan.kv_indices.tolist() == [4, 5, 6, 1, 2, 3, 7]
+    assert [getattr(plan, name) for name in NUMBERS] == [2, 2, 2, 2, 1, 4]
+
+
+def test_a_padded_plan_in_numbers_with_pages_of_sixteen_slots() -> None:
+    table, allocator = pools(16, 96)
+    planner = BatchPlanner(table, allocator, 4, 32)
+    one, two = some(table.alloc(2))
+    some(planner.extend([one, two], [0, 0], [15, 16]))
+    plan = some(planner.decode([one, two], [18, 19], 3, pad_to=[1, 4]))
+    # Request one has pages 1 and 3, request two pages 2 and 4.
+    assert plan.out_cache_loc.tolist() == [31, 48, 49, 64, 65, 66, 0, 0, 0, 0, 0, 0]
+    assert plan.slot_mapping.tolist() == [31, 48, 49, 64, 65, 66, -1, -1, -1, -1, -1, -1]
+    assert plan.positions.tolist() == [15, 16, 17, 16, 17, 18, 0, 1, 2, 0, 1, 2]
+    assert plan.req_pool_indices.tolist() == [one, two, 0, 0]
+    assert plan.seq_lens.tolist() == [18, 19, 3, 3]
+    assert plan.qo_indptr.tolist() == [0, 3, 6, 9, 12]
+    assert plan.kv_indptr.tolist() == [0, 2, 4, 5, 6]
+    assert plan.kv_indices.tolist() == [1, 3, 2, 4, 0, 0]
+    assert plan.kv_last_page_len.tolist() == [2, 3, 3, 3]
+    assert plan.block_table.tolist() == [[1, 3], [2, 4], [0, 0], [0, 0]]
+    assert [getattr(plan, name) for name in NUMBERS] == [2, 4, 6, 12, 3, 19]
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_every_convention_finds_the_tokens_of_every_request(page_size: int) -> None:
+    table, allocator = (
+        ReqToTokenPool(4, 200, devices.current()),
+        TokenToKVPoolAllocator(960, devices.current(), page_size),
+    )
+    kv = KVPool(960, 1, 1, 1, devices.current(), torch.float32, page_size=page_size)
+    planner = BatchPlanner(table, allocator, 4, 512)
+    rows = some(table.alloc(3))
+    lens = [0, 0, 0]
+    for chunk in ([70, 3, 16], [1, 100, 64], [1, 1, 1], [16, 0, 40]):
+        prefix, lens = lens, [have + new for have, new in zip(lens, chunk, strict=True)]
+        plan = some(planner.extend(rows, prefix, lens))
+        starts = plan.host.qo_indptr
+        for i, row in enumerate(rows):
+            positions = plan.host.positions[starts[i] : starts[i + 1]]
+            values = (row * 1000 + torch.from_numpy(positions.copy())).to(torch.float32)[:, None, None]
+            slots = plan.slot_mapping if i % 2 else plan.out_cache_loc
+            values = values.to(devices.current())
+            kv.set_kv_buffer(0, slots[starts[i] : starts[i + 1]], values, values)
+    pages = kv.page_view(0)[0][..., 0, 0].tolist()
+    for i, row in enumerate(rows):
+        wanted = [row * 1000 + position for position in range(lens[i])]
+        begin, end = plan.kv_indptr[i : i + 2].tolist()
+        *full, last = plan.kv_indices[begin:end].tolist()
+        found = [value for page in full for value in pages[page]]
+        assert found + pages[last][: plan.kv_last_page_len[i]] == wanted
+        blocks = plan.block_table[i].tolist()
+        length = int(plan.cache_seqlens[i])
+        assert [pages[blocks[at // page_size]][at % page_size] for at in range(length)] == wanted
+        assert kv.gather_kv(0, table.read(row, length), gathered(length))[0].flatten().tolist() == wanted
+
+
+def gathered(rows: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    if devices.current() == "cpu":
+        return None
+    return torch.zeros(rows, 1, 1, device="cuda"), torch.zeros(rows, 1, 1, device="cuda")
+
+
+def test_names_of_one_thing_share_its_memory() -> None:
+    pair = Pair()
+    plan = pair.extend(pair.rows(2), [0, 0], [3, 4])
+    assert plan.cache_seqlens.data_ptr() == plan.seq_lens.data_ptr()
+    assert plan.cu_seqlens_q.data_ptr() == plan.qo_indptr.data_ptr()
+    others = {getattr(plan, name).data_ptr() for name in TENSORS}
+    assert len(others) == len(TENSORS) - 2
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_every_plan_is_at_the_same_addresses(page_size: int) -> None:
+    pair = wide(page_size)
+    rows = pair.start(1, 2 * page_size)
+    plan = pair.decode(rows, [2, 2 * page_size + 1])
+    addresses = {name: getattr(plan, name).data_ptr() for name in TENSORS}
+    kept = plan.seq_lens
+    size = pair.planner.stats()["bytes"]
+    more = pair.rows(2)
+    steps: list[Callable[[], BatchPlan]] = [
+        lambda: pair.extend(more, [0, 0], [page_size + 1, 1]),
+        lambda: pair.decode([*more, *rows], [page_size + 2, 2, 3, 2 * page_size + 2]),
+        lambda: pair.decode(rows, [5, 2 * page_size + 4], 2, pad_to=[2, 8]),
+        lambda: pair.decode(rows[:1], [6], pad_to=[2, 8]),
+    ]
+    for step in steps:
+        plan = step()
+        assert {name: getattr(plan, name).data_ptr() for name in TENSORS} == addresses
+    assert kept.tolist() == plan.seq_lens.tolist() == [6, 1]
+    assert pair.planner.stats()["bytes"] == size
+
+
+def test_batches_of_nobody_are_plans() -> None:
+    pair = Pair(page_size=4)
+    plan = pair.extend([], [], [], [])
+    assert plan.kv_indptr.tolist() == plan.qo_indptr.tolist() == [0]
+    assert plan.block_table.shape == (0, 12)
+    assert (plan.max_seqlen_q, plan.max_seqlen_k) == (0, 0)
+    pair.decode([], [])
+    pair.decode([], [], 2, pad_to=3)
+    pair.decode([], [], 2, pad_to=0)
+    pair.decode(torch.tensor([], dtype=torch.int32), np.array([], dtype=np.int64), pad_to=[1])
+    pair.truncate([], [])
+    pair.finish([])
+    pair.finish([], [])
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_requests_without_new_tokens_are_in_the_plan(page_size: int) -> None:
+    pair = wide(page_size)
+    rows = pair.start(3, 0, 2 * page_size)
+    plan = pair.extend(rows, [3, 0, 2 * page_size], [3, 0, 2 * page_size])
+    assert plan.num_tokens == plan.out_cache_loc.numel() == 0
+    assert plan.max_seqlen_k == max(3, 2 * page_size)
+    assert plan.kv_last_page_len.tolist() == [min(3, (3 - 1) % page_size + 1), 0, page_size]
+
+
+@pytest.mark.parametrize("name", ["kv_indices", "block_table"])
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_fields_that_are_not_wanted_are_none(page_size: int, name: str) -> None:
+    pair = wide(page_size, **{name: False})
+    rows = pair.start(page_size + 1, 2)
+    plan = pair.decode(rows, [page_size + 2, 3], pad_to=4)
+    assert getattr(plan, name) is None
+    assert getattr(plan.host, name) is None
+    assert pair.planner.stats()["bytes"] < wide(page_size).planner.stats()["bytes"]
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_neither_pages_nor_blocks(page_size: int) -> None:
+    pair = wide(page_size, kv_indices=False, block_table=False)
+    rows = pair.start(2 * page_size, 1)
+    pair.decode(rows, [2 * page_size + 2, 3], 2)
+    pair.truncate(rows, [1, 0])
+    pair.extend(rows[::-1], [0, 1], [page_size, page_size + 1])
+
+
+# extend and decode
+
+
+@pytest.mark.parametrize("need_sort", [True, False])
+def test_slots_come_as_from_alloc(need_sort: bool) -> None:
+    pair = Pair(need_sort=need_sort)
+    other = TokenToKVPoolAllocator(64, devices.current(), 1, need_sort)
+    rows = pair.start(20, 10)
+    assert pair.row_of(rows[0], 20) + pair.row_of(rows[1], 10) == some(other.alloc(30)).tolist()
+    taken = pair.row_of(rows[0], 20)
+    pair.finish(rows[:1])
+    other.free(taken)
+    row = pair.rows(1)[0]
+    for lens in ([11, 25], [12, 26], [13, 27]):
+        new = 26 if lens[1] == 25 else 2
+        plan = pair.extend([rows[1], row], [lens[0] - 1, lens[1] - new + 1], lens)
+        assert plan.out_cache_loc.tolist() == some(other.alloc(new)).tolist()
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_prefill_in_chunks(page_size: int) -> None:
+    pair = wide(page_size)
+    one, two = pair.rows(2)
+    length = 0
+    for chunk in (1, page_size - 1, page_size, 2, page_size, 1, page_size - 3):
+        if chunk > 0:
+            pair.extend([two, one], [length // 2, length], [(length + chunk) // 2, length + chunk])
+            length += chunk
+    assert pair.planner.seq_len(one) == length
+    slots = pair.row_of(one, length)
+    assert len(set(slots)) == length
+    pair.finish([one, two], [length, length // 2])
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_decode_across_page_ends(page_size: int) -> None:
+    pair = wide(page_size, need_sort=False)
+    lens = [1, page_size, 2 * page_size - 1]
+    rows = pair.start(*lens)
+    for step in range(1, 5):
+        pair.decode(rows, [length + step for length in lens])
+    assert pair.planner.stats()["tokens"] == sum(lens) + 12
+
+
+def test_prefill_and_decode_in_one_batch() -> None:
+    pair = Pair(page_size=4)
+    rows = pair.start(5, 3)
+    new = pair.rows(1)
+    plan = pair.extend([*rows, *new], [5, 3, 0], [6, 4, 9])
+    assert plan.max_seqlen_q == 9
+    assert plan.qo_indptr.tolist() == [0, 1, 2, 11]
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_the_order_of_the_batch_may_change(page_size: int) -> None:
+    pair = wide(page_size)
+    begin = (1, page_size, 3 * page_size)
+    lens = dict(zip(pair.start(*begin), begin, strict=True))
+    choose = random.Random(page_size)  # noqa: S311
+    for _ in range(12):
+        rows = choose.sample(list(lens), choose.randrange(1, 4))
+        for row in rows:
+            lens[row] += 1
+        pair.decode(rows, [lens[row] for row in rows], pad_to=choose.choice([None, 4, 6]))
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_blocks_beyond_a_request_are_zero_after_longer_ones(page_size: int) -> None:
+    pair = wide(page_size)
+    rows = pair.start(5 * page_size, 4 * page_size, 1, 1)
+    plan = pair.decode(rows[2:], [2, 2])
+    assert plan.block_table[:, 2:].count_nonzero() == 0
+    pair.extend(rows[:2], [5 * page_size, 4 * page_size], [5 * page_size + 1, 4 * page_size + 1])
+    plan = pair.decode(rows[2:], [3, 3], pad_to=8)
+    assert plan.block_table[2:].count_nonzero() == 0
+    pair.truncate(rows[:2], [1, page_size])
+    pair.extend(rows[:2], [1, page_size], [2, page_size + 1])
+    pair.finish(rows[:1])
+    pair.decode(rows[1:], [page_size + 2, 4, 4])
+    row = pair.rows(1)[0]
+    pair.extend([row], [0], [1])
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_truncation_and_growth_with_other_pages(page_size: int) -> None:
+    pair = wide(page_size, need_sort=False)
+    one, two = pair.start(4 * page_size, 1)
+    pair.truncate([one], [page_size])
+    pair.extend([two], [1], [3 * page_size])
+    plan = pair.extend([one], [page_size], [5 * page_size])
+    before = pair.row_of(one, 5 * page_size)
+    assert plan.block_table[0, :5].tolist() == [slot // page_size for slot in before[::page_size]]
+    pair.truncate([one], [0])
+    pair.decode([two], [3 * page_size + 1])
+    pair.extend([one], [0], [2 * page_size])
+    assert pair.row_of(one, page_size) != before[:page_size]
+
+
+def test_what_a_request_had_stays_when_others_move_to_its_place() -> None:
+    pair = Pair(page_size=4)
+    one, two = pair.start(9, 9)
+    # two is shown where one was, one loses a page meanwhile, and returns to its place with another.
+    pair.decode([two], [10])
+    pair.truncate([one], [4])
+    pair.decode([two], [13], 3)
+    pair.extend([one, two], [4, 13], [12, 13])
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_arguments_in_every_form(as_index: Callable[[Sequence[int]], Any], page_size: int) -> None:
+    pair = Pair(page_size=page_size)
+    rows = pair.rows(3)
+    pair.extend(as_index(rows), as_index([0, 0, 0]), as_index([5, 1, 9]))
+    pair.decode(as_index(rows[1:]), as_index([2, 10]), pad_to=4)
+    pair.truncate(as_index(rows), as_index([4, 1, 9]))
+    pair.finish(as_index(rows), as_index([4, 1, 9]))
+    cached = pair.slots(8).tolist()
+    rows = pair.rows(2)
+    pair.extend(as_index(rows), as_index([8, 4]), as_index([9, 5]), [as_index(cached), as_index(cached[:4])])
+    pair.finish(as_index(rows))
+
+
+def test_scalars_of_other_libraries_are_numbers() -> None:
+    pair = Pair(page_size=4)
+    rows = pair.start(5, 1)
+    pair.decode(rows, [7, 3], np.int64(2), pad_to=np.array([4]))  # type: ignore[arg-type]
+    row = pair.rows(1)[0]
+    assert pair.planner.fork(np.int32(rows[0]), torch.tensor(row), np.int64(6))
+    assert pair.planner.seq_len(np.int64(row)) == 6
+
+
+def test_plans_go_on_in_tensors_of_the_device() -> None:
+    pair = Pair(page_size=4)
+    rows = torch.tensor(pair.start(5, 1, 8), dtype=torch.int32).to(devices.current())
+    plan = pair.decode(rows, torch.tensor([6, 2, 9]).to(devices.current()))
+    # As an engine does it: the fields of the last plan are the arguments of the next.
+    for _ in range(5):
+        plan = pair.decode(plan.req_pool_indices, plan.seq_lens + 1)
+    assert plan.seq_lens.tolist() == [11, 7, 14]
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_large_batches(page_size: int) -> None:
+    requests = 150
+    pair = Pair(
+        1 << 16,
+        page_size,
+        max_reqs=requests,
+        max_context_len=3000,
+        max_batch_size=256,
+        max_tokens=1 << 16,
+    )
+    choose = random.Random(page_size)  # noqa: S311
+    lens = [choose.choice([1, 40, 333, page_size]) for _ in range(requests - 1)] + [2500]
+    rows = pair.start(*lens)
+    order = choose.sample(range(requests), requests)
+    lens = [length + 3 for length in lens]
+    pair.decode([rows[i] for i in order], [lens[i] for i in order], 3, pad_to=[128, 256])
+    pair.extend(rows[-2:], lens[-2:], [lens[-2] + 700, lens[-1] + 400])
+    pair.finish(rows)
+
+
+# Cached prefixes
+
+
+def as_tensor(slots: list[int]) -> torch.Tensor:
+    return devices.here(torch.tensor(slots, dtype=torch.int32))
+
+
+PREFIX_FORMS: dict[str, Callable[[list[int]], Any]] = {
+    "list": list,
+    "tuple": tuple,
+    "array": np.array,
+    "int32": as_tensor,
+    "int64": lambda slots: as_tensor(slots).to(torch.int64),
+}
+
+
+@pytest.mark.parametrize("form", sorted(PREFIX_FORMS))
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_cached_prefixes(page_size: int, form: str) -> None:
+    pair = wide(page_size)
+    cached = pair.slots(3 * page_size).tolist()
+    rows = pair.rows(4)
+    make = PREFIX_FORMS[form]
+    size = page_size
+    plan = pair.extend(
+        rows,
+        [3 * size, 0, 2 * size, 0],
+        [3 * size + 2, size + 1, 2 * size, 1],
+        (make(cached), None, make(cached[: 2 * size]), []),
+    )
+    assert pair.row_of(rows[0], 3 * size) == cached
+    assert plan.num_tokens == 2 + size + 1 + 1
+    assert plan.max_seqlen_k == max(3 * size + 2, size + 1)
+    assert pair.allocator.stats()["shared"] == 3 * size
+    pair.decode(rows, [3 * size + 3, size + 2, 2 * size + 1, 2])
+    pair.finish(rows)
+    assert pair.allocator.is_allocated(cached).all()
+    pair.free(cached)
+    assert pair.allocator.available_size() == 40 * size
+
+
+def test_a_prefix_that_alloc_handed_out_is_shared_as_it_is() -> None:
+    pair = Pair()
+    slots = pair.slots(6)
+    rows = pair.rows(2)
+    pair.extend(rows, [6, 3], [7, 4], [slots, slots[:3]])
+    pair.free(slots.tolist())
+    assert pair.allocator.stats()["in_use"] == 8
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_a_prefix_from_the_row_of_another_request(page_size: int) -> None:
+    pair = wide(page_size)
+    one = pair.start(2 * page_size + 1)[0]
+    two = pair.rows(1)[0]
+    pair.extend([two], [2 * page_size], [2 * page_size + 1], [pair.table.read(one, 2 * page_size)])
+    pair.finish([one])
+    pair.decode([two], [2 * page_size + 2])
+    pair.finish([two])
+    assert pair.allocator.stats()["in_use"] == 0
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_the_last_owner_of_a_prefix_returns_it(page_size: int) -> None:
+    pair = wide(page_size, strict=True)
+    cached = pair.slots(2 * page_size).tolist()
+    rows = pair.rows(2)
+    pair.extend(rows, [2 * page_size] * 2, [2 * page_size + 1] * 2, [cached, cached])
+    # The cache evicts it while both requests run.
+    pair.free(cached)
+    assert pair.allocator.is_allocated(cached).all()
+    pair.finish(rows[:1])
+    assert pair.allocator.is_allocated(cached).all()
+    assert pair.row_of(rows[1], 2 * page_size) == cached
+    pair.finish(rows[1:])
+    assert not pair.allocator.is_allocated(cached).any()
+    with pytest.raises(IndexOwnershipError):
+        pair.allocator.free(cached)
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_a_finished_request_leaves_its_slots_to_the_cache(page_size: int) -> None:
+    pair = wide(page_size)
+    row = pair.start(2 * page_size + 1)[0]
+    cached = pair.row_of(row, 2 * page_size)
+    pair.share(cached)
+    pair.finish([row])
+    assert pair.allocator.is_allocated(cached).all()
+    again = pair.rows(1)
+    pair.extend(again, [2 * page_size], [3 * page_size], [cached])
+    pair.free(cached)
+    pair.finish(again)
+    assert pair.allocator.stats()["in_use"] == 0
+
+
+def test_a_prefix_goes_on_in_chunks() -> None:
+    pair = Pair(page_size=4)
+    cached = pair.slots(8).tolist()
+    row = pair.rows(1)[0]
+    pair.extend([row], [8], [8], [cached])
+    pair.extend([row], [8], [11], [None])
+    pair.extend([row], [11], [14], [[]])
+    pair.truncate([row], [8])
+    pair.extend([row], [8], [9])
+
+
+def test_slots_of_a_prefix_need_not_follow_each_other() -> None:
+    pair = Pair()
+    slots = pair.slots(9).tolist()
+    row = pair.rows(1)[0]
+    pair.extend([row], [4], [6], [[slots[i] for i in (7, 2, 8, 0)]])
+    paged = Pair(page_size=4)
+    pages = paged.slots(12).tolist()
+    row = paged.rows(1)[0]
+    paged.extend([row], [8], [9], [[*pages[8:], *pages[:4]]])
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_prefixes_alone_need_no_free_slot(page_size: int) -> None:
+    pair = Pair(8 * page_size, page_size)
+    cached = pair.slots(8 * page_size).tolist()
+    rows = pair.rows(2)
+    pair.extend(rows, [8 * page_size] * 2, [8 * page_size] * 2, [cached] * 2)
+    assert pair.try_extend(rows[:1], [8 * page_size], [8 * page_size + 1]) is None
+
+
+BAD_PREFIXES: dict[str, tuple[int, int, list[int], type[Exception], str]] = {
+    # page_size, prefix_len, slots, error, number that it names
+    "free": (1, 3, [1, 2, 40], IndexOwnershipError, "40"),
+    "padding": (1, 2, [0, 1], IndexOwnershipError, "0"),
+    "negative": (1, 2, [1, -5], IndexOwnershipError, "-5"),
+    "outside": (1, 1, [6500], IndexOwnershipError, "6500"),
+    "huge": (1, 1, [2**40], IndexOwnershipError, str(2**40)),
+    "fenced": (1, 1, [8], IndexOwnershipError, "8"),
+    "fewer": (1, 4, [1, 2, 3], ConfigError, "4"),
+    "more": (1, 2, [1, 2, 3], ConfigError, "3"),
+    "none_needed": (1, 0, [1], ConfigError, "1"),
+    "partial_page": (4, 6, [4, 5, 6, 7, 8, 9], ConfigError, "6"),
+    "second_half": (4, 4, [6, 7, 8, 9], ConfigError, "6"),
+    "descending": (4, 4, [7, 6, 5, 4], ConfigError, "7"),
+    "gap": (4, 4, [4, 5, 7, 7], ConfigError, "7"),
+    "mixed": (4, 4, [4, 5, 10, 11], ConfigError, "10"),
+    "free_page": (4, 8, [4, 5, 6, 7, 40, 41, 42, 43], IndexOwnershipError, "40"),
+    "padding_page": (4, 4, [0, 1, 2, 3], IndexOwnershipError, "0"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(BAD_PREFIXES))
+def test_prefixes_that_do_not_fit(name: str) -> None:
+    page_size, prefix, slots, error, number = BAD_PREFIXES[name]
+    pair = Pair(page_size=page_size)
+    pair.slots(16)
+    if name == "fenced":
+        pair.free([8], Fence())
+    good, bad = pair.rows(2)
+    cached = [page_size + i for i in range(page_size)]
+    pair.refused(
+        error,
+        lambda: pair.planner.extend(
+            [good, bad], [page_size, prefix], [page_size + 1, prefix + 1], [cached, slots]
+        ),
+        number,
+    )
+    pair.extend([good, bad], [page_size, 0], [page_size + 1, 1], [cached, None])
+
+
+def test_prefixes_of_requests_that_have_tokens() -> None:
+    pair = Pair()
+    row = pair.start(3)[0]
+    cached = pair.slots(3).tolist()
+    pair.refused(ConfigError, lambda: pair.planner.extend([row], [3], [4], [cached]), "3")
+    pair.extend([row], [3], [4], [None])
+
+
+def test_prefixes_that_nobody_gave() -> None:
+    pair = Pair()
+    row = pair.rows(1)[0]
+    forms: list[Any] = [None, [None], [[]]]
+    for slots in forms:
+        pair.refused(ConfigError, lambda slots=slots: pair.planner.extend([row], [3], [4], slots), "3")
+
+
+@pytest.mark.parametrize("wrong", [[], [[1]], [[1], [2], [3]]])
+def test_as_many_prefixes_as_requests(wrong: list[list[int]]) -> None:
+    pair = Pair()
+    pair.slots(4)
+    rows = pair.rows(2)
+    pair.refused(ConfigError, lambda: pair.planner.extend(rows, [1, 1], [2, 2], wrong), str(len(wrong)))
+
+
+@pytest.mark.parametrize("wrong", [3, 1.5, object(), [3], [1.5], ["1"], [[1.5]], [[True]], [object()]])
+def test_prefixes_of_a_wrong_type(wrong: Any) -> None:  # noqa: ANN401
+    pair = Pair()
+    pair.slots(4)
+    row = pair.rows(1)[0]
+    pair.refused(TypeError, lambda: pair.planner.extend([row], [1], [2], wrong))
+
+
+# truncate
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_rejected_tokens_are_given_back(page_size: int) -> None:
+    pair = wide(page_size)
+    lens = [page_size - 1, 2 * page_size, 1]
+    rows = pair.start(*lens)
+    for accepted in ([1, 4, 2], [3, 1, 1], [4, 4, 4]):
+        plan = pair.decode(rows, [n + 4 for n in lens], 4)
+        assert (plan.num_tokens, plan.max_seqlen_q) == (12, 4)
+        lens = [n + kept for n, kept in zip(lens, accepted, strict=True)]
+        pair.truncate(rows, lens)
+        assert [pair.planner.seq_len(row) for row in rows] == lens
+    pair.finish(rows, lens)
+    assert pair.allocator.available_size() == 40 * page_size
+
+
+def test_truncate_to_the_same_length_changes_nothing() -> None:
+    pair = Pair(page_size=4)
+    row = pair.start(6)[0]
+    free = pair.allocator.available_size()
+    pair.truncate([row], [6])
+    pair.truncate([row], [5])
+    assert pair.allocator.available_size() == free
+    pair.truncate([row], [4])
+    assert pair.allocator.available_size() == free + 4
+
+
+def test_what_the_table_had_beyond_stays_there() -> None:
+    pair = Pair()
+    row = pair.start(5)[0]
+    slots = pair.row_of(row, 5)
+    pair.truncate([row], [2])
+    assert pair.row_of(row, 5) == slots
+    pair.finish([row])
+    assert not pair.table.req_to_token.any()
+
+
+@pytest.mark.parametrize(("seq", "number"), [(6, "6"), (-1, "-1"), (2**40, str(2**40))])
+def test_lengths_that_a_request_cannot_shrink_to(seq: int, number: str) -> None:
+    pair = Pair(page_size=4)
+    rows = pair.start(5, 5)
+    pair.refused(ConfigError, lambda: pair.planner.truncate(rows, [3, seq]), number)
+    pair.truncate(rows, [3, 4])
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_a_request_cannot_end_within_a_page_that_others_read(page_size: int) -> None:
+    pair = wide(page_size)
+    row = pair.start(2 * page_size + 1)[0]
+    pair.share(pair.row_of(row, 2 * page_size))
+    if page_size == 1:
+        pair.truncate([row], [1])
+        return
+    other = pair.start(1)[0]
+    for seq in (1, page_size + 1, 2 * page_size - 1):
+        pair.refused(
+            IndexOwnershipError,
+            lambda seq=seq: pair.planner.truncate([other, row], [0, seq]),
+            str(seq),
+        )
+    pair.truncate([row], [2 * page_size])
+    pair.truncate([row], [page_size])
+    pair.truncate([row], [0])
+
+
+def test_a_request_may_end_within_a_page_again_when_the_others_are_gone() -> None:
+    pair = Pair(page_size=4)
+    row = pair.start(8)[0]
+    slots = pair.row_of(row, 8)
+    pair.share(slots)
+    pair.refused(IndexOwnershipError, lambda: pair.planner.truncate([row], [6]))
+    pair.free(slots)
+    pair.truncate([row], [6])
+    pair.decode([row], [7])
+
+
+# fork
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_fork_shares_full_pages_and_replaces_the_partial_one(page_size: int) -> None:
+    pair = wide(page_size)
+    src, other = pair.start(2 * page_size + 3, 1)
+    dst = pair.rows(1)[0]
+    free = pair.allocator.available_size()
+    length = 2 * page_size + min(2, page_size - 1)
+    dst_slots, src_slots = pair.fork(src, dst, length)
+    rest = length - 2 * page_size
+    assert dst_slots.shape == src_slots.shape == (rest,)
+    assert pair.allocator.available_size() == free - (page_size if rest else 0)
+    assert pair.row_of(dst, 2 * page_size) == pair.row_of(src, 2 * page_size)
+    assert pair.allocator.stats()["shared"] == 2 * page_size
+    assert pair.planner.seq_len(dst) == length
+    pair.decode([dst, other, src], [length + 1, 2, 2 * page_size + 4])
+    assert not set(pair.row_of(dst, length + 1)[2 * page_size :]) & set(
+        pair.row_of(src, 2 * page_size + 4)[2 * page_size :]
+    )
+
+
+@pytest.mark.parametrize("first", ["src", "dst"])
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_shared_pages_return_with_the_last_request(page_size: int, first: str) -> None:
+    pair = wide(page_size, strict=True)
+    src = pair.start(2 * page_size + 1)[0]
+    dst = pair.rows(1)[0]
+    pair.fork(src, dst, 2 * page_size + 1)
+    shared = pair.row_of(src, 2 * page_size)
+    one, two = (src, dst) if first == "src" else (dst, src)
+    pair.finish([one])
+    assert pair.allocator.is_allocated(shared).all()
+    assert pair.row_of(two, 2 * page_size) == shared
+    pair.finish([two])
+    assert pair.allocator.available_size() == 40 * page_size
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_both_may_finish_in_one_call(page_size: int) -> None:
+    pair = wide(page_size, strict=True)
+    src = pair.start(3 * page_size)[0]
+    dst = pair.rows(3)
+    for row in dst:
+        pair.fork(src, row, 3 * page_size)
+    pair.finish([dst[0], src])
+    pair.finish(dst[1:], [3 * page_size] * 2)
+    assert pair.allocator.available_size() == 40 * page_size
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_forks_of_forks(page_size: int) -> None:
+    pair = wide(page_size)
+    rows = pair.start(3 * page_size - 1)
+    for _ in range(3):
+        rows += pair.rows(1)
+        pair.fork(rows[-2], rows[-1], 3 * page_size - 1)
+    plan = pair.decode(rows, [3 * page_size] * 4)
+    assert len(set(plan.out_cache_loc.tolist())) == 4
+    for row in rows:
+        pair.finish([row], [3 * page_size])
+    assert pair.allocator.stats()["in_use"] == 0
+
+
+def test_fork_of_nothing_and_of_whole_pages_copies_nothing() -> None:
+    pair = Pair(page_size=4)
+    src = pair.start(9)[0]
+    one, two = pair.rows(2)
+    for row, length in ((one, 0), (two, 8)):
+        dst_slots, src_slots = pair.fork(src, row, length)
+        assert dst_slots.numel() == src_slots.numel() == 0
+        assert dst_slots.dtype is src_slots.dtype is torch.int32
+    pair.extend([one, two], [0, 8], [1, 9])
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_a_forked_request_reads_what_its_source_wrote_and_writes_for_itself(page_size: int) -> None:
+    where = devices.current()
+    kv = KVPool(12 * page_size, 2, 1, 2, where, torch.float32, page_size=page_size)
+    pair = Pair(12 * page_size, page_size, max_context_len=4 * page_size)
+    length = 2 * page_size + page_size // 2
+    src = pair.rows(1)[0]
+    slots = pair.extend([src], [0], [length]).out_cache_loc
+    values = torch.arange(length, dtype=torch.float32)[:, None, None].expand(-1, 1, 2).contiguous().to(where)
+    for layer in range(2):
+        kv.set_kv_buffer(layer, slots, values + layer, -values - layer)
+    dst = pair.rows(1)[0]
+    dst_slots, src_slots = pair.fork(src, dst, length)
+    kv.move_kv(dst_slots, src_slots)
+
+    def held(row: int, layer: int) -> list[float]:
+        picked = torch.tensor(pair.row_of(row, pair.planner.seq_len(row)))
+        k, v = (buffer.cpu()[picked] for buffer in kv.get_kv_buffer(layer))
+        assert torch.equal(k, -v)
+        numbers: list[float] = k[:, 0, 1].tolist()
+        return numbers
+
+    written = [float(i) for i in range(length)]
+    for layer in range(2):
+        assert held(src, layer) == held(dst, layer) == [value + layer for value in written]
+    new = torch.tensor([100.0, 200.0])[:, None, None].expand(-1, 1, 2).contiguous().to(where)
+    for _ in range(2):
+        lens = [pair.planner.seq_len(src) + 1, pair.planner.seq_len(dst) + 1]
+        plan = pair.decode([src, dst], lens)
+        for layer in range(2):
+            kv.set_kv_buffer(layer, plan.out_cache_loc, new, -new)
+    assert held(src, 1) == [*(value + 1 for value in written), 100, 100]
+    assert held(dst, 0) == [*written, 200, 200]
+    # A part of the source that had been shared is written again.
+    pair.truncate([src], [page_size])
+    plan = pair.decode([src], [page_size + 1])
+    kv.set_kv_buffer(0, plan.out_cache_loc, new[:1] * 7, -new[:1] * 7)
+    assert held(src, 0) == [*written[:page_size], 700]
+    assert held(dst, 0) == [*written, 200, 200]
+
+
+def test_fork_that_finds_no_page_is_none_and_changes_nothing() -> None:
+    pair = Pair(16, 4)
+    src, other = pair.start(10, 1)
+    dst = pair.rows(1)[0]
+    assert pair.try_fork(src, dst, 10) is None
+    assert pair.planner.seq_len(dst) == 0
+    pair.fork(src, dst, 8)
+    pair.finish([dst, other])
+    dst = pair.rows(1)[0]
+    pair.fork(src, dst, 10)
+
+
+BAD_FORKS: dict[str, tuple[tuple[int, int, int], type[Exception], str]] = {
+    "itself": ((1, 1, 2), ConfigError, "1"),
+    "longer": ((1, 3, 7), ConfigError, "7"),
+    "negative": ((1, 3, -1), ConfigError, "-1"),
+    "full": ((1, 2, 3), ConfigError, "2"),
+    "src_not_taken": ((5, 3, 0), IndexOwnershipError, "5"),
+    "dst_not_taken": ((1, 5, 2), IndexOwnershipError, "5"),
+    "src_padding": ((0, 3, 0), IndexOwnershipError, "0"),
+    "dst_padding": ((1, 0, 2), IndexOwnershipError, "0"),
+    "src_outside": ((9, 3, 0), IndexError, "9"),
+    "dst_outside": ((1, -1, 0), IndexError, "-1"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(BAD_FORKS))
+def test_forks_that_can_not_be(name: str) -> None:
+    arguments, error, number = BAD_FORKS[name]
+    pair = Pair(page_size=4)
+    assert pair.start(6, 3) == [1, 2]
+    assert pair.rows(2) == [3, 4]
+    pair.refused(error, lambda: pair.planner.fork(*arguments), number)
+    pair.fork(1, 3, 6)
+
+
+@pytest.mark.parametrize("arguments", [(1.0, 3, 2), (1, "3", 2), (1, 3, 2.0), (None, 3, 2), ([1], 3, 2)])
+def test_forks_of_a_wrong_type(arguments: Any) -> None:  # noqa: ANN401
+    pair = Pair()
+    pair.start(6)
+    pair.refused(TypeError, lambda: pair.planner.fork(*arguments))
+
+
+# Padding
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 20])
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_padding_to_a_batch_size(page_size: int, tokens: int) -> None:
+    pair = Pair(40 * page_size + 80, page_size, max_context_len=5 * page_size + 48)
+    lens = [1, page_size + 1]
+    rows = pair.start(*lens)
+    lens = [n + tokens for n in lens]
+    plan = pair.decode(rows, lens, tokens, pad_to=5)
+    assert (plan.batch_size, plan.padded_batch_size) == (2, 5)
+    assert (plan.num_tokens, plan.padded_num_tokens) == (2 * tokens, 5 * tokens)
+    assert plan.host.kv_indptr[-1] - plan.host.kv_indptr[2] == 3 * -(-tokens // page_size)
+    pair.decode(rows, [n + tokens for n in lens], tokens)
+
+
+@pytest.mark.parametrize(
+    ("pad_to", "padded"),
+    [
+        (2, 2),
+        (3, 3),
+        ([8, 4, 1, 2, 6], 2),
+        ((7, 4), 4),
+        (np.array([1, 8]), 8),
+        (torch.tensor([3]), 3),
+        (None, 2),
+    ],
+    ids=str,
+)
+def test_the_least_size_that_fits_is_taken(pad_to: Any, padded: int) -> None:  # noqa: ANN401
+    pair = Pair(page_size=4)
+    rows = pair.start(3, 4)
+    plan = some(pair.planner.decode(rows, [4, 5], pad_to=pad_to))
+    sizes = None if pad_to is None else [int(size) for size in np.asarray(pad_to).flatten()]
+    expected = some(pair.model.decode(rows, [4, 5], pad_to=sizes))
+    assert expected.padded_batch_size == padded
+    compare_plans(plan, expected, pair.width, devices.current())
+
+
+@pytest.mark.parametrize(
+    ("pad_to", "number"), [(1, "2"), ([1, 0], "2"), ([], "2"), (-3, "-3"), (9, "9"), ([1, 100], "100")]
+)
+def test_sizes_that_do_not_fit(pad_to: Any, number: str) -> None:  # noqa: ANN401
+    pair = Pair()
+    rows = pair.start(3, 4)
+    pair.refused(ConfigError, lambda: pair.planner.decode(rows, [4, 5], pad_to=pad_to), number)
+    pair.decode(rows, [4, 5], pad_to=8)
+
+
+def test_a_size_below_zero_fits_not_even_nobody() -> None:
+    pair = Pair()
+    pair.refused(ConfigError, lambda: pair.planner.decode([], [], pad_to=-1), "-1")
+    pair.refused(ConfigError, lambda: pair.planner.decode([], [], pad_to=[-3, -1]), "-3")
+
+
+def test_padded_tokens_count() -> None:
+    pair = Pair(max_tokens=12)
+    rows = pair.start(3, 4)
+    pair.refused(ConfigError, lambda: pair.planner.decode(rows, [7, 8], 4, pad_to=4), "12")
+    pair.decode(rows, [7, 8], 4, pad_to=3)
+    pair.refused(ConfigError, lambda: pair.planner.decode([], [], 4, pad_to=4), "16")
+
+
+def test_padded_requests_are_no_longer_than_the_table() -> None:
+    pair = Pair(max_context_len=8)
+    pair.refused(IndexError, lambda: pair.planner.decode([], [], 9, pad_to=2), "9")
+    pair.decode([], [], 8, pad_to=2)
+
+
+def test_padding_needs_a_padding_row() -> None:
+    pair = Pair(padding_row=False)
+    rows = pair.start(3, 4)
+    assert rows == [0, 1]
+    pair.refused(ConfigError, lambda: pair.planner.decode(rows, [4, 5], pad_to=4), "4")
+    pair.decode(rows, [4, 5])
+
+
+@pytest.mark.parametrize("wrong", [1.5, "4", [1.0], [None], object()])
+def test_sizes_to_pad_to_of_a_wrong_type(wrong: Any) -> None:  # noqa: ANN401
+    pair = Pair()
+    rows = pair.start(3)
+    pair.refused(TypeError, lambda: pair.planner.decode(rows, [4], pad_to=wrong))
+
+
+def test_padding_takes_no_slots() -> None:
+    pair = Pair(2)
+    row = pair.start(1)
+    pair.decode(row, [2], pad_to=8)
+    assert pair.allocator.available_size() == 0
+    assert not pair.table.req_to_token[0].any()
+
+
+# finish
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_finish_gives_slots_and_rows_back(page_size: int) -> None:
+    pair = wide(page_size)
+    rows = pair.start(page_size + 1, 2, 0)
+    kept = pair.start(3)
+    pair.finish([rows[2], rows[0]], [0, page_size + 1])
+    assert pair.table.available_size() == 6
+    assert not pair.table.req_to_token[rows[0]].any()
+    pair.decode([rows[1], *kept], [3, 4])
+    pair.finish([rows[1], *kept])
+    assert pair.table.available_size() == 8
+    assert pair.allocator.available_size() == 40 * page_size
+    assert not pair.table.req_to_token.any()
+
+
+def test_finished_rows_begin_anew() -> None:
+    pair = Pair(max_reqs=1)
+    for length in (9, 2, 30):
+        pair.finish(pair.start(length), [length])
+
+
+def test_finish_of_more_rows_than_a_batch_has() -> None:
+    pair = Pair(max_batch_size=2)
+    rows = pair.start(1, 2) + pair.start(3, 4)
+    pair.truncate(rows, [1, 1, 1, 1])
+    pair.finish(rows)
+
+
+@pytest.mark.parametrize("lens", [[6, 3], [5, 2], [0, 0], [3, 5], [-1, 3]])
+def test_finish_checks_the_lengths_that_it_is_given(lens: list[int]) -> None:
+    pair = Pair(page_size=4)
+    rows = pair.start(5, 3)
+    wrong = next(i for i in range(2) if lens[i] != (5, 3)[i])
+    with pytest.raises(ConfigError) as caught:
+        pair.planner.finish(rows, lens)
+    for number in (rows[wrong], (5, 3)[wrong], lens[wrong]):
+        assert str(number) in str(caught.value)
+    pair.same()
+    pair.finish(rows, [5, 3])
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("call", ["finish", "truncate"])
+def test_slots_behind_a_fence_stay_in_use(page_size: int, call: str) -> None:
+    pair = wide(page_size)
+    one, two = pair.start(2 * page_size, 3 * page_size)
+    slots = pair.row_of(two, 3 * page_size)
+    fence = Fence()
+    if call == "finish":
+        pair.finish([two, one], after=fence)
+        back = 5
+    else:
+        pair.truncate([two, one], [page_size, 2 * page_size], fence)
+        slots, back = slots[page_size:], 2
+    assert pair.allocator.stats()["fenced"] == back * page_size
+    assert pair.allocator.is_allocated(slots).all()
+    assert pair.try_extend(pair.rows(1), [0], [5 * page_size]) is not None
+    fence.done = True
+    pair.same()
+    assert not pair.allocator.is_allocated(slots).any()
+    assert pair.table.available_size() == (7 if call == "finish" else 5)
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_shared_pages_behind_fences_return_with_the_last(page_size: int) -> None:
+    pair = wide(page_size)
+    src = pair.start(2 * page_size)[0]
+    one, two = pair.rows(2)
+    pair.fork(src, one, 2 * page_size)
+    pair.fork(src, two, 2 * page_size)
+    slots = pair.row_of(src, 2 * page_size)
+    fences = [Fence(), Fence()]
+    pair.finish([src, one], after=fences[0])
+    pair.finish([two], after=fences[1])
+    for fence in fences:
+        assert pair.allocator.is_allocated(slots).all()
+        with pytest.raises(IndexOwnershipError):
+            pair.allocator.share(slots)
+        fence.done = True
+        pair.same()
+    assert pair.allocator.available_size() == 40 * page_size
+
+
+@pytest.mark.parametrize("fence", [object(), 1, "fence"])
+def test_fences_that_can_not_be_asked(fence: Any) -> None:  # noqa: ANN401
+    pair = Pair()
+    rows = pair.start(5)
+    pair.refused(TypeError, lambda: pair.planner.finish(rows, after=fence))
+    pair.refused(TypeError, lambda: pair.planner.truncate(rows, [2], after=fence))
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_pages_that_somebody_else_freed_are_dropped_and_told(
+    page_size: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair = Pair(page_size=page_size)
+    one, two = pair.start(2 * page_size, 3 * page_size)
+    stolen = pair.row_of(two, 3 * page_size)[page_size : 2 * page_size]
+    pair.free(stolen)
+    with caplog.at_level(logging.WARNING, logger="kvpool"):
+        pair.finish([one, two])
+    assert len(caplog.records) == 1
+    assert str(stolen[0]) in caplog.text
+    assert pair.allocator.stats()["dropped_frees"] == 1
+    assert pair.allocator.stats()["in_use"] == 0
+
+
+@pytest.mark.parametrize("after", [None, Fence(done=True)], ids=["now", "fence"])
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_strict_tells_of_pages_that_somebody_else_freed_after_all_else_was_given_back(
+    page_size: int, after: Fence | None
+) -> None:
+    pair = Pair(page_size=page_size, strict=True)
+    one, two = pair.start(2 * page_size, 3 * page_size)
+    stolen = pair.row_of(one, 2 * page_size)[:page_size]
+    pair.free(stolen)
+    with pytest.raises(IndexOwnershipError, match=str(stolen[0])):
+        pair.planner.finish([one, two], after=after)
+    assert pair.table.available_size() == 8
+    assert not pair.table.req_to_token.any()
+    assert pair.allocator.available_size() == 64
+    pair.allocator.verify()
+
+
+# All or nothing
+
+
+@pytest.mark.parametrize("need_sort", [True, False])
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_short_is_none_and_changes_nothing(page_size: int, need_sort: bool) -> None:
+    pair = Pair(8 * page_size, page_size, need_sort=need_sort, max_context_len=8 * page_size, max_tokens=1024)
+    one, two = pair.start(3 * page_size, 2 * page_size - 1)
+    plan = pair.decode([two], [2 * page_size])
+    new = pair.rows(1)[0]
+    size = page_size
+    stats = {**pair.allocator.stats(), "bytes": 0}
+    assert pair.try_extend([one, new], [3 * size, 0], [3 * size + 1, 3 * size]) is None
+    assert pair.try_decode([two, one], [4 * size, 5 * size], 2 * size) is None
+    assert (
+        pair.try_extend(
+            [new, one], [2 * size, 3 * size], [5 * size, 4 * size], [pair.row_of(one, 2 * size), None]
+        )
+        is None
+    )
+    assert {**pair.allocator.stats(), "bytes": 0} == stats
+    # The last plan that there was can be asked still.
+    assert plan.seq_lens.tolist() == [2 * size]
+    pair.finish([two])
+    pair.extend([one, new], [3 * size, 0], [3 * size + 1, 3 * size])
+
+
+def test_short_merges_as_alloc_does() -> None:
+    pair = Pair(8)
+    one, two = pair.start(3, 5)
+    pair.finish([one])
+    assert pair.allocator.release_slots.tolist() == [1, 2, 3]
+    assert pair.try_decode([two], [9], 4) is None
+    assert pair.allocator.free_slots.tolist() == [1, 2, 3]
+
+
+def test_a_batch_that_fills_the_pool() -> None:
+    pair = Pair(64, 16)
+    rows = pair.start(17, 30, 0)
+    assert pair.allocator.available_size() == 0
+    pair.extend(rows[:2], [17, 30], [32, 32])
+    assert pair.try_decode(rows[:1], [33]) is None
+    pair.finish(rows[1:2])
+    pair.decode(rows[:1], [33])
+
+
+# Misuse
+
+
+def test_rows_that_are_not_there() -> None:
+    pair = Pair()
+    row = pair.start(3)[0]
+    for wrong in (9, -1, 2**31, 2**40, -(2**40)):
+        for call in (
+            lambda n: pair.planner.extend([row, n], [3, 0], [4, 1]),
+            lambda n: pair.planner.decode([row, n], [4, 1]),
+            lambda n: pair.planner.truncate([row, n], [1, 0]),
+            lambda n: pair.planner.finish([row, n]),
+            lambda n: pair.planner.finish([row, n], [3, 0]),
+            pair.planner.seq_len,
+        ):
+            pair.refused(IndexError, lambda call=call, wrong=wrong: call(wrong), str(wrong))
+    pair.decode([row], [4])
+
+
+@pytest.mark.parametrize("wrong", [0, 5])
+def test_rows_that_nobody_took(wrong: int) -> None:
+    pair = Pair()
+    row = pair.start(3)[0]
+    calls: list[Callable[[], object]] = [
+        lambda: pair.planner.extend([row, wrong], [3, 0], [4, 1]),
+        lambda: pair.planner.decode([row, wrong], [4, 1]),
+        lambda: pair.planner.truncate([row, wrong], [1, 0]),
+        lambda: pair.planner.finish([row, wrong]),
+        lambda: pair.planner.seq_len(wrong),
+    ]
+    for call in calls:
+        pair.refused(IndexOwnershipError, call, str(wrong))
+    pair.decode([row], [4])
+
+
+def test_rows_that_are_named_twice() -> None:
+    pair = Pair()
+    one, two = pair.start(3, 3)
+    batch = [one, two, one]
+    calls: list[Callable[[], object]] = [
+        lambda: pair.planner.extend(batch, [3, 3, 3], [4, 4, 4]),
+        lambda: pair.planner.decode(batch, [4, 4, 4]),
+        lambda: pair.planner.truncate(batch, [1, 1, 1]),
+        lambda: pair.planner.finish(batch),
+    ]
+    for call in calls:
+        pair.refused(ConfigError, call, str(one))
+    pair.finish([one, two])
+
+
+def test_finished_rows_are_nobodys() -> None:
+    pair = Pair()
+    rows = pair.start(3, 4)
+    pair.finish(rows)
+    for call in (
+        lambda: pair.planner.finish(rows),
+        lambda: pair.planner.truncate(rows, [0, 0]),
+        lambda: pair.planner.decode(rows, [4, 5]),
+        lambda: pair.planner.seq_len(rows[0]),
+    ):
+        pair.refused(IndexOwnershipError, call, str(rows[0]))
+
+
+@pytest.mark.parametrize(
+    ("prefix", "seq"), [(0, 4), (2, 4), (4, 5), (3, 2), (-1, 3), (3, -1), (3, -(2**40)), (2**40, 2**40 + 1)]
+)
+def test_lengths_that_do_not_fit_what_a_request_has(prefix: int, seq: int) -> None:
+    pair = Pair()
+    one, two = pair.start(3, 3)
+    with pytest.raises((ConfigError, IndexError) if seq > 48 else ConfigError) as caught:
+        pair.planner.extend([one, two], [3, prefix], [4, seq])
+    assert str(prefix) in str(caught.value)
+    assert str(seq) in str(caught.value)
+    pair.same()
+    pair.extend([one, two], [3, 3], [4, 4])
+
+
+@pytest.mark.parametrize(("seq", "tokens"), [(3, 1), (5, 1), (4, 2), (0, 1), (-1, 1), (2, 3)])
+def test_decodes_that_do_not_fit_what_a_request_has(seq: int, tokens: int) -> None:
+    pair = Pair()
+    one, two = pair.start(3, 3)
+    pair.refused(ConfigError, lambda: pair.planner.decode([one, two], [3 + tokens, seq], tokens), str(seq))
+
+
+@pytest.mark.parametrize("tokens", [49, 2**31 - 1, 2**31, 2**40, 2**63 - 1, 10**30])
+def test_decodes_of_more_tokens_than_a_table_has(tokens: int) -> None:
+    pair = Pair()
+    rows = pair.start(3)
+    with pytest.raises((ConfigError, IndexError), match=r"\d"):
+        pair.planner.decode(rows, [3], tokens)
+    with pytest.raises((ConfigError, IndexError), match=r"\d"):
+        pair.planner.decode([], [], tokens, pad_to=8)
+    pair.same()
+
+
+@pytest.mark.parametrize("tokens", [0, -1, -(10**30)])
+def test_decodes_of_less_than_one_token(tokens: int) -> None:
+    pair = Pair()
+    rows = pair.start(3)
+    pair.refused(ConfigError, lambda: pair.planner.decode(rows, [3 + tokens], tokens), str(tokens))
+
+
+@pytest.mark.parametrize("tokens", [1.0, "1", None, [1], float("nan")])
+def test_decodes_of_a_wrong_type(tokens: Any) -> None:  # noqa: ANN401
+    pair = Pair()
+    rows = pair.start(3)
+    pair.refused(TypeError, lambda: pair.planner.decode(rows, [4], tokens))
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_requests_that_grow_out_of_the_table(page_size: int) -> None:
+    pair = Pair(page_size=page_size, max_context_len=20)
+    one, two = pair.start(3, 19)
+    pair.refused(IndexError, lambda: pair.planner.decode([one, two], [5, 21], 2), "21")
+    pair.refused(IndexError, lambda: pair.planner.extend([two, one], [19, 3], [21, 4]), "21")
+    pair.refused(IndexError, lambda: pair.planner.extend([one], [3], [2**31 - 1]), str(2**31 - 1))
+    pair.decode([one, two], [4, 20])
+    pair.refused(IndexError, lambda: pair.planner.decode([two], [21]), "20")
+
+
+def test_batches_that_are_too_large() -> None:
+    pair = Pair(max_batch_size=2, max_tokens=10)
+    rows = pair.rows(3)
+    pair.refused(ConfigError, lambda: pair.planner.extend(rows, [0] * 3, [1] * 3), "3")
+    pair.refused(ConfigError, lambda: pair.planner.decode(rows, [1] * 3), "3")
+    pair.refused(ConfigError, lambda: pair.planner.extend(rows[:2], [0, 0], [5, 6]), "11")
+    pair.extend(rows[:2], [0, 0], [5, 5])
+    pair.extend(rows[:2], [5, 5], [10, 10])
+    pair.refused(ConfigError, lambda: pair.planner.decode(rows[:2], [16, 16], 6), "12")
+
+
+def test_cached_tokens_are_not_new_tokens() -> None:
+    pair = Pair(max_tokens=2)
+    cached = pair.slots(20)
+    pair.extend(pair.rows(1), [20], [22], [cached])
+
+
+@pytest.mark.parametrize(
+    ("rows", "prefix_lens", "seq_lens"),
+    [(1, 2, 2), (2, 1, 2), (2, 2, 1), (2, 0, 0), (0, 1, 1), (2, 3, 2)],
+)
+def test_arguments_of_unequal_lengths(rows: int, prefix_lens: int, seq_lens: int) -> None:
+    pair = Pair()
+    taken = pair.start(1, 1)[:rows]
+    pair.refused(ConfigError, lambda: pair.planner.extend(taken, [1] * prefix_lens, [2] * seq_lens), r"\d")
+    if rows != seq_lens:
+        pair.refused(ConfigError, lambda: pair.planner.decode(taken, [2] * seq_lens), r"\d")
+        pair.refused(ConfigError, lambda: pair.planner.truncate(taken, [1] * seq_lens), r"\d")
+        pair.refused(ConfigError, lambda: pair.planner.finish(taken, [1] * seq_lens), r"\d")
+
+
+def test_arguments_that_are_no_indices(bad_index: Any) -> None:  # noqa: ANN401
+    pair = Pair()
+    rows = pair.start(1, 1)
+    calls: list[Callable[[], object]] = [
+        lambda: pair.planner.extend(bad_index, [1, 1], [2, 2]),
+        lambda: pair.planner.extend(rows, bad_index, [2, 2]),
+        lambda: pair.planner.extend(rows, [1, 1], bad_index),
+        lambda: pair.planner.decode(bad_index, [2, 2]),
+        lambda: pair.planner.decode(rows, bad_index),
+        lambda: pair.planner.truncate(bad_index, [1, 1]),
+        lambda: pair.planner.truncate(rows, bad_index),
+        lambda: pair.planner.finish(bad_index),
+    ]
+    for call in calls:
+        pair.refused(TypeError, call)
+    if bad_index is not None:
+        pair.refused(TypeError, lambda: pair.planner.finish(rows, bad_index))
+    pair.decode(rows, [2, 2])
+
+
+@pytest.mark.parametrize("row", [1.0, "1", None, [1, 2], float("nan")])
+def test_seq_len_of_what_is_no_row(row: Any) -> None:  # noqa: ANN401
+    pair = Pair()
+    pair.start(1, 1)
+    pair.refused(TypeError, lambda: pair.planner.seq_len(row))
+
+
+# Behind the planner's back
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_rows_that_were_freed_and_taken_again_begin_anew(page_size: int) -> None:
+    pair = wide(page_size, max_reqs=2)
+    one, two = pair.start(2 * page_size, page_size + 1)
+    slots = pair.row_of(one, 2 * page_size)
+    pair.free_rows([one])
+    pair.refused(IndexOwnershipError, lambda: pair.planner.decode([one], [2 * page_size + 1]), str(one))
+    assert pair.planner.stats()["requests"] == 1
+    assert pair.rows(1) == [one]
+    assert pair.planner.seq_len(one) == 0
+    pair.refused(ConfigError, lambda: pair.planner.decode([one], [2 * page_size + 1]), str(one))
+    pair.extend([two, one], [page_size + 1, 0], [page_size + 2, 1])
+    pair.finish([one, two], [1, page_size + 2])
+    # Its old slots are still somebody's.
+    assert pair.allocator.stats()["in_use"] == 2 * page_size
+    pair.free(slots)
+
+
+def test_a_row_that_was_taken_again_is_shown_with_its_own_pages() -> None:
+    pair = Pair(page_size=4, max_reqs=1, need_sort=False)
+    row = pair.start(12)[0]
+    pair.free_rows([row])
+    assert pair.rows(1) == [row]
+    pair.extend([row], [0], [12])
+
+
+def test_a_table_that_was_cleared_begins_anew() -> None:
+    pair = Pair(page_size=4, max_reqs=2)
+    rows = pair.start(5, 6)
+    pair.table.clear()
+    pair.model.table.clear()
+    assert pair.planner.stats()["requests"] == 0
+    assert pair.rows(2) == rows
+    pair.same()
+    pair.extend(rows, [0, 0], [9, 1])
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_pages_that_somebody_else_freed_are_not_shared(page_size: int) -> None:
+    pair = Pair(page_size=page_size)
+    src = pair.start(3 * page_size)[0]
+    dst = pair.rows(1)[0]
+    freed = pair.row_of(src, 2 * page_size)[page_size:]
+    pair.free(freed)
+    pair.refused(IndexOwnershipError, lambda: pair.planner.fork(src, dst, 3 * page_size), str(freed[0]))
+    pair.fork(src, dst, page_size)
+
+
+def test_two_planners_may_share_an_allocator() -> None:
+    table, allocator = pools(4)
+    other = ReqToTokenPool(4, 32, devices.current())
+    planners = [BatchPlanner(table, allocator, 4, 32), BatchPlanner(other, allocator, 4, 32)]
+    rows = [some(planner.req_to_token_pool.alloc()) for planner in planners]
+    plans = [some(planner.extend(row, [0], [9])) for planner, row in zip(planners, rows, strict=True)]
+    assert [plan.kv_indices.tolist() for plan in plans] == [[1, 2, 3], [4, 5, 6]]
+    # One request becomes a prefix of the other planner's.
+    row = some(other.alloc())
+    prefix = table.read(rows[0][0], 8)
+    assert some(planners[1].extend(row, [8], [10], [prefix])).kv_indices.tolist() == [1, 2, 7]
+    planners[0].finish(rows[0], [9])
+    assert allocator.stats()["in_use"] == 4 * 6
+    planners[1].finish([*rows[1], *row])
+    assert allocator.stats()["in_use"] == 0
+
+
+# Staleness
+
+
+@pytest.mark.parametrize("made", ["extend", "decode"])
+def test_a_plan_is_stale_after_the_next(made: str) -> None:
+    pair = Pair()
+    rows = pair.rows(2)
+    plan = pair.extend(rows, [0, 0], [3, 4])
+    host, kept = plan.host, plan.seq_lens
+    if made == "extend":
+        pair.extend(rows, [3, 4], [5, 5])
+    else:
+        pair.decode(rows, [4, 5])
+    for name in TENSORS:
+        with pytest.raises(StaleBufferError, match=r"\d"):
+            getattr(plan, name)
+        with pytest.raises(StaleBufferError, match=r"\d"):
+            getattr(host, name)
+        with pytest.raises(StaleBufferError):
+            getattr(plan.host, name)
+    assert plan.batch_size == 2
+    assert kept.tolist() == ([5, 5] if made == "extend" else [4, 5])
+
+
+def test_a_plan_is_stale_even_if_it_was_of_nobody() -> None:
+    pair = Pair(kv_indices=False)
+    plan = pair.extend([], [], [])
+    pair.extend([], [], [])
+    for name in TENSORS:
+        with pytest.raises(StaleBufferError):
+            getattr(plan, name)
+
+
+def test_calls_that_plan_nothing_leave_the_plan() -> None:
+    pair = Pair(16, 4)
+    rows = pair.start(3, 4)
+    plan = pair.decode(rows, [4, 5])
+    expected = {name: getattr(plan, name).tolist() for name in TENSORS}
+    assert pair.try_decode(rows, [14, 5 + 10], 10) is None
+    with pytest.raises(ConfigError):
+        pair.planner.decode(rows, [4, 5])
+    with pytest.raises(IndexError):
+        pair.planner.extend([99], [0], [1])
+    with pytest.raises(TypeError):
+        pair.planner.finish(1.5)
+    assert {name: getattr(plan, name).tolist() for name in TENSORS} == expected
+    assert {name: getattr(plan.host, name).tolist() for name in TENSORS} == expected
+    pair.truncate(rows[:1], [1])
+    pair.fork(rows[1], pair.rows(1)[0], 4)
+    pair.finish(rows)
+    assert {name: getattr(plan, name).tolist() for name in TENSORS} == expected
+
+
+@pytest.mark.parametrize("call", ["truncate", "finish", "fork"])
+def test_arrays_of_the_host_after_a_change(call: str) -> None:
+    pair = Pair(page_size=4)
+    rows = pair.start(9, 5)
+    plan = pair.decode(rows, [10, 6])
+    new = pair.rows(1)[0]
+    calls: dict[str, Callable[[], object]] = {
+        "truncate": lambda: pair.truncate(rows, [1, 1]),
+        "finish": lambda: pair.finish(rows[:1]),
+        "fork": lambda: pair.fork(rows[0], new, 9),
+    }
+    calls[call]()
+    assert plan.host.seq_lens.tolist() == [10, 6]
+    assert plan.host.kv_indptr.tolist() == [0, 3, 5]
+    assert plan.kv_indices.tolist() == [1, 2, 3, 4, 5]
+    if devices.current() == "cpu":
+        assert plan.host.kv_indices.tolist() == [1, 2, 3, 4, 5]
+        assert plan.host.block_table[:, :4].tolist() == [[1, 2, 3, 0], [4, 5, 0, 0]]
+        return
+    for name in ("kv_indices", "block_table"):
+        with pytest.raises(StaleBufferError):
+            getattr(plan.host, name)
+
+
+def test_arrays_of_the_host_cannot_be_written() -> None:
+    pair = Pair()
+    plan = pair.extend(pair.rows(1), [0], [3])
+    for name in TENSORS:
+        with pytest.raises(ValueError, match="read-only"):
+            getattr(plan.host, name)[...] = 7
+
+
+# Lifetime
+
+
+def test_tensors_of_a_plan_outlive_everything() -> None:
+    pair = Pair(page_size=4)
+    plan: Any = pair.extend(pair.rows(2), [0, 0], [5, 2])
+    tensors = {name: getattr(plan, name) for name in TENSORS}
+    arrays = {name: getattr(plan.host, name) for name in TENSORS}
+    expected = {name: tensor.tolist() for name, tensor in tensors.items()}
+    gone: list[Callable[[], object]] = [
+        weakref.ref(pair.planner),
+        weakref.ref(pair.table),
+        weakref.ref(pair.allocator),
+        weakref.ref(plan),
+    ]
+    del pair, plan
+    gc.collect()
+    assert [ref() for ref in gone] == [None] * 4
+    others = [Pair(page_size=4) for _ in range(4)]
+    for other in others:
+        other.start(7, 7, 7)
+    assert {name: tensor.tolist() for name, tensor in tensors.items()} == expected
+    assert {name: array.tolist() for name, array in arrays.items()} == expected
+
+
+def test_a_planner_keeps_its_pools() -> None:
+    planner = BatchPlanner(*pools(), 4, 32)
+    gc.collect()
+    rows = some(planner.req_to_token_pool.alloc(2))
+    assert some(planner.extend(rows, [0, 0], [3, 4])).out_cache_loc.tolist() == list(range(1, 8))
+    assert planner.allocator.available_size() == 57
+
+
+def test_a_plan_keeps_its_planner() -> None:
+    planner: Any = BatchPlanner(*pools(), 4, 32)
+    plan = some(planner.extend(some(planner.req_to_token_pool.alloc(1)), [0], [3]))
+    del planner
+    gc.collect()
+    assert plan.positions.tolist() == plan.host.positions.tolist() == [0, 1, 2]
+
+
+def test_cycles_through_a_planner_are_collected() -> None:
+    class Owner:
+        def __init__(self) -> None:
+            self.planner = BatchPlanner(*pools(), 4, 32)
+            rows = some(self.planner.req_to_token_pool.alloc(2))
+            self.plan = self.planner.extend(rows, [0, 0], [3, 4])
+            self.planner.finish(rows[:1], after=self)
+            self.tensors = [some(self.plan).seq_lens, some(self.plan).host]
+
+        def query(self) -> bool:
+            return self.planner is None
+
+    owner = Owner()
+    gone: list[Callable[[], object]] = [
+        weakref.ref(owner),
+        weakref.ref(owner.planner),
+        weakref.ref(some(owner.plan)),
+    ]
+    del owner
+    gc.collect()
+    assert [ref() for ref in gone] == [None] * 3
+
+
+def test_given_arguments_are_let_go() -> None:
+    pair = Pair()
+    cached = pair.slots(3)
+    rows, lens = torch.tensor(pair.rows(1)), torch.tensor([3])
+    gone = [weakref.ref(thing) for thing in (rows, lens, cached)]
+    pair.planner.extend(rows, lens, lens, [cached])
+    del rows, lens, cached
+    assert [ref() for ref in gone] == [None] * 3
+
+
+@devices.cpu_only
+@pytest.mark.skipif(not STATM.exists(), reason="needs /proc to see how much memory is in use")
+def test_memory_does_not_grow() -> None:
+    table, allocator = ReqToTokenPool(8, 4096, "cpu"), TokenToKVPoolAllocator(1 << 14, "cpu", 4)
+    planner = BatchPlanner(table, allocator, 4, 4096)
+
+    def day() -> None:
+        one, two = some(table.alloc(2))
+        plan = some(planner.extend([one], [0], [3000]))
+        some(planner.fork(one, two, 2999))
+        plan = some(planner.decode([one, two], [3001, 3000], pad_to=4))
+        assert plan.host.block_table.sum() == plan.block_table.sum()
+        planner.truncate([two], [2996])
+        planner.finish([one, two])
+
+    def resident_bytes() -> int:
+        gc.collect()
+        return int(STATM.read_text(encoding="ascii").split()[1]) * 4096
+
+    for _ in range(50):
+        day()
+    before = resident_bytes()
+    for _ in range(500):
+        day()
+    # The slots of one request, lost each day, would be 6 MiB.
+    assert resident_bytes() - before < 4 << 20
+
+
+# What callers can do from inside
+
+
+@pytest.mark.timeout(60)
+def test_a_fence_may_use_the_planner() -> None:
+    pair = Pair()
+    rows = pair.start(3, 3, 3)
+
+    class Nosy:
+        passed = False
+
+        def query(self) -> bool:
+            pair.planner.stats()
+            pair.planner.seq_len(rows[2])
+            pair.planner.truncate(rows[2:], [2])
+            return self.passed
+
+    fence = Nosy()
+    pair.planner.finish(rows[:1], after=fence)
+    pair.planner.finish(rows[1:2], after=fence)
+    assert pair.allocator.available_size() == 64 - 8
+    fence.passed = True
+    assert pair.allocator.available_size() == 64 - 2
+
+
+@pytest.mark.timeout(60)
+def test_arguments_may_use_the_planner_while_they_are_read() -> None:
+    pair = Pair()
+    rows = pair.start(3, 5)
+
+    class Row:
+        def __index__(self) -> int:
+            pair.planner.stats()
+            pair.planner.decode(rows[1:], [pair.planner.seq_len(rows[1]) + 1])
+            return rows[0]
+
+    assert some(pair.planner.decode([Row()], [4])).req_pool_indices.tolist() == rows[:1]
+    assert [pair.planner.seq_len(row) for row in rows] == [4, 6]
+    with pytest.raises(ZeroDivisionError):
+        pair.planner.decode([type("Bad", (), {"__index__": lambda _: 1 // 0})()], [1])
+    pair.allocator.verify()
+
+
+# Threads
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_threads_with_requests_of_their_own(page_size: int) -> None:
+    where = devices.current()
+    rounds = 150 if where == "cpu" else 25
+    allocator = TokenToKVPoolAllocator(64 * page_size, where, page_size, strict=True)
+    table = ReqToTokenPool(24, 6 * page_size + 8, where, strict=True)
+    planner = BatchPlanner(table, allocator, 4, 8 * page_size + 32)
+    barrier = threading.Barrier(8)
+
+    def work(number: int) -> int:
+        choose = random.Random(number)  # noqa: S311
+        barrier.wait()
+        lens: dict[int, int] = {}
+        planned = 0
+        for _ in range(rounds):
+            if len(lens) < 3 and choose.random() < 0.5:
+                row = some(table.alloc())[0]
+                assert planner.seq_len(row) == 0
+                lens[row] = 0
+            rows = choose.sample(list(lens), choose.randrange(len(lens) + 1))
+            action = choose.random()
+            if action < 0.6:
+                new = choose.choice([1, 2, page_size])
+                rows = [row for row in rows if lens[row] + new <= 6 * page_size + 8]
+                seq_lens = [lens[row] + new for row in rows]
+                if action < 0.3:
+                    plan = planner.decode(rows, seq_lens, new, pad_to=3)
+                else:
+                    plan = planner.extend(rows, [lens[row] for row in rows], seq_lens)
+                if plan is not None:
+                    planned += 1
+                    lens.update(zip(rows, seq_lens, strict=True))
+                    assert plan.num_tokens == new * len(rows)
+            elif action < 0.8:
+                lens.update((row, choose.randrange(lens[row] + 1)) for row in rows)
+                planner.truncate(rows, [lens[row] for row in rows])
+            else:
+                planner.finish(rows, [lens.pop(row) for row in rows])
+            assert all(planner.seq_len(row) == length for row, length in lens.items())
+        planner.finish(list(lens), list(lens.values()))
+        return planned
+
+    with ThreadPoolExecutor(8) as pool:
+        plans = sum(pool.map(work, range(8)))
+    stats = planner.stats()
+    assert (stats["requests"], stats["tokens"], stats["plans"]) == (0, 0, plans)
+    assert allocator.available_size() == 64 * page_size
+    assert allocator.stats()["dropped_frees"] == 0
+    assert table.available_size() == 24
+    assert not table.req_to_token.any()
+    allocator.verify()
+
+
+def test_two_threads_fork_and_share_one_prefix() -> None:
+    pair = Pair(4096, 4, strict=True, max_reqs=32)
+    src = pair.start(30)[0]
+    prefix = pair.row_of(src, 28)
+
+    def work(_number: int) -> None:
+        for _ in range(40):
+            one, two = some(pair.table.alloc(2))
+            assert pair.planner.fork(src, one, 29) is not None
+            assert pair.planner.extend([two], [28], [31], [prefix]) is not None
+            pair.planner.truncate([one], [28])
+            pair.planner.finish([two, one], [31, 28])
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
+    assert pair.planner.stats()["tokens"] == 30
+    assert pair.allocator.stats()["in_use"] == 32
+    assert pair.allocator.stats()["shared"] == 0
+    pair.allocator.verify()
+
+
+# Without PyTorch
+
+
+USE = """
+import kvpool
+
+allocator = kvpool.TokenToKVPoolAllocator(64, "cpu", 4)
+table = kvpool.ReqToTokenPool(4, 32, "cpu")
+planner = kvpool.BatchPlanner(table, allocator, 4, 32)
+rows = table.alloc(2)
+plan = planner.extend(rows, [0, 0], [5, 3])
+assert type(plan.seq_lens) is kvpool.Tensor
+assert plan.block_table.shape == (2, 8)
+assert (plan.seq_lens.dtype, plan.slot_mapping.dtype) == ("int32", "int64")
+plan = planner.decode(rows, [6, 4], pad_to=4)
+assert plan.positions.shape == (4,)
+row = table.alloc()[0]
+dst_slots, src_slots = planner.fork(rows[0], row, 6)
+assert type(dst_slots) is kvpool.Tensor and dst_slots.shape == src_slots.shape == (2,)
+cached = table.alloc()[0]
+planner.truncate(rows, [5, 0])
+planner.extend([cached], [4], [6], [table.read(rows[0], 4)])
+planner.finish([*rows, row, cached])
+assert planner.stats()["tokens"] == 0
+assert allocator.available_size() == 64
+"""
+
+
+@devices.cpu_only
+@pytest.mark.parametrize("hidden", [["torch"], ["torch", "numpy", "ml_dtypes"]], ids="+".join)
+def test_works_with_modules_hidden(run_snippet: RunSnippet, hidden: list[str]) -> None:
+    run_snippet(USE, hidden=hidden)
+
+
+@devices.cpu_only
+def test_without_torch_numpy_reads_the_plan(run_snippet: RunSnippet) -> None:
+    run_snippet(
+        """
+        import kvpool, numpy as np
+        table = kvpool.ReqToTokenPool(4, 32, "cpu")
+        planner = kvpool.BatchPlanner(table, kvpool.TokenToKVPoolAllocator(64, "cpu"), 4, 32)
+        rows = np.array(table.alloc(2))
+        plan = planner.extend(rows, np.zeros(2, np.int32), np.array([3, 2]))
+        assert plan.out_cache_loc.numpy().tolist() == plan.host.out_cache_loc.tolist() == [1, 2, 3, 4, 5]
+        assert np.from_dlpack(plan.kv_indptr).tolist() == [0, 3, 5]
+        assert type(plan.host.slot_mapping) is np.ndarray and plan.host.slot_mapping.dtype == np.int64
+        """,
+        hidden=["torch"],
+    )

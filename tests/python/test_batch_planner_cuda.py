@@ -1,0 +1,518 @@
+"""BatchPlanner on a GPU: one copy and one launch a step, no waiting, late streams, failures of the driver."""
+
+from __future__ import annotations
+
+import gc
+import os
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import devices
+import pytest
+import torch
+from models import Fence
+from planner_model import TENSORS, Pair, compare_plans, some
+
+import kvpool
+from kvpool import BatchPlanner, ConfigError, DriverError, KVPool, ReqToTokenPool, TokenToKVPoolAllocator
+from kvpool._kvpool import _use_stream
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from conftest import RunSnippet
+    from software import Driver
+
+pytestmark = pytest.mark.cuda
+
+NEVER = 1 << 40
+WAITS = ("cuStreamSynchronize", "cuCtxSynchronize", "cuEventSynchronize")
+MEMORY = ("cuMemAlloc_v2", "cuMemFree_v2", "cuMemHostAlloc", "cuMemFreeHost")
+
+
+@pytest.fixture(autouse=True)
+def _on_cuda() -> Iterator[None]:
+    with devices.on("cuda"):
+        yield
+
+
+@contextmanager
+def on_stream(handle: int) -> Iterator[None]:
+    """What `torch.cuda.stream` does, where there is no PyTorch stream."""
+    _use_stream(handle)
+    try:
+        yield
+    finally:
+        _use_stream(None)
+
+
+def quiet(driver: Driver) -> None:
+    assert [driver.calls(name) for name in (*WAITS, *MEMORY)] == [0] * 7
+    assert driver.calls("cuMemcpyDtoHAsync_v2") == 0
+
+
+def one_copy_and_one_launch(driver: Driver) -> None:
+    assert driver.calls("cuMemcpyHtoDAsync_v2") == 1
+    assert driver.calls("cuLaunchKernel") <= 1
+    quiet(driver)
+
+
+class Scene:
+    """Requests in the middle of their work, and what may come next."""
+
+    def __init__(self, page_size: int, **options: Any) -> None:  # noqa: ANN401
+        self.size = size = page_size
+        self.pair = Pair(
+            40 * size, size, strict=True, max_context_len=5 * size + 20, max_tokens=1024, **options
+        )
+        self.one, self.two, self.three = self.pair.start(size + 1, 3 * size, 2)
+        self.cached = self.pair.slots(2 * size).tolist()
+        self.pair.truncate([self.two], [size])
+        self.pair.decode([self.three], [3])
+        self.new, self.other = self.pair.rows(2)
+        planner, model = self.pair.planner, self.pair.model
+        one, two, new, other = self.one, self.two, self.new, self.other
+        # The real call, and what it does to the requests: row, tokens before, tokens after.
+        self.steps: dict[str, tuple[Callable[[], Any], list[tuple[int, int, int]], int]] = {
+            "extend": (
+                lambda: planner.extend([new, other], [0, 0], [2 * size + 3, 1]),
+                [(new, 0, 2 * size + 3), (other, 0, 1)],
+                0,
+            ),
+            "chunk": (
+                lambda: planner.extend([two, one], [size, size + 1], [3 * size, size + 4]),
+                [(two, size, 3 * size), (one, size + 1, size + 4)],
+                0,
+            ),
+            "prefix": (
+                lambda: planner.extend(
+                    [new, one], [2 * size, size + 1], [3 * size, size + 2], [self.cached, None]
+                ),
+                [(new, 2 * size, 3 * size), (one, size + 1, size + 2)],
+                0,
+            ),
+            "decode": (
+                lambda: planner.decode([one, two], [size + 2, size + 1]),
+                [(one, size + 1, size + 2), (two, size, size + 1)],
+                0,
+            ),
+            "padded": (
+                lambda: planner.decode([two, one], [size + 3, size + 4], 3, pad_to=[1, 6]),
+                [(two, size, size + 3), (one, size + 1, size + 4)],
+                3,
+            ),
+        }
+        self.model = model
+
+    def books(self) -> dict[str, Any]:
+        """What must not change when a call fails: owners, lengths, and the table as far as it is used."""
+        allocator, model = self.pair.allocator, self.pair.model
+        stats = allocator.stats()
+        table = self.pair.table.req_to_token.tolist()
+        lens = {row: self.pair.planner.seq_len(row) for row in model.table.live}
+        planned = self.pair.planner.stats()
+        allocator.verify()
+        return {
+            "slots": sorted(allocator.free_slots.tolist() + allocator.release_slots.tolist()),
+            "stats": [stats[name] for name in ("available", "in_use", "shared", "fenced", "dropped_frees")],
+            "lens": lens,
+            "rows": {row: table[row][:length] for row, length in lens.items()},
+            "tokens": (planned["requests"], planned["tokens"]),
+            "free_rows": self.pair.table.available_size(),
+        }
+
+    def check(self, plan: Any, real: list[tuple[int, int, int]], tokens: int) -> None:  # noqa: ANN401
+        """The plan is what follows from the table, in which no page is twice."""
+        self.model.table.table = self.pair.table.req_to_token.tolist()
+        expected = self.model.describe(real, [(0, 0, tokens)] * (4 if tokens else 0))
+        compare_plans(plan, expected, self.pair.width, "cuda")
+        assert [self.pair.planner.seq_len(row) for row, _, _ in real] == [seq for _, _, seq in real]
+        slots = [slot for row, _, seq in real for slot in self.model.table.table[row][:seq]]
+        assert len(set(slots)) == len(slots)
+        assert self.pair.allocator.is_allocated(slots).all()
+
+
+STEPS = ["extend", "chunk", "prefix", "decode", "padded"]
+
+
+# Driver calls
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_a_step_is_one_copy_and_one_launch_and_waits_for_nothing(driver: Driver, page_size: int) -> None:
+    for step in STEPS:
+        scene = Scene(page_size)
+        call, real, tokens = scene.steps[step]
+        driver.run()
+        driver.set_patience(NEVER)
+        driver.reset_calls()
+        plan = call()
+        one_copy_and_one_launch(driver)
+        driver.reset_calls()
+        for name in TENSORS:
+            assert getattr(plan, name) is not None
+            assert getattr(plan.host, name) is not None
+        assert driver.calls() == 0
+        driver.set_patience(3)
+        scene.check(plan, real, tokens)
+
+
+def test_a_long_run_of_steps_waits_for_nothing(driver: Driver) -> None:
+    pair = Pair(4096, 4, max_context_len=600)
+    rows = pair.start(5, 1, 9, 30)
+    lens = [5, 1, 9, 30]
+    for _ in range(10):
+        lens = [length + 1 for length in lens]
+        pair.planner.decode(rows, lens)
+    driver.run()
+    before = driver.device_bytes(), driver.locked_bytes()
+    driver.reset_calls()
+    for _ in range(200):
+        # A device that is never more than a step behind.
+        driver.run()
+        lens = [length + 2 for length in lens]
+        assert pair.planner.decode(rows, lens, 2, pad_to=8) is not None
+        pair.planner.truncate(rows[:1], [lens[0] - 1])
+        lens[0] -= 1
+    assert driver.calls("cuMemcpyHtoDAsync_v2") == 200
+    assert driver.calls("cuLaunchKernel") == 200
+    quiet(driver)
+    assert (driver.device_bytes(), driver.locked_bytes()) == before
+
+
+def test_truncate_makes_no_driver_call(driver: Driver) -> None:
+    scene = Scene(4)
+    driver.reset_calls()
+    scene.pair.planner.truncate([scene.one, scene.two], [1, 0])
+    assert driver.calls() == 0
+
+
+def test_finish_and_fork_wait_for_nothing(driver: Driver) -> None:
+    scene = Scene(16)
+    driver.run()
+    driver.set_patience(NEVER)
+    driver.reset_calls()
+    scene.pair.planner.fork(scene.one, scene.new, 17)
+    assert driver.calls("cuLaunchKernel") <= 1
+    scene.pair.planner.finish([scene.one, scene.new])
+    assert driver.calls("cuLaunchKernel") <= 2
+    quiet(driver)
+
+
+def test_a_batch_of_long_cached_prefixes_is_one_copy_and_one_launch(driver: Driver) -> None:
+    pair = Pair(4096, 1, max_context_len=300, max_tokens=16)
+    cached = pair.slots(290).tolist()
+    rows = pair.rows(8)
+    driver.run()
+    driver.reset_calls()
+    plan = some(pair.planner.extend(rows, [290] * 8, [291] * 8, [cached] * 8))
+    one_copy_and_one_launch(driver)
+    compare_plans(plan, some(pair.model.extend(rows, [290] * 8, [291] * 8, [cached] * 8)), pair.width, "cuda")
+
+
+def test_many_cached_tokens_are_written_whole() -> None:
+    pair = Pair(4096, 1, max_context_len=300, max_tokens=16)
+    cached = pair.slots(290).tolist()
+    rows = pair.rows(8)
+    pair.extend(rows, [290] * 8, [291] * 8, [cached] * 8)
+    pair.free(pair.row_of(rows[0], 291)[290:])
+    pair.decode(rows[1:], [292] * 7)
+
+
+def test_slices_of_the_table_are_freed_without_asking_the_device(driver: Driver) -> None:
+    pair = Pair(64, 1)
+    row = pair.start(20)[0]
+    pair.decode([row], [21])
+    driver.reset_calls()
+    pair.allocator.free(pair.table.req_to_token[row, 10:21])
+    assert driver.calls() == 0
+    assert pair.allocator.stats()["dropped_frees"] == 0
+    assert pair.allocator.available_size() == 54
+
+
+# Late devices
+
+
+def test_steps_that_wait_on_the_device_keep_their_arrays(driver: Driver) -> None:
+    pair = Pair(256, 4, max_context_len=60)
+    kv = KVPool(256, 1, 1, 1, "cuda", torch.float32, page_size=4)
+    rows = pair.start(3, 1, 6)
+    values = [torch.full((3, 1, 1), 100.0 + step).cuda() for step in range(24)]
+    driver.run()
+    driver.set_patience(NEVER)
+    lens = [3, 1, 6]
+    for value in values:
+        lens = [length + 1 for length in lens]
+        plan = some(pair.planner.decode(rows, lens))
+        kv.set_kv_buffer(0, plan.out_cache_loc, value, value)
+    assert driver.pending() > 0
+    driver.run()
+    driver.set_patience(3)
+    buffer = kv.k_buffer[0].cpu().flatten()
+    for row, start in zip(rows, (3, 1, 6), strict=True):
+        slots = pair.row_of(row, start + 24)
+        assert buffer[slots[start:]].tolist() == [100.0 + step for step in range(24)]
+    kv.check()
+
+
+def test_work_goes_to_the_current_stream(driver: Driver) -> None:
+    scene = Scene(4)
+    driver.run()
+    stream = driver.stream()
+    planner = scene.pair.planner
+    calls: list[Callable[[], object]] = [
+        *(scene.steps[name][0] for name in ("extend", "decode")),
+        lambda: planner.finish([scene.new]),
+        lambda: planner.fork(scene.one, scene.pair.table.alloc()[0], 5),  # type: ignore[index]
+    ]
+    for call in calls:
+        driver.run()
+        with on_stream(stream):
+            call()
+        assert driver.pending(stream) > 0
+        assert driver.pending() == driver.pending(stream)
+
+
+def test_a_batch_that_would_not_fit_waits_for_frees_that_land(driver: Driver) -> None:
+    allocator, table = TokenToKVPoolAllocator(64, "cuda", 4), ReqToTokenPool(4, 64, "cuda")
+    planner = BatchPlanner(table, allocator, 4, 64)
+    foreign = some(allocator.alloc(64)).to(torch.int64)
+    driver.set_patience(NEVER)
+    allocator.free(foreign)
+    rows = some(table.alloc(2))
+    assert some(planner.extend(rows, [0, 0], [32, 32])).num_tokens == 64
+    assert planner.decode(rows, [33, 33]) is None
+
+
+def test_arguments_that_only_the_device_knows_are_waited_for(driver: Driver) -> None:
+    pair = Pair(page_size=4)
+    rows = pair.start(3, 5)
+    given = torch.tensor(rows).cuda(), torch.tensor([4, 6]).cuda()
+    driver.set_patience(NEVER)
+    assert some(pair.planner.decode(*given)).host.seq_lens.tolist() == [4, 6]
+
+
+# Graphs
+
+
+def test_a_step_within_a_capture_is_refused_and_changes_nothing(driver: Driver) -> None:
+    for step in STEPS:
+        scene = Scene(4)
+        before = scene.books()
+        call, real, tokens = scene.steps[step]
+        stream = driver.stream()
+        with on_stream(stream):
+            driver.begin_capture(stream)
+            with pytest.raises(DriverError, match="captured"):
+                call()
+            driver.end_capture(stream)
+        assert scene.books() == before
+        scene.check(call(), real, tokens)
+
+
+def test_a_captured_kernel_reads_the_plan_of_each_step(driver: Driver) -> None:
+    pair = Pair(256, 4)
+    kv = KVPool(256, 1, 1, 1, "cuda", torch.float32, page_size=4)
+    rows = pair.start(3, 6)
+    value = torch.zeros(4, 1, 1).cuda()
+    plan = some(pair.planner.decode(rows, [4, 7], pad_to=4))
+    driver.run()
+    stream = driver.stream()
+    with on_stream(stream):
+        driver.begin_capture(stream)
+        kv.set_kv_buffer(0, plan.slot_mapping, value, value)
+        graph = driver.end_capture(stream)
+        for step in range(1, 6):
+            value.fill_(float(step))
+            some(pair.planner.decode(rows, [4 + step, 7 + step], pad_to=4))
+            driver.replay(graph, stream)
+            driver.run()
+    buffer = kv.k_buffer[0].cpu().flatten()
+    for row, start in zip(rows, (4, 7), strict=True):
+        assert buffer[pair.row_of(row, start + 5)[start:]].tolist() == [1, 2, 3, 4, 5]
+    # Padded tokens are written nowhere.
+    assert buffer.count_nonzero() == 10
+
+
+# Failures
+
+
+def failing(driver: Driver, call: Callable[[], object]) -> Iterator[Exception | None]:
+    """What `call` raises when the next driver call fails, the one after, ...; the caller makes all anew."""
+    left, is_over = 0, False
+    while not is_over:
+        driver.run()
+        driver.fail(None, left)
+        raised: Exception | None = None
+        try:
+            call()
+        except DriverError as error:
+            raised = error.with_traceback(None)
+        is_over = driver.planned() > 0
+        driver.forget_plans()
+        yield raised
+        left += 1
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_a_step_whose_driver_call_fails_changes_nothing_and_works_again(
+    driver: Driver, page_size: int
+) -> None:
+    scene, answers = Scene(page_size), list[Any]()
+    for step in STEPS:
+        before, failures = scene.books(), 0
+
+        def call(step: str = step) -> None:
+            answers[:] = [scene.steps[step][0]()]  # noqa: B023 - the scene of the moment
+
+        for error in failing(driver, call):
+            _, real, tokens = scene.steps[step]
+            if error is not None:
+                failures += 1
+                assert "failed with CUDA_ERROR" in str(error)
+                assert scene.books() == before
+                call()
+            scene.check(answers[0], real, tokens)
+            scene = Scene(page_size)
+        assert failures > 1
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_a_fork_whose_driver_call_fails_changes_nothing_and_works_again(
+    driver: Driver, page_size: int
+) -> None:
+    scene = Scene(page_size)
+    before, failures = scene.books(), 0
+
+    def call() -> object:
+        return scene.pair.planner.fork(scene.one, scene.new, page_size + 1)
+
+    for error in failing(driver, call):
+        if error is not None:
+            failures += 1
+            assert scene.books() == before
+            assert call() is not None
+        rows = scene.pair.row_of(scene.one, page_size), scene.pair.row_of(scene.new, page_size)
+        assert rows[0] == rows[1]
+        assert scene.pair.planner.seq_len(scene.new) == page_size + 1
+        assert scene.pair.allocator.stats()["shared"] == page_size * (2 if page_size == 1 else 1)
+        scene.pair.planner.finish([scene.one, scene.new])
+        scene = Scene(page_size)
+    assert failures > 0
+
+
+@pytest.mark.parametrize("fenced", [False, True])
+def test_a_finish_whose_driver_call_fails_gives_everything_back(driver: Driver, fenced: bool) -> None:
+    scene, failures = Scene(4), 0
+    fence = Fence()
+
+    def call() -> None:
+        scene.pair.planner.finish([scene.one, scene.two, scene.three], after=fence if fenced else None)
+
+    for error in failing(driver, call):
+        failures += error is not None
+        fence.done = True
+        assert scene.pair.planner.stats()["tokens"] == 0
+        assert scene.pair.table.available_size() == 6
+        assert scene.pair.allocator.stats()["in_use"] == 8
+        rows = some(scene.pair.table.alloc(6))
+        assert not scene.pair.table.req_to_token[rows].any()
+        some(scene.pair.planner.extend(rows, [0] * 6, [5] * 6))
+        scene, fence = Scene(4), Fence()
+    assert failures > 0
+
+
+def test_a_step_after_a_failed_one_shows_no_old_blocks(driver: Driver) -> None:
+    pair = Pair(256, 4)
+    one, two = pair.start(30, 1)
+    driver.fail("cuLaunchKernel")
+    with pytest.raises(DriverError):
+        pair.planner.decode([one, two], [31, 2])
+    plan = some(pair.planner.decode([two], [2]))
+    assert plan.block_table.count_nonzero() == 1
+    assert some(pair.planner.decode([one, two], [31, 3])).block_table.count_nonzero() == 9
+
+
+# Construction and lifetime
+
+
+def test_pools_on_different_devices() -> None:
+    tables = {where: ReqToTokenPool(4, 32, where) for where in ("cpu", "cuda")}
+    allocators = {where: TokenToKVPoolAllocator(64, where) for where in ("cpu", "cuda")}
+    for one, two in (("cpu", "cuda"), ("cuda", "cpu")):
+        with pytest.raises(ConfigError, match=r"(?s)(cpu.*cuda:0|cuda:0.*cpu)"):
+            BatchPlanner(tables[one], allocators[two], 4, 32)
+
+
+def test_a_planner_that_has_no_memory_leaves_nothing(driver: Driver) -> None:
+    table, allocator = ReqToTokenPool(4, 1 << 16, "cuda"), TokenToKVPoolAllocator(64, "cuda")
+    gc.collect()
+    before = driver.device_bytes(), driver.locked_bytes()
+    driver.set_capacity(before[0] + (1 << 20))
+    with pytest.raises(kvpool.OutOfMemoryError, match=r"\d"):
+        BatchPlanner(table, allocator, 64, 64)
+    gc.collect()
+    assert (driver.device_bytes(), driver.locked_bytes()) == before
+
+
+def test_tensors_of_a_plan_outlive_their_planner_and_then_give_everything_back(driver: Driver) -> None:
+    gc.collect()
+    before = driver.device_bytes(), driver.locked_bytes()
+    pair = Pair(page_size=4)
+    plan: Any = pair.extend(pair.rows(2), [0, 0], [5, 2])
+    kept, host = plan.seq_lens, plan.host.kv_indices
+    del pair, plan
+    gc.collect()
+    assert kept.tolist() == [5, 2]
+    assert host.tolist() == [1, 2, 3]
+    assert driver.device_bytes() > before[0]
+    del kept, host
+    gc.collect()
+    assert (driver.device_bytes(), driver.locked_bytes()) == before
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_planner_cannot_be_used_after_a_fork() -> None:
+    scene = Scene(4)
+    child = os.fork()
+    if child == 0:
+        planner = scene.pair.planner
+        calls: list[Callable[[], object]] = [
+            *(call for call, _, _ in scene.steps.values()),
+            lambda: planner.fork(scene.one, scene.new, 2),
+            lambda: planner.finish([scene.one]),
+        ]
+        wrong = 0
+        for call in calls:
+            try:
+                call()
+            except DriverError as error:
+                wrong += "forked" not in str(error)
+            except BaseException:  # noqa: BLE001 - the child must end here
+                wrong += 1
+            else:
+                wrong += 1
+        os._exit(wrong)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    scene.pair.finish([scene.one])
+
+
+def test_without_pytorch_the_fields_are_ours(driver: Driver, run_snippet: RunSnippet) -> None:
+    assert driver.calls() == 0
+    code = """
+        import kvpool
+        table = kvpool.ReqToTokenPool(4, 32, "cuda")
+        planner = kvpool.BatchPlanner(table, kvpool.TokenToKVPoolAllocator(64, "cuda", 4), 4, 32)
+        rows = table.alloc(2)
+        plan = planner.extend(rows, [0, 0], [5, 3])
+        print(type(plan.seq_lens).__name__, plan.seq_lens.device, plan.kv_indices.cpu().numpy().tolist())
+        print(plan.host.out_cache_loc.tolist(), plan.slot_mapping.cpu().numpy().tolist())
+        print(plan.block_table.cpu().numpy()[:, :3].tolist(), plan.host.block_table[:, :3].tolist())
+    """
+    assert run_snippet(code, hidden=["torch"]).splitlines() == [
+        "Tensor cuda:0 [1, 2, 3]",
+        "[4, 5, 6, 7, 8, 12, 13, 14] [4, 5, 6, 7, 8, 12, 13, 14]",
+        "[[1, 2, 0], [3, 0, 0]] [[1, 2, 0], [3, 0, 0]]",
+    ]
