@@ -41,7 +41,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Sets up PyTorch for a device made of software."""
+    """Sets up PyTorch, for a device made of software if there is one."""
+    # Tensors here are so small that threads would only wait for each other, for long on a busy machine.
+    torch.set_num_threads(1)
     if not config.getoption("--software"):
         return
     if not is_preloaded():

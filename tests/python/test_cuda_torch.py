@@ -20,6 +20,7 @@ import torch
 from typer.testing import CliRunner
 
 from kvpool import (
+    BatchPlanner,
     DriverError,
     GDNPool,
     KVPool,
@@ -483,6 +484,25 @@ def test_a_loop_that_synchronises_is_noticed(real_gpu: Gpu) -> None:
     assert is_busy()
     engine.pool.check()
     assert not is_busy()
+
+
+def test_planned_steps_wait_for_nothing(real_gpu: Gpu) -> None:
+    table = ReqToTokenPool(64, 512, "cuda")
+    planner = BatchPlanner(table, TokenToKVPoolAllocator(16_384, "cuda", 16), 64, 4_096)
+    rows, lens = some(table.alloc(64)), torch.arange(1, 65)
+    total = torch.zeros((), dtype=torch.int64, device="cuda")
+    is_busy = real_gpu.keep_busy()
+    with synchronising_raises():
+        planner.extend(rows, torch.zeros_like(lens), lens)
+        for _ in range(32):
+            lens += 2
+            plan = some(planner.decode(rows, lens, 2))
+            total += plan.kv_indices.sum() + plan.block_table.sum() + plan.slot_mapping.sum()
+            lens -= 1
+            planner.truncate(rows, lens)
+        planner.finish(rows, lens)
+    assert is_busy()
+    assert int(total) > 0
 
 
 # Threads and memory

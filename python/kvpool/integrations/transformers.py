@@ -1,0 +1,381 @@
+"""Causal language models of Hugging Face `transformers` (5.x), as they are, on kvpool's pools.
+
+`PooledModel` runs a ragged batch that a `BatchPlanner` planned: keys and values go to a `KVPool`, states of
+Gated DeltaNet layers to a `GDNPool`. The model's code is not touched. It is given a cache (`Cache`) that
+hands out and takes back the states of the requests in the batch, and an attention function named "kvpool"
+(`AttentionInterface`) that writes to the pool and attends to what is there. Outside of
+`PooledModel.forward` that function is PyTorch's SDPA, so that the model generates as before.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers.cache_utils import Cache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+from typing_extensions import override
+
+from kvpool._kvpool import GDNPool
+from kvpool.attention import PoolAttention
+from kvpool.errors import ConfigError
+from kvpool.factories import make_full_attention_net_mem_pool, make_req_to_token_pool
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from transformers import PreTrainedModel
+
+    from kvpool._kvpool import BatchPlan
+    from kvpool._typing import DTypeLike
+    from kvpool.attention import AttentionGroup
+
+    # Of a module, its query, key and value, and the options of an attention function.
+    Attend = Callable[..., torch.Tensor]
+
+__all__ = ["PooledModel"]
+
+# By which `transformers` knows the attention function.
+_NAME = "kvpool"
+
+# What attention is while a `PooledModel` runs. No option of the model's call: it would reach other functions,
+# too.
+_ATTEND: ContextVar[Attend | None] = ContextVar("kvpool_attend", default=None)
+
+# Kinds of layers (`config.layer_types`), by the pool that serves them.
+_ATTENTION = ("full_attention", "sliding_attention")
+_LINEAR = "linear_attention"
+
+# What other models ask of attention, which `PoolAttention` cannot do.
+_FOREIGN = ("softcap", "s_aux", "position_bias")
+
+
+class PooledModel:
+    """A causal language model whose layers keep what they remember in kvpool's pools.
+
+    The pools are made here, to the measure of the model, for which it runs one token. Keys and values are
+    kept as the attention function gets them; with multi-head latent attention that is after their expansion.
+    Layers with a sliding window keep all tokens, too.
+
+    Args:
+        model: With a language-model head, in evaluation mode. Its attention implementation becomes "kvpool".
+        size: Token slots.
+        max_reqs: Requests that can have slots at once.
+        max_context_len: The most tokens of a request.
+        page_size: Slots in a page.
+        dtype: Of keys and values, by default the model's, which convolution states always have.
+
+    Attributes:
+        model: The model.
+        vocab_size: Tokens that it knows.
+        allocator: Of token slots; with `table` it makes a `BatchPlanner`.
+        table: The request table.
+        kv_pool: Keys and values; its layers are the attention layers, in order.
+        gdn_pool: The states of Gated DeltaNet layers, in order, with the rows of the request table as working
+            slots; None without such layers.
+
+    Raises:
+        ConfigError: If a layer is neither full nor sliding-window attention nor Gated DeltaNet, layers of one
+            kind have different shapes, or a size is below 1.
+        OutOfMemoryError: If the memory cannot be had.
+    """
+
+    def __init__(  # noqa: PLR0913 - a model and what its pools are made of
+        self,
+        model: PreTrainedModel,
+        size: int,
+        max_reqs: int,
+        max_context_len: int,
+        *,
+        page_size: int = 1,
+        dtype: DTypeLike | None = None,
+    ) -> None:
+        model.set_attn_implementation(_NAME)
+        measures = _measure(model)
+        device = str(model.device)
+        self.model = model
+        embeddings: Any = model.get_input_embeddings()
+        self.vocab_size: int = embeddings.num_embeddings
+        self.kv_pool, self.allocator = make_full_attention_net_mem_pool(
+            size,
+            len(measures.attention_layers),
+            *measures.kv_shape,
+            device=device,
+            dtype=dtype or model.dtype,
+            page_size=page_size,
+        )
+        self.table = make_req_to_token_pool(max_reqs, max_context_len, device)
+        self.gdn_pool: GDNPool | None = None
+        if measures.gdn_shape is not None:
+            self.gdn_pool = GDNPool(
+                max_reqs, len(measures.linear_layers), *measures.gdn_shape, device=device, dtype=model.dtype
+            )
+        self._attention_layers = {layer: i for i, layer in enumerate(measures.attention_layers)}
+        self._linear_layers = {layer: i for i, layer in enumerate(measures.linear_layers)}
+
+    def start(self, rows: Sequence[int]) -> None:
+        """Forget what is in the states of these request rows, before the first tokens of new requests.
+
+        Args:
+            rows: Of the request table.
+        """
+        if self.gdn_pool is not None and rows:
+            self.gdn_pool.reset_states(rows)
+
+    @torch.no_grad()
+    def forward(self, token_ids: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
+        """Run the new tokens of a batch through the model.
+
+        A model with attention alone takes all of them in one call. The code of Gated DeltaNet takes requests
+        with equally many new tokens, so that it is one call for all that decode, and one for each piece of a
+        prompt.
+
+        Args:
+            token_ids: int64 `[T]` on the model's device: the new tokens, in the order of the plan.
+            plan: The latest of a planner over `table` and `allocator`, with a new token for each request.
+
+        Returns:
+            `[B, vocab_size]`: logits after the last token of each request, a new tensor of the model's dtype.
+
+        Raises:
+            ConfigError: If tokens and plan do not fit, or the model asks attention for what the pool's does
+                not do.
+            StaleBufferError: If the planner has made another plan since.
+        """
+        if token_ids.shape != (plan.padded_num_tokens,):
+            raise ConfigError(
+                f"token_ids has shape {tuple(token_ids.shape)}, the plan {plan.padded_num_tokens} new tokens"
+            )
+        attention = PoolAttention(plan, self.kv_pool)
+        if sum(len(group.requests) for group in attention.groups) != plan.padded_batch_size:
+            raise ConfigError(
+                "there are requests without new tokens in the plan, after which there are no logits"
+            )
+        positions, slots = plan.positions.long(), plan.out_cache_loc
+        if self.gdn_pool is None:
+            inputs = (token_ids[None], positions[None], slots)
+            return self._run(inputs, attention, _NoCache(), plan.qo_indptr[1:].long() - 1)[0]
+        rows, logits = plan.req_pool_indices.long(), []
+        for group in attention.groups:
+            tokens, shape = group.tokens, (len(group.requests), group.extend_len)
+            inputs = (token_ids[tokens].view(shape), positions[tokens].view(shape), slots[tokens])
+            states = _States(self.gdn_pool, self._linear_layers, rows[group.requests])
+            logits.append(self._run(inputs, group, states, 1)[:, 0])
+        order = torch.cat([group.requests for group in attention.groups])
+        return torch.cat(logits)[order.argsort()]
+
+    def _run(
+        self,
+        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        attention: PoolAttention | AttentionGroup,
+        cache: Cache,
+        logits_to_keep: int | torch.Tensor,
+    ) -> torch.Tensor:
+        """One call of the model.
+
+        Args:
+            inputs: Tokens and their positions, `[n, length]`, and slots, `[n * length]`.
+            attention: Of these tokens.
+            cache: The states of these requests.
+            logits_to_keep: The number of last tokens, or places of tokens, for which there are logits.
+
+        Returns:
+            Logits, `[n, kept, vocab_size]`.
+        """
+        token_ids, positions, slots = inputs
+
+        def attend(
+            module: Any,  # noqa: ANN401 - a layer of the model
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            **options: Any,  # noqa: ANN401 - whatever the model passes on
+        ) -> torch.Tensor:
+            _refuse_foreign(module, options)
+            layer = self._attention_layers[module.layer_idx]
+            query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+            self.kv_pool.set_kv_buffer(layer, slots, key, value)
+            scale, window = options.get("scaling"), options.get("sliding_window")
+            out = attention(query, layer, scale=scale, sliding_window=window)
+            return out.view(*token_ids.shape, *out.shape[1:])
+
+        with _attending(attend):
+            output = self.model(
+                token_ids,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=logits_to_keep,
+            )
+        logits: torch.Tensor = output.logits
+        return logits
+
+
+class _NoCache(Cache):
+    """A cache that keeps nothing: attention writes what it is given to the pool."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+
+    @override
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: object, **_options: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return key_states, value_states
+
+
+class _States(_NoCache):
+    """The states of the requests in a rectangular batch, which lie in a `GDNPool`.
+
+    A layer gets copies, works on them, and gives them back at its end. Its recurrent states are
+    `[n, heads, k_dim, v_dim]`; those of the pool have V before K. There always is a previous state: zeros are
+    the same as none.
+    """
+
+    def __init__(self, pool: GDNPool, layers: dict[int, int], rows: torch.Tensor) -> None:
+        super().__init__()
+        self._pool, self._layers, self._rows = pool, layers, rows
+        # That of the layer that runs, which may write to it.
+        self._conv_state = torch.empty(0)
+
+    @override
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        return True
+
+    @override
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
+
+    @override
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor:
+        _, conv_state = self._pool.get_layer_state(self._layers[layer_idx])
+        self._conv_state = conv_state[self._rows]
+        return self._conv_state
+
+    @override
+    def update_conv_state(
+        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: object
+    ) -> torch.Tensor:
+        # The first new inputs need the last old ones; the layer drops the outputs of these.
+        inputs = torch.cat((self.get_conv_state(layer_idx), conv_states), dim=-1)
+        self._conv_state = inputs[..., -self._conv_state.shape[-1] :]
+        return inputs
+
+    @override
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor:
+        recurrent_state, _ = self._pool.get_layer_state(self._layers[layer_idx])
+        states: torch.Tensor = recurrent_state[self._rows]
+        return states.transpose(-1, -2)
+
+    @override
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: object
+    ) -> torch.Tensor:
+        recurrent_state, conv_state = self._pool.get_layer_state(self._layers[layer_idx])
+        recurrent_state[self._rows] = recurrent_states.transpose(-1, -2).to(recurrent_state.dtype)
+        conv_state[self._rows] = self._conv_state.to(conv_state.dtype)
+        return recurrent_states
+
+
+class _Measures(NamedTuple):
+    """Layers of each kind, and what they keep: of a token as `KVPool`, of a request as `GDNPool` has it."""
+
+    attention_layers: list[int]
+    linear_layers: list[int]
+    kv_shape: tuple[int, int, int, int]
+    gdn_shape: tuple[int, int, int, int, int] | None
+
+
+def _measure(model: PreTrainedModel) -> _Measures:
+    """Runs a token and looks at what attention and cache are given: configurations differ in their names."""
+    config: Any = model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None) or [_ATTENTION[0]] * config.num_hidden_layers
+    foreign = sorted({*kinds} - {*_ATTENTION, _LINEAR})
+    if foreign:
+        raise ConfigError(
+            f"{config.model_type} has layers of kinds that no pool serves: {', '.join(foreign)}"
+        )
+    kv_shapes: dict[int, tuple[int, int, int, int]] = {}
+
+    def attend(
+        module: Any,  # noqa: ANN401 - a layer of the model
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        **options: Any,  # noqa: ANN401 - whatever the model passes on
+    ) -> torch.Tensor:
+        _refuse_foreign(module, options)
+        kv_shapes[module.layer_idx] = (key.shape[1], key.shape[3], value.shape[1], value.shape[3])
+        return sdpa_attention_forward(module, query, key, value, None, **options)[0]
+
+    cache = DynamicCache(config=config)
+    token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    with torch.no_grad(), _attending(attend):
+        model(token, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    linear_layers = [layer for layer, kind in enumerate(kinds) if kind == _LINEAR]
+    gdn_shapes = {_state_shape(cache.layers[layer]) for layer in linear_layers}
+    if len(set(kv_shapes.values())) != 1 or len(gdn_shapes) > 1:
+        raise ConfigError(
+            f"{config.model_type} has attention layers with {len(set(kv_shapes.values()))} shapes of keys "
+            f"and values, and linear ones with {len(gdn_shapes)} of states; there must be one"
+        )
+    kv_shape = next(iter(kv_shapes.values()))
+    return _Measures(sorted(kv_shapes), linear_layers, kv_shape, gdn_shapes.pop() if gdn_shapes else None)
+
+
+def _state_shape(layer: Any) -> tuple[int, int, int, int, int]:  # noqa: ANN401 - a cache layer of `transformers`
+    """Value heads, elements of their K and V, channels and taps of the convolution, as for `GDNPool`."""
+    conv_state, recurrent_state = layer.conv_states[0], layer.recurrent_states[0]
+    if layer.number_of_states != 1 or recurrent_state is None or recurrent_state.ndim != 4:  # noqa: PLR2004
+        raise ConfigError("a linear-attention layer keeps other states than Gated DeltaNet does")
+    heads, k_dim, v_dim = recurrent_state.shape[1:]
+    return (heads, k_dim, v_dim, conv_state.shape[1], layer.conv_kernel_size[0])
+
+
+def _refuse_foreign(module: Any, options: dict[str, Any]) -> None:  # noqa: ANN401 - a layer of the model
+    """Raises if a model asks attention for what the pool's does not do."""
+    foreign = [name for name in _FOREIGN if options.get(name) is not None]
+    if options.get("dropout"):
+        foreign.append("dropout")
+    if not options.get("is_causal", getattr(module, "is_causal", True)):
+        foreign.append("no causality")
+    if foreign:
+        raise ConfigError(f"attention over a pool has no {', '.join(foreign)}")
+
+
+@contextmanager
+def _attending(attend: Attend) -> Iterator[None]:
+    """Within it, this is what the attention function does."""
+    token = _ATTEND.set(attend)
+    try:
+        yield
+    finally:
+        _ATTEND.reset(token)
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **options: Any,  # noqa: ANN401 - whatever a model passes on
+) -> tuple[torch.Tensor, None]:
+    """The attention function "kvpool": of the pool while a `PooledModel` runs, PyTorch's otherwise."""
+    attend = _ATTEND.get()
+    if attend is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    return attend(module, query, key, value, **options), None
+
+
+def _mask(*args: Any, **options: Any) -> torch.Tensor | None:  # noqa: ANN401 - those of `sdpa_mask`
+    """Its masks: none while a `PooledModel` runs, as the plan says who sees what."""
+    return sdpa_mask(*args, **options) if _ATTEND.get() is None else None
+
+
+AttentionInterface.register(_NAME, _attention)
+AttentionMaskInterface.register(_NAME, _mask)

@@ -1,0 +1,468 @@
+"""`Engine` and `sample`, with a model that reads the tokens of each request back from the pool."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import devices
+import numpy as np
+import pytest
+import torch
+from devices import here
+
+from kvpool import ConfigError, KVPool, OutOfMemoryError, ReqToTokenPool, TokenToKVPoolAllocator
+from kvpool.sampling import Sampling, sample
+from kvpool.serving import Engine, Request
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from conftest import RunSnippet
+
+    from kvpool import BatchPlan
+
+VOCAB = 50
+
+
+@pytest.fixture(autouse=True)
+def _device(device: str) -> Iterator[str]:
+    """Every test runs on every device."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # little work, which several threads would wait for each other with
+    yield device
+    torch.set_num_threads(threads)
+
+
+def logits_after(tokens: Sequence[int]) -> torch.Tensor:
+    """What the model says after these tokens."""
+    seed = zlib.crc32(bytes(tokens))
+    return torch.from_numpy(np.random.default_rng(seed).normal(size=VOCAB).astype(np.float32))
+
+
+class PoolReader:
+    """A model whose keys are its tokens: it reads all of a request's, and says what comes after them."""
+
+    vocab_size = VOCAB
+
+    def __init__(self, size: int, max_reqs: int = 8, max_context_len: int = 128, page_size: int = 1) -> None:
+        where = devices.current()
+        self.allocator = TokenToKVPoolAllocator(size, where, page_size, strict=True)
+        self.table = ReqToTokenPool(max_reqs, max_context_len, where, strict=True)
+        self.pool = KVPool(size, 1, 1, 1, where, torch.float32, page_size=page_size)
+        self.batches: list[int] = []  # new tokens of each call
+        self.fails_in: int | None = None
+        self._fresh: set[int] = set()
+
+    def start(self, rows: Sequence[int]) -> None:
+        self._fresh |= set(rows)
+
+    def forward(self, token_ids: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
+        assert token_ids.dtype is torch.int64
+        assert token_ids.device.type == devices.current()
+        key = token_ids.to(torch.float32).view(-1, 1, 1)
+        self.pool.set_kv_buffer(0, plan.out_cache_loc, key, key)
+        if self.fails_in is not None:
+            self.fails_in -= 1
+            if self.fails_in < 0:
+                raise RuntimeError("the model fails")
+        self.batches.append(len(token_ids))
+        host = plan.host
+        new = host.qo_indptr[1:] - host.qo_indptr[:-1]
+        assert new.min() > 0
+        assert {*host.req_pool_indices[host.seq_lens == new].tolist()} == self._fresh
+        self._fresh = set()
+        page_size, logits = self.allocator.page_size, []
+        for request, seq_len in enumerate(host.seq_lens.tolist()):
+            pages = host.kv_indices[host.kv_indptr[request] : host.kv_indptr[request + 1]]
+            slots = (pages[:, None] * page_size + np.arange(page_size)).flatten()[:seq_len]
+            tokens, _ = self.pool.gather_kv(0, slots)
+            logits.append(logits_after([int(token) for token in tokens.flatten().tolist()]))
+        return here(torch.stack(logits))
+
+    def is_whole(self) -> bool:
+        self.allocator.verify()
+        return (
+            self.allocator.available_size() == self.allocator.stats()["capacity"]
+            and self.table.available_size() == self.table.size
+            and not self.table.req_to_token.cpu().any()
+        )
+
+
+def alone(request: Request) -> list[int]:
+    """What a request must get."""
+    tokens = list(request.prompt)
+    for _ in range(request.max_new_tokens):
+        tokens += sample(logits_after(tokens)[None], [(request.sampling, len(tokens))])
+        if tokens[-1] in request.stop_tokens:
+            break
+    return tokens[len(request.prompt) :]
+
+
+def some_prompts(n: int, longest: int = 60, seed: int = 0) -> list[list[int]]:
+    chance = np.random.default_rng(seed)
+    return [chance.integers(0, VOCAB, chance.integers(1, longest + 1)).tolist() for _ in range(n)]
+
+
+def assert_served(model: PoolReader, requests: list[Request]) -> None:
+    for request in requests:
+        assert request.state == "finished"
+        assert request.tokens == alone(request)
+    assert model.is_whole()
+
+
+# Serving
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_everybody_gets_what_the_model_says(page_size: int) -> None:
+    """Requests arrive over time; prompts come in pieces; the pool is short."""
+    model = PoolReader(160, 8, page_size=page_size)
+    engine = Engine(model, max_step_tokens=24)
+    prompts = some_prompts(64, 80)
+    requests = []
+    while prompts or engine.step():
+        for prompt in prompts[:2]:
+            new_tokens = 1 + (len(prompt) * 7) % 45
+            requests.append(engine.submit(prompt, new_tokens, stop_tokens=[3]))
+        prompts = prompts[2:]
+        if prompts:
+            engine.step()
+    assert_served(model, requests)
+    assert max(model.batches) <= 24
+    stats = engine.stats()
+    assert stats["retractions"] == sum(request.retractions for request in requests) > 0
+    assert (stats["running"], stats["waiting"], stats["finished"], stats["aborted"]) == (0, 0, 64, 0)
+    assert stats["generated_tokens"] == sum(len(request.tokens) for request in requests)
+    assert stats["computed_tokens"] == sum(model.batches)
+    # One call of the planner a step.
+    assert stats["steps"] == len(model.batches) == engine._planner.stats()["plans"]
+
+
+def test_a_request_may_fill_the_whole_pool() -> None:
+    model = PoolReader(40, 4, page_size=4)
+    engine = Engine(model, 16)
+    capacity = model.allocator.stats()["capacity"]
+    requests = [engine.submit(prompt, capacity + 1 - len(prompt)) for prompt in some_prompts(5, 30)]
+    engine.run()
+    assert_served(model, requests)
+
+
+def test_first_come_first_served() -> None:
+    model = PoolReader(1000, 4)
+    engine = Engine(model, 16)
+    order: list[Request] = []
+    requests = [
+        engine.submit(prompt, 3, on_token=lambda request, _: order.append(request))
+        for prompt in some_prompts(20, 40)
+    ]
+    engine.run()
+    assert list(dict.fromkeys(order)) == requests
+    assert engine.stats()["retractions"] == 0
+
+
+def test_who_decodes_gets_a_token_in_each_step_beside_long_prompts() -> None:
+    model = PoolReader(1000, 4)
+    engine = Engine(model, 8)
+    first = engine.submit([1, 2], 30)
+    assert engine.step()
+    long = engine.submit(list(range(50)), 2)
+    for _ in range(7):
+        before = len(first.tokens)
+        engine.step()
+        assert len(first.tokens) == before + 1
+    assert long.state == "running"
+    assert not long.tokens
+    engine.step()
+    assert len(long.tokens) == 1
+
+
+def test_the_youngest_is_retracted() -> None:
+    model = PoolReader(30, 4)
+    engine = Engine(model, 32)
+    old, young = engine.submit([1] * 8, 20), engine.submit([2] * 8, 20)
+    engine.run()
+    assert (old.retractions, young.retractions) == (0, 1)
+    assert_served(model, [old, young])
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_random_histories(page_size: int) -> None:
+    """Requests come, are aborted and end in any order; the pools always hold what runs, and no more."""
+    chance = random.Random(page_size)  # noqa: S311 - no secrets
+    model = PoolReader(64, 5, 60, page_size)
+    engine = Engine(model, 10)
+    requests: list[Request] = []
+    for prompt in some_prompts(40, 30, page_size):
+        requests.append(engine.submit(prompt, chance.randint(1, 20), stop_tokens=[7]))
+        for _ in range(chance.randint(0, 4)):
+            engine.step()
+            running = [request for request in requests if request.state == "running"]
+            pages = sum(-(-request.cached // page_size) for request in running)
+            stats = engine.stats()
+            assert stats["in_use"] == pages * page_size
+            assert stats["running"] == len(running) == 5 - model.table.available_size()
+        if chance.random() < 0.3:
+            engine.abort(chance.choice(requests))
+    engine.run()
+    assert model.is_whole()
+    for request in requests:
+        wanted = alone(request)
+        assert request.tokens == (wanted if request.state == "finished" else wanted[: len(request.tokens)])
+    assert {request.state for request in requests} == {"finished", "aborted"}
+
+
+def test_stop_tokens_end_a_request() -> None:
+    model = PoolReader(200)
+    engine = Engine(model, 64)
+    free = engine.submit([5, 6], 20)
+    engine.run()
+    stop = free.tokens[4]
+    stopped = engine.submit([5, 6], 20, stop_tokens=[stop, 49])
+    engine.run()
+    assert stopped.tokens == free.tokens[: free.tokens.index(stop) + 1]
+    assert model.is_whole()
+
+
+# Streaming
+
+
+def test_streams_are_in_order_and_may_be_interleaved() -> None:
+    model = PoolReader(60, 8)
+    engine = Engine(model, 16)
+    requests = [engine.submit(prompt, 12) for prompt in some_prompts(6, 30)]
+    streams = [engine.stream(request) for request in requests]
+    got: list[list[int]] = [[] for _ in requests]
+    chance = random.Random(0)  # noqa: S311 - no secrets
+    while any(request.state != "finished" or got[i] != request.tokens for i, request in enumerate(requests)):
+        i = chance.randrange(len(streams))
+        got[i] += [token for token in [next(streams[i], None)] if token is not None]
+    assert got == [request.tokens for request in requests]
+    assert all(next(stream, None) is None for stream in streams)
+    assert_served(model, requests)
+
+
+def test_a_stream_is_not_ahead_of_what_was_computed() -> None:
+    engine = Engine(PoolReader(100), 16)
+    request = engine.submit([1, 2, 3], 5)
+    for i, token in enumerate(engine.stream(request)):
+        assert request.tokens[i:] == [token]
+    assert list(engine.stream(request)) == request.tokens == alone(request)
+
+
+def test_a_stream_ends_with_an_abort() -> None:
+    model = PoolReader(100)
+    engine = Engine(model, 16)
+    request = engine.submit([1, 2, 3], 50)
+    got = []
+    for token in engine.stream(request):
+        got.append(token)
+        if len(got) == 3:
+            engine.abort(request)
+    assert got == alone(request)[:3]
+    assert model.is_whole()
+
+
+def test_callbacks_are_told_each_token_once_and_in_order() -> None:
+    model = PoolReader(60, 8)
+    engine = Engine(model, 16)
+    told: dict[Request, list[int]] = {}
+    requests = [
+        engine.submit(prompt, 9, on_token=lambda request, token: told.setdefault(request, []).append(token))
+        for prompt in some_prompts(12, 30)
+    ]
+    engine.run()
+    assert told == {request: request.tokens for request in requests}
+    assert_served(model, requests)
+
+
+def test_callbacks_that_raise_lose_nothing() -> None:
+    model = PoolReader(60, 8)
+    engine = Engine(model, 16)
+    told: dict[Request, list[int]] = {}
+
+    def on_token(request: Request, token: int) -> None:
+        told.setdefault(request, []).append(token)
+        if token % 3 == 0:
+            raise LookupError(token)
+
+    requests = [engine.submit(prompt, 9, on_token=on_token) for prompt in some_prompts(12, 30)]
+    raised, more = 0, True
+    while more or engine._news:
+        try:
+            more = engine.step()
+        except LookupError:
+            raised += 1
+    assert raised > 10
+    assert told == {request: request.tokens for request in requests}
+    assert_served(model, requests)
+
+
+def test_callbacks_may_abort_and_submit() -> None:
+    model = PoolReader(60, 8)
+    engine = Engine(model, 16)
+    others = [engine.submit(prompt, 9) for prompt in some_prompts(4, 20)]
+    more: list[Request] = []
+
+    def on_token(request: Request, _token: int) -> None:
+        if len(request.tokens) == 3:
+            engine.abort(request)
+            engine.abort(others[-1])
+            more.append(engine.submit([1, 2], 4))
+
+    request = engine.submit([4, 5], 9, on_token=on_token)
+    engine.run()
+    assert (request.state, request.tokens) == ("aborted", alone(request)[:3])
+    assert_served(model, others[:-1] + more)
+
+
+# Abort, failures, refusals
+
+
+def test_abort_in_every_state() -> None:
+    model = PoolReader(100, 2, page_size=4)
+    engine = Engine(model, 8)
+    running, prefilling, waiting = engine.submit([1], 20), engine.submit([2] * 40, 5), engine.submit([3], 5)
+    engine.step()
+    engine.step()
+    assert [running.state, prefilling.state, waiting.state] == ["running", "running", "waiting"]
+    assert 0 < prefilling.cached < 40
+    for request in (prefilling, waiting, running, running):
+        engine.abort(request)
+        assert request.state == "aborted"
+    assert engine.stats()["aborted"] == 3
+    assert model.is_whole()
+    assert not engine.step()
+    last = engine.submit([1], 2)
+    engine.run()
+    engine.abort(last)
+    assert_served(model, [last])
+    assert engine.stats()["aborted"] == 3
+
+
+@pytest.mark.parametrize("fails_in", [0, 1, 3, 10])
+def test_a_model_that_fails_loses_nothing(fails_in: int) -> None:
+    model = PoolReader(80, 6)
+    engine = Engine(model, 16)
+    requests = [engine.submit(prompt, 12, sampling=Sampling(1.0)) for prompt in some_prompts(10, 40)]
+    model.fails_in = fails_in
+    with pytest.raises(RuntimeError, match="the model fails"):
+        engine.run()
+    assert model.is_whole()
+    assert engine.stats()["waiting"] + engine.stats()["finished"] == len(requests)
+    model.fails_in, model._fresh = None, set()
+    engine.run()
+    assert_served(model, requests)
+
+
+def test_refusals() -> None:
+    model = PoolReader(60, 4, 50)
+    engine = Engine(model, 16)
+    with pytest.raises(ConfigError, match=r"41 prompt and 11 new tokens need 51 slots.* has 50, the pool 60"):
+        engine.submit([1] * 41, 11)
+    small = Engine(PoolReader(40, 4, 50, 16), 16)
+    with pytest.raises(ConfigError, match=r"30 prompt and 4 new tokens need 33 slots.* has 50, the pool 32"):
+        small.submit([1] * 30, 4)
+    for prompt, new_tokens in (([], 3), ([1], 0), ([1], -1)):
+        with pytest.raises(ConfigError, match="there must be one of each"):
+            engine.submit(prompt, new_tokens)
+    for prompt in ([1, VOCAB, 2], [2, -1, 1]):
+        with pytest.raises(ConfigError, match=f"has token {prompt[1]}, the model knows 0 to 49"):
+            engine.submit(prompt, 2)
+    with pytest.raises(ConfigError, match="max_step_tokens is 3; 4 requests"):
+        Engine(model, 3)
+    assert not engine.step()
+    requests = [engine.submit([1] * 41, 10), small.submit([1] * 30, 3)]
+    engine.run()
+    small.run()
+    assert all(request.tokens == alone(request) for request in requests)
+
+
+def test_slots_of_others() -> None:
+    """Somebody else has taken so much of the pool that nothing fits: it is said, and nothing is lost."""
+    model = PoolReader(60, 4)
+    engine = Engine(model, 16)
+    slots = model.allocator.alloc(50)
+    requests = [engine.submit([1] * 20, 5), engine.submit([2] * 9, 2)]
+    with pytest.raises(OutOfMemoryError, match="10 of 60 slots are available"):
+        engine.run()
+    assert [request.state for request in requests] == ["waiting", "waiting"]
+    model.allocator.free(slots)
+    model._fresh = set()
+    engine.run()
+    assert_served(model, requests)
+
+
+# Sampling
+
+
+def test_samples_do_not_depend_on_the_batch() -> None:
+    samplings = [Sampling(0.0), Sampling(0.7, seed=1), Sampling(1.5, 5, seed=2), Sampling(1.0, 0, 0.8, 3)]
+    prompts = some_prompts(16, 30)
+    wanted: list[list[int]] = []
+    for size in (1000, 60):
+        model = PoolReader(size, 8)
+        engine = Engine(model, 16)
+        requests = [engine.submit(prompt, 15, sampling=samplings[i % 4]) for i, prompt in enumerate(prompts)]
+        engine.run()
+        assert_served(model, requests)
+        wanted = wanted or [request.tokens for request in requests]
+        assert [request.tokens for request in requests] == wanted
+        assert (engine.stats()["retractions"] > 0) == (size == 60)
+    engine = Engine(PoolReader(1000, 8), 16)
+    others = [engine.submit(prompts[0], 15, sampling=Sampling(1.0, seed=seed)) for seed in range(5)]
+    engine.run()
+    assert len({tuple(request.tokens) for request in others}) == 5
+
+
+def test_samples_have_the_probabilities_that_they_should() -> None:
+    logits = torch.tensor([0.0, 1.0, 2.0, 3.0, -torch.inf])
+    rows = here(logits.expand(4000, 5).contiguous())
+    for sampling, kept in (
+        (Sampling(1.0), [0, 1, 2, 3]),
+        (Sampling(2.5), [0, 1, 2, 3]),
+        (Sampling(1.0, top_k=2), [2, 3]),
+        (Sampling(1.0, top_p=0.9), [1, 2, 3]),
+        (Sampling(3.0, top_k=3, top_p=0.6), [2, 3]),
+    ):
+        tokens = sample(rows, [(sampling, place) for place in range(4000)])
+        chances = (logits / sampling.temperature).softmax(0)
+        wanted = torch.zeros(5).index_copy(0, torch.tensor(kept), chances[kept] / chances[kept].sum())
+        found = torch.bincount(torch.tensor(tokens), minlength=5) / 4000
+        assert (found > 0).nonzero().flatten().tolist() == kept
+        # Four standard deviations.
+        assert ((found - wanted).abs() <= 4 * (wanted * (1 - wanted) / 4000).sqrt()).all()
+
+
+def test_samples_of_one_are_the_most_likely() -> None:
+    logits = here(torch.randn(8, 30, generator=torch.Generator().manual_seed(0)))
+    wanted = logits.argmax(-1).tolist()
+    for sampling in (Sampling(), Sampling(2.0, top_k=1), Sampling(2.0, top_p=1e-9), Sampling(1e-3)):
+        assert sample(logits, [(sampling, place) for place in range(8)]) == wanted
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": -0.1},
+        {"temperature": float("inf")},
+        {"temperature": float("nan")},
+        {"top_k": -1},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+    ],
+)
+def test_samplings_out_of_range(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="Sampling"):
+        Sampling(**options)
+
+
+@devices.cpu_only
+def test_import_needs_no_model_library(run_snippet: RunSnippet) -> None:
+    run_snippet(
+        """
+        import kvpool.serving, kvpool.attention, kvpool.integrations
+        assert "transformers" not in sys.modules
+        """
+    )

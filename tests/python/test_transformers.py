@@ -1,0 +1,460 @@
+"""`PooledModel`: models of `transformers`, as they are, on the pools, beside what they do alone."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import devices
+import pytest
+import torch
+import transformers
+from devices import here
+from transformers import (
+    DeepseekV3Config,
+    DynamicCache,
+    Gemma2Config,
+    GptOssConfig,
+    LlamaConfig,
+    MambaConfig,
+    MistralConfig,
+    Qwen3Config,
+    Qwen3NextConfig,
+)
+
+from kvpool import BatchPlan, BatchPlanner, ConfigError, StaleBufferError
+from kvpool.integrations.transformers import PooledModel
+from kvpool.serving import Engine, Request, Sampling
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+VOCAB = 128
+# So far logits may be from those that are computed in another way; the largest are about 5.
+NOISE = 5e-4
+# Of weights with which no choice of a token is that close.
+SEEDS = {"qwen3": 2, "llama": 5, "mistral": 3, "deepseek_v3": 1, "qwen3_next": 4}
+
+TINY: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    # Wide enough for tokens that depend on the whole prompt.
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+EXPERTS: dict[str, Any] = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
+
+CONFIGS: dict[str, Any] = {
+    "qwen3": lambda: Qwen3Config(**TINY, head_dim=16),
+    "llama": lambda: LlamaConfig(**TINY),
+    # Window shorter than most requests.
+    "mistral": lambda: MistralConfig(**TINY, sliding_window=16),
+    # Multi-head latent attention: keys of 24, values of 12 elements.
+    "deepseek_v3": lambda: DeepseekV3Config(
+        **{**TINY, "num_key_value_heads": 4},
+        **EXPERTS,
+        n_shared_experts=1,
+        n_routed_experts=4,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+        kv_lora_rank=16,
+        q_lora_rank=None,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=16,
+        v_head_dim=12,
+    ),
+    # Gated DeltaNet, attention, Gated DeltaNet; heads of K and V differ in number and elements.
+    "qwen3_next": lambda: Qwen3NextConfig(
+        **{**TINY, "num_hidden_layers": 3},
+        **EXPERTS,
+        head_dim=16,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        linear_conv_kernel_dim=4,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=12,
+        num_experts=4,
+        shared_expert_intermediate_size=32,
+    ),
+}
+MODELS = list(CONFIGS)
+
+
+@pytest.fixture(autouse=True)
+def _device(request: pytest.FixtureRequest, device: str) -> Iterator[str]:
+    """Every test runs on every device that PyTorch has kernels for."""
+    if device == "cuda" and request.config.getoption("--software"):
+        pytest.skip("it needs PyTorch's kernels on a GPU, which the driver made of software has not")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # little work, which several threads would wait for each other with
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    yield device
+    torch.set_num_threads(threads)
+
+
+make: Any = transformers.AutoModelForCausalLM.from_config
+
+
+@cache
+def built(config: str, device: str, dtype: torch.dtype = torch.float32) -> Any:  # noqa: ANN401
+    """A model with random weights, the same every time."""
+    torch.manual_seed(SEEDS[config])
+    model = make(CONFIGS[config]())
+    return model.to(dtype).to(device).eval()
+
+
+def a_model(config: str, dtype: torch.dtype = torch.float32) -> Any:  # noqa: ANN401
+    return built(config, devices.current(), dtype)
+
+
+class Task(NamedTuple):
+    """A prompt and how much to generate."""
+
+    prompt: tuple[int, ...]
+    new_tokens: int
+
+
+def some_tasks(n: int, longest: int = 70, most: int = 40) -> list[Task]:
+    chance = torch.Generator().manual_seed(n)
+
+    def up_to(most: int) -> int:
+        return int(torch.randint(1, most + 1, (), generator=chance))
+
+    def prompt() -> tuple[int, ...]:
+        return tuple(torch.randint(VOCAB, (up_to(longest),), generator=chance).tolist())
+
+    return [Task(prompt(), up_to(most)) for _ in range(n)]
+
+
+@cache
+def generated(config: str, device: str, task: Task) -> tuple[list[int], float]:
+    """What a model generates alone, and how far its choices were from the next best at least."""
+    out = built(config, device).generate(
+        torch.tensor([task.prompt], device=device),
+        max_new_tokens=task.new_tokens,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    best = torch.cat(out.logits).topk(2).values
+    return out.sequences[0, len(task.prompt) :].tolist(), float((best[:, 0] - best[:, 1]).min())
+
+
+def alone(config: str, tasks: Sequence[Task]) -> list[list[int]]:
+    """What a model generates for each of these alone; no choice was so close that noise could change it."""
+    found = [generated(config, devices.current(), task) for task in tasks]
+    assert min(gap for _, gap in found) > NOISE
+    return [tokens for tokens, _ in found]
+
+
+def is_whole(pooled: PooledModel) -> bool:
+    pooled.allocator.verify()
+    return (
+        pooled.allocator.available_size() == pooled.allocator.stats()["capacity"]
+        and pooled.table.available_size() == pooled.table.size
+    )
+
+
+# Through the engine
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("config", MODELS)
+def test_every_request_gets_what_the_model_generates_alone(config: str, page_size: int) -> None:
+    """Requests of many lengths arrive over time, prompts come in pieces, and the pool is short."""
+    pooled = PooledModel(a_model(config), 320, 24, 120, page_size=page_size)
+    engine = Engine(pooled, max_step_tokens=48)
+    tasks = some_tasks(64)
+    wanted = alone(config, tasks)
+    assert len({token for tokens in wanted for token in tokens}) > VOCAB // 2
+    requests: list[Request] = []
+    while len(requests) < len(tasks) or engine.step():
+        new = tasks[len(requests) : len(requests) + 3]
+        requests += [engine.submit(task.prompt, task.new_tokens) for task in new]
+        if new:
+            engine.step()
+    assert [request.tokens for request in requests] == wanted
+    assert engine.stats()["retractions"] > 0
+    assert max(len(task.prompt) for task in tasks) > 48
+    assert is_whole(pooled)
+
+
+@pytest.mark.parametrize("config", ["qwen3", "qwen3_next"])
+def test_the_model_generates_as_before(config: str) -> None:
+    """Also in between steps, and with its weights as they were."""
+    model = built.__wrapped__(config, devices.current())
+    weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+    tasks = some_tasks(64)[:3]
+    wanted = alone(config, tasks)
+    engine = Engine(PooledModel(model, 512, 4, 120), 64)
+    request = engine.submit(tasks[0].prompt, tasks[0].new_tokens)
+    for _, task, tokens in zip(engine.stream(request), tasks[1:], wanted[1:], strict=False):
+        prompt = here(torch.tensor([task.prompt]))
+        out = model.generate(prompt, max_new_tokens=task.new_tokens, do_sample=False)
+        assert out[0, prompt.shape[1] :].tolist() == tokens
+    assert list(engine.stream(request)) == wanted[0]
+    assert all(torch.equal(weights[name], weight) for name, weight in model.state_dict().items())
+
+
+def test_end_of_text_and_abort() -> None:
+    pooled = PooledModel(a_model("qwen3"), 512, 8, 120, page_size=16)
+    engine = Engine(pooled, 32)
+    tasks = [task for task in some_tasks(20) if task.new_tokens > 6]
+    wanted = alone("qwen3", tasks)
+    stops = [tokens[len(tokens) // 2] for tokens in wanted]
+    requests = [
+        engine.submit(task.prompt, task.new_tokens, stop_tokens=[stop])
+        for task, stop in zip(tasks, stops, strict=True)
+    ]
+    for _ in range(4):
+        engine.step()
+    engine.abort(requests[0])
+    engine.run()
+    for request, tokens, stop in list(zip(requests, wanted, stops, strict=True))[1:]:
+        assert request.tokens == tokens[: tokens.index(stop) + 1]
+    assert requests[0].tokens == wanted[0][: len(requests[0].tokens)]
+    assert is_whole(pooled)
+
+
+@pytest.mark.parametrize("config", ["qwen3", "qwen3_next"])
+def test_sampled_tokens_do_not_depend_on_the_batch(config: str) -> None:
+    tasks = some_tasks(12)
+    samplings = [Sampling(0.8 + 0.1 * i, 20 * (i % 2), 1 - 0.02 * i, seed=i) for i in range(12)]
+    found = []
+    for max_reqs, page_size in ((12, 1), (1, 16), (5, 16)):
+        pooled = PooledModel(a_model(config), 256, max_reqs, 120, page_size=page_size)
+        engine = Engine(pooled, 40)
+        requests = [
+            engine.submit(task.prompt, task.new_tokens, sampling=sampling)
+            for task, sampling in zip(tasks, samplings, strict=True)
+        ]
+        engine.run()
+        found.append([request.tokens for request in requests])
+        assert is_whole(pooled)
+    assert found[0] == found[1] == found[2]
+    assert found[0] != alone(config, tasks)
+
+
+def test_bfloat16_is_as_near_as_its_noise() -> None:
+    """Each token is the best for the model alone after the same tokens, or so near that rounding decides.
+
+    Logits of about 5 have steps of 2**-5 in bfloat16, and what they come from is rounded many times. A token
+    may be behind the best one by 8 such steps, and few may be at all.
+    """
+    model = a_model("qwen3", torch.bfloat16)
+    engine = Engine(PooledModel(model, 512, 24, 120, page_size=16), 48)
+    requests = [engine.submit(task.prompt, task.new_tokens) for task in some_tasks(64)]
+    engine.run()
+    behind = []
+    for request in requests:
+        tokens = here(torch.tensor([request.prompt + request.tokens]))
+        with torch.no_grad():
+            logits = model(tokens).logits[0, len(request.prompt) - 1 : -1].float()
+        picked = logits.gather(1, tokens[0, len(request.prompt) :, None])[:, 0]
+        behind.append(logits.amax(1) - picked)
+    found = torch.cat(behind)
+    assert float(found.max()) <= 8 * 2**-5
+    assert float((found > 0).float().mean()) < 0.05
+
+
+# One batch
+
+
+class Batch:
+    """Requests in the pools of a model, and the logits that the model alone has for them."""
+
+    def __init__(self, config: str, page_size: int = 4, **options: Any) -> None:  # noqa: ANN401
+        self.model = a_model(config)
+        self.pooled = PooledModel(self.model, 640, 12, 128, page_size=page_size, **options)
+        self.planner = BatchPlanner(self.pooled.table, self.pooled.allocator, 16, 640)
+        self.tokens = {row: list(task.prompt) for row, task in zip(self.rows(5), some_tasks(5), strict=True)}
+
+    def rows(self, n: int) -> list[int]:
+        rows = self.pooled.table.alloc(n)
+        assert rows is not None
+        self.pooled.start(rows)
+        return rows
+
+    def plan(self, lens: dict[int, int]) -> BatchPlan:
+        """A plan for so many more tokens of each request."""
+        begins = [self.planner.seq_len(row) for row in lens]
+        ends = [begin + new for begin, new in zip(begins, lens.values(), strict=True)]
+        plan = self.planner.extend([*lens], begins, ends)
+        assert plan is not None
+        return plan
+
+    def new_tokens(self, plan: BatchPlan) -> torch.Tensor:
+        """The new tokens of a plan; of the padding, zeros."""
+        found = []
+        for i, row in enumerate(plan.host.req_pool_indices.tolist()):
+            end, new = plan.host.seq_lens[i], plan.host.qo_indptr[i + 1] - plan.host.qo_indptr[i]
+            found += self.tokens[row][end - new : end] if row else [0] * new
+        return here(torch.tensor(found))
+
+    def check(self, plan: BatchPlan, tolerance: float = NOISE) -> None:
+        """The logits of a batch are those of the model alone."""
+        logits = self.pooled.forward(self.new_tokens(plan), plan)
+        assert logits.shape == (plan.padded_batch_size, VOCAB)
+        assert logits.dtype is self.model.dtype
+        for i, row in enumerate(plan.host.req_pool_indices[: plan.batch_size].tolist()):
+            tokens = self.tokens[row][: plan.host.seq_lens[i]]
+            with torch.no_grad():
+                wanted = self.model(here(torch.tensor([tokens]))).logits[0, -1]
+            torch.testing.assert_close(logits[i], wanted, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("config", MODELS)
+def test_logits_of_pieces_and_single_tokens(config: str, page_size: int) -> None:
+    """Pieces of any lengths in one batch: equal ones and others, single tokens at the start and later."""
+    batch = Batch(config, page_size)
+    for row in batch.tokens:
+        batch.tokens[row] = (batch.tokens[row] * 70)[:70]
+    for lens in ([1, 2, 20, 2, 33], [1, 30, 1, 4, 4], [17, 1, 1, 3, 1], [1, 1, 1, 1, 1], [1, 1, 1, 1, 1]):
+        batch.check(batch.plan(dict(zip(batch.tokens, lens, strict=True))))
+    # Another order, and not all of them.
+    for rows in ([5, 2, 3], [4], [1, 5]):
+        batch.check(batch.plan(dict.fromkeys(rows, 1)))
+
+
+@pytest.mark.parametrize("config", MODELS)
+def test_padded_decode(config: str) -> None:
+    batch = Batch(config)
+    lens = {row: len(tokens) - 1 for row, tokens in batch.tokens.items() if len(tokens) > 1}
+    batch.check(batch.plan(lens))
+    rows = [*lens][:3]
+    plan = batch.planner.decode(rows, [lens[row] + 1 for row in rows], pad_to=8)
+    assert plan is not None
+    assert plan.padded_batch_size == 8
+    batch.check(plan)
+
+
+def test_states_are_those_of_the_model() -> None:
+    """Recurrent states are those of the model's own cache, with V before K; so are the last inputs."""
+    batch = Batch("qwen3_next")
+    gdn_pool = batch.pooled.gdn_pool
+    assert gdn_pool is not None
+    batch.check(batch.plan({row: len(tokens) for row, tokens in batch.tokens.items()}))
+    for row, tokens in batch.tokens.items():
+        states = DynamicCache(config=batch.model.config)
+        with torch.no_grad():
+            batch.model(here(torch.tensor([tokens])), past_key_values=states)
+        for i, layer in enumerate((0, 2)):
+            kept: Any = states.layers[layer]
+            wanted = kept.recurrent_states[0][0].transpose(-1, -2)
+            torch.testing.assert_close(gdn_pool.recurrent_state[i, row], wanted, rtol=0, atol=NOISE)
+            inputs = kept.conv_states[0][0, :, 1:]
+            torch.testing.assert_close(gdn_pool.conv_state[i, row], inputs, rtol=0, atol=NOISE)
+    assert not gdn_pool.recurrent_state[:, 0].any()
+
+
+@pytest.mark.parametrize("config", ["qwen3", "deepseek_v3", "mistral"])
+def test_shared_prefix_and_rejected_tokens(config: str) -> None:
+    batch = Batch(config)
+    (row,) = batch.rows(1)
+    batch.tokens[row] = [7 * i % VOCAB for i in range(40)]
+    batch.check(batch.plan({row: 40}))
+    (other,) = batch.rows(1)
+    batch.tokens[other] = [*batch.tokens[row][:32], 5, 6, 7, 8, 9, 10]
+    plan = batch.planner.extend([other], [32], [35], [batch.pooled.table.read(row, 32)])
+    assert plan is not None
+    batch.check(plan)
+    # Three tokens are tried, one stays.
+    plan = batch.planner.decode([other], [38], 3)
+    assert plan is not None
+    batch.check(plan)
+    batch.planner.truncate([other], [36])
+    batch.tokens[other][36:] = [77, 78]
+    batch.check(batch.plan({other: 2}))
+
+
+@pytest.mark.parametrize("config", MODELS)
+def test_forks(config: str) -> None:
+    """A request goes on in two ways: pages shared, a part of one copied, and the states."""
+    batch = Batch(config)
+    (row,) = batch.rows(1)
+    batch.tokens[row] = [*range(22), 30, 31]
+    batch.check(batch.plan({row: 22}))
+    (other,) = batch.rows(1)
+    slots = batch.planner.fork(row, other, 22)
+    assert slots is not None
+    batch.pooled.kv_pool.move_kv(*slots)
+    if batch.pooled.gdn_pool is not None:
+        batch.pooled.gdn_pool.copy_states(row, other)
+    batch.tokens[other] = [*range(22), 40, 41]
+    batch.check(batch.plan({row: 1, other: 1}))
+    batch.check(batch.plan({other: 1, row: 1}))
+
+
+def test_keys_of_another_dtype() -> None:
+    batch = Batch("llama", dtype=torch.float16)
+    assert batch.pooled.kv_pool.dtype is torch.float16
+    for lens in ([1, 2, 1, 2, 3], [1, 1, 1, 1, 1]):
+        for row in batch.tokens:
+            batch.tokens[row] = (batch.tokens[row] * 10)[:10]
+        batch.check(batch.plan(dict(zip(batch.tokens, lens, strict=True))), tolerance=0.1)
+
+
+# Pools to the measure of models
+
+
+@pytest.mark.parametrize("config", MODELS)
+def test_pools_have_the_measures_of_the_model(config: str) -> None:
+    pooled = PooledModel(a_model(config), 100, 3, 50, page_size=4)
+    kv_pool, gdn_pool = pooled.kv_pool, pooled.gdn_pool
+    wanted = {"deepseek_v3": (2, 4, 24, 4, 12), "qwen3": (2, 2, 16, 2, 16), "qwen3_next": (1, 2, 16, 2, 16)}
+    assert (
+        kv_pool.layer_num,
+        kv_pool.k_head_num,
+        kv_pool.k_head_dim,
+        kv_pool.v_head_num,
+        kv_pool.v_head_dim,
+    ) == wanted.get(config, (2, 2, 8, 2, 8))
+    assert (kv_pool.size, kv_pool.page_size, pooled.allocator.page_size) == (100, 4, 4)
+    assert kv_pool.dtype is torch.float32
+    assert (pooled.table.size, pooled.table.max_context_len) == (3, 50)
+    assert pooled.vocab_size == VOCAB
+    assert (gdn_pool is not None) == (config == "qwen3_next")
+    if gdn_pool is not None:
+        assert gdn_pool.recurrent_state.shape == (2, 4, 4, 12, 8)
+        assert gdn_pool.conv_state.shape == (2, 4, 2 * 2 * 8 + 4 * 12, 3)
+        assert gdn_pool.conv_state.dtype is torch.float32
+
+
+@pytest.mark.parametrize(
+    ("config", "match"),
+    [
+        (GptOssConfig(**TINY, head_dim=16, num_local_experts=4, num_experts_per_tok=2), "s_aux"),
+        (Gemma2Config(**TINY, head_dim=16, attn_logit_softcapping=50.0), "softcap"),
+        (MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, state_size=4), "other states"),
+    ],
+    ids=["attention sinks", "capped scores", "other states"],
+)
+def test_models_that_the_pools_cannot_serve(config: Any, match: str) -> None:  # noqa: ANN401
+    model = make(config).eval().to(devices.current())
+    with pytest.raises(ConfigError, match=match):
+        PooledModel(model, 100, 2, 50)
+
+
+def test_batches_that_do_not_fit() -> None:
+    batch = Batch("qwen3")
+    rows = [row for row, tokens in batch.tokens.items() if len(tokens) > 2][:2]
+    plan = batch.plan({rows[0]: 3, rows[1]: 1})
+    for tokens in (torch.zeros(3), torch.zeros(5), torch.zeros(1, 4)):
+        with pytest.raises(ConfigError, match="the plan 4 new tokens"):
+            batch.pooled.forward(here(tokens.long()), plan)
+    batch.check(plan)
+    with pytest.raises(ConfigError, match="without new tokens"):
+        batch.pooled.forward(here(torch.zeros(1, dtype=torch.int64)), batch.plan({rows[0]: 0, rows[1]: 1}))
+    with pytest.raises(StaleBufferError):
+        batch.check(plan)
