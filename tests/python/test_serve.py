@@ -1,0 +1,111 @@
+"""`kvpool serve`: a model served through the pools, and checked against the model alone."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+from typer.testing import CliRunner
+
+from kvpool.tools import serve, serve_report
+from kvpool.tools.cli import app
+from kvpool.tools.serve import CONFIGS, TIE, Difference, ServeConfig, Service
+
+if TYPE_CHECKING:
+    from typer.testing import Result
+
+SMALL = ServeConfig(requests=12, per_step=6, pool_size=300)
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["serve", "--device", "cpu", *arguments])
+
+
+def test_every_model_is_served_as_it_generates_alone() -> None:
+    for model in CONFIGS:
+        result = invoke(
+            "--json", "--model", model, "--requests", "6", "--page-size", "16", "--pool-size", "512"
+        )
+        assert result.exit_code == 0, result.output
+        found = json.loads(result.stdout)
+        assert found["finished"] == 6 + serve_report.STREAMED
+        assert (found["in_use"], found["running"], found["waiting"]) == (0, 0, 0)
+        assert found["is_right"]
+
+
+def test_the_command_streams_and_prints_a_report() -> None:
+    result = invoke("--requests", "12", "--per-step", "6", "--pool-size", "300")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.count("tokens of prompt:") == serve_report.STREAMED
+    for row in ("retractions", "peak occupancy", "as the model alone", "15"):
+        assert row in result.stdout
+
+
+def test_a_pool_that_is_too_small_for_all_retracts() -> None:
+    service = Service(SMALL)
+    result = service.serve()
+    assert result.stats["retractions"] > 0
+    assert result.stats["finished"] == SMALL.requests
+    assert 250 < result.peak_in_use <= 300
+    service.check(result)
+    assert result.is_right
+
+
+def test_a_wrong_token_is_found() -> None:
+    service = Service(SMALL)
+    result = service.serve()
+    wrong = service.requests[7]
+    wrong.tokens[2] = (wrong.tokens[2] + 1) % serve.VOCAB_SIZE
+    service.check(result)
+    (found,) = result.differences
+    assert (found.request, found.position) == (7, 2)
+    assert found.gap > TIE
+    assert not result.is_right
+
+
+def test_only_tokens_that_are_as_good_as_equal_may_differ() -> None:
+    assert Difference(0, 0, TIE / 2).is_tie
+    assert not Difference(0, 0, TIE * 2).is_tie
+
+
+def test_a_slot_that_is_missing_at_the_end_is_found() -> None:
+    service = Service(SMALL)
+    result = service.serve()
+    service.pooled.allocator.alloc(1)
+    result.stats = service.engine.stats()
+    assert not result.is_right
+
+
+def test_a_failed_check_ends_with_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = (Difference(3, 1, 0.5),)
+
+    def check(_: Service, result: serve.ServeResult, *_rest: object) -> None:
+        result.differences = found
+
+    monkeypatch.setattr(Service, "check", check)
+    result = invoke("--requests", "3")
+    assert result.exit_code == 1
+    assert "request 3 differs from token 1 on" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--model", "gpt"), "gpt is none of qwen3, llama, qwen3-next"),
+        (("--prefill-budget", "8"), "max_step_tokens is 8"),
+        (("--pool-size", "16"), "the pool 16"),
+    ],
+)
+def test_the_command_says_what_is_wrong_in_one_line(arguments: tuple[str, ...], message: str) -> None:
+    result = invoke(*arguments)
+    assert result.exit_code == 1
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_missing_transformers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    result = invoke()
+    assert result.exit_code == 1
+    assert "pip install 'kvpool[transformers]'" in result.stderr
