@@ -92,6 +92,12 @@ impl DType {
         matches!(self, Self::F8E4M3 | Self::F8E5M2)
     }
 
+    /// Whether its values are whole numbers or truth values.
+    #[must_use]
+    pub const fn is_integer(self) -> bool {
+        matches!(self, Self::I8 | Self::U8 | Self::I32 | Self::I64 | Self::Bool)
+    }
+
     /// A storage dtype by its name, with or without `torch.` in front.
     ///
     /// # Errors

@@ -43,6 +43,13 @@ impl PageSize {
         at - self.page(at) * self.size
     }
 
+    /// Tokens in the last page of `tokens`; 0 of none.
+    #[inline]
+    #[must_use]
+    pub const fn last_page_len(self, tokens: u32) -> u32 {
+        if tokens == 0 { 0 } else { self.offset(tokens - 1) + 1 }
+    }
+
     /// Pages of `tokens` tokens.
     #[must_use]
     #[inline]

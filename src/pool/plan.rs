@@ -206,22 +206,18 @@ impl Listed {
     pub(super) fn list(&mut self, batch: &[Growth], padded: usize, padding: usize, requests: &Requests) {
         self.clear();
         let size = requests.page_size();
-        let (mut tokens, mut pages) = (0, 0);
         let padding = u32::try_from(padding).unwrap_or(0);
         let filler = Growth { row: PADDING, seq: padding, ..Growth::default() };
-        for growth in batch.iter().copied().chain(std::iter::repeat_n(filler, padded - batch.len())) {
-            let Growth { row, prefix, seq, .. } = growth;
-            self.req_pool_indices.push(row.cast_signed());
-            self.seq_lens.push(seq.cast_signed());
-            self.qo_indptr.push(tokens);
-            self.kv_indptr.push(pages);
-            self.kv_last_page_len.push(if seq == 0 { 0 } else { size.offset(seq - 1) + 1 }.cast_signed());
-            self.positions.extend((prefix..seq).map(u32::cast_signed));
-            tokens += (seq - prefix).cast_signed();
-            pages += size.pages(seq).cast_signed();
+        // One field after the other, each in a loop of known length.
+        let all = || batch.iter().copied().chain(std::iter::repeat_n(filler, padded - batch.len()));
+        self.req_pool_indices.extend(all().map(|growth| growth.row.cast_signed()));
+        self.seq_lens.extend(all().map(|growth| growth.seq.cast_signed()));
+        self.kv_last_page_len.extend(all().map(|growth| size.last_page_len(growth.seq).cast_signed()));
+        sums(&mut self.qo_indptr, all().map(|growth| growth.seq - growth.prefix));
+        sums(&mut self.kv_indptr, all().map(|growth| size.pages(growth.seq)));
+        for growth in all() {
+            self.positions.extend((growth.prefix..growth.seq).map(u32::cast_signed));
         }
-        self.qo_indptr.push(tokens);
-        self.kv_indptr.push(pages);
         for growth in batch {
             requests.slots(growth.row, growth.prefix, growth.seq, &mut self.out_cache_loc);
         }
@@ -325,6 +321,16 @@ impl Lines {
     pub(super) fn lose(&mut self, width: usize) {
         self.lines.fill(Line { until: narrow(width), ..Line::default() });
     }
+}
+
+/// 0, and the sum of the counts up to each.
+fn sums(to: &mut Vec<i32>, counts: impl Iterator<Item = u32>) {
+    let mut sum = 0;
+    to.push(sum);
+    to.extend(counts.map(|count| {
+        sum += count.cast_signed();
+        sum
+    }));
 }
 
 fn narrow(number: usize) -> u32 {
