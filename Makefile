@@ -14,9 +14,11 @@ CUDA_TOOLS := $(VENV)/cuda-tools
 .PHONY: demo test lint bench bench-cuda format clean kernels rust-test python-test rust-lint python-lint kernel-lint
 .DEFAULT_GOAL := test
 
-# The main job: a model served through the pools, with every token checked; then a request trace, with every row of K and V.
+# The main job: models served through the pools, dense and hybrid, with every token checked; then a request trace, with every
+# row of K and V checked.
 demo: $(EXTENSION) $(VENV)/.tools
 	$(BIN)/python -m kvpool serve
+	$(BIN)/python -m kvpool serve --model qwen3-next --requests 60
 	if test -f $(TRACES)/mooncake/conversation_trace.jsonl; then \
 	    $(BIN)/python -m kvpool replay $(TRACES)/mooncake/conversation_trace.jsonl --requests 2000 --plot target/replay.png; \
 	else \
@@ -95,7 +97,7 @@ $(EXTENSION): $(BIN)/python $(RUST_SOURCES) pyproject.toml
 
 $(VENV)/.tools: pyproject.toml $(EXTENSION)
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) install --quiet torch
-	$(PIP) install --quiet 'typer>=0.15' 'rich>=13' 'matplotlib>=3.8' 'numpy>=1.26' 'transformers>=5.23'
+	$(PIP) install --quiet 'typer>=0.15' 'rich>=13' 'matplotlib>=3.8' 'numpy>=1.26' 'transformers>=5.21,<6'
 	touch $@
 
 $(VENV)/.test: pyproject.toml $(VENV)/.tools

@@ -32,7 +32,7 @@ class PoolAttention:
 
     Make one in a step and call it in each layer, after K and V of the new tokens were written there
     (`set_kv_buffer` to `plan.out_cache_loc`). Which slots are read is computed once, here, and not looked up
-    in the plan again; the requests must still own them.
+    in the plan again; the requests must still own them. Calls are for one thread, and make no gradients.
 
     Args:
         plan: The batch, of a planner that makes the block table.
@@ -67,7 +67,8 @@ class PoolAttention:
     ) -> torch.Tensor:
         """Attention of all new tokens in a layer.
 
-        Copies the K and V that it reads, one group after the other. Runs on the current stream.
+        Copies the K and V that it reads to memory that it keeps, and uses again in the next layer. Runs on
+        the current stream.
 
         Args:
             query: `[T, heads, k_head_dim]`, one request after the other as in the plan, of any float dtype on
@@ -132,6 +133,7 @@ class AttentionGroup:
         pages = plan.block_table[self.requests].gather(1, key // kv_pool.page_size)
         self._slots = pages * kv_pool.page_size + key % kv_pool.page_size
 
+    @torch.no_grad()
     def __call__(
         self,
         query: torch.Tensor,

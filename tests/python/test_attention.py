@@ -299,6 +299,13 @@ def test_outlives_the_plan() -> None:
         PoolAttention(plan, scene.pool)
 
 
+def test_makes_no_gradients() -> None:
+    scene = Scene(4)
+    plan = scene.extend(scene.rows(2), [5, 1])
+    query = here(torch.randn(6, 4, 16)).requires_grad_()
+    assert not PoolAttention(plan, scene.pool)(query, 1).requires_grad
+
+
 def test_query_with_any_strides() -> None:
     scene = Scene(4)
     rows = scene.rows(3)

@@ -178,13 +178,30 @@ def test_who_decodes_gets_a_token_in_each_step_beside_long_prompts() -> None:
     assert len(long.tokens) == 1
 
 
-def test_the_youngest_is_retracted() -> None:
-    model = PoolReader(30, 4)
+def test_the_youngest_is_retracted_and_comes_before_who_waits() -> None:
+    model = PoolReader(30, 2)
     engine = Engine(model, 32)
-    old, young = engine.submit([1] * 8, 20), engine.submit([2] * 8, 20)
+    old, young, last = (engine.submit([i] * 8, 20) for i in range(3))
+    while young.retractions == 0:
+        engine.step()
+    assert (old.state, young.state, last.state) == ("running", "waiting", "waiting")
+    while not last.tokens:
+        engine.step()
+    assert young.is_over or young.state == "running"
     engine.run()
-    assert (old.retractions, young.retractions) == (0, 1)
-    assert_served(model, [old, young])
+    assert old.retractions == 0
+    assert_served(model, [old, young, last])
+
+
+def test_requests_of_a_batch_that_failed_stay_in_order() -> None:
+    model = PoolReader(1000, 4)
+    engine = Engine(model, 16)
+    requests = [engine.submit([i], 3) for i in range(6)]
+    engine.step()
+    model.fails_in = 0
+    with pytest.raises(RuntimeError, match="the model fails"):
+        engine.step()
+    assert [*engine._waiting] == requests
 
 
 @pytest.mark.parametrize("page_size", [1, 4])

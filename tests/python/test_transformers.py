@@ -442,8 +442,18 @@ def test_pools_have_the_measures_of_the_model(config: str) -> None:
 )
 def test_models_that_the_pools_cannot_serve(config: Any, match: str) -> None:  # noqa: ANN401
     model = make(config).eval().to(devices.current())
+    before = model.config._attn_implementation
     with pytest.raises(ConfigError, match=match):
         PooledModel(model, 100, 2, 50)
+    assert model.config._attn_implementation == before
+
+
+def test_pools_that_cannot_be_made_leave_the_model_as_it_was() -> None:
+    model = built.__wrapped__("qwen3", devices.current())
+    for sizes in ((0, 1, 1), (1, 0, 1), (1, 1, 0)):
+        with pytest.raises(ConfigError):
+            PooledModel(model, *sizes)
+        assert model.config._attn_implementation == "sdpa"
 
 
 def test_batches_that_do_not_fit() -> None:
@@ -454,7 +464,9 @@ def test_batches_that_do_not_fit() -> None:
         with pytest.raises(ConfigError, match="the plan 4 new tokens"):
             batch.pooled.forward(here(tokens.long()), plan)
     batch.check(plan)
-    with pytest.raises(ConfigError, match="without new tokens"):
-        batch.pooled.forward(here(torch.zeros(1, dtype=torch.int64)), batch.plan({rows[0]: 0, rows[1]: 1}))
+    for lens in ({rows[0]: 0, rows[1]: 1}, {rows[0]: 0}, {}):
+        new = here(torch.zeros(sum(lens.values()), dtype=torch.int64))
+        with pytest.raises(ConfigError, match=f"{len(new)} of {len(lens)} requests have new tokens"):
+            batch.pooled.forward(new, batch.plan(lens))
     with pytest.raises(StaleBufferError):
         batch.check(plan)

@@ -1,4 +1,4 @@
-"""Causal language models of Hugging Face `transformers` (5.x), as they are, on kvpool's pools.
+"""Causal language models of Hugging Face `transformers` (5.22 and later), as they are, on kvpool's pools.
 
 `PooledModel` runs a ragged batch that a `BatchPlanner` planned: keys and values go to a `KVPool`, states of
 Gated DeltaNet layers to a `GDNPool`. The model's code is not touched. It is given a cache (`Cache`) that
@@ -94,7 +94,6 @@ class PooledModel:
         page_size: int = 1,
         dtype: DTypeLike | None = None,
     ) -> None:
-        model.set_attn_implementation(_NAME)
         measures = _measure(model)
         device = str(model.device)
         self.model = model
@@ -116,6 +115,7 @@ class PooledModel:
             )
         self._attention_layers = {layer: i for i, layer in enumerate(measures.attention_layers)}
         self._linear_layers = {layer: i for i, layer in enumerate(measures.linear_layers)}
+        model.set_attn_implementation(_NAME)
 
     def start(self, rows: Sequence[int]) -> None:
         """Forget what is in the states of these request rows, before the first tokens of new requests.
@@ -151,9 +151,10 @@ class PooledModel:
                 f"token_ids has shape {tuple(token_ids.shape)}, the plan {plan.padded_num_tokens} new tokens"
             )
         attention = PoolAttention(plan, self.kv_pool)
-        if sum(len(group.requests) for group in attention.groups) != plan.padded_batch_size:
+        found = sum(len(group.requests) for group in attention.groups)
+        if found == 0 or found != plan.padded_batch_size:
             raise ConfigError(
-                "there are requests without new tokens in the plan, after which there are no logits"
+                f"{found} of {plan.padded_batch_size} requests have new tokens; all must, and at least one"
             )
         positions, slots = plan.positions.long(), plan.out_cache_loc
         if self.gdn_pool is None:
@@ -314,8 +315,13 @@ def _measure(model: PreTrainedModel) -> _Measures:
 
     cache = DynamicCache(config=config)
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-    with torch.no_grad(), _attending(attend):
-        model(token, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    implementation = model.config._attn_implementation  # noqa: SLF001 - there is no other way to ask
+    model.set_attn_implementation(_NAME)
+    try:
+        with torch.no_grad(), _attending(attend):
+            model(token, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    finally:
+        model.set_attn_implementation(implementation)
     linear_layers = [layer for layer, kind in enumerate(kinds) if kind == _LINEAR]
     gdn_shapes = {_state_shape(cache.layers[layer]) for layer in linear_layers}
     if len(set(kv_shapes.values())) != 1 or len(gdn_shapes) > 1:
