@@ -181,7 +181,8 @@ impl Layout {
 pub(super) struct Listed {
     pub(super) out_cache_loc: Vec<i32>,
     pub(super) positions: Vec<i32>,
-    slot_mapping: Vec<i64>,
+    /// Tokens before those of padding.
+    real_tokens: usize,
     pub(super) req_pool_indices: Vec<i32>,
     pub(super) seq_lens: Vec<i32>,
     pub(super) qo_indptr: Vec<i32>,
@@ -191,8 +192,7 @@ pub(super) struct Listed {
 
 impl Listed {
     fn clear(&mut self) {
-        let Self { out_cache_loc, positions, slot_mapping, req_pool_indices, .. } = self;
-        slot_mapping.clear();
+        let Self { out_cache_loc, positions, req_pool_indices, .. } = self;
         for values in [out_cache_loc, positions, req_pool_indices] {
             values.clear();
         }
@@ -221,9 +221,8 @@ impl Listed {
         for growth in batch {
             requests.slots(growth.row, growth.prefix, growth.seq, &mut self.out_cache_loc);
         }
-        self.slot_mapping.extend(self.out_cache_loc.iter().copied().map(i64::from));
+        self.real_tokens = self.out_cache_loc.len();
         self.out_cache_loc.resize(self.positions.len(), PADDING.cast_signed());
-        self.slot_mapping.resize(self.positions.len(), -1);
     }
 
     /// Where the pages of the request at `place` begin in the list of all pages; at the end, how many there are.
@@ -255,7 +254,23 @@ impl Listed {
         ] {
             region.write(layout.offset(field), values)?;
         }
-        region.write(layout.offset(Field::SlotMapping), &self.slot_mapping)
+        self.write_slot_mapping(region, layout.offset(Field::SlotMapping))
+    }
+
+    /// Writes the slots as int64, in pieces that stay in the cache.
+    fn write_slot_mapping(&self, region: &Region, mut offset: usize) -> Result<()> {
+        const PIECE: usize = 256;
+        let (real, padding) = self.out_cache_loc.split_at(self.real_tokens);
+        let mut wide = [0; PIECE];
+        for piece in real.chunks(PIECE) {
+            let wide = &mut wide[..piece.len()];
+            for (wide, &slot) in wide.iter_mut().zip(piece) {
+                *wide = i64::from(slot);
+            }
+            region.write(offset, wide)?;
+            offset += size_of_val(wide);
+        }
+        region.write(offset, &vec![-1i64; padding.len()])
     }
 }
 
