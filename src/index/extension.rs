@@ -1,0 +1,80 @@
+//! Requests that continue their pages, as SGLang's paged allocator takes them.
+
+use crate::base::{Error, PADDING, Page, Result, widen};
+
+/// What a batch of requests grew by.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Extension {
+    /// The new slots, the requests concatenated.
+    pub slots: Vec<i32>,
+    /// Pages that the requests had before and that some of the slots are in.
+    pub continued: Vec<Page>,
+}
+
+/// One request of a batch that grows from `prefix` to `seq` tokens.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Request {
+    pub(super) prefix: usize,
+    pub(super) seq: usize,
+    /// As the caller gave it: checked only where it is used.
+    pub(super) last_loc: i64,
+}
+
+impl Request {
+    /// Whether its next token goes into a page that it has.
+    pub(super) const fn continues(&self, page_size: usize) -> bool {
+        !self.prefix.is_multiple_of(page_size) && self.seq > self.prefix
+    }
+
+    /// The slot after `last_loc`; the padding slot, which is nobody's, where there is none.
+    pub(super) fn next_slot(&self) -> u32 {
+        let next = self.last_loc.checked_add(1).and_then(|next| i32::try_from(next).ok());
+        next.and_then(|next| u32::try_from(next).ok()).unwrap_or(PADDING)
+    }
+
+    /// Slots left in its last page.
+    pub(super) const fn open_slots(&self, page_size: usize) -> usize {
+        self.prefix.next_multiple_of(page_size) - self.prefix
+    }
+
+    pub(super) const fn new_pages(&self, page_size: usize) -> usize {
+        self.seq.div_ceil(page_size) - self.prefix.div_ceil(page_size)
+    }
+}
+
+/// Requests as a caller gives them, each checked for itself.
+pub(super) fn parse_requests(
+    prefix_lens: &[i64],
+    seq_lens: &[i64],
+    last_loc: &[i64],
+) -> Result<Vec<Request>> {
+    if prefix_lens.len() != seq_lens.len() || seq_lens.len() != last_loc.len() {
+        return Err(Error::config(format!(
+            "a batch of {} prefix_lens, {} seq_lens and {} last_loc; the lengths must be equal",
+            prefix_lens.len(),
+            seq_lens.len(),
+            last_loc.len()
+        )));
+    }
+    prefix_lens
+        .iter()
+        .zip(seq_lens)
+        .zip(last_loc)
+        .enumerate()
+        .map(|(position, ((&prefix, &seq), &last))| {
+            // Lengths beyond int32 can never be served and would only overflow sums.
+            let length = |value: i64| u32::try_from(value).ok().filter(|&value| i32::try_from(value).is_ok());
+            match (length(prefix), length(seq)) {
+                (Some(prefix), Some(seq)) if prefix <= seq => Ok(Request {
+                    prefix: widen(prefix),
+                    seq: widen(seq),
+                    last_loc: last,
+                }),
+                _ => Err(Error::config(format!(
+                    "request {position} grows from {prefix} to {seq} tokens; needed is 0 <= prefix <= seq <= {}",
+                    i32::MAX
+                ))),
+            }
+        })
+        .collect()
+}
