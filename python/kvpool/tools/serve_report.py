@@ -66,7 +66,7 @@ def stream(service: Service, console: Console) -> None:
     requests = [service.submit() for _ in range(STREAMED)]
     for number, request in enumerate(requests, 1):
         console.print(
-            f"request {number} of {STREAMED}, {len(request.prompt)} tokens of prompt:", style="dim", end=""
+            f"request {number} of {STREAMED}, {len(request.prompt)} tokens of prompt:", style="dim", end=" "
         )
         for token in service.engine.stream(request):
             console.print(Text(spell(token)), end="", soft_wrap=True)
