@@ -20,6 +20,7 @@ from kvpool._kvpool import (
     HostPlan,
     KVPool,
     PagePool,
+    Pool,
     ReqToTokenPool,
     Tensor,
     TokenToKVPoolAllocator,
@@ -27,6 +28,9 @@ from kvpool._kvpool import (
     get_num_threads,
     set_num_threads,
 )
+from kvpool._leaks import Leak
+from kvpool._pools import pools
+from kvpool._snapshot import snapshot
 from kvpool.errors import (
     BackendUnavailableError,
     ConfigError,
@@ -56,8 +60,10 @@ __all__ = [
     "IndexOwnershipError",
     "KVPool",
     "KvPoolError",
+    "Leak",
     "OutOfMemoryError",
     "PagePool",
+    "Pool",
     "ReqToTokenPool",
     "StaleBufferError",
     "Tensor",
@@ -68,5 +74,7 @@ __all__ = [
     "get_num_threads",
     "make_full_attention_net_mem_pool",
     "make_req_to_token_pool",
+    "pools",
     "set_num_threads",
+    "snapshot",
 ]

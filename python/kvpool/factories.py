@@ -25,7 +25,8 @@ def make_full_attention_net_mem_pool(
 ) -> tuple[KVPool, TokenToKVPoolAllocator]:
     """Make the KV buffers and the slot allocator of a model with full attention in every layer.
 
-    Every slot that the allocator hands out is a row of the buffers, also when paged.
+    Every slot that the allocator hands out is a row of the buffers, also when paged. With `KVPOOL_DEBUG=1`
+    rows are poisoned when their slots are freed (see `TokenToKVPoolAllocator.poison_freed`).
 
     Args:
         size: Usable token slots.
@@ -62,6 +63,7 @@ def make_full_attention_net_mem_pool(
         pin_memory,
         page_size=page_size,
     )
+    allocator.poison_freed(pool)
     return pool, allocator
 
 

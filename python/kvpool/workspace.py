@@ -28,13 +28,14 @@ class Workspace(_Workspace):
     that was given back is used again in the order of the streams that had it; only the constructor
     allocates.
 
-    With `KVPOOL_DEBUG=1` in the environment of the constructor, `reset` fills the arena with NaN (-1 for
-    ints), so that a tensor that is used afterwards shows.
+    Where it debugs, `reset` fills the arena with NaN (-1 for ints), so that a tensor that is used afterwards
+    shows.
 
     Args:
         device: Where the arena is.
         arena_bytes: Its size.
         num_threads: PyTorch's intra-op threads within `use()`; by default those that it has.
+        debug: Whether it debugs; by default if `KVPOOL_DEBUG=1` is in the environment.
 
     Raises:
         ConfigError: If `arena_bytes` or `num_threads` is below 1.

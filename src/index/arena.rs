@@ -64,6 +64,30 @@ impl Arena {
         gap.max((self.capacity - self.end) / self.alignment * self.alignment)
     }
 
+    /// All bytes in order, in taken and free pieces; those that are taken with `true`.
+    ///
+    /// ```
+    /// use kvpool::index::Arena;
+    /// let mut arena = Arena::new(1024, 256);
+    /// arena.take(512);
+    /// arena.take(256);
+    /// arena.give_back(0..512);
+    /// assert_eq!(arena.pieces(), [(0..512, false), (512..768, true), (768..1024, false)]);
+    /// ```
+    #[must_use]
+    pub fn pieces(&self) -> Vec<(Range<usize>, bool)> {
+        let mut pieces = Vec::new();
+        let mut at = 0;
+        for (start, end) in
+            self.gaps.iter().map(|(&start, &end)| (start, end)).chain([(self.end, self.capacity)])
+        {
+            pieces.extend([(at..start, true), (start..end, false)]);
+            at = end;
+        }
+        pieces.retain(|(range, _)| !range.is_empty());
+        pieces
+    }
+
     /// Takes `bytes`, rounded up to whole alignments, at least one of them; `None` if no range is left that holds them.
     pub fn take(&mut self, bytes: usize) -> Option<Range<usize>> {
         let bytes = bytes.max(1).checked_next_multiple_of(self.alignment)?;

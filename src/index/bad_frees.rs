@@ -53,9 +53,16 @@ impl BadFree {
 pub struct BadFrees {
     dropped: usize,
     first: Vec<(i64, BadFree)>,
+    /// What is known of `first`, where somebody debugs.
+    histories: Vec<String>,
 }
 
 impl BadFrees {
+    /// A report of one index.
+    pub fn of(index: i64, reason: BadFree) -> Self {
+        Self { dropped: 1, first: vec![(index, reason)], histories: Vec::new() }
+    }
+
     /// How many indices were not freed.
     #[must_use]
     pub const fn dropped(&self) -> usize {
@@ -87,6 +94,20 @@ impl BadFrees {
         self.dropped += other.dropped;
         self.first.extend(other.first);
         self.first.truncate(NAMED);
+        self.histories.extend(other.histories);
+        self.histories.truncate(NAMED);
+    }
+
+    /// Adds what is known of the first offenders.
+    pub(super) fn explain(&mut self, known: impl Fn(i64) -> Option<String>) {
+        for (index, _) in &self.first {
+            let Some(words) = known(*index) else { continue };
+            // Neighbours mostly have the same history.
+            match self.histories.iter_mut().find(|history| history.ends_with(&words)) {
+                Some(history) => history.insert_str(history.len() - words.len() - 2, &format!(", {index}")),
+                None => self.histories.push(format!("{index}: {words}")),
+            }
+        }
     }
 
     /// The report in words: how many of how many, and the first with their reasons.
@@ -99,6 +120,10 @@ impl BadFrees {
         }
         if self.dropped > self.first.len() {
             text.push_str(", ...");
+        }
+        for history in &self.histories {
+            text.push_str("; ");
+            text.push_str(history);
         }
         text
     }

@@ -3,6 +3,7 @@
 use crate::base::{Error, Result, widen};
 
 use super::Ticket;
+use super::ledger::{Ledger, Span, State, spans};
 
 /// How sizes are rounded up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -127,6 +128,8 @@ pub struct Buckets<L> {
     in_use_bytes: usize,
     high_water: usize,
     high_water_bytes: usize,
+    /// Where somebody debugs.
+    ledger: Option<Box<Ledger>>,
 }
 
 impl<L> Default for Buckets<L> {
@@ -141,11 +144,46 @@ impl<L> Default for Buckets<L> {
             in_use_bytes: 0,
             high_water: 0,
             high_water_bytes: 0,
+            ledger: None,
         }
     }
 }
 
 impl<L: Copy + PartialEq> Buckets<L> {
+    /// Notes from now on who takes and gives what.
+    pub fn keep_ledger(&mut self) {
+        self.ledger = Some(Box::default());
+    }
+
+    /// Who took and gave what, if that is noted.
+    #[must_use]
+    pub fn ledger(&self) -> Option<&Ledger> {
+        self.ledger.as_deref()
+    }
+
+    /// As [`Buckets::ledger`], to announce who does what follows.
+    pub fn ledger_mut(&mut self) -> Option<&mut Ledger> {
+        self.ledger.as_deref_mut()
+    }
+
+    /// All buffers, each for itself, by state and holders, with their bytes.
+    #[must_use]
+    pub fn spans(&self) -> Vec<(Span, usize)> {
+        let count = u32::try_from(self.entries.len()).unwrap_or(u32::MAX);
+        let state_of = |index| match self.entries[widen(index)].live_at {
+            Some(_) => State::Live,
+            None => State::Free,
+        };
+        (0..count)
+            .filter(|index| !self.vacant.contains(index))
+            .flat_map(|index| spans(index..index + 1, self.ledger(), state_of))
+            .map(|span| {
+                let bytes = self.entries[widen(span.range.start)].bucket.bytes;
+                (span, bytes)
+            })
+            .collect()
+    }
+
     /// Buffers that are free.
     #[must_use]
     pub const fn free_count(&self) -> usize {
@@ -231,6 +269,9 @@ impl<L: Copy + PartialEq> Buckets<L> {
         self.in_use_bytes += entry.bucket.bytes;
         self.high_water = self.high_water.max(self.live.len());
         self.high_water_bytes = self.high_water_bytes.max(self.in_use_bytes);
+        if let Some(ledger) = &mut self.ledger {
+            ledger.took(index..index + 1);
+        }
         Ticket::new(index, entry.generation)
     }
 
@@ -276,6 +317,9 @@ impl<L: Copy + PartialEq> Buckets<L> {
         entry.generation += 1;
         entry.live_at = None;
         let Entry { bucket, lane, .. } = *entry;
+        if let Some(ledger) = &mut self.ledger {
+            ledger.gave(index..index + 1);
+        }
         self.in_use_bytes -= bucket.bytes;
         self.free_count += 1;
         self.free_bytes += bucket.bytes;

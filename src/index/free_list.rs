@@ -2,11 +2,13 @@
 
 use std::collections::VecDeque;
 use std::marker::PhantomData;
+use std::ops::Range;
 
 use crate::base::{Id, Result, widen};
 
 use super::BadFree;
 use super::bitmap::{Bitmap, runs_of, words_of};
+use super::ledger::{Ledger, Span, State, spans};
 
 /// In which order indices are handed out again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,6 +36,10 @@ impl<I: Id> Run<I> {
 
     fn end(self) -> u32 {
         self.start.number() + self.len
+    }
+
+    fn range(self) -> Range<u32> {
+        self.start.number()..self.end()
     }
 
     fn bits(self) -> (usize, usize) {
@@ -78,6 +84,8 @@ pub struct FreeList<I> {
     queue: VecDeque<Run<I>>,
     /// The most indices that were in use at once since the start or the last clear.
     high_water: usize,
+    /// Where somebody debugs.
+    ledger: Option<Box<Ledger>>,
     space: PhantomData<I>,
 }
 
@@ -102,14 +110,47 @@ impl<I: Id> FreeList<I> {
             fenced: Bitmap::new(bound)?,
             queue: VecDeque::new(),
             high_water: 0,
+            ledger: None,
             space: PhantomData,
         };
         list.clear();
         Ok(list)
     }
 
+    /// Notes from now on who takes and gives what.
+    pub fn keep_ledger(&mut self) {
+        self.ledger = Some(Box::default());
+    }
+
+    /// Who took and gave what, if that is noted.
+    #[must_use]
+    pub fn ledger(&self) -> Option<&Ledger> {
+        self.ledger.as_deref()
+    }
+
+    /// As [`FreeList::ledger`], to announce who does what follows.
+    pub fn ledger_mut(&mut self) -> Option<&mut Ledger> {
+        self.ledger.as_deref_mut()
+    }
+
+    /// All indices, by state and holders.
+    #[must_use]
+    pub fn spans(&self) -> Vec<Span> {
+        spans(self.first..self.first + self.count, self.ledger(), |index| {
+            let index = I::new(index);
+            match (self.is_live(index), self.is_in_use(index)) {
+                (true, _) => State::Live,
+                (false, true) => State::Fenced,
+                (false, false) => State::Free,
+            }
+        })
+    }
+
     /// Makes everything free again, in the order of a new list.
     pub fn clear(&mut self) {
+        if let Some(ledger) = &mut self.ledger {
+            ledger.clear();
+        }
         self.released.clear();
         self.fenced.clear();
         self.free.insert_run(widen(self.first), widen(self.count));
@@ -206,12 +247,20 @@ impl<I: Id> FreeList<I> {
         if count > self.free.len() {
             return false;
         }
+        let mut ledger = self.ledger.take();
+        let mut emit = |run: Run<I>| {
+            if let Some(ledger) = &mut ledger {
+                ledger.took(run.range());
+            }
+            emit(run);
+        };
         match self.order {
             Order::Sorted => self.free.take_lowest(count, |start, len| {
                 emit(Run::of(I::new(narrow(start)), narrow(len)));
             }),
             Order::Fifo => self.take_front(count, emit),
         }
+        self.ledger = ledger;
         self.high_water = self.high_water.max(self.in_use());
         true
     }
@@ -267,6 +316,9 @@ impl<I: Id> FreeList<I> {
             self.unqueue(taken);
         }
         self.high_water = self.high_water.max(self.in_use());
+        if let Some(ledger) = &mut self.ledger {
+            ledger.took(taken.range());
+        }
         Some(taken)
     }
 
@@ -323,7 +375,24 @@ impl<I: Id> FreeList<I> {
 
     /// Completes the gives that `accepted` names: [`Order::Fifo`] queues them in that order.
     pub fn commit(&mut self, accepted: &[Run<I>], give: Give) {
-        if give == Give::Fenced || self.order == Order::Sorted {
+        if let Some(ledger) = &mut self.ledger {
+            for run in accepted {
+                ledger.gave(run.range());
+            }
+        }
+        if give == Give::Now {
+            self.queue(accepted);
+        }
+    }
+
+    /// Lets runs that are in the free or the released set be handed out.
+    fn queue(&mut self, accepted: &[Run<I>]) {
+        if let Some(ledger) = &mut self.ledger {
+            for run in accepted {
+                ledger.became_free(run.range());
+            }
+        }
+        if self.order == Order::Sorted {
             return;
         }
         for &run in accepted {
@@ -350,7 +419,7 @@ impl<I: Id> FreeList<I> {
             self.fenced.remove_run(start, len);
             self.given(Give::Now).insert_run(start, len);
         }
-        self.commit(runs, Give::Now);
+        self.queue(runs);
     }
 
     /// Why `index`, which is not live, cannot be freed.

@@ -5,7 +5,8 @@ use std::ops::Range;
 
 use crate::base::{Result, reserve, widen};
 
-use super::BadFree;
+use super::ledger::{Ledger, Span, State, spans};
+use super::{BadFree, BadFrees};
 
 /// An index as somebody took it: it is told from the same index taken again later.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -64,9 +65,53 @@ pub struct RefCounts {
     in_use: usize,
     high_water: usize,
     dropped_frees: usize,
+    /// Where somebody debugs.
+    ledger: Option<Box<Ledger>>,
 }
 
 impl RefCounts {
+    /// Notes from now on who takes and gives what.
+    pub fn keep_ledger(&mut self) {
+        self.ledger = Some(Box::default());
+    }
+
+    /// Who took and gave what, if that is noted.
+    #[must_use]
+    pub fn ledger(&self) -> Option<&Ledger> {
+        self.ledger.as_deref()
+    }
+
+    /// As [`RefCounts::ledger`], to announce who does what follows.
+    pub fn ledger_mut(&mut self) -> Option<&mut Ledger> {
+        self.ledger.as_deref_mut()
+    }
+
+    /// All indices, by state and holders. What is returning is fenced; what is withheld counts as free.
+    #[must_use]
+    pub fn spans(&self) -> Vec<Span> {
+        let count = u32::try_from(self.entries.len()).unwrap_or(u32::MAX);
+        let mut is_free = vec![false; self.entries.len()];
+        for index in self.stack.iter().copied().chain(self.fresh.iter().cloned().flatten()) {
+            is_free[widen(index)] = true;
+        }
+        spans(0..count, self.ledger(), |index| match self.entries[widen(index)] {
+            Entry { references: 1.., .. } => State::Live,
+            // Withheld indices were never taken.
+            Entry { generation: 0, .. } => State::Free,
+            _ if is_free[widen(index)] => State::Free,
+            _ => State::Fenced,
+        })
+    }
+
+    /// A report of `index`, which could not be freed.
+    pub fn bad_free(&self, index: i64, reason: BadFree) -> BadFrees {
+        let mut bad = BadFrees::of(index, reason);
+        if let Some(ledger) = self.ledger() {
+            ledger.explain(&mut bad, |index| index);
+        }
+        bad
+    }
+
     /// Adds `count` indices after the others, withheld for now.
     ///
     /// # Errors
@@ -141,6 +186,9 @@ impl RefCounts {
         self.high_water = self.high_water.max(self.in_use);
         let entry = &mut self.entries[widen(index)];
         entry.references = 1;
+        if let Some(ledger) = &mut self.ledger {
+            ledger.took(index..index + 1);
+        }
         Some(Ticket::new(index, entry.generation))
     }
 
@@ -178,6 +226,9 @@ impl RefCounts {
         };
         if let Some(more) = more {
             self.entries[widen(ticket.index)].references = more;
+            if let Some(ledger) = &mut self.ledger {
+                ledger.shared(ticket.index);
+            }
         }
         more.is_some()
     }
@@ -195,6 +246,9 @@ impl RefCounts {
         let is_last = entry.references == 0;
         if is_last {
             entry.generation += 1;
+        }
+        if let Some(ledger) = &mut self.ledger {
+            if is_last { ledger.gave(ticket.index..ticket.index + 1) } else { ledger.left(ticket.index) }
         }
         Ok(is_last)
     }

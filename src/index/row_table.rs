@@ -57,6 +57,11 @@ impl RowTable {
         &self.rows
     }
 
+    /// As [`RowTable::rows`], to announce who does what follows.
+    pub const fn rows_mut(&mut self) -> &mut FreeList<Row> {
+        &mut self.rows
+    }
+
     /// How many frees were dropped so far.
     #[must_use]
     pub const fn dropped_frees(&self) -> usize {
@@ -113,6 +118,9 @@ impl RowTable {
             }
         }
         let dropped = bad.dropped();
+        if let Some(ledger) = self.rows.ledger().filter(|_| dropped > 0) {
+            ledger.explain(&mut bad, |row| row);
+        }
         match on_bad_frees(bad, strict, noun, given.len(), self.rows.capacity()) {
             Err(error) => {
                 self.rows.rollback(&accepted, Give::Now);

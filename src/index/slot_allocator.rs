@@ -155,6 +155,11 @@ impl SlotAllocator {
         &self.pages
     }
 
+    /// As [`SlotAllocator::pages`], to keep a ledger of them and announce who does what follows.
+    pub const fn pages_mut(&mut self) -> &mut FreeList<Page> {
+        &mut self.pages
+    }
+
     /// The numbers of this allocator.
     #[must_use]
     pub fn stats(&self) -> SlotStats {
@@ -447,6 +452,9 @@ impl SlotAllocator {
     pub(super) fn share_pages(&mut self, pages: impl IntoIterator<Item = Page>) {
         for page in pages {
             self.owners.join(page);
+            if let Some(ledger) = self.pages.ledger_mut() {
+                ledger.shared(page.number());
+            }
         }
     }
 
@@ -492,9 +500,17 @@ impl SlotAllocator {
             accepted.sort_unstable();
         }
         let dropped = bad.dropped();
+        if let Some(ledger) = self.pages.ledger().filter(|_| dropped > 0) {
+            ledger.explain(&mut bad, |slot| slot / self.page_size);
+        }
         let answer = on_bad_frees(bad, strict, Slot::NOUN, given.len(), self.capacity());
         if answer.is_ok() {
             self.pages.commit(&accepted, give);
+            if let Some(ledger) = self.pages.ledger_mut() {
+                for page in &self.left {
+                    ledger.left(page.number());
+                }
+            }
             self.dropped_frees += dropped;
         } else {
             self.pages.rollback(&accepted, give);

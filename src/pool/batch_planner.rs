@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crate::base::{DType, Device, Error, ErrorKind, Id, IndexVec, Result, Row, Slot, reserve, widen};
-use crate::index::{BadFrees, FenceId, Growth, PageSize, Requests};
+use crate::index::{Act, BadFrees, FenceId, Growth, Owner, PageSize, Requests};
 use crate::kernels::{Indices, Launcher, PlanBatch, PlanFields, PlanRequest};
 use crate::memory::{Backend, Host, Region, Stream};
 use crate::tensor::TensorView;
@@ -308,6 +308,11 @@ impl BatchPlanner {
         if !self.requests.grow(batch, prefixes, slots.slots_mut())? {
             return Ok(None);
         }
+        if slots.act().is_some() {
+            for growth in batch {
+                self.sign(growth.row, widen(self.requests.page_size().page(growth.start)), slots, table);
+            }
+        }
         self.listed.list(batch, padded, padding, &self.requests);
         let made = match &self.remote {
             None => self.make(batch, padded, table),
@@ -495,7 +500,7 @@ impl BatchPlanner {
         for (position, (&row, len)) in named.iter().zip(seq_lens.iter()).enumerate() {
             lens.push(self.requests.check_cut(position, row, len, slots.slots())?);
         }
-        self.give_back(slots, named.into_iter().zip(lens), fence)
+        self.give_back(Pools { slots, table }, named.into_iter().zip(lens), fence)
     }
 
     /// Gives back all slots and the rows of requests, which are zeroed. `seq_lens` must be what they have, if given. Returns
@@ -524,20 +529,34 @@ impl BatchPlanner {
                 }
             }
         }
-        let given = self.give_back(slots, named.into_iter().zip(std::iter::repeat(0)), fence);
+        let given =
+            self.give_back(Pools { slots, table }, named.into_iter().zip(std::iter::repeat(0)), fence);
         // Each row was found to be somebody's.
         let _ = table.free(rows, stream)?;
         given
     }
 
+    /// Where a ledger is kept, puts the owner of a row under those of its pages, from number `first` on, that were taken
+    /// just now.
+    fn sign(&self, row: u32, first: usize, slots: &mut TokenToKvPoolAllocator, table: &ReqToTokenPool) {
+        let Some(act) = signed_act(row, slots, table) else { return };
+        if let Some(ledger) = slots.slots_mut().pages_mut().ledger_mut() {
+            for page in &self.requests.pages(row)[first..] {
+                ledger.sign(page.cast_unsigned(), &act);
+            }
+        }
+    }
+
     fn give_back(
         &mut self,
-        slots: &mut TokenToKvPoolAllocator,
+        pools: Pools<'_>,
         cuts: impl Iterator<Item = (u32, u32)>,
         fence: Option<FenceId>,
     ) -> Result<(usize, BadFrees)> {
+        let Pools { slots, table } = pools;
         let (mut given, mut bad) = (0, BadFrees::default());
         for (row, len) in cuts {
+            let _acting = signed_act(row, slots, table).map(Act::begin);
             let pages = self.requests.cut(row, len);
             self.lines.cut(row, self.requests.pages(row).len());
             given += pages.len();
@@ -581,6 +600,7 @@ impl BatchPlanner {
             )));
         };
         let Some(copied) = self.requests.fork([src, dst], len, slots.slots_mut())? else { return Ok(None) };
+        self.sign(dst, 0, slots, table);
         let written = self.write_fork(slots, table, dst, len, copied, stream);
         if written.is_err() {
             let growth = Growth { row: dst, seq: len, ..Growth::default() };
@@ -668,6 +688,15 @@ impl BatchPlanner {
 /// The pages of a request that cross to the device.
 fn sent_pages(growth: Growth, page_size: PageSize) -> std::ops::Range<usize> {
     widen(page_size.page(growth.start))..widen(page_size.pages(growth.seq))
+}
+
+/// Where a ledger is kept, the call in progress in the name of a request: of its row's owner, or of the row.
+fn signed_act(row: u32, slots: &TokenToKvPoolAllocator, table: &ReqToTokenPool) -> Option<Arc<Act>> {
+    let act = slots.act()?;
+    let holders = table.rows().rows().ledger().map_or(Vec::new(), |ledger| ledger.holders(row));
+    let owner = holders.first().and_then(|holder| holder.owner.clone());
+    let owner = owner.unwrap_or_else(|| Owner::Text(format!("row {row}")));
+    Some(Arc::new(Act { owner: Some(owner), ..Act::clone(&act) }))
 }
 
 fn signed(number: usize) -> i32 {

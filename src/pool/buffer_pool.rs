@@ -100,6 +100,11 @@ impl BufferPool {
         &self.buckets
     }
 
+    /// Notes from now on who takes and gives what.
+    pub fn keep_ledger(&mut self) {
+        self.buckets.keep_ledger();
+    }
+
     /// How often a buffer was used after it had been given back.
     #[must_use]
     pub const fn stale_uses(&self) -> usize {
@@ -191,7 +196,10 @@ impl BufferPool {
         let region = self.regions.get(widen(buffer.index())).and_then(Option::as_ref);
         let region = region.filter(|_| self.buckets.is_live(buffer));
         self.stale_uses += usize::from(region.is_none());
-        region.ok_or_else(|| stale(buffer))
+        region.ok_or_else(|| {
+            let ledger = self.buckets.ledger();
+            stale(buffer, ledger.and_then(|ledger| ledger.history(buffer.index())))
+        })
     }
 
     /// Gives a buffer back.
@@ -249,7 +257,8 @@ impl BufferPool {
     }
 }
 
-fn stale(buffer: Ticket) -> Error {
-    let text = format!("buffer {} was given back, by release or reset", buffer.index());
+fn stale(buffer: Ticket, history: Option<String>) -> Error {
+    let history = history.map_or(String::new(), |history| format!("; it was {history}"));
+    let text = format!("buffer {} was given back, by release or reset{history}", buffer.index());
     Error::new(ErrorKind::StaleBuffer, text)
 }

@@ -257,6 +257,11 @@ impl ChunkPool {
         look(&state.chunks, state.registered)
     }
 
+    /// Notes from now on who takes and gives which chunk.
+    pub fn keep_ledger(&self) {
+        self.state().chunks.keep_ledger();
+    }
+
     /// Page-locks the memory step by step on several threads, until the pool stops. Its only step, if there is one only, is
     /// done on return.
     ///
@@ -480,8 +485,12 @@ impl ChunkPool {
     }
 
     fn refuse(&self, state: &mut State, chunk: Ticket, reason: BadFree) -> Result<BadFrees> {
-        let mut bad = BadFrees::default();
-        bad.add(i64::from(chunk.index()), reason, 1);
+        let index = i64::from(chunk.index());
+        let bad = match reason {
+            // What is known of an index is of this pool's.
+            BadFree::Foreign => BadFrees::of(index, reason),
+            reason => state.chunks.bad_free(index, reason),
+        };
         let bad = on_bad_frees(bad, self.config.strict, "chunk", 1, state.chunks.capacity())?;
         state.chunks.note_dropped();
         Ok(bad)

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use crate::base::{IndexVec, Result};
-use crate::index::FenceId;
+use crate::index::{Act, FenceId};
 use crate::kernels::{Fetch, Fetcher};
 use crate::memory::{Borrowed, Event, Gpu, Stream};
 
@@ -32,12 +32,15 @@ struct Free {
     parts: Vec<Part>,
     /// What the slots wait for once they are known.
     fence: Option<FenceId>,
+    /// Who gave them, where that is noted.
+    act: Option<Arc<Act>>,
 }
 
 /// A free whose values have all landed.
 pub(super) struct Landed {
     pub(super) values: IndexVec,
     pub(super) fence: Option<FenceId>,
+    pub(super) act: Option<Arc<Act>>,
 }
 
 /// Frees in the order in which they were made.
@@ -77,8 +80,8 @@ impl Deferred {
         Ok(fetcher.fetch(tensor, stream)?.map(|fetch| Part::Fetch(fetcher, fetch)))
     }
 
-    pub(super) fn push(&mut self, parts: Vec<Part>, fence: Option<FenceId>) {
-        self.frees.push_back(Free { parts, fence });
+    pub(super) fn push(&mut self, parts: Vec<Part>, fence: Option<FenceId>, act: Option<Arc<Act>>) {
+        self.frees.push_back(Free { parts, fence, act });
     }
 
     /// Notes that a fence has passed, and says whether a free was waiting for it.
@@ -126,7 +129,7 @@ impl Deferred {
                 IndexVec::I64(all)
             }
         };
-        Ok(Some(Landed { values, fence: free.fence }))
+        Ok(Some(Landed { values, fence: free.fence, act: free.act }))
     }
 
     /// Forgets every free. What the device still writes is left alone.

@@ -226,6 +226,11 @@ impl GdnPool {
         Ok(bad)
     }
 
+    /// Notes from now on who takes and gives which track slot.
+    pub fn keep_ledger(&self) {
+        self.tracks().rows_mut().keep_ledger();
+    }
+
     /// Who owns which track slot.
     pub fn tracks(&self) -> MutexGuard<'_, RowTable> {
         lock(&self.tracks)

@@ -1,5 +1,6 @@
 //! K and V of every layer, in one region.
 
+use std::ops::Range;
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use crate::base::{DType, Device, Error, Result, bytes_of};
@@ -344,6 +345,34 @@ impl KvPool {
         let moves = host_copies(dst, src, "slot", self.rows)?;
         let _alone: Vec<_> = (0..self.config.layer_num).map(|layer| self.writing(layer)).collect();
         move_rows(&self.buffers, &moves)
+    }
+
+    /// Fills rows of all layers with a pattern that shows when it is read: NaN in floats, -1 in int8, 255 in uint8. What
+    /// lies beyond the last row is left out.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the driver refuses, and while `stream` is captured.
+    pub fn poison(&self, rows: &[Range<usize>], stream: Stream) -> Result<()> {
+        const POISON: u8 = 0xff;
+        let gpu = self.region.gpu().filter(|_| !rows.is_empty());
+        if let Some(gpu) = gpu {
+            gpu.not_capturing(stream, "poison over freed rows")?;
+        }
+        let clip = |row: usize| row.min(self.rows);
+        for layer in 0..self.config.layer_num {
+            let _alone = self.writing(layer);
+            for buffer in self.pair(layer)? {
+                for rows in rows {
+                    let offset = buffer.offset() + clip(rows.start) * buffer.row_bytes();
+                    let bytes = (clip(rows.end) - clip(rows.start)) * buffer.row_bytes();
+                    match gpu {
+                        None => self.region.fill(offset, bytes, POISON)?,
+                        Some(gpu) => gpu.fill((&self.region, offset), bytes, POISON, stream)?,
+                    }
+                }
+            }
+        }
+        Ok(())
     }
 
     /// Every buffer, keys of all layers first.

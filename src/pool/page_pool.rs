@@ -101,6 +101,11 @@ impl PagePool {
         &self.pages
     }
 
+    /// Notes from now on who takes and gives what.
+    pub fn keep_ledger(&mut self) {
+        self.pages.keep_ledger();
+    }
+
     /// Bytes of all pages.
     #[must_use]
     pub fn mem_bytes(&self) -> usize {
@@ -125,10 +130,8 @@ impl PagePool {
     /// # Errors
     /// If strict, [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) when it would be dropped.
     pub fn free(&mut self, page: i64) -> Result<BadFrees> {
-        let mut bad = BadFrees::default();
-        if let Some(reason) = self.pages.reason(page) {
-            bad.add(page, reason, 1);
-        }
+        let reason = self.pages.reason(page);
+        let bad = reason.map_or_else(BadFrees::default, |reason| self.pages.bad_free(page, reason));
         let bad = on_bad_frees(bad, self.config.strict, "page", 1, self.pages.capacity())?;
         let ticket = u32::try_from(page).ok().and_then(|index| self.pages.ticket(index));
         match ticket {

@@ -191,6 +191,11 @@ impl ReqToTokenPool {
         self.rows.rows().available()
     }
 
+    /// Notes from now on who takes and gives what.
+    pub fn keep_ledger(&mut self) {
+        self.rows.rows_mut().keep_ledger();
+    }
+
     /// Takes `count` rows of zeros, the longest free first, or returns `None`.
     ///
     /// # Errors

@@ -2,14 +2,15 @@
 
 use std::collections::VecDeque;
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
-use crate::base::{Device, Error, ErrorKind, IndexVec, Page, Result, reserve};
-use crate::index::{BadFrees, FenceId, Order, SlotAllocator, SlotStats, ascending_runs};
+use crate::base::{Device, Error, ErrorKind, IndexVec, Page, Result, reserve, widen};
+use crate::index::{Act, BadFrees, FenceId, Ledger, Order, SlotAllocator, SlotStats, ascending_runs};
 use crate::kernels::{Indices, read_now};
 use crate::memory::{Backend, Borrowed, Event, Gpu, Stream};
 use crate::tensor::TensorView;
 
+use super::KvPool;
 use super::deferred::{Deferred, Part, abandon};
 use super::host_copy::known_values;
 use super::stage::{Stage, list};
@@ -23,7 +24,7 @@ use super::stage::{Stage, list};
 /// [`TokenToKvPoolAllocator::settle`] looks for.
 ///
 /// ```
-/// use std::sync::Arc;
+/// use std::sync::{Arc, Weak};
 /// use kvpool::base::IndexVec;
 /// use kvpool::memory::{Backend, Host, Stream};
 /// use kvpool::pool::TokenToKvPoolAllocator;
@@ -48,6 +49,8 @@ pub struct TokenToKvPoolAllocator {
     runs: Vec<Range<u32>>,
     need_sort: bool,
     strict: bool,
+    /// Pools whose rows are poisoned when their slots become free.
+    poisoned: Vec<Weak<KvPool>>,
 }
 
 /// A free that was completed by a later call: how much was given, and what was wrong with it.
@@ -91,6 +94,7 @@ impl TokenToKvPoolAllocator {
             runs: Vec::new(),
             need_sort,
             strict,
+            poisoned: Vec::new(),
         })
     }
 
@@ -98,6 +102,40 @@ impl TokenToKvPoolAllocator {
     #[must_use]
     pub const fn slots(&self) -> &SlotAllocator {
         &self.slots
+    }
+
+    /// Notes from now on who takes and gives what.
+    pub fn keep_ledger(&mut self) {
+        self.slots.pages_mut().keep_ledger();
+    }
+
+    /// What this thread is doing, if a ledger is kept.
+    pub(super) fn act(&self) -> Option<Arc<Act>> {
+        self.slots.pages().ledger().map(|_| Act::current())
+    }
+
+    /// Has rows of `kv` poisoned when their slots become free, if a ledger is kept.
+    pub fn poison_freed(&mut self, kv: &Arc<KvPool>) {
+        if let Some(ledger) = self.slots.pages_mut().ledger_mut() {
+            ledger.list_freed();
+            self.poisoned.push(Arc::downgrade(kv));
+        }
+    }
+
+    /// Poisons the rows of slots that became free since the last call, in the order of `stream`.
+    ///
+    /// # Errors
+    /// As [`KvPool::poison`]; the slots stay free then.
+    pub fn poison(&mut self, stream: Stream) -> Result<()> {
+        if self.poisoned.is_empty() {
+            return Ok(());
+        }
+        let pages = self.slots.pages_mut().ledger_mut().map_or(Vec::new(), Ledger::take_freed);
+        let page_size = self.slots.page_size();
+        let slots: Vec<_> =
+            pages.iter().map(|run| widen(run.start) * page_size..widen(run.end) * page_size).collect();
+        self.poisoned.retain(|kv| kv.strong_count() > 0);
+        self.poisoned.iter().filter_map(Weak::upgrade).try_for_each(|kv| kv.poison(&slots, stream))
     }
 
     /// As [`Self::slots`], for a planner, which makes its own tensors.
@@ -271,7 +309,7 @@ impl TokenToKvPoolAllocator {
         match self.deferred.fetch(&gpu, at_once, tensor, stream)? {
             None => return read_now(&gpu, tensor, stream).map(Some),
             Some(part) if fence.is_none() && self.slots.in_group() => self.group.push(part),
-            Some(part) => self.deferred.push(vec![part], fence),
+            Some(part) => self.deferred.push(vec![part], fence, self.act()),
         }
         Ok(None)
     }
@@ -293,6 +331,7 @@ impl TokenToKvPoolAllocator {
     pub fn settle(&mut self) -> Result<Vec<Settled>> {
         let mut settled = Vec::new();
         while let Some(landed) = self.deferred.landed()? {
+            let _acting = landed.act.map(Act::begin);
             let bad = match landed.fence {
                 None => self.slots.free_now(&landed.values, self.strict),
                 Some(fence) => self.slots.free_after(fence, &landed.values, self.strict),
@@ -345,7 +384,7 @@ impl TokenToKvPoolAllocator {
         }
         let mut parts = vec![Part::Values(given)];
         parts.append(&mut self.group);
-        self.deferred.push(parts, None);
+        self.deferred.push(parts, None, self.act());
         Ok((0, BadFrees::default()))
     }
 

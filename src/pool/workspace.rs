@@ -221,6 +221,12 @@ impl Workspace {
         })
     }
 
+    /// The arena in order, in taken and free pieces, as [`Arena::pieces`]; nothing once it was given up.
+    #[must_use]
+    pub fn pieces(&self) -> Vec<(Range<usize>, bool)> {
+        self.lock().as_ref().map_or(Vec::new(), |shared| shared.state().arena.pieces())
+    }
+
     fn lock(&self) -> MutexGuard<'_, Option<Arc<Shared>>> {
         self.shared.lock().unwrap_or_else(PoisonError::into_inner)
     }

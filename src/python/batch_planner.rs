@@ -9,7 +9,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PySequence};
 
 use crate::base::{Device, Error, IndexVec};
-use crate::index::BadFrees;
+use crate::index::{Acting, BadFrees};
 use crate::pool::{Batch, BatchPlanner as Planner, Field, Plan, PlannerConfig, Pools};
 
 use super::framework::{backend, current_stream, to_tensor};
@@ -61,11 +61,18 @@ impl BatchPlanner {
         mut plan: impl FnMut(&mut Planner, Pools<'_>, crate::memory::Stream) -> crate::base::Result<Option<Plan>>,
     ) -> PyResult<Option<BatchPlan>> {
         let this = slf.get();
+        let _acting = this.begin(slf.py())?;
         let planned = this.allocator.get().take(slf.py(), |slots, stream| {
             let (mut planner, mut table) = (lock(&this.planner), lock(&this.table.get().pool));
             plan(&mut planner, Pools { slots, table: &mut table }, stream)
         })?;
         Ok(planned.map(|plan| BatchPlan { planner: slf.clone().unbind(), plan }))
+    }
+
+    /// Announces the caller's line to the pools, if one of them debugs.
+    fn begin(&self, py: Python<'_>) -> PyResult<Option<Acting>> {
+        let (slots, rows) = (self.allocator.get().debug, self.table.get().debug);
+        if slots.is_on() { slots.begin(py, None) } else { rows.begin(py, None) }
     }
 
     /// What `give` gives back, reported.
@@ -81,7 +88,8 @@ impl BatchPlanner {
     ) -> PyResult<()> {
         let allocator = self.allocator.get();
         allocator.poll(py)?;
-        let (given, bad) = allocator.give(after, |slots, fence| {
+        let _acting = self.begin(py)?;
+        let (given, bad) = allocator.give(py, after, |slots, fence| {
             let (mut planner, mut table) = (lock(&self.planner), lock(&self.table.get().pool));
             give(&mut planner, Pools { slots, table: &mut table }, fence)
         })?;
@@ -317,6 +325,7 @@ impl BatchPlanner {
         seq_len: &Bound<'_, PyAny>,
     ) -> PyResult<Option<(Py<PyAny>, Py<PyAny>)>> {
         let (rows, len) = ([args::int(src)?, args::int(dst)?], args::int(seq_len)?);
+        let _acting = self.begin(py)?;
         let copied = self.allocator.get().take(py, |slots, stream| {
             let (mut planner, mut table) = (lock(&self.planner), lock(&self.table.get().pool));
             planner.fork(Pools { slots, table: &mut table }, rows, len, stream)

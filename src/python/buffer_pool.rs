@@ -12,8 +12,10 @@ use crate::index::{Rounding, Ticket};
 use crate::pool::{self, BufferPool as Pool};
 use crate::tensor::TensorView;
 
+use super::debug::{self, Debug, Occupancy};
 use super::framework::{backend, current_stream};
 use super::made::MadeTensors;
+use super::pool::Pool as Base;
 use super::{args, lock, with};
 
 /// Scratch buffers that are used again from step to step.
@@ -30,16 +32,18 @@ use super::{args, lock, with};
 /// Args:
 ///     device: Where the buffers are.
 ///     rounding: "pow2" for buckets of powers of two, "fine" for four buckets a doubling.
+///     debug: Whether to note who takes and gives what, for `leaks` and reports; by default if `KVPOOL_DEBUG=1`.
 ///
 /// Raises:
 ///     ConfigError: If `rounding` is something else.
 ///     BackendUnavailableError: If `device` cannot be used here.
-#[pyclass(frozen, module = "kvpool", name = "BufferPool", weakref)]
+#[pyclass(extends = Base, frozen, module = "kvpool", name = "BufferPool")]
 pub(super) struct BufferPool {
     // It goes before the tensors that it has page-locked.
     pool: Mutex<Pool>,
     device: Device,
     rounding: Rounding,
+    debug: Debug,
     existing: Mutex<Vec<Py<PyAny>>>,
     /// By the index of a buffer.
     tensors: MadeTensors<Ticket>,
@@ -48,12 +52,24 @@ pub(super) struct BufferPool {
 #[pymethods]
 impl BufferPool {
     #[new]
-    #[pyo3(signature = (device=None, *, rounding="pow2"), text_signature = "(device=\"cuda\", *, rounding=\"pow2\")")]
-    fn new(py: Python<'_>, device: Option<&Bound<'_, PyAny>>, rounding: &str) -> PyResult<Self> {
+    #[pyo3(signature = (device=None, *, rounding="pow2", debug=None),
+           text_signature = "(device=\"cuda\", *, rounding=\"pow2\", debug=None)")]
+    fn new(
+        py: Python<'_>,
+        device: Option<&Bound<'_, PyAny>>,
+        rounding: &str,
+        debug: Option<bool>,
+    ) -> PyResult<PyClassInitializer<Self>> {
         let (device, rounding) = (args::device(device)?, Rounding::parse(rounding)?);
         backend(py, device)?;
-        let pool = Mutex::new(Pool::new(device, rounding)?);
-        Ok(Self { pool, device, rounding, existing: Mutex::default(), tensors: MadeTensors::default() })
+        let mut pool = Pool::new(device, rounding)?;
+        let debug = Debug::new(debug);
+        if debug.is_on() {
+            pool.keep_ledger();
+        }
+        let (existing, tensors) = (Mutex::default(), MadeTensors::default());
+        let pool = Self { pool: Mutex::new(pool), device, rounding, debug, existing, tensors };
+        Ok(PyClassInitializer::from(Base::new("BufferPool", "buffer", debug)).add_subclass(pool))
     }
 
     /// Takes a buffer.
@@ -61,6 +77,7 @@ impl BufferPool {
     /// Args:
     ///     shape: Extents of its tensor.
     ///     dtype: Of its tensor: a storage dtype, float64, int32, int64 or bool.
+    ///     owner: A name for reports and `leaks`, a str or an int. Only noted where the pool debugs.
     ///
     /// Returns:
     ///     A `Buffer`. What it holds is what was last written there, zeros if it is new.
@@ -70,13 +87,26 @@ impl BufferPool {
     ///     TypeError: If the dtype is not known.
     ///     OutOfMemoryError: If the memory cannot be had, also after the free buffers were given back.
     ///     DriverError: If the driver refuses, and for a new buffer while the current stream is captured.
-    fn alloc(slf: &Bound<'_, Self>, shape: &Bound<'_, PyAny>, dtype: &Bound<'_, PyAny>) -> PyResult<Buffer> {
+    #[pyo3(signature = (shape, dtype, *, owner=None))]
+    fn alloc(
+        slf: &Bound<'_, Self>,
+        shape: &Bound<'_, PyAny>,
+        dtype: &Bound<'_, PyAny>,
+        owner: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Buffer> {
         let (shape, dtype) = (args::shape(shape)?, args::any_dtype(dtype)?);
+        let _acting = slf.get().debug.begin(slf.py(), owner)?;
         Self::alloc_one(slf, shape, dtype)
     }
 
     /// Takes a buffer of `n` bytes, whose tensor is uint8 `[n]`. As `alloc` otherwise.
-    fn alloc_bytes(slf: &Bound<'_, Self>, n: &Bound<'_, PyAny>) -> PyResult<Buffer> {
+    #[pyo3(signature = (n, *, owner=None))]
+    fn alloc_bytes(
+        slf: &Bound<'_, Self>,
+        n: &Bound<'_, PyAny>,
+        owner: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Buffer> {
+        let _acting = slf.get().debug.begin(slf.py(), owner)?;
         let count = i64::try_from(args::size("n", n)?);
         let count = count.map_err(|_| Error::config(format!("n is {n}, more than an address can name")))?;
         Self::alloc_one(slf, Dims::new(&[count])?, DType::U8)
@@ -86,13 +116,20 @@ impl BufferPool {
     ///
     /// Args:
     ///     specs: Pairs of shape and dtype, as `alloc` takes them.
+    ///     owner: As in `alloc`.
     ///
     /// Returns:
     ///     A list of `Buffer`, in their order.
     ///
     /// Raises:
     ///     As `alloc`. Nothing is taken then.
-    fn alloc_batch(slf: &Bound<'_, Self>, specs: &Bound<'_, PyAny>) -> PyResult<Vec<Buffer>> {
+    #[pyo3(signature = (specs, *, owner=None))]
+    fn alloc_batch(
+        slf: &Bound<'_, Self>,
+        specs: &Bound<'_, PyAny>,
+        owner: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Vec<Buffer>> {
+        let _acting = slf.get().debug.begin(slf.py(), owner)?;
         let mut tensors = Vec::new();
         let mut sizes = Vec::new();
         for spec in specs.try_iter()? {
@@ -127,13 +164,15 @@ impl BufferPool {
             let text = format!("buffer {} is of another pool", buffer.ticket.index());
             return Err(Error::new(ErrorKind::IndexOwnership, text).into());
         }
-        buffer.release()
+        buffer.release(slf.py())
     }
 
     /// Gives every buffer back that is out. Using one of them afterwards raises `StaleBufferError`; the same sequence of
     /// `alloc` gets the same memory again.
-    fn reset(&self) {
+    fn reset(&self, py: Python<'_>) -> PyResult<()> {
+        let _acting = self.debug.begin(py, None)?;
         lock(&self.pool).reset();
+        Ok(())
     }
 
     /// A context manager that resets the pool at its end.
@@ -167,6 +206,16 @@ impl BufferPool {
     fn clear(&self, py: Python<'_>) {
         self.forget_free_tensors();
         py.detach(|| lock(&self.pool).clear());
+    }
+
+    /// What stands in the pool, by index of buffers: (first, end, state, bytes, holders) of each, and lifetimes.
+    fn _occupancy<'py>(&self, py: Python<'py>) -> PyResult<Occupancy<'py>> {
+        let (spans, lifetimes) = {
+            let pool = lock(&self.pool);
+            (pool.buckets().spans(), debug::lifetimes(pool.buckets().ledger()))
+        };
+        let spans = spans.into_iter().map(|(span, bytes)| (span, Some(bytes))).collect();
+        debug::occupancy(py, spans, lifetimes, 1)
     }
 
     /// The numbers of this pool. In buffers: `capacity`, `available`, `in_use`, `high_water`, `stale_uses` (calls with
@@ -339,7 +388,8 @@ impl Buffer {
     ///
     /// Raises:
     ///     StaleBufferError: If it was given back before. Nothing is changed.
-    fn release(&self) -> PyResult<()> {
+    fn release(&self, py: Python<'_>) -> PyResult<()> {
+        let _acting = self.pool.get().debug.begin(py, None)?;
         with(&self.pool.get().pool, |pool| pool.release(self.ticket))
     }
 
@@ -347,10 +397,10 @@ impl Buffer {
         slf
     }
 
-    #[pyo3(signature = (*_exception))]
-    fn __exit__(&self, _exception: &Bound<'_, PyTuple>) -> PyResult<()> {
+    #[pyo3(signature = (*exception))]
+    fn __exit__(&self, exception: &Bound<'_, PyTuple>) -> PyResult<()> {
         let live = lock(&self.pool.get().pool).buckets().is_live(self.ticket);
-        if live { self.release() } else { Ok(()) }
+        if live { self.release(exception.py()) } else { Ok(()) }
     }
 
     fn __repr__(&self) -> String {
@@ -370,9 +420,9 @@ impl BufferStep {
         self.pool.clone_ref(py)
     }
 
-    #[pyo3(signature = (*_exception))]
-    fn __exit__(&self, _exception: &Bound<'_, PyTuple>) {
-        self.pool.get().reset();
+    #[pyo3(signature = (*exception))]
+    fn __exit__(&self, exception: &Bound<'_, PyTuple>) -> PyResult<()> {
+        self.pool.get().reset(exception.py())
     }
 
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {

@@ -15,9 +15,11 @@ use crate::memory::{Event, Stream};
 use crate::pool::{Attempt, ChunkConfig, ChunkPool as Pool, Over, PageLocking as Locking, Progress};
 
 use super::args;
+use super::debug::{self, Debug, Occupancy};
 use super::framework::{backend, current_stream, to_dtype};
 use super::lock;
 use super::made::MadeTensors;
+use super::pool::Pool as Base;
 use super::report::{self, Reporter};
 
 /// How long it waits before it looks for signals.
@@ -47,9 +49,10 @@ const SLICE: Duration = Duration::from_millis(50);
 ///     TypeError: If `dtype` cannot be stored.
 ///     OutOfMemoryError: If the memory cannot be had.
 ///     BackendUnavailableError: If `device` cannot be used here.
-#[pyclass(frozen, module = "kvpool", name = "ChunkPool", weakref)]
+#[pyclass(extends = Base, frozen, module = "kvpool", name = "ChunkPool")]
 pub(super) struct ChunkPool {
     pool: Arc<Pool>,
+    debug: Debug,
     reporter: Reporter,
     held: Arc<Held>,
     /// By the index of a chunk.
@@ -137,9 +140,9 @@ impl PageLocking {
 impl ChunkPool {
     #[new]
     #[pyo3(signature = (num_chunks, chunk_shape, dtype, device=None, pin_memory=true, *, numa_node=None,
-                        huge_pages=false, strict=false, progress=None),
+                        huge_pages=false, strict=false, debug=None, progress=None),
            text_signature = "(num_chunks, chunk_shape, dtype, device=\"cpu\", pin_memory=True, *, numa_node=None, \
-                             huge_pages=False, strict=False, progress=None)")]
+                             huge_pages=False, strict=False, debug=None, progress=None)")]
     #[expect(clippy::too_many_arguments, reason = "each stands for itself")]
     fn new(
         py: Python<'_>,
@@ -151,8 +154,9 @@ impl ChunkPool {
         numa_node: Option<&Bound<'_, PyAny>>,
         huge_pages: bool,
         strict: bool,
+        debug: Option<bool>,
         progress: Option<Py<PyAny>>,
-    ) -> PyResult<Self> {
+    ) -> PyResult<PyClassInitializer<Self>> {
         let numa_node = numa_node.map(|node| args::count("numa_node", node)).transpose()?;
         let config = ChunkConfig {
             num_chunks: args::size("num_chunks", num_chunks)?,
@@ -173,6 +177,10 @@ impl ChunkPool {
         backend(py, config.device)?;
         let stream = current_stream(py, config.device)?;
         let pool = Arc::new(py.detach(|| Pool::new(config, stream))?);
+        let debug = Debug::new(debug);
+        if debug.is_on() {
+            pool.keep_ledger();
+        }
         for note in pool.notes() {
             report::inform(py, &note);
         }
@@ -186,12 +194,9 @@ impl ChunkPool {
                 py.import("kvpool._page_locking")?.call_method1("watch", (locking,))?;
             }
         }
-        Ok(Self {
-            pool,
-            reporter: Reporter::default(),
-            held: Arc::default(),
-            tensors: MadeTensors::default(),
-        })
+        let (reporter, held, tensors) = (Reporter::default(), Arc::default(), MadeTensors::default());
+        let pool = Self { pool, debug, reporter, held, tensors };
+        Ok(PyClassInitializer::from(Base::new("ChunkPool", "chunk", debug)).add_subclass(pool))
     }
 
     /// Takes a chunk, with one reference.
@@ -201,7 +206,9 @@ impl ChunkPool {
     ///
     /// Returns:
     ///     A `Chunk`, or `None` if all are in use.
-    fn allocate(slf: &Bound<'_, Self>) -> PyResult<Option<Chunk>> {
+    #[pyo3(signature = (*, owner=None))]
+    fn allocate(slf: &Bound<'_, Self>, owner: Option<&Bound<'_, PyAny>>) -> PyResult<Option<Chunk>> {
+        let _acting = slf.get().debug.begin(slf.py(), owner)?;
         let pool = &slf.get().pool;
         if let Some(ticket) = pool.try_allocate_one()? {
             return Ok(Some(Chunk { pool: slf.clone().unbind(), ticket }));
@@ -216,7 +223,13 @@ impl ChunkPool {
     ///
     /// Raises:
     ///     ConfigError: If `n` is negative.
-    fn allocate_batch(slf: &Bound<'_, Self>, n: &Bound<'_, PyAny>) -> PyResult<Option<Vec<Chunk>>> {
+    #[pyo3(signature = (n, *, owner=None))]
+    fn allocate_batch(
+        slf: &Bound<'_, Self>,
+        n: &Bound<'_, PyAny>,
+        owner: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Option<Vec<Chunk>>> {
+        let _acting = slf.get().debug.begin(slf.py(), owner)?;
         Self::allocate_many(slf, args::count("n", n)?)
     }
 
@@ -226,8 +239,14 @@ impl ChunkPool {
     ///     IndexOwnershipError: If the pool is strict and the chunk was freed before, is still referenced or of another
     ///         pool. Nothing is changed.
     ///     TypeError: If it is no `Chunk`.
-    fn free(slf: &Bound<'_, Self>, chunk: &Bound<'_, PyAny>) -> PyResult<()> {
+    #[pyo3(signature = (chunk, *, owner=None))]
+    fn free(
+        slf: &Bound<'_, Self>,
+        chunk: &Bound<'_, PyAny>,
+        owner: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
         let pool = slf.get();
+        let _acting = pool.debug.begin(slf.py(), owner)?;
         let chunk = chunk.cast::<Chunk>().map_err(|_| {
             PyTypeError::new_err(format!("only a Chunk can be freed, not {}", args::kind_of(chunk)))
         })?;
@@ -237,7 +256,7 @@ impl ChunkPool {
         } else {
             pool.pool.free_foreign(chunk.ticket)?
         };
-        pool.reporter.bad_frees(slf.py(), &bad, "chunk", 1);
+        pool.reporter.bad_frees(slf.py(), &bad, "chunk", 1, pool.debug);
         Ok(())
     }
 
@@ -271,6 +290,13 @@ impl ChunkPool {
                 return Ok(false);
             }
         }
+    }
+
+    /// What stands in the pool: (first, end, state, bytes, holders) of each span, and lifetimes.
+    fn _occupancy<'py>(&self, py: Python<'py>) -> PyResult<Occupancy<'py>> {
+        let (spans, lifetimes) =
+            self.pool.counts(|chunks, _| (chunks.spans(), debug::lifetimes(chunks.ledger())));
+        debug::occupancy(py, debug::even(spans), lifetimes, 1)
     }
 
     /// The numbers of this pool, in chunks: `capacity`, `available`, `in_use` (also those whose copies are under way),
@@ -430,7 +456,10 @@ impl Chunk {
     ///     StaleBufferError: If it was freed.
     fn retain(slf: Bound<'_, Self>) -> PyResult<Bound<'_, Self>> {
         let chunk = slf.get();
-        chunk.pool.get().pool.retain(chunk.ticket)?;
+        let pool = chunk.pool.get();
+        let acting = pool.debug.begin(slf.py(), None)?;
+        pool.pool.retain(chunk.ticket)?;
+        drop(acting);
         Ok(slf)
     }
 
@@ -440,8 +469,9 @@ impl Chunk {
     ///     IndexOwnershipError: If the pool is strict and the chunk was freed before.
     fn release(&self, py: Python<'_>) -> PyResult<()> {
         let pool = self.pool.get();
+        let _acting = pool.debug.begin(py, None)?;
         let bad = pool.pool.release(self.ticket)?;
-        pool.reporter.bad_frees(py, &bad, "chunk", 1);
+        pool.reporter.bad_frees(py, &bad, "chunk", 1, pool.debug);
         Ok(())
     }
 

@@ -10,7 +10,9 @@ use crate::memory::Stream;
 use crate::pool::{GdnConfig, GdnPool as Pool};
 
 use super::args::{self, Arg};
+use super::debug::{self, Debug, Occupancy};
 use super::framework::{backend, current_stream, to_dtype, to_tensor, to_tensors};
+use super::pool::Pool as Base;
 use super::report::Reporter;
 use super::req_to_token_pool::row_stats;
 
@@ -41,11 +43,12 @@ use super::req_to_token_pool::row_stats;
 ///     TypeError: If `dtype` cannot be stored.
 ///     OutOfMemoryError: If the memory cannot be had.
 ///     BackendUnavailableError: If `device` cannot be used here.
-#[pyclass(frozen, module = "kvpool", name = "GDNPool", weakref)]
+#[pyclass(extends = Base, frozen, module = "kvpool", name = "GDNPool")]
 pub(super) struct GdnPool {
     pool: Pool,
     recurrent_state: Py<PyAny>,
     conv_state: Py<PyAny>,
+    debug: Debug,
     reporter: Reporter,
 }
 
@@ -59,10 +62,10 @@ impl GdnPool {
 impl GdnPool {
     #[new]
     #[pyo3(signature = (max_reqs, num_gdn_layers, num_v_heads, head_k_dim, head_v_dim, conv_dim, conv_kernel_size,
-                        device=None, dtype=None, max_track_slots=Arg::Missing, *, strict=false),
+                        device=None, dtype=None, max_track_slots=Arg::Missing, *, strict=false, debug=None),
            text_signature = "(max_reqs, num_gdn_layers, num_v_heads, head_k_dim, head_v_dim, conv_dim, \
                              conv_kernel_size, device=\"cuda\", dtype=\"bfloat16\", max_track_slots=0, *, \
-                             strict=False)")]
+                             strict=False, debug=None)")]
     #[expect(clippy::too_many_arguments, reason = "the signature is that of the classes it replaces")]
     fn new(
         py: Python<'_>,
@@ -77,7 +80,8 @@ impl GdnPool {
         dtype: Option<&Bound<'_, PyAny>>,
         max_track_slots: Arg<'_>,
         strict: bool,
-    ) -> PyResult<Self> {
+        debug: Option<bool>,
+    ) -> PyResult<PyClassInitializer<Self>> {
         let config = GdnConfig {
             max_reqs: args::size("max_reqs", max_reqs)?,
             num_gdn_layers: args::size("num_gdn_layers", num_gdn_layers)?,
@@ -93,7 +97,12 @@ impl GdnPool {
         let pool = Pool::new(backend(py, device)?, config, strict)?;
         let recurrent_state = to_tensor(py, pool.recurrent_state())?;
         let conv_state = to_tensor(py, pool.conv_state())?;
-        Ok(Self { pool, recurrent_state, conv_state, reporter: Reporter::default() })
+        let debug = Debug::new(debug);
+        if debug.is_on() {
+            pool.keep_ledger();
+        }
+        let pool = Self { pool, recurrent_state, conv_state, debug, reporter: Reporter::default() };
+        Ok(PyClassInitializer::from(Base::new("GDNPool", "track slot", debug)).add_subclass(pool))
     }
 
     /// float32 `[num_gdn_layers, pool_size, num_v_heads, head_v_dim, head_k_dim]`, no copy. V stands before K, as
@@ -152,23 +161,41 @@ impl GdnPool {
     }
 
     /// Takes a track slot, the longest free first, or returns `None`. Its states are what they were.
-    fn alloc_track_slot(&self) -> Option<u32> {
-        self.pool.alloc_track_slot()
+    #[pyo3(signature = (*, owner=None))]
+    fn alloc_track_slot(&self, py: Python<'_>, owner: Option<&Bound<'_, PyAny>>) -> PyResult<Option<u32>> {
+        let _acting = self.debug.begin(py, owner)?;
+        Ok(self.pool.alloc_track_slot())
     }
 
     /// Gives a track slot back.
     ///
     /// Raises:
     ///     IndexOwnershipError: If the pool is strict and it is not the caller's to free.
-    fn free_track_slot(&self, py: Python<'_>, slot: &Bound<'_, PyAny>) -> PyResult<()> {
+    #[pyo3(signature = (slot, *, owner=None))]
+    fn free_track_slot(
+        &self,
+        py: Python<'_>,
+        slot: &Bound<'_, PyAny>,
+        owner: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        let _acting = self.debug.begin(py, owner)?;
         let bad = self.pool.free_track_slot(args::int(slot)?)?;
-        self.reporter.bad_frees(py, &bad, "track slot", 1);
+        self.reporter.bad_frees(py, &bad, "track slot", 1, self.debug);
         Ok(())
     }
 
     /// Bytes of both states.
     fn mem_bytes(&self) -> usize {
         self.pool.mem_bytes()
+    }
+
+    /// What stands in the pool, in track slots: (first, end, state, bytes, holders) of each span, and lifetimes.
+    fn _occupancy<'py>(&self, py: Python<'py>) -> PyResult<Occupancy<'py>> {
+        let (spans, lifetimes) = {
+            let tracks = self.pool.tracks();
+            (tracks.rows().spans(), debug::lifetimes(tracks.rows().ledger()))
+        };
+        debug::occupancy(py, debug::even(spans), lifetimes, 1)
     }
 
     /// The numbers of this pool, in track slots: `capacity`, `available`, `in_use`, `high_water`, `dropped_frees`;

@@ -1,17 +1,21 @@
 //! `kvpool.KVPool`.
 
+use std::sync::Arc;
+
 use pyo3::PyTraverseError;
 use pyo3::exceptions::PyTypeError;
 use pyo3::gc::PyVisit;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 
-use crate::base::{DType, Device, Dims};
+use crate::base::{DType, Device, Dims, Id, Slot};
 use crate::memory::{Stream, pinned_if_possible};
 use crate::pool::{KvConfig, KvPool as Pool, Scales};
 
 use super::args::{self, Arg};
+use super::debug::Debug;
 use super::framework::{backend, current_stream, to_dtype, to_tensors, torch};
+use super::pool::Pool as Base;
 
 /// From this size on a copy is worth letting other Python threads run.
 const DETACH_FROM: usize = 64 << 10;
@@ -48,9 +52,9 @@ const DETACH_FROM: usize = 64 << 10;
 ///     TypeError: If `dtype` cannot be stored.
 ///     OutOfMemoryError: If the memory cannot be had.
 ///     BackendUnavailableError: If `device` cannot be used here.
-#[pyclass(frozen, module = "kvpool", name = "KVPool", weakref)]
+#[pyclass(extends = Base, frozen, module = "kvpool", name = "KVPool")]
 pub(super) struct KvPool {
-    pool: Pool,
+    pool: Arc<Pool>,
     k_buffer: Vec<Py<PyAny>>,
     v_buffer: Vec<Py<PyAny>>,
     k_list: Py<PyList>,
@@ -58,6 +62,11 @@ pub(super) struct KvPool {
 }
 
 impl KvPool {
+    /// Its memory, for who poisons it.
+    pub(super) const fn shared(&self) -> &Arc<Pool> {
+        &self.pool
+    }
+
     /// Runs `work`, which copies `rows` rows of K and V, without the GIL if that is long.
     fn run<R: Send>(
         &self,
@@ -118,7 +127,7 @@ impl KvPool {
         v_head_dim: Option<&Bound<'_, PyAny>>,
         pin_memory: bool,
         page_size: Arg<'_>,
-    ) -> PyResult<Self> {
+    ) -> PyResult<PyClassInitializer<Self>> {
         let k_head_num = args::size("k_head_num", k_head_num)?;
         let k_head_dim = args::size("k_head_dim", k_head_dim)?;
         let config = KvConfig {
@@ -135,7 +144,7 @@ impl KvPool {
             Device::Cpu if pin_memory => pinned_if_possible(),
             device => backend(py, device)?,
         };
-        let pool = Pool::new(backend, config)?;
+        let pool = Arc::new(Pool::new(backend, config)?);
         let (mut k_buffer, mut v_buffer) = (Vec::new(), Vec::new());
         for layer in 0..config.layer_num {
             let (k, v) = to_tensors(py, &pool.kv_buffer(layer)?)?;
@@ -144,7 +153,8 @@ impl KvPool {
         }
         let list = |of: &[Py<PyAny>]| PyList::new(py, of.iter().map(|tensor| tensor.clone_ref(py)));
         let (k_list, v_list) = (list(&k_buffer)?.unbind(), list(&v_buffer)?.unbind());
-        Ok(Self { pool, k_buffer, v_buffer, k_list, v_list })
+        let pool = Self { pool, k_buffer, v_buffer, k_list, v_list };
+        Ok(PyClassInitializer::from(Base::new("KVPool", Slot::NOUN, Debug::OFF)).add_subclass(pool))
     }
 
     /// The keys of every layer: a list of `layer_num` tensors `[rows, k_head_num, k_head_dim]`, no copy.

@@ -15,6 +15,7 @@ mod args;
 mod batch_planner;
 mod buffer_pool;
 mod chunk_pool;
+mod debug;
 mod errors;
 mod framework;
 mod gdn_pool;
@@ -22,6 +23,7 @@ mod kv_pool;
 mod made;
 mod mem_pool;
 mod page_pool;
+mod pool;
 mod report;
 mod req_to_token_pool;
 mod tensor;
@@ -110,6 +112,7 @@ fn _use_stream(handle: Option<usize>) {
 #[pymodule]
 fn _kvpool(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<tensor::Tensor>()?;
+    module.add_class::<pool::Pool>()?;
     module.add_class::<kv_pool::KvPool>()?;
     module.add_class::<token_to_kv_pool_allocator::TokenToKvPoolAllocator>()?;
     module.add_class::<token_to_kv_pool_allocator::FreeGroup>()?;

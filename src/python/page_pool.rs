@@ -9,7 +9,9 @@ use crate::base::DType;
 use crate::pool::{PageConfig, PagePool as Pool};
 
 use super::args::{self, Arg};
+use super::debug::{self, Debug, Occupancy};
 use super::framework::{backend, current_stream, to_dtype, to_tensor};
+use super::pool::Pool as Base;
 use super::report::Reporter;
 use super::{lock, with};
 
@@ -26,24 +28,28 @@ use super::{lock, with};
 ///     device: Where the pages are.
 ///     grow: Pages that `alloc` adds when all are in use; 0 for none.
 ///     strict: Whether a bad free raises; otherwise it is dropped, counted and reported.
+///     debug: Whether to note who takes and gives what, for `leaks` and reports; by default if `KVPOOL_DEBUG=1`.
 ///
 /// Raises:
 ///     ConfigError: If `page_size` is below 1, another number below 0, or bytes overflow.
 ///     TypeError: If `dtype` cannot be stored.
 ///     OutOfMemoryError: If the memory cannot be had.
 ///     BackendUnavailableError: If `device` cannot be used here.
-#[pyclass(frozen, module = "kvpool", name = "PagePool", weakref)]
+#[pyclass(extends = Base, frozen, module = "kvpool", name = "PagePool")]
 pub(super) struct PagePool {
     pool: Mutex<Pool>,
     config: PageConfig,
+    debug: Debug,
     reporter: Reporter,
 }
 
 #[pymethods]
 impl PagePool {
     #[new]
-    #[pyo3(signature = (page_size, initial_pages, dtype=None, device=None, *, grow=Arg::Missing, strict=false),
-           text_signature = "(page_size, initial_pages, dtype=\"float32\", device=\"cpu\", *, grow=0, strict=False)")]
+    #[pyo3(signature = (page_size, initial_pages, dtype=None, device=None, *, grow=Arg::Missing, strict=false,
+                        debug=None),
+           text_signature = "(page_size, initial_pages, dtype=\"float32\", device=\"cpu\", *, grow=0, strict=False, \
+                             debug=None)")]
     fn new(
         py: Python<'_>,
         page_size: &Bound<'_, PyAny>,
@@ -52,7 +58,8 @@ impl PagePool {
         device: Option<&Bound<'_, PyAny>>,
         grow: Arg<'_>,
         strict: bool,
-    ) -> PyResult<Self> {
+        debug: Option<bool>,
+    ) -> PyResult<PyClassInitializer<Self>> {
         let config = PageConfig {
             page_size: args::size("page_size", page_size)?,
             initial_pages: args::size("initial_pages", initial_pages)?,
@@ -62,30 +69,51 @@ impl PagePool {
             strict,
         };
         backend(py, config.device)?;
-        let pool = Pool::new(config, current_stream(py, config.device)?)?;
-        Ok(Self { pool: Mutex::new(pool), config, reporter: Reporter::default() })
+        let mut pool = Pool::new(config, current_stream(py, config.device)?)?;
+        let debug = Debug::new(debug);
+        if debug.is_on() {
+            pool.keep_ledger();
+        }
+        let pool = Self { pool: Mutex::new(pool), config, debug, reporter: Reporter::default() };
+        Ok(PyClassInitializer::from(Base::new("PagePool", "page", debug)).add_subclass(pool))
     }
 
     /// Takes a page: the last that was freed, else the lowest that was never taken.
+    ///
+    /// Args:
+    ///     owner: A name for reports and `leaks`, a str or an int. Only noted where the pool debugs.
     ///
     /// Returns:
     ///     Its number, or `None` if all are in use and the pool does not grow. What it holds is what was last written to it.
     ///
     /// Raises:
     ///     OutOfMemoryError: If the memory for pages to add cannot be had. Nothing is changed.
-    fn alloc(&self, py: Python<'_>) -> PyResult<Option<u32>> {
+    #[pyo3(signature = (*, owner=None))]
+    fn alloc(&self, py: Python<'_>, owner: Option<&Bound<'_, PyAny>>) -> PyResult<Option<u32>> {
+        let _acting = self.debug.begin(py, owner)?;
         let stream = current_stream(py, self.config.device)?;
         with(&self.pool, |pool| pool.alloc(stream))
     }
 
     /// Gives a page back.
     ///
+    /// Args:
+    ///     page: Its number.
+    ///     owner: As in `alloc`.
+    ///
     /// Raises:
     ///     IndexOwnershipError: If the pool is strict and the page is not in use. Nothing is changed.
-    fn free(&self, py: Python<'_>, page: &Bound<'_, PyAny>) -> PyResult<()> {
+    #[pyo3(signature = (page, *, owner=None))]
+    fn free(
+        &self,
+        py: Python<'_>,
+        page: &Bound<'_, PyAny>,
+        owner: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
         let page = args::int(page)?;
+        let _acting = self.debug.begin(py, owner)?;
         let bad = with(&self.pool, |pool| pool.free(page))?;
-        self.reporter.bad_frees(py, &bad, "page", 1);
+        self.reporter.bad_frees(py, &bad, "page", 1, self.debug);
         Ok(())
     }
 
@@ -97,6 +125,15 @@ impl PagePool {
         let page = args::int(i)?;
         let view = with(&self.pool, |pool| pool.page(page))?;
         to_tensor(py, &view)
+    }
+
+    /// What stands in the pool: (first, end, state, bytes, holders) of each span, and lifetimes.
+    fn _occupancy<'py>(&self, py: Python<'py>) -> PyResult<Occupancy<'py>> {
+        let (spans, lifetimes) = {
+            let pool = lock(&self.pool);
+            (pool.pages().spans(), debug::lifetimes(pool.pages().ledger()))
+        };
+        debug::occupancy(py, debug::even(spans), lifetimes, 1)
     }
 
     /// The numbers of this pool, in pages: `capacity`, `available`, `in_use`, `high_water`, `dropped_frees`; and `bytes`.

@@ -6,6 +6,8 @@ use pyo3::prelude::*;
 
 use crate::index::BadFrees;
 
+use super::debug::Debug;
+
 /// `logging.WARNING`
 const WARNING: u32 = 30;
 /// `logging.INFO`
@@ -13,7 +15,8 @@ const INFO: u32 = 20;
 /// `logging.DEBUG`
 const DEBUG: u32 = 10;
 
-/// Writes to the logger `kvpool`: the first report of a pool as a warning, later ones for debugging.
+/// Writes to the logger `kvpool`: the first report of a pool as a warning, later ones for debugging, or as warnings where
+/// somebody debugs.
 #[derive(Debug, Default)]
 pub(super) struct Reporter {
     warned: AtomicBool,
@@ -21,9 +24,10 @@ pub(super) struct Reporter {
 
 impl Reporter {
     /// Says that some of `given` freed `noun`s were dropped, if any were.
-    pub(super) fn bad_frees(&self, py: Python<'_>, bad: &BadFrees, noun: &str, given: usize) {
+    pub(super) fn bad_frees(&self, py: Python<'_>, bad: &BadFrees, noun: &str, given: usize, debug: Debug) {
         if bad.dropped() > 0 {
-            let level = if self.warned.swap(true, Relaxed) { DEBUG } else { WARNING };
+            let is_known = self.warned.swap(true, Relaxed) && !debug.is_on();
+            let level = if is_known { DEBUG } else { WARNING };
             log(py, level, &format!("dropped {}", bad.describe(noun, given)));
         }
     }

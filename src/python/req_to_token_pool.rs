@@ -13,7 +13,9 @@ use crate::memory::Stream;
 use crate::pool::{ReqToTokenPool as Pool, TableIndex};
 
 use super::args::{Arg, IndexArg, version_of};
+use super::debug::{self, Debug, Occupancy};
 use super::framework::{backend, current_stream, to_tensor, torch};
+use super::pool::Pool as Base;
 use super::report::Reporter;
 use super::{args, lock, with};
 
@@ -34,16 +36,18 @@ use super::{args, lock, with};
 ///     device: Where the table is.
 ///     padding_row: `False` gives exactly `max_reqs` rows, the first being 0.
 ///     strict: Whether a bad free raises; otherwise it is dropped, counted and reported.
+///     debug: Whether to note who takes and gives what, for `leaks` and reports; by default if `KVPOOL_DEBUG=1`.
 ///
 /// Raises:
 ///     ConfigError: If a size is below 1 or its bytes overflow.
 ///     OutOfMemoryError: If the memory cannot be had.
 ///     BackendUnavailableError: If `device` cannot be used here.
-#[pyclass(frozen, module = "kvpool", name = "ReqToTokenPool", weakref)]
+#[pyclass(extends = Base, frozen, module = "kvpool", name = "ReqToTokenPool")]
 pub(super) struct ReqToTokenPool {
     pub(super) pool: Mutex<Pool>,
     device: Device,
     table: Py<PyAny>,
+    pub(super) debug: Debug,
     reporter: Reporter,
 }
 
@@ -118,8 +122,9 @@ impl ReqToTokenPool {
 #[pymethods]
 impl ReqToTokenPool {
     #[new]
-    #[pyo3(signature = (max_reqs, max_context_len, device=None, *, padding_row=true, strict=false),
-           text_signature = "(max_reqs, max_context_len, device=\"cuda\", *, padding_row=True, strict=False)")]
+    #[pyo3(signature = (max_reqs, max_context_len, device=None, *, padding_row=true, strict=false, debug=None),
+           text_signature = "(max_reqs, max_context_len, device=\"cuda\", *, padding_row=True, strict=False, \
+                             debug=None)")]
     fn new(
         py: Python<'_>,
         max_reqs: &Bound<'_, PyAny>,
@@ -127,14 +132,20 @@ impl ReqToTokenPool {
         device: Option<&Bound<'_, PyAny>>,
         padding_row: bool,
         strict: bool,
-    ) -> PyResult<Self> {
+        debug: Option<bool>,
+    ) -> PyResult<PyClassInitializer<Self>> {
         let max_reqs = args::size("max_reqs", max_reqs)?;
         let max_context_len = args::size("max_context_len", max_context_len)?;
         let device = args::device(device)?;
         let backend = backend(py, device)?;
-        let pool = Pool::new(backend, max_reqs, max_context_len, padding_row, strict)?;
+        let mut pool = Pool::new(backend, max_reqs, max_context_len, padding_row, strict)?;
+        let debug = Debug::new(debug);
+        if debug.is_on() {
+            pool.keep_ledger();
+        }
         let table = to_tensor(py, pool.req_to_token())?;
-        Ok(Self { pool: Mutex::new(pool), device, table, reporter: Reporter::default() })
+        let pool = Self { pool: Mutex::new(pool), device, table, debug, reporter: Reporter::default() };
+        Ok(PyClassInitializer::from(Base::new("ReqToTokenPool", "row", debug)).add_subclass(pool))
     }
 
     /// Takes rows.
@@ -147,8 +158,14 @@ impl ReqToTokenPool {
     ///
     /// Raises:
     ///     ConfigError: If `n` is negative.
-    #[pyo3(signature = (n=Arg::Missing), text_signature = "($self, n=1)")]
-    fn alloc(&self, py: Python<'_>, n: Arg<'_>) -> PyResult<Option<Vec<u32>>> {
+    #[pyo3(signature = (n=Arg::Missing, *, owner=None), text_signature = "($self, n=1, *, owner=None)")]
+    fn alloc(
+        &self,
+        py: Python<'_>,
+        n: Arg<'_>,
+        owner: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Option<Vec<u32>>> {
+        let _acting = self.debug.begin(py, owner)?;
         let count = n.count("n", 1)?;
         let stream = self.stream(py)?;
         with(&self.pool, |pool| pool.alloc(count, stream))
@@ -162,11 +179,18 @@ impl ReqToTokenPool {
     ///
     /// Raises:
     ///     IndexOwnershipError: If the pool is strict and a row is not the caller's to free.
-    fn free(&self, py: Python<'_>, slot_or_slots: &Bound<'_, PyAny>) -> PyResult<()> {
+    #[pyo3(signature = (slot_or_slots, *, owner=None))]
+    fn free(
+        &self,
+        py: Python<'_>,
+        slot_or_slots: &Bound<'_, PyAny>,
+        owner: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        let _acting = self.debug.begin(py, owner)?;
         let values = args::index_or_indices(slot_or_slots)?.values(py)?;
         let stream = self.stream(py)?;
         let bad = with(&self.pool, |pool| pool.free(&values, stream))?;
-        self.reporter.bad_frees(py, &bad, Row::NOUN, values.len());
+        self.reporter.bad_frees(py, &bad, Row::NOUN, values.len(), self.debug);
         Ok(())
     }
 
@@ -260,8 +284,19 @@ impl ReqToTokenPool {
     /// Makes every row free, and zeroes what was written through this class, marked as modified or, on a GPU, counted
     /// by PyTorch.
     fn clear(&self, py: Python<'_>) -> PyResult<()> {
+        let _acting = self.debug.begin(py, None)?;
         let (version, stream) = (self.version(py), self.stream(py)?);
         with(&self.pool, |pool| pool.clear(version, stream))
+    }
+
+    /// What stands in the pool: (first, end, state, bytes, holders) of each span, and lifetimes.
+    fn _occupancy<'py>(&self, py: Python<'py>) -> PyResult<Occupancy<'py>> {
+        let (spans, lifetimes) = {
+            let pool = lock(&self.pool);
+            let rows = pool.rows().rows();
+            (rows.spans(), debug::lifetimes(rows.ledger()))
+        };
+        debug::occupancy(py, debug::even(spans), lifetimes, 1)
     }
 
     /// The numbers of this pool, in rows: `capacity`, `available`, `in_use`, `high_water`, `dropped_frees`; and

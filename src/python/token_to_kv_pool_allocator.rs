@@ -17,7 +17,10 @@ use crate::pool::TokenToKvPoolAllocator as Pool;
 use crate::tensor::TensorView;
 
 use super::args::{Arg, IndexArg};
+use super::debug::{self, Debug, Occupancy};
 use super::framework::{backend, current_stream, to_tensor};
+use super::kv_pool::KvPool;
+use super::pool::Pool as Base;
 use super::report::{Reporter, warn};
 use super::{args, lock, with};
 
@@ -50,11 +53,12 @@ use super::{args, lock, with};
 ///     page_size: Slots in a page.
 ///     need_sort: Lowest first, else first in, first out.
 ///     strict: Whether a bad free raises.
+///     debug: Whether to note who takes and gives what, for `leaks` and reports; by default if `KVPOOL_DEBUG=1`.
 ///
 /// Raises:
 ///     ConfigError: If `size` or `page_size` is below 1, or a slot would not fit int32.
 ///     BackendUnavailableError: If `device` cannot be used here.
-#[pyclass(frozen, module = "kvpool", name = "TokenToKVPoolAllocator", weakref)]
+#[pyclass(extends = Base, frozen, module = "kvpool", name = "TokenToKVPoolAllocator")]
 pub(super) struct TokenToKvPoolAllocator {
     pub(super) pool: Mutex<Pool>,
     fences: Mutex<Vec<Fence>>,
@@ -63,6 +67,7 @@ pub(super) struct TokenToKvPoolAllocator {
     /// Whether frees may wait for their values to land.
     unsettled: AtomicBool,
     device: Device,
+    pub(super) debug: Debug,
     reporter: Reporter,
 }
 
@@ -102,7 +107,7 @@ impl TokenToKvPoolAllocator {
 
     /// Completes frees whose values have landed, and reports what was wrong with them.
     fn settle(&self, py: Python<'_>) -> PyResult<()> {
-        let settled = with(&self.pool, |pool| {
+        let settled = self.freeing(py, |pool| {
             let settled = pool.settle();
             self.unsettled.store(!pool.is_settled(), Ordering::Release);
             settled
@@ -111,6 +116,27 @@ impl TokenToKvPoolAllocator {
             self.report(py, &settled.bad, settled.given);
         }
         Ok(())
+    }
+
+    /// Does `work` under the lock; where somebody debugs, poisons the rows of the slots that it makes free.
+    fn freeing<R>(
+        &self,
+        py: Python<'_>,
+        work: impl FnOnce(&mut Pool) -> crate::base::Result<R>,
+    ) -> PyResult<R> {
+        if !self.debug.is_on() {
+            return with(&self.pool, work);
+        }
+        let stream = current_stream(py, self.device)?;
+        let (answer, poisoned) = {
+            let mut pool = lock(&self.pool);
+            // Nobody may get the slots before their rows are poisoned.
+            (work(&mut pool), pool.poison(stream))
+        };
+        if let Err(error) = poisoned {
+            warn(py, &format!("freed rows are not poisoned: {error}"));
+        }
+        Ok(answer?)
     }
 
     /// Waits for the oldest free whose values have not landed, and completes it. `false` when there is none.
@@ -171,11 +197,12 @@ impl TokenToKvPoolAllocator {
             }
         }
         if !passed.is_empty() {
-            let mut pool = lock(&self.pool);
-            for &id in &passed {
-                pool.fence_passed(id);
-            }
-            drop(pool);
+            self.freeing(py, |pool| {
+                for &id in &passed {
+                    pool.fence_passed(id);
+                }
+                Ok(())
+            })?;
             let mut fences = lock(&self.fences);
             let gone: Vec<Fence> = fences.extract_if(.., |fence| passed.contains(&fence.id)).collect();
             self.fenced.store(!fences.is_empty(), Ordering::Release);
@@ -197,7 +224,7 @@ impl TokenToKvPoolAllocator {
     }
 
     pub(super) fn report(&self, py: Python<'_>, bad: &BadFrees, given: usize) {
-        self.reporter.bad_frees(py, bad, Slot::NOUN, given);
+        self.reporter.bad_frees(py, bad, Slot::NOUN, given, self.debug);
     }
 
     /// Frees what `free` frees, behind a fence if there is one.
@@ -206,6 +233,7 @@ impl TokenToKvPoolAllocator {
     /// `TypeError` if the fence cannot be asked; what `free` says.
     pub(super) fn give<R>(
         &self,
+        py: Python<'_>,
         after: Option<&Bound<'_, PyAny>>,
         free: impl FnOnce(&mut Pool, Option<FenceId>) -> crate::base::Result<R>,
     ) -> PyResult<R> {
@@ -214,7 +242,7 @@ impl TokenToKvPoolAllocator {
         {
             return Err(PyTypeError::new_err("after must have a method query() -> bool"));
         }
-        with(&self.pool, |pool| {
+        self.freeing(py, |pool| {
             let fence = after.map(|object| (pool.new_fence(), object));
             let answer = free(pool, fence.map(|(id, _)| id));
             // Some of it may have been freed all the same.
@@ -241,8 +269,8 @@ impl TokenToKvPoolAllocator {
 #[pymethods]
 impl TokenToKvPoolAllocator {
     #[new]
-    #[pyo3(signature = (size, device=None, page_size=Arg::Missing, need_sort=true, *, strict=false),
-           text_signature = "(size, device=\"cuda\", page_size=1, need_sort=True, *, strict=False)")]
+    #[pyo3(signature = (size, device=None, page_size=Arg::Missing, need_sort=true, *, strict=false, debug=None),
+           text_signature = "(size, device=\"cuda\", page_size=1, need_sort=True, *, strict=False, debug=None)")]
     fn new(
         py: Python<'_>,
         size: &Bound<'_, PyAny>,
@@ -250,19 +278,27 @@ impl TokenToKvPoolAllocator {
         page_size: Arg<'_>,
         need_sort: bool,
         strict: bool,
-    ) -> PyResult<Self> {
+        debug: Option<bool>,
+    ) -> PyResult<PyClassInitializer<Self>> {
         let size = args::size("size", size)?;
         let page_size = page_size.size("page_size", 1)?;
         let device = args::device(device)?;
-        let pool = Pool::new(size, &backend(py, device)?, page_size, need_sort, strict)?;
-        Ok(Self {
+        let mut pool = Pool::new(size, &backend(py, device)?, page_size, need_sort, strict)?;
+        let debug = Debug::new(debug);
+        if debug.is_on() {
+            pool.keep_ledger();
+        }
+        let allocator = Self {
             pool: Mutex::new(pool),
             fences: Mutex::default(),
             fenced: AtomicBool::new(false),
             unsettled: AtomicBool::new(false),
             device,
+            debug,
             reporter: Reporter::default(),
-        })
+        };
+        Ok(PyClassInitializer::from(Base::new("TokenToKVPoolAllocator", Slot::NOUN, debug))
+            .add_subclass(allocator))
     }
 
     /// Takes slots.
@@ -270,6 +306,7 @@ impl TokenToKvPoolAllocator {
     /// Args:
     ///     need_size: How many.
     ///     contiguous: One ascending run, the lowest that fits.
+    ///     owner: A name for reports and `leaks`, a str or an int. Only noted where the pool debugs.
     ///
     /// Returns:
     ///     A 1-D int32 tensor of `need_size` slots on the pool's device, over memory that it owns, or `None` when the
@@ -282,14 +319,16 @@ impl TokenToKvPoolAllocator {
     ///     TypeError: If it is no int.
     ///     OutOfMemoryError: If tensors that are still alive cover the stage. Nothing is taken.
     ///     DriverError: If the driver refuses, or the stream is being captured. Nothing is taken.
-    #[pyo3(signature = (need_size, *, contiguous=false))]
+    #[pyo3(signature = (need_size, *, contiguous=false, owner=None))]
     fn alloc(
         &self,
         py: Python<'_>,
         need_size: &Bound<'_, PyAny>,
         contiguous: bool,
+        owner: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Option<Py<PyAny>>> {
         let count = args::count("need_size", need_size)?;
+        let _acting = self.debug.begin(py, owner)?;
         let taken = self.take(py, |pool, stream| {
             if contiguous { pool.alloc_contiguous(count, stream) } else { pool.alloc(count, stream) }
         })?;
@@ -305,6 +344,7 @@ impl TokenToKvPoolAllocator {
     ///     prefix_lens: Tokens that each request has, ints `[bs]`.
     ///     seq_lens: Tokens that it will have, ints `[bs]`.
     ///     last_loc: The slot of its last token, ints `[bs]`; ignored where the prefix fills its pages.
+    ///     owner: As in `alloc`.
     ///
     /// Returns:
     ///     A 1-D int32 tensor of `sum(seq_lens - prefix_lens)` slots, the requests concatenated, or `None` when the
@@ -313,13 +353,16 @@ impl TokenToKvPoolAllocator {
     /// Raises:
     ///     ConfigError: If lengths differ, are negative or shrink, or `last_loc` does not end its prefix.
     ///     IndexOwnershipError: If `last_loc` is in nobody's page, or two requests would continue the same page.
+    #[pyo3(signature = (prefix_lens, seq_lens, last_loc, *, owner=None))]
     fn alloc_extend(
         &self,
         py: Python<'_>,
         prefix_lens: &Bound<'_, PyAny>,
         seq_lens: &Bound<'_, PyAny>,
         last_loc: &Bound<'_, PyAny>,
+        owner: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Option<Py<PyAny>>> {
+        let _acting = self.debug.begin(py, owner)?;
         let prefix_lens = args::indices(prefix_lens)?.values(py)?.into_i64()?;
         let seq_lens = args::indices(seq_lens)?.values(py)?.into_i64()?;
         let last_loc = args::indices(last_loc)?.values(py)?.into_i64()?;
@@ -333,6 +376,7 @@ impl TokenToKvPoolAllocator {
     /// Args:
     ///     seq_lens: Tokens of each request with the new one, ints `[bs]`.
     ///     last_loc: The slot of the token before the new one, ints `[bs]`.
+    ///     owner: As in `alloc`.
     ///
     /// Returns:
     ///     A 1-D int32 tensor `[bs]`, or `None` when the pool is short.
@@ -340,12 +384,15 @@ impl TokenToKvPoolAllocator {
     /// Raises:
     ///     ConfigError: As `alloc_extend`.
     ///     IndexOwnershipError: As `alloc_extend`.
+    #[pyo3(signature = (seq_lens, last_loc, *, owner=None))]
     fn alloc_decode(
         &self,
         py: Python<'_>,
         seq_lens: &Bound<'_, PyAny>,
         last_loc: &Bound<'_, PyAny>,
+        owner: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Option<Py<PyAny>>> {
+        let _acting = self.debug.begin(py, owner)?;
         let seq_lens = args::indices(seq_lens)?.values(py)?.into_i64()?;
         let last_loc = args::indices(last_loc)?.values(py)?.into_i64()?;
         let taken = self.take(py, |pool, stream| pool.alloc_decode(&seq_lens, &last_loc, stream))?;
@@ -362,27 +409,30 @@ impl TokenToKvPoolAllocator {
     ///     indices: Slots, an int tensor or array of any shape or a sequence of ints.
     ///     after: Something with `query() -> bool`, such as a `torch.cuda.Event`. The slots stay in use until it
     ///         answers true; later calls ask it.
+    ///     owner: As in `alloc`; of a slot with several owners, the one of that name leaves, or else the first.
     ///
     /// Raises:
     ///     IndexOwnershipError: If the pool is strict and a slot is not the caller's to free; of values that a GPU
     ///         alone knew, a later call raises it, and none of them was freed.
     ///     TypeError: If `indices` holds no ints, or `after` has no `query`.
-    #[pyo3(signature = (indices, *, after=None))]
+    #[pyo3(signature = (indices, *, after=None, owner=None))]
     fn free(
         &self,
         py: Python<'_>,
         indices: &Bound<'_, PyAny>,
         after: Option<&Bound<'_, PyAny>>,
+        owner: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
         let mut indices = args::indices(indices)?;
         self.poll(py)?;
+        let _acting = self.debug.begin(py, owner)?;
         let given = indices.len()?;
         let bad = if let IndexArg::Host(values) = &indices {
-            self.give(after, |pool, fence| pool.free(values, fence))?
+            self.give(py, after, |pool, fence| pool.free(values, fence))?
         } else {
             let stream = indices.stream(py, self.device)?;
             let indices = indices.take()?;
-            self.give(after, |pool, fence| pool.free_anywhere(&indices, fence, stream))?
+            self.give(py, after, |pool, fence| pool.free_anywhere(&indices, fence, stream))?
         };
         self.report(py, &bad, given);
         Ok(())
@@ -395,12 +445,20 @@ impl TokenToKvPoolAllocator {
     /// Args:
     ///     indices: Slots, an int tensor or array of any shape or a sequence of ints. A tensor that only a GPU knows is
     ///         waited for.
+    ///     owner: As in `alloc`.
     ///
     /// Raises:
     ///     IndexOwnershipError: If a slot is not in use; nothing is changed then.
-    fn share(&self, py: Python<'_>, indices: &Bound<'_, PyAny>) -> PyResult<()> {
+    #[pyo3(signature = (indices, *, owner=None))]
+    fn share(
+        &self,
+        py: Python<'_>,
+        indices: &Bound<'_, PyAny>,
+        owner: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
         let values = args::indices(indices)?.values(py)?;
         self.wait_for_all(py)?;
+        let _acting = self.debug.begin(py, owner)?;
         with(&self.pool, |pool| pool.share(&values))
     }
 
@@ -415,7 +473,8 @@ impl TokenToKvPoolAllocator {
     ///     ConfigError: If no group is open.
     ///     IndexOwnershipError: As `free`; the group is closed, and nothing of it was freed.
     fn free_group_end(&self, py: Python<'_>) -> PyResult<()> {
-        let (given, bad) = with(&self.pool, |pool| {
+        let _acting = self.debug.begin(py, None)?;
+        let (given, bad) = self.freeing(py, |pool| {
             let ended = pool.free_group_end();
             if !pool.is_settled() {
                 self.unsettled.store(true, Ordering::Release);
@@ -438,14 +497,38 @@ impl TokenToKvPoolAllocator {
     }
 
     /// Makes every slot free, closes groups and forgets fences. Tensors handed out before must not be used.
-    fn clear(&self) {
-        let mut pool = lock(&self.pool);
-        let gone = std::mem::take(&mut *lock(&self.fences));
-        self.fenced.store(false, Ordering::Release);
-        self.unsettled.store(false, Ordering::Release);
-        pool.clear();
-        drop(pool);
+    fn clear(&self, py: Python<'_>) -> PyResult<()> {
+        let _acting = self.debug.begin(py, None)?;
+        let gone = self.freeing(py, |pool| {
+            let gone = std::mem::take(&mut *lock(&self.fences));
+            self.fenced.store(false, Ordering::Release);
+            self.unsettled.store(false, Ordering::Release);
+            pool.clear();
+            Ok(gone)
+        })?;
         drop(gone);
+        Ok(())
+    }
+
+    /// Has rows of a `KVPool` poisoned when their slots become free, so that reading one shows: NaN in floats, -1 in int8,
+    /// 255 in uint8, in all layers, written on the stream that is current then. Where the pool does not debug nothing
+    /// happens.
+    ///
+    /// Args:
+    ///     kv_pool: The `KVPool` whose rows the slots are. It is not kept alive.
+    fn poison_freed(&self, kv_pool: &Bound<'_, KvPool>) {
+        lock(&self.pool).poison_freed(kv_pool.get().shared());
+    }
+
+    /// What stands in the pool, in slots: (first, end, state, bytes, holders) of each span, and lifetimes.
+    fn _occupancy<'py>(&self, py: Python<'py>) -> PyResult<Occupancy<'py>> {
+        self.wait_for_all(py)?;
+        let (spans, lifetimes, page_size) = {
+            let pool = lock(&self.pool);
+            let pages = pool.slots().pages();
+            (pages.spans(), debug::lifetimes(pages.ledger()), pool.slots().page_size())
+        };
+        debug::occupancy(py, debug::even(spans), lifetimes, page_size)
     }
 
     /// Merges the freed slots into those that are handed out next.

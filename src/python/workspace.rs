@@ -13,14 +13,16 @@ use crate::pool::Workspace as Pool;
 use crate::tensor::TensorView;
 
 use super::args::{self, Arg};
+use super::debug::{self, Debug, Occupancy};
 use super::framework::{backend, current_stream};
 use super::made::MadeTensors;
+use super::pool::Pool as Base;
 
 /// Bytes of an arena, unless somebody says otherwise.
 const ARENA_BYTES: usize = 512 << 20;
 
 /// The arena of a `Workspace`.
-#[pyclass(frozen, subclass, module = "kvpool._kvpool", name = "_Workspace", weakref)]
+#[pyclass(extends = Base, frozen, subclass, module = "kvpool._kvpool", name = "_Workspace")]
 pub(super) struct Workspace {
     pool: Pool,
     num_threads: Option<usize>,
@@ -54,14 +56,15 @@ impl Workspace {
 #[pymethods]
 impl Workspace {
     #[new]
-    #[pyo3(signature = (device=None, arena_bytes=Arg::Missing, num_threads=None),
-           text_signature = "(device=\"cuda\", arena_bytes=536870912, num_threads=None)")]
+    #[pyo3(signature = (device=None, arena_bytes=Arg::Missing, num_threads=None, *, debug=None),
+           text_signature = "(device=\"cuda\", arena_bytes=536870912, num_threads=None, *, debug=None)")]
     fn new(
         py: Python<'_>,
         device: Option<&Bound<'_, PyAny>>,
         arena_bytes: Arg<'_>,
         num_threads: Option<&Bound<'_, PyAny>>,
-    ) -> PyResult<Self> {
+        debug: Option<bool>,
+    ) -> PyResult<PyClassInitializer<Self>> {
         let device = args::device(device)?;
         let arena_bytes = arena_bytes.size("arena_bytes", ARENA_BYTES)?;
         let num_threads = num_threads.map(|threads| args::size("num_threads", threads)).transpose()?;
@@ -69,15 +72,16 @@ impl Workspace {
             return Err(crate::base::Error::config("num_threads is 0; it must be at least 1").into());
         }
         backend(py, device)?;
-        let poison = std::env::var("KVPOOL_DEBUG").is_ok_and(|value| value == "1");
-        let pool = py.detach(|| Pool::new(device, arena_bytes, poison))?;
-        Ok(Self {
+        let debug = Debug::new(debug);
+        let pool = py.detach(|| Pool::new(device, arena_bytes, debug.is_on()))?;
+        let workspace = Self {
             pool,
             num_threads,
             tensors: MadeTensors::default(),
             count: AtomicUsize::new(0),
             total: AtomicUsize::new(0),
-        })
+        };
+        Ok(PyClassInitializer::from(Base::new("Workspace", "byte", debug)).add_subclass(workspace))
     }
 
     /// A contiguous tensor of the arena, 256-byte aligned; its elements are not defined.
@@ -137,6 +141,11 @@ impl Workspace {
     /// Ends what `_enter` began. Returns what was asked for in vain last, in words.
     fn _leave(&self) -> PyResult<Option<String>> {
         Ok(self.pool.leave()?.map(|refused| refused.to_string()))
+    }
+
+    /// What stands in the arena, in bytes: (first, end, state, bytes, holders) of each piece, and lifetimes.
+    fn _occupancy<'py>(&self) -> Occupancy<'py> {
+        debug::pieces(self.pool.pieces())
     }
 
     /// The numbers of the arena, in bytes: `capacity`, `available`, `in_use`, `high_water`, and `bytes`.

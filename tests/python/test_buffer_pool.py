@@ -152,7 +152,7 @@ def on_stream(handle: int) -> Iterator[None]:
 
 def test_signature_and_defaults() -> None:
     parameters = inspect.signature(BufferPool).parameters
-    assert list(parameters) == ["device", "rounding"]
+    assert list(parameters) == ["device", "rounding", "debug"]
     assert parameters["device"].default == "cuda"
     assert parameters["rounding"].default == "pow2"
     assert parameters["rounding"].kind is inspect.Parameter.KEYWORD_ONLY

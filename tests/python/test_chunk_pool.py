@@ -226,6 +226,7 @@ def test_signature_and_defaults() -> None:
         "numa_node",
         "huge_pages",
         "strict",
+        "debug",
         "progress",
     ]
     defaults = {name: parameter.default for name, parameter in parameters.items()}

@@ -75,6 +75,7 @@ def test_signature_and_defaults() -> None:
         "dtype",
         "max_track_slots",
         "strict",
+        "debug",
     ]
     assert parameters["device"].default == "cuda"
     assert parameters["max_track_slots"].default == 0

@@ -119,7 +119,7 @@ def on_stream(handle: int) -> Iterator[None]:
 
 def test_signature_and_defaults() -> None:
     parameters = inspect.signature(PagePool).parameters
-    assert list(parameters) == ["page_size", "initial_pages", "dtype", "device", "grow", "strict"]
+    assert list(parameters) == ["page_size", "initial_pages", "dtype", "device", "grow", "strict", "debug"]
     assert parameters["device"].default == "cpu"
     assert parameters["grow"].default == 0
     assert parameters["strict"].default is False

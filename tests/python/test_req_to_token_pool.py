@@ -54,7 +54,7 @@ def snapshot(pool: ReqToTokenPool) -> tuple[list[list[int]], dict[str, Any]]:
 
 def test_signature_and_defaults() -> None:
     parameters = inspect.signature(ReqToTokenPool).parameters
-    assert list(parameters) == ["max_reqs", "max_context_len", "device", "padding_row", "strict"]
+    assert list(parameters) == ["max_reqs", "max_context_len", "device", "padding_row", "strict", "debug"]
     assert parameters["device"].default == "cuda"
     assert parameters["padding_row"].kind is inspect.Parameter.KEYWORD_ONLY
     assert parameters["padding_row"].default is True

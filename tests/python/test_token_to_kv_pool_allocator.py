@@ -79,7 +79,7 @@ def assert_consistent(allocator: TokenToKVPoolAllocator) -> None:
 
 def test_signature_and_defaults() -> None:
     parameters = inspect.signature(TokenToKVPoolAllocator).parameters
-    assert list(parameters) == ["size", "device", "page_size", "need_sort", "strict"]
+    assert list(parameters) == ["size", "device", "page_size", "need_sort", "strict", "debug"]
     assert parameters["device"].default == "cuda"
     assert parameters["strict"].kind is inspect.Parameter.KEYWORD_ONLY
     allocator = TokenToKVPoolAllocator(64, device="cpu")

@@ -57,7 +57,7 @@ def snapshot(allocator: TokenToKVPoolAllocator) -> dict[str, Any]:
 
 def test_signature() -> None:
     parameters = inspect.signature(TokenToKVPoolAllocator.share).parameters
-    assert [name for name in parameters if name != "self"] == ["indices"]
+    assert [name for name in parameters if name != "self"] == ["indices", "owner"]
 
 
 @pytest.mark.parametrize("need_sort", [True, False])

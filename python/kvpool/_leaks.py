@@ -1,0 +1,142 @@
+"""Who holds what stands in a pool."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvpool.errors import ConfigError, IndexOwnershipError
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from kvpool._kvpool import Pool
+
+# Rows of a table in an error.
+_SHOWN = 20
+
+
+class Span(NamedTuple):
+    """Neighbouring units of a pool that are alike.
+
+    Attributes:
+        first: The first of them.
+        end: One past the last.
+        state: "free", "live", or "fenced": given back, and kept until work in flight is done.
+        n_bytes: Bytes, where units have sizes of their own.
+        holders: Owner, place in the program and seconds since, of each who holds them; where the pool debugs.
+    """
+
+    first: int
+    end: int
+    state: str
+    n_bytes: int | None
+    holders: list[tuple[str | int | None, str, float]]
+
+
+@dataclass(frozen=True)
+class Leak:
+    """Live units of a pool that have one owner and were taken at one place.
+
+    Attributes:
+        owner: What was given to `alloc`, if anything was.
+        site: File, line and function.
+        count: How many units.
+        age_s: Seconds since the oldest of them was taken.
+        spans: The units, as (first, end).
+    """
+
+    owner: str | int | None
+    site: str
+    count: int
+    age_s: float
+    spans: list[tuple[int, int]]
+
+
+def occupancy(pool: Pool) -> tuple[list[Span], list[int]]:
+    """All units of a pool in order, and how many lives lasted less than 1, 2, 4, ... microseconds.
+
+    Raises:
+        TypeError: If the pool hands nothing out.
+    """
+    look = getattr(pool, "_occupancy", None)
+    if look is None:
+        raise TypeError(f"a {type(pool).__name__} hands nothing out that could leak")
+    spans, lifetimes = look()
+    return [Span(*span) for span in spans], lifetimes
+
+
+def leaks(pool: Pool, younger_than_s: float = float("inf")) -> list[Leak]:
+    """As `Pool.leaks`, of what was taken in the last `younger_than_s` seconds."""
+    spans, _ = occupancy(pool)
+    if not pool.debug:
+        raise ConfigError(
+            f"{pool.name} does not note who holds what; make it with debug=True, or set KVPOOL_DEBUG=1"
+        )
+    groups: dict[tuple[str | int | None, str], list[tuple[float, int, int]]] = {}
+    for span in spans:
+        for owner, site, age_s in span.holders:
+            if age_s <= younger_than_s:
+                groups.setdefault((owner, site), []).append((age_s, span.first, span.end))
+    found = [
+        Leak(
+            owner,
+            site,
+            sum(end - first for _, first, end in held),
+            max(age_s for age_s, _, _ in held),
+            [(first, end) for _, first, end in held],
+        )
+        for (owner, site), held in groups.items()
+    ]
+    return sorted(found, key=lambda leak: (-leak.count, -leak.age_s))
+
+
+def table(found: list[Leak], unit: str) -> str:
+    """Leaks as lines of text: count, owner, place, age and the first units."""
+    lines = []
+    for leak in found[:_SHOWN]:
+        spans = [f"{first}..{end - 1}" if end - first > 1 else str(first) for first, end in leak.spans[:4]]
+        more = ", ..." if len(leak.spans) > len(spans) else ""
+        owner = "no owner given" if leak.owner is None else f"owner {leak.owner!r}"
+        held = f"{leak.count} {unit}{'s' if leak.count != 1 else ''} ({', '.join(spans)}{more})"
+        lines.append(f"  {held}: {owner}, taken at {leak.site} {leak.age_s:.3f} s ago")
+    if len(found) > _SHOWN:
+        lines.append(f"  and {len(found) - _SHOWN} more owners or places")
+    return "\n".join(lines)
+
+
+class ExpectBalanced:
+    """What `Pool.expect_balanced` returns: at its end no more may be live than at its begin."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._live = _live(pool)
+        self._start = time.monotonic()
+
+    def __enter__(self) -> Pool:
+        self._live = _live(self._pool)
+        self._start = time.monotonic()
+        return self._pool
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        live = _live(self._pool)
+        if kind is not None or live <= self._live:
+            return
+        unit = self._pool.unit
+        more = live - self._live
+        message = f"{self._pool.name}: {live} {unit}s are live, {more} more than the {self._live} before"
+        if self._pool.debug:
+            taken = leaks(self._pool, time.monotonic() - self._start)
+            raise IndexOwnershipError(f"{message}; taken meanwhile:\n{table(taken, unit)}")
+        raise IndexOwnershipError(f"{message}; with debug=True or KVPOOL_DEBUG=1 it is known who has them")
+
+
+def _live(pool: Pool) -> int:
+    """How many units are live."""
+    return sum(span.end - span.first for span in occupancy(pool)[0] if span.state == "live")

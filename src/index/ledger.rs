@@ -1,0 +1,329 @@
+//! Who holds which index, and who held it last: kept where somebody debugs, and nowhere else.
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::fmt::{self, Write as _};
+use std::marker::PhantomData;
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crate::base::widen;
+
+use super::BadFrees;
+
+/// A name that a caller gave for itself.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum Owner {
+    /// Such as a request's id.
+    Text(String),
+    /// Such as a request's number.
+    Number(i64),
+}
+
+impl fmt::Display for Owner {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Text(text) => write!(f, "'{text}'"),
+            Self::Number(number) => write!(f, "{number}"),
+        }
+    }
+}
+
+/// One call that takes or gives indices: who, where and when.
+#[derive(Clone, Debug)]
+pub struct Act {
+    /// Who, if that was said.
+    pub owner: Option<Owner>,
+    /// Where: file, line and function.
+    pub site: Arc<str>,
+    /// When.
+    pub at: Instant,
+}
+
+impl Act {
+    /// A call that happens now.
+    #[must_use]
+    pub fn new(owner: Option<Owner>, site: &str) -> Self {
+        Self { owner, site: site.into(), at: Instant::now() }
+    }
+
+    /// How long ago it was.
+    #[must_use]
+    pub fn age(&self) -> Duration {
+        self.at.elapsed()
+    }
+}
+
+thread_local! {
+    /// What this thread is doing.
+    static CURRENT: RefCell<Option<Arc<Act>>> = const { RefCell::new(None) };
+}
+
+impl Act {
+    /// What this thread is doing: what was announced last, and is not over.
+    #[must_use]
+    pub fn current() -> Arc<Self> {
+        let announced = CURRENT.with_borrow(Clone::clone);
+        announced.unwrap_or_else(|| Arc::new(Self::new(None, "an unknown place")))
+    }
+
+    /// Announces that this thread does it until the answer is dropped.
+    #[must_use]
+    pub fn begin(self: Arc<Self>) -> Acting {
+        Acting { before: CURRENT.replace(Some(self)), of_this_thread: PhantomData }
+    }
+}
+
+/// Ends what [`Act::begin`] began.
+#[derive(Debug)]
+pub struct Acting {
+    before: Option<Arc<Act>>,
+    of_this_thread: PhantomData<*const ()>,
+}
+
+impl Drop for Acting {
+    fn drop(&mut self) {
+        CURRENT.set(self.before.take());
+    }
+}
+
+impl fmt::Display for Act {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if let Some(owner) = &self.owner {
+            write!(f, "{owner} at ")?;
+        }
+        f.write_str(&self.site)
+    }
+}
+
+/// What an index is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum State {
+    /// Nobody's.
+    Free,
+    /// Somebody's.
+    Live,
+    /// Given back, and kept until work in flight is done.
+    Fenced,
+}
+
+impl State {
+    /// Its name.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Free => "free",
+            Self::Live => "live",
+            Self::Fenced => "fenced",
+        }
+    }
+}
+
+/// Neighbouring indices of one state and the same holders.
+#[derive(Clone, Debug)]
+pub struct Span {
+    /// Which.
+    pub range: Range<u32>,
+    /// What they are.
+    pub state: State,
+    /// Who holds them, if they are live and that is known.
+    pub holders: Vec<Arc<Act>>,
+}
+
+/// How many lifetimes were below each power of two of microseconds.
+pub const LIFETIME_BUCKETS: usize = 48;
+
+/// What is known of one index.
+#[derive(Clone, Debug, Default)]
+struct Life {
+    /// The last call that took it.
+    taken: Option<Arc<Act>>,
+    /// The call that gave it back since. `None` while it is live.
+    given: Option<Arc<Act>>,
+}
+
+/// Who holds each index of a space, who gave it back last, and how long indices live.
+///
+/// A thread announces what it does with [`Act::begin`].
+///
+/// ```
+/// use std::sync::Arc;
+/// use kvpool::index::{Act, Ledger, Owner};
+/// let mut ledger = Ledger::default();
+/// let owner = Owner::Text("request 7".into());
+/// let acting = Arc::new(Act::new(Some(owner), "engine.py:12 in admit")).begin();
+/// ledger.took(3..5);
+/// drop(acting);
+/// let _acting = Arc::new(Act::new(None, "engine.py:40 in finish")).begin();
+/// ledger.gave(4..5);
+/// assert_eq!(ledger.holders(3).len(), 1);
+/// assert_eq!(
+///     ledger.history(4).unwrap(),
+///     "taken by 'request 7' at engine.py:12 in admit, given back by engine.py:40 in finish"
+/// );
+/// ```
+#[derive(Clone, Debug)]
+pub struct Ledger {
+    /// By index. Those beyond the end were never taken.
+    lives: Vec<Life>,
+    /// Holders beyond the first, of indices that are shared.
+    more: HashMap<u32, Vec<Arc<Act>>>,
+    lifetimes: [u64; LIFETIME_BUCKETS],
+    /// Indices that became free since somebody last asked, if somebody does.
+    freed: Option<Vec<Range<u32>>>,
+}
+
+impl Default for Ledger {
+    fn default() -> Self {
+        Self { lives: Vec::new(), more: HashMap::new(), lifetimes: [0; LIFETIME_BUCKETS], freed: None }
+    }
+}
+
+impl Ledger {
+    /// Notes that indices were taken.
+    pub fn took(&mut self, range: Range<u32>) {
+        let end = widen(range.end);
+        if self.lives.len() < end {
+            self.lives.resize_with(end, Life::default);
+        }
+        let act = Act::current();
+        for life in &mut self.lives[widen(range.start)..end] {
+            *life = Life { taken: Some(Arc::clone(&act)), given: None };
+        }
+    }
+
+    /// Notes that indices were given back by their last holder.
+    pub fn gave(&mut self, range: Range<u32>) {
+        let act = Act::current();
+        for index in range {
+            self.more.remove(&index);
+            let Some(life) = self.lives.get_mut(widen(index)) else { continue };
+            if let Some(taken) = life.taken.as_ref().filter(|_| life.given.is_none()) {
+                let micros = act.at.saturating_duration_since(taken.at).as_micros();
+                let bucket = widen(u128::BITS - micros.leading_zeros()).min(LIFETIME_BUCKETS - 1);
+                self.lifetimes[bucket] += 1;
+                life.given = Some(Arc::clone(&act));
+            }
+        }
+    }
+
+    /// Notes that indices became free, at once with [`Ledger::gave`] or when a fence had passed.
+    pub(super) fn became_free(&mut self, range: Range<u32>) {
+        if let Some(freed) = &mut self.freed {
+            freed.push(range);
+        }
+    }
+
+    /// Keeps from now on a list of what becomes free, for [`Ledger::take_freed`].
+    pub fn list_freed(&mut self) {
+        self.freed.get_or_insert_default();
+    }
+
+    /// What became free since the last call.
+    pub fn take_freed(&mut self) -> Vec<Range<u32>> {
+        self.freed.as_mut().map_or(Vec::new(), std::mem::take)
+    }
+
+    /// Notes that `index`, which is held, has one more holder.
+    pub fn shared(&mut self, index: u32) {
+        self.more.entry(index).or_default().push(Act::current());
+    }
+
+    /// Notes that one of the holders of `index` has left: the one of that name if it is known, else the first.
+    pub fn left(&mut self, index: u32) {
+        let Some(more) = self.more.get_mut(&index) else { return self.gave(index..index + 1) };
+        let act = Act::current();
+        let owner = act.owner.as_ref();
+        let Some(life) = self.lives.get_mut(widen(index)) else { return };
+        let is_first = life.taken.as_ref().is_some_and(|taken| taken.owner.as_ref() == owner);
+        match more.iter().position(|act| act.owner.as_ref() == owner) {
+            Some(at) if owner.is_some() && !is_first => drop(more.remove(at)),
+            _ => life.taken = Some(more.remove(0)),
+        }
+        if more.is_empty() {
+            self.more.remove(&index);
+        }
+    }
+
+    /// Puts `owner` in the place of the act in progress, if that took or shared `index`.
+    pub fn sign(&mut self, index: u32, owner: &Arc<Act>) {
+        let act = Act::current();
+        let first = self.lives.get_mut(widen(index)).and_then(|life| life.taken.as_mut());
+        let mut holders = first.into_iter().chain(self.more.get_mut(&index).into_iter().flatten());
+        // A page that several requests of one call share has a holder for each of them.
+        if let Some(holder) = holders.find(|holder| Arc::ptr_eq(holder, &act)) {
+            *holder = Arc::clone(owner);
+        }
+    }
+
+    /// Notes that everything was given back, and is free.
+    pub fn clear(&mut self) {
+        let all = 0..u32::try_from(self.lives.len()).unwrap_or(u32::MAX);
+        for index in all.clone() {
+            let Life { taken, given } = &self.lives[widen(index)];
+            if taken.is_some() && given.is_none() {
+                self.became_free(index..index + 1);
+            }
+        }
+        self.gave(all);
+    }
+
+    /// Who holds `index`, the first one first. Nobody if it is not live.
+    #[must_use]
+    pub fn holders(&self, index: u32) -> Vec<Arc<Act>> {
+        let life = self.lives.get(widen(index)).filter(|life| life.given.is_none());
+        let first = life.and_then(|life| life.taken.as_ref());
+        first.into_iter().chain(self.more.get(&index).into_iter().flatten()).cloned().collect()
+    }
+
+    /// Who took `index` last and who gave it back, in words. `None` if nobody ever took it.
+    #[must_use]
+    pub fn history(&self, index: u32) -> Option<String> {
+        let Life { taken, given } = self.lives.get(widen(index))?;
+        let mut words = format!("taken by {}", taken.as_ref()?);
+        for act in self.more.get(&index).into_iter().flatten() {
+            let _ = write!(words, ", shared by {act}");
+        }
+        if let Some(given) = given {
+            let _ = write!(words, ", given back by {given}");
+        }
+        Some(words)
+    }
+
+    /// How many lives ended after less than 1, 2, 4, ... microseconds, each counted once.
+    #[must_use]
+    pub const fn lifetimes(&self) -> &[u64; LIFETIME_BUCKETS] {
+        &self.lifetimes
+    }
+
+    /// Adds to a report what is known of its first offenders; `index_of` says where they stand here.
+    pub fn explain(&self, bad: &mut BadFrees, index_of: impl Fn(u32) -> u32) {
+        bad.explain(|given| u32::try_from(given).ok().and_then(|given| self.history(index_of(given))));
+    }
+}
+
+/// Indices of `range` by state and holders, neighbours together.
+pub(super) fn spans(
+    range: Range<u32>,
+    ledger: Option<&Ledger>,
+    state_of: impl Fn(u32) -> State,
+) -> Vec<Span> {
+    let mut spans: Vec<Span> = Vec::new();
+    for index in range {
+        let state = state_of(index);
+        let holders = match (state, ledger) {
+            (State::Live, Some(ledger)) => ledger.holders(index),
+            _ => Vec::new(),
+        };
+        match spans.last_mut() {
+            Some(last) if last.state == state && same(&last.holders, &holders) => last.range.end = index + 1,
+            _ => spans.push(Span { range: index..index + 1, state, holders }),
+        }
+    }
+    spans
+}
+
+fn same(one: &[Arc<Act>], other: &[Arc<Act>]) -> bool {
+    one.len() == other.len() && one.iter().zip(other).all(|(one, other)| Arc::ptr_eq(one, other))
+}

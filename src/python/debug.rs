@@ -1,0 +1,125 @@
+//! Debugging: who takes and gives what, and where in the program.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use pyo3::exceptions::PyTypeError;
+use pyo3::prelude::*;
+use pyo3::types::{PyInt, PyString};
+
+use crate::base::widen;
+use crate::index::{Act, Acting, Ledger, Owner, Span, State};
+
+use super::args::kind_of;
+
+/// Modules of this package that act for their callers, whose place in the program is what counts.
+const FOR_OTHERS: [&str; 2] = ["kvpool.lmcache", "kvpool.workspace"];
+
+/// Whether a pool notes who takes and gives what.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Debug {
+    is_on: bool,
+}
+
+impl Debug {
+    /// For pools that hand nothing out.
+    pub(super) const OFF: Self = Self { is_on: false };
+
+    /// As the caller wants it, else as `KVPOOL_DEBUG=1` in the environment says.
+    pub(super) fn new(wanted: Option<bool>) -> Self {
+        let is_on = wanted.unwrap_or_else(|| std::env::var("KVPOOL_DEBUG").is_ok_and(|value| value == "1"));
+        Self { is_on }
+    }
+
+    pub(super) const fn is_on(self) -> bool {
+        self.is_on
+    }
+
+    /// Announces, until the answer is dropped, that the caller's line acts for `owner`. Nothing where nobody debugs.
+    #[inline]
+    pub(super) fn begin(self, py: Python<'_>, owner: Option<&Bound<'_, PyAny>>) -> PyResult<Option<Acting>> {
+        if self.is_on || owner.is_some() { self.announce(py, owner) } else { Ok(None) }
+    }
+
+    #[cold]
+    fn announce(self, py: Python<'_>, owner: Option<&Bound<'_, PyAny>>) -> PyResult<Option<Acting>> {
+        let owner = owner.map(to_owner).transpose()?;
+        Ok(if self.is_on { Some(Arc::new(Act::new(owner, &call_site(py)?)).begin()) } else { None })
+    }
+}
+
+fn to_owner(object: &Bound<'_, PyAny>) -> PyResult<Owner> {
+    if let Ok(text) = object.cast::<PyString>() {
+        return Ok(Owner::Text(text.to_string()));
+    }
+    if object.is_instance_of::<PyInt>() {
+        return Ok(Owner::Number(object.extract()?));
+    }
+    Err(PyTypeError::new_err(format!("owner must be a str or an int, not {}", kind_of(object))))
+}
+
+/// Where in the program this was called from: file, line and function.
+fn call_site(py: Python<'_>) -> PyResult<String> {
+    let mut frame = py.import("sys")?.getattr("_getframe")?.call0()?;
+    loop {
+        let module = frame.getattr("f_globals")?.get_item("__name__").ok();
+        let name = module.and_then(|module| module.extract::<String>().ok());
+        let back = frame.getattr("f_back")?;
+        if back.is_none() || !name.is_some_and(|name| FOR_OTHERS.contains(&name.as_str())) {
+            break;
+        }
+        frame = back;
+    }
+    let code = frame.getattr("f_code")?;
+    let (file, function) = (code.getattr("co_filename")?, code.getattr("co_name")?);
+    Ok(format!("{file}:{} in {function}", frame.getattr("f_lineno")?))
+}
+
+/// A holder of indices: owner, place in the program, seconds since.
+type Holder<'py> = (Option<Bound<'py, PyAny>>, String, f64);
+/// First and end, state, bytes if they are its own, holders.
+type Seen<'py> = (usize, usize, &'static str, Option<usize>, Vec<Holder<'py>>);
+/// What `Pool._occupancy` answers: spans, and how many lives lasted less than 1, 2, 4, ... microseconds.
+pub(super) type Occupancy<'py> = (Vec<Seen<'py>>, Vec<u64>);
+
+/// What stands in a pool, for Python. Indices are counted in units of `scale`.
+pub(super) fn occupancy<'py>(
+    py: Python<'py>,
+    spans: Vec<(Span, Option<usize>)>,
+    lifetimes: Vec<u64>,
+    scale: usize,
+) -> PyResult<Occupancy<'py>> {
+    let holder = |act: &Arc<Act>| -> PyResult<Holder<'py>> {
+        let owner = match &act.owner {
+            None => None,
+            Some(Owner::Text(text)) => Some(PyString::new(py, text).into_any()),
+            Some(Owner::Number(number)) => Some(number.into_pyobject(py)?.into_any()),
+        };
+        Ok((owner, act.site.to_string(), act.age().as_secs_f64()))
+    };
+    let spans = spans.iter().map(|(span, bytes)| {
+        let holders = span.holders.iter().map(holder).collect::<PyResult<_>>()?;
+        let (start, end) = (widen(span.range.start) * scale, widen(span.range.end) * scale);
+        Ok((start, end, span.state.name(), *bytes, holders))
+    });
+    Ok((spans.collect::<PyResult<_>>()?, lifetimes))
+}
+
+/// As [`occupancy`], of pieces of memory that nobody signed for; those that are taken come with `true`.
+pub(super) fn pieces<'py>(pieces: Vec<(Range<usize>, bool)>) -> Occupancy<'py> {
+    let seen = pieces.into_iter().map(|(range, is_taken)| {
+        let state = if is_taken { State::Live } else { State::Free };
+        (range.start, range.end, state.name(), None, Vec::new())
+    });
+    (seen.collect(), Vec::new())
+}
+
+/// The lifetimes that a ledger has counted.
+pub(super) fn lifetimes(ledger: Option<&Ledger>) -> Vec<u64> {
+    ledger.map_or(Vec::new(), |ledger| ledger.lifetimes().to_vec())
+}
+
+/// Spans whose units are all of the same size.
+pub(super) fn even(spans: Vec<Span>) -> Vec<(Span, Option<usize>)> {
+    spans.into_iter().map(|span| (span, None)).collect()
+}

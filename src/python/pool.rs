@@ -1,0 +1,93 @@
+//! `kvpool.Pool`, what all pools have in common.
+
+use std::collections::HashMap;
+use std::sync::Mutex;
+
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyTuple};
+
+use super::debug::Debug;
+use super::lock;
+
+/// What all pools have in common: a name, numbers (`stats()`), and who holds what.
+///
+/// Cannot be made itself: see `KVPool`, `TokenToKVPoolAllocator`, `ReqToTokenPool`, `GDNPool`, `ChunkPool`, `BufferPool`,
+/// `PagePool` and `Workspace`.
+#[pyclass(frozen, subclass, weakref, module = "kvpool", name = "Pool")]
+pub(super) struct Pool {
+    name: Mutex<String>,
+    unit: &'static str,
+    debug: Debug,
+}
+
+impl Pool {
+    /// The common part of a pool of `class`, which hands out `unit`s.
+    pub(super) fn new(class: &'static str, unit: &'static str, debug: Debug) -> Self {
+        static MADE: Mutex<Option<HashMap<&'static str, usize>>> = Mutex::new(None);
+        let mut made = lock(&MADE);
+        let number = made.get_or_insert_default().entry(class).or_default();
+        let name = format!("{class}-{number}");
+        *number += 1;
+        Self { name: Mutex::new(name), unit, debug }
+    }
+}
+
+#[pymethods]
+impl Pool {
+    #[pyo3(signature = (*_arguments, **_more))]
+    fn __init__(
+        slf: &Bound<'_, Self>,
+        _arguments: &Bound<'_, PyTuple>,
+        _more: Option<&Bound<'_, PyDict>>,
+    ) -> PyResult<()> {
+        slf.py().import("kvpool._pools")?.call_method1("add", (slf,)).map(drop)
+    }
+
+    /// How metrics and reports name it: its class and a number, unless it is set.
+    #[getter]
+    fn name(&self) -> String {
+        lock(&self.name).clone()
+    }
+
+    #[setter]
+    fn set_name(&self, name: String) {
+        *lock(&self.name) = name;
+    }
+
+    /// What it hands out, such as "slot".
+    #[getter]
+    const fn unit(&self) -> &'static str {
+        self.unit
+    }
+
+    /// Whether it notes who takes and gives what: `debug=True`, or `KVPOOL_DEBUG=1` in the environment of the constructor.
+    #[getter]
+    const fn debug(&self) -> bool {
+        self.debug.is_on()
+    }
+
+    /// Live units by owner and place in the program, the most first.
+    ///
+    /// A unit with several owners counts for each of them. What waits for a fence is not live.
+    ///
+    /// Returns:
+    ///     A list of `kvpool.Leak`: `owner`, `site`, `count`, `age_s` of the oldest in seconds, and `spans`, the units as
+    ///     (first, end).
+    ///
+    /// Raises:
+    ///     ConfigError: If the pool does not debug.
+    ///     TypeError: If the pool hands nothing out.
+    fn leaks<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        slf.py().import("kvpool._leaks")?.call_method1("leaks", (slf,))
+    }
+
+    /// A context manager at whose end no more units may be live than at its begin. What the body raises goes on as it is.
+    ///
+    /// Raises:
+    ///     IndexOwnershipError: At its end, if more are live: how many more and, where the pool debugs, a table of those that
+    ///         were taken within it.
+    ///     TypeError: If the pool hands nothing out.
+    fn expect_balanced<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        slf.py().import("kvpool._leaks")?.call_method1("ExpectBalanced", (slf,))
+    }
+}

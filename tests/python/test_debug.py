@@ -1,0 +1,802 @@
+"""Debugging: who took what and where, what bad frees say then, leaks, and poisoned rows."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import random
+import re
+import threading
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import devices
+import numpy as np
+import pytest
+import torch
+
+import kvpool
+from kvpool import (
+    BatchPlanner,
+    BufferPool,
+    ChunkPool,
+    ConfigError,
+    GDNPool,
+    IndexOwnershipError,
+    KVPool,
+    PagePool,
+    ReqToTokenPool,
+    StaleBufferError,
+    TokenToKVPoolAllocator,
+    Workspace,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from conftest import RunSnippet
+    from software import Driver
+
+HERE = __file__
+STORAGE = ["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "uint8"]
+
+
+@pytest.fixture(autouse=True)
+def on_device(device: str) -> str:
+    """Every test runs on every device."""
+    return device
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the tests run in does not count."""
+    monkeypatch.delenv("KVPOOL_DEBUG", raising=False)
+
+
+class Fence:
+    """A fence that passes when it is told so."""
+
+    def __init__(self) -> None:
+        self.passed = False
+
+    def query(self) -> bool:
+        return self.passed
+
+
+def slots(size: int = 64, *, page_size: int = 1, strict: bool = False) -> TokenToKVPoolAllocator:
+    return TokenToKVPoolAllocator(size, devices.current(), page_size, strict=strict, debug=True)
+
+
+def line() -> str:
+    """The place of the caller's next line, as a pool notes it."""
+    frame = inspect.currentframe()
+    assert frame is not None
+    assert frame.f_back is not None
+    return f"{HERE}:{frame.f_back.f_lineno + 1} in {frame.f_back.f_code.co_name}"
+
+
+def held(pool: Any) -> Counter[tuple[str | int | None, str]]:  # noqa: ANN401
+    return Counter({(leak.owner, leak.site): leak.count for leak in pool.leaks()})
+
+
+def by_owner(pool: Any) -> Counter[str | int | None]:  # noqa: ANN401
+    counts: Counter[str | int | None] = Counter()
+    for leak in pool.leaks():
+        counts[leak.owner] += leak.count
+    return counts
+
+
+# Of each class: a pool that debugs, how to take something for an owner, and how to give it back.
+Case = tuple[Any, "Callable[[str | int | None], Any]", "Callable[[Any], None]"]
+
+
+def slot_case() -> Case:
+    pool = slots()
+    return pool, lambda owner: pool.alloc(1, owner=owner), pool.free
+
+
+def page_of_slots_case() -> Case:
+    pool = slots(page_size=1)
+    return pool, lambda owner: pool.alloc(1, contiguous=True, owner=owner), pool.free
+
+
+def row_case() -> Case:
+    pool = ReqToTokenPool(8, 16, devices.current(), debug=True)
+    return pool, lambda owner: pool.alloc(1, owner=owner), pool.free
+
+
+def track_slot_case() -> Case:
+    pool = GDNPool(2, 1, 1, 2, 2, 4, 3, devices.current(), max_track_slots=6, debug=True)
+    return pool, lambda owner: pool.alloc_track_slot(owner=owner), pool.free_track_slot
+
+
+def chunk_case() -> Case:
+    pool = ChunkPool(8, (4,), "float32", devices.current(), pin_memory=False, debug=True)
+    return pool, lambda owner: pool.allocate(owner=owner), pool.free
+
+
+def chunks_case() -> Case:
+    pool = ChunkPool(8, (4,), "float32", devices.current(), pin_memory=False, debug=True)
+
+    def take(owner: str | int | None) -> Any:  # noqa: ANN401
+        (chunk,) = pool.allocate_batch(1, owner=owner) or []
+        return chunk
+
+    return pool, take, pool.free
+
+
+def buffer_case() -> Case:
+    pool = BufferPool(devices.current(), debug=True)
+    return pool, lambda owner: pool.alloc((4,), "float32", owner=owner), pool.release
+
+
+def bytes_case() -> Case:
+    pool = BufferPool(devices.current(), debug=True)
+    return pool, lambda owner: pool.alloc_bytes(4, owner=owner), pool.release
+
+
+def buffers_case() -> Case:
+    pool = BufferPool(devices.current(), debug=True)
+    return pool, lambda owner: pool.alloc_batch([((4,), "int8")], owner=owner)[0], pool.release
+
+
+def page_case() -> Case:
+    pool = PagePool(4, 8, device=devices.current(), debug=True)
+    return pool, lambda owner: pool.alloc(owner=owner), pool.free
+
+
+CASES = [
+    slot_case,
+    page_of_slots_case,
+    row_case,
+    track_slot_case,
+    chunk_case,
+    chunks_case,
+    buffer_case,
+    bytes_case,
+    buffers_case,
+    page_case,
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_live_is_known_by_owner_and_place(case: Callable[[], Case]) -> None:
+    pool, take, give = case()
+    assert pool.leaks() == []
+    first = take("request 1")
+    again = [take("request 1") for _ in range(2)]
+    other = take(7)
+    nobody = take(None)
+    place = {leak.site for leak in pool.leaks()}
+    assert len(place) == 1
+    assert re.fullmatch(rf"{re.escape(HERE)}:\d+ in (take|<lambda>)", place.pop())
+    assert by_owner(pool) == {"request 1": 3, 7: 1, None: 1}
+    give(again[0])
+    give(other)
+    assert by_owner(pool) == {"request 1": 2, None: 1}
+    for thing in (first, again[1], nobody):
+        give(thing)
+    assert pool.leaks() == []
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_leaks_are_ordered_and_counted(case: Callable[[], Case]) -> None:
+    pool, take, _ = case()
+    kept = [take("few"), take("many"), take("many")]
+    many, few = pool.leaks()
+    assert (many.owner, many.count, few.owner, few.count) == ("many", 2, "few", 1)
+    assert many.age_s >= 0
+    assert few.age_s >= many.age_s
+    assert sum(end - first for first, end in many.spans) == 2
+    assert len(kept) == 3
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_expect_balanced(case: Callable[[], Case]) -> None:
+    pool, take, give = case()
+    kept = take("before")
+    with pool.expect_balanced() as same:
+        assert same is pool
+        give(take("within"))
+    more = r"2 \w+ ?\w* are live, 1 more than the 1 before"
+    with pytest.raises(IndexOwnershipError, match=more) as caught, pool.expect_balanced():
+        give(take("within"))
+        leaked = take("leaky")
+    table = str(caught.value).split("\n")[1:]
+    assert len(table) == 1
+    assert "owner 'leaky', taken at " in table[0]
+    assert HERE in table[0]
+    with pool.expect_balanced():
+        give(kept)
+        give(leaked)
+
+
+def test_expect_balanced_lets_other_errors_pass() -> None:
+    pool = slots()
+    with pytest.raises(KeyError), pool.expect_balanced():
+        pool.alloc(3)
+        raise KeyError
+
+
+def test_expect_balanced_without_debug_knows_the_number() -> None:
+    pool = TokenToKVPoolAllocator(64, devices.current())
+    pool.name = "decode"
+    with (
+        pytest.raises(
+            IndexOwnershipError, match=r"decode: 3 slots are live, 3 more than the 0 before; with debug"
+        ),
+        pool.expect_balanced(),
+    ):
+        pool.alloc(3, owner="nobody is told")
+
+
+def test_expect_balanced_shows_the_most() -> None:
+    pool = slots(200)
+    with pytest.raises(IndexOwnershipError, match="and 10 more owners or places"), pool.expect_balanced():
+        for request in range(30):
+            pool.alloc(1 + request % 3, owner=request)
+
+
+def test_the_place_is_the_line_of_the_call() -> None:
+    pool = slots()
+    place = line()
+    pool.alloc(2, owner="x")
+    assert held(pool) == {("x", place): 2}
+
+
+def test_lmcache_names_the_line_of_its_caller() -> None:
+    if devices.current() != "cpu":
+        pytest.skip("a pool of host memory")
+    from kvpool.lmcache import LMCacheMemPoolMetadata, LocalCPUPool
+
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("KVPOOL_DEBUG", "1")
+        pool = LocalCPUPool(LMCacheMemPoolMetadata((1, 2, 4, 1, 2), torch.float16, 0.00001))
+    before = set(kvpool.pools())
+    (chunks,) = [found for found in before if isinstance(found, ChunkPool) and found.debug]
+    place = line()
+    pool.allocate(torch.zeros(1, 2, 3, 1, 2, dtype=torch.float16))
+    assert held(chunks) == {(None, place): 1}
+
+
+@pytest.mark.parametrize("wanted", [None, False])
+def test_without_debug_nothing_is_noted(wanted: bool | None) -> None:
+    pool = TokenToKVPoolAllocator(8, devices.current(), debug=wanted)
+    assert not pool.debug
+    pool.alloc(2, owner="x")
+    with pytest.raises(ConfigError, match=r"TokenToKVPoolAllocator-\d+ does not note .* debug=True"):
+        pool.leaks()
+
+
+@pytest.mark.parametrize(("value", "expected"), [("1", True), ("0", False), ("", False)])
+def test_the_environment_decides_unless_the_caller_does(
+    monkeypatch: pytest.MonkeyPatch, value: str, expected: bool
+) -> None:
+    monkeypatch.setenv("KVPOOL_DEBUG", value)
+    device = devices.current()
+    made = [
+        TokenToKVPoolAllocator(8, device),
+        ReqToTokenPool(2, 4, device),
+        GDNPool(2, 1, 1, 2, 2, 4, 3, device),
+        ChunkPool(2, (4,), "int8", device, pin_memory=False),
+        BufferPool(device),
+        PagePool(4, 2, device=device),
+        Workspace(device, 1 << 16),
+    ]
+    assert [pool.debug for pool in made] == [expected] * len(made)
+    assert not TokenToKVPoolAllocator(8, device, debug=False).debug
+    assert TokenToKVPoolAllocator(8, device, debug=True).debug
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_an_owner_is_text_or_a_number(debug: bool) -> None:
+    pool = TokenToKVPoolAllocator(8, devices.current(), debug=debug)
+    for owner in ("x", 3, -1, True, None):
+        assert pool.alloc(1, owner=owner) is not None
+    for wrong in (1.5, b"x", ["x"], object()):
+        with pytest.raises(TypeError, match="owner must be a str or an int, not"):
+            pool.alloc(1, owner=wrong)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="owner must be a str or an int, not"):
+            pool.free([1], owner=wrong)  # type: ignore[arg-type]
+    assert pool.available_size() == 3
+
+
+def test_what_hands_nothing_out_has_no_leaks() -> None:
+    kv = KVPool(8, 1, 1, 2, devices.current())
+    assert not kv.debug
+    for ask in (kv.leaks, kv.expect_balanced):
+        with pytest.raises(TypeError, match="a KVPool hands nothing out"):
+            ask()
+
+
+# What bad frees say.
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_a_double_free_names_both_sides(page_size: int, caplog: pytest.LogCaptureFixture) -> None:
+    pool = slots(page_size=page_size)
+    place = line()
+    taken = pool.alloc(3, owner="request 1")
+    freed = line()
+    pool.free(taken, owner="first")
+    with caplog.at_level(logging.WARNING, "kvpool"):
+        pool.free(taken, owner="second")
+        pool.free(taken[:1])
+    first, again = [record.getMessage() for record in caplog.records]
+    assert first.startswith("dropped 3 of 3 freed slots: ")
+    assert f"taken by 'request 1' at {place}, given back by 'first' at {freed}" in first
+    assert f"taken by 'request 1' at {place}, given back by 'first' at {freed}" in again
+
+
+def test_a_double_free_within_one_call_says_who_has_it(caplog: pytest.LogCaptureFixture) -> None:
+    pool = slots()
+    pool.alloc(2, owner=5)
+    with caplog.at_level(logging.WARNING, "kvpool"):
+        pool.free([1, 2, 2, 40])
+    (record,) = caplog.records
+    message = record.getMessage()
+    assert "2 (named twice), 40 (not allocated); 2: taken by 5 at " in message
+    assert "given back" not in message
+    assert "40: " not in message
+
+
+def test_strict_errors_tell_it_too() -> None:
+    pool = slots(strict=True)
+    taken = pool.alloc(1, owner="a")
+    pool.free(taken)
+    with pytest.raises(
+        IndexOwnershipError, match=r"1: taken by 'a' at .*, given back by .*; nothing was changed"
+    ):
+        pool.free(taken)
+
+
+@pytest.mark.parametrize("case", [row_case, track_slot_case, chunk_case, page_case])
+def test_every_bad_free_is_a_warning_with_its_history(
+    case: Callable[[], Case], caplog: pytest.LogCaptureFixture
+) -> None:
+    _, take, give = case()
+    thing = take("somebody")
+    give(thing)
+    with caplog.at_level(logging.WARNING, "kvpool"):
+        give(thing)
+        give(thing)
+    assert len(caplog.records) == 2
+    for record in caplog.records:
+        assert re.search(r"taken by 'somebody' at .*, given back by .*test_debug.py", record.getMessage())
+
+
+def test_a_stale_buffer_says_who_gave_it_back() -> None:
+    pool = BufferPool(devices.current(), debug=True)
+    buffer = pool.alloc((2,), "int8", owner="attention")
+    place = line()
+    pool.reset()
+    words = re.escape(f"given back by {place}")
+    with pytest.raises(StaleBufferError, match=rf"it was taken by 'attention' at .*, {words}"):
+        _ = buffer.tensor
+
+
+def test_a_foreign_chunk_has_no_history_here(caplog: pytest.LogCaptureFixture) -> None:
+    one, other = (ChunkPool(2, (4,), "int8", pin_memory=False, debug=True) for _ in range(2))
+    other.allocate(owner="other")
+    chunk = one.allocate(owner="one")
+    assert chunk is not None
+    with caplog.at_level(logging.WARNING, "kvpool"):
+        other.free(chunk)
+    assert "taken by" not in caplog.text
+
+
+def test_clear_gives_everything_back(caplog: pytest.LogCaptureFixture) -> None:
+    pool = slots()
+    taken = pool.alloc(2, owner="a")
+    place = line()
+    pool.clear()
+    assert pool.leaks() == []
+    with caplog.at_level(logging.WARNING, "kvpool"):
+        pool.free(taken)
+    assert f"taken by 'a' at {taken_at(caplog)}, given back by {place}" in caplog.text
+
+
+def taken_at(caplog: pytest.LogCaptureFixture) -> str:
+    found = re.search(r"taken by 'a' at (\S+ in \w+)", caplog.text)
+    assert found
+    return found[1]
+
+
+# Fences, groups, shares.
+
+
+def test_what_waits_for_a_fence_is_no_leak() -> None:
+    pool, fence = slots(), Fence()
+    taken = pool.alloc(4, owner="a")
+    with pool.expect_balanced():
+        more = pool.alloc(2, owner="b")
+        pool.free(more, after=fence)
+    assert by_owner(pool) == {"a": 4}
+    pool.free(taken[:1], after=fence)
+    assert by_owner(pool) == {"a": 3}
+    fence.passed = True
+    assert pool.available_size() == 61
+    assert by_owner(pool) == {"a": 3}
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_each_owner_of_shared_slots_is_known(page_size: int) -> None:
+    pool, fence = slots(page_size=page_size), Fence()
+    taken = pool.alloc(page_size, owner="cache")
+    pool.share(taken, owner="request 1")
+    pool.share(taken, owner="request 2")
+    assert by_owner(pool) == {"cache": page_size, "request 1": page_size, "request 2": page_size}
+    pool.free(taken, owner="request 1")
+    assert by_owner(pool) == {"cache": page_size, "request 2": page_size}
+    pool.free(taken, owner="cache", after=fence)
+    assert by_owner(pool) == {"request 2": page_size}
+    pool.share(taken, owner="request 3")
+    pool.free(taken)  # nobody says who, so the first one leaves
+    assert by_owner(pool) == {"request 3": page_size}
+    pool.free(taken, owner="request 3")
+    assert pool.leaks() == []
+    fence.passed = True
+    assert pool.available_size() == 64
+    assert pool.leaks() == []
+
+
+def test_a_group_gives_back_where_it_ends(caplog: pytest.LogCaptureFixture) -> None:
+    pool = slots()
+    taken = pool.alloc(2, owner="a")
+    pool.free_group_begin()
+    pool.free(taken)
+    assert by_owner(pool) == {"a": 2}
+    place = line()
+    pool.free_group_end()
+    assert pool.leaks() == []
+    with caplog.at_level(logging.WARNING, "kvpool"):
+        pool.free(taken)
+    assert f"given back by {place}" in caplog.text
+
+
+def test_a_failed_alloc_takes_nothing() -> None:
+    pool = slots(4)
+    assert pool.alloc(5, owner="big") is None
+    assert pool.leaks() == []
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+def test_a_free_that_lands_later_is_of_who_made_it(driver: Driver, caplog: pytest.LogCaptureFixture) -> None:
+    pool = slots()
+    taken = pool.alloc(2, owner="a")
+    copy = devices.here(torch.tensor(taken.tolist(), dtype=torch.int64))
+    place = line()
+    pool.free(copy, owner="late")
+    pool.alloc(1, owner="meanwhile")
+    driver.run()
+    assert by_owner(pool) == {"meanwhile": 1}
+    with caplog.at_level(logging.WARNING, "kvpool"):
+        pool.free([1])
+    assert f"given back by 'late' at {place}" in caplog.text
+
+
+# The planner.
+
+
+def planned() -> tuple[TokenToKVPoolAllocator, ReqToTokenPool, BatchPlanner]:
+    allocator = slots(64, page_size=4)
+    table = ReqToTokenPool(4, 32, devices.current(), debug=True)
+    return allocator, table, BatchPlanner(table, allocator, 4, 64)
+
+
+def test_slots_of_a_planner_belong_to_the_owner_of_the_row() -> None:
+    allocator, table, planner = planned()
+    (first,) = table.alloc(1, owner="request 1") or []
+    (second,) = table.alloc(1) or []
+    place = line()
+    planner.extend([first, second], [0, 0], [6, 3])
+    assert held(allocator) == {("request 1", place): 8, (f"row {second}", place): 4}
+    planner.decode([first, second], [7, 4])
+    planner.decode([first, second], [8, 5])
+    assert by_owner(allocator) == {"request 1": 8, f"row {second}": 8}
+    planner.truncate([second], [1])
+    assert by_owner(allocator) == {"request 1": 8, f"row {second}": 4}
+    planner.finish([first])
+    assert by_owner(allocator) == {f"row {second}": 4}
+    assert by_owner(table) == {None: 1}
+    planner.finish([second])
+    assert allocator.leaks() == []
+    assert table.leaks() == []
+
+
+def test_shared_pages_of_a_planner_have_both_owners() -> None:
+    allocator, table, planner = planned()
+    prefix = allocator.alloc(8, owner="cache")
+    rows = [some[0] for some in (table.alloc(1, owner=f"request {n}") for n in range(3)) if some]
+    planner.extend(rows[:2], [8, 8], [9, 10], [prefix, prefix])
+    assert by_owner(allocator) == {"cache": 8, "request 0": 12, "request 1": 12}
+    planner.fork(rows[1], rows[2], 10)
+    assert by_owner(allocator) == {"cache": 8, "request 0": 12, "request 1": 12, "request 2": 12}
+    planner.finish([rows[1]])
+    assert by_owner(allocator) == {"cache": 8, "request 0": 12, "request 2": 12}
+    allocator.free(prefix, owner="cache")
+    assert by_owner(allocator) == {"request 0": 12, "request 2": 12}
+    planner.finish([rows[2], rows[0]])
+    assert allocator.leaks() == []
+
+
+def test_only_the_table_debugs() -> None:
+    allocator = TokenToKVPoolAllocator(64, devices.current())
+    table = ReqToTokenPool(4, 32, devices.current(), debug=True)
+    planner = BatchPlanner(table, allocator, 4, 64)
+    rows = table.alloc(2, owner="x") or []
+    planner.extend(rows, [0, 0], [2, 2])
+    planner.finish(rows)
+    assert table.leaks() == []
+
+
+# Poison.
+
+
+def is_poison(rows: torch.Tensor) -> bool:
+    """Whether all bytes are set: NaN in every float, -1 in int8, 255 in uint8."""
+    return bool((rows.cpu().contiguous().view(torch.uint8) == 0xFF).all())
+
+
+def poisoned_rows(kv: KVPool) -> list[int]:
+    """Rows of which some buffer is poisoned, each checked to be so in all."""
+    buffers = [buffer.cpu() for buffer in (*kv.k_buffer, *kv.v_buffer)]
+    rows = [[row for row in range(len(buffer)) if is_poison(buffer[row])] for buffer in buffers]
+    assert all(found == rows[0] for found in rows)
+    return rows[0]
+
+
+def kv_and_slots(
+    dtype: str = "float32", page_size: int = 1, size: int = 16
+) -> tuple[KVPool, TokenToKVPoolAllocator]:
+    kv = KVPool(size, 2, 2, 3, devices.current(), dtype, v_head_dim=5, page_size=page_size)
+    pool = slots(size, page_size=page_size)
+    pool.poison_freed(kv)
+    return kv, pool
+
+
+@pytest.mark.parametrize("dtype", STORAGE)
+def test_freed_rows_are_poisoned(dtype: str) -> None:
+    kv, pool = kv_and_slots(dtype)
+    taken = pool.alloc(4)
+    assert poisoned_rows(kv) == []
+    pool.free(taken[1:3])
+    assert poisoned_rows(kv) == [2, 3]
+    if "float" in dtype:
+        assert torch.isnan(kv.k_buffer[0][2].cpu().float()).all()
+
+
+def test_a_row_that_is_read_after_its_free_shows() -> None:
+    kv, pool = kv_and_slots()
+    taken = pool.alloc(3)
+    ones = devices.here(torch.ones(3, 2, 3)), devices.here(torch.ones(3, 2, 5))
+    kv.set_kv_buffer(0, taken, *ones)
+    pool.free(taken)
+    k, v = kv.gather_kv(0, [1, 2, 3])
+    assert torch.isnan(k.cpu()).all()
+    assert torch.isnan(v.cpu()).all()
+    assert pool.alloc(16) is not None  # all of them, so the merged ones too
+    kv.set_kv_buffer(0, taken, *ones)
+    assert poisoned_rows_of_layer(kv, 0) == []
+
+
+def poisoned_rows_of_layer(kv: KVPool, layer: int) -> list[int]:
+    key = kv.k_buffer[layer].cpu()
+    return [row for row in range(len(key)) if is_poison(key[row])]
+
+
+def test_pages_are_poisoned_whole_and_when_the_last_owner_leaves() -> None:
+    kv, pool = kv_and_slots(page_size=4)
+    taken = pool.alloc(6)
+    pool.share(taken[:1])
+    pool.free(taken)
+    assert poisoned_rows(kv) == [8, 9, 10, 11]
+    pool.free(taken[:1])
+    assert poisoned_rows(kv) == list(range(4, 12))
+
+
+def test_poison_waits_for_the_fence_and_for_the_group() -> None:
+    kv, pool = kv_and_slots()
+    fence, taken = Fence(), pool.alloc(4)
+    pool.free(taken[:2], after=fence)
+    with pool.free_group():
+        pool.free(taken[2:])
+        assert poisoned_rows(kv) == []
+    assert poisoned_rows(kv) == [3, 4]
+    fence.passed = True
+    assert pool.available_size() == 16
+    assert poisoned_rows(kv) == [1, 2, 3, 4]
+
+
+def test_clear_poisons_what_was_live() -> None:
+    kv, pool = kv_and_slots()
+    pool.free(pool.alloc(4)[:1])
+    pool.clear()
+    assert poisoned_rows(kv) == [1, 2, 3, 4]
+
+
+def test_finish_of_a_planner_poisons() -> None:
+    allocator, table, planner = planned()
+    kv = KVPool(64, 1, 1, 4, devices.current(), "float16", page_size=4)
+    allocator.poison_freed(kv)
+    rows = table.alloc(2) or []
+    planner.extend(rows, [0, 0], [5, 2])
+    planner.finish(rows[:1])
+    assert poisoned_rows(kv) == list(range(4, 12))
+
+
+def test_rows_beyond_the_pool_are_left_alone() -> None:
+    kv = KVPool(8, 1, 1, 4, devices.current(), "float32")
+    pool = slots(64)
+    pool.poison_freed(kv)
+    pool.free(pool.alloc(64))
+    assert poisoned_rows(kv) == list(range(1, 16))
+
+
+def test_a_pool_that_is_gone_is_poisoned_no_more() -> None:
+    kv, pool = kv_and_slots()
+    key = kv.k_buffer[0]
+    del kv
+    pool.free(pool.alloc(4))
+    assert not is_poison(key[1])
+
+
+def test_without_debug_nothing_is_poisoned() -> None:
+    kv = KVPool(8, 1, 1, 4, devices.current(), "float32")
+    pool = TokenToKVPoolAllocator(8, devices.current())
+    pool.poison_freed(kv)
+    pool.free(pool.alloc(4))
+    assert poisoned_rows(kv) == []
+
+
+def test_the_factory_poisons_where_the_environment_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVPOOL_DEBUG", "1")
+    kv, pool = kvpool.make_full_attention_net_mem_pool(8, 1, 1, 4, 1, 4, devices.current())
+    pool.free(pool.alloc(2))
+    assert poisoned_rows(kv) == [1, 2]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+def test_a_driver_that_refuses_poison_is_logged(driver: Driver, caplog: pytest.LogCaptureFixture) -> None:
+    _, pool = kv_and_slots()
+    taken = pool.alloc(4)
+    driver.fail("cuMemsetD8Async", 1, 719)
+    with caplog.at_level(logging.WARNING, "kvpool"):
+        pool.free(taken)
+    assert "freed rows are not poisoned: cuMemsetD8Async" in caplog.text
+    assert pool.available_size() == 16
+
+
+# Against a model, and from threads.
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_random_histories_agree_with_a_model(page_size: int) -> None:
+    chance = random.Random(page_size)  # noqa: S311 - no secret
+    pool = slots(48 * page_size, page_size=page_size)
+    holders: dict[int, list[str]] = {}
+    fences: list[tuple[Fence, list[int]]] = []
+    for step in range(600):
+        owner = f"owner {step}"
+        match chance.choice(["alloc", "alloc", "free", "free", "share", "bad", "fence", "pass"]):
+            case "alloc":
+                taken = pool.alloc(chance.randint(1, 5) * page_size, owner=owner)
+                if taken is not None:
+                    holders |= {page: [owner] for page in {slot // page_size for slot in taken.tolist()}}
+            case "share" if holders:
+                page = chance.choice(list(holders))
+                pool.share([page * page_size], owner=owner)
+                holders[page].append(owner)
+            case ("free" | "fence") as way if holders:
+                page = chance.choice(list(holders))
+                who = chance.choice(holders[page])
+                fence = Fence()
+                pool.free([page * page_size], owner=who, after=fence if way == "fence" else None)
+                holders[page].remove(who)
+                if not holders[page]:
+                    del holders[page]
+                if way == "fence":
+                    fences.append((fence, [page]))
+            case "bad":
+                pool.free([0, -3, 10_000])
+            case "pass" if fences:
+                fences.pop(chance.randrange(len(fences)))[0].passed = True
+        expected = Counter(who for owners in holders.values() for who in owners)
+        assert by_owner(pool) == {who: count * page_size for who, count in expected.items()}
+        pool.verify()
+    assert holders
+    assert fences
+
+
+def test_threads_do_not_sign_for_each_other() -> None:
+    pool = slots(4096)
+    barrier = threading.Barrier(4)
+
+    def work(name: str) -> None:
+        chance, kept = random.Random(name), []  # noqa: S311 - no secret
+        barrier.wait()
+        for _ in range(150):
+            kept.append(pool.alloc(chance.randint(1, 3), owner=name))
+            if chance.random() < 0.5:
+                pool.free(kept.pop(chance.randrange(len(kept))), owner=name)
+        totals[name] = sum(len(slots) for slots in kept)
+
+    totals: dict[str, int] = {}
+    threads = [threading.Thread(target=work, args=(f"thread {n}",)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert by_owner(pool) == totals
+
+
+# What all pools have in common.
+
+
+def everything() -> Iterator[Any]:
+    device = devices.current()
+    yield KVPool(8, 1, 1, 2, device)
+    yield TokenToKVPoolAllocator(8, device)
+    yield ReqToTokenPool(2, 4, device)
+    yield GDNPool(2, 1, 1, 2, 2, 4, 3, device)
+    yield ChunkPool(2, (4,), "int8", device, pin_memory=False)
+    yield BufferPool(device)
+    yield PagePool(4, 2, device=device)
+    yield Workspace(device, 1 << 16)
+
+
+def test_every_pool_has_a_name_a_unit_and_numbers() -> None:
+    made = list(everything())
+    assert [type(pool).__name__ for pool in made] == [re.sub(r"-\d+$", "", pool.name) for pool in made]
+    units = ["slot", "slot", "row", "track slot", "chunk", "buffer", "page", "byte"]
+    assert [pool.unit for pool in made] == units
+    assert len({pool.name for pool in (*made, *everything())}) == 2 * len(made)
+    for pool in made:
+        numbers = pool.stats()
+        assert isinstance(pool, kvpool.Pool)
+        assert all(type(value) is int for value in numbers.values())
+        assert {"capacity", "bytes"} <= set(numbers)
+    made[0].name = "other"
+    assert made[0].name == "other"
+
+
+def test_pools_that_live_are_known() -> None:
+    made = list(everything())
+    assert {id(pool) for pool in made} <= {id(pool) for pool in kvpool.pools()}
+    names = {pool.name for pool in made}
+    del made
+    assert not names & {pool.name for pool in kvpool.pools()}
+
+
+def test_pools_are_sorted_by_name_and_number() -> None:
+    made = [PagePool(4, 1, device=devices.current()) for _ in range(12)]
+    for number, pool in enumerate(made):
+        pool.name = f"zz-{11 - number}"
+    mine = [pool.name for pool in kvpool.pools() if pool.name.startswith("zz-")]
+    assert mine == [f"zz-{number}" for number in range(12)]
+
+
+def test_a_pool_alone_cannot_be_made() -> None:
+    with pytest.raises(TypeError):
+        kvpool.Pool()
+
+
+def test_a_workspace_is_poisoned_on_demand() -> None:
+    workspace = Workspace(devices.current(), 1 << 16, debug=True)
+    tensor = workspace.empty((8,), "float32")
+    tensor.fill_(1)
+    workspace.reset()
+    assert np.isnan(tensor.cpu().numpy()).all()
+
+
+@pytest.mark.parametrize("device", ["cpu"], indirect=True)
+def test_debug_needs_no_torch(run_snippet: RunSnippet) -> None:
+    code = """
+    import kvpool
+    pool = kvpool.TokenToKVPoolAllocator(8, "cpu", debug=True)
+    pool.alloc(2, owner="x")
+    print([(leak.owner, leak.count) for leak in pool.leaks()])
+    """
+    assert run_snippet(code, hidden=["torch", "numpy"]) == "[('x', 2)]\n"

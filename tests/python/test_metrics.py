@@ -1,0 +1,148 @@
+"""Metrics: what a scrape over HTTP reads."""
+
+from __future__ import annotations
+
+import urllib.request
+from typing import TYPE_CHECKING, Any
+
+import devices
+import pytest
+import torch
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.parser import text_string_to_metric_families
+
+import kvpool
+from kvpool import (
+    BufferPool,
+    ChunkPool,
+    GDNPool,
+    KVPool,
+    PagePool,
+    ReqToTokenPool,
+    TokenToKVPoolAllocator,
+    Workspace,
+    metrics,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+Sample = tuple[str, str]
+
+
+@pytest.fixture(autouse=True)
+def on_device(device: str) -> str:
+    """Every test runs on every device."""
+    return device
+
+
+@pytest.fixture
+def scrape() -> Iterator[Callable[[], dict[Sample, float]]]:
+    """Asks a server for all metrics: values by name and pool."""
+    registry = CollectorRegistry()
+    metrics.register(registry)
+    server, thread = start_http_server(0, "127.0.0.1", registry)
+
+    def ask() -> dict[Sample, float]:
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}/metrics", timeout=10) as answer:
+            text = answer.read().decode()
+        found: dict[Sample, float] = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                key = (sample.name, sample.labels["pool"])
+                assert key not in found
+                found[key] = sample.value
+                assert set(sample.labels) == {"pool", "class", "device"}
+        return found
+
+    yield ask
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def named(pool: Any, name: str) -> Any:  # noqa: ANN401
+    pool.name = name
+    return pool
+
+
+def test_a_scrape_has_the_numbers_of_every_pool(scrape: Callable[[], dict[Sample, float]]) -> None:
+    device = devices.current()
+    kv = named(KVPool(16, 1, 1, 2, device, torch.float16), "kv")
+    slots = named(TokenToKVPoolAllocator(16, device), "slots")
+    rows = named(ReqToTokenPool(4, 8, device), "rows")
+    tracks = named(GDNPool(2, 1, 1, 2, 2, 4, 3, device, max_track_slots=3), "tracks")
+    chunks = named(ChunkPool(5, (4,), "int8", device, pin_memory=False), "chunks")
+    buffers = named(BufferPool(device), "buffers")
+    pages = named(PagePool(4, 2, device=device), "pages")
+    arena = named(Workspace(device, 1 << 16), "arena")
+    kept = slots.alloc(3), rows.alloc(2), tracks.alloc_track_slot(), chunks.allocate(), pages.alloc()
+    buffer, tensor = buffers.alloc((100,), "int8"), arena.empty((64,), "float32")
+    slots.free([9, 9, 9])
+    found = scrape()
+
+    assert found["kvpool_slots_capacity", "kv"] == 16
+    assert found["kvpool_memory_bytes", "kv"] == kv.mem_bytes()
+    assert found["kvpool_slots_in_use", "slots"] == 3
+    assert found["kvpool_slots_available", "slots"] == 13
+    assert found["kvpool_dropped_frees_total", "slots"] == 3
+    assert found["kvpool_rows_in_use", "rows"] == 2
+    assert found["kvpool_track_slots_available", "tracks"] == 2
+    assert found["kvpool_chunks_in_use", "chunks"] == 1
+    assert found["kvpool_chunks_capacity", "chunks"] == 5
+    assert found["kvpool_buffers_in_use_bytes", "buffers"] == 128
+    assert found["kvpool_stale_uses_total", "buffers"] == 0
+    assert found["kvpool_pages_high_water", "pages"] == 1
+    assert found["kvpool_arena_in_use_bytes", "arena"] == 256
+    assert found["kvpool_arena_capacity_bytes", "arena"] == 1 << 16
+    assert len(kept) == 5
+    assert (buffer.nbytes, len(tensor)) == (100, 64)
+
+
+def test_every_number_of_a_pool_is_exported_or_describes_it(
+    scrape: Callable[[], dict[Sample, float]],
+) -> None:
+    device = devices.current()
+    described = {"rows", "layer_num", "page_size", "size"}
+    for pool in (
+        KVPool(16, 1, 1, 2, device),
+        TokenToKVPoolAllocator(16, device, 4),
+        BufferPool(device),
+        ChunkPool(5, (4,), "int8", device, pin_memory=False),
+        Workspace(device, 1 << 16),
+    ):
+        exported = [name for name, of in scrape() if of == pool.name]
+        if isinstance(pool, Workspace):
+            described = {"bytes"}  # its capacity
+            exported.remove("kvpool_memory_bytes")
+        assert len(exported) == len(pool.stats().keys() - described)
+
+
+def test_units_and_kinds_are_those_of_prometheus() -> None:
+    pools = [TokenToKVPoolAllocator(16, devices.current()), BufferPool(devices.current())]
+    families = list(metrics.PoolCollector().collect())
+    assert families
+    for family in families:
+        assert family.documentation
+        counted = family.name in {"kvpool_dropped_frees", "kvpool_stale_uses"}
+        assert family.type == ("counter" if counted else "gauge")
+        assert family.name.startswith("kvpool_")
+        for sample in family.samples:
+            assert sample.name.endswith("_total") == counted
+    assert len(pools) == 2
+
+
+def test_pools_come_and_go_between_scrapes(scrape: Callable[[], dict[Sample, float]]) -> None:
+    before = scrape()
+    pool = named(TokenToKVPoolAllocator(8, devices.current()), "short-lived")
+    assert ("kvpool_slots_capacity", "short-lived") in scrape()
+    del pool
+    assert scrape().keys() <= before.keys()
+
+
+def test_a_registry_can_be_left_again() -> None:
+    registry = CollectorRegistry()
+    collector = metrics.register(registry)
+    registry.unregister(collector)
+    assert list(registry.collect()) == []
+    assert kvpool.metrics is metrics

@@ -1,0 +1,231 @@
+"""Snapshots: what they know of pools, and the files that show it."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+import devices
+import matplotlib.image
+import pytest
+
+import kvpool
+from kvpool import (
+    BufferPool,
+    ChunkPool,
+    ConfigError,
+    GDNPool,
+    KVPool,
+    PagePool,
+    ReqToTokenPool,
+    TokenToKVPoolAllocator,
+    Workspace,
+)
+from kvpool._snapshot import owners, take
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from conftest import RunSnippet
+
+
+@pytest.fixture(autouse=True)
+def on_device(device: str) -> str:
+    """Every test runs on every device."""
+    return device
+
+
+class Fence:
+    """A fence that never passes."""
+
+    def query(self) -> bool:
+        return False
+
+
+def slots(size: int = 20, page_size: int = 1, *, debug: bool = True) -> TokenToKVPoolAllocator:
+    return TokenToKVPoolAllocator(size, devices.current(), page_size, debug=debug)
+
+
+def states(pool: Any) -> list[tuple[int, int, str]]:  # noqa: ANN401
+    return [(span.first, span.end, span.state) for span in take(pool).spans]
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_spans_are_what_stands_in_the_pool(page_size: int) -> None:
+    pool = slots(10 * page_size, page_size)
+    first, second = pool.alloc(3 * page_size, owner="a"), pool.alloc(2 * page_size, owner="b")
+    pool.free(first[page_size : 2 * page_size])
+    pool.free(second[:page_size], after=Fence())
+    one = take(pool)
+    assert [
+        (s.first // page_size, s.end // page_size, s.state, [h[0] for h in s.holders]) for s in one.spans
+    ] == [
+        (1, 2, "live", ["a"]),
+        (2, 3, "free", []),
+        (3, 4, "live", ["a"]),
+        (4, 5, "fenced", []),
+        (5, 6, "live", ["b"]),
+        (6, 11, "free", []),
+    ]
+    assert one.count == 10 * page_size
+    assert one.free_runs == [page_size, 5 * page_size]
+    assert one.fragmentation == pytest.approx(1 / 6)
+    assert owners(one) == [("a", 2 * page_size), ("b", page_size)]
+    assert sum(units for _, units in one.ages_s) == 3 * page_size
+    assert sum(one.lifetimes) == 2
+
+
+def test_every_class_shows_its_units() -> None:
+    device = devices.current()
+    rows = ReqToTokenPool(3, 8, device)
+    rows.alloc(2)
+    assert states(rows) == [(1, 3, "live"), (3, 4, "free")]
+    tracks = GDNPool(2, 1, 1, 2, 2, 4, 3, device, max_track_slots=2)
+    tracks.alloc_track_slot()
+    assert states(tracks) == [(3, 4, "live"), (4, 5, "free")]
+    chunks = ChunkPool(3, (4,), "float32", device, pin_memory=False)
+    chunk = chunks.allocate()
+    assert states(chunks) == [(0, 1, "live"), (1, 3, "free")]
+    pages = PagePool(4, 3, device=device)
+    assert pages.alloc() == 0
+    assert states(pages) == [(0, 1, "live"), (1, 3, "free")]
+    buffers = BufferPool(device)
+    kept = [buffers.alloc((n,), "int8") for n in (3, 100)]
+    kept[0].release()
+    assert states(buffers) == [(0, 1, "free"), (1, 2, "live")]
+    assert [span.n_bytes for span in take(buffers).spans] == [4, 128]
+    arena = Workspace(device, 1024)
+    tensor = arena.empty((300,), "int8")
+    assert states(arena) == [(0, 512, "live"), (512, 1024, "free")]
+    sizes = [take(pool).unit_bytes for pool in (rows, tracks, chunks, pages, buffers, arena)]
+    assert sizes == [32, tracks.mem_bytes() // 5, 16, 16, None, 1]
+    assert (chunk is not None, len(tensor)) == (True, 300)
+
+
+def test_a_full_pool_and_an_empty_one() -> None:
+    pool = slots()
+    assert take(pool).fragmentation == 0
+    pool.alloc(20)
+    assert (take(pool).free_runs, take(pool).fragmentation) == ([], 0)
+    assert take(BufferPool(devices.current())).count == 0
+
+
+def page_data(path: Path) -> dict[str, Any]:
+    text = path.read_text(encoding="utf-8")
+    found = re.search(r'<script id="data" type="application/json">(.*?)</script>', text, re.DOTALL)
+    assert found
+    data: dict[str, Any] = json.loads(found[1])
+    return data
+
+
+def test_the_page_holds_what_one_can_point_at(tmp_path: Path) -> None:
+    pool = slots()
+    pool.name = "decode"
+    pool.alloc(3, owner="request 1")
+    pool.alloc(2, owner=7)
+    pool.alloc(1)
+    path = tmp_path / "map.html"
+    kvpool.snapshot(path, pool)
+    (shown,) = page_data(path)["pools"]
+    assert (shown["name"], shown["kind"], shown["unit"]) == ("decode", "TokenToKVPoolAllocator", "slot")
+    assert [span[:3] for span in shown["spans"]] == [
+        [1, 4, "live"],
+        [4, 6, "live"],
+        [6, 7, "live"],
+        [7, 21, "free"],
+    ]
+    named = [[shown["holders"][holder][0] for holder, _ in span[4]] for span in shown["spans"]]
+    assert named == [["'request 1'"], ["7"], [None], []]
+    assert all(__file__ in site for _, site in shown["holders"])
+    assert all(age >= 0 for span in shown["spans"] for _, age in span[4])
+
+
+def test_the_page_loads_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "map.html"
+    kvpool.snapshot(path, slots())
+    text = path.read_text(encoding="utf-8")
+    assert not re.search(r"(src|href)\s*=|https?://|@import|url\(", text)
+
+
+def test_owners_cannot_end_the_script(tmp_path: Path) -> None:
+    pool = slots()
+    pool.alloc(1, owner="</script><script>alert(1)</script>")
+    path = tmp_path / "map.html"
+    kvpool.snapshot(path, pool)
+    assert path.read_text(encoding="utf-8").count("</script>") == 2
+    (shown,) = page_data(path)["pools"]
+    assert shown["holders"][0][0] == repr("</script><script>alert(1)</script>")
+
+
+def test_the_picture_shows_each_state(tmp_path: Path) -> None:
+    pool = slots(64)
+    taken = pool.alloc(32, owner="a")
+    pool.free(taken[16:], after=Fence())
+    path = tmp_path / "map.png"
+    kvpool.snapshot(path, pool)
+    pixels = (matplotlib.image.imread(path)[:, :, :3] * 255).round().astype(int)
+    height, width, _ = pixels.shape
+    assert (height, width) > (400, 1000)
+    left = pixels[:, : width // 2]
+
+    def area(colour: str) -> int:
+        wanted = [int(colour[at : at + 2], 16) for at in (1, 3, 5)]
+        return int((abs(left - wanted).max(axis=2) <= 2).sum())
+
+    live, fenced, free = area("#0072b2"), area("#ffb300"), area("#eceff1")
+    assert live > 5_000
+    assert fenced == pytest.approx(live, rel=0.35)
+    assert free == pytest.approx(2 * live, rel=0.35)
+
+
+@pytest.mark.parametrize("suffix", [".html", ".png"])
+def test_pools_of_every_kind_and_size(tmp_path: Path, suffix: str) -> None:
+    device = devices.current()
+    large = slots(300_000, 16)
+    large.alloc(100_000, owner="a" * 100)
+    chunks = ChunkPool(3, (4,), "float32", device, pin_memory=False)
+    path = tmp_path / f"map{suffix}"
+    kvpool.snapshot(path, large, chunks, BufferPool(device), slots(1, debug=False), Workspace(device, 4096))
+    assert path.stat().st_size > 3_000
+
+
+def test_all_living_pools_by_default(tmp_path: Path) -> None:
+    pool, kv = slots(), KVPool(8, 1, 1, 2, devices.current())
+    path = tmp_path / "map.html"
+    kvpool.snapshot(path)
+    shown = {shown["name"] for shown in page_data(path)["pools"]}
+    assert pool.name in shown
+    assert kv.name not in shown
+
+
+@pytest.mark.parametrize("name", ["map.pdf", "map", "map.HTM"])
+def test_other_files_are_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=r"a snapshot is \.html or \.png"):
+        kvpool.snapshot(tmp_path / name, slots())
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_hands_nothing_out_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="a KVPool hands nothing out"):
+        kvpool.snapshot(tmp_path / "map.html", KVPool(8, 1, 1, 2, devices.current()))
+
+
+@pytest.mark.parametrize("device", ["cpu"], indirect=True)
+def test_a_page_needs_neither_torch_nor_matplotlib(run_snippet: RunSnippet, tmp_path: Path) -> None:
+    code = f"""
+    import kvpool
+    try:
+        kvpool.snapshot("{tmp_path}/map.html")
+    except kvpool.ConfigError as error:
+        print(error)
+    pool = kvpool.TokenToKVPoolAllocator(8, "cpu", debug=True)
+    kvpool.snapshot("{tmp_path}/map.html")
+    try:
+        kvpool.snapshot("{tmp_path}/map.png")
+    except ModuleNotFoundError as error:
+        print(error.name)
+    """
+    printed = run_snippet(code, hidden=["torch", "numpy", "matplotlib"])
+    assert printed.split("\n")[0] == "no pool of this process hands anything out"
+    assert page_data(tmp_path / "map.html")["pools"][0]["name"] == "TokenToKVPoolAllocator-0"
