@@ -1,7 +1,7 @@
 """Finds out what of kvpool can be used here, and what to do about what cannot.
 
-It works without PyTorch, NumPy and a GPU, and makes no CUDA context in this process: the pools are tried on each
-device by a process of its own.
+It works without PyTorch, NumPy and a GPU, and makes no CUDA context in this process: the pools are tried on
+each device by a process of its own.
 """
 
 from __future__ import annotations
@@ -83,13 +83,13 @@ def _verdicts(cpu: Outcome, gpus: dict[str, Outcome], torch: TorchState) -> list
     )
     for name, needed in NEEDED.items():
         problem, advice = _command_problem(name, needed, cpu, torch)
-        verdicts.append(Verdict(name, f"kvpool {name}", not problem, problem or "all it needs is there", advice))
+        verdicts.append(
+            Verdict(name, f"kvpool {name}", not problem, problem or "all it needs is there", advice)
+        )
     return verdicts
 
 
-def _command_problem(
-    name: str, needed: tuple[str, ...], cpu: Outcome, torch: TorchState
-) -> tuple[str, str]:
+def _command_problem(name: str, needed: tuple[str, ...], cpu: Outcome, torch: TorchState) -> tuple[str, str]:
     """Why a command cannot be used, and what to do."""
     if not cpu.works:
         return 'device="cpu" does not work', ""

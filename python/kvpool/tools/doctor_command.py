@@ -26,8 +26,8 @@ def doctor(
     require: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"End with status 1 if this does not work, for start scripts of containers: {', '.join(VERDICTS)}. "
-            "May be given more than once."
+            help="End with status 1 if this does not work, for start scripts of containers: "
+            f"{', '.join(VERDICTS)}. May be given more than once."
         ),
     ] = None,
     as_json_object: Annotated[
@@ -36,8 +36,8 @@ def doctor(
 ) -> None:
     """Say what of kvpool is usable here, and for what is not, why and what to do.
 
-    Tries the pools on the CPU and on each GPU, in processes of their own, so that no CUDA context is left behind.
-    Ends with status 1 if the pools of the CPU do not work, or something that --require names.
+    Tries the pools on the CPU and on each GPU, in processes of their own, so that no CUDA context is left
+    behind. Ends with status 1 if the pools of the CPU do not work, or something that --require names.
     """
     required = tuple(require or ())
     unknown = [name for name in required if name not in VERDICTS]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvpool.tools.driver_probe import (
@@ -19,13 +18,16 @@ from kvpool.tools.findings import BROKEN, MISSING, OK, Finding, bytes_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from kvpool.tools.driver_probe import DeviceInfo, Loader
 
 SECTION = "NVIDIA driver"
 DEVICES = "devices"
 
-_INSTALL = "install the NVIDIA driver R525 or newer; in a container start it with the GPUs (docker run --gpus all)"
+_INSTALL = (
+    "install the NVIDIA driver R525 or newer; in a container start it with the GPUs (docker run --gpus all)"
+)
 _INIT_ADVICE = {
     34: "a stub of the CUDA toolkit is found first: take its folder (lib64/stubs) out of LD_LIBRARY_PATH",
     100: "no GPU is visible: look at CUDA_VISIBLE_DEVICES, nvidia-smi, and how the container was started",
@@ -67,12 +69,16 @@ def look(root: Path, load: Loader = ctypes.CDLL) -> tuple[list[Finding], int]:
     if count == 0:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         why = "" if visible is None else f"; CUDA_VISIBLE_DEVICES is {visible!r}"
-        findings.append(Finding(DEVICES, "devices", MISSING, f"the driver shows none{why}", _INIT_ADVICE[100]))
+        findings.append(
+            Finding(DEVICES, "devices", MISSING, f"the driver shows none{why}", _INIT_ADVICE[100])
+        )
     for ordinal in range(count):
         try:
             findings.append(_device(driver.describe(ordinal)))
-        except CallError as error:
-            findings.append(Finding(DEVICES, f"cuda:{ordinal}", BROKEN, str(error), "see what nvidia-smi says"))
+        except CallError as error:  # noqa: PERF203 - the others may work
+            findings.append(
+                Finding(DEVICES, f"cuda:{ordinal}", BROKEN, str(error), "see what nvidia-smi says")
+            )
     return findings, count
 
 
@@ -121,13 +127,15 @@ def _no_library(root: Path, reason: str) -> Finding:
     if (root / "proc/driver/nvidia").is_dir():
         text += ", though the kernel module is loaded"
         advice = (
-            "in a container, start it with the driver's libraries (docker run --gpus all, NVIDIA Container Toolkit); "
-            "else add the folder of libcuda.so.1 to LD_LIBRARY_PATH"
+            "in a container, start it with the driver's libraries (docker run --gpus all, NVIDIA Container "
+            "Toolkit); else add the folder of libcuda.so.1 to LD_LIBRARY_PATH"
         )
         return Finding(SECTION, LIBRARY, BROKEN, text, advice)
     if any(_nvidia_gpus(root)):
         return Finding(SECTION, LIBRARY, BROKEN, f"{text}, though there is an NVIDIA GPU", _INSTALL)
-    return Finding(SECTION, LIBRARY, MISSING, f"{text}, and no NVIDIA GPU is seen", f"for device='cuda': {_INSTALL}")
+    return Finding(
+        SECTION, LIBRARY, MISSING, f"{text}, and no NVIDIA GPU is seen", f"for device='cuda': {_INSTALL}"
+    )
 
 
 def _nvidia_gpus(root: Path) -> Iterator[str]:
@@ -139,6 +147,3 @@ def _nvidia_gpus(root: Path) -> Iterator[str]:
             continue
         if vendor == "0x10de" and kind.startswith("0x03"):
             yield device.name
-
-
-

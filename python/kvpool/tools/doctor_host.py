@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvpool.tools.findings import NOTE, OK, Finding, bytes_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 SECTION = "memory and limits"
 
@@ -75,7 +75,9 @@ def _container(root: Path) -> Iterator[Finding]:
     if limit is None:
         return
     text = bytes_text(limit) if used is None else f"{bytes_text(limit)}, {bytes_text(used)} of it in use"
-    advice = "a pool's memory counts when it is touched: past the limit the process is killed, without an error"
+    advice = (
+        "a pool's memory counts when it is touched: past the limit the process is killed, without an error"
+    )
     yield Finding(SECTION, "container limit", NOTE, text, advice)
 
 
@@ -105,7 +107,7 @@ def _groups(root: Path, controller: str) -> Iterator[tuple[str, str, Path]]:
 def _overcommit(root: Path) -> Iterator[Finding]:
     if _read(root / "proc/sys/vm/overcommit_memory") == "2":
         text = "vm.overcommit_memory is 2: memory counts when it is reserved, not when it is touched"
-        advice = "large pools may be refused though most of them would not be touched: sysctl vm.overcommit_memory=0"
+        advice = "large pools may be refused, though little of them is touched: sysctl vm.overcommit_memory=0"
         yield Finding(SECTION, "overcommit", NOTE, text, advice)
 
 
@@ -145,7 +147,9 @@ def _transparent(root: Path) -> Finding:
     if match is None:
         return Finding(SECTION, name, NOTE, "unknown: the kernel has none, or hides them")
     if match[1] == "never":
-        advice = "copies of large host pools are slower: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
+        advice = (
+            "copies of large pools are slower: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
+        )
         return Finding(SECTION, name, NOTE, "never", advice)
     return Finding(SECTION, name, OK, f"{match[1]}: large host pools have them")
 
@@ -182,7 +186,9 @@ def _processors(root: Path, threads: int) -> Finding:
         text += f", as long as {min(quotas):.1f} of the container"
     text += f"; kvpool copies with {threads} thread{'s' if threads > 1 else ''}"
     if threads > min(usable, *quotas, usable):
-        return Finding(SECTION, "processors", NOTE, text, "kvpool.set_num_threads(n) with n processors, or fewer")
+        return Finding(
+            SECTION, "processors", NOTE, text, "kvpool.set_num_threads(n) with n processors, or fewer"
+        )
     return Finding(SECTION, "processors", OK, text)
 
 

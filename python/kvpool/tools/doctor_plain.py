@@ -41,7 +41,9 @@ def complaint(unmet: list[Verdict]) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command with these arguments and returns its exit status."""
-    parser = argparse.ArgumentParser(prog="kvpool doctor", description="Say what is usable here, and why not.")
+    parser = argparse.ArgumentParser(
+        prog="kvpool doctor", description="Say what is usable here, and why not."
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.add_argument("--require", action="append", default=[], choices=VERDICTS, help="what must work")
     given = parser.parse_args(arguments)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import importlib.util
 import platform
 import re
 import sys
@@ -102,16 +101,12 @@ def numbers_of(version: str) -> tuple[int, ...]:
 def load(name: str) -> tuple[Any, str]:
     """A module and an empty text; or None, and why: empty if it is not installed."""
     try:
-        if importlib.util.find_spec(name) is None:
-            return None, ""
-    except ValueError:  # hidden on purpose: it is in sys.modules without a specification
-        return None, ""
-    try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return importlib.import_module(name), ""
     except Exception as error:  # noqa: BLE001 - a broken library may raise anything
-        return None, f"{type(error).__name__}: {error}"
+        absent = isinstance(error, ModuleNotFoundError) and error.name == name
+        return None, "" if absent else f"{type(error).__name__}: {error}"
 
 
 def torch_state(devices: int) -> TorchState:
@@ -124,10 +119,14 @@ def torch_state(devices: int) -> TorchState:
     if torch is None:
         advice = "pip install 'kvpool[torch]'"
         if problem:
-            found = Finding(TORCH, "torch", BROKEN, f"importing it failed: {problem}", f"reinstall it: {advice}")
+            found = Finding(
+                TORCH, "torch", BROKEN, f"importing it failed: {problem}", f"reinstall it: {advice}"
+            )
             return TorchState([found], f"importing PyTorch failed: {problem}", found.advice)
         text = "not installed; pools give kvpool.Tensor, which NumPy, CuPy and JAX take (DLPack)"
-        return TorchState([Finding(TORCH, "torch", MISSING, text, advice)], "PyTorch is not installed", advice)
+        return TorchState(
+            [Finding(TORCH, "torch", MISSING, text, advice)], "PyTorch is not installed", advice
+        )
     findings = [_torch_version(str(torch.__version__)), _exchange(torch), _torch_cuda(torch, devices)]
     problem = _why_not_shared(torch)
     if problem:
@@ -139,7 +138,9 @@ def torch_state(devices: int) -> TorchState:
 
 def _torch_version(version: str) -> Finding:
     if numbers_of(version) < LEAST_TORCH:
-        return Finding(TORCH, "torch", NOTE, version, "kvpool was made for 2.4 and later: pip install -U torch")
+        return Finding(
+            TORCH, "torch", NOTE, version, "kvpool was made for 2.4 and later: pip install -U torch"
+        )
     return Finding(TORCH, "torch", OK, version)
 
 
@@ -156,8 +157,14 @@ def _torch_cuda(torch: Any, devices: int) -> Finding:  # noqa: ANN401 - a module
     if built:
         return Finding(TORCH, "CUDA build", OK, f"CUDA {built}")
     if torch.version.hip:
-        return Finding(TORCH, "CUDA build", NOTE, f"none: it is for ROCm {torch.version.hip}", "kvpool has no ROCm")
-    advice = "install a CUDA build of PyTorch (pytorch.org), or its tensors cannot be on the GPU" if devices else ""
+        return Finding(
+            TORCH, "CUDA build", NOTE, f"none: it is for ROCm {torch.version.hip}", "kvpool has no ROCm"
+        )
+    advice = (
+        "install a CUDA build of PyTorch (pytorch.org), or its tensors cannot be on the GPU"
+        if devices
+        else ""
+    )
     return Finding(TORCH, "CUDA build", NOTE if devices else OK, "none: for the CPU alone", advice)
 
 
@@ -171,7 +178,8 @@ def _why_not_shared(torch: Any) -> str:  # noqa: ANN401 - a module
         if not isinstance(keys, torch.Tensor):
             return f"pools give {type(keys).__module__}.{type(keys).__name__}, not torch.Tensor"
         keys[3] = 1.5
-        if keys.data_ptr() != pool.get_contiguous_buf_infos()[0][0] or pool.gather_kv(0, [3])[0].sum() != 6:  # noqa: PLR2004
+        address, seen = pool.get_contiguous_buf_infos()[0][0], pool.gather_kv(0, [3])[0]
+        if keys.data_ptr() != address or not torch.equal(seen[0], keys[3]) or not keys[3].all():
             return "a tensor of a pool does not share its memory"
     except Exception as error:  # noqa: BLE001 - whatever it is is the answer
         return f"{type(error).__name__}: {error}"
@@ -223,4 +231,6 @@ def _tool(name: str) -> Finding:
     found = version_of(name)
     if found:
         return Finding(LIBRARIES, name, OK, found)
-    return Finding(LIBRARIES, name, MISSING, "not installed (kvpool's commands)", "pip install 'kvpool[tools]'")
+    return Finding(
+        LIBRARIES, name, MISSING, "not installed (kvpool's commands)", "pip install 'kvpool[tools]'"
+    )

@@ -1,7 +1,7 @@
 """Tries the pools on a device: `python -m kvpool.tools.doctor_trial DEVICE`, in a process of its own.
 
-A device that was tried stays in use for the life of a process, and a broken library may end it. Nothing but kvpool
-is imported: PyTorch is hidden, so that this says something about the pools alone.
+A device that was tried stays in use for the life of a process, and a broken library may end it. Nothing but
+kvpool is imported: PyTorch is hidden, so that this says something about the pools alone.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class Driver:
         load: Loads other libraries.
     """
 
-    def __init__(self, library: Any, load: Loader = ctypes.CDLL) -> None:  # noqa: ANN401 - a library of functions
+    def __init__(self, library: Any, load: Loader = ctypes.CDLL) -> None:  # noqa: ANN401 - as `load` gives it
         self._library, self._load = library, load
 
     def version(self) -> int:

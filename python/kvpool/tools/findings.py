@@ -69,7 +69,9 @@ class Report:
 
     def unmet(self, required: tuple[str, ...]) -> list[Verdict]:
         """What does not work of what must: the pools of the CPU, always, and what is asked for."""
-        return [verdict for verdict in self.verdicts if verdict.name in {"cpu", *required} and not verdict.works]
+        return [
+            verdict for verdict in self.verdicts if verdict.name in {"cpu", *required} and not verdict.works
+        ]
 
     def as_json(self) -> dict[str, Any]:
         """The report as plain values."""

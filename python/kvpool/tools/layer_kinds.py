@@ -38,9 +38,19 @@ _KINDS = {
 _LETTERS = {"M": LINEAR, "*": FULL, "-": NONE, "E": NONE}
 
 # Every so many layers one attends to all tokens, and the others to a window or with a state.
-_WINDOW_EVERY = {"cohere2": 4, "exaone4": 4, "gemma2": 2, "gemma3_text": 6, "gemma3n_text": 5, "gemma4_text": 6}
+_WINDOW_EVERY = {
+    "cohere2": 4,
+    "exaone4": 4,
+    "gemma2": 2,
+    "gemma3_text": 6,
+    "gemma3n_text": 5,
+    "gemma4_text": 6,
+}
 _WINDOW_EVERY |= {"gpt_oss": 2, "olmo3": 4}
 _LINEAR_EVERY = {"qwen3_next": 4, "qwen3_5_text": 4, "qwen3_5_moe_text": 4}
+
+# Models with a window that is off unless the configuration says otherwise.
+_WINDOW_OFF = frozenset(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"))
 
 DEFAULTS: dict[str, dict[str, int]] = {
     "gemma": {"head_dim": 256},
@@ -132,7 +142,8 @@ def layer_kinds(fields: Fields) -> list[str]:
         ConfigError: A kind is unknown, or nothing says which layers are of which.
     """
     listed = next(
-        (fields.values[name] for name in ("layer_types", "layers_block_type") if fields.values.get(name)), None
+        (fields.values[name] for name in ("layer_types", "layers_block_type") if fields.values.get(name)),
+        None,
     )
     if listed is None:
         return _RULES.get(fields.model_type, _by_window)(fields)
@@ -166,7 +177,7 @@ def _by_window(fields: Fields) -> list[str]:
     total, values = _layers(fields), fields.values
     if not values.get("sliding_window") or values.get("use_sliding_window") is False:
         return [FULL] * total
-    if "use_sliding_window" not in values and fields.model_type.startswith("qwen"):
+    if "use_sliding_window" not in values and fields.model_type in _WINDOW_OFF:
         return [FULL] * total
     first = values.get("max_window_layers") if "use_sliding_window" in values else 0
     return [WINDOW if layer >= (first or 0) else FULL for layer in range(total)]

@@ -27,10 +27,44 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 ATTENTION_TYPES = frozenset(
-    "bloom cohere cohere2 ernie4_5 exaone4 falcon gemma gemma2 gemma3_text gemma3n_text gemma4_text glm4 "
-    "glm4_moe gpt2 gpt_bigcode gpt_neox gpt_oss granite granitemoe llama llama4_text "
-    "minimax_m2 mistral mixtral olmo2 olmo3 opt phi phi3 qwen2 qwen2_moe qwen3 qwen3_moe smollm3 stablelm "
-    "starcoder2".split()
+    [
+        "bloom",
+        "cohere",
+        "cohere2",
+        "ernie4_5",
+        "exaone4",
+        "falcon",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "gemma3n_text",
+        "gemma4_text",
+        "glm4",
+        "glm4_moe",
+        "gpt2",
+        "gpt_bigcode",
+        "gpt_neox",
+        "gpt_oss",
+        "granite",
+        "granitemoe",
+        "llama",
+        "llama4_text",
+        "minimax_m2",
+        "mistral",
+        "mixtral",
+        "olmo2",
+        "olmo3",
+        "opt",
+        "phi",
+        "phi3",
+        "qwen2",
+        "qwen2_moe",
+        "qwen3",
+        "qwen3_moe",
+        "smollm3",
+        "stablelm",
+        "starcoder2",
+    ]
 )
 """Model types of which it is known that every layer keeps keys and values, or none, and under which names."""
 
@@ -44,11 +78,24 @@ MAMBA_TYPES = frozenset(("jamba",))
 TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
 """Where models of several modalities keep the configuration of their language model."""
 
-FOREIGN = (
-    "attn_layer_period attn_type_list block_configs compress_ratios conv_L_cache index_head_dim "
-    "layers_block_type linear_attn_config linear_num_value_heads lru_width mamba_d_state rwkv_version "
-    "ssm_cfg ssm_state_size state_size time_step_rank"
-).split()
+FOREIGN = [
+    "attn_layer_period",
+    "attn_type_list",
+    "block_configs",
+    "compress_ratios",
+    "conv_L_cache",
+    "index_head_dim",
+    "layers_block_type",
+    "linear_attn_config",
+    "linear_num_value_heads",
+    "lru_width",
+    "mamba_d_state",
+    "rwkv_version",
+    "ssm_cfg",
+    "ssm_state_size",
+    "state_size",
+    "time_step_rank",
+]
 """Fields that speak of something else than keys and values, in models whose rules are not known."""
 
 
@@ -205,7 +252,9 @@ def parse_model(config: dict[str, Any]) -> Model:
         windowed=windowed,
         window=window,
         dtype=_dtype(fields, config),
-        max_context_len=fields.optional("max_position_embeddings", "n_positions", "model_max_length", "n_ctx"),
+        max_context_len=fields.optional(
+            "max_position_embeddings", "n_positions", "model_max_length", "n_ctx"
+        ),
         notes=tuple(fields.notes),
     )
 
@@ -220,7 +269,9 @@ def _language_model(config: dict[str, Any]) -> Fields:
         raise ConfigError("the configuration has no model_type: is it the config.json of a model?")
     fields = Fields(values, model_type)
     if inner is not None:
-        fields.notes.append(f"the language model ({model_type}) of a {whole} model; its encoders keep nothing")
+        fields.notes.append(
+            f"the language model ({model_type}) of a {whole} model; its encoders keep nothing"
+        )
     return fields
 
 
@@ -241,7 +292,7 @@ def _refuse_foreign(fields: Fields) -> None:
             f"({', '.join(found)}); what that is would be a guess"
         )
     fields.notes.append(
-        f"{model_type} is not a model type that kvpool knows: it is taken for a model with attention in every "
+        f"{model_type} is not a model type that kvpool knows: it is taken for one with attention in every "
         "layer, as its fields have the usual names; check the bytes per token"
     )
 
@@ -365,7 +416,6 @@ def _note_extras(fields: Fields) -> None:
     extra = fields.values.get("num_nextn_predict_layers") or fields.values.get("num_mtp_layers")
     if isinstance(extra, int) and extra > 0:
         fields.notes.append(
-            f"{extra} layer{'s' if extra > 1 else ''} for multi-token prediction not counted; who drafts with "
-            "them needs as many more"
+            f"{extra} layer{'s' if extra > 1 else ''} for multi-token prediction not counted; who drafts "
+            "with them needs as many more"
         )
-

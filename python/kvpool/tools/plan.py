@@ -182,7 +182,8 @@ class Plan:
         return [
             f"# {states.kind}: {_ranges(states.layers)}",
             "states = kvpool.GDNPool(",
-            f"    max_reqs={self.max_reqs}, num_gdn_layers={len(states.layers)}, num_v_heads={states.head_num},",
+            f"    max_reqs={self.max_reqs}, num_gdn_layers={len(states.layers)},",
+            f"    num_v_heads={states.head_num},",
             f"    head_k_dim={states.head_k_dim}, head_v_dim={states.head_v_dim},",
             f"    conv_dim={states.conv_dim}, conv_kernel_size={states.conv_kernel_size},",
             f'    device="{self.config.device}", dtype="{self.conv_dtype}",',
@@ -207,7 +208,7 @@ def make_plan(model: Model, config: PlanConfig) -> Plan:
     """Finds the largest pools that fit.
 
     Raises:
-        ConfigError: Heads cannot be divided among the GPUs, no dtype or context is known, or not even a page fits.
+        ConfigError: Heads cannot be divided among GPUs, no dtype or context is known, or not one page fits.
     """
     dtype, conv_dtype, notes = _dtypes(model, config)
     context_len = config.context_len or model.max_context_len
@@ -259,7 +260,11 @@ def _dtypes(model: Model, config: PlanConfig) -> tuple[str, str, tuple[str, ...]
         return dtype, dtype, ()
     if model.dtype in ITEM_BYTES:
         return dtype, model.dtype, ()
-    return dtype, "bfloat16", ("convolution states are taken to be bfloat16, as the configuration has no dtype",)
+    return (
+        dtype,
+        "bfloat16",
+        ("convolution states are taken to be bfloat16, as the configuration has no dtype",),
+    )
 
 
 def _mla_forms(model: Model, tp: int) -> dict[str, tuple[KvLayers, ...]]:
@@ -305,7 +310,7 @@ def _share(heads: int, tp: int, what: str) -> int:
 
 
 def _solve(shapes: Shapes, config: PlanConfig) -> tuple[int, int]:
-    """Token slots and requests: as asked, or as many requests as fit with full context, then as many slots."""
+    """Token slots and requests: as asked, or as fit with full context each, and then as many slots as fit."""
     budget, page = config.budget_bytes, config.page_size
     most_pages = (MOST_INT32 - 2 * page) // page
 
@@ -334,7 +339,7 @@ def _solve(shapes: Shapes, config: PlanConfig) -> tuple[int, int]:
 
 
 def _largest(most: int, fits: Callable[[int], bool]) -> int:
-    """The largest number from 1 to `most` that fits, 0 if none does; what is more than one that does not, does not."""
+    """The largest number from 1 to `most` that fits, 0 if none does; all below one that fits do, too."""
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2
@@ -365,8 +370,8 @@ def _notes(plan: Plan) -> list[str]:
         )
     if len(shapes.kv) > 1:
         notes.append(
-            f"attention layers have {len(shapes.kv)} shapes of K and V: one KVPool for each, and one allocator, "
-            "whose slots are rows of all"
+            f"attention layers have {len(shapes.kv)} shapes of K and V: one KVPool for each, and one "
+            "allocator, whose slots are rows of all"
         )
     if model.windowed:
         notes.append(_window_note(plan))
@@ -383,8 +388,8 @@ def _mla_note(plan: Plan) -> str:
         "latent": f"K holds the latent vector [1, {latent}] and V the rotated part of the key [1, {rotated}]"
         f"{shared}; for kernels that want both in one row: --mla fused; kvpool's own integration of "
         "transformers keeps the expanded form: --mla expanded",
-        "fused": f"K holds the latent vector and the rotated part of the key, [1, {latent + rotated}]{shared}; "
-        "V has the one element that a KVPool must have, and nobody reads it",
+        "fused": f"K holds the latent vector and the rotated part of the key, [1, {latent + rotated}]"
+        f"{shared}; V has the one element that a KVPool must have, and nobody reads it",
         "expanded": "K and V of every head, as the attention functions of transformers get them and kvpool's "
         "integration keeps them; engines with kernels for latent attention keep less: --mla latent",
     }[plan.config.mla]
@@ -401,8 +406,8 @@ def _window_note(plan: Plan) -> str:
     spared = replace(plan.shapes, kv=tuple(parts)).token_bytes
     total = plan.shapes.token_bytes * plan.context_len
     return (
-        f"{len(windowed)} of {model.layer_num} layers look at the last {window:,} tokens only; the pools keep all "
-        f"tokens for them, too. Keeping the window alone would save {spared * beyond:,} bytes "
+        f"{len(windowed)} of {model.layer_num} layers look at the last {window:,} tokens only; the pools "
+        f"keep all tokens for them, too. Keeping the window alone would save {spared * beyond:,} bytes "
         f"({100 * spared * beyond / total:.0f} %) of a request of {plan.context_len:,} tokens"
     )
 
@@ -413,14 +418,14 @@ def _states_note(states: States, tp: int) -> str:
         return f"recurrent states are float32 [value heads, V, K], which GDNPool is made for{shared}"
     if states.kind == "Mamba-2":
         return (
-            f"kvpool has no pool of its own for Mamba-2; GDNPool has the same shapes{shared}: recurrent_state as "
-            "[heads, head_dim, state], always float32, and conv_state [channels, taps - 1]. Its copies and resets "
-            "serve them; kvpool's integration of transformers was not tried with them"
+            f"kvpool has no pool of its own for Mamba-2; GDNPool has the same shapes{shared}: "
+            "recurrent_state as [heads, head_dim, state], always float32, and conv_state "
+            "[channels, taps - 1]; kvpool's integration of transformers was not tried with them"
         )
     return (
         "kvpool has no pool of its own for Mamba; GDNPool holds its states as heads of one channel: "
-        "recurrent_state [channels, 1, state], always float32, where squeeze(-2) gives what kernels take, and "
-        "conv_state [channels, taps - 1]; kvpool's integration of transformers does not serve it"
+        "recurrent_state [channels, 1, state], always float32, where squeeze(-2) gives what kernels take, "
+        "and conv_state [channels, taps - 1]; kvpool's integration of transformers does not serve it"
     )
 
 

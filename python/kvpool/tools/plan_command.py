@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from pathlib import Path  # noqa: TC003 - typer looks at it
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvpool.errors import ConfigError, KvPoolError
+from kvpool.errors import ConfigError
 from kvpool.tools.model_config import read_model
 from kvpool.tools.output import WIDTH, fail, size_text
 from kvpool.tools.plan import (
@@ -44,15 +44,15 @@ def plan(  # noqa: PLR0913 - one parameter per option
     reserve: Annotated[
         str,
         typer.Option(
-            help="How much of --memory to leave to others: weights, activations, CUDA graphs. With it --memory "
-            "can be all that a GPU has."
+            help="How much of --memory to leave to others: weights, activations, CUDA graphs. With it "
+            "--memory can be all that a GPU has."
         ),
     ] = "0",
     tp: Annotated[int, typer.Option(min=1, help="GPUs that share each layer (tensor parallelism).")] = 1,
     dtype: Annotated[
         str | None,
         typer.Option(
-            help=f"Of K and V: {', '.join((*ITEM_BYTES, *DTYPE_ALIASES))}. Default: that of the configuration."
+            help=f"Of K and V: {', '.join((*ITEM_BYTES, *DTYPE_ALIASES))}. Default: the configuration's."
         ),
     ] = None,
     context: Annotated[
@@ -63,8 +63,8 @@ def plan(  # noqa: PLR0913 - one parameter per option
         int | None,
         typer.Option(
             min=1,
-            help="Requests at once, each with a row of the table and its states. Default: as many as fit with "
-            "--context tokens each.",
+            help="Requests at once, each with a row of the table and its states. Default: as many as fit "
+            "with --context tokens each.",
         ),
     ] = None,
     step_tokens: Annotated[
@@ -74,8 +74,8 @@ def plan(  # noqa: PLR0913 - one parameter per option
         str,
         typer.Option(
             help=f"How latent attention (DeepSeek) keeps a token: {', '.join(MLA_FORMS)}. latent: the latent "
-            "vector as K and the rotated part of the key as V; fused: both in one row of K; expanded: K and V "
-            "of every head."
+            "vector as K and the rotated part of the key as V; fused: both in one row of K; expanded: K and "
+            "V of every head."
         ),
     ] = "latent",
     device: Annotated[str, typer.Option(help="Where the pools are, as PyTorch writes it.")] = "cuda",
@@ -85,9 +85,10 @@ def plan(  # noqa: PLR0913 - one parameter per option
 ) -> None:
     """Say how many tokens and requests of a model fit into memory, and which pools hold them.
 
-    Reads config.json alone, and needs neither PyTorch nor transformers nor a GPU. All that the pools take on the
-    device is counted, so that the printed constructors fit the memory, and one more page would not. A model that is
-    not known is refused, or taken for one with attention in every layer, and then the notes say so.
+    Reads config.json alone, and needs neither PyTorch nor transformers nor a GPU. All that the pools take on
+    the device is counted, so that the printed constructors fit the memory, and one more page would not. A
+    model that is not known is refused, or taken for one with attention in every layer, and then the notes say
+    so.
     """
     try:
         made = make_plan(
@@ -105,11 +106,7 @@ def plan(  # noqa: PLR0913 - one parameter per option
                 device=device,
             ),
         )
-    except ConfigError as error:
-        fail(str(error))
-    except KvPoolError as error:
-        fail(f"{type(error).__name__}: {error}")
-    except OSError as error:
+    except (ConfigError, OSError) as error:
         fail(str(error))
     if as_json_object:
         typer.echo(json.dumps(made.as_json()))
@@ -151,8 +148,8 @@ def _summary(plan: Plan) -> Table:
     if shapes.states is not None:
         table.add_row(
             "states of a request",
-            f"{size_text(shapes.recurrent_bytes + shapes.conv_bytes)}: {shapes.recurrent_bytes:,} B recurrent "
-            f"(float32) + {shapes.conv_bytes:,} B convolution ({plan.conv_dtype})",
+            f"{size_text(shapes.recurrent_bytes + shapes.conv_bytes)}: {shapes.recurrent_bytes:,} B "
+            f"recurrent (float32) + {shapes.conv_bytes:,} B convolution ({plan.conv_dtype})",
         )
     pages = plan.size // shapes.page_size
     table.add_row("token slots", f"{plan.size:,}, in {pages:,} pages of {shapes.page_size}")
