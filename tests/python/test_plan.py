@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from typer.testing import CliRunner
 
 from kvpool.errors import ConfigError
+from kvpool.integrations.transformers import PooledModel
 from kvpool.tools.cli import app
 from kvpool.tools.layer_kinds import DEFAULTS, Fields, layer_kinds
 from kvpool.tools.model_config import (
@@ -142,6 +143,26 @@ def test_a_model_keeps_what_its_configuration_is_read_to_say(model_type: str) ->
         assert sorted(recurrent) == sorted(size for size in shape if states.kind != "Mamba" or size != 1)
         assert kept.conv[layer] == (states.conv_dim, states.conv_kernel_size)
     assert not any("not a model type" in note for note in model.notes)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "deepseek_v3", "qwen3_next"])
+def test_a_plan_makes_the_pools_that_serve_the_model(model_type: str) -> None:
+    config = small_config(model_type)
+    plan = make_plan(
+        parse_model(json.loads(config.to_json_string(use_diff=False))),
+        PlanConfig(memory_bytes=4 * MIB, dtype="float32", device="cpu", mla="expanded", max_requests=5),
+    )
+    make: Any = AutoModelForCausalLM.from_config
+    served = PooledModel(make(config).eval(), plan.size, plan.max_reqs, plan.context_len, page_size=16)
+    names = construct(plan.code()).names
+    for made, of_model in ((names["kv"], served.kv_pool), (names["table"], served.table)):
+        assert made.stats() == of_model.stats()
+    assert names["kv"].v_head_dim == served.kv_pool.v_head_dim
+    assert ("states" in names) == (served.gdn_pool is not None)
+    if served.gdn_pool is not None:
+        for state in ("recurrent_state", "conv_state"):
+            assert getattr(names["states"], state).shape == getattr(served.gdn_pool, state).shape
 
 
 @pytest.mark.parametrize(
@@ -519,8 +540,15 @@ def invoke(*arguments: str) -> Result:
 def test_the_command_prints_tables_and_constructors(deepseek: Path) -> None:
     result = invoke(str(deepseek), "--memory", "1GiB", "--tp", "8", "--context", "512", "--reserve", "1MiB")
     assert result.exit_code == 0, result.output
-    for text in ("70,272 B", "1 GiB", "less 1 MiB", "--mla expanded", "tensor parallel", "Memory"):
-        assert text in result.stdout
+    for text in (
+        "70,272 B",
+        "549 KiB (562,176 B)",
+        "1,048,576 B of 1,073,741,824 B are reserved",
+        "--mla expanded",
+        "tensor parallel",
+        "Memory",
+    ):
+        assert text in " ".join(result.stdout.replace("│", " ").split())
     assert max(len(line) for line in result.stdout.splitlines()) <= 80
     code = result.stdout[result.stdout.index("import kvpool") :]
     assert construct(code.replace('"cuda"', '"cpu"')).names["kv"].layer_num == 61

@@ -179,12 +179,12 @@ class Plan:
         return "\n".join(lines)
 
     def _states_code(self, states: States) -> list[str]:
+        dims = f"head_k_dim={states.head_k_dim}, head_v_dim={states.head_v_dim}"
         return [
             f"# {states.kind}: {_ranges(states.layers)}",
             "states = kvpool.GDNPool(",
             f"    max_reqs={self.max_reqs}, num_gdn_layers={len(states.layers)},",
-            f"    num_v_heads={states.head_num},",
-            f"    head_k_dim={states.head_k_dim}, head_v_dim={states.head_v_dim},",
+            f"    num_v_heads={states.head_num}, {dims},",
             f"    conv_dim={states.conv_dim}, conv_kernel_size={states.conv_kernel_size},",
             f'    device="{self.config.device}", dtype="{self.conv_dtype}",',
             ")",
@@ -318,7 +318,8 @@ def _solve(shapes: Shapes, config: PlanConfig) -> tuple[int, int]:
         return footprint(shapes, pages * page, requests).total_bytes <= budget
 
     requests = config.max_requests
-    most_requests = MOST_INT32 // max(shapes.context_pages, 1) - 1
+    # Page tables of a whole batch are indexed in int32.
+    most_requests = max(1, MOST_INT32 // shapes.context_pages - 1)
     if requests is None:
         context = shapes.context_pages
         most = min(most_requests, most_pages // context)
@@ -420,12 +421,13 @@ def _states_note(states: States, tp: int) -> str:
         return (
             f"kvpool has no pool of its own for Mamba-2; GDNPool has the same shapes{shared}: "
             "recurrent_state as [heads, head_dim, state], always float32, and conv_state "
-            "[channels, taps - 1]; kvpool's integration of transformers was not tried with them"
+            "[channels, taps - 1]; kvpool's integration of transformers serves Gated DeltaNet alone"
         )
     return (
         "kvpool has no pool of its own for Mamba; GDNPool holds its states as heads of one channel: "
         "recurrent_state [channels, 1, state], always float32, where squeeze(-2) gives what kernels take, "
-        "and conv_state [channels, taps - 1]; kvpool's integration of transformers does not serve it"
+        "and conv_state [channels, taps - 1]; kvpool's integration of transformers serves Gated DeltaNet "
+        "alone"
     )
 
 

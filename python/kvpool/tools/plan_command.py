@@ -139,9 +139,11 @@ def _summary(plan: Plan) -> Table:
         table.add_row("tensor parallel", f"{tp}; all that follows is of {each}")
     budget = size_text(plan.config.budget_bytes)
     if plan.config.reserve_bytes:
-        budget += f" ({size_text(plan.config.memory_bytes)} less {size_text(plan.config.reserve_bytes)})"
+        budget += f", {plan.config.reserve_bytes:,} B of {plan.config.memory_bytes:,} B are reserved"
     table.add_row("memory for the pools", budget)
     table.add_row("K and V of a token", Text(f"{size_text(shapes.token_bytes)}: {_token_text(plan)}"))
+    if tp > 1:
+        table.add_row(f"  on {tp} GPUs together", size_text(shapes.token_bytes * tp))
     for name, token_bytes in plan.mla_token_bytes.items():
         if name != plan.config.mla:
             table.add_row(f"  with --mla {name}", size_text(token_bytes))
