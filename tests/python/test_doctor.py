@@ -10,10 +10,12 @@ import os
 import subprocess
 import sys
 import textwrap
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from fake_driver import GIB, Card, FakeDriver
+from machines import by_name, write
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -21,7 +23,6 @@ import kvpool
 from kvpool.tools import doctor as tool
 from kvpool.tools import (
     doctor_command,
-    doctor_driver,
     doctor_host,
     doctor_plain,
     doctor_software,
@@ -41,20 +42,8 @@ if TYPE_CHECKING:
 
     from conftest import RunSnippet
 
-GIB = 1 << 30
 WORKS = Outcome(True, "it works")
 FAILS = Outcome(False, "device cuda:0 cannot be used: it is a test")
-
-
-def write(root: Path, files: dict[str, str]) -> Path:
-    for name, text in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
-    return root
-
-
-def by_name(findings: list[Finding]) -> dict[str, Finding]:
-    return {finding.name: finding for finding in findings}
 
 
 MEMINFO = """MemTotal:  1024 kB
@@ -198,224 +187,6 @@ def test_a_system_without_limits_has_none(monkeypatch: pytest.MonkeyPatch) -> No
 )
 def test_bytes_are_written_in_units(count: int, text: str) -> None:
     assert bytes_text(count) == text
-
-
-class Card(NamedTuple):
-    """A device of `FakeDriver`."""
-
-    name: bytes = b"A device"
-    capability: tuple[int, int] = (9, 0)
-    total_bytes: int = 80 * GIB
-    is_active: bool = False
-
-
-class FakeDriver:
-    """A driver, and a management library, that answer as they are told, and count contexts."""
-
-    def __init__(self, *cards: Card, version: int = 12_040, fail: dict[str, int] | None = None) -> None:
-        self.cards, self.version, self.fail = cards, version, fail or {}
-        self.retained = self.pushed = self.sessions = 0
-        self.missing: set[str] = set()
-
-    def __getattr__(self, name: str) -> Callable[..., int]:
-        if name in self.missing or not name.startswith(("cu", "nvml")):
-            raise AttributeError(name)
-
-        def call(*arguments: Any) -> int:  # noqa: ANN401 - as C has them
-            code = self.fail.get(name, 0)
-            if code == 0:
-                getattr(type(self), f"do_{name}")(self, *(getattr(a, "_obj", a) for a in arguments))
-            return code
-
-        return call
-
-    def do_cuDriverGetVersion(self, out: Any) -> None:  # noqa: ANN401, N802
-        out.value = self.version
-
-    def do_cuInit(self, flags: int) -> None:  # noqa: N802
-        assert flags == 0
-
-    def do_cuDeviceGetCount(self, out: Any) -> None:  # noqa: ANN401, N802
-        out.value = len(self.cards)
-
-    def do_cuDeviceGet(self, out: Any, ordinal: int) -> None:  # noqa: ANN401, N802
-        out.value = ordinal
-
-    def do_cuDeviceGetName(self, out: Any, size: int, device: Any) -> None:  # noqa: ANN401, N802
-        out.value = self.cards[device.value].name[: size - 1]
-
-    def do_cuDeviceGetAttribute(self, out: Any, attribute: int, device: Any) -> None:  # noqa: ANN401, N802
-        out.value = self.cards[device.value].capability[{75: 0, 76: 1}[attribute]]
-
-    def do_cuDeviceTotalMem_v2(self, out: Any, device: Any) -> None:  # noqa: ANN401, N802
-        out.value = self.cards[device.value].total_bytes
-
-    def do_cuDevicePrimaryCtxGetState(self, device: Any, flags: Any, active: Any) -> None:  # noqa: ANN401, N802
-        flags.value, active.value = 0, self.cards[device.value].is_active
-
-    def do_cuDevicePrimaryCtxRetain(self, _out: Any, device: Any) -> None:  # noqa: ANN401, N802
-        assert self.cards[device.value].is_active, "a context would have been made"
-        self.retained += 1
-
-    def do_cuDevicePrimaryCtxRelease_v2(self, _device: Any) -> None:  # noqa: ANN401, N802
-        self.retained -= 1
-
-    def do_cuCtxPushCurrent_v2(self, _context: Any) -> None:  # noqa: ANN401, N802
-        self.pushed += 1
-
-    def do_cuCtxPopCurrent_v2(self, _out: Any) -> None:  # noqa: ANN401, N802
-        self.pushed -= 1
-
-    def do_cuMemGetInfo_v2(self, free: Any, total: Any) -> None:  # noqa: ANN401, N802
-        assert self.pushed == 1
-        free.value, total.value = 7 * GIB, 80 * GIB
-
-    def do_cuDeviceGetPCIBusId(self, out: Any, size: int, _device: Any) -> None:  # noqa: ANN401, N802
-        assert size >= 13
-        out.value = b"0000:01:00.0"
-
-    def do_nvmlInit_v2(self) -> None:  # noqa: N802
-        self.sessions += 1
-
-    def do_nvmlDeviceGetHandleByPciBusId_v2(self, bus_id: Any, handle: Any) -> None:  # noqa: ANN401, N802
-        assert bus_id.value == b"0000:01:00.0"
-        handle.value = 1
-
-    def do_nvmlDeviceGetMemoryInfo(self, _handle: Any, memory: Any) -> None:  # noqa: ANN401, N802
-        memory[0], memory[1], memory[2] = 80 * GIB, 60 * GIB, 20 * GIB
-
-    def do_nvmlShutdown(self) -> None:  # noqa: N802
-        self.sessions -= 1
-
-
-def look(root: Path, driver: FakeDriver) -> tuple[dict[str, Finding], int]:
-    findings, count = doctor_driver.look(root, lambda _: driver)
-    return by_name(findings), count
-
-
-def test_devices_are_described_without_a_context(tmp_path: Path) -> None:
-    maps = "7f00-7f01 r-xp 00000000 00:01 12345   /usr/lib/libcuda.so.550.54\n"
-    write(
-        tmp_path, {"proc/self/maps": maps, "proc/driver/nvidia/version": "NVRM version: 550.54  x86\nGCC\n"}
-    )
-    driver = FakeDriver(Card(), Card(b"Old", (6, 1), 8 * GIB))
-    found, count = look(tmp_path, driver)
-    assert count == 2
-    assert found["libcuda.so.1"].text == "CUDA 12.4, /usr/lib/libcuda.so.550.54"
-    assert found["kernel module"].text == "550.54  x86"
-    assert found["cuda:0"].text == "A device, compute capability 9.0, 80.0 GiB, 60.0 GiB free"
-    assert (found["cuda:0"].status, found["cuda:1"].status) == ("ok", "broken")
-    assert "7.0 (Volta)" in found["cuda:1"].advice
-    assert (driver.retained, driver.pushed, driver.sessions) == (0, 0, 0)
-
-
-def test_a_context_that_is_there_is_asked_and_left_as_it_was(tmp_path: Path) -> None:
-    driver = FakeDriver(Card(is_active=True))
-    assert look(tmp_path, driver)[0]["cuda:0"].text.endswith("7.0 GiB free")
-    driver.fail["cuMemGetInfo_v2"] = 700
-    assert look(tmp_path, driver)[0]["cuda:0"].text.endswith("60.0 GiB free")
-    driver.fail["cuCtxPushCurrent_v2"] = 201
-    assert look(tmp_path, driver)[0]["cuda:0"].text.endswith("60.0 GiB free")
-    assert (driver.retained, driver.pushed, driver.sessions) == (0, 0, 0)
-
-
-@pytest.mark.parametrize("name", ["cuDeviceGetPCIBusId", "nvmlInit_v2", "nvmlDeviceGetMemoryInfo"])
-def test_free_memory_may_be_unknown(name: str, tmp_path: Path) -> None:
-    failing, lacking = FakeDriver(Card(), fail={name: 999}), FakeDriver(Card())
-    lacking.missing.add(name)
-    for driver in (failing, lacking):
-        assert look(tmp_path, driver)[0]["cuda:0"].text.endswith("free memory unknown")
-        assert driver.sessions == 0
-
-
-def test_a_management_library_that_is_missing_is_no_error() -> None:
-    def load(_: str) -> Any:  # noqa: ANN401 - a library
-        raise OSError("no such file")
-
-    assert Driver(FakeDriver(Card()), load).describe(0).free_bytes is None
-
-
-def test_a_driver_that_is_too_old_is_named_with_what_is_needed(tmp_path: Path) -> None:
-    found, count = look(tmp_path, FakeDriver(Card(), version=11_080))
-    assert (count, found["libcuda.so.1"].status) == (0, "broken")
-    assert found["libcuda.so.1"].text == "CUDA 11.8, from an unknown place"
-    assert "R525" in found["libcuda.so.1"].advice
-
-
-@pytest.mark.parametrize(
-    ("code", "advice"),
-    [
-        (100, "no GPU is visible"),
-        (802, "fabricmanager"),
-        (803, "reboot"),
-        (999, "nvidia-smi says"),
-        (34, "stub"),
-    ],
-)
-def test_a_driver_that_does_not_start_comes_with_advice(code: int, advice: str, tmp_path: Path) -> None:
-    found, count = look(tmp_path, FakeDriver(Card(), fail={"cuInit": code}))
-    assert (count, found["start"].status) == (0, "broken")
-    assert found["start"].text == f"cuInit failed with error {code}"
-    assert advice in found["start"].advice
-
-
-def test_a_library_that_is_no_driver_is_named(tmp_path: Path) -> None:
-    driver = FakeDriver(Card())
-    driver.missing.add("cuDriverGetVersion")
-    assert look(tmp_path, driver)[0]["start"].text == "it has no cuDriverGetVersion"
-
-
-def test_a_device_that_fails_does_not_hide_others(tmp_path: Path) -> None:
-    driver = FakeDriver(Card(), fail={"cuDeviceGetName": 101})
-    found, count = look(tmp_path, driver)
-    assert (count, found["cuda:0"].status) == (1, "broken")
-    assert found["cuda:0"].text == "cuDeviceGetName failed with error 101"
-
-
-def test_hidden_devices_are_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    found, count = look(tmp_path, FakeDriver())
-    assert (count, found["devices"].status) == (0, "missing")
-    assert found["devices"].text == "the driver shows none; CUDA_VISIBLE_DEVICES is ''"
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert look(tmp_path, FakeDriver())[0]["devices"].text == "the driver shows none"
-
-
-GPU = {"sys/bus/pci/devices/0/vendor": "0x10de\n", "sys/bus/pci/devices/0/class": "0x030200\n"}
-OTHER = {"sys/bus/pci/devices/1/vendor": "0x10de\n", "sys/bus/pci/devices/1/class": "0x020700\n"}
-
-
-@pytest.mark.parametrize(
-    ("files", "reason", "status", "text"),
-    [
-        ({}, "cannot open shared object file", "missing", "no NVIDIA GPU is seen"),
-        (
-            {**OTHER, "sys/bus/pci/devices/2/vendor": "0x10de"},
-            "not found",
-            "missing",
-            "no NVIDIA GPU is seen",
-        ),
-        ({**GPU, **OTHER}, "cannot open shared object file", "broken", "there is an NVIDIA GPU"),
-        (
-            {"proc/driver/nvidia/version": ""},
-            "cannot open shared object file",
-            "broken",
-            "the kernel module is loaded",
-        ),
-        ({}, "wrong ELF class", "broken", "it cannot be loaded: wrong ELF class"),
-    ],
-)
-def test_a_missing_library_is_explained(
-    files: dict[str, str], reason: str, status: str, text: str, tmp_path: Path
-) -> None:
-    def load(_: str) -> Any:  # noqa: ANN401 - a library
-        raise OSError(reason)
-
-    findings, count = doctor_driver.look(write(tmp_path, files), load)
-    found = by_name(findings)["libcuda.so.1"]
-    assert (count, found.status) == (0, status)
-    assert text in found.text
-    assert found.advice
 
 
 def test_pools_are_tried_on_the_cpu(run_snippet: RunSnippet) -> None:
