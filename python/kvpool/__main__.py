@@ -3,12 +3,17 @@
 import importlib.util
 import sys
 
-TOOL_MODULES = ("matplotlib", "numpy", "rich", "torch", "typer")
+CLI_MODULES = ("rich", "typer")
+"""What every command needs, but for `doctor`, which then prints plain text."""
 
 
 def main() -> None:
     """Runs the command line, or exits with status 1 and one line on stderr when an extra is not installed."""
-    missing = [name for name in TOOL_MODULES if importlib.util.find_spec(name) is None]
+    missing = [name for name in CLI_MODULES if importlib.util.find_spec(name) is None]
+    if missing and sys.argv[1:2] == ["doctor"]:
+        from kvpool.tools.doctor_plain import main as doctor  # noqa: PLC0415 - few ask for it
+
+        sys.exit(doctor(sys.argv[2:]))
     if missing:
         sys.stderr.write(f"kvpool: {', '.join(missing)} not found; run: pip install 'kvpool[tools]'\n")
         sys.exit(1)

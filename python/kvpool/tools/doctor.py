@@ -1,0 +1,102 @@
+"""Finds out what of kvpool can be used here, and what to do about what cannot.
+
+It works without PyTorch, NumPy and a GPU, and makes no CUDA context in this process: the pools are tried on
+each device by a process of its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvpool.tools import doctor_driver, doctor_host, doctor_software
+from kvpool.tools.doctor_trial import Outcome, run_trial
+from kvpool.tools.findings import BROKEN, OK, Finding, Report, Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvpool.tools.doctor_software import TorchState
+    from kvpool.tools.driver_probe import Loader
+
+NEEDED = {"serve": ("typer", "rich", "numpy"), "replay": ("typer", "rich", "numpy")}
+"""What the commands need beside PyTorch (and `serve` beside `transformers`)."""
+
+_DRIVER_ADVICE = "see 'NVIDIA driver' and 'devices' above"
+
+
+def examine(
+    root: Path = Path("/"), load: Loader = ctypes.CDLL, try_device: Callable[[str], Outcome] = run_trial
+) -> Report:
+    """Looks at everything.
+
+    Args:
+        root: Where `/proc` and `/sys` are.
+        load: Loads a library by its name.
+        try_device: Tries the pools on a device.
+    """
+    driver, devices = doctor_driver.look(root, load)
+    cpu = try_device("cpu")
+    gpus = {f"cuda:{ordinal}": try_device(f"cuda:{ordinal}") for ordinal in range(max(1, devices))}
+    torch = doctor_software.torch_state(devices)
+    # Where the extension itself is broken there is nothing to ask it.
+    package = doctor_software.package(gpus["cuda:0"].text) if cpu.works else []
+    findings = [
+        *package,
+        Finding("pools", "cpu", OK if cpu.works else BROKEN, cpu.text),
+        *(_gpu(name, outcome, devices) for name, outcome in gpus.items()),
+        *driver,
+        *torch.findings,
+        *doctor_software.libraries(),
+        *doctor_host.look(root, _threads() if cpu.works else 1),
+    ]
+    return Report(tuple(findings), tuple(_verdicts(cpu, gpus, torch)))
+
+
+def _threads() -> int:
+    import kvpool  # noqa: PLC0415 - this file must load also where it is broken
+
+    return kvpool.get_num_threads()
+
+
+def _gpu(name: str, outcome: Outcome, devices: int) -> Finding:
+    status = OK if outcome.works else BROKEN if devices else "missing"
+    return Finding("pools", name, status, outcome.text)
+
+
+def _verdicts(cpu: Outcome, gpus: dict[str, Outcome], torch: TorchState) -> list[Verdict]:
+    advice = "" if cpu.works else "reinstall kvpool: pip install --force-reinstall kvpool"
+    verdicts = [Verdict("cpu", 'device="cpu"', cpu.works, cpu.text, advice)]
+    working = [name for name, outcome in gpus.items() if outcome.works]
+    if working:
+        broken = [name for name in gpus if name not in working]
+        text = f"on {', '.join(working)}" + (f"; not on {', '.join(broken)}" if broken else "")
+        verdicts.append(Verdict("cuda", 'device="cuda"', True, text, _DRIVER_ADVICE if broken else ""))
+    else:
+        verdicts.append(Verdict("cuda", 'device="cuda"', False, gpus["cuda:0"].text, _DRIVER_ADVICE))
+    title = "PyTorch tensors without a copy"
+    verdicts.append(
+        Verdict("torch", title, False, torch.problem, torch.advice)
+        if torch.problem
+        else Verdict("torch", title, True, "tensors of a pool are views of its memory")
+    )
+    for name, needed in NEEDED.items():
+        problem, advice = _command_problem(name, needed, cpu, torch)
+        verdicts.append(
+            Verdict(name, f"kvpool {name}", not problem, problem or "all it needs is there", advice)
+        )
+    return verdicts
+
+
+def _command_problem(name: str, needed: tuple[str, ...], cpu: Outcome, torch: TorchState) -> tuple[str, str]:
+    """Why a command cannot be used, and what to do."""
+    if not cpu.works:
+        return 'device="cpu" does not work', ""
+    if torch.problem:
+        return torch.problem, torch.advice
+    missing = [module for module in needed if doctor_software.version_of(module) is None]
+    if missing:
+        return f"{', '.join(missing)} not installed", "pip install 'kvpool[tools]'"
+    problem = doctor_software.transformers_problem() if name == "serve" else ""
+    return problem, "pip install 'kvpool[tools,transformers]'" if problem else ""

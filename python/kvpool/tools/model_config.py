@@ -1,0 +1,421 @@
+"""What a model keeps of a token and of a request, read from its Hugging Face `config.json`.
+
+Nothing of `transformers` is needed: the names of fields, and the rules by which layers are of one kind or
+another where the file does not list them, are those of its configuration classes (5.x) and of the published
+files. What a file leaves out and what is not known for sure is said in `Model.notes`; what would have to be
+guessed is a `ConfigError`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvpool.errors import ConfigError
+from kvpool.tools.layer_kinds import (
+    FULL,
+    HYBRID,
+    LINEAR,
+    PLAIN_KINDS,
+    WINDOW,
+    Fields,
+    layer_kinds,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+ATTENTION_TYPES = frozenset(
+    [
+        "bloom",
+        "cohere",
+        "cohere2",
+        "ernie4_5",
+        "exaone4",
+        "falcon",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "gemma3n_text",
+        "gemma4_text",
+        "glm4",
+        "glm4_moe",
+        "gpt2",
+        "gpt_bigcode",
+        "gpt_neox",
+        "gpt_oss",
+        "granite",
+        "granitemoe",
+        "llama",
+        "llama4_text",
+        "minimax_m2",
+        "mistral",
+        "mixtral",
+        "olmo2",
+        "olmo3",
+        "opt",
+        "phi",
+        "phi3",
+        "qwen2",
+        "qwen2_moe",
+        "qwen3",
+        "qwen3_moe",
+        "smollm3",
+        "stablelm",
+        "starcoder2",
+    ]
+)
+"""Model types of which it is known that every layer keeps keys and values, or none, and under which names."""
+
+MLA_TYPES = frozenset(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2"))
+"""Model types with multi-head latent attention in every layer."""
+
+GDN_TYPES = frozenset(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"))
+MAMBA2_TYPES = frozenset(("bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "zamba2"))
+MAMBA_TYPES = frozenset(("jamba",))
+
+TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
+"""Where models of several modalities keep the configuration of their language model."""
+
+FOREIGN = [
+    "attn_layer_period",
+    "attn_type_list",
+    "block_configs",
+    "compress_ratios",
+    "conv_L_cache",
+    "index_head_dim",
+    "layers_block_type",
+    "linear_attn_config",
+    "linear_num_value_heads",
+    "lru_width",
+    "mamba_d_state",
+    "rwkv_version",
+    "ssm_cfg",
+    "ssm_state_size",
+    "state_size",
+    "time_step_rank",
+]
+"""Fields that speak of something else than keys and values, in models whose rules are not known."""
+
+
+@dataclass(frozen=True)
+class KvLayers:
+    """Attention layers that keep keys and values of one shape.
+
+    Attributes:
+        layers: Which.
+        k_head_num: Heads of a key.
+        k_head_dim: Elements of a key head.
+        v_head_num: Heads of a value.
+        v_head_dim: Elements of a value head.
+    """
+
+    layers: tuple[int, ...]
+    k_head_num: int
+    k_head_dim: int
+    v_head_num: int
+    v_head_dim: int
+
+
+@dataclass(frozen=True)
+class Mla:
+    """Multi-head latent attention: keys and values of all heads are made from one latent vector.
+
+    Attributes:
+        layers: Which layers.
+        head_num: Heads.
+        kv_lora_rank: Elements of the latent vector.
+        qk_rope_head_dim: Elements of the rotated part of a key, which all heads share.
+        qk_nope_head_dim: Elements of the part of a key that is made from the latent vector.
+        v_head_dim: Elements of a value head.
+    """
+
+    layers: tuple[int, ...]
+    head_num: int
+    kv_lora_rank: int
+    qk_rope_head_dim: int
+    qk_nope_head_dim: int
+    v_head_dim: int
+
+
+@dataclass(frozen=True)
+class States:
+    """Layers that keep a state of each request, whatever its length, in the terms of `GDNPool`.
+
+    Attributes:
+        kind: "Gated DeltaNet", "Mamba-2" or "Mamba".
+        layers: Which.
+        head_num: Value heads; of Mamba, which has none, its channels.
+        head_k_dim: Elements of a key head; of Mamba the size of the state.
+        head_v_dim: Elements of a value head; 1 for Mamba.
+        group_num: Key heads, or the groups of Mamba-2; 0 for Mamba, whose convolution has none.
+        conv_kernel_size: Taps of the convolution.
+    """
+
+    kind: str
+    layers: tuple[int, ...]
+    head_num: int
+    head_k_dim: int
+    head_v_dim: int
+    group_num: int
+    conv_kernel_size: int
+
+    @property
+    def conv_dim(self) -> int:
+        """Channels of the convolution: values, and keys and queries of each group."""
+        return self.head_num * self.head_v_dim + 2 * self.group_num * self.head_k_dim
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a model keeps.
+
+    Attributes:
+        model_type: As its configuration calls it.
+        layer_num: Layers, of all kinds.
+        query_head_num: Query heads of attention.
+        attention: Layers with keys and values, by shape; empty with `mla`.
+        mla: Latent attention, in all layers or in none.
+        states: Layers with states; None without.
+        windowed: Of the attention layers those that look at the last `window` tokens only.
+        window: How many; None without such layers.
+        dtype: Of weights and activations, as the configuration names it; None if it does not.
+        max_context_len: The most tokens of a request; None if the configuration does not say.
+        notes: What was taken for granted, and what is not counted.
+    """
+
+    model_type: str
+    layer_num: int
+    query_head_num: int
+    attention: tuple[KvLayers, ...]
+    mla: Mla | None
+    states: States | None
+    windowed: tuple[int, ...]
+    window: int | None
+    dtype: str | None
+    max_context_len: int | None
+    notes: tuple[str, ...]
+
+
+def read_model(path: Path) -> Model:
+    """Reads a `config.json`, or that of the folder `path`.
+
+    Raises:
+        ConfigError: It is no JSON object, or of a model that is not known well enough.
+        OSError: It can't be read.
+    """
+    if path.is_dir():
+        path /= "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} is no JSON file: {error}") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} holds no JSON object")
+    return parse_model(config)
+
+
+def parse_model(config: dict[str, Any]) -> Model:
+    """Finds out what a model keeps.
+
+    Args:
+        config: The content of its `config.json`.
+
+    Raises:
+        ConfigError: It names no model type, lacks a field, or is of a model that is not known well enough.
+    """
+    fields = _language_model(config)
+    if config.get("is_encoder_decoder") or fields.values.get("is_encoder_decoder"):
+        raise fields.error("is an encoder-decoder, whose cross-attention kvpool has no plan for")
+    _refuse_foreign(fields)
+    kinds = layer_kinds(fields)
+    attending = tuple(i for i, kind in enumerate(kinds) if kind in {FULL, WINDOW, HYBRID})
+    windowed = tuple(i for i, kind in enumerate(kinds) if kind == WINDOW)
+    if not attending:
+        raise fields.error("has no attention layer, so there is nothing for token slots to hold")
+    mla = _mla(fields, attending) if fields.model_type in MLA_TYPES else None
+    attention = () if mla is not None else _attention(fields, kinds, attending)
+    kept = {layer for group in attention for layer in group.layers}
+    windowed = tuple(layer for layer in windowed if mla is not None or layer in kept)
+    window = fields.optional("attention_chunk_size", "sliding_window") if windowed else None
+    if window is None:
+        windowed = ()
+    _note_extras(fields)
+    return Model(
+        model_type=fields.model_type,
+        layer_num=len(kinds),
+        query_head_num=_query_heads(fields),
+        attention=attention,
+        mla=mla,
+        states=_states(fields, kinds),
+        windowed=windowed,
+        window=window,
+        dtype=_dtype(fields, config),
+        max_context_len=fields.optional(
+            "max_position_embeddings", "n_positions", "model_max_length", "n_ctx"
+        ),
+        notes=tuple(fields.notes),
+    )
+
+
+def _language_model(config: dict[str, Any]) -> Fields:
+    """The fields of the language model in a configuration."""
+    whole = config.get("model_type")
+    inner = next((config[name] for name in TEXT_CONFIGS if isinstance(config.get(name), dict)), None)
+    values = config if inner is None else inner
+    model_type = values.get("model_type")
+    if not isinstance(model_type, str) or not model_type:
+        raise ConfigError("the configuration has no model_type: is it the config.json of a model?")
+    fields = Fields(values, model_type)
+    if inner is not None:
+        fields.notes.append(
+            f"the language model ({model_type}) of a {whole} model; its encoders keep nothing"
+        )
+    return fields
+
+
+def _refuse_foreign(fields: Fields) -> None:
+    """Raises for a model whose rules are not known and that has more than keys and values."""
+    known = ATTENTION_TYPES | MLA_TYPES | GDN_TYPES | MAMBA2_TYPES | MAMBA_TYPES
+    model_type = fields.model_type
+    if model_type in known:
+        return
+    found = [name for name in FOREIGN if fields.values.get(name) is not None]
+    kinds = fields.values.get("layer_types") or []
+    found += sorted({str(kind) for kind in kinds} - PLAIN_KINDS) if isinstance(kinds, list) else []
+    if fields.values.get("kv_lora_rank") is not None:
+        found.append("kv_lora_rank")
+    if found:
+        raise fields.error(
+            "is not a model type that kvpool knows, and it keeps more than keys and values of every layer "
+            f"({', '.join(found)}); what that is would be a guess"
+        )
+    fields.notes.append(
+        f"{model_type} is not a model type that kvpool knows: it is taken for one with attention in every "
+        "layer, as its fields have the usual names; check the bytes per token"
+    )
+
+
+def _query_heads(fields: Fields) -> int:
+    return fields.count("num_attention_heads", "n_head", "n_heads")
+
+
+def _attention(fields: Fields, kinds: list[str], attending: tuple[int, ...]) -> tuple[KvLayers, ...]:
+    """The layers with keys and values, by shape."""
+    # The last layers of these models attend to the keys and values of earlier ones.
+    shared = fields.optional("num_kv_shared_layers") or 0
+    keeping = tuple(layer for layer in attending if layer < len(kinds) - shared)
+    if shared:
+        fields.notes.append(
+            f"the last {shared} layers use keys and values of earlier ones and keep none themselves"
+        )
+    heads, dim = _kv_heads(fields), _head_dim(fields)
+    others = _own_shapes(fields, kinds, (heads, dim))
+    groups: dict[tuple[int, int], list[int]] = {}
+    for layer in keeping:
+        groups.setdefault(others.get(layer, (heads, dim)), []).append(layer)
+    return tuple(
+        KvLayers(tuple(layers), number, width, number, width) for (number, width), layers in groups.items()
+    )
+
+
+def _own_shapes(fields: Fields, kinds: list[str], usual: tuple[int, int]) -> dict[int, tuple[int, int]]:
+    """KV heads and their elements in layers that have other ones than the rest."""
+    heads, dim = usual
+    listed = fields.values.get("per_layer_config")
+    if isinstance(listed, dict):
+        own = {}
+        for layer, values in listed.items():
+            inner = Fields(values, fields.model_type)
+            own[int(layer)] = (
+                inner.optional("num_key_value_heads") or heads,
+                inner.optional("head_dim") or dim,
+            )
+        return own
+    if fields.model_type != "gemma4_text":
+        return {}
+    if fields.values.get("attention_k_eq_v", False):
+        heads = fields.optional("num_global_key_value_heads") or heads
+    dim = fields.count("global_head_dim")
+    return {layer: (heads, dim) for layer, kind in enumerate(kinds) if kind == FULL}
+
+
+def _kv_heads(fields: Fields) -> int:
+    model_type, values = fields.model_type, fields.values
+    if model_type == "falcon" and not values.get("new_decoder_architecture", False):
+        return 1 if values.get("multi_query", True) else _query_heads(fields)
+    if model_type == "gpt_bigcode":
+        return 1 if values.get("multi_query", True) else _query_heads(fields)
+    found = fields.optional("num_key_value_heads", "num_kv_heads")
+    return _query_heads(fields) if found is None else found
+
+
+def _head_dim(fields: Fields) -> int:
+    if fields.model_type == "zamba2":
+        # Its attention takes the layer's input and the embeddings side by side.
+        return 2 * fields.count("hidden_size") // _query_heads(fields)
+    found = fields.optional("head_dim", "attention_head_dim")
+    if found is not None:
+        return found
+    hidden, heads = fields.count("hidden_size", "n_embd", "d_model"), _query_heads(fields)
+    if hidden % heads:
+        raise fields.error(f"has no head_dim, and hidden_size {hidden} is no multiple of its {heads} heads")
+    return hidden // heads
+
+
+def _mla(fields: Fields, layers: tuple[int, ...]) -> Mla:
+    return Mla(
+        layers,
+        _query_heads(fields),
+        fields.count("kv_lora_rank"),
+        fields.count("qk_rope_head_dim"),
+        fields.count("qk_nope_head_dim"),
+        fields.count("v_head_dim"),
+    )
+
+
+def _states(fields: Fields, kinds: list[str]) -> States | None:
+    layers = tuple(i for i, kind in enumerate(kinds) if kind in {LINEAR, HYBRID})
+    if not layers:
+        return None
+    if fields.model_type in GDN_TYPES:
+        return States(
+            "Gated DeltaNet",
+            layers,
+            fields.count("linear_num_value_heads"),
+            fields.count("linear_key_head_dim"),
+            fields.count("linear_value_head_dim"),
+            fields.count("linear_num_key_heads"),
+            fields.count("linear_conv_kernel_dim"),
+        )
+    expand = fields.optional("mamba_expand", "expand") or 2
+    inner = fields.optional("mamba_d_ssm") or expand * fields.count("hidden_size")
+    taps = fields.count("mamba_d_conv", "conv_kernel")
+    if fields.model_type in MAMBA_TYPES:
+        return States("Mamba", layers, inner, fields.count("mamba_d_state"), 1, 0, taps)
+    heads = fields.count("mamba_n_heads", "mamba_num_heads", "n_mamba_heads")
+    width = fields.optional("mamba_d_head", "mamba_head_dim")
+    if width is None:
+        width = inner // heads
+    groups = fields.count("mamba_n_groups", "n_groups", "mamba_ngroups")
+    return States(
+        "Mamba-2", layers, heads, fields.count("mamba_d_state", "ssm_state_size"), width, groups, taps
+    )
+
+
+def _dtype(fields: Fields, config: dict[str, Any]) -> str | None:
+    for values in (fields.values, config):
+        for name in ("dtype", "torch_dtype"):
+            if isinstance(values.get(name), str):
+                return str(values[name]).removeprefix("torch.")
+    return None
+
+
+def _note_extras(fields: Fields) -> None:
+    extra = fields.values.get("num_nextn_predict_layers") or fields.values.get("num_mtp_layers")
+    if isinstance(extra, int) and extra > 0:
+        fields.notes.append(
+            f"{extra} layer{'s' if extra > 1 else ''} for multi-token prediction not counted; who drafts "
+            "with them needs as many more"
+        )
