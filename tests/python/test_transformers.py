@@ -12,6 +12,7 @@ import torch
 import transformers
 from devices import here
 from transformers import (
+    BambaConfig,
     DeepseekV3Config,
     DynamicCache,
     Gemma2Config,
@@ -437,8 +438,19 @@ def test_pools_have_the_measures_of_the_model(config: str) -> None:
         (GptOssConfig(**TINY, head_dim=16, num_local_experts=4, num_experts_per_tok=2), "s_aux"),
         (Gemma2Config(**TINY, head_dim=16, attn_logit_softcapping=50.0), "softcap"),
         (MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, state_size=4), "other states"),
+        (
+            BambaConfig(
+                **TINY,
+                attn_layer_indices=[1],
+                mamba_n_heads=8,
+                mamba_d_head=8,
+                mamba_n_groups=1,
+                mamba_d_state=16,
+            ),
+            "in place",
+        ),
     ],
-    ids=["attention sinks", "capped scores", "other states"],
+    ids=["attention sinks", "capped scores", "other states", "states written in place"],
 )
 def test_models_that_the_pools_cannot_serve(config: Any, match: str) -> None:  # noqa: ANN401
     model = make(config).eval().to(devices.current())

@@ -1,4 +1,4 @@
-"""Causal language models of Hugging Face `transformers` (5.22 and later), as they are, on kvpool's pools.
+"""Causal language models of Hugging Face `transformers` (5.21 and later), as they are, on kvpool's pools.
 
 `PooledModel` runs a ragged batch that a `BatchPlanner` planned: keys and values go to a `KVPool`, states of
 Gated DeltaNet layers to a `GDNPool`. The model's code is not touched. It is given a cache (`Cache`) that
@@ -57,7 +57,7 @@ _FOREIGN = ("softcap", "s_aux", "position_bias")
 class PooledModel:
     """A causal language model whose layers keep what they remember in kvpool's pools.
 
-    The pools are made here, to the measure of the model, for which it runs one token. Keys and values are
+    The pools are made here, to the measure of the model, for which it runs two tokens. Keys and values are
     kept as the attention function gets them; with multi-head latent attention that is after their expansion.
     Layers with a sliding window keep all tokens, too.
 
@@ -282,6 +282,21 @@ class _States(_NoCache):
         return recurrent_states
 
 
+class _Watched(DynamicCache):
+    """A cache that knows which layers gave recurrent states back, rather than write to those they got."""
+
+    def __init__(self, config: Any) -> None:  # noqa: ANN401 - a configuration of `transformers`
+        super().__init__(config=config)
+        self.given_back: set[int] = set()
+
+    @override
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        self.given_back.add(layer_idx)
+        return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
+
+
 class _Measures(NamedTuple):
     """Layers of each kind, and what they keep: of a token as `KVPool`, of a request as `GDNPool` has it."""
 
@@ -292,7 +307,7 @@ class _Measures(NamedTuple):
 
 
 def _measure(model: PreTrainedModel) -> _Measures:
-    """Runs a token and looks at what attention and cache are given: configurations differ in their names."""
+    """Runs two tokens and looks at what attention and cache get: configurations differ in their names."""
     config: Any = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None) or [_ATTENTION[0]] * config.num_hidden_layers
     foreign = sorted({*kinds} - {*_ATTENTION, _LINEAR})
@@ -313,13 +328,15 @@ def _measure(model: PreTrainedModel) -> _Measures:
         kv_shapes[module.layer_idx] = (key.shape[1], key.shape[3], value.shape[1], value.shape[3])
         return sdpa_attention_forward(module, query, key, value, None, **options)[0]
 
-    cache = DynamicCache(config=config)
+    cache = _Watched(config)
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     implementation = model.config._attn_implementation  # noqa: SLF001 - there is no other way to ask
     model.set_attn_implementation(_NAME)
     try:
         with torch.no_grad(), _attending(attend):
-            model(token, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            for _ in ("prefill", "decode"):
+                cache.given_back.clear()
+                model(token, past_key_values=cache, use_cache=True, logits_to_keep=1)
     finally:
         model.set_attn_implementation(implementation)
     linear_layers = [layer for layer, kind in enumerate(kinds) if kind == _LINEAR]
@@ -328,6 +345,11 @@ def _measure(model: PreTrainedModel) -> _Measures:
         raise ConfigError(
             f"{config.model_type} has attention layers with {len(set(kv_shapes.values()))} shapes of keys "
             f"and values, and linear ones with {len(gdn_shapes)} of states; there must be one"
+        )
+    if cache.given_back != {*linear_layers}:
+        raise ConfigError(
+            f"{config.model_type} writes to recurrent states in place when it decodes, which the pool does "
+            "not see; only layers that give them back to the cache, as Gated DeltaNet does, can be served"
         )
     kv_shape = next(iter(kv_shapes.values()))
     return _Measures(sorted(kv_shapes), linear_layers, kv_shape, gdn_shapes.pop() if gdn_shapes else None)
