@@ -194,11 +194,26 @@ def churn(report: Report) -> None:
     )
 
 
+def debugging(report: Report) -> None:
+    """What it costs to note who takes and gives what."""
+
+    def case(n: int, *, debug: bool) -> Case:
+        return Case(alloc_and_free(kvpool.TokenToKVPoolAllocator(MILLION, "cpu", debug=debug), n))
+
+    for n in (1, 128, 4096):
+        report.compare(
+            f"alloc + free, n = {n}, sorted",
+            case(n, debug=False),
+            case(n, debug=True),
+            alternative="kvpool, debug=True",
+        )
+
+
 def main() -> None:
     """Runs every question and reports."""
     torch.set_num_threads(1)
     report = Report("Token slots, CPU, pool of 1 M")
-    for part in (round_trips, pool_sizes, merges, busy_pools, churn):
+    for part in (round_trips, pool_sizes, merges, busy_pools, churn, debugging):
         part(report)
     report.finish()
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvpool._kvpool import _noted
 from kvpool.errors import ConfigError, IndexOwnershipError
 
 if TYPE_CHECKING:
@@ -25,14 +25,15 @@ class Span(NamedTuple):
         end: One past the last.
         state: "free", "live", or "fenced": given back, and kept until work in flight is done.
         n_bytes: Bytes, where units have sizes of their own.
-        holders: Owner, place in the program and seconds since, of each who holds them; where the pool debugs.
+        holders: Of each who holds them, where the pool debugs: owner, place in the program, seconds since,
+            and the number of the call among all that were noted.
     """
 
     first: int
     end: int
     state: str
     n_bytes: int | None
-    holders: list[tuple[str | int | None, str, float]]
+    holders: list[tuple[str | int | None, str, float, int]]
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,8 @@ def occupancy(pool: Pool) -> tuple[list[Span], list[int]]:
     return [Span(*span) for span in spans], lifetimes
 
 
-def leaks(pool: Pool, younger_than_s: float = float("inf")) -> list[Leak]:
-    """As `Pool.leaks`, of what was taken in the last `younger_than_s` seconds."""
+def leaks(pool: Pool, since: int = 0) -> list[Leak]:
+    """As `Pool.leaks`, of what calls took from number `since` on."""
     spans, _ = occupancy(pool)
     if not pool.debug:
         raise ConfigError(
@@ -76,8 +77,8 @@ def leaks(pool: Pool, younger_than_s: float = float("inf")) -> list[Leak]:
         )
     groups: dict[tuple[str | int | None, str], list[tuple[float, int, int]]] = {}
     for span in spans:
-        for owner, site, age_s in span.holders:
-            if age_s <= younger_than_s:
+        for owner, site, age_s, number in span.holders:
+            if number >= since:
                 groups.setdefault((owner, site), []).append((age_s, span.first, span.end))
     found = [
         Leak(
@@ -112,11 +113,11 @@ class ExpectBalanced:
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self._live = _live(pool)
-        self._start = time.monotonic()
+        self._since = _noted()
 
     def __enter__(self) -> Pool:
         self._live = _live(self._pool)
-        self._start = time.monotonic()
+        self._since = _noted()
         return self._pool
 
     def __exit__(
@@ -132,7 +133,7 @@ class ExpectBalanced:
         more = live - self._live
         message = f"{self._pool.name}: {live} {unit}s are live, {more} more than the {self._live} before"
         if self._pool.debug:
-            taken = leaks(self._pool, time.monotonic() - self._start)
+            taken = leaks(self._pool, self._since)
             raise IndexOwnershipError(f"{message}; taken meanwhile:\n{table(taken, unit)}")
         raise IndexOwnershipError(f"{message}; with debug=True or KVPOOL_DEBUG=1 it is known who has them")
 

@@ -160,7 +160,7 @@ def _as_json(one: Snapshot) -> dict[str, Any]:
     for span in one.spans:
         held = [
             [holders.setdefault((owner, site), len(holders)), round(age_s, 6)]
-            for owner, site, age_s in span.holders
+            for owner, site, age_s, _ in span.holders
         ]
         spans.append([span.first, span.end, span.state, span.n_bytes, held])
     return {
@@ -192,5 +192,5 @@ def owner_of(span: Span) -> str:
     """How the owner of a live span is shown."""
     if not span.holders:
         return "in use"
-    owner, site, _ = span.holders[0]
+    owner, site, *_ = span.holders[0]
     return site if owner is None else str(owner)

@@ -6,6 +6,7 @@ use std::fmt::{self, Write as _};
 use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use crate::base::widen;
@@ -39,13 +40,24 @@ pub struct Act {
     pub site: Arc<str>,
     /// When.
     pub at: Instant,
+    /// How many calls were noted before, in the whole process.
+    pub number: u64,
 }
+
+/// How many calls were noted.
+static NOTED: AtomicU64 = AtomicU64::new(0);
 
 impl Act {
     /// A call that happens now.
     #[must_use]
     pub fn new(owner: Option<Owner>, site: &str) -> Self {
-        Self { owner, site: site.into(), at: Instant::now() }
+        Self { owner, site: site.into(), at: Instant::now(), number: NOTED.fetch_add(1, Relaxed) }
+    }
+
+    /// How many calls were noted so far, in the whole process.
+    #[must_use]
+    pub fn noted() -> u64 {
+        NOTED.load(Relaxed)
     }
 
     /// How long ago it was.

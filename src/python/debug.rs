@@ -75,8 +75,8 @@ fn call_site(py: Python<'_>) -> PyResult<String> {
     Ok(format!("{file}:{} in {function}", frame.getattr("f_lineno")?))
 }
 
-/// A holder of indices: owner, place in the program, seconds since.
-type Holder<'py> = (Option<Bound<'py, PyAny>>, String, f64);
+/// A holder of indices: owner, place in the program, seconds since, and the number of the call.
+type Holder<'py> = (Option<Bound<'py, PyAny>>, String, f64, u64);
 /// First and end, state, bytes if they are its own, holders.
 type Seen<'py> = (usize, usize, &'static str, Option<usize>, Vec<Holder<'py>>);
 /// What `Pool._occupancy` answers: spans, and how many lives lasted less than 1, 2, 4, ... microseconds.
@@ -95,7 +95,7 @@ pub(super) fn occupancy<'py>(
             Some(Owner::Text(text)) => Some(PyString::new(py, text).into_any()),
             Some(Owner::Number(number)) => Some(number.into_pyobject(py)?.into_any()),
         };
-        Ok((owner, act.site.to_string(), act.age().as_secs_f64()))
+        Ok((owner, act.site.to_string(), act.age().as_secs_f64(), act.number))
     };
     let spans = spans.iter().map(|(span, bytes)| {
         let holders = span.holders.iter().map(holder).collect::<PyResult<_>>()?;

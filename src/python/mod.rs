@@ -109,6 +109,12 @@ fn _use_stream(handle: Option<usize>) {
     framework::use_stream(handle.map(Stream::from_handle));
 }
 
+/// How many calls were noted by pools that debug: later ones have this number or a greater one.
+#[pyfunction]
+fn _noted() -> u64 {
+    crate::index::Act::noted()
+}
+
 #[pymodule]
 fn _kvpool(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<tensor::Tensor>()?;
@@ -134,6 +140,7 @@ fn _kvpool(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(set_num_threads, module)?)?;
     module.add_function(wrap_pyfunction!(_zeros, module)?)?;
     module.add_function(wrap_pyfunction!(_use_stream, module)?)?;
+    module.add_function(wrap_pyfunction!(_noted, module)?)?;
     let errors: Vec<&str> = crate::base::ErrorKind::ALL.iter().map(|kind| kind.class_name()).collect();
     module.add("_ERROR_CLASSES", errors)?;
     module.add("__version__", env!("CARGO_PKG_VERSION"))
