@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from kvpool._kvpool import _noted
+from kvpool._occupancy import occupancy
 from kvpool.errors import ConfigError, IndexOwnershipError
 
 if TYPE_CHECKING:
@@ -15,25 +16,6 @@ if TYPE_CHECKING:
 
 # Rows of a table in an error.
 _SHOWN = 20
-
-
-class Span(NamedTuple):
-    """Neighbouring units of a pool that are alike.
-
-    Attributes:
-        first: The first of them.
-        end: One past the last.
-        state: "free", "live", or "fenced": given back, and kept until work in flight is done.
-        n_bytes: Bytes, where units have sizes of their own.
-        holders: Of each who holds them, where the pool debugs: owner, place in the program, seconds since,
-            and the number of the call among all that were noted.
-    """
-
-    first: int
-    end: int
-    state: str
-    n_bytes: int | None
-    holders: list[tuple[str | int | None, str, float, int]]
 
 
 @dataclass(frozen=True)
@@ -53,19 +35,6 @@ class Leak:
     count: int
     age_s: float
     spans: list[tuple[int, int]]
-
-
-def occupancy(pool: Pool) -> tuple[list[Span], list[int]]:
-    """All units of a pool in order, and how many lives lasted less than 1, 2, 4, ... microseconds.
-
-    Raises:
-        TypeError: If the pool hands nothing out.
-    """
-    look = getattr(pool, "_occupancy", None)
-    if look is None:
-        raise TypeError(f"a {type(pool).__name__} hands nothing out that could leak")
-    spans, lifetimes = look()
-    return [Span(*span) for span in spans], lifetimes
 
 
 def leaks(pool: Pool, since: int = 0) -> list[Leak]:

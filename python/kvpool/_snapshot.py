@@ -4,110 +4,20 @@ from __future__ import annotations
 
 import datetime as dt
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvpool import _kvpool
-from kvpool._leaks import Span, occupancy
+from kvpool._occupancy import take
 from kvpool._pools import pools as living_pools
 from kvpool.errors import ConfigError
 
 if TYPE_CHECKING:
     import os
 
+    from kvpool._occupancy import Snapshot
     from kvpool._pools import AnyPool
 
 _TEMPLATE = Path(__file__).with_name("_snapshot.html")
-
-# Owners beyond these share a colour: what holds few units is found by pointing at it.
-_MOST_OWNERS = 500
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """What stood in one pool at one time.
-
-    Attributes:
-        name: Of the pool.
-        kind: Its class.
-        unit: What it hands out.
-        unit_bytes: Bytes of one unit, where all are alike and that is known.
-        debug: Whether it is known who holds what.
-        spans: All units in order.
-        lifetimes: How many lives lasted less than 1, 2, 4, ... microseconds.
-        stats: Its numbers.
-    """
-
-    name: str
-    kind: str
-    unit: str
-    unit_bytes: int | None
-    debug: bool
-    spans: list[Span]
-    lifetimes: list[int]
-    stats: dict[str, int]
-
-    @property
-    def count(self) -> int:
-        """How many units there are."""
-        return self.spans[-1].end - self.spans[0].first if self.spans else 0
-
-    @property
-    def free_runs(self) -> list[int]:
-        """Lengths of the maximal runs of free units, in order."""
-        runs: list[int] = []
-        end = None
-        for span in self.spans:
-            if span.state == "free":
-                length = span.end - span.first
-                if end == span.first:
-                    runs[-1] += length
-                else:
-                    runs.append(length)
-                end = span.end
-        return runs
-
-    @property
-    def fragmentation(self) -> float:
-        """The part of the free units outside of the longest free run: 0 where they are in one piece."""
-        runs = self.free_runs
-        return 1 - max(runs) / sum(runs) if runs else 0.0
-
-    @property
-    def ages_s(self) -> list[tuple[float, int]]:
-        """Age in seconds and units of each live span whose holder is known."""
-        return [(span.holders[0][2], span.end - span.first) for span in self.spans if span.holders]
-
-
-def take(pool: AnyPool) -> Snapshot:
-    """What stands in `pool` now."""
-    spans, lifetimes = occupancy(pool)
-    return Snapshot(
-        name=pool.name,
-        kind=type(pool).__name__,
-        unit=pool.unit,
-        unit_bytes=_unit_bytes(pool),
-        debug=pool.debug,
-        spans=spans,
-        lifetimes=lifetimes,
-        stats=pool.stats(),
-    )
-
-
-def _unit_bytes(pool: AnyPool) -> int | None:
-    """Bytes of one unit of a pool; `None` where it has no memory, or units of several sizes."""
-    match pool:
-        case _kvpool.ChunkPool():
-            return pool.chunk_bytes
-        case _kvpool.PagePool():
-            return pool.stats()["bytes"] // max(1, pool.total_pages)
-        case _kvpool.GDNPool():
-            return pool.mem_bytes() // pool.pool_size
-        case _kvpool.ReqToTokenPool():
-            return 4 * pool.max_context_len
-        case _:
-            return 1 if pool.unit == "byte" else None
 
 
 def snapshot(path: str | os.PathLike[str], *pools: AnyPool) -> None:
@@ -176,21 +86,3 @@ def _as_json(one: Snapshot) -> dict[str, Any]:
         "fragmentation": one.fragmentation,
         "stats": one.stats,
     }
-
-
-def owners(one: Snapshot) -> list[tuple[str, int]]:
-    """The owners of live units, the one with the most first, and how many units each has."""
-    counts: dict[str, int] = {}
-    for span in one.spans:
-        if span.state == "live":
-            owner = owner_of(span)
-            counts[owner] = counts.get(owner, 0) + span.end - span.first
-    return sorted(counts.items(), key=lambda item: -item[1])[:_MOST_OWNERS]
-
-
-def owner_of(span: Span) -> str:
-    """How the owner of a live span is shown."""
-    if not span.holders:
-        return "in use"
-    owner, site, *_ = span.holders[0]
-    return site if owner is None else str(owner)

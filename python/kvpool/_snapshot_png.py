@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from kvpool._snapshot import owner_of, owners
+from kvpool._occupancy import owner_of, owners
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from matplotlib.axes import Axes
 
-    from kvpool._snapshot import Snapshot
+    from kvpool._occupancy import Snapshot
 
 # Of the map: more units than these share cells.
 _COLUMNS, _ROWS = 128, 64

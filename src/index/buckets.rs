@@ -3,7 +3,7 @@
 use crate::base::{Error, Result, widen};
 
 use super::Ticket;
-use super::ledger::{Ledger, Span, State, spans};
+use super::ledger::{Book, Span, State, spans};
 
 /// How sizes are rounded up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -128,8 +128,7 @@ pub struct Buckets<L> {
     in_use_bytes: usize,
     high_water: usize,
     high_water_bytes: usize,
-    /// Where somebody debugs.
-    ledger: Option<Box<Ledger>>,
+    book: Book,
 }
 
 impl<L> Default for Buckets<L> {
@@ -144,26 +143,21 @@ impl<L> Default for Buckets<L> {
             in_use_bytes: 0,
             high_water: 0,
             high_water_bytes: 0,
-            ledger: None,
+            book: Book::default(),
         }
     }
 }
 
 impl<L: Copy + PartialEq> Buckets<L> {
-    /// Notes from now on who takes and gives what.
-    pub fn keep_ledger(&mut self) {
-        self.ledger = Some(Box::default());
-    }
-
-    /// Who took and gave what, if that is noted.
+    /// Who takes and gives what, where somebody debugs.
     #[must_use]
-    pub fn ledger(&self) -> Option<&Ledger> {
-        self.ledger.as_deref()
+    pub const fn book(&self) -> &Book {
+        &self.book
     }
 
-    /// As [`Buckets::ledger`], to announce who does what follows.
-    pub fn ledger_mut(&mut self) -> Option<&mut Ledger> {
-        self.ledger.as_deref_mut()
+    /// As [`Buckets::book`], to open it.
+    pub const fn book_mut(&mut self) -> &mut Book {
+        &mut self.book
     }
 
     /// All buffers, each for itself, by state and holders, with their bytes.
@@ -176,7 +170,7 @@ impl<L: Copy + PartialEq> Buckets<L> {
         };
         (0..count)
             .filter(|index| !self.vacant.contains(index))
-            .flat_map(|index| spans(index..index + 1, self.ledger(), state_of))
+            .flat_map(|index| spans(index..index + 1, self.book.ledger(), state_of))
             .map(|span| {
                 let bytes = self.entries[widen(span.range.start)].bucket.bytes;
                 (span, bytes)
@@ -269,9 +263,7 @@ impl<L: Copy + PartialEq> Buckets<L> {
         self.in_use_bytes += entry.bucket.bytes;
         self.high_water = self.high_water.max(self.live.len());
         self.high_water_bytes = self.high_water_bytes.max(self.in_use_bytes);
-        if let Some(ledger) = &mut self.ledger {
-            ledger.took(index..index + 1);
-        }
+        self.book.took(index..index + 1);
         Ticket::new(index, entry.generation)
     }
 
@@ -317,9 +309,7 @@ impl<L: Copy + PartialEq> Buckets<L> {
         entry.generation += 1;
         entry.live_at = None;
         let Entry { bucket, lane, .. } = *entry;
-        if let Some(ledger) = &mut self.ledger {
-            ledger.gave(index..index + 1);
-        }
+        self.book.gave(index..index + 1);
         self.in_use_bytes -= bucket.bytes;
         self.free_count += 1;
         self.free_bytes += bucket.bytes;

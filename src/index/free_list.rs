@@ -8,7 +8,7 @@ use crate::base::{Id, Result, widen};
 
 use super::BadFree;
 use super::bitmap::{Bitmap, runs_of, words_of};
-use super::ledger::{Ledger, Span, State, spans};
+use super::ledger::{Book, Span, State, spans};
 
 /// In which order indices are handed out again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -84,8 +84,7 @@ pub struct FreeList<I> {
     queue: VecDeque<Run<I>>,
     /// The most indices that were in use at once since the start or the last clear.
     high_water: usize,
-    /// Where somebody debugs.
-    ledger: Option<Box<Ledger>>,
+    book: Book,
     space: PhantomData<I>,
 }
 
@@ -110,33 +109,28 @@ impl<I: Id> FreeList<I> {
             fenced: Bitmap::new(bound)?,
             queue: VecDeque::new(),
             high_water: 0,
-            ledger: None,
+            book: Book::default(),
             space: PhantomData,
         };
         list.clear();
         Ok(list)
     }
 
-    /// Notes from now on who takes and gives what.
-    pub fn keep_ledger(&mut self) {
-        self.ledger = Some(Box::default());
-    }
-
-    /// Who took and gave what, if that is noted.
+    /// Who takes and gives what, where somebody debugs.
     #[must_use]
-    pub fn ledger(&self) -> Option<&Ledger> {
-        self.ledger.as_deref()
+    pub const fn book(&self) -> &Book {
+        &self.book
     }
 
-    /// As [`FreeList::ledger`], to announce who does what follows.
-    pub fn ledger_mut(&mut self) -> Option<&mut Ledger> {
-        self.ledger.as_deref_mut()
+    /// As [`FreeList::book`], to open it.
+    pub const fn book_mut(&mut self) -> &mut Book {
+        &mut self.book
     }
 
     /// All indices, by state and holders.
     #[must_use]
     pub fn spans(&self) -> Vec<Span> {
-        spans(self.first..self.first + self.count, self.ledger(), |index| {
+        spans(self.first..self.first + self.count, self.book.ledger(), |index| {
             let index = I::new(index);
             match (self.is_live(index), self.is_in_use(index)) {
                 (true, _) => State::Live,
@@ -148,9 +142,7 @@ impl<I: Id> FreeList<I> {
 
     /// Makes everything free again, in the order of a new list.
     pub fn clear(&mut self) {
-        if let Some(ledger) = &mut self.ledger {
-            ledger.clear();
-        }
+        self.book.clear();
         self.released.clear();
         self.fenced.clear();
         self.free.insert_run(widen(self.first), widen(self.count));
@@ -247,11 +239,9 @@ impl<I: Id> FreeList<I> {
         if count > self.free.len() {
             return false;
         }
-        let mut ledger = self.ledger.take();
+        let mut book = std::mem::take(&mut self.book);
         let mut emit = |run: Run<I>| {
-            if let Some(ledger) = &mut ledger {
-                ledger.took(run.range());
-            }
+            book.took(run.range());
             emit(run);
         };
         match self.order {
@@ -260,7 +250,7 @@ impl<I: Id> FreeList<I> {
             }),
             Order::Fifo => self.take_front(count, emit),
         }
-        self.ledger = ledger;
+        self.book = book;
         self.high_water = self.high_water.max(self.in_use());
         true
     }
@@ -316,9 +306,7 @@ impl<I: Id> FreeList<I> {
             self.unqueue(taken);
         }
         self.high_water = self.high_water.max(self.in_use());
-        if let Some(ledger) = &mut self.ledger {
-            ledger.took(taken.range());
-        }
+        self.book.took(taken.range());
         Some(taken)
     }
 
@@ -375,7 +363,7 @@ impl<I: Id> FreeList<I> {
 
     /// Completes the gives that `accepted` names: [`Order::Fifo`] queues them in that order.
     pub fn commit(&mut self, accepted: &[Run<I>], give: Give) {
-        if let Some(ledger) = &mut self.ledger {
+        if let Some(ledger) = self.book.ledger_mut() {
             for run in accepted {
                 ledger.gave(run.range());
             }
@@ -387,7 +375,7 @@ impl<I: Id> FreeList<I> {
 
     /// Lets runs that are in the free or the released set be handed out.
     fn queue(&mut self, accepted: &[Run<I>]) {
-        if let Some(ledger) = &mut self.ledger {
+        if let Some(ledger) = self.book.ledger_mut() {
             for run in accepted {
                 ledger.became_free(run.range());
             }

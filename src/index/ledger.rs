@@ -315,6 +315,74 @@ impl Ledger {
     }
 }
 
+/// A ledger, or none where nobody debugs.
+#[derive(Clone, Debug, Default)]
+pub struct Book(Option<Box<Ledger>>);
+
+impl Book {
+    /// Opens a ledger.
+    pub fn open(&mut self) {
+        self.0 = Some(Box::default());
+    }
+
+    /// The ledger, if there is one.
+    #[must_use]
+    pub fn ledger(&self) -> Option<&Ledger> {
+        self.0.as_deref()
+    }
+
+    /// As [`Book::ledger`], to write in it.
+    pub fn ledger_mut(&mut self) -> Option<&mut Ledger> {
+        self.0.as_deref_mut()
+    }
+
+    /// As [`Ledger::took`].
+    #[inline]
+    pub(super) fn took(&mut self, range: Range<u32>) {
+        if let Some(ledger) = &mut self.0 {
+            ledger.took(range);
+        }
+    }
+
+    /// As [`Ledger::gave`].
+    #[inline]
+    pub(super) fn gave(&mut self, range: Range<u32>) {
+        if let Some(ledger) = &mut self.0 {
+            ledger.gave(range);
+        }
+    }
+
+    /// As [`Ledger::clear`].
+    pub(super) fn clear(&mut self) {
+        if let Some(ledger) = &mut self.0 {
+            ledger.clear();
+        }
+    }
+
+    /// As [`Ledger::shared`].
+    #[inline]
+    pub(super) fn shared(&mut self, index: u32) {
+        if let Some(ledger) = &mut self.0 {
+            ledger.shared(index);
+        }
+    }
+
+    /// As [`Ledger::left`].
+    #[inline]
+    pub(super) fn left(&mut self, index: u32) {
+        if let Some(ledger) = &mut self.0 {
+            ledger.left(index);
+        }
+    }
+
+    /// As [`Ledger::explain`], where something was dropped.
+    pub(super) fn explain(&self, bad: &mut BadFrees, index_of: impl Fn(u32) -> u32) {
+        if let Some(ledger) = self.ledger().filter(|_| bad.dropped() > 0) {
+            ledger.explain(bad, index_of);
+        }
+    }
+}
+
 /// Indices of `range` by state and holders, neighbours together.
 pub(super) fn spans(
     range: Range<u32>,

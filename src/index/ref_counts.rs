@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use crate::base::{Result, reserve, widen};
 
-use super::ledger::{Ledger, Span, State, spans};
+use super::ledger::{Book, Span, State, spans};
 use super::{BadFree, BadFrees};
 
 /// An index as somebody took it: it is told from the same index taken again later.
@@ -65,25 +65,19 @@ pub struct RefCounts {
     in_use: usize,
     high_water: usize,
     dropped_frees: usize,
-    /// Where somebody debugs.
-    ledger: Option<Box<Ledger>>,
+    book: Book,
 }
 
 impl RefCounts {
-    /// Notes from now on who takes and gives what.
-    pub fn keep_ledger(&mut self) {
-        self.ledger = Some(Box::default());
-    }
-
-    /// Who took and gave what, if that is noted.
+    /// Who takes and gives what, where somebody debugs.
     #[must_use]
-    pub fn ledger(&self) -> Option<&Ledger> {
-        self.ledger.as_deref()
+    pub const fn book(&self) -> &Book {
+        &self.book
     }
 
-    /// As [`RefCounts::ledger`], to announce who does what follows.
-    pub fn ledger_mut(&mut self) -> Option<&mut Ledger> {
-        self.ledger.as_deref_mut()
+    /// As [`RefCounts::book`], to open it.
+    pub const fn book_mut(&mut self) -> &mut Book {
+        &mut self.book
     }
 
     /// All indices, by state and holders. What is returning is fenced; what is withheld counts as free.
@@ -94,7 +88,7 @@ impl RefCounts {
         for index in self.stack.iter().copied().chain(self.fresh.iter().cloned().flatten()) {
             is_free[widen(index)] = true;
         }
-        spans(0..count, self.ledger(), |index| match self.entries[widen(index)] {
+        spans(0..count, self.book.ledger(), |index| match self.entries[widen(index)] {
             Entry { references: 1.., .. } => State::Live,
             // Withheld indices were never taken.
             Entry { generation: 0, .. } => State::Free,
@@ -106,9 +100,7 @@ impl RefCounts {
     /// A report of `index`, which could not be freed.
     pub fn bad_free(&self, index: i64, reason: BadFree) -> BadFrees {
         let mut bad = BadFrees::of(index, reason);
-        if let Some(ledger) = self.ledger() {
-            ledger.explain(&mut bad, |index| index);
-        }
+        self.book.explain(&mut bad, |index| index);
         bad
     }
 
@@ -186,9 +178,7 @@ impl RefCounts {
         self.high_water = self.high_water.max(self.in_use);
         let entry = &mut self.entries[widen(index)];
         entry.references = 1;
-        if let Some(ledger) = &mut self.ledger {
-            ledger.took(index..index + 1);
-        }
+        self.book.took(index..index + 1);
         Some(Ticket::new(index, entry.generation))
     }
 
@@ -226,9 +216,7 @@ impl RefCounts {
         };
         if let Some(more) = more {
             self.entries[widen(ticket.index)].references = more;
-            if let Some(ledger) = &mut self.ledger {
-                ledger.shared(ticket.index);
-            }
+            self.book.shared(ticket.index);
         }
         more.is_some()
     }
@@ -247,8 +235,10 @@ impl RefCounts {
         if is_last {
             entry.generation += 1;
         }
-        if let Some(ledger) = &mut self.ledger {
-            if is_last { ledger.gave(ticket.index..ticket.index + 1) } else { ledger.left(ticket.index) }
+        if is_last {
+            self.book.gave(ticket.index..ticket.index + 1);
+        } else {
+            self.book.left(ticket.index);
         }
         Ok(is_last)
     }

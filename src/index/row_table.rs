@@ -57,7 +57,7 @@ impl RowTable {
         &self.rows
     }
 
-    /// As [`RowTable::rows`], to announce who does what follows.
+    /// As [`RowTable::rows`], to open their book.
     pub const fn rows_mut(&mut self) -> &mut FreeList<Row> {
         &mut self.rows
     }
@@ -118,9 +118,7 @@ impl RowTable {
             }
         }
         let dropped = bad.dropped();
-        if let Some(ledger) = self.rows.ledger().filter(|_| dropped > 0) {
-            ledger.explain(&mut bad, |row| row);
-        }
+        self.rows.book().explain(&mut bad, |row| row);
         match on_bad_frees(bad, strict, noun, given.len(), self.rows.capacity()) {
             Err(error) => {
                 self.rows.rollback(&accepted, Give::Now);

@@ -68,7 +68,7 @@ pub struct BatchPlanner {
     remote: Option<Remote>,
     lines: Lines,
     listed: Listed,
-    plans: u64,
+    plans: usize,
     /// Counts whatever changes the pages of a request.
     changes: u64,
 }
@@ -162,7 +162,7 @@ impl BatchPlanner {
 
     /// Plans so far.
     #[must_use]
-    pub const fn plans(&self) -> u64 {
+    pub const fn plans(&self) -> usize {
         self.plans
     }
 
@@ -540,7 +540,7 @@ impl BatchPlanner {
     /// just now.
     fn sign(&self, row: u32, first: usize, slots: &mut TokenToKvPoolAllocator, table: &ReqToTokenPool) {
         let Some(act) = signed_act(row, slots, table) else { return };
-        if let Some(ledger) = slots.slots_mut().pages_mut().ledger_mut() {
+        if let Some(ledger) = slots.slots_mut().pages_mut().book_mut().ledger_mut() {
             for page in &self.requests.pages(row)[first..] {
                 ledger.sign(page.cast_unsigned(), &act);
             }
@@ -693,7 +693,7 @@ fn sent_pages(growth: Growth, page_size: PageSize) -> std::ops::Range<usize> {
 /// Where a ledger is kept, the call in progress in the name of a request: of its row's owner, or of the row.
 fn signed_act(row: u32, slots: &TokenToKvPoolAllocator, table: &ReqToTokenPool) -> Option<Arc<Act>> {
     let act = slots.act()?;
-    let holders = table.rows().rows().ledger().map_or(Vec::new(), |ledger| ledger.holders(row));
+    let holders = table.rows().rows().book().ledger().map_or(Vec::new(), |ledger| ledger.holders(row));
     let owner = holders.first().and_then(|holder| holder.owner.clone());
     let owner = owner.unwrap_or_else(|| Owner::Text(format!("row {row}")));
     Some(Arc::new(Act { owner: Some(owner), ..Act::clone(&act) }))

@@ -102,7 +102,7 @@ impl BufferPool {
 
     /// Notes from now on who takes and gives what.
     pub fn keep_ledger(&mut self) {
-        self.buckets.keep_ledger();
+        self.buckets.book_mut().open();
     }
 
     /// How often a buffer was used after it had been given back.
@@ -197,7 +197,7 @@ impl BufferPool {
         let region = region.filter(|_| self.buckets.is_live(buffer));
         self.stale_uses += usize::from(region.is_none());
         region.ok_or_else(|| {
-            let ledger = self.buckets.ledger();
+            let ledger = self.buckets.book().ledger();
             stale(buffer, ledger.and_then(|ledger| ledger.history(buffer.index())))
         })
     }

@@ -259,7 +259,7 @@ impl ChunkPool {
 
     /// Notes from now on who takes and gives which chunk.
     pub fn keep_ledger(&self) {
-        self.state().chunks.keep_ledger();
+        self.state().chunks.book_mut().open();
     }
 
     /// Page-locks the memory step by step on several threads, until the pool stops. Its only step, if there is one only, is

@@ -228,7 +228,7 @@ impl GdnPool {
 
     /// Notes from now on who takes and gives which track slot.
     pub fn keep_ledger(&self) {
-        self.tracks().rows_mut().keep_ledger();
+        self.tracks().rows_mut().book_mut().open();
     }
 
     /// Who owns which track slot.

@@ -103,7 +103,7 @@ impl PagePool {
 
     /// Notes from now on who takes and gives what.
     pub fn keep_ledger(&mut self) {
-        self.pages.keep_ledger();
+        self.pages.book_mut().open();
     }
 
     /// Bytes of all pages.

@@ -75,7 +75,7 @@ pub struct PlannerConfig {
 /// A step that was planned. Its arrays are the planner's, which the next plan overwrites.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Plan {
-    pub(super) number: u64,
+    pub(super) number: usize,
     /// What had changed when it was made.
     pub(super) changes: u64,
     /// Requests.

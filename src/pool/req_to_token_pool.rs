@@ -193,7 +193,7 @@ impl ReqToTokenPool {
 
     /// Notes from now on who takes and gives what.
     pub fn keep_ledger(&mut self) {
-        self.rows.rows_mut().keep_ledger();
+        self.rows.rows_mut().book_mut().open();
     }
 
     /// Takes `count` rows of zeros, the longest free first, or returns `None`.

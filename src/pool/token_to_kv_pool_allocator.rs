@@ -106,17 +106,17 @@ impl TokenToKvPoolAllocator {
 
     /// Notes from now on who takes and gives what.
     pub fn keep_ledger(&mut self) {
-        self.slots.pages_mut().keep_ledger();
+        self.slots.pages_mut().book_mut().open();
     }
 
     /// What this thread is doing, if a ledger is kept.
     pub(super) fn act(&self) -> Option<Arc<Act>> {
-        self.slots.pages().ledger().map(|_| Act::current())
+        self.slots.pages().book().ledger().map(|_| Act::current())
     }
 
     /// Has rows of `kv` poisoned when their slots become free, if a ledger is kept.
     pub fn poison_freed(&mut self, kv: &Arc<KvPool>) {
-        if let Some(ledger) = self.slots.pages_mut().ledger_mut() {
+        if let Some(ledger) = self.slots.pages_mut().book_mut().ledger_mut() {
             ledger.list_freed();
             self.poisoned.push(Arc::downgrade(kv));
         }
@@ -130,7 +130,7 @@ impl TokenToKvPoolAllocator {
         if self.poisoned.is_empty() {
             return Ok(());
         }
-        let pages = self.slots.pages_mut().ledger_mut().map_or(Vec::new(), Ledger::take_freed);
+        let pages = self.slots.pages_mut().book_mut().ledger_mut().map_or(Vec::new(), Ledger::take_freed);
         let page_size = self.slots.page_size();
         let slots: Vec<_> =
             pages.iter().map(|run| widen(run.start) * page_size..widen(run.end) * page_size).collect();

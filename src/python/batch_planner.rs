@@ -6,7 +6,7 @@ use pyo3::PyTraverseError;
 use pyo3::exceptions::PyTypeError;
 use pyo3::gc::PyVisit;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PySequence};
+use pyo3::types::{IntoPyDict, PyDict, PySequence};
 
 use crate::base::{Device, Error, IndexVec};
 use crate::index::{Acting, BadFrees};
@@ -351,14 +351,15 @@ impl BatchPlanner {
             let (planner, table) = (lock(&self.planner), lock(&self.table.get().pool));
             (planner.totals(&table), planner.plans(), planner.mem_bytes())
         };
-        let dict = PyDict::new(py);
-        dict.set_item("requests", requests)?;
-        dict.set_item("tokens", tokens)?;
-        dict.set_item("plans", plans)?;
-        dict.set_item("max_batch_size", self.config.max_batch_size)?;
-        dict.set_item("max_tokens", self.config.max_tokens)?;
-        dict.set_item("bytes", bytes)?;
-        Ok(dict)
+        [
+            ("requests", requests),
+            ("tokens", tokens),
+            ("plans", plans),
+            ("max_batch_size", self.config.max_batch_size),
+            ("max_tokens", self.config.max_tokens),
+            ("bytes", bytes),
+        ]
+        .into_py_dict(py)
     }
 
     /// The request table.

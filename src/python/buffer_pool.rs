@@ -4,7 +4,7 @@ use std::sync::Mutex;
 
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyTuple};
+use pyo3::types::{IntoPyDict, PyDict, PyTuple};
 use pyo3::{PyTraverseError, gc::PyVisit};
 
 use crate::base::{DType, Device, Dims, Error, ErrorKind, widen};
@@ -212,7 +212,7 @@ impl BufferPool {
     fn _occupancy<'py>(&self, py: Python<'py>) -> PyResult<Occupancy<'py>> {
         let (spans, lifetimes) = {
             let pool = lock(&self.pool);
-            (pool.buckets().spans(), debug::lifetimes(pool.buckets().ledger()))
+            (pool.buckets().spans(), debug::lifetimes(pool.buckets().book()))
         };
         let spans = spans.into_iter().map(|(span, bytes)| (span, Some(bytes))).collect();
         debug::occupancy(py, spans, lifetimes, 1)
@@ -238,11 +238,7 @@ impl BufferPool {
                 ("registered_bytes", pool.registered_bytes()),
             ]
         };
-        let dict = PyDict::new(py);
-        for (key, value) in numbers {
-            dict.set_item(key, value)?;
-        }
-        Ok(dict)
+        numbers.into_py_dict(py)
     }
 
     /// Buffers that are free.

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyTuple};
+use pyo3::types::{IntoPyDict, PyDict, PyTuple};
 use pyo3::{PyTraverseError, gc::PyVisit};
 
 use crate::base::{Device, Dims, Error, widen};
@@ -295,7 +295,7 @@ impl ChunkPool {
     /// What stands in the pool: (first, end, state, bytes, holders) of each span, and lifetimes.
     fn _occupancy<'py>(&self, py: Python<'py>) -> PyResult<Occupancy<'py>> {
         let (spans, lifetimes) =
-            self.pool.counts(|chunks, _| (chunks.spans(), debug::lifetimes(chunks.ledger())));
+            self.pool.counts(|chunks, _| (chunks.spans(), debug::lifetimes(chunks.book())));
         debug::occupancy(py, debug::even(spans), lifetimes, 1)
     }
 
@@ -304,12 +304,8 @@ impl ChunkPool {
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let (numbers, registered) =
             self.pool.counts(|chunks, registered| (super::count_stats(chunks), registered));
-        let dict = PyDict::new(py);
         let more = [("registered", registered), ("bytes", self.pool.mem_bytes())];
-        for (key, value) in numbers.into_iter().chain(more) {
-            dict.set_item(key, value)?;
-        }
-        Ok(dict)
+        numbers.into_iter().chain(more).into_py_dict(py)
     }
 
     /// Chunks.

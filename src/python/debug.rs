@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyInt, PyString};
 
 use crate::base::widen;
-use crate::index::{Act, Acting, Ledger, Owner, Span, State};
+use crate::index::{Act, Acting, Book, Owner, Span, State};
 
 use super::args::kind_of;
 
@@ -114,9 +114,9 @@ pub(super) fn pieces<'py>(pieces: Vec<(Range<usize>, bool)>) -> Occupancy<'py> {
     (seen.collect(), Vec::new())
 }
 
-/// The lifetimes that a ledger has counted.
-pub(super) fn lifetimes(ledger: Option<&Ledger>) -> Vec<u64> {
-    ledger.map_or(Vec::new(), |ledger| ledger.lifetimes().to_vec())
+/// The lifetimes that were counted.
+pub(super) fn lifetimes(book: &Book) -> Vec<u64> {
+    book.ledger().map_or(Vec::new(), |ledger| ledger.lifetimes().to_vec())
 }
 
 /// Spans whose units are all of the same size.

@@ -3,7 +3,7 @@
 use pyo3::PyTraverseError;
 use pyo3::gc::PyVisit;
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::types::{IntoPyDict, PyDict};
 
 use crate::base::DType;
 use crate::memory::Stream;
@@ -193,7 +193,7 @@ impl GdnPool {
     fn _occupancy<'py>(&self, py: Python<'py>) -> PyResult<Occupancy<'py>> {
         let (spans, lifetimes) = {
             let tracks = self.pool.tracks();
-            (tracks.rows().spans(), debug::lifetimes(tracks.rows().ledger()))
+            (tracks.rows().spans(), debug::lifetimes(tracks.rows().book()))
         };
         debug::occupancy(py, debug::even(spans), lifetimes, 1)
     }
@@ -201,12 +201,8 @@ impl GdnPool {
     /// The numbers of this pool, in track slots: `capacity`, `available`, `in_use`, `high_water`, `dropped_frees`;
     /// and `bytes` of both states.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let dict = PyDict::new(py);
         let numbers = row_stats(&self.pool.tracks());
-        for (key, value) in numbers.into_iter().chain([("bytes", self.pool.mem_bytes())]) {
-            dict.set_item(key, value)?;
-        }
-        Ok(dict)
+        numbers.into_iter().chain([("bytes", self.pool.mem_bytes())]).into_py_dict(py)
     }
 
     /// Slots of every layer: padding, working and track slots.

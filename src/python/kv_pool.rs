@@ -6,7 +6,7 @@ use pyo3::PyTraverseError;
 use pyo3::exceptions::PyTypeError;
 use pyo3::gc::PyVisit;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyList};
+use pyo3::types::{IntoPyDict, PyDict, PyList};
 
 use crate::base::{DType, Device, Dims, Id, Slot};
 use crate::memory::{Stream, pinned_if_possible};
@@ -351,17 +351,14 @@ impl KvPool {
     /// The numbers of this pool: `capacity` in slots, `rows`, `layer_num`, `page_size`, and `bytes` of all buffers.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let config = self.pool.config();
-        let dict = PyDict::new(py);
-        for (key, value) in [
+        [
             ("capacity", config.size),
             ("rows", self.pool.rows()),
             ("layer_num", config.layer_num),
             ("page_size", config.page_size),
             ("bytes", self.pool.mem_bytes()),
-        ] {
-            dict.set_item(key, value)?;
-        }
-        Ok(dict)
+        ]
+        .into_py_dict(py)
     }
 
     /// Usable slots.

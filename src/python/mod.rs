@@ -17,6 +17,7 @@ mod buffer_pool;
 mod chunk_pool;
 mod debug;
 mod errors;
+mod fences;
 mod framework;
 mod gdn_pool;
 mod kv_pool;

@@ -3,7 +3,7 @@
 use std::sync::Mutex;
 
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::types::{IntoPyDict, PyDict};
 
 use crate::base::DType;
 use crate::pool::{PageConfig, PagePool as Pool};
@@ -131,7 +131,7 @@ impl PagePool {
     fn _occupancy<'py>(&self, py: Python<'py>) -> PyResult<Occupancy<'py>> {
         let (spans, lifetimes) = {
             let pool = lock(&self.pool);
-            (pool.pages().spans(), debug::lifetimes(pool.pages().ledger()))
+            (pool.pages().spans(), debug::lifetimes(pool.pages().book()))
         };
         debug::occupancy(py, debug::even(spans), lifetimes, 1)
     }
@@ -142,11 +142,7 @@ impl PagePool {
             let pool = lock(&self.pool);
             (super::count_stats(pool.pages()), pool.mem_bytes())
         };
-        let dict = PyDict::new(py);
-        for (key, value) in numbers.into_iter().chain([("bytes", bytes)]) {
-            dict.set_item(key, value)?;
-        }
-        Ok(dict)
+        numbers.into_iter().chain([("bytes", bytes)]).into_py_dict(py)
     }
 
     /// Elements of a page.

@@ -6,7 +6,7 @@ use pyo3::PyTraverseError;
 use pyo3::exceptions::PyTypeError;
 use pyo3::gc::PyVisit;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PySlice};
+use pyo3::types::{IntoPyDict, PyDict, PySlice};
 
 use crate::base::{Device, Error, Id, IndexVec, Row, reserve};
 use crate::memory::Stream;
@@ -294,7 +294,7 @@ impl ReqToTokenPool {
         let (spans, lifetimes) = {
             let pool = lock(&self.pool);
             let rows = pool.rows().rows();
-            (rows.spans(), debug::lifetimes(rows.ledger()))
+            (rows.spans(), debug::lifetimes(rows.book()))
         };
         debug::occupancy(py, debug::even(spans), lifetimes, 1)
     }
@@ -302,15 +302,11 @@ impl ReqToTokenPool {
     /// The numbers of this pool, in rows: `capacity`, `available`, `in_use`, `high_water`, `dropped_frees`; and
     /// `bytes` of the table.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let dict = PyDict::new(py);
-        let pool = lock(&self.pool);
-        let numbers = row_stats(pool.rows());
-        let bytes = pool.mem_bytes();
-        drop(pool);
-        for (key, value) in numbers.into_iter().chain([("bytes", bytes)]) {
-            dict.set_item(key, value)?;
-        }
-        Ok(dict)
+        let (numbers, bytes) = {
+            let pool = lock(&self.pool);
+            (row_stats(pool.rows()), pool.mem_bytes())
+        };
+        numbers.into_iter().chain([("bytes", bytes)]).into_py_dict(py)
     }
 
     /// The table: int32 `[max_reqs + 1, max_context_len]` (`max_reqs` rows without a padding row), no copy.

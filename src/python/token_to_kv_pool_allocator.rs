@@ -1,14 +1,13 @@
 //! `kvpool.TokenToKVPoolAllocator`.
 
-use std::cell::Cell;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use pyo3::PyTraverseError;
-use pyo3::exceptions::{PyException, PyTypeError};
+use pyo3::exceptions::PyTypeError;
 use pyo3::gc::PyVisit;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyTuple};
+use pyo3::types::{IntoPyDict, PyDict, PyTuple};
 
 use crate::base::{Device, Id, Page, Slot};
 use crate::index::{BadFrees, FenceId};
@@ -18,6 +17,7 @@ use crate::tensor::TensorView;
 
 use super::args::{Arg, IndexArg};
 use super::debug::{self, Debug, Occupancy};
+use super::fences::Fences;
 use super::framework::{backend, current_stream, to_tensor};
 use super::kv_pool::KvPool;
 use super::pool::Pool as Base;
@@ -61,27 +61,12 @@ use super::{args, lock, with};
 #[pyclass(extends = Base, frozen, module = "kvpool", name = "TokenToKVPoolAllocator")]
 pub(super) struct TokenToKvPoolAllocator {
     pub(super) pool: Mutex<Pool>,
-    fences: Mutex<Vec<Fence>>,
-    /// Whether `fences` may have any, so that the common call need not lock it.
-    fenced: AtomicBool,
+    fences: Fences,
     /// Whether frees may wait for their values to land.
     unsettled: AtomicBool,
     device: Device,
     pub(super) debug: Debug,
     reporter: Reporter,
-}
-
-thread_local! {
-    /// Whether this thread is asking fences right now.
-    static POLLING: Cell<bool> = const { Cell::new(false) };
-}
-
-/// A fence and the free that waits for it.
-struct Fence {
-    id: FenceId,
-    object: Py<PyAny>,
-    /// Whether it was said that its `query` raises.
-    reported: bool,
 }
 
 impl TokenToKvPoolAllocator {
@@ -93,16 +78,22 @@ impl TokenToKvPoolAllocator {
         if self.unsettled.load(Ordering::Acquire) {
             self.settle(py)?;
         }
-        if self.fenced.load(Ordering::Acquire) { self.poll_fences(py) } else { Ok(()) }
+        if self.fences.is_empty() { Ok(()) } else { self.poll_fences(py) }
     }
 
     fn poll_fences(&self, py: Python<'_>) -> PyResult<()> {
-        if POLLING.replace(true) {
-            return Ok(());
+        let (passed, interrupt) = self.fences.passed(py);
+        if !passed.is_empty() {
+            // What has passed is freed, also if somebody wants to stop the program.
+            self.freeing(py, |pool| {
+                for &id in &passed {
+                    pool.fence_passed(id);
+                }
+                Ok(())
+            })?;
+            self.fences.remove(&passed);
         }
-        let answer = self.poll_all(py);
-        POLLING.set(false);
-        answer
+        interrupt.map_or(Ok(()), Err)
     }
 
     /// Completes frees whose values have landed, and reports what was wrong with them.
@@ -178,51 +169,6 @@ impl TokenToKvPoolAllocator {
         }
     }
 
-    fn poll_all(&self, py: Python<'_>) -> PyResult<()> {
-        // Python code runs in `query`, so no lock may be held then.
-        let waiting: Vec<_> =
-            lock(&self.fences).iter().map(|fence| (fence.id, fence.object.clone_ref(py))).collect();
-        let mut passed = Vec::new();
-        let mut interrupt = None;
-        for (id, object) in waiting {
-            match object.bind(py).call_method0("query").and_then(|answer| answer.is_truthy()) {
-                Ok(true) => passed.push(id),
-                Ok(false) => (),
-                Err(error) if error.is_instance_of::<PyException>(py) => self.report_fence(py, id, &error),
-                Err(error) => {
-                    // Somebody wants to stop the program; what has passed so far is freed all the same.
-                    interrupt = Some(error);
-                    break;
-                }
-            }
-        }
-        if !passed.is_empty() {
-            self.freeing(py, |pool| {
-                for &id in &passed {
-                    pool.fence_passed(id);
-                }
-                Ok(())
-            })?;
-            let mut fences = lock(&self.fences);
-            let gone: Vec<Fence> = fences.extract_if(.., |fence| passed.contains(&fence.id)).collect();
-            self.fenced.store(!fences.is_empty(), Ordering::Release);
-            drop(fences);
-            // Dropping the objects may run Python code, too.
-            drop(gone);
-        }
-        interrupt.map_or(Ok(()), Err)
-    }
-
-    fn report_fence(&self, py: Python<'_>, id: FenceId, error: &PyErr) {
-        let first = lock(&self.fences)
-            .iter_mut()
-            .find(|fence| fence.id == id)
-            .is_some_and(|fence| !std::mem::replace(&mut fence.reported, true));
-        if first {
-            warn(py, &format!("a fence raised in query(); its slots stay in use until it answers: {error}"));
-        }
-    }
-
     pub(super) fn report(&self, py: Python<'_>, bad: &BadFrees, given: usize) {
         self.reporter.bad_frees(py, bad, Slot::NOUN, given, self.debug);
     }
@@ -250,8 +196,7 @@ impl TokenToKvPoolAllocator {
                 && (answer.is_ok() || pool.slots().is_awaited(id))
             {
                 // The pool's lock is still held, so that no `clear` comes between the slots and their fence.
-                lock(&self.fences).push(Fence { id, object: object.clone().unbind(), reported: false });
-                self.fenced.store(true, Ordering::Release);
+                self.fences.add(id, object);
             }
             if !pool.is_settled() {
                 self.unsettled.store(true, Ordering::Release);
@@ -290,8 +235,7 @@ impl TokenToKvPoolAllocator {
         }
         let allocator = Self {
             pool: Mutex::new(pool),
-            fences: Mutex::default(),
-            fenced: AtomicBool::new(false),
+            fences: Fences::default(),
             unsettled: AtomicBool::new(false),
             device,
             debug,
@@ -500,8 +444,7 @@ impl TokenToKvPoolAllocator {
     fn clear(&self, py: Python<'_>) -> PyResult<()> {
         let _acting = self.debug.begin(py, None)?;
         let gone = self.freeing(py, |pool| {
-            let gone = std::mem::take(&mut *lock(&self.fences));
-            self.fenced.store(false, Ordering::Release);
+            let gone = self.fences.take();
             self.unsettled.store(false, Ordering::Release);
             pool.clear();
             Ok(gone)
@@ -526,7 +469,7 @@ impl TokenToKvPoolAllocator {
         let (spans, lifetimes, page_size) = {
             let pool = lock(&self.pool);
             let pages = pool.slots().pages();
-            (pages.spans(), debug::lifetimes(pages.ledger()), pool.slots().page_size())
+            (pages.spans(), debug::lifetimes(pages.book()), pool.slots().page_size())
         };
         debug::occupancy(py, debug::even(spans), lifetimes, page_size)
     }
@@ -603,8 +546,7 @@ impl TokenToKvPoolAllocator {
             let slots = pool.slots();
             (pool.stats(), pool.pending(), pool.device_bytes(), slots.size(), slots.page_size())
         };
-        let dict = PyDict::new(py);
-        for (key, value) in [
+        [
             ("capacity", stats.capacity),
             ("available", stats.available),
             ("in_use", stats.in_use),
@@ -619,10 +561,8 @@ impl TokenToKvPoolAllocator {
             ("page_size", page_size),
             ("bytes", stats.bytes),
             ("device_bytes", device_bytes),
-        ] {
-            dict.set_item(key, value)?;
-        }
-        Ok(dict)
+        ]
+        .into_py_dict(py)
     }
 
     /// Slots asked for at construction.
@@ -667,18 +607,11 @@ impl TokenToKvPoolAllocator {
     }
 
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
-        // Whoever holds the lock is running, so the fences are reachable anyway.
-        if let Ok(fences) = self.fences.try_lock() {
-            for fence in &*fences {
-                visit.call(&fence.object)?;
-            }
-        }
-        Ok(())
+        self.fences.traverse(&visit)
     }
 
     fn __clear__(&self) {
-        let gone = std::mem::take(&mut *lock(&self.fences));
-        drop(gone);
+        drop(self.fences.take());
     }
 }
 

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use pyo3::PyTraverseError;
 use pyo3::gc::PyVisit;
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::types::{IntoPyDict, PyDict};
 
 use crate::base::{DType, Dims};
 use crate::memory::Stream;
@@ -159,11 +159,7 @@ impl Workspace {
             ("high_water", high_water),
             ("bytes", capacity),
         ];
-        let dict = PyDict::new(py);
-        for (key, value) in numbers {
-            dict.set_item(key, value)?;
-        }
-        Ok(dict)
+        numbers.into_py_dict(py)
     }
 
     /// Where the arena is, as PyTorch writes it.

@@ -22,7 +22,7 @@ from kvpool import (
     TokenToKVPoolAllocator,
     Workspace,
 )
-from kvpool._snapshot import owners, take
+from kvpool._occupancy import owners, take
 
 if TYPE_CHECKING:
     from pathlib import Path
