@@ -1,13 +1,16 @@
 //! A scheduler step in one call: slots, request table and the metadata of attention kernels.
 
+mod device;
+
 use std::sync::Arc;
 
 use crate::base::{DType, Device, Error, ErrorKind, Id, IndexVec, Result, Row, Slot, reserve, widen};
-use crate::index::{Act, BadFrees, FenceId, Growth, Owner, PageSize, Requests};
-use crate::kernels::{Indices, Launcher, PlanBatch, PlanFields, PlanRequest};
+use crate::index::{Act, BadFrees, FenceId, Growth, Owner, Requests};
+use crate::kernels::{Indices, Launcher, PlanBatch};
 use crate::memory::{Backend, Host, Region, Stream};
 use crate::tensor::TensorView;
 
+use self::device::Remote;
 use super::plan::{Field, Layout, Lines, Listed, Plan, PlannerConfig};
 use super::{ReqToTokenPool, TableIndex, TokenToKvPoolAllocator, at_least_one, fits_int32};
 
@@ -71,16 +74,6 @@ pub struct BatchPlanner {
     plans: usize,
     /// Counts whatever changes the pages of a request.
     changes: u64,
-}
-
-/// What it takes to work on a GPU.
-#[derive(Debug)]
-struct Remote {
-    launcher: Launcher,
-    /// The fields that do not grow with the context, for the host.
-    host: Arc<Region>,
-    /// Pages that cross to the device at once.
-    most_pages: usize,
 }
 
 impl BatchPlanner {
@@ -308,10 +301,8 @@ impl BatchPlanner {
         if !self.requests.grow(batch, prefixes, slots.slots_mut())? {
             return Ok(None);
         }
-        if slots.act().is_some() {
-            for growth in batch {
-                self.sign(growth.row, widen(self.requests.page_size().page(growth.start)), slots, table);
-            }
+        for growth in batch {
+            self.sign(growth.row, growth.start, slots, table);
         }
         self.listed.list(batch, padded, padding, &self.requests);
         let made = match &self.remote {
@@ -402,86 +393,6 @@ impl BatchPlanner {
         }
     }
 
-    /// Has the device write the table and the fields: one copy and one launch.
-    fn launch(
-        &mut self,
-        batch: &[Growth],
-        padded: usize,
-        table: &mut ReqToTokenPool,
-        stream: Stream,
-    ) -> Result<()> {
-        let Some(remote) = &self.remote else { return Ok(()) };
-        let size = self.requests.page_size();
-        let sent: usize = batch.iter().map(|growth| sent_pages(*growth, size).len()).sum();
-        let mut requests = reserve(padded)?;
-        let mut pages: Vec<i32> = reserve(sent)?;
-        for place in 0..padded {
-            let mut growth = batch.get(place).copied().unwrap_or(Growth::default());
-            let Growth { row, start, prefix, .. } = growth;
-            if sent > remote.most_pages && start < prefix {
-                // So many cached slots do not cross at once.
-                let slots = Indices::Host(IndexVec::I32(self.slots(row, start, prefix)?));
-                table.write(&TableIndex::first_columns(row, prefix), &slots, stream)?;
-                growth.start = prefix;
-            }
-            let is_padding = place >= batch.len();
-            requests.push(PlanRequest {
-                row: row.cast_signed(),
-                start: growth.start.cast_signed(),
-                prefix: prefix.cast_signed(),
-                seq: self.listed.seq_lens[place],
-                qo_begin: self.listed.qo_indptr[place],
-                kv_begin: self.listed.kv_indptr[place],
-                page_begin: signed(pages.len()),
-                block_from: if is_padding { 0 } else { signed(self.right(place, row, table)) },
-                block_until: signed(self.lines.until(place)),
-            });
-            if is_padding {
-                pages.resize(pages.len() + self.listed.kv_pages(place), 0);
-            } else {
-                pages.extend_from_slice(&self.requests.pages(row)[sent_pages(growth, size)]);
-            }
-        }
-        self.listed.write(&remote.host, &self.layout)?;
-        let planned = PlanBatch {
-            requests: &requests,
-            batch: batch.len(),
-            pages: &pages,
-            page_size: size.slots(),
-            width: self.layout.width(),
-            tokens: self.listed.positions.len(),
-            kv_len: self.listed.kv_begin(padded),
-        };
-        let launched = remote.launcher.plan(&table.on_device()?, &self.plan_fields(), &planned, stream);
-        for (place, growth) in batch.iter().enumerate() {
-            match &launched {
-                Ok(()) => self.put(place, *growth, table)?,
-                Err(_) => table.lose(Row::new(growth.row), widen(growth.seq)),
-            }
-        }
-        self.show(batch, padded, table);
-        launched
-    }
-
-    /// Where the fields are, for the kernel.
-    fn plan_fields(&self) -> PlanFields<'_> {
-        let offset = |field: Field| self.layout.offset(field);
-        let wanted = |field: Field| self.layout.has(field).then(|| offset(field));
-        PlanFields {
-            region: &self.fields,
-            out_cache_loc: offset(Field::OutCacheLoc),
-            positions: offset(Field::Positions),
-            slot_mapping: offset(Field::SlotMapping),
-            req_pool_indices: offset(Field::ReqPoolIndices),
-            seq_lens: offset(Field::SeqLens),
-            qo_indptr: offset(Field::QoIndptr),
-            kv_indptr: offset(Field::KvIndptr),
-            kv_last_page_len: offset(Field::KvLastPageLen),
-            kv_indices: wanted(Field::KvIndices),
-            block_table: wanted(Field::BlockTable),
-        }
-    }
-
     /// Shrinks requests to `seq_lens` tokens. Returns how many slots were given back, and what was wrong with them.
     ///
     /// # Errors
@@ -536,10 +447,12 @@ impl BatchPlanner {
         given
     }
 
-    /// Where a ledger is kept, puts the owner of a row under those of its pages, from number `first` on, that were taken
-    /// just now.
-    fn sign(&self, row: u32, first: usize, slots: &mut TokenToKvPoolAllocator, table: &ReqToTokenPool) {
+    /// Where a ledger is kept, puts the owner of a row under those of its pages, from token `start` on, that were taken just
+    /// now.
+    #[inline]
+    fn sign(&self, row: u32, start: u32, slots: &mut TokenToKvPoolAllocator, table: &ReqToTokenPool) {
         let Some(act) = signed_act(row, slots, table) else { return };
+        let first = widen(self.requests.page_size().page(start));
         if let Some(ledger) = slots.slots_mut().pages_mut().book_mut().ledger_mut() {
             for page in &self.requests.pages(row)[first..] {
                 ledger.sign(page.cast_unsigned(), &act);
@@ -685,11 +598,6 @@ impl BatchPlanner {
     }
 }
 
-/// The pages of a request that cross to the device.
-fn sent_pages(growth: Growth, page_size: PageSize) -> std::ops::Range<usize> {
-    widen(page_size.page(growth.start))..widen(page_size.pages(growth.seq))
-}
-
 /// Where a ledger is kept, the call in progress in the name of a request: of its row's owner, or of the row.
 fn signed_act(row: u32, slots: &TokenToKvPoolAllocator, table: &ReqToTokenPool) -> Option<Arc<Act>> {
     let act = slots.act()?;
@@ -697,10 +605,6 @@ fn signed_act(row: u32, slots: &TokenToKvPoolAllocator, table: &ReqToTokenPool) 
     let owner = holders.first().and_then(|holder| holder.owner.clone());
     let owner = owner.unwrap_or_else(|| Owner::Text(format!("row {row}")));
     Some(Arc::new(Act { owner: Some(owner), ..Act::clone(&act) }))
-}
-
-fn signed(number: usize) -> i32 {
-    i32::try_from(number).unwrap_or(i32::MAX)
 }
 
 /// The least of `sizes` that a batch of `count` fits.

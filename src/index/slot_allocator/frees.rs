@@ -16,7 +16,8 @@ impl SlotAllocator {
     /// The page of every slot is freed, once. What is not live is dropped, counted and reported.
     ///
     /// # Errors
-    /// With `strict`, [`ErrorKind::IndexOwnership`] when anything would be dropped, and nothing is changed.
+    /// With `strict`, [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) when anything would be dropped,
+    /// and nothing is changed.
     pub fn free(&mut self, given: &IndexVec, strict: bool) -> Result<BadFrees> {
         if let Some(group) = &mut self.group {
             group.given.extend(given.iter());
@@ -250,7 +251,7 @@ impl SlotAllocator {
     /// Ends a group; the outermost hands out what was collected, to be given back as one call.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] when no group is open.
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when no group is open.
     pub fn group_end(&mut self) -> Result<Option<IndexVec>> {
         match &mut self.group {
             None => Err(Error::config("free_group_end without free_group_begin")),

@@ -1,0 +1,113 @@
+//! A step of a planner on a GPU.
+
+use std::sync::Arc;
+
+use crate::base::{Id, IndexVec, Result, Row, reserve, widen};
+use crate::index::{Growth, PageSize};
+use crate::kernels::{Indices, Launcher, PlanBatch, PlanFields, PlanRequest};
+use crate::memory::{Region, Stream};
+use crate::pool::plan::Field;
+use crate::pool::{ReqToTokenPool, TableIndex};
+
+use super::BatchPlanner;
+
+/// What it takes to work on a GPU.
+#[derive(Debug)]
+pub(super) struct Remote {
+    pub(super) launcher: Launcher,
+    /// The fields that do not grow with the context, for the host.
+    pub(super) host: Arc<Region>,
+    /// Pages that cross to the device at once.
+    pub(super) most_pages: usize,
+}
+
+impl BatchPlanner {
+    /// Has the device write the table and the fields: one copy and one launch.
+    pub(super) fn launch(
+        &mut self,
+        batch: &[Growth],
+        padded: usize,
+        table: &mut ReqToTokenPool,
+        stream: Stream,
+    ) -> Result<()> {
+        let Some(remote) = &self.remote else { return Ok(()) };
+        let size = self.requests.page_size();
+        let sent: usize = batch.iter().map(|growth| sent_pages(*growth, size).len()).sum();
+        let mut requests = reserve(padded)?;
+        let mut pages: Vec<i32> = reserve(sent)?;
+        for place in 0..padded {
+            let mut growth = batch.get(place).copied().unwrap_or(Growth::default());
+            let Growth { row, start, prefix, .. } = growth;
+            if sent > remote.most_pages && start < prefix {
+                // So many cached slots do not cross at once.
+                let slots = Indices::Host(IndexVec::I32(self.slots(row, start, prefix)?));
+                table.write(&TableIndex::first_columns(row, prefix), &slots, stream)?;
+                growth.start = prefix;
+            }
+            let is_padding = place >= batch.len();
+            requests.push(PlanRequest {
+                row: row.cast_signed(),
+                start: growth.start.cast_signed(),
+                prefix: prefix.cast_signed(),
+                seq: self.listed.seq_lens[place],
+                qo_begin: self.listed.qo_indptr[place],
+                kv_begin: self.listed.kv_indptr[place],
+                page_begin: signed(pages.len()),
+                block_from: if is_padding { 0 } else { signed(self.right(place, row, table)) },
+                block_until: signed(self.lines.until(place)),
+            });
+            if is_padding {
+                pages.resize(pages.len() + self.listed.kv_pages(place), 0);
+            } else {
+                pages.extend_from_slice(&self.requests.pages(row)[sent_pages(growth, size)]);
+            }
+        }
+        self.listed.write(&remote.host, &self.layout)?;
+        let planned = PlanBatch {
+            requests: &requests,
+            batch: batch.len(),
+            pages: &pages,
+            page_size: size.slots(),
+            width: self.layout.width(),
+            tokens: self.listed.positions.len(),
+            kv_len: self.listed.kv_begin(padded),
+        };
+        let launched = remote.launcher.plan(&table.on_device()?, &self.plan_fields(), &planned, stream);
+        for (place, growth) in batch.iter().enumerate() {
+            match &launched {
+                Ok(()) => self.put(place, *growth, table)?,
+                Err(_) => table.lose(Row::new(growth.row), widen(growth.seq)),
+            }
+        }
+        self.show(batch, padded, table);
+        launched
+    }
+
+    /// Where the fields are, for the kernel.
+    fn plan_fields(&self) -> PlanFields<'_> {
+        let offset = |field: Field| self.layout.offset(field);
+        let wanted = |field: Field| self.layout.has(field).then(|| offset(field));
+        PlanFields {
+            region: &self.fields,
+            out_cache_loc: offset(Field::OutCacheLoc),
+            positions: offset(Field::Positions),
+            slot_mapping: offset(Field::SlotMapping),
+            req_pool_indices: offset(Field::ReqPoolIndices),
+            seq_lens: offset(Field::SeqLens),
+            qo_indptr: offset(Field::QoIndptr),
+            kv_indptr: offset(Field::KvIndptr),
+            kv_last_page_len: offset(Field::KvLastPageLen),
+            kv_indices: wanted(Field::KvIndices),
+            block_table: wanted(Field::BlockTable),
+        }
+    }
+}
+
+/// The pages of a request that cross to the device.
+fn sent_pages(growth: Growth, page_size: PageSize) -> std::ops::Range<usize> {
+    widen(page_size.page(growth.start))..widen(page_size.pages(growth.seq))
+}
+
+fn signed(number: usize) -> i32 {
+    i32::try_from(number).unwrap_or(i32::MAX)
+}
