@@ -317,7 +317,7 @@ def charts() -> dict[Path, str]:
         IMAGES / "ratios.svg": draw(
             long,
             "kvpool beside its alternative in the same process",
-            "Ratios of medians on a log scale: right of 1 kvpool is faster. Beside plain PyTorch unless named.",
+            "Ratios of medians, log scale: right of 1 kvpool is faster. Beside plain PyTorch unless named.",
             430,
         ),
     }
