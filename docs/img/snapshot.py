@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from pathlib import Path
+from typing import Any
 
 import kvpool
 
@@ -25,7 +26,7 @@ def main() -> None:
     allocator = kvpool.TokenToKVPoolAllocator(4096, "cpu", debug=True)
     allocator.name = "kv"
     allocator.alloc(512, owner="prefix cache")
-    running = []
+    running: list[Any] = []
     for step in range(160):
         slots = allocator.alloc(pick.randrange(24, 140), owner=("alice", "bob")[step % 2])
         while slots is None or len(running) > 22:

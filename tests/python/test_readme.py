@@ -41,7 +41,7 @@ for page, line, source in json.load(sys.stdin):
     exec(compile("\\n" * line + source, page, "exec"), namespace)
 """
 
-each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 
 
 def text_of(page: Path) -> str:
