@@ -11,7 +11,7 @@ DRIVER := target/software_driver/lib/libcuda.so.1
 DRIVER_SOURCES := $(shell find tests/software_driver -name "*.rs" -o -name "*.cpp" -o -name "Cargo.*") $(wildcard src/kernels/*.cu*)
 CUDA_TOOLS := $(VENV)/cuda-tools
 
-.PHONY: demo test lint bench bench-cuda format clean kernels rust-test python-test rust-lint python-lint kernel-lint
+.PHONY: demo test lint bench bench-cuda chart format clean kernels rust-test python-test rust-lint python-lint kernel-lint
 .DEFAULT_GOAL := test
 
 # The main job: models served through the pools, dense and hybrid, with every token checked; then a request trace, with every
@@ -77,6 +77,12 @@ bench-cuda: $(EXTENSION) $(VENV)/.tools
 	$(BIN)/python benches/bench_cuda.py
 	$(BIN)/python benches/bench_pools.py
 	$(BIN)/python benches/bench_planner.py
+
+# The pictures of the documentation, from the tables of the results and from running pools.
+chart: $(EXTENSION) $(VENV)/.tools
+	$(BIN)/python benches/chart.py
+	$(BIN)/python docs/img/streams.py
+	$(BIN)/python docs/img/snapshot.py
 
 format: $(VENV)/.test
 	cargo fmt

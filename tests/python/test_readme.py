@@ -1,57 +1,245 @@
-"""The examples of the README run as printed, and what it names is there."""
+"""The README and the pages of `docs`: examples run as printed, and what they name is there."""
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
 
 import kvpool
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-EXAMPLES = re.findall(r"^```python\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+ONE_ALLOCATION = ROOT / "docs" / "one-allocation.md"
+RESULTS = ROOT / "benches" / "RESULTS.md"
+CLASSES = {
+    "TokenToKVPoolAllocator": "token_to_kv_pool_allocator",
+    "ReqToTokenPool": "req_to_token_pool",
+    "KVPool": "kv_pool",
+    "GDNPool": "gdn_pool",
+    "BatchPlanner": "batch_planner",
+    "ChunkPool": "chunk_pool",
+    "BufferPool": "buffer_pool",
+    "PagePool": "page_pool",
+    "Workspace": "workspace",
+}
+
+# Runs blocks of code one after the other in one namespace, as lines of the page they stand in.
+RUNNER = """
+import json, sys
+namespace = {"__name__": "__main__"}
+for page, line, source in json.load(sys.stdin):
+    exec(compile("\\n" * line + source, page, "exec"), namespace)
+"""
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 
 
-def test_examples_run_as_printed() -> None:
-    assert EXAMPLES
-    for example in EXAMPLES:
-        done = subprocess.run(
-            [sys.executable, "-W", "error", "-c", example],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def fences(page: Path) -> Iterator[tuple[str, int, str]]:
+    """What each block of code says it is, its first line, counted from 0, and the code."""
+    text = text_of(page)
+    for block in re.finditer(r"^```([^\n]*)\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL):
+        yield block[1], text.count("\n", 0, block.start(2)), block[2]
+
+
+def prose(page: Path) -> str:
+    """A page without its blocks of code."""
+    return re.sub(r"^```.*?^```$", "", text_of(page), flags=re.MULTILINE | re.DOTALL)
+
+
+def code_in(text: str) -> list[str]:
+    """What stands between backticks in lines of text."""
+    return re.findall(r"`([^`\n]+)`", text)
+
+
+def run_blocks(page: Path, kinds: set[str], folder: Path) -> None:
+    """Runs blocks of a page in a process of their own."""
+    blocks = [(page.name, line, source) for kind, line, source in fences(page) if kind in kinds]
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", RUNNER],
+        input=json.dumps(blocks),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        cwd=folder,
+        env={name: value for name, value in os.environ.items() if name != "KVPOOL_DEBUG"},
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@each_page
+def test_examples_run_as_printed(page: Path, tmp_path: Path) -> None:
+    run_blocks(page, {"python"}, tmp_path)
+
+
+@pytest.mark.cuda
+@each_page
+def test_examples_run_on_a_gpu(page: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    if request.config.getoption("--software"):
+        pytest.skip("it needs PyTorch's kernels")
+    if any(kind == "python gpu" for kind, _, _ in fences(page)):
+        run_blocks(page, {"python", "python gpu"}, tmp_path)
+
+
+@each_page
+def test_every_block_is_of_a_kind_that_is_tested_and_can_be_compiled(page: Path) -> None:
+    for kind, line, source in fences(page):
+        assert kind in {"python", "python gpu", "sh", "text", "diff"}, f"{page.name}:{line}"
+        if kind.startswith("python"):
+            compile(source, f"{page.name}:{line}", "exec")
+    assert len(re.findall(r"^```", text_of(page), flags=re.MULTILINE)) == 2 * len(list(fences(page)))
+
+
+def test_there_are_examples() -> None:
+    kinds = [kind for page in PAGES for kind, _, _ in fences(page)]
+    assert kinds.count("python") > 20
+    assert "python gpu" in kinds
+
+
+def slugs(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", prose(page), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@each_page
+def test_links_and_pictures_exist(page: Path) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)]+)\)", prose(page))
+    for link in links:
+        file, _, anchor = link.partition("#")
+        target = (page.parent / file).resolve() if file else page
+        assert target.is_file(), link
+        assert not anchor or anchor in slugs(target), link
+
+
+def test_every_page_and_picture_is_linked() -> None:
+    texts = [text_of(page) for page in PAGES]
+    for page in PAGES[1:]:
+        assert any(f"{page.name})" in text or f"{page.name}#" in text for text in texts), page.name
+    for picture in (ROOT / "docs" / "img").iterdir():
+        if picture.suffix in {".svg", ".png"}:
+            assert any(f"img/{picture.name})" in text for text in texts), picture.name
+
+
+def test_the_readme_is_short_and_begins_with_what_to_do() -> None:
+    lines = text_of(PAGES[0]).splitlines()
+    assert len(lines) <= 150
+    assert [line.split("#")[0].strip() for line in lines[2:6]] == ["```sh", "make demo", "make test", "```"]
 
 
 def test_every_class_has_its_section_source_and_tests() -> None:
-    classes = {
-        "TokenToKVPoolAllocator": "token_to_kv_pool_allocator",
-        "ReqToTokenPool": "req_to_token_pool",
-        "KVPool": "kv_pool",
-        "GDNPool": "gdn_pool",
-        "BatchPlanner": "batch_planner",
-        "ChunkPool": "chunk_pool",
-        "BufferPool": "buffer_pool",
-        "PagePool": "page_pool",
-        "Workspace": "workspace",
-    }
-    for name, file in classes.items():
+    for name, file in CLASSES.items():
         assert hasattr(kvpool, name)
-        assert f"### {name}\n" in README
+        assert f"### {name}\n" in text_of(ROOT / "docs" / "classes.md")
+        assert f"[`{name}`](docs/classes.md#{name.lower()})" in text_of(PAGES[0])
         for path in (f"src/pool/{file}.rs", f"src/python/{file}.rs", f"tests/python/test_{file}.py"):
             assert (ROOT / path).is_file(), path
 
 
-def test_linked_files_exist() -> None:
-    links = re.findall(r"\]\((?!https?:)([^)#]+)\)", README)
-    assert links
-    for link in links:
-        assert (ROOT / link).is_file(), link
+@each_page
+def test_named_files_exist(page: Path) -> None:
+    for code in code_in(prose(page)):
+        path = re.fullmatch(r"(?:src|python|tests|benches|docs|\.ci)/[\w./-]+", code)
+        assert path is None or (ROOT / code).exists(), code
+
+
+def defines(source: str, owner: str, name: str) -> bool:
+    """Whether Rust source has a function of a type, or of a module that is the whole file."""
+    has_name = re.search(rf"\bfn {name}\b", source) is not None
+    return (
+        has_name and re.search(rf"\b(?:impl|struct|enum|trait|for)\b[^;{{]*\b{owner}\b", source) is not None
+    )
+
+
+def test_symbols_of_one_allocation_exist() -> None:
+    sources = {
+        path.relative_to(ROOT).as_posix(): text_of(path) for path in sorted((ROOT / "src").rglob("*.rs"))
+    }
+    text = text_of(ONE_ALLOCATION)
+    symbols = {code for code in code_in(text) if re.fullmatch(r"\w+::\w+", code)}
+    assert len(symbols) > 30
+    for symbol in symbols:
+        owner, name = symbol.split("::")
+        files = [s for path, s in sources.items() if Path(path).stem == owner or defines(s, owner, name)]
+        assert any(re.search(rf"\bfn {name}\b", source) for source in files), symbol
+    everything = "\n".join(sources.values())
+    for code in code_in(text):
+        if re.fullmatch(r"[a-z]\w*_\w+", code):
+            assert re.search(rf"\b{code}\b", everything), code
+    # A step names its file first, then what of it.
+    for row in re.findall(r"^\| *\d\w* *\|([^|]*)\|", text, flags=re.MULTILINE):
+        file, *rest = code_in(row)
+        for symbol in rest:
+            owner, _, name = symbol.rpartition("::")
+            is_module = Path(file).stem == owner or not owner
+            found = re.search(rf"\bfn {name}\b", sources[file]) if is_module else None
+            assert found or defines(sources[file], owner, name), f"{symbol} in {file}"
+
+
+def commands(page: Path) -> list[str]:
+    """What a page says to run: code between backticks and lines for a shell."""
+    shell = [line for kind, _, source in fences(page) if kind == "sh" for line in source.splitlines()]
+    return [*code_in(prose(page)), *shell]
+
+
+@each_page
+def test_commands_exist(page: Path) -> None:
+    from typer.main import get_command
+
+    from kvpool.tools.cli import app
+
+    targets = set(re.findall(r"^([\w-]+):", text_of(ROOT / "Makefile"), flags=re.MULTILINE))
+    known = vars(get_command(app))["commands"]
+    for command in commands(page):
+        if make := re.match(r"make ([\w-]+)", command):
+            assert make[1] in targets, command
+        if tool := re.match(r"kvpool ([a-z]+)(.*)", command):
+            assert tool[1] in known, command
+            options = {option for p in known[tool[1]].params for option in (*p.opts, *p.secondary_opts)}
+            assert set(re.findall(r"--[\w-]+", tool[2])) <= options, command
+
+
+def test_charts_are_current() -> None:
+    for script in ("benches/chart.py", "docs/img/streams.py"):
+        done = subprocess.run(
+            [sys.executable, str(ROOT / script), "--check"], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def numbers(text: str) -> list[float]:
+    """The numbers in a text."""
+    return [float(found.replace(",", "")) for found in re.findall(r"(?<![\w.])\d[\d,]*(?:\.\d+)?", text)]
+
+
+def test_quoted_figures_are_those_of_the_results() -> None:
+    measured = {
+        float(f"{number:.{digits}g}") for number in numbers(text_of(RESULTS)) for digits in (2, 3, 4, 5)
+    }
+    page = text_of(ROOT / "docs" / "benchmarks.md")
+    table = page.partition("## What the README quotes")[2].partition("\n## ")[0]
+    rows = [row.split("|")[2:] for row in table.splitlines() if row.startswith("| ")][1:]
+    assert len(rows) > 10
+    for row in rows:
+        quoted = numbers(re.sub(r"\([^)]*\)|`[^`]*`", "", " ".join(row)))
+        assert quoted, row
+        assert set(quoted) <= measured, row
 
 
 def test_figures_are_filled_in() -> None:
-    assert not re.search(r"@[A-Z0-9]+@", README)
+    for page in PAGES:
+        assert not re.search(r"@[A-Z0-9]+@", text_of(page))
