@@ -224,7 +224,11 @@ impl Stage {
 
     fn copy_in(&mut self, positions: &Range<usize>, values: &[i32], stream: Stream) -> Result<Arc<Event>> {
         // Tensors over these positions are gone, but work on their streams may still read them.
-        for &other in self.streams.iter().filter(|other| **other != stream) {
+        let mut others = self.streams.iter().filter(|other| **other != stream).peekable();
+        if others.peek().is_some() {
+            self.gpu.not_capturing(stream, "a wait for work outside of the capture")?;
+        }
+        for &other in others {
             Event::record(&self.gpu, other)?.precede(stream)?;
         }
         let place = positions.start * size_of::<i32>();
@@ -240,6 +244,7 @@ impl Stage {
     fn order(&mut self, stream: Stream) -> Result<()> {
         let Some(window) = &mut self.window else { return Ok(()) };
         if !window.ordered.contains(&stream) {
+            self.gpu.not_capturing(stream, "a wait for slots that were written outside of the capture")?;
             window.written.precede(stream)?;
             window.ordered.push(stream);
             if !self.streams.contains(&stream) {

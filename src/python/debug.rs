@@ -87,7 +87,7 @@ pub(super) fn occupancy<'py>(
     py: Python<'py>,
     spans: Vec<(Span, Option<usize>)>,
     lifetimes: Vec<u64>,
-    scale: usize,
+    scale: u32,
 ) -> PyResult<Occupancy<'py>> {
     let holder = |act: &Arc<Act>| -> PyResult<Holder<'py>> {
         let owner = match &act.owner {
@@ -99,10 +99,11 @@ pub(super) fn occupancy<'py>(
     };
     let spans = spans.iter().map(|(span, bytes)| {
         let holders = span.holders.iter().map(holder).collect::<PyResult<_>>()?;
-        let (start, end) = (widen(span.range.start) * scale, widen(span.range.end) * scale);
+        let (start, end) = (widen(span.range.start) * widen(scale), widen(span.range.end) * widen(scale));
         Ok((start, end, span.state.name(), *bytes, holders))
     });
-    Ok((spans.collect::<PyResult<_>>()?, lifetimes))
+    let lifetimes = lifetimes.into_iter().map(|lives| lives.saturating_mul(u64::from(scale)));
+    Ok((spans.collect::<PyResult<_>>()?, lifetimes.collect()))
 }
 
 /// As [`occupancy`], of pieces of memory that nobody signed for; those that are taken come with `true`.

@@ -471,6 +471,8 @@ impl TokenToKvPoolAllocator {
             let pages = pool.slots().pages();
             (pages.spans(), debug::lifetimes(pages.book()), pool.slots().page_size())
         };
+        // A page has at most as many slots as there are int32s.
+        let page_size = u32::try_from(page_size).unwrap_or(u32::MAX);
         debug::occupancy(py, debug::even(spans), lifetimes, page_size)
     }
 

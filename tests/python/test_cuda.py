@@ -670,6 +670,36 @@ def test_an_alloc_within_a_capture_is_refused_and_takes_nothing(driver: Driver) 
     allocator.verify()
 
 
+def test_slots_written_outside_of_a_capture_are_not_waited_for_within(driver: Driver) -> None:
+    allocator = make_allocator(64)
+    slots = some(allocator.alloc(3))  # the next ones are there, for the stream that was current
+    stream = driver.stream()
+    with on_stream(stream):
+        driver.begin_capture(stream)
+        with pytest.raises(DriverError, match="written outside of the capture cannot be captured"):
+            allocator.alloc(3)
+        assert driver.end_capture(stream) >= 1
+        assert allocator.available_size() == 61
+        again = some(allocator.alloc(3))
+    driver.run()
+    assert again.tolist() == [7, 8, 9]
+    allocator.free(slots)
+    allocator.verify()
+
+
+def test_a_write_of_which_the_host_is_told_cannot_be_captured(driver: Driver) -> None:
+    pool = ReqToTokenPool(4, 8, "cuda")
+    rows, columns, values = ints(1, 2), ints(0, 1), ints(7, 8)
+    stream = driver.stream()
+    with on_stream(stream):
+        driver.begin_capture(stream)
+        with pytest.raises(DriverError, match="of which the host is told, cannot be captured"):
+            pool.write((rows, columns), values)
+        assert driver.end_capture(stream) >= 1
+    driver.run()
+    assert not pool.req_to_token.cpu().any()
+
+
 def test_somebody_elses_capture_is_not_spoilt(driver: Driver) -> None:
     allocator = make_allocator(64)
     slots = some(allocator.alloc(8))

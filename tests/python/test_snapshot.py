@@ -73,7 +73,7 @@ def test_spans_are_what_stands_in_the_pool(page_size: int) -> None:
     assert one.fragmentation == pytest.approx(1 / 6)
     assert owners(one) == [("a", 2 * page_size), ("b", page_size)]
     assert sum(units for _, units in one.ages_s) == 3 * page_size
-    assert sum(one.lifetimes) == 2
+    assert sum(one.lifetimes) == 2 * page_size
 
 
 def test_every_class_shows_its_units() -> None:

@@ -391,8 +391,9 @@ impl Launcher {
     /// written is also sent to it, as (row, column, value) in int32, row -1 where a place is not in the table.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] for more numbers of the host than cross at once; what only the device knows to be wrong
-    /// is left out and told by [`Launcher::fault`].
+    /// [`ErrorKind::Config`] for more numbers of the host than cross at once; [`ErrorKind::Driver`] when the driver
+    /// refuses, and with an echo while `stream` is captured. What only the device knows to be wrong is left out and told
+    /// by [`Launcher::fault`].
     pub fn write_points(
         &self,
         table: &Table<'_>,
@@ -421,6 +422,10 @@ impl Launcher {
         let bytes = count.saturating_mul(3 * size_of::<i32>());
         let held = match echo {
             Some(ring) => {
+                self.gpu.not_capturing(
+                    stream,
+                    "a write to the table of what only the device knows, of which the host is told,",
+                )?;
                 ring.receive(bytes, stream, |region, at| write(region.at(at, bytes)?.as_ptr().cast()))?
             }
             None => None,
