@@ -28,8 +28,9 @@ use super::{args, lock, with};
 /// all or nothing: `None` when the pool is short, and an error, leave everything as it was.
 ///
 /// A step is one pass on the host, whose cost grows with the new tokens and the requests; only `kv_indices` is written whole
-/// every time. On a GPU it is one copy to the device and one launch on the current stream, and nothing waits; a plan on
-/// another stream than the one before must be ordered after whatever still reads that, by an event. All calls are atomic.
+/// every time. On a GPU it is one copy to the device and one launch on the current stream, and nothing waits, unless the host
+/// is many steps ahead; a plan on another stream than the one before must be ordered after whatever still reads that, by an
+/// event. All calls are atomic.
 ///
 /// Args:
 ///     req_to_token_pool: The request table, which nobody else writes in rows that the planner uses.

@@ -22,7 +22,8 @@ use super::req_to_token_pool::row_stats;
 /// in `[max_reqs + 1, max_reqs + 1 + max_track_slots)`. Both states are zero at first and lie in one region.
 ///
 /// On a GPU calls are enqueued on the current stream as one launch each, without a temporary; they allocate nothing and
-/// wait for nothing. Index tensors there are read by the kernel: a slot outside of the pool is left out, and raised by
+/// wait for nothing, unless the host is so far ahead that the memory through which its numbers go is all in use. Index
+/// tensors there are read by the kernel: a slot outside of the pool is left out, and raised by
 /// a later call.
 ///
 /// Args:

@@ -29,7 +29,8 @@ const DETACH_FROM: usize = 64 << 10;
 /// and are atomic among themselves; who writes to the tensors directly goes past that.
 ///
 /// On a GPU calls are enqueued on the current stream, which orders them, as one launch each; they allocate nothing and
-/// wait for nothing. Index tensors there are read by the kernel, never by the host: a slot outside of the pool is left
+/// wait for nothing, unless the host is so far ahead that the memory through which its numbers go is all in use. Index
+/// tensors there are read by the kernel, never by the host: a slot outside of the pool is left
 /// out, and raised by a later call or by `check()`. Indices of the host are checked first, as on the CPU, and copied,
 /// so they cannot be captured into a CUDA graph; `set_kv_buffer` with tensors on the GPU can. The memory is zeroed on
 /// the stream that was current at construction.
