@@ -296,7 +296,7 @@ impl SlotAllocator {
                     "last_loc {last} of request {position} does not end a prefix of {} with page_size {page_size}",
                     request.prefix
                 )));
-            } else if !self.pages.is_live(page) {
+            } else if !self.is_owned(page) {
                 fault = Some(Error::new(
                     ErrorKind::IndexOwnership,
                     format!(

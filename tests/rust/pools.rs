@@ -127,6 +127,20 @@ fn extend_names_what_is_wrong() {
 }
 
 #[test]
+fn a_page_that_all_its_owners_have_left_is_not_continued() {
+    let mut allocator = TokenToKvPoolAllocator::new(8, &host(), 4, true, false).expect("valid");
+    let _held = allocator.alloc(2, STREAM).expect("memory").expect("room");
+    let page = IndexVec::I64(vec![4]);
+    allocator.share(&page).expect("it is live");
+    for _ in 0..2 {
+        let fence = allocator.new_fence();
+        assert_eq!(allocator.free(&page, Some(fence)).expect("not strict").dropped(), 0);
+    }
+    let error = allocator.alloc_extend(&[2], &[3], &[5], STREAM).expect_err("nobody's page");
+    assert_eq!(error.kind(), ErrorKind::IndexOwnership);
+}
+
+#[test]
 fn the_table_takes_all_or_nothing() {
     let mut pool = ReqToTokenPool::new(host(), 4, 8, true, false).expect("memory");
     let columns = |row, start, end| TableIndex::Columns { row, start, end };
