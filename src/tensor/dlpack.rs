@@ -367,7 +367,7 @@ impl Drop for Import {
 ///
 /// # Errors
 /// [`ErrorKind::Type`](crate::base::ErrorKind::Type) or [`ErrorKind::Config`](crate::base::ErrorKind::Config) for
-/// dtypes, devices and ranks that kvpool does not read.
+/// dtypes, devices and ranks that kvpool does not read, and for a shape that no tensor has.
 ///
 /// # Safety
 /// For `'a`, `raw` describes a tensor as DLPack defines it, whose memory somebody keeps alive.
@@ -382,10 +382,14 @@ pub unsafe fn borrow<'a>(raw: &RawTensor, _owner: PhantomData<&'a ()>) -> Result
     }
     let shape = if ndim == 0 {
         Dims::new(&[])?
+    } else if raw.shape.is_null() {
+        return Err(Error::config(format!("a tensor of {ndim} dimensions without a shape")));
     } else {
-        // SAFETY: DLPack promises `ndim` extents.
+        // SAFETY: DLPack promises `ndim` extents, and they are somewhere.
         Dims::new(unsafe { std::slice::from_raw_parts(raw.shape, ndim) })?
     };
+    // Whoever counts its elements or bytes from here on can.
+    shape.bytes(dtype)?;
     let strides = if ndim == 0 || raw.strides.is_null() {
         contiguous_strides(&shape)
     } else {
@@ -412,8 +416,8 @@ pub unsafe fn is_view(raw: &RawTensor, view: &TensorView) -> bool {
         && raw.dtype == raw_dtype(view.dtype())
         && usize::try_from(raw.ndim) == Ok(shape.len())
         && raw.device == raw_device(view.device());
-    if !is_alike || shape.is_empty() {
-        return is_alike;
+    if !is_alike || shape.is_empty() || raw.shape.is_null() {
+        return is_alike && shape.is_empty();
     }
     // SAFETY: DLPack promises as many extents as there are dimensions.
     let extents = unsafe { std::slice::from_raw_parts(raw.shape, shape.len()) };

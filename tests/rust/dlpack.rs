@@ -146,6 +146,13 @@ fn what_others_may_send_is_read_or_refused() {
     assert_eq!(borrowed(&|tensor| tensor.device.kind = 8).expect_err("Metal").kind(), ErrorKind::Config);
     assert_eq!(borrowed(&|tensor| tensor.ndim = 9).expect_err("too many").kind(), ErrorKind::Config);
     assert_eq!(borrowed(&|tensor| tensor.ndim = -1).expect_err("too few").kind(), ErrorKind::Config);
+    let shapeless = borrowed(&|tensor| tensor.shape = std::ptr::null_mut());
+    assert_eq!(shapeless.expect_err("no shape").kind(), ErrorKind::Config);
+    for extent in [-1, i64::MAX] {
+        // SAFETY: the shape is ours, and one element long.
+        let stretched = borrowed(&|tensor| unsafe { *tensor.shape = extent });
+        assert_eq!(stretched.expect_err("no tensor has it").kind(), ErrorKind::Config);
+    }
     assert_eq!(borrowed(&|tensor| tensor.dtype.code = 2).expect_err("float").kind(), ErrorKind::Type);
     let backwards = borrowed(&|tensor| {
         // SAFETY: the strides are ours, and one element long.
