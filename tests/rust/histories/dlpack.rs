@@ -90,7 +90,9 @@ impl Sent {
         let reach = if is_shape { reach(&shape, &strides, dtype.size()) } else { None };
         let room = reach.map_or(0, |(low, high)| high.saturating_sub(low));
         let room = usize::try_from(room).unwrap_or(usize::MAX);
-        let is_small = room <= 1 << 16;
+        // Extents that are stepped over by nothing may be many elements in little memory.
+        let elements = shape.iter().fold(1i64, |count, &extent| count.saturating_mul(extent));
+        let is_small = room <= 1 << 16 && elements <= 1 << 16;
         let mut memory = Guarded::new(if is_small { room } else { 64 }, source.flip());
         for (byte, at) in memory.content().iter_mut().zip((1u8..=255).cycle()) {
             *byte = at;
