@@ -12,3 +12,4 @@ mod kernels;
 mod layering;
 mod oracle;
 mod pools;
+mod threads;
