@@ -10,8 +10,21 @@ EXTENSION := $(VENV)/.extension
 DRIVER := target/software_driver/lib/libcuda.so.1
 DRIVER_SOURCES := $(shell find tests/software_driver -name "*.rs" -o -name "*.cpp" -o -name "Cargo.*") $(wildcard src/kernels/*.cu*)
 CUDA_TOOLS := $(VENV)/cuda-tools
+# Seconds for each fuzz target, the targets, and how many run at once. SANITIZER=address needs a nightly toolchain.
+FUZZ_SECONDS ?= 3600
+TARGETS ?= $(basename $(notdir $(wildcard tests/fuzz/targets/*.rs))) trace_readers
+FUZZ_JOBS ?= $(shell nproc)
+HOST := $(shell rustc -vV | sed -n 's/^host: //p')
+FUZZ := target/fuzz/$(HOST)/release
+# What `cargo fuzz` passes, as far as a stable compiler takes it: counters for libFuzzer to see where an input leads.
+FUZZ_FLAGS := --cfg fuzzing -Cpasses=sancov-module $(addprefix -Cllvm-args=-sanitizer-coverage-,level=4 \
+    inline-8bit-counters pc-table trace-compares) $(addprefix -Zsanitizer=,$(SANITIZER))
+# Steps of `make histories`, and the seed that decides all of them.
+STEPS ?= 11000000
+SEED ?= 1
 
-.PHONY: demo test lint bench bench-cuda chart format clean kernels rust-test python-test rust-lint python-lint kernel-lint
+.PHONY: demo test lint bench bench-cuda chart format clean kernels rust-test python-test rust-lint python-lint kernel-lint \
+    fuzz fuzz-build fuzz-briefly histories
 .DEFAULT_GOAL := test
 
 # The main job: models served through the pools, dense and hybrid, with every token checked; then a request trace, with every
@@ -25,7 +38,7 @@ demo: $(EXTENSION) $(VENV)/.tools
 	    $(BIN)/python -m kvpool replay --synthetic --plot target/replay.png; \
 	fi
 
-test: rust-test python-test
+test: rust-test python-test fuzz-briefly
 
 rust-test: $(DRIVER)
 	cargo test --locked
@@ -37,6 +50,25 @@ python-test: $(EXTENSION) $(VENV)/.test $(DRIVER)
 	$(BIN)/python -m pytest
 	LD_PRELOAD=$(abspath $(DRIVER)) KVPOOL_REQUIRE_CUDA=1 $(BIN)/python -m pytest --software -m cuda
 
+# Every target from its seeds on, for FUZZ_SECONDS each. A finding is an error, and stays in tests/fuzz/artifacts.
+fuzz: fuzz-build $(VENV)/.fuzz
+	printf '%s\n' $(TARGETS) | xargs -P $(FUZZ_JOBS) -I{} sh -c 'case {} in \
+	    trace_readers) exec tests/fuzz/run {} $(FUZZ_SECONDS) $(BIN)/python tests/fuzz/trace_readers.py ;; \
+	    *) exec tests/fuzz/run {} $(FUZZ_SECONDS) $(FUZZ)/{} ;; esac'
+
+# A look at each, in every run of the tests.
+fuzz-briefly:
+	$(MAKE) fuzz FUZZ_SECONDS=8
+
+fuzz-build:
+	RUSTFLAGS='$(FUZZ_FLAGS)' cargo $(if $(SANITIZER),+nightly) build --quiet --locked --release --target $(HOST) \
+	    --manifest-path tests/fuzz/Cargo.toml --target-dir target/fuzz
+
+# Random histories of every pool, misuse included, against naive models.
+histories:
+	KVPOOL_HISTORY_STEPS=$(STEPS) KVPOOL_HISTORY_SEED=$(SEED) cargo test --locked --profile checked --test rust -- \
+	    --ignored --exact history_runs::long_histories_agree_with_their_models --nocapture
+
 lint: rust-lint python-lint kernel-lint
 
 rust-lint:
@@ -44,6 +76,8 @@ rust-lint:
 	cargo clippy --locked --all-targets -- -D warnings
 	cargo clippy --locked --all-targets --features cuda,python -- -D warnings
 	RUSTDOCFLAGS='-D warnings' cargo doc --locked --no-deps --features cuda
+	cargo fmt --check --manifest-path tests/fuzz/Cargo.toml
+	cargo clippy --locked --release --all-targets --manifest-path tests/fuzz/Cargo.toml --target-dir target/fuzz -- -D warnings
 	cargo fmt --check --manifest-path tests/software_driver/Cargo.toml
 	cargo clippy --locked --release --all-targets --manifest-path tests/software_driver/Cargo.toml --target-dir target/software_driver -- -D warnings
 	test "$$(cargo tree --locked --features cuda -e features -i cudarc | grep -o 'feature "cuda-[^"]*"')" = 'feature "cuda-12000"'
@@ -86,6 +120,7 @@ chart: $(EXTENSION) $(VENV)/.tools
 
 format: $(VENV)/.test
 	cargo fmt
+	cargo fmt --manifest-path tests/fuzz/Cargo.toml
 	cargo fmt --manifest-path tests/software_driver/Cargo.toml
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
@@ -109,6 +144,10 @@ $(VENV)/.tools: pyproject.toml $(EXTENSION)
 $(VENV)/.test: pyproject.toml $(VENV)/.tools
 	$(PIP) install --quiet --upgrade 'pip>=25.1'
 	$(PIP) install --quiet --group test --group lint
+	touch $@
+
+$(VENV)/.fuzz: pyproject.toml $(VENV)/.test
+	$(PIP) install --quiet --group fuzz
 	touch $@
 
 # The kernels are C++; where there is no compiler for it, one comes from PyPI.

@@ -6,8 +6,10 @@ mod conformance;
 mod dlpack;
 #[cfg(feature = "cuda")]
 mod gpu;
-mod index_oracle;
+mod histories;
+mod history_runs;
 mod kernels;
 mod layering;
 mod oracle;
 mod pools;
+mod threads;

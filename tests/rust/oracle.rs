@@ -1,156 +1,10 @@
-//! Random histories, misuse included, against models that are too simple to be wrong.
+//! Pieces of the bookkeeping against models that are too simple to be wrong; whole pools are in `histories`.
 
-use std::collections::{BTreeSet, VecDeque};
+use std::collections::BTreeSet;
 
 use kvpool::base::IndexVec;
-use kvpool::index::{Bitmap, FenceId, Move, Order, RowTable, SlotAllocator, ascending_runs, plan_moves};
+use kvpool::index::{Bitmap, Move, Order, Rounding, SlotAllocator, ascending_runs, plan_moves};
 use proptest::prelude::*;
-
-/// Free pages as a plain list, live ones as a set.
-struct Model {
-    page_size: usize,
-    pages: usize,
-    order: Order,
-    free: VecDeque<usize>,
-    released: BTreeSet<usize>,
-    live: BTreeSet<usize>,
-    fenced: Vec<(FenceId, Vec<usize>)>,
-    dropped: usize,
-}
-
-impl Model {
-    fn new(size: usize, page_size: usize, order: Order) -> Self {
-        let pages = size / page_size;
-        Self {
-            page_size,
-            pages,
-            order,
-            free: (1..=pages).collect(),
-            released: BTreeSet::new(),
-            live: BTreeSet::new(),
-            fenced: Vec::new(),
-            dropped: 0,
-        }
-    }
-
-    fn merge(&mut self) {
-        if self.order == Order::Sorted {
-            let mut all: Vec<usize> = self.free.drain(..).chain(std::mem::take(&mut self.released)).collect();
-            all.sort_unstable();
-            self.free = all.into();
-        }
-    }
-
-    fn alloc(&mut self, count: usize) -> Option<Vec<usize>> {
-        let pages = count.div_ceil(self.page_size);
-        if pages > self.free.len() {
-            self.merge();
-        }
-        if pages > self.free.len() {
-            return None;
-        }
-        let taken: Vec<usize> = self.free.drain(..pages).collect();
-        self.live.extend(&taken);
-        let slots = taken.iter().flat_map(|page| page * self.page_size..(page + 1) * self.page_size);
-        Some(slots.take(count).collect())
-    }
-
-    fn contiguous(&mut self, count: usize) -> Option<Vec<usize>> {
-        let pages = count.div_ceil(self.page_size);
-        let last = self.pages;
-        let find = |free: &VecDeque<usize>| {
-            let set: BTreeSet<usize> = free.iter().copied().collect();
-            (1..=last).find(|start| (*start..start + pages).all(|page| set.contains(&page)))
-        };
-        if pages == 0 {
-            return Some(Vec::new());
-        }
-        let start = find(&self.free).or_else(|| {
-            self.merge();
-            find(&self.free)
-        })?;
-        self.free.retain(|page| !(start..start + pages).contains(page));
-        self.live.extend(start..start + pages);
-        Some((start * self.page_size..).take(count).collect())
-    }
-
-    /// Takes back what is live; says which pages those were.
-    fn give(&mut self, slots: &[i64]) -> Vec<usize> {
-        let mut pages = Vec::new();
-        for &slot in slots {
-            let page = usize::try_from(slot).ok().map(|slot| slot / self.page_size);
-            match page {
-                Some(page) if self.live.remove(&page) => pages.push(page),
-                Some(page) if self.page_size > 1 && pages.contains(&page) => (),
-                _ => self.dropped += 1,
-            }
-        }
-        if self.page_size > 1 {
-            pages.sort_unstable();
-        }
-        pages
-    }
-
-    fn release(&mut self, pages: Vec<usize>) {
-        match self.order {
-            Order::Sorted => self.released.extend(pages),
-            Order::Fifo => self.free.extend(pages),
-        }
-    }
-
-    fn available(&self) -> usize {
-        (self.free.len() + self.released.len()) * self.page_size
-    }
-}
-
-#[derive(Clone, Debug)]
-enum Step {
-    Alloc(usize),
-    Contiguous(usize),
-    /// Frees some of what is live, by position, and some nonsense.
-    Free {
-        picks: Vec<usize>,
-        nonsense: Vec<i64>,
-        after: bool,
-    },
-    FreeStrict {
-        picks: Vec<usize>,
-        nonsense: Vec<i64>,
-    },
-    Pass(usize),
-    Group(Vec<Vec<usize>>),
-    Merge,
-    Clear,
-}
-
-fn steps() -> impl Strategy<Value = Vec<Step>> {
-    let picks = || prop::collection::vec(0..1000usize, 0..12);
-    let nonsense = || prop::collection::vec(-3..200i64, 0..4);
-    prop::collection::vec(
-        prop_oneof![
-            6 => (0..40usize).prop_map(Step::Alloc),
-            2 => (0..20usize).prop_map(Step::Contiguous),
-            6 => (picks(), nonsense(), any::<bool>())
-                .prop_map(|(picks, nonsense, after)| Step::Free { picks, nonsense, after }),
-            2 => (picks(), nonsense()).prop_map(|(picks, nonsense)| Step::FreeStrict { picks, nonsense }),
-            3 => (0..4usize).prop_map(Step::Pass),
-            1 => prop::collection::vec(picks(), 0..3).prop_map(Step::Group),
-            1 => Just(Step::Merge),
-            1 => Just(Step::Clear),
-        ],
-        1..60,
-    )
-}
-
-/// Slots of live pages that `picks` points at.
-fn picked(model: &Model, picks: &[usize]) -> Vec<i64> {
-    let live: Vec<usize> = model.live.iter().copied().collect();
-    if live.is_empty() {
-        return Vec::new();
-    }
-    let slot = |pick: &usize| live[pick % live.len()] * model.page_size + pick % model.page_size;
-    picks.iter().map(slot).map(|slot| i64::try_from(slot).expect("small")).collect()
-}
 
 fn narrow(slots: &[i64], wide: bool) -> IndexVec {
     if wide {
@@ -160,120 +14,8 @@ fn narrow(slots: &[i64], wide: bool) -> IndexVec {
     }
 }
 
-fn numbers(slots: Option<Vec<i32>>) -> Option<Vec<usize>> {
-    slots.map(|slots| slots.into_iter().map(|slot| usize::try_from(slot).expect("positive")).collect())
-}
-
-fn apply(step: &Step, slots: &mut SlotAllocator, model: &mut Model) {
-    match step {
-        Step::Alloc(count) => assert_eq!(numbers(slots.alloc(*count).unwrap()), model.alloc(*count)),
-        Step::Contiguous(count) => {
-            assert_eq!(numbers(slots.alloc_contiguous(*count).unwrap()), model.contiguous(*count));
-        }
-        Step::Free { picks, nonsense, after } => {
-            let mut given = picked(model, picks);
-            given.extend(nonsense);
-            let before = model.dropped;
-            let pages = model.give(&given);
-            let bad = if *after {
-                let id = slots.new_fence();
-                let bad = slots.free_after(id, &narrow(&given, true), false).unwrap();
-                model.fenced.push((id, pages));
-                bad
-            } else {
-                model.release(pages);
-                slots.free(&narrow(&given, false), false).unwrap()
-            };
-            assert_eq!(bad.dropped(), model.dropped - before);
-        }
-        Step::FreeStrict { picks, nonsense } => {
-            let mut given = picked(model, picks);
-            given.extend(nonsense);
-            let (live, dropped) = (model.live.clone(), model.dropped);
-            let pages = model.give(&given);
-            if model.dropped == dropped {
-                model.release(pages);
-                assert_eq!(slots.free(&narrow(&given, false), true).unwrap().dropped(), 0);
-            } else {
-                (model.live, model.dropped) = (live, dropped);
-                assert!(slots.free(&narrow(&given, false), true).is_err());
-            }
-        }
-        Step::Pass(which) => {
-            if *which < model.fenced.len() {
-                let (id, pages) = model.fenced.remove(*which);
-                model.release(pages);
-                slots.fence_passed(id);
-                slots.fence_passed(id);
-            }
-        }
-        Step::Group(frees) => {
-            slots.group_begin();
-            let mut all = Vec::new();
-            for picks in frees {
-                let given = picked(model, picks);
-                slots.group_begin();
-                assert_eq!(slots.free(&narrow(&given, false), false).unwrap().dropped(), 0);
-                assert!(slots.group_end().unwrap().is_none());
-                all.extend(given);
-            }
-            let before = model.dropped;
-            let pages = model.give(&all);
-            model.release(pages);
-            let given = slots.group_end().unwrap().unwrap();
-            let bad = slots.free_now(&given, false).unwrap();
-            assert_eq!((given.len(), bad.dropped()), (all.len(), model.dropped - before));
-        }
-        Step::Merge => {
-            slots.merge();
-            model.merge();
-        }
-        Step::Clear => {
-            slots.clear();
-            let dropped = model.dropped;
-            *model = Model::new(slots.size(), model.page_size, model.order);
-            model.dropped = dropped;
-        }
-    }
-}
-
-fn check(slots: &SlotAllocator, model: &Model) {
-    assert_eq!(slots.fault(), None);
-    let stats = slots.stats();
-    assert_eq!(stats.available + stats.in_use, stats.capacity);
-    assert_eq!(stats.available, model.available());
-    assert_eq!(stats.dropped_frees, model.dropped);
-    let ids =
-        |ids: Vec<u32>| ids.into_iter().map(|id| usize::try_from(id).expect("small")).collect::<Vec<_>>();
-    assert_eq!(ids(slots.pages().free_ids()), model.free.iter().copied().collect::<Vec<_>>());
-    assert_eq!(ids(slots.pages().released_ids()), model.released.iter().copied().collect::<Vec<_>>());
-    let all: Vec<i64> = (-2..200).collect();
-    let fenced: BTreeSet<usize> = model.fenced.iter().flat_map(|(_, pages)| pages.iter().copied()).collect();
-    let query = IndexVec::I64(all.clone());
-    for (slot, answer) in all.iter().zip(slots.is_allocated(&query)) {
-        let page = usize::try_from(*slot).map_or(0, |slot| slot / model.page_size);
-        assert_eq!(answer, model.live.contains(&page) || fenced.contains(&page), "slot {slot}");
-    }
-}
-
 proptest! {
     #![proptest_config(ProptestConfig { cases: 300, ..ProptestConfig::default() })]
-
-    #[test]
-    fn slots_agree_with_a_list(
-        steps in steps(),
-        size in 1..150usize,
-        page_size in prop::sample::select(vec![1usize, 1, 3, 4, 16]),
-        fifo in any::<bool>(),
-    ) {
-        let order = if fifo { Order::Fifo } else { Order::Sorted };
-        let mut slots = SlotAllocator::new(size, page_size, order).unwrap();
-        let mut model = Model::new(size, page_size, order);
-        for step in &steps {
-            apply(step, &mut slots, &mut model);
-            check(&slots, &model);
-        }
-    }
 
     #[test]
     fn extend_continues_pages(
@@ -318,36 +60,6 @@ proptest! {
         }
         let pages: usize = held.iter().map(|held| held.len().div_ceil(page_size)).sum();
         prop_assert_eq!(slots.stats().in_use, pages * page_size);
-    }
-
-    #[test]
-    fn rows_agree_with_a_queue(steps in prop::collection::vec((any::<bool>(), 0..5usize, -2..12i64), 1..80)) {
-        let mut table = RowTable::new(1, 8).unwrap();
-        let mut free: VecDeque<u32> = (1..=8).collect();
-        let mut dropped = 0;
-        for (take, count, row) in steps {
-            if take {
-                let expected = (count <= free.len()).then(|| free.drain(..count).collect::<Vec<_>>());
-                let taken = table.alloc(count).map(|rows| {
-                    rows.iter().map(|taken| kvpool::base::Id::number(taken.row)).collect::<Vec<_>>()
-                });
-                prop_assert_eq!(taken, expected);
-            } else {
-                let live = (1..=8).contains(&row) && !free.iter().any(|&free| i64::from(free) == row);
-                let (freed, bad) = table.free(&IndexVec::I64(vec![row, row]), false, "row").unwrap();
-                prop_assert_eq!(freed.len(), usize::from(live));
-                prop_assert_eq!(bad.dropped(), 2 - usize::from(live));
-                dropped += bad.dropped();
-                if live {
-                    free.push_back(u32::try_from(row).expect("positive"));
-                } else {
-                    prop_assert!(table.free(&IndexVec::I64(vec![row]), true, "row").is_err());
-                }
-            }
-            prop_assert_eq!(table.rows().available(), free.len());
-            prop_assert_eq!(table.dropped_frees(), dropped);
-            prop_assert_eq!(table.rows().fault(), None);
-        }
     }
 
     #[test]
@@ -436,4 +148,22 @@ fn extremes_are_dropped() {
     assert_eq!((bad.dropped(), slots.available()), (7, 0));
     let bad = slots.free(&IndexVec::I64((-50..150).collect()), false).unwrap();
     assert_eq!((bad.dropped(), slots.available()), (100, 100));
+}
+
+#[test]
+fn buckets_are_the_smallest_that_hold_the_bytes() {
+    for (rounding, sizes) in [(Rounding::Pow2, 1), (Rounding::Fine, 4)] {
+        let of = |exponent: u32, step: u128| ((1u128 << exponent) * (sizes + step)).div_ceil(sizes);
+        let known: Vec<u128> = (0..63)
+            .flat_map(|exponent| (0..sizes).map(move |step| (exponent, step)))
+            .map(|(exponent, step)| of(exponent, step))
+            .collect();
+        let around = (3..62).flat_map(|exponent| (1usize << exponent) - 2..(1usize << exponent) + 3);
+        for bytes in (0..5000).chain(around) {
+            let least = known.iter().copied().filter(|&size| size >= bytes.max(1) as u128).min();
+            let bucket = rounding.bucket(bytes).expect("one so large").bytes();
+            assert_eq!(Some(bucket as u128), least, "{bytes} bytes, {rounding:?}");
+        }
+        assert!(rounding.bucket(usize::MAX).is_err());
+    }
 }

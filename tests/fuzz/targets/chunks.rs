@@ -1,0 +1,3 @@
+#![no_main]
+
+kvpool_fuzz::target!();

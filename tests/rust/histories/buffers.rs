@@ -1,0 +1,218 @@
+//! Scratch buffers: which memory is used again, and that no two have the same.
+
+use kvpool::base::{Device, ErrorKind};
+use kvpool::index::{Rounding, Ticket};
+use kvpool::memory::Stream;
+use kvpool::pool::{Buffer, BufferPool};
+
+use super::{Source, agree};
+
+/// A buffer that is out.
+struct Live {
+    ticket: Ticket,
+    address: usize,
+    capacity: usize,
+    lane: Stream,
+    /// What its owner wrote into all of it.
+    mark: u8,
+    buffer: Buffer,
+}
+
+/// A buffer that was given back.
+#[derive(Clone, Copy, PartialEq)]
+struct Free {
+    address: usize,
+    capacity: usize,
+    lane: Stream,
+}
+
+struct Model {
+    /// In the order in which they were taken, but for gaps that the last one fills.
+    live: Vec<Live>,
+    /// The last given back at the end.
+    free: Vec<Free>,
+    stale: Vec<Ticket>,
+    stale_uses: usize,
+    marks: u8,
+    high_water_bytes: usize,
+}
+
+/// So many stale tickets are tried after every step.
+const STALE: usize = 8;
+
+pub(super) fn run(source: &mut Source<'_>) {
+    let rounding = source.of(&[Rounding::Pow2, Rounding::Fine]);
+    let mut pool = BufferPool::new(Device::Cpu, rounding).expect("host memory");
+    let mut model = Model {
+        live: Vec::new(),
+        free: Vec::new(),
+        stale: Vec::new(),
+        stale_uses: 0,
+        marks: 0,
+        high_water_bytes: 0,
+    };
+    while source.next_step() {
+        step(source, &mut pool, &mut model);
+        check(&mut pool, &mut model);
+    }
+}
+
+fn step(source: &mut Source<'_>, pool: &mut BufferPool, model: &mut Model) {
+    match source.below(16) {
+        0..=5 => {
+            let (bytes, lane) = (bytes(source), lane(source));
+            let is_right = is_possible(bytes);
+            if let Some(buffer) = agree(pool.alloc(bytes, lane), is_right) {
+                taken(pool, model, buffer, bytes, lane);
+            } else {
+                lose(model, pool, bytes);
+            }
+        }
+        6 | 7 => batch(source, pool, model),
+        8..=12 => {
+            if !model.live.is_empty() {
+                let live = model.live.swap_remove(source.below(model.live.len()));
+                check_mark(&live);
+                pool.release(live.ticket).expect("it is live");
+                give_back(model, &live);
+            }
+        }
+        13 => {
+            pool.reset();
+            while let Some(live) = model.live.pop() {
+                check_mark(&live);
+                give_back(model, &live);
+            }
+        }
+        14 => {
+            pool.clear();
+            model.free.clear();
+        }
+        _ => {
+            let Some(live) = model.live.first() else { return };
+            let all = live.buffer.region().bytes_at(0, live.capacity).expect("inside");
+            let before = pool.registered_bytes();
+            let is_new = pool.register_existing(&all, source.flip()).expect("host memory");
+            assert_eq!(pool.registered_bytes() - before, if is_new { live.capacity } else { 0 });
+            assert!(!pool.register_existing(&all, false).expect("host memory"));
+        }
+    }
+}
+
+fn lane(source: &mut Source<'_>) -> Stream {
+    Stream::from_handle(source.below(3))
+}
+
+fn bytes(source: &mut Source<'_>) -> usize {
+    match source.below(16) {
+        0 => source.of(&[usize::MAX, usize::MAX / 2, 1 << 63, (1 << 62) + 1, 1 << 60]),
+        1..=4 => source.below(5000),
+        _ => source.below(40),
+    }
+}
+
+/// Whether so many bytes can be had at all.
+fn is_possible(bytes: usize) -> bool {
+    bytes < 1 << 40
+}
+
+/// Free buffers are given up for a new one for which there is no memory; one of no bucket is refused before.
+fn lose(model: &mut Model, pool: &BufferPool, bytes: usize) {
+    if pool.rounding().bucket(bytes).is_ok() {
+        model.free.clear();
+    }
+}
+
+/// Checks which buffer was handed out, and writes to all of it.
+fn taken(pool: &BufferPool, model: &mut Model, buffer: Buffer, bytes: usize, lane: Stream) {
+    let (address, capacity) = (buffer.region().address().as_ptr().addr(), buffer.region().bytes());
+    assert_eq!(capacity, pool.rounding().bucket(bytes).expect("possible").bytes());
+    assert!(capacity >= bytes.max(1) && capacity < 2 * bytes.max(1) && buffer.bytes() == bytes);
+    let last = |of: &dyn Fn(&Free) -> bool| {
+        model.free.iter().rposition(|free| free.capacity == capacity && of(free))
+    };
+    let known = model.free.iter().rposition(|free| free.address == address && free.capacity == capacity);
+    let expected = match (last(&|free| free.lane == lane), known) {
+        (Some(own), _) => Some(own),
+        (None, Some(known)) => last(&|free| free.lane == model.free[known].lane),
+        // Of other lanes any may be used, but one must be.
+        (None, None) => last(&|_| true),
+    };
+    assert_eq!(known, expected, "a buffer of its bucket is used again, the last given back first");
+    if let Some(at) = known {
+        model.free.remove(at);
+    } else {
+        let first = buffer.region().at(0, capacity).expect("all of it");
+        // SAFETY: the region is live, so long, and this buffer's alone.
+        let all = unsafe { std::slice::from_raw_parts(first.as_ptr(), capacity) };
+        assert!(all.iter().all(|&byte| byte == 0), "a new buffer is zero");
+    }
+    assert!(
+        model
+            .live
+            .iter()
+            .all(|other| other.address + other.capacity <= address || address + capacity <= other.address)
+    );
+    model.marks = model.marks.wrapping_add(1);
+    let live = Live { ticket: buffer.ticket(), address, capacity, lane, mark: model.marks, buffer };
+    live.buffer.region().fill(0, capacity, live.mark).expect("all of it");
+    model.live.push(live);
+    let in_use: usize = model.live.iter().map(|live| live.capacity).sum();
+    model.high_water_bytes = model.high_water_bytes.max(in_use);
+}
+
+/// Nobody else has written to a buffer that is given back.
+fn check_mark(live: &Live) {
+    let first = live.buffer.region().at(0, live.capacity).expect("all of it");
+    // SAFETY: the region is live and so long, and nobody writes to it now.
+    let all = unsafe { std::slice::from_raw_parts(first.as_ptr(), live.capacity) };
+    assert!(all.iter().all(|&byte| byte == live.mark), "somebody else has written to the buffer");
+}
+
+fn give_back(model: &mut Model, live: &Live) {
+    let Live { ticket, address, capacity, lane, .. } = *live;
+    model.free.push(Free { address, capacity, lane });
+    model.stale.push(ticket);
+}
+
+/// All of several buffers, or none.
+fn batch(source: &mut Source<'_>, pool: &mut BufferPool, model: &mut Model) {
+    let lane = lane(source);
+    let sizes: Vec<usize> = (0..source.below(4)).map(|_| bytes(source)).collect();
+    let is_right = sizes.iter().all(|&bytes| is_possible(bytes));
+    match agree(pool.alloc_batch(&sizes, lane), is_right) {
+        Some(buffers) => {
+            assert_eq!(buffers.len(), sizes.len());
+            for (buffer, bytes) in buffers.into_iter().zip(sizes) {
+                taken(pool, model, buffer, bytes, lane);
+            }
+        }
+        None if sizes.iter().any(|&bytes| pool.rounding().bucket(bytes).is_err()) => (),
+        // What was taken and given back again may lie in another order, and new ones may be free: begin anew.
+        None => {
+            pool.clear();
+            model.free.clear();
+        }
+    }
+}
+
+fn check(pool: &mut BufferPool, model: &mut Model) {
+    let buckets = pool.buckets();
+    assert_eq!(buckets.fault(), None);
+    let bytes = |capacities: &mut dyn Iterator<Item = usize>| capacities.sum::<usize>();
+    assert_eq!((buckets.in_use_count(), buckets.free_count()), (model.live.len(), model.free.len()));
+    assert_eq!(buckets.in_use_bytes(), bytes(&mut model.live.iter().map(|live| live.capacity)));
+    assert_eq!(buckets.free_bytes(), bytes(&mut model.free.iter().map(|free| free.capacity)));
+    assert_eq!(buckets.high_water_bytes(), model.high_water_bytes);
+    let excess = model.stale.len().saturating_sub(STALE);
+    model.stale.drain(..excess);
+    for &ticket in &model.stale {
+        let error = pool.release(ticket).expect_err("it was given back");
+        assert_eq!(error.kind(), ErrorKind::StaleBuffer);
+    }
+    model.stale_uses += model.stale.len();
+    assert_eq!(pool.stale_uses(), model.stale_uses);
+    for live in &model.live {
+        assert_eq!(pool.region(live.ticket).expect("it is live").address().as_ptr().addr(), live.address);
+    }
+}

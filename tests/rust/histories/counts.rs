@@ -1,0 +1,111 @@
+//! Counts of references, with indices that are withheld at first.
+
+use kvpool::index::{RefCounts, Ticket};
+
+use super::{Source, size};
+
+/// Every ticket that was ever given with its references, and what could be taken, the next at the end.
+#[derive(Default)]
+struct Model {
+    capacity: u32,
+    /// From here on indices are withheld.
+    offered: u32,
+    given: Vec<(Ticket, u32)>,
+    /// Of those that are free again, the last freed at the end.
+    free: Vec<u32>,
+    /// Offered and never taken, lowest first.
+    fresh: Vec<u32>,
+    /// Their last reference is gone.
+    returning: Vec<u32>,
+    high_water: usize,
+}
+
+/// As many tickets are kept as are looked at after every step.
+const KEPT: usize = 64;
+
+pub(super) fn run(source: &mut Source<'_>) {
+    let mut counts = RefCounts::default();
+    let mut model = Model::default();
+    while source.next_step() {
+        step(source, &mut counts, &mut model);
+        check(&counts, &model);
+    }
+}
+
+fn step(source: &mut Source<'_>, counts: &mut RefCounts, model: &mut Model) {
+    let at = source.below(model.given.len().max(1));
+    match source.below(16) {
+        0 if model.capacity < 40 => {
+            let more = u32::try_from(source.below(8)).expect("small");
+            counts.extend(more).expect("room");
+            model.capacity += more;
+        }
+        1 | 2 => {
+            let end = model.capacity.min(model.offered + u32::try_from(source.below(8)).expect("small"));
+            counts.offer(model.offered..end);
+            model.fresh.extend(model.offered..end);
+            model.offered = end;
+        }
+        3..=6 => {
+            let taken = counts.take();
+            let expected = match model.free.pop() {
+                None if !model.fresh.is_empty() => Some(model.fresh.remove(0)),
+                last => last,
+            };
+            assert_eq!(taken.map(Ticket::index), expected);
+            model.given.extend(taken.map(|ticket| (ticket, 1)));
+            model.high_water = model.high_water.max(in_use(model));
+            if model.given.len() > KEPT {
+                let old = model.given.iter().position(|(_, references)| *references == 0);
+                old.map(|old| model.given.remove(old));
+            }
+        }
+        7..=9 if !model.given.is_empty() => {
+            let (ticket, references) = &mut model.given[at];
+            assert_eq!(counts.retain(*ticket), *references > 0);
+            *references += u32::from(*references > 0);
+        }
+        10..=13 if !model.given.is_empty() => {
+            let (ticket, references) = &mut model.given[at];
+            assert_eq!(counts.release(*ticket).ok(), (*references > 0).then_some(*references == 1));
+            if *references == 1 {
+                model.returning.push(ticket.index());
+            }
+            *references = references.saturating_sub(1);
+        }
+        _ if !model.returning.is_empty() => {
+            let index = model.returning.swap_remove(source.below(model.returning.len()));
+            counts.put_back(index);
+            model.free.push(index);
+        }
+        _ => counts.note_dropped(),
+    }
+}
+
+/// How many are taken or returning.
+fn in_use(model: &Model) -> usize {
+    model.given.iter().filter(|(_, references)| *references > 0).count() + model.returning.len()
+}
+
+fn check(counts: &RefCounts, model: &Model) {
+    assert_eq!(counts.fault(), None);
+    assert_eq!(counts.capacity(), size(model.capacity));
+    assert_eq!(counts.in_use(), in_use(model));
+    assert_eq!(counts.available() + counts.in_use(), counts.capacity());
+    assert_eq!(counts.ready(), model.free.len() + model.fresh.len());
+    assert_eq!(counts.high_water(), model.high_water);
+    for &(ticket, references) in &model.given {
+        assert_eq!(counts.references(ticket), references);
+        if references > 0 {
+            assert_eq!(counts.ticket(ticket.index()), Some(ticket));
+        }
+    }
+    for index in -1..=i64::from(model.capacity) {
+        let references =
+            model.given.iter().find(|(ticket, left)| *left > 0 && i64::from(ticket.index()) == index);
+        assert_eq!(
+            counts.reason(index).is_none(),
+            references.is_some_and(|(_, references)| *references == 1)
+        );
+    }
+}

@@ -1,0 +1,54 @@
+//! Memory between two pages that nobody may touch, so that a read past its end ends the process.
+
+use std::ptr::NonNull;
+
+/// So large are the pages of most machines; a multiple of all that are smaller.
+const PAGE: usize = 64 << 10;
+
+/// Some bytes that end, or begin, at a page that must not be touched.
+pub(super) struct Guarded {
+    map: NonNull<u8>,
+    mapped: usize,
+    start: usize,
+    bytes: usize,
+}
+
+impl Guarded {
+    /// `bytes` zeros, against the page behind them or the one before.
+    pub(super) fn new(bytes: usize, at_end: bool) -> Self {
+        let inner = bytes.max(1).next_multiple_of(PAGE);
+        let mapped = inner + 2 * PAGE;
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+        // SAFETY: an anonymous mapping at an address of the kernel's choice touches no memory in use.
+        let map = unsafe { libc::mmap(std::ptr::null_mut(), mapped, libc::PROT_NONE, flags, -1, 0) };
+        assert_ne!(map, libc::MAP_FAILED);
+        let map = NonNull::new(map.cast::<u8>()).expect("it is no error");
+        let middle = map.as_ptr().wrapping_add(PAGE);
+        // SAFETY: the range lies within the mapping made just now.
+        let opened = unsafe { libc::mprotect(middle.cast(), inner, libc::PROT_READ | libc::PROT_WRITE) };
+        assert_eq!(opened, 0);
+        let start = PAGE + if at_end { inner - bytes } else { 0 };
+        Self { map, mapped, start, bytes }
+    }
+
+    pub(super) const fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    pub(super) const fn address(&self) -> *mut u8 {
+        self.map.as_ptr().wrapping_add(self.start)
+    }
+
+    /// Its bytes, while nobody else has its address.
+    pub(super) fn content(&mut self) -> &mut [u8] {
+        // SAFETY: so many bytes are mapped there, and `self` is borrowed for as long as they are.
+        unsafe { std::slice::from_raw_parts_mut(self.address(), self.bytes) }
+    }
+}
+
+impl Drop for Guarded {
+    fn drop(&mut self) {
+        // SAFETY: `new` mapped exactly this range.
+        unsafe { libc::munmap(self.map.as_ptr().cast(), self.mapped) };
+    }
+}

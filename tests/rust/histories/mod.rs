@@ -1,0 +1,161 @@
+//! Histories of every pool, decoded from bytes, against models that are too simple to be wrong.
+//!
+//! Each is an endless program whose every choice is read from a [`Source`]: what to call next, with which arguments,
+//! misuse included. After every step what the pool says is compared with what the model says. The bytes come from a
+//! fuzzer (`tests/fuzz`), from a seed, or from a file that was once a finding.
+
+mod arena;
+mod buffers;
+mod chunks;
+mod counts;
+mod dlpack;
+mod gdn;
+mod guarded;
+mod kv;
+mod pages;
+mod planner;
+mod planner_model;
+mod rows;
+mod slot_model;
+mod slots;
+
+use std::fmt::Debug;
+
+use arbitrary::Unstructured;
+use kvpool::base::{DType, Dims, IndexVec, Result};
+use kvpool::tensor::TensorView;
+
+/// One kind of history: its name, which is that of its fuzz target, and the program.
+pub(crate) type History = (&'static str, fn(&mut Source<'_>));
+
+/// Every kind.
+pub(crate) const ALL: [History; 11] = [
+    ("slots", slots::run),
+    ("rows", rows::run),
+    ("counts", counts::run),
+    ("chunks", chunks::run),
+    ("pages", pages::run),
+    ("buffers", buffers::run),
+    ("arena", arena::run),
+    ("planner", planner::run),
+    ("kv", kv::run),
+    ("gdn", gdn::run),
+    ("dlpack", dlpack::run),
+];
+
+/// Runs the history of that name and returns how many steps it had.
+pub(crate) fn run(name: &str, bytes: &[u8]) -> usize {
+    let (_, history) = ALL.iter().find(|(known, _)| *known == name).expect("a known history");
+    let mut source = Source { bytes: Unstructured::new(bytes), steps: 0 };
+    history(&mut source);
+    source.steps
+}
+
+/// Where the choices of a history come from. At its end every choice is the first.
+pub(crate) struct Source<'a> {
+    bytes: Unstructured<'a>,
+    steps: usize,
+}
+
+impl Source<'_> {
+    /// Whether there is another step.
+    fn next_step(&mut self) -> bool {
+        let is_left = !self.bytes.is_empty();
+        self.steps += usize::from(is_left);
+        is_left
+    }
+
+    /// A number below `count`, which is not 0.
+    fn below(&mut self, count: usize) -> usize {
+        self.bytes.int_in_range(0..=count - 1).unwrap_or(0)
+    }
+
+    /// One of `values`.
+    fn of<T: Copy>(&mut self, values: &[T]) -> T {
+        values[self.below(values.len())]
+    }
+
+    fn flip(&mut self) -> bool {
+        self.below(2) == 1
+    }
+
+    /// Whether something rare happens: once in `times`.
+    fn rarely(&mut self, times: usize) -> bool {
+        self.below(times) == times - 1
+    }
+
+    /// A number between the two.
+    fn within(&mut self, low: i64, high: i64) -> i64 {
+        self.bytes.int_in_range(low..=high).unwrap_or(low)
+    }
+
+    /// A number that should be an index below `count`, and sometimes is not, now and then by far.
+    fn index(&mut self, count: usize) -> i64 {
+        match self.below(16) {
+            0 => self.of(&[i64::MIN, -(1 << 32), i32::MIN.into(), -1, i32::MAX.into(), 1 << 32, i64::MAX]),
+            1 => self.within(-2, int(count) + 2),
+            _ => self.within(0, int(count.max(1)) - 1),
+        }
+    }
+
+    /// Up to `most` indices as above, of either width.
+    fn indices(&mut self, most: usize, count: usize) -> Vec<i64> {
+        (0..self.below(most + 1)).map(|_| self.index(count)).collect()
+    }
+
+    /// `values` as a caller gives them: int32 now and then, where they fit.
+    fn index_vec(&mut self, values: &[i64]) -> IndexVec {
+        let narrow: Option<Vec<i32>> = values.iter().map(|&value| i32::try_from(value).ok()).collect();
+        match narrow.filter(|_| self.flip()) {
+            Some(narrow) => IndexVec::I32(narrow),
+            None => IndexVec::I64(values.to_vec()),
+        }
+    }
+}
+
+/// A size as a number of tensors.
+fn int(size: usize) -> i64 {
+    i64::try_from(size).expect("a small number")
+}
+
+/// A number that is not negative as a size.
+fn size<T: TryInto<usize>>(number: T) -> usize
+where
+    T::Error: Debug,
+{
+    number.try_into().expect("a number that is not negative")
+}
+
+fn dims(extents: &[usize]) -> Dims {
+    Dims::of(extents).expect("few dimensions")
+}
+
+/// The bytes of a contiguous tensor in host memory.
+fn bytes_of(view: &TensorView) -> Vec<u8> {
+    let count = view.shape().numel() * view.dtype().size();
+    let source = view.region().at(view.offset(), count).expect("a view lies in its region");
+    let mut bytes = vec![0; count];
+    // SAFETY: the region is live host memory, of which `at` found so many bytes, and the vector is ours.
+    unsafe { bytes.as_mut_ptr().copy_from_nonoverlapping(source.as_ptr(), count) };
+    bytes
+}
+
+/// The elements of a contiguous int32 tensor in host memory.
+fn ints_of(view: &TensorView) -> Vec<i32> {
+    assert_eq!(view.dtype(), DType::I32);
+    view.region().read::<i32>(view.offset(), view.shape().numel()).expect("a view lies in its region")
+}
+
+/// Checks that a call was refused exactly when it should be.
+fn agree<T: Debug>(answer: Result<T>, is_right: bool) -> Option<T> {
+    match answer {
+        Ok(answer) => {
+            assert!(is_right, "should have been refused, not answered with {answer:?}");
+            Some(answer)
+        }
+        Err(error) => {
+            assert!(!is_right, "should not have been refused: {error}");
+            None
+        }
+    }
+}

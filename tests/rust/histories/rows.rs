@@ -1,0 +1,241 @@
+//! The request table: who has which row, and what stands in it.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use kvpool::base::{DType, IndexVec, contiguous_strides};
+use kvpool::kernels::Indices;
+use kvpool::memory::{Host, Region, Stream};
+use kvpool::pool::{ReqToTokenPool, TableIndex};
+
+use super::{Source, agree, dims, int, ints_of, size};
+
+/// Host memory has no streams.
+const STREAM: Stream = Stream::DEFAULT;
+
+/// Rows as a queue, and the table as a plain array.
+struct Model {
+    /// The first row that is handed out.
+    first: usize,
+    columns: usize,
+    free: VecDeque<usize>,
+    table: Vec<Vec<i32>>,
+    dropped: usize,
+}
+
+impl Model {
+    fn is_live(&self, row: usize) -> bool {
+        (self.first..self.table.len()).contains(&row) && !self.free.contains(&row)
+    }
+
+    /// Takes rows back; those that it did.
+    fn free(&mut self, given: &[i64]) -> Vec<usize> {
+        let mut freed = Vec::new();
+        for &row in given {
+            match usize::try_from(row).ok().filter(|row| self.is_live(*row) && !freed.contains(row)) {
+                Some(row) => freed.push(row),
+                None => self.dropped += 1,
+            }
+        }
+        freed
+    }
+
+    /// The row and the columns of a slice, if it is one.
+    fn columns(&self, row: i64, start: i64, end: Option<i64>) -> Option<(usize, usize, usize)> {
+        let row = usize::try_from(row).ok().filter(|row| *row < self.table.len())?;
+        let start = usize::try_from(start).ok()?;
+        let end = end.map_or(Some(self.columns), |end| usize::try_from(end).ok())?;
+        (start <= end && end <= self.columns).then_some((row, start, end))
+    }
+
+    /// A place of the table, if it is one.
+    fn place(&self, row: i64, column: i64) -> Option<(usize, usize)> {
+        let (row, column) = (usize::try_from(row).ok()?, usize::try_from(column).ok()?);
+        (row < self.table.len() && column < self.columns).then_some((row, column))
+    }
+
+    /// Writes to places, or does nothing when one is none or the values are not as many.
+    fn write(&mut self, places: Option<Vec<(usize, usize)>>, values: &[i64]) -> bool {
+        let values: Option<Vec<i32>> = values.iter().map(|&value| i32::try_from(value).ok()).collect();
+        let (Some(places), Some(values)) = (places, values) else { return false };
+        if values.len() != places.len() && values.len() != 1 {
+            return false;
+        }
+        for (at, (row, column)) in places.into_iter().enumerate() {
+            self.table[row][column] = values[if values.len() == 1 { 0 } else { at }];
+        }
+        true
+    }
+}
+
+struct Rows {
+    pool: ReqToTokenPool,
+    model: Model,
+}
+
+pub(super) fn run(source: &mut Source<'_>) {
+    let (count, columns) = (1 + source.below(9), 1 + source.below(20));
+    let (padding, strict) = (source.flip(), source.rarely(3));
+    let pool = ReqToTokenPool::new(Arc::new(Host), count, columns, padding, strict).expect("memory");
+    let first = usize::from(padding);
+    let table = vec![vec![0; columns]; count + first];
+    let model = Model { first, columns, free: (first..count + first).collect(), table, dropped: 0 };
+    let mut rows = Rows { pool, model };
+    while source.next_step() {
+        rows.step(source);
+        rows.check();
+    }
+}
+
+impl Rows {
+    fn step(&mut self, source: &mut Source<'_>) {
+        match source.below(16) {
+            0..=2 => {
+                let count = if source.rarely(16) { usize::MAX } else { source.below(5) };
+                let taken = self.pool.alloc(count, STREAM).expect("host memory");
+                let expected = (count <= self.model.free.len())
+                    .then(|| self.model.free.drain(..count).collect::<Vec<_>>());
+                assert_eq!(taken.map(|rows| rows.into_iter().map(size::<u32>).collect()), expected);
+                // What was written while nobody owned them is gone.
+                for row in expected.into_iter().flatten() {
+                    self.model.table[row].fill(0);
+                }
+            }
+            3..=5 => self.free(source),
+            6..=8 => self.write_columns(source),
+            9..=11 => self.write_points(source),
+            12 => self.write_past(source),
+            13 => self.build(source),
+            14 => {
+                let (row, length) =
+                    (source.index(self.model.table.len()), source.index(self.model.columns + 1));
+                let expected = self.model.columns(row, 0, Some(length));
+                let view = agree(self.pool.read(row, length), expected.is_some());
+                if let (Some(view), Some((row, _, end))) = (view, expected) {
+                    assert_eq!(ints_of(&view), self.model.table[row][..end]);
+                }
+            }
+            _ if source.rarely(4) => {
+                self.pool.clear(None, STREAM).expect("host memory");
+                self.model.free = (self.model.first..self.model.table.len()).collect();
+                self.model.table.iter_mut().for_each(|row| row.fill(0));
+            }
+            _ => (),
+        }
+    }
+
+    fn free(&mut self, source: &mut Source<'_>) {
+        let given = source.indices(4, self.model.table.len());
+        let dropped = self.model.dropped;
+        let freed = self.model.free(&given);
+        let is_right = !self.pool.strict() || self.model.dropped == dropped;
+        match agree(self.pool.free(&source.index_vec(&given), STREAM), is_right) {
+            None => self.model.dropped = dropped,
+            Some(bad) => {
+                assert_eq!(bad.dropped(), self.model.dropped - dropped);
+                for &row in &freed {
+                    self.model.table[row].fill(0);
+                }
+                self.model.free.extend(freed);
+            }
+        }
+    }
+
+    fn write_columns(&mut self, source: &mut Source<'_>) {
+        let (row, start) = (source.index(self.model.table.len()), source.index(self.model.columns));
+        let end = source.flip().then(|| source.index(self.model.columns + 1));
+        let columns = self.model.columns(row, start, end);
+        let places =
+            columns.map(|(row, start, end)| (start..end).map(|column| (row, column)).collect::<Vec<_>>());
+        let values = values(source, places.as_ref().map_or(3, Vec::len));
+        let index = TableIndex::Columns { row, start, end };
+        let answer = self.pool.write(&index, &Indices::Host(source.index_vec(&values)), STREAM);
+        agree(answer, self.model.write(places, &values));
+    }
+
+    fn write_points(&mut self, source: &mut Source<'_>) {
+        let (rows, columns) =
+            (source.indices(4, self.model.table.len()), source.indices(4, self.model.columns));
+        let values = values(source, rows.len());
+        let places = rows.iter().zip(&columns).map(|(&row, &column)| self.model.place(row, column));
+        let places: Option<Vec<_>> = places.collect();
+        let places = places.filter(|_| rows.len() == columns.len());
+        let index = TableIndex::Points {
+            rows: Indices::Host(source.index_vec(&rows)),
+            columns: Indices::Host(source.index_vec(&columns)),
+        };
+        let answer = self.pool.write(&index, &Indices::Host(source.index_vec(&values)), STREAM);
+        agree(answer, self.model.write(places, &values));
+    }
+
+    /// Somebody else writes to the table, and says so.
+    fn write_past(&mut self, source: &mut Source<'_>) {
+        let row = source.index(self.model.table.len());
+        let place = self.model.place(row, 0);
+        if let Some((row, _)) = place {
+            let column = source.below(self.model.columns);
+            let at = (row * self.model.columns + column) * size_of::<i32>();
+            self.pool.req_to_token().region().write(at, &[77i32]).expect("in the table");
+            self.model.table[row][column] = 77;
+        }
+        agree(self.pool.mark_modified(&IndexVec::I64(vec![row]), None), place.is_some());
+    }
+
+    fn build(&mut self, source: &mut Source<'_>) {
+        let rows = source.indices(4, self.model.table.len());
+        let mut ends = vec![source.within(0, 2)];
+        for _ in 0..rows.len() {
+            let last = ends[ends.len() - 1];
+            ends.push(if source.rarely(8) {
+                source.index(40)
+            } else {
+                last.saturating_add(source.within(0, 6))
+            });
+        }
+        if source.rarely(16) {
+            ends.pop();
+        }
+        let room = source.below(24);
+        let region = Region::new(Arc::new(Host), room * size_of::<i32>()).expect("memory");
+        let shape = dims(&[room]);
+        let out = region.borrow(0, DType::I32, shape, contiguous_strides(&shape)).expect("inside");
+        let (given, indptr) =
+            (Indices::Host(source.index_vec(&rows)), Indices::Host(source.index_vec(&ends)));
+        let answer = self.pool.build_kv_indices(&given, &indptr, &out, STREAM);
+        let mut expected = vec![0; room];
+        let parts = rows.iter().zip(ends.windows(2)).map(|(&row, ends)| {
+            let (begin, end) = (usize::try_from(ends[0]).ok()?, usize::try_from(ends[1]).ok()?);
+            let (row, _, _) = self.model.columns(row, 0, Some(ends[1].checked_sub(ends[0])?))?;
+            (end <= room).then_some((row, begin..end))
+        });
+        let parts: Option<Vec<_>> = parts.collect();
+        let parts = parts.filter(|_| ends.len() == rows.len() + 1);
+        agree(answer, parts.is_some());
+        for (row, part) in parts.into_iter().flatten() {
+            let count = part.len();
+            expected[part].copy_from_slice(&self.model.table[row][..count]);
+        }
+        assert_eq!(region.read::<i32>(0, room).expect("inside"), expected);
+    }
+
+    fn check(&self) {
+        let rows = self.pool.rows();
+        assert_eq!(rows.rows().fault(), None);
+        assert_eq!(self.pool.available_size(), self.model.free.len());
+        assert_eq!(rows.dropped_frees(), self.model.dropped);
+        let free: Vec<usize> = rows.rows().free_ids().into_iter().map(size::<u32>).collect();
+        assert!(free.iter().eq(&self.model.free));
+        assert_eq!(ints_of(self.pool.req_to_token()), self.model.table.concat());
+    }
+}
+
+/// Values for so many places: as many as a rule, or one, and rarely some that fit no int32.
+fn values(source: &mut Source<'_>, places: usize) -> Vec<i64> {
+    let count = match source.below(8) {
+        0 => 1,
+        1 => source.below(5),
+        _ => places,
+    };
+    let first = if source.rarely(16) { i64::from(i32::MAX) } else { source.within(-5, 250) };
+    (0..int(count)).map(|step| first + step).collect()
+}

@@ -1,0 +1,297 @@
+//! The slot allocator, with every way to take slots and to give them back.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use kvpool::base::{IndexVec, Page, Result};
+use kvpool::index::{BadFree, BadFrees, FenceId, Order};
+use kvpool::memory::{Backend, Host, Stream};
+use kvpool::pool::TokenToKvPoolAllocator;
+use kvpool::tensor::TensorView;
+
+use super::slot_model::SlotModel;
+use super::{Source, agree, int, ints_of, size};
+
+/// Host memory has no streams.
+const STREAM: Stream = Stream::DEFAULT;
+
+/// Frees collected until the outermost group ends.
+#[derive(Default)]
+struct Group {
+    nested: usize,
+    given: Vec<i64>,
+}
+
+struct Slots {
+    pool: TokenToKvPoolAllocator,
+    model: SlotModel,
+    group: Option<Group>,
+    fences: Vec<FenceId>,
+}
+
+pub(super) fn run(source: &mut Source<'_>) {
+    let page_size = source.of(&[1, 1, 2, 3, 4, 16]);
+    let count = 1 + source.below(150);
+    let (is_sorted, strict) = (source.flip(), source.rarely(4));
+    let backend: Arc<dyn Backend> = Arc::new(Host);
+    let made = TokenToKvPoolAllocator::new(count, &backend, page_size, is_sorted, strict);
+    let order = if is_sorted { Order::Sorted } else { Order::Fifo };
+    let model = SlotModel::new(count, page_size, order);
+    let mut slots = Slots { pool: made.expect("small"), model, group: None, fences: Vec::new() };
+    while source.next_step() {
+        slots.step(source);
+        check(&slots.pool, &slots.model);
+    }
+}
+
+impl Slots {
+    fn step(&mut self, source: &mut Source<'_>) {
+        match source.below(32) {
+            0..=6 => self.alloc(source),
+            7 | 8 => {
+                let count = source.below(40);
+                let taken = self.pool.alloc_contiguous(count, STREAM).expect("memory");
+                assert_eq!(taken.as_ref().map(numbers), self.model.contiguous(count));
+            }
+            9..=15 => self.free(source),
+            16..=18 => {
+                let given = given(source, &self.model);
+                let answer = self.pool.share(&source.index_vec(&given));
+                agree(answer, self.model.share(&given));
+            }
+            19..=22 => self.pass(source),
+            23..=26 => self.extend(source),
+            27 => {
+                self.pool.free_group_begin();
+                match &mut self.group {
+                    Some(group) => group.nested += 1,
+                    None => self.group = Some(Group::default()),
+                }
+            }
+            28 | 29 => self.end_group(),
+            30 => {
+                self.pool.merge_and_sort_free();
+                self.model.merge();
+            }
+            _ if source.rarely(4) => {
+                self.pool.clear();
+                self.model.clear();
+                self.group = None;
+            }
+            _ => self.show(source),
+        }
+    }
+
+    fn alloc(&mut self, source: &mut Source<'_>) {
+        let count = if source.rarely(32) { source.of(&[200, 1 << 40, usize::MAX]) } else { source.below(40) };
+        let Some(taken) = self.pool.alloc(count, STREAM).expect("memory") else {
+            assert_eq!(self.model.alloc(count), None);
+            return;
+        };
+        let slots = numbers(&taken);
+        assert_eq!(Some(&slots), self.model.alloc(count).as_ref());
+        if source.rarely(16) {
+            self.pool.undo(&taken, &[]);
+            self.model.undo(&slots, &[]);
+        }
+    }
+
+    fn free(&mut self, source: &mut Source<'_>) {
+        let given = given(source, &self.model);
+        let fence = source.rarely(3).then(|| match self.fences.last() {
+            Some(&last) if source.rarely(8) => last,
+            _ => self.pool.new_fence(),
+        });
+        let values = source.index_vec(&given);
+        let answer = self.pool.free(&values, fence);
+        if let (Some(group), None) = (&mut self.group, fence) {
+            group.given.extend(given);
+            assert_eq!(answer.expect("nothing is looked at yet").dropped(), 0);
+            return;
+        }
+        let is_done = self.freed(&given, answer, fence);
+        if let (Some(fence), true) = (fence, is_done) {
+            self.fences.push(fence);
+            assert!(self.pool.slots().is_awaited(fence));
+        }
+    }
+
+    /// Does in the model what a free did. Whether it was not refused.
+    fn freed(&mut self, slots: &[i64], answer: Result<BadFrees>, fence: Option<FenceId>) -> bool {
+        let before = self.pool.strict().then(|| self.model.clone());
+        let dropped = self.model.dropped;
+        let given = self.model.give(slots, fence.is_some());
+        let dropped = self.model.dropped - dropped;
+        let Some(bad) = agree(answer, !self.pool.strict() || dropped == 0) else {
+            self.model = before.expect("a strict pool");
+            return false;
+        };
+        assert_eq!(bad.dropped(), dropped);
+        check_reasons(&bad, &self.model);
+        match fence {
+            None => self.model.release(given),
+            Some(fence) => self.model.fenced.push((fence, given)),
+        }
+        true
+    }
+
+    fn pass(&mut self, source: &mut Source<'_>) {
+        if self.fences.is_empty() {
+            return;
+        }
+        let fence = self.fences.swap_remove(source.below(self.fences.len()));
+        self.pool.fence_passed(fence);
+        self.model.pass(fence);
+        assert!(!self.pool.slots().is_awaited(fence));
+        if source.rarely(4) {
+            self.pool.fence_passed(fence);
+        }
+    }
+
+    fn extend(&mut self, source: &mut Source<'_>) {
+        let is_decode = source.flip();
+        let mut batch: Vec<(i64, i64, i64)> = Vec::new();
+        for _ in 0..source.below(5) {
+            let prefix = source.index(40);
+            let more = if is_decode { 1 } else { source.index(24) };
+            batch.push((prefix, prefix.saturating_add(more), last_loc(source, &self.model, prefix)));
+        }
+        let column = |of: fn(&(i64, i64, i64)) -> i64| -> Vec<i64> { batch.iter().map(of).collect() };
+        let (prefix, seq, last) = (column(|one| one.0), column(|one| one.1), column(|one| one.2));
+        let answer = if is_decode {
+            let batch = batch.iter().map(|&(_, seq, last)| (seq.saturating_sub(1), seq, last));
+            (self.pool.alloc_decode(&seq, &last, STREAM), self.model.extend(&batch.collect::<Vec<_>>()))
+        } else {
+            (self.pool.alloc_extend(&prefix, &seq, &last, STREAM), self.model.extend(&batch))
+        };
+        let (answer, expected) = answer;
+        let Some(answer) = agree(answer, expected.is_ok()) else { return };
+        let known = expected.expect("it was right");
+        assert_eq!(answer.is_some(), known.is_some());
+        if let (Some((view, pages)), Some((slots, continued))) = (answer, known) {
+            assert_eq!(numbers(&view), slots);
+            assert_eq!(pages, continued.iter().map(|&page| page_of(page)).collect::<Vec<_>>());
+            if source.rarely(8) {
+                self.pool.undo(&view, &pages);
+                self.model.undo(&slots, &continued);
+            }
+        }
+    }
+
+    fn end_group(&mut self) {
+        match &mut self.group {
+            None => drop(agree(self.pool.free_group_end(), false)),
+            Some(group) if group.nested > 0 => {
+                group.nested -= 1;
+                assert_eq!(self.pool.free_group_end().expect("a group").0, 0);
+            }
+            Some(group) => {
+                let given = std::mem::take(&mut group.given);
+                self.group = None;
+                let answer = self.pool.free_group_end().map(|(count, bad)| {
+                    assert_eq!(count, given.len());
+                    bad
+                });
+                self.freed(&given, answer, None);
+            }
+        }
+    }
+
+    fn show(&mut self, source: &mut Source<'_>) {
+        let shown = numbers(&self.pool.free_slots(STREAM).expect("memory"));
+        assert!(shown.iter().eq(&self.model.free));
+        let shown = numbers(&self.pool.release_slots(STREAM).expect("memory"));
+        assert!(shown.iter().eq(&self.model.released));
+        let count = source.below(40);
+        let mut upcoming = Vec::new();
+        self.pool.slots().upcoming(count, |run| upcoming.extend(run.map(size::<u32>)));
+        let size = self.model.page_size;
+        let pages = self.model.free.iter().take(count.div_ceil(size));
+        assert!(pages.flat_map(|page| page * size..(page + 1) * size).eq(upcoming));
+    }
+}
+
+fn page_of(page: usize) -> Page {
+    kvpool::base::Id::new(u32::try_from(page).expect("small"))
+}
+
+fn numbers(view: &TensorView) -> Vec<usize> {
+    ints_of(view).into_iter().map(size).collect()
+}
+
+/// A slot of some owned page, else the padding slot.
+fn owned_slot(source: &mut Source<'_>, model: &SlotModel) -> i64 {
+    let at = source.below(model.owners.len().max(1));
+    let page = model.owners.keys().nth(at).copied().unwrap_or(0);
+    int(page * model.page_size + source.below(model.page_size))
+}
+
+/// Where a request's last token may be: right as a rule, for a prefix that ends within a page.
+fn last_loc(source: &mut Source<'_>, model: &SlotModel, prefix: i64) -> i64 {
+    let size = int(model.page_size);
+    let slot = owned_slot(source, model);
+    match source.below(8) {
+        0 => source.index(150),
+        1 => slot,
+        _ => slot / size * size + prefix.rem_euclid(size) - 1,
+    }
+}
+
+/// Slots as callers give them: their own, whole runs, and what is none.
+pub(super) fn given(source: &mut Source<'_>, model: &SlotModel) -> Vec<i64> {
+    let mut given = Vec::new();
+    for _ in 0..source.below(6) {
+        let slot = owned_slot(source, model);
+        match source.below(8) {
+            0 => given.push(source.index(170)),
+            1 | 2 => {
+                let len = source.below(48);
+                given.extend((slot..).take(len));
+            }
+            3 => {
+                let slot = source.within(-4, 160);
+                given.extend((slot..).take(source.below(48)));
+            }
+            _ => given.push(slot),
+        }
+    }
+    given
+}
+
+/// Checks what is said of slots that were not freed.
+fn check_reasons(bad: &BadFrees, model: &SlotModel) {
+    assert!(bad.first().len() <= bad.dropped().min(8));
+    assert!(bad.dropped() == 0 || !bad.first().is_empty());
+    let end = int((model.pages + 1) * model.page_size);
+    for &(slot, reason) in bad.first() {
+        let is_inside = (0..end).contains(&slot);
+        assert_eq!(reason == BadFree::OutOfRange, !is_inside, "slot {slot}");
+        assert_eq!(reason == BadFree::Padding, is_inside && slot < int(model.page_size), "slot {slot}");
+    }
+}
+
+/// Checks everything that can be seen of the allocator.
+pub(super) fn check(pool: &TokenToKvPoolAllocator, model: &SlotModel) {
+    let slots = pool.slots();
+    pool.verify().expect("consistent");
+    let (stats, page_size) = (pool.stats(), model.page_size);
+    assert_eq!(stats.capacity, model.pages * page_size);
+    assert_eq!(stats.available + stats.in_use, stats.capacity);
+    assert_eq!(stats.available, model.available() * page_size);
+    assert_eq!(pool.available_size(), stats.available);
+    assert_eq!(stats.released, model.released.len() * page_size);
+    assert_eq!(stats.fenced, model.fenced_alone() * page_size);
+    assert_eq!(stats.shared, model.shared() * page_size);
+    assert_eq!(stats.high_water, model.high_water * page_size);
+    assert_eq!(stats.dropped_frees, model.dropped);
+    let ids = |ids: Vec<u32>| ids.into_iter().map(size::<u32>).collect::<Vec<_>>();
+    assert!(ids(slots.pages().free_ids()).iter().eq(&model.free));
+    assert!(ids(slots.pages().released_ids()).iter().eq(&model.released));
+    let in_use: BTreeSet<usize> = (1..=model.pages).filter(|page| model.is_in_use(*page)).collect();
+    let all: Vec<i64> = (-2..int((model.pages + 2) * page_size)).collect();
+    let query = IndexVec::I64(all.clone());
+    for (slot, answer) in all.into_iter().zip(slots.is_allocated(&query)) {
+        let page = usize::try_from(slot).map_or(0, |slot| slot / page_size);
+        assert_eq!(answer, in_use.contains(&page), "slot {slot}");
+    }
+}

@@ -1,0 +1,160 @@
+//! Pools that several threads use at once, for as long as a sanitizer wants to look.
+
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use kvpool::base::{DType, Device, IndexVec};
+use kvpool::kernels::{Indices, Way, set_num_threads};
+use kvpool::memory::{Backend, Host, Stream};
+use kvpool::pool::{
+    Attempt, ChunkConfig, ChunkPool, GdnConfig, GdnPool, KvConfig, KvPool, Scales, TokenToKvPoolAllocator,
+};
+
+/// Host memory has no streams.
+const STREAM: Stream = Stream::DEFAULT;
+
+const THREADS: usize = 8;
+
+/// For how long each test goes on: `KVPOOL_THREAD_SECONDS`, else a moment.
+fn time() -> Duration {
+    let seconds = std::env::var("KVPOOL_THREAD_SECONDS").ok().and_then(|value| value.parse().ok());
+    seconds.map_or(Duration::from_millis(200), Duration::from_secs)
+}
+
+/// Has every thread do `work(thread, round)` until the time is over.
+fn together(work: impl Fn(usize, usize) + Sync) {
+    let end = Instant::now() + time();
+    thread::scope(|scope| {
+        for number in 0..THREADS {
+            let work = &work;
+            scope.spawn(move || {
+                let mut round = 0;
+                while Instant::now() < end {
+                    work(number, round);
+                    round += 1;
+                }
+            });
+        }
+    });
+}
+
+#[test]
+fn one_allocator_serves_eight_threads() {
+    let backend: Arc<dyn Backend> = Arc::new(Host);
+    let allocator = TokenToKvPoolAllocator::new(4096, &backend, 4, true, true).expect("small");
+    let allocator = Mutex::new(allocator);
+    // Who has which page; each thread writes to its own without another lock.
+    let owners: Vec<AtomicUsize> = (0..1025).map(|_| AtomicUsize::new(0)).collect();
+    together(|number, round| {
+        let taken = allocator.lock().expect("no panic").alloc(4 * (1 + round % 9), STREAM).expect("memory");
+        let Some(view) = taken else { return };
+        let slots = view.region().read::<i32>(0, view.shape().numel()).expect("inside");
+        for slot in slots.iter().step_by(4) {
+            let page = usize::try_from(*slot).expect("positive") / 4;
+            assert_eq!(owners[page].swap(number + 1, Relaxed), 0, "page {page} has two owners");
+        }
+        for slot in slots.iter().step_by(4) {
+            let page = usize::try_from(*slot).expect("positive") / 4;
+            assert_eq!(owners[page].swap(0, Relaxed), number + 1);
+        }
+        let _ = allocator.lock().expect("no panic").free(&IndexVec::I32(slots), None).expect("its own");
+    });
+    assert_eq!(allocator.into_inner().expect("no panic").available_size(), 4096);
+}
+
+#[test]
+fn chunks_are_copied_freed_and_taken_at_once() {
+    let config = ChunkConfig {
+        num_chunks: 12,
+        chunk_shape: vec![1 << 10],
+        dtype: DType::I64,
+        device: Device::Cpu,
+        pin_memory: false,
+        numa_node: None,
+        huge_pages: false,
+        strict: true,
+    };
+    let pool = ChunkPool::new(config, STREAM).expect("memory");
+    together(|number, round| {
+        let Ok(Attempt::Taken(chunks)) = pool.allocate(1 + round % 3, Duration::from_millis(1)) else {
+            return;
+        };
+        for &chunk in &chunks {
+            let values =
+                kvpool::tensor::TensorView::from_indices(vec![i32::try_from(number).expect("small"); 512]);
+            let values = values.region().bytes_at(0, 2048).expect("inside");
+            // Bytes are not of the dtype, so this is refused; words are not.
+            assert!(pool.copy(chunk, &values, Way::In, STREAM).is_err());
+            let view = pool.tensor(chunk, None).expect("it is ours");
+            let mark = i64::try_from(number * 1000 + round % 1000).expect("small");
+            view.region().write(view.offset(), &vec![mark; 1 << 10]).expect("inside");
+            pool.retain(chunk).expect("it is ours");
+            let found = view.region().read::<i64>(view.offset(), 1 << 10).expect("inside");
+            assert!(found.iter().all(|value| *value == mark), "a chunk has two owners");
+            let _ = pool.release(chunk).expect("it is ours");
+        }
+        for chunk in chunks {
+            let _ = pool.free(chunk).expect("it is ours");
+        }
+    });
+    assert_eq!(pool.counts(|chunks, _| (chunks.in_use(), chunks.fault())), (0, None));
+}
+
+#[test]
+fn rows_are_stored_moved_and_gathered_at_once() {
+    set_num_threads(3);
+    let config = KvConfig {
+        size: 4000,
+        layer_num: 2,
+        k_head_num: 4,
+        k_head_dim: 128,
+        v_head_num: 4,
+        v_head_dim: 128,
+        dtype: DType::F32,
+        page_size: 1,
+    };
+    let pool = KvPool::new(Arc::new(Host), config).expect("memory");
+    let gdn = GdnConfig {
+        max_reqs: 8,
+        num_gdn_layers: 2,
+        num_v_heads: 2,
+        head_k_dim: 8,
+        head_v_dim: 8,
+        conv_dim: 8,
+        conv_kernel_size: 4,
+        dtype: DType::BF16,
+        max_track_slots: 4,
+    };
+    let states = GdnPool::new(Arc::new(Host), gdn, false).expect("memory");
+    together(|number, round| {
+        let list = |step: i64| Indices::Host(IndexVec::I64((1..=2000).map(|row| row + step).collect()));
+        let layer = round % 2;
+        match number % 4 {
+            0 => {
+                let [k, v] = pool.gather_kv(layer, &list(0)).expect("rows");
+                let values = [k.borrow().expect("inside"), v.borrow().expect("inside")];
+                pool.set_kv(layer, &list(1000), values, Scales::default(), STREAM).expect("rows");
+            }
+            1 => pool.move_kv(&list(500), &list(0), STREAM).expect("rows"),
+            2 => drop(pool.gather_kv(layer, &list(7)).expect("rows")),
+            _ => {
+                let slot = |number: i64| Indices::Host(IndexVec::I64(vec![number]));
+                let taken = states.alloc_track_slot();
+                states.copy_states(&slot(1), &slot(2), STREAM).expect("slots");
+                states.reset_states(&slot(1), STREAM).expect("a slot");
+                taken.map(|slot| states.free_track_slot(slot.into()).map(drop)).transpose().expect("its own");
+            }
+        }
+    });
+    assert_eq!(states.tracks().rows().available(), 4);
+}
+
+/// What a race detector must report, or its silence says nothing.
+#[test]
+#[ignore = "races on purpose, for a race detector"]
+fn a_race_for_the_detector() {
+    let region = kvpool::memory::Region::new(Arc::new(Host), 64).expect("memory");
+    together(|number, _| region.write(0, &[i32::try_from(number).expect("small")]).expect("inside"));
+}
