@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import devices
 import numpy as np
 import pytest
 import torch
+from common import some
 from models import BadFreeError, Fence, ReqToTokenPoolModel, TokenToKVPoolAllocatorModel
 
 from kvpool import BatchPlanner, ConfigError, IndexOwnershipError, ReqToTokenPool, TokenToKVPoolAllocator
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     Kinds = set[type[Exception]]
     Prefixes = Sequence[Sequence[int] | None] | None
 
-T = TypeVar("T")
 
 # vLLM skips the write of a token whose slot is this one.
 PAD_SLOT_ID = -1
@@ -60,11 +60,6 @@ class RefusedError(Exception):
     def __init__(self, kinds: Kinds) -> None:
         super().__init__(kinds)
         self.kinds = tuple(kinds)
-
-
-def some(value: T | None) -> T:
-    assert value is not None
-    return value
 
 
 class SharingAllocatorModel(TokenToKVPoolAllocatorModel):

@@ -16,8 +16,9 @@ import devices
 import numpy as np
 import pytest
 import torch
+from common import some
 from models import Fence
-from planner_model import NUMBERS, TENSORS, Pair, compare_plans, some
+from planner_model import NUMBERS, TENSORS, Pair, compare_plans
 
 import kvpool
 from kvpool import (

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import gc
 import os
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import devices
 import pytest
 import torch
+from common import on_stream, some
 from models import Fence
-from planner_model import TENSORS, Pair, compare_plans, some
+from planner_model import TENSORS, Pair, compare_plans
 
 import kvpool
 from kvpool import BatchPlanner, ConfigError, DriverError, KVPool, ReqToTokenPool, TokenToKVPoolAllocator
-from kvpool._kvpool import _use_stream
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -34,16 +33,6 @@ MEMORY = ("cuMemAlloc_v2", "cuMemFree_v2", "cuMemHostAlloc", "cuMemFreeHost")
 def _on_cuda() -> Iterator[None]:
     with devices.on("cuda"):
         yield
-
-
-@contextmanager
-def on_stream(handle: int) -> Iterator[None]:
-    """What `torch.cuda.stream` does, where there is no PyTorch stream."""
-    _use_stream(handle)
-    try:
-        yield
-    finally:
-        _use_stream(None)
 
 
 def quiet(driver: Driver) -> None:

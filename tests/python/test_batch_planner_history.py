@@ -9,6 +9,7 @@ import devices
 import numpy as np
 import pytest
 import torch
+from common import some
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -20,7 +21,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from models import BadFreeError, Fence
-from planner_model import ExpectedPlan, Pair, RefusedError, compare_field, compare_plans, some
+from planner_model import ExpectedPlan, Pair, RefusedError, compare_field, compare_plans
 
 from kvpool import IndexOwnershipError, StaleBufferError
 

@@ -9,8 +9,6 @@ import os
 import random
 import threading
 import weakref
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +17,7 @@ import devices
 import numpy as np
 import pytest
 import torch
+from common import THREADS, cuda_only, on_stream, together
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -61,7 +60,6 @@ DTYPES = [
     torch.bool,
 ]
 STATM = Path("/proc/self/statm")
-THREADS = 8
 MIB = 1 << 20
 NEVER = 1 << 40
 WAITS = ("cuStreamSynchronize", "cuCtxSynchronize", "cuEventSynchronize")
@@ -73,8 +71,6 @@ STEPS = 16 if is_preloaded() else 200
 BUSY_CYCLES = 100_000_000
 
 pytestmark = pytest.mark.usefixtures("device")
-
-cuda_only = pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.cuda)], indirect=True)
 
 
 def make(rounding: str = "pow2") -> BufferPool:
@@ -122,29 +118,6 @@ def bucket(size: int, rounding: str = "pow2") -> int:
     quarters = (4, 5, 6, 7) if rounding == "fine" else (4,)
     known = (quarter << k for k in range(64) for quarter in quarters)
     return next(x // 4 for x in known if x % 4 == 0 and x // 4 >= max(size, 1))
-
-
-def together(work: Callable[[int], None]) -> None:
-    """Runs `work(0)` to `work(7)` at once, and raises what any of them raised."""
-    barrier = threading.Barrier(THREADS)
-
-    def start(number: int) -> None:
-        barrier.wait()
-        work(number)
-
-    with ThreadPoolExecutor(THREADS) as executor:
-        for future in [executor.submit(start, number) for number in range(THREADS)]:
-            future.result()
-
-
-@contextmanager
-def on_stream(handle: int) -> Iterator[None]:
-    """What `torch.cuda.stream` does, where there is no PyTorch stream."""
-    kvpool._kvpool._use_stream(handle)
-    try:
-        yield
-    finally:
-        kvpool._kvpool._use_stream(None)
 
 
 # Construction

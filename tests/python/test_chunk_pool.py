@@ -21,6 +21,7 @@ import devices
 import numpy as np
 import pytest
 import torch
+from common import STORAGE, THREADS, cuda_only, on_stream, some, together
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -53,18 +54,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-STORAGE = [
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.int8,
-    torch.uint8,
-]
 STATM = Path("/proc/self/statm")
 MEMINFO = Path("/proc/meminfo")
-THREADS = 8
 NEVER = 1 << 40
 MIB = 1 << 20
 WAITS = ("cuStreamSynchronize", "cuCtxSynchronize", "cuEventSynchronize")
@@ -77,7 +68,6 @@ LARGER = (130, (1 << 22,))
 pytestmark = pytest.mark.usefixtures("device")
 
 _CUDA = pytest.param("cuda", marks=pytest.mark.cuda)
-cuda_only = pytest.mark.parametrize("device", [_CUDA], indirect=True)
 between = pytest.mark.parametrize(
     ("device", "there"),
     [
@@ -100,11 +90,6 @@ def make(
     **options: Any,  # noqa: ANN401
 ) -> ChunkPool:
     return ChunkPool(num_chunks, chunk_shape, dtype, where or devices.current(), pin_memory, **options)
-
-
-def some(value: T | None) -> T:
-    assert value is not None
-    return value
 
 
 def take(pool: ChunkPool, count: int) -> list[Chunk]:
@@ -150,19 +135,6 @@ def read(chunk: Chunk) -> list[float]:
     return values
 
 
-def together(work: Callable[[int], None]) -> None:
-    """Runs `work(0)` to `work(7)` at once, and raises what any of them raised."""
-    barrier = threading.Barrier(THREADS)
-
-    def start(number: int) -> None:
-        barrier.wait()
-        work(number)
-
-    with ThreadPoolExecutor(THREADS) as executor:
-        for future in [executor.submit(start, number) for number in range(THREADS)]:
-            future.result()
-
-
 def within(seconds: float, work: Callable[[], T]) -> T:
     """The answer of `work`, which must not take longer."""
     answers: list[T] = []
@@ -190,16 +162,6 @@ def eventually(holds: Callable[[], bool], seconds: float = 20) -> bool:
             return False
         time.sleep(0.005)
     return True
-
-
-@contextmanager
-def on_stream(handle: int) -> Iterator[None]:
-    """What `torch.cuda.stream` does, where there is no PyTorch stream."""
-    kvpool._kvpool._use_stream(handle)
-    try:
-        yield
-    finally:
-        kvpool._kvpool._use_stream(None)
 
 
 @contextmanager

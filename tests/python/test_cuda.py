@@ -6,12 +6,12 @@ import gc
 import logging
 import os
 import threading
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import pytest
 import torch
+from common import on_stream, some
 from software import LAUNCH_FAILED, OUT_OF_MEMORY, each_call
 
 import kvpool
@@ -26,13 +26,12 @@ from kvpool import (
     make_full_attention_net_mem_pool,
     make_req_to_token_pool,
 )
-from kvpool._kvpool import _use_stream
 from kvpool.tools.config import ReplayConfig
 from kvpool.tools.replay import Replay
 from kvpool.tools.traces import Trace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from conftest import RunSnippet
     from software import Driver
@@ -45,11 +44,6 @@ WAITS = ("cuStreamSynchronize", "cuCtxSynchronize", "cuEventSynchronize")
 MEMORY = ("cuMemAlloc_v2", "cuMemFree_v2", "cuMemHostAlloc", "cuMemFreeHost")
 
 
-def some(value: T | None) -> T:
-    assert value is not None
-    return value
-
-
 def cuda(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.cuda()
 
@@ -60,16 +54,6 @@ def ints(*values: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
 
 def make_allocator(size: int = 4096, page_size: int = 1, **options: Any) -> TokenToKVPoolAllocator:  # noqa: ANN401
     return TokenToKVPoolAllocator(size, "cuda", page_size, **options)
-
-
-@contextmanager
-def on_stream(handle: int) -> Iterator[None]:
-    """What `torch.cuda.stream` does, where there is no PyTorch stream."""
-    _use_stream(handle)
-    try:
-        yield
-    finally:
-        _use_stream(None)
 
 
 # Driver calls

@@ -13,10 +13,11 @@ import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
+from common import some
 from typer.testing import CliRunner
 
 from kvpool import (
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 
     from software import Driver
 
-T = TypeVar("T")
 
 pytestmark = pytest.mark.cuda
 
@@ -100,11 +100,6 @@ def real_gpu(request: pytest.FixtureRequest) -> Gpu:
     # A pool that were collected during a capture would give memory back, which ends the capture.
     gc.collect()
     return gpu
-
-
-def some(value: T | None) -> T:
-    assert value is not None
-    return value
 
 
 def new_stream() -> torch.cuda.Stream:

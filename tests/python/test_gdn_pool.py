@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 import logging
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import devices
 import pytest
 import torch
+from common import some
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from models import BadFreeError, GDNPoolModel
@@ -19,7 +20,6 @@ from kvpool import ConfigError, GDNPool, IndexOwnershipError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-T = TypeVar("T")
 SHAPE = (2, 3, 4, 5, 6, 4)
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -42,11 +42,6 @@ def filled(**arguments: Any) -> GDNPool:  # noqa: ANN401
         generator = torch.Generator().manual_seed(seed)
         state.copy_(torch.randn(state.shape, generator=generator))
     return pool
-
-
-def some(value: T | None) -> T:
-    assert value is not None
-    return value
 
 
 def states(pool: GDNPool) -> tuple[torch.Tensor, torch.Tensor]:

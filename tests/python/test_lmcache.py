@@ -8,16 +8,15 @@ import inspect
 import logging
 import math
 import random
-import threading
 import weakref
 from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import devices
 import numpy as np
 import pytest
 import torch
+from common import cuda_only, some, together
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
@@ -35,12 +34,9 @@ from kvpool.lmcache import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from conftest import RunSnippet
     from software import Driver
 
-T = TypeVar("T")
 
 GB = 1024**3
 # Layers, keys and values, tokens of a chunk, heads, elements of a head.
@@ -48,10 +44,8 @@ SHAPE = (2, 2, 8, 2, 4)
 CHUNK_BYTES = math.prod(SHAPE) * 2
 HOST_POOLS: list[type[LocalPool]] = [LocalPool, LocalCPUPool, LocalCPUBufferPool]
 POOLS: list[type[LocalPool]] = [*HOST_POOLS, LocalGPUPool]
-THREADS = 8
 
 _CUDA = pytest.param("cuda", marks=pytest.mark.cuda)
-cuda_only = pytest.mark.parametrize("device", [_CUDA], indirect=True)
 every_pool = pytest.mark.parametrize(
     ("device", "cls"),
     [
@@ -83,30 +77,12 @@ def tokens(count: int = SHAPE[2], start: float = 0, dtype: torch.dtype = torch.f
     return devices.here(flat.view(layers, pair, count, heads, head_dim).to(dtype))
 
 
-def some(value: T | None) -> T:
-    assert value is not None
-    return value
-
-
 def take(pool: BasePool, count: int) -> list[KVObj]:
     return [some(pool.allocate(tokens())) for _ in range(count)]
 
 
 def indices(objects: list[KVObj]) -> list[int]:
     return [kv_obj.chunk_idx for kv_obj in objects]
-
-
-def together(work: Callable[[int], None]) -> None:
-    """Runs `work(0)` to `work(7)` at once, and raises what any of them raised."""
-    barrier = threading.Barrier(THREADS)
-
-    def start(number: int) -> None:
-        barrier.wait()
-        work(number)
-
-    with ThreadPoolExecutor(THREADS) as executor:
-        for future in [executor.submit(start, number) for number in range(THREADS)]:
-            future.result()
 
 
 # Names

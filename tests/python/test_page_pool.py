@@ -10,15 +10,14 @@ import os
 import random
 import threading
 import weakref
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import devices
 import numpy as np
 import pytest
 import torch
+from common import STORAGE, THREADS, cuda_only, on_stream, some, together
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -35,32 +34,19 @@ import kvpool
 from kvpool import ConfigError, DriverError, IndexOwnershipError, OutOfMemoryError, PagePool
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from conftest import RunSnippet
     from software import Driver
 
-T = TypeVar("T")
 
-STORAGE = [
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.int8,
-    torch.uint8,
-]
 STATM = Path("/proc/self/statm")
-THREADS = 8
 WAITS = ("cuStreamSynchronize", "cuCtxSynchronize", "cuEventSynchronize")
 # So many bytes that no machine can give them, in pages that are cheap to count.
 TOO_LARGE = (1 << 24, 1 << 26)
 TOO_MANY_BYTES = str(1 << 52)
 
 pytestmark = pytest.mark.usefixtures("device")
-
-cuda_only = pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.cuda)], indirect=True)
 
 
 def make(
@@ -74,11 +60,6 @@ def make(
     return PagePool(page_size, initial_pages, dtype, devices.current(), grow=grow, strict=strict)
 
 
-def some(value: T | None) -> T:
-    assert value is not None
-    return value
-
-
 def take(pool: PagePool, count: int) -> list[int]:
     return [some(pool.alloc()) for _ in range(count)]
 
@@ -89,29 +70,6 @@ def counts(pool: PagePool) -> tuple[int, int, int]:
 
 def contents(pool: PagePool) -> list[list[float]]:
     return [pool.page(i).float().tolist() for i in range(pool.total_pages)]
-
-
-def together(work: Callable[[int], None]) -> None:
-    """Runs `work(0)` to `work(7)` at once, and raises what any of them raised."""
-    barrier = threading.Barrier(THREADS)
-
-    def start(number: int) -> None:
-        barrier.wait()
-        work(number)
-
-    with ThreadPoolExecutor(THREADS) as executor:
-        for future in [executor.submit(start, number) for number in range(THREADS)]:
-            future.result()
-
-
-@contextmanager
-def on_stream(handle: int) -> Iterator[None]:
-    """What `torch.cuda.stream` does, where there is no PyTorch stream."""
-    kvpool._kvpool._use_stream(handle)
-    try:
-        yield
-    finally:
-        kvpool._kvpool._use_stream(None)
 
 
 # Construction

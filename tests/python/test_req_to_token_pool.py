@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 import logging
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import devices
 import numpy as np
 import pytest
 import torch
+from common import some
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -27,7 +28,6 @@ from kvpool import ConfigError, IndexOwnershipError, ReqToTokenPool, make_req_to
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-T = TypeVar("T")
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -38,11 +38,6 @@ def make(
     return ReqToTokenPool(
         max_reqs, max_context_len, devices.current(), padding_row=padding_row, strict=strict
     )
-
-
-def some(value: T | None) -> T:
-    assert value is not None
-    return value
 
 
 def snapshot(pool: ReqToTokenPool) -> tuple[list[list[int]], dict[str, Any]]:

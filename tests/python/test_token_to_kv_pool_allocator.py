@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 import logging
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import devices
 import numpy as np
 import pytest
 import torch
+from common import some
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -27,7 +28,6 @@ from kvpool import ConfigError, IndexOwnershipError, TokenToKVPoolAllocator
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-T = TypeVar("T")
 PAGE_SIZES = [1, 4, 16]
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -37,11 +37,6 @@ def make(
     size: int = 64, page_size: int = 1, need_sort: bool = True, *, strict: bool = False
 ) -> TokenToKVPoolAllocator:
     return TokenToKVPoolAllocator(size, devices.current(), page_size, need_sort, strict=strict)
-
-
-def some(value: T | None) -> T:
-    assert value is not None
-    return value
 
 
 def take(allocator: TokenToKVPoolAllocator, n: int, *, contiguous: bool = False) -> list[int]:

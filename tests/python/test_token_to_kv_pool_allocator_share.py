@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import devices
 import pytest
 import torch
+from common import some
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -22,7 +23,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from models import BadFreeError, Fence
-from planner_model import SharingAllocatorModel, some
+from planner_model import SharingAllocatorModel
 
 from kvpool import ConfigError, IndexOwnershipError, TokenToKVPoolAllocator
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import devices
 import pytest
 import torch
+from common import cuda_only
 from software import Driver, is_preloaded, memory_of_pytorch
 
 import kvpool
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from conftest import RunSnippet
 
 MIB = 1 << 20
-
-cuda_only = pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.cuda)], indirect=True)
 
 
 @pytest.fixture(autouse=True)
