@@ -2052,7 +2052,8 @@ def test_the_interpreter_may_end_while_page_locking_goes_on(driver: Driver, run_
         print(pool.allocate().index, pool.pin_memory)
     """
     for hidden in (["torch"], ["torch", "numpy"]):
-        assert run_snippet(code, hidden=hidden).split() == ["0", "True"]
+        # Either of the two steps may be done first.
+        assert run_snippet(code, hidden=hidden).split() in (["0", "True"], ["64", "True"])
 
 
 @cuda_only
