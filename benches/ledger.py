@@ -115,7 +115,7 @@ class Pools:
         for user in users:
             for name, count in user.bad_frees.items():
                 bad_frees[name] += count
-        found = {
+        found: dict[str, Any] = {
             "slots": self.allocator,
             "rows": self.table,
             "tracks": self.states,
