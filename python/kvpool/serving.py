@@ -9,6 +9,7 @@ its tokens stay the same. It is made to be read and copied; `BatchPlanner` does 
 from __future__ import annotations
 
 from collections import deque
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -171,12 +172,12 @@ class Engine:
         self._admit()
         batch, plan = self._plan()
         if plan is not None:
-            try:
+            with ExitStack() as failed:
+                # The oldest last, so that it is the first again; and each, even if another cannot be.
+                for request in batch:
+                    failed.callback(self._retract, request)
                 tokens = self._forward(batch, plan)
-            except BaseException:
-                for request in reversed(batch):
-                    self._retract(request)
-                raise
+                failed.pop_all()
             self._extend(tokens)
             self._tell()
         return bool(self._waiting or self._running)
@@ -198,13 +199,15 @@ class Engine:
 
     def abort(self, request: Request) -> None:
         """End a request now, and give its slots back. One that is over stays as it is."""
-        if request.state == "waiting":
+        before = request.state
+        if request.is_over:
+            return
+        request.state = "aborted"
+        self._counts["aborted"] += 1
+        if before == "waiting":
             self._waiting.remove(request)
-        elif request.state == "running":
+        else:
             self._release([request])
-        if not request.is_over:
-            request.state = "aborted"
-            self._counts["aborted"] += 1
 
     def stats(self) -> dict[str, int]:
         """Numbers of this moment and of the whole time.
@@ -280,23 +283,23 @@ class Engine:
         self._counts["generated_tokens"] += len(tokens)
         self._news.extend(tokens)
         ended = [r for r, token in tokens if len(r.tokens) == r.max_new_tokens or token in r.stop_tokens]
-        self._release(ended)
         for request in ended:
             request.state = "finished"
         self._counts["finished"] += len(ended)
+        self._release(ended)
 
     def _retract(self, request: Request) -> None:
         """Puts a request back to the head of the queue, with what it has generated."""
-        self._release([request])
         request.state = "waiting"
         request.retractions += 1
         self._counts["retractions"] += 1
         self._waiting.appendleft(request)
+        self._release([request])
 
     def _release(self, requests: list[Request]) -> None:
-        """Gives back the slots and rows of running requests."""
-        self._planner.finish([request.row for request in requests])
+        """Gives back the slots and rows of requests that run no longer, also if the driver fails."""
         self._running = [request for request in self._running if request not in requests]
+        self._planner.finish([request.row for request in requests])
 
     def _tell(self) -> None:
         while self._news:

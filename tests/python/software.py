@@ -218,16 +218,21 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[t
 
 
 def each_call(
-    driver: Driver, work: Callable[[], object], *, codes: tuple[int, ...] = (LAUNCH_FAILED,)
+    driver: Driver,
+    work: Callable[[], object],
+    *,
+    codes: tuple[int, ...] = (LAUNCH_FAILED,),
+    in_turn: bool = False,
 ) -> Iterator[BaseException | None]:
     """Does `work` again and again, each time with a failure at the next driver call, until none is reached.
 
-    Yields what was raised each time. Plans are forgotten before.
+    Yields what was raised each time. Plans are forgotten before. Each call fails with each of the codes, or,
+    where there are too many calls for that, with one of them `in_turn`.
     """
-    for code in codes:
+    for series in [codes] if in_turn else [(code,) for code in codes]:
         left, is_over = 0, False
         while not is_over:
-            driver.fail(None, left, code)
+            driver.fail(None, left, series[left % len(series)])
             raised: BaseException | None = None
             try:
                 work()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import zlib
 from typing import TYPE_CHECKING, Any
 
 import devices
@@ -11,19 +10,16 @@ import numpy as np
 import pytest
 import torch
 from devices import here
+from pool_reader import VOCAB, PoolReader, alone
 
-from kvpool import ConfigError, KVPool, OutOfMemoryError, ReqToTokenPool, TokenToKVPoolAllocator
+from kvpool import ConfigError, OutOfMemoryError
 from kvpool.sampling import Sampling, sample
 from kvpool.serving import Engine, Request
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from conftest import RunSnippet
-
-    from kvpool import BatchPlan
-
-VOCAB = 50
 
 
 @pytest.fixture(autouse=True)
@@ -33,71 +29,6 @@ def _device(device: str) -> Iterator[str]:
     torch.set_num_threads(1)  # little work, which several threads would wait for each other with
     yield device
     torch.set_num_threads(threads)
-
-
-def logits_after(tokens: Sequence[int]) -> torch.Tensor:
-    """What the model says after these tokens."""
-    seed = zlib.crc32(bytes(tokens))
-    return torch.from_numpy(np.random.default_rng(seed).normal(size=VOCAB).astype(np.float32))
-
-
-class PoolReader:
-    """A model whose keys are its tokens: it reads all of a request's, and says what comes after them."""
-
-    vocab_size = VOCAB
-
-    def __init__(self, size: int, max_reqs: int = 8, max_context_len: int = 128, page_size: int = 1) -> None:
-        where = devices.current()
-        self.allocator = TokenToKVPoolAllocator(size, where, page_size, strict=True)
-        self.table = ReqToTokenPool(max_reqs, max_context_len, where, strict=True)
-        self.pool = KVPool(size, 1, 1, 1, where, torch.float32, page_size=page_size)
-        self.batches: list[int] = []  # new tokens of each call
-        self.fails_in: int | None = None
-        self._fresh: set[int] = set()
-
-    def start(self, rows: Sequence[int]) -> None:
-        self._fresh |= set(rows)
-
-    def forward(self, token_ids: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
-        assert token_ids.dtype is torch.int64
-        assert token_ids.device.type == devices.current()
-        key = token_ids.to(torch.float32).view(-1, 1, 1)
-        self.pool.set_kv_buffer(0, plan.out_cache_loc, key, key)
-        if self.fails_in is not None:
-            self.fails_in -= 1
-            if self.fails_in < 0:
-                raise RuntimeError("the model fails")
-        self.batches.append(len(token_ids))
-        host = plan.host
-        new = host.qo_indptr[1:] - host.qo_indptr[:-1]
-        assert new.min() > 0
-        assert {*host.req_pool_indices[host.seq_lens == new].tolist()} == self._fresh
-        self._fresh = set()
-        page_size, logits = self.allocator.page_size, []
-        for request, seq_len in enumerate(host.seq_lens.tolist()):
-            pages = host.kv_indices[host.kv_indptr[request] : host.kv_indptr[request + 1]]
-            slots = (pages[:, None] * page_size + np.arange(page_size)).flatten()[:seq_len]
-            tokens, _ = self.pool.gather_kv(0, slots)
-            logits.append(logits_after([int(token) for token in tokens.flatten().tolist()]))
-        return here(torch.stack(logits))
-
-    def is_whole(self) -> bool:
-        self.allocator.verify()
-        return (
-            self.allocator.available_size() == self.allocator.stats()["capacity"]
-            and self.table.available_size() == self.table.size
-            and not self.table.req_to_token.cpu().any()
-        )
-
-
-def alone(request: Request) -> list[int]:
-    """What a request must get."""
-    tokens = list(request.prompt)
-    for _ in range(request.max_new_tokens):
-        tokens += sample(logits_after(tokens)[None], [(request.sampling, len(tokens))])
-        if tokens[-1] in request.stop_tokens:
-            break
-    return tokens[len(request.prompt) :]
 
 
 def some_prompts(n: int, longest: int = 60, seed: int = 0) -> list[list[int]]:

@@ -1,0 +1,182 @@
+"""A failure at every driver call of whole histories: a replay, and an engine that serves requests."""
+
+from __future__ import annotations
+
+import gc
+import re
+from typing import TYPE_CHECKING
+
+import devices
+import numpy as np
+import pytest
+import torch
+from pool_reader import PoolReader, alone
+from software import LAUNCH_FAILED, OUT_OF_MEMORY, each_call, memory_of_pytorch
+
+from kvpool import DriverError, OutOfMemoryError, ReqToTokenPool, TokenToKVPoolAllocator
+from kvpool.serving import Engine, Request
+from kvpool.tools import token_rows
+from kvpool.tools.config import ReplayConfig
+from kvpool.tools.replay import Replay
+from kvpool.tools.traces import Trace
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from software import Driver
+
+pytestmark = pytest.mark.cuda
+
+CODES = (LAUNCH_FAILED, OUT_OF_MEMORY)
+
+
+@pytest.fixture(autouse=True)
+def _on_cuda() -> Iterator[None]:
+    # What stands in for PyTorch's kernels makes no call of the driver then.
+    with devices.on("cuda"), memory_of_pytorch():
+        yield
+
+
+def assert_is_told(error: BaseException) -> None:
+    """The error is of kvpool, and says which call failed, or how much memory was asked for."""
+    assert isinstance(error, (DriverError, OutOfMemoryError)), repr(error)
+    words = r"\d+ bytes" if isinstance(error, OutOfMemoryError) else r"cu[A-Z]\w+ failed with CUDA_ERROR_\w+"
+    assert re.search(words, str(error)), repr(error)
+
+
+def assert_adds_up(pool: TokenToKVPoolAllocator | ReqToTokenPool) -> None:
+    stats = pool.stats()
+    assert stats["available"] + stats["in_use"] == stats["capacity"]
+
+
+def assert_each_once(allocator: TokenToKVPoolAllocator, table: ReqToTokenPool) -> None:
+    """What is free is handed out, once, and nothing of what somebody has."""
+    allocator.verify()
+    assert_adds_up(allocator)
+    assert_adds_up(table)
+    size, count = allocator.page_size, allocator.available_size()
+    slots = range(size, size + allocator.stats()["capacity"])
+    is_free = [not has_owner for has_owner in allocator.is_allocated(slots).tolist()]
+    assert is_free.count(True) == count
+    rest = allocator.alloc(count)
+    assert rest is not None
+    assert sorted(rest.tolist()) == [slot for slot, free in zip(slots, is_free, strict=True) if free]
+    assert allocator.alloc(1) is None
+    allocator.free(rest)
+    assert allocator.available_size() == count
+    rows = table.alloc(table.available_size())
+    assert rows is not None
+    assert len(set(rows)) == len(rows)
+    assert table.alloc() is None
+    table.free(rows)
+
+
+class Memory:
+    """What the driver says is out, which stays the same when everything is dropped."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._before = self._now()
+
+    def _now(self) -> tuple[int, int]:
+        self._driver.run()
+        # PyTorch keeps what it once had.
+        device_bytes = self._driver.device_bytes() - torch.cuda.memory_reserved()
+        return device_bytes, self._driver.locked_bytes()
+
+    def check(self, error: BaseException | None) -> None:
+        found = self._now()
+        if found != self._before:
+            # Something is in a cycle.
+            gc.collect()
+            found = self._now()
+        # A call that gives memory back tells nobody of its failure; what it had is lost.
+        assert found == self._before or error is None
+        self._before = found
+
+
+def short_trace() -> Trace:
+    """Three requests, one of which is retracted."""
+    return Trace(
+        "short",
+        np.zeros(3),
+        input_lens=np.array([6, 5, 3], dtype=np.int64),
+        output_lens=np.array([3, 4, 1], dtype=np.int64),
+    )
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_every_driver_call_of_a_replay_may_fail(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, page_size: int
+) -> None:
+    # Buffers of as many rows as there are tokens, not of a MiB.
+    monkeypatch.setattr(token_rows, "CHUNK_BYTES", 64)
+    config = ReplayConfig(
+        device="cuda",
+        page_size=page_size,
+        max_running=2,
+        prefill_budget=8,
+        pool_size=14 if page_size == 1 else 32,
+        layers=1,
+        heads=1,
+        head_dim=4,
+    )
+    replays: list[Replay] = []
+
+    def work() -> None:
+        replays.clear()
+        replays.append(Replay(short_trace(), config))
+        result = replays[0].run()
+        assert result.counts.verified_tokens >= 22
+        assert page_size == 16 or result.counts.retractions == 1
+
+    work()
+    replays.clear()
+    memory, failures = Memory(driver), 0
+    for error in each_call(driver, work, codes=CODES, in_turn=True):
+        if error is not None:
+            failures += 1
+            assert_is_told(error)
+        driver.run()
+        while replays:
+            replay = replays.pop()
+            assert_each_once(replay.allocator, replay.table)
+            assert replay.kv is not None
+            replay.kv.pool.check()
+            del replay
+        memory.check(error)
+    assert failures > 150
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_every_driver_call_of_an_engine_may_fail(driver: Driver, page_size: int) -> None:
+    served: list[tuple[PoolReader, Engine, list[Request]]] = []
+    prompts = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7]]
+    expected = [alone(Request(prompt, 4)) for prompt in prompts]
+
+    def work() -> None:
+        served.clear()
+        model = PoolReader(14 if page_size == 1 else 32, 2, 32, page_size)
+        engine = Engine(model, 8)
+        served.append((model, engine, [engine.submit(prompt, 4) for prompt in prompts]))
+        engine.run()
+
+    work()
+    served.clear()
+    memory, failures = Memory(driver), 0
+    for error in each_call(driver, work, codes=CODES, in_turn=True):
+        if error is not None:
+            failures += 1
+            assert_is_told(error)
+        driver.run()
+        while served:
+            model, engine, requests = served.pop()
+            assert_each_once(model.allocator, model.table)
+            # It goes on, and nobody gets another token for it.
+            engine.run()
+            assert [request.tokens for request in requests] == expected
+            assert model.is_whole()
+            model.pool.check()
+            del model, engine, requests
+        memory.check(error)
+    assert failures > 200
