@@ -51,6 +51,7 @@ class Request:
         stop_tokens: or with one of these, which is the last of `tokens` then.
         sampling: How tokens are picked.
         on_token: Called with the request and each token, in order.
+        owner: Who its row and slots belong to, for pools that debug.
         tokens: What was generated so far.
         state: "waiting", "running", and in the end "finished" or "aborted".
         retractions: How often it had to give its slots back.
@@ -61,6 +62,7 @@ class Request:
     stop_tokens: frozenset[int] = frozenset()
     sampling: Sampling = field(default_factory=Sampling)
     on_token: Callable[[Request, int], object] | None = None
+    owner: str | int | None = None
     tokens: list[int] = field(default_factory=list)
     state: Literal["waiting", "running", "finished", "aborted"] = "waiting"
     retractions: int = 0
@@ -114,7 +116,7 @@ class Engine:
             ("finished", "aborted", "retractions", "steps", "computed_tokens", "generated_tokens"), 0
         )
 
-    def submit(
+    def submit(  # noqa: PLR0913 - a request and what it may have
         self,
         prompt: Sequence[int],
         max_new_tokens: int,
@@ -122,6 +124,7 @@ class Engine:
         stop_tokens: Iterable[int] = (),
         sampling: Sampling | None = None,
         on_token: Callable[[Request, int], object] | None = None,
+        owner: str | int | None = None,
     ) -> Request:
         """Queue a request.
 
@@ -131,6 +134,7 @@ class Engine:
             stop_tokens: Tokens that end it.
             sampling: How tokens are picked, by default the most likely one.
             on_token: Called with the request and each token; what it raises, `step` raises.
+            owner: A name for `leaks` and snapshots of pools that debug, such as the request's id.
 
         Returns:
             The request.
@@ -153,7 +157,14 @@ class Engine:
                 f"{given} prompt and {max_new_tokens} new tokens need {needed} slots; a row of the request "
                 f"table has {context}, the pool {capacity}"
             )
-        request = Request(prompt, max_new_tokens, frozenset(stop_tokens), sampling or Sampling(), on_token)
+        request = Request(
+            prompt,
+            max_new_tokens,
+            frozenset(stop_tokens),
+            sampling or Sampling(),
+            on_token,
+            owner,
+        )
         self._waiting.append(request)
         return request
 
@@ -234,7 +245,7 @@ class Engine:
             free -= self._pages(request.seq_len) + 1
             if free < 0 and self._running:  # alone it fits, with no reserve
                 break
-            row = self.model.table.alloc()
+            row = self.model.table.alloc(owner=request.owner)
             if row is None:
                 break
             request.row, request.cached, request.state = row[0], 0, "running"

@@ -414,3 +414,16 @@ def test_import_needs_no_model_library(run_snippet: RunSnippet) -> None:
         assert "transformers" not in sys.modules
         """
     )
+
+
+def test_requests_own_what_they_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVPOOL_DEBUG", "1")
+    model = PoolReader(64, 4)
+    engine = Engine(model, 64)
+    engine.submit([1, 2, 3], 4, owner="request 1")
+    engine.submit([4, 5], 4, owner=2)
+    engine.step()
+    assert {leak.owner: leak.count for leak in model.allocator.leaks()} == {"request 1": 3, 2: 2}
+    assert {leak.owner: leak.count for leak in model.table.leaks()} == {"request 1": 1, 2: 1}
+    engine.run()
+    assert model.allocator.leaks() == model.table.leaks() == []
