@@ -59,9 +59,11 @@ fn reach(shape: &[i64], strides: &[i64], size: usize) -> Option<(i128, i128)> {
     let far = shape
         .iter()
         .zip(strides)
-        .map(|(&extent, &stride)| i128::from(extent - 1) * i128::from(stride) * size);
-    let (low, high) = far.fold((0, 0), |(low, high), far| (low + far.min(0), high + far.max(0)));
-    Some((low, high + size))
+        .map(|(&extent, &stride)| (i128::from(extent - 1) * i128::from(stride)).saturating_mul(size));
+    let (low, high) = far.fold((0i128, 0i128), |(low, high), far| {
+        (low.saturating_add(far.min(0)), high.saturating_add(far.max(0)))
+    });
+    Some((low, high.saturating_add(size)))
 }
 
 fn contiguous(shape: &[i64]) -> Vec<i64> {
