@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 TRACES := ../shared/traces
+SOAK_MINUTES ?= 60
+SOAK_DEVICE ?= cpu
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 RUST_SOURCES := $(shell find src -name '*.rs' -o -name '*.ptx') Cargo.toml Cargo.lock
 EXTENSION := $(VENV)/.extension
@@ -11,7 +13,7 @@ DRIVER := target/software_driver/lib/libcuda.so.1
 DRIVER_SOURCES := $(shell find tests/software_driver -name "*.rs" -o -name "*.cpp" -o -name "Cargo.*") $(wildcard src/kernels/*.cu*)
 CUDA_TOOLS := $(VENV)/cuda-tools
 
-.PHONY: demo test lint bench bench-cuda format clean kernels rust-test python-test rust-lint python-lint kernel-lint
+.PHONY: demo test lint bench bench-cuda soak soak-threads format clean kernels rust-test python-test rust-lint python-lint kernel-lint
 .DEFAULT_GOAL := test
 
 # The main job: models served through the pools, dense and hybrid, with every token checked; then a request trace, with every
@@ -77,6 +79,14 @@ bench-cuda: $(EXTENSION) $(VENV)/.tools
 	$(BIN)/python benches/bench_cuda.py
 	$(BIN)/python benches/bench_pools.py
 	$(BIN)/python benches/bench_planner.py
+
+# All pools for SOAK_MINUTES, on the GPU with SOAK_DEVICE=cuda: fails if the process grows.
+soak: $(EXTENSION) $(VENV)/.tools
+	$(BIN)/python benches/soak.py --minutes $(SOAK_MINUTES) --device $(SOAK_DEVICE) --out target
+
+# The same minutes for eight threads that share all pools.
+soak-threads: $(EXTENSION) $(VENV)/.test
+	KVPOOL_SOAK_S=$$(($(SOAK_MINUTES) * 60)) $(BIN)/python -m pytest tests/python/test_threads.py -k eight_threads
 
 format: $(VENV)/.test
 	cargo fmt
