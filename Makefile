@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 TRACES := ../shared/traces
+SOAK_MINUTES ?= 60
+SOAK_DEVICE ?= cpu
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 RUST_SOURCES := $(shell find src -name '*.rs' -o -name '*.ptx') Cargo.toml Cargo.lock
 EXTENSION := $(VENV)/.extension
@@ -24,7 +26,7 @@ STEPS ?= 11000000
 SEED ?= 1
 
 .PHONY: demo test lint bench bench-cuda chart format clean kernels rust-test python-test rust-lint python-lint kernel-lint \
-    fuzz fuzz-build fuzz-briefly histories
+    fuzz fuzz-build fuzz-briefly histories soak soak-threads
 .DEFAULT_GOAL := test
 
 # The main job: models served through the pools, dense and hybrid, with every token checked; then a request trace, with every
@@ -119,6 +121,14 @@ chart: $(EXTENSION) $(VENV)/.tools
 	$(BIN)/python benches/chart.py
 	$(BIN)/python docs/img/streams.py
 	$(BIN)/python docs/img/snapshot.py
+
+# All pools for SOAK_MINUTES, on the GPU with SOAK_DEVICE=cuda: fails if the process grows.
+soak: $(EXTENSION) $(VENV)/.tools
+	$(BIN)/python benches/soak.py --minutes $(SOAK_MINUTES) --device $(SOAK_DEVICE) --out target
+
+# The same minutes for eight threads that share all pools.
+soak-threads: $(EXTENSION) $(VENV)/.test
+	KVPOOL_SOAK_S=$$(($(SOAK_MINUTES) * 60)) $(BIN)/python -m pytest tests/python/test_threads.py -k eight_threads
 
 format: $(VENV)/.test
 	cargo fmt

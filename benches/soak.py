@@ -97,6 +97,8 @@ class Soak:
             self.operations += take_steps(users)
         for pools in self._pools:
             pools.check()
+            # It keeps as many buffers of a size as there ever were at once, and records are set for hours.
+            pools.buffers.clear()
         self._work_anew(Sizes(self.device, page_size, need_sort, strict=self.rounds % 2 == 0, users=USERS))
         self.rounds += 1
 
@@ -151,8 +153,14 @@ class Soak:
         pools.check_returned(everybody)
 
 
-def soak_for(
-    soak: Soak, seconds: float, every_s: float, csv: Path, on_round: Callable[[Soak, float], object]
+def soak_for(  # noqa: PLR0913 - and the clock, for tests
+    soak: Soak,
+    seconds: float,
+    every_s: float,
+    csv: Path,
+    on_round: Callable[[Soak, float], object],
+    *,
+    clock: Callable[[], float] = monotonic,
 ) -> None:
     """Rounds until the time is over; a sample between two of them when the last is `every_s` old.
 
@@ -162,14 +170,15 @@ def soak_for(
         every_s: Seconds between samples.
         csv: Where samples go.
         on_round: Called with `soak` and the seconds so far after each round.
+        clock: Seconds since any time.
     """
-    begin = sampled = monotonic()
+    begin = sampled = clock()
     recorder = Recorder(csv)
     try:
-        while monotonic() - begin < seconds:
+        while clock() - begin < seconds:
             soak.round()
-            on_round(soak, monotonic() - begin)
-            if (now := monotonic()) - sampled >= every_s:
+            on_round(soak, clock() - begin)
+            if (now := clock()) - sampled >= every_s:
                 sampled = now
                 recorder.add(take_sample(now - begin, soak.rounds, soak.operations, soak.device))
     finally:

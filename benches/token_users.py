@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 
+MOST_REQUESTS = 2
+
+
 class SlotUser(User):
     """Takes token slots, stores its mark there, shares them, and frees them in every way there is."""
 
@@ -246,8 +249,8 @@ class RequestUser(User):
         return self._table.max_context_len - len(self._slots[row])
 
     def begin(self) -> None:
-        """Prefills new requests."""
-        rows = self._table.alloc(self.random.randrange(1, 3))
+        """Prefills new requests. Others need rows, too."""
+        rows = self._table.alloc(self.random.randrange(1, 3)) if len(self._slots) < MOST_REQUESTS else None
         if rows is None:
             return
         self._rows.take(rows, self)
