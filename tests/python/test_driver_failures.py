@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import devices
 import numpy as np
@@ -21,7 +21,7 @@ from kvpool.tools.replay import Replay
 from kvpool.tools.traces import Trace
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from software import Driver
 
@@ -95,6 +95,60 @@ class Memory:
         self._before = found
 
 
+class Pages:
+    """Which pages an allocator handed out and has not been given back.
+
+    Attributes:
+        unsure: Those of a free that has not returned, which may have been done or not.
+    """
+
+    def __init__(self, page_size: int) -> None:
+        self._size = page_size
+        self._held: set[int] = set()
+        self.unsure: set[int] = set()
+
+    def _begun(self, slots: torch.Tensor) -> set[int]:
+        """The pages whose first slot is among these: requests begin with it."""
+        return {slot // self._size for slot in slots.tolist() if slot % self._size == 0}
+
+    def noting(self, alloc: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*arguments: object) -> Any:  # noqa: ANN401
+            slots = alloc(*arguments)
+            if slots is not None:
+                self._held |= self._begun(slots)
+            return slots
+
+        return noted
+
+    def striking_out(self, free: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(slots: torch.Tensor) -> None:
+            self.unsure = self._begun(slots)
+            free(slots)
+            self._held -= self.unsure
+            self.unsure = set()
+
+        return noted
+
+    def check(self, allocator: TokenToKVPoolAllocator) -> None:
+        """The allocator says that the same pages are in use."""
+        every = range(1, allocator.size // self._size + 1)
+        live = allocator.is_allocated([page * self._size for page in every]).tolist()
+        found = {page for page, is_live in zip(every, live, strict=True) if is_live}
+        assert found - self.unsure == self._held - self.unsure
+
+
+class Watched(Replay):
+    """A replay of whose pages somebody else keeps a list."""
+
+    def _wrap_calls(self) -> None:
+        super()._wrap_calls()
+        # They know nothing of the replay, which is gone at once so when it is dropped.
+        self.pages = Pages(self.config.page_size)
+        for name in ("_alloc", "_alloc_extend", "_alloc_decode"):
+            setattr(self, name, self.pages.noting(getattr(self, name)))
+        setattr(self, "_free", self.pages.striking_out(self._free))  # noqa: B010 - it has another type
+
+
 def short_trace() -> Trace:
     """Three requests, one of which is retracted."""
     return Trace(
@@ -121,11 +175,11 @@ def test_every_driver_call_of_a_replay_may_fail(
         heads=1,
         head_dim=4,
     )
-    replays: list[Replay] = []
+    replays: list[Watched] = []
 
     def work() -> None:
         replays.clear()
-        replays.append(Replay(short_trace(), config))
+        replays.append(Watched(short_trace(), config))
         result = replays[0].run()
         assert result.counts.verified_tokens >= 22
         assert page_size == 16 or result.counts.retractions == 1
@@ -140,6 +194,7 @@ def test_every_driver_call_of_a_replay_may_fail(
         driver.run()
         while replays:
             replay = replays.pop()
+            replay.pages.check(replay.allocator)
             assert_each_once(replay.allocator, replay.table)
             assert replay.kv is not None
             replay.kv.pool.check()

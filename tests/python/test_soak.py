@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from ledger import Pools, Sizes
 from memory_curve import COLUMNS, HOUR_S, LIMITS, Trend, find_trends, read_samples, theil_sen
 from soak import FILES, TRACES, USERS, Soak, deliver, load_traces, soak_for
-from users import KINDS
+from users import KINDS, users_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -106,6 +107,20 @@ def test_rounds_use_every_pool_and_leave_nothing(tmp_path: Path) -> None:
     # Users of pools that stay, of pools that are made anew, and a replay.
     assert soak.operations > 8 * 8 * USERS * len(KINDS) * 5
     assert all(columns[name].all() for name in set(COLUMNS) - {"device_kib"})
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("page_size", "strict"), [(1, False), (16, True)])
+def test_users_of_pools_on_a_gpu(page_size: int, strict: bool) -> None:
+    pools = Pools(Sizes("cuda", page_size, strict=strict, users=2))
+    users = [user for number in range(2) for user in users_of(pools, number, 4)]
+    for _ in range(60):
+        for user in users:
+            user.step()
+    pools.check()
+    for user in users:
+        user.finish()
+    pools.check_returned(users)
 
 
 @pytest.mark.usefixtures("small_rounds")
