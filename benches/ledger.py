@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -140,16 +141,19 @@ class Passing:
     def __init__(self, queries: int, give: Callable[[], None]) -> None:
         self._queries = queries
         self._give: Callable[[], None] | None = give
+        self._lock = threading.Lock()
 
     def query(self) -> bool:
         """Whether it is passed."""
-        self._queries -= 1
-        if self._queries > 0:
-            return False
-        give, self._give = self._give, None
-        if give is not None:
-            give()
-        return True
+        # Who is told that it is passed may hand the places out at once, so they must have been struck out.
+        with self._lock:
+            self._queries -= 1
+            if self._queries > 0:
+                return False
+            give, self._give = self._give, None
+            if give is not None:
+                give()
+            return True
 
 
 class User:
