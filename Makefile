@@ -62,7 +62,7 @@ fuzz: fuzz-build $(VENV)/.fuzz
 
 # A look at each, in every run of the tests.
 fuzz-briefly:
-	$(MAKE) fuzz FUZZ_SECONDS=8
+	$(MAKE) fuzz FUZZ_SECONDS=5
 
 fuzz-build:
 	RUSTFLAGS='$(FUZZ_FLAGS)' cargo $(if $(SANITIZER),+nightly) build --quiet --locked --release --target $(HOST) \
