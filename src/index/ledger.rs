@@ -18,8 +18,8 @@ use super::BadFrees;
 pub enum Owner {
     /// Such as a request's id.
     Text(String),
-    /// Such as a request's number.
-    Number(i64),
+    /// Such as a request's number, in decimal: it may have more than 64 bits.
+    Number(String),
 }
 
 impl fmt::Display for Owner {

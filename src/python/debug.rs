@@ -43,19 +43,29 @@ impl Debug {
 
     #[cold]
     fn announce(self, py: Python<'_>, owner: Option<&Bound<'_, PyAny>>) -> PyResult<Option<Acting>> {
+        if let Some(owner) = owner
+            && !owner.is_instance_of::<PyString>()
+            && !owner.is_instance_of::<PyInt>()
+        {
+            let kind = kind_of(owner);
+            return Err(PyTypeError::new_err(format!("owner must be a str or an int, not {kind}")));
+        }
+        if !self.is_on {
+            return Ok(None);
+        }
         let owner = owner.map(to_owner).transpose()?;
-        Ok(if self.is_on { Some(Arc::new(Act::new(owner, &call_site(py)?)).begin()) } else { None })
+        Ok(Some(Arc::new(Act::new(owner, &call_site(py)?)).begin()))
     }
 }
 
+/// An owner, which is a str or an int.
 fn to_owner(object: &Bound<'_, PyAny>) -> PyResult<Owner> {
     if let Ok(text) = object.cast::<PyString>() {
         return Ok(Owner::Text(text.to_string()));
     }
-    if object.is_instance_of::<PyInt>() {
-        return Ok(Owner::Number(object.extract()?));
-    }
-    Err(PyTypeError::new_err(format!("owner must be a str or an int, not {}", kind_of(object))))
+    // Of a bool or of another kind of int, the plain one.
+    let number = object.py().get_type::<PyInt>().call1((object,))?;
+    Ok(Owner::Number(number.str()?.to_string()))
 }
 
 /// Where in the program this was called from: file, line and function.
@@ -93,7 +103,7 @@ pub(super) fn occupancy<'py>(
         let owner = match &act.owner {
             None => None,
             Some(Owner::Text(text)) => Some(PyString::new(py, text).into_any()),
-            Some(Owner::Number(number)) => Some(number.into_pyobject(py)?.into_any()),
+            Some(Owner::Number(number)) => Some(py.get_type::<PyInt>().call1((number,))?),
         };
         Ok((owner, act.site.to_string(), act.age().as_secs_f64(), act.number))
     };

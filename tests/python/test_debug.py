@@ -95,8 +95,8 @@ def slot_case() -> Case:
     return pool, lambda owner: pool.alloc(1, owner=owner), pool.free
 
 
-def page_of_slots_case() -> Case:
-    pool = slots(page_size=1)
+def run_of_slots_case() -> Case:
+    pool = slots()
     return pool, lambda owner: pool.alloc(1, contiguous=True, owner=owner), pool.free
 
 
@@ -147,7 +147,7 @@ def page_case() -> Case:
 
 CASES = [
     slot_case,
-    page_of_slots_case,
+    run_of_slots_case,
     row_case,
     track_slot_case,
     chunk_case,
@@ -299,6 +299,17 @@ def test_an_owner_is_text_or_a_number(debug: bool) -> None:
         with pytest.raises(TypeError, match="owner must be a str or an int, not"):
             pool.free([1], owner=wrong)  # type: ignore[arg-type]
     assert pool.available_size() == 3
+    if debug:
+        assert by_owner(pool) == {"x": 1, 3: 1, -1: 1, 1: 1, None: 1}
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_an_owner_may_have_more_than_64_bits(debug: bool) -> None:
+    pool = TokenToKVPoolAllocator(8, devices.current(), debug=debug)
+    for owner in (1 << 127, -(1 << 300)):
+        pool.alloc(1, owner=owner)
+    if debug:
+        assert by_owner(pool) == {1 << 127: 1, -(1 << 300): 1}
 
 
 def test_what_hands_nothing_out_has_no_leaks() -> None:
