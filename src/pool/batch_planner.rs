@@ -301,8 +301,10 @@ impl BatchPlanner {
         if !self.requests.grow(batch, prefixes, slots.slots_mut())? {
             return Ok(None);
         }
-        for growth in batch {
-            self.sign(growth.row, growth.start, slots, table);
+        if slots.keeps_ledger() {
+            for growth in batch {
+                self.sign(growth.row, growth.start, slots, table);
+            }
         }
         self.listed.list(batch, padded, padding, &self.requests);
         let made = match &self.remote {
@@ -449,7 +451,6 @@ impl BatchPlanner {
 
     /// Where a ledger is kept, puts the owner of a row under those of its pages, from token `start` on, that were taken just
     /// now.
-    #[inline]
     fn sign(&self, row: u32, start: u32, slots: &mut TokenToKvPoolAllocator, table: &ReqToTokenPool) {
         let Some(act) = signed_act(row, slots, table) else { return };
         let first = widen(self.requests.page_size().page(start));

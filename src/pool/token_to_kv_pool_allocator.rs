@@ -111,7 +111,12 @@ impl TokenToKvPoolAllocator {
 
     /// What this thread is doing, if a ledger is kept.
     pub(super) fn act(&self) -> Option<Arc<Act>> {
-        self.slots.pages().book().ledger().map(|_| Act::current())
+        self.keeps_ledger().then(Act::current)
+    }
+
+    /// Whether it is noted who takes and gives what.
+    pub(super) fn keeps_ledger(&self) -> bool {
+        self.slots.pages().book().ledger().is_some()
     }
 
     /// Has rows of `kv` poisoned when their slots become free, if a ledger is kept.
