@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvpool._kvpool import _noted
-from kvpool._occupancy import occupancy
+from kvpool._occupancy import check_hands_out, occupancy
 from kvpool.errors import ConfigError, IndexOwnershipError
 
 if TYPE_CHECKING:
@@ -39,11 +39,12 @@ class Leak:
 
 def leaks(pool: Pool, since: int = 0) -> list[Leak]:
     """As `Pool.leaks`, of what calls took from number `since` on."""
-    spans, _ = occupancy(pool)
+    check_hands_out(pool)
     if not pool.debug:
         raise ConfigError(
             f"{pool.name} does not note who holds what; make it with debug=True, or set KVPOOL_DEBUG=1"
         )
+    spans, _ = occupancy(pool)
     groups: dict[tuple[str | int | None, str], list[tuple[float, int, int]]] = {}
     for span in spans:
         for owner, site, age_s, number in span.holders:
@@ -80,9 +81,9 @@ class ExpectBalanced:
     """What `Pool.expect_balanced` returns: at its end no more may be live than at its begin."""
 
     def __init__(self, pool: Pool) -> None:
+        check_hands_out(pool)
         self._pool = pool
-        self._live = _live(pool)
-        self._since = _noted()
+        self._live = self._since = 0
 
     def __enter__(self) -> Pool:
         self._live = _live(self._pool)

@@ -34,16 +34,20 @@ class Span(NamedTuple):
     holders: list[tuple[str | int | None, str, float, int]]
 
 
+def check_hands_out(pool: Pool) -> None:
+    """Raises `TypeError` for a pool that hands nothing out."""
+    if not hasattr(pool, "_occupancy"):
+        raise TypeError(f"a {type(pool).__name__} hands nothing out that could leak")
+
+
 def occupancy(pool: Pool) -> tuple[list[Span], list[int]]:
     """All units of a pool in order, and how many lives lasted less than 1, 2, 4, ... microseconds.
 
     Raises:
         TypeError: If the pool hands nothing out.
     """
-    look = getattr(pool, "_occupancy", None)
-    if look is None:
-        raise TypeError(f"a {type(pool).__name__} hands nothing out that could leak")
-    spans, lifetimes = look()
+    check_hands_out(pool)
+    spans, lifetimes = pool._occupancy()  # type: ignore[attr-defined]  # noqa: SLF001 - of this package
     return [Span(*span) for span in spans], lifetimes
 
 
