@@ -43,7 +43,8 @@ impl Pool {
         slf.py().import("kvpool._pools")?.call_method1("add", (slf,)).map(drop)
     }
 
-    /// How metrics and reports name it: its class and a number, unless it is set.
+    /// How metrics and reports name it: its class and a number, unless it is set. Pools whose metrics are exported need
+    /// names of their own.
     #[getter]
     fn name(&self) -> String {
         lock(&self.name).clone()
