@@ -17,7 +17,7 @@ import devices
 import numpy as np
 import pytest
 import torch
-from common import THREADS, cuda_only, on_stream, together
+from common import STORAGE, THREADS, cuda_only, on_stream, together
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -46,19 +46,7 @@ if TYPE_CHECKING:
     from conftest import RunSnippet
     from software import Driver
 
-DTYPES = [
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.int8,
-    torch.uint8,
-    torch.float64,
-    torch.int32,
-    torch.int64,
-    torch.bool,
-]
+DTYPES = [*STORAGE, torch.float64, torch.int32, torch.int64, torch.bool]
 STATM = Path("/proc/self/statm")
 MIB = 1 << 20
 NEVER = 1 << 40
