@@ -26,7 +26,7 @@ STEPS ?= 11000000
 SEED ?= 1
 
 .PHONY: demo test lint bench bench-cuda chart format clean kernels rust-test python-test rust-lint python-lint kernel-lint \
-    fuzz fuzz-build fuzz-briefly histories soak soak-threads
+    orders fuzz fuzz-build fuzz-briefly histories soak soak-threads
 .DEFAULT_GOAL := test
 
 # The main job: models served through the pools, dense and hybrid, with every token checked; then a request trace, with every
@@ -40,7 +40,7 @@ demo: $(EXTENSION) $(VENV)/.tools
 	    $(BIN)/python -m kvpool replay --synthetic --plot target/replay.png; \
 	fi
 
-test: rust-test python-test fuzz-briefly
+test: rust-test orders python-test fuzz-briefly
 
 rust-test: $(DRIVER)
 	cargo test --locked
@@ -51,6 +51,10 @@ rust-test: $(DRIVER)
 python-test: $(EXTENSION) $(VENV)/.test $(DRIVER)
 	$(BIN)/python -m pytest
 	LD_PRELOAD=$(abspath $(DRIVER)) KVPOOL_REQUIRE_CUDA=1 $(BIN)/python -m pytest --software -m cuda
+
+# Every order in which a few threads can use what they share.
+orders: $(DRIVER)
+	LD_PRELOAD=$(abspath $(DRIVER)) RUSTFLAGS='--cfg loom' cargo test --quiet --locked --features cuda --target-dir target/loom --test orders
 
 # Every target from its seeds on, for FUZZ_SECONDS each. A finding is an error, and stays in tests/fuzz/artifacts.
 fuzz: fuzz-build $(VENV)/.fuzz
@@ -79,6 +83,7 @@ rust-lint:
 	cargo fmt --check
 	cargo clippy --locked --all-targets -- -D warnings
 	cargo clippy --locked --all-targets --features cuda,python -- -D warnings
+	RUSTFLAGS='--cfg loom' cargo clippy --quiet --locked --features cuda --target-dir target/loom --test orders -- -D warnings
 	RUSTDOCFLAGS='-D warnings' cargo doc --locked --no-deps --features cuda
 	cargo fmt --check --manifest-path tests/fuzz/Cargo.toml
 	cargo clippy --locked --release --all-targets --manifest-path tests/fuzz/Cargo.toml --target-dir target/fuzz -- -D warnings

@@ -1,8 +1,9 @@
 //! Backends in front of backends: one that limits, one that fails on plan, one that counts.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::atomic::Ordering::Relaxed;
 
+use crate::base::sync::AtomicUsize;
 use crate::base::{Device, Error, ErrorKind, Result};
 
 use super::{Backend, Block, Gpu};

@@ -3,16 +3,17 @@
 mod page_locking;
 
 use std::collections::HashMap;
-use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
+use crate::base::sync::{AtomicBool, Condvar, Mutex, MutexGuard};
 use crate::base::{DType, Device, Dims, Error, ErrorKind, Result, bytes_of, widen};
 use crate::index::{BadFree, BadFrees, RefCounts, Ticket, on_bad_frees};
 use crate::kernels::{Way, transfer};
 use crate::memory::{ALIGNMENT, Borrowed, Event, Gpu, Mapped, Region, Stream, backend_for};
 use crate::tensor::TensorView;
 
+use page_locking::Locking;
 pub use page_locking::{Over, PageLocking, Progress};
 
 use super::{at_least_one, fits_int32};
@@ -80,7 +81,7 @@ pub struct ChunkPool {
     /// The device through which it does, if it does.
     locks_through: Option<Arc<Gpu>>,
     state: Mutex<State>,
-    /// Told when chunks were offered or put back.
+    /// Told when chunks were offered, when copies of freed ones are done, and of the progress of page-locking.
     changed: Condvar,
     /// Whether page-locking is to stop early.
     stop: AtomicBool,
@@ -93,8 +94,8 @@ struct State {
     flights: HashMap<u32, Flight>,
     /// Of those, the ones that were freed.
     returning: Vec<u32>,
-    /// Whether page-locking goes on.
-    is_locking: bool,
+    /// Page-locking that goes on.
+    locking: Option<Locking>,
     registered: usize,
 }
 
@@ -239,6 +240,11 @@ impl ChunkPool {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Waits for a change, at most for `timeout`.
+    fn wait<'a>(&self, state: MutexGuard<'a, State>, timeout: Duration) -> MutexGuard<'a, State> {
+        self.changed.wait_timeout(state, timeout).unwrap_or_else(PoisonError::into_inner).0
+    }
+
     /// Does `look` with the numbers of the chunks, and how many of them are page-locked.
     pub fn counts<R>(&self, look: impl FnOnce(&RefCounts, usize) -> R) -> R {
         let state = self.state();
@@ -278,7 +284,7 @@ impl ChunkPool {
             return Ok(Attempt::Taken((0..count).filter_map(|_| state.chunks.take()).collect()));
         }
         let coming = state.chunks.available() + state.returning.len();
-        Ok(if coming >= count && (state.is_locking || !state.returning.is_empty()) {
+        Ok(if coming >= count && (state.locking.is_some() || !state.returning.is_empty()) {
             Attempt::Later
         } else {
             Attempt::Full
@@ -293,26 +299,23 @@ impl ChunkPool {
     pub fn allocate(&self, count: usize, timeout: Duration) -> Result<Attempt> {
         /// How often it asks whether copies are done, while something else may come first.
         const POLL: Duration = Duration::from_micros(200);
-        let end = Instant::now() + timeout;
+        let begin = Instant::now();
         let mut state = self.state();
         loop {
             let attempt = Self::attempt(&mut state, count)?;
-            if attempt != Attempt::Later || Instant::now() >= end {
+            if attempt != Attempt::Later || begin.elapsed() >= timeout {
                 return Ok(attempt);
             }
             self.check_process()?;
             let copied =
                 state.returning.iter().find_map(|index| state.flights.get(index)?.done.last().cloned());
             state = match copied {
-                Some(copied) if !state.is_locking => {
+                Some(copied) if state.locking.is_none() => {
                     drop(state);
                     copied.wait()?;
                     self.state()
                 }
-                _ => match self.changed.wait_timeout(state, POLL) {
-                    Ok((state, _)) => state,
-                    Err(poisoned) => poisoned.into_inner().0,
-                },
+                _ => self.wait(state, POLL),
             };
         }
     }

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::{Arc, Weak};
 
-use crate::base::{Device, Error, ErrorKind, IndexVec, Page, Result, reserve, widen};
+use crate::base::{Device, Error, ErrorKind, IndexVec, Page, Result, Waits, reserve, widen};
 use crate::index::{Act, BadFrees, FenceId, Ledger, Order, SlotAllocator, SlotStats, ascending_runs};
 use crate::kernels::{Indices, read_now};
 use crate::memory::{Backend, Borrowed, Event, Gpu, Stream};
@@ -60,6 +60,14 @@ pub struct Settled {
     pub given: usize,
     /// What was dropped.
     pub bad: BadFrees,
+}
+
+/// Frees may wait for their values to land.
+impl Waits for TokenToKvPoolAllocator {
+    #[inline]
+    fn waits(&self) -> bool {
+        !self.is_settled()
+    }
 }
 
 impl TokenToKvPoolAllocator {

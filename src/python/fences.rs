@@ -1,17 +1,15 @@
 //! Fences that freed slots wait for.
 
 use std::cell::Cell;
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 use pyo3::PyTraverseError;
 use pyo3::exceptions::PyException;
 use pyo3::gc::PyVisit;
 use pyo3::prelude::*;
 
+use crate::base::Watched;
 use crate::index::FenceId;
 
-use super::lock;
 use super::report::warn;
 
 thread_local! {
@@ -30,22 +28,19 @@ pub(super) struct Fence {
 /// The fences of an allocator that have not passed, in the order of their frees.
 #[derive(Default)]
 pub(super) struct Fences {
-    waiting: Mutex<Vec<Fence>>,
-    /// Whether there may be any, so that the common call need not lock.
-    any: AtomicBool,
+    waiting: Watched<Vec<Fence>>,
 }
 
 impl Fences {
     /// Whether there is none.
     #[inline]
     pub(super) fn is_empty(&self) -> bool {
-        !self.any.load(Ordering::Acquire)
+        !self.waiting.waits()
     }
 
     /// Adds a fence, whose `query` can be called.
     pub(super) fn add(&self, id: FenceId, object: &Bound<'_, PyAny>) {
-        lock(&self.waiting).push(Fence { id, object: object.clone().unbind(), reported: false });
-        self.any.store(true, Ordering::Release);
+        self.waiting.lock().push(Fence { id, object: object.clone().unbind(), reported: false });
     }
 
     /// Asks all of them which have passed. Also says who wants to stop the program meanwhile, after which none is asked.
@@ -58,7 +53,7 @@ impl Fences {
         }
         // Python code runs in `query`, so no lock may be held then.
         let waiting: Vec<_> =
-            lock(&self.waiting).iter().map(|fence| (fence.id, fence.object.clone_ref(py))).collect();
+            self.waiting.lock().iter().map(|fence| (fence.id, fence.object.clone_ref(py))).collect();
         let mut interrupt = None;
         for (id, object) in waiting {
             match object.bind(py).call_method0("query").and_then(|answer| answer.is_truthy()) {
@@ -76,7 +71,9 @@ impl Fences {
     }
 
     fn report(&self, py: Python<'_>, id: FenceId, error: &PyErr) {
-        let first = lock(&self.waiting)
+        let first = self
+            .waiting
+            .lock()
             .iter_mut()
             .find(|fence| fence.id == id)
             .is_some_and(|fence| !std::mem::replace(&mut fence.reported, true));
@@ -87,25 +84,21 @@ impl Fences {
 
     /// Forgets fences that have passed.
     pub(super) fn remove(&self, passed: &[FenceId]) {
-        let mut waiting = lock(&self.waiting);
-        let gone: Vec<Fence> = waiting.extract_if(.., |fence| passed.contains(&fence.id)).collect();
-        self.any.store(!waiting.is_empty(), Ordering::Release);
-        drop(waiting);
+        let gone: Vec<Fence> =
+            self.waiting.lock().extract_if(.., |fence| passed.contains(&fence.id)).collect();
         // Dropping the objects may run Python code.
         drop(gone);
     }
 
     /// Forgets all, and hands them out: dropping them may run Python code.
     pub(super) fn take(&self) -> Vec<Fence> {
-        let gone = std::mem::take(&mut *lock(&self.waiting));
-        self.any.store(false, Ordering::Release);
-        gone
+        std::mem::take(&mut *self.waiting.lock())
     }
 
     /// Shows them to the garbage collector.
     pub(super) fn traverse(&self, visit: &PyVisit<'_>) -> Result<(), PyTraverseError> {
         // Whoever holds the lock is running, so the fences are reachable anyway.
-        let Ok(waiting) = self.waiting.try_lock() else { return Ok(()) };
+        let Some(waiting) = self.waiting.try_lock() else { return Ok(()) };
         waiting.iter().try_for_each(|fence| visit.call(&fence.object))
     }
 }

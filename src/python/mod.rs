@@ -31,23 +31,49 @@ mod tensor;
 mod token_to_kv_pool_allocator;
 mod workspace;
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::ops::DerefMut;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use pyo3::prelude::*;
 
-use crate::base::{DType, Device, bytes_of};
+use crate::base::{DType, Device, Waits, Watched, bytes_of};
 use crate::index::RefCounts;
 use crate::memory::{Region, Stream};
 use crate::tensor::TensorView;
 
-/// Locks `mutex`. A panic under the lock cannot have left sets half changed, so poison is ignored.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+/// A value under a lock.
+trait Lock {
+    type Value;
+
+    /// Locks it. A panic under the lock cannot have left sets half changed, so poison is ignored.
+    fn locked(&self) -> impl DerefMut<Target = Self::Value>;
+}
+
+impl<T> Lock for Mutex<T> {
+    type Value = T;
+
+    #[inline]
+    fn locked(&self) -> impl DerefMut<Target = T> {
+        self.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl<T: Waits> Lock for Watched<T> {
+    type Value = T;
+
+    #[inline]
+    fn locked(&self) -> impl DerefMut<Target = T> {
+        self.lock()
+    }
+}
+
+fn lock<L: Lock>(value: &L) -> impl DerefMut<Target = L::Value> {
+    value.locked()
 }
 
 /// Does `work` under the lock. An error becomes an exception, which runs Python code, only after it.
-fn with<T, R>(mutex: &Mutex<T>, work: impl FnOnce(&mut T) -> crate::base::Result<R>) -> PyResult<R> {
-    let answer = work(&mut lock(mutex));
+fn with<L: Lock, R>(value: &L, work: impl FnOnce(&mut L::Value) -> crate::base::Result<R>) -> PyResult<R> {
+    let answer = work(&mut value.locked());
     Ok(answer?)
 }
 

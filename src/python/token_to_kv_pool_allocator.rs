@@ -1,15 +1,12 @@
 //! `kvpool.TokenToKVPoolAllocator`.
 
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicBool, Ordering};
-
 use pyo3::PyTraverseError;
 use pyo3::exceptions::PyTypeError;
 use pyo3::gc::PyVisit;
 use pyo3::prelude::*;
 use pyo3::types::{IntoPyDict, PyDict, PyTuple};
 
-use crate::base::{Device, Id, Page, Slot};
+use crate::base::{Device, Id, Page, Slot, Watched};
 use crate::index::{BadFrees, FenceId};
 use crate::memory::Stream;
 use crate::pool::TokenToKvPoolAllocator as Pool;
@@ -60,10 +57,9 @@ use super::{args, lock, with};
 ///     BackendUnavailableError: If `device` cannot be used here.
 #[pyclass(extends = Base, frozen, module = "kvpool", name = "TokenToKVPoolAllocator")]
 pub(super) struct TokenToKvPoolAllocator {
-    pub(super) pool: Mutex<Pool>,
+    /// In which frees may wait for their values to land.
+    pub(super) pool: Watched<Pool>,
     fences: Fences,
-    /// Whether frees may wait for their values to land.
-    unsettled: AtomicBool,
     device: Device,
     pub(super) debug: Debug,
     reporter: Reporter,
@@ -75,7 +71,7 @@ impl TokenToKvPoolAllocator {
     /// A fence that uses the allocator in its `query` finds the others as they are: polls do not nest.
     #[inline]
     pub(super) fn poll(&self, py: Python<'_>) -> PyResult<()> {
-        if self.unsettled.load(Ordering::Acquire) {
+        if self.pool.waits() {
             self.settle(py)?;
         }
         if self.fences.is_empty() { Ok(()) } else { self.poll_fences(py) }
@@ -98,11 +94,7 @@ impl TokenToKvPoolAllocator {
 
     /// Completes frees whose values have landed, and reports what was wrong with them.
     fn settle(&self, py: Python<'_>) -> PyResult<()> {
-        let settled = self.freeing(py, |pool| {
-            let settled = pool.settle();
-            self.unsettled.store(!pool.is_settled(), Ordering::Release);
-            settled
-        })?;
+        let settled = self.freeing(py, Pool::settle)?;
         for settled in settled {
             self.report(py, &settled.bad, settled.given);
         }
@@ -198,9 +190,6 @@ impl TokenToKvPoolAllocator {
                 // The pool's lock is still held, so that no `clear` comes between the slots and their fence.
                 self.fences.add(id, object);
             }
-            if !pool.is_settled() {
-                self.unsettled.store(true, Ordering::Release);
-            }
             answer
         })
     }
@@ -234,9 +223,8 @@ impl TokenToKvPoolAllocator {
             pool.keep_ledger();
         }
         let allocator = Self {
-            pool: Mutex::new(pool),
+            pool: Watched::new(pool),
             fences: Fences::default(),
-            unsettled: AtomicBool::new(false),
             device,
             debug,
             reporter: Reporter::default(),
@@ -418,13 +406,7 @@ impl TokenToKvPoolAllocator {
     ///     IndexOwnershipError: As `free`; the group is closed, and nothing of it was freed.
     fn free_group_end(&self, py: Python<'_>) -> PyResult<()> {
         let _acting = self.debug.begin(py, None)?;
-        let (given, bad) = self.freeing(py, |pool| {
-            let ended = pool.free_group_end();
-            if !pool.is_settled() {
-                self.unsettled.store(true, Ordering::Release);
-            }
-            ended
-        })?;
+        let (given, bad) = self.freeing(py, Pool::free_group_end)?;
         self.report(py, &bad, given);
         Ok(())
     }
@@ -445,7 +427,6 @@ impl TokenToKvPoolAllocator {
         let _acting = self.debug.begin(py, None)?;
         let gone = self.freeing(py, |pool| {
             let gone = self.fences.take();
-            self.unsettled.store(false, Ordering::Release);
             pool.clear();
             Ok(gone)
         })?;

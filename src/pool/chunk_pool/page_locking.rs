@@ -1,19 +1,20 @@
 //! Page-locking of a chunk pool's memory, step by step, while it is used.
 
+use std::collections::VecDeque;
 use std::ops::Range;
-use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
-use std::sync::{Arc, mpsc};
-use std::thread;
-use std::time::Duration;
+use std::sync::{Arc, atomic::Ordering::Relaxed};
+use std::time::{Duration, Instant};
 
+use crate::base::sync::{AtomicUsize, thread};
 use crate::base::{Error, ErrorKind, Result, widen};
 use crate::kernels::num_threads;
 use crate::memory::{ALIGNMENT, Gpu, PAGE};
 
 use super::ChunkPool;
 
-/// About so much is page-locked at a time: some tens of milliseconds of work.
-const STEP_BYTES: usize = 256 << 20;
+/// About so much is page-locked at a time: some tens of milliseconds of work. Where every order of threads is tried,
+/// as little as can be.
+const STEP_BYTES: usize = if cfg!(loom) { PAGE } else { 256 << 20 };
 
 /// How far page-locking has come.
 #[derive(Clone, Debug)]
@@ -33,19 +34,16 @@ impl ChunkPool {
     /// To be called once; of a pool that is not [`ChunkPool::is_locked`] there is nothing to lock.
     pub fn lock_pages(self: &Arc<Self>) -> Option<PageLocking> {
         let gpu = self.locks_through.clone()?;
-        self.state().is_locking = true;
-        let (sender, progress) = mpsc::channel();
+        self.state().locking = Some(Locking::default());
         let work = Arc::new(Steps { steps: self.steps(), next: AtomicUsize::new(0) });
         let count = work.steps.len();
         for number in 0..num_threads().min(count) {
-            let (pool, gpu, work, steps_done) =
-                (Arc::clone(self), Arc::clone(&gpu), Arc::clone(&work), sender.clone());
+            let (worker, gpu, work) = (Worker::new(self), Arc::clone(&gpu), Arc::clone(&work));
             let lock = move || {
                 while let Some(step) = work.steps.get(work.next.fetch_add(1, Relaxed))
-                    && !pool.stop.load(Relaxed)
+                    && !worker.0.stop.load(Relaxed)
                 {
-                    // Whether somebody still listens or not, the memory is locked.
-                    let _ = steps_done.send(pool.lock_step(&gpu, step));
+                    worker.0.lock_step(&gpu, step);
                 }
             };
             let name = format!("kvpool-page-lock-{number}");
@@ -55,14 +53,12 @@ impl ChunkPool {
                 && number == 0
             {
                 // The machine has no thread to give: the memory stays ordinary.
-                self.state().chunks.offer(0..u32::try_from(self.config.num_chunks).unwrap_or(u32::MAX));
-                let failure = Some(Error::new(ErrorKind::OutOfMemory, failure.to_string()));
-                let total = self.config.num_chunks;
-                let _ = sender.send(Progress { done: total, total, failure });
+                let all = 0..u32::try_from(self.config.num_chunks).unwrap_or(u32::MAX);
+                self.offer(&all, Err(Error::new(ErrorKind::OutOfMemory, failure.to_string())));
                 break;
             }
         }
-        Some(PageLocking { pool: Arc::clone(self), progress, steps: count, done: 0 })
+        Some(PageLocking { pool: Arc::clone(self), steps: count })
     }
 
     /// The chunks of each step. Each begins and ends at a page, so that none shares a page with another.
@@ -81,25 +77,27 @@ impl ChunkPool {
     }
 
     /// Page-locks a step and offers its chunks.
-    fn lock_step(&self, gpu: &Arc<Gpu>, step: &Range<u32>) -> Progress {
+    fn lock_step(&self, gpu: &Arc<Gpu>, step: &Range<u32>) {
         let bytes = widen(step.start) * self.stride..widen(step.end) * self.stride;
         let locked = match &self.mapped {
             Some(mapped) => mapped.lock_pages(gpu, &self.region, &bytes),
             None => Ok(()),
         };
+        self.offer(step, locked);
+    }
+
+    /// Offers chunks that were page-locked or could not be, and tells it.
+    fn offer(&self, step: &Range<u32>, locked: Result<()>) {
         let mut state = self.state();
         state.chunks.offer(step.clone());
         if locked.is_ok() {
             state.registered += step.len();
         }
         let done = state.chunks.ready() + state.chunks.in_use();
+        if let Some(locking) = &mut state.locking {
+            locking.told.push_back(Progress { done, total: self.config.num_chunks, failure: locked.err() });
+        }
         drop(state);
-        self.changed.notify_all();
-        Progress { done, total: self.config.num_chunks, failure: locked.err() }
-    }
-
-    fn end_locking(&self) {
-        self.state().is_locking = false;
         self.changed.notify_all();
     }
 
@@ -113,14 +111,17 @@ impl ChunkPool {
     /// # Errors
     /// [`ErrorKind::Driver`] in the child of a fork, where it never ends.
     pub fn wait_registered(&self, timeout: Duration) -> Result<bool> {
-        let state = self.state();
-        if state.is_locking {
+        let begin = Instant::now();
+        let mut state = self.state();
+        while state.locking.is_some() {
             self.check_process()?;
+            let left = timeout.saturating_sub(begin.elapsed());
+            if left.is_zero() {
+                return Ok(false);
+            }
+            state = self.wait(state, left);
         }
-        match self.changed.wait_timeout_while(state, timeout, |state| state.is_locking) {
-            Ok((_, waited)) => Ok(!waited.timed_out()),
-            Err(_) => Ok(true),
-        }
+        Ok(true)
     }
 }
 
@@ -131,14 +132,40 @@ struct Steps {
     next: AtomicUsize,
 }
 
+/// What is known of page-locking that goes on.
+#[derive(Debug, Default)]
+pub(super) struct Locking {
+    workers: usize,
+    /// Steps that nobody has asked for yet.
+    told: VecDeque<Progress>,
+}
+
+/// A thread's part in page-locking.
+struct Worker(Arc<ChunkPool>);
+
+impl Worker {
+    fn new(pool: &Arc<ChunkPool>) -> Self {
+        if let Some(locking) = &mut pool.state().locking {
+            locking.workers += 1;
+        }
+        Self(Arc::clone(pool))
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        if let Some(locking) = &mut self.0.state().locking {
+            locking.workers -= 1;
+        }
+        self.0.changed.notify_all();
+    }
+}
+
 /// Page-locking that goes on, until it drops.
 #[derive(Debug)]
 pub struct PageLocking {
     pool: Arc<ChunkPool>,
-    progress: mpsc::Receiver<Progress>,
     steps: usize,
-    /// Steps of several threads may be told in another order than they were counted; what is told only grows.
-    done: usize,
 }
 
 impl PageLocking {
@@ -153,13 +180,21 @@ impl PageLocking {
     /// # Errors
     /// [`Over`] when there is no further step.
     pub fn next(&mut self, timeout: Duration) -> std::result::Result<Option<Progress>, Over> {
-        match self.progress.recv_timeout(timeout) {
-            Ok(step) => {
-                self.done = self.done.max(step.done);
-                Ok(Some(Progress { done: self.done, ..step }))
+        let begin = Instant::now();
+        let mut state = self.pool.state();
+        loop {
+            let Some(locking) = &mut state.locking else { return Err(Over) };
+            if let Some(step) = locking.told.pop_front() {
+                return Ok(Some(step));
             }
-            Err(mpsc::RecvTimeoutError::Timeout) => Ok(None),
-            Err(mpsc::RecvTimeoutError::Disconnected) => Err(Over),
+            if locking.workers == 0 {
+                return Err(Over);
+            }
+            let left = timeout.saturating_sub(begin.elapsed());
+            if left.is_zero() {
+                return Ok(None);
+            }
+            state = self.pool.wait(state, left);
         }
     }
 
@@ -171,7 +206,8 @@ impl PageLocking {
 
 impl Drop for PageLocking {
     fn drop(&mut self) {
-        self.pool.end_locking();
+        self.pool.state().locking = None;
+        self.pool.changed.notify_all();
     }
 }
 

@@ -1,0 +1,161 @@
+//! Every order in which a few threads can take their steps, tried by loom: `make orders`.
+//!
+//! loom's clocks stand still: who waits for a change waits until somebody tells it, so one that nobody tells is found.
+
+#![cfg(loom)]
+#![expect(clippy::unwrap_used, reason = "a failing test panics")]
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvpool::base::{DType, Device, ErrorKind, Watched};
+use kvpool::kernels::{Way, set_num_threads};
+use kvpool::memory::{Host, Limit, PAGE, Region, Stream};
+use kvpool::pool::{Attempt, ChunkConfig, ChunkPool, Over, PageLocking};
+use kvpool::tensor::TensorView;
+use loom::model::Builder;
+use loom::thread;
+
+/// No test waits so long.
+const FOREVER: Duration = Duration::from_secs(1 << 20);
+
+/// Tries every order with at most `preemptions` switches of threads that could have gone on.
+fn try_all(preemptions: usize, model: impl Fn() + Send + Sync + 'static) {
+    let mut builder = Builder::new();
+    builder.preemption_bound = Some(preemptions);
+    builder.check(model);
+}
+
+/// A pool of pages, page-locked one by one on two threads.
+fn locking(num_chunks: usize) -> (Arc<ChunkPool>, PageLocking) {
+    set_num_threads(2);
+    let config = ChunkConfig {
+        num_chunks,
+        chunk_shape: vec![PAGE],
+        dtype: DType::U8,
+        device: Device::Cpu,
+        pin_memory: true,
+        numa_node: None,
+        huge_pages: false,
+        strict: true,
+    };
+    let pool = Arc::new(ChunkPool::new(config, Stream::DEFAULT).expect("small"));
+    let locking = pool.lock_pages().expect("a driver, which LD_PRELOAD may give");
+    assert_eq!(locking.steps(), num_chunks);
+    (pool, locking)
+}
+
+/// All that `locking` tells, in order.
+fn told(locking: &mut PageLocking) -> Vec<usize> {
+    let mut told = Vec::new();
+    while let Some(progress) = match locking.next(FOREVER) {
+        Ok(step) => Some(step.expect("time stands still")),
+        Err(Over) => None,
+    } {
+        assert!(progress.failure.is_none(), "{progress:?}");
+        told.push(progress.done);
+    }
+    told
+}
+
+#[test]
+fn nothing_waits_unseen() {
+    try_all(3, || {
+        let numbers = Arc::new(Watched::new(Vec::new()));
+        let threads = [0, 1].map(|number| {
+            let numbers = Arc::clone(&numbers);
+            thread::spawn(move || {
+                numbers.lock().push(number);
+                // Another may have taken it, but nobody hides it.
+                let mut left = numbers.lock();
+                if numbers.waits() {
+                    left.pop();
+                }
+            })
+        });
+        let taken = std::mem::take(&mut *numbers.lock());
+        for thread in threads {
+            thread.join().unwrap();
+        }
+        let left = numbers.lock().len();
+        assert_eq!(numbers.waits(), left > 0, "{left} left of two, {} taken", taken.len());
+    });
+}
+
+#[test]
+fn a_limit_holds_and_nothing_of_it_is_lost() {
+    try_all(3, || {
+        let limit = Arc::new(Limit::new(Arc::new(Host), 100));
+        let threads = [0, 1].map(|_| {
+            let limit = Arc::clone(&limit);
+            thread::spawn(move || Region::new(limit, 60).ok())
+        });
+        let regions: Vec<_> = threads.into_iter().filter_map(|thread| thread.join().unwrap()).collect();
+        assert_eq!(regions.len(), 1);
+        drop(regions);
+        assert!(Region::new(limit, 100).is_ok());
+    });
+}
+
+#[test]
+fn whoever_waits_for_page_locking_gets_the_chunks() {
+    try_all(2, || {
+        let (pool, mut locking) = locking(2);
+        let waiter = {
+            let pool = Arc::clone(&pool);
+            thread::spawn(move || pool.allocate(2, FOREVER).unwrap())
+        };
+        assert_eq!(told(&mut locking), [1, 2]);
+        drop(locking);
+        assert!(matches!(waiter.join().unwrap(), Attempt::Taken(chunks) if chunks.len() == 2));
+        assert!(pool.wait_registered(FOREVER).unwrap());
+        assert_eq!(pool.counts(|chunks, registered| (chunks.in_use(), registered)), (2, 2));
+    });
+}
+
+#[test]
+fn page_locking_that_is_stopped_leaves_nobody_waiting() {
+    try_all(2, || {
+        let (pool, mut locking) = locking(3);
+        let waiter = {
+            let pool = Arc::clone(&pool);
+            thread::spawn(move || {
+                (pool.allocate(3, FOREVER).unwrap(), pool.wait_registered(FOREVER).unwrap())
+            })
+        };
+        locking.stop();
+        let steps = told(&mut locking).len();
+        drop(locking);
+        let (attempt, is_over) = waiter.join().unwrap();
+        assert!(is_over);
+        assert_eq!(attempt == Attempt::Full, steps < 3, "{attempt:?} after {steps} steps");
+        assert_eq!(
+            pool.counts(|chunks, registered| (chunks.ready() + chunks.in_use(), registered)),
+            (steps, steps)
+        );
+    });
+}
+
+#[test]
+fn a_freed_chunk_comes_back_when_its_copy_is_done() {
+    try_all(3, || {
+        let (pool, mut locking) = locking(1);
+        told(&mut locking);
+        drop(locking);
+        let chunk = pool.try_allocate_one().unwrap().expect("one");
+        let copier = {
+            let pool = Arc::clone(&pool);
+            thread::spawn(move || {
+                let region = Arc::new(Region::new(Arc::new(Host), PAGE).expect("small"));
+                let ours = TensorView::packed(region, 0, DType::U8, *pool.tensor(chunk, None)?.shape())?;
+                pool.copy(chunk, &ours.borrow()?, Way::In, Stream::DEFAULT)
+            })
+        };
+        assert_eq!(pool.free(chunk).unwrap().dropped(), 0);
+        let Attempt::Taken(again) = pool.allocate(1, FOREVER).unwrap() else { panic!("it comes back") };
+        // Either it began first, or it was told that the chunk is gone.
+        let answer = copier.join().unwrap();
+        assert!(answer.map_or_else(|error| error.kind() == ErrorKind::StaleBuffer, |event| event.is_none()));
+        assert_eq!(pool.references(again[0]), 1);
+    });
+}
