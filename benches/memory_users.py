@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from ledger import HEAD_DIM, HEADS, Holding, Pools, User, expect
+from shared_pools import HEAD_DIM, HEADS, Holding, Pools, User, expect
 
 import kvpool
 

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Annotated
 import numpy as np
 import torch
 import typer
-from ledger import Pools, Sizes
 from memory_curve import LIMITS, Recorder, Trend, find_trends, read_samples, save_curve, take_sample
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from shared_pools import Pools, Sizes
 from users import users_of
 
 from kvpool.tools.config import DTYPES, ReplayConfig
@@ -32,8 +32,8 @@ from kvpool.tools.traces import Trace, read_trace, synthetic_trace
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ledger import User
     from numpy.typing import NDArray
+    from shared_pools import User
 
 TRACES = Path(__file__).parents[2] / "shared" / "traces"
 FILES = ("azure/AzureLLMInferenceTrace_conv.csv", "mooncake/conversation_trace.jsonl")

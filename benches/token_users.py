@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from ledger import HEAD_DIM, HEADS, Holding, Passing, Pools, User, expect
+from shared_pools import HEAD_DIM, HEADS, Holding, Passing, Pools, User, expect
 
 import kvpool
 
@@ -235,7 +235,7 @@ class RequestUser(User):
         self._slots[row] = slots[:keep]
 
     def _look(self, plan: kvpool.BatchPlan, rows: list[int], lens: list[int]) -> None:
-        """Compares a plan, as far as no later one has taken its place, and the table with the ledger."""
+        """Compares a plan, as far as no later one has taken its place, and the table with what is held."""
         try:
             expect(plan.host.seq_lens.tolist() == lens, f"{self}: a plan of other lengths")
             expect(plan.host.req_pool_indices.tolist() == rows, f"{self}: a plan of other rows")

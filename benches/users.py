@@ -1,6 +1,6 @@
 """Random users of pools that others use, too: each knows what it has, and notices when another has it.
 
-What the pools hand out is entered in the ledger; what is stored there bears its owner's mark, which is
+What the pools hand out is entered among the owners; what is stored there bears its owner's mark, which is
 compared before it is given back. Users also do what they should not, as far as it hurts no one else. They may
 run on any number of threads, one user on one at a time.
 """
@@ -13,7 +13,7 @@ from memory_users import BufferUser, ChunkUser, PageUser, StateUser, WorkspaceUs
 from token_users import RequestUser, RowUser, SlotUser
 
 if TYPE_CHECKING:
-    from ledger import Pools, User
+    from shared_pools import Pools, User
 
 KINDS: tuple[type[User], ...] = (
     *(SlotUser, RowUser, RequestUser, StateUser, ChunkUser, BufferUser, PageUser, WorkspaceUser),

@@ -12,7 +12,8 @@ use crate::base::{Device, Error, IndexVec};
 use crate::index::{Acting, BadFrees};
 use crate::pool::{Batch, BatchPlanner as Planner, Field, Plan, PlannerConfig, Pools};
 
-use super::framework::{backend, current_stream, to_tensor};
+use super::export::to_tensor;
+use super::framework::{backend, current_stream};
 use super::made::MadeTensors;
 use super::req_to_token_pool::ReqToTokenPool;
 use super::tensor::Tensor;

@@ -1,4 +1,4 @@
-//! PyTorch, if it is installed: how tensors are made for it and read from it.
+//! PyTorch, if it is installed: its tensors, dtypes and streams.
 
 use std::cell::Cell;
 use std::ffi::c_void;
@@ -14,27 +14,22 @@ use pyo3::types::{PyCapsule, PyDict, PyType};
 
 use crate::base::{DType, Device, Dims, Error};
 use crate::memory::{Backend, Borrowed, Stream, backend_for};
-use crate::tensor::TensorView;
-use crate::tensor::dlpack::{
-    EXCHANGE_API, ExchangeApi, RawTensor, borrow, export_versioned, is_view, raw_device,
-};
-
-use super::tensor::Tensor;
+use crate::tensor::dlpack::{EXCHANGE_API, ExchangeApi, RawTensor, borrow, raw_device};
 
 /// What kvpool knows of the installed PyTorch.
 pub(super) struct Torch {
-    module: Py<PyModule>,
-    tensor_type: Py<PyType>,
+    pub(super) module: Py<PyModule>,
+    pub(super) tensor_type: Py<PyType>,
     /// Its dtypes that kvpool knows, as far as this version has them.
     dtypes: Vec<(Py<PyAny>, DType)>,
     /// Whether tensors made now would be of inference mode, which count no writes.
-    is_inference: Py<PyAny>,
+    pub(super) is_inference: Py<PyAny>,
     /// Its DLPack exchange table; PyTorch before 2.10 has none.
-    api: Option<Api>,
+    pub(super) api: Option<Api>,
 }
 
 /// An exchange table, which lives as long as the process.
-struct Api(NonNull<ExchangeApi>);
+pub(super) struct Api(NonNull<ExchangeApi>);
 
 // SAFETY: the table is constant, and its functions are called with the GIL.
 unsafe impl Send for Api {}
@@ -42,7 +37,7 @@ unsafe impl Send for Api {}
 unsafe impl Sync for Api {}
 
 impl Api {
-    const fn table(&self) -> &ExchangeApi {
+    pub(super) const fn table(&self) -> &ExchangeApi {
         // SAFETY: DLPack promises that a published table lives as long as the process and does not change.
         unsafe { self.0.as_ref() }
     }
@@ -120,7 +115,7 @@ impl Torch {
         Ok(unsafe { borrow(&raw, PhantomData) }?)
     }
 
-    fn describe_raw(&self, tensor: &Bound<'_, PyAny>) -> PyResult<RawTensor> {
+    pub(super) fn describe_raw(&self, tensor: &Bound<'_, PyAny>) -> PyResult<RawTensor> {
         let Some(describe) = self.api.as_ref().and_then(|api| api.table().describe_object) else {
             return Err(PyRuntimeError::new_err("PyTorch has no exchange table"));
         };
@@ -150,24 +145,6 @@ impl Torch {
         self.module.bind(py).call_method("empty", (shape.as_slice(),), Some(&options))
     }
 
-    /// Whether `tensor` is what [`to_lasting_tensor`] made of `view` still: nobody gave it another shape, memory or class, or
-    /// had it record gradients. Attributes that somebody gave it are not looked for.
-    fn is_unchanged(&self, tensor: &Bound<'_, PyAny>, view: &TensorView) -> PyResult<bool> {
-        let is_plain = tensor.get_type_ptr() == self.tensor_type.as_ptr().cast();
-        if !self.describes() || !is_plain {
-            return Ok(false);
-        }
-        let raw = self.describe_raw(tensor)?;
-        // SAFETY: the function that filled it in promises it until the tensor is changed.
-        let is_same = unsafe { is_view(&raw, view) };
-        if view.dtype().is_integer() {
-            return Ok(is_same); // PyTorch lets these record nothing
-        }
-        Ok(is_same
-            && !tensor.getattr(pyo3::intern!(tensor.py(), "requires_grad"))?.is_truthy()?
-            && tensor.getattr(pyo3::intern!(tensor.py(), "grad"))?.is_none())
-    }
-
     /// The stream on which PyTorch enqueues work on `device` now.
     fn current_stream(&self, py: Python<'_>, device: Device, ordinal: u32) -> PyResult<Stream> {
         let Some(current) = self.api.as_ref().and_then(|api| api.table().current_work_stream) else {
@@ -181,51 +158,6 @@ impl Torch {
             return Err(fetch(py));
         }
         Ok(Stream::from_handle(stream.addr()))
-    }
-
-    /// `view` as a tensor. On a device it is never one of inference mode, since those count no writes.
-    fn import(&self, py: Python<'_>, view: &TensorView) -> PyResult<Py<PyAny>> {
-        if view.device() == Device::Cpu { self.import_now(py, view) } else { self.import_outside(py, view) }
-    }
-
-    /// `view` as a tensor that is none of inference mode.
-    fn import_outside(&self, py: Python<'_>, view: &TensorView) -> PyResult<Py<PyAny>> {
-        if !self.is_inference.bind(py).call0()?.is_truthy()? {
-            return self.import_now(py, view);
-        }
-        let guard = self.module.bind(py).call_method1("inference_mode", (false,))?;
-        guard.call_method0("__enter__")?;
-        let tensor = self.import_now(py, view);
-        guard.call_method1("__exit__", (py.None(), py.None(), py.None()))?;
-        tensor
-    }
-
-    fn import_now(&self, py: Python<'_>, view: &TensorView) -> PyResult<Py<PyAny>> {
-        let Some(import) = self.api.as_ref().and_then(|api| api.table().object_from_managed) else {
-            return self.import_slowly(py, view);
-        };
-        let managed = export_versioned(view);
-        let mut object: *mut c_void = ptr::null_mut();
-        // SAFETY: the GIL is held, `managed` is ours to give away, and `object` is room for one reference.
-        if unsafe { import(managed.as_ptr(), &raw mut object) } != 0 {
-            return Err(fetch(py));
-        }
-        // SAFETY: the function succeeded, so `object` is a new reference.
-        Ok(unsafe { Bound::from_owned_ptr(py, object.cast()) }.unbind())
-    }
-
-    /// Through `torch.from_dlpack`, which every version has.
-    fn import_slowly(&self, py: Python<'_>, view: &TensorView) -> PyResult<Py<PyAny>> {
-        let torch = self.module.bind(py);
-        // PyTorch learned to import 8-bit floats later than to have them.
-        let carrier = if view.dtype().is_fp8() { view.reinterpret(DType::U8)? } else { view.clone() };
-        let tensor = torch.call_method1("from_dlpack", (Tensor::new(carrier),))?;
-        let tensor = if view.dtype().is_fp8() {
-            tensor.call_method1("view", (self.dtype(py, view.dtype())?,))?
-        } else {
-            tensor
-        };
-        Ok(tensor.unbind())
     }
 }
 
@@ -259,45 +191,8 @@ pub(super) fn backend(py: Python<'_>, device: Device) -> PyResult<Arc<dyn Backen
 }
 
 /// The exception that a C function set.
-fn fetch(py: Python<'_>) -> PyErr {
+pub(super) fn fetch(py: Python<'_>) -> PyErr {
     PyErr::take(py).unwrap_or_else(|| PyRuntimeError::new_err("PyTorch failed without an exception"))
-}
-
-/// `view` as a `torch.Tensor` or, without PyTorch, as a [`Tensor`]. No copy; the tensor keeps the memory alive.
-pub(super) fn to_tensor(py: Python<'_>, view: &TensorView) -> PyResult<Py<PyAny>> {
-    match torch(py)? {
-        Some(torch) => torch.import(py, view),
-        None => Ok(Py::new(py, Tensor::new(view.clone()))?.into_any()),
-    }
-}
-
-/// As [`to_tensor`], for a tensor that may be handed out again in another mode.
-pub(super) fn to_lasting_tensor(py: Python<'_>, view: &TensorView) -> PyResult<Py<PyAny>> {
-    match torch(py)? {
-        Some(torch) => torch.import_outside(py, view),
-        None => to_tensor(py, view),
-    }
-}
-
-/// Whether `tensor` is still what [`to_lasting_tensor`] makes of `view`.
-pub(super) fn is_unchanged(tensor: &Bound<'_, PyAny>, view: &TensorView) -> bool {
-    match torch(tensor.py()) {
-        Ok(Some(torch)) => torch.is_unchanged(tensor, view).unwrap_or(false),
-        // Without PyTorch it is one of ours, which nobody can change.
-        _ => tensor.cast::<Tensor>().is_ok_and(|tensor| tensor.get().view().is(view)),
-    }
-}
-
-/// Whether nobody but the caller has `tensor`.
-pub(super) fn is_unshared(tensor: &Bound<'_, PyAny>) -> bool {
-    // SAFETY: the tensor is live, and the GIL is held.
-    let references = unsafe { pyo3::ffi::Py_REFCNT(tensor.as_ptr()) };
-    references == 1
-}
-
-/// Two views as a tuple of tensors.
-pub(super) fn to_tensors(py: Python<'_>, views: &[TensorView; 2]) -> PyResult<(Py<PyAny>, Py<PyAny>)> {
-    Ok((to_tensor(py, &views[0])?, to_tensor(py, &views[1])?))
 }
 
 /// `dtype` as a `torch.dtype` or, without PyTorch, as its name.

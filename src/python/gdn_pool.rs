@@ -11,7 +11,8 @@ use crate::pool::{GdnConfig, GdnPool as Pool};
 
 use super::args::{self, Arg};
 use super::debug::{self, Debug, Occupancy};
-use super::framework::{backend, current_stream, to_dtype, to_tensor, to_tensors};
+use super::export::{to_tensor, to_tensors};
+use super::framework::{backend, current_stream, to_dtype};
 use super::pool::Pool as Base;
 use super::report::Reporter;
 use super::req_to_token_pool::row_stats;

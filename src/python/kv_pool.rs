@@ -14,7 +14,8 @@ use crate::pool::{KvConfig, KvPool as Pool, Scales};
 
 use super::args::{self, Arg};
 use super::debug::Debug;
-use super::framework::{backend, current_stream, to_dtype, to_tensors, torch};
+use super::export::to_tensors;
+use super::framework::{backend, current_stream, to_dtype, torch};
 use super::pool::Pool as Base;
 
 /// From this size on a copy is worth letting other Python threads run.

@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 
 use crate::tensor::TensorView;
 
-use super::framework::{is_unchanged, is_unshared, to_lasting_tensor};
+use super::export::{is_unchanged, is_unshared, to_lasting_tensor};
 use super::lock;
 
 /// By place, the tensor that was last made there: most steps ask for the same as the one before, and making a tensor costs

@@ -17,6 +17,7 @@ mod buffer_pool;
 mod chunk_pool;
 mod debug;
 mod errors;
+mod export;
 mod fences;
 mod framework;
 mod gdn_pool;
@@ -124,7 +125,7 @@ fn _zeros(py: Python<'_>, shape: Vec<usize>, dtype: &str, device: &str) -> PyRes
     let device = Device::parse(device)?;
     let backend = framework::backend(py, device)?;
     let region = Arc::new(Region::new(backend, bytes_of("zeros", &shape, dtype)?)?);
-    framework::to_tensor(py, &TensorView::contiguous(region, 0, dtype, &shape)?)
+    export::to_tensor(py, &TensorView::contiguous(region, 0, dtype, &shape)?)
 }
 
 /// Makes a CUDA stream, by its handle, the current one of this thread; `None` asks PyTorch again.

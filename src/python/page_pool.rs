@@ -10,7 +10,8 @@ use crate::pool::{PageConfig, PagePool as Pool};
 
 use super::args::{self, Arg};
 use super::debug::{self, Debug, Occupancy};
-use super::framework::{backend, current_stream, to_dtype, to_tensor};
+use super::export::to_tensor;
+use super::framework::{backend, current_stream, to_dtype};
 use super::pool::Pool as Base;
 use super::report::Reporter;
 use super::{lock, with};

@@ -14,7 +14,8 @@ use crate::pool::{ReqToTokenPool as Pool, TableIndex};
 
 use super::args::{Arg, IndexArg, version_of};
 use super::debug::{self, Debug, Occupancy};
-use super::framework::{backend, current_stream, to_tensor, torch};
+use super::export::to_tensor;
+use super::framework::{backend, current_stream, torch};
 use super::pool::Pool as Base;
 use super::report::Reporter;
 use super::{args, lock, with};

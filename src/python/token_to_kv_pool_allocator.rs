@@ -14,8 +14,9 @@ use crate::tensor::TensorView;
 
 use super::args::{Arg, IndexArg};
 use super::debug::{self, Debug, Occupancy};
+use super::export::to_tensor;
 use super::fences::Fences;
-use super::framework::{backend, current_stream, to_tensor};
+use super::framework::{backend, current_stream};
 use super::kv_pool::KvPool;
 use super::pool::Pool as Base;
 use super::report::{Reporter, warn};

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from ledger import Pools, Sizes
 from memory_curve import COLUMNS, HOUR_S, LIMITS, Trend, find_trends, read_samples, theil_sen
+from shared_pools import Pools, Sizes
 from soak import FILES, TRACES, USERS, Soak, deliver, load_traces, soak_for
 from users import KINDS, users_of
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from ledger import Pools, Sizes
+from shared_pools import Pools, Sizes
 from users import users_of
 
 import kvpool
@@ -27,7 +27,7 @@ import kvpool
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from ledger import User
+    from shared_pools import User
 
 THREADS = 8
 SOAK_S = float(os.environ.get("KVPOOL_SOAK_S", "0"))

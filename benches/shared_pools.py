@@ -18,14 +18,14 @@ MARKS = 1 << 12
 HEADS, HEAD_DIM = 2, 8
 
 
-class LedgerError(AssertionError):
+class DisagreementError(AssertionError):
     """The pool says otherwise than who uses it."""
 
 
 def expect(is_so: object, words: str) -> None:
-    """Raises `LedgerError` with `words` unless something holds."""
+    """Raises `DisagreementError` with `words` unless something holds."""
     if not is_so:
-        raise LedgerError(words)
+        raise DisagreementError(words)
 
 
 class Owners:
@@ -204,7 +204,7 @@ class User:
             call()
         except kind:
             return
-        raise LedgerError(f"{kind.__name__} was not raised")
+        raise DisagreementError(f"{kind.__name__} was not raised")
 
     def here(self, values: Any) -> torch.Tensor:  # noqa: ANN401
         """Ints as a tensor on the device of the pools."""

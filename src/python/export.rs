@@ -1,0 +1,115 @@
+//! Views as tensors: of PyTorch, or without it as our own.
+
+use std::ffi::c_void;
+use std::ptr;
+
+use pyo3::prelude::*;
+
+use crate::base::{DType, Device};
+use crate::tensor::TensorView;
+use crate::tensor::dlpack::{export_versioned, is_view};
+
+use super::framework::{Torch, fetch, torch};
+use super::tensor::Tensor;
+
+/// `view` as a `torch.Tensor` or, without PyTorch, as a [`Tensor`]. No copy; the tensor keeps the memory alive.
+pub(super) fn to_tensor(py: Python<'_>, view: &TensorView) -> PyResult<Py<PyAny>> {
+    match torch(py)? {
+        Some(torch) => torch.import(py, view),
+        None => Ok(Py::new(py, Tensor::new(view.clone()))?.into_any()),
+    }
+}
+
+/// As [`to_tensor`], for a tensor that may be handed out again in another mode.
+pub(super) fn to_lasting_tensor(py: Python<'_>, view: &TensorView) -> PyResult<Py<PyAny>> {
+    match torch(py)? {
+        Some(torch) => torch.import_outside(py, view),
+        None => to_tensor(py, view),
+    }
+}
+
+/// Whether `tensor` is still what [`to_lasting_tensor`] makes of `view`.
+pub(super) fn is_unchanged(tensor: &Bound<'_, PyAny>, view: &TensorView) -> bool {
+    match torch(tensor.py()) {
+        Ok(Some(torch)) => torch.is_unchanged(tensor, view).unwrap_or(false),
+        // Without PyTorch it is one of ours, which nobody can change.
+        _ => tensor.cast::<Tensor>().is_ok_and(|tensor| tensor.get().view().is(view)),
+    }
+}
+
+/// Whether nobody but the caller has `tensor`.
+pub(super) fn is_unshared(tensor: &Bound<'_, PyAny>) -> bool {
+    // SAFETY: the tensor is live, and the GIL is held.
+    let references = unsafe { pyo3::ffi::Py_REFCNT(tensor.as_ptr()) };
+    references == 1
+}
+
+/// Two views as a tuple of tensors.
+pub(super) fn to_tensors(py: Python<'_>, views: &[TensorView; 2]) -> PyResult<(Py<PyAny>, Py<PyAny>)> {
+    Ok((to_tensor(py, &views[0])?, to_tensor(py, &views[1])?))
+}
+
+impl Torch {
+    /// `view` as a tensor. On a device it is never one of inference mode, since those count no writes.
+    fn import(&self, py: Python<'_>, view: &TensorView) -> PyResult<Py<PyAny>> {
+        if view.device() == Device::Cpu { self.import_now(py, view) } else { self.import_outside(py, view) }
+    }
+
+    /// `view` as a tensor that is none of inference mode.
+    fn import_outside(&self, py: Python<'_>, view: &TensorView) -> PyResult<Py<PyAny>> {
+        if !self.is_inference.bind(py).call0()?.is_truthy()? {
+            return self.import_now(py, view);
+        }
+        let guard = self.module.bind(py).call_method1("inference_mode", (false,))?;
+        guard.call_method0("__enter__")?;
+        let tensor = self.import_now(py, view);
+        guard.call_method1("__exit__", (py.None(), py.None(), py.None()))?;
+        tensor
+    }
+
+    fn import_now(&self, py: Python<'_>, view: &TensorView) -> PyResult<Py<PyAny>> {
+        let Some(import) = self.api.as_ref().and_then(|api| api.table().object_from_managed) else {
+            return self.import_slowly(py, view);
+        };
+        let managed = export_versioned(view);
+        let mut object: *mut c_void = ptr::null_mut();
+        // SAFETY: the GIL is held, `managed` is ours to give away, and `object` is room for one reference.
+        if unsafe { import(managed.as_ptr(), &raw mut object) } != 0 {
+            return Err(fetch(py));
+        }
+        // SAFETY: the function succeeded, so `object` is a new reference.
+        Ok(unsafe { Bound::from_owned_ptr(py, object.cast()) }.unbind())
+    }
+
+    /// Through `torch.from_dlpack`, which every version has.
+    fn import_slowly(&self, py: Python<'_>, view: &TensorView) -> PyResult<Py<PyAny>> {
+        let torch = self.module.bind(py);
+        // PyTorch learned to import 8-bit floats later than to have them.
+        let carrier = if view.dtype().is_fp8() { view.reinterpret(DType::U8)? } else { view.clone() };
+        let tensor = torch.call_method1("from_dlpack", (Tensor::new(carrier),))?;
+        let tensor = if view.dtype().is_fp8() {
+            tensor.call_method1("view", (self.dtype(py, view.dtype())?,))?
+        } else {
+            tensor
+        };
+        Ok(tensor.unbind())
+    }
+
+    /// Whether `tensor` is what [`to_lasting_tensor`] made of `view` still: nobody gave it another shape, memory or class, or
+    /// had it record gradients. Attributes that somebody gave it are not looked for.
+    fn is_unchanged(&self, tensor: &Bound<'_, PyAny>, view: &TensorView) -> PyResult<bool> {
+        let is_plain = tensor.get_type_ptr() == self.tensor_type.as_ptr().cast();
+        if !self.describes() || !is_plain {
+            return Ok(false);
+        }
+        let raw = self.describe_raw(tensor)?;
+        // SAFETY: the function that filled it in promises it until the tensor is changed.
+        let is_same = unsafe { is_view(&raw, view) };
+        if view.dtype().is_integer() {
+            return Ok(is_same); // PyTorch lets these record nothing
+        }
+        Ok(is_same
+            && !tensor.getattr(pyo3::intern!(tensor.py(), "requires_grad"))?.is_truthy()?
+            && tensor.getattr(pyo3::intern!(tensor.py(), "grad"))?.is_none())
+    }
+}
