@@ -54,8 +54,10 @@ COPIES = """
     chunk = kvpool.ChunkPool(1, (TOKENS, 4, 32), "float32", "cpu", False).allocate()
     allocator = kvpool.TokenToKVPoolAllocator(64, "cpu")
     lower, upper = torch.arange(1, HALF + 1), torch.arange(HALF + 1, TOKENS + 1)
+    few_lower, few_upper = lower[:200], upper[:200]
     rows = torch.full((TOKENS, 4, 32), 2.0)
-    out = (torch.empty_like(rows[:HALF]), torch.empty_like(rows[:HALF]))
+    half_rows = rows[:HALF]
+    out = (torch.empty_like(half_rows), torch.empty_like(half_rows))
     first, second = torch.arange(1, 33), torch.arange(33, 65)
 
     def prepare():
@@ -71,7 +73,7 @@ COPIES = """
 
     # What to do, and where it writes.
     copies = {
-        "set_kv_buffer": (lambda: pool.set_kv_buffer(0, lower, rows[:HALF], rows[:HALF]), stored),
+        "set_kv_buffer": (lambda: pool.set_kv_buffer(0, lower, half_rows, half_rows), stored),
         "gather_kv": (lambda: pool.gather_kv(0, upper, out), lambda: out),
         "move_kv": (lambda: pool.move_kv(lower, upper), stored),
         "copy_states": (lambda: states.copy_states(second, first),
@@ -240,9 +242,10 @@ def test_the_interpreter_ends_in_the_middle_of_copies(
             print("last")
 
         def work(copy, is_short):
+            # Nothing of PyTorch, whose own calls abort when the interpreter ends in them.
             for turn in itertools.count():
                 # Short ones end again and again while the interpreter does.
-                pool.move_kv(lower[:200], upper[:200]) if is_short else copy()
+                pool.move_kv(few_lower, few_upper) if is_short else copy()
                 if not {is_daemon} and turn == 3:
                     return
 
