@@ -31,7 +31,14 @@ MOST_POINTS = 600
 """Longer series are thinned to medians of equal parts, for the pairs grow with the square."""
 LEAST_POINTS = 8
 
-LIMITS = {"rss_kib": 2048.0, "anonymous_kib": 2048.0, "device_kib": 64.0, "objects": 500.0, "fds": 2.0}
+LIMITS = {
+    "rss_kib": 2048.0,
+    "anonymous_kib": 2048.0,
+    "heap_kib": 512.0,
+    "device_kib": 64.0,
+    "objects": 500.0,
+    "fds": 2.0,
+}
 """By how much a series may grow in an hour. Private memory has no limit: libraries that another process stops
 or starts to use, too, are private at one time and not at another."""
 
@@ -46,6 +53,9 @@ class Sample:
         rss_kib: Memory that is resident.
         uss_kib: The part of it that no other process has.
         anonymous_kib: The part of it that is no file's, such as the heap.
+        heap_kib: What malloc has given to somebody; 0 where the C library does not say. Resident memory may
+            have steps of some MiB besides, one for each of malloc's arenas, which keep the most that their
+            threads ever had at one time.
         device_kib: Memory of the GPU that is in use, by whomever; 0 without one.
         objects: Live objects that the garbage collector knows.
         fds: Open file descriptors.
@@ -58,6 +68,7 @@ class Sample:
     rss_kib: int
     uss_kib: int
     anonymous_kib: int
+    heap_kib: int
     device_kib: int
     objects: int
     fds: int
@@ -65,6 +76,36 @@ class Sample:
 
 
 COLUMNS = tuple(field.name for field in fields(Sample))
+
+
+class MallInfo2(ctypes.Structure):
+    """`struct mallinfo2` of glibc 2.33 and later."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        )
+    )
+
+
+def heap_bytes() -> int:
+    """What malloc has given to somebody, in arenas and as mappings; 0 where the C library does not say."""
+    mallinfo2 = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if mallinfo2 is None:
+        return 0
+    mallinfo2.restype = MallInfo2
+    info = mallinfo2()
+    return int(info.uordblks) + int(info.hblkhd)
 
 
 def take_sample(seconds: float, rounds: int, operations: int, device: str) -> Sample:
@@ -84,6 +125,7 @@ def take_sample(seconds: float, rounds: int, operations: int, device: str) -> Sa
         rss_kib=sizes["Rss"],
         uss_kib=sizes["Private_Clean"] + sizes["Private_Dirty"],
         anonymous_kib=sizes["Anonymous"],
+        heap_kib=heap_bytes() // 1024,
         device_kib=(total - free) // 1024,
         objects=len(gc.get_objects()),
         fds=len(os.listdir("/proc/self/fd")),  # noqa: PTH208 - names alone
@@ -183,7 +225,13 @@ def save_curve(columns: dict[str, NDArray[np.float64]], trends: Sequence[Trend],
     memory, counts = figure.subplots(2, 1, sharex=True)
     by_name = {trend.name: trend for trend in trends}
     minutes = columns["seconds"] / 60
-    colors = {"rss_kib": "blue", "uss_kib": "grey", "anonymous_kib": "orange", "device_kib": "green"}
+    colors = {
+        "rss_kib": "blue",
+        "uss_kib": "grey",
+        "anonymous_kib": "orange",
+        "heap_kib": "purple",
+        "device_kib": "green",
+    }
     for name, color in colors.items():
         if columns[name].any():
             _draw(memory, minutes, columns[name] / 1024, by_name.get(name), name, f"tab:{color}")
