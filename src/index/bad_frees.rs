@@ -14,7 +14,7 @@ pub enum BadFree {
     OutOfRange,
     /// The padding index.
     Padding,
-    /// Free, and not freed lately: never handed out, or merged since.
+    /// Never handed out.
     NotAllocated,
     /// Freed before, by an earlier call.
     AlreadyFree,

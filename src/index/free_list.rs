@@ -84,6 +84,8 @@ pub struct FreeList<I> {
     queue: VecDeque<Run<I>>,
     /// The most indices that were in use at once since the start or the last clear.
     high_water: usize,
+    /// Below it every index was handed out since then, for no order leaves one of a new list out.
+    reached: u32,
     book: Book,
     space: PhantomData<I>,
 }
@@ -109,6 +111,7 @@ impl<I: Id> FreeList<I> {
             fenced: Bitmap::new(bound)?,
             queue: VecDeque::new(),
             high_water: 0,
+            reached: first,
             book: Book::default(),
             space: PhantomData,
         };
@@ -151,6 +154,7 @@ impl<I: Id> FreeList<I> {
             self.queue.push_back(Run::of(I::new(self.first), self.count));
         }
         self.high_water = 0;
+        self.reached = self.first;
     }
 
     /// How many indices there are, as a number of their own kind.
@@ -239,9 +243,10 @@ impl<I: Id> FreeList<I> {
         if count > self.free.len() {
             return false;
         }
-        let mut book = std::mem::take(&mut self.book);
+        let (mut book, mut reached) = (std::mem::take(&mut self.book), self.reached);
         let mut emit = |run: Run<I>| {
             book.took(run.range());
+            reached = reached.max(run.end());
             emit(run);
         };
         match self.order {
@@ -250,7 +255,7 @@ impl<I: Id> FreeList<I> {
             }),
             Order::Fifo => self.take_front(count, emit),
         }
-        self.book = book;
+        (self.book, self.reached) = (book, reached);
         self.high_water = self.high_water.max(self.in_use());
         true
     }
@@ -306,6 +311,7 @@ impl<I: Id> FreeList<I> {
             self.unqueue(taken);
         }
         self.high_water = self.high_water.max(self.in_use());
+        self.reached = self.reached.max(taken.end());
         self.book.took(taken.range());
         Some(taken)
     }
@@ -413,10 +419,9 @@ impl<I: Id> FreeList<I> {
     /// Why `index`, which is not live, cannot be freed.
     #[must_use]
     pub fn reason(&self, index: I) -> BadFree {
-        let bit = widen(index.number());
         if !self.contains(index) {
             BadFree::OutOfRange
-        } else if self.released.contains(bit) || self.fenced.contains(bit) {
+        } else if index.number() < self.reached {
             BadFree::AlreadyFree
         } else {
             BadFree::NotAllocated

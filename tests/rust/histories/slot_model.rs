@@ -29,6 +29,8 @@ pub(super) struct SlotModel {
     pub(super) released: BTreeSet<usize>,
     /// By page, owners that stay. None is 0.
     pub(super) owners: BTreeMap<usize, usize>,
+    /// Pages that were ever handed out.
+    pub(super) taken: BTreeSet<usize>,
     pub(super) fenced: Vec<(FenceId, Given)>,
     pub(super) dropped: usize,
     pub(super) high_water: usize,
@@ -44,6 +46,7 @@ impl SlotModel {
             free: (1..=pages).collect(),
             released: BTreeSet::new(),
             owners: BTreeMap::new(),
+            taken: BTreeSet::new(),
             fenced: Vec::new(),
             dropped: 0,
             high_water: 0,
@@ -105,6 +108,7 @@ impl SlotModel {
     fn own(&mut self, pages: impl IntoIterator<Item = usize>) {
         for page in pages {
             assert!(self.owners.insert(page, 1).is_none());
+            self.taken.insert(page);
         }
         self.high_water = self.high_water.max(self.pages - self.available());
     }

@@ -267,6 +267,11 @@ fn check_reasons(bad: &BadFrees, model: &SlotModel) {
         let is_inside = (0..end).contains(&slot);
         assert_eq!(reason == BadFree::OutOfRange, !is_inside, "slot {slot}");
         assert_eq!(reason == BadFree::Padding, is_inside && slot < int(model.page_size), "slot {slot}");
+        let is_new = (1..=model.pages).any(|page| {
+            !model.taken.contains(&page)
+                && (int(page * model.page_size)..int((page + 1) * model.page_size)).contains(&slot)
+        });
+        assert_eq!(reason == BadFree::NotAllocated, is_new, "slot {slot}");
     }
 }
 
