@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvpool._kvpool import _noted
+from kvpool._kvpool import _noted, _Workspace
 from kvpool._occupancy import check_hands_out, occupancy
 from kvpool.errors import ConfigError, IndexOwnershipError
 
@@ -40,6 +40,8 @@ class Leak:
 def leaks(pool: Pool, since: int = 0) -> list[Leak]:
     """As `Pool.leaks`, of what calls took from number `since` on."""
     check_hands_out(pool)
+    if not _signs(pool):
+        raise TypeError(f"a {type(pool).__name__} does not note who holds what; its reset() takes all back")
     if not pool.debug:
         raise ConfigError(
             f"{pool.name} does not note who holds what; make it with debug=True, or set KVPOOL_DEBUG=1"
@@ -86,7 +88,7 @@ class ExpectBalanced:
         self._live = self._since = 0
 
     def __enter__(self) -> Pool:
-        self._live = _live(self._pool)
+        self._live = _held(self._pool)
         self._since = _noted()
         return self._pool
 
@@ -96,18 +98,26 @@ class ExpectBalanced:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        live = _live(self._pool)
+        live = _held(self._pool)
         if kind is not None or live <= self._live:
             return
         unit = self._pool.unit
         more = live - self._live
         message = f"{self._pool.name}: {live} {unit}s are live, {more} more than the {self._live} before"
+        if not _signs(self._pool):
+            raise IndexOwnershipError(message)
         if self._pool.debug:
             taken = leaks(self._pool, self._since)
             raise IndexOwnershipError(f"{message}; taken meanwhile:\n{table(taken, unit)}")
         raise IndexOwnershipError(f"{message}; with debug=True or KVPOOL_DEBUG=1 it is known who has them")
 
 
-def _live(pool: Pool) -> int:
-    """How many units are live."""
-    return sum(span.end - span.first for span in occupancy(pool)[0] if span.state == "live")
+def _signs(pool: Pool) -> bool:
+    """Whether the pool can note who holds what."""
+    return not isinstance(pool, _Workspace)
+
+
+def _held(pool: Pool) -> int:
+    """How many units are live. One with several owners counts for each of them where they are known."""
+    spans, _ = occupancy(pool)
+    return sum((span.end - span.first) * max(1, len(span.holders)) for span in spans if span.state == "live")

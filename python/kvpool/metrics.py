@@ -20,6 +20,7 @@ gauges that count what the pool hands out (`Pool.unit`), `kvpool_..._bytes` are 
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from prometheus_client import REGISTRY, CollectorRegistry
@@ -27,11 +28,14 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvpool._pools import pools
+from kvpool.errors import KvPoolError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvpool._pools import AnyPool
+
+_log = logging.getLogger("kvpool")
 
 _LABELS = ("pool", "class", "device")
 
@@ -84,7 +88,13 @@ class PoolCollector(Collector):
         families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
         for pool in pools():
             labels = [pool.name, type(pool).__name__, pool.device]
-            for key, value in pool.stats().items():
+            try:
+                stats = pool.stats()
+            except KvPoolError as error:
+                # The others are exported all the same.
+                _log.warning("no numbers of %s: %s", pool.name, error)
+                continue
+            for key, value in stats.items():
                 family = _family(pool, key)
                 if family is not None:
                     families.setdefault(family.name, family).add_metric(labels, value)
@@ -97,7 +107,8 @@ def _family(pool: AnyPool, key: str) -> GaugeMetricFamily | CounterMetricFamily 
         return CounterMetricFamily(*_COUNTERS[key], labels=_LABELS)
     if key in _BYTES:
         return GaugeMetricFamily(*_BYTES[key], labels=_LABELS)
-    if key not in _UNITS:
+    # What a pool without owners has is what another one hands out.
+    if key not in _UNITS or not hasattr(pool, "_occupancy"):
         return None
     if pool.unit == "byte":
         return GaugeMetricFamily(

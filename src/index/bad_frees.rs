@@ -53,8 +53,8 @@ impl BadFree {
 pub struct BadFrees {
     dropped: usize,
     first: Vec<(i64, BadFree)>,
-    /// What is known of `first`, where somebody debugs.
-    histories: Vec<String>,
+    /// What is known of `first`, where somebody debugs: which of them, and their history.
+    histories: Vec<(Vec<i64>, String)>,
 }
 
 impl BadFrees {
@@ -103,9 +103,9 @@ impl BadFrees {
         for (index, _) in &self.first {
             let Some(words) = known(*index) else { continue };
             // Neighbours mostly have the same history.
-            match self.histories.iter_mut().find(|history| history.ends_with(&words)) {
-                Some(history) => history.insert_str(history.len() - words.len() - 2, &format!(", {index}")),
-                None => self.histories.push(format!("{index}: {words}")),
+            match self.histories.iter_mut().find(|(_, history)| *history == words) {
+                Some((indices, _)) => indices.push(*index),
+                None => self.histories.push((vec![*index], words)),
             }
         }
     }
@@ -121,9 +121,12 @@ impl BadFrees {
         if self.dropped > self.first.len() {
             text.push_str(", ...");
         }
-        for history in &self.histories {
-            text.push_str("; ");
-            text.push_str(history);
+        for (indices, history) in &self.histories {
+            for (position, index) in indices.iter().enumerate() {
+                let comma = if position == 0 { "; " } else { ", " };
+                let _ = write!(text, "{comma}{index}");
+            }
+            let _ = write!(text, ": {history}");
         }
         text
     }

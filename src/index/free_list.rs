@@ -133,19 +133,34 @@ impl<I: Id> FreeList<I> {
     /// All indices, by state and holders.
     #[must_use]
     pub fn spans(&self) -> Vec<Span> {
+        self.spans_unless(|_| false)
+    }
+
+    /// As [`FreeList::spans`], where live indices are fenced of which `is_left` says so.
+    pub(super) fn spans_unless(&self, is_left: impl Fn(I) -> bool) -> Vec<Span> {
         spans(self.first..self.first + self.count, self.book.ledger(), |index| {
             let index = I::new(index);
-            match (self.is_live(index), self.is_in_use(index)) {
-                (true, _) => State::Live,
-                (false, true) => State::Fenced,
-                (false, false) => State::Free,
+            if !self.is_in_use(index) {
+                State::Free
+            } else if self.is_live(index) && !is_left(index) {
+                State::Live
+            } else {
+                State::Fenced
             }
         })
     }
 
     /// Makes everything free again, in the order of a new list.
     pub fn clear(&mut self) {
-        self.book.clear();
+        let mut book = std::mem::take(&mut self.book);
+        if let Some(ledger) = book.ledger_mut() {
+            let all = self.first..self.first + self.count;
+            for index in all.filter(|index| self.is_in_use(I::new(*index))) {
+                ledger.became_free(index..index + 1);
+            }
+        }
+        book.clear();
+        self.book = book;
         self.released.clear();
         self.fenced.clear();
         self.free.insert_run(widen(self.first), widen(self.count));

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-use crate::base::widen;
+use crate::base::{IndexVec, widen};
 
 use super::BadFrees;
 
@@ -48,6 +48,9 @@ pub struct Act {
 static NOTED: AtomicU64 = AtomicU64::new(0);
 
 impl Act {
+    /// Where a call was made that did not say it.
+    pub const UNKNOWN_PLACE: &str = "an unknown place";
+
     /// A call that happens now.
     #[must_use]
     pub fn new(owner: Option<Owner>, site: &str) -> Self {
@@ -77,7 +80,7 @@ impl Act {
     #[must_use]
     pub fn current() -> Arc<Self> {
         let announced = CURRENT.with_borrow(Clone::clone);
-        announced.unwrap_or_else(|| Arc::new(Self::new(None, "an unknown place")))
+        announced.unwrap_or_else(|| Arc::new(Self::new(None, Self::UNKNOWN_PLACE)))
     }
 
     /// Announces that this thread does it until the answer is dropped.
@@ -143,6 +146,9 @@ pub struct Span {
     pub holders: Vec<Arc<Act>>,
 }
 
+/// Who gave which values of a list: where each part ends, and its act. Empty where nobody debugs.
+pub type Signatures = Vec<(usize, Arc<Act>)>;
+
 /// How many lifetimes were below each power of two of microseconds.
 pub const LIFETIME_BUCKETS: usize = 48;
 
@@ -181,6 +187,8 @@ pub struct Ledger {
     lives: Vec<Life>,
     /// Holders beyond the first, of indices that are shared.
     more: HashMap<u32, Vec<Arc<Act>>>,
+    /// Who gives which index in the call in progress, where that is not only the thread's own act.
+    givers: HashMap<u32, Vec<Arc<Act>>>,
     lifetimes: [u64; LIFETIME_BUCKETS],
     /// Indices that became free since somebody last asked, if somebody does.
     freed: Option<Vec<Range<u32>>>,
@@ -188,7 +196,13 @@ pub struct Ledger {
 
 impl Default for Ledger {
     fn default() -> Self {
-        Self { lives: Vec::new(), more: HashMap::new(), lifetimes: [0; LIFETIME_BUCKETS], freed: None }
+        Self {
+            lives: Vec::new(),
+            more: HashMap::new(),
+            givers: HashMap::new(),
+            lifetimes: [0; LIFETIME_BUCKETS],
+            freed: None,
+        }
     }
 }
 
@@ -207,15 +221,16 @@ impl Ledger {
 
     /// Notes that indices were given back by their last holder.
     pub fn gave(&mut self, range: Range<u32>) {
-        let act = Act::current();
+        let current = Act::current();
         for index in range {
             self.more.remove(&index);
+            let act = self.givers.get(&index).and_then(|givers| givers.last()).unwrap_or(&current);
             let Some(life) = self.lives.get_mut(widen(index)) else { continue };
             if let Some(taken) = life.taken.as_ref().filter(|_| life.given.is_none()) {
                 let micros = act.at.saturating_duration_since(taken.at).as_micros();
                 let bucket = widen(u128::BITS - micros.leading_zeros()).min(LIFETIME_BUCKETS - 1);
                 self.lifetimes[bucket] += 1;
-                life.given = Some(Arc::clone(&act));
+                life.given = Some(Arc::clone(act));
             }
         }
     }
@@ -242,20 +257,47 @@ impl Ledger {
         self.more.entry(index).or_default().push(Act::current());
     }
 
-    /// Notes that one of the holders of `index` has left: the one of that name if it is known, else the first.
+    /// Notes that one of the holders of `index` has left: of those with its name the first, of those without one the
+    /// last, else the first of all.
     pub fn left(&mut self, index: u32) {
         let Some(more) = self.more.get_mut(&index) else { return self.gave(index..index + 1) };
-        let act = Act::current();
-        let owner = act.owner.as_ref();
         let Some(life) = self.lives.get_mut(widen(index)) else { return };
-        let is_first = life.taken.as_ref().is_some_and(|taken| taken.owner.as_ref() == owner);
-        match more.iter().position(|act| act.owner.as_ref() == owner) {
-            Some(at) if owner.is_some() && !is_first => drop(more.remove(at)),
+        let givers = self.givers.get_mut(&index).filter(|givers| !givers.is_empty());
+        let act = givers.map_or_else(Act::current, |givers| givers.remove(0));
+        let mut alike = (0..=more.len()).filter(|at| {
+            let holder = if *at == 0 { life.taken.as_ref() } else { Some(&more[at - 1]) };
+            holder.is_some_and(|holder| holder.owner == act.owner)
+        });
+        let leaves = if act.owner.is_some() { alike.next() } else { alike.next_back() };
+        match leaves {
+            Some(at) if at > 0 => drop(more.remove(at - 1)),
             _ => life.taken = Some(more.remove(0)),
         }
         if more.is_empty() {
             self.more.remove(&index);
         }
+    }
+
+    /// Notes who gives the values of the call that follows, as far as they are indices, which `index_of` says.
+    pub(super) fn signed(
+        &mut self,
+        given: &IndexVec,
+        by: &Signatures,
+        index_of: impl Fn(i64) -> Option<u32>,
+    ) {
+        let mut values = given.iter();
+        let mut begin = 0;
+        for (end, act) in by {
+            for index in values.by_ref().take(end - begin).filter_map(&index_of) {
+                self.givers.entry(index).or_default().push(Arc::clone(act));
+            }
+            begin = *end;
+        }
+    }
+
+    /// Ends what [`Ledger::signed`] began.
+    pub(super) fn all_given(&mut self) {
+        self.givers.clear();
     }
 
     /// Puts `owner` in the place of the act in progress, if that took or shared `index`.
@@ -269,16 +311,9 @@ impl Ledger {
         }
     }
 
-    /// Notes that everything was given back, and is free.
+    /// Notes that everything was given back.
     pub fn clear(&mut self) {
-        let all = 0..u32::try_from(self.lives.len()).unwrap_or(u32::MAX);
-        for index in all.clone() {
-            let Life { taken, given } = &self.lives[widen(index)];
-            if taken.is_some() && given.is_none() {
-                self.became_free(index..index + 1);
-            }
-        }
-        self.gave(all);
+        self.gave(0..u32::try_from(self.lives.len()).unwrap_or(u32::MAX));
     }
 
     /// Who holds `index`, the first one first. Nobody if it is not live.

@@ -25,7 +25,7 @@ pub use bitmap::Bitmap;
 pub use buckets::{Bucket, Buckets, Reused, Rounding};
 pub use extension::Extension;
 pub use free_list::{Accepted, FreeList, Give, Order, Run};
-pub use ledger::{Act, Acting, Book, LIFETIME_BUCKETS, Ledger, Owner, Span, State};
+pub use ledger::{Act, Acting, Book, LIFETIME_BUCKETS, Ledger, Owner, Signatures, Span, State};
 pub use moves::{Move, plan_moves};
 pub use ref_counts::{RefCounts, Ticket};
 pub use requests::{Growth, PageSize, Requests};

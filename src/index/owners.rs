@@ -62,6 +62,11 @@ impl Owners {
         self.more(page) + 1 > self.leaving(page)
     }
 
+    /// How many pages have no owner that stays, and are kept by fences alone.
+    pub(super) fn left(&self) -> usize {
+        self.leaving.keys().filter(|page| !self.is_owned(Page::new(**page))).count()
+    }
+
     /// Makes room for counts of `pages` pages.
     pub(super) fn prepare(&mut self, pages: usize) -> Result<()> {
         if self.more.is_empty() {

@@ -9,6 +9,7 @@ use crate::base::{Error, ErrorKind, Id, IndexVec, Page, Result, reserve, widen};
 use super::Bitmap;
 use super::extension::{Extension, Request, parse_requests};
 use super::free_list::{Accepted, FreeList, Order, Run};
+use super::ledger::{Signatures, Span};
 use super::owners::Owners;
 
 /// Names the slots of one fenced free until its fence has passed.
@@ -91,6 +92,7 @@ struct Group {
     /// Open groups within this one.
     nested: usize,
     given: Vec<i64>,
+    by: Signatures,
 }
 
 impl SlotAllocator {
@@ -171,10 +173,16 @@ impl SlotAllocator {
             high_water: self.pages.high_water() * self.page_size(),
             dropped_frees: self.dropped_frees,
             released: self.pages.released() * self.page_size(),
-            fenced: self.pages.fenced() * self.page_size(),
+            fenced: (self.pages.fenced() + self.owners.left()) * self.page_size(),
             shared: self.owners.shared() * self.page_size(),
             bytes: self.pages.bytes() + self.named.bytes() + self.owners.bytes(),
         }
+    }
+
+    /// All pages, by state and holders.
+    #[must_use]
+    pub fn spans(&self) -> Vec<Span> {
+        self.pages.spans_unless(|page| !self.owners.is_owned(page))
     }
 
     /// Takes `count` slots, or returns `None` when there are not enough.

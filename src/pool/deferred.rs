@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use crate::base::{IndexVec, Result};
-use crate::index::{Act, FenceId};
+use crate::index::{FenceId, Signatures};
 use crate::kernels::{Fetch, Fetcher};
 use crate::memory::{Borrowed, Event, Gpu, Stream};
 
@@ -18,7 +18,7 @@ pub(super) enum Part {
 }
 
 impl Part {
-    fn len(&self) -> usize {
+    pub(super) fn len(&self) -> usize {
         match self {
             Self::Values(values) => values.len(),
             Self::Fetch(_, fetch) => fetch.len(),
@@ -32,15 +32,15 @@ struct Free {
     parts: Vec<Part>,
     /// What the slots wait for once they are known.
     fence: Option<FenceId>,
-    /// Who gave them, where that is noted.
-    act: Option<Arc<Act>>,
+    /// Who gave which of them.
+    by: Signatures,
 }
 
 /// A free whose values have all landed.
 pub(super) struct Landed {
     pub(super) values: IndexVec,
     pub(super) fence: Option<FenceId>,
-    pub(super) act: Option<Arc<Act>>,
+    pub(super) by: Signatures,
 }
 
 /// Frees in the order in which they were made.
@@ -80,8 +80,8 @@ impl Deferred {
         Ok(fetcher.fetch(tensor, stream)?.map(|fetch| Part::Fetch(fetcher, fetch)))
     }
 
-    pub(super) fn push(&mut self, parts: Vec<Part>, fence: Option<FenceId>, act: Option<Arc<Act>>) {
-        self.frees.push_back(Free { parts, fence, act });
+    pub(super) fn push(&mut self, parts: Vec<Part>, fence: Option<FenceId>, by: Signatures) {
+        self.frees.push_back(Free { parts, fence, by });
     }
 
     /// Notes that a fence has passed, and says whether a free was waiting for it.
@@ -129,7 +129,7 @@ impl Deferred {
                 IndexVec::I64(all)
             }
         };
-        Ok(Some(Landed { values, fence: free.fence, act: free.act }))
+        Ok(Some(Landed { values, fence: free.fence, by: free.by }))
     }
 
     /// Forgets every free. What the device still writes is left alone.
@@ -141,7 +141,7 @@ impl Deferred {
 }
 
 /// Gives up values that are on their way.
-pub(super) fn abandon(parts: &[Part]) {
+pub(super) fn abandon<'a>(parts: impl IntoIterator<Item = &'a Part>) {
     for part in parts {
         if let Part::Fetch(fetcher, fetch) = part {
             fetcher.abandon(fetch);

@@ -44,7 +44,7 @@ pub struct TokenToKvPoolAllocator {
     stage: Option<Stage>,
     deferred: Deferred,
     /// What the open group was given that the host does not know yet.
-    group: Vec<Part>,
+    group: Vec<(Part, Option<Arc<Act>>)>,
     /// Runs of the call in progress; kept for its capacity.
     runs: Vec<Range<u32>>,
     need_sort: bool,
@@ -321,8 +321,13 @@ impl TokenToKvPoolAllocator {
         let at_once = fetched_at_once(&self.slots);
         match self.deferred.fetch(&gpu, at_once, tensor, stream)? {
             None => return read_now(&gpu, tensor, stream).map(Some),
-            Some(part) if fence.is_none() && self.slots.in_group() => self.group.push(part),
-            Some(part) => self.deferred.push(vec![part], fence, self.act()),
+            Some(part) if fence.is_none() && self.slots.in_group() => {
+                self.group.push((part, self.act()));
+            }
+            Some(part) => {
+                let by = self.act().map(|act| (part.len(), act)).into_iter().collect();
+                self.deferred.push(vec![part], fence, by);
+            }
         }
         Ok(None)
     }
@@ -344,11 +349,7 @@ impl TokenToKvPoolAllocator {
     pub fn settle(&mut self) -> Result<Vec<Settled>> {
         let mut settled = Vec::new();
         while let Some(landed) = self.deferred.landed()? {
-            let _acting = landed.act.map(Act::begin);
-            let bad = match landed.fence {
-                None => self.slots.free_now(&landed.values, self.strict),
-                Some(fence) => self.slots.free_after(fence, &landed.values, self.strict),
-            };
+            let bad = self.slots.free_signed(&landed.values, landed.fence, &landed.by, self.strict);
             let bad = bad.map_err(|error| {
                 Error::new(error.kind(), format!("a free of slots that the host did not know: {error}"))
             })?;
@@ -391,13 +392,18 @@ impl TokenToKvPoolAllocator {
     /// # Errors
     /// [`ErrorKind::Config`] when no group is open; as [`TokenToKvPoolAllocator::free`], the group being closed.
     pub fn free_group_end(&mut self) -> Result<(usize, BadFrees)> {
-        let Some(given) = self.slots.group_end()? else { return Ok((0, BadFrees::default())) };
+        let Some((given, mut by)) = self.slots.group_end()? else { return Ok((0, BadFrees::default())) };
         if self.group.is_empty() {
-            return Ok((given.len(), self.slots.free_now(&given, self.strict)?));
+            return Ok((given.len(), self.slots.free_signed(&given, None, &by, self.strict)?));
         }
+        let mut end = given.len();
         let mut parts = vec![Part::Values(given)];
-        parts.append(&mut self.group);
-        self.deferred.push(parts, None, self.act());
+        for (part, act) in self.group.drain(..) {
+            end += part.len();
+            by.extend(act.map(|act| (end, act)));
+            parts.push(part);
+        }
+        self.deferred.push(parts, None, by);
         Ok((0, BadFrees::default()))
     }
 
@@ -426,7 +432,7 @@ impl TokenToKvPoolAllocator {
 
     /// Makes every slot free, closes groups and forgets fences and frees that have not landed.
     pub fn clear(&mut self) {
-        abandon(&self.group);
+        abandon(self.group.iter().map(|(part, _)| part));
         self.group.clear();
         self.deferred.clear();
         self.slots.clear();

@@ -27,8 +27,7 @@ impl Debug {
 
     /// As the caller wants it, else as `KVPOOL_DEBUG=1` in the environment says.
     pub(super) fn new(wanted: Option<bool>) -> Self {
-        let is_on = wanted.unwrap_or_else(|| std::env::var("KVPOOL_DEBUG").is_ok_and(|value| value == "1"));
-        Self { is_on }
+        Self { is_on: wanted.unwrap_or_else(is_wanted_everywhere) }
     }
 
     pub(super) const fn is_on(self) -> bool {
@@ -54,8 +53,15 @@ impl Debug {
             return Ok(None);
         }
         let owner = owner.map(to_owner).transpose()?;
-        Ok(Some(Arc::new(Act::new(owner, &call_site(py)?)).begin()))
+        let site = call_site(py)?.unwrap_or_else(|| Act::UNKNOWN_PLACE.to_owned());
+        Ok(Some(Arc::new(Act::new(owner, &site)).begin()))
     }
+}
+
+/// Whether the environment has all pools debug.
+fn is_wanted_everywhere() -> bool {
+    let value = std::env::var("KVPOOL_DEBUG").unwrap_or_default();
+    ["1", "true", "yes", "on"].iter().any(|yes| value.eq_ignore_ascii_case(yes))
 }
 
 /// An owner, which is a str or an int.
@@ -68,9 +74,10 @@ fn to_owner(object: &Bound<'_, PyAny>) -> PyResult<Owner> {
     Ok(Owner::Number(number.str()?.to_string()))
 }
 
-/// Where in the program this was called from: file, line and function.
-fn call_site(py: Python<'_>) -> PyResult<String> {
-    let mut frame = py.import("sys")?.getattr("_getframe")?.call0()?;
+/// Where in the program this was called from: file, line and function. No Python code may have called it, such as when a
+/// thread begins with it.
+fn call_site(py: Python<'_>) -> PyResult<Option<String>> {
+    let Ok(mut frame) = py.import("sys")?.getattr("_getframe")?.call0() else { return Ok(None) };
     loop {
         let module = frame.getattr("f_globals")?.get_item("__name__").ok();
         let name = module.and_then(|module| module.extract::<String>().ok());
@@ -82,7 +89,7 @@ fn call_site(py: Python<'_>) -> PyResult<String> {
     }
     let code = frame.getattr("f_code")?;
     let (file, function) = (code.getattr("co_filename")?, code.getattr("co_name")?);
-    Ok(format!("{file}:{} in {function}", frame.getattr("f_lineno")?))
+    Ok(Some(format!("{file}:{} in {function}", frame.getattr("f_lineno")?)))
 }
 
 /// A holder of indices: owner, place in the program, seconds since, and the number of the call.

@@ -77,12 +77,13 @@ impl Pool {
     ///
     /// Raises:
     ///     ConfigError: If the pool does not debug.
-    ///     TypeError: If the pool hands nothing out.
+    ///     TypeError: If the pool hands nothing out, or is a `Workspace`, of which nobody holds a part.
     fn leaks<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
         slf.py().import("kvpool._leaks")?.call_method1("leaks", (slf,))
     }
 
     /// A context manager at whose end no more units may be live than at its begin. What the body raises goes on as it is.
+    /// Where the pool debugs, a unit with several owners counts for each of them.
     ///
     /// Raises:
     ///     IndexOwnershipError: At its end, if more are live: how many more and, where the pool debugs, a table of those that

@@ -450,8 +450,8 @@ impl TokenToKvPoolAllocator {
         self.wait_for_all(py)?;
         let (spans, lifetimes, page_size) = {
             let pool = lock(&self.pool);
-            let pages = pool.slots().pages();
-            (pages.spans(), debug::lifetimes(pages.book()), pool.slots().page_size())
+            let slots = pool.slots();
+            (slots.spans(), debug::lifetimes(slots.pages().book()), slots.page_size())
         };
         // A page has at most as many slots as there are int32s.
         let page_size = u32::try_from(page_size).unwrap_or(u32::MAX);
@@ -521,10 +521,16 @@ impl TokenToKvPoolAllocator {
 
     /// The numbers of this pool, in slots: `capacity`, `available`, `in_use`, `high_water`, `dropped_frees`, `free`,
     /// `released`, `fenced`, `shared` (with more than one owner), `pending` (freed, but only the GPU knows which they
-    /// are); and `size`, `page_size`, `bytes`
-    /// of host memory for the bookkeeping, and `device_bytes` of GPU memory for the tensors.
+    /// are); and `size`, `page_size`, `bytes` of host memory for the bookkeeping, and `device_bytes` of GPU memory for the
+    /// tensors.
+    ///
+    /// Of a strict pool it leaves frees pending, as what is wrong with them is to be raised where slots are used.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        self.poll(py)?;
+        if lock(&self.pool).strict() {
+            self.poll_fences(py)?
+        } else {
+            self.poll(py)?
+        }
         let (stats, pending, device_bytes, size, page_size) = {
             let pool = lock(&self.pool);
             let slots = pool.slots();

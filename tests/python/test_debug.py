@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import _thread
 import inspect
 import logging
 import random
 import re
 import threading
+import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -268,7 +270,9 @@ def test_without_debug_nothing_is_noted(wanted: bool | None) -> None:
         pool.leaks()
 
 
-@pytest.mark.parametrize(("value", "expected"), [("1", True), ("0", False), ("", False)])
+@pytest.mark.parametrize(
+    ("value", "expected"), [("1", True), ("True", True), ("on", True), ("0", False), ("", False)]
+)
 def test_the_environment_decides_unless_the_caller_does(
     monkeypatch: pytest.MonkeyPatch, value: str, expected: bool
 ) -> None:
@@ -451,13 +455,13 @@ def test_each_owner_of_shared_slots_is_known(page_size: int) -> None:
     assert pool.leaks() == []
 
 
-def test_a_group_gives_back_where_it_ends(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_group_gives_back_when_it_ends(caplog: pytest.LogCaptureFixture) -> None:
     pool = slots()
     taken = pool.alloc(2, owner="a")
     pool.free_group_begin()
+    place = line()
     pool.free(taken)
     assert by_owner(pool) == {"a": 2}
-    place = line()
     pool.free_group_end()
     assert pool.leaks() == []
     with caplog.at_level(logging.WARNING, "kvpool"):
@@ -620,9 +624,15 @@ def test_poison_waits_for_the_fence_and_for_the_group() -> None:
     assert poisoned_rows(kv) == [1, 2, 3, 4]
 
 
-def test_clear_poisons_what_was_live() -> None:
+def test_clear_poisons_what_was_in_use() -> None:
     kv, pool = kv_and_slots()
-    pool.free(pool.alloc(4)[:1])
+    taken, fence = pool.alloc(4), Fence()
+    pool.free(taken[:1])
+    pool.free(taken[1:2], after=fence)
+    pool.share(taken[2:3])
+    pool.free(taken[2:3], after=fence)
+    pool.free(taken[2:3], after=fence)
+    assert poisoned_rows(kv) == [1]
     pool.clear()
     assert poisoned_rows(kv) == [1, 2, 3, 4]
 
@@ -680,6 +690,107 @@ def test_a_driver_that_refuses_poison_is_logged(driver: Driver, caplog: pytest.L
     assert pool.available_size() == 16
 
 
+def test_what_all_owners_left_behind_fences_is_not_live() -> None:
+    pool = slots()
+    fence = Fence()
+    with pool.expect_balanced():
+        taken = pool.alloc(3, owner="a")
+        pool.share(taken, owner="b")
+        pool.free(taken, owner="a", after=fence)
+        assert by_owner(pool) == {"b": 3}
+        assert pool.stats()["fenced"] == 0
+        pool.free(taken, owner="b", after=fence)
+    assert pool.leaks() == []
+    assert (pool.stats()["fenced"], pool.stats()["in_use"]) == (3, 3)
+    fence.passed = True
+    assert (pool.stats()["fenced"], pool.stats()["in_use"]) == (0, 0)
+
+
+def test_a_share_that_stays_is_not_balanced() -> None:
+    pool = slots()
+    taken = pool.alloc(2, owner="cache")
+    with pytest.raises(IndexOwnershipError, match="2 more than the 2 before"), pool.expect_balanced():
+        pool.share(taken, owner="request")
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_each_giver_of_a_group_is_known(
+    page_size: int, on_device: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool = slots(page_size=page_size)
+    shared, alone = pool.alloc(page_size, owner="a"), pool.alloc(page_size, owner="c")
+    pool.share(shared, owner="b")
+    given = (shared * 1, alone * 1) if on_device else (shared, alone)
+    with pool.free_group():
+        pool.free(given[0], owner="b")
+        place = line()
+        pool.free(given[1], owner="d")
+    pool.verify()
+    assert by_owner(pool) == {"a": page_size}
+    with caplog.at_level(logging.WARNING, "kvpool"):
+        pool.free(alone[:1])
+        pool.verify()
+    assert f"taken by 'c' at {HERE}" in caplog.text
+    assert f"given back by 'd' at {place}" in caplog.text
+
+
+def test_who_leaves_without_a_name_is_the_last_that_came_so() -> None:
+    pool = ChunkPool(2, (4,), "int8", devices.current(), pin_memory=False, debug=True)
+    chunk = pool.allocate(owner="request 7")
+    assert chunk is not None
+    chunk.retain()
+    chunk.release()
+    assert by_owner(pool) == {"request 7": 1}
+    chunk.retain()
+    pool.free(chunk)
+    assert by_owner(pool) == {"request 7": 1, None: 1}
+    chunk.release()
+    chunk.release()
+    assert pool.leaks() == []
+
+
+def test_calls_from_no_line_of_python_work_too(caplog: pytest.LogCaptureFixture) -> None:
+    pool = slots()
+    taken = pool.alloc(2, owner="a")
+    _thread.start_new_thread(pool.free, (taken,))
+    end = time.monotonic() + 60
+    while pool.stats()["in_use"] and time.monotonic() < end:
+        time.sleep(0.001)
+    assert pool.stats()["in_use"] == 0
+    with caplog.at_level(logging.WARNING, "kvpool"):
+        pool.free(taken)
+        pool.verify()
+    assert "given back by an unknown place" in caplog.text
+
+
+def test_owners_of_any_words_are_told_apart(caplog: pytest.LogCaptureFixture) -> None:
+    pool = TokenToKVPoolAllocator(6, devices.current(), need_sort=False, debug=True)
+    with caplog.at_level(logging.WARNING, "kvpool"):
+        # On one line, so that histories differ in their owners only.
+        calls = [
+            (pool.alloc, 2, "A"),
+            (pool.free, [1], "\u00e9 taken by 'O2"),
+            (pool.alloc, 2, "O2"),
+            (pool.free, [1, 4, 4], None),
+        ]
+        for call, given, owner in calls:
+            call(given, owner=owner)  # type: ignore[operator]
+    assert "; 1: taken by 'A' at " in caplog.text
+    assert "; 4: taken by 'O2' at " in caplog.text
+    pool.verify()
+    assert pool.available_size() == 4
+
+
+def test_nobody_holds_a_part_of_a_workspace() -> None:
+    arena = Workspace(devices.current(), 1 << 16, debug=True)
+    with pytest.raises(IndexOwnershipError) as caught, arena.expect_balanced():
+        arena.empty((64,), "float32")
+    assert str(caught.value).endswith("256 bytes are live, 256 more than the 0 before")
+    with pytest.raises(TypeError, match="does not note who holds what"):
+        arena.leaks()
+
+
 # Against a model, and from threads.
 
 
@@ -688,37 +799,44 @@ def test_random_histories_agree_with_a_model(page_size: int) -> None:
     chance = random.Random(page_size)  # noqa: S311 - no secret
     pool = slots(48 * page_size, page_size=page_size)
     holders: dict[int, list[str]] = {}
-    fences: list[tuple[Fence, list[int]]] = []
+    fences: list[Fence] = []
+
+    def give(page: int, after: Fence | None = None) -> None:
+        who = chance.choice(holders[page])
+        pool.free([page * page_size], owner=who, after=after)
+        holders[page].remove(who)
+
+    def alloc(owner: str) -> None:
+        taken = pool.alloc(chance.randint(1, 5) * page_size, owner=owner)
+        holders.update((slot // page_size, [owner]) for slot in ([] if taken is None else taken.tolist()))
+
     for step in range(600):
         owner = f"owner {step}"
-        match chance.choice(["alloc", "alloc", "free", "free", "share", "bad", "fence", "pass"]):
-            case "alloc":
-                taken = pool.alloc(chance.randint(1, 5) * page_size, owner=owner)
-                if taken is not None:
-                    holders |= {page: [owner] for page in {slot // page_size for slot in taken.tolist()}}
-            case "share" if holders:
-                page = chance.choice(list(holders))
+        pages = [page for page, owners in holders.items() if owners]
+        match chance.choice(["alloc", "free", "share", "share", "fence", "fence", "pass"]):
+            case "share" if pages:
+                page = chance.choice(pages)
                 pool.share([page * page_size], owner=owner)
                 holders[page].append(owner)
-            case ("free" | "fence") as way if holders:
-                page = chance.choice(list(holders))
-                who = chance.choice(holders[page])
-                fence = Fence()
-                pool.free([page * page_size], owner=who, after=fence if way == "fence" else None)
-                holders[page].remove(who)
-                if not holders[page]:
-                    del holders[page]
-                if way == "fence":
-                    fences.append((fence, [page]))
-            case "bad":
-                pool.free([0, -3, 10_000])
+            case "fence" if pages:
+                fences.append(Fence())
+                give(chance.choice(pages), fences[-1])
+            case "free":
+                with pool.free_group():
+                    pool.free([0, -3, 10_000])
+                    for page in chance.sample(pages, min(3, len(pages))):
+                        give(page)
             case "pass" if fences:
-                fences.pop(chance.randrange(len(fences)))[0].passed = True
+                fences.pop(chance.randrange(len(fences))).passed = True
+            case _:
+                alloc(owner)
         expected = Counter(who for owners in holders.values() for who in owners)
         assert by_owner(pool) == {who: count * page_size for who, count in expected.items()}
         pool.verify()
-    assert holders
+        stats = pool.stats()
+        assert stats["in_use"] - stats["fenced"] == sum(map(bool, holders.values())) * page_size
     assert fences
+    assert pool.stats()["high_water"] > 24 * page_size
 
 
 def test_threads_do_not_sign_for_each_other() -> None:

@@ -15,6 +15,7 @@ import kvpool
 from kvpool import (
     BufferPool,
     ChunkPool,
+    DriverError,
     GDNPool,
     KVPool,
     PagePool,
@@ -81,7 +82,9 @@ def test_a_scrape_has_the_numbers_of_every_pool(scrape: Callable[[], dict[Sample
     slots.free([9, 9, 9])
     found = scrape()
 
-    assert found["kvpool_slots_capacity", "kv"] == 16
+    # The slots are the allocator's.
+    assert ("kvpool_slots_capacity", "kv") not in found
+    assert found["kvpool_slots_capacity", "slots"] == 16
     assert found["kvpool_memory_bytes", "kv"] == kv.mem_bytes()
     assert found["kvpool_slots_in_use", "slots"] == 3
     assert found["kvpool_slots_available", "slots"] == 13
@@ -115,7 +118,10 @@ def test_every_number_of_a_pool_is_exported_or_describes_it(
         if isinstance(pool, Workspace):
             described = {"bytes"}  # its capacity
             exported.remove("kvpool_memory_bytes")
-        assert len(exported) == len(pool.stats().keys() - described)
+        numbers = pool.stats().keys() - described
+        if isinstance(pool, KVPool):
+            numbers -= {"capacity"}  # the allocator's
+        assert len(exported) == len(numbers)
 
 
 def test_units_and_kinds_are_those_of_prometheus() -> None:
@@ -130,6 +136,23 @@ def test_units_and_kinds_are_those_of_prometheus() -> None:
         for sample in family.samples:
             assert sample.name.endswith("_total") == counted
     assert len(pools) == 2
+
+
+def test_a_pool_that_cannot_say_hides_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+    scrape: Callable[[], dict[Sample, float]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Broken:
+        name, device = "broken", "cuda:0"
+
+        def stats(self) -> dict[str, int]:
+            raise DriverError("the device is gone")
+
+    pool = named(TokenToKVPoolAllocator(8, devices.current()), "whole")
+    monkeypatch.setattr(metrics, "pools", lambda: [Broken(), pool])
+    assert ("kvpool_slots_capacity", "whole") in scrape()
+    assert "no numbers of broken: the device is gone" in caplog.text
 
 
 def test_pools_come_and_go_between_scrapes(scrape: Callable[[], dict[Sample, float]]) -> None:

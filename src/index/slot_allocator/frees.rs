@@ -8,7 +8,7 @@ use super::{FenceId, Fenced, Group, SlotAllocator};
 use crate::index::free_list::{Accepted, Give, Run};
 use crate::index::owners::Leave;
 use crate::index::runs::for_each_run;
-use crate::index::{BadFree, BadFrees, on_bad_frees};
+use crate::index::{Act, BadFree, BadFrees, Signatures, on_bad_frees};
 
 impl SlotAllocator {
     /// Gives slots back, at once or, within a group, when the outermost group ends.
@@ -21,6 +21,9 @@ impl SlotAllocator {
     pub fn free(&mut self, given: &IndexVec, strict: bool) -> Result<BadFrees> {
         if let Some(group) = &mut self.group {
             group.given.extend(given.iter());
+            if self.pages.book().ledger().is_some() {
+                group.by.push((group.given.len(), Act::current()));
+            }
             return Ok(BadFrees::default());
         }
         self.give(given, Give::Now, strict)
@@ -32,6 +35,31 @@ impl SlotAllocator {
     /// As [`SlotAllocator::free`].
     pub fn free_now(&mut self, given: &IndexVec, strict: bool) -> Result<BadFrees> {
         self.give(given, Give::Now, strict)
+    }
+
+    /// As [`SlotAllocator::free_now`] or [`SlotAllocator::free_after`], for values that several calls gave.
+    ///
+    /// # Errors
+    /// As [`SlotAllocator::free`].
+    pub fn free_signed(
+        &mut self,
+        given: &IndexVec,
+        fence: Option<FenceId>,
+        by: &Signatures,
+        strict: bool,
+    ) -> Result<BadFrees> {
+        let page_size = i64::from(self.page_size);
+        if let Some(ledger) = self.pages.book_mut().ledger_mut() {
+            ledger.signed(given, by, |slot| u32::try_from(slot / page_size).ok());
+        }
+        let answer = match fence {
+            None => self.free_now(given, strict),
+            Some(fence) => self.free_after(fence, given, strict),
+        };
+        if let Some(ledger) = self.pages.book_mut().ledger_mut() {
+            ledger.all_given();
+        }
+        answer
     }
 
     /// A name for a fence that no other has had.
@@ -248,11 +276,11 @@ impl SlotAllocator {
         }
     }
 
-    /// Ends a group; the outermost hands out what was collected, to be given back as one call.
+    /// Ends a group; the outermost hands out what was collected, to be given back as one call, and who gave it.
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when no group is open.
-    pub fn group_end(&mut self) -> Result<Option<IndexVec>> {
+    pub fn group_end(&mut self) -> Result<Option<(IndexVec, Signatures)>> {
         match &mut self.group {
             None => Err(Error::config("free_group_end without free_group_begin")),
             Some(group) if group.nested > 0 => {
@@ -260,9 +288,9 @@ impl SlotAllocator {
                 Ok(None)
             }
             Some(group) => {
-                let given = std::mem::take(&mut group.given);
+                let Group { given, by, .. } = std::mem::take(group);
                 self.group = None;
-                Ok(Some(IndexVec::I64(given)))
+                Ok(Some((IndexVec::I64(given), by)))
             }
         }
     }

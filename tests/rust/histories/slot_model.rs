@@ -64,9 +64,9 @@ impl SlotModel {
         self.free.len() + self.released.len()
     }
 
-    /// Pages that wait for a fence and have no owner.
+    /// Pages that wait for a fence and have no owner that stays.
     pub(super) fn fenced_alone(&self) -> usize {
-        self.fenced.iter().map(|(_, given)| given.alone.len()).sum()
+        (1..=self.pages).filter(|page| self.is_in_use(*page) && !self.is_owned(*page)).count()
     }
 
     /// Owners of a page that leave when their fence has passed, where it had more than one.
