@@ -556,7 +556,12 @@ def test_any_value_gives_a_plan_or_says_what_is_wrong(
         ("Falcon-H1-7B", {"tp": 3}, "2 KV heads can neither be divided among 3 GPUs"),
         ("Llama-3.1-8B", {"dtype": "int4"}, "dtype 'int4' is none of float32"),
         ("Llama-3.1-8B", {"memory_bytes": 10_000}, "not enough for one page with 1 request, which takes"),
-        ("Llama-3.1-8B", {"memory_bytes": GIB, "reserve_bytes": 2 * GIB}, "not enough"),
+        (
+            "Llama-3.1-8B",
+            {"memory_bytes": GIB, "reserve_bytes": 2 * GIB},
+            "--reserve, 2,147,483,648 bytes, exceeds --memory, 1,073,741,824 bytes",
+        ),
+        ("Llama-3.1-8B", {"memory_bytes": GIB, "reserve_bytes": GIB}, "0 bytes are not enough"),
         ("Llama-3.1-8B", {"max_requests": 2**30}, "more pages than fit int32"),
         ("Llama-3.1-8B", {"tp": 0}, "tp must be between 1 and"),
         ("Llama-3.1-8B", {"mla": "thin"}, "mla must be one of latent"),
@@ -602,6 +607,12 @@ def test_a_context_that_does_not_fit_is_said() -> None:
     plan = plan_of("Llama-3.1-8B", memory_bytes=128 * MIB, context_len=100_000)
     assert (plan.max_reqs, plan.full_requests) == (1, 0)
     assert any("not one request of 100,000 tokens fits" in note for note in plan.notes)
+
+
+def test_a_context_beyond_the_models_is_said() -> None:
+    text = "requests of 131,073 tokens are longer than the 131,072 that the configuration gives the model"
+    assert text in plan_of("Llama-3.1-8B", context_len=131_073).notes
+    assert not any("are longer than" in note for note in plan_of("Llama-3.1-8B", context_len=131_072).notes)
 
 
 @pytest.mark.parametrize(
