@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import importlib.util
 import json
@@ -9,6 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from model_configs import COMMON, CONFIGS, SMALL
 from small_models import kept_by, small_config
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -33,6 +36,7 @@ from kvpool.tools.plan import MLA_FORMS, Plan, PlanConfig, make_plan, parse_byte
 from kvpool.tools.pool_bytes import ITEM_BYTES, footprint
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from conftest import RunSnippet
@@ -334,7 +338,7 @@ def test_what_a_file_leaves_out_is_said() -> None:
     notes = " ".join(plan_of("gemma-3-4b-it").notes)
     for text in ("num_attention_heads is not in the configuration: 8", "head_dim", "num_key_value_heads"):
         assert text in notes
-    assert "the language model (gemma3_text) of a gemma3 model" in notes
+    assert "the language model (gemma3_text) of a 'gemma3' model" in notes
 
 
 @pytest.mark.parametrize(
@@ -359,6 +363,15 @@ def test_layers_of_several_shapes_get_a_pool_each() -> None:
     assert any("2 shapes of K and V" in note for note in plan.notes)
 
 
+def test_layers_may_have_fields_of_their_own() -> None:
+    own = {"03": {"head_dim": 32}, "5": {"num_key_value_heads": 1}}
+    model = parse_model(small("qwen3", num_hidden_layers=6, per_layer_config=own))
+    shapes = {
+        layer: (group.k_head_num, group.k_head_dim) for group in model.attention for layer in group.layers
+    }
+    assert shapes == {0: (2, 24), 1: (2, 24), 2: (2, 24), 3: (2, 32), 4: (2, 24), 5: (1, 24)}
+
+
 def test_unknown_models_with_the_usual_fields_are_planned_and_said_to_be_guessed() -> None:
     config = {**CONFIGS["Llama-3.1-8B"], "model_type": "llama9"}
     model = parse_model(config)
@@ -371,6 +384,17 @@ def without(name: str, *fields: str, **others: Any) -> dict[str, Any]:  # noqa: 
     return {field: value for field, value in values.items() if field not in fields}
 
 
+def llama4(**others: Any) -> dict[str, Any]:  # noqa: ANN401 - of a configuration
+    return {**CONFIGS["Llama-4-Scout"]["text_config"], **others}
+
+
+def small(model_type: str, **others: Any) -> dict[str, Any]:  # noqa: ANN401 - of a configuration
+    return {**COMMON, **SMALL.get(model_type, {}), "model_type": model_type, **others}
+
+
+WINDOWED = {"use_sliding_window": True, "sliding_window": 8}
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -380,28 +404,148 @@ def without(name: str, *fields: str, **others: Any) -> dict[str, Any]:  # noqa: 
         (without("Llama-3.1-8B", hidden_size=4095), "hidden_size 4095 is no multiple of its 32 heads"),
         (without("Llama-3.1-8B", num_key_value_heads="many"), "num_key_value_heads that is no count: 'many'"),
         (without("Llama-3.1-8B", num_hidden_layers=True), "num_hidden_layers that is no count: True"),
-        (without("Llama-3.1-8B", num_hidden_layers=0), "num_hidden_layers 0; it must be at least 1"),
+        (
+            without("Llama-3.1-8B", num_hidden_layers=0),
+            "num_hidden_layers 0; it must be between 1 and 10,000",
+        ),
         (without("Llama-3.1-8B", is_encoder_decoder=True), "encoder-decoder"),
-        (without("Llama-3.1-8B", layer_types=["full_attention", "conv"]), "does not know: conv"),
+        (without("Llama-3.1-8B", layer_types=["full_attention", "conv"]), "does not know: 'conv'"),
         (without("Llama-3.1-8B", layer_types=["full_attention"]), "1 layers and has num_hidden_layers 32"),
-        (without("Llama-3.1-8B", layer_types="full"), "in no list"),
+        (without("Llama-3.1-8B", layer_types="full"), "layer_types 'full'; it must be a list"),
         (without("DeepSeek-V3", "qk_rope_head_dim"), "'deepseek_v3' needs qk_rope_head_dim"),
         (without("DeepSeek-V3", model_type="deepseek_v9"), "(kv_lora_rank); what that is would be a guess"),
         (without("DeepSeek-V3", model_type="deepseek_v32", index_head_dim=128), "index_head_dim"),
         (without("Bamba-9B", model_type="mamba3"), "mamba_d_state"),
-        (without("Llama-3.1-8B", model_type="new", layer_types=["rwkv"]), "(rwkv)"),
+        (without("Llama-3.1-8B", model_type="new", layer_types=["rwkv"]), "('rwkv')"),
         (without("Qwen3-Next-80B-A3B", "linear_num_value_heads"), "needs linear_num_value_heads"),
         (without("Qwen3-Next-80B-A3B", full_attention_interval=99), "no attention layer"),
         (without("Bamba-9B", "attn_layer_indices"), "needs layer_types or attn_layer_indices"),
         (without("granite-4.0-h-small", "layer_types"), "needs layer_types"),
         (without("Nemotron-H-8B", hybrid_override_pattern="M?"), "of M * - E, not 'M?'"),
-        (without("gemma-2-9b", sliding_window_pattern=-1), "every -1 layers"),
+        (without("gemma-2-9b", sliding_window_pattern=-1), "sliding_window_pattern -1; it must be"),
+        (without("gemma-2-9b", sliding_window_pattern=[1]), "sliding_window_pattern that is no count: [1]"),
+        (without("gemma-2-9b", sliding_window_pattern="LL"), "sliding_window_pattern that is no count: 'LL'"),
+        (without("gemma-2-9b", sliding_window=0), "sliding_window 0; it must be between 1 and 2,147,483,647"),
+        (without("Llama-3.1-8B", head_dim=0), "head_dim 0; it must be between 1 and"),
+        (without("Llama-3.1-8B", num_key_value_heads=0), "num_key_value_heads 0; it must be between 1 and"),
+        (without("Llama-3.1-8B", max_position_embeddings=0), "max_position_embeddings 0; it must be"),
+        (
+            without("Llama-3.1-8B", num_hidden_layers=10**30),
+            "num_hidden_layers 1000000000000000000000000000000;",
+        ),
+        (
+            without("Llama-3.1-8B", "num_hidden_layers", layer_types=["attention"] * 10_001),
+            "of 10,001 layers",
+        ),
+        (
+            without("Llama-3.1-8B", layer_types=[["full_attention"]]),
+            "in layer_types that kvpool does not know",
+        ),
+        (without("Llama-3.1-8B", layer_types=["a\nb"]), r"does not know: 'a\nb'"),
+        (without("Llama-3.1-8B", model_type="a\nb"), r"a model_type that is no name: 'a\nb'"),
+        (without("Llama-3.1-8B", model_type=["llama"]), "a model_type that is no name: ['llama']"),
+        (without("Llama-3.1-8B", per_layer_config=[1]), "per_layer_config [1]; it must be an object"),
+        (
+            without("Llama-3.1-8B", per_layer_config={"x": {}}),
+            "'x' in per_layer_config; it must be between 0",
+        ),
+        (without("Llama-3.1-8B", per_layer_config={"32": {}}), "it must be between 0 and 31"),
+        (without("Llama-3.1-8B", per_layer_config={"1": 5}), "5 for layer 1 in per_layer_config"),
+        (without("Llama-3.1-8B", per_layer_config={"1": {"head_dim": 0}}), "head_dim 0; it must be"),
+        (without("Qwen3-Next-80B-A3B", head_dim=0), "head_dim 0; it must be"),
+        (without("Qwen3-Next-80B-A3B", num_key_value_heads=0), "num_key_value_heads 0; it must be"),
+        (without("Qwen3-Next-80B-A3B", full_attention_interval=0), "full_attention_interval 0; it must be"),
+        (without("Nemotron-H-8B", attention_head_dim=0), "attention_head_dim 0; it must be"),
+        (without("Nemotron-H-8B", num_hidden_layers=51), "52 layers and has num_hidden_layers 51"),
+        (without("Bamba-9B", mamba_d_head=0), "mamba_d_head 0; it must be"),
+        (
+            without("Bamba-9B", "mamba_d_head", mamba_n_heads=3),
+            "inner size 8192 is no multiple of its 3 heads",
+        ),
+        (
+            without("Bamba-9B", attn_layer_indices=[32]),
+            "32 in attn_layer_indices; it must be between 0 and 31",
+        ),
+        (without("Zamba2-2.7B", num_attention_heads=33), "twice hidden_size 5120 is no multiple of its 33"),
+        (
+            without("Qwen3-30B-A3B", **WINDOWED, max_window_layers="x"),
+            "max_window_layers that is no count: 'x'",
+        ),
+        (llama4(no_rope_layers=1.5), "no_rope_layers 1.5; it must be a list"),
+        (llama4(no_rope_layers=[1, "x"]), "'x' in no_rope_layers; it must be between 0 and 1"),
+        (llama4(no_rope_layers=[1, 0]), "2 layers and has num_hidden_layers 48"),
+        (small("gemma3n_text", num_kv_shared_layers=10), "num_kv_shared_layers 10 of 10 layers: none keeps"),
     ],
 )
 def test_what_is_missing_is_named(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_model(config)
     assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+OPTIONAL = (
+    "attention_chunk_size",
+    "full_attention_interval",
+    "global_head_dim",
+    "head_dim",
+    "hybrid_override_pattern",
+    "layer_types",
+    "mamba_d_head",
+    "mamba_d_ssm",
+    "max_window_layers",
+    "no_rope_layer_interval",
+    "no_rope_layers",
+    "num_kv_shared_layers",
+    "num_mtp_layers",
+    "per_layer_config",
+    "sliding_window",
+    "sliding_window_pattern",
+    "text_config",
+    "use_sliding_window",
+)
+"""What is read where a configuration has it, and what examples leave out."""
+
+words = st.sampled_from(
+    ["auto", "full_attention", "sliding_attention", "mamba", "LLG", "M*", "0", "1", "head_dim"]
+)
+numbers = st.sampled_from([-1, 0, 1, 2, 3, 10_000, 10_001, 2**31 - 1, 2**31, 10**30]) | st.integers()
+json_values = st.recursive(
+    st.none() | st.booleans() | numbers | st.floats() | words | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(words | st.text(max_size=8), inner, max_size=4)
+    ),
+    max_leaves=8,
+)
+examples = st.sampled_from([*CONFIGS.values(), *(small(model_type) for model_type in KNOWN)])
+
+
+def places(value: Any) -> Iterator[tuple[Any, Any]]:  # noqa: ANN401 - JSON
+    """Every object or list in a value, with each of its keys, or its first indices."""
+    for key in [*value, *OPTIONAL] if isinstance(value, dict) else range(len(value))[:2]:
+        yield value, key
+        if isinstance(value, list) or key in value:
+            inner = value[key]
+            if isinstance(inner, dict | list):
+                yield from places(inner)
+
+
+@settings(max_examples=500)
+@given(example=examples, value=json_values, mla=st.sampled_from(MLA_FORMS), choose=st.data())
+def test_any_value_gives_a_plan_or_says_what_is_wrong(
+    example: dict[str, Any], value: object, mla: str, choose: st.DataObject
+) -> None:
+    config = copy.deepcopy(example)
+    where, key = choose.draw(st.sampled_from(list(places(config))))
+    where[key] = value
+    try:
+        plan = make_plan(parse_model(config), PlanConfig(GIB, dtype="bf16", mla=mla))
+    except ConfigError as error:
+        assert str(error).isprintable()  # noqa: PT017 - there may be none
+    else:
+        assert plan.shapes.token_bytes > 0
+        assert all(note.isprintable() for note in plan.notes)
+        json.dumps(plan.as_json())
 
 
 @pytest.mark.parametrize(
@@ -412,7 +556,12 @@ def test_what_is_missing_is_named(config: dict[str, Any], message: str) -> None:
         ("Falcon-H1-7B", {"tp": 3}, "2 KV heads can neither be divided among 3 GPUs"),
         ("Llama-3.1-8B", {"dtype": "int4"}, "dtype 'int4' is none of float32"),
         ("Llama-3.1-8B", {"memory_bytes": 10_000}, "not enough for one page with 1 request, which takes"),
-        ("Llama-3.1-8B", {"memory_bytes": GIB, "reserve_bytes": 2 * GIB}, "not enough"),
+        (
+            "Llama-3.1-8B",
+            {"memory_bytes": GIB, "reserve_bytes": 2 * GIB},
+            "--reserve, 2,147,483,648 bytes, exceeds --memory, 1,073,741,824 bytes",
+        ),
+        ("Llama-3.1-8B", {"memory_bytes": GIB, "reserve_bytes": GIB}, "0 bytes are not enough"),
         ("Llama-3.1-8B", {"max_requests": 2**30}, "more pages than fit int32"),
         ("Llama-3.1-8B", {"tp": 0}, "tp must be between 1 and"),
         ("Llama-3.1-8B", {"mla": "thin"}, "mla must be one of latent"),
@@ -458,6 +607,12 @@ def test_a_context_that_does_not_fit_is_said() -> None:
     plan = plan_of("Llama-3.1-8B", memory_bytes=128 * MIB, context_len=100_000)
     assert (plan.max_reqs, plan.full_requests) == (1, 0)
     assert any("not one request of 100,000 tokens fits" in note for note in plan.notes)
+
+
+def test_a_context_beyond_the_models_is_said() -> None:
+    text = "requests of 131,073 tokens are longer than the 131,072 that the configuration gives the model"
+    assert text in plan_of("Llama-3.1-8B", context_len=131_073).notes
+    assert not any("are longer than" in note for note in plan_of("Llama-3.1-8B", context_len=131_072).notes)
 
 
 @pytest.mark.parametrize(
@@ -531,6 +686,13 @@ def test_every_plan_is_as_wide_as_a_terminal(name: str, tmp_path: Path) -> None:
     assert max(len(line) for line in result.stdout.splitlines()) <= 80
 
 
+def test_a_model_type_is_printed_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(without("Llama-3.1-8B", model_type="[/b]")))
+    result = invoke(str(tmp_path), "--memory", "24GiB")
+    assert result.exit_code == 0, result.output
+    assert "Plan for [/b]" in result.stdout
+
+
 def test_the_command_prints_json(deepseek: Path) -> None:
     result = invoke(str(deepseek), "--memory", "1GiB", "--context", "512", "--json", "--max-requests", "3")
     found = json.loads(result.stdout)
@@ -546,6 +708,7 @@ def test_the_command_prints_json(deepseek: Path) -> None:
         (None, (), "No such file"),
         ("{", (), "is no JSON file"),
         ("[]", (), "holds no JSON object"),
+        ("[" * 100_000, (), "is no JSON file: maximum recursion depth exceeded"),
         ("{}", (), "no model_type"),
         (json.dumps(CONFIGS["Llama-3.1-8B"]), ("--memory", "80G"), "'80G' is no size"),
         (json.dumps(CONFIGS["Llama-3.1-8B"]), ("--tp", "3"), "32 query heads"),

@@ -147,7 +147,6 @@ def test_a_request_is_retracted_in_the_middle_of_its_prefill() -> None:
         ({"pool_size": 95, "page_size": 16}, 3),
         ({"pool_size": 1_000, "max_context": 99}, 3),
         ({"pool_size": 1_000, "max_context": 100}, 2),
-        ({"max_context": 1}, 4),
     ],
 )
 def test_what_can_never_fit_is_rejected(options: dict[str, int], rejected: int) -> None:
@@ -155,6 +154,19 @@ def test_what_can_never_fit_is_rejected(options: dict[str, int], rejected: int) 
     counts = run(trace, **options).counts
     assert counts.rejected == rejected
     assert counts.finished == 4 - rejected
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pool_size": 9}, r"all 2 .* shortest has 10 tokens, .* 20 \(max_context\), .* 9 slots"),
+        ({"pool_size": 15, "page_size": 16, "kv": False}, "the pool has 0 slots"),
+        ({"max_context": 9}, r"a request can have 9 \(max_context\)"),
+    ],
+)
+def test_a_replay_of_nothing_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run(trace_of((0.0, 5, 5), (0.0, 10, 10)), **options)
 
 
 def test_max_running_is_kept() -> None:
@@ -385,7 +397,7 @@ def test_the_progress_bar_is_on_stderr() -> None:
     json.loads(result.stdout)
 
 
-@pytest.mark.parametrize("options", [[], ["--no-kv", "--page-size", "16"], ["--max-context", "1"]])
+@pytest.mark.parametrize("options", [[], ["--no-kv", "--page-size", "16"]])
 def test_plot_writes_a_picture(tmp_path: Path, options: list[str]) -> None:
     picture = tmp_path / "replay.png"
     result = invoke("--synthetic", "--requests", "50", "--plot", str(picture), *options)
@@ -404,6 +416,7 @@ def test_plot_writes_a_picture(tmp_path: Path, options: list[str]) -> None:
         (["--synthetic", "--requests", "2", "--plot", "/absent/x.png"], "--plot: /absent is no folder"),
         (["--synthetic", "--requests", "2", "--plot", "x.gif"], "--plot: x.gif must end in .png"),
         (["--synthetic", "--requests", "2", "--device", "nonsense"], "nonsense"),
+        (["--synthetic", "--requests", "20", "--pool-size", "1"], "ConfigError: all 20 requests would be"),
     ],
 )
 def test_the_command_says_what_is_wrong_in_one_line(arguments: list[str], message: str) -> None:

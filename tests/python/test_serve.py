@@ -92,7 +92,7 @@ def test_a_failed_check_ends_with_status_1(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--model", "gpt"), "gpt is none of qwen3, llama, qwen3-next"),
+        (("--model", "gpt"), "'gpt' is none of qwen3, llama, qwen3-next"),
         (("--prefill-budget", "8"), "max_step_tokens is 8"),
         (("--pool-size", "16"), "the pool 16"),
     ],

@@ -42,7 +42,7 @@ def doctor(
     required = tuple(require or ())
     unknown = [name for name in required if name not in VERDICTS]
     if unknown:
-        fail(f"--require: {', '.join(unknown)} is none of {', '.join(VERDICTS)}")
+        fail(f"--require: {', '.join(map(repr, unknown))} is none of {', '.join(VERDICTS)}")
     report = examine()
     if as_json_object:
         typer.echo(json.dumps(report.as_json()))

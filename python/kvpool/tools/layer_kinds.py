@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import reprlib
 from typing import TYPE_CHECKING, Any
 
 from kvpool.errors import ConfigError
+from kvpool.tools.pool_bytes import MOST_INT32
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
 FULL = "full"
 """Attends to all tokens."""
@@ -19,6 +22,8 @@ HYBRID = "hybrid"
 """Keeps a state and attends to all tokens."""
 NONE = "none"
 """Keeps nothing."""
+
+MOST_LAYERS = 10_000
 
 # As configurations call them, in `layer_types` or `layers_block_type`, old names and new.
 PLAIN_KINDS = frozenset(("attention", "chunked_attention", "full_attention", "sliding_attention"))
@@ -80,6 +85,20 @@ DEFAULTS: dict[str, dict[str, int]] = {
 """What published files leave out because the configuration class of `transformers` has it."""
 
 
+_BRIEF = reprlib.Repr()
+_BRIEF.maxlevel, _BRIEF.maxstring = 2, 80
+
+
+def brief(value: object) -> str:
+    """A value of a configuration for a message: in one line, and not all of it if it is long."""
+    return _BRIEF.repr(value)
+
+
+def unknown_kinds(listed: list[Any], known: Collection[str]) -> list[str]:
+    """Those kinds of layers that are not known, for a message."""
+    return sorted({brief(kind) for kind in listed if not isinstance(kind, str) or kind not in known})
+
+
 class Fields:
     """Numbers of a configuration, by whichever of their names is there.
 
@@ -98,32 +117,32 @@ class Fields:
         """An error about this model."""
         return ConfigError(f"model_type {self.model_type!r} {message}")
 
-    def count(self, *names: str) -> int:
+    def count(self, *names: str, most: int = MOST_INT32) -> int:
         """A number of at least 1.
 
         Raises:
             ConfigError: It is missing, or no such number.
         """
-        found = self.optional(*names)
+        found = self.optional(*names, most=most)
         if found is None:
             raise self.error(f"needs {' or '.join(names)}, and the configuration does not have it")
-        if found < 1:
-            raise self.error(f"has {names[0]} {found}; it must be at least 1")
         return found
 
-    def optional(self, *names: str) -> int | None:
+    def optional(self, *names: str, least: int = 1, most: int = MOST_INT32) -> int | None:
         """A number, or None if it is missing or null; for one that files leave out, what is then meant.
 
         Raises:
-            ConfigError: It is no number.
+            ConfigError: It is no number from `least` to `most`.
         """
         for name in names:
             value = self.values.get(name)
             # "auto" is how some files say that it follows from others.
             if value is None or value == "auto":
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise self.error(f"has a {name} that is no count: {value!r}")
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise self.error(f"has a {name} that is no count: {brief(value)}")
+            if not least <= value <= most:
+                raise self.error(f"has {name} {brief(value)}; it must be between {least} and {most:,}")
             return value
         defaults = DEFAULTS.get(self.model_type, {})
         found = next(((name, defaults[name]) for name in names if name in defaults), None)
@@ -134,6 +153,29 @@ class Fields:
             self.notes.append(note)
         return found[1]
 
+    def entries(self, name: str) -> list[Any]:
+        """A list; empty if it is missing or null.
+
+        Raises:
+            ConfigError: It is no list.
+        """
+        value = self.values.get(name)
+        if value is not None and not isinstance(value, list):
+            raise self.error(f"has {name} {brief(value)}; it must be a list")
+        return value or []
+
+    def numbers(self, name: str, most: int) -> list[int]:
+        """A list of numbers from 0 to `most`; empty if it is missing or null.
+
+        Raises:
+            ConfigError: It is no such list.
+        """
+        found = self.entries(name)
+        for value in found:
+            if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
+                raise self.error(f"has {brief(value)} in {name}; it must be between 0 and {most:,}")
+        return found
+
 
 def layer_kinds(fields: Fields) -> list[str]:
     """The kind of each layer: listed in the configuration, or by the rule of its model type.
@@ -141,34 +183,33 @@ def layer_kinds(fields: Fields) -> list[str]:
     Raises:
         ConfigError: A kind is unknown, or nothing says which layers are of which.
     """
-    listed = next(
-        (fields.values[name] for name in ("layer_types", "layers_block_type") if fields.values.get(name)),
-        None,
-    )
-    if listed is None:
-        return _RULES.get(fields.model_type, _by_window)(fields)
-    if not isinstance(listed, list):
-        raise fields.error(f"lists its layers in no list: {listed!r}")
-    unknown = sorted({str(kind) for kind in listed if kind not in _KINDS})
-    if unknown:
-        raise fields.error(f"has layers of kinds that kvpool does not know: {', '.join(unknown)}")
-    kinds = [_KINDS[kind] for kind in listed]
-    total = fields.optional("num_hidden_layers")
+    name = next((name for name in ("layer_types", "layers_block_type") if fields.entries(name)), None)
+    kinds = _RULES.get(fields.model_type, _by_window)(fields) if name is None else _listed(fields, name)
+    total = fields.optional("num_hidden_layers", most=MOST_LAYERS)
     if total is not None and total != len(kinds):
         raise fields.error(f"lists the kinds of {len(kinds)} layers and has num_hidden_layers {total}")
+    if len(kinds) > MOST_LAYERS:
+        raise fields.error(f"lists the kinds of {len(kinds):,} layers; there can be {MOST_LAYERS:,}")
+    return kinds
+
+
+def _listed(fields: Fields, name: str) -> list[str]:
+    listed = fields.entries(name)
+    unknown = unknown_kinds(listed, _KINDS)
+    if unknown:
+        raise fields.error(f"has kinds in {name} that kvpool does not know: {', '.join(unknown)}")
+    kinds = [_KINDS[kind] for kind in listed]
     if fields.model_type == "zamba2":
         return [HYBRID if kind in {FULL, HYBRID} else kind for kind in kinds]
     return kinds
 
 
 def _layers(fields: Fields) -> int:
-    return fields.count("num_hidden_layers", "n_layer", "n_layers")
+    return fields.count("num_hidden_layers", "n_layer", "n_layers", most=MOST_LAYERS)
 
 
 def _every(fields: Fields, period: int, others: str) -> list[str]:
     """Layers of which each last of `period` attends to all tokens."""
-    if period < 1:
-        raise fields.error(f"has full attention every {period} layers; it must be at least every 1")
     return [others if (layer + 1) % period else FULL for layer in range(_layers(fields))]
 
 
@@ -179,17 +220,18 @@ def _by_window(fields: Fields) -> list[str]:
         return [FULL] * total
     if "use_sliding_window" not in values and fields.model_type in _WINDOW_OFF:
         return [FULL] * total
-    first = values.get("max_window_layers") if "use_sliding_window" in values else 0
+    first = fields.optional("max_window_layers", least=0) if "use_sliding_window" in values else 0
     return [WINDOW if layer >= (first or 0) else FULL for layer in range(total)]
 
 
 def _by_pattern(fields: Fields) -> list[str]:
-    pattern = fields.values.get("sliding_window_pattern")
     if fields.model_type == "exaone4" and fields.values.get("sliding_window") is None:
         return [FULL] * _layers(fields)
-    if isinstance(pattern, str):
-        pattern = len(pattern)
-    return _every(fields, pattern or _WINDOW_EVERY[fields.model_type], WINDOW)
+    pattern = fields.values.get("sliding_window_pattern")
+    if isinstance(pattern, str) and re.fullmatch("L*G", pattern):
+        return _every(fields, len(pattern), WINDOW)
+    period = fields.optional("sliding_window_pattern") or _WINDOW_EVERY[fields.model_type]
+    return _every(fields, period, WINDOW)
 
 
 def _by_interval(fields: Fields) -> list[str]:
@@ -199,30 +241,32 @@ def _by_interval(fields: Fields) -> list[str]:
 
 def _llama4(fields: Fields) -> list[str]:
     """Layers with rotary embeddings attend within a chunk, those without to everything."""
-    rotary = fields.values.get("no_rope_layers")
+    rotary = fields.numbers("no_rope_layers", 1)
     if rotary:
         return [WINDOW if flag else FULL for flag in rotary]
     return _every(fields, fields.optional("no_rope_layer_interval") or 4, WINDOW)
 
 
 def _jamba(fields: Fields) -> list[str]:
-    period, offset = fields.count("attn_layer_period"), fields.optional("attn_layer_offset")
+    period, offset = fields.count("attn_layer_period"), fields.optional("attn_layer_offset", least=0)
     return [FULL if layer % period == offset else LINEAR for layer in range(_layers(fields))]
 
 
 def _by_indices(fields: Fields, name: str, kind: str) -> list[str]:
     """Layers with states, of which those named attend, too or instead."""
-    listed = fields.values.get(name)
-    if not isinstance(listed, list):
+    total = _layers(fields)
+    listed = fields.numbers(name, total - 1)
+    if not listed:
         raise fields.error(f"needs layer_types or {name}, and the configuration does not have it")
-    return [kind if layer in listed else LINEAR for layer in range(_layers(fields))]
+    return [kind if layer in listed else LINEAR for layer in range(total)]
 
 
 def _nemotron_h(fields: Fields) -> list[str]:
     pattern = fields.values.get("hybrid_override_pattern")
     if not isinstance(pattern, str) or not set(pattern) <= set(_LETTERS):
         raise fields.error(
-            f"needs layers_block_type or a hybrid_override_pattern of {' '.join(_LETTERS)}, not {pattern!r}"
+            f"needs layers_block_type or a hybrid_override_pattern of {' '.join(_LETTERS)}, "
+            f"not {brief(pattern)}"
         )
     return [_LETTERS[letter] for letter in pattern]
 

@@ -9,6 +9,7 @@ guessed is a `ConfigError`.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,9 @@ from kvpool.tools.layer_kinds import (
     PLAIN_KINDS,
     WINDOW,
     Fields,
+    brief,
     layer_kinds,
+    unknown_kinds,
 )
 
 if TYPE_CHECKING:
@@ -209,7 +212,7 @@ def read_model(path: Path) -> Model:
         path /= "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is no JSON file: {error}") from None
     if not isinstance(config, dict):
         raise ConfigError(f"{path} holds no JSON object")
@@ -265,12 +268,14 @@ def _language_model(config: dict[str, Any]) -> Fields:
     inner = next((config[name] for name in TEXT_CONFIGS if isinstance(config.get(name), dict)), None)
     values = config if inner is None else inner
     model_type = values.get("model_type")
-    if not isinstance(model_type, str) or not model_type:
+    if not model_type:
         raise ConfigError("the configuration has no model_type: is it the config.json of a model?")
+    if not isinstance(model_type, str) or not model_type.isprintable():
+        raise ConfigError(f"the configuration has a model_type that is no name: {brief(model_type)}")
     fields = Fields(values, model_type)
     if inner is not None:
         fields.notes.append(
-            f"the language model ({model_type}) of a {whole} model; its encoders keep nothing"
+            f"the language model ({model_type}) of a {brief(whole)} model; its encoders keep nothing"
         )
     return fields
 
@@ -282,8 +287,7 @@ def _refuse_foreign(fields: Fields) -> None:
     if model_type in known:
         return
     found = [name for name in FOREIGN if fields.values.get(name) is not None]
-    kinds = fields.values.get("layer_types") or []
-    found += sorted({str(kind) for kind in kinds} - PLAIN_KINDS) if isinstance(kinds, list) else []
+    found += unknown_kinds(fields.entries("layer_types"), PLAIN_KINDS)
     if fields.values.get("kv_lora_rank") is not None:
         found.append("kv_lora_rank")
     if found:
@@ -304,14 +308,18 @@ def _query_heads(fields: Fields) -> int:
 def _attention(fields: Fields, kinds: list[str], attending: tuple[int, ...]) -> tuple[KvLayers, ...]:
     """The layers with keys and values, by shape."""
     # The last layers of these models attend to the keys and values of earlier ones.
-    shared = fields.optional("num_kv_shared_layers") or 0
+    shared = fields.optional("num_kv_shared_layers", least=0) or 0
     keeping = tuple(layer for layer in attending if layer < len(kinds) - shared)
+    if not keeping:
+        raise fields.error(
+            f"has num_kv_shared_layers {shared} of {len(kinds)} layers: none keeps keys and values"
+        )
     if shared:
         fields.notes.append(
             f"the last {shared} layers use keys and values of earlier ones and keep none themselves"
         )
     heads, dim = _kv_heads(fields), _head_dim(fields)
-    others = _own_shapes(fields, kinds, (heads, dim))
+    others = _own_shapes(fields, kinds, heads)
     groups: dict[tuple[int, int], list[int]] = {}
     for layer in keeping:
         groups.setdefault(others.get(layer, (heads, dim)), []).append(layer)
@@ -320,25 +328,36 @@ def _attention(fields: Fields, kinds: list[str], attending: tuple[int, ...]) -> 
     )
 
 
-def _own_shapes(fields: Fields, kinds: list[str], usual: tuple[int, int]) -> dict[int, tuple[int, int]]:
-    """KV heads and their elements in layers that have other ones than the rest."""
-    heads, dim = usual
+def _own_shapes(fields: Fields, kinds: list[str], heads: int) -> dict[int, tuple[int, int]]:
+    """KV heads and their elements in layers that have other ones than the rest, which have `heads`."""
     listed = fields.values.get("per_layer_config")
-    if isinstance(listed, dict):
-        own = {}
-        for layer, values in listed.items():
-            inner = Fields(values, fields.model_type)
-            own[int(layer)] = (
-                inner.optional("num_key_value_heads") or heads,
-                inner.optional("head_dim") or dim,
-            )
-        return own
+    if listed is not None:
+        return _listed_shapes(fields, listed, len(kinds))
     if fields.model_type != "gemma4_text":
         return {}
     if fields.values.get("attention_k_eq_v", False):
         heads = fields.optional("num_global_key_value_heads") or heads
     dim = fields.count("global_head_dim")
     return {layer: (heads, dim) for layer, kind in enumerate(kinds) if kind == FULL}
+
+
+def _listed_shapes(fields: Fields, listed: object, layer_num: int) -> dict[int, tuple[int, int]]:
+    """Those of `per_layer_config`, which has the fields that are others in a layer."""
+    if not isinstance(listed, dict):
+        raise fields.error(f"has per_layer_config {brief(listed)}; it must be an object")
+    own = {}
+    for layer, values in listed.items():
+        if re.fullmatch("[0-9]{1,5}", str(layer)) is None or int(layer) >= layer_num:
+            raise fields.error(
+                f"has {brief(layer)} in per_layer_config; it must be between 0 and {layer_num - 1}"
+            )
+        if not isinstance(values, dict):
+            raise fields.error(
+                f"has {brief(values)} for layer {layer} in per_layer_config; it must be an object"
+            )
+        inner = Fields({**fields.values, **values}, fields.model_type)
+        own[int(layer)] = (_kv_heads(inner), _head_dim(inner))
+    return own
 
 
 def _kv_heads(fields: Fields) -> int:
@@ -354,14 +373,20 @@ def _kv_heads(fields: Fields) -> int:
 def _head_dim(fields: Fields) -> int:
     if fields.model_type == "zamba2":
         # Its attention takes the layer's input and the embeddings side by side.
-        return 2 * fields.count("hidden_size") // _query_heads(fields)
+        whole, name = 2 * fields.count("hidden_size"), "twice hidden_size"
+        return _per_head(fields, "head_dim", name, whole, _query_heads(fields))
     found = fields.optional("head_dim", "attention_head_dim")
     if found is not None:
         return found
-    hidden, heads = fields.count("hidden_size", "n_embd", "d_model"), _query_heads(fields)
-    if hidden % heads:
-        raise fields.error(f"has no head_dim, and hidden_size {hidden} is no multiple of its {heads} heads")
-    return hidden // heads
+    whole = fields.count("hidden_size", "n_embd", "d_model")
+    return _per_head(fields, "head_dim", "hidden_size", whole, _query_heads(fields))
+
+
+def _per_head(fields: Fields, missing: str, name: str, whole: int, heads: int) -> int:
+    """Elements of a head where a field is missing: its part of the whole."""
+    if whole % heads:
+        raise fields.error(f"has no {missing}, and {name} {whole} is no multiple of its {heads} heads")
+    return whole // heads
 
 
 def _mla(fields: Fields, layers: tuple[int, ...]) -> Mla:
@@ -397,7 +422,7 @@ def _states(fields: Fields, kinds: list[str]) -> States | None:
     heads = fields.count("mamba_n_heads", "mamba_num_heads", "n_mamba_heads")
     width = fields.optional("mamba_d_head", "mamba_head_dim")
     if width is None:
-        width = inner // heads
+        width = _per_head(fields, "mamba_d_head", "the inner size", inner, heads)
     groups = fields.count("mamba_n_groups", "n_groups", "mamba_ngroups")
     return States(
         "Mamba-2", layers, heads, fields.count("mamba_d_state", "ssm_state_size"), width, groups, taps
@@ -413,8 +438,8 @@ def _dtype(fields: Fields, config: dict[str, Any]) -> str | None:
 
 
 def _note_extras(fields: Fields) -> None:
-    extra = fields.values.get("num_nextn_predict_layers") or fields.values.get("num_mtp_layers")
-    if isinstance(extra, int) and extra > 0:
+    extra = fields.optional("num_nextn_predict_layers", least=0) or fields.optional("num_mtp_layers", least=0)
+    if extra:
         fields.notes.append(
             f"{extra} layer{'s' if extra > 1 else ''} for multi-token prediction not counted; who drafts "
             "with them needs as many more"

@@ -65,6 +65,10 @@ class PlanConfig:
             value = getattr(self, name)
             if value is not None and not 1 <= value <= MOST_INT32:
                 raise ConfigError(f"{name} must be between 1 and {MOST_INT32:,}, not {value}")
+        if self.reserve_bytes > self.memory_bytes:
+            raise ConfigError(
+                f"--reserve, {self.reserve_bytes:,} bytes, exceeds --memory, {self.memory_bytes:,} bytes"
+            )
         if self.mla not in MLA_FORMS:
             raise ConfigError(f"mla must be one of {', '.join(MLA_FORMS)}, not {self.mla!r}")
         if re.fullmatch(r"cpu|cuda(:\d+)?", self.device) is None:
@@ -352,6 +356,11 @@ def _notes(plan: Plan) -> list[str]:
     """What to know about a plan."""
     notes: list[str] = []
     model, config, shapes = plan.model, plan.config, plan.shapes
+    if model.max_context_len is not None and plan.context_len > model.max_context_len:
+        notes.append(
+            f"requests of {plan.context_len:,} tokens are longer than the {model.max_context_len:,} that the "
+            "configuration gives the model"
+        )
     if plan.full_requests == 0:
         notes.append(
             f"not one request of {plan.context_len:,} tokens fits; the longest has {plan.size:,}: use fewer "

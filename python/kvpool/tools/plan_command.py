@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -130,7 +131,7 @@ def print_plan(plan: Plan) -> None:
 
 def _summary(plan: Plan) -> Table:
     model, shapes, tp = plan.model, plan.shapes, plan.config.tp
-    table = Table(title=f"Plan for {model.model_type}", show_header=False, title_justify="left")
+    table = Table(title=f"Plan for {escape(model.model_type)}", show_header=False, title_justify="left")
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     table.add_row("layers", _layers_text(plan))

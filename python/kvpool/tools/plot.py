@@ -29,12 +29,9 @@ def save_plot(result: ReplayResult, path: Path) -> None:
     """
     figure = Figure(figsize=(11.0, 9.0), layout="constrained")
     figure.suptitle(_title(result))
-    if result.counts.steps:
-        occupancy, latency = figure.subplots(2, 1)
-        _draw_occupancy(occupancy, result)
-        _draw_latency(latency, result)
-    else:
-        figure.text(0.5, 0.5, "every request was rejected", ha="center")
+    occupancy, latency = figure.subplots(2, 1)
+    _draw_occupancy(occupancy, result)
+    _draw_latency(latency, result)
     figure.savefig(path, dpi=120)
 
 

@@ -263,11 +263,17 @@ class Replay:
         self.allocator = TokenToKVPoolAllocator(
             pool_size, device=config.device, page_size=config.page_size, need_sort=config.need_sort
         )
-        self.table = ReqToTokenPool(config.max_running, max_context, device=config.device)
-        self.kv = KvStore(config, pool_size, len(trace), self._samples) if config.kv else None
         self.capacity = self.allocator.available_size()
         pages = -(-trace.total_lens // config.page_size)
         accepted = np.flatnonzero(inside & (pages * config.page_size <= self.capacity))
+        if not len(accepted):
+            raise ConfigError(
+                f"all {len(trace)} requests would be rejected: the shortest has {trace.total_lens.min()} "
+                f"tokens, a request can have {max_context} (max_context), and the pool has {self.capacity} "
+                "slots"
+            )
+        self.table = ReqToTokenPool(config.max_running, max_context, device=config.device)
+        self.kv = KvStore(config, pool_size, len(trace), self._samples) if config.kv else None
         self.counts = Counts(requests=len(trace), rejected=len(trace) - len(accepted))
         self._wrap_calls()
         self._start(accepted)

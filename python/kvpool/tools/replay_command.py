@@ -103,7 +103,7 @@ def replay(  # noqa: PLR0913 - one parameter per option
 
     Runs continuous batching on a virtual clock: admission, prefill with a token budget, batched decode,
     finish, and retraction of the youngest request when the pool is short. Ends with status 1 if one row is
-    wrong or one slot is missing at the end.
+    wrong or one slot is missing at the end, or if not one request fits.
     """
     need("tools", "numpy", "torch", *(["matplotlib"] if plot is not None else []))
     from kvpool.tools.replay import Replay  # noqa: PLC0415 - PyTorch loads slowly, and may not be there

@@ -41,7 +41,7 @@ def serve(  # noqa: PLR0913 - one parameter per option
     from kvpool.tools import serve_report as report  # noqa: PLC0415
 
     if model not in tool.CONFIGS:
-        fail(f"--model: {model} is none of {', '.join(tool.CONFIGS)}")
+        fail(f"--model: {model!r} is none of {', '.join(tool.CONFIGS)}")
     config = tool.ServeConfig(
         model=model,
         requests=requests,
