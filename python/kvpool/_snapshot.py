@@ -28,6 +28,8 @@ def snapshot(path: str | os.PathLike[str], *pools: AnyPool) -> None:
     of others the map shows what is in use. Waits for freed slots whose values are on their way from a GPU,
     and for nothing else.
 
+    A picture has at most 16 pools, those with the most units in use; if there are more, it says so.
+
     Args:
         path: A file that ends in `.html`, or in `.png` (needs Matplotlib). One that is there is replaced.
         pools: Which; by default all of this process that hand something out.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,8 @@ from kvpool import (
     TokenToKVPoolAllocator,
     Workspace,
 )
-from kvpool._occupancy import owners, take
+from kvpool._occupancy import Span, owners, take
+from kvpool._snapshot_png import _cells, to_figure
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -71,9 +73,9 @@ def test_spans_are_what_stands_in_the_pool(page_size: int) -> None:
     assert one.count == 10 * page_size
     assert one.free_runs == [page_size, 5 * page_size]
     assert one.fragmentation == pytest.approx(1 / 6)
-    assert owners(one) == [("a", 2 * page_size), ("b", page_size)]
-    assert sum(units for _, units in one.ages_s) == 3 * page_size
-    assert sum(one.lifetimes) == 2 * page_size
+    assert owners(one) == [("'a'", 2 * page_size), ("'b'", page_size)]
+    assert sum(one.ages_s.values()) == 3 * page_size
+    assert sum(one.lifetimes_s.values()) == 2 * page_size
 
 
 def test_every_class_shows_its_units() -> None:
@@ -177,6 +179,45 @@ def test_the_picture_shows_each_state(tmp_path: Path) -> None:
     assert live > 5_000
     assert fenced == pytest.approx(live, rel=0.35)
     assert free == pytest.approx(2 * live, rel=0.35)
+
+
+def test_cells_are_few_however_many_units_there_are() -> None:
+    live, free = [0, 0x72, 0xB2], [0xEC, 0xEF, 0xF1]
+    half = 2**46
+    spans = [Span(5, half + 5, "live", None, []), Span(half + 5, 2 * half + 5, "free", None, [])]
+    one = dataclasses.replace(take(slots()), spans=spans)
+    cells = _cells(one, {"in use": "#0072b2"}, half // 2 * 3)
+    assert cells.tolist() == [[round((2 * a + b) / 3) for a, b in zip(live, free, strict=True)], free]
+    (axes, *_) = to_figure([one]).axes
+    assert axes.images[0].get_size() == (64, 128)
+
+
+def test_pictures_take_names_as_they_are(tmp_path: Path) -> None:
+    pool = slots()
+    pool.name = "$x_{$"
+    for owner in ("cost $\\bad{$ 5", 7, "7"):
+        pool.alloc(2, owner=owner)
+    (axes, *_) = to_figure([take(pool)]).axes
+    legend = axes.get_legend()
+    assert legend
+    shown = [text.get_text() for text in legend.get_texts()][2:]
+    assert shown == [r"'cost $\\bad{$ 5' (2)", "7 (2)", "'7' (2)"]
+    kvpool.snapshot(tmp_path / "map.png", pool)
+
+
+def test_a_picture_has_some_of_many_pools(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvpool._snapshot_png._MOST_POOLS", 2)
+    pools = []
+    for name, count in (("a", 2), ("b", 1), ("c", 3)):
+        pool = slots()
+        pool.name = name
+        pool.alloc(count)
+        pools.append(take(pool))
+    figure = to_figure(pools)
+    titles = [axes.get_title(loc="left")[:2] for axes in figure.axes if axes.images]
+    assert titles == ["a:", "c:"]
+    assert [text.get_text() for text in figure.texts] == ["The 2 of 3 pools with the most units in use"]
+    assert not to_figure(pools[:2]).texts
 
 
 @pytest.mark.parametrize("suffix", [".html", ".png"])
