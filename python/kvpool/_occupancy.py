@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import gc
+import math
+from collections import Counter
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvpool import _kvpool
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from kvpool._kvpool import Pool
     from kvpool._pools import AnyPool
-
-# Owners beyond these share a colour: what holds few units is found by pointing at it.
-_MOST_OWNERS = 500
 
 
 class Span(NamedTuple):
@@ -47,8 +51,21 @@ def occupancy(pool: Pool) -> tuple[list[Span], list[int]]:
         TypeError: If the pool hands nothing out.
     """
     check_hands_out(pool)
-    spans, lifetimes = pool._occupancy()  # type: ignore[attr-defined]  # noqa: SLF001 - of this package
-    return [Span(*span) for span in spans], lifetimes
+    with no_collection():
+        spans, lifetimes = pool._occupancy()  # type: ignore[attr-defined]  # noqa: SLF001 - of this package
+        return [Span(*span) for span in spans], lifetimes
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Keeps the garbage collector from looking through millions of new spans, which are no garbage."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 @dataclass(frozen=True)
@@ -80,7 +97,12 @@ class Snapshot:
         """How many units there are."""
         return self.spans[-1].end - self.spans[0].first if self.spans else 0
 
-    @property
+    @cached_property
+    def in_use(self) -> int:
+        """How many units are not free."""
+        return sum(span.end - span.first for span in self.spans if span.state != "free")
+
+    @cached_property
     def free_runs(self) -> list[int]:
         """Lengths of the maximal runs of free units, in order."""
         runs: list[int] = []
@@ -102,9 +124,31 @@ class Snapshot:
         return 1 - max(runs) / sum(runs) if runs else 0.0
 
     @property
-    def ages_s(self) -> list[tuple[float, int]]:
-        """Age in seconds and units of each live span whose holder is known."""
-        return [(span.holders[0][2], span.end - span.first) for span in self.spans if span.holders]
+    def run_lengths(self) -> dict[int, int]:
+        """How many free runs have at least a length, and less than twice that."""
+        powers = Counter(length.bit_length() - 1 for length in self.free_runs)
+        return {2**power: count for power, count in _filled(powers).items()}
+
+    @property
+    def ages_s(self) -> dict[float, int]:
+        """How many units whose holder is known have at least an age, and less than ten times that."""
+        powers: Counter[int] = Counter()
+        for span in self.spans:
+            if span.holders:
+                age_s = max(span.holders[0][2], 1e-6)
+                powers[max(-6, math.floor(math.log10(age_s)))] += span.end - span.first
+        return {10.0**power: count for power, count in _filled(powers).items()}
+
+    @property
+    def lifetimes_s(self) -> dict[float, int]:
+        """How many lives lasted less than a time, and at least half of that."""
+        powers = Counter({at: lives for at, lives in enumerate(self.lifetimes) if lives})
+        return {2.0**power * 1e-6: lives for power, lives in _filled(powers).items()}
+
+
+def _filled(counts: Counter[int]) -> dict[int, int]:
+    """Counts from the least key to the greatest, with those between."""
+    return {key: counts[key] for key in range(min(counts), max(counts) + 1)} if counts else {}
 
 
 def take(pool: AnyPool) -> Snapshot:
@@ -139,17 +183,16 @@ def _unit_bytes(pool: AnyPool) -> int | None:
 
 def owners(one: Snapshot) -> list[tuple[str, int]]:
     """The owners of live units, the one with the most first, and how many units each has."""
-    counts: dict[str, int] = {}
+    counts: Counter[str] = Counter()
     for span in one.spans:
         if span.state == "live":
-            owner = owner_of(span)
-            counts[owner] = counts.get(owner, 0) + span.end - span.first
-    return sorted(counts.items(), key=lambda item: -item[1])[:_MOST_OWNERS]
+            counts[owner_of(span)] += span.end - span.first
+    return counts.most_common()
 
 
 def owner_of(span: Span) -> str:
-    """How the owner of a live span is shown."""
+    """How the owner of a live span is shown: a string in quotes, as it may look like a number or a place."""
     if not span.holders:
         return "in use"
     owner, site, *_ = span.holders[0]
-    return site if owner is None else str(owner)
+    return site if owner is None else repr(owner)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import TYPE_CHECKING
 
@@ -11,11 +10,12 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator
 
 from kvpool._occupancy import owner_of, owners
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     import numpy.typing as npt
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     from kvpool._occupancy import Snapshot
 
+# A taller picture takes long to draw, and few programs show it.
+_MOST_POOLS = 16
 # Of the map: more units than these share cells.
 _COLUMNS, _ROWS = 128, 64
 _FREE, _FENCED, _OTHER = "#eceff1", "#ffb300", "#546e7a"
@@ -31,69 +33,95 @@ _PALETTE = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#8c6bb1", "#
 
 
 def draw(taken: list[Snapshot], path: Path) -> None:
-    """Draw snapshots one below the other into a PNG file."""
-    figure = Figure(figsize=(13, 4.6 * len(taken)), layout="constrained")
+    """Draw snapshots into a PNG file."""
+    to_figure(taken).savefig(path, format="png", dpi=110)
+
+
+def to_figure(taken: list[Snapshot]) -> Figure:
+    """Snapshots one below the other, of many those with the most units in use."""
+    by_use = sorted(range(len(taken)), key=lambda at: -taken[at].in_use)
+    shown = [taken[at] for at in sorted(by_use[:_MOST_POOLS])]
+    # In inches, as all parts are of one size: to find a layout would take longer than to draw.
+    height, above, below = 3.4, 0.55, 0.85
+    total = (height + above + below) * len(shown)
+    figure = Figure(figsize=(13, total))
     FigureCanvasAgg(figure)
-    parts = figure.subfigures(len(taken), 1, squeeze=False)
-    for part, one in zip(parts.flat, taken, strict=True):
-        left, right = part.subfigures(1, 2, width_ratios=(2, 1))
-        _map(left.subplots(), one)
-        ages, lifetimes, runs = right.subplots(3, 1)
-        _bars(ages, _by_duration(one.ages_s), f"{one.unit}s by age", "seconds")
-        _bars(lifetimes, _lifetimes(one), f"{one.unit}s given back, by lifetime", "seconds")
-        _bars(runs, _by_power(one.free_runs), "free runs by length", f"{one.unit}s")
-    figure.savefig(path, format="png", dpi=110)
+    rows = figure.add_gridspec(
+        len(shown),
+        left=0.075,
+        right=0.985,
+        bottom=below / total,
+        top=1 - above / total,
+        hspace=(above + below) / height,
+    )
+    if len(shown) < len(taken):
+        note = f"The {len(shown)} of {len(taken)} pools with the most units in use"
+        figure.text(0.5, 1 - 0.05 / total, note, ha="center", va="top", fontsize=12)
+    for at, one in enumerate(shown):
+        grid = rows[at].subgridspec(3, 2, width_ratios=(2, 1), wspace=0.13, hspace=1)
+        _map(figure.add_subplot(grid[:, 0]), one)
+        ages, lifetimes, runs = (figure.add_subplot(grid[place, 1]) for place in range(3))
+        _bars(ages, one.ages_s, "g", f"{one.unit}s by age", "seconds")
+        _bars(lifetimes, one.lifetimes_s, ".2g", f"{one.unit}s given back, by lifetime", "seconds")
+        _bars(runs, one.run_lengths, ",", "free runs by length", f"{one.unit}s")
+    return figure
 
 
 def _map(axes: Axes, one: Snapshot) -> None:
     """Units in rows, coloured by owner; cells that several units share have the mean colour."""
-    most = owners(one)[: len(_PALETTE)]
+    everyone = owners(one)
+    most = everyone[: len(_PALETTE)]
     colours = {owner: _PALETTE[at] for at, (owner, _) in enumerate(most)}
     per_cell = max(1, math.ceil(one.count / (_COLUMNS * _ROWS)))
     image = _cells(one, colours, per_cell)
     columns = max(1, min(_COLUMNS, round(math.sqrt(2 * len(image)))))
     rows = max(1, math.ceil(len(image) / columns))
-    filled = np.ones((rows * columns, 3))
+    filled = np.full((rows * columns, 3), 255, dtype=np.uint8)
     filled[: len(image)] = image
     axes.imshow(filled.reshape(rows, columns, 3), aspect="auto", interpolation="nearest")
     axes.set_xticks([])
+    axes.tick_params(axis="y", labelsize=8)
     axes.yaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
     first = one.spans[0].first if one.spans else 0
     axes.yaxis.set_major_formatter(
         FuncFormatter(lambda row, _: f"{first + round(row) * columns * per_cell:,}")
     )
-    in_use = sum(span.end - span.first for span in one.spans if span.state != "free")
     shared = f", {per_cell:,} a cell" if per_cell > 1 else ""
     axes.set_title(
-        f"{one.name}: {in_use:,} of {one.count:,} {one.unit}s in use{shared}; "
+        f"{one.name}: {one.in_use:,} of {one.count:,} {one.unit}s in use{shared}; "
         f"fragmentation {one.fragmentation:.0%}",
         loc="left",
         fontsize=11,
+        parse_math=False,
     )
     legend = [Patch(color=_FREE, label="free"), Patch(color=_FENCED, label="fenced")]
     legend += [Patch(color=colours[owner], label=f"{_short(owner)} ({count:,})") for owner, count in most]
-    if any(owner not in colours for owner, _ in owners(one)):
+    if len(everyone) > len(most):
         legend.append(Patch(color=_OTHER, label="other owners"))
-    axes.legend(
-        handles=legend, loc="upper center", bbox_to_anchor=(0.5, -0.02), ncols=4, fontsize=8, frameon=False
+    box = axes.legend(
+        handles=legend, loc="upper center", bbox_to_anchor=(0.5, -0.02), ncols=3, fontsize=7.5, frameon=False
     )
+    for text in box.get_texts():
+        text.set_parse_math(False)
 
 
-def _cells(one: Snapshot, colours: dict[str, str], per_cell: int) -> npt.NDArray[np.float64]:
-    """The colour of each cell: red, green and blue."""
-    units = np.empty((math.ceil(one.count / per_cell) * per_cell, 3))
-    units[:] = to_rgb(_FREE)
+def _cells(one: Snapshot, colours: dict[str, str], per_cell: int) -> npt.NDArray[np.uint8]:
+    """The colour of each cell: red, green and blue, as the mean of its units."""
     first = one.spans[0].first if one.spans else 0
-    for span in one.spans:
-        if span.state == "fenced":
-            colour = _FENCED
-        elif span.state == "live":
-            colour = colours.get(owner_of(span), _OTHER)
-        else:
-            continue
-        units[span.first - first : span.end - first] = to_rgb(colour)
-    cells: npt.NDArray[np.float64] = units.reshape(-1, per_cell, 3).mean(axis=1)
-    return cells
+    ends = np.array([0, *(span.end - first for span in one.spans)], dtype=np.float64)
+    names = [_FREE, _FENCED, _OTHER, *_PALETTE]
+    number = {owner: names.index(colour) for owner, colour in colours.items()}
+    which = [
+        number.get(owner_of(span), 2) if span.state == "live" else int(span.state == "fenced")
+        for span in one.spans
+    ]
+    shades = np.array([to_rgb(name) for name in names])[np.array(which, dtype=np.intp)]
+    # Sums of colours up to the end of each span, and by straight lines between them up to each cell's.
+    sums = np.vstack([np.zeros(3), (shades * np.diff(ends)[:, None]).cumsum(axis=0)])
+    borders = np.append(np.arange(0, one.count, per_cell), one.count)
+    cells = np.diff([np.interp(borders, ends, channel) for channel in sums.T]) / np.diff(borders)
+    image: npt.NDArray[np.uint8] = (cells.T * 255).round().astype(np.uint8)
+    return image
 
 
 def _short(owner: str, length: int = 34) -> str:
@@ -101,38 +129,10 @@ def _short(owner: str, length: int = 34) -> str:
     return owner if len(owner) <= length else f"...{owner[3 - length :]}"
 
 
-def _by_duration(weighted: list[tuple[float, int]]) -> dict[str, int]:
-    """Weights by powers of ten of the seconds that come with them."""
-    if not weighted:
-        return {}
-    powers = [max(-6, math.floor(math.log10(max(seconds, 1e-6)))) for seconds, _ in weighted]
-    counts = dict.fromkeys(range(min(powers), max(powers) + 1), 0)
-    for power, (_, weight) in zip(powers, weighted, strict=True):
-        counts[power] += weight
-    return {f"{10.0**power:g}": count for power, count in counts.items()}
-
-
-def _lifetimes(one: Snapshot) -> dict[str, int]:
-    """How many lives lasted less than powers of two of microseconds, from the shortest to the longest."""
-    seen = [at for at, count in enumerate(one.lifetimes) if count]
-    if not seen:
-        return {}
-    return {f"{2.0**at * 1e-6:.2g}": one.lifetimes[at] for at in range(seen[0], seen[-1] + 1)}
-
-
-def _by_power(lengths: list[int]) -> dict[str, int]:
-    """How many lengths there are from each power of two on."""
-    if not lengths:
-        return {}
-    powers = [length.bit_length() - 1 for length in lengths]
-    counts = dict.fromkeys(range(min(powers), max(powers) + 1), 0)
-    for power in powers:
-        counts[power] += 1
-    return {f"{2**power:,}": count for power, count in counts.items()}
-
-
-def _bars(axes: Axes, counts: dict[str, int], title: str, unit: str) -> None:
-    """Draw counts as bars."""
+def _bars(
+    axes: Axes, counts: Mapping[int, int] | Mapping[float, int], label: str, title: str, unit: str
+) -> None:
+    """Draw counts as bars, with keys in the format `label`."""
     axes.set_title(title, fontsize=9, loc="left")
     axes.spines[["top", "right"]].set_visible(b=False)
     if not counts:
@@ -144,6 +144,9 @@ def _bars(axes: Axes, counts: dict[str, int], title: str, unit: str) -> None:
         return
     axes.bar(range(len(counts)), list(counts.values()), color="#0072b2", width=0.8)
     step = max(1, math.ceil(len(counts) / 8))
-    axes.set_xticks(range(0, len(counts), step), list(itertools.islice(counts, 0, None, step)), fontsize=7)
+    labels = [format(key, label) for key in counts]
+    axes.set_xticks(range(0, len(counts), step), labels[::step], fontsize=7)
     axes.tick_params(axis="y", labelsize=7)
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
+    axes.yaxis.set_major_formatter(EngFormatter(sep=""))
     axes.set_xlabel(unit, fontsize=8)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 import json
 import re
+import shutil
+import subprocess
 from typing import TYPE_CHECKING, Any
 
 import devices
@@ -22,7 +26,9 @@ from kvpool import (
     TokenToKVPoolAllocator,
     Workspace,
 )
-from kvpool._occupancy import owners, take
+from kvpool._occupancy import Span, owners, take
+from kvpool._snapshot import to_html
+from kvpool._snapshot_png import _cells, to_figure
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -71,9 +77,9 @@ def test_spans_are_what_stands_in_the_pool(page_size: int) -> None:
     assert one.count == 10 * page_size
     assert one.free_runs == [page_size, 5 * page_size]
     assert one.fragmentation == pytest.approx(1 / 6)
-    assert owners(one) == [("a", 2 * page_size), ("b", page_size)]
-    assert sum(units for _, units in one.ages_s) == 3 * page_size
-    assert sum(one.lifetimes) == 2 * page_size
+    assert owners(one) == [("'a'", 2 * page_size), ("'b'", page_size)]
+    assert sum(one.ages_s.values()) == 3 * page_size
+    assert sum(one.lifetimes_s.values()) == 2 * page_size
 
 
 def test_every_class_shows_its_units() -> None:
@@ -111,8 +117,24 @@ def test_a_full_pool_and_an_empty_one() -> None:
     assert take(BufferPool(devices.current())).count == 0
 
 
+def test_collection_is_as_it_was() -> None:
+    pool = slots()
+    assert gc.isenabled()
+    to_html([take(pool)])
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        to_html([take(pool)])
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
 def page_data(path: Path) -> dict[str, Any]:
-    text = path.read_text(encoding="utf-8")
+    return parse(path.read_text(encoding="utf-8"))
+
+
+def parse(text: str) -> dict[str, Any]:
     found = re.search(r'<script id="data" type="application/json">(.*?)</script>', text, re.DOTALL)
     assert found
     data: dict[str, Any] = json.loads(found[1])
@@ -137,7 +159,8 @@ def test_the_page_holds_what_one_can_point_at(tmp_path: Path) -> None:
     ]
     named = [[shown["holders"][holder][0] for holder, _ in span[4]] for span in shown["spans"]]
     assert named == [["'request 1'"], ["7"], [None], []]
-    assert all(__file__ in site for _, site in shown["holders"])
+    assert [count for _, _, count, _ in shown["holders"]] == [3, 2, 1]
+    assert all(__file__ in shown["sites"][site] for _, site, _, _ in shown["holders"])
     assert all(age >= 0 for span in shown["spans"] for _, age in span[4])
 
 
@@ -177,6 +200,159 @@ def test_the_picture_shows_each_state(tmp_path: Path) -> None:
     assert live > 5_000
     assert fenced == pytest.approx(live, rel=0.35)
     assert free == pytest.approx(2 * live, rel=0.35)
+
+
+def fragmented(size: int) -> Any:  # noqa: ANN401
+    """A pool of which one holds every fourth slot, and others each one of the rest."""
+    one = take(slots())
+    spans = []
+    for at in range(1, size + 1, 4):
+        spans += [
+            Span(at, at + 1, "live", None, [("a", "here", 2.0, 1)]),
+            Span(at + 1, at + 2, "live", None, [(at, "there", 3.0, 1)]),
+            Span(at + 2, at + 3, "fenced", None, []),
+            Span(at + 3, at + 4, "free", None, []),
+        ]
+    return dataclasses.replace(one, spans=spans)
+
+
+def test_spans_that_share_a_cell_are_merged() -> None:
+    one = fragmented(32_768)
+    (kept,) = parse(to_html([one]))["pools"]
+    assert [len(kept["spans"]), len(kept["holders"])] == [32_768, 8_193]
+    size = 200_000
+    one = fragmented(size)
+    one.spans.append(Span(size + 1, 2 * size + 1, "free", None, []))
+    text = to_html([one])
+    (shown,) = parse(text)["pools"]
+    assert len(text) < 3_000_000
+    assert shown["spanCount"] == size + 1
+    assert len(shown["spans"]) <= 16_384
+    # A cell has 25 units, of which one holds 7, and 6 others one each.
+    assert shown["perCell"] == 25
+    first, end, state, n_bytes, held, parts, merged = shown["spans"][0]
+    assert (first, end, state, n_bytes, held, merged) == (1, 26, "mixed", None, [], 25)
+    assert [(count, kind, len(held)) for count, kind, held in parts] == [
+        (7, "live", 1),
+        (1, "live", 1),
+        (1, "live", 1),
+        (4, "live", 1),
+        (6, "free", 0),
+        (6, "fenced", 0),
+    ]
+    assert [held[0][0] for _, kind, held in parts if kind == "live"] == [0, 1, 2, None]
+    assert shown["holders"][:2] == [["'a'", 0, size // 4, 2.0], ["1", 1, 1, 3.0]]
+    assert (shown["holderCount"], shown["sites"]) == (size // 4 + 1, ["here", "there"])
+    # What is larger than a cell is not merged.
+    assert shown["spans"][-1] == [size + 1, 2 * size + 1, "free", None, []]
+    assert [end for _, end, *_ in shown["spans"][:-1]] == [first for first, *_ in shown["spans"][1:]]
+    assert (shown["freeRuns"], shown["longestFreeRun"]) == (size // 4, size + 1)
+    assert shown["runLengths"][0] == [1, size // 4 - 1]
+    assert sum(count for _, count in shown["runLengths"]) == size // 4
+    assert shown["ages"] == [[1.0, size // 2]]
+
+
+# As much of a browser as the page uses. What stands in the page is printed at its end.
+BROWSER = r"""
+class Element {
+  children = []; textContent = ""; style = {}; dataset = {}; classList = { toggle() {} };
+  append(...children) { this.children.push(...children); }
+  replaceChildren() { this.children = []; }
+  setAttribute() {}
+  addEventListener() {}
+  getContext() { return { clearRect() {}, fillRect() {}, strokeRect() {} }; }
+  get text() { return [this.textContent, ...this.children.map((child) => child.text ?? child)].join("\n"); }
+}
+const pools = new Element(), source = new Element();
+source.textContent = DATA;
+globalThis.document = {
+  createElement: () => new Element(),
+  getElementById: (id) => ({ data: source, pools }[id] || new Element()),
+};
+globalThis.getComputedStyle = () => ({ getPropertyValue: () => "" });
+globalThis.matchMedia = () => new Element();
+process.on("exit", () => console.log(pools.text));
+"""
+
+
+def run_page(text: str, end: str = "") -> str:
+    """What the script of a page shows."""
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("runs the script of the page with Node.js, which is not installed")
+    found = re.search(r'application/json">(.*?)</script>\s*<script>(.*?)</script>', text, re.DOTALL)
+    assert found
+    script = BROWSER.replace("DATA", json.dumps(found[1])) + found[2] + end
+    return subprocess.run([node, "-"], input=script, stdout=subprocess.PIPE, text=True, check=True).stdout
+
+
+def test_the_script_shows_pools_and_what_is_pointed_at() -> None:
+    pool = slots()
+    pool.alloc(3, owner="x")
+    pool.alloc(1)
+    tell = "for (const at of [2, 4, 20]) console.log(describe(data.pools[0], at).lines.join('; '));"
+    shown = run_page(to_html([take(pool)]), tell)
+    assert re.search(r"live, 3 slots; owner 'x', age [\d.]+ \w+, taken at .*test_snapshot.py", shown)
+    assert re.search(r"live, 1 slot; no owner given, age ", shown)
+    assert "\nfree, 16 slots\n" in shown
+    assert "4 of 20 slots in use; 1 free run, the longest 16; fragmentation 0 %" in shown
+
+
+def test_the_script_shows_merged_spans() -> None:
+    text = to_html([fragmented(200_000)])
+    shown = run_page(text, "console.log(describe(data.pools[0], 7).lines.join('; '));")
+    assert "150,000 of 200,000 slots in use; 50,000 free runs, the longest 1; fragmentation 100 %" in shown
+    assert "Of 200,000 spans, those that share a cell are merged" in shown
+    assert "and 49,901 more" in shown
+    assert shown.startswith("13 slots in 13 spans; 4 slots live: owner 'a', age 2.0 s, taken at here; 1 ")
+    assert "; 1 slot live: other holders, oldest 3.0 s; 3 slots free; 3 slots fenced\n" in shown
+
+
+def test_the_script_shows_what_it_can() -> None:
+    broken, good = take(slots()), take(slots())
+    text = to_html([dataclasses.replace(broken, stats=None), good])  # type: ignore[arg-type]
+    shown = run_page(text)
+    assert f"{broken.name} cannot be shown: TypeError" in shown
+    assert f"{good.name} (TokenToKVPoolAllocator)" in shown
+
+
+def test_cells_are_few_however_many_units_there_are() -> None:
+    live, free = [0, 0x72, 0xB2], [0xEC, 0xEF, 0xF1]
+    half = 2**46
+    spans = [Span(5, half + 5, "live", None, []), Span(half + 5, 2 * half + 5, "free", None, [])]
+    one = dataclasses.replace(take(slots()), spans=spans)
+    cells = _cells(one, {"in use": "#0072b2"}, half // 2 * 3)
+    assert cells.tolist() == [[round((2 * a + b) / 3) for a, b in zip(live, free, strict=True)], free]
+    (axes, *_) = to_figure([one]).axes
+    assert axes.images[0].get_size() == (64, 128)
+
+
+def test_pictures_take_names_as_they_are(tmp_path: Path) -> None:
+    pool = slots()
+    pool.name = "$x_{$"
+    for owner in ("cost $\\bad{$ 5", 7, "7"):
+        pool.alloc(2, owner=owner)
+    (axes, *_) = to_figure([take(pool)]).axes
+    legend = axes.get_legend()
+    assert legend
+    shown = [text.get_text() for text in legend.get_texts()][2:]
+    assert shown == [r"'cost $\\bad{$ 5' (2)", "7 (2)", "'7' (2)"]
+    kvpool.snapshot(tmp_path / "map.png", pool)
+
+
+def test_a_picture_has_some_of_many_pools(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvpool._snapshot_png._MOST_POOLS", 2)
+    pools = []
+    for name, count in (("a", 2), ("b", 1), ("c", 3)):
+        pool = slots()
+        pool.name = name
+        pool.alloc(count)
+        pools.append(take(pool))
+    figure = to_figure(pools)
+    titles = [axes.get_title(loc="left")[:2] for axes in figure.axes if axes.images]
+    assert titles == ["a:", "c:"]
+    assert [text.get_text() for text in figure.texts] == ["The 2 of 3 pools with the most units in use"]
+    assert not to_figure(pools[:2]).texts
 
 
 @pytest.mark.parametrize("suffix", [".html", ".png"])
