@@ -25,7 +25,8 @@ FUZZ_FLAGS := --cfg fuzzing -Cpasses=sancov-module $(addprefix -Cllvm-args=-sani
 STEPS ?= 11000000
 SEED ?= 1
 
-.PHONY: demo test lint bench bench-cuda chart format clean kernels rust-test python-test rust-lint python-lint kernel-lint \
+.PHONY: demo test lint bench bench-cuda chart format clean kernels rust-test python-test machine-test software-test \
+    rust-lint python-lint kernel-lint \
     orders fuzz fuzz-build fuzz-briefly histories soak soak-threads
 .DEFAULT_GOAL := test
 
@@ -47,9 +48,14 @@ rust-test: $(DRIVER)
 	cargo test --quiet --locked --release --manifest-path tests/software_driver/Cargo.toml --target-dir target/software_driver
 	LD_PRELOAD=$(abspath $(DRIVER)) KVPOOL_REQUIRE_CUDA=1 cargo test --locked --features cuda
 
-# Once as this machine is, then every CUDA test on a driver made of software.
+# Once as this machine is, and every CUDA test on a driver made of software, both at once: each takes one core.
 python-test: $(EXTENSION) $(VENV)/.test $(DRIVER)
+	$(MAKE) --jobs=2 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target) --no-print-directory machine-test software-test
+
+machine-test:
 	$(BIN)/python -m pytest
+
+software-test:
 	LD_PRELOAD=$(abspath $(DRIVER)) KVPOOL_REQUIRE_CUDA=1 $(BIN)/python -m pytest --software -m cuda
 
 # Every order in which a few threads can use what they share.
