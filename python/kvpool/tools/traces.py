@@ -149,7 +149,7 @@ def _mooncake_rows(path: Path, lines: list[tuple[int, str]]) -> Iterator[tuple[i
         if not isinstance(record, dict) or not set(MOONCAKE_KEYS) <= record.keys():
             raise TraceError(f"{path}:{number}: needs an object with {', '.join(MOONCAKE_KEYS)}")
         time_ms = record["timestamp"]
-        if not isinstance(time_ms, (int, float)) or isinstance(time_ms, bool) or not 0 <= time_ms < _MOST_MS:
+        if not isinstance(time_ms, (int, float)) or isinstance(time_ms, bool) or not 0 <= time_ms <= _MOST_MS:
             raise TraceError(f"{path}:{number}: timestamp is no number of milliseconds: {time_ms!r}")
         yield (
             round(time_ms * 10_000),
