@@ -527,9 +527,9 @@ impl TokenToKvPoolAllocator {
     /// Of a strict pool it leaves frees pending, as what is wrong with them is to be raised where slots are used.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         if lock(&self.pool).strict() {
-            self.poll_fences(py)?
+            self.poll_fences(py)?;
         } else {
-            self.poll(py)?
+            self.poll(py)?;
         }
         let (stats, pending, device_bytes, size, page_size) = {
             let pool = lock(&self.pool);
