@@ -237,10 +237,14 @@ class RequestUser(User):
     def _look(self, plan: kvpool.BatchPlan, rows: list[int], lens: list[int]) -> None:
         """Compares a plan, as far as no later one has taken its place, and the table with what is held."""
         try:
-            expect(plan.host.seq_lens.tolist() == lens, f"{self}: a plan of other lengths")
-            expect(plan.host.req_pool_indices.tolist() == rows, f"{self}: a plan of other rows")
+            host_lens, host_rows = plan.host.seq_lens.tolist(), plan.host.req_pool_indices.tolist()
+            # Another thread's plan may have come while they were read: then this raises.
+            _ = plan.host.seq_lens
         except kvpool.StaleBufferError:
             pass
+        else:
+            expect(host_lens == lens, f"{self}: a plan of other lengths")
+            expect(host_rows == rows, f"{self}: a plan of other rows")
         for row, length in zip(rows, lens, strict=True):
             expect(self._planner.seq_len(row) == length, f"{self}: row {row} has not {length} tokens")
             self._enter(row, self._table.read(row, length).tolist(), set())
