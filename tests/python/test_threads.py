@@ -13,38 +13,24 @@ import random
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from common import THREADS, together
 from shared_pools import Pools, Sizes
 from users import users_of
 
 import kvpool
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from shared_pools import User
 
-THREADS = 8
 SOAK_S = float(os.environ.get("KVPOOL_SOAK_S", "0"))
 LAYOUTS = tuple(itertools.product((1, 16), (False, True)))
-
-
-def together(work: Callable[[int], None]) -> None:
-    """Runs `work(0)` to `work(7)` at once, and raises what any of them raised."""
-    barrier = threading.Barrier(THREADS)
-
-    def start(number: int) -> None:
-        barrier.wait()
-        work(number)
-
-    with ThreadPoolExecutor(THREADS) as pool:
-        for future in [pool.submit(start, number) for number in range(THREADS)]:
-            future.result()
 
 
 @pytest.mark.parametrize("need_sort", [True, False])
