@@ -9,7 +9,7 @@
 //!
 //! | layer | owns | `unsafe` |
 //! |---|---|---|
-//! | [`base`] | words and numbers: index newtypes, dtype, device, shape, error | no |
+//! | [`base`] | words and numbers: index newtypes, dtype, device, shape, error; a lock | no |
 //! | [`index`] | who owns which integer: bitmaps, free lists, slots, rows, owners, requests, reference counts, buckets, arenas, move plans | no |
 //! | [`memory`] | where bytes come from: backends, regions; devices, streams, events | yes |
 //! | [`kernels`] | operations on rows and on the request table: on the CPU, and as CUDA kernels with their launches | yes |

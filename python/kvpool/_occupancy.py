@@ -38,9 +38,14 @@ class Span(NamedTuple):
     holders: list[tuple[str | int | None, str, float, int]]
 
 
+def hands_out(pool: Pool) -> bool:
+    """Whether the pool hands units out."""
+    return hasattr(pool, "_occupancy")
+
+
 def check_hands_out(pool: Pool) -> None:
     """Raises `TypeError` for a pool that hands nothing out."""
-    if not hasattr(pool, "_occupancy"):
+    if not hands_out(pool):
         raise TypeError(f"a {type(pool).__name__} hands nothing out that could leak")
 
 

@@ -9,7 +9,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from kvpool._occupancy import no_collection, take
+from kvpool._occupancy import hands_out, no_collection, take
 from kvpool._pools import pools as living_pools
 from kvpool.errors import ConfigError
 
@@ -54,7 +54,7 @@ def snapshot(path: str | os.PathLike[str], *pools: AnyPool) -> None:
     target = Path(path)
     if target.suffix not in {".html", ".png"}:
         raise ConfigError(f"a snapshot is .html or .png, not {target.name!r}")
-    chosen = pools or [pool for pool in living_pools() if hasattr(pool, "_occupancy")]
+    chosen = pools or [pool for pool in living_pools() if hands_out(pool)]
     if not chosen:
         raise ConfigError("no pool of this process hands anything out")
     taken = [take(pool) for pool in chosen]

@@ -27,6 +27,7 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvpool._occupancy import hands_out
 from kvpool._pools import pools
 from kvpool.errors import KvPoolError
 
@@ -107,8 +108,8 @@ def _family(pool: AnyPool, key: str) -> GaugeMetricFamily | CounterMetricFamily 
         return CounterMetricFamily(*_COUNTERS[key], labels=_LABELS)
     if key in _BYTES:
         return GaugeMetricFamily(*_BYTES[key], labels=_LABELS)
-    # What a pool without owners has is what another one hands out.
-    if key not in _UNITS or not hasattr(pool, "_occupancy"):
+    # What such a pool has is what another one hands out.
+    if key not in _UNITS or not hands_out(pool):
         return None
     if pool.unit == "byte":
         return GaugeMetricFamily(

@@ -66,7 +66,7 @@ pub struct Settled {
 impl Waits for TokenToKvPoolAllocator {
     #[inline]
     fn waits(&self) -> bool {
-        !self.is_settled()
+        !self.deferred.is_empty()
     }
 }
 
@@ -362,12 +362,6 @@ impl TokenToKvPoolAllocator {
     #[must_use]
     pub fn unsettled(&self) -> Option<Arc<Event>> {
         self.deferred.oldest()
-    }
-
-    /// Whether there are frees that wait for their values.
-    #[must_use]
-    pub fn is_settled(&self) -> bool {
-        self.deferred.is_empty()
     }
 
     /// A name for a fence.

@@ -6,7 +6,7 @@ use pyo3::gc::PyVisit;
 use pyo3::prelude::*;
 use pyo3::types::{IntoPyDict, PyDict, PyTuple};
 
-use crate::base::{Device, Id, Page, Slot, Watched};
+use crate::base::{Device, Id, Page, Slot, Waits, Watched};
 use crate::index::{BadFrees, FenceId};
 use crate::memory::Stream;
 use crate::pool::TokenToKvPoolAllocator as Pool;
@@ -127,7 +127,7 @@ impl TokenToKvPoolAllocator {
     fn wait_for_oldest(&self, py: Python<'_>) -> PyResult<bool> {
         let oldest = {
             let pool = lock(&self.pool);
-            if pool.is_settled() {
+            if !pool.waits() {
                 return Ok(false);
             }
             pool.unsettled()
