@@ -19,10 +19,11 @@ use loom::thread;
 /// No test waits so long.
 const FOREVER: Duration = Duration::from_secs(1 << 20);
 
-/// Tries every order with at most `preemptions` switches of threads that could have gone on.
-fn try_all(preemptions: usize, model: impl Fn() + Send + Sync + 'static) {
+/// Tries every order or, where they are too many, those with at most `preemptions` switches from a thread that could have
+/// gone on.
+fn try_all(preemptions: Option<usize>, model: impl Fn() + Send + Sync + 'static) {
     let mut builder = Builder::new();
-    builder.preemption_bound = Some(preemptions);
+    builder.preemption_bound = preemptions;
     builder.check(model);
 }
 
@@ -60,7 +61,7 @@ fn told(locking: &mut PageLocking) -> Vec<usize> {
 
 #[test]
 fn nothing_waits_unseen() {
-    try_all(3, || {
+    try_all(None, || {
         let numbers = Arc::new(Watched::new(Vec::new()));
         let threads = [0, 1].map(|number| {
             let numbers = Arc::clone(&numbers);
@@ -84,7 +85,7 @@ fn nothing_waits_unseen() {
 
 #[test]
 fn a_limit_holds_and_nothing_of_it_is_lost() {
-    try_all(3, || {
+    try_all(None, || {
         let limit = Arc::new(Limit::new(Arc::new(Host), 100));
         let threads = [0, 1].map(|_| {
             let limit = Arc::clone(&limit);
@@ -99,7 +100,7 @@ fn a_limit_holds_and_nothing_of_it_is_lost() {
 
 #[test]
 fn whoever_waits_for_page_locking_gets_the_chunks() {
-    try_all(2, || {
+    try_all(Some(2), || {
         let (pool, mut locking) = locking(2);
         let waiter = {
             let pool = Arc::clone(&pool);
@@ -115,7 +116,7 @@ fn whoever_waits_for_page_locking_gets_the_chunks() {
 
 #[test]
 fn page_locking_that_is_stopped_leaves_nobody_waiting() {
-    try_all(2, || {
+    try_all(Some(2), || {
         let (pool, mut locking) = locking(3);
         let waiter = {
             let pool = Arc::clone(&pool);
@@ -138,7 +139,7 @@ fn page_locking_that_is_stopped_leaves_nobody_waiting() {
 
 #[test]
 fn a_freed_chunk_comes_back_when_its_copy_is_done() {
-    try_all(3, || {
+    try_all(None, || {
         let (pool, mut locking) = locking(1);
         told(&mut locking);
         drop(locking);
