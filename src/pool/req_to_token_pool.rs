@@ -11,7 +11,7 @@ use crate::tensor::TensorView;
 
 use super::host_copy::known_values;
 use super::table_copy::TableCopy;
-use super::{at_least_one, expect_here, fits_int32};
+use super::{at_least_one, expect_here, fits_int32, launcher};
 
 /// Where values go in the table.
 #[derive(Clone, Debug)]
@@ -125,12 +125,12 @@ impl ReqToTokenPool {
         fits_int32(&format!("max_context_len {max_context_len}"), Some(max_context_len))?;
         let shape = [widen(rows + first), max_context_len];
         let region = Arc::new(Region::new(backend, bytes_of("req_to_token", &shape, DType::I32)?)?);
-        let remote = match region.gpu() {
+        let remote = match launcher(&region, numbers_at_once(shape))? {
             None => None,
-            Some(gpu) => Some(Remote {
-                launcher: Launcher::new(gpu, numbers_at_once(shape))?,
-                copy: TableCopy::new(gpu, &region, shape[0], shape[1])?,
-            }),
+            Some(launcher) => {
+                let copy = TableCopy::new(launcher.gpu(), &region, shape[0], shape[1])?;
+                Some(Remote { launcher, copy })
+            }
         };
         let table = TensorView::contiguous(region, 0, DType::I32, &shape)?;
         let rows = RowTable::new(first, rows)?;
@@ -201,7 +201,7 @@ impl ReqToTokenPool {
     /// # Errors
     /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the driver refuses.
     pub fn alloc(&mut self, count: usize, stream: Stream) -> Result<Option<Vec<u32>>> {
-        self.check_process()?;
+        self.not_capturing(stream)?;
         let Some(taken) = self.rows.alloc(count) else { return Ok(None) };
         self.clean(&taken, stream)?;
         Ok(Some(taken.iter().map(|taken| taken.row.number()).collect()))
@@ -213,7 +213,7 @@ impl ReqToTokenPool {
     /// If strict, [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) when anything would be
     /// dropped; nothing is changed then. [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the driver refuses.
     pub fn free(&mut self, given: &IndexVec, stream: Stream) -> Result<BadFrees> {
-        self.check_process()?;
+        self.not_capturing(stream)?;
         let (freed, bad) = self.rows.free(given, self.strict, Row::NOUN)?;
         self.clean(&freed, stream)?;
         Ok(bad)
@@ -257,6 +257,19 @@ impl ReqToTokenPool {
 
     pub(super) fn on_device(&self) -> Result<Table<'_>> {
         Table::new(self.table.region(), self.table_rows(), self.max_context_len)
+    }
+
+    /// Checks that work on the table may be enqueued on `stream`: a graph would repeat it, of which the host's copy would
+    /// know nothing.
+    pub(super) fn not_capturing(&self, stream: Stream) -> Result<()> {
+        let Some(remote) = &self.remote else { return Ok(()) };
+        let gpu = remote.launcher.gpu();
+        gpu.check_process()?;
+        match gpu.is_capturing(stream) {
+            Ok(true) => gpu.not_capturing(stream, "a change of the table, of which the host keeps a copy,"),
+            // A driver that does not answer must not keep rows from being given back.
+            Ok(false) | Err(_) => Ok(()),
+        }
     }
 
     fn check_process(&self) -> Result<()> {
@@ -337,7 +350,8 @@ impl ReqToTokenPool {
         values: &Indices<'_>,
         stream: Stream,
     ) -> Result<()> {
-        expect_here(self.device(), &[values])?;
+        self.not_capturing(stream)?;
+        expect_here(self.device(), &[values], stream)?;
         let known = known(values).map(IndexVec::into_i32).transpose()?;
         let (mut row_list, mut column_list) = (Vec::new(), Vec::new());
         let places = match index {
@@ -351,7 +365,7 @@ impl ReqToTokenPool {
                 }
             }
             TableIndex::Points { rows, columns } => {
-                expect_here(self.device(), &[rows, columns])?;
+                expect_here(self.device(), &[rows, columns], stream)?;
                 as_many(rows.len(), columns.len())?;
                 self.checked_points(rows, columns, [&mut row_list, &mut column_list])?
             }
@@ -547,7 +561,7 @@ impl ReqToTokenPool {
             return build_kv_indices(self.table.region(), self.max_context_len, &rows, &ends, out);
         };
         self.fault()?;
-        expect_here(self.device(), &[rows, indptr])?;
+        expect_here(self.device(), &[rows, indptr], stream)?;
         let row_list = rows.list("row", self.table_rows())?;
         let end_list = match indptr {
             Indices::Device { .. } => Vec::new(),
@@ -560,6 +574,7 @@ impl ReqToTokenPool {
                 IndexVec::I64(ends).into_i32()?
             }
         };
+        out.used_on(stream);
         let numbers = [rows.numbers(&row_list), indptr.numbers(&end_list)];
         remote.launcher.kv_indices(&self.on_device()?, numbers, out, rows.len(), stream)
     }
@@ -570,7 +585,7 @@ impl ReqToTokenPool {
     /// # Errors
     /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the driver refuses.
     pub fn clear(&mut self, version: Option<u64>, stream: Stream) -> Result<()> {
-        self.check_process()?;
+        self.not_capturing(stream)?;
         let written = self.rows.clear();
         let Some(remote) = &self.remote else { return self.clean(&written, stream) };
         let mut extents = vec![0; self.table_rows()];

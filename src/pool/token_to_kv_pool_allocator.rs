@@ -7,7 +7,7 @@ use std::sync::{Arc, Weak};
 use crate::base::{Device, Error, ErrorKind, IndexVec, Page, Result, Waits, reserve, widen};
 use crate::index::{Act, BadFrees, FenceId, Ledger, Order, SlotAllocator, SlotStats, ascending_runs};
 use crate::kernels::{Indices, read_now};
-use crate::memory::{Backend, Borrowed, Event, Gpu, Stream};
+use crate::memory::{Backend, Borrowed, Event, Gpu, Keep, Stream};
 use crate::tensor::TensorView;
 
 use super::KvPool;
@@ -256,6 +256,18 @@ impl TokenToKvPoolAllocator {
         stage.show(&slots, stream).inspect_err(|_| self.slots.undo(&slots, continued))
     }
 
+    /// Notes that work on `stream` reads slots that were handed out: their memory is used again after that work only. Slots in
+    /// host memory have no streams.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`] for a tensor that is none of this allocator's.
+    pub fn used_on(&self, tensor: &Borrowed<'_>, stream: Stream) -> Result<()> {
+        match &self.stage {
+            Some(stage) => stage.used_on(tensor, stream),
+            None => Ok(()),
+        }
+    }
+
     /// Gives back what was handed out in `view` and never used: its pages but those that were only `continued`.
     pub fn undo(&mut self, view: &TensorView, continued: &[Page]) {
         let Ok(tensor) = view.borrow() else { return };
@@ -287,7 +299,7 @@ impl TokenToKvPoolAllocator {
     /// As [`TokenToKvPoolAllocator::free`], for indices anywhere.
     ///
     /// Values that only a device knows are copied in the order of `stream`, and nothing waits for them, unless more are
-    /// on their way than the pool has slots.
+    /// on their way than the pool has slots. `keep` keeps the tensor until they were.
     ///
     /// # Errors
     /// As there; [`ErrorKind::Driver`] when the driver refuses.
@@ -295,6 +307,7 @@ impl TokenToKvPoolAllocator {
         &mut self,
         given: &Indices<'_>,
         fence: Option<FenceId>,
+        keep: impl FnOnce() -> Option<Keep>,
         stream: Stream,
     ) -> Result<BadFrees> {
         match given {
@@ -302,7 +315,7 @@ impl TokenToKvPoolAllocator {
             Indices::Device { tensor, version } => {
                 let values = match known_values(tensor, *version) {
                     Some(values) => Some(values),
-                    None => self.defer(tensor, fence, stream)?,
+                    None => self.defer((tensor, keep()), fence, stream)?,
                 };
                 values.map_or(Ok(BadFrees::default()), |values| self.free(&values, fence))
             }
@@ -313,13 +326,14 @@ impl TokenToKvPoolAllocator {
     /// when there is no room for the copy.
     fn defer(
         &mut self,
-        tensor: &Borrowed<'_>,
+        (tensor, keep): (&Borrowed<'_>, Option<Keep>),
         fence: Option<FenceId>,
         stream: Stream,
     ) -> Result<Option<IndexVec>> {
         let gpu = self.gpu_of(tensor.device())?;
         let at_once = fetched_at_once(&self.slots);
-        match self.deferred.fetch(&gpu, at_once, tensor, stream)? {
+        tensor.used_on(stream);
+        match self.deferred.fetch(&gpu, at_once, (tensor, keep), stream)? {
             None => return read_now(&gpu, tensor, stream).map(Some),
             Some(part) if fence.is_none() && self.slots.in_group() => {
                 self.group.push((part, self.act()));

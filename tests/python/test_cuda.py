@@ -680,7 +680,7 @@ def test_a_write_of_which_the_host_is_told_cannot_be_captured(driver: Driver) ->
     stream = driver.stream()
     with on_stream(stream):
         driver.begin_capture(stream)
-        with pytest.raises(DriverError, match="of which the host is told, cannot be captured"):
+        with pytest.raises(DriverError, match="of which the host keeps a copy, cannot be captured"):
             pool.write((rows, columns), values)
         assert driver.end_capture(stream) >= 1
     driver.run()
