@@ -6,6 +6,7 @@ use crate::codes::{Code, INVALID_HANDLE, INVALID_VALUE, Outcome, SUCCESS};
 use crate::memory::Place;
 use crate::operations::check;
 use crate::state::{State, state};
+use crate::threads::Mode;
 
 /// The name that a test gave, or `None` for all.
 fn text(name: *const c_char) -> Option<String> {
@@ -175,7 +176,7 @@ fn with_device(start: usize, bytes: c_long, work: impl FnOnce(usize)) -> Outcome
 #[unsafe(no_mangle)]
 extern "C" fn soft_begin_capture(stream: usize) -> c_int {
     let state = &mut *state();
-    code(stream_of(state, stream).and_then(|id| state.streams.begin_capture(id, true)))
+    code(stream_of(state, stream).and_then(|id| state.streams.begin_capture(id, Mode::Global)))
 }
 
 /// Ends a capture: the graph's number, from 1 on, or the error's number below 0.

@@ -38,6 +38,7 @@ mod operations;
 mod runtime;
 mod state;
 mod streams;
+mod threads;
 mod work;
 
 #[cfg(test)]

@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use crate::capture::Status;
 use crate::codes::{
-    CAPTURE_UNSUPPORTED, CAPTURED_EVENT, INVALID_CONTEXT, INVALID_HANDLE, INVALID_VALUE, NOT_READY, Outcome,
+    CAPTURE_IMPLICIT, CAPTURE_UNSUPPORTED, CAPTURED_EVENT, INVALID_CONTEXT, INVALID_HANDLE, INVALID_VALUE,
+    NOT_READY, Outcome,
 };
 use crate::events::Recorded;
 use crate::kernels::BLOCK;
@@ -74,6 +75,7 @@ impl State {
     }
 
     pub fn synchronize(&mut self, device: usize) -> Outcome {
+        self.streams.forbid_on(device)?;
         self.streams.captures.forbid()?;
         self.run_all(Some(device));
         Ok(())
@@ -98,6 +100,7 @@ impl State {
             self.streams.captures.invalidate(capture);
             return Err(CAPTURE_UNSUPPORTED);
         }
+        self.streams.check_default(id)?;
         Ok(id)
     }
 
@@ -120,7 +123,8 @@ impl State {
 
     pub fn capture_status(&mut self, device: usize, stream: usize) -> Outcome<Status> {
         let id = self.streams.resolve(stream, device)?;
-        self.streams.check_default(id)?;
+        // It is asked only, so nothing is spoilt.
+        check(self.streams.tied(id).is_none(), CAPTURE_IMPLICIT)?;
         Ok(self.streams.captures.status(self.streams.capture_of(id)))
     }
 
@@ -140,8 +144,7 @@ impl State {
         let id = self.streams.resolve(stream, device)?;
         check(self.events.get(event)?.device == device, INVALID_HANDLE)?;
         let recorded = if let Some(capture) = self.streams.capture_of(id) {
-            self.streams.captures.check(capture)?;
-            Recorded::In(capture)
+            Recorded::In(self.streams.captures.mark(capture, id)?)
         } else {
             Recorded::At(self.streams.mark(id)?)
         };
@@ -153,13 +156,14 @@ impl State {
 
     /// The place that an event names, if it names one; not within a capture, nor while anybody captures.
     fn place_of_event(&mut self, event: usize) -> Outcome<Option<Position>> {
-        let recorded = self.events.get(event)?.recorded;
-        self.streams.captures.forbid()?;
-        match recorded {
-            Recorded::Nothing => Ok(None),
-            Recorded::At(position) => Ok(Some(position)),
-            Recorded::In(_) => Err(CAPTURED_EVENT),
+        let recorded = self.events.get(event)?.recorded.clone();
+        if let Recorded::In(place) = recorded {
+            // No mode allows it.
+            self.streams.captures.invalidate(place.capture);
+            return Err(CAPTURED_EVENT);
         }
+        self.streams.captures.forbid()?;
+        if let Recorded::At(position) = recorded { Ok(Some(position)) } else { Ok(None) }
     }
 
     /// Fails with [`NOT_READY`] until what lies before an event has run; asked often enough, it runs.
@@ -193,11 +197,11 @@ impl State {
     /// Lets later work of a stream come after an event as it is recorded now.
     pub fn wait_for_event(&mut self, device: usize, stream: usize, event: usize) -> Outcome {
         let id = self.streams.resolve(stream, device)?;
-        match self.events.get(event)?.recorded {
+        match self.events.get(event)?.recorded.clone() {
             Recorded::Nothing => Ok(()),
             Recorded::At(position) => self.streams.order(id, position),
-            Recorded::In(capture) if self.streams.captures.is_active(capture) => {
-                self.streams.join_capture(id, capture)
+            Recorded::In(place) if self.streams.captures.is_active(place.capture) => {
+                self.streams.join_capture(id, &place)
             }
             Recorded::In(_) => Err(CAPTURED_EVENT),
         }

@@ -6,12 +6,17 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use crate::capture::Captures;
+use crate::capture::{Captures, Place};
 use crate::codes::{CAPTURE_IMPLICIT, CAPTURE_ISOLATION, CAPTURE_UNSUPPORTED, INVALID_HANDLE, Outcome};
+use crate::threads::{self, Mode};
 use crate::work::{Executor, Work};
 
-/// Handles from here on are those of streams that were created; below are the default streams, one a device.
+/// Handles from here on are those of streams that were created; below are the default streams: the legacy ones, which
+/// have the numbers of their devices, and from [`FIRST_OF_THREADS`] on those of threads.
 pub const FIRST_HANDLE: usize = 0x5000_0000;
+const FIRST_OF_THREADS: usize = 0x1000;
+/// `CU_STREAM_PER_THREAD`. Both 0 and `CU_STREAM_LEGACY`, which is 1, mean the legacy stream.
+const PER_THREAD: usize = 2;
 
 /// What a stream comes to.
 enum Item {
@@ -51,7 +56,17 @@ struct Stream {
 #[derive(Default)]
 pub struct Streams {
     streams: BTreeMap<usize, Stream>,
+    /// The default streams of threads, by thread and device.
+    of_threads: BTreeMap<(usize, usize), usize>,
+    /// The number of the last item of any stream: a place in a stream never lies in a later one with its handle.
+    last: u64,
+    /// Handles of streams that are gone.
+    pub gone: Vec<usize>,
     pub captures: Captures,
+}
+
+fn is_legacy(id: usize) -> bool {
+    id < FIRST_OF_THREADS
 }
 
 impl Streams {
@@ -61,8 +76,8 @@ impl Streams {
             is_blocking,
             is_alive: true,
             queue: VecDeque::new(),
-            enqueued: 0,
-            ran: 0,
+            enqueued: self.last,
+            ran: self.last,
             queries: 0,
             capture: None,
         };
@@ -71,17 +86,24 @@ impl Streams {
 
     /// The stream that a handle means where `device` is the current one. The default stream has several handles.
     pub fn resolve(&mut self, handle: usize, device: usize) -> Outcome<usize> {
-        if handle <= 2 {
-            if !self.streams.contains_key(&device) {
-                self.create(device, device, true);
+        if handle <= PER_THREAD {
+            let id = if handle == PER_THREAD { self.of_thread(device) } else { device };
+            if !self.streams.contains_key(&id) {
+                self.create(id, device, true);
             }
-            return Ok(device);
+            return Ok(id);
         }
         let stream = self.streams.get(&handle).filter(|stream| stream.is_alive && handle >= FIRST_HANDLE);
         match stream {
             Some(stream) if stream.device == device => Ok(handle),
             _ => Err(INVALID_HANDLE),
         }
+    }
+
+    /// The default stream that this thread has for itself on a device.
+    fn of_thread(&mut self, device: usize) -> usize {
+        let next = FIRST_OF_THREADS + self.of_threads.len();
+        *self.of_threads.entry((threads::number(), device)).or_insert(next)
     }
 
     /// Forgets a handle. What was enqueued still runs, as late as before.
@@ -116,7 +138,7 @@ impl Streams {
     /// Enqueues work, or records it in the stream's capture.
     pub fn push(&mut self, id: usize, work: Work) -> Outcome {
         match self.capture_of(id) {
-            Some(capture) => self.captures.push(capture, work),
+            Some(capture) => self.captures.push(capture, id, work),
             None => self.enqueue(id, Item::Work(work)).map(|_| ()),
         }
     }
@@ -124,25 +146,37 @@ impl Streams {
     fn enqueue(&mut self, id: usize, item: Item) -> Outcome<u64> {
         self.check_default(id)?;
         let stream = self.streams.get_mut(&id).ok_or(INVALID_HANDLE)?;
-        stream.enqueued += 1;
+        self.last += 1;
+        stream.enqueued = self.last;
         stream.queries = 0;
         stream.queue.push_back((stream.enqueued, item));
         Ok(stream.enqueued)
     }
 
-    /// The default stream cannot be used while a stream that is tied to it is captured.
+    /// The capture of a stream that is tied to this one, if it is a legacy stream: it cannot be used meanwhile.
+    pub fn tied(&self, id: usize) -> Option<usize> {
+        let mut tied = self.streams.values().filter(|stream| stream.device == id && stream.is_blocking);
+        tied.find_map(|stream| stream.capture).filter(|_| is_legacy(id))
+    }
+
+    /// For the use of a stream: spoils the capture that forbids it, and fails.
     pub fn check_default(&mut self, id: usize) -> Outcome {
-        let tied = self
-            .streams
-            .values()
-            .find(|stream| stream.device == id && stream.is_blocking && stream.capture.is_some());
-        match tied.and_then(|stream| stream.capture) {
-            Some(capture) if id < FIRST_HANDLE => {
+        let Some(capture) = self.tied(id) else { return Ok(()) };
+        self.captures.invalidate(capture);
+        Err(CAPTURE_IMPLICIT)
+    }
+
+    /// For waits that encompass a device, which no mode allows: spoils all captures of its streams, and fails if there
+    /// are any.
+    pub fn forbid_on(&mut self, device: usize) -> Outcome {
+        let mut result = Ok(());
+        for stream in self.streams.values().filter(|stream| stream.device == device) {
+            if let Some(capture) = stream.capture {
                 self.captures.invalidate(capture);
-                Err(CAPTURE_IMPLICIT)
+                result = Err(CAPTURE_UNSUPPORTED);
             }
-            _ => Ok(()),
         }
+        result
     }
 
     /// Copies, fills and launches that have not run, of one stream or of all.
@@ -214,7 +248,14 @@ impl Streams {
 
     /// Drops streams that are destroyed and done.
     pub fn sweep(&mut self) {
-        self.streams.retain(|_, stream| stream.is_alive || !stream.queue.is_empty());
+        let gone = &mut self.gone;
+        self.streams.retain(|&id, stream| {
+            let stays = stream.is_alive || !stream.queue.is_empty();
+            if !stays {
+                gone.push(id);
+            }
+            stays
+        });
     }
 
     pub fn capture_of(&self, id: usize) -> Option<usize> {
@@ -222,24 +263,24 @@ impl Streams {
     }
 
     /// Records from now on what is enqueued on a stream.
-    pub fn begin_capture(&mut self, id: usize, is_global: bool) -> Outcome {
-        if id < FIRST_HANDLE {
+    pub fn begin_capture(&mut self, id: usize, mode: Mode) -> Outcome {
+        if is_legacy(id) {
             return Err(CAPTURE_UNSUPPORTED);
         }
         let stream = self.streams.get_mut(&id).ok_or(INVALID_HANDLE)?;
-        stream.capture = Some(self.captures.begin(id, stream.capture, is_global)?);
+        stream.capture = Some(self.captures.begin(id, stream.capture, mode)?);
         Ok(())
     }
 
-    /// Lets a stream take part in the capture of another.
-    pub fn join_capture(&mut self, id: usize, capture: usize) -> Outcome {
-        if id < FIRST_HANDLE {
-            self.captures.invalidate(capture);
+    /// Lets a stream come after a place of a capture, in which it takes part from then on.
+    pub fn join_capture(&mut self, id: usize, place: &Place) -> Outcome {
+        if is_legacy(id) {
+            self.captures.invalidate(place.capture);
             return Err(CAPTURE_IMPLICIT);
         }
         let stream = self.streams.get_mut(&id).ok_or(INVALID_HANDLE)?;
-        self.captures.join(stream.capture, capture)?;
-        stream.capture = Some(capture);
+        self.captures.join(id, stream.capture, place)?;
+        stream.capture = Some(place.capture);
         Ok(())
     }
 

@@ -6,9 +6,7 @@ use crate::capture::Status;
 use crate::codes::{INVALID_VALUE, NOT_SUPPORTED, Outcome};
 use crate::driver::put;
 use crate::operations::check;
-
-/// `cudaStreamCaptureModeGlobal`.
-const GLOBAL: c_int = 0;
+use crate::threads::Mode;
 
 /// Writes an answer that the caller need not want.
 fn put_if_wanted<T>(target: *mut T, value: T) -> Outcome {
@@ -17,8 +15,9 @@ fn put_if_wanted<T>(target: *mut T, value: T) -> Outcome {
 
 super::exports! {
     Context cudaStreamBeginCapture(stream: usize, mode: c_int) |call| {
+        let mode = Mode::new(mode).ok_or(INVALID_VALUE)?;
         let id = call.state.streams.resolve(stream, call.device)?;
-        call.state.streams.begin_capture(id, mode == GLOBAL)
+        call.state.streams.begin_capture(id, mode)
     };
     Context cudaStreamEndCapture(stream: usize, graph: *mut usize) |call| {
         check(!graph.is_null(), INVALID_VALUE)?;
