@@ -55,7 +55,7 @@ struct Stream {
 
 #[derive(Default)]
 pub struct Streams {
-    streams: BTreeMap<usize, Stream>,
+    all: BTreeMap<usize, Stream>,
     /// The default streams of threads, by thread and device.
     of_threads: BTreeMap<(usize, usize), usize>,
     /// The number of the last item of any stream: a place in a stream never lies in a later one with its handle.
@@ -81,19 +81,19 @@ impl Streams {
             queries: 0,
             capture: None,
         };
-        self.streams.insert(id, stream);
+        self.all.insert(id, stream);
     }
 
     /// The stream that a handle means where `device` is the current one. The default stream has several handles.
     pub fn resolve(&mut self, handle: usize, device: usize) -> Outcome<usize> {
         if handle <= PER_THREAD {
             let id = if handle == PER_THREAD { self.of_thread(device) } else { device };
-            if !self.streams.contains_key(&id) {
+            if !self.all.contains_key(&id) {
                 self.create(id, device, true);
             }
             return Ok(id);
         }
-        let stream = self.streams.get(&handle).filter(|stream| stream.is_alive && handle >= FIRST_HANDLE);
+        let stream = self.all.get(&handle).filter(|stream| stream.is_alive && handle >= FIRST_HANDLE);
         match stream {
             Some(stream) if stream.device == device => Ok(handle),
             _ => Err(INVALID_HANDLE),
@@ -111,7 +111,7 @@ impl Streams {
         if id < FIRST_HANDLE {
             return Err(INVALID_HANDLE);
         }
-        let stream = self.streams.get_mut(&id).ok_or(INVALID_HANDLE)?;
+        let stream = self.all.get_mut(&id).ok_or(INVALID_HANDLE)?;
         stream.is_alive = false;
         if let Some(capture) = stream.capture {
             self.captures.invalidate(capture);
@@ -122,17 +122,17 @@ impl Streams {
 
     /// Forgets a device's streams, and what they had to do.
     pub fn destroy_device(&mut self, device: usize) {
-        self.streams.retain(|_, stream| stream.device != device);
+        self.all.retain(|_, stream| stream.device != device);
     }
 
     /// Streams that were created and not destroyed.
     pub fn count(&self) -> usize {
-        self.streams.iter().filter(|(id, stream)| **id >= FIRST_HANDLE && stream.is_alive).count()
+        self.all.iter().filter(|(id, stream)| **id >= FIRST_HANDLE && stream.is_alive).count()
     }
 
     /// The device of a stream whose handle may be used.
     pub fn device_of(&self, id: usize) -> Option<usize> {
-        self.streams.get(&id).filter(|stream| stream.is_alive).map(|stream| stream.device)
+        self.all.get(&id).filter(|stream| stream.is_alive).map(|stream| stream.device)
     }
 
     /// Enqueues work, or records it in the stream's capture.
@@ -145,7 +145,7 @@ impl Streams {
 
     fn enqueue(&mut self, id: usize, item: Item) -> Outcome<u64> {
         self.check_default(id)?;
-        let stream = self.streams.get_mut(&id).ok_or(INVALID_HANDLE)?;
+        let stream = self.all.get_mut(&id).ok_or(INVALID_HANDLE)?;
         self.last += 1;
         stream.enqueued = self.last;
         stream.queries = 0;
@@ -155,7 +155,7 @@ impl Streams {
 
     /// The capture of a stream that is tied to this one, if it is a legacy stream: it cannot be used meanwhile.
     pub fn tied(&self, id: usize) -> Option<usize> {
-        let mut tied = self.streams.values().filter(|stream| stream.device == id && stream.is_blocking);
+        let mut tied = self.all.values().filter(|stream| stream.device == id && stream.is_blocking);
         tied.find_map(|stream| stream.capture).filter(|_| is_legacy(id))
     }
 
@@ -170,7 +170,7 @@ impl Streams {
     /// are any.
     pub fn forbid_on(&mut self, device: usize) -> Outcome {
         let mut result = Ok(());
-        for stream in self.streams.values().filter(|stream| stream.device == device) {
+        for stream in self.all.values().filter(|stream| stream.device == device) {
             if let Some(capture) = stream.capture {
                 self.captures.invalidate(capture);
                 result = Err(CAPTURE_UNSUPPORTED);
@@ -182,19 +182,19 @@ impl Streams {
     /// Copies, fills and launches that have not run, of one stream or of all.
     pub fn pending(&self, id: Option<usize>) -> usize {
         let is_work = |(_, item): &&(u64, Item)| matches!(item, Item::Work(_));
-        let streams = self.streams.iter().filter(|(at, _)| id.is_none_or(|id| **at == id));
+        let streams = self.all.iter().filter(|(at, _)| id.is_none_or(|id| **at == id));
         streams.map(|(_, stream)| stream.queue.iter().filter(is_work).count()).sum()
     }
 
     /// The end of a stream as it is now.
     pub fn end(&self, id: usize) -> Position {
-        Position { stream: id, number: self.streams.get(&id).map_or(0, |stream| stream.enqueued) }
+        Position { stream: id, number: self.all.get(&id).map_or(0, |stream| stream.enqueued) }
     }
 
     /// The ends of all streams of a device, or of all devices.
     pub fn ends(&self, device: Option<usize>) -> Vec<Position> {
         let streams =
-            self.streams.iter().filter(|(_, stream)| device.is_none_or(|device| stream.device == device));
+            self.all.iter().filter(|(_, stream)| device.is_none_or(|device| stream.device == device));
         streams.map(|(&id, stream)| Position { stream: id, number: stream.enqueued }).collect()
     }
 
@@ -216,19 +216,19 @@ impl Streams {
     }
 
     pub fn is_reached(&self, position: Position) -> bool {
-        self.streams.get(&position.stream).is_none_or(|stream| stream.ran >= position.number)
+        self.all.get(&position.stream).is_none_or(|stream| stream.ran >= position.number)
     }
 
     /// How often a stream was asked whether it is done, this time included.
     pub fn asked(&mut self, id: usize) -> u64 {
-        let Some(stream) = self.streams.get_mut(&id) else { return 0 };
+        let Some(stream) = self.all.get_mut(&id) else { return 0 };
         stream.queries += 1;
         stream.queries
     }
 
     /// Runs a stream up to a place, and what it waits for.
     pub fn run(&mut self, until: Position, executor: &mut Executor) {
-        while let Some(stream) = self.streams.get_mut(&until.stream) {
+        while let Some(stream) = self.all.get_mut(&until.stream) {
             match stream.queue.front() {
                 Some((number, _)) if *number <= until.number => (),
                 _ => return,
@@ -240,7 +240,7 @@ impl Streams {
                 // No deeper than there are streams: what a stream waits for was enqueued before it waited.
                 Item::Wait { stream, number } => self.run(Position { stream, number }, executor),
             }
-            if let Some(stream) = self.streams.get_mut(&until.stream) {
+            if let Some(stream) = self.all.get_mut(&until.stream) {
                 stream.ran = number;
             }
         }
@@ -249,7 +249,7 @@ impl Streams {
     /// Drops streams that are destroyed and done.
     pub fn sweep(&mut self) {
         let gone = &mut self.gone;
-        self.streams.retain(|&id, stream| {
+        self.all.retain(|&id, stream| {
             let stays = stream.is_alive || !stream.queue.is_empty();
             if !stays {
                 gone.push(id);
@@ -259,7 +259,7 @@ impl Streams {
     }
 
     pub fn capture_of(&self, id: usize) -> Option<usize> {
-        self.streams.get(&id)?.capture
+        self.all.get(&id)?.capture
     }
 
     /// Records from now on what is enqueued on a stream.
@@ -267,7 +267,7 @@ impl Streams {
         if is_legacy(id) {
             return Err(CAPTURE_UNSUPPORTED);
         }
-        let stream = self.streams.get_mut(&id).ok_or(INVALID_HANDLE)?;
+        let stream = self.all.get_mut(&id).ok_or(INVALID_HANDLE)?;
         stream.capture = Some(self.captures.begin(id, stream.capture, mode)?);
         Ok(())
     }
@@ -278,7 +278,7 @@ impl Streams {
             self.captures.invalidate(place.capture);
             return Err(CAPTURE_IMPLICIT);
         }
-        let stream = self.streams.get_mut(&id).ok_or(INVALID_HANDLE)?;
+        let stream = self.all.get_mut(&id).ok_or(INVALID_HANDLE)?;
         self.captures.join(id, stream.capture, place)?;
         stream.capture = Some(place.capture);
         Ok(())
@@ -289,7 +289,7 @@ impl Streams {
         let capture = self.capture_of(id);
         let graph = self.captures.end(id, capture);
         let is_over = capture.is_some_and(|capture| !self.captures.is_active(capture));
-        for stream in self.streams.values_mut().filter(|stream| is_over && stream.capture == capture) {
+        for stream in self.all.values_mut().filter(|stream| is_over && stream.capture == capture) {
             stream.capture = None;
         }
         graph

@@ -26,7 +26,7 @@ super::exports! {
     Context cuStreamIsCapturing(stream: usize, status: *mut c_int) |call| {
         put(status, call.state.capture_status(call.device, stream)? as c_int)
     };
-    Context cuThreadExchangeStreamCaptureMode(mode: *mut c_int) |_| {
+    Init cuThreadExchangeStreamCaptureMode(mode: *mut c_int) |_| {
         // SAFETY: the caller gives the new mode here.
         let new = unsafe { mode.as_ref() }.copied().and_then(Mode::new).ok_or(INVALID_VALUE)?;
         put(mode, exchange_mode(new) as c_int)
