@@ -378,8 +378,8 @@ class Question:
 
 
 DEVICE_WAIT = (
-    "Programming Guide, stream capture: a handle that encompasses a captured stream, as a device or a context, "
-    "cannot be waited for; a thread's RELAXED mode does not allow what necessarily conflicts"
+    "Programming Guide, stream capture: a handle that encompasses a captured stream, as a device or a "
+    "context, cannot be waited for; a thread's RELAXED mode does not allow what necessarily conflicts"
 )
 MODES = "cuda.h, cuThreadExchangeStreamCaptureMode: which threads may make unsafe calls beside which captures"
 LAZY = (
