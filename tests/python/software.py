@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 NOT_READY = 600
 OUT_OF_MEMORY = 2
 LAUNCH_FAILED = 719
+NEWER_CODES = (36, 225, 226, 402, 721, 913, 917, 9999)
+"""What a driver may answer that no header of CUDA 12.0 knows; the last is no code of any."""
 
 
 class Driver:
@@ -59,6 +61,20 @@ class Driver:
     def set_capacity(self, size: int) -> None:
         """Bytes that each device has."""
         self._library.soft_set_capacity(ctypes.c_long(size))
+
+    def set_register_limit(self, size: int) -> None:
+        """Bytes from which on one call that page-locks fails."""
+        self._library.soft_set_register_limit(ctypes.c_long(size))
+
+    def copy_to_host(self, target: torch.Tensor, source: torch.Tensor, stream: int) -> None:
+        """Enqueues a copy to page-locked memory, as a program does that is neither PyTorch nor kvpool."""
+        size = ctypes.c_size_t(source.nbytes)
+        pointers = ctypes.c_void_p(target.data_ptr()), ctypes.c_uint64(source.data_ptr())
+        assert self._library.cuMemcpyDtoHAsync_v2(*pointers, size, ctypes.c_size_t(stream)) == 0
+
+    def destroy_stream(self, stream: int) -> None:
+        """Destroys a stream; its handle must not be used any more."""
+        assert self._library.cuStreamDestroy_v2(ctypes.c_size_t(stream)) == 0
 
     def set_patience(self, queries: int) -> None:
         """Queries of an event after which what lies before it has run."""
