@@ -1,13 +1,15 @@
 """Every public call of the pools, with what it does while its own stream is captured.
 
-`ENTRIES` names a call as `Class.method`, a constructor as `Class()` and a function by its name; behind `: ` stands
-a variant. `surface()` says which calls there are, so that a call without an entry is found.
+`ENTRIES` names a call as `Class.method`, a constructor as `Class()` and a function by its name; behind `: `
+stands a variant. `surface()` says which calls there are, so that a call without an entry is found.
 """
 
 from __future__ import annotations
 
 import inspect
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -66,6 +68,7 @@ class Inputs:
         self.states = ints(1, 2)
         self.other_states = ints(3, 4)
         self.lengths = ints(3)
+        self.last = ints(PAGE + 1)
         self.zeros = ints(0)
         self.minus = ints(-1)
         self.indptr = ints(0, 3, dtype=torch.int32)
@@ -88,6 +91,7 @@ class World:
         self.allocator = kvpool.TokenToKVPoolAllocator(SIZE, "cuda")
         self.slots = some(self.allocator.alloc(3))
         self.allocator.free(some(self.allocator.alloc(4)))
+        self.noting = kvpool.TokenToKVPoolAllocator(SIZE, "cuda", debug=True)
         self.paged = kvpool.TokenToKVPoolAllocator(SIZE, "cuda", PAGE)
         self.page = some(self.paged.alloc(PAGE))
         self.table = kvpool.ReqToTokenPool(ROWS, CONTEXT, "cuda")
@@ -229,13 +233,18 @@ def _threads(_: World) -> None:
     kvpool.set_num_threads(kvpool.get_num_threads())
 
 
+def _snapshot(world: World) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        kvpool.snapshot(Path(folder) / "pools.html", world.allocator, world.table)
+
+
 def _named(world: World) -> str:
     world.allocator.name = world.allocator.name
     return world.allocator.name
 
 
-def _slots_are(_: World, slots: torch.Tensor) -> bool:
-    return bool(slots.tolist() == [4])
+def _is_new(_: World, slots: torch.Tensor) -> bool:
+    return len(slots) == 1 and slots.tolist()[0] not in {1, 2, 3}
 
 
 def _is_stored(world: World, _: object) -> bool:
@@ -282,18 +291,18 @@ ENTRIES: dict[str, Entry] = {
     "get_num_threads": Entry(lambda _: kvpool.get_num_threads(), WORKS),
     "set_num_threads": Entry(_threads, WORKS),
     "pools": Entry(lambda w: w.allocator in kvpool.pools(), WORKS),
-    "snapshot": Entry(lambda _: kvpool.snapshot(), WORKS),
+    "snapshot": Entry(_snapshot, WORKS),
     "Pool.name": Entry(_named, WORKS),
-    "Pool.leaks": Entry(lambda w: w.allocator.leaks(), WORKS),
+    "Pool.leaks": Entry(lambda w: w.noting.leaks(), WORKS),
     "Pool.expect_balanced": Entry(_balanced, WORKS),
     # TokenToKVPoolAllocator: what the host knows needs no device.
-    "TokenToKVPoolAllocator.alloc": Entry(lambda w: w.allocator.alloc(1), WORKS, _slots_are),
-    "TokenToKVPoolAllocator.alloc: more than is staged": Entry(lambda w: _drain(w.allocator), WORKS),
+    "TokenToKVPoolAllocator.alloc": Entry(lambda w: w.allocator.alloc(1), WORKS, _is_new),
+    "TokenToKVPoolAllocator.alloc: more than is staged": Entry(lambda w: _drain(w.allocator), REFUSES),
     "TokenToKVPoolAllocator.alloc_extend": Entry(
         lambda w: w.paged.alloc_extend(w.inputs.zeros, w.inputs.lengths, w.inputs.minus), REFUSES
     ),
     "TokenToKVPoolAllocator.alloc_decode": Entry(
-        lambda w: w.paged.alloc_decode(w.inputs.lengths, w.inputs.one), REFUSES
+        lambda w: w.paged.alloc_decode(w.inputs.lengths, w.inputs.last), REFUSES
     ),
     "TokenToKVPoolAllocator.free": Entry(lambda w: w.allocator.free(w.slots), WORKS, _is_free(SIZE)),
     "TokenToKVPoolAllocator.free: of the table": Entry(
@@ -329,10 +338,11 @@ ENTRIES: dict[str, Entry] = {
     "TokenToKVPoolAllocator.stats": Entry(lambda w: w.allocator.stats(), WORKS),
     # New tensors on the device, which are written.
     "TokenToKVPoolAllocator.free_slots": Entry(lambda w: w.allocator.free_slots, REFUSES),
-    "TokenToKVPoolAllocator.release_slots": Entry(lambda w: w.allocator.release_slots, WORKS),
-    # ReqToTokenPool: a write changes the host's copy, which a replay does not.
+    "TokenToKVPoolAllocator.release_slots": Entry(lambda w: w.allocator.release_slots, REFUSES),
+    # ReqToTokenPool: a write changes the host's copy, which a replay does not; rows that are given back are
+    # zeroed.
     "ReqToTokenPool.alloc": Entry(lambda w: w.table.alloc(2), WORKS),
-    "ReqToTokenPool.free": Entry(lambda w: w.table.free(w.row), WORKS),
+    "ReqToTokenPool.free": Entry(lambda w: w.table.free(w.row), REFUSES),
     "ReqToTokenPool.write": Entry(lambda w: w.table.write((w.row, slice(0, 3)), w.slots), REFUSES),
     "ReqToTokenPool.write: of a number": Entry(lambda w: w.table.write((w.row, slice(0, 3)), 7), REFUSES),
     "ReqToTokenPool.write: of host values": Entry(
@@ -357,7 +367,7 @@ ENTRIES: dict[str, Entry] = {
     ),
     "ReqToTokenPool.mark_modified": Entry(lambda w: w.table.mark_modified(w.row), WORKS),
     "ReqToTokenPool.available_size": Entry(lambda w: w.table.available_size(), WORKS),
-    "ReqToTokenPool.clear": Entry(lambda w: w.table.clear(), WORKS),
+    "ReqToTokenPool.clear": Entry(lambda w: w.table.clear(), REFUSES),
     "ReqToTokenPool.stats": Entry(lambda w: w.table.stats(), WORKS),
     # KVPool: launches over indices of the device are recorded.
     "KVPool.get_key_buffer": Entry(lambda w: w.kv.get_key_buffer(0), WORKS),
@@ -396,10 +406,12 @@ ENTRIES: dict[str, Entry] = {
     "BatchPlanner.extend: of device values": Entry(
         lambda w: w.planner.extend(w.planned[1:], w.inputs.zeros, w.inputs.lengths), REFUSES
     ),
-    "BatchPlanner.decode": Entry(lambda w: w.planner.decode(w.planned[:1], [6]), REFUSES),
+    "BatchPlanner.decode": Entry(
+        lambda w: w.planner.decode(w.planned[:1], [w.planner.seq_len(w.planned[0]) + 1]), REFUSES
+    ),
     "BatchPlanner.truncate": Entry(lambda w: w.planner.truncate(w.planned[:1], [3]), WORKS),
-    "BatchPlanner.finish": Entry(lambda w: w.planner.finish(w.planned[:1]), WORKS),
-    "BatchPlanner.fork": Entry(lambda w: w.planner.fork(*w.planned, 3), REFUSES),
+    "BatchPlanner.finish": Entry(lambda w: w.planner.finish(w.planned[:1]), REFUSES),
+    "BatchPlanner.fork": Entry(lambda w: w.planner.fork(w.planned[0], w.planned[1], 3), REFUSES),
     "BatchPlanner.seq_len": Entry(lambda w: w.planner.seq_len(w.planned[0]), WORKS),
     "BatchPlanner.stats": Entry(lambda w: w.planner.stats(), WORKS),
     # ChunkPool: the host is told when a copy is done, which a replay does not do.
@@ -468,6 +480,8 @@ INSTANCES: dict[str, Callable[[World], object]] = {
     "GDNPool": lambda w: w.gdn,
     "HostPlan": lambda w: w.plan.host,
     "KVPool": lambda w: w.kv,
+    "LocalGPUPool": lambda w: w.local,
+    "LocalPool": lambda w: w.local,
     "PagePool": lambda w: w.pages,
     "Pool": lambda w: w.allocator,
     "ReqToTokenPool": lambda w: w.table,
@@ -476,8 +490,8 @@ INSTANCES: dict[str, Callable[[World], object]] = {
 }
 """Of each class with properties one that has them."""
 
-# They hold numbers, or have no calls of their own: errors, reports, LMCache's records and its abstract class. Of
-# `Tensor` there are none where PyTorch is.
+# They hold numbers, or have no calls of their own: reports, LMCache's records and its abstract class. Where
+# PyTorch is, there is no `Tensor`.
 _WITHOUT_CALLS = ("BasePool", "KVObj", "LMCacheMemPoolMetadata", "Leak", "Tensor")
 
 
@@ -514,6 +528,7 @@ def surface() -> tuple[set[str], set[str]]:
     calls = {name for name in kvpool.__all__ if inspect.isroutine(getattr(kvpool, name))}
     properties = set()
     for kind in _classes():
+        # None of the pools is made here: it would be the first use of the driver.
         if kind.__name__ in POOLS or _can_be_made(kind):
             calls.add(f"{kind.__name__}()")
         for name, member in _members(kind):

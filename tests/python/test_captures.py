@@ -1,8 +1,8 @@
-"""Every public call of all pools while somebody captures a CUDA graph: it works, or it refuses and changes nothing.
+"""Every public call of all pools beside captures of CUDA graphs: it works, or it refuses and changes nothing.
 
-Nobody's capture is spoilt by it in either case. The calls are those of `capture_calls`, which a new one cannot
-miss. They are made within the capture of their own stream, beside one of another thread or of another stream,
-and as the first of a process.
+Nobody's capture is spoilt by it in either case. The calls are those of `capture_calls`, where none may be
+missing. They are made within the capture of their own stream, beside one of another thread or of another
+stream, and as the first of a process.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-import sys
 import threading
 import traceback
 from contextlib import contextmanager
@@ -28,7 +27,6 @@ from kvpool import KvPoolError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
-    from pathlib import Path
 
     from conftest import RunSnippet
 
@@ -107,6 +105,7 @@ def attempt(entry: Entry, world: World) -> tuple[Any, Exception | None]:
 
 
 def assert_refused(error: Exception | None) -> None:
+    assert error is not None, "it did not refuse"
     assert isinstance(error, KvPoolError), repr(error)
     assert "captur" in str(error), repr(error)
 
@@ -163,7 +162,7 @@ def within(driver: Driver, entry: Entry) -> None:
 
 
 def beside(driver: Driver, entry: Entry, captured: Captured, *, is_touched: bool) -> None:
-    """A call beside the capture of another stream. If the pools know it, a call may have to come after it: it refuses."""
+    """A call beside the capture of another stream; one that has to come after that stream refuses."""
     place = Place(driver, entry, is_touched=is_touched)
     with on_stream(place.stream):
         with captured(driver, place.other):
@@ -203,29 +202,39 @@ def test_a_call_spoils_no_capture_and_works_or_changes_nothing(driver: Driver, k
 # First uses of a process
 
 
-def first_use(name: str, where: str) -> str:
+def first_pool(key: str, where: str) -> str:
     """What happens if a pool is made first in this process, which has not used the driver yet."""
+    driver, entry = Driver(), ENTRIES[key]
+    stream, other = driver.stream(), driver.stream()
+    with on_stream(stream):
+        if where in BESIDE:
+            with BESIDE[where](driver, other):
+                entry.call(None)  # type: ignore[arg-type]
+            return "ok"
+        driver.begin_capture(stream)
+        _, error = attempt(entry, None)  # type: ignore[arg-type]
+        graph = driver.end_capture(stream)
+    assert graph > 0, f"the capture ended with {graph}; the call: {error!r}"
+    if entry.own == REFUSES:
+        assert_refused(error)
+    else:
+        assert error is None, repr(error)
+    return "ok"
+
+
+def first_world(where: str) -> str:
+    """What happens if all pools are made and used first beside a capture."""
     torch.cuda._lazy_init = lambda: None
     torch._C._cuda_init()
+    driver = Driver()
     with SoftwareTorch():  # type: ignore[no-untyped-call]
-        driver = Driver()
         with memory_of_pytorch():
             inputs = Inputs()
         stream, other = driver.stream(), driver.stream()
         driver.run()
         with on_stream(stream):
-            if where == "own":
-                driver.begin_capture(stream)
-                _, error = attempt(ENTRIES[name], None)  # type: ignore[arg-type]
-                graph = driver.end_capture(stream)
-                assert graph > 0, f"the capture ended with {graph}; the call: {error!r}"
-                if error is not None:
-                    assert_refused(error)
-                return "ok"
             with BESIDE[where](driver, other):
-                pool = ENTRIES[name].call(None)  # type: ignore[arg-type]
                 world = World(inputs)
-            del pool
             driver.run()
             world.stats()
     return "ok"
@@ -252,9 +261,12 @@ def in_child(work: Callable[[], str]) -> str:
 def print_first_uses() -> None:
     """Tries each in a process of its own; for the test below, in an interpreter that has used no driver."""
     for name in POOLS:
+        key = name if name.startswith("make_") else f"{name}()"
         for where in ("own", *BESIDE):
-            key = name if name.startswith("make_") else f"{name}()"
-            print(f"{name}|{where}|{in_child(lambda key=key, where=where: first_use(key, where))}")  # type: ignore[misc]
+            told = in_child(partial(first_pool, key, where))
+            print(f"{key}|{where}|{told}", flush=True)  # noqa: T201 - the test reads it
+    for where in BESIDE:
+        print(f"all|{where}|{in_child(partial(first_world, where))}", flush=True)  # noqa: T201
 
 
 @pytest.mark.cuda
@@ -262,14 +274,14 @@ def print_first_uses() -> None:
 def test_the_first_call_of_a_process_beside_a_capture(
     run_snippet: RunSnippet, request: pytest.FixtureRequest
 ) -> None:
-    folder: Path = request.path.parent
+    folder = str(request.path.parent)
     told = run_snippet(
-        f"sys.path.insert(0, {str(folder)!r})\nimport test_captures\ntest_captures.print_first_uses()"
+        f"sys.path.insert(0, {folder!r})\nimport test_captures\ntest_captures.print_first_uses()"
     )
     lines = [line.split("|", 2) for line in told.splitlines()]
-    assert len(lines) == 3 * len(POOLS)
-    failed = [line for line in lines if line[2] != "ok"]
-    assert not failed, "\n".join(" | ".join(line) for line in failed)
+    assert len(lines) == 3 * len(POOLS) + len(BESIDE)
+    failed = [" | ".join(line) for line in lines if line[2] != "ok"]
+    assert not failed, "\n".join(failed)
 
 
 @pytest.mark.cuda
@@ -305,8 +317,3 @@ def test_a_tensor_without_pytorch_is_not_read_within_a_capture(run_snippet: RunS
         """,
         hidden=["torch"],
     )
-
-
-if __name__ == "__main__":
-    print_first_uses()
-    sys.exit(0)
