@@ -209,7 +209,8 @@ def first_pool(key: str, where: str) -> str:
     with on_stream(stream):
         if where in BESIDE:
             with BESIDE[where](driver, other):
-                entry.call(None)  # type: ignore[arg-type]
+                pool = entry.call(None)  # type: ignore[arg-type]
+            del pool
             return "ok"
         driver.begin_capture(stream)
         _, error = attempt(entry, None)  # type: ignore[arg-type]
