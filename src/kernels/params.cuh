@@ -16,7 +16,25 @@ typedef unsigned int u32;
 typedef unsigned short u16;
 typedef unsigned char u8;
 
-enum { WORDS_PER_LANE = 4, ELEMENTS_PER_LANE = 8 };
+enum { BLOCK = 256, WORDS_PER_LANE = 4, ELEMENTS_PER_LANE = 8 };
+
+/// A divisor of numbers below 2^31, as a factor: `number / by` is `number * factor >> shift`.
+///
+/// `shift` is 31 + l for the smallest l with `by <= 2^l`, and `factor` is 2^shift / `by`, rounded up. So `factor * by`
+/// is beyond 2^shift by less than 2^l, which is too little to matter for such numbers, and `factor` has 32 bits.
+struct Divisor {
+    u32 by;
+    u32 factor;
+    u32 shift;
+};
+static_assert(sizeof(Divisor) == 12, "as launch/params.rs has it");
+
+/// A row for 2^`lane_bits` threads, the lanes, in pieces of which each lane does one at a time.
+struct Split {
+    Divisor pieces;
+    u32 lane_bits;
+};
+static_assert(sizeof(Split) == 16, "as launch/params.rs has it");
 
 /// What a kernel found wrong. It lies in page-locked host memory, where the host reads it at any time; of several
 /// faults any may stay. `what` is 0 for none, else the position in the batch, shifted, and one of the kinds.
@@ -46,22 +64,24 @@ struct StorePart {
     u8* target;
     const u8* source;
     i64 words;
-    i64 pieces;
-    i64 dim;
     i64 head_stride;
     i64 dim_stride;
     i64 lead_shape[8];
     i64 lead_strides[8];
+    Split split;
+    /// Elements of a head.
+    Divisor dim;
     i32 lead_ndim;
     i32 way;
     i32 word;
-    i32 lanes;
     i32 source_dtype;
     i32 target_dtype;
     i32 element_bytes;
+    /// Whether what a lane has of a row lies side by side, aligned, in the source and in the target.
+    i32 is_run;
     float divisor;
 };
-static_assert(sizeof(StorePart) == 216, "as launch/params.rs has it");
+static_assert(sizeof(StorePart) == 232, "as launch/params.rs has it");
 
 /// How values get to their rows: as words, converted, or element by element with their bits as they are.
 enum { WAY_WORDS = 0, WAY_CONVERT = 1, WAY_ELEMENTS = 2 };
@@ -74,17 +94,19 @@ struct StoreParams {
     i64 count;
     i64 rows;
     Fault* fault;
+    /// Blocks of the first part; the second has the others.
+    i64 first_blocks;
     StorePart parts[2];
 };
-static_assert(sizeof(StoreParams) == 616, "as launch/params.rs has it");
+static_assert(sizeof(StoreParams) == 656, "as launch/params.rs has it");
 
 struct GatherPart {
     const u8* source;
     u8* target;
     i64 words;
-    i64 pieces;
+    Split split;
     i32 word;
-    i32 lanes;
+    i32 unused;
 };
 
 struct GatherParams {
@@ -92,22 +114,25 @@ struct GatherParams {
     i64 count;
     i64 rows;
     Fault* fault;
+    /// Blocks of the first part; the second has the others.
+    i64 first_blocks;
     GatherPart parts[2];
 };
-static_assert(sizeof(GatherParams) == 264, "as launch/params.rs has it");
+static_assert(sizeof(GatherParams) == 288, "as launch/params.rs has it");
 
 /// Equal buffers, `step` bytes apart.
 struct RowGroup {
     u8* base;
     i64 step;
     i64 words;
-    i64 pieces;
-    i32 buffers;
+    Split split;
+    /// Blocks of each buffer.
+    Divisor blocks;
+    u32 buffers;
     i32 word;
-    i32 lanes;
     i32 unused;
 };
-static_assert(sizeof(RowGroup) == 48, "as launch/params.rs has it");
+static_assert(sizeof(RowGroup) == 64, "as launch/params.rs has it");
 
 struct MoveParams {
     Index target;
@@ -117,14 +142,14 @@ struct MoveParams {
     Fault* fault;
     RowGroup groups[2];
 };
-static_assert(sizeof(MoveParams) == 440, "as launch/params.rs has it");
+static_assert(sizeof(MoveParams) == 472, "as launch/params.rs has it");
 
 struct OrderParams {
     const i32* steps;
     i64 count;
     RowGroup groups[2];
 };
-static_assert(sizeof(OrderParams) == 112, "as launch/params.rs has it");
+static_assert(sizeof(OrderParams) == 144, "as launch/params.rs has it");
 
 struct ZeroParams {
     Index indices;
@@ -133,7 +158,7 @@ struct ZeroParams {
     Fault* fault;
     RowGroup groups[2];
 };
-static_assert(sizeof(ZeroParams) == 280, "as launch/params.rs has it");
+static_assert(sizeof(ZeroParams) == 312, "as launch/params.rs has it");
 
 struct PointsParams {
     i32* table;
@@ -221,7 +246,12 @@ static_assert(sizeof(ReadParams) == 176, "as launch/params.rs has it");
 
 /// The number of this thread in the first dimension of the grid.
 __device__ __forceinline__ i64 thread_number() {
-    return i64(blockIdx.x) * blockDim.x + threadIdx.x;
+    return i64(blockIdx.x) * BLOCK + threadIdx.x;
+}
+
+/// `number / divisor.by`, for a number below 2^31.
+__device__ __forceinline__ u32 quotient(u32 number, const Divisor& divisor) {
+    return u32(u64(number) * divisor.factor >> divisor.shift);
 }
 
 /// `number / by`; most numbers fit 32 bits, which are divided several times faster.

@@ -7,7 +7,7 @@
 /// Blocks in the second dimension of the grid share the requests, those in the first the positions of each. What a request
 /// had before is read from the table, of which no thread writes that part.
 KERNEL(kvpool_plan, PlanParams) {
-    i64 step = i64(gridDim.x) * blockDim.x;
+    i64 step = i64(gridDim.x) * BLOCK;
     if (blockIdx.y == 0 && thread_number() == 0) {
         p.qo_indptr[p.padded_batch] = p.tokens;
         p.kv_indptr[p.padded_batch] = p.kv_len;

@@ -33,7 +33,7 @@ KERNEL(kvpool_write_points, PointsParams) {
 
 /// Copies `length` numbers, or writes zeros where there is no source; each thread has several in flight.
 __device__ __forceinline__ void copy_numbers(i32* target, const i32* source, i64 length) {
-    i64 step = i64(gridDim.x) * blockDim.x;
+    i64 step = i64(gridDim.x) * BLOCK;
     for (i64 first = thread_number(); first < length; first += WORDS_PER_LANE * step) {
         i32 held[WORDS_PER_LANE];
 #pragma unroll

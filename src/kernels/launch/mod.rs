@@ -24,9 +24,8 @@ use crate::kernels::store::{Store, targets};
 use crate::memory::{Backend, Borrowed, Function, Gpu, Held, Pinned, Region, Ring, Stream};
 
 use params::{
-    GatherParams, GatherPart, Index, KvIndicesParams, MoveParams, OrderParams, PointsParams, RaggedParams,
-    RowGroup, StoreParams, StorePart, ZeroParams, blocks, groups_grid, independent, ragged_grid, signed,
-    words_grid,
+    GatherParams, GatherPart, Groups, Index, KvIndicesParams, MoveParams, OrderParams, PointsParams,
+    RaggedParams, StoreParams, StorePart, ZeroParams, blocks, independent, parts_grid, ragged_grid, signed,
 };
 
 /// Zero-terminated, as the driver takes it.
@@ -247,16 +246,17 @@ impl Launcher {
             Indices::Host(values) => last_of_each(targets(values, rows)?),
             Indices::Device { .. } => Vec::new(),
         };
-        let blocks = blocks(parts.iter().map(|part| part.threads(count)).max().unwrap_or(0))?;
+        let (first_blocks, grid) = parts_grid([parts[0].split, parts[1].split], count)?;
         self.with(&[indices.numbers(&list)], stream, |index| {
             let params = StoreParams {
                 indices: index[0],
                 count: signed(count),
                 rows: signed(rows),
                 fault: self.fault_address(),
+                first_blocks,
                 parts,
             };
-            self.launch(self.kernels.store, [blocks, 2], &params, stream)
+            self.launch(self.kernels.store, grid, &params, stream)
         })
     }
 
@@ -275,17 +275,19 @@ impl Launcher {
         check_targets(pairs, count)?;
         let rows = pairs[0].0.shape()[0];
         let list = indices.list("slot", rows)?;
-        let parts = pairs.map(|(buffer, out)| GatherPart::new(buffer, &out));
-        let blocks = blocks(parts.iter().map(|part| part.threads(count)).max().unwrap_or(0))?;
+        let [k, v] = pairs;
+        let parts = [GatherPart::new(k.0, &k.1)?, GatherPart::new(v.0, &v.1)?];
+        let (first_blocks, grid) = parts_grid([parts[0].split, parts[1].split], count)?;
         self.with(&[indices.numbers(&list)], stream, |index| {
             let params = GatherParams {
                 indices: index[0],
                 count: signed(count),
                 rows: signed(rows),
                 fault: self.fault_address(),
+                first_blocks,
                 parts,
             };
-            self.launch(self.kernels.gather, [blocks, 2], &params, stream)
+            self.launch(self.kernels.gather, grid, &params, stream)
         })
     }
 
@@ -299,7 +301,7 @@ impl Launcher {
     /// that only the device knows to be outside is told by [`Launcher::fault`].
     pub fn copy_rows(&self, groups: [&[RowBuffer]; 2], plan: Copies<'_>, stream: Stream) -> Result<()> {
         let rows = groups[0].first().map_or(0, |buffer| buffer.shape()[0]);
-        let raw = groups.map(RowGroup::new);
+        let raw = Groups::new(groups)?;
         let (target, source, count) = match plan {
             Copies::Planned(moves) => {
                 groups.into_iter().try_for_each(|buffers| check_moves(buffers, moves))?;
@@ -322,13 +324,13 @@ impl Launcher {
 
     fn copy_listed(
         &self,
-        groups: [RowGroup; 2],
+        groups: Groups,
         numbers: [Numbers<'_>; 2],
         count: usize,
         rows: usize,
         stream: Stream,
     ) -> Result<()> {
-        let grid = groups_grid(&groups, count)?;
+        let (groups, grid) = groups.for_rows(count)?;
         self.with(&numbers, stream, |index| {
             let params = MoveParams {
                 target: index[0],
@@ -342,7 +344,7 @@ impl Launcher {
         })
     }
 
-    fn copy_rows_in_order(&self, groups: [RowGroup; 2], moves: &[Move], stream: Stream) -> Result<()> {
+    fn copy_rows_in_order(&self, groups: Groups, moves: &[Move], stream: Stream) -> Result<()> {
         let steps: Vec<i32> = moves
             .iter()
             .flat_map(|step| match *step {
@@ -350,7 +352,7 @@ impl Launcher {
                 Move::Swap(a, b) => [1, a.cast_signed(), b.cast_signed()],
             })
             .collect();
-        let grid = words_grid(&groups)?;
+        let (groups, grid) = groups.for_words()?;
         self.ring
             .upload(&[&steps], None, stream, |region, offsets| {
                 let steps = region.at(offsets[0], size_of_val(&steps[..]))?.as_ptr().cast_const().cast();
@@ -373,8 +375,7 @@ impl Launcher {
     ) -> Result<()> {
         let rows = groups[0].first().map_or(0, |buffer| buffer.shape()[0]);
         let (list, count) = (indices.list(noun, rows)?, indices.len());
-        let groups = groups.map(RowGroup::new);
-        let grid = groups_grid(&groups, count)?;
+        let (groups, grid) = Groups::new(groups)?.for_rows(count)?;
         self.with(&[indices.numbers(&list)], stream, |index| {
             let params = ZeroParams {
                 indices: index[0],
