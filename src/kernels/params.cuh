@@ -79,7 +79,10 @@ struct StorePart {
     i32 element_bytes;
     /// Whether what a lane has of a row lies side by side, aligned, in the source and in the target.
     i32 is_run;
+    /// By which values are divided before they become 8-bit floats, and 1 / `divisor`, or 0 where `divide` of
+    /// convert.cuh must not be used.
     float divisor;
+    float reciprocal;
 };
 static_assert(sizeof(StorePart) == 232, "as launch/params.rs has it");
 

@@ -198,15 +198,36 @@ __device__ __forceinline__ void store_elements(const Elements& its, const float*
     write_elements(its, bits);
 }
 
+/// Eight bytes, the first in the lowest of the first part.
+struct alignas(8) Word8 {
+    u32 parts[2];
+};
+
+template <typename Type>
+__device__ __forceinline__ void store_eighths(const Elements& its, const StorePart& part, const float* held) {
+    static_assert(ELEMENTS_PER_LANE == 8, "as many as store_eight takes");
+    Word8 bytes;
+    store_eight<Type>(held, part.divisor, part.reciprocal, bytes.parts);
+    if (its.is_run) {
+        *reinterpret_cast<Word8*>(its.target + its.first) = bytes;
+        return;
+    }
+    u8 elements[ELEMENTS_PER_LANE];
+#pragma unroll
+    for (u32 i = 0; i < ELEMENTS_PER_LANE; i++) {
+        elements[i] = u8(bytes.parts[i / 4] >> i % 4 * 8);
+    }
+    write_elements(its, elements);
+}
+
 /// Bytes of an element of a buffer.
 __device__ __forceinline__ i32 bytes_of(i32 dtype) {
     return dtype == DTYPE_F32 ? 4 : dtype == DTYPE_F16 || dtype == DTYPE_BF16 ? 2 : 1;
 }
 
-__device__ __forceinline__ void
-convert_elements(const Elements& its, i32 source_dtype, i32 target_dtype, float divisor) {
+__device__ __forceinline__ void convert_elements(const Elements& its, const StorePart& part) {
     float held[ELEMENTS_PER_LANE];
-    switch (source_dtype) {
+    switch (part.source_dtype) {
         case DTYPE_F64: load_elements<F64>(its, held); break;
         case DTYPE_F32: load_elements<F32>(its, held); break;
         case DTYPE_F16: load_elements<F16>(its, held); break;
@@ -214,18 +235,12 @@ convert_elements(const Elements& its, i32 source_dtype, i32 target_dtype, float 
         case DTYPE_F8E4M3: load_elements<F8E4M3>(its, held); break;
         default: load_elements<F8E5M2>(its, held); break;
     }
-    if (divisor != 1.0f) {
-#pragma unroll
-        for (i32 i = 0; i < ELEMENTS_PER_LANE; i++) {
-            held[i] /= divisor;
-        }
-    }
-    switch (target_dtype) {
+    switch (part.target_dtype) {
         case DTYPE_F32: return store_elements<F32>(its, held);
         case DTYPE_F16: return store_elements<F16>(its, held);
         case DTYPE_BF16: return store_elements<BF16>(its, held);
-        case DTYPE_F8E4M3: return store_elements<F8E4M3>(its, held);
-        default: return store_elements<F8E5M2>(its, held);
+        case DTYPE_F8E4M3: return store_eighths<F8E4M3>(its, part, held);
+        default: return store_eighths<F8E5M2>(its, part, held);
     }
 }
 
@@ -263,7 +278,7 @@ KERNEL(kvpool_store, StoreParams) {
         return;
     }
     if (converts) {
-        return convert_elements(its, part.source_dtype, part.target_dtype, part.divisor);
+        return convert_elements(its, part);
     }
     switch (part.element_bytes) {
         case 4: return copy_elements<u32>(its);

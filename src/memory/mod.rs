@@ -13,6 +13,7 @@ mod borrowed;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod host;
+mod image;
 mod mapped;
 #[cfg(not(feature = "cuda"))]
 mod no_cuda;
@@ -25,6 +26,7 @@ pub use borrowed::Borrowed;
 #[cfg(feature = "cuda")]
 pub use cuda::{Cuda, Event, Function, Gpu, Held, PageLock, Pinned, Ring};
 pub use host::Host;
+pub use image::Image;
 pub use mapped::{Mapped, PAGE};
 #[cfg(not(feature = "cuda"))]
 pub use no_cuda::{Cuda, Event, Function, Gpu, Held, PageLock, Pinned, Ring};

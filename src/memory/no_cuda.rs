@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use crate::base::{Device, Error, ErrorKind, Result};
 
-use super::{Backend, Block, Borrowed, Number, Plain, Region, Stream};
+use super::{Backend, Block, Borrowed, Image, Number, Plain, Region, Stream};
 
 /// A value that cannot be made.
 #[derive(Clone, Copy, Debug)]
@@ -61,11 +61,16 @@ impl Gpu {
         match self.0 {}
     }
 
+    #[must_use]
+    pub fn capability(&self) -> (u32, u32) {
+        match self.0 {}
+    }
+
     pub fn check_process(&self) -> Result<()> {
         match self.0 {}
     }
 
-    pub fn load(&self, _ptx: &CStr, _names: &[&CStr]) -> Result<Vec<Function>> {
+    pub fn load(&self, _images: &[Image<'_>], _names: &[&CStr]) -> Result<Vec<Function>> {
         match self.0 {}
     }
 

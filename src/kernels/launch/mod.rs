@@ -5,6 +5,7 @@
 //! indices that only the device knows are checked there, and what is wrong with them is told by [`Launcher::fault`].
 
 mod fetch;
+mod images;
 mod params;
 mod plan;
 
@@ -12,7 +13,7 @@ pub use fetch::{Fetch, Fetcher, read_now};
 pub use plan::{PlanBatch, PlanFields, PlanRequest};
 
 use std::collections::HashSet;
-use std::ffi::{CStr, c_void};
+use std::ffi::c_void;
 use std::ptr;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -27,18 +28,6 @@ use params::{
     GatherParams, GatherPart, Groups, Index, KvIndicesParams, MoveParams, OrderParams, PointsParams,
     RaggedParams, StoreParams, StorePart, ZeroParams, blocks, independent, parts_grid, ragged_grid, signed,
 };
-
-/// Zero-terminated, as the driver takes it.
-const fn ptx(text: &'static str) -> &'static CStr {
-    match CStr::from_bytes_with_nul(text.as_bytes()) {
-        Ok(text) => text,
-        Err(_) => panic!("PTX holds no zero byte"),
-    }
-}
-
-const PLAN: &CStr = ptx(concat!(include_str!("../plan.ptx"), "\0"));
-const ROWS: &CStr = ptx(concat!(include_str!("../rows.ptx"), "\0"));
-const TABLE: &CStr = ptx(concat!(include_str!("../table.ptx"), "\0"));
 
 /// The kernels, loaded on one device.
 #[derive(Debug)]
@@ -68,8 +57,9 @@ impl Kernels {
             [c"kvpool_store", c"kvpool_gather", c"kvpool_move", c"kvpool_move_in_order", c"kvpool_zero"];
         let table =
             [c"kvpool_write_points", c"kvpool_write_ragged", c"kvpool_kv_indices", c"kvpool_read_indices"];
-        let plan = gpu.load(PLAN, &[c"kvpool_plan"])?;
-        let (rows, table) = (gpu.load(ROWS, &rows)?, gpu.load(TABLE, &table)?);
+        let plan = gpu.load(&images::PLAN.images(gpu), &[c"kvpool_plan"])?;
+        let rows = gpu.load(&images::ROWS.images(gpu), &rows)?;
+        let table = gpu.load(&images::TABLE.images(gpu), &table)?;
         let (
             &[plan],
             &[store, gather, copy, copy_in_order, zero],
@@ -233,8 +223,9 @@ impl Launcher {
             .map(|_| ())
     }
 
-    /// As [`store_rows`](super::store_rows), for K and V in one launch. Of a row that is named twice by indices that
-    /// only the device knows, either value stays.
+    /// As [`store_rows`](super::store_rows), for K and V in one launch. What a row holds that is named twice by indices
+    /// that only the device knows is not defined: warps share a row and run in any order, so K may be of one value and V of
+    /// the other, and either may be mixed of both.
     ///
     /// # Errors
     /// As there; an index beyond the rows that only the device knows is left out and told by [`Launcher::fault`].

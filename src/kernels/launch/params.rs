@@ -73,6 +73,7 @@ pub(super) struct StorePart {
     pub(super) element_bytes: i32,
     pub(super) is_run: i32,
     pub(super) divisor: f32,
+    pub(super) reciprocal: f32,
 }
 
 /// `StoreParams`.
@@ -375,6 +376,8 @@ impl StorePart {
             && dim % ELEMENTS_PER_LANE == 0
             && word_of(sources.chain([heads_apart])) >= run_alignment(from)
             && word_of(targets) >= run_alignment(to);
+        // Others are stored as they are: a scale is for 8-bit floats.
+        let divisor = store.scale.unwrap_or(1.0);
         let (words, per_lane) =
             if way == 0 { (row_bytes / word, WORDS_PER_LANE) } else { (heads * dim, ELEMENTS_PER_LANE) };
         Ok(Self {
@@ -394,9 +397,16 @@ impl StorePart {
             target_dtype: code(to),
             element_bytes: small(from.size()),
             is_run: i32::from(is_run),
-            divisor: store.scale.unwrap_or(1.0),
+            divisor,
+            reciprocal: reciprocal(divisor),
         })
     }
+}
+
+/// 1 / `divisor` where `divide` of `convert.cuh` may use it, else 0.
+fn reciprocal(divisor: f32) -> f32 {
+    let [least, most] = [-60, 60].map(|power| f32::powi(2.0, power));
+    if (least..=most).contains(&divisor) { 1.0 / divisor } else { 0.0 }
 }
 
 /// What a run of elements, of which a lane has several, must be aligned to.

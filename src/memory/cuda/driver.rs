@@ -8,15 +8,17 @@ use std::ffi::{CStr, c_void};
 use cudarc::driver::sys::{self, CUresult};
 
 use crate::base::{Error, ErrorKind, Result};
+use crate::memory::Image;
 
 /// The entry points that this file uses, which the probe looks for.
-pub(super) const ENTRY_POINTS: [&str; 34] = [
+pub(super) const ENTRY_POINTS: [&str; 35] = [
     "cuCtxGetCurrent",
     "cuCtxGetDevice",
     "cuCtxPopCurrent_v2",
     "cuCtxPushCurrent_v2",
     "cuCtxSynchronize",
     "cuDeviceGet",
+    "cuDeviceGetAttribute",
     "cuDeviceGetCount",
     "cuDevicePrimaryCtxRetain",
     "cuDriverGetVersion",
@@ -107,6 +109,20 @@ pub(super) fn retain_context(ordinal: i32) -> Result<usize> {
     let mut context = std::ptr::null_mut();
     checked!(cuDevicePrimaryCtxRetain(&raw mut context, device))?;
     Ok(context.addr())
+}
+
+/// The compute capability of device `ordinal`, major and minor.
+pub(super) fn capability(ordinal: i32) -> Result<(u32, u32)> {
+    let mut device = 0;
+    checked!(cuDeviceGet(&raw mut device, ordinal))?;
+    let ask = |attribute| {
+        let mut value = 0;
+        checked!(cuDeviceGetAttribute(&raw mut value, attribute, device))?;
+        Ok(u32::try_from(value).unwrap_or(0))
+    };
+    let major = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR;
+    let minor = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR;
+    Ok((ask(major)?, ask(minor)?))
 }
 
 pub(super) fn current_context() -> Result<usize> {
@@ -244,11 +260,18 @@ pub(super) fn order_after(stream: usize, event: usize) -> Result<()> {
     checked!(cuStreamWaitEvent(handle(stream), handle(event), 0))
 }
 
-/// Compiles PTX for the current context.
-pub(super) fn load_module(ptx: &CStr) -> Result<usize> {
+/// Loads kernels into the current context; what is in the way, if it is that this image does not suit.
+pub(super) fn load_module(image: &Image<'_>) -> Result<Result<usize>> {
     let mut module = std::ptr::null_mut();
-    checked!(cuModuleLoadData(&raw mut module, ptx.as_ptr().cast()))?;
-    Ok(module.addr())
+    // SAFETY: as in `checked`; the image is whole, and its text ends with a zero.
+    match unsafe { sys::cuModuleLoadData(&raw mut module, image.address().cast()) } {
+        CUresult::CUDA_SUCCESS => Ok(Ok(module.addr())),
+        result @ (CUresult::CUDA_ERROR_INVALID_IMAGE
+        | CUresult::CUDA_ERROR_NO_BINARY_FOR_GPU
+        | CUresult::CUDA_ERROR_INVALID_PTX
+        | CUresult::CUDA_ERROR_UNSUPPORTED_PTX_VERSION) => Ok(Err(failed("cuModuleLoadData", result))),
+        result => Err(failed("cuModuleLoadData", result)),
+    }
 }
 
 pub(super) fn unload_module(module: usize) -> Result<()> {

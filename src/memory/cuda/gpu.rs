@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError};
 
 use crate::base::{Device, Error, ErrorKind, Result};
-use crate::memory::{Borrowed, Region, Stream};
+use crate::memory::{Borrowed, Image, Region, Stream};
 
 use super::{driver, probe};
 
@@ -22,6 +22,7 @@ static FORKED: AtomicBool = AtomicBool::new(false);
 #[derive(Debug)]
 pub struct Gpu {
     ordinal: u32,
+    capability: (u32, u32),
     context: usize,
     /// Events that nobody uses now.
     events: Mutex<Vec<usize>>,
@@ -68,7 +69,8 @@ impl Gpu {
                     format!("device cuda:{ordinal} cannot be used: {failure}"),
                 )
             })?;
-        let gpu = Arc::new(Self { ordinal, context, events: Mutex::default() });
+        let capability = driver::capability(i32::try_from(ordinal).unwrap_or(i32::MAX))?;
+        let gpu = Arc::new(Self { ordinal, capability, context, events: Mutex::default() });
         open.push(Arc::clone(&gpu));
         Ok(gpu)
     }
@@ -92,6 +94,12 @@ impl Gpu {
     #[must_use]
     pub const fn device(&self) -> Device {
         Device::Cuda(self.ordinal)
+    }
+
+    /// Its compute capability, major and minor.
+    #[must_use]
+    pub const fn capability(&self) -> (u32, u32) {
+        self.capability
     }
 
     /// Checks that it can still be used by this process. Makes no driver call.
@@ -128,19 +136,27 @@ impl Gpu {
         Ok(driver::memory_info()?.0)
     }
 
-    /// Loads the kernels `names` of a module in PTX.
+    /// Loads the kernels `names` from the first of `images` that suits the device and its driver.
     ///
     /// # Errors
-    /// [`ErrorKind::Driver`] when the driver cannot compile it or lacks a name.
-    pub fn load(&self, ptx: &CStr, names: &[&CStr]) -> Result<Vec<Function>> {
+    /// [`ErrorKind::Driver`] when the driver takes none of the images, with what it says of the last, or lacks a name.
+    pub fn load(&self, images: &[Image<'_>], names: &[&CStr]) -> Result<Vec<Function>> {
         let _entered = self.enter()?;
-        let module = driver::load_module(ptx)?;
-        let functions: Result<Vec<_>> =
-            names.iter().map(|name| driver::function(module, name).map(Function)).collect();
-        if functions.is_err() {
-            driver::unload_module(module)?;
+        let mut refused = Error::config("no image of the kernels was given");
+        for image in images {
+            match driver::load_module(image)? {
+                Ok(module) => {
+                    let functions: Result<Vec<_>> =
+                        names.iter().map(|name| driver::function(module, name).map(Function)).collect();
+                    if functions.is_err() {
+                        driver::unload_module(module)?;
+                    }
+                    return functions;
+                }
+                Err(failure) => refused = failure,
+            }
         }
-        functions
+        Err(refused)
     }
 
     /// Enqueues a kernel that takes one parameter by value, in blocks of 256 threads.

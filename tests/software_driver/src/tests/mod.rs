@@ -2,6 +2,7 @@
 
 mod capture;
 mod control;
+mod floats;
 mod kernels;
 mod memory;
 mod runtime;
