@@ -5,6 +5,8 @@
 
 #pragma once
 
+// A kernel, and the same one for a list that comes with the call. `KERNELS` begins the body of both, for which the
+// parameters are `p`; `list` is null in the first.
 #ifndef KERNEL
 #define KERNEL(name, Params) extern "C" __global__ void __launch_bounds__(256) name(const __grid_constant__ Params p)
 #endif
@@ -46,18 +48,29 @@ static_assert(sizeof(Fault) == 16, "as launch/mod.rs has it");
 
 enum { FAULT_ROW = 1, FAULT_COLUMN = 2, FAULT_VALUE = 3 };
 
-/// The numbers of a batch: `value + step * i` where there is no data; else elements of an int32 or int64 tensor, in
-/// row-major order, strides in elements.
+/// The numbers of a batch: `value + step * i` where there is no data, or those from `value` on of the list that came with
+/// the call; else elements of an int32 or int64 tensor, in row-major order, strides in elements.
 struct Index {
     const void* data;
     i64 value;
     i64 step;
-    i32 wide;
+    /// One of the kinds.
+    i32 kind;
     i32 ndim;
     i64 shape[8];
     i64 strides[8];
 };
 static_assert(sizeof(Index) == 160, "as launch/params.rs has it");
+
+enum { INDEX_NARROW = 0, INDEX_WIDE = 1, INDEX_LISTED = 2 };
+
+/// Parameters of a kernel with numbers of the host behind them, in the 4 KiB that every driver takes. A list that is read
+/// where the parameters lie needs no copy, and no memory that must stay until the kernel has run.
+template <typename Params>
+struct WithList {
+    Params params;
+    i32 list[(4096 - sizeof(Params)) / sizeof(i32)];
+};
 
 /// Values of K or of V on their way into a buffer.
 struct StorePart {
@@ -147,6 +160,7 @@ struct MoveParams {
 };
 static_assert(sizeof(MoveParams) == 472, "as launch/params.rs has it");
 
+/// `steps` is null where they came with the call.
 struct OrderParams {
     const i32* steps;
     i64 count;
@@ -176,6 +190,7 @@ struct PointsParams {
 };
 static_assert(sizeof(PointsParams) == 528, "as launch/params.rs has it");
 
+/// Without `rows`, they came with the call, and `indptr` behind them; there are no starts and values then.
 struct RaggedParams {
     i32* table;
     i64 columns;
@@ -216,6 +231,7 @@ struct PlanRequest {
 };
 static_assert(sizeof(PlanRequest) == 36, "as pool/batch_planner.rs has it");
 
+/// Without `requests`, they came with the call, and the pages behind all of them.
 struct PlanParams {
     const PlanRequest* requests;
     const i32* pages;
@@ -247,6 +263,13 @@ struct ReadParams {
 };
 static_assert(sizeof(ReadParams) == 176, "as launch/params.rs has it");
 
+#define KERNELS(name, Params)                                                                                        \
+    static_assert(sizeof(WithList<Params>) == 4096, "as launch/params.rs has it");                                   \
+    static __device__ __forceinline__ void name##_body(const Params& p, const i32* list);                            \
+    KERNEL(name, Params) { name##_body(p, nullptr); }                                                                \
+    KERNEL(name##_listed, WithList<Params>) { name##_body(p.params, p.list); }                                       \
+    static __device__ __forceinline__ void name##_body(const Params& p, const i32* list)
+
 /// The number of this thread in the first dimension of the grid.
 __device__ __forceinline__ i64 thread_number() {
     return i64(blockIdx.x) * BLOCK + threadIdx.x;
@@ -277,13 +300,17 @@ __device__ __forceinline__ i64 offset_of(i64 i, i32 ndim, const i64* shape, cons
     return offset + i * strides[0];
 }
 
-/// Number `i` of a batch.
-__device__ __forceinline__ i64 number(const Index& index, i64 i) {
+/// Number `i` of a batch; `list` came with the call, if one did.
+__device__ __forceinline__ i64 number(const Index& index, i64 i, const i32* list) {
     if (index.data == nullptr) {
+        if (list != nullptr && index.kind == INDEX_LISTED) {
+            return list[index.value + i];
+        }
         return index.value + index.step * i;
     }
     i64 at = offset_of(i, index.ndim, index.shape, index.strides);
-    return index.wide ? static_cast<const i64*>(index.data)[at] : i64(static_cast<const i32*>(index.data)[at]);
+    bool is_wide = index.kind == INDEX_WIDE;
+    return is_wide ? static_cast<const i64*>(index.data)[at] : i64(static_cast<const i32*>(index.data)[at]);
 }
 
 __device__ __forceinline__ void note(Fault* fault, i32 kind, i64 position, i64 value) {

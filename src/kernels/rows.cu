@@ -245,7 +245,7 @@ __device__ __forceinline__ void convert_elements(const Elements& its, const Stor
 }
 
 /// Row `indices[i]` of the target becomes row i of the values, for K and V. Negative indices are skipped.
-KERNEL(kvpool_store, StoreParams) {
+KERNELS(kvpool_store, StoreParams) {
     bool is_second = blockIdx.x >= u32(p.first_blocks);
     const StorePart& part = p.parts[is_second];
     bool as_words = part.way == WAY_WORDS;
@@ -254,7 +254,7 @@ KERNEL(kvpool_store, StoreParams) {
     if (at.row >= p.count) {
         return;
     }
-    i64 row = number(p.indices, at.row);
+    i64 row = number(p.indices, at.row, list);
     if (row < 0) {
         return;
     }
@@ -288,7 +288,7 @@ KERNEL(kvpool_store, StoreParams) {
 }
 
 /// Row i of the target becomes row `indices[i]` of the source, for K and V; zeros where there is no such row.
-KERNEL(kvpool_gather, GatherParams) {
+KERNELS(kvpool_gather, GatherParams) {
     bool is_second = blockIdx.x >= u32(p.first_blocks);
     const GatherPart& part = p.parts[is_second];
     u32 block = is_second ? blockIdx.x - u32(p.first_blocks) : blockIdx.x;
@@ -299,7 +299,7 @@ KERNEL(kvpool_gather, GatherParams) {
     }
     i64 row_bytes = part.words * part.word;
     u8* target = part.target + at.row * row_bytes;
-    i64 row = number(p.indices, at.row);
+    i64 row = number(p.indices, at.row, list);
     if (!within(row, p.rows)) {
         if (at.first == 0) {
             note(p.fault, FAULT_ROW, at.row, row);
@@ -327,15 +327,15 @@ __device__ __forceinline__ Buffer buffer_of(const RowGroup* groups) {
 }
 
 /// Row `target[i]` becomes row `source[i]` in every buffer. No row is both read and written.
-KERNEL(kvpool_move, MoveParams) {
+KERNELS(kvpool_move, MoveParams) {
     Buffer its = buffer_of(p.groups);
     const RowGroup& group = its.group;
     Place at = place(its.block, group.split, WORDS_PER_LANE);
     if (at.row >= p.count) {
         return;
     }
-    i64 to = number(p.target, at.row);
-    i64 from = number(p.source, at.row);
+    i64 to = number(p.target, at.row, list);
+    i64 from = number(p.source, at.row, list);
     if (!within(to, p.rows) || !within(from, p.rows)) {
         if (at.first == 0) {
             note(p.fault, FAULT_ROW, at.row, within(to, p.rows) ? from : to);
@@ -352,10 +352,10 @@ KERNEL(kvpool_move, MoveParams) {
 
 /// Carries out the steps of a plan for one word of every row, in order.
 template <typename Word>
-__device__ __forceinline__ void move_word(const OrderParams& p, u8* base, i64 words, i64 word) {
+__device__ __forceinline__ void move_word(const i32* steps, i64 count, u8* base, i64 words, i64 word) {
     Word* column = reinterpret_cast<Word*>(base) + word;
-    for (i64 step = 0; step < p.count; step++) {
-        const i32* move = p.steps + 3 * step;
+    for (i64 step = 0; step < count; step++) {
+        const i32* move = steps + 3 * step;
         Word* a = column + move[1] * words;
         Word* b = column + move[2] * words;
         Word read = *b;
@@ -368,31 +368,32 @@ __device__ __forceinline__ void move_word(const OrderParams& p, u8* base, i64 wo
 
 /// The moves of `steps`, triples of kind, a and b: row a becomes row b, or both trade places. Each thread owns one
 /// word of every row of a buffer, so the order of its steps is all the order there is.
-KERNEL(kvpool_move_in_order, OrderParams) {
+KERNELS(kvpool_move_in_order, OrderParams) {
     Buffer its = buffer_of(p.groups);
     const RowGroup& group = its.group;
     i64 word = i64(its.block) * BLOCK + threadIdx.x;
     if (word >= group.words) {
         return;
     }
+    const i32* steps = list != nullptr ? list : p.steps;
     switch (group.word) {
-        case 16: return move_word<Word16>(p, its.base, group.words, word);
-        case 8: return move_word<u64>(p, its.base, group.words, word);
-        case 4: return move_word<u32>(p, its.base, group.words, word);
-        case 2: return move_word<u16>(p, its.base, group.words, word);
-        default: return move_word<u8>(p, its.base, group.words, word);
+        case 16: return move_word<Word16>(steps, p.count, its.base, group.words, word);
+        case 8: return move_word<u64>(steps, p.count, its.base, group.words, word);
+        case 4: return move_word<u32>(steps, p.count, its.base, group.words, word);
+        case 2: return move_word<u16>(steps, p.count, its.base, group.words, word);
+        default: return move_word<u8>(steps, p.count, its.base, group.words, word);
     }
 }
 
 /// Zeroes row `indices[i]` of every buffer.
-KERNEL(kvpool_zero, ZeroParams) {
+KERNELS(kvpool_zero, ZeroParams) {
     Buffer its = buffer_of(p.groups);
     const RowGroup& group = its.group;
     Place at = place(its.block, group.split, WORDS_PER_LANE);
     if (at.row >= p.count) {
         return;
     }
-    i64 row = number(p.indices, at.row);
+    i64 row = number(p.indices, at.row, list);
     if (!within(row, p.rows)) {
         if (at.first == 0) {
             note(p.fault, FAULT_ROW, at.row, row);

@@ -7,16 +7,16 @@ use crate::memory::{Gpu, Image};
 /// A source file of kernels, compiled.
 pub(super) struct Compiled {
     /// For every device.
-    ptx: &'static CStr,
+    ptx: &'static str,
     /// For compute capability 9.0 and later.
-    ptx_90: &'static CStr,
+    ptx_90: &'static str,
 }
 
 macro_rules! compiled {
     ($name:literal) => {
         Compiled {
-            ptx: text(concat!(include_str!(concat!("../", $name, ".ptx")), "\0")),
-            ptx_90: text(concat!(include_str!(concat!("../", $name, ".sm_90.ptx")), "\0")),
+            ptx: concat!(include_str!(concat!("../", $name, ".ptx")), "\0"),
+            ptx_90: concat!(include_str!(concat!("../", $name, ".sm_90.ptx")), "\0"),
         }
     };
 }
@@ -25,18 +25,15 @@ pub(super) const PLAN: Compiled = compiled!("plan");
 pub(super) const ROWS: Compiled = compiled!("rows");
 pub(super) const TABLE: Compiled = compiled!("table");
 
-/// Zero-terminated, as the driver takes it.
-const fn text(text: &'static str) -> &'static CStr {
-    match CStr::from_bytes_with_nul(text.as_bytes()) {
-        Ok(text) => text,
-        Err(_) => panic!("PTX holds no zero byte"),
-    }
+/// PTX as the driver takes it.
+fn ptx(text: &'static str) -> Image<'static> {
+    Image::Ptx(CStr::from_bytes_with_nul(text.as_bytes()).expect("PTX has a zero at its end only"))
 }
 
 impl Compiled {
     /// What to try on a device, the best first.
     pub(super) fn images(&self, gpu: &Gpu) -> Vec<Image<'static>> {
-        let newer = (gpu.capability() >= (9, 0)).then_some(Image::Ptx(self.ptx_90));
-        newer.into_iter().chain([Image::Ptx(self.ptx)]).collect()
+        let newer = (gpu.capability() >= (9, 0)).then(|| ptx(self.ptx_90));
+        newer.into_iter().chain([ptx(self.ptx)]).collect()
     }
 }

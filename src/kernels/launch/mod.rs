@@ -13,7 +13,7 @@ pub use fetch::{Fetch, Fetcher, read_now};
 pub use plan::{PlanBatch, PlanFields, PlanRequest};
 
 use std::collections::HashSet;
-use std::ffi::c_void;
+use std::ffi::{CStr, c_void};
 use std::ptr;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -24,24 +24,35 @@ use crate::kernels::rows::{RowBuffer, check_moves, check_targets};
 use crate::kernels::store::{Store, targets};
 use crate::memory::{Backend, Borrowed, Function, Gpu, Held, Pinned, Region, Ring, Stream};
 
+use images::{Compiled, PLAN, ROWS, TABLE};
 use params::{
-    GatherParams, GatherPart, Groups, Index, KvIndicesParams, MoveParams, OrderParams, PointsParams,
-    RaggedParams, StoreParams, StorePart, ZeroParams, blocks, independent, parts_grid, ragged_grid, signed,
+    Arrays, GatherParams, GatherPart, Groups, Index, KvIndicesParams, MoveParams, OrderParams, PointsParams,
+    RaggedParams, StoreParams, StorePart, WithList, ZeroParams, blocks, independent, parts_grid, ragged_grid,
+    signed,
 };
+
+/// A kernel that takes numbers of the host.
+#[derive(Clone, Copy, Debug)]
+struct Kernel {
+    /// Takes them in memory of the device.
+    plain: Function,
+    /// Takes them behind its parameters.
+    listed: Function,
+}
 
 /// The kernels, loaded on one device.
 #[derive(Debug)]
 struct Kernels {
     device: Device,
-    plan: Function,
-    store: Function,
-    gather: Function,
-    copy: Function,
-    copy_in_order: Function,
-    zero: Function,
-    write_points: Function,
-    write_ragged: Function,
-    kv_indices: Function,
+    plan: Kernel,
+    store: Kernel,
+    gather: Kernel,
+    copy: Kernel,
+    copy_in_order: Kernel,
+    zero: Kernel,
+    write_points: Kernel,
+    write_ragged: Kernel,
+    kv_indices: Kernel,
     read_indices: Function,
 }
 
@@ -53,36 +64,54 @@ impl Kernels {
         if let Some(kernels) = loaded.iter().find(|kernels| kernels.device == gpu.device()) {
             return Ok(Arc::clone(kernels));
         }
-        let rows =
-            [c"kvpool_store", c"kvpool_gather", c"kvpool_move", c"kvpool_move_in_order", c"kvpool_zero"];
-        let table =
-            [c"kvpool_write_points", c"kvpool_write_ragged", c"kvpool_kv_indices", c"kvpool_read_indices"];
-        let plan = gpu.load(&images::PLAN.images(gpu), &[c"kvpool_plan"])?;
-        let rows = gpu.load(&images::ROWS.images(gpu), &rows)?;
-        let table = gpu.load(&images::TABLE.images(gpu), &table)?;
-        let (
-            &[plan],
-            &[store, gather, copy, copy_in_order, zero],
-            &[write_points, write_ragged, kv_indices, read_indices],
-        ) = (&plan[..], &rows[..], &table[..])
-        else {
-            return Err(Error::new(
-                ErrorKind::Driver,
-                "the driver loaded fewer kernels than it was asked for",
-            ));
+        let load = |compiled: &Compiled, names: &[&CStr]| gpu.load(&compiled.images(gpu), names);
+        let plan = load(&PLAN, &[c"kvpool_plan", c"kvpool_plan_listed"])?;
+        let rows = load(
+            &ROWS,
+            &[
+                c"kvpool_store",
+                c"kvpool_store_listed",
+                c"kvpool_gather",
+                c"kvpool_gather_listed",
+                c"kvpool_move",
+                c"kvpool_move_listed",
+                c"kvpool_move_in_order",
+                c"kvpool_move_in_order_listed",
+                c"kvpool_zero",
+                c"kvpool_zero_listed",
+            ],
+        )?;
+        let table = load(
+            &TABLE,
+            &[
+                c"kvpool_write_points",
+                c"kvpool_write_points_listed",
+                c"kvpool_write_ragged",
+                c"kvpool_write_ragged_listed",
+                c"kvpool_kv_indices",
+                c"kvpool_kv_indices_listed",
+                c"kvpool_read_indices",
+            ],
+        )?;
+        let missing =
+            || Error::new(ErrorKind::Driver, "the driver loaded fewer kernels than it was asked for");
+        let mut pairs = [&plan, &rows, &table].into_iter().flat_map(|functions| functions.as_chunks().0);
+        let mut next = || {
+            let &[plain, listed] = pairs.next().ok_or_else(missing)?;
+            Ok::<_, Error>(Kernel { plain, listed })
         };
         let kernels = Arc::new(Self {
             device: gpu.device(),
-            plan,
-            store,
-            gather,
-            copy,
-            copy_in_order,
-            zero,
-            write_points,
-            write_ragged,
-            kv_indices,
-            read_indices,
+            plan: next()?,
+            store: next()?,
+            gather: next()?,
+            copy: next()?,
+            copy_in_order: next()?,
+            zero: next()?,
+            write_points: next()?,
+            write_ragged: next()?,
+            kv_indices: next()?,
+            read_indices: *table.last().ok_or_else(missing)?,
         });
         loaded.push(Arc::clone(&kernels));
         Ok(kernels)
@@ -192,35 +221,53 @@ impl Launcher {
         self.fault.address().as_ptr().cast()
     }
 
-    /// Passes what is on the host to the device, then has `work` launch with everything there.
-    fn with(
+    /// Launches `kernel` with the parameters that `params` makes, once the device can read `arrays` of the host: behind
+    /// the parameters if they fit there, else in the ring.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Driver`] while `stream` is captured, however many they are: a graph would repeat them.
+    fn with_arrays<P>(
         &self,
+        kernel: Kernel,
+        grid: [u32; 2],
+        arrays: &[&[i32]],
+        stream: Stream,
+        params: impl FnOnce(Arrays<'_>) -> Result<P>,
+    ) -> Result<()> {
+        if WithList::<P>::fits(arrays) {
+            self.ring.not_capturing(stream)?;
+            let params = WithList::new(params(Arrays::Listed)?, arrays);
+            return self.launch(kernel.listed, grid, &params, stream);
+        }
+        self.ring
+            .upload(arrays, None, stream, |region, offsets| {
+                let params = params(Arrays::Copied(region, offsets))?;
+                self.launch(kernel.plain, grid, &params, stream)
+            })
+            .map(|_| ())
+    }
+
+    /// Launches `kernel` with the parameters that `params` makes of `numbers`.
+    ///
+    /// # Errors
+    /// As [`Launcher::with_arrays`], if any of them are on the host.
+    fn with<P>(
+        &self,
+        kernel: Kernel,
+        grid: [u32; 2],
         numbers: &[Numbers<'_>],
         stream: Stream,
-        work: impl FnOnce(&[Index]) -> Result<()>,
+        params: impl FnOnce(&[Index]) -> P,
     ) -> Result<()> {
         let lists: Vec<&[i32]> = numbers
             .iter()
             .filter_map(|numbers| if let Numbers::List(list) = numbers { Some(*list) } else { None })
             .collect();
         if lists.is_empty() {
-            let indices =
-                numbers.iter().map(|numbers| Index::new(numbers, ptr::null())).collect::<Result<Vec<_>>>()?;
-            return work(&indices);
+            let indices = numbers.iter().map(Index::new).collect::<Result<Vec<_>>>()?;
+            return self.launch(kernel.plain, grid, &params(&indices), stream);
         }
-        self.ring
-            .upload(&lists, None, stream, |region, offsets| {
-                let mut offsets = offsets.iter();
-                let indices = numbers.iter().map(|numbers| match numbers {
-                    Numbers::List(list) => {
-                        let offset = offsets.next().copied().unwrap_or(0);
-                        Index::new(numbers, region.at(offset, size_of_val(*list))?.as_ptr().cast())
-                    }
-                    _ => Index::new(numbers, ptr::null()),
-                });
-                work(&indices.collect::<Result<Vec<_>>>()?)
-            })
-            .map(|_| ())
+        self.with_arrays(kernel, grid, &lists, stream, |arrays| Ok(params(&arrays.indices(numbers)?)))
     }
 
     /// As [`store_rows`](super::store_rows), for K and V in one launch. What a row holds that is named twice by indices
@@ -238,16 +285,13 @@ impl Launcher {
             Indices::Device { .. } => Vec::new(),
         };
         let (first_blocks, grid) = parts_grid([parts[0].split, parts[1].split], count)?;
-        self.with(&[indices.numbers(&list)], stream, |index| {
-            let params = StoreParams {
-                indices: index[0],
-                count: signed(count),
-                rows: signed(rows),
-                fault: self.fault_address(),
-                first_blocks,
-                parts,
-            };
-            self.launch(self.kernels.store, grid, &params, stream)
+        self.with(self.kernels.store, grid, &[indices.numbers(&list)], stream, |index| StoreParams {
+            indices: index[0],
+            count: signed(count),
+            rows: signed(rows),
+            fault: self.fault_address(),
+            first_blocks,
+            parts,
         })
     }
 
@@ -269,16 +313,13 @@ impl Launcher {
         let [k, v] = pairs;
         let parts = [GatherPart::new(k.0, &k.1)?, GatherPart::new(v.0, &v.1)?];
         let (first_blocks, grid) = parts_grid([parts[0].split, parts[1].split], count)?;
-        self.with(&[indices.numbers(&list)], stream, |index| {
-            let params = GatherParams {
-                indices: index[0],
-                count: signed(count),
-                rows: signed(rows),
-                fault: self.fault_address(),
-                first_blocks,
-                parts,
-            };
-            self.launch(self.kernels.gather, grid, &params, stream)
+        self.with(self.kernels.gather, grid, &[indices.numbers(&list)], stream, |index| GatherParams {
+            indices: index[0],
+            count: signed(count),
+            rows: signed(rows),
+            fault: self.fault_address(),
+            first_blocks,
+            parts,
         })
     }
 
@@ -322,16 +363,13 @@ impl Launcher {
         stream: Stream,
     ) -> Result<()> {
         let (groups, grid) = groups.for_rows(count)?;
-        self.with(&numbers, stream, |index| {
-            let params = MoveParams {
-                target: index[0],
-                source: index[1],
-                count: signed(count),
-                rows: signed(rows),
-                fault: self.fault_address(),
-                groups,
-            };
-            self.launch(self.kernels.copy, grid, &params, stream)
+        self.with(self.kernels.copy, grid, &numbers, stream, |index| MoveParams {
+            target: index[0],
+            source: index[1],
+            count: signed(count),
+            rows: signed(rows),
+            fault: self.fault_address(),
+            groups,
         })
     }
 
@@ -344,13 +382,9 @@ impl Launcher {
             })
             .collect();
         let (groups, grid) = groups.for_words()?;
-        self.ring
-            .upload(&[&steps], None, stream, |region, offsets| {
-                let steps = region.at(offsets[0], size_of_val(&steps[..]))?.as_ptr().cast_const().cast();
-                let params = OrderParams { steps, count: signed(moves.len()), groups };
-                self.launch(self.kernels.copy_in_order, grid, &params, stream)
-            })
-            .map(|_| ())
+        self.with_arrays(self.kernels.copy_in_order, grid, &[&steps], stream, |arrays| {
+            Ok(OrderParams { steps: arrays.address(0, &steps)?, count: signed(moves.len()), groups })
+        })
     }
 
     /// Zeroes the rows that `indices` names in every buffer of both groups, in one launch.
@@ -367,15 +401,12 @@ impl Launcher {
         let rows = groups[0].first().map_or(0, |buffer| buffer.shape()[0]);
         let (list, count) = (indices.list(noun, rows)?, indices.len());
         let (groups, grid) = Groups::new(groups)?.for_rows(count)?;
-        self.with(&[indices.numbers(&list)], stream, |index| {
-            let params = ZeroParams {
-                indices: index[0],
-                count: signed(count),
-                rows: signed(rows),
-                fault: self.fault_address(),
-                groups,
-            };
-            self.launch(self.kernels.zero, grid, &params, stream)
+        self.with(self.kernels.zero, grid, &[indices.numbers(&list)], stream, |index| ZeroParams {
+            indices: index[0],
+            count: signed(count),
+            rows: signed(rows),
+            fault: self.fault_address(),
+            groups,
         })
     }
 
@@ -396,8 +427,8 @@ impl Launcher {
     ) -> Result<Option<Held>> {
         let blocks = blocks(count)?;
         let write = |echo: *mut i32| {
-            self.with(&[row, column, value], stream, |index| {
-                let params = PointsParams {
+            self.with(self.kernels.write_points, [blocks, 1], &[row, column, value], stream, |index| {
+                PointsParams {
                     table: table.address(),
                     rows: signed(table.rows),
                     columns: signed(table.columns),
@@ -407,8 +438,7 @@ impl Launcher {
                     count: signed(count),
                     echo,
                     fault: self.fault_address(),
-                };
-                self.launch(self.kernels.write_points, [blocks, 1], &params, stream)
+                }
             })
         };
         let bytes = count.saturating_mul(3 * size_of::<i32>());
@@ -446,20 +476,17 @@ impl Launcher {
         }
         let rows: Vec<i32> = rows.iter().map(|row| row.cast_signed()).collect();
         let grid = ragged_grid(widen(*longest), rows.len())?;
-        self.ring
-            .upload(&[&rows, &indptr], None, stream, |region, offsets| {
-                let params = RaggedParams {
-                    table: table.address(),
-                    columns: signed(table.columns),
-                    rows: region.at(offsets[0], size_of_val(&rows[..]))?.as_ptr().cast_const().cast(),
-                    starts: ptr::null(),
-                    indptr: region.at(offsets[1], size_of_val(&indptr[..]))?.as_ptr().cast_const().cast(),
-                    values: ptr::null(),
-                    count: signed(rows.len()),
-                };
-                self.launch(self.kernels.write_ragged, grid, &params, stream)
+        self.with_arrays(self.kernels.write_ragged, grid, &[&rows, &indptr], stream, |arrays| {
+            Ok(RaggedParams {
+                table: table.address(),
+                columns: signed(table.columns),
+                rows: arrays.address(0, &rows)?,
+                starts: ptr::null(),
+                indptr: arrays.address(1, &indptr)?,
+                values: ptr::null(),
+                count: signed(rows.len()),
             })
-            .map(|_| ())
+        })
     }
 
     /// As [`build_kv_indices`](super::build_kv_indices), in one launch.
@@ -477,19 +504,16 @@ impl Launcher {
     ) -> Result<()> {
         let capacity = out.shape().numel();
         let grid = ragged_grid(table.columns.min(capacity), count)?;
-        self.with(&[row, indptr], stream, |index| {
-            let params = KvIndicesParams {
-                table: table.address(),
-                rows: signed(table.rows),
-                columns: signed(table.columns),
-                row: index[0],
-                indptr: index[1],
-                out: out.address().as_ptr().cast(),
-                capacity: signed(capacity),
-                count: signed(count),
-                fault: self.fault_address(),
-            };
-            self.launch(self.kernels.kv_indices, grid, &params, stream)
+        self.with(self.kernels.kv_indices, grid, &[row, indptr], stream, |index| KvIndicesParams {
+            table: table.address(),
+            rows: signed(table.rows),
+            columns: signed(table.columns),
+            row: index[0],
+            indptr: index[1],
+            out: out.address().as_ptr().cast(),
+            capacity: signed(capacity),
+            count: signed(count),
+            fault: self.fault_address(),
         })
     }
 

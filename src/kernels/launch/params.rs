@@ -9,7 +9,7 @@ use crate::kernels::convert::conversion;
 use crate::kernels::indices::Numbers;
 use crate::kernels::rows::RowBuffer;
 use crate::kernels::store::{Layout, Store, inconvertible, layout};
-use crate::memory::Borrowed;
+use crate::memory::{Borrowed, Region};
 
 /// Words that a thread copies.
 const WORDS_PER_LANE: usize = 4;
@@ -46,10 +46,83 @@ pub(super) struct Index {
     pub(super) data: *const c_void,
     pub(super) value: i64,
     pub(super) step: i64,
-    pub(super) wide: i32,
+    pub(super) kind: i32,
     pub(super) ndim: i32,
     pub(super) shape: [i64; 8],
     pub(super) strides: [i64; 8],
+}
+
+/// Kinds of an [`Index`]: int32 or computed, int64, and in the list of the call.
+const NARROW: i32 = 0;
+const WIDE: i32 = 1;
+const LISTED: i32 = 2;
+
+/// Bytes of parameters that every driver takes, and what fits them of a list alone.
+const PARAMS_BYTES: usize = 4096;
+const MOST_LISTED: usize = PARAMS_BYTES / size_of::<i32>();
+
+/// `WithList`: parameters of a kernel with numbers of the host behind them. It may go on behind what the kernel takes.
+#[repr(C)]
+pub(super) struct WithList<P> {
+    params: P,
+    list: [i32; MOST_LISTED],
+}
+
+impl<P> WithList<P> {
+    /// How many numbers fit.
+    const ROOM: usize = (PARAMS_BYTES - size_of::<P>()) / size_of::<i32>();
+
+    /// `params` with all of `arrays`, one behind the other, unless they are too many.
+    pub(super) fn fits(arrays: &[&[i32]]) -> bool {
+        arrays.iter().map(|array| array.len()).sum::<usize>() <= Self::ROOM
+    }
+
+    /// `params` with `arrays`, which fit, one behind the other.
+    pub(super) fn new(params: P, arrays: &[&[i32]]) -> Self {
+        let mut list = [0; MOST_LISTED];
+        for (place, number) in list.iter_mut().zip(arrays.iter().copied().flatten()) {
+            *place = *number;
+        }
+        Self { params, list }
+    }
+}
+
+/// Where a kernel finds the arrays of the host that it was given.
+#[derive(Clone, Copy)]
+pub(super) enum Arrays<'a> {
+    /// In the list of the call, one behind the other.
+    Listed,
+    /// Copied to these bytes of a region.
+    Copied(&'a Region, &'a [usize]),
+}
+
+impl Arrays<'_> {
+    /// The address of array `which`; null where it came with the call.
+    pub(super) fn address<T>(&self, which: usize, array: &[i32]) -> Result<*const T> {
+        match self {
+            Self::Listed => Ok(ptr::null()),
+            Self::Copied(region, offsets) => {
+                let address = region.at(offsets[which], size_of_val(array))?;
+                Ok(address.as_ptr().cast_const().cast())
+            }
+        }
+    }
+
+    /// The numbers of every batch of a call, for whose lists these are.
+    pub(super) fn indices(&self, numbers: &[Numbers<'_>]) -> Result<Vec<Index>> {
+        let (mut which, mut begin) = (0, 0);
+        let index = |numbers: &Numbers<'_>| {
+            let Numbers::List(list) = numbers else { return Index::new(numbers) };
+            let index = match self {
+                Self::Listed => Index::listed(begin, list.len()),
+                Self::Copied(..) => Index::at(self.address(which, list)?, list.len()),
+            };
+            which += 1;
+            begin += list.len();
+            Ok(index)
+        };
+        numbers.iter().map(index).collect()
+    }
 }
 
 /// `StorePart`.
@@ -246,30 +319,30 @@ const _: () = {
 };
 
 impl Index {
-    /// Numbers as a kernel takes them; `list` is where those of the host were copied to.
-    pub(super) fn new(numbers: &Numbers<'_>, list: *const c_void) -> Result<Self> {
-        let computed = |value, step| Self {
-            data: ptr::null(),
-            value,
-            step,
-            wide: 0,
-            ndim: 1,
-            shape: [1; 8],
-            strides: [0; 8],
-        };
+    const fn computed(value: i64, step: i64) -> Self {
+        Self { data: ptr::null(), value, step, kind: NARROW, ndim: 1, shape: [1; 8], strides: [0; 8] }
+    }
+
+    /// `len` numbers of the list that comes with a call, from `begin` on.
+    fn listed(begin: usize, len: usize) -> Self {
+        Self { kind: LISTED, shape: first(signed(len), 1), ..Self::computed(signed(begin), 0) }
+    }
+
+    /// `len` numbers at an address of the device.
+    fn at(data: *const c_void, len: usize) -> Self {
+        Self { data, shape: first(signed(len), 1), strides: first(1, 0), ..Self::computed(0, 0) }
+    }
+
+    /// Numbers that the device knows, or can compute. A list of the host is none.
+    pub(super) fn new(numbers: &Numbers<'_>) -> Result<Self> {
         match numbers {
-            Numbers::Same(value) => Ok(computed(*value, 0)),
-            Numbers::From(value) => Ok(computed(*value, 1)),
-            Numbers::List(values) => Ok(Self {
-                data: list,
-                shape: first(signed(values.len()), 1),
-                strides: first(1, 0),
-                ..computed(0, 0)
-            }),
+            Numbers::Same(value) => Ok(Self::computed(*value, 0)),
+            Numbers::From(value) => Ok(Self::computed(*value, 1)),
+            Numbers::List(_) => Err(Error::config("numbers of the host are not on the device")),
             Numbers::Tensor(tensor) => {
-                let wide = match tensor.dtype() {
-                    DType::I32 => 0,
-                    DType::I64 => 1,
+                let kind = match tensor.dtype() {
+                    DType::I32 => NARROW,
+                    DType::I64 => WIDE,
                     other => {
                         return Err(Error::wrong_type(format!(
                             "indices must be int32 or int64, not {other}"
@@ -278,7 +351,7 @@ impl Index {
                 };
                 let (ndim, shape, strides) = collapsed(tensor.shape(), tensor.strides());
                 let data = tensor.address().as_ptr().cast_const().cast();
-                Ok(Self { data, wide, ndim, shape, strides, ..computed(0, 0) })
+                Ok(Self { data, kind, ndim, shape, strides, ..Self::computed(0, 0) })
             }
         }
     }

@@ -105,7 +105,7 @@ impl Ring {
         stream: Stream,
         work: impl FnOnce(&Region, &[usize]) -> Result<()>,
     ) -> Result<Arc<Event>> {
-        self.gpu.not_capturing(stream, "a copy of numbers from the host, in memory that is used again,")?;
+        self.not_capturing(stream)?;
         let mut offsets = Vec::with_capacity(arrays.len());
         let mut bytes = 0usize;
         for array in arrays {
@@ -135,6 +135,14 @@ impl Ring {
             });
         let done = self.seal(&mut pieces, range, false, stream)?;
         enqueued.map(|()| done)
+    }
+
+    /// Checks that `stream` is not captured, as [`Ring::upload`] does.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) if it is.
+    pub fn not_capturing(&self, stream: Stream) -> Result<()> {
+        self.gpu.not_capturing(stream, "a copy of numbers from the host, in memory that is used again,")
     }
 
     /// Has `work` enqueue something that writes `bytes` bytes to host memory, at the byte of the region that it
