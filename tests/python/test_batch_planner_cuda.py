@@ -212,7 +212,7 @@ def test_a_large_step_within_a_capture_is_refused_as_a_small_one(driver: Driver)
         stream = driver.stream()
         with on_stream(stream):
             driver.begin_capture(stream)
-            with pytest.raises(DriverError, match="a copy of numbers from the host, .* cannot be captured"):
+            with pytest.raises(DriverError, match="numbers from the host"):
                 pair.planner.decode(rows, [length + 1 for length in lens])
             driver.end_capture(stream)
         assert [pair.planner.seq_len(row) for row in rows] == lens

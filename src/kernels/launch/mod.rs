@@ -34,8 +34,8 @@ use params::{
 /// A kernel that takes numbers of the host.
 #[derive(Clone, Copy, Debug)]
 struct Kernel {
-    /// Takes them in memory of the device.
-    plain: Function,
+    /// Takes them in memory of the device, or has none.
+    copied: Function,
     /// Takes them behind its parameters.
     listed: Function,
 }
@@ -97,8 +97,8 @@ impl Kernels {
             || Error::new(ErrorKind::Driver, "the driver loaded fewer kernels than it was asked for");
         let mut pairs = [&plan, &rows, &table].into_iter().flat_map(|functions| functions.as_chunks().0);
         let mut next = || {
-            let &[plain, listed] = pairs.next().ok_or_else(missing)?;
-            Ok::<_, Error>(Kernel { plain, listed })
+            let &[copied, listed] = pairs.next().ok_or_else(missing)?;
+            Ok::<_, Error>(Kernel { copied, listed })
         };
         let kernels = Arc::new(Self {
             device: gpu.device(),
@@ -242,7 +242,7 @@ impl Launcher {
         self.ring
             .upload(arrays, None, stream, |region, offsets| {
                 let params = params(Arrays::Copied(region, offsets))?;
-                self.launch(kernel.plain, grid, &params, stream)
+                self.launch(kernel.copied, grid, &params, stream)
             })
             .map(|_| ())
     }
@@ -265,7 +265,7 @@ impl Launcher {
             .collect();
         if lists.is_empty() {
             let indices = numbers.iter().map(Index::new).collect::<Result<Vec<_>>>()?;
-            return self.launch(kernel.plain, grid, &params(&indices), stream);
+            return self.launch(kernel.copied, grid, &params(&indices), stream);
         }
         self.with_arrays(kernel, grid, &lists, stream, |arrays| Ok(params(&arrays.indices(numbers)?)))
     }
