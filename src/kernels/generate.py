@@ -1,8 +1,8 @@
 """Compiles the kernels to PTX, and checks that what is committed is what the sources give.
 
 The compiler is NVRTC 12.0, whose PTX every driver from CUDA 12.0 on can load; it needs no GPU. Each module is
-compiled for every device, and for those from compute capability 9.0 on. The compiler and the assemblers come from
-PyPI: `pip install --no-deps --target TOOLS nvidia-cuda-nvrtc-cu12==12.0.76
+compiled for every device, and for those from compute capability 9.0 on. The compiler and the assemblers come
+from PyPI: `pip install --no-deps --target TOOLS nvidia-cuda-nvrtc-cu12==12.0.76
 nvidia-cuda-nvcc-cu12==12.9.86 nvidia-cuda-nvcc==13.0.88`.
 
     python src/kernels/generate.py --tools TOOLS           writes the .ptx files
@@ -28,8 +28,8 @@ OPTIONS = (
     "--prec-div=true",
     "--ftz=false",
 )
-# The architectures that are compiled for, and the end of the names of their files: the first for every device,
-# the second for those with instructions for 8-bit floats.
+# The architectures that are compiled for, and the ends of the names of their files: the first for every
+# device, the second for those with instructions for 8-bit floats.
 TARGETS = {70: ".ptx", 90: ".sm_90.ptx"}
 # What the oldest driver takes; another compiler would write another.
 HEAD = "\n.version 8.0\n.target sm_{}\n"

@@ -41,18 +41,60 @@ struct Registration {
     }
 };
 
-/// Calls `body` for each thread of a grid. The last come first: nothing may rely on an order that a device does not have.
+// What decides the order of the next launch; 0 for the last first.
+static unsigned long long seed = 0;
+
+/// The numbers below `count`, each once, in an order that `salt` decides: steps of one length around a circle.
+struct Order {
+    unsigned long long count;
+    unsigned long long at;
+    unsigned long long step;
+
+    Order(unsigned long long count, unsigned long long salt) : count(count), at(count - 1), step(count - 1) {
+        if (seed == 0) {
+            return;
+        }
+        unsigned long long mixed = seed ^ (salt + 1) * 0xBF58476D1CE4E5B9;
+        mixed = (mixed ^ mixed >> 30) * 0x94D049BB133111EB;
+        mixed ^= mixed >> 31;
+        at = mixed % count;
+        step = (mixed >> 32) % count;
+        while (!reaches_all()) {
+            step = (step + 1) % count;
+        }
+    }
+
+    bool reaches_all() const {
+        unsigned long long a = count, b = step;
+        while (b != 0) {
+            const unsigned long long rest = a % b;
+            a = b;
+            b = rest;
+        }
+        return a == 1;
+    }
+
+    unsigned long long next() {
+        const unsigned long long now = at;
+        at += step;
+        at -= at >= count ? count : 0;
+        return now;
+    }
+};
+
+/// Calls `body` for each thread of a grid, in no order that anything may rely on.
 template <typename Body>
 static inline void for_each_thread(Coordinates grid, Coordinates block, Body body) {
     gridDim = grid;
     blockDim = block;
-    for (unsigned y = grid.y; y-- > 0;) {
-        for (unsigned x = grid.x; x-- > 0;) {
-            blockIdx = {x, y, 0};
-            for (unsigned thread = block.x; thread-- > 0;) {
-                threadIdx = {thread, 0, 0};
-                body();
-            }
+    Order blocks(static_cast<unsigned long long>(grid.x) * grid.y, 0);
+    for (unsigned long long left = blocks.count; left > 0; left--) {
+        const unsigned long long number = blocks.next();
+        blockIdx = {static_cast<unsigned>(number % grid.x), static_cast<unsigned>(number / grid.x), 0};
+        Order threads(block.x, number + 1);
+        for (unsigned thread = block.x; thread > 0; thread--) {
+            threadIdx = {static_cast<unsigned>(threads.next()), 0, 0};
+            body();
         }
     }
 }
@@ -105,5 +147,15 @@ extern "C" float software_load(i32 dtype, u32 bits) {
         case DTYPE_F8E4M3: return F8E4M3::load(u8(bits));
         case DTYPE_F8E5M2: return F8E5M2::load(u8(bits));
         default: return F32::load(bits);
+    }
+}
+
+extern "C" void software_order(unsigned long long next) { seed = next; }
+
+/// The order in which `count` threads of the first block run.
+extern "C" void software_threads(unsigned count, unsigned* found) {
+    Order threads(count, 1);
+    for (unsigned at = 0; at < count; at++) {
+        found[at] = static_cast<unsigned>(threads.next());
     }
 }

@@ -1,27 +1,27 @@
 //! Captures: work that is recorded instead of enqueued, and the graphs that they become.
 //!
 //! Work of all streams of a capture is kept in the order of the calls, which is one of those that a device may choose.
+//! Beside it stands how far each stream is and how far each of the others was where it was awaited, so that a stream
+//! that joined and was not awaited at the end is found.
 
-use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use crate::codes::{
-    CAPTURE_INVALIDATED, CAPTURE_MERGE, CAPTURE_UNMATCHED, CAPTURE_UNSUPPORTED, INVALID_VALUE, Outcome,
+    CAPTURE_INVALIDATED, CAPTURE_MERGE, CAPTURE_UNJOINED, CAPTURE_UNMATCHED, CAPTURE_UNSUPPORTED,
+    CAPTURE_WRONG_THREAD, INVALID_VALUE, Outcome,
 };
+use crate::threads::{self, Mode};
 use crate::work::Work;
 
-/// `CU_STREAM_CAPTURE_MODE_RELAXED`.
-const RELAXED: i32 = 2;
+/// The streams of a capture, each with the number of its last step that lies before a place.
+type Reached = BTreeMap<usize, u64>;
 
-thread_local! {
-    /// What this thread may do while somebody captures: `CUstreamCaptureMode`, at first global.
-    static MODE: Cell<i32> = const { Cell::new(0) };
-}
-
-/// Sets the mode of this thread; the one that it had.
-pub fn exchange_mode(mode: i32) -> i32 {
-    MODE.replace(mode)
+/// A place in a capture, which an event names.
+#[derive(Clone)]
+pub struct Place {
+    pub capture: usize,
+    reached: Arc<Reached>,
 }
 
 struct Capture {
@@ -29,8 +29,11 @@ struct Capture {
     work: Vec<Work>,
     /// Nothing that is forbidden was done meanwhile.
     is_valid: bool,
-    /// It forbids what is forbidden to every thread.
-    is_global: bool,
+    mode: Mode,
+    /// The thread that began it.
+    owner: usize,
+    /// Of each stream that takes part, what lies before its end, its own last step included.
+    streams: BTreeMap<usize, Reached>,
 }
 
 /// `CUstreamCaptureStatus`.
@@ -49,13 +52,40 @@ pub struct Captures {
     graphs: BTreeMap<usize, Arc<[Work]>>,
 }
 
+impl Capture {
+    /// Counts a step of a stream.
+    fn step(&mut self, stream: usize) {
+        *self.streams.entry(stream).or_default().entry(stream).or_default() += 1;
+    }
+
+    /// Lets what a stream does from now on come after a place.
+    fn order(&mut self, stream: usize, after: &Reached) {
+        let reached = self.streams.entry(stream).or_default();
+        for (&other, &number) in after {
+            let known = reached.entry(other).or_default();
+            *known = number.max(*known);
+        }
+    }
+
+    /// Whether the origin awaited all that the others did.
+    fn is_joined(&self) -> bool {
+        let at_end = self.streams.get(&self.origin);
+        self.streams
+            .iter()
+            .all(|(stream, reached)| at_end.is_some_and(|at_end| at_end.get(stream) >= reached.get(stream)))
+    }
+}
+
 impl Captures {
-    pub fn begin(&mut self, origin: usize, current: Option<usize>, is_global: bool) -> Outcome<usize> {
+    pub fn begin(&mut self, origin: usize, current: Option<usize>, mode: Mode) -> Outcome<usize> {
         if current.is_some() {
             return Err(INVALID_VALUE);
         }
         self.begun += 1;
-        self.active.insert(self.begun, Capture { origin, work: Vec::new(), is_valid: true, is_global });
+        let owner = threads::number();
+        let streams = BTreeMap::from([(origin, Reached::new())]);
+        let capture = Capture { origin, work: Vec::new(), is_valid: true, mode, owner, streams };
+        self.active.insert(self.begun, capture);
         Ok(self.begun)
     }
 
@@ -77,15 +107,18 @@ impl Captures {
         }
     }
 
-    /// For calls that must not be made while anybody captures: spoils the captures and fails.
+    /// For calls that are potentially unsafe while somebody captures: spoils the captures that forbid them to this
+    /// thread, and fails if there are any.
     pub fn forbid(&mut self) -> Outcome {
-        if MODE.get() == RELAXED {
-            return Ok(());
-        }
+        let (thread, mode) = (threads::number(), threads::mode());
         let mut result = Ok(());
-        for capture in self.active.values_mut().filter(|capture| capture.is_global) {
-            capture.is_valid = false;
-            result = Err(CAPTURE_UNSUPPORTED);
+        for capture in self.active.values_mut() {
+            let is_own = capture.owner == thread && capture.mode != Mode::Relaxed;
+            let is_everybodys = capture.mode == Mode::Global && mode == Mode::Global;
+            if mode != Mode::Relaxed && (is_own || is_everybodys) {
+                capture.is_valid = false;
+                result = Err(CAPTURE_UNSUPPORTED);
+            }
         }
         result
     }
@@ -95,33 +128,58 @@ impl Captures {
         if is_valid { Ok(()) } else { Err(CAPTURE_INVALIDATED) }
     }
 
-    pub fn push(&mut self, capture: usize, work: Work) -> Outcome {
+    pub fn push(&mut self, capture: usize, stream: usize, work: Work) -> Outcome {
         self.check(capture)?;
         if let Some(capture) = self.active.get_mut(&capture) {
+            capture.step(stream);
             capture.work.push(work);
         }
         Ok(())
     }
 
-    /// Whether a stream that is in `current` may take part in `capture`.
-    pub fn join(&mut self, current: Option<usize>, capture: usize) -> Outcome {
-        if current.is_some_and(|current| current != capture) {
-            self.invalidate(capture);
+    /// The end of a stream of a capture, as an event names it.
+    pub fn mark(&self, capture: usize, stream: usize) -> Outcome<Place> {
+        self.check(capture)?;
+        let held = self.active.get(&capture).ok_or(CAPTURE_INVALIDATED)?;
+        let reached = held.streams.get(&stream).cloned().unwrap_or_default();
+        Ok(Place { capture, reached: Arc::new(reached) })
+    }
+
+    /// Lets a stream, which is in `current`, come after a place of a capture, and take part in it.
+    pub fn join(&mut self, stream: usize, current: Option<usize>, place: &Place) -> Outcome {
+        if let Some(current) = current.filter(|current| *current != place.capture) {
+            self.invalidate(current);
+            self.invalidate(place.capture);
             return Err(CAPTURE_MERGE);
         }
-        self.check(capture)
+        self.check(place.capture)?;
+        if let Some(capture) = self.active.get_mut(&place.capture) {
+            if !capture.streams.contains_key(&stream) {
+                // That it takes part is a step that somebody has to await.
+                capture.step(stream);
+            }
+            capture.order(stream, &place.reached);
+        }
+        Ok(())
     }
 
     /// Ends the capture of a stream. It must have begun there, and is over even when it was spoilt.
     pub fn end(&mut self, stream: usize, capture: Option<usize>) -> Outcome<usize> {
         let capture = capture.ok_or(INVALID_VALUE)?;
-        if self.active.get(&capture).is_some_and(|held| held.origin != stream) {
+        let held = self.active.get(&capture).ok_or(INVALID_VALUE)?;
+        if held.origin != stream {
             self.invalidate(capture);
             return Err(CAPTURE_UNMATCHED);
+        }
+        if held.mode != Mode::Relaxed && held.owner != threads::number() {
+            return Err(CAPTURE_WRONG_THREAD);
         }
         let ended = self.active.remove(&capture).ok_or(INVALID_VALUE)?;
         if !ended.is_valid {
             return Err(CAPTURE_INVALIDATED);
+        }
+        if !ended.is_joined() {
+            return Err(CAPTURE_UNJOINED);
         }
         self.graphs.insert(capture, ended.work.into());
         Ok(capture)

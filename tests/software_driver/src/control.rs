@@ -3,9 +3,12 @@
 use std::ffi::{CStr, c_char, c_int, c_long, c_void};
 
 use crate::codes::{Code, INVALID_HANDLE, INVALID_VALUE, Outcome, SUCCESS};
+use crate::contexts;
+use crate::kernels;
 use crate::memory::Place;
 use crate::operations::check;
-use crate::state::{State, state};
+use crate::state::{State, set_down, state};
+use crate::threads::Mode;
 
 /// The name that a test gave, or `None` for all.
 fn text(name: *const c_char) -> Option<String> {
@@ -85,6 +88,69 @@ extern "C" fn soft_set_capacity(bytes: c_long) {
 #[unsafe(no_mangle)]
 extern "C" fn soft_set_queries(count: c_long) {
     state().config.patience = count.try_into().unwrap_or(0);
+}
+
+/// The compute capability of every device, at first 9.0.
+#[unsafe(no_mangle)]
+extern "C" fn soft_set_capability(major: c_int, minor: c_int) {
+    state().config.capability = (major, minor);
+}
+
+/// Whether freeing memory, page-locked memory too, waits for everything, as a driver may do: at first it does not,
+/// unless `KVPOOL_SOFTWARE_FREE_WAITS=1` says so.
+/// `cudaFree` always waits.
+#[unsafe(no_mangle)]
+extern "C" fn soft_set_free_waits(waits: c_int) {
+    state().config.frees_wait = waits != 0;
+}
+
+/// From how many bytes on one call page-locks no memory, at first 512 GiB.
+#[unsafe(no_mangle)]
+extern "C" fn soft_set_register_limit(bytes: c_long) {
+    state().memory.most_locked = bytes.try_into().unwrap_or(0);
+}
+
+/// Whether functions that are looked up from now on are loaded when they are first needed, as at first, or at once.
+#[unsafe(no_mangle)]
+extern "C" fn soft_set_lazy(is_lazy: c_int) {
+    state().config.is_lazy = is_lazy != 0;
+}
+
+/// Whether new streams and events may have handles of others that are gone, at first not.
+#[unsafe(no_mangle)]
+extern "C" fn soft_set_reuse_handles(reuses: c_int) {
+    state().config.reuses_handles = reuses != 0;
+}
+
+/// Decides in which order blocks and threads of the launches from now on run; 0 for the last first, at first 1. The
+/// same seed before the same launches gives the same orders.
+#[unsafe(no_mangle)]
+extern "C" fn soft_set_seed(seed: c_long) {
+    // Under the lock, so that no launch runs meanwhile.
+    let _state = state();
+    kernels::set_seed(seed.cast_unsigned());
+}
+
+/// Breaks the current context, or that of the first device: all its calls answer `code` from now on, as after an error
+/// of a kernel. What is enqueued stays.
+#[unsafe(no_mangle)]
+extern "C" fn soft_break(code: c_int) {
+    let state = &mut *state();
+    let device = state.primaries.device_of(contexts::current()).unwrap_or(0);
+    state.break_device(device, code);
+}
+
+/// Lets the driver go down: calls answer `CUDA_ERROR_DEINITIALIZED` from now on.
+#[unsafe(no_mangle)]
+extern "C" fn soft_deinitialize() {
+    set_down(true);
+}
+
+/// Mends all contexts, and brings the driver back.
+#[unsafe(no_mangle)]
+extern "C" fn soft_mend() {
+    state().broken.clear();
+    set_down(false);
 }
 
 /// Copies, fills and launches of a stream that have not run; -1 for a handle that is none.
@@ -175,7 +241,7 @@ fn with_device(start: usize, bytes: c_long, work: impl FnOnce(usize)) -> Outcome
 #[unsafe(no_mangle)]
 extern "C" fn soft_begin_capture(stream: usize) -> c_int {
     let state = &mut *state();
-    code(stream_of(state, stream).and_then(|id| state.streams.begin_capture(id, true)))
+    code(stream_of(state, stream).and_then(|id| state.streams.begin_capture(id, Mode::Global)))
 }
 
 /// Ends a capture: the graph's number, from 1 on, or the error's number below 0.

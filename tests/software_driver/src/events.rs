@@ -2,16 +2,16 @@
 
 use std::collections::HashMap;
 
+use crate::capture;
 use crate::codes::{INVALID_HANDLE, Outcome};
 use crate::streams::Position;
 
 /// What an event names.
-#[derive(Clone, Copy)]
+#[derive(Clone)]
 pub enum Recorded {
     Nothing,
     At(Position),
-    /// A place in a capture.
-    In(usize),
+    In(capture::Place),
 }
 
 pub struct Event {
@@ -24,6 +24,8 @@ pub struct Event {
 #[derive(Default)]
 pub struct Events {
     events: HashMap<usize, Event>,
+    /// Handles of events that are gone.
+    pub gone: Vec<usize>,
 }
 
 impl Events {
@@ -37,7 +39,9 @@ impl Events {
 
     /// Forgets an event. Who waits for it goes on waiting.
     pub fn destroy(&mut self, handle: usize) -> Outcome {
-        self.events.remove(&handle).map(|_| ()).ok_or(INVALID_HANDLE)
+        self.events.remove(&handle).ok_or(INVALID_HANDLE)?;
+        self.gone.push(handle);
+        Ok(())
     }
 
     pub fn destroy_device(&mut self, device: usize) {

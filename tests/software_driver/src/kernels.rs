@@ -1,6 +1,7 @@
 //! The kernels, as compiled for the host.
 
 use std::ffi::{CStr, c_char, c_void};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 /// A kernel of `host.cpp`, which has the same structure.
 #[repr(C)]
@@ -25,6 +26,19 @@ pub const BLOCK: u32 = 256;
 
 unsafe extern "C" {
     fn software_kernels(found: *mut *const Kernel) -> usize;
+    safe fn software_order(seed: u64);
+}
+
+/// What decides the order of blocks and threads, and how many launches it has decided.
+static SEED: AtomicU64 = AtomicU64::new(0);
+static LAUNCHES: AtomicU64 = AtomicU64::new(0);
+/// An odd number without a pattern, from one launch to the next.
+const STEP: u64 = 0x9E37_79B9_7F4A_7C15;
+
+/// Decides from now on in which order blocks and threads run; 0 for the last first.
+pub fn set_seed(seed: u64) {
+    SEED.store(seed, Relaxed);
+    LAUNCHES.store(0, Relaxed);
 }
 
 /// All kernels, which were registered when the library was loaded.
@@ -55,6 +69,8 @@ impl Kernel {
 
     /// Runs it on a parameter of its size.
     pub fn run(&self, params: &[u128], [x, y]: [u32; 2]) {
+        let (seed, launch) = (SEED.load(Relaxed), LAUNCHES.fetch_add(1, Relaxed));
+        software_order(if seed == 0 { 0 } else { seed.wrapping_add(STEP.wrapping_mul(launch + 1)).max(1) });
         let (grid, block) = (Coordinates { x, y, z: 1 }, Coordinates { x: BLOCK, y: 1, z: 1 });
         // SAFETY: the parameter has the size that the kernel takes; what it points to is the launcher's business, as
         // on a device, and device memory is open.

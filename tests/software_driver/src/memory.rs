@@ -7,6 +7,8 @@ use crate::codes::{ALREADY_REGISTERED, INVALID_VALUE, NOT_REGISTERED, OUT_OF_MEM
 
 /// Bytes that each device has, unless a test says otherwise.
 const CAPACITY: usize = 64 << 30;
+/// From so many bytes on, one call cannot page-lock memory: the driver's list of pages gets too long.
+const MOST_LOCKED: usize = 512 << 30;
 /// From so many bytes on, zeroing replaces pages instead of writing them.
 const MANY_BYTES: usize = 1 << 20;
 
@@ -41,7 +43,11 @@ pub struct Memory {
     locked: BTreeMap<usize, Locked>,
     device_arena: Arena,
     locked_arena: Arena,
+    /// What was given back, with its length: its addresses do not come again.
+    gone: BTreeMap<usize, usize>,
     pub capacity: usize,
+    /// From so many bytes on, one call page-locks no memory.
+    pub most_locked: usize,
 }
 
 impl Default for Memory {
@@ -51,7 +57,9 @@ impl Default for Memory {
             locked: BTreeMap::new(),
             device_arena: Arena::new(),
             locked_arena: Arena::new(),
+            gone: BTreeMap::new(),
             capacity: CAPACITY,
+            most_locked: MOST_LOCKED,
         }
     }
 }
@@ -72,6 +80,7 @@ impl Memory {
     pub fn free(&mut self, start: usize) -> Outcome {
         let block = self.device.remove(&start).ok_or(INVALID_VALUE)?;
         Arena::give_back(start, block.len);
+        self.gone.insert(start, block.len);
         Ok(())
     }
 
@@ -89,16 +98,18 @@ impl Memory {
         if len == 0 {
             return Err(INVALID_VALUE);
         }
+        if len >= self.most_locked {
+            return Err(OUT_OF_MEMORY);
+        }
         let start = self.locked_arena.take(len, true).ok_or(OUT_OF_MEMORY)?;
         self.locked.insert(start, Locked { len, is_registered: false });
         Ok(start)
     }
 
     pub fn free_locked(&mut self, start: usize) -> Outcome {
-        match self.locked.get(&start) {
-            Some(block) if !block.is_registered => Arena::give_back(start, block.len),
-            _ => return Err(INVALID_VALUE),
-        }
+        let block = self.locked.get(&start).filter(|block| !block.is_registered).ok_or(INVALID_VALUE)?;
+        Arena::give_back(start, block.len);
+        self.gone.insert(start, block.len);
         self.locked.remove(&start);
         Ok(())
     }
@@ -110,6 +121,9 @@ impl Memory {
         }
         if touches(&self.locked, start, end) {
             return Err(ALREADY_REGISTERED);
+        }
+        if len >= self.most_locked {
+            return Err(OUT_OF_MEMORY);
         }
         self.locked.insert(start, Locked { len, is_registered: true });
         Ok(())
@@ -138,6 +152,11 @@ impl Memory {
         }
         let is_ours = self.device_arena.has(start) || self.locked_arena.has(start);
         if is_ours || touches(&self.locked, start, end) { Place::Nowhere } else { Place::Pageable }
+    }
+
+    /// Whether an address lies in a block that was given back.
+    pub fn is_gone(&self, address: usize) -> bool {
+        self.gone.range(..=address).next_back().is_some_and(|(start, len)| address < start + len)
     }
 
     /// Lets work touch device memory, or nobody.

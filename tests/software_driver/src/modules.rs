@@ -1,9 +1,10 @@
-//! Modules: what a driver needs to know of PTX to find kernels in it.
+//! Modules: kernels that were loaded, as PTX or as cubins, and what a driver needs to know of PTX to find them in it.
 
 use std::collections::HashMap;
 
 use crate::arena::fatal;
-use crate::codes::{INVALID_HANDLE, INVALID_PTX, NOT_FOUND, Outcome, UNSUPPORTED_PTX};
+use crate::codes::{INVALID_HANDLE, INVALID_PTX, NO_BINARY_FOR_GPU, NOT_FOUND, Outcome, UNSUPPORTED_PTX};
+use crate::cubin::Cubin;
 use crate::kernels::{self, Kernel};
 
 struct Module {
@@ -17,6 +18,8 @@ struct Module {
 pub struct Function {
     pub kernel: &'static Kernel,
     pub device: usize,
+    /// It is in the memory of the device, where only what is loaded can be launched.
+    pub is_loaded: bool,
     module: usize,
 }
 
@@ -27,9 +30,33 @@ pub struct Modules {
 }
 
 impl Modules {
-    /// Loads PTX for a device, under a handle.
-    pub fn load(&mut self, handle: usize, device: usize, text: &str, driver_version: i32) -> Outcome {
-        let entries = read(text, driver_version)?;
+    /// Loads PTX for a device of a capability, under a handle.
+    pub fn load(
+        &mut self,
+        handle: usize,
+        device: usize,
+        text: &str,
+        driver_version: i32,
+        capability: (i32, i32),
+    ) -> Outcome {
+        let entries = read(text, driver_version, capability)?;
+        self.modules.insert(handle, Module { device, entries });
+        Ok(())
+    }
+
+    /// Loads a cubin for a device of a capability, under a handle.
+    pub fn load_cubin(
+        &mut self,
+        handle: usize,
+        device: usize,
+        image: &[u8],
+        (major, minor): (i32, i32),
+    ) -> Outcome {
+        let Cubin { architecture, entries } = Cubin::read(image)?;
+        // It runs on devices of its own generation that are not older.
+        if architecture / 10 != major || architecture % 10 > minor {
+            return Err(NO_BINARY_FOR_GPU);
+        }
         self.modules.insert(handle, Module { device, entries });
         Ok(())
     }
@@ -48,7 +75,7 @@ impl Modules {
     /// A kernel that the PTX has and that was compiled for the host, under a handle, or the handle it has already.
     ///
     /// Ends the process if the two differ in their parameters: the PTX was not made of the source that is here.
-    pub fn function(&mut self, handle: usize, module: usize, name: &str) -> Outcome<usize> {
+    pub fn function(&mut self, handle: usize, module: usize, name: &str, is_loaded: bool) -> Outcome<usize> {
         let loaded = self.modules.get(&module).ok_or(INVALID_HANDLE)?;
         let bytes = *loaded.entries.get(name).ok_or(NOT_FOUND)?;
         let kernel = kernels::find(name).ok_or(NOT_FOUND)?;
@@ -62,8 +89,14 @@ impl Modules {
         if let Some((&found, _)) = self.functions.iter().find(|(_, function)| is_same(function)) {
             return Ok(found);
         }
-        self.functions.insert(handle, Function { kernel, device: loaded.device, module });
+        self.functions.insert(handle, Function { kernel, device: loaded.device, is_loaded, module });
         Ok(handle)
+    }
+
+    pub fn set_loaded(&mut self, function: usize) {
+        if let Some(function) = self.functions.get_mut(&function) {
+            function.is_loaded = true;
+        }
     }
 
     pub fn get(&self, function: usize) -> Outcome<Function> {
@@ -72,11 +105,13 @@ impl Modules {
 }
 
 /// The entries of PTX, with the bytes of their parameters.
-fn read(text: &str, driver_version: i32) -> Outcome<HashMap<String, usize>> {
+fn read(text: &str, driver_version: i32, capability: (i32, i32)) -> Outcome<HashMap<String, usize>> {
     let version = directive(text, ".version").ok_or(INVALID_PTX)?;
     let (major, minor) = version.split_once('.').ok_or(INVALID_PTX)?;
     let version = (number(major)?, number(minor)?);
-    if !directive(text, ".target").is_some_and(|target| target.starts_with("sm_")) {
+    let target =
+        directive(text, ".target").and_then(|target| target.strip_prefix("sm_")).ok_or(INVALID_PTX)?;
+    if number(target.trim_end_matches([',', 'a', 'f']))? > capability.0 * 10 + capability.1 {
         return Err(INVALID_PTX);
     }
     if directive(text, ".address_size") != Some("64") {

@@ -4,13 +4,13 @@ use std::sync::Arc;
 
 use crate::capture::Status;
 use crate::codes::{
-    CAPTURE_UNSUPPORTED, CAPTURED_EVENT, INVALID_CONTEXT, INVALID_HANDLE, INVALID_VALUE, NOT_READY, Outcome,
+    CAPTURE_IMPLICIT, CAPTURE_UNSUPPORTED, CAPTURED_EVENT, Code, DEINITIALIZED, INVALID_CONTEXT,
+    INVALID_HANDLE, INVALID_VALUE, NOT_READY, Outcome,
 };
 use crate::events::Recorded;
 use crate::kernels::BLOCK;
 use crate::ledger::LAUNCH;
-use crate::memory::Place;
-use crate::state::State;
+use crate::state::{State, is_down};
 use crate::streams::Position;
 use crate::work::{Executor, Work};
 
@@ -18,16 +18,6 @@ use crate::work::{Executor, Work};
 const MOST_PARAMS: usize = 4096;
 /// `CU_STREAM_NON_BLOCKING`.
 const NON_BLOCKING: u32 = 1;
-
-/// Which sides of a copy may be where.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub enum Direction {
-    ToDevice,
-    ToHost,
-    OnDevice,
-    /// As the addresses say.
-    Any,
-}
 
 /// A launch as it is asked for.
 pub struct Launch {
@@ -38,7 +28,12 @@ pub struct Launch {
     pub params: *const *const u8,
 }
 
-pub fn check(condition: bool, code: crate::codes::Code) -> Outcome {
+/// Fails if the driver goes down.
+pub fn check_up() -> Outcome {
+    check(!is_down(), DEINITIALIZED)
+}
+
+pub fn check(condition: bool, code: Code) -> Outcome {
     if condition { Ok(()) } else { Err(code) }
 }
 
@@ -66,14 +61,42 @@ impl State {
         self.memory.allocate(device, len)
     }
 
-    /// Gives device memory back after everything has run.
-    pub fn free(&mut self, start: usize) -> Outcome {
-        self.streams.captures.forbid()?;
-        self.run_all(None);
+    /// Gives device memory back, after everything has run if it `waits` or a test wants all frees to.
+    pub fn free(&mut self, start: usize, waits: bool) -> Outcome {
+        self.before_free(waits)?;
         self.memory.free(start)
     }
 
+    pub fn allocate_locked(&mut self, len: usize) -> Outcome<usize> {
+        self.streams.captures.forbid()?;
+        self.memory.allocate_locked(len)
+    }
+
+    pub fn free_locked(&mut self, start: usize) -> Outcome {
+        self.before_free(false)?;
+        self.memory.free_locked(start)
+    }
+
+    pub fn register(&mut self, start: usize, len: usize) -> Outcome {
+        self.streams.captures.forbid()?;
+        self.memory.register(start, len)
+    }
+
+    pub fn unregister(&mut self, start: usize) -> Outcome {
+        self.before_free(false)?;
+        self.memory.unregister(start)
+    }
+
+    fn before_free(&mut self, waits: bool) -> Outcome {
+        self.streams.captures.forbid()?;
+        if waits || self.config.frees_wait {
+            self.run_all(None);
+        }
+        Ok(())
+    }
+
     pub fn synchronize(&mut self, device: usize) -> Outcome {
+        self.streams.forbid_on(device)?;
         self.streams.captures.forbid()?;
         self.run_all(Some(device));
         Ok(())
@@ -81,7 +104,8 @@ impl State {
 
     pub fn create_stream(&mut self, device: usize, flags: u32) -> Outcome<usize> {
         check(flags <= NON_BLOCKING, INVALID_VALUE)?;
-        let handle = self.handle();
+        let again = if self.config.reuses_handles { self.streams.gone.pop() } else { None };
+        let handle = again.unwrap_or_else(|| self.handle());
         self.streams.create(handle, device, flags != NON_BLOCKING);
         Ok(handle)
     }
@@ -92,12 +116,13 @@ impl State {
     }
 
     /// The stream, if it is not captured.
-    fn uncaptured(&mut self, device: usize, stream: usize) -> Outcome<usize> {
+    pub fn uncaptured(&mut self, device: usize, stream: usize) -> Outcome<usize> {
         let id = self.streams.resolve(stream, device)?;
         if let Some(capture) = self.streams.capture_of(id) {
             self.streams.captures.invalidate(capture);
             return Err(CAPTURE_UNSUPPORTED);
         }
+        self.streams.check_default(id)?;
         Ok(id)
     }
 
@@ -120,7 +145,8 @@ impl State {
 
     pub fn capture_status(&mut self, device: usize, stream: usize) -> Outcome<Status> {
         let id = self.streams.resolve(stream, device)?;
-        self.streams.check_default(id)?;
+        // It is asked only, so nothing is spoilt.
+        check(self.streams.tied(id).is_none(), CAPTURE_IMPLICIT)?;
         Ok(self.streams.captures.status(self.streams.capture_of(id)))
     }
 
@@ -131,7 +157,8 @@ impl State {
     }
 
     pub fn create_event(&mut self, device: usize) -> usize {
-        let handle = self.handle();
+        let again = if self.config.reuses_handles { self.events.gone.pop() } else { None };
+        let handle = again.unwrap_or_else(|| self.handle());
         self.events.create(handle, device);
         handle
     }
@@ -140,8 +167,7 @@ impl State {
         let id = self.streams.resolve(stream, device)?;
         check(self.events.get(event)?.device == device, INVALID_HANDLE)?;
         let recorded = if let Some(capture) = self.streams.capture_of(id) {
-            self.streams.captures.check(capture)?;
-            Recorded::In(capture)
+            Recorded::In(self.streams.captures.mark(capture, id)?)
         } else {
             Recorded::At(self.streams.mark(id)?)
         };
@@ -153,13 +179,14 @@ impl State {
 
     /// The place that an event names, if it names one; not within a capture, nor while anybody captures.
     fn place_of_event(&mut self, event: usize) -> Outcome<Option<Position>> {
-        let recorded = self.events.get(event)?.recorded;
-        self.streams.captures.forbid()?;
-        match recorded {
-            Recorded::Nothing => Ok(None),
-            Recorded::At(position) => Ok(Some(position)),
-            Recorded::In(_) => Err(CAPTURED_EVENT),
+        let recorded = self.events.get(event)?.recorded.clone();
+        if let Recorded::In(place) = recorded {
+            // No mode allows it.
+            self.streams.captures.invalidate(place.capture);
+            return Err(CAPTURED_EVENT);
         }
+        self.streams.captures.forbid()?;
+        if let Recorded::At(position) = recorded { Ok(Some(position)) } else { Ok(None) }
     }
 
     /// Fails with [`NOT_READY`] until what lies before an event has run; asked often enough, it runs.
@@ -193,75 +220,41 @@ impl State {
     /// Lets later work of a stream come after an event as it is recorded now.
     pub fn wait_for_event(&mut self, device: usize, stream: usize, event: usize) -> Outcome {
         let id = self.streams.resolve(stream, device)?;
-        match self.events.get(event)?.recorded {
+        match self.events.get(event)?.recorded.clone() {
             Recorded::Nothing => Ok(()),
             Recorded::At(position) => self.streams.order(id, position),
-            Recorded::In(capture) if self.streams.captures.is_active(capture) => {
-                self.streams.join_capture(id, capture)
+            Recorded::In(place) if self.streams.captures.is_active(place.capture) => {
+                self.streams.join_capture(id, &place)
             }
             Recorded::In(_) => Err(CAPTURED_EVENT),
         }
     }
 
-    pub fn fill(&mut self, device: usize, target: usize, value: u8, len: usize, stream: usize) -> Outcome {
-        let id = self.streams.resolve(stream, device)?;
-        if len == 0 {
-            return Ok(());
+    /// Loads a function, if it is not loaded yet: that may wait for a whole device.
+    pub fn load_function(&mut self, function: usize) -> Outcome {
+        if !self.modules.get(function)?.is_loaded {
+            self.streams.captures.forbid()?;
+            self.modules.set_loaded(function);
         }
-        check(matches!(self.memory.place(target, len), Place::Device(_) | Place::Locked), INVALID_VALUE)?;
-        self.streams.push(id, Work::Fill { target, value, len })
+        Ok(())
     }
 
-    /// Enqueues a copy. One to pageable memory is waited for. One from pageable memory takes the bytes at once.
-    pub fn copy(
-        &mut self,
-        device: usize,
-        [target, source]: [usize; 2],
-        len: usize,
-        direction: Direction,
-        stream: usize,
-    ) -> Outcome {
+    /// What `cuStreamGetCaptureInfo` says: the state, and the number of an active capture.
+    pub fn capture_info(&mut self, device: usize, stream: usize) -> Outcome<(Status, usize)> {
+        let status = self.capture_status(device, stream)?;
         let id = self.streams.resolve(stream, device)?;
-        if len == 0 {
-            return Ok(());
-        }
-        let places = [self.memory.place(target, len), self.memory.place(source, len)];
-        let is_near = |place: Place| matches!(place, Place::Device(_) | Place::Locked);
-        let is_host = |place: Place| matches!(place, Place::Pageable | Place::Locked);
-        let is_right = match direction {
-            Direction::ToDevice => is_near(places[0]) && is_host(places[1]),
-            Direction::ToHost => is_host(places[0]) && is_near(places[1]),
-            Direction::OnDevice => places.into_iter().all(is_near),
-            Direction::Any => !places.contains(&Place::Nowhere),
-        };
-        check(is_right && target != 0 && source != 0, INVALID_VALUE)?;
-        if places.contains(&Place::Pageable) {
-            self.uncaptured(device, stream)?;
-        }
-        if places[0] == Place::Pageable {
-            self.streams.push(id, Work::Copy { target, source, len })?;
-            self.run(self.streams.end(id));
-            return Ok(());
-        }
-        if places[1] == Place::Pageable {
-            // SAFETY: the caller promises so many readable bytes.
-            let bytes = unsafe { std::slice::from_raw_parts(source as *const u8, len) };
-            return self.streams.push(id, Work::Bytes { target, bytes: bytes.into() });
-        }
-        self.streams.push(id, Work::Copy { target, source, len })
+        Ok((status, self.streams.capture_of(id).unwrap_or(0)))
     }
 
-    /// Copies, and waits for the default stream.
-    pub fn copy_now(
-        &mut self,
-        device: usize,
-        sides: [usize; 2],
-        len: usize,
-        direction: Direction,
-    ) -> Outcome {
-        self.streams.captures.forbid()?;
-        self.copy(device, sides, len, direction, 0)?;
-        self.synchronize_stream(device, 0)
+    /// Lets every call of a device's context fail from now on.
+    pub fn break_device(&mut self, device: usize, code: Code) {
+        self.broken.insert(device, code);
+    }
+
+    /// Fails if the driver goes down, or a device's context is broken.
+    pub fn check_device(&self, device: usize) -> Outcome {
+        check_up()?;
+        self.broken.get(&device).map_or(Ok(()), |code| Err(*code))
     }
 
     pub fn launch(&mut self, device: usize, launch: &Launch, stream: usize) -> Outcome {
@@ -280,6 +273,10 @@ impl State {
         // SAFETY: the parameter is as long as the kernel says, and there is room for it.
         unsafe { params.as_mut_ptr().cast::<u8>().copy_from_nonoverlapping(source, bytes) };
         let params: Arc<[u128]> = params.into();
+        if !function.is_loaded {
+            self.uncaptured(device, stream)?;
+            self.load_function(launch.function)?;
+        }
         self.ledger.count(&format!("{LAUNCH}{}", function.kernel.name()));
         self.streams.push(id, Work::Launch { kernel: function.kernel, params, grid: [x, y] })
     }

@@ -1,11 +1,13 @@
 //! Everything the driver knows, under one lock.
 
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Mutex, MutexGuard, Once, OnceLock, PoisonError};
 
 use crate::codes::{Code, SUCCESS};
 use crate::contexts::Primaries;
 use crate::events::Events;
+use crate::kernels;
 use crate::ledger::Ledger;
 use crate::memory::Memory;
 use crate::modules::Modules;
@@ -19,6 +21,14 @@ pub struct Config {
     pub init_code: Code,
     /// With so many queries an event lets what lies before it run; 0 for never.
     pub patience: u64,
+    /// What `CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR` and `MINOR` are.
+    pub capability: (i32, i32),
+    /// Freeing memory waits for everything, as a driver may do.
+    pub frees_wait: bool,
+    /// Functions are loaded when they are first needed.
+    pub is_lazy: bool,
+    /// New streams and events have handles of those that are gone.
+    pub reuses_handles: bool,
 }
 
 pub struct State {
@@ -30,6 +40,8 @@ pub struct State {
     pub events: Events,
     pub modules: Modules,
     pub ledger: Ledger,
+    /// Devices whose context is broken, with what their calls answer.
+    pub broken: BTreeMap<usize, Code>,
     last_handle: usize,
 }
 
@@ -40,6 +52,10 @@ impl Config {
             version: number("KVPOOL_SOFTWARE_VERSION").unwrap_or(13_020),
             init_code: number("KVPOOL_SOFTWARE_INIT_ERROR").unwrap_or(SUCCESS),
             patience: 3,
+            capability: (9, 0),
+            frees_wait: number("KVPOOL_SOFTWARE_FREE_WAITS") == Some(1),
+            is_lazy: std::env::var("CUDA_MODULE_LOADING").map_or(true, |mode| mode != "EAGER"),
+            reuses_handles: false,
         }
     }
 }
@@ -51,6 +67,8 @@ fn number(name: &str) -> Option<i32> {
 
 impl State {
     pub fn new() -> Self {
+        kernels::set_seed(number("KVPOOL_SOFTWARE_SEED").map_or(1, |seed| i64::from(seed).cast_unsigned()));
+        DOWN.store(false, Relaxed);
         Self {
             config: Config::new(),
             is_initialized: false,
@@ -60,11 +78,12 @@ impl State {
             events: Events::default(),
             modules: Modules::default(),
             ledger: Ledger::default(),
+            broken: BTreeMap::new(),
             last_handle: FIRST_HANDLE,
         }
     }
 
-    /// A handle that no other object has or had.
+    /// A handle that no other object has or had, unless it is given again.
     pub fn handle(&mut self) -> usize {
         self.last_handle += 0x10;
         self.last_handle
@@ -75,6 +94,32 @@ impl State {
 pub fn state() -> MutexGuard<'static, State> {
     static STATE: OnceLock<Mutex<State>> = OnceLock::new();
     STATE.get_or_init(|| Mutex::new(State::new())).lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Whether the driver goes down, as it does at the end of a process.
+static DOWN: AtomicBool = AtomicBool::new(false);
+
+pub fn is_down() -> bool {
+    DOWN.load(Relaxed)
+}
+
+/// Lets the driver go down, or come back for the next test.
+pub fn set_down(is_down: bool) {
+    DOWN.store(is_down, Relaxed);
+}
+
+/// Lets the driver go down when the process ends, if the environment asks for it.
+pub fn go_down_at_exit() {
+    extern "C" fn at_exit() {
+        set_down(true);
+    }
+    static ASKED: Once = Once::new();
+    ASKED.call_once(|| {
+        if number("KVPOOL_SOFTWARE_EXIT") == Some(1) {
+            // SAFETY: the handler only stores to an atomic.
+            unsafe { libc::atexit(at_exit) };
+        }
+    });
 }
 
 /// Whether this process is the child of one that initialised the driver.

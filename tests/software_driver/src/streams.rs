@@ -6,12 +6,17 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use crate::capture::Captures;
+use crate::capture::{Captures, Place};
 use crate::codes::{CAPTURE_IMPLICIT, CAPTURE_ISOLATION, CAPTURE_UNSUPPORTED, INVALID_HANDLE, Outcome};
+use crate::threads::{self, Mode};
 use crate::work::{Executor, Work};
 
-/// Handles from here on are those of streams that were created; below are the default streams, one a device.
+/// Handles from here on are those of streams that were created; below are the default streams: the legacy ones, which
+/// have the numbers of their devices, and from [`FIRST_OF_THREADS`] on those of threads.
 pub const FIRST_HANDLE: usize = 0x5000_0000;
+const FIRST_OF_THREADS: usize = 0x1000;
+/// `CU_STREAM_PER_THREAD`. Both 0 and `CU_STREAM_LEGACY`, which is 1, mean the legacy stream.
+const PER_THREAD: usize = 2;
 
 /// What a stream comes to.
 enum Item {
@@ -50,8 +55,18 @@ struct Stream {
 
 #[derive(Default)]
 pub struct Streams {
-    streams: BTreeMap<usize, Stream>,
+    all: BTreeMap<usize, Stream>,
+    /// The default streams of threads, by thread and device.
+    of_threads: BTreeMap<(usize, usize), usize>,
+    /// The number of the last item of any stream: a place in a stream never lies in a later one with its handle.
+    last: u64,
+    /// Handles of streams that are gone.
+    pub gone: Vec<usize>,
     pub captures: Captures,
+}
+
+fn is_legacy(id: usize) -> bool {
+    id < FIRST_OF_THREADS
 }
 
 impl Streams {
@@ -61,27 +76,34 @@ impl Streams {
             is_blocking,
             is_alive: true,
             queue: VecDeque::new(),
-            enqueued: 0,
-            ran: 0,
+            enqueued: self.last,
+            ran: self.last,
             queries: 0,
             capture: None,
         };
-        self.streams.insert(id, stream);
+        self.all.insert(id, stream);
     }
 
     /// The stream that a handle means where `device` is the current one. The default stream has several handles.
     pub fn resolve(&mut self, handle: usize, device: usize) -> Outcome<usize> {
-        if handle <= 2 {
-            if !self.streams.contains_key(&device) {
-                self.create(device, device, true);
+        if handle <= PER_THREAD {
+            let id = if handle == PER_THREAD { self.of_thread(device) } else { device };
+            if !self.all.contains_key(&id) {
+                self.create(id, device, true);
             }
-            return Ok(device);
+            return Ok(id);
         }
-        let stream = self.streams.get(&handle).filter(|stream| stream.is_alive && handle >= FIRST_HANDLE);
+        let stream = self.all.get(&handle).filter(|stream| stream.is_alive && handle >= FIRST_HANDLE);
         match stream {
             Some(stream) if stream.device == device => Ok(handle),
             _ => Err(INVALID_HANDLE),
         }
+    }
+
+    /// The default stream that this thread has for itself on a device.
+    fn of_thread(&mut self, device: usize) -> usize {
+        let next = FIRST_OF_THREADS + self.of_threads.len();
+        *self.of_threads.entry((threads::number(), device)).or_insert(next)
     }
 
     /// Forgets a handle. What was enqueued still runs, as late as before.
@@ -89,7 +111,7 @@ impl Streams {
         if id < FIRST_HANDLE {
             return Err(INVALID_HANDLE);
         }
-        let stream = self.streams.get_mut(&id).ok_or(INVALID_HANDLE)?;
+        let stream = self.all.get_mut(&id).ok_or(INVALID_HANDLE)?;
         stream.is_alive = false;
         if let Some(capture) = stream.capture {
             self.captures.invalidate(capture);
@@ -100,67 +122,79 @@ impl Streams {
 
     /// Forgets a device's streams, and what they had to do.
     pub fn destroy_device(&mut self, device: usize) {
-        self.streams.retain(|_, stream| stream.device != device);
+        self.all.retain(|_, stream| stream.device != device);
     }
 
     /// Streams that were created and not destroyed.
     pub fn count(&self) -> usize {
-        self.streams.iter().filter(|(id, stream)| **id >= FIRST_HANDLE && stream.is_alive).count()
+        self.all.iter().filter(|(id, stream)| **id >= FIRST_HANDLE && stream.is_alive).count()
     }
 
     /// The device of a stream whose handle may be used.
     pub fn device_of(&self, id: usize) -> Option<usize> {
-        self.streams.get(&id).filter(|stream| stream.is_alive).map(|stream| stream.device)
+        self.all.get(&id).filter(|stream| stream.is_alive).map(|stream| stream.device)
     }
 
     /// Enqueues work, or records it in the stream's capture.
     pub fn push(&mut self, id: usize, work: Work) -> Outcome {
         match self.capture_of(id) {
-            Some(capture) => self.captures.push(capture, work),
+            Some(capture) => self.captures.push(capture, id, work),
             None => self.enqueue(id, Item::Work(work)).map(|_| ()),
         }
     }
 
     fn enqueue(&mut self, id: usize, item: Item) -> Outcome<u64> {
         self.check_default(id)?;
-        let stream = self.streams.get_mut(&id).ok_or(INVALID_HANDLE)?;
-        stream.enqueued += 1;
+        let stream = self.all.get_mut(&id).ok_or(INVALID_HANDLE)?;
+        self.last += 1;
+        stream.enqueued = self.last;
         stream.queries = 0;
         stream.queue.push_back((stream.enqueued, item));
         Ok(stream.enqueued)
     }
 
-    /// The default stream cannot be used while a stream that is tied to it is captured.
+    /// The capture of a stream that is tied to this one, if it is a legacy stream: it cannot be used meanwhile.
+    pub fn tied(&self, id: usize) -> Option<usize> {
+        let mut tied = self.all.values().filter(|stream| stream.device == id && stream.is_blocking);
+        tied.find_map(|stream| stream.capture).filter(|_| is_legacy(id))
+    }
+
+    /// For the use of a stream: spoils the capture that forbids it, and fails.
     pub fn check_default(&mut self, id: usize) -> Outcome {
-        let tied = self
-            .streams
-            .values()
-            .find(|stream| stream.device == id && stream.is_blocking && stream.capture.is_some());
-        match tied.and_then(|stream| stream.capture) {
-            Some(capture) if id < FIRST_HANDLE => {
+        let Some(capture) = self.tied(id) else { return Ok(()) };
+        self.captures.invalidate(capture);
+        Err(CAPTURE_IMPLICIT)
+    }
+
+    /// For waits that encompass a device, which no mode allows: spoils all captures of its streams, and fails if there
+    /// are any.
+    pub fn forbid_on(&mut self, device: usize) -> Outcome {
+        let mut result = Ok(());
+        for stream in self.all.values().filter(|stream| stream.device == device) {
+            if let Some(capture) = stream.capture {
                 self.captures.invalidate(capture);
-                Err(CAPTURE_IMPLICIT)
+                result = Err(CAPTURE_UNSUPPORTED);
             }
-            _ => Ok(()),
         }
+        result
     }
 
     /// Copies, fills and launches that have not run, of one stream or of all.
     pub fn pending(&self, id: Option<usize>) -> usize {
         let is_work = |(_, item): &&(u64, Item)| matches!(item, Item::Work(_));
-        let streams = self.streams.iter().filter(|(at, _)| id.is_none_or(|id| **at == id));
+        let streams = self.all.iter().filter(|(at, _)| id.is_none_or(|id| **at == id));
         streams.map(|(_, stream)| stream.queue.iter().filter(is_work).count()).sum()
     }
 
     /// The end of a stream as it is now.
     pub fn end(&self, id: usize) -> Position {
-        Position { stream: id, number: self.streams.get(&id).map_or(0, |stream| stream.enqueued) }
+        Position { stream: id, number: self.all.get(&id).map_or(0, |stream| stream.enqueued) }
     }
 
     /// The ends of all streams of a device, or of all devices.
     pub fn ends(&self, device: Option<usize>) -> Vec<Position> {
         let streams =
-            self.streams.iter().filter(|(_, stream)| device.is_none_or(|device| stream.device == device));
+            self.all.iter().filter(|(_, stream)| device.is_none_or(|device| stream.device == device));
         streams.map(|(&id, stream)| Position { stream: id, number: stream.enqueued }).collect()
     }
 
@@ -182,19 +216,19 @@ impl Streams {
     }
 
     pub fn is_reached(&self, position: Position) -> bool {
-        self.streams.get(&position.stream).is_none_or(|stream| stream.ran >= position.number)
+        self.all.get(&position.stream).is_none_or(|stream| stream.ran >= position.number)
     }
 
     /// How often a stream was asked whether it is done, this time included.
     pub fn asked(&mut self, id: usize) -> u64 {
-        let Some(stream) = self.streams.get_mut(&id) else { return 0 };
+        let Some(stream) = self.all.get_mut(&id) else { return 0 };
         stream.queries += 1;
         stream.queries
     }
 
     /// Runs a stream up to a place, and what it waits for.
     pub fn run(&mut self, until: Position, executor: &mut Executor) {
-        while let Some(stream) = self.streams.get_mut(&until.stream) {
+        while let Some(stream) = self.all.get_mut(&until.stream) {
             match stream.queue.front() {
                 Some((number, _)) if *number <= until.number => (),
                 _ => return,
@@ -206,7 +240,7 @@ impl Streams {
                 // No deeper than there are streams: what a stream waits for was enqueued before it waited.
                 Item::Wait { stream, number } => self.run(Position { stream, number }, executor),
             }
-            if let Some(stream) = self.streams.get_mut(&until.stream) {
+            if let Some(stream) = self.all.get_mut(&until.stream) {
                 stream.ran = number;
             }
         }
@@ -214,32 +248,39 @@ impl Streams {
 
     /// Drops streams that are destroyed and done.
     pub fn sweep(&mut self) {
-        self.streams.retain(|_, stream| stream.is_alive || !stream.queue.is_empty());
+        let gone = &mut self.gone;
+        self.all.retain(|&id, stream| {
+            let stays = stream.is_alive || !stream.queue.is_empty();
+            if !stays {
+                gone.push(id);
+            }
+            stays
+        });
     }
 
     pub fn capture_of(&self, id: usize) -> Option<usize> {
-        self.streams.get(&id)?.capture
+        self.all.get(&id)?.capture
     }
 
     /// Records from now on what is enqueued on a stream.
-    pub fn begin_capture(&mut self, id: usize, is_global: bool) -> Outcome {
-        if id < FIRST_HANDLE {
+    pub fn begin_capture(&mut self, id: usize, mode: Mode) -> Outcome {
+        if is_legacy(id) {
             return Err(CAPTURE_UNSUPPORTED);
         }
-        let stream = self.streams.get_mut(&id).ok_or(INVALID_HANDLE)?;
-        stream.capture = Some(self.captures.begin(id, stream.capture, is_global)?);
+        let stream = self.all.get_mut(&id).ok_or(INVALID_HANDLE)?;
+        stream.capture = Some(self.captures.begin(id, stream.capture, mode)?);
         Ok(())
     }
 
-    /// Lets a stream take part in the capture of another.
-    pub fn join_capture(&mut self, id: usize, capture: usize) -> Outcome {
-        if id < FIRST_HANDLE {
-            self.captures.invalidate(capture);
+    /// Lets a stream come after a place of a capture, in which it takes part from then on.
+    pub fn join_capture(&mut self, id: usize, place: &Place) -> Outcome {
+        if is_legacy(id) {
+            self.captures.invalidate(place.capture);
             return Err(CAPTURE_IMPLICIT);
         }
-        let stream = self.streams.get_mut(&id).ok_or(INVALID_HANDLE)?;
-        self.captures.join(stream.capture, capture)?;
-        stream.capture = Some(capture);
+        let stream = self.all.get_mut(&id).ok_or(INVALID_HANDLE)?;
+        self.captures.join(id, stream.capture, place)?;
+        stream.capture = Some(place.capture);
         Ok(())
     }
 
@@ -248,7 +289,7 @@ impl Streams {
         let capture = self.capture_of(id);
         let graph = self.captures.end(id, capture);
         let is_over = capture.is_some_and(|capture| !self.captures.is_active(capture));
-        for stream in self.streams.values_mut().filter(|stream| is_over && stream.capture == capture) {
+        for stream in self.all.values_mut().filter(|stream| is_over && stream.capture == capture) {
             stream.capture = None;
         }
         graph

@@ -16,14 +16,14 @@ pub enum Work {
     },
     /// The bytes of pageable memory, as they were at the call.
     Bytes {
-        target: usize,
+        rows: Rows,
         bytes: Arc<[u8]>,
     },
     /// Read when it runs, whatever was there at the call.
     Copy {
-        target: usize,
-        source: usize,
-        len: usize,
+        rows: Rows,
+        /// Whether the target and the source are pageable memory, which is used within the call that names it.
+        is_pageable: [bool; 2],
     },
     Launch {
         kernel: &'static Kernel,
@@ -31,6 +31,34 @@ pub enum Work {
         params: Arc<[u128]>,
         grid: [u32; 2],
     },
+}
+
+/// Rows of bytes that are copied, with the bytes from one to the next in the target and in the source.
+#[derive(Clone, Copy)]
+pub struct Rows {
+    pub target: usize,
+    pub source: usize,
+    pub pitches: [usize; 2],
+    pub width: usize,
+    pub height: usize,
+}
+
+impl Rows {
+    /// Bytes from the first to the last of the target (0) or of the source (1), if so many can be.
+    pub fn span(&self, side: usize) -> Option<usize> {
+        let between = self.height.checked_sub(1)?.checked_mul(self.pitches[side])?;
+        between.checked_add(self.width)
+    }
+
+    /// Copies them, from `source` on.
+    fn copy(&self, source: *const u8) {
+        for row in 0..self.height {
+            let target = (self.target + row * self.pitches[0]) as *mut u8;
+            let source = source.wrapping_add(row * self.pitches[1]);
+            // SAFETY: both spans were checked by the caller just now, or the source is ours.
+            unsafe { std::ptr::copy(source, target, self.width) };
+        }
+    }
 }
 
 /// Does work, with device memory open from the first of it on.
@@ -51,28 +79,49 @@ impl<'a> Executor<'a> {
         }
         match *work {
             Work::Fill { target, value, len } => {
-                self.check("fills", target, len);
+                self.check("fills", target, len, false);
                 self.memory.fill(target, value, len);
             }
-            Work::Bytes { target, ref bytes } => {
-                self.check("copies to", target, bytes.len());
-                // SAFETY: the target was checked just now, and the bytes are ours.
-                unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), target as *mut u8, bytes.len()) };
+            Work::Bytes { rows, ref bytes } => {
+                self.check("copies to", rows.target, rows.span(0).unwrap_or(0), false);
+                rows.copy(bytes.as_ptr());
             }
-            Work::Copy { target, source, len } => {
-                self.check("copies from", source, len);
-                self.check("copies to", target, len);
-                // SAFETY: both were checked just now. A pageable side is used within the call that names it.
-                unsafe { std::ptr::copy(source as *const u8, target as *mut u8, len) };
+            Work::Copy { rows, is_pageable } => {
+                self.check("copies from", rows.source, rows.span(1).unwrap_or(0), is_pageable[1]);
+                self.check("copies to", rows.target, rows.span(0).unwrap_or(0), is_pageable[0]);
+                rows.copy(rows.source as *const u8);
             }
-            Work::Launch { kernel, ref params, grid } => kernel.run(params, grid),
+            Work::Launch { kernel, ref params, grid } => {
+                self.check_params(kernel.name(), params);
+                kernel.run(params, grid);
+            }
         }
     }
 
     /// Ends the process if a range is not out any more: a device would read or write somebody else's memory.
-    fn check(&self, does: &str, start: usize, len: usize) {
-        if self.memory.place(start, len) == Place::Nowhere {
+    fn check(&self, does: &str, start: usize, len: usize, is_pageable: bool) {
+        let is_out = match self.memory.place(start, len) {
+            Place::Nowhere => false,
+            Place::Pageable => is_pageable,
+            Place::Device(_) | Place::Locked => true,
+        };
+        if !is_out {
             fatal(&format!("late work {does} {start:#x} ({len} bytes), which was given back before it ran"));
+        }
+    }
+
+    /// The same for the addresses that a kernel is given, as far as its parameter holds them itself.
+    fn check_params(&self, name: &str, params: &[u128]) {
+        let words = params.iter().flat_map(|pair| {
+            let bytes = pair.to_ne_bytes();
+            [0, 8].map(|at| bytes[at..at + 8].try_into().map_or(0, usize::from_ne_bytes))
+        });
+        for word in words {
+            if self.memory.is_gone(word) {
+                fatal(&format!(
+                    "late work launches {name} with {word:#x}, which was given back before it ran"
+                ));
+            }
         }
     }
 }

@@ -4,8 +4,8 @@ use std::ffi::{c_char, c_int, c_uint};
 
 use crate::codes::{INVALID_VALUE, SUCCESS};
 use crate::contexts;
-use crate::operations::check;
-use crate::state::watch_for_forks;
+use crate::operations::{check, check_up};
+use crate::state::{Config, go_down_at_exit, watch_for_forks};
 
 use super::put;
 
@@ -38,7 +38,6 @@ const ATTRIBUTES: &[(c_int, c_int)] = &[
     (39, 2048),
     (40, 3),
     (41, 1),
-    (75, 9),
     (78, 1),
     (79, 1),
     (80, 1),
@@ -51,17 +50,24 @@ const ATTRIBUTES: &[(c_int, c_int)] = &[
 const ATTRIBUTES_END: c_int = 150;
 
 /// An attribute of any device.
-pub fn attribute(number: c_int) -> Option<c_int> {
+pub fn attribute(number: c_int, config: &Config) -> Option<c_int> {
+    match number {
+        75 => return Some(config.capability.0),
+        76 => return Some(config.capability.1),
+        _ => (),
+    }
     let known = ATTRIBUTES.iter().find(|(at, _)| *at == number).map(|(_, value)| *value);
     known.or_else(|| (1..ATTRIBUTES_END).contains(&number).then_some(0))
 }
 
 super::exports! {
     Nothing cuInit(flags: c_uint) |call| {
+        check_up()?;
         check(flags == 0, INVALID_VALUE)?;
         check(call.state.config.init_code == SUCCESS, call.state.config.init_code)?;
         call.state.is_initialized = true;
         watch_for_forks();
+        go_down_at_exit();
         Ok(())
     };
     Nothing cuDriverGetVersion(version: *mut c_int) |call| put(version, call.state.config.version);
@@ -85,7 +91,7 @@ super::exports! {
     };
     Init cuDeviceGetAttribute(value: *mut c_int, number: c_int, device: c_int) |call| {
         call.device(device)?;
-        put(value, attribute(number).ok_or(INVALID_VALUE)?)
+        put(value, attribute(number, &call.state.config).ok_or(INVALID_VALUE)?)
     };
     Init cuDeviceTotalMem_v2(bytes: *mut usize, device: c_int) |call| {
         call.device(device)?;

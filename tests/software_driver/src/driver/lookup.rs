@@ -5,18 +5,36 @@ use std::ffi::{CStr, c_char, c_int};
 use crate::codes::{Code, INVALID_VALUE, NOT_FOUND, Outcome, meaning};
 use crate::operations::check;
 
-use super::{copies, devices, memory, modules, put, streams, text};
+use super::{copies, devices, graphs, memory, modules, put, streams, text};
 
 /// The address of an exported function of the driver, by its exact name.
 fn exported(name: &str) -> Option<*const ()> {
-    [devices::find, memory::find, copies::find, streams::find, modules::find, find]
+    [devices::find, graphs::find, memory::find, copies::find, streams::find, modules::find, find]
         .iter()
         .find_map(|find| find(name))
 }
 
-/// The address of a function by the name that it has in programs, where the newest version has no suffix.
-pub fn function(name: &str) -> Option<*const ()> {
-    exported(&format!("{name}_v2")).or_else(|| exported(name))
+/// In which version functions came that the oldest drivers have not.
+const SINCE: &[(&str, c_int)] = &[
+    ("cuFuncIsLoaded", 12_040),
+    ("cuFuncLoad", 12_040),
+    ("cuGetProcAddress_v2", 12_000),
+    ("cuGraphInstantiateWithFlags", 11_040),
+    ("cuModuleGetLoadingMode", 11_070),
+    ("cuStreamBeginCapture_v2", 10_010),
+    ("cuStreamGetCaptureInfo_v2", 11_030),
+];
+
+/// The version in which a function came.
+fn since(name: &str) -> c_int {
+    SINCE.iter().find(|(known, _)| *known == name).map_or(0, |(_, since)| *since)
+}
+
+/// The address of a function by the name that it has in programs, where the newest version has no suffix: the newest
+/// of those that `version` has.
+pub fn function(name: &str, version: c_int) -> Option<*const ()> {
+    let names = [format!("{name}_v2"), name.to_owned()];
+    names.iter().filter(|name| since(name) <= version).find_map(|name| exported(name))
 }
 
 fn describe(
@@ -37,19 +55,25 @@ fn look_up(
     newest: c_int,
     status: *mut c_int,
 ) -> Outcome {
-    let found = function(text(symbol)?).filter(|_| version <= newest);
+    let name = text(symbol)?;
+    check(version <= newest, INVALID_VALUE)?;
+    let found = function(name, version);
     put(target, found.unwrap_or(std::ptr::null()))?;
     if !status.is_null() {
-        put(status, if found.is_some() { 0 } else { 1 + c_int::from(version > newest) })?;
+        let is_newer = found.is_none() && function(name, c_int::MAX).is_some();
+        put(status, if is_newer { 2 } else { c_int::from(found.is_none()) })?;
     }
-    check(found.is_some(), NOT_FOUND)
+    Ok(())
 }
 
 super::exports! {
     Nothing cuGetErrorName(code: Code, name: *mut *const c_char) |_| describe(code, name, |found| found.driver);
     Nothing cuGetErrorString(code: Code, string: *mut *const c_char) |_| describe(code, string, |found| found.text);
     Nothing cuGetProcAddress(symbol: *const c_char, function: *mut *const (), version: c_int, _flags: u64) |call| {
-        look_up(symbol, function, version, call.state.config.version, std::ptr::null_mut())
+        let mut status = 0;
+        look_up(symbol, function, version, call.state.config.version, &raw mut status)?;
+        // Only its successor has a status to tell it.
+        check(status == 0, NOT_FOUND)
     };
     Nothing cuGetProcAddress_v2(
         symbol: *const c_char,

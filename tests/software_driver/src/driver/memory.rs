@@ -23,30 +23,21 @@ super::exports! {
         check(!address.is_null(), INVALID_VALUE)?;
         put(address, call.state.allocate(call.device, bytes)? as u64)
     };
-    Context cuMemFree_v2(address: u64) |call| call.state.free(host(address));
+    Context cuMemFree_v2(address: u64) |call| call.state.free(host(address), false);
     Context cuMemHostAlloc(address: *mut usize, bytes: usize, flags: c_uint) |call| {
         check(!address.is_null() && flags <= HOST_ALLOC_FLAGS, INVALID_VALUE)?;
-        call.state.streams.captures.forbid()?;
-        put(address, call.state.memory.allocate_locked(bytes)?)
+        put(address, call.state.allocate_locked(bytes)?)
     };
     Context cuMemAllocHost_v2(address: *mut usize, bytes: usize) |call| {
         check(!address.is_null(), INVALID_VALUE)?;
-        call.state.streams.captures.forbid()?;
-        put(address, call.state.memory.allocate_locked(bytes)?)
+        put(address, call.state.allocate_locked(bytes)?)
     };
-    Context cuMemFreeHost(address: usize) |call| {
-        call.state.streams.captures.forbid()?;
-        call.state.memory.free_locked(address)
-    };
+    Context cuMemFreeHost(address: usize) |call| call.state.free_locked(address);
     Context cuMemHostRegister_v2(address: usize, bytes: usize, flags: c_uint) |call| {
         check(flags <= HOST_REGISTER_FLAGS, INVALID_VALUE)?;
-        call.state.streams.captures.forbid()?;
-        call.state.memory.register(address, bytes)
+        call.state.register(address, bytes)
     };
-    Context cuMemHostUnregister(address: usize) |call| {
-        call.state.streams.captures.forbid()?;
-        call.state.memory.unregister(address)
-    };
+    Context cuMemHostUnregister(address: usize) |call| call.state.unregister(address);
     Context cuMemHostGetDevicePointer_v2(address: *mut u64, pointer: usize, flags: c_uint) |call| {
         check(flags == 0 && call.state.memory.place(pointer, 1) == Place::Locked, INVALID_VALUE)?;
         put(address, pointer as u64)

@@ -2,19 +2,21 @@
 
 mod copies;
 mod devices;
+mod graphs;
 mod lookup;
 mod memory;
 mod modules;
 mod streams;
 
 pub use devices::{NAME, attribute};
+pub use graphs::Info;
 pub use lookup::function;
 
 use std::ffi::{c_char, c_int};
 
 use crate::codes::{Code, INVALID_CONTEXT, INVALID_DEVICE, INVALID_VALUE, NOT_INITIALIZED, Outcome, SUCCESS};
 use crate::contexts;
-use crate::operations::check;
+use crate::operations::{check, check_up};
 use crate::state::{State, is_forked, state};
 
 /// What a function needs before it does anything.
@@ -43,19 +45,22 @@ fn call(name: &str, needs: Needs, work: impl FnOnce(Call) -> Outcome) -> Code {
     if let Some(code) = state.ledger.call(name) {
         return code;
     }
-    let ready = ready(state, needs);
+    let ready = if needs == Needs::Nothing { Ok(0) } else { ready(state, needs) };
     ready.and_then(|device| work(Call { state, device })).err().unwrap_or(SUCCESS)
 }
 
-/// The device on which a function works.
+/// The device on which a function works that needs something.
 fn ready(state: &State, needs: Needs) -> Outcome<usize> {
-    check(needs == Needs::Nothing || state.is_initialized, NOT_INITIALIZED)?;
+    check_up()?;
+    check(state.is_initialized, NOT_INITIALIZED)?;
     if needs != Needs::Context {
         return Ok(0);
     }
     let current = contexts::current();
     check(current != 0, INVALID_CONTEXT)?;
-    state.primaries.device_of(current)
+    let device = state.primaries.device_of(current)?;
+    state.check_device(device)?;
+    Ok(device)
 }
 
 impl Call<'_> {

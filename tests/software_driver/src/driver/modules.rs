@@ -3,6 +3,7 @@
 use std::ffi::{c_char, c_int, c_uint, c_void};
 
 use crate::codes::{INVALID_IMAGE, INVALID_VALUE};
+use crate::cubin;
 use crate::kernels::BLOCK;
 use crate::operations::{Launch, check};
 
@@ -12,19 +13,30 @@ use super::{put, text};
 const ATTRIBUTES: &[(c_int, c_int)] = &[(0, BLOCK.cast_signed()), (4, 32), (5, 70), (6, 90)];
 /// One more than the greatest number of an attribute.
 const ATTRIBUTES_END: c_int = 16;
+/// `MAX_THREADS_PER_BLOCK`, `CONST_SIZE_BYTES` and `MAX_DYNAMIC_SHARED_SIZE_BYTES`: those of a function that is loaded.
+const OF_LOADED: [c_int; 3] = [0, 2, 8];
+/// How a cubin begins, as no PTX does.
+const ELF: u8 = 0x7F;
 
 super::exports! {
     Context cuModuleLoadData(module: *mut usize, image: *const c_char) |call| {
         check(!module.is_null() && !image.is_null(), INVALID_VALUE)?;
         call.state.streams.captures.forbid()?;
+        let handle = call.state.handle();
+        let capability = call.state.config.capability;
         // SAFETY: an image has at least one byte.
         let first = unsafe { image.cast::<u8>().read() };
+        if first == ELF {
+            // SAFETY: the caller gives an image in full.
+            let image = unsafe { cubin::image(image.cast()) }?;
+            call.state.modules.load_cubin(handle, call.device, image, capability)?;
+            return put(module, handle);
+        }
         // What is compiled begins with other bytes, and does not end with a zero.
         check(first.is_ascii_whitespace() || first.is_ascii_graphic(), INVALID_IMAGE)?;
         let text = text(image).map_err(|_| INVALID_IMAGE)?;
-        let handle = call.state.handle();
         let version = call.state.config.version;
-        call.state.modules.load(handle, call.device, text, version)?;
+        call.state.modules.load(handle, call.device, text, version, capability)?;
         put(module, handle)
     };
     Context cuModuleUnload(module: usize) |call| {
@@ -34,14 +46,24 @@ super::exports! {
     Context cuModuleGetFunction(function: *mut usize, module: usize, name: *const c_char) |call| {
         let name = text(name)?;
         let handle = call.state.handle();
-        put(function, call.state.modules.function(handle, module, name)?)
+        let is_loaded = !call.state.config.is_lazy;
+        put(function, call.state.modules.function(handle, module, name, is_loaded)?)
     };
     Context cuFuncGetAttribute(value: *mut c_int, attribute: c_int, function: usize) |call| {
         call.state.modules.get(function)?;
         check((0..ATTRIBUTES_END).contains(&attribute), INVALID_VALUE)?;
+        if OF_LOADED.contains(&attribute) {
+            call.state.load_function(function)?;
+        }
         let known = ATTRIBUTES.iter().find(|(at, _)| *at == attribute);
         put(value, known.map_or(0, |(_, value)| *value))
     };
+    Context cuFuncLoad(function: usize) |call| call.state.load_function(function);
+    Context cuFuncIsLoaded(state: *mut c_int, function: usize) |call| {
+        put(state, c_int::from(call.state.modules.get(function)?.is_loaded))
+    };
+    // Eager is 1, lazy 2.
+    Init cuModuleGetLoadingMode(mode: *mut c_int) |call| put(mode, 1 + c_int::from(call.state.config.is_lazy));
     Context cuLaunchKernel(
         function: usize,
         grid_x: c_uint,

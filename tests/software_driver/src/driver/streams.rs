@@ -2,9 +2,9 @@
 
 use std::ffi::{c_int, c_uint};
 
-use crate::capture;
 use crate::codes::INVALID_VALUE;
 use crate::operations::check;
+use crate::threads::{Mode, exchange_mode};
 
 use super::put;
 
@@ -26,10 +26,10 @@ super::exports! {
     Context cuStreamIsCapturing(stream: usize, status: *mut c_int) |call| {
         put(status, call.state.capture_status(call.device, stream)? as c_int)
     };
-    Context cuThreadExchangeStreamCaptureMode(mode: *mut c_int) |_| {
+    Init cuThreadExchangeStreamCaptureMode(mode: *mut c_int) |_| {
         // SAFETY: the caller gives the new mode here.
-        let new = unsafe { mode.as_ref() }.copied().filter(|new| (0..=2).contains(new)).ok_or(INVALID_VALUE)?;
-        put(mode, capture::exchange_mode(new))
+        let new = unsafe { mode.as_ref() }.copied().and_then(Mode::new).ok_or(INVALID_VALUE)?;
+        put(mode, exchange_mode(new) as c_int)
     };
     Context cuEventCreate(event: *mut usize, flags: c_uint) |call| {
         check(!event.is_null() && flags <= EVENT_FLAGS, INVALID_VALUE)?;

@@ -21,7 +21,7 @@ const OLD: c_uint = 12_000;
 struct Properties([u8; 1008]);
 
 impl Properties {
-    fn new(device: usize, bytes: usize) -> Self {
+    fn new(device: usize, bytes: usize, capability: (c_int, c_int)) -> Self {
         let mut all = Self([0; 1008]);
         all.put(0, driver::NAME);
         // The UUID, different for each device.
@@ -42,7 +42,7 @@ impl Properties {
         for (at, size) in sizes {
             all.put(at, &size.to_ne_bytes());
         }
-        // Registers of a block, lanes, threads of a block and its dimensions, of the grid, capability 9.0,
+        // Registers of a block, lanes, threads of a block and its dimensions, of the grid, capability,
         // multiprocessors, concurrent kernels, PCI device, copy engines, unified addresses, bus width, cache,
         // threads of a multiprocessor, priorities, its registers and blocks.
         let device = c_int::try_from(device).unwrap_or(0);
@@ -56,8 +56,8 @@ impl Properties {
             (336, c_int::MAX),
             (340, 65_535),
             (344, 65_535),
-            (360, 9),
-            (364, 0),
+            (360, capability.0),
+            (364, capability.1),
             (384, 132),
             (392, 1),
             (560, 1),
@@ -133,11 +133,11 @@ super::exports! {
     };
     Init cudaGetDeviceProperties(properties: *mut Properties, device: c_int) |call| {
         let device = known(device, call.state.config.devices)?;
-        put(properties, Properties::new(device, call.state.memory.capacity))
+        put(properties, Properties::new(device, call.state.memory.capacity, call.state.config.capability))
     };
     Init cudaDeviceGetAttribute(value: *mut c_int, number: c_int, device: c_int) |call| {
         known(device, call.state.config.devices)?;
-        put(value, driver::attribute(number).ok_or(INVALID_VALUE)?)
+        put(value, driver::attribute(number, &call.state.config).ok_or(INVALID_VALUE)?)
     };
     Init cudaDeviceCanAccessPeer(can: *mut c_int, device: c_int, peer: c_int) |call| {
         known(device, call.state.config.devices)?;
@@ -166,7 +166,7 @@ super::exports! {
     ) |_| {
         // PyTorch wants all functions that old drivers have before it uses the first.
         let stand_in = (version <= OLD).then_some(unsupported as *const ());
-        let found = driver::function(text(symbol)?).or(stand_in);
+        let found = driver::function(text(symbol)?, c_int::MAX).or(stand_in);
         put(function, found.unwrap_or(std::ptr::null()))?;
         if status.is_null() {
             return check(found.is_some(), NOT_FOUND);

@@ -2,23 +2,16 @@
 
 use std::ffi::{c_int, c_ulonglong};
 
-use crate::capture::Status;
-use crate::codes::{INVALID_VALUE, NOT_SUPPORTED, Outcome};
-use crate::driver::put;
+use crate::codes::{INVALID_VALUE, NOT_SUPPORTED};
+use crate::driver::{Info, put};
 use crate::operations::check;
-
-/// `cudaStreamCaptureModeGlobal`.
-const GLOBAL: c_int = 0;
-
-/// Writes an answer that the caller need not want.
-fn put_if_wanted<T>(target: *mut T, value: T) -> Outcome {
-    if target.is_null() { Ok(()) } else { put(target, value) }
-}
+use crate::threads::Mode;
 
 super::exports! {
     Context cudaStreamBeginCapture(stream: usize, mode: c_int) |call| {
+        let mode = Mode::new(mode).ok_or(INVALID_VALUE)?;
         let id = call.state.streams.resolve(stream, call.device)?;
-        call.state.streams.begin_capture(id, mode == GLOBAL)
+        call.state.streams.begin_capture(id, mode)
     };
     Context cudaStreamEndCapture(stream: usize, graph: *mut usize) |call| {
         check(!graph.is_null(), INVALID_VALUE)?;
@@ -35,19 +28,9 @@ super::exports! {
         edges: *mut usize,
         count: *mut usize,
     ) |call| {
-        let found = call.state.capture_status(call.device, stream)?;
-        let at = call.state.streams.resolve(stream, call.device)?;
-        put(status, found as c_int)?;
-        if found == Status::Active {
-            // A graph has the number of its capture. What its work depends on is not kept.
-            let capture = call.state.streams.capture_of(at).unwrap_or(0);
-            put_if_wanted(id, capture as c_ulonglong)?;
-            put_if_wanted(graph, capture)?;
-            put_if_wanted(dependencies, 0)?;
-            put_if_wanted(edges, 0)?;
-            put_if_wanted(count, 0)?;
-        }
-        Ok(())
+        let found = call.state.capture_info(call.device, stream)?;
+        let to = Info { status, id, graph, dependencies, edges, count };
+        to.put(found)
     };
     Context cudaGraphGetNodes(graph: usize, nodes: *mut usize, count: *mut usize) |call| {
         // Their number only.

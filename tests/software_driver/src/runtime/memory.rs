@@ -3,9 +3,10 @@
 use std::ffi::{c_int, c_uint};
 
 use crate::codes::{INVALID_VALUE, Outcome};
+use crate::copies::Direction;
 use crate::driver::put;
 use crate::memory::Place;
-use crate::operations::{Direction, check};
+use crate::operations::check;
 
 use super::Call;
 
@@ -36,8 +37,7 @@ fn direction(kind: c_int) -> Outcome<Direction> {
 
 fn allocate_locked(call: &mut Call, address: *mut usize, bytes: usize) -> Outcome {
     check(!address.is_null(), INVALID_VALUE)?;
-    call.state.streams.captures.forbid()?;
-    put(address, call.state.memory.allocate_locked(bytes)?)
+    put(address, call.state.allocate_locked(bytes)?)
 }
 
 super::exports! {
@@ -46,23 +46,15 @@ super::exports! {
         check(!address.is_null(), INVALID_VALUE)?;
         put(address, call.state.allocate(call.device, bytes)?)
     };
-    Context cudaFree(address: usize) |call| if address == 0 { Ok(()) } else { call.state.free(address) };
+    // PyTorch gives blocks back that its streams still use.
+    Context cudaFree(address: usize) |call| if address == 0 { Ok(()) } else { call.state.free(address, true) };
     Context cudaMallocHost(address: *mut usize, bytes: usize) |mut call| allocate_locked(&mut call, address, bytes);
     Context cudaHostAlloc(address: *mut usize, bytes: usize, _flags: c_uint) |mut call| {
         allocate_locked(&mut call, address, bytes)
     };
-    Context cudaFreeHost(address: usize) |call| {
-        call.state.streams.captures.forbid()?;
-        if address == 0 { Ok(()) } else { call.state.memory.free_locked(address) }
-    };
-    Context cudaHostRegister(address: usize, bytes: usize, _flags: c_uint) |call| {
-        call.state.streams.captures.forbid()?;
-        call.state.memory.register(address, bytes)
-    };
-    Context cudaHostUnregister(address: usize) |call| {
-        call.state.streams.captures.forbid()?;
-        call.state.memory.unregister(address)
-    };
+    Context cudaFreeHost(address: usize) |call| if address == 0 { Ok(()) } else { call.state.free_locked(address) };
+    Context cudaHostRegister(address: usize, bytes: usize, _flags: c_uint) |call| call.state.register(address, bytes);
+    Context cudaHostUnregister(address: usize) |call| call.state.unregister(address);
     Context cudaHostGetDevicePointer(target: *mut usize, address: usize, _flags: c_uint) |call| {
         check(call.state.memory.place(address, 1) == Place::Locked, INVALID_VALUE)?;
         put(target, address)

@@ -14,8 +14,8 @@ use std::cell::Cell;
 
 use crate::codes::{Code, NO_DEVICE, NOT_INITIALIZED, Outcome, SUCCESS};
 use crate::contexts;
-use crate::operations::check;
-use crate::state::{State, is_forked, state, watch_for_forks};
+use crate::operations::{check, check_up};
+use crate::state::{State, go_down_at_exit, is_forked, state, watch_for_forks};
 
 thread_local! {
     /// What `cudaGetLastError` answers.
@@ -62,11 +62,14 @@ fn ready(state: &mut State, needs: Needs) -> Outcome<usize> {
     if needs == Needs::Nothing {
         return Ok(device);
     }
+    check_up()?;
     check(state.config.init_code == SUCCESS, state.config.init_code)?;
     check(state.config.devices > 0, NO_DEVICE)?;
     state.is_initialized = true;
     watch_for_forks();
+    go_down_at_exit();
     if needs == Needs::Context {
+        state.check_device(device)?;
         let context = state.primaries.retain_for_runtime(device);
         if current == 0 {
             contexts::set(context)?;

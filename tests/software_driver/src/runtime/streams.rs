@@ -2,10 +2,10 @@
 
 use std::ffi::{c_int, c_uint};
 
-use crate::capture::exchange_mode;
 use crate::codes::{INVALID_VALUE, NOT_READY, Outcome};
 use crate::driver::put;
 use crate::operations::check;
+use crate::threads::{Mode, exchange_mode};
 
 use super::Call;
 
@@ -42,8 +42,8 @@ super::exports! {
     };
     Nothing cudaThreadExchangeStreamCaptureMode(mode: *mut c_int) |_| {
         // SAFETY: the caller gives the new mode here.
-        let new = unsafe { mode.as_ref() }.copied().filter(|new| (0..=2).contains(new)).ok_or(INVALID_VALUE)?;
-        put(mode, exchange_mode(new))
+        let new = unsafe { mode.as_ref() }.copied().and_then(Mode::new).ok_or(INVALID_VALUE)?;
+        put(mode, exchange_mode(new) as c_int)
     };
     Context cudaEventCreate(event: *mut usize) |mut call| create_event(&mut call, event);
     Context cudaEventCreateWithFlags(event: *mut usize, _flags: c_uint) |mut call| create_event(&mut call, event);

@@ -8,7 +8,7 @@ use crate::codes::{
     CAPTURE_INVALIDATED, CAPTURE_ISOLATION, CAPTURE_UNSUPPORTED, CAPTURED_EVENT, INVALID_VALUE,
 };
 
-fn status(stream: usize) -> i32 {
+pub fn status(stream: usize) -> i32 {
     let mut status = -1;
     ok(cuStreamIsCapturing(stream, &raw mut status));
     status

@@ -109,7 +109,7 @@ fn functions_and_errors_have_names() {
     assert_eq!(function.addr(), cuMemAlloc_v2 as *const () as usize);
     ok(cuGetProcAddress(c"cuInit".as_ptr(), &raw mut function, 12_000, 0));
     assert_eq!(cuGetProcAddress(c"cuNothing".as_ptr(), &raw mut function, 12_000, 0), NOT_FOUND);
-    assert_eq!(cuGetProcAddress(c"cuInit".as_ptr(), &raw mut function, 99_000, 0), NOT_FOUND);
+    assert_eq!(cuGetProcAddress(c"cuInit".as_ptr(), &raw mut function, 99_000, 0), INVALID_VALUE);
     let mut name = ptr::null();
     ok(cuGetErrorName(OUT_OF_MEMORY, &raw mut name));
     // SAFETY: the driver gave a string that ends with a zero.

@@ -10,7 +10,7 @@ use crate::codes::{INVALID_HANDLE, INVALID_IMAGE, INVALID_PTX, INVALID_VALUE, NO
 
 /// `ReadParams` of the kernels: the numbers of an index, and where they go.
 #[repr(C)]
-struct ReadParams {
+pub struct ReadParams {
     data: u64,
     value: i64,
     step: i64,
@@ -22,7 +22,7 @@ struct ReadParams {
     count: i64,
 }
 
-const NAME: &CStr = c"kvpool_read_indices";
+pub const NAME: &CStr = c"kvpool_read_indices";
 
 fn ptx() -> CString {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../src/kernels/table.ptx");
@@ -34,7 +34,7 @@ fn load(ptx: &CStr) -> (i32, usize) {
     (cuModuleLoadData(&raw mut module, ptx.as_ptr()), module)
 }
 
-fn function() -> usize {
+pub fn function() -> usize {
     let (code, module) = load(&ptx());
     ok(code);
     let mut function = 0;
@@ -42,9 +42,15 @@ fn function() -> usize {
     function
 }
 
-fn launch(function: usize, grid: c_uint, block: c_uint, params: &ReadParams, stream: usize) -> i32 {
+pub fn launch(function: usize, grid: c_uint, block: c_uint, params: &ReadParams, stream: usize) -> i32 {
     let params = [ptr::from_ref(params).cast::<u8>()];
     cuLaunchKernel(function, grid, 1, 1, block, 1, 1, 0, stream, params.as_ptr(), ptr::null())
+}
+
+/// What writes `5` to the eight bytes at `out`.
+pub fn five(out: u64) -> ReadParams {
+    let (shape, strides) = ([0; 8], [0; 8]);
+    ReadParams { data: 0, value: 5, step: 2, is_wide: 0, ndim: 0, shape, strides, out, count: 1 }
 }
 
 #[test]
@@ -73,9 +79,7 @@ fn kernels_run_late_with_the_parameters_of_the_call() {
 fn launches_are_checked() {
     let _fresh = Fresh::with_context();
     let (function, out) = (function(), allocate(8));
-    let (shape, strides) = ([0; 8], [0; 8]);
-    let params =
-        ReadParams { data: 0, value: 5, step: 2, is_wide: 0, ndim: 0, shape, strides, out, count: 1 };
+    let params = five(out);
     assert_eq!(launch(function, 0, 256, &params, 0), INVALID_VALUE);
     assert_eq!(launch(function, 1, 128, &params, 0), INVALID_VALUE);
     assert_eq!(launch(function + 1, 1, 256, &params, 0), INVALID_HANDLE);
@@ -90,11 +94,9 @@ fn launches_are_checked() {
 fn kernels_die_where_a_device_would_fail() {
     let _fresh = Fresh::with_context();
     let (function, out) = (function(), allocate(256));
-    let (shape, strides) = ([0; 8], [0; 8]);
     let misaligned = out + 1;
     for (out, count) in [(misaligned, 1), (out, 33)] {
-        let params =
-            ReadParams { data: 0, value: 5, step: 2, is_wide: 0, ndim: 0, shape, strides, out, count };
+        let params = ReadParams { count, ..five(out) };
         let side = stream();
         ok(launch(function, 1, 256, &params, side));
         assert!(dies(|| ok(soft_run(side))));

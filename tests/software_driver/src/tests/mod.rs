@@ -2,9 +2,15 @@
 
 mod capture;
 mod control;
+mod copies;
+mod cubins;
+mod errors;
 mod floats;
 mod kernels;
+mod loading;
 mod memory;
+mod modes;
+mod orders;
 mod runtime;
 mod streams;
 
@@ -17,6 +23,7 @@ use crate::state::{State, state};
 unsafe extern "C" {
     safe fn cuInit(flags: c_uint) -> c_int;
     safe fn cuDriverGetVersion(version: *mut c_int) -> c_int;
+    safe fn cuDeviceGetAttribute(value: *mut c_int, number: c_int, device: c_int) -> c_int;
     safe fn cuDeviceGetCount(count: *mut c_int) -> c_int;
     safe fn cuDevicePrimaryCtxRetain(context: *mut usize, device: c_int) -> c_int;
     safe fn cuDevicePrimaryCtxRelease_v2(device: c_int) -> c_int;
@@ -42,6 +49,21 @@ unsafe extern "C" {
     safe fn cuStreamQuery(stream: usize) -> c_int;
     safe fn cuStreamWaitEvent(stream: usize, event: usize, flags: c_uint) -> c_int;
     safe fn cuStreamIsCapturing(stream: usize, status: *mut c_int) -> c_int;
+    safe fn cuThreadExchangeStreamCaptureMode(mode: *mut c_int) -> c_int;
+    safe fn cuStreamBeginCapture_v2(stream: usize, mode: c_int) -> c_int;
+    safe fn cuStreamEndCapture(stream: usize, graph: *mut usize) -> c_int;
+    safe fn cuStreamGetCaptureInfo_v2(
+        stream: usize,
+        status: *mut c_int,
+        id: *mut u64,
+        graph: *mut usize,
+        dependencies: *mut usize,
+        count: *mut usize,
+    ) -> c_int;
+    safe fn cuGraphInstantiateWithFlags(made: *mut usize, graph: usize, flags: u64) -> c_int;
+    safe fn cuGraphLaunch(graph: usize, stream: usize) -> c_int;
+    safe fn cuGraphDestroy(graph: usize) -> c_int;
+    safe fn cuGraphExecDestroy(graph: usize) -> c_int;
     safe fn cuEventCreate(event: *mut usize, flags: c_uint) -> c_int;
     safe fn cuEventDestroy_v2(event: usize) -> c_int;
     safe fn cuEventRecord(event: usize, stream: usize) -> c_int;
@@ -49,6 +71,9 @@ unsafe extern "C" {
     safe fn cuEventSynchronize(event: usize) -> c_int;
     safe fn cuModuleLoadData(module: *mut usize, image: *const c_char) -> c_int;
     safe fn cuModuleGetFunction(function: *mut usize, module: usize, name: *const c_char) -> c_int;
+    safe fn cuFuncGetAttribute(value: *mut c_int, attribute: c_int, function: usize) -> c_int;
+    safe fn cuFuncLoad(function: usize) -> c_int;
+    safe fn cuFuncIsLoaded(state: *mut c_int, function: usize) -> c_int;
     safe fn cuLaunchKernel(
         function: usize,
         grid_x: c_uint,
@@ -63,11 +88,19 @@ unsafe extern "C" {
         extra: *const *const c_void,
     ) -> c_int;
     safe fn cuGetErrorName(code: c_int, name: *mut *const c_char) -> c_int;
+    safe fn cuGetErrorString(code: c_int, string: *mut *const c_char) -> c_int;
     safe fn cuGetProcAddress(
         symbol: *const c_char,
         function: *mut *const (),
         version: c_int,
         flags: u64,
+    ) -> c_int;
+    safe fn cuGetProcAddress_v2(
+        symbol: *const c_char,
+        function: *mut *const (),
+        version: c_int,
+        flags: u64,
+        status: *mut c_int,
     ) -> c_int;
 
     safe fn soft_calls(name: *const c_char) -> c_long;
@@ -78,6 +111,15 @@ unsafe extern "C" {
     safe fn soft_set_version(version: c_int);
     safe fn soft_set_init_error(code: c_int);
     safe fn soft_set_capacity(bytes: c_long);
+    safe fn soft_set_capability(major: c_int, minor: c_int);
+    safe fn soft_set_free_waits(waits: c_int);
+    safe fn soft_set_register_limit(bytes: c_long);
+    safe fn soft_set_lazy(is_lazy: c_int);
+    safe fn soft_set_reuse_handles(reuses: c_int);
+    safe fn soft_set_seed(seed: c_long);
+    safe fn soft_break(code: c_int);
+    safe fn soft_deinitialize();
+    safe fn soft_mend();
     safe fn soft_set_queries(count: c_long);
     safe fn soft_pending(stream: usize) -> c_long;
     safe fn soft_pending_all() -> c_long;

@@ -1,0 +1,608 @@
+"""Asks a CUDA driver what it does where kvpool counts on it, and compares the answers with the documentation.
+
+It talks to `libcuda.so.1` alone: no kvpool, no PyTorch. The driver made of software has to answer every
+question as the documentation promises, so a line that says `DIFFERS` on a GPU shows what to correct: the
+software driver first, then whatever of kvpool counted on it.
+
+    python tests/gpu/probe.py [--json FILE]
+
+A line is `ok` or `DIFFERS`, the question, and the answer: what the calls returned, and what the end of a
+capture returned (0 if it survived, 901 if it was spoilt). Where the documentation leaves a case open, every
+answer that it allows is `ok`. It ends with 1 if a line differs and with 2 if there is no driver to ask.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import mmap
+import sys
+import threading
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+KERNELS = Path(__file__).resolve().parents[2] / "src" / "kernels" / "table.ptx"
+KERNEL = b"kvpool_read_indices"
+THREADS = 256
+
+# CUstreamCaptureMode.
+GLOBAL, THREAD_LOCAL, RELAXED = 0, 1, 2
+# CUstream_flags and CUevent_flags.
+BLOCKING, NON_BLOCKING, NO_TIMING = 0, 1, 2
+LEGACY, PER_THREAD = 1, 2
+# CUfunction_attribute.
+MAX_THREADS, NUM_REGS = 0, 4
+# Portable and mapped, of page-locked memory.
+FLAGS = 3
+HALF = 1 << 20
+
+SURVIVES = "call 0, end 0"
+SPOILS = "call 900, end 901"
+
+
+class NoDriverError(Exception):
+    """There is no driver, or it has no device."""
+
+
+def size(value: int) -> ctypes.c_size_t:
+    """An argument as wide as an address."""
+    return ctypes.c_size_t(value)
+
+
+class Driver:
+    """The driver, with the context of its first device, a loaded module and a stream whose work is over."""
+
+    def __init__(self) -> None:
+        try:
+            self._library = ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            raise NoDriverError(str(error)) from None
+        for name, arguments in (("cuInit", (0,)), ("cuDeviceGet", (ctypes.byref(ctypes.c_int()), 0))):
+            code = self.call(name, *arguments)
+            if code:
+                raise NoDriverError(f"{name} answers {code}")
+        self.context = self.make("cuDevicePrimaryCtxRetain", 0)
+        self.enter()
+        self.image = KERNELS.read_bytes() + b"\0"
+        self.stream = self.make("cuStreamCreate", NON_BLOCKING)
+        self.event = self.make("cuEventCreate", NO_TIMING)
+        self.must("cuEventRecord", size(self.event), size(self.stream))
+        self.must("cuStreamSynchronize", size(self.stream))
+        self.block = self.make("cuMemAlloc_v2", size(2 * HALF))
+
+    def has(self, name: str) -> bool:
+        """Whether the driver has a function."""
+        return hasattr(self._library, name)
+
+    def call(self, name: str, *arguments: object) -> int:
+        """What a function answers."""
+        return int(getattr(self._library, name)(*arguments))
+
+    def must(self, name: str, *arguments: object) -> None:
+        """A call that prepares a question."""
+        code = self.call(name, *arguments)
+        if code:
+            raise RuntimeError(f"{name} answers {code}")
+
+    def make(self, name: str, *arguments: object) -> int:
+        """What a function makes, which it writes to its first argument."""
+        made = size(0)
+        self.must(name, ctypes.byref(made), *arguments)
+        return made.value
+
+    def number(self, name: str, *arguments: object) -> tuple[int, int]:
+        """What a function answers, and the number that it writes to its first argument."""
+        number = ctypes.c_int(-1)
+        return self.call(name, ctypes.byref(number), *arguments), number.value
+
+    def enter(self) -> None:
+        """Makes the context current in this thread."""
+        self.must("cuCtxPushCurrent_v2", size(self.context))
+
+    def function(self) -> int:
+        """A kernel of a module that nobody else uses."""
+        module = self.make("cuModuleLoadData", self.image)
+        return self.make("cuModuleGetFunction", size(module), KERNEL)
+
+    def launch(self, function: int, stream: int) -> int:
+        """Launches a kernel that has nothing to do: its parameters are zeros."""
+        zeros = ctypes.create_string_buffer(4096)
+        params = (ctypes.c_void_p * 1)(ctypes.addressof(zeros))
+        grid = (1, 1, 1, THREADS, 1, 1, 0)
+        return self.call("cuLaunchKernel", size(function), *grid, size(stream), params, None)
+
+    def status(self, stream: int) -> tuple[int, int]:
+        """What a driver says of a stream's capture: a code, and whether it is captured."""
+        status = ctypes.c_int(-1)
+        return self.call("cuStreamIsCapturing", size(stream), ctypes.byref(status)), status.value
+
+    @contextmanager
+    def mode(self, mode: int) -> Iterator[None]:
+        """Gives this thread a capture mode."""
+        swapped = ctypes.c_int(mode)
+        self.must("cuThreadExchangeStreamCaptureMode", ctypes.byref(swapped))
+        try:
+            yield
+        finally:
+            self.must("cuThreadExchangeStreamCaptureMode", ctypes.byref(swapped))
+
+    def captured(
+        self,
+        work: Callable[[int], object],
+        mode: int = GLOBAL,
+        thread: int = GLOBAL,
+        flags: int = NON_BLOCKING,
+    ) -> str:
+        """What `work` answers while a new stream is captured, which it is given; and what the end answers."""
+        stream = self.make("cuStreamCreate", flags)
+        self.must("cuStreamBeginCapture_v2", size(stream), mode)
+        with self.mode(thread):
+            answer = work(stream)
+        end = self.end(stream)
+        self.must("cuStreamDestroy_v2", size(stream))
+        return f"call {answer}, end {end}"
+
+    def end(self, stream: int) -> int:
+        """What the end of a capture answers."""
+        return self.call("cuStreamEndCapture", size(stream), ctypes.byref(size(0)))
+
+
+def elsewhere(driver: Driver, work: Callable[[], object]) -> object:
+    """What `work` answers in another thread with the same context."""
+    answers: list[object] = []
+
+    def enter() -> None:
+        driver.enter()
+        answers.append(work())
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    return answers[0]
+
+
+def synchronize(driver: Driver, mode: int) -> str:
+    return driver.captured(lambda _: driver.call("cuCtxSynchronize"), mode, RELAXED)
+
+
+def allocate(driver: Driver, thread: int) -> str:
+    def work(_: int) -> int:
+        made = size(0)
+        code = driver.call("cuMemAlloc_v2", ctypes.byref(made), size(HALF))
+        return code or driver.call("cuMemFree_v2", made)
+
+    return driver.captured(work, thread=thread)
+
+
+def allocate_elsewhere(driver: Driver, mode: int) -> str:
+    def work(_: int) -> object:
+        made = size(0)
+        return elsewhere(driver, lambda: driver.call("cuMemAlloc_v2", ctypes.byref(made), size(HALF)))
+
+    return driver.captured(work, mode)
+
+
+def allocate_locked(driver: Driver) -> str:
+    def work(_: int) -> int:
+        made = size(0)
+        code = driver.call("cuMemHostAlloc", ctypes.byref(made), size(HALF), FLAGS)
+        return code or driver.call("cuMemFreeHost", made)
+
+    return driver.captured(work, thread=RELAXED)
+
+
+@contextmanager
+def host_memory() -> Iterator[int]:
+    """The address of two halves of host memory, each of whole pages."""
+    memory = mmap.mmap(-1, 2 * HALF)
+    start = ctypes.c_char.from_buffer(memory)
+    try:
+        yield ctypes.addressof(start)
+    finally:
+        del start
+        memory.close()
+
+
+def register(driver: Driver) -> str:
+    with host_memory() as start:
+
+        def work(_: int) -> int:
+            code = driver.call("cuMemHostRegister_v2", size(start), size(HALF), FLAGS)
+            return code or driver.call("cuMemHostUnregister", size(start))
+
+        return driver.captured(work, thread=RELAXED)
+
+
+def load_module(driver: Driver, thread: int) -> str:
+    def work(_: int) -> int:
+        return driver.call("cuModuleLoadData", ctypes.byref(size(0)), driver.image)
+
+    return driver.captured(work, thread=thread)
+
+
+def wait_for_event(driver: Driver, thread: int) -> str:
+    def work(_: int) -> int:
+        event = size(driver.event)
+        return driver.call("cuEventQuery", event) or driver.call("cuEventSynchronize", event)
+
+    return driver.captured(work, thread=thread)
+
+
+def query_captured_event(driver: Driver) -> str:
+    def work(stream: int) -> int:
+        event = size(driver.make("cuEventCreate", NO_TIMING))
+        driver.must("cuEventRecord", event, size(stream))
+        return driver.call("cuEventQuery", event)
+
+    return driver.captured(work, RELAXED, RELAXED)
+
+
+def wait_for_other_stream(driver: Driver, thread: int) -> str:
+    return driver.captured(lambda _: driver.call("cuStreamSynchronize", size(driver.stream)), thread=thread)
+
+
+def fork(driver: Driver, *, is_joined: bool) -> str:
+    """Pulls another stream into a capture, and lets the origin await it or not."""
+    other = size(driver.make("cuStreamCreate", NON_BLOCKING))
+    event = size(driver.make("cuEventCreate", NO_TIMING))
+
+    def work(stream: int) -> int:
+        driver.must("cuEventRecord", event, size(stream))
+        code = driver.call("cuStreamWaitEvent", other, event, 0)
+        if code == 0 and driver.status(other.value) != (0, 1):
+            return -1
+        if is_joined:
+            driver.must("cuEventRecord", event, other)
+            driver.must("cuStreamWaitEvent", size(stream), event, 0)
+        return code
+
+    return driver.captured(work)
+
+
+def await_outside(driver: Driver) -> str:
+    """A captured stream awaits what was recorded on one that is not captured."""
+
+    def work(stream: int) -> int:
+        return driver.call("cuStreamWaitEvent", size(stream), size(driver.event), 0)
+
+    return driver.captured(work)
+
+
+def end_elsewhere(driver: Driver) -> str:
+    return driver.captured(lambda stream: elsewhere(driver, lambda: driver.end(stream)))
+
+
+def ask_legacy(driver: Driver) -> str:
+    """What the default streams say of a capture while a stream is captured that is tied to them."""
+
+    def work(_: int) -> list[int]:
+        return [driver.status(handle)[0] for handle in (0, LEGACY, PER_THREAD)]
+
+    return driver.captured(work, flags=BLOCKING)
+
+
+def use_legacy(driver: Driver, handle: int) -> str:
+    def work(_: int) -> int:
+        return driver.call("cuMemsetD8Async", size(driver.block), 0, size(16), size(handle))
+
+    return driver.captured(work, RELAXED, RELAXED, BLOCKING)
+
+
+def capture_legacy(driver: Driver) -> str:
+    codes = [driver.call("cuStreamBeginCapture_v2", size(handle), GLOBAL) for handle in (0, LEGACY)]
+    return "refused" if all(codes) else f"answered {codes}"
+
+
+def loading_state(driver: Driver, function: int) -> str:
+    if not driver.has("cuFuncIsLoaded"):
+        return "unknown"
+    code, state = driver.number("cuFuncIsLoaded", size(function))
+    return ("unloaded", "loaded")[state] if code == 0 else f"error {code}"
+
+
+def state_after(driver: Driver, attribute: int | None) -> str:
+    """Whether a function is loaded after it was looked up, and asked for an attribute."""
+    function = driver.function()
+    code = 0 if attribute is None else driver.number("cuFuncGetAttribute", attribute, size(function))[0]
+    return f"{code}, {loading_state(driver, function)}"
+
+
+def load_function(driver: Driver) -> str:
+    if not driver.has("cuFuncLoad"):
+        return "0, unknown"
+    function = driver.function()
+    return f"{driver.call('cuFuncLoad', size(function))}, {loading_state(driver, function)}"
+
+
+def launch_loaded(driver: Driver) -> str:
+    """A launch in a capture, of a function that was launched before."""
+    function = driver.function()
+    code = driver.launch(function, driver.stream)
+    driver.must("cuStreamSynchronize", size(driver.stream))
+    return f"call {code}, end 0" if code else driver.captured(lambda stream: driver.launch(function, stream))
+
+
+def launch_first(driver: Driver) -> str:
+    function = driver.function()
+    return driver.captured(lambda stream: driver.launch(function, stream))
+
+
+def copy_halves(driver: Driver, registered: int, offset: int, length: int) -> str:
+    """What a copy of host memory answers whose first `registered` halves are page-locked, one by one."""
+    with host_memory() as start:
+        halves = [size(start + half * HALF) for half in range(registered)]
+        for half in halves:
+            driver.must("cuMemHostRegister_v2", half, size(HALF), FLAGS)
+        stream = size(driver.stream)
+        source = size(start + offset)
+        code = driver.call("cuMemcpyHtoDAsync_v2", size(driver.block), source, size(length), stream)
+        driver.must("cuStreamSynchronize", stream)
+        for half in halves:
+            driver.must("cuMemHostUnregister", half)
+    return f"{code}"
+
+
+def name(driver: Driver, code: int) -> str:
+    found = ctypes.c_char_p(b"untouched")
+    answer = driver.call("cuGetErrorName", code, ctypes.byref(found))
+    return f"{answer}, {found.value.decode() if found.value else 'null'}"
+
+
+def newest_names(driver: Driver) -> str:
+    """Whether the codes are known that drivers of 2024 on may answer."""
+    known = [code for code in (226, 721, 913) if name(driver, code).startswith("0, CUDA_ERROR_")]
+    return f"known: {known}"
+
+
+def libraries(_: Driver) -> str:
+    """How many files of the driver the process has."""
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    paths = {line.split(maxsplit=5)[5] for line in maps if "/libcuda.so" in line}
+    return f"{len(paths)} file" if len(paths) == 1 else ", ".join(sorted(paths))
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked, the answers that the documentation allows, and where it says so."""
+
+    text: str
+    ask: Callable[[Driver], str]
+    expected: tuple[str, ...]
+    source: str
+
+
+DEVICE_WAIT = (
+    "Programming Guide, stream capture: a handle that encompasses a captured stream, as a device or a "
+    "context, cannot be waited for; a thread's RELAXED mode does not allow what necessarily conflicts"
+)
+MODES = "cuda.h, cuThreadExchangeStreamCaptureMode: which threads may make unsafe calls beside which captures"
+LAZY = (
+    "Programming Guide, lazy loading: cuModuleGetFunction loads a kernel; cuda.h, cuFuncGetAttribute: "
+    "three attributes need a loaded function, and answer 913 where it is not"
+)
+REGISTERED = (
+    "cuda.h, cuMemcpyAsync and registration: a range is page-locked by one call as a whole, or not at all"
+)
+DEFAULT = "cuda.h, cuStreamIsCapturing: the legacy stream answers 906 and spoils nothing; its use does"
+NAMES = "cuda.h, cuGetErrorName: an unknown code is an invalid value and gives a null pointer"
+OPEN = (SURVIVES, SPOILS)
+
+QUESTIONS = [
+    Question("which files of the driver are mapped", libraries, ("1 file",), "one driver in a process"),
+    Question(
+        "context-wide wait, relaxed thread, global capture",
+        lambda driver: synchronize(driver, GLOBAL),
+        (SPOILS,),
+        DEVICE_WAIT,
+    ),
+    Question(
+        "context-wide wait, relaxed thread, relaxed capture",
+        lambda driver: synchronize(driver, RELAXED),
+        (SPOILS,),
+        DEVICE_WAIT,
+    ),
+    Question("cuMemAlloc, global thread", lambda driver: allocate(driver, GLOBAL), (SPOILS,), MODES),
+    Question(
+        "cuMemAlloc and cuMemFree, relaxed thread",
+        lambda driver: allocate(driver, RELAXED),
+        (SURVIVES,),
+        MODES,
+    ),
+    Question(
+        "cuMemAlloc of another thread beside a global capture",
+        lambda driver: allocate_elsewhere(driver, GLOBAL),
+        (SPOILS,),
+        MODES,
+    ),
+    Question(
+        "cuMemAlloc of another thread beside a thread-local capture",
+        lambda driver: allocate_elsewhere(driver, THREAD_LOCAL),
+        (SURVIVES,),
+        MODES,
+    ),
+    Question("cuMemHostAlloc and cuMemFreeHost, relaxed thread", allocate_locked, (SURVIVES,), MODES),
+    Question("cuMemHostRegister and Unregister, relaxed thread", register, (SURVIVES,), MODES),
+    Question(
+        "cuModuleLoadData, global thread",
+        lambda driver: load_module(driver, GLOBAL),
+        OPEN,
+        f"{MODES}; no list says whether loading is among the unsafe ones",
+    ),
+    Question(
+        "cuModuleLoadData, relaxed thread", lambda driver: load_module(driver, RELAXED), (SURVIVES,), MODES
+    ),
+    Question(
+        "cuEventQuery and Synchronize of another stream's event, global thread",
+        lambda driver: wait_for_event(driver, GLOBAL),
+        OPEN,
+        f"{MODES}; no list says whether these are among the unsafe ones, other libraries saw that they are",
+    ),
+    Question(
+        "cuEventQuery and Synchronize of another stream's event, relaxed thread",
+        lambda driver: wait_for_event(driver, RELAXED),
+        (SURVIVES,),
+        MODES,
+    ),
+    Question(
+        "cuEventQuery of a captured event, relaxed", query_captured_event, ("call 907, end 901",), MODES
+    ),
+    Question(
+        "cuStreamSynchronize of another stream, global thread",
+        lambda driver: wait_for_other_stream(driver, GLOBAL),
+        OPEN,
+        f"{MODES}; no list says whether it is among the unsafe ones",
+    ),
+    Question(
+        "cuStreamSynchronize of another stream, relaxed thread",
+        lambda driver: wait_for_other_stream(driver, RELAXED),
+        (SURVIVES,),
+        MODES,
+    ),
+    Question(
+        "captured event awaited by another stream, which the origin does not await",
+        lambda driver: fork(driver, is_joined=False),
+        ("call 0, end 904",),
+        "cuda.h, CUDA_ERROR_STREAM_CAPTURE_UNJOINED: a fork that was not joined to the primary stream",
+    ),
+    Question(
+        "captured event awaited by another stream, which the origin awaits",
+        lambda driver: fork(driver, is_joined=True),
+        (SURVIVES,),
+        "Programming Guide, cross-stream dependencies: streams that joined have to be joined back",
+    ),
+    Question(
+        "event of a stream that is not captured, awaited by one that is",
+        await_outside,
+        ("call 905, end 901",),
+        "cuda.h, CUDA_ERROR_STREAM_CAPTURE_ISOLATION: a dependency that crosses the boundary of a capture",
+    ),
+    Question(
+        "end of a capture in another thread",
+        end_elsewhere,
+        ("call 908, end 0",),
+        "cuda.h, cuStreamEndCapture: the same thread, unless the capture is relaxed",
+    ),
+    Question(
+        "default streams 0, 1 and 2 asked beside a blocking capture",
+        ask_legacy,
+        ("call [906, 906, 0], end 0",),
+        DEFAULT,
+    ),
+    Question(
+        "stream 0 used beside a blocking capture",
+        lambda driver: use_legacy(driver, 0),
+        ("call 906, end 901",),
+        DEFAULT,
+    ),
+    Question(
+        "stream 1 used beside a blocking capture",
+        lambda driver: use_legacy(driver, LEGACY),
+        ("call 906, end 901",),
+        DEFAULT,
+    ),
+    Question(
+        "capture of streams 0 and 1",
+        capture_legacy,
+        ("refused",),
+        "cuda.h, cuStreamBeginCapture: not on the legacy stream",
+    ),
+    Question(
+        "function after it was looked up",
+        lambda driver: state_after(driver, None),
+        ("0, loaded", "0, unloaded", "0, unknown"),
+        LAZY,
+    ),
+    Question(
+        "function after NUM_REGS",
+        lambda driver: state_after(driver, NUM_REGS),
+        ("0, loaded", "0, unloaded", "0, unknown"),
+        LAZY,
+    ),
+    Question(
+        "function after MAX_THREADS_PER_BLOCK",
+        lambda driver: state_after(driver, MAX_THREADS),
+        ("0, loaded", "0, unknown", "913, unloaded"),
+        LAZY,
+    ),
+    Question("function after cuFuncLoad", load_function, ("0, loaded", "0, unknown"), "cuda.h, cuFuncLoad"),
+    Question("first launch of a function, in a capture", launch_first, OPEN, LAZY),
+    Question("second launch of a function, in a capture", launch_loaded, (SURVIVES,), LAZY),
+    Question(
+        "copy within one registration", lambda driver: copy_halves(driver, 2, 0, HALF), ("0",), REGISTERED
+    ),
+    Question(
+        "copy across two registrations",
+        lambda driver: copy_halves(driver, 2, HALF - 4096, 8192),
+        ("1",),
+        REGISTERED,
+    ),
+    Question(
+        "copy of a range that is half registered",
+        lambda driver: copy_halves(driver, 1, HALF - 4096, 8192),
+        ("1",),
+        REGISTERED,
+    ),
+    Question(
+        "name of error 721",
+        lambda driver: name(driver, 721),
+        ("0, CUDA_ERROR_TENSOR_MEMORY_LEAK", "1, null"),
+        NAMES,
+    ),
+    Question("name of error 9999", lambda driver: name(driver, 9999), ("1, null",), NAMES),
+    Question(
+        "names of errors 226, 721 and 913",
+        newest_names,
+        ("known: [226, 721, 913]", "known: [721, 913]", "known: [913]", "known: []"),
+        NAMES,
+    ),
+]
+"""In this order: an answer that breaks the context would make the rest worthless."""
+
+
+def ask_all(driver: Driver) -> Iterator[tuple[Question, str]]:
+    """Every question with its answer."""
+    for question in QUESTIONS:
+        yield question, question.ask(driver)
+
+
+def main() -> int:
+    """Asks, prints a line for each question, and says whether all answers are as expected."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where to write questions and answers")
+    arguments = parser.parse_args()
+    try:
+        driver = Driver()
+    except NoDriverError as error:
+        print(f"there is no driver to ask: {error}", file=sys.stderr)
+        return 2
+    version = driver.number("cuDriverGetVersion")[1]
+    print(f"driver {version // 1000}.{version % 1000 // 10}")
+    report = []
+    for question, answer in ask_all(driver):
+        is_right = answer in question.expected
+        expected = "" if is_right else f"  (expected {' or '.join(question.expected)}: {question.source})"
+        print(f"{'ok' if is_right else 'DIFFERS':8}{question.text}: {answer}{expected}", flush=True)
+        report.append(
+            {
+                "question": question.text,
+                "answer": answer,
+                "expected": list(question.expected),
+                "source": question.source,
+                "ok": is_right,
+            }
+        )
+    if arguments.json is not None:
+        arguments.json.write_text(
+            json.dumps({"driver": version, "answers": report}, indent=1), encoding="utf-8"
+        )
+    return 0 if all(entry["ok"] for entry in report) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,46 @@
+"""The driver made of software answers the questions of `tests/gpu/probe.py` as the documentation promises."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROBE = Path(__file__).resolve().parents[1] / "gpu" / "probe.py"
+
+
+def probe(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "error", PROBE, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.cuda
+@pytest.mark.usefixtures("driver")
+def test_the_driver_answers_as_its_documentation_promises(tmp_path: Path) -> None:
+    report = tmp_path / "answers.json"
+    done = probe("--json", report)
+    version, *lines = done.stdout.splitlines()
+    assert version == "driver 13.2"
+    wrong = [line for line in lines if not line.startswith("ok ")]
+    assert (wrong, done.returncode, done.stderr) == ([], 0, "")
+    answers = json.loads(report.read_text())["answers"]
+    assert len(answers) == len(lines) > 30
+    assert all(answer["ok"] and answer["answer"] in answer["expected"] for answer in answers)
+    assert len({answer["question"] for answer in answers}) == len(answers)
+
+
+@pytest.mark.cuda
+@pytest.mark.usefixtures("driver")
+def test_a_driver_that_cannot_be_asked_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVPOOL_SOFTWARE_INIT_ERROR", "100")
+    done = probe()
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "cuInit answers 100" in done.stderr
