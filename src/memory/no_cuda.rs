@@ -103,6 +103,10 @@ impl Gpu {
         match self.0 {}
     }
 
+    pub fn copy_2d(&self, _target: &Borrowed<'_>, _source: &Borrowed<'_>, _stream: Stream) -> Result<()> {
+        match self.0 {}
+    }
+
     pub fn fill(&self, _target: (&Region, usize), _bytes: usize, _value: u8, _stream: Stream) -> Result<()> {
         match self.0 {}
     }

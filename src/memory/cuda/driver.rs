@@ -10,8 +10,10 @@ use cudarc::driver::sys::{self, CUresult};
 use crate::base::{Error, ErrorKind, Result};
 use crate::memory::Image;
 
+use super::gpu::address;
+
 /// The entry points that this file uses, which the probe looks for.
-pub(super) const ENTRY_POINTS: [&str; 35] = [
+pub(super) const ENTRY_POINTS: [&str; 36] = [
     "cuCtxGetCurrent",
     "cuCtxGetDevice",
     "cuCtxPopCurrent_v2",
@@ -36,6 +38,7 @@ pub(super) const ENTRY_POINTS: [&str; 35] = [
     "cuMemHostAlloc",
     "cuMemHostRegister_v2",
     "cuMemHostUnregister",
+    "cuMemcpy2DAsync_v2",
     "cuMemcpyAsync",
     "cuMemcpyDtoHAsync_v2",
     "cuMemcpyHtoDAsync_v2",
@@ -203,6 +206,45 @@ pub(super) fn unregister_host(address: usize) -> Result<()> {
 /// Enqueues a copy between any two places. From or to pageable memory it is done, or has read its source, on return.
 pub(super) fn copy(target: u64, source: u64, bytes: usize, stream: usize) -> Result<()> {
     checked!(cuMemcpyAsync(target, source, bytes, handle(stream)))
+}
+
+/// One side of a copy of rows, which lie `pitch` bytes apart.
+#[derive(Clone, Copy)]
+pub(super) struct Rows {
+    pub(super) address: *mut u8,
+    pub(super) pitch: usize,
+    /// Where the address means host memory.
+    pub(super) is_on_host: bool,
+}
+
+/// As [`copy`], for `height` rows of `width` bytes.
+pub(super) fn copy_2d(target: Rows, source: Rows, [height, width]: [usize; 2], stream: usize) -> Result<()> {
+    let kind = |rows: Rows| {
+        if rows.is_on_host {
+            sys::CUmemorytype::CU_MEMORYTYPE_HOST
+        } else {
+            sys::CUmemorytype::CU_MEMORYTYPE_DEVICE
+        }
+    };
+    let copy = sys::CUDA_MEMCPY2D {
+        srcXInBytes: 0,
+        srcY: 0,
+        srcMemoryType: kind(source),
+        srcHost: source.address.cast(),
+        srcDevice: address(source.address),
+        srcArray: std::ptr::null_mut(),
+        srcPitch: source.pitch,
+        dstXInBytes: 0,
+        dstY: 0,
+        dstMemoryType: kind(target),
+        dstHost: target.address.cast(),
+        dstDevice: address(target.address),
+        dstArray: std::ptr::null_mut(),
+        dstPitch: target.pitch,
+        WidthInBytes: width,
+        Height: height,
+    };
+    checked!(cuMemcpy2DAsync_v2(&raw const copy, handle(stream)))
 }
 
 pub(super) fn fill(address: u64, value: u8, bytes: usize, stream: usize) -> Result<()> {
