@@ -1,11 +1,11 @@
-"""Compiles the kernels to PTX, and checks that what is committed is what the sources give.
+"""Compiles the kernels to PTX and to machine code, and checks that what is committed is what the sources give.
 
 The compiler is NVRTC 12.0, whose PTX every driver from CUDA 12.0 on can load; it needs no GPU. Each module is
-compiled for every device, and for those from compute capability 9.0 on. The compiler and the assemblers come
-from PyPI: `pip install --no-deps --target TOOLS nvidia-cuda-nvrtc-cu12==12.0.76
+compiled for every device, and for those from compute capability 9.0 on; that is assembled for the devices that
+most use, so that their drivers need not do it. The compiler and the assemblers come from PyPI: `pip install --no-deps --target TOOLS nvidia-cuda-nvrtc-cu12==12.0.76
 nvidia-cuda-nvcc-cu12==12.9.86 nvidia-cuda-nvcc==13.0.88`.
 
-    python src/kernels/generate.py --tools TOOLS           writes the .ptx files
+    python src/kernels/generate.py --tools TOOLS           writes the .ptx and .cubin files
     python src/kernels/generate.py --tools TOOLS --check   compares them, and assembles them for all devices
 """
 
@@ -16,6 +16,7 @@ import ctypes
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -35,6 +36,8 @@ TARGETS = {70: ".ptx", 90: ".sm_90.ptx"}
 HEAD = "\n.version 8.0\n.target sm_{}\n"
 NVRTC = "nvidia/cuda_nvrtc/lib/libnvrtc.so.12"
 ASSEMBLERS = ("nvidia/cuda_nvcc/bin/ptxas", "nvidia/cu13/bin/ptxas")
+# What is assembled with the first of them, and from the PTX for which architecture.
+CUBINS = {80: 70, 90: 90, 100: 90, 120: 90}
 OLDEST = 75
 NEWEST = 121
 
@@ -160,15 +163,49 @@ def registers(assembler: Path, architecture: int, ptx: Path) -> dict[str, int]:
     return found
 
 
+def cubin(assembler: Path, architecture: int, ptx: Path) -> bytes:
+    """A module in machine code for the devices of one architecture.
+
+    Raises:
+        GenerateError: If it cannot be assembled.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "cubin"
+        run(assembler, f"--gpu-name=sm_{architecture}", "-o", out, ptx)
+        return out.read_bytes()
+
+
+def cubins(tools: Path) -> dict[Path, bytes]:
+    """All modules in machine code, from the PTX that is committed."""
+    assembler = tool(tools, ASSEMBLERS[0])
+    return {
+        HERE / "cubin" / f"{module}.sm_{architecture}.cubin": cubin(
+            assembler, architecture, HERE / f"{module}{TARGETS[target]}"
+        )
+        for module in MODULES
+        for architecture, target in CUBINS.items()
+    }
+
+
+def same(generated: dict[Path, bytes]) -> None:
+    """Compares files with what they should be.
+
+    Raises:
+        GenerateError: If one differs or is missing.
+    """
+    for path, content in generated.items():
+        if not path.is_file() or path.read_bytes() != content:
+            raise GenerateError(f"{path} is not what the sources give; run this script without --check")
+
+
 def check(tools: Path, compiled: dict[Path, bytes]) -> None:
     """Compares what was compiled with what is committed, and assembles that for every architecture.
 
     Raises:
         GenerateError: If anything differs, is missing, or does not fit.
     """
-    for path, ptx in compiled.items():
-        if not path.is_file() or path.read_bytes() != ptx:
-            raise GenerateError(f"{path} is not what the sources give; run this script without --check")
+    same(compiled)
+    same(cubins(tools))
     used: dict[str, list[int]] = {}
     for name in ASSEMBLERS:
         assembler = tool(tools, name)
@@ -187,7 +224,7 @@ def check(tools: Path, compiled: dict[Path, bytes]) -> None:
 
 
 def main() -> None:
-    """Writes or checks the PTX."""
+    """Writes or checks the PTX and the machine code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -206,6 +243,9 @@ def main() -> None:
         else:
             for path, ptx in compiled.items():
                 path.write_bytes(ptx)
+            (HERE / "cubin").mkdir(exist_ok=True)
+            for path, code in cubins(arguments.tools).items():
+                path.write_bytes(code)
     except GenerateError as error:
         sys.exit(str(error))
 
