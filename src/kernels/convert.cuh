@@ -223,7 +223,13 @@ __device__ __forceinline__ void store_eight(const float* values, float divisor, 
     float held[8];
 #pragma unroll
     for (u32 i = 0; i < 8; i++) {
-        held[i] = divisor == 1.0f ? values[i] : divide(values[i], divisor, reciprocal);
+        held[i] = values[i];
+    }
+    if (divisor != 1.0f) {
+#pragma unroll
+        for (u32 i = 0; i < 8; i++) {
+            held[i] = divide(held[i], divisor, reciprocal);
+        }
     }
     bytes[0] = Type::store_pair(held[0], held[1]) | Type::store_pair(held[2], held[3]) << 16;
     bytes[1] = Type::store_pair(held[4], held[5]) | Type::store_pair(held[6], held[7]) << 16;

@@ -1,9 +1,10 @@
-"""Compiles the kernels to PTX and to machine code, and checks that what is committed is what the sources give.
+"""Compiles the kernels to PTX and to machine code, and checks the committed files.
 
 The compiler is NVRTC 12.0, whose PTX every driver from CUDA 12.0 on can load; it needs no GPU. Each module is
-compiled for every device, and for those from compute capability 9.0 on; that is assembled for the devices that
-most use, so that their drivers need not do it. The compiler and the assemblers come from PyPI: `pip install --no-deps --target TOOLS nvidia-cuda-nvrtc-cu12==12.0.76
-nvidia-cuda-nvcc-cu12==12.9.86 nvidia-cuda-nvcc==13.0.88`.
+compiled for every device, and for those from compute capability 9.0 on. Of that comes machine code for the
+devices that most use, so that their drivers need not compile. The compiler and the assemblers come from PyPI:
+`pip install --no-deps --target TOOLS nvidia-cuda-nvrtc-cu12==12.0.76 nvidia-cuda-nvcc-cu12==12.9.86
+nvidia-cuda-nvcc==13.0.88`.
 
     python src/kernels/generate.py --tools TOOLS           writes the .ptx and .cubin files
     python src/kernels/generate.py --tools TOOLS --check   compares them, and assembles them for all devices
