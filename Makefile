@@ -7,7 +7,7 @@ TRACES := ../shared/traces
 SOAK_MINUTES ?= 60
 SOAK_DEVICE ?= cpu
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-RUST_SOURCES := $(shell find src -name '*.rs' -o -name '*.ptx') Cargo.toml Cargo.lock
+RUST_SOURCES := $(shell find src -name '*.rs' -o -name '*.ptx' -o -name '*.cubin') Cargo.toml Cargo.lock
 EXTENSION := $(VENV)/.extension
 DRIVER := target/software_driver/lib/libcuda.so.1
 DRIVER_SOURCES := $(shell find tests/software_driver -name "*.rs" -o -name "*.cpp" -o -name "Cargo.*") $(wildcard src/kernels/*.cu*)
@@ -25,7 +25,7 @@ FUZZ_FLAGS := --cfg fuzzing -Cpasses=sancov-module $(addprefix -Cllvm-args=-sani
 STEPS ?= 11000000
 SEED ?= 1
 
-.PHONY: demo test lint bench bench-cuda chart format clean kernels rust-test python-test machine-test software-test \
+.PHONY: demo test lint bench bench-cuda chart format clean kernels kernel-report rust-test python-test machine-test software-test \
     rust-lint python-lint kernel-lint \
     orders fuzz fuzz-build fuzz-briefly histories soak soak-threads
 .DEFAULT_GOAL := test
@@ -103,12 +103,16 @@ python-lint: $(EXTENSION) $(VENV)/.test
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest kvpool._kvpool --mypy-config-file pyproject.toml
 
-# The committed PTX is what the kernels give, and every architecture takes it without spills.
+# The committed PTX and machine code are what the kernels give, and every architecture takes the PTX without spills.
 kernel-lint: $(CUDA_TOOLS)/.installed
 	$(BIN)/python src/kernels/generate.py --tools $(CUDA_TOOLS) --check
 
 kernels: $(CUDA_TOOLS)/.installed
 	$(BIN)/python src/kernels/generate.py --tools $(CUDA_TOOLS)
+
+# What the machine code allows on each architecture: computed, not measured.
+kernel-report: $(CUDA_TOOLS)/.installed $(CUDA_TOOLS)/.disassembler $(VENV)/.tools
+	$(BIN)/python src/kernels/report.py --tools $(CUDA_TOOLS)
 
 # Ratios against the alternatives, in the same process.
 bench: $(EXTENSION) $(VENV)/.tools
@@ -186,4 +190,8 @@ $(DRIVER): $(DRIVER_SOURCES) $(BIN)/python
 $(CUDA_TOOLS)/.installed: $(BIN)/python
 	$(PIP) install --quiet --no-deps --target $(CUDA_TOOLS) nvidia-cuda-nvrtc-cu12==12.0.76 \
 	    nvidia-cuda-nvcc-cu12==12.9.86 nvidia-cuda-nvcc==13.0.88
+	touch $@
+
+$(CUDA_TOOLS)/.disassembler: $(BIN)/python
+	$(PIP) install --quiet --no-deps --upgrade --target $(CUDA_TOOLS) nvidia-cuda-nvdisasm==13.5.37
 	touch $@

@@ -1,9 +1,14 @@
 // Conversion between float types with the results of `convert.rs`: through binary32, rounded once, to nearest even.
-// Integer arithmetic but for single operations that IEEE 754 defines, so that devices and hosts agree in every bit.
+// Integer arithmetic but for single operations that IEEE 754 defines, and one instruction that is followed by a check, so
+// that devices and hosts agree in every bit.
 
 #pragma once
 
 #include "params.cuh"
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#define HAS_FLOAT8
+#endif
 
 union Bits32 {
     float number;
@@ -27,21 +32,21 @@ __device__ __forceinline__ u32 to_bits(float number) {
     return both.bits;
 }
 
-/// A float of a sign, `exponent_bits` and `mantissa_bits`, biased by half of its range, that has infinities.
-__device__ __forceinline__ float widen(u32 bits, u32 exponent_bits, u32 mantissa_bits) {
-    u32 bias = (1u << (exponent_bits - 1)) - 1;
+/// The finite number of `magnitude` in a float of `mantissa_bits` and an exponent biased by `bias`, of which no exponent
+/// is kept for infinities.
+__device__ __forceinline__ float widen(u32 magnitude, u32 mantissa_bits, u32 bias) {
+    // As binary32 the bits mean a number that is too small by the difference of the biases; the product is exact, also
+    // that of subnormals.
+    return from_bits(magnitude << (23 - mantissa_bits)) * from_bits((254 - bias) << 23);
+}
+
+/// As `widen`, with infinities and NaNs in the largest of `exponent_bits`, and with a sign.
+__device__ __forceinline__ float widen_all(u32 bits, u32 exponent_bits, u32 mantissa_bits) {
     u32 sign = bits >> (exponent_bits + mantissa_bits) << 31;
     u32 magnitude = bits & ((1u << (exponent_bits + mantissa_bits)) - 1);
-    u32 shift = 23 - mantissa_bits;
-    if (magnitude >> mantissa_bits == (1u << exponent_bits) - 1) {
-        return from_bits(sign | 0x7f800000u | magnitude << shift);
-    }
-    if (magnitude >> mantissa_bits == 0) {
-        // The product with a power of two is exact.
-        float step = from_bits((127 - bias + 1 - mantissa_bits) << 23);
-        return from_bits(sign | to_bits(float(magnitude) * step));
-    }
-    return from_bits(sign | ((magnitude << shift) + ((127 - bias) << 23)));
+    u32 wide = to_bits(widen(magnitude, mantissa_bits, (1u << (exponent_bits - 1)) - 1));
+    bool is_last = magnitude >> mantissa_bits == (1u << exponent_bits) - 1;
+    return from_bits(sign | wide | (is_last ? 0x7f800000u : 0));
 }
 
 /// The bits of a finite `magnitude` in a float of `mantissa_bits` and an exponent biased by `bias`, rounded to nearest
@@ -86,7 +91,7 @@ struct F32 {
 struct F16 {
     typedef u16 Bits;
 
-    static __device__ __forceinline__ float load(u16 bits) { return widen(bits, 5, 10); }
+    static __device__ __forceinline__ float load(u16 bits) { return widen_all(bits, 5, 10); }
 
     static __device__ __forceinline__ u16 store(float value) {
         u32 magnitude = magnitude_of(value);
@@ -113,13 +118,8 @@ struct F8E4M3 {
     static __device__ __forceinline__ float load(u8 bits) {
         // It has no infinity: its largest exponent holds numbers, and one NaN.
         u32 sign = u32(bits & 0x80) << 24;
-        if ((bits & 0x7f) == 0x7f) {
-            return from_bits(sign | 0x7fc00000u);
-        }
-        if ((bits & 0x78) == 0x78) {
-            return from_bits(sign | 135u << 23 | u32(bits & 7) << 20);
-        }
-        return widen(bits, 4, 3);
+        u32 magnitude = bits & 0x7f;
+        return from_bits(sign | (magnitude == 0x7f ? 0x7fc00000u : to_bits(widen(magnitude, 3, 7))));
     }
 
     static __device__ __forceinline__ u8 store(float value) {
@@ -129,12 +129,29 @@ struct F8E4M3 {
         u32 eighth = is_nan(value) ? 0x7fu : narrow(magnitude < most ? magnitude : most, 3, 7);
         return u8(to_bits(value) >> 31 << 7 | eighth);
     }
+
+    /// Two finite numbers, `low` in the lower byte. A NaN, which `store` gives its sign, becomes one of 0x7f and 0xff.
+    static __device__ __forceinline__ u32 store_pair(float low, float high) {
+#ifdef HAS_FLOAT8
+        u16 pair;
+        asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+        return pair;
+#else
+        return store_finite(low) | store_finite(high) << 8;
+#endif
+    }
+
+    /// The least magnitude of a result of `store_pair` that `store` might not give.
+    enum { DOUBTFUL = 0x7f };
+
+private:
+    static __device__ __forceinline__ u32 store_finite(float value) { return is_nan(value) ? 0x7f : store(value); }
 };
 
 struct F8E5M2 {
     typedef u8 Bits;
 
-    static __device__ __forceinline__ float load(u8 bits) { return widen(bits, 5, 2); }
+    static __device__ __forceinline__ float load(u8 bits) { return widen_all(bits, 5, 2); }
 
     static __device__ __forceinline__ u8 store(float value) {
         u32 magnitude = magnitude_of(value);
@@ -142,4 +159,98 @@ struct F8E5M2 {
         u32 eighth = is_nan(value) ? 0x7fu : magnitude >= 0x47800000u ? 0x7cu : narrow(magnitude, 2, 15);
         return u8(to_bits(value) >> 31 << 7 | eighth);
     }
+
+    /// Two numbers, `low` in the lower byte. Beyond the largest number they become that one, 57344, where `store` gives an
+    /// infinity; a NaN becomes one of 0x7f and 0xff.
+    static __device__ __forceinline__ u32 store_pair(float low, float high) {
+#ifdef HAS_FLOAT8
+        u16 pair;
+        asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+        return pair;
+#else
+        return store_saturated(low) | store_saturated(high) << 8;
+#endif
+    }
+
+    /// As above.
+    enum { DOUBTFUL = 0x7b };
+
+private:
+    static __device__ __forceinline__ u32 store_saturated(float value) {
+        u32 most = 0x47600000u;
+        u32 magnitude = magnitude_of(value);
+        u32 sign = to_bits(value) >> 31 << 7;
+        return is_nan(value) ? 0x7f : sign | narrow(magnitude < most ? magnitude : most, 2, 15);
+    }
 };
+
+/// `value / divisor` for a divisor from 2^-60 to 2^60, of which `reciprocal` is 1 / `divisor` rounded to nearest.
+///
+/// Where |value| is from 2^-60 to 2^60 it has every bit of the division. Let value be X and divisor D, both in [1, 2):
+/// exponents only shift what follows, as nothing overflows or becomes subnormal. R is the reciprocal, |R - 1/D| <= 2^-25,
+/// Q the rounded product of X and R, and u the distance of floats about X/D: 2^-23 for X >= D, else 2^-24.
+///
+/// 1. |Q - X/D| <= X |R - 1/D| + u/2, which is below u for X >= D, and below 1.5 u else.
+/// 2. `excess` is E = Q D - X, rounded. It is a multiple of u 2^-23, and as |E| = D |Q - X/D|, it is exact where the error of
+///    Q is at most u: it has 24 bits then. Else it has 25 bits and is rounded by at most |E| 2^-25.
+/// 3. The result is Q - E R, rounded once. The number that is rounded differs from X/D by |E| |R - 1/D|, and by |E| R 2^-25
+///    more where E is rounded: in all by less than 6 * 2^-25 u.
+/// 4. It is X/D rounded unless M, a midpoint of two floats, is between the two, or one of the two. X/D never is one: X - M D
+///    is a multiple of u 2^-24 and not 0, as M has one bit more than X. So |X/D - M| >= u 2^-24 / D.
+/// 5. Where M is so near, X/D is from Q almost as far as M, which is 0.5 u or 1.5 u. In the first case |E| = 0.5 u D almost,
+///    and |E| |R - 1/D| <= u D 2^-26, which is less than u 2^-24 / D since D < 2.
+/// 6. In the second case the error of Q is beyond (1.5 - 6 * 2^-25) u, so by 1. X >= 2 - 3 * 2^-23, and X < D < 2. That leaves
+///    X = 2 - 2d and 2 - 3d beside D = 2 - d, and X = 2 - 3d beside D = 2 - 2d, with d = 2^-23. In all three the result is
+///    right: the tests try them, as they try other pairs.
+///
+/// Zeros keep their sign. Beyond that range, what is finite comes out as a number of the same sign that is as far beyond
+/// what 8-bit floats tell apart as the division's, or as NaN; infinities come out as NaN.
+__device__ __forceinline__ float divide(float value, float divisor, float reciprocal) {
+    float quotient = value * reciprocal;
+    float excess = fmaf(quotient, divisor, -value);
+    return fmaf(-excess, reciprocal, quotient);
+}
+
+/// Whether one of four 8-bit floats is `least` or more, whatever its sign.
+__device__ __forceinline__ bool has_magnitude(u32 bytes, u32 least) {
+    return (((bytes & 0x7f7f7f7fu) + (0x80 - least) * 0x01010101u) & 0x80808080u) != 0;
+}
+
+/// Eight numbers, divided, as 8-bit floats, the first in the lowest byte. What `divide` and `store_pair` may get wrong
+/// shows in their results: it is done again, slowly.
+template <typename Type>
+__device__ __forceinline__ void store_eight(const float* values, float divisor, float reciprocal, u32* bytes) {
+    float held[8];
+#pragma unroll
+    for (u32 i = 0; i < 8; i++) {
+        held[i] = values[i];
+    }
+    if (divisor != 1.0f) {
+#pragma unroll
+        for (u32 i = 0; i < 8; i++) {
+            held[i] = divide(held[i], divisor, reciprocal);
+        }
+    }
+    bytes[0] = Type::store_pair(held[0], held[1]) | Type::store_pair(held[2], held[3]) << 16;
+    bytes[1] = Type::store_pair(held[4], held[5]) | Type::store_pair(held[6], held[7]) << 16;
+    bool is_certain = !has_magnitude(bytes[0], Type::DOUBTFUL) && !has_magnitude(bytes[1], Type::DOUBTFUL);
+    if (is_certain && reciprocal != 0.0f) {
+        return;
+    }
+#pragma unroll
+    for (u32 i = 0; i < 8; i++) {
+        held[i] = values[i];
+    }
+    // The numbers move up by one each time, since registers have no index.
+#pragma unroll 1
+    for (u32 i = 0; i < 8; i++) {
+        // Devices do not keep the sign of a NaN that they divide.
+        float value = is_nan(held[0]) ? held[0] : held[0] / divisor;
+        bytes[0] = bytes[0] >> 8 | bytes[1] << 24;
+        bytes[1] = bytes[1] >> 8 | u32(Type::store(value)) << 24;
+#pragma unroll
+        for (u32 next = 0; next < 7; next++) {
+            held[next] = held[next + 1];
+        }
+    }
+}

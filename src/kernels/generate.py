@@ -1,10 +1,12 @@
-"""Compiles the kernels to PTX, and checks that what is committed is what the sources give.
+"""Compiles the kernels to PTX and to machine code, and checks the committed files.
 
-The compiler is NVRTC 12.0, whose PTX every driver from CUDA 12.0 on can load; it needs no GPU. It and the
-assemblers come from PyPI: `pip install --no-deps --target TOOLS nvidia-cuda-nvrtc-cu12==12.0.76
-nvidia-cuda-nvcc-cu12==12.9.86 nvidia-cuda-nvcc==13.0.88`.
+The compiler is NVRTC 12.0, whose PTX every driver from CUDA 12.0 on can load; it needs no GPU. Each module is
+compiled for every device, and for those from compute capability 9.0 on. Of that comes machine code for the
+devices that most use, so that their drivers need not compile. The compiler and the assemblers come from PyPI:
+`pip install --no-deps --target TOOLS nvidia-cuda-nvrtc-cu12==12.0.76 nvidia-cuda-nvcc-cu12==12.9.86
+nvidia-cuda-nvcc==13.0.88`.
 
-    python src/kernels/generate.py --tools TOOLS           writes the .ptx files
+    python src/kernels/generate.py --tools TOOLS           writes the .ptx and .cubin files
     python src/kernels/generate.py --tools TOOLS --check   compares them, and assembles them for all devices
 """
 
@@ -15,6 +17,7 @@ import ctypes
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -22,16 +25,20 @@ MODULES = ("plan", "rows", "table")
 HEADERS = ("convert.cuh", "params.cuh")
 # The conversions count on IEEE 754: no fused or approximate operations, no subnormals flushed to zero.
 OPTIONS = (
-    "--gpu-architecture=compute_70",
     "--std=c++14",
     "--fmad=false",
     "--prec-div=true",
     "--ftz=false",
 )
+# The architectures that are compiled for, and the ends of the names of their files: the first for every
+# device, the second for those with instructions for 8-bit floats.
+TARGETS = {70: ".ptx", 90: ".sm_90.ptx"}
 # What the oldest driver takes; another compiler would write another.
-HEAD = b"\n.version 8.0\n.target sm_70\n"
+HEAD = "\n.version 8.0\n.target sm_{}\n"
 NVRTC = "nvidia/cuda_nvrtc/lib/libnvrtc.so.12"
 ASSEMBLERS = ("nvidia/cuda_nvcc/bin/ptxas", "nvidia/cu13/bin/ptxas")
+# What is assembled with the first of them, and from the PTX for which architecture.
+CUBINS = {80: 70, 90: 90, 100: 90, 120: 90}
 OLDEST = 75
 NEWEST = 121
 
@@ -63,8 +70,8 @@ class Compiler:
         self._call(f"nvrtcGet{what}", program, output)
         return output.value
 
-    def ptx(self, module: str) -> bytes:
-        """The PTX of a module.
+    def ptx(self, module: str, target: int) -> bytes:
+        """The PTX of a module for a target.
 
         Raises:
             GenerateError: If it cannot be compiled, or not without a warning.
@@ -81,16 +88,18 @@ class Compiler:
             (ctypes.c_char_p * len(HEADERS))(*(name.encode() for name in HEADERS)),
         )
         try:
-            options = (ctypes.c_char_p * len(OPTIONS))(*(option.encode() for option in OPTIONS))
-            status = self._lib.nvrtcCompileProgram(program, len(OPTIONS), options)
+            given = [f"--gpu-architecture=compute_{target}", *OPTIONS]
+            options = (ctypes.c_char_p * len(given))(*(option.encode() for option in given))
+            status = self._lib.nvrtcCompileProgram(program, len(given), options)
             log = self._output("ProgramLog", program).decode().strip()
             if status or log:
                 raise GenerateError(f"{module}.cu does not compile cleanly:\n{log}")
             ptx = self._output("PTX", program)
         finally:
             self._call("nvrtcDestroyProgram", ctypes.byref(program))
-        if HEAD not in ptx:
-            raise GenerateError(f"{module}.ptx is not of{HEAD.decode().replace(chr(10), ' ')}")
+        head = HEAD.format(target)
+        if head.encode() not in ptx:
+            raise GenerateError(f"the PTX of {module}.cu is not of{head.replace(chr(10), ' ')}")
         return ptx
 
 
@@ -155,33 +164,68 @@ def registers(assembler: Path, architecture: int, ptx: Path) -> dict[str, int]:
     return found
 
 
-def check(tools: Path, compiled: dict[str, bytes]) -> None:
+def cubin(assembler: Path, architecture: int, ptx: Path) -> bytes:
+    """A module in machine code for the devices of one architecture.
+
+    Raises:
+        GenerateError: If it cannot be assembled.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "cubin"
+        run(assembler, f"--gpu-name=sm_{architecture}", "-o", out, ptx)
+        return out.read_bytes()
+
+
+def cubins(tools: Path) -> dict[Path, bytes]:
+    """All modules in machine code, from the PTX that is committed."""
+    assembler = tool(tools, ASSEMBLERS[0])
+    return {
+        HERE / "cubin" / f"{module}.sm_{architecture}.cubin": cubin(
+            assembler, architecture, HERE / f"{module}{TARGETS[target]}"
+        )
+        for module in MODULES
+        for architecture, target in CUBINS.items()
+    }
+
+
+def same(generated: dict[Path, bytes]) -> None:
+    """Compares files with what they should be.
+
+    Raises:
+        GenerateError: If one differs or is missing.
+    """
+    for path, content in generated.items():
+        if not path.is_file() or path.read_bytes() != content:
+            raise GenerateError(f"{path} is not what the sources give; run this script without --check")
+
+
+def check(tools: Path, compiled: dict[Path, bytes]) -> None:
     """Compares what was compiled with what is committed, and assembles that for every architecture.
 
     Raises:
         GenerateError: If anything differs, is missing, or does not fit.
     """
-    for module, ptx in compiled.items():
-        path = HERE / f"{module}.ptx"
-        if not path.is_file() or path.read_bytes() != ptx:
-            raise GenerateError(f"{path} is not what the sources give; run this script without --check")
+    same(compiled)
+    same(cubins(tools))
     used: dict[str, list[int]] = {}
     for name in ASSEMBLERS:
         assembler = tool(tools, name)
         known = architectures(assembler)
         if not known:
             raise GenerateError(f"{assembler} names no architecture from sm_{OLDEST} to sm_{NEWEST}")
-        for module in compiled:
+        for path in compiled:
+            oldest = next(target for target in reversed(TARGETS) if path.name.endswith(TARGETS[target]))
             for architecture in known:
-                for kernel, count in registers(assembler, architecture, HERE / f"{module}.ptx").items():
-                    used.setdefault(kernel, []).append(count)
+                if architecture >= oldest:
+                    for kernel, count in registers(assembler, architecture, path).items():
+                        used.setdefault(kernel, []).append(count)
         print(f"{name}: sm_{', sm_'.join(map(str, known))}")
     for kernel, counts in sorted(used.items()):
         print(f"{kernel:24} {min(counts):3} to {max(counts):3} registers, no spills")
 
 
 def main() -> None:
-    """Writes or checks the PTX."""
+    """Writes or checks the PTX and the machine code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -190,12 +234,19 @@ def main() -> None:
     arguments = parser.parse_args()
     try:
         compiler = Compiler(arguments.tools)
-        compiled = {module: compiler.ptx(module) for module in MODULES}
+        compiled = {
+            HERE / f"{module}{end}": compiler.ptx(module, target)
+            for module in MODULES
+            for target, end in TARGETS.items()
+        }
         if arguments.check:
             check(arguments.tools, compiled)
         else:
-            for module, ptx in compiled.items():
-                (HERE / f"{module}.ptx").write_bytes(ptx)
+            for path, ptx in compiled.items():
+                path.write_bytes(ptx)
+            (HERE / "cubin").mkdir(exist_ok=True)
+            for path, code in cubins(arguments.tools).items():
+                path.write_bytes(code)
     except GenerateError as error:
         sys.exit(str(error))
 

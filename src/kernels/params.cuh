@@ -5,6 +5,8 @@
 
 #pragma once
 
+// A kernel, and the same one for a list that comes with the call. `KERNELS` begins the body of both, for which the
+// parameters are `p`; `list` is null in the first.
 #ifndef KERNEL
 #define KERNEL(name, Params) extern "C" __global__ void __launch_bounds__(256) name(const __grid_constant__ Params p)
 #endif
@@ -16,7 +18,25 @@ typedef unsigned int u32;
 typedef unsigned short u16;
 typedef unsigned char u8;
 
-enum { WORDS_PER_LANE = 4, ELEMENTS_PER_LANE = 8 };
+enum { BLOCK = 256, WORDS_PER_LANE = 4, ELEMENTS_PER_LANE = 8 };
+
+/// A divisor of numbers below 2^31, as a factor: `number / by` is `number * factor >> shift`.
+///
+/// `shift` is 31 + l for the smallest l with `by <= 2^l`, and `factor` is 2^shift / `by`, rounded up. So `factor * by`
+/// is beyond 2^shift by less than 2^l, which is too little to matter for such numbers, and `factor` has 32 bits.
+struct Divisor {
+    u32 by;
+    u32 factor;
+    u32 shift;
+};
+static_assert(sizeof(Divisor) == 12, "as launch/params.rs has it");
+
+/// A row for 2^`lane_bits` threads, the lanes, in pieces of which each lane does one at a time.
+struct Split {
+    Divisor pieces;
+    u32 lane_bits;
+};
+static_assert(sizeof(Split) == 16, "as launch/params.rs has it");
 
 /// What a kernel found wrong. It lies in page-locked host memory, where the host reads it at any time; of several
 /// faults any may stay. `what` is 0 for none, else the position in the batch, shifted, and one of the kinds.
@@ -28,40 +48,56 @@ static_assert(sizeof(Fault) == 16, "as launch/mod.rs has it");
 
 enum { FAULT_ROW = 1, FAULT_COLUMN = 2, FAULT_VALUE = 3 };
 
-/// The numbers of a batch: `value + step * i` where there is no data; else elements of an int32 or int64 tensor, in
-/// row-major order, strides in elements.
+/// The numbers of a batch: `value + step * i` where there is no data, or those from `value` on of the list that came with
+/// the call; else elements of an int32 or int64 tensor, in row-major order, strides in elements.
 struct Index {
     const void* data;
     i64 value;
     i64 step;
-    i32 wide;
+    /// One of the kinds.
+    i32 kind;
     i32 ndim;
     i64 shape[8];
     i64 strides[8];
 };
 static_assert(sizeof(Index) == 160, "as launch/params.rs has it");
 
+enum { INDEX_NARROW = 0, INDEX_WIDE = 1, INDEX_LISTED = 2 };
+
+/// Parameters of a kernel with numbers of the host behind them, in the 4 KiB that every driver takes. A list that is read
+/// where the parameters lie needs no copy, and no memory that must stay until the kernel has run.
+template <typename Params>
+struct WithList {
+    Params params;
+    i32 list[(4096 - sizeof(Params)) / sizeof(i32)];
+};
+
 /// Values of K or of V on their way into a buffer.
 struct StorePart {
     u8* target;
     const u8* source;
     i64 words;
-    i64 pieces;
-    i64 dim;
     i64 head_stride;
     i64 dim_stride;
     i64 lead_shape[8];
     i64 lead_strides[8];
+    Split split;
+    /// Elements of a head.
+    Divisor dim;
     i32 lead_ndim;
     i32 way;
     i32 word;
-    i32 lanes;
     i32 source_dtype;
     i32 target_dtype;
     i32 element_bytes;
+    /// Whether what a lane has of a row lies side by side, aligned, in the source and in the target.
+    i32 is_run;
+    /// By which values are divided before they become 8-bit floats, and 1 / `divisor`, or 0 where `divide` of
+    /// convert.cuh must not be used.
     float divisor;
+    float reciprocal;
 };
-static_assert(sizeof(StorePart) == 216, "as launch/params.rs has it");
+static_assert(sizeof(StorePart) == 232, "as launch/params.rs has it");
 
 /// How values get to their rows: as words, converted, or element by element with their bits as they are.
 enum { WAY_WORDS = 0, WAY_CONVERT = 1, WAY_ELEMENTS = 2 };
@@ -74,17 +110,19 @@ struct StoreParams {
     i64 count;
     i64 rows;
     Fault* fault;
+    /// Blocks of the first part; the second has the others.
+    i64 first_blocks;
     StorePart parts[2];
 };
-static_assert(sizeof(StoreParams) == 616, "as launch/params.rs has it");
+static_assert(sizeof(StoreParams) == 656, "as launch/params.rs has it");
 
 struct GatherPart {
     const u8* source;
     u8* target;
     i64 words;
-    i64 pieces;
+    Split split;
     i32 word;
-    i32 lanes;
+    i32 unused;
 };
 
 struct GatherParams {
@@ -92,22 +130,25 @@ struct GatherParams {
     i64 count;
     i64 rows;
     Fault* fault;
+    /// Blocks of the first part; the second has the others.
+    i64 first_blocks;
     GatherPart parts[2];
 };
-static_assert(sizeof(GatherParams) == 264, "as launch/params.rs has it");
+static_assert(sizeof(GatherParams) == 288, "as launch/params.rs has it");
 
 /// Equal buffers, `step` bytes apart.
 struct RowGroup {
     u8* base;
     i64 step;
     i64 words;
-    i64 pieces;
-    i32 buffers;
+    Split split;
+    /// Blocks of each buffer.
+    Divisor blocks;
+    u32 buffers;
     i32 word;
-    i32 lanes;
     i32 unused;
 };
-static_assert(sizeof(RowGroup) == 48, "as launch/params.rs has it");
+static_assert(sizeof(RowGroup) == 64, "as launch/params.rs has it");
 
 struct MoveParams {
     Index target;
@@ -117,14 +158,15 @@ struct MoveParams {
     Fault* fault;
     RowGroup groups[2];
 };
-static_assert(sizeof(MoveParams) == 440, "as launch/params.rs has it");
+static_assert(sizeof(MoveParams) == 472, "as launch/params.rs has it");
 
+/// `steps` is null where they came with the call.
 struct OrderParams {
     const i32* steps;
     i64 count;
     RowGroup groups[2];
 };
-static_assert(sizeof(OrderParams) == 112, "as launch/params.rs has it");
+static_assert(sizeof(OrderParams) == 144, "as launch/params.rs has it");
 
 struct ZeroParams {
     Index indices;
@@ -133,7 +175,7 @@ struct ZeroParams {
     Fault* fault;
     RowGroup groups[2];
 };
-static_assert(sizeof(ZeroParams) == 280, "as launch/params.rs has it");
+static_assert(sizeof(ZeroParams) == 312, "as launch/params.rs has it");
 
 struct PointsParams {
     i32* table;
@@ -148,6 +190,7 @@ struct PointsParams {
 };
 static_assert(sizeof(PointsParams) == 528, "as launch/params.rs has it");
 
+/// Without `rows`, they came with the call, and `indptr` behind them; there are no starts and values then.
 struct RaggedParams {
     i32* table;
     i64 columns;
@@ -188,6 +231,7 @@ struct PlanRequest {
 };
 static_assert(sizeof(PlanRequest) == 36, "as pool/batch_planner.rs has it");
 
+/// Without `requests`, they came with the call, and the pages behind all of them.
 struct PlanParams {
     const PlanRequest* requests;
     const i32* pages;
@@ -219,9 +263,21 @@ struct ReadParams {
 };
 static_assert(sizeof(ReadParams) == 176, "as launch/params.rs has it");
 
+#define KERNELS(name, Params)                                                                                        \
+    static_assert(sizeof(WithList<Params>) == 4096, "as launch/params.rs has it");                                   \
+    static __device__ __forceinline__ void name##_body(const Params& p, const i32* list);                            \
+    KERNEL(name, Params) { name##_body(p, nullptr); }                                                                \
+    KERNEL(name##_listed, WithList<Params>) { name##_body(p.params, p.list); }                                       \
+    static __device__ __forceinline__ void name##_body(const Params& p, const i32* list)
+
 /// The number of this thread in the first dimension of the grid.
 __device__ __forceinline__ i64 thread_number() {
-    return i64(blockIdx.x) * blockDim.x + threadIdx.x;
+    return i64(blockIdx.x) * BLOCK + threadIdx.x;
+}
+
+/// `number / divisor.by`, for a number below 2^31.
+__device__ __forceinline__ u32 quotient(u32 number, const Divisor& divisor) {
+    return u32(u64(number) * divisor.factor >> divisor.shift);
 }
 
 /// `number / by`; most numbers fit 32 bits, which are divided several times faster.
@@ -244,13 +300,17 @@ __device__ __forceinline__ i64 offset_of(i64 i, i32 ndim, const i64* shape, cons
     return offset + i * strides[0];
 }
 
-/// Number `i` of a batch.
-__device__ __forceinline__ i64 number(const Index& index, i64 i) {
+/// Number `i` of a batch; `list` came with the call, if one did.
+__device__ __forceinline__ i64 number(const Index& index, i64 i, const i32* list) {
     if (index.data == nullptr) {
+        if (list != nullptr && index.kind == INDEX_LISTED) {
+            return list[index.value + i];
+        }
         return index.value + index.step * i;
     }
     i64 at = offset_of(i, index.ndim, index.shape, index.strides);
-    return index.wide ? static_cast<const i64*>(index.data)[at] : i64(static_cast<const i32*>(index.data)[at]);
+    bool is_wide = index.kind == INDEX_WIDE;
+    return is_wide ? static_cast<const i64*>(index.data)[at] : i64(static_cast<const i32*>(index.data)[at]);
 }
 
 __device__ __forceinline__ void note(Fault* fault, i32 kind, i64 position, i64 value) {

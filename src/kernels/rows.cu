@@ -8,39 +8,36 @@ struct alignas(16) Word16 {
     u32 parts[4];
 };
 
-/// The part of a batch that a thread works on: row `row` of the batch, and words from `first` on, `lanes` apart.
+/// The part of a batch that a thread works on: row `row` of the batch, and words from `first` on, 2^`lane_bits` apart.
 struct Place {
     i64 row;
     i64 first;
 };
 
-/// `per_lane` words of a row for each of `lanes` threads, in `pieces` pieces.
-__device__ __forceinline__ Place place(i64 pieces, i32 lanes, i32 per_lane) {
-    i64 thread = thread_number();
-    // The number of lanes is a power of two.
-    i32 shift = 0;
-    while (1 << shift < lanes) {
-        shift++;
-    }
-    i64 group = thread >> shift;
-    i64 row = pieces == 1 ? group : quotient(group, pieces);
-    return {row, (group - row * pieces) * lanes * per_lane + (thread & (lanes - 1))};
+/// What a thread of block `block` of a buffer does: `per_lane` words of a row.
+__device__ __forceinline__ Place place(u32 block, const Split& split, u32 per_lane) {
+    u64 thread = u64(block) * BLOCK + threadIdx.x;
+    // There are fewer than 2^31 pieces.
+    u32 piece = u32(thread >> split.lane_bits);
+    u32 row = quotient(piece, split.pieces);
+    u32 lane = threadIdx.x & ((1u << split.lane_bits) - 1);
+    return {row, i64((u64(piece - row * split.pieces.by) << split.lane_bits) * per_lane + lane)};
 }
 
 /// Copies up to WORDS_PER_LANE words, all of them read before the first is written.
 template <typename Word>
-__device__ __forceinline__ void copy_words(u8* target, const u8* source, i64 first, i32 lanes, i64 words) {
+__device__ __forceinline__ void copy_words(u8* target, const u8* source, i64 first, u32 lanes, i64 words) {
     Word held[WORDS_PER_LANE];
 #pragma unroll
-    for (i32 step = 0; step < WORDS_PER_LANE; step++) {
-        i64 word = first + step * lanes;
+    for (u32 step = 0; step < WORDS_PER_LANE; step++) {
+        i64 word = first + i64(step * lanes);
         if (word < words) {
             held[step] = reinterpret_cast<const Word*>(source)[word];
         }
     }
 #pragma unroll
-    for (i32 step = 0; step < WORDS_PER_LANE; step++) {
-        i64 word = first + step * lanes;
+    for (u32 step = 0; step < WORDS_PER_LANE; step++) {
+        i64 word = first + i64(step * lanes);
         if (word < words) {
             reinterpret_cast<Word*>(target)[word] = held[step];
         }
@@ -48,10 +45,10 @@ __device__ __forceinline__ void copy_words(u8* target, const u8* source, i64 fir
 }
 
 template <typename Word>
-__device__ __forceinline__ void zero_words(u8* target, i64 first, i32 lanes, i64 words) {
+__device__ __forceinline__ void zero_words(u8* target, i64 first, u32 lanes, i64 words) {
 #pragma unroll
-    for (i32 step = 0; step < WORDS_PER_LANE; step++) {
-        i64 word = first + step * lanes;
+    for (u32 step = 0; step < WORDS_PER_LANE; step++) {
+        i64 word = first + i64(step * lanes);
         if (word < words) {
             reinterpret_cast<Word*>(target)[word] = Word{};
         }
@@ -59,7 +56,7 @@ __device__ __forceinline__ void zero_words(u8* target, i64 first, i32 lanes, i64
 }
 
 __device__ __forceinline__ void
-copy_piece(u8* target, const u8* source, i64 first, i32 lanes, i64 words, i32 word) {
+copy_piece(u8* target, const u8* source, i64 first, u32 lanes, i64 words, i32 word) {
     switch (word) {
         case 16: return copy_words<Word16>(target, source, first, lanes, words);
         case 8: return copy_words<u64>(target, source, first, lanes, words);
@@ -69,7 +66,7 @@ copy_piece(u8* target, const u8* source, i64 first, i32 lanes, i64 words, i32 wo
     }
 }
 
-__device__ __forceinline__ void zero_piece(u8* target, i64 first, i32 lanes, i64 words, i32 word) {
+__device__ __forceinline__ void zero_piece(u8* target, i64 first, u32 lanes, i64 words, i32 word) {
     switch (word) {
         case 16: return zero_words<Word16>(target, first, lanes, words);
         case 8: return zero_words<u64>(target, first, lanes, words);
@@ -91,41 +88,35 @@ struct Elements {
     /// ends. `rest` is the place of the first one in its head of `dim` elements, and moves by `rest_step`.
     i64 offset;
     i64 offset_step;
-    i64 rest;
-    i64 rest_step;
-    i64 dim;
+    u32 rest;
+    u32 rest_step;
+    u32 dim;
     i64 turn;
     /// They lie side by side, aligned, in the source and in the target.
     bool is_run;
 };
 
-/// What a run of elements must be aligned to.
-__device__ __forceinline__ u64 run_alignment(i32 element_bytes) {
-    return element_bytes == 1 ? 8 : 16;
-}
-
 /// The elements of the lane whose first one, taken in turns with the other lanes, is `first`.
-__device__ __forceinline__ Elements
-elements(const StorePart& part, const u8* source, u8* target, i32 target_bytes, i64 first) {
-    // All lanes of a row must come to the same answer, so it rests on what they share.
-    u64 apart = part.dim == part.words ? 0 : u64(part.head_stride * part.element_bytes);
-    u64 misaligned = ((u64(source) | apart) & (run_alignment(part.element_bytes) - 1))
-        | (u64(target) & (run_alignment(target_bytes) - 1));
+__device__ __forceinline__ Elements elements(const StorePart& part, const u8* source, u8* target, i64 first) {
+    u32 lanes = 1u << part.split.lane_bits;
     Elements its;
     its.source = source;
     its.target = target;
     its.words = part.words;
-    its.is_run = part.dim_stride == 1 && part.dim % ELEMENTS_PER_LANE == 0 && misaligned == 0;
-    its.step = its.is_run ? 1 : part.lanes;
-    its.first = its.is_run ? first + (first & (part.lanes - 1)) * (ELEMENTS_PER_LANE - 1) : first;
-    its.dim = part.dim;
-    i64 head = quotient(its.first, part.dim);
-    i64 head_step = quotient(its.step, part.dim);
-    its.rest = its.first - head * part.dim;
-    its.rest_step = its.step - head_step * part.dim;
+    its.is_run = part.is_run;
+    its.step = its.is_run ? 1 : i64(lanes);
+    its.first = its.is_run ? first + (first & (lanes - 1)) * (ELEMENTS_PER_LANE - 1) : first;
+    its.dim = part.dim.by;
+    // A row has fewer than 2^31 elements.
+    u32 head = quotient(u32(its.first), part.dim);
+    its.rest = u32(its.first) - head * its.dim;
     its.offset = head * part.head_stride + its.rest * part.dim_stride;
-    its.offset_step = head_step * part.head_stride + its.rest_step * part.dim_stride;
-    its.turn = part.head_stride - part.dim * part.dim_stride;
+    if (!its.is_run) {
+        u32 head_step = quotient(lanes, part.dim);
+        its.rest_step = lanes - head_step * its.dim;
+        its.offset_step = head_step * part.head_stride + its.rest_step * part.dim_stride;
+        its.turn = part.head_stride - its.dim * part.dim_stride;
+    }
     return its;
 }
 
@@ -147,7 +138,7 @@ __device__ __forceinline__ void read_elements(const Elements& its, Bits* held) {
         return;
     }
     i64 offset = its.offset;
-    i64 rest = its.rest;
+    u32 rest = its.rest;
 #pragma unroll
     for (i32 i = 0; i < ELEMENTS_PER_LANE; i++) {
         held[i] = its.first + i * its.step < its.words ? source[offset] : Bits(0);
@@ -207,15 +198,36 @@ __device__ __forceinline__ void store_elements(const Elements& its, const float*
     write_elements(its, bits);
 }
 
+/// Eight bytes, the first in the lowest of the first part.
+struct alignas(8) Word8 {
+    u32 parts[2];
+};
+
+template <typename Type>
+__device__ __forceinline__ void store_eighths(const Elements& its, const StorePart& part, const float* held) {
+    static_assert(ELEMENTS_PER_LANE == 8, "as many as store_eight takes");
+    Word8 bytes;
+    store_eight<Type>(held, part.divisor, part.reciprocal, bytes.parts);
+    if (its.is_run) {
+        *reinterpret_cast<Word8*>(its.target + its.first) = bytes;
+        return;
+    }
+    u8 elements[ELEMENTS_PER_LANE];
+#pragma unroll
+    for (u32 i = 0; i < ELEMENTS_PER_LANE; i++) {
+        elements[i] = u8(bytes.parts[i / 4] >> i % 4 * 8);
+    }
+    write_elements(its, elements);
+}
+
 /// Bytes of an element of a buffer.
 __device__ __forceinline__ i32 bytes_of(i32 dtype) {
     return dtype == DTYPE_F32 ? 4 : dtype == DTYPE_F16 || dtype == DTYPE_BF16 ? 2 : 1;
 }
 
-__device__ __forceinline__ void
-convert_elements(const Elements& its, i32 source_dtype, i32 target_dtype, float divisor) {
+__device__ __forceinline__ void convert_elements(const Elements& its, const StorePart& part) {
     float held[ELEMENTS_PER_LANE];
-    switch (source_dtype) {
+    switch (part.source_dtype) {
         case DTYPE_F64: load_elements<F64>(its, held); break;
         case DTYPE_F32: load_elements<F32>(its, held); break;
         case DTYPE_F16: load_elements<F16>(its, held); break;
@@ -223,30 +235,26 @@ convert_elements(const Elements& its, i32 source_dtype, i32 target_dtype, float 
         case DTYPE_F8E4M3: load_elements<F8E4M3>(its, held); break;
         default: load_elements<F8E5M2>(its, held); break;
     }
-    if (divisor != 1.0f) {
-#pragma unroll
-        for (i32 i = 0; i < ELEMENTS_PER_LANE; i++) {
-            held[i] /= divisor;
-        }
-    }
-    switch (target_dtype) {
+    switch (part.target_dtype) {
         case DTYPE_F32: return store_elements<F32>(its, held);
         case DTYPE_F16: return store_elements<F16>(its, held);
         case DTYPE_BF16: return store_elements<BF16>(its, held);
-        case DTYPE_F8E4M3: return store_elements<F8E4M3>(its, held);
-        default: return store_elements<F8E5M2>(its, held);
+        case DTYPE_F8E4M3: return store_eighths<F8E4M3>(its, part, held);
+        default: return store_eighths<F8E5M2>(its, part, held);
     }
 }
 
 /// Row `indices[i]` of the target becomes row i of the values, for K and V. Negative indices are skipped.
-KERNEL(kvpool_store, StoreParams) {
-    const StorePart& part = p.parts[blockIdx.y];
+KERNELS(kvpool_store, StoreParams) {
+    bool is_second = blockIdx.x >= u32(p.first_blocks);
+    const StorePart& part = p.parts[is_second];
     bool as_words = part.way == WAY_WORDS;
-    Place at = place(part.pieces, part.lanes, as_words ? WORDS_PER_LANE : ELEMENTS_PER_LANE);
+    u32 block = is_second ? blockIdx.x - u32(p.first_blocks) : blockIdx.x;
+    Place at = place(block, part.split, as_words ? WORDS_PER_LANE : ELEMENTS_PER_LANE);
     if (at.row >= p.count) {
         return;
     }
-    i64 row = number(p.indices, at.row);
+    i64 row = number(p.indices, at.row, list);
     if (row < 0) {
         return;
     }
@@ -260,17 +268,17 @@ KERNEL(kvpool_store, StoreParams) {
     const u8* source = part.source + lead * part.element_bytes;
     if (as_words) {
         u8* target = part.target + row * part.words * part.word;
-        return copy_piece(target, source, at.first, part.lanes, part.words, part.word);
+        return copy_piece(target, source, at.first, 1u << part.split.lane_bits, part.words, part.word);
     }
     bool converts = part.way == WAY_CONVERT;
     i32 target_bytes = converts ? bytes_of(part.target_dtype) : part.element_bytes;
     u8* target = part.target + row * part.words * target_bytes;
-    Elements its = elements(part, source, target, target_bytes, at.first);
+    Elements its = elements(part, source, target, at.first);
     if (its.first >= its.words) {
         return;
     }
     if (converts) {
-        return convert_elements(its, part.source_dtype, part.target_dtype, part.divisor);
+        return convert_elements(its, part);
     }
     switch (part.element_bytes) {
         case 4: return copy_elements<u32>(its);
@@ -280,68 +288,74 @@ KERNEL(kvpool_store, StoreParams) {
 }
 
 /// Row i of the target becomes row `indices[i]` of the source, for K and V; zeros where there is no such row.
-KERNEL(kvpool_gather, GatherParams) {
-    const GatherPart& part = p.parts[blockIdx.y];
-    Place at = place(part.pieces, part.lanes, WORDS_PER_LANE);
+KERNELS(kvpool_gather, GatherParams) {
+    bool is_second = blockIdx.x >= u32(p.first_blocks);
+    const GatherPart& part = p.parts[is_second];
+    u32 block = is_second ? blockIdx.x - u32(p.first_blocks) : blockIdx.x;
+    u32 lanes = 1u << part.split.lane_bits;
+    Place at = place(block, part.split, WORDS_PER_LANE);
     if (at.row >= p.count) {
         return;
     }
     i64 row_bytes = part.words * part.word;
     u8* target = part.target + at.row * row_bytes;
-    i64 row = number(p.indices, at.row);
+    i64 row = number(p.indices, at.row, list);
     if (!within(row, p.rows)) {
         if (at.first == 0) {
             note(p.fault, FAULT_ROW, at.row, row);
         }
-        return zero_piece(target, at.first, part.lanes, part.words, part.word);
+        return zero_piece(target, at.first, lanes, part.words, part.word);
     }
-    copy_piece(target, part.source + row * row_bytes, at.first, part.lanes, part.words, part.word);
+    copy_piece(target, part.source + row * row_bytes, at.first, lanes, part.words, part.word);
 }
 
-/// One of the buffers of both groups.
+/// The buffer of both groups that a block works on, of which it is number `block`.
 struct Buffer {
     const RowGroup& group;
     u8* base;
+    u32 block;
 };
 
-__device__ __forceinline__ Buffer buffer_of(const RowGroup* groups, i32 number) {
-    bool is_second = number >= groups[0].buffers;
+/// Each block has one buffer: those of the first group come first, and each buffer has as many as it needs.
+__device__ __forceinline__ Buffer buffer_of(const RowGroup* groups) {
+    u32 first_blocks = groups[0].buffers * groups[0].blocks.by;
+    bool is_second = blockIdx.x >= first_blocks;
     const RowGroup& group = groups[is_second];
-    return {group, group.base + (is_second ? number - groups[0].buffers : number) * group.step};
+    u32 block = is_second ? blockIdx.x - first_blocks : blockIdx.x;
+    u32 buffer = quotient(block, group.blocks);
+    return {group, group.base + buffer * group.step, block - buffer * group.blocks.by};
 }
 
 /// Row `target[i]` becomes row `source[i]` in every buffer. No row is both read and written.
-KERNEL(kvpool_move, MoveParams) {
-    i32 buffers = p.groups[0].buffers + p.groups[1].buffers;
-    for (i32 buffer = blockIdx.y; buffer < buffers; buffer += gridDim.y) {
-        Buffer its = buffer_of(p.groups, buffer);
-        const RowGroup& group = its.group;
-        Place at = place(group.pieces, group.lanes, WORDS_PER_LANE);
-        if (at.row >= p.count) {
-            continue;
+KERNELS(kvpool_move, MoveParams) {
+    Buffer its = buffer_of(p.groups);
+    const RowGroup& group = its.group;
+    Place at = place(its.block, group.split, WORDS_PER_LANE);
+    if (at.row >= p.count) {
+        return;
+    }
+    i64 to = number(p.target, at.row, list);
+    i64 from = number(p.source, at.row, list);
+    if (!within(to, p.rows) || !within(from, p.rows)) {
+        if (at.first == 0) {
+            note(p.fault, FAULT_ROW, at.row, within(to, p.rows) ? from : to);
         }
-        i64 to = number(p.target, at.row);
-        i64 from = number(p.source, at.row);
-        if (!within(to, p.rows) || !within(from, p.rows)) {
-            if (at.first == 0) {
-                note(p.fault, FAULT_ROW, at.row, within(to, p.rows) ? from : to);
-            }
-            continue;
-        }
+        return;
+    }
+    if (to != from) {
         i64 row_bytes = group.words * group.word;
-        if (to != from) {
-            u8* target = its.base + to * row_bytes;
-            copy_piece(target, its.base + from * row_bytes, at.first, group.lanes, group.words, group.word);
-        }
+        u8* target = its.base + to * row_bytes;
+        const u8* source = its.base + from * row_bytes;
+        copy_piece(target, source, at.first, 1u << group.split.lane_bits, group.words, group.word);
     }
 }
 
 /// Carries out the steps of a plan for one word of every row, in order.
 template <typename Word>
-__device__ __forceinline__ void move_word(const OrderParams& p, u8* base, i64 words, i64 word) {
+__device__ __forceinline__ void move_word(const i32* steps, i64 count, u8* base, i64 words, i64 word) {
     Word* column = reinterpret_cast<Word*>(base) + word;
-    for (i64 step = 0; step < p.count; step++) {
-        const i32* move = p.steps + 3 * step;
+    for (i64 step = 0; step < count; step++) {
+        const i32* move = steps + 3 * step;
         Word* a = column + move[1] * words;
         Word* b = column + move[2] * words;
         Word read = *b;
@@ -354,42 +368,38 @@ __device__ __forceinline__ void move_word(const OrderParams& p, u8* base, i64 wo
 
 /// The moves of `steps`, triples of kind, a and b: row a becomes row b, or both trade places. Each thread owns one
 /// word of every row of a buffer, so the order of its steps is all the order there is.
-KERNEL(kvpool_move_in_order, OrderParams) {
-    i32 buffers = p.groups[0].buffers + p.groups[1].buffers;
-    i64 word = thread_number();
-    for (i32 buffer = blockIdx.y; buffer < buffers; buffer += gridDim.y) {
-        Buffer its = buffer_of(p.groups, buffer);
-        const RowGroup& group = its.group;
-        if (word >= group.words) {
-            continue;
-        }
-        switch (group.word) {
-            case 16: move_word<Word16>(p, its.base, group.words, word); break;
-            case 8: move_word<u64>(p, its.base, group.words, word); break;
-            case 4: move_word<u32>(p, its.base, group.words, word); break;
-            case 2: move_word<u16>(p, its.base, group.words, word); break;
-            default: move_word<u8>(p, its.base, group.words, word); break;
-        }
+KERNELS(kvpool_move_in_order, OrderParams) {
+    Buffer its = buffer_of(p.groups);
+    const RowGroup& group = its.group;
+    i64 word = i64(its.block) * BLOCK + threadIdx.x;
+    if (word >= group.words) {
+        return;
+    }
+    const i32* steps = list != nullptr ? list : p.steps;
+    switch (group.word) {
+        case 16: return move_word<Word16>(steps, p.count, its.base, group.words, word);
+        case 8: return move_word<u64>(steps, p.count, its.base, group.words, word);
+        case 4: return move_word<u32>(steps, p.count, its.base, group.words, word);
+        case 2: return move_word<u16>(steps, p.count, its.base, group.words, word);
+        default: return move_word<u8>(steps, p.count, its.base, group.words, word);
     }
 }
 
 /// Zeroes row `indices[i]` of every buffer.
-KERNEL(kvpool_zero, ZeroParams) {
-    i32 buffers = p.groups[0].buffers + p.groups[1].buffers;
-    for (i32 buffer = blockIdx.y; buffer < buffers; buffer += gridDim.y) {
-        Buffer its = buffer_of(p.groups, buffer);
-        const RowGroup& group = its.group;
-        Place at = place(group.pieces, group.lanes, WORDS_PER_LANE);
-        if (at.row >= p.count) {
-            continue;
-        }
-        i64 row = number(p.indices, at.row);
-        if (!within(row, p.rows)) {
-            if (at.first == 0) {
-                note(p.fault, FAULT_ROW, at.row, row);
-            }
-            continue;
-        }
-        zero_piece(its.base + row * group.words * group.word, at.first, group.lanes, group.words, group.word);
+KERNELS(kvpool_zero, ZeroParams) {
+    Buffer its = buffer_of(p.groups);
+    const RowGroup& group = its.group;
+    Place at = place(its.block, group.split, WORDS_PER_LANE);
+    if (at.row >= p.count) {
+        return;
     }
+    i64 row = number(p.indices, at.row, list);
+    if (!within(row, p.rows)) {
+        if (at.first == 0) {
+            note(p.fault, FAULT_ROW, at.row, row);
+        }
+        return;
+    }
+    u8* target = its.base + row * group.words * group.word;
+    zero_piece(target, at.first, 1u << group.split.lane_bits, group.words, group.word);
 }

@@ -3,14 +3,14 @@
 #include "params.cuh"
 
 /// `table[row[i], column[i]] = value[i]`, and what was written to `echo`, if there is one.
-KERNEL(kvpool_write_points, PointsParams) {
+KERNELS(kvpool_write_points, PointsParams) {
     i64 i = thread_number();
     if (i >= p.count) {
         return;
     }
-    i64 row = number(p.row, i);
-    i64 column = number(p.column, i);
-    i64 value = number(p.value, i);
+    i64 row = number(p.row, i, list);
+    i64 column = number(p.column, i, list);
+    i64 value = number(p.value, i, list);
     bool is_right = true;
     if (!within(row, p.rows)) {
         note(p.fault, FAULT_ROW, i, row);
@@ -33,7 +33,7 @@ KERNEL(kvpool_write_points, PointsParams) {
 
 /// Copies `length` numbers, or writes zeros where there is no source; each thread has several in flight.
 __device__ __forceinline__ void copy_numbers(i32* target, const i32* source, i64 length) {
-    i64 step = i64(gridDim.x) * blockDim.x;
+    i64 step = i64(gridDim.x) * BLOCK;
     for (i64 first = thread_number(); first < length; first += WORDS_PER_LANE * step) {
         i32 held[WORDS_PER_LANE];
 #pragma unroll
@@ -52,23 +52,25 @@ __device__ __forceinline__ void copy_numbers(i32* target, const i32* source, i64
 }
 
 /// Row `rows[i]` from column `starts[i]` on becomes `values[indptr[i]..indptr[i + 1]]`, or as many zeros.
-KERNEL(kvpool_write_ragged, RaggedParams) {
+KERNELS(kvpool_write_ragged, RaggedParams) {
+    const i32* rows = list != nullptr ? list : p.rows;
+    const i32* indptr = list != nullptr ? list + p.count : p.indptr;
     for (i64 i = blockIdx.y; i < p.count; i += gridDim.y) {
-        i64 begin = p.indptr[i];
+        i64 begin = indptr[i];
         // The ends may have wrapped; their difference has not.
-        i64 length = i32(u32(p.indptr[i + 1]) - u32(p.indptr[i]));
+        i64 length = i32(u32(indptr[i + 1]) - u32(indptr[i]));
         i64 start = p.starts == nullptr ? 0 : p.starts[i];
-        i32* row = p.table + p.rows[i] * p.columns + start;
+        i32* row = p.table + rows[i] * p.columns + start;
         copy_numbers(row, p.values == nullptr ? nullptr : p.values + begin, length);
     }
 }
 
 /// `out[indptr[i]..indptr[i + 1]]` becomes the first slots of row `row[i]`.
-KERNEL(kvpool_kv_indices, KvIndicesParams) {
+KERNELS(kvpool_kv_indices, KvIndicesParams) {
     for (i64 i = blockIdx.y; i < p.count; i += gridDim.y) {
-        i64 row = number(p.row, i);
-        i64 begin = number(p.indptr, i);
-        i64 end = number(p.indptr, i + 1);
+        i64 row = number(p.row, i, list);
+        i64 begin = number(p.indptr, i, list);
+        i64 end = number(p.indptr, i + 1, list);
         bool is_first = thread_number() == 0;
         if (!within(row, p.rows)) {
             if (is_first) {
@@ -90,6 +92,6 @@ KERNEL(kvpool_kv_indices, KvIndicesParams) {
 KERNEL(kvpool_read_indices, ReadParams) {
     i64 i = thread_number();
     if (i < p.count) {
-        p.out[i] = number(p.from, i);
+        p.out[i] = number(p.from, i, nullptr);
     }
 }

@@ -19,8 +19,9 @@ pub enum Way {
 
 /// Copies the elements of `tensor`, in order, to or from `packed`, which is contiguous and has as many of the same dtype.
 ///
-/// Without a `gpu` both are in host memory, and several threads share the work. With one, which reaches both, a copy for
-/// each run of contiguous elements of `tensor` is enqueued on `stream`.
+/// Without a `gpu` both are in host memory, and several threads share the work. With one, which reaches both, copies are
+/// enqueued on `stream`: one for all runs of contiguous elements of `tensor` that are equally far apart, so one if it has
+/// gaps along one dimension, and as many as there are indices of the dimensions before that.
 ///
 /// # Errors
 /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when they do not match, or when elements of a target lie on top of
@@ -67,25 +68,47 @@ pub fn transfer(
         });
         return Ok(());
     };
-    each(0..total, &mut |at, lying, bytes| {
-        // SAFETY: the bytes lie within `packed`, which is valid for the call.
-        let packed = unsafe { flat(at, bytes, packed) }?;
-        // SAFETY: the bytes lie within `tensor`, which is valid for the call.
-        let lying = unsafe { flat(lying, bytes, tensor) }?;
-        if way == Way::In { gpu.copy(&packed, &lying, stream) } else { gpu.copy(&lying, &packed, stream) }
-    })
+    if total == 0 {
+        return Ok(());
+    }
+    let (rows, pitch) = runs.rows();
+    let bytes = runs.run_bytes;
+    for first in (0..total / bytes).step_by(rows) {
+        let packed_at = packed.address().as_ptr().wrapping_add(first * bytes);
+        let lying_at = tensor.address().as_ptr().wrapping_offset(runs.start(first));
+        // SAFETY: the rows lie within `packed`, which is valid for the call.
+        let packed = unsafe { flat(packed_at, [rows, bytes], bytes, packed) }?;
+        // SAFETY: the rows lie within `tensor`, which is valid for the call.
+        let lying = unsafe { flat(lying_at, [rows, bytes], pitch, tensor) }?;
+        let (target, source) = if way == Way::In { (packed, lying) } else { (lying, packed) };
+        if rows == 1 {
+            gpu.copy(&target, &source, stream)?;
+        } else {
+            gpu.copy_2d(&target, &source, stream)?;
+        }
+    }
+    Ok(())
 }
 
-/// `bytes` bytes at `address`.
+/// Rows of bytes at `address`, `pitch` bytes apart.
 ///
 /// # Safety
 /// They lie within `whole`.
-unsafe fn flat<'a>(address: *mut u8, bytes: usize, whole: &Borrowed<'a>) -> Result<Borrowed<'a>> {
+unsafe fn flat<'a>(
+    address: *mut u8,
+    [rows, bytes]: [usize; 2],
+    pitch: usize,
+    whole: &Borrowed<'a>,
+) -> Result<Borrowed<'a>> {
     let address = std::ptr::NonNull::new(address).unwrap_or(whole.address());
-    let shape = Dims::new(&[i64::try_from(bytes).unwrap_or(i64::MAX)])?;
+    let [rows, bytes, pitch] = [rows, bytes, pitch].map(|number| i64::try_from(number).unwrap_or(i64::MAX));
+    let (shape, strides) = (Dims::new(&[rows, bytes])?, Dims::new(&[pitch, 1])?);
     // SAFETY: the caller promises it.
-    Ok(unsafe { Borrowed::new(address, DType::U8, whole.device(), shape, Dims::new(&[1])?) })
+    Ok(unsafe { Borrowed::new(address, DType::U8, whole.device(), shape, strides) })
 }
+
+/// The most bytes from a row to the next that a device takes in one copy.
+const MOST_PITCH: usize = i32::MAX as usize;
 
 /// A tensor as runs of contiguous elements.
 struct Runs {
@@ -104,11 +127,27 @@ impl Runs {
             let stride = isize::try_from(stride).unwrap_or(0) * isize::try_from(size).unwrap_or(1);
             if runs.outer.is_empty() && usize::try_from(stride) == Ok(runs.run_bytes) {
                 runs.run_bytes *= extent;
-            } else {
-                runs.outer.push((extent, stride));
+                continue;
+            }
+            match runs.outer.last_mut() {
+                Some((rows, pitch)) if isize::try_from(*rows).is_ok_and(|rows| rows * *pitch == stride) => {
+                    *rows *= extent;
+                }
+                _ => runs.outer.push((extent, stride)),
             }
         }
         runs
+    }
+
+    /// Runs that one copy takes, and how many bytes they are apart: those of the last dimension outside of the runs, unless
+    /// they overlap or are too far apart.
+    fn rows(&self) -> (usize, usize) {
+        let apart = |&(extent, stride): &(usize, isize)| Some((extent, usize::try_from(stride).ok()?));
+        self.outer
+            .first()
+            .and_then(apart)
+            .filter(|(_, pitch)| (self.run_bytes..=MOST_PITCH).contains(pitch))
+            .unwrap_or((1, self.run_bytes))
     }
 
     /// Byte of the tensor at which run `number` begins.

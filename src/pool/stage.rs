@@ -251,6 +251,7 @@ impl Stage {
 
     fn copy_in(&mut self, positions: &Range<usize>, values: &[i32], stream: Stream) -> Result<Arc<Event>> {
         // Tensors over these positions are gone, but work on their streams may still read them.
+        self.gpu.not_capturing(stream, "a copy of slots from the host")?;
         self.gpu.order(&self.users.streams(), stream)?;
         let place = positions.start * size_of::<i32>();
         let written = self.ring.upload(&[values], Some((&self.region, place)), stream, |_, _| Ok(()))?;

@@ -29,8 +29,8 @@ use super::{args, lock, with};
 /// all or nothing: `None` when the pool is short, and an error, leave everything as it was.
 ///
 /// A step is one pass on the host, whose cost grows with the new tokens and the requests; only `kv_indices` is written whole
-/// every time. On a GPU it is one copy to the device and one launch on the current stream, and nothing waits, unless the host
-/// is many steps ahead; a plan on another stream than the one before must be ordered after whatever still reads that, by an
+/// every time. On a GPU it is one launch on the current stream, behind a copy to the device where the batch is large, and
+/// nothing waits, unless the host is many large steps ahead; a plan on another stream than the one before must be ordered after whatever still reads that, by an
 /// event. All calls are atomic.
 ///
 /// Args:

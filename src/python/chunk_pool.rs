@@ -486,8 +486,8 @@ impl Chunk {
 
     /// Copies the elements of `tensor`, in order, to the beginning of the chunk.
     ///
-    /// In host memory it is done on return. With a GPU on either side it is enqueued, one copy for each run of contiguous
-    /// elements; tensor and chunk are kept until it is done, also if the chunk is freed meanwhile.
+    /// In host memory it is done on return. With a GPU on either side it is enqueued, one copy for all runs of contiguous
+    /// elements that are equally far apart; tensor and chunk are kept until it is done, also if the chunk is freed meanwhile.
     ///
     /// Args:
     ///     tensor: Of the chunk's dtype, on any device, with any strides.

@@ -200,10 +200,11 @@ impl KvPool {
 
     /// Writes `k` and `v` to the rows that `indices` names, in one call.
     ///
-    /// Negative indices are skipped. When a row is named twice, the last of its values stays; of indices on a GPU, any
-    /// may. The values are read where they lie: any stride will do; nobody may resize their storage meanwhile. Values
-    /// of another float dtype are converted as `Tensor.to` does, through float32 and rounded to nearest even. Long
-    /// copies on the CPU release the GIL and use several threads.
+    /// Negative indices are skipped. When a row is named twice, the last of its values stays; of indices on a GPU, the
+    /// row may end up with K of one and V of another, or with words of several in each. The values are read where they
+    /// lie: any stride will do; nobody may resize their storage meanwhile. Values of another float dtype are converted
+    /// as `Tensor.to` does, through float32 and rounded to nearest even. Long copies on the CPU release the GIL and use
+    /// several threads.
     ///
     /// Args:
     ///     layer_id: The layer.

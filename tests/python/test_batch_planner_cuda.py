@@ -1,4 +1,4 @@
-"""BatchPlanner on a GPU: one copy and one launch a step, no waiting, late streams, failures of the driver."""
+"""BatchPlanner on a GPU: one launch a step, no waiting, late streams, failures of the driver."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def quiet(driver: Driver) -> None:
     assert driver.calls("cuMemcpyDtoHAsync_v2") == 0
 
 
-def one_copy_and_one_launch(driver: Driver) -> None:
-    assert driver.calls("cuMemcpyHtoDAsync_v2") == 1
-    assert driver.calls("cuLaunchKernel") <= 1
+def one_launch(driver: Driver, *, copies: int = 0) -> None:
+    assert driver.calls("cuMemcpyHtoDAsync_v2") == driver.calls("cuEventRecord") == copies
+    assert driver.calls("cuLaunchKernel") == 1
     quiet(driver)
 
 
@@ -128,7 +128,7 @@ STEPS = ["extend", "chunk", "prefix", "decode", "padded"]
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])
-def test_a_step_is_one_copy_and_one_launch_and_waits_for_nothing(driver: Driver, page_size: int) -> None:
+def test_a_step_is_one_launch_and_waits_for_nothing(driver: Driver, page_size: int) -> None:
     for step in STEPS:
         scene = Scene(page_size)
         call, real, tokens = scene.steps[step]
@@ -136,7 +136,7 @@ def test_a_step_is_one_copy_and_one_launch_and_waits_for_nothing(driver: Driver,
         driver.set_patience(NEVER)
         driver.reset_calls()
         plan = call()
-        one_copy_and_one_launch(driver)
+        one_launch(driver)
         driver.reset_calls()
         for name in TENSORS:
             assert getattr(plan, name) is not None
@@ -163,10 +163,59 @@ def test_a_long_run_of_steps_waits_for_nothing(driver: Driver) -> None:
         assert pair.planner.decode(rows, lens, 2, pad_to=8) is not None
         pair.planner.truncate(rows[:1], [lens[0] - 1])
         lens[0] -= 1
-    assert driver.calls("cuMemcpyHtoDAsync_v2") == 200
+    assert driver.calls("cuMemcpyHtoDAsync_v2") == driver.calls("cuEventRecord") == 0
     assert driver.calls("cuLaunchKernel") == 200
     quiet(driver)
     assert (driver.device_bytes(), driver.locked_bytes()) == before
+
+
+def batch(requests: int) -> tuple[Pair, list[int], list[int]]:
+    """Requests that have decoded one token."""
+    pair = Pair(4096, 1, max_reqs=requests, max_context_len=16, max_batch_size=requests, max_tokens=1024)
+    lens = [1 + row % 5 for row in range(requests)]
+    rows = pair.start(*lens)
+    lens = [length + 1 for length in lens]
+    pair.decode(rows, lens)
+    return pair, rows, lens
+
+
+def test_a_decode_step_of_64_requests_is_four_driver_calls(driver: Driver) -> None:
+    pair, rows, lens = batch(64)
+    driver.run()
+    driver.reset_calls()
+    plan = some(pair.planner.decode(rows, [length + 1 for length in lens]))
+    names = {"cuCtxGetCurrent": 2, "cuStreamIsCapturing": 1, "cuLaunchKernel": 1}
+    assert {name: driver.calls(name) for name in names} == names
+    assert driver.calls("launch:kvpool_plan_listed") == 1
+    assert driver.calls() == sum(names.values())
+    compare_plans(plan, some(pair.model.decode(rows, [length + 1 for length in lens])), pair.width, "cuda")
+
+
+@pytest.mark.parametrize("requests", [1, 98, 99, 100, 256])
+def test_a_large_step_is_copied_and_the_same(driver: Driver, requests: int) -> None:
+    pair, rows, lens = batch(requests)
+    driver.run()
+    for tokens in (1, 2, 3):
+        lens = [length + tokens for length in lens]
+        driver.reset_calls()
+        plan = some(pair.planner.decode(rows, lens, tokens))
+        # Nine numbers and a page for each token of a request, in what parameters leave of 4 KiB.
+        one_launch(driver, copies=int(requests * (9 + tokens) > (4096 - 136) // 4))
+        expected = some(pair.model.decode(rows, lens, tokens))
+        compare_plans(plan, expected, pair.width, "cuda")
+
+
+def test_a_large_step_within_a_capture_is_refused_as_a_small_one(driver: Driver) -> None:
+    for requests in (2, 256):
+        pair, rows, lens = batch(requests)
+        driver.run()
+        stream = driver.stream()
+        with on_stream(stream):
+            driver.begin_capture(stream)
+            with pytest.raises(DriverError, match="of which the host keeps a copy, cannot be captured"):
+                pair.planner.decode(rows, [length + 1 for length in lens])
+            driver.end_capture(stream)
+        assert [pair.planner.seq_len(row) for row in rows] == lens
 
 
 def test_truncate_makes_no_driver_call(driver: Driver) -> None:
@@ -195,7 +244,7 @@ def test_a_batch_of_long_cached_prefixes_is_one_copy_and_one_launch(driver: Driv
     driver.run()
     driver.reset_calls()
     plan = some(pair.planner.extend(rows, [290] * 8, [291] * 8, [cached] * 8))
-    one_copy_and_one_launch(driver)
+    one_launch(driver, copies=1)
     compare_plans(plan, some(pair.model.extend(rows, [290] * 8, [291] * 8, [cached] * 8)), pair.width, "cuda")
 
 

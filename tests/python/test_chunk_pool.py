@@ -60,7 +60,13 @@ NEVER = 1 << 40
 MIB = 1 << 20
 WAITS = ("cuStreamSynchronize", "cuCtxSynchronize", "cuEventSynchronize")
 MEMORY = ("cuMemAlloc_v2", "cuMemFree_v2", "cuMemHostAlloc", "cuMemFreeHost", "cuMemHostRegister_v2")
-COPIES = ("cuMemcpyAsync", "cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2", "cuMemcpyDtoDAsync_v2")
+COPIES = (
+    "cuMemcpyAsync",
+    "cuMemcpy2DAsync_v2",
+    "cuMemcpyHtoDAsync_v2",
+    "cuMemcpyDtoHAsync_v2",
+    "cuMemcpyDtoDAsync_v2",
+)
 # Two and three steps of page-locking, the last of them of two chunks.
 LARGE = (66, (1 << 22,))
 LARGER = (130, (1 << 22,))
@@ -1151,6 +1157,49 @@ def test_a_copy_is_one_call_of_the_driver_and_waits_for_nothing(driver: Driver) 
         assert work == driver.pending() == 1
         assert [driver.calls(name) for name in (*WAITS, *MEMORY)] == [0] * 8
         assert copy.query() is False
+
+
+# What lies in a tensor of 4096 numbers, and the copies that it takes.
+GAPS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], int]] = {
+    "runs": (lambda x: x.view(64, 64)[:, 3:40], 1),
+    "one_run": (lambda x: x.view(64, 64)[5:6, 3:40], 1),
+    "single_numbers": (lambda x: x[::3], 1),
+    "transposed": (lambda x: x.view(64, 64).T, 64),
+    "columns_of_pages": (lambda x: x.view(8, 8, 64)[:, :3, :9], 8),
+    "two_gaps_that_are_one": (lambda x: x.view(8, 8, 64)[:, :, :9], 1),
+    "heads_of_layers": (lambda x: x.view(4, 4, 16, 16)[:, 1:3, ::2, 1:8], 4),
+    "overlapping": (lambda x: x.as_strided((9, 4), (3, 1)), 9),
+    "repeated": (lambda x: x[:7].expand(5, 7), 5),
+    "nothing": (lambda x: x.view(64, 64)[:, :0], 0),
+}
+
+
+@cuda_only
+@pytest.mark.parametrize("gap", sorted(GAPS))
+def test_runs_that_are_equally_far_apart_are_one_copy(driver: Driver, gap: str) -> None:
+    cut, copies = GAPS[gap]
+    whole = torch.arange(4096, dtype=torch.float32)
+    expected = cut(whole).reshape(-1)
+    for where, there in (("cpu", "cuda"), ("cuda", "cpu"), ("cuda", "cuda")):
+        chunk = some(make(1, 4096, where=where).allocate())
+        base = pinned(4096) if there == "cpu" else torch.zeros(4096).cuda()
+        base.copy_(whole)
+        driver.run()
+        driver.reset_calls()
+        chunk.copy_from(cut(base)).wait()
+        name = "cuMemcpyAsync" if gap in {"one_run", "overlapping", "repeated"} else "cuMemcpy2DAsync_v2"
+        assert [driver.calls(called) for called in COPIES] == [copies * (called == name) for called in COPIES]
+        assert torch.equal(chunk.tensor().cpu()[: expected.numel()], expected)
+        if gap in {"overlapping", "repeated"}:
+            continue
+        base.zero_()
+        driver.run()
+        driver.reset_calls()
+        chunk.copy_to(cut(base)).wait()
+        assert driver.calls(name) == copies
+        right = torch.zeros(4096)
+        cut(right).copy_(cut(whole))
+        assert torch.equal(base.cpu(), right)
 
 
 @cuda_only

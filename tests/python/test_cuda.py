@@ -173,14 +173,113 @@ def test_one_launch_a_call_and_nothing_else(driver: Driver, name: str) -> None:
     assert driver.calls("cuMemcpyHtoDAsync_v2") == driver.calls("cuMemcpyDtoHAsync_v2") == 0
 
 
-def test_indices_of_the_host_cost_one_copy(driver: Driver) -> None:
+def test_indices_of_the_host_cost_one_launch(driver: Driver) -> None:
     pool = kv_pool()
     driver.reset_calls()
     pool.move_kv([3, 1], [5, 6])
-    assert (driver.calls("cuLaunchKernel"), driver.calls("cuMemcpyHtoDAsync_v2")) == (1, 1)
     # A cycle has an order, which is also one launch.
     pool.move_kv([1, 2, 3], [2, 3, 1])
-    assert driver.calls("launch:kvpool_move_in_order") == 1
+    for name in ("kvpool_move_listed", "kvpool_move_in_order_listed"):
+        assert driver.calls(f"launch:{name}") == 1
+    assert driver.calls("cuLaunchKernel") == 2
+    assert driver.calls("cuMemcpyHtoDAsync_v2") == driver.calls("cuEventRecord") == 0
+
+
+def by_list(device: str, count: int) -> dict[str, tuple[int, Callable[[], object]]]:
+    """Calls with a list of the host: numbers that cross, and the call, which returns what it wrote."""
+    generator = torch.Generator().manual_seed(count)
+    size = 2 * count + 8
+    kv = KVPool(size, 2, 2, 8, device, torch.bfloat16)
+    gdn = GDNPool(size, 2, 1, 2, 2, 4, 2, device)
+    table = ReqToTokenPool(count + 1, 8, device, padding_row=False)
+    order = (torch.randperm(size, generator=generator) + 1).tolist()
+    rows, others = order[:count], order[count : 2 * count]
+    values = torch.randn(count, 2, 8, generator=generator).to(torch.bfloat16).to(device)
+    states = torch.randn(*gdn.recurrent_state[0].shape, generator=generator).to(gdn.recurrent_state[0].dtype)
+    for buffer in (*kv.k_buffer, *kv.v_buffer):
+        buffer.copy_(torch.arange(buffer.numel()).view(buffer.shape).to(buffer.dtype))
+    for state in gdn.recurrent_state:
+        state.copy_(states)
+    out = torch.zeros(8 * count, dtype=torch.int32).to(device)
+
+    def kept(write: Callable[[], object], *tensors: torch.Tensor) -> Callable[[], object]:
+        def call() -> object:
+            write()
+            return tensors
+
+        return call
+
+    def cycle() -> object:
+        return kv.move_kv(rows, [*rows[1:], rows[0]])
+
+    buffers = (*kv.k_buffer, *kv.v_buffer)
+    steps = 0 if count == 1 else 3 * (count - 1)
+    return {
+        "set_kv_buffer": (count, kept(lambda: kv.set_kv_buffer(0, rows, values, values), *buffers)),
+        "gather_kv": (count, lambda: kv.gather_kv(1, rows)),
+        "move_kv": (2 * count, kept(lambda: kv.move_kv(rows, others), *buffers)),
+        "move_kv in order": (steps, kept(cycle, *buffers)),
+        "reset_states": (count, kept(lambda: gdn.reset_states(rows), *gdn.recurrent_state)),
+        "copy_states": (2 * count, kept(lambda: gdn.copy_states(rows, others), *gdn.recurrent_state)),
+        "write": (
+            3 * count,
+            kept(
+                lambda: table.write((list(range(count)), [3] * count), rows),
+                table.req_to_token,
+            ),
+        ),
+        "build_kv_indices": (
+            2 * count + 1,
+            kept(
+                lambda: table.build_kv_indices(list(range(count)), list(range(0, 4 * count + 1, 4)), out), out
+            ),
+        ),
+    }
+
+
+@pytest.mark.parametrize(
+    "count", [1, 2, 297, 298, 330, 331, 453, 454, 464, 465, 860, 861, 946, 947, 952, 953, 1200]
+)
+def test_lists_cross_with_the_launch_or_are_copied_and_do_the_same(driver: Driver, count: int) -> None:
+    # What parameters leave of 4 KiB.
+    room = {
+        "set_kv_buffer": 860,
+        "gather_kv": 952,
+        "move_kv": 906,
+        "move_kv in order": 988,
+        "reset_states": 946,
+        "copy_states": 906,
+        "write": 892,
+        "build_kv_indices": 930,
+    }
+    on_cpu, on_gpu = by_list("cpu", count), by_list("cuda", count)
+    made: Any = None
+    for name, (numbers, call) in on_gpu.items():
+        made = None  # what goes back to the driver makes calls, too
+        driver.run()
+        driver.reset_calls()
+        made = call()
+        copies = int(numbers > room[name])
+        made_calls = [driver.calls(called) for called in ("cuMemcpyHtoDAsync_v2", "cuEventRecord")]
+        assert (name, made_calls) == (name, [copies, copies])
+        expected: Any = on_cpu[name][1]()
+        for tensor, right in zip(made, expected, strict=True):
+            assert torch.equal(tensor.cpu(), right), name
+
+
+@pytest.mark.parametrize("count", [1, 1200])
+def test_lists_of_any_length_are_refused_within_a_capture(driver: Driver, count: int) -> None:
+    for name, (_, call) in by_list("cuda", count).items():
+        if name == "gather_kv":
+            # Its new tensors cannot be made there.
+            continue
+        driver.run()
+        stream = driver.stream()
+        with on_stream(stream):
+            driver.begin_capture(stream)
+            with pytest.raises(DriverError, match="cannot be captured"):
+                call()
+            driver.end_capture(stream)
 
 
 def test_a_foreign_tensor_costs_one_copy(driver: Driver) -> None:
@@ -1041,3 +1140,44 @@ def test_the_factories_make_pools_that_fit() -> None:
     pool.set_kv_buffer(1, slots, k, v)
     pool.check()
     assert pool.v_buffer[1].cpu().sum() == 240
+
+
+# Images of the kernels
+
+
+@pytest.mark.parametrize(
+    ("capability", "images"),
+    [("7, 5", 1), ("8, 0", 2), ("8, 9", 2), ("9, 0", 3), ("10, 0", 3), ("10, 3", 3), ("11, 0", 2), ("12, 1", 3)],
+)
+def test_kernels_load_from_the_first_image_that_suits(
+    driver: Driver, run_snippet: RunSnippet, capability: str, images: int
+) -> None:
+    driver.run()
+    code = f"""
+    import ctypes
+    import torch
+    from kvpool import DriverError, KVPool
+
+    soft = ctypes.CDLL(None)
+    soft.soft_calls.restype = ctypes.c_long
+    soft.soft_set_capability({capability})
+    loads = lambda: soft.soft_calls(b"cuModuleLoadData")
+    # No binary for this device, not PTX that it knows, no image at all.
+    codes = [209, 222, 200]
+    for count in range({images}, -1, -1):
+        soft.soft_reset_calls()
+        for number in range(count):
+            soft.soft_fail(b"cuModuleLoadData", ctypes.c_long(number + 1), codes[number])
+        try:
+            pool = KVPool(8, 1, 1, 4, "cuda", torch.float32)
+            print("made", loads())
+        except DriverError as error:
+            print(f"NO {{loads()}} {{error}}")
+    """
+    # As many loads as images are refused, and one for each of the three files.
+    lines = run_snippet(code).splitlines()
+    last = ("CUDA_ERROR_NO_BINARY_FOR_GPU", "CUDA_ERROR_UNSUPPORTED_PTX_VERSION", "CUDA_ERROR_INVALID_IMAGE")
+    assert lines[0].startswith(f"NO {images} cuModuleLoadData failed")
+    assert last[images - 1] in lines[0]
+    assert lines[1] == f"made {images - 1 + 3}"
+    assert all(line.startswith("made") for line in lines[1:])

@@ -8,6 +8,9 @@
 #define __restrict__ __restrict
 #define __forceinline__ inline __attribute__((always_inline))
 
+// With one rounding, as devices have it.
+extern "C" float fmaf(float a, float b, float c) noexcept;
+
 struct Coordinates {
     unsigned x;
     unsigned y;
@@ -112,6 +115,39 @@ static inline void for_each_thread(Coordinates grid, Coordinates block, Body bod
 extern "C" size_t software_kernels(const Kernel** found) {
     *found = kernels;
     return kernel_count;
+}
+
+// What the kernels rest on, for tests that try it with more values than a kernel could be given.
+
+extern "C" float software_divide(float value, float divisor, float reciprocal) {
+    return divide(value, divisor, reciprocal);
+}
+
+/// Eight values as 8-bit floats, as the kernels store them.
+extern "C" u64 software_store_eight(i32 dtype, const float* values, float divisor, float reciprocal) {
+    u32 bytes[2];
+    if (dtype == DTYPE_F8E4M3) {
+        store_eight<F8E4M3>(values, divisor, reciprocal, bytes);
+    } else {
+        store_eight<F8E5M2>(values, divisor, reciprocal, bytes);
+    }
+    return u64(bytes[1]) << 32 | bytes[0];
+}
+
+/// A value as an 8-bit float, by the definition.
+extern "C" u8 software_store_one(i32 dtype, float value) {
+    return dtype == DTYPE_F8E4M3 ? F8E4M3::store(value) : F8E5M2::store(value);
+}
+
+/// The value of the bits of a float.
+extern "C" float software_load(i32 dtype, u32 bits) {
+    switch (dtype) {
+        case DTYPE_F16: return F16::load(u16(bits));
+        case DTYPE_BF16: return BF16::load(u16(bits));
+        case DTYPE_F8E4M3: return F8E4M3::load(u8(bits));
+        case DTYPE_F8E5M2: return F8E5M2::load(u8(bits));
+        default: return F32::load(bits);
+    }
 }
 
 extern "C" void software_order(unsigned long long next) { seed = next; }

@@ -1,6 +1,5 @@
 //! Index values on their way from a device to the host.
 
-use std::ptr;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::base::{DType, Dims, Error, IndexVec, Result};
@@ -137,8 +136,7 @@ fn read_kernel(
         return Ok(());
     }
     let out = region.at(at, count.saturating_mul(size_of::<i64>()))?.as_ptr().cast();
-    let params =
-        ReadParams { from: Index::new(&Numbers::Tensor(tensor), ptr::null())?, out, count: signed(count) };
+    let params = ReadParams { from: Index::new(&Numbers::Tensor(tensor))?, out, count: signed(count) };
     // SAFETY: `out` has room for `count` numbers in page-locked memory, which the device reaches; `Borrowed` promises
     // the elements of the tensor, which is on this device.
     unsafe { gpu.launch(kernels.read_indices, grid, &params, stream) }

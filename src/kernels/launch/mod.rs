@@ -5,6 +5,7 @@
 //! indices that only the device knows are checked there, and what is wrong with them is told by [`Launcher::fault`].
 
 mod fetch;
+mod images;
 mod params;
 mod plan;
 
@@ -21,39 +22,37 @@ use crate::index::Move;
 use crate::kernels::indices::{Indices, Numbers};
 use crate::kernels::rows::{RowBuffer, check_moves, check_targets};
 use crate::kernels::store::{Store, targets};
-use crate::memory::{Borrowed, Function, Gpu, Held, Image, Pinned, Region, Ring, Stream, Users};
+use crate::memory::{Borrowed, Function, Gpu, Held, Pinned, Region, Ring, Stream, Users};
 
+use images::{Compiled, PLAN, ROWS, TABLE};
 use params::{
-    GatherParams, GatherPart, Index, KvIndicesParams, MoveParams, OrderParams, PointsParams, RaggedParams,
-    RowGroup, StoreParams, StorePart, ZeroParams, blocks, groups_grid, independent, ragged_grid, signed,
-    words_grid,
+    Arrays, GatherParams, GatherPart, Groups, Index, KvIndicesParams, MoveParams, OrderParams, PointsParams,
+    RaggedParams, StoreParams, StorePart, WithList, ZeroParams, blocks, independent, parts_grid, ragged_grid,
+    signed,
 };
 
-/// Zero-terminated, as the driver takes it.
-const fn ptx(text: &'static str) -> &'static CStr {
-    match CStr::from_bytes_with_nul(text.as_bytes()) {
-        Ok(text) => text,
-        Err(_) => panic!("PTX holds no zero byte"),
-    }
+/// A kernel that takes numbers of the host.
+#[derive(Clone, Copy, Debug)]
+struct Kernel {
+    /// Takes them in memory of the device, or has none.
+    copied: Function,
+    /// Takes them behind its parameters.
+    listed: Function,
 }
-
-const PLAN: &CStr = ptx(concat!(include_str!("../plan.ptx"), "\0"));
-const ROWS: &CStr = ptx(concat!(include_str!("../rows.ptx"), "\0"));
-const TABLE: &CStr = ptx(concat!(include_str!("../table.ptx"), "\0"));
 
 /// The kernels, loaded on one device.
 #[derive(Debug)]
 struct Kernels {
     device: Device,
-    plan: Function,
-    store: Function,
-    gather: Function,
-    copy: Function,
-    copy_in_order: Function,
-    zero: Function,
-    write_points: Function,
-    write_ragged: Function,
-    kv_indices: Function,
+    plan: Kernel,
+    store: Kernel,
+    gather: Kernel,
+    copy: Kernel,
+    copy_in_order: Kernel,
+    zero: Kernel,
+    write_points: Kernel,
+    write_ragged: Kernel,
+    kv_indices: Kernel,
     read_indices: Function,
 }
 
@@ -65,35 +64,54 @@ impl Kernels {
         if let Some(kernels) = loaded.iter().find(|kernels| kernels.device == gpu.device()) {
             return Ok(Arc::clone(kernels));
         }
-        let rows =
-            [c"kvpool_store", c"kvpool_gather", c"kvpool_move", c"kvpool_move_in_order", c"kvpool_zero"];
-        let table =
-            [c"kvpool_write_points", c"kvpool_write_ragged", c"kvpool_kv_indices", c"kvpool_read_indices"];
-        let plan = gpu.load(&[Image::Ptx(PLAN)], &[c"kvpool_plan"])?;
-        let (rows, table) = (gpu.load(&[Image::Ptx(ROWS)], &rows)?, gpu.load(&[Image::Ptx(TABLE)], &table)?);
-        let (
-            &[plan],
-            &[store, gather, copy, copy_in_order, zero],
-            &[write_points, write_ragged, kv_indices, read_indices],
-        ) = (&plan[..], &rows[..], &table[..])
-        else {
-            return Err(Error::new(
-                ErrorKind::Driver,
-                "the driver loaded fewer kernels than it was asked for",
-            ));
+        let load = |compiled: &Compiled, names: &[&CStr]| gpu.load(&compiled.images(gpu), names);
+        let plan = load(&PLAN, &[c"kvpool_plan", c"kvpool_plan_listed"])?;
+        let rows = load(
+            &ROWS,
+            &[
+                c"kvpool_store",
+                c"kvpool_store_listed",
+                c"kvpool_gather",
+                c"kvpool_gather_listed",
+                c"kvpool_move",
+                c"kvpool_move_listed",
+                c"kvpool_move_in_order",
+                c"kvpool_move_in_order_listed",
+                c"kvpool_zero",
+                c"kvpool_zero_listed",
+            ],
+        )?;
+        let table = load(
+            &TABLE,
+            &[
+                c"kvpool_write_points",
+                c"kvpool_write_points_listed",
+                c"kvpool_write_ragged",
+                c"kvpool_write_ragged_listed",
+                c"kvpool_kv_indices",
+                c"kvpool_kv_indices_listed",
+                c"kvpool_read_indices",
+            ],
+        )?;
+        let missing =
+            || Error::new(ErrorKind::Driver, "the driver loaded fewer kernels than it was asked for");
+        let mut pairs = [&plan, &rows, &table].into_iter().flat_map(|functions| functions.as_chunks().0);
+        let mut next = || {
+            let &[copied, listed] = pairs.next().ok_or_else(missing)?;
+            Ok::<_, Error>(Kernel { copied, listed })
         };
         let kernels = Arc::new(Self {
             device: gpu.device(),
-            plan,
-            store,
-            gather,
-            copy,
-            copy_in_order,
-            zero,
-            write_points,
-            write_ragged,
-            kv_indices,
-            read_indices,
+            plan: next()?,
+            store: next()?,
+            gather: next()?,
+            copy: next()?,
+            copy_in_order: next()?,
+            zero: next()?,
+            write_points: next()?,
+            write_ragged: next()?,
+            kv_indices: next()?,
+            read_indices: *table.last().ok_or_else(missing)?,
         });
         loaded.push(Arc::clone(&kernels));
         Ok(kernels)
@@ -205,39 +223,56 @@ impl Launcher {
         self.fault.address().as_ptr().cast()
     }
 
-    /// Passes what is on the host to the device, then has `work` launch with everything there.
-    fn with(
+    /// Launches `kernel` with the parameters that `params` makes, once the device can read `arrays` of the host: behind
+    /// the parameters if they fit there, else in the ring. The caller has seen that nobody captures `stream`, however many
+    /// they are: a graph would repeat them.
+    fn with_arrays<P>(
         &self,
+        kernel: Kernel,
+        grid: [u32; 2],
+        arrays: &[&[i32]],
+        stream: Stream,
+        params: impl FnOnce(Arrays<'_>) -> Result<P>,
+    ) -> Result<()> {
+        if WithList::<P>::fits(arrays) {
+            let params = WithList::new(params(Arrays::Listed)?, arrays);
+            return self.launch(kernel.listed, grid, &params, stream);
+        }
+        self.ring
+            .upload(arrays, None, stream, |region, offsets| {
+                let params = params(Arrays::Copied(region, offsets))?;
+                self.launch(kernel.copied, grid, &params, stream)
+            })
+            .map(|_| ())
+    }
+
+    /// Launches `kernel` with the parameters that `params` makes of `numbers`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Driver`] while `stream` is captured, if any of them are on the host.
+    fn with<P>(
+        &self,
+        kernel: Kernel,
+        grid: [u32; 2],
         numbers: &[Numbers<'_>],
         stream: Stream,
-        work: impl FnOnce(&[Index]) -> Result<()>,
+        params: impl FnOnce(&[Index]) -> P,
     ) -> Result<()> {
         let lists: Vec<&[i32]> = numbers
             .iter()
             .filter_map(|numbers| if let Numbers::List(list) = numbers { Some(*list) } else { None })
             .collect();
         if lists.is_empty() {
-            let indices =
-                numbers.iter().map(|numbers| Index::new(numbers, ptr::null())).collect::<Result<Vec<_>>>()?;
-            return work(&indices);
+            let indices = numbers.iter().map(Index::new).collect::<Result<Vec<_>>>()?;
+            return self.launch(kernel.copied, grid, &params(&indices), stream);
         }
-        self.ring
-            .upload(&lists, None, stream, |region, offsets| {
-                let mut offsets = offsets.iter();
-                let indices = numbers.iter().map(|numbers| match numbers {
-                    Numbers::List(list) => {
-                        let offset = offsets.next().copied().unwrap_or(0);
-                        Index::new(numbers, region.at(offset, size_of_val(*list))?.as_ptr().cast())
-                    }
-                    _ => Index::new(numbers, ptr::null()),
-                });
-                work(&indices.collect::<Result<Vec<_>>>()?)
-            })
-            .map(|_| ())
+        self.ring.not_capturing(stream)?;
+        self.with_arrays(kernel, grid, &lists, stream, |arrays| Ok(params(&arrays.indices(numbers)?)))
     }
 
-    /// As [`store_rows`](super::store_rows), for K and V in one launch. Of a row that is named twice by indices that
-    /// only the device knows, either value stays.
+    /// As [`store_rows`](super::store_rows), for K and V in one launch. What a row holds that is named twice by indices
+    /// that only the device knows is not defined: warps share a row and run in any order, so K may be of one value and V of
+    /// the other, and either may be mixed of both.
     ///
     /// # Errors
     /// As there; an index beyond the rows that only the device knows is left out and told by [`Launcher::fault`].
@@ -249,16 +284,14 @@ impl Launcher {
             Indices::Host(values) => last_of_each(targets(values, rows)?),
             Indices::Device { .. } => Vec::new(),
         };
-        let blocks = blocks(parts.iter().map(|part| part.threads(count)).max().unwrap_or(0))?;
-        self.with(&[indices.numbers(&list)], stream, |index| {
-            let params = StoreParams {
-                indices: index[0],
-                count: signed(count),
-                rows: signed(rows),
-                fault: self.fault_address(),
-                parts,
-            };
-            self.launch(self.kernels.store, [blocks, 2], &params, stream)
+        let (first_blocks, grid) = parts_grid([parts[0].split, parts[1].split], count)?;
+        self.with(self.kernels.store, grid, &[indices.numbers(&list)], stream, |index| StoreParams {
+            indices: index[0],
+            count: signed(count),
+            rows: signed(rows),
+            fault: self.fault_address(),
+            first_blocks,
+            parts,
         })
     }
 
@@ -277,17 +310,16 @@ impl Launcher {
         check_targets(pairs, count)?;
         let rows = pairs[0].0.shape()[0];
         let list = indices.list("slot", rows)?;
-        let parts = pairs.map(|(buffer, out)| GatherPart::new(buffer, &out));
-        let blocks = blocks(parts.iter().map(|part| part.threads(count)).max().unwrap_or(0))?;
-        self.with(&[indices.numbers(&list)], stream, |index| {
-            let params = GatherParams {
-                indices: index[0],
-                count: signed(count),
-                rows: signed(rows),
-                fault: self.fault_address(),
-                parts,
-            };
-            self.launch(self.kernels.gather, [blocks, 2], &params, stream)
+        let [k, v] = pairs;
+        let parts = [GatherPart::new(k.0, &k.1)?, GatherPart::new(v.0, &v.1)?];
+        let (first_blocks, grid) = parts_grid([parts[0].split, parts[1].split], count)?;
+        self.with(self.kernels.gather, grid, &[indices.numbers(&list)], stream, |index| GatherParams {
+            indices: index[0],
+            count: signed(count),
+            rows: signed(rows),
+            fault: self.fault_address(),
+            first_blocks,
+            parts,
         })
     }
 
@@ -301,7 +333,7 @@ impl Launcher {
     /// that only the device knows to be outside is told by [`Launcher::fault`].
     pub fn copy_rows(&self, groups: [&[RowBuffer]; 2], plan: Copies<'_>, stream: Stream) -> Result<()> {
         let rows = groups[0].first().map_or(0, |buffer| buffer.shape()[0]);
-        let raw = groups.map(RowGroup::new);
+        let raw = Groups::new(groups)?;
         let (target, source, count) = match plan {
             Copies::Planned(moves) => {
                 groups.into_iter().try_for_each(|buffers| check_moves(buffers, moves))?;
@@ -324,27 +356,24 @@ impl Launcher {
 
     fn copy_listed(
         &self,
-        groups: [RowGroup; 2],
+        groups: Groups,
         numbers: [Numbers<'_>; 2],
         count: usize,
         rows: usize,
         stream: Stream,
     ) -> Result<()> {
-        let grid = groups_grid(&groups, count)?;
-        self.with(&numbers, stream, |index| {
-            let params = MoveParams {
-                target: index[0],
-                source: index[1],
-                count: signed(count),
-                rows: signed(rows),
-                fault: self.fault_address(),
-                groups,
-            };
-            self.launch(self.kernels.copy, grid, &params, stream)
+        let (groups, grid) = groups.for_rows(count)?;
+        self.with(self.kernels.copy, grid, &numbers, stream, |index| MoveParams {
+            target: index[0],
+            source: index[1],
+            count: signed(count),
+            rows: signed(rows),
+            fault: self.fault_address(),
+            groups,
         })
     }
 
-    fn copy_rows_in_order(&self, groups: [RowGroup; 2], moves: &[Move], stream: Stream) -> Result<()> {
+    fn copy_rows_in_order(&self, groups: Groups, moves: &[Move], stream: Stream) -> Result<()> {
         let steps: Vec<i32> = moves
             .iter()
             .flat_map(|step| match *step {
@@ -352,14 +381,11 @@ impl Launcher {
                 Move::Swap(a, b) => [1, a.cast_signed(), b.cast_signed()],
             })
             .collect();
-        let grid = words_grid(&groups)?;
-        self.ring
-            .upload(&[&steps], None, stream, |region, offsets| {
-                let steps = region.at(offsets[0], size_of_val(&steps[..]))?.as_ptr().cast_const().cast();
-                let params = OrderParams { steps, count: signed(moves.len()), groups };
-                self.launch(self.kernels.copy_in_order, grid, &params, stream)
-            })
-            .map(|_| ())
+        let (groups, grid) = groups.for_words()?;
+        self.ring.not_capturing(stream)?;
+        self.with_arrays(self.kernels.copy_in_order, grid, &[&steps], stream, |arrays| {
+            Ok(OrderParams { steps: arrays.address(0, &steps)?, count: signed(moves.len()), groups })
+        })
     }
 
     /// Zeroes the rows that `indices` names in every buffer of both groups, in one launch.
@@ -375,27 +401,23 @@ impl Launcher {
     ) -> Result<()> {
         let rows = groups[0].first().map_or(0, |buffer| buffer.shape()[0]);
         let (list, count) = (indices.list(noun, rows)?, indices.len());
-        let groups = groups.map(RowGroup::new);
-        let grid = groups_grid(&groups, count)?;
-        self.with(&[indices.numbers(&list)], stream, |index| {
-            let params = ZeroParams {
-                indices: index[0],
-                count: signed(count),
-                rows: signed(rows),
-                fault: self.fault_address(),
-                groups,
-            };
-            self.launch(self.kernels.zero, grid, &params, stream)
+        let (groups, grid) = Groups::new(groups)?.for_rows(count)?;
+        self.with(self.kernels.zero, grid, &[indices.numbers(&list)], stream, |index| ZeroParams {
+            indices: index[0],
+            count: signed(count),
+            rows: signed(rows),
+            fault: self.fault_address(),
+            groups,
         })
     }
 
     /// Writes `value[i]` to `table[row[i], column[i]]`, for `count` places, in one launch. With an echo, what was
-    /// written is also sent to it, as (row, column, value) in int32, row -1 where a place is not in the table.
+    /// written is also sent to it, as (row, column, value) in int32, row -1 where a place is not in the table: the caller has
+    /// seen that nobody captures `stream` then.
     ///
     /// # Errors
     /// [`ErrorKind::Config`] for more numbers of the host than cross at once; [`ErrorKind::Driver`] when the driver
-    /// refuses, and with an echo while `stream` is captured. What only the device knows to be wrong is left out and told
-    /// by [`Launcher::fault`].
+    /// refuses. What only the device knows to be wrong is left out and told by [`Launcher::fault`].
     pub fn write_points(
         &self,
         table: &Table<'_>,
@@ -406,8 +428,8 @@ impl Launcher {
     ) -> Result<Option<Held>> {
         let blocks = blocks(count)?;
         let write = |echo: *mut i32| {
-            self.with(&[row, column, value], stream, |index| {
-                let params = PointsParams {
+            self.with(self.kernels.write_points, [blocks, 1], &[row, column, value], stream, |index| {
+                PointsParams {
                     table: table.address(),
                     rows: signed(table.rows),
                     columns: signed(table.columns),
@@ -417,17 +439,12 @@ impl Launcher {
                     count: signed(count),
                     echo,
                     fault: self.fault_address(),
-                };
-                self.launch(self.kernels.write_points, [blocks, 1], &params, stream)
+                }
             })
         };
         let bytes = count.saturating_mul(3 * size_of::<i32>());
         let held = match echo {
             Some(ring) => {
-                self.gpu.not_capturing(
-                    stream,
-                    "a write to the table of what only the device knows, of which the host is told,",
-                )?;
                 ring.receive(bytes, stream, |region, at| write(region.at(at, bytes)?.as_ptr().cast()))?
             }
             None => None,
@@ -438,7 +455,8 @@ impl Launcher {
         Ok(held)
     }
 
-    /// Zeroes the first `lens[i]` columns of row `rows[i]` of the table, in one launch.
+    /// Zeroes the first `lens[i]` columns of row `rows[i]` of the table, in one launch on `stream`, which the caller has seen
+    /// to be captured by nobody.
     ///
     /// # Errors
     /// [`ErrorKind::Index`] for a place outside of the table, [`ErrorKind::Config`] for more than cross at once.
@@ -456,20 +474,17 @@ impl Launcher {
         }
         let rows: Vec<i32> = rows.iter().map(|row| row.cast_signed()).collect();
         let grid = ragged_grid(widen(*longest), rows.len())?;
-        self.ring
-            .upload(&[&rows, &indptr], None, stream, |region, offsets| {
-                let params = RaggedParams {
-                    table: table.address(),
-                    columns: signed(table.columns),
-                    rows: region.at(offsets[0], size_of_val(&rows[..]))?.as_ptr().cast_const().cast(),
-                    starts: ptr::null(),
-                    indptr: region.at(offsets[1], size_of_val(&indptr[..]))?.as_ptr().cast_const().cast(),
-                    values: ptr::null(),
-                    count: signed(rows.len()),
-                };
-                self.launch(self.kernels.write_ragged, grid, &params, stream)
+        self.with_arrays(self.kernels.write_ragged, grid, &[&rows, &indptr], stream, |arrays| {
+            Ok(RaggedParams {
+                table: table.address(),
+                columns: signed(table.columns),
+                rows: arrays.address(0, &rows)?,
+                starts: ptr::null(),
+                indptr: arrays.address(1, &indptr)?,
+                values: ptr::null(),
+                count: signed(rows.len()),
             })
-            .map(|_| ())
+        })
     }
 
     /// As [`build_kv_indices`](super::build_kv_indices), in one launch.
@@ -487,19 +502,16 @@ impl Launcher {
     ) -> Result<()> {
         let capacity = out.shape().numel();
         let grid = ragged_grid(table.columns.min(capacity), count)?;
-        self.with(&[row, indptr], stream, |index| {
-            let params = KvIndicesParams {
-                table: table.address(),
-                rows: signed(table.rows),
-                columns: signed(table.columns),
-                row: index[0],
-                indptr: index[1],
-                out: out.address().as_ptr().cast(),
-                capacity: signed(capacity),
-                count: signed(count),
-                fault: self.fault_address(),
-            };
-            self.launch(self.kernels.kv_indices, grid, &params, stream)
+        self.with(self.kernels.kv_indices, grid, &[row, indptr], stream, |index| KvIndicesParams {
+            table: table.address(),
+            rows: signed(table.rows),
+            columns: signed(table.columns),
+            row: index[0],
+            indptr: index[1],
+            out: out.address().as_ptr().cast(),
+            capacity: signed(capacity),
+            count: signed(count),
+            fault: self.fault_address(),
         })
     }
 

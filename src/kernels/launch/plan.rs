@@ -90,7 +90,8 @@ impl PlanBatch<'_> {
 }
 
 impl Launcher {
-    /// Writes the new slots of a batch to the table and all fields of its plan: one copy and one launch on `stream`.
+    /// Writes the new slots of a batch to the table and all fields of its plan, in one launch on `stream`, which the caller
+    /// has seen to be captured by nobody; behind a copy where the batch is too large for the parameters of a launch.
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for more numbers than cross at once,
@@ -110,33 +111,31 @@ impl Launcher {
         let int = |number: usize| i32::try_from(number).unwrap_or(i32::MAX);
         let at = |offset: usize| fields.region.at(offset, 0).map(NonNull::as_ptr);
         let some = |offset: Option<usize>| offset.map_or(Ok(std::ptr::null_mut()), at);
-        self.ring
-            .upload(&[&numbers, batch.pages], None, stream, |region, offsets| {
-                let params = PlanParams {
-                    requests: region.at(offsets[0], size_of_val(&numbers[..]))?.as_ptr().cast_const().cast(),
-                    pages: region.at(offsets[1], size_of_val(batch.pages))?.as_ptr().cast_const().cast(),
-                    table: table.address(),
-                    columns: signed(table.columns),
-                    out_cache_loc: at(fields.out_cache_loc)?.cast(),
-                    positions: at(fields.positions)?.cast(),
-                    slot_mapping: at(fields.slot_mapping)?.cast(),
-                    req_pool_indices: at(fields.req_pool_indices)?.cast(),
-                    seq_lens: at(fields.seq_lens)?.cast(),
-                    qo_indptr: at(fields.qo_indptr)?.cast(),
-                    kv_indptr: at(fields.kv_indptr)?.cast(),
-                    kv_last_page_len: at(fields.kv_last_page_len)?.cast(),
-                    kv_indices: some(fields.kv_indices)?.cast(),
-                    block_table: some(fields.block_table)?.cast(),
-                    page_size: batch.page_size.cast_signed(),
-                    width: int(batch.width),
-                    batch: int(batch.batch),
-                    padded_batch: int(batch.requests.len()),
-                    tokens: int(batch.tokens),
-                    kv_len: int(batch.kv_len),
-                };
-                self.launch(self.kernels.plan, grid, &params, stream)
+        let arrays = [&numbers[..], batch.pages];
+        self.with_arrays(self.kernels.plan, grid, &arrays, stream, |arrays| {
+            Ok(PlanParams {
+                requests: arrays.address(0, &numbers)?,
+                pages: arrays.address(1, batch.pages)?,
+                table: table.address(),
+                columns: signed(table.columns),
+                out_cache_loc: at(fields.out_cache_loc)?.cast(),
+                positions: at(fields.positions)?.cast(),
+                slot_mapping: at(fields.slot_mapping)?.cast(),
+                req_pool_indices: at(fields.req_pool_indices)?.cast(),
+                seq_lens: at(fields.seq_lens)?.cast(),
+                qo_indptr: at(fields.qo_indptr)?.cast(),
+                kv_indptr: at(fields.kv_indptr)?.cast(),
+                kv_last_page_len: at(fields.kv_last_page_len)?.cast(),
+                kv_indices: some(fields.kv_indices)?.cast(),
+                block_table: some(fields.block_table)?.cast(),
+                page_size: batch.page_size.cast_signed(),
+                width: int(batch.width),
+                batch: int(batch.batch),
+                padded_batch: int(batch.requests.len()),
+                tokens: int(batch.tokens),
+                kv_len: int(batch.kv_len),
             })
-            .map(|_| ())
+        })
     }
 }
 

@@ -8,7 +8,7 @@ use crate::base::{Device, Error, ErrorKind, Result};
 use crate::memory::{Borrowed, Image, Region, Stream};
 
 use super::driver::{
-    ContextHandle, DevicePtr, Driver, EventHandle, FunctionHandle, Relaxed as RelaxedThread, StreamMode,
+    ContextHandle, DevicePtr, Driver, EventHandle, FunctionHandle, Relaxed as RelaxedThread, Rows, StreamMode,
 };
 use super::parked::Parked;
 use super::{Event, probe};
@@ -265,6 +265,24 @@ impl Gpu {
         unsafe { self.driver.copy(at(target), at(source), bytes(source), stream) }
     }
 
+    /// As [`Gpu::copy`], for rows of bytes that lie apart: both tensors are `[rows, bytes]`, and the bytes of a row one after
+    /// the other. At most 2 GiB lie from a row to the next.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`] when they are not such tensors, [`ErrorKind::Driver`] when the driver refuses.
+    pub fn copy_2d(&self, target: &Borrowed<'_>, source: &Borrowed<'_>, stream: Stream) -> Result<()> {
+        let (to, from) = (rows(target)?, rows(source)?);
+        if to.1 != from.1 {
+            return Err(Error::config("only as many rows of as many bytes can be copied"));
+        }
+        if to.1.contains(&0) {
+            return Ok(());
+        }
+        let _entered = self.enter()?;
+        // SAFETY: `Borrowed` promises the elements of both.
+        unsafe { self.driver.copy_2d(to.0, from.0, to.1, stream) }
+    }
+
     /// Fills bytes of a region on this device with `value`, in the order of `stream`.
     ///
     /// # Errors
@@ -360,6 +378,21 @@ impl Gpu {
     pub(super) fn keep_event(&self, event: EventHandle) {
         lock(&self.events).push(event);
     }
+}
+
+/// A tensor of rows of bytes, and how many rows of how many bytes they are.
+fn rows(tensor: &Borrowed<'_>) -> Result<(Rows, [usize; 2])> {
+    let extent = |extent: i64| usize::try_from(extent).ok();
+    let found = match (tensor.shape().as_slice(), tensor.strides().as_slice()) {
+        (&[rows, bytes], &[pitch, 1]) if tensor.dtype().size() == 1 => {
+            extent(rows).zip(extent(bytes)).zip(extent(pitch))
+        }
+        _ => None,
+    };
+    let ((rows, bytes), pitch) =
+        found.ok_or_else(|| Error::config("only rows of bytes can be copied as they lie"))?;
+    let is_on_host = tensor.device() == Device::Cpu;
+    Ok((Rows { address: tensor.address().as_ptr(), pitch, is_on_host }, [rows, bytes]))
 }
 
 /// Whether a driver call would come from the child of a process that used the driver.

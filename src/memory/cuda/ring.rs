@@ -97,12 +97,12 @@ impl Ring {
     /// Copies `arrays` to the twin, or to byte `to` of `target` if that is given, and has `work` enqueue what uses
     /// them there: it gets the region and the byte of each array.
     ///
-    /// Returns the point after the copy and the work.
+    /// Returns the point after the copy and the work. The caller has seen that nobody captures `stream`, as
+    /// [`Ring::not_capturing`] does: a graph would repeat the copy, of memory that holds other numbers by then.
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when they are more than the ring holds,
-    /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) while `stream` is captured or when the driver refuses,
-    /// what `work` says.
+    /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the driver refuses, what `work` says.
     pub fn upload<T: Plain>(
         &self,
         arrays: &[&[T]],
@@ -110,7 +110,6 @@ impl Ring {
         stream: Stream,
         work: impl FnOnce(&Region, &[usize]) -> Result<()>,
     ) -> Result<Arc<Event>> {
-        self.gpu.not_capturing(stream, "a copy of numbers from the host, in memory that is used again,")?;
         let mut offsets = Vec::with_capacity(arrays.len());
         let mut bytes = 0usize;
         for array in arrays {
@@ -140,6 +139,14 @@ impl Ring {
             });
         let done = self.seal(&mut pieces, range, false, stream)?;
         enqueued.map(|()| done)
+    }
+
+    /// Checks that numbers of the host can cross for work on `stream`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) while it is captured.
+    pub fn not_capturing(&self, stream: Stream) -> Result<()> {
+        self.gpu.not_capturing(stream, "a copy of numbers from the host, in memory that is used again,")
     }
 
     /// Has `work` enqueue something that writes `bytes` bytes to host memory, at the byte of the region that it

@@ -22,7 +22,7 @@ pub(super) struct Remote {
 }
 
 impl BatchPlanner {
-    /// Has the device write the table and the fields: one copy and one launch.
+    /// Has the device write the table and the fields: one launch, and a copy before it if they are many.
     pub(super) fn launch(
         &mut self,
         batch: &[Growth],

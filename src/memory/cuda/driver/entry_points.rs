@@ -47,6 +47,7 @@ macro_rules! entry_points {
             cuMemHostAlloc(address: *mut *mut c_void, bytes: usize, flags: c_uint);
             cuMemHostRegister_v2(address: *mut c_void, bytes: usize, flags: c_uint);
             cuMemHostUnregister(address: *mut c_void);
+            cuMemcpy2DAsync_v2(copy: *const Copy2d, stream: StreamHandle);
             cuMemcpyAsync(target: DevicePtr, source: DevicePtr, bytes: usize, stream: StreamHandle);
             cuMemcpyDtoHAsync_v2(target: *mut c_void, source: DevicePtr, bytes: usize, stream: StreamHandle);
             cuMemcpyHtoDAsync_v2(target: DevicePtr, source: *const c_void, bytes: usize, stream: StreamHandle);

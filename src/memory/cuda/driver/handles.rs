@@ -3,7 +3,7 @@
 //! All are numbers of the size that the driver's header gives them, so that they cross threads; the table compares
 //! them with that header.
 
-use std::ffi::{CStr, c_char, c_int};
+use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::ptr;
 
 use crate::memory::Stream;
@@ -120,6 +120,39 @@ pub(super) struct DeviceAttribute(c_int);
 impl DeviceAttribute {
     pub(super) const CAPABILITY_MAJOR: Self = Self(75);
     pub(super) const CAPABILITY_MINOR: Self = Self(76);
+}
+
+/// `CUmemorytype`.
+#[repr(transparent)]
+#[derive(Clone, Copy, Debug)]
+pub(super) struct MemoryType(c_uint);
+
+impl MemoryType {
+    pub(super) const HOST: Self = Self(1);
+    pub(super) const DEVICE: Self = Self(2);
+}
+
+/// One side of `CUDA_MEMCPY2D`: rows of bytes in memory of the host or of a device.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Side {
+    pub(super) x: usize,
+    pub(super) y: usize,
+    pub(super) kind: MemoryType,
+    pub(super) host: *mut c_void,
+    pub(super) device: DevicePtr,
+    pub(super) array: *mut c_void,
+    pub(super) pitch: usize,
+}
+
+/// `CUDA_MEMCPY2D`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Copy2d {
+    pub(super) source: Side,
+    pub(super) target: Side,
+    pub(super) width: usize,
+    pub(super) height: usize,
 }
 
 /// A constant text of the driver, or null.

@@ -17,7 +17,10 @@ use std::ptr;
 use crate::base::{Error, ErrorKind, Result};
 use crate::memory::Stream;
 
-use handles::{CaptureMode, CaptureStatus, Code, DeviceAttribute, FunctionAttribute, LookupStatus, Text};
+use handles::{
+    CaptureMode, CaptureStatus, Code, Copy2d, DeviceAttribute, FunctionAttribute, LookupStatus, MemoryType,
+    Side, Text,
+};
 pub(super) use handles::{ContextHandle, DevicePtr, EventHandle, FunctionHandle, ModuleHandle};
 use table::Table;
 
@@ -36,6 +39,30 @@ pub(super) enum StreamMode {
     Captured,
     /// Nothing: the stream was destroyed.
     Gone,
+}
+
+/// One side of a copy of rows of bytes, which lie `pitch` bytes apart.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Rows {
+    pub(super) address: *mut u8,
+    pub(super) pitch: usize,
+    /// Whether the address means host memory.
+    pub(super) is_on_host: bool,
+}
+
+impl Rows {
+    const fn side(self, device: DevicePtr) -> Side {
+        let kind = if self.is_on_host { MemoryType::HOST } else { MemoryType::DEVICE };
+        Side {
+            x: 0,
+            y: 0,
+            kind,
+            host: self.address.cast(),
+            device,
+            array: ptr::null_mut(),
+            pitch: self.pitch,
+        }
+    }
 }
 
 /// The driver of this machine.
@@ -238,6 +265,22 @@ impl Driver {
         stream: Stream,
     ) -> Result<()> {
         checked!(self, cuMemcpyAsync(target, source, bytes, stream.into()))
+    }
+
+    /// As [`Driver::copy`], for `height` rows of `width` bytes.
+    ///
+    /// # Safety
+    /// As there, for each row.
+    pub(super) unsafe fn copy_2d(
+        self,
+        target: Rows,
+        source: Rows,
+        [height, width]: [usize; 2],
+        stream: Stream,
+    ) -> Result<()> {
+        let side = |rows: Rows| rows.side(DevicePtr::of(rows.address));
+        let copy = Copy2d { source: side(source), target: side(target), width, height };
+        checked!(self, cuMemcpy2DAsync_v2(&raw const copy, stream.into()))
     }
 
     /// # Safety

@@ -9,7 +9,7 @@ use cudarc::driver::sys;
 
 use super::entry_points::entry_points;
 use super::handles::{
-    CaptureMode, CaptureStatus, Code, ContextHandle, DeviceAttribute, DevicePtr, EventHandle,
+    CaptureMode, CaptureStatus, Code, ContextHandle, Copy2d, DeviceAttribute, DevicePtr, EventHandle,
     FunctionAttribute, FunctionHandle, LookupStatus, ModuleHandle, StreamHandle, Text,
 };
 
@@ -48,6 +48,7 @@ stands! {
     CaptureStatus => sys::CUstreamCaptureStatus;
     Code => sys::CUresult;
     ContextHandle => sys::CUcontext;
+    Copy2d => sys::CUDA_MEMCPY2D;
     DeviceAttribute => sys::CUdevice_attribute;
     DevicePtr => sys::CUdeviceptr;
     EventHandle => sys::CUevent;
@@ -58,6 +59,11 @@ stands! {
     StreamHandle => sys::CUstream;
     Text => *const c_char;
 }
+
+const _: () =
+    assert!(std::mem::offset_of!(Copy2d, target) == std::mem::offset_of!(sys::CUDA_MEMCPY2D, dstXInBytes));
+const _: () =
+    assert!(std::mem::offset_of!(Copy2d, width) == std::mem::offset_of!(sys::CUDA_MEMCPY2D, WidthInBytes));
 
 impl<T: Stands> Stands for *mut T {
     type For = *mut Header<T>;

@@ -5,6 +5,7 @@ mod control;
 mod copies;
 mod cubins;
 mod errors;
+mod floats;
 mod kernels;
 mod loading;
 mod memory;

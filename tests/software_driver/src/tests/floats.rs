@@ -1,0 +1,171 @@
+//! 8-bit floats as the kernels make them, beside the division and the rounding that define them.
+
+// As `params.cuh` numbers them.
+const F32: i32 = 1;
+const F16: i32 = 2;
+const BF16: i32 = 3;
+const E4M3: i32 = 4;
+const E5M2: i32 = 5;
+
+unsafe extern "C" {
+    safe fn software_divide(value: f32, divisor: f32, reciprocal: f32) -> f32;
+    fn software_store_eight(dtype: i32, values: *const f32, divisor: f32, reciprocal: f32) -> u64;
+    safe fn software_store_one(dtype: i32, value: f32) -> u8;
+    safe fn software_load(dtype: i32, bits: u32) -> f32;
+}
+
+/// Numbers without an order, the same each time.
+struct Random(u64);
+
+impl Random {
+    fn bits(&mut self) -> u32 {
+        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        u32::try_from((mixed ^ (mixed >> 31)) >> 32).unwrap_or(0)
+    }
+
+    /// A float with an exponent of `powers`.
+    fn float(&mut self, powers: std::ops::RangeInclusive<i32>) -> f32 {
+        let count = u32::try_from(powers.end() - powers.start() + 1).unwrap_or(1);
+        let power = powers.start() + i32::try_from(self.bits() % count).unwrap_or(0);
+        let exponent = u32::try_from(power + 127).unwrap_or(0);
+        f32::from_bits(exponent << 23 | self.bits() >> 9)
+    }
+}
+
+/// As the launcher computes it.
+fn reciprocal(divisor: f32) -> f32 {
+    let [least, most] = [-60, 60].map(|power| f32::powi(2.0, power));
+    if (least..=most).contains(&divisor) { 1.0 / divisor } else { 0.0 }
+}
+
+fn check_eight(values: [f32; 8], divisor: f32) {
+    for dtype in [E4M3, E5M2] {
+        // SAFETY: it reads eight values.
+        let made = unsafe { software_store_eight(dtype, values.as_ptr(), divisor, reciprocal(divisor)) };
+        // A division keeps what NaNs have as a sign here, as `store_eight` does on every device.
+        let expected = values.map(|value| software_store_one(dtype, value / divisor));
+        assert_eq!(made.to_le_bytes(), expected, "{values:?} / {divisor} as {dtype}");
+    }
+}
+
+/// `check_eight` of any number of values.
+fn check_all(values: impl Iterator<Item = f32>, divisor: f32) {
+    let values: Vec<f32> = values.collect();
+    for chunk in values.chunks(8) {
+        let mut eight = [0.0; 8];
+        eight[..chunk.len()].copy_from_slice(chunk);
+        check_eight(eight, divisor);
+    }
+}
+
+fn scales() -> Vec<f32> {
+    let mut random = Random(7);
+    let mut scales =
+        vec![1.0, 0.5, 2.0, 0.1, 1.0 / 3.0, 3.0, 448.0, 57344.0, 1.0 / 448.0, 0.999_999_94, 1.000_000_1];
+    scales.extend([f32::MIN_POSITIVE, f32::from_bits(1), f32::MAX, 1e-30, 1e30]);
+    scales.extend([-60, -61, 60, 61].map(|power| f32::powi(2.0, power)));
+    scales.extend((0..20).map(|_| random.float(-8..=8)));
+    scales.extend((0..12).map(|_| random.float(-64..=64)));
+    scales
+}
+
+#[test]
+fn every_half_is_divided_and_rounded_as_defined() {
+    for divisor in scales() {
+        for dtype in [F16, BF16] {
+            check_all((0..=0xFFFF).map(|bits| software_load(dtype, bits)), divisor);
+        }
+    }
+}
+
+#[test]
+fn floats_are_divided_and_rounded_as_defined() {
+    let mut random = Random(1);
+    for scale in scales() {
+        // Every float near a tie, times the scale: there a wrong bit shows.
+        for (dtype, beyond) in [(E4M3, 480.0), (E5M2, 65536.0)] {
+            let codes = (0..0x80).map(|code| software_load(dtype, code)).filter(|code| code.is_finite());
+            let codes: Vec<f32> = codes.chain([beyond]).collect();
+            let ties = codes.windows(2).map(|pair| f32::midpoint(pair[0], pair[1]));
+            let near = ties.flat_map(|tie| (0..99).map(move |step| (tie * scale).to_bits() + step));
+            let near = near.map(|bits| f32::from_bits(bits.saturating_sub(49)));
+            check_all(near.flat_map(|value| [value, -value]), scale);
+        }
+        check_all((0..100_000).map(|_| f32::from_bits(random.bits())), scale);
+    }
+    for _ in 0..500_000 {
+        let divisor = random.float(-70..=70);
+        check_eight(std::array::from_fn(|_| f32::from_bits(random.bits())), divisor);
+        check_eight(std::array::from_fn(|_| random.float(-20..=20)), divisor);
+    }
+}
+
+#[test]
+fn quotients_have_every_bit_of_the_division() {
+    let check = |value: f32, divisor: f32| {
+        let made = software_divide(value, divisor, 1.0 / divisor);
+        assert_eq!(made.to_bits(), (value / divisor).to_bits(), "{value:?} / {divisor:?}");
+    };
+    let mut random = Random(3);
+    for _ in 0..20_000_000 {
+        check(random.float(-60..=59), random.float(-60..=59));
+    }
+    // Significands at both ends, where the estimate is farthest off, and those whose reciprocals are.
+    let ends = || (0..600).flat_map(|step| [0x3F80_0000 + step, 0x3FFF_FFFF - step]).map(f32::from_bits);
+    for value in ends() {
+        for divisor in ends() {
+            check(value, divisor);
+            check(-value, divisor);
+            check(value * f32::powi(2.0, -60), divisor * f32::powi(2.0, 59));
+        }
+    }
+    // Every significand, with a few divisors.
+    for divisor in
+        [0x3FFF_FFFF, 0x3FFF_FFFE, 0x3F80_0001, 0x3FB5_04F3, 0x3FC0_0001, 0x3FAA_AAAB].map(f32::from_bits)
+    {
+        for significand in 0x3F80_0000..0x4000_0000 {
+            check(f32::from_bits(significand), divisor);
+        }
+    }
+    assert_eq!(software_divide(-0.0, 3.0, 1.0 / 3.0).to_bits(), (-0.0f32).to_bits());
+    assert_eq!(software_divide(0.0, 3.0, 1.0 / 3.0).to_bits(), 0);
+}
+
+#[test]
+fn floats_load_as_their_formats_say() {
+    for bits in 0..=0xFFFFu32 {
+        let (sign, exponent, mantissa) = (bits >> 15, bits >> 10 & 31, f64::from(bits & 1023));
+        let magnitude = match exponent {
+            0 => mantissa * f64::powi(2.0, -24),
+            31 if mantissa > 0.0 => f64::NAN,
+            31 => f64::INFINITY,
+            _ => (1024.0 + mantissa) * f64::powi(2.0, i32::try_from(exponent).unwrap_or(0) - 25),
+        };
+        let value = f64::from(software_load(F16, bits));
+        assert_eq!(value.is_sign_negative(), sign == 1);
+        assert!(
+            value.abs().to_bits() == magnitude.to_bits() || (value.is_nan() && magnitude.is_nan()),
+            "{bits:#x}"
+        );
+        assert_eq!(software_load(BF16, bits).to_bits(), bits << 16);
+        // What 8 bits tell is the upper half of a binary16.
+        assert_eq!(software_load(E5M2, bits >> 8).to_bits(), software_load(F16, bits >> 8 << 8).to_bits());
+    }
+    for code in 0..=0xFFu32 {
+        let (exponent, mantissa) = (code >> 3 & 15, f64::from(code & 7));
+        let magnitude = match (exponent, code & 7) {
+            (15, 7) => f64::NAN,
+            (0, _) => mantissa * f64::powi(2.0, -9),
+            _ => (8.0 + mantissa) * f64::powi(2.0, i32::try_from(exponent).unwrap_or(0) - 10),
+        };
+        let value = f64::from(software_load(E4M3, code));
+        assert_eq!(value.is_sign_negative(), code >= 0x80);
+        assert!(
+            value.abs().to_bits() == magnitude.to_bits() || (value.is_nan() && magnitude.is_nan()),
+            "{code:#x}"
+        );
+    }
+    assert_eq!(software_load(F32, 1).to_bits(), 1);
+}
