@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from kvpool import _kvpool
 from kvpool._kvpool import _Workspace
-from kvpool.errors import WorkspaceExhaustedError
+from kvpool.errors import ConfigError, WorkspaceExhaustedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -62,6 +63,7 @@ class Workspace(_Workspace):
         Raises:
             WorkspaceExhaustedError: If PyTorch asks for more than is left.
             RuntimeError: If another thread uses the workspace, or it is closed.
+            ConfigError: If PyTorch before 2.11 is told to use expandable segments, which no arena gives.
             ModuleNotFoundError: If PyTorch is not installed.
         """
         import torch  # noqa: PLC0415 - only who calls this needs it
@@ -92,7 +94,10 @@ class Workspace(_Workspace):
         import torch  # noqa: PLC0415 - only who calls this needs it
 
         if self._mem_pool is None:
-            self._mem_pool = torch.cuda.MemPool(_allocator().allocator())
+            _expect_fixed_segments()
+            # A pool serves the device that is current when it is made.
+            with torch.cuda.device(self.device):
+                self._mem_pool = torch.cuda.MemPool(_allocator().allocator())
         self._is_routed = True
         try:
             with torch.cuda.use_mem_pool(self._mem_pool, device=self.device):
@@ -117,7 +122,7 @@ class Workspace(_Workspace):
         # PyTorch has memory of the arena; what of it no tensor has goes back with the pool.
         if self._mem_pool is None or _has_tensors(self._mem_pool):
             return False
-        self._mem_pool = None
+        self._forget_mem_pool()
         return self._reset()
 
     def close(self) -> None:
@@ -127,7 +132,16 @@ class Workspace(_Workspace):
             RuntimeError: If another thread uses the workspace, or within `use()`.
         """
         self._close()
-        self._mem_pool = None
+        self._forget_mem_pool()
+
+    def _forget_mem_pool(self) -> None:
+        """Let go of what PyTorch keeps of the arena, on the arena's device."""
+        if self._mem_pool is None:
+            return
+        import torch  # noqa: PLC0415 - it is there, as it made the pool
+
+        with torch.cuda.device(self.device):
+            self._mem_pool = None
 
     def __enter__(self) -> Self:
         """The workspace, which is closed at the end."""
@@ -146,6 +160,19 @@ def _allocator() -> Any:  # noqa: ANN401 - PyTorch's, which need not be installe
     return torch.cuda.memory.CUDAPluggableAllocator(
         _kvpool.__file__, "kvpool_workspace_alloc", "kvpool_workspace_free"
     )
+
+
+def _expect_fixed_segments() -> None:
+    """Refuse segments that PyTorch would map by itself, past the arena."""
+    import torch  # noqa: PLC0415 - only who calls this needs it
+
+    major, minor = (int(number) for number in torch.__version__.split(".")[:2])
+    options = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    if (major, minor) < (2, 11) and "expandable_segments:True" in options.replace(" ", ""):
+        raise ConfigError(
+            f"PyTorch {major}.{minor} does not take expandable segments from an arena: leave"
+            " expandable_segments:True out of PYTORCH_ALLOC_CONF, or use PyTorch 2.11 or later"
+        )
 
 
 def _has_tensors(mem_pool: Any) -> bool:  # noqa: ANN401 - PyTorch's, which need not be installed

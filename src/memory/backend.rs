@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use crate::base::{Device, Result};
 
-use super::Gpu;
+use super::{Gpu, Users};
 
 /// Every block begins at a multiple of this many bytes.
 pub const ALIGNMENT: usize = 256;
@@ -66,10 +66,10 @@ pub trait Backend: Debug + Send + Sync {
     /// not enough; nothing is taken then.
     fn allocate(&self, bytes: usize) -> Result<Block>;
 
-    /// Takes a block back.
+    /// Takes a block back, after the work that was enqueued on streams of `users`.
     ///
     /// # Safety
     /// `block` came from this backend's `allocate`, was not taken back before, and nobody touches its memory
-    /// any more.
-    unsafe fn deallocate(&self, block: Block);
+    /// any more but that work.
+    unsafe fn deallocate(&self, block: Block, users: &Users);
 }

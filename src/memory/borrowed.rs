@@ -5,6 +5,9 @@ use std::ptr::NonNull;
 
 use crate::base::{DType, Device, Dims, Error, Result, contiguous_strides};
 
+use super::Stream;
+use super::users::note_at;
+
 /// A tensor that somebody else keeps alive for `'a`: address, dtype, device, shape and strides (in elements).
 ///
 /// The memory may be written by others at any time, so it is only ever read and written through raw copies.
@@ -90,6 +93,14 @@ impl Borrowed<'_> {
         let extent = i64::try_from(count).ok()?;
         let (shape, strides) = (Dims::new(&[extent]).ok()?, Dims::new(&[0]).ok()?);
         (self.shape.numel() == 1).then_some(Self { shape, strides, ..*self })
+    }
+
+    /// Notes that work on `stream` uses its memory, if that is a device's and came from a backend: it goes back, or is
+    /// handed out anew, after that work then, also when its owner drops it before.
+    pub fn used_on(&self, stream: Stream) {
+        if self.device != Device::Cpu {
+            note_at(self.address.as_ptr().addr(), stream);
+        }
     }
 
     /// Checks that it is on `device`, where the pool is.

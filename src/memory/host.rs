@@ -5,7 +5,7 @@ use std::ptr::NonNull;
 
 use crate::base::{Device, Error, ErrorKind, Result};
 
-use super::{ALIGNMENT, Backend, Block};
+use super::{ALIGNMENT, Backend, Block, Users};
 
 /// From this size on memory is mapped, page by page as it is touched, instead of taken from the heap.
 const MAP_FROM: usize = 1 << 20;
@@ -41,7 +41,7 @@ impl Backend for Host {
         address.map(|address| Block::new(address, bytes)).ok_or_else(|| out_of_memory(bytes))
     }
 
-    unsafe fn deallocate(&self, block: Block) {
+    unsafe fn deallocate(&self, block: Block, _users: &Users) {
         if block.bytes() >= MAP_FROM {
             // SAFETY: `allocate` mapped exactly this range, and the caller gives it up.
             unsafe { libc::munmap(block.address().as_ptr().cast(), block.bytes()) };

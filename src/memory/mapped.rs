@@ -1,12 +1,13 @@
 //! Large host memory, mapped as its owner wishes and page-locked step by step.
 
 use std::ops::Range;
+use std::ptr::{self, NonNull};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::base::{Device, Error, Result};
 
 use super::host::map;
-use super::{Backend, Block, Gpu, Host, PageLock, Region};
+use super::{Backend, Block, Gpu, Host, PageLock, Region, Users};
 
 /// Bytes of an explicit huge page.
 const HUGE_PAGE: usize = 2 << 20;
@@ -20,11 +21,31 @@ pub const PAGE: usize = 4096;
 pub struct Mapped {
     numa_node: Option<usize>,
     wants_huge_pages: bool,
-    /// The blocks that are in explicit huge pages, by address.
-    huge: Mutex<Vec<usize>>,
+    blocks: Mutex<Vec<Mapping>>,
     notes: Mutex<Vec<String>>,
-    /// By address. They go before the memory does.
-    locks: Mutex<Vec<(usize, PageLock)>>,
+}
+
+/// A block that is out.
+#[derive(Debug)]
+struct Mapping {
+    pages: Arc<Pages>,
+    /// What page-locks parts of it, and keeps the pages until they are unlocked.
+    locks: Vec<PageLock>,
+}
+
+/// Mapped pages, until this drops.
+#[derive(Debug)]
+struct Pages {
+    range: Range<usize>,
+    are_huge: bool,
+}
+
+impl Drop for Pages {
+    fn drop(&mut self) {
+        let address = ptr::with_exposed_provenance_mut(self.range.start);
+        // SAFETY: exactly this range was mapped, and neither its owner nor a lock of its pages is there any more.
+        unsafe { libc::munmap(address, self.range.len()) };
+    }
 }
 
 impl Mapped {
@@ -44,7 +65,7 @@ impl Mapped {
 
     /// Whether the memory is in explicit huge pages.
     pub fn has_huge_pages(&self) -> bool {
-        !lock(&self.huge).is_empty()
+        lock(&self.blocks).iter().any(|block| block.pages.are_huge)
     }
 
     /// What could not be had, in words, once.
@@ -60,17 +81,33 @@ impl Mapped {
     pub fn lock_pages(&self, gpu: &Arc<Gpu>, region: &Region, bytes: &Range<usize>) -> Result<()> {
         touch(region, bytes)?;
         let tensor = region.bytes_at(bytes.start, bytes.len())?;
-        if let Some(locked) = PageLock::new(gpu, &tensor)? {
-            lock(&self.locks).push((tensor.address().as_ptr().addr(), locked));
+        let start = region.address().as_ptr().addr();
+        let pages = lock(&self.blocks)
+            .iter()
+            .find(|block| block.pages.range.start == start)
+            .map(|block| Arc::clone(&block.pages));
+        let (Some(pages), Some(users)) = (pages, region.users()) else {
+            return Err(Error::config("memory of another backend cannot be page-locked through this one"));
+        };
+        let locked = PageLock::new(gpu, &tensor, users, pages)?;
+        if let Some(block) = lock(&self.blocks).iter_mut().find(|block| block.pages.range.start == start) {
+            block.locks.extend(locked);
         }
         Ok(())
     }
 
     /// In huge pages, where the system has reserved enough of them.
     fn allocate_huge(&self, bytes: usize) -> Option<Block> {
-        let address = map_huge(bytes.checked_next_multiple_of(HUGE_PAGE)?)?;
-        lock(&self.huge).push(address.as_ptr().addr());
-        Some(Block::new(address, bytes))
+        let mapped = bytes.checked_next_multiple_of(HUGE_PAGE)?;
+        Some(self.keep(map_huge(mapped)?, mapped, true, bytes))
+    }
+
+    /// Notes pages that were mapped for a block of `bytes`.
+    fn keep(&self, address: NonNull<u8>, mapped: usize, are_huge: bool, bytes: usize) -> Block {
+        let start = address.as_ptr().expose_provenance();
+        let pages = Arc::new(Pages { range: start..start + mapped, are_huge });
+        lock(&self.blocks).push(Mapping { pages, locks: Vec::new() });
+        Block::new(address, bytes)
     }
 
     fn note(&self, note: String) {
@@ -94,12 +131,12 @@ impl Backend for Mapped {
                 std::io::Error::last_os_error()
             ));
         }
-        let block = match huge {
-            Some(block) => block,
-            None => Block::new(
-                map(bytes.next_multiple_of(PAGE)).ok_or_else(|| super::host::out_of_memory(bytes))?,
-                bytes,
-            ),
+        let block = if let Some(block) = huge {
+            block
+        } else {
+            let mapped = bytes.next_multiple_of(PAGE);
+            let address = map(mapped).ok_or_else(|| super::host::out_of_memory(bytes))?;
+            self.keep(address, mapped, false, bytes)
         };
         if let Some(node) = self.numa_node
             && let Err(cause) = prefer_node(&block, node)
@@ -109,23 +146,19 @@ impl Backend for Mapped {
         Ok(block)
     }
 
-    unsafe fn deallocate(&self, block: Block) {
-        let start = block.address().as_ptr().addr();
-        let range = start..start + block.bytes();
-        lock(&self.locks).retain(|(address, _)| !range.contains(address));
+    unsafe fn deallocate(&self, block: Block, users: &Users) {
         if block.bytes() == 0 {
             // SAFETY: it came from the host's backend, and the caller gives it up.
-            unsafe { Host.deallocate(block) };
+            unsafe { Host.deallocate(block, users) };
             return;
         }
-        let mut huge = lock(&self.huge);
-        let at = huge.iter().position(|&address| address == start);
-        let page = at.map_or(PAGE, |at| {
-            huge.swap_remove(at);
-            HUGE_PAGE
-        });
-        // SAFETY: `allocate` mapped exactly this range, and the caller gives it up.
-        unsafe { libc::munmap(block.address().as_ptr().cast(), block.bytes().next_multiple_of(page)) };
+        let start = block.address().as_ptr().addr();
+        let mut blocks = lock(&self.blocks);
+        let at = blocks.iter().position(|block| block.pages.range.start == start);
+        let mapping = at.map(|at| blocks.swap_remove(at));
+        drop(blocks);
+        // The locks go first, after the work of their users, and the pages with the last of them.
+        drop(mapping);
     }
 }
 
@@ -150,17 +183,17 @@ fn touch(region: &Region, bytes: &Range<usize>) -> Result<()> {
 }
 
 #[cfg(target_os = "linux")]
-fn map_huge(bytes: usize) -> Option<std::ptr::NonNull<u8>> {
+fn map_huge(bytes: usize) -> Option<NonNull<u8>> {
     let protection = libc::PROT_READ | libc::PROT_WRITE;
     // They are reserved now: what is promised here and not there later would end the process.
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_HUGETLB;
     // SAFETY: an anonymous mapping at an address of the kernel's choice touches no memory in use.
-    let address = unsafe { libc::mmap(std::ptr::null_mut(), bytes, protection, flags, -1, 0) };
-    if address == libc::MAP_FAILED { None } else { std::ptr::NonNull::new(address.cast()) }
+    let address = unsafe { libc::mmap(ptr::null_mut(), bytes, protection, flags, -1, 0) };
+    if address == libc::MAP_FAILED { None } else { NonNull::new(address.cast()) }
 }
 
 #[cfg(not(target_os = "linux"))]
-fn map_huge(_bytes: usize) -> Option<std::ptr::NonNull<u8>> {
+fn map_huge(_bytes: usize) -> Option<NonNull<u8>> {
     None
 }
 

@@ -5,40 +5,46 @@
 //! [`Count`] stand in front of any backend.
 //!
 //! A [`Gpu`] is a device in use: it runs work in the order of a [`Stream`], [`Event`]s are points in that work, and a
-//! [`Ring`] is how small arrays cross. Without the feature `cuda` these types have no values, so that what is built
-//! on them needs no feature of its own.
+//! [`Ring`] is how small arrays cross. Without the feature `cuda` no [`Gpu`] can be opened, so that what is built on it
+//! needs no feature of its own.
 
 mod backend;
 mod borrowed;
-#[cfg(feature = "cuda")]
 mod cuda;
 mod host;
 mod image;
 mod mapped;
-#[cfg(not(feature = "cuda"))]
-mod no_cuda;
 mod region;
 mod stream;
+mod users;
 mod wrappers;
 
 pub use backend::{ALIGNMENT, Backend, Block};
 pub use borrowed::Borrowed;
-#[cfg(feature = "cuda")]
 pub use cuda::{Cuda, Event, Function, Gpu, Held, PageLock, Pinned, Ring};
 pub use host::Host;
 pub use image::Image;
 pub use mapped::{Mapped, PAGE};
-#[cfg(not(feature = "cuda"))]
-pub use no_cuda::{Cuda, Event, Function, Gpu, Held, PageLock, Pinned, Ring};
 pub use region::{Number, Plain, Region, Returned};
 pub use stream::Stream;
+pub use users::Users;
 pub use wrappers::{Count, Fail, Limit};
 
+use std::any::Any;
+use std::fmt::Debug;
 use std::sync::Arc;
 
 use crate::base::{Device, Result};
 
-/// The backend for `device`. On a GPU its memory is zeroed in the order of `stream`.
+/// Something that keeps memory of others for as long as it lives; it may be dropped on any thread.
+pub type Keep = Arc<dyn Keeps>;
+
+/// What can be in a [`Keep`].
+pub trait Keeps: Debug + Any + Send + Sync {}
+
+impl<T: Debug + Any + Send + Sync> Keeps for T {}
+
+/// The backend for `device`. On a GPU its memory is zeroed on `stream`, which is waited for.
 ///
 /// # Errors
 /// [`ErrorKind::BackendUnavailable`](crate::base::ErrorKind::BackendUnavailable) when `device` cannot be used here,
@@ -50,11 +56,13 @@ pub fn backend_for(device: Device, stream: Stream) -> Result<Arc<dyn Backend>> {
     }
 }
 
-/// Host memory that devices reach directly: page-locked where there is a driver, pageable where there is none.
-#[must_use]
-pub fn pinned_if_possible() -> Arc<dyn Backend> {
-    match Gpu::any() {
-        Ok(gpu) => Arc::new(Pinned::new(&gpu)),
-        Err(_) => Arc::new(Host),
+/// As [`backend_for`], but nobody waits: on a GPU its memory is zeroed in the order of `stream`.
+///
+/// # Errors
+/// As [`backend_for`].
+pub fn backend_in_order(device: Device, stream: Stream) -> Result<Arc<dyn Backend>> {
+    match device {
+        Device::Cpu => Ok(Arc::new(Host)),
+        Device::Cuda(ordinal) => Ok(Arc::new(Cuda::in_order(&Gpu::open(ordinal)?, stream))),
     }
 }

@@ -7,7 +7,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::base::{DType, Device, Dims, Error, Result, contiguous_strides, reserve};
 
-use super::{Backend, Block, Borrowed, Gpu};
+use super::users::{announce, forget};
+use super::{Backend, Block, Borrowed, Gpu, Stream, Users};
 
 /// Contiguous memory that goes back where it came from when it is dropped.
 ///
@@ -50,8 +51,8 @@ struct Line {
 
 #[derive(Debug)]
 enum Owner {
-    /// The block is this backend's.
-    Backend(Arc<dyn Backend>),
+    /// The block is this backend's, and goes back after the work of these streams.
+    Backend(Arc<dyn Backend>, Arc<Users>),
     /// Indices on the host, as an allocator wrote them.
     Indices { _indices: Vec<i32> },
     /// Host memory for results, in cache lines of which the last may not be full. It was never initialised by us.
@@ -92,8 +93,20 @@ impl Region {
     /// assert_eq!(region.address().as_ptr() as usize % 256, 0);
     /// ```
     pub fn new(backend: Arc<dyn Backend>, bytes: usize) -> Result<Self> {
+        Self::with_users(backend, bytes, Arc::default())
+    }
+
+    /// As [`Region::new`], of memory that the same streams use as other memory.
+    ///
+    /// # Errors
+    /// As [`Region::new`].
+    pub fn with_users(backend: Arc<dyn Backend>, bytes: usize, users: Arc<Users>) -> Result<Self> {
         let block = backend.allocate(bytes)?;
-        Ok(Self { block, device: backend.device(), owner: Owner::Backend(backend) })
+        if backend.gpu().is_some() && bytes > 0 {
+            let start = block.address().as_ptr().addr();
+            announce(&(start..start + bytes), &users);
+        }
+        Ok(Self { block, device: backend.device(), owner: Owner::Backend(backend, users) })
     }
 
     /// A region that takes over `indices`, without a copy.
@@ -136,9 +149,27 @@ impl Region {
     #[must_use]
     pub fn gpu(&self) -> Option<&Arc<Gpu>> {
         match &self.owner {
-            Owner::Backend(backend) => backend.gpu(),
+            Owner::Backend(backend, _) => backend.gpu(),
             Owner::Indices { .. } | Owner::Scratch { .. } => None,
             Owner::Part { whole, .. } => whole.gpu(),
+        }
+    }
+
+    /// The streams that use its memory, if it came from a backend.
+    #[must_use]
+    pub fn users(&self) -> Option<&Arc<Users>> {
+        match &self.owner {
+            Owner::Backend(_, users) => Some(users),
+            Owner::Indices { .. } | Owner::Scratch { .. } => None,
+            Owner::Part { whole, .. } => whole.users(),
+        }
+    }
+
+    /// Notes that work on `stream` uses its memory, which goes back after that work then.
+    #[inline]
+    pub fn used_on(&self, stream: Stream) {
+        if let Some(users) = self.users() {
+            users.note(stream);
         }
     }
 
@@ -271,11 +302,14 @@ fn reach(dtype: DType, shape: &Dims, strides: &Dims) -> Result<usize> {
 impl Drop for Region {
     fn drop(&mut self) {
         match &self.owner {
-            Owner::Backend(backend) => {
+            Owner::Backend(backend, users) => {
+                if backend.gpu().is_some() && self.block.bytes() > 0 {
+                    forget(self.block.address().as_ptr().addr());
+                }
                 let block = Block::new(self.block.address(), self.block.bytes());
                 // SAFETY: `new` took the block from this backend, this is its only owner's end, and every view
-                // holds the region alive.
-                unsafe { backend.deallocate(block) };
+                // holds the region alive; what was enqueued was noted.
+                unsafe { backend.deallocate(block, users) };
             }
             Owner::Part { range, returned, .. } => returned.ranges().push(range.clone()),
             Owner::Indices { .. } | Owner::Scratch { .. } => (),

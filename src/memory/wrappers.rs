@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use crate::base::sync::AtomicUsize;
 use crate::base::{Device, Error, ErrorKind, Result};
 
-use super::{Backend, Block, Gpu};
+use super::{Backend, Block, Gpu, Users};
 
 /// Gives at most a fixed number of bytes at a time.
 ///
@@ -61,10 +61,10 @@ impl Backend for Limit {
         })
     }
 
-    unsafe fn deallocate(&self, block: Block) {
+    unsafe fn deallocate(&self, block: Block, users: &Users) {
         let bytes = block.bytes();
         // SAFETY: the block came from `inner` through `allocate`; the rest is the caller's promise.
-        unsafe { self.inner.deallocate(block) };
+        unsafe { self.inner.deallocate(block, users) };
         self.used.fetch_sub(bytes, Relaxed);
     }
 }
@@ -113,9 +113,9 @@ impl Backend for Fail {
         self.inner.allocate(bytes)
     }
 
-    unsafe fn deallocate(&self, block: Block) {
+    unsafe fn deallocate(&self, block: Block, users: &Users) {
         // SAFETY: the block came from `inner` through `allocate`; the rest is the caller's promise.
-        unsafe { self.inner.deallocate(block) };
+        unsafe { self.inner.deallocate(block, users) };
     }
 }
 
@@ -186,10 +186,10 @@ impl Backend for Count {
         Ok(block)
     }
 
-    unsafe fn deallocate(&self, block: Block) {
+    unsafe fn deallocate(&self, block: Block, users: &Users) {
         self.live_blocks.fetch_sub(1, Relaxed);
         self.live_bytes.fetch_sub(block.bytes(), Relaxed);
         // SAFETY: the block came from `inner` through `allocate`; the rest is the caller's promise.
-        unsafe { self.inner.deallocate(block) };
+        unsafe { self.inner.deallocate(block, users) };
     }
 }

@@ -6,13 +6,13 @@ use std::sync::Arc;
 
 use crate::base::{DType, Device, Error, ErrorKind, Id, IndexVec, Result, Row, Slot, reserve, widen};
 use crate::index::{Act, BadFrees, FenceId, Growth, Owner, Requests};
-use crate::kernels::{Indices, Launcher, PlanBatch};
+use crate::kernels::{Indices, PlanBatch};
 use crate::memory::{Backend, Host, Region, Stream};
 use crate::tensor::TensorView;
 
 use self::device::Remote;
 use super::plan::{Field, Layout, Lines, Listed, Plan, PlannerConfig};
-use super::{ReqToTokenPool, TableIndex, TokenToKvPoolAllocator, at_least_one, fits_int32};
+use super::{ReqToTokenPool, TableIndex, TokenToKvPoolAllocator, at_least_one, fits_int32, launcher};
 
 /// Steps of full size whose numbers may be on their way to the device.
 const STEPS_AHEAD: usize = 8;
@@ -105,21 +105,18 @@ impl BatchPlanner {
         )?;
         let layout = Layout::new(config, width)?;
         let fields = Arc::new(Region::new(backend, layout.bytes())?);
-        let remote = match fields.gpu() {
+        let new_pages = max_tokens + 2 * max_batch_size;
+        // Cached prefixes are sent once; as many pages as there are can be distinct.
+        let most_pages = new_pages + (max_batch_size * width).min(slots.slots().pages().capacity());
+        // Steps that bring no prefixes may be far ahead of the device.
+        let ring = PlanBatch::bytes(max_batch_size, new_pages)
+            .saturating_mul(STEPS_AHEAD)
+            .max(PlanBatch::bytes(max_batch_size, most_pages).saturating_mul(2));
+        let remote = match launcher(&fields, ring)? {
             None => None,
-            Some(gpu) => {
-                let new_pages = max_tokens + 2 * max_batch_size;
-                // Cached prefixes are sent once; as many pages as there are can be distinct.
-                let most_pages = new_pages + (max_batch_size * width).min(slots.slots().pages().capacity());
-                // Steps that bring no prefixes may be far ahead of the device.
-                let ring = PlanBatch::bytes(max_batch_size, new_pages)
-                    .saturating_mul(STEPS_AHEAD)
-                    .max(PlanBatch::bytes(max_batch_size, most_pages).saturating_mul(2));
-                Some(Remote {
-                    launcher: Launcher::new(gpu, ring)?,
-                    host: Arc::new(Region::new(Arc::new(Host), layout.small_bytes())?),
-                    most_pages,
-                })
+            Some(launcher) => {
+                let host = Arc::new(Region::new(Arc::new(Host), layout.small_bytes())?);
+                Some(Remote { launcher, host, most_pages })
             }
         };
         let rows = table.table_rows();
@@ -298,6 +295,7 @@ impl BatchPlanner {
             )));
         }
         let most = batch.iter().map(|growth| growth.new_tokens()).max().unwrap_or(0).max(of_padding);
+        table.not_capturing(stream)?;
         if !self.requests.grow(batch, prefixes, slots.slots_mut())? {
             return Ok(None);
         }
@@ -442,6 +440,7 @@ impl BatchPlanner {
                 }
             }
         }
+        table.not_capturing(stream)?;
         let given =
             self.give_back(Pools { slots, table }, named.into_iter().zip(std::iter::repeat(0)), fence);
         // Each row was found to be somebody's.
@@ -513,6 +512,7 @@ impl BatchPlanner {
                  it, which must have none"
             )));
         };
+        table.not_capturing(stream)?;
         let Some(copied) = self.requests.fork([src, dst], len, slots.slots_mut())? else { return Ok(None) };
         self.sign(dst, 0, slots, table);
         let written = self.write_fork(slots, table, dst, len, copied, stream);

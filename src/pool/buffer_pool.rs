@@ -4,7 +4,9 @@ use std::sync::Arc;
 
 use crate::base::{Device, Error, ErrorKind, Result, widen};
 use crate::index::{Bucket, Buckets, Rounding, Ticket};
-use crate::memory::{Backend, Borrowed, Event, Gpu, PageLock, Region, Stream, backend_for};
+use crate::memory::{
+    Backend, Borrowed, Gpu, Keep, PageLock, Region, Stream, Users, backend_for, backend_in_order,
+};
 
 /// A buffer that was handed out.
 #[derive(Clone, Debug)]
@@ -62,6 +64,8 @@ pub struct BufferPool {
     regions: Vec<Option<Arc<Region>>>,
     /// Memory of others, by address and bytes, and what page-locks it.
     existing: Vec<((usize, usize), Option<PageLock>)>,
+    /// The streams for which buffers were taken: what is done there may use memory of others, too.
+    users: Arc<Users>,
     stale_uses: usize,
 }
 
@@ -78,6 +82,7 @@ impl BufferPool {
             buckets: Buckets::default(),
             regions: Vec::new(),
             existing: Vec::new(),
+            users: Arc::default(),
             stale_uses: 0,
         })
     }
@@ -133,20 +138,18 @@ impl BufferPool {
         let region = Arc::clone(self.region(ticket)?);
         if let (Some(before), Some(gpu)) = (reused.after, region.gpu()) {
             // All that uses it was enqueued before it was given back.
-            let ordered = Event::record(gpu, before).and_then(|event| event.precede(stream));
-            if let Err(failure) = ordered {
+            if let Err(failure) = gpu.order(&[before], stream) {
                 self.buckets.put_back_as(ticket, before);
                 return Err(failure);
             }
         }
+        region.used_on(stream);
+        self.users.note(stream);
         Ok(Buffer { ticket, region, bytes })
     }
 
     fn make(&mut self, bucket: Bucket, bytes: usize, stream: Stream) -> Result<Buffer> {
-        let backend = backend_for(self.device, stream)?;
-        if let Some(gpu) = backend.gpu() {
-            gpu.not_capturing(stream, "a new buffer, which is zeroed once,")?;
-        }
+        let backend = backend_in_order(self.device, stream)?;
         let new = |backend: &Arc<dyn Backend>| Region::new(Arc::clone(backend), bucket.bytes());
         let region = match new(&backend) {
             Err(failure) if failure.kind() == ErrorKind::OutOfMemory && self.buckets.free_count() > 0 => {
@@ -156,6 +159,8 @@ impl BufferPool {
             answer => answer,
         };
         let region = Arc::new(region?);
+        region.used_on(stream);
+        self.users.note(stream);
         let ticket = self.buckets.add(bucket, stream);
         let at = widen(ticket.index());
         if at == self.regions.len() {
@@ -224,15 +229,14 @@ impl BufferPool {
         }
     }
 
-    /// Notes memory of others, which the pool neither owns nor recycles. With `page_lock` host memory is page-locked until
-    /// the pool goes, where there is a driver. Memory that is registered already is left as it is; whether it was new.
-    ///
-    /// Whoever calls it keeps the memory for as long as the pool.
+    /// Notes memory of others, which the pool neither owns nor recycles. With something that keeps it for so long, host
+    /// memory is page-locked until the pool goes, where there is a driver: in one piece, beyond which no copy may reach.
+    /// Memory that is registered already is left as it is; whether it was new.
     ///
     /// # Errors
     /// [`ErrorKind::Config`] for memory of another device and for a tensor with gaps, [`ErrorKind::Driver`] when the driver
     /// refuses.
-    pub fn register_existing(&mut self, tensor: &Borrowed<'_>, page_lock: bool) -> Result<bool> {
+    pub fn register_existing(&mut self, tensor: &Borrowed<'_>, page_lock: Option<Keep>) -> Result<bool> {
         if tensor.device() != Device::Cpu {
             tensor.expect_on(self.device, "the tensor")?;
         }
@@ -247,11 +251,14 @@ impl BufferPool {
             return Ok(false);
         }
         let gpu = match (tensor.device(), self.device) {
-            (Device::Cpu, Device::Cuda(ordinal)) if page_lock => Some(Gpu::open(ordinal)?),
-            (Device::Cpu, Device::Cpu) if page_lock => Gpu::any().ok(),
+            (Device::Cpu, Device::Cuda(ordinal)) => Some(Gpu::open(ordinal)?),
+            (Device::Cpu, Device::Cpu) if page_lock.is_some() => Gpu::any().ok(),
             _ => None,
         };
-        let locked = gpu.map(|gpu| PageLock::new(&gpu, tensor)).transpose()?.flatten();
+        let locked = match gpu.zip(page_lock) {
+            Some((gpu, keep)) => PageLock::new(&gpu, tensor, &self.users, keep)?,
+            None => None,
+        };
         self.existing.push((key, locked));
         Ok(true)
     }

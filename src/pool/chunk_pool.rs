@@ -35,6 +35,8 @@ pub struct ChunkConfig {
     pub numa_node: Option<usize>,
     /// Whether host memory is taken in explicit huge pages.
     pub huge_pages: bool,
+    /// How many threads page-lock host memory at once. The driver holds up other calls meanwhile, so few are better.
+    pub page_lock_threads: usize,
     /// Whether a bad free is an error.
     pub strict: bool,
 }
@@ -60,7 +62,7 @@ pub enum Attempt {
 /// use kvpool::pool::{Attempt, ChunkConfig, ChunkPool};
 /// let config = ChunkConfig {
 ///     num_chunks: 2, chunk_shape: vec![2, 8], dtype: DType::F16, device: Device::Cpu, pin_memory: false,
-///     numa_node: None, huge_pages: false, strict: false,
+///     numa_node: None, huge_pages: false, page_lock_threads: 1, strict: false,
 /// };
 /// let pool = ChunkPool::new(config, Stream::DEFAULT).unwrap();
 /// let Attempt::Taken(chunks) = pool.try_allocate(2).unwrap() else { panic!("there are two") };
@@ -158,7 +160,7 @@ impl ChunkPool {
     /// [`ErrorKind::Config`] for a size of 0, a node that is not there and sizes whose bytes overflow; what the backend says
     /// when it has not enough.
     pub fn new(config: ChunkConfig, stream: Stream) -> Result<Self> {
-        at_least_one(&[("num_chunks", config.num_chunks)])?;
+        at_least_one(&[("num_chunks", config.num_chunks), ("page_lock_threads", config.page_lock_threads)])?;
         if config.chunk_shape.contains(&0) {
             return Err(Error::config(format!(
                 "chunk_shape is {:?}; no extent may be 0",
@@ -461,6 +463,10 @@ impl ChunkPool {
         let extent = i64::try_from(tensor.shape().numel()).unwrap_or(i64::MAX);
         let packed = self.tensor(chunk, Some(Dims::new(&[extent])?))?;
         self.begin_copy(chunk)?;
+        if gpu.is_some() {
+            self.region.used_on(stream);
+            tensor.used_on(stream);
+        }
         let copied = transfer(&packed.borrow()?, tensor, way, gpu.as_ref(), stream);
         let done = match &gpu {
             Some(gpu) => Event::record(gpu, stream).map(|event| Some(Arc::new(event))),

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use crate::base::{IndexVec, Result};
 use crate::index::{FenceId, Signatures};
 use crate::kernels::{Fetch, Fetcher};
-use crate::memory::{Borrowed, Event, Gpu, Stream};
+use crate::memory::{Borrowed, Event, Gpu, Keep, Stream};
 
 /// Values of a free that the host has, or that are on their way.
 #[derive(Debug)]
@@ -68,16 +68,16 @@ impl Deferred {
         Ok(&self.fetchers[at])
     }
 
-    /// Enqueues a copy of `tensor`, for which there must be room for `values` values at a time.
+    /// Enqueues a copy of `tensor`, which `keep` keeps; there must be room for `values` values at a time.
     pub(super) fn fetch(
         &mut self,
         gpu: &Arc<Gpu>,
         values: usize,
-        tensor: &Borrowed<'_>,
+        (tensor, keep): (&Borrowed<'_>, Option<Keep>),
         stream: Stream,
     ) -> Result<Option<Part>> {
         let fetcher = Arc::clone(self.prepare(gpu, values)?);
-        Ok(fetcher.fetch(tensor, stream)?.map(|fetch| Part::Fetch(fetcher, fetch)))
+        Ok(fetcher.fetch(tensor, keep, stream)?.map(|fetch| Part::Fetch(fetcher, fetch)))
     }
 
     pub(super) fn push(&mut self, parts: Vec<Part>, fence: Option<FenceId>, by: Signatures) {

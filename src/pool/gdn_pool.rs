@@ -165,7 +165,7 @@ impl GdnPool {
     /// GPU an index there that names none is left out, and told by [`GdnPool::fault`].
     pub fn reset_states(&self, indices: &Indices<'_>, stream: Stream) -> Result<()> {
         if let Some(launcher) = &self.launcher {
-            expect_here(self.device(), &[indices])?;
+            expect_here(self.device(), &[indices], stream)?;
             self.fault()?;
             return launcher.zero_rows(self.groups(), indices, "state", stream);
         }
@@ -186,7 +186,7 @@ impl GdnPool {
     /// [`GdnPool::reset_states`].
     pub fn copy_states(&self, src: &Indices<'_>, dst: &Indices<'_>, stream: Stream) -> Result<()> {
         if let Some(launcher) = &self.launcher {
-            expect_here(self.device(), &[src, dst])?;
+            expect_here(self.device(), &[src, dst], stream)?;
             self.fault()?;
             return with_copies(dst, src, "state", self.pool_size, |plan| {
                 launcher.copy_rows(self.groups(), plan, stream)

@@ -5,11 +5,14 @@ use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use crate::base::{DType, Device, Error, Result, bytes_of};
 use crate::kernels::{Indices, Launcher, RowBuffer, Store, gather_rows, move_rows, store_rows};
-use crate::memory::{ALIGNMENT, Backend, Borrowed, Region, Stream};
+use crate::memory::{ALIGNMENT, Backend, Borrowed, Gpu, Host, Mapped, PAGE, Region, Stream};
 use crate::tensor::TensorView;
 
 use super::copies::{host_copies, with_copies};
 use super::{at_least_one, fits_int32};
+
+/// About so many bytes are page-locked by one call, which holds up others that the driver does meanwhile.
+pub(super) const PAGE_LOCK_STEP: usize = 64 << 20;
 
 /// Rows of a buffer are rounded up to a multiple of this.
 const ROW_MULTIPLE: usize = 8;
@@ -68,7 +71,7 @@ pub struct BufferInfo {
 /// K and V storage of every layer: `[rows, head_num, head_dim]` each, zero at first.
 ///
 /// Row 0 is the padding slot. All buffers lie in one region, keys of every layer first, each at a multiple of
-/// [`ALIGNMENT`] bytes.
+/// [`ALIGNMENT`] bytes, in host memory of [`PAGE`] bytes.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -114,12 +117,14 @@ impl KvPool {
             ("page_size", config.page_size),
         ])?;
         let rows = config.rows()?;
+        // No two buffers of the host share a page, so that each can be page-locked by itself.
+        let alignment = if backend.device() == Device::Cpu { PAGE } else { ALIGNMENT };
         let shapes = [[config.k_head_num, config.k_head_dim], [config.v_head_num, config.v_head_dim]];
         let mut total = 0usize;
         let mut places = Vec::new();
         for [heads, dim] in shapes {
             let bytes = bytes_of("one buffer", &[rows, heads, dim], config.dtype)?;
-            let step = bytes.next_multiple_of(ALIGNMENT);
+            let step = bytes.next_multiple_of(alignment);
             let group = bytes_of("all layers", &[step, config.layer_num], DType::U8)?;
             places.push((total, step, [rows, heads, dim]));
             total = total.checked_add(group).filter(|&sum| i64::try_from(sum).is_ok()).ok_or_else(|| {
@@ -137,6 +142,34 @@ impl KvPool {
             .collect::<Result<Vec<_>>>()?;
         let layers = (0..config.layer_num).map(|_| RwLock::new(())).collect();
         Ok(Self { config, rows, region, buffers, layers, launcher })
+    }
+
+    /// As [`KvPool::new`], in host memory that devices reach directly: page-locked where there is a driver, pageable where
+    /// there is none.
+    ///
+    /// It is page-locked in parts of whole buffers: a copy must not reach from one buffer into the next.
+    ///
+    /// # Errors
+    /// As [`KvPool::new`]; what the driver says when it cannot page-lock a part.
+    pub fn page_locked(config: KvConfig) -> Result<Self> {
+        let Ok(gpu) = Gpu::any() else { return Self::new(Arc::new(Host), config) };
+        let mapped = Arc::new(Mapped::default());
+        let pool = Self::new(Arc::clone(&mapped) as _, config)?;
+        pool.parts().iter().try_for_each(|part| mapped.lock_pages(&gpu, &pool.region, part))?;
+        Ok(pool)
+    }
+
+    /// The bytes of whole buffers that are page-locked at once.
+    fn parts(&self) -> Vec<Range<usize>> {
+        let ends = self.buffers.iter().skip(1).map(RowBuffer::offset).chain([self.region.bytes()]);
+        let mut parts: Vec<Range<usize>> = Vec::new();
+        for (buffer, end) in self.buffers.iter().zip(ends) {
+            match parts.last_mut() {
+                Some(part) if end - part.start <= PAGE_LOCK_STEP => part.end = end,
+                _ => parts.push(buffer.offset()..end),
+            }
+        }
+        parts
     }
 
     /// Its shape.
@@ -231,8 +264,11 @@ impl KvPool {
             Store { name: "v", target: v_buffer, values: v, scale: v_scale },
         ];
         if let Some(launcher) = &self.launcher {
-            self.expect_here(&[indices])?;
+            self.expect_here(&[indices], stream)?;
             self.fault()?;
+            for values in [k, v] {
+                values.used_on(stream);
+            }
             return launcher.store_rows(&stores, indices, stream);
         }
         let indices = indices.on_host()?;
@@ -257,9 +293,9 @@ impl KvPool {
         self.fault()
     }
 
-    /// Checks that index tensors are in host memory or where the pool is.
-    fn expect_here(&self, indices: &[&Indices<'_>]) -> Result<()> {
-        super::expect_here(self.device(), indices)
+    /// Checks that index tensors are in host memory or where the pool is, for work on `stream`.
+    fn expect_here(&self, indices: &[&Indices<'_>], stream: Stream) -> Result<()> {
+        super::expect_here(self.device(), indices, stream)
     }
 
     /// A scale that may divide values of this pool.
@@ -318,8 +354,11 @@ impl KvPool {
         let [k, v] = self.pair(layer)?;
         let pairs = [(k, out[0]), (v, out[1])];
         if let Some(launcher) = &self.launcher {
-            self.expect_here(&[indices])?;
+            self.expect_here(&[indices], stream)?;
             self.fault()?;
+            for out in out {
+                out.used_on(stream);
+            }
             return launcher.gather_rows(&pairs, indices, stream);
         }
         let rows = indices.on_host()?.rows("slot", self.rows)?;
@@ -337,7 +376,7 @@ impl KvPool {
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for rows that are not there. Nothing is moved then.
     pub fn move_kv(&self, dst: &Indices<'_>, src: &Indices<'_>, stream: Stream) -> Result<()> {
         if let Some(launcher) = &self.launcher {
-            self.expect_here(&[dst, src])?;
+            self.expect_here(&[dst, src], stream)?;
             self.fault()?;
             let (k, v) = self.buffers.split_at(self.config.layer_num);
             return with_copies(dst, src, "slot", self.rows, |plan| launcher.copy_rows([k, v], plan, stream));

@@ -36,7 +36,7 @@ use std::sync::Arc;
 
 use crate::base::{Device, Error, Result};
 use crate::kernels::{Indices, Launcher};
-use crate::memory::Region;
+use crate::memory::{Region, Stream};
 
 /// Checks that every number is at least 1.
 fn at_least_one(arguments: &[(&str, usize)]) -> Result<()> {
@@ -65,13 +65,26 @@ fn launcher_for(region: &Arc<Region>, rows: usize) -> Result<Option<Launcher>> {
     /// For pools of few rows.
     const LEAST: usize = 64 << 10;
     let bytes = rows.saturating_mul(BYTES_A_ROW).max(LEAST);
-    region.gpu().map(|gpu| Launcher::new(gpu, bytes)).transpose()
+    launcher(region, bytes)
 }
 
-/// Checks that index tensors are in host memory or on `device`.
-fn expect_here(device: Device, indices: &[&Indices<'_>]) -> Result<()> {
-    indices.iter().try_for_each(|indices| match indices {
-        Indices::Host(_) => Ok(()),
-        Indices::Device { tensor, .. } => tensor.expect_on(device, "the index tensor"),
-    })
+/// How a pool whose memory is `region` works on its device, passing up to `ring_bytes` of numbers from the host at once.
+fn launcher(region: &Region, ring_bytes: usize) -> Result<Option<Launcher>> {
+    let device = region.gpu().zip(region.users());
+    device.map(|(gpu, users)| Launcher::new(gpu, users, ring_bytes)).transpose()
+}
+
+/// Checks that index tensors are in host memory or on `device`, and notes that work on `stream` reads them.
+fn expect_here(device: Device, indices: &[&Indices<'_>], stream: Stream) -> Result<()> {
+    let tensors = || {
+        indices.iter().filter_map(|indices| match indices {
+            Indices::Host(_) => None,
+            Indices::Device { tensor, .. } => Some(tensor),
+        })
+    };
+    tensors().try_for_each(|tensor| tensor.expect_on(device, "the index tensor"))?;
+    for tensor in tensors() {
+        tensor.used_on(stream);
+    }
+    Ok(())
 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use crate::base::{DType, Device, Error, Result, bytes_of, widen};
 use crate::index::{BadFrees, RefCounts, Ticket, on_bad_frees};
-use crate::memory::{Backend, Region, Stream, backend_for};
+use crate::memory::{Backend, Region, Stream, backend_for, backend_in_order};
 use crate::tensor::TensorView;
 
 use super::{at_least_one, fits_int32};
@@ -83,6 +83,7 @@ impl PagePool {
         }
         let bytes = bytes_of("pages", &[count, self.config.page_size], self.config.dtype)?;
         let region = Arc::new(Region::new(backend, bytes)?);
+        region.used_on(stream);
         self.pages.extend(end - first)?;
         self.pages.offer(first..end);
         self.regions.push((first, region));
@@ -120,7 +121,7 @@ impl PagePool {
     /// What the backend says when it has not enough for pages that are to be added; nothing is changed then.
     pub fn alloc(&mut self, stream: Stream) -> Result<Option<u32>> {
         if self.config.grow > 0 && self.pages.ready() == 0 {
-            self.add(self.config.grow, backend_for(self.config.device, stream)?, stream)?;
+            self.add(self.config.grow, backend_in_order(self.config.device, stream)?, stream)?;
         }
         Ok(self.pages.take().map(Ticket::index))
     }

@@ -9,9 +9,9 @@ use crate::kernels::{Indices, Launcher, Numbers, Table, build_kv_indices, kv_ind
 use crate::memory::{Backend, Borrowed, Region, Stream};
 use crate::tensor::TensorView;
 
-use super::host_copy::known_values;
+use super::host_copy::{known_values, values_now};
 use super::table_copy::TableCopy;
-use super::{at_least_one, expect_here, fits_int32};
+use super::{at_least_one, expect_here, fits_int32, launcher};
 
 /// Where values go in the table.
 #[derive(Clone, Debug)]
@@ -125,12 +125,12 @@ impl ReqToTokenPool {
         fits_int32(&format!("max_context_len {max_context_len}"), Some(max_context_len))?;
         let shape = [widen(rows + first), max_context_len];
         let region = Arc::new(Region::new(backend, bytes_of("req_to_token", &shape, DType::I32)?)?);
-        let remote = match region.gpu() {
+        let remote = match launcher(&region, numbers_at_once(shape))? {
             None => None,
-            Some(gpu) => Some(Remote {
-                launcher: Launcher::new(gpu, numbers_at_once(shape))?,
-                copy: TableCopy::new(gpu, &region, shape[0], shape[1])?,
-            }),
+            Some(launcher) => {
+                let copy = TableCopy::new(launcher.gpu(), &region, shape[0], shape[1])?;
+                Some(Remote { launcher, copy })
+            }
         };
         let table = TensorView::contiguous(region, 0, DType::I32, &shape)?;
         let rows = RowTable::new(first, rows)?;
@@ -201,7 +201,7 @@ impl ReqToTokenPool {
     /// # Errors
     /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the driver refuses.
     pub fn alloc(&mut self, count: usize, stream: Stream) -> Result<Option<Vec<u32>>> {
-        self.check_process()?;
+        self.not_capturing(stream)?;
         let Some(taken) = self.rows.alloc(count) else { return Ok(None) };
         self.clean(&taken, stream)?;
         Ok(Some(taken.iter().map(|taken| taken.row.number()).collect()))
@@ -213,7 +213,7 @@ impl ReqToTokenPool {
     /// If strict, [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) when anything would be
     /// dropped; nothing is changed then. [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the driver refuses.
     pub fn free(&mut self, given: &IndexVec, stream: Stream) -> Result<BadFrees> {
-        self.check_process()?;
+        self.not_capturing(stream)?;
         let (freed, bad) = self.rows.free(given, self.strict, Row::NOUN)?;
         self.clean(&freed, stream)?;
         Ok(bad)
@@ -259,6 +259,19 @@ impl ReqToTokenPool {
         Table::new(self.table.region(), self.table_rows(), self.max_context_len)
     }
 
+    /// Checks that work on the table may be enqueued on `stream`: a graph would repeat it, of which the host's copy would
+    /// know nothing.
+    pub(super) fn not_capturing(&self, stream: Stream) -> Result<()> {
+        let Some(remote) = &self.remote else { return Ok(()) };
+        let gpu = remote.launcher.gpu();
+        gpu.check_process()?;
+        match gpu.is_capturing(stream) {
+            Ok(true) => gpu.not_capturing(stream, "a change of the table, of which the host keeps a copy,"),
+            // A driver that does not answer must not keep rows from being given back.
+            Ok(false) | Err(_) => Ok(()),
+        }
+    }
+
     fn check_process(&self) -> Result<()> {
         self.remote.as_ref().map_or(Ok(()), |remote| remote.launcher.gpu().check_process())
     }
@@ -273,7 +286,8 @@ impl ReqToTokenPool {
         self.remote.as_ref().map_or(Ok(()), |remote| remote.launcher.fault(["row", "column"], limits))
     }
 
-    /// Writes `values` to the table; a single value goes to every place. On a GPU it is one launch on `stream`.
+    /// Writes `values` to the table; a single value goes to every place. On a GPU it is one launch on `stream`. Values that
+    /// are part of the table are read before; they are waited for if the host does not know them.
     ///
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a place outside of the table,
@@ -337,7 +351,16 @@ impl ReqToTokenPool {
         values: &Indices<'_>,
         stream: Stream,
     ) -> Result<()> {
-        expect_here(self.device(), &[values])?;
+        self.not_capturing(stream)?;
+        expect_here(self.device(), &[values], stream)?;
+        let before;
+        let values = if self.overlaps(values) {
+            // The launch that writes the table reads no part of it: who comes first is the device's choice.
+            before = Indices::Host(values_now(values.clone(), stream)?);
+            &before
+        } else {
+            values
+        };
         let known = known(values).map(IndexVec::into_i32).transpose()?;
         let (mut row_list, mut column_list) = (Vec::new(), Vec::new());
         let places = match index {
@@ -351,7 +374,7 @@ impl ReqToTokenPool {
                 }
             }
             TableIndex::Points { rows, columns } => {
-                expect_here(self.device(), &[rows, columns])?;
+                expect_here(self.device(), &[rows, columns], stream)?;
                 as_many(rows.len(), columns.len())?;
                 self.checked_points(rows, columns, [&mut row_list, &mut column_list])?
             }
@@ -373,6 +396,13 @@ impl ReqToTokenPool {
             }
             (_, known) => self.enqueue(&places, value, known, stream),
         }
+    }
+
+    /// Whether values are part of the table.
+    fn overlaps(&self, values: &Indices<'_>) -> bool {
+        let Indices::Device { tensor, .. } = values else { return false };
+        let start = self.table.region().address().as_ptr().addr();
+        (start..start + self.table.region().bytes()).contains(&tensor.address().as_ptr().addr())
     }
 
     /// Enqueues a write to places of which some are named more than once: the last value of each.
@@ -547,7 +577,7 @@ impl ReqToTokenPool {
             return build_kv_indices(self.table.region(), self.max_context_len, &rows, &ends, out);
         };
         self.fault()?;
-        expect_here(self.device(), &[rows, indptr])?;
+        expect_here(self.device(), &[rows, indptr], stream)?;
         let row_list = rows.list("row", self.table_rows())?;
         let end_list = match indptr {
             Indices::Device { .. } => Vec::new(),
@@ -560,6 +590,7 @@ impl ReqToTokenPool {
                 IndexVec::I64(ends).into_i32()?
             }
         };
+        out.used_on(stream);
         let numbers = [rows.numbers(&row_list), indptr.numbers(&end_list)];
         remote.launcher.kv_indices(&self.on_device()?, numbers, out, rows.len(), stream)
     }
@@ -570,7 +601,7 @@ impl ReqToTokenPool {
     /// # Errors
     /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the driver refuses.
     pub fn clear(&mut self, version: Option<u64>, stream: Stream) -> Result<()> {
-        self.check_process()?;
+        self.not_capturing(stream)?;
         let written = self.rows.clear();
         let Some(remote) = &self.remote else { return self.clean(&written, stream) };
         let mut extents = vec![0; self.table_rows()];

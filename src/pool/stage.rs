@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::base::{DType, Error, ErrorKind, Result, zeros};
 use crate::index::Bitmap;
-use crate::memory::{Cuda, Event, Gpu, Region, Returned, Ring, Stream};
+use crate::memory::{Borrowed, Cuda, Event, Gpu, Region, Returned, Ring, Stream, Users};
 use crate::tensor::TensorView;
 
 use super::host_copy::{HostCopy, publish, stepped};
@@ -29,6 +29,8 @@ const ALIGNED: usize = 4;
 pub(super) struct Stage {
     gpu: Arc<Gpu>,
     region: Arc<Region>,
+    /// Streams on which positions were written, handed out or read. What is written anew waits for them.
+    users: Arc<Users>,
     ring: Ring,
     copy: Arc<StageCopy>,
     /// Parts of the region whose tensors are gone.
@@ -36,8 +38,6 @@ pub(super) struct Stage {
     /// Positions that no tensor and no window covers.
     free: Bitmap,
     window: Option<Window>,
-    /// Streams on which positions were written or handed out. What is written anew waits for them.
-    streams: Vec<Stream>,
     /// How many slots the next copy brings.
     ahead: usize,
     /// What is being written; kept for its capacity.
@@ -88,10 +88,11 @@ impl Stage {
     pub(super) fn new(gpu: &Arc<Gpu>, slots: usize) -> Result<Self> {
         let positions = slots.saturating_mul(2).saturating_add(2 * MOST_AHEAD);
         let bytes = positions.saturating_mul(size_of::<i32>());
-        let region = Arc::new(Region::new(Arc::new(Cuda::unwritten(gpu)), bytes)?);
+        let users = Arc::<Users>::default();
+        let region = Arc::new(Region::with_users(Arc::new(Cuda::unwritten(gpu)), bytes, Arc::clone(&users))?);
         let start = region.address().as_ptr().addr();
-        let copy =
-            Arc::new(StageCopy { addresses: start..start + bytes, values: Mutex::new(zeros(positions)?) });
+        let values = Mutex::new(zeros(positions)?);
+        let copy = Arc::new(StageCopy { addresses: start..start + bytes, values });
         let published: Arc<dyn HostCopy> = copy.clone();
         publish(&published);
         let mut free = Bitmap::new(positions)?;
@@ -100,11 +101,11 @@ impl Stage {
             gpu: Arc::clone(gpu),
             ring: Ring::on_host(gpu, bytes)?,
             region,
+            users,
             copy,
             returned: Arc::default(),
             free,
             window: None,
-            streams: Vec::new(),
             ahead: AHEAD,
             values: Vec::new(),
         })
@@ -150,10 +151,36 @@ impl Stage {
         self.view(positions.start..positions.start + count)
     }
 
+    /// Whether `count` slots can be handed out without a copy, should they be those that were expected.
+    pub(super) fn has_ready(&self, count: usize) -> bool {
+        self.window.as_ref().is_some_and(|window| window.positions.len() >= count)
+    }
+
+    /// Checks that numbers can be written for `stream` now, which comes after all streams that use the stage.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Driver`] while `stream` or one of those is captured.
+    pub(super) fn check_writable(&self, stream: Stream) -> Result<()> {
+        self.gpu.not_capturing(stream, "a copy of slots from the host")?;
+        self.gpu.can_order(&self.users.streams(), stream)
+    }
+
     /// Any numbers as a tensor that is valid on `stream`.
     pub(super) fn show(&mut self, values: &[i32], stream: Stream) -> Result<TensorView> {
         let (positions, _) = self.write(values.len(), values, stream)?;
         self.view(positions)
+    }
+
+    /// Notes that work on `stream` reads positions that were handed out.
+    pub(super) fn used_on(&self, tensor: &Borrowed<'_>, stream: Stream) -> Result<()> {
+        let address = tensor.address().as_ptr().addr();
+        if !self.copy.addresses.contains(&address) {
+            return Err(Error::config(format!(
+                "the tensor at {address:#x} is none that this allocator handed out"
+            )));
+        }
+        self.users.note(stream);
+        Ok(())
     }
 
     /// Where the first `count` slots of `runs` lie, if they are what was expected next. The window moves past them, and
@@ -224,19 +251,11 @@ impl Stage {
 
     fn copy_in(&mut self, positions: &Range<usize>, values: &[i32], stream: Stream) -> Result<Arc<Event>> {
         // Tensors over these positions are gone, but work on their streams may still read them.
-        let mut others = self.streams.iter().filter(|other| **other != stream).peekable();
-        if others.peek().is_some() {
-            self.gpu.not_capturing(stream, "a wait for work outside of the capture")?;
-        }
-        for &other in others {
-            Event::record(&self.gpu, other)?.precede(stream)?;
-        }
+        self.gpu.order(&self.users.streams(), stream)?;
         let place = positions.start * size_of::<i32>();
         let written = self.ring.upload(&[values], Some((&self.region, place)), stream, |_, _| Ok(()))?;
         self.copy.locked(|copy| copy[positions.clone()].copy_from_slice(values));
-        if !self.streams.contains(&stream) {
-            self.streams.push(stream);
-        }
+        self.users.note(stream);
         Ok(written)
     }
 
@@ -247,9 +266,7 @@ impl Stage {
             self.gpu.not_capturing(stream, "a wait for slots that were written outside of the capture")?;
             window.written.precede(stream)?;
             window.ordered.push(stream);
-            if !self.streams.contains(&stream) {
-                self.streams.push(stream);
-            }
+            self.users.note(stream);
         }
         Ok(())
     }

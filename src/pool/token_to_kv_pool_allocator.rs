@@ -7,7 +7,7 @@ use std::sync::{Arc, Weak};
 use crate::base::{Device, Error, ErrorKind, IndexVec, Page, Result, Waits, reserve, widen};
 use crate::index::{Act, BadFrees, FenceId, Ledger, Order, SlotAllocator, SlotStats, ascending_runs};
 use crate::kernels::{Indices, read_now};
-use crate::memory::{Backend, Borrowed, Event, Gpu, Stream};
+use crate::memory::{Backend, Borrowed, Event, Gpu, Keep, Stream};
 use crate::tensor::TensorView;
 
 use super::KvPool;
@@ -191,6 +191,10 @@ impl TokenToKvPoolAllocator {
         let Some(stage) = &mut self.stage else {
             return Ok(self.slots.alloc(count)?.map(TensorView::from_indices));
         };
+        if !stage.has_ready(count) || self.slots.merges_for(count) {
+            // What was taken can be undone; that released slots were merged cannot.
+            stage.check_writable(stream)?;
+        }
         self.runs.clear();
         if !self.slots.alloc_runs(count, |run| self.runs.push(run)) {
             return Ok(None);
@@ -214,6 +218,7 @@ impl TokenToKvPoolAllocator {
     /// # Errors
     /// As [`TokenToKvPoolAllocator::alloc`].
     pub fn alloc_contiguous(&mut self, count: usize, stream: Stream) -> Result<Option<TensorView>> {
+        self.check_writable(stream)?;
         let Some(slots) = self.slots.alloc_contiguous(count)? else { return Ok(None) };
         self.hand_out(slots, &[], stream).map(Some)
     }
@@ -230,6 +235,7 @@ impl TokenToKvPoolAllocator {
         last_loc: &[i64],
         stream: Stream,
     ) -> Result<Option<(TensorView, Vec<Page>)>> {
+        self.check_writable(stream)?;
         let Some(taken) = self.slots.extend(prefix_lens, seq_lens, last_loc)? else { return Ok(None) };
         let view = self.hand_out(taken.slots, &taken.continued, stream)?;
         Ok(Some((view, taken.continued)))
@@ -250,10 +256,27 @@ impl TokenToKvPoolAllocator {
         self.alloc_extend(&prefix_lens, seq_lens, last_loc, stream)
     }
 
+    /// Checks that a tensor of slots can be made for `stream` now.
+    fn check_writable(&self, stream: Stream) -> Result<()> {
+        self.stage.as_ref().map_or(Ok(()), |stage| stage.check_writable(stream))
+    }
+
     /// Makes a tensor of slots that were taken; if that fails, they are given back.
     fn hand_out(&mut self, slots: Vec<i32>, continued: &[Page], stream: Stream) -> Result<TensorView> {
         let Some(stage) = &mut self.stage else { return Ok(TensorView::from_indices(slots)) };
         stage.show(&slots, stream).inspect_err(|_| self.slots.undo(&slots, continued))
+    }
+
+    /// Notes that work on `stream` reads slots that were handed out: their memory is used again after that work only. Slots in
+    /// host memory have no streams.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`] for a tensor that is none of this allocator's.
+    pub fn used_on(&self, tensor: &Borrowed<'_>, stream: Stream) -> Result<()> {
+        match &self.stage {
+            Some(stage) => stage.used_on(tensor, stream),
+            None => Ok(()),
+        }
     }
 
     /// Gives back what was handed out in `view` and never used: its pages but those that were only `continued`.
@@ -287,7 +310,7 @@ impl TokenToKvPoolAllocator {
     /// As [`TokenToKvPoolAllocator::free`], for indices anywhere.
     ///
     /// Values that only a device knows are copied in the order of `stream`, and nothing waits for them, unless more are
-    /// on their way than the pool has slots.
+    /// on their way than the pool has slots. `keep` keeps the tensor until they were.
     ///
     /// # Errors
     /// As there; [`ErrorKind::Driver`] when the driver refuses.
@@ -295,6 +318,7 @@ impl TokenToKvPoolAllocator {
         &mut self,
         given: &Indices<'_>,
         fence: Option<FenceId>,
+        keep: impl FnOnce() -> Option<Keep>,
         stream: Stream,
     ) -> Result<BadFrees> {
         match given {
@@ -302,7 +326,7 @@ impl TokenToKvPoolAllocator {
             Indices::Device { tensor, version } => {
                 let values = match known_values(tensor, *version) {
                     Some(values) => Some(values),
-                    None => self.defer(tensor, fence, stream)?,
+                    None => self.defer((tensor, keep()), fence, stream)?,
                 };
                 values.map_or(Ok(BadFrees::default()), |values| self.free(&values, fence))
             }
@@ -313,13 +337,14 @@ impl TokenToKvPoolAllocator {
     /// when there is no room for the copy.
     fn defer(
         &mut self,
-        tensor: &Borrowed<'_>,
+        (tensor, keep): (&Borrowed<'_>, Option<Keep>),
         fence: Option<FenceId>,
         stream: Stream,
     ) -> Result<Option<IndexVec>> {
         let gpu = self.gpu_of(tensor.device())?;
         let at_once = fetched_at_once(&self.slots);
-        match self.deferred.fetch(&gpu, at_once, tensor, stream)? {
+        tensor.used_on(stream);
+        match self.deferred.fetch(&gpu, at_once, (tensor, keep), stream)? {
             None => return read_now(&gpu, tensor, stream).map(Some),
             Some(part) if fence.is_none() && self.slots.in_group() => {
                 self.group.push((part, self.act()));

@@ -8,7 +8,7 @@ use std::thread::{self, ThreadId};
 
 use crate::base::{DType, Device, Dims, Error, ErrorKind, Result};
 use crate::index::Arena;
-use crate::memory::{ALIGNMENT, Cuda, Event, Gpu, Host, Region, Stream};
+use crate::memory::{ALIGNMENT, Cuda, Gpu, Host, Region, Stream};
 use crate::tensor::TensorView;
 
 use super::at_least_one;
@@ -78,9 +78,7 @@ impl Order {
     /// Lets `stream`, which takes memory, come after those that used what was given back.
     fn take(&mut self, gpu: &Arc<Gpu>, stream: Stream) -> Result<()> {
         if !self.after.contains(&stream) {
-            for &other in self.before.iter().filter(|&&other| other != stream) {
-                Event::record(gpu, other)?.precede(stream)?;
-            }
+            gpu.order(&self.before, stream)?;
             self.after.push(stream);
         }
         if !self.users.contains(&stream) {
@@ -130,6 +128,7 @@ impl Shared {
             state.arena.give_back(range);
             return Err(failure);
         }
+        self.region.used_on(stream);
         Ok(range)
     }
 

@@ -147,9 +147,9 @@ impl BatchPlanner {
         let config = PlannerConfig { max_batch_size, max_tokens, kv_indices, block_table };
         let device = lock(&allocator.get().pool).device();
         let backend = backend(py, device)?;
-        let planner = with(&allocator.get().pool, |slots| {
-            Planner::new(backend, slots, &lock(&req_to_token_pool.get().pool), config)
-        })?;
+        let (slots, table) = (&allocator.get().pool, &req_to_token_pool.get().pool);
+        let planner =
+            py.detach(|| with(slots, |slots| Planner::new(backend, slots, &lock(table), config)))?;
         Ok(Self {
             planner: Mutex::new(planner),
             table: req_to_token_pool,

@@ -1,6 +1,6 @@
 //! `kvpool.BufferPool` and its buffers.
 
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
@@ -9,6 +9,7 @@ use pyo3::{PyTraverseError, gc::PyVisit};
 
 use crate::base::{DType, Device, Dims, Error, ErrorKind, widen};
 use crate::index::{Rounding, Ticket};
+use crate::memory::{Borrowed, Keep};
 use crate::pool::{self, BufferPool as Pool};
 use crate::tensor::TensorView;
 
@@ -47,6 +48,21 @@ pub(super) struct BufferPool {
     existing: Mutex<Vec<Py<PyAny>>>,
     /// By the index of a buffer.
     tensors: MadeTensors<Ticket>,
+}
+
+/// Checks that a tensor of PyTorch is all of its storage.
+fn expect_whole_storage(tensor: &Bound<'_, PyAny>, borrowed: &Borrowed<'_>) -> PyResult<()> {
+    let Ok(storage) = tensor.call_method0("untyped_storage") else { return Ok(()) };
+    let bytes = borrowed.shape().numel() * borrowed.dtype().size();
+    let whole: usize = storage.call_method0("nbytes")?.extract()?;
+    if bytes == whole {
+        return Ok(());
+    }
+    Err(Error::config(format!(
+        "the tensor has {bytes} of the {whole} bytes of its storage, and copies of memory that is page-locked in part \
+         fail; register a tensor over all of it"
+    ))
+    .into())
 }
 
 #[pymethods]
@@ -189,15 +205,22 @@ impl BufferPool {
     ///     tensor: A contiguous tensor in host memory or on the device of the pool.
     ///
     /// Raises:
-    ///     ConfigError: If it is on another device, or not contiguous.
+    ///     ConfigError: If it is on another device, not contiguous, or to be page-locked and only a part of the memory that
+    ///         PyTorch allocated for it: the driver copies no memory of which a part is page-locked.
+    ///     OutOfMemoryError: If the driver cannot page-lock so much in one piece.
     ///     DriverError: If the driver refuses to page-lock it.
     fn register_existing(&self, py: Python<'_>, tensor: &Bound<'_, PyAny>) -> PyResult<()> {
         let given = args::tensor("tensor", tensor)?;
-        let page_lock = !std::env::var("KVPOOL_NO_RESIDENCY").is_ok_and(|value| value == "1");
         let borrowed = given.borrow()?;
-        let is_new = py.detach(|| with(&self.pool, |pool| pool.register_existing(&borrowed, page_lock)))?;
+        let keeper = given.keeper(tensor);
+        let page_lock = !std::env::var("KVPOOL_NO_RESIDENCY").is_ok_and(|value| value == "1");
+        let keep = page_lock.then(|| Arc::new(keeper.clone_ref(py)) as Keep);
+        if keep.is_some() && borrowed.device() == Device::Cpu {
+            expect_whole_storage(tensor, &borrowed)?;
+        }
+        let is_new = py.detach(|| with(&self.pool, |pool| pool.register_existing(&borrowed, keep)))?;
         if is_new {
-            lock(&self.existing).push(given.keeper(tensor));
+            lock(&self.existing).push(keeper);
         }
         Ok(())
     }

@@ -28,7 +28,8 @@ const SLICE: Duration = Duration::from_millis(50);
 /// Fixed-size chunks in one region, for KV that left the GPU.
 ///
 /// Chunks are numbered from 0, zero at first and not zeroed again. The last freed is taken first, then the lowest that was
-/// never taken. Host memory is page-locked where there is a driver, in steps of about 256 MiB on several threads: the
+/// never taken. Host memory is page-locked where there is a driver, in steps of about 64 MiB on two threads
+/// (`KVPOOL_PAGE_LOCK_THREADS`; more are sooner done, and hold up other calls of the driver meanwhile): the
 /// constructor of a larger pool returns at once, chunks can be taken as their step is done, and the logger `kvpool` tells how
 /// far it has come. A step that the driver refuses stays ordinary memory, and is told as a warning.
 ///
@@ -136,6 +137,17 @@ impl PageLocking {
     }
 }
 
+/// How many threads page-lock memory at once: `KVPOOL_PAGE_LOCK_THREADS`.
+fn page_lock_threads() -> PyResult<usize> {
+    const VARIABLE: &str = "KVPOOL_PAGE_LOCK_THREADS";
+    const USUAL: usize = 2;
+    let Ok(value) = std::env::var(VARIABLE) else { return Ok(USUAL) };
+    match value.trim().parse() {
+        Ok(threads) if threads > 0 => Ok(threads),
+        _ => Err(Error::config(format!("{VARIABLE} is {value:?}; it must be a number from 1 on")).into()),
+    }
+}
+
 #[pymethods]
 impl ChunkPool {
     #[new]
@@ -166,6 +178,7 @@ impl ChunkPool {
             pin_memory,
             numa_node,
             huge_pages,
+            page_lock_threads: page_lock_threads()?,
             strict,
         };
         if let Some(progress) =

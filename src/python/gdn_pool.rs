@@ -96,7 +96,8 @@ impl GdnPool {
             max_track_slots: max_track_slots.size("max_track_slots", 0)?,
         };
         let device = args::device(device)?;
-        let pool = Pool::new(backend(py, device)?, config, strict)?;
+        let backend = backend(py, device)?;
+        let pool = py.detach(|| Pool::new(backend, config, strict))?;
         let recurrent_state = to_tensor(py, pool.recurrent_state())?;
         let conv_state = to_tensor(py, pool.conv_state())?;
         let debug = Debug::new(debug);

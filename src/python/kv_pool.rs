@@ -9,7 +9,7 @@ use pyo3::prelude::*;
 use pyo3::types::{IntoPyDict, PyDict, PyList};
 
 use crate::base::{DType, Device, Dims, Id, Slot};
-use crate::memory::{Stream, pinned_if_possible};
+use crate::memory::Stream;
 use crate::pool::{KvConfig, KvPool as Pool, Scales};
 
 use super::args::{self, Arg};
@@ -142,11 +142,14 @@ impl KvPool {
             dtype: args::dtype(dtype, DType::F16)?,
             page_size: page_size.size("page_size", 1)?,
         };
-        let backend = match args::device(device)? {
-            Device::Cpu if pin_memory => pinned_if_possible(),
-            device => backend(py, device)?,
+        let pool = match args::device(device)? {
+            Device::Cpu if pin_memory => py.detach(|| Pool::page_locked(config))?,
+            device => {
+                let backend = backend(py, device)?;
+                py.detach(|| Pool::new(backend, config))?
+            }
         };
-        let pool = Arc::new(Pool::new(backend, config)?);
+        let pool = Arc::new(pool);
         let (mut k_buffer, mut v_buffer) = (Vec::new(), Vec::new());
         for layer in 0..config.layer_num {
             let (k, v) = to_tensors(py, &pool.kv_buffer(layer)?)?;

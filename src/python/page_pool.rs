@@ -70,7 +70,8 @@ impl PagePool {
             strict,
         };
         backend(py, config.device)?;
-        let mut pool = Pool::new(config, current_stream(py, config.device)?)?;
+        let stream = current_stream(py, config.device)?;
+        let mut pool = py.detach(|| Pool::new(config, stream))?;
         let debug = Debug::new(debug);
         if debug.is_on() {
             pool.keep_ledger();

@@ -139,7 +139,7 @@ impl ReqToTokenPool {
         let max_context_len = args::size("max_context_len", max_context_len)?;
         let device = args::device(device)?;
         let backend = backend(py, device)?;
-        let mut pool = Pool::new(backend, max_reqs, max_context_len, padding_row, strict)?;
+        let mut pool = py.detach(|| Pool::new(backend, max_reqs, max_context_len, padding_row, strict))?;
         let debug = Debug::new(debug);
         if debug.is_on() {
             pool.keep_ledger();

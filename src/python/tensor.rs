@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyTuple};
 
 use crate::base::{DType, Device, bytes_of};
-use crate::memory::{Event, Region, Stream};
+use crate::memory::{Region, Stream};
 use crate::tensor::TensorView;
 use crate::tensor::dlpack::{
     Import, LEGACY, LEGACY_USED, Legacy, RawDevice, VERSIONED, VERSIONED_USED, Versioned, export_legacy,
@@ -55,9 +55,7 @@ impl Tensor {
         if ours == theirs {
             return Ok(());
         }
-        Event::record(gpu, ours)
-            .and_then(|event| event.precede(theirs))
-            .map_err(|error| PyBufferError::new_err(error.to_string()))
+        gpu.order(&[ours], theirs).map_err(|error| PyBufferError::new_err(error.to_string()))
     }
 
     pub(super) const fn view(&self) -> &TensorView {
@@ -101,6 +99,7 @@ impl Tensor {
         let copy = py.detach(|| -> crate::base::Result<TensorView> {
             let shape: Vec<usize> =
                 view.shape().as_slice().iter().map(|&extent| usize::try_from(extent).unwrap_or(0)).collect();
+            gpu.not_capturing(stream, "a copy to the host, which is waited for,")?;
             let region = Region::scratch(bytes_of("a copy", &shape, view.dtype())?)?;
             gpu.copy_out(&view.borrow()?, (&region, 0), stream)?;
             gpu.synchronize(stream)?;

@@ -1,5 +1,7 @@
 //! `kvpool.TokenToKVPoolAllocator`.
 
+use std::sync::Arc;
+
 use pyo3::PyTraverseError;
 use pyo3::exceptions::PyTypeError;
 use pyo3::gc::PyVisit;
@@ -8,7 +10,7 @@ use pyo3::types::{IntoPyDict, PyDict, PyTuple};
 
 use crate::base::{Device, Id, Page, Slot, Waits, Watched};
 use crate::index::{BadFrees, FenceId};
-use crate::memory::Stream;
+use crate::memory::{Keep, Stream};
 use crate::pool::TokenToKvPoolAllocator as Pool;
 use crate::tensor::TensorView;
 
@@ -218,7 +220,8 @@ impl TokenToKvPoolAllocator {
         let size = args::size("size", size)?;
         let page_size = page_size.size("page_size", 1)?;
         let device = args::device(device)?;
-        let mut pool = Pool::new(size, &backend(py, device)?, page_size, need_sort, strict)?;
+        let backend = backend(py, device)?;
+        let mut pool = py.detach(|| Pool::new(size, &backend, page_size, need_sort, strict))?;
         let debug = Debug::new(debug);
         if debug.is_on() {
             pool.keep_ledger();
@@ -356,7 +359,8 @@ impl TokenToKvPoolAllocator {
         after: Option<&Bound<'_, PyAny>>,
         owner: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
-        let mut indices = args::indices(indices)?;
+        let object = indices;
+        let mut indices = args::indices(object)?;
         self.poll(py)?;
         let _acting = self.debug.begin(py, owner)?;
         let given = indices.len()?;
@@ -365,10 +369,37 @@ impl TokenToKvPoolAllocator {
         } else {
             let stream = indices.stream(py, self.device)?;
             let indices = indices.take()?;
-            self.give(py, after, |pool, fence| pool.free_anywhere(&indices, fence, stream))?
+            // PyTorch may use a tensor's memory again, in the order of another stream, as soon as the tensor is gone.
+            let keep = || Some(Arc::new(object.clone().unbind()) as Keep);
+            self.give(py, after, |pool, fence| pool.free_anywhere(&indices, fence, keep, stream))?
         };
         self.report(py, &bad, given);
         Ok(())
+    }
+
+    /// Notes that work on a stream reads slots that this allocator handed out, so that their memory is used again after that
+    /// work only, also when the tensor is gone before. Calls of kvpool note it themselves; a kernel of others that reads the
+    /// tensor on another stream than the one that was current in `alloc` needs this, as `Tensor.record_stream` has no
+    /// effect on memory that is not PyTorch's own.
+    ///
+    /// Args:
+    ///     tensor: A tensor that `alloc` returned, or a view of one.
+    ///     stream: A `torch.cuda.Stream`, or the handle of a stream; the current one by default. It must live as long as the
+    ///         allocator.
+    ///
+    /// Raises:
+    ///     ConfigError: If the tensor is none of this allocator's.
+    #[pyo3(signature = (tensor, stream=None))]
+    fn used_on(
+        &self,
+        py: Python<'_>,
+        tensor: &Bound<'_, PyAny>,
+        stream: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        let stream = stream.map_or_else(|| current_stream(py, self.device), args::stream)?;
+        let given = args::tensor("tensor", tensor)?;
+        let borrowed = given.borrow()?;
+        with(&self.pool, |pool| pool.used_on(&borrowed, stream))
     }
 
     /// Adds an owner to slots, as a prefix cache does whose requests share it; with pages, to the page of every slot, once.

@@ -1169,16 +1169,15 @@ def test_host_memory_is_locked_once_until_the_pool_goes(driver: Driver) -> None:
 
 
 @pytest.mark.cuda
-def test_parts_of_what_is_locked(driver: Driver) -> None:
-    before = driver.locked_bytes()
-    for first, second in (((0, 1000), (100, 200)), ((100, 200), (0, 1000)), ((0, 600), (400, 1000))):
-        pool, weights = make(), outside()
-        pool.register_existing(weights[slice(*first)])
-        pool.register_existing(weights[slice(*second)])
-        assert driver.locked_bytes() > before
-        assert torch.equal(weights, outside())
-        del pool
-        assert driver.locked_bytes() == before
+def test_parts_of_a_storage_are_not_locked(driver: Driver) -> None:
+    pool, weights, before = make(), outside(), driver.locked_bytes()
+    for part in (weights[:100], weights[100:]):
+        with pytest.raises(ConfigError, match="of the 4000 bytes of its storage"):
+            pool.register_existing(part)
+    assert (driver.locked_bytes(), pool.stats()["registered_bytes"]) == (before, 0)
+    pool.register_existing(weights)
+    with pytest.raises(ConfigError, match="400 of the 4000 bytes"):
+        pool.register_existing(weights[:100])
 
 
 @pytest.mark.cuda

@@ -233,7 +233,7 @@ fn the_hosts_copy_follows_every_write() {
         let read = table.read(row, 8).expect("inside");
         assert_eq!(slots(&read), [0, 0, 1, 2, 3, 4, 5, 6]);
         let freed = Indices::of(read.borrow().expect("inside"), Some(0)).expect("int32");
-        let bad = allocator.free_anywhere(&freed, None, stream).expect("valid");
+        let bad = allocator.free_anywhere(&freed, None, || None, stream).expect("valid");
         assert!(!allocator.waits(), "the host knows the row");
         assert_eq!(bad.dropped(), 2, "the two zeros are padding");
         let again = allocator.alloc(6, stream).expect("memory").expect("room");

@@ -38,6 +38,7 @@ fn locking(num_chunks: usize) -> (Arc<ChunkPool>, PageLocking) {
         pin_memory: true,
         numa_node: None,
         huge_pages: false,
+        page_lock_threads: 2,
         strict: true,
     };
     let pool = Arc::new(ChunkPool::new(config, Stream::DEFAULT).expect("small"));

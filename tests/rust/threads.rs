@@ -74,6 +74,7 @@ fn chunks_are_copied_freed_and_taken_at_once() {
         pin_memory: false,
         numa_node: None,
         huge_pages: false,
+        page_lock_threads: 2,
         strict: true,
     };
     let pool = ChunkPool::new(config, STREAM).expect("memory");

@@ -1,10 +1,10 @@
 //! Index values on their way from a device to the host.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::base::{DType, Dims, Error, IndexVec, Result};
 use crate::kernels::indices::{Numbers, read_indices};
-use crate::memory::{Backend, Borrowed, Event, Gpu, Held, Host, Pinned, Region, Ring, Stream};
+use crate::memory::{Borrowed, Event, Gpu, Held, Host, Keep, Region, Ring, Stream};
 
 use super::Kernels;
 use super::params::{Index, ReadParams, blocks, signed};
@@ -24,6 +24,8 @@ pub struct Fetch {
     count: usize,
     /// Whether they arrive as int64.
     wide: bool,
+    /// Keeps the tensor until they are there.
+    _keep: Option<Keep>,
 }
 
 impl Fetch {
@@ -56,6 +58,23 @@ impl Fetcher {
         Ok(Self { gpu: Arc::clone(gpu), kernels: Kernels::of(gpu)?, ring: Ring::on_host(gpu, bytes)? })
     }
 
+    /// One that the whole process has for `gpu`, so that who waits for a few values allocates nothing.
+    fn shared(gpu: &Arc<Gpu>, values: usize) -> Result<Arc<Self>> {
+        static SHARED: Mutex<Vec<Arc<Fetcher>>> = Mutex::new(Vec::new());
+        /// Values for which it has room.
+        const ROOM: usize = 128 << 10;
+        if values > ROOM {
+            return Ok(Arc::new(Self::new(gpu, values)?));
+        }
+        let mut shared = SHARED.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(found) = shared.iter().find(|fetcher| fetcher.gpu.device() == gpu.device()) {
+            return Ok(Arc::clone(found));
+        }
+        let fetcher = Arc::new(Self::new(gpu, ROOM)?);
+        shared.push(Arc::clone(&fetcher));
+        Ok(fetcher)
+    }
+
     /// The device whose tensors it copies.
     #[must_use]
     pub const fn gpu(&self) -> &Arc<Gpu> {
@@ -63,11 +82,11 @@ impl Fetcher {
     }
 
     /// Enqueues a copy of `tensor`, int32 or int64, as it is when `stream` comes to it. `None` when so many values
-    /// are on their way that there is no room for it.
+    /// are on their way that there is no room for it. `keep` keeps the tensor's memory, also beyond the end of its stream.
     ///
     /// # Errors
     /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the driver refuses, or `stream` is captured.
-    pub fn fetch(&self, tensor: &Borrowed<'_>, stream: Stream) -> Result<Option<Fetch>> {
+    pub fn fetch(&self, tensor: &Borrowed<'_>, keep: Option<Keep>, stream: Stream) -> Result<Option<Fetch>> {
         self.gpu.not_capturing(
             stream,
             "freeing slots that only the device knows, whose values are copied to the host,",
@@ -82,7 +101,7 @@ impl Fetcher {
                 read_kernel(&self.gpu, &self.kernels, tensor, (region, at), stream)
             }
         })?;
-        Ok(held.map(|held| Fetch { held, count, wide }))
+        Ok(held.map(|held| Fetch { held, count, wide, _keep: keep }))
     }
 
     /// The values of a fetch that has landed.
@@ -127,20 +146,34 @@ fn read_kernel(
 ///
 /// # Errors
 /// [`ErrorKind::Type`](crate::base::ErrorKind::Type) when it is neither int32 nor int64,
-/// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the driver refuses.
+/// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) while `stream` is captured, or when the driver refuses.
 pub fn read_now(gpu: &Arc<Gpu>, tensor: &Borrowed<'_>, stream: Stream) -> Result<IndexVec> {
-    let count = tensor.shape().numel();
-    let (region, dtype) = if tensor.is_contiguous() {
-        let host = Region::new(Arc::new(Host), count.saturating_mul(tensor.dtype().size()))?;
-        gpu.copy_out(tensor, (&host, 0), stream)?;
-        (host, tensor.dtype())
-    } else {
-        let pinned: Arc<dyn Backend> = Arc::new(Pinned::new(gpu));
-        let pinned = Region::new(pinned, count.saturating_mul(size_of::<i64>()))?;
-        read_kernel(gpu, &*Kernels::of(gpu)?, tensor, (&pinned, 0), stream)?;
-        (pinned, DType::I64)
-    };
+    gpu.not_capturing(stream, "an answer that waits for values that only the device knows")?;
+    if !tensor.is_contiguous() {
+        return read_strided(gpu, tensor, stream);
+    }
+    let bytes = tensor.shape().numel().saturating_mul(tensor.dtype().size());
+    let host = Region::new(Arc::new(Host), bytes)?;
+    gpu.copy_out(tensor, (&host, 0), stream)?;
     gpu.synchronize(stream)?;
-    let extent = i64::try_from(count).map_err(|_| Error::config("too many indices"))?;
-    read_indices(&region.borrow(0, dtype, Dims::new(&[extent])?, Dims::new(&[1])?)?)
+    let extent = i64::try_from(tensor.shape().numel()).map_err(|_| Error::config("too many indices"))?;
+    read_indices(&host.borrow(0, tensor.dtype(), Dims::new(&[extent])?, Dims::new(&[1])?)?)
+}
+
+/// As [`read_now`], by a kernel that knows strides.
+fn read_strided(gpu: &Arc<Gpu>, tensor: &Borrowed<'_>, stream: Stream) -> Result<IndexVec> {
+    let count = tensor.shape().numel();
+    let mut reader = Fetcher::shared(gpu, count)?;
+    let mut fetch = reader.fetch(tensor, None, stream)?;
+    if fetch.is_none() {
+        // Other threads have all of its room.
+        reader = Arc::new(Fetcher::new(gpu, count)?);
+        fetch = reader.fetch(tensor, None, stream)?;
+    }
+    let fetch = fetch.expect("a new fetcher has room for what it was made for");
+    if let Err(failure) = fetch.done().wait() {
+        reader.abandon(&fetch);
+        return Err(failure);
+    }
+    reader.take(&fetch)
 }

@@ -22,7 +22,7 @@ use crate::index::Move;
 use crate::kernels::indices::{Indices, Numbers};
 use crate::kernels::rows::{RowBuffer, check_moves, check_targets};
 use crate::kernels::store::{Store, targets};
-use crate::memory::{Backend, Borrowed, Function, Gpu, Held, Pinned, Region, Ring, Stream};
+use crate::memory::{Borrowed, Function, Gpu, Held, Pinned, Region, Ring, Stream, Users};
 
 use images::{Compiled, PLAN, ROWS, TABLE};
 use params::{
@@ -167,18 +167,20 @@ pub struct Launcher {
     kernels: Arc<Kernels>,
     ring: Ring,
     fault: Region,
+    /// The streams that use the pool's memory.
+    users: Arc<Users>,
 }
 
 impl Launcher {
-    /// For a pool on `gpu` that passes up to `ring_bytes` of numbers from the host at once.
+    /// For a pool on `gpu` whose memory has these users, and that passes up to `ring_bytes` of numbers from the host at once.
     ///
     /// # Errors
     /// [`ErrorKind::Driver`] when the kernels cannot be loaded, [`ErrorKind::OutOfMemory`] when there is no memory.
-    pub fn new(gpu: &Arc<Gpu>, ring_bytes: usize) -> Result<Self> {
+    pub fn new(gpu: &Arc<Gpu>, users: &Arc<Users>, ring_bytes: usize) -> Result<Self> {
         let kernels = Kernels::of(gpu)?;
         let ring = Ring::new(gpu, ring_bytes)?;
-        let pinned: Arc<dyn Backend> = Arc::new(Pinned::new(gpu));
-        Ok(Self { gpu: Arc::clone(gpu), kernels, ring, fault: Region::new(pinned, FAULT_BYTES)? })
+        let fault = Region::with_users(Arc::new(Pinned::new(gpu)), FAULT_BYTES, Arc::clone(users))?;
+        Ok(Self { gpu: Arc::clone(gpu), kernels, ring, fault, users: Arc::clone(users) })
     }
 
     /// The device.
@@ -522,6 +524,7 @@ impl Launcher {
         if grid.contains(&0) {
             return Ok(());
         }
+        self.users.note(stream);
         // SAFETY: each caller pairs a kernel with its parameters. Addresses are those of live regions of this device
         // and of tensors that the caller of the pool keeps alive in the order of `stream`; what a kernel reaches from
         // them was checked by the caller or is checked by the kernel.

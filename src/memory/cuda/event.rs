@@ -5,24 +5,25 @@ use std::sync::Arc;
 use crate::base::Result;
 use crate::memory::Stream;
 
-use super::{Gpu, driver};
+use super::{Gpu, driver::EventHandle};
 
 /// A point in the work of a stream that the host and other streams can wait for.
 #[derive(Debug)]
 pub struct Event {
     gpu: Arc<Gpu>,
-    handle: usize,
+    handle: EventHandle,
 }
 
 impl Event {
-    /// The point after everything that was enqueued on `stream` so far.
+    /// The point after everything that was enqueued on `stream` so far. The caller has seen to it that nobody captures
+    /// `stream`: see [`Gpu::not_capturing`].
     ///
     /// # Errors
     /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the driver refuses.
     pub fn record(gpu: &Arc<Gpu>, stream: Stream) -> Result<Self> {
         let _entered = gpu.enter()?;
         let event = Self { handle: gpu.take_event()?, gpu: Arc::clone(gpu) };
-        driver::record_event(event.handle, stream.handle())?;
+        gpu.driver().record_event(event.handle, stream)?;
         Ok(event)
     }
 
@@ -32,7 +33,7 @@ impl Event {
     /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver), also for what failed on the device before.
     pub fn passed(&self) -> Result<bool> {
         let _entered = self.gpu.enter_beside_captures()?;
-        driver::event_passed(self.handle)
+        self.gpu.driver().event_passed(self.handle)
     }
 
     /// Waits until the device has come that far.
@@ -41,7 +42,7 @@ impl Event {
     /// As [`Event::passed`].
     pub fn wait(&self) -> Result<()> {
         let _entered = self.gpu.enter_beside_captures()?;
-        driver::wait_for_event(self.handle)
+        self.gpu.driver().wait_for_event(self.handle)
     }
 
     /// Lets what is enqueued on `stream` from now on wait for this point. The host does not wait.
@@ -50,7 +51,7 @@ impl Event {
     /// As [`Event::record`].
     pub fn precede(&self, stream: Stream) -> Result<()> {
         let _entered = self.gpu.enter()?;
-        driver::order_after(stream.handle(), self.handle)
+        self.gpu.driver().order_after(stream, self.handle)
     }
 }
 

@@ -7,7 +7,11 @@ use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError};
 use crate::base::{Device, Error, ErrorKind, Result};
 use crate::memory::{Borrowed, Image, Region, Stream};
 
-use super::{driver, probe};
+use super::driver::{
+    ContextHandle, DevicePtr, Driver, EventHandle, FunctionHandle, Relaxed as RelaxedThread, Rows, StreamMode,
+};
+use super::parked::Parked;
+use super::{Event, probe};
 
 /// Threads of a block of every kernel.
 const BLOCK: u32 = 256;
@@ -23,20 +27,24 @@ static FORKED: AtomicBool = AtomicBool::new(false);
 pub struct Gpu {
     ordinal: u32,
     capability: (u32, u32),
-    context: usize,
+    driver: Driver,
+    context: ContextHandle,
     /// Events that nobody uses now.
-    events: Mutex<Vec<usize>>,
+    events: Mutex<Vec<EventHandle>>,
+    /// What goes back when its users can be awaited.
+    pub(super) parked: Mutex<Vec<Parked>>,
 }
 
 /// A kernel that was loaded, for launches on the device that it was loaded for.
 #[derive(Clone, Copy, Debug)]
-pub struct Function(usize);
+pub struct Function(FunctionHandle);
 
 /// The device's context is current until this drops.
 pub(super) struct Entered {
+    driver: Driver,
     pushed: bool,
     /// Ends when this drops.
-    relaxed: Option<driver::Relaxed>,
+    relaxed: Option<RelaxedThread>,
 }
 
 impl Drop for Entered {
@@ -44,7 +52,7 @@ impl Drop for Entered {
         drop(self.relaxed.take());
         if self.pushed {
             // It was pushed by us; if it cannot be popped, the driver is going away.
-            let _ = driver::pop_context();
+            let _ = self.driver.pop_context();
         }
     }
 }
@@ -60,23 +68,22 @@ impl Gpu {
         if let Some(gpu) = open.iter().find(|gpu| gpu.ordinal == ordinal) {
             return Ok(Arc::clone(gpu));
         }
-        probe::probe(ordinal)?;
+        let driver = probe::probe(ordinal)?;
         watch_for_forks();
-        let context =
-            driver::retain_context(i32::try_from(ordinal).unwrap_or(i32::MAX)).map_err(|failure| {
-                Error::new(
-                    ErrorKind::BackendUnavailable,
-                    format!("device cuda:{ordinal} cannot be used: {failure}"),
-                )
-            })?;
-        let capability = driver::capability(i32::try_from(ordinal).unwrap_or(i32::MAX))?;
-        let gpu = Arc::new(Self { ordinal, capability, context, events: Mutex::default() });
+        let unusable = |failure: Error| {
+            let text = format!("device cuda:{ordinal} cannot be used: {failure}");
+            Error::new(ErrorKind::BackendUnavailable, text)
+        };
+        let context = driver.retain_context(ordinal).map_err(unusable)?;
+        let capability = driver.capability(ordinal).map_err(unusable)?;
+        let (events, parked) = (Mutex::default(), Mutex::default());
+        let gpu = Arc::new(Self { ordinal, capability, driver, context, events, parked });
         open.push(Arc::clone(&gpu));
         Ok(gpu)
     }
 
-    /// A device through which host memory can be page-locked for all: one that is in use, by us or by whoever made the
-    /// current context, so that none is opened for this alone; else the first.
+    /// A device through which host memory can be page-locked for all, so that none is opened for this alone: one that is
+    /// in use, by us, by whoever made the current context, or by anybody in this process; else the first.
     ///
     /// # Errors
     /// As [`Gpu::open`].
@@ -85,9 +92,10 @@ impl Gpu {
             return Ok(Arc::clone(gpu));
         }
         not_forked()?;
-        probe::probe(0)?;
-        let current = driver::current_device().ok().and_then(|device| u32::try_from(device).ok());
-        Self::open(current.unwrap_or(0))
+        let driver = probe::probe(0)?;
+        let is_active = |ordinal: &u32| driver.has_context(*ordinal).unwrap_or(false);
+        let in_use = || (0..driver.device_count().unwrap_or(0)).find(is_active);
+        Self::open(driver.current_device().ok().or_else(in_use).unwrap_or(0))
     }
 
     /// The device.
@@ -102,6 +110,11 @@ impl Gpu {
         self.capability
     }
 
+    /// The driver, for calls in this device's context.
+    pub(super) const fn driver(&self) -> Driver {
+        self.driver
+    }
+
     /// Checks that it can still be used by this process. Makes no driver call.
     ///
     /// # Errors
@@ -113,17 +126,18 @@ impl Gpu {
     /// Makes its context current.
     pub(super) fn enter(&self) -> Result<Entered> {
         not_forked()?;
-        let pushed = driver::current_context()? != self.context;
+        let driver = self.driver;
+        let pushed = driver.current_context()? != self.context;
         if pushed {
-            driver::push_context(self.context)?;
+            driver.push_context(self.context)?;
         }
-        Ok(Entered { pushed, relaxed: None })
+        Ok(Entered { driver, pushed, relaxed: None })
     }
 
     /// As [`Gpu::enter`], for calls that other captures do not concern.
     pub(super) fn enter_beside_captures(&self) -> Result<Entered> {
         let mut entered = self.enter()?;
-        entered.relaxed = Some(driver::relax()?);
+        entered.relaxed = Some(self.driver.relax()?);
         Ok(entered)
     }
 
@@ -132,24 +146,26 @@ impl Gpu {
     /// # Errors
     /// [`ErrorKind::Driver`] when the driver refuses.
     pub fn free_bytes(&self) -> Result<usize> {
-        let _entered = self.enter()?;
-        Ok(driver::memory_info()?.0)
+        let _entered = self.enter_beside_captures()?;
+        Ok(self.driver.memory_info()?.0)
     }
 
-    /// Loads the kernels `names` from the first of `images` that suits the device and its driver.
+    /// Loads the kernels `names` from the first of `images` that suits the device and its driver. They are ready for
+    /// launches within a capture then, and nobody's capture minds that they are loaded.
     ///
     /// # Errors
     /// [`ErrorKind::Driver`] when the driver takes none of the images, with what it says of the last, or lacks a name.
     pub fn load(&self, images: &[Image<'_>], names: &[&CStr]) -> Result<Vec<Function>> {
-        let _entered = self.enter()?;
+        let _entered = self.enter_beside_captures()?;
         let mut refused = Error::config("no image of the kernels was given");
         for image in images {
-            match driver::load_module(image)? {
+            // SAFETY: the image is whole, and its text ends with a zero.
+            match unsafe { self.driver.load_module(image.address()) }? {
                 Ok(module) => {
                     let functions: Result<Vec<_>> =
-                        names.iter().map(|name| driver::function(module, name).map(Function)).collect();
+                        names.iter().map(|name| self.driver.function(module, name).map(Function)).collect();
                     if functions.is_err() {
-                        driver::unload_module(module)?;
+                        self.driver.unload_module(module)?;
                     }
                     return functions;
                 }
@@ -177,7 +193,7 @@ impl Gpu {
         let _entered = self.enter()?;
         let params: *const P = params;
         // SAFETY: the caller promises it.
-        unsafe { driver::launch(function.0, grid, BLOCK, params.cast(), stream.handle()) }
+        unsafe { self.driver.launch(function.0, grid, BLOCK, params.cast(), stream) }
     }
 
     /// Enqueues a copy of `bytes` bytes from page-locked memory to the device. Nobody may change the source until
@@ -195,9 +211,12 @@ impl Gpu {
         if bytes == 0 {
             return Ok(());
         }
+        target.used_on(stream);
+        source.used_on(stream);
         let (target, source) = (target.at(to, bytes)?, source.at(from, bytes)?);
         let _entered = self.enter()?;
-        driver::copy_to_device(address(target.as_ptr()), source.as_ptr(), bytes, stream.handle())
+        // SAFETY: both ranges lie in live regions; that the source stays until then is the caller's business.
+        unsafe { self.driver.copy_to_device(DevicePtr::of(target.as_ptr()), source.as_ptr(), bytes, stream) }
     }
 
     /// Enqueues a copy of a contiguous tensor on this device to byte `to` of `target`, which is host memory. If it is
@@ -219,9 +238,12 @@ impl Gpu {
         if bytes == 0 {
             return Ok(());
         }
+        target.used_on(stream);
         let target = target.at(to, bytes)?;
-        let _entered = self.enter()?;
-        driver::copy_to_host(target.as_ptr(), address(source.address().as_ptr()), bytes, stream.handle())
+        let source = DevicePtr::of(source.address().as_ptr());
+        let _entered = self.enter_beside_captures()?;
+        // SAFETY: the target lies in a live region, and `Borrowed` promises the elements of the source.
+        unsafe { self.driver.copy_to_host(target.as_ptr(), source, bytes, stream) }
     }
 
     /// Enqueues a copy of the bytes of a contiguous tensor to another, of which this device can reach both. If both are
@@ -238,8 +260,9 @@ impl Gpu {
             return Ok(());
         }
         let _entered = self.enter()?;
-        let (to, from) = (address(target.address().as_ptr()), address(source.address().as_ptr()));
-        driver::copy(to, from, bytes(source), stream.handle())
+        let at = |tensor: &Borrowed<'_>| DevicePtr::of(tensor.address().as_ptr());
+        // SAFETY: `Borrowed` promises the elements of both.
+        unsafe { self.driver.copy(at(target), at(source), bytes(source), stream) }
     }
 
     /// As [`Gpu::copy`], for rows of bytes that lie apart: both tensors are `[rows, bytes]`, and the bytes of a row one after
@@ -256,7 +279,8 @@ impl Gpu {
             return Ok(());
         }
         let _entered = self.enter()?;
-        driver::copy_2d(to.0, from.0, to.1, stream.handle())
+        // SAFETY: `Borrowed` promises the elements of both.
+        unsafe { self.driver.copy_2d(to.0, from.0, to.1, stream) }
     }
 
     /// Fills bytes of a region on this device with `value`, in the order of `stream`.
@@ -274,48 +298,90 @@ impl Gpu {
         if bytes == 0 {
             return Ok(());
         }
+        region.used_on(stream);
         let _entered = self.enter()?;
-        driver::fill(address(target.as_ptr()), value, bytes, stream.handle())
+        // SAFETY: the bytes lie in a live region of this device.
+        unsafe { self.driver.fill(DevicePtr::of(target.as_ptr()), value, bytes, stream) }
     }
 
     /// Waits for everything on `stream`.
     ///
     /// # Errors
-    /// [`ErrorKind::Driver`], also for what failed on the device before.
+    /// [`ErrorKind::Driver`] while `stream` is captured; also for what failed on the device before.
     pub fn synchronize(&self, stream: Stream) -> Result<()> {
+        self.not_capturing(stream, "a wait for the device")?;
+        let _entered = self.enter_beside_captures()?;
+        self.driver.synchronize(stream)
+    }
+
+    /// Whether somebody captures `stream` into a graph.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Driver`] when the driver refuses.
+    pub fn is_capturing(&self, stream: Stream) -> Result<bool> {
+        Ok(self.mode(stream)? == StreamMode::Captured)
+    }
+
+    /// What becomes of work on `stream`.
+    pub(super) fn mode(&self, stream: Stream) -> Result<StreamMode> {
         let _entered = self.enter()?;
-        driver::synchronize(stream.handle())
+        self.driver.mode(stream)
     }
 
     /// Checks that `stream` is not being captured into a graph, where a copy from memory that is reused would be
-    /// repeated with other bytes.
+    /// repeated with other bytes, and where nothing can be waited for.
     ///
     /// # Errors
     /// [`ErrorKind::Driver`] if it is, naming `what` cannot be done.
     pub fn not_capturing(&self, stream: Stream, what: &str) -> Result<()> {
-        let _entered = self.enter()?;
-        if driver::is_capturing(stream.handle())? {
-            return Err(Error::new(
-                ErrorKind::Driver,
-                format!("{what} cannot be captured into a CUDA graph"),
-            ));
+        if self.is_capturing(stream)? {
+            let text = format!("{what} cannot be captured into a CUDA graph");
+            return Err(Error::new(ErrorKind::Driver, text));
         }
         Ok(())
     }
 
-    /// An event, in the current context.
-    pub(super) fn take_event(&self) -> Result<usize> {
-        let kept = lock(&self.events).pop();
-        kept.map_or_else(driver::create_event, Ok)
+    /// Checks that `stream` can come after each of `others`, which nothing can while one of them is captured.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Driver`] if one is.
+    pub fn can_order(&self, others: &[Stream], stream: Stream) -> Result<()> {
+        let mut others = others.iter().filter(|other| **other != stream).peekable();
+        if others.peek().is_none() {
+            return Ok(());
+        }
+        self.not_capturing(stream, "a wait for work outside of the capture")?;
+        others.try_for_each(|&other| {
+            self.not_capturing(
+                other,
+                "work of another stream, which must be done first, is being recorded, and",
+            )
+        })
     }
 
-    pub(super) fn keep_event(&self, event: usize) {
+    /// Lets what is enqueued on `stream` from now on come after what each of `others` has now. The host does not wait.
+    ///
+    /// # Errors
+    /// As [`Gpu::can_order`], before anything is enqueued; [`ErrorKind::Driver`] when the driver refuses.
+    pub fn order(self: &Arc<Self>, others: &[Stream], stream: Stream) -> Result<()> {
+        self.can_order(others, stream)?;
+        let mut others = others.iter().filter(|other| **other != stream);
+        others.try_for_each(|&other| Event::record(self, other)?.precede(stream))
+    }
+
+    /// An event, in the current context.
+    pub(super) fn take_event(&self) -> Result<EventHandle> {
+        let kept = lock(&self.events).pop();
+        kept.map_or_else(|| self.driver.create_event(), Ok)
+    }
+
+    pub(super) fn keep_event(&self, event: EventHandle) {
         lock(&self.events).push(event);
     }
 }
 
 /// A tensor of rows of bytes, and how many rows of how many bytes they are.
-fn rows(tensor: &Borrowed<'_>) -> Result<(driver::Rows, [usize; 2])> {
+fn rows(tensor: &Borrowed<'_>) -> Result<(Rows, [usize; 2])> {
     let extent = |extent: i64| usize::try_from(extent).ok();
     let found = match (tensor.shape().as_slice(), tensor.strides().as_slice()) {
         (&[rows, bytes], &[pitch, 1]) if tensor.dtype().size() == 1 => {
@@ -325,13 +391,8 @@ fn rows(tensor: &Borrowed<'_>) -> Result<(driver::Rows, [usize; 2])> {
     };
     let ((rows, bytes), pitch) =
         found.ok_or_else(|| Error::config("only rows of bytes can be copied as they lie"))?;
-    let is_on_host = tensor.device() == Device::Cpu;
-    Ok((driver::Rows { address: tensor.address().as_ptr(), pitch, is_on_host }, [rows, bytes]))
-}
-
-/// An address as the driver counts it.
-pub(super) fn address(pointer: *const u8) -> u64 {
-    u64::try_from(pointer.addr()).unwrap_or(u64::MAX)
+    let address = tensor.address().as_ptr();
+    Ok((Rows::new(address, pitch, tensor.device() == Device::Cpu), [rows, bytes]))
 }
 
 /// Whether a driver call would come from the child of a process that used the driver.
@@ -363,6 +424,6 @@ fn watch_for_forks() {
 }
 
 /// Locks `mutex`. Nothing that is guarded here can be left half changed, so poison is ignored.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

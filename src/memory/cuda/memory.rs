@@ -4,42 +4,64 @@ use std::ptr::{self, NonNull};
 use std::sync::Arc;
 
 use crate::base::{Device, Error, ErrorKind, Result};
-use crate::memory::{ALIGNMENT, Backend, Block, Stream};
+use crate::memory::{ALIGNMENT, Backend, Block, Stream, Users};
 
-use super::{
-    Gpu, driver,
-    gpu::{address, is_forked},
-};
+use super::Gpu;
+use super::driver::DevicePtr;
+use super::parked::{Given, HostPtr};
 
 /// Memory of a device.
 ///
-/// A block is zeroed in the order of the stream that the backend was made with: work on another stream needs an
-/// event. Giving a block back waits for the device, as the driver does.
+/// Giving a block back waits for the streams that used it, but never for the device: see [`Users`].
 #[derive(Clone, Debug)]
 pub struct Cuda {
     gpu: Arc<Gpu>,
-    /// The stream on which blocks are zeroed, if they are.
-    zeroed_on: Option<Stream>,
+    zeroing: Zeroing,
+}
+
+/// When blocks hold zeros.
+#[derive(Clone, Copy, Debug)]
+enum Zeroing {
+    /// From the beginning, for every stream: the host waits for it.
+    Done(Stream),
+    /// In the order of a stream.
+    Ordered(Stream),
+    /// Never.
+    Never,
 }
 
 impl Cuda {
-    /// Memory of `gpu`, zeroed on `stream`.
+    /// Memory of `gpu` that holds zeros for every stream as soon as it is given: `stream` zeroes it, and is waited for.
     #[must_use]
     pub fn new(gpu: &Arc<Gpu>, stream: Stream) -> Self {
-        Self { gpu: Arc::clone(gpu), zeroed_on: Some(stream) }
+        Self { gpu: Arc::clone(gpu), zeroing: Zeroing::Done(stream) }
+    }
+
+    /// Memory of `gpu`, zeroed in the order of `stream`: another stream needs an event.
+    #[must_use]
+    pub fn in_order(gpu: &Arc<Gpu>, stream: Stream) -> Self {
+        Self { gpu: Arc::clone(gpu), zeroing: Zeroing::Ordered(stream) }
     }
 
     /// Memory of `gpu` for what is always written before it is read: it is not zeroed, so no stream comes first.
     #[must_use]
     pub fn unwritten(gpu: &Arc<Gpu>) -> Self {
-        Self { gpu: Arc::clone(gpu), zeroed_on: None }
+        Self { gpu: Arc::clone(gpu), zeroing: Zeroing::Never }
+    }
+
+    fn zero(&self, address: DevicePtr, bytes: usize) -> Result<()> {
+        let (Zeroing::Done(stream) | Zeroing::Ordered(stream)) = self.zeroing else { return Ok(()) };
+        // SAFETY: the driver gave so many bytes just now.
+        unsafe { self.gpu.driver().fill(address, 0, bytes, stream) }?;
+        if let Zeroing::Done(_) = self.zeroing { self.gpu.driver().synchronize(stream) } else { Ok(()) }
     }
 }
 
 /// A block of no bytes, which the driver does not give.
 fn empty() -> Block {
     // Aligned, and never followed.
-    Block::new(NonNull::new(ptr::without_provenance_mut(ALIGNMENT)).unwrap_or(NonNull::dangling()), 0)
+    let address = NonNull::new(ptr::without_provenance_mut(ALIGNMENT));
+    Block::new(address.expect("an alignment is not 0"), 0)
 }
 
 impl Backend for Cuda {
@@ -52,36 +74,41 @@ impl Backend for Cuda {
     }
 
     fn allocate(&self, bytes: usize) -> Result<Block> {
+        if let Zeroing::Done(stream) | Zeroing::Ordered(stream) = self.zeroing {
+            self.gpu.not_capturing(stream, "new memory, which is zeroed once,")?;
+        }
         if bytes == 0 {
             return Ok(empty());
         }
+        self.gpu.sweep();
         let _entered = self.gpu.enter_beside_captures()?;
-        let Some(found) = driver::allocate(bytes)? else {
-            let (free, total) = driver::memory_info()?;
+        let driver = self.gpu.driver();
+        let Some(found) = driver.allocate(bytes)? else {
+            let (free, total) = driver.memory_info()?;
             return Err(Error::new(
                 ErrorKind::OutOfMemory,
                 format!("{bytes} bytes asked for, {free} of {total} free on {}", self.device()),
             ));
         };
-        let zeroed = self.zeroed_on.map_or(Ok(()), |stream| driver::fill(found, 0, bytes, stream.handle()));
-        if let Err(failure) = zeroed {
-            // The first failure is what is told.
-            let _ = driver::free(found);
+        if let Err(failure) = self.zero(found, bytes) {
+            let users = Users::default();
+            if let Zeroing::Done(stream) | Zeroing::Ordered(stream) = self.zeroing {
+                users.note(stream);
+            }
+            // SAFETY: the driver gave it just now, and nothing but its zeros can be under way.
+            unsafe { self.gpu.retire(Given::Device(found), &users) };
             return Err(failure);
         }
-        let pointer = NonNull::new(ptr::without_provenance_mut(usize::try_from(found).unwrap_or(0)));
+        let pointer = NonNull::new(found.pointer());
         let pointer = pointer.ok_or_else(|| Error::new(ErrorKind::Driver, "cuMemAlloc_v2 gave address 0"))?;
         Ok(Block::new(pointer, bytes))
     }
 
-    unsafe fn deallocate(&self, block: Block) {
-        // The child of a fork has no device memory; at the end of a process the driver may be gone, and the memory
-        // with it.
-        if block.bytes() == 0 || is_forked() {
-            return;
-        }
-        if let Ok(_entered) = self.gpu.enter_beside_captures() {
-            let _ = driver::free(address(block.address().as_ptr()));
+    unsafe fn deallocate(&self, block: Block, users: &Users) {
+        if block.bytes() > 0 {
+            let given = Given::Device(DevicePtr::of(block.address().as_ptr()));
+            // SAFETY: the block is of `allocate`; the rest is the caller's promise.
+            unsafe { self.gpu.retire(given, users) };
         }
     }
 }
@@ -109,8 +136,9 @@ impl Backend for Pinned {
         if bytes == 0 {
             return Ok(empty());
         }
+        self.gpu.sweep();
         let _entered = self.gpu.enter_beside_captures()?;
-        let found = driver::allocate_host(bytes)?.and_then(NonNull::new).ok_or_else(|| {
+        let found = self.gpu.driver().allocate_host(bytes)?.and_then(NonNull::new).ok_or_else(|| {
             Error::new(
                 ErrorKind::OutOfMemory,
                 format!("the host cannot give {bytes} bytes of page-locked memory"),
@@ -121,14 +149,11 @@ impl Backend for Pinned {
         Ok(Block::new(found, bytes))
     }
 
-    unsafe fn deallocate(&self, block: Block) {
-        if block.bytes() == 0 || is_forked() {
-            return;
-        }
-        if let Ok(_entered) = self.gpu.enter_beside_captures() {
-            // Work that was enqueued may still read or write it.
-            let _ = driver::synchronize_context();
-            let _ = driver::free_host(block.address().as_ptr());
+    unsafe fn deallocate(&self, block: Block, users: &Users) {
+        if block.bytes() > 0 {
+            let given = Given::Host(HostPtr(block.address().as_ptr()));
+            // SAFETY: the block is of `allocate`; the rest is the caller's promise.
+            unsafe { self.gpu.retire(given, users) };
         }
     }
 }

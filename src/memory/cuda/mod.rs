@@ -9,6 +9,7 @@ mod event;
 mod gpu;
 mod memory;
 mod page_lock;
+mod parked;
 mod probe;
 mod ring;
 

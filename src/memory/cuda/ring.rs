@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::base::{Error, Result};
-use crate::memory::{ALIGNMENT, Number, Plain, Region, Stream};
+use crate::memory::{ALIGNMENT, Backend, Number, Plain, Region, Stream, Users};
 
 use super::{Cuda, Event, Gpu, Pinned};
 
@@ -25,6 +25,8 @@ pub struct Ring {
     gpu: Arc<Gpu>,
     pinned: Region,
     twin: Region,
+    /// The streams that use both.
+    users: Arc<Users>,
     pieces: Mutex<Pieces>,
 }
 
@@ -78,9 +80,12 @@ impl Ring {
 
     fn with_twin(gpu: &Arc<Gpu>, bytes: usize, twin_bytes: usize) -> Result<Self> {
         let whole = |bytes: usize| bytes.checked_next_multiple_of(ALIGNMENT).unwrap_or(bytes);
-        let twin = Region::new(Arc::new(Cuda::unwritten(gpu)), whole(twin_bytes))?;
-        let pinned = Region::new(Arc::new(Pinned::new(gpu)), whole(bytes))?;
-        Ok(Self { gpu: Arc::clone(gpu), pinned, twin, pieces: Mutex::default() })
+        let users = Arc::<Users>::default();
+        let region =
+            |backend: Arc<dyn Backend>, bytes| Region::with_users(backend, whole(bytes), Arc::clone(&users));
+        let twin = region(Arc::new(Cuda::unwritten(gpu)), twin_bytes)?;
+        let pinned = region(Arc::new(Pinned::new(gpu)), bytes)?;
+        Ok(Self { gpu: Arc::clone(gpu), pinned, twin, users, pieces: Mutex::default() })
     }
 
     /// Bytes of the largest piece.
@@ -198,6 +203,7 @@ impl Ring {
         held: bool,
         stream: Stream,
     ) -> Result<Arc<Event>> {
+        self.users.note(stream);
         let done = match Event::record(&self.gpu, stream) {
             Ok(done) => Arc::new(done),
             Err(failure) => {

@@ -7,14 +7,13 @@ use std::time::{Duration, Instant};
 
 use crate::base::sync::{AtomicUsize, thread};
 use crate::base::{Error, ErrorKind, Result, widen};
-use crate::kernels::num_threads;
 use crate::memory::{ALIGNMENT, Gpu, PAGE};
 
 use super::ChunkPool;
+use crate::pool::kv_pool::PAGE_LOCK_STEP;
 
-/// About so much is page-locked at a time: some tens of milliseconds of work. Where every order of threads is tried,
-/// as little as can be.
-const STEP_BYTES: usize = if cfg!(loom) { PAGE } else { 256 << 20 };
+/// About so much is page-locked at a time. Where every order of threads is tried, as little as can be.
+const STEP_BYTES: usize = if cfg!(loom) { PAGE } else { PAGE_LOCK_STEP };
 
 /// How far page-locking has come.
 #[derive(Clone, Debug)]
@@ -28,7 +27,7 @@ pub struct Progress {
 }
 
 impl ChunkPool {
-    /// Page-locks the memory step by step on several threads, until the pool stops. Its only step, if there is one only, is
+    /// Page-locks the memory step by step on a few threads, until the pool stops. Its only step, if there is one only, is
     /// done on return.
     ///
     /// To be called once; of a pool that is not [`ChunkPool::is_locked`] there is nothing to lock.
@@ -37,7 +36,7 @@ impl ChunkPool {
         self.state().locking = Some(Locking::default());
         let work = Arc::new(Steps { steps: self.steps(), next: AtomicUsize::new(0) });
         let count = work.steps.len();
-        for number in 0..num_threads().min(count) {
+        for number in 0..self.config.page_lock_threads.min(count) {
             let (worker, gpu, work) = (Worker::new(self), Arc::clone(&gpu), Arc::clone(&work));
             let lock = move || {
                 while let Some(step) = work.steps.get(work.next.fetch_add(1, Relaxed))

@@ -1,8 +1,10 @@
 //! Scratch buffers: which memory is used again, and that no two have the same.
 
+use std::sync::Arc;
+
 use kvpool::base::{Device, ErrorKind};
 use kvpool::index::{Rounding, Ticket};
-use kvpool::memory::Stream;
+use kvpool::memory::{Keep, Stream};
 use kvpool::pool::{Buffer, BufferPool};
 
 use super::{Source, agree};
@@ -92,9 +94,10 @@ fn step(source: &mut Source<'_>, pool: &mut BufferPool, model: &mut Model) {
             let Some(live) = model.live.first() else { return };
             let all = live.buffer.region().bytes_at(0, live.capacity).expect("inside");
             let before = pool.registered_bytes();
-            let is_new = pool.register_existing(&all, source.flip()).expect("host memory");
+            let keep = source.flip().then(|| Arc::new(()) as Keep);
+            let is_new = pool.register_existing(&all, keep).expect("host memory");
             assert_eq!(pool.registered_bytes() - before, if is_new { live.capacity } else { 0 });
-            assert!(!pool.register_existing(&all, false).expect("host memory"));
+            assert!(!pool.register_existing(&all, None).expect("host memory"));
         }
     }
 }

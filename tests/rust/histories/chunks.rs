@@ -39,6 +39,7 @@ pub(super) fn run(source: &mut Source<'_>) {
         pin_memory: false,
         numa_node: None,
         huge_pages: false,
+        page_lock_threads: 2,
         strict: source.rarely(3),
     };
     let pool = ChunkPool::new(config, STREAM).expect("memory");

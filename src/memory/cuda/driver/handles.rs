@@ -1,0 +1,169 @@
+//! What the driver's functions take and give, each a type of its own.
+//!
+//! All are numbers of the size that the driver's header gives them, so that they cross threads; the table compares
+//! them with that header.
+
+use std::ffi::{CStr, c_char, c_int, c_uint};
+use std::ptr;
+
+use crate::memory::Stream;
+
+/// An answer of the driver: any number, also one that is newer than every header.
+#[repr(transparent)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::memory::cuda) struct Code(pub(in crate::memory::cuda) u32);
+
+impl Code {
+    pub(super) const SUCCESS: Self = Self(0);
+    pub(super) const OUT_OF_MEMORY: Self = Self(2);
+    pub(super) const INVALID_HANDLE: Self = Self(400);
+    pub(super) const NOT_READY: Self = Self(600);
+    pub(super) const ALREADY_REGISTERED: Self = Self(712);
+    pub(super) const CAPTURE_IMPLICIT: Self = Self(906);
+    /// Images that another one may stand in for: they are of another architecture, or newer than the driver.
+    pub(super) const UNSUITABLE_IMAGES: [Self; 4] = [Self(200), Self(209), Self(218), Self(222)];
+}
+
+/// Handles, which the driver makes.
+macro_rules! handles {
+    ($($(#[$about:meta])* $name:ident;)*) => {
+        $($(#[$about])*
+        #[repr(transparent)]
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        pub(in crate::memory::cuda) struct $name(usize);
+
+        impl $name {
+            /// Before the driver has filled it in.
+            pub(super) const NONE: Self = Self(0);
+        })*
+    };
+}
+
+handles! {
+    /// `CUcontext`.
+    ContextHandle;
+    /// `CUevent`.
+    EventHandle;
+    /// `CUfunction`.
+    FunctionHandle;
+    /// `CUmodule`.
+    ModuleHandle;
+}
+
+/// `CUstream`, whoever made it.
+#[repr(transparent)]
+#[derive(Clone, Copy, Debug)]
+pub(super) struct StreamHandle(usize);
+
+impl From<Stream> for StreamHandle {
+    fn from(stream: Stream) -> Self {
+        Self(stream.handle())
+    }
+}
+
+/// `CUdeviceptr`: an address of a device, or of host memory that it reaches.
+#[repr(transparent)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::memory::cuda) struct DevicePtr(pub(super) u64);
+
+impl DevicePtr {
+    /// The address that `pointer` has.
+    pub(in crate::memory::cuda) fn of(pointer: *const u8) -> Self {
+        // CUDA is there on machines of 64 bits only.
+        Self(pointer.addr() as u64)
+    }
+
+    /// As Rust writes it, for blocks of memory; nothing on the host follows it.
+    pub(in crate::memory::cuda) fn pointer(self) -> *mut u8 {
+        ptr::without_provenance_mut(usize::try_from(self.0).expect("addresses have 64 bits at most"))
+    }
+}
+
+/// One side of `CUDA_MEMCPY2D`: rows that lie `pitch` bytes apart, on the host or on a device.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub(in crate::memory::cuda) struct Rows {
+    x_bytes: usize,
+    y: usize,
+    kind: c_uint,
+    host: *mut u8,
+    device: DevicePtr,
+    array: usize,
+    pitch: usize,
+}
+
+impl Rows {
+    /// Rows from `address` on, which means host memory or a device's.
+    pub(in crate::memory::cuda) fn new(address: *mut u8, pitch: usize, is_on_host: bool) -> Self {
+        // `CU_MEMORYTYPE_HOST` and `CU_MEMORYTYPE_DEVICE`.
+        let kind = if is_on_host { 1 } else { 2 };
+        Self { x_bytes: 0, y: 0, kind, host: address, device: DevicePtr::of(address), array: 0, pitch }
+    }
+}
+
+/// `CUDA_MEMCPY2D`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Copy2D {
+    pub(super) source: Rows,
+    pub(super) target: Rows,
+    pub(super) width: usize,
+    pub(super) height: usize,
+}
+
+/// `CUstreamCaptureMode`.
+#[repr(transparent)]
+#[derive(Clone, Copy, Debug)]
+pub(super) struct CaptureMode(pub(super) c_int);
+
+impl CaptureMode {
+    pub(super) const RELAXED: Self = Self(2);
+}
+
+/// `CUstreamCaptureStatus`.
+#[repr(transparent)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct CaptureStatus(pub(super) c_int);
+
+impl CaptureStatus {
+    pub(super) const NONE: Self = Self(0);
+}
+
+/// `CUdriverProcAddressQueryResult`.
+#[repr(transparent)]
+#[derive(Clone, Copy, Debug)]
+pub(super) struct LookupStatus(pub(super) c_int);
+
+/// `CUfunction_attribute`.
+#[repr(transparent)]
+#[derive(Clone, Copy, Debug)]
+pub(super) struct FunctionAttribute(c_int);
+
+impl FunctionAttribute {
+    /// One that a function must be loaded for, as the header says.
+    pub(super) const MAX_THREADS_PER_BLOCK: Self = Self(0);
+}
+
+/// `CUdevice_attribute`.
+#[repr(transparent)]
+#[derive(Clone, Copy, Debug)]
+pub(super) struct DeviceAttribute(c_int);
+
+impl DeviceAttribute {
+    pub(super) const CAPABILITY_MAJOR: Self = Self(75);
+    pub(super) const CAPABILITY_MINOR: Self = Self(76);
+}
+
+/// A constant text of the driver, or null.
+#[repr(transparent)]
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Text(*const c_char);
+
+impl Text {
+    pub(super) const NONE: Self = Self(ptr::null());
+
+    pub(super) fn read(self) -> Option<String> {
+        // SAFETY: the driver gives null or a text that ends with a zero and lives as long as the process.
+        (!self.0.is_null()).then(|| unsafe { CStr::from_ptr(self.0) }.to_string_lossy().into_owned())
+    }
+}

@@ -1,0 +1,433 @@
+//! The driver's functions, each checked and named.
+//!
+//! A [`Driver`] is there only where its whole table was found, so no call can fail for want of a function. Whoever
+//! calls has made the right context current; what else a call asks for stands at it.
+
+mod entry_points;
+mod handles;
+#[cfg(feature = "cuda")]
+mod table;
+#[cfg(not(feature = "cuda"))]
+#[path = "table_off.rs"]
+mod table;
+
+use std::ffi::{CStr, c_int, c_void};
+use std::ptr;
+
+use crate::base::{Error, ErrorKind, Result};
+use crate::memory::Stream;
+
+use handles::{
+    CaptureMode, CaptureStatus, Code, Copy2D, DeviceAttribute, FunctionAttribute, LookupStatus, Text,
+};
+pub(super) use handles::{ContextHandle, DevicePtr, EventHandle, FunctionHandle, ModuleHandle, Rows};
+use table::Table;
+
+/// `CU_MEMHOSTALLOC_PORTABLE` and `CU_MEMHOSTALLOC_DEVICEMAP`: every context and every kernel may use it. The flags of
+/// registration have the same numbers.
+const EVERYWHERE: u32 = 1 | 2;
+/// `CU_EVENT_DISABLE_TIMING`.
+const WITHOUT_TIME: u32 = 2;
+
+/// What becomes of work that is enqueued on a stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum StreamMode {
+    /// It runs.
+    Running,
+    /// It becomes part of a graph, or, on the default stream, would have to.
+    Captured,
+    /// Nothing: the stream was destroyed.
+    Gone,
+}
+
+/// The driver of this machine.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Driver(&'static Table);
+
+/// While it lives, this thread may make calls that CUDA forbids to all threads while somebody captures a stream, since
+/// most programs mean to have them captured: to free memory, say, or to query an event of another stream.
+pub(super) struct Relaxed {
+    driver: Driver,
+    before: CaptureMode,
+}
+
+/// Calls a function of the table and turns its answer into a `Result`. The contract is that of the function around it.
+macro_rules! checked {
+    ($driver:expr, $name:ident($($argument:expr),*)) => {{
+        // SAFETY: places for answers are of this function; the rest is what the function around asks of its caller.
+        let code = unsafe { $driver.0.$name($($argument),*) };
+        $driver.check(stringify!($name), code)
+    }};
+}
+
+impl Driver {
+    /// The driver, if there is one that kvpool can use.
+    ///
+    /// # Errors
+    /// What is missing, in words.
+    pub(super) fn open() -> std::result::Result<Self, String> {
+        Table::open().map(Self)
+    }
+
+    fn check(self, call: &str, code: Code) -> Result<()> {
+        if code == Code::SUCCESS { Ok(()) } else { Err(self.failed(call, code)) }
+    }
+
+    /// The error for a call that failed: the number, and the driver's word for it.
+    #[cold]
+    fn failed(self, call: &str, code: Code) -> Error {
+        let mut name = Text::NONE;
+        // SAFETY: the function writes a constant text, or null for a number that it does not know.
+        let told = unsafe { self.0.cuGetErrorName(code, &raw mut name) };
+        let name = if told == Code::SUCCESS { name.read() } else { None };
+        let name = name.unwrap_or_else(|| "a code that the driver has no name for".to_owned());
+        Error::new(ErrorKind::Driver, format!("{call} failed with {name} ({})", code.0))
+    }
+
+    /// What the driver must do before anything else.
+    pub(super) fn init(self) -> Result<()> {
+        checked!(self, cuInit(0))
+    }
+
+    pub(super) fn relax(self) -> Result<Relaxed> {
+        let mut before = CaptureMode::RELAXED;
+        checked!(self, cuThreadExchangeStreamCaptureMode(&raw mut before))?;
+        Ok(Relaxed { driver: self, before })
+    }
+
+    pub(super) fn device_count(self) -> Result<u32> {
+        let mut count = 0;
+        checked!(self, cuDeviceGetCount(&raw mut count))?;
+        Ok(counted(count))
+    }
+
+    fn device(self, ordinal: u32) -> Result<c_int> {
+        let ordinal = c_int::try_from(ordinal)
+            .map_err(|_| Error::config(format!("{ordinal} is no number of a device")))?;
+        let mut device = 0;
+        checked!(self, cuDeviceGet(&raw mut device, ordinal))?;
+        Ok(device)
+    }
+
+    /// The primary context of device `ordinal`, which stays for the life of the process.
+    pub(super) fn retain_context(self, ordinal: u32) -> Result<ContextHandle> {
+        let device = self.device(ordinal)?;
+        let mut context = ContextHandle::NONE;
+        checked!(self, cuDevicePrimaryCtxRetain(&raw mut context, device))?;
+        Ok(context)
+    }
+
+    /// Whether anybody in this process has the primary context of device `ordinal`.
+    pub(super) fn has_context(self, ordinal: u32) -> Result<bool> {
+        let device = self.device(ordinal)?;
+        let (mut flags, mut is_active) = (0, 0);
+        checked!(self, cuDevicePrimaryCtxGetState(device, &raw mut flags, &raw mut is_active))?;
+        Ok(is_active != 0)
+    }
+
+    /// The compute capability of device `ordinal`, major and minor.
+    pub(super) fn capability(self, ordinal: u32) -> Result<(u32, u32)> {
+        let device = self.device(ordinal)?;
+        let ask = |attribute| {
+            let mut value = 0;
+            checked!(self, cuDeviceGetAttribute(&raw mut value, attribute, device))?;
+            Ok(counted(value))
+        };
+        Ok((ask(DeviceAttribute::CAPABILITY_MAJOR)?, ask(DeviceAttribute::CAPABILITY_MINOR)?))
+    }
+
+    pub(super) fn current_context(self) -> Result<ContextHandle> {
+        let mut context = ContextHandle::NONE;
+        checked!(self, cuCtxGetCurrent(&raw mut context))?;
+        Ok(context)
+    }
+
+    /// The device of the current context.
+    pub(super) fn current_device(self) -> Result<u32> {
+        let mut device = 0;
+        checked!(self, cuCtxGetDevice(&raw mut device))?;
+        Ok(counted(device))
+    }
+
+    pub(super) fn push_context(self, context: ContextHandle) -> Result<()> {
+        checked!(self, cuCtxPushCurrent_v2(context))
+    }
+
+    pub(super) fn pop_context(self) -> Result<()> {
+        let mut context = ContextHandle::NONE;
+        checked!(self, cuCtxPopCurrent_v2(&raw mut context))
+    }
+
+    /// Bytes of device memory: free, and in all.
+    pub(super) fn memory_info(self) -> Result<(usize, usize)> {
+        let (mut free, mut total) = (0, 0);
+        checked!(self, cuMemGetInfo_v2(&raw mut free, &raw mut total))?;
+        Ok((free, total))
+    }
+
+    /// Device memory, or `None` when there is not enough.
+    pub(super) fn allocate(self, bytes: usize) -> Result<Option<DevicePtr>> {
+        let mut address = DevicePtr::of(ptr::null());
+        // SAFETY: the function writes an address there.
+        let code = unsafe { self.0.cuMemAlloc_v2(&raw mut address, bytes) };
+        if code == Code::OUT_OF_MEMORY {
+            return Ok(None);
+        }
+        self.check("cuMemAlloc_v2", code)?;
+        Ok(Some(address))
+    }
+
+    /// # Safety
+    /// The address is one of [`Driver::allocate`], freed once, and nothing that was enqueued uses its memory.
+    pub(super) unsafe fn free(self, address: DevicePtr) -> Result<()> {
+        checked!(self, cuMemFree_v2(address))
+    }
+
+    /// Page-locked host memory that every context and every kernel may use, or `None` when there is not enough.
+    pub(super) fn allocate_host(self, bytes: usize) -> Result<Option<*mut u8>> {
+        let mut address: *mut c_void = ptr::null_mut();
+        // SAFETY: the function writes an address there.
+        let code = unsafe { self.0.cuMemHostAlloc(&raw mut address, bytes, EVERYWHERE) };
+        if code == Code::OUT_OF_MEMORY {
+            return Ok(None);
+        }
+        self.check("cuMemHostAlloc", code)?;
+        Ok(Some(address.cast()))
+    }
+
+    /// # Safety
+    /// The address is one of [`Driver::allocate_host`], freed once, and nothing that was enqueued uses its memory.
+    pub(super) unsafe fn free_host(self, address: *mut u8) -> Result<()> {
+        checked!(self, cuMemFreeHost(address.cast()))
+    }
+
+    /// Page-locks host memory of others for every context. `false` if part of it is page-locked already.
+    ///
+    /// # Safety
+    /// So many bytes are mapped there until [`Driver::unregister_host`].
+    pub(super) unsafe fn register_host(self, address: *mut u8, bytes: usize) -> Result<bool> {
+        // SAFETY: as the caller promises.
+        let code = unsafe { self.0.cuMemHostRegister_v2(address.cast(), bytes, EVERYWHERE) };
+        if code == Code::ALREADY_REGISTERED {
+            return Ok(false);
+        }
+        self.check("cuMemHostRegister_v2", code).map_err(|failure| {
+            if code != Code::OUT_OF_MEMORY {
+                return failure;
+            }
+            let text = format!("{bytes} bytes of host memory cannot be page-locked in one piece: {failure}");
+            Error::new(ErrorKind::OutOfMemory, text)
+        })?;
+        Ok(true)
+    }
+
+    /// # Safety
+    /// The address is one that [`Driver::register_host`] registered, given once, and nothing that was enqueued uses its
+    /// memory as page-locked.
+    pub(super) unsafe fn unregister_host(self, address: *mut u8) -> Result<()> {
+        checked!(self, cuMemHostUnregister(address.cast()))
+    }
+
+    /// Enqueues a copy between any two places. From or to pageable memory it is done, or has read its source, on return.
+    ///
+    /// # Safety
+    /// So many bytes can be read at `source` and written at `target` until the copy has run.
+    pub(super) unsafe fn copy(
+        self,
+        target: DevicePtr,
+        source: DevicePtr,
+        bytes: usize,
+        stream: Stream,
+    ) -> Result<()> {
+        checked!(self, cuMemcpyAsync(target, source, bytes, stream.into()))
+    }
+
+    /// As [`Driver::copy`], for `height` rows of `width` bytes.
+    ///
+    /// # Safety
+    /// As there, for all rows.
+    pub(super) unsafe fn copy_2d(
+        self,
+        target: Rows,
+        source: Rows,
+        [height, width]: [usize; 2],
+        stream: Stream,
+    ) -> Result<()> {
+        let copy = Copy2D { source, target, width, height };
+        checked!(self, cuMemcpy2DAsync_v2(&raw const copy, stream.into()))
+    }
+
+    /// # Safety
+    /// So many bytes are the device's at `address` until the work has run.
+    pub(super) unsafe fn fill(
+        self,
+        address: DevicePtr,
+        value: u8,
+        bytes: usize,
+        stream: Stream,
+    ) -> Result<()> {
+        checked!(self, cuMemsetD8Async(address, value, bytes, stream.into()))
+    }
+
+    /// # Safety
+    /// As [`Driver::copy`]; the source is host memory.
+    pub(super) unsafe fn copy_to_device(
+        self,
+        target: DevicePtr,
+        source: *const u8,
+        bytes: usize,
+        stream: Stream,
+    ) -> Result<()> {
+        checked!(self, cuMemcpyHtoDAsync_v2(target, source.cast(), bytes, stream.into()))
+    }
+
+    /// # Safety
+    /// As [`Driver::copy`]; the target is host memory.
+    pub(super) unsafe fn copy_to_host(
+        self,
+        target: *mut u8,
+        source: DevicePtr,
+        bytes: usize,
+        stream: Stream,
+    ) -> Result<()> {
+        checked!(self, cuMemcpyDtoHAsync_v2(target.cast(), source, bytes, stream.into()))
+    }
+
+    pub(super) fn synchronize(self, stream: Stream) -> Result<()> {
+        checked!(self, cuStreamSynchronize(stream.into()))
+    }
+
+    /// What becomes of work on `stream`.
+    pub(super) fn mode(self, stream: Stream) -> Result<StreamMode> {
+        let mut status = CaptureStatus::NONE;
+        // SAFETY: the function writes a number there; streams are alive, as `Stream` asks for.
+        let code = unsafe { self.0.cuStreamIsCapturing(stream.into(), &raw mut status) };
+        match code {
+            Code::CAPTURE_IMPLICIT => return Ok(StreamMode::Captured),
+            Code::INVALID_HANDLE => return Ok(StreamMode::Gone),
+            code => self.check("cuStreamIsCapturing", code)?,
+        }
+        Ok(if status == CaptureStatus::NONE { StreamMode::Running } else { StreamMode::Captured })
+    }
+
+    pub(super) fn create_event(self) -> Result<EventHandle> {
+        let mut event = EventHandle::NONE;
+        checked!(self, cuEventCreate(&raw mut event, WITHOUT_TIME))?;
+        Ok(event)
+    }
+
+    pub(super) fn record_event(self, event: EventHandle, stream: Stream) -> Result<()> {
+        checked!(self, cuEventRecord(event, stream.into()))
+    }
+
+    pub(super) fn event_passed(self, event: EventHandle) -> Result<bool> {
+        // SAFETY: events are never destroyed.
+        let code = unsafe { self.0.cuEventQuery(event) };
+        if code == Code::NOT_READY {
+            return Ok(false);
+        }
+        self.check("cuEventQuery", code)?;
+        Ok(true)
+    }
+
+    pub(super) fn wait_for_event(self, event: EventHandle) -> Result<()> {
+        checked!(self, cuEventSynchronize(event))
+    }
+
+    /// Lets what is enqueued on `stream` from now on wait for `event`.
+    pub(super) fn order_after(self, stream: Stream, event: EventHandle) -> Result<()> {
+        checked!(self, cuStreamWaitEvent(stream.into(), event, 0))
+    }
+
+    /// Loads an image for the current context. `None`, with the reason, where another image of the same kernels may do.
+    ///
+    /// # Safety
+    /// `image` points to PTX that ends with a zero, or to a whole cubin.
+    pub(super) unsafe fn load_module(
+        self,
+        image: *const u8,
+    ) -> Result<std::result::Result<ModuleHandle, Error>> {
+        let mut module = ModuleHandle::NONE;
+        // SAFETY: as the caller promises.
+        let code = unsafe { self.0.cuModuleLoadData(&raw mut module, image.cast()) };
+        let loaded = self.check("cuModuleLoadData", code).map(|()| module);
+        if Code::UNSUITABLE_IMAGES.contains(&code) { Ok(loaded) } else { loaded.map(Ok) }
+    }
+
+    pub(super) fn unload_module(self, module: ModuleHandle) -> Result<()> {
+        checked!(self, cuModuleUnload(module))
+    }
+
+    /// A kernel of a module, loaded now: the first launch may be within a stream capture, where nothing can be loaded.
+    pub(super) fn function(self, module: ModuleHandle, name: &CStr) -> Result<FunctionHandle> {
+        let mut function = FunctionHandle::NONE;
+        checked!(self, cuModuleGetFunction(&raw mut function, module, name.as_ptr()))?;
+        // A question that the driver answers of loaded functions only.
+        let mut threads = 0;
+        let attribute = FunctionAttribute::MAX_THREADS_PER_BLOCK;
+        checked!(self, cuFuncGetAttribute(&raw mut threads, attribute, function))?;
+        if let Some(load) = self.function_loader() {
+            // SAFETY: the function is of a module that is loaded.
+            self.check("cuFuncLoad", unsafe { load(function) })?;
+        }
+        Ok(function)
+    }
+
+    /// `cuFuncLoad`, where the driver has it: it came with CUDA 12.4.
+    fn function_loader(self) -> Option<unsafe extern "C" fn(FunctionHandle) -> Code> {
+        const SINCE: c_int = 12_040;
+        let (mut found, mut status) = (ptr::null_mut(), LookupStatus(0));
+        // SAFETY: the name ends with a zero, and the function writes an address and a number there.
+        let code = unsafe {
+            self.0.cuGetProcAddress_v2(c"cuFuncLoad".as_ptr(), &raw mut found, SINCE, 0, &raw mut status)
+        };
+        // SAFETY: the driver's function of this name takes a function and returns a code.
+        let load = unsafe {
+            std::mem::transmute::<*mut c_void, Option<unsafe extern "C" fn(FunctionHandle) -> Code>>(found)
+        };
+        load.filter(|_| code == Code::SUCCESS)
+    }
+
+    /// Launches a kernel of one parameter.
+    ///
+    /// # Safety
+    /// `params` points to what the kernel takes, and every address in it is valid for what the kernel does with it.
+    pub(super) unsafe fn launch(
+        self,
+        function: FunctionHandle,
+        [x, y]: [u32; 2],
+        threads: u32,
+        params: *const c_void,
+        stream: Stream,
+    ) -> Result<()> {
+        let mut arguments = [params.cast_mut()];
+        checked!(
+            self,
+            cuLaunchKernel(
+                function,
+                x,
+                y,
+                1,
+                threads,
+                1,
+                1,
+                0,
+                stream.into(),
+                arguments.as_mut_ptr(),
+                ptr::null_mut()
+            )
+        )
+    }
+}
+
+/// A number that the driver counts from 0.
+fn counted(number: c_int) -> u32 {
+    u32::try_from(number).expect("the driver counts devices and versions from 0")
+}
+
+impl Drop for Relaxed {
+    fn drop(&mut self) {
+        // It was set by us; if it cannot be set back, the driver is going away.
+        let _: Result<()> = checked!(self.driver, cuThreadExchangeStreamCaptureMode(&raw mut self.before));
+    }
+}

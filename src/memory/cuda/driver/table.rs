@@ -1,0 +1,161 @@
+//! The table of the driver's functions, from `libcuda.so.1`: the file that PyTorch and everybody else in the process
+//! opens. Each returns a plain number, since a driver answers with codes that are newer than any header.
+
+use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::mem::transmute;
+use std::sync::OnceLock;
+
+use cudarc::driver::sys;
+
+use super::entry_points::entry_points;
+use super::handles::{
+    CaptureMode, CaptureStatus, Code, ContextHandle, Copy2D, DeviceAttribute, DevicePtr, EventHandle,
+    FunctionAttribute, FunctionHandle, LookupStatus, ModuleHandle, StreamHandle, Text,
+};
+
+const LIBRARY: &CStr = c"libcuda.so.1";
+
+/// The oldest version that has every function of the table: CUDA 12.0.
+const OLDEST: c_int = 12_000;
+
+/// A type of ours, and the header's type that it stands for.
+trait Stands {
+    type For;
+}
+
+/// The header's type for a type of ours.
+type Header<T> = <T as Stands>::For;
+
+macro_rules! stands {
+    ($($ours:ty => $theirs:ty;)*) => {
+        $(impl Stands for $ours {
+            type For = $theirs;
+        }
+        const _: () = assert!(size_of::<$ours>() == size_of::<$theirs>());
+        const _: () = assert!(align_of::<$ours>() == align_of::<$theirs>());)*
+    };
+}
+
+stands! {
+    u8 => u8;
+    c_char => c_char;
+    c_int => c_int;
+    c_uint => c_uint;
+    u64 => sys::cuuint64_t;
+    usize => usize;
+    c_void => c_void;
+    CaptureMode => sys::CUstreamCaptureMode;
+    CaptureStatus => sys::CUstreamCaptureStatus;
+    Code => sys::CUresult;
+    ContextHandle => sys::CUcontext;
+    Copy2D => sys::CUDA_MEMCPY2D;
+    DeviceAttribute => sys::CUdevice_attribute;
+    DevicePtr => sys::CUdeviceptr;
+    EventHandle => sys::CUevent;
+    FunctionAttribute => sys::CUfunction_attribute;
+    FunctionHandle => sys::CUfunction;
+    LookupStatus => sys::CUdriverProcAddressQueryResult;
+    ModuleHandle => sys::CUmodule;
+    StreamHandle => sys::CUstream;
+    Text => *const c_char;
+}
+
+impl<T: Stands> Stands for *mut T {
+    type For = *mut Header<T>;
+}
+
+impl<T: Stands> Stands for *const T {
+    type For = *const Header<T>;
+}
+
+macro_rules! define {
+    ($($name:ident($($argument:ident: $kind:ty),*);)*) => {
+        /// The functions.
+        #[derive(Debug)]
+        #[expect(non_snake_case, reason = "the driver's names")]
+        pub(super) struct Table {
+            $($name: unsafe extern "C" fn($($kind),*) -> Code,)*
+        }
+
+        // What each takes is what the header says that it takes.
+        $(const _: unsafe fn($(Header<$kind>),*) -> sys::CUresult = sys::$name;)*
+
+        #[expect(non_snake_case, reason = "the driver's names")]
+        impl Table {
+            /// Looks all of them up, or names the first that is not there.
+            fn of(library: &Library) -> Result<Self, &'static str> {
+                Ok(Self {
+                    $($name: {
+                        const NAME: &str = concat!(stringify!($name), "\0");
+                        let found = library.find(NAME).ok_or(stringify!($name))?;
+                        // SAFETY: the library's function of this name takes what the header says, as was compared above,
+                        // and returns a number of 32 bits.
+                        unsafe { transmute::<*mut c_void, unsafe extern "C" fn($($kind),*) -> Code>(found) }
+                    },)*
+                })
+            }
+
+            $(#[allow(clippy::too_many_arguments, reason = "the driver's")]
+            pub(super) unsafe fn $name(&self, $($argument: $kind),*) -> Code {
+                // SAFETY: the caller promises what the driver asks for.
+                unsafe { (self.$name)($($argument),*) }
+            })*
+        }
+    };
+}
+entry_points!(define);
+
+/// The driver's library, which is never closed.
+struct Library(*mut c_void);
+
+impl Library {
+    fn open() -> Option<Self> {
+        // SAFETY: the name ends with a zero. The library runs its constructors, as it does for everybody.
+        let library = unsafe { libc::dlopen(LIBRARY.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
+        (!library.is_null()).then_some(Self(library))
+    }
+
+    /// The function of this name, which ends with a zero.
+    fn find(&self, name: &str) -> Option<*mut c_void> {
+        let name = CStr::from_bytes_with_nul(name.as_bytes()).ok()?;
+        // SAFETY: the library is open, and the name ends with a zero.
+        let found = unsafe { libc::dlsym(self.0, name.as_ptr()) };
+        (!found.is_null()).then_some(found)
+    }
+
+    /// The version that it says it has, if it says one.
+    fn version(&self) -> Option<c_int> {
+        let found = self.find("cuDriverGetVersion\0")?;
+        // SAFETY: as in `Table::of`.
+        let ask = unsafe { transmute::<*mut c_void, unsafe extern "C" fn(*mut c_int) -> Code>(found) };
+        let mut version = 0;
+        // SAFETY: the function writes the version there.
+        let code = unsafe { ask(&raw mut version) };
+        (code == Code::SUCCESS).then_some(version)
+    }
+}
+
+impl Table {
+    /// The table of this process. What is not there is looked for again by the next call.
+    ///
+    /// # Errors
+    /// What is missing, in words.
+    pub(super) fn open() -> Result<&'static Self, String> {
+        static TABLE: OnceLock<Table> = OnceLock::new();
+        if let Some(table) = TABLE.get() {
+            return Ok(table);
+        }
+        let library =
+            Library::open().ok_or("no NVIDIA driver: libcuda.so.1 was not found by the dynamic loader")?;
+        if let Some(version) = library.version()
+            && version < OLDEST
+        {
+            let (major, minor) = (version / 1000, version % 1000 / 10);
+            return Err(format!("the NVIDIA driver offers CUDA {major}.{minor}; at least 12.0 is needed"));
+        }
+        let table = Self::of(&library).map_err(|name| {
+            format!("the library libcuda.so.1 is no driver that kvpool can use: it has no {name}")
+        })?;
+        Ok(TABLE.get_or_init(|| table))
+    }
+}

@@ -1,0 +1,305 @@
+"""Memory and streams: what is used again waits for all that use it, what goes back waits for nobody else."""
+
+from __future__ import annotations
+
+import gc
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from common import on_stream, some
+from torch.utils._python_dispatch import _disable_current_modes
+
+import kvpool
+from kvpool import (
+    BufferPool,
+    ChunkPool,
+    ConfigError,
+    DriverError,
+    GDNPool,
+    KVPool,
+    PagePool,
+    ReqToTokenPool,
+    TokenToKVPoolAllocator,
+    Workspace,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from software import Driver
+
+pytestmark = pytest.mark.cuda
+
+
+@pytest.fixture(autouse=True)
+def _alone(driver: Driver) -> Iterator[None]:
+    """Nothing of other tests goes back to the driver meanwhile."""
+    gc.collect()
+    driver.run()
+    yield
+    driver.run()
+
+
+def make_allocator(size: int = 64) -> TokenToKVPoolAllocator:
+    return TokenToKVPoolAllocator(size, "cuda", need_sort=False)
+
+
+def ones(count: int) -> torch.Tensor:
+    return torch.ones(count, 1, 4).cuda()
+
+
+def reuse(allocator: TokenToKVPoolAllocator) -> None:
+    """Has the allocator write other slots to positions that nobody has: their order turns round."""
+    allocator.clear()
+    for _ in range(50):
+        allocator.free(some(allocator.alloc(27)))
+
+
+# A reader on a second stream
+
+
+def test_slots_that_a_second_stream_reads_are_not_overwritten(driver: Driver) -> None:
+    allocator, kv = make_allocator(), KVPool(64, 1, 1, 4, "cuda", torch.float32)
+    values = ones(8)
+    side = driver.stream()
+    slots = some(allocator.alloc(64))
+    driver.run()
+    with on_stream(side):
+        kv.set_kv_buffer(0, slots[:8], values, values)
+    del slots
+    reuse(allocator)
+    driver.run()
+    assert kv.k_buffer[0].cpu()[:, 0, 0].nonzero().flatten().tolist() == list(range(1, 9))
+
+
+def test_a_kernel_of_others_on_a_second_stream_is_noted_by_hand(driver: Driver) -> None:
+    pinned = KVPool(8, 1, 1, 64, "cpu", torch.float32).k_buffer[0][0].view(torch.int32)
+    for noted in (True, False):
+        allocator, side = make_allocator(), driver.stream()
+        slots = some(allocator.alloc(64))
+        driver.run()
+        # A copy of which kvpool knows nothing.
+        driver.copy_to_host(pinned, slots, side)
+        assert driver.pending(side) == 1
+        if noted:
+            allocator.used_on(slots, side)
+            allocator.used_on(slots[2:5], torch.cuda.ExternalStream(side))  # type: ignore[no-untyped-call]
+        del slots
+        reuse(allocator)
+        driver.run()
+        # Without the note the reader finds other slots: there is something to note.
+        assert (pinned.flatten().tolist() == list(range(1, 65))) is noted
+
+
+def test_what_is_no_slot_tensor_can_not_be_noted() -> None:
+    allocator, other = make_allocator(), make_allocator()
+    for tensor in (some(other.alloc(2)), ones(2), torch.ones(2)):
+        with pytest.raises(ConfigError, match="none that this allocator handed out"):
+            allocator.used_on(tensor)
+    with pytest.raises(TypeError):
+        allocator.used_on([1, 2])
+    with pytest.raises(TypeError):
+        allocator.used_on(some(allocator.alloc(2)), "stream")
+
+
+def test_slots_in_host_memory_have_no_streams() -> None:
+    allocator = TokenToKVPoolAllocator(8, "cpu")
+    allocator.used_on(some(allocator.alloc(2)))
+
+
+def test_a_freed_tensor_lives_until_its_values_were_read(driver: Driver) -> None:
+    allocator, kv = make_allocator(), KVPool(8, 1, 1, 4, "cuda", torch.float32)
+    assert kv.k_buffer[0].is_cuda
+    slots = some(allocator.alloc(4)).to(torch.int64)
+    driver.run()
+    side = driver.stream()
+    with on_stream(side):
+        allocator.free(slots)
+    before = driver.device_bytes()
+    del slots
+    gc.collect()
+    # PyTorch would hand the memory to work on its own stream, which does not come after the copy.
+    assert driver.device_bytes() == before
+    driver.run()
+    assert allocator.stats()["available"] == 64
+    assert some(allocator.alloc(64)).unique().numel() == 64
+
+
+# Constructors
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: KVPool(8, 2, 1, 4, "cuda", torch.float32),
+        lambda: GDNPool(2, 1, 1, 4, 4, 8, 4, "cuda"),
+        lambda: ReqToTokenPool(4, 8, "cuda"),
+        lambda: ChunkPool(4, (8,), torch.float32, "cuda"),
+        lambda: PagePool(8, 2, device="cuda"),
+    ],
+)
+def test_a_new_pool_is_ready_for_every_stream(driver: Driver, make: Callable[[], object]) -> None:
+    with on_stream(driver.stream()):
+        pool = make()
+    assert driver.pending() == 0
+    assert pool is not None
+
+
+# Memory that goes back
+
+
+def used(driver: Driver, *streams: int) -> list[KVPool]:
+    """A pool for each stream, with work there that has not run."""
+    pools = [KVPool(8, 1, 1, 4, "cuda", torch.float32) for _ in streams]
+    for pool, stream in zip(pools, streams, strict=True):
+        with on_stream(stream):
+            pool.move_kv([1, 2], [3, 4])
+        assert driver.pending(stream) > 0
+    return pools
+
+
+def test_memory_waits_for_its_own_streams_only(driver: Driver) -> None:
+    first, second = driver.stream(), driver.stream()
+    pools = used(driver, first, second)
+    before = driver.device_bytes()
+    del pools[0]
+    assert driver.pending(first) == 0
+    assert driver.pending(second) > 0, "nobody waits for the whole device"
+    assert driver.device_bytes() < before
+
+
+@pytest.mark.parametrize("call", ["cuCtxSynchronize", "cuStreamSynchronize"])
+def test_a_pool_that_goes_waits_for_no_more_than_events(driver: Driver, call: str) -> None:
+    pools = used(driver, driver.stream())
+    driver.reset_calls()
+    pools.clear()
+    assert driver.calls(call) == 0
+    assert driver.calls("cuEventSynchronize") > 0
+
+
+def test_memory_of_a_captured_stream_goes_back_later(driver: Driver) -> None:
+    stream = driver.stream()
+    pools = used(driver, stream)
+    held = driver.device_bytes(), driver.locked_bytes()
+    driver.run()
+    driver.begin_capture(stream)
+    pools.clear()
+    assert (driver.device_bytes(), driver.locked_bytes()) == held
+    assert driver.end_capture(stream) >= 1
+    # The next pool that is made or goes takes what was parked along.
+    spare = make_allocator(8)
+    del spare
+    assert driver.device_bytes() < held[0]
+    assert driver.locked_bytes() < held[1]
+
+
+def test_memory_goes_back_whatever_became_of_its_stream(driver: Driver) -> None:
+    before = driver.device_bytes()
+    stream = driver.stream()
+    pools = used(driver, stream)
+    driver.run()
+    driver.destroy_stream(stream)
+    pools.clear()
+    assert driver.device_bytes() == before
+
+
+def test_page_locked_memory_waits_for_copies(driver: Driver) -> None:
+    before = driver.locked_bytes()
+    pool = ChunkPool(2, (64,), torch.float32)
+    assert pool.wait_registered()
+    chunk = some(pool.allocate())
+    values = torch.arange(64.0).cuda()
+    driver.run()
+    stream = driver.stream()
+    with on_stream(stream):
+        chunk.copy_from(values)
+    assert driver.pending(stream) > 0
+    del chunk, pool
+    gc.collect()
+    assert driver.pending(stream) == 0
+    assert driver.locked_bytes() == before
+
+
+# Buffers and workspaces between streams
+
+
+def test_a_buffer_of_a_captured_stream_is_refused(driver: Driver) -> None:
+    pool, stream = BufferPool("cuda"), driver.stream()
+    with on_stream(stream):
+        pool.release(pool.alloc((4,), torch.float32))
+    driver.run()
+    driver.begin_capture(stream)
+    with pytest.raises(DriverError, match="must be done first, is being recorded"):
+        pool.alloc((4,), torch.float32)
+    assert (pool.free_count, pool.in_use_count) == (1, 0)
+    assert driver.end_capture(stream) >= 1
+    assert pool.alloc((4,), torch.float32).nbytes == 16
+
+
+def test_pytorch_allocates_in_the_arena_of_a_device_that_is_not_current(driver: Driver) -> None:
+    assert torch.cuda.current_device() == 0
+    # PyTorch's own allocator, not what stands for its kernels.
+    with _disable_current_modes(), Workspace("cuda:1", 8 << 20) as workspace:
+        before = driver.device_bytes()
+        with workspace.use():
+            tensor = torch.empty(1 << 18, dtype=torch.float32, device="cuda:1")
+            assert workspace.used_bytes >= tensor.nbytes
+            assert driver.device_bytes() == before
+        assert torch.cuda.current_device() == 0
+        del tensor
+        assert workspace.reset()
+        assert workspace.used_bytes == 0
+
+
+@pytest.mark.parametrize(("version", "refuses"), [("2.10.1", True), ("2.11.0", False)])
+def test_expandable_segments_need_a_pytorch_that_takes_them_from_an_arena(
+    monkeypatch: pytest.MonkeyPatch, version: str, refuses: bool
+) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    with Workspace("cuda", 8 << 20) as workspace:
+        if refuses:
+            with pytest.raises(ConfigError, match=r"PyTorch 2\.10 .* expandable_segments"), workspace.use():
+                pass
+        else:
+            with workspace.use():
+                pass
+        assert workspace.reset()
+
+
+# Page-locking in steps
+
+
+def test_a_pool_in_host_memory_is_page_locked_in_steps(driver: Driver) -> None:
+    driver.reset_calls()
+    pool = KVPool(1 << 14, 6, 8, 128, "cpu", torch.float16)
+    # 33 MB a buffer: one to a step, and never a part of one.
+    assert driver.calls("cuMemHostRegister_v2") == 12
+    assert driver.calls("cuMemHostAlloc") == 0
+    target = torch.empty_like(pool.k_buffer[0], device="cuda")
+    for buffer in (*pool.k_buffer, *pool.v_buffer):
+        target.copy_(buffer, non_blocking=True)
+    driver.run()
+
+
+def test_a_part_that_the_driver_does_not_page_lock_is_told(driver: Driver) -> None:
+    before = driver.locked_bytes()
+    driver.set_register_limit(1 << 20)
+    try:
+        with pytest.raises(kvpool.OutOfMemoryError, match=r"\d+ bytes of host memory cannot be page-locked"):
+            KVPool(1 << 12, 1, 8, 128, "cpu", torch.float16)
+        with pytest.raises(kvpool.OutOfMemoryError, match="2097152 bytes of host memory"):
+            BufferPool("cuda").register_existing(torch.zeros(1 << 19))
+        assert KVPool(100, 1, 8, 128, "cpu", torch.float16).mem_bytes() < 1 << 20
+    finally:
+        driver.set_register_limit(512 << 30)
+    gc.collect()
+    assert driver.locked_bytes() == before
+
+
+@pytest.mark.parametrize("threads", ["0", "-1", "many", ""])
+def test_threads_that_page_lock_are_counted_from_one(monkeypatch: pytest.MonkeyPatch, threads: str) -> None:
+    monkeypatch.setenv("KVPOOL_PAGE_LOCK_THREADS", threads)
+    with pytest.raises(ConfigError, match="KVPOOL_PAGE_LOCK_THREADS"):
+        ChunkPool(2, (64,), torch.float32)
