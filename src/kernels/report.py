@@ -34,7 +34,7 @@ WARP = 32
 ISSUES_A_CLOCK = 4
 REGISTERS = 65536
 # What memory takes to answer under load, by assumption: more than twice what it takes when idle, for which
-# microbenchmarks ("Dissecting the NVIDIA Hopper Architecture", 2024) found 470 to 480 clocks on A100 and H100.
+# microbenchmarks ("Dissecting the NVIDIA Hopper Architecture", 2024) found some 475 clocks on A100 and H100.
 LATENCY_NS = 800.0
 WIDE = 16
 INDEX_BYTES = 8
