@@ -179,19 +179,21 @@ def test_a_pool_that_goes_waits_for_no_more_than_events(driver: Driver, call: st
 
 
 def test_memory_of_a_captured_stream_goes_back_later(driver: Driver) -> None:
+    before = driver.device_bytes(), driver.locked_bytes()
     stream = driver.stream()
     pools = used(driver, stream)
-    held = driver.device_bytes(), driver.locked_bytes()
+    size = pools[0].mem_bytes()
     driver.run()
     driver.begin_capture(stream)
     pools.clear()
-    assert (driver.device_bytes(), driver.locked_bytes()) == held
+    # The rows, and the word in which a kernel says what is wrong.
+    assert driver.device_bytes() - before[0] >= size
+    assert driver.locked_bytes() > before[1]
     assert driver.end_capture(stream) >= 1
-    # The next pool that is made or goes takes what was parked along.
+    # The next pool that goes takes what was parked along.
     spare = make_allocator(8)
     del spare
-    assert driver.device_bytes() < held[0]
-    assert driver.locked_bytes() < held[1]
+    assert (driver.device_bytes(), driver.locked_bytes()) == before
 
 
 def test_memory_goes_back_whatever_became_of_its_stream(driver: Driver) -> None:

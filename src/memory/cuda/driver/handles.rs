@@ -79,38 +79,6 @@ impl DevicePtr {
     }
 }
 
-/// One side of `CUDA_MEMCPY2D`: rows that lie `pitch` bytes apart, on the host or on a device.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub(in crate::memory::cuda) struct Rows {
-    x_bytes: usize,
-    y: usize,
-    kind: c_uint,
-    host: *mut u8,
-    device: DevicePtr,
-    array: usize,
-    pitch: usize,
-}
-
-impl Rows {
-    /// Rows from `address` on, which means host memory or a device's.
-    pub(in crate::memory::cuda) fn new(address: *mut u8, pitch: usize, is_on_host: bool) -> Self {
-        // `CU_MEMORYTYPE_HOST` and `CU_MEMORYTYPE_DEVICE`.
-        let kind = if is_on_host { 1 } else { 2 };
-        Self { x_bytes: 0, y: 0, kind, host: address, device: DevicePtr::of(address), array: 0, pitch }
-    }
-}
-
-/// `CUDA_MEMCPY2D`.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Copy2D {
-    pub(super) source: Rows,
-    pub(super) target: Rows,
-    pub(super) width: usize,
-    pub(super) height: usize,
-}
-
 /// `CUstreamCaptureMode`.
 #[repr(transparent)]
 #[derive(Clone, Copy, Debug)]
