@@ -7,7 +7,7 @@ use std::sync::Arc;
 use crate::base::{DType, Device, Error, ErrorKind, Id, IndexVec, Result, Row, Slot, reserve, widen};
 use crate::index::{Act, BadFrees, FenceId, Growth, Owner, Requests};
 use crate::kernels::{Indices, PlanBatch};
-use crate::memory::{Backend, Host, Region, Stream};
+use crate::memory::{Backend, Event, Host, Region, Stream};
 use crate::tensor::TensorView;
 
 use self::device::Remote;
@@ -154,6 +154,12 @@ impl BatchPlanner {
     #[must_use]
     pub const fn plans(&self) -> usize {
         self.plans
+    }
+
+    /// A point to wait for, without locks, before more numbers of the host are sent to the device: it is far behind.
+    #[must_use]
+    pub fn crowded(&self) -> Option<Arc<Event>> {
+        self.remote.as_ref().map(|remote| &remote.launcher)?.crowded()
     }
 
     /// Requests that have slots, and their tokens.

@@ -5,7 +5,7 @@ use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use crate::base::{DType, Device, Error, Result, bytes_of};
 use crate::kernels::{Indices, Launcher, RowBuffer, Store, gather_rows, move_rows, store_rows};
-use crate::memory::{ALIGNMENT, Backend, Borrowed, Gpu, Host, Mapped, PAGE, Region, Stream};
+use crate::memory::{ALIGNMENT, Backend, Borrowed, Event, Gpu, Host, Mapped, PAGE, Region, Stream};
 use crate::tensor::TensorView;
 
 use super::copies::{host_copies, with_copies};
@@ -274,6 +274,12 @@ impl KvPool {
         let indices = indices.on_host()?;
         let _alone = self.writing(layer);
         store_rows(&stores, indices)
+    }
+
+    /// A point to wait for, without locks, before more numbers of the host are sent to the device: it is far behind.
+    #[must_use]
+    pub fn crowded(&self) -> Option<Arc<Event>> {
+        self.launcher.as_ref()?.crowded()
     }
 
     /// Tells what is wrong with indices that an earlier call was given on the device, once. Makes no driver call.

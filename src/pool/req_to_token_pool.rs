@@ -6,7 +6,7 @@ use std::sync::Arc;
 use crate::base::{DType, Device, Error, Id, IndexVec, Result, Row, bytes_of, widen};
 use crate::index::{BadFrees, FreedRow, RowTable};
 use crate::kernels::{Indices, Launcher, Numbers, Table, build_kv_indices, kv_indices_part};
-use crate::memory::{Backend, Borrowed, Region, Stream};
+use crate::memory::{Backend, Borrowed, Event, Region, Stream};
 use crate::tensor::TensorView;
 
 use super::host_copy::{known_values, values_now};
@@ -274,6 +274,12 @@ impl ReqToTokenPool {
 
     fn check_process(&self) -> Result<()> {
         self.remote.as_ref().map_or(Ok(()), |remote| remote.launcher.gpu().check_process())
+    }
+
+    /// A point to wait for, without locks, before more numbers of the host are sent to the device: it is far behind.
+    #[must_use]
+    pub fn crowded(&self) -> Option<Arc<Event>> {
+        self.remote.as_ref().map(|remote| &remote.launcher)?.crowded()
     }
 
     /// Tells what is wrong with what an earlier call was given on the device, once. Makes no driver call.

@@ -13,7 +13,7 @@ use crate::index::{Acting, BadFrees};
 use crate::pool::{Batch, BatchPlanner as Planner, Field, Plan, PlannerConfig, Pools};
 
 use super::export::to_tensor;
-use super::framework::{backend, current_stream};
+use super::framework::{backend, current_stream, make_room};
 use super::made::MadeTensors;
 use super::req_to_token_pool::ReqToTokenPool;
 use super::tensor::Tensor;
@@ -57,6 +57,11 @@ pub(super) struct BatchPlanner {
 }
 
 impl BatchPlanner {
+    /// Waits, without locks, while the device is many steps behind.
+    fn make_room(&self, py: Python<'_>) -> PyResult<()> {
+        make_room(py, || lock(&self.planner).crowded())
+    }
+
     /// What `plan` plans, after waiting for frees to land if it must.
     fn plan(
         slf: &Bound<'_, Self>,
@@ -64,6 +69,7 @@ impl BatchPlanner {
     ) -> PyResult<Option<BatchPlan>> {
         let this = slf.get();
         let _acting = this.begin(slf.py())?;
+        this.make_room(slf.py())?;
         let planned = this.allocator.get().take(slf.py(), |slots, stream| {
             let (mut planner, mut table) = (lock(&this.planner), lock(&this.table.get().pool));
             plan(&mut planner, Pools { slots, table: &mut table }, stream)
@@ -296,6 +302,7 @@ impl BatchPlanner {
     ) -> PyResult<()> {
         let rows = values(py, req_pool_indices)?;
         let seq_lens = seq_lens.map(|lens| values(py, lens)).transpose()?;
+        self.make_room(py)?;
         let stream = current_stream(py, self.device)?;
         self.give(py, after, |planner, pools, fence| {
             planner.finish(pools, (&rows, seq_lens.as_ref()), fence, stream)
@@ -328,6 +335,7 @@ impl BatchPlanner {
     ) -> PyResult<Option<(Py<PyAny>, Py<PyAny>)>> {
         let (rows, len) = ([args::int(src)?, args::int(dst)?], args::int(seq_len)?);
         let _acting = self.begin(py)?;
+        self.make_room(py)?;
         let copied = self.allocator.get().take(py, |slots, stream| {
             let (mut planner, mut table) = (lock(&self.planner), lock(&self.table.get().pool));
             planner.fork(Pools { slots, table: &mut table }, rows, len, stream)

@@ -15,7 +15,7 @@ use crate::pool::{KvConfig, KvPool as Pool, Scales};
 use super::args::{self, Arg};
 use super::debug::Debug;
 use super::export::to_tensors;
-use super::framework::{backend, current_stream, to_dtype, torch};
+use super::framework::{backend, current_stream, make_room, to_dtype, torch};
 use super::pool::Pool as Base;
 
 /// From this size on a copy is worth letting other Python threads run.
@@ -83,6 +83,7 @@ impl KvPool {
     }
 
     fn stream(&self, py: Python<'_>) -> PyResult<Stream> {
+        make_room(py, || self.pool.crowded())?;
         current_stream(py, self.pool.device())
     }
 

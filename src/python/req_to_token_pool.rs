@@ -15,7 +15,7 @@ use crate::pool::{ReqToTokenPool as Pool, TableIndex};
 use super::args::{Arg, IndexArg, version_of};
 use super::debug::{self, Debug, Occupancy};
 use super::export::to_tensor;
-use super::framework::{backend, current_stream, torch};
+use super::framework::{backend, current_stream, make_room, torch};
 use super::pool::Pool as Base;
 use super::report::Reporter;
 use super::{args, lock, with};
@@ -111,6 +111,7 @@ fn places<'a, 'py>((first, second): &'a (Bound<'py, PyAny>, Bound<'py, PyAny>)) 
 
 impl ReqToTokenPool {
     fn stream(&self, py: Python<'_>) -> PyResult<Stream> {
+        make_room(py, || lock(&self.pool).crowded())?;
         current_stream(py, self.device)
     }
 

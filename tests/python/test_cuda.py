@@ -209,8 +209,8 @@ def by_list(device: str, count: int) -> dict[str, tuple[int, Callable[[], object
 
         return call
 
-    def cycle() -> object:
-        return kv.move_kv(rows, [*rows[1:], rows[0]])
+    def cycle() -> None:
+        kv.move_kv(rows, [*rows[1:], rows[0]])
 
     buffers = (*kv.k_buffer, *kv.v_buffer)
     steps = 0 if count == 1 else 3 * (count - 1)
@@ -1147,7 +1147,16 @@ def test_the_factories_make_pools_that_fit() -> None:
 
 @pytest.mark.parametrize(
     ("capability", "images"),
-    [("7, 5", 1), ("8, 0", 2), ("8, 9", 2), ("9, 0", 3), ("10, 0", 3), ("10, 3", 3), ("11, 0", 2), ("12, 1", 3)],
+    [
+        ("7, 5", 1),
+        ("8, 0", 2),
+        ("8, 9", 2),
+        ("9, 0", 3),
+        ("10, 0", 3),
+        ("10, 3", 3),
+        ("11, 0", 2),
+        ("12, 1", 3),
+    ],
 )
 def test_kernels_load_from_the_first_image_that_suits(
     driver: Driver, run_snippet: RunSnippet, capability: str, images: int

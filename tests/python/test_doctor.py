@@ -552,3 +552,16 @@ def test_this_machine_is_examined() -> None:
     assert tool.NEEDED.keys() < {*VERDICTS}
     with pytest.raises(CallError, match="it has no cuNothing"):
         Driver(ctypes.CDLL(None))._call("cuNothing")
+
+
+@pytest.mark.parametrize(
+    ("code", "words"), [(221, "libnvidia-ptxjitcompiler"), (223, "CUDA_DISABLE_PTX_JIT"), (719, "")]
+)
+def test_a_device_that_loads_no_kernels_has_advice(code: int, words: str) -> None:
+    text = f"cuModuleLoadData failed with CUDA_ERROR_OF_SOME_KIND ({code})"
+    report = examine(try_device=lambda device: Outcome(device == "cpu", text))
+    [advice] = [
+        found.advice for found in report.findings if (found.section, found.name) == ("pools", "cuda:0")
+    ]
+    assert words in advice
+    assert bool(advice) == bool(words)

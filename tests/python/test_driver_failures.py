@@ -13,7 +13,7 @@ import torch
 from pool_reader import PoolReader, alone
 from software import LAUNCH_FAILED, NEWER_CODES, OUT_OF_MEMORY, each_call, memory_of_pytorch
 
-from kvpool import DriverError, OutOfMemoryError, ReqToTokenPool, TokenToKVPoolAllocator
+from kvpool import DriverError, KVPool, OutOfMemoryError, ReqToTokenPool, TokenToKVPoolAllocator
 from kvpool.serving import Engine, Request
 from kvpool.tools import token_rows
 from kvpool.tools.config import ReplayConfig
@@ -238,3 +238,51 @@ def test_every_driver_call_of_an_engine_may_fail(driver: Driver, page_size: int)
             del model, engine, requests
         memory.check(error)
     assert failures > 150
+
+
+# A device that has failed for good, and a driver that goes
+
+
+@pytest.mark.parametrize("code", [226, 700, 719, 721])
+def test_a_context_that_has_failed_is_told_by_every_call_and_costs_nothing_else(
+    driver: Driver, code: int
+) -> None:
+    allocator = TokenToKVPoolAllocator(64, "cuda")
+    table = ReqToTokenPool(4, 16, "cuda")
+    kv = KVPool(64, 1, 1, 4, "cuda", torch.float32)
+    slots, rows = allocator.alloc(4), table.alloc(1)
+    assert slots is not None
+    assert rows is not None
+    calls: list[Callable[[], object]] = [
+        kv.check,
+        lambda: kv.move_kv([1], [2]),
+        lambda: table.write((rows[0], slice(0, 4)), slots),
+        lambda: table.free(rows),
+        lambda: KVPool(8, 1, 1, 4, "cuda", torch.float32),
+    ]
+    driver.break_context(code)
+    for call in calls:
+        with pytest.raises(DriverError, match=rf"failed with CUDA_ERROR_\w+ \({code}\)"):
+            call()
+    # What the host knows goes on, so that an engine can say what it had.
+    allocator.free(slots)
+    assert allocator.available_size() == 64
+    allocator.verify()
+    driver.mend()
+
+
+def test_a_driver_that_goes_takes_nobody_along(driver: Driver) -> None:
+    before = driver.device_bytes()
+    kv = KVPool(64, 1, 1, 4, "cuda", torch.float32)
+    kv.move_kv([1], [2])
+    driver.deinitialize()
+    with pytest.raises(DriverError, match=r"CUDA_ERROR_DEINITIALIZED \(4\)"):
+        kv.move_kv([1], [2])
+    del kv
+    gc.collect()
+    driver.mend()
+    # What could not be awaited goes back later.
+    allocator = TokenToKVPoolAllocator(8, "cuda")
+    del allocator
+    driver.run()
+    assert driver.device_bytes() == before

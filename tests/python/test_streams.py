@@ -27,6 +27,7 @@ from kvpool import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from conftest import RunSnippet
     from software import Driver
 
 pytestmark = pytest.mark.cuda
@@ -305,3 +306,51 @@ def test_threads_that_page_lock_are_counted_from_one(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("KVPOOL_PAGE_LOCK_THREADS", threads)
     with pytest.raises(ConfigError, match="KVPOOL_PAGE_LOCK_THREADS"):
         ChunkPool(2, (64,), torch.float32)
+
+
+# What is opened and allocated for a call
+
+
+def test_a_strided_question_allocates_once(driver: Driver) -> None:
+    slots = torch.arange(40, dtype=torch.int64).cuda()[::2]
+    assert TokenToKVPoolAllocator.runs(slots).tolist()[:2] == [[0, 1], [2, 1]]
+    driver.reset_calls()
+    TokenToKVPoolAllocator.runs(slots)
+    calls = ("cuMemHostAlloc", "cuMemFreeHost", "cuMemAlloc_v2", "cuCtxSynchronize")
+    assert [driver.calls(name) for name in calls] == [0] * 4
+
+
+def test_host_memory_is_locked_through_a_device_that_is_in_use(
+    driver: Driver, run_snippet: RunSnippet
+) -> None:
+    assert driver.calls("cuInit") >= 0
+    code = """
+        import ctypes, threading, kvpool
+        cuda = ctypes.CDLL("libcuda.so.1")
+        assert cuda.cuInit(0) == 0
+        assert cuda.cuDevicePrimaryCtxRetain(ctypes.byref(ctypes.c_void_p()), 1) == 0
+        thread = threading.Thread(target=lambda: kvpool.KVPool(8, 1, 1, 4, "cpu"))
+        thread.start()
+        thread.join()
+        active = ctypes.c_int()
+        for device in (0, 1):
+            cuda.cuDevicePrimaryCtxGetState(device, ctypes.byref(ctypes.c_uint()), ctypes.byref(active))
+            print(active.value)
+    """
+    assert run_snippet(code, hidden=["torch"]).split() == ["0", "1"]
+
+
+def test_a_pool_that_is_far_ahead_waits_before_it_takes_a_lock(driver: Driver) -> None:
+    kv = KVPool(1 << 14, 1, 1, 4, "cuda", torch.float32)
+    stream = driver.stream()
+    dst, src = list(range(1, 6001)), list(range(8000, 14000))
+    driver.set_patience(0)  # no question lets the device go on
+    driver.reset_calls()
+    with on_stream(stream):
+        for _ in range(12):
+            kv.move_kv(dst, src)
+    # 48 KB each, of a ring of 256: the host waits for the oldest when more than half of it is under way.
+    assert 0 < driver.calls("cuEventSynchronize") < 12
+    assert driver.calls("launch:kvpool_move") == 12
+    driver.run()
+    kv.check()

@@ -26,6 +26,15 @@ NEEDED = {"serve": ("typer", "rich", "numpy"), "replay": ("typer", "rich", "nump
 _DRIVER_ADVICE = "see 'NVIDIA driver' and 'devices' above"
 
 
+_KERNEL_ADVICE = {
+    221: "the driver's compiler is missing, which this device needs: install libnvidia-ptxjitcompiler.so.1;"
+    " in a container set NVIDIA_DRIVER_CAPABILITIES=compute,utility",
+    222: "the driver is older than the kernels: install the NVIDIA driver R525 or newer",
+    223: "the driver may not compile, as this device needs: take CUDA_DISABLE_PTX_JIT out of the environment",
+}
+"""What to do where kernels are not loaded, by the driver's code."""
+
+
 def examine(
     root: Path = Path("/"), load: Loader = ctypes.CDLL, try_device: Callable[[str], Outcome] = run_trial
 ) -> Report:
@@ -62,7 +71,8 @@ def _threads() -> int:
 
 def _gpu(name: str, outcome: Outcome, devices: int) -> Finding:
     status = OK if outcome.works else BROKEN if devices else "missing"
-    return Finding("pools", name, status, outcome.text)
+    advice = next((words for code, words in _KERNEL_ADVICE.items() if f"({code})" in outcome.text), "")
+    return Finding("pools", name, status, outcome.text, advice)
 
 
 def _verdicts(cpu: Outcome, gpus: dict[str, Outcome], torch: TorchState) -> list[Verdict]:

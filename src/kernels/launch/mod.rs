@@ -22,7 +22,7 @@ use crate::index::Move;
 use crate::kernels::indices::{Indices, Numbers};
 use crate::kernels::rows::{RowBuffer, check_moves, check_targets};
 use crate::kernels::store::{Store, targets};
-use crate::memory::{Borrowed, Function, Gpu, Held, Pinned, Region, Ring, Stream, Users};
+use crate::memory::{Borrowed, Event, Function, Gpu, Held, Pinned, Region, Ring, Stream, Users};
 
 use images::{Compiled, PLAN, ROWS, TABLE};
 use params::{
@@ -187,6 +187,12 @@ impl Launcher {
     #[must_use]
     pub const fn gpu(&self) -> &Arc<Gpu> {
         &self.gpu
+    }
+
+    /// A point to wait for before more numbers of the host are sent: see [`Ring::crowded`].
+    #[must_use]
+    pub fn crowded(&self) -> Option<Arc<Event>> {
+        self.ring.crowded()
     }
 
     /// What a kernel of an earlier call found wrong, if any did. Told once. Makes no driver call.

@@ -141,6 +141,27 @@ impl Ring {
         enqueued.map(|()| done)
     }
 
+    /// A point to wait for before more goes in, if more than half of the ring is in use: who waits for it beforehand, perhaps
+    /// without locks that [`Ring::upload`] is called under, need not wait there.
+    #[must_use]
+    pub fn crowded(&self) -> Option<Arc<Event>> {
+        let mut pieces = self.pieces.lock().unwrap_or_else(PoisonError::into_inner);
+        if self.in_use(&pieces) <= self.capacity() / 2 {
+            return None;
+        }
+        // A device that has failed says so to the work that goes in next.
+        Self::reclaim(&mut pieces).ok()?;
+        let oldest = pieces.used.front().filter(|oldest| !oldest.held)?;
+        Some(Arc::clone(&oldest.done)).filter(|_| self.in_use(&pieces) > self.capacity() / 2)
+    }
+
+    /// Bytes from the oldest piece to the end of the newest.
+    fn in_use(&self, pieces: &Pieces) -> usize {
+        let Some(oldest) = pieces.used.front() else { return 0 };
+        let from = oldest.range.start;
+        if pieces.next > from { pieces.next - from } else { self.capacity() - from + pieces.next }
+    }
+
     /// Checks that numbers of the host can cross for work on `stream`.
     ///
     /// # Errors
