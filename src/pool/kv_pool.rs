@@ -71,7 +71,7 @@ pub struct BufferInfo {
 /// K and V storage of every layer: `[rows, head_num, head_dim]` each, zero at first.
 ///
 /// Row 0 is the padding slot. All buffers lie in one region, keys of every layer first, each at a multiple of
-/// [`ALIGNMENT`] bytes, in host memory of [`PAGE`] bytes.
+/// [`ALIGNMENT`] bytes, in page-locked memory of [`PAGE`] bytes.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -107,6 +107,11 @@ impl KvPool {
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for an argument of 0, for slots that do not fit int32
     /// and for sizes whose bytes overflow; what the backend says when it has not enough.
     pub fn new(backend: Arc<dyn Backend>, config: KvConfig) -> Result<Self> {
+        Self::aligned(backend, config, ALIGNMENT)
+    }
+
+    /// As [`KvPool::new`], every buffer at a multiple of `alignment` bytes.
+    fn aligned(backend: Arc<dyn Backend>, config: KvConfig, alignment: usize) -> Result<Self> {
         at_least_one(&[
             ("size", config.size),
             ("layer_num", config.layer_num),
@@ -117,8 +122,6 @@ impl KvPool {
             ("page_size", config.page_size),
         ])?;
         let rows = config.rows()?;
-        // No two buffers of the host share a page, so that each can be page-locked by itself.
-        let alignment = if backend.device() == Device::Cpu { PAGE } else { ALIGNMENT };
         let shapes = [[config.k_head_num, config.k_head_dim], [config.v_head_num, config.v_head_dim]];
         let mut total = 0usize;
         let mut places = Vec::new();
@@ -154,7 +157,8 @@ impl KvPool {
     pub fn page_locked(config: KvConfig) -> Result<Self> {
         let Ok(gpu) = Gpu::any() else { return Self::new(Arc::new(Host), config) };
         let mapped = Arc::new(Mapped::default());
-        let pool = Self::new(Arc::clone(&mapped) as _, config)?;
+        // No two buffers share a page, so that each can be page-locked by itself.
+        let pool = Self::aligned(Arc::clone(&mapped) as _, config, PAGE)?;
         pool.parts().iter().try_for_each(|part| mapped.lock_pages(&gpu, &pool.region, part))?;
         Ok(pool)
     }
