@@ -41,6 +41,8 @@ pub(super) struct Landed {
     pub(super) values: IndexVec,
     pub(super) fence: Option<FenceId>,
     pub(super) by: Signatures,
+    /// What kept its tensors: dropped without locks.
+    pub(super) keeps: Vec<Keep>,
 }
 
 /// Frees in the order in which they were made.
@@ -117,41 +119,48 @@ impl Deferred {
             }
         }
         let Some(free) = self.frees.pop_front() else { return Ok(None) };
+        let mut keeps = Vec::new();
         let mut parts = free.parts.into_iter();
         let values = match (parts.next(), parts.len()) {
             (None, _) => IndexVec::I32(Vec::new()),
-            (Some(only), 0) => values(only)?,
+            (Some(only), 0) => values(only, &mut keeps)?,
             (Some(first), _) => {
-                let mut all = values(first)?.into_i64()?;
+                let mut all = values(first, &mut keeps)?.into_i64()?;
                 for part in parts {
-                    all.extend(values(part)?.iter());
+                    all.extend(values(part, &mut keeps)?.iter());
                 }
                 IndexVec::I64(all)
             }
         };
-        Ok(Some(Landed { values, fence: free.fence, by: free.by }))
+        Ok(Some(Landed { values, fence: free.fence, by: free.by, keeps }))
     }
 
-    /// Forgets every free. What the device still writes is left alone.
-    pub(super) fn clear(&mut self) {
-        for free in self.frees.drain(..) {
-            abandon(&free.parts);
-        }
+    /// Forgets every free. What the device still writes is left alone. Returns what kept the tensors.
+    pub(super) fn clear(&mut self) -> Vec<Keep> {
+        self.frees.drain(..).flat_map(|free| abandon(free.parts)).collect()
     }
 }
 
-/// Gives up values that are on their way.
-pub(super) fn abandon<'a>(parts: impl IntoIterator<Item = &'a Part>) {
-    for part in parts {
-        if let Part::Fetch(fetcher, fetch) = part {
-            fetcher.abandon(fetch);
+/// Gives up values that are on their way, and returns what kept their tensors.
+pub(super) fn abandon(parts: impl IntoIterator<Item = Part>) -> Vec<Keep> {
+    let fetches = parts.into_iter().filter_map(|part| match part {
+        Part::Values(_) => None,
+        Part::Fetch(fetcher, fetch) => {
+            fetcher.abandon(&fetch);
+            fetch.into_keep()
         }
-    }
+    });
+    fetches.collect()
 }
 
-fn values(part: Part) -> Result<IndexVec> {
+/// The values of a part that has landed; what kept its tensor goes to `keeps`.
+fn values(part: Part, keeps: &mut Vec<Keep>) -> Result<IndexVec> {
     match part {
         Part::Values(values) => Ok(values),
-        Part::Fetch(fetcher, fetch) => fetcher.take(&fetch),
+        Part::Fetch(fetcher, fetch) => {
+            let values = fetcher.take(&fetch);
+            keeps.extend(fetch.into_keep());
+            values
+        }
     }
 }

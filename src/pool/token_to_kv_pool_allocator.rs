@@ -60,6 +60,8 @@ pub struct Settled {
     pub given: usize,
     /// What was dropped.
     pub bad: BadFrees,
+    /// What kept its tensors, to be dropped without locks: that may run code of others.
+    pub keeps: Vec<Keep>,
 }
 
 /// Frees may wait for their values to land.
@@ -366,21 +368,23 @@ impl TokenToKvPoolAllocator {
         }
     }
 
-    /// Completes frees whose values have landed, and says what was wrong with them.
+    /// Completes frees whose values have landed, and adds to `settled` what was wrong with them.
     ///
     /// # Errors
     /// If strict, [`ErrorKind::IndexOwnership`] for the first free that would have dropped something: it is left
     /// undone. [`ErrorKind::Driver`] when the device has failed.
-    pub fn settle(&mut self) -> Result<Vec<Settled>> {
-        let mut settled = Vec::new();
+    pub fn settle(&mut self, settled: &mut Vec<Settled>) -> Result<()> {
         while let Some(landed) = self.deferred.landed()? {
-            let bad = self.slots.free_signed(&landed.values, landed.fence, &landed.by, self.strict);
-            let bad = bad.map_err(|error| {
-                Error::new(error.kind(), format!("a free of slots that the host did not know: {error}"))
-            })?;
-            settled.push(Settled { given: landed.values.len(), bad });
+            let freed = self.slots.free_signed(&landed.values, landed.fence, &landed.by, self.strict);
+            let (bad, failure) =
+                freed.map_or_else(|error| (BadFrees::default(), Some(error)), |bad| (bad, None));
+            settled.push(Settled { given: landed.values.len(), bad, keeps: landed.keeps });
+            if let Some(error) = failure {
+                let text = format!("a free of slots that the host did not know: {error}");
+                return Err(Error::new(error.kind(), text));
+            }
         }
-        Ok(settled)
+        Ok(())
     }
 
     /// The point after which [`TokenToKvPoolAllocator::settle`] will complete a free that it cannot complete now.
@@ -449,12 +453,13 @@ impl TokenToKvPoolAllocator {
         self.slots.merge();
     }
 
-    /// Makes every slot free, closes groups and forgets fences and frees that have not landed.
-    pub fn clear(&mut self) {
-        abandon(self.group.iter().map(|(part, _)| part));
-        self.group.clear();
-        self.deferred.clear();
+    /// Makes every slot free, closes groups and forgets fences and frees that have not landed. Returns what kept their
+    /// tensors, to be dropped without locks.
+    pub fn clear(&mut self) -> Vec<Keep> {
+        let mut keeps = abandon(self.group.drain(..).map(|(part, _)| part));
+        keeps.extend(self.deferred.clear());
         self.slots.clear();
+        keeps
     }
 
     /// The free pages, in the order in which they are handed out without a merge.

@@ -97,11 +97,12 @@ impl TokenToKvPoolAllocator {
 
     /// Completes frees whose values have landed, and reports what was wrong with them.
     fn settle(&self, py: Python<'_>) -> PyResult<()> {
-        let settled = self.freeing(py, Pool::settle)?;
+        let mut settled = Vec::new();
+        let answer = self.freeing(py, |pool| pool.settle(&mut settled));
         for settled in settled {
             self.report(py, &settled.bad, settled.given);
         }
-        Ok(())
+        answer
     }
 
     /// Does `work` under the lock; where somebody debugs, poisons the rows of the slots that it makes free.
@@ -458,9 +459,8 @@ impl TokenToKvPoolAllocator {
     fn clear(&self, py: Python<'_>) -> PyResult<()> {
         let _acting = self.debug.begin(py, None)?;
         let gone = self.freeing(py, |pool| {
-            let gone = self.fences.take();
-            pool.clear();
-            Ok(gone)
+            // Dropping them may run Python code.
+            Ok((self.fences.take(), pool.clear()))
         })?;
         drop(gone);
         Ok(())

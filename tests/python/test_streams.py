@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from typing import TYPE_CHECKING
 
 import pytest
@@ -125,6 +126,23 @@ def test_a_freed_tensor_lives_until_its_values_were_read(driver: Driver) -> None
     driver.run()
     assert allocator.stats()["available"] == 64
     assert some(allocator.alloc(64)).unique().numel() == 64
+
+
+def test_a_freed_tensor_goes_without_locks(driver: Driver) -> None:
+    for end in ("alloc", "clear"):
+        allocator, told = make_allocator(), []
+        slots = some(allocator.alloc(4)).to(torch.int64)
+        allocator.free(slots)
+        gone = weakref.ref(slots, lambda _: told.append(allocator.available_size()))  # noqa: B023
+        del slots
+        assert gone() is not None
+        driver.run()
+        if end == "alloc":
+            assert some(allocator.alloc(64)).numel() == 64
+        else:
+            allocator.clear()
+        assert gone() is None
+        assert len(told) == 1
 
 
 # Constructors

@@ -25,7 +25,7 @@ pub struct Fetch {
     /// Whether they arrive as int64.
     wide: bool,
     /// Keeps the tensor until they are there.
-    _keep: Option<Keep>,
+    keep: Option<Keep>,
 }
 
 impl Fetch {
@@ -39,6 +39,12 @@ impl Fetch {
     #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.count == 0
+    }
+
+    /// What has kept the tensor. Dropping it may run code of others, so no lock is held then.
+    #[must_use]
+    pub fn into_keep(self) -> Option<Keep> {
+        self.keep
     }
 
     /// The point after the copy.
@@ -101,7 +107,7 @@ impl Fetcher {
                 read_kernel(&self.gpu, &self.kernels, tensor, (region, at), stream)
             }
         })?;
-        Ok(held.map(|held| Fetch { held, count, wide, _keep: keep }))
+        Ok(held.map(|held| Fetch { held, count, wide, keep }))
     }
 
     /// The values of a fetch that has landed.
