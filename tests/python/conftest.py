@@ -120,9 +120,7 @@ def driver(request: pytest.FixtureRequest) -> Iterator[Driver]:
     driver.reset_calls()
     yield driver
     gc.enable()
-    driver.forget_plans()
-    driver.set_patience(3)
-    driver.set_capacity(64 << 30)
+    driver.restore()
     driver.run()
 
 

@@ -153,6 +153,13 @@ extern "C" fn soft_mend() {
     set_down(false);
 }
 
+/// Brings back all that a test may choose as it is at first, and mends what it broke.
+#[unsafe(no_mangle)]
+extern "C" fn soft_restore() {
+    state().restore();
+    set_down(false);
+}
+
 /// Copies, fills and launches of a stream that have not run; -1 for a handle that is none.
 #[unsafe(no_mangle)]
 extern "C" fn soft_pending(stream: usize) -> c_long {

@@ -154,6 +154,12 @@ impl Memory {
         if is_ours || touches(&self.locked, start, end) { Place::Nowhere } else { Place::Pageable }
     }
 
+    /// Limits memory as at first.
+    pub fn restore_limits(&mut self) {
+        self.capacity = CAPACITY;
+        self.most_locked = MOST_LOCKED;
+    }
+
     /// Whether an address lies in a block that was given back.
     pub fn is_gone(&self, address: usize) -> bool {
         self.gone.range(..=address).next_back().is_some_and(|(start, len)| address < start + len)

@@ -65,9 +65,14 @@ fn number(name: &str) -> Option<i32> {
     std::env::var(name).ok()?.parse().ok()
 }
 
+/// What decides the order of blocks and threads at first.
+fn seed() -> u64 {
+    number("KVPOOL_SOFTWARE_SEED").map_or(1, |seed| i64::from(seed).cast_unsigned())
+}
+
 impl State {
     pub fn new() -> Self {
-        kernels::set_seed(number("KVPOOL_SOFTWARE_SEED").map_or(1, |seed| i64::from(seed).cast_unsigned()));
+        kernels::set_seed(seed());
         DOWN.store(false, Relaxed);
         Self {
             config: Config::new(),
@@ -81,6 +86,15 @@ impl State {
             broken: BTreeMap::new(),
             last_handle: FIRST_HANDLE,
         }
+    }
+
+    /// Chooses again what is chosen at first.
+    pub fn restore(&mut self) {
+        self.config = Config::new();
+        self.memory.restore_limits();
+        self.broken.clear();
+        self.ledger.forget_plans();
+        kernels::set_seed(seed());
     }
 
     /// A handle that no other object has or had, unless it is given again.

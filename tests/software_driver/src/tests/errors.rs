@@ -4,8 +4,8 @@ use std::ptr;
 use super::{
     Fresh, allocate, cuCtxSynchronize, cuDeviceGetCount, cuDriverGetVersion, cuEventQuery, cuFuncLoad,
     cuGetErrorName, cuGetErrorString, cuGetProcAddress_v2, cuInit, cuMemAlloc_v2, cuMemFree_v2,
-    cuMemGetInfo_v2, cuMemsetD8Async, cuStreamSynchronize, event, ok, soft_break, soft_deinitialize,
-    soft_fail, soft_mend, soft_set_version,
+    cuMemGetInfo_v2, cuMemsetD8Async, cuStreamSynchronize, event, locked, ok, soft_break, soft_deinitialize,
+    soft_fail, soft_mend, soft_restore, soft_set_capacity, soft_set_register_limit, soft_set_version,
 };
 use crate::codes::{DEINITIALIZED, INVALID_VALUE};
 
@@ -68,6 +68,25 @@ fn a_driver_that_goes_down_says_so() {
     ok(cuDriverGetVersion(&mut 0));
     soft_mend();
     ok(cuMemFree_v2(block));
+}
+
+#[test]
+fn what_a_test_chose_is_restored() {
+    let _fresh = Fresh::with_context();
+    let block = allocate(8);
+    soft_break(700);
+    soft_deinitialize();
+    soft_set_version(12_000);
+    soft_set_capacity(1);
+    soft_set_register_limit(1);
+    soft_fail(c"cuMemFree_v2".as_ptr(), 1, 1);
+    soft_restore();
+    ok(cuMemFree_v2(block));
+    let mut version = 0;
+    ok(cuDriverGetVersion(&raw mut version));
+    assert_eq!(version, 13_020);
+    allocate(8);
+    locked(&[0; 8]);
 }
 
 #[test]

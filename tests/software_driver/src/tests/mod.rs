@@ -119,6 +119,7 @@ unsafe extern "C" {
     safe fn soft_break(code: c_int);
     safe fn soft_deinitialize();
     safe fn soft_mend();
+    safe fn soft_restore();
     safe fn soft_set_queries(count: c_long);
     safe fn soft_pending(stream: usize) -> c_long;
     safe fn soft_pending_all() -> c_long;

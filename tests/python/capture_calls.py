@@ -1,0 +1,559 @@
+"""Every public call of the pools, with what it does while its own stream is captured.
+
+`ENTRIES` names a call as `Class.method`, a constructor as `Class()` and a function by its name; behind `: `
+stands a variant. `surface()` says which calls there are, so that a call without an entry is found.
+"""
+
+from __future__ import annotations
+
+import inspect
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from common import some
+
+import kvpool
+from kvpool import _kvpool, lmcache
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+SIZE = 64
+PAGE = 4
+LAYERS = 2
+HEADS, DIM = 1, 4
+ROWS = 8
+CONTEXT = 32
+GDN = (4, 2, 1, 4, 4, 8, 4)
+LMCACHE = lmcache.LMCacheMemPoolMetadata((LAYERS, 2, 4, HEADS, DIM), torch.float32, 1e-6)
+FLOAT = torch.float32
+
+POOLS: dict[str, Callable[[], object]] = {
+    "BufferPool": lambda: kvpool.BufferPool("cuda"),
+    "ChunkPool": lambda: kvpool.ChunkPool(4, 8, FLOAT, "cuda"),
+    "GDNPool": lambda: kvpool.GDNPool(*GDN, "cuda", FLOAT),
+    "KVPool": lambda: kvpool.KVPool(SIZE, LAYERS, HEADS, DIM, "cuda", FLOAT),
+    "PagePool": lambda: kvpool.PagePool(8, 4, FLOAT, "cuda"),
+    "ReqToTokenPool": lambda: kvpool.ReqToTokenPool(ROWS, CONTEXT, "cuda"),
+    "TokenToKVPoolAllocator": lambda: kvpool.TokenToKVPoolAllocator(SIZE, "cuda"),
+    "Workspace": lambda: kvpool.Workspace("cuda", 1 << 14),
+    "LocalGPUPool": lambda: lmcache.LocalGPUPool(LMCACHE),
+    "LocalCPUPool": lambda: lmcache.LocalCPUPool(LMCACHE),
+    "LocalCPUBufferPool": lambda: lmcache.LocalCPUBufferPool(LMCACHE),
+    "LocalPool": lambda: lmcache.LocalPool(LMCACHE),
+    "make_full_attention_net_mem_pool": lambda: kvpool.make_full_attention_net_mem_pool(
+        SIZE, LAYERS, HEADS, DIM, HEADS, DIM, "cuda", FLOAT
+    ),
+    "make_req_to_token_pool": lambda: kvpool.make_req_to_token_pool(ROWS, CONTEXT, "cuda"),
+}
+"""What makes a pool, as the first call of a process may."""
+
+WORKS = "works"
+REFUSES = "refuses"
+
+
+class Inputs:
+    """Tensors of PyTorch on the device, which no pool knows. What a call writes to is named `out`."""
+
+    def __init__(self) -> None:
+        def ints(*values: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.tensor(values, dtype=dtype).cuda()
+
+        self.one = ints(1)
+        self.slots = ints(1, 2, 3)
+        self.others = ints(11, 12, 13)
+        self.states = ints(1, 2)
+        self.other_states = ints(3, 4)
+        self.lengths = ints(3)
+        self.last = ints(PAGE + 1)
+        self.zeros = ints(0)
+        self.minus = ints(-1)
+        self.indptr = ints(0, 3, dtype=torch.int32)
+        self.rows = ints(1, dtype=torch.int32)
+        self.out_indices = torch.zeros(3, dtype=torch.int32).cuda()
+        self.k = torch.arange(12, dtype=FLOAT).reshape(3, HEADS, DIM).cuda()
+        self.v = -self.k
+        self.out = torch.zeros_like(self.k), torch.zeros_like(self.k)
+        self.chunk = torch.arange(8, dtype=FLOAT).cuda()
+        self.out_chunk = torch.zeros(8, dtype=FLOAT).cuda()
+        self.kv_chunk = torch.zeros((LAYERS, 2, 4, HEADS, DIM), dtype=FLOAT).cuda()
+        self.weights = torch.zeros(16, dtype=FLOAT).cuda()
+
+
+class World:
+    """One of each pool on a GPU, used a little on the current stream: slots 1 to 3 and row 1 are taken."""
+
+    def __init__(self, inputs: Inputs) -> None:
+        self.inputs = inputs
+        self.allocator = kvpool.TokenToKVPoolAllocator(SIZE, "cuda")
+        self.slots = some(self.allocator.alloc(3))
+        self.allocator.free(some(self.allocator.alloc(4)))
+        self.noting = kvpool.TokenToKVPoolAllocator(SIZE, "cuda", debug=True)
+        self.paged = kvpool.TokenToKVPoolAllocator(SIZE, "cuda", PAGE)
+        self.page = some(self.paged.alloc(PAGE))
+        self.table = kvpool.ReqToTokenPool(ROWS, CONTEXT, "cuda")
+        [self.row] = some(self.table.alloc())
+        self.table.write((self.row, slice(0, 3)), self.slots)
+        self.kv = kvpool.KVPool(SIZE, LAYERS, HEADS, DIM, "cuda", FLOAT)
+        self.kv.set_kv_buffer(0, inputs.slots, inputs.k, inputs.v)
+        self.gdn = kvpool.GDNPool(*GDN, "cuda", FLOAT, 2)
+        self.track = some(self.gdn.alloc_track_slot())
+        self.planned_slots = kvpool.TokenToKVPoolAllocator(SIZE, "cuda")
+        self.planned_rows = kvpool.ReqToTokenPool(ROWS, CONTEXT, "cuda")
+        self.planner = kvpool.BatchPlanner(self.planned_rows, self.planned_slots, 4, SIZE)
+        self.planned = some(self.planned_rows.alloc(2))
+        self.plan = some(self.planner.extend(self.planned[:1], [0], [5]))
+        self.chunks = kvpool.ChunkPool(4, 8, FLOAT)
+        assert self.chunks.wait_registered()
+        self.chunk = some(self.chunks.allocate())
+        self.gpu_chunks = kvpool.ChunkPool(4, 8, FLOAT, "cuda")
+        self.gpu_chunk = some(self.gpu_chunks.allocate())
+        self.copy = self.chunk.copy_from(inputs.chunk)
+        self.buffers = kvpool.BufferPool("cuda")
+        self.buffers.release(self.buffers.alloc(16, FLOAT))
+        self.buffer = self.buffers.alloc(64, FLOAT)
+        self.pages = kvpool.PagePool(8, 4, FLOAT, "cuda")
+        self.page_number = some(self.pages.alloc())
+        self.workspace = kvpool.Workspace("cuda", 1 << 14)
+        self.workspace.empty(4, FLOAT)
+        self.local = lmcache.LocalGPUPool(LMCACHE)
+        self.kv_obj = some(self.local.allocate(inputs.kv_chunk))
+        self.pinned = lmcache.LocalCPUBufferPool(LMCACHE)
+        self.spare: list[object] = []
+
+    def stats(self) -> list[dict[str, int]]:
+        """The numbers of all pools."""
+        pools = (
+            self.allocator,
+            self.paged,
+            self.table,
+            self.kv,
+            self.gdn,
+            self.planned_slots,
+            self.planned_rows,
+            self.planner,
+            self.chunks,
+            self.gpu_chunks,
+            self.buffers,
+            self.pages,
+            self.workspace,
+            self.local,
+            self.pinned,
+        )
+        return [pool.stats() for pool in pools]
+
+    def tensors(self) -> list[torch.Tensor]:
+        """What a call may write to."""
+        return [
+            *self.kv.k_buffer,
+            *self.kv.v_buffer,
+            self.table.req_to_token,
+            self.planned_rows.req_to_token,
+            self.gdn.recurrent_state,
+            self.gdn.conv_state,
+            self.gpu_chunk.tensor(),
+            self.buffer.tensor,
+            self.inputs.out_indices,
+            self.inputs.out_chunk,
+            *self.inputs.out,
+        ]
+
+    def touch(self) -> None:
+        """Uses all pools on the current stream, which is another one than that on which they were made."""
+        inputs = self.inputs
+        self.allocator.free(some(self.allocator.alloc(1)))
+        self.paged.free(some(self.paged.alloc(PAGE)))
+        self.table.write((self.row, slice(0, 3)), self.slots)
+        self.kv.set_kv_buffer(0, inputs.slots, inputs.k, inputs.v)
+        self.gdn.reset_states(inputs.states)
+        self.plan = some(self.planner.decode(self.planned[:1], [6]))
+        self.copy = self.chunk.copy_from(inputs.chunk)
+        self.gpu_chunk.copy_from(inputs.chunk)
+        self.buffers.release(self.buffers.alloc(16, FLOAT))
+        assert self.workspace.reset()
+        self.workspace.empty(4, FLOAT)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A call.
+
+    Attributes:
+        call: It, on a world.
+        own: Whether it `works` or `refuses` while the current stream is captured.
+        check: Whether it did, by its answer, after its graph has run.
+        prepare: What it needs beforehand.
+    """
+
+    call: Callable[[World], object]
+    own: str
+    check: Callable[[World, Any], bool] | None = None
+    prepare: Callable[[World], object] = lambda _: None
+
+
+def _drain(allocator: kvpool.TokenToKVPoolAllocator) -> object:
+    return allocator.alloc(allocator.available_size())
+
+
+def _group(world: World) -> None:
+    with world.allocator.free_group():
+        world.allocator.free(world.slots)
+
+
+def _begin_group(world: World) -> None:
+    world.allocator.free_group_begin()
+    world.allocator.free(world.slots)
+    world.allocator.free_group_end()
+
+
+def _step(world: World) -> int:
+    with world.buffers.step() as buffers:
+        return buffers.in_use_count
+
+
+def _with(guard: Any) -> None:  # noqa: ANN401 - anything that has a `with`
+    with guard:
+        pass
+
+
+def _use(world: World) -> None:
+    with world.workspace.use():
+        pass
+
+
+def _balanced(world: World) -> None:
+    with world.allocator.expect_balanced():
+        pass
+
+
+def _threads(_: World) -> None:
+    kvpool.set_num_threads(kvpool.get_num_threads())
+
+
+def _snapshot(world: World) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        kvpool.snapshot(Path(folder) / "pools.html", world.allocator, world.table)
+
+
+def _named(world: World) -> str:
+    world.allocator.name = world.allocator.name
+    return world.allocator.name
+
+
+def _is_new(_: World, slots: torch.Tensor) -> bool:
+    return len(slots) == 1 and slots.tolist()[0] not in {1, 2, 3}
+
+
+def _is_stored(world: World, _: object) -> bool:
+    rows = world.kv.k_buffer[1].cpu()[[1, 2, 3]]
+    return bool(rows.eq(world.inputs.k.cpu()).all())
+
+
+def _is_gathered(world: World, _: object) -> bool:
+    return bool(world.inputs.out[0].cpu().eq(world.inputs.k.cpu()).all())
+
+
+def _is_moved(world: World, _: object) -> bool:
+    buffer = world.kv.k_buffer[0].cpu()
+    return bool(buffer[[11, 12, 13]].eq(buffer[[1, 2, 3]]).all())
+
+
+def _is_built(world: World, _: object) -> bool:
+    return bool(world.inputs.out_indices.cpu().tolist() == [1, 2, 3])
+
+
+def _is_free(count: int) -> Callable[[World, object], bool]:
+    return lambda world, _: world.allocator.available_size() == count
+
+
+# Those that neither allocate nor write on the device; the others need memory that is zeroed, and kernels.
+_WITHOUT_MEMORY = ("BufferPool", "LocalCPUPool", "LocalCPUBufferPool", "LocalPool")
+
+
+def _making(name: str) -> Entry:
+    return Entry(lambda _: POOLS[name](), WORKS if name in _WITHOUT_MEMORY else REFUSES)
+
+
+def _dropping(name: str) -> Entry:
+    return Entry(
+        lambda world: world.spare.clear(), WORKS, prepare=lambda world: world.spare.append(POOLS[name]())
+    )
+
+
+ENTRIES: dict[str, Entry] = {
+    **{name if name.startswith("make_") else f"{name}()": _making(name) for name in POOLS},
+    **{f"{name} dropped": _dropping(name) for name in POOLS if not name.startswith("make_")},
+    "BatchPlanner()": Entry(lambda w: kvpool.BatchPlanner(w.planned_rows, w.planned_slots, 4, SIZE), REFUSES),
+    # Functions, and what all pools have.
+    "get_num_threads": Entry(lambda _: kvpool.get_num_threads(), WORKS),
+    "set_num_threads": Entry(_threads, WORKS),
+    "pools": Entry(lambda w: w.allocator in kvpool.pools(), WORKS),
+    "snapshot": Entry(_snapshot, WORKS),
+    "Pool.name": Entry(_named, WORKS),
+    "Pool.leaks": Entry(lambda w: w.noting.leaks(), WORKS),
+    "Pool.expect_balanced": Entry(_balanced, WORKS),
+    # TokenToKVPoolAllocator: what the host knows needs no device.
+    "TokenToKVPoolAllocator.alloc": Entry(lambda w: w.allocator.alloc(1), WORKS, _is_new),
+    "TokenToKVPoolAllocator.alloc: more than is staged": Entry(lambda w: _drain(w.allocator), REFUSES),
+    "TokenToKVPoolAllocator.alloc_extend": Entry(
+        lambda w: w.paged.alloc_extend(w.inputs.zeros, w.inputs.lengths, w.inputs.minus), REFUSES
+    ),
+    "TokenToKVPoolAllocator.alloc_decode": Entry(
+        lambda w: w.paged.alloc_decode(w.inputs.lengths, w.inputs.last), REFUSES
+    ),
+    "TokenToKVPoolAllocator.free": Entry(lambda w: w.allocator.free(w.slots), WORKS, _is_free(SIZE)),
+    "TokenToKVPoolAllocator.free: of the table": Entry(
+        lambda w: w.allocator.free(w.table.read(w.row, 3)), WORKS, _is_free(SIZE)
+    ),
+    "TokenToKVPoolAllocator.free: of host values": Entry(
+        lambda w: w.allocator.free([1, 2, 3]), WORKS, _is_free(SIZE)
+    ),
+    "TokenToKVPoolAllocator.free: of unknown values": Entry(
+        lambda w: w.allocator.free(w.inputs.slots), REFUSES
+    ),
+    "TokenToKVPoolAllocator.share": Entry(lambda w: w.allocator.share(w.slots), WORKS),
+    "TokenToKVPoolAllocator.share: of unknown values": Entry(
+        lambda w: w.allocator.share(w.inputs.slots), REFUSES
+    ),
+    "TokenToKVPoolAllocator.poison_freed": Entry(lambda w: w.allocator.poison_freed(w.kv), WORKS),
+    "TokenToKVPoolAllocator.free_group_begin": Entry(_begin_group, WORKS, _is_free(SIZE)),
+    "TokenToKVPoolAllocator.free_group_end": Entry(_begin_group, WORKS, _is_free(SIZE)),
+    "TokenToKVPoolAllocator.free_group": Entry(_group, WORKS, _is_free(SIZE)),
+    "FreeGroup.with": Entry(_group, WORKS, _is_free(SIZE)),
+    "TokenToKVPoolAllocator.available_size": Entry(lambda w: w.allocator.available_size() == SIZE - 3, WORKS),
+    "TokenToKVPoolAllocator.clear": Entry(lambda w: w.allocator.clear(), WORKS, _is_free(SIZE)),
+    "TokenToKVPoolAllocator.merge_and_sort_free": Entry(lambda w: w.allocator.merge_and_sort_free(), WORKS),
+    "TokenToKVPoolAllocator.runs": Entry(lambda w: w.allocator.runs([1, 2, 3]), WORKS),
+    "TokenToKVPoolAllocator.runs: of unknown values": Entry(
+        lambda w: w.allocator.runs(w.inputs.slots), REFUSES
+    ),
+    "TokenToKVPoolAllocator.is_allocated": Entry(lambda w: w.allocator.is_allocated(w.slots), WORKS),
+    "TokenToKVPoolAllocator.is_allocated: of unknown values": Entry(
+        lambda w: w.allocator.is_allocated(w.inputs.slots), REFUSES
+    ),
+    "TokenToKVPoolAllocator.verify": Entry(lambda w: w.allocator.verify(), WORKS),
+    "TokenToKVPoolAllocator.stats": Entry(lambda w: w.allocator.stats(), WORKS),
+    # New tensors on the device, which are written.
+    "TokenToKVPoolAllocator.free_slots": Entry(lambda w: w.allocator.free_slots, REFUSES),
+    "TokenToKVPoolAllocator.release_slots": Entry(lambda w: w.allocator.release_slots, REFUSES),
+    # ReqToTokenPool: a write changes the host's copy, which a replay does not; rows that are given back are
+    # zeroed.
+    "ReqToTokenPool.alloc": Entry(lambda w: w.table.alloc(2), WORKS),
+    "ReqToTokenPool.free": Entry(lambda w: w.table.free(w.row), REFUSES),
+    "ReqToTokenPool.write": Entry(lambda w: w.table.write((w.row, slice(0, 3)), w.slots), REFUSES),
+    "ReqToTokenPool.write: of a number": Entry(lambda w: w.table.write((w.row, slice(0, 3)), 7), REFUSES),
+    "ReqToTokenPool.write: of host values": Entry(
+        lambda w: w.table.write((w.row, slice(0, 3)), [7, 8, 9]), REFUSES
+    ),
+    "ReqToTokenPool.write: of unknown values": Entry(
+        lambda w: w.table.write((w.row, slice(0, 3)), w.inputs.others), REFUSES
+    ),
+    "ReqToTokenPool.write: to unknown places": Entry(
+        lambda w: w.table.write((w.inputs.rows, w.inputs.one), w.inputs.one), REFUSES
+    ),
+    "ReqToTokenPool.read": Entry(
+        lambda w: w.table.read(w.row, 3), WORKS, lambda _, found: bool(found.tolist() == [1, 2, 3])
+    ),
+    "ReqToTokenPool.build_kv_indices": Entry(
+        lambda w: w.table.build_kv_indices(w.inputs.rows, w.inputs.indptr, w.inputs.out_indices),
+        WORKS,
+        _is_built,
+    ),
+    "ReqToTokenPool.build_kv_indices: of host values": Entry(
+        lambda w: w.table.build_kv_indices([w.row], [0, 3], w.inputs.out_indices), REFUSES
+    ),
+    "ReqToTokenPool.mark_modified": Entry(lambda w: w.table.mark_modified(w.row), WORKS),
+    "ReqToTokenPool.available_size": Entry(lambda w: w.table.available_size(), WORKS),
+    "ReqToTokenPool.clear": Entry(lambda w: w.table.clear(), REFUSES),
+    "ReqToTokenPool.stats": Entry(lambda w: w.table.stats(), WORKS),
+    # KVPool: launches over indices of the device are recorded.
+    "KVPool.get_key_buffer": Entry(lambda w: w.kv.get_key_buffer(0), WORKS),
+    "KVPool.get_value_buffer": Entry(lambda w: w.kv.get_value_buffer(0), WORKS),
+    "KVPool.get_kv_buffer": Entry(lambda w: w.kv.get_kv_buffer(0), WORKS),
+    "KVPool.set_kv_buffer": Entry(
+        lambda w: w.kv.set_kv_buffer(1, w.inputs.slots, w.inputs.k, w.inputs.v), WORKS, _is_stored
+    ),
+    "KVPool.set_kv_buffer: at staged slots": Entry(
+        lambda w: w.kv.set_kv_buffer(1, w.slots, w.inputs.k, w.inputs.v), WORKS, _is_stored
+    ),
+    "KVPool.set_kv_buffer: at host values": Entry(
+        lambda w: w.kv.set_kv_buffer(1, [1, 2, 3], w.inputs.k, w.inputs.v), REFUSES
+    ),
+    "KVPool.gather_kv": Entry(lambda w: w.kv.gather_kv(0, w.inputs.slots, w.inputs.out), WORKS, _is_gathered),
+    "KVPool.gather_kv: to new memory": Entry(lambda w: w.kv.gather_kv(0, w.inputs.slots), REFUSES),
+    "KVPool.move_kv": Entry(lambda w: w.kv.move_kv(w.inputs.others, w.inputs.slots), WORKS, _is_moved),
+    "KVPool.move_kv: of host values": Entry(lambda w: w.kv.move_kv([11], [1]), REFUSES),
+    "KVPool.page_view": Entry(lambda w: w.kv.page_view(0), WORKS),
+    "KVPool.get_contiguous_buf_infos": Entry(lambda w: w.kv.get_contiguous_buf_infos(), WORKS),
+    "KVPool.check": Entry(lambda w: w.kv.check(), REFUSES),
+    "KVPool.mem_bytes": Entry(lambda w: w.kv.mem_bytes(), WORKS),
+    "KVPool.stats": Entry(lambda w: w.kv.stats(), WORKS),
+    # GDNPool.
+    "GDNPool.get_layer_state": Entry(lambda w: w.gdn.get_layer_state(0), WORKS),
+    "GDNPool.reset_states": Entry(lambda w: w.gdn.reset_states(w.inputs.states), WORKS),
+    "GDNPool.reset_states: of host values": Entry(lambda w: w.gdn.reset_states([1]), REFUSES),
+    "GDNPool.copy_states": Entry(lambda w: w.gdn.copy_states(w.inputs.states, w.inputs.other_states), WORKS),
+    "GDNPool.copy_states: of host values": Entry(lambda w: w.gdn.copy_states([1], [2]), REFUSES),
+    "GDNPool.alloc_track_slot": Entry(lambda w: w.gdn.alloc_track_slot(), WORKS),
+    "GDNPool.free_track_slot": Entry(lambda w: w.gdn.free_track_slot(w.track), WORKS),
+    "GDNPool.mem_bytes": Entry(lambda w: w.gdn.mem_bytes(), WORKS),
+    "GDNPool.stats": Entry(lambda w: w.gdn.stats(), WORKS),
+    # BatchPlanner: a plan is uploaded, and the host notes what it holds.
+    "BatchPlanner.extend": Entry(lambda w: w.planner.extend(w.planned[1:], [0], [4]), REFUSES),
+    "BatchPlanner.extend: of device values": Entry(
+        lambda w: w.planner.extend(w.planned[1:], w.inputs.zeros, w.inputs.lengths), REFUSES
+    ),
+    "BatchPlanner.decode": Entry(
+        lambda w: w.planner.decode(w.planned[:1], [w.planner.seq_len(w.planned[0]) + 1]), REFUSES
+    ),
+    "BatchPlanner.truncate": Entry(lambda w: w.planner.truncate(w.planned[:1], [3]), WORKS),
+    "BatchPlanner.finish": Entry(lambda w: w.planner.finish(w.planned[:1]), REFUSES),
+    "BatchPlanner.fork": Entry(lambda w: w.planner.fork(w.planned[0], w.planned[1], 3), REFUSES),
+    "BatchPlanner.seq_len": Entry(lambda w: w.planner.seq_len(w.planned[0]), WORKS),
+    "BatchPlanner.stats": Entry(lambda w: w.planner.stats(), WORKS),
+    # ChunkPool: the host is told when a copy is done, which a replay does not do.
+    "ChunkPool.allocate": Entry(lambda w: w.gpu_chunks.allocate(), WORKS),
+    "ChunkPool.allocate_batch": Entry(lambda w: w.gpu_chunks.allocate_batch(2), WORKS),
+    "ChunkPool.free": Entry(lambda w: w.gpu_chunks.free(w.gpu_chunk), WORKS),
+    "ChunkPool.wait_registered": Entry(lambda w: w.chunks.wait_registered(), WORKS),
+    "ChunkPool.stats": Entry(lambda w: w.chunks.stats(), WORKS),
+    "Chunk.tensor": Entry(lambda w: w.gpu_chunk.tensor(), WORKS),
+    "Chunk.retain": Entry(lambda w: w.gpu_chunk.retain(), WORKS),
+    "Chunk.release": Entry(lambda w: w.gpu_chunk.release(), WORKS),
+    "Chunk.copy_from": Entry(lambda w: w.chunk.copy_from(w.inputs.chunk), REFUSES),
+    "Chunk.copy_from: on the device": Entry(lambda w: w.gpu_chunk.copy_from(w.inputs.chunk), REFUSES),
+    "Chunk.copy_to": Entry(lambda w: w.chunk.copy_to(w.inputs.out_chunk), REFUSES),
+    "Chunk.copy_to: on the device": Entry(lambda w: w.gpu_chunk.copy_to(w.inputs.out_chunk), REFUSES),
+    "Chunk.with": Entry(lambda w: _with(w.gpu_chunk), WORKS),
+    "ChunkCopy.query": Entry(lambda w: w.copy.query(), WORKS),
+    "ChunkCopy.wait": Entry(lambda w: w.copy.wait(), WORKS),
+    # BufferPool: what this stream gave back is there for it.
+    "BufferPool.alloc": Entry(lambda w: w.buffers.alloc(16, FLOAT), WORKS),
+    "BufferPool.alloc: new memory": Entry(lambda w: w.buffers.alloc(1 << 12, FLOAT), REFUSES),
+    "BufferPool.alloc_bytes": Entry(lambda w: w.buffers.alloc_bytes(64), WORKS),
+    "BufferPool.alloc_bytes: new memory": Entry(lambda w: w.buffers.alloc_bytes(1 << 12), REFUSES),
+    "BufferPool.alloc_batch": Entry(lambda w: w.buffers.alloc_batch([(16, FLOAT)]), WORKS),
+    "BufferPool.alloc_batch: new memory": Entry(
+        lambda w: w.buffers.alloc_batch([(16, FLOAT), (1 << 12, FLOAT)]), REFUSES
+    ),
+    "BufferPool.release": Entry(lambda w: w.buffers.release(w.buffer), WORKS),
+    "BufferPool.reset": Entry(lambda w: w.buffers.reset(), WORKS),
+    "BufferPool.step": Entry(_step, WORKS),
+    "BufferStep.with": Entry(_step, WORKS),
+    "BufferPool.register_existing": Entry(lambda w: w.buffers.register_existing(w.inputs.weights), WORKS),
+    "BufferPool.clear": Entry(lambda w: w.buffers.clear(), WORKS),
+    "BufferPool.stats": Entry(lambda w: w.buffers.stats(), WORKS),
+    "Buffer.release": Entry(lambda w: w.buffer.release(), WORKS),
+    "Buffer.with": Entry(lambda w: _with(w.buffer), WORKS),
+    # PagePool.
+    "PagePool.alloc": Entry(lambda w: w.pages.alloc(), WORKS),
+    "PagePool.free": Entry(lambda w: w.pages.free(w.page_number), WORKS),
+    "PagePool.page": Entry(lambda w: w.pages.page(0), WORKS),
+    "PagePool.stats": Entry(lambda w: w.pages.stats(), WORKS),
+    # Workspace: the stream that had memory gets it again.
+    "Workspace.empty": Entry(lambda w: w.workspace.empty(4, FLOAT), WORKS),
+    "Workspace.zeros": Entry(
+        lambda w: w.workspace.zeros(4, FLOAT), WORKS, lambda _, found: bool(found.cpu().eq(0).all())
+    ),
+    "Workspace.use": Entry(_use, WORKS),
+    "Workspace.reset": Entry(lambda w: w.workspace.reset(), WORKS),
+    "Workspace.close": Entry(lambda w: w.workspace.close(), WORKS),
+    "Workspace.with": Entry(lambda w: _with(w.workspace), WORKS),
+    "Workspace.stats": Entry(lambda w: w.workspace.stats(), WORKS),
+    # LMCache's pools.
+    "LocalPool.init_max_chunk_num": Entry(lambda w: w.local.init_max_chunk_num(LMCACHE), WORKS),
+    "LocalPool.allocate": Entry(lambda w: w.local.allocate(w.inputs.kv_chunk), WORKS),
+    "LocalPool.free": Entry(lambda w: w.local.free(w.kv_obj), WORKS),
+    "LocalPool.stats": Entry(lambda w: w.local.stats(), WORKS),
+}
+
+INSTANCES: dict[str, Callable[[World], object]] = {
+    "BatchPlan": lambda w: w.plan,
+    "BatchPlanner": lambda w: w.planner,
+    "Buffer": lambda w: w.buffer,
+    "BufferPool": lambda w: w.buffers,
+    "Chunk": lambda w: w.chunk,
+    "ChunkPool": lambda w: w.gpu_chunks,
+    "GDNPool": lambda w: w.gdn,
+    "HostPlan": lambda w: w.plan.host,
+    "KVPool": lambda w: w.kv,
+    "LocalGPUPool": lambda w: w.local,
+    "LocalPool": lambda w: w.local,
+    "PagePool": lambda w: w.pages,
+    "Pool": lambda w: w.allocator,
+    "ReqToTokenPool": lambda w: w.table,
+    "TokenToKVPoolAllocator": lambda w: w.allocator,
+    "Workspace": lambda w: w.workspace,
+}
+"""Of each class with properties one that has them."""
+
+# They hold numbers, or have no calls of their own: reports, LMCache's records and its abstract class. Where
+# PyTorch is, there is no `Tensor`.
+_WITHOUT_CALLS = ("BasePool", "KVObj", "LMCacheMemPoolMetadata", "Leak", "Tensor")
+
+
+def _classes() -> Iterator[type]:
+    """The public classes, each once."""
+    found = {**vars(_kvpool), **{name: getattr(kvpool, name) for name in kvpool.__all__}}
+    found |= {name: getattr(lmcache, name) for name in lmcache.__all__}
+    for name, value in sorted(found.items()):
+        is_call = isinstance(value, type) and not issubclass(value, Exception)
+        if is_call and not name.startswith("_") and name not in _WITHOUT_CALLS:
+            yield value
+
+
+def _can_be_made(kind: type) -> bool:
+    """Whether a class has a constructor; `Pool` has one for others to inherit."""
+    try:
+        kind()
+    except TypeError as error:
+        return "No constructor" not in str(error) and "cannot create" not in str(error)
+    except Exception:  # noqa: BLE001 - it lacks arguments, or a device
+        return True
+    return kind is not kvpool.Pool
+
+
+def _members(kind: type) -> Iterator[tuple[str, object]]:
+    """What a class has itself, or from a private one."""
+    for base in kind.__mro__:
+        if base is kind or base.__name__.startswith("_"):
+            yield from vars(base).items()
+
+
+def surface() -> tuple[set[str], set[str]]:
+    """The public calls, and the properties among them."""
+    calls = {name for name in kvpool.__all__ if inspect.isroutine(getattr(kvpool, name))}
+    properties = set()
+    for kind in _classes():
+        # None of the pools is made here: it would be the first use of the driver.
+        if kind.__name__ in POOLS or _can_be_made(kind):
+            calls.add(f"{kind.__name__}()")
+        for name, member in _members(kind):
+            if name == "__enter__":
+                calls.add(f"{kind.__name__}.with")
+            elif not name.startswith("_"):
+                calls.add(f"{kind.__name__}.{name}")
+                if not callable(member) and not isinstance(member, staticmethod):
+                    properties.add(f"{kind.__name__}.{name}")
+    return calls, properties
+
+
+def _reading(names: list[str]) -> Entry:
+    def read(world: World) -> list[object]:
+        return [getattr(INSTANCES[kind](world), name) for kind, name in (name.split(".") for name in names)]
+
+    return Entry(read, WORKS)
+
+
+def all_entries() -> dict[str, Entry]:
+    """The table, with the properties of each class: reading them works, unless `ENTRIES` says otherwise."""
+    properties = sorted(surface()[1] - set(ENTRIES))
+    read = {}
+    for kind in INSTANCES:
+        names = [name for name in properties if name.startswith(f"{kind}.")]
+        if names:
+            read[f"{kind}.properties"] = _reading(names)
+    return {**read, **ENTRIES}
