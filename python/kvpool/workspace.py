@@ -63,7 +63,7 @@ class Workspace(_Workspace):
         Raises:
             WorkspaceExhaustedError: If PyTorch asks for more than is left.
             RuntimeError: If another thread uses the workspace, or it is closed.
-            ConfigError: If PyTorch before 2.11 is told to use expandable segments, which it takes from no arena.
+            ConfigError: If PyTorch before 2.11 is told to use expandable segments, which no arena gives.
             ModuleNotFoundError: If PyTorch is not installed.
         """
         import torch  # noqa: PLC0415 - only who calls this needs it

@@ -238,6 +238,12 @@ impl SlotAllocator {
         self.pages.upcoming(pages, |run| emit(slots_of(run, self.page_size)));
     }
 
+    /// Whether taking `count` slots merges the released ones into the free ones first.
+    #[must_use]
+    pub fn merges_for(&self, count: usize) -> bool {
+        count.div_ceil(self.page_size()) > self.pages.available() - self.pages.released()
+    }
+
     /// Takes `count` consecutive slots that begin a page, the lowest such run, or returns `None`.
     ///
     /// # Errors

@@ -9,7 +9,7 @@ use crate::kernels::{Indices, Launcher, Numbers, Table, build_kv_indices, kv_ind
 use crate::memory::{Backend, Borrowed, Region, Stream};
 use crate::tensor::TensorView;
 
-use super::host_copy::known_values;
+use super::host_copy::{known_values, values_now};
 use super::table_copy::TableCopy;
 use super::{at_least_one, expect_here, fits_int32, launcher};
 
@@ -286,7 +286,8 @@ impl ReqToTokenPool {
         self.remote.as_ref().map_or(Ok(()), |remote| remote.launcher.fault(["row", "column"], limits))
     }
 
-    /// Writes `values` to the table; a single value goes to every place. On a GPU it is one launch on `stream`.
+    /// Writes `values` to the table; a single value goes to every place. On a GPU it is one launch on `stream`. Values that
+    /// are part of the table are read before; they are waited for if the host does not know them.
     ///
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a place outside of the table,
@@ -352,6 +353,14 @@ impl ReqToTokenPool {
     ) -> Result<()> {
         self.not_capturing(stream)?;
         expect_here(self.device(), &[values], stream)?;
+        let before;
+        let values = if self.overlaps(values) {
+            // The launch that writes the table reads no part of it: who comes first is the device's choice.
+            before = Indices::Host(values_now(values.clone(), stream)?);
+            &before
+        } else {
+            values
+        };
         let known = known(values).map(IndexVec::into_i32).transpose()?;
         let (mut row_list, mut column_list) = (Vec::new(), Vec::new());
         let places = match index {
@@ -387,6 +396,13 @@ impl ReqToTokenPool {
             }
             (_, known) => self.enqueue(&places, value, known, stream),
         }
+    }
+
+    /// Whether values are part of the table.
+    fn overlaps(&self, values: &Indices<'_>) -> bool {
+        let Indices::Device { tensor, .. } = values else { return false };
+        let start = self.table.region().address().as_ptr().addr();
+        (start..start + self.table.region().bytes()).contains(&tensor.address().as_ptr().addr())
     }
 
     /// Enqueues a write to places of which some are named more than once: the last value of each.

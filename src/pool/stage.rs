@@ -151,6 +151,20 @@ impl Stage {
         self.view(positions.start..positions.start + count)
     }
 
+    /// Whether `count` slots can be handed out without a copy, should they be those that were expected.
+    pub(super) fn has_ready(&self, count: usize) -> bool {
+        self.window.as_ref().is_some_and(|window| window.positions.len() >= count)
+    }
+
+    /// Checks that numbers can be written for `stream` now, which comes after all streams that use the stage.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Driver`] while `stream` or one of those is captured.
+    pub(super) fn check_writable(&self, stream: Stream) -> Result<()> {
+        self.gpu.not_capturing(stream, "a copy of slots from the host")?;
+        self.gpu.can_order(&self.users.streams(), stream)
+    }
+
     /// Any numbers as a tensor that is valid on `stream`.
     pub(super) fn show(&mut self, values: &[i32], stream: Stream) -> Result<TensorView> {
         let (positions, _) = self.write(values.len(), values, stream)?;

@@ -191,6 +191,10 @@ impl TokenToKvPoolAllocator {
         let Some(stage) = &mut self.stage else {
             return Ok(self.slots.alloc(count)?.map(TensorView::from_indices));
         };
+        if !stage.has_ready(count) || self.slots.merges_for(count) {
+            // What was taken can be undone; that released slots were merged cannot.
+            stage.check_writable(stream)?;
+        }
         self.runs.clear();
         if !self.slots.alloc_runs(count, |run| self.runs.push(run)) {
             return Ok(None);
@@ -214,6 +218,7 @@ impl TokenToKvPoolAllocator {
     /// # Errors
     /// As [`TokenToKvPoolAllocator::alloc`].
     pub fn alloc_contiguous(&mut self, count: usize, stream: Stream) -> Result<Option<TensorView>> {
+        self.check_writable(stream)?;
         let Some(slots) = self.slots.alloc_contiguous(count)? else { return Ok(None) };
         self.hand_out(slots, &[], stream).map(Some)
     }
@@ -230,6 +235,7 @@ impl TokenToKvPoolAllocator {
         last_loc: &[i64],
         stream: Stream,
     ) -> Result<Option<(TensorView, Vec<Page>)>> {
+        self.check_writable(stream)?;
         let Some(taken) = self.slots.extend(prefix_lens, seq_lens, last_loc)? else { return Ok(None) };
         let view = self.hand_out(taken.slots, &taken.continued, stream)?;
         Ok(Some((view, taken.continued)))
@@ -248,6 +254,11 @@ impl TokenToKvPoolAllocator {
         let mut prefix_lens = reserve(seq_lens.len())?;
         prefix_lens.extend(seq_lens.iter().map(|len| len.saturating_sub(1)));
         self.alloc_extend(&prefix_lens, seq_lens, last_loc, stream)
+    }
+
+    /// Checks that a tensor of slots can be made for `stream` now.
+    fn check_writable(&self, stream: Stream) -> Result<()> {
+        self.stage.as_ref().map_or(Ok(()), |stage| stage.check_writable(stream))
     }
 
     /// Makes a tensor of slots that were taken; if that fails, they are given back.

@@ -183,11 +183,17 @@ pub(super) fn current_stream(py: Python<'_>, device: Device) -> PyResult<Stream>
     }
 }
 
-/// The backend for `device`, whose memory is zeroed on the current stream.
+/// The backend for a new pool on `device`, whose memory is zeroed on the current stream; nothing is made while that is
+/// captured.
 pub(super) fn backend(py: Python<'_>, device: Device) -> PyResult<Arc<dyn Backend>> {
     // PyTorch is asked for its stream only when there is such a device.
     backend_for(device, Stream::DEFAULT)?;
-    Ok(backend_for(device, current_stream(py, device)?)?)
+    let stream = current_stream(py, device)?;
+    let backend = backend_for(device, stream)?;
+    if let Some(gpu) = backend.gpu() {
+        gpu.not_capturing(stream, "a new pool")?;
+    }
+    Ok(backend)
 }
 
 /// The exception that a C function set.

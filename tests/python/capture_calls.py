@@ -270,7 +270,7 @@ def _is_free(count: int) -> Callable[[World, object], bool]:
 
 
 # Those that neither allocate nor write on the device; the others need memory that is zeroed, and kernels.
-_WITHOUT_MEMORY = ("BufferPool", "LocalCPUPool", "LocalCPUBufferPool", "LocalPool")
+_WITHOUT_MEMORY = ("LocalCPUPool", "LocalCPUBufferPool", "LocalPool")
 
 
 def _making(name: str) -> Entry:
@@ -314,6 +314,7 @@ ENTRIES: dict[str, Entry] = {
     "TokenToKVPoolAllocator.free: of unknown values": Entry(
         lambda w: w.allocator.free(w.inputs.slots), REFUSES
     ),
+    "TokenToKVPoolAllocator.used_on": Entry(lambda w: w.allocator.used_on(w.slots), WORKS),
     "TokenToKVPoolAllocator.share": Entry(lambda w: w.allocator.share(w.slots), WORKS),
     "TokenToKVPoolAllocator.share: of unknown values": Entry(
         lambda w: w.allocator.share(w.inputs.slots), REFUSES
@@ -341,7 +342,7 @@ ENTRIES: dict[str, Entry] = {
     "TokenToKVPoolAllocator.release_slots": Entry(lambda w: w.allocator.release_slots, REFUSES),
     # ReqToTokenPool: a write changes the host's copy, which a replay does not; rows that are given back are
     # zeroed.
-    "ReqToTokenPool.alloc": Entry(lambda w: w.table.alloc(2), WORKS),
+    "ReqToTokenPool.alloc": Entry(lambda w: w.table.alloc(2), REFUSES),
     "ReqToTokenPool.free": Entry(lambda w: w.table.free(w.row), REFUSES),
     "ReqToTokenPool.write": Entry(lambda w: w.table.write((w.row, slice(0, 3)), w.slots), REFUSES),
     "ReqToTokenPool.write: of a number": Entry(lambda w: w.table.write((w.row, slice(0, 3)), 7), REFUSES),

@@ -62,10 +62,6 @@ class Driver:
         """Bytes that each device has."""
         self._library.soft_set_capacity(ctypes.c_long(size))
 
-    def set_register_limit(self, size: int) -> None:
-        """Bytes from which on one call that page-locks fails."""
-        self._library.soft_set_register_limit(ctypes.c_long(size))
-
     def copy_to_host(self, target: torch.Tensor, source: torch.Tensor, stream: int) -> None:
         """Enqueues a copy to page-locked memory, as a program does that is neither PyTorch nor kvpool."""
         size = ctypes.c_size_t(source.nbytes)

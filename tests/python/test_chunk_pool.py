@@ -166,12 +166,9 @@ def eventually(holds: Callable[[], bool], seconds: float = 20) -> bool:
 
 @contextmanager
 def page_lock_threads(count: int) -> Iterator[None]:
-    before = kvpool.get_num_threads()
-    kvpool.set_num_threads(count)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVPOOL_PAGE_LOCK_THREADS", str(count))
         yield
-    finally:
-        kvpool.set_num_threads(before)
 
 
 # Construction

@@ -214,9 +214,9 @@ def test_copy(copy: str) -> None:
 def test_copy_takes_every_form_of_indices(as_index: Callable[[Sequence[int]], Any]) -> None:
     pool = filled()
     recurrent, conv = states(pool)
-    pool.copy_states(as_index([1, 2]), as_index([2, 6]))
-    recurrent[:, [2, 6]] = recurrent[:, [1, 2]]
-    conv[:, [2, 6]] = conv[:, [1, 2]]
+    pool.copy_states(as_index([1, 2]), as_index([3, 6]))
+    recurrent[:, [3, 6]] = recurrent[:, [1, 2]]
+    conv[:, [3, 6]] = conv[:, [1, 2]]
     assert unchanged(pool, (recurrent, conv))
 
 

@@ -50,7 +50,7 @@ def ones(count: int) -> torch.Tensor:
 
 
 def reuse(allocator: TokenToKVPoolAllocator) -> None:
-    """Has the allocator write other slots to positions that nobody has: the order of free slots turns round."""
+    """Has the allocator write other slots to positions that nobody has: their order turns round."""
     allocator.clear()
     for _ in range(50):
         allocator.free(some(allocator.alloc(27)))
@@ -84,11 +84,11 @@ def test_a_kernel_of_others_on_a_second_stream_is_noted_by_hand(driver: Driver) 
         assert driver.pending(side) == 1
         if noted:
             allocator.used_on(slots, side)
-            allocator.used_on(slots[2:5], torch.cuda.ExternalStream(side))
+            allocator.used_on(slots[2:5], torch.cuda.ExternalStream(side))  # type: ignore[no-untyped-call]
         del slots
         reuse(allocator)
         driver.run()
-        # Without the note positions are written under the reader, which shows that there is something to note.
+        # Without the note the reader finds other slots: there is something to note.
         assert (pinned.flatten().tolist() == list(range(1, 65))) is noted
 
 
