@@ -133,7 +133,7 @@ bench-cuda: $(EXTENSION) $(VENV)/.tools
 
 # All that a GPU can tell, within ten minutes and in one report, target/gpu/report.md or in the folder OUT. It needs neither
 # Rust nor a network where .gpu is there; PYTHON is the one that has PyTorch.
-gpu: $(if $(shell command -v cargo),$(GPU_PACKAGE))
+gpu: $(if $(shell command -v cargo 2>/dev/null),$(GPU_PACKAGE))
 	$(PYTHON) tests/gpu/run.py
 
 # What `make gpu` brings to a machine that has Python and PyTorch alone.

@@ -101,8 +101,8 @@ class Batch:
     def make(cls, count: int, rows: int, seed: int) -> Batch:
         """Random rows."""
         slots = slots_of(count, rows, seed)
-        values = [on_device(torch.randn(count, *HEADS).to(torch.bfloat16)) for _ in range(2)]
-        qkv = on_device(torch.randn(count, 3, *HEADS).to(torch.bfloat16))
+        values = [torch.randn(count, *HEADS, device="cuda").to(torch.bfloat16) for _ in range(2)]
+        qkv = torch.randn(count, 3, *HEADS, device="cuda").to(torch.bfloat16)
         return cls(on_device(slots), on_device(slots.long()), values[0], values[1], qkv)
 
     def sliced(self) -> tuple[torch.Tensor, torch.Tensor]:

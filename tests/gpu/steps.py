@@ -35,6 +35,7 @@ class Step:
         least: Seconds without which it does not begin.
         skip: Why it cannot run on this machine, if so.
         refused: A pattern of output by which a tool says that it cannot work on this machine.
+        excuse: Given what it told, why a failing exit status is none, or nothing.
         is_vital: Whether nothing after it can run without it.
     """
 
@@ -46,6 +47,7 @@ class Step:
     least: float = 10.0
     skip: str = ""
     refused: str = ""
+    excuse: Callable[[Sequence[dict[str, Any]]], str] = lambda _: ""
     is_vital: bool = False
 
 
@@ -140,8 +142,11 @@ class Runner:
         with self._log.open("rb") as log:
             log.seek(begin)
             output = log.read().decode(errors="replace")
+        found = records.read(told)
         status, reason = _judge(step, code, output, limit)
-        return Result(step, status, reason, seconds, output, records.read(told))
+        excuse = step.excuse(found) if code else ""
+        status, reason = (OK, excuse) if excuse else (status, reason)
+        return Result(step, status, reason, seconds, output, found)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -125,6 +125,31 @@ def test_what_a_step_tells_is_kept_up_to_its_end(tmp_path: Path) -> None:
     assert found["hanging"]["told"] == [{"kind": "note", "name": "A.b"}]
 
 
+def test_files_that_import_what_is_not_there_are_no_failure(tmp_path: Path) -> None:
+    missing, passed, failed = outcome("a.py", "missing"), outcome("b", "passed"), outcome("c", "failed")
+    for told, excuse in (
+        (
+            [{"kind": "collected", "count": 1}, passed, missing],
+            "1 file not read, as what they import is not there",
+        ),
+        ([{"kind": "collected", "count": 1}, passed], ""),
+        ([{"kind": "collected", "count": 2}, passed, missing], ""),
+        ([{"kind": "collected", "count": 2}, passed, failed, missing], ""),
+    ):
+        assert run.only_missing(told) == excuse
+    steps = [
+        python("excused", "raise SystemExit(1)", excuse=lambda _: "not read"),
+        python("hanging", "import time; time.sleep(60)", 0.3, excuse=lambda _: "not read"),
+        python("fine", "", excuse=lambda _: "not read"),
+    ]
+    _, found, _ = ran(steps, tmp_path)
+    assert [(step["status"], step["reason"][:9]) for step in found.values()] == [
+        (OK, "not read"),
+        (FAILED, "ended at "),
+        (OK, ""),
+    ]
+
+
 def test_a_section_that_cannot_be_made_costs_no_other() -> None:
     told: list[dict[str, Any]] = [
         {"kind": "capture", "name": "KVPool.check"},
