@@ -8,6 +8,7 @@ left.
 from __future__ import annotations
 
 import os
+import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,13 +18,18 @@ if TYPE_CHECKING:
     from collections.abc import Generator
 
 BROKEN_STATUS = 70
+TEXT = 4000
+ERROR = re.compile(r"\w*(Error|Exception|Interrupt|Warning)\b")
 MISSING = ("ModuleNotFoundError", "ImportError")
 
 
-def last_line(text: str) -> str:
-    """The line of a report that names the error."""
-    lines = [line for line in text.splitlines() if line.startswith("E ")] or text.splitlines() or [""]
-    return lines[-1].removeprefix("E").strip()[:300]
+def reason_of(report: pytest.TestReport | pytest.CollectReport) -> str:
+    """The error in a line, and the last one that it quotes, as of a process that a test started."""
+    lines = [line[1:].strip() for line in report.longreprtext.splitlines() if line.startswith("E ")]
+    crash = str(getattr(getattr(report.longrepr, "reprcrash", None), "message", "")).splitlines()
+    quoted = [line for line in lines[1:] if ERROR.match(line)]
+    first = (crash or quoted[-1:] or lines or report.longreprtext.splitlines()[-1:] or [""])[0]
+    return " ... ".join(dict.fromkeys([first, *quoted[-1:]]))[:400]
 
 
 def is_worker() -> bool:
@@ -39,15 +45,17 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.skipped:
         reason = str(report.longrepr[2]) if isinstance(report.longrepr, tuple) else "expected to fail"
     elif report.failed:
-        reason = last_line(report.longreprtext)
-    records.add("test", name=report.nodeid, outcome=report.outcome, seconds=report.duration, reason=reason)
+        reason = reason_of(report)
+    text = report.longreprtext[-TEXT:] if report.failed else ""
+    fields = {"outcome": report.outcome, "seconds": report.duration, "reason": reason, "text": text}
+    records.add("test", name=report.nodeid, **fields)
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:
     """Tells of a file that could not be read."""
     if is_worker() or not report.failed:
         return
-    reason = last_line(report.longreprtext)
+    reason = reason_of(report)
     is_missing = reason.startswith(MISSING) and "kvpool" not in reason
     records.add(
         "test", name=report.nodeid, outcome="missing" if is_missing else "failed", seconds=0.0, reason=reason
@@ -77,7 +85,11 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
     """Ends a worker whose context is broken, after the reports of the test are on their way."""
     failed = item.session.testsfailed
     answer = yield
-    if is_worker() and item.session.testsfailed > failed and not item.config.getoption("--software"):
+    if (
+        is_worker()
+        and item.session.testsfailed > failed
+        and not item.config.getoption("--software", default=False)
+    ):
         import torch
 
         try:

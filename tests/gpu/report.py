@@ -74,7 +74,13 @@ def probe_section(results: Sequence[Result]) -> list[str]:
     differs = re.findall(r"^DIFFERS +(.*)$", output, flags=re.MULTILINE)
     right = len(re.findall(r"^ok {6}", output, flags=re.MULTILINE))
     lines = [f"{right} answers are as documented, {len(differs)} differ.", ""]
-    return ["## What the driver answers", "", *lines, *(f"- {line}" for line in differs), ""]
+    return [
+        "## What the driver answers",
+        "",
+        *lines,
+        *(f"- {line}" for line in differs),
+        *([""] if differs else []),
+    ]
 
 
 def _outcome(record: Mapping[str, Any]) -> str:
@@ -150,7 +156,12 @@ def tests_section(results: Sequence[Result]) -> list[str]:
     columns = ("tests", "collected", "passed", "failed", "skipped", "no result")
     lines = ["## Tests", "", *table(columns, rows, numbers=columns[1:])]
     if failed:
-        lines += ["Failed:", "", *(f"- `{name}`: {reason}" for name, reason in failed), ""]
+        lines += [
+            "Failed, with their whole text in `report.json`:",
+            "",
+            *(f"- `{name}`: {reason}" for name, reason in failed),
+            "",
+        ]
     if missing:
         lines += ["Not read, as something that they import is not there:", ""]
         lines += [*(f"- `{name}`: {reason}" for name, reason in missing), ""]

@@ -19,6 +19,7 @@ import datetime as dt
 import importlib.util
 import json
 import os
+import signal
 import sys
 import tempfile
 from dataclasses import replace
@@ -231,6 +232,8 @@ def main() -> int:
     parser.add_argument("--only", default="", metavar="WORD", help="only steps that contain WORD")
     parser.add_argument("--software", action="store_true", help="preload the driver made of software")
     arguments = parser.parse_args()
+    # A shell lets what it starts in the background ignore interrupts, and the tests would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     out = arguments.out.resolve()
     os.chdir(ROOT)
     if not (PACKAGE / "package.json").exists():
