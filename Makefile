@@ -16,18 +16,22 @@ CUDA_TOOLS := $(VENV)/cuda-tools
 FUZZ_SECONDS ?= 3600
 TARGETS ?= $(basename $(notdir $(wildcard tests/fuzz/targets/*.rs))) trace_readers
 FUZZ_JOBS ?= $(shell nproc)
-HOST := $(shell rustc -vV | sed -n 's/^host: //p')
+HOST := $(shell rustc -vV 2>/dev/null | sed -n 's/^host: //p')
 FUZZ := target/fuzz/$(HOST)/release
 # What `cargo fuzz` passes, as far as a stable compiler takes it: counters for libFuzzer to see where an input leads.
 FUZZ_FLAGS := --cfg fuzzing -Cpasses=sancov-module $(addprefix -Cllvm-args=-sanitizer-coverage-,level=4 \
     inline-8bit-counters pc-table trace-compares) $(addprefix -Zsanitizer=,$(SANITIZER))
+# The Python of the machine with a GPU.
+GPU_PYTHON ?= 3.12
+GPU_PACKAGE := .gpu/package.json
+GPU_TOOLS := pytest pytest-timeout pytest-xdist hypothesis prometheus-client rich typer
 # Steps of `make histories`, and the seed that decides all of them.
 STEPS ?= 11000000
 SEED ?= 1
 
 .PHONY: demo test lint bench bench-cuda chart format clean kernels kernel-report rust-test python-test machine-test software-test \
     rust-lint python-lint kernel-lint \
-    orders fuzz fuzz-build fuzz-briefly histories soak soak-threads
+    orders fuzz fuzz-build fuzz-briefly histories soak soak-threads gpu gpu-package
 .DEFAULT_GOAL := test
 
 # The main job: models served through the pools, dense and hybrid, with every token checked; then a request trace, with every
@@ -131,6 +135,27 @@ bench-cuda: $(EXTENSION) $(VENV)/.tools
 	$(BIN)/python benches/bench_pools.py
 	$(BIN)/python benches/bench_planner.py
 
+# All that a GPU can tell, within ten minutes and in one report, target/gpu/report.md or in the folder OUT. It needs neither
+# Rust nor a network where .gpu is there; PYTHON is the one that has PyTorch.
+gpu: $(if $(shell command -v cargo 2>/dev/null),$(GPU_PACKAGE))
+	$(PYTHON) tests/gpu/run.py
+
+# What `make gpu` brings to a machine that has Python and PyTorch alone.
+gpu-package:
+	rm -f $(GPU_PACKAGE)
+	$(MAKE) --no-print-directory $(GPU_PACKAGE)
+	du -sh .gpu
+
+$(GPU_PACKAGE): $(BIN)/python $(RUST_SOURCES) $(shell find python/kvpool -name '*.py' -o -name '*.html') pyproject.toml
+	$(PIP) install --quiet 'maturin>=1.10,<2'
+	rm -rf .gpu
+	$(BIN)/maturin build --release --locked --quiet --out .gpu/wheel
+	$(BIN)/python -m zipfile -e .gpu/wheel/*.whl .gpu/kvpool
+	rm -r .gpu/wheel
+	$(PIP) install --quiet --no-compile --target .gpu/tools --only-binary=:all: --implementation cp \
+	    --python-version $(GPU_PYTHON) $(addprefix --platform=manylinux,_2_28_x86_64 _2_17_x86_64 2014_x86_64) $(GPU_TOOLS)
+	printf '{"commit": "%s", "python": "%s"}\n' "$$(git describe --always --dirty --abbrev=12)" $(GPU_PYTHON) > $@
+
 # The pictures of the documentation, from the tables of the results and from running pools.
 chart: $(EXTENSION) $(VENV)/.tools
 	$(BIN)/python benches/chart.py
@@ -153,7 +178,7 @@ format: $(VENV)/.test
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) target python/kvpool/*.so
+	rm -rf $(VENV) target .gpu python/kvpool/*.so
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

@@ -1,0 +1,428 @@
+"""Makes every public call of kvpool inside and beside captures of CUDA graphs, and says what came of both.
+
+The calls are those of `tests/python/capture_calls.py`, with what each has to do there. On a GPU the graphs
+and streams are PyTorch's. Then slots are read on a second stream after the last reference to their tensor is
+gone. It ends with 1 if a capture was spoilt, a call did what it does not document, or a read was wrong.
+
+    python tests/gpu/captures.py [--seconds 80] [--only WORD] [--first]
+
+Work is done in forked processes: after a spoilt capture, which PyTorch and the device may not get over, the
+next call begins in a new one, and so does each call that has to be the first of its process (`--first`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import records
+import torch
+from backend import Device, Graph, SpoiltError, open_device
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
+
+    from capture_calls import Entry, World
+
+    Capturing = Callable[[Device, Any], AbstractContextManager[object]]
+
+from capture_calls import ENTRIES, POOLS, REFUSES, Inputs, all_entries
+from capture_calls import World as MakeWorld
+
+from kvpool import KVPool, KvPoolError, TokenToKVPoolAllocator
+
+OWN, THREAD, STREAM, KNOWN = "own", "another thread's", "another stream's", "a known stream's"
+CASES = (OWN, THREAD, STREAM, KNOWN)
+FIRST_CASES = (OWN, THREAD, STREAM)
+READS = 20
+HANG_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Item:
+    """One thing to try.
+
+    Attributes:
+        name: The call, or what reads.
+        case: Whose capture, `first: ` before it if the call is the first of its process, or `read`.
+    """
+
+    name: str
+    case: str
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether it needs a process of its own."""
+        return self.case.startswith("first")
+
+
+@contextmanager
+def captured_elsewhere(device: Device, stream: Any) -> Iterator[None]:  # noqa: ANN401
+    """Within it, another thread captures a stream."""
+    begun, over = threading.Event(), threading.Event()
+    raised: list[Exception] = []
+
+    def capture() -> None:
+        try:
+            with device.capturing(stream) as graph:
+                begun.set()
+                over.wait()
+            graph.replay()
+        except Exception as error:  # noqa: BLE001 - told below
+            raised.append(error)
+        finally:
+            begun.set()
+
+    thread = threading.Thread(target=capture)
+    thread.start()
+    begun.wait()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+    if raised:
+        raise SpoiltError(str(raised[0]).splitlines()[0])
+
+
+@contextmanager
+def captured_here(device: Device, stream: Any) -> Iterator[None]:  # noqa: ANN401
+    """Within it, this thread captures a stream."""
+    with device.capturing(stream) as graph:
+        yield
+    graph.replay()
+
+
+BESIDE: dict[str, Capturing] = {THREAD: captured_elsewhere, STREAM: captured_here, KNOWN: captured_elsewhere}
+
+
+class Attempt:
+    """A call, made once, and what came of it and of the capture."""
+
+    def __init__(self, entry: Entry, world: World | None) -> None:
+        self._entry, self._world = entry, world
+        self.answer: Any = None
+        self.error: Exception | None = None
+        self.spoilt = ""
+
+    def call(self) -> None:
+        """Makes the call; what it raises is kept, without the frames that would keep memory alive."""
+        try:
+            self.answer = self._entry.call(self._world)  # type: ignore[arg-type]
+        except Exception as error:  # noqa: BLE001 - told in the report
+            self.error = error.with_traceback(None)
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Notes that a capture within it was spoilt."""
+        try:
+            yield
+        except SpoiltError as error:
+            self.spoilt = str(error)
+
+    def did(self) -> str:
+        """What the call did: `worked`, `refused`, or what is wrong with it."""
+        if self.error is None:
+            is_right = self._world is None or self._entry.check is None or self.spoilt
+            if is_right or self._entry.check(self._world, self.answer):  # type: ignore[misc, arg-type]
+                return "worked"
+            return "worked, but did something else"
+        if isinstance(self.error, KvPoolError) and "captur" in str(self.error):
+            return "refused"
+        return f"raised {type(self.error).__name__}: {str(self.error).splitlines()[0][:120]}"
+
+
+def everything(world: World) -> tuple[list[dict[str, int]], list[torch.Tensor]]:
+    """What a call that refuses must not change, in host memory."""
+    return world.stats(), [tensor.detach().cpu().clone() for tensor in world.tensors()]
+
+
+def difference(before: Any, after: Any) -> str:  # noqa: ANN401
+    """What a call changed that it must not."""
+    for old, new in zip(before[0], after[0], strict=True):
+        changed = [f"{name} {old[name]} to {new[name]}" for name in old if old[name] != new[name]]
+        if changed:
+            return f", but changed {', '.join(changed)}"
+    same = (torch.equal(old, new) for old, new in zip(before[1], after[1], strict=True))
+    return "" if all(same) else ", but changed a tensor"
+
+
+def make_world(device: Device, entry: Entry, stream: Any) -> World:  # noqa: ANN401
+    """All pools, used a little on a stream."""
+    with device.on(stream):
+        with device.memory():
+            inputs = Inputs()
+        device.synchronize()
+        world = MakeWorld(inputs)
+        entry.prepare(world)
+    device.synchronize()
+    return world
+
+
+def try_call(device: Device, entry: Entry, case: str) -> dict[str, object]:
+    """A call inside the capture of its own stream, or beside another."""
+    stream, other = device.stream(), device.stream()
+    world = make_world(device, entry, stream)
+    if case == KNOWN:
+        with device.on(other):
+            world.touch()
+        device.synchronize()
+    before = everything(world)
+    attempt = Attempt(entry, world)
+    graph: Graph | None = None
+    with device.on(stream), attempt.noting():
+        if case == OWN:
+            with device.capturing(stream) as graph:
+                attempt.call()
+        else:
+            with BESIDE[case](device, other), device.on(stream):
+                attempt.call()
+    with device.on(stream), attempt.noting():
+        if graph is not None and not attempt.spoilt:
+            graph.replay()
+    device.synchronize()
+    with device.on(stream):
+        did = attempt.did()
+        if did == "refused" and not attempt.spoilt:
+            did += difference(before, everything(world))
+    wanted = {OWN: (_own(entry),), KNOWN: ("worked", "refused")}.get(case, ("worked",))
+    return _finding(attempt, did, wanted)
+
+
+def try_first(device: Device, entry: Entry, case: str) -> dict[str, object]:
+    """The same for a pool that is the first of its process."""
+    stream, other = device.stream(), device.stream()
+    device.synchronize()
+    attempt = Attempt(entry, None)
+    with device.on(stream), attempt.noting():
+        if case == OWN:
+            with device.capturing(stream):
+                attempt.call()
+        else:
+            with BESIDE[case](device, other), device.on(stream):
+                attempt.call()
+    return _finding(attempt, attempt.did(), (_own(entry) if case == OWN else "worked",))
+
+
+def _own(entry: Entry) -> str:
+    return "refused" if entry.own == REFUSES else "worked"
+
+
+def _finding(attempt: Attempt, did: str, wanted: Sequence[str]) -> dict[str, object]:
+    return {
+        "capture": "spoilt" if attempt.spoilt else "survived",
+        "call": did,
+        "detail": attempt.spoilt or ("" if did in wanted else f"expected: {' or '.join(wanted)}"),
+        "ok": not attempt.spoilt and did in wanted,
+    }
+
+
+def try_read(device: Device, name: str) -> dict[str, object]:
+    """Slots read on a second stream after their tensor is gone: how often others were read in their place."""
+    allocator = TokenToKVPoolAllocator(4096, "cuda", need_sort=False)
+    pool = KVPool(4096, 1, 1, 8, "cuda", torch.float32)
+    first, second = device.stream(), device.stream()
+    ones = torch.ones(8, 1, 8).cuda()
+    numbers = torch.arange(4097, dtype=torch.int32).cuda()
+    with device.on(first):
+        allocator.free(allocator.alloc(64))
+    wrong = 0
+    for _ in range(READS):
+        allocator.clear()
+        pool.k_buffer[0].zero_()
+        device.synchronize()
+        with device.on(first):
+            slots = allocator.alloc(64)[:8]
+            wanted = slots.tolist()
+        device.order(first, second)
+        with device.on(second):
+            device.delay()
+            if name == READERS[0]:
+                pool.set_kv_buffer(0, slots, ones, ones)
+                read = None
+            else:
+                read = numbers[slots]
+                allocator.used_on(slots, second)
+        del slots
+        with device.on(first):
+            for _ in range(200):
+                allocator.alloc(64, contiguous=True)
+                allocator.clear()
+        device.synchronize()
+        found = pool.k_buffer[0].cpu()[:, 0, 0].nonzero().flatten() if read is None else read.cpu()
+        wrong += sorted(found.tolist()) != sorted(wanted)
+    return {"wrong": wrong, "of": READS, "ok": wrong == 0}
+
+
+READERS = ("set_kv_buffer", "a kernel of PyTorch, after used_on")
+
+
+def attempt_item(device: Device, item: Item) -> dict[str, object]:
+    """Tries one thing."""
+    if item.case == "read":
+        return try_read(device, item.name)
+    if item.is_alone:
+        return try_first(device, ENTRIES[item.name], item.case.removeprefix("first: "))
+    return try_call(device, all_entries()[item.name], item.case)
+
+
+def items(*, first: bool) -> list[Item]:
+    """All there is to try: what tells most comes first."""
+    if first:
+        keys = [name if name.startswith("make_") else f"{name}()" for name in POOLS]
+        return [Item(key, f"first: {case}") for case in FIRST_CASES for key in keys]
+    reads = [Item(name, "read") for name in READERS]
+    return [*reads, *(Item(name, case) for case in CASES for name in all_entries())]
+
+
+def work_on(todo: Sequence[Item], tell: Callable[[dict[str, object]], None]) -> None:
+    """Tries one after another, up to one after which the process is not to be trusted."""
+    gc.disable()
+    device = open_device()
+    gc.collect()
+    gc.freeze()
+    for item in todo:
+        tell({"begins": item.name})
+        try:
+            found = attempt_item(device, item)
+        except Exception as error:  # noqa: BLE001 - told in the report
+            text = (str(error).splitlines() or [""])[0][:160]
+            found = {
+                "capture": "?",
+                "call": "not made",
+                "detail": f"{type(error).__name__}: {text}",
+                "ok": False,
+            }
+        tell(found)
+        if not found["ok"] and found.get("capture") != "survived":
+            return
+        gc.collect()
+
+
+class Child:
+    """A forked process that tries things, and what it tells."""
+
+    def __init__(self, todo: Sequence[Item]) -> None:
+        read, write = os.pipe()
+        self._process = os.fork()
+        if self._process == 0:
+            os.close(read)
+            code = 1
+            try:
+                work_on(todo, lambda found: _write(write, found))
+                code = 0
+            except BaseException as error:  # noqa: BLE001 - told to the parent
+                _write(write, {"died": f"{type(error).__name__}: {error}"})
+            finally:
+                os._exit(code)
+        os.close(write)
+        self._read = read
+        self._rest = b""
+
+    def next(self, seconds: float) -> dict[str, Any] | None:
+        """What it tells next, `None` at its end; raises `TimeoutError` if it tells nothing for too long."""
+        end = time.monotonic() + seconds
+        while b"\n" not in self._rest:
+            if not select.select([self._read], [], [], max(0.0, end - time.monotonic()))[0]:
+                raise TimeoutError(f"nothing for {seconds:.0f} s")
+            got = os.read(self._read, 1 << 16)
+            if not got:
+                return None
+            self._rest += got
+        line, _, self._rest = self._rest.partition(b"\n")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def end(self) -> str:
+        """Ends it, and says how it ended by itself."""
+        os.close(self._read)
+        ended, status = os.waitpid(self._process, os.WNOHANG)
+        if not ended:
+            time.sleep(0.2)
+            ended, status = os.waitpid(self._process, os.WNOHANG)
+        if not ended:
+            os.kill(self._process, signal.SIGKILL)
+            _, status = os.waitpid(self._process, 0)
+        return f"signal {status & 0x7F}" if status & 0x7F else f"exit status {status >> 8}"
+
+
+def _write(pipe: int, found: dict[str, object]) -> None:
+    os.write(pipe, json.dumps(found).encode() + b"\n")
+
+
+def run(todo: list[Item], end: float) -> Iterator[tuple[Item, dict[str, Any]]]:
+    """Each thing with what came of it, until there is no time left."""
+    while todo and time.monotonic() < end:
+        child = Child(todo[:1] if todo[0].is_alone else todo)
+        is_clean = False
+        try:
+            while todo and time.monotonic() < end:
+                found = child.next(HANG_SECONDS)
+                if found is None:
+                    break
+                if "begins" in found:
+                    is_clean = False
+                    continue
+                if "died" in found:
+                    yield todo.pop(0), _lost(found["died"])
+                    is_clean = True
+                    break
+                yield todo.pop(0), found
+                is_clean = True
+            else:
+                is_clean = True
+        except TimeoutError as error:
+            child.end()
+            yield todo.pop(0), _lost(f"it hung: {error}")
+            continue
+        how = child.end()
+        if not is_clean and todo:
+            yield todo.pop(0), _lost(f"the process died: {how}")
+
+
+def _lost(detail: str) -> dict[str, Any]:
+    return {"capture": "?", "call": "?", "detail": detail, "ok": False}
+
+
+def line_of(item: Item, found: dict[str, Any]) -> str:
+    """A line for a reader."""
+    word = "ok" if found["ok"] else "WRONG"
+    if "wrong" in found:
+        return f"{word:6}read by {item.name}: {found['wrong']} of {found['of']} wrong"
+    text = f"{word:6}{item.name} | {item.case}: capture {found['capture']}, call {found['call']}"
+    return f"{text} ({found['detail']})" if found["detail"] else text
+
+
+def main() -> int:
+    """Tries everything there is time for, and says whether all of it is right."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=80.0, help="when to stop (default: %(default)s)")
+    parser.add_argument("--only", default="", metavar="WORD", help="only calls that contain WORD")
+    parser.add_argument("--first", action="store_true", help="each as the first call of its process")
+    arguments = parser.parse_args()
+    todo = [item for item in items(first=arguments.first) if arguments.only in item.name]
+    count: Counter[bool] = Counter()
+    for item, found in run(todo, time.monotonic() + arguments.seconds):
+        print(line_of(item, found), flush=True)
+        records.add("read" if "wrong" in found else "capture", name=item.name, case=item.case, **found)
+        count[bool(found["ok"])] += 1
+    records.add("captures", right=count[True], wrong=count[False], left=len(todo))
+    late = f", {len(todo)} not tried for lack of time" if todo else ""
+    print(f"{count[True]} right, {count[False]} wrong{late}")
+    return 1 if count[False] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
