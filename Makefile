@@ -116,7 +116,7 @@ kernels: $(CUDA_TOOLS)/.installed
 
 # What the machine code allows on each architecture: computed, not measured.
 kernel-report: $(CUDA_TOOLS)/.installed $(CUDA_TOOLS)/.disassembler $(VENV)/.tools
-	$(BIN)/python src/kernels/report.py --tools $(CUDA_TOOLS)
+	$(BIN)/python src/kernels/kernel_report.py --tools $(CUDA_TOOLS)
 
 # Ratios against the alternatives, in the same process.
 bench: $(EXTENSION) $(VENV)/.tools

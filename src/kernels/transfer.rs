@@ -101,7 +101,8 @@ unsafe fn flat<'a>(
     whole: &Borrowed<'a>,
 ) -> Result<Borrowed<'a>> {
     let address = std::ptr::NonNull::new(address).unwrap_or(whole.address());
-    let [rows, bytes, pitch] = [rows, bytes, pitch].map(|number| i64::try_from(number).unwrap_or(i64::MAX));
+    let [rows, bytes, pitch] = [rows, bytes, pitch]
+        .map(|number| i64::try_from(number).expect("memory is no longer than an address counts"));
     let (shape, strides) = (Dims::new(&[rows, bytes])?, Dims::new(&[pitch, 1])?);
     // SAFETY: the caller promises it.
     Ok(unsafe { Borrowed::new(address, DType::U8, whole.device(), shape, strides) })

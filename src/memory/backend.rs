@@ -59,6 +59,11 @@ pub trait Backend: Debug + Send + Sync {
         None
     }
 
+    /// Whether devices reach its memory, so that work that was enqueued may use it.
+    fn is_reached_by_devices(&self) -> bool {
+        self.gpu().is_some()
+    }
+
     /// A block of `bytes` zeros.
     ///
     /// # Errors

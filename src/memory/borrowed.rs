@@ -2,11 +2,12 @@
 
 use std::marker::PhantomData;
 use std::ptr::NonNull;
+use std::sync::Arc;
 
 use crate::base::{DType, Device, Dims, Error, Result, contiguous_strides};
 
-use super::Stream;
-use super::users::note_at;
+use super::users::with_users_at;
+use super::{Stream, Users};
 
 /// A tensor that somebody else keeps alive for `'a`: address, dtype, device, shape and strides (in elements).
 ///
@@ -95,12 +96,16 @@ impl Borrowed<'_> {
         (self.shape.numel() == 1).then_some(Self { shape, strides, ..*self })
     }
 
-    /// Notes that work on `stream` uses its memory, if that is a device's and came from a backend: it goes back, or is
-    /// handed out anew, after that work then, also when its owner drops it before.
+    /// Notes that work on `stream` uses its memory, if a device reaches that and it came from a backend: it goes back, and slots
+    /// of an allocator are written anew, after that work then, also when its owner drops it before.
     pub fn used_on(&self, stream: Stream) {
-        if self.device != Device::Cpu {
-            note_at(self.address.as_ptr().addr(), stream);
-        }
+        with_users_at(self.address.as_ptr().addr(), |users| users.note(stream));
+    }
+
+    /// The streams that use its memory, if a device reaches that and it came from a backend.
+    #[must_use]
+    pub fn users(&self) -> Option<Arc<Users>> {
+        with_users_at(self.address.as_ptr().addr(), Arc::clone)
     }
 
     /// Checks that it is on `device`, where the pool is.

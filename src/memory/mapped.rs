@@ -14,6 +14,9 @@ const HUGE_PAGE: usize = 2 << 20;
 /// Bytes of a page; larger ones are multiples of it.
 pub const PAGE: usize = 4096;
 
+/// About so many bytes are page-locked by one call, which holds up others of the driver meanwhile.
+pub const PAGE_LOCK_STEP: usize = 64 << 20;
+
 /// Host memory for large regions: on a NUMA node, in huge pages, page-locked in steps, as far as the system does it.
 ///
 /// What could not be had is told by [`Mapped::notes`]; the memory is there all the same.
@@ -118,6 +121,11 @@ impl Mapped {
 impl Backend for Mapped {
     fn device(&self) -> Device {
         Device::Cpu
+    }
+
+    /// Once it is page-locked.
+    fn is_reached_by_devices(&self) -> bool {
+        true
     }
 
     fn allocate(&self, bytes: usize) -> Result<Block> {

@@ -24,7 +24,7 @@ pub use borrowed::Borrowed;
 pub use cuda::{Cuda, Event, Function, Gpu, Held, PageLock, Pinned, Ring};
 pub use host::Host;
 pub use image::Image;
-pub use mapped::{Mapped, PAGE};
+pub use mapped::{Mapped, PAGE, PAGE_LOCK_STEP};
 pub use region::{Number, Plain, Region, Returned};
 pub use stream::Stream;
 pub use users::Users;

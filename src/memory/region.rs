@@ -102,7 +102,7 @@ impl Region {
     /// As [`Region::new`].
     pub fn with_users(backend: Arc<dyn Backend>, bytes: usize, users: Arc<Users>) -> Result<Self> {
         let block = backend.allocate(bytes)?;
-        if backend.gpu().is_some() && bytes > 0 {
+        if backend.is_reached_by_devices() && bytes > 0 {
             let start = block.address().as_ptr().addr();
             announce(&(start..start + bytes), &users);
         }
@@ -215,7 +215,8 @@ impl Region {
     /// # Errors
     /// As [`Region::at`].
     pub fn bytes_at(&self, offset: usize, bytes: usize) -> Result<Borrowed<'_>> {
-        let extent = i64::try_from(bytes).unwrap_or(i64::MAX);
+        let extent =
+            i64::try_from(bytes).map_err(|_| Error::index(format!("{bytes} bytes are in no region")))?;
         let shape = Dims::new(&[extent])?;
         self.borrow(offset, DType::U8, shape, contiguous_strides(&shape))
     }
@@ -303,7 +304,7 @@ impl Drop for Region {
     fn drop(&mut self) {
         match &self.owner {
             Owner::Backend(backend, users) => {
-                if backend.gpu().is_some() && self.block.bytes() > 0 {
+                if backend.is_reached_by_devices() && self.block.bytes() > 0 {
                     forget(self.block.address().as_ptr().addr());
                 }
                 let block = Block::new(self.block.address(), self.block.bytes());

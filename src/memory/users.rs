@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
 use super::Stream;
+use super::cuda::is_forked;
 
 /// The streams on which work with some memory was enqueued, so that it is given up, or used again, after them.
 ///
@@ -54,26 +55,26 @@ impl Users {
     }
 }
 
-/// By its first address, the device memory of this process: where it ends, and who uses it.
+/// By its first address, the memory of this process that devices reach: where it ends, and who uses it.
 static REGIONS: RwLock<BTreeMap<usize, (usize, Arc<Users>)>> = RwLock::new(BTreeMap::new());
 
-/// Makes the users of device memory known to whoever has only an address of it, until [`forget`].
+/// Makes the users of memory known to whoever has only an address of it, until [`forget`].
 pub(super) fn announce(addresses: &Range<usize>, users: &Arc<Users>) {
     let mut regions = REGIONS.write().unwrap_or_else(PoisonError::into_inner);
     regions.insert(addresses.start, (addresses.end, Arc::clone(users)));
 }
 
-/// Ends what [`announce`] began.
+/// Ends what [`announce`] began. The child of a fork keeps it: another thread may have had the lock then.
 pub(super) fn forget(start: usize) {
+    if is_forked() {
+        return;
+    }
     REGIONS.write().unwrap_or_else(PoisonError::into_inner).remove(&start);
 }
 
-/// Notes that work on `stream` uses the device memory at `address`, if it is ours.
-pub(super) fn note_at(address: usize, stream: Stream) {
+/// Does `work` with the users of the memory at `address`, if that was announced.
+pub(super) fn with_users_at<R>(address: usize, work: impl FnOnce(&Arc<Users>) -> R) -> Option<R> {
     let regions = REGIONS.read().unwrap_or_else(PoisonError::into_inner);
-    if let Some((_, (end, users))) = regions.range(..=address).next_back()
-        && address < *end
-    {
-        users.note(stream);
-    }
+    let found = regions.range(..=address).next_back().filter(|(_, (end, _))| address < *end);
+    found.map(|(_, (_, users))| work(users))
 }

@@ -43,6 +43,10 @@ impl Backend for Limit {
         self.inner.gpu()
     }
 
+    fn is_reached_by_devices(&self) -> bool {
+        self.inner.is_reached_by_devices()
+    }
+
     fn allocate(&self, bytes: usize) -> Result<Block> {
         let reserve = |used: usize| used.checked_add(bytes).filter(|&sum| sum <= self.most);
         if let Err(used) = self.used.fetch_update(Relaxed, Relaxed, reserve) {
@@ -100,6 +104,10 @@ impl Backend for Fail {
 
     fn gpu(&self) -> Option<&Arc<Gpu>> {
         self.inner.gpu()
+    }
+
+    fn is_reached_by_devices(&self) -> bool {
+        self.inner.is_reached_by_devices()
     }
 
     fn allocate(&self, bytes: usize) -> Result<Block> {
@@ -176,6 +184,10 @@ impl Backend for Count {
 
     fn gpu(&self) -> Option<&Arc<Gpu>> {
         self.inner.gpu()
+    }
+
+    fn is_reached_by_devices(&self) -> bool {
+        self.inner.is_reached_by_devices()
     }
 
     fn allocate(&self, bytes: usize) -> Result<Block> {

@@ -222,7 +222,7 @@ impl BufferPool {
         self.buckets.reset();
     }
 
-    /// Gives the memory of free buffers back. On a GPU that waits for the device.
+    /// Gives the memory of free buffers back. On a GPU that waits for the streams that used it.
     pub fn clear(&mut self) {
         for index in self.buckets.drain_free() {
             self.regions[widen(index)] = None;
@@ -231,12 +231,18 @@ impl BufferPool {
 
     /// Notes memory of others, which the pool neither owns nor recycles. With something that keeps it for so long, host
     /// memory is page-locked until the pool goes, where there is a driver: in one piece, beyond which no copy may reach.
-    /// Memory that is registered already is left as it is; whether it was new.
+    /// Memory that is registered already is left as it is; whether it was new. A tensor that `is_part` of its allocation is not
+    /// page-locked: the driver copies no memory of which a part is.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] for memory of another device and for a tensor with gaps, [`ErrorKind::Driver`] when the driver
-    /// refuses.
-    pub fn register_existing(&mut self, tensor: &Borrowed<'_>, page_lock: Option<Keep>) -> Result<bool> {
+    /// [`ErrorKind::Config`] for memory of another device, for a tensor with gaps, and for a part that would be page-locked;
+    /// [`ErrorKind::OutOfMemory`] when the driver cannot page-lock so much, [`ErrorKind::Driver`] when it refuses.
+    pub fn register_existing(
+        &mut self,
+        tensor: &Borrowed<'_>,
+        page_lock: Option<Keep>,
+        is_part: bool,
+    ) -> Result<bool> {
         if tensor.device() != Device::Cpu {
             tensor.expect_on(self.device, "the tensor")?;
         }
@@ -256,9 +262,16 @@ impl BufferPool {
             _ => None,
         };
         let locked = match gpu.zip(page_lock) {
+            // What is page-locked already, by PyTorch perhaps, is somebody else's business.
             Some((gpu, keep)) => PageLock::new(&gpu, tensor, &self.users, keep)?,
             None => None,
         };
+        if is_part && locked.is_some() {
+            return Err(Error::config(
+                "the tensor is a part of its allocation, and copies of memory that is page-locked in part fail; register a \
+                 tensor over all of it",
+            ));
+        }
         self.existing.push((key, locked));
         Ok(true)
     }

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use crate::base::{DType, Device, Id, IndexVec, Result, bytes_of, widen};
 use crate::index::{BadFrees, RowTable};
 use crate::kernels::{Indices, Launcher, RowBuffer, move_rows, zero_rows};
-use crate::memory::{ALIGNMENT, Backend, Event, Region, Stream};
+use crate::memory::{ALIGNMENT, Backend, Region, Stream};
 use crate::tensor::TensorView;
 
 use super::copies::{host_copies, with_copies};
@@ -195,12 +195,6 @@ impl GdnPool {
         let moves = host_copies(dst, src, "state", self.pool_size)?;
         let _alone = lock(&self.copying);
         move_rows(&self.buffers, &moves)
-    }
-
-    /// A point to wait for, without locks, before more numbers of the host are sent to the device: it is far behind.
-    #[must_use]
-    pub fn crowded(&self) -> Option<Arc<Event>> {
-        self.launcher.as_ref()?.crowded()
     }
 
     /// Tells what is wrong with indices that an earlier call was given on the device, once. Makes no driver call.

@@ -5,14 +5,13 @@ use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use crate::base::{DType, Device, Error, Result, bytes_of};
 use crate::kernels::{Indices, Launcher, RowBuffer, Store, gather_rows, move_rows, store_rows};
-use crate::memory::{ALIGNMENT, Backend, Borrowed, Event, Gpu, Host, Mapped, PAGE, Region, Stream};
+use crate::memory::{
+    ALIGNMENT, Backend, Borrowed, Event, Gpu, Host, Mapped, PAGE, PAGE_LOCK_STEP, Region, Stream,
+};
 use crate::tensor::TensorView;
 
 use super::copies::{host_copies, with_copies};
 use super::{at_least_one, fits_int32};
-
-/// About so many bytes are page-locked by one call, which holds up others that the driver does meanwhile.
-pub(super) const PAGE_LOCK_STEP: usize = 64 << 20;
 
 /// Rows of a buffer are rounded up to a multiple of this.
 const ROW_MULTIPLE: usize = 8;
@@ -150,7 +149,7 @@ impl KvPool {
     /// As [`KvPool::new`], in host memory that devices reach directly: page-locked where there is a driver, pageable where
     /// there is none.
     ///
-    /// It is page-locked in parts of whole buffers: a copy must not reach from one buffer into the next.
+    /// It is page-locked in parts of whole buffers, small ones together: a copy must not reach from one buffer into the next.
     ///
     /// # Errors
     /// As [`KvPool::new`]; what the driver says when it cannot page-lock a part.

@@ -203,8 +203,25 @@ impl ReqToTokenPool {
     pub fn alloc(&mut self, count: usize, stream: Stream) -> Result<Option<Vec<u32>>> {
         self.not_capturing(stream)?;
         let Some(taken) = self.rows.alloc(count) else { return Ok(None) };
-        self.clean(&taken, stream)?;
+        if let Err(failure) = self.clean(&taken, stream) {
+            self.give_back(&taken);
+            return Err(failure);
+        }
         Ok(Some(taken.iter().map(|taken| taken.row.number()).collect()))
+    }
+
+    /// Gives rows back that nobody got, and that are to be zeroed.
+    fn give_back(&mut self, taken: &[FreedRow]) {
+        let rows = taken.iter().map(|taken| taken.row.number().into()).collect();
+        let (_, bad) = self
+            .rows
+            .free(&IndexVec::I64(rows), false, Row::NOUN)
+            .expect("a free that is not strict takes whatever it is given");
+        debug_assert_eq!(bad.dropped(), 0, "all were taken just now");
+        let whole = u32::try_from(self.max_context_len).expect("columns fit int32");
+        for taken in taken {
+            self.rows.note_written(taken.row, whole);
+        }
     }
 
     /// Gives rows back and zeroes what was written to them; what is not live is dropped and reported.
@@ -292,7 +309,7 @@ impl ReqToTokenPool {
         self.remote.as_ref().map_or(Ok(()), |remote| remote.launcher.fault(["row", "column"], limits))
     }
 
-    /// Writes `values` to the table; a single value goes to every place. On a GPU it is one launch on `stream`. Values that
+    /// Writes `values` to the table; a single value goes to every place. On a GPU it is one launch on `stream`. Numbers that
     /// are part of the table are read before; they are waited for if the host does not know them.
     ///
     /// # Errors
@@ -359,16 +376,10 @@ impl ReqToTokenPool {
     ) -> Result<()> {
         self.not_capturing(stream)?;
         expect_here(self.device(), &[values], stream)?;
-        let before;
-        let values = if self.overlaps(values) {
-            // The launch that writes the table reads no part of it: who comes first is the device's choice.
-            before = Indices::Host(values_now(values.clone(), stream)?);
-            &before
-        } else {
-            values
-        };
+        let values = &self.read_before(values, stream)?;
         let known = known(values).map(IndexVec::into_i32).transpose()?;
         let (mut row_list, mut column_list) = (Vec::new(), Vec::new());
+        let read_points;
         let places = match index {
             TableIndex::Columns { row, start, end } => {
                 let (row, from, stop) = self.checked_columns(*row, *start, *end)?;
@@ -382,6 +393,8 @@ impl ReqToTokenPool {
             TableIndex::Points { rows, columns } => {
                 expect_here(self.device(), &[rows, columns], stream)?;
                 as_many(rows.len(), columns.len())?;
+                read_points = [self.read_before(rows, stream)?, self.read_before(columns, stream)?];
+                let [rows, columns] = &read_points;
                 self.checked_points(rows, columns, [&mut row_list, &mut column_list])?
             }
         };
@@ -404,11 +417,21 @@ impl ReqToTokenPool {
         }
     }
 
-    /// Whether values are part of the table.
-    fn overlaps(&self, values: &Indices<'_>) -> bool {
-        let Indices::Device { tensor, .. } = values else { return false };
+    /// Whether a tensor is part of the table.
+    fn has(&self, tensor: &Borrowed<'_>) -> bool {
         let start = self.table.region().address().as_ptr().addr();
         (start..start + self.table.region().bytes()).contains(&tensor.address().as_ptr().addr())
+    }
+
+    /// Numbers for a launch that writes the table. Those that are part of it are read now: a launch that writes what it reads
+    /// leaves it to the device who comes first.
+    fn read_before<'a>(&self, numbers: &Indices<'a>, stream: Stream) -> Result<Indices<'a>> {
+        match numbers {
+            Indices::Device { tensor, .. } if self.has(tensor) => {
+                values_now(numbers.clone(), stream).map(Indices::Host)
+            }
+            numbers => Ok(numbers.clone()),
+        }
     }
 
     /// Enqueues a write to places of which some are named more than once: the last value of each.
@@ -577,6 +600,9 @@ impl ReqToTokenPool {
             return Err(Error::config("kv_indices must be contiguous"));
         }
         out.expect_on(self.device(), "kv_indices")?;
+        if self.has(out) {
+            return Err(Error::config("kv_indices must not be part of the table that it is made of"));
+        }
         let Some(remote) = &self.remote else {
             let ends = indptr.on_host()?.clone().into_i64()?;
             let rows = rows.on_host()?.rows("row", self.table_rows())?;

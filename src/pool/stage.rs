@@ -135,6 +135,7 @@ impl Stage {
         if let Some(positions) = self.foreseen(runs, count) {
             return self.view(positions);
         }
+        self.check_writable(stream)?;
         self.leave_window();
         let mut values = std::mem::take(&mut self.values);
         list(&mut values, runs, count);
@@ -149,6 +150,11 @@ impl Stage {
         let rest = positions.start + count..positions.end;
         self.window = Some(Window { positions: rest, runs: next, written, ordered: vec![stream] });
         self.view(positions.start..positions.start + count)
+    }
+
+    /// A point to wait for, without locks, before more slots are sent to the device: it is far behind.
+    pub(super) fn crowded(&self) -> Option<Arc<Event>> {
+        self.ring.crowded()
     }
 
     /// Whether `count` slots can be handed out without a copy, should they be those that were expected.
@@ -167,6 +173,7 @@ impl Stage {
 
     /// Any numbers as a tensor that is valid on `stream`.
     pub(super) fn show(&mut self, values: &[i32], stream: Stream) -> Result<TensorView> {
+        self.check_writable(stream)?;
         let (positions, _) = self.write(values.len(), values, stream)?;
         self.view(positions)
     }
@@ -178,6 +185,10 @@ impl Stage {
             return Err(Error::config(format!(
                 "the tensor at {address:#x} is none that this allocator handed out"
             )));
+        }
+        if !self.gpu.is_capturing(stream)? {
+            // That there is such a stream is found out now, and not when others have to come after it.
+            Event::record(&self.gpu, stream)?;
         }
         self.users.note(stream);
         Ok(())
@@ -251,7 +262,6 @@ impl Stage {
 
     fn copy_in(&mut self, positions: &Range<usize>, values: &[i32], stream: Stream) -> Result<Arc<Event>> {
         // Tensors over these positions are gone, but work on their streams may still read them.
-        self.gpu.not_capturing(stream, "a copy of slots from the host")?;
         self.gpu.order(&self.users.streams(), stream)?;
         let place = positions.start * size_of::<i32>();
         let written = self.ring.upload(&[values], Some((&self.region, place)), stream, |_, _| Ok(()))?;

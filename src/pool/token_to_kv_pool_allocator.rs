@@ -269,6 +269,12 @@ impl TokenToKvPoolAllocator {
         stage.show(&slots, stream).inspect_err(|_| self.slots.undo(&slots, continued))
     }
 
+    /// A point to wait for, without locks, before more slots are taken: the device is far behind with those before.
+    #[must_use]
+    pub fn crowded(&self) -> Option<Arc<Event>> {
+        self.stage.as_ref()?.crowded()
+    }
+
     /// Notes that work on `stream` reads slots that were handed out: their memory is used again after that work only. Slots in
     /// host memory have no streams.
     ///

@@ -83,6 +83,14 @@ impl IndexArg<'_, '_> {
         }
     }
 
+    /// How many of them are on the host, from where they are sent to a device.
+    pub(super) fn on_host(&self) -> usize {
+        match self {
+            Self::Host(values) => values.len(),
+            Self::Device { .. } => 0,
+        }
+    }
+
     /// How many there are.
     pub(super) fn len(&self) -> PyResult<usize> {
         match self {

@@ -59,7 +59,7 @@ pub(super) struct BatchPlanner {
 impl BatchPlanner {
     /// Waits, without locks, while the device is many steps behind.
     fn make_room(&self, py: Python<'_>) -> PyResult<()> {
-        make_room(py, || lock(&self.planner).crowded())
+        make_room(py, self.config.max_tokens, || lock(&self.planner).crowded())
     }
 
     /// What `plan` plans, after waiting for frees to land if it must.

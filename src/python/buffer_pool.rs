@@ -50,19 +50,11 @@ pub(super) struct BufferPool {
     tensors: MadeTensors<Ticket>,
 }
 
-/// Checks that a tensor of PyTorch is all of its storage.
-fn expect_whole_storage(tensor: &Bound<'_, PyAny>, borrowed: &Borrowed<'_>) -> PyResult<()> {
-    let Ok(storage) = tensor.call_method0("untyped_storage") else { return Ok(()) };
-    let bytes = borrowed.shape().numel() * borrowed.dtype().size();
+/// Whether a tensor of PyTorch is a part of its storage. Of others nobody can tell.
+fn is_part_of_storage(tensor: &Bound<'_, PyAny>, borrowed: &Borrowed<'_>) -> PyResult<bool> {
+    let Ok(storage) = tensor.call_method0("untyped_storage") else { return Ok(false) };
     let whole: usize = storage.call_method0("nbytes")?.extract()?;
-    if bytes == whole {
-        return Ok(());
-    }
-    Err(Error::config(format!(
-        "the tensor has {bytes} of the {whole} bytes of its storage, and copies of memory that is page-locked in part \
-         fail; register a tensor over all of it"
-    ))
-    .into())
+    Ok(borrowed.shape().numel() * borrowed.dtype().size() != whole)
 }
 
 #[pymethods]
@@ -215,17 +207,16 @@ impl BufferPool {
         let keeper = given.keeper(tensor);
         let page_lock = !std::env::var("KVPOOL_NO_RESIDENCY").is_ok_and(|value| value == "1");
         let keep = page_lock.then(|| Arc::new(keeper.clone_ref(py)) as Keep);
-        if keep.is_some() && borrowed.device() == Device::Cpu {
-            expect_whole_storage(tensor, &borrowed)?;
-        }
-        let is_new = py.detach(|| with(&self.pool, |pool| pool.register_existing(&borrowed, keep)))?;
+        let is_part = borrowed.device() == Device::Cpu && is_part_of_storage(tensor, &borrowed)?;
+        let is_new =
+            py.detach(|| with(&self.pool, |pool| pool.register_existing(&borrowed, keep, is_part)))?;
         if is_new {
             lock(&self.existing).push(keeper);
         }
         Ok(())
     }
 
-    /// Gives the memory of free buffers back. On a GPU that waits for the device.
+    /// Gives the memory of free buffers back. On a GPU that waits for the streams that used it.
     fn clear(&self, py: Python<'_>) {
         self.forget_free_tensors();
         py.detach(|| lock(&self.pool).clear());

@@ -183,10 +183,18 @@ pub(super) fn current_stream(py: Python<'_>, device: Device) -> PyResult<Stream>
     }
 }
 
-/// Waits for a device that is far behind with the numbers that a pool sends, without the GIL and without locks, so that the
-/// next call has room for its own and holds up nobody.
-pub(super) fn make_room(py: Python<'_>, crowded: impl Fn() -> Option<Arc<Event>>) -> PyResult<()> {
-    while let Some(event) = crowded() {
+/// Waits for a device that is far behind with the numbers that a pool sends, without the GIL and without locks, so that a call
+/// that sends `numbers` of them has room and holds up nobody.
+pub(super) fn make_room(
+    py: Python<'_>,
+    numbers: usize,
+    crowded: impl Fn() -> Option<Arc<Event>>,
+) -> PyResult<()> {
+    /// So many always cross with a launch.
+    const BESIDE: usize = 800;
+    while numbers > BESIDE
+        && let Some(event) = crowded()
+    {
         py.detach(|| event.wait())?;
     }
     Ok(())
@@ -196,7 +204,7 @@ pub(super) fn make_room(py: Python<'_>, crowded: impl Fn() -> Option<Arc<Event>>
 /// captured.
 pub(super) fn backend(py: Python<'_>, device: Device) -> PyResult<Arc<dyn Backend>> {
     // PyTorch is asked for its stream only when there is such a device.
-    backend_for(device, Stream::DEFAULT)?;
+    py.detach(|| backend_for(device, Stream::DEFAULT))?;
     let stream = current_stream(py, device)?;
     let backend = backend_for(device, stream)?;
     if let Some(gpu) = backend.gpu() {

@@ -12,7 +12,7 @@ use crate::pool::{GdnConfig, GdnPool as Pool};
 use super::args::{self, Arg};
 use super::debug::{self, Debug, Occupancy};
 use super::export::{to_tensor, to_tensors};
-use super::framework::{backend, current_stream, make_room, to_dtype};
+use super::framework::{backend, current_stream, to_dtype};
 use super::pool::Pool as Base;
 use super::report::Reporter;
 use super::req_to_token_pool::row_stats;
@@ -56,7 +56,6 @@ pub(super) struct GdnPool {
 
 impl GdnPool {
     fn stream(&self, py: Python<'_>) -> PyResult<Stream> {
-        make_room(py, || self.pool.crowded())?;
         current_stream(py, self.pool.device())
     }
 }

@@ -82,8 +82,9 @@ impl KvPool {
         Ok(answer?)
     }
 
-    fn stream(&self, py: Python<'_>) -> PyResult<Stream> {
-        make_room(py, || self.pool.crowded())?;
+    /// The stream for a call that sends so many numbers of the host.
+    fn stream(&self, py: Python<'_>, numbers: usize) -> PyResult<Stream> {
+        make_room(py, numbers, || self.pool.crowded())?;
         current_stream(py, self.pool.device())
     }
 
@@ -235,7 +236,7 @@ impl KvPool {
         let layer = args::layer(layer_id, self.pool.config().layer_num)?;
         let mut indices = args::indices(indices)?;
         let (k, v) = (args::values("k", k)?, args::values("v", v)?);
-        let stream = self.stream(py)?;
+        let stream = self.stream(py, indices.on_host())?;
         let (indices, k, v) = (indices.take()?, k.borrow()?, v.borrow()?);
         let scales = Scales { k: k_scale, v: v_scale };
         self.run(py, indices.len(), || self.pool.set_kv(layer, &indices, [k, v], scales, stream))
@@ -277,7 +278,7 @@ impl KvPool {
             None => self.room(py, indices.len()?)?,
         };
         let tensors = [args::output(&k)?, args::output(&v)?];
-        let stream = self.stream(py)?;
+        let stream = self.stream(py, indices.on_host())?;
         let indices = indices.take()?;
         let out = [tensors[0].borrow()?, tensors[1].borrow()?];
         self.run(py, indices.len(), || self.pool.gather_kv_into(layer, &indices, &out, stream))?;
@@ -303,7 +304,7 @@ impl KvPool {
         src_indices: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
         let (mut dst, mut src) = (args::indices(dst_indices)?, args::indices(src_indices)?);
-        let stream = self.stream(py)?;
+        let stream = self.stream(py, dst.on_host() + src.on_host())?;
         let (dst, src) = (dst.take()?, src.take()?);
         let rows = dst.len().saturating_mul(self.pool.config().layer_num);
         self.run(py, rows, || self.pool.move_kv(&dst, &src, stream))
@@ -341,7 +342,7 @@ impl KvPool {
     ///     IndexError: If a slot was outside of the pool; its row was left out.
     ///     DriverError: If the GPU has failed.
     fn check(&self, py: Python<'_>) -> PyResult<()> {
-        let stream = self.stream(py)?;
+        let stream = self.stream(py, 0)?;
         Ok(py.detach(|| self.pool.check(stream))?)
     }
 

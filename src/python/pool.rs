@@ -6,8 +6,11 @@ use std::sync::Mutex;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
+use crate::base::{Device, Error};
+
 use super::debug::Debug;
-use super::lock;
+use super::framework::current_stream;
+use super::{args, lock};
 
 /// What all pools have in common: a name, numbers (`stats()`), and who holds what.
 ///
@@ -65,6 +68,37 @@ impl Pool {
     #[getter]
     const fn debug(&self) -> bool {
         self.debug.is_on()
+    }
+
+    /// Notes that work of others on a stream uses memory of a pool, so that it goes back to the driver after that work only,
+    /// also when pool and tensors are gone before. Calls of kvpool note it themselves. A CUDA graph uses memory wherever it is
+    /// replayed; `Tensor.record_stream` has no effect on memory that is not PyTorch's own.
+    ///
+    /// Args:
+    ///     tensor: A tensor over memory of a pool that a GPU reaches, on the GPU or page-locked.
+    ///     stream: A `torch.cuda.Stream`, or the handle of a stream; by default the current one of the tensor's device. It must
+    ///         live as long as the pool.
+    ///
+    /// Raises:
+    ///     ConfigError: If the memory is none of a pool that a GPU reaches, or is in host memory and no stream is named.
+    #[pyo3(signature = (tensor, stream=None))]
+    fn used_on(
+        _slf: &Bound<'_, Self>,
+        tensor: &Bound<'_, PyAny>,
+        stream: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        let given = args::tensor("tensor", tensor)?;
+        let borrowed = given.borrow()?;
+        let stream = match (stream, borrowed.device()) {
+            (Some(stream), _) => args::stream(stream)?,
+            (None, Device::Cpu) => return Err(Error::config("name the stream that uses host memory").into()),
+            (None, device) => current_stream(tensor.py(), device)?,
+        };
+        let users = borrowed.users();
+        let users = users
+            .ok_or_else(|| Error::config("the tensor is over no memory of a pool that a GPU reaches"))?;
+        users.note(stream);
+        Ok(())
     }
 
     /// Live units by owner and place in the program, the most first.

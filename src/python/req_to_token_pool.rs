@@ -59,6 +59,14 @@ enum Places<'a, 'py> {
 }
 
 impl Places<'_, '_> {
+    /// Numbers that are sent to a device.
+    fn on_host(&self) -> usize {
+        match self {
+            Self::Columns { .. } => 0,
+            Self::Points { rows, columns } => rows.on_host() + columns.on_host(),
+        }
+    }
+
     fn take(&mut self) -> PyResult<TableIndex<'_>> {
         match self {
             Self::Columns { row, start, end } => {
@@ -110,8 +118,9 @@ fn places<'a, 'py>((first, second): &'a (Bound<'py, PyAny>, Bound<'py, PyAny>)) 
 }
 
 impl ReqToTokenPool {
-    fn stream(&self, py: Python<'_>) -> PyResult<Stream> {
-        make_room(py, || lock(&self.pool).crowded())?;
+    /// The stream for a call that sends so many numbers of the host.
+    fn stream(&self, py: Python<'_>, numbers: usize) -> PyResult<Stream> {
+        make_room(py, numbers, || lock(&self.pool).crowded())?;
         current_stream(py, self.device)
     }
 
@@ -169,7 +178,7 @@ impl ReqToTokenPool {
     ) -> PyResult<Option<Vec<u32>>> {
         let _acting = self.debug.begin(py, owner)?;
         let count = n.count("n", 1)?;
-        let stream = self.stream(py)?;
+        let stream = self.stream(py, count)?;
         with(&self.pool, |pool| pool.alloc(count, stream))
     }
 
@@ -190,7 +199,7 @@ impl ReqToTokenPool {
     ) -> PyResult<()> {
         let _acting = self.debug.begin(py, owner)?;
         let values = args::index_or_indices(slot_or_slots)?.values(py)?;
-        let stream = self.stream(py)?;
+        let stream = self.stream(py, values.len())?;
         let bad = with(&self.pool, |pool| pool.free(&values, stream))?;
         self.reporter.bad_frees(py, &bad, Row::NOUN, values.len(), self.debug);
         Ok(())
@@ -215,7 +224,7 @@ impl ReqToTokenPool {
         })?;
         let mut places = places(&index)?;
         let mut values = args::index_or_indices(values)?;
-        let stream = self.stream(py)?;
+        let stream = self.stream(py, places.on_host() + values.on_host())?;
         let (index, values) = (places.take()?, values.take()?);
         with(&self.pool, |pool| pool.write(&index, &values, stream))
     }
@@ -244,7 +253,7 @@ impl ReqToTokenPool {
     ) -> PyResult<()> {
         let (mut rows, mut indptr) = (args::indices(req_pool_indices)?, args::indices(kv_indptr)?);
         let out = args::output(kv_indices)?;
-        let stream = self.stream(py)?;
+        let stream = self.stream(py, rows.on_host() + indptr.on_host())?;
         let (rows, indptr, out) = (rows.take()?, indptr.take()?, out.borrow()?);
         with(&self.pool, |pool| pool.build_kv_indices(&rows, &indptr, &out, stream))
     }
@@ -287,7 +296,7 @@ impl ReqToTokenPool {
     /// by PyTorch.
     fn clear(&self, py: Python<'_>) -> PyResult<()> {
         let _acting = self.debug.begin(py, None)?;
-        let (version, stream) = (self.version(py), self.stream(py)?);
+        let (version, stream) = (self.version(py), self.stream(py, self.size())?);
         with(&self.pool, |pool| pool.clear(version, stream))
     }
 

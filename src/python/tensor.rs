@@ -52,10 +52,9 @@ impl Tensor {
             ),
         };
         let ours = current_stream(py, self.view.device())?;
-        if ours == theirs {
-            return Ok(());
-        }
-        gpu.order(&[ours], theirs).map_err(|error| PyBufferError::new_err(error.to_string()))
+        gpu.order(&[ours], theirs).map_err(|error| PyBufferError::new_err(error.to_string()))?;
+        self.view.region().used_on(theirs);
+        Ok(())
     }
 
     pub(super) const fn view(&self) -> &TensorView {

@@ -158,7 +158,17 @@ impl TokenToKvPoolAllocator {
         self.poll(py)?;
         let stream = current_stream(py, self.device)?;
         loop {
-            let taken = with(&self.pool, |pool| take(pool, stream))?;
+            let taken = with(&self.pool, |pool| match pool.crowded() {
+                Some(event) => Ok(Err(event)),
+                None => take(pool, stream).map(Ok),
+            })?;
+            let taken = match taken {
+                Ok(taken) => taken,
+                Err(event) => {
+                    py.detach(|| event.wait())?;
+                    continue;
+                }
+            };
             if taken.is_some() || !self.wait_for_oldest(py)? {
                 return Ok(taken);
             }

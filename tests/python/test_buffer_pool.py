@@ -1172,12 +1172,11 @@ def test_host_memory_is_locked_once_until_the_pool_goes(driver: Driver) -> None:
 def test_parts_of_a_storage_are_not_locked(driver: Driver) -> None:
     pool, weights, before = make(), outside(), driver.locked_bytes()
     for part in (weights[:100], weights[100:]):
-        with pytest.raises(ConfigError, match="of the 4000 bytes of its storage"):
+        with pytest.raises(ConfigError, match="a part of its allocation"):
             pool.register_existing(part)
     assert (driver.locked_bytes(), pool.stats()["registered_bytes"]) == (before, 0)
     pool.register_existing(weights)
-    with pytest.raises(ConfigError, match="400 of the 4000 bytes"):
-        pool.register_existing(weights[:100])
+    pool.register_existing(weights[:100])  # page-locked already, as all of it is
 
 
 @pytest.mark.cuda

@@ -10,7 +10,7 @@ import devices
 import numpy as np
 import pytest
 import torch
-from common import some
+from common import cuda_only, some
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -23,10 +23,12 @@ from hypothesis.stateful import (
 from models import BadFreeError, ReqToTokenPoolModel
 
 import kvpool
-from kvpool import ConfigError, IndexOwnershipError, ReqToTokenPool, make_req_to_token_pool
+from kvpool import ConfigError, DriverError, IndexOwnershipError, ReqToTokenPool, make_req_to_token_pool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from software import Driver
 
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -685,3 +687,36 @@ class TableHistory(RuleBasedStateMachine):
 
 def test_random_histories_agree_with_the_model() -> None:
     run_state_machine_as_test(TableHistory)
+
+
+@cuda_only
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_places_that_are_part_of_the_table_are_read_before(driver: Driver, seed: int) -> None:
+    driver.set_seed(seed)
+    table = ReqToTokenPool(4, 8, "cuda")
+    [row] = table.alloc() or []
+    table.write((row, slice(0, 4)), [3, 2, 1, 0])
+    table.write((torch.full((4,), row).cuda(), table.read(row, 4)), [9, 8, 7, 6])
+    driver.run()
+    assert table.read(row, 4).tolist() == [6, 7, 8, 9]
+    with pytest.raises(ConfigError, match="part of the table"):
+        table.build_kv_indices([row], [0, 2], table.req_to_token[row, 4:6])
+
+
+@cuda_only
+def test_rows_that_are_not_zeroed_are_not_lost(driver: Driver) -> None:
+    table = ReqToTokenPool(4, 8, "cuda")
+    rows = table.alloc(4)
+    assert rows is not None
+    table.write((rows[0], slice(0, 8)), [7] * 8)
+    driver.fail("cuLaunchKernel")
+    with pytest.raises(DriverError):
+        table.free(rows)
+    driver.fail("cuLaunchKernel")
+    with pytest.raises(DriverError):
+        table.alloc(4)
+    assert table.available_size() == 4
+    again = table.alloc(4)
+    assert again is not None
+    driver.run()
+    assert not table.req_to_token.cpu().any()

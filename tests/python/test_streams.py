@@ -145,6 +145,56 @@ def test_a_freed_tensor_goes_without_locks(driver: Driver) -> None:
         assert len(told) == 1
 
 
+def test_a_consumer_that_names_its_stream_is_waited_for(driver: Driver, run_snippet: RunSnippet) -> None:
+    assert driver.calls("cuInit") >= 0
+    code = """
+        import ctypes, kvpool
+        soft = ctypes.CDLL(None)
+        soft.soft_stream.restype = ctypes.c_size_t
+        side = ctypes.c_size_t(soft.soft_stream(0))
+        allocator = kvpool.TokenToKVPoolAllocator(64, "cuda", need_sort=False)
+        pinned = kvpool.KVPool(8, 1, 1, 64, "cpu", "float32")
+        slots = allocator.alloc(64)
+        capsule = slots.__dlpack__(stream=side.value, max_version=(1, 1))
+        target, source = pinned.k_buffer[0].data_ptr(), slots.data_ptr()
+        context, copy = ctypes.c_size_t(), soft.cuMemcpyDtoHAsync_v2
+        assert soft.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0
+        assert soft.cuCtxPushCurrent_v2(context) == 0
+        assert copy(ctypes.c_void_p(target), ctypes.c_uint64(source), ctypes.c_size_t(256), side) == 0
+        del slots, capsule
+        allocator.clear()
+        for _ in range(50):
+            allocator.free(allocator.alloc(27))
+        soft.soft_run_all()
+        print(*(ctypes.c_int32 * 64).from_address(target))
+    """
+    assert run_snippet(code, hidden=["torch"]).split() == [str(slot) for slot in range(1, 65)]
+
+
+@pytest.mark.parametrize("handle", [12345, None])
+def test_a_stream_that_is_not_there_is_refused_at_once(driver: Driver, handle: int | None) -> None:
+    allocator = make_allocator()
+    slots = some(allocator.alloc(2))
+    gone = handle or driver.stream()
+    if handle is None:
+        driver.destroy_stream(gone)
+    with pytest.raises(DriverError, match=r"there is no stream 0x[0-9a-f]+ on cuda:0"):
+        allocator.used_on(slots, gone)
+    reuse(allocator)
+
+
+def test_a_stream_that_went_keeps_nobody_from_allocating(driver: Driver) -> None:
+    allocator, kv = make_allocator(), KVPool(64, 1, 1, 4, "cuda", torch.float32)
+    values, side = ones(8), driver.stream()
+    slots = some(allocator.alloc(8))
+    with on_stream(side):
+        kv.set_kv_buffer(0, slots, values, values)
+    driver.run()
+    driver.destroy_stream(side)
+    del slots
+    reuse(allocator)
+
+
 # Constructors
 
 
@@ -240,6 +290,40 @@ def test_page_locked_memory_waits_for_copies(driver: Driver) -> None:
     gc.collect()
     assert driver.pending(stream) == 0
     assert driver.locked_bytes() == before
+
+
+def test_work_of_others_is_noted_by_hand(driver: Driver) -> None:
+    kv = KVPool(8, 1, 1, 4, "cpu", torch.float32)
+    target = KVPool(8, 1, 1, 4, "cuda", torch.float32)
+    before, stream = driver.locked_bytes(), driver.stream()
+    driver.copy_to_host(kv.k_buffer[0], target.k_buffer[0], stream)
+    for pool, tensor in ((kv, kv.k_buffer[0]), (target, target.k_buffer[0][2:])):
+        pool.used_on(tensor, stream)
+    with pytest.raises(ConfigError, match="name the stream"):
+        kv.used_on(kv.v_buffer[0])
+    with pytest.raises(ConfigError, match="no memory of a pool"):
+        kv.used_on(torch.zeros(4), stream)
+    target.used_on(target.v_buffer[0])
+    del kv, target, pool, tensor
+    gc.collect()
+    # Each waited for the copy, which the driver would have found without its memory else.
+    assert driver.pending(stream) == 0
+    assert driver.locked_bytes() < before
+
+
+def test_a_table_outlives_the_plan_that_writes_it(driver: Driver) -> None:
+    allocator, table, stream = make_allocator(), ReqToTokenPool(4, 16, "cuda"), driver.stream()
+    planner = kvpool.BatchPlanner(table, allocator, 4, 64)
+    driver.run()
+    with on_stream(stream):
+        plan = some(planner.extend(some(table.alloc()), [0], [5]))
+        fields = plan.out_cache_loc
+    driver.begin_capture(stream)
+    del plan, planner, table, allocator
+    gc.collect()
+    assert driver.end_capture(stream) >= 1
+    driver.run()
+    assert fields.tolist() == [1, 2, 3, 4, 5]
 
 
 # Buffers and workspaces between streams
@@ -368,7 +452,14 @@ def test_a_pool_that_is_far_ahead_waits_before_it_takes_a_lock(driver: Driver) -
         for _ in range(12):
             kv.move_kv(dst, src)
     # 48 KB each, of a ring of 256: the host waits for the oldest when more than half of it is under way.
-    assert 0 < driver.calls("cuEventSynchronize") < 12
+    waits = driver.calls("cuEventSynchronize")
+    assert 0 < waits < 12
     assert driver.calls("launch:kvpool_move") == 12
+    # Calls that send nothing, or next to nothing, do not wait for those that send much.
+    indices, values = torch.tensor([3, 4]).cuda(), ones(2)
+    with on_stream(driver.stream()):
+        kv.set_kv_buffer(0, indices, values, values)
+        kv.set_kv_buffer(0, [1, 2], values, values)
+    assert driver.calls("cuEventSynchronize") == waits
     driver.run()
     kv.check()

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::base::Result;
+use crate::base::{Error, ErrorKind, Result};
 use crate::memory::Stream;
 
 use super::{Gpu, driver::EventHandle};
@@ -19,12 +19,20 @@ impl Event {
     /// `stream`: see [`Gpu::not_capturing`].
     ///
     /// # Errors
-    /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the driver refuses.
+    /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the driver refuses, or there is no such stream.
     pub fn record(gpu: &Arc<Gpu>, stream: Stream) -> Result<Self> {
+        Self::record_if_there(gpu, stream)?.ok_or_else(|| {
+            let text = format!("there is no stream {:#x} on {}", stream.handle(), gpu.device());
+            Error::new(ErrorKind::Driver, text)
+        })
+    }
+
+    /// As [`Event::record`]; `None` where there is no such stream on the device, which has no work of ours then.
+    pub(super) fn record_if_there(gpu: &Arc<Gpu>, stream: Stream) -> Result<Option<Self>> {
         let _entered = gpu.enter()?;
         let event = Self { handle: gpu.take_event()?, gpu: Arc::clone(gpu) };
-        gpu.driver().record_event(event.handle, stream)?;
-        Ok(event)
+        let is_there = gpu.driver().record_event(event.handle, stream)?;
+        Ok(is_there.then_some(event))
     }
 
     /// Whether the device has come that far. Does not wait.

@@ -366,7 +366,10 @@ impl Gpu {
     pub fn order(self: &Arc<Self>, others: &[Stream], stream: Stream) -> Result<()> {
         self.can_order(others, stream)?;
         let mut others = others.iter().filter(|other| **other != stream);
-        others.try_for_each(|&other| Event::record(self, other)?.precede(stream))
+        others.try_for_each(|&other| match Event::record_if_there(self, other)? {
+            Some(event) => event.precede(stream),
+            None => Ok(()),
+        })
     }
 
     /// An event, in the current context.
@@ -396,7 +399,7 @@ fn rows(tensor: &Borrowed<'_>) -> Result<(Rows, [usize; 2])> {
 }
 
 /// Whether a driver call would come from the child of a process that used the driver.
-pub(super) fn is_forked() -> bool {
+pub(in crate::memory) fn is_forked() -> bool {
     FORKED.load(Relaxed)
 }
 

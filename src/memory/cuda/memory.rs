@@ -132,6 +132,10 @@ impl Backend for Pinned {
         Device::Cpu
     }
 
+    fn is_reached_by_devices(&self) -> bool {
+        true
+    }
+
     fn allocate(&self, bytes: usize) -> Result<Block> {
         if bytes == 0 {
             return Ok(empty());

@@ -14,6 +14,7 @@ mod probe;
 mod ring;
 
 pub use event::Event;
+pub(in crate::memory) use gpu::is_forked;
 pub use gpu::{Function, Gpu};
 pub use memory::{Cuda, Pinned};
 pub use page_lock::PageLock;

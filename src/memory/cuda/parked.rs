@@ -82,7 +82,8 @@ impl Gpu {
     fn finish(self: &Arc<Self>, mut parked: Parked) -> Option<Parked> {
         parked.users.retain(|&stream| {
             let awaited = match self.mode(stream) {
-                Ok(StreamMode::Running) => Event::record(self, stream).and_then(|event| event.wait()),
+                Ok(StreamMode::Running) => Event::record_if_there(self, stream)
+                    .and_then(|event| event.map_or(Ok(()), |event| event.wait())),
                 Ok(StreamMode::Gone) => Ok(()),
                 Ok(StreamMode::Captured) => return true,
                 Err(failure) => Err(failure),

@@ -41,9 +41,17 @@ struct Pieces {
 #[derive(Debug)]
 struct Piece {
     range: Range<usize>,
-    done: Arc<Event>,
+    /// The point after its work; `None` where that is not known, and the piece is held for ever.
+    done: Option<Arc<Event>>,
     /// Whether somebody will still read it on the host.
     held: bool,
+}
+
+impl Piece {
+    /// The point after which nobody uses it, if there will be one.
+    fn free_after(&self) -> Option<&Arc<Event>> {
+        self.done.as_ref().filter(|_| !self.held)
+    }
 }
 
 /// A piece that work on the device writes, for the host to read.
@@ -151,8 +159,8 @@ impl Ring {
         }
         // A device that has failed says so to the work that goes in next.
         Self::reclaim(&mut pieces).ok()?;
-        let oldest = pieces.used.front().filter(|oldest| !oldest.held)?;
-        Some(Arc::clone(&oldest.done)).filter(|_| self.in_use(&pieces) > self.capacity() / 2)
+        let oldest = pieces.used.front()?.free_after().cloned();
+        oldest.filter(|_| self.in_use(&pieces) > self.capacity() / 2)
     }
 
     /// Bytes from the oldest piece to the end of the newest.
@@ -227,21 +235,25 @@ impl Ring {
         let done = match Event::record(&self.gpu, stream) {
             Ok(done) => Arc::new(done),
             Err(failure) => {
-                // Without a point to wait for, the only way to know that the piece is free is to wait now.
-                self.gpu.synchronize(stream)?;
+                // Without a point to wait for, the only way to know that the piece is free is to wait now; else it never is.
+                if self.gpu.synchronize(stream).is_err() {
+                    pieces.next = range.end;
+                    pieces.used.push_back(Piece { range, done: None, held: true });
+                }
                 return Err(failure);
             }
         };
         pieces.next = range.end;
-        pieces.used.push_back(Piece { range, done: Arc::clone(&done), held });
+        pieces.used.push_back(Piece { range, done: Some(Arc::clone(&done)), held });
         Ok(done)
     }
 
     /// Drops the oldest pieces that nobody uses any more.
     fn reclaim(pieces: &mut Pieces) -> Result<()> {
         while let Some(oldest) = pieces.used.front() {
-            if oldest.held || !oldest.done.passed()? {
-                break;
+            match oldest.free_after() {
+                Some(done) if done.passed()? => (),
+                _ => break,
             }
             pieces.used.pop_front();
         }
@@ -257,10 +269,10 @@ impl Ring {
             if let Some(range) = self.free_room(pieces, bytes) {
                 return Ok(Some(range));
             }
-            match pieces.used.front() {
-                Some(oldest) if !oldest.held && oldest.done.passed()? => (),
-                Some(oldest) if !oldest.held => oldest.done.wait()?,
-                _ => return Ok(None),
+            match pieces.used.front().and_then(Piece::free_after) {
+                Some(done) if done.passed()? => (),
+                Some(done) => done.wait()?,
+                None => return Ok(None),
             }
             pieces.used.pop_front();
         }

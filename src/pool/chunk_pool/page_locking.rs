@@ -7,10 +7,9 @@ use std::time::{Duration, Instant};
 
 use crate::base::sync::{AtomicUsize, thread};
 use crate::base::{Error, ErrorKind, Result, widen};
-use crate::memory::{ALIGNMENT, Gpu, PAGE};
+use crate::memory::{ALIGNMENT, Gpu, PAGE, PAGE_LOCK_STEP};
 
 use super::ChunkPool;
-use crate::pool::kv_pool::PAGE_LOCK_STEP;
 
 /// About so much is page-locked at a time. Where every order of threads is tried, as little as can be.
 const STEP_BYTES: usize = if cfg!(loom) { PAGE } else { PAGE_LOCK_STEP };

@@ -95,9 +95,9 @@ fn step(source: &mut Source<'_>, pool: &mut BufferPool, model: &mut Model) {
             let all = live.buffer.region().bytes_at(0, live.capacity).expect("inside");
             let before = pool.registered_bytes();
             let keep = source.flip().then(|| Arc::new(()) as Keep);
-            let is_new = pool.register_existing(&all, keep).expect("host memory");
+            let is_new = pool.register_existing(&all, keep, false).expect("host memory");
             assert_eq!(pool.registered_bytes() - before, if is_new { live.capacity } else { 0 });
-            assert!(!pool.register_existing(&all, None).expect("host memory"));
+            assert!(!pool.register_existing(&all, None, false).expect("host memory"));
         }
     }
 }

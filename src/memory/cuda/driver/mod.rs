@@ -342,8 +342,14 @@ impl Driver {
         Ok(event)
     }
 
-    pub(super) fn record_event(self, event: EventHandle, stream: Stream) -> Result<()> {
-        checked!(self, cuEventRecord(event, stream.into()))
+    /// `false` where there is no such stream on this device any more.
+    pub(super) fn record_event(self, event: EventHandle, stream: Stream) -> Result<bool> {
+        // SAFETY: events are never destroyed; streams are alive, as `Stream` asks for.
+        let code = unsafe { self.0.cuEventRecord(event, stream.into()) };
+        if code == Code::INVALID_HANDLE {
+            return Ok(false);
+        }
+        self.check("cuEventRecord", code).map(|()| true)
     }
 
     pub(super) fn event_passed(self, event: EventHandle) -> Result<bool> {

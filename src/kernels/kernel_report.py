@@ -1,7 +1,7 @@
 """Says what the machine code of the kernels allows: computed from what an assembler made, not measured.
 
-    python src/kernels/report.py --tools TOOLS            prints the table
-    python src/kernels/report.py --tools TOOLS --markdown prints it as it stands in benches/RESULTS.md
+    python src/kernels/kernel_report.py --tools TOOLS            prints the table
+    python src/kernels/kernel_report.py --tools TOOLS --markdown prints it as it stands in benches/RESULTS.md
 
 For each kernel the script follows the shortest path through the machine code that moves a whole piece of a
 row in the widest words, and counts. Two limits follow:
