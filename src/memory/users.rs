@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use super::Stream;
 use super::cuda::is_forked;
 
-/// The streams on which work with some memory was enqueued, so that it is given up, or used again, after them.
+/// The streams on which work with some memory was enqueued, so that it goes back after them.
 ///
 /// Noting the stream of the time before costs one comparison.
 ///

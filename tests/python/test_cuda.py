@@ -1022,6 +1022,28 @@ def test_what_the_driver_lacks_is_named(
     assert lines[2] == "cpu"
 
 
+@pytest.mark.parametrize("version", [12_000, 12_040, 13_020])
+def test_kernels_are_ready_for_captures_whatever_the_driver_offers(
+    driver: Driver, run_snippet: RunSnippet, version: int
+) -> None:
+    assert driver.calls("cuInit") >= 0
+    code = """
+        import ctypes, kvpool
+        soft = ctypes.CDLL(None)
+        soft.soft_stream.restype = ctypes.c_size_t
+        soft.soft_end_capture.restype = ctypes.c_long
+        pool = kvpool.KVPool(8, 1, 1, 4, "cuda", "float32")
+        zeros = [kvpool._kvpool._zeros([2], "int32", "cuda") for _ in range(2)]
+        stream = ctypes.c_size_t(soft.soft_stream(0))
+        kvpool._kvpool._use_stream(stream.value)
+        assert soft.soft_begin_capture(stream) == 0
+        pool.move_kv(*zeros)
+        print(soft.soft_end_capture(stream) > 0, soft.soft_calls(b"cuFuncGetAttribute") > 0)
+    """
+    env = {"KVPOOL_SOFTWARE_VERSION": str(version)}
+    assert run_snippet(code, hidden=["torch"], env=env).split() == ["True", str(version < 12_040)]
+
+
 def test_without_pytorch_tensors_are_ours_and_come_to_the_host(
     driver: Driver, run_snippet: RunSnippet
 ) -> None:

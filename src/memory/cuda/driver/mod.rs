@@ -394,13 +394,14 @@ impl Driver {
     pub(super) fn function(self, module: ModuleHandle, name: &CStr) -> Result<FunctionHandle> {
         let mut function = FunctionHandle::NONE;
         checked!(self, cuModuleGetFunction(&raw mut function, module, name.as_ptr()))?;
-        // A question that the driver answers of loaded functions only.
-        let mut threads = 0;
-        let attribute = FunctionAttribute::MAX_THREADS_PER_BLOCK;
-        checked!(self, cuFuncGetAttribute(&raw mut threads, attribute, function))?;
         if let Some(load) = self.function_loader() {
             // SAFETY: the function is of a module that is loaded.
             self.check("cuFuncLoad", unsafe { load(function) })?;
+        } else {
+            // Drivers before that load a function for a question that needs it to be loaded.
+            let mut threads = 0;
+            let attribute = FunctionAttribute::MAX_THREADS_PER_BLOCK;
+            checked!(self, cuFuncGetAttribute(&raw mut threads, attribute, function))?;
         }
         Ok(function)
     }
