@@ -10,7 +10,6 @@ use crate::memory::{Borrowed, Image, Region, Stream};
 use super::driver::{
     ContextHandle, DevicePtr, Driver, EventHandle, FunctionHandle, Relaxed as RelaxedThread, Rows, StreamMode,
 };
-use super::parked::Parked;
 use super::{Event, probe};
 
 /// Threads of a block of every kernel.
@@ -31,8 +30,6 @@ pub struct Gpu {
     context: ContextHandle,
     /// Events that nobody uses now.
     events: Mutex<Vec<EventHandle>>,
-    /// What goes back when its users can be awaited.
-    pub(super) parked: Mutex<Vec<Parked>>,
 }
 
 /// A kernel that was loaded, for launches on the device that it was loaded for.
@@ -76,8 +73,7 @@ impl Gpu {
         };
         let context = driver.retain_context(ordinal).map_err(unusable)?;
         let capability = driver.capability(ordinal).map_err(unusable)?;
-        let (events, parked) = (Mutex::default(), Mutex::default());
-        let gpu = Arc::new(Self { ordinal, capability, driver, context, events, parked });
+        let gpu = Arc::new(Self { ordinal, capability, driver, context, events: Mutex::default() });
         open.push(Arc::clone(&gpu));
         Ok(gpu)
     }

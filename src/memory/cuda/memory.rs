@@ -8,7 +8,7 @@ use crate::memory::{ALIGNMENT, Backend, Block, Stream, Users};
 
 use super::Gpu;
 use super::driver::DevicePtr;
-use super::parked::{Given, HostPtr};
+use super::parked::{Given, HostPtr, retire, sweep};
 
 /// Memory of a device.
 ///
@@ -80,7 +80,7 @@ impl Backend for Cuda {
         if bytes == 0 {
             return Ok(empty());
         }
-        self.gpu.sweep();
+        sweep();
         let _entered = self.gpu.enter_beside_captures()?;
         let driver = self.gpu.driver();
         let Some(found) = driver.allocate(bytes)? else {
@@ -96,7 +96,7 @@ impl Backend for Cuda {
                 users.note(stream);
             }
             // SAFETY: the driver gave it just now, and nothing but its zeros can be under way.
-            unsafe { self.gpu.retire(Given::Device(found), &users) };
+            unsafe { retire(&self.gpu, Given::Device(found), &users) };
             return Err(failure);
         }
         let pointer = NonNull::new(found.pointer());
@@ -108,7 +108,7 @@ impl Backend for Cuda {
         if block.bytes() > 0 {
             let given = Given::Device(DevicePtr::of(block.address().as_ptr()));
             // SAFETY: the block is of `allocate`; the rest is the caller's promise.
-            unsafe { self.gpu.retire(given, users) };
+            unsafe { retire(&self.gpu, given, users) };
         }
     }
 }
@@ -140,7 +140,7 @@ impl Backend for Pinned {
         if bytes == 0 {
             return Ok(empty());
         }
-        self.gpu.sweep();
+        sweep();
         let _entered = self.gpu.enter_beside_captures()?;
         let found = self.gpu.driver().allocate_host(bytes)?.and_then(NonNull::new).ok_or_else(|| {
             Error::new(
@@ -157,7 +157,7 @@ impl Backend for Pinned {
         if block.bytes() > 0 {
             let given = Given::Host(HostPtr(block.address().as_ptr()));
             // SAFETY: the block is of `allocate`; the rest is the caller's promise.
-            unsafe { self.gpu.retire(given, users) };
+            unsafe { retire(&self.gpu, given, users) };
         }
     }
 }

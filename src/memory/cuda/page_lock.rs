@@ -6,7 +6,7 @@ use crate::base::{Device, Error, Result};
 use crate::memory::{Borrowed, Keep, Users};
 
 use super::Gpu;
-use super::parked::{Given, HostPtr};
+use super::parked::{Given, HostPtr, retire};
 
 /// Host memory that stays in place until this drops, so that every device reads and writes it directly.
 #[derive(Debug)]
@@ -56,7 +56,7 @@ impl Drop for PageLock {
         if let Some(keep) = self.keep.take() {
             let given = Given::Lock { address: HostPtr(self.address.0), _keep: keep };
             // SAFETY: it was registered by `new`, and this is its end.
-            unsafe { self.gpu.retire(given, &self.users) };
+            unsafe { retire(&self.gpu, given, &self.users) };
         }
     }
 }

@@ -3,7 +3,7 @@
 //! Nobody waits for the whole device: that would spoil every capture on it. Only the streams that used the memory are
 //! waited for; while one of them is captured, the memory is parked, and tried again whenever memory is taken or given back.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use crate::base::Result;
 use crate::memory::{Keep, Stream, Users};
@@ -49,40 +49,45 @@ impl Given {
 
 /// Something whose users cannot all be awaited now.
 #[derive(Debug)]
-pub(super) struct Parked {
+struct Parked {
+    gpu: Arc<Gpu>,
     given: Given,
     /// Those that are left to be awaited.
     users: Vec<Stream>,
 }
 
-impl Gpu {
-    /// Gives something back after the work of its users, for which it waits. What a stream uses that somebody captures
-    /// now goes back later.
-    ///
-    /// # Safety
-    /// It is what the driver gave, given back once, and nothing uses it but what was enqueued on `users`.
-    pub(super) unsafe fn retire(self: &Arc<Self>, given: Given, users: &Users) {
-        // The child of a fork has none of it.
-        if is_forked() {
-            return;
-        }
-        lock(&self.parked).push(Parked { given, users: users.streams() });
-        self.sweep();
-    }
+/// What goes back when its users can be awaited.
+static PARKED: Mutex<Vec<Parked>> = Mutex::new(Vec::new());
 
-    /// Gives back what was parked and can go now.
-    pub(super) fn sweep(self: &Arc<Self>) {
-        // Nobody waits under the lock.
-        let parked = std::mem::take(&mut *lock(&self.parked));
-        let left: Vec<_> = parked.into_iter().filter_map(|parked| self.finish(parked)).collect();
-        lock(&self.parked).extend(left);
+/// Gives something back after the work of its users, for which it waits. What a stream uses that somebody captures now
+/// goes back later.
+///
+/// # Safety
+/// It is what the driver gave in the context of `gpu`, given back once, and nothing uses it but what was enqueued on `users`.
+pub(super) unsafe fn retire(gpu: &Arc<Gpu>, given: Given, users: &Users) {
+    // The child of a fork has none of it.
+    if is_forked() {
+        return;
     }
+    lock(&PARKED).push(Parked { gpu: Arc::clone(gpu), given, users: users.streams() });
+    sweep();
+}
 
+/// Gives back what was parked and can go now.
+pub(super) fn sweep() {
+    // Nobody waits under the lock.
+    let parked = std::mem::take(&mut *lock(&PARKED));
+    let left: Vec<_> = parked.into_iter().filter_map(Parked::finish).collect();
+    lock(&PARKED).extend(left);
+}
+
+impl Parked {
     /// Awaits users and gives back; what has users that cannot be awaited now is returned.
-    fn finish(self: &Arc<Self>, mut parked: Parked) -> Option<Parked> {
-        parked.users.retain(|&stream| {
-            let awaited = match self.mode(stream) {
-                Ok(StreamMode::Running) => Event::record_if_there(self, stream)
+    fn finish(mut self) -> Option<Self> {
+        let gpu = &self.gpu;
+        self.users.retain(|&stream| {
+            let awaited = match gpu.mode(stream) {
+                Ok(StreamMode::Running) => Event::record_if_there(gpu, stream)
                     .and_then(|event| event.map_or(Ok(()), |event| event.wait())),
                 Ok(StreamMode::Gone) => Ok(()),
                 Ok(StreamMode::Captured) => return true,
@@ -90,13 +95,13 @@ impl Gpu {
             };
             awaited.is_err()
         });
-        if !parked.users.is_empty() {
-            return Some(parked);
+        if !self.users.is_empty() {
+            return Some(self);
         }
-        let Ok(_entered) = self.enter_beside_captures() else { return Some(parked) };
+        let Ok(_entered) = gpu.enter_beside_captures() else { return Some(self) };
         // SAFETY: all of its users were awaited; the rest was promised to `retire`. An error may be that of earlier work, so
         // what it was said of is not given back twice.
-        let _ = unsafe { parked.given.give_back(self.driver()) };
+        let _ = unsafe { self.given.give_back(gpu.driver()) };
         None
     }
 }
