@@ -292,6 +292,7 @@ ENTRIES: dict[str, Entry] = {
     "set_num_threads": Entry(_threads, WORKS),
     "pools": Entry(lambda w: w.allocator in kvpool.pools(), WORKS),
     "snapshot": Entry(_snapshot, WORKS),
+    "Pool.used_on": Entry(lambda w: w.kv.used_on(w.kv.k_buffer[0]), WORKS),
     "Pool.name": Entry(_named, WORKS),
     "Pool.leaks": Entry(lambda w: w.noting.leaks(), WORKS),
     "Pool.expect_balanced": Entry(_balanced, WORKS),
