@@ -576,8 +576,10 @@ impl BatchPlanner {
             reserve(width.map_or(plan.kv_len, |width| plan.padded_batch_size * width))?;
         for place in 0..plan.padded_batch_size {
             if place < plan.batch_size {
-                let row = self.listed.req_pool_indices[place].cast_unsigned();
-                values.extend_from_slice(self.requests.pages(row));
+                let pages = self.requests.pages(self.listed.req_pool_indices[place].cast_unsigned());
+                // A row that was given away and taken again is another request's.
+                self.check_current(plan, pages.len() == self.listed.kv_pages(place))?;
+                values.extend_from_slice(pages);
             } else {
                 values.resize(values.len() + self.listed.kv_pages(place), 0);
             }

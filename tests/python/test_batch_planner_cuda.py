@@ -14,7 +14,15 @@ from models import Fence
 from planner_model import TENSORS, Pair, compare_plans
 
 import kvpool
-from kvpool import BatchPlanner, ConfigError, DriverError, KVPool, ReqToTokenPool, TokenToKVPoolAllocator
+from kvpool import (
+    BatchPlanner,
+    ConfigError,
+    DriverError,
+    KVPool,
+    ReqToTokenPool,
+    StaleBufferError,
+    TokenToKVPoolAllocator,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -554,3 +562,16 @@ def test_without_pytorch_the_fields_are_ours(driver: Driver, run_snippet: RunSni
         "[4, 5, 6, 7, 8, 12, 13, 14] [4, 5, 6, 7, 8, 12, 13, 14]",
         "[[1, 2, 0], [3, 0, 0]] [[1, 2, 0], [3, 0, 0]]",
     ]
+
+
+def test_a_plan_whose_row_is_another_requests_is_stale_on_the_host() -> None:
+    pair, rows, lens = batch(2)
+    plan = some(pair.planner.decode(rows, [length + 1 for length in lens]))
+    assert plan.host.kv_indices is not None
+    pair.table.clear()
+    again = some(pair.table.alloc(2))
+    assert [pair.planner.seq_len(row) for row in again] == [0, 0]
+    for name in ("kv_indices", "block_table"):
+        with pytest.raises(StaleBufferError, match="is not the last any more"):
+            getattr(plan.host, name)
+    assert plan.host.seq_lens.tolist() == [length + 1 for length in lens]

@@ -299,12 +299,14 @@ class PlannerHistory(RuleBasedStateMachine):
     def free_rows_of_requests(self, data: st.DataObject, sure: int) -> None:
         if sure == 0:
             self.pair.free_rows(self.batch(data)[:2])
+            self.is_changed = True
 
     @rule(sure=st.integers(0, 12))
     def clear(self, sure: int) -> None:
         if sure < 2:
             self.pair.table.clear()
             self.model.table.clear()
+            self.is_changed = True
         if sure < 1:
             self.pair.allocator.clear()
             self.model.allocator.clear()
