@@ -42,8 +42,8 @@ pub struct Batch<'a> {
 /// Plans the steps of a scheduler: one call takes the slots, writes the table and makes the metadata.
 ///
 /// What a request has is kept on the host, and is the only truth: the table and the metadata on the device are written from
-/// it, in one launch and at most one copy, and nothing waits. On the CPU the tensors are written directly. Costs grow with the new
-/// tokens and the requests; only [`Field::KvIndices`] is written whole every time.
+/// it, in one launch and at most one copy, and nothing waits. On the CPU the tensors are written directly. Costs grow with
+/// the new tokens and the requests; only [`Field::KvIndices`] is written whole every time.
 ///
 /// ```
 /// use std::sync::Arc;

@@ -30,8 +30,8 @@ use super::{args, lock, with};
 ///
 /// A step is one pass on the host, whose cost grows with the new tokens and the requests; only `kv_indices` is written whole
 /// every time. On a GPU it is one launch on the current stream, behind a copy to the device where the batch is large, and
-/// nothing waits, unless the host is many large steps ahead; a plan on another stream than the one before must be ordered after whatever still reads that, by an
-/// event. All calls are atomic.
+/// nothing waits, unless the host is many large steps ahead; a plan on another stream than the one before must be ordered
+/// after whatever still reads that, by an event. All calls are atomic.
 ///
 /// Args:
 ///     req_to_token_pool: The request table, which nobody else writes in rows that the planner uses.
@@ -265,8 +265,8 @@ impl BatchPlanner {
     ///     ConfigError: If a request has less, or a row is named twice; nothing is changed then.
     ///     IndexError: If a row is outside of the table.
     ///     IndexOwnershipError: If a row was not taken, or a request would end within a page that has another owner, maybe
-    ///         one behind a fence, which later tokens would overwrite; nothing is changed then. If the allocator is strict, and somebody else freed a
-    ///         slot of the planner; all others were given back then.
+    ///         one behind a fence, which later tokens would overwrite; nothing is changed then. If the allocator is strict,
+    ///         and somebody else freed a slot of the planner; all others were given back then.
     #[pyo3(signature = (req_pool_indices, seq_lens, *, after=None))]
     fn truncate(
         &self,

@@ -259,7 +259,8 @@ impl TokenToKvPoolAllocator {
     ///     A 1-D int32 tensor of `need_size` slots on the pool's device, over memory that it owns, or `None` when the
     ///     pool is short. With pages, the rest of the last page belongs to the caller, too.
     ///
-    /// Waits only where it would otherwise answer `None`: for freed slots whose values are on their way from a GPU.
+    /// Waits only where it would otherwise answer `None`, for freed slots whose values are on their way from a GPU, and where
+    /// the GPU is far behind with slots that were handed out before.
     ///
     /// Raises:
     ///     ConfigError: If `need_size` is negative.
