@@ -1,6 +1,7 @@
 //! One error type: a kind that callers can match on and a message with the numbers in it.
 
 use std::fmt;
+use std::sync::Arc;
 
 /// A [`Result`](std::result::Result) whose error is [`Error`].
 pub type Result<T> = std::result::Result<T, Error>;
@@ -77,17 +78,25 @@ impl ErrorKind {
 /// assert_eq!(error.kind(), ErrorKind::Config);
 /// assert_eq!(error.to_string(), "size is -1; it must be at least 1");
 /// ```
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug)]
 pub struct Error {
     kind: ErrorKind,
     message: String,
+    source: Option<Arc<dyn std::error::Error + Send + Sync>>,
 }
 
 impl Error {
     /// An error of `kind` that says `message`.
     #[must_use]
     pub fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
-        Self { kind, message: message.into() }
+        Self { kind, message: message.into(), source: None }
+    }
+
+    /// An error of the caller's own code, such as that of a fence, which a pool hands through.
+    #[must_use]
+    pub fn foreign(source: impl std::error::Error + Send + Sync + 'static) -> Self {
+        let message = source.to_string();
+        Self { source: Some(Arc::new(source)), ..Self::new(ErrorKind::State, message) }
     }
 
     /// A wrong value or shape.
@@ -121,4 +130,17 @@ impl fmt::Display for Error {
     }
 }
 
-impl std::error::Error for Error {}
+impl std::error::Error for Error {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        self.source.as_deref().map(|source| source as _)
+    }
+}
+
+/// Of the same kind, with the same words.
+impl PartialEq for Error {
+    fn eq(&self, other: &Self) -> bool {
+        (self.kind, &self.message) == (other.kind, &other.message)
+    }
+}
+
+impl Eq for Error {}

@@ -1,7 +1,8 @@
-//! Words and numbers that every other layer speaks: indices, dtypes, devices, shapes, errors; and a lock.
+//! Words and numbers that every other layer speaks: indices, dtypes, devices, shapes, errors; and sections that wait.
 //!
 //! Nothing here allocates memory for tensors, owns an index, or is `unsafe`.
 
+mod blocking;
 mod device;
 mod dtype;
 mod error;
@@ -9,12 +10,11 @@ mod ids;
 mod reserve;
 mod shape;
 pub(crate) mod sync;
-mod watched;
 
+pub use blocking::{Section, blocking, on_blocking};
 pub use device::Device;
 pub use dtype::DType;
 pub use error::{Error, ErrorKind, Result};
 pub use ids::{Id, IndexVec, PADDING, Page, Row, Slot, widen};
 pub use reserve::{reserve, zeros};
 pub use shape::{Dims, MAX_NDIM, bytes_of, contiguous_strides};
-pub use watched::{Waits, Watched, WatchedGuard};

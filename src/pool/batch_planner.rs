@@ -2,7 +2,8 @@
 
 mod device;
 
-use std::sync::Arc;
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::base::{DType, Device, Error, ErrorKind, Id, IndexVec, Result, Row, Slot, reserve, widen};
 use crate::index::{Act, BadFrees, FenceId, Growth, Owner, Requests};
@@ -12,18 +13,19 @@ use crate::tensor::TensorView;
 
 use self::device::Remote;
 use super::plan::{Field, Layout, Lines, Listed, Plan, PlannerConfig};
-use super::{ReqToTokenPool, TableIndex, TokenToKvPoolAllocator, at_least_one, fits_int32, launcher};
+use super::shortage::Taken;
+use super::slot_tensors::SlotTensors;
+use super::{
+    Fence, ReqToTokenPool, TableIndex, TokenToKvPoolAllocator, at_least_one, fits_int32, launcher, make_room,
+};
 
 /// Steps of full size whose numbers may be on their way to the device.
 const STEPS_AHEAD: usize = 8;
 
-/// The pools that a planner works on.
-#[derive(Debug)]
-pub struct Pools<'a> {
-    /// Its slots.
-    pub slots: &'a mut TokenToKvPoolAllocator,
-    /// Its table.
-    pub table: &'a mut ReqToTokenPool,
+/// The pools that a step works on.
+struct Pools<'a> {
+    slots: &'a mut SlotTensors,
+    table: &'a mut ReqToTokenPool,
 }
 
 /// A batch of requests, as a caller names it.
@@ -45,26 +47,227 @@ pub struct Batch<'a> {
 /// it, in one launch and at most one copy, and nothing waits. On the CPU the tensors are written directly. Costs grow with
 /// the new tokens and the requests; only [`Field::KvIndices`] is written whole every time.
 ///
+/// All calls are atomic, and may come from any thread. What the calls that take slots do when these are short stands at
+/// [`TokenToKvPoolAllocator`].
+///
 /// ```
-/// use std::sync::Arc;
+/// use std::sync::{Arc, Mutex};
 /// use kvpool::base::IndexVec;
 /// use kvpool::memory::{Backend, Host, Stream};
-/// use kvpool::pool::{
-///     Batch, BatchPlanner, Field, PlannerConfig, Pools, ReqToTokenPool, TokenToKvPoolAllocator,
-/// };
+/// use kvpool::pool::{Batch, BatchPlanner, Field, PlannerConfig, ReqToTokenPool, TokenToKvPoolAllocator};
 /// let (host, stream): (Arc<dyn Backend>, _) = (Arc::new(Host), Stream::DEFAULT);
-/// let mut slots = TokenToKvPoolAllocator::new(64, &host, 1, true, false).unwrap();
-/// let mut table = ReqToTokenPool::new(Arc::clone(&host), 4, 32, true, false).unwrap();
+/// let slots = Arc::new(TokenToKvPoolAllocator::new(64, &host, 1, true, false).unwrap());
+/// let table = Arc::new(Mutex::new(ReqToTokenPool::new(Arc::clone(&host), 4, 32, true, false).unwrap()));
 /// let config = PlannerConfig { max_batch_size: 4, max_tokens: 16, kv_indices: true, block_table: true };
-/// let mut planner = BatchPlanner::new(host, &slots, &table, config).unwrap();
-/// let rows = IndexVec::I64(table.alloc(2, stream).unwrap().unwrap().into_iter().map(i64::from).collect());
+/// let planner = BatchPlanner::new(host, slots, Arc::clone(&table), config).unwrap();
+/// let rows = table.lock().unwrap().alloc(2, stream).unwrap().unwrap();
+/// let rows = IndexVec::I64(rows.into_iter().map(i64::from).collect());
 /// let batch = Batch { rows: &rows, prefix_lens: &[0, 0], seq_lens: &[3, 5], prefix_slots: &[] };
-/// let plan = planner.extend(Pools { slots: &mut slots, table: &mut table }, batch, stream).unwrap().unwrap();
+/// let plan = planner.extend(batch, stream).unwrap().unwrap();
 /// assert_eq!((plan.num_tokens, plan.max_seqlen_k), (8, 5));
 /// assert_eq!(planner.field(&plan, Field::QoIndptr).unwrap().unwrap().shape().as_slice(), [3]);
 /// ```
-#[derive(Debug)]
 pub struct BatchPlanner {
+    // A call that needs several locks takes that of the allocator first, this one next, that of the table last: see `pools`.
+    planner: Mutex<Planner>,
+    slots: Arc<TokenToKvPoolAllocator>,
+    table: Arc<Mutex<ReqToTokenPool>>,
+    config: PlannerConfig,
+    device: Device,
+}
+
+impl BatchPlanner {
+    /// For requests in `table` that take their slots from `slots`, with memory from `backend`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`] when a size is 0, the pools are not on the same device, or there may be more pages in a batch
+    /// than fit int32; what the backend says when it has not enough.
+    pub fn new(
+        backend: Arc<dyn Backend>,
+        slots: Arc<TokenToKvPoolAllocator>,
+        table: Arc<Mutex<ReqToTokenPool>>,
+        config: PlannerConfig,
+    ) -> Result<Self> {
+        let device = backend.device();
+        let planner = Planner::new(backend, &slots.lock(), &lock(&table), config)?;
+        Ok(Self { planner: Mutex::new(planner), slots, table, config, device })
+    }
+
+    /// Its sizes.
+    #[must_use]
+    pub const fn config(&self) -> PlannerConfig {
+        self.config
+    }
+
+    /// Where the fields are.
+    #[must_use]
+    pub const fn device(&self) -> Device {
+        self.device
+    }
+
+    /// Bytes of the fields.
+    #[must_use]
+    pub fn mem_bytes(&self) -> usize {
+        lock(&self.planner).fields.bytes()
+    }
+
+    /// Plans so far.
+    #[must_use]
+    pub fn plans(&self) -> usize {
+        lock(&self.planner).plans
+    }
+
+    /// Requests that have slots, and their tokens.
+    #[must_use]
+    pub fn totals(&self) -> (usize, usize) {
+        let (planner, table) = (lock(&self.planner), lock(&self.table));
+        planner.requests.totals(table.rows())
+    }
+
+    /// Tokens of a request that have slots.
+    ///
+    /// # Errors
+    /// As [`Requests::name`].
+    pub fn seq_len(&self, row: i64) -> Result<u32> {
+        let (mut planner, table) = (lock(&self.planner), lock(&self.table));
+        let row = planner.requests.name(&IndexVec::I64(vec![row]), table.rows())?[0];
+        Ok(planner.requests.len(row))
+    }
+
+    /// Takes the slots for positions `prefix..seq` of each request, writes the table and makes the metadata; `None`, and
+    /// nothing is changed, when there are not enough. Cached prefixes get the request as one more owner.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`] and [`ErrorKind::IndexOwnership`] for what does not fit, as [`Requests::growth`] and
+    /// [`Requests::growth_of_cached`] say; [`ErrorKind::Index`] for a row or a length outside of the table;
+    /// [`ErrorKind::Driver`] when the driver refuses. Nothing is changed.
+    pub fn extend(&self, batch: Batch<'_>, stream: Stream) -> Result<Option<Plan>> {
+        self.take(stream, |planner, pools| planner.extend(pools, batch, stream))
+    }
+
+    /// As [`BatchPlanner::extend`], by `tokens_per_req` tokens a request. The batch is filled up to the least of `pad_to`
+    /// that it fits, with requests of the padding row.
+    ///
+    /// # Errors
+    /// As there; [`ErrorKind::Config`] when nothing of `pad_to` fits, or there is no padding row.
+    pub fn decode(
+        &self,
+        rows: &IndexVec,
+        seq_lens: &IndexVec,
+        tokens_per_req: usize,
+        pad_to: Option<&[usize]>,
+        stream: Stream,
+    ) -> Result<Option<Plan>> {
+        self.take(stream, |planner, pools| {
+            planner.decode(pools, rows, seq_lens, tokens_per_req, pad_to, stream)
+        })
+    }
+
+    /// Shrinks requests to `seq_lens` tokens. Returns how many slots were given back, and what was wrong with them.
+    ///
+    /// # Errors
+    /// As [`Requests::name`] and [`Requests::check_cut`]; nothing is changed then. [`ErrorKind::IndexOwnership`] if the
+    /// allocator is strict and another owner freed a page before; all others were given back.
+    pub fn truncate(
+        &self,
+        rows: &IndexVec,
+        seq_lens: &IndexVec,
+        after: Option<&Arc<dyn Fence>>,
+        stream: Stream,
+    ) -> Result<(usize, BadFrees)> {
+        self.give(after, stream, |planner, pools, fence| planner.truncate(pools, rows, seq_lens, fence))
+    }
+
+    /// Gives back all slots and the rows of requests, which are zeroed. `seq_lens` must be what they have, if given. Returns
+    /// how many slots were given back, and what was wrong with them.
+    ///
+    /// # Errors
+    /// As [`Requests::name`], and [`ErrorKind::Config`] for another length; nothing is changed then. As
+    /// [`BatchPlanner::truncate`]; [`ErrorKind::Driver`] when the driver refuses to zero the rows, which are given back.
+    pub fn finish(
+        &self,
+        rows: &IndexVec,
+        seq_lens: Option<&IndexVec>,
+        after: Option<&Arc<dyn Fence>>,
+        stream: Stream,
+    ) -> Result<(usize, BadFrees)> {
+        self.make_room()?;
+        self.give(after, stream, |planner, pools, fence| planner.finish(pools, rows, seq_lens, fence, stream))
+    }
+
+    /// Gives request `dst`, which has nothing, the first `len` tokens of `src`, or returns `None` when there is no page for
+    /// it. Full pages are shared; what the caller must copy is returned as slots to copy to and from, valid on `stream`.
+    ///
+    /// # Errors
+    /// As [`Requests::name`] and [`Requests::fork`]; [`ErrorKind::Config`] when `src` has less or `dst` has something;
+    /// [`ErrorKind::Driver`] when the driver refuses. Nothing is changed.
+    pub fn fork(&self, src: i64, dst: i64, len: i64, stream: Stream) -> Result<Option<[TensorView; 2]>> {
+        self.take(stream, |planner, pools| planner.fork(pools, [src, dst], len, stream))
+    }
+
+    /// An array of a plan on the device, `None` if it is not made. No copy.
+    ///
+    /// # Errors
+    /// [`ErrorKind::StaleBuffer`] when there was another plan since.
+    pub fn field(&self, plan: &Plan, field: Field) -> Result<Option<TensorView>> {
+        lock(&self.planner).field(plan, field)
+    }
+
+    /// An array of a plan on the host, `None` if it is not made. A copy, or where the plan is made.
+    ///
+    /// # Errors
+    /// [`ErrorKind::StaleBuffer`] when there was another plan since, or, for one that grows with the context, when the pages
+    /// of a request have changed.
+    pub fn host_field(&self, plan: &Plan, field: Field) -> Result<Option<TensorView>> {
+        lock(&self.planner).host_field(plan, field)
+    }
+
+    /// What `take` takes, as the allocator does it when slots are short.
+    fn take<T>(
+        &self,
+        stream: Stream,
+        mut take: impl FnMut(&mut Planner, Pools<'_>) -> Result<Taken<T>>,
+    ) -> Result<Option<T>> {
+        self.make_room()?;
+        self.slots.take(stream, |slots| {
+            let (mut planner, mut table) = (lock(&self.planner), lock(&self.table));
+            take(&mut planner, Pools { slots, table: &mut table })
+        })
+    }
+
+    /// What `give` gives back, behind a fence if there is one.
+    fn give<R>(
+        &self,
+        after: Option<&Arc<dyn Fence>>,
+        stream: Stream,
+        give: impl FnOnce(&mut Planner, Pools<'_>, Option<FenceId>) -> Result<R>,
+    ) -> Result<R> {
+        self.slots.give(after, stream, |slots, fence| {
+            let (mut planner, mut table) = (lock(&self.planner), lock(&self.table));
+            give(&mut planner, Pools { slots, table: &mut table }, fence)
+        })
+    }
+
+    /// Waits, without locks, while the device is many steps behind.
+    fn make_room(&self) -> Result<()> {
+        make_room(self.config.max_tokens, || lock(&self.planner).crowded())
+    }
+}
+
+impl fmt::Debug for BatchPlanner {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("BatchPlanner").field("config", &self.config).finish_non_exhaustive()
+    }
+}
+
+/// Poison is ignored: what the locks guard holds together wherever its methods may panic.
+fn lock<T>(value: &Mutex<T>) -> MutexGuard<'_, T> {
+    value.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// What a [`BatchPlanner`] guards: what each request has, and the memory of the metadata.
+#[derive(Debug)]
+struct Planner {
     requests: Requests,
     layout: Layout,
     fields: Arc<Region>,
@@ -76,15 +279,10 @@ pub struct BatchPlanner {
     changes: u64,
 }
 
-impl BatchPlanner {
-    /// For requests in `table` that take their slots from `slots`, with memory from `backend`.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Config`] when a size is 0, the pools are not on the same device, or there may be more pages in a batch
-    /// than fit int32; what the backend says when it has not enough.
-    pub fn new(
+impl Planner {
+    fn new(
         backend: Arc<dyn Backend>,
-        slots: &TokenToKvPoolAllocator,
+        slots: &SlotTensors,
         table: &ReqToTokenPool,
         config: PlannerConfig,
     ) -> Result<Self> {
@@ -132,59 +330,16 @@ impl BatchPlanner {
         })
     }
 
-    /// Its sizes.
-    #[must_use]
-    pub const fn config(&self) -> PlannerConfig {
+    const fn config(&self) -> PlannerConfig {
         self.layout.config()
     }
 
-    /// Where the fields are.
-    #[must_use]
-    pub fn device(&self) -> Device {
-        self.fields.device()
-    }
-
-    /// Bytes of the fields.
-    #[must_use]
-    pub fn mem_bytes(&self) -> usize {
-        self.fields.bytes()
-    }
-
-    /// Plans so far.
-    #[must_use]
-    pub const fn plans(&self) -> usize {
-        self.plans
-    }
-
     /// A point to wait for, without locks, before more numbers of the host are sent to the device: it is far behind.
-    #[must_use]
-    pub fn crowded(&self) -> Option<Arc<Event>> {
+    fn crowded(&self) -> Option<Arc<Event>> {
         self.remote.as_ref().map(|remote| &remote.launcher)?.crowded()
     }
 
-    /// Requests that have slots, and their tokens.
-    #[must_use]
-    pub fn totals(&self, table: &ReqToTokenPool) -> (usize, usize) {
-        self.requests.totals(table.rows())
-    }
-
-    /// Tokens of a request that have slots.
-    ///
-    /// # Errors
-    /// As [`Requests::name`].
-    pub fn seq_len(&mut self, row: i64, table: &ReqToTokenPool) -> Result<u32> {
-        let row = self.requests.name(&IndexVec::I64(vec![row]), table.rows())?[0];
-        Ok(self.requests.len(row))
-    }
-
-    /// Takes the slots for positions `prefix..seq` of each request, writes the table and makes the metadata; `None`, and
-    /// nothing is changed, when there are not enough. Cached prefixes get the request as one more owner.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Config`] and [`ErrorKind::IndexOwnership`] for what does not fit, as [`Requests::growth`] and
-    /// [`Requests::growth_of_cached`] say; [`ErrorKind::Index`] for a row or a length outside of the table;
-    /// [`ErrorKind::Driver`] when the driver refuses. Nothing is changed.
-    pub fn extend(&mut self, pools: Pools<'_>, batch: Batch<'_>, stream: Stream) -> Result<Option<Plan>> {
+    fn extend(&mut self, pools: Pools<'_>, batch: Batch<'_>, stream: Stream) -> Result<Taken<Plan>> {
         let Pools { slots, table } = pools;
         let (rows, count) = (batch.rows, batch.rows.len());
         let cached = if batch.prefix_slots.is_empty() { count } else { batch.prefix_slots.len() };
@@ -220,19 +375,15 @@ impl BatchPlanner {
         self.plan(Pools { slots, table }, &growths, &prefixes, (count, 0), stream)
     }
 
-    /// As [`BatchPlanner::extend`], by `tokens_per_req` tokens a request. The batch is filled up to the least of `pad_to`
-    /// that it fits, with requests of the padding row.
-    ///
-    /// # Errors
-    /// As there; [`ErrorKind::Config`] when nothing of `pad_to` fits, or there is no padding row.
-    pub fn decode(
+    fn decode(
         &mut self,
         pools: Pools<'_>,
-        (rows, seq_lens): (&IndexVec, &IndexVec),
+        rows: &IndexVec,
+        seq_lens: &IndexVec,
         tokens_per_req: usize,
         pad_to: Option<&[usize]>,
         stream: Stream,
-    ) -> Result<Option<Plan>> {
+    ) -> Result<Taken<Plan>> {
         let Pools { slots, table } = pools;
         let count = rows.len();
         at_least_one(&[("tokens_per_req", tokens_per_req)])?;
@@ -278,7 +429,7 @@ impl BatchPlanner {
         prefixes: &[i32],
         (padded, padding): (usize, usize),
         stream: Stream,
-    ) -> Result<Option<Plan>> {
+    ) -> Result<Taken<Plan>> {
         let Pools { slots, table } = pools;
         for (position, growth) in batch.iter().enumerate() {
             self.requests.check_open(position, *growth, slots.slots())?;
@@ -303,7 +454,8 @@ impl BatchPlanner {
         let most = batch.iter().map(|growth| growth.new_tokens()).max().unwrap_or(0).max(of_padding);
         table.not_capturing(stream)?;
         if !self.requests.grow(batch, prefixes, slots.slots_mut())? {
-            return Ok(None);
+            let pages: usize = batch.iter().map(|growth| widen(growth.new_pages)).sum();
+            return Ok(Err(slots.short(pages * slots.slots().page_size())));
         }
         if slots.keeps_ledger() {
             for growth in batch {
@@ -323,7 +475,7 @@ impl BatchPlanner {
             self.requests.shrink(batch, slots.slots_mut());
             return Err(failure);
         }
-        Ok(Some(Plan {
+        Ok(Ok(Plan {
             number: self.plans,
             changes: self.changes,
             batch_size: batch.len(),
@@ -399,15 +551,11 @@ impl BatchPlanner {
         }
     }
 
-    /// Shrinks requests to `seq_lens` tokens. Returns how many slots were given back, and what was wrong with them.
-    ///
-    /// # Errors
-    /// As [`Requests::name`] and [`Requests::check_cut`]; nothing is changed then. [`ErrorKind::IndexOwnership`] if the
-    /// allocator is strict and somebody else freed a page before; all others were given back.
-    pub fn truncate(
+    fn truncate(
         &mut self,
         pools: Pools<'_>,
-        (rows, seq_lens): (&IndexVec, &IndexVec),
+        rows: &IndexVec,
+        seq_lens: &IndexVec,
         fence: Option<FenceId>,
     ) -> Result<(usize, BadFrees)> {
         as_many("seq_lens", seq_lens, rows)?;
@@ -420,16 +568,11 @@ impl BatchPlanner {
         self.give_back(Pools { slots, table }, named.into_iter().zip(lens), fence)
     }
 
-    /// Gives back all slots and the rows of requests, which are zeroed. `seq_lens` must be what they have, if given. Returns
-    /// how many slots were given back, and what was wrong with them.
-    ///
-    /// # Errors
-    /// As [`Requests::name`], and [`ErrorKind::Config`] for another length; nothing is changed then. As
-    /// [`BatchPlanner::truncate`]; [`ErrorKind::Driver`] when the driver refuses to zero the rows, which are given back.
-    pub fn finish(
+    fn finish(
         &mut self,
         pools: Pools<'_>,
-        (rows, seq_lens): (&IndexVec, Option<&IndexVec>),
+        rows: &IndexVec,
+        seq_lens: Option<&IndexVec>,
         fence: Option<FenceId>,
         stream: Stream,
     ) -> Result<(usize, BadFrees)> {
@@ -456,7 +599,7 @@ impl BatchPlanner {
 
     /// Where a ledger is kept, puts the owner of a row under those of its pages, from token `start` on, that were taken just
     /// now.
-    fn sign(&self, row: u32, start: u32, slots: &mut TokenToKvPoolAllocator, table: &ReqToTokenPool) {
+    fn sign(&self, row: u32, start: u32, slots: &mut SlotTensors, table: &ReqToTokenPool) {
         let Some(act) = signed_act(row, slots, table) else { return };
         let first = widen(self.requests.page_size().page(start));
         if let Some(ledger) = slots.slots_mut().pages_mut().book_mut().ledger_mut() {
@@ -495,19 +638,13 @@ impl BatchPlanner {
         Ok((given, bad))
     }
 
-    /// Gives request `dst`, which has nothing, the first `len` tokens of `src`, or returns `None` when there is no page for
-    /// it. Full pages are shared; what the caller must copy is returned as slots to copy to and from, valid on `stream`.
-    ///
-    /// # Errors
-    /// As [`Requests::name`] and [`Requests::fork`]; [`ErrorKind::Config`] when `src` has less or `dst` has something;
-    /// [`ErrorKind::Driver`] when the driver refuses. Nothing is changed.
-    pub fn fork(
+    fn fork(
         &mut self,
         pools: Pools<'_>,
         [src, dst]: [i64; 2],
         len: i64,
         stream: Stream,
-    ) -> Result<Option<[TensorView; 2]>> {
+    ) -> Result<Taken<[TensorView; 2]>> {
         let Pools { slots, table } = pools;
         let named = self.requests.name(&IndexVec::I64(vec![src, dst]), table.rows())?;
         let (src, dst) = (named[0], named[1]);
@@ -519,7 +656,9 @@ impl BatchPlanner {
             )));
         };
         table.not_capturing(stream)?;
-        let Some(copied) = self.requests.fork([src, dst], len, slots.slots_mut())? else { return Ok(None) };
+        let Some(copied) = self.requests.fork([src, dst], len, slots.slots_mut())? else {
+            return Ok(Err(slots.short(slots.slots().page_size())));
+        };
         self.sign(dst, 0, slots, table);
         let written = self.write_fork(slots, table, dst, len, copied, stream);
         if written.is_err() {
@@ -527,12 +666,12 @@ impl BatchPlanner {
             self.requests.shrink(&[growth], slots.slots_mut());
         }
         self.changes += 1;
-        written.map(Some)
+        written.map(Ok)
     }
 
     fn write_fork(
         &self,
-        slots: &mut TokenToKvPoolAllocator,
+        slots: &mut SlotTensors,
         table: &mut ReqToTokenPool,
         dst: u32,
         len: u32,
@@ -548,21 +687,12 @@ impl BatchPlanner {
         Ok(copied)
     }
 
-    /// An array of a plan on the device, `None` if it is not made. No copy.
-    ///
-    /// # Errors
-    /// [`ErrorKind::StaleBuffer`] when there was another plan since.
-    pub fn field(&self, plan: &Plan, field: Field) -> Result<Option<TensorView>> {
+    fn field(&self, plan: &Plan, field: Field) -> Result<Option<TensorView>> {
         self.check_current(plan, plan.number == self.plans)?;
         self.layout.view(&self.fields, plan, field)
     }
 
-    /// An array of a plan on the host, `None` if it is not made. A copy, or where the plan is made.
-    ///
-    /// # Errors
-    /// [`ErrorKind::StaleBuffer`] when there was another plan since, or, for one that grows with the context, when the pages
-    /// of a request have changed.
-    pub fn host_field(&self, plan: &Plan, field: Field) -> Result<Option<TensorView>> {
+    fn host_field(&self, plan: &Plan, field: Field) -> Result<Option<TensorView>> {
         self.check_current(plan, plan.number == self.plans)?;
         let Some(remote) = &self.remote else { return self.layout.view(&self.fields, plan, field) };
         let width = match field {
@@ -608,7 +738,7 @@ impl BatchPlanner {
 }
 
 /// Where a ledger is kept, the call in progress in the name of a request: of its row's owner, or of the row.
-fn signed_act(row: u32, slots: &TokenToKvPoolAllocator, table: &ReqToTokenPool) -> Option<Arc<Act>> {
+fn signed_act(row: u32, slots: &SlotTensors, table: &ReqToTokenPool) -> Option<Arc<Act>> {
     let act = slots.act()?;
     let holders = table.rows().rows().book().ledger().map_or(Vec::new(), |ledger| ledger.holders(row));
     let owner = holders.first().and_then(|holder| holder.owner.clone());

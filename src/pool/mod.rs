@@ -1,42 +1,47 @@
 //! Index + memory + tensor = a pool: one file for each class of the public interface.
 //!
-//! Pools whose bookkeeping changes take `&mut self`; whoever shares one wraps it in a lock. [`KvPool`] and
-//! [`GdnPool`] may be shared as they are: their calls are atomic among themselves. Other frameworks reach the same
-//! bytes past these locks, by design.
+//! [`TokenToKvPoolAllocator`], [`BatchPlanner`], [`KvPool`] and [`GdnPool`] may be shared as they are: their calls are atomic
+//! among themselves. The others take `&mut self`, and are shared behind a lock. Foreign frameworks reach the same bytes past
+//! these locks, by design.
 
 mod batch_planner;
 mod buffer_pool;
 mod chunk_pool;
 mod copies;
 mod deferred;
+mod fences;
 mod gdn_pool;
 mod host_copy;
 mod kv_pool;
 mod page_pool;
 mod plan;
 mod req_to_token_pool;
+mod shortage;
+mod slot_tensors;
 mod stage;
 mod table_copy;
 mod token_to_kv_pool_allocator;
 mod workspace;
 
-pub use batch_planner::{Batch, BatchPlanner, Pools};
+pub use batch_planner::{Batch, BatchPlanner};
 pub use buffer_pool::{Buffer, BufferPool};
 pub use chunk_pool::{Attempt, ChunkConfig, ChunkPool, Over, PageLocking, Progress};
+pub use fences::Fence;
 pub use gdn_pool::{GdnConfig, GdnPool};
 pub use host_copy::values_now;
 pub use kv_pool::{BufferInfo, KvConfig, KvPool, Scales};
 pub use page_pool::{PageConfig, PagePool};
 pub use plan::{Field, Plan, PlannerConfig};
 pub use req_to_token_pool::{ReqToTokenPool, TableIndex};
-pub use token_to_kv_pool_allocator::{Settled, TokenToKvPoolAllocator};
+pub use shortage::Reclaim;
+pub use token_to_kv_pool_allocator::{Grant, Notice, OnNotice, TokenToKvPoolAllocator};
 pub use workspace::{Workspace, give_back_segment, take_segment};
 
 use std::sync::Arc;
 
-use crate::base::{Device, Error, Result};
+use crate::base::{Device, Error, Result, blocking};
 use crate::kernels::{Indices, Launcher};
-use crate::memory::{Region, Stream};
+use crate::memory::{Event, Region, Stream};
 
 /// Checks that every number is at least 1.
 fn at_least_one(arguments: &[(&str, usize)]) -> Result<()> {
@@ -72,6 +77,22 @@ fn launcher_for(region: &Arc<Region>, rows: usize) -> Result<Option<Launcher>> {
 fn launcher(region: &Region, ring_bytes: usize) -> Result<Option<Launcher>> {
     let device = region.gpu().zip(region.users());
     device.map(|(gpu, users)| Launcher::new(gpu, users, ring_bytes)).transpose()
+}
+
+/// Waits for a device that is far behind with the numbers that a pool sends, so that a call that sends `numbers` of them
+/// has room. The caller holds no lock.
+///
+/// # Errors
+/// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the device has failed.
+pub fn make_room(numbers: usize, crowded: impl Fn() -> Option<Arc<Event>>) -> Result<()> {
+    /// So many always cross with a launch.
+    const BESIDE: usize = 800;
+    while numbers > BESIDE
+        && let Some(event) = crowded()
+    {
+        blocking(|| event.wait())?;
+    }
+    Ok(())
 }
 
 /// Checks that index tensors are in host memory or on `device`, and notes that work on `stream` reads them.

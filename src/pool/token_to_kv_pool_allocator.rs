@@ -1,83 +1,75 @@
-//! Token slots as tensors.
+//! Token slots as tensors, shared by threads.
 
-use std::collections::VecDeque;
-use std::ops::Range;
-use std::sync::{Arc, Weak};
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
-use crate::base::{Device, Error, ErrorKind, IndexVec, Page, Result, Waits, reserve, widen};
-use crate::index::{Act, BadFrees, FenceId, Ledger, Order, SlotAllocator, SlotStats, ascending_runs};
-use crate::kernels::{Indices, read_now};
-use crate::memory::{Backend, Borrowed, Event, Gpu, Keep, Stream};
+use crate::base::{Device, Error, IndexVec, Page, Result, blocking};
+use crate::index::{BadFrees, FenceId, SlotAllocator, SlotStats, ascending_runs};
+use crate::kernels::Indices;
+use crate::memory::{Backend, Borrowed, Keep, Stream};
 use crate::tensor::TensorView;
 
 use super::KvPool;
-use super::deferred::{Deferred, Part, abandon};
-use super::host_copy::known_values;
-use super::stage::{Stage, list};
+use super::fences::{Fence, passed};
+use super::shortage::{Reclaim, Taken};
+use super::slot_tensors::{Lens, SlotTensors};
 
-/// Hands out token slots of a [`KvPool`](super::KvPool) as int32 tensors and takes them back.
+/// Hands out token slots of a [`KvPool`] as int32 tensors and takes them back. Calls are atomic and may come from any
+/// thread.
 ///
-/// On a GPU the tensors are parts of a stage, to which the next slots are copied before anybody asks for them, so
+/// On a GPU the tensors are parts of a stage, to which the next slots are copied before they are needed, so
 /// handing out and taking back make no call to the driver as long as slots come in the order foreseen. A freed tensor
 /// is read from the host's copy of the stage or of a request table. One that the host does not know (written to,
-/// computed, of somebody else) is copied asynchronously; its slots return when the copy has landed, which
-/// [`TokenToKvPoolAllocator::settle`] looks for.
+/// computed, foreign) is copied asynchronously; its slots return when the copy has landed. Slots that were freed behind a
+/// [`Fence`] return when it has passed. Every call that takes or gives slots looks for both; [`Self::poll`] does nothing
+/// else.
+///
+/// When slots are short, a call that takes some completes what is due, asks those who registered with
+/// [`Self::on_shortage`], waits for values on their way from a device, and only then answers `None`.
+///
+/// A `stream` argument is the one on which the caller's work is enqueued: tensors are valid on it, values are copied and
+/// rows are poisoned in its order. In host memory it is [`Stream::DEFAULT`].
 ///
 /// ```
-/// use std::sync::{Arc, Weak};
+/// use std::sync::Arc;
 /// use kvpool::base::IndexVec;
+/// use kvpool::kernels::Indices;
 /// use kvpool::memory::{Backend, Host, Stream};
 /// use kvpool::pool::TokenToKvPoolAllocator;
-/// let backend: Arc<dyn Backend> = Arc::new(Host);
-/// let mut allocator = TokenToKvPoolAllocator::new(1024, &backend, 1, true, false).unwrap();
-/// let slots = allocator.alloc(3, Stream::DEFAULT).unwrap().unwrap();
+/// let (host, stream): (Arc<dyn Backend>, _) = (Arc::new(Host), Stream::DEFAULT);
+/// let allocator = TokenToKvPoolAllocator::new(1024, &host, 1, true, false).unwrap();
+/// let slots = allocator.alloc(3, stream).unwrap().expect("there are enough").keep();
 /// assert_eq!(slots.shape().as_slice(), [3]);
 /// assert_eq!(allocator.available_size(), 1021);
-/// let bad = allocator.free(&IndexVec::I32(vec![1, 2, 3, 3]), None).unwrap();
+/// let freed = Indices::Host(IndexVec::I32(vec![1, 2, 3, 3]));
+/// let bad = allocator.free(&freed, None, || None, stream).unwrap();
 /// assert_eq!((bad.dropped(), allocator.available_size()), (1, 1024));
 /// ```
-#[derive(Debug)]
 pub struct TokenToKvPoolAllocator {
-    slots: SlotAllocator,
+    slots: Mutex<SlotTensors>,
     device: Device,
-    /// On a GPU, where the tensors are.
-    stage: Option<Stage>,
-    deferred: Deferred,
-    /// What the open group was given that the host does not know yet.
-    group: Vec<(Part, Option<Arc<Act>>)>,
-    /// Runs of the call in progress; kept for its capacity.
-    runs: Vec<Range<u32>>,
-    need_sort: bool,
-    strict: bool,
-    /// Pools whose rows are poisoned when their slots become free.
-    poisoned: Vec<Weak<KvPool>>,
+    reclaim: Mutex<Vec<Weak<dyn Reclaim>>>,
+    on_notice: Option<OnNotice>,
 }
 
-/// A free that was completed by a later call: how much was given, and what was wrong with it.
+/// What an allocator found after the call that caused it had returned.
 #[derive(Debug)]
-pub struct Settled {
-    /// How many values.
-    pub given: usize,
-    /// What was dropped.
-    pub bad: BadFrees,
-    /// What kept its tensors, to be dropped without locks: that may run code of others.
-    pub keeps: Vec<Keep>,
+pub enum Notice<'a> {
+    /// A free, of so many values, that was completed late: what was wrong with it.
+    BadFrees(&'a BadFrees, usize),
+    /// Freed rows could not be poisoned.
+    NotPoisoned(&'a Error),
 }
 
-/// Frees may wait for their values to land.
-impl Waits for TokenToKvPoolAllocator {
-    #[inline]
-    fn waits(&self) -> bool {
-        !self.deferred.is_empty()
-    }
-}
+/// Takes notices, without locks.
+pub type OnNotice = Box<dyn Fn(Notice<'_>) + Send + Sync>;
 
 impl TokenToKvPoolAllocator {
     /// All slots free.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] when `size` or `page_size` is 0 or slots would not fit int32; what the backend says when
-    /// there is no memory for the tensors.
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when `size` or `page_size` is 0 or slots would not fit int32;
+    /// what the backend says when there is no memory for the tensors.
     pub fn new(
         size: usize,
         backend: &Arc<dyn Backend>,
@@ -85,85 +77,335 @@ impl TokenToKvPoolAllocator {
         need_sort: bool,
         strict: bool,
     ) -> Result<Self> {
-        let order = if need_sort { Order::Sorted } else { Order::Fifo };
-        let slots = SlotAllocator::new(size, page_size, order)?;
-        let mut deferred = Deferred::default();
-        let stage = match backend.gpu() {
-            None => None,
-            Some(gpu) => {
-                deferred.prepare(gpu, fetched_at_once(&slots))?;
-                Some(Stage::new(gpu, slots.capacity())?)
-            }
-        };
+        let slots = SlotTensors::new(size, backend, page_size, need_sort, strict)?;
         Ok(Self {
-            slots,
+            slots: Mutex::new(slots),
             device: backend.device(),
-            stage,
-            deferred,
-            group: Vec::new(),
-            runs: Vec::new(),
-            need_sort,
-            strict,
-            poisoned: Vec::new(),
+            reclaim: Mutex::new(Vec::new()),
+            on_notice: None,
         })
     }
 
-    /// Who owns which slot. Frees that have not landed are not counted in.
-    #[must_use]
-    pub const fn slots(&self) -> &SlotAllocator {
-        &self.slots
+    /// Has what is found late told to `on_notice`; otherwise it is only counted.
+    pub fn on_notice(&mut self, on_notice: OnNotice) {
+        self.on_notice = Some(on_notice);
+    }
+
+    /// Asks `reclaim`, until it is dropped, when slots are short: after those that were registered before.
+    pub fn on_shortage(&self, reclaim: &Arc<dyn Reclaim>) {
+        self.reclaim.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::downgrade(reclaim));
     }
 
     /// Notes from now on who takes and gives what.
-    pub fn keep_ledger(&mut self) {
-        self.slots.pages_mut().book_mut().open();
-    }
-
-    /// What this thread is doing, if a ledger is kept.
-    pub(super) fn act(&self) -> Option<Arc<Act>> {
-        self.keeps_ledger().then(Act::current)
-    }
-
-    /// Whether it is noted who takes and gives what.
-    pub(super) fn keeps_ledger(&self) -> bool {
-        self.slots.pages().book().ledger().is_some()
+    pub fn keep_ledger(&self) {
+        self.lock().keep_ledger();
     }
 
     /// Has rows of `kv` poisoned when their slots become free, if a ledger is kept.
-    pub fn poison_freed(&mut self, kv: &Arc<KvPool>) {
-        if let Some(ledger) = self.slots.pages_mut().book_mut().ledger_mut() {
-            ledger.list_freed();
-            self.poisoned.push(Arc::downgrade(kv));
+    pub fn poison_freed(&self, kv: &Arc<KvPool>) {
+        self.lock().poison_freed(kv);
+    }
+
+    /// Takes `count` slots: a 1-D int32 tensor, valid on `stream`. `None` when the pool is short.
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot hold the answer, or tensors that
+    /// were handed out before still cover the stage; [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the driver
+    /// refuses; as [`Self::poll`]. Nothing is taken.
+    pub fn alloc(&self, count: usize, stream: Stream) -> Result<Option<Grant<'_>>> {
+        let taken = self.take(stream, |slots| slots.alloc(count, stream))?;
+        Ok(taken.map(|view| self.grant(view, Vec::new())))
+    }
+
+    /// As [`Self::alloc`], in one ascending run: the lowest that fits. Nothing is reclaimed where there are enough slots, but
+    /// not in one run.
+    ///
+    /// # Errors
+    /// As [`Self::alloc`].
+    pub fn alloc_contiguous(&self, count: usize, stream: Stream) -> Result<Option<Grant<'_>>> {
+        let taken = self.take(stream, |slots| slots.alloc_contiguous(count, stream))?;
+        Ok(taken.map(|view| self.grant(view, Vec::new())))
+    }
+
+    /// Takes the slots for positions `prefix..seq` of each request, concatenated.
+    ///
+    /// # Errors
+    /// As [`SlotAllocator::extend`] and [`Self::alloc`].
+    pub fn alloc_extend(
+        &self,
+        prefix_lens: &[i64],
+        seq_lens: &[i64],
+        last_loc: &[i64],
+        stream: Stream,
+    ) -> Result<Option<Grant<'_>>> {
+        let lens = Lens { prefix: prefix_lens, seq: seq_lens };
+        let taken = self.take(stream, |slots| slots.alloc_extend(lens, last_loc, stream))?;
+        Ok(taken.map(|(view, continued)| self.grant(view, continued)))
+    }
+
+    /// Takes one slot a request, that of position `seq - 1`; else as [`Self::alloc_extend`].
+    ///
+    /// # Errors
+    /// As [`Self::alloc_extend`].
+    pub fn alloc_decode(
+        &self,
+        seq_lens: &[i64],
+        last_loc: &[i64],
+        stream: Stream,
+    ) -> Result<Option<Grant<'_>>> {
+        let mut prefix_lens = crate::base::reserve(seq_lens.len())?;
+        prefix_lens.extend(seq_lens.iter().map(|len| len.saturating_sub(1)));
+        self.alloc_extend(&prefix_lens, seq_lens, last_loc, stream)
+    }
+
+    /// Gives slots back; what is not live is dropped and reported. Behind a fence, they stay in use until it has passed.
+    ///
+    /// Values that only a device knows are copied in the order of `stream`, and nothing waits for them, unless more are
+    /// on their way than the pool has slots; `keep` keeps the tensor until they were.
+    ///
+    /// # Errors
+    /// If strict, [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) when anything would be dropped;
+    /// nothing is changed then. As [`Self::poll`]. [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the driver
+    /// refuses.
+    pub fn free(
+        &self,
+        given: &Indices<'_>,
+        after: Option<&Arc<dyn Fence>>,
+        keep: impl FnOnce() -> Option<Keep>,
+        stream: Stream,
+    ) -> Result<BadFrees> {
+        self.give(after, stream, |slots, id| slots.free(given, id, keep, stream))
+    }
+
+    /// Adds an owner to slots: see [`SlotAllocator::share`]. Waits for values on their way.
+    ///
+    /// # Errors
+    /// As there, and as [`Self::settle`].
+    pub fn share(&self, given: &IndexVec, stream: Stream) -> Result<()> {
+        self.settle(stream)?;
+        self.lock().slots_mut().share(given)
+    }
+
+    /// Starts to collect frees. Groups nest.
+    pub fn free_group_begin(&self) {
+        self.lock().free_group_begin();
+    }
+
+    /// Ends a group; the outermost frees all that was collected as one call and says how much that was.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when no group is open; as [`Self::free`], the group being closed.
+    pub fn free_group_end(&self, stream: Stream) -> Result<(usize, BadFrees)> {
+        self.freeing(self.lock(), stream, SlotTensors::free_group_end)
+    }
+
+    /// Makes every slot free, closes groups and forgets fences and frees that have not landed.
+    pub fn clear(&self, stream: Stream) {
+        let kept = self.freeing(self.lock(), stream, |slots| Ok(slots.clear()));
+        // Not under the lock: they may be the last owners of foreign objects.
+        drop(kept);
+    }
+
+    /// Merges the released slots into the free ones.
+    pub fn merge_and_sort_free(&self) {
+        self.lock().merge_and_sort_free();
+    }
+
+    /// Completes frees whose values have landed or whose fences have passed. Waits for nothing.
+    ///
+    /// # Errors
+    /// If strict, [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) for the first late free that would
+    /// have dropped something: it is left undone. [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the device has
+    /// failed. What a fence answers that cannot tell.
+    pub fn poll(&self, stream: Stream) -> Result<()> {
+        self.polled(stream).map(drop)
+    }
+
+    /// Locks it after [`Self::poll`].
+    #[inline]
+    fn polled(&self, stream: Stream) -> Result<MutexGuard<'_, SlotTensors>> {
+        let slots = self.lock();
+        if slots.is_settled() {
+            return Ok(slots);
+        }
+        drop(slots);
+        self.complete_landed(stream)?;
+        self.poll_fences(stream)?;
+        Ok(self.lock())
+    }
+
+    /// As [`Self::poll`], for fences alone: no late free is found wrong.
+    ///
+    /// # Errors
+    /// What a fence answers that cannot tell.
+    pub fn poll_fences(&self, stream: Stream) -> Result<()> {
+        let waiting = self.lock().fences().list();
+        let (passed, end) = passed(&waiting);
+        if !passed.is_empty() {
+            // What has passed is freed, also where another cannot tell.
+            let gone = self.freeing(self.lock(), stream, |slots| {
+                for &id in &passed {
+                    slots.fence_passed(id);
+                }
+                Ok(slots.fences_mut().take_passed(&passed))
+            });
+            drop(gone);
+        }
+        end
+    }
+
+    /// As [`Self::poll`], and waits for values that are on their way.
+    ///
+    /// # Errors
+    /// As [`Self::poll`].
+    pub fn settle(&self, stream: Stream) -> Result<()> {
+        while self.wait_for_oldest(stream)? {}
+        self.poll(stream)
+    }
+
+    /// Waits for the oldest free whose values have not landed, and completes it. `false` when there is none.
+    fn wait_for_oldest(&self, stream: Stream) -> Result<bool> {
+        let oldest = {
+            let slots = self.lock();
+            if !slots.has_deferred() {
+                return Ok(false);
+            }
+            slots.unsettled()
+        };
+        if let Some(oldest) = oldest {
+            blocking(|| oldest.wait())?;
+        }
+        self.complete_landed(stream)?;
+        Ok(true)
+    }
+
+    /// Completes frees whose values have landed, and reports what was wrong with them.
+    fn complete_landed(&self, stream: Stream) -> Result<()> {
+        let mut settled = Vec::new();
+        let answer = self.freeing(self.lock(), stream, |slots| slots.settle(&mut settled));
+        for late in settled {
+            if late.bad.dropped() > 0 {
+                self.notify(Notice::BadFrees(&late.bad, late.given));
+            }
+        }
+        answer
+    }
+
+    /// What `take` takes; `None` if slots are short and nothing helps.
+    pub(super) fn take<T>(
+        &self,
+        stream: Stream,
+        mut take: impl FnMut(&mut SlotTensors) -> Result<Taken<T>>,
+    ) -> Result<Option<T>> {
+        loop {
+            let mut slots = self.polled(stream)?;
+            if let Some(event) = slots.crowded() {
+                drop(slots);
+                blocking(|| event.wait())?;
+                continue;
+            }
+            let taken = take(&mut slots)?;
+            drop(slots);
+            match taken {
+                Ok(taken) => return Ok(Some(taken)),
+                Err(short) if self.reclaim(short.slots, stream)? || self.wait_for_oldest(stream)? => (),
+                Err(_) => return Ok(None),
+            }
         }
     }
 
-    /// Poisons the rows of slots that became free since the last call, in the order of `stream`.
-    ///
-    /// # Errors
-    /// As [`KvPool::poison`]; the slots stay free then.
-    pub fn poison(&mut self, stream: Stream) -> Result<()> {
-        if self.poisoned.is_empty() {
-            return Ok(());
+    /// Whether slots were freed by those who can do without.
+    fn reclaim(&self, slots: usize, stream: Stream) -> Result<bool> {
+        if slots == 0 {
+            return Ok(false);
         }
-        let pages = self.slots.pages_mut().book_mut().ledger_mut().map_or(Vec::new(), Ledger::take_freed);
-        let page_size = self.slots.page_size();
-        let slots: Vec<_> =
-            pages.iter().map(|run| widen(run.start) * page_size..widen(run.end) * page_size).collect();
-        self.poisoned.retain(|kv| kv.strong_count() > 0);
-        self.poisoned.iter().filter_map(Weak::upgrade).try_for_each(|kv| kv.poison(&slots, stream))
+        let mut registered = self.reclaim.lock().unwrap_or_else(PoisonError::into_inner);
+        registered.retain(|reclaim| reclaim.strong_count() > 0);
+        let asked: Vec<_> = registered.iter().filter_map(Weak::upgrade).collect();
+        drop(registered);
+        let mut freed = 0;
+        for reclaim in asked {
+            if freed < slots {
+                freed += reclaim.reclaim(slots - freed, stream)?;
+            }
+        }
+        Ok(freed > 0)
     }
 
-    /// As [`Self::slots`], for a planner, which makes its own tensors.
-    pub(super) const fn slots_mut(&mut self) -> &mut SlotAllocator {
-        &mut self.slots
+    /// Frees what `free` frees, behind a fence if there is one.
+    pub(super) fn give<R>(
+        &self,
+        after: Option<&Arc<dyn Fence>>,
+        stream: Stream,
+        free: impl FnOnce(&mut SlotTensors, Option<FenceId>) -> Result<R>,
+    ) -> Result<R> {
+        // The caller's own copy is dropped when no lock is held.
+        let fence = after.cloned();
+        self.freeing(self.polled(stream)?, stream, |slots| slots.behind(fence, free))
     }
 
-    /// Adds an owner to slots: see [`SlotAllocator::share`].
+    /// Does `work` under the lock and, where a ledger is kept, poisons the rows of slots that it makes free, before another
+    /// call can hand them out.
+    fn freeing<R>(
+        &self,
+        mut slots: MutexGuard<'_, SlotTensors>,
+        stream: Stream,
+        work: impl FnOnce(&mut SlotTensors) -> Result<R>,
+    ) -> Result<R> {
+        let answer = work(&mut slots);
+        let poisoned = slots.poison(stream);
+        drop(slots);
+        if let Err(failure) = poisoned {
+            self.notify(Notice::NotPoisoned(&failure));
+        }
+        answer
+    }
+
+    fn notify(&self, notice: Notice<'_>) {
+        if let Some(on_notice) = &self.on_notice {
+            on_notice(notice);
+        }
+    }
+
+    /// Poison is ignored: what the lock guards holds together wherever its methods may panic.
+    #[inline]
+    pub(super) fn lock(&self) -> MutexGuard<'_, SlotTensors> {
+        self.slots.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    const fn grant(&self, view: TensorView, continued: Vec<Page>) -> Grant<'_> {
+        Grant { allocator: self, view: Some(view), continued }
+    }
+
+    /// Shows `look` who owns which slot, under the lock. Frees that have not landed are not counted in.
+    pub fn look<R>(&self, look: impl FnOnce(&SlotAllocator) -> R) -> R {
+        look(self.lock().slots())
+    }
+
+    /// Shows `look` the fences that have not passed, unless another thread has the lock.
     ///
     /// # Errors
-    /// As there.
-    pub fn share(&mut self, given: &IndexVec) -> Result<()> {
-        self.slots.share(given)
+    /// What `look` answers first.
+    pub fn try_look_at_fences<E>(
+        &self,
+        mut look: impl FnMut(&dyn Fence) -> std::result::Result<(), E>,
+    ) -> std::result::Result<(), E> {
+        self.slots.try_lock().map_or(Ok(()), |slots| slots.fences().iter().try_for_each(&mut look))
+    }
+
+    /// Forgets all fences, whose slots stay in use until [`Self::clear`].
+    pub fn forget_fences(&self) {
+        let gone = self.lock().fences_mut().take();
+        drop(gone);
+    }
+
+    /// Notes that work on `stream` reads slots that were handed out: their memory is used again after that work only. Slots in
+    /// host memory have no streams.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for a tensor that is none of this allocator's.
+    pub fn used_on(&self, tensor: &Borrowed<'_>, stream: Stream) -> Result<()> {
+        self.lock().used_on(tensor, stream)
     }
 
     /// Where the tensors are.
@@ -174,328 +416,51 @@ impl TokenToKvPoolAllocator {
 
     /// Whether the lowest free slots are handed out first.
     #[must_use]
-    pub const fn need_sort(&self) -> bool {
-        self.need_sort
+    pub fn need_sort(&self) -> bool {
+        self.lock().need_sort()
     }
 
     /// Whether a bad free is an error.
     #[must_use]
-    pub const fn strict(&self) -> bool {
-        self.strict
+    pub fn strict(&self) -> bool {
+        self.lock().strict()
     }
 
-    /// Takes `count` slots, or returns `None`: a 1-D int32 tensor, valid on `stream`.
-    ///
-    /// # Errors
-    /// [`ErrorKind::OutOfMemory`] when the host cannot hold the answer, or tensors that were handed out before still
-    /// cover the stage; [`ErrorKind::Driver`] when the driver refuses. Nothing is taken.
-    pub fn alloc(&mut self, count: usize, stream: Stream) -> Result<Option<TensorView>> {
-        let Some(stage) = &mut self.stage else {
-            return Ok(self.slots.alloc(count)?.map(TensorView::from_indices));
-        };
-        if !stage.has_ready(count) || self.slots.merges_for(count) {
-            // What was taken can be undone; that released slots were merged cannot.
-            stage.check_writable(stream)?;
-        }
-        self.runs.clear();
-        if !self.slots.alloc_runs(count, |run| self.runs.push(run)) {
-            return Ok(None);
-        }
-        let upcoming = |count: usize, runs: &mut VecDeque<Range<u32>>| {
-            self.slots.upcoming(count, |run| runs.push_back(run));
-        };
-        match stage.hand_out(&self.runs, count, upcoming, stream) {
-            Ok(view) => Ok(Some(view)),
-            Err(failure) => {
-                let mut taken = Vec::new();
-                list(&mut taken, &self.runs, count);
-                self.slots.undo(&taken, &[]);
-                Err(failure)
-            }
-        }
-    }
-
-    /// Takes one ascending run of `count` slots, the lowest that fits, or returns `None`.
-    ///
-    /// # Errors
-    /// As [`TokenToKvPoolAllocator::alloc`].
-    pub fn alloc_contiguous(&mut self, count: usize, stream: Stream) -> Result<Option<TensorView>> {
-        self.check_writable(stream)?;
-        let Some(slots) = self.slots.alloc_contiguous(count)? else { return Ok(None) };
-        self.hand_out(slots, &[], stream).map(Some)
-    }
-
-    /// Takes the slots for positions `prefix..seq` of each request, concatenated, or returns `None`. Also names the
-    /// pages that the requests had before and that some of the slots are in.
-    ///
-    /// # Errors
-    /// As [`SlotAllocator::extend`] and [`TokenToKvPoolAllocator::alloc`].
-    pub fn alloc_extend(
-        &mut self,
-        prefix_lens: &[i64],
-        seq_lens: &[i64],
-        last_loc: &[i64],
-        stream: Stream,
-    ) -> Result<Option<(TensorView, Vec<Page>)>> {
-        self.check_writable(stream)?;
-        let Some(taken) = self.slots.extend(prefix_lens, seq_lens, last_loc)? else { return Ok(None) };
-        let view = self.hand_out(taken.slots, &taken.continued, stream)?;
-        Ok(Some((view, taken.continued)))
-    }
-
-    /// Takes one slot a request, that of position `seq - 1`, or returns `None`; else as `alloc_extend`.
-    ///
-    /// # Errors
-    /// As [`TokenToKvPoolAllocator::alloc_extend`].
-    pub fn alloc_decode(
-        &mut self,
-        seq_lens: &[i64],
-        last_loc: &[i64],
-        stream: Stream,
-    ) -> Result<Option<(TensorView, Vec<Page>)>> {
-        let mut prefix_lens = reserve(seq_lens.len())?;
-        prefix_lens.extend(seq_lens.iter().map(|len| len.saturating_sub(1)));
-        self.alloc_extend(&prefix_lens, seq_lens, last_loc, stream)
-    }
-
-    /// Checks that a tensor of slots can be made for `stream` now.
-    fn check_writable(&self, stream: Stream) -> Result<()> {
-        self.stage.as_ref().map_or(Ok(()), |stage| stage.check_writable(stream))
-    }
-
-    /// Makes a tensor of slots that were taken; if that fails, they are given back.
-    fn hand_out(&mut self, slots: Vec<i32>, continued: &[Page], stream: Stream) -> Result<TensorView> {
-        let Some(stage) = &mut self.stage else { return Ok(TensorView::from_indices(slots)) };
-        stage.show(&slots, stream).inspect_err(|_| self.slots.undo(&slots, continued))
-    }
-
-    /// A point to wait for, without locks, before more slots are taken: the device is far behind with those before.
+    /// Slots in a page.
     #[must_use]
-    pub fn crowded(&self) -> Option<Arc<Event>> {
-        self.stage.as_ref()?.crowded()
-    }
-
-    /// Notes that work on `stream` reads slots that were handed out: their memory is used again after that work only. Slots in
-    /// host memory have no streams.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Config`] for a tensor that is none of this allocator's.
-    pub fn used_on(&self, tensor: &Borrowed<'_>, stream: Stream) -> Result<()> {
-        match &self.stage {
-            Some(stage) => stage.used_on(tensor, stream),
-            None => Ok(()),
-        }
-    }
-
-    /// Gives back what was handed out in `view` and never used: its pages but those that were only `continued`.
-    pub fn undo(&mut self, view: &TensorView, continued: &[Page]) {
-        let Ok(tensor) = view.borrow() else { return };
-        let slots = match Indices::of(tensor, Some(0)) {
-            Ok(Indices::Host(values)) => Some(values),
-            Ok(Indices::Device { tensor, version }) => known_values(&tensor, version),
-            Err(_) => None,
-        };
-        if let Some(slots) = slots.and_then(|slots| slots.into_i32().ok()) {
-            self.slots.undo(&slots, continued);
-        }
-    }
-
-    /// Gives slots back; what is not live is dropped and reported. With a fence, they stay in use until
-    /// [`TokenToKvPoolAllocator::fence_passed`] is told so.
-    ///
-    /// # Errors
-    /// If strict, [`ErrorKind::IndexOwnership`] when anything would be dropped; nothing is changed then.
-    pub fn free(&mut self, given: &IndexVec, fence: Option<FenceId>) -> Result<BadFrees> {
-        if let Some(stage) = &self.stage {
-            stage.gpu().check_process()?;
-        }
-        match fence {
-            None => self.slots.free(given, self.strict),
-            Some(fence) => self.slots.free_after(fence, given, self.strict),
-        }
-    }
-
-    /// As [`TokenToKvPoolAllocator::free`], for indices anywhere.
-    ///
-    /// Values that only a device knows are copied in the order of `stream`, and nothing waits for them, unless more are
-    /// on their way than the pool has slots. `keep` keeps the tensor until they were.
-    ///
-    /// # Errors
-    /// As there; [`ErrorKind::Driver`] when the driver refuses.
-    pub fn free_anywhere(
-        &mut self,
-        given: &Indices<'_>,
-        fence: Option<FenceId>,
-        keep: impl FnOnce() -> Option<Keep>,
-        stream: Stream,
-    ) -> Result<BadFrees> {
-        match given {
-            Indices::Host(values) => self.free(values, fence),
-            Indices::Device { tensor, version } => {
-                let values = match known_values(tensor, *version) {
-                    Some(values) => Some(values),
-                    None => self.defer((tensor, keep()), fence, stream)?,
-                };
-                values.map_or(Ok(BadFrees::default()), |values| self.free(&values, fence))
-            }
-        }
-    }
-
-    /// Has the values of `tensor` copied, for a free when they have landed. Waits for them, and returns them, only
-    /// when there is no room for the copy.
-    fn defer(
-        &mut self,
-        (tensor, keep): (&Borrowed<'_>, Option<Keep>),
-        fence: Option<FenceId>,
-        stream: Stream,
-    ) -> Result<Option<IndexVec>> {
-        let gpu = self.gpu_of(tensor.device())?;
-        let at_once = fetched_at_once(&self.slots);
-        tensor.used_on(stream);
-        match self.deferred.fetch(&gpu, at_once, (tensor, keep), stream)? {
-            None => return read_now(&gpu, tensor, stream).map(Some),
-            Some(part) if fence.is_none() && self.slots.in_group() => {
-                self.group.push((part, self.act()));
-            }
-            Some(part) => {
-                let by = self.act().map(|act| (part.len(), act)).into_iter().collect();
-                self.deferred.push(vec![part], fence, by);
-            }
-        }
-        Ok(None)
-    }
-
-    /// The device of a tensor.
-    fn gpu_of(&self, device: Device) -> Result<Arc<Gpu>> {
-        match (&self.stage, device) {
-            (Some(stage), _) if stage.gpu().device() == device => Ok(Arc::clone(stage.gpu())),
-            (_, Device::Cuda(ordinal)) => Gpu::open(ordinal),
-            (_, Device::Cpu) => Err(Error::config("a tensor in host memory is on no GPU")),
-        }
-    }
-
-    /// Completes frees whose values have landed, and adds to `settled` what was wrong with them.
-    ///
-    /// # Errors
-    /// If strict, [`ErrorKind::IndexOwnership`] for the first free that would have dropped something: it is left
-    /// undone. [`ErrorKind::Driver`] when the device has failed.
-    pub fn settle(&mut self, settled: &mut Vec<Settled>) -> Result<()> {
-        while let Some(landed) = self.deferred.landed()? {
-            let freed = self.slots.free_signed(&landed.values, landed.fence, &landed.by, self.strict);
-            let (bad, failure) =
-                freed.map_or_else(|error| (BadFrees::default(), Some(error)), |bad| (bad, None));
-            settled.push(Settled { given: landed.values.len(), bad, keeps: landed.keeps });
-            if let Some(error) = failure {
-                let text = format!("a free of slots that the host did not know: {error}");
-                return Err(Error::new(error.kind(), text));
-            }
-        }
-        Ok(())
-    }
-
-    /// The point after which [`TokenToKvPoolAllocator::settle`] will complete a free that it cannot complete now.
-    #[must_use]
-    pub fn unsettled(&self) -> Option<Arc<Event>> {
-        self.deferred.oldest()
-    }
-
-    /// A name for a fence.
-    pub const fn new_fence(&mut self) -> FenceId {
-        self.slots.new_fence()
-    }
-
-    /// Frees the slots behind a fence; one that is not known any more has none.
-    pub fn fence_passed(&mut self, id: FenceId) {
-        if !self.deferred.fence_passed(id) {
-            self.slots.fence_passed(id);
-        }
-    }
-
-    /// Starts to collect frees. Groups nest.
-    pub fn free_group_begin(&mut self) {
-        self.slots.group_begin();
-    }
-
-    /// Ends a group; the outermost frees all that was collected as one call and says how much that was.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Config`] when no group is open; as [`TokenToKvPoolAllocator::free`], the group being closed.
-    pub fn free_group_end(&mut self) -> Result<(usize, BadFrees)> {
-        let Some((given, mut by)) = self.slots.group_end()? else { return Ok((0, BadFrees::default())) };
-        if self.group.is_empty() {
-            return Ok((given.len(), self.slots.free_signed(&given, None, &by, self.strict)?));
-        }
-        let mut end = given.len();
-        let mut parts = vec![Part::Values(given)];
-        for (part, act) in self.group.drain(..) {
-            end += part.len();
-            by.extend(act.map(|act| (end, act)));
-            parts.push(part);
-        }
-        self.deferred.push(parts, None, by);
-        Ok((0, BadFrees::default()))
+    pub fn page_size(&self) -> usize {
+        self.look(SlotAllocator::page_size)
     }
 
     /// Slots that can be handed out now or when frees have landed. Those are counted as whole pages of their own,
     /// none of them twice.
     #[must_use]
     pub fn available_size(&self) -> usize {
-        self.slots.available() + self.landing()
+        self.lock().available_size()
     }
 
-    /// Slots in use whose free has not landed, as far as that can be told from its length.
-    fn landing(&self) -> usize {
-        if self.deferred.is_empty() {
-            return 0;
-        }
-        let page_size = self.slots.page_size();
-        let given = self.deferred.given().next_multiple_of(page_size);
-        let stats = self.slots.stats();
-        given.min(stats.in_use - stats.fenced)
-    }
-
-    /// Merges the released slots into the free ones.
-    pub fn merge_and_sort_free(&mut self) {
-        self.slots.merge();
-    }
-
-    /// Makes every slot free, closes groups and forgets fences and frees that have not landed. Returns what kept their
-    /// tensors, to be dropped without locks.
-    pub fn clear(&mut self) -> Vec<Keep> {
-        let mut keeps = abandon(self.group.drain(..).map(|(part, _)| part));
-        keeps.extend(self.deferred.clear());
-        self.slots.clear();
-        keeps
-    }
-
-    /// The free pages, in the order in which they are handed out without a merge.
+    /// The free pages, in the order in which they are handed out without a merge. Waits for values on their way.
     ///
     /// # Errors
-    /// As [`TokenToKvPoolAllocator::alloc`].
-    pub fn free_slots(&mut self, stream: Stream) -> Result<TensorView> {
-        self.show(signed(self.slots.pages().free_ids()), stream)
+    /// As [`Self::alloc`].
+    pub fn free_slots(&self, stream: Stream) -> Result<TensorView> {
+        self.settle(stream)?;
+        self.lock().free_slots(stream)
     }
 
-    /// The released pages, lowest first.
+    /// The released pages, lowest first. Waits for values on their way.
     ///
     /// # Errors
-    /// As [`TokenToKvPoolAllocator::alloc`].
-    pub fn release_slots(&mut self, stream: Stream) -> Result<TensorView> {
-        self.show(signed(self.slots.pages().released_ids()), stream)
-    }
-
-    /// Numbers as a tensor that is valid on `stream`.
-    pub(super) fn show(&mut self, numbers: Vec<i32>, stream: Stream) -> Result<TensorView> {
-        match &mut self.stage {
-            Some(stage) => stage.show(&numbers, stream),
-            None => Ok(TensorView::from_indices(numbers)),
-        }
+    /// As [`Self::alloc`].
+    pub fn release_slots(&self, stream: Stream) -> Result<TensorView> {
+        self.settle(stream)?;
+        self.lock().release_slots(stream)
     }
 
     /// (start, length) of the maximal ascending runs: int32 `[k, 2]` on the host.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] for values beyond int32.
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for values beyond int32.
     pub fn runs(given: &IndexVec) -> Result<TensorView> {
         ascending_runs(given).map(TensorView::from_pairs)
     }
@@ -503,40 +468,65 @@ impl TokenToKvPoolAllocator {
     /// Checks every invariant.
     ///
     /// # Errors
-    /// [`ErrorKind::IndexOwnership`] with what is broken.
+    /// [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) with what is broken.
     pub fn verify(&self) -> Result<()> {
-        self.slots.fault().map_or(Ok(()), |fault| {
-            Err(Error::new(ErrorKind::IndexOwnership, format!("the allocator is inconsistent: {fault}")))
-        })
+        self.lock().verify()
     }
 
     /// The numbers of this pool. Slots whose free has not landed count as available, as far as can be told.
     #[must_use]
     pub fn stats(&self) -> SlotStats {
-        let (stats, landing) = (self.slots.stats(), self.landing());
-        SlotStats { available: stats.available + landing, in_use: stats.in_use - landing, ..stats }
+        self.lock().stats()
     }
 
     /// Slots whose free has not landed, as far as can be told.
     #[must_use]
     pub fn pending(&self) -> usize {
-        self.landing()
+        self.lock().pending()
     }
 
     /// Bytes on the device.
     #[must_use]
     pub fn device_bytes(&self) -> usize {
-        self.stage.as_ref().map_or(0, Stage::bytes)
+        self.lock().device_bytes()
     }
 }
 
-fn signed(ids: Vec<u32>) -> Vec<i32> {
-    ids.into_iter().map(u32::cast_signed).collect()
+impl fmt::Debug for TokenToKvPoolAllocator {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("TokenToKvPoolAllocator").field("slots", &self.slots).finish_non_exhaustive()
+    }
 }
 
-/// Values of foreign tensors that may be on their way at once: as many as there are slots, and some to spare.
-fn fetched_at_once(slots: &SlotAllocator) -> usize {
-    /// For small pools, whose frees may name slots more than once.
-    const SPARE: usize = 8 << 10;
-    slots.capacity().saturating_add(SPARE)
+/// Slots that were taken, and go back when this is dropped, unless they are kept.
+#[derive(Debug)]
+#[must_use]
+pub struct Grant<'a> {
+    allocator: &'a TokenToKvPoolAllocator,
+    /// `None` once they are kept.
+    view: Option<TensorView>,
+    /// Pages that the requests had before, in which some of the slots are.
+    continued: Vec<Page>,
+}
+
+impl Grant<'_> {
+    /// The slots.
+    #[must_use]
+    pub fn view(&self) -> &TensorView {
+        self.view.as_ref().expect("only `keep` takes it")
+    }
+
+    /// Hands the slots on: from now on they are given back by [`TokenToKvPoolAllocator::free`].
+    #[must_use]
+    pub fn keep(mut self) -> TensorView {
+        self.view.take().expect("only this takes it")
+    }
+}
+
+impl Drop for Grant<'_> {
+    fn drop(&mut self) {
+        if let Some(view) = self.view.take() {
+            self.allocator.lock().undo(&view, &self.continued);
+        }
+    }
 }

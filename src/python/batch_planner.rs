@@ -1,6 +1,6 @@
 //! `kvpool.BatchPlanner`, `kvpool.BatchPlan` and what it has on the host.
 
-use std::sync::Mutex;
+use std::sync::Arc;
 
 use pyo3::PyTraverseError;
 use pyo3::exceptions::PyTypeError;
@@ -8,17 +8,19 @@ use pyo3::gc::PyVisit;
 use pyo3::prelude::*;
 use pyo3::types::{IntoPyDict, PyDict, PySequence};
 
-use crate::base::{Device, Error, IndexVec};
-use crate::index::{Acting, BadFrees};
-use crate::pool::{Batch, BatchPlanner as Planner, Field, Plan, PlannerConfig, Pools};
+use crate::base::{Error, IndexVec};
+use crate::index::Acting;
+use crate::memory::Stream;
+use crate::pool::{Batch, BatchPlanner as Planner, Field, Plan, PlannerConfig};
 
+use super::args;
 use super::export::to_tensor;
-use super::framework::{backend, current_stream, make_room};
+use super::fences::fence;
+use super::framework::{backend, current_stream};
 use super::made::MadeTensors;
 use super::req_to_token_pool::ReqToTokenPool;
 use super::tensor::Tensor;
 use super::token_to_kv_pool_allocator::TokenToKvPoolAllocator;
-use super::{args, lock, with};
 
 /// Plans the steps of a scheduler: one call takes the slots of a whole batch, writes the request table and makes the
 /// metadata that attention kernels read.
@@ -46,63 +48,22 @@ use super::{args, lock, with};
 ///     OutOfMemoryError: If the memory cannot be had.
 #[pyclass(frozen, module = "kvpool", name = "BatchPlanner", weakref)]
 pub(super) struct BatchPlanner {
-    // Whoever needs more than one lock takes that of the allocator first, this one next, that of the table last.
-    planner: Mutex<Planner>,
+    planner: Planner,
     table: Py<ReqToTokenPool>,
     allocator: Py<TokenToKvPoolAllocator>,
-    config: PlannerConfig,
-    device: Device,
     /// By field; they are the same in every step that has the same sizes.
     tensors: MadeTensors<()>,
 }
 
 impl BatchPlanner {
-    /// Waits, without locks, while the device is many steps behind.
-    fn make_room(&self, py: Python<'_>) -> PyResult<()> {
-        make_room(py, self.config.max_tokens, || lock(&self.planner).crowded())
-    }
-
-    /// What `plan` plans, after waiting for frees to land if it must.
-    fn plan(
-        slf: &Bound<'_, Self>,
-        mut plan: impl FnMut(&mut Planner, Pools<'_>, crate::memory::Stream) -> crate::base::Result<Option<Plan>>,
-    ) -> PyResult<Option<BatchPlan>> {
-        let this = slf.get();
-        let _acting = this.begin(slf.py())?;
-        this.make_room(slf.py())?;
-        let planned = this.allocator.get().take(slf.py(), |slots, stream| {
-            let (mut planner, mut table) = (lock(&this.planner), lock(&this.table.get().pool));
-            plan(&mut planner, Pools { slots, table: &mut table }, stream)
-        })?;
-        Ok(planned.map(|plan| BatchPlan { planner: slf.clone().unbind(), plan }))
-    }
-
     /// Announces the caller's line to the pools, if one of them debugs.
     fn begin(&self, py: Python<'_>) -> PyResult<Option<Acting>> {
         let (slots, rows) = (self.allocator.get().debug, self.table.get().debug);
         if slots.is_on() { slots.begin(py, None) } else { rows.begin(py, None) }
     }
 
-    /// What `give` gives back, reported.
-    fn give(
-        &self,
-        py: Python<'_>,
-        after: Option<&Bound<'_, PyAny>>,
-        give: impl FnOnce(
-            &mut Planner,
-            Pools<'_>,
-            Option<crate::index::FenceId>,
-        ) -> crate::base::Result<(usize, BadFrees)>,
-    ) -> PyResult<()> {
-        let allocator = self.allocator.get();
-        allocator.poll(py)?;
-        let _acting = self.begin(py)?;
-        let (given, bad) = allocator.give(py, after, |slots, fence| {
-            let (mut planner, mut table) = (lock(&self.planner), lock(&self.table.get().pool));
-            give(&mut planner, Pools { slots, table: &mut table }, fence)
-        })?;
-        allocator.report(py, &bad, given);
-        Ok(())
+    fn stream(&self, py: Python<'_>) -> PyResult<Stream> {
+        current_stream(py, self.planner.device())
     }
 }
 
@@ -151,19 +112,10 @@ impl BatchPlanner {
         let max_batch_size = args::size("max_batch_size", max_batch_size)?;
         let max_tokens = args::size("max_tokens", max_tokens)?;
         let config = PlannerConfig { max_batch_size, max_tokens, kv_indices, block_table };
-        let device = lock(&allocator.get().pool).device();
-        let backend = backend(py, device)?;
         let (slots, table) = (&allocator.get().pool, &req_to_token_pool.get().pool);
-        let planner =
-            py.detach(|| with(slots, |slots| Planner::new(backend, slots, &lock(table), config)))?;
-        Ok(Self {
-            planner: Mutex::new(planner),
-            table: req_to_token_pool,
-            allocator,
-            config,
-            device,
-            tensors: MadeTensors::default(),
-        })
+        let backend = backend(py, slots.device())?;
+        let planner = py.detach(|| Planner::new(backend, Arc::clone(slots), Arc::clone(table), config))?;
+        Ok(Self { planner, table: req_to_token_pool, allocator, tensors: MadeTensors::default() })
     }
 
     /// Takes the slots for positions `[prefix, seq)` of each request: prefill, chunk by chunk or at once.
@@ -213,7 +165,10 @@ impl BatchPlanner {
         }
         let batch =
             Batch { rows: &rows, prefix_lens: &prefix_lens, seq_lens: &seq_lens, prefix_slots: &cached };
-        Self::plan(slf, |planner, pools, stream| planner.extend(pools, batch, stream))
+        let this = slf.get();
+        let _acting = this.begin(py)?;
+        let plan = this.planner.extend(batch, this.stream(py)?)?;
+        Ok(plan.map(|plan| BatchPlan { planner: slf.clone().unbind(), plan }))
     }
 
     /// Takes the slots for the next tokens of each request: `extend` from `seq_lens - tokens_per_req` to `seq_lens`.
@@ -249,9 +204,11 @@ impl BatchPlanner {
         let seq_lens = values(py, seq_lens)?;
         let tokens_per_req = tokens_per_req.count("tokens_per_req", 1)?;
         let sizes = pad_to.map(|sizes| padded_sizes(&values(py, sizes)?)).transpose()?;
-        Self::plan(slf, |planner, pools, stream| {
-            planner.decode(pools, (&rows, &seq_lens), tokens_per_req, sizes.as_deref(), stream)
-        })
+        let this = slf.get();
+        let _acting = this.begin(py)?;
+        let plan =
+            this.planner.decode(&rows, &seq_lens, tokens_per_req, sizes.as_deref(), this.stream(py)?)?;
+        Ok(plan.map(|plan| BatchPlan { planner: slf.clone().unbind(), plan }))
     }
 
     /// Shrinks requests, such as by tokens that were rejected. What the table holds beyond stays there, and is nobody's.
@@ -276,7 +233,13 @@ impl BatchPlanner {
         after: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
         let (rows, seq_lens) = (values(py, req_pool_indices)?, values(py, seq_lens)?);
-        self.give(py, after, |planner, pools, fence| planner.truncate(pools, (&rows, &seq_lens), fence))
+        let fence = fence(after)?;
+        let _acting = self.begin(py)?;
+        let allocator = self.allocator.get();
+        let stream = allocator.debug_stream(py)?;
+        let (given, bad) = self.planner.truncate(&rows, &seq_lens, fence.as_ref(), stream)?;
+        allocator.report(py, &bad, given);
+        Ok(())
     }
 
     /// Gives back the slots and the rows of requests; the rows are zeroed.
@@ -302,11 +265,11 @@ impl BatchPlanner {
     ) -> PyResult<()> {
         let rows = values(py, req_pool_indices)?;
         let seq_lens = seq_lens.map(|lens| values(py, lens)).transpose()?;
-        self.make_room(py)?;
-        let stream = current_stream(py, self.device)?;
-        self.give(py, after, |planner, pools, fence| {
-            planner.finish(pools, (&rows, seq_lens.as_ref()), fence, stream)
-        })
+        let fence = fence(after)?;
+        let _acting = self.begin(py)?;
+        let (given, bad) = self.planner.finish(&rows, seq_lens.as_ref(), fence.as_ref(), self.stream(py)?)?;
+        self.allocator.get().report(py, &bad, given);
+        Ok(())
     }
 
     /// Gives a request that has nothing the first tokens of another, as parallel sampling does. Full pages are shared, each
@@ -333,13 +296,9 @@ impl BatchPlanner {
         dst: &Bound<'_, PyAny>,
         seq_len: &Bound<'_, PyAny>,
     ) -> PyResult<Option<(Py<PyAny>, Py<PyAny>)>> {
-        let (rows, len) = ([args::int(src)?, args::int(dst)?], args::int(seq_len)?);
+        let (src, dst, len) = (args::int(src)?, args::int(dst)?, args::int(seq_len)?);
         let _acting = self.begin(py)?;
-        self.make_room(py)?;
-        let copied = self.allocator.get().take(py, |slots, stream| {
-            let (mut planner, mut table) = (lock(&self.planner), lock(&self.table.get().pool));
-            planner.fork(Pools { slots, table: &mut table }, rows, len, stream)
-        })?;
+        let copied = self.planner.fork(src, dst, len, self.stream(py)?)?;
         let tensors = |[dst, src]: &[_; 2]| Ok((to_tensor(py, dst)?, to_tensor(py, src)?));
         copied.as_ref().map(tensors).transpose()
     }
@@ -351,23 +310,20 @@ impl BatchPlanner {
     ///     IndexOwnershipError: If it was not taken.
     fn seq_len(&self, req_pool_idx: &Bound<'_, PyAny>) -> PyResult<u32> {
         let row = args::int(req_pool_idx)?;
-        with(&self.planner, |planner| planner.seq_len(row, &lock(&self.table.get().pool)))
+        Ok(self.planner.seq_len(row)?)
     }
 
     /// The numbers of this planner: `requests` that have slots, their `tokens`, `plans` so far; `max_batch_size`,
     /// `max_tokens`, and `bytes` of the arrays on its device.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let ((requests, tokens), plans, bytes) = {
-            let (planner, table) = (lock(&self.planner), lock(&self.table.get().pool));
-            (planner.totals(&table), planner.plans(), planner.mem_bytes())
-        };
+        let (planner, (requests, tokens)) = (&self.planner, self.planner.totals());
         [
             ("requests", requests),
             ("tokens", tokens),
-            ("plans", plans),
-            ("max_batch_size", self.config.max_batch_size),
-            ("max_tokens", self.config.max_tokens),
-            ("bytes", bytes),
+            ("plans", planner.plans()),
+            ("max_batch_size", self.planner.config().max_batch_size),
+            ("max_tokens", self.planner.config().max_tokens),
+            ("bytes", planner.mem_bytes()),
         ]
         .into_py_dict(py)
     }
@@ -387,34 +343,34 @@ impl BatchPlanner {
     /// Requests in a batch, at most.
     #[getter]
     fn max_batch_size(&self) -> usize {
-        self.config.max_batch_size
+        self.planner.config().max_batch_size
     }
 
     /// New tokens in a batch, at most.
     #[getter]
     fn max_tokens(&self) -> usize {
-        self.config.max_tokens
+        self.planner.config().max_tokens
     }
 
     /// Slots in a page.
     #[getter]
     fn page_size(&self) -> usize {
-        lock(&self.allocator.get().pool).slots().page_size()
+        self.allocator.get().pool.page_size()
     }
 
     /// Where the tensors are, as PyTorch writes it.
     #[getter]
     fn device(&self) -> String {
-        self.device.to_string()
+        self.planner.device().to_string()
     }
 
     fn __repr__(&self) -> String {
         format!(
             "BatchPlanner(max_batch_size={}, max_tokens={}, page_size={}, device='{}')",
-            self.config.max_batch_size,
-            self.config.max_tokens,
+            self.planner.config().max_batch_size,
+            self.planner.config().max_tokens,
             self.page_size(),
-            self.device
+            self.planner.device()
         )
     }
 
@@ -439,7 +395,7 @@ pub(super) struct BatchPlan {
 impl BatchPlan {
     fn field(&self, py: Python<'_>, field: Field) -> PyResult<Option<Py<PyAny>>> {
         let planner = self.planner.get();
-        let view = with(&planner.planner, |planner| planner.field(&self.plan, field))?;
+        let view = planner.planner.field(&self.plan, field)?;
         view.map(|view| planner.tensors.tensor(py, field as usize, (), &view)).transpose()
     }
 
@@ -595,7 +551,7 @@ pub(super) struct HostPlan {
 
 impl HostPlan {
     fn field<'py>(&self, py: Python<'py>, field: Field) -> PyResult<Option<Bound<'py, PyAny>>> {
-        let view = with(&self.planner.get().planner, |planner| planner.host_field(&self.plan, field))?;
+        let view = self.planner.get().planner.host_field(&self.plan, field)?;
         let Some(view) = view else { return Ok(None) };
         let tensor = Bound::new(py, Tensor::new(view))?.into_any();
         if py.import("numpy").is_err() {

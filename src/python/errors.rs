@@ -7,6 +7,12 @@ use crate::base::{Error, ErrorKind};
 
 impl From<Error> for PyErr {
     fn from(error: Error) -> Self {
+        if let Some(raised) =
+            std::error::Error::source(&error).and_then(|source| source.downcast_ref::<Self>())
+        {
+            // An exception of Python code that a pool called.
+            return Python::attach(|py| raised.clone_ref(py));
+        }
         let message = error.to_string();
         match error.kind() {
             ErrorKind::Type => PyTypeError::new_err(message),

@@ -13,7 +13,7 @@ use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyCapsule, PyDict, PyType};
 
 use crate::base::{DType, Device, Dims, Error};
-use crate::memory::{Backend, Borrowed, Event, Stream, backend_for};
+use crate::memory::{Backend, Borrowed, Stream, backend_for};
 use crate::tensor::dlpack::{EXCHANGE_API, ExchangeApi, RawTensor, borrow, raw_device};
 
 /// What kvpool knows of the installed PyTorch.
@@ -181,23 +181,6 @@ pub(super) fn current_stream(py: Python<'_>, device: Device) -> PyResult<Stream>
         Some(torch) => torch.current_stream(py, device, ordinal),
         None => Ok(Stream::DEFAULT),
     }
-}
-
-/// Waits for a device that is far behind with the numbers that a pool sends, without the GIL and without locks, so that a call
-/// that sends `numbers` of them has room and holds up nobody.
-pub(super) fn make_room(
-    py: Python<'_>,
-    numbers: usize,
-    crowded: impl Fn() -> Option<Arc<Event>>,
-) -> PyResult<()> {
-    /// So many always cross with a launch.
-    const BESIDE: usize = 800;
-    while numbers > BESIDE
-        && let Some(event) = crowded()
-    {
-        py.detach(|| event.wait())?;
-    }
-    Ok(())
 }
 
 /// The backend for a new pool on `device`, whose memory is zeroed on the current stream; nothing is made while that is

@@ -10,6 +10,7 @@ use crate::memory::Stream;
 use crate::pool::{GdnConfig, GdnPool as Pool};
 
 use super::args::{self, Arg};
+use super::copying;
 use super::debug::{self, Debug, Occupancy};
 use super::export::{to_tensor, to_tensors};
 use super::framework::{backend, current_stream, to_dtype};
@@ -57,6 +58,17 @@ pub(super) struct GdnPool {
 impl GdnPool {
     fn stream(&self, py: Python<'_>) -> PyResult<Stream> {
         current_stream(py, self.pool.device())
+    }
+
+    /// Runs `work`, which writes the states of `slots` slots.
+    fn run(
+        &self,
+        py: Python<'_>,
+        slots: usize,
+        work: impl FnOnce() -> crate::base::Result<()> + Send,
+    ) -> PyResult<()> {
+        let bytes = slots.saturating_mul(self.pool.mem_bytes() / self.pool.pool_size());
+        copying(py, self.pool.device(), bytes, work)
     }
 }
 
@@ -140,7 +152,7 @@ impl GdnPool {
         let mut indices = args::index_or_indices(indices)?;
         let stream = self.stream(py)?;
         let indices = indices.take()?;
-        Ok(py.detach(|| self.pool.reset_states(&indices, stream))?)
+        self.run(py, indices.len(), || self.pool.reset_states(&indices, stream))
     }
 
     /// Copies both states of slot `src[i]` to slot `dst[i]`, in all layers, as if all were read before any is
@@ -160,7 +172,7 @@ impl GdnPool {
         let (mut src, mut dst) = (args::index_or_indices(src)?, args::index_or_indices(dst)?);
         let stream = self.stream(py)?;
         let (src, dst) = (src.take()?, dst.take()?);
-        Ok(py.detach(|| self.pool.copy_states(&src, &dst, stream))?)
+        self.run(py, src.len(), || self.pool.copy_states(&src, &dst, stream))
     }
 
     /// Takes a track slot, the longest free first, or returns `None`. Its states are what they were.

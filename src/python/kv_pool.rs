@@ -10,16 +10,14 @@ use pyo3::types::{IntoPyDict, PyDict, PyList};
 
 use crate::base::{DType, Device, Dims, Id, Slot};
 use crate::memory::Stream;
-use crate::pool::{KvConfig, KvPool as Pool, Scales};
+use crate::pool::{KvConfig, KvPool as Pool, Scales, make_room};
 
 use super::args::{self, Arg};
+use super::copying;
 use super::debug::Debug;
 use super::export::to_tensors;
-use super::framework::{backend, current_stream, make_room, to_dtype, torch};
+use super::framework::{backend, current_stream, to_dtype, torch};
 use super::pool::Pool as Base;
-
-/// From this size on a copy is worth letting other Python threads run.
-const DETACH_FROM: usize = 64 << 10;
 
 /// K and V storage of every layer, in one region.
 ///
@@ -69,22 +67,19 @@ impl KvPool {
         &self.pool
     }
 
-    /// Runs `work`, which copies `rows` rows of K and V, without the GIL if that is long.
+    /// Runs `work`, which copies `rows` rows of K and V.
     fn run<R: Send>(
         &self,
         py: Python<'_>,
         rows: usize,
         work: impl FnOnce() -> crate::base::Result<R> + Send,
     ) -> PyResult<R> {
-        // On a GPU work is only enqueued.
-        let is_short = rows.saturating_mul(self.pool.token_bytes()) < DETACH_FROM;
-        let answer = if is_short || self.pool.device() != Device::Cpu { work() } else { py.detach(work) };
-        Ok(answer?)
+        copying(py, self.pool.device(), rows.saturating_mul(self.pool.token_bytes()), work)
     }
 
     /// The stream for a call that sends so many numbers of the host.
     fn stream(&self, py: Python<'_>, numbers: usize) -> PyResult<Stream> {
-        make_room(py, numbers, || self.pool.crowded())?;
+        make_room(numbers, || self.pool.crowded())?;
         current_stream(py, self.pool.device())
     }
 

@@ -1,7 +1,9 @@
 //! The extension module `kvpool._kvpool`: converts arguments, delegates to [`crate::pool`], maps errors.
 //!
-//! Classes are frozen and lock what changes. A lock is never held while Python code runs, so neither the GIL nor
-//! a pool's lock is ever waited for by somebody who has the other.
+//! Classes are frozen and lock what changes. The GIL is held while a pool keeps its books or enqueues work, which takes
+//! microseconds, and given up for what may take longer: constructors, copies in host memory from 64 KiB on, and whatever
+//! waits for a device or another thread ([`blocking`](crate::base::blocking)). No lock is held while Python code runs or
+//! the GIL is waited for, so a thread that has one of them never waits for a thread that has the other.
 
 #![expect(
     clippy::doc_markdown,
@@ -32,50 +34,43 @@ mod tensor;
 mod token_to_kv_pool_allocator;
 mod workspace;
 
-use std::ops::DerefMut;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use pyo3::prelude::*;
 
-use crate::base::{DType, Device, Waits, Watched, bytes_of};
+use crate::base::{DType, Device, bytes_of, on_blocking};
 use crate::index::RefCounts;
 use crate::memory::{Region, Stream};
 use crate::tensor::TensorView;
 
-/// A value under a lock.
-trait Lock {
-    type Value;
-
-    /// Locks it. A panic under the lock cannot have left sets half changed, so poison is ignored.
-    fn locked(&self) -> impl DerefMut<Target = Self::Value>;
-}
-
-impl<T> Lock for Mutex<T> {
-    type Value = T;
-
-    #[inline]
-    fn locked(&self) -> impl DerefMut<Target = T> {
-        self.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl<T: Waits> Lock for Watched<T> {
-    type Value = T;
-
-    #[inline]
-    fn locked(&self) -> impl DerefMut<Target = T> {
-        self.lock()
-    }
-}
-
-fn lock<L: Lock>(value: &L) -> impl DerefMut<Target = L::Value> {
-    value.locked()
+/// Locks it. A panic under the lock cannot have left sets half changed, so poison is ignored.
+#[inline]
+fn lock<T>(value: &Mutex<T>) -> MutexGuard<'_, T> {
+    value.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Does `work` under the lock. An error becomes an exception, which runs Python code, only after it.
-fn with<L: Lock, R>(value: &L, work: impl FnOnce(&mut L::Value) -> crate::base::Result<R>) -> PyResult<R> {
-    let answer = work(&mut value.locked());
+fn with<T, R>(value: &Mutex<T>, work: impl FnOnce(&mut T) -> crate::base::Result<R>) -> PyResult<R> {
+    let answer = work(&mut lock(value));
     Ok(answer?)
+}
+
+/// Does `work`, which copies `bytes` bytes, without the GIL if that is long: in host memory, and not a little.
+fn copying<R: Send>(
+    py: Python<'_>,
+    device: Device,
+    bytes: usize,
+    work: impl FnOnce() -> crate::base::Result<R> + Send,
+) -> PyResult<R> {
+    /// From here on the copy takes longer than another thread to take the GIL.
+    const LONG: usize = 64 << 10;
+    let is_long = device == Device::Cpu && bytes >= LONG;
+    Ok(if is_long { py.detach(work) } else { work() }?)
+}
+
+/// How this process waits once Python has loaded kvpool.
+fn without_gil(section: &mut (dyn FnMut() + Send)) {
+    Python::attach(|py| py.detach(section));
 }
 
 /// The numbers of single indices.
@@ -145,6 +140,7 @@ fn _noted() -> u64 {
 
 #[pymodule]
 fn _kvpool(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    on_blocking(without_gil);
     module.add_class::<tensor::Tensor>()?;
     module.add_class::<pool::Pool>()?;
     module.add_class::<kv_pool::KvPool>()?;

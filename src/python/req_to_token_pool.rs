@@ -1,6 +1,6 @@
 //! `kvpool.ReqToTokenPool`.
 
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 
 use pyo3::PyTraverseError;
 use pyo3::exceptions::PyTypeError;
@@ -10,12 +10,12 @@ use pyo3::types::{IntoPyDict, PyDict, PySlice};
 
 use crate::base::{Device, Error, Id, IndexVec, Row, reserve};
 use crate::memory::Stream;
-use crate::pool::{ReqToTokenPool as Pool, TableIndex};
+use crate::pool::{ReqToTokenPool as Pool, TableIndex, make_room};
 
 use super::args::{Arg, IndexArg, version_of};
 use super::debug::{self, Debug, Occupancy};
 use super::export::to_tensor;
-use super::framework::{backend, current_stream, make_room, torch};
+use super::framework::{backend, current_stream, torch};
 use super::pool::Pool as Base;
 use super::report::Reporter;
 use super::{args, lock, with};
@@ -45,7 +45,7 @@ use super::{args, lock, with};
 ///     BackendUnavailableError: If `device` cannot be used here.
 #[pyclass(extends = Base, frozen, module = "kvpool", name = "ReqToTokenPool")]
 pub(super) struct ReqToTokenPool {
-    pub(super) pool: Mutex<Pool>,
+    pub(super) pool: Arc<Mutex<Pool>>,
     device: Device,
     table: Py<PyAny>,
     pub(super) debug: Debug,
@@ -120,7 +120,7 @@ fn places<'a, 'py>((first, second): &'a (Bound<'py, PyAny>, Bound<'py, PyAny>)) 
 impl ReqToTokenPool {
     /// The stream for a call that sends so many numbers of the host.
     fn stream(&self, py: Python<'_>, numbers: usize) -> PyResult<Stream> {
-        make_room(py, numbers, || lock(&self.pool).crowded())?;
+        make_room(numbers, || lock(&self.pool).crowded())?;
         current_stream(py, self.device)
     }
 
@@ -155,7 +155,8 @@ impl ReqToTokenPool {
             pool.keep_ledger();
         }
         let table = to_tensor(py, pool.req_to_token())?;
-        let pool = Self { pool: Mutex::new(pool), device, table, debug, reporter: Reporter::default() };
+        let pool =
+            Self { pool: Arc::new(Mutex::new(pool)), device, table, debug, reporter: Reporter::default() };
         Ok(PyClassInitializer::from(Base::new("ReqToTokenPool", "row", debug)).add_subclass(pool))
     }
 

@@ -3,26 +3,24 @@
 use std::sync::Arc;
 
 use pyo3::PyTraverseError;
-use pyo3::exceptions::PyTypeError;
 use pyo3::gc::PyVisit;
 use pyo3::prelude::*;
 use pyo3::types::{IntoPyDict, PyDict, PyTuple};
 
-use crate::base::{Device, Id, Page, Slot, Waits, Watched};
-use crate::index::{BadFrees, FenceId};
+use crate::base::{Device, Id, Slot};
+use crate::index::{BadFrees, SlotAllocator};
 use crate::memory::{Keep, Stream};
-use crate::pool::TokenToKvPoolAllocator as Pool;
+use crate::pool::{Grant, Notice, OnNotice, TokenToKvPoolAllocator as Pool};
 use crate::tensor::TensorView;
 
-use super::args::{Arg, IndexArg};
+use super::args::{self, Arg, IndexArg};
 use super::debug::{self, Debug, Occupancy};
 use super::export::to_tensor;
-use super::fences::Fences;
+use super::fences::{fence, traverse};
 use super::framework::{backend, current_stream};
 use super::kv_pool::KvPool;
 use super::pool::Pool as Base;
 use super::report::{Reporter, warn};
-use super::{args, lock, with};
 
 /// Hands out the token slots of a `KVPool` as int32 tensors and takes them back.
 ///
@@ -60,158 +58,39 @@ use super::{args, lock, with};
 ///     BackendUnavailableError: If `device` cannot be used here.
 #[pyclass(extends = Base, frozen, module = "kvpool", name = "TokenToKVPoolAllocator")]
 pub(super) struct TokenToKvPoolAllocator {
-    /// In which frees may wait for their values to land.
-    pub(super) pool: Watched<Pool>,
-    fences: Fences,
+    pub(super) pool: Arc<Pool>,
     device: Device,
     pub(super) debug: Debug,
-    reporter: Reporter,
+    reporter: Arc<Reporter>,
 }
 
 impl TokenToKvPoolAllocator {
-    /// Frees what lies behind fences that have passed.
-    ///
-    /// A fence that uses the allocator in its `query` finds the others as they are: polls do not nest.
-    #[inline]
-    pub(super) fn poll(&self, py: Python<'_>) -> PyResult<()> {
-        if self.pool.waits() {
-            self.settle(py)?;
-        }
-        if self.fences.is_empty() { Ok(()) } else { self.poll_fences(py) }
-    }
-
-    fn poll_fences(&self, py: Python<'_>) -> PyResult<()> {
-        let (passed, interrupt) = self.fences.passed(py);
-        if !passed.is_empty() {
-            // What has passed is freed, also if somebody wants to stop the program.
-            self.freeing(py, |pool| {
-                for &id in &passed {
-                    pool.fence_passed(id);
-                }
-                Ok(())
-            })?;
-            self.fences.remove(&passed);
-        }
-        interrupt.map_or(Ok(()), Err)
-    }
-
-    /// Completes frees whose values have landed, and reports what was wrong with them.
-    fn settle(&self, py: Python<'_>) -> PyResult<()> {
-        let mut settled = Vec::new();
-        let answer = self.freeing(py, |pool| pool.settle(&mut settled));
-        for settled in settled {
-            self.report(py, &settled.bad, settled.given);
-        }
-        answer
-    }
-
-    /// Does `work` under the lock; where somebody debugs, poisons the rows of the slots that it makes free.
-    fn freeing<R>(
-        &self,
-        py: Python<'_>,
-        work: impl FnOnce(&mut Pool) -> crate::base::Result<R>,
-    ) -> PyResult<R> {
-        if !self.debug.is_on() {
-            return with(&self.pool, work);
-        }
-        let stream = current_stream(py, self.device)?;
-        let (answer, poisoned) = {
-            let mut pool = lock(&self.pool);
-            // Nobody may get the slots before their rows are poisoned.
-            (work(&mut pool), pool.poison(stream))
-        };
-        if let Err(error) = poisoned {
-            warn(py, &format!("freed rows are not poisoned: {error}"));
-        }
-        Ok(answer?)
-    }
-
-    /// Waits for the oldest free whose values have not landed, and completes it. `false` when there is none.
-    fn wait_for_oldest(&self, py: Python<'_>) -> PyResult<bool> {
-        let oldest = {
-            let pool = lock(&self.pool);
-            if !pool.waits() {
-                return Ok(false);
-            }
-            pool.unsettled()
-        };
-        // No lock is held meanwhile: others go on.
-        if let Some(oldest) = oldest {
-            py.detach(|| oldest.wait())?;
-        }
-        self.settle(py)?;
-        Ok(true)
-    }
-
-    /// As [`Self::poll`], and waits for every free whose values have not landed.
-    fn wait_for_all(&self, py: Python<'_>) -> PyResult<()> {
-        while self.wait_for_oldest(py)? {}
-        self.poll(py)
-    }
-
-    /// What `take` takes, after waiting for frees to land if it must.
-    pub(super) fn take<T>(
-        &self,
-        py: Python<'_>,
-        mut take: impl FnMut(&mut Pool, Stream) -> crate::base::Result<Option<T>>,
-    ) -> PyResult<Option<T>> {
-        self.poll(py)?;
-        let stream = current_stream(py, self.device)?;
-        loop {
-            let taken = with(&self.pool, |pool| match pool.crowded() {
-                Some(event) => Ok(Err(event)),
-                None => take(pool, stream).map(Ok),
-            })?;
-            let taken = match taken {
-                Ok(taken) => taken,
-                Err(event) => {
-                    py.detach(|| event.wait())?;
-                    continue;
-                }
-            };
-            if taken.is_some() || !self.wait_for_oldest(py)? {
-                return Ok(taken);
-            }
-        }
+    /// The stream for calls that enqueue work only where the pool debugs: rows are poisoned on it.
+    pub(super) fn debug_stream(&self, py: Python<'_>) -> PyResult<Stream> {
+        if self.debug.is_on() { current_stream(py, self.device) } else { Ok(Stream::DEFAULT) }
     }
 
     pub(super) fn report(&self, py: Python<'_>, bad: &BadFrees, given: usize) {
         self.reporter.bad_frees(py, bad, Slot::NOUN, given, self.debug);
     }
+}
 
-    /// Frees what `free` frees, behind a fence if there is one.
-    ///
-    /// # Errors
-    /// `TypeError` if the fence cannot be asked; what `free` says.
-    pub(super) fn give<R>(
-        &self,
-        py: Python<'_>,
-        after: Option<&Bound<'_, PyAny>>,
-        free: impl FnOnce(&mut Pool, Option<FenceId>) -> crate::base::Result<R>,
-    ) -> PyResult<R> {
-        if let Some(fence) = after
-            && !fence.getattr("query").is_ok_and(|query| query.is_callable())
-        {
-            return Err(PyTypeError::new_err("after must have a method query() -> bool"));
-        }
-        self.freeing(py, |pool| {
-            let fence = after.map(|object| (pool.new_fence(), object));
-            let answer = free(pool, fence.map(|(id, _)| id));
-            // Some of it may have been freed all the same.
-            if let Some((id, object)) = fence
-                && (answer.is_ok() || pool.slots().is_awaited(id))
-            {
-                // The pool's lock is still held, so that no `clear` comes between the slots and their fence.
-                self.fences.add(id, object);
-            }
-            answer
-        })
-    }
+/// Logs what an allocator finds late.
+fn on_notice(reporter: Arc<Reporter>, debug: Debug) -> OnNotice {
+    Box::new(move |notice| {
+        Python::attach(|py| match notice {
+            Notice::BadFrees(bad, given) => reporter.bad_frees(py, bad, Slot::NOUN, given, debug),
+            Notice::NotPoisoned(error) => warn(py, &format!("freed rows are not poisoned: {error}")),
+        });
+    })
+}
 
-    /// Hands `view` to Python; if that fails, nobody else would ever give its slots back.
-    fn hand_out(&self, py: Python<'_>, view: &TensorView, continued: &[Page]) -> PyResult<Option<Py<PyAny>>> {
-        to_tensor(py, view).map(Some).inspect_err(|_| lock(&self.pool).undo(view, continued))
-    }
+/// Hands slots to Python. If that fails they go back: no caller would free them.
+fn hand_out(py: Python<'_>, grant: Option<Grant<'_>>) -> PyResult<Option<Py<PyAny>>> {
+    let Some(grant) = grant else { return Ok(None) };
+    let tensor = to_tensor(py, grant.view())?;
+    let _ = grant.keep();
+    Ok(Some(tensor))
 }
 
 #[pymethods]
@@ -237,13 +116,9 @@ impl TokenToKvPoolAllocator {
         if debug.is_on() {
             pool.keep_ledger();
         }
-        let allocator = Self {
-            pool: Watched::new(pool),
-            fences: Fences::default(),
-            device,
-            debug,
-            reporter: Reporter::default(),
-        };
+        let reporter = Arc::new(Reporter::default());
+        pool.on_notice(on_notice(Arc::clone(&reporter), debug));
+        let allocator = Self { pool: Arc::new(pool), device, debug, reporter };
         Ok(PyClassInitializer::from(Base::new("TokenToKVPoolAllocator", Slot::NOUN, debug))
             .add_subclass(allocator))
     }
@@ -277,10 +152,12 @@ impl TokenToKvPoolAllocator {
     ) -> PyResult<Option<Py<PyAny>>> {
         let count = args::count("need_size", need_size)?;
         let _acting = self.debug.begin(py, owner)?;
-        let taken = self.take(py, |pool, stream| {
-            if contiguous { pool.alloc_contiguous(count, stream) } else { pool.alloc(count, stream) }
-        })?;
-        taken.map_or(Ok(None), |view| self.hand_out(py, &view, &[]))
+        let stream = current_stream(py, self.device)?;
+        let pool = &self.pool;
+        hand_out(
+            py,
+            if contiguous { pool.alloc_contiguous(count, stream) } else { pool.alloc(count, stream) }?,
+        )
     }
 
     /// Takes the slots for positions `[prefix, seq)` of each request, as SGLang's paged allocator does.
@@ -314,9 +191,8 @@ impl TokenToKvPoolAllocator {
         let prefix_lens = args::indices(prefix_lens)?.values(py)?.into_i64()?;
         let seq_lens = args::indices(seq_lens)?.values(py)?.into_i64()?;
         let last_loc = args::indices(last_loc)?.values(py)?.into_i64()?;
-        let taken =
-            self.take(py, |pool, stream| pool.alloc_extend(&prefix_lens, &seq_lens, &last_loc, stream))?;
-        taken.map_or(Ok(None), |(view, continued)| self.hand_out(py, &view, &continued))
+        let stream = current_stream(py, self.device)?;
+        hand_out(py, self.pool.alloc_extend(&prefix_lens, &seq_lens, &last_loc, stream)?)
     }
 
     /// Takes one slot for each request of a decode step: `alloc_extend` from `seq_lens - 1` to `seq_lens`.
@@ -343,8 +219,8 @@ impl TokenToKvPoolAllocator {
         let _acting = self.debug.begin(py, owner)?;
         let seq_lens = args::indices(seq_lens)?.values(py)?.into_i64()?;
         let last_loc = args::indices(last_loc)?.values(py)?.into_i64()?;
-        let taken = self.take(py, |pool, stream| pool.alloc_decode(&seq_lens, &last_loc, stream))?;
-        taken.map_or(Ok(None), |(view, continued)| self.hand_out(py, &view, &continued))
+        let stream = current_stream(py, self.device)?;
+        hand_out(py, self.pool.alloc_decode(&seq_lens, &last_loc, stream)?)
     }
 
     /// Gives slots back; with pages, the whole page of every slot, once.
@@ -372,19 +248,16 @@ impl TokenToKvPoolAllocator {
         owner: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
         let object = indices;
-        let mut indices = args::indices(object)?;
-        self.poll(py)?;
+        let (mut indices, fence) = (args::indices(object)?, fence(after)?);
         let _acting = self.debug.begin(py, owner)?;
         let given = indices.len()?;
-        let bad = if let IndexArg::Host(values) = &indices {
-            self.give(py, after, |pool, fence| pool.free(values, fence))?
-        } else {
-            let stream = indices.stream(py, self.device)?;
-            let indices = indices.take()?;
-            // PyTorch may use a tensor's memory again, in the order of another stream, as soon as the tensor is gone.
-            let keep = || Some(Arc::new(object.clone().unbind()) as Keep);
-            self.give(py, after, |pool, fence| pool.free_anywhere(&indices, fence, keep, stream))?
+        let stream = match &indices {
+            IndexArg::Host(_) => self.debug_stream(py)?,
+            IndexArg::Device { .. } => indices.stream(py, self.device)?,
         };
+        // PyTorch may use a tensor's memory again, in the order of another stream, as soon as the tensor is gone.
+        let keep = || Some(Arc::new(object.clone().unbind()) as Keep);
+        let bad = self.pool.free(&indices.take()?, fence.as_ref(), keep, stream)?;
         self.report(py, &bad, given);
         Ok(())
     }
@@ -411,7 +284,7 @@ impl TokenToKvPoolAllocator {
         let stream = stream.map_or_else(|| current_stream(py, self.device), args::stream)?;
         let given = args::tensor("tensor", tensor)?;
         let borrowed = given.borrow()?;
-        with(&self.pool, |pool| pool.used_on(&borrowed, stream))
+        Ok(self.pool.used_on(&borrowed, stream)?)
     }
 
     /// Adds an owner to slots, as a prefix cache does whose requests share it; with pages, to the page of every slot, once.
@@ -433,14 +306,15 @@ impl TokenToKvPoolAllocator {
         owner: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
         let values = args::indices(indices)?.values(py)?;
-        self.wait_for_all(py)?;
+        let stream = self.debug_stream(py)?;
+        self.pool.settle(stream)?;
         let _acting = self.debug.begin(py, owner)?;
-        with(&self.pool, |pool| pool.share(&values))
+        Ok(self.pool.share(&values, stream)?)
     }
 
     /// Starts to collect frees, by value, of whichever thread. Groups nest. Frees behind a fence are not collected.
     fn free_group_begin(&self) {
-        lock(&self.pool).free_group_begin();
+        self.pool.free_group_begin();
     }
 
     /// Ends a group; the outermost frees all that was collected as one call.
@@ -450,7 +324,7 @@ impl TokenToKvPoolAllocator {
     ///     IndexOwnershipError: As `free`; the group is closed, and nothing of it was freed.
     fn free_group_end(&self, py: Python<'_>) -> PyResult<()> {
         let _acting = self.debug.begin(py, None)?;
-        let (given, bad) = self.freeing(py, Pool::free_group_end)?;
+        let (given, bad) = self.pool.free_group_end(self.debug_stream(py)?)?;
         self.report(py, &bad, given);
         Ok(())
     }
@@ -462,18 +336,14 @@ impl TokenToKvPoolAllocator {
 
     /// Tokens that can be handed out, those counted in whose values are on their way from a GPU.
     fn available_size(&self, py: Python<'_>) -> PyResult<usize> {
-        self.poll(py)?;
-        Ok(lock(&self.pool).available_size())
+        self.pool.poll(self.debug_stream(py)?)?;
+        Ok(self.pool.available_size())
     }
 
     /// Makes every slot free, closes groups and forgets fences. Tensors handed out before must not be used.
     fn clear(&self, py: Python<'_>) -> PyResult<()> {
         let _acting = self.debug.begin(py, None)?;
-        let gone = self.freeing(py, |pool| {
-            // Dropping them may run Python code.
-            Ok((self.fences.take(), pool.clear()))
-        })?;
-        drop(gone);
+        self.pool.clear(self.debug_stream(py)?);
         Ok(())
     }
 
@@ -484,17 +354,15 @@ impl TokenToKvPoolAllocator {
     /// Args:
     ///     kv_pool: The `KVPool` whose rows the slots are. It is not kept alive.
     fn poison_freed(&self, kv_pool: &Bound<'_, KvPool>) {
-        lock(&self.pool).poison_freed(kv_pool.get().shared());
+        self.pool.poison_freed(kv_pool.get().shared());
     }
 
     /// What stands in the pool, in slots: (first, end, state, bytes, holders) of each span, and lifetimes.
     fn _occupancy<'py>(&self, py: Python<'py>) -> PyResult<Occupancy<'py>> {
-        self.wait_for_all(py)?;
-        let (spans, lifetimes, page_size) = {
-            let pool = lock(&self.pool);
-            let slots = pool.slots();
-            (slots.spans(), debug::lifetimes(slots.pages().book()), slots.page_size())
-        };
+        self.pool.settle(self.debug_stream(py)?)?;
+        let (spans, lifetimes, page_size) = self
+            .pool
+            .look(|slots| (slots.spans(), debug::lifetimes(slots.pages().book()), slots.page_size()));
         // A page has at most as many slots as there are int32s.
         let page_size = u32::try_from(page_size).unwrap_or(u32::MAX);
         debug::occupancy(py, debug::even(spans), lifetimes, page_size)
@@ -502,27 +370,21 @@ impl TokenToKvPoolAllocator {
 
     /// Merges the freed slots into those that are handed out next.
     fn merge_and_sort_free(&self) {
-        lock(&self.pool).merge_and_sort_free();
+        self.pool.merge_and_sort_free();
     }
 
     /// The free slots (pages, with pages), in the order in which they are handed out: a new 1-D int32 tensor. Waits
     /// for values on their way.
     #[getter]
     fn free_slots(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
-        self.wait_for_all(py)?;
-        let stream = current_stream(py, self.device)?;
-        let view = with(&self.pool, |pool| pool.free_slots(stream))?;
-        to_tensor(py, &view)
+        to_tensor(py, &self.pool.free_slots(current_stream(py, self.device)?)?)
     }
 
     /// The freed slots (pages, with pages) that wait for a merge, lowest first: a new 1-D int32 tensor. Waits for
     /// values on their way.
     #[getter]
     fn release_slots(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
-        self.wait_for_all(py)?;
-        let stream = current_stream(py, self.device)?;
-        let view = with(&self.pool, |pool| pool.release_slots(stream))?;
-        to_tensor(py, &view)
+        to_tensor(py, &self.pool.release_slots(current_stream(py, self.device)?)?)
     }
 
     /// The maximal ascending runs of `indices`, in order.
@@ -546,8 +408,8 @@ impl TokenToKvPoolAllocator {
     ///     A 1-D bool tensor on the host; false for what is no slot.
     fn is_allocated(&self, py: Python<'_>, indices: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
         let values = args::indices(indices)?.values(py)?;
-        self.wait_for_all(py)?;
-        let answers: Vec<bool> = lock(&self.pool).slots().is_allocated(&values).collect();
+        self.pool.settle(self.debug_stream(py)?)?;
+        let answers: Vec<bool> = self.pool.look(|slots| slots.is_allocated(&values).collect());
         to_tensor(py, &TensorView::from_bools(&answers)?)
     }
 
@@ -557,8 +419,8 @@ impl TokenToKvPoolAllocator {
     /// Raises:
     ///     IndexOwnershipError: If not, with what is wrong.
     fn verify(&self, py: Python<'_>) -> PyResult<()> {
-        self.wait_for_all(py)?;
-        with(&self.pool, |pool| pool.verify())
+        self.pool.settle(self.debug_stream(py)?)?;
+        Ok(self.pool.verify()?)
     }
 
     /// The numbers of this pool, in slots: `capacity`, `available`, `in_use`, `high_water`, `dropped_frees`, `free`,
@@ -568,16 +430,9 @@ impl TokenToKvPoolAllocator {
     ///
     /// Of a strict pool it leaves frees pending, as what is wrong with them is to be raised where slots are used.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        if lock(&self.pool).strict() {
-            self.poll_fences(py)?;
-        } else {
-            self.poll(py)?;
-        }
-        let (stats, pending, device_bytes, size, page_size) = {
-            let pool = lock(&self.pool);
-            let slots = pool.slots();
-            (pool.stats(), pool.pending(), pool.device_bytes(), slots.size(), slots.page_size())
-        };
+        let (pool, stream) = (&self.pool, self.debug_stream(py)?);
+        if pool.strict() { pool.poll_fences(stream) } else { pool.poll(stream) }?;
+        let (stats, pending) = (pool.stats(), pool.pending());
         [
             ("capacity", stats.capacity),
             ("available", stats.available),
@@ -589,10 +444,10 @@ impl TokenToKvPoolAllocator {
             ("fenced", stats.fenced),
             ("shared", stats.shared),
             ("pending", pending),
-            ("size", size),
-            ("page_size", page_size),
+            ("size", pool.look(SlotAllocator::size)),
+            ("page_size", pool.page_size()),
             ("bytes", stats.bytes),
-            ("device_bytes", device_bytes),
+            ("device_bytes", pool.device_bytes()),
         ]
         .into_py_dict(py)
     }
@@ -600,13 +455,13 @@ impl TokenToKvPoolAllocator {
     /// Slots asked for at construction.
     #[getter]
     fn size(&self) -> usize {
-        lock(&self.pool).slots().size()
+        self.pool.look(SlotAllocator::size)
     }
 
     /// Slots in a page.
     #[getter]
     fn page_size(&self) -> usize {
-        lock(&self.pool).slots().page_size()
+        self.pool.page_size()
     }
 
     /// Where the index tensors are, as PyTorch writes it.
@@ -618,32 +473,31 @@ impl TokenToKvPoolAllocator {
     /// Whether the lowest free slots are handed out first.
     #[getter]
     fn need_sort(&self) -> bool {
-        lock(&self.pool).need_sort()
+        self.pool.need_sort()
     }
 
     /// Whether a bad free raises.
     #[getter]
     fn strict(&self) -> bool {
-        lock(&self.pool).strict()
+        self.pool.strict()
     }
 
     fn __repr__(&self) -> String {
-        let pool = lock(&self.pool);
         format!(
             "TokenToKVPoolAllocator(size={}, device='{}', page_size={}, available={})",
-            pool.slots().size(),
-            pool.device(),
-            pool.slots().page_size(),
-            pool.available_size()
+            self.size(),
+            self.device,
+            self.page_size(),
+            self.pool.available_size()
         )
     }
 
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
-        self.fences.traverse(&visit)
+        traverse(&self.pool, &visit)
     }
 
     fn __clear__(&self) {
-        drop(self.fences.take());
+        self.pool.forget_fences();
     }
 }
 
@@ -663,7 +517,7 @@ impl FreeGroup {
     #[pyo3(signature = (*exception))]
     fn __exit__(&self, py: Python<'_>, exception: &Bound<'_, PyTuple>) -> PyResult<()> {
         let allocator = self.allocator.get();
-        if !lock(&allocator.pool).slots().in_group() {
+        if !allocator.pool.look(SlotAllocator::in_group) {
             // The body cleared the pool, and the group with it.
             return Ok(());
         }

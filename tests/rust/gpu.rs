@@ -6,7 +6,7 @@
 use std::ffi::c_void;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use kvpool::base::{DType, Device, ErrorKind, IndexVec, Waits};
+use kvpool::base::{DType, Device, ErrorKind, IndexVec};
 use kvpool::kernels::Indices;
 use kvpool::memory::{Backend, Count, Cuda, Event, Gpu, Limit, Pinned, Region, Ring, Stream};
 use kvpool::pool::{ReqToTokenPool, TableIndex, TokenToKvPoolAllocator};
@@ -136,10 +136,10 @@ fn a_missing_wait_shows() {
 fn slots_are_valid_on_the_stream_that_asked() {
     let Some((gpu, _alone)) = gpu("slots_are_valid_on_the_stream_that_asked") else { return };
     let Some([first, second]) = streams("slots_are_valid_on_the_stream_that_asked") else { return };
-    let mut allocator = TokenToKvPoolAllocator::new(4096, &cuda(&gpu), 1, true, false).expect("memory");
-    let _on_first = allocator.alloc(10, first).expect("memory").expect("room");
+    let allocator = TokenToKvPoolAllocator::new(4096, &cuda(&gpu), 1, true, false).expect("memory");
+    let _on_first = allocator.alloc(10, first).expect("memory").expect("room").keep();
     // The same window, on another stream that nobody has ordered.
-    let view = allocator.alloc(3, second).expect("memory").expect("room");
+    let view = allocator.alloc(3, second).expect("memory").expect("room").keep();
     let copy = Region::new(Arc::new(Pinned::new(&gpu)), 12).expect("memory");
     gpu.copy_out(&view.borrow().expect("inside"), (&copy, 0), second).expect("enqueued");
     gpu.synchronize(second).expect("ran");
@@ -152,18 +152,18 @@ fn positions_are_reused_after_the_work_that_reads_them() {
     let Some([first, second]) = streams("positions_are_reused_after_the_work_that_reads_them") else {
         return;
     };
-    let mut allocator = TokenToKvPoolAllocator::new(64, &cuda(&gpu), 1, true, false).expect("memory");
+    let allocator = TokenToKvPoolAllocator::new(64, &cuda(&gpu), 1, true, false).expect("memory");
     let copy = Region::new(Arc::new(Pinned::new(&gpu)), 4 * 64).expect("memory");
     for round in 0..2000 {
-        let view = allocator.alloc(64, first).expect("memory").expect("room");
+        let view = allocator.alloc(64, first).expect("memory").expect("room").keep();
         gpu.copy_out(&view.borrow().expect("inside"), (&copy, 0), first).expect("enqueued");
         drop(view);
-        allocator.clear();
+        allocator.clear(Stream::DEFAULT);
         // On the other stream, with other slots, so that the stage is written anew.
-        let other = allocator.alloc(3, second).expect("memory").expect("room");
-        let rest = allocator.alloc(61, second).expect("memory").expect("room");
+        let other = allocator.alloc(3, second).expect("memory").expect("room").keep();
+        let rest = allocator.alloc(61, second).expect("memory").expect("room").keep();
         drop((other, rest));
-        allocator.clear();
+        allocator.clear(Stream::DEFAULT);
         if round % 500 == 0 {
             gpu.synchronize(second).expect("ran");
             gpu.synchronize(first).expect("ran");
@@ -176,14 +176,14 @@ fn positions_are_reused_after_the_work_that_reads_them() {
 #[test]
 fn tensors_that_are_kept_do_not_change() {
     let Some((gpu, _alone)) = gpu("tensors_that_are_kept_do_not_change") else { return };
-    let mut allocator = TokenToKvPoolAllocator::new(1000, &cuda(&gpu), 1, false, false).expect("memory");
+    let allocator = TokenToKvPoolAllocator::new(1000, &cuda(&gpu), 1, false, false).expect("memory");
     let mut kept = Vec::new();
     for round in 0..200 {
         let stream = Stream::DEFAULT;
-        let view = allocator.alloc(1 + round % 37, stream).expect("memory").expect("room");
+        let view = allocator.alloc(1 + round % 37, stream).expect("memory").expect("room").keep();
         let values = slots(&view);
-        let freed = IndexVec::I32(values.clone());
-        assert_eq!(allocator.free(&freed, None).expect("valid").dropped(), 0);
+        let freed = Indices::Host(IndexVec::I32(values.clone()));
+        assert_eq!(allocator.free(&freed, None, || None, stream).expect("valid").dropped(), 0);
         if round % 7 == 0 {
             kept.push((view, values));
         }
@@ -197,15 +197,15 @@ fn tensors_that_are_kept_do_not_change() {
 #[test]
 fn too_many_kept_tensors_are_an_error_and_nothing_is_lost() {
     let Some((gpu, _alone)) = gpu("too_many_kept_tensors_are_an_error_and_nothing_is_lost") else { return };
-    let mut allocator = TokenToKvPoolAllocator::new(1000, &cuda(&gpu), 1, true, false).expect("memory");
+    let allocator = TokenToKvPoolAllocator::new(1000, &cuda(&gpu), 1, true, false).expect("memory");
     let mut kept = Vec::new();
     let error = loop {
         match allocator.alloc(1000, Stream::DEFAULT) {
-            Ok(Some(view)) => kept.push(view),
+            Ok(Some(taken)) => kept.push(taken.keep()),
             Ok(None) => unreachable!("all were freed"),
             Err(error) => break error,
         }
-        allocator.clear();
+        allocator.clear(Stream::DEFAULT);
         assert!(kept.len() < 1000, "the stage must be bounded");
     };
     assert_eq!(error.kind(), ErrorKind::OutOfMemory);
@@ -222,8 +222,8 @@ fn the_hosts_copy_follows_every_write() {
     let stream = Stream::DEFAULT;
     let backend = cuda(&gpu);
     let mut table = ReqToTokenPool::new(Arc::clone(&backend), 4, 16, true, false).expect("memory");
-    let mut allocator = TokenToKvPoolAllocator::new(64, &backend, 1, true, false).expect("memory");
-    let taken = allocator.alloc(6, stream).expect("memory").expect("room");
+    let allocator = TokenToKvPoolAllocator::new(64, &backend, 1, true, false).expect("memory");
+    let taken = allocator.alloc(6, stream).expect("memory").expect("room").keep();
     let row = i64::from(table.alloc(1, stream).expect("rows").expect("room")[0]);
     for version in [Some(0), None] {
         // Known to the host, then as a tensor that it does not know.
@@ -233,12 +233,12 @@ fn the_hosts_copy_follows_every_write() {
         let read = table.read(row, 8).expect("inside");
         assert_eq!(slots(&read), [0, 0, 1, 2, 3, 4, 5, 6]);
         let freed = Indices::of(read.borrow().expect("inside"), Some(0)).expect("int32");
-        let bad = allocator.free_anywhere(&freed, None, || None, stream).expect("valid");
-        assert!(!allocator.waits(), "the host knows the row");
+        let bad = allocator.free(&freed, None, || None, stream).expect("valid");
+        assert_eq!(allocator.pending(), 0, "the host knows the row");
         assert_eq!(bad.dropped(), 2, "the two zeros are padding");
-        let again = allocator.alloc(6, stream).expect("memory").expect("room");
+        let again = allocator.alloc(6, stream).expect("memory").expect("room").keep();
         assert_eq!(again.shape().numel(), 6);
-        allocator.clear();
+        allocator.clear(Stream::DEFAULT);
         assert!(allocator.alloc(6, stream).expect("memory").is_some());
     }
 }

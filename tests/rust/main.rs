@@ -12,4 +12,5 @@ mod kernels;
 mod layering;
 mod oracle;
 mod pools;
+mod shortage;
 mod threads;

@@ -8,7 +8,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvpool::base::{DType, Device, ErrorKind, Watched};
+use kvpool::base::{DType, Device, ErrorKind};
 use kvpool::kernels::{Way, set_num_threads};
 use kvpool::memory::{Host, Limit, PAGE, Region, Stream};
 use kvpool::pool::{Attempt, ChunkConfig, ChunkPool, Over, PageLocking};
@@ -58,30 +58,6 @@ fn told(locking: &mut PageLocking) -> Vec<usize> {
         told.push(progress.done);
     }
     told
-}
-
-#[test]
-fn nothing_waits_unseen() {
-    try_all(None, || {
-        let numbers = Arc::new(Watched::new(Vec::new()));
-        let threads = [0, 1].map(|number| {
-            let numbers = Arc::clone(&numbers);
-            thread::spawn(move || {
-                numbers.lock().push(number);
-                // Another may have taken it, but nobody hides it.
-                let mut left = numbers.lock();
-                if numbers.waits() {
-                    left.pop();
-                }
-            })
-        });
-        let taken = std::mem::take(&mut *numbers.lock());
-        for thread in threads {
-            thread.join().unwrap();
-        }
-        let left = numbers.lock().len();
-        assert_eq!(numbers.waits(), left > 0, "{left} left of two, {} taken", taken.len());
-    });
 }
 
 #[test]

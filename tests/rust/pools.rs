@@ -2,11 +2,11 @@
 
 use std::sync::Arc;
 
-use kvpool::base::{DType, ErrorKind, IndexVec};
+use kvpool::base::{DType, ErrorKind, IndexVec, Result};
 use kvpool::kernels::Indices;
 use kvpool::memory::{Backend, Count, Fail, Host, Limit, Stream};
 use kvpool::pool::{
-    GdnConfig, GdnPool, KvConfig, KvPool, ReqToTokenPool, Scales, TableIndex, TokenToKvPoolAllocator,
+    Fence, GdnConfig, GdnPool, KvConfig, KvPool, ReqToTokenPool, Scales, TableIndex, TokenToKvPoolAllocator,
 };
 
 /// Host memory has no streams.
@@ -103,10 +103,10 @@ fn sizes_that_cannot_be_are_refused() {
 
 #[test]
 fn extend_names_what_is_wrong() {
-    let mut allocator = TokenToKvPoolAllocator::new(64, &host(), 16, true, false).expect("valid");
-    let _held = allocator.alloc(20, STREAM).expect("memory").expect("room");
+    let allocator = TokenToKvPoolAllocator::new(64, &host(), 16, true, false).expect("valid");
+    let _held = allocator.alloc(20, STREAM).expect("memory").expect("room").keep();
     let before = allocator.stats();
-    let mut kind = |prefix: &[i64], seq: &[i64], last: &[i64]| {
+    let kind = |prefix: &[i64], seq: &[i64], last: &[i64]| {
         let taken = allocator.alloc_extend(prefix, seq, last, STREAM);
         taken.map(|taken| taken.is_some()).map_err(|error| error.kind())
     };
@@ -121,20 +121,31 @@ fn extend_names_what_is_wrong() {
     assert_eq!(kind(&[20], &[65], &[35]), Ok(false));
     assert_eq!(kind(&[20], &[i64::from(i32::MAX)], &[35]), Ok(false));
     assert_eq!(allocator.stats(), before);
-    let (taken, continued) = allocator.alloc_decode(&[21], &[35], STREAM).expect("valid").expect("room");
-    assert_eq!(continued.len(), 1);
-    assert_eq!((taken.shape().numel(), allocator.stats().in_use), (1, 32));
+    let taken = allocator.alloc_decode(&[21], &[35], STREAM).expect("valid").expect("room");
+    assert_eq!((taken.view().shape().numel(), allocator.stats().in_use), (1, 32));
+    drop(taken);
+    assert_eq!(allocator.stats(), before, "the page that it continued stays");
+}
+
+/// A fence that does not pass.
+struct Never;
+
+impl Fence for Never {
+    fn passed(&self) -> Result<bool> {
+        Ok(false)
+    }
 }
 
 #[test]
 fn a_page_that_all_its_owners_have_left_is_not_continued() {
-    let mut allocator = TokenToKvPoolAllocator::new(8, &host(), 4, true, false).expect("valid");
-    let _held = allocator.alloc(2, STREAM).expect("memory").expect("room");
+    let allocator = TokenToKvPoolAllocator::new(8, &host(), 4, true, false).expect("valid");
+    let _held = allocator.alloc(2, STREAM).expect("memory").expect("room").keep();
     let page = IndexVec::I64(vec![4]);
-    allocator.share(&page).expect("it is live");
+    allocator.share(&page, STREAM).expect("it is live");
     for _ in 0..2 {
-        let fence = allocator.new_fence();
-        assert_eq!(allocator.free(&page, Some(fence)).expect("not strict").dropped(), 0);
+        let fence: Arc<dyn Fence> = Arc::new(Never);
+        let freed = allocator.free(&Indices::Host(page.clone()), Some(&fence), || None, STREAM);
+        assert_eq!(freed.expect("not strict").dropped(), 0);
     }
     let error = allocator.alloc_extend(&[2], &[3], &[5], STREAM).expect_err("nobody's page");
     assert_eq!(error.kind(), ErrorKind::IndexOwnership);

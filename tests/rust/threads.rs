@@ -1,7 +1,7 @@
 //! Pools that several threads use at once, for as long as a sanitizer wants to look.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
-use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -9,7 +9,8 @@ use kvpool::base::{DType, Device, IndexVec};
 use kvpool::kernels::{Indices, Way, set_num_threads};
 use kvpool::memory::{Backend, Host, Stream};
 use kvpool::pool::{
-    Attempt, ChunkConfig, ChunkPool, GdnConfig, GdnPool, KvConfig, KvPool, Scales, TokenToKvPoolAllocator,
+    Attempt, ChunkConfig, ChunkPool, GdnConfig, GdnPool, Grant, KvConfig, KvPool, Scales,
+    TokenToKvPoolAllocator,
 };
 
 /// Host memory has no streams.
@@ -44,12 +45,11 @@ fn together(work: impl Fn(usize, usize) + Sync) {
 fn one_allocator_serves_eight_threads() {
     let backend: Arc<dyn Backend> = Arc::new(Host);
     let allocator = TokenToKvPoolAllocator::new(4096, &backend, 4, true, true).expect("small");
-    let allocator = Mutex::new(allocator);
     // Who has which page; each thread writes to its own without another lock.
     let owners: Vec<AtomicUsize> = (0..1025).map(|_| AtomicUsize::new(0)).collect();
     together(|number, round| {
-        let taken = allocator.lock().expect("no panic").alloc(4 * (1 + round % 9), STREAM).expect("memory");
-        let Some(view) = taken else { return };
+        let taken = allocator.alloc(4 * (1 + round % 9), STREAM).expect("memory");
+        let Some(view) = taken.map(Grant::keep) else { return };
         let slots = view.region().read::<i32>(0, view.shape().numel()).expect("inside");
         for slot in slots.iter().step_by(4) {
             let page = usize::try_from(*slot).expect("positive") / 4;
@@ -59,9 +59,10 @@ fn one_allocator_serves_eight_threads() {
             let page = usize::try_from(*slot).expect("positive") / 4;
             assert_eq!(owners[page].swap(0, Relaxed), number + 1);
         }
-        let _ = allocator.lock().expect("no panic").free(&IndexVec::I32(slots), None).expect("its own");
+        let slots = Indices::Host(IndexVec::I32(slots));
+        let _ = allocator.free(&slots, None, || None, STREAM).expect("its own");
     });
-    assert_eq!(allocator.into_inner().expect("no panic").available_size(), 4096);
+    assert_eq!(allocator.available_size(), 4096);
 }
 
 #[test]

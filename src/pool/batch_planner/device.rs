@@ -9,7 +9,7 @@ use crate::memory::{Region, Stream};
 use crate::pool::plan::Field;
 use crate::pool::{ReqToTokenPool, TableIndex};
 
-use super::BatchPlanner;
+use super::Planner;
 
 /// What it takes to work on a GPU.
 #[derive(Debug)]
@@ -21,7 +21,7 @@ pub(super) struct Remote {
     pub(super) most_pages: usize,
 }
 
-impl BatchPlanner {
+impl Planner {
     /// Has the device write the table and the fields: one launch, and a copy before it if they are many.
     pub(super) fn launch(
         &mut self,

@@ -1,27 +1,28 @@
 //! The batch planner: every array of a step, the table, and who owns which slot.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use kvpool::base::{ErrorKind, IndexVec};
-use kvpool::index::{FenceId, Order};
+use kvpool::index::Order;
+use kvpool::kernels::Indices;
 use kvpool::memory::{Backend, Host, Stream};
 use kvpool::pool::{
-    Batch, BatchPlanner, Field, Plan, PlannerConfig, Pools, ReqToTokenPool, TokenToKvPoolAllocator,
+    Batch, BatchPlanner, Fence, Field, Plan, PlannerConfig, ReqToTokenPool, TokenToKvPoolAllocator,
 };
 
 use super::planner_model::{Limits, Model, Refused, Step, Wish};
-use super::slots::{check as check_slots, given};
+use super::slots::{Fences, check as check_slots, given};
 use super::{Source, agree, int, ints_of, size};
 
 /// Host memory has no streams.
 const STREAM: Stream = Stream::DEFAULT;
 
 struct Planner {
-    slots: TokenToKvPoolAllocator,
-    table: ReqToTokenPool,
+    slots: Arc<TokenToKvPoolAllocator>,
+    table: Arc<Mutex<ReqToTokenPool>>,
     batches: BatchPlanner,
     model: Model,
-    fences: Vec<FenceId>,
+    fences: Fences,
     last: Option<Plan>,
     /// Whether others meddle with the slots of requests.
     is_meddled: bool,
@@ -40,13 +41,15 @@ pub(super) fn run(source: &mut Source<'_>) {
     };
     let slots = TokenToKvPoolAllocator::new(count, &host, page_size, is_sorted, strict).expect("small");
     let table = ReqToTokenPool::new(Arc::clone(&host), rows, columns, padding_row, false).expect("small");
-    let batches = BatchPlanner::new(host, &slots, &table, config).expect("small");
+    let (slots, table) = (Arc::new(slots), Arc::new(Mutex::new(table)));
+    let batches = BatchPlanner::new(host, Arc::clone(&slots), Arc::clone(&table), config).expect("small");
     let limits =
         Limits { max_batch: config.max_batch_size, max_tokens: config.max_tokens, columns, padding_row };
     let order = if is_sorted { Order::Sorted } else { Order::Fifo };
     let model = Model::new(count, page_size, order, limits);
     let is_meddled = source.rarely(3);
-    let mut planner = Planner { slots, table, batches, model, fences: Vec::new(), last: None, is_meddled };
+    let mut planner =
+        Planner { slots, table, batches, model, fences: Fences::default(), last: None, is_meddled };
     while source.next_step() {
         planner.step(source);
         planner.check();
@@ -54,10 +57,14 @@ pub(super) fn run(source: &mut Source<'_>) {
 }
 
 impl Planner {
+    fn table(&self) -> MutexGuard<'_, ReqToTokenPool> {
+        self.table.lock().expect("no panic")
+    }
+
     fn step(&mut self, source: &mut Source<'_>) {
         match source.below(16) {
             0..=2 => {
-                let rows = self.table.alloc(1, STREAM).expect("host memory");
+                let rows = self.table().alloc(1, STREAM).expect("host memory");
                 for row in rows.into_iter().flatten() {
                     self.model.requests.insert(row.into(), Vec::new());
                 }
@@ -67,10 +74,11 @@ impl Planner {
             10 => self.truncate(source),
             11 => self.finish(source),
             12 => self.fork(source),
-            13 if !self.fences.is_empty() => {
-                let fence = self.fences.swap_remove(source.below(self.fences.len()));
-                self.slots.fence_passed(fence);
-                self.model.slots.pass(fence);
+            13 => {
+                if let Some(fence) = self.fences.pass(source) {
+                    self.slots.poll(STREAM).expect("flags can tell");
+                    self.model.slots.pass(fence);
+                }
             }
             14 if self.is_meddled => self.meddle(source),
             _ => self.share(source),
@@ -82,7 +90,7 @@ impl Planner {
         let at = source.below(self.model.requests.len().max(1));
         match self.model.requests.keys().nth(at) {
             Some(&row) if !source.rarely(24) => row,
-            _ => source.index(self.table.table_rows()),
+            _ => source.index(self.table().table_rows()),
         }
     }
 
@@ -135,8 +143,7 @@ impl Planner {
         let is_cut = !wishes.is_empty() && source.rarely(24);
         let seq_lens = if is_cut { &seq_lens[1..] } else { &seq_lens[..] };
         let batch = Batch { rows: &rows, prefix_lens: &prefix_lens, seq_lens, prefix_slots: &prefix_slots };
-        let pools = Pools { slots: &mut self.slots, table: &mut self.table };
-        let answer = self.batches.extend(pools, batch, STREAM);
+        let answer = self.batches.extend(batch, STREAM);
         let expected = if is_cut { Err(Refused) } else { self.model.grow(&wishes, wishes.len(), 0) };
         self.planned(answer, expected);
     }
@@ -151,8 +158,8 @@ impl Planner {
         let sizes: Option<Vec<usize>> =
             source.rarely(3).then(|| (0..source.below(4)).map(|_| source.below(9)).collect());
         let answer = self.batches.decode(
-            Pools { slots: &mut self.slots, table: &mut self.table },
-            (&source.index_vec(&rows), &source.index_vec(&seq_lens)),
+            &source.index_vec(&rows),
+            &source.index_vec(&seq_lens),
             width,
             sizes.as_deref(),
             STREAM,
@@ -213,7 +220,7 @@ impl Planner {
     /// What every array of a step must hold.
     fn fields(&self, step: &Step) -> Vec<(Field, Vec<i64>)> {
         let page_size = self.model.slots.page_size;
-        let width = self.table.max_context_len().div_ceil(page_size);
+        let width = self.table().max_context_len().div_ceil(page_size);
         let mut fields = Field::ALL.map(|field| (field, Vec::new()));
         let (mut tokens, mut pages) = (0, 0);
         let mut put = |which: Field, values: &mut dyn Iterator<Item = i64>| {
@@ -246,42 +253,32 @@ impl Planner {
     }
 
     /// A fence for one in three.
-    fn fence(&mut self, source: &mut Source<'_>) -> Option<FenceId> {
-        source.rarely(3).then(|| {
-            self.fences.push(self.slots.new_fence());
-            self.fences[self.fences.len() - 1]
-        })
+    fn fence(&mut self, source: &mut Source<'_>) -> (Option<usize>, Option<Arc<dyn Fence>>) {
+        source.rarely(3).then(|| self.fences.make()).unzip()
     }
 
     fn truncate(&mut self, source: &mut Source<'_>) {
-        let (rows, fence) = (self.rows(source), self.fence(source));
+        let (rows, (fence, after)) = (self.rows(source), self.fence(source));
         let mut lens: Vec<i64> = rows.iter().map(|&row| source.index(self.model.len(row) + 1)).collect();
         if source.rarely(16) {
             lens.pop();
         }
-        let answer = self.batches.truncate(
-            Pools { slots: &mut self.slots, table: &mut self.table },
-            (&source.index_vec(&rows), &source.index_vec(&lens)),
-            fence,
-        );
+        let answer =
+            self.batches.truncate(&source.index_vec(&rows), &source.index_vec(&lens), after.as_ref(), STREAM);
         let expected = self.model.truncate(&rows, &lens, fence);
         self.given_back(answer, expected);
     }
 
     fn finish(&mut self, source: &mut Source<'_>) {
-        let (rows, fence) = (self.rows(source), self.fence(source));
+        let (rows, (fence, after)) = (self.rows(source), self.fence(source));
         let lens: Option<Vec<i64>> = source.flip().then(|| {
             let len =
                 |&row: &i64| if source.rarely(16) { source.index(30) } else { int(self.model.len(row)) };
             rows.iter().map(len).collect()
         });
         let given_lens = lens.as_ref().map(|lens| source.index_vec(lens));
-        let answer = self.batches.finish(
-            Pools { slots: &mut self.slots, table: &mut self.table },
-            (&source.index_vec(&rows), given_lens.as_ref()),
-            fence,
-            STREAM,
-        );
+        let answer =
+            self.batches.finish(&source.index_vec(&rows), given_lens.as_ref(), after.as_ref(), STREAM);
         let expected = self.model.finish(&rows, lens.as_deref(), fence);
         self.given_back(answer, expected);
     }
@@ -302,8 +299,7 @@ impl Planner {
     fn fork(&mut self, source: &mut Source<'_>) {
         let (src, dst) = (self.row(source), self.row(source));
         let len = source.index(self.model.len(src) + 1);
-        let pools = Pools { slots: &mut self.slots, table: &mut self.table };
-        let answer = self.batches.fork(pools, [src, dst], len, STREAM);
+        let answer = self.batches.fork(src, dst, len, STREAM);
         let expected = self.model.fork(src, dst, len);
         let Some(answer) = agree(answer, expected.is_ok()) else { return };
         let found =
@@ -314,21 +310,22 @@ impl Planner {
     /// A prefix cache becomes an owner of slots, or ends being one.
     fn share(&mut self, source: &mut Source<'_>) {
         let given = given(source, &self.model.slots);
-        agree(self.slots.share(&source.index_vec(&given)), self.model.slots.share(&given));
+        agree(self.slots.share(&source.index_vec(&given), STREAM), self.model.slots.share(&given));
     }
 
     /// Somebody frees slots that may be a request's, or a row that is.
     fn meddle(&mut self, source: &mut Source<'_>) {
         if source.rarely(6) {
             let row = self.row(source);
-            let _ = self.table.free(&IndexVec::I64(vec![row]), STREAM).expect("not strict");
+            let _ = self.table().free(&IndexVec::I64(vec![row]), STREAM).expect("not strict");
             // Its slots are nobody's to give back now.
             self.model.requests.remove(&row);
             return;
         }
         let given = given(source, &self.model.slots);
-        let fence = self.fence(source);
-        let answer = self.slots.free(&source.index_vec(&given), fence);
+        let (fence, after) = self.fence(source);
+        let answer =
+            self.slots.free(&Indices::Host(source.index_vec(&given)), after.as_ref(), || None, STREAM);
         let before = (self.model.slots.clone(), self.model.slots.dropped);
         let pages = self.model.slots.give(&given, fence.is_some());
         let dropped = self.model.slots.dropped - before.1;
@@ -346,17 +343,17 @@ impl Planner {
 
     fn check(&mut self) {
         check_slots(&self.slots, &self.model.slots);
-        let columns = self.table.max_context_len();
-        let table = ints_of(self.table.req_to_token());
+        let columns = self.table().max_context_len();
+        let table = ints_of(self.table().req_to_token());
         let (mut with_slots, mut tokens) = (0, 0);
         for (&row, slots) in &self.model.requests {
             let line = &table[size(row) * columns..][..slots.len()];
             assert!(line.iter().copied().map(size).eq(slots.iter().copied()), "row {row}");
-            assert_eq!(size(self.batches.seq_len(row, &self.table).expect("it is live")), slots.len());
+            assert_eq!(size(self.batches.seq_len(row).expect("it is live")), slots.len());
             with_slots += usize::from(!slots.is_empty());
             tokens += slots.len();
         }
-        assert_eq!(self.batches.totals(&self.table), (with_slots, tokens));
+        assert_eq!(self.batches.totals(), (with_slots, tokens));
         if !self.is_meddled {
             self.check_owners();
         }

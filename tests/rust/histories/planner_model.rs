@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use kvpool::index::{FenceId, Order};
+use kvpool::index::Order;
 
 use super::slot_model::SlotModel;
 use super::{int, size};
@@ -151,7 +151,7 @@ impl Model {
         &mut self,
         rows: &[i64],
         lens: &[i64],
-        fence: Option<FenceId>,
+        fence: Option<usize>,
     ) -> Result<(usize, usize), Refused> {
         if rows.len() != lens.len() {
             return Err(Refused);
@@ -174,7 +174,7 @@ impl Model {
         &mut self,
         rows: &[i64],
         lens: Option<&[i64]>,
-        fence: Option<FenceId>,
+        fence: Option<usize>,
     ) -> Result<(usize, usize), Refused> {
         self.name(rows)?;
         let has: Vec<i64> = rows.iter().map(|&row| int(self.len(row))).collect();
@@ -186,7 +186,7 @@ impl Model {
         Ok(done)
     }
 
-    fn cut(&mut self, rows: &[i64], lens: &[usize], fence: Option<FenceId>) -> (usize, usize) {
+    fn cut(&mut self, rows: &[i64], lens: &[usize], fence: Option<usize>) -> (usize, usize) {
         let (dropped, mut given) = (self.slots.dropped, 0);
         for (&row, &len) in rows.iter().zip(lens) {
             let gone = self.pages(row).split_off(len.div_ceil(self.slots.page_size));

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-use kvpool::index::{FenceId, Order};
+use kvpool::index::Order;
 
 /// Pages that one free took an owner from, in the order in which they return.
 #[derive(Clone, Debug, Default)]
@@ -31,7 +31,7 @@ pub(super) struct SlotModel {
     pub(super) owners: BTreeMap<usize, usize>,
     /// Pages that were ever handed out.
     pub(super) taken: BTreeSet<usize>,
-    pub(super) fenced: Vec<(FenceId, Given)>,
+    pub(super) fenced: Vec<(usize, Given)>,
     pub(super) dropped: usize,
     pub(super) high_water: usize,
 }
@@ -282,7 +282,7 @@ impl SlotModel {
     }
 
     /// A fence has passed: its pages return, but those that somebody still owns.
-    pub(super) fn pass(&mut self, id: FenceId) {
+    pub(super) fn pass(&mut self, id: usize) {
         while let Some(at) = self.fenced.iter().position(|(other, _)| *other == id) {
             let alone = std::mem::take(&mut self.fenced[at].1.alone);
             self.release(Given { alone, shared: Vec::new() });

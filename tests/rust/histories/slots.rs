@@ -2,11 +2,13 @@
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
-use kvpool::base::{IndexVec, Page, Result};
-use kvpool::index::{BadFree, BadFrees, FenceId, Order};
+use kvpool::base::{IndexVec, Result};
+use kvpool::index::{BadFree, BadFrees, Order};
+use kvpool::kernels::Indices;
 use kvpool::memory::{Backend, Host, Stream};
-use kvpool::pool::TokenToKvPoolAllocator;
+use kvpool::pool::{Fence, TokenToKvPoolAllocator};
 use kvpool::tensor::TensorView;
 
 use super::slot_model::SlotModel;
@@ -22,11 +24,50 @@ struct Group {
     given: Vec<i64>,
 }
 
+/// Fences that have not passed, each with its number in the model.
+#[derive(Default)]
+pub(super) struct Fences {
+    waiting: Vec<(usize, Arc<Flag>)>,
+    made: usize,
+}
+
+/// A fence that the history lets pass.
+#[derive(Default)]
+struct Flag(AtomicBool);
+
+impl Fence for Flag {
+    fn passed(&self) -> Result<bool> {
+        Ok(self.0.load(Relaxed))
+    }
+}
+
+impl Fences {
+    /// Another one.
+    pub(super) fn make(&mut self) -> (usize, Arc<dyn Fence>) {
+        self.made += 1;
+        self.waiting.push((self.made, Arc::default()));
+        self.last().expect("just made")
+    }
+
+    fn last(&self) -> Option<(usize, Arc<dyn Fence>)> {
+        let (number, flag) = self.waiting.last()?;
+        Some((*number, Arc::clone(flag) as _))
+    }
+
+    /// Lets one of them pass, and returns its number.
+    pub(super) fn pass(&mut self, source: &mut Source<'_>) -> Option<usize> {
+        let count = self.waiting.len();
+        let (number, flag) = (count > 0).then(|| self.waiting.swap_remove(source.below(count)))?;
+        flag.0.store(true, Relaxed);
+        Some(number)
+    }
+}
+
 struct Slots {
     pool: TokenToKvPoolAllocator,
     model: SlotModel,
     group: Option<Group>,
-    fences: Vec<FenceId>,
+    fences: Fences,
 }
 
 pub(super) fn run(source: &mut Source<'_>) {
@@ -37,7 +78,7 @@ pub(super) fn run(source: &mut Source<'_>) {
     let made = TokenToKvPoolAllocator::new(count, &backend, page_size, is_sorted, strict);
     let order = if is_sorted { Order::Sorted } else { Order::Fifo };
     let model = SlotModel::new(count, page_size, order);
-    let mut slots = Slots { pool: made.expect("small"), model, group: None, fences: Vec::new() };
+    let mut slots = Slots { pool: made.expect("small"), model, group: None, fences: Fences::default() };
     while source.next_step() {
         slots.step(source);
         check(&slots.pool, &slots.model);
@@ -51,12 +92,13 @@ impl Slots {
             7 | 8 => {
                 let count = source.below(40);
                 let taken = self.pool.alloc_contiguous(count, STREAM).expect("memory");
-                assert_eq!(taken.as_ref().map(numbers), self.model.contiguous(count));
+                let taken = taken.map(|taken| numbers(&taken.keep()));
+                assert_eq!(taken, self.model.contiguous(count));
             }
             9..=15 => self.free(source),
             16..=18 => {
                 let given = given(source, &self.model);
-                let answer = self.pool.share(&source.index_vec(&given));
+                let answer = self.pool.share(&source.index_vec(&given), STREAM);
                 agree(answer, self.model.share(&given));
             }
             19..=22 => self.pass(source),
@@ -74,7 +116,7 @@ impl Slots {
                 self.model.merge();
             }
             _ if source.rarely(4) => {
-                self.pool.clear();
+                self.pool.clear(STREAM);
                 self.model.clear();
                 self.group = None;
             }
@@ -88,43 +130,42 @@ impl Slots {
             assert_eq!(self.model.alloc(count), None);
             return;
         };
-        let slots = numbers(&taken);
+        let slots = numbers(taken.view());
         assert_eq!(Some(&slots), self.model.alloc(count).as_ref());
         if source.rarely(16) {
-            self.pool.undo(&taken, &[]);
+            drop(taken);
             self.model.undo(&slots, &[]);
+        } else {
+            let _ = taken.keep();
         }
     }
 
     fn free(&mut self, source: &mut Source<'_>) {
         let given = given(source, &self.model);
         let fence = source.rarely(3).then(|| match self.fences.last() {
-            Some(&last) if source.rarely(8) => last,
-            _ => self.pool.new_fence(),
+            Some(last) if source.rarely(8) => last,
+            _ => self.fences.make(),
         });
-        let values = source.index_vec(&given);
-        let answer = self.pool.free(&values, fence);
+        let (fence, behind) = fence.unzip();
+        let values = Indices::Host(source.index_vec(&given));
+        let answer = self.pool.free(&values, behind.as_ref(), || None, STREAM);
         if let (Some(group), None) = (&mut self.group, fence) {
             group.given.extend(given);
             assert_eq!(answer.expect("nothing is looked at yet").dropped(), 0);
             return;
         }
-        let is_done = self.freed(&given, answer, fence);
-        if let (Some(fence), true) = (fence, is_done) {
-            self.fences.push(fence);
-            assert!(self.pool.slots().is_awaited(fence));
-        }
+        self.freed(&given, answer, fence);
     }
 
-    /// Does in the model what a free did. Whether it was not refused.
-    fn freed(&mut self, slots: &[i64], answer: Result<BadFrees>, fence: Option<FenceId>) -> bool {
+    /// Does in the model what a free did.
+    fn freed(&mut self, slots: &[i64], answer: Result<BadFrees>, fence: Option<usize>) {
         let before = self.pool.strict().then(|| self.model.clone());
         let dropped = self.model.dropped;
         let given = self.model.give(slots, fence.is_some());
         let dropped = self.model.dropped - dropped;
         let Some(bad) = agree(answer, !self.pool.strict() || dropped == 0) else {
             self.model = before.expect("a strict pool");
-            return false;
+            return;
         };
         assert_eq!(bad.dropped(), dropped);
         check_reasons(&bad, &self.model);
@@ -132,19 +173,12 @@ impl Slots {
             None => self.model.release(given),
             Some(fence) => self.model.fenced.push((fence, given)),
         }
-        true
     }
 
     fn pass(&mut self, source: &mut Source<'_>) {
-        if self.fences.is_empty() {
-            return;
-        }
-        let fence = self.fences.swap_remove(source.below(self.fences.len()));
-        self.pool.fence_passed(fence);
-        self.model.pass(fence);
-        assert!(!self.pool.slots().is_awaited(fence));
-        if source.rarely(4) {
-            self.pool.fence_passed(fence);
+        if let Some(fence) = self.fences.pass(source) {
+            self.pool.poll(STREAM).expect("flags can tell");
+            self.model.pass(fence);
         }
     }
 
@@ -168,27 +202,28 @@ impl Slots {
         let Some(answer) = agree(answer, expected.is_ok()) else { return };
         let known = expected.expect("it was right");
         assert_eq!(answer.is_some(), known.is_some());
-        if let (Some((view, pages)), Some((slots, continued))) = (answer, known) {
-            assert_eq!(numbers(&view), slots);
-            assert_eq!(pages, continued.iter().map(|&page| page_of(page)).collect::<Vec<_>>());
+        if let (Some(taken), Some((slots, continued))) = (answer, known) {
+            assert_eq!(numbers(taken.view()), slots);
             if source.rarely(8) {
-                self.pool.undo(&view, &pages);
+                drop(taken);
                 self.model.undo(&slots, &continued);
+            } else {
+                let _ = taken.keep();
             }
         }
     }
 
     fn end_group(&mut self) {
         match &mut self.group {
-            None => drop(agree(self.pool.free_group_end(), false)),
+            None => drop(agree(self.pool.free_group_end(STREAM), false)),
             Some(group) if group.nested > 0 => {
                 group.nested -= 1;
-                assert_eq!(self.pool.free_group_end().expect("a group").0, 0);
+                assert_eq!(self.pool.free_group_end(STREAM).expect("a group").0, 0);
             }
             Some(group) => {
                 let given = std::mem::take(&mut group.given);
                 self.group = None;
-                let answer = self.pool.free_group_end().map(|(count, bad)| {
+                let answer = self.pool.free_group_end(STREAM).map(|(count, bad)| {
                     assert_eq!(count, given.len());
                     bad
                 });
@@ -204,15 +239,11 @@ impl Slots {
         assert!(shown.iter().eq(&self.model.released));
         let count = source.below(40);
         let mut upcoming = Vec::new();
-        self.pool.slots().upcoming(count, |run| upcoming.extend(run.map(size::<u32>)));
+        self.pool.look(|slots| slots.upcoming(count, |run| upcoming.extend(run.map(size::<u32>))));
         let size = self.model.page_size;
         let pages = self.model.free.iter().take(count.div_ceil(size));
         assert!(pages.flat_map(|page| page * size..(page + 1) * size).eq(upcoming));
     }
-}
-
-fn page_of(page: usize) -> Page {
-    kvpool::base::Id::new(u32::try_from(page).expect("small"))
 }
 
 fn numbers(view: &TensorView) -> Vec<usize> {
@@ -277,7 +308,6 @@ fn check_reasons(bad: &BadFrees, model: &SlotModel) {
 
 /// Checks everything that can be seen of the allocator.
 pub(super) fn check(pool: &TokenToKvPoolAllocator, model: &SlotModel) {
-    let slots = pool.slots();
     pool.verify().expect("consistent");
     let (stats, page_size) = (pool.stats(), model.page_size);
     assert_eq!(stats.capacity, model.pages * page_size);
@@ -290,12 +320,15 @@ pub(super) fn check(pool: &TokenToKvPoolAllocator, model: &SlotModel) {
     assert_eq!(stats.high_water, model.high_water * page_size);
     assert_eq!(stats.dropped_frees, model.dropped);
     let ids = |ids: Vec<u32>| ids.into_iter().map(size::<u32>).collect::<Vec<_>>();
-    assert!(ids(slots.pages().free_ids()).iter().eq(&model.free));
-    assert!(ids(slots.pages().released_ids()).iter().eq(&model.released));
+    pool.look(|slots| {
+        assert!(ids(slots.pages().free_ids()).iter().eq(&model.free));
+        assert!(ids(slots.pages().released_ids()).iter().eq(&model.released));
+    });
     let in_use: BTreeSet<usize> = (1..=model.pages).filter(|page| model.is_in_use(*page)).collect();
     let all: Vec<i64> = (-2..int((model.pages + 2) * page_size)).collect();
     let query = IndexVec::I64(all.clone());
-    for (slot, answer) in all.into_iter().zip(slots.is_allocated(&query)) {
+    let answers: Vec<bool> = pool.look(|slots| slots.is_allocated(&query).collect());
+    for (slot, answer) in all.into_iter().zip(answers) {
         let page = usize::try_from(slot).map_or(0, |slot| slot / page_size);
         assert_eq!(answer, in_use.contains(&page), "slot {slot}");
     }

@@ -1,0 +1,517 @@
+//! Token slots, and the tensors that hand them out.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::sync::{Arc, Weak};
+
+use crate::base::{Device, Error, ErrorKind, IndexVec, Page, Result, widen};
+use crate::index::{Act, BadFrees, FenceId, Ledger, Order, SlotAllocator, SlotStats};
+use crate::kernels::{Indices, read_now};
+use crate::memory::{Backend, Borrowed, Event, Gpu, Keep, Stream};
+use crate::tensor::TensorView;
+
+use super::KvPool;
+use super::deferred::{Deferred, Part, abandon};
+use super::fences::{Fence, Fences, Waiting};
+use super::host_copy::known_values;
+use super::shortage::{Short, Taken};
+use super::stage::{Stage, list};
+
+/// What a [`TokenToKvPoolAllocator`](super::TokenToKvPoolAllocator) guards: slots, the tensors that show them, and frees
+/// that are not complete.
+#[derive(Debug)]
+pub(super) struct SlotTensors {
+    slots: SlotAllocator,
+    device: Device,
+    /// On a GPU, where the tensors are.
+    stage: Option<Stage>,
+    deferred: Deferred,
+    /// Of the frees in `slots` and `deferred` that wait for one.
+    fences: Fences,
+    /// What the open group was given that the host does not know yet.
+    group: Vec<(Part, Option<Arc<Act>>)>,
+    /// Runs of the call in progress; kept for its capacity.
+    runs: Vec<Range<u32>>,
+    need_sort: bool,
+    strict: bool,
+    /// Pools whose rows are poisoned when their slots become free.
+    poisoned: Vec<Weak<KvPool>>,
+}
+
+/// A free that was completed by a later call: how much was given, and what was wrong with it.
+#[derive(Debug)]
+pub(super) struct Settled {
+    pub(super) given: usize,
+    pub(super) bad: BadFrees,
+    /// What kept its tensors, to be dropped without locks: that may run foreign code.
+    pub(super) _keeps: Vec<Keep>,
+}
+
+impl SlotTensors {
+    /// All slots free.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`] when `size` or `page_size` is 0 or slots would not fit int32; what the backend says when
+    /// there is no memory for the tensors.
+    pub(super) fn new(
+        size: usize,
+        backend: &Arc<dyn Backend>,
+        page_size: usize,
+        need_sort: bool,
+        strict: bool,
+    ) -> Result<Self> {
+        let order = if need_sort { Order::Sorted } else { Order::Fifo };
+        let slots = SlotAllocator::new(size, page_size, order)?;
+        let mut deferred = Deferred::default();
+        let stage = match backend.gpu() {
+            None => None,
+            Some(gpu) => {
+                deferred.prepare(gpu, fetched_at_once(&slots))?;
+                Some(Stage::new(gpu, slots.capacity())?)
+            }
+        };
+        Ok(Self {
+            slots,
+            device: backend.device(),
+            stage,
+            deferred,
+            fences: Fences::default(),
+            group: Vec::new(),
+            runs: Vec::new(),
+            need_sort,
+            strict,
+            poisoned: Vec::new(),
+        })
+    }
+
+    /// Who owns which slot. Frees that have not landed are not counted in.
+    pub(super) const fn slots(&self) -> &SlotAllocator {
+        &self.slots
+    }
+
+    /// Notes from now on who takes and gives what.
+    pub(super) fn keep_ledger(&mut self) {
+        self.slots.pages_mut().book_mut().open();
+    }
+
+    /// What this thread is doing, if a ledger is kept.
+    pub(super) fn act(&self) -> Option<Arc<Act>> {
+        self.keeps_ledger().then(Act::current)
+    }
+
+    /// Whether it is noted who takes and gives what.
+    pub(super) fn keeps_ledger(&self) -> bool {
+        self.slots.pages().book().ledger().is_some()
+    }
+
+    /// Has rows of `kv` poisoned when their slots become free, if a ledger is kept.
+    pub(super) fn poison_freed(&mut self, kv: &Arc<KvPool>) {
+        if let Some(ledger) = self.slots.pages_mut().book_mut().ledger_mut() {
+            ledger.list_freed();
+            self.poisoned.push(Arc::downgrade(kv));
+        }
+    }
+
+    /// Poisons the rows of slots that became free since the last call, in the order of `stream`.
+    ///
+    /// # Errors
+    /// As [`KvPool::poison`]; the slots stay free then.
+    pub(super) fn poison(&mut self, stream: Stream) -> Result<()> {
+        if self.poisoned.is_empty() {
+            return Ok(());
+        }
+        let pages = self.slots.pages_mut().book_mut().ledger_mut().map_or(Vec::new(), Ledger::take_freed);
+        let page_size = self.slots.page_size();
+        let slots: Vec<_> =
+            pages.iter().map(|run| widen(run.start) * page_size..widen(run.end) * page_size).collect();
+        self.poisoned.retain(|kv| kv.strong_count() > 0);
+        self.poisoned.iter().filter_map(Weak::upgrade).try_for_each(|kv| kv.poison(&slots, stream))
+    }
+
+    /// As [`Self::slots`], for a planner, which makes its own tensors.
+    pub(super) const fn slots_mut(&mut self) -> &mut SlotAllocator {
+        &mut self.slots
+    }
+
+    /// Where the tensors are.
+    pub(super) const fn device(&self) -> Device {
+        self.device
+    }
+
+    /// Whether the lowest free slots are handed out first.
+    pub(super) const fn need_sort(&self) -> bool {
+        self.need_sort
+    }
+
+    /// Whether a bad free is an error.
+    pub(super) const fn strict(&self) -> bool {
+        self.strict
+    }
+
+    /// Takes `count` slots: a 1-D int32 tensor, valid on `stream`.
+    pub(super) fn alloc(&mut self, count: usize, stream: Stream) -> Result<Taken<TensorView>> {
+        let Some(stage) = &mut self.stage else {
+            let slots = self.slots.alloc(count)?;
+            return Ok(slots.map(TensorView::from_indices).ok_or_else(|| self.short(count)));
+        };
+        if !stage.has_ready(count) || self.slots.merges_for(count) {
+            // What was taken can be undone; that released slots were merged cannot.
+            stage.check_writable(stream)?;
+        }
+        self.runs.clear();
+        if !self.slots.alloc_runs(count, |run| self.runs.push(run)) {
+            return Ok(Err(self.short(count)));
+        }
+        let upcoming = |count: usize, runs: &mut VecDeque<Range<u32>>| {
+            self.slots.upcoming(count, |run| runs.push_back(run));
+        };
+        match stage.hand_out(&self.runs, count, upcoming, stream) {
+            Ok(view) => Ok(Ok(view)),
+            Err(failure) => {
+                let mut taken = Vec::new();
+                list(&mut taken, &self.runs, count);
+                self.slots.undo(&taken, &[]);
+                Err(failure)
+            }
+        }
+    }
+
+    /// Takes one ascending run of `count` slots, the lowest that fits.
+    pub(super) fn alloc_contiguous(&mut self, count: usize, stream: Stream) -> Result<Taken<TensorView>> {
+        self.check_writable(stream)?;
+        match self.slots.alloc_contiguous(count)? {
+            Some(slots) => self.hand_out(slots, &[], stream).map(Ok),
+            None => Ok(Err(self.short(count))),
+        }
+    }
+
+    /// Takes the slots for positions `prefix..seq` of each request, concatenated. Also names the pages that the requests had
+    /// before and that some of the slots are in.
+    pub(super) fn alloc_extend(
+        &mut self,
+        lens: Lens<'_>,
+        last_loc: &[i64],
+        stream: Stream,
+    ) -> Result<Taken<(TensorView, Vec<Page>)>> {
+        self.check_writable(stream)?;
+        let Some(taken) = self.slots.extend(lens.prefix, lens.seq, last_loc)? else {
+            return Ok(Err(self.short(lens.new_slots(self.slots.page_size()))));
+        };
+        let view = self.hand_out(taken.slots, &taken.continued, stream)?;
+        Ok(Ok((view, taken.continued)))
+    }
+
+    /// By how much the pool is short for `count` slots more. What it can never hold is not worth reclaiming for.
+    pub(super) fn short(&self, count: usize) -> Short {
+        let missing = count.saturating_sub(self.slots.available());
+        Short { slots: if count > self.slots.capacity() { 0 } else { missing } }
+    }
+
+    /// Checks that a tensor of slots can be made for `stream` now.
+    fn check_writable(&self, stream: Stream) -> Result<()> {
+        self.stage.as_ref().map_or(Ok(()), |stage| stage.check_writable(stream))
+    }
+
+    /// Makes a tensor of slots that were taken; if that fails, they are given back.
+    fn hand_out(&mut self, slots: Vec<i32>, continued: &[Page], stream: Stream) -> Result<TensorView> {
+        let Some(stage) = &mut self.stage else { return Ok(TensorView::from_indices(slots)) };
+        stage.show(&slots, stream).inspect_err(|_| self.slots.undo(&slots, continued))
+    }
+
+    /// A point to wait for, without locks, before more slots are taken: the device is far behind with those before.
+    pub(super) fn crowded(&self) -> Option<Arc<Event>> {
+        self.stage.as_ref()?.crowded()
+    }
+
+    /// Notes that work on `stream` reads slots that were handed out: their memory is used again after that work only. Slots in
+    /// host memory have no streams.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`] for a tensor that is none of this allocator's.
+    pub(super) fn used_on(&self, tensor: &Borrowed<'_>, stream: Stream) -> Result<()> {
+        match &self.stage {
+            Some(stage) => stage.used_on(tensor, stream),
+            None => Ok(()),
+        }
+    }
+
+    /// Gives back what was handed out in `view` and never used: its pages but those that were only `continued`.
+    pub(super) fn undo(&mut self, view: &TensorView, continued: &[Page]) {
+        let Ok(tensor) = view.borrow() else { return };
+        let slots = match Indices::of(tensor, Some(0)) {
+            Ok(Indices::Host(values)) => Some(values),
+            Ok(Indices::Device { tensor, version }) => known_values(&tensor, version),
+            Err(_) => None,
+        };
+        if let Some(slots) = slots.and_then(|slots| slots.into_i32().ok()) {
+            self.slots.undo(&slots, continued);
+        }
+    }
+
+    /// Gives slots back; what is not live is dropped and reported. With a fence, they stay in use until
+    /// [`Self::fence_passed`] names it.
+    fn free_values(&mut self, given: &IndexVec, fence: Option<FenceId>) -> Result<BadFrees> {
+        if let Some(stage) = &self.stage {
+            stage.gpu().check_process()?;
+        }
+        match fence {
+            None => self.slots.free(given, self.strict),
+            Some(fence) => self.slots.free_after(fence, given, self.strict),
+        }
+    }
+
+    /// As [`Self::free_values`], for indices anywhere.
+    ///
+    /// Values that only a device knows are copied in the order of `stream`, and nothing waits for them, unless more are
+    /// on their way than the pool has slots. `keep` keeps the tensor until they were.
+    pub(super) fn free(
+        &mut self,
+        given: &Indices<'_>,
+        fence: Option<FenceId>,
+        keep: impl FnOnce() -> Option<Keep>,
+        stream: Stream,
+    ) -> Result<BadFrees> {
+        match given {
+            Indices::Host(values) => self.free_values(values, fence),
+            Indices::Device { tensor, version } => {
+                let values = match known_values(tensor, *version) {
+                    Some(values) => Some(values),
+                    None => self.defer((tensor, keep()), fence, stream)?,
+                };
+                values.map_or(Ok(BadFrees::default()), |values| self.free_values(&values, fence))
+            }
+        }
+    }
+
+    /// Does `free`, behind `fence` if there is one.
+    pub(super) fn behind<R>(
+        &mut self,
+        fence: Option<Arc<dyn Fence>>,
+        free: impl FnOnce(&mut Self, Option<FenceId>) -> Result<R>,
+    ) -> Result<R> {
+        let Some(fence) = fence else { return free(self, None) };
+        let id = self.slots.new_fence();
+        let answer = free(self, Some(id));
+        // Of a call that failed, some may have been freed all the same.
+        if answer.is_ok() || self.slots.is_awaited(id) {
+            self.fences.add(id, fence);
+        }
+        answer
+    }
+
+    /// Has the values of `tensor` copied, for a free when they have landed. Waits for them, and returns them, only
+    /// when there is no room for the copy.
+    fn defer(
+        &mut self,
+        (tensor, keep): (&Borrowed<'_>, Option<Keep>),
+        fence: Option<FenceId>,
+        stream: Stream,
+    ) -> Result<Option<IndexVec>> {
+        let gpu = self.gpu_of(tensor.device())?;
+        let at_once = fetched_at_once(&self.slots);
+        tensor.used_on(stream);
+        match self.deferred.fetch(&gpu, at_once, (tensor, keep), stream)? {
+            None => return read_now(&gpu, tensor, stream).map(Some),
+            Some(part) if fence.is_none() && self.slots.in_group() => {
+                self.group.push((part, self.act()));
+            }
+            Some(part) => {
+                let by = self.act().map(|act| (part.len(), act)).into_iter().collect();
+                self.deferred.push(vec![part], fence, by);
+            }
+        }
+        Ok(None)
+    }
+
+    /// The device of a tensor.
+    fn gpu_of(&self, device: Device) -> Result<Arc<Gpu>> {
+        match (&self.stage, device) {
+            (Some(stage), _) if stage.gpu().device() == device => Ok(Arc::clone(stage.gpu())),
+            (_, Device::Cuda(ordinal)) => Gpu::open(ordinal),
+            (_, Device::Cpu) => Err(Error::config("a tensor in host memory is on no GPU")),
+        }
+    }
+
+    /// Completes frees whose values have landed, and adds to `settled` what was wrong with them.
+    ///
+    /// # Errors
+    /// If strict, [`ErrorKind::IndexOwnership`] for the first free that would have dropped something: it is left
+    /// undone. [`ErrorKind::Driver`] when the device has failed.
+    pub(super) fn settle(&mut self, settled: &mut Vec<Settled>) -> Result<()> {
+        while let Some(landed) = self.deferred.landed()? {
+            let freed = self.slots.free_signed(&landed.values, landed.fence, &landed.by, self.strict);
+            let (bad, failure) =
+                freed.map_or_else(|error| (BadFrees::default(), Some(error)), |bad| (bad, None));
+            settled.push(Settled { given: landed.values.len(), bad, _keeps: landed.keeps });
+            if let Some(error) = failure {
+                let text = format!("a free of slots that the host did not know: {error}");
+                return Err(Error::new(error.kind(), text));
+            }
+        }
+        Ok(())
+    }
+
+    /// The point after which [`Self::settle`] will complete a free that it cannot complete now.
+    pub(super) fn unsettled(&self) -> Option<Arc<Event>> {
+        self.deferred.oldest()
+    }
+
+    /// Whether nothing was freed that a later call has to complete.
+    pub(super) fn is_settled(&self) -> bool {
+        self.deferred.is_empty() && self.fences.is_empty()
+    }
+
+    pub(super) fn has_deferred(&self) -> bool {
+        !self.deferred.is_empty()
+    }
+
+    pub(super) const fn fences(&self) -> &Fences {
+        &self.fences
+    }
+
+    pub(super) const fn fences_mut(&mut self) -> &mut Fences {
+        &mut self.fences
+    }
+
+    /// Frees the slots behind a fence; one that is not known any more has none.
+    pub(super) fn fence_passed(&mut self, id: FenceId) {
+        if !self.deferred.fence_passed(id) {
+            self.slots.fence_passed(id);
+        }
+    }
+
+    /// Starts to collect frees. Groups nest.
+    pub(super) fn free_group_begin(&mut self) {
+        self.slots.group_begin();
+    }
+
+    /// Ends a group; the outermost frees all that was collected as one call and says how much that was.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`] when no group is open; as [`Self::free`], the group being closed.
+    pub(super) fn free_group_end(&mut self) -> Result<(usize, BadFrees)> {
+        let Some((given, mut by)) = self.slots.group_end()? else { return Ok((0, BadFrees::default())) };
+        if self.group.is_empty() {
+            return Ok((given.len(), self.slots.free_signed(&given, None, &by, self.strict)?));
+        }
+        let mut end = given.len();
+        let mut parts = vec![Part::Values(given)];
+        for (part, act) in self.group.drain(..) {
+            end += part.len();
+            by.extend(act.map(|act| (end, act)));
+            parts.push(part);
+        }
+        self.deferred.push(parts, None, by);
+        Ok((0, BadFrees::default()))
+    }
+
+    /// Slots that can be handed out now or when frees have landed. Those are counted as whole pages of their own,
+    /// none of them twice.
+    pub(super) fn available_size(&self) -> usize {
+        self.slots.available() + self.landing()
+    }
+
+    /// Slots in use whose free has not landed, as far as that can be told from its length.
+    fn landing(&self) -> usize {
+        if self.deferred.is_empty() {
+            return 0;
+        }
+        let page_size = self.slots.page_size();
+        let given = self.deferred.given().next_multiple_of(page_size);
+        let stats = self.slots.stats();
+        given.min(stats.in_use - stats.fenced)
+    }
+
+    /// Merges the released slots into the free ones.
+    pub(super) fn merge_and_sort_free(&mut self) {
+        self.slots.merge();
+    }
+
+    /// Makes every slot free, closes groups and forgets fences and frees that have not landed. Returns what was kept for them,
+    /// to be dropped without locks.
+    pub(super) fn clear(&mut self) -> (Vec<Keep>, Vec<Waiting>) {
+        let mut keeps = abandon(self.group.drain(..).map(|(part, _)| part));
+        keeps.extend(self.deferred.clear());
+        self.slots.clear();
+        (keeps, self.fences.take())
+    }
+
+    /// The free pages, in the order in which they are handed out without a merge.
+    ///
+    /// # Errors
+    /// As [`Self::alloc`].
+    pub(super) fn free_slots(&mut self, stream: Stream) -> Result<TensorView> {
+        self.show(signed(self.slots.pages().free_ids()), stream)
+    }
+
+    /// The released pages, lowest first.
+    ///
+    /// # Errors
+    /// As [`Self::alloc`].
+    pub(super) fn release_slots(&mut self, stream: Stream) -> Result<TensorView> {
+        self.show(signed(self.slots.pages().released_ids()), stream)
+    }
+
+    /// Numbers as a tensor that is valid on `stream`.
+    pub(super) fn show(&mut self, numbers: Vec<i32>, stream: Stream) -> Result<TensorView> {
+        match &mut self.stage {
+            Some(stage) => stage.show(&numbers, stream),
+            None => Ok(TensorView::from_indices(numbers)),
+        }
+    }
+
+    /// Checks every invariant.
+    ///
+    /// # Errors
+    /// [`ErrorKind::IndexOwnership`] with what is broken.
+    pub(super) fn verify(&self) -> Result<()> {
+        self.slots.fault().map_or(Ok(()), |fault| {
+            Err(Error::new(ErrorKind::IndexOwnership, format!("the allocator is inconsistent: {fault}")))
+        })
+    }
+
+    /// The numbers of this pool. Slots whose free has not landed count as available, as far as can be told.
+    pub(super) fn stats(&self) -> SlotStats {
+        let (stats, landing) = (self.slots.stats(), self.landing());
+        SlotStats { available: stats.available + landing, in_use: stats.in_use - landing, ..stats }
+    }
+
+    /// Slots whose free has not landed, as far as can be told.
+    pub(super) fn pending(&self) -> usize {
+        self.landing()
+    }
+
+    /// Bytes on the device.
+    pub(super) fn device_bytes(&self) -> usize {
+        self.stage.as_ref().map_or(0, Stage::bytes)
+    }
+}
+
+fn signed(ids: Vec<u32>) -> Vec<i32> {
+    ids.into_iter().map(u32::cast_signed).collect()
+}
+
+/// Lengths of the requests of a batch.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Lens<'a> {
+    /// Tokens that each has.
+    pub(super) prefix: &'a [i64],
+    /// Tokens that it will have.
+    pub(super) seq: &'a [i64],
+}
+
+impl Lens<'_> {
+    /// Slots in the pages that the requests begin, once their lengths were found to be right.
+    fn new_slots(self, page_size: usize) -> usize {
+        let pages = |len: i64| usize::try_from(len).expect("lengths were checked").div_ceil(page_size);
+        let pages = self.prefix.iter().zip(self.seq).map(|(&prefix, &seq)| pages(seq) - pages(prefix));
+        pages.fold(0, usize::saturating_add).saturating_mul(page_size)
+    }
+}
+
+/// Values of foreign tensors that may be on their way at once: as many as there are slots, and some to spare.
+fn fetched_at_once(slots: &SlotAllocator) -> usize {
+    /// For small pools, whose frees may name slots more than once.
+    const SPARE: usize = 8 << 10;
+    slots.capacity().saturating_add(SPARE)
+}

@@ -1,0 +1,190 @@
+//! Slots that are freed late or on demand: fences, and what an allocator does when it is short.
+
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, Weak};
+
+use kvpool::base::{Error, ErrorKind, IndexVec, Result};
+use kvpool::kernels::Indices;
+use kvpool::memory::{Backend, Host, Stream};
+use kvpool::pool::{
+    Batch, BatchPlanner, Fence, Grant, PlannerConfig, Reclaim, ReqToTokenPool, TokenToKvPoolAllocator,
+};
+
+/// Host memory has no streams.
+const STREAM: Stream = Stream::DEFAULT;
+
+fn allocator(size: usize, page_size: usize) -> Arc<TokenToKvPoolAllocator> {
+    let host: Arc<dyn Backend> = Arc::new(Host);
+    Arc::new(TokenToKvPoolAllocator::new(size, &host, page_size, true, false).expect("small"))
+}
+
+fn free(allocator: &TokenToKvPoolAllocator, slots: &[i32], after: Option<&Arc<dyn Fence>>) -> Result<usize> {
+    let given = Indices::Host(IndexVec::I32(slots.to_vec()));
+    allocator.free(&given, after, || None, STREAM).map(|bad| bad.dropped())
+}
+
+/// Slots that are kept until another needs them, and what was asked.
+struct Cache {
+    allocator: Weak<TokenToKvPoolAllocator>,
+    kept: Mutex<Vec<i32>>,
+    asked: Mutex<Vec<usize>>,
+    fails: AtomicBool,
+}
+
+impl Cache {
+    /// One that keeps `count` slots of an allocator.
+    fn new(allocator: &Arc<TokenToKvPoolAllocator>, count: usize) -> Arc<Self> {
+        let kept = allocator.alloc(count, STREAM).expect("memory").expect("room").keep();
+        let kept = kept.region().read::<i32>(kept.offset(), count).expect("inside");
+        let cache = Arc::new(Self {
+            allocator: Arc::downgrade(allocator),
+            kept: Mutex::new(kept),
+            asked: Mutex::default(),
+            fails: AtomicBool::new(false),
+        });
+        allocator.on_shortage(&(Arc::clone(&cache) as Arc<dyn Reclaim>));
+        cache
+    }
+
+    fn asked(&self) -> Vec<usize> {
+        std::mem::take(&mut self.asked.lock().expect("no panic"))
+    }
+}
+
+impl Reclaim for Cache {
+    fn reclaim(&self, slots: usize, _stream: Stream) -> Result<usize> {
+        self.asked.lock().expect("no panic").push(slots);
+        if self.fails.load(Relaxed) {
+            return Err(Error::new(ErrorKind::State, "the cache is closed"));
+        }
+        let allocator = self.allocator.upgrade().expect("it calls");
+        let before = allocator.available_size();
+        let given: Vec<i32> = {
+            let mut kept = self.kept.lock().expect("no panic");
+            let left = kept.len().saturating_sub(slots);
+            kept.split_off(left)
+        };
+        free(&allocator, &given, None)?;
+        Ok(allocator.available_size() - before)
+    }
+}
+
+fn count(taken: Result<Option<Grant<'_>>>) -> Option<usize> {
+    taken.expect("memory").map(|grant| grant.keep().shape().numel())
+}
+
+#[test]
+fn a_short_allocator_asks_for_what_is_missing() {
+    let allocator = allocator(100, 1);
+    let cache = Cache::new(&allocator, 80);
+    assert_eq!(count(allocator.alloc(20, STREAM)), Some(20));
+    assert!(cache.asked().is_empty());
+    assert_eq!(count(allocator.alloc(30, STREAM)), Some(30));
+    assert_eq!(cache.asked(), [30]);
+    // What a cache has not is not waited for.
+    assert_eq!(count(allocator.alloc(60, STREAM)), None);
+    assert_eq!(cache.asked(), [60, 10]);
+    assert_eq!(allocator.available_size(), 50);
+    allocator.verify().expect("consistent");
+}
+
+#[test]
+fn nothing_is_reclaimed_in_vain() {
+    let allocator = allocator(100, 1);
+    let cache = Cache::new(&allocator, 80);
+    // More than the pool can ever hold, or enough slots that are scattered.
+    assert_eq!(count(allocator.alloc(101, STREAM)), None);
+    let rest = allocator.alloc(20, STREAM).expect("memory").expect("room").keep();
+    let rest = rest.region().read::<i32>(0, 20).expect("inside");
+    let every_other: Vec<i32> = rest.iter().copied().step_by(2).collect();
+    assert_eq!(free(&allocator, &every_other, None).expect("its own"), 0);
+    assert_eq!(count(allocator.alloc_contiguous(5, STREAM)), None);
+    assert!(cache.asked().is_empty());
+}
+
+#[test]
+fn pages_and_plans_are_reclaimed_for() {
+    let allocator = allocator(64, 4);
+    let cache = Cache::new(&allocator, 64);
+    assert_eq!(count(allocator.alloc_extend(&[0, 0], &[3, 6], &[0, 0], STREAM)), Some(9));
+    assert_eq!(cache.asked(), [12]);
+
+    let host: Arc<dyn Backend> = Arc::new(Host);
+    let table = ReqToTokenPool::new(Arc::clone(&host), 2, 32, true, false).expect("small");
+    let table = Arc::new(Mutex::new(table));
+    let config = PlannerConfig { max_batch_size: 2, max_tokens: 32, kv_indices: true, block_table: true };
+    let planner = BatchPlanner::new(host, Arc::clone(&allocator), Arc::clone(&table), config).expect("small");
+    let row = table.lock().expect("no panic").alloc(1, STREAM).expect("host memory").expect("room")[0];
+    let rows = IndexVec::I64(vec![row.into()]);
+    let batch = Batch { rows: &rows, prefix_lens: &[0], seq_lens: &[9], prefix_slots: &[] };
+    assert!(planner.extend(batch, STREAM).expect("valid").is_some());
+    assert_eq!(cache.asked(), [12]);
+    assert_eq!(allocator.available_size(), 0);
+}
+
+#[test]
+fn the_call_that_was_short_returns_what_failed() {
+    let allocator = allocator(10, 1);
+    let cache = Cache::new(&allocator, 10);
+    cache.fails.store(true, Relaxed);
+    let error = allocator.alloc(1, STREAM).expect_err("the cache fails");
+    assert_eq!((error.kind(), error.to_string().as_str()), (ErrorKind::State, "the cache is closed"));
+    cache.fails.store(false, Relaxed);
+    let weak = Arc::downgrade(&cache);
+    drop(cache);
+    assert_eq!(weak.strong_count(), 0, "an allocator does not keep it alive");
+    assert_eq!(count(allocator.alloc(1, STREAM)), None);
+}
+
+/// A fence that has passed, has not, or cannot tell.
+struct Told(std::result::Result<bool, &'static str>);
+
+impl Fence for Told {
+    fn passed(&self) -> Result<bool> {
+        self.0.map_err(|text| Error::foreign(std::io::Error::other(text)))
+    }
+}
+
+#[test]
+fn a_fence_that_cannot_tell_holds_up_those_after_it_alone() {
+    let allocator = allocator(8, 1);
+    let _ = allocator.alloc(8, STREAM).expect("memory").expect("room").keep();
+    let told = [Ok(true), Ok(false), Err("the peer is gone"), Ok(true)];
+    for (slot, told) in (1..).zip(told) {
+        // The first has passed before the next free looks for it.
+        let fence: Arc<dyn Fence> = Arc::new(Told(told));
+        match free(&allocator, &[slot], Some(&fence)) {
+            Ok(dropped) => assert_eq!(dropped, 0),
+            Err(error) => assert_eq!(error.to_string(), "the peer is gone"),
+        }
+    }
+    let error = allocator.poll(STREAM).expect_err("one cannot tell");
+    let source = std::error::Error::source(&error).and_then(|source| source.downcast_ref::<std::io::Error>());
+    assert_eq!(source.map(ToString::to_string).as_deref(), Some("the peer is gone"));
+    assert_eq!((allocator.available_size(), allocator.stats().fenced), (1, 2));
+    allocator.clear(STREAM);
+    assert_eq!(allocator.available_size(), 8);
+    allocator.poll(STREAM).expect("no fence is left");
+}
+
+/// A fence that uses the allocator while it is asked.
+struct Nested(Weak<TokenToKvPoolAllocator>);
+
+impl Fence for Nested {
+    fn passed(&self) -> Result<bool> {
+        let allocator = self.0.upgrade().expect("it asks");
+        let taken = allocator.alloc(1, STREAM)?;
+        Ok(taken.is_some())
+    }
+}
+
+#[test]
+fn a_fence_may_use_its_allocator() {
+    let allocator = allocator(4, 1);
+    let _ = allocator.alloc(2, STREAM).expect("memory").expect("room").keep();
+    let nested: Arc<dyn Fence> = Arc::new(Nested(Arc::downgrade(&allocator)));
+    assert_eq!(free(&allocator, &[1, 2], Some(&nested)).expect("its own"), 0);
+    allocator.poll(STREAM).expect("it has passed");
+    assert_eq!(allocator.available_size(), 4, "what it took went back");
+    allocator.verify().expect("consistent");
+}
