@@ -1,4 +1,5 @@
-//! Index + memory + tensor = a pool: one file for each class of the public interface.
+//! Index + memory + tensor = a pool: one file for each class of the public interface, and [`Pool`], what all of them
+//! answer.
 //!
 //! Pools whose bookkeeping changes take `&mut self`; whoever shares one wraps it in a lock. [`KvPool`] and
 //! [`GdnPool`] may be shared as they are: their calls are atomic among themselves. Other frameworks reach the same
@@ -7,6 +8,7 @@
 mod batch_planner;
 mod buffer_pool;
 mod chunk_pool;
+mod contract;
 mod copies;
 mod deferred;
 mod gdn_pool;
@@ -23,6 +25,7 @@ mod workspace;
 pub use batch_planner::{Batch, BatchPlanner, Pools};
 pub use buffer_pool::{Buffer, BufferPool};
 pub use chunk_pool::{Attempt, ChunkConfig, ChunkPool, Over, PageLocking, Progress};
+pub use contract::{Occupancy, Piece, Pool, Stats};
 pub use gdn_pool::{GdnConfig, GdnPool};
 pub use host_copy::values_now;
 pub use kv_pool::{BufferInfo, KvConfig, KvPool, Scales};

@@ -38,7 +38,6 @@ use std::sync::{Arc, Mutex, PoisonError};
 use pyo3::prelude::*;
 
 use crate::base::{DType, Device, Waits, Watched, bytes_of};
-use crate::index::RefCounts;
 use crate::memory::{Region, Stream};
 use crate::tensor::TensorView;
 
@@ -76,17 +75,6 @@ fn lock<L: Lock>(value: &L) -> impl DerefMut<Target = L::Value> {
 fn with<L: Lock, R>(value: &L, work: impl FnOnce(&mut L::Value) -> crate::base::Result<R>) -> PyResult<R> {
     let answer = work(&mut value.locked());
     Ok(answer?)
-}
-
-/// The numbers of single indices.
-fn count_stats(counts: &RefCounts) -> [(&'static str, usize); 5] {
-    [
-        ("capacity", counts.capacity()),
-        ("available", counts.available()),
-        ("in_use", counts.in_use()),
-        ("high_water", counts.high_water()),
-        ("dropped_frees", counts.dropped_frees()),
-    ]
 }
 
 /// How many threads one large copy on the CPU may use.

@@ -6,7 +6,7 @@ use pyo3::PyTraverseError;
 use pyo3::exceptions::PyTypeError;
 use pyo3::gc::PyVisit;
 use pyo3::prelude::*;
-use pyo3::types::{IntoPyDict, PyDict, PyTuple};
+use pyo3::types::PyTuple;
 
 use crate::base::{Device, Id, Page, Slot, Waits, Watched};
 use crate::index::{BadFrees, FenceId};
@@ -15,12 +15,12 @@ use crate::pool::TokenToKvPoolAllocator as Pool;
 use crate::tensor::TensorView;
 
 use super::args::{Arg, IndexArg};
-use super::debug::{self, Debug, Occupancy};
+use super::debug::Debug;
 use super::export::to_tensor;
 use super::fences::Fences;
 use super::framework::{backend, current_stream};
 use super::kv_pool::KvPool;
-use super::pool::Pool as Base;
+use super::pool::{Look, Pool as Base, PoolClass};
 use super::report::{Reporter, warn};
 use super::{args, lock, with};
 
@@ -214,6 +214,21 @@ impl TokenToKvPoolAllocator {
     }
 }
 
+impl PoolClass for TokenToKvPoolAllocator {
+    fn look(&self, look: Look<'_>) {
+        look(&*lock(&self.pool));
+    }
+
+    /// Of a strict pool it leaves frees pending, as what is wrong with them is to be raised where slots are used.
+    fn before_stats(&self, py: Python<'_>) -> PyResult<()> {
+        if lock(&self.pool).strict() { self.poll_fences(py) } else { self.poll(py) }
+    }
+
+    fn before_occupancy(&self, py: Python<'_>) -> PyResult<()> {
+        self.wait_for_all(py)
+    }
+}
+
 #[pymethods]
 impl TokenToKvPoolAllocator {
     #[new]
@@ -233,10 +248,7 @@ impl TokenToKvPoolAllocator {
         let device = args::device(device)?;
         let backend = backend(py, device)?;
         let mut pool = py.detach(|| Pool::new(size, &backend, page_size, need_sort, strict))?;
-        let debug = Debug::new(debug);
-        if debug.is_on() {
-            pool.keep_ledger();
-        }
+        let debug = Debug::new(debug, &mut pool);
         let allocator = Self {
             pool: Watched::new(pool),
             fences: Fences::default(),
@@ -244,8 +256,7 @@ impl TokenToKvPoolAllocator {
             debug,
             reporter: Reporter::default(),
         };
-        Ok(PyClassInitializer::from(Base::new("TokenToKVPoolAllocator", Slot::NOUN, debug))
-            .add_subclass(allocator))
+        Ok(Base::under("TokenToKVPoolAllocator", debug, allocator))
     }
 
     /// Takes slots.
@@ -487,19 +498,6 @@ impl TokenToKvPoolAllocator {
         lock(&self.pool).poison_freed(kv_pool.get().shared());
     }
 
-    /// What stands in the pool, in slots: (first, end, state, bytes, holders) of each span, and lifetimes.
-    fn _occupancy<'py>(&self, py: Python<'py>) -> PyResult<Occupancy<'py>> {
-        self.wait_for_all(py)?;
-        let (spans, lifetimes, page_size) = {
-            let pool = lock(&self.pool);
-            let slots = pool.slots();
-            (slots.spans(), debug::lifetimes(slots.pages().book()), slots.page_size())
-        };
-        // A page has at most as many slots as there are int32s.
-        let page_size = u32::try_from(page_size).unwrap_or(u32::MAX);
-        debug::occupancy(py, debug::even(spans), lifetimes, page_size)
-    }
-
     /// Merges the freed slots into those that are handed out next.
     fn merge_and_sort_free(&self) {
         lock(&self.pool).merge_and_sort_free();
@@ -561,42 +559,6 @@ impl TokenToKvPoolAllocator {
         with(&self.pool, |pool| pool.verify())
     }
 
-    /// The numbers of this pool, in slots: `capacity`, `available`, `in_use`, `high_water`, `dropped_frees`, `free`,
-    /// `released`, `fenced`, `shared` (with more than one owner), `pending` (freed, but only the GPU knows which they
-    /// are); and `size`, `page_size`, `bytes` of host memory for the bookkeeping, and `device_bytes` of GPU memory for the
-    /// tensors.
-    ///
-    /// Of a strict pool it leaves frees pending, as what is wrong with them is to be raised where slots are used.
-    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        if lock(&self.pool).strict() {
-            self.poll_fences(py)?;
-        } else {
-            self.poll(py)?;
-        }
-        let (stats, pending, device_bytes, size, page_size) = {
-            let pool = lock(&self.pool);
-            let slots = pool.slots();
-            (pool.stats(), pool.pending(), pool.device_bytes(), slots.size(), slots.page_size())
-        };
-        [
-            ("capacity", stats.capacity),
-            ("available", stats.available),
-            ("in_use", stats.in_use),
-            ("high_water", stats.high_water),
-            ("dropped_frees", stats.dropped_frees),
-            ("free", stats.available - stats.released - pending),
-            ("released", stats.released),
-            ("fenced", stats.fenced),
-            ("shared", stats.shared),
-            ("pending", pending),
-            ("size", size),
-            ("page_size", page_size),
-            ("bytes", stats.bytes),
-            ("device_bytes", device_bytes),
-        ]
-        .into_py_dict(py)
-    }
-
     /// Slots asked for at construction.
     #[getter]
     fn size(&self) -> usize {
@@ -609,22 +571,10 @@ impl TokenToKvPoolAllocator {
         lock(&self.pool).slots().page_size()
     }
 
-    /// Where the index tensors are, as PyTorch writes it.
-    #[getter]
-    fn device(&self) -> String {
-        self.device.to_string()
-    }
-
     /// Whether the lowest free slots are handed out first.
     #[getter]
     fn need_sort(&self) -> bool {
         lock(&self.pool).need_sort()
-    }
-
-    /// Whether a bad free raises.
-    #[getter]
-    fn strict(&self) -> bool {
-        lock(&self.pool).strict()
     }
 
     fn __repr__(&self) -> String {
