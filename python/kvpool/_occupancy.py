@@ -8,15 +8,12 @@ from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
-
-from kvpool import _kvpool
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvpool._kvpool import Pool
-    from kvpool._pools import AnyPool
 
 
 class Span(NamedTuple):
@@ -38,14 +35,9 @@ class Span(NamedTuple):
     holders: list[tuple[str | int | None, str, float, int]]
 
 
-def hands_out(pool: Pool) -> bool:
-    """Whether the pool hands units out."""
-    return hasattr(pool, "_occupancy")
-
-
 def check_hands_out(pool: Pool) -> None:
     """Raises `TypeError` for a pool that hands nothing out."""
-    if not hands_out(pool):
+    if not pool._hands_out:  # noqa: SLF001 - of this package
         raise TypeError(f"a {type(pool).__name__} hands nothing out that could leak")
 
 
@@ -57,7 +49,7 @@ def occupancy(pool: Pool) -> tuple[list[Span], list[int]]:
     """
     check_hands_out(pool)
     with no_collection():
-        spans, lifetimes = pool._occupancy()  # type: ignore[attr-defined]  # noqa: SLF001 - of this package
+        spans, lifetimes = pool._occupancy()  # noqa: SLF001 - of this package
         return [Span(*span) for span in spans], lifetimes
 
 
@@ -156,34 +148,19 @@ def _filled(counts: Counter[int]) -> dict[int, int]:
     return {key: counts[key] for key in range(min(counts), max(counts) + 1)} if counts else {}
 
 
-def take(pool: AnyPool) -> Snapshot:
+def take(pool: Pool) -> Snapshot:
     """What stands in `pool` now."""
     spans, lifetimes = occupancy(pool)
     return Snapshot(
         name=pool.name,
         kind=type(pool).__name__,
         unit=pool.unit,
-        unit_bytes=_unit_bytes(pool),
+        unit_bytes=pool._unit_bytes,  # noqa: SLF001 - of this package
         debug=pool.debug,
         spans=spans,
         lifetimes=lifetimes,
-        stats=pool.stats(),
+        stats=cast("dict[str, int]", pool.stats()),
     )
-
-
-def _unit_bytes(pool: AnyPool) -> int | None:
-    """Bytes of one unit of a pool; `None` where it has no memory, or units of several sizes."""
-    match pool:
-        case _kvpool.ChunkPool():
-            return pool.chunk_bytes
-        case _kvpool.PagePool():
-            return pool.stats()["bytes"] // max(1, pool.total_pages)
-        case _kvpool.GDNPool():
-            return pool.mem_bytes() // pool.pool_size
-        case _kvpool.ReqToTokenPool():
-            return 4 * pool.max_context_len
-        case _:
-            return 1 if pool.unit == "byte" else None
 
 
 def owners(one: Snapshot) -> list[tuple[str, int]]:

@@ -4,34 +4,22 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvpool import _kvpool
-    from kvpool.workspace import Workspace
-
-    AnyPool: TypeAlias = (
-        _kvpool.KVPool
-        | _kvpool.TokenToKVPoolAllocator
-        | _kvpool.ReqToTokenPool
-        | _kvpool.GDNPool
-        | _kvpool.ChunkPool
-        | _kvpool.BufferPool
-        | _kvpool.PagePool
-        | Workspace
-    )
+    from kvpool._kvpool import Pool
 
 _lock = threading.Lock()
-_live: weakref.WeakSet[AnyPool] = weakref.WeakSet()
+_live: weakref.WeakSet[Pool] = weakref.WeakSet()
 
 
-def add(pool: AnyPool) -> None:
+def add(pool: Pool) -> None:
     """Note a pool that was made."""
     with _lock:
         _live.add(pool)
 
 
-def pools() -> list[AnyPool]:
+def pools() -> list[Pool]:
     """All pools of this process that are alive, by name.
 
     Returns:

@@ -9,7 +9,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from kvpool._occupancy import hands_out, no_collection, take
+from kvpool._occupancy import no_collection, take
 from kvpool._pools import pools as living_pools
 from kvpool.errors import ConfigError
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterable, Sequence
 
+    from kvpool._kvpool import Pool
     from kvpool._occupancy import Snapshot, Span
-    from kvpool._pools import AnyPool
 
     # Owner and place.
     Holder: TypeAlias = tuple[str | int | None, str]
@@ -30,7 +30,7 @@ _CELLS = 16_384
 _NAMED, _LISTED = 3, 100
 
 
-def snapshot(path: str | os.PathLike[str], *pools: AnyPool) -> None:
+def snapshot(path: str | os.PathLike[str], *pools: Pool) -> None:
     """Write a map of what is in use in pools, by owner, with distributions of ages, lifetimes and free runs.
 
     In the HTML file, which loads nothing else, one points at a unit to read which units are alike, who holds
@@ -54,7 +54,7 @@ def snapshot(path: str | os.PathLike[str], *pools: AnyPool) -> None:
     target = Path(path)
     if target.suffix not in {".html", ".png"}:
         raise ConfigError(f"a snapshot is .html or .png, not {target.name!r}")
-    chosen = pools or [pool for pool in living_pools() if hands_out(pool)]
+    chosen = pools or [pool for pool in living_pools() if pool._hands_out]  # noqa: SLF001 - of this package
     if not chosen:
         raise ConfigError("no pool of this process hands anything out")
     taken = [take(pool) for pool in chosen]

@@ -16,7 +16,7 @@ from kvpool._kvpool import Chunk, ChunkPool
 from kvpool.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvpool._typing import DeviceLike
+    from kvpool._typing import ChunkStats, DeviceLike
 
 __all__ = [
     "BasePool",
@@ -162,7 +162,7 @@ class LocalPool(BasePool):
             level, "dropped 1 of 1 freed chunks: %d (allocated by no pool)", kv_obj.chunk_idx
         )
 
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> ChunkStats:
         """The numbers of `ChunkPool.stats`."""
         stats = self._pool.stats()
         stats["dropped_frees"] += self._strays

@@ -21,20 +21,19 @@ gauges that count what the pool hands out (`Pool.unit`), `kvpool_..._bytes` are 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvpool._occupancy import hands_out
 from kvpool._pools import pools
 from kvpool.errors import KvPoolError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvpool._pools import AnyPool
+    from kvpool._kvpool import Pool
 
 _log = logging.getLogger("kvpool")
 
@@ -90,7 +89,7 @@ class PoolCollector(Collector):
         for pool in pools():
             labels = [pool.name, type(pool).__name__, pool.device]
             try:
-                stats = pool.stats()
+                stats = cast("dict[str, int]", pool.stats())
             except KvPoolError as error:
                 # The others are exported all the same.
                 _log.warning("no numbers of %s: %s", pool.name, error)
@@ -102,14 +101,14 @@ class PoolCollector(Collector):
         return iter(families.values())
 
 
-def _family(pool: AnyPool, key: str) -> GaugeMetricFamily | CounterMetricFamily | None:
+def _family(pool: Pool, key: str) -> GaugeMetricFamily | CounterMetricFamily | None:
     """The metric family for one of the numbers of a pool; none for what only describes the pool."""
     if key in _COUNTERS:
         return CounterMetricFamily(*_COUNTERS[key], labels=_LABELS)
     if key in _BYTES:
         return GaugeMetricFamily(*_BYTES[key], labels=_LABELS)
     # What such a pool has is what another one hands out.
-    if key not in _UNITS or not hands_out(pool):
+    if key not in _UNITS or not pool._hands_out:  # noqa: SLF001 - of this package
         return None
     if pool.unit == "byte":
         return GaugeMetricFamily(

@@ -1,4 +1,5 @@
-//! Index + memory + tensor = a pool: one file for each class of the public interface.
+//! Index + memory + tensor = a pool: one file for each class of the public interface, and [`Pool`], what all of them
+//! answer.
 //!
 //! [`TokenToKvPoolAllocator`], [`BatchPlanner`], [`KvPool`] and [`GdnPool`] may be shared as they are: their calls are atomic
 //! among themselves. The others take `&mut self`, and are shared behind a lock. Foreign frameworks reach the same bytes past
@@ -7,6 +8,7 @@
 mod batch_planner;
 mod buffer_pool;
 mod chunk_pool;
+mod contract;
 mod copies;
 mod deferred;
 mod fences;
@@ -26,6 +28,7 @@ mod workspace;
 pub use batch_planner::{Batch, BatchPlanner};
 pub use buffer_pool::{Buffer, BufferPool};
 pub use chunk_pool::{Attempt, ChunkConfig, ChunkPool, Over, PageLocking, Progress};
+pub use contract::{Occupancy, Piece, Pool, Stats};
 pub use fences::Fence;
 pub use gdn_pool::{GdnConfig, GdnPool};
 pub use host_copy::values_now;

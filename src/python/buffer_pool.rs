@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex};
 
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
-use pyo3::types::{IntoPyDict, PyDict, PyTuple};
+use pyo3::types::PyTuple;
 use pyo3::{PyTraverseError, gc::PyVisit};
 
 use crate::base::{DType, Device, Dims, Error, ErrorKind, widen};
@@ -13,10 +13,10 @@ use crate::memory::{Borrowed, Keep};
 use crate::pool::{self, BufferPool as Pool};
 use crate::tensor::TensorView;
 
-use super::debug::{self, Debug, Occupancy};
+use super::debug::Debug;
 use super::framework::{backend, current_stream};
 use super::made::MadeTensors;
-use super::pool::Pool as Base;
+use super::pool::{Look, Pool as Base, PoolClass};
 use super::{args, lock, with};
 
 /// Scratch buffers that are used again from step to step.
@@ -57,6 +57,12 @@ fn is_part_of_storage(tensor: &Bound<'_, PyAny>, borrowed: &Borrowed<'_>) -> PyR
     Ok(borrowed.shape().numel() * borrowed.dtype().size() != whole)
 }
 
+impl PoolClass for BufferPool {
+    fn look(&self, look: Look<'_>) {
+        look(&*lock(&self.pool));
+    }
+}
+
 #[pymethods]
 impl BufferPool {
     #[new]
@@ -71,13 +77,10 @@ impl BufferPool {
         let (device, rounding) = (args::device(device)?, Rounding::parse(rounding)?);
         backend(py, device)?;
         let mut pool = Pool::new(device, rounding)?;
-        let debug = Debug::new(debug);
-        if debug.is_on() {
-            pool.keep_ledger();
-        }
+        let debug = Debug::new(debug, &mut pool);
         let (existing, tensors) = (Mutex::default(), MadeTensors::default());
         let pool = Self { pool: Mutex::new(pool), device, rounding, debug, existing, tensors };
-        Ok(PyClassInitializer::from(Base::new("BufferPool", "buffer", debug)).add_subclass(pool))
+        Ok(Base::under("BufferPool", debug, pool))
     }
 
     /// Takes a buffer.
@@ -222,39 +225,6 @@ impl BufferPool {
         py.detach(|| lock(&self.pool).clear());
     }
 
-    /// What stands in the pool, by index of buffers: (first, end, state, bytes, holders) of each, and lifetimes.
-    fn _occupancy<'py>(&self, py: Python<'py>) -> PyResult<Occupancy<'py>> {
-        let (spans, lifetimes) = {
-            let pool = lock(&self.pool);
-            (pool.buckets().spans(), debug::lifetimes(pool.buckets().book()))
-        };
-        let spans = spans.into_iter().map(|(span, bytes)| (span, Some(bytes))).collect();
-        debug::occupancy(py, spans, lifetimes, 1)
-    }
-
-    /// The numbers of this pool. In buffers: `capacity`, `available`, `in_use`, `high_water`, `stale_uses` (calls with
-    /// a buffer that had been given back); in bytes: `bytes`, `free_bytes`, `in_use_bytes`, `high_water_bytes`,
-    /// `registered_bytes`.
-    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let numbers = {
-            let pool = lock(&self.pool);
-            let buckets = pool.buckets();
-            [
-                ("capacity", buckets.free_count() + buckets.in_use_count()),
-                ("available", buckets.free_count()),
-                ("in_use", buckets.in_use_count()),
-                ("high_water", buckets.high_water()),
-                ("stale_uses", pool.stale_uses()),
-                ("bytes", buckets.free_bytes() + buckets.in_use_bytes()),
-                ("free_bytes", buckets.free_bytes()),
-                ("in_use_bytes", buckets.in_use_bytes()),
-                ("high_water_bytes", buckets.high_water_bytes()),
-                ("registered_bytes", pool.registered_bytes()),
-            ]
-        };
-        numbers.into_py_dict(py)
-    }
-
     /// Buffers that are free.
     #[getter]
     fn free_count(&self) -> usize {
@@ -283,12 +253,6 @@ impl BufferPool {
     #[getter]
     fn high_water_bytes(&self) -> usize {
         lock(&self.pool).buckets().high_water_bytes()
-    }
-
-    /// Where the buffers are, as PyTorch writes it.
-    #[getter]
-    fn device(&self) -> String {
-        self.device.to_string()
     }
 
     /// How sizes are rounded up: "pow2" or "fine".

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
-use pyo3::types::{IntoPyDict, PyDict, PyTuple};
+use pyo3::types::PyTuple;
 use pyo3::{PyTraverseError, gc::PyVisit};
 
 use crate::base::{Device, Dims, Error, widen};
@@ -15,11 +15,11 @@ use crate::memory::{Event, Stream};
 use crate::pool::{Attempt, ChunkConfig, ChunkPool as Pool, Over, PageLocking as Locking, Progress};
 
 use super::args;
-use super::debug::{self, Debug, Occupancy};
+use super::debug::Debug;
 use super::framework::{backend, current_stream, to_dtype};
 use super::lock;
 use super::made::MadeTensors;
-use super::pool::Pool as Base;
+use super::pool::{Look, Pool as Base, PoolClass};
 use super::report::{self, Reporter};
 
 /// How long it waits before it looks for signals.
@@ -148,6 +148,12 @@ fn page_lock_threads() -> PyResult<usize> {
     }
 }
 
+impl PoolClass for ChunkPool {
+    fn look(&self, look: Look<'_>) {
+        look(&*self.pool);
+    }
+}
+
 #[pymethods]
 impl ChunkPool {
     #[new]
@@ -189,11 +195,9 @@ impl ChunkPool {
         }
         backend(py, config.device)?;
         let stream = current_stream(py, config.device)?;
-        let pool = Arc::new(py.detach(|| Pool::new(config, stream))?);
-        let debug = Debug::new(debug);
-        if debug.is_on() {
-            pool.keep_ledger();
-        }
+        let mut pool = py.detach(|| Pool::new(config, stream))?;
+        let debug = Debug::new(debug, &mut pool);
+        let pool = Arc::new(pool);
         for note in pool.notes() {
             report::inform(py, &note);
         }
@@ -209,7 +213,7 @@ impl ChunkPool {
         }
         let (reporter, held, tensors) = (Reporter::default(), Arc::default(), MadeTensors::default());
         let pool = Self { pool, debug, reporter, held, tensors };
-        Ok(PyClassInitializer::from(Base::new("ChunkPool", "chunk", debug)).add_subclass(pool))
+        Ok(Base::under("ChunkPool", debug, pool))
     }
 
     /// Takes a chunk, with one reference.
@@ -305,22 +309,6 @@ impl ChunkPool {
         }
     }
 
-    /// What stands in the pool: (first, end, state, bytes, holders) of each span, and lifetimes.
-    fn _occupancy<'py>(&self, py: Python<'py>) -> PyResult<Occupancy<'py>> {
-        let (spans, lifetimes) =
-            self.pool.counts(|chunks, _| (chunks.spans(), debug::lifetimes(chunks.book())));
-        debug::occupancy(py, debug::even(spans), lifetimes, 1)
-    }
-
-    /// The numbers of this pool, in chunks: `capacity`, `available`, `in_use` (also those whose copies are under way),
-    /// `high_water`, `dropped_frees`, `registered` (page-locked); and `bytes` of the region.
-    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let (numbers, registered) =
-            self.pool.counts(|chunks, registered| (super::count_stats(chunks), registered));
-        let more = [("registered", registered), ("bytes", self.pool.mem_bytes())];
-        numbers.into_iter().chain(more).into_py_dict(py)
-    }
-
     /// Chunks.
     #[getter]
     fn num_chunks(&self) -> usize {
@@ -345,12 +333,6 @@ impl ChunkPool {
         to_dtype(py, self.pool.config().dtype)
     }
 
-    /// Where the chunks are, as PyTorch writes it.
-    #[getter]
-    fn device(&self) -> String {
-        self.pool.config().device.to_string()
-    }
-
     /// Whether the memory is page-locked, or is about to be.
     #[getter]
     fn pin_memory(&self) -> bool {
@@ -367,12 +349,6 @@ impl ChunkPool {
     #[getter]
     fn huge_pages(&self) -> bool {
         self.pool.has_huge_pages()
-    }
-
-    /// Whether a bad free raises.
-    #[getter]
-    fn strict(&self) -> bool {
-        self.pool.config().strict
     }
 
     fn __repr__(&self) -> String {

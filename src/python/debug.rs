@@ -1,14 +1,13 @@
 //! Debugging: who takes and gives what, and where in the program.
 
-use std::ops::Range;
 use std::sync::Arc;
 
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyInt, PyString};
 
-use crate::base::widen;
-use crate::index::{Act, Acting, Book, Owner, Span, State};
+use crate::index::{Act, Acting, Owner};
+use crate::pool::{Occupancy, Pool as Contract};
 
 use super::args::kind_of;
 
@@ -26,7 +25,16 @@ impl Debug {
     pub(super) const OFF: Self = Self { is_on: false };
 
     /// As the caller wants it, else as `KVPOOL_DEBUG=1` in the environment says.
-    pub(super) fn new(wanted: Option<bool>) -> Self {
+    pub(super) fn new(wanted: Option<bool>, pool: &mut impl Contract) -> Self {
+        let debug = Self::without_ledger(wanted);
+        if debug.is_on {
+            pool.keep_ledger();
+        }
+        debug
+    }
+
+    /// As [`Self::new`], for a pool that poisons but whose units have no owners.
+    pub(super) fn without_ledger(wanted: Option<bool>) -> Self {
         Self { is_on: wanted.unwrap_or_else(is_wanted_everywhere) }
     }
 
@@ -92,20 +100,15 @@ fn call_site(py: Python<'_>) -> PyResult<Option<String>> {
     Ok(Some(format!("{file}:{} in {function}", frame.getattr("f_lineno")?)))
 }
 
-/// A holder of indices: owner, place in the program, seconds since, and the number of the call.
+/// A holder of units: owner, place in the program, seconds since, and the number of the call.
 type Holder<'py> = (Option<Bound<'py, PyAny>>, String, f64, u64);
 /// First and end, state, bytes if they are its own, holders.
 type Seen<'py> = (usize, usize, &'static str, Option<usize>, Vec<Holder<'py>>);
 /// What `Pool._occupancy` answers: spans, and how many lives lasted less than 1, 2, 4, ... microseconds.
-pub(super) type Occupancy<'py> = (Vec<Seen<'py>>, Vec<u64>);
+pub(super) type Seens<'py> = (Vec<Seen<'py>>, Vec<u64>);
 
-/// What stands in a pool, for Python. Indices are counted in units of `scale`.
-pub(super) fn occupancy<'py>(
-    py: Python<'py>,
-    spans: Vec<(Span, Option<usize>)>,
-    lifetimes: Vec<u64>,
-    scale: u32,
-) -> PyResult<Occupancy<'py>> {
+/// What stands in a pool, for Python.
+pub(super) fn occupancy<'py>(py: Python<'py>, occupancy: Occupancy) -> PyResult<Seens<'py>> {
     let holder = |act: &Arc<Act>| -> PyResult<Holder<'py>> {
         let owner = match &act.owner {
             None => None,
@@ -114,30 +117,9 @@ pub(super) fn occupancy<'py>(
         };
         Ok((owner, act.site.to_string(), act.age().as_secs_f64(), act.number))
     };
-    let spans = spans.iter().map(|(span, bytes)| {
-        let holders = span.holders.iter().map(holder).collect::<PyResult<_>>()?;
-        let (start, end) = (widen(span.range.start) * widen(scale), widen(span.range.end) * widen(scale));
-        Ok((start, end, span.state.name(), *bytes, holders))
+    let spans = occupancy.pieces.iter().map(|piece| {
+        let holders = piece.holders.iter().map(holder).collect::<PyResult<_>>()?;
+        Ok((piece.range.start, piece.range.end, piece.state.name(), piece.bytes, holders))
     });
-    let lifetimes = lifetimes.into_iter().map(|lives| lives.saturating_mul(u64::from(scale)));
-    Ok((spans.collect::<PyResult<_>>()?, lifetimes.collect()))
-}
-
-/// As [`occupancy`], of pieces of memory that nobody signed for; those that are taken come with `true`.
-pub(super) fn pieces<'py>(pieces: Vec<(Range<usize>, bool)>) -> Occupancy<'py> {
-    let seen = pieces.into_iter().map(|(range, is_taken)| {
-        let state = if is_taken { State::Live } else { State::Free };
-        (range.start, range.end, state.name(), None, Vec::new())
-    });
-    (seen.collect(), Vec::new())
-}
-
-/// The lifetimes that were counted.
-pub(super) fn lifetimes(book: &Book) -> Vec<u64> {
-    book.ledger().map_or(Vec::new(), |ledger| ledger.lifetimes().to_vec())
-}
-
-/// Spans whose units are all of the same size.
-pub(super) fn even(spans: Vec<Span>) -> Vec<(Span, Option<usize>)> {
-    spans.into_iter().map(|span| (span, None)).collect()
+    Ok((spans.collect::<PyResult<_>>()?, occupancy.lifetimes))
 }

@@ -3,7 +3,6 @@
 use pyo3::PyTraverseError;
 use pyo3::gc::PyVisit;
 use pyo3::prelude::*;
-use pyo3::types::{IntoPyDict, PyDict};
 
 use crate::base::DType;
 use crate::memory::Stream;
@@ -11,12 +10,11 @@ use crate::pool::{GdnConfig, GdnPool as Pool};
 
 use super::args::{self, Arg};
 use super::copying;
-use super::debug::{self, Debug, Occupancy};
+use super::debug::Debug;
 use super::export::{to_tensor, to_tensors};
 use super::framework::{backend, current_stream, to_dtype};
-use super::pool::Pool as Base;
+use super::pool::{Look, Pool as Base, PoolClass};
 use super::report::Reporter;
-use super::req_to_token_pool::row_stats;
 
 /// States of Gated DeltaNet layers, one for each request, indexed like the rows of `ReqToTokenPool`.
 ///
@@ -72,6 +70,12 @@ impl GdnPool {
     }
 }
 
+impl PoolClass for GdnPool {
+    fn look(&self, look: Look<'_>) {
+        look(&self.pool);
+    }
+}
+
 #[pymethods]
 impl GdnPool {
     #[new]
@@ -109,15 +113,12 @@ impl GdnPool {
         };
         let device = args::device(device)?;
         let backend = backend(py, device)?;
-        let pool = py.detach(|| Pool::new(backend, config, strict))?;
+        let mut pool = py.detach(|| Pool::new(backend, config, strict))?;
         let recurrent_state = to_tensor(py, pool.recurrent_state())?;
         let conv_state = to_tensor(py, pool.conv_state())?;
-        let debug = Debug::new(debug);
-        if debug.is_on() {
-            pool.keep_ledger();
-        }
+        let debug = Debug::new(debug, &mut pool);
         let pool = Self { pool, recurrent_state, conv_state, debug, reporter: Reporter::default() };
-        Ok(PyClassInitializer::from(Base::new("GDNPool", "track slot", debug)).add_subclass(pool))
+        Ok(Base::under("GDNPool", debug, pool))
     }
 
     /// float32 `[num_gdn_layers, pool_size, num_v_heads, head_v_dim, head_k_dim]`, no copy. V stands before K, as
@@ -204,22 +205,6 @@ impl GdnPool {
         self.pool.mem_bytes()
     }
 
-    /// What stands in the pool, in track slots: (first, end, state, bytes, holders) of each span, and lifetimes.
-    fn _occupancy<'py>(&self, py: Python<'py>) -> PyResult<Occupancy<'py>> {
-        let (spans, lifetimes) = {
-            let tracks = self.pool.tracks();
-            (tracks.rows().spans(), debug::lifetimes(tracks.rows().book()))
-        };
-        debug::occupancy(py, debug::even(spans), lifetimes, 1)
-    }
-
-    /// The numbers of this pool, in track slots: `capacity`, `available`, `in_use`, `high_water`, `dropped_frees`;
-    /// and `bytes` of both states.
-    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let numbers = row_stats(&self.pool.tracks());
-        numbers.into_iter().chain([("bytes", self.pool.mem_bytes())]).into_py_dict(py)
-    }
-
     /// Slots of every layer: padding, working and track slots.
     #[getter]
     fn pool_size(&self) -> usize {
@@ -274,22 +259,10 @@ impl GdnPool {
         self.pool.config().max_track_slots
     }
 
-    /// Where the states are, as PyTorch writes it.
-    #[getter]
-    fn device(&self) -> String {
-        self.pool.device().to_string()
-    }
-
     /// Of the convolution state: a `torch.dtype`, or its name where PyTorch is not installed.
     #[getter]
     fn dtype(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
         to_dtype(py, self.pool.config().dtype)
-    }
-
-    /// Whether a bad free raises.
-    #[getter]
-    fn strict(&self) -> bool {
-        self.pool.strict()
     }
 
     fn __repr__(&self) -> String {

@@ -6,9 +6,9 @@ use pyo3::PyTraverseError;
 use pyo3::exceptions::PyTypeError;
 use pyo3::gc::PyVisit;
 use pyo3::prelude::*;
-use pyo3::types::{IntoPyDict, PyDict, PyList};
+use pyo3::types::PyList;
 
-use crate::base::{DType, Device, Dims, Id, Slot};
+use crate::base::{DType, Device, Dims};
 use crate::memory::Stream;
 use crate::pool::{KvConfig, KvPool as Pool, Scales, make_room};
 
@@ -17,7 +17,7 @@ use super::copying;
 use super::debug::Debug;
 use super::export::to_tensors;
 use super::framework::{backend, current_stream, to_dtype, torch};
-use super::pool::Pool as Base;
+use super::pool::{Look, Pool as Base, PoolClass};
 
 /// K and V storage of every layer, in one region.
 ///
@@ -106,6 +106,12 @@ fn of_layer(py: Python<'_>, of: &[Py<PyAny>], layer_id: &Bound<'_, PyAny>) -> Py
     Ok(of[args::layer(layer_id, of.len())?].clone_ref(py))
 }
 
+impl PoolClass for KvPool {
+    fn look(&self, look: Look<'_>) {
+        look(&*self.pool);
+    }
+}
+
 #[pymethods]
 impl KvPool {
     #[new]
@@ -156,7 +162,7 @@ impl KvPool {
         let list = |of: &[Py<PyAny>]| PyList::new(py, of.iter().map(|tensor| tensor.clone_ref(py)));
         let (k_list, v_list) = (list(&k_buffer)?.unbind(), list(&v_buffer)?.unbind());
         let pool = Self { pool, k_buffer, v_buffer, k_list, v_list };
-        Ok(PyClassInitializer::from(Base::new("KVPool", Slot::NOUN, Debug::OFF)).add_subclass(pool))
+        Ok(Base::under("KVPool", Debug::OFF, pool))
     }
 
     /// The keys of every layer: a list of `layer_num` tensors `[rows, k_head_num, k_head_dim]`, no copy.
@@ -351,19 +357,6 @@ impl KvPool {
         self.pool.mem_bytes()
     }
 
-    /// The numbers of this pool: `capacity` in slots, `rows`, `layer_num`, `page_size`, and `bytes` of all buffers.
-    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let config = self.pool.config();
-        [
-            ("capacity", config.size),
-            ("rows", self.pool.rows()),
-            ("layer_num", config.layer_num),
-            ("page_size", config.page_size),
-            ("bytes", self.pool.mem_bytes()),
-        ]
-        .into_py_dict(py)
-    }
-
     /// Usable slots.
     #[getter]
     fn size(&self) -> usize {
@@ -404,12 +397,6 @@ impl KvPool {
     #[getter]
     fn v_head_dim(&self) -> usize {
         self.pool.config().v_head_dim
-    }
-
-    /// Where the buffers are, as PyTorch writes it.
-    #[getter]
-    fn device(&self) -> String {
-        self.pool.device().to_string()
     }
 
     /// A `torch.dtype`, or its name where PyTorch is not installed.

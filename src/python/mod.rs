@@ -39,7 +39,6 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use pyo3::prelude::*;
 
 use crate::base::{DType, Device, bytes_of, on_blocking};
-use crate::index::RefCounts;
 use crate::memory::{Region, Stream};
 use crate::tensor::TensorView;
 
@@ -71,17 +70,6 @@ fn copying<R: Send>(
 /// How this process waits once Python has loaded kvpool.
 fn without_gil(section: &mut (dyn FnMut() + Send)) {
     Python::attach(|py| py.detach(section));
-}
-
-/// The numbers of single indices.
-fn count_stats(counts: &RefCounts) -> [(&'static str, usize); 5] {
-    [
-        ("capacity", counts.capacity()),
-        ("available", counts.available()),
-        ("in_use", counts.in_use()),
-        ("high_water", counts.high_water()),
-        ("dropped_frees", counts.dropped_frees()),
-    ]
 }
 
 /// How many threads one large copy on the CPU may use.

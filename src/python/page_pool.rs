@@ -3,16 +3,15 @@
 use std::sync::Mutex;
 
 use pyo3::prelude::*;
-use pyo3::types::{IntoPyDict, PyDict};
 
 use crate::base::DType;
 use crate::pool::{PageConfig, PagePool as Pool};
 
 use super::args::{self, Arg};
-use super::debug::{self, Debug, Occupancy};
+use super::debug::Debug;
 use super::export::to_tensor;
 use super::framework::{backend, current_stream, to_dtype};
-use super::pool::Pool as Base;
+use super::pool::{Look, Pool as Base, PoolClass};
 use super::report::Reporter;
 use super::{lock, with};
 
@@ -44,6 +43,12 @@ pub(super) struct PagePool {
     reporter: Reporter,
 }
 
+impl PoolClass for PagePool {
+    fn look(&self, look: Look<'_>) {
+        look(&*lock(&self.pool));
+    }
+}
+
 #[pymethods]
 impl PagePool {
     #[new]
@@ -72,12 +77,9 @@ impl PagePool {
         backend(py, config.device)?;
         let stream = current_stream(py, config.device)?;
         let mut pool = py.detach(|| Pool::new(config, stream))?;
-        let debug = Debug::new(debug);
-        if debug.is_on() {
-            pool.keep_ledger();
-        }
+        let debug = Debug::new(debug, &mut pool);
         let pool = Self { pool: Mutex::new(pool), config, debug, reporter: Reporter::default() };
-        Ok(PyClassInitializer::from(Base::new("PagePool", "page", debug)).add_subclass(pool))
+        Ok(Base::under("PagePool", debug, pool))
     }
 
     /// Takes a page: the last that was freed, else the lowest that was never taken.
@@ -129,24 +131,6 @@ impl PagePool {
         to_tensor(py, &view)
     }
 
-    /// What stands in the pool: (first, end, state, bytes, holders) of each span, and lifetimes.
-    fn _occupancy<'py>(&self, py: Python<'py>) -> PyResult<Occupancy<'py>> {
-        let (spans, lifetimes) = {
-            let pool = lock(&self.pool);
-            (pool.pages().spans(), debug::lifetimes(pool.pages().book()))
-        };
-        debug::occupancy(py, debug::even(spans), lifetimes, 1)
-    }
-
-    /// The numbers of this pool, in pages: `capacity`, `available`, `in_use`, `high_water`, `dropped_frees`; and `bytes`.
-    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let (numbers, bytes) = {
-            let pool = lock(&self.pool);
-            (super::count_stats(pool.pages()), pool.mem_bytes())
-        };
-        numbers.into_iter().chain([("bytes", bytes)]).into_py_dict(py)
-    }
-
     /// Elements of a page.
     #[getter]
     fn page_size(&self) -> usize {
@@ -181,18 +165,6 @@ impl PagePool {
     #[getter]
     fn dtype(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
         to_dtype(py, self.config.dtype)
-    }
-
-    /// Where the pages are, as PyTorch writes it.
-    #[getter]
-    fn device(&self) -> String {
-        self.config.device.to_string()
-    }
-
-    /// Whether a bad free raises.
-    #[getter]
-    fn strict(&self) -> bool {
-        self.config.strict
     }
 
     fn __repr__(&self) -> String {

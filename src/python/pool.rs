@@ -3,14 +3,37 @@
 use std::collections::HashMap;
 use std::sync::Mutex;
 
+use pyo3::PyClass;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyTuple};
+use pyo3::types::{IntoPyDict, PyDict, PyTuple};
 
 use crate::base::{Device, Error};
+pub(super) use crate::pool::Pool as Contract;
 
-use super::debug::Debug;
+use super::debug::{self, Debug, Seens};
 use super::framework::current_stream;
 use super::{args, lock};
+
+/// Is called with a pool.
+pub(super) type Look<'a> = &'a mut dyn FnMut(&dyn Contract);
+
+/// What a class of pools has to say for the methods of [`Pool`].
+pub(super) trait PoolClass:
+    PyClass<BaseType = Pool, Frozen = pyo3::pyclass::boolean_struct::True> + Sync
+{
+    /// Calls `look` with the pool, under its lock if it has one.
+    fn look(&self, look: Look<'_>);
+
+    /// What is due before its numbers are read.
+    fn before_stats(&self, _py: Python<'_>) -> PyResult<()> {
+        Ok(())
+    }
+
+    /// What is due before its units are looked at.
+    fn before_occupancy(&self, _py: Python<'_>) -> PyResult<()> {
+        Ok(())
+    }
+}
 
 /// What all pools have in common: a name, numbers (`stats()`), and who holds what.
 ///
@@ -20,18 +43,51 @@ use super::{args, lock};
 pub(super) struct Pool {
     name: Mutex<String>,
     unit: &'static str,
+    hands_out: bool,
     debug: Debug,
+    class: Class,
+}
+
+/// The methods of a [`PoolClass`], as functions of the common part.
+struct Class {
+    look: fn(&Bound<'_, Pool>, Look<'_>),
+    before_stats: fn(&Bound<'_, Pool>) -> PyResult<()>,
+    before_occupancy: fn(&Bound<'_, Pool>) -> PyResult<()>,
+}
+
+impl Class {
+    const fn of<C: PoolClass>() -> Self {
+        Self {
+            look: |slf, look| class::<C>(slf).look(look),
+            before_stats: |slf| class::<C>(slf).before_stats(slf.py()),
+            before_occupancy: |slf| class::<C>(slf).before_occupancy(slf.py()),
+        }
+    }
+}
+
+fn class<'a, C: PoolClass>(slf: &'a Bound<'_, Pool>) -> &'a C {
+    slf.cast::<C>().expect("made by `under` together with its class").get()
 }
 
 impl Pool {
-    /// The common part of a pool of `class`, which hands out `unit`s.
-    pub(super) fn new(class: &'static str, unit: &'static str, debug: Debug) -> Self {
+    /// A pool of Python, with its common part. It is named after `name`.
+    pub(super) fn under<C: PoolClass>(name: &'static str, debug: Debug, pool: C) -> PyClassInitializer<C> {
         static MADE: Mutex<Option<HashMap<&'static str, usize>>> = Mutex::new(None);
+        let (mut unit, mut hands_out) = ("", false);
+        pool.look(&mut |pool| (unit, hands_out) = (pool.unit(), pool.hands_out()));
         let mut made = lock(&MADE);
-        let number = made.get_or_insert_default().entry(class).or_default();
-        let name = format!("{class}-{number}");
+        let number = made.get_or_insert_default().entry(name).or_default();
+        let name = Mutex::new(format!("{name}-{number}"));
         *number += 1;
-        Self { name: Mutex::new(name), unit, debug }
+        PyClassInitializer::from(Self { name, unit, hands_out, debug, class: Class::of::<C>() })
+            .add_subclass(pool)
+    }
+
+    /// What `look` says of the pool.
+    fn look<R: Default>(slf: &Bound<'_, Self>, look: impl Fn(&dyn Contract) -> R) -> R {
+        let mut answer = R::default();
+        (slf.get().class.look)(slf, &mut |pool| answer = look(pool));
+        answer
     }
 }
 
@@ -62,6 +118,54 @@ impl Pool {
     #[getter]
     const fn unit(&self) -> &'static str {
         self.unit
+    }
+
+    /// Where its memory or its index tensors are, as PyTorch writes it.
+    #[getter]
+    fn device(slf: &Bound<'_, Self>) -> String {
+        Self::look(slf, |pool| pool.device().to_string())
+    }
+
+    /// Whether a bad free raises.
+    #[getter]
+    fn strict(slf: &Bound<'_, Self>) -> bool {
+        Self::look(slf, |pool| pool.strict())
+    }
+
+    /// The numbers of this pool: `capacity`, `available`, `in_use` and `high_water` in units, `dropped_frees`, and `bytes` of
+    /// memory; of the bookkeeping where the pool has no memory of its own.
+    ///
+    /// Of some classes there is more:
+    ///
+    /// - `TokenToKVPoolAllocator`: `free`, `released`, `fenced`, `shared` (with more than one owner) and `pending` slots (freed,
+    ///   but only the GPU knows which they are); `size`, `page_size`, and `device_bytes` of GPU memory for the tensors. Of a
+    ///   strict pool it leaves frees pending, as what is wrong with them is to be raised where slots are used.
+    /// - `ChunkPool`: `registered` chunks, which are page-locked. Chunks whose copies are under way are in use.
+    /// - `BufferPool`: `free_bytes`, `in_use_bytes`, `high_water_bytes`, `registered_bytes`; and instead of `dropped_frees`
+    ///   `stale_uses`, calls with a buffer that had been given back.
+    /// - `Workspace`: no `dropped_frees`.
+    /// - `KVPool`, which hands nothing out: `capacity`, `rows`, `layer_num`, `page_size` and `bytes`.
+    fn stats<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyDict>> {
+        (slf.get().class.before_stats)(slf)?;
+        Self::look(slf, |pool| pool.stats()).iter().into_py_dict(slf.py())
+    }
+
+    /// What stands in the pool: (first, end, state, bytes, holders) of each span, and lifetimes.
+    fn _occupancy<'py>(slf: &Bound<'py, Self>) -> PyResult<Seens<'py>> {
+        (slf.get().class.before_occupancy)(slf)?;
+        debug::occupancy(slf.py(), Self::look(slf, |pool| pool.occupancy()))
+    }
+
+    /// Whether it hands units out, which are free or in use.
+    #[getter]
+    const fn _hands_out(&self) -> bool {
+        self.hands_out
+    }
+
+    /// Bytes of a unit; `None` where it has no memory, or units of several sizes.
+    #[getter]
+    fn _unit_bytes(slf: &Bound<'_, Self>) -> Option<usize> {
+        Self::look(slf, |pool| pool.unit_bytes())
     }
 
     /// Whether it notes who takes and gives what: `debug=True`, or `KVPOOL_DEBUG=1` in the environment of the constructor.

@@ -6,17 +6,17 @@ use pyo3::PyTraverseError;
 use pyo3::exceptions::PyTypeError;
 use pyo3::gc::PyVisit;
 use pyo3::prelude::*;
-use pyo3::types::{IntoPyDict, PyDict, PySlice};
+use pyo3::types::PySlice;
 
 use crate::base::{Device, Error, Id, IndexVec, Row, reserve};
 use crate::memory::Stream;
 use crate::pool::{ReqToTokenPool as Pool, TableIndex, make_room};
 
 use super::args::{Arg, IndexArg, version_of};
-use super::debug::{self, Debug, Occupancy};
+use super::debug::Debug;
 use super::export::to_tensor;
 use super::framework::{backend, current_stream, torch};
-use super::pool::Pool as Base;
+use super::pool::{Look, Pool as Base, PoolClass};
 use super::report::Reporter;
 use super::{args, lock, with};
 
@@ -130,6 +130,12 @@ impl ReqToTokenPool {
     }
 }
 
+impl PoolClass for ReqToTokenPool {
+    fn look(&self, look: Look<'_>) {
+        look(&*lock(&self.pool));
+    }
+}
+
 #[pymethods]
 impl ReqToTokenPool {
     #[new]
@@ -150,14 +156,11 @@ impl ReqToTokenPool {
         let device = args::device(device)?;
         let backend = backend(py, device)?;
         let mut pool = py.detach(|| Pool::new(backend, max_reqs, max_context_len, padding_row, strict))?;
-        let debug = Debug::new(debug);
-        if debug.is_on() {
-            pool.keep_ledger();
-        }
+        let debug = Debug::new(debug, &mut pool);
         let table = to_tensor(py, pool.req_to_token())?;
         let pool =
             Self { pool: Arc::new(Mutex::new(pool)), device, table, debug, reporter: Reporter::default() };
-        Ok(PyClassInitializer::from(Base::new("ReqToTokenPool", "row", debug)).add_subclass(pool))
+        Ok(Base::under("ReqToTokenPool", debug, pool))
     }
 
     /// Takes rows.
@@ -301,26 +304,6 @@ impl ReqToTokenPool {
         with(&self.pool, |pool| pool.clear(version, stream))
     }
 
-    /// What stands in the pool: (first, end, state, bytes, holders) of each span, and lifetimes.
-    fn _occupancy<'py>(&self, py: Python<'py>) -> PyResult<Occupancy<'py>> {
-        let (spans, lifetimes) = {
-            let pool = lock(&self.pool);
-            let rows = pool.rows().rows();
-            (rows.spans(), debug::lifetimes(rows.book()))
-        };
-        debug::occupancy(py, debug::even(spans), lifetimes, 1)
-    }
-
-    /// The numbers of this pool, in rows: `capacity`, `available`, `in_use`, `high_water`, `dropped_frees`; and
-    /// `bytes` of the table.
-    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let (numbers, bytes) = {
-            let pool = lock(&self.pool);
-            (row_stats(pool.rows()), pool.mem_bytes())
-        };
-        numbers.into_iter().chain([("bytes", bytes)]).into_py_dict(py)
-    }
-
     /// The table: int32 `[max_reqs + 1, max_context_len]` (`max_reqs` rows without a padding row), no copy.
     #[getter]
     fn req_to_token(&self, py: Python<'_>) -> Py<PyAny> {
@@ -339,22 +322,10 @@ impl ReqToTokenPool {
         lock(&self.pool).max_context_len()
     }
 
-    /// Where the table is, as PyTorch writes it.
-    #[getter]
-    fn device(&self) -> String {
-        self.device.to_string()
-    }
-
     /// Whether row 0 is nobody's.
     #[getter]
     fn padding_row(&self) -> bool {
         lock(&self.pool).padding_row()
-    }
-
-    /// Whether a bad free raises.
-    #[getter]
-    fn strict(&self) -> bool {
-        lock(&self.pool).strict()
     }
 
     fn __repr__(&self) -> String {
@@ -371,15 +342,4 @@ impl ReqToTokenPool {
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
         visit.call(&self.table)
     }
-}
-
-/// The numbers of single indices: rows, track slots.
-pub(super) fn row_stats(rows: &crate::index::RowTable) -> [(&'static str, usize); 5] {
-    [
-        ("capacity", rows.rows().capacity()),
-        ("available", rows.rows().available()),
-        ("in_use", rows.rows().in_use()),
-        ("high_water", rows.rows().high_water()),
-        ("dropped_frees", rows.dropped_frees()),
-    ]
 }

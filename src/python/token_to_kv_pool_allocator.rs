@@ -5,7 +5,7 @@ use std::sync::Arc;
 use pyo3::PyTraverseError;
 use pyo3::gc::PyVisit;
 use pyo3::prelude::*;
-use pyo3::types::{IntoPyDict, PyDict, PyTuple};
+use pyo3::types::PyTuple;
 
 use crate::base::{Device, Id, Slot};
 use crate::index::{BadFrees, SlotAllocator};
@@ -14,12 +14,12 @@ use crate::pool::{Grant, Notice, OnNotice, TokenToKvPoolAllocator as Pool};
 use crate::tensor::TensorView;
 
 use super::args::{self, Arg, IndexArg};
-use super::debug::{self, Debug, Occupancy};
+use super::debug::Debug;
 use super::export::to_tensor;
 use super::fences::{fence, traverse};
 use super::framework::{backend, current_stream};
 use super::kv_pool::KvPool;
-use super::pool::Pool as Base;
+use super::pool::{Look, Pool as Base, PoolClass};
 use super::report::{Reporter, warn};
 
 /// Hands out the token slots of a `KVPool` as int32 tensors and takes them back.
@@ -93,6 +93,22 @@ fn hand_out(py: Python<'_>, grant: Option<Grant<'_>>) -> PyResult<Option<Py<PyAn
     Ok(Some(tensor))
 }
 
+impl PoolClass for TokenToKvPoolAllocator {
+    fn look(&self, look: Look<'_>) {
+        look(&*self.pool);
+    }
+
+    /// Of a strict pool it leaves frees pending, as what is wrong with them is to be raised where slots are used.
+    fn before_stats(&self, py: Python<'_>) -> PyResult<()> {
+        let stream = self.debug_stream(py)?;
+        Ok(if self.pool.strict() { self.pool.poll_fences(stream) } else { self.pool.poll(stream) }?)
+    }
+
+    fn before_occupancy(&self, py: Python<'_>) -> PyResult<()> {
+        Ok(self.pool.settle(self.debug_stream(py)?)?)
+    }
+}
+
 #[pymethods]
 impl TokenToKvPoolAllocator {
     #[new]
@@ -112,15 +128,11 @@ impl TokenToKvPoolAllocator {
         let device = args::device(device)?;
         let backend = backend(py, device)?;
         let mut pool = py.detach(|| Pool::new(size, &backend, page_size, need_sort, strict))?;
-        let debug = Debug::new(debug);
-        if debug.is_on() {
-            pool.keep_ledger();
-        }
+        let debug = Debug::new(debug, &mut pool);
         let reporter = Arc::new(Reporter::default());
         pool.on_notice(on_notice(Arc::clone(&reporter), debug));
         let allocator = Self { pool: Arc::new(pool), device, debug, reporter };
-        Ok(PyClassInitializer::from(Base::new("TokenToKVPoolAllocator", Slot::NOUN, debug))
-            .add_subclass(allocator))
+        Ok(Base::under("TokenToKVPoolAllocator", debug, allocator))
     }
 
     /// Takes slots.
@@ -357,17 +369,6 @@ impl TokenToKvPoolAllocator {
         self.pool.poison_freed(kv_pool.get().shared());
     }
 
-    /// What stands in the pool, in slots: (first, end, state, bytes, holders) of each span, and lifetimes.
-    fn _occupancy<'py>(&self, py: Python<'py>) -> PyResult<Occupancy<'py>> {
-        self.pool.settle(self.debug_stream(py)?)?;
-        let (spans, lifetimes, page_size) = self
-            .pool
-            .look(|slots| (slots.spans(), debug::lifetimes(slots.pages().book()), slots.page_size()));
-        // A page has at most as many slots as there are int32s.
-        let page_size = u32::try_from(page_size).unwrap_or(u32::MAX);
-        debug::occupancy(py, debug::even(spans), lifetimes, page_size)
-    }
-
     /// Merges the freed slots into those that are handed out next.
     fn merge_and_sort_free(&self) {
         self.pool.merge_and_sort_free();
@@ -423,35 +424,6 @@ impl TokenToKvPoolAllocator {
         Ok(self.pool.verify()?)
     }
 
-    /// The numbers of this pool, in slots: `capacity`, `available`, `in_use`, `high_water`, `dropped_frees`, `free`,
-    /// `released`, `fenced`, `shared` (with more than one owner), `pending` (freed, but only the GPU knows which they
-    /// are); and `size`, `page_size`, `bytes` of host memory for the bookkeeping, and `device_bytes` of GPU memory for the
-    /// tensors.
-    ///
-    /// Of a strict pool it leaves frees pending, as what is wrong with them is to be raised where slots are used.
-    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let (pool, stream) = (&self.pool, self.debug_stream(py)?);
-        if pool.strict() { pool.poll_fences(stream) } else { pool.poll(stream) }?;
-        let (stats, pending) = (pool.stats(), pool.pending());
-        [
-            ("capacity", stats.capacity),
-            ("available", stats.available),
-            ("in_use", stats.in_use),
-            ("high_water", stats.high_water),
-            ("dropped_frees", stats.dropped_frees),
-            ("free", stats.available - stats.released - pending),
-            ("released", stats.released),
-            ("fenced", stats.fenced),
-            ("shared", stats.shared),
-            ("pending", pending),
-            ("size", pool.look(SlotAllocator::size)),
-            ("page_size", pool.page_size()),
-            ("bytes", stats.bytes),
-            ("device_bytes", pool.device_bytes()),
-        ]
-        .into_py_dict(py)
-    }
-
     /// Slots asked for at construction.
     #[getter]
     fn size(&self) -> usize {
@@ -464,22 +436,10 @@ impl TokenToKvPoolAllocator {
         self.pool.page_size()
     }
 
-    /// Where the index tensors are, as PyTorch writes it.
-    #[getter]
-    fn device(&self) -> String {
-        self.device.to_string()
-    }
-
     /// Whether the lowest free slots are handed out first.
     #[getter]
     fn need_sort(&self) -> bool {
         self.pool.need_sort()
-    }
-
-    /// Whether a bad free raises.
-    #[getter]
-    fn strict(&self) -> bool {
-        self.pool.strict()
     }
 
     fn __repr__(&self) -> String {

@@ -5,7 +5,6 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use pyo3::PyTraverseError;
 use pyo3::gc::PyVisit;
 use pyo3::prelude::*;
-use pyo3::types::{IntoPyDict, PyDict};
 
 use crate::base::{DType, Dims};
 use crate::memory::Stream;
@@ -13,10 +12,10 @@ use crate::pool::Workspace as Pool;
 use crate::tensor::TensorView;
 
 use super::args::{self, Arg};
-use super::debug::{self, Debug, Occupancy};
+use super::debug::Debug;
 use super::framework::{backend, current_stream};
 use super::made::MadeTensors;
-use super::pool::Pool as Base;
+use super::pool::{Look, Pool as Base, PoolClass};
 
 /// Bytes of an arena, unless somebody says otherwise.
 const ARENA_BYTES: usize = 512 << 20;
@@ -53,6 +52,12 @@ impl Workspace {
     }
 }
 
+impl PoolClass for Workspace {
+    fn look(&self, look: Look<'_>) {
+        look(&self.pool);
+    }
+}
+
 #[pymethods]
 impl Workspace {
     #[new]
@@ -72,7 +77,7 @@ impl Workspace {
             return Err(crate::base::Error::config("num_threads is 0; it must be at least 1").into());
         }
         backend(py, device)?;
-        let debug = Debug::new(debug);
+        let debug = Debug::without_ledger(debug);
         let pool = py.detach(|| Pool::new(device, arena_bytes, debug.is_on()))?;
         let workspace = Self {
             pool,
@@ -81,7 +86,7 @@ impl Workspace {
             count: AtomicUsize::new(0),
             total: AtomicUsize::new(0),
         };
-        Ok(PyClassInitializer::from(Base::new("Workspace", "byte", debug)).add_subclass(workspace))
+        Ok(Base::under("Workspace", debug, workspace))
     }
 
     /// A contiguous tensor of the arena, 256-byte aligned; its elements are not defined.
@@ -141,31 +146,6 @@ impl Workspace {
     /// Ends what `_enter` began. Returns what was asked for in vain last, in words.
     fn _leave(&self) -> PyResult<Option<String>> {
         Ok(self.pool.leave()?.map(|refused| refused.to_string()))
-    }
-
-    /// What stands in the arena, in bytes: (first, end, state, bytes, holders) of each piece, and lifetimes.
-    fn _occupancy<'py>(&self) -> Occupancy<'py> {
-        debug::pieces(self.pool.pieces())
-    }
-
-    /// The numbers of the arena, in bytes: `capacity`, `available`, `in_use`, `high_water`, and `bytes`.
-    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let [in_use, high_water] = self.pool.usage();
-        let capacity = if self.pool.is_closed() { 0 } else { self.pool.arena_bytes() };
-        let numbers = [
-            ("capacity", capacity),
-            ("available", capacity - in_use),
-            ("in_use", in_use),
-            ("high_water", high_water),
-            ("bytes", capacity),
-        ];
-        numbers.into_py_dict(py)
-    }
-
-    /// Where the arena is, as PyTorch writes it.
-    #[getter]
-    fn device(&self) -> String {
-        self.pool.device().to_string()
     }
 
     /// Bytes of the arena.

@@ -144,7 +144,7 @@ class Attempt:
         return f"raised {type(self.error).__name__}: {str(self.error).splitlines()[0][:120]}"
 
 
-def everything(world: World) -> tuple[list[dict[str, int]], list[torch.Tensor]]:
+def everything(world: World) -> tuple[list[object], list[torch.Tensor]]:
     """What a call that refuses must not change, in host memory."""
     return world.stats(), [tensor.detach().cpu().clone() for tensor in world.tensors()]
 

@@ -124,7 +124,7 @@ class World:
         self.pinned = lmcache.LocalCPUBufferPool(LMCACHE)
         self.spare: list[object] = []
 
-    def stats(self) -> list[dict[str, int]]:
+    def stats(self) -> list[object]:
         """The numbers of all pools."""
         pools = (
             self.allocator,

@@ -67,6 +67,12 @@ def why_no_cuda(config: pytest.Config) -> str | None:
     return "no NVIDIA GPU that PyTorch can use; `pytest --software` runs this on a driver made of software"
 
 
+def pytest_collection_finish() -> None:
+    """Has later collections of garbage look at what tests make, and not at all of PyTorch each time."""
+    gc.collect()
+    gc.freeze()
+
+
 LEFT_OUT = pytest.StashKey[int]()
 
 

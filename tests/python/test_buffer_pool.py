@@ -1524,11 +1524,11 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.parametrize("how", ["with_reset", "with_release", "with_both"])
 def test_the_loop_of_an_engine(how: str) -> None:
     pool = make()
-    kept: list[dict[str, int]] = []
+    kept: list[dict[str, Any]] = []
     for step in range(STEPS):
         getattr(Token(pool, step), how)()
         assert pool.in_use_count == 0
-        kept.append(pool.stats())
+        kept.append({**pool.stats()})
     for name in ("bytes", "capacity", "available", "free_bytes", "high_water", "high_water_bytes"):
         assert len({stats[name] for stats in kept[1:]}) == 1, name
     assert kept[-1]["capacity"] <= (192 * 11 if how == "with_release" else ALLOCATIONS)

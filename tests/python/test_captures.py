@@ -91,7 +91,7 @@ def contents(tensor: torch.Tensor) -> bytes:
     return target.raw
 
 
-def everything(world: World) -> tuple[list[dict[str, int]], list[bytes]]:
+def everything(world: World) -> tuple[list[object], list[bytes]]:
     """What a call that refuses must not change."""
     return world.stats(), [contents(tensor) for tensor in world.tensors()]
 

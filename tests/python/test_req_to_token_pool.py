@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
     from software import Driver
 
+    from kvpool._typing import CountedStats
+
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -42,7 +44,7 @@ def make(
     )
 
 
-def snapshot(pool: ReqToTokenPool) -> tuple[list[list[int]], dict[str, Any]]:
+def snapshot(pool: ReqToTokenPool) -> tuple[list[list[int]], CountedStats]:
     return pool.req_to_token.tolist(), pool.stats()
 
 

@@ -1,0 +1,424 @@
+//! What every pool answers, whatever it hands out: metrics, snapshots, reports of leaks and the tests of all pools
+//! together hang on it.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use crate::base::{Device, Id, Slot, widen};
+use crate::index::{Act, Book, RefCounts, RowTable, SlotAllocator, Span, State};
+
+use super::{
+    BufferPool, ChunkPool, GdnPool, KvPool, PagePool, ReqToTokenPool, TokenToKvPoolAllocator, Workspace,
+};
+
+/// A pool, as its observers see it.
+///
+/// ```
+/// use kvpool::base::{DType, Device};
+/// use kvpool::memory::Stream;
+/// use kvpool::pool::{PageConfig, PagePool, Pool};
+/// let config = PageConfig {
+///     page_size: 16, initial_pages: 2, dtype: DType::F32, device: Device::Cpu, grow: 0, strict: false,
+/// };
+/// let mut pages = PagePool::new(config, Stream::DEFAULT).unwrap();
+/// pages.alloc(Stream::DEFAULT).unwrap();
+/// let pool: &dyn Pool = &pages;
+/// assert_eq!((pool.unit(), pool.device()), ("page", Device::Cpu));
+/// assert_eq!(pool.stats().get("in_use"), Some(1));
+/// assert_eq!(pool.occupancy().pieces[1].range, 1..2);
+/// ```
+pub trait Pool {
+    /// What it hands out, in the singular; of a pool that hands nothing out, what it has.
+    fn unit(&self) -> &'static str;
+
+    /// Whether it hands units out. One that does not has no `available` and `in_use`, and nothing in it can leak.
+    fn hands_out(&self) -> bool {
+        true
+    }
+
+    /// Bytes of a unit, where all have the same.
+    fn unit_bytes(&self) -> Option<usize> {
+        None
+    }
+
+    /// Where its memory, or its index tensors, are.
+    fn device(&self) -> Device;
+
+    /// Whether a bad free is an error. A pool without frees is not strict.
+    fn strict(&self) -> bool {
+        false
+    }
+
+    /// Its numbers, at the cost of a lock and a few loads.
+    fn stats(&self) -> Stats;
+
+    /// Its units, at the cost of a pass over all of them.
+    fn occupancy(&self) -> Occupancy {
+        Occupancy::default()
+    }
+
+    /// Notes from now on who takes and gives what, where units have owners.
+    fn keep_ledger(&mut self) {}
+}
+
+/// Numbers by name: `capacity`, `available`, `in_use` and `high_water` of a pool that hands out, `bytes`, and what only
+/// one class counts.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Stats(Vec<(&'static str, usize)>);
+
+impl Stats {
+    /// The number of that name.
+    #[must_use]
+    pub fn get(&self, name: &str) -> Option<usize> {
+        self.iter().find(|(known, _)| *known == name).map(|(_, value)| value)
+    }
+
+    /// All of them, in their order.
+    pub fn iter(&self) -> impl Iterator<Item = (&'static str, usize)> + '_ {
+        self.0.iter().copied()
+    }
+
+    fn of_counts(counts: &RefCounts) -> Self {
+        Self::from([
+            ("capacity", counts.capacity()),
+            ("available", counts.available()),
+            ("in_use", counts.in_use()),
+            ("high_water", counts.high_water()),
+            ("dropped_frees", counts.dropped_frees()),
+        ])
+    }
+
+    fn of_rows(table: &RowTable) -> Self {
+        let rows = table.rows();
+        Self::from([
+            ("capacity", rows.capacity()),
+            ("available", rows.available()),
+            ("in_use", rows.in_use()),
+            ("high_water", rows.high_water()),
+            ("dropped_frees", table.dropped_frees()),
+        ])
+    }
+
+    fn and(mut self, name: &'static str, value: usize) -> Self {
+        self.0.push((name, value));
+        self
+    }
+}
+
+impl<const N: usize> From<[(&'static str, usize); N]> for Stats {
+    fn from(numbers: [(&'static str, usize); N]) -> Self {
+        Self(numbers.into())
+    }
+}
+
+/// Neighbouring units of one state and the same holders.
+#[derive(Clone, Debug)]
+pub struct Piece {
+    /// Which.
+    pub range: Range<usize>,
+    /// What they are.
+    pub state: State,
+    /// Bytes, where units have sizes of their own.
+    pub bytes: Option<usize>,
+    /// Who holds them, if they are live and that is known.
+    pub holders: Vec<Arc<Act>>,
+}
+
+/// The units of a pool.
+#[derive(Clone, Debug, Default)]
+pub struct Occupancy {
+    /// All units in order.
+    pub pieces: Vec<Piece>,
+    /// How many lives lasted less than 1, 2, 4, ... microseconds, where a ledger is kept.
+    pub lifetimes: Vec<u64>,
+}
+
+impl Occupancy {
+    /// The spans of a space whose indices are of `scale` units each.
+    fn new(spans: impl IntoIterator<Item = (Span, Option<usize>)>, book: &Book, scale: usize) -> Self {
+        let piece = |(span, bytes): (Span, Option<usize>)| Piece {
+            range: widen(span.range.start) * scale..widen(span.range.end) * scale,
+            state: span.state,
+            bytes,
+            holders: span.holders,
+        };
+        let lives = |&lives: &u64| lives.saturating_mul(scale as u64);
+        Self {
+            pieces: spans.into_iter().map(piece).collect(),
+            lifetimes: book
+                .ledger()
+                .map_or(Vec::new(), |ledger| ledger.lifetimes().iter().map(lives).collect()),
+        }
+    }
+
+    /// As [`Self::new`], of units that are all of one size.
+    fn even(spans: Vec<Span>, book: &Book, scale: usize) -> Self {
+        Self::new(spans.into_iter().map(|span| (span, None)), book, scale)
+    }
+}
+
+impl Pool for TokenToKvPoolAllocator {
+    fn unit(&self) -> &'static str {
+        Slot::NOUN
+    }
+
+    fn device(&self) -> Device {
+        self.device()
+    }
+
+    fn strict(&self) -> bool {
+        self.strict()
+    }
+
+    fn stats(&self) -> Stats {
+        let (stats, pending) = (self.stats(), self.pending());
+        Stats::from([
+            ("capacity", stats.capacity),
+            ("available", stats.available),
+            ("in_use", stats.in_use),
+            ("high_water", stats.high_water),
+            ("dropped_frees", stats.dropped_frees),
+            ("free", stats.available - stats.released - pending),
+            ("released", stats.released),
+            ("fenced", stats.fenced),
+            ("shared", stats.shared),
+            ("pending", pending),
+            ("size", self.look(SlotAllocator::size)),
+            ("page_size", self.page_size()),
+            ("bytes", stats.bytes),
+            ("device_bytes", self.device_bytes()),
+        ])
+    }
+
+    fn occupancy(&self) -> Occupancy {
+        self.look(|slots| Occupancy::even(slots.spans(), slots.pages().book(), slots.page_size()))
+    }
+
+    fn keep_ledger(&mut self) {
+        Self::keep_ledger(self);
+    }
+}
+
+impl Pool for ReqToTokenPool {
+    fn unit(&self) -> &'static str {
+        "row"
+    }
+
+    fn unit_bytes(&self) -> Option<usize> {
+        Some(size_of::<i32>() * self.max_context_len())
+    }
+
+    fn device(&self) -> Device {
+        self.device()
+    }
+
+    fn strict(&self) -> bool {
+        self.strict()
+    }
+
+    fn stats(&self) -> Stats {
+        Stats::of_rows(self.rows()).and("bytes", self.mem_bytes())
+    }
+
+    fn occupancy(&self) -> Occupancy {
+        let rows = self.rows().rows();
+        Occupancy::even(rows.spans(), rows.book(), 1)
+    }
+
+    fn keep_ledger(&mut self) {
+        self.keep_ledger();
+    }
+}
+
+impl Pool for KvPool {
+    fn unit(&self) -> &'static str {
+        Slot::NOUN
+    }
+
+    fn hands_out(&self) -> bool {
+        false
+    }
+
+    fn device(&self) -> Device {
+        self.device()
+    }
+
+    fn stats(&self) -> Stats {
+        Stats::from([
+            ("capacity", self.config().size),
+            ("rows", self.rows()),
+            ("layer_num", self.config().layer_num),
+            ("page_size", self.config().page_size),
+            ("bytes", self.mem_bytes()),
+        ])
+    }
+}
+
+impl Pool for GdnPool {
+    fn unit(&self) -> &'static str {
+        "track slot"
+    }
+
+    fn unit_bytes(&self) -> Option<usize> {
+        Some(self.mem_bytes() / self.pool_size())
+    }
+
+    fn device(&self) -> Device {
+        self.device()
+    }
+
+    fn strict(&self) -> bool {
+        self.strict()
+    }
+
+    fn stats(&self) -> Stats {
+        Stats::of_rows(&self.tracks()).and("bytes", self.mem_bytes())
+    }
+
+    fn occupancy(&self) -> Occupancy {
+        let tracks = self.tracks();
+        Occupancy::even(tracks.rows().spans(), tracks.rows().book(), 1)
+    }
+
+    fn keep_ledger(&mut self) {
+        Self::keep_ledger(self);
+    }
+}
+
+impl Pool for PagePool {
+    fn unit(&self) -> &'static str {
+        "page"
+    }
+
+    fn unit_bytes(&self) -> Option<usize> {
+        Some(self.config().page_size * self.config().dtype.size())
+    }
+
+    fn device(&self) -> Device {
+        self.config().device
+    }
+
+    fn strict(&self) -> bool {
+        self.config().strict
+    }
+
+    fn stats(&self) -> Stats {
+        Stats::of_counts(self.pages()).and("bytes", self.mem_bytes())
+    }
+
+    fn occupancy(&self) -> Occupancy {
+        Occupancy::even(self.pages().spans(), self.pages().book(), 1)
+    }
+
+    fn keep_ledger(&mut self) {
+        self.keep_ledger();
+    }
+}
+
+impl Pool for ChunkPool {
+    fn unit(&self) -> &'static str {
+        "chunk"
+    }
+
+    fn unit_bytes(&self) -> Option<usize> {
+        Some(self.chunk_bytes())
+    }
+
+    fn device(&self) -> Device {
+        self.config().device
+    }
+
+    fn strict(&self) -> bool {
+        self.config().strict
+    }
+
+    fn stats(&self) -> Stats {
+        self.counts(|chunks, registered| Stats::of_counts(chunks).and("registered", registered))
+            .and("bytes", self.mem_bytes())
+    }
+
+    fn occupancy(&self) -> Occupancy {
+        self.counts(|chunks, _| Occupancy::even(chunks.spans(), chunks.book(), 1))
+    }
+
+    fn keep_ledger(&mut self) {
+        Self::keep_ledger(self);
+    }
+}
+
+impl Pool for BufferPool {
+    fn unit(&self) -> &'static str {
+        "buffer"
+    }
+
+    fn device(&self) -> Device {
+        self.device()
+    }
+
+    /// Releasing what is not out is always an error.
+    fn strict(&self) -> bool {
+        true
+    }
+
+    fn stats(&self) -> Stats {
+        let buckets = self.buckets();
+        Stats::from([
+            ("capacity", buckets.free_count() + buckets.in_use_count()),
+            ("available", buckets.free_count()),
+            ("in_use", buckets.in_use_count()),
+            ("high_water", buckets.high_water()),
+            ("stale_uses", self.stale_uses()),
+            ("bytes", buckets.free_bytes() + buckets.in_use_bytes()),
+            ("free_bytes", buckets.free_bytes()),
+            ("in_use_bytes", buckets.in_use_bytes()),
+            ("high_water_bytes", buckets.high_water_bytes()),
+            ("registered_bytes", self.registered_bytes()),
+        ])
+    }
+
+    fn occupancy(&self) -> Occupancy {
+        let spans = self.buckets().spans().into_iter().map(|(span, bytes)| (span, Some(bytes)));
+        Occupancy::new(spans, self.buckets().book(), 1)
+    }
+
+    fn keep_ledger(&mut self) {
+        self.keep_ledger();
+    }
+}
+
+impl Pool for Workspace {
+    fn unit(&self) -> &'static str {
+        "byte"
+    }
+
+    fn unit_bytes(&self) -> Option<usize> {
+        Some(1)
+    }
+
+    fn device(&self) -> Device {
+        self.device()
+    }
+
+    fn stats(&self) -> Stats {
+        let [in_use, high_water] = self.usage();
+        let capacity = if self.is_closed() { 0 } else { self.arena_bytes() };
+        Stats::from([
+            ("capacity", capacity),
+            ("available", capacity - in_use),
+            ("in_use", in_use),
+            ("high_water", high_water),
+            ("bytes", capacity),
+        ])
+    }
+
+    /// Pieces have no holders: all of them go back at once.
+    fn occupancy(&self) -> Occupancy {
+        let piece = |(range, is_taken)| Piece {
+            range,
+            state: if is_taken { State::Live } else { State::Free },
+            bytes: None,
+            holders: Vec::new(),
+        };
+        Occupancy { pieces: self.pieces().into_iter().map(piece).collect(), lifetimes: Vec::new() }
+    }
+}

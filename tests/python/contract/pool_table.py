@@ -1,0 +1,251 @@
+"""Every class of pools, and what the contract has to know of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import devices
+import pytest
+
+import kvpool
+from kvpool import _typing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+
+@dataclass(frozen=True)
+class Case:
+    """A class of pools.
+
+    Attributes:
+        cls: The class.
+        sizes: Its arguments that are sizes, and small ones that work.
+        stats: The type of `stats()`.
+        may_be_zero: The sizes that may be 0.
+        dtype: Its dtype unless one is named, if it has one.
+        too_large: Sizes for which no machine has the memory.
+        big: Sizes for which a leak shows.
+        tensors: Tensors over all of its memory.
+        use: Does with a new pool all that it is for, so that nothing stays in use.
+        take: Takes a unit, or answers None.
+        give: Gives a unit back; twice is a bad free.
+        number: Which unit it is.
+        by_number: Gives back the unit of a number, where units are numbers.
+    """
+
+    cls: type[Any]
+    sizes: dict[str, int]
+    stats: type[Any]
+    may_be_zero: tuple[str, ...] = ()
+    dtype: str | None = None
+    too_large: dict[str, int] = field(default_factory=dict)
+    big: dict[str, int] = field(default_factory=dict)
+    tensors: Callable[[Any], list[torch.Tensor]] = lambda _pool: []
+    use: Callable[[Any], object] = lambda _pool: None
+    take: Callable[[Any], Any] | None = None
+    give: Callable[[Any, Any], None] = lambda _pool, _unit: None
+    number: Callable[[Any], int] = int
+    by_number: Callable[[Any, Any], None] | None = None
+
+    def make(self, **changes: Any) -> Any:  # noqa: ANN401
+        """A small pool on the device of the test."""
+        dtype = {} if self.dtype is None else {"dtype": "float32"}
+        return self.cls(**{**self.sizes, **dtype, "device": devices.current(), **changes})
+
+    def taken(self, pool: Any, count: int) -> list[Any]:  # noqa: ANN401
+        """So many units, all of which there must be."""
+        assert self.take is not None
+        units = [self.take(pool) for _ in range(count)]
+        assert all(unit is not None for unit in units)
+        return units
+
+
+def _store(pool: kvpool.KVPool) -> None:
+    k, v = pool.get_kv_buffer(1)
+    pool.set_kv_buffer(0, [1, 2], k[3:5], v[3:5])
+    pool.gather_kv(0, [2, 1])
+    pool.move_kv([3, 4], [1, 2])
+
+
+def _take_slots(pool: kvpool.TokenToKVPoolAllocator) -> None:
+    held = [pool.alloc(pool.size // 8) for _ in range(8)]
+    pool.share(held[0])
+    for slots in (*held, held[0]):
+        pool.free(slots)
+
+
+def _write_rows(pool: kvpool.ReqToTokenPool) -> None:
+    rows = pool.alloc(2) or []
+    pool.write((rows[0], slice(0, 4)), [1, 2, 3, 4])
+    pool.write((rows, [0, 1]), [7, 8])
+    pool.read(rows[0], 4)
+    pool.free(rows)
+
+
+def _copy_states(pool: kvpool.GDNPool) -> None:
+    track = pool.alloc_track_slot()
+    assert track is not None
+    pool.copy_states(1, track)
+    pool.reset_states([1, 2])
+    pool.free_track_slot(track)
+
+
+def _use_pages(pool: kvpool.PagePool) -> None:
+    pages = [pool.alloc() for _ in range(pool.total_pages)]
+    for page in pages:
+        assert page is not None
+        pool.page(page).fill_(1)
+        pool.free(page)
+
+
+def _copy_chunks(pool: kvpool.ChunkPool) -> None:
+    first, second, *more = pool.allocate_batch(pool.num_chunks) or []
+    first.copy_from(second.tensor()).wait()
+    first.retain().copy_to(second.tensor()).wait()
+    for chunk in (first, first, second, *more):
+        chunk.release()
+
+
+def _use_buffers(pool: kvpool.BufferPool) -> None:
+    with pool.step():
+        for buffer in (pool.alloc((1 << 18,), "float32"), *pool.alloc_batch([((8,), "int8"), (5, "int64")])):
+            buffer.tensor.fill_(1)
+        pool.alloc_bytes(100).release()
+
+
+def _use_arena(pool: kvpool.Workspace) -> None:
+    pool.zeros(pool.arena_bytes // 8, "float32").fill_(1)
+    pool.empty(3, "int8")
+    assert pool.reset()
+
+
+CASES = {
+    case.cls.__name__: case
+    for case in (
+        Case(
+            kvpool.KVPool,
+            {"size": 16, "layer_num": 2, "k_head_num": 2, "k_head_dim": 4, "page_size": 1},
+            _typing.KVStats,
+            dtype="float16",
+            too_large={"size": 1 << 30, "layer_num": 1 << 12, "k_head_num": 1 << 6, "k_head_dim": 1 << 8},
+            big={"size": 1 << 14, "k_head_dim": 32},
+            tensors=lambda pool: [*pool.k_buffer, *pool.v_buffer],
+            use=_store,
+        ),
+        Case(
+            kvpool.TokenToKVPoolAllocator,
+            {"size": 64, "page_size": 1},
+            _typing.SlotStats,
+            big={"size": 1 << 18},
+            use=_take_slots,
+            take=lambda pool: pool.alloc(1),
+            give=lambda pool, slots: pool.free(slots),
+            by_number=lambda pool, slot: pool.free([slot]),
+        ),
+        Case(
+            kvpool.ReqToTokenPool,
+            {"max_reqs": 4, "max_context_len": 8},
+            _typing.CountedStats,
+            too_large={"max_reqs": 1 << 28, "max_context_len": 1 << 28},
+            big={"max_reqs": 64, "max_context_len": 1 << 14},
+            tensors=lambda pool: [pool.req_to_token],
+            use=_write_rows,
+            take=lambda pool: pool.alloc(),
+            give=lambda pool, row: pool.free(row),
+            number=lambda rows: int(rows[0]),
+            by_number=lambda pool, row: pool.free(row),
+        ),
+        Case(
+            kvpool.GDNPool,
+            {
+                "max_reqs": 4,
+                "num_gdn_layers": 2,
+                "num_v_heads": 3,
+                "head_k_dim": 4,
+                "head_v_dim": 5,
+                "conv_dim": 6,
+                "conv_kernel_size": 4,
+                "max_track_slots": 3,
+            },
+            _typing.CountedStats,
+            may_be_zero=("max_track_slots",),
+            dtype="bfloat16",
+            too_large={
+                "max_reqs": 1 << 30,
+                "num_gdn_layers": 1 << 8,
+                "head_k_dim": 1 << 8,
+                "head_v_dim": 1 << 8,
+            },
+            big={"max_reqs": 64, "head_k_dim": 64, "head_v_dim": 64},
+            tensors=lambda pool: [pool.conv_state, pool.recurrent_state],
+            use=_copy_states,
+            take=lambda pool: pool.alloc_track_slot(),
+            give=lambda pool, slot: pool.free_track_slot(slot),
+            by_number=lambda pool, slot: pool.free_track_slot(slot),
+        ),
+        Case(
+            kvpool.PagePool,
+            {"page_size": 4, "initial_pages": 3, "grow": 0},
+            _typing.CountedStats,
+            may_be_zero=("initial_pages", "grow"),
+            dtype="float32",
+            too_large={"page_size": 1 << 24, "initial_pages": 1 << 26},
+            big={"page_size": 1 << 16, "initial_pages": 16},
+            tensors=lambda pool: [pool.page(i) for i in range(pool.total_pages)],
+            use=_use_pages,
+            take=lambda pool: pool.alloc(),
+            give=lambda pool, page: pool.free(page),
+            by_number=lambda pool, page: pool.free(page),
+        ),
+        Case(
+            kvpool.ChunkPool,
+            {"num_chunks": 3, "chunk_shape": 12},
+            _typing.ChunkStats,
+            dtype="",
+            too_large={"num_chunks": 1 << 26, "chunk_shape": 1 << 24},
+            big={"num_chunks": 16, "chunk_shape": 1 << 16},
+            tensors=lambda pool: [chunk.tensor() for chunk in pool.allocate_batch(pool.num_chunks)],
+            use=_copy_chunks,
+            take=lambda pool: pool.allocate(),
+            give=lambda pool, chunk: pool.free(chunk),
+            number=lambda chunk: int(chunk.index),
+        ),
+        Case(
+            kvpool.BufferPool,
+            {},
+            _typing.BufferStats,
+            tensors=lambda pool: [pool.alloc(100, "float32").tensor, pool.alloc(9, "float32").tensor],
+            use=_use_buffers,
+        ),
+        Case(
+            kvpool.Workspace,
+            {"arena_bytes": 1 << 16},
+            _typing.UnitStats,
+            too_large={"arena_bytes": 1 << 52},
+            big={"arena_bytes": 1 << 21},
+            tensors=lambda pool: [pool.zeros(100, "float32"), pool.zeros(9, "float32")],
+            use=_use_arena,
+        ),
+    )
+}
+
+
+def each(*needs: str) -> pytest.MarkDecorator:
+    """For a test of every class that has all of these."""
+    names = [name for name, case in CASES.items() if all(getattr(case, need) for need in needs)]
+    return pytest.mark.parametrize("case", [CASES[name] for name in names], ids=names)
+
+
+def each_size() -> pytest.MarkDecorator:
+    """For a test of every size of every class."""
+    pairs = {f"{name}.{size}": (case, size) for name, case in CASES.items() for size in case.sizes}
+    return pytest.mark.parametrize(("case", "size"), list(pairs.values()), ids=list(pairs))
+
+
+every_pool = each("cls")
+counted = each("take")
+"""The classes whose units have owners, so that bad frees are found."""

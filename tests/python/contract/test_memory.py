@@ -1,0 +1,187 @@
+"""Memory of every pool: it stays as long as somebody has it, and goes then."""
+
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import devices
+import pytest
+import torch
+from common import THREADS, cuda_only, together
+from pool_table import Case, each, every_pool
+from software import LAUNCH_FAILED, OUT_OF_MEMORY, each_call
+
+from kvpool import DriverError, OutOfMemoryError
+
+if TYPE_CHECKING:
+    from software import Driver
+
+pytestmark = pytest.mark.usefixtures("device")
+
+STATM = Path("/proc/self/statm")
+has_memory = each("tensors", "cls")
+
+
+def resident_bytes() -> int:
+    gc.collect()
+    return int(STATM.read_text(encoding="ascii").split()[1]) * 4096
+
+
+@every_pool
+def test_tensors_outlive_their_pool(case: Case) -> None:
+    pool = case.make()
+    kept = case.tensors(pool)
+    for value, tensor in enumerate(kept):
+        tensor.fill_(value)
+    addresses = [tensor.data_ptr() for tensor in kept]
+    del pool
+    gc.collect()
+    others = [case.make() for _ in range(4)]
+    for other in others:
+        for tensor in case.tensors(other):
+            tensor.fill_(99)
+    assert [tensor.data_ptr() for tensor in kept] == addresses
+    for value, tensor in enumerate(kept):
+        assert tensor.eq(value).all()
+        tensor.add_(1)
+        assert tensor.eq(value + 1).all()
+
+
+@every_pool
+def test_a_pool_in_a_cycle_is_collected(case: Case) -> None:
+    class Owner:
+        def __init__(self) -> None:
+            self.pool = case.make()
+            self.tensors = case.tensors(self.pool)
+            self.unit = case.take(self.pool) if case.take else None
+            self.me = self
+
+    owner = Owner()
+    gone: list[weakref.ref[Any]] = [weakref.ref(part) for part in (owner, owner.pool)]
+    del owner
+    gc.collect()
+    assert [ref() for ref in gone] == [None] * 2
+
+
+@every_pool
+@devices.cpu_only
+@pytest.mark.skipif(not STATM.exists(), reason="needs /proc to see how much memory is in use")
+def test_memory_does_not_grow(case: Case) -> None:
+    def once() -> None:
+        pool = case.make(**case.big)
+        for tensor in case.tensors(pool):
+            tensor.fill_(1)
+        case.use(case.make(**case.big))
+
+    for _ in range(4):
+        once()
+    before = resident_bytes()
+    for _ in range(30):
+        once()
+    assert resident_bytes() - before < 16 << 20
+
+
+@every_pool
+@cuda_only
+def test_memory_comes_back_with_the_last_tensor(case: Case, driver: Driver) -> None:
+    before = driver.device_bytes(), driver.locked_bytes()
+    pool = case.make()
+    case.use(pool)
+    kept = case.tensors(pool)
+    for tensor in kept:
+        tensor.fill_(3)
+    assert driver.device_bytes() > before[0] or not kept
+    del pool
+    assert driver.device_bytes() > before[0] or not kept
+    assert all(tensor.eq(3).all() for tensor in kept)
+    kept = []
+    tensor = torch.empty(0)
+    gc.collect()
+    driver.run()
+    assert (driver.device_bytes(), driver.locked_bytes()) == before
+
+
+@every_pool
+@devices.cpu_only
+def test_memory_may_be_dropped_by_another_thread(case: Case) -> None:
+    held: list[list[Any]] = []
+    for _ in range(THREADS):
+        pool = case.make()
+        held.append([*case.tensors(pool), pool])
+        del pool
+
+    def work(number: int) -> None:
+        for part in held[number]:
+            assert not isinstance(part, torch.Tensor) or not part.any()
+        held[number] = []
+        gc.collect()
+
+    together(work)
+
+
+@every_pool
+@cuda_only
+def test_every_driver_call_may_fail(case: Case, driver: Driver) -> None:
+    """Each call fails in turn: the error is told, the pool still counts right, and nothing is lost."""
+    pools: list[Any] = []
+
+    def work() -> None:
+        pools.clear()
+        pools.append(case.make())
+        case.use(pools[0])
+
+    def memory(expected: tuple[int, int] | None = None) -> tuple[int, int]:
+        pools.clear()
+        driver.run()
+        if (driver.device_bytes(), driver.locked_bytes()) != expected:
+            # Something is in a cycle.
+            gc.collect()
+        return driver.device_bytes(), driver.locked_bytes()
+
+    work()
+    before, failures = memory(), 0
+    for error in each_call(driver, work, codes=(LAUNCH_FAILED, OUT_OF_MEMORY), in_turn=True):
+        if error is not None:
+            failures += 1
+            assert isinstance(error, (DriverError, OutOfMemoryError)), repr(error)
+            assert isinstance(error, OutOfMemoryError) or "failed with CUDA_ERROR" in str(error)
+        if pools:
+            stats = pools[0].stats()
+            if "in_use" in stats:
+                assert stats["available"] + stats["in_use"] == stats["capacity"]
+                assert stats.get("dropped_frees", 0) == 0
+        found = memory(before)
+        # A call that gives memory back tells nobody of its failure; what it had is lost.
+        assert error is None or found == before
+        before = found
+    assert failures > 5
+
+
+@every_pool
+@cuda_only
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_after_a_fork_the_device_is_out_of_reach(case: Case) -> None:
+    pool = case.make()
+    case.use(pool)
+    child = os.fork()
+    if child == 0:
+        wrong = 0
+        try:
+            case.make()
+        except DriverError as error:
+            wrong += "forked" not in str(error)
+        except BaseException:  # noqa: BLE001 - the child must end here
+            wrong += 1
+        else:
+            wrong += 1
+        # Numbers of the host are still there.
+        wrong += pool.stats()["capacity"] == 0 and pool.unit != "buffer"
+        os._exit(wrong)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    case.use(pool)
