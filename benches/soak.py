@@ -25,9 +25,10 @@ from rich.table import Table
 from shared_pools import Pools, Sizes
 from users import users_of
 
-from kvpool.tools.config import DTYPES, ReplayConfig
-from kvpool.tools.replay import Replay
-from kvpool.tools.traces import Trace, read_trace, synthetic_trace
+from kvpool._kvpool import _STORAGE_DTYPES
+from kvpool.tools.replay.config import ReplayConfig
+from kvpool.tools.replay.replay import Replay
+from kvpool.tools.replay.traces import Trace, read_trace, synthetic_trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -120,7 +121,7 @@ class Soak:
         config = ReplayConfig(
             page_size=page_size,
             need_sort=need_sort,
-            dtype=self._random.choice(DTYPES),
+            dtype=self._random.choice([*_STORAGE_DTYPES]),
             device=self.device,
             seed=seed,
             speed_up=4.0,
