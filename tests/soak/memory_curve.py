@@ -217,7 +217,7 @@ def find_trends(columns: dict[str, NDArray[np.float64]], limits: dict[str, float
 
 def save_curve(columns: dict[str, NDArray[np.float64]], trends: Sequence[Trend], path: Path) -> None:
     """Draws memory, objects and descriptors over time, with the slopes of the second half."""
-    from matplotlib.figure import Figure  # noqa: PLC0415 - it loads slowly
+    from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11.0, 8.0), layout="constrained")
     operations = int(columns["operations"][-1])

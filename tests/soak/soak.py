@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from shared_pools import User
 
-TRACES = Path(__file__).parents[2] / "shared" / "traces"
+TRACES = Path(__file__).parents[3] / "shared" / "traces"
 FILES = ("azure/AzureLLMInferenceTrace_conv.csv", "mooncake/conversation_trace.jsonl")
 TOKENS_PER_ROUND = 30_000
 LONGEST = 12_000
