@@ -159,12 +159,11 @@ $(GPU_PACKAGE): $(BIN)/python $(RUST_SOURCES) $(shell find python/kvpool -name '
 # The pictures of the documentation, from the tables of the results and from running pools.
 chart: $(EXTENSION) $(VENV)/.tools
 	$(BIN)/python benches/chart.py
-	$(BIN)/python docs/img/streams.py
 	$(BIN)/python docs/img/snapshot.py
 
 # All pools for SOAK_MINUTES, on the GPU with SOAK_DEVICE=cuda: fails if the process grows.
 soak: $(EXTENSION) $(VENV)/.tools
-	$(BIN)/python benches/soak.py --minutes $(SOAK_MINUTES) --device $(SOAK_DEVICE) --out target
+	$(BIN)/python tests/soak/soak.py --minutes $(SOAK_MINUTES) --device $(SOAK_DEVICE) --out target
 
 # The same minutes for eight threads that share all pools.
 soak-threads: $(EXTENSION) $(VENV)/.test

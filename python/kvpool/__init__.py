@@ -8,6 +8,10 @@ With PyTorch installed all tensors are `torch.Tensor`; without it `kvpool.Tensor
 Neither PyTorch nor CUDA nor NumPy is needed to import this package.
 """
 
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING
+
 from kvpool._kvpool import (
     BatchPlan,
     BatchPlanner,
@@ -25,12 +29,10 @@ from kvpool._kvpool import (
     Tensor,
     TokenToKVPoolAllocator,
     __version__,
+    _report_leaks_with,
     get_num_threads,
     set_num_threads,
 )
-from kvpool._leaks import Leak
-from kvpool._pools import pools
-from kvpool._snapshot import snapshot
 from kvpool.errors import (
     BackendUnavailableError,
     ConfigError,
@@ -43,6 +45,11 @@ from kvpool.errors import (
 )
 from kvpool.factories import make_full_attention_net_mem_pool, make_req_to_token_pool
 from kvpool.workspace import Workspace
+
+if TYPE_CHECKING:
+    from kvpool.observe.leaks import Leak
+    from kvpool.observe.registry import pools
+    from kvpool.observe.snapshot_file import snapshot
 
 __all__ = [
     "BackendUnavailableError",
@@ -78,3 +85,24 @@ __all__ = [
     "set_num_threads",
     "snapshot",
 ]
+
+# What observes pools is imported when it is first asked for.
+_OBSERVERS = {"Leak": "leaks", "pools": "registry", "snapshot": "snapshot_file"}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _OBSERVERS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(_observer(_OBSERVERS[name]), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_OBSERVERS})
+
+
+def _observer(name: str) -> ModuleType:
+    return importlib.import_module(f"{__name__}.observe.{name}")
+
+
+_report_leaks_with(lambda: _observer("leaks"))

@@ -11,7 +11,7 @@ def main() -> None:
     """Runs the command line, or exits with status 1 and one line on stderr when an extra is not installed."""
     missing = [name for name in CLI_MODULES if importlib.util.find_spec(name) is None]
     if missing and sys.argv[1:2] == ["doctor"]:
-        from kvpool.tools.doctor_plain import main as doctor  # noqa: PLC0415 - few ask for it
+        from kvpool.tools.doctor.plain import main as doctor  # noqa: PLC0415 - few ask for it
 
         sys.exit(doctor(sys.argv[2:]))
     if missing:

@@ -1,11 +1,11 @@
 # Tensors are `torch.Tensor` where PyTorch is installed and `kvpool.Tensor` elsewhere. They are typed as
 # `Any`, so that neither has to be imported to check code that uses this package.
 from collections.abc import Callable, Iterable, Sequence
+from types import ModuleType
 from typing import Any, SupportsFloat, SupportsIndex, final
 
 from typing_extensions import Self, disjoint_base
 
-from kvpool._leaks import ExpectBalanced, Leak
 from kvpool._typing import (
     BufferStats,
     ChunkStats,
@@ -21,9 +21,11 @@ from kvpool._typing import (
     TensorLike,
     UnitStats,
 )
+from kvpool.observe.leaks import ExpectBalanced, Leak
 
 __all__ = [
     "_ERROR_CLASSES",
+    "_STORAGE_DTYPES",
     "BatchPlan",
     "BatchPlanner",
     "Buffer",
@@ -45,6 +47,8 @@ __all__ = [
     "_Workspace",
     "__version__",
     "_noted",
+    "_pools",
+    "_report_leaks_with",
     "_use_stream",
     "_zeros",
     "get_num_threads",
@@ -52,12 +56,15 @@ __all__ = [
 ]
 
 __version__: str
+_STORAGE_DTYPES: dict[str, int]
 _ERROR_CLASSES: list[str]
 
 def get_num_threads() -> int: ...
 def set_num_threads(threads: SupportsIndex) -> None: ...
 def _use_stream(handle: int | None) -> None: ...
 def _noted() -> int: ...
+def _pools() -> list[Any]: ...
+def _report_leaks_with(reporter: Callable[[], ModuleType]) -> None: ...
 def _zeros(shape: Sequence[int], dtype: str, device: str = "cpu") -> Any: ...
 
 @final
@@ -606,5 +613,4 @@ class _Workspace(Pool):
 
 @final
 class _PageLocking:
-    def tell(self, seconds: float) -> bool: ...
-    def stop(self) -> None: ...
+    def run(self) -> None: ...

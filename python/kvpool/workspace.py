@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+# In debugging, a part belongs to the line that called `empty` or `zeros`.
+_acts_for_callers = True
+
+
 class Workspace(_Workspace):
     """The resources that one inference loop uses again and again: an arena of fixed size on a device.
 

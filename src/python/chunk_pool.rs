@@ -3,9 +3,9 @@
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use pyo3::exceptions::PyTypeError;
+use pyo3::exceptions::{PyRuntimeError, PyTypeError};
 use pyo3::prelude::*;
-use pyo3::types::PyTuple;
+use pyo3::types::{IntoPyDict, PyString, PyTuple};
 use pyo3::{PyTraverseError, gc::PyVisit};
 
 use crate::base::{Device, Dims, Error, widen};
@@ -22,7 +22,7 @@ use super::made::MadeTensors;
 use super::pool::{Look, Pool as Base, PoolClass};
 use super::report::{self, Reporter};
 
-/// How long it waits before it looks for signals.
+/// How long it waits before it looks for signals, or whether the program has ended.
 const SLICE: Duration = Duration::from_millis(50);
 
 /// Fixed-size chunks in one region, for KV that left the GPU.
@@ -88,7 +88,7 @@ impl Held {
     }
 }
 
-/// Page-locking that goes on, for the thread that tells how far it has come.
+/// Page-locking that goes on, for the thread that reports how far it has come.
 #[pyclass(frozen, module = "kvpool._kvpool", name = "_PageLocking")]
 pub(super) struct PageLocking {
     /// `None` once it is over.
@@ -97,15 +97,22 @@ pub(super) struct PageLocking {
     chunk_bytes: usize,
 }
 
-#[pymethods]
 impl PageLocking {
-    /// Waits for the next step, at most `seconds`, and tells the logger and the callback of it.
-    ///
-    /// Returns:
-    ///     Whether it goes on.
-    fn tell(&self, py: Python<'_>, seconds: f64) -> bool {
-        let wait =
-            || lock(&self.locking).as_mut().map(|locking| locking.next(Duration::from_secs_f64(seconds)));
+    /// Reports each step, from a thread that ends with the program, or from this one where no thread can be started.
+    fn watch(slf: &Bound<'_, Self>) -> PyResult<()> {
+        let py = slf.py();
+        let options =
+            [("target", slf.getattr("run")?), ("name", PyString::new(py, "kvpool-page-locking").into_any())];
+        let thread = py.import("threading")?.getattr("Thread")?.call((), Some(&options.into_py_dict(py)?))?;
+        match thread.call_method0("start") {
+            Err(error) if error.is_instance_of::<PyRuntimeError>(py) => slf.get().run(py),
+            started => started.map(drop),
+        }
+    }
+
+    /// Waits for the next step, at most so long, and reports it to the logger and the callback. Whether it goes on.
+    fn tell(&self, py: Python<'_>, most: Duration) -> bool {
+        let wait = || lock(&self.locking).as_mut().map(|locking| locking.next(most));
         match py.detach(wait) {
             Some(Ok(Some(Progress { done, total, failure }))) => {
                 if let Some(failure) = failure {
@@ -128,12 +135,22 @@ impl PageLocking {
             None => false,
         }
     }
+}
 
-    /// Has it end after the steps that were begun.
-    fn stop(&self) {
-        if let Some(locking) = lock(&self.locking).as_ref() {
-            locking.stop();
+#[pymethods]
+impl PageLocking {
+    /// Reports every step. Once the main thread has ended, those that were begun are the last: the interpreter waits for this
+    /// thread.
+    fn run(&self, py: Python<'_>) -> PyResult<()> {
+        let main = py.import("threading")?.call_method0("main_thread")?;
+        while self.tell(py, SLICE) {
+            if !main.call_method0("is_alive")?.extract::<bool>()?
+                && let Some(locking) = lock(&self.locking).as_ref()
+            {
+                locking.stop();
+            }
         }
+        Ok(())
     }
 }
 
@@ -206,9 +223,9 @@ impl ChunkPool {
             let is_done = locking.steps() == 1;
             let locking = PageLocking { locking: Mutex::new(Some(locking)), progress, chunk_bytes };
             if is_done {
-                while locking.tell(py, 0.0) {}
+                while locking.tell(py, Duration::ZERO) {}
             } else {
-                py.import("kvpool._page_locking")?.call_method1("watch", (locking,))?;
+                PageLocking::watch(&Bound::new(py, locking)?)?;
             }
         }
         let (reporter, held, tensors) = (Reporter::default(), Arc::default(), MadeTensors::default());

@@ -11,8 +11,8 @@ use crate::pool::{Occupancy, Pool as Contract};
 
 use super::args::kind_of;
 
-/// Modules of this package that act for their callers, whose place in the program is what counts.
-const FOR_OTHERS: [&str; 2] = ["kvpool.lmcache", "kvpool.workspace"];
+/// A module with this global acts for its callers, whose place in the program is what counts.
+const ACTS_FOR_CALLERS: &str = "_acts_for_callers";
 
 /// Whether a pool notes who takes and gives what.
 #[derive(Clone, Copy, Debug)]
@@ -87,10 +87,8 @@ fn to_owner(object: &Bound<'_, PyAny>) -> PyResult<Owner> {
 fn call_site(py: Python<'_>) -> PyResult<Option<String>> {
     let Ok(mut frame) = py.import("sys")?.getattr("_getframe")?.call0() else { return Ok(None) };
     loop {
-        let module = frame.getattr("f_globals")?.get_item("__name__").ok();
-        let name = module.and_then(|module| module.extract::<String>().ok());
         let back = frame.getattr("f_back")?;
-        if back.is_none() || !name.is_some_and(|name| FOR_OTHERS.contains(&name.as_str())) {
+        if back.is_none() || !frame.getattr("f_globals")?.contains(ACTS_FOR_CALLERS)? {
             break;
         }
         frame = back;

@@ -37,6 +37,7 @@ mod workspace;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use pyo3::prelude::*;
+use pyo3::types::IntoPyDict;
 
 use crate::base::{DType, Device, bytes_of, on_blocking};
 use crate::memory::{Region, Stream};
@@ -153,6 +154,10 @@ fn _kvpool(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(_zeros, module)?)?;
     module.add_function(wrap_pyfunction!(_use_stream, module)?)?;
     module.add_function(wrap_pyfunction!(_noted, module)?)?;
+    module.add_function(wrap_pyfunction!(pool::_pools, module)?)?;
+    module.add_function(wrap_pyfunction!(pool::_report_leaks_with, module)?)?;
+    let storage = DType::STORAGE.map(|dtype| (dtype.name(), dtype.size()));
+    module.add("_STORAGE_DTYPES", storage.into_py_dict(module.py())?)?;
     let errors: Vec<&str> = crate::base::ErrorKind::ALL.iter().map(|kind| kind.class_name()).collect();
     module.add("_ERROR_CLASSES", errors)?;
     module.add("__version__", env!("CARGO_PKG_VERSION"))

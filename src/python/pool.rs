@@ -5,7 +5,8 @@ use std::sync::Mutex;
 
 use pyo3::PyClass;
 use pyo3::prelude::*;
-use pyo3::types::{IntoPyDict, PyDict, PyTuple};
+use pyo3::sync::PyOnceLock;
+use pyo3::types::{IntoPyDict, PyDict, PyTuple, PyWeakrefMethods, PyWeakrefReference};
 
 use crate::base::{Device, Error};
 pub(super) use crate::pool::Pool as Contract;
@@ -13,6 +14,12 @@ pub(super) use crate::pool::Pool as Contract;
 use super::debug::{self, Debug, Seens};
 use super::framework::current_stream;
 use super::{args, lock};
+
+/// The pools that were made and live, and maybe some that do no more.
+static POOLS: Mutex<Vec<Py<PyWeakrefReference>>> = Mutex::new(Vec::new());
+
+/// Gives the module of `kvpool` that reports on leaks.
+static REPORTER: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
 
 /// Is called with a pool.
 pub(super) type Look<'a> = &'a mut dyn FnMut(&dyn Contract);
@@ -89,6 +96,30 @@ impl Pool {
         (slf.get().class.look)(slf, &mut |pool| answer = look(pool));
         answer
     }
+
+    /// What the function `name` of the module that reports on leaks answers of this pool.
+    fn reported<'py>(slf: &Bound<'py, Self>, name: &str) -> PyResult<Bound<'py, PyAny>> {
+        let py = slf.py();
+        let reporter = REPORTER.get(py).expect("`kvpool/__init__.py` registers it before a pool can be made");
+        reporter.bind(py).call0()?.call_method1(name, (slf,))
+    }
+}
+
+/// Registers a function that gives the module with `leaks` and `ExpectBalanced`.
+///
+/// Args:
+///     reporter: Called for each report, so that the module is imported by the first.
+#[pyfunction]
+pub(super) fn _report_leaks_with(py: Python<'_>, reporter: Py<PyAny>) {
+    // Later ones are the same function of a module that was reloaded.
+    let _ = REPORTER.set(py, reporter);
+}
+
+/// All pools of this process that are alive, in the order in which they were made.
+#[pyfunction]
+pub(super) fn _pools(py: Python<'_>) -> Vec<Bound<'_, PyAny>> {
+    let known: Vec<_> = lock(&POOLS).iter().map(|pool| pool.clone_ref(py)).collect();
+    known.iter().filter_map(|pool| pool.bind(py).upgrade()).collect()
 }
 
 #[pymethods]
@@ -99,7 +130,15 @@ impl Pool {
         _arguments: &Bound<'_, PyTuple>,
         _more: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<()> {
-        slf.py().import("kvpool._pools")?.call_method1("add", (slf,)).map(drop)
+        let py = slf.py();
+        let this = PyWeakrefReference::new(slf)?.unbind();
+        let mut pools = lock(&POOLS);
+        // Before the list grows, those that are gone make room. With the GIL held, no pool dies in here.
+        if pools.len() == pools.capacity() {
+            pools.retain(|pool| pool.bind(py).upgrade().is_some());
+        }
+        pools.push(this);
+        Ok(())
     }
 
     /// How metrics and reports name it: its class and a number, unless it is set. Pools whose metrics are exported need
@@ -217,7 +256,7 @@ impl Pool {
     ///     ConfigError: If the pool does not debug.
     ///     TypeError: If the pool hands nothing out, or is a `Workspace`, of which nobody holds a part.
     fn leaks<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
-        slf.py().import("kvpool._leaks")?.call_method1("leaks", (slf,))
+        Self::reported(slf, "leaks")
     }
 
     /// A context manager at whose end no more units may be live than at its begin. What the body raises goes on as it is.
@@ -228,6 +267,6 @@ impl Pool {
     ///         were taken within it.
     ///     TypeError: If the pool hands nothing out.
     fn expect_balanced<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
-        slf.py().import("kvpool._leaks")?.call_method1("ExpectBalanced", (slf,))
+        Self::reported(slf, "ExpectBalanced")
     }
 }

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kvpool.tools.findings import Finding
+    from kvpool.tools.doctor.report import Finding
 
 
 def write(root: Path, files: dict[str, str]) -> Path:

@@ -28,9 +28,9 @@ from kvpool import (
     make_full_attention_net_mem_pool,
     make_req_to_token_pool,
 )
-from kvpool.tools.config import ReplayConfig
-from kvpool.tools.replay import Replay
-from kvpool.tools.traces import Trace
+from kvpool.tools.replay.config import ReplayConfig
+from kvpool.tools.replay.replay import Replay
+from kvpool.tools.replay.traces import Trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,13 +8,13 @@ import pytest
 from fake_driver import GIB, Card, FakeDriver
 from machines import by_name, write
 
-from kvpool.tools import doctor_driver
-from kvpool.tools.driver_probe import Driver
+from kvpool.tools.doctor import driver as doctor_driver
+from kvpool.tools.doctor.libcuda import Driver
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kvpool.tools.findings import Finding
+    from kvpool.tools.doctor.report import Finding
 
 
 def look(root: Path, driver: FakeDriver) -> tuple[dict[str, Finding], int]:
@@ -32,7 +32,7 @@ def test_devices_are_described_without_a_context(tmp_path: Path) -> None:
     assert count == 2
     assert found["libcuda.so.1"].text == "CUDA 12.4, /usr/lib/libcuda.so.550.54"
     assert found["kernel module"].text == "550.54  x86"
-    assert found["cuda:0"].text == "A device, compute capability 9.0, 80.0 GiB, 60.0 GiB free"
+    assert found["cuda:0"].text == "A device, compute capability 9.0, 80 GiB, 60 GiB free"
     assert (found["cuda:0"].status, found["cuda:1"].status) == ("ok", "broken")
     assert "7.0 (Volta)" in found["cuda:1"].advice
     assert (driver.retained, driver.pushed, driver.sessions) == (0, 0, 0)
@@ -40,11 +40,11 @@ def test_devices_are_described_without_a_context(tmp_path: Path) -> None:
 
 def test_a_context_that_is_there_is_asked_and_left_as_it_was(tmp_path: Path) -> None:
     driver = FakeDriver(Card(is_active=True))
-    assert look(tmp_path, driver)[0]["cuda:0"].text.endswith("7.0 GiB free")
+    assert look(tmp_path, driver)[0]["cuda:0"].text.endswith("7 GiB free")
     driver.fail["cuMemGetInfo_v2"] = 700
-    assert look(tmp_path, driver)[0]["cuda:0"].text.endswith("60.0 GiB free")
+    assert look(tmp_path, driver)[0]["cuda:0"].text.endswith("60 GiB free")
     driver.fail["cuCtxPushCurrent_v2"] = 201
-    assert look(tmp_path, driver)[0]["cuda:0"].text.endswith("60.0 GiB free")
+    assert look(tmp_path, driver)[0]["cuda:0"].text.endswith("60 GiB free")
     assert (driver.retained, driver.pushed, driver.sessions) == (0, 0, 0)
 
 

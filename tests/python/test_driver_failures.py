@@ -15,10 +15,10 @@ from software import LAUNCH_FAILED, NEWER_CODES, OUT_OF_MEMORY, each_call, memor
 
 from kvpool import DriverError, KVPool, OutOfMemoryError, ReqToTokenPool, TokenToKVPoolAllocator
 from kvpool.serving import Engine, Request
-from kvpool.tools import token_rows
-from kvpool.tools.config import ReplayConfig
-from kvpool.tools.replay import Replay
-from kvpool.tools.traces import Trace
+from kvpool.tools.replay import token_rows
+from kvpool.tools.replay.config import ReplayConfig
+from kvpool.tools.replay.replay import Replay
+from kvpool.tools.replay.traces import Trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

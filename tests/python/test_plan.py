@@ -17,23 +17,24 @@ from small_models import kept_by, small_config
 from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from kvpool._kvpool import _STORAGE_DTYPES
 from kvpool.errors import ConfigError
 from kvpool.integrations.transformers import PooledModel
 from kvpool.tools.cli import app
-from kvpool.tools.layer_kinds import DEFAULTS, Fields, layer_kinds
-from kvpool.tools.model_config import (
+from kvpool.tools.output import bytes_text, exact_bytes_text
+from kvpool.tools.plan.fields import DEFAULTS, Fields
+from kvpool.tools.plan.layer_kinds import layer_kinds
+from kvpool.tools.plan.model_config import (
     ATTENTION_TYPES,
     GDN_TYPES,
     MAMBA2_TYPES,
     MAMBA_TYPES,
     MLA_TYPES,
-    Model,
     parse_model,
     read_model,
 )
-from kvpool.tools.output import size_text
-from kvpool.tools.plan import MLA_FORMS, Plan, PlanConfig, make_plan, parse_bytes
-from kvpool.tools.pool_bytes import ITEM_BYTES, footprint
+from kvpool.tools.plan.pool_bytes import footprint
+from kvpool.tools.plan.solver import MLA_FORMS, Plan, PlanConfig, make_plan, parse_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
     from conftest import RunSnippet
     from software import Driver
     from typer.testing import Result
+
+    from kvpool.tools.plan.model import Model
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -594,7 +597,7 @@ def test_dtypes_and_context_come_from_the_configuration_or_are_asked_for() -> No
 
 
 def test_bytes_of_elements_are_those_of_pytorch() -> None:
-    assert {name: getattr(torch, name).itemsize for name in ITEM_BYTES} == ITEM_BYTES
+    assert {name: getattr(torch, name).itemsize for name in _STORAGE_DTYPES} == _STORAGE_DTYPES
 
 
 def test_slots_end_where_int32_does() -> None:
@@ -632,16 +635,18 @@ def test_sizes(text: str, count: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "text"),
+    ("count", "text", "exact"),
     [
-        (0, "0 B"),
-        (1023, "1,023 B"),
-        (70_272, "68.62 KiB (70,272 B)"),
-        (3 << 40, "3 TiB (3,298,534,883,328 B)"),
+        (0, "0 B", "0 B"),
+        (1023, "1,023 B", "1,023 B"),
+        (70_272, "68.62 KiB", "68.62 KiB (70,272 B)"),
+        (80 << 30, "80 GiB", "80 GiB (85,899,345,920 B)"),
+        (3 << 40, "3 TiB", "3 TiB (3,298,534,883,328 B)"),
     ],
 )
-def test_sizes_are_exact_and_readable(count: int, text: str) -> None:
-    assert size_text(count) == text
+def test_sizes_are_exact_and_readable(count: int, text: str, exact: str) -> None:
+    assert bytes_text(count) == text
+    assert exact_bytes_text(count) == exact
 
 
 @pytest.mark.parametrize("text", ["80G", "GiB", "-1", "1e9", "", "80 GiB free"])

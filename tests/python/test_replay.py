@@ -16,14 +16,15 @@ import torch
 from typer.testing import CliRunner
 
 from kvpool import __main__ as entry
+from kvpool._kvpool import _STORAGE_DTYPES
 from kvpool.errors import ConfigError, KvPoolError
 from kvpool.tools.cli import app
-from kvpool.tools.config import DTYPES, ReplayConfig
-from kvpool.tools.errors import ReplayError, VerificationError
-from kvpool.tools.replay import OPERATIONS, Replay, ReplayResult, suggest_pool_size
-from kvpool.tools.report import as_json
-from kvpool.tools.token_rows import KvStore, TokenRows
-from kvpool.tools.traces import Trace, read_trace, synthetic_trace
+from kvpool.tools.replay.config import ReplayConfig
+from kvpool.tools.replay.errors import ReplayError, VerificationError
+from kvpool.tools.replay.replay import OPERATIONS, Replay, ReplayResult, suggest_pool_size
+from kvpool.tools.replay.report import as_json
+from kvpool.tools.replay.token_rows import KvStore, TokenRows
+from kvpool.tools.replay.traces import Trace, read_trace, synthetic_trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -65,7 +66,7 @@ def test_a_short_pool_retracts_and_finishes_everything(page_size: int, need_sort
     assert (counts.verified_tokens >= trace.total_lens.sum()) == kv
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", _STORAGE_DTYPES)
 @pytest.mark.parametrize(("heads", "head_dim"), [(2, 16), (1, 1), (3, 5)])
 def test_rows_survive_in_every_dtype(dtype: str, heads: int, head_dim: int) -> None:
     trace = small_trace()

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import pytest
 from typer.testing import CliRunner
 
-from kvpool.tools import serve, serve_report
 from kvpool.tools.cli import app
-from kvpool.tools.serve import CONFIGS, TIE, Difference, ServeConfig, Service
+from kvpool.tools.serve import report
+from kvpool.tools.serve.service import CONFIGS, TIE, VOCAB_SIZE, Difference, ServeConfig, ServeResult, Service
 
 if TYPE_CHECKING:
     from typer.testing import Result
@@ -29,7 +29,7 @@ def test_every_model_is_served_as_it_generates_alone() -> None:
         )
         assert result.exit_code == 0, result.output
         found = json.loads(result.stdout)
-        assert found["finished"] == 6 + serve_report.STREAMED
+        assert found["finished"] == 6 + report.STREAMED
         assert (found["in_use"], found["running"], found["waiting"]) == (0, 0, 0)
         assert found["is_right"]
 
@@ -37,7 +37,7 @@ def test_every_model_is_served_as_it_generates_alone() -> None:
 def test_the_command_streams_and_prints_a_report() -> None:
     result = invoke("--requests", "12", "--per-step", "6", "--pool-size", "300")
     assert result.exit_code == 0, result.output
-    assert result.stdout.count("tokens of prompt:") == serve_report.STREAMED
+    assert result.stdout.count("tokens of prompt:") == report.STREAMED
     for row in ("retractions", "peak occupancy", "as the model alone", "15"):
         assert row in result.stdout
 
@@ -56,7 +56,7 @@ def test_a_wrong_token_is_found() -> None:
     service = Service(SMALL)
     result = service.serve()
     wrong = service.requests[7]
-    wrong.tokens[2] = (wrong.tokens[2] + 1) % serve.VOCAB_SIZE
+    wrong.tokens[2] = (wrong.tokens[2] + 1) % VOCAB_SIZE
     service.check(result)
     (found,) = result.differences
     assert (found.request, found.position) == (7, 2)
@@ -80,7 +80,7 @@ def test_a_slot_that_is_missing_at_the_end_is_found() -> None:
 def test_a_failed_check_ends_with_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
     found = (Difference(3, 1, 0.5),)
 
-    def check(_: Service, result: serve.ServeResult, *_rest: object) -> None:
+    def check(_: Service, result: ServeResult, *_rest: object) -> None:
         result.differences = found
 
     monkeypatch.setattr(Service, "check", check)

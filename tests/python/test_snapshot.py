@@ -26,9 +26,10 @@ from kvpool import (
     TokenToKVPoolAllocator,
     Workspace,
 )
-from kvpool._occupancy import Span, owners, take
-from kvpool._snapshot import to_html
-from kvpool._snapshot_png import _cells, to_figure
+from kvpool.observe.snapshot import owners, take
+from kvpool.observe.snapshot_html import to_html
+from kvpool.observe.snapshot_png import _cells, to_figure
+from kvpool.observe.spans import Span
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -341,7 +342,7 @@ def test_pictures_take_names_as_they_are(tmp_path: Path) -> None:
 
 
 def test_a_picture_has_some_of_many_pools(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvpool._snapshot_png._MOST_POOLS", 2)
+    monkeypatch.setattr("kvpool.observe.snapshot_png._MOST_POOLS", 2)
     pools = []
     for name, count in (("a", 2), ("b", 1), ("c", 3)):
         pool = slots()

@@ -1,4 +1,4 @@
-"""`benches/soak.py`: what it decides, and that it finds a leak."""
+"""`tests/soak/soak.py`: what it decides, and that it finds a leak."""
 
 from __future__ import annotations
 

@@ -128,9 +128,34 @@ fn only_memory_calls_the_driver() {
     }
 }
 
+/// The Python modules of this package that `line` names in a string: not those of classes, which are `kvpool` itself and the
+/// extension.
+fn python_modules(line: &str) -> Vec<&str> {
+    let strings = line.split('"').skip(1).step_by(2);
+    let is_module = |text: &&str| {
+        text.strip_prefix("kvpool.")
+            .is_some_and(|rest| rest.chars().all(|c| c.is_lowercase() || "._".contains(c)))
+    };
+    strings.filter(is_module).filter(|module| *module != "kvpool._kvpool").collect()
+}
+
+#[test]
+fn rust_names_no_python_module_but_errors() {
+    for path in sources(&src()) {
+        for line in code(&path) {
+            for module in python_modules(&line) {
+                let is_errors = module == "kvpool.errors" && path.ends_with("python/errors.rs");
+                assert!(is_errors, "{} names {module}", path.display());
+            }
+        }
+    }
+}
+
 #[test]
 fn the_checks_see_what_they_look_for() {
     let lines = ["use crate::{base::{Id, Row}, pool::KvPool};".to_owned(), "crate::python::x();".to_owned()];
     assert_eq!(upward("index", &lines), ["pool", "python"]);
     assert!(upward("python", &lines).is_empty());
+    let line = r#"py.import("kvpool.observe.leaks")?.call("kvpool.Tensor()", "kvpool._kvpool", "sys");"#;
+    assert_eq!(python_modules(line), ["kvpool.observe.leaks"]);
 }

@@ -6,10 +6,10 @@ neither PyTorch nor NumPy run without.
 
 import typer
 
-from kvpool.tools.doctor_command import doctor
-from kvpool.tools.plan_command import plan
-from kvpool.tools.replay_command import replay
-from kvpool.tools.serve_command import serve
+from kvpool.tools.doctor.command import doctor
+from kvpool.tools.plan.command import plan
+from kvpool.tools.replay.command import replay
+from kvpool.tools.serve.command import serve
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 

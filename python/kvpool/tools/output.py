@@ -1,30 +1,35 @@
-"""What the commands' output has in common."""
+"""What the output of the commands has in common. Needs no other package."""
 
 from __future__ import annotations
 
 import importlib.util
+import sys
 from typing import NoReturn
-
-import typer
 
 WIDTH = 80
 """Columns of tables that read the same on every terminal and in a file."""
 
-_UNITS = ("TiB", "GiB", "MiB", "KiB")
+_UNITS = ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB"))
 
 
-def size_text(count: int) -> str:
-    """Bytes for people: exact, and in the largest unit of which there is one."""
-    for power, unit in zip((40, 30, 20, 10), _UNITS, strict=True):
+def bytes_text(count: int) -> str:
+    """Bytes in the largest unit of which there is at least one, with at most two decimals."""
+    for power, unit in _UNITS:
         if count >= 1 << power:
-            return f"{count / (1 << power):,.2f} {unit}".replace(".00 ", " ") + f" ({count:,} B)"
+            return f"{count / (1 << power):,.2f} {unit}".replace(".00 ", " ")
     return f"{count:,} B"
+
+
+def exact_bytes_text(count: int) -> str:
+    """Bytes as `bytes_text` has them, and their exact number."""
+    text, exact = bytes_text(count), f"{count:,} B"
+    return text if text == exact else f"{text} ({exact})"
 
 
 def fail(message: str) -> NoReturn:
     """Ends the command with status 1 and one line on stderr."""
-    typer.echo(f"kvpool: {message}", err=True)
-    raise typer.Exit(1)
+    sys.stderr.write(f"kvpool: {message}\n")
+    sys.exit(1)
 
 
 def need(extra: str, *modules: str) -> None:

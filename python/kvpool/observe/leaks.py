@@ -1,0 +1,123 @@
+"""Who holds what stands in a pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvpool._kvpool import _noted, _Workspace
+from kvpool.errors import ConfigError, IndexOwnershipError
+from kvpool.observe.spans import check_hands_out, occupancy
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from kvpool._kvpool import Pool
+
+# Rows of a table in an error.
+_SHOWN = 20
+
+
+@dataclass(frozen=True)
+class Leak:
+    """Live units of a pool that have one owner and were taken at one place.
+
+    Attributes:
+        owner: What was given to `alloc`, if anything was.
+        site: File, line and function.
+        count: How many units.
+        age_s: Seconds since the oldest of them was taken.
+        spans: The units, as (first, end).
+    """
+
+    owner: str | int | None
+    site: str
+    count: int
+    age_s: float
+    spans: list[tuple[int, int]]
+
+
+def leaks(pool: Pool, since: int = 0) -> list[Leak]:
+    """As `Pool.leaks`, of what calls took from number `since` on."""
+    check_hands_out(pool)
+    if not _signs(pool):
+        raise TypeError(f"a {type(pool).__name__} does not note who holds what; its reset() takes all back")
+    if not pool.debug:
+        raise ConfigError(
+            f"{pool.name} does not note who holds what; make it with debug=True, or set KVPOOL_DEBUG=1"
+        )
+    spans, _ = occupancy(pool)
+    groups: dict[tuple[str | int | None, str], list[tuple[float, int, int]]] = {}
+    for span in spans:
+        for owner, site, age_s, number in span.holders:
+            if number >= since:
+                groups.setdefault((owner, site), []).append((age_s, span.first, span.end))
+    found = [
+        Leak(
+            owner,
+            site,
+            sum(end - first for _, first, end in held),
+            max(age_s for age_s, _, _ in held),
+            [(first, end) for _, first, end in held],
+        )
+        for (owner, site), held in groups.items()
+    ]
+    return sorted(found, key=lambda leak: (-leak.count, -leak.age_s))
+
+
+def table(found: list[Leak], unit: str) -> str:
+    """Leaks as lines of text: count, owner, place, age and the first units."""
+    lines = []
+    for leak in found[:_SHOWN]:
+        spans = [f"{first}..{end - 1}" if end - first > 1 else str(first) for first, end in leak.spans[:4]]
+        more = ", ..." if len(leak.spans) > len(spans) else ""
+        owner = "no owner given" if leak.owner is None else f"owner {leak.owner!r}"
+        held = f"{leak.count} {unit}{'s' if leak.count != 1 else ''} ({', '.join(spans)}{more})"
+        lines.append(f"  {held}: {owner}, taken at {leak.site} {leak.age_s:.3f} s ago")
+    if len(found) > _SHOWN:
+        lines.append(f"  and {len(found) - _SHOWN} more owners or places")
+    return "\n".join(lines)
+
+
+class ExpectBalanced:
+    """What `Pool.expect_balanced` returns: at its end no more may be live than at its begin."""
+
+    def __init__(self, pool: Pool) -> None:
+        check_hands_out(pool)
+        self._pool = pool
+        self._live = self._since = 0
+
+    def __enter__(self) -> Pool:
+        self._live = _held(self._pool)
+        self._since = _noted()
+        return self._pool
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        live = _held(self._pool)
+        if kind is not None or live <= self._live:
+            return
+        unit = self._pool.unit
+        more = live - self._live
+        message = f"{self._pool.name}: {live} {unit}s are live, {more} more than the {self._live} before"
+        if not _signs(self._pool):
+            raise IndexOwnershipError(message)
+        if self._pool.debug:
+            taken = leaks(self._pool, self._since)
+            raise IndexOwnershipError(f"{message}; taken meanwhile:\n{table(taken, unit)}")
+        raise IndexOwnershipError(f"{message}; with debug=True or KVPOOL_DEBUG=1 it is known who has them")
+
+
+def _signs(pool: Pool) -> bool:
+    """Whether the pool can note who holds what."""
+    return not isinstance(pool, _Workspace)
+
+
+def _held(pool: Pool) -> int:
+    """How many units are live. One with several owners counts for each of them where they are known."""
+    spans, _ = occupancy(pool)
+    return sum((span.end - span.first) * max(1, len(span.holders)) for span in spans if span.state == "live")

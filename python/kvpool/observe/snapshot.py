@@ -1,0 +1,130 @@
+"""What stood in a pool at one time, and distributions of that."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, cast
+
+from kvpool.observe.spans import occupancy
+
+if TYPE_CHECKING:
+    from kvpool._kvpool import Pool
+    from kvpool.observe.spans import Span
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What stood in one pool at one time.
+
+    Attributes:
+        name: Of the pool.
+        kind: Its class.
+        unit: What it hands out.
+        unit_bytes: Bytes of one unit, where all are alike and that is known.
+        debug: Whether it is known who holds what.
+        spans: All units in order.
+        lifetimes: How many lives lasted less than 1, 2, 4, ... microseconds.
+        stats: Its numbers.
+    """
+
+    name: str
+    kind: str
+    unit: str
+    unit_bytes: int | None
+    debug: bool
+    spans: list[Span]
+    lifetimes: list[int]
+    stats: dict[str, int]
+
+    @property
+    def count(self) -> int:
+        """How many units there are."""
+        return self.spans[-1].end - self.spans[0].first if self.spans else 0
+
+    @cached_property
+    def in_use(self) -> int:
+        """How many units are not free."""
+        return sum(span.end - span.first for span in self.spans if span.state != "free")
+
+    @cached_property
+    def free_runs(self) -> list[int]:
+        """Lengths of the maximal runs of free units, in order."""
+        runs: list[int] = []
+        end = None
+        for span in self.spans:
+            if span.state == "free":
+                length = span.end - span.first
+                if end == span.first:
+                    runs[-1] += length
+                else:
+                    runs.append(length)
+                end = span.end
+        return runs
+
+    @property
+    def fragmentation(self) -> float:
+        """The part of the free units outside of the longest free run: 0 where they are in one piece."""
+        runs = self.free_runs
+        return 1 - max(runs) / sum(runs) if runs else 0.0
+
+    @property
+    def run_lengths(self) -> dict[int, int]:
+        """How many free runs have at least a length, and less than twice that."""
+        powers = Counter(length.bit_length() - 1 for length in self.free_runs)
+        return {2**power: count for power, count in _filled(powers).items()}
+
+    @property
+    def ages_s(self) -> dict[float, int]:
+        """How many units whose holder is known have at least an age, and less than ten times that."""
+        powers: Counter[int] = Counter()
+        for span in self.spans:
+            if span.holders:
+                age_s = max(span.holders[0][2], 1e-6)
+                powers[max(-6, math.floor(math.log10(age_s)))] += span.end - span.first
+        return {10.0**power: count for power, count in _filled(powers).items()}
+
+    @property
+    def lifetimes_s(self) -> dict[float, int]:
+        """How many lives lasted less than a time, and at least half of that."""
+        powers = Counter({at: lives for at, lives in enumerate(self.lifetimes) if lives})
+        return {2.0**power * 1e-6: lives for power, lives in _filled(powers).items()}
+
+
+def _filled(counts: Counter[int]) -> dict[int, int]:
+    """Counts from the least key to the greatest, with those between."""
+    return {key: counts[key] for key in range(min(counts), max(counts) + 1)} if counts else {}
+
+
+def take(pool: Pool) -> Snapshot:
+    """What stands in `pool` now."""
+    spans, lifetimes = occupancy(pool)
+    return Snapshot(
+        name=pool.name,
+        kind=type(pool).__name__,
+        unit=pool.unit,
+        unit_bytes=pool._unit_bytes,  # noqa: SLF001 - of this package
+        debug=pool.debug,
+        spans=spans,
+        lifetimes=lifetimes,
+        stats=cast("dict[str, int]", pool.stats()),
+    )
+
+
+def owners(one: Snapshot) -> list[tuple[str, int]]:
+    """The owners of live units, the one with the most first, and how many units each has."""
+    counts: Counter[str] = Counter()
+    for span in one.spans:
+        if span.state == "live":
+            counts[owner_of(span)] += span.end - span.first
+    return counts.most_common()
+
+
+def owner_of(span: Span) -> str:
+    """How the owner of a live span is shown: a string in quotes, as it may look like a number or a place."""
+    if not span.holders:
+        return "in use"
+    owner, site, *_ = span.holders[0]
+    return site if owner is None else repr(owner)

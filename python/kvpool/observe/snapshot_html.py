@@ -1,0 +1,139 @@
+"""Snapshots as a page in which one can point at things."""
+
+from __future__ import annotations
+
+import datetime as dt
+import itertools
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from kvpool.observe.spans import no_collection
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from kvpool.observe.snapshot import Snapshot
+    from kvpool.observe.spans import Span
+
+    # Owner and place.
+    Holder: TypeAlias = tuple[str | int | None, str]
+
+_TEMPLATE = Path(__file__).with_name("snapshot.html")
+# Of the page's map. Of more than twice as many spans, those that share a cell are merged.
+_CELLS = 16_384
+# Holders that merged spans name, and that the table of a map has.
+_NAMED, _LISTED = 3, 100
+
+
+def to_html(taken: list[Snapshot]) -> str:
+    """A page that shows snapshots, with all that it needs in it."""
+    with no_collection():
+        pools = [_as_json(one) for one in taken]
+    data = {
+        "taken": dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds"),
+        "listed": _LISTED,
+        "pools": pools,
+    }
+    # Within a script element, nothing may look like its end.
+    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    return _TEMPLATE.read_text(encoding="utf-8").replace("__DATA__", text)
+
+
+def _as_json(one: Snapshot) -> dict[str, Any]:
+    """A snapshot for the page: holders and places by number, so that each is named once."""
+    totals = _totals(one)
+    numbers: dict[Holder, int] = {}
+    per_cell = max(1, math.ceil(one.count / _CELLS))
+    spans: list[list[Any]] = []
+    for group in _groups(one.spans, per_cell):
+        first, end = group[0].first, group[-1].end
+        if len(group) == 1:
+            (span,) = group
+            held = [
+                [numbers.setdefault((owner, site), len(numbers)), round(age_s, 6)]
+                for owner, site, age_s, _ in span.holders
+            ]
+            spans.append([first, end, span.state, span.n_bytes, held])
+        else:
+            sizes = [span.n_bytes for span in group if span.n_bytes is not None]
+            parts = _parts(group, numbers)
+            spans.append([first, end, "mixed", sum(sizes) if sizes else None, [], parts, len(group)])
+    for holder, _ in sorted(totals.items(), key=lambda item: -item[1][0])[:_LISTED]:
+        numbers.setdefault(holder, len(numbers))
+    sites: dict[str, int] = {}
+    holders = [
+        [
+            owner if owner is None else repr(owner),
+            sites.setdefault(site, len(sites)),
+            totals[owner, site][0],
+            round(totals[owner, site][1], 6),
+        ]
+        for owner, site in numbers
+    ]
+    return {
+        "name": one.name,
+        "kind": one.kind,
+        "unit": one.unit,
+        "unitBytes": one.unit_bytes,
+        "debug": one.debug,
+        "inUse": one.in_use,
+        "perCell": per_cell,
+        "spans": spans,
+        "spanCount": len(one.spans),
+        "holders": holders,
+        "holderCount": len(totals),
+        "sites": list(sites),
+        "ages": list(one.ages_s.items()),
+        "lifetimes": list(one.lifetimes_s.items()),
+        "freeRuns": len(one.free_runs),
+        "longestFreeRun": max(one.free_runs, default=0),
+        "runLengths": list(one.run_lengths.items()),
+        "fragmentation": one.fragmentation,
+        "stats": one.stats,
+    }
+
+
+def _totals(one: Snapshot) -> dict[Holder, tuple[int, float]]:
+    """How many units each holder has, and the age of the oldest in seconds."""
+    totals: dict[Holder, tuple[int, float]] = {}
+    for span in one.spans:
+        for owner, site, age_s, _ in span.holders:
+            count, oldest_s = totals.get((owner, site), (0, 0.0))
+            totals[owner, site] = (count + span.end - span.first, max(oldest_s, age_s))
+    return totals
+
+
+def _groups(spans: list[Span], per_cell: int) -> Iterable[Sequence[Span]]:
+    """Spans one by one or, of many, those together that begin in one cell and are smaller than it."""
+    if len(spans) <= 2 * _CELLS:
+        return ([span] for span in spans)
+
+    def cell(span: Span) -> tuple[int, bool]:
+        return (span.first - spans[0].first) // per_cell, span.end - span.first >= per_cell
+
+    return (list(group) for _, group in itertools.groupby(spans, cell))
+
+
+def _parts(group: Sequence[Span], numbers: dict[Holder, int]) -> list[list[Any]]:
+    """Units by state and first holder, the most first, with the oldest age; at the end those not named."""
+    held: dict[Holder, list[Any]] = {}
+    others: dict[str, list[Any]] = {}
+    for span in group:
+        count = span.end - span.first
+        if not span.holders:
+            others.setdefault(span.state, [0])[0] += count
+            continue
+        owner, site, age_s, _ = span.holders[0]
+        part = held.setdefault((owner, site), [0, 0.0])
+        part[:] = part[0] + count, max(part[1], age_s)
+    most = sorted(held.items(), key=lambda item: -item[1][0])
+    parts = [
+        [count, "live", [[numbers.setdefault(holder, len(numbers)), round(age_s, 6)]]]
+        for holder, (count, age_s) in most[:_NAMED]
+    ]
+    if more := most[_NAMED:]:
+        count, oldest_s = sum(count for _, (count, _) in more), max(age_s for _, (_, age_s) in more)
+        parts.append([count, "live", [[None, round(oldest_s, 6)]]])
+    return parts + [[count, state, []] for state, (count,) in sorted(others.items(), reverse=True)]

@@ -1,0 +1,152 @@
+"""Snapshots as a picture."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator
+
+from kvpool.observe.snapshot import owner_of, owners
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    import numpy.typing as npt
+    from matplotlib.axes import Axes
+
+    from kvpool.observe.snapshot import Snapshot
+
+# A taller picture takes long to draw, and few programs show it.
+_MOST_POOLS = 16
+# Of the map: more units than these share cells.
+_COLUMNS, _ROWS = 128, 64
+_FREE, _FENCED, _OTHER = "#eceff1", "#ffb300", "#546e7a"
+# Told apart also by those who see few colours (Okabe and Ito), and lighter ones of the same hues.
+_PALETTE = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#8c6bb1", "#b2df8a", "#a65628"]
+
+
+def draw(taken: list[Snapshot], path: Path) -> None:
+    """Draw snapshots into a PNG file."""
+    to_figure(taken).savefig(path, format="png", dpi=110)
+
+
+def to_figure(taken: list[Snapshot]) -> Figure:
+    """Snapshots one below the other, of many those with the most units in use."""
+    by_use = sorted(range(len(taken)), key=lambda at: -taken[at].in_use)
+    shown = [taken[at] for at in sorted(by_use[:_MOST_POOLS])]
+    # In inches, as all parts are of one size: to find a layout would take longer than to draw.
+    height, above, below = 3.4, 0.55, 0.85
+    total = (height + above + below) * len(shown)
+    figure = Figure(figsize=(13, total))
+    FigureCanvasAgg(figure)
+    rows = figure.add_gridspec(
+        len(shown),
+        left=0.075,
+        right=0.985,
+        bottom=below / total,
+        top=1 - above / total,
+        hspace=(above + below) / height,
+    )
+    if len(shown) < len(taken):
+        note = f"The {len(shown)} of {len(taken)} pools with the most units in use"
+        figure.text(0.5, 1 - 0.05 / total, note, ha="center", va="top", fontsize=12)
+    for at, one in enumerate(shown):
+        grid = rows[at].subgridspec(3, 2, width_ratios=(2, 1), wspace=0.13, hspace=1)
+        _map(figure.add_subplot(grid[:, 0]), one)
+        ages, lifetimes, runs = (figure.add_subplot(grid[place, 1]) for place in range(3))
+        _bars(ages, one.ages_s, "g", f"{one.unit}s by age", "seconds")
+        _bars(lifetimes, one.lifetimes_s, ".2g", f"{one.unit}s given back, by lifetime", "seconds")
+        _bars(runs, one.run_lengths, ",", "free runs by length", f"{one.unit}s")
+    return figure
+
+
+def _map(axes: Axes, one: Snapshot) -> None:
+    """Units in rows, coloured by owner; cells that several units share have the mean colour."""
+    everyone = owners(one)
+    most = everyone[: len(_PALETTE)]
+    colours = {owner: _PALETTE[at] for at, (owner, _) in enumerate(most)}
+    per_cell = max(1, math.ceil(one.count / (_COLUMNS * _ROWS)))
+    image = _cells(one, colours, per_cell)
+    columns = max(1, min(_COLUMNS, round(math.sqrt(2 * len(image)))))
+    rows = max(1, math.ceil(len(image) / columns))
+    filled = np.full((rows * columns, 3), 255, dtype=np.uint8)
+    filled[: len(image)] = image
+    axes.imshow(filled.reshape(rows, columns, 3), aspect="auto", interpolation="nearest")
+    axes.set_xticks([])
+    axes.tick_params(axis="y", labelsize=8)
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
+    first = one.spans[0].first if one.spans else 0
+    axes.yaxis.set_major_formatter(
+        FuncFormatter(lambda row, _: f"{first + round(row) * columns * per_cell:,}")
+    )
+    shared = f", {per_cell:,} a cell" if per_cell > 1 else ""
+    axes.set_title(
+        f"{one.name}: {one.in_use:,} of {one.count:,} {one.unit}s in use{shared}; "
+        f"fragmentation {one.fragmentation:.0%}",
+        loc="left",
+        fontsize=11,
+        parse_math=False,
+    )
+    legend = [Patch(color=_FREE, label="free"), Patch(color=_FENCED, label="fenced")]
+    legend += [Patch(color=colours[owner], label=f"{_short(owner)} ({count:,})") for owner, count in most]
+    if len(everyone) > len(most):
+        legend.append(Patch(color=_OTHER, label="other owners"))
+    box = axes.legend(
+        handles=legend, loc="upper center", bbox_to_anchor=(0.5, -0.02), ncols=3, fontsize=7.5, frameon=False
+    )
+    for text in box.get_texts():
+        text.set_parse_math(False)
+
+
+def _cells(one: Snapshot, colours: dict[str, str], per_cell: int) -> npt.NDArray[np.uint8]:
+    """The colour of each cell: red, green and blue, as the mean of its units."""
+    first = one.spans[0].first if one.spans else 0
+    ends = np.array([0, *(span.end - first for span in one.spans)], dtype=np.float64)
+    names = [_FREE, _FENCED, _OTHER, *_PALETTE]
+    number = {owner: names.index(colour) for owner, colour in colours.items()}
+    which = [
+        number.get(owner_of(span), 2) if span.state == "live" else int(span.state == "fenced")
+        for span in one.spans
+    ]
+    shades = np.array([to_rgb(name) for name in names])[np.array(which, dtype=np.intp)]
+    # Sums of colours up to the end of each span, and by straight lines between them up to each cell's.
+    sums = np.vstack([np.zeros(3), (shades * np.diff(ends)[:, None]).cumsum(axis=0)])
+    borders = np.append(np.arange(0, one.count, per_cell), one.count)
+    cells = np.diff([np.interp(borders, ends, channel) for channel in sums.T]) / np.diff(borders)
+    image: npt.NDArray[np.uint8] = (cells.T * 255).round().astype(np.uint8)
+    return image
+
+
+def _short(owner: str, length: int = 34) -> str:
+    """The end of a long name, which is the part that differs."""
+    return owner if len(owner) <= length else f"...{owner[3 - length :]}"
+
+
+def _bars(
+    axes: Axes, counts: Mapping[int, int] | Mapping[float, int], label: str, title: str, unit: str
+) -> None:
+    """Draw counts as bars, with keys in the format `label`."""
+    axes.set_title(title, fontsize=9, loc="left")
+    axes.spines[["top", "right"]].set_visible(b=False)
+    if not counts:
+        axes.text(
+            0.5, 0.5, "nothing to show", ha="center", va="center", transform=axes.transAxes, color="#78909c"
+        )
+        axes.set_xticks([])
+        axes.set_yticks([])
+        return
+    axes.bar(range(len(counts)), list(counts.values()), color="#0072b2", width=0.8)
+    step = max(1, math.ceil(len(counts) / 8))
+    labels = [format(key, label) for key in counts]
+    axes.set_xticks(range(0, len(counts), step), labels[::step], fontsize=7)
+    axes.tick_params(axis="y", labelsize=7)
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
+    axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.set_xlabel(unit, fontsize=8)

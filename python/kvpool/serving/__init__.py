@@ -1,0 +1,6 @@
+"""A small serving engine over kvpool's pools: scheduler, sampling, and attention with PyTorch alone."""
+
+from kvpool.serving.engine import Engine, Model, Request
+from kvpool.serving.sampling import Sampling
+
+__all__ = ["Engine", "Model", "Request", "Sampling"]

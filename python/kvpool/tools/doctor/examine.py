@@ -1,0 +1,124 @@
+"""Finds out what of kvpool can be used here, and what to do about what cannot.
+
+It works without PyTorch, NumPy and a GPU, and makes no CUDA context in this process: the pools are tried on
+each device by a process of its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvpool.tools.doctor import driver, host, libraries
+from kvpool.tools.doctor.report import BROKEN, MISSING, OK, Finding, Report, Verdict, complaint
+from kvpool.tools.doctor.trial import Outcome, run_trial
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvpool.tools.doctor.libcuda import Loader
+    from kvpool.tools.doctor.libraries import TorchState
+
+NEEDED = {"serve": ("typer", "rich", "numpy"), "replay": ("typer", "rich", "numpy")}
+"""What the commands need beside PyTorch (and `serve` beside `transformers`)."""
+
+_DRIVER_ADVICE = "see 'NVIDIA driver' and 'devices' above"
+
+
+_KERNEL_ADVICE = {
+    221: "the driver's compiler is missing, which this device needs: install libnvidia-ptxjitcompiler.so.1;"
+    " in a container set NVIDIA_DRIVER_CAPABILITIES=compute,utility",
+    222: "the driver is older than the kernels: install the NVIDIA driver R525 or newer",
+    223: "the driver may not compile, as this device needs: take CUDA_DISABLE_PTX_JIT out of the environment",
+}
+"""What to do where kernels are not loaded, by the driver's code."""
+
+
+def examine(
+    root: Path = Path("/"), load: Loader = ctypes.CDLL, try_device: Callable[[str], Outcome] = run_trial
+) -> Report:
+    """Looks at everything.
+
+    Args:
+        root: Where `/proc` and `/sys` are.
+        load: Loads a library by its name.
+        try_device: Tries the pools on a device.
+    """
+    of_driver, devices = driver.look(root, load)
+    cpu = try_device("cpu")
+    gpus = {f"cuda:{ordinal}": try_device(f"cuda:{ordinal}") for ordinal in range(max(1, devices))}
+    torch = libraries.torch_state(devices)
+    # Where the extension itself is broken there is nothing to ask it.
+    package = libraries.package(gpus["cuda:0"].text) if cpu.works else []
+    findings = [
+        *package,
+        Finding("pools", "cpu", OK if cpu.works else BROKEN, cpu.text),
+        *(_gpu(name, outcome, devices) for name, outcome in gpus.items()),
+        *of_driver,
+        *torch.findings,
+        *libraries.libraries(),
+        *host.look(root, _threads() if cpu.works else 1),
+    ]
+    return Report(tuple(findings), tuple(_verdicts(cpu, gpus, torch)))
+
+
+def run(required: tuple[str, ...], *, as_json_object: bool) -> int:
+    """Prints what was found, and returns the exit status: 1 if something that must work does not."""
+    report = examine()
+    sys.stdout.write((json.dumps(report.as_json()) if as_json_object else report.as_text()) + "\n")
+    unmet = report.unmet(required)
+    if unmet:
+        sys.stderr.write(f"kvpool: {complaint(unmet)}\n")
+    return 1 if unmet else 0
+
+
+def _threads() -> int:
+    import kvpool  # noqa: PLC0415 - this file must load also where it is broken
+
+    return kvpool.get_num_threads()
+
+
+def _gpu(name: str, outcome: Outcome, devices: int) -> Finding:
+    status = OK if outcome.works else BROKEN if devices else MISSING
+    advice = next((words for code, words in _KERNEL_ADVICE.items() if f"({code})" in outcome.text), "")
+    return Finding("pools", name, status, outcome.text, advice)
+
+
+def _verdicts(cpu: Outcome, gpus: dict[str, Outcome], torch: TorchState) -> list[Verdict]:
+    advice = "" if cpu.works else "reinstall kvpool: pip install --force-reinstall kvpool"
+    verdicts = [Verdict("cpu", 'device="cpu"', cpu.works, cpu.text, advice)]
+    working = [name for name, outcome in gpus.items() if outcome.works]
+    if working:
+        broken = [name for name in gpus if name not in working]
+        text = f"on {', '.join(working)}" + (f"; not on {', '.join(broken)}" if broken else "")
+        verdicts.append(Verdict("cuda", 'device="cuda"', True, text, _DRIVER_ADVICE if broken else ""))
+    else:
+        verdicts.append(Verdict("cuda", 'device="cuda"', False, gpus["cuda:0"].text, _DRIVER_ADVICE))
+    title = "PyTorch tensors without a copy"
+    verdicts.append(
+        Verdict("torch", title, False, torch.problem, torch.advice)
+        if torch.problem
+        else Verdict("torch", title, True, "tensors of a pool are views of its memory")
+    )
+    for name, needed in NEEDED.items():
+        problem, advice = _command_problem(name, needed, cpu, torch)
+        verdicts.append(
+            Verdict(name, f"kvpool {name}", not problem, problem or "all it needs is there", advice)
+        )
+    return verdicts
+
+
+def _command_problem(name: str, needed: tuple[str, ...], cpu: Outcome, torch: TorchState) -> tuple[str, str]:
+    """Why a command cannot be used, and what to do."""
+    if not cpu.works:
+        return 'device="cpu" does not work', ""
+    if torch.problem:
+        return torch.problem, torch.advice
+    missing = [module for module in needed if libraries.version_of(module) is None]
+    if missing:
+        return f"{', '.join(missing)} not installed", "pip install 'kvpool[tools]'"
+    problem = libraries.transformers_problem() if name == "serve" else ""
+    return problem, "pip install 'kvpool[tools,transformers]'" if problem else ""

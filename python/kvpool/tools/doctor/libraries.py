@@ -1,0 +1,236 @@
+"""What `kvpool doctor` says about this package, PyTorch and other libraries."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import platform
+import re
+import sys
+import sysconfig
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvpool.tools.doctor.report import BROKEN, MISSING, NOTE, OK, Finding
+
+PACKAGE = "package"
+TORCH = "PyTorch"
+LIBRARIES = "other libraries"
+
+EXCHANGE = "__dlpack_c_exchange_api__"
+"""The table of functions by which tensors of PyTorch 2.10 and later are made and read."""
+
+LEAST_TORCH, EXCHANGE_TORCH = (2, 4), (2, 10)
+TRANSFORMERS = ((5, 21), (6,))
+"""From, and below."""
+TOOLS = ("typer", "rich", "matplotlib")
+
+_WITHOUT_CUDA = "built without the `cuda` feature"
+
+
+class TorchState(NamedTuple):
+    """PyTorch here.
+
+    Attributes:
+        findings: What was found.
+        problem: Why its tensors cannot be views of pools; empty if they can.
+        advice: What to do about that.
+    """
+
+    findings: list[Finding]
+    problem: str = ""
+    advice: str = ""
+
+
+def package(cuda_reason: str) -> list[Finding]:
+    """This package and its interpreter.
+
+    Args:
+        cuda_reason: What kvpool said when it was asked for a GPU.
+    """
+    import kvpool  # noqa: PLC0415 - this file must load also where it is broken
+    from kvpool import _kvpool as extension  # noqa: PLC0415
+
+    path = Path(str(extension.__file__))
+    abi = "stable ABI (abi3)" if ".abi3." in path.name else sysconfig.get_config_var("SOABI")
+    without = _WITHOUT_CUDA in cuda_reason
+    threaded = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
+    linux = sys.platform == "linux"
+    return [
+        Finding(PACKAGE, "kvpool", OK, f"{kvpool.__version__}, {path}"),
+        Finding(PACKAGE, "extension", OK, f"{abi}, {path.stat().st_size:,} bytes"),
+        Finding(
+            PACKAGE,
+            "CUDA support",
+            MISSING if without else OK,
+            "not built in" if without else "built in: kernels as PTX, libcuda loaded when it is asked for",
+            "install a wheel, or build with the features python and cuda" if without else "",
+        ),
+        Finding(
+            PACKAGE,
+            "Python",
+            NOTE if threaded else OK,
+            f"{platform.python_implementation()} {platform.python_version()}, "
+            f"{'free-threaded' if threaded else 'with the GIL'}, {sys.executable}",
+            "kvpool was not tested on free-threaded Python" if threaded else "",
+        ),
+        Finding(
+            PACKAGE,
+            "platform",
+            OK if linux else NOTE,
+            f"{platform.platform()}, {platform.machine()}",
+            "" if linux else "kvpool was tested on Linux alone",
+        ),
+    ]
+
+
+def version_of(name: str) -> str | None:
+    """The version of an installed distribution."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def numbers_of(version: str) -> tuple[int, ...]:
+    """The leading numbers of a version."""
+    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
+
+
+def load(name: str) -> tuple[Any, str]:
+    """A module and an empty text; or None, and why: empty if it is not installed."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return importlib.import_module(name), ""
+    except Exception as error:  # noqa: BLE001 - a broken library may raise anything
+        absent = isinstance(error, ModuleNotFoundError) and error.name == name
+        return None, "" if absent else f"{type(error).__name__}: {error}"
+
+
+def torch_state(devices: int) -> TorchState:
+    """PyTorch, and whether its tensors are views of pools.
+
+    Args:
+        devices: How many GPUs the driver shows.
+    """
+    torch, problem = load("torch")
+    if torch is None:
+        advice = "pip install 'kvpool[torch]'"
+        if problem:
+            found = Finding(
+                TORCH, "torch", BROKEN, f"importing it failed: {problem}", f"reinstall it: {advice}"
+            )
+            return TorchState([found], f"importing PyTorch failed: {problem}", found.advice)
+        text = "not installed; pools give kvpool.Tensor, which NumPy, CuPy and JAX take (DLPack)"
+        return TorchState(
+            [Finding(TORCH, "torch", MISSING, text, advice)], "PyTorch is not installed", advice
+        )
+    findings = [_torch_version(str(torch.__version__)), _exchange(torch), _torch_cuda(torch, devices)]
+    problem = _why_not_shared(torch)
+    if problem:
+        advice = "report it, with the output of kvpool doctor --json"
+        findings.append(Finding(TORCH, "zero-copy", BROKEN, problem, advice))
+        return TorchState(findings, problem, advice)
+    return TorchState(findings)
+
+
+def _torch_version(version: str) -> Finding:
+    if numbers_of(version) < LEAST_TORCH:
+        return Finding(
+            TORCH, "torch", NOTE, version, "kvpool was made for 2.4 and later: pip install -U torch"
+        )
+    return Finding(TORCH, "torch", OK, version)
+
+
+def _exchange(torch: Any) -> Finding:  # noqa: ANN401 - a module
+    name = "DLPack exchange table"
+    if hasattr(torch.Tensor, EXCHANGE):
+        return Finding(TORCH, name, OK, "there: tensors cost 0.1 to 0.4 us each")
+    text = "not there: tensors go through capsules, which cost several us each"
+    return Finding(TORCH, name, NOTE, text, "pip install 'torch>=2.10'")
+
+
+def _torch_cuda(torch: Any, devices: int) -> Finding:  # noqa: ANN401 - a module
+    built = torch.version.cuda
+    if built:
+        return Finding(TORCH, "CUDA build", OK, f"CUDA {built}")
+    if torch.version.hip:
+        return Finding(
+            TORCH, "CUDA build", NOTE, f"none: it is for ROCm {torch.version.hip}", "kvpool has no ROCm"
+        )
+    advice = (
+        "install a CUDA build of PyTorch (pytorch.org), or its tensors cannot be on the GPU"
+        if devices
+        else ""
+    )
+    return Finding(TORCH, "CUDA build", NOTE if devices else OK, "none: for the CPU alone", advice)
+
+
+def _why_not_shared(torch: Any) -> str:  # noqa: ANN401 - a module
+    """What is wrong with tensors of pools on the CPU; empty if they share memory."""
+    import kvpool  # noqa: PLC0415
+
+    try:
+        pool = kvpool.KVPool(8, 1, 1, 4, "cpu", "float32")
+        keys = pool.get_key_buffer(0)
+        if not isinstance(keys, torch.Tensor):
+            return f"pools give {type(keys).__module__}.{type(keys).__name__}, not torch.Tensor"
+        keys[3] = 1.5
+        address, seen = pool.get_contiguous_buf_infos()[0][0], pool.gather_kv(0, [3])[0]
+        if keys.data_ptr() != address or not torch.equal(seen[0], keys[3]) or not keys[3].all():
+            return "a tensor of a pool does not share its memory"
+    except Exception as error:  # noqa: BLE001 - whatever it is is the answer
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def libraries() -> list[Finding]:
+    """NumPy, transformers and what the tools need."""
+    return [_numpy(), _ml_dtypes(), _transformers(), *(_tool(name) for name in TOOLS)]
+
+
+def _numpy() -> Finding:
+    module, problem = load("numpy")
+    if module is not None:
+        return Finding(LIBRARIES, "numpy", OK, str(module.__version__))
+    if problem:
+        return Finding(LIBRARIES, "numpy", BROKEN, f"importing it failed: {problem}", "reinstall numpy")
+    text = "not installed; BatchPlan.host and Tensor.numpy() need it"
+    return Finding(LIBRARIES, "numpy", MISSING, text, "pip install numpy")
+
+
+def _ml_dtypes() -> Finding:
+    found = version_of("ml_dtypes")
+    if found:
+        return Finding(LIBRARIES, "ml_dtypes", OK, found)
+    text = "not installed; NumPy has bfloat16 and 8-bit floats with it alone (PyTorch has its own)"
+    return Finding(LIBRARIES, "ml_dtypes", MISSING, text, "pip install ml_dtypes")
+
+
+def transformers_problem() -> str:
+    """Why `transformers` cannot be used; empty if it can."""
+    found = version_of("transformers")
+    if found is None:
+        return "transformers is not installed"
+    if not TRANSFORMERS[0] <= numbers_of(found) < TRANSFORMERS[1]:
+        return f"transformers is {found}; 5.21 or later, and below 6, is needed"
+    return ""
+
+
+def _transformers() -> Finding:
+    problem, advice = transformers_problem(), "pip install 'kvpool[transformers]'"
+    if not problem:
+        return Finding(LIBRARIES, "transformers", OK, str(version_of("transformers")))
+    status = MISSING if version_of("transformers") is None else NOTE
+    return Finding(LIBRARIES, "transformers", status, f"{problem} (kvpool serve, PooledModel)", advice)
+
+
+def _tool(name: str) -> Finding:
+    found = version_of(name)
+    if found:
+        return Finding(LIBRARIES, name, OK, found)
+    return Finding(
+        LIBRARIES, name, MISSING, "not installed (kvpool's commands)", "pip install 'kvpool[tools]'"
+    )

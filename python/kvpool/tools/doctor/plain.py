@@ -1,0 +1,23 @@
+"""`kvpool doctor` where the libraries of the command line are not installed."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from kvpool.tools.doctor.examine import run
+from kvpool.tools.doctor.report import VERDICTS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command with these arguments and returns its exit status."""
+    parser = argparse.ArgumentParser(
+        prog="kvpool doctor", description="Say what is usable here, and why not."
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    parser.add_argument("--require", action="append", default=[], choices=VERDICTS, help="what must work")
+    given = parser.parse_args(arguments)
+    return run(tuple(given.require), as_json_object=given.json)

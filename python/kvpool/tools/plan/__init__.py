@@ -1,0 +1,1 @@
+"""`kvpool plan`: how many tokens and requests of a model fit into memory."""

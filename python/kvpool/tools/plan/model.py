@@ -1,0 +1,104 @@
+"""What a model keeps of a token and of a request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class KvLayers:
+    """Attention layers that keep keys and values of one shape.
+
+    Attributes:
+        layers: Which.
+        k_head_num: Heads of a key.
+        k_head_dim: Elements of a key head.
+        v_head_num: Heads of a value.
+        v_head_dim: Elements of a value head.
+    """
+
+    layers: tuple[int, ...]
+    k_head_num: int
+    k_head_dim: int
+    v_head_num: int
+    v_head_dim: int
+
+
+@dataclass(frozen=True)
+class Mla:
+    """Multi-head latent attention: keys and values of all heads are made from one latent vector.
+
+    Attributes:
+        layers: Which layers.
+        head_num: Heads.
+        kv_lora_rank: Elements of the latent vector.
+        qk_rope_head_dim: Elements of the rotated part of a key, which all heads share.
+        qk_nope_head_dim: Elements of the part of a key that is made from the latent vector.
+        v_head_dim: Elements of a value head.
+    """
+
+    layers: tuple[int, ...]
+    head_num: int
+    kv_lora_rank: int
+    qk_rope_head_dim: int
+    qk_nope_head_dim: int
+    v_head_dim: int
+
+
+@dataclass(frozen=True)
+class States:
+    """Layers that keep a state of each request, whatever its length, in the terms of `GDNPool`.
+
+    Attributes:
+        kind: "Gated DeltaNet", "Mamba-2" or "Mamba".
+        layers: Which.
+        head_num: Value heads; of Mamba, which has none, its channels.
+        head_k_dim: Elements of a key head; of Mamba the size of the state.
+        head_v_dim: Elements of a value head; 1 for Mamba.
+        group_num: Key heads, or the groups of Mamba-2; 0 for Mamba, whose convolution has none.
+        conv_kernel_size: Taps of the convolution.
+    """
+
+    kind: str
+    layers: tuple[int, ...]
+    head_num: int
+    head_k_dim: int
+    head_v_dim: int
+    group_num: int
+    conv_kernel_size: int
+
+    @property
+    def conv_dim(self) -> int:
+        """Channels of the convolution: values, and keys and queries of each group."""
+        return self.head_num * self.head_v_dim + 2 * self.group_num * self.head_k_dim
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a model keeps.
+
+    Attributes:
+        model_type: As its configuration calls it.
+        layer_num: Layers, of all kinds.
+        query_head_num: Query heads of attention.
+        attention: Layers with keys and values, by shape; empty with `mla`.
+        mla: Latent attention, in all layers or in none.
+        states: Layers with states; None without.
+        windowed: Of the attention layers those that look at the last `window` tokens only.
+        window: How many; None without such layers.
+        dtype: Of weights and activations, as the configuration names it; None if it does not.
+        max_context_len: The most tokens of a request; None if the configuration does not say.
+        notes: What was taken for granted, and what is not counted.
+    """
+
+    model_type: str
+    layer_num: int
+    query_head_num: int
+    attention: tuple[KvLayers, ...]
+    mla: Mla | None
+    states: States | None
+    windowed: tuple[int, ...]
+    window: int | None
+    dtype: str | None
+    max_context_len: int | None
+    notes: tuple[str, ...]

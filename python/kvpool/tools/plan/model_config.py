@@ -1,0 +1,346 @@
+"""What a model keeps of a token and of a request, read from its Hugging Face `config.json`.
+
+Nothing of `transformers` is needed: the names of fields, and the rules by which layers are of one kind or
+another where the file does not list them, are those of its configuration classes (5.x) and of the published
+files. What a file leaves out and what is not known for sure is said in `Model.notes`; what would have to be
+guessed is a `ConfigError`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+from kvpool.errors import ConfigError
+from kvpool.tools.plan.fields import Fields, brief
+from kvpool.tools.plan.layer_kinds import (
+    FULL,
+    HYBRID,
+    LINEAR,
+    PLAIN_KINDS,
+    WINDOW,
+    layer_kinds,
+    unknown_kinds,
+)
+from kvpool.tools.plan.model import KvLayers, Mla, Model, States
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+ATTENTION_TYPES = frozenset(
+    [
+        "bloom",
+        "cohere",
+        "cohere2",
+        "ernie4_5",
+        "exaone4",
+        "falcon",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "gemma3n_text",
+        "gemma4_text",
+        "glm4",
+        "glm4_moe",
+        "gpt2",
+        "gpt_bigcode",
+        "gpt_neox",
+        "gpt_oss",
+        "granite",
+        "granitemoe",
+        "llama",
+        "llama4_text",
+        "minimax_m2",
+        "mistral",
+        "mixtral",
+        "olmo2",
+        "olmo3",
+        "opt",
+        "phi",
+        "phi3",
+        "qwen2",
+        "qwen2_moe",
+        "qwen3",
+        "qwen3_moe",
+        "smollm3",
+        "stablelm",
+        "starcoder2",
+    ]
+)
+"""Model types of which it is known that every layer keeps keys and values, or none, and under which names."""
+
+MLA_TYPES = frozenset(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2"))
+"""Model types with multi-head latent attention in every layer."""
+
+GDN_TYPES = frozenset(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"))
+MAMBA2_TYPES = frozenset(("bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "zamba2"))
+MAMBA_TYPES = frozenset(("jamba",))
+
+TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
+"""Where models of several modalities keep the configuration of their language model."""
+
+FOREIGN = [
+    "attn_layer_period",
+    "attn_type_list",
+    "block_configs",
+    "compress_ratios",
+    "conv_L_cache",
+    "index_head_dim",
+    "layers_block_type",
+    "linear_attn_config",
+    "linear_num_value_heads",
+    "lru_width",
+    "mamba_d_state",
+    "rwkv_version",
+    "ssm_cfg",
+    "ssm_state_size",
+    "state_size",
+    "time_step_rank",
+]
+"""Fields that speak of something else than keys and values, in models whose rules are not known."""
+
+
+def read_model(path: Path) -> Model:
+    """Reads a `config.json`, or that of the folder `path`.
+
+    Raises:
+        ConfigError: It is no JSON object, or of a model that is not known well enough.
+        OSError: It can't be read.
+    """
+    if path.is_dir():
+        path /= "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is no JSON file: {error}") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} holds no JSON object")
+    return parse_model(config)
+
+
+def parse_model(config: dict[str, Any]) -> Model:
+    """Finds out what a model keeps.
+
+    Args:
+        config: The content of its `config.json`.
+
+    Raises:
+        ConfigError: It names no model type, lacks a field, or is of a model that is not known well enough.
+    """
+    fields = _language_model(config)
+    if config.get("is_encoder_decoder") or fields.values.get("is_encoder_decoder"):
+        raise fields.error("is an encoder-decoder, whose cross-attention kvpool has no plan for")
+    _refuse_foreign(fields)
+    kinds = layer_kinds(fields)
+    attending = tuple(i for i, kind in enumerate(kinds) if kind in {FULL, WINDOW, HYBRID})
+    windowed = tuple(i for i, kind in enumerate(kinds) if kind == WINDOW)
+    if not attending:
+        raise fields.error("has no attention layer, so there is nothing for token slots to hold")
+    mla = _mla(fields, attending) if fields.model_type in MLA_TYPES else None
+    attention = () if mla is not None else _attention(fields, kinds, attending)
+    kept = {layer for group in attention for layer in group.layers}
+    windowed = tuple(layer for layer in windowed if mla is not None or layer in kept)
+    window = fields.optional("attention_chunk_size", "sliding_window") if windowed else None
+    if window is None:
+        windowed = ()
+    _note_extras(fields)
+    return Model(
+        model_type=fields.model_type,
+        layer_num=len(kinds),
+        query_head_num=_query_heads(fields),
+        attention=attention,
+        mla=mla,
+        states=_states(fields, kinds),
+        windowed=windowed,
+        window=window,
+        dtype=_dtype(fields, config),
+        max_context_len=fields.optional(
+            "max_position_embeddings", "n_positions", "model_max_length", "n_ctx"
+        ),
+        notes=tuple(fields.notes),
+    )
+
+
+def _language_model(config: dict[str, Any]) -> Fields:
+    """The fields of the language model in a configuration."""
+    whole = config.get("model_type")
+    inner = next((config[name] for name in TEXT_CONFIGS if isinstance(config.get(name), dict)), None)
+    values = config if inner is None else inner
+    model_type = values.get("model_type")
+    if not model_type:
+        raise ConfigError("the configuration has no model_type: is it the config.json of a model?")
+    if not isinstance(model_type, str) or not model_type.isprintable():
+        raise ConfigError(f"the configuration has a model_type that is no name: {brief(model_type)}")
+    fields = Fields(values, model_type)
+    if inner is not None:
+        fields.notes.append(
+            f"the language model ({model_type}) of a {brief(whole)} model; its encoders keep nothing"
+        )
+    return fields
+
+
+def _refuse_foreign(fields: Fields) -> None:
+    """Raises for a model whose rules are not known and that has more than keys and values."""
+    known = ATTENTION_TYPES | MLA_TYPES | GDN_TYPES | MAMBA2_TYPES | MAMBA_TYPES
+    model_type = fields.model_type
+    if model_type in known:
+        return
+    found = [name for name in FOREIGN if fields.values.get(name) is not None]
+    found += unknown_kinds(fields.entries("layer_types"), PLAIN_KINDS)
+    if fields.values.get("kv_lora_rank") is not None:
+        found.append("kv_lora_rank")
+    if found:
+        raise fields.error(
+            "is not a model type that kvpool knows, and it keeps more than keys and values of every layer "
+            f"({', '.join(found)}); what that is would be a guess"
+        )
+    fields.notes.append(
+        f"{model_type} is not a model type that kvpool knows: it is taken for one with attention in every "
+        "layer, as its fields have the usual names; check the bytes per token"
+    )
+
+
+def _query_heads(fields: Fields) -> int:
+    return fields.count("num_attention_heads", "n_head", "n_heads")
+
+
+def _attention(fields: Fields, kinds: list[str], attending: tuple[int, ...]) -> tuple[KvLayers, ...]:
+    """The layers with keys and values, by shape."""
+    # The last layers of these models attend to the keys and values of earlier ones.
+    shared = fields.optional("num_kv_shared_layers", least=0) or 0
+    keeping = tuple(layer for layer in attending if layer < len(kinds) - shared)
+    if not keeping:
+        raise fields.error(
+            f"has num_kv_shared_layers {shared} of {len(kinds)} layers: none keeps keys and values"
+        )
+    if shared:
+        fields.notes.append(
+            f"the last {shared} layers use keys and values of earlier ones and keep none themselves"
+        )
+    heads, dim = _kv_heads(fields), _head_dim(fields)
+    others = _own_shapes(fields, kinds, heads)
+    groups: dict[tuple[int, int], list[int]] = {}
+    for layer in keeping:
+        groups.setdefault(others.get(layer, (heads, dim)), []).append(layer)
+    return tuple(
+        KvLayers(tuple(layers), number, width, number, width) for (number, width), layers in groups.items()
+    )
+
+
+def _own_shapes(fields: Fields, kinds: list[str], heads: int) -> dict[int, tuple[int, int]]:
+    """KV heads and their elements in layers that have other ones than the rest, which have `heads`."""
+    listed = fields.values.get("per_layer_config")
+    if listed is not None:
+        return _listed_shapes(fields, listed, len(kinds))
+    if fields.model_type != "gemma4_text":
+        return {}
+    if fields.values.get("attention_k_eq_v", False):
+        heads = fields.optional("num_global_key_value_heads") or heads
+    dim = fields.count("global_head_dim")
+    return {layer: (heads, dim) for layer, kind in enumerate(kinds) if kind == FULL}
+
+
+def _listed_shapes(fields: Fields, listed: object, layer_num: int) -> dict[int, tuple[int, int]]:
+    """Those of `per_layer_config`, which has the fields that are others in a layer."""
+    if not isinstance(listed, dict):
+        raise fields.error(f"has per_layer_config {brief(listed)}; it must be an object")
+    own = {}
+    for layer, values in listed.items():
+        if re.fullmatch("[0-9]{1,5}", str(layer)) is None or int(layer) >= layer_num:
+            raise fields.error(
+                f"has {brief(layer)} in per_layer_config; it must be between 0 and {layer_num - 1}"
+            )
+        if not isinstance(values, dict):
+            raise fields.error(
+                f"has {brief(values)} for layer {layer} in per_layer_config; it must be an object"
+            )
+        inner = Fields({**fields.values, **values}, fields.model_type)
+        own[int(layer)] = (_kv_heads(inner), _head_dim(inner))
+    return own
+
+
+def _kv_heads(fields: Fields) -> int:
+    model_type, values = fields.model_type, fields.values
+    if model_type == "falcon" and not values.get("new_decoder_architecture", False):
+        return 1 if values.get("multi_query", True) else _query_heads(fields)
+    if model_type == "gpt_bigcode":
+        return 1 if values.get("multi_query", True) else _query_heads(fields)
+    found = fields.optional("num_key_value_heads", "num_kv_heads")
+    return _query_heads(fields) if found is None else found
+
+
+def _head_dim(fields: Fields) -> int:
+    if fields.model_type == "zamba2":
+        # Its attention takes the layer's input and the embeddings side by side.
+        whole, name = 2 * fields.count("hidden_size"), "twice hidden_size"
+        return _per_head(fields, "head_dim", name, whole, _query_heads(fields))
+    found = fields.optional("head_dim", "attention_head_dim")
+    if found is not None:
+        return found
+    whole = fields.count("hidden_size", "n_embd", "d_model")
+    return _per_head(fields, "head_dim", "hidden_size", whole, _query_heads(fields))
+
+
+def _per_head(fields: Fields, missing: str, name: str, whole: int, heads: int) -> int:
+    """Elements of a head where a field is missing: its part of the whole."""
+    if whole % heads:
+        raise fields.error(f"has no {missing}, and {name} {whole} is no multiple of its {heads} heads")
+    return whole // heads
+
+
+def _mla(fields: Fields, layers: tuple[int, ...]) -> Mla:
+    return Mla(
+        layers,
+        _query_heads(fields),
+        fields.count("kv_lora_rank"),
+        fields.count("qk_rope_head_dim"),
+        fields.count("qk_nope_head_dim"),
+        fields.count("v_head_dim"),
+    )
+
+
+def _states(fields: Fields, kinds: list[str]) -> States | None:
+    layers = tuple(i for i, kind in enumerate(kinds) if kind in {LINEAR, HYBRID})
+    if not layers:
+        return None
+    if fields.model_type in GDN_TYPES:
+        return States(
+            "Gated DeltaNet",
+            layers,
+            fields.count("linear_num_value_heads"),
+            fields.count("linear_key_head_dim"),
+            fields.count("linear_value_head_dim"),
+            fields.count("linear_num_key_heads"),
+            fields.count("linear_conv_kernel_dim"),
+        )
+    expand = fields.optional("mamba_expand", "expand") or 2
+    inner = fields.optional("mamba_d_ssm") or expand * fields.count("hidden_size")
+    taps = fields.count("mamba_d_conv", "conv_kernel")
+    if fields.model_type in MAMBA_TYPES:
+        return States("Mamba", layers, inner, fields.count("mamba_d_state"), 1, 0, taps)
+    heads = fields.count("mamba_n_heads", "mamba_num_heads", "n_mamba_heads")
+    width = fields.optional("mamba_d_head", "mamba_head_dim")
+    if width is None:
+        width = _per_head(fields, "mamba_d_head", "the inner size", inner, heads)
+    groups = fields.count("mamba_n_groups", "n_groups", "mamba_ngroups")
+    return States(
+        "Mamba-2", layers, heads, fields.count("mamba_d_state", "ssm_state_size"), width, groups, taps
+    )
+
+
+def _dtype(fields: Fields, config: dict[str, Any]) -> str | None:
+    for values in (fields.values, config):
+        for name in ("dtype", "torch_dtype"):
+            if isinstance(values.get(name), str):
+                return str(values[name]).removeprefix("torch.")
+    return None
+
+
+def _note_extras(fields: Fields) -> None:
+    extra = fields.optional("num_nextn_predict_layers", least=0) or fields.optional("num_mtp_layers", least=0)
+    if extra:
+        fields.notes.append(
+            f"{extra} layer{'s' if extra > 1 else ''} for multi-token prediction not counted; who drafts "
+            "with them needs as many more"
+        )

@@ -1,0 +1,107 @@
+"""A plan as tables."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from kvpool.tools.output import WIDTH, exact_bytes_text
+from kvpool.tools.plan.pool_bytes import row_bytes
+
+if TYPE_CHECKING:
+    from kvpool.tools.plan.solver import Plan
+
+
+def print_plan(plan: Plan) -> None:
+    """Prints what fits, what it takes, what to know about it, and the constructors."""
+    console = Console(width=WIDTH)
+    console.print(_summary(plan))
+    console.print(_memory(plan))
+    for note in plan.notes:
+        table = Table.grid(padding=(0, 1))
+        table.add_row("*", Text(note))
+        console.print(table, highlight=False)
+    if plan.notes:
+        typer.echo()
+    typer.echo(plan.code())
+
+
+def _summary(plan: Plan) -> Table:
+    model, shapes, tp = plan.model, plan.shapes, plan.config.tp
+    table = Table(title=f"Plan for {escape(model.model_type)}", show_header=False, title_justify="left")
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_row("layers", _layers_text(plan))
+    each = "each GPU" if plan.shapes.on_gpu else "each process"
+    if tp > 1:
+        table.add_row("tensor parallel", f"{tp}; all that follows is of {each}")
+    budget = exact_bytes_text(plan.config.budget_bytes)
+    if plan.config.reserve_bytes:
+        budget += f", {plan.config.reserve_bytes:,} B of {plan.config.memory_bytes:,} B are reserved"
+    table.add_row("memory for the pools", budget)
+    table.add_row("K and V of a token", Text(f"{exact_bytes_text(shapes.token_bytes)}: {_token_text(plan)}"))
+    if tp > 1:
+        table.add_row(f"  on {tp} GPUs together", exact_bytes_text(shapes.token_bytes * tp))
+    for name, token_bytes in plan.mla_token_bytes.items():
+        if name != plan.config.mla:
+            table.add_row(f"  with --mla {name}", exact_bytes_text(token_bytes))
+    if shapes.states is not None:
+        table.add_row(
+            "states of a request",
+            f"{exact_bytes_text(shapes.recurrent_bytes + shapes.conv_bytes)}: {shapes.recurrent_bytes:,} B "
+            f"recurrent (float32) + {shapes.conv_bytes:,} B convolution ({plan.conv_dtype})",
+        )
+    pages = plan.size // shapes.page_size
+    table.add_row("token slots", f"{plan.size:,}, in {pages:,} pages of {shapes.page_size}")
+    table.add_row("requests at once", f"{plan.max_reqs:,}")
+    table.add_row(f"  of {plan.context_len:,} tokens", f"{plan.full_requests:,}")
+    return table
+
+
+def _layers_text(plan: Plan) -> str:
+    model = plan.model
+    attention = sum(len(group.layers) for group in plan.shapes.kv)
+    kind = "latent attention" if model.mla is not None else "attention"
+    parts = [f"{attention} with {kind}"]
+    if model.windowed:
+        parts.append(f"{len(model.windowed)} of them with a window of {model.window:,}")
+    if model.states is not None:
+        parts.append(f"{len(model.states.layers)} with {model.states.kind}")
+    return f"{model.layer_num}: {', '.join(parts)}"
+
+
+def _token_text(plan: Plan) -> str:
+    texts = []
+    for group in plan.shapes.kv:
+        k_bytes, v_bytes = row_bytes(group, plan.shapes.kv_item_bytes)
+        texts.append(
+            f"{len(group.layers)} layers x (K {k_bytes:,} B [{group.k_head_num}, {group.k_head_dim}] + "
+            f"V {v_bytes:,} B [{group.v_head_num}, {group.v_head_dim}])"
+        )
+    return f"{' + '.join(texts)}, {plan.dtype}"
+
+
+def _memory(plan: Plan) -> Table:
+    found = plan.footprint
+    table = Table(title="Memory", title_justify="left")
+    table.add_column("of")
+    table.add_column("bytes", justify="right", no_wrap=True)
+    table.add_column("share", justify="right", no_wrap=True)
+    rows = (
+        ("KVPool", found.kv_bytes),
+        ("GDNPool", found.states_bytes),
+        ("ReqToTokenPool: the table", found.table_bytes),
+        ("TokenToKVPoolAllocator: the stage", found.allocator_bytes),
+        ("BatchPlanner: fields of a plan", found.planner_bytes),
+        ("numbers on their way to the device", found.transfer_bytes),
+        ("left", plan.spare_bytes),
+    )
+    for name, count in rows:
+        if count:
+            table.add_row(name, f"{count:,}", f"{100 * count / plan.config.budget_bytes:.2f} %")
+    return table

@@ -1,0 +1,471 @@
+"""How many tokens and requests of a model fit into a memory budget, and the pools that hold them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass, replace
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+from kvpool._kvpool import _STORAGE_DTYPES
+from kvpool.errors import ConfigError
+from kvpool.tools.plan.fields import MOST_INT32
+from kvpool.tools.plan.model import KvLayers, Model, States
+from kvpool.tools.plan.pool_bytes import Footprint, Shapes, footprint, kv_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+DTYPE_ALIASES = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "fp32": "float32",
+    "fp8_e4m3fn": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
+}
+MLA_FORMS = ("latent", "fused", "expanded")
+STEP_TOKENS = 8192
+PAGE_SIZE = 16
+
+_UNITS = {"": 1, "b": 1} | {
+    f"{letter}{ending}": base**power
+    for power, letter in enumerate("kmgt", 1)
+    for ending, base in (("b", 1000), ("ib", 1024))
+}
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """What is planned with.
+
+    Attributes:
+        memory_bytes: Memory of each GPU.
+        reserve_bytes: How much of it is not for the pools.
+        tp: GPUs that share each layer (tensor parallelism).
+        dtype: Of keys and values; None takes the model's.
+        context_len: Tokens of a request, at most; None takes the model's.
+        page_size: Slots in a page.
+        max_requests: Requests that can be there at once; None for as many as fit with full context.
+        step_tokens: New tokens in a step of the planner, at most.
+        mla: How latent attention keeps a token, one of `MLA_FORMS`.
+        device: Where the pools are, as PyTorch writes it.
+    """
+
+    memory_bytes: int
+    reserve_bytes: int = 0
+    tp: int = 1
+    dtype: str | None = None
+    context_len: int | None = None
+    page_size: int = PAGE_SIZE
+    max_requests: int | None = None
+    step_tokens: int = STEP_TOKENS
+    mla: str = "latent"
+    device: str = "cuda"
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "context_len", "page_size", "max_requests", "step_tokens"):
+            value = getattr(self, name)
+            if value is not None and not 1 <= value <= MOST_INT32:
+                raise ConfigError(f"{name} must be between 1 and {MOST_INT32:,}, not {value}")
+        if self.reserve_bytes > self.memory_bytes:
+            raise ConfigError(
+                f"--reserve, {self.reserve_bytes:,} bytes, exceeds --memory, {self.memory_bytes:,} bytes"
+            )
+        if self.mla not in MLA_FORMS:
+            raise ConfigError(f"mla must be one of {', '.join(MLA_FORMS)}, not {self.mla!r}")
+        if re.fullmatch(r"cpu|cuda(:\d+)?", self.device) is None:
+            raise ConfigError(f"device must be cpu, cuda or cuda:N, not {self.device!r}")
+
+    @property
+    def budget_bytes(self) -> int:
+        """Memory for the pools."""
+        return self.memory_bytes - self.reserve_bytes
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What fits.
+
+    Attributes:
+        model: The model.
+        config: What was asked.
+        dtype: Of keys and values.
+        conv_dtype: Of convolution states.
+        shapes: What each GPU keeps.
+        size: Token slots.
+        max_reqs: Request rows, and working slots of states.
+        full_requests: Requests of `context_len` tokens that fit at once.
+        footprint: Bytes of each pool.
+        mla_token_bytes: Bytes of a token on one GPU, by form of latent attention; empty without.
+        notes: What to know about it.
+    """
+
+    model: Model
+    config: PlanConfig
+    dtype: str
+    conv_dtype: str
+    shapes: Shapes
+    size: int
+    max_reqs: int
+    full_requests: int
+    footprint: Footprint
+    mla_token_bytes: dict[str, int]
+    notes: tuple[str, ...]
+
+    @property
+    def context_len(self) -> int:
+        """Tokens of a request, at most."""
+        return self.shapes.max_context_len
+
+    @property
+    def spare_bytes(self) -> int:
+        """What is left of the budget."""
+        return self.config.budget_bytes - self.footprint.total_bytes
+
+    def as_json(self) -> dict[str, Any]:
+        """The plan as plain values; bytes and heads are those of one GPU."""
+        shapes = self.shapes
+        return {
+            "model_type": self.model.model_type,
+            "config": asdict(self.config),
+            "dtype": self.dtype,
+            "context_len": self.context_len,
+            "kv": [asdict(group) for group in shapes.kv],
+            "token_bytes": shapes.token_bytes,
+            "mla_token_bytes": self.mla_token_bytes,
+            "states": None if shapes.states is None else asdict(shapes.states),
+            "request_state_bytes": shapes.recurrent_bytes + shapes.conv_bytes,
+            "size": self.size,
+            "max_reqs": self.max_reqs,
+            "full_requests": self.full_requests,
+            **asdict(self.footprint),
+            "total_bytes": self.footprint.total_bytes,
+            "spare_bytes": self.spare_bytes,
+            "notes": list(self.notes),
+            "code": self.code(),
+        }
+
+    def code(self) -> str:
+        """Python that makes the pools of one GPU."""
+        shapes, device = self.shapes, f'"{self.config.device}"'
+        pages = f"page_size={shapes.page_size}"
+        first, *others = shapes.kv
+        lines = [
+            "import kvpool",
+            "",
+            *_layers_comment(first, self.model),
+            "kv, allocator = kvpool.make_full_attention_net_mem_pool(",
+            f"    size={self.size}, layer_num={len(first.layers)},",
+            f"    {_heads(first)},",
+            f'    device={device}, dtype="{self.dtype}", {pages},',
+            ")",
+        ]
+        for number, group in enumerate(others, 2):
+            lines += [
+                *_layers_comment(group, self.model),
+                f"kv_{number} = kvpool.KVPool(",
+                f"    size={self.size}, layer_num={len(group.layers)},",
+                f"    {_heads(group)},",
+                f'    device={device}, dtype="{self.dtype}", {pages},',
+                ")",
+            ]
+        lines += [
+            "table = kvpool.make_req_to_token_pool(",
+            f"    max_reqs={self.max_reqs}, max_context_len={self.context_len}, device={device},",
+            ")",
+        ]
+        if shapes.states is not None:
+            lines += self._states_code(shapes.states)
+        tokens = max(shapes.step_tokens, self.max_reqs)
+        lines += [
+            "planner = kvpool.BatchPlanner(",
+            f"    table, allocator, max_batch_size={self.max_reqs}, max_tokens={tokens},",
+            ")",
+        ]
+        return "\n".join(lines)
+
+    def _states_code(self, states: States) -> list[str]:
+        dims = f"head_k_dim={states.head_k_dim}, head_v_dim={states.head_v_dim}"
+        return [
+            f"# {states.kind}: {_ranges(states.layers)}",
+            "states = kvpool.GDNPool(",
+            f"    max_reqs={self.max_reqs}, num_gdn_layers={len(states.layers)},",
+            f"    num_v_heads={states.head_num}, {dims},",
+            f"    conv_dim={states.conv_dim}, conv_kernel_size={states.conv_kernel_size},",
+            f'    device="{self.config.device}", dtype="{self.conv_dtype}",',
+            ")",
+        ]
+
+
+def parse_bytes(text: str) -> int:
+    """A size such as 80GiB, 80GB, 1.5MiB or plain bytes.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)", text.strip())
+    unit = _UNITS.get(match[2].lower()) if match else None
+    if match is None or unit is None:
+        raise ConfigError(f"{text!r} is no size: give 80GiB (1024**3 bytes), 80GB (1000**3) or bytes")
+    return int(Fraction(match[1]) * unit)
+
+
+def make_plan(model: Model, config: PlanConfig) -> Plan:
+    """Finds the largest pools that fit.
+
+    Raises:
+        ConfigError: Heads cannot be divided among GPUs, no dtype or context is known, or not one page fits.
+    """
+    dtype, conv_dtype, notes = _dtypes(model, config)
+    context_len = config.context_len or model.max_context_len
+    if context_len is None:
+        raise ConfigError(f"the configuration of {model.model_type} has no context length; give --context")
+    tp = config.tp
+    if model.query_head_num % tp:
+        raise ConfigError(f"{model.query_head_num} query heads cannot be divided among {tp} GPUs")
+    forms = _mla_forms(model, tp)
+    kv = forms[config.mla] if forms else tuple(_shard(group, tp) for group in model.attention)
+    shapes = Shapes(
+        kv=kv,
+        kv_item_bytes=_STORAGE_DTYPES[dtype],
+        states=None if model.states is None else _shard_states(model.states, tp),
+        conv_item_bytes=_STORAGE_DTYPES[conv_dtype],
+        page_size=config.page_size,
+        max_context_len=context_len,
+        step_tokens=config.step_tokens,
+        on_gpu=config.device != "cpu",
+    )
+    size, max_reqs = _solve(shapes, config)
+    full = min(max_reqs, size // (shapes.context_pages * config.page_size))
+    plan = Plan(
+        model=model,
+        config=config,
+        dtype=dtype,
+        conv_dtype=conv_dtype,
+        shapes=shapes,
+        size=size,
+        max_reqs=max_reqs,
+        full_requests=full,
+        footprint=footprint(shapes, size, max_reqs),
+        mla_token_bytes={name: replace(shapes, kv=form).token_bytes for name, form in forms.items()},
+        notes=notes,
+    )
+    return replace(plan, notes=(*model.notes, *notes, *_notes(plan)))
+
+
+def _dtypes(model: Model, config: PlanConfig) -> tuple[str, str, tuple[str, ...]]:
+    """That of keys and values, that of convolution states, and what was taken for granted."""
+    asked = config.dtype and DTYPE_ALIASES.get(config.dtype, config.dtype)
+    dtype = asked or model.dtype
+    if dtype is None:
+        raise ConfigError(f"the configuration of {model.model_type} has no dtype; give --dtype")
+    if dtype not in _STORAGE_DTYPES:
+        where = "" if asked else " of the configuration (--dtype overrides it)"
+        raise ConfigError(
+            f"dtype {dtype!r}{where} is none of {', '.join((*_STORAGE_DTYPES, *DTYPE_ALIASES))}"
+        )
+    if model.states is None:
+        return dtype, dtype, ()
+    if model.dtype in _STORAGE_DTYPES:
+        return dtype, model.dtype, ()
+    return (
+        dtype,
+        "bfloat16",
+        ("convolution states are taken to be bfloat16, as the configuration has no dtype",),
+    )
+
+
+def _mla_forms(model: Model, tp: int) -> dict[str, tuple[KvLayers, ...]]:
+    """The ways in which latent attention can keep a token, on one GPU."""
+    if model.mla is None:
+        return {}
+    mla = model.mla
+    heads, latent, rotated = mla.head_num // tp, mla.kv_lora_rank, mla.qk_rope_head_dim
+    k_dim = mla.qk_nope_head_dim + rotated
+    shapes = {
+        "latent": (1, latent, 1, rotated),
+        # A `KVPool` has V of at least one element, which nobody reads here.
+        "fused": (1, latent + rotated, 1, 1),
+        "expanded": (heads, k_dim, heads, mla.v_head_dim),
+    }
+    return {name: (KvLayers(mla.layers, *shape),) for name, shape in shapes.items()}
+
+
+def _shard(group: KvLayers, tp: int) -> KvLayers:
+    return replace(
+        group,
+        k_head_num=_share(group.k_head_num, tp, "KV heads"),
+        v_head_num=_share(group.v_head_num, tp, "KV heads"),
+    )
+
+
+def _shard_states(states: States, tp: int) -> States:
+    if states.head_num % tp:
+        raise ConfigError(
+            f"{states.head_num} heads of {states.kind} states cannot be divided among {tp} GPUs"
+        )
+    groups = states.group_num and _share(states.group_num, tp, f"groups of {states.kind} heads")
+    return replace(states, head_num=states.head_num // tp, group_num=groups)
+
+
+def _share(heads: int, tp: int, what: str) -> int:
+    """Heads of one GPU: divided, or one that several GPUs have in common."""
+    if heads % tp == 0:
+        return heads // tp
+    if tp % heads == 0:
+        return 1
+    raise ConfigError(f"{heads} {what} can neither be divided among {tp} GPUs nor replicated evenly")
+
+
+def _solve(shapes: Shapes, config: PlanConfig) -> tuple[int, int]:
+    """Token slots and requests: as asked, or as fit with full context each, and then as many slots as fit."""
+    budget, page = config.budget_bytes, config.page_size
+    most_pages = (MOST_INT32 - 2 * page) // page
+
+    def fits(pages: int, requests: int) -> bool:
+        return footprint(shapes, pages * page, requests).total_bytes <= budget
+
+    requests = config.max_requests
+    # Page tables of a whole batch are indexed in int32.
+    most_requests = max(1, MOST_INT32 // shapes.context_pages - 1)
+    if requests is None:
+        context = shapes.context_pages
+        most = min(most_requests, most_pages // context)
+        requests = max(1, _largest(most, lambda count: fits(count * context, count)))
+    elif requests > most_requests:
+        raise ConfigError(
+            f"{requests} requests of {shapes.context_pages} pages have more pages than fit int32; at most "
+            f"{most_requests} do"
+        )
+    pages = _largest(most_pages, lambda count: fits(count, requests))
+    if pages == 0:
+        needed = footprint(shapes, page, requests).total_bytes
+        raise ConfigError(
+            f"{budget:,} bytes are not enough for one page with {requests} "
+            f"request{'s' if requests > 1 else ''}, which takes {needed:,} bytes"
+        )
+    return pages * page, requests
+
+
+def _largest(most: int, fits: Callable[[int], bool]) -> int:
+    """The largest number from 1 to `most` that fits, 0 if none does; all below one that fits do, too."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+def _notes(plan: Plan) -> list[str]:
+    """What to know about a plan."""
+    notes: list[str] = []
+    model, config, shapes = plan.model, plan.config, plan.shapes
+    if model.max_context_len is not None and plan.context_len > model.max_context_len:
+        notes.append(
+            f"requests of {plan.context_len:,} tokens are longer than the {model.max_context_len:,} that the "
+            "configuration gives the model"
+        )
+    if plan.full_requests == 0:
+        notes.append(
+            f"not one request of {plan.context_len:,} tokens fits; the longest has {plan.size:,}: use fewer "
+            "(--context), or more memory"
+        )
+    elif config.max_requests is None:
+        notes.append(
+            "as many request rows as requests with full context; shorter ones need more rows (--max-requests)"
+        )
+    if kv_rows(plan.size + config.page_size, config.page_size) > MOST_INT32 - config.page_size:
+        notes.append("slots are numbered in int32, so that more memory would give no more of them")
+    if model.mla is not None:
+        notes.append(_mla_note(plan))
+    elif config.tp > min(group.k_head_num for group in model.attention):
+        notes.append(
+            f"{config.tp} GPUs are more than KV heads: each keeps one, and several GPUs keep the same"
+        )
+    if len(shapes.kv) > 1:
+        notes.append(
+            f"attention layers have {len(shapes.kv)} shapes of K and V: one KVPool for each, and one "
+            "allocator, whose slots are rows of all"
+        )
+    if model.windowed:
+        notes.append(_window_note(plan))
+    if shapes.states is not None:
+        notes.append(_states_note(shapes.states, config.tp))
+    return notes
+
+
+def _mla_note(plan: Plan) -> str:
+    assert plan.model.mla is not None  # noqa: S101 - for the type checker
+    latent, rotated = plan.model.mla.kv_lora_rank, plan.model.mla.qk_rope_head_dim
+    shared = ", the same on every GPU" if plan.config.tp > 1 else ""
+    return {
+        "latent": f"K holds the latent vector [1, {latent}] and V the rotated part of the key [1, {rotated}]"
+        f"{shared}; for kernels that want both in one row: --mla fused; kvpool's own integration of "
+        "transformers keeps the expanded form: --mla expanded",
+        "fused": f"K holds the latent vector and the rotated part of the key, [1, {latent + rotated}]"
+        f"{shared}; V has the one element that a KVPool must have, and nobody reads it",
+        "expanded": "K and V of every head, as the attention functions of transformers get them and kvpool's "
+        "integration keeps them; engines with kernels for latent attention keep less: --mla latent",
+    }[plan.config.mla]
+
+
+def _window_note(plan: Plan) -> str:
+    model, window = plan.model, plan.model.window or 0
+    beyond = max(0, plan.context_len - window)
+    windowed = set(model.windowed)
+    parts = [
+        replace(group, layers=tuple(layer for layer in group.layers if layer in windowed))
+        for group in plan.shapes.kv
+    ]
+    spared = replace(plan.shapes, kv=tuple(parts)).token_bytes
+    total = plan.shapes.token_bytes * plan.context_len
+    return (
+        f"{len(windowed)} of {model.layer_num} layers look at the last {window:,} tokens only; the pools "
+        f"keep all tokens for them, too. Keeping the window alone would save {spared * beyond:,} bytes "
+        f"({100 * spared * beyond / total:.0f} %) of a request of {plan.context_len:,} tokens"
+    )
+
+
+def _states_note(states: States, tp: int) -> str:
+    shared = " (replicated groups counted)" if tp > 1 and states.group_num == 1 else ""
+    if states.kind == "Gated DeltaNet":
+        return f"recurrent states are float32 [value heads, V, K], which GDNPool is made for{shared}"
+    if states.kind == "Mamba-2":
+        return (
+            f"kvpool has no pool of its own for Mamba-2; GDNPool has the same shapes{shared}: "
+            "recurrent_state as [heads, head_dim, state], always float32, and conv_state "
+            "[channels, taps - 1]; kvpool's integration of transformers serves Gated DeltaNet alone"
+        )
+    return (
+        "kvpool has no pool of its own for Mamba; GDNPool holds its states as heads of one channel: "
+        "recurrent_state [channels, 1, state], always float32, where squeeze(-2) gives what kernels take, "
+        "and conv_state [channels, taps - 1]; kvpool's integration of transformers serves Gated DeltaNet "
+        "alone"
+    )
+
+
+def _heads(group: KvLayers) -> str:
+    return (
+        f"k_head_num={group.k_head_num}, k_head_dim={group.k_head_dim}, "
+        f"v_head_num={group.v_head_num}, v_head_dim={group.v_head_dim}"
+    )
+
+
+def _layers_comment(group: KvLayers, model: Model) -> list[str]:
+    if len(group.layers) == model.layer_num:
+        return []
+    return [f"# attention: {_ranges(group.layers)}"]
+
+
+def _ranges(layers: tuple[int, ...]) -> str:
+    """Layers in words, as ranges, of which many are shortened."""
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and layer == runs[-1][-1] + 1:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    texts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    if len(texts) > 8:  # noqa: PLR2004 - as many as a line has
+        texts = [*texts[:3], "...", texts[-1]]
+    return f"layer{'s' if len(layers) > 1 else ''} {', '.join(texts)}"

@@ -1,0 +1,199 @@
+"""The command `kvpool replay`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path  # noqa: TC003 - typer looks at it
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from kvpool._kvpool import _STORAGE_DTYPES
+from kvpool.errors import KvPoolError
+from kvpool.tools.output import fail, need
+from kvpool.tools.replay.config import ReplayConfig
+
+if TYPE_CHECKING:
+    from kvpool.tools.replay.replay import Replay, ReplayResult
+    from kvpool.tools.replay.traces import Trace
+
+SYNTHETIC_REQUESTS = 2_000
+STEPS_PER_UPDATE = 64
+PICTURE_FORMATS = (".png", ".svg", ".pdf")
+
+
+def replay(  # noqa: PLR0913 - one parameter per option
+    trace: Annotated[
+        Path | None,
+        typer.Argument(help="A Mooncake JSONL or Azure CSV trace; the format is seen from its content."),
+    ] = None,
+    *,
+    synthetic: Annotated[
+        bool, typer.Option("--synthetic", help="Generate a trace instead of reading one.")
+    ] = False,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the synthetic trace and of the stored rows.")] = 0,
+    requests: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help=f"Replay the first N requests only; with --synthetic make N [{SYNTHETIC_REQUESTS}]."
+        ),
+    ] = None,
+    pool_size: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Token slots. Default: half of what the trace would occupy at its peak in an unlimited "
+            "pool, so that requests are retracted, but at least the longest request.",
+        ),
+    ] = None,
+    page_size: Annotated[int, typer.Option(min=1, help="Slots per page.")] = 1,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the KV pool.")] = 2,
+    heads: Annotated[int, typer.Option(min=1, help="K and V heads per layer.")] = 2,
+    head_dim: Annotated[int, typer.Option(min=1, help="Elements per head.")] = 16,
+    dtype: Annotated[str, typer.Option(help=f"Of K and V: {', '.join(_STORAGE_DTYPES)}.")] = "bfloat16",
+    device: Annotated[str, typer.Option(help="Where the pools live, as PyTorch writes it.")] = "cpu",
+    max_running: Annotated[int, typer.Option(min=1, help="Most requests that run at once.")] = 256,
+    max_context: Annotated[
+        int | None,
+        typer.Option(min=1, help="Most tokens of a request; longer ones are rejected. Default: the longest."),
+    ] = None,
+    prefill_budget: Annotated[
+        int, typer.Option(min=1, help="Prompt tokens per step (800 in 40 ms are 20,000 tokens/s).")
+    ] = 800,
+    step_ms: Annotated[
+        float,
+        typer.Option(help="Virtual time of a step in ms; every running request decodes one token in it."),
+    ] = 40.0,
+    speed_up: Annotated[float, typer.Option(help="Let requests arrive this many times faster.")] = 1.0,
+    kv: Annotated[
+        bool,
+        typer.Option(
+            "--kv/--no-kv", help="Store K and V and check every byte; or run the bookkeeping alone."
+        ),
+    ] = True,
+    need_sort: Annotated[
+        bool,
+        typer.Option(
+            "--need-sort/--no-need-sort", help="Hand out the lowest slots first; or first in, first out."
+        ),
+    ] = True,
+    as_json_object: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object instead of tables.")
+    ] = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Draw occupancy over time and the latency of the calls into this file."),
+    ] = None,
+    progress: Annotated[
+        bool | None,
+        typer.Option(
+            "--progress/--quiet", help="Progress bar on stderr. Default: on a terminal, without --json."
+        ),
+    ] = None,
+) -> None:
+    """Drive the pools with a request trace and check every stored K and V row.
+
+    Runs continuous batching on a virtual clock: admission, prefill with a token budget, batched decode,
+    finish, and retraction of the youngest request when the pool is short. Ends with status 1 if one row is
+    wrong or one slot is missing at the end, or if not one request fits.
+    """
+    need("tools", "numpy", "torch", *(["matplotlib"] if plot is not None else []))
+    from kvpool.tools.replay.replay import Replay  # noqa: PLC0415 - PyTorch loads slowly, and may not be there
+    from kvpool.tools.replay.traces import TraceError  # noqa: PLC0415
+
+    try:
+        config = ReplayConfig(
+            pool_size=pool_size,
+            page_size=page_size,
+            need_sort=need_sort,
+            kv=kv,
+            layers=layers,
+            heads=heads,
+            head_dim=head_dim,
+            dtype=dtype,
+            device=device,
+            max_running=max_running,
+            max_context=max_context,
+            prefill_budget=prefill_budget,
+            step_ms=step_ms,
+            speed_up=speed_up,
+            seed=seed,
+        )
+        _check_plot(plot)
+        loaded = _load(trace, synthetic=synthetic, requests=requests, seed=seed)
+        errors = Console(stderr=True)
+        show = progress if progress is not None else errors.is_terminal and not as_json_object
+        result = _run(Replay(loaded, config), errors if show else None)
+        _deliver(result, as_json_object=as_json_object, plot=plot)
+    except (KvPoolError, TraceError) as error:
+        fail(f"{type(error).__name__}: {error}")
+    except (OSError, MemoryError) as error:
+        fail(str(error) or "out of memory")
+
+
+def _load(path: Path | None, *, synthetic: bool, requests: int | None, seed: int) -> Trace:
+    if synthetic == (path is not None):
+        fail("give either TRACE or --synthetic")
+    from kvpool.tools.replay.traces import read_trace, synthetic_trace  # noqa: PLC0415
+
+    if path is None:
+        return synthetic_trace(requests or SYNTHETIC_REQUESTS, seed)
+    return read_trace(path).head(requests)
+
+
+def _check_plot(plot: Path | None) -> None:
+    """Finds out before the work whether its picture can be written."""
+    if plot is None:
+        return
+    if not plot.parent.is_dir():
+        fail(f"--plot: {plot.parent} is no folder")
+    if plot.suffix not in PICTURE_FORMATS:
+        fail(f"--plot: {plot.name} must end in {', '.join(PICTURE_FORMATS)}")
+
+
+def _run(job: Replay, console: Console | None) -> ReplayResult:
+    if console is None:
+        return job.run()
+    columns = (
+        TextColumn("replaying"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("requests, pool {task.fields[used]:3.0f} %"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    # A refresh takes the interpreter from the calls being timed, so there are few of them.
+    with Progress(*columns, console=console, refresh_per_second=4) as bar:
+        task = bar.add_task("", total=job.counts.requests, used=0.0)
+
+        def update(state: Replay) -> None:
+            if state.counts.steps % STEPS_PER_UPDATE == 0:
+                bar.update(task, completed=state.ended, used=100.0 * state.in_use / state.capacity)
+
+        result = job.run(update)
+        bar.update(task, completed=job.ended, used=0.0)
+        return result
+
+
+def _deliver(result: ReplayResult, *, as_json_object: bool, plot: Path | None) -> None:
+    from kvpool.tools.replay.report import as_json, print_report  # noqa: PLC0415
+
+    if as_json_object:
+        typer.echo(json.dumps(as_json(result)))
+    else:
+        print_report(result, Console())
+    if plot is not None:
+        from kvpool.tools.replay.plot import save_plot  # noqa: PLC0415 - Matplotlib loads slowly, and few ask for it
+
+        save_plot(result, plot)
+        if not as_json_object:
+            typer.echo(f"picture: {plot}")

@@ -1,0 +1,109 @@
+"""A replay's result as a table for people and as one JSON object for programs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from rich.table import Table
+
+from kvpool.tools.replay.replay import BOOKKEEPING, OPERATIONS
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from rich.console import Console
+
+    from kvpool.tools.replay.replay import ReplayResult
+
+
+def as_json(result: ReplayResult) -> dict[str, Any]:
+    """The result as plain values; all that depends on this machine's speed is under `"timing"`.
+
+    Operation times are in nanoseconds and None where there was no call.
+    """
+    counts = result.counts
+    return {
+        "trace": result.trace,
+        "config": asdict(result.config),
+        "capacity": result.capacity,
+        "kv_bytes": result.kv_bytes,
+        **asdict(counts),
+        "peak_in_use_share": counts.peak_in_use / result.capacity if result.capacity else 0.0,
+        "operations": counts.operations,
+        "virtual_s": result.virtual_s,
+        "timing": {
+            "wall_s": result.wall_s,
+            "share_ns_per_operation": result.share_ns,
+            "timer_ns": result.timer_ns,
+            "calls": {name: _call_times(result.samples[name]) for name in OPERATIONS},
+        },
+    }
+
+
+def print_report(result: ReplayResult, console: Console) -> None:
+    """Prints what happened and how long the pools' calls took."""
+    console.print(_summary(result))
+    console.print(_calls(result))
+    console.print(
+        f"pools' share: {result.share_ns / 1e3:.3f} us per operation ({', '.join(BOOKKEEPING)} over "
+        f"{result.counts.operations:,} admissions, decoded tokens, finishes and retractions)\n"
+        f"timer: {result.timer_ns:.0f} ns of every call are the measurement itself",
+        highlight=False,
+    )
+
+
+def _call_times(samples: NDArray[np.int64]) -> dict[str, float | int | None]:
+    if not len(samples):
+        return {"count": 0, "median_ns": None, "p99_ns": None, "worst_ns": None, "total_ns": 0}
+    median, p99 = np.percentile(samples, (50, 99))
+    return {
+        "count": len(samples),
+        "median_ns": float(median),
+        "p99_ns": float(p99),
+        "worst_ns": int(samples.max()),
+        "total_ns": int(samples.sum()),
+    }
+
+
+def _summary(result: ReplayResult) -> Table:
+    counts, config = result.counts, result.config
+    table = Table(title=f"Replay of {result.trace}", show_header=False, title_justify="left")
+    table.add_column()
+    table.add_column(justify="right")
+    order = "lowest first" if config.need_sort else "first in, first out"
+    share = 100.0 * counts.peak_in_use / result.capacity if result.capacity else 0.0
+    table.add_row(
+        "pool", f"{result.capacity:,} slots, page size {config.page_size}, {order}, {config.device}"
+    )
+    if config.kv:
+        kv_mib = result.kv_bytes / (1 << 20)
+        shape = f"{config.layers} layers x {config.heads} heads x {config.head_dim} {config.dtype}"
+        table.add_row("K and V", f"{shape}, {kv_mib:,.1f} MiB")
+    table.add_row("requests finished", f"{counts.finished:,} of {counts.requests:,}")
+    table.add_row("requests rejected", f"{counts.rejected:,}")
+    table.add_row("tokens prefilled", f"{counts.prefilled_tokens:,}")
+    table.add_row("tokens decoded", f"{counts.decoded_tokens:,}")
+    table.add_row("tokens verified", f"{counts.verified_tokens:,}" if config.kv else "none (no K and V)")
+    table.add_row("retractions", f"{counts.retractions:,}")
+    table.add_row("steps", f"{counts.steps:,}")
+    table.add_row("peak occupancy", f"{counts.peak_in_use:,} tokens, {share:.1f} % of the pool")
+    table.add_row("peak running", f"{counts.peak_running:,} requests")
+    table.add_row("virtual time", f"{result.virtual_s:,.1f} s")
+    table.add_row("wall time", f"{result.wall_s:,.2f} s")
+    return table
+
+
+def _calls(result: ReplayResult) -> Table:
+    table = Table(title="Time per call", title_justify="left")
+    table.add_column("call")
+    for heading in ("count", "median us", "p99 us", "worst us", "total ms"):
+        table.add_column(heading, justify="right")
+    for name in OPERATIONS:
+        times = _call_times(result.samples[name])
+        if times["count"]:
+            microseconds = [f"{(times[key] or 0) / 1e3:,.2f}" for key in ("median_ns", "p99_ns", "worst_ns")]
+            table.add_row(
+                name, f"{times['count']:,}", *microseconds, f"{(times['total_ns'] or 0) / 1e6:,.1f}"
+            )
+    return table

@@ -1,0 +1,62 @@
+"""The command `kvpool serve`."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from kvpool.errors import KvPoolError
+from kvpool.tools.output import fail, need
+
+
+def serve(  # noqa: PLR0913 - one parameter per option
+    *,
+    model: Annotated[
+        str, typer.Option(help="A small model with random weights: qwen3, llama or qwen3-next.")
+    ] = "qwen3",
+    requests: Annotated[int, typer.Option(min=1, help="Requests of the burst.")] = 300,
+    per_step: Annotated[int, typer.Option(min=1, help="How many of them arrive in each step.")] = 8,
+    pool_size: Annotated[int, typer.Option(min=1, help="Token slots.")] = 1024,
+    page_size: Annotated[int, typer.Option(min=1, help="Slots per page.")] = 1,
+    prefill_budget: Annotated[int, typer.Option(min=1, help="New tokens per step.")] = 256,
+    device: Annotated[
+        str | None, typer.Option(help="As PyTorch writes it. Default: a GPU where there is one.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of weights and requests.")] = 0,
+    as_json_object: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object, and stream nothing.")
+    ] = False,
+) -> None:
+    """Serve a small model through the pools, and check every request against the model alone.
+
+    Streams a few requests, serves a burst of them with continuous batching in a pool that is too small for
+    all, and generates each again with the model alone. Ends with status 1 if one token differs or one slot
+    is missing at the end.
+    """
+    need("transformers", "numpy", "torch", "transformers")
+    from kvpool.tools.serve import report, service  # noqa: PLC0415 - transformers loads slowly, and few ask for it
+
+    if model not in service.CONFIGS:
+        fail(f"--model: {model!r} is none of {', '.join(service.CONFIGS)}")
+    config = service.ServeConfig(
+        model=model,
+        requests=requests,
+        per_step=per_step,
+        pool_size=pool_size,
+        page_size=page_size,
+        prefill_budget=prefill_budget,
+        device=device or service.default_device(),
+        seed=seed,
+    )
+    console = Console(quiet=as_json_object)
+    try:
+        result = report.run(config, console)
+    except (KvPoolError, MemoryError) as error:
+        fail(f"{type(error).__name__}: {error}")
+    if as_json_object:
+        typer.echo(json.dumps(report.as_json(result)))
+    if not result.is_right:
+        raise typer.Exit(1)

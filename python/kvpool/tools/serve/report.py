@@ -1,0 +1,132 @@
+"""What `kvpool serve` shows: a stream of text, a live table, and the result as a table or as JSON."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.live import Live
+from rich.progress import track
+from rich.table import Table
+from rich.text import Text
+from transformers.utils import logging
+
+from kvpool.tools.serve.service import Service, spell
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from rich.console import Console
+
+    from kvpool.tools.serve.service import ServeConfig, ServeResult
+
+STREAMED = 3
+UPDATES_PER_SECOND = 8
+
+
+def as_json(result: ServeResult) -> dict[str, Any]:
+    """The result as plain values."""
+    return {
+        "config": asdict(result.config),
+        **result.stats,
+        "peak_in_use": result.peak_in_use,
+        "peak_running": result.peak_running,
+        "differences": [{**found._asdict(), "is_tie": found.is_tie} for found in result.differences],
+        "is_right": result.is_right,
+        "timing": {"served_s": result.served_s, "alone_s": result.alone_s},
+    }
+
+
+def run(config: ServeConfig, console: Console) -> ServeResult:
+    """Streams, serves, checks and reports.
+
+    On the CPU PyTorch uses one thread meanwhile: matrices are so small that more only wait for each other.
+    """
+    log: Any = logging
+    threads, verbosity = torch.get_num_threads(), log.get_verbosity()
+    torch.set_num_threads(1)
+    log.set_verbosity_error()  # or it says, amid the text, which faster kernels could be installed
+    try:
+        service = Service(config)
+        stream(service, console)
+        with live(console) as update:
+            result = service.serve(update)
+        checked(service, result, console)
+    finally:
+        torch.set_num_threads(threads)
+        log.set_verbosity(verbosity)
+    print_report(result, console)
+    return result
+
+
+def stream(service: Service, console: Console) -> None:
+    """Streams a few requests, which run together: the first as it comes, the others when it is done."""
+    requests = [service.submit() for _ in range(STREAMED)]
+    for number, request in enumerate(requests, 1):
+        console.print(
+            f"request {number} of {STREAMED}, {len(request.prompt)} tokens of prompt:", style="dim", end=" "
+        )
+        for token in service.engine.stream(request):
+            console.print(Text(spell(token)), end="", soft_wrap=True)
+        console.print()
+
+
+@contextmanager
+def live(console: Console) -> Iterator[Callable[[dict[str, int], float], None]]:
+    """A table that shows how serving goes, told after each step."""
+    with Live(console=console, refresh_per_second=UPDATES_PER_SECOND) as view:
+        yield lambda stats, rate: view.update(_now(stats, rate))
+    if not console.is_terminal:
+        console.print()
+
+
+def checked(service: Service, result: ServeResult, console: Console) -> None:
+    """Checks the result, with a progress bar."""
+    bar = iter(track(service.requests, "checking against the model alone", console=console))
+    service.check(result, lambda: next(bar, None))
+    next(bar, None)
+
+
+def print_report(result: ServeResult, console: Console) -> None:
+    """Prints what came of it."""
+    stats, config = result.stats, result.config
+    table = Table(
+        title=f"Served {stats['finished']} requests of a {config.model} model",
+        show_header=False,
+        title_justify="left",
+    )
+    table.add_column()
+    table.add_column(justify="right")
+    share = 100 * result.peak_in_use / stats["capacity"]
+    wrong = [found for found in result.differences if not found.is_tie]
+    table.add_row("pool", f"{stats['capacity']:,} slots, page size {config.page_size}, {config.device}")
+    table.add_row("peak occupancy", f"{result.peak_in_use:,} slots, {share:.0f} %")
+    table.add_row("peak running", f"{result.peak_running} requests")
+    table.add_row("retractions", f"{stats['retractions']:,}")
+    table.add_row("steps", f"{stats['steps']:,}")
+    table.add_row("tokens generated", f"{stats['generated_tokens']:,}")
+    table.add_row("tokens computed", f"{stats['computed_tokens']:,}")
+    table.add_row(
+        "served in", f"{result.served_s:,.1f} s, one request after the other in {result.alone_s:,.1f} s"
+    )
+    table.add_row("as the model alone", f"{stats['finished'] - len(result.differences):,}")
+    table.add_row("ties decided otherwise", f"{len(result.differences) - len(wrong):,}")
+    table.add_row("wrong", f"{len(wrong):,}")
+    console.print(table)
+    for found in wrong:
+        console.print(
+            f"request {found.request} differs from token {found.position} on, "
+            f"by {found.gap:.4f} in the logits of the model alone"
+        )
+
+
+def _now(stats: dict[str, int], rate: float) -> Table:
+    table = Table(show_edge=False)
+    for name in ("running", "waiting", "finished", "retractions", "tokens/s", "pool"):
+        table.add_column(name, justify="right", min_width=9)
+    share = 100 * stats["in_use"] / stats["capacity"]
+    names = ("running", "waiting", "finished", "retractions")
+    table.add_row(*(f"{stats[name]:,}" for name in names), f"{rate:,.0f}", f"{share:.0f} %")
+    return table

@@ -1,0 +1,263 @@
+"""Uses all pools for hours, and decides whether the process grows.
+
+Each round replays a part of a trace with a fresh seed, with every byte of K and V checked; lets random users
+work on pools that stay from the first round to the last; and makes pools of every kind anew, uses and drops
+them. Between rounds it samples what the process holds. Ends with status 1 if something grew, or a pool was
+wrong, and with 2 if there was not enough time to say.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING, Annotated
+
+import numpy as np
+import torch
+import typer
+from memory_curve import LIMITS, Recorder, Trend, find_trends, read_samples, save_curve, take_sample
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from shared_pools import Pools, Sizes
+from users import users_of
+
+from kvpool._kvpool import _STORAGE_DTYPES
+from kvpool.tools.replay.config import ReplayConfig
+from kvpool.tools.replay.replay import Replay
+from kvpool.tools.replay.traces import Trace, read_trace, synthetic_trace
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+    from shared_pools import User
+
+TRACES = Path(__file__).parents[3] / "shared" / "traces"
+FILES = ("azure/AzureLLMInferenceTrace_conv.csv", "mooncake/conversation_trace.jsonl")
+TOKENS_PER_ROUND = 30_000
+LONGEST = 12_000
+STEPS_PER_ROUND = 60
+USERS = 4
+LAYOUTS = tuple(itertools.product((1, 16), (True, False)))
+
+
+def load_traces(folder: Path) -> list[Trace]:
+    """The published traces, as far as they are there."""
+    return [read_trace(folder / name) for name in FILES if (folder / name).is_file()]
+
+
+def part_of(trace: Trace, choose: random.Random) -> Trace:
+    """Some requests in a row, none of them very long, with about `TOKENS_PER_ROUND` tokens."""
+    kept = np.flatnonzero(trace.total_lens <= LONGEST)
+    begin = choose.randrange(len(kept))
+    kept = np.roll(kept, -begin)
+    ends = np.cumsum(trace.total_lens[kept])
+    kept = np.sort(kept[: int(np.searchsorted(ends, TOKENS_PER_ROUND)) + 1])
+    arrival_s = trace.arrival_s[kept]
+    return Trace(trace.name, arrival_s - arrival_s[0], trace.input_lens[kept], trace.output_lens[kept])
+
+
+def take_steps(users: list[User]) -> int:
+    """Lets all of them work in turn, and says how many operations that were."""
+    for _ in range(STEPS_PER_ROUND):
+        for user in users:
+            user.step()
+    return STEPS_PER_ROUND * len(users)
+
+
+class Soak:
+    """Rounds without end.
+
+    Attributes:
+        rounds, operations: Done so far.
+    """
+
+    def __init__(self, device: str, seed: int, traces: list[Trace]) -> None:
+        self.device = device
+        self.rounds = self.operations = 0
+        self._random = random.Random(seed)
+        self._traces = traces
+        # These stay: what they lose is never found again.
+        self._pools = [
+            Pools(Sizes(device, page_size, need_sort, users=USERS)) for page_size, need_sort in LAYOUTS
+        ]
+        self._users = [
+            [user for number in range(USERS) for user in users_of(pools, number, seed)]
+            for pools in self._pools
+        ]
+
+    def round(self) -> None:
+        """One round; what it makes is dropped."""
+        page_size, need_sort = LAYOUTS[self.rounds % len(LAYOUTS)]
+        self._replay(page_size, need_sort=need_sort)
+        for users in self._users:
+            self.operations += take_steps(users)
+        for pools in self._pools:
+            pools.check()
+            # It keeps as many buffers of a size as there ever were at once, and records are set for hours.
+            pools.buffers.clear()
+        self._work_anew(Sizes(self.device, page_size, need_sort, strict=self.rounds % 2 == 0, users=USERS))
+        self.rounds += 1
+
+    def finish(self) -> None:
+        """Gives everything back, and looks whether everything is there."""
+        for pools, users in zip(self._pools, self._users, strict=True):
+            for user in users:
+                user.finish()
+            pools.check_returned(users)
+
+    def _seed(self) -> int:
+        return self._random.randrange(1 << 32)
+
+    def _replay(self, page_size: int, *, need_sort: bool) -> None:
+        seed = self._seed()
+        # Every other round has a synthetic trace.
+        which = self.rounds // 2 % len(self._traces) if self._traces and self.rounds % 2 else None
+        trace = synthetic_trace(200, seed) if which is None else self._traces[which]
+        config = ReplayConfig(
+            page_size=page_size,
+            need_sort=need_sort,
+            dtype=self._random.choice([*_STORAGE_DTYPES]),
+            device=self.device,
+            seed=seed,
+            speed_up=4.0,
+        )
+        self.operations += Replay(part_of(trace, self._random), config).run().counts.operations
+
+    def _work_anew(self, sizes: Sizes) -> None:
+        """Users on threads of their own, on pools that are made for them."""
+        pools, seed = Pools(sizes), self._seed()
+        groups = [users_of(pools, number, seed) for number in range(USERS)]
+        failures: list[BaseException] = []
+
+        def work(users: list[User]) -> None:
+            try:
+                take_steps(users)
+            except BaseException as error:  # noqa: BLE001 - raised by the main thread
+                failures.append(error)
+
+        threads = [threading.Thread(target=work, args=(users,)) for users in groups]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for failure in failures:
+            raise failure
+        everybody = [user for users in groups for user in users]
+        for user in everybody:
+            user.finish()
+            self.operations += user.operations
+        pools.check_returned(everybody)
+
+
+def soak_for(  # noqa: PLR0913 - and the clock, for tests
+    soak: Soak,
+    seconds: float,
+    every_s: float,
+    csv: Path,
+    on_round: Callable[[Soak, float], object],
+    *,
+    clock: Callable[[], float] = monotonic,
+) -> None:
+    """Rounds until the time is over; a sample between two of them when the last is `every_s` old.
+
+    Args:
+        soak: What to do.
+        seconds: For how long, and until the round has ended.
+        every_s: Seconds between samples.
+        csv: Where samples go.
+        on_round: Called with `soak` and the seconds so far after each round.
+        clock: Seconds since any time.
+    """
+    begin = sampled = clock()
+    recorder = Recorder(csv)
+    try:
+        while clock() - begin < seconds:
+            soak.round()
+            on_round(soak, clock() - begin)
+            if (now := clock()) - sampled >= every_s:
+                sampled = now
+                recorder.add(take_sample(now - begin, soak.rounds, soak.operations, soak.device))
+    finally:
+        recorder.close()
+
+
+def print_report(columns: dict[str, NDArray[np.float64]], trends: Sequence[Trend], console: Console) -> None:
+    """Prints a table of what grew and what did not."""
+    seconds, rounds, operations = (columns[name][-1] for name in ("seconds", "rounds", "operations"))
+    table = Table(
+        title=f"{seconds / 60:.1f} minutes, {rounds:,.0f} rounds, {operations:,.0f} operations; "
+        f"slopes of the second half",
+        title_justify="left",
+    )
+    for name in ("series", "first", "last", "an hour", "allowed", "flat"):
+        table.add_column(name, justify="left" if name == "series" else "right")
+    for trend in trends:
+        table.add_row(
+            trend.name,
+            f"{trend.first:,.0f}",
+            f"{trend.last:,.0f}",
+            f"{trend.per_hour:+,.1f}",
+            f"{trend.limit:,.0f}",
+            "yes" if trend.is_flat else "NO",
+        )
+    console.print(table)
+
+
+def main(  # noqa: PLR0913 - one parameter per option
+    *,
+    minutes: Annotated[float, typer.Option(min=0.0, help="For how long; 0 with --hours.")] = 60.0,
+    hours: Annotated[float, typer.Option(min=0.0, help="For how long, in hours, besides --minutes.")] = 0.0,
+    device: Annotated[str, typer.Option(help="Where the pools live, as PyTorch writes it.")] = "cpu",
+    every_s: Annotated[float, typer.Option(min=0.01, help="Seconds between samples.")] = 5.0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the first round.")] = 0,
+    folder: Annotated[Path, typer.Option("--out", help="Where soak.csv and soak.png go.")] = Path("target"),
+    traces: Annotated[Path, typer.Option(help="Folder of published traces, if it is there.")] = TRACES,
+    memory_limit: Annotated[
+        float, typer.Option(help="KiB by which resident and anonymous memory may grow in an hour.")
+    ] = LIMITS["rss_kib"],
+) -> None:
+    """Use all pools again and again, and end with status 1 if the process grows."""
+    console = Console(stderr=True)
+    torch.set_num_threads(1)
+    folder.mkdir(parents=True, exist_ok=True)
+    csv, png = folder / "soak.csv", folder / "soak.png"
+    soak = Soak(device, seed, load_traces(traces))
+    columns = (TextColumn("soaking"), BarColumn(), TextColumn("{task.fields[done]}"))
+    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as bar:
+        total = 60.0 * minutes + 3600.0 * hours
+        task = bar.add_task("", total=total, done="")
+
+        def update(soak: Soak, seconds: float) -> None:
+            bar.update(
+                task, completed=seconds, done=f"{soak.rounds:,} rounds, {soak.operations:,} operations"
+            )
+
+        try:
+            soak_for(soak, total, every_s, csv, update)
+        except KeyboardInterrupt:
+            console.print("interrupted; what follows is about the time until then")
+        else:
+            soak.finish()
+    raise typer.Exit(deliver(csv, png, {**LIMITS, "rss_kib": memory_limit, "anonymous_kib": memory_limit}))
+
+
+def deliver(csv: Path, png: Path, limits: dict[str, float]) -> int:
+    """Prints and draws what is in the CSV file, and says how the script ends."""
+    found = read_samples(csv)
+    trends = find_trends(found, limits)
+    if not trends:
+        typer.echo(f"{len(found['seconds'])} samples are too few to say whether anything grows")
+        return 2
+    print_report(found, trends, Console())
+    save_curve(found, trends, png)
+    typer.echo(f"samples: {csv}, picture: {png}")
+    return 0 if all(trend.is_flat for trend in trends) else 1
+
+
+if __name__ == "__main__":
+    typer.run(main)
