@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,6 @@ from hypothesis.stateful import (
 )
 from models import BadBatchError, BadFreeError, Fence, TokenToKVPoolAllocatorModel
 
-import kvpool
 from kvpool import ConfigError, IndexOwnershipError, TokenToKVPoolAllocator
 
 if TYPE_CHECKING:
@@ -70,71 +68,6 @@ def assert_consistent(allocator: TokenToKVPoolAllocator) -> None:
 
 
 # Construction
-
-
-def test_signature_and_defaults() -> None:
-    parameters = inspect.signature(TokenToKVPoolAllocator).parameters
-    assert list(parameters) == ["size", "device", "page_size", "need_sort", "strict", "debug"]
-    assert parameters["device"].default == "cuda"
-    assert parameters["strict"].kind is inspect.Parameter.KEYWORD_ONLY
-    allocator = TokenToKVPoolAllocator(64, device="cpu")
-    assert (allocator.size, allocator.page_size, allocator.need_sort, allocator.strict) == (
-        64,
-        1,
-        True,
-        False,
-    )
-    assert allocator.device == "cpu"
-    assert allocator.available_size() == 64
-
-
-def test_attributes_are_read_only() -> None:
-    allocator = make()
-    for name in ("size", "page_size", "device", "need_sort", "strict", "free_slots", "release_slots"):
-        with pytest.raises(AttributeError):
-            setattr(allocator, name, getattr(allocator, name))
-
-
-def test_torch_device_is_a_device() -> None:
-    assert TokenToKVPoolAllocator(8, torch.device("cpu")).device == "cpu"
-
-
-@devices.cpu_only
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
-@pytest.mark.parametrize("wanted", ["cuda", "cuda:0", torch.device("cuda"), torch.device("cuda:1"), None])
-def test_cuda_without_a_driver_says_what_was_looked_for(wanted: str | torch.device | None) -> None:
-    arguments = {} if wanted is None else {"device": wanted}
-    with pytest.raises(kvpool.BackendUnavailableError, match="libcuda"):
-        TokenToKVPoolAllocator(64, **arguments)  # type: ignore[arg-type]
-
-
-@devices.cpu_only
-@pytest.mark.parametrize("wanted", ["gpu", "cpu:x", "cuda:", "cuda:-1", "mps", ""])
-def test_unknown_device_names(wanted: str) -> None:
-    with pytest.raises(ConfigError):
-        TokenToKVPoolAllocator(64, wanted)
-
-
-@devices.cpu_only
-@pytest.mark.parametrize("wanted", [3, 1.5, b"cpu", object()])
-def test_devices_of_a_wrong_type(wanted: object) -> None:
-    with pytest.raises(TypeError):
-        TokenToKVPoolAllocator(64, wanted)
-
-
-@pytest.mark.parametrize(
-    ("size", "page_size"),
-    [(0, 1), (-1, 1), (64, 0), (64, -4), (2**40, 1), (2**31, 1), (10**30, 1), (64, 10**30)],
-)
-def test_sizes_that_can_not_be(size: int, page_size: int) -> None:
-    with pytest.raises(ConfigError):
-        TokenToKVPoolAllocator(size, "cpu", page_size)
-
-
-@pytest.mark.parametrize("size", [64.0, float("nan"), "64", None])
-def test_sizes_of_a_wrong_type(size: object) -> None:
-    with pytest.raises(TypeError):
-        TokenToKVPoolAllocator(size, "cpu")  # type: ignore[arg-type]
 
 
 def test_size_that_is_no_multiple_of_the_page_size() -> None:
@@ -220,11 +153,6 @@ def test_counts_of_a_wrong_type(need: object) -> None:
 
 def test_numpy_integer_is_a_count() -> None:
     assert some(make().alloc(np.int64(3))).tolist() == [1, 2, 3]
-
-
-def test_contiguous_is_keyword_only() -> None:
-    with pytest.raises(TypeError):
-        make().alloc(1, True)  # type: ignore[call-arg]
 
 
 # Order
@@ -504,34 +432,6 @@ def test_no_slot_in_two_hands_after_a_double_free() -> None:
     again = take(allocator, 4)
     assert sorted(again) == [1, 2, 3, 4]
     assert allocator.alloc(1) is None
-
-
-def test_first_bad_free_is_a_warning_and_later_ones_are_not(caplog: pytest.LogCaptureFixture) -> None:
-    allocator = make(16)
-    take(allocator, 8)
-    with caplog.at_level(logging.DEBUG, logger="kvpool"):
-        allocator.free([3, 77])
-        allocator.free([3])
-        allocator.free([0, 88])
-    records = [record for record in caplog.records if record.name.split(".")[0] == "kvpool"]
-    assert [record.levelno for record in records if record.levelno >= logging.WARNING] == [logging.WARNING]
-    assert records[0].levelno == logging.WARNING
-    assert "77" in records[0].getMessage()
-    assert all(record.levelno == logging.DEBUG for record in records[1:])
-
-
-def test_each_allocator_warns_for_itself(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, logger="kvpool"):
-        for _ in range(2):
-            make(4).free([1])
-    assert len(caplog.records) == 2
-
-
-def test_good_frees_are_silent(caplog: pytest.LogCaptureFixture) -> None:
-    allocator = make(4)
-    with caplog.at_level(logging.INFO, logger="kvpool"):
-        allocator.free(some(allocator.alloc(4)))
-    assert not caplog.records
 
 
 @pytest.mark.parametrize("need_sort", [True, False])
