@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import random
 import threading
 import weakref
 from dataclasses import dataclass
@@ -179,25 +178,6 @@ def test_bytes() -> None:
     assert (buffer.nbytes, buffer.capacity) == (100, 128)
     assert not buffer.tensor.any()
     assert pool.alloc_bytes(n=np.int64(0)).tensor.shape == (0,)
-
-
-POW2 = [(0, 1), (1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (1000, 1024), (1024, 1024), (1025, 2048)]
-FINE = [
-    *[(0, 1), (1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (6, 6), (7, 7), (8, 8), (9, 10), (11, 12), (13, 14)],
-    *[(15, 16), (17, 20), (21, 24), (25, 28), (29, 32), (1000, 1024), (1025, 1280), (1281, 1536)],
-    *[(1537, 1792), (1793, 2048)],
-]
-
-
-@pytest.mark.parametrize(
-    ("rounding", "size", "capacity"), [("pow2", *pair) for pair in POW2] + [("fine", *pair) for pair in FINE]
-)
-def test_buckets(rounding: str, size: int, capacity: int) -> None:
-    pool = make(rounding)
-    buffer = pool.alloc_bytes(size)
-    assert (buffer.nbytes, buffer.capacity) == (size, capacity)
-    assert in_use(pool) == (1, capacity)
-    assert bucket(size, rounding) == capacity
 
 
 @devices.cpu_only
@@ -440,47 +420,6 @@ def test_a_released_buffer_is_used_again() -> None:
     assert (free(pool), in_use(pool)) == ((0, 0), (1, 64))
 
 
-@pytest.mark.parametrize("through_pool", [False, True])
-def test_the_last_released_comes_first(through_pool: bool) -> None:
-    pool = make()
-    buffers = [pool.alloc_bytes(100) for _ in range(5)]
-    where = addresses(buffers)
-    for i in (2, 0, 4, 1):
-        if through_pool:
-            assert pool.release(buffers[i]) is None  # type: ignore[func-returns-value]
-        else:
-            buffers[i].release()
-    assert addresses(pool.alloc_bytes(100) for _ in range(4)) == [where[i] for i in (1, 4, 0, 2)]
-    assert address(buffers[3]) == where[3]
-
-
-def test_buckets_do_not_mix() -> None:
-    pool = make()
-    buffers = [pool.alloc_bytes(size) for size in (64, 128, 256)]
-    for buffer in buffers:
-        buffer.release()
-    larger = pool.alloc_bytes(512)
-    assert free(pool) == (3, 448)
-    again = pool.alloc_bytes(65)
-    assert again.capacity == 128
-    assert free(pool) == (2, 320)
-    assert are_apart([larger, again])
-
-
-def test_new_memory_is_zero_and_used_memory_is_not() -> None:
-    pool = make()
-    first = pool.alloc_bytes(10)
-    mark(first, 7)
-    first.release()
-    again = pool.alloc_bytes(16)
-    # What lies behind the bytes that were asked for was never touched.
-    assert again.tensor.tolist() == [7] * 10 + [0] * 6
-    pool.reset()
-    other = pool.alloc_bytes(9), pool.alloc_bytes(9)
-    assert holds(other[0], 7)
-    assert holds(other[1], 0)
-
-
 def test_the_same_sequence_gets_the_same_memory_after_a_reset() -> None:
     pool = make()
     sizes = [1 + 37 * i % 200 for i in range(60)]
@@ -496,44 +435,6 @@ def test_the_same_sequence_gets_the_same_memory_after_a_reset() -> None:
             with pool.step():
                 pass
     assert free(pool) == (60, sum(map(bucket, sizes)))
-
-
-def test_a_reset_takes_back_what_was_not_released() -> None:
-    pool = make()
-    buffers = [pool.alloc_bytes(100) for _ in range(6)]
-    where = addresses(buffers)
-    for i in (1, 4):
-        buffers[i].release()
-    assert pool.reset() is None  # type: ignore[func-returns-value]
-    assert (free(pool), in_use(pool)) == ((6, 768), (0, 0))
-    again = [pool.alloc_bytes(100) for _ in range(7)]
-    assert are_apart(again)
-    # Those of the reset lie above those that were released before.
-    assert sorted(addresses(again[:4])) == sorted(where[i] for i in (0, 2, 3, 5))
-    assert addresses(again[4:6]) == [where[4], where[1]]
-    assert free(pool) == (0, 0)
-
-
-def test_a_buffer_that_was_released_and_reset_is_free_once() -> None:
-    pool = make()
-    buffer = pool.alloc_bytes(100)
-    buffer.release()
-    pool.reset()
-    pool.reset()
-    first, second = pool.alloc_bytes(100), pool.alloc_bytes(100)
-    assert are_apart([first, second])
-    mark(first, 1)
-    mark(second, 2)
-    assert holds(first, 1)
-    assert holds(second, 2)
-
-
-def test_a_reset_of_nothing() -> None:
-    pool = make()
-    pool.reset()
-    pool.alloc_bytes(8).release()
-    pool.reset()
-    assert (free(pool), in_use(pool)) == ((1, 8), (0, 0))
 
 
 def test_a_buffer_that_nobody_holds_is_in_use_until_a_reset() -> None:
@@ -609,13 +510,6 @@ def test_a_batch_is_its_allocations_in_order() -> None:
     assert in_use(pool) == (5, 49)
     buffers[1].release()
     assert in_use(pool) == (4, 41)
-
-
-def test_an_empty_batch() -> None:
-    pool = make()
-    assert pool.alloc_batch([]) == []
-    assert pool.alloc_batch(specs=()) == []
-    assert set(pool.stats().values()) == {0}
 
 
 @pytest.mark.parametrize(
@@ -742,38 +636,6 @@ def test_a_buffer_stays_stale_however_often_its_memory_is_used() -> None:
     assert in_use(pool) == (1, 8)
 
 
-def test_a_buffer_stays_stale_over_many_resets() -> None:
-    pool = make()
-    stale = []
-    for _ in range(300):
-        stale.append(pool.alloc_bytes(8))
-        pool.reset()
-    pool.clear()
-    held = pool.alloc_bytes(8)
-    for buffer in stale:
-        with pytest.raises(StaleBufferError):
-            pool.release(buffer)
-    assert pool.stats()["stale_uses"] == 300
-    assert in_use(pool) == (1, 8)
-    assert not held.tensor.any()
-
-
-def test_what_a_double_release_might_do() -> None:
-    pool = make()
-    buffer = pool.alloc_bytes(64)
-    buffer.release()
-    with pytest.raises(StaleBufferError):
-        buffer.release()
-    with pytest.raises(StaleBufferError):
-        pool.release(buffer)
-    pool.reset()
-    with pytest.raises(StaleBufferError):
-        buffer.release()
-    assert free(pool) == (1, 64)
-    held = [pool.alloc_bytes(64) for _ in range(4)]
-    assert are_apart(held)
-
-
 def test_a_tensor_of_a_stale_buffer_is_still_memory() -> None:
     pool = make()
     buffer = pool.alloc((100,), torch.int32)
@@ -876,13 +738,6 @@ def test_leaving_a_buffer_that_was_released_does_nothing() -> None:
     assert not held.tensor.any()
 
 
-def test_buffers_within_buffers() -> None:
-    pool = make()
-    with pool.alloc_bytes(64) as outer, pool.alloc_bytes(64) as inner:
-        assert are_apart([outer, inner])
-    assert free(pool) == (2, 128)
-
-
 def test_a_step_resets_at_its_end() -> None:
     pool = make()
     before = pool.alloc_bytes(32)
@@ -943,14 +798,6 @@ def test_clear_gives_free_memory_back() -> None:
     assert not new.tensor.any()
     held.release()
     assert free(pool) == (1, 128)
-
-
-def test_clear_of_nothing() -> None:
-    pool = make()
-    pool.clear()
-    pool.alloc_bytes(8)
-    pool.clear()
-    assert in_use(pool) == (1, 8)
 
 
 def test_a_tensor_keeps_memory_that_was_cleared() -> None:
@@ -1470,37 +1317,6 @@ def test_the_loop_of_an_engine_makes_no_driver_call(driver: Driver) -> None:
 
 
 # Threads
-
-
-@devices.cpu_only
-@pytest.mark.parametrize("rounding", ["pow2", "fine"])
-def test_no_buffer_is_in_two_hands(rounding: str) -> None:
-    pool = make(rounding)
-
-    def work(number: int) -> None:
-        choose = random.Random(number)  # noqa: S311
-        held: list[tuple[Buffer, int]] = []
-        for i in range(400):
-            buffer = pool.alloc_bytes(choose.randrange(1, 2000))
-            value = number * 32 + i % 32
-            mark(buffer, value)
-            held.append((buffer, value))
-            while len(held) > choose.randrange(1, 16):
-                given, value = held.pop(choose.randrange(len(held)))
-                assert holds(given, value)
-                if choose.random() < 0.5:
-                    given.release()
-                else:
-                    pool.release(given)
-        for given, value in held:
-            assert holds(given, value)
-            given.release()
-
-    together(work)
-    stats = pool.stats()
-    assert (stats["in_use"], stats["in_use_bytes"], stats["stale_uses"]) == (0, 0, 0)
-    assert stats["capacity"] == stats["available"]
-    assert stats["high_water"] <= THREADS * 17
 
 
 def test_threads_share_a_pool_without_its_memory() -> None:

@@ -312,34 +312,12 @@ def test_an_exception_passes_through_a_block() -> None:
     assert counts(pool) == (3, 0, 1, 0)
 
 
-def test_a_reference_can_be_given_up_by_anybody() -> None:
-    pool = make()
-    chunk = some(pool.allocate())
-    chunk.retain()
-    pool.free(chunk)
-    assert counts(pool) == (2, 1, 1, 1)
-    chunk.release()
-    pool.free(chunk)
-    assert counts(pool) == (3, 0, 1, 1)
-
-
 def test_dropping_a_chunk_frees_nothing() -> None:
     pool = make()
     for _ in range(3):
         pool.allocate()
     assert counts(pool) == (0, 3, 3, 0)
     assert pool.allocate() is None
-
-
-def test_many_references() -> None:
-    pool = make()
-    chunk = some(pool.allocate())
-    for _ in range(1000):
-        chunk.retain()
-    assert chunk.references == 1001
-    for _ in range(1001):
-        chunk.release()
-    assert counts(pool) == (3, 0, 1, 0)
 
 
 # tensor
@@ -517,23 +495,6 @@ def test_reports_say_why(caplog: pytest.LogCaptureFixture) -> None:
         assert "chunk" in caplog.records[0].getMessage()
 
 
-def test_a_stale_chunk_never_frees_who_has_it_now() -> None:
-    pool = make(1)
-    stale = [some(pool.allocate())]
-    for _ in range(5):
-        pool.free(stale[-1])
-        stale.append(some(pool.allocate()))
-    live = stale.pop()
-    fill(live, 3)
-    for chunk in stale:
-        pool.free(chunk)
-        chunk.release()
-        assert chunk.references == 0
-    assert live.references == 1
-    assert read(live) == [3] * 12
-    assert counts(pool) == (0, 1, 1, 10)
-
-
 @pytest.mark.parametrize("again", [False, True])
 def test_a_stale_chunk_can_not_be_used(again: bool) -> None:
     pool = make(3)
@@ -568,14 +529,6 @@ def test_a_chunk_freed_within_its_block() -> None:
     with pytest.raises(IndexOwnershipError), some(strict.allocate()) as chunk:
         strict.free(chunk)
     assert counts(strict) == (3, 0, 1, 0)
-
-
-def test_a_list_of_chunks_is_no_chunk() -> None:
-    pool = make()
-    chunks = take(pool, 2)
-    with pytest.raises(TypeError, match="list"):
-        pool.free(chunks)  # type: ignore[arg-type]
-    assert counts(pool) == (1, 2, 2, 0)
 
 
 def test_chunks_and_copies_are_made_by_pools_only() -> None:
