@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
@@ -248,83 +246,3 @@ class ReqToTokenPoolModel:
     def write(self, cells: Iterable[tuple[int, int]], values: Iterable[int]) -> None:
         for (row, column), value in zip(cells, values, strict=True):
             self.table[row][column] = value
-
-
-class KVPoolModel:
-    """One K and one V tensor for each layer, written a row at a time."""
-
-    def __init__(
-        self,
-        rows: int,
-        layer_num: int,
-        k_shape: tuple[int, int],
-        v_shape: tuple[int, int],
-        dtype: torch.dtype,
-    ) -> None:
-        self.rows = rows
-        self.k = [torch.zeros(rows, *k_shape).to(dtype) for _ in range(layer_num)]
-        self.v = [torch.zeros(rows, *v_shape).to(dtype) for _ in range(layer_num)]
-
-    def set_kv_buffer(self, layer_id: int, indices: Sequence[int], k: torch.Tensor, v: torch.Tensor) -> None:
-        for buffer, values in ((self.k[layer_id], k), (self.v[layer_id], v)):
-            flat = values.reshape(len(indices), *buffer.shape[1:])
-            for i, index in enumerate(indices):
-                if index >= 0:
-                    buffer[index] = flat[i].to(buffer.dtype)
-
-    def gather_kv(self, layer_id: int, indices: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        picked = list(indices)
-        return self.k[layer_id][picked], self.v[layer_id][picked]
-
-    def move_kv(self, dst: Sequence[int], src: Sequence[int]) -> None:
-        for buffer in self.k + self.v:
-            before = buffer.clone()
-            for to, origin in zip(dst, src, strict=True):
-                buffer[to] = before[origin]
-
-
-class GDNPoolModel:
-    """Two tensors for the states, and the track slots as a first-in-first-out list."""
-
-    def __init__(
-        self,
-        recurrent_shape: Sequence[int],
-        conv_shape: Sequence[int],
-        dtype: torch.dtype,
-        track_slots: range,
-        *,
-        strict: bool = False,
-    ) -> None:
-        self.recurrent_state = torch.zeros(*recurrent_shape)
-        self.conv_state = torch.zeros(*conv_shape).to(dtype)
-        self.free_tracks = list(track_slots)
-        self.live: set[int] = set()
-        self.strict = strict
-        self.dropped_frees = 0
-
-    def reset_states(self, indices: Sequence[int]) -> None:
-        for index in indices:
-            self.recurrent_state[:, index] = 0
-            self.conv_state[:, index] = 0
-
-    def copy_states(self, src: Sequence[int], dst: Sequence[int]) -> None:
-        for state in (self.recurrent_state, self.conv_state):
-            before = state.clone()
-            for origin, to in zip(src, dst, strict=True):
-                state[:, to] = before[:, origin]
-
-    def alloc_track_slot(self) -> int | None:
-        if not self.free_tracks:
-            return None
-        slot = self.free_tracks.pop(0)
-        self.live.add(slot)
-        return slot
-
-    def free_track_slot(self, slot: int) -> None:
-        if slot in self.live:
-            self.live.remove(slot)
-            self.free_tracks.append(slot)
-        elif self.strict:
-            raise BadFreeError
-        else:
-            self.dropped_frees += 1

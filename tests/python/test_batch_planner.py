@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import logging
 import random
 import threading
@@ -56,32 +55,6 @@ def wide(page_size: int, **options: Any) -> Pair:  # noqa: ANN401
 # Construction
 
 
-def test_signatures() -> None:
-    def names(call: Callable[..., Any]) -> list[str]:
-        return [name for name in inspect.signature(call).parameters if name != "self"]
-
-    assert names(BatchPlanner) == [
-        "req_to_token_pool",
-        "allocator",
-        "max_batch_size",
-        "max_tokens",
-        "kv_indices",
-        "block_table",
-    ]
-    keyword = inspect.signature(BatchPlanner).parameters
-    for name in ("kv_indices", "block_table"):
-        assert keyword[name].kind is inspect.Parameter.KEYWORD_ONLY
-        assert keyword[name].default is True
-    assert names(BatchPlanner.extend) == ["req_pool_indices", "prefix_lens", "seq_lens", "prefix_slots"]
-    assert names(BatchPlanner.decode) == ["req_pool_indices", "seq_lens", "tokens_per_req", "pad_to"]
-    assert names(BatchPlanner.truncate) == ["req_pool_indices", "seq_lens", "after"]
-    assert names(BatchPlanner.finish) == ["req_pool_indices", "seq_lens", "after"]
-    assert names(BatchPlanner.fork) == ["src", "dst", "seq_len"]
-    decode = inspect.signature(BatchPlanner.decode).parameters
-    assert decode["tokens_per_req"].default == 1
-    assert decode["pad_to"].kind is inspect.Parameter.KEYWORD_ONLY
-
-
 def test_attributes() -> None:
     table, allocator = pools(16)
     planner = BatchPlanner(table, allocator, 4, 32)
@@ -93,26 +66,6 @@ def test_attributes() -> None:
     for name in ("req_to_token_pool", "allocator", "max_batch_size", "max_tokens", "page_size", "device"):
         with pytest.raises(AttributeError):
             setattr(planner, name, getattr(planner, name))
-
-
-def test_keyword_arguments() -> None:
-    table, allocator = pools()
-    planner = BatchPlanner(
-        req_to_token_pool=table,
-        allocator=allocator,
-        max_batch_size=4,
-        max_tokens=32,
-        kv_indices=True,
-        block_table=False,
-    )
-    rows = some(table.alloc(2))
-    assert planner.extend(req_pool_indices=rows, prefix_lens=[0, 0], seq_lens=[1, 2], prefix_slots=None)
-    assert planner.decode(req_pool_indices=rows, seq_lens=[3, 4], tokens_per_req=2, pad_to=None)
-    planner.truncate(req_pool_indices=rows, seq_lens=[2, 3], after=None)
-    planner.finish(req_pool_indices=rows[:1], seq_lens=[2], after=None)
-    row = some(table.alloc())[0]
-    assert planner.fork(src=rows[1], dst=row, seq_len=1)
-    assert planner.seq_len(req_pool_idx=row) == 1
 
 
 @pytest.mark.parametrize("sizes", [(0, 1), (1, 0), (-1, 1), (1, -7), (0, 0)])
@@ -287,31 +240,6 @@ def test_every_plan_is_at_the_same_addresses(page_size: int) -> None:
     assert pair.planner.stats()["bytes"] == size
 
 
-def test_batches_of_nobody_are_plans() -> None:
-    pair = Pair(page_size=4)
-    plan = pair.extend([], [], [], [])
-    assert plan.kv_indptr.tolist() == plan.qo_indptr.tolist() == [0]
-    assert plan.block_table.shape == (0, 12)
-    assert (plan.max_seqlen_q, plan.max_seqlen_k) == (0, 0)
-    pair.decode([], [])
-    pair.decode([], [], 2, pad_to=3)
-    pair.decode([], [], 2, pad_to=0)
-    pair.decode(torch.tensor([], dtype=torch.int32), np.array([], dtype=np.int64), pad_to=[1])
-    pair.truncate([], [])
-    pair.finish([])
-    pair.finish([], [])
-
-
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-def test_requests_without_new_tokens_are_in_the_plan(page_size: int) -> None:
-    pair = wide(page_size)
-    rows = pair.start(3, 0, 2 * page_size)
-    plan = pair.extend(rows, [3, 0, 2 * page_size], [3, 0, 2 * page_size])
-    assert plan.num_tokens == plan.out_cache_loc.numel() == 0
-    assert plan.max_seqlen_k == max(3, 2 * page_size)
-    assert plan.kv_last_page_len.tolist() == [min(3, (3 - 1) % page_size + 1), 0, page_size]
-
-
 @pytest.mark.parametrize("name", ["kv_indices", "block_table"])
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 def test_fields_that_are_not_wanted_are_none(page_size: int, name: str) -> None:
@@ -323,121 +251,7 @@ def test_fields_that_are_not_wanted_are_none(page_size: int, name: str) -> None:
     assert pair.planner.stats()["bytes"] < wide(page_size).planner.stats()["bytes"]
 
 
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-def test_neither_pages_nor_blocks(page_size: int) -> None:
-    pair = wide(page_size, kv_indices=False, block_table=False)
-    rows = pair.start(2 * page_size, 1)
-    pair.decode(rows, [2 * page_size + 2, 3], 2)
-    pair.truncate(rows, [1, 0])
-    pair.extend(rows[::-1], [0, 1], [page_size, page_size + 1])
-
-
 # extend and decode
-
-
-@pytest.mark.parametrize("need_sort", [True, False])
-def test_slots_come_as_from_alloc(need_sort: bool) -> None:
-    pair = Pair(need_sort=need_sort)
-    other = TokenToKVPoolAllocator(64, devices.current(), 1, need_sort)
-    rows = pair.start(20, 10)
-    assert pair.row_of(rows[0], 20) + pair.row_of(rows[1], 10) == some(other.alloc(30)).tolist()
-    taken = pair.row_of(rows[0], 20)
-    pair.finish(rows[:1])
-    other.free(taken)
-    row = pair.rows(1)[0]
-    for lens in ([11, 25], [12, 26], [13, 27]):
-        new = 26 if lens[1] == 25 else 2
-        plan = pair.extend([rows[1], row], [lens[0] - 1, lens[1] - new + 1], lens)
-        assert plan.out_cache_loc.tolist() == some(other.alloc(new)).tolist()
-
-
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-def test_prefill_in_chunks(page_size: int) -> None:
-    pair = wide(page_size)
-    one, two = pair.rows(2)
-    length = 0
-    for chunk in (1, page_size - 1, page_size, 2, page_size, 1, page_size - 3):
-        if chunk > 0:
-            pair.extend([two, one], [length // 2, length], [(length + chunk) // 2, length + chunk])
-            length += chunk
-    assert pair.planner.seq_len(one) == length
-    slots = pair.row_of(one, length)
-    assert len(set(slots)) == length
-    pair.finish([one, two], [length, length // 2])
-
-
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-def test_decode_across_page_ends(page_size: int) -> None:
-    pair = wide(page_size, need_sort=False)
-    lens = [1, page_size, 2 * page_size - 1]
-    rows = pair.start(*lens)
-    for step in range(1, 5):
-        pair.decode(rows, [length + step for length in lens])
-    assert pair.planner.stats()["tokens"] == sum(lens) + 12
-
-
-def test_prefill_and_decode_in_one_batch() -> None:
-    pair = Pair(page_size=4)
-    rows = pair.start(5, 3)
-    new = pair.rows(1)
-    plan = pair.extend([*rows, *new], [5, 3, 0], [6, 4, 9])
-    assert plan.max_seqlen_q == 9
-    assert plan.qo_indptr.tolist() == [0, 1, 2, 11]
-
-
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-def test_the_order_of_the_batch_may_change(page_size: int) -> None:
-    pair = wide(page_size)
-    begin = (1, page_size, 3 * page_size)
-    lens = dict(zip(pair.start(*begin), begin, strict=True))
-    choose = random.Random(page_size)  # noqa: S311
-    for _ in range(12):
-        rows = choose.sample(list(lens), choose.randrange(1, 4))
-        for row in rows:
-            lens[row] += 1
-        pair.decode(rows, [lens[row] for row in rows], pad_to=choose.choice([None, 4, 6]))
-
-
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-def test_blocks_beyond_a_request_are_zero_after_longer_ones(page_size: int) -> None:
-    pair = wide(page_size)
-    rows = pair.start(5 * page_size, 4 * page_size, 1, 1)
-    plan = pair.decode(rows[2:], [2, 2])
-    assert plan.block_table[:, 2:].count_nonzero() == 0
-    pair.extend(rows[:2], [5 * page_size, 4 * page_size], [5 * page_size + 1, 4 * page_size + 1])
-    plan = pair.decode(rows[2:], [3, 3], pad_to=8)
-    assert plan.block_table[2:].count_nonzero() == 0
-    pair.truncate(rows[:2], [1, page_size])
-    pair.extend(rows[:2], [1, page_size], [2, page_size + 1])
-    pair.finish(rows[:1])
-    pair.decode(rows[1:], [page_size + 2, 4, 4])
-    row = pair.rows(1)[0]
-    pair.extend([row], [0], [1])
-
-
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-def test_truncation_and_growth_with_other_pages(page_size: int) -> None:
-    pair = wide(page_size, need_sort=False)
-    one, two = pair.start(4 * page_size, 1)
-    pair.truncate([one], [page_size])
-    pair.extend([two], [1], [3 * page_size])
-    plan = pair.extend([one], [page_size], [5 * page_size])
-    before = pair.row_of(one, 5 * page_size)
-    assert plan.block_table[0, :5].tolist() == [slot // page_size for slot in before[::page_size]]
-    pair.truncate([one], [0])
-    pair.decode([two], [3 * page_size + 1])
-    pair.extend([one], [0], [2 * page_size])
-    assert pair.row_of(one, page_size) != before[:page_size]
-
-
-def test_what_a_request_had_stays_when_others_move_to_its_place() -> None:
-    pair = Pair(page_size=4)
-    one, two = pair.start(9, 9)
-    # two is shown where one was, one loses a page meanwhile, and returns to its place with another.
-    pair.decode([two], [10])
-    pair.truncate([one], [4])
-    pair.decode([two], [13], 3)
-    pair.extend([one, two], [4, 13], [12, 13])
 
 
 @pytest.mark.parametrize("page_size", [1, 4])
@@ -556,70 +370,6 @@ def test_a_prefix_from_the_row_of_another_request(page_size: int) -> None:
     assert pair.allocator.stats()["in_use"] == 0
 
 
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-def test_the_last_owner_of_a_prefix_returns_it(page_size: int) -> None:
-    pair = wide(page_size, strict=True)
-    cached = pair.slots(2 * page_size).tolist()
-    rows = pair.rows(2)
-    pair.extend(rows, [2 * page_size] * 2, [2 * page_size + 1] * 2, [cached, cached])
-    # The cache evicts it while both requests run.
-    pair.free(cached)
-    assert pair.allocator.is_allocated(cached).all()
-    pair.finish(rows[:1])
-    assert pair.allocator.is_allocated(cached).all()
-    assert pair.row_of(rows[1], 2 * page_size) == cached
-    pair.finish(rows[1:])
-    assert not pair.allocator.is_allocated(cached).any()
-    with pytest.raises(IndexOwnershipError):
-        pair.allocator.free(cached)
-
-
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-def test_a_finished_request_leaves_its_slots_to_the_cache(page_size: int) -> None:
-    pair = wide(page_size)
-    row = pair.start(2 * page_size + 1)[0]
-    cached = pair.row_of(row, 2 * page_size)
-    pair.share(cached)
-    pair.finish([row])
-    assert pair.allocator.is_allocated(cached).all()
-    again = pair.rows(1)
-    pair.extend(again, [2 * page_size], [3 * page_size], [cached])
-    pair.free(cached)
-    pair.finish(again)
-    assert pair.allocator.stats()["in_use"] == 0
-
-
-def test_a_prefix_goes_on_in_chunks() -> None:
-    pair = Pair(page_size=4)
-    cached = pair.slots(8).tolist()
-    row = pair.rows(1)[0]
-    pair.extend([row], [8], [8], [cached])
-    pair.extend([row], [8], [11], [None])
-    pair.extend([row], [11], [14], [[]])
-    pair.truncate([row], [8])
-    pair.extend([row], [8], [9])
-
-
-def test_slots_of_a_prefix_need_not_follow_each_other() -> None:
-    pair = Pair()
-    slots = pair.slots(9).tolist()
-    row = pair.rows(1)[0]
-    pair.extend([row], [4], [6], [[slots[i] for i in (7, 2, 8, 0)]])
-    paged = Pair(page_size=4)
-    pages = paged.slots(12).tolist()
-    row = paged.rows(1)[0]
-    paged.extend([row], [8], [9], [[*pages[8:], *pages[:4]]])
-
-
-@pytest.mark.parametrize("page_size", [1, 4])
-def test_prefixes_alone_need_no_free_slot(page_size: int) -> None:
-    pair = Pair(8 * page_size, page_size)
-    cached = pair.slots(8 * page_size).tolist()
-    rows = pair.rows(2)
-    pair.extend(rows, [8 * page_size] * 2, [8 * page_size] * 2, [cached] * 2)
-    assert pair.try_extend(rows[:1], [8 * page_size], [8 * page_size + 1]) is None
-
-
 BAD_PREFIXES: dict[str, tuple[int, int, list[int], type[Exception], str]] = {
     # page_size, prefix_len, slots, error, number that it names
     "free": (1, 3, [1, 2, 40], IndexOwnershipError, "40"),
@@ -695,32 +445,6 @@ def test_prefixes_of_a_wrong_type(wrong: Any) -> None:  # noqa: ANN401
 # truncate
 
 
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-def test_rejected_tokens_are_given_back(page_size: int) -> None:
-    pair = wide(page_size)
-    lens = [page_size - 1, 2 * page_size, 1]
-    rows = pair.start(*lens)
-    for accepted in ([1, 4, 2], [3, 1, 1], [4, 4, 4]):
-        plan = pair.decode(rows, [n + 4 for n in lens], 4)
-        assert (plan.num_tokens, plan.max_seqlen_q) == (12, 4)
-        lens = [n + kept for n, kept in zip(lens, accepted, strict=True)]
-        pair.truncate(rows, lens)
-        assert [pair.planner.seq_len(row) for row in rows] == lens
-    pair.finish(rows, lens)
-    assert pair.allocator.available_size() == 40 * page_size
-
-
-def test_truncate_to_the_same_length_changes_nothing() -> None:
-    pair = Pair(page_size=4)
-    row = pair.start(6)[0]
-    free = pair.allocator.available_size()
-    pair.truncate([row], [6])
-    pair.truncate([row], [5])
-    assert pair.allocator.available_size() == free
-    pair.truncate([row], [4])
-    assert pair.allocator.available_size() == free + 4
-
-
 def test_what_the_table_had_beyond_stays_there() -> None:
     pair = Pair()
     row = pair.start(5)[0]
@@ -759,17 +483,6 @@ def test_a_request_cannot_end_within_a_page_that_others_read(page_size: int) -> 
     pair.truncate([row], [0])
 
 
-def test_a_request_may_end_within_a_page_again_when_the_others_are_gone() -> None:
-    pair = Pair(page_size=4)
-    row = pair.start(8)[0]
-    slots = pair.row_of(row, 8)
-    pair.share(slots)
-    pair.refused(IndexOwnershipError, lambda: pair.planner.truncate([row], [6]))
-    pair.free(slots)
-    pair.truncate([row], [6])
-    pair.decode([row], [7])
-
-
 # fork
 
 
@@ -791,59 +504,6 @@ def test_fork_shares_full_pages_and_replaces_the_partial_one(page_size: int) -> 
     assert not set(pair.row_of(dst, length + 1)[2 * page_size :]) & set(
         pair.row_of(src, 2 * page_size + 4)[2 * page_size :]
     )
-
-
-@pytest.mark.parametrize("first", ["src", "dst"])
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-def test_shared_pages_return_with_the_last_request(page_size: int, first: str) -> None:
-    pair = wide(page_size, strict=True)
-    src = pair.start(2 * page_size + 1)[0]
-    dst = pair.rows(1)[0]
-    pair.fork(src, dst, 2 * page_size + 1)
-    shared = pair.row_of(src, 2 * page_size)
-    one, two = (src, dst) if first == "src" else (dst, src)
-    pair.finish([one])
-    assert pair.allocator.is_allocated(shared).all()
-    assert pair.row_of(two, 2 * page_size) == shared
-    pair.finish([two])
-    assert pair.allocator.available_size() == 40 * page_size
-
-
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-def test_both_may_finish_in_one_call(page_size: int) -> None:
-    pair = wide(page_size, strict=True)
-    src = pair.start(3 * page_size)[0]
-    dst = pair.rows(3)
-    for row in dst:
-        pair.fork(src, row, 3 * page_size)
-    pair.finish([dst[0], src])
-    pair.finish(dst[1:], [3 * page_size] * 2)
-    assert pair.allocator.available_size() == 40 * page_size
-
-
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-def test_forks_of_forks(page_size: int) -> None:
-    pair = wide(page_size)
-    rows = pair.start(3 * page_size - 1)
-    for _ in range(3):
-        rows += pair.rows(1)
-        pair.fork(rows[-2], rows[-1], 3 * page_size - 1)
-    plan = pair.decode(rows, [3 * page_size] * 4)
-    assert len(set(plan.out_cache_loc.tolist())) == 4
-    for row in rows:
-        pair.finish([row], [3 * page_size])
-    assert pair.allocator.stats()["in_use"] == 0
-
-
-def test_fork_of_nothing_and_of_whole_pages_copies_nothing() -> None:
-    pair = Pair(page_size=4)
-    src = pair.start(9)[0]
-    one, two = pair.rows(2)
-    for row, length in ((one, 0), (two, 8)):
-        dst_slots, src_slots = pair.fork(src, row, length)
-        assert dst_slots.numel() == src_slots.numel() == 0
-        assert dst_slots.dtype is src_slots.dtype is torch.int32
-    pair.extend([one, two], [0, 8], [1, 9])
 
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
@@ -885,18 +545,6 @@ def test_a_forked_request_reads_what_its_source_wrote_and_writes_for_itself(page
     kv.set_kv_buffer(0, plan.out_cache_loc, new[:1] * 7, -new[:1] * 7)
     assert held(src, 0) == [*written[:page_size], 700]
     assert held(dst, 0) == [*written, 200, 200]
-
-
-def test_fork_that_finds_no_page_is_none_and_changes_nothing() -> None:
-    pair = Pair(16, 4)
-    src, other = pair.start(10, 1)
-    dst = pair.rows(1)[0]
-    assert pair.try_fork(src, dst, 10) is None
-    assert pair.planner.seq_len(dst) == 0
-    pair.fork(src, dst, 8)
-    pair.finish([dst, other])
-    dst = pair.rows(1)[0]
-    pair.fork(src, dst, 10)
 
 
 BAD_FORKS: dict[str, tuple[tuple[int, int, int], type[Exception], str]] = {
@@ -1015,43 +663,7 @@ def test_sizes_to_pad_to_of_a_wrong_type(wrong: Any) -> None:  # noqa: ANN401
     pair.refused(TypeError, lambda: pair.planner.decode(rows, [4], pad_to=wrong))
 
 
-def test_padding_takes_no_slots() -> None:
-    pair = Pair(2)
-    row = pair.start(1)
-    pair.decode(row, [2], pad_to=8)
-    assert pair.allocator.available_size() == 0
-    assert not pair.table.req_to_token[0].any()
-
-
 # finish
-
-
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-def test_finish_gives_slots_and_rows_back(page_size: int) -> None:
-    pair = wide(page_size)
-    rows = pair.start(page_size + 1, 2, 0)
-    kept = pair.start(3)
-    pair.finish([rows[2], rows[0]], [0, page_size + 1])
-    assert pair.table.available_size() == 6
-    assert not pair.table.req_to_token[rows[0]].any()
-    pair.decode([rows[1], *kept], [3, 4])
-    pair.finish([rows[1], *kept])
-    assert pair.table.available_size() == 8
-    assert pair.allocator.available_size() == 40 * page_size
-    assert not pair.table.req_to_token.any()
-
-
-def test_finished_rows_begin_anew() -> None:
-    pair = Pair(max_reqs=1)
-    for length in (9, 2, 30):
-        pair.finish(pair.start(length), [length])
-
-
-def test_finish_of_more_rows_than_a_batch_has() -> None:
-    pair = Pair(max_batch_size=2)
-    rows = pair.start(1, 2) + pair.start(3, 4)
-    pair.truncate(rows, [1, 1, 1, 1])
-    pair.finish(rows)
 
 
 @pytest.mark.parametrize("lens", [[6, 3], [5, 2], [0, 0], [3, 5], [-1, 3]])
@@ -1065,48 +677,6 @@ def test_finish_checks_the_lengths_that_it_is_given(lens: list[int]) -> None:
         assert str(number) in str(caught.value)
     pair.same()
     pair.finish(rows, [5, 3])
-
-
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-@pytest.mark.parametrize("call", ["finish", "truncate"])
-def test_slots_behind_a_fence_stay_in_use(page_size: int, call: str) -> None:
-    pair = wide(page_size)
-    one, two = pair.start(2 * page_size, 3 * page_size)
-    slots = pair.row_of(two, 3 * page_size)
-    fence = Fence()
-    if call == "finish":
-        pair.finish([two, one], after=fence)
-        back = 5
-    else:
-        pair.truncate([two, one], [page_size, 2 * page_size], fence)
-        slots, back = slots[page_size:], 2
-    assert pair.allocator.stats()["fenced"] == back * page_size
-    assert pair.allocator.is_allocated(slots).all()
-    assert pair.try_extend(pair.rows(1), [0], [5 * page_size]) is not None
-    fence.done = True
-    pair.same()
-    assert not pair.allocator.is_allocated(slots).any()
-    assert pair.table.available_size() == (7 if call == "finish" else 5)
-
-
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-def test_shared_pages_behind_fences_return_with_the_last(page_size: int) -> None:
-    pair = wide(page_size)
-    src = pair.start(2 * page_size)[0]
-    one, two = pair.rows(2)
-    pair.fork(src, one, 2 * page_size)
-    pair.fork(src, two, 2 * page_size)
-    slots = pair.row_of(src, 2 * page_size)
-    fences = [Fence(), Fence()]
-    pair.finish([src, one], after=fences[0])
-    pair.finish([two], after=fences[1])
-    for fence in fences:
-        assert pair.allocator.is_allocated(slots).all()
-        with pytest.raises(IndexOwnershipError):
-            pair.allocator.share(slots)
-        fence.done = True
-        pair.same()
-    assert pair.allocator.available_size() == 40 * page_size
 
 
 @pytest.mark.parametrize("fence", [object(), 1, "fence"])
@@ -1148,52 +718,6 @@ def test_strict_tells_of_pages_that_somebody_else_freed_after_all_else_was_given
     assert not pair.table.req_to_token.any()
     assert pair.allocator.available_size() == 64
     pair.allocator.verify()
-
-
-# All or nothing
-
-
-@pytest.mark.parametrize("need_sort", [True, False])
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-def test_short_is_none_and_changes_nothing(page_size: int, need_sort: bool) -> None:
-    pair = Pair(8 * page_size, page_size, need_sort=need_sort, max_context_len=8 * page_size, max_tokens=1024)
-    one, two = pair.start(3 * page_size, 2 * page_size - 1)
-    plan = pair.decode([two], [2 * page_size])
-    new = pair.rows(1)[0]
-    size = page_size
-    stats = {**pair.allocator.stats(), "bytes": 0}
-    assert pair.try_extend([one, new], [3 * size, 0], [3 * size + 1, 3 * size]) is None
-    assert pair.try_decode([two, one], [4 * size, 5 * size], 2 * size) is None
-    assert (
-        pair.try_extend(
-            [new, one], [2 * size, 3 * size], [5 * size, 4 * size], [pair.row_of(one, 2 * size), None]
-        )
-        is None
-    )
-    assert {**pair.allocator.stats(), "bytes": 0} == stats
-    # The last plan that there was can be asked still.
-    assert plan.seq_lens.tolist() == [2 * size]
-    pair.finish([two])
-    pair.extend([one, new], [3 * size, 0], [3 * size + 1, 3 * size])
-
-
-def test_short_merges_as_alloc_does() -> None:
-    pair = Pair(8)
-    one, two = pair.start(3, 5)
-    pair.finish([one])
-    assert pair.allocator.release_slots.tolist() == [1, 2, 3]
-    assert pair.try_decode([two], [9], 4) is None
-    assert pair.allocator.free_slots.tolist() == [1, 2, 3]
-
-
-def test_a_batch_that_fills_the_pool() -> None:
-    pair = Pair(64, 16)
-    rows = pair.start(17, 30, 0)
-    assert pair.allocator.available_size() == 0
-    pair.extend(rows[:2], [17, 30], [32, 32])
-    assert pair.try_decode(rows[:1], [33]) is None
-    pair.finish(rows[1:2])
-    pair.decode(rows[:1], [33])
 
 
 # Misuse
@@ -1327,12 +851,6 @@ def test_batches_that_are_too_large() -> None:
     pair.refused(ConfigError, lambda: pair.planner.decode(rows[:2], [16, 16], 6), "12")
 
 
-def test_cached_tokens_are_not_new_tokens() -> None:
-    pair = Pair(max_tokens=2)
-    cached = pair.slots(20)
-    pair.extend(pair.rows(1), [20], [22], [cached])
-
-
 @pytest.mark.parametrize(
     ("rows", "prefix_lens", "seq_lens"),
     [(1, 2, 2), (2, 1, 2), (2, 2, 1), (2, 0, 0), (0, 1, 1), (2, 3, 2)],
@@ -1377,41 +895,12 @@ def test_seq_len_of_what_is_no_row(row: Any) -> None:  # noqa: ANN401
 # Behind the planner's back
 
 
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-def test_rows_that_were_freed_and_taken_again_begin_anew(page_size: int) -> None:
-    pair = wide(page_size, max_reqs=2)
-    one, two = pair.start(2 * page_size, page_size + 1)
-    slots = pair.row_of(one, 2 * page_size)
-    pair.free_rows([one])
-    pair.refused(IndexOwnershipError, lambda: pair.planner.decode([one], [2 * page_size + 1]), str(one))
-    assert pair.planner.stats()["requests"] == 1
-    assert pair.rows(1) == [one]
-    assert pair.planner.seq_len(one) == 0
-    pair.refused(ConfigError, lambda: pair.planner.decode([one], [2 * page_size + 1]), str(one))
-    pair.extend([two, one], [page_size + 1, 0], [page_size + 2, 1])
-    pair.finish([one, two], [1, page_size + 2])
-    # Its old slots are still somebody's.
-    assert pair.allocator.stats()["in_use"] == 2 * page_size
-    pair.free(slots)
-
-
 def test_a_row_that_was_taken_again_is_shown_with_its_own_pages() -> None:
     pair = Pair(page_size=4, max_reqs=1, need_sort=False)
     row = pair.start(12)[0]
     pair.free_rows([row])
     assert pair.rows(1) == [row]
     pair.extend([row], [0], [12])
-
-
-def test_a_table_that_was_cleared_begins_anew() -> None:
-    pair = Pair(page_size=4, max_reqs=2)
-    rows = pair.start(5, 6)
-    pair.table.clear()
-    pair.model.table.clear()
-    assert pair.planner.stats()["requests"] == 0
-    assert pair.rows(2) == rows
-    pair.same()
-    pair.extend(rows, [0, 0], [9, 1])
 
 
 @pytest.mark.parametrize("page_size", [1, 4])

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import itertools
-import os
-import random
 import threading
 import weakref
 from dataclasses import dataclass
@@ -18,15 +15,6 @@ import numpy as np
 import pytest
 import torch
 from common import STORAGE, THREADS, cuda_only, on_stream, together
-from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
 from software import LAUNCH_FAILED, OUT_OF_MEMORY, each_call, is_preloaded
 
 import kvpool
@@ -111,16 +99,6 @@ def bucket(size: int, rounding: str = "pow2") -> int:
 # Construction
 
 
-def test_signature_and_defaults() -> None:
-    parameters = inspect.signature(BufferPool).parameters
-    assert list(parameters) == ["device", "rounding", "debug"]
-    assert parameters["device"].default == "cuda"
-    assert parameters["rounding"].default == "pow2"
-    assert parameters["rounding"].kind is inspect.Parameter.KEYWORD_ONLY
-    with pytest.raises(TypeError):
-        BufferPool("cpu", "fine")  # type: ignore[call-arg]
-
-
 def test_a_new_pool_has_nothing() -> None:
     pool = make()
     assert pool.device == {"cpu": "cpu", "cuda": "cuda:0"}[devices.current()]
@@ -132,11 +110,7 @@ def test_a_new_pool_has_nothing() -> None:
 
 
 def test_attributes_can_not_be_set() -> None:
-    pool = make()
-    for name in ("device", "rounding", "free_count", "free_bytes", "in_use_count", "high_water_bytes"):
-        with pytest.raises(AttributeError):
-            setattr(pool, name, getattr(pool, name))
-    buffer = pool.alloc((2,), torch.int8)
+    buffer = make().alloc((2,), torch.int8)
     for name in ("tensor", "nbytes", "capacity"):
         with pytest.raises(AttributeError):
             setattr(buffer, name, getattr(buffer, name))
@@ -150,28 +124,6 @@ def test_roundings_that_are_none(rounding: Any, error: type[Exception], words: s
     with pytest.raises(error) as caught:
         BufferPool(devices.current(), rounding=rounding)
     assert words in str(caught.value)
-
-
-@devices.cpu_only
-@pytest.mark.parametrize(
-    ("name", "error", "words"),
-    [("tpu", ConfigError, "tpu"), ("cuda:x", ConfigError, "cuda:x"), (3, TypeError, "int")],
-)
-def test_devices_that_are_none(name: object, error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
-        BufferPool(name)
-
-
-def test_devices_as_pytorch_writes_them() -> None:
-    pool = BufferPool(torch.device(devices.current()))
-    assert pool.alloc((2,), torch.int8).tensor.device.type == devices.current()
-
-
-@devices.cpu_only
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
-def test_cuda_without_a_driver_says_what_was_looked_for() -> None:
-    with pytest.raises(kvpool.BackendUnavailableError, match="libcuda"):
-        BufferPool()
 
 
 def test_buffers_come_from_pools_alone() -> None:
@@ -226,25 +178,6 @@ def test_bytes() -> None:
     assert (buffer.nbytes, buffer.capacity) == (100, 128)
     assert not buffer.tensor.any()
     assert pool.alloc_bytes(n=np.int64(0)).tensor.shape == (0,)
-
-
-POW2 = [(0, 1), (1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (1000, 1024), (1024, 1024), (1025, 2048)]
-FINE = [
-    *[(0, 1), (1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (6, 6), (7, 7), (8, 8), (9, 10), (11, 12), (13, 14)],
-    *[(15, 16), (17, 20), (21, 24), (25, 28), (29, 32), (1000, 1024), (1025, 1280), (1281, 1536)],
-    *[(1537, 1792), (1793, 2048)],
-]
-
-
-@pytest.mark.parametrize(
-    ("rounding", "size", "capacity"), [("pow2", *pair) for pair in POW2] + [("fine", *pair) for pair in FINE]
-)
-def test_buckets(rounding: str, size: int, capacity: int) -> None:
-    pool = make(rounding)
-    buffer = pool.alloc_bytes(size)
-    assert (buffer.nbytes, buffer.capacity) == (size, capacity)
-    assert in_use(pool) == (1, capacity)
-    assert bucket(size, rounding) == capacity
 
 
 @devices.cpu_only
@@ -487,47 +420,6 @@ def test_a_released_buffer_is_used_again() -> None:
     assert (free(pool), in_use(pool)) == ((0, 0), (1, 64))
 
 
-@pytest.mark.parametrize("through_pool", [False, True])
-def test_the_last_released_comes_first(through_pool: bool) -> None:
-    pool = make()
-    buffers = [pool.alloc_bytes(100) for _ in range(5)]
-    where = addresses(buffers)
-    for i in (2, 0, 4, 1):
-        if through_pool:
-            assert pool.release(buffers[i]) is None  # type: ignore[func-returns-value]
-        else:
-            buffers[i].release()
-    assert addresses(pool.alloc_bytes(100) for _ in range(4)) == [where[i] for i in (1, 4, 0, 2)]
-    assert address(buffers[3]) == where[3]
-
-
-def test_buckets_do_not_mix() -> None:
-    pool = make()
-    buffers = [pool.alloc_bytes(size) for size in (64, 128, 256)]
-    for buffer in buffers:
-        buffer.release()
-    larger = pool.alloc_bytes(512)
-    assert free(pool) == (3, 448)
-    again = pool.alloc_bytes(65)
-    assert again.capacity == 128
-    assert free(pool) == (2, 320)
-    assert are_apart([larger, again])
-
-
-def test_new_memory_is_zero_and_used_memory_is_not() -> None:
-    pool = make()
-    first = pool.alloc_bytes(10)
-    mark(first, 7)
-    first.release()
-    again = pool.alloc_bytes(16)
-    # What lies behind the bytes that were asked for was never touched.
-    assert again.tensor.tolist() == [7] * 10 + [0] * 6
-    pool.reset()
-    other = pool.alloc_bytes(9), pool.alloc_bytes(9)
-    assert holds(other[0], 7)
-    assert holds(other[1], 0)
-
-
 def test_the_same_sequence_gets_the_same_memory_after_a_reset() -> None:
     pool = make()
     sizes = [1 + 37 * i % 200 for i in range(60)]
@@ -543,44 +435,6 @@ def test_the_same_sequence_gets_the_same_memory_after_a_reset() -> None:
             with pool.step():
                 pass
     assert free(pool) == (60, sum(map(bucket, sizes)))
-
-
-def test_a_reset_takes_back_what_was_not_released() -> None:
-    pool = make()
-    buffers = [pool.alloc_bytes(100) for _ in range(6)]
-    where = addresses(buffers)
-    for i in (1, 4):
-        buffers[i].release()
-    assert pool.reset() is None  # type: ignore[func-returns-value]
-    assert (free(pool), in_use(pool)) == ((6, 768), (0, 0))
-    again = [pool.alloc_bytes(100) for _ in range(7)]
-    assert are_apart(again)
-    # Those of the reset lie above those that were released before.
-    assert sorted(addresses(again[:4])) == sorted(where[i] for i in (0, 2, 3, 5))
-    assert addresses(again[4:6]) == [where[4], where[1]]
-    assert free(pool) == (0, 0)
-
-
-def test_a_buffer_that_was_released_and_reset_is_free_once() -> None:
-    pool = make()
-    buffer = pool.alloc_bytes(100)
-    buffer.release()
-    pool.reset()
-    pool.reset()
-    first, second = pool.alloc_bytes(100), pool.alloc_bytes(100)
-    assert are_apart([first, second])
-    mark(first, 1)
-    mark(second, 2)
-    assert holds(first, 1)
-    assert holds(second, 2)
-
-
-def test_a_reset_of_nothing() -> None:
-    pool = make()
-    pool.reset()
-    pool.alloc_bytes(8).release()
-    pool.reset()
-    assert (free(pool), in_use(pool)) == ((1, 8), (0, 0))
 
 
 def test_a_buffer_that_nobody_holds_is_in_use_until_a_reset() -> None:
@@ -656,13 +510,6 @@ def test_a_batch_is_its_allocations_in_order() -> None:
     assert in_use(pool) == (5, 49)
     buffers[1].release()
     assert in_use(pool) == (4, 41)
-
-
-def test_an_empty_batch() -> None:
-    pool = make()
-    assert pool.alloc_batch([]) == []
-    assert pool.alloc_batch(specs=()) == []
-    assert set(pool.stats().values()) == {0}
 
 
 @pytest.mark.parametrize(
@@ -789,38 +636,6 @@ def test_a_buffer_stays_stale_however_often_its_memory_is_used() -> None:
     assert in_use(pool) == (1, 8)
 
 
-def test_a_buffer_stays_stale_over_many_resets() -> None:
-    pool = make()
-    stale = []
-    for _ in range(300):
-        stale.append(pool.alloc_bytes(8))
-        pool.reset()
-    pool.clear()
-    held = pool.alloc_bytes(8)
-    for buffer in stale:
-        with pytest.raises(StaleBufferError):
-            pool.release(buffer)
-    assert pool.stats()["stale_uses"] == 300
-    assert in_use(pool) == (1, 8)
-    assert not held.tensor.any()
-
-
-def test_what_a_double_release_might_do() -> None:
-    pool = make()
-    buffer = pool.alloc_bytes(64)
-    buffer.release()
-    with pytest.raises(StaleBufferError):
-        buffer.release()
-    with pytest.raises(StaleBufferError):
-        pool.release(buffer)
-    pool.reset()
-    with pytest.raises(StaleBufferError):
-        buffer.release()
-    assert free(pool) == (1, 64)
-    held = [pool.alloc_bytes(64) for _ in range(4)]
-    assert are_apart(held)
-
-
 def test_a_tensor_of_a_stale_buffer_is_still_memory() -> None:
     pool = make()
     buffer = pool.alloc((100,), torch.int32)
@@ -923,13 +738,6 @@ def test_leaving_a_buffer_that_was_released_does_nothing() -> None:
     assert not held.tensor.any()
 
 
-def test_buffers_within_buffers() -> None:
-    pool = make()
-    with pool.alloc_bytes(64) as outer, pool.alloc_bytes(64) as inner:
-        assert are_apart([outer, inner])
-    assert free(pool) == (2, 128)
-
-
 def test_a_step_resets_at_its_end() -> None:
     pool = make()
     before = pool.alloc_bytes(32)
@@ -990,14 +798,6 @@ def test_clear_gives_free_memory_back() -> None:
     assert not new.tensor.any()
     held.release()
     assert free(pool) == (1, 128)
-
-
-def test_clear_of_nothing() -> None:
-    pool = make()
-    pool.clear()
-    pool.alloc_bytes(8)
-    pool.clear()
-    assert in_use(pool) == (1, 8)
 
 
 def test_a_tensor_keeps_memory_that_was_cleared() -> None:
@@ -1261,25 +1061,6 @@ def resident_bytes() -> int:
     return int(STATM.read_text(encoding="ascii").split()[1]) * 4096
 
 
-def test_tensors_outlive_buffers_and_pool() -> None:
-    pool = make()
-    tensors = [pool.alloc((1000,), torch.int32).tensor for _ in range(4)]
-    for i, tensor in enumerate(tensors):
-        tensor.fill_(i)
-    where = [tensor.data_ptr() for tensor in tensors]
-    pool.reset()
-    del pool
-    gc.collect()
-    other = make()
-    for _ in range(8):
-        other.alloc((1000,), torch.int32).tensor.fill_(99)
-    assert [tensor.data_ptr() for tensor in tensors] == where
-    for i, tensor in enumerate(tensors):
-        assert tensor.eq(i).all()
-        tensor.add_(1)
-        assert tensor.eq(i + 1).all()
-
-
 def test_a_buffer_outlives_its_pool() -> None:
     pool = make()
     buffer = pool.alloc((100,), torch.int32)
@@ -1343,24 +1124,6 @@ def test_a_pool_whose_tensors_know_it_is_collected(how: str) -> None:
     del pool, owner, buffer, tensor
     gc.collect()
     assert gone() is None
-
-
-@devices.cpu_only
-@pytest.mark.skipif(not STATM.exists(), reason="needs /proc to see how much memory is in use")
-def test_memory_does_not_grow() -> None:
-    def once() -> None:
-        pool = make()
-        for size in (1 << 10, 1 << 16, 3 * MIB, MIB):
-            mark(pool.alloc_bytes(size), 1)
-        pool.reset()
-        pool.alloc_bytes(MIB).release()
-
-    for _ in range(4):
-        once()
-    before = resident_bytes()
-    for _ in range(40):
-        once()
-    assert resident_bytes() - before < 16 * MIB
 
 
 @devices.cpu_only
@@ -1554,37 +1317,6 @@ def test_the_loop_of_an_engine_makes_no_driver_call(driver: Driver) -> None:
 
 
 # Threads
-
-
-@devices.cpu_only
-@pytest.mark.parametrize("rounding", ["pow2", "fine"])
-def test_no_buffer_is_in_two_hands(rounding: str) -> None:
-    pool = make(rounding)
-
-    def work(number: int) -> None:
-        choose = random.Random(number)  # noqa: S311
-        held: list[tuple[Buffer, int]] = []
-        for i in range(400):
-            buffer = pool.alloc_bytes(choose.randrange(1, 2000))
-            value = number * 32 + i % 32
-            mark(buffer, value)
-            held.append((buffer, value))
-            while len(held) > choose.randrange(1, 16):
-                given, value = held.pop(choose.randrange(len(held)))
-                assert holds(given, value)
-                if choose.random() < 0.5:
-                    given.release()
-                else:
-                    pool.release(given)
-        for given, value in held:
-            assert holds(given, value)
-            given.release()
-
-    together(work)
-    stats = pool.stats()
-    assert (stats["in_use"], stats["in_use_bytes"], stats["stale_uses"]) == (0, 0, 0)
-    assert stats["capacity"] == stats["available"]
-    assert stats["high_water"] <= THREADS * 17
 
 
 def test_threads_share_a_pool_without_its_memory() -> None:
@@ -1999,218 +1731,3 @@ def check_pool(pool: BufferPool, *, is_over: bool) -> None:
     pool.reset()
     pool.clear()
     assert pool.stats()["capacity"] == 0
-
-
-@cuda_only
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_pool_makes_no_buffer_after_a_fork() -> None:
-    pool = make()
-    child = os.fork()
-    if child == 0:
-        wrong = 0
-        calls: list[Callable[[], object]] = [
-            lambda: pool.alloc_bytes(8),
-            lambda: pool.alloc_batch([((8,), "int8")]),
-            lambda: BufferPool("cuda"),
-        ]
-        for call in calls:
-            try:
-                call()
-            except DriverError as error:
-                wrong += "forked" not in str(error)
-            except BaseException:  # noqa: BLE001 - the child must end here
-                wrong += 1
-            else:
-                wrong += 1
-        os._exit(wrong)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
-    assert pool.alloc_bytes(8).tensor.tolist() == [0] * 8
-
-
-# Random histories
-
-
-@dataclass
-class Held:
-    """A live buffer, where it lies (nowhere, if it has no elements), and the value of all of its bytes."""
-
-    buffer: Buffer
-    where: int | None
-    value: int
-
-
-# Of few buckets, so that memory is soon used again.
-SPECS = st.tuples(
-    st.sampled_from([(8,), (2, 4), (5,), (3, 0)]),
-    st.sampled_from([torch.int32, torch.bfloat16]),
-)
-
-
-class BufferHistory(RuleBasedStateMachine):
-    """Every operation, misuse included, on a pool, a second pool, and a naive model of the first.
-
-    The model has a stack for each bucket. Every entry is what came back by one call, in an order that it does
-    not know; the next buffer must be one of those on top. The bucket of a byte has only what has no elements.
-    """
-
-    @initialize(rounding=st.sampled_from(["pow2", "fine"]))
-    def start(self, rounding: str) -> None:
-        self.rounding = rounding
-        self.pool, self.second = make(rounding), make(rounding)
-        self.foreign = self.second.alloc_bytes(24)
-        mark(self.foreign, 254)
-        self.weights = outside(64)
-        self.live: list[Held] = []
-        self.stale: list[Buffer] = []
-        self.free: dict[int, list[list[int | None]]] = {}
-        self.high_water = self.high_water_bytes = self.stale_uses = self.made = 0
-
-    def taken(self, buffer: Buffer, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        """A buffer was handed out."""
-        tensor = buffer.tensor
-        assert tensor.shape == shape
-        assert tensor.dtype is dtype
-        assert buffer.nbytes == tensor.numel() * dtype.itemsize
-        assert buffer.capacity == bucket(buffer.nbytes, self.rounding)
-        where = address(buffer) if buffer.nbytes else None
-        stack = self.free.get(buffer.capacity)
-        if stack:
-            stack[-1].remove(where)
-            if not stack[-1]:
-                stack.pop()
-        else:
-            assert not flat(tensor).any()
-        self.made += 1
-        self.live.append(Held(buffer, where, self.made % 250 + 1))
-        mark(buffer, self.live[-1].value)
-        self.high_water = max(self.high_water, len(self.live))
-        self.high_water_bytes = max(self.high_water_bytes, sum(held.buffer.capacity for held in self.live))
-
-    def gone(self, some: list[Held]) -> None:
-        """Live buffers came back by one call; they were intact before."""
-        came: dict[int, list[int | None]] = {}
-        for held in some:
-            self.live.remove(held)
-            self.stale.append(held.buffer)
-            came.setdefault(held.buffer.capacity, []).append(held.where)
-        for capacity, where in came.items():
-            self.free.setdefault(capacity, []).append(where)
-
-    @rule(spec=SPECS)
-    def alloc(self, spec: tuple[tuple[int, ...], torch.dtype]) -> None:
-        self.taken(self.pool.alloc(*spec), *spec)
-
-    @rule(size=st.sampled_from([0, 9, 16, 17, 29, 100]))
-    def alloc_bytes(self, size: int) -> None:
-        self.taken(self.pool.alloc_bytes(size), (size,), torch.uint8)
-
-    @rule(specs=st.lists(SPECS, max_size=4))
-    def alloc_batch(self, specs: list[tuple[tuple[int, ...], torch.dtype]]) -> None:
-        for spec, buffer in zip(specs, self.pool.alloc_batch(specs), strict=True):
-            self.taken(buffer, *spec)
-
-    @rule(specs=st.lists(SPECS, max_size=3), bad=st.sampled_from([((-1,), "int8"), ((1,), "int7")]))
-    def alloc_bad_batch(self, specs: list[Any], bad: Any) -> None:  # noqa: ANN401
-        with pytest.raises((ConfigError, TypeError)):
-            self.pool.alloc_batch([*specs, bad])
-        with pytest.raises((ConfigError, TypeError)):
-            self.pool.alloc(*bad)
-
-    @precondition(lambda self: self.live)
-    @rule(data=st.data(), how=st.sampled_from(["release", "pool", "with"]))
-    def release(self, data: st.DataObject, how: str) -> None:
-        held = data.draw(st.sampled_from(self.live))
-        assert holds(held.buffer, held.value)
-        if how == "release":
-            held.buffer.release()
-        elif how == "pool":
-            self.pool.release(held.buffer)
-        else:
-            with held.buffer:
-                pass
-        self.gone([held])
-
-    @rule(how=st.sampled_from(["reset", "step", "within"]))
-    def reset(self, how: str) -> None:
-        for held in self.live:
-            assert holds(held.buffer, held.value)
-        if how == "within" and self.live:
-            with self.live[0].buffer as buffer:
-                self.pool.reset()
-                self.gone(self.live[:])
-                # Its memory, which leaving it must not give back.
-                self.taken(self.pool.alloc_bytes(buffer.nbytes), (buffer.nbytes,), torch.uint8)
-            return
-        if how == "step":
-            with self.pool.step():
-                pass
-        else:
-            self.pool.reset()
-        self.gone(self.live[:])
-
-    @rule(sure=st.integers(0, 2))
-    def clear(self, sure: int) -> None:
-        if sure == 0:
-            self.pool.clear()
-            self.free.clear()
-
-    @precondition(lambda self: self.stale)
-    @rule(data=st.data(), use=st.sampled_from(sorted(USES)))
-    def use_stale(self, data: st.DataObject, use: str) -> None:
-        buffer = data.draw(st.sampled_from(self.stale))
-        with pytest.raises(StaleBufferError):
-            USES[use](self.pool, buffer)
-        self.stale_uses += 1
-
-    @rule()
-    def use_foreign(self) -> None:
-        with pytest.raises(IndexOwnershipError):
-            self.pool.release(self.foreign)
-        for held in self.live[:1]:
-            with pytest.raises(IndexOwnershipError):
-                self.second.release(held.buffer)
-
-    @rule()
-    def register(self) -> None:
-        self.pool.register_existing(self.weights)
-
-    @invariant()
-    def same(self) -> None:
-        if not hasattr(self, "pool"):
-            return
-        free_sizes = [size for size, stack in self.free.items() for group in stack for _ in group]
-        live_sizes = [held.buffer.capacity for held in self.live]
-        assert in_use(self.pool) == (len(live_sizes), sum(live_sizes))
-        assert free(self.pool) == (len(free_sizes), sum(free_sizes))
-        assert self.pool.high_water_bytes == self.high_water_bytes
-        stats = self.pool.stats()
-        assert (stats["available"], stats["in_use"]) == (len(free_sizes), len(live_sizes))
-        assert stats["capacity"] == len(free_sizes) + len(live_sizes)
-        assert stats["bytes"] == sum(free_sizes) + sum(live_sizes)
-        assert (stats["high_water"], stats["stale_uses"]) == (self.high_water, self.stale_uses)
-        spans = [(held.where, held.buffer.capacity) for held in self.live if held.where is not None]
-        spans += [
-            (where, size)
-            for size, stack in self.free.items()
-            for group in stack
-            for where in group
-            if where is not None
-        ]
-        spans.append((self.weights.data_ptr(), 256))
-        spans.sort()
-        assert all(start + size <= after for (start, size), (after, _) in itertools.pairwise(spans))
-        if devices.current() == "cpu":
-            assert all(holds(held.buffer, held.value) for held in self.live)
-
-    def teardown(self) -> None:
-        if hasattr(self, "pool"):
-            assert all(holds(held.buffer, held.value) for held in self.live)
-            assert holds(self.foreign, 254)
-            assert in_use(self.second) == (1, bucket(24, self.rounding))
-            assert torch.equal(self.weights, outside(64))
-
-
-def test_random_histories_agree_with_the_model() -> None:
-    run_state_machine_as_test(BufferHistory)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import itertools
 import logging
 import os
@@ -22,16 +21,6 @@ import numpy as np
 import pytest
 import torch
 from common import STORAGE, THREADS, cuda_only, on_stream, some, together
-from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
-from models import BadFreeError
 from software import LAUNCH_FAILED, OUT_OF_MEMORY, each_call
 
 import kvpool
@@ -54,7 +43,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-STATM = Path("/proc/self/statm")
 MEMINFO = Path("/proc/meminfo")
 NEVER = 1 << 40
 MIB = 1 << 20
@@ -73,7 +61,6 @@ LARGER = (130, (1 << 22,))
 
 pytestmark = pytest.mark.usefixtures("device")
 
-_CUDA = pytest.param("cuda", marks=pytest.mark.cuda)
 between = pytest.mark.parametrize(
     ("device", "there"),
     [
@@ -180,60 +167,16 @@ def page_lock_threads(count: int) -> Iterator[None]:
 # Construction
 
 
-def test_signature_and_defaults() -> None:
-    parameters = inspect.signature(ChunkPool).parameters
-    assert list(parameters) == [
-        "num_chunks",
-        "chunk_shape",
-        "dtype",
-        "device",
-        "pin_memory",
-        "numa_node",
-        "huge_pages",
-        "strict",
-        "debug",
-        "progress",
-    ]
-    defaults = {name: parameter.default for name, parameter in parameters.items()}
-    assert (defaults["device"], defaults["pin_memory"], defaults["numa_node"]) == ("cpu", True, None)
-    assert (defaults["huge_pages"], defaults["strict"], defaults["progress"]) == (False, False, None)
-    for name in ("numa_node", "huge_pages", "strict", "progress"):
-        assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
-    pool = ChunkPool(2, (3,), torch.float16)
-    assert (pool.device, pool.numa_node, pool.huge_pages, pool.strict) == ("cpu", None, False, False)
-
-
 def test_attributes_are_the_arguments() -> None:
     pool = make(5, [2, 3, 4], torch.bfloat16, strict=True)
     assert (pool.num_chunks, pool.chunk_shape, pool.chunk_bytes) == (5, (2, 3, 4), 48)
     assert type(pool.chunk_shape) is tuple
     assert (pool.dtype, pool.strict, pool.huge_pages) == (torch.bfloat16, True, False)
     assert pool.device == {"cpu": "cpu", "cuda": "cuda:0"}[devices.current()]
-    names = "num_chunks chunk_shape chunk_bytes dtype device pin_memory numa_node huge_pages strict"
-    for name in names.split():
-        with pytest.raises(AttributeError):
-            setattr(pool, name, getattr(pool, name))
     chunk = some(pool.allocate())
     for name in ("index", "nbytes", "references"):
         with pytest.raises(AttributeError):
             setattr(chunk, name, getattr(chunk, name))
-
-
-def test_arguments_by_their_names() -> None:
-    pool = ChunkPool(
-        num_chunks=2,
-        chunk_shape=(4,),
-        dtype="int8",
-        device=devices.current(),
-        pin_memory=False,
-        numa_node=None,
-        huge_pages=False,
-        strict=True,
-        progress=None,
-    )
-    assert (pool.num_chunks, pool.chunk_bytes, pool.dtype) == (2, 4, torch.int8)
-    with pytest.raises(TypeError):
-        ChunkPool(2, (4,), "int8", devices.current(), True, 0)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("shape", [(7,), (2, 3), [2, 3], 6, torch.Size([3, 2]), (1, 2, 1, 3, 1, 1, 1, 1)])
@@ -242,68 +185,6 @@ def test_every_way_to_write_a_shape(shape: Any) -> None:  # noqa: ANN401
     pool = make(2, shape)
     assert pool.chunk_shape == extents
     assert some(pool.allocate()).tensor().shape == extents
-
-
-@pytest.mark.parametrize("dtype", STORAGE, ids=str)
-def test_chunks_are_tensors_of_zeros(dtype: torch.dtype) -> None:
-    pool = make(3, (2, 5), dtype)
-    assert pool.chunk_bytes == 10 * dtype.itemsize
-    for chunk in take(pool, 3):
-        tensor = chunk.tensor()
-        assert type(tensor) is torch.Tensor
-        assert tensor.shape == (2, 5)
-        assert tensor.dtype is dtype
-        assert tensor.device.type == devices.current()
-        assert tensor.is_contiguous()
-        assert not raw(tensor).any()
-        assert chunk.nbytes == pool.chunk_bytes
-
-
-@pytest.mark.parametrize(
-    "dtype", [torch.float16, "float16", "torch.float16", np.float16, np.dtype("float16")]
-)
-def test_every_way_to_write_a_dtype(dtype: object) -> None:
-    assert ChunkPool(1, 2, dtype, devices.current()).dtype is torch.float16
-
-
-@pytest.mark.parametrize("dtype", ["float64", torch.float64, torch.int32, torch.bool, "complex64", "text", 3])
-def test_dtypes_that_can_not_be_stored(dtype: object) -> None:
-    with pytest.raises(TypeError):
-        ChunkPool(1, 2, dtype, devices.current())
-
-
-def test_devices_as_pytorch_writes_them() -> None:
-    pool = ChunkPool(1, 2, "int8", torch.device(devices.current()))
-    assert some(pool.allocate()).tensor().device.type == devices.current()
-
-
-@devices.cpu_only
-@pytest.mark.parametrize(
-    ("name", "error", "words"),
-    [("tpu", ConfigError, "tpu"), ("cuda:x", ConfigError, "cuda:x"), (3, TypeError, "int")],
-)
-def test_devices_that_are_none(name: object, error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
-        ChunkPool(1, 2, "int8", name)
-
-
-@devices.cpu_only
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
-def test_cuda_without_a_driver_says_what_was_looked_for() -> None:
-    with pytest.raises(kvpool.BackendUnavailableError, match="libcuda"):
-        ChunkPool(1, 2, "int8", "cuda")
-
-
-@pytest.mark.parametrize("number", [0, -1, -(10**30), 10**30])
-def test_numbers_of_chunks_that_can_not_be(number: int) -> None:
-    with pytest.raises(ConfigError, match=rf"num_chunks.*{number}"):
-        make(number)
-
-
-@pytest.mark.parametrize("number", [2**31, 2**32, 2**62])
-def test_more_chunks_than_int32_can_name(number: int) -> None:
-    with pytest.raises((ConfigError, OutOfMemoryError), match=r"\d{10}"):
-        make(number, 1, torch.int8)
 
 
 @pytest.mark.parametrize("shape", [0, (0,), (2, 0, 3), -1, (-1,), (2, -3), -(2**40)])
@@ -318,38 +199,10 @@ def test_more_dimensions_than_a_tensor_may_have() -> None:
         make(2, (1,) * 9)
 
 
-def test_more_bytes_than_an_address_can_name() -> None:
-    for number, shape in ((1, (1 << 62,)), (1, (1 << 40, 1 << 40)), (1 << 30, (1 << 40,)), (2, (10**30,))):
-        with pytest.raises((ConfigError, OutOfMemoryError), match=r"\d{10}"):
-            make(number, shape)
-
-
-def test_more_memory_than_any_machine_has() -> None:
-    # 64 MiB a chunk, of which there would be 4 PiB.
-    with pytest.raises(OutOfMemoryError, match=str(1 << 52)):
-        make(1 << 26, 1 << 24)
-
-
-@pytest.mark.parametrize("bad", [1.0, "1", None, float("nan"), object()])
-def test_sizes_of_a_wrong_type(bad: Any) -> None:  # noqa: ANN401
-    with pytest.raises(TypeError):
-        make(bad)
-    with pytest.raises(TypeError):
-        make(2, bad)
-    with pytest.raises(TypeError):
-        make(2, (2, bad))
-
-
 @pytest.mark.parametrize("bad", [3, "text", object(), (1,)])
 def test_a_progress_that_can_not_be_called(bad: Any) -> None:  # noqa: ANN401
     with pytest.raises(TypeError, match="progress"):
         make(progress=bad)
-
-
-def test_chunks_of_one_byte_and_chunks_of_many() -> None:
-    tiny, large = make(300, 1, torch.int8), make(3, 1 << 18)
-    assert indices(take(tiny, 300)) == list(range(300))
-    assert take(large, 3)[2].tensor().shape == (1 << 18,)
 
 
 @pytest.mark.parametrize("dtype", STORAGE, ids=str)
@@ -374,48 +227,6 @@ def test_all_chunks_are_in_one_region() -> None:
 # allocate and free
 
 
-def test_chunks_are_handed_out_lowest_first() -> None:
-    pool = make(5)
-    chunks = take(pool, 5)
-    assert indices(chunks) == [0, 1, 2, 3, 4]
-    assert {type(chunk) for chunk in chunks} == {Chunk}
-    assert {type(chunk.index) for chunk in chunks} == {int}
-    assert [chunk.references for chunk in chunks] == [1] * 5
-    assert pool.allocate() is None
-    assert counts(pool) == (0, 5, 5, 0)
-
-
-def test_the_last_freed_chunk_comes_first() -> None:
-    pool = make(6)
-    chunks = take(pool, 6)
-    for index in (1, 4, 0, 3):
-        assert pool.free(chunks[index]) is None  # type: ignore[func-returns-value]
-    assert indices(take(pool, 4)) == [3, 0, 4, 1]
-    assert pool.allocate() is None
-
-
-def test_freed_chunks_come_before_those_that_never_were() -> None:
-    pool = make(6)
-    chunks = take(pool, 3)
-    pool.free(chunks[0])
-    chunks[2].release()
-    assert indices(take(pool, 3)) == [2, 0, 3]
-
-
-def test_a_full_pool_answers_none_and_changes_nothing() -> None:
-    pool = make(2)
-    chunks = take(pool, 2)
-    fill(chunks[1], 7)
-    before = pool.stats()
-    assert [pool.allocate() for _ in range(5)] == [None] * 5
-    assert pool.allocate_batch(1) is None
-    assert pool.stats() == before
-    assert read(chunks[1]) == [7] * 12
-    pool.free(chunks[1])
-    assert some(pool.allocate()).index == 1
-    assert pool.allocate() is None
-
-
 def test_a_batch_is_all_or_nothing() -> None:
     pool = make(5)
     batch = some(pool.allocate_batch(3))
@@ -430,12 +241,6 @@ def test_a_batch_is_all_or_nothing() -> None:
     assert indices(some(pool.allocate_batch(3))) == [1, 3, 4]
     assert pool.allocate_batch(0) == []
     assert counts(pool) == (0, 5, 5, 0)
-
-
-def test_a_batch_of_none_is_empty() -> None:
-    pool = make(2)
-    assert pool.allocate_batch(0) == []
-    assert counts(pool) == (2, 0, 0, 0)
 
 
 @pytest.mark.parametrize("number", [-1, -(2**40), -(10**30)])
@@ -461,20 +266,6 @@ def test_numbers_of_numpy_are_numbers(kind: Callable[[int], Any]) -> None:
     assert (pool.num_chunks, pool.chunk_shape, chunk.index) == (3, (2, 4), 1)
     assert chunk.tensor((kind(3),)).shape == (3,)
     assert chunk.tensor(kind(3)).shape == (3,)
-
-
-def test_stats() -> None:
-    pool = make(4, (2, 5), torch.bfloat16)
-    chunks = take(pool, 3)
-    pool.free(chunks[1])
-    pool.free(chunks[1])
-    stats = pool.stats()
-    assert type(stats) is dict
-    assert counts(pool) == (2, 2, 3, 1)
-    assert stats["capacity"] == 4
-    assert 4 * 20 <= stats["bytes"] < 4 * 20 + 4096
-    assert stats["registered"] == (4 if pool.pin_memory else 0)
-    assert all(type(value) is int for value in stats.values())
 
 
 # References
@@ -521,34 +312,12 @@ def test_an_exception_passes_through_a_block() -> None:
     assert counts(pool) == (3, 0, 1, 0)
 
 
-def test_a_reference_can_be_given_up_by_anybody() -> None:
-    pool = make()
-    chunk = some(pool.allocate())
-    chunk.retain()
-    pool.free(chunk)
-    assert counts(pool) == (2, 1, 1, 1)
-    chunk.release()
-    pool.free(chunk)
-    assert counts(pool) == (3, 0, 1, 1)
-
-
 def test_dropping_a_chunk_frees_nothing() -> None:
     pool = make()
     for _ in range(3):
         pool.allocate()
     assert counts(pool) == (0, 3, 3, 0)
     assert pool.allocate() is None
-
-
-def test_many_references() -> None:
-    pool = make()
-    chunk = some(pool.allocate())
-    for _ in range(1000):
-        chunk.retain()
-    assert chunk.references == 1001
-    for _ in range(1001):
-        chunk.release()
-    assert counts(pool) == (3, 0, 1, 0)
 
 
 # tensor
@@ -726,48 +495,6 @@ def test_reports_say_why(caplog: pytest.LogCaptureFixture) -> None:
         assert "chunk" in caplog.records[0].getMessage()
 
 
-def test_the_first_bad_free_is_a_warning_and_later_ones_are_not(caplog: pytest.LogCaptureFixture) -> None:
-    pool = make(4)
-    chunks = take(pool, 4)
-    for chunk in chunks:
-        pool.free(chunk)
-    with caplog.at_level(logging.DEBUG, logger="kvpool"):
-        pool.free(chunks[3])
-        chunks[2].release()
-        pool.free(chunks[1])
-    found = [(record.name, record.levelno) for record in caplog.records]
-    assert found == [("kvpool", logging.WARNING), ("kvpool", logging.DEBUG), ("kvpool", logging.DEBUG)]
-    for record, index in zip(caplog.records, (3, 2, 1), strict=True):
-        assert str(index) in record.getMessage()
-
-
-def test_a_chunk_freed_twice_is_handed_out_once() -> None:
-    pool = make()
-    chunks = take(pool, 3)
-    for _ in range(3):
-        pool.free(chunks[1])
-    assert counts(pool) == (1, 2, 3, 2)
-    assert some(pool.allocate()).index == 1
-    assert pool.allocate() is None
-
-
-def test_a_stale_chunk_never_frees_who_has_it_now() -> None:
-    pool = make(1)
-    stale = [some(pool.allocate())]
-    for _ in range(5):
-        pool.free(stale[-1])
-        stale.append(some(pool.allocate()))
-    live = stale.pop()
-    fill(live, 3)
-    for chunk in stale:
-        pool.free(chunk)
-        chunk.release()
-        assert chunk.references == 0
-    assert live.references == 1
-    assert read(live) == [3] * 12
-    assert counts(pool) == (0, 1, 1, 10)
-
-
 @pytest.mark.parametrize("again", [False, True])
 def test_a_stale_chunk_can_not_be_used(again: bool) -> None:
     pool = make(3)
@@ -804,49 +531,12 @@ def test_a_chunk_freed_within_its_block() -> None:
     assert counts(strict) == (3, 0, 1, 0)
 
 
-@pytest.mark.parametrize("bad", [0, 1.0, "0", None, float("nan"), [], object(), torch.zeros(1)])
-def test_frees_of_what_is_no_chunk(bad: Any) -> None:  # noqa: ANN401
-    pool = make()
-    pool.allocate()
-    with pytest.raises(TypeError, match=type(bad).__name__):
-        pool.free(bad)
-    assert counts(pool) == (2, 1, 1, 0)
-
-
-def test_a_list_of_chunks_is_no_chunk() -> None:
-    pool = make()
-    chunks = take(pool, 2)
-    with pytest.raises(TypeError, match="list"):
-        pool.free(chunks)  # type: ignore[arg-type]
-    assert counts(pool) == (1, 2, 2, 0)
-
-
 def test_chunks_and_copies_are_made_by_pools_only() -> None:
     for cls in (Chunk, ChunkCopy):
         with pytest.raises(TypeError):
             cls()
         with pytest.raises(TypeError):
             type("Mine", (cls,), {})
-
-
-def test_a_handler_that_raises_does_not_undo_a_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[object] = []
-
-    class Broken(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            raise RuntimeError(record.getMessage())
-
-    monkeypatch.setattr("sys.unraisablehook", seen.append)
-    pool, handler = make(), Broken(logging.WARNING)
-    chunk = some(pool.allocate())
-    pool.free(chunk)
-    logging.getLogger("kvpool").addHandler(handler)
-    try:
-        pool.free(chunk)
-    finally:
-        logging.getLogger("kvpool").removeHandler(handler)
-    assert len(seen) == 1
-    assert counts(pool) == (3, 0, 1, 1)
 
 
 # Copies
@@ -1716,17 +1406,6 @@ def test_bookkeeping_makes_no_driver_call(driver: Driver, where: str) -> None:
     assert driver.calls() == 0
 
 
-@cuda_only
-def test_out_of_memory_tells_both_numbers_and_leaves_nothing(driver: Driver) -> None:
-    before = driver.device_bytes()
-    driver.set_capacity(before + MIB)
-    with pytest.raises(OutOfMemoryError, match=r"4194304 bytes asked for, 1048576 of \d+ free on cuda:0"):
-        make(1 << 10, 1 << 10, where="cuda")
-    assert driver.device_bytes() == before
-    driver.set_capacity(64 << 30)
-    assert some(make(1 << 10, 1 << 10, where="cuda").allocate()).index == 0
-
-
 # Page-locking
 
 
@@ -2147,25 +1826,6 @@ def test_ordinary_memory_where_the_driver_has_no_device(
 # Memory
 
 
-def test_tensors_outlive_chunk_and_pool() -> None:
-    pool = make(5, 1000)
-    chunks = take(pool, 5)
-    kept = [chunk.tensor((10, 100)) for chunk in chunks]
-    for value, tensor in enumerate(kept):
-        tensor.fill_(value)
-    addresses = [tensor.data_ptr() for tensor in kept]
-    del pool, chunks
-    others = [make(5, 1000) for _ in range(4)]
-    for other in others:
-        for chunk in take(other, 5):
-            fill(chunk, 99)
-    assert [tensor.data_ptr() for tensor in kept] == addresses
-    for value, tensor in enumerate(kept):
-        assert tensor.eq(value).all()
-        tensor.add_(1)
-        assert tensor.eq(value + 1).all()
-
-
 def test_a_chunk_keeps_its_pool() -> None:
     pool = make()
     gone = weakref.ref(pool)
@@ -2178,24 +1838,6 @@ def test_a_chunk_keeps_its_pool() -> None:
     assert chunk.references == 0
     del chunk
     assert gone() is None
-
-
-def test_a_pool_in_a_cycle_is_collected() -> None:
-    class Owner:
-        def __init__(self) -> None:
-            self.pool = make(progress=self.tell)
-            self.chunk = some(self.pool.allocate())
-            self.tensor = self.chunk.tensor()
-            self.me: object = self
-
-        def tell(self, _done: int, _total: int) -> None:
-            pass
-
-    owner = Owner()
-    gone: list[weakref.ref[Any]] = [weakref.ref(part) for part in (owner, owner.pool, owner.chunk)]
-    del owner
-    gc.collect()
-    assert [ref() for ref in gone] == [None] * 3
 
 
 @devices.cpu_only
@@ -2211,28 +1853,6 @@ def test_given_tensors_are_let_go() -> None:
             chunk.copy_from(tensor.expand(2, 12))
     del tensor
     assert gone() is None
-
-
-@devices.cpu_only
-@pytest.mark.skipif(not STATM.exists(), reason="needs /proc to see how much memory is in use")
-def test_memory_does_not_grow() -> None:
-    def resident() -> int:
-        gc.collect()
-        return int(STATM.read_text(encoding="ascii").split()[1]) * 4096
-
-    def once() -> None:
-        pool = make(16, 1 << 16)
-        for chunk in take(pool, 16):
-            chunk.copy_from(torch.ones(1 << 16))
-            chunk.tensor((5,))
-            chunk.release()
-
-    for _ in range(4):
-        once()
-    before = resident()
-    for _ in range(30):
-        once()
-    assert resident() - before < 16 * MIB
 
 
 @devices.cpu_only
@@ -2269,67 +1889,7 @@ def test_without_pytorch_tensors_are_ours(run_snippet: RunSnippet) -> None:
     ]
 
 
-@cuda_only
-def test_memory_of_the_device_and_page_locked_memory_come_back(driver: Driver) -> None:
-    before = driver.device_bytes(), driver.locked_bytes()
-    pools = [make(10, 1000, where=where) for where in ("cpu", "cuda")]
-    kept = [take(pool, 10)[9].tensor(100) for pool in pools]
-    for tensor in kept:
-        tensor.fill_(3)
-    assert driver.locked_bytes() > before[1]
-    del pools
-    assert driver.device_bytes() > before[0]
-    assert driver.locked_bytes() > before[1]
-    assert all(tensor.eq(3).all() for tensor in kept)
-    del tensor
-    kept.clear()
-    assert (driver.device_bytes(), driver.locked_bytes()) == before
-
-
 # Threads
-
-
-def test_no_chunk_is_in_two_hands() -> None:
-    pool = make(40, 8, strict=True)
-    owner: dict[int, int] = {}
-    lock = threading.Lock()
-
-    def give(chunk: Chunk, number: int) -> None:
-        with lock:
-            assert owner.pop(chunk.index) == number
-        if number % 2:
-            pool.free(chunk)
-        else:
-            chunk.release()
-
-    def work(number: int) -> None:
-        choose = random.Random(number)  # noqa: S311
-        held: list[Chunk] = []
-        for _ in range(200):
-            count = choose.randrange(1, 4)
-            found = pool.allocate_batch(count) if choose.random() < 0.5 else None
-            if found is None:
-                single = pool.allocate()
-                found = [] if single is None else [single]
-            with lock:
-                for chunk in found:
-                    assert chunk.index not in owner
-                    owner[chunk.index] = number
-            held += found
-            for chunk in found:
-                assert chunk.retain().references == 2
-                chunk.release()
-                assert chunk.references == 1
-            while held and (len(held) > 4 or choose.random() < 0.4):
-                give(held.pop(choose.randrange(len(held))), number)
-        for chunk in held:
-            give(chunk, number)
-
-    together(work)
-    stats = pool.stats()
-    assert (stats["in_use"], stats["available"], stats["dropped_frees"]) == (0, 40, 0)
-    assert stats["high_water"] <= 40
-    assert sorted(indices(take(pool, 40))) == list(range(40))
 
 
 @devices.cpu_only
@@ -2352,23 +1912,6 @@ def test_what_a_thread_wrote_stays() -> None:
     together(work)
     assert counts(pool)[:2] == (12, 0)
     assert pool.stats()["dropped_frees"] == 0
-
-
-def test_each_chunk_is_freed_once_however_many_threads_try() -> None:
-    pool = make(256, 4)
-    chunks = take(pool, 256)
-
-    def work(number: int) -> None:
-        for i in range(256):
-            chunk = chunks[(i + number * 32) % 256]
-            if (i + number) % 2:
-                pool.free(chunk)
-            else:
-                chunk.release()
-
-    together(work)
-    assert counts(pool) == (256, 0, 256, 7 * 256)
-    assert sorted(indices(take(pool, 256))) == list(range(256))
 
 
 def test_references_are_counted_across_threads() -> None:
@@ -2441,17 +1984,6 @@ def test_readers_see_whole_operations() -> None:
 
     together(work)
     assert counts(pool)[:2] == (16, 0)
-
-
-@devices.cpu_only
-def test_tensors_and_chunks_may_be_dropped_by_another_thread() -> None:
-    held: list[Any] = [some(make(1, 100).allocate()) for _ in range(THREADS)]
-
-    def work(number: int) -> None:
-        assert not held[number].tensor().any()
-        held[number] = None
-
-    together(work)
 
 
 @devices.cpu_only
@@ -2545,245 +2077,3 @@ def test_copies_of_many_threads(driver: Driver) -> None:
         assert all(same(target, numbers(12, start=number)) for target in found)
     assert sorted(indices(take(pool, 5))) == [0, 1, 2, 3, 4]
     assert pool.stats()["dropped_frees"] == 0
-
-
-# Random histories
-
-
-class ChunkPoolModel:
-    """A stack of freed chunks, references of every chunk that was ever handed out, and contents as lists."""
-
-    def __init__(self, num_chunks: int, elements: int, *, strict: bool) -> None:
-        self.strict = strict
-        self.contents = [[0] * elements for _ in range(num_chunks)]
-        self.touched = 0
-        self.freed: list[int] = []
-        self.tickets: list[int] = []
-        """The index of every chunk that was ever handed out."""
-        self.references: list[int] = []
-        self.high_water = 0
-        self.dropped_frees = 0
-
-    @property
-    def in_use(self) -> int:
-        return sum(references > 0 for references in self.references)
-
-    def allocate(self, count: int) -> list[int] | None:
-        if count > len(self.contents) - self.in_use:
-            return None
-        tickets = []
-        for _ in range(count):
-            if self.freed:
-                index = self.freed.pop()
-            else:
-                index = self.touched
-                self.touched += 1
-            tickets.append(len(self.tickets))
-            self.tickets.append(index)
-            self.references.append(1)
-        self.high_water = max(self.high_water, self.in_use)
-        return tickets
-
-    def release(self, ticket: int) -> None:
-        if self.references[ticket] == 0:
-            self.drop()
-            return
-        self.references[ticket] -= 1
-        if self.references[ticket] == 0:
-            self.freed.append(self.tickets[ticket])
-
-    def free(self, ticket: int) -> None:
-        if self.references[ticket] == 1:
-            self.release(ticket)
-        else:
-            self.drop()
-
-    def drop(self) -> None:
-        if self.strict:
-            raise BadFreeError
-        self.dropped_frees += 1
-
-
-class ChunkHistory(RuleBasedStateMachine):
-    """Every operation, misuse included, on the pool and on its naive model."""
-
-    @initialize(
-        num_chunks=st.integers(1, 5),
-        shape=st.lists(st.integers(1, 4), min_size=1, max_size=3),
-        dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.int8, torch.uint8]),
-        pin_memory=st.booleans(),
-        strict=st.booleans(),
-    )
-    def start(
-        self, num_chunks: int, shape: list[int], dtype: torch.dtype, pin_memory: bool, strict: bool
-    ) -> None:
-        self.real = make(num_chunks, shape, dtype, pin_memory=pin_memory, strict=strict)
-        self.other = make(2, 3)
-        self.foreign = some(self.other.allocate())
-        self.elements = int(np.prod(shape))
-        self.model = ChunkPoolModel(num_chunks, self.elements, strict=strict)
-        self.chunks: list[Chunk] = []
-        self.addresses: dict[int, int] = {}
-        self.value = 0
-
-    def draw(self, data: st.DataObject, *, live: bool) -> int:
-        tickets = [ticket for ticket, n in enumerate(self.model.references) if n or not live]
-        return int(data.draw(st.sampled_from(tickets)))
-
-    def next_values(self, count: int) -> list[int]:
-        values = [(self.value + i) % 100 for i in range(count)]
-        self.value += count
-        return values
-
-    def check(self, model: Callable[[], None], real: Callable[[], object], index: int) -> None:
-        """Does the same to both."""
-        try:
-            model()
-        except BadFreeError:
-            with pytest.raises(IndexOwnershipError, match=str(index)):
-                real()
-        else:
-            real()
-
-    @rule()
-    def allocate(self) -> None:
-        tickets, chunk = self.model.allocate(1), self.real.allocate()
-        if tickets is None:
-            assert chunk is None
-        else:
-            assert some(chunk).index == self.model.tickets[tickets[0]]
-            self.chunks.append(some(chunk))
-
-    @rule(count=st.integers(0, 6))
-    def allocate_batch(self, count: int) -> None:
-        tickets, batch = self.model.allocate(count), self.real.allocate_batch(count)
-        if tickets is None:
-            assert batch is None
-        else:
-            assert indices(some(batch)) == [self.model.tickets[ticket] for ticket in tickets]
-            self.chunks += some(batch)
-
-    @precondition(lambda self: self.chunks)
-    @rule(data=st.data(), live=st.booleans())
-    def free(self, data: st.DataObject, live: bool) -> None:
-        ticket = self.draw(data, live=live and self.model.in_use > 0)
-        chunk = self.chunks[ticket]
-        self.check(lambda: self.model.free(ticket), lambda: self.real.free(chunk), chunk.index)
-
-    @precondition(lambda self: self.chunks)
-    @rule(data=st.data(), live=st.booleans(), block=st.booleans())
-    def release(self, data: st.DataObject, live: bool, block: bool) -> None:
-        ticket = self.draw(data, live=live and self.model.in_use > 0)
-        chunk = self.chunks[ticket]
-
-        def leave() -> None:
-            with chunk:
-                pass
-
-        self.check(lambda: self.model.release(ticket), leave if block else chunk.release, chunk.index)
-
-    @rule()
-    def free_foreign(self) -> None:
-        self.check(self.model.drop, lambda: self.real.free(self.foreign), self.foreign.index)
-        assert self.foreign.references == 1
-
-    @precondition(lambda self: self.chunks)
-    @rule(data=st.data())
-    def retain(self, data: st.DataObject) -> None:
-        ticket = self.draw(data, live=False)
-        chunk = self.chunks[ticket]
-        if self.model.references[ticket]:
-            assert chunk.retain() is chunk
-            self.model.references[ticket] += 1
-        else:
-            with pytest.raises(StaleBufferError, match=str(chunk.index)):
-                chunk.retain()
-
-    @precondition(lambda self: any(self.model.references) and not all(self.model.references))
-    @rule(data=st.data())
-    def use_stale(self, data: st.DataObject) -> None:
-        stale = [ticket for ticket, n in enumerate(self.model.references) if n == 0]
-        chunk = self.chunks[data.draw(st.sampled_from(stale))]
-        value = put(torch.ones(1, dtype=self.real.dtype), devices.current())
-        for call in (chunk.tensor, lambda: chunk.copy_from(value), lambda: chunk.copy_to(value)):
-            with pytest.raises(StaleBufferError, match=str(chunk.index)):
-                call()
-
-    @precondition(lambda self: self.model.in_use)
-    @rule(data=st.data())
-    def write(self, data: st.DataObject) -> None:
-        ticket = self.draw(data, live=True)
-        count = data.draw(st.integers(0, self.elements))
-        values = self.next_values(count)
-        self.chunks[ticket].tensor(count).copy_(torch.tensor(values).to(self.real.dtype))
-        self.model.contents[self.model.tickets[ticket]][:count] = values
-
-    @precondition(lambda self: self.model.in_use)
-    @rule(data=st.data(), step=st.integers(1, 3), host=st.booleans())
-    def copy_from(self, data: st.DataObject, step: int, host: bool) -> None:
-        ticket = self.draw(data, live=True)
-        count = data.draw(st.integers(0, self.elements))
-        values = self.next_values(count)
-        spread = torch.zeros(count * step, dtype=self.real.dtype)
-        spread[::step] = torch.tensor(values).to(self.real.dtype)
-        source = put(spread, "cpu" if host else devices.current())
-        self.chunks[ticket].copy_from(source[::step]).wait()
-        self.model.contents[self.model.tickets[ticket]][:count] = values
-
-    @precondition(lambda self: self.model.in_use)
-    @rule(data=st.data(), step=st.integers(1, 3), host=st.booleans())
-    def copy_to(self, data: st.DataObject, step: int, host: bool) -> None:
-        ticket = self.draw(data, live=True)
-        count = data.draw(st.integers(0, self.elements))
-        target = put(
-            torch.full((count * step,), 101, dtype=self.real.dtype), "cpu" if host else devices.current()
-        )
-        copy = self.chunks[ticket].copy_to(target[::step])
-        copy.wait()
-        assert copy.query()
-        expected = [101] * (count * step)
-        expected[::step] = self.model.contents[self.model.tickets[ticket]][:count]
-        assert target.int().tolist() == expected if target.device.type == "cpu" else True
-        assert target.cpu().int().tolist() == expected
-
-    @precondition(lambda self: self.model.in_use)
-    @rule(data=st.data(), more=st.integers(1, 5))
-    def too_much(self, data: st.DataObject, more: int) -> None:
-        chunk = self.chunks[self.draw(data, live=True)]
-        large = put(torch.ones(self.elements + more, dtype=self.real.dtype), devices.current())
-        for call in (
-            lambda: chunk.tensor(self.elements + more),
-            lambda: chunk.copy_from(large),
-            lambda: chunk.copy_to(large),
-        ):
-            with pytest.raises(ConfigError, match=str(self.real.chunk_bytes)):
-                call()
-
-    @rule()
-    def wrong_types(self) -> None:
-        for bad in (0, "0", None):
-            with pytest.raises(TypeError):
-                self.real.free(bad)  # type: ignore[arg-type]
-
-    @invariant()
-    def same(self) -> None:
-        if not hasattr(self, "real"):
-            return
-        total, used = len(self.model.contents), self.model.in_use
-        assert counts(self.real) == (total - used, used, self.model.high_water, self.model.dropped_frees)
-        assert self.real.stats()["capacity"] == total
-        assert [chunk.references for chunk in self.chunks] == self.model.references
-        assert [chunk.index for chunk in self.chunks] == self.model.tickets
-        live = [ticket for ticket, n in enumerate(self.model.references) if n]
-        for ticket in live:
-            index, tensor = self.model.tickets[ticket], self.chunks[ticket].tensor()
-            assert self.addresses.setdefault(index, tensor.data_ptr()) == tensor.data_ptr()
-            assert tensor.cpu().reshape(-1).int().tolist() == self.model.contents[index]
-
-    def teardown(self) -> None:
-        if hasattr(self, "other"):
-            assert counts(self.other) == (1, 1, 1, 0)
-
-
-def test_random_histories_agree_with_the_model() -> None:
-    run_state_machine_as_test(ChunkHistory)

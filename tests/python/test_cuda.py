@@ -815,18 +815,6 @@ def test_somebody_elses_capture_is_not_spoilt(driver: Driver) -> None:
 # Failures
 
 
-def test_out_of_memory_tells_both_numbers_and_leaves_nothing(driver: Driver) -> None:
-    gc.collect()
-    before = driver.device_bytes()
-    driver.set_capacity(before + (1 << 20))
-    with pytest.raises(OutOfMemoryError, match=r"\d+ bytes asked for, 1048576 of \d+ free on cuda:0"):
-        KVPool(1 << 20, 1, 8, 128, "cuda")
-    gc.collect()
-    assert driver.device_bytes() == before
-    driver.set_capacity(64 << 30)
-    assert KVPool(1 << 10, 1, 8, 128, "cuda").mem_bytes() > 1 << 20
-
-
 def pools_of_every_kind() -> Callable[[], None]:
     """A day in the life of all pools, and what must hold whatever failed in it."""
     allocator = make_allocator(64, 4)
@@ -957,40 +945,6 @@ def test_tensors_outlive_their_pool_and_then_give_everything_back(driver: Driver
     kept.clear()
     gc.collect()
     assert (driver.device_bytes(), driver.locked_bytes()) == before
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_pool_cannot_be_used_after_a_fork() -> None:
-    allocator, pool, table, states = make_allocator(), kv_pool(), ReqToTokenPool(4, 8, "cuda"), gdn_pool()
-    slots = some(allocator.alloc(3))
-    child = os.fork()
-    if child == 0:
-        calls: list[Callable[[], object]] = [
-            lambda: allocator.alloc(3),
-            lambda: allocator.free([1]),
-            lambda: pool.move_kv([1], [2]),
-            table.alloc,
-            lambda: table.free(1),
-            lambda: table.read(1, 2),
-            lambda: states.reset_states([1]),
-            make_allocator,
-        ]
-        wrong = 0
-        for call in calls:
-            try:
-                call()
-            except DriverError as error:
-                wrong += "forked" not in str(error)
-            except BaseException:  # noqa: BLE001 - the child must end here
-                wrong += 1
-            else:
-                wrong += 1
-        os._exit(wrong)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
-    allocator.free(slots)
-    assert allocator.available_size() == 4096
 
 
 @pytest.mark.parametrize(

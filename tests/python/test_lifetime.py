@@ -13,8 +13,6 @@ import torch
 import kvpool
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from conftest import RunSnippet
 
 STATM = Path("/proc/self/statm")
@@ -28,28 +26,6 @@ def resident_bytes() -> int:
 
 def make_kv(size: int = 1016) -> kvpool.KVPool:
     return kvpool.KVPool(size, 2, 4, 16, "cpu", torch.float32)
-
-
-def test_kv_buffers_outlive_their_pool() -> None:
-    pool = make_kv()
-    k, v = pool.get_kv_buffer(1)
-    view = pool.page_view(0)[0][3]
-    k.fill_(3)
-    v.fill_(4)
-    view.fill_(5)
-    address = k.data_ptr()
-    del pool
-    gc.collect()
-    others = [make_kv() for _ in range(4)]
-    for other in others:
-        for buffer in [*other.k_buffer, *other.v_buffer]:
-            buffer.fill_(9)
-    assert k.data_ptr() == address
-    assert k.eq(3).all()
-    assert v.eq(4).all()
-    assert view.eq(5).all()
-    k.add_(1)
-    assert k.eq(4).all()
 
 
 def test_slots_outlive_their_allocator() -> None:
@@ -68,25 +44,6 @@ def test_slots_outlive_their_allocator() -> None:
             list(range(102, 4102)),
         ]
         assert runs.tolist() == [[1, 3]]
-
-
-def test_tables_and_states_outlive_their_pools() -> None:
-    table = kvpool.ReqToTokenPool(4, 1000, "cpu")
-    table.write((1, slice(0, 1000)), 7)
-    read, whole = table.read(1, 1000), table.req_to_token
-    states = kvpool.GDNPool(4, 2, 2, 16, 16, 16, 4, "cpu", torch.float32)
-    recurrent, conv = states.get_layer_state(1)
-    recurrent.fill_(2)
-    conv.fill_(3)
-    del table, states
-    gc.collect()
-    others = [kvpool.ReqToTokenPool(4, 1000, "cpu") for _ in range(4)]
-    for other in others:
-        other.req_to_token.fill_(1)
-    assert read.eq(7).all()
-    assert int(whole.sum()) == 7000
-    assert recurrent.eq(2).all()
-    assert conv.eq(3).all()
 
 
 def test_gathered_rows_outlive_everything() -> None:
@@ -112,25 +69,6 @@ def test_drops_in_any_order(order: tuple[int, ...]) -> None:
             assert slots.tolist() == list(range(1, 10))
         if isinstance(rows, torch.Tensor):
             assert not rows.any()
-
-
-def test_allocator_in_a_cycle_is_collected() -> None:
-    class Owner:
-        def __init__(self) -> None:
-            self.allocator = kvpool.TokenToKVPoolAllocator(64, "cpu")
-            self.pool = make_kv()
-            self.buffers = self.pool.k_buffer
-            self.me = self
-
-        def query(self) -> bool:
-            return self.me is None
-
-    owner = Owner()
-    owner.allocator.alloc(8)
-    gone = weakref.ref(owner)
-    del owner
-    gc.collect()
-    assert gone() is None
 
 
 def test_fence_that_knows_its_allocator_is_collected() -> None:
@@ -241,44 +179,17 @@ def test_capsule_outlives_tensor_and_pool(run_snippet: RunSnippet) -> None:
     )
 
 
-def _kv_round() -> None:
-    pool = make_kv(16376)
-    for buffer in [*pool.k_buffer, *pool.v_buffer]:
-        buffer.fill_(1)
-
-
-def _allocator_round() -> None:
-    allocator = kvpool.TokenToKVPoolAllocator(1 << 18, "cpu", need_sort=False)
-    held = [allocator.alloc(1 << 14) for _ in range(8)]
-    for slots in held:
-        assert slots is not None
-        allocator.free(slots)
-    del allocator
-
-
-def _table_round() -> None:
-    table = kvpool.ReqToTokenPool(64, 1 << 14, "cpu")
-    table.req_to_token.fill_(1)
-
-
-def _states_round() -> None:
-    states = kvpool.GDNPool(64, 4, 4, 32, 32, 64, 4, "cpu")
-    states.recurrent_state.fill_(1)
-
-
-def _errors_round() -> None:
-    pool = make_kv(1016)
-    pool.k_buffer[0].fill_(1)
-    for _ in range(5):
-        with pytest.raises(kvpool.ConfigError):
-            pool.set_kv_buffer(0, [1], torch.zeros(50_000), torch.zeros(1))
-        with pytest.raises(IndexError):
-            pool.gather_kv(0, [10**6])
-
-
 @pytest.mark.skipif(not STATM.exists(), reason="needs /proc to see how much memory is in use")
-@pytest.mark.parametrize("once", [_kv_round, _allocator_round, _table_round, _states_round, _errors_round])
-def test_memory_does_not_grow(once: Callable[[], None]) -> None:
+def test_errors_keep_nothing() -> None:
+    def once() -> None:
+        pool = make_kv(1016)
+        pool.k_buffer[0].fill_(1)
+        for _ in range(5):
+            with pytest.raises(kvpool.ConfigError):
+                pool.set_kv_buffer(0, [1], torch.zeros(50_000), torch.zeros(1))
+            with pytest.raises(IndexError):
+                pool.gather_kv(0, [10**6])
+
     for _ in range(4):
         once()
     before = resident_bytes()

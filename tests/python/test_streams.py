@@ -18,16 +18,14 @@ from kvpool import (
     ChunkPool,
     ConfigError,
     DriverError,
-    GDNPool,
     KVPool,
-    PagePool,
     ReqToTokenPool,
     TokenToKVPoolAllocator,
     Workspace,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from conftest import RunSnippet
     from software import Driver
@@ -194,26 +192,6 @@ def test_a_stream_that_went_keeps_nobody_from_allocating(driver: Driver) -> None
     driver.destroy_stream(side)
     del slots
     reuse(allocator)
-
-
-# Constructors
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: KVPool(8, 2, 1, 4, "cuda", torch.float32),
-        lambda: GDNPool(2, 1, 1, 4, 4, 8, 4, "cuda"),
-        lambda: ReqToTokenPool(4, 8, "cuda"),
-        lambda: ChunkPool(4, (8,), torch.float32, "cuda"),
-        lambda: PagePool(8, 2, device="cuda"),
-    ],
-)
-def test_a_new_pool_is_ready_for_every_stream(driver: Driver, make: Callable[[], object]) -> None:
-    with on_stream(driver.stream()):
-        pool = make()
-    assert driver.pending() == 0
-    assert pool is not None
 
 
 # Memory that goes back

@@ -70,42 +70,6 @@ def test_one_allocator(page_size: int, need_sort: bool) -> None:
     assert (stats["in_use"], stats["dropped_frees"]) == (0, 0)
 
 
-def test_each_slot_is_freed_once_however_many_threads_try() -> None:
-    allocator = kvpool.TokenToKVPoolAllocator(4096, "cpu")
-    slots = allocator.alloc(4096)
-    assert slots is not None
-    pieces = slots.view(64, 64)
-
-    def work(number: int) -> None:
-        for i in range(64):
-            allocator.free(pieces[(i + number) % 64])
-
-    together(work)
-    assert allocator.available_size() == 4096
-    assert allocator.stats()["dropped_frees"] == 7 * 4096
-    allocator.verify()
-
-
-def test_readers_see_whole_operations() -> None:
-    allocator = kvpool.TokenToKVPoolAllocator(1024, "cpu", 4)
-
-    def work(number: int) -> None:
-        for i in range(200):
-            if number % 2:
-                stats = allocator.stats()
-                assert stats["available"] + stats["in_use"] == stats["capacity"]
-                assert stats["free"] + stats["released"] == stats["available"]
-                allocator.verify()
-                assert len(allocator.free_slots) <= 256
-            else:
-                slots = allocator.alloc(1 + i % 100)
-                if slots is not None:
-                    allocator.free(slots)
-
-    together(work)
-    assert allocator.available_size() == 1024
-
-
 def test_one_table() -> None:
     table = kvpool.ReqToTokenPool(16, 64, "cpu", strict=True)
 
@@ -165,20 +129,6 @@ def test_one_gdn_pool() -> None:
     together(work)
     stats = pool.stats()
     assert (stats["available"], stats["dropped_frees"]) == (4, 0)
-
-
-def test_tensors_may_be_dropped_by_another_thread() -> None:
-    allocator = kvpool.TokenToKVPoolAllocator(4096, "cpu")
-    buffers = [kvpool.KVPool(100, 1, 1, 4, "cpu", torch.float32).k_buffer[0] for _ in range(THREADS)]
-    slots = [allocator.alloc(100) for _ in range(THREADS)]
-
-    def work(number: int) -> None:
-        assert buffers[number].sum() == 0
-        buffers[number] = torch.empty(0)
-        slots[number] = None
-
-    together(work)
-    assert allocator.stats()["in_use"] == 100 * THREADS
 
 
 def test_long_copies_let_other_threads_run() -> None:

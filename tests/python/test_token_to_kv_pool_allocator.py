@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +19,9 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from models import BadBatchError, BadFreeError, Fence, TokenToKVPoolAllocatorModel
+from models import BadBatchError, BadFreeError, Fence
+from planner_model import SharingAllocatorModel
 
-import kvpool
 from kvpool import ConfigError, IndexOwnershipError, TokenToKVPoolAllocator
 
 if TYPE_CHECKING:
@@ -72,71 +71,6 @@ def assert_consistent(allocator: TokenToKVPoolAllocator) -> None:
 # Construction
 
 
-def test_signature_and_defaults() -> None:
-    parameters = inspect.signature(TokenToKVPoolAllocator).parameters
-    assert list(parameters) == ["size", "device", "page_size", "need_sort", "strict", "debug"]
-    assert parameters["device"].default == "cuda"
-    assert parameters["strict"].kind is inspect.Parameter.KEYWORD_ONLY
-    allocator = TokenToKVPoolAllocator(64, device="cpu")
-    assert (allocator.size, allocator.page_size, allocator.need_sort, allocator.strict) == (
-        64,
-        1,
-        True,
-        False,
-    )
-    assert allocator.device == "cpu"
-    assert allocator.available_size() == 64
-
-
-def test_attributes_are_read_only() -> None:
-    allocator = make()
-    for name in ("size", "page_size", "device", "need_sort", "strict", "free_slots", "release_slots"):
-        with pytest.raises(AttributeError):
-            setattr(allocator, name, getattr(allocator, name))
-
-
-def test_torch_device_is_a_device() -> None:
-    assert TokenToKVPoolAllocator(8, torch.device("cpu")).device == "cpu"
-
-
-@devices.cpu_only
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
-@pytest.mark.parametrize("wanted", ["cuda", "cuda:0", torch.device("cuda"), torch.device("cuda:1"), None])
-def test_cuda_without_a_driver_says_what_was_looked_for(wanted: str | torch.device | None) -> None:
-    arguments = {} if wanted is None else {"device": wanted}
-    with pytest.raises(kvpool.BackendUnavailableError, match="libcuda"):
-        TokenToKVPoolAllocator(64, **arguments)  # type: ignore[arg-type]
-
-
-@devices.cpu_only
-@pytest.mark.parametrize("wanted", ["gpu", "cpu:x", "cuda:", "cuda:-1", "mps", ""])
-def test_unknown_device_names(wanted: str) -> None:
-    with pytest.raises(ConfigError):
-        TokenToKVPoolAllocator(64, wanted)
-
-
-@devices.cpu_only
-@pytest.mark.parametrize("wanted", [3, 1.5, b"cpu", object()])
-def test_devices_of_a_wrong_type(wanted: object) -> None:
-    with pytest.raises(TypeError):
-        TokenToKVPoolAllocator(64, wanted)
-
-
-@pytest.mark.parametrize(
-    ("size", "page_size"),
-    [(0, 1), (-1, 1), (64, 0), (64, -4), (2**40, 1), (2**31, 1), (10**30, 1), (64, 10**30)],
-)
-def test_sizes_that_can_not_be(size: int, page_size: int) -> None:
-    with pytest.raises(ConfigError):
-        TokenToKVPoolAllocator(size, "cpu", page_size)
-
-
-@pytest.mark.parametrize("size", [64.0, float("nan"), "64", None])
-def test_sizes_of_a_wrong_type(size: object) -> None:
-    with pytest.raises(TypeError):
-        TokenToKVPoolAllocator(size, "cpu")  # type: ignore[arg-type]
-
-
 def test_size_that_is_no_multiple_of_the_page_size() -> None:
     allocator = make(30, 8)
     assert allocator.size == 30
@@ -161,38 +95,9 @@ def test_alloc_gives_an_int32_tensor(page_size: int, need_sort: bool) -> None:
 
 
 @pytest.mark.parametrize("contiguous", [True, False])
-@pytest.mark.parametrize("need_sort", [True, False])
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-def test_alloc_of_nothing(page_size: int, need_sort: bool, contiguous: bool) -> None:
-    allocator = make(64, page_size, need_sort)
-    before = snapshot(allocator)
-    slots = some(allocator.alloc(0, contiguous=contiguous))
-    assert slots.shape == (0,)
-    assert slots.dtype is torch.int32
-    assert snapshot(allocator) == before
-
-
-@pytest.mark.parametrize("need_sort", [True, False])
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-def test_alloc_to_the_last_slot(page_size: int, need_sort: bool) -> None:
-    allocator = make(64, page_size, need_sort)
-    slots = take(allocator, 64)
-    assert slots == list(range(page_size, 64 + page_size))
-    assert allocator.available_size() == 0
-    before = snapshot(allocator)
-    assert allocator.alloc(1) is None
-    assert snapshot(allocator) == before
-    assert take(allocator, 0) == []
-
-
-@pytest.mark.parametrize("contiguous", [True, False])
 @pytest.mark.parametrize("need", [65, 2**31 - 1, 2**31, 2**63, 2**64, 10**30])
-@pytest.mark.parametrize("need_sort", [True, False])
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-def test_short_is_none_and_changes_nothing(
-    page_size: int, need_sort: bool, need: int, contiguous: bool
-) -> None:
-    allocator = make(64, page_size, need_sort)
+def test_short_is_none_and_changes_nothing(need: int, contiguous: bool) -> None:
+    allocator = make(64, 4)
     before = snapshot(allocator)
     assert allocator.alloc(need, contiguous=contiguous) is None
     assert snapshot(allocator) == before
@@ -222,11 +127,6 @@ def test_numpy_integer_is_a_count() -> None:
     assert some(make().alloc(np.int64(3))).tolist() == [1, 2, 3]
 
 
-def test_contiguous_is_keyword_only() -> None:
-    with pytest.raises(TypeError):
-        make().alloc(1, True)  # type: ignore[call-arg]
-
-
 # Order
 
 
@@ -240,27 +140,6 @@ def test_sorted_order_keeps_released_slots_apart_until_they_are_needed() -> None
     assert take(allocator, 2) == [2, 5]
     assert allocator.free_slots.tolist() == [10]
     assert allocator.release_slots.tolist() == []
-
-
-def test_sorted_merge_happens_also_when_it_does_not_help() -> None:
-    allocator = make(4)
-    take(allocator, 4)
-    allocator.free([3, 1])
-    assert allocator.alloc(3) is None
-    assert allocator.free_slots.tolist() == [1, 3]
-    assert allocator.release_slots.tolist() == []
-    assert allocator.available_size() == 2
-    assert_consistent(allocator)
-
-
-def test_merge_and_sort_free() -> None:
-    allocator = make(6)
-    take(allocator, 5)
-    allocator.free([4, 2])
-    assert allocator.merge_and_sort_free() is None  # type: ignore[func-returns-value]
-    assert allocator.free_slots.tolist() == [2, 4, 6]
-    assert allocator.release_slots.tolist() == []
-    assert take(allocator, 3) == [2, 4, 6]
 
 
 def test_fifo_order() -> None:
@@ -284,16 +163,6 @@ def test_paged_order() -> None:
     allocator.free([9])
     assert allocator.release_slots.tolist() == [2]
     assert take(allocator, 12) == [*range(8, 20)]
-
-
-def test_paged_fifo_order() -> None:
-    allocator = make(20, 4, need_sort=False)
-    take(allocator, 16)
-    allocator.free([17, 4, 16, 5])
-    allocator.free([13])
-    assert allocator.free_slots.tolist() == [5, 1, 4, 3]
-    assert take(allocator, 6) == [20, 21, 22, 23, 4, 5]
-    assert take(allocator, 5) == [16, 17, 18, 19, 12]
 
 
 def test_slots_may_cross_any_word_boundary() -> None:
@@ -427,14 +296,13 @@ def test_free_refuses_tensors_without_values() -> None:
     assert allocator.available_size() == 4
 
 
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
 @pytest.mark.parametrize(
     "bad",
     [[0], [-1], [-(2**31)], [-(2**63)], [10**6], [2**31 - 1], [2**31], [2**32 + 1], [2**63 - 1]],
     ids=str,
 )
-def test_frees_out_of_range_are_dropped(page_size: int, bad: list[int]) -> None:
-    allocator = make(64, page_size)
+def test_frees_out_of_range_are_dropped(bad: list[int]) -> None:
+    allocator = make(64, 4)
     take(allocator, 32)
     before = snapshot(allocator)
     allocator.free(bad)
@@ -453,122 +321,6 @@ def test_frees_of_integers_beyond_64_bits_are_dropped(number: int) -> None:
     assert allocator.stats()["dropped_frees"] == 1
 
 
-@pytest.mark.parametrize("need_sort", [True, False])
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-def test_frees_of_what_is_free_are_dropped(page_size: int, need_sort: bool) -> None:
-    allocator = make(64, page_size, need_sort)
-    slots = take(allocator, 32)
-    allocator.free([slots[-1] + page_size])
-    assert allocator.stats()["dropped_frees"] == 1
-    allocator.free(slots[:16])
-    allocator.free([slots[0]])
-    assert allocator.stats()["dropped_frees"] == 2
-    assert allocator.available_size() == 48
-    assert_consistent(allocator)
-
-
-@pytest.mark.parametrize("need_sort", [True, False])
-def test_slot_named_twice_in_one_call_is_freed_once(need_sort: bool) -> None:
-    allocator = make(8, need_sort=need_sort)
-    take(allocator, 8)
-    allocator.free([3, 5, 3, 3])
-    assert allocator.stats()["dropped_frees"] == 2
-    assert allocator.available_size() == 2
-    assert take(allocator, 2) == [3, 5]
-    assert allocator.alloc(1) is None
-
-
-@pytest.mark.parametrize("need_sort", [True, False])
-def test_page_named_twice_in_one_call_is_freed_once(need_sort: bool) -> None:
-    allocator = make(64, 16, need_sort)
-    slots = take(allocator, 64)
-    allocator.free([*slots[16:32], slots[17], *slots[16:20], slots[50]])
-    assert allocator.available_size() == 32
-    assert allocator.stats()["dropped_frees"] == 0
-    assert take(allocator, 32) == [*slots[16:32], *slots[48:]]
-
-
-def test_bad_frees_do_not_stop_the_good_ones() -> None:
-    allocator = make(16)
-    take(allocator, 8)
-    allocator.free([0, 2, -1, 99, 4, 2, 12])
-    assert allocator.release_slots.tolist() == [2, 4]
-    assert allocator.stats()["dropped_frees"] == 5
-
-
-def test_no_slot_in_two_hands_after_a_double_free() -> None:
-    allocator = make(4)
-    first = some(allocator.alloc(4))
-    allocator.free(first)
-    allocator.free(first)
-    again = take(allocator, 4)
-    assert sorted(again) == [1, 2, 3, 4]
-    assert allocator.alloc(1) is None
-
-
-def test_first_bad_free_is_a_warning_and_later_ones_are_not(caplog: pytest.LogCaptureFixture) -> None:
-    allocator = make(16)
-    take(allocator, 8)
-    with caplog.at_level(logging.DEBUG, logger="kvpool"):
-        allocator.free([3, 77])
-        allocator.free([3])
-        allocator.free([0, 88])
-    records = [record for record in caplog.records if record.name.split(".")[0] == "kvpool"]
-    assert [record.levelno for record in records if record.levelno >= logging.WARNING] == [logging.WARNING]
-    assert records[0].levelno == logging.WARNING
-    assert "77" in records[0].getMessage()
-    assert all(record.levelno == logging.DEBUG for record in records[1:])
-
-
-def test_each_allocator_warns_for_itself(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, logger="kvpool"):
-        for _ in range(2):
-            make(4).free([1])
-    assert len(caplog.records) == 2
-
-
-def test_good_frees_are_silent(caplog: pytest.LogCaptureFixture) -> None:
-    allocator = make(4)
-    with caplog.at_level(logging.INFO, logger="kvpool"):
-        allocator.free(some(allocator.alloc(4)))
-    assert not caplog.records
-
-
-@pytest.mark.parametrize("need_sort", [True, False])
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-@pytest.mark.parametrize("bad", [0, -1, 10**6, "free", "never"])
-def test_strict_raises_before_anything_is_changed(bad: int | str, page_size: int, need_sort: bool) -> None:
-    allocator = make(64, page_size, need_sort, strict=True)
-    assert allocator.strict
-    slots = take(allocator, 48)
-    allocator.free(slots[:16])
-    wrong = {"free": slots[0], "never": slots[-1] + page_size}.get(str(bad), bad)
-    assert isinstance(wrong, int)
-    before = snapshot(allocator)
-    with pytest.raises(IndexOwnershipError, match=str(wrong)):
-        allocator.free([*slots[16:32], wrong])
-    assert snapshot(allocator) == before
-    allocator.free(slots[16:32])
-    assert allocator.available_size() == 48
-
-
-def test_strict_refuses_a_slot_that_is_named_twice() -> None:
-    allocator = make(8, strict=True)
-    take(allocator, 8)
-    with pytest.raises(IndexOwnershipError, match="3"):
-        allocator.free([1, 3, 3])
-    assert allocator.available_size() == 0
-
-
-def test_strict_lets_a_page_be_named_twice_in_one_call() -> None:
-    allocator = make(16, 4, strict=True)
-    slots = take(allocator, 16)
-    allocator.free(slots[:6])
-    assert allocator.available_size() == 8
-    with pytest.raises(IndexOwnershipError):
-        allocator.free(slots[6:8])
-
-
 # Contiguous runs
 
 
@@ -581,41 +333,6 @@ def test_contiguous_takes_the_lowest_run_that_fits() -> None:
     assert take(allocator, 1, contiguous=True) == [2]
     assert take(allocator, 3, contiguous=True) == [10, 11, 12]
     assert take(allocator, 2) == [3, 13]
-
-
-def test_contiguous_prefers_what_is_free_over_what_was_released() -> None:
-    allocator = make(16)
-    take(allocator, 10)
-    allocator.free([1, 2, 3, 4])
-    assert take(allocator, 4, contiguous=True) == [11, 12, 13, 14]
-    assert take(allocator, 4, contiguous=True) == [1, 2, 3, 4]
-    assert allocator.free_slots.tolist() == [15, 16]
-
-
-def test_contiguous_joins_free_and_released() -> None:
-    allocator = make(8)
-    take(allocator, 6)
-    allocator.free([6, 5])
-    assert take(allocator, 4, contiguous=True) == [5, 6, 7, 8]
-
-
-def test_contiguous_fifo_takes_the_run_out_of_the_queue() -> None:
-    allocator = make(8, need_sort=False)
-    take(allocator, 8)
-    allocator.free([7, 3, 2, 8, 5])
-    assert take(allocator, 2, contiguous=True) == [2, 3]
-    assert allocator.free_slots.tolist() == [7, 8, 5]
-    assert allocator.alloc(3, contiguous=True) is None
-    assert take(allocator, 3) == [7, 8, 5]
-
-
-def test_contiguous_pages() -> None:
-    allocator = make(32, 4)
-    slots = take(allocator, 32)
-    allocator.free([slots[0], slots[8], slots[12], slots[28]])
-    assert allocator.alloc(9, contiguous=True) is None
-    assert take(allocator, 7, contiguous=True) == list(range(12, 19))
-    assert allocator.available_size() == 8
 
 
 def test_contiguous_over_many_words() -> None:
@@ -674,20 +391,6 @@ def test_group_releases_at_its_end(page_size: int, need_sort: bool) -> None:
     assert take(allocator, 32) == slots[:16] + slots[32:48]
 
 
-def test_groups_nest() -> None:
-    allocator = make(8)
-    take(allocator, 8)
-    allocator.free_group_begin()
-    allocator.free([1])
-    allocator.free_group_begin()
-    allocator.free([2])
-    allocator.free_group_end()
-    assert allocator.available_size() == 0
-    allocator.free([3])
-    allocator.free_group_end()
-    assert allocator.release_slots.tolist() == [1, 2, 3]
-
-
 def test_group_collects_by_value() -> None:
     allocator = make(8)
     slots = some(allocator.alloc(8))
@@ -733,38 +436,6 @@ def test_group_releases_when_its_body_raises() -> None:
     assert allocator.available_size() == 3
 
 
-def test_group_end_without_a_begin() -> None:
-    allocator = make(8)
-    with pytest.raises(ConfigError):
-        allocator.free_group_end()
-    allocator.free_group_begin()
-    allocator.free_group_end()
-    with pytest.raises(ConfigError):
-        allocator.free_group_end()
-
-
-def test_slot_that_is_named_twice_in_a_group_is_a_double_free() -> None:
-    allocator = make(8)
-    take(allocator, 8)
-    with allocator.free_group():
-        allocator.free([1, 2])
-        allocator.free([2, 9])
-        assert allocator.stats()["dropped_frees"] == 0
-    assert allocator.available_size() == 2
-    assert allocator.stats()["dropped_frees"] == 2
-    assert_consistent(allocator)
-
-
-def test_page_that_is_named_twice_in_a_group_is_freed_once() -> None:
-    allocator = make(32, 16)
-    slots = take(allocator, 32)
-    with allocator.free_group():
-        allocator.free(slots[:3])
-        allocator.free(slots[3:9])
-    assert allocator.available_size() == 16
-    assert allocator.stats()["dropped_frees"] == 0
-
-
 def test_strict_group_raises_at_its_end_and_frees_nothing() -> None:
     allocator = make(8, strict=True)
     take(allocator, 8)
@@ -792,42 +463,7 @@ def test_wrong_type_in_a_group_raises_at_once() -> None:
     assert allocator.available_size() == 1
 
 
-def test_clear_ends_groups() -> None:
-    allocator = make(8)
-    take(allocator, 8)
-    allocator.free_group_begin()
-    allocator.free_group_begin()
-    allocator.free([1, 2])
-    allocator.clear()
-    assert allocator.available_size() == 8
-    with pytest.raises(ConfigError):
-        allocator.free_group_end()
-    take(allocator, 2)
-    allocator.free([1])
-    assert allocator.available_size() == 7
-    assert allocator.stats()["dropped_frees"] == 0
-
-
 # Fences
-
-
-@pytest.mark.parametrize("need_sort", [True, False])
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-def test_fenced_slots_stay_in_use_until_the_fence_has_passed(page_size: int, need_sort: bool) -> None:
-    allocator = make(64, page_size, need_sort)
-    slots = take(allocator, 64)
-    fence = Fence()
-    assert allocator.free(slots[16:32], after=fence) is None  # type: ignore[func-returns-value]
-    assert allocator.available_size() == 0
-    assert all(allocated(allocator, slots))
-    stats = allocator.stats()
-    assert (stats["fenced"], stats["in_use"], stats["available"]) == (16, 64, 0)
-    assert allocator.alloc(1) is None
-    allocator.verify()
-    fence.done = True
-    assert allocator.available_size() == 16
-    assert allocator.stats()["fenced"] == 0
-    assert take(allocator, 16) == slots[16:32]
 
 
 @pytest.mark.parametrize("call", ["alloc", "free", "available_size", "stats", "verify"])
@@ -844,45 +480,6 @@ def test_fences_are_polled_by_later_calls(call: str) -> None:
     passed = fence.queries
     assert allocator.available_size() == {"alloc": 1, "free": 3}.get(call, 2)
     assert fence.queries == passed
-
-
-def test_fences_pass_in_any_order() -> None:
-    allocator = make(8, need_sort=False)
-    take(allocator, 8)
-    fences = [Fence(), Fence(), Fence()]
-    for i, fence in enumerate(fences):
-        allocator.free([2 * i + 1, 2 * i + 2], after=fence)
-    fences[1].done = True
-    assert allocator.available_size() == 2
-    fences[0].done = fences[2].done = True
-    assert allocator.available_size() == 6
-    assert take(allocator, 6) == [3, 4, 1, 2, 5, 6]
-
-
-def test_second_free_of_a_fenced_slot_is_a_double_free() -> None:
-    allocator = make(8)
-    take(allocator, 8)
-    fence = Fence()
-    allocator.free([1, 2], after=fence)
-    allocator.free([2, 3])
-    assert allocator.stats()["dropped_frees"] == 1
-    allocator.free([1], after=Fence(done=True))
-    assert allocator.stats()["dropped_frees"] == 2
-    assert allocator.available_size() == 1
-    fence.done = True
-    assert allocator.available_size() == 3
-    assert_consistent(allocator)
-
-
-def test_strict_fenced_free_raises_before_anything_is_changed() -> None:
-    allocator = make(8, strict=True)
-    take(allocator, 4)
-    with pytest.raises(IndexOwnershipError, match="7"):
-        allocator.free([1, 7], after=Fence(done=True))
-    assert allocator.available_size() == 4
-    allocator.free([1], after=Fence())
-    with pytest.raises(IndexOwnershipError, match="1"):
-        allocator.free([1])
 
 
 @pytest.mark.parametrize(
@@ -963,29 +560,7 @@ def test_fenced_free_in_a_group() -> None:
     assert allocator.stats()["dropped_frees"] == 0
 
 
-def test_clear_forgets_fences() -> None:
-    allocator = make(8)
-    take(allocator, 8)
-    fence = Fence()
-    allocator.free([1, 2], after=fence)
-    allocator.clear()
-    assert allocator.available_size() == 8
-    assert take(allocator, 8) == list(range(1, 9))
-    fence.done = True
-    assert allocator.available_size() == 0
-    assert_consistent(allocator)
-
-
 # Batches
-
-
-def test_extend_starts_requests_on_new_pages() -> None:
-    allocator = make(64, 4)
-    slots = some(allocator.alloc_extend([0, 0, 0], [3, 4, 5], [-1, -1, -1]))
-    assert slots.dtype is torch.int32
-    assert slots.shape == (12,)
-    assert slots.tolist() == [4, 5, 6, 8, 9, 10, 11, 12, 13, 14, 15, 16]
-    assert allocator.available_size() == 64 - 16
 
 
 def test_extend_continues_the_last_partial_page() -> None:
@@ -995,14 +570,6 @@ def test_extend_continues_the_last_partial_page() -> None:
     more = some(allocator.alloc_extend([2, 4], [7, 6], [5, 11]))
     assert more.tolist() == [6, 7, 12, 13, 14, 16, 17]
     assert allocator.available_size() == 64 - 16
-
-
-def test_extend_within_a_page_takes_nothing() -> None:
-    allocator = make(8, 4)
-    slots = take(allocator, 8)
-    before = snapshot(allocator)
-    assert some(allocator.alloc_extend([1], [4], slots[:1])).tolist() == slots[1:4]
-    assert snapshot(allocator) == before
 
 
 def test_extend_takes_every_form_of_indices(as_index: Callable[[Sequence[int]], Any]) -> None:
@@ -1017,26 +584,6 @@ def test_extend_with_page_size_one_ignores_last_loc() -> None:
     assert some(allocator.alloc_extend([0, 7], [2, 10], [-1, 12345])).tolist() == [1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-def test_extend_of_nobody(page_size: int) -> None:
-    allocator = make(64, page_size)
-    before = snapshot(allocator)
-    assert some(allocator.alloc_extend([], [], [])).shape == (0,)
-    assert some(allocator.alloc_decode([], [])).shape == (0,)
-    assert snapshot(allocator) == before
-
-
-@pytest.mark.parametrize("need_sort", [True, False])
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-def test_extend_is_all_or_nothing(page_size: int, need_sort: bool) -> None:
-    allocator = make(64, page_size, need_sort)
-    take(allocator, 16)
-    before = snapshot(allocator)
-    assert allocator.alloc_extend([0, 0], [40, 17], [-1, -1]) is None
-    assert snapshot(allocator) == before
-    assert some(allocator.alloc_extend([0, 0], [32, 16], [-1, -1])).shape == (48,)
-
-
 def test_extend_that_is_huge_is_short() -> None:
     allocator = make(64, 4)
     before = snapshot(allocator)
@@ -1048,13 +595,6 @@ def test_extend_that_is_huge_is_short() -> None:
     assert snapshot(allocator) == before
 
 
-def test_extend_merges_when_it_must() -> None:
-    allocator = make(16, 4)
-    slots = take(allocator, 16)
-    allocator.free([slots[12], slots[0]])
-    assert some(allocator.alloc_extend([0], [7], [-1])).tolist() == [4, 5, 6, 7, 16, 17, 18]
-
-
 def test_decode_adds_one_token_to_each_request() -> None:
     allocator = make(64, 4)
     first = some(allocator.alloc_extend([0, 0], [3, 4], [-1, -1]))
@@ -1062,14 +602,6 @@ def test_decode_adds_one_token_to_each_request() -> None:
     assert some(allocator.alloc_decode([4, 5], [6, 11])).tolist() == [7, 12]
     assert some(allocator.alloc_decode([5, 6], torch.tensor([7, 12]))).tolist() == [16, 13]
     assert some(allocator.alloc_decode([1], [-1])).tolist() == [20]
-
-
-def test_decode_that_is_short() -> None:
-    allocator = make(8, 4)
-    slots = take(allocator, 8)
-    before = snapshot(allocator)
-    assert allocator.alloc_decode([5, 3], [slots[3], slots[5]]) is None
-    assert snapshot(allocator) == before
 
 
 @pytest.mark.parametrize(
@@ -1157,12 +689,6 @@ def test_is_allocated(as_index: Callable[[Sequence[int]], Any], page_size: int) 
     ]
 
 
-def test_is_allocated_knows_the_rest_of_the_last_page() -> None:
-    allocator = make(64, 16)
-    take(allocator, 1)
-    assert allocated(allocator, [15, 16, 31, 32]) == [False, True, True, False]
-
-
 def test_is_allocated_refuses_what_is_no_index(bad_index: Any) -> None:  # noqa: ANN401
     with pytest.raises(TypeError):
         make().is_allocated(bad_index)
@@ -1195,25 +721,6 @@ def test_stats() -> None:
     assert stats["bytes"] > 0
 
 
-def test_clear() -> None:
-    allocator = make(16)
-    held = some(allocator.alloc(10))
-    allocator.free([3])
-    assert allocator.clear() is None  # type: ignore[func-returns-value]
-    assert allocator.free_slots.tolist() == list(range(1, 17))
-    assert allocator.release_slots.tolist() == []
-    assert not any(allocated(allocator, held))
-    assert held.tolist() == list(range(1, 11))
-    assert take(allocator, 16) == list(range(1, 17))
-
-
-def test_clear_forgets_no_bad_frees() -> None:
-    allocator = make(16)
-    allocator.free([99])
-    allocator.clear()
-    assert allocator.stats()["dropped_frees"] == 1
-
-
 def test_free_slots_are_a_picture_and_not_the_pool() -> None:
     allocator = make(8)
     for tensor in (allocator.free_slots, allocator.release_slots):
@@ -1242,7 +749,7 @@ class AllocatorHistory(RuleBasedStateMachine):
     def start(self, page_size: int, pages: int, rest: int, need_sort: bool, strict: bool) -> None:
         size = pages * page_size + rest % page_size
         self.real = make(size, page_size, need_sort, strict=strict)
-        self.model = TokenToKVPoolAllocatorModel(size, page_size, need_sort=need_sort, strict=strict)
+        self.model = SharingAllocatorModel(size, page_size, need_sort=need_sort, strict=strict)
         self.fences: list[Fence] = []
         self.requests: list[list[int]] = []
 
@@ -1286,10 +793,10 @@ class AllocatorHistory(RuleBasedStateMachine):
     @precondition(lambda self: self.model.live)
     @rule(data=st.data(), fenced=st.booleans(), kind=st.sampled_from(["list", "int32", "int64", "numpy"]))
     def free(self, data: st.DataObject, fenced: bool, kind: str) -> None:
-        slots = data.draw(st.lists(st.sampled_from(self.live_slots()), min_size=1, max_size=20, unique=True))
+        slots = data.draw(st.lists(st.sampled_from(self.live_slots()), min_size=1, max_size=20))
         fence = None
         if fenced and not self.model.group_depth:
-            fence = Fence()
+            fence = data.draw(st.sampled_from([Fence(), *self.fences]))
             self.fences.append(fence)
         forms: dict[str, Any] = {
             "list": slots,
@@ -1298,6 +805,20 @@ class AllocatorHistory(RuleBasedStateMachine):
             "numpy": np.array(slots),
         }
         self.free_both(slots, forms[kind], fence)
+
+    @rule(data=st.data(), anything=st.booleans())
+    def share(self, data: st.DataObject, anything: bool) -> None:
+        slots = (
+            st.integers(-3, 180) if anything or not self.model.live else st.sampled_from(self.live_slots())
+        )
+        given = data.draw(st.lists(slots, max_size=8))
+        try:
+            self.model.share(given)
+        except BadFreeError:
+            with pytest.raises(IndexOwnershipError):
+                self.real.share(given)
+        else:
+            self.real.share(given)
 
     @rule(slots=st.lists(st.integers(-3, 180), max_size=8))
     def free_anything(self, slots: list[int]) -> None:
@@ -1380,7 +901,7 @@ class AllocatorHistory(RuleBasedStateMachine):
         assert self.real.available_size() == self.model.available_size()
         stats = self.real.stats()
         assert stats["available"] + stats["in_use"] == stats["capacity"] == self.model.capacity
-        assert stats["in_use"] == self.model.in_use
+        assert (stats["in_use"], stats["shared"]) == (self.model.in_use, self.model.shared)
         assert stats["dropped_frees"] == self.model.dropped_frees
         assert stats["high_water"] == self.model.high_water
         assert self.real.free_slots.tolist() == self.model.free_pages

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import devices
+import numpy as np
 import pytest
 
 import kvpool
@@ -35,6 +36,7 @@ class Case:
         give: Gives a unit back; twice is a bad free.
         number: Which unit it is.
         by_number: Gives back the unit of a number, where units are numbers.
+        needs_device: Calls that do something on the device.
     """
 
     cls: type[Any]
@@ -50,6 +52,7 @@ class Case:
     give: Callable[[Any, Any], None] = lambda _pool, _unit: None
     number: Callable[[Any], int] = int
     by_number: Callable[[Any, Any], None] | None = None
+    needs_device: Callable[[Any], list[Callable[[], object]]] = lambda _pool: []
 
     def make(self, **changes: Any) -> Any:  # noqa: ANN401
         """A small pool on the device of the test."""
@@ -95,7 +98,7 @@ def _copy_states(pool: kvpool.GDNPool) -> None:
 
 
 def _use_pages(pool: kvpool.PagePool) -> None:
-    pages = [pool.alloc() for _ in range(pool.total_pages)]
+    pages = [pool.alloc() for _ in range(pool.total_pages + pool.grow)]
     for page in pages:
         assert page is not None
         pool.page(page).fill_(1)
@@ -128,13 +131,22 @@ CASES = {
     for case in (
         Case(
             kvpool.KVPool,
-            {"size": 16, "layer_num": 2, "k_head_num": 2, "k_head_dim": 4, "page_size": 1},
+            {
+                "size": 16,
+                "layer_num": 2,
+                "k_head_num": 2,
+                "k_head_dim": 4,
+                "v_head_num": 2,
+                "v_head_dim": 4,
+                "page_size": 1,
+            },
             _typing.KVStats,
             dtype="float16",
             too_large={"size": 1 << 30, "layer_num": 1 << 12, "k_head_num": 1 << 6, "k_head_dim": 1 << 8},
-            big={"size": 1 << 14, "k_head_dim": 32},
+            big={"size": 1 << 14, "k_head_dim": 32, "v_head_dim": 32},
             tensors=lambda pool: [*pool.k_buffer, *pool.v_buffer],
             use=_store,
+            needs_device=lambda pool: [lambda: pool.move_kv([1], [2]), pool.check],
         ),
         Case(
             kvpool.TokenToKVPoolAllocator,
@@ -145,6 +157,7 @@ CASES = {
             take=lambda pool: pool.alloc(1),
             give=lambda pool, slots: pool.free(slots),
             by_number=lambda pool, slot: pool.free([slot]),
+            needs_device=lambda pool: [lambda: pool.alloc(3), lambda: pool.free([1])],
         ),
         Case(
             kvpool.ReqToTokenPool,
@@ -158,6 +171,7 @@ CASES = {
             give=lambda pool, row: pool.free(row),
             number=lambda rows: int(rows[0]),
             by_number=lambda pool, row: pool.free(row),
+            needs_device=lambda pool: [pool.alloc, lambda: pool.free(1), lambda: pool.read(1, 2)],
         ),
         Case(
             kvpool.GDNPool,
@@ -186,6 +200,7 @@ CASES = {
             take=lambda pool: pool.alloc_track_slot(),
             give=lambda pool, slot: pool.free_track_slot(slot),
             by_number=lambda pool, slot: pool.free_track_slot(slot),
+            needs_device=lambda pool: [lambda: pool.reset_states([1]), lambda: pool.copy_states(1, 2)],
         ),
         Case(
             kvpool.PagePool,
@@ -194,7 +209,7 @@ CASES = {
             may_be_zero=("initial_pages", "grow"),
             dtype="float32",
             too_large={"page_size": 1 << 24, "initial_pages": 1 << 26},
-            big={"page_size": 1 << 16, "initial_pages": 16},
+            big={"page_size": 1 << 16, "initial_pages": 16, "grow": 4},
             tensors=lambda pool: [pool.page(i) for i in range(pool.total_pages)],
             use=_use_pages,
             take=lambda pool: pool.alloc(),
@@ -213,6 +228,7 @@ CASES = {
             take=lambda pool: pool.allocate(),
             give=lambda pool, chunk: pool.free(chunk),
             number=lambda chunk: int(chunk.index),
+            needs_device=lambda pool: [lambda: pool.allocate().copy_from(np.zeros(12, dtype="float32"))],
         ),
         Case(
             kvpool.BufferPool,
@@ -220,6 +236,10 @@ CASES = {
             _typing.BufferStats,
             tensors=lambda pool: [pool.alloc(100, "float32").tensor, pool.alloc(9, "float32").tensor],
             use=_use_buffers,
+            needs_device=lambda pool: [
+                lambda: pool.alloc_bytes(1 << 10),
+                lambda: pool.alloc_batch([((1 << 11,), "int8")]),
+            ],
         ),
         Case(
             kvpool.Workspace,
@@ -229,6 +249,7 @@ CASES = {
             big={"arena_bytes": 1 << 21},
             tensors=lambda pool: [pool.zeros(100, "float32"), pool.zeros(9, "float32")],
             use=_use_arena,
+            needs_device=lambda pool: [lambda: pool.zeros(8, "float32")],
         ),
     )
 }

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import devices
 import pytest
 import torch
-from common import THREADS, cuda_only, together
-from pool_table import Case, each, every_pool
+from common import THREADS, cuda_only, on_stream, together
+from pool_table import Case, every_pool
 from software import LAUNCH_FAILED, OUT_OF_MEMORY, each_call
 
 from kvpool import DriverError, OutOfMemoryError
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.usefixtures("device")
 
 STATM = Path("/proc/self/statm")
-has_memory = each("tensors", "cls")
 
 
 def resident_bytes() -> int:
@@ -111,16 +110,25 @@ def test_memory_may_be_dropped_by_another_thread(case: Case) -> None:
     held: list[list[Any]] = []
     for _ in range(THREADS):
         pool = case.make()
-        held.append([*case.tensors(pool), pool])
+        held.append([*case.tensors(pool), *(case.taken(pool, 2) if case.by_number else []), pool])
         del pool
 
     def work(number: int) -> None:
         for part in held[number]:
-            assert not isinstance(part, torch.Tensor) or not part.any()
+            assert not isinstance(part, torch.Tensor) or part.dtype is torch.int32 or not part.any()
         held[number] = []
         gc.collect()
 
     together(work)
+
+
+@every_pool
+@cuda_only
+def test_a_new_pool_is_ready_for_every_stream(case: Case, driver: Driver) -> None:
+    with on_stream(driver.stream()):
+        pool = case.make()
+    assert driver.pending() == 0
+    assert pool.stats()["bytes"] >= 0
 
 
 @every_pool
@@ -171,14 +179,15 @@ def test_after_a_fork_the_device_is_out_of_reach(case: Case) -> None:
     child = os.fork()
     if child == 0:
         wrong = 0
-        try:
-            case.make()
-        except DriverError as error:
-            wrong += "forked" not in str(error)
-        except BaseException:  # noqa: BLE001 - the child must end here
-            wrong += 1
-        else:
-            wrong += 1
+        for call in (case.make, *case.needs_device(pool)):
+            try:
+                call()
+            except DriverError as error:
+                wrong += "forked" not in str(error)
+            except BaseException:  # noqa: BLE001 - the child must end here
+                wrong += 1
+            else:
+                wrong += 1
         # Numbers of the host are still there.
         wrong += pool.stats()["capacity"] == 0 and pool.unit != "buffer"
         os._exit(wrong)

@@ -262,6 +262,9 @@ def test_readers_see_whole_operations(case: Case) -> None:
                 stats = pool.stats()
                 assert stats["available"] + stats["in_use"] == stats["capacity"]
                 assert stats["in_use"] <= stats["high_water"]
+                if "released" in stats:
+                    assert stats["free"] + stats["released"] == stats["available"]
+                    pool.verify()
             elif (unit := case.take(pool)) is not None:
                 case.give(pool, unit)
 
