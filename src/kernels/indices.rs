@@ -3,6 +3,25 @@
 use crate::base::{DType, Device, Error, IndexVec, Result, reserve};
 use crate::memory::Borrowed;
 
+/// What indices name, and what they must be below.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct IndexSpace {
+    /// What one is called in messages.
+    pub noun: &'static str,
+    /// How many there are.
+    pub len: usize,
+}
+
+impl IndexSpace {
+    /// The values, each of which names one.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) with the first that names none.
+    pub fn check(self, values: &IndexVec) -> Result<Vec<u32>> {
+        values.rows(self.noun, self.len)
+    }
+}
+
 /// Index values as a call gets them: copied from the host, or where they are on a device.
 #[derive(Clone, Debug)]
 pub enum Indices<'a> {
@@ -58,13 +77,13 @@ impl<'a> Indices<'a> {
         }
     }
 
-    /// Those of the host as row numbers below `count`; none if only the device knows them.
+    /// Those of the host, each of which names one of `space`; none if only the device knows them.
     ///
     /// # Errors
-    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) with the first that is outside.
-    pub fn list(&self, noun: &str, count: usize) -> Result<Vec<i32>> {
+    /// As [`IndexSpace::check`].
+    pub fn list(&self, space: IndexSpace) -> Result<Vec<i32>> {
         match self {
-            Self::Host(values) => Ok(values.rows(noun, count)?.into_iter().map(u32::cast_signed).collect()),
+            Self::Host(values) => Ok(space.check(values)?.into_iter().map(u32::cast_signed).collect()),
             Self::Device { .. } => Ok(Vec::new()),
         }
     }

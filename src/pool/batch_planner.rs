@@ -6,13 +6,12 @@ use std::sync::Arc;
 
 use crate::base::{DType, Device, Error, ErrorKind, Id, IndexVec, Result, Row, Slot, reserve, widen};
 use crate::index::{Act, BadFrees, FenceId, Growth, Owner, Requests};
-use crate::kernels::{Indices, PlanBatch};
+use crate::kernels::{Executor, Indices, PlanBatch};
 use crate::memory::{Backend, Event, Host, Region, Stream};
 use crate::tensor::TensorView;
 
-use self::device::Remote;
 use super::plan::{Field, Layout, Lines, Listed, Plan, PlannerConfig};
-use super::{ReqToTokenPool, TableIndex, TokenToKvPoolAllocator, at_least_one, fits_int32, launcher};
+use super::{ReqToTokenPool, TableIndex, TokenToKvPoolAllocator, at_least_one, fits_int32};
 
 /// Steps of full size whose numbers may be on their way to the device.
 const STEPS_AHEAD: usize = 8;
@@ -50,13 +49,16 @@ pub struct Batch<'a> {
 /// use kvpool::base::IndexVec;
 /// use kvpool::memory::{Backend, Host, Stream};
 /// use kvpool::pool::{
-///     Batch, BatchPlanner, Field, PlannerConfig, Pools, ReqToTokenPool, TokenToKvPoolAllocator,
+///     AllocatorConfig, Batch, BatchPlanner, Field, PlannerConfig, Pools, ReqToTokenConfig, ReqToTokenPool,
+///     TokenToKvPoolAllocator,
 /// };
 /// let (host, stream): (Arc<dyn Backend>, _) = (Arc::new(Host), Stream::DEFAULT);
-/// let mut slots = TokenToKvPoolAllocator::new(64, &host, 1, true, false).unwrap();
-/// let mut table = ReqToTokenPool::new(Arc::clone(&host), 4, 32, true, false).unwrap();
+/// let config = AllocatorConfig { size: 64, page_size: 1, need_sort: true, strict: false };
+/// let mut slots = TokenToKvPoolAllocator::new(&config, &host).unwrap();
+/// let config = ReqToTokenConfig { max_reqs: 4, max_context_len: 32, padding_row: true, strict: false };
+/// let mut table = ReqToTokenPool::new(&config, &host).unwrap();
 /// let config = PlannerConfig { max_batch_size: 4, max_tokens: 16, kv_indices: true, block_table: true };
-/// let mut planner = BatchPlanner::new(host, &slots, &table, config).unwrap();
+/// let mut planner = BatchPlanner::new(&config, &host, &slots, &table).unwrap();
 /// let rows = IndexVec::I64(table.alloc(2, stream).unwrap().unwrap().into_iter().map(i64::from).collect());
 /// let batch = Batch { rows: &rows, prefix_lens: &[0, 0], seq_lens: &[3, 5], prefix_slots: &[] };
 /// let plan = planner.extend(Pools { slots: &mut slots, table: &mut table }, batch, stream).unwrap().unwrap();
@@ -68,7 +70,11 @@ pub struct BatchPlanner {
     requests: Requests,
     layout: Layout,
     fields: Arc<Region>,
-    remote: Option<Remote>,
+    /// The fields that do not grow with the context, for the host; all of them where they are made there.
+    host_fields: Arc<Region>,
+    executor: Executor,
+    /// Pages that cross to a device at once.
+    most_pages: usize,
     lines: Lines,
     listed: Listed,
     plans: usize,
@@ -83,12 +89,12 @@ impl BatchPlanner {
     /// [`ErrorKind::Config`] when a size is 0, the pools are not on the same device, or there may be more pages in a batch
     /// than fit int32; what the backend says when it has not enough.
     pub fn new(
-        backend: Arc<dyn Backend>,
+        config: &PlannerConfig,
+        backend: &Arc<dyn Backend>,
         slots: &TokenToKvPoolAllocator,
         table: &ReqToTokenPool,
-        config: PlannerConfig,
     ) -> Result<Self> {
-        let PlannerConfig { max_batch_size, max_tokens, .. } = config;
+        let PlannerConfig { max_batch_size, max_tokens, .. } = *config;
         at_least_one(&[("max_batch_size", max_batch_size), ("max_tokens", max_tokens)])?;
         if slots.device() != table.device() {
             return Err(Error::config(format!(
@@ -103,28 +109,27 @@ impl BatchPlanner {
             &format!("max_batch_size {max_batch_size} with {width} pages a request"),
             max_batch_size.checked_mul(width),
         )?;
-        let layout = Layout::new(config, width)?;
-        let fields = Arc::new(Region::new(backend, layout.bytes())?);
+        let layout = Layout::new(*config, width)?;
+        let fields = Arc::new(Region::new(Arc::clone(backend), layout.bytes())?);
         let new_pages = max_tokens + 2 * max_batch_size;
         // Cached prefixes are sent once; as many pages as there are can be distinct.
         let most_pages = new_pages + (max_batch_size * width).min(slots.slots().pages().capacity());
         // Steps that bring no prefixes may be far ahead of the device.
-        let ring = PlanBatch::bytes(max_batch_size, new_pages)
-            .saturating_mul(STEPS_AHEAD)
-            .max(PlanBatch::bytes(max_batch_size, most_pages).saturating_mul(2));
-        let remote = match launcher(&fields, ring)? {
-            None => None,
-            Some(launcher) => {
-                let host = Arc::new(Region::new(Arc::new(Host), layout.small_bytes())?);
-                Some(Remote { launcher, host, most_pages })
-            }
+        let ring = (PlanBatch::bytes(max_batch_size, new_pages) * STEPS_AHEAD)
+            .max(PlanBatch::bytes(max_batch_size, most_pages) * 2);
+        let executor = Executor::new(&fields, 0, table.spaces(), ring)?;
+        let host_fields = match &executor {
+            Executor::Host(_) => Arc::clone(&fields),
+            Executor::Device(_) => Arc::new(Region::new(Arc::new(Host), layout.small_bytes())?),
         };
         let rows = table.table_rows();
         Ok(Self {
             requests: Requests::new(rows, slots.slots()),
             layout,
             fields,
-            remote,
+            host_fields,
+            executor,
+            most_pages,
             lines: Lines::new(max_batch_size, rows),
             listed: Listed::default(),
             plans: 0,
@@ -159,7 +164,7 @@ impl BatchPlanner {
     /// A point to wait for, without locks, before more numbers of the host are sent to the device: it is far behind.
     #[must_use]
     pub fn crowded(&self) -> Option<Arc<Event>> {
-        self.remote.as_ref().map(|remote| &remote.launcher)?.crowded()
+        self.executor.crowded()
     }
 
     /// Requests that have slots, and their tokens.
@@ -311,9 +316,9 @@ impl BatchPlanner {
             }
         }
         self.listed.list(batch, padded, padding, &self.requests);
-        let made = match &self.remote {
-            None => self.make(batch, padded, table),
-            Some(_) => self.launch(batch, padded, table, stream),
+        let made = match &self.executor {
+            Executor::Host(_) => self.make(batch, padded, table),
+            Executor::Device(_) => self.launch(batch, padded, table, stream),
         };
         self.changes += 1;
         self.plans += 1;
@@ -564,12 +569,12 @@ impl BatchPlanner {
     /// of a request have changed.
     pub fn host_field(&self, plan: &Plan, field: Field) -> Result<Option<TensorView>> {
         self.check_current(plan, plan.number == self.plans)?;
-        let Some(remote) = &self.remote else { return self.layout.view(&self.fields, plan, field) };
         let width = match field {
+            _ if self.executor.gpu().is_none() => return self.layout.view(&self.fields, plan, field),
             Field::KvIndices | Field::BlockTable if !self.layout.has(field) => return Ok(None),
             Field::KvIndices => None,
             Field::BlockTable => Some(self.layout.width()),
-            _ => return self.layout.view(&remote.host, plan, field),
+            _ => return self.layout.view(&self.host_fields, plan, field),
         };
         self.check_current(plan, plan.changes == self.changes)?;
         let mut values: Vec<i32> =

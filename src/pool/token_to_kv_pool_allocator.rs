@@ -12,8 +12,21 @@ use crate::tensor::TensorView;
 
 use super::KvPool;
 use super::deferred::{Deferred, Part, abandon};
-use super::host_copy::known_values;
+use super::mirror::known_values;
 use super::stage::{Stage, list};
+
+/// The shape of a [`TokenToKvPoolAllocator`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AllocatorConfig {
+    /// Slots, numbered from 1 or, in pages, from `page_size` on.
+    pub size: usize,
+    /// Slots in a page.
+    pub page_size: usize,
+    /// Whether the lowest free slots are handed out first, else the longest free.
+    pub need_sort: bool,
+    /// Whether a bad free is an error.
+    pub strict: bool,
+}
 
 /// Hands out token slots of a [`KvPool`](super::KvPool) as int32 tensors and takes them back.
 ///
@@ -27,9 +40,10 @@ use super::stage::{Stage, list};
 /// use std::sync::{Arc, Weak};
 /// use kvpool::base::IndexVec;
 /// use kvpool::memory::{Backend, Host, Stream};
-/// use kvpool::pool::TokenToKvPoolAllocator;
+/// use kvpool::pool::{AllocatorConfig, TokenToKvPoolAllocator};
 /// let backend: Arc<dyn Backend> = Arc::new(Host);
-/// let mut allocator = TokenToKvPoolAllocator::new(1024, &backend, 1, true, false).unwrap();
+/// let config = AllocatorConfig { size: 1024, page_size: 1, need_sort: true, strict: false };
+/// let mut allocator = TokenToKvPoolAllocator::new(&config, &backend).unwrap();
 /// let slots = allocator.alloc(3, Stream::DEFAULT).unwrap().unwrap();
 /// assert_eq!(slots.shape().as_slice(), [3]);
 /// assert_eq!(allocator.available_size(), 1021);
@@ -78,13 +92,8 @@ impl TokenToKvPoolAllocator {
     /// # Errors
     /// [`ErrorKind::Config`] when `size` or `page_size` is 0 or slots would not fit int32; what the backend says when
     /// there is no memory for the tensors.
-    pub fn new(
-        size: usize,
-        backend: &Arc<dyn Backend>,
-        page_size: usize,
-        need_sort: bool,
-        strict: bool,
-    ) -> Result<Self> {
+    pub fn new(config: &AllocatorConfig, backend: &Arc<dyn Backend>) -> Result<Self> {
+        let AllocatorConfig { size, page_size, need_sort, strict } = *config;
         let order = if need_sort { Order::Sorted } else { Order::Fifo };
         let slots = SlotAllocator::new(size, page_size, order)?;
         let mut deferred = Deferred::default();
@@ -92,7 +101,7 @@ impl TokenToKvPoolAllocator {
             None => None,
             Some(gpu) => {
                 deferred.prepare(gpu, fetched_at_once(&slots))?;
-                Some(Stage::new(gpu, slots.capacity())?)
+                Some(Stage::new(gpu, backend, slots.capacity())?)
             }
         };
         Ok(Self {

@@ -155,7 +155,7 @@ impl BatchPlanner {
         let backend = backend(py, device)?;
         let (slots, table) = (&allocator.get().pool, &req_to_token_pool.get().pool);
         let planner =
-            py.detach(|| with(slots, |slots| Planner::new(backend, slots, &lock(table), config)))?;
+            py.detach(|| with(slots, |slots| Planner::new(&config, &backend, slots, &lock(table))))?;
         Ok(Self {
             planner: Mutex::new(planner),
             table: req_to_token_pool,

@@ -100,7 +100,7 @@ impl Tensor {
                 view.shape().as_slice().iter().map(|&extent| usize::try_from(extent).unwrap_or(0)).collect();
             gpu.not_capturing(stream, "a copy to the host, which is waited for,")?;
             let region = Region::scratch(bytes_of("a copy", &shape, view.dtype())?)?;
-            gpu.copy_out(&view.borrow()?, (&region, 0), stream)?;
+            gpu.copy_out(&view.borrow()?, region.range(0, region.bytes())?, stream)?;
             gpu.synchronize(stream)?;
             TensorView::contiguous(Arc::new(region), 0, view.dtype(), &shape)
         })?;

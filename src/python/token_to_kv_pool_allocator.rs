@@ -11,7 +11,7 @@ use pyo3::types::{IntoPyDict, PyDict, PyTuple};
 use crate::base::{Device, Id, Page, Slot, Waits, Watched};
 use crate::index::{BadFrees, FenceId};
 use crate::memory::{Keep, Stream};
-use crate::pool::TokenToKvPoolAllocator as Pool;
+use crate::pool::{AllocatorConfig, TokenToKvPoolAllocator as Pool};
 use crate::tensor::TensorView;
 
 use super::args::{Arg, IndexArg};
@@ -232,7 +232,8 @@ impl TokenToKvPoolAllocator {
         let page_size = page_size.size("page_size", 1)?;
         let device = args::device(device)?;
         let backend = backend(py, device)?;
-        let mut pool = py.detach(|| Pool::new(size, &backend, page_size, need_sort, strict))?;
+        let config = AllocatorConfig { size, page_size, need_sort, strict };
+        let mut pool = py.detach(|| Pool::new(&config, &backend))?;
         let debug = Debug::new(debug);
         if debug.is_on() {
             pool.keep_ledger();

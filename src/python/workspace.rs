@@ -9,7 +9,7 @@ use pyo3::types::{IntoPyDict, PyDict};
 
 use crate::base::{DType, Dims};
 use crate::memory::Stream;
-use crate::pool::Workspace as Pool;
+use crate::pool::{Workspace as Pool, WorkspaceConfig};
 use crate::tensor::TensorView;
 
 use super::args::{self, Arg};
@@ -71,9 +71,10 @@ impl Workspace {
         if num_threads == Some(0) {
             return Err(crate::base::Error::config("num_threads is 0; it must be at least 1").into());
         }
-        backend(py, device)?;
+        let backend = backend(py, device)?;
         let debug = Debug::new(debug);
-        let pool = py.detach(|| Pool::new(device, arena_bytes, debug.is_on()))?;
+        let config = WorkspaceConfig { arena_bytes, poison: debug.is_on() };
+        let pool = py.detach(|| Pool::new(&config, &backend))?;
         let workspace = Self {
             pool,
             num_threads,

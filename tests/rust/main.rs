@@ -11,5 +11,6 @@ mod history_runs;
 mod kernels;
 mod layering;
 mod oracle;
+mod pool_table;
 mod pools;
 mod threads;

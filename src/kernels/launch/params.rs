@@ -9,7 +9,7 @@ use crate::kernels::convert::conversion;
 use crate::kernels::indices::Numbers;
 use crate::kernels::rows::RowBuffer;
 use crate::kernels::store::{Layout, Store, inconvertible, layout};
-use crate::memory::{Borrowed, Region};
+use crate::memory::{Borrowed, RegionRange};
 
 /// Words that a thread copies.
 const WORDS_PER_LANE: usize = 4;
@@ -92,19 +92,16 @@ impl<P> WithList<P> {
 pub(super) enum Arrays<'a> {
     /// In the list of the call, one behind the other.
     Listed,
-    /// Copied to these bytes of a region.
-    Copied(&'a Region, &'a [usize]),
+    /// Each copied to bytes on the device.
+    Copied(&'a [RegionRange<'a>]),
 }
 
 impl Arrays<'_> {
     /// The address of array `which`; null where it came with the call.
-    pub(super) fn address<T>(&self, which: usize, array: &[i32]) -> Result<*const T> {
+    pub(super) fn address<T>(&self, which: usize) -> *const T {
         match self {
-            Self::Listed => Ok(ptr::null()),
-            Self::Copied(region, offsets) => {
-                let address = region.at(offsets[which], size_of_val(array))?;
-                Ok(address.as_ptr().cast_const().cast())
-            }
+            Self::Listed => ptr::null(),
+            Self::Copied(ranges) => ranges[which].address().as_ptr().cast_const().cast(),
         }
     }
 
@@ -115,7 +112,7 @@ impl Arrays<'_> {
             let Numbers::List(list) = numbers else { return Index::new(numbers) };
             let index = match self {
                 Self::Listed => Index::listed(begin, list.len()),
-                Self::Copied(..) => Index::at(self.address(which, list)?, list.len()),
+                Self::Copied(_) => Index::at(self.address(which), list.len()),
             };
             which += 1;
             begin += list.len();

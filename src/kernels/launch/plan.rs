@@ -3,10 +3,11 @@
 use std::ptr::NonNull;
 
 use crate::base::Result;
+use crate::kernels::table::Table;
 use crate::memory::{Region, Stream};
 
+use super::Launcher;
 use super::params::{PlanParams, ragged_grid, signed};
-use super::{Launcher, Table};
 
 /// Where the fields of a plan are on a device, in bytes from the start of a region.
 #[derive(Clone, Copy, Debug)]
@@ -112,13 +113,13 @@ impl Launcher {
         let at = |offset: usize| fields.region.at(offset, 0).map(NonNull::as_ptr);
         let some = |offset: Option<usize>| offset.map_or(Ok(std::ptr::null_mut()), at);
         let arrays = [&numbers[..], batch.pages];
-        table.region.used_on(stream);
+        table.region().used_on(stream);
         self.with_arrays(self.kernels.plan, grid, &arrays, stream, |arrays| {
             Ok(PlanParams {
-                requests: arrays.address(0, &numbers)?,
-                pages: arrays.address(1, batch.pages)?,
+                requests: arrays.address(0),
+                pages: arrays.address(1),
                 table: table.address(),
-                columns: signed(table.columns),
+                columns: signed(table.columns()),
                 out_cache_loc: at(fields.out_cache_loc)?.cast(),
                 positions: at(fields.positions)?.cast(),
                 slot_mapping: at(fields.slot_mapping)?.cast(),

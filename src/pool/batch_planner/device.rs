@@ -1,25 +1,13 @@
 //! A step of a planner on a GPU.
 
-use std::sync::Arc;
-
 use crate::base::{Id, IndexVec, Result, Row, reserve, widen};
 use crate::index::{Growth, PageSize};
-use crate::kernels::{Indices, Launcher, PlanBatch, PlanFields, PlanRequest};
-use crate::memory::{Region, Stream};
+use crate::kernels::{Executor, Indices, PlanBatch, PlanFields, PlanRequest};
+use crate::memory::Stream;
 use crate::pool::plan::Field;
 use crate::pool::{ReqToTokenPool, TableIndex};
 
 use super::BatchPlanner;
-
-/// What it takes to work on a GPU.
-#[derive(Debug)]
-pub(super) struct Remote {
-    pub(super) launcher: Launcher,
-    /// The fields that do not grow with the context, for the host.
-    pub(super) host: Arc<Region>,
-    /// Pages that cross to the device at once.
-    pub(super) most_pages: usize,
-}
 
 impl BatchPlanner {
     /// Has the device write the table and the fields: one launch, and a copy before it if they are many.
@@ -30,7 +18,6 @@ impl BatchPlanner {
         table: &mut ReqToTokenPool,
         stream: Stream,
     ) -> Result<()> {
-        let Some(remote) = &self.remote else { return Ok(()) };
         let size = self.requests.page_size();
         let sent: usize = batch.iter().map(|growth| sent_pages(*growth, size).len()).sum();
         let mut requests = reserve(padded)?;
@@ -38,7 +25,7 @@ impl BatchPlanner {
         for place in 0..padded {
             let mut growth = batch.get(place).copied().unwrap_or(Growth::default());
             let Growth { row, start, prefix, .. } = growth;
-            if sent > remote.most_pages && start < prefix {
+            if sent > self.most_pages && start < prefix {
                 // So many cached slots do not cross at once.
                 let slots = Indices::Host(IndexVec::I32(self.slots(row, start, prefix)?));
                 table.write(&TableIndex::first_columns(row, prefix), &slots, stream)?;
@@ -62,7 +49,7 @@ impl BatchPlanner {
                 pages.extend_from_slice(&self.requests.pages(row)[sent_pages(growth, size)]);
             }
         }
-        self.listed.write(&remote.host, &self.layout)?;
+        self.listed.write(&self.host_fields, &self.layout)?;
         let planned = PlanBatch {
             requests: &requests,
             batch: batch.len(),
@@ -72,15 +59,16 @@ impl BatchPlanner {
             tokens: self.listed.positions.len(),
             kv_len: self.listed.kv_begin(padded),
         };
-        let launched = remote.launcher.plan(&table.on_device()?, &self.plan_fields(), &planned, stream);
+        let Executor::Device(launcher) = &self.executor else { return Ok(()) };
+        let outcome = launcher.plan(&table.table()?, &self.plan_fields(), &planned, stream);
         for (place, growth) in batch.iter().enumerate() {
-            match &launched {
+            match &outcome {
                 Ok(()) => self.put(place, *growth, table)?,
-                Err(_) => table.lose(Row::new(growth.row), widen(growth.seq)),
+                Err(_) => table.note_failed_write(Row::new(growth.row), widen(growth.seq)),
             }
         }
         self.show(batch, padded, table);
-        launched
+        outcome
     }
 
     /// Where the fields are, for the kernel.

@@ -6,7 +6,8 @@ use kvpool::base::{ErrorKind, IndexVec};
 use kvpool::index::{FenceId, Order};
 use kvpool::memory::{Backend, Host, Stream};
 use kvpool::pool::{
-    Batch, BatchPlanner, Field, Plan, PlannerConfig, Pools, ReqToTokenPool, TokenToKvPoolAllocator,
+    AllocatorConfig, Batch, BatchPlanner, Field, Plan, PlannerConfig, Pools, ReqToTokenConfig,
+    ReqToTokenPool, TokenToKvPoolAllocator,
 };
 
 use super::planner_model::{Limits, Model, Refused, Step, Wish};
@@ -38,9 +39,11 @@ pub(super) fn run(source: &mut Source<'_>) {
         kv_indices: !source.rarely(4),
         block_table: !source.rarely(4),
     };
-    let slots = TokenToKvPoolAllocator::new(count, &host, page_size, is_sorted, strict).expect("small");
-    let table = ReqToTokenPool::new(Arc::clone(&host), rows, columns, padding_row, false).expect("small");
-    let batches = BatchPlanner::new(host, &slots, &table, config).expect("small");
+    let of_slots = AllocatorConfig { size: count, page_size, need_sort: is_sorted, strict };
+    let slots = TokenToKvPoolAllocator::new(&of_slots, &host).expect("small");
+    let of_rows = ReqToTokenConfig { max_reqs: rows, max_context_len: columns, padding_row, strict: false };
+    let table = ReqToTokenPool::new(&of_rows, &host).expect("small");
+    let batches = BatchPlanner::new(&config, &host, &slots, &table).expect("small");
     let limits =
         Limits { max_batch: config.max_batch_size, max_tokens: config.max_tokens, columns, padding_row };
     let order = if is_sorted { Order::Sorted } else { Order::Fifo };

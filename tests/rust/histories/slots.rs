@@ -6,7 +6,7 @@ use std::sync::Arc;
 use kvpool::base::{IndexVec, Page, Result};
 use kvpool::index::{BadFree, BadFrees, FenceId, Order};
 use kvpool::memory::{Backend, Host, Stream};
-use kvpool::pool::TokenToKvPoolAllocator;
+use kvpool::pool::{AllocatorConfig, TokenToKvPoolAllocator};
 use kvpool::tensor::TensorView;
 
 use super::slot_model::SlotModel;
@@ -34,7 +34,8 @@ pub(super) fn run(source: &mut Source<'_>) {
     let count = 1 + source.below(150);
     let (is_sorted, strict) = (source.flip(), source.rarely(4));
     let backend: Arc<dyn Backend> = Arc::new(Host);
-    let made = TokenToKvPoolAllocator::new(count, &backend, page_size, is_sorted, strict);
+    let config = AllocatorConfig { size: count, page_size, need_sort: is_sorted, strict };
+    let made = TokenToKvPoolAllocator::new(&config, &backend);
     let order = if is_sorted { Order::Sorted } else { Order::Fifo };
     let model = SlotModel::new(count, page_size, order);
     let mut slots = Slots { pool: made.expect("small"), model, group: None, fences: Vec::new() };
