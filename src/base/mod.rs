@@ -2,6 +2,7 @@
 //!
 //! Nothing here allocates memory for tensors, owns an index, or is `unsafe`.
 
+pub(crate) mod bounded;
 mod device;
 mod dtype;
 mod error;

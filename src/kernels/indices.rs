@@ -1,5 +1,6 @@
 //! Reading index tensors.
 
+use crate::base::bounded::{distance, signed, unsigned};
 use crate::base::{DType, Device, Error, IndexVec, Result, reserve};
 use crate::memory::Borrowed;
 
@@ -165,10 +166,10 @@ pub(super) fn offset_of(position: usize, shape: &[i64], strides: &[i64]) -> isiz
     let mut left = position;
     let mut offset = 0i64;
     for (&extent, &stride) in shape.iter().zip(strides).rev() {
-        let extent = usize::try_from(extent).unwrap_or(1);
+        let extent = unsigned(extent);
         let (rest, index) = (left / extent, left % extent);
-        offset += i64::try_from(index).unwrap_or(0) * stride;
+        offset = offset.wrapping_add(signed(index).wrapping_mul(stride));
         left = rest;
     }
-    isize::try_from(offset).unwrap_or(0)
+    distance(offset)
 }

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::base::{DType, Device, Error, Result, bytes_of, widen};
+use crate::base::{DType, Device, Dims, Error, Result, bytes_of, widen};
 use crate::index::Move;
 use crate::memory::{Borrowed, Region};
 
@@ -26,13 +26,17 @@ impl RowBuffer {
     /// `rows` rows of `heads` x `dim` elements from byte `offset` of `region` on.
     ///
     /// # Errors
-    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when they do not lie within the region.
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when they do not lie within the region,
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for more rows than int32 can name.
     pub fn new(
         region: Arc<Region>,
         offset: usize,
         [rows, heads, dim]: [usize; 3],
         dtype: DType,
     ) -> Result<Self> {
+        if i32::try_from(rows).is_err() {
+            return Err(Error::config(format!("{rows} rows are more than int32 indices can name")));
+        }
         region.at(offset, bytes_of("a buffer of rows", &[rows, heads, dim], dtype)?)?;
         Ok(Self { region, offset, rows, heads, dim, dtype })
     }
@@ -194,12 +198,13 @@ pub fn gather_rows(pairs: &[(&RowBuffer, Borrowed<'_>)], rows: &[u32]) -> Result
 pub(super) fn check_targets(pairs: &[(&RowBuffer, Borrowed<'_>)], count: usize) -> Result<()> {
     for (buffer, out) in pairs {
         out.expect_on(buffer.region.device(), "out")?;
-        let expected = [count, buffer.heads, buffer.dim].map(|n| i64::try_from(n).unwrap_or(i64::MAX));
-        if out.shape().as_slice() != expected || !out.is_contiguous() {
+        let expected = Dims::of(&[count, buffer.heads, buffer.dim])?;
+        if *out.shape() != expected || !out.is_contiguous() {
             return Err(Error::config(format!(
-                "out has shape {:?} and strides {:?}; a contiguous {expected:?} is needed",
+                "out has shape {:?} and strides {:?}; a contiguous {:?} is needed",
                 out.shape().as_slice(),
-                out.strides().as_slice()
+                out.strides().as_slice(),
+                expected.as_slice()
             )));
         }
         if out.dtype() != buffer.dtype {

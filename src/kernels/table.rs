@@ -1,6 +1,6 @@
 //! The request table, and work on one in host memory.
 
-use crate::base::{Error, Result, widen};
+use crate::base::{DType, Error, Result, bytes_of, widen};
 use crate::memory::{Borrowed, Region};
 
 /// The table of every request's slots, int32 `[rows, columns]`.
@@ -17,7 +17,7 @@ impl<'a> Table<'a> {
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when the region is smaller.
     pub fn new(region: &'a Region, rows: usize, columns: usize) -> Result<Self> {
-        region.at(0, rows.saturating_mul(columns).saturating_mul(size_of::<i32>()))?;
+        region.at(0, bytes_of("the table", &[rows, columns], DType::I32)?)?;
         Ok(Self { region, rows, columns })
     }
 

@@ -4,6 +4,7 @@ mod device;
 
 use std::sync::Arc;
 
+use crate::base::bounded::narrow;
 use crate::base::{DType, Device, Error, ErrorKind, Id, IndexVec, Result, Row, Slot, reserve, widen};
 use crate::index::{Act, BadFrees, FenceId, Growth, Owner, Requests};
 use crate::kernels::{Executor, Indices, PlanBatch};
@@ -36,6 +37,21 @@ pub struct Batch<'a> {
     pub seq_lens: &'a [i64],
     /// Cached slots of new requests; empty, or one entry for each request.
     pub prefix_slots: &'a [Option<IndexVec>],
+}
+
+/// Requests of the padding row that fill a batch up.
+#[derive(Clone, Copy, Debug)]
+struct Padding {
+    /// Requests with them.
+    batch_size: usize,
+    /// New tokens of each.
+    tokens_per_req: usize,
+}
+
+impl Padding {
+    const fn none(batch_size: usize) -> Self {
+        Self { batch_size, tokens_per_req: 0 }
+    }
 }
 
 /// Plans the steps of a scheduler: one call takes the slots, writes the table and makes the metadata.
@@ -222,7 +238,7 @@ impl BatchPlanner {
                 )?,
             });
         }
-        self.plan(Pools { slots, table }, &growths, &prefixes, (count, 0), stream)
+        self.plan(Pools { slots, table }, &growths, &prefixes, Padding::none(count), stream)
     }
 
     /// As [`BatchPlanner::extend`], by `tokens_per_req` tokens a request. The batch is filled up to the least of `pad_to`
@@ -247,12 +263,14 @@ impl BatchPlanner {
                 seq_lens.len()
             )));
         }
-        let padded = match pad_to {
+        let batch_size = match pad_to {
             None => count,
             Some(sizes) => padded_size(count, sizes, table.padding_row())?,
         };
-        self.check_batch(padded)?;
-        let width = i64::try_from(tokens_per_req).unwrap_or(i64::MAX);
+        self.check_batch(batch_size)?;
+        let width = i64::try_from(tokens_per_req).map_err(|_| {
+            Error::config(format!("tokens_per_req {tokens_per_req} is more than a request can have"))
+        })?;
         let named = self.requests.name(rows, table.rows())?;
         let mut growths = reserve(count)?;
         for (position, (&row, seq)) in named.iter().zip(seq_lens.iter()).enumerate() {
@@ -262,7 +280,8 @@ impl BatchPlanner {
             };
             growths.push(growth);
         }
-        self.plan(Pools { slots, table }, &growths, &[], (padded, tokens_per_req), stream)
+        let padding = Padding { batch_size, tokens_per_req };
+        self.plan(Pools { slots, table }, &growths, &[], padding, stream)
     }
 
     fn check_batch(&self, size: usize) -> Result<()> {
@@ -281,15 +300,16 @@ impl BatchPlanner {
         pools: Pools<'_>,
         batch: &[Growth],
         prefixes: &[i32],
-        (padded, padding): (usize, usize),
+        padding: Padding,
         stream: Stream,
     ) -> Result<Option<Plan>> {
         let Pools { slots, table } = pools;
         for (position, growth) in batch.iter().enumerate() {
             self.requests.check_open(position, *growth, slots.slots())?;
         }
+        let padded = padding.batch_size;
         let missing = padded - batch.len();
-        let of_padding = if missing > 0 { padding } else { 0 };
+        let of_padding = if missing > 0 { padding.tokens_per_req } else { 0 };
         let longest = batch.iter().map(|growth| widen(growth.seq)).max().unwrap_or(0).max(of_padding);
         if longest > table.max_context_len() {
             return Err(Error::index(format!(
@@ -298,7 +318,7 @@ impl BatchPlanner {
             )));
         }
         let num_tokens: usize = batch.iter().map(|growth| growth.new_tokens()).sum();
-        let padded_num_tokens = num_tokens.saturating_add(missing.saturating_mul(padding));
+        let padded_num_tokens = num_tokens.saturating_add(missing.saturating_mul(of_padding));
         if padded_num_tokens > self.config().max_tokens {
             return Err(Error::config(format!(
                 "{padded_num_tokens} new tokens are more than max_tokens {}",
@@ -315,7 +335,7 @@ impl BatchPlanner {
                 self.sign(growth.row, growth.start, slots, table);
             }
         }
-        self.listed.list(batch, padded, padding, &self.requests);
+        self.listed.list(batch, padded, narrow(of_padding), &self.requests);
         let made = match &self.executor {
             Executor::Host(_) => self.make(batch, padded, table),
             Executor::Device(_) => self.launch(batch, padded, table, stream),

@@ -5,6 +5,7 @@ use std::ops::Range;
 use std::sync::{Arc, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
+use crate::base::bounded::narrow;
 use crate::base::sync::{Condvar, Mutex, MutexGuard};
 use crate::base::{DType, Device, Dims, Error, ErrorKind, Result, bytes_of, widen};
 use crate::index::{BadFree, BadFrees, RefCounts, Ticket, on_bad_frees};
@@ -510,8 +511,7 @@ impl ChunkPool {
 
 impl Sink for ChunkPool {
     fn offer(&self, bytes: &Range<usize>, is_locked: bool) {
-        let chunk = |at: usize| u32::try_from(at / self.stride).expect("chunks fit int32");
-        let chunks = chunk(bytes.start)..chunk(bytes.end);
+        let chunks = narrow(bytes.start / self.stride)..narrow(bytes.end / self.stride);
         let mut state = self.state();
         state.registered += if is_locked { chunks.len() } else { 0 };
         state.chunks.offer(chunks);

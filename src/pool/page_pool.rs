@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use crate::base::bounded::narrow;
 use crate::base::{DType, Device, Error, Result, bytes_of, widen};
 use crate::index::{BadFrees, RefCounts, Ticket, on_bad_frees};
 use crate::memory::{Backend, Contents, Region, Stream};
@@ -73,7 +74,7 @@ impl PagePool {
     fn add(&mut self, count: usize, contents: Contents) -> Result<()> {
         let total = self.pages.capacity();
         let end = fits_int32("pages", total.checked_add(count))?;
-        let first = u32::try_from(total).expect("pages fit int32");
+        let first = narrow(total);
         if count == 0 {
             return Ok(());
         }

@@ -4,6 +4,7 @@ mod device;
 
 use std::sync::Arc;
 
+use crate::base::bounded::narrow;
 use crate::base::{DType, Device, Error, Id, IndexVec, Result, Row, bytes_of, widen};
 use crate::index::{BadFrees, FreedRow, RowTable};
 use crate::kernels::{Executor, IndexSpace, Indices, Table};
@@ -237,7 +238,7 @@ impl ReqToTokenPool {
 
     /// Columns, which fit int32.
     fn columns(&self) -> u32 {
-        u32::try_from(self.config.max_context_len).expect("columns fit int32")
+        narrow(self.config.max_context_len)
     }
 
     /// Bytes from the start of the table to a place in it.
@@ -373,7 +374,7 @@ impl ReqToTokenPool {
 
     /// Notes that columns below `end` of a row are written.
     fn note_written(&mut self, row: Row, end: usize) {
-        self.rows.note_written(row, u32::try_from(end).expect("columns fit int32"));
+        self.rows.note_written(row, narrow(end));
     }
 
     fn checked_row(&self, row: i64) -> Result<Row> {

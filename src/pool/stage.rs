@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use crate::base::bounded::narrow;
 use crate::base::{DType, Error, ErrorKind, Result, zeros};
 use crate::index::Bitmap;
 use crate::memory::{Backend, Borrowed, Contents, Event, Gpu, Region, Returned, Ring, Stream, Users};
@@ -86,8 +87,8 @@ impl Mirror for StageMirror {
 impl Stage {
     /// For tensors over up to `slots` live slots, and as many whose slots were freed already.
     pub(super) fn new(gpu: &Arc<Gpu>, backend: &Arc<dyn Backend>, slots: usize) -> Result<Self> {
-        let positions = slots.saturating_mul(2).saturating_add(2 * MOST_AHEAD);
-        let bytes = positions.saturating_mul(size_of::<i32>());
+        let positions = 2 * (slots + MOST_AHEAD);
+        let bytes = positions * size_of::<i32>();
         let users = Arc::<Users>::default();
         let region = Region::with(Arc::clone(backend), bytes, Contents::Undefined, Arc::clone(&users))?;
         let region = Arc::new(region);
@@ -309,17 +310,17 @@ pub(super) fn list(values: &mut Vec<i32>, runs: &[Range<u32>], count: usize) {
 fn begins_with(expected: &VecDeque<Range<u32>>, runs: &[Range<u32>], count: usize) -> bool {
     let mut expected = expected.iter().cloned();
     let mut here = expected.next().unwrap_or(0..0);
-    let mut left = slots_in(count);
+    let mut left = narrow(count);
     for run in runs {
-        let mut run = run.start..run.start + slots_in(run.len()).min(left);
-        left = left.saturating_sub(slots_in(run.len()));
+        let mut run = run.start..run.start + narrow(run.len()).min(left);
+        left = left.saturating_sub(narrow(run.len()));
         while !run.is_empty() {
             if here.is_empty() {
                 let Some(next) = expected.next() else { return false };
                 here = next;
                 continue;
             }
-            let common = slots_in(run.len().min(here.len()));
+            let common = narrow(run.len().min(here.len()));
             if run.start != here.start {
                 return false;
             }
@@ -330,18 +331,13 @@ fn begins_with(expected: &VecDeque<Range<u32>>, runs: &[Range<u32>], count: usiz
     true
 }
 
-/// A number of slots, which fit an int32.
-fn slots_in(count: usize) -> u32 {
-    u32::try_from(count).unwrap_or(u32::MAX)
-}
-
 /// Drops the first `count` slots of `runs`.
 fn skip(runs: &mut VecDeque<Range<u32>>, count: usize) {
-    let mut left = slots_in(count);
+    let mut left = narrow(count);
     while left > 0
         && let Some(first) = runs.front_mut()
     {
-        let step = slots_in(first.len()).min(left);
+        let step = narrow(first.len()).min(left);
         first.start += step;
         left -= step;
         if first.start == first.end {

@@ -4,6 +4,7 @@ use std::collections::{HashSet, VecDeque};
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use crate::base::bounded::narrow;
 use crate::base::{Result, widen, zeros};
 use crate::index::Bitmap;
 use crate::memory::{Gpu, Held, Region, Ring};
@@ -127,7 +128,7 @@ impl TableMirror {
         if state.steps.is_empty() && !state.unknown.contains(widen(row)) {
             state.written[widen(row)]
         } else {
-            u32::try_from(self.columns).expect("columns fit int32")
+            narrow(self.columns)
         }
     }
 

@@ -96,10 +96,8 @@ impl KvPool {
             ));
         };
         let config = self.pool.config();
-        let count = i64::try_from(count).unwrap_or(i64::MAX);
         let room = |heads: usize, dim: usize| {
-            let extent = |n: usize| i64::try_from(n).unwrap_or(i64::MAX);
-            let shape = Dims::new(&[count, extent(heads), extent(dim)])?;
+            let shape = Dims::of(&[count, heads, dim])?;
             torch.empty(py, &shape, config.dtype, self.pool.device())
         };
         Ok([room(config.k_head_num, config.k_head_dim)?, room(config.v_head_num, config.v_head_dim)?])

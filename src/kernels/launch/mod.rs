@@ -5,7 +5,9 @@
 //! indices that only the device knows are checked there, and what is wrong with them is told by [`Launcher::fault`].
 
 mod fetch;
+mod grid;
 mod images;
+mod numbers;
 mod params;
 mod plan;
 
@@ -17,7 +19,8 @@ use std::ffi::{CStr, c_void};
 use std::ptr;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use crate::base::{Device, Error, ErrorKind, Result, widen};
+use crate::base::bounded::signed;
+use crate::base::{DType, Device, Error, ErrorKind, Result, bytes_of, widen};
 use crate::index::Move;
 use crate::kernels::indices::{IndexSpace, Indices, Numbers};
 use crate::kernels::rows::{RowBuffer, check_moves, check_targets};
@@ -27,11 +30,12 @@ use crate::memory::{
     Backend, Borrowed, Contents, Event, Function, Gpu, Held, Pinned, Region, Ring, Stream, Users,
 };
 
+use grid::{Groups, blocks, parts_grid, ragged_grid};
 use images::{Compiled, PLAN, ROWS, TABLE};
+use numbers::{Arrays, Index, WithList};
 use params::{
-    Arrays, GatherParams, GatherPart, Groups, Index, KvIndicesParams, MoveParams, OrderParams, PointsParams,
-    RaggedParams, StoreParams, StorePart, WithList, ZeroParams, blocks, independent, parts_grid, ragged_grid,
-    signed,
+    GatherParams, GatherPart, KvIndicesParams, MoveParams, OrderParams, PointsParams, RaggedParams,
+    StoreParams, StorePart, ZeroParams,
 };
 
 /// A kernel that takes numbers of the host.
@@ -302,7 +306,8 @@ impl Launcher {
     ) -> Result<()> {
         let count = indices.len();
         let parts = [StorePart::new(&stores[0], count)?, StorePart::new(&stores[1], count)?];
-        let rows = stores.iter().map(|store| store.target.shape()[0]).min().unwrap_or(0);
+        let [rows, others] = [0, 1].map(|at| stores[at].target.shape()[0]);
+        let rows = rows.min(others);
         let list = match indices {
             Indices::Host(values) => last_of_each(targets(values, rows)?),
             Indices::Device { .. } => Vec::new(),
@@ -469,7 +474,7 @@ impl Launcher {
                 }
             })
         };
-        let bytes = count.saturating_mul(3 * size_of::<i32>());
+        let bytes = bytes_of("an echo", &[count, 3], DType::I32)?;
         let held = match echo {
             Some(ring) => ring.receive(bytes, stream, |range| write(range.address().as_ptr().cast()))?,
             None => None,
@@ -563,4 +568,16 @@ fn last_of_each(mut rows: Vec<i32>) -> Vec<i32> {
         }
     }
     rows
+}
+
+/// The rows written and the rows read, if none of `moves` depends on another.
+fn independent(moves: &[Move]) -> Option<(Vec<i32>, Vec<i32>)> {
+    let mut pairs = (Vec::with_capacity(moves.len()), Vec::with_capacity(moves.len()));
+    for step in moves {
+        let Move::Copy { dst, src } = *step else { return None };
+        pairs.0.push(dst.cast_signed());
+        pairs.1.push(src.cast_signed());
+    }
+    let written: HashSet<i32> = pairs.0.iter().copied().collect();
+    pairs.1.iter().all(|row| !written.contains(row)).then_some(pairs)
 }

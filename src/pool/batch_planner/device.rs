@@ -1,5 +1,6 @@
 //! A step of a planner on a GPU.
 
+use crate::base::bounded::int32;
 use crate::base::{Id, IndexVec, Result, Row, reserve, widen};
 use crate::index::{Growth, PageSize};
 use crate::kernels::{Executor, Indices, PlanBatch, PlanFields, PlanRequest};
@@ -39,9 +40,9 @@ impl BatchPlanner {
                 seq: self.listed.seq_lens[place],
                 qo_begin: self.listed.qo_indptr[place],
                 kv_begin: self.listed.kv_indptr[place],
-                page_begin: signed(pages.len()),
-                block_from: if is_padding { 0 } else { signed(self.right(place, row, table)) },
-                block_until: signed(self.lines.until(place)),
+                page_begin: int32(pages.len()),
+                block_from: if is_padding { 0 } else { int32(self.right(place, row, table)) },
+                block_until: int32(self.lines.until(place)),
             });
             if is_padding {
                 pages.resize(pages.len() + self.listed.kv_pages(place), 0);
@@ -94,8 +95,4 @@ impl BatchPlanner {
 /// The pages of a request that cross to the device.
 fn sent_pages(growth: Growth, page_size: PageSize) -> std::ops::Range<usize> {
     widen(page_size.page(growth.start))..widen(page_size.pages(growth.seq))
-}
-
-fn signed(number: usize) -> i32 {
-    i32::try_from(number).unwrap_or(i32::MAX)
 }

@@ -3,6 +3,7 @@
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
+use crate::base::bounded::signed;
 use crate::base::{IndexVec, Result, Row};
 use crate::kernels::{Executor, IndexSpace, Indices, Numbers};
 use crate::memory::{Borrowed, Stream};
@@ -33,7 +34,7 @@ impl<'a> Given<'a> {
             Self::List(list) => Numbers::List(list),
             Self::Tensor(tensor) => Numbers::Tensor(tensor),
             Self::Same(number) => Numbers::Same(*number),
-            Self::From(first) => Numbers::From(i64::try_from(*first).expect("columns fit int32")),
+            Self::From(first) => Numbers::From(signed(*first)),
         }
     }
 }
