@@ -3,6 +3,7 @@
 //! Nothing here allocates memory for tensors, owns an index, or is `unsafe`.
 
 mod blocking;
+pub(crate) mod bounded;
 mod device;
 mod dtype;
 mod error;

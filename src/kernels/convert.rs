@@ -72,7 +72,7 @@ impl Load for E5M2 {
 
 /// An integer below 256 as a float.
 fn small(value: u32) -> f32 {
-    f32::from(u8::try_from(value).unwrap_or(0))
+    f32::from(u8::try_from(value).expect("it is below 256"))
 }
 
 impl Store for f32 {

@@ -1,7 +1,27 @@
 //! Reading index tensors.
 
+use crate::base::bounded::{distance, signed, unsigned};
 use crate::base::{DType, Device, Error, IndexVec, Result, reserve};
 use crate::memory::Borrowed;
+
+/// What indices name, and what they must be below.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct IndexSpace {
+    /// What one is called in messages.
+    pub noun: &'static str,
+    /// How many there are.
+    pub len: usize,
+}
+
+impl IndexSpace {
+    /// The values, each of which names one.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) with the first that names none.
+    pub fn check(self, values: &IndexVec) -> Result<Vec<u32>> {
+        values.rows(self.noun, self.len)
+    }
+}
 
 /// Index values as a call gets them: copied from the host, or where they are on a device.
 #[derive(Clone, Debug)]
@@ -58,13 +78,13 @@ impl<'a> Indices<'a> {
         }
     }
 
-    /// Those of the host as row numbers below `count`; none if only the device knows them.
+    /// Those of the host, each of which names one of `space`; none if only the device knows them.
     ///
     /// # Errors
-    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) with the first that is outside.
-    pub fn list(&self, noun: &str, count: usize) -> Result<Vec<i32>> {
+    /// As [`IndexSpace::check`].
+    pub fn list(&self, space: IndexSpace) -> Result<Vec<i32>> {
         match self {
-            Self::Host(values) => Ok(values.rows(noun, count)?.into_iter().map(u32::cast_signed).collect()),
+            Self::Host(values) => Ok(space.check(values)?.into_iter().map(u32::cast_signed).collect()),
             Self::Device { .. } => Ok(Vec::new()),
         }
     }
@@ -146,10 +166,10 @@ pub(super) fn offset_of(position: usize, shape: &[i64], strides: &[i64]) -> isiz
     let mut left = position;
     let mut offset = 0i64;
     for (&extent, &stride) in shape.iter().zip(strides).rev() {
-        let extent = usize::try_from(extent).unwrap_or(1);
+        let extent = unsigned(extent);
         let (rest, index) = (left / extent, left % extent);
-        offset += i64::try_from(index).unwrap_or(0) * stride;
+        offset = offset.wrapping_add(signed(index).wrapping_mul(stride));
         left = rest;
     }
-    isize::try_from(offset).unwrap_or(0)
+    distance(offset)
 }

@@ -1,10 +1,14 @@
-//! Operations on rows of bytes, on the CPU.
+//! Operations on rows of bytes and on the request table: on the CPU, and as CUDA kernels.
 //!
-//! They move memory, so bandwidth is their limit: rows are copied from where they lie, strided or not, by several
-//! threads when there is enough of them. They hold no lock and keep nothing.
+//! An [`Executor`] is where they run. On the host they copy rows from where they lie, strided or not, on several threads when
+//! there is enough of them; on a device they are one launch each. They move memory, so bandwidth is their limit.
+//!
+//! The images of the CUDA kernels are loaded once a device, at the first use, and stay loaded. A [`Fetcher`] brings index
+//! values from a device to the host without a wait; [`transfer`] copies tensors that lie apart to and from contiguous memory.
 
 mod convert;
 mod copy;
+mod executor;
 mod indices;
 mod launch;
 mod rows;
@@ -13,10 +17,11 @@ mod table;
 mod threads;
 mod transfer;
 
-pub use indices::{Indices, Numbers, expect_ints, read_indices};
-pub use launch::{Copies, Fetch, Fetcher, Launcher, PlanBatch, PlanFields, PlanRequest, Table, read_now};
-pub use rows::{RowBuffer, gather_rows, move_rows, zero_rows};
+pub use executor::{Executor, HostExecutor};
+pub use indices::{IndexSpace, Indices, Numbers, expect_ints, read_indices};
+pub use launch::{Fetch, Fetcher, Launcher, PlanBatch, PlanFields, PlanRequest, read_now};
+pub use rows::{LayerLayout, LayerRows, RowBuffer, gather_rows, move_rows, zero_rows};
 pub use store::{Store, store_rows};
-pub use table::{build_kv_indices, part as kv_indices_part};
+pub use table::Table;
 pub use threads::{num_threads, set_num_threads};
 pub use transfer::{Way, transfer};

@@ -1,8 +1,9 @@
 //! Gathering, moving and zeroing rows of buffers.
 
+use std::ops::Range;
 use std::sync::Arc;
 
-use crate::base::{DType, Device, Error, Result, bytes_of, widen};
+use crate::base::{DType, Device, Dims, Error, Result, bytes_of, widen};
 use crate::index::Move;
 use crate::memory::{Borrowed, Region};
 
@@ -25,13 +26,17 @@ impl RowBuffer {
     /// `rows` rows of `heads` x `dim` elements from byte `offset` of `region` on.
     ///
     /// # Errors
-    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when they do not lie within the region.
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when they do not lie within the region,
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for more rows than int32 can name.
     pub fn new(
         region: Arc<Region>,
         offset: usize,
         [rows, heads, dim]: [usize; 3],
         dtype: DType,
     ) -> Result<Self> {
+        if i32::try_from(rows).is_err() {
+            return Err(Error::config(format!("{rows} rows are more than int32 indices can name")));
+        }
         region.at(offset, bytes_of("a buffer of rows", &[rows, heads, dim], dtype)?)?;
         Ok(Self { region, offset, rows, heads, dim, dtype })
     }
@@ -72,10 +77,89 @@ impl RowBuffer {
         self.rows * self.row_bytes()
     }
 
+    /// The bytes of its region that a run of rows takes, as far as there are such rows.
+    pub(super) fn bytes_of(&self, run: &Range<usize>) -> Range<usize> {
+        let [start, end] =
+            [run.start, run.end].map(|row| self.offset + row.min(self.rows) * self.row_bytes());
+        start..end
+    }
+
     /// The address of a row. `row` must be below `rows`.
     pub(super) fn row(&self, row: u32) -> *mut u8 {
         debug_assert!(widen(row) < self.rows);
         self.region.address().as_ptr().wrapping_add(self.offset + widen(row) * self.row_bytes())
+    }
+}
+
+/// Where the rows of one kind lie, in equal buffers for each layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LayerLayout {
+    /// Where the buffer of the first layer begins in its region, in bytes.
+    pub offset: usize,
+    /// Bytes from the buffer of a layer to that of the next.
+    pub step: usize,
+    /// `[rows, heads, dim]` of each buffer.
+    pub shape: [usize; 3],
+    /// The element type.
+    pub dtype: DType,
+}
+
+/// Rows of two kinds for each of a number of layers, in one region: keys and values, or two states.
+#[derive(Clone, Debug)]
+pub struct LayerRows {
+    /// Those of the first kind for every layer, then those of the second.
+    buffers: Vec<RowBuffer>,
+    layers: usize,
+}
+
+impl LayerRows {
+    /// Rows of `region`.
+    ///
+    /// # Errors
+    /// As [`RowBuffer::new`].
+    pub fn new(region: &Arc<Region>, layers: usize, kinds: [LayerLayout; 2]) -> Result<Self> {
+        let buffers = kinds.iter().flat_map(|kind| {
+            (0..layers).map(|layer| {
+                RowBuffer::new(Arc::clone(region), kind.offset + layer * kind.step, kind.shape, kind.dtype)
+            })
+        });
+        Ok(Self { buffers: buffers.collect::<Result<_>>()?, layers })
+    }
+
+    /// Layers.
+    #[must_use]
+    pub const fn layers(&self) -> usize {
+        self.layers
+    }
+
+    /// The rows of a layer.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a layer that is not there.
+    pub fn layer(&self, layer: usize) -> Result<[&RowBuffer; 2]> {
+        if layer >= self.layers {
+            return Err(Error::index(format!("layer {layer} is outside [0, {})", self.layers)));
+        }
+        Ok([&self.buffers[layer], &self.buffers[self.layers + layer]])
+    }
+
+    /// The rows of each kind, by layer.
+    #[must_use]
+    pub fn kinds(&self) -> [&[RowBuffer]; 2] {
+        let (first, second) = self.buffers.split_at(self.layers);
+        [first, second]
+    }
+
+    /// All buffers, those of the first kind first.
+    #[must_use]
+    pub fn all(&self) -> &[RowBuffer] {
+        &self.buffers
+    }
+
+    /// Bytes of all rows.
+    #[must_use]
+    pub fn bytes(&self) -> usize {
+        self.buffers.iter().map(RowBuffer::bytes).sum()
     }
 }
 
@@ -114,12 +198,13 @@ pub fn gather_rows(pairs: &[(&RowBuffer, Borrowed<'_>)], rows: &[u32]) -> Result
 pub(super) fn check_targets(pairs: &[(&RowBuffer, Borrowed<'_>)], count: usize) -> Result<()> {
     for (buffer, out) in pairs {
         out.expect_on(buffer.region.device(), "out")?;
-        let expected = [count, buffer.heads, buffer.dim].map(|n| i64::try_from(n).unwrap_or(i64::MAX));
-        if out.shape().as_slice() != expected || !out.is_contiguous() {
+        let expected = Dims::of(&[count, buffer.heads, buffer.dim])?;
+        if *out.shape() != expected || !out.is_contiguous() {
             return Err(Error::config(format!(
-                "out has shape {:?} and strides {:?}; a contiguous {expected:?} is needed",
+                "out has shape {:?} and strides {:?}; a contiguous {:?} is needed",
                 out.shape().as_slice(),
-                out.strides().as_slice()
+                out.strides().as_slice(),
+                expected.as_slice()
             )));
         }
         if out.dtype() != buffer.dtype {

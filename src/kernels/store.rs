@@ -1,5 +1,6 @@
 //! Storing values into rows of buffers, from where they lie and converted where dtypes differ.
 
+use crate::base::bounded::{distance, signed};
 use crate::base::{Device, Dims, Error, IndexVec, Result, reserve, widen};
 use crate::memory::Borrowed;
 
@@ -83,14 +84,14 @@ pub fn store_rows(stores: &[Store<'_>], indices: &IndexVec) -> Result<()> {
 /// The rows that `indices` names, checked; negative values stay negative.
 pub(super) fn targets(indices: &IndexVec, rows: usize) -> Result<Vec<i32>> {
     fn checked<T: Copy + Into<i64>>(values: &[T], rows: usize) -> Result<Vec<i32>> {
-        let limit = i64::try_from(rows).unwrap_or(i64::MAX);
+        let limit = signed(rows);
         let wide = || values.iter().map(|&value| value.into());
         if let Some((position, slot)) = wide().enumerate().find(|&(_, value)| value >= limit) {
             return Err(Error::index(format!("slot {slot} at position {position} is outside [0, {rows})")));
         }
         let mut targets = reserve(values.len())?;
-        // What is left and does not fit is far below zero.
-        targets.extend(wide().map(|value| i32::try_from(value).unwrap_or(-1)));
+        // Negative values are skipped, whatever they are.
+        targets.extend(wide().map(|value| i32::try_from(value.max(-1)).expect("rows fit int32")));
         Ok(targets)
     }
     match indices {
@@ -107,8 +108,8 @@ pub(super) struct Layout {
     pub(super) lead_strides: Dims,
     pub(super) heads: usize,
     pub(super) dim: usize,
-    pub(super) head_stride: isize,
-    pub(super) dim_stride: isize,
+    pub(super) head_stride: i64,
+    pub(super) dim_stride: i64,
 }
 
 impl Layout {
@@ -127,14 +128,13 @@ pub(super) fn layout(store: &Store<'_>, count: usize) -> Result<Layout> {
     values.expect_on(target.region().device(), name)?;
     let (shape, strides) = (values.shape().as_slice(), values.strides().as_slice());
     let [_, heads, dim] = target.shape();
-    let extent = |axis: usize| usize::try_from(shape[axis]).unwrap_or(0);
-    let signed = |extent: usize| isize::try_from(extent).unwrap_or(isize::MAX);
-    let stride = |axis: usize| isize::try_from(strides[axis]).unwrap_or(0);
-    let n = shape.len();
-    let (lead, head_stride, dim_stride) = if n >= 2 && extent(n - 2) == heads && extent(n - 1) == dim {
-        (n - 2, stride(n - 2), stride(n - 1))
-    } else if n >= 1 && extent(n - 1) == heads * dim {
-        (n - 1, stride(n - 1).saturating_mul(signed(dim)), stride(n - 1))
+    let (lead, head_stride, dim_stride) = if shape.ends_with(&[signed(heads), signed(dim)]) {
+        let n = shape.len();
+        (n - 2, strides[n - 2], strides[n - 1])
+    } else if shape.ends_with(&[signed(heads * dim)]) {
+        let n = shape.len();
+        // Strides of nothing may be anything.
+        (n - 1, strides[n - 1].wrapping_mul(signed(dim)), strides[n - 1])
     } else {
         return Err(Error::config(format!(
             "{name} has shape {shape:?}; its last dimensions must be [{heads}, {dim}] or [{}]",
@@ -148,7 +148,7 @@ pub(super) fn layout(store: &Store<'_>, count: usize) -> Result<Layout> {
             lead_shape.numel()
         )));
     }
-    let even = heads == 1 || head_stride == signed(dim).saturating_mul(dim_stride);
+    let even = heads == 1 || signed(dim).checked_mul(dim_stride) == Some(head_stride);
     let (heads, dim) = if even { (1, heads * dim) } else { (heads, dim) };
     let lead_strides = Dims::new(&strides[..lead])?;
     Ok(Layout { lead_shape, lead_strides, heads, dim, head_stride, dim_stride })
@@ -176,12 +176,16 @@ fn plan<'a>(store: &Store<'a>, count: usize) -> Result<Planned<'a>> {
 }
 
 impl Planned<'_> {
+    /// Bytes of so many elements of the source.
+    fn bytes_of(&self, elements: isize) -> isize {
+        elements.wrapping_mul(self.store.values.dtype().size().cast_signed())
+    }
+
     /// Where value number `position` lies.
     fn source(&self, position: usize) -> *const u8 {
-        let size = isize::try_from(self.store.values.dtype().size()).unwrap_or(0);
         let lead =
             offset_of(position, self.layout.lead_shape.as_slice(), self.layout.lead_strides.as_slice());
-        self.store.values.address().as_ptr().cast_const().wrapping_offset(lead * size)
+        self.store.values.address().as_ptr().cast_const().wrapping_offset(self.bytes_of(lead))
     }
 
     /// Copies value number `position` to `row`, which is below the target's rows.
@@ -193,8 +197,8 @@ impl Planned<'_> {
             unsafe { copy.copy(source, target, self.source(position + AHEAD)) };
             return;
         }
-        let head_step =
-            self.layout.head_stride * isize::try_from(self.store.values.dtype().size()).unwrap_or(0);
+        let head_step = self.bytes_of(distance(self.layout.head_stride));
+        let dim_stride = distance(self.layout.dim_stride);
         let piece_bytes = self.layout.dim * self.store.target.dtype().size();
         for _ in 0..self.layout.heads {
             match self.way {
@@ -202,7 +206,7 @@ impl Planned<'_> {
                 Way::Whole(_) | Way::Heads => unsafe { target.copy_from(source, piece_bytes) },
                 // SAFETY: as above; the conversion was chosen for these two dtypes.
                 Way::Convert(convert) => unsafe {
-                    convert(source, self.layout.dim_stride, target, self.layout.dim, self.divisor);
+                    convert(source, dim_stride, target, self.layout.dim, self.divisor);
                 },
             }
             source = source.wrapping_offset(head_step);

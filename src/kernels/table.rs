@@ -1,17 +1,66 @@
-//! Reading the request table on the CPU.
+//! The request table, and work on one in host memory.
 
-use crate::base::{Error, Result, widen};
+use crate::base::{DType, Error, Result, bytes_of, widen};
 use crate::memory::{Borrowed, Region};
 
-/// Writes the first slots of each row of a table in host memory one after the other: row `rows[i]` of `columns`
-/// columns gives `out[indptr[i]..indptr[i + 1]]`.
+/// The table of every request's slots, int32 `[rows, columns]`.
+#[derive(Clone, Copy, Debug)]
+pub struct Table<'a> {
+    region: &'a Region,
+    rows: usize,
+    columns: usize,
+}
+
+impl<'a> Table<'a> {
+    /// The table that fills `region`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when the region is smaller.
+    pub fn new(region: &'a Region, rows: usize, columns: usize) -> Result<Self> {
+        region.at(0, bytes_of("the table", &[rows, columns], DType::I32)?)?;
+        Ok(Self { region, rows, columns })
+    }
+
+    pub(super) const fn region(&self) -> &'a Region {
+        self.region
+    }
+
+    pub(super) const fn rows(&self) -> usize {
+        self.rows
+    }
+
+    pub(super) const fn columns(&self) -> usize {
+        self.columns
+    }
+
+    pub(super) fn address(&self) -> *mut i32 {
+        self.region.address().as_ptr().cast()
+    }
+
+    /// Where a row begins, in bytes.
+    const fn row(&self, row: u32) -> usize {
+        widen(row) * self.columns * size_of::<i32>()
+    }
+}
+
+/// Zeroes the first columns of rows of a table in host memory.
+///
+/// # Errors
+/// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when they are not in the table.
+pub(super) fn zero_columns(table: &Table<'_>, rows: &[(u32, u32)]) -> Result<()> {
+    rows.iter().try_for_each(|&(row, columns)| {
+        table.region.fill(table.row(row), widen(columns) * size_of::<i32>(), 0)
+    })
+}
+
+/// Writes the first slots of each row of a table in host memory one after the other: row `rows[i]` gives
+/// `out[indptr[i]..indptr[i + 1]]`.
 ///
 /// # Errors
 /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when a row or a column is not in the table, or a part of `out`
 /// is not there; nothing is written then. `out` must be contiguous int32 in host memory.
-pub fn build_kv_indices(
-    table: &Region,
-    columns: usize,
+pub(super) fn build_kv_indices(
+    table: &Table<'_>,
     rows: &[u32],
     indptr: &[i64],
     out: &Borrowed<'_>,
@@ -19,12 +68,12 @@ pub fn build_kv_indices(
     let capacity = out.shape().numel();
     let mut parts = Vec::with_capacity(rows.len());
     for (position, (&row, ends)) in rows.iter().zip(indptr.windows(2)).enumerate() {
-        parts.push((row, part(position, ends[0], ends[1], columns, capacity)?));
+        parts.push((row, part(position, ends[0], ends[1], table.columns, capacity)?));
     }
     let mut values: Vec<i32> = Vec::new();
     for (row, part) in parts {
         values.clear();
-        values.extend(table.read::<i32>(widen(row) * columns * size_of::<i32>(), part.len())?);
+        values.extend(table.region.read::<i32>(table.row(row), part.len())?);
         let target = out.address().as_ptr().wrapping_add(part.start * size_of::<i32>());
         // SAFETY: `Borrowed` promises the elements of `out`, of which `part` names some; the vector is ours.
         unsafe { target.copy_from_nonoverlapping(values.as_ptr().cast(), size_of_val(&values[..])) };
@@ -37,7 +86,7 @@ pub fn build_kv_indices(
 /// # Errors
 /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) unless `0 <= begin <= end <= capacity` and it is no longer than
 /// a row.
-pub fn part(
+pub(super) fn part(
     position: usize,
     begin: i64,
     end: i64,

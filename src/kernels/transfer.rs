@@ -3,6 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use crate::base::bounded::{distance, unsigned};
 use crate::base::{DType, Dims, Error, Result};
 use crate::memory::{Borrowed, Gpu, Stream};
 
@@ -124,14 +125,13 @@ impl Runs {
         let mut runs = Self { run_bytes: size, outer: Vec::new() };
         let dims = tensor.shape().as_slice().iter().zip(tensor.strides().as_slice()).rev();
         for (&extent, &stride) in dims.filter(|(extent, _)| **extent != 1) {
-            let extent = usize::try_from(extent).unwrap_or(0);
-            let stride = isize::try_from(stride).unwrap_or(0) * isize::try_from(size).unwrap_or(1);
+            let (extent, stride) = (unsigned(extent), distance(stride).wrapping_mul(size.cast_signed()));
             if runs.outer.is_empty() && usize::try_from(stride) == Ok(runs.run_bytes) {
                 runs.run_bytes *= extent;
                 continue;
             }
             match runs.outer.last_mut() {
-                Some((rows, pitch)) if isize::try_from(*rows).is_ok_and(|rows| rows * *pitch == stride) => {
+                Some((rows, pitch)) if rows.cast_signed().checked_mul(*pitch) == Some(stride) => {
                     *rows *= extent;
                 }
                 _ => runs.outer.push((extent, stride)),
@@ -155,7 +155,7 @@ impl Runs {
     fn start(&self, mut number: usize) -> isize {
         let mut start = 0;
         for &(extent, stride) in &self.outer {
-            start += isize::try_from(number % extent).unwrap_or(0) * stride;
+            start += (number % extent).cast_signed() * stride;
             number /= extent;
         }
         start
@@ -171,7 +171,7 @@ impl Runs {
         while at < bytes.end {
             let (number, inside) = (at / self.run_bytes, at % self.run_bytes);
             let len = (self.run_bytes - inside).min(bytes.end - at);
-            visit(at, self.start(number) + isize::try_from(inside).unwrap_or(0), len)?;
+            visit(at, self.start(number) + inside.cast_signed(), len)?;
             at += len;
         }
         Ok(())

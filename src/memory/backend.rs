@@ -1,12 +1,13 @@
 //! The contract of everything that gives memory.
 
 use std::fmt::Debug;
+use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use crate::base::{Device, Result};
+use crate::base::{Device, Error, Result};
 
-use super::{Gpu, Users};
+use super::{Gpu, Region, Stream, Users};
 
 /// Every block begins at a multiple of this many bytes.
 pub const ALIGNMENT: usize = 256;
@@ -45,10 +46,21 @@ impl Block {
     }
 }
 
+/// What a new block must hold. Host memory holds zeros in any case.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Contents {
+    /// Zeros, for every stream: a device is waited for.
+    Zeros,
+    /// Zeros in the order of this stream: another stream needs an event.
+    ZerosOn(Stream),
+    /// Anything, as it is always written before it is read.
+    Undefined,
+}
+
 /// A source of memory on one device.
 ///
 /// A block is valid from [`Backend::allocate`] to [`Backend::deallocate`], overlaps no other valid block, begins
-/// at a multiple of [`ALIGNMENT`] and holds zeros at first. `allocate(0)` gives a valid block of no bytes. Both
+/// at a multiple of [`ALIGNMENT`] and holds what was asked for. Zero bytes are a valid block. Both
 /// calls may come from any thread; `deallocate` never fails, panics or raises.
 pub trait Backend: Debug + Send + Sync {
     /// Where its memory is.
@@ -64,12 +76,26 @@ pub trait Backend: Debug + Send + Sync {
         self.gpu().is_some()
     }
 
-    /// A block of `bytes` zeros.
+    /// Page-locks `bytes` of `region`, which came from this backend, until it goes. May be called for different bytes from
+    /// several threads at once.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) where memory cannot be page-locked in place; what the driver
+    /// says. The memory is there all the same.
+    fn lock_pages(&self, gpu: &Arc<Gpu>, region: &Region, bytes: &Range<usize>) -> Result<()> {
+        let _ = (gpu, region, bytes);
+        Err(Error::config(format!(
+            "memory of this backend on {} cannot be page-locked in place",
+            self.device()
+        )))
+    }
+
+    /// A block of `bytes`.
     ///
     /// # Errors
     /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory), with the bytes asked for, when there is
     /// not enough; nothing is taken then.
-    fn allocate(&self, bytes: usize) -> Result<Block>;
+    fn allocate(&self, bytes: usize, contents: Contents) -> Result<Block>;
 
     /// Takes a block back, after the work that was enqueued on streams of `users`.
     ///

@@ -5,7 +5,7 @@ use std::ptr::NonNull;
 
 use crate::base::{Device, Error, ErrorKind, Result};
 
-use super::{ALIGNMENT, Backend, Block, Users};
+use super::{ALIGNMENT, Backend, Block, Contents, Users};
 
 /// From this size on memory is mapped, page by page as it is touched, instead of taken from the heap.
 const MAP_FROM: usize = 1 << 20;
@@ -31,7 +31,7 @@ impl Backend for Host {
         Device::Cpu
     }
 
-    fn allocate(&self, bytes: usize) -> Result<Block> {
+    fn allocate(&self, bytes: usize, _contents: Contents) -> Result<Block> {
         let address = if bytes >= MAP_FROM {
             map(bytes)
         } else {

@@ -7,15 +7,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use crate::base::{Device, Error, Result};
 
 use super::host::map;
-use super::{Backend, Block, Gpu, Host, PageLock, Region, Users};
+use super::{Backend, Block, Contents, Gpu, Host, PageLock, Region, Users};
 
 /// Bytes of an explicit huge page.
 const HUGE_PAGE: usize = 2 << 20;
 /// Bytes of a page; larger ones are multiples of it.
 pub const PAGE: usize = 4096;
-
-/// About so many bytes are page-locked by one call, which holds up others of the driver meanwhile.
-pub const PAGE_LOCK_STEP: usize = 64 << 20;
 
 /// Host memory for large regions: on a NUMA node, in huge pages, page-locked in steps, as far as the system does it.
 ///
@@ -76,29 +73,6 @@ impl Mapped {
         std::mem::take(&mut *lock(&self.notes))
     }
 
-    /// Touches `bytes` of `region`, which is this backend's, and page-locks them, until the region goes. May be called for
-    /// different bytes from several threads at once.
-    ///
-    /// # Errors
-    /// What the driver says; the memory is there all the same.
-    pub fn lock_pages(&self, gpu: &Arc<Gpu>, region: &Region, bytes: &Range<usize>) -> Result<()> {
-        touch(region, bytes)?;
-        let tensor = region.bytes_at(bytes.start, bytes.len())?;
-        let start = region.address().as_ptr().addr();
-        let pages = lock(&self.blocks)
-            .iter()
-            .find(|block| block.pages.range.start == start)
-            .map(|block| Arc::clone(&block.pages));
-        let (Some(pages), Some(users)) = (pages, region.users()) else {
-            return Err(Error::config("memory of another backend cannot be page-locked through this one"));
-        };
-        let locked = PageLock::new(gpu, &tensor, users, pages)?;
-        if let Some(block) = lock(&self.blocks).iter_mut().find(|block| block.pages.range.start == start) {
-            block.locks.extend(locked);
-        }
-        Ok(())
-    }
-
     /// In huge pages, where the system has reserved enough of them.
     fn allocate_huge(&self, bytes: usize) -> Option<Block> {
         let mapped = bytes.checked_next_multiple_of(HUGE_PAGE)?;
@@ -128,9 +102,28 @@ impl Backend for Mapped {
         true
     }
 
-    fn allocate(&self, bytes: usize) -> Result<Block> {
+    /// Touches the bytes, and page-locks them.
+    fn lock_pages(&self, gpu: &Arc<Gpu>, region: &Region, bytes: &Range<usize>) -> Result<()> {
+        touch(region, bytes)?;
+        let tensor = region.bytes_at(bytes.start, bytes.len())?;
+        let start = region.address().as_ptr().addr();
+        let pages = lock(&self.blocks)
+            .iter()
+            .find(|block| block.pages.range.start == start)
+            .map(|block| Arc::clone(&block.pages));
+        let (Some(pages), Some(users)) = (pages, region.users()) else {
+            return Err(Error::config("memory of another backend cannot be page-locked through this one"));
+        };
+        let locked = PageLock::new(gpu, &tensor, users, pages)?;
+        if let Some(block) = lock(&self.blocks).iter_mut().find(|block| block.pages.range.start == start) {
+            block.locks.extend(locked);
+        }
+        Ok(())
+    }
+
+    fn allocate(&self, bytes: usize, contents: Contents) -> Result<Block> {
         if bytes == 0 {
-            return Host.allocate(0);
+            return Host.allocate(0, contents);
         }
         let huge = if self.wants_huge_pages { self.allocate_huge(bytes) } else { None };
         if self.wants_huge_pages && huge.is_none() {

@@ -4,6 +4,8 @@
 //! dropped. [`Borrowed`] describes memory of others for the length of a call. The wrappers [`Limit`], [`Fail`] and
 //! [`Count`] stand in front of any backend.
 //!
+//! [`PageLocking`] page-locks a region in place, step by step, while it is used.
+//!
 //! A [`Gpu`] is a device in use: it runs work in the order of a [`Stream`], [`Event`]s are points in that work, and a
 //! [`Ring`] is how small arrays cross. Without the feature `cuda` no [`Gpu`] can be opened, so that what is built on it
 //! needs no feature of its own.
@@ -14,18 +16,20 @@ mod cuda;
 mod host;
 mod image;
 mod mapped;
+mod page_locking;
 mod region;
 mod stream;
 mod users;
 mod wrappers;
 
-pub use backend::{ALIGNMENT, Backend, Block};
+pub use backend::{ALIGNMENT, Backend, Block, Contents};
 pub use borrowed::Borrowed;
 pub use cuda::{Cuda, Event, Function, Gpu, Held, PageLock, Pinned, Ring};
 pub use host::Host;
 pub use image::Image;
-pub use mapped::{Mapped, PAGE, PAGE_LOCK_STEP};
-pub use region::{Number, Plain, Region, Returned};
+pub use mapped::{Mapped, PAGE};
+pub use page_locking::{PageLocking, Progress, Report, Sink, lock_pages, page_lock_steps};
+pub use region::{Number, Plain, Region, RegionRange, Returned};
 pub use stream::Stream;
 pub use users::Users;
 pub use wrappers::{Count, Fail, Limit};
@@ -44,7 +48,7 @@ pub trait Keeps: Debug + Any + Send + Sync {}
 
 impl<T: Debug + Any + Send + Sync> Keeps for T {}
 
-/// The backend for `device`. On a GPU its memory is zeroed on `stream`, which is waited for.
+/// The backend for `device`. On a GPU what must be zeros for every stream is zeroed on `stream`, which is waited for.
 ///
 /// # Errors
 /// [`ErrorKind::BackendUnavailable`](crate::base::ErrorKind::BackendUnavailable) when `device` cannot be used here,
@@ -53,16 +57,5 @@ pub fn backend_for(device: Device, stream: Stream) -> Result<Arc<dyn Backend>> {
     match device {
         Device::Cpu => Ok(Arc::new(Host)),
         Device::Cuda(ordinal) => Ok(Arc::new(Cuda::new(&Gpu::open(ordinal)?, stream))),
-    }
-}
-
-/// As [`backend_for`], but nobody waits: on a GPU its memory is zeroed in the order of `stream`.
-///
-/// # Errors
-/// As [`backend_for`].
-pub fn backend_in_order(device: Device, stream: Stream) -> Result<Arc<dyn Backend>> {
-    match device {
-        Device::Cpu => Ok(Arc::new(Host)),
-        Device::Cuda(ordinal) => Ok(Arc::new(Cuda::in_order(&Gpu::open(ordinal)?, stream))),
     }
 }

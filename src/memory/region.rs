@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use crate::base::{DType, Device, Dims, Error, Result, contiguous_strides, reserve};
 
 use super::users::{announce, forget};
-use super::{Backend, Block, Borrowed, Gpu, Stream, Users};
+use super::{Backend, Block, Borrowed, Contents, Gpu, Stream, Users};
 
 /// Contiguous memory that goes back where it came from when it is dropped.
 ///
@@ -20,6 +20,38 @@ pub struct Region {
     block: Block,
     device: Device,
     owner: Owner,
+}
+
+/// Bytes of a region, within its bounds.
+#[derive(Clone, Copy, Debug)]
+pub struct RegionRange<'a> {
+    region: &'a Region,
+    address: NonNull<u8>,
+    bytes: usize,
+}
+
+// SAFETY: it is a borrow of a region, whose memory is shared in any case, and two numbers.
+unsafe impl Send for RegionRange<'_> {}
+// SAFETY: as above.
+unsafe impl Sync for RegionRange<'_> {}
+
+impl RegionRange<'_> {
+    /// Where they begin.
+    #[must_use]
+    pub const fn address(&self) -> NonNull<u8> {
+        self.address
+    }
+
+    /// How many they are.
+    #[must_use]
+    pub const fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// As [`Region::used_on`].
+    pub fn used_on(&self, stream: Stream) {
+        self.region.used_on(stream);
+    }
 }
 
 /// An element that is just its bytes.
@@ -93,15 +125,20 @@ impl Region {
     /// assert_eq!(region.address().as_ptr() as usize % 256, 0);
     /// ```
     pub fn new(backend: Arc<dyn Backend>, bytes: usize) -> Result<Self> {
-        Self::with_users(backend, bytes, Arc::default())
+        Self::with(backend, bytes, Contents::Zeros, Arc::default())
     }
 
-    /// As [`Region::new`], of memory that the same streams use as other memory.
+    /// `bytes` from `backend` that hold `contents`, of memory that has these users.
     ///
     /// # Errors
     /// As [`Region::new`].
-    pub fn with_users(backend: Arc<dyn Backend>, bytes: usize, users: Arc<Users>) -> Result<Self> {
-        let block = backend.allocate(bytes)?;
+    pub fn with(
+        backend: Arc<dyn Backend>,
+        bytes: usize,
+        contents: Contents,
+        users: Arc<Users>,
+    ) -> Result<Self> {
+        let block = backend.allocate(bytes, contents)?;
         if backend.is_reached_by_devices() && bytes > 0 {
             let start = block.address().as_ptr().addr();
             announce(&(start..start + bytes), &users);
@@ -148,10 +185,16 @@ impl Region {
     /// The device that its memory is on, if it is not the host's.
     #[must_use]
     pub fn gpu(&self) -> Option<&Arc<Gpu>> {
+        self.backend()?.gpu()
+    }
+
+    /// The backend that it goes back to, if it came from one.
+    #[must_use]
+    pub fn backend(&self) -> Option<&Arc<dyn Backend>> {
         match &self.owner {
-            Owner::Backend(backend, _) => backend.gpu(),
+            Owner::Backend(backend, _) => Some(backend),
             Owner::Indices { .. } | Owner::Scratch { .. } => None,
-            Owner::Part { whole, .. } => whole.gpu(),
+            Owner::Part { whole, .. } => whole.backend(),
         }
     }
 
@@ -198,6 +241,26 @@ impl Region {
         }
         // SAFETY: `offset` is at most the length of the region, which is one allocation.
         Ok(unsafe { self.address().add(offset) })
+    }
+
+    /// `bytes` bytes from `offset` on.
+    ///
+    /// # Errors
+    /// As [`Region::at`].
+    pub fn range(&self, offset: usize, bytes: usize) -> Result<RegionRange<'_>> {
+        let address = self.at(offset, bytes)?;
+        Ok(RegionRange { region: self, address, bytes })
+    }
+
+    /// Page-locks bytes of it, until it goes.
+    ///
+    /// # Errors
+    /// As [`Backend::lock_pages`]; [`ErrorKind::Config`](crate::base::ErrorKind::Config) if it came from no backend.
+    pub fn lock_pages(&self, gpu: &Arc<Gpu>, bytes: &Range<usize>) -> Result<()> {
+        let Some(backend) = self.backend() else {
+            return Err(Error::config("memory that came from no backend cannot be page-locked in place"));
+        };
+        backend.lock_pages(gpu, self, bytes)
     }
 
     /// A tensor within this region, that begins at byte `offset`.

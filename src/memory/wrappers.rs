@@ -1,12 +1,13 @@
 //! Backends in front of backends: one that limits, one that fails on plan, one that counts.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
 use crate::base::sync::AtomicUsize;
 use crate::base::{Device, Error, ErrorKind, Result};
 
-use super::{Backend, Block, Gpu, Users};
+use super::{Backend, Block, Contents, Gpu, Region, Users};
 
 /// Gives at most a fixed number of bytes at a time.
 ///
@@ -47,7 +48,11 @@ impl Backend for Limit {
         self.inner.is_reached_by_devices()
     }
 
-    fn allocate(&self, bytes: usize) -> Result<Block> {
+    fn lock_pages(&self, gpu: &Arc<Gpu>, region: &Region, bytes: &Range<usize>) -> Result<()> {
+        self.inner.lock_pages(gpu, region, bytes)
+    }
+
+    fn allocate(&self, bytes: usize, contents: Contents) -> Result<Block> {
         let reserve = |used: usize| used.checked_add(bytes).filter(|&sum| sum <= self.most);
         if let Err(used) = self.used.fetch_update(Relaxed, Relaxed, reserve) {
             return Err(Error::new(
@@ -60,7 +65,7 @@ impl Backend for Limit {
                 ),
             ));
         }
-        self.inner.allocate(bytes).inspect_err(|_| {
+        self.inner.allocate(bytes, contents).inspect_err(|_| {
             self.used.fetch_sub(bytes, Relaxed);
         })
     }
@@ -110,7 +115,11 @@ impl Backend for Fail {
         self.inner.is_reached_by_devices()
     }
 
-    fn allocate(&self, bytes: usize) -> Result<Block> {
+    fn lock_pages(&self, gpu: &Arc<Gpu>, region: &Region, bytes: &Range<usize>) -> Result<()> {
+        self.inner.lock_pages(gpu, region, bytes)
+    }
+
+    fn allocate(&self, bytes: usize, contents: Contents) -> Result<Block> {
         // Wraps to the largest number after the failure, which no test counts down.
         if self.left.fetch_sub(1, Relaxed) == 0 {
             return Err(Error::new(
@@ -118,7 +127,7 @@ impl Backend for Fail {
                 format!("{bytes} bytes asked for, and this allocation was planned to fail"),
             ));
         }
-        self.inner.allocate(bytes)
+        self.inner.allocate(bytes, contents)
     }
 
     unsafe fn deallocate(&self, block: Block, users: &Users) {
@@ -190,8 +199,12 @@ impl Backend for Count {
         self.inner.is_reached_by_devices()
     }
 
-    fn allocate(&self, bytes: usize) -> Result<Block> {
-        let block = self.inner.allocate(bytes)?;
+    fn lock_pages(&self, gpu: &Arc<Gpu>, region: &Region, bytes: &Range<usize>) -> Result<()> {
+        self.inner.lock_pages(gpu, region, bytes)
+    }
+
+    fn allocate(&self, bytes: usize, contents: Contents) -> Result<Block> {
+        let block = self.inner.allocate(bytes, contents)?;
         self.allocations.fetch_add(1, Relaxed);
         self.live_blocks.fetch_add(1, Relaxed);
         self.live_bytes.fetch_add(bytes, Relaxed);

@@ -5,19 +5,17 @@ mod device;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use crate::base::bounded::narrow;
 use crate::base::{DType, Device, Error, ErrorKind, Id, IndexVec, Result, Row, Slot, reserve, widen};
 use crate::index::{Act, BadFrees, FenceId, Growth, Owner, Requests};
-use crate::kernels::{Indices, PlanBatch};
+use crate::kernels::{Executor, Indices, PlanBatch};
 use crate::memory::{Backend, Event, Host, Region, Stream};
 use crate::tensor::TensorView;
 
-use self::device::Remote;
 use super::plan::{Field, Layout, Lines, Listed, Plan, PlannerConfig};
 use super::shortage::Taken;
 use super::slot_tensors::SlotTensors;
-use super::{
-    Fence, ReqToTokenPool, TableIndex, TokenToKvPoolAllocator, at_least_one, fits_int32, launcher, make_room,
-};
+use super::{Fence, ReqToTokenPool, TableIndex, TokenToKvPoolAllocator, at_least_one, fits_int32, make_room};
 
 /// Steps of full size whose numbers may be on their way to the device.
 const STEPS_AHEAD: usize = 8;
@@ -41,6 +39,21 @@ pub struct Batch<'a> {
     pub prefix_slots: &'a [Option<IndexVec>],
 }
 
+/// Requests of the padding row that fill a batch up.
+#[derive(Clone, Copy, Debug)]
+struct Padding {
+    /// Requests with them.
+    batch_size: usize,
+    /// New tokens of each.
+    tokens_per_req: usize,
+}
+
+impl Padding {
+    const fn none(batch_size: usize) -> Self {
+        Self { batch_size, tokens_per_req: 0 }
+    }
+}
+
 /// Plans the steps of a scheduler: one call takes the slots, writes the table and makes the metadata.
 ///
 /// What a request has is kept on the host, and is the only truth: the table and the metadata on the device are written from
@@ -54,12 +67,17 @@ pub struct Batch<'a> {
 /// use std::sync::{Arc, Mutex};
 /// use kvpool::base::IndexVec;
 /// use kvpool::memory::{Backend, Host, Stream};
-/// use kvpool::pool::{Batch, BatchPlanner, Field, PlannerConfig, ReqToTokenPool, TokenToKvPoolAllocator};
+/// use kvpool::pool::{
+///     AllocatorConfig, Batch, BatchPlanner, Field, PlannerConfig, ReqToTokenConfig, ReqToTokenPool,
+///     TokenToKvPoolAllocator,
+/// };
 /// let (host, stream): (Arc<dyn Backend>, _) = (Arc::new(Host), Stream::DEFAULT);
-/// let slots = Arc::new(TokenToKvPoolAllocator::new(64, &host, 1, true, false).unwrap());
-/// let table = Arc::new(Mutex::new(ReqToTokenPool::new(Arc::clone(&host), 4, 32, true, false).unwrap()));
+/// let config = AllocatorConfig { size: 64, page_size: 1, need_sort: true, strict: false };
+/// let slots = Arc::new(TokenToKvPoolAllocator::new(&config, &host).unwrap());
+/// let config = ReqToTokenConfig { max_reqs: 4, max_context_len: 32, padding_row: true, strict: false };
+/// let table = Arc::new(Mutex::new(ReqToTokenPool::new(&config, &host).unwrap()));
 /// let config = PlannerConfig { max_batch_size: 4, max_tokens: 16, kv_indices: true, block_table: true };
-/// let planner = BatchPlanner::new(host, slots, Arc::clone(&table), config).unwrap();
+/// let planner = BatchPlanner::new(&config, &host, slots, Arc::clone(&table)).unwrap();
 /// let rows = table.lock().unwrap().alloc(2, stream).unwrap().unwrap();
 /// let rows = IndexVec::I64(rows.into_iter().map(i64::from).collect());
 /// let batch = Batch { rows: &rows, prefix_lens: &[0, 0], seq_lens: &[3, 5], prefix_slots: &[] };
@@ -83,14 +101,13 @@ impl BatchPlanner {
     /// [`ErrorKind::Config`] when a size is 0, the pools are not on the same device, or there may be more pages in a batch
     /// than fit int32; what the backend says when it has not enough.
     pub fn new(
-        backend: Arc<dyn Backend>,
+        config: &PlannerConfig,
+        backend: &Arc<dyn Backend>,
         slots: Arc<TokenToKvPoolAllocator>,
         table: Arc<Mutex<ReqToTokenPool>>,
-        config: PlannerConfig,
     ) -> Result<Self> {
-        let device = backend.device();
-        let planner = Planner::new(backend, &slots.lock(), &lock(&table), config)?;
-        Ok(Self { planner: Mutex::new(planner), slots, table, config, device })
+        let planner = Planner::new(config, backend, &slots.lock(), &lock(&table))?;
+        Ok(Self { planner: Mutex::new(planner), slots, table, config: *config, device: backend.device() })
     }
 
     /// Its sizes.
@@ -271,7 +288,11 @@ struct Planner {
     requests: Requests,
     layout: Layout,
     fields: Arc<Region>,
-    remote: Option<Remote>,
+    /// The fields that do not grow with the context, for the host; all of them where they are made there.
+    host_fields: Arc<Region>,
+    executor: Executor,
+    /// Pages that cross to a device at once.
+    most_pages: usize,
     lines: Lines,
     listed: Listed,
     plans: usize,
@@ -281,12 +302,12 @@ struct Planner {
 
 impl Planner {
     fn new(
-        backend: Arc<dyn Backend>,
+        config: &PlannerConfig,
+        backend: &Arc<dyn Backend>,
         slots: &SlotTensors,
         table: &ReqToTokenPool,
-        config: PlannerConfig,
     ) -> Result<Self> {
-        let PlannerConfig { max_batch_size, max_tokens, .. } = config;
+        let PlannerConfig { max_batch_size, max_tokens, .. } = *config;
         at_least_one(&[("max_batch_size", max_batch_size), ("max_tokens", max_tokens)])?;
         if slots.device() != table.device() {
             return Err(Error::config(format!(
@@ -301,28 +322,27 @@ impl Planner {
             &format!("max_batch_size {max_batch_size} with {width} pages a request"),
             max_batch_size.checked_mul(width),
         )?;
-        let layout = Layout::new(config, width)?;
-        let fields = Arc::new(Region::new(backend, layout.bytes())?);
+        let layout = Layout::new(*config, width)?;
+        let fields = Arc::new(Region::new(Arc::clone(backend), layout.bytes())?);
         let new_pages = max_tokens + 2 * max_batch_size;
         // Cached prefixes are sent once; as many pages as there are can be distinct.
         let most_pages = new_pages + (max_batch_size * width).min(slots.slots().pages().capacity());
         // Steps that bring no prefixes may be far ahead of the device.
-        let ring = PlanBatch::bytes(max_batch_size, new_pages)
-            .saturating_mul(STEPS_AHEAD)
-            .max(PlanBatch::bytes(max_batch_size, most_pages).saturating_mul(2));
-        let remote = match launcher(&fields, ring)? {
-            None => None,
-            Some(launcher) => {
-                let host = Arc::new(Region::new(Arc::new(Host), layout.small_bytes())?);
-                Some(Remote { launcher, host, most_pages })
-            }
+        let ring = (PlanBatch::bytes(max_batch_size, new_pages) * STEPS_AHEAD)
+            .max(PlanBatch::bytes(max_batch_size, most_pages) * 2);
+        let executor = Executor::new(&fields, 0, table.spaces(), ring)?;
+        let host_fields = match &executor {
+            Executor::Host(_) => Arc::clone(&fields),
+            Executor::Device(_) => Arc::new(Region::new(Arc::new(Host), layout.small_bytes())?),
         };
         let rows = table.table_rows();
         Ok(Self {
             requests: Requests::new(rows, slots.slots()),
             layout,
             fields,
-            remote,
+            host_fields,
+            executor,
+            most_pages,
             lines: Lines::new(max_batch_size, rows),
             listed: Listed::default(),
             plans: 0,
@@ -336,7 +356,7 @@ impl Planner {
 
     /// A point to wait for, without locks, before more numbers of the host are sent to the device: it is far behind.
     fn crowded(&self) -> Option<Arc<Event>> {
-        self.remote.as_ref().map(|remote| &remote.launcher)?.crowded()
+        self.executor.crowded()
     }
 
     fn extend(&mut self, pools: Pools<'_>, batch: Batch<'_>, stream: Stream) -> Result<Taken<Plan>> {
@@ -372,7 +392,7 @@ impl Planner {
                 )?,
             });
         }
-        self.plan(Pools { slots, table }, &growths, &prefixes, (count, 0), stream)
+        self.plan(Pools { slots, table }, &growths, &prefixes, Padding::none(count), stream)
     }
 
     fn decode(
@@ -393,12 +413,14 @@ impl Planner {
                 seq_lens.len()
             )));
         }
-        let padded = match pad_to {
+        let batch_size = match pad_to {
             None => count,
             Some(sizes) => padded_size(count, sizes, table.padding_row())?,
         };
-        self.check_batch(padded)?;
-        let width = i64::try_from(tokens_per_req).unwrap_or(i64::MAX);
+        self.check_batch(batch_size)?;
+        let width = i64::try_from(tokens_per_req).map_err(|_| {
+            Error::config(format!("tokens_per_req {tokens_per_req} is more than a request can have"))
+        })?;
         let named = self.requests.name(rows, table.rows())?;
         let mut growths = reserve(count)?;
         for (position, (&row, seq)) in named.iter().zip(seq_lens.iter()).enumerate() {
@@ -408,7 +430,8 @@ impl Planner {
             };
             growths.push(growth);
         }
-        self.plan(Pools { slots, table }, &growths, &[], (padded, tokens_per_req), stream)
+        let padding = Padding { batch_size, tokens_per_req };
+        self.plan(Pools { slots, table }, &growths, &[], padding, stream)
     }
 
     fn check_batch(&self, size: usize) -> Result<()> {
@@ -427,15 +450,16 @@ impl Planner {
         pools: Pools<'_>,
         batch: &[Growth],
         prefixes: &[i32],
-        (padded, padding): (usize, usize),
+        padding: Padding,
         stream: Stream,
     ) -> Result<Taken<Plan>> {
         let Pools { slots, table } = pools;
         for (position, growth) in batch.iter().enumerate() {
             self.requests.check_open(position, *growth, slots.slots())?;
         }
+        let padded = padding.batch_size;
         let missing = padded - batch.len();
-        let of_padding = if missing > 0 { padding } else { 0 };
+        let of_padding = if missing > 0 { padding.tokens_per_req } else { 0 };
         let longest = batch.iter().map(|growth| widen(growth.seq)).max().unwrap_or(0).max(of_padding);
         if longest > table.max_context_len() {
             return Err(Error::index(format!(
@@ -444,7 +468,7 @@ impl Planner {
             )));
         }
         let num_tokens: usize = batch.iter().map(|growth| growth.new_tokens()).sum();
-        let padded_num_tokens = num_tokens.saturating_add(missing.saturating_mul(padding));
+        let padded_num_tokens = num_tokens.saturating_add(missing.saturating_mul(of_padding));
         if padded_num_tokens > self.config().max_tokens {
             return Err(Error::config(format!(
                 "{padded_num_tokens} new tokens are more than max_tokens {}",
@@ -462,10 +486,10 @@ impl Planner {
                 self.sign(growth.row, growth.start, slots, table);
             }
         }
-        self.listed.list(batch, padded, padding, &self.requests);
-        let made = match &self.remote {
-            None => self.make(batch, padded, table),
-            Some(_) => self.launch(batch, padded, table, stream),
+        self.listed.list(batch, padded, narrow(of_padding), &self.requests);
+        let made = match &self.executor {
+            Executor::Host(_) => self.make(batch, padded, table),
+            Executor::Device(_) => self.launch(batch, padded, table, stream),
         };
         self.changes += 1;
         self.plans += 1;
@@ -694,12 +718,12 @@ impl Planner {
 
     fn host_field(&self, plan: &Plan, field: Field) -> Result<Option<TensorView>> {
         self.check_current(plan, plan.number == self.plans)?;
-        let Some(remote) = &self.remote else { return self.layout.view(&self.fields, plan, field) };
         let width = match field {
+            _ if self.executor.gpu().is_none() => return self.layout.view(&self.fields, plan, field),
             Field::KvIndices | Field::BlockTable if !self.layout.has(field) => return Ok(None),
             Field::KvIndices => None,
             Field::BlockTable => Some(self.layout.width()),
-            _ => return self.layout.view(&remote.host, plan, field),
+            _ => return self.layout.view(&self.host_fields, plan, field),
         };
         self.check_current(plan, plan.changes == self.changes)?;
         let mut values: Vec<i32> =

@@ -4,9 +4,7 @@ use std::sync::Arc;
 
 use crate::base::{Device, Error, ErrorKind, Result, widen};
 use crate::index::{Bucket, Buckets, Rounding, Ticket};
-use crate::memory::{
-    Backend, Borrowed, Gpu, Keep, PageLock, Region, Stream, Users, backend_for, backend_in_order,
-};
+use crate::memory::{Backend, Borrowed, Contents, Gpu, Keep, PageLock, Region, Stream, Users};
 
 /// A buffer that was handed out.
 #[derive(Clone, Debug)]
@@ -36,6 +34,13 @@ impl Buffer {
     }
 }
 
+/// The shape of a [`BufferPool`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BufferConfig {
+    /// How sizes are rounded up.
+    pub rounding: Rounding,
+}
+
 /// Scratch buffers by size, each made once, zeroed then, and handed out again and again.
 ///
 /// A buffer that is given back while its stream still uses it is handed out for the same stream at once; another stream
@@ -43,11 +48,12 @@ impl Buffer {
 /// buffer is never taken for the one that has its memory now.
 ///
 /// ```
-/// use kvpool::base::Device;
+/// use std::sync::Arc;
 /// use kvpool::index::Rounding;
-/// use kvpool::memory::Stream;
-/// use kvpool::pool::BufferPool;
-/// let mut pool = BufferPool::new(Device::Cpu, Rounding::Pow2).unwrap();
+/// use kvpool::memory::{Backend, Host, Stream};
+/// use kvpool::pool::{BufferConfig, BufferPool};
+/// let host: Arc<dyn Backend> = Arc::new(Host);
+/// let mut pool = BufferPool::new(&BufferConfig { rounding: Rounding::Pow2 }, &host);
 /// let first = pool.alloc(100, Stream::DEFAULT).unwrap();
 /// assert_eq!(first.region().bytes(), 128);
 /// pool.reset();
@@ -57,8 +63,8 @@ impl Buffer {
 /// ```
 #[derive(Debug)]
 pub struct BufferPool {
-    device: Device,
-    rounding: Rounding,
+    config: BufferConfig,
+    backend: Arc<dyn Backend>,
     buckets: Buckets<Stream>,
     /// By index, the memory of each buffer. `None` where `buckets` has a vacancy.
     regions: Vec<Option<Arc<Region>>>,
@@ -70,33 +76,30 @@ pub struct BufferPool {
 }
 
 impl BufferPool {
-    /// A pool without buffers.
-    ///
-    /// # Errors
-    /// [`ErrorKind::BackendUnavailable`] when `device` cannot be used here.
-    pub fn new(device: Device, rounding: Rounding) -> Result<Self> {
-        backend_for(device, Stream::DEFAULT)?;
-        Ok(Self {
-            device,
-            rounding,
+    /// A pool without buffers, which will come from `backend`.
+    #[must_use]
+    pub fn new(config: &BufferConfig, backend: &Arc<dyn Backend>) -> Self {
+        Self {
+            config: *config,
+            backend: Arc::clone(backend),
             buckets: Buckets::default(),
             regions: Vec::new(),
             existing: Vec::new(),
             users: Arc::default(),
             stale_uses: 0,
-        })
+        }
     }
 
     /// Where its buffers are.
     #[must_use]
-    pub const fn device(&self) -> Device {
-        self.device
+    pub fn device(&self) -> Device {
+        self.backend.device()
     }
 
-    /// How sizes are rounded up.
+    /// Its shape.
     #[must_use]
-    pub const fn rounding(&self) -> Rounding {
-        self.rounding
+    pub const fn config(&self) -> BufferConfig {
+        self.config
     }
 
     /// Who owns which buffer.
@@ -132,7 +135,7 @@ impl BufferPool {
     /// cannot be had; [`ErrorKind::Driver`] when the driver refuses, and for a new one while `stream` is captured. Nothing
     /// is handed out then.
     pub fn alloc(&mut self, bytes: usize, stream: Stream) -> Result<Buffer> {
-        let bucket = self.rounding.bucket(bytes)?;
+        let bucket = self.config.rounding.bucket(bytes)?;
         let Some(reused) = self.buckets.take(bucket, stream) else { return self.make(bucket, bytes, stream) };
         let ticket = reused.ticket;
         let region = Arc::clone(self.region(ticket)?);
@@ -149,12 +152,13 @@ impl BufferPool {
     }
 
     fn make(&mut self, bucket: Bucket, bytes: usize, stream: Stream) -> Result<Buffer> {
-        let backend = backend_in_order(self.device, stream)?;
-        let new = |backend: &Arc<dyn Backend>| Region::new(Arc::clone(backend), bucket.bytes());
-        let region = match new(&backend) {
+        let backend = Arc::clone(&self.backend);
+        let new =
+            || Region::with(Arc::clone(&backend), bucket.bytes(), Contents::ZerosOn(stream), Arc::default());
+        let region = match new() {
             Err(failure) if failure.kind() == ErrorKind::OutOfMemory && self.buckets.free_count() > 0 => {
                 self.clear();
-                new(&backend)
+                new()
             }
             answer => answer,
         };
@@ -175,7 +179,7 @@ impl BufferPool {
     /// # Errors
     /// As [`BufferPool::alloc`].
     pub fn alloc_batch(&mut self, sizes: &[usize], stream: Stream) -> Result<Vec<Buffer>> {
-        sizes.iter().try_for_each(|&bytes| self.rounding.bucket(bytes).map(drop))?;
+        sizes.iter().try_for_each(|&bytes| self.config.rounding.bucket(bytes).map(drop))?;
         let marks = self.buckets.marks();
         let mut buffers = Vec::with_capacity(sizes.len());
         for &bytes in sizes {
@@ -244,7 +248,7 @@ impl BufferPool {
         is_part: bool,
     ) -> Result<bool> {
         if tensor.device() != Device::Cpu {
-            tensor.expect_on(self.device, "the tensor")?;
+            tensor.expect_on(self.device(), "the tensor")?;
         }
         if !tensor.is_contiguous() {
             return Err(Error::config(
@@ -256,9 +260,9 @@ impl BufferPool {
         if self.existing.iter().any(|(known, _)| *known == key) {
             return Ok(false);
         }
-        let gpu = match (tensor.device(), self.device) {
-            (Device::Cpu, Device::Cuda(ordinal)) => Some(Gpu::open(ordinal)?),
-            (Device::Cpu, Device::Cpu) if page_lock.is_some() => Gpu::any().ok(),
+        let gpu = match (tensor.device(), self.backend.gpu()) {
+            (Device::Cpu, Some(gpu)) => Some(Arc::clone(gpu)),
+            (Device::Cpu, None) if page_lock.is_some() => Gpu::any().ok(),
             _ => None,
         };
         let locked = match gpu.zip(page_lock) {

@@ -1,20 +1,19 @@
 //! Fixed-size chunks in one region, for KV that left the GPU.
 
-mod page_locking;
-
 use std::collections::HashMap;
-use std::sync::{Arc, PoisonError};
+use std::ops::Range;
+use std::sync::{Arc, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use crate::base::sync::{AtomicBool, Condvar, Mutex, MutexGuard};
+use crate::base::bounded::narrow;
+use crate::base::sync::{Condvar, Mutex, MutexGuard};
 use crate::base::{DType, Device, Dims, Error, ErrorKind, Result, bytes_of, widen};
 use crate::index::{BadFree, BadFrees, RefCounts, Ticket, on_bad_frees};
 use crate::kernels::{Way, transfer};
-use crate::memory::{ALIGNMENT, Borrowed, Event, Gpu, Mapped, Region, Stream, backend_for};
+use crate::memory::{
+    ALIGNMENT, Backend, Borrowed, Event, Gpu, PAGE, PageLocking, Region, Sink, Stream, page_lock_steps,
+};
 use crate::tensor::TensorView;
-
-use page_locking::Locking;
-pub use page_locking::{Over, PageLocking, Progress};
 
 use super::{at_least_one, fits_int32};
 
@@ -27,14 +26,10 @@ pub struct ChunkConfig {
     pub chunk_shape: Vec<usize>,
     /// Element type.
     pub dtype: DType,
-    /// Where the chunks are.
-    pub device: Device,
-    /// Whether host memory is page-locked, where there is a driver.
+    /// Whether memory of the host is page-locked, where there is a driver: a backend such as [`Mapped`] can do that.
+    ///
+    /// [`Mapped`]: crate::memory::Mapped
     pub pin_memory: bool,
-    /// The NUMA node that host memory is taken from.
-    pub numa_node: Option<usize>,
-    /// Whether host memory is taken in explicit huge pages.
-    pub huge_pages: bool,
     /// How many threads page-lock host memory at once. The driver holds up other calls meanwhile, so few are better.
     pub page_lock_threads: usize,
     /// Whether a bad free is an error.
@@ -57,14 +52,16 @@ pub enum Attempt {
 /// Host memory is page-locked in steps by [`ChunkPool::lock_pages`]; chunks can be taken as soon as their step is done.
 ///
 /// ```
-/// use kvpool::base::{DType, Device};
-/// use kvpool::memory::Stream;
+/// use std::sync::Arc;
+/// use kvpool::base::DType;
+/// use kvpool::memory::{Backend, Host};
 /// use kvpool::pool::{Attempt, ChunkConfig, ChunkPool};
 /// let config = ChunkConfig {
-///     num_chunks: 2, chunk_shape: vec![2, 8], dtype: DType::F16, device: Device::Cpu, pin_memory: false,
-///     numa_node: None, huge_pages: false, page_lock_threads: 1, strict: false,
+///     num_chunks: 2, chunk_shape: vec![2, 8], dtype: DType::F16, pin_memory: false, page_lock_threads: 1,
+///     strict: false,
 /// };
-/// let pool = ChunkPool::new(config, Stream::DEFAULT).unwrap();
+/// let host: Arc<dyn Backend> = Arc::new(Host);
+/// let pool = ChunkPool::new(&config, &host).unwrap();
 /// let Attempt::Taken(chunks) = pool.try_allocate(2).unwrap() else { panic!("there are two") };
 /// assert_eq!(pool.try_allocate(1).unwrap(), Attempt::Full);
 /// assert_eq!(pool.free(chunks[0]).unwrap().dropped(), 0);
@@ -78,15 +75,11 @@ pub struct ChunkPool {
     /// From one chunk to the next.
     stride: usize,
     region: Arc<Region>,
-    /// What page-locks the region, if it is host memory.
-    mapped: Option<Arc<Mapped>>,
-    /// The device through which it does, if it does.
-    locks_through: Option<Arc<Gpu>>,
+    /// The device through which its memory is page-locked, if it is.
+    locked_by: Option<Arc<Gpu>>,
     state: Mutex<State>,
-    /// Told when chunks were offered, when copies of freed ones are done, and of the progress of page-locking.
+    /// Chunks were offered, copies of freed ones are done, or page-locking has ended.
     changed: Condvar,
-    /// Whether page-locking is to stop early.
-    stop: AtomicBool,
 }
 
 #[derive(Debug, Default)]
@@ -96,8 +89,8 @@ struct State {
     flights: HashMap<u32, Flight>,
     /// Of those, the ones that were freed.
     returning: Vec<u32>,
-    /// Page-locking that goes on.
-    locking: Option<Locking>,
+    /// Whether page-locking goes on, which offers more chunks.
+    is_locking: bool,
     registered: usize,
 }
 
@@ -153,13 +146,12 @@ impl State {
 }
 
 impl ChunkPool {
-    /// Maps the memory; on a GPU it is zeroed in the order of `stream`. Chunks of a pool that [`ChunkPool::is_locked`] can be
-    /// taken when [`ChunkPool::lock_pages`] has come to them, others at once.
+    /// Takes the memory from `backend`. Chunks of a pool that [`ChunkPool::is_locked`] can be taken when
+    /// [`ChunkPool::lock_pages`] has come to them, others at once.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] for a size of 0, a node that is not there and sizes whose bytes overflow; what the backend says
-    /// when it has not enough.
-    pub fn new(config: ChunkConfig, stream: Stream) -> Result<Self> {
+    /// [`ErrorKind::Config`] for a size of 0 and sizes whose bytes overflow; what the backend says when it has not enough.
+    pub fn new(config: &ChunkConfig, backend: &Arc<dyn Backend>) -> Result<Self> {
         at_least_one(&[("num_chunks", config.num_chunks), ("page_lock_threads", config.page_lock_threads)])?;
         if config.chunk_shape.contains(&0) {
             return Err(Error::config(format!(
@@ -169,43 +161,59 @@ impl ChunkPool {
         }
         let count = fits_int32("num_chunks", Some(config.num_chunks))?;
         let chunk_bytes = bytes_of("a chunk", &config.chunk_shape, config.dtype)?;
-        let extents: Vec<i64> =
-            config.chunk_shape.iter().map(|&extent| i64::try_from(extent).unwrap_or(i64::MAX)).collect();
-        let shape = Dims::new(&extents)?;
-        let stride = chunk_bytes.checked_next_multiple_of(ALIGNMENT).unwrap_or(usize::MAX);
+        let shape = Dims::of(&config.chunk_shape)?;
+        let stride = chunk_bytes.next_multiple_of(ALIGNMENT);
         let bytes = bytes_of("all chunks", &[config.num_chunks, stride], DType::U8)?;
-        let (region, mapped) = match config.device {
-            Device::Cpu => {
-                let mapped = Arc::new(Mapped::new(config.numa_node, config.huge_pages)?);
-                (Region::new(Arc::clone(&mapped) as _, bytes)?, Some(mapped))
-            }
-            Device::Cuda(_) => (Region::new(backend_for(config.device, stream)?, bytes)?, None),
-        };
+        let region = Arc::new(Region::new(Arc::clone(backend), bytes)?);
         let mut state = State::default();
         state.chunks.extend(count)?;
-        let wanted = config.pin_memory && mapped.is_some();
-        let locks_through = wanted.then(|| Gpu::any().ok()).flatten();
-        if locks_through.is_none() {
+        let is_locked = config.pin_memory && backend.device() == Device::Cpu;
+        let locked_by = is_locked.then(|| Gpu::any().ok()).flatten();
+        if locked_by.is_none() {
             state.chunks.offer(0..count);
         }
-        Ok(Self {
-            config,
-            shape,
-            chunk_bytes,
-            stride,
-            region: Arc::new(region),
-            mapped,
-            locks_through,
-            state: Mutex::new(state),
-            changed: Condvar::new(),
-            stop: AtomicBool::new(false),
-        })
+        let (state, changed) = (Mutex::new(state), Condvar::new());
+        Ok(Self { config: config.clone(), shape, chunk_bytes, stride, region, locked_by, state, changed })
     }
 
     /// Whether its memory is page-locked, or will be.
     #[must_use]
     pub const fn is_locked(&self) -> bool {
-        self.locks_through.is_some()
+        self.locked_by.is_some()
+    }
+
+    /// Page-locks the memory step by step on a few threads, and offers the chunks of each, until the pool is gone. Its only
+    /// step, if there is one only, is done on return.
+    ///
+    /// To be called once; of a pool that is not [`ChunkPool::is_locked`] there is nothing to lock.
+    pub fn lock_pages(self: &Arc<Self>) -> Option<PageLocking> {
+        let gpu = self.locked_by.as_ref()?;
+        self.state().is_locking = true;
+        // So many chunks begin and end at a page together.
+        let together = PAGE / (1usize << self.stride.trailing_zeros()).min(PAGE);
+        let ends = (together..).step_by(together).take_while(|end| *end < self.config.num_chunks);
+        let ends = ends.chain([self.config.num_chunks]).map(|end| end * self.stride);
+        let sink: Weak<dyn Sink> = Arc::<Self>::downgrade(self);
+        let threads = self.config.page_lock_threads;
+        Some(PageLocking::start(gpu, &self.region, page_lock_steps(ends), threads, sink))
+    }
+
+    /// Waits until page-locking has ended, or for `timeout`; whether it has.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Driver`] in the child of a fork, where it never ends.
+    pub fn wait_registered(&self, timeout: Duration) -> Result<bool> {
+        let begin = Instant::now();
+        let mut state = self.state();
+        while state.is_locking {
+            self.check_process()?;
+            let left = timeout.saturating_sub(begin.elapsed());
+            if left.is_zero() {
+                return Ok(false);
+            }
+            state = self.wait(state, left);
+        }
+        Ok(true)
     }
 
     /// Its shape, as it was asked for.
@@ -226,16 +234,16 @@ impl ChunkPool {
         self.region.bytes()
     }
 
-    /// Whether it is in explicit huge pages.
+    /// Bytes from one chunk to the next.
     #[must_use]
-    pub fn has_huge_pages(&self) -> bool {
-        self.mapped.as_ref().is_some_and(|mapped| mapped.has_huge_pages())
+    pub const fn stride(&self) -> usize {
+        self.stride
     }
 
-    /// What of its wishes the system could not fulfil, in words, once.
+    /// Where the chunks are.
     #[must_use]
-    pub fn notes(&self) -> Vec<String> {
-        self.mapped.as_ref().map_or_else(Vec::new, |mapped| mapped.notes())
+    pub fn device(&self) -> Device {
+        self.region.device()
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -286,7 +294,7 @@ impl ChunkPool {
             return Ok(Attempt::Taken((0..count).filter_map(|_| state.chunks.take()).collect()));
         }
         let coming = state.chunks.available() + state.returning.len();
-        Ok(if coming >= count && (state.locking.is_some() || !state.returning.is_empty()) {
+        Ok(if coming >= count && (state.is_locking || !state.returning.is_empty()) {
             Attempt::Later
         } else {
             Attempt::Full
@@ -312,7 +320,7 @@ impl ChunkPool {
             let copied =
                 state.returning.iter().find_map(|index| state.flights.get(index)?.done.last().cloned());
             state = match copied {
-                Some(copied) if state.locking.is_none() => {
+                Some(copied) if !state.is_locking => {
                     drop(state);
                     copied.wait()?;
                     self.state()
@@ -323,7 +331,7 @@ impl ChunkPool {
     }
 
     fn check_process(&self) -> Result<()> {
-        self.locks_through.as_ref().map_or(Ok(()), |gpu| gpu.check_process())
+        self.locked_by.as_ref().map_or(Ok(()), |gpu| gpu.check_process())
     }
 
     /// How often a chunk is referred to; 0 once it was freed.
@@ -445,23 +453,18 @@ impl ChunkPool {
                 self.config.dtype
             )));
         }
-        let gpu = match (tensor.device(), self.config.device) {
-            (Device::Cpu, Device::Cpu) => None,
-            (Device::Cuda(ordinal), Device::Cpu) | (Device::Cpu, Device::Cuda(ordinal)) => {
-                Some(Gpu::open(ordinal)?)
-            }
-            (Device::Cuda(theirs), Device::Cuda(ours)) => {
-                if theirs != ours {
-                    tensor.expect_on(self.config.device, "the tensor")?;
-                }
-                Some(Gpu::open(ours)?)
+        let gpu = match (tensor.device(), self.region.gpu()) {
+            (Device::Cpu, gpu) => gpu.cloned(),
+            (Device::Cuda(ordinal), None) => Some(Gpu::open(ordinal)?),
+            (Device::Cuda(_), Some(gpu)) => {
+                tensor.expect_on(gpu.device(), "the tensor")?;
+                Some(Arc::clone(gpu))
             }
         };
         if let Some(gpu) = &gpu {
             gpu.not_capturing(stream, "a copy of a chunk, whose end is waited for,")?;
         }
-        let extent = i64::try_from(tensor.shape().numel()).unwrap_or(i64::MAX);
-        let packed = self.tensor(chunk, Some(Dims::new(&[extent])?))?;
+        let packed = self.tensor(chunk, Some(Dims::of(&[tensor.shape().numel()])?))?;
         self.begin_copy(chunk)?;
         if gpu.is_some() {
             self.region.used_on(stream);
@@ -502,6 +505,22 @@ impl ChunkPool {
             }
         }
         drop(state);
+        self.changed.notify_all();
+    }
+}
+
+impl Sink for ChunkPool {
+    fn offer(&self, bytes: &Range<usize>, is_locked: bool) {
+        let chunks = narrow(bytes.start / self.stride)..narrow(bytes.end / self.stride);
+        let mut state = self.state();
+        state.registered += if is_locked { chunks.len() } else { 0 };
+        state.chunks.offer(chunks);
+        drop(state);
+        self.changed.notify_all();
+    }
+
+    fn end(&self) {
+        self.state().is_locking = false;
         self.changed.notify_all();
     }
 }

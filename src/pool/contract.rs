@@ -14,13 +14,14 @@ use super::{
 /// A pool, as its observers see it.
 ///
 /// ```
+/// use std::sync::Arc;
 /// use kvpool::base::{DType, Device};
-/// use kvpool::memory::Stream;
+/// use kvpool::memory::{Backend, Host, Stream};
 /// use kvpool::pool::{PageConfig, PagePool, Pool};
-/// let config = PageConfig {
-///     page_size: 16, initial_pages: 2, dtype: DType::F32, device: Device::Cpu, grow: 0, strict: false,
-/// };
-/// let mut pages = PagePool::new(config, Stream::DEFAULT).unwrap();
+/// let config =
+///     PageConfig { page_size: 16, initial_pages: 2, dtype: DType::F32, grow: 0, strict: false };
+/// let host: Arc<dyn Backend> = Arc::new(Host);
+/// let mut pages = PagePool::new(&config, &host).unwrap();
 /// pages.alloc(Stream::DEFAULT).unwrap();
 /// let pool: &dyn Pool = &pages;
 /// assert_eq!((pool.unit(), pool.device()), ("page", Device::Cpu));
@@ -295,7 +296,7 @@ impl Pool for PagePool {
     }
 
     fn device(&self) -> Device {
-        self.config().device
+        self.device()
     }
 
     fn strict(&self) -> bool {
@@ -325,7 +326,7 @@ impl Pool for ChunkPool {
     }
 
     fn device(&self) -> Device {
-        self.config().device
+        self.device()
     }
 
     fn strict(&self) -> bool {

@@ -19,7 +19,7 @@ use crate::memory::Event;
 /// use kvpool::base::{IndexVec, Result};
 /// use kvpool::kernels::Indices;
 /// use kvpool::memory::{Backend, Host, Stream};
-/// use kvpool::pool::{Fence, TokenToKvPoolAllocator};
+/// use kvpool::pool::{AllocatorConfig, Fence, TokenToKvPoolAllocator};
 ///
 /// struct Sent(AtomicBool);
 ///
@@ -30,7 +30,8 @@ use crate::memory::Event;
 /// }
 ///
 /// let (host, stream): (Arc<dyn Backend>, _) = (Arc::new(Host), Stream::DEFAULT);
-/// let allocator = TokenToKvPoolAllocator::new(8, &host, 1, true, false).unwrap();
+/// let config = AllocatorConfig { size: 8, page_size: 1, need_sort: true, strict: false };
+/// let allocator = TokenToKvPoolAllocator::new(&config, &host).unwrap();
 /// let slots = allocator.alloc(3, stream).unwrap().unwrap().keep();
 /// let sent = Arc::new(Sent(AtomicBool::new(false)));
 /// let fence: Arc<dyn Fence> = Arc::clone(&sent) as _;

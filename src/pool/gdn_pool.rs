@@ -2,14 +2,13 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::base::{DType, Device, Id, IndexVec, Result, bytes_of, widen};
+use crate::base::{DType, Device, Dims, Id, IndexVec, Result, bytes_of, widen};
 use crate::index::{BadFrees, RowTable};
-use crate::kernels::{Indices, Launcher, RowBuffer, move_rows, zero_rows};
+use crate::kernels::{Executor, IndexSpace, Indices, LayerLayout, LayerRows, RowBuffer};
 use crate::memory::{ALIGNMENT, Backend, Region, Stream};
 use crate::tensor::TensorView;
 
-use super::copies::{host_copies, with_copies};
-use super::{at_least_one, check_layer, expect_here, fits_int32, launcher_for};
+use super::{at_least_one, fits_int32, row_ring_bytes};
 
 /// The shape of a [`GdnPool`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,6 +31,8 @@ pub struct GdnConfig {
     pub dtype: DType,
     /// Snapshots, numbered after the working slots.
     pub max_track_slots: usize,
+    /// Whether a bad free is an error.
+    pub strict: bool,
 }
 
 /// Recurrent and convolution states, indexed like the request table. Index 0 is padding.
@@ -40,13 +41,14 @@ pub struct GdnConfig {
 /// use std::sync::Arc;
 /// use kvpool::base::{DType, IndexVec};
 /// use kvpool::kernels::Indices;
-/// use kvpool::memory::{Host, Stream};
+/// use kvpool::memory::{Backend, Host, Stream};
 /// use kvpool::pool::{GdnConfig, GdnPool};
 /// let config = GdnConfig {
 ///     max_reqs: 4, num_gdn_layers: 2, num_v_heads: 2, head_k_dim: 8, head_v_dim: 8, conv_dim: 16,
-///     conv_kernel_size: 4, dtype: DType::BF16, max_track_slots: 2,
+///     conv_kernel_size: 4, dtype: DType::BF16, max_track_slots: 2, strict: false,
 /// };
-/// let pool = GdnPool::new(Arc::new(Host), config, false).unwrap();
+/// let host: Arc<dyn Backend> = Arc::new(Host);
+/// let pool = GdnPool::new(&config, &host).unwrap();
 /// assert_eq!(pool.alloc_track_slot(), Some(5));
 /// let index = |slot| Indices::Host(IndexVec::I64(vec![slot]));
 /// pool.copy_states(&index(1), &index(5), Stream::DEFAULT).unwrap();
@@ -54,18 +56,14 @@ pub struct GdnConfig {
 #[derive(Debug)]
 pub struct GdnPool {
     config: GdnConfig,
-    pool_size: usize,
-    strict: bool,
+    slots: IndexSpace,
     recurrent: TensorView,
     conv: TensorView,
-    /// Both states of every layer, one row a slot.
-    buffers: Vec<RowBuffer>,
+    /// Both states, one row a slot.
+    rows: LayerRows,
     /// Locked by itself, so that long copies of states do not hold it up.
     tracks: Mutex<RowTable>,
-    /// Held while states are written, so that calls of several threads do not mix.
-    copying: Mutex<()>,
-    /// How it works on a GPU, where the order of a stream takes the place of that lock.
-    launcher: Option<Launcher>,
+    executor: Executor,
 }
 
 impl GdnPool {
@@ -75,7 +73,7 @@ impl GdnPool {
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for an argument of 0 (`max_track_slots` may be), for
     /// indices that do not fit int32 and for sizes whose bytes overflow; what the backend says when it has not
     /// enough.
-    pub fn new(backend: Arc<dyn Backend>, config: GdnConfig, strict: bool) -> Result<Self> {
+    pub fn new(config: &GdnConfig, backend: &Arc<dyn Backend>) -> Result<Self> {
         at_least_one(&[
             ("max_reqs", config.max_reqs),
             ("num_gdn_layers", config.num_gdn_layers),
@@ -85,26 +83,35 @@ impl GdnPool {
             ("conv_dim", config.conv_dim),
             ("conv_kernel_size", config.conv_kernel_size),
         ])?;
-        let GdnConfig { max_reqs, num_gdn_layers: layers, max_track_slots, dtype, .. } = config;
+        let GdnConfig { max_reqs, num_gdn_layers: layers, max_track_slots, dtype, .. } = *config;
         let end = max_reqs.checked_add(1).and_then(|sum| sum.checked_add(max_track_slots));
         let pool_size = fits_int32(&format!("max_reqs {max_reqs} + max_track_slots {max_track_slots}"), end)?;
-        let pool_size = widen(pool_size);
-        let recurrent = [layers, pool_size, config.num_v_heads, config.head_v_dim, config.head_k_dim];
-        let conv = [layers, pool_size, config.conv_dim, config.conv_kernel_size - 1];
+        let slots = IndexSpace { noun: "state", len: widen(pool_size) };
+        let recurrent = [layers, slots.len, config.num_v_heads, config.head_v_dim, config.head_k_dim];
+        let conv = [layers, slots.len, config.conv_dim, config.conv_kernel_size - 1];
         let recurrent_bytes = bytes_of("recurrent_state", &recurrent, DType::F32)?;
         let conv_bytes = bytes_of("conv_state", &conv, dtype)?;
         let conv_offset = recurrent_bytes.next_multiple_of(ALIGNMENT);
-        let region =
-            Arc::new(Region::new(backend, bytes_of("both states", &[conv_offset + conv_bytes], DType::U8)?)?);
-        let launcher = launcher_for(&region, pool_size)?;
+        let bytes = bytes_of("both states", &[conv_offset + conv_bytes], DType::U8)?;
+        let region = Arc::new(Region::new(Arc::clone(backend), bytes)?);
+        // All of it is one section: a call works on every layer.
+        let executor = Executor::new(&region, 1, [slots; 2], row_ring_bytes(slots.len))?;
+        let layout = |offset, bytes: usize, dtype: DType| LayerLayout {
+            offset,
+            step: bytes / layers,
+            shape: [slots.len, 1, bytes / (layers * slots.len * dtype.size())],
+            dtype,
+        };
+        let kinds = [layout(0, recurrent_bytes, DType::F32), layout(conv_offset, conv_bytes, dtype)];
+        let rows = LayerRows::new(&region, layers, kinds)?;
         let recurrent = TensorView::contiguous(Arc::clone(&region), 0, DType::F32, &recurrent)?;
         let conv = TensorView::contiguous(region, conv_offset, dtype, &conv)?;
-        let mut buffers = layer_rows(&recurrent, layers, pool_size)?;
-        buffers.extend(layer_rows(&conv, layers, pool_size)?);
-        let first_track = u32::try_from(max_reqs + 1).unwrap_or(u32::MAX);
-        let tracks = RowTable::new(first_track, u32::try_from(max_track_slots).unwrap_or(u32::MAX))?;
-        let (tracks, copying) = (Mutex::new(tracks), Mutex::new(()));
-        Ok(Self { config, pool_size, strict, recurrent, conv, buffers, tracks, copying, launcher })
+        let fit = |name: &str, number| fits_int32(&format!("{name} {number}"), Some(number));
+        let tracks = RowTable::new(
+            fit("the first track slot", max_reqs + 1)?,
+            fit("max_track_slots", max_track_slots)?,
+        )?;
+        Ok(Self { config: *config, slots, recurrent, conv, rows, tracks: Mutex::new(tracks), executor })
     }
 
     /// Its shape.
@@ -116,13 +123,13 @@ impl GdnPool {
     /// Whether a bad free is an error.
     #[must_use]
     pub const fn strict(&self) -> bool {
-        self.strict
+        self.config.strict
     }
 
     /// Slots of every layer: padding, working and track slots.
     #[must_use]
     pub const fn pool_size(&self) -> usize {
-        self.pool_size
+        self.slots.len
     }
 
     /// Where it is.
@@ -134,7 +141,7 @@ impl GdnPool {
     /// Bytes of both states.
     #[must_use]
     pub fn mem_bytes(&self) -> usize {
-        self.buffers.iter().map(RowBuffer::bytes).sum()
+        self.rows.bytes()
     }
 
     /// float32 `[num_gdn_layers, pool_size, num_v_heads, head_v_dim, head_k_dim]`, without a copy.
@@ -154,8 +161,12 @@ impl GdnPool {
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a layer that is not there.
     pub fn layer_state(&self, layer: usize) -> Result<[TensorView; 2]> {
-        check_layer(layer, self.config.num_gdn_layers)?;
-        Ok([layer_view(&self.recurrent, layer)?, layer_view(&self.conv, layer)?])
+        let [recurrent, conv] = self.rows.layer(layer)?;
+        let view = |state: &TensorView, rows: &RowBuffer| {
+            let shape = Dims::new(&state.shape().as_slice()[1..])?;
+            TensorView::packed(Arc::clone(state.region()), rows.offset(), state.dtype(), shape)
+        };
+        Ok([view(&self.recurrent, recurrent)?, view(&self.conv, conv)?])
     }
 
     /// Zeroes both states of the slots that `indices` names, in all layers. On a GPU it is one launch on `stream`.
@@ -164,14 +175,7 @@ impl GdnPool {
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a slot that is not there; nothing is zeroed then. On a
     /// GPU an index there that names none is left out, and told by [`GdnPool::fault`].
     pub fn reset_states(&self, indices: &Indices<'_>, stream: Stream) -> Result<()> {
-        if let Some(launcher) = &self.launcher {
-            expect_here(self.device(), &[indices], stream)?;
-            self.fault()?;
-            return launcher.zero_rows(self.groups(), indices, "state", stream);
-        }
-        let rows = indices.on_host()?.rows("state", self.pool_size)?;
-        let _alone = lock(&self.copying);
-        zero_rows(&self.buffers, &rows)
+        self.executor.zero_rows(&self.rows, indices, stream)
     }
 
     /// Copies both states of slot `src[i]` to slot `dst[i]`, in all layers, as if all were read before any is
@@ -185,16 +189,7 @@ impl GdnPool {
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for slots that are not there. Nothing is copied then. As
     /// [`GdnPool::reset_states`].
     pub fn copy_states(&self, src: &Indices<'_>, dst: &Indices<'_>, stream: Stream) -> Result<()> {
-        if let Some(launcher) = &self.launcher {
-            expect_here(self.device(), &[src, dst], stream)?;
-            self.fault()?;
-            return with_copies(dst, src, "state", self.pool_size, |plan| {
-                launcher.copy_rows(self.groups(), plan, stream)
-            });
-        }
-        let moves = host_copies(dst, src, "state", self.pool_size)?;
-        let _alone = lock(&self.copying);
-        move_rows(&self.buffers, &moves)
+        self.executor.copy_rows(&self.rows, dst, src, stream)
     }
 
     /// Tells what is wrong with indices that an earlier call was given on the device, once. Makes no driver call.
@@ -202,14 +197,7 @@ impl GdnPool {
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a slot that is not there: it was left out.
     pub fn fault(&self) -> Result<()> {
-        let launcher = self.launcher.as_ref();
-        launcher.map_or(Ok(()), |launcher| launcher.fault(["state"; 2], [self.pool_size; 2]))
-    }
-
-    /// The rows of both states, layer by layer.
-    fn groups(&self) -> [&[RowBuffer]; 2] {
-        let (recurrent, conv) = self.buffers.split_at(self.config.num_gdn_layers);
-        [recurrent, conv]
+        self.executor.fault()
     }
 
     /// Takes a track slot, the longest free first, or returns `None`.
@@ -222,7 +210,7 @@ impl GdnPool {
     /// # Errors
     /// If strict, [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) when it would be dropped.
     pub fn free_track_slot(&self, slot: i64) -> Result<BadFrees> {
-        let (_, bad) = self.tracks().free(&IndexVec::I64(vec![slot]), self.strict, "track slot")?;
+        let (_, bad) = self.tracks().free(&IndexVec::I64(vec![slot]), self.config.strict, "track slot")?;
         Ok(bad)
     }
 
@@ -233,36 +221,7 @@ impl GdnPool {
 
     /// Who owns which track slot.
     pub fn tracks(&self) -> MutexGuard<'_, RowTable> {
-        lock(&self.tracks)
+        // A panic elsewhere cannot have left it half changed, so poison is ignored.
+        self.tracks.lock().unwrap_or_else(PoisonError::into_inner)
     }
-}
-
-/// Locks `mutex`. A panic elsewhere cannot have left numbers half moved, so poison is ignored.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// The rows of each layer of a state `[layers, slots, ...]`.
-fn layer_rows(state: &TensorView, layers: usize, slots: usize) -> Result<Vec<RowBuffer>> {
-    let row = state.shape().numel() / (layers * slots);
-    let layer_bytes = slots * row * state.dtype().size();
-    (0..layers)
-        .map(|layer| {
-            let offset = state.offset() + layer * layer_bytes;
-            RowBuffer::new(Arc::clone(state.region()), offset, [slots, 1, row], state.dtype())
-        })
-        .collect()
-}
-
-/// Layer `layer`, below the first extent, of a state.
-fn layer_view(state: &TensorView, layer: usize) -> Result<TensorView> {
-    let extents: Vec<usize> =
-        state.shape().as_slice()[1..].iter().map(|&n| usize::try_from(n).unwrap_or(0)).collect();
-    let bytes = extents.iter().product::<usize>() * state.dtype().size();
-    TensorView::contiguous(
-        Arc::clone(state.region()),
-        state.offset() + layer * bytes,
-        state.dtype(),
-        &extents,
-    )
 }

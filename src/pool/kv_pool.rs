@@ -1,17 +1,16 @@
 //! K and V of every layer, in one region.
 
 use std::ops::Range;
-use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::Arc;
 
 use crate::base::{DType, Device, Error, Result, bytes_of};
-use crate::kernels::{Indices, Launcher, RowBuffer, Store, gather_rows, move_rows, store_rows};
+use crate::kernels::{Executor, IndexSpace, Indices, LayerLayout, LayerRows, RowBuffer, Store};
 use crate::memory::{
-    ALIGNMENT, Backend, Borrowed, Event, Gpu, Host, Mapped, PAGE, PAGE_LOCK_STEP, Region, Stream,
+    ALIGNMENT, Backend, Borrowed, Event, Gpu, PAGE, Region, Stream, lock_pages, page_lock_steps,
 };
 use crate::tensor::TensorView;
 
-use super::copies::{host_copies, with_copies};
-use super::{at_least_one, fits_int32};
+use super::{at_least_one, fits_int32, row_ring_bytes};
 
 /// Rows of a buffer are rounded up to a multiple of this.
 const ROW_MULTIPLE: usize = 8;
@@ -35,6 +34,10 @@ pub struct KvConfig {
     pub dtype: DType,
     /// Slots in a page of the allocator that goes with it.
     pub page_size: usize,
+    /// Whether memory of the host is page-locked, where there is a driver: a backend such as [`Mapped`] can do that.
+    ///
+    /// [`Mapped`]: crate::memory::Mapped
+    pub pin_memory: bool,
 }
 
 impl KvConfig {
@@ -70,47 +73,43 @@ pub struct BufferInfo {
 /// K and V storage of every layer: `[rows, head_num, head_dim]` each, zero at first.
 ///
 /// Row 0 is the padding slot. All buffers lie in one region, keys of every layer first, each at a multiple of
-/// [`ALIGNMENT`] bytes, in page-locked memory of [`PAGE`] bytes.
+/// [`ALIGNMENT`] bytes, in page-locked memory of [`PAGE`] bytes. Calls that work on the rows of one layer lock that layer
+/// only.
 ///
 /// ```
 /// use std::sync::Arc;
 /// use kvpool::base::DType;
-/// use kvpool::memory::Host;
+/// use kvpool::memory::{Backend, Host};
 /// use kvpool::pool::{KvConfig, KvPool};
 /// let config = KvConfig {
 ///     size: 64, layer_num: 2, k_head_num: 4, k_head_dim: 8, v_head_num: 4, v_head_dim: 8,
-///     dtype: DType::BF16, page_size: 16,
+///     dtype: DType::BF16, page_size: 16, pin_memory: false,
 /// };
-/// let pool = KvPool::new(Arc::new(Host), config).unwrap();
+/// let host: Arc<dyn Backend> = Arc::new(Host);
+/// let pool = KvPool::new(&config, &host).unwrap();
 /// assert_eq!(pool.rows(), 80);
 /// assert_eq!(pool.mem_bytes(), 2 * 2 * 80 * 4 * 8 * 2);
 /// ```
 #[derive(Debug)]
 pub struct KvPool {
     config: KvConfig,
-    rows: usize,
+    slots: IndexSpace,
+    /// Keys and values.
+    rows: LayerRows,
     region: Arc<Region>,
-    /// Keys of every layer, then values of every layer.
-    buffers: Vec<RowBuffer>,
-    /// One for each layer, held while its rows are read or written, so that calls of several threads do not mix.
-    /// Who needs several takes them in order.
-    layers: Vec<RwLock<()>>,
-    /// How it works on a GPU, where the order of a stream takes the place of the locks.
-    launcher: Option<Launcher>,
+    executor: Executor,
 }
 
 impl KvPool {
     /// Allocates the buffers from `backend`.
     ///
+    /// Memory that is to be page-locked is so in steps of whole buffers, small ones together: a copy must not reach from one
+    /// buffer into the next.
+    ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for an argument of 0, for slots that do not fit int32
-    /// and for sizes whose bytes overflow; what the backend says when it has not enough.
-    pub fn new(backend: Arc<dyn Backend>, config: KvConfig) -> Result<Self> {
-        Self::aligned(backend, config, ALIGNMENT)
-    }
-
-    /// As [`KvPool::new`], every buffer at a multiple of `alignment` bytes.
-    fn aligned(backend: Arc<dyn Backend>, config: KvConfig, alignment: usize) -> Result<Self> {
+    /// and for sizes whose bytes overflow; what the backend says when it has not enough, or cannot page-lock a step.
+    pub fn new(config: &KvConfig, backend: &Arc<dyn Backend>) -> Result<Self> {
         at_least_one(&[
             ("size", config.size),
             ("layer_num", config.layer_num),
@@ -120,59 +119,32 @@ impl KvPool {
             ("v_head_dim", config.v_head_dim),
             ("page_size", config.page_size),
         ])?;
-        let rows = config.rows()?;
+        let is_locked = config.pin_memory && backend.device() == Device::Cpu;
+        let locked_by = is_locked.then(|| Gpu::any().ok()).flatten();
+        // No two buffers share a page where each is page-locked by itself.
+        let alignment = if locked_by.is_some() { PAGE } else { ALIGNMENT };
+        let slots = IndexSpace { noun: "slot", len: config.rows()? };
         let shapes = [[config.k_head_num, config.k_head_dim], [config.v_head_num, config.v_head_dim]];
         let mut total = 0usize;
-        let mut places = Vec::new();
-        for [heads, dim] in shapes {
-            let bytes = bytes_of("one buffer", &[rows, heads, dim], config.dtype)?;
+        let mut lay_out = |[heads, dim]: [usize; 2]| -> Result<LayerLayout> {
+            let (shape, dtype, offset) = ([slots.len, heads, dim], config.dtype, total);
+            let bytes = bytes_of("one buffer", &shape, dtype)?;
             let step = bytes.next_multiple_of(alignment);
-            let group = bytes_of("all layers", &[step, config.layer_num], DType::U8)?;
-            places.push((total, step, [rows, heads, dim]));
-            total = total.checked_add(group).filter(|&sum| i64::try_from(sum).is_ok()).ok_or_else(|| {
+            let kind = bytes_of("all layers", &[step, config.layer_num], DType::U8)?;
+            total = total.checked_add(kind).filter(|&sum| i64::try_from(sum).is_ok()).ok_or_else(|| {
                 Error::config(format!("{} layers of {bytes} bytes overflow an address", config.layer_num))
             })?;
+            Ok(LayerLayout { offset, step, shape, dtype })
+        };
+        let kinds = [lay_out(shapes[0])?, lay_out(shapes[1])?];
+        let region = Arc::new(Region::new(Arc::clone(backend), total)?);
+        let executor = Executor::new(&region, config.layer_num, [slots; 2], row_ring_bytes(slots.len))?;
+        let rows = LayerRows::new(&region, config.layer_num, kinds)?;
+        if let Some(gpu) = locked_by {
+            let ends = rows.all().iter().skip(1).map(RowBuffer::offset).chain([total]);
+            lock_pages(&gpu, &region, &page_lock_steps(ends))?;
         }
-        let region = Arc::new(Region::new(backend, total)?);
-        let launcher = super::launcher_for(&region, rows)?;
-        let buffers = places
-            .into_iter()
-            .flat_map(|(start, step, shape)| {
-                (0..config.layer_num).map(move |layer| (start + layer * step, shape))
-            })
-            .map(|(offset, shape)| RowBuffer::new(Arc::clone(&region), offset, shape, config.dtype))
-            .collect::<Result<Vec<_>>>()?;
-        let layers = (0..config.layer_num).map(|_| RwLock::new(())).collect();
-        Ok(Self { config, rows, region, buffers, layers, launcher })
-    }
-
-    /// As [`KvPool::new`], in host memory that devices reach directly: page-locked where there is a driver, pageable where
-    /// there is none.
-    ///
-    /// It is page-locked in parts of whole buffers, small ones together: a copy must not reach from one buffer into the next.
-    ///
-    /// # Errors
-    /// As [`KvPool::new`]; what the driver says when it cannot page-lock a part.
-    pub fn page_locked(config: KvConfig) -> Result<Self> {
-        let Ok(gpu) = Gpu::any() else { return Self::new(Arc::new(Host), config) };
-        let mapped = Arc::new(Mapped::default());
-        // No two buffers share a page, so that each can be page-locked by itself.
-        let pool = Self::aligned(Arc::clone(&mapped) as _, config, PAGE)?;
-        pool.parts().iter().try_for_each(|part| mapped.lock_pages(&gpu, &pool.region, part))?;
-        Ok(pool)
-    }
-
-    /// The bytes of whole buffers that are page-locked at once.
-    fn parts(&self) -> Vec<Range<usize>> {
-        let ends = self.buffers.iter().skip(1).map(RowBuffer::offset).chain([self.region.bytes()]);
-        let mut parts: Vec<Range<usize>> = Vec::new();
-        for (buffer, end) in self.buffers.iter().zip(ends) {
-            match parts.last_mut() {
-                Some(part) if end - part.start <= PAGE_LOCK_STEP => part.end = end,
-                _ => parts.push(buffer.offset()..end),
-            }
-        }
-        parts
+        Ok(Self { config: *config, slots, rows, region, executor })
     }
 
     /// Its shape.
@@ -190,34 +162,19 @@ impl KvPool {
     /// Rows of every buffer.
     #[must_use]
     pub const fn rows(&self) -> usize {
-        self.rows
+        self.slots.len
     }
 
     /// Bytes of all buffers.
     #[must_use]
     pub fn mem_bytes(&self) -> usize {
-        self.buffers.iter().map(RowBuffer::bytes).sum()
+        self.rows.bytes()
     }
 
     /// Bytes of K and V of one token in one layer.
     #[must_use]
     pub fn token_bytes(&self) -> usize {
-        self.buffers[0].row_bytes() + self.buffers[self.config.layer_num].row_bytes()
-    }
-
-    // The locks guard no value that a panic could leave half changed, so poison is ignored.
-    fn writing(&self, layer: usize) -> RwLockWriteGuard<'_, ()> {
-        self.layers[layer].write().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn reading(&self, layer: usize) -> RwLockReadGuard<'_, ()> {
-        self.layers[layer].read().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// K and V of a layer.
-    fn pair(&self, layer: usize) -> Result<[&RowBuffer; 2]> {
-        super::check_layer(layer, self.config.layer_num)?;
-        Ok([&self.buffers[layer], &self.buffers[self.config.layer_num + layer]])
+        self.rows.kinds().iter().map(|buffers| buffers[0].row_bytes()).sum()
     }
 
     /// The K and V buffers of a layer, `[rows, head_num, head_dim]`, without a copy.
@@ -225,7 +182,7 @@ impl KvPool {
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a layer that is not there.
     pub fn kv_buffer(&self, layer: usize) -> Result<[TensorView; 2]> {
-        let [k, v] = self.pair(layer)?;
+        let [k, v] = self.rows.layer(layer)?;
         Ok([view(k, &k.shape())?, view(v, &v.shape())?])
     }
 
@@ -239,7 +196,7 @@ impl KvPool {
             let [rows, heads, dim] = buffer.shape();
             view(buffer, &[rows / page_size, page_size, heads, dim])
         };
-        let [k, v] = self.pair(layer)?;
+        let [k, v] = self.rows.layer(layer)?;
         Ok([paged(k)?, paged(v)?])
     }
 
@@ -260,29 +217,19 @@ impl KvPool {
         scales: Scales,
         stream: Stream,
     ) -> Result<()> {
-        let [k_buffer, v_buffer] = self.pair(layer)?;
+        let [k_buffer, v_buffer] = self.rows.layer(layer)?;
         let (k_scale, v_scale) = (self.divisor("k", scales.k)?, self.divisor("v", scales.v)?);
         let stores = [
             Store { name: "k", target: k_buffer, values: k, scale: k_scale },
             Store { name: "v", target: v_buffer, values: v, scale: v_scale },
         ];
-        if let Some(launcher) = &self.launcher {
-            self.expect_here(&[indices], stream)?;
-            self.fault()?;
-            for values in [k, v] {
-                values.used_on(stream);
-            }
-            return launcher.store_rows(&stores, indices, stream);
-        }
-        let indices = indices.on_host()?;
-        let _alone = self.writing(layer);
-        store_rows(&stores, indices)
+        self.executor.store_rows(layer, &stores, indices, stream)
     }
 
     /// A point to wait for, without locks, before more numbers of the host are sent to the device: it is far behind.
     #[must_use]
     pub fn crowded(&self) -> Option<Arc<Event>> {
-        self.launcher.as_ref()?.crowded()
+        self.executor.crowded()
     }
 
     /// Tells what is wrong with indices that an earlier call was given on the device, once. Makes no driver call.
@@ -290,7 +237,7 @@ impl KvPool {
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a row that is not there: it was left out.
     pub fn fault(&self) -> Result<()> {
-        self.launcher.as_ref().map_or(Ok(()), |launcher| launcher.fault(["slot"; 2], [self.rows; 2]))
+        self.executor.fault()
     }
 
     /// As [`KvPool::fault`], for every call on `stream` so far: waits for them.
@@ -298,13 +245,8 @@ impl KvPool {
     /// # Errors
     /// As [`KvPool::fault`], and [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the device has failed.
     pub fn check(&self, stream: Stream) -> Result<()> {
-        self.launcher.as_ref().map_or(Ok(()), |launcher| launcher.gpu().synchronize(stream))?;
+        self.executor.synchronize(stream)?;
         self.fault()
-    }
-
-    /// Checks that index tensors are in host memory or where the pool is, for work on `stream`.
-    fn expect_here(&self, indices: &[&Indices<'_>], stream: Stream) -> Result<()> {
-        super::expect_here(self.device(), indices, stream)
     }
 
     /// A scale that may divide values of this pool.
@@ -328,22 +270,21 @@ impl KvPool {
     /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when there is no memory for them,
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) on a GPU, whose memory is not allocated for an answer.
     pub fn gather_kv(&self, layer: usize, indices: &Indices<'_>) -> Result<[TensorView; 2]> {
-        let [k, v] = self.pair(layer)?;
-        if self.launcher.is_some() {
+        let [k, v] = self.rows.layer(layer)?;
+        if self.executor.gpu().is_some() {
             return Err(Error::config(
                 "rows on a GPU are gathered into tensors that the caller has: pass out",
             ));
         }
-        let rows = indices.on_host()?.rows("slot", self.rows)?;
         let target = |buffer: &RowBuffer| {
             let [_, heads, dim] = buffer.shape();
-            let bytes = bytes_of("gathered rows", &[rows.len(), heads, dim], buffer.dtype())?;
-            let region = Arc::new(Region::scratch(bytes)?);
-            TensorView::contiguous(region, 0, buffer.dtype(), &[rows.len(), heads, dim])
+            let shape = [indices.len(), heads, dim];
+            let region = Arc::new(Region::scratch(bytes_of("gathered rows", &shape, buffer.dtype())?)?);
+            TensorView::contiguous(region, 0, buffer.dtype(), &shape)
         };
         let out = [target(k)?, target(v)?];
-        let _shared = self.reading(layer);
-        gather_rows(&[(k, out[0].borrow()?), (v, out[1].borrow()?)], &rows)?;
+        let pairs = [(k, out[0].borrow()?), (v, out[1].borrow()?)];
+        self.executor.gather_rows(layer, &pairs, indices, Stream::DEFAULT)?;
         Ok(out)
     }
 
@@ -360,19 +301,8 @@ impl KvPool {
         out: &[Borrowed<'_>; 2],
         stream: Stream,
     ) -> Result<()> {
-        let [k, v] = self.pair(layer)?;
-        let pairs = [(k, out[0]), (v, out[1])];
-        if let Some(launcher) = &self.launcher {
-            self.expect_here(&[indices], stream)?;
-            self.fault()?;
-            for out in out {
-                out.used_on(stream);
-            }
-            return launcher.gather_rows(&pairs, indices, stream);
-        }
-        let rows = indices.on_host()?.rows("slot", self.rows)?;
-        let _shared = self.reading(layer);
-        gather_rows(&pairs, &rows)
+        let [k, v] = self.rows.layer(layer)?;
+        self.executor.gather_rows(layer, &[(k, out[0]), (v, out[1])], indices, stream)
     }
 
     /// Moves row `src[i]` to row `dst[i]` in every layer, as if all were read before any is written.
@@ -384,15 +314,7 @@ impl KvPool {
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for different lengths,
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for rows that are not there. Nothing is moved then.
     pub fn move_kv(&self, dst: &Indices<'_>, src: &Indices<'_>, stream: Stream) -> Result<()> {
-        if let Some(launcher) = &self.launcher {
-            self.expect_here(&[dst, src], stream)?;
-            self.fault()?;
-            let (k, v) = self.buffers.split_at(self.config.layer_num);
-            return with_copies(dst, src, "slot", self.rows, |plan| launcher.copy_rows([k, v], plan, stream));
-        }
-        let moves = host_copies(dst, src, "slot", self.rows)?;
-        let _alone: Vec<_> = (0..self.config.layer_num).map(|layer| self.writing(layer)).collect();
-        move_rows(&self.buffers, &moves)
+        self.executor.copy_rows(&self.rows, dst, src, stream)
     }
 
     /// Fills rows of all layers with a pattern that shows when it is read: NaN in floats, -1 in int8, 255 in uint8. What
@@ -402,31 +324,16 @@ impl KvPool {
     /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the driver refuses, and while `stream` is captured.
     pub fn poison(&self, rows: &[Range<usize>], stream: Stream) -> Result<()> {
         const POISON: u8 = 0xff;
-        let gpu = self.region.gpu().filter(|_| !rows.is_empty());
-        if let Some(gpu) = gpu {
-            gpu.not_capturing(stream, "poison over freed rows")?;
+        if !rows.is_empty() {
+            self.executor.not_capturing(stream, "poison over freed rows")?;
         }
-        let clip = |row: usize| row.min(self.rows);
-        for layer in 0..self.config.layer_num {
-            let _alone = self.writing(layer);
-            for buffer in self.pair(layer)? {
-                for rows in rows {
-                    let offset = buffer.offset() + clip(rows.start) * buffer.row_bytes();
-                    let bytes = (clip(rows.end) - clip(rows.start)) * buffer.row_bytes();
-                    match gpu {
-                        None => self.region.fill(offset, bytes, POISON)?,
-                        Some(gpu) => gpu.fill((&self.region, offset), bytes, POISON, stream)?,
-                    }
-                }
-            }
-        }
-        Ok(())
+        self.executor.fill_rows(&self.rows, rows, POISON, stream)
     }
 
     /// Every buffer, keys of all layers first.
     pub fn buffer_infos(&self) -> impl Iterator<Item = BufferInfo> + '_ {
         let base = self.region.address().as_ptr().addr();
-        self.buffers.iter().map(move |buffer| BufferInfo {
+        self.rows.all().iter().map(move |buffer| BufferInfo {
             address: base + buffer.offset(),
             bytes: buffer.bytes(),
             row_bytes: buffer.row_bytes(),

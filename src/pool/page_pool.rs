@@ -2,9 +2,10 @@
 
 use std::sync::Arc;
 
+use crate::base::bounded::narrow;
 use crate::base::{DType, Device, Error, Result, bytes_of, widen};
 use crate::index::{BadFrees, RefCounts, Ticket, on_bad_frees};
-use crate::memory::{Backend, Region, Stream, backend_for, backend_in_order};
+use crate::memory::{Backend, Contents, Region, Stream};
 use crate::tensor::TensorView;
 
 use super::{at_least_one, fits_int32};
@@ -18,8 +19,6 @@ pub struct PageConfig {
     pub initial_pages: usize,
     /// Element type.
     pub dtype: DType,
-    /// Where the pages are.
-    pub device: Device,
     /// Pages that are added when all are in use.
     pub grow: usize,
     /// Whether a bad free is an error.
@@ -31,13 +30,14 @@ pub struct PageConfig {
 /// It never shrinks. Growing adds a region and moves none, so every page keeps its address.
 ///
 /// ```
-/// use kvpool::base::{DType, Device};
-/// use kvpool::memory::Stream;
+/// use std::sync::Arc;
+/// use kvpool::base::DType;
+/// use kvpool::memory::{Backend, Host, Stream};
 /// use kvpool::pool::{PageConfig, PagePool};
-/// let config = PageConfig {
-///     page_size: 16, initial_pages: 2, dtype: DType::F32, device: Device::Cpu, grow: 1, strict: false,
-/// };
-/// let mut pool = PagePool::new(config, Stream::DEFAULT).unwrap();
+/// let config =
+///     PageConfig { page_size: 16, initial_pages: 2, dtype: DType::F32, grow: 1, strict: false };
+/// let host: Arc<dyn Backend> = Arc::new(Host);
+/// let mut pool = PagePool::new(&config, &host).unwrap();
 /// assert_eq!(pool.alloc(Stream::DEFAULT).unwrap(), Some(0));
 /// assert_eq!(pool.alloc(Stream::DEFAULT).unwrap(), Some(1));
 /// assert_eq!(pool.alloc(Stream::DEFAULT).unwrap(), Some(2));
@@ -48,6 +48,7 @@ pub struct PageConfig {
 #[derive(Debug)]
 pub struct PagePool {
     config: PageConfig,
+    backend: Arc<dyn Backend>,
     page_bytes: usize,
     pages: RefCounts,
     /// The regions of the pages, in their order, each with the number of its first page.
@@ -55,38 +56,36 @@ pub struct PagePool {
 }
 
 impl PagePool {
-    /// A pool with its first pages. On a GPU they are zeroed in the order of `stream`.
+    /// A pool with its first pages.
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for a page of no elements and for sizes whose bytes overflow;
     /// what the backend says when it has not enough.
-    pub fn new(config: PageConfig, stream: Stream) -> Result<Self> {
+    pub fn new(config: &PageConfig, backend: &Arc<dyn Backend>) -> Result<Self> {
         at_least_one(&[("page_size", config.page_size)])?;
         let page_bytes = bytes_of("a page", &[config.page_size], config.dtype)?;
-        let mut pool = Self { config, page_bytes, pages: RefCounts::default(), regions: Vec::new() };
-        // Whether the device is there at all is asked now, also for a pool that has no page yet.
-        let backend = backend_for(config.device, stream)?;
-        pool.add(config.initial_pages, backend, stream)?;
+        let (pages, backend) = (RefCounts::default(), Arc::clone(backend));
+        let mut pool = Self { config: *config, backend, page_bytes, pages, regions: Vec::new() };
+        pool.add(config.initial_pages, Contents::Zeros)?;
         Ok(pool)
     }
 
     /// Adds pages, or changes nothing.
-    fn add(&mut self, count: usize, backend: Arc<dyn Backend>, stream: Stream) -> Result<()> {
+    fn add(&mut self, count: usize, contents: Contents) -> Result<()> {
         let total = self.pages.capacity();
         let end = fits_int32("pages", total.checked_add(count))?;
-        let first = u32::try_from(total).unwrap_or(u32::MAX);
+        let first = narrow(total);
         if count == 0 {
             return Ok(());
         }
-        if let Some(gpu) = backend.gpu() {
-            gpu.not_capturing(stream, "a new page, which is zeroed once,")?;
-        }
         let bytes = bytes_of("pages", &[count, self.config.page_size], self.config.dtype)?;
-        let region = Arc::new(Region::new(backend, bytes)?);
-        region.used_on(stream);
+        let region = Region::with(Arc::clone(&self.backend), bytes, contents, Arc::default())?;
+        if let Contents::ZerosOn(stream) = contents {
+            region.used_on(stream);
+        }
         self.pages.extend(end - first)?;
         self.pages.offer(first..end);
-        self.regions.push((first, region));
+        self.regions.push((first, Arc::new(region)));
         Ok(())
     }
 
@@ -94,6 +93,12 @@ impl PagePool {
     #[must_use]
     pub const fn config(&self) -> &PageConfig {
         &self.config
+    }
+
+    /// Where the pages are.
+    #[must_use]
+    pub fn device(&self) -> Device {
+        self.backend.device()
     }
 
     /// Who owns which page.
@@ -121,7 +126,10 @@ impl PagePool {
     /// What the backend says when it has not enough for pages that are to be added; nothing is changed then.
     pub fn alloc(&mut self, stream: Stream) -> Result<Option<u32>> {
         if self.config.grow > 0 && self.pages.ready() == 0 {
-            self.add(self.config.grow, backend_in_order(self.config.device, stream)?, stream)?;
+            if let Some(gpu) = self.backend.gpu() {
+                gpu.not_capturing(stream, "a new page, which is zeroed once,")?;
+            }
+            self.add(self.config.grow, Contents::ZerosOn(stream))?;
         }
         Ok(self.pages.take().map(Ticket::index))
     }

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use crate::base::bounded::narrow;
 use crate::base::{DType, PADDING, Result, bytes_of, widen};
 use crate::index::{Growth, Requests};
 use crate::memory::{ALIGNMENT, Region};
@@ -203,10 +204,9 @@ impl Listed {
     }
 
     /// Lists requests that have grown, and behind them padding of `padding` tokens each up to a batch of `padded`.
-    pub(super) fn list(&mut self, batch: &[Growth], padded: usize, padding: usize, requests: &Requests) {
+    pub(super) fn list(&mut self, batch: &[Growth], padded: usize, padding: u32, requests: &Requests) {
         self.clear();
         let size = requests.page_size();
-        let padding = u32::try_from(padding).unwrap_or(0);
         let filler = Growth { row: PADDING, seq: padding, ..Growth::default() };
         // One field after the other, each in a loop of known length.
         let all = || batch.iter().copied().chain(std::iter::repeat_n(filler, padded - batch.len()));
@@ -346,9 +346,4 @@ fn sums(to: &mut Vec<i32>, counts: impl Iterator<Item = u32>) {
         sum += count.cast_signed();
         sum
     }));
-}
-
-fn narrow(number: usize) -> u32 {
-    // Bounded by the indices of int32 tensors.
-    u32::try_from(number).unwrap_or(u32::MAX)
 }

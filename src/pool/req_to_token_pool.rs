@@ -1,17 +1,18 @@
 //! The table of every request's slots.
 
-use std::collections::{HashMap, HashSet};
+mod device;
+
 use std::sync::Arc;
 
+use crate::base::bounded::narrow;
 use crate::base::{DType, Device, Error, Id, IndexVec, Result, Row, bytes_of, widen};
 use crate::index::{BadFrees, FreedRow, RowTable};
-use crate::kernels::{Indices, Launcher, Numbers, Table, build_kv_indices, kv_indices_part};
+use crate::kernels::{Executor, IndexSpace, Indices, Table};
 use crate::memory::{Backend, Borrowed, Event, Region, Stream};
 use crate::tensor::TensorView;
 
-use super::host_copy::{known_values, values_now};
-use super::table_copy::TableCopy;
-use super::{at_least_one, expect_here, fits_int32, launcher};
+use super::table_mirror::TableMirror;
+use super::{at_least_one, fits_int32};
 
 /// Where values go in the table.
 #[derive(Clone, Debug)]
@@ -42,6 +43,19 @@ impl TableIndex<'_> {
     }
 }
 
+/// The shape of a [`ReqToTokenPool`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ReqToTokenConfig {
+    /// Requests that can be in it at once.
+    pub max_reqs: usize,
+    /// Columns.
+    pub max_context_len: usize,
+    /// Whether row 0 is nobody's, before those of requests.
+    pub padding_row: bool,
+    /// Whether a bad free is an error.
+    pub strict: bool,
+}
+
 /// `req_to_token[request, position] -> slot`, int32. It does not track sequence lengths.
 ///
 /// On a GPU the host keeps a copy of the table, so that slots read from it can be freed without asking the device.
@@ -52,10 +66,11 @@ impl TableIndex<'_> {
 /// use std::sync::Arc;
 /// use kvpool::base::IndexVec;
 /// use kvpool::kernels::Indices;
-/// use kvpool::memory::{Host, Stream};
-/// use kvpool::pool::{ReqToTokenPool, TableIndex};
-/// let stream = Stream::DEFAULT;
-/// let mut pool = ReqToTokenPool::new(Arc::new(Host), 8, 128, true, false).unwrap();
+/// use kvpool::memory::{Backend, Host, Stream};
+/// use kvpool::pool::{ReqToTokenConfig, ReqToTokenPool, TableIndex};
+/// let (host, stream): (Arc<dyn Backend>, _) = (Arc::new(Host), Stream::DEFAULT);
+/// let config = ReqToTokenConfig { max_reqs: 8, max_context_len: 128, padding_row: true, strict: false };
+/// let mut pool = ReqToTokenPool::new(&config, &host).unwrap();
 /// let row = i64::from(pool.alloc(1, stream).unwrap().unwrap()[0]);
 /// assert_eq!(row, 1);
 /// let slots = Indices::Host(IndexVec::I32(vec![7, 8]));
@@ -64,101 +79,61 @@ impl TableIndex<'_> {
 /// ```
 #[derive(Debug)]
 pub struct ReqToTokenPool {
-    max_reqs: usize,
-    max_context_len: usize,
-    padding_row: bool,
-    strict: bool,
+    config: ReqToTokenConfig,
     table: TensorView,
     rows: RowTable,
-    remote: Option<Remote>,
-}
-
-/// What it takes to work on a GPU.
-#[derive(Debug)]
-struct Remote {
-    launcher: Launcher,
-    copy: Arc<TableCopy>,
-}
-
-/// Places of the table, checked as far as the host knows them.
-struct Places<'a> {
-    row: Numbers<'a>,
-    column: Numbers<'a>,
-    count: usize,
-    /// Which they are, if the host knows that.
-    known: Option<Known>,
-}
-
-/// Places that the host knows.
-enum Known {
-    /// Row and column of each.
-    Points(Vec<(u32, u32)>),
-    /// So many columns of one row, from one on.
-    Columns { row: Row, from: usize, count: usize },
-}
-
-impl Known {
-    fn rows(&self) -> Vec<u32> {
-        match self {
-            Self::Points(points) => points.iter().map(|(row, _)| *row).collect(),
-            Self::Columns { row, .. } => vec![row.number()],
-        }
-    }
+    executor: Executor,
+    /// What the host knows of a table on a device.
+    mirror: Option<Arc<TableMirror>>,
 }
 
 impl ReqToTokenPool {
-    /// An empty table of `max_reqs` rows, and a padding row before them if wanted.
+    /// An empty table.
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when `max_reqs` or `max_context_len` is 0, or does not
     /// fit int32; what the backend says when it has not enough.
-    pub fn new(
-        backend: Arc<dyn Backend>,
-        max_reqs: usize,
-        max_context_len: usize,
-        padding_row: bool,
-        strict: bool,
-    ) -> Result<Self> {
+    pub fn new(config: &ReqToTokenConfig, backend: &Arc<dyn Backend>) -> Result<Self> {
+        let ReqToTokenConfig { max_reqs, max_context_len, padding_row, .. } = *config;
         at_least_one(&[("max_reqs", max_reqs), ("max_context_len", max_context_len)])?;
         let first = u32::from(padding_row);
         let rows = fits_int32(&format!("max_reqs {max_reqs}"), max_reqs.checked_add(1))? - 1;
         fits_int32(&format!("max_context_len {max_context_len}"), Some(max_context_len))?;
         let shape = [widen(rows + first), max_context_len];
-        let region = Arc::new(Region::new(backend, bytes_of("req_to_token", &shape, DType::I32)?)?);
-        let remote = match launcher(&region, numbers_at_once(shape))? {
-            None => None,
-            Some(launcher) => {
-                let copy = TableCopy::new(launcher.gpu(), &region, shape[0], shape[1])?;
-                Some(Remote { launcher, copy })
-            }
-        };
+        let bytes = bytes_of("req_to_token", &shape, DType::I32)?;
+        let region = Arc::new(Region::new(Arc::clone(backend), bytes)?);
+        let spaces = spaces(shape);
+        // It is changed by one thread at a time, so there is no section to lock.
+        let executor = Executor::new(&region, 0, spaces, numbers_at_once(shape))?;
+        let mirror =
+            executor.gpu().map(|gpu| TableMirror::new(gpu, &region, shape[0], shape[1])).transpose()?;
         let table = TensorView::contiguous(region, 0, DType::I32, &shape)?;
         let rows = RowTable::new(first, rows)?;
-        Ok(Self { max_reqs, max_context_len, padding_row, strict, table, rows, remote })
+        Ok(Self { config: *config, table, rows, executor, mirror })
     }
 
     /// Requests that can be in it at once.
     #[must_use]
     pub const fn size(&self) -> usize {
-        self.max_reqs
+        self.config.max_reqs
     }
 
     /// Columns.
     #[must_use]
     pub const fn max_context_len(&self) -> usize {
-        self.max_context_len
+        self.config.max_context_len
     }
 
     /// Whether row 0 is nobody's.
     #[must_use]
     pub const fn padding_row(&self) -> bool {
-        self.padding_row
+        self.config.padding_row
     }
 
     /// Whether a bad free is an error.
     #[must_use]
     pub const fn strict(&self) -> bool {
-        self.strict
+        self.config.strict
     }
 
     /// Where it is.
@@ -218,9 +193,8 @@ impl ReqToTokenPool {
             .free(&IndexVec::I64(rows), false, Row::NOUN)
             .expect("a free that is not strict takes whatever it is given");
         debug_assert_eq!(bad.dropped(), 0, "all were taken just now");
-        let whole = u32::try_from(self.max_context_len).expect("columns fit int32");
         for taken in taken {
-            self.rows.note_written(taken.row, whole);
+            self.rows.note_written(taken.row, self.columns());
         }
     }
 
@@ -231,56 +205,66 @@ impl ReqToTokenPool {
     /// dropped; nothing is changed then. [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the driver refuses.
     pub fn free(&mut self, given: &IndexVec, stream: Stream) -> Result<BadFrees> {
         self.not_capturing(stream)?;
-        let (freed, bad) = self.rows.free(given, self.strict, Row::NOUN)?;
+        let (freed, bad) = self.rows.free(given, self.config.strict, Row::NOUN)?;
         self.clean(&freed, stream)?;
         Ok(bad)
     }
 
     /// Zeroes what was written to rows.
     fn clean(&mut self, freed: &[FreedRow], stream: Stream) -> Result<()> {
-        let Some(remote) = &self.remote else {
-            for freed in freed {
-                let bytes = widen(freed.written) * size_of::<i32>();
-                self.table.region().fill(self.place(widen(freed.row.number()), 0), bytes, 0)?;
-            }
-            return Ok(());
+        let written = |freed: &FreedRow| {
+            let row = freed.row.number();
+            (row, self.mirror.as_ref().map_or(freed.written, |mirror| mirror.extent(row).max(freed.written)))
         };
-        let rows: Vec<(u32, u32)> = freed
-            .iter()
-            .map(|freed| (freed.row.number(), freed.written.max(remote.copy.extent(freed.row.number()))))
-            .filter(|(_, written)| *written > 0)
-            .collect();
-        if let Err(failure) = remote.zero(&self.on_device()?, rows, stream) {
+        let rows = freed.iter().map(written).filter(|(_, written)| *written > 0).collect();
+        self.zero(rows, stream).inspect_err(|_| {
             // They are zeroed when they are handed out.
-            let whole = u32::try_from(self.max_context_len).unwrap_or(u32::MAX);
             for freed in freed {
-                self.rows.note_written(freed.row, whole);
+                self.rows.note_written(freed.row, self.columns());
             }
-            return Err(failure);
+        })
+    }
+
+    /// Zeroes the first columns of rows, in the table and in the host's mirror.
+    fn zero(&self, rows: Vec<(u32, u32)>, stream: Stream) -> Result<()> {
+        let zeroed = self.executor.zero_columns(&self.table()?, &rows, stream);
+        match (&self.mirror, &zeroed) {
+            (None, _) => (),
+            (Some(mirror), Ok(())) => mirror.zeroed(rows),
+            (Some(mirror), Err(_)) => mirror.forget(rows.iter().map(|(row, _)| *row)),
         }
-        Ok(())
+        zeroed
+    }
+
+    /// Columns, which fit int32.
+    fn columns(&self) -> u32 {
+        narrow(self.config.max_context_len)
     }
 
     /// Bytes from the start of the table to a place in it.
     const fn place(&self, row: usize, column: usize) -> usize {
-        (row * self.max_context_len + column) * size_of::<i32>()
+        (row * self.config.max_context_len + column) * size_of::<i32>()
     }
 
     /// Rows of the table.
     #[must_use]
     pub fn table_rows(&self) -> usize {
-        self.max_reqs + usize::from(self.padding_row)
+        self.config.max_reqs + usize::from(self.config.padding_row)
     }
 
-    pub(super) fn on_device(&self) -> Result<Table<'_>> {
-        Table::new(self.table.region(), self.table_rows(), self.max_context_len)
+    /// What rows and columns name.
+    pub(super) fn spaces(&self) -> [IndexSpace; 2] {
+        spaces([self.table_rows(), self.config.max_context_len])
+    }
+
+    pub(super) fn table(&self) -> Result<Table<'_>> {
+        Table::new(self.table.region(), self.table_rows(), self.config.max_context_len)
     }
 
     /// Checks that work on the table may be enqueued on `stream`: a graph would repeat it, of which the host's copy would
     /// know nothing.
     pub(super) fn not_capturing(&self, stream: Stream) -> Result<()> {
-        let Some(remote) = &self.remote else { return Ok(()) };
-        let gpu = remote.launcher.gpu();
+        let Some(gpu) = self.executor.gpu() else { return Ok(()) };
         gpu.check_process()?;
         match gpu.is_capturing(stream) {
             Ok(true) => gpu.not_capturing(stream, "a change of the table, of which the host keeps a copy,"),
@@ -289,14 +273,10 @@ impl ReqToTokenPool {
         }
     }
 
-    fn check_process(&self) -> Result<()> {
-        self.remote.as_ref().map_or(Ok(()), |remote| remote.launcher.gpu().check_process())
-    }
-
     /// A point to wait for, without locks, before more numbers of the host are sent to the device: it is far behind.
     #[must_use]
     pub fn crowded(&self) -> Option<Arc<Event>> {
-        self.remote.as_ref().map(|remote| &remote.launcher)?.crowded()
+        self.executor.crowded()
     }
 
     /// Tells what is wrong with what an earlier call was given on the device, once. Makes no driver call.
@@ -305,8 +285,7 @@ impl ReqToTokenPool {
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a place outside of the table,
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for a value beyond int32: it was left out.
     pub fn fault(&self) -> Result<()> {
-        let limits = [self.table_rows(), self.max_context_len];
-        self.remote.as_ref().map_or(Ok(()), |remote| remote.launcher.fault(["row", "column"], limits))
+        self.executor.fault()
     }
 
     /// Writes `values` to the table; a single value goes to every place. On a GPU it is one launch on `stream`. Numbers that
@@ -318,9 +297,9 @@ impl ReqToTokenPool {
     /// written then. On a GPU what only the device knows to be wrong is left out, and [`ReqToTokenPool::fault`] tells
     /// it.
     pub fn write(&mut self, index: &TableIndex<'_>, values: &Indices<'_>, stream: Stream) -> Result<()> {
-        if self.remote.is_some() {
+        if let Some(mirror) = self.mirror.clone() {
             self.fault()?;
-            return self.write_on_device(index, values, stream);
+            return self.write_on_device(&mirror, index, values, stream);
         }
         let values = values.on_host()?.clone().into_i32()?;
         match index {
@@ -334,7 +313,7 @@ impl ReqToTokenPool {
     /// The row and the columns of a slice.
     fn checked_columns(&self, row: i64, start: i64, end: Option<i64>) -> Result<(Row, usize, usize)> {
         let row = self.checked_row(row)?;
-        let columns = self.max_context_len;
+        let columns = self.config.max_context_len;
         let stop = end.map_or(Some(columns), |end| usize::try_from(end).ok()).filter(|&stop| stop <= columns);
         let (Ok(from), Some(stop)) = (usize::try_from(start), stop) else {
             let end = end.map_or("the end".to_owned(), |end| end.to_string());
@@ -352,14 +331,14 @@ impl ReqToTokenPool {
         let (row, from, stop) = self.checked_columns(row, start, end)?;
         let values = &*broadcast(values, stop - from)?;
         self.table.region().write(self.place(widen(row.number()), from), values)?;
-        self.rows.note_written(row, u32::try_from(stop).unwrap_or(u32::MAX));
+        self.note_written(row, stop);
         Ok(())
     }
 
     fn write_points(&mut self, rows: &IndexVec, columns: &IndexVec, values: &[i32]) -> Result<()> {
         as_many(rows.len(), columns.len())?;
         let rows = rows.rows("row", self.table_rows())?;
-        let columns = columns.rows("column", self.max_context_len)?;
+        let columns = columns.rows("column", self.config.max_context_len)?;
         let values = broadcast(values, rows.len())?;
         for ((row, column), value) in rows.into_iter().zip(columns).zip(values.iter()) {
             self.table.region().write(self.place(widen(row), widen(column)), &[*value])?;
@@ -368,168 +347,34 @@ impl ReqToTokenPool {
         Ok(())
     }
 
-    fn write_on_device(
-        &mut self,
-        index: &TableIndex<'_>,
-        values: &Indices<'_>,
-        stream: Stream,
-    ) -> Result<()> {
-        self.not_capturing(stream)?;
-        expect_here(self.device(), &[values], stream)?;
-        let values = &self.read_before(values, stream)?;
-        let known = known(values).map(IndexVec::into_i32).transpose()?;
-        let (mut row_list, mut column_list) = (Vec::new(), Vec::new());
-        let read_points;
-        let places = match index {
-            TableIndex::Columns { row, start, end } => {
-                let (row, from, stop) = self.checked_columns(*row, *start, *end)?;
-                Places {
-                    row: Numbers::Same(row.number().into()),
-                    column: Numbers::From(i64::try_from(from).unwrap_or(i64::MAX)),
-                    count: stop - from,
-                    known: Some(Known::Columns { row, from, count: stop - from }),
-                }
-            }
-            TableIndex::Points { rows, columns } => {
-                expect_here(self.device(), &[rows, columns], stream)?;
-                as_many(rows.len(), columns.len())?;
-                read_points = [self.read_before(rows, stream)?, self.read_before(columns, stream)?];
-                let [rows, columns] = &read_points;
-                self.checked_points(rows, columns, [&mut row_list, &mut column_list])?
-            }
-        };
-        let repeated;
-        let value = match (values, values.len()) {
-            (_, len) if len != places.count && len != 1 => return Err(mismatched(len, places.count)),
-            (Indices::Host(_), 1) => Numbers::Same(known.as_ref().map_or(0, |values| values[0].into())),
-            (Indices::Host(_), _) => Numbers::List(known.as_deref().unwrap_or_default()),
-            (Indices::Device { tensor, .. }, 1) => {
-                repeated = tensor.repeated(places.count).unwrap_or(*tensor);
-                Numbers::Tensor(&repeated)
-            }
-            (Indices::Device { tensor, .. }, _) => Numbers::Tensor(tensor),
-        };
-        match (&places.known, known.as_deref()) {
-            (Some(Known::Points(points)), Some(values)) if has_repeats(points) => {
-                self.enqueue_last(points, values, stream)
-            }
-            (_, known) => self.enqueue(&places, value, known, stream),
-        }
-    }
-
     /// Whether a tensor is part of the table.
     fn has(&self, tensor: &Borrowed<'_>) -> bool {
         let start = self.table.region().address().as_ptr().addr();
         (start..start + self.table.region().bytes()).contains(&tensor.address().as_ptr().addr())
     }
 
-    /// Numbers for a launch that writes the table. Those that are part of it are read now: a launch that writes what it reads
-    /// leaves it to the device who comes first.
-    fn read_before<'a>(&self, numbers: &Indices<'a>, stream: Stream) -> Result<Indices<'a>> {
-        match numbers {
-            Indices::Device { tensor, .. } if self.has(tensor) => {
-                values_now(numbers.clone(), stream).map(Indices::Host)
-            }
-            numbers => Ok(numbers.clone()),
-        }
-    }
-
-    /// Enqueues a write to places of which some are named more than once: the last value of each.
-    fn enqueue_last(&mut self, points: &[(u32, u32)], values: &[i32], stream: Stream) -> Result<()> {
-        let last: HashMap<(u32, u32), i32> =
-            points.iter().enumerate().map(|(at, &point)| (point, nth(values, at))).collect();
-        let points: Vec<(u32, u32)> = last.keys().copied().collect();
-        let rows: Vec<i32> = points.iter().map(|(row, _)| row.cast_signed()).collect();
-        let columns: Vec<i32> = points.iter().map(|(_, column)| column.cast_signed()).collect();
-        let values: Vec<i32> = points.iter().filter_map(|point| last.get(point).copied()).collect();
-        let (row, column) = (Numbers::List(&rows), Numbers::List(&columns));
-        let places = Places { row, column, count: points.len(), known: Some(Known::Points(points)) };
-        self.enqueue(&places, Numbers::List(&values), Some(&values), stream)
-    }
-
-    /// The places of points, with those of the host in `lists`.
-    fn checked_points<'a>(
-        &self,
-        rows: &'a Indices<'_>,
-        columns: &'a Indices<'_>,
-        [row_list, column_list]: [&'a mut Vec<i32>; 2],
-    ) -> Result<Places<'a>> {
-        *row_list = rows.list("row", self.table_rows())?;
-        *column_list = columns.list("column", self.max_context_len)?;
-        let known = known(rows).zip(known(columns)).map(|(rows, columns)| -> Result<Vec<(u32, u32)>> {
-            let rows = rows.rows("row", self.table_rows())?;
-            Ok(rows.into_iter().zip(columns.rows("column", self.max_context_len)?).collect())
-        });
-        Ok(Places {
-            row: rows.numbers(row_list),
-            column: columns.numbers(column_list),
-            count: rows.len(),
-            known: known.transpose()?.map(Known::Points),
-        })
-    }
-
-    /// Enqueues a write, and notes it in the host's copy now or when the kernel has told what it wrote.
-    fn enqueue(
-        &mut self,
-        places: &Places<'_>,
-        value: Numbers<'_>,
-        known: Option<&[i32]>,
-        stream: Stream,
-    ) -> Result<()> {
-        let Some(remote) = &self.remote else { return Ok(()) };
-        let table = Table::new(self.table.region(), self.table_rows(), self.max_context_len)?;
-        let rows = || places.known.as_ref().map(Known::rows);
-        let told = places.known.as_ref().zip(known).filter(|_| remote.copy.is_settled());
-        let echo = if told.is_none() { Some(remote.copy.echoes()) } else { None };
-        let numbers = [places.row, places.column, value];
-        let held =
-            remote.launcher.write_points(&table, numbers, places.count, echo, stream).inspect_err(|_| {
-                // Some of it may have been written.
-                remote.copy.lost(rows().as_deref());
-            })?;
-        match (told, held) {
-            (Some((&Known::Columns { row, from, count }, values)), _) => {
-                remote.copy.wrote_columns(row.number(), from, &broadcast(values, count)?);
-            }
-            (Some((Known::Points(points), values)), _) => {
-                let points = points.iter().enumerate();
-                remote.copy.wrote_points(points.map(|(at, &(row, column))| (row, column, nth(values, at))));
-            }
-            (None, Some(held)) => remote.copy.will_tell(held, places.count),
-            // There was no room for it to be told.
-            (None, None) => remote.copy.lost(rows().as_deref()),
-        }
-        match places.known {
-            None => (),
-            Some(Known::Points(ref points)) => {
-                for &(row, column) in points {
-                    self.rows.note_written(Row::new(row), column + 1);
-                }
-            }
-            Some(Known::Columns { row, from, count }) => {
-                self.rows.note_written(row, u32::try_from(from + count).unwrap_or(u32::MAX));
-            }
-        }
-        Ok(())
-    }
-
     /// Makes columns from `from` on of a row `slots`: in host memory now; on a GPU a launch of the caller does it, and
     /// this notes it.
     pub(super) fn put(&mut self, row: Row, from: usize, slots: &[i32]) -> Result<()> {
-        match &self.remote {
+        match &self.mirror {
             None => self.table.region().write(self.place(widen(row.number()), from), slots)?,
-            Some(remote) => remote.copy.wrote_columns(row.number(), from, slots),
+            Some(mirror) => mirror.wrote_columns(row.number(), from, slots),
         }
-        self.rows.note_written(row, u32::try_from(from + slots.len()).unwrap_or(u32::MAX));
+        self.note_written(row, from + slots.len());
         Ok(())
     }
 
     /// Notes that a launch of the caller failed, which may have written the first `end` columns of a row.
-    pub(super) fn lose(&mut self, row: Row, end: usize) {
-        if let Some(remote) = &self.remote {
-            remote.copy.lost(Some(&[row.number()]));
+    pub(super) fn note_failed_write(&mut self, row: Row, end: usize) {
+        if let Some(mirror) = &self.mirror {
+            mirror.forget([row.number()]);
         }
-        self.rows.note_written(row, u32::try_from(end).unwrap_or(u32::MAX));
+        self.note_written(row, end);
+    }
+
+    /// Notes that columns below `end` of a row are written.
+    fn note_written(&mut self, row: Row, end: usize) {
+        self.rows.note_written(row, narrow(end));
     }
 
     fn checked_row(&self, row: i64) -> Result<Row> {
@@ -541,11 +386,14 @@ impl ReqToTokenPool {
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when they are not in the table.
     pub fn read(&self, row: i64, length: i64) -> Result<TensorView> {
-        self.check_process()?;
+        self.executor.check_process()?;
         let row = self.checked_row(row)?;
-        let fits = usize::try_from(length).ok().filter(|&length| length <= self.max_context_len);
+        let fits = usize::try_from(length).ok().filter(|&length| length <= self.config.max_context_len);
         let length = fits.ok_or_else(|| {
-            Error::index(format!("{length} columns of row {row} are not in [0, {}]", self.max_context_len))
+            Error::index(format!(
+                "{length} columns of row {row} are not in [0, {}]",
+                self.config.max_context_len
+            ))
         })?;
         let offset = self.place(widen(row.number()), 0);
         TensorView::contiguous(Arc::clone(self.table.region()), offset, DType::I32, &[length])
@@ -560,12 +408,12 @@ impl ReqToTokenPool {
     pub fn mark_modified(&mut self, rows: &IndexVec, version: Option<u64>) -> Result<()> {
         let rows = rows.rows("row", self.table_rows())?;
         for &row in &rows {
-            self.rows.note_written(Row::new(row), u32::try_from(self.max_context_len).unwrap_or(u32::MAX));
+            self.rows.note_written(Row::new(row), self.columns());
         }
-        if let Some(remote) = &self.remote {
-            remote.copy.lost(Some(&rows));
+        if let Some(mirror) = &self.mirror {
+            mirror.forget(rows);
             if let Some(version) = version {
-                remote.copy.trust(version);
+                mirror.account_for(version);
             }
         }
         Ok(())
@@ -603,28 +451,7 @@ impl ReqToTokenPool {
         if self.has(out) {
             return Err(Error::config("kv_indices must not be part of the table that it is made of"));
         }
-        let Some(remote) = &self.remote else {
-            let ends = indptr.on_host()?.clone().into_i64()?;
-            let rows = rows.on_host()?.rows("row", self.table_rows())?;
-            return build_kv_indices(self.table.region(), self.max_context_len, &rows, &ends, out);
-        };
-        self.fault()?;
-        expect_here(self.device(), &[rows, indptr], stream)?;
-        let row_list = rows.list("row", self.table_rows())?;
-        let end_list = match indptr {
-            Indices::Device { .. } => Vec::new(),
-            Indices::Host(ends) => {
-                let capacity = out.shape().numel();
-                let ends = ends.clone().into_i64()?;
-                for (position, pair) in ends.windows(2).enumerate() {
-                    kv_indices_part(position, pair[0], pair[1], self.max_context_len, capacity)?;
-                }
-                IndexVec::I64(ends).into_i32()?
-            }
-        };
-        out.used_on(stream);
-        let numbers = [rows.numbers(&row_list), indptr.numbers(&end_list)];
-        remote.launcher.kv_indices(&self.on_device()?, numbers, out, rows.len(), stream)
+        self.executor.build_kv_indices(&self.table()?, rows, indptr, out, stream)
     }
 
     /// Makes every row free, and zeroes what was written. `version` is as for [`ReqToTokenPool::mark_modified`]: if it
@@ -635,55 +462,22 @@ impl ReqToTokenPool {
     pub fn clear(&mut self, version: Option<u64>, stream: Stream) -> Result<()> {
         self.not_capturing(stream)?;
         let written = self.rows.clear();
-        let Some(remote) = &self.remote else { return self.clean(&written, stream) };
-        let mut extents = vec![0; self.table_rows()];
+        let Some(mirror) = &self.mirror else { return self.clean(&written, stream) };
+        let is_foreign = version.is_some_and(|version| mirror.account_for(version) != version);
+        let mut extents = vec![if is_foreign { self.columns() } else { 0 }; self.table_rows()];
         for freed in &written {
-            extents[widen(freed.row.number())] = freed.written;
+            let extent = &mut extents[widen(freed.row.number())];
+            *extent = freed.written.max(*extent);
         }
-        let foreign = version.is_some_and(|version| remote.copy.trust(version) != version);
-        let rows: Vec<(u32, u32)> = (0..)
-            .zip(extents)
-            .map(|(row, written)| {
-                let whole = u32::try_from(self.max_context_len).unwrap_or(u32::MAX);
-                (row, if foreign { whole } else { written.max(remote.copy.extent(row)) })
-            })
-            .filter(|(_, written)| *written > 0)
-            .collect();
-        remote.copy.forget_echoes();
-        remote.zero(&self.on_device()?, rows, stream)
+        let rows = (0..).zip(extents).map(|(row, written)| (row, written.max(mirror.extent(row))));
+        let rows = rows.filter(|(_, written)| *written > 0).collect();
+        mirror.drop_echoes();
+        self.zero(rows, stream)
     }
 }
 
-impl Remote {
-    /// Zeroes the first columns of rows, on the device and in the host's copy.
-    fn zero(&self, table: &Table<'_>, rows: Vec<(u32, u32)>, stream: Stream) -> Result<()> {
-        let (numbers, lens): (Vec<u32>, Vec<u32>) = rows.iter().copied().unzip();
-        if let Err(failure) = self.launcher.zero_ragged(table, &numbers, &lens, stream) {
-            self.copy.lost(Some(&numbers));
-            return Err(failure);
-        }
-        self.copy.zeroed(rows);
-        Ok(())
-    }
-}
-
-/// Whether a place is named more than once.
-fn has_repeats(points: &[(u32, u32)]) -> bool {
-    let mut seen = HashSet::with_capacity(points.len());
-    !points.iter().all(|point| seen.insert(point))
-}
-
-/// Value number `at`, or the only one.
-fn nth(values: &[i32], at: usize) -> i32 {
-    if let [only] = values { *only } else { values[at] }
-}
-
-/// What the host knows of indices.
-fn known(indices: &Indices<'_>) -> Option<IndexVec> {
-    match indices {
-        Indices::Host(values) => Some(values.clone()),
-        Indices::Device { tensor, version } => known_values(tensor, *version),
-    }
+fn spaces([rows, columns]: [usize; 2]) -> [IndexSpace; 2] {
+    [IndexSpace { noun: "row", len: rows }, IndexSpace { noun: "column", len: columns }]
 }
 
 /// Bytes of numbers that one call may bring from the host.
@@ -691,7 +485,7 @@ fn numbers_at_once([rows, columns]: [usize; 2]) -> usize {
     /// For small tables.
     const LEAST: usize = 1 << 20;
     // A value, a row and a column for every place of a few rows, or an extent for every row.
-    rows.max(columns).saturating_mul(4 * 3 * size_of::<i32>()).max(LEAST)
+    (rows.max(columns) * 4 * 3 * size_of::<i32>()).max(LEAST)
 }
 
 /// Checks that there is a column for every row.

@@ -10,12 +10,12 @@ use crate::kernels::{Indices, read_now};
 use crate::memory::{Backend, Borrowed, Event, Gpu, Keep, Stream};
 use crate::tensor::TensorView;
 
-use super::KvPool;
 use super::deferred::{Deferred, Part, abandon};
 use super::fences::{Fence, Fences, Waiting};
-use super::host_copy::known_values;
+use super::mirror::known_values;
 use super::shortage::{Short, Taken};
 use super::stage::{Stage, list};
+use super::{AllocatorConfig, KvPool};
 
 /// What a [`TokenToKvPoolAllocator`](super::TokenToKvPoolAllocator) guards: slots, the tensors that show them, and frees
 /// that are not complete.
@@ -53,13 +53,8 @@ impl SlotTensors {
     /// # Errors
     /// [`ErrorKind::Config`] when `size` or `page_size` is 0 or slots would not fit int32; what the backend says when
     /// there is no memory for the tensors.
-    pub(super) fn new(
-        size: usize,
-        backend: &Arc<dyn Backend>,
-        page_size: usize,
-        need_sort: bool,
-        strict: bool,
-    ) -> Result<Self> {
+    pub(super) fn new(config: &AllocatorConfig, backend: &Arc<dyn Backend>) -> Result<Self> {
+        let AllocatorConfig { size, page_size, need_sort, strict } = *config;
         let order = if need_sort { Order::Sorted } else { Order::Fifo };
         let slots = SlotAllocator::new(size, page_size, order)?;
         let mut deferred = Deferred::default();
@@ -67,7 +62,7 @@ impl SlotTensors {
             None => None,
             Some(gpu) => {
                 deferred.prepare(gpu, fetched_at_once(&slots))?;
-                Some(Stage::new(gpu, slots.capacity())?)
+                Some(Stage::new(gpu, backend, slots.capacity())?)
             }
         };
         Ok(Self {

@@ -4,12 +4,13 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use crate::base::bounded::narrow;
 use crate::base::{DType, Error, ErrorKind, Result, zeros};
 use crate::index::Bitmap;
-use crate::memory::{Borrowed, Cuda, Event, Gpu, Region, Returned, Ring, Stream, Users};
+use crate::memory::{Backend, Borrowed, Contents, Event, Gpu, Region, Returned, Ring, Stream, Users};
 use crate::tensor::TensorView;
 
-use super::host_copy::{HostCopy, publish, stepped};
+use super::mirror::{Mirror, publish, stepped};
 
 /// Slots that are written ahead: at first, at least and at most.
 const AHEAD: usize = 1024;
@@ -32,7 +33,7 @@ pub(super) struct Stage {
     /// Streams on which positions were written, handed out or read. What is written anew waits for them.
     users: Arc<Users>,
     ring: Ring,
-    copy: Arc<StageCopy>,
+    copy: Arc<StageMirror>,
     /// Parts of the region whose tensors are gone.
     returned: Arc<Returned>,
     /// Positions that no tensor and no window covers.
@@ -58,18 +59,18 @@ struct Window {
 
 /// The host's copy of the region.
 #[derive(Debug)]
-struct StageCopy {
+struct StageMirror {
     addresses: Range<usize>,
     values: Mutex<Vec<i32>>,
 }
 
-impl StageCopy {
+impl StageMirror {
     fn locked<R>(&self, work: impl FnOnce(&mut Vec<i32>) -> R) -> R {
         work(&mut self.values.lock().unwrap_or_else(PoisonError::into_inner))
     }
 }
 
-impl HostCopy for StageCopy {
+impl Mirror for StageMirror {
     fn addresses(&self) -> Range<usize> {
         self.addresses.clone()
     }
@@ -85,15 +86,16 @@ impl HostCopy for StageCopy {
 
 impl Stage {
     /// For tensors over up to `slots` live slots, and as many whose slots were freed already.
-    pub(super) fn new(gpu: &Arc<Gpu>, slots: usize) -> Result<Self> {
-        let positions = slots.saturating_mul(2).saturating_add(2 * MOST_AHEAD);
-        let bytes = positions.saturating_mul(size_of::<i32>());
+    pub(super) fn new(gpu: &Arc<Gpu>, backend: &Arc<dyn Backend>, slots: usize) -> Result<Self> {
+        let positions = 2 * (slots + MOST_AHEAD);
+        let bytes = positions * size_of::<i32>();
         let users = Arc::<Users>::default();
-        let region = Arc::new(Region::with_users(Arc::new(Cuda::unwritten(gpu)), bytes, Arc::clone(&users))?);
+        let region = Region::with(Arc::clone(backend), bytes, Contents::Undefined, Arc::clone(&users))?;
+        let region = Arc::new(region);
         let start = region.address().as_ptr().addr();
         let values = Mutex::new(zeros(positions)?);
-        let copy = Arc::new(StageCopy { addresses: start..start + bytes, values });
-        let published: Arc<dyn HostCopy> = copy.clone();
+        let copy = Arc::new(StageMirror { addresses: start..start + bytes, values });
+        let published: Arc<dyn Mirror> = copy.clone();
         publish(&published);
         let mut free = Bitmap::new(positions)?;
         free.insert_run(0, positions);
@@ -263,8 +265,8 @@ impl Stage {
     fn copy_in(&mut self, positions: &Range<usize>, values: &[i32], stream: Stream) -> Result<Arc<Event>> {
         // Tensors over these positions are gone, but work on their streams may still read them.
         self.gpu.order(&self.users.streams(), stream)?;
-        let place = positions.start * size_of::<i32>();
-        let written = self.ring.upload(&[values], Some((&self.region, place)), stream, |_, _| Ok(()))?;
+        let target = self.region.range(positions.start * size_of::<i32>(), size_of_val(values))?;
+        let written = self.ring.upload_to(target, values, stream)?;
         self.copy.locked(|copy| copy[positions.clone()].copy_from_slice(values));
         self.users.note(stream);
         Ok(written)
@@ -308,17 +310,17 @@ pub(super) fn list(values: &mut Vec<i32>, runs: &[Range<u32>], count: usize) {
 fn begins_with(expected: &VecDeque<Range<u32>>, runs: &[Range<u32>], count: usize) -> bool {
     let mut expected = expected.iter().cloned();
     let mut here = expected.next().unwrap_or(0..0);
-    let mut left = slots_in(count);
+    let mut left = narrow(count);
     for run in runs {
-        let mut run = run.start..run.start + slots_in(run.len()).min(left);
-        left = left.saturating_sub(slots_in(run.len()));
+        let mut run = run.start..run.start + narrow(run.len()).min(left);
+        left = left.saturating_sub(narrow(run.len()));
         while !run.is_empty() {
             if here.is_empty() {
                 let Some(next) = expected.next() else { return false };
                 here = next;
                 continue;
             }
-            let common = slots_in(run.len().min(here.len()));
+            let common = narrow(run.len().min(here.len()));
             if run.start != here.start {
                 return false;
             }
@@ -329,18 +331,13 @@ fn begins_with(expected: &VecDeque<Range<u32>>, runs: &[Range<u32>], count: usiz
     true
 }
 
-/// A number of slots, which fit an int32.
-fn slots_in(count: usize) -> u32 {
-    u32::try_from(count).unwrap_or(u32::MAX)
-}
-
 /// Drops the first `count` slots of `runs`.
 fn skip(runs: &mut VecDeque<Range<u32>>, count: usize) {
-    let mut left = slots_in(count);
+    let mut left = narrow(count);
     while left > 0
         && let Some(first) = runs.front_mut()
     {
-        let step = slots_in(first.len()).min(left);
+        let step = narrow(first.len()).min(left);
         first.start += step;
         left -= step;
         if first.start == first.end {

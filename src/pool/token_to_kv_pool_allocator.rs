@@ -14,6 +14,19 @@ use super::fences::{Fence, passed};
 use super::shortage::{Reclaim, Taken};
 use super::slot_tensors::{Lens, SlotTensors};
 
+/// The shape of a [`TokenToKvPoolAllocator`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AllocatorConfig {
+    /// Slots, numbered from 1 or, in pages, from `page_size` on.
+    pub size: usize,
+    /// Slots in a page.
+    pub page_size: usize,
+    /// Whether the lowest free slots are handed out first, else the longest free.
+    pub need_sort: bool,
+    /// Whether a bad free is an error.
+    pub strict: bool,
+}
+
 /// Hands out token slots of a [`KvPool`] as int32 tensors and takes them back. Calls are atomic and may come from any
 /// thread.
 ///
@@ -35,9 +48,10 @@ use super::slot_tensors::{Lens, SlotTensors};
 /// use kvpool::base::IndexVec;
 /// use kvpool::kernels::Indices;
 /// use kvpool::memory::{Backend, Host, Stream};
-/// use kvpool::pool::TokenToKvPoolAllocator;
+/// use kvpool::pool::{AllocatorConfig, TokenToKvPoolAllocator};
 /// let (host, stream): (Arc<dyn Backend>, _) = (Arc::new(Host), Stream::DEFAULT);
-/// let allocator = TokenToKvPoolAllocator::new(1024, &host, 1, true, false).unwrap();
+/// let config = AllocatorConfig { size: 1024, page_size: 1, need_sort: true, strict: false };
+/// let allocator = TokenToKvPoolAllocator::new(&config, &host).unwrap();
 /// let slots = allocator.alloc(3, stream).unwrap().expect("there are enough").keep();
 /// assert_eq!(slots.shape().as_slice(), [3]);
 /// assert_eq!(allocator.available_size(), 1021);
@@ -70,14 +84,8 @@ impl TokenToKvPoolAllocator {
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when `size` or `page_size` is 0 or slots would not fit int32;
     /// what the backend says when there is no memory for the tensors.
-    pub fn new(
-        size: usize,
-        backend: &Arc<dyn Backend>,
-        page_size: usize,
-        need_sort: bool,
-        strict: bool,
-    ) -> Result<Self> {
-        let slots = SlotTensors::new(size, backend, page_size, need_sort, strict)?;
+    pub fn new(config: &AllocatorConfig, backend: &Arc<dyn Backend>) -> Result<Self> {
+        let slots = SlotTensors::new(config, backend)?;
         Ok(Self {
             slots: Mutex::new(slots),
             device: backend.device(),

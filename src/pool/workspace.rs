@@ -8,7 +8,7 @@ use std::thread::{self, ThreadId};
 
 use crate::base::{DType, Device, Dims, Error, ErrorKind, Result};
 use crate::index::Arena;
-use crate::memory::{ALIGNMENT, Cuda, Gpu, Host, Region, Stream};
+use crate::memory::{ALIGNMENT, Backend, Contents, Gpu, Region, Stream};
 use crate::tensor::TensorView;
 
 use super::at_least_one;
@@ -16,16 +16,27 @@ use super::at_least_one;
 /// A byte that makes a NaN of every float dtype that kvpool knows, and -1 of every signed int.
 const POISON: u8 = 0xff;
 
+/// The shape of a [`Workspace`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WorkspaceConfig {
+    /// Bytes of the arena.
+    pub arena_bytes: usize,
+    /// Whether the arena is filled with NaN at each reset.
+    pub poison: bool,
+}
+
 /// An arena of fixed size and address, from which tensors are cut and to which all go back at once.
 ///
 /// It belongs to one thread from its first tensor until it is reset: calls of others are errors. Frameworks that allocate
 /// by themselves take segments of it between [`Workspace::enter`] and [`Workspace::leave`].
 ///
 /// ```
-/// use kvpool::base::{DType, Device, Dims};
-/// use kvpool::memory::Stream;
-/// use kvpool::pool::Workspace;
-/// let workspace = Workspace::new(Device::Cpu, 1024, false).unwrap();
+/// use std::sync::Arc;
+/// use kvpool::base::{DType, Dims};
+/// use kvpool::memory::{Backend, Host, Stream};
+/// use kvpool::pool::{Workspace, WorkspaceConfig};
+/// let host: Arc<dyn Backend> = Arc::new(Host);
+/// let workspace = Workspace::new(&WorkspaceConfig { arena_bytes: 1024, poison: false }, &host).unwrap();
 /// let shape = Dims::new(&[100]).unwrap();
 /// let first = workspace.empty(shape, DType::F32, Stream::DEFAULT).unwrap();
 /// assert!(workspace.empty(Dims::new(&[200]).unwrap(), DType::F32, Stream::DEFAULT).is_err());
@@ -36,9 +47,7 @@ const POISON: u8 = 0xff;
 #[derive(Debug)]
 pub struct Workspace {
     device: Device,
-    arena_bytes: usize,
-    /// Whether the arena is filled with NaN at each reset.
-    poison: bool,
+    config: WorkspaceConfig,
     /// `None` once it is closed.
     shared: Mutex<Option<Arc<Shared>>>,
 }
@@ -135,7 +144,7 @@ impl Shared {
     /// Fills bytes of the arena.
     fn fill(&self, range: &Range<usize>, value: u8, stream: Stream) -> Result<()> {
         match self.region.gpu() {
-            Some(gpu) => gpu.fill((&self.region, range.start), range.len(), value, stream),
+            Some(gpu) => gpu.fill(self.region.range(range.start, range.len())?, value, stream),
             None => self.region.fill(range.start, range.len(), value),
         }
     }
@@ -168,19 +177,14 @@ impl State {
 }
 
 impl Workspace {
-    /// An arena of `arena_bytes` on `device`, whose contents are not defined. With `poison` it is filled with NaN at each
-    /// reset.
+    /// An arena from `backend`, whose contents are not defined.
     ///
     /// # Errors
     /// [`ErrorKind::Config`] for an arena of no bytes, what the backend says when it has not enough.
-    pub fn new(device: Device, arena_bytes: usize, poison: bool) -> Result<Self> {
+    pub fn new(config: &WorkspaceConfig, backend: &Arc<dyn Backend>) -> Result<Self> {
+        let arena_bytes = config.arena_bytes;
         at_least_one(&[("arena_bytes", arena_bytes)])?;
-        let region = match device {
-            Device::Cpu => Region::new(Arc::new(Host), arena_bytes)?,
-            Device::Cuda(ordinal) => {
-                Region::new(Arc::new(Cuda::unwritten(&Gpu::open(ordinal)?)), arena_bytes)?
-            }
-        };
+        let region = Region::with(Arc::clone(backend), arena_bytes, Contents::Undefined, Arc::default())?;
         let state = State {
             arena: Arena::new(arena_bytes, ALIGNMENT),
             owner: None,
@@ -190,7 +194,7 @@ impl Workspace {
             order: Order::default(),
         };
         let shared = Arc::new(Shared { region: Arc::new(region), state: Mutex::new(state) });
-        Ok(Self { device, arena_bytes, poison, shared: Mutex::new(Some(shared)) })
+        Ok(Self { device: backend.device(), config: *config, shared: Mutex::new(Some(shared)) })
     }
 
     /// Where it is.
@@ -202,7 +206,7 @@ impl Workspace {
     /// Bytes of the arena.
     #[must_use]
     pub const fn arena_bytes(&self) -> usize {
-        self.arena_bytes
+        self.config.arena_bytes
     }
 
     /// Whether it was closed.
@@ -284,11 +288,11 @@ impl Workspace {
             if state.segments > 0 {
                 return Ok(false);
             }
-            if self.poison {
+            if self.config.poison {
                 if let Some(gpu) = shared.region.gpu() {
                     state.order.take(gpu, stream)?;
                 }
-                shared.fill(&(0..self.arena_bytes), POISON, stream)?;
+                shared.fill(&(0..self.config.arena_bytes), POISON, stream)?;
             }
             state.arena.reset();
             state.order.give_back();

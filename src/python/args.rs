@@ -179,16 +179,14 @@ fn describe_array<'a>(array: &'a Bound<'_, PyUntypedArray>) -> PyResult<Borrowed
     let dtype = array_dtype(array)?.ok_or_else(|| {
         PyTypeError::new_err(format!("an array of dtype {} cannot be used here", &*array.dtype()))
     })?;
-    let size = i64::try_from(dtype.size()).unwrap_or(1);
-    let extent = |n: &usize| i64::try_from(*n).unwrap_or(i64::MAX);
-    let shape = Dims::new(&array.shape().iter().map(extent).collect::<Vec<_>>())?;
+    let size = dtype.size().cast_signed();
+    let shape = Dims::of(array.shape())?;
     let mut strides = Vec::with_capacity(shape.ndim());
     for &stride in array.strides() {
-        let bytes = i64::try_from(stride).unwrap_or(0);
-        if bytes % size != 0 {
-            return Err(Error::config(format!("strides of {bytes} bytes are no multiple of {dtype}")).into());
+        if stride % size != 0 {
+            return Err(Error::config(format!("strides of {stride} bytes are no multiple of {dtype}")).into());
         }
-        strides.push(bytes / size);
+        strides.push(i64::try_from(stride / size).expect("an address has 64 bits"));
     }
     // SAFETY: the array is live, and its header does not move.
     let data = unsafe { (*array.as_array_ptr()).fields.data };

@@ -114,7 +114,7 @@ impl BatchPlanner {
         let config = PlannerConfig { max_batch_size, max_tokens, kv_indices, block_table };
         let (slots, table) = (&allocator.get().pool, &req_to_token_pool.get().pool);
         let backend = backend(py, slots.device())?;
-        let planner = py.detach(|| Planner::new(backend, Arc::clone(slots), Arc::clone(table), config))?;
+        let planner = py.detach(|| Planner::new(&config, &backend, Arc::clone(slots), Arc::clone(table)))?;
         Ok(Self { planner, table: req_to_token_pool, allocator, tensors: MadeTensors::default() })
     }
 

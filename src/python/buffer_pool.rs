@@ -10,7 +10,7 @@ use pyo3::{PyTraverseError, gc::PyVisit};
 use crate::base::{DType, Device, Dims, Error, ErrorKind, widen};
 use crate::index::{Rounding, Ticket};
 use crate::memory::{Borrowed, Keep};
-use crate::pool::{self, BufferPool as Pool};
+use crate::pool::{self, BufferConfig, BufferPool as Pool};
 use crate::tensor::TensorView;
 
 use super::debug::Debug;
@@ -75,8 +75,7 @@ impl BufferPool {
         debug: Option<bool>,
     ) -> PyResult<PyClassInitializer<Self>> {
         let (device, rounding) = (args::device(device)?, Rounding::parse(rounding)?);
-        backend(py, device)?;
-        let mut pool = Pool::new(device, rounding)?;
+        let mut pool = Pool::new(&BufferConfig { rounding }, &backend(py, device)?);
         let debug = Debug::new(debug, &mut pool);
         let (existing, tensors) = (Mutex::default(), MadeTensors::default());
         let pool = Self { pool: Mutex::new(pool), device, rounding, debug, existing, tensors };

@@ -11,8 +11,8 @@ use pyo3::{PyTraverseError, gc::PyVisit};
 use crate::base::{Device, Dims, Error, widen};
 use crate::index::Ticket;
 use crate::kernels::Way;
-use crate::memory::{Event, Stream};
-use crate::pool::{Attempt, ChunkConfig, ChunkPool as Pool, Over, PageLocking as Locking, Progress};
+use crate::memory::{Backend, Event, Mapped, PageLocking as Locking, Progress, Report, Stream};
+use crate::pool::{Attempt, ChunkConfig, ChunkPool as Pool};
 
 use super::args;
 use super::debug::Debug;
@@ -53,6 +53,9 @@ const SLICE: Duration = Duration::from_millis(50);
 #[pyclass(extends = Base, frozen, module = "kvpool", name = "ChunkPool")]
 pub(super) struct ChunkPool {
     pool: Arc<Pool>,
+    /// Where host memory comes from.
+    mapped: Option<Arc<Mapped>>,
+    numa_node: Option<usize>,
     debug: Debug,
     reporter: Reporter,
     held: Arc<Held>,
@@ -66,7 +69,6 @@ struct Held(Mutex<Vec<(Arc<Event>, Py<PyAny>)>>);
 
 impl Drop for ChunkPool {
     fn drop(&mut self) {
-        self.pool.stop();
         for (event, _) in lock(&self.held.0).iter() {
             // If the driver cannot say when a copy is done, nothing can.
             let _ = event.wait();
@@ -94,6 +96,8 @@ pub(super) struct PageLocking {
     /// `None` once it is over.
     locking: Mutex<Option<Locking>>,
     progress: Option<Py<PyAny>>,
+    /// Bytes from one chunk to the next, and of a chunk.
+    stride: usize,
     chunk_bytes: usize,
 }
 
@@ -112,9 +116,10 @@ impl PageLocking {
 
     /// Waits for the next step, at most so long, and reports it to the logger and the callback. Whether it goes on.
     fn tell(&self, py: Python<'_>, most: Duration) -> bool {
-        let wait = || lock(&self.locking).as_mut().map(|locking| locking.next(most));
+        let wait = || lock(&self.locking).as_ref().map(|locking| locking.next(most));
         match py.detach(wait) {
-            Some(Ok(Some(Progress { done, total, failure }))) => {
+            Some(Report::Step(Progress { done, total, failure })) => {
+                let (done, total) = (done / self.stride, total / self.stride);
                 if let Some(failure) = failure {
                     report::warn(py, &format!("some chunks stay ordinary memory: {failure}"));
                 }
@@ -127,8 +132,8 @@ impl PageLocking {
                 }
                 true
             }
-            Some(Ok(None)) => true,
-            Some(Err(Over)) => {
+            Some(Report::Later) => true,
+            Some(Report::Over) => {
                 py.detach(|| drop(lock(&self.locking).take()));
                 false
             }
@@ -193,14 +198,12 @@ impl ChunkPool {
         progress: Option<Py<PyAny>>,
     ) -> PyResult<PyClassInitializer<Self>> {
         let numa_node = numa_node.map(|node| args::count("numa_node", node)).transpose()?;
+        let device = args::host_or(device)?;
         let config = ChunkConfig {
             num_chunks: args::size("num_chunks", num_chunks)?,
             chunk_shape: args::extents("chunk_shape", chunk_shape)?,
             dtype: args::storage_dtype(dtype)?,
-            device: args::host_or(device)?,
             pin_memory,
-            numa_node,
-            huge_pages,
             page_lock_threads: page_lock_threads()?,
             strict,
         };
@@ -210,18 +213,23 @@ impl ChunkPool {
             let kind = args::kind_of(progress);
             return Err(PyTypeError::new_err(format!("progress must be callable, not {kind}")));
         }
-        backend(py, config.device)?;
-        let stream = current_stream(py, config.device)?;
-        let mut pool = py.detach(|| Pool::new(config, stream))?;
+        let (mapped, backend): (_, Arc<dyn Backend>) = match device {
+            Device::Cpu => {
+                let mapped = Arc::new(Mapped::new(numa_node, huge_pages)?);
+                (Some(Arc::clone(&mapped)), mapped)
+            }
+            Device::Cuda(_) => (None, backend(py, device)?),
+        };
+        let mut pool = py.detach(|| Pool::new(&config, &backend))?;
         let debug = Debug::new(debug, &mut pool);
         let pool = Arc::new(pool);
-        for note in pool.notes() {
+        for note in mapped.iter().flat_map(|mapped| mapped.notes()) {
             report::inform(py, &note);
         }
         if let Some(locking) = py.detach(|| pool.lock_pages()) {
-            let chunk_bytes = pool.chunk_bytes();
+            let (stride, chunk_bytes) = (pool.stride(), pool.chunk_bytes());
             let is_done = locking.steps() == 1;
-            let locking = PageLocking { locking: Mutex::new(Some(locking)), progress, chunk_bytes };
+            let locking = PageLocking { locking: Mutex::new(Some(locking)), progress, stride, chunk_bytes };
             if is_done {
                 while locking.tell(py, Duration::ZERO) {}
             } else {
@@ -229,7 +237,7 @@ impl ChunkPool {
             }
         }
         let (reporter, held, tensors) = (Reporter::default(), Arc::default(), MadeTensors::default());
-        let pool = Self { pool, debug, reporter, held, tensors };
+        let pool = Self { pool, mapped, numa_node, debug, reporter, held, tensors };
         Ok(Base::under("ChunkPool", debug, pool))
     }
 
@@ -359,20 +367,23 @@ impl ChunkPool {
     /// The NUMA node that was asked for.
     #[getter]
     fn numa_node(&self) -> Option<usize> {
-        self.pool.config().numa_node
+        self.numa_node
     }
 
     /// Whether the memory is in explicit huge pages.
     #[getter]
     fn huge_pages(&self) -> bool {
-        self.pool.has_huge_pages()
+        self.mapped.as_ref().is_some_and(|mapped| mapped.has_huge_pages())
     }
 
     fn __repr__(&self) -> String {
         let config = self.pool.config();
         format!(
             "ChunkPool(num_chunks={}, chunk_shape={:?}, dtype={}, device='{}')",
-            config.num_chunks, config.chunk_shape, config.dtype, config.device
+            config.num_chunks,
+            config.chunk_shape,
+            config.dtype,
+            self.pool.device()
         )
     }
 
@@ -545,7 +556,7 @@ impl Chunk {
         let pool = self.pool.get();
         let given = if way == Way::Out { args::output(tensor)? } else { args::values("tensor", tensor)? };
         let device = match given.borrow()?.device() {
-            Device::Cpu => pool.pool.config().device,
+            Device::Cpu => pool.pool.device(),
             theirs @ Device::Cuda(_) => theirs,
         };
         let stream: Stream = match stream {

@@ -110,10 +110,11 @@ impl GdnPool {
             conv_kernel_size: args::size("conv_kernel_size", conv_kernel_size)?,
             dtype: args::dtype(dtype, DType::BF16)?,
             max_track_slots: max_track_slots.size("max_track_slots", 0)?,
+            strict,
         };
         let device = args::device(device)?;
         let backend = backend(py, device)?;
-        let mut pool = py.detach(|| Pool::new(backend, config, strict))?;
+        let mut pool = py.detach(|| Pool::new(&config, &backend))?;
         let recurrent_state = to_tensor(py, pool.recurrent_state())?;
         let conv_state = to_tensor(py, pool.conv_state())?;
         let debug = Debug::new(debug, &mut pool);

@@ -9,7 +9,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyList;
 
 use crate::base::{DType, Device, Dims};
-use crate::memory::Stream;
+use crate::memory::{Backend, Mapped, Stream};
 use crate::pool::{KvConfig, KvPool as Pool, Scales, make_room};
 
 use super::args::{self, Arg};
@@ -91,10 +91,8 @@ impl KvPool {
             ));
         };
         let config = self.pool.config();
-        let count = i64::try_from(count).unwrap_or(i64::MAX);
         let room = |heads: usize, dim: usize| {
-            let extent = |n: usize| i64::try_from(n).unwrap_or(i64::MAX);
-            let shape = Dims::new(&[count, extent(heads), extent(dim)])?;
+            let shape = Dims::of(&[count, heads, dim])?;
             torch.empty(py, &shape, config.dtype, self.pool.device())
         };
         Ok([room(config.k_head_num, config.k_head_dim)?, room(config.v_head_num, config.v_head_dim)?])
@@ -144,15 +142,13 @@ impl KvPool {
             v_head_dim: v_head_dim.map_or(Ok(k_head_dim), |value| args::size("v_head_dim", value))?,
             dtype: args::dtype(dtype, DType::F16)?,
             page_size: page_size.size("page_size", 1)?,
+            pin_memory,
         };
-        let pool = match args::device(device)? {
-            Device::Cpu if pin_memory => py.detach(|| Pool::page_locked(config))?,
-            device => {
-                let backend = backend(py, device)?;
-                py.detach(|| Pool::new(backend, config))?
-            }
+        let backend: Arc<dyn Backend> = match args::device(device)? {
+            Device::Cpu if pin_memory => Arc::new(Mapped::default()),
+            device => backend(py, device)?,
         };
-        let pool = Arc::new(pool);
+        let pool = Arc::new(py.detach(|| Pool::new(&config, &backend))?);
         let (mut k_buffer, mut v_buffer) = (Vec::new(), Vec::new());
         for layer in 0..config.layer_num {
             let (k, v) = to_tensors(py, &pool.kv_buffer(layer)?)?;

@@ -4,7 +4,7 @@ use std::sync::Mutex;
 
 use pyo3::prelude::*;
 
-use crate::base::DType;
+use crate::base::{DType, Device};
 use crate::pool::{PageConfig, PagePool as Pool};
 
 use super::args::{self, Arg};
@@ -39,6 +39,7 @@ use super::{lock, with};
 pub(super) struct PagePool {
     pool: Mutex<Pool>,
     config: PageConfig,
+    device: Device,
     debug: Debug,
     reporter: Reporter,
 }
@@ -66,19 +67,18 @@ impl PagePool {
         strict: bool,
         debug: Option<bool>,
     ) -> PyResult<PyClassInitializer<Self>> {
+        let device = args::host_or(device)?;
         let config = PageConfig {
             page_size: args::size("page_size", page_size)?,
             initial_pages: args::size("initial_pages", initial_pages)?,
             dtype: args::dtype(dtype, DType::F32)?,
-            device: args::host_or(device)?,
             grow: grow.size("grow", 0)?,
             strict,
         };
-        backend(py, config.device)?;
-        let stream = current_stream(py, config.device)?;
-        let mut pool = py.detach(|| Pool::new(config, stream))?;
+        let backend = backend(py, device)?;
+        let mut pool = py.detach(|| Pool::new(&config, &backend))?;
         let debug = Debug::new(debug, &mut pool);
-        let pool = Self { pool: Mutex::new(pool), config, debug, reporter: Reporter::default() };
+        let pool = Self { pool: Mutex::new(pool), config, device, debug, reporter: Reporter::default() };
         Ok(Base::under("PagePool", debug, pool))
     }
 
@@ -95,7 +95,7 @@ impl PagePool {
     #[pyo3(signature = (*, owner=None))]
     fn alloc(&self, py: Python<'_>, owner: Option<&Bound<'_, PyAny>>) -> PyResult<Option<u32>> {
         let _acting = self.debug.begin(py, owner)?;
-        let stream = current_stream(py, self.config.device)?;
+        let stream = current_stream(py, self.device)?;
         with(&self.pool, |pool| pool.alloc(stream))
     }
 
@@ -173,7 +173,7 @@ impl PagePool {
             self.config.page_size,
             self.total_pages(),
             self.config.dtype,
-            self.config.device
+            self.device
         )
     }
 }

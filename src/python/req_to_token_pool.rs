@@ -10,7 +10,7 @@ use pyo3::types::PySlice;
 
 use crate::base::{Device, Error, Id, IndexVec, Row, reserve};
 use crate::memory::Stream;
-use crate::pool::{ReqToTokenPool as Pool, TableIndex, make_room};
+use crate::pool::{ReqToTokenConfig, ReqToTokenPool as Pool, TableIndex, make_room};
 
 use super::args::{Arg, IndexArg, version_of};
 use super::debug::Debug;
@@ -155,7 +155,8 @@ impl ReqToTokenPool {
         let max_context_len = args::size("max_context_len", max_context_len)?;
         let device = args::device(device)?;
         let backend = backend(py, device)?;
-        let mut pool = py.detach(|| Pool::new(backend, max_reqs, max_context_len, padding_row, strict))?;
+        let config = ReqToTokenConfig { max_reqs, max_context_len, padding_row, strict };
+        let mut pool = py.detach(|| Pool::new(&config, &backend))?;
         let debug = Debug::new(debug, &mut pool);
         let table = to_tensor(py, pool.req_to_token())?;
         let pool =

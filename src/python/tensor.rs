@@ -7,7 +7,8 @@ use pyo3::exceptions::{PyBufferError, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyTuple};
 
-use crate::base::{DType, Device, bytes_of};
+use crate::base::bounded::signed;
+use crate::base::{DType, Device};
 use crate::memory::{Region, Stream};
 use crate::tensor::TensorView;
 use crate::tensor::dlpack::{
@@ -96,13 +97,11 @@ impl Tensor {
         let Some(gpu) = view.region().gpu() else { return Ok(slf.clone().unbind()) };
         let stream = current_stream(py, view.device())?;
         let copy = py.detach(|| -> crate::base::Result<TensorView> {
-            let shape: Vec<usize> =
-                view.shape().as_slice().iter().map(|&extent| usize::try_from(extent).unwrap_or(0)).collect();
             gpu.not_capturing(stream, "a copy to the host, which is waited for,")?;
-            let region = Region::scratch(bytes_of("a copy", &shape, view.dtype())?)?;
-            gpu.copy_out(&view.borrow()?, (&region, 0), stream)?;
+            let region = Region::scratch(view.shape().bytes(view.dtype())?)?;
+            gpu.copy_out(&view.borrow()?, region.range(0, region.bytes())?, stream)?;
             gpu.synchronize(stream)?;
-            TensorView::contiguous(Arc::new(region), 0, view.dtype(), &shape)
+            TensorView::packed(Arc::new(region), 0, view.dtype(), *view.shape())
         })?;
         Py::new(py, Self::new(copy))
     }
@@ -260,7 +259,7 @@ fn consumer_stream(object: &Bound<'_, PyAny>) -> PyResult<Option<i64>> {
     match device.extract::<(i32, u32)>() {
         Ok((CUDA, ordinal)) => {
             let handle = current_stream(object.py(), Device::Cuda(ordinal))?.handle();
-            Ok(Some(if handle == 0 { 1 } else { i64::try_from(handle).unwrap_or(1) }))
+            Ok(Some(if handle == 0 { 1 } else { signed(handle) }))
         }
         _ => Ok(None),
     }

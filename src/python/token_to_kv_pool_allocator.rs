@@ -10,7 +10,7 @@ use pyo3::types::PyTuple;
 use crate::base::{Device, Id, Slot};
 use crate::index::{BadFrees, SlotAllocator};
 use crate::memory::{Keep, Stream};
-use crate::pool::{Grant, Notice, OnNotice, TokenToKvPoolAllocator as Pool};
+use crate::pool::{AllocatorConfig, Grant, Notice, OnNotice, TokenToKvPoolAllocator as Pool};
 use crate::tensor::TensorView;
 
 use super::args::{self, Arg, IndexArg};
@@ -127,7 +127,8 @@ impl TokenToKvPoolAllocator {
         let page_size = page_size.size("page_size", 1)?;
         let device = args::device(device)?;
         let backend = backend(py, device)?;
-        let mut pool = py.detach(|| Pool::new(size, &backend, page_size, need_sort, strict))?;
+        let config = AllocatorConfig { size, page_size, need_sort, strict };
+        let mut pool = py.detach(|| Pool::new(&config, &backend))?;
         let debug = Debug::new(debug, &mut pool);
         let reporter = Arc::new(Reporter::default());
         pool.on_notice(on_notice(Arc::clone(&reporter), debug));

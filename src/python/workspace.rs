@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 
 use crate::base::{DType, Dims};
 use crate::memory::Stream;
-use crate::pool::Workspace as Pool;
+use crate::pool::{Workspace as Pool, WorkspaceConfig};
 use crate::tensor::TensorView;
 
 use super::args::{self, Arg};
@@ -76,9 +76,10 @@ impl Workspace {
         if num_threads == Some(0) {
             return Err(crate::base::Error::config("num_threads is 0; it must be at least 1").into());
         }
-        backend(py, device)?;
+        let backend = backend(py, device)?;
         let debug = Debug::without_ledger(debug);
-        let pool = py.detach(|| Pool::new(device, arena_bytes, debug.is_on()))?;
+        let config = WorkspaceConfig { arena_bytes, poison: debug.is_on() };
+        let pool = py.detach(|| Pool::new(&config, &backend))?;
         let workspace = Self {
             pool,
             num_threads,

@@ -8,7 +8,8 @@ use std::marker::PhantomData;
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
 
-use crate::base::{DType, Device, Dims, Error, MAX_NDIM, Result, contiguous_strides};
+use crate::base::bounded::int32;
+use crate::base::{DType, Device, Dims, Error, MAX_NDIM, Result, contiguous_strides, widen};
 use crate::memory::{Borrowed, Region};
 
 use super::TensorView;
@@ -160,8 +161,11 @@ pub fn raw_dtype(dtype: DType) -> RawDType {
         DType::F8E4M3 => 10,
         DType::F8E5M2 => 12,
     };
-    let bits = u8::try_from(dtype.size() * 8).unwrap_or(0);
-    RawDType { code, bits, lanes: 1 }
+    RawDType { code, bits: bits_of(dtype), lanes: 1 }
+}
+
+fn bits_of(dtype: DType) -> u8 {
+    u8::try_from(dtype.size() * 8).expect("an element has 64 bits at most")
 }
 
 /// The dtype of a DLPack code.
@@ -190,16 +194,16 @@ pub fn dtype_of(raw: RawDType) -> Result<DType> {
 pub fn raw_device(device: Device) -> RawDevice {
     match device {
         Device::Cpu => RawDevice { kind: CPU, ordinal: 0 },
-        Device::Cuda(ordinal) => {
-            RawDevice { kind: CUDA, ordinal: i32::try_from(ordinal).unwrap_or(i32::MAX) }
-        }
+        Device::Cuda(ordinal) => RawDevice { kind: CUDA, ordinal: int32(widen(ordinal)) },
     }
 }
 
 fn device_of(raw: RawDevice) -> Result<Device> {
     match raw.kind {
         CPU | CUDA_HOST => Ok(Device::Cpu),
-        CUDA => Ok(Device::Cuda(u32::try_from(raw.ordinal).unwrap_or(0))),
+        CUDA => u32::try_from(raw.ordinal).map(Device::Cuda).map_err(|_| {
+            Error::config(format!("a tensor on CUDA device {} cannot be used here", raw.ordinal))
+        }),
         kind => Err(Error::config(format!("a tensor on DLPack device type {kind} cannot be used here"))),
     }
 }
@@ -242,7 +246,7 @@ fn raw_tensor(view: &TensorView) -> RawTensor {
     RawTensor {
         data: view.address().cast(),
         device: raw_device(view.device()),
-        ndim: i32::try_from(view.shape().ndim()).unwrap_or(0),
+        ndim: int32(view.shape().ndim()),
         dtype: raw_dtype(view.dtype()),
         shape: ptr::null_mut(),
         strides: ptr::null_mut(),
@@ -374,12 +378,9 @@ impl Drop for Import {
 pub unsafe fn borrow<'a>(raw: &RawTensor, _owner: PhantomData<&'a ()>) -> Result<Borrowed<'a>> {
     let dtype = dtype_of(raw.dtype)?;
     let device = device_of(raw.device)?;
-    let ndim = usize::try_from(raw.ndim).unwrap_or(usize::MAX);
-    if ndim > MAX_NDIM {
-        return Err(Error::config(format!(
-            "a tensor of {ndim} dimensions; at most {MAX_NDIM} are supported"
-        )));
-    }
+    let ndim = usize::try_from(raw.ndim).ok().filter(|&ndim| ndim <= MAX_NDIM).ok_or_else(|| {
+        Error::config(format!("a tensor of {} dimensions; at most {MAX_NDIM} are supported", raw.ndim))
+    })?;
     let shape = if ndim == 0 {
         Dims::new(&[])?
     } else if raw.shape.is_null() {
@@ -396,12 +397,16 @@ pub unsafe fn borrow<'a>(raw: &RawTensor, _owner: PhantomData<&'a ()>) -> Result
         // SAFETY: DLPack promises `ndim` strides where the pointer is not null.
         Dims::new(unsafe { std::slice::from_raw_parts(raw.strides, ndim) })?
     };
-    let offset = usize::try_from(raw.byte_offset).unwrap_or(0);
-    let address =
-        if raw.data.is_null() { ptr::null_mut() } else { raw.data.cast::<u8>().wrapping_add(offset) };
+    let address = if raw.data.is_null() { ptr::null_mut() } else { first_element(raw) };
     let address = address_of(address, &shape)?;
     // SAFETY: the caller promises that `raw` describes live memory for 'a.
     Ok(unsafe { Borrowed::new(address, dtype, device, shape, strides) })
+}
+
+/// Where element 0 of a tensor is.
+fn first_element(raw: &RawTensor) -> *mut u8 {
+    let offset = usize::try_from(raw.byte_offset).expect("an address has 64 bits");
+    raw.data.cast::<u8>().wrapping_add(offset)
 }
 
 /// Whether a `DLTensor` describes the elements of `view`, in its shape.
@@ -411,8 +416,7 @@ pub unsafe fn borrow<'a>(raw: &RawTensor, _owner: PhantomData<&'a ()>) -> Result
 #[must_use]
 pub unsafe fn is_view(raw: &RawTensor, view: &TensorView) -> bool {
     let (shape, strides) = (view.shape().as_slice(), view.strides().as_slice());
-    let is_alike = raw.data.cast::<u8>().wrapping_add(usize::try_from(raw.byte_offset).unwrap_or(0))
-        == view.address()
+    let is_alike = first_element(raw) == view.address()
         && raw.dtype == raw_dtype(view.dtype())
         && usize::try_from(raw.ndim) == Ok(shape.len())
         && raw.device == raw_device(view.device());

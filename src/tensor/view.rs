@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use crate::base::bounded::signed;
 use crate::base::{DType, Device, Dims, Error, Result, contiguous_strides};
 use crate::memory::{Borrowed, Host, Region};
 
@@ -49,14 +50,14 @@ impl TensorView {
     /// A 1-D int32 tensor on the host that takes over `indices`.
     #[must_use]
     pub fn from_indices(indices: Vec<i32>) -> Self {
-        let len = i64::try_from(indices.len()).unwrap_or(i64::MAX);
+        let len = signed(indices.len());
         Self::over(indices, &[len])
     }
 
     /// A 2-D int32 tensor `[pairs.len() / 2, 2]` on the host that takes over `pairs`, two and two.
     #[must_use]
     pub fn from_pairs(pairs: Vec<i32>) -> Self {
-        let rows = i64::try_from(pairs.len() / 2).unwrap_or(i64::MAX);
+        let rows = signed(pairs.len() / 2);
         Self::over(pairs, &[rows, 2])
     }
 

@@ -4,7 +4,9 @@ use std::sync::Arc;
 use std::thread;
 
 use kvpool::base::{DType, Device, Dims, ErrorKind};
-use kvpool::memory::{ALIGNMENT, Backend, Count, Fail, Host, Limit, Pinned, Region, Stream, backend_for};
+use kvpool::memory::{
+    ALIGNMENT, Backend, Count, Fail, Host, Limit, Pinned, Region, RegionRange, Stream, backend_for,
+};
 use kvpool::tensor::TensorView;
 
 /// Sizes around every boundary: nothing, one byte, the alignment, a page, where the host begins to map.
@@ -21,11 +23,15 @@ fn bytes(region: &Region) -> Vec<u8> {
     copy
 }
 
+fn whole(region: &Region) -> RegionRange<'_> {
+    region.range(0, region.bytes()).expect("inside")
+}
+
 fn fill(region: &Region, value: u8) {
     if let Some(gpu) = region.gpu() {
         let source = Region::new(Arc::new(Pinned::new(gpu)), region.bytes()).expect("memory");
         fill(&source, value);
-        gpu.copy_in((region, 0), (&source, 0), region.bytes(), Stream::DEFAULT).expect("enqueued");
+        gpu.copy_in(whole(region), whole(&source), Stream::DEFAULT).expect("enqueued");
         return gpu.synchronize(Stream::DEFAULT).expect("copied");
     }
     // SAFETY: the region is live host memory that only this test knows.
@@ -38,7 +44,7 @@ pub(crate) fn on_host(region: &Region) -> Region {
     let shape = Dims::new(&[i64::try_from(region.bytes()).expect("small")]).expect("one dimension");
     let whole = region.borrow(0, DType::U8, shape, Dims::new(&[1]).expect("one dimension")).expect("inside");
     let gpu = region.gpu().expect("a region on a device");
-    gpu.copy_out(&whole, (&copy, 0), Stream::DEFAULT).expect("enqueued");
+    gpu.copy_out(&whole, self::whole(&copy), Stream::DEFAULT).expect("enqueued");
     gpu.synchronize(Stream::DEFAULT).expect("copied");
     copy
 }

@@ -8,11 +8,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use kvpool::base::{DType, Device, ErrorKind, IndexVec};
 use kvpool::kernels::Indices;
-use kvpool::memory::{Backend, Count, Cuda, Event, Gpu, Limit, Pinned, Region, Ring, Stream};
-use kvpool::pool::{ReqToTokenPool, TableIndex, TokenToKvPoolAllocator};
+use kvpool::memory::{Backend, Contents, Count, Cuda, Event, Gpu, Limit, Pinned, Region, Ring, Stream};
+use kvpool::pool::{AllocatorConfig, ReqToTokenConfig, ReqToTokenPool, TableIndex, TokenToKvPoolAllocator};
 use kvpool::tensor::TensorView;
 
 use crate::conformance::{conforms, on_host};
+use crate::pool_table::pools_conform;
 
 /// One test at a time: some look at what the driver was asked in all.
 static ALONE: Mutex<()> = Mutex::new(());
@@ -52,6 +53,10 @@ fn cuda(gpu: &Arc<Gpu>) -> Arc<dyn Backend> {
     Arc::new(Cuda::new(gpu, Stream::DEFAULT))
 }
 
+fn slots_of(size: usize, need_sort: bool) -> AllocatorConfig {
+    AllocatorConfig { size, page_size: 1, need_sort, strict: false }
+}
+
 fn numbers(region: &Region) -> Vec<i32> {
     on_host(region).read(0, region.bytes() / size_of::<i32>()).expect("inside")
 }
@@ -70,6 +75,12 @@ fn device_memory_conforms() {
     conforms(counted.clone());
     assert_eq!((counted.live_blocks(), counted.live_bytes()), (0, 0));
     conforms(Arc::new(Limit::new(cuda(&gpu), 64 << 20)));
+}
+
+#[test]
+fn pools_conform_on_a_device() {
+    let Some((gpu, _alone)) = gpu("pools_conform_on_a_device") else { return };
+    pools_conform(&cuda(&gpu));
 }
 
 #[test]
@@ -110,15 +121,16 @@ fn a_device_that_the_driver_does_not_have_is_named() {
 
 /// What `second` sees of what `ring` brings on `first`, with and without an event between them.
 fn seen(gpu: &Arc<Gpu>, [first, second]: [Stream; 2], is_ordered: bool) -> i32 {
-    let ring = Ring::new(gpu, 4096).expect("memory");
-    let region = Region::new(Arc::new(Cuda::unwritten(gpu)), 256).expect("memory");
-    ring.upload(&[&[7i32][..]], Some((&region, 0)), first, |_, _| Ok(())).expect("enqueued");
+    let ring = Ring::new(gpu, &cuda(gpu), 4096).expect("memory");
+    let region = Region::with(cuda(gpu), 4, Contents::Undefined, Arc::default()).expect("memory");
+    ring.upload_to(region.range(0, 4).expect("inside"), &[7i32], first).expect("enqueued");
     if is_ordered {
         Event::record(gpu, first).and_then(|event| event.precede(second)).expect("ordered");
     }
     let view = TensorView::contiguous(Arc::new(region), 0, DType::I32, &[1]).expect("inside");
     let copy = Region::new(Arc::new(Pinned::new(gpu)), 4).expect("memory");
-    gpu.copy_out(&view.borrow().expect("inside"), (&copy, 0), second).expect("enqueued");
+    gpu.copy_out(&view.borrow().expect("inside"), copy.range(0, copy.bytes()).expect("inside"), second)
+        .expect("enqueued");
     gpu.synchronize(second).expect("ran");
     copy.read::<i32>(0, 1).expect("inside")[0]
 }
@@ -136,12 +148,13 @@ fn a_missing_wait_shows() {
 fn slots_are_valid_on_the_stream_that_asked() {
     let Some((gpu, _alone)) = gpu("slots_are_valid_on_the_stream_that_asked") else { return };
     let Some([first, second]) = streams("slots_are_valid_on_the_stream_that_asked") else { return };
-    let allocator = TokenToKvPoolAllocator::new(4096, &cuda(&gpu), 1, true, false).expect("memory");
+    let allocator = TokenToKvPoolAllocator::new(&slots_of(4096, true), &cuda(&gpu)).expect("memory");
     let _on_first = allocator.alloc(10, first).expect("memory").expect("room").keep();
     // The same window, on another stream that nobody has ordered.
     let view = allocator.alloc(3, second).expect("memory").expect("room").keep();
     let copy = Region::new(Arc::new(Pinned::new(&gpu)), 12).expect("memory");
-    gpu.copy_out(&view.borrow().expect("inside"), (&copy, 0), second).expect("enqueued");
+    gpu.copy_out(&view.borrow().expect("inside"), copy.range(0, copy.bytes()).expect("inside"), second)
+        .expect("enqueued");
     gpu.synchronize(second).expect("ran");
     assert_eq!(copy.read::<i32>(0, 3).expect("inside"), [11, 12, 13]);
 }
@@ -152,11 +165,12 @@ fn positions_are_reused_after_the_work_that_reads_them() {
     let Some([first, second]) = streams("positions_are_reused_after_the_work_that_reads_them") else {
         return;
     };
-    let allocator = TokenToKvPoolAllocator::new(64, &cuda(&gpu), 1, true, false).expect("memory");
+    let allocator = TokenToKvPoolAllocator::new(&slots_of(64, true), &cuda(&gpu)).expect("memory");
     let copy = Region::new(Arc::new(Pinned::new(&gpu)), 4 * 64).expect("memory");
     for round in 0..2000 {
         let view = allocator.alloc(64, first).expect("memory").expect("room").keep();
-        gpu.copy_out(&view.borrow().expect("inside"), (&copy, 0), first).expect("enqueued");
+        gpu.copy_out(&view.borrow().expect("inside"), copy.range(0, copy.bytes()).expect("inside"), first)
+            .expect("enqueued");
         drop(view);
         allocator.clear(Stream::DEFAULT);
         // On the other stream, with other slots, so that the stage is written anew.
@@ -176,7 +190,7 @@ fn positions_are_reused_after_the_work_that_reads_them() {
 #[test]
 fn tensors_that_are_kept_do_not_change() {
     let Some((gpu, _alone)) = gpu("tensors_that_are_kept_do_not_change") else { return };
-    let allocator = TokenToKvPoolAllocator::new(1000, &cuda(&gpu), 1, false, false).expect("memory");
+    let allocator = TokenToKvPoolAllocator::new(&slots_of(1000, false), &cuda(&gpu)).expect("memory");
     let mut kept = Vec::new();
     for round in 0..200 {
         let stream = Stream::DEFAULT;
@@ -197,7 +211,7 @@ fn tensors_that_are_kept_do_not_change() {
 #[test]
 fn too_many_kept_tensors_are_an_error_and_nothing_is_lost() {
     let Some((gpu, _alone)) = gpu("too_many_kept_tensors_are_an_error_and_nothing_is_lost") else { return };
-    let allocator = TokenToKvPoolAllocator::new(1000, &cuda(&gpu), 1, true, false).expect("memory");
+    let allocator = TokenToKvPoolAllocator::new(&slots_of(1000, true), &cuda(&gpu)).expect("memory");
     let mut kept = Vec::new();
     let error = loop {
         match allocator.alloc(1000, Stream::DEFAULT) {
@@ -221,8 +235,9 @@ fn the_hosts_copy_follows_every_write() {
     let Some((gpu, _alone)) = gpu("the_hosts_copy_follows_every_write") else { return };
     let stream = Stream::DEFAULT;
     let backend = cuda(&gpu);
-    let mut table = ReqToTokenPool::new(Arc::clone(&backend), 4, 16, true, false).expect("memory");
-    let allocator = TokenToKvPoolAllocator::new(64, &backend, 1, true, false).expect("memory");
+    let config = ReqToTokenConfig { max_reqs: 4, max_context_len: 16, padding_row: true, strict: false };
+    let mut table = ReqToTokenPool::new(&config, &backend).expect("memory");
+    let allocator = TokenToKvPoolAllocator::new(&slots_of(64, true), &backend).expect("memory");
     let taken = allocator.alloc(6, stream).expect("memory").expect("room").keep();
     let row = i64::from(table.alloc(1, stream).expect("rows").expect("room")[0]);
     for version in [Some(0), None] {

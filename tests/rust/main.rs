@@ -11,6 +11,7 @@ mod history_runs;
 mod kernels;
 mod layering;
 mod oracle;
+mod pool_table;
 mod pools;
 mod shortage;
 mod threads;

@@ -8,10 +8,10 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvpool::base::{DType, Device, ErrorKind};
+use kvpool::base::{DType, ErrorKind};
 use kvpool::kernels::{Way, set_num_threads};
-use kvpool::memory::{Host, Limit, PAGE, Region, Stream};
-use kvpool::pool::{Attempt, ChunkConfig, ChunkPool, Over, PageLocking};
+use kvpool::memory::{Backend, Host, Limit, Mapped, PAGE, PageLocking, Region, Report, Stream};
+use kvpool::pool::{Attempt, ChunkConfig, ChunkPool};
 use kvpool::tensor::TensorView;
 use loom::model::Builder;
 use loom::thread;
@@ -34,30 +34,30 @@ fn locking(num_chunks: usize) -> (Arc<ChunkPool>, PageLocking) {
         num_chunks,
         chunk_shape: vec![PAGE],
         dtype: DType::U8,
-        device: Device::Cpu,
         pin_memory: true,
-        numa_node: None,
-        huge_pages: false,
         page_lock_threads: 2,
         strict: true,
     };
-    let pool = Arc::new(ChunkPool::new(config, Stream::DEFAULT).expect("small"));
+    let mapped: Arc<dyn Backend> = Arc::new(Mapped::default());
+    let pool = Arc::new(ChunkPool::new(&config, &mapped).expect("small"));
     let locking = pool.lock_pages().expect("a driver, which LD_PRELOAD may give");
     assert_eq!(locking.steps(), num_chunks);
     (pool, locking)
 }
 
-/// All that `locking` tells, in order.
-fn told(locking: &mut PageLocking) -> Vec<usize> {
-    let mut told = Vec::new();
-    while let Some(progress) = match locking.next(FOREVER) {
-        Ok(step) => Some(step.expect("time stands still")),
-        Err(Over) => None,
-    } {
-        assert!(progress.failure.is_none(), "{progress:?}");
-        told.push(progress.done);
+/// The chunks that were ready at each step, in order.
+fn steps_of(locking: &PageLocking) -> Vec<usize> {
+    let mut steps = Vec::new();
+    loop {
+        match locking.next(FOREVER) {
+            Report::Step(progress) => {
+                assert!(progress.failure.is_none(), "{progress:?}");
+                steps.push(progress.done / PAGE);
+            }
+            Report::Later => panic!("time stands still"),
+            Report::Over => return steps,
+        }
     }
-    told
 }
 
 #[test]
@@ -78,12 +78,12 @@ fn a_limit_holds_and_nothing_of_it_is_lost() {
 #[test]
 fn whoever_waits_for_page_locking_gets_the_chunks() {
     try_all(Some(2), || {
-        let (pool, mut locking) = locking(2);
+        let (pool, locking) = locking(2);
         let waiter = {
             let pool = Arc::clone(&pool);
             thread::spawn(move || pool.allocate(2, FOREVER).unwrap())
         };
-        assert_eq!(told(&mut locking), [1, 2]);
+        assert_eq!(steps_of(&locking), [1, 2]);
         drop(locking);
         assert!(matches!(waiter.join().unwrap(), Attempt::Taken(chunks) if chunks.len() == 2));
         assert!(pool.wait_registered(FOREVER).unwrap());
@@ -94,7 +94,7 @@ fn whoever_waits_for_page_locking_gets_the_chunks() {
 #[test]
 fn page_locking_that_is_stopped_leaves_nobody_waiting() {
     try_all(Some(2), || {
-        let (pool, mut locking) = locking(3);
+        let (pool, locking) = locking(3);
         let waiter = {
             let pool = Arc::clone(&pool);
             thread::spawn(move || {
@@ -102,7 +102,7 @@ fn page_locking_that_is_stopped_leaves_nobody_waiting() {
             })
         };
         locking.stop();
-        let steps = told(&mut locking).len();
+        let steps = steps_of(&locking).len();
         drop(locking);
         let (attempt, is_over) = waiter.join().unwrap();
         assert!(is_over);
@@ -117,8 +117,8 @@ fn page_locking_that_is_stopped_leaves_nobody_waiting() {
 #[test]
 fn a_freed_chunk_comes_back_when_its_copy_is_done() {
     try_all(None, || {
-        let (pool, mut locking) = locking(1);
-        told(&mut locking);
+        let (pool, locking) = locking(1);
+        steps_of(&locking);
         drop(locking);
         let chunk = pool.try_allocate_one().unwrap().expect("one");
         let copier = {

@@ -4,9 +4,10 @@ use std::sync::Arc;
 
 use kvpool::base::{DType, ErrorKind, IndexVec, Result};
 use kvpool::kernels::Indices;
-use kvpool::memory::{Backend, Count, Fail, Host, Limit, Stream};
+use kvpool::memory::{Backend, Count, Host, Stream};
 use kvpool::pool::{
-    Fence, GdnConfig, GdnPool, KvConfig, KvPool, ReqToTokenPool, Scales, TableIndex, TokenToKvPoolAllocator,
+    AllocatorConfig, Fence, GdnConfig, GdnPool, KvConfig, KvPool, ReqToTokenConfig, ReqToTokenPool, Scales,
+    TableIndex, TokenToKvPoolAllocator,
 };
 
 /// Host memory has no streams.
@@ -21,6 +22,7 @@ const KV: KvConfig = KvConfig {
     v_head_dim: 8,
     dtype: DType::BF16,
     page_size: 16,
+    pin_memory: false,
 };
 
 const GDN: GdnConfig = GdnConfig {
@@ -33,7 +35,15 @@ const GDN: GdnConfig = GdnConfig {
     conv_kernel_size: 4,
     dtype: DType::BF16,
     max_track_slots: 2,
+    strict: false,
 };
+
+const ROWS: ReqToTokenConfig =
+    ReqToTokenConfig { max_reqs: 4, max_context_len: 8, padding_row: true, strict: false };
+
+fn slots(size: usize, page_size: usize) -> AllocatorConfig {
+    AllocatorConfig { size, page_size, need_sort: true, strict: false }
+}
 
 fn host() -> Arc<dyn Backend> {
     Arc::new(Host)
@@ -42,7 +52,8 @@ fn host() -> Arc<dyn Backend> {
 #[test]
 fn one_region_a_pool_and_it_goes_back() {
     let backend = Arc::new(Count::new(host()));
-    let pool = KvPool::new(backend.clone(), KV).expect("memory");
+    let counted: Arc<dyn Backend> = backend.clone();
+    let pool = KvPool::new(&KV, &counted).expect("memory");
     assert_eq!((backend.live_blocks(), pool.rows()), (1, 80));
     let infos: Vec<_> = pool.buffer_infos().collect();
     assert_eq!(infos.len(), 4);
@@ -56,25 +67,11 @@ fn one_region_a_pool_and_it_goes_back() {
 }
 
 #[test]
-fn memory_that_is_not_there_is_an_error_of_its_own() {
-    let limit: Arc<dyn Backend> = Arc::new(Limit::new(host(), 100));
-    let fail: Arc<dyn Backend> = Arc::new(Fail::new(host(), 0));
-    let kinds = [
-        KvPool::new(Arc::clone(&limit), KV).expect_err("too much").kind(),
-        GdnPool::new(Arc::clone(&limit), GDN, false).expect_err("too much").kind(),
-        ReqToTokenPool::new(limit, 8, 100, true, false).expect_err("too much").kind(),
-        KvPool::new(Arc::clone(&fail), KV).expect_err("planned").kind(),
-    ];
-    assert_eq!(kinds, [ErrorKind::OutOfMemory; 4]);
-    assert!(KvPool::new(fail, KV).is_ok(), "the failure was planned once");
-}
-
-#[test]
 fn sizes_that_cannot_be_are_refused() {
     let kv = |change: fn(&mut KvConfig)| {
         let mut config = KV;
         change(&mut config);
-        KvPool::new(host(), config).expect_err("refused").kind()
+        KvPool::new(&config, &host()).expect_err("refused").kind()
     };
     assert_eq!(kv(|config| config.size = 0), ErrorKind::Config);
     assert_eq!(kv(|config| config.v_head_dim = 0), ErrorKind::Config);
@@ -85,25 +82,26 @@ fn sizes_that_cannot_be_are_refused() {
     let gdn = |change: fn(&mut GdnConfig)| {
         let mut config = GDN;
         change(&mut config);
-        GdnPool::new(host(), config, false).expect_err("refused").kind()
+        GdnPool::new(&config, &host()).expect_err("refused").kind()
     };
     assert_eq!(gdn(|config| config.conv_kernel_size = 0), ErrorKind::Config);
     assert_eq!(gdn(|config| config.max_reqs = usize::MAX), ErrorKind::Config);
     assert_eq!(gdn(|config| config.max_track_slots = 1 << 31), ErrorKind::Config);
     assert_eq!(gdn(|config| config.head_k_dim = usize::MAX / 2), ErrorKind::Config);
-    for (rows, columns) in [(0, 1), (1, 0), (1 << 31, 1), (1, 1 << 31), (usize::MAX, 1)] {
-        let error = ReqToTokenPool::new(host(), rows, columns, true, false).expect_err("refused");
+    for (max_reqs, max_context_len) in [(0, 1), (1, 0), (1 << 31, 1), (1, 1 << 31), (usize::MAX, 1)] {
+        let config = ReqToTokenConfig { max_reqs, max_context_len, ..ROWS };
+        let error = ReqToTokenPool::new(&config, &host()).expect_err("refused");
         assert_eq!(error.kind(), ErrorKind::Config);
     }
     for (size, page_size) in [(0, 1), (1, 0), (1 << 31, 1), (1, 1 << 31), (usize::MAX, usize::MAX)] {
-        let error = TokenToKvPoolAllocator::new(size, &host(), page_size, true, false).expect_err("refused");
+        let error = TokenToKvPoolAllocator::new(&slots(size, page_size), &host()).expect_err("refused");
         assert_eq!(error.kind(), ErrorKind::Config);
     }
 }
 
 #[test]
 fn extend_names_what_is_wrong() {
-    let allocator = TokenToKvPoolAllocator::new(64, &host(), 16, true, false).expect("valid");
+    let allocator = TokenToKvPoolAllocator::new(&slots(64, 16), &host()).expect("valid");
     let _held = allocator.alloc(20, STREAM).expect("memory").expect("room").keep();
     let before = allocator.stats();
     let kind = |prefix: &[i64], seq: &[i64], last: &[i64]| {
@@ -138,7 +136,7 @@ impl Fence for Never {
 
 #[test]
 fn a_page_that_all_its_owners_have_left_is_not_continued() {
-    let allocator = TokenToKvPoolAllocator::new(8, &host(), 4, true, false).expect("valid");
+    let allocator = TokenToKvPoolAllocator::new(&slots(8, 4), &host()).expect("valid");
     let _held = allocator.alloc(2, STREAM).expect("memory").expect("room").keep();
     let page = IndexVec::I64(vec![4]);
     allocator.share(&page, STREAM).expect("it is live");
@@ -153,7 +151,7 @@ fn a_page_that_all_its_owners_have_left_is_not_continued() {
 
 #[test]
 fn the_table_takes_all_or_nothing() {
-    let mut pool = ReqToTokenPool::new(host(), 4, 8, true, false).expect("memory");
+    let mut pool = ReqToTokenPool::new(&ROWS, &host()).expect("memory");
     let columns = |row, start, end| TableIndex::Columns { row, start, end };
     let points = |rows: Vec<i64>, columns: Vec<i64>| TableIndex::Points {
         rows: Indices::Host(IndexVec::I64(rows)),
@@ -190,7 +188,7 @@ fn the_table_takes_all_or_nothing() {
 
 #[test]
 fn scales_are_for_eight_bit_floats() {
-    let pool = KvPool::new(host(), KV).expect("memory");
+    let pool = KvPool::new(&KV, &host()).expect("memory");
     let [k, v] = pool.page_view(0).expect("a layer");
     let (k, v) = (k.borrow().expect("inside"), v.borrow().expect("inside"));
     let none = Indices::Host(IndexVec::I32(Vec::new()));

@@ -7,7 +7,8 @@ use kvpool::base::{Error, ErrorKind, IndexVec, Result};
 use kvpool::kernels::Indices;
 use kvpool::memory::{Backend, Host, Stream};
 use kvpool::pool::{
-    Batch, BatchPlanner, Fence, Grant, PlannerConfig, Reclaim, ReqToTokenPool, TokenToKvPoolAllocator,
+    AllocatorConfig, Batch, BatchPlanner, Fence, Grant, PlannerConfig, Reclaim, ReqToTokenConfig,
+    ReqToTokenPool, TokenToKvPoolAllocator,
 };
 
 /// Host memory has no streams.
@@ -15,7 +16,8 @@ const STREAM: Stream = Stream::DEFAULT;
 
 fn allocator(size: usize, page_size: usize) -> Arc<TokenToKvPoolAllocator> {
     let host: Arc<dyn Backend> = Arc::new(Host);
-    Arc::new(TokenToKvPoolAllocator::new(size, &host, page_size, true, false).expect("small"))
+    let config = AllocatorConfig { size, page_size, need_sort: true, strict: false };
+    Arc::new(TokenToKvPoolAllocator::new(&config, &host).expect("small"))
 }
 
 fn free(allocator: &TokenToKvPoolAllocator, slots: &[i32], after: Option<&Arc<dyn Fence>>) -> Result<usize> {
@@ -110,10 +112,12 @@ fn pages_and_plans_are_reclaimed_for() {
     assert_eq!(cache.asked(), [12]);
 
     let host: Arc<dyn Backend> = Arc::new(Host);
-    let table = ReqToTokenPool::new(Arc::clone(&host), 2, 32, true, false).expect("small");
+    let config = ReqToTokenConfig { max_reqs: 2, max_context_len: 32, padding_row: true, strict: false };
+    let table = ReqToTokenPool::new(&config, &host).expect("small");
     let table = Arc::new(Mutex::new(table));
     let config = PlannerConfig { max_batch_size: 2, max_tokens: 32, kv_indices: true, block_table: true };
-    let planner = BatchPlanner::new(host, Arc::clone(&allocator), Arc::clone(&table), config).expect("small");
+    let planner =
+        BatchPlanner::new(&config, &host, Arc::clone(&allocator), Arc::clone(&table)).expect("small");
     let row = table.lock().expect("no panic").alloc(1, STREAM).expect("host memory").expect("room")[0];
     let rows = IndexVec::I64(vec![row.into()]);
     let batch = Batch { rows: &rows, prefix_lens: &[0], seq_lens: &[9], prefix_slots: &[] };

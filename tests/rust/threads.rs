@@ -5,11 +5,11 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use kvpool::base::{DType, Device, IndexVec};
+use kvpool::base::{DType, IndexVec};
 use kvpool::kernels::{Indices, Way, set_num_threads};
 use kvpool::memory::{Backend, Host, Stream};
 use kvpool::pool::{
-    Attempt, ChunkConfig, ChunkPool, GdnConfig, GdnPool, Grant, KvConfig, KvPool, Scales,
+    AllocatorConfig, Attempt, ChunkConfig, ChunkPool, GdnConfig, GdnPool, Grant, KvConfig, KvPool, Scales,
     TokenToKvPoolAllocator,
 };
 
@@ -44,7 +44,8 @@ fn together(work: impl Fn(usize, usize) + Sync) {
 #[test]
 fn one_allocator_serves_eight_threads() {
     let backend: Arc<dyn Backend> = Arc::new(Host);
-    let allocator = TokenToKvPoolAllocator::new(4096, &backend, 4, true, true).expect("small");
+    let config = AllocatorConfig { size: 4096, page_size: 4, need_sort: true, strict: true };
+    let allocator = TokenToKvPoolAllocator::new(&config, &backend).expect("small");
     // Who has which page; each thread writes to its own without another lock.
     let owners: Vec<AtomicUsize> = (0..1025).map(|_| AtomicUsize::new(0)).collect();
     together(|number, round| {
@@ -71,14 +72,12 @@ fn chunks_are_copied_freed_and_taken_at_once() {
         num_chunks: 12,
         chunk_shape: vec![1 << 10],
         dtype: DType::I64,
-        device: Device::Cpu,
         pin_memory: false,
-        numa_node: None,
-        huge_pages: false,
         page_lock_threads: 2,
         strict: true,
     };
-    let pool = ChunkPool::new(config, STREAM).expect("memory");
+    let host: Arc<dyn Backend> = Arc::new(Host);
+    let pool = ChunkPool::new(&config, &host).expect("memory");
     together(|number, round| {
         let Ok(Attempt::Taken(chunks)) = pool.allocate(1 + round % 3, Duration::from_millis(1)) else {
             return;
@@ -116,8 +115,10 @@ fn rows_are_stored_moved_and_gathered_at_once() {
         v_head_dim: 128,
         dtype: DType::F32,
         page_size: 1,
+        pin_memory: false,
     };
-    let pool = KvPool::new(Arc::new(Host), config).expect("memory");
+    let host: Arc<dyn Backend> = Arc::new(Host);
+    let pool = KvPool::new(&config, &host).expect("memory");
     let gdn = GdnConfig {
         max_reqs: 8,
         num_gdn_layers: 2,
@@ -128,8 +129,9 @@ fn rows_are_stored_moved_and_gathered_at_once() {
         conv_kernel_size: 4,
         dtype: DType::BF16,
         max_track_slots: 4,
+        strict: false,
     };
-    let states = GdnPool::new(Arc::new(Host), gdn, false).expect("memory");
+    let states = GdnPool::new(&gdn, &host).expect("memory");
     together(|number, round| {
         let list = |step: i64| Indices::Host(IndexVec::I64((1..=2000).map(|row| row + step).collect()));
         let layer = round % 2;

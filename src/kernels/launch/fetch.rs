@@ -2,12 +2,15 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use crate::base::{DType, Dims, Error, IndexVec, Result};
+use crate::base::bounded::signed;
+use crate::base::{DType, Dims, Error, IndexVec, Result, bytes_of};
 use crate::kernels::indices::{Numbers, read_indices};
-use crate::memory::{Borrowed, Event, Gpu, Held, Host, Keep, Region, Ring, Stream};
+use crate::memory::{Borrowed, Event, Gpu, Held, Host, Keep, Region, RegionRange, Ring, Stream};
 
 use super::Kernels;
-use super::params::{Index, ReadParams, blocks, signed};
+use super::grid::blocks;
+use super::numbers::Index;
+use super::params::ReadParams;
 
 /// Copies index tensors to the host without waiting for them.
 #[derive(Debug)]
@@ -60,7 +63,7 @@ impl Fetcher {
     /// # Errors
     /// What the driver says when it has no memory, or cannot load the kernels.
     pub fn new(gpu: &Arc<Gpu>, values: usize) -> Result<Self> {
-        let bytes = values.saturating_mul(size_of::<i64>());
+        let bytes = bytes_of("index values", &[values], DType::I64)?;
         Ok(Self { gpu: Arc::clone(gpu), kernels: Kernels::of(gpu)?, ring: Ring::on_host(gpu, bytes)? })
     }
 
@@ -99,12 +102,12 @@ impl Fetcher {
         )?;
         let count = tensor.shape().numel();
         let wide = tensor.dtype() == DType::I64 || !tensor.is_contiguous();
-        let bytes = count.saturating_mul(if wide { size_of::<i64>() } else { size_of::<i32>() });
-        let held = self.ring.receive(bytes, stream, |region, at| {
+        let bytes = bytes_of("index values", &[count], if wide { DType::I64 } else { DType::I32 })?;
+        let held = self.ring.receive(bytes, stream, |range| {
             if tensor.is_contiguous() {
-                self.gpu.copy_out(tensor, (region, at), stream)
+                self.gpu.copy_out(tensor, range, stream)
             } else {
-                read_kernel(&self.gpu, &self.kernels, tensor, (region, at), stream)
+                read_kernel(&self.gpu, &self.kernels, tensor, range, stream)
             }
         })?;
         Ok(held.map(|held| Fetch { held, count, wide, keep }))
@@ -133,7 +136,7 @@ fn read_kernel(
     gpu: &Gpu,
     kernels: &Kernels,
     tensor: &Borrowed<'_>,
-    (region, at): (&Region, usize),
+    out: RegionRange<'_>,
     stream: Stream,
 ) -> Result<()> {
     let count = tensor.shape().numel();
@@ -141,7 +144,10 @@ fn read_kernel(
     if count == 0 {
         return Ok(());
     }
-    let out = region.at(at, count.saturating_mul(size_of::<i64>()))?.as_ptr().cast();
+    if out.bytes() < count * size_of::<i64>() {
+        return Err(Error::index(format!("{count} values do not fit {} bytes", out.bytes())));
+    }
+    let out = out.address().as_ptr().cast();
     let params = ReadParams { from: Index::new(&Numbers::Tensor(tensor))?, out, count: signed(count) };
     // SAFETY: `out` has room for `count` numbers in page-locked memory, which the device reaches; `Borrowed` promises
     // the elements of the tensor, which is on this device.
@@ -158,12 +164,11 @@ pub fn read_now(gpu: &Arc<Gpu>, tensor: &Borrowed<'_>, stream: Stream) -> Result
     if !tensor.is_contiguous() {
         return read_strided(gpu, tensor, stream);
     }
-    let bytes = tensor.shape().numel().saturating_mul(tensor.dtype().size());
+    let bytes = tensor.shape().bytes(tensor.dtype())?;
     let host = Region::new(Arc::new(Host), bytes)?;
-    gpu.copy_out(tensor, (&host, 0), stream)?;
+    gpu.copy_out(tensor, host.range(0, bytes)?, stream)?;
     gpu.synchronize(stream)?;
-    let extent = i64::try_from(tensor.shape().numel()).map_err(|_| Error::config("too many indices"))?;
-    read_indices(&host.borrow(0, tensor.dtype(), Dims::new(&[extent])?, Dims::new(&[1])?)?)
+    read_indices(&host.borrow(0, tensor.dtype(), Dims::of(&[tensor.shape().numel()])?, Dims::new(&[1])?)?)
 }
 
 /// As [`read_now`], by a kernel that knows strides.

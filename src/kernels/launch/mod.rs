@@ -5,7 +5,9 @@
 //! indices that only the device knows are checked there, and what is wrong with them is told by [`Launcher::fault`].
 
 mod fetch;
+mod grid;
 mod images;
+mod numbers;
 mod params;
 mod plan;
 
@@ -17,18 +19,23 @@ use std::ffi::{CStr, c_void};
 use std::ptr;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use crate::base::{Device, Error, ErrorKind, Result, widen};
+use crate::base::bounded::signed;
+use crate::base::{DType, Device, Error, ErrorKind, Result, bytes_of, widen};
 use crate::index::Move;
-use crate::kernels::indices::{Indices, Numbers};
+use crate::kernels::indices::{IndexSpace, Indices, Numbers};
 use crate::kernels::rows::{RowBuffer, check_moves, check_targets};
 use crate::kernels::store::{Store, targets};
-use crate::memory::{Borrowed, Event, Function, Gpu, Held, Pinned, Region, Ring, Stream, Users};
+use crate::kernels::table::Table;
+use crate::memory::{
+    Backend, Borrowed, Contents, Event, Function, Gpu, Held, Pinned, Region, Ring, Stream, Users,
+};
 
+use grid::{Groups, blocks, parts_grid, ragged_grid};
 use images::{Compiled, PLAN, ROWS, TABLE};
+use numbers::{Arrays, Index, WithList};
 use params::{
-    Arrays, GatherParams, GatherPart, Groups, Index, KvIndicesParams, MoveParams, OrderParams, PointsParams,
-    RaggedParams, StoreParams, StorePart, WithList, ZeroParams, blocks, independent, parts_grid, ragged_grid,
-    signed,
+    GatherParams, GatherPart, KvIndicesParams, MoveParams, OrderParams, PointsParams, RaggedParams,
+    StoreParams, StorePart, ZeroParams,
 };
 
 /// A kernel that takes numbers of the host.
@@ -118,32 +125,9 @@ impl Kernels {
     }
 }
 
-/// The table of every request's slots, int32 `[rows, columns]` on the device.
-#[derive(Clone, Copy, Debug)]
-pub struct Table<'a> {
-    region: &'a Region,
-    rows: usize,
-    columns: usize,
-}
-
-impl<'a> Table<'a> {
-    /// The table that fills `region`.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Index`] when the region is smaller.
-    pub fn new(region: &'a Region, rows: usize, columns: usize) -> Result<Self> {
-        region.at(0, rows.saturating_mul(columns).saturating_mul(size_of::<i32>()))?;
-        Ok(Self { region, rows, columns })
-    }
-
-    fn address(&self) -> *mut i32 {
-        self.region.address().as_ptr().cast()
-    }
-}
-
 /// Which rows are copied where.
 #[derive(Clone, Copy, Debug)]
-pub enum Copies<'a> {
+pub(super) enum Copies<'a> {
     /// As the host has planned it.
     Planned(&'a [Move]),
     /// Row `source[i]` to row `target[i]`, for `count` of them, as they come.
@@ -166,21 +150,30 @@ pub struct Launcher {
     gpu: Arc<Gpu>,
     kernels: Arc<Kernels>,
     ring: Ring,
+    /// What the indices of rows and of columns name.
+    spaces: [IndexSpace; 2],
     fault: Region,
     /// The streams that use the pool's memory.
     users: Arc<Users>,
 }
 
 impl Launcher {
-    /// For a pool on `gpu` whose memory has these users, and that passes up to `ring_bytes` of numbers from the host at once.
+    /// For a pool whose memory on `gpu` is from `backend` and has these users, and that passes up to `ring_bytes` of numbers from the host at once.
     ///
     /// # Errors
     /// [`ErrorKind::Driver`] when the kernels cannot be loaded, [`ErrorKind::OutOfMemory`] when there is no memory.
-    pub fn new(gpu: &Arc<Gpu>, users: &Arc<Users>, ring_bytes: usize) -> Result<Self> {
+    pub(super) fn new(
+        gpu: &Arc<Gpu>,
+        backend: &Arc<dyn Backend>,
+        users: &Arc<Users>,
+        spaces: [IndexSpace; 2],
+        ring_bytes: usize,
+    ) -> Result<Self> {
         let kernels = Kernels::of(gpu)?;
-        let ring = Ring::new(gpu, ring_bytes)?;
-        let fault = Region::with_users(Arc::new(Pinned::new(gpu)), FAULT_BYTES, Arc::clone(users))?;
-        Ok(Self { gpu: Arc::clone(gpu), kernels, ring, fault, users: Arc::clone(users) })
+        let ring = Ring::new(gpu, backend, ring_bytes)?;
+        let pinned = Arc::new(Pinned::new(gpu));
+        let fault = Region::with(pinned, FAULT_BYTES, Contents::Zeros, Arc::clone(users))?;
+        Ok(Self { gpu: Arc::clone(gpu), kernels, ring, spaces, fault, users: Arc::clone(users) })
     }
 
     /// The device.
@@ -195,12 +188,36 @@ impl Launcher {
         self.ring.crowded()
     }
 
+    pub(super) const fn spaces(&self) -> [IndexSpace; 2] {
+        self.spaces
+    }
+
+    /// Checks that index tensors are in host memory or on this device, and notes that work on `stream` reads them.
+    pub(super) fn expect_here(&self, indices: &[&Indices<'_>], stream: Stream) -> Result<()> {
+        let tensors = || {
+            indices.iter().filter_map(|indices| match indices {
+                Indices::Host(_) => None,
+                Indices::Device { tensor, .. } => Some(tensor),
+            })
+        };
+        tensors().try_for_each(|tensor| tensor.expect_on(self.gpu.device(), "the index tensor"))?;
+        for tensor in tensors() {
+            tensor.used_on(stream);
+        }
+        Ok(())
+    }
+
+    /// What every call does first: checks where its indices are, and reports what an earlier call was given.
+    pub(super) fn begin(&self, indices: &[&Indices<'_>], stream: Stream) -> Result<()> {
+        self.expect_here(indices, stream)?;
+        self.fault()
+    }
+
     /// What a kernel of an earlier call found wrong, if any did. Told once. Makes no driver call.
     ///
     /// # Errors
-    /// [`ErrorKind::Index`] with the number, its position, and what it must be below: `nouns` and `limits` are those
-    /// of rows and of columns.
-    pub fn fault(&self, nouns: [&str; 2], limits: [usize; 2]) -> Result<()> {
+    /// [`ErrorKind::Index`] with the number, its position, and what it must be below.
+    pub(super) fn fault(&self) -> Result<()> {
         self.gpu.check_process()?;
         let [what, value] = self.fault.read::<i64>(0, 2)?[..] else { return Ok(()) };
         if what == 0 {
@@ -210,11 +227,10 @@ impl Launcher {
         let (kind, position) = (what & 0xff, what >> 8);
         Err(match kind {
             1 | 2 => {
-                let which = usize::from(kind == 2);
+                let IndexSpace { noun, len } = self.spaces[usize::from(kind == 2)];
                 Error::index(format!(
-                    "{} {value} at position {position} is outside [0, {}); an earlier call was given it in a \
-                     tensor on the device, and left it out",
-                    nouns[which], limits[which]
+                    "{noun} {value} at position {position} is outside [0, {len}); an earlier call was given it in a \
+                     tensor on the device, and left it out"
                 ))
             }
             _ => Error::config(format!(
@@ -245,8 +261,8 @@ impl Launcher {
             return self.launch(kernel.listed, grid, &params, stream);
         }
         self.ring
-            .upload(arrays, None, stream, |region, offsets| {
-                let params = params(Arrays::Copied(region, offsets))?;
+            .upload(arrays, stream, |ranges| {
+                let params = params(Arrays::Copied(ranges))?;
                 self.launch(kernel.copied, grid, &params, stream)
             })
             .map(|_| ())
@@ -282,10 +298,16 @@ impl Launcher {
     ///
     /// # Errors
     /// As there; an index beyond the rows that only the device knows is left out and told by [`Launcher::fault`].
-    pub fn store_rows(&self, stores: &[Store<'_>; 2], indices: &Indices<'_>, stream: Stream) -> Result<()> {
+    pub(super) fn store_rows(
+        &self,
+        stores: &[Store<'_>; 2],
+        indices: &Indices<'_>,
+        stream: Stream,
+    ) -> Result<()> {
         let count = indices.len();
         let parts = [StorePart::new(&stores[0], count)?, StorePart::new(&stores[1], count)?];
-        let rows = stores.iter().map(|store| store.target.shape()[0]).min().unwrap_or(0);
+        let [rows, others] = [0, 1].map(|at| stores[at].target.shape()[0]);
+        let rows = rows.min(others);
         let list = match indices {
             Indices::Host(values) => last_of_each(targets(values, rows)?),
             Indices::Device { .. } => Vec::new(),
@@ -306,7 +328,7 @@ impl Launcher {
     /// # Errors
     /// As there; the row of an index that only the device knows to be outside is zeroed, and
     /// [`Launcher::fault`] tells it.
-    pub fn gather_rows(
+    pub(super) fn gather_rows(
         &self,
         pairs: &[(&RowBuffer, Borrowed<'_>); 2],
         indices: &Indices<'_>,
@@ -315,7 +337,7 @@ impl Launcher {
         let count = indices.len();
         check_targets(pairs, count)?;
         let rows = pairs[0].0.shape()[0];
-        let list = indices.list("slot", rows)?;
+        let list = indices.list(self.spaces[0])?;
         let [k, v] = pairs;
         let parts = [GatherPart::new(k.0, &k.1)?, GatherPart::new(v.0, &v.1)?];
         let (first_blocks, grid) = parts_grid([parts[0].split, parts[1].split], count)?;
@@ -337,7 +359,12 @@ impl Launcher {
     /// # Errors
     /// [`ErrorKind::Index`] for a row that is not there, [`ErrorKind::Config`] for more than cross at once; a row
     /// that only the device knows to be outside is told by [`Launcher::fault`].
-    pub fn copy_rows(&self, groups: [&[RowBuffer]; 2], plan: Copies<'_>, stream: Stream) -> Result<()> {
+    pub(super) fn copy_rows(
+        &self,
+        groups: [&[RowBuffer]; 2],
+        plan: Copies<'_>,
+        stream: Stream,
+    ) -> Result<()> {
         let rows = groups[0].first().map_or(0, |buffer| buffer.shape()[0]);
         let raw = Groups::new(groups)?;
         let (target, source, count) = match plan {
@@ -390,7 +417,7 @@ impl Launcher {
         let (groups, grid) = groups.for_words()?;
         self.ring.not_capturing(stream)?;
         self.with_arrays(self.kernels.copy_in_order, grid, &[&steps], stream, |arrays| {
-            Ok(OrderParams { steps: arrays.address(0, &steps)?, count: signed(moves.len()), groups })
+            Ok(OrderParams { steps: arrays.address(0), count: signed(moves.len()), groups })
         })
     }
 
@@ -398,15 +425,14 @@ impl Launcher {
     ///
     /// # Errors
     /// As [`Launcher::copy_rows`].
-    pub fn zero_rows(
+    pub(super) fn zero_rows(
         &self,
         groups: [&[RowBuffer]; 2],
         indices: &Indices<'_>,
-        noun: &str,
         stream: Stream,
     ) -> Result<()> {
         let rows = groups[0].first().map_or(0, |buffer| buffer.shape()[0]);
-        let (list, count) = (indices.list(noun, rows)?, indices.len());
+        let (list, count) = (indices.list(self.spaces[0])?, indices.len());
         let (groups, grid) = Groups::new(groups)?.for_rows(count)?;
         self.with(self.kernels.zero, grid, &[indices.numbers(&list)], stream, |index| ZeroParams {
             indices: index[0],
@@ -437,8 +463,8 @@ impl Launcher {
             self.with(self.kernels.write_points, [blocks, 1], &[row, column, value], stream, |index| {
                 PointsParams {
                     table: table.address(),
-                    rows: signed(table.rows),
-                    columns: signed(table.columns),
+                    rows: signed(table.rows()),
+                    columns: signed(table.columns()),
                     row: index[0],
                     column: index[1],
                     value: index[2],
@@ -448,11 +474,9 @@ impl Launcher {
                 }
             })
         };
-        let bytes = count.saturating_mul(3 * size_of::<i32>());
+        let bytes = bytes_of("an echo", &[count, 3], DType::I32)?;
         let held = match echo {
-            Some(ring) => {
-                ring.receive(bytes, stream, |region, at| write(region.at(at, bytes)?.as_ptr().cast()))?
-            }
+            Some(ring) => ring.receive(bytes, stream, |range| write(range.address().as_ptr().cast()))?,
             None => None,
         };
         if held.is_none() {
@@ -461,44 +485,45 @@ impl Launcher {
         Ok(held)
     }
 
-    /// Zeroes the first `lens[i]` columns of row `rows[i]` of the table, in one launch on `stream`, which the caller has seen
-    /// to be captured by nobody.
+    /// Zeroes the first columns of rows of the table, `(row, columns)` each, in one launch on `stream`, which the caller has
+    /// seen to be captured by nobody.
     ///
     /// # Errors
     /// [`ErrorKind::Index`] for a place outside of the table, [`ErrorKind::Config`] for more than cross at once.
-    pub fn zero_ragged(&self, table: &Table<'_>, rows: &[u32], lens: &[u32], stream: Stream) -> Result<()> {
-        let Some(longest) = lens.iter().max().filter(|longest| **longest > 0) else { return Ok(()) };
-        if rows.iter().any(|&row| widen(row) >= table.rows) || widen(*longest) > table.columns {
+    pub(super) fn zero_columns(&self, table: &Table<'_>, rows: &[(u32, u32)], stream: Stream) -> Result<()> {
+        let longest = rows.iter().map(|(_, columns)| *columns).max();
+        let Some(longest) = longest.filter(|longest| *longest > 0) else { return Ok(()) };
+        if rows.iter().any(|&(row, _)| widen(row) >= table.rows()) || widen(longest) > table.columns() {
             return Err(Error::index(format!("rows up to {longest} long are not all in the table")));
         }
         let mut indptr = vec![0i32];
         let mut total = 0i32;
-        for len in lens {
+        for (_, columns) in rows {
             // Only differences count, so it may wrap.
-            total = total.wrapping_add(len.cast_signed());
+            total = total.wrapping_add(columns.cast_signed());
             indptr.push(total);
         }
-        let rows: Vec<i32> = rows.iter().map(|row| row.cast_signed()).collect();
-        let grid = ragged_grid(widen(*longest), rows.len())?;
+        let rows: Vec<i32> = rows.iter().map(|(row, _)| row.cast_signed()).collect();
+        let grid = ragged_grid(widen(longest), rows.len())?;
         self.with_arrays(self.kernels.write_ragged, grid, &[&rows, &indptr], stream, |arrays| {
             Ok(RaggedParams {
                 table: table.address(),
-                columns: signed(table.columns),
-                rows: arrays.address(0, &rows)?,
+                columns: signed(table.columns()),
+                rows: arrays.address(0),
                 starts: ptr::null(),
-                indptr: arrays.address(1, &indptr)?,
+                indptr: arrays.address(1),
                 values: ptr::null(),
                 count: signed(rows.len()),
             })
         })
     }
 
-    /// As [`build_kv_indices`](super::build_kv_indices), in one launch.
+    /// As [`build_kv_indices`](super::table::build_kv_indices), in one launch.
     ///
     /// # Errors
     /// [`ErrorKind::Config`] for more numbers of the host than cross at once; what only the device knows to be wrong
     /// is left out and told by [`Launcher::fault`].
-    pub fn kv_indices(
+    pub(super) fn kv_indices(
         &self,
         table: &Table<'_>,
         [row, indptr]: [Numbers<'_>; 2],
@@ -507,11 +532,11 @@ impl Launcher {
         stream: Stream,
     ) -> Result<()> {
         let capacity = out.shape().numel();
-        let grid = ragged_grid(table.columns.min(capacity), count)?;
+        let grid = ragged_grid(table.columns().min(capacity), count)?;
         self.with(self.kernels.kv_indices, grid, &[row, indptr], stream, |index| KvIndicesParams {
             table: table.address(),
-            rows: signed(table.rows),
-            columns: signed(table.columns),
+            rows: signed(table.rows()),
+            columns: signed(table.columns()),
             row: index[0],
             indptr: index[1],
             out: out.address().as_ptr().cast(),
@@ -543,4 +568,16 @@ fn last_of_each(mut rows: Vec<i32>) -> Vec<i32> {
         }
     }
     rows
+}
+
+/// The rows written and the rows read, if none of `moves` depends on another.
+fn independent(moves: &[Move]) -> Option<(Vec<i32>, Vec<i32>)> {
+    let mut pairs = (Vec::with_capacity(moves.len()), Vec::with_capacity(moves.len()));
+    for step in moves {
+        let Move::Copy { dst, src } = *step else { return None };
+        pairs.0.push(dst.cast_signed());
+        pairs.1.push(src.cast_signed());
+    }
+    let written: HashSet<i32> = pairs.0.iter().copied().collect();
+    pairs.1.iter().all(|row| !written.contains(row)).then_some(pairs)
 }

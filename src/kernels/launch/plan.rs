@@ -2,11 +2,14 @@
 
 use std::ptr::NonNull;
 
-use crate::base::Result;
+use crate::base::bounded::{int32, signed};
+use crate::base::{Result, widen};
+use crate::kernels::table::Table;
 use crate::memory::{Region, Stream};
 
-use super::params::{PlanParams, ragged_grid, signed};
-use super::{Launcher, Table};
+use super::Launcher;
+use super::grid::ragged_grid;
+use super::params::PlanParams;
 
 /// Where the fields of a plan are on a device, in bytes from the start of a region.
 #[derive(Clone, Copy, Debug)]
@@ -84,8 +87,7 @@ impl PlanBatch<'_> {
     #[must_use]
     pub fn bytes(requests: usize, pages: usize) -> usize {
         const SPARE: usize = 64;
-        let numbers = requests.saturating_mul(REQUEST_NUMBERS).saturating_add(pages);
-        numbers.saturating_mul(size_of::<i32>()).saturating_add(SPARE)
+        (requests * REQUEST_NUMBERS + pages) * size_of::<i32>() + SPARE
     }
 }
 
@@ -108,17 +110,16 @@ impl Launcher {
         let mut grid = ragged_grid(longest, batch.requests.len())?;
         // The ends of the offsets are written also where there is no request.
         grid = grid.map(|blocks| blocks.max(1));
-        let int = |number: usize| i32::try_from(number).unwrap_or(i32::MAX);
         let at = |offset: usize| fields.region.at(offset, 0).map(NonNull::as_ptr);
         let some = |offset: Option<usize>| offset.map_or(Ok(std::ptr::null_mut()), at);
         let arrays = [&numbers[..], batch.pages];
-        table.region.used_on(stream);
+        table.region().used_on(stream);
         self.with_arrays(self.kernels.plan, grid, &arrays, stream, |arrays| {
             Ok(PlanParams {
-                requests: arrays.address(0, &numbers)?,
-                pages: arrays.address(1, batch.pages)?,
+                requests: arrays.address(0),
+                pages: arrays.address(1),
                 table: table.address(),
-                columns: signed(table.columns),
+                columns: signed(table.columns()),
                 out_cache_loc: at(fields.out_cache_loc)?.cast(),
                 positions: at(fields.positions)?.cast(),
                 slot_mapping: at(fields.slot_mapping)?.cast(),
@@ -130,11 +131,11 @@ impl Launcher {
                 kv_indices: some(fields.kv_indices)?.cast(),
                 block_table: some(fields.block_table)?.cast(),
                 page_size: batch.page_size.cast_signed(),
-                width: int(batch.width),
-                batch: int(batch.batch),
-                padded_batch: int(batch.requests.len()),
-                tokens: int(batch.tokens),
-                kv_len: int(batch.kv_len),
+                width: int32(batch.width),
+                batch: int32(batch.batch),
+                padded_batch: int32(batch.requests.len()),
+                tokens: int32(batch.tokens),
+                kv_len: int32(batch.kv_len),
             })
         })
     }
@@ -143,6 +144,6 @@ impl Launcher {
 impl PlanRequest {
     /// How many threads it keeps busy.
     fn work(&self) -> usize {
-        usize::try_from(self.seq.max(self.block_until)).unwrap_or(0)
+        widen(self.seq.max(self.block_until).cast_unsigned())
     }
 }

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError};
 
 use crate::base::{Device, Error, ErrorKind, Result};
-use crate::memory::{Borrowed, Image, Region, Stream};
+use crate::memory::{Borrowed, Image, RegionRange, Stream};
 
 use super::driver::{
     ContextHandle, DevicePtr, Driver, EventHandle, FunctionHandle, Relaxed as RelaxedThread, Rows, StreamMode,
@@ -192,50 +192,42 @@ impl Gpu {
         unsafe { self.driver.launch(function.0, grid, BLOCK, params.cast(), stream) }
     }
 
-    /// Enqueues a copy of `bytes` bytes from page-locked memory to the device. Nobody may change the source until
+    /// Enqueues a copy from page-locked memory to as many bytes on the device. Nobody may change the source until
     /// the copy has run.
     ///
     /// # Errors
-    /// [`ErrorKind::Index`] when a range is outside of its region, [`ErrorKind::Driver`] when the driver refuses.
-    pub fn copy_in(
-        &self,
-        (target, to): (&Region, usize),
-        (source, from): (&Region, usize),
-        bytes: usize,
-        stream: Stream,
-    ) -> Result<()> {
+    /// [`ErrorKind::Config`] when one range is longer, [`ErrorKind::Driver`] when the driver refuses.
+    pub fn copy_in(&self, target: RegionRange<'_>, source: RegionRange<'_>, stream: Stream) -> Result<()> {
+        let bytes = source.bytes();
+        if target.bytes() != bytes {
+            return Err(Error::config(format!("{bytes} bytes do not fill {}", target.bytes())));
+        }
         if bytes == 0 {
             return Ok(());
         }
         target.used_on(stream);
         source.used_on(stream);
-        let (target, source) = (target.at(to, bytes)?, source.at(from, bytes)?);
+        let (target, source) = (DevicePtr::of(target.address().as_ptr()), source.address().as_ptr());
         let _entered = self.enter()?;
         // SAFETY: both ranges lie in live regions; that the source stays until then is the caller's business.
-        unsafe { self.driver.copy_to_device(DevicePtr::of(target.as_ptr()), source.as_ptr(), bytes, stream) }
+        unsafe { self.driver.copy_to_device(target, source, bytes, stream) }
     }
 
-    /// Enqueues a copy of a contiguous tensor on this device to byte `to` of `target`, which is host memory. If it is
+    /// Enqueues a copy of a contiguous tensor on this device to as many bytes of host memory. If that is
     /// page-locked, nothing waits, and the bytes are there when an event recorded afterwards has passed.
     ///
     /// # Errors
-    /// [`ErrorKind::Index`] when the tensor does not fit, [`ErrorKind::Config`] when it is not contiguous,
-    /// [`ErrorKind::Driver`] when the driver refuses.
-    pub fn copy_out(
-        &self,
-        source: &Borrowed<'_>,
-        (target, to): (&Region, usize),
-        stream: Stream,
-    ) -> Result<()> {
-        if !source.is_contiguous() {
-            return Err(Error::config("only a contiguous tensor can be copied as it lies"));
-        }
+    /// [`ErrorKind::Config`] when the tensor has gaps or is not as long, [`ErrorKind::Driver`] when the driver refuses.
+    pub fn copy_out(&self, source: &Borrowed<'_>, target: RegionRange<'_>, stream: Stream) -> Result<()> {
         let bytes = source.shape().numel() * source.dtype().size();
+        if !source.is_contiguous() || bytes != target.bytes() {
+            return Err(Error::config("only a contiguous tensor can be copied as it lies, to as many bytes"));
+        }
         if bytes == 0 {
             return Ok(());
         }
         target.used_on(stream);
-        let target = target.at(to, bytes)?;
+        let target = target.address();
         let source = DevicePtr::of(source.address().as_ptr());
         let _entered = self.enter_beside_captures()?;
         // SAFETY: the target lies in a live region, and `Borrowed` promises the elements of the source.
@@ -282,22 +274,16 @@ impl Gpu {
     /// Fills bytes of a region on this device with `value`, in the order of `stream`.
     ///
     /// # Errors
-    /// [`ErrorKind::Index`] when they are outside of the region, [`ErrorKind::Driver`] when the driver refuses.
-    pub fn fill(
-        &self,
-        (region, offset): (&Region, usize),
-        bytes: usize,
-        value: u8,
-        stream: Stream,
-    ) -> Result<()> {
-        let target = region.at(offset, bytes)?;
-        if bytes == 0 {
+    /// [`ErrorKind::Driver`] when the driver refuses.
+    pub fn fill(&self, target: RegionRange<'_>, value: u8, stream: Stream) -> Result<()> {
+        if target.bytes() == 0 {
             return Ok(());
         }
-        region.used_on(stream);
+        target.used_on(stream);
         let _entered = self.enter()?;
+        let address = DevicePtr::of(target.address().as_ptr());
         // SAFETY: the bytes lie in a live region of this device.
-        unsafe { self.driver.fill(DevicePtr::of(target.as_ptr()), value, bytes, stream) }
+        unsafe { self.driver.fill(address, value, target.bytes(), stream) }
     }
 
     /// Waits for everything on `stream`.

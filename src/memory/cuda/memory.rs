@@ -4,7 +4,7 @@ use std::ptr::{self, NonNull};
 use std::sync::Arc;
 
 use crate::base::{Device, Error, ErrorKind, Result};
-use crate::memory::{ALIGNMENT, Backend, Block, Stream, Users};
+use crate::memory::{ALIGNMENT, Backend, Block, Contents, Stream, Users};
 
 use super::Gpu;
 use super::driver::DevicePtr;
@@ -16,44 +16,21 @@ use super::parked::{Given, HostPtr, retire, sweep};
 #[derive(Clone, Debug)]
 pub struct Cuda {
     gpu: Arc<Gpu>,
-    zeroing: Zeroing,
-}
-
-/// When blocks hold zeros.
-#[derive(Clone, Copy, Debug)]
-enum Zeroing {
-    /// From the beginning, for every stream: the host waits for it.
-    Done(Stream),
-    /// In the order of a stream.
-    Ordered(Stream),
-    /// Never.
-    Never,
+    stream: Stream,
 }
 
 impl Cuda {
-    /// Memory of `gpu` that holds zeros for every stream as soon as it is given: `stream` zeroes it, and is waited for.
+    /// Memory of `gpu`. What is to hold [`Contents::Zeros`] is zeroed on `stream`, which is waited for.
     #[must_use]
     pub fn new(gpu: &Arc<Gpu>, stream: Stream) -> Self {
-        Self { gpu: Arc::clone(gpu), zeroing: Zeroing::Done(stream) }
+        Self { gpu: Arc::clone(gpu), stream }
     }
 
-    /// Memory of `gpu`, zeroed in the order of `stream`: another stream needs an event.
-    #[must_use]
-    pub fn in_order(gpu: &Arc<Gpu>, stream: Stream) -> Self {
-        Self { gpu: Arc::clone(gpu), zeroing: Zeroing::Ordered(stream) }
-    }
-
-    /// Memory of `gpu` for what is always written before it is read: it is not zeroed, so no stream comes first.
-    #[must_use]
-    pub fn unwritten(gpu: &Arc<Gpu>) -> Self {
-        Self { gpu: Arc::clone(gpu), zeroing: Zeroing::Never }
-    }
-
-    fn zero(&self, address: DevicePtr, bytes: usize) -> Result<()> {
-        let (Zeroing::Done(stream) | Zeroing::Ordered(stream)) = self.zeroing else { return Ok(()) };
+    /// Enqueues the zeros of a new block on `stream`, and waits for them if every stream is to find them.
+    fn zero(&self, address: DevicePtr, bytes: usize, stream: Stream, contents: Contents) -> Result<()> {
         // SAFETY: the driver gave so many bytes just now.
         unsafe { self.gpu.driver().fill(address, 0, bytes, stream) }?;
-        if let Zeroing::Done(_) = self.zeroing { self.gpu.driver().synchronize(stream) } else { Ok(()) }
+        if contents == Contents::Zeros { self.gpu.driver().synchronize(stream) } else { Ok(()) }
     }
 }
 
@@ -73,8 +50,13 @@ impl Backend for Cuda {
         Some(&self.gpu)
     }
 
-    fn allocate(&self, bytes: usize) -> Result<Block> {
-        if let Zeroing::Done(stream) | Zeroing::Ordered(stream) = self.zeroing {
+    fn allocate(&self, bytes: usize, contents: Contents) -> Result<Block> {
+        let zeroed_on = match contents {
+            Contents::Zeros => Some(self.stream),
+            Contents::ZerosOn(stream) => Some(stream),
+            Contents::Undefined => None,
+        };
+        if let Some(stream) = zeroed_on {
             self.gpu.not_capturing(stream, "new memory, which is zeroed once,")?;
         }
         if bytes == 0 {
@@ -90,11 +72,11 @@ impl Backend for Cuda {
                 format!("{bytes} bytes asked for, {free} of {total} free on {}", self.device()),
             ));
         };
-        if let Err(failure) = self.zero(found, bytes) {
+        if let Some(stream) = zeroed_on
+            && let Err(failure) = self.zero(found, bytes, stream, contents)
+        {
             let users = Users::default();
-            if let Zeroing::Done(stream) | Zeroing::Ordered(stream) = self.zeroing {
-                users.note(stream);
-            }
+            users.note(stream);
             // SAFETY: the driver gave it just now, and nothing but its zeros can be under way.
             unsafe { retire(&self.gpu, Given::Device(found), &users) };
             return Err(failure);
@@ -136,7 +118,7 @@ impl Backend for Pinned {
         true
     }
 
-    fn allocate(&self, bytes: usize) -> Result<Block> {
+    fn allocate(&self, bytes: usize, _contents: Contents) -> Result<Block> {
         if bytes == 0 {
             return Ok(empty());
         }

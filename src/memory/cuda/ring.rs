@@ -5,9 +5,9 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::base::{Error, Result};
-use crate::memory::{ALIGNMENT, Backend, Number, Plain, Region, Stream, Users};
+use crate::memory::{ALIGNMENT, Backend, Contents, Number, Plain, Region, RegionRange, Stream, Users};
 
-use super::{Cuda, Event, Gpu, Pinned};
+use super::{Event, Gpu, Pinned};
 
 /// Pieces begin at multiples of this.
 const PIECE: usize = 16;
@@ -24,7 +24,8 @@ const LOOK_FROM: usize = 32;
 pub struct Ring {
     gpu: Arc<Gpu>,
     pinned: Region,
-    twin: Region,
+    /// `None` of a ring on the host only, to which nothing is uploaded but for a target of its own.
+    twin: Option<Region>,
     /// The streams that use both.
     users: Arc<Users>,
     pieces: Mutex<Pieces>,
@@ -70,12 +71,14 @@ impl Held {
 }
 
 impl Ring {
-    /// A ring of `bytes` on the host and as many on `gpu`.
+    /// A ring of `bytes` on the host and as many from `backend`, whose memory is on `gpu`.
     ///
     /// # Errors
     /// What the backends say when they have not enough.
-    pub fn new(gpu: &Arc<Gpu>, bytes: usize) -> Result<Self> {
-        Self::with_twin(gpu, bytes, bytes)
+    pub fn new(gpu: &Arc<Gpu>, backend: &Arc<dyn Backend>, bytes: usize) -> Result<Self> {
+        let users = Arc::<Users>::default();
+        let twin = Region::with(Arc::clone(backend), whole(bytes)?, Contents::Undefined, Arc::clone(&users))?;
+        Self::with_twin(gpu, bytes, Some(twin), users)
     }
 
     /// A ring of `bytes` on the host only, for what kernels write to host memory.
@@ -83,16 +86,12 @@ impl Ring {
     /// # Errors
     /// As [`Ring::new`].
     pub fn on_host(gpu: &Arc<Gpu>, bytes: usize) -> Result<Self> {
-        Self::with_twin(gpu, bytes, 0)
+        Self::with_twin(gpu, bytes, None, Arc::default())
     }
 
-    fn with_twin(gpu: &Arc<Gpu>, bytes: usize, twin_bytes: usize) -> Result<Self> {
-        let whole = |bytes: usize| bytes.checked_next_multiple_of(ALIGNMENT).unwrap_or(bytes);
-        let users = Arc::<Users>::default();
-        let region =
-            |backend: Arc<dyn Backend>, bytes| Region::with_users(backend, whole(bytes), Arc::clone(&users));
-        let twin = region(Arc::new(Cuda::unwritten(gpu)), twin_bytes)?;
-        let pinned = region(Arc::new(Pinned::new(gpu)), bytes)?;
+    fn with_twin(gpu: &Arc<Gpu>, bytes: usize, twin: Option<Region>, users: Arc<Users>) -> Result<Self> {
+        let pinned = Arc::new(Pinned::new(gpu));
+        let pinned = Region::with(pinned, whole(bytes)?, Contents::Undefined, Arc::clone(&users))?;
         Ok(Self { gpu: Arc::clone(gpu), pinned, twin, users, pieces: Mutex::default() })
     }
 
@@ -102,8 +101,7 @@ impl Ring {
         self.pinned.bytes()
     }
 
-    /// Copies `arrays` to the twin, or to byte `to` of `target` if that is given, and has `work` enqueue what uses
-    /// them there: it gets the region and the byte of each array.
+    /// Copies `arrays` to the twin, and has `work` enqueue what uses them there: it gets the bytes of each array.
     ///
     /// Returns the point after the copy and the work. The caller has seen that nobody captures `stream`, as
     /// [`Ring::not_capturing`] does: a graph would repeat the copy, of memory that holds other numbers by then.
@@ -114,17 +112,47 @@ impl Ring {
     pub fn upload<T: Plain>(
         &self,
         arrays: &[&[T]],
-        target: Option<(&Region, usize)>,
         stream: Stream,
-        work: impl FnOnce(&Region, &[usize]) -> Result<()>,
+        work: impl FnOnce(&[RegionRange<'_>]) -> Result<()>,
     ) -> Result<Arc<Event>> {
-        let mut offsets = Vec::with_capacity(arrays.len());
-        let mut bytes = 0usize;
-        for array in arrays {
-            let offset = bytes.next_multiple_of(PIECE);
-            offsets.push(offset);
-            bytes = offset + size_of_val(*array);
-        }
+        let Some(twin) = &self.twin else {
+            return Err(Error::config("a ring on the host only has nothing on the device to copy to"));
+        };
+        self.send(
+            arrays,
+            |start, bytes| twin.range(start, bytes),
+            stream,
+            |start| {
+                let ranges =
+                    places(arrays).map(|(offset, array)| twin.range(start + offset, size_of_val(array)));
+                work(&ranges.collect::<Result<Vec<_>>>()?)
+            },
+        )
+    }
+
+    /// As [`Ring::upload`], to memory on the device that is as long as `values`, with no work but the copy.
+    ///
+    /// # Errors
+    /// As [`Ring::upload`].
+    pub fn upload_to<T: Plain>(
+        &self,
+        target: RegionRange<'_>,
+        values: &[T],
+        stream: Stream,
+    ) -> Result<Arc<Event>> {
+        self.send(&[values], |_, _| Ok(target), stream, |_| Ok(()))
+    }
+
+    /// Copies `arrays` to what `target` makes of where their piece begins and how long it is, and has `work` enqueue what
+    /// uses them; it gets that beginning, too.
+    fn send<'a, T: Plain>(
+        &self,
+        arrays: &[&[T]],
+        target: impl FnOnce(usize, usize) -> Result<RegionRange<'a>>,
+        stream: Stream,
+        work: impl FnOnce(usize) -> Result<()>,
+    ) -> Result<Arc<Event>> {
+        let bytes = places(arrays).last().map_or(0, |(offset, array)| offset + size_of_val(array));
         let mut pieces = self.pieces.lock().unwrap_or_else(PoisonError::into_inner);
         let range = self.room(&mut pieces, bytes)?.ok_or_else(|| {
             Error::config(format!(
@@ -133,18 +161,14 @@ impl Ring {
                 self.capacity()
             ))
         })?;
-        for (array, offset) in arrays.iter().zip(&offsets) {
+        for (offset, array) in places(arrays) {
             self.pinned.write(range.start + offset, array)?;
         }
-        let (target, to) = target.unwrap_or((&self.twin, range.start));
+        let target = target(range.start, bytes)?;
         // From here on the device may be using the piece, so it is kept also when something fails.
-        let enqueued =
-            self.gpu.copy_in((target, to), (&self.pinned, range.start), bytes, stream).and_then(|()| {
-                for offset in &mut offsets {
-                    *offset += to;
-                }
-                work(target, &offsets)
-            });
+        let source = self.pinned.range(range.start, bytes)?;
+        let copied = self.gpu.copy_in(target, source, stream);
+        let enqueued = copied.and_then(|()| work(range.start));
         let done = self.seal(&mut pieces, range, false, stream)?;
         enqueued.map(|()| done)
     }
@@ -178,8 +202,7 @@ impl Ring {
         self.gpu.not_capturing(stream, "a copy of numbers from the host, in memory that is used again,")
     }
 
-    /// Has `work` enqueue something that writes `bytes` bytes to host memory, at the byte of the region that it
-    /// gets. `None` when there is no room for it now.
+    /// Has `work` enqueue something that writes `bytes` bytes to host memory, which it gets. `None` when there is no room for it now.
     ///
     /// # Errors
     /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the driver refuses, what `work` says.
@@ -187,12 +210,12 @@ impl Ring {
         &self,
         bytes: usize,
         stream: Stream,
-        work: impl FnOnce(&Region, usize) -> Result<()>,
+        work: impl FnOnce(RegionRange<'_>) -> Result<()>,
     ) -> Result<Option<Held>> {
         let mut pieces = self.pieces.lock().unwrap_or_else(PoisonError::into_inner);
         Self::reclaim(&mut pieces)?;
         let Some(range) = self.free_room(&pieces, bytes) else { return Ok(None) };
-        let enqueued = work(&self.pinned, range.start);
+        let enqueued = self.pinned.range(range.start, bytes).and_then(work);
         let done = self.seal(&mut pieces, range.clone(), true, stream)?;
         let held = Held { range, done };
         match enqueued {
@@ -292,4 +315,21 @@ impl Ring {
             fits(pieces.next, oldest.saturating_sub(1))
         }
     }
+}
+
+/// Where each of `arrays` begins in a piece.
+fn places<'a, T>(arrays: &'a [&'a [T]]) -> impl Iterator<Item = (usize, &'a [T])> {
+    let mut end = 0usize;
+    arrays.iter().map(move |array| {
+        let offset = end.next_multiple_of(PIECE);
+        end = offset + size_of_val(*array);
+        (offset, *array)
+    })
+}
+
+/// `bytes`, rounded up to what a backend aligns to.
+fn whole(bytes: usize) -> Result<usize> {
+    bytes
+        .checked_next_multiple_of(ALIGNMENT)
+        .ok_or_else(|| Error::config(format!("a ring of {bytes} bytes is more than an address can name")))
 }

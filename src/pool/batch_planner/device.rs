@@ -1,25 +1,14 @@
 //! A step of a planner on a GPU.
 
-use std::sync::Arc;
-
+use crate::base::bounded::int32;
 use crate::base::{Id, IndexVec, Result, Row, reserve, widen};
 use crate::index::{Growth, PageSize};
-use crate::kernels::{Indices, Launcher, PlanBatch, PlanFields, PlanRequest};
-use crate::memory::{Region, Stream};
+use crate::kernels::{Executor, Indices, PlanBatch, PlanFields, PlanRequest};
+use crate::memory::Stream;
 use crate::pool::plan::Field;
 use crate::pool::{ReqToTokenPool, TableIndex};
 
 use super::Planner;
-
-/// What it takes to work on a GPU.
-#[derive(Debug)]
-pub(super) struct Remote {
-    pub(super) launcher: Launcher,
-    /// The fields that do not grow with the context, for the host.
-    pub(super) host: Arc<Region>,
-    /// Pages that cross to the device at once.
-    pub(super) most_pages: usize,
-}
 
 impl Planner {
     /// Has the device write the table and the fields: one launch, and a copy before it if they are many.
@@ -30,7 +19,6 @@ impl Planner {
         table: &mut ReqToTokenPool,
         stream: Stream,
     ) -> Result<()> {
-        let Some(remote) = &self.remote else { return Ok(()) };
         let size = self.requests.page_size();
         let sent: usize = batch.iter().map(|growth| sent_pages(*growth, size).len()).sum();
         let mut requests = reserve(padded)?;
@@ -38,7 +26,7 @@ impl Planner {
         for place in 0..padded {
             let mut growth = batch.get(place).copied().unwrap_or(Growth::default());
             let Growth { row, start, prefix, .. } = growth;
-            if sent > remote.most_pages && start < prefix {
+            if sent > self.most_pages && start < prefix {
                 // So many cached slots do not cross at once.
                 let slots = Indices::Host(IndexVec::I32(self.slots(row, start, prefix)?));
                 table.write(&TableIndex::first_columns(row, prefix), &slots, stream)?;
@@ -52,9 +40,9 @@ impl Planner {
                 seq: self.listed.seq_lens[place],
                 qo_begin: self.listed.qo_indptr[place],
                 kv_begin: self.listed.kv_indptr[place],
-                page_begin: signed(pages.len()),
-                block_from: if is_padding { 0 } else { signed(self.right(place, row, table)) },
-                block_until: signed(self.lines.until(place)),
+                page_begin: int32(pages.len()),
+                block_from: if is_padding { 0 } else { int32(self.right(place, row, table)) },
+                block_until: int32(self.lines.until(place)),
             });
             if is_padding {
                 pages.resize(pages.len() + self.listed.kv_pages(place), 0);
@@ -62,7 +50,7 @@ impl Planner {
                 pages.extend_from_slice(&self.requests.pages(row)[sent_pages(growth, size)]);
             }
         }
-        self.listed.write(&remote.host, &self.layout)?;
+        self.listed.write(&self.host_fields, &self.layout)?;
         let planned = PlanBatch {
             requests: &requests,
             batch: batch.len(),
@@ -72,15 +60,16 @@ impl Planner {
             tokens: self.listed.positions.len(),
             kv_len: self.listed.kv_begin(padded),
         };
-        let launched = remote.launcher.plan(&table.on_device()?, &self.plan_fields(), &planned, stream);
+        let Executor::Device(launcher) = &self.executor else { return Ok(()) };
+        let outcome = launcher.plan(&table.table()?, &self.plan_fields(), &planned, stream);
         for (place, growth) in batch.iter().enumerate() {
-            match &launched {
+            match &outcome {
                 Ok(()) => self.put(place, *growth, table)?,
-                Err(_) => table.lose(Row::new(growth.row), widen(growth.seq)),
+                Err(_) => table.note_failed_write(Row::new(growth.row), widen(growth.seq)),
             }
         }
         self.show(batch, padded, table);
-        launched
+        outcome
     }
 
     /// Where the fields are, for the kernel.
@@ -106,8 +95,4 @@ impl Planner {
 /// The pages of a request that cross to the device.
 fn sent_pages(growth: Growth, page_size: PageSize) -> std::ops::Range<usize> {
     widen(page_size.page(growth.start))..widen(page_size.pages(growth.seq))
-}
-
-fn signed(number: usize) -> i32 {
-    i32::try_from(number).unwrap_or(i32::MAX)
 }

@@ -1,8 +1,10 @@
 //! The workspace arena: tensors and segments that lie apart, first fit, all given back at once.
 
+use std::sync::Arc;
+
 use kvpool::base::{DType, Device, Dims, ErrorKind};
-use kvpool::memory::{ALIGNMENT, Stream};
-use kvpool::pool::{Workspace, give_back_segment, take_segment};
+use kvpool::memory::{ALIGNMENT, Backend, Host, Stream};
+use kvpool::pool::{Workspace, WorkspaceConfig, give_back_segment, take_segment};
 use kvpool::tensor::TensorView;
 
 use super::{Source, agree, bytes_of};
@@ -27,7 +29,9 @@ struct Arena {
 pub(super) fn run(source: &mut Source<'_>) {
     let bytes = 1 + source.below(8000);
     let poison = source.flip();
-    let workspace = Workspace::new(Device::Cpu, bytes, poison).expect("memory");
+    let host: Arc<dyn Backend> = Arc::new(Host);
+    let config = WorkspaceConfig { arena_bytes: bytes, poison };
+    let workspace = Workspace::new(&config, &host).expect("memory");
     let (tensors, segments) = (Vec::new(), Vec::new());
     let mut arena = Arena { workspace, poison, base: None, tensors, segments, high_water: 0, marks: 0 };
     while source.next_step() {

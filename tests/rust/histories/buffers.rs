@@ -2,10 +2,10 @@
 
 use std::sync::Arc;
 
-use kvpool::base::{Device, ErrorKind};
+use kvpool::base::ErrorKind;
 use kvpool::index::{Rounding, Ticket};
-use kvpool::memory::{Keep, Stream};
-use kvpool::pool::{Buffer, BufferPool};
+use kvpool::memory::{Backend, Host, Keep, Stream};
+use kvpool::pool::{Buffer, BufferConfig, BufferPool};
 
 use super::{Source, agree};
 
@@ -44,7 +44,8 @@ const STALE: usize = 8;
 
 pub(super) fn run(source: &mut Source<'_>) {
     let rounding = source.of(&[Rounding::Pow2, Rounding::Fine]);
-    let mut pool = BufferPool::new(Device::Cpu, rounding).expect("host memory");
+    let host: Arc<dyn Backend> = Arc::new(Host);
+    let mut pool = BufferPool::new(&BufferConfig { rounding }, &host);
     let mut model = Model {
         live: Vec::new(),
         free: Vec::new(),
@@ -121,7 +122,7 @@ fn is_possible(bytes: usize) -> bool {
 
 /// Free buffers are given up for a new one for which there is no memory; one of no bucket is refused before.
 fn lose(model: &mut Model, pool: &BufferPool, bytes: usize) {
-    if pool.rounding().bucket(bytes).is_ok() {
+    if pool.config().rounding.bucket(bytes).is_ok() {
         model.free.clear();
     }
 }
@@ -129,7 +130,7 @@ fn lose(model: &mut Model, pool: &BufferPool, bytes: usize) {
 /// Checks which buffer was handed out, and writes to all of it.
 fn taken(pool: &BufferPool, model: &mut Model, buffer: Buffer, bytes: usize, lane: Stream) {
     let (address, capacity) = (buffer.region().address().as_ptr().addr(), buffer.region().bytes());
-    assert_eq!(capacity, pool.rounding().bucket(bytes).expect("possible").bytes());
+    assert_eq!(capacity, pool.config().rounding.bucket(bytes).expect("possible").bytes());
     assert!(capacity >= bytes.max(1) && capacity < 2 * bytes.max(1) && buffer.bytes() == bytes);
     let last = |of: &dyn Fn(&Free) -> bool| {
         model.free.iter().rposition(|free| free.capacity == capacity && of(free))
@@ -190,7 +191,7 @@ fn batch(source: &mut Source<'_>, pool: &mut BufferPool, model: &mut Model) {
                 taken(pool, model, buffer, bytes, lane);
             }
         }
-        None if sizes.iter().any(|&bytes| pool.rounding().bucket(bytes).is_err()) => (),
+        None if sizes.iter().any(|&bytes| pool.config().rounding.bucket(bytes).is_err()) => (),
         // What was taken and given back again may lie in another order, and new ones may be free: begin anew.
         None => {
             pool.clear();

@@ -3,10 +3,10 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvpool::base::{DType, Device, Dims};
+use kvpool::base::{DType, Dims};
 use kvpool::index::Ticket;
 use kvpool::kernels::Way;
-use kvpool::memory::{Host, Region, Stream};
+use kvpool::memory::{Backend, Host, Region, Stream};
 use kvpool::pool::{Attempt, ChunkConfig, ChunkPool};
 
 use super::{Source, agree, bytes_of, dims, int, size};
@@ -35,14 +35,12 @@ pub(super) fn run(source: &mut Source<'_>) {
         num_chunks: 1 + source.below(12),
         chunk_shape: shape.to_vec(),
         dtype: source.of(&[DType::F16, DType::U8]),
-        device: Device::Cpu,
         pin_memory: false,
-        numa_node: None,
-        huge_pages: false,
         page_lock_threads: 2,
         strict: source.rarely(3),
     };
-    let pool = ChunkPool::new(config, STREAM).expect("memory");
+    let host: Arc<dyn Backend> = Arc::new(Host);
+    let pool = ChunkPool::new(&config, &host).expect("memory");
     let count = pool.config().num_chunks;
     let mut model = Model {
         given: Vec::new(),

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use kvpool::base::DType;
 use kvpool::kernels::Indices;
-use kvpool::memory::{Host, Stream};
+use kvpool::memory::{Backend, Host, Stream};
 use kvpool::pool::{GdnConfig, GdnPool};
 use kvpool::tensor::TensorView;
 
@@ -33,8 +33,10 @@ pub(super) fn run(source: &mut Source<'_>) {
         conv_kernel_size: 1 + source.below(3),
         dtype: DType::BF16,
         max_track_slots: source.below(4),
+        strict: source.rarely(3),
     };
-    let pool = GdnPool::new(Arc::new(Host), config, source.rarely(3)).expect("memory");
+    let host: Arc<dyn Backend> = Arc::new(Host);
+    let pool = GdnPool::new(&config, &host).expect("memory");
     let first = config.max_reqs + 1;
     let mut model = Model {
         states: views(&pool).map(|view| split(&view, config.num_gdn_layers, pool.pool_size())),

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use kvpool::base::{DType, Device, contiguous_strides};
 use kvpool::kernels::Indices;
-use kvpool::memory::{Borrowed, Host, Region, Stream};
+use kvpool::memory::{Backend, Borrowed, Host, Region, Stream};
 use kvpool::pool::{KvConfig, KvPool, Scales};
 
 use super::guarded::Guarded;
@@ -30,8 +30,10 @@ pub(super) fn run(source: &mut Source<'_>) {
         v_head_dim: source.of(&[1, 4, 16]),
         dtype: source.of(&[DType::F32, DType::BF16, DType::U8]),
         page_size: source.of(&[1, 2, 4]),
+        pin_memory: false,
     };
-    let pool = KvPool::new(Arc::new(Host), config).expect("memory");
+    let host: Arc<dyn Backend> = Arc::new(Host);
+    let pool = KvPool::new(&config, &host).expect("memory");
     let zeros = |layer: usize| {
         let buffers = pool.kv_buffer(layer).expect("a layer");
         buffers.map(|view| {

@@ -1,7 +1,9 @@
 //! The page pool, which grows: its pages are nobody else's, and keep their bytes and addresses.
 
-use kvpool::base::{DType, Device};
-use kvpool::memory::Stream;
+use std::sync::Arc;
+
+use kvpool::base::DType;
+use kvpool::memory::{Backend, Host, Stream};
 use kvpool::pool::{PageConfig, PagePool};
 
 use super::{Source, agree, bytes_of, int, size};
@@ -22,11 +24,11 @@ pub(super) fn run(source: &mut Source<'_>) {
         page_size: 1 + source.below(20),
         initial_pages: source.below(12),
         dtype: source.of(&[DType::F32, DType::U8, DType::BF16]),
-        device: Device::Cpu,
         grow: source.of(&[0, 0, 1, 5]),
         strict: source.rarely(3),
     };
-    let mut pool = PagePool::new(config, STREAM).expect("memory");
+    let host: Arc<dyn Backend> = Arc::new(Host);
+    let mut pool = PagePool::new(&config, &host).expect("memory");
     let mut model = Model { pages: Vec::new(), free: Vec::new(), dropped: 0 };
     grow(&pool, &mut model, config.initial_pages);
     while source.next_step() {

@@ -7,7 +7,8 @@ use kvpool::index::Order;
 use kvpool::kernels::Indices;
 use kvpool::memory::{Backend, Host, Stream};
 use kvpool::pool::{
-    Batch, BatchPlanner, Fence, Field, Plan, PlannerConfig, ReqToTokenPool, TokenToKvPoolAllocator,
+    AllocatorConfig, Batch, BatchPlanner, Fence, Field, Plan, PlannerConfig, ReqToTokenConfig,
+    ReqToTokenPool, TokenToKvPoolAllocator,
 };
 
 use super::planner_model::{Limits, Model, Refused, Step, Wish};
@@ -39,10 +40,11 @@ pub(super) fn run(source: &mut Source<'_>) {
         kv_indices: !source.rarely(4),
         block_table: !source.rarely(4),
     };
-    let slots = TokenToKvPoolAllocator::new(count, &host, page_size, is_sorted, strict).expect("small");
-    let table = ReqToTokenPool::new(Arc::clone(&host), rows, columns, padding_row, false).expect("small");
-    let (slots, table) = (Arc::new(slots), Arc::new(Mutex::new(table)));
-    let batches = BatchPlanner::new(host, Arc::clone(&slots), Arc::clone(&table), config).expect("small");
+    let of_slots = AllocatorConfig { size: count, page_size, need_sort: is_sorted, strict };
+    let slots = Arc::new(TokenToKvPoolAllocator::new(&of_slots, &host).expect("small"));
+    let of_rows = ReqToTokenConfig { max_reqs: rows, max_context_len: columns, padding_row, strict: false };
+    let table = Arc::new(Mutex::new(ReqToTokenPool::new(&of_rows, &host).expect("small")));
+    let batches = BatchPlanner::new(&config, &host, Arc::clone(&slots), Arc::clone(&table)).expect("small");
     let limits =
         Limits { max_batch: config.max_batch_size, max_tokens: config.max_tokens, columns, padding_row };
     let order = if is_sorted { Order::Sorted } else { Order::Fifo };

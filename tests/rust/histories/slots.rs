@@ -8,7 +8,7 @@ use kvpool::base::{IndexVec, Result};
 use kvpool::index::{BadFree, BadFrees, Order};
 use kvpool::kernels::Indices;
 use kvpool::memory::{Backend, Host, Stream};
-use kvpool::pool::{Fence, TokenToKvPoolAllocator};
+use kvpool::pool::{AllocatorConfig, Fence, TokenToKvPoolAllocator};
 use kvpool::tensor::TensorView;
 
 use super::slot_model::SlotModel;
@@ -75,7 +75,8 @@ pub(super) fn run(source: &mut Source<'_>) {
     let count = 1 + source.below(150);
     let (is_sorted, strict) = (source.flip(), source.rarely(4));
     let backend: Arc<dyn Backend> = Arc::new(Host);
-    let made = TokenToKvPoolAllocator::new(count, &backend, page_size, is_sorted, strict);
+    let config = AllocatorConfig { size: count, page_size, need_sort: is_sorted, strict };
+    let made = TokenToKvPoolAllocator::new(&config, &backend);
     let order = if is_sorted { Order::Sorted } else { Order::Fifo };
     let model = SlotModel::new(count, page_size, order);
     let mut slots = Slots { pool: made.expect("small"), model, group: None, fences: Fences::default() };

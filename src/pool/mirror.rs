@@ -1,4 +1,4 @@
-//! What the host knows of int32 tensors on a device.
+//! Copies in host memory of int32 tensors on a device, by which the host knows their values without asking.
 
 use std::fmt::Debug;
 use std::ops::Range;
@@ -8,8 +8,8 @@ use crate::base::{DType, Device, IndexVec, Result};
 use crate::kernels::{Indices, read_indices, read_now};
 use crate::memory::{Borrowed, Gpu, Stream};
 
-/// A region of int32 on a device of which the host has a copy.
-pub(super) trait HostCopy: Debug + Send + Sync {
+/// The host's copy of a region of int32 on a device.
+pub(super) trait Mirror: Debug + Send + Sync {
     /// The addresses of the region.
     fn addresses(&self) -> Range<usize>;
 
@@ -19,14 +19,14 @@ pub(super) trait HostCopy: Debug + Send + Sync {
     fn values(&self, first: usize, step: usize, count: usize, version: u64) -> Option<Vec<i32>>;
 }
 
-/// Every copy of this process.
-static COPIES: RwLock<Vec<Weak<dyn HostCopy>>> = RwLock::new(Vec::new());
+/// Every one of this process.
+static MIRRORS: RwLock<Vec<Weak<dyn Mirror>>> = RwLock::new(Vec::new());
 
-/// Makes `copy` known until it is dropped.
-pub(super) fn publish(copy: &Arc<dyn HostCopy>) {
-    let mut copies = COPIES.write().unwrap_or_else(PoisonError::into_inner);
-    copies.retain(|copy| copy.strong_count() > 0);
-    copies.push(Arc::downgrade(copy));
+/// Makes `mirror` known until it is dropped.
+pub(super) fn publish(mirror: &Arc<dyn Mirror>) {
+    let mut mirrors = MIRRORS.write().unwrap_or_else(PoisonError::into_inner);
+    mirrors.retain(|mirror| mirror.strong_count() > 0);
+    mirrors.push(Arc::downgrade(mirror));
 }
 
 /// The values of an int32 tensor on a device, if the host knows them without asking it: the tensor lies where an
@@ -42,14 +42,15 @@ pub(super) fn known_values(tensor: &Borrowed<'_>, version: Option<u64>) -> Optio
     }
     let (version, (step, count)) = (version?, evenly_spaced(tensor)?);
     let address = tensor.address().as_ptr().addr();
-    let copies = COPIES.read().unwrap_or_else(PoisonError::into_inner);
-    let copy = copies.iter().filter_map(Weak::upgrade).find(|copy| copy.addresses().contains(&address))?;
-    drop(copies);
-    let offset = address - copy.addresses().start;
+    let mirrors = MIRRORS.read().unwrap_or_else(PoisonError::into_inner);
+    let mirror =
+        mirrors.iter().filter_map(Weak::upgrade).find(|mirror| mirror.addresses().contains(&address))?;
+    drop(mirrors);
+    let offset = address - mirror.addresses().start;
     if !offset.is_multiple_of(size_of::<i32>()) {
         return None;
     }
-    copy.values(offset / size_of::<i32>(), step, count, version).map(IndexVec::I32)
+    mirror.values(offset / size_of::<i32>(), step, count, version).map(IndexVec::I32)
 }
 
 /// The values of index tensors, wherever they are. Waits for those that only the device knows, and for what `stream`

@@ -4,21 +4,22 @@ use std::collections::{HashSet, VecDeque};
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use crate::base::bounded::narrow;
 use crate::base::{Result, widen, zeros};
 use crate::index::Bitmap;
 use crate::memory::{Gpu, Held, Region, Ring};
 
-use super::host_copy::{HostCopy, publish, stepped};
+use super::mirror::{Mirror, publish, stepped};
 
 /// Bytes of writes that may be on their way to the host at once.
 const ECHO_BYTES: usize = 4 << 20;
 
-/// A copy of a table, kept up with what is written to it in the order in which that is enqueued.
+/// A copy of a table, which follows what is written to it in the order in which that is enqueued.
 #[derive(Debug)]
-pub(super) struct TableCopy {
+pub(super) struct TableMirror {
     addresses: Range<usize>,
     columns: usize,
-    /// Where kernels tell what they wrote.
+    /// Where kernels echo what they wrote.
     echoes: Ring,
     state: Mutex<State>,
 }
@@ -27,9 +28,9 @@ pub(super) struct TableCopy {
 struct State {
     /// `[rows, columns]`, right but for `unknown` rows and what `steps` will change.
     values: Vec<i32>,
-    /// Rows that somebody else wrote to.
+    /// Rows that were written to past this class.
     unknown: Bitmap,
-    /// By row, columns below this may be written, as far as echoes told.
+    /// By row, columns below this may be written, as far as echoes say.
     written: Vec<u32>,
     /// What was enqueued behind an echo that has not landed, oldest first.
     steps: VecDeque<Step>,
@@ -40,7 +41,7 @@ struct State {
 /// One change of the table.
 #[derive(Debug)]
 enum Step {
-    /// A kernel tells so many places and what it wrote to them.
+    /// A kernel echoes so many places and what it wrote to them.
     Echo(Held, usize),
     /// The first columns of rows were zeroed.
     Zero(Vec<(u32, u32)>),
@@ -48,7 +49,7 @@ enum Step {
     Columns(u32, usize, Vec<i32>),
 }
 
-impl TableCopy {
+impl TableMirror {
     /// For a table of zeros that fills `region`.
     pub(super) fn new(gpu: &Arc<Gpu>, region: &Region, rows: usize, columns: usize) -> Result<Arc<Self>> {
         let start = region.address().as_ptr().addr();
@@ -65,12 +66,12 @@ impl TableCopy {
             echoes: Ring::on_host(gpu, ECHO_BYTES)?,
             state: Mutex::new(state),
         });
-        let published: Arc<dyn HostCopy> = copy.clone();
+        let published: Arc<dyn Mirror> = copy.clone();
         publish(&published);
         Ok(copy)
     }
 
-    /// Where kernels tell what they wrote.
+    /// Where kernels echo what they wrote.
     pub(super) const fn echoes(&self) -> &Ring {
         &self.echoes
     }
@@ -98,25 +99,26 @@ impl TableCopy {
         }
     }
 
-    /// Notes that a kernel will tell `count` places that it wrote.
-    pub(super) fn will_tell(&self, held: Held, count: usize) {
+    /// Notes that a kernel will echo `count` places that it wrote.
+    pub(super) fn expect_echo(&self, held: Held, count: usize) {
         self.lock().steps.push_back(Step::Echo(held, count));
     }
 
-    /// Notes that the host does not know rows any more; all of them, if it does not know which.
-    pub(super) fn lost(&self, rows: Option<&[u32]>) {
+    /// Notes that the host does not know rows any more.
+    pub(super) fn forget(&self, rows: impl IntoIterator<Item = u32>) {
         let mut state = self.lock();
-        if let Some(rows) = rows {
-            for &row in rows {
-                state.unknown.insert_run(widen(row), 1);
-            }
-        } else {
-            state.lose_all();
+        for row in rows {
+            state.unknown.insert_run(widen(row), 1);
         }
     }
 
+    /// Notes that the host does not know any row any more.
+    pub(super) fn forget_all(&self) {
+        self.lock().forget_all();
+    }
+
     /// Notes that the framework's own writes up to `version` are accounted for, and returns what was noted before.
-    pub(super) fn trust(&self, version: u64) -> u64 {
+    pub(super) fn account_for(&self, version: u64) -> u64 {
         std::mem::replace(&mut self.lock().version, version)
     }
 
@@ -126,7 +128,7 @@ impl TableCopy {
         if state.steps.is_empty() && !state.unknown.contains(widen(row)) {
             state.written[widen(row)]
         } else {
-            u32::try_from(self.columns).unwrap_or(u32::MAX)
+            narrow(self.columns)
         }
     }
 
@@ -143,8 +145,8 @@ impl TableCopy {
         }
     }
 
-    /// Forgets what is on its way: the whole table is about to be zeroed.
-    pub(super) fn forget_echoes(&self) {
+    /// Gives up echoes on their way: the whole table is about to be zeroed.
+    pub(super) fn drop_echoes(&self) {
         for step in std::mem::take(&mut self.lock().steps) {
             if let Step::Echo(held, _) = step {
                 self.echoes.release(&held);
@@ -157,7 +159,7 @@ impl TableCopy {
         let mut state = self.lock();
         while let Some(step) = state.steps.front() {
             let landed = match step {
-                // A device that has failed tells nothing any more; what it would have told stays unknown.
+                // A device that has failed echoes nothing any more; what it would have written stays unknown.
                 Step::Echo(held, _) => held.done().passed().unwrap_or(false),
                 Step::Zero(_) | Step::Columns(..) => true,
             };
@@ -166,10 +168,10 @@ impl TableCopy {
             }
             match state.steps.pop_front() {
                 Some(Step::Echo(held, count)) => {
-                    if let Ok(told) = self.echoes.take::<i32>(&held, 3 * count) {
-                        state.hear(&told, self.columns);
+                    if let Ok(echo) = self.echoes.take::<i32>(&held, 3 * count) {
+                        state.apply(&echo, self.columns);
                     } else {
-                        state.lose_all();
+                        state.forget_all();
                     }
                 }
                 Some(Step::Zero(rows)) => state.zero(&rows, self.columns),
@@ -187,14 +189,14 @@ impl TableCopy {
 
 impl State {
     /// Notes that the host knows no row any more.
-    fn lose_all(&mut self) {
+    fn forget_all(&mut self) {
         self.unknown.insert_run(0, self.written.len());
     }
 
-    /// Notes what a kernel told: triples of row, column and value, row -1 where it wrote nothing.
-    fn hear(&mut self, told: &[i32], columns: usize) {
-        let mut seen = HashSet::with_capacity(told.len() / 3);
-        for triple in told.chunks_exact(3) {
+    /// Notes what a kernel wrote: triples of row, column and value, row -1 where it wrote nothing.
+    fn apply(&mut self, echo: &[i32], columns: usize) {
+        let mut seen = HashSet::with_capacity(echo.len() / 3);
+        for triple in echo.chunks_exact(3) {
             if let (Ok(row), Ok(column)) = (usize::try_from(triple[0]), u32::try_from(triple[1])) {
                 self.values[row * columns + widen(column)] = triple[2];
                 self.written[row] = self.written[row].max(column + 1);
@@ -220,7 +222,7 @@ impl State {
     }
 }
 
-impl HostCopy for TableCopy {
+impl Mirror for TableMirror {
     fn addresses(&self) -> Range<usize> {
         self.addresses.clone()
     }

@@ -1,0 +1,271 @@
+//! How the work of a launch is divided among the blocks of its grid.
+
+use std::ptr;
+
+use crate::base::bounded::{narrow, signed, unsigned};
+use crate::base::{Error, Result, widen};
+use crate::kernels::rows::RowBuffer;
+
+/// Words that a thread copies.
+pub(super) const WORDS_PER_LANE: usize = 4;
+/// Elements that a thread converts.
+pub(super) const ELEMENTS_PER_LANE: usize = 8;
+/// Threads of a block.
+const BLOCK: usize = 256;
+/// Threads that share a row, at most.
+const MOST_LANES: usize = 32;
+/// The most blocks in the second dimension of a grid.
+const MOST_Y: usize = 65_535;
+
+/// `Divisor` of `params.cuh`: of numbers below 2^31, as a factor and a shift.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Divisor {
+    by: u32,
+    factor: u32,
+    shift: u32,
+}
+
+/// `Split`: a row for a power of two of threads, in pieces of which each of them does one at a time.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Split {
+    pieces: Divisor,
+    lane_bits: u32,
+}
+
+/// `RowGroup`: equal buffers, `step` bytes apart.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(super) struct RowGroup {
+    pub(super) base: *mut u8,
+    pub(super) step: i64,
+    pub(super) words: i64,
+    pub(super) split: Split,
+    pub(super) blocks: Divisor,
+    pub(super) buffers: u32,
+    pub(super) word: i32,
+    pub(super) unused: i32,
+}
+
+impl Divisor {
+    /// Divides by `by`, at least 1 and below 2^31.
+    pub(super) fn new(by: usize) -> Result<Self> {
+        let by = u32::try_from(by).ok().filter(|by| (1..1 << 31).contains(by));
+        let by = by.ok_or_else(|| Error::config("a row or a batch is too large for one launch"))?;
+        let shift = 31 + by.next_power_of_two().trailing_zeros();
+        // Fits, as 2^shift is at most 2^32 * (by - 1).
+        let factor = u32::try_from((1u64 << shift).div_ceil(u64::from(by)));
+        Ok(Self { by, factor: factor.expect("it has 32 bits"), shift })
+    }
+}
+
+impl Split {
+    /// Rows of `words` for threads that do `per_lane` of them at a time.
+    pub(super) fn new(words: usize, per_lane: usize) -> Result<Self> {
+        let lanes = words.div_ceil(per_lane).next_power_of_two().min(MOST_LANES);
+        let pieces = Divisor::new(words.div_ceil(lanes * per_lane).max(1))?;
+        Ok(Self { pieces, lane_bits: lanes.trailing_zeros() })
+    }
+
+    /// Blocks for `count` rows.
+    fn blocks(&self, count: usize) -> Result<u32> {
+        // Kernels count them in 31 bits.
+        let pieces = count.checked_mul(widen(self.pieces.by)).and_then(|pieces| u32::try_from(pieces).ok());
+        let pieces = pieces.filter(|pieces| *pieces < 1 << 31);
+        let pieces = pieces.ok_or_else(|| too_much(count, "rows"))?;
+        blocks(widen(pieces) << self.lane_bits)
+    }
+}
+
+/// Where the second part of two begins, and the grid of both.
+pub(super) fn parts_grid(splits: [Split; 2], count: usize) -> Result<(i64, [u32; 2])> {
+    let [first, second] = [splits[0].blocks(count)?, splits[1].blocks(count)?];
+    Ok((i64::from(first), [total(u64::from(first) + u64::from(second))?, 1]))
+}
+
+impl RowGroup {
+    /// Buffers of equal rows that lie equally far apart in one region.
+    fn new(buffers: &[RowBuffer]) -> Result<Self> {
+        let present = buffers.first().filter(|buffer| buffer.row_bytes() > 0);
+        let step = match (present, buffers.get(1)) {
+            (Some(first), Some(second)) => second.offset() - first.offset(),
+            _ => 0,
+        };
+        debug_assert!(buffers.windows(2).all(|pair| pair[1].offset() - pair[0].offset() == step));
+        let base = present.map_or(ptr::null_mut(), |buffer| buffer.row(0));
+        let row_bytes = present.map_or(0, RowBuffer::row_bytes);
+        Self::of(base, step, row_bytes, present.map_or(0, |_| buffers.len()))
+    }
+
+    /// `buffers` buffers of rows of `row_bytes`, `step` bytes apart.
+    fn of(base: *mut u8, step: usize, row_bytes: usize, buffers: usize) -> Result<Self> {
+        let word = word_of([base.addr(), step, row_bytes]);
+        let words = row_bytes / word.bytes();
+        Ok(Self {
+            base,
+            step: signed(step),
+            words: signed(words),
+            split: Split::new(words, WORDS_PER_LANE)?,
+            blocks: Divisor::new(1)?,
+            buffers: u32::try_from(buffers).map_err(|_| too_much(buffers, "buffers"))?,
+            word: word.into(),
+            unused: 0,
+        })
+    }
+}
+
+/// Two groups of buffers, for whose rows or words each block of a grid works on one buffer.
+pub(super) struct Groups([RowGroup; 2]);
+
+impl Groups {
+    pub(super) fn new(buffers: [&[RowBuffer]; 2]) -> Result<Self> {
+        Ok(Self([RowGroup::new(buffers[0])?, RowGroup::new(buffers[1])?]))
+    }
+
+    /// With blocks for `count` rows of every buffer.
+    pub(super) fn for_rows(self, count: usize) -> Result<([RowGroup; 2], [u32; 2])> {
+        self.with_blocks(|group| group.split.blocks(count))
+    }
+
+    /// With a thread for each word of a row, in every buffer.
+    pub(super) fn for_words(self) -> Result<([RowGroup; 2], [u32; 2])> {
+        self.with_blocks(|group| blocks(unsigned(group.words)))
+    }
+
+    fn with_blocks(
+        mut self,
+        of_buffer: impl Fn(&RowGroup) -> Result<u32>,
+    ) -> Result<([RowGroup; 2], [u32; 2])> {
+        let mut blocks = 0;
+        for group in &mut self.0 {
+            let each = if group.buffers == 0 { 0 } else { of_buffer(group)? };
+            if each == 0 {
+                group.buffers = 0;
+            }
+            group.blocks = Divisor::new(widen(each).max(1))?;
+            blocks += u64::from(each) * u64::from(group.buffers);
+        }
+        Ok((self.0, [total(blocks)?, 1]))
+    }
+}
+
+/// All blocks of a grid, in its first dimension.
+fn total(blocks: u64) -> Result<u32> {
+    u32::try_from(blocks).ok().filter(|blocks| *blocks < 1 << 31).ok_or_else(|| too_much(blocks, "blocks"))
+}
+
+fn too_much(number: impl std::fmt::Display, noun: &str) -> Error {
+    Error::config(format!("{number} {noun} of work are more than one launch takes; pass it in parts"))
+}
+
+/// Blocks for `count` segments of at most `longest` elements; each block walks over what is left.
+pub(super) fn ragged_grid(longest: usize, count: usize) -> Result<[u32; 2]> {
+    /// A device runs so many blocks at once, more or less; more along one segment do not speed it up.
+    const ENOUGH: usize = 1024;
+    Ok([blocks(longest)?.min(narrow(ENOUGH.div_ceil(count.max(1)))), narrow(count.min(MOST_Y))])
+}
+
+/// Blocks of that many threads in all.
+pub(super) fn blocks(threads: usize) -> Result<u32> {
+    let blocks = threads.div_ceil(BLOCK);
+    i32::try_from(blocks).map(i32::unsigned_abs).map_err(|_| too_much(threads, "threads"))
+}
+
+/// A power of two of bytes, at most 16, that a thread copies at once.
+#[derive(Clone, Copy)]
+pub(super) struct Word(u8);
+
+impl Word {
+    pub(super) const BYTE: Self = Self(1);
+
+    pub(super) fn bytes(self) -> usize {
+        self.0.into()
+    }
+}
+
+impl From<Word> for i32 {
+    fn from(word: Word) -> Self {
+        word.0.into()
+    }
+}
+
+/// The largest word of which all `places` are multiples.
+pub(super) fn word_of(places: impl IntoIterator<Item = usize>) -> Word {
+    let bits = places.into_iter().fold(16, |bits, place| bits | place);
+    Word(1 << bits.trailing_zeros())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    impl Divisor {
+        fn quotient(self, number: u32) -> u32 {
+            u32::try_from((u64::from(number) * u64::from(self.factor)) >> self.shift).expect("a quotient")
+        }
+    }
+
+    #[test]
+    fn divisors_divide_every_number_below_their_bound() {
+        const MOST: u32 = (1 << 31) - 1;
+        let near_powers = (0..31).flat_map(|bits| [(1u32 << bits) - 1, 1 << bits, (1 << bits) + 1]);
+        for by in
+            near_powers.clone().chain((3..2000).map(|i| i * 1_048_573)).filter(|by| (1..=MOST).contains(by))
+        {
+            let divisor = Divisor::new(widen(by)).expect("in range");
+            let multiples = [1, 2, 3, MOST / by - 1, MOST / by].map(|times| by.saturating_mul(times));
+            let around = multiples.into_iter().chain(near_powers.clone()).chain([MOST]);
+            for number in around.flat_map(|number| [number.wrapping_sub(1), number, number.wrapping_add(1)]) {
+                if number <= MOST {
+                    assert_eq!(divisor.quotient(number), number / by, "{number} / {by}");
+                }
+            }
+        }
+        assert!(Divisor::new(0).is_err() && Divisor::new(1 << 31).is_err());
+    }
+
+    /// The number of threads that have words of a row, and of all threads, block by block as the kernels divide them.
+    fn busy_blocks(groups: &[RowGroup; 2], grid: [u32; 2], count: u32) -> [u64; 2] {
+        let first_blocks = groups[0].buffers * groups[0].blocks.by;
+        let mut found = [0; 2];
+        for block in 0..grid[0] {
+            let (group, block) =
+                if block < first_blocks { (&groups[0], block) } else { (&groups[1], block - first_blocks) };
+            let buffer = group.blocks.quotient(block);
+            assert!(buffer < group.buffers);
+            let within = block - buffer * group.blocks.by;
+            let piece = (u64::from(within) * 256) >> group.split.lane_bits;
+            found[0] += u64::from(piece < u64::from(count) * u64::from(group.split.pieces.by));
+            found[1] += 1;
+        }
+        found
+    }
+
+    #[test]
+    fn every_block_has_work() {
+        // Qwen3-Next: 36 layers of 32 x 128 x 128 float32 and of 8192 x 3 bfloat16, 8 slots at once.
+        let of =
+            |row_bytes, buffers| RowGroup::of(ptr::null_mut(), 256, row_bytes, buffers).expect("a group");
+        let states = || Groups([of(32 * 128 * 128 * 4, 36), of(8192 * 3 * 2, 36)]);
+        for count in [1u32, 8, 100] {
+            let (groups, grid) = states().for_rows(widen(count)).expect("a grid");
+            let [busy, all] = busy_blocks(&groups, grid, count);
+            assert_eq!((busy, all), (u64::from(grid[0]), u64::from(grid[0])));
+        }
+        let (_, grid) = states().for_rows(8).expect("a grid");
+        assert_eq!(grid, [36 * (1024 + 24), 1]);
+        let (groups, grid) = states().for_words().expect("a grid");
+        assert_eq!(grid, [36 * (512 + 12), 1]);
+        assert_eq!((groups[0].blocks.by, groups[1].blocks.by), (512, 12));
+        assert_eq!(states().for_rows(0).expect("nothing").1, [0, 1]);
+    }
+
+    #[test]
+    fn parts_of_different_widths_have_blocks_of_their_own() {
+        // 64 rows of 1024 and of 64 bytes: 2 rows a warp, and 32.
+        let splits = [1024 / 16, 64 / 16].map(|words| Split::new(words, WORDS_PER_LANE).expect("a split"));
+        assert_eq!(parts_grid(splits, 64).expect("a grid"), (4, [4 + 1, 1]));
+        assert!(parts_grid(splits, 1 << 31).is_err());
+    }
+}

@@ -1,0 +1,171 @@
+//! Numbers of a batch as kernels get them: in tensors of the device, computed, or arrays of the host that cross with the
+//! call or through a ring.
+
+use std::ffi::c_void;
+use std::ptr;
+
+use crate::base::bounded::{int32, signed};
+use crate::base::{DType, Dims, Error, Result};
+use crate::kernels::indices::Numbers;
+use crate::memory::RegionRange;
+
+/// Where the numbers of a batch are: `INDEX_...` of `params.cuh`.
+#[repr(i32)]
+#[derive(Clone, Copy)]
+enum IndexKind {
+    /// In an int32 tensor, or computed.
+    Narrow = 0,
+    /// In an int64 tensor.
+    Wide = 1,
+    /// In the list of the call.
+    Listed = 2,
+}
+
+/// `Index` of `params.cuh`: the numbers of a batch.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(super) struct Index {
+    data: *const c_void,
+    value: i64,
+    step: i64,
+    kind: IndexKind,
+    ndim: i32,
+    shape: [i64; 8],
+    strides: [i64; 8],
+}
+
+/// Bytes of parameters that every driver takes, and what fits them of a list alone.
+const PARAMS_BYTES: usize = 4096;
+const MOST_LISTED: usize = PARAMS_BYTES / size_of::<i32>();
+
+/// `WithList`: parameters of a kernel with numbers of the host behind them. It may go on behind what the kernel takes.
+#[repr(C)]
+pub(super) struct WithList<P> {
+    params: P,
+    list: [i32; MOST_LISTED],
+}
+
+impl<P> WithList<P> {
+    /// How many numbers fit.
+    const ROOM: usize = (PARAMS_BYTES - size_of::<P>()) / size_of::<i32>();
+
+    /// `params` with all of `arrays`, one behind the other, unless they are too many.
+    pub(super) fn fits(arrays: &[&[i32]]) -> bool {
+        arrays.iter().map(|array| array.len()).sum::<usize>() <= Self::ROOM
+    }
+
+    /// `params` with `arrays`, which fit, one behind the other.
+    pub(super) fn new(params: P, arrays: &[&[i32]]) -> Self {
+        let mut list = [0; MOST_LISTED];
+        for (place, number) in list.iter_mut().zip(arrays.iter().copied().flatten()) {
+            *place = *number;
+        }
+        Self { params, list }
+    }
+}
+
+/// Where a kernel finds the arrays of the host that it was given.
+#[derive(Clone, Copy)]
+pub(super) enum Arrays<'a> {
+    /// In the list of the call, one behind the other.
+    Listed,
+    /// Each copied to bytes on the device.
+    Copied(&'a [RegionRange<'a>]),
+}
+
+impl Arrays<'_> {
+    /// The address of array `which`; null where it came with the call.
+    pub(super) fn address<T>(&self, which: usize) -> *const T {
+        match self {
+            Self::Listed => ptr::null(),
+            Self::Copied(ranges) => ranges[which].address().as_ptr().cast_const().cast(),
+        }
+    }
+
+    /// The numbers of every batch of a call, for whose lists these are.
+    pub(super) fn indices(&self, numbers: &[Numbers<'_>]) -> Result<Vec<Index>> {
+        let (mut which, mut begin) = (0, 0);
+        let index = |numbers: &Numbers<'_>| {
+            let Numbers::List(list) = numbers else { return Index::new(numbers) };
+            let index = match self {
+                Self::Listed => Index::listed(begin, list.len()),
+                Self::Copied(_) => Index::at(self.address(which), list.len()),
+            };
+            which += 1;
+            begin += list.len();
+            Ok(index)
+        };
+        numbers.iter().map(index).collect()
+    }
+}
+
+impl Index {
+    const fn computed(value: i64, step: i64) -> Self {
+        Self {
+            data: ptr::null(),
+            value,
+            step,
+            kind: IndexKind::Narrow,
+            ndim: 1,
+            shape: [1; 8],
+            strides: [0; 8],
+        }
+    }
+
+    /// `len` numbers of the list that comes with a call, from `begin` on.
+    fn listed(begin: usize, len: usize) -> Self {
+        Self { kind: IndexKind::Listed, shape: first(signed(len), 1), ..Self::computed(signed(begin), 0) }
+    }
+
+    /// `len` numbers at an address of the device.
+    fn at(data: *const c_void, len: usize) -> Self {
+        Self { data, shape: first(signed(len), 1), strides: first(1, 0), ..Self::computed(0, 0) }
+    }
+
+    /// Numbers that the device knows, or can compute. A list of the host is none.
+    pub(super) fn new(numbers: &Numbers<'_>) -> Result<Self> {
+        match numbers {
+            Numbers::Same(value) => Ok(Self::computed(*value, 0)),
+            Numbers::From(value) => Ok(Self::computed(*value, 1)),
+            Numbers::List(_) => Err(Error::config("numbers of the host are not on the device")),
+            Numbers::Tensor(tensor) => {
+                let kind = match tensor.dtype() {
+                    DType::I32 => IndexKind::Narrow,
+                    DType::I64 => IndexKind::Wide,
+                    other => {
+                        return Err(Error::wrong_type(format!(
+                            "indices must be int32 or int64, not {other}"
+                        )));
+                    }
+                };
+                let (ndim, shape, strides) = collapsed(tensor.shape(), tensor.strides());
+                let data = tensor.address().as_ptr().cast_const().cast();
+                Ok(Self { data, kind, ndim, shape, strides, ..Self::computed(0, 0) })
+            }
+        }
+    }
+}
+
+/// `value`, and `rest` after it.
+const fn first(value: i64, rest: i64) -> [i64; 8] {
+    [value, rest, rest, rest, rest, rest, rest, rest]
+}
+
+/// The same elements in the same order with as few dimensions as possible, at least one.
+pub(super) fn collapsed(shape: &Dims, strides: &Dims) -> (i32, [i64; 8], [i64; 8]) {
+    let (mut extents, mut steps) = (first(1, 1), [0i64; 8]);
+    let mut ndim = 0;
+    for (&extent, &stride) in shape.as_slice().iter().zip(strides.as_slice()) {
+        if extent == 1 {
+            continue;
+        }
+        if ndim > 0 && Some(steps[ndim - 1]) == stride.checked_mul(extent) {
+            extents[ndim - 1] *= extent;
+            steps[ndim - 1] = stride;
+        } else {
+            (extents[ndim], steps[ndim]) = (extent, stride);
+            ndim += 1;
+        }
+    }
+    (int32(ndim.max(1)), extents, steps)
+}

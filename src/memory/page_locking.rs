@@ -1,0 +1,231 @@
+//! Page-locking of a region, step by step on threads of its own, while what is done is used already.
+//!
+//! A large region takes minutes. A step takes the driver's locks for some tens of milliseconds, so that other calls come
+//! in between, and offers its bytes to a [`Sink`] as soon as it is done.
+
+use std::collections::VecDeque;
+use std::fmt::Debug;
+use std::ops::Range;
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::{Arc, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use crate::base::sync::{AtomicBool, AtomicUsize, Condvar, Mutex, MutexGuard, thread};
+use crate::base::{Error, ErrorKind, Result};
+
+use super::{Gpu, PAGE, Region};
+
+/// About so many bytes are page-locked by one call, which holds up others of the driver meanwhile. Where every order of
+/// threads is tried, as little as can be.
+const STEP_BYTES: usize = if cfg!(loom) { PAGE } else { 64 << 20 };
+
+/// Steps of whole pieces of a region, of which each ends where the next begins, given by their ends.
+///
+/// Pieces end at pages, so that each step can be page-locked by itself.
+///
+/// ```
+/// use kvpool::memory::page_lock_steps;
+/// assert_eq!(page_lock_steps([4096, 8192, 200 << 20]), [0..8192, 8192..200 << 20]);
+/// ```
+pub fn page_lock_steps(piece_ends: impl IntoIterator<Item = usize>) -> Vec<Range<usize>> {
+    let mut steps: Vec<Range<usize>> = Vec::new();
+    let mut start = 0;
+    for end in piece_ends {
+        match steps.last_mut() {
+            Some(step) if end - step.start <= STEP_BYTES => step.end = end,
+            _ => steps.push(start..end),
+        }
+        start = end;
+    }
+    steps
+}
+
+/// Page-locks a region step by step, through `gpu`, and returns when all of it is.
+///
+/// # Errors
+/// As [`Backend::lock_pages`](super::Backend::lock_pages).
+pub fn lock_pages(gpu: &Arc<Gpu>, region: &Region, steps: &[Range<usize>]) -> Result<()> {
+    steps.iter().try_for_each(|step| region.lock_pages(gpu, step))
+}
+
+/// What gets the bytes of a region as they are page-locked.
+pub trait Sink: Debug + Send + Sync {
+    /// Takes the bytes of a step. Those that could not be page-locked are ordinary memory.
+    fn offer(&self, bytes: &Range<usize>, is_locked: bool);
+
+    /// Nothing more is offered that anybody should wait for.
+    fn end(&self);
+}
+
+/// How far page-locking has come.
+#[derive(Clone, Debug)]
+pub struct Progress {
+    /// Bytes that were offered.
+    pub done: usize,
+    /// Bytes of the region.
+    pub total: usize,
+    /// Why the last step was not page-locked.
+    pub failure: Option<Error>,
+}
+
+/// What [`PageLocking::next`] finds.
+#[derive(Clone, Debug)]
+pub enum Report {
+    /// A step is done.
+    Step(Progress),
+    /// No step was done in time.
+    Later,
+    /// There is no further step.
+    Over,
+}
+
+/// Page-locking that goes on. [`Sink::end`] is called when it drops.
+#[derive(Debug)]
+pub struct PageLocking(Arc<Shared>);
+
+#[derive(Debug)]
+struct Shared {
+    gpu: Arc<Gpu>,
+    region: Arc<Region>,
+    /// Each thread takes the next.
+    steps: Vec<Range<usize>>,
+    next: AtomicUsize,
+    /// Page-locking ends early when it is gone.
+    sink: Weak<dyn Sink>,
+    stop: AtomicBool,
+    state: Mutex<State>,
+    /// A step is done, or a worker has ended.
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    workers: usize,
+    done: usize,
+    /// Steps that were not asked for yet.
+    reports: VecDeque<Progress>,
+}
+
+impl PageLocking {
+    /// Page-locks `steps` of a region through `gpu`, on up to so many threads, until the sink is gone. Its only step, if
+    /// there is one only, is done on return. The sink must not wait for this call.
+    #[must_use]
+    pub fn start(
+        gpu: &Arc<Gpu>,
+        region: &Arc<Region>,
+        steps: Vec<Range<usize>>,
+        threads: usize,
+        sink: Weak<dyn Sink>,
+    ) -> Self {
+        let count = steps.len();
+        let shared = Arc::new(Shared {
+            gpu: Arc::clone(gpu),
+            region: Arc::clone(region),
+            steps,
+            next: AtomicUsize::new(0),
+            sink,
+            stop: AtomicBool::new(false),
+            state: Mutex::default(),
+            changed: Condvar::new(),
+        });
+        for number in 0..threads.min(count) {
+            let worker = Worker::new(&shared);
+            let name = format!("kvpool-page-lock-{number}");
+            if count == 1 {
+                worker.work();
+            } else if let Err(failure) = thread::Builder::new().name(name).spawn(move || worker.work())
+                && number == 0
+            {
+                // The machine has no thread to give: the memory stays ordinary.
+                let failure = Error::new(ErrorKind::OutOfMemory, failure.to_string());
+                shared.offer(&(0..region.bytes()), Err(failure));
+                break;
+            }
+        }
+        Self(shared)
+    }
+
+    /// How many steps it takes.
+    #[must_use]
+    pub fn steps(&self) -> usize {
+        self.0.steps.len()
+    }
+
+    /// Waits for the next step, at most for `timeout`.
+    #[must_use]
+    pub fn next(&self, timeout: Duration) -> Report {
+        let begin = Instant::now();
+        let mut state = self.0.state();
+        loop {
+            if let Some(step) = state.reports.pop_front() {
+                return Report::Step(step);
+            }
+            if state.workers == 0 {
+                return Report::Over;
+            }
+            let left = timeout.saturating_sub(begin.elapsed());
+            if left.is_zero() {
+                return Report::Later;
+            }
+            state = self.0.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// Has it end after the steps that were begun.
+    pub fn stop(&self) {
+        self.0.stop.store(true, Relaxed);
+    }
+}
+
+impl Drop for PageLocking {
+    fn drop(&mut self) {
+        if let Some(sink) = self.0.sink.upgrade() {
+            sink.end();
+        }
+    }
+}
+
+impl Shared {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Offers the bytes of a step, and reports it. Whether the sink is still there.
+    fn offer(&self, step: &Range<usize>, locked: Result<()>) -> bool {
+        let Some(sink) = self.sink.upgrade() else { return false };
+        sink.offer(step, locked.is_ok());
+        let mut state = self.state();
+        state.done += step.len();
+        let progress = Progress { done: state.done, total: self.region.bytes(), failure: locked.err() };
+        state.reports.push_back(progress);
+        drop(state);
+        self.changed.notify_all();
+        true
+    }
+}
+
+/// A thread's part in page-locking.
+struct Worker(Arc<Shared>);
+
+impl Worker {
+    fn new(shared: &Arc<Shared>) -> Self {
+        shared.state().workers += 1;
+        Self(Arc::clone(shared))
+    }
+
+    fn work(self) {
+        let shared = &self.0;
+        while let Some(step) = shared.steps.get(shared.next.fetch_add(1, Relaxed))
+            && !shared.stop.load(Relaxed)
+            && shared.sink.strong_count() > 0
+            && shared.offer(step, shared.region.lock_pages(&shared.gpu, step))
+        {}
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        self.0.state().workers -= 1;
+        self.0.changed.notify_all();
+    }
+}

@@ -1,0 +1,218 @@
+//! Writes to a table on a GPU, which the host's mirror follows.
+
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
+
+use crate::base::bounded::signed;
+use crate::base::{IndexVec, Result, Row};
+use crate::kernels::{Executor, IndexSpace, Indices, Numbers};
+use crate::memory::{Borrowed, Stream};
+use crate::pool::mirror::{known_values, values_now};
+use crate::pool::table_mirror::TableMirror;
+
+use super::{Id, ReqToTokenPool, TableIndex, as_many, broadcast, mismatched};
+
+/// Numbers of a launch.
+enum Given<'a> {
+    List(Vec<i32>),
+    Tensor(Borrowed<'a>),
+    Same(i64),
+    From(usize),
+}
+
+impl<'a> Given<'a> {
+    /// Indices, those of the host checked.
+    fn new(indices: &Indices<'a>, space: IndexSpace) -> Result<Self> {
+        match indices {
+            Indices::Host(_) => indices.list(space).map(Self::List),
+            Indices::Device { tensor, .. } => Ok(Self::Tensor(*tensor)),
+        }
+    }
+
+    fn numbers(&self) -> Numbers<'_> {
+        match self {
+            Self::List(list) => Numbers::List(list),
+            Self::Tensor(tensor) => Numbers::Tensor(tensor),
+            Self::Same(number) => Numbers::Same(*number),
+            Self::From(first) => Numbers::From(signed(*first)),
+        }
+    }
+}
+
+/// Places of the table, checked as far as the host knows them.
+struct Places<'a> {
+    row: Given<'a>,
+    column: Given<'a>,
+    count: usize,
+    /// Which they are, if the host knows that.
+    known: Option<Known>,
+}
+
+/// Places that the host knows.
+enum Known {
+    /// Row and column of each.
+    Points(Vec<(u32, u32)>),
+    /// So many columns of one row, from one on.
+    Columns { row: Row, from: usize, count: usize },
+}
+
+impl Known {
+    fn rows(&self) -> Vec<u32> {
+        match self {
+            Self::Points(points) => points.iter().map(|(row, _)| *row).collect(),
+            Self::Columns { row, .. } => vec![row.number()],
+        }
+    }
+}
+
+impl ReqToTokenPool {
+    /// As [`ReqToTokenPool::write`], in one launch.
+    pub(super) fn write_on_device(
+        &mut self,
+        mirror: &Arc<TableMirror>,
+        index: &TableIndex<'_>,
+        values: &Indices<'_>,
+        stream: Stream,
+    ) -> Result<()> {
+        self.not_capturing(stream)?;
+        self.executor.expect_here(&[values], stream)?;
+        let values = &self.read_before(values, stream)?;
+        let known = known(values).map(IndexVec::into_i32).transpose()?;
+        let places = match index {
+            TableIndex::Columns { row, start, end } => {
+                let (row, from, stop) = self.checked_columns(*row, *start, *end)?;
+                let count = stop - from;
+                let known = Some(Known::Columns { row, from, count });
+                Places { row: Given::Same(row.number().into()), column: Given::From(from), count, known }
+            }
+            TableIndex::Points { rows, columns } => {
+                self.executor.expect_here(&[rows, columns], stream)?;
+                as_many(rows.len(), columns.len())?;
+                self.places(&self.read_before(rows, stream)?, &self.read_before(columns, stream)?)?
+            }
+        };
+        let value = match (values, values.len(), known.as_deref()) {
+            (_, len, _) if len != places.count && len != 1 => return Err(mismatched(len, places.count)),
+            (Indices::Host(_), _, Some(&[only])) => Given::Same(only.into()),
+            (Indices::Host(_), _, known) => Given::List(known.unwrap_or_default().to_vec()),
+            (Indices::Device { tensor, .. }, 1, _) => {
+                Given::Tensor(tensor.repeated(places.count).unwrap_or(*tensor))
+            }
+            (Indices::Device { tensor, .. }, ..) => Given::Tensor(*tensor),
+        };
+        match (&places.known, known.as_deref()) {
+            (Some(Known::Points(points)), Some(values)) if has_repeats(points) => {
+                self.enqueue_last(mirror, points, values, stream)
+            }
+            (_, known) => self.enqueue(mirror, &places, &value, known, stream),
+        }
+    }
+
+    /// Numbers for a launch that writes the table. Those that are part of it are read now: a launch that writes what it reads
+    /// leaves it to the device which comes first.
+    fn read_before<'a>(&self, numbers: &Indices<'a>, stream: Stream) -> Result<Indices<'a>> {
+        match numbers {
+            Indices::Device { tensor, .. } if self.has(tensor) => {
+                values_now(numbers.clone(), stream).map(Indices::Host)
+            }
+            numbers => Ok(numbers.clone()),
+        }
+    }
+
+    /// The places of points.
+    fn places<'a>(&self, rows: &Indices<'a>, columns: &Indices<'a>) -> Result<Places<'a>> {
+        let [row_space, column_space] = self.spaces();
+        let (row, column) = (Given::new(rows, row_space)?, Given::new(columns, column_space)?);
+        let known = match known(rows).zip(known(columns)) {
+            None => None,
+            Some((rows, columns)) => {
+                let points = row_space.check(&rows)?.into_iter().zip(column_space.check(&columns)?);
+                Some(Known::Points(points.collect()))
+            }
+        };
+        Ok(Places { row, column, count: rows.len(), known })
+    }
+
+    /// Enqueues a write to places of which some are named more than once: the last value of each.
+    fn enqueue_last(
+        &mut self,
+        mirror: &Arc<TableMirror>,
+        points: &[(u32, u32)],
+        values: &[i32],
+        stream: Stream,
+    ) -> Result<()> {
+        let last: HashMap<(u32, u32), i32> =
+            points.iter().enumerate().map(|(at, &point)| (point, nth(values, at))).collect();
+        let (points, values): (Vec<(u32, u32)>, Vec<i32>) = last.into_iter().unzip();
+        let places = Places {
+            row: Given::List(points.iter().map(|(row, _)| row.cast_signed()).collect()),
+            column: Given::List(points.iter().map(|(_, column)| column.cast_signed()).collect()),
+            count: points.len(),
+            known: Some(Known::Points(points)),
+        };
+        self.enqueue(mirror, &places, &Given::List(values.clone()), Some(&values), stream)
+    }
+
+    /// Enqueues a write, and notes it in the mirror now or when the kernel has echoed what it wrote.
+    fn enqueue(
+        &mut self,
+        mirror: &Arc<TableMirror>,
+        places: &Places<'_>,
+        value: &Given<'_>,
+        known: Option<&[i32]>,
+        stream: Stream,
+    ) -> Result<()> {
+        let Executor::Device(launcher) = &self.executor else { return Ok(()) };
+        let rows = || places.known.as_ref().map(Known::rows);
+        let forget = || rows().map_or_else(|| mirror.forget_all(), |rows| mirror.forget(rows));
+        let noted = places.known.as_ref().zip(known).filter(|_| mirror.is_settled());
+        let echo = if noted.is_none() { Some(mirror.echoes()) } else { None };
+        let numbers = [places.row.numbers(), places.column.numbers(), value.numbers()];
+        let held =
+            launcher.write_points(&self.table()?, numbers, places.count, echo, stream).inspect_err(|_| {
+                // Some of it may have been written.
+                forget();
+            })?;
+        match (noted, held) {
+            (Some((&Known::Columns { row, from, count }, values)), _) => {
+                mirror.wrote_columns(row.number(), from, &broadcast(values, count)?);
+            }
+            (Some((Known::Points(points), values)), _) => {
+                let points = points.iter().enumerate();
+                mirror.wrote_points(points.map(|(at, &(row, column))| (row, column, nth(values, at))));
+            }
+            (None, Some(held)) => mirror.expect_echo(held, places.count),
+            // There was no room for an echo.
+            (None, None) => forget(),
+        }
+        match places.known {
+            None => (),
+            Some(Known::Points(ref points)) => {
+                for &(row, column) in points {
+                    self.rows.note_written(Row::new(row), column + 1);
+                }
+            }
+            Some(Known::Columns { row, from, count }) => self.note_written(row, from + count),
+        }
+        Ok(())
+    }
+}
+
+/// Whether a place is named more than once.
+fn has_repeats(points: &[(u32, u32)]) -> bool {
+    let mut seen = HashSet::with_capacity(points.len());
+    !points.iter().all(|point| seen.insert(point))
+}
+
+/// Value number `at`, or the only one.
+fn nth(values: &[i32], at: usize) -> i32 {
+    if let [only] = values { *only } else { values[at] }
+}
+
+/// What the host knows of indices.
+fn known(indices: &Indices<'_>) -> Option<IndexVec> {
+    match indices {
+        Indices::Host(values) => Some(values.clone()),
+        Indices::Device { tensor, version } => known_values(tensor, *version),
+    }
+}

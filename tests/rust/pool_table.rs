@@ -1,0 +1,126 @@
+//! One suite over a table of all pools: what a backend refuses is an error of its own, and all memory goes back.
+
+use std::sync::{Arc, Mutex};
+
+use kvpool::base::{DType, ErrorKind, Result};
+use kvpool::index::Rounding;
+use kvpool::memory::{Backend, Count, Fail, Host, Limit, Stream};
+use kvpool::pool::{
+    AllocatorConfig, BatchPlanner, BufferConfig, BufferPool, ChunkConfig, ChunkPool, GdnConfig, GdnPool,
+    KvConfig, KvPool, PageConfig, PagePool, PlannerConfig, ReqToTokenConfig, ReqToTokenPool,
+    TokenToKvPoolAllocator, Workspace, WorkspaceConfig,
+};
+
+const STREAM: Stream = Stream::DEFAULT;
+
+/// Makes a pool on a backend, and drops it after something was taken from it.
+type Make = fn(&Arc<dyn Backend>) -> Result<()>;
+
+/// Every pool. On the host an allocator takes nothing from its backend.
+const POOLS: [(&str, Make); 9] = [
+    ("KvPool", |backend| KvPool::new(&KV, backend).map(drop)),
+    ("GdnPool", |backend| GdnPool::new(&GDN, backend).map(drop)),
+    ("ReqToTokenPool", |backend| ReqToTokenPool::new(&ROWS, backend).map(drop)),
+    ("TokenToKvPoolAllocator", |backend| TokenToKvPoolAllocator::new(&SLOTS, backend).map(drop)),
+    ("BatchPlanner", |backend| {
+        // Its pools are on the same device, but not of this backend.
+        let other: Arc<dyn Backend> = match backend.gpu() {
+            None => Arc::new(Host),
+            Some(gpu) => Arc::new(kvpool::memory::Cuda::new(gpu, STREAM)),
+        };
+        let (slots, table) =
+            (TokenToKvPoolAllocator::new(&SLOTS, &other)?, ReqToTokenPool::new(&ROWS, &other)?);
+        BatchPlanner::new(&PLANS, backend, Arc::new(slots), Arc::new(Mutex::new(table))).map(drop)
+    }),
+    ("PagePool", |backend| {
+        let mut pool = PagePool::new(&PAGES, backend)?;
+        (0..3).try_for_each(|_| pool.alloc(STREAM).map(drop))
+    }),
+    ("BufferPool", |backend| {
+        let mut pool = BufferPool::new(&BufferConfig { rounding: Rounding::Pow2 }, backend);
+        pool.alloc_batch(&[100, 5000], STREAM).map(drop)
+    }),
+    ("ChunkPool", |backend| {
+        let config = ChunkConfig {
+            num_chunks: 8,
+            chunk_shape: vec![2, 64],
+            dtype: DType::F16,
+            pin_memory: false,
+            page_lock_threads: 1,
+            strict: false,
+        };
+        ChunkPool::new(&config, backend)?.try_allocate(2).map(drop)
+    }),
+    ("Workspace", |backend| {
+        Workspace::new(&WorkspaceConfig { arena_bytes: 4096, poison: true }, backend).map(drop)
+    }),
+];
+
+const KV: KvConfig = KvConfig {
+    size: 64,
+    layer_num: 2,
+    k_head_num: 2,
+    k_head_dim: 4,
+    v_head_num: 1,
+    v_head_dim: 8,
+    dtype: DType::BF16,
+    page_size: 16,
+    pin_memory: false,
+};
+
+const GDN: GdnConfig = GdnConfig {
+    max_reqs: 4,
+    num_gdn_layers: 2,
+    num_v_heads: 2,
+    head_k_dim: 4,
+    head_v_dim: 4,
+    conv_dim: 8,
+    conv_kernel_size: 4,
+    dtype: DType::BF16,
+    max_track_slots: 2,
+    strict: false,
+};
+
+const ROWS: ReqToTokenConfig =
+    ReqToTokenConfig { max_reqs: 8, max_context_len: 100, padding_row: true, strict: false };
+
+const SLOTS: AllocatorConfig = AllocatorConfig { size: 64, page_size: 16, need_sort: true, strict: false };
+
+const PLANS: PlannerConfig =
+    PlannerConfig { max_batch_size: 4, max_tokens: 32, kv_indices: true, block_table: true };
+
+const PAGES: PageConfig =
+    PageConfig { page_size: 64, initial_pages: 2, dtype: DType::F32, grow: 1, strict: false };
+
+/// The contract, on top of `inner`.
+pub(crate) fn pools_conform(inner: &Arc<dyn Backend>) {
+    for (name, make) in POOLS {
+        let count = Arc::new(Count::new(Arc::clone(inner)));
+        let counted: Arc<dyn Backend> = count.clone();
+        make(&counted).unwrap_or_else(|error| panic!("{name}: {error}"));
+        assert_eq!((count.live_blocks(), count.live_bytes()), (0, 0), "{name} keeps memory");
+        let blocks = count.allocations();
+        let takes_none = name == "TokenToKvPoolAllocator" && inner.gpu().is_none();
+        assert_eq!(blocks == 0, takes_none, "{name} takes {blocks} blocks from its backend");
+        // Each allocation in turn is refused: an error of its own, and what was there before goes back.
+        for nth in 0..blocks {
+            let count = Arc::new(Count::new(Arc::new(Fail::new(Arc::clone(inner), nth))));
+            let failing: Arc<dyn Backend> = count.clone();
+            let error = make(&failing).expect_err(name);
+            assert_eq!(error.kind(), ErrorKind::OutOfMemory, "{name}, allocation {nth}: {error}");
+            assert_eq!((count.live_blocks(), count.live_bytes()), (0, 0), "{name} leaks after failure {nth}");
+            // The failure was planned once, and the pool can be made now.
+            make(&failing).unwrap_or_else(|error| panic!("{name}: {error}"));
+        }
+        let limited: Arc<dyn Backend> = Arc::new(Limit::new(Arc::clone(inner), 100));
+        match make(&limited) {
+            Ok(()) => assert!(takes_none, "{name} fits 100 bytes"),
+            Err(error) => assert_eq!(error.kind(), ErrorKind::OutOfMemory, "{name}: {error}"),
+        }
+    }
+}
+
+#[test]
+fn pools_on_the_host() {
+    pools_conform(&(Arc::new(Host) as Arc<dyn Backend>));
+}
