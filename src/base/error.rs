@@ -74,29 +74,76 @@ impl ErrorKind {
 ///
 /// ```
 /// use kvpool::base::{Error, ErrorKind};
-/// let error = Error::config("size is -1; it must be at least 1");
-/// assert_eq!(error.kind(), ErrorKind::Config);
-/// assert_eq!(error.to_string(), "size is -1; it must be at least 1");
+/// let error = Error::index("row 9 is outside [0, 4)").at_index(9);
+/// assert_eq!(error.kind(), ErrorKind::Index);
+/// assert_eq!(error.to_string(), "row 9 is outside [0, 4)");
+/// assert_eq!(error.facts().index, Some(9));
 /// ```
 #[derive(Clone, Debug)]
-pub struct Error {
+pub struct Error(Box<Inner>);
+
+#[derive(Clone, Debug)]
+struct Inner {
     kind: ErrorKind,
     message: String,
+    facts: Facts,
     source: Option<Arc<dyn std::error::Error + Send + Sync>>,
+}
+
+/// The numbers of an error, for programs; its message has them for people. `None` where there is no such number.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Facts {
+    /// The first index that was wrong.
+    pub index: Option<i64>,
+    /// Bytes or units that were asked for.
+    pub asked: Option<usize>,
+    /// Bytes or units that there were.
+    pub available: Option<usize>,
+    /// The code that the driver returned, a `CUresult`.
+    pub code: Option<u32>,
 }
 
 impl Error {
     /// An error of `kind` that says `message`.
     #[must_use]
     pub fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
-        Self { kind, message: message.into(), source: None }
+        Self(Box::new(Inner { kind, message: message.into(), facts: Facts::default(), source: None }))
     }
 
     /// An error of the caller's own code, such as that of a fence, which a pool hands through.
     #[must_use]
     pub fn foreign(source: impl std::error::Error + Send + Sync + 'static) -> Self {
-        let message = source.to_string();
-        Self { source: Some(Arc::new(source)), ..Self::new(ErrorKind::State, message) }
+        let mut error = Self::new(ErrorKind::State, source.to_string());
+        error.0.source = Some(Arc::new(source));
+        error
+    }
+
+    /// The same, about `index`.
+    #[must_use]
+    pub fn at_index(mut self, index: impl Into<i64>) -> Self {
+        self.0.facts.index = Some(index.into());
+        self
+    }
+
+    /// The same, as so much was asked for.
+    #[must_use]
+    pub fn asked(mut self, asked: usize) -> Self {
+        self.0.facts.asked = Some(asked);
+        self
+    }
+
+    /// The same, as there was only so much.
+    #[must_use]
+    pub fn available(mut self, available: usize) -> Self {
+        self.0.facts.available = Some(available);
+        self
+    }
+
+    /// The same, as the driver returned `code`.
+    #[must_use]
+    pub fn with_code(mut self, code: u32) -> Self {
+        self.0.facts.code = Some(code);
+        self
     }
 
     /// A wrong value or shape.
@@ -120,26 +167,32 @@ impl Error {
     /// What went wrong.
     #[must_use]
     pub const fn kind(&self) -> ErrorKind {
-        self.kind
+        self.0.kind
+    }
+
+    /// Its numbers.
+    #[must_use]
+    pub const fn facts(&self) -> Facts {
+        self.0.facts
     }
 }
 
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.message)
+        f.write_str(&self.0.message)
     }
 }
 
 impl std::error::Error for Error {
     fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
-        self.source.as_deref().map(|source| source as _)
+        self.0.source.as_deref().map(|source| source as _)
     }
 }
 
 /// Of the same kind, with the same words.
 impl PartialEq for Error {
     fn eq(&self, other: &Self) -> bool {
-        (self.kind, &self.message) == (other.kind, &other.message)
+        (self.0.kind, &self.0.message) == (other.0.kind, &other.0.message)
     }
 }
 

@@ -165,7 +165,8 @@ fn checked<T: Copy + Into<i64>>(values: &[T], noun: &str, count: usize) -> Resul
             _ => {
                 return Err(Error::index(format!(
                     "{noun} {value} at position {position} is outside [0, {count})"
-                )));
+                ))
+                .at_index(value));
             }
         }
     }

@@ -17,6 +17,7 @@ pub fn reserve<T>(count: usize) -> Result<Vec<T>> {
     values.try_reserve_exact(count).map_err(|_| {
         let bytes = count.saturating_mul(size_of::<T>());
         Error::new(ErrorKind::OutOfMemory, format!("the host cannot give {bytes} bytes for {count} elements"))
+            .asked(bytes)
     })?;
     Ok(values)
 }

@@ -145,10 +145,12 @@ pub fn on_bad_frees(
 ) -> Result<BadFrees> {
     if strict && bad.dropped() > 0 {
         let report = bad.describe(noun, given);
-        return Err(Error::new(
-            ErrorKind::IndexOwnership,
-            format!("cannot free {report}; nothing was changed (capacity {capacity})"),
-        ));
+        let text = format!("cannot free {report}; nothing was changed (capacity {capacity})");
+        let error = Error::new(ErrorKind::IndexOwnership, text);
+        return Err(match bad.first.first() {
+            Some((index, _)) => error.at_index(*index),
+            None => error,
+        });
     }
     Ok(bad)
 }

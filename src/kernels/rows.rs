@@ -248,7 +248,7 @@ fn check_apart(pairs: &[(&RowBuffer, Borrowed<'_>)]) -> Result<()> {
 fn check_rows(buffer: &RowBuffer, rows: &[u32]) -> Result<()> {
     match rows.iter().find(|&&row| widen(row) >= buffer.rows) {
         None => Ok(()),
-        Some(row) => Err(Error::index(format!("row {row} is outside [0, {})", buffer.rows))),
+        Some(row) => Err(Error::index(format!("row {row} is outside [0, {})", buffer.rows)).at_index(*row)),
     }
 }
 

@@ -87,7 +87,8 @@ pub(super) fn targets(indices: &IndexVec, rows: usize) -> Result<Vec<i32>> {
         let limit = signed(rows);
         let wide = || values.iter().map(|&value| value.into());
         if let Some((position, slot)) = wide().enumerate().find(|&(_, value)| value >= limit) {
-            return Err(Error::index(format!("slot {slot} at position {position} is outside [0, {rows})")));
+            return Err(Error::index(format!("slot {slot} at position {position} is outside [0, {rows})"))
+                .at_index(slot));
         }
         let mut targets = reserve(values.len())?;
         // Negative values are skipped, whatever they are.

@@ -18,7 +18,7 @@ pub struct Host;
 
 pub(super) fn out_of_memory(bytes: usize) -> Error {
     let cause = std::io::Error::last_os_error();
-    Error::new(ErrorKind::OutOfMemory, format!("the host cannot give {bytes} bytes: {cause}"))
+    Error::new(ErrorKind::OutOfMemory, format!("the host cannot give {bytes} bytes: {cause}")).asked(bytes)
 }
 
 /// The heap layout of `bytes`; at least one byte, so that the heap can give it an address.

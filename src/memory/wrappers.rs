@@ -63,7 +63,9 @@ impl Backend for Limit {
                     self.most,
                     self.device()
                 ),
-            ));
+            )
+            .asked(bytes)
+            .available(self.most - used));
         }
         self.inner.allocate(bytes, contents).inspect_err(|_| {
             self.used.fetch_sub(bytes, Relaxed);
@@ -125,7 +127,8 @@ impl Backend for Fail {
             return Err(Error::new(
                 ErrorKind::OutOfMemory,
                 format!("{bytes} bytes asked for, and this allocation was planned to fail"),
-            ));
+            )
+            .asked(bytes));
         }
         self.inner.allocate(bytes, contents)
     }

@@ -247,7 +247,9 @@ impl Stage {
                     "{least} slots asked for, but tensors over {out} slots that were handed out before are still \
                      alive; drop those of freed slots, or keep a copy"
                 ),
-            ));
+            )
+            .asked(least)
+            .available(self.free.len()));
         }
         self.free.remove_run(best.start, best.len());
         Ok(best)

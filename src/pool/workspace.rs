@@ -129,7 +129,9 @@ impl Shared {
                     state.arena.used(),
                     state.arena.capacity()
                 ),
-            ));
+            )
+            .asked(bytes)
+            .available(state.arena.largest()));
         };
         if let Some(gpu) = self.region.gpu()
             && let Err(failure) = state.order.take(gpu, stream)

@@ -327,7 +327,7 @@ pub(super) fn layer(object: &Bound<'_, PyAny>, layers: usize) -> PyResult<usize>
     usize::try_from(layer)
         .ok()
         .filter(|&layer| layer < layers)
-        .ok_or_else(|| Error::index(format!("layer {layer} is outside [0, {layers})")).into())
+        .ok_or_else(|| Error::index(format!("layer {layer} is outside [0, {layers})")).at_index(layer).into())
 }
 
 /// An argument that may be left out, which is not the same as `None`.

@@ -7,24 +7,42 @@ use crate::base::{Error, ErrorKind};
 
 impl From<Error> for PyErr {
     fn from(error: Error) -> Self {
-        if let Some(raised) =
-            std::error::Error::source(&error).and_then(|source| source.downcast_ref::<Self>())
-        {
-            // An exception of Python code that a pool called.
-            return Python::attach(|py| raised.clone_ref(py));
-        }
-        let message = error.to_string();
-        match error.kind() {
-            ErrorKind::Type => PyTypeError::new_err(message),
-            ErrorKind::Index => PyIndexError::new_err(message),
-            ErrorKind::State => PyRuntimeError::new_err(message),
-            kind => Python::attach(|py| {
-                let class = py.import("kvpool.errors").and_then(|module| module.getattr(kind.class_name()));
-                match class.and_then(|class| class.call1((message,))) {
-                    Ok(exception) => Self::from_value(exception),
-                    Err(missing) => missing,
-                }
-            }),
-        }
+        Python::attach(|py| {
+            if let Some(raised) =
+                std::error::Error::source(&error).and_then(|source| source.downcast_ref::<Self>())
+            {
+                // An exception of Python code that a pool called.
+                return raised.clone_ref(py);
+            }
+            to_exception(py, &error).unwrap_or_else(|failure| failure)
+        })
     }
+}
+
+/// An exception of the class for an error's kind, with its numbers as attributes.
+fn to_exception(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
+    let message = error.to_string();
+    let exception = match error.kind() {
+        ErrorKind::Type => PyTypeError::new_err(message),
+        ErrorKind::Index => PyIndexError::new_err(message),
+        ErrorKind::State => PyRuntimeError::new_err(message),
+        kind => {
+            let class = py.import("kvpool.errors")?.getattr(kind.class_name())?;
+            PyErr::from_value(class.call1((message,))?)
+        }
+    };
+    let (value, facts) = (exception.value(py), error.facts());
+    if let Some(index) = facts.index {
+        value.setattr("index", index)?;
+    }
+    if let Some(asked) = facts.asked {
+        value.setattr("asked", asked)?;
+    }
+    if let Some(available) = facts.available {
+        value.setattr("available", available)?;
+    }
+    if let Some(code) = facts.code {
+        value.setattr("code", code)?;
+    }
+    Ok(exception)
 }

@@ -151,6 +151,35 @@ def test_messages_carry_the_numbers(
     assert all(word in message for word in words), message
 
 
+@pytest.mark.parametrize(
+    ("call", "facts"),
+    [
+        (lambda: _full(strict=True).free([3, 99]), {"index": 99}),
+        (lambda: _strict_table().free([4]), {"index": 4}),
+        (lambda: _strict_table().write((9, 0), 1), {"index": 9}),
+        (lambda: _kv().gather_kv(7, [1]), {"index": 7}),
+        (lambda: _kv().gather_kv(0, [1, 333]), {"index": 333}),
+        (lambda: _kv().set_kv_buffer(0, [444], *[torch.zeros(1, 2, 4)] * 2), {"index": 444}),
+        (lambda: kvpool.PagePool(4, 3).page(77), {"index": 77}),
+        (lambda: kvpool.GDNPool(4, 1, 1, 1, 1, 1, 2, "cpu").reset_states([66]), {"index": 66}),
+        (lambda: kvpool.Workspace("cpu", 1024).empty((3000,), "int8"), {"asked": 3000, "available": 1024}),
+        (
+            lambda: kvpool.KVPool(2**30, 4096, 64, 256, "cpu", torch.float32),
+            {"asked": 2 * 4096 * (2**30 + 8) * 64 * 256 * 4},
+        ),
+        (lambda: kvpool.TokenToKVPoolAllocator(-9, "cpu"), {}),
+    ],
+)
+def test_errors_have_the_numbers_for_programs(call: Callable[[], object], facts: dict[str, int]) -> None:
+    with pytest.raises(Exception, match=r".") as caught:
+        call()
+    names = ("index", "asked", "available", "code")
+    found = {name: getattr(caught.value, name, None) for name in names}
+    assert found == {name: facts.get(name) for name in names}
+    copy = pickle.loads(pickle.dumps(caught.value))  # noqa: S301
+    assert {name: getattr(copy, name, None) for name in names} == found
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 def test_missing_backend_names_the_device_and_what_was_looked_for() -> None:
     with pytest.raises(kvpool.BackendUnavailableError, match="cuda:2") as caught:

@@ -232,6 +232,7 @@ impl Launcher {
                     "{noun} {value} at position {position} is outside [0, {len}); an earlier call was given it in a \
                      tensor on the device, and left it out"
                 ))
+                .at_index(value)
             }
             _ => Error::config(format!(
                 "value {value} at position {position} does not fit an int32 tensor; an earlier call was given it \

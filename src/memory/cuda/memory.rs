@@ -70,7 +70,9 @@ impl Backend for Cuda {
             return Err(Error::new(
                 ErrorKind::OutOfMemory,
                 format!("{bytes} bytes asked for, {free} of {total} free on {}", self.device()),
-            ));
+            )
+            .asked(bytes)
+            .available(free));
         };
         if let Some(stream) = zeroed_on
             && let Err(failure) = self.zero(found, bytes, stream, contents)
@@ -129,6 +131,7 @@ impl Backend for Pinned {
                 ErrorKind::OutOfMemory,
                 format!("the host cannot give {bytes} bytes of page-locked memory"),
             )
+            .asked(bytes)
         })?;
         // SAFETY: the driver gave so many bytes just now, and nobody else knows them.
         unsafe { found.write_bytes(0, bytes) };

@@ -106,7 +106,7 @@ impl Driver {
         let told = unsafe { self.0.cuGetErrorName(code, &raw mut name) };
         let name = if told == Code::SUCCESS { name.read() } else { None };
         let name = name.unwrap_or_else(|| "a code that the driver has no name for".to_owned());
-        Error::new(ErrorKind::Driver, format!("{call} failed with {name} ({})", code.0))
+        Error::new(ErrorKind::Driver, format!("{call} failed with {name} ({})", code.0)).with_code(code.0)
     }
 
     /// What the driver must do before anything else.
@@ -241,7 +241,7 @@ impl Driver {
                 return failure;
             }
             let text = format!("{bytes} bytes of host memory cannot be page-locked in one piece: {failure}");
-            Error::new(ErrorKind::OutOfMemory, text)
+            Error::new(ErrorKind::OutOfMemory, text).asked(bytes).with_code(code.0)
         })?;
         Ok(true)
     }
