@@ -143,13 +143,13 @@ class Pages:
 class Watched(Replay):
     """A replay of whose pages somebody else keeps a list."""
 
-    def _make_planner(self) -> Any:  # noqa: ANN401
+    def __init__(self, trace: Trace, config: ReplayConfig) -> None:
+        super().__init__(trace, config)
         # They know nothing of the replay, which is gone at once so when it is dropped.
-        self.pages = Pages(self.config.page_size)
-        planner = super()._make_planner()
-        planner.extend = self.pages.noting(planner.extend)
-        planner.finish = self.pages.striking_out(planner.finish)
-        return planner
+        self.pages = Pages(config.page_size)
+        scheduler: Any = self.scheduler
+        scheduler._extend = self.pages.noting(scheduler._extend)
+        scheduler._finish = self.pages.striking_out(scheduler._finish)
 
 
 def short_trace() -> Trace:

@@ -258,8 +258,8 @@ def test_two_requests_in_one_slot_are_found(monkeypatch: pytest.MonkeyPatch) -> 
     """What a planner that hands one slot out twice would do."""
 
     def change(state: Replay) -> None:
-        planner: Any = state.scheduler.planner
-        own = planner.extend
+        scheduler: Any = state.scheduler
+        own = scheduler._extend
 
         def twice(*arguments: Any) -> Any:  # noqa: ANN401
             plan = own(*arguments)
@@ -270,7 +270,7 @@ def test_two_requests_in_one_slot_are_found(monkeypatch: pytest.MonkeyPatch) -> 
                 state.table.mark_modified([row])
             return plan
 
-        monkeypatch.setattr(planner, "extend", twice)
+        monkeypatch.setattr(scheduler, "_extend", twice)
 
     job = Replay(trace_of((0.0, 30, 10), (0.0, 50, 20)), ReplayConfig(pool_size=320))
     with pytest.raises(VerificationError, match="request 0, position"):

@@ -79,8 +79,9 @@ class Scheduler(Generic[R]):
         self.waiting: deque[R] = deque()
         self.running: list[R] = []
         self.retractions = 0
-        self._table, self._allocator = planner.req_to_token_pool, planner.allocator
-        self._page_size = planner.page_size
+        self._extend, self._finish = planner.extend, planner.finish
+        self._alloc_row = planner.req_to_token_pool.alloc
+        self._allocator, self._page_size = planner.allocator, planner.page_size
 
     @property
     def is_idle(self) -> bool:
@@ -110,7 +111,7 @@ class Scheduler(Generic[R]):
                 batch.append(request)
                 ends.append(end)
                 left -= end - cached
-            plan = self.planner.extend([r.row for r in batch], [r.cached for r in batch], ends)
+            plan = self._extend([r.row for r in batch], [r.cached for r in batch], ends)
             if plan is not None:
                 return Step(batch, ends, plan)
             self.retract(self.running[-1])
@@ -133,7 +134,7 @@ class Scheduler(Generic[R]):
     def release(self, requests: list[R]) -> None:
         """Gives back the slots and rows of requests that run no longer, also if the driver fails."""
         self.running = [request for request in self.running if request not in requests]
-        self.planner.finish([request.row for request in requests])
+        self._finish([request.row for request in requests])
 
     def _admit(self) -> None:
         """Moves requests to the running ones while rows, budget and slots last, in order."""
@@ -151,7 +152,7 @@ class Scheduler(Generic[R]):
             free -= self._pages(request.seq_len) + 1
             if free < 0 and self.running:  # alone it fits, with no reserve
                 break
-            row = self._table.alloc(owner=request.owner)
+            row = self._alloc_row(owner=request.owner)
             if row is None:
                 break
             request.row, request.cached, request.state = row[0], 0, "running"

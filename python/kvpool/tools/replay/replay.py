@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import starmap
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from kvpool.errors import ConfigError, OutOfMemoryError
 from kvpool.serving.scheduler import Scheduler
 from kvpool.tools.replay.errors import ReplayError
 from kvpool.tools.replay.pool_size import suggest_pool_size
-from kvpool.tools.replay.timing import Timed, timed, timer_cost_ns
+from kvpool.tools.replay.timing import timed, timer_cost_ns
 from kvpool.tools.replay.token_rows import KvStore
 
 if TYPE_CHECKING:
@@ -140,13 +140,15 @@ class _Request:
 
 
 class _CheckedScheduler(Scheduler[_Request]):
-    """The scheduler, with a look at the rows of each request before its slots are given back."""
+    """The scheduler, with times of its calls and a look at rows of K and V before their slots go back."""
 
-    def __init__(
-        self, planner: BatchPlanner, kv: KvStore | None, read: Callable[[int, int], torch.Tensor]
-    ) -> None:
+    def __init__(self, planner: BatchPlanner, kv: KvStore | None, samples: dict[str, array[int]]) -> None:
         super().__init__(planner)
-        self._kv, self._read = kv, read
+        self._extend = timed(self._extend, samples["extend"])
+        self._finish = timed(self._finish, samples["finish"])
+        self._alloc_row = timed(self._alloc_row, samples["alloc_row"])
+        self._read = timed(planner.req_to_token_pool.read, samples["read"])
+        self._kv = kv
         self.verified_tokens = 0
 
     def release(self, requests: list[_Request]) -> None:
@@ -208,17 +210,6 @@ class Replay:
         self.counts = Counts(requests=len(trace), rejected=len(trace) - len(accepted))
         # Hashes of the requests by row, for the tokens of a batch.
         self._row_keys = torch.zeros(config.max_running + 1, dtype=torch.int64, device=config.device)
-        read = timed(self.table.read, self._samples["read"])
-        self.scheduler = _CheckedScheduler(self._make_planner(), self.kv, read)
-        self._decoding = 0
-        self._arrivals = self._make_requests(accepted)
-        self.time_s = 0.0
-        self._times, self._in_use, self._running = array("d"), array("q"), array("q")
-        self._retracted_s = array("d")
-
-    def _make_planner(self) -> Any:  # noqa: ANN401 - a `BatchPlanner` but for its type
-        """A planner whose calls are timed."""
-        config, samples = self.config, self._samples
         planner = BatchPlanner(
             self.table,
             self.allocator,
@@ -227,9 +218,12 @@ class Replay:
             kv_indices=False,
             block_table=False,
         )
-        table = Timed(self.table, {"alloc": samples["alloc_row"]})
-        calls = {name: samples[name] for name in ("extend", "finish")}
-        return Timed(planner, calls, req_to_token_pool=table)
+        self.scheduler = _CheckedScheduler(planner, self.kv, self._samples)
+        self._decoding = 0
+        self._arrivals = self._make_requests(accepted)
+        self.time_s = 0.0
+        self._times, self._in_use, self._running = array("d"), array("q"), array("q")
+        self._retracted_s = array("d")
 
     def _make_requests(self, accepted: NDArray[np.int64]) -> deque[tuple[float, _Request]]:
         """The requests that can be served, by their times of arrival."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from array import array
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -25,25 +25,6 @@ def timed(call: Callable[P, R], nanoseconds: array[int]) -> Callable[P, R]:
         return result
 
     return run
-
-
-class Timed:
-    """A pool or planner, some of whose calls are timed.
-
-    Args:
-        timed_object: The pool or planner.
-        samples: For each of these calls, by name, where its durations go.
-        others: What else it has in place of its own.
-    """
-
-    def __init__(self, timed_object: object, samples: Mapping[str, array[int]], **others: object) -> None:
-        self._object = timed_object
-        vars(self).update(others)
-        for name, nanoseconds in samples.items():
-            setattr(self, name, timed(getattr(timed_object, name), nanoseconds))
-
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the pool has
-        return getattr(self._object, name)
 
 
 def timer_cost_ns() -> float:
