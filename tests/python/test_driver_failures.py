@@ -99,35 +99,35 @@ class Memory:
 
 
 class Pages:
-    """Which pages an allocator handed out and has not been given back.
+    """Which pages a planner took for each row, and has not given back.
 
     Attributes:
-        unsure: Those of a free that has not returned, which may have been done or not.
+        unsure: Those of rows whose `finish` has not returned, which may have been done or not.
     """
 
     def __init__(self, page_size: int) -> None:
         self._size = page_size
-        self._held: set[int] = set()
+        self._held: dict[int, set[int]] = {}
         self.unsure: set[int] = set()
 
-    def _begun(self, slots: torch.Tensor) -> set[int]:
-        """The pages whose first slot is among these: requests begin with it."""
-        return {slot // self._size for slot in slots.tolist() if slot % self._size == 0}
-
-    def noting(self, alloc: Callable[..., Any]) -> Callable[..., Any]:
+    def noting(self, extend: Callable[..., Any]) -> Callable[..., Any]:
         def noted(*arguments: object) -> Any:  # noqa: ANN401
-            slots = alloc(*arguments)
-            if slots is not None:
-                self._held |= self._begun(slots)
-            return slots
+            plan = extend(*arguments)
+            if plan is not None:
+                host = plan.host
+                slots = np.split(host.out_cache_loc, host.qo_indptr[1:-1])
+                for row, taken in zip(host.req_pool_indices.tolist(), slots, strict=True):
+                    self._held.setdefault(row, set()).update((taken // self._size).tolist())
+            return plan
 
         return noted
 
-    def striking_out(self, free: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(slots: torch.Tensor) -> None:
-            self.unsure = self._begun(slots)
-            free(slots)
-            self._held -= self.unsure
+    def striking_out(self, finish: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(rows: list[int]) -> None:
+            self.unsure = set().union(*(self._held.get(row, ()) for row in rows))
+            finish(rows)
+            for row in rows:
+                self._held.pop(row, None)
             self.unsure = set()
 
         return noted
@@ -137,28 +137,28 @@ class Pages:
         every = range(1, allocator.size // self._size + 1)
         live = allocator.is_allocated([page * self._size for page in every]).tolist()
         found = {page for page, is_live in zip(every, live, strict=True) if is_live}
-        assert found - self.unsure == self._held - self.unsure
+        assert found - self.unsure == set().union(*self._held.values()) - self.unsure
 
 
 class Watched(Replay):
     """A replay of whose pages somebody else keeps a list."""
 
-    def _wrap_calls(self) -> None:
-        super()._wrap_calls()
+    def __init__(self, trace: Trace, config: ReplayConfig) -> None:
+        super().__init__(trace, config)
         # They know nothing of the replay, which is gone at once so when it is dropped.
-        self.pages = Pages(self.config.page_size)
-        for name in ("_alloc", "_alloc_extend", "_alloc_decode"):
-            setattr(self, name, self.pages.noting(getattr(self, name)))
-        setattr(self, "_free", self.pages.striking_out(self._free))  # noqa: B010 - it has another type
+        self.pages = Pages(config.page_size)
+        scheduler: Any = self.scheduler
+        scheduler._extend = self.pages.noting(scheduler._extend)
+        scheduler._finish = self.pages.striking_out(scheduler._finish)
 
 
 def short_trace() -> Trace:
-    """Three requests, one of which is retracted."""
+    """Five requests, one of which is retracted."""
     return Trace(
         "short",
-        np.zeros(3),
-        input_lens=np.array([6, 5, 3], dtype=np.int64),
-        output_lens=np.array([3, 4, 1], dtype=np.int64),
+        np.zeros(5),
+        input_lens=np.array([6, 5, 3, 2, 2], dtype=np.int64),
+        output_lens=np.array([3, 4, 1, 5, 2], dtype=np.int64),
     )
 
 
@@ -184,7 +184,7 @@ def test_every_driver_call_of_a_replay_may_fail(
         replays.clear()
         replays.append(Watched(short_trace(), config))
         result = replays[0].run()
-        assert result.counts.verified_tokens >= 22
+        assert result.counts.verified_tokens >= 33
         assert page_size == 16 or result.counts.retractions == 1
 
     work()

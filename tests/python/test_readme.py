@@ -153,7 +153,7 @@ def test_every_class_has_its_section_source_and_tests() -> None:
 @each_page
 def test_named_files_exist(page: Path) -> None:
     for code in code_in(prose(page)):
-        path = re.fullmatch(r"(?:src|python|tests|benches|docs|\.ci)/[\w./-]+", code)
+        path = re.fullmatch(r"(?:src|python|tests|benches|docs|examples|\.ci)/[\w./-]+", code)
         assert path is None or (ROOT / code).exists(), code
 
 

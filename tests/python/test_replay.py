@@ -21,7 +21,8 @@ from kvpool.errors import ConfigError, KvPoolError
 from kvpool.tools.cli import app
 from kvpool.tools.replay.config import ReplayConfig
 from kvpool.tools.replay.errors import ReplayError, VerificationError
-from kvpool.tools.replay.replay import OPERATIONS, Replay, ReplayResult, suggest_pool_size
+from kvpool.tools.replay.pool_size import suggest_pool_size
+from kvpool.tools.replay.replay import OPERATIONS, Replay, ReplayResult
 from kvpool.tools.replay.report import as_json
 from kvpool.tools.replay.token_rows import KvStore, TokenRows
 from kvpool.tools.replay.traces import Trace, read_trace, synthetic_trace
@@ -86,24 +87,22 @@ def test_the_counts_of_one_request_are_exact() -> None:
         "prefilled_tokens": 1_700,
         "decoded_tokens": 5,
         "verified_tokens": 1_705,
-        "steps": 7,
+        "steps": 8,
         "peak_in_use": 1_705,
         "peak_running": 1,
     }
     assert result.counts.operations == 7
-    assert result.virtual_s == pytest.approx(0.07)
+    assert result.virtual_s == pytest.approx(0.08)
     calls = {name: len(samples) for name, samples in result.samples.items()}
     assert calls == {
-        "alloc": 6,
-        "free": 1,
+        "extend": 8,
+        "finish": 1,
         "alloc_row": 1,
-        "free_row": 1,
-        "write": 6,
         "read": 1,
         "set_kv": 2 * (3 + 5),
         "gather": 2,
     }
-    assert result.occupancy.in_use.tolist() == [1_700, 1_700, 1_701, 1_702, 1_703, 1_704, 1_705]
+    assert result.occupancy.in_use.tolist() == [800, 1_600, 1_700, 1_701, 1_702, 1_703, 1_704, 1_705]
 
 
 def test_a_request_without_output_ends_after_its_prefill() -> None:
@@ -114,8 +113,8 @@ def test_a_request_without_output_ends_after_its_prefill() -> None:
 
 def test_the_clock_skips_idle_time() -> None:
     result = run(trace_of((0.0, 4, 2), (1_000.0, 4, 2)), speed_up=2.0)
-    assert result.counts.steps == 4
-    assert result.virtual_s == pytest.approx(500.08)
+    assert result.counts.steps == 6
+    assert result.virtual_s == pytest.approx(500.12)
 
 
 def test_the_youngest_is_retracted_and_goes_first() -> None:
@@ -124,7 +123,7 @@ def test_the_youngest_is_retracted_and_goes_first() -> None:
     batches: list[list[int]] = []
 
     def watch(state: Replay) -> None:
-        batch = [request.index for request in state._batch.requests]
+        batch = [request.index for request in state.scheduler.running]
         if batch not in batches:
             batches.append(batch)
 
@@ -256,16 +255,22 @@ def test_a_wrong_table_entry_is_found_and_named() -> None:
 
 
 def test_two_requests_in_one_slot_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What an allocator that hands one slot out twice would do."""
+    """What a planner that hands one slot out twice would do."""
 
     def change(state: Replay) -> None:
-        own = state._alloc
+        scheduler: Any = state.scheduler
+        own = scheduler._extend
 
-        def twice(count: int) -> torch.Tensor | None:
-            slots = own(count)
-            return slots if slots is None else slots[:1].repeat(count)
+        def twice(*arguments: Any) -> Any:  # noqa: ANN401
+            plan = own(*arguments)
+            slots = plan.out_cache_loc
+            slots[:] = slots[0].item()
+            for row, position in zip(plan.req_pool_indices.tolist(), plan.positions.tolist(), strict=True):
+                state.table.req_to_token[row, position] = slots[0]
+                state.table.mark_modified([row])
+            return plan
 
-        monkeypatch.setattr(state, "_alloc", twice)
+        monkeypatch.setattr(scheduler, "_extend", twice)
 
     job = Replay(trace_of((0.0, 30, 10), (0.0, 50, 20)), ReplayConfig(pool_size=320))
     with pytest.raises(VerificationError, match="request 0, position"):
@@ -293,13 +298,13 @@ def test_a_dropped_free_fails_the_run() -> None:
 def test_slots_that_vanish_end_the_run_instead_of_waiting_forever() -> None:
     trace = trace_of((0.0, 30, 10), (0.0, 300, 10))
     job = Replay(trace, ReplayConfig(pool_size=320))
-    with pytest.raises(ReplayError, match="nothing runs, but"):
+    with pytest.raises(ReplayError, match="no request fits: 220 of 320 slots"):
         job.run(corrupt_when(2, lambda state: state.allocator.alloc(100)))
 
 
 def test_a_lone_request_without_slots_ends_the_run() -> None:
     job = Replay(trace_of((0.0, 30, 10)), ReplayConfig(pool_size=40))
-    with pytest.raises(ReplayError, match="request 0 runs alone, but no slot is left"):
+    with pytest.raises(ReplayError, match="no request fits: 32 of 40 slots"):
         job.run(corrupt_when(2, lambda state: state.allocator.alloc(8)))
 
 
@@ -380,7 +385,7 @@ def test_json_is_one_object() -> None:
     assert report["config"]["need_sort"] is False
     assert report["verified_tokens"] > 0
     assert set(report["timing"]["calls"]) == set(OPERATIONS)
-    assert report["timing"]["calls"]["alloc"]["p99_ns"] > 0
+    assert report["timing"]["calls"]["extend"]["p99_ns"] > 0
 
 
 def test_json_without_kv_has_no_times_of_copies() -> None:

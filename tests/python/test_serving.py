@@ -68,7 +68,7 @@ def test_everybody_gets_what_the_model_says(page_size: int) -> None:
     assert stats["generated_tokens"] == sum(len(request.tokens) for request in requests)
     assert stats["computed_tokens"] == sum(model.batches)
     # One call of the planner a step.
-    assert stats["steps"] == len(model.batches) == engine._planner.stats()["plans"]
+    assert stats["steps"] == len(model.batches) == engine._scheduler.planner.stats()["plans"]
 
 
 def test_a_request_may_fill_the_whole_pool() -> None:
@@ -132,7 +132,7 @@ def test_requests_of_a_batch_that_failed_stay_in_order() -> None:
     model.fails_in = 0
     with pytest.raises(RuntimeError, match="the model fails"):
         engine.step()
-    assert [*engine._waiting] == requests
+    assert [*engine._scheduler.waiting] == requests
 
 
 @pytest.mark.parametrize("page_size", [1, 4])

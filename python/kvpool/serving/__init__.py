@@ -2,5 +2,6 @@
 
 from kvpool.serving.engine import Engine, Model, Request
 from kvpool.serving.sampling import Sampling
+from kvpool.serving.scheduler import Schedulable, Scheduler, Step
 
-__all__ = ["Engine", "Model", "Request", "Sampling"]
+__all__ = ["Engine", "Model", "Request", "Sampling", "Schedulable", "Scheduler", "Step"]

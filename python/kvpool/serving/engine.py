@@ -1,9 +1,8 @@
-"""A small serving engine: continuous batching over kvpool's pools.
+"""A small serving engine over kvpool's pools.
 
-Each step runs one batch: a token for every request that decodes, and pieces of prompts as far as the step's
-budget goes. A request that ends gives its slots back at once. When the pool is short the youngest request is
-retracted: it gives its slots back, waits, and later computes its prompt and what it generated again, so that
-its tokens stay the same. It is made to be read and copied; `BatchPlanner` does the bookkeeping.
+Each step runs one batch of the scheduler through the model and samples a token for each request whose tokens
+are all computed. A request that ends gives its slots back at once. One that was retracted later computes its
+prompt and what it generated again, so that its tokens stay the same.
 """
 
 from __future__ import annotations
@@ -11,18 +10,20 @@ from __future__ import annotations
 from collections import deque
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from kvpool._kvpool import BatchPlanner
-from kvpool.errors import ConfigError, OutOfMemoryError
+from kvpool.errors import ConfigError
 from kvpool.serving.sampling import Sampling, sample
+from kvpool.serving.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from kvpool._kvpool import BatchPlan, ReqToTokenPool, TokenToKVPoolAllocator
+    from kvpool.serving.scheduler import State, Step
 
 __all__ = ["Engine", "Model", "Request", "Sampling"]
 
@@ -64,7 +65,7 @@ class Request:
     on_token: Callable[[Request, int], object] | None = None
     owner: str | int | None = None
     tokens: list[int] = field(default_factory=list)
-    state: Literal["waiting", "running", "finished", "aborted"] = "waiting"
+    state: State = "waiting"
     retractions: int = 0
     # While it runs: its row in the request table, and how many of its tokens have slots.
     row: int = 0
@@ -107,13 +108,12 @@ class Engine:
             )
         self.model = model
         self.max_step_tokens = max_step_tokens
-        self._planner = BatchPlanner(model.table, model.allocator, model.table.size, max_step_tokens)
+        planner = BatchPlanner(model.table, model.allocator, model.table.size, max_step_tokens)
+        self._scheduler: Scheduler[Request] = Scheduler(planner)
         self._capacity = model.allocator.stats()["capacity"]
-        self._waiting: deque[Request] = deque()
-        self._running: list[Request] = []  # oldest first; only the last may have much of its prompt ahead
         self._news: deque[tuple[Request, int]] = deque()  # what callbacks have yet to be told
         self._counts = dict.fromkeys(
-            ("finished", "aborted", "retractions", "steps", "computed_tokens", "generated_tokens"), 0
+            ("finished", "aborted", "steps", "computed_tokens", "generated_tokens"), 0
         )
 
     def submit(  # noqa: PLR0913 - a request and what it may have
@@ -165,7 +165,7 @@ class Engine:
             on_token,
             owner,
         )
-        self._waiting.append(request)
+        self._scheduler.waiting.append(request)
         return request
 
     def step(self) -> bool:
@@ -180,18 +180,17 @@ class Engine:
                 and callbacks that were not called yet are called by the next step.
         """
         self._tell()
-        self._admit()
-        batch, plan = self._plan()
-        if plan is not None:
+        step = self._scheduler.plan()
+        if step is not None:
             with ExitStack() as failed:
                 # The oldest last, so that it is the first again; and each, even if another cannot be.
-                for request in batch:
-                    failed.callback(self._retract, request)
-                tokens = self._forward(batch, plan)
+                for request in step.requests:
+                    failed.callback(self._scheduler.retract, request)
+                tokens = self._forward(step)
                 failed.pop_all()
             self._extend(tokens)
             self._tell()
-        return bool(self._waiting or self._running)
+        return not self._scheduler.is_idle
 
     def run(self) -> None:
         """Step until every request is over."""
@@ -216,9 +215,9 @@ class Engine:
         request.state = "aborted"
         self._counts["aborted"] += 1
         if before == "waiting":
-            self._waiting.remove(request)
+            self._scheduler.waiting.remove(request)
         else:
-            self._release([request])
+            self._scheduler.release([request])
 
     def stats(self) -> dict[str, int]:
         """Numbers of this moment and of the whole time.
@@ -226,59 +225,23 @@ class Engine:
         `running`, `waiting`, `finished` and `aborted` requests, `retractions`, `steps`, `computed_tokens`
         (again after a retraction), `generated_tokens`, and slots: `in_use` of a `capacity`.
         """
-        now = {"running": len(self._running), "waiting": len(self._waiting)}
-        in_use = self._capacity - self.model.allocator.available_size()
-        return {**now, **self._counts, "in_use": in_use, "capacity": self._capacity}
+        scheduler = self._scheduler
+        return {
+            "running": len(scheduler.running),
+            "waiting": len(scheduler.waiting),
+            "retractions": scheduler.retractions,
+            **self._counts,
+            "in_use": self._capacity - self.model.allocator.available_size(),
+            "capacity": self._capacity,
+        }
 
-    def _pages(self, tokens: int) -> int:
-        return -(-tokens // self._planner.page_size)
-
-    def _admit(self) -> None:
-        """Moves requests to the running ones while rows, budget and slots last, in order."""
-        left = self.max_step_tokens - sum(r.seq_len - r.cached for r in self._running)
-        free = self.model.allocator.available_size() // self._planner.page_size
-        # Each keeps a page in reserve, so that who is admitted is not retracted at once.
-        free -= sum(self._pages(r.seq_len) - self._pages(r.cached) + 1 for r in self._running)
-        while self._waiting and left > 0:
-            request = self._waiting[0]
-            left -= request.seq_len
-            free -= self._pages(request.seq_len) + 1
-            if free < 0 and self._running:  # alone it fits, with no reserve
-                break
-            row = self.model.table.alloc(owner=request.owner)
-            if row is None:
-                break
-            request.row, request.cached, request.state = row[0], 0, "running"
-            self._running.append(self._waiting.popleft())
-
-    def _plan(self) -> tuple[list[Request], BatchPlan | None]:
-        """The requests that run now, oldest first, with slots for their new tokens."""
-        while self._running:
-            batch, ends, left = [], [], self.max_step_tokens
-            for request in self._running:
-                new = min(request.seq_len - request.cached, left)
-                if new > 0:
-                    batch.append(request)
-                    ends.append(request.cached + new)
-                    left -= new
-            plan = self._planner.extend([r.row for r in batch], [r.cached for r in batch], ends)
-            if plan is not None:
-                return batch, plan
-            self._retract(self._running[-1])
-        if self._waiting:
-            raise OutOfMemoryError(
-                f"no request fits: {self.model.allocator.available_size()} of {self._capacity} slots are "
-                "available, and the engine has none of the others"
-            )
-        return [], None
-
-    def _forward(self, batch: list[Request], plan: BatchPlan) -> list[tuple[Request, int]]:
+    def _forward(self, step: Step[Request]) -> list[tuple[Request, int]]:
         """Runs the model, and picks a token for each request all of whose tokens are computed now."""
+        batch, ends = step.requests, step.ends
         self.model.start([request.row for request in batch if request.cached == 0])
-        ends = plan.host.seq_lens.tolist()
         new = [t for r, end in zip(batch, ends, strict=True) for t in r.between(r.cached, end)]
-        token_ids = torch.tensor(new, device=self._planner.device)
-        logits = self.model.forward(token_ids, plan)
+        token_ids = torch.tensor(new, device=self._scheduler.planner.device)
+        logits = self.model.forward(token_ids, step.plan)
         ready = [i for i, r in enumerate(batch) if ends[i] == r.seq_len]
         picked = sample(logits[ready], [(batch[i].sampling, batch[i].seq_len) for i in ready])
         for request, end in zip(batch, ends, strict=True):
@@ -297,20 +260,7 @@ class Engine:
         for request in ended:
             request.state = "finished"
         self._counts["finished"] += len(ended)
-        self._release(ended)
-
-    def _retract(self, request: Request) -> None:
-        """Puts a request back to the head of the queue, with what it has generated."""
-        request.state = "waiting"
-        request.retractions += 1
-        self._counts["retractions"] += 1
-        self._waiting.appendleft(request)
-        self._release([request])
-
-    def _release(self, requests: list[Request]) -> None:
-        """Gives back the slots and rows of requests that run no longer, also if the driver fails."""
-        self._running = [request for request in self._running if request not in requests]
-        self._planner.finish([request.row for request in requests])
+        self._scheduler.release(ended)
 
     def _tell(self) -> None:
         while self._news:

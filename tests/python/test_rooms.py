@@ -1,0 +1,106 @@
+"""The folders of the package: which may import which, and that no imports go round in a circle."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from graphlib import TopologicalSorter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from conftest import RunSnippet
+
+PACKAGE = Path(__file__).parents[2] / "python" / "kvpool"
+
+# The modules of the package, by name.
+MODULES = {
+    ".".join(("kvpool", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
+EXTENSION = "kvpool._kvpool"
+
+# What the modules of a folder may import, beside those of the same folder. "" is the face.
+MAY_IMPORT = {
+    "": {"observe", "serving", "integrations"},
+    "observe": {""},
+    "serving": {""},
+    "integrations": {""},
+    "tools": {"", "serving", "integrations"},
+}
+
+
+def imports(path: Path) -> Iterator[str]:
+    """The modules that a file imports, also within functions and for types alone."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.module is not None, f"{path}: a relative import"
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield inner if inner in {*MODULES, EXTENSION} else node.module
+
+
+def own_imports(name: str) -> set[str]:
+    return {found for found in imports(MODULES[name]) if found in MODULES}
+
+
+def folder(name: str) -> str:
+    """The folder of a module; of the face, whose modules are in the package itself, none."""
+    first = name.split(".")[1:2]
+    return first[0] if first and (PACKAGE / first[0]).is_dir() else ""
+
+
+def test_no_imports_go_round_in_a_circle() -> None:
+    graph = {name: own_imports(name) for name in MODULES}
+    order = [*TopologicalSorter(graph).static_order()]
+    assert len(order) == len(MODULES) > 40
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_folders_import_what_they_may(name: str) -> None:
+    if name == "kvpool.__main__":  # it runs the tools
+        return
+    found = {folder(other) for other in own_imports(name)}
+    assert found <= MAY_IMPORT[folder(name)] | {folder(name)}
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name.count(".") > 2])
+def test_a_command_imports_no_other_one(name: str) -> None:
+    command = name.split(".")[2]
+    others = {other.split(".")[2] for other in own_imports(name) if other.startswith("kvpool.tools.")}
+    assert others <= {command, "output"}
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("kvpool.integrations.")])
+def test_an_integration_imports_what_it_integrates_and_no_other_package(name: str) -> None:
+    packages = {found.partition(".")[0] for found in imports(MODULES[name])} - sys.stdlib_module_names
+    assert packages <= {"kvpool", "torch", "typing_extensions", name.rpartition(".")[2]}
+
+
+def test_importing_the_package_loads_no_other_folder(run_snippet: RunSnippet) -> None:
+    loaded = run_snippet(
+        """
+        import kvpool
+        print(*(name for name in sys.modules if name.startswith("kvpool.")))
+        """
+    )
+    assert {folder(name) for name in loaded.split()} == {""}
+
+
+def test_what_observes_is_found_when_it_is_asked_for(run_snippet: RunSnippet) -> None:
+    run_snippet(
+        """
+        import kvpool
+        from kvpool import Leak, snapshot
+        assert {"Leak", "pools", "snapshot"} <= {*dir(kvpool)}
+        assert kvpool.pools() == []
+        assert kvpool.Leak is Leak and kvpool.snapshot is snapshot
+        assert not hasattr(kvpool, "nonsense")
+        """
+    )
