@@ -294,6 +294,7 @@ ENTRIES: dict[str, Entry] = {
     "snapshot": Entry(_snapshot, WORKS),
     "Pool.used_on": Entry(lambda w: w.kv.used_on(w.kv.k_buffer[0]), WORKS),
     "Pool.name": Entry(_named, WORKS),
+    "Pool.stats": Entry(lambda w: w.stats(), WORKS),
     "Pool.leaks": Entry(lambda w: w.noting.leaks(), WORKS),
     "Pool.expect_balanced": Entry(_balanced, WORKS),
     # TokenToKVPoolAllocator: what the host knows needs no device.
@@ -337,7 +338,6 @@ ENTRIES: dict[str, Entry] = {
         lambda w: w.allocator.is_allocated(w.inputs.slots), REFUSES
     ),
     "TokenToKVPoolAllocator.verify": Entry(lambda w: w.allocator.verify(), WORKS),
-    "TokenToKVPoolAllocator.stats": Entry(lambda w: w.allocator.stats(), WORKS),
     # New tensors on the device, which are written.
     "TokenToKVPoolAllocator.free_slots": Entry(lambda w: w.allocator.free_slots, REFUSES),
     "TokenToKVPoolAllocator.release_slots": Entry(lambda w: w.allocator.release_slots, REFUSES),
@@ -370,7 +370,6 @@ ENTRIES: dict[str, Entry] = {
     "ReqToTokenPool.mark_modified": Entry(lambda w: w.table.mark_modified(w.row), WORKS),
     "ReqToTokenPool.available_size": Entry(lambda w: w.table.available_size(), WORKS),
     "ReqToTokenPool.clear": Entry(lambda w: w.table.clear(), REFUSES),
-    "ReqToTokenPool.stats": Entry(lambda w: w.table.stats(), WORKS),
     # KVPool: launches over indices of the device are recorded.
     "KVPool.get_key_buffer": Entry(lambda w: w.kv.get_key_buffer(0), WORKS),
     "KVPool.get_value_buffer": Entry(lambda w: w.kv.get_value_buffer(0), WORKS),
@@ -392,7 +391,6 @@ ENTRIES: dict[str, Entry] = {
     "KVPool.get_contiguous_buf_infos": Entry(lambda w: w.kv.get_contiguous_buf_infos(), WORKS),
     "KVPool.check": Entry(lambda w: w.kv.check(), REFUSES),
     "KVPool.mem_bytes": Entry(lambda w: w.kv.mem_bytes(), WORKS),
-    "KVPool.stats": Entry(lambda w: w.kv.stats(), WORKS),
     # GDNPool.
     "GDNPool.get_layer_state": Entry(lambda w: w.gdn.get_layer_state(0), WORKS),
     "GDNPool.reset_states": Entry(lambda w: w.gdn.reset_states(w.inputs.states), WORKS),
@@ -402,7 +400,6 @@ ENTRIES: dict[str, Entry] = {
     "GDNPool.alloc_track_slot": Entry(lambda w: w.gdn.alloc_track_slot(), WORKS),
     "GDNPool.free_track_slot": Entry(lambda w: w.gdn.free_track_slot(w.track), WORKS),
     "GDNPool.mem_bytes": Entry(lambda w: w.gdn.mem_bytes(), WORKS),
-    "GDNPool.stats": Entry(lambda w: w.gdn.stats(), WORKS),
     # BatchPlanner: a plan is uploaded, and the host notes what it holds.
     "BatchPlanner.extend": Entry(lambda w: w.planner.extend(w.planned[1:], [0], [4]), REFUSES),
     "BatchPlanner.extend: of device values": Entry(
@@ -421,7 +418,6 @@ ENTRIES: dict[str, Entry] = {
     "ChunkPool.allocate_batch": Entry(lambda w: w.gpu_chunks.allocate_batch(2), WORKS),
     "ChunkPool.free": Entry(lambda w: w.gpu_chunks.free(w.gpu_chunk), WORKS),
     "ChunkPool.wait_registered": Entry(lambda w: w.chunks.wait_registered(), WORKS),
-    "ChunkPool.stats": Entry(lambda w: w.chunks.stats(), WORKS),
     "Chunk.tensor": Entry(lambda w: w.gpu_chunk.tensor(), WORKS),
     "Chunk.retain": Entry(lambda w: w.gpu_chunk.retain(), WORKS),
     "Chunk.release": Entry(lambda w: w.gpu_chunk.release(), WORKS),
@@ -447,14 +443,12 @@ ENTRIES: dict[str, Entry] = {
     "BufferStep.with": Entry(_step, WORKS),
     "BufferPool.register_existing": Entry(lambda w: w.buffers.register_existing(w.inputs.weights), WORKS),
     "BufferPool.clear": Entry(lambda w: w.buffers.clear(), WORKS),
-    "BufferPool.stats": Entry(lambda w: w.buffers.stats(), WORKS),
     "Buffer.release": Entry(lambda w: w.buffer.release(), WORKS),
     "Buffer.with": Entry(lambda w: _with(w.buffer), WORKS),
     # PagePool.
     "PagePool.alloc": Entry(lambda w: w.pages.alloc(), WORKS),
     "PagePool.free": Entry(lambda w: w.pages.free(w.page_number), WORKS),
     "PagePool.page": Entry(lambda w: w.pages.page(0), WORKS),
-    "PagePool.stats": Entry(lambda w: w.pages.stats(), WORKS),
     # Workspace: the stream that had memory gets it again.
     "Workspace.empty": Entry(lambda w: w.workspace.empty(4, FLOAT), WORKS),
     "Workspace.zeros": Entry(
@@ -464,7 +458,6 @@ ENTRIES: dict[str, Entry] = {
     "Workspace.reset": Entry(lambda w: w.workspace.reset(), WORKS),
     "Workspace.close": Entry(lambda w: w.workspace.close(), WORKS),
     "Workspace.with": Entry(lambda w: _with(w.workspace), WORKS),
-    "Workspace.stats": Entry(lambda w: w.workspace.stats(), WORKS),
     # LMCache's pools.
     "LocalPool.init_max_chunk_num": Entry(lambda w: w.local.init_max_chunk_num(LMCACHE), WORKS),
     "LocalPool.allocate": Entry(lambda w: w.local.allocate(w.inputs.kv_chunk), WORKS),

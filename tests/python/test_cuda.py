@@ -1121,48 +1121,55 @@ def test_the_factories_make_pools_that_fit() -> None:
 # Images of the kernels
 
 
-@pytest.mark.parametrize(
-    ("capability", "images"),
-    [
-        ("7, 5", 1),
-        ("8, 0", 2),
-        ("8, 9", 2),
-        ("9, 0", 3),
-        ("10, 0", 3),
-        ("10, 3", 3),
-        ("11, 0", 2),
-        ("12, 1", 3),
-    ],
-)
-def test_kernels_load_from_the_first_image_that_suits(
-    driver: Driver, run_snippet: RunSnippet, capability: str, images: int
-) -> None:
+IMAGES = {
+    (7, 5): 1,
+    (8, 0): 2,
+    (8, 9): 2,
+    (9, 0): 3,
+    (10, 0): 3,
+    (10, 3): 3,
+    (11, 0): 2,
+    (12, 1): 3,
+}
+"""How many images of the kernels suit a compute capability."""
+
+
+def test_kernels_load_from_the_first_image_that_suits(driver: Driver, run_snippet: RunSnippet) -> None:
     driver.run()
     code = f"""
-    import ctypes
-    import torch
+    import ctypes, os
     from kvpool import DriverError, KVPool
 
     soft = ctypes.CDLL(None)
     soft.soft_calls.restype = ctypes.c_long
-    soft.soft_set_capability({capability})
     loads = lambda: soft.soft_calls(b"cuModuleLoadData")
     # No binary for this device, not PTX that it knows, no image at all.
     codes = [209, 222, 200]
-    for count in range({images}, -1, -1):
-        soft.soft_reset_calls()
-        for number in range(count):
-            soft.soft_fail(b"cuModuleLoadData", ctypes.c_long(number + 1), codes[number])
-        try:
-            pool = KVPool(8, 1, 1, 4, "cuda", torch.float32)
-            print("made", loads())
-        except DriverError as error:
-            print(f"NO {{loads()}} {{error}}")
+    for capability, images in {IMAGES}.items():
+        child = os.fork()
+        if child:
+            assert os.waitpid(child, 0)[1] == 0
+            continue
+        soft.soft_set_capability(*capability)
+        for count in range(images, -1, -1):
+            soft.soft_reset_calls()
+            for number in range(count):
+                soft.soft_fail(b"cuModuleLoadData", ctypes.c_long(number + 1), codes[number])
+            try:
+                pool = KVPool(8, 1, 1, 4, "cuda", "float32")
+                print("made", loads(), end=";")
+            except DriverError as error:
+                print(f"NO {{loads()}} {{error}}", end=";")
+        print(flush=True)
+        os._exit(0)
     """
-    # As many loads as images are refused, and one for each of the three files.
-    lines = run_snippet(code).splitlines()
     last = ("CUDA_ERROR_NO_BINARY_FOR_GPU", "CUDA_ERROR_UNSUPPORTED_PTX_VERSION", "CUDA_ERROR_INVALID_IMAGE")
-    assert lines[0].startswith(f"NO {images} cuModuleLoadData failed")
-    assert last[images - 1] in lines[0]
-    assert lines[1] == f"made {images - 1 + 3}"
-    assert all(line.startswith("made") for line in lines[1:])
+    for images, line in zip(IMAGES.values(), run_snippet(code, hidden=["torch"]).splitlines(), strict=True):
+        refused, *made, end = line.split(";")
+        assert refused.startswith(f"NO {images} cuModuleLoadData failed")
+        assert last[images - 1] in refused
+        # As many loads as images are refused, and one for each of the three files.
+        assert made[0] == f"made {images - 1 + 3}"
+        assert len(made) == images
+        assert all(each.startswith("made") for each in made)
+        assert not end

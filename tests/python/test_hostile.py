@@ -273,7 +273,8 @@ def test_an_extension_that_cannot_be_handed_out_is_taken_back(run_snippet: RunSn
         assert allocator.is_allocated(held).all()
         assert allocator.stats()["dropped_frees"] == 0
         allocator.verify()
-        """
+        """,
+        has_torch=True,
     )
 
 
