@@ -74,6 +74,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """Lets the interpreter take PyTorch down as it likes."""
+    gc.unfreeze()
+
+
 LEFT_OUT = pytest.StashKey[int]()
 
 
