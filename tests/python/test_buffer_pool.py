@@ -109,7 +109,7 @@ def test_a_new_pool_has_nothing() -> None:
     assert type(pool.stats()) is dict
 
 
-def test_attributes_can_not_be_set() -> None:
+def test_attributes_are_read_only() -> None:
     buffer = make().alloc((2,), torch.int8)
     for name in ("tensor", "nbytes", "capacity"):
         with pytest.raises(AttributeError):
@@ -120,7 +120,7 @@ def test_attributes_can_not_be_set() -> None:
     ("rounding", "error", "words"),
     [("pow3", ConfigError, "pow3"), ("FINE", ConfigError, "FINE"), (2, TypeError, ""), (None, TypeError, "")],
 )
-def test_roundings_that_are_none(rounding: Any, error: type[Exception], words: str) -> None:  # noqa: ANN401
+def test_rejects_unknown_roundings(rounding: Any, error: type[Exception], words: str) -> None:  # noqa: ANN401
     with pytest.raises(error) as caught:
         BufferPool(devices.current(), rounding=rounding)
     assert words in str(caught.value)
@@ -341,7 +341,7 @@ BAD_SHAPES: list[tuple[Any, type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("shape", "error", "words"), BAD_SHAPES, ids=repr)
-def test_shapes_that_are_none(shape: Any, error: type[Exception], words: str) -> None:  # noqa: ANN401
+def test_rejects_bad_shapes(shape: Any, error: type[Exception], words: str) -> None:  # noqa: ANN401
     pool = make()
     pool.alloc((4,), torch.int32).release()
     before = pool.stats()
@@ -359,7 +359,7 @@ def test_shapes_that_are_none(shape: Any, error: type[Exception], words: str) ->
 @pytest.mark.parametrize(
     "dtype", ["complex64", torch.complex64, torch.int16, "int", "text", 3, None, np.uint16]
 )
-def test_dtypes_that_are_not_known(dtype: object) -> None:
+def test_rejects_unknown_dtypes(dtype: object) -> None:
     pool = make()
     before = pool.stats()
     with pytest.raises(TypeError):
@@ -370,7 +370,7 @@ def test_dtypes_that_are_not_known(dtype: object) -> None:
 
 
 @pytest.mark.parametrize("size", [-1, -(10**30)])
-def test_fewer_bytes_than_none(size: int) -> None:
+def test_rejects_negative_bytes(size: int) -> None:
     pool = make()
     with pytest.raises(ConfigError, match=str(size)):
         pool.alloc_bytes(size)
@@ -378,7 +378,7 @@ def test_fewer_bytes_than_none(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1.0, "1", None, float("nan"), (1,)])
-def test_bytes_of_a_wrong_type(size: Any) -> None:  # noqa: ANN401
+def test_rejects_bytes_of_a_wrong_type(size: Any) -> None:  # noqa: ANN401
     with pytest.raises(TypeError):
         make().alloc_bytes(size)
 
@@ -437,7 +437,7 @@ def test_the_same_sequence_gets_the_same_memory_after_a_reset() -> None:
     assert free(pool) == (60, sum(map(bucket, sizes)))
 
 
-def test_a_buffer_that_nobody_holds_is_in_use_until_a_reset() -> None:
+def test_a_dropped_buffer_is_in_use_until_a_reset() -> None:
     pool = make()
     tensor = pool.alloc((4,), torch.int32).tensor
     tensor.fill_(3)
@@ -527,7 +527,7 @@ def test_a_batch_is_its_allocations_in_order() -> None:
     ],
     ids=repr,
 )
-def test_batches_that_are_none(specs: Any) -> None:  # noqa: ANN401
+def test_rejects_bad_batches(specs: Any) -> None:  # noqa: ANN401
     pool = make()
     where = address(pool.alloc((3,), torch.int32))
     pool.reset()
@@ -649,7 +649,7 @@ def test_a_tensor_of_a_stale_buffer_is_still_memory() -> None:
 
 
 @pytest.mark.parametrize("bad", [None, 3, "buffer", object(), torch.zeros(3), [1]])
-def test_what_is_no_buffer_can_not_be_released(bad: Any) -> None:  # noqa: ANN401
+def test_release_rejects_non_buffers(bad: Any) -> None:  # noqa: ANN401
     pool = make()
     pool.alloc_bytes(8)
     before = pool.stats()
@@ -879,14 +879,14 @@ def test_everything_that_can_be_registered(kind: str) -> None:
 
 
 @pytest.mark.parametrize("bad", [None, 3, "weights", [1.0, 2.0], (1,), object()], ids=repr)
-def test_what_is_no_tensor_can_not_be_registered(bad: Any) -> None:  # noqa: ANN401
+def test_register_existing_rejects_non_tensors(bad: Any) -> None:  # noqa: ANN401
     pool = make()
     with pytest.raises(TypeError):
         pool.register_existing(bad)
     assert set(pool.stats().values()) == {0}
 
 
-def test_a_tensor_with_gaps_can_not_be_registered() -> None:
+def test_register_existing_rejects_tensors_with_gaps() -> None:
     pool, weights = make(), outside()
     for view in (weights[::2], weights.view(10, 100)[:, :50], weights.view(10, 100)[::2]):
         with pytest.raises(ConfigError):

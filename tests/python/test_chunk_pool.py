@@ -188,19 +188,19 @@ def test_every_way_to_write_a_shape(shape: Any) -> None:  # noqa: ANN401
 
 
 @pytest.mark.parametrize("shape", [0, (0,), (2, 0, 3), -1, (-1,), (2, -3), -(2**40)])
-def test_extents_that_can_not_be(shape: Any) -> None:  # noqa: ANN401
+def test_rejects_bad_extents(shape: Any) -> None:  # noqa: ANN401
     bad = min((shape,) if isinstance(shape, int) else shape)
     with pytest.raises(ConfigError, match=rf"chunk_shape.*{bad}"):
         make(2, shape)
 
 
-def test_more_dimensions_than_a_tensor_may_have() -> None:
+def test_rejects_too_many_dimensions() -> None:
     with pytest.raises(ConfigError, match="9"):
         make(2, (1,) * 9)
 
 
 @pytest.mark.parametrize("bad", [3, "text", object(), (1,)])
-def test_a_progress_that_can_not_be_called(bad: Any) -> None:  # noqa: ANN401
+def test_rejects_a_progress_that_is_not_callable(bad: Any) -> None:  # noqa: ANN401
     with pytest.raises(TypeError, match="progress"):
         make(progress=bad)
 
@@ -244,7 +244,7 @@ def test_a_batch_is_all_or_nothing() -> None:
 
 
 @pytest.mark.parametrize("number", [-1, -(2**40), -(10**30)])
-def test_negative_batches(number: int) -> None:
+def test_rejects_negative_batches(number: int) -> None:
     pool = make()
     with pytest.raises(ConfigError, match=str(number)):
         pool.allocate_batch(number)
@@ -252,7 +252,7 @@ def test_negative_batches(number: int) -> None:
 
 
 @pytest.mark.parametrize("bad", [1.0, "1", None, float("nan"), [1]])
-def test_batches_of_a_wrong_type(bad: Any) -> None:  # noqa: ANN401
+def test_rejects_batches_of_a_wrong_type(bad: Any) -> None:  # noqa: ANN401
     pool = make()
     with pytest.raises(TypeError):
         pool.allocate_batch(bad)
@@ -354,7 +354,7 @@ def test_any_shape_that_fits(shape: Any) -> None:  # noqa: ANN401
 
 
 @pytest.mark.parametrize("shape", [13, (13,), (2, 7), (5, 3), (2**40,), (12, 2)])
-def test_shapes_that_do_not_fit(shape: Any) -> None:  # noqa: ANN401
+def test_rejects_shapes_that_do_not_fit(shape: Any) -> None:  # noqa: ANN401
     chunk = some(make().allocate())
     count = shape if isinstance(shape, int) else int(np.prod(shape))
     with pytest.raises(ConfigError, match=rf"{4 * count}.*48"):
@@ -362,20 +362,20 @@ def test_shapes_that_do_not_fit(shape: Any) -> None:  # noqa: ANN401
 
 
 @pytest.mark.parametrize("shape", [-1, (-1,), (2, -6), (-2, -6), (0, -1)])
-def test_shapes_with_negative_extents(shape: Any) -> None:  # noqa: ANN401
+def test_rejects_negative_extents(shape: Any) -> None:  # noqa: ANN401
     bad = min((shape,) if isinstance(shape, int) else shape)
     with pytest.raises(ConfigError, match=str(bad)):
         some(make().allocate()).tensor(shape)
 
 
 @pytest.mark.parametrize("shape", [(2**40, 2**40), (2**62,), 10**30, (1,) * 9])
-def test_shapes_that_no_tensor_has(shape: Any) -> None:  # noqa: ANN401
+def test_rejects_shapes_that_no_tensor_has(shape: Any) -> None:  # noqa: ANN401
     with pytest.raises(ConfigError, match=r"\d"):
         some(make().allocate()).tensor(shape)
 
 
 @pytest.mark.parametrize("shape", [1.0, "12", (1.0,), ("1",), (None,), object(), {"a": 1}])
-def test_shapes_of_a_wrong_type(shape: Any) -> None:  # noqa: ANN401
+def test_rejects_shapes_of_a_wrong_type(shape: Any) -> None:  # noqa: ANN401
     with pytest.raises(TypeError):
         some(make().allocate()).tensor(shape)
 
@@ -496,7 +496,7 @@ def test_reports_say_why(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_a_stale_chunk_can_not_be_used(again: bool) -> None:
+def test_a_stale_chunk_raises(again: bool) -> None:
     pool = make(3)
     chunk = take(pool, 2)[1]
     pool.free(chunk)
@@ -731,7 +731,7 @@ def test_copies_of_another_dtype(there: str) -> None:
 
 
 @pytest.mark.parametrize("bad", [None, 3, "text", [1.0, 2.0], object()])
-def test_copies_of_what_is_no_tensor(bad: Any) -> None:  # noqa: ANN401
+def test_copies_reject_non_tensors(bad: Any) -> None:  # noqa: ANN401
     chunk = some(make().allocate())
     for call in (chunk.copy_from, chunk.copy_to):
         with pytest.raises(TypeError, match=type(bad).__name__):
@@ -753,7 +753,7 @@ def test_elements_on_top_of_each_other_are_not_written_to(there: str) -> None:
 
 
 @pytest.mark.parametrize("bad", ["text", 1.5, object(), -1, [1]])
-def test_streams_that_are_none(bad: Any) -> None:  # noqa: ANN401
+def test_rejects_bad_streams(bad: Any) -> None:  # noqa: ANN401
     pool = make()
     chunk = some(pool.allocate())
     value = put(numbers(12, start=1), devices.current())
@@ -1156,7 +1156,7 @@ def test_a_pool_dropped_with_copies_under_way(driver: Driver) -> None:
 
 
 @cuda_only
-def test_random_copies_that_nobody_waits_for(driver: Driver) -> None:
+def test_random_copies_without_waits(driver: Driver) -> None:
     choose = random.Random(11)  # noqa: S311
     pool = make(5, 8, where="cpu")
     stream = driver.stream()
@@ -1301,7 +1301,7 @@ def test_a_copy_within_a_capture_does_no_harm(driver: Driver, where: str) -> Non
 
 
 @cuda_only
-def test_somebody_elses_capture_is_not_spoilt(driver: Driver) -> None:
+def test_captures_of_other_streams_survive(driver: Driver) -> None:
     pool = make(2, 12, where="cpu")
     chunks = take(pool, 2)
     tensors = [numbers(12, start=i).cuda() for i in range(2)]
@@ -1446,13 +1446,13 @@ def test_where_nothing_is_registered_all_is_ready(pin_memory: bool) -> None:
 
 
 @pytest.mark.parametrize("bad", [-1, -0.5, float("nan")])
-def test_timeouts_that_can_not_be(bad: float) -> None:
+def test_rejects_bad_timeouts(bad: float) -> None:
     with pytest.raises(ConfigError, match=r"timeout.*(-|NaN|nan)"):
         make().wait_registered(bad)
 
 
 @pytest.mark.parametrize("bad", ["1", [1], object()])
-def test_timeouts_of_a_wrong_type(bad: Any) -> None:  # noqa: ANN401
+def test_rejects_timeouts_of_a_wrong_type(bad: Any) -> None:  # noqa: ANN401
     with pytest.raises(TypeError):
         make().wait_registered(bad)
 
@@ -1674,7 +1674,7 @@ def test_a_step_that_fails_leaves_ordinary_memory(
 
 
 @cuda_only
-def test_a_small_pool_that_can_not_be_page_locked(driver: Driver, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_small_pool_that_cannot_be_page_locked(driver: Driver, caplog: pytest.LogCaptureFixture) -> None:
     before = driver.locked_bytes()
     driver.fail("cuMemHostRegister_v2", 0, OUT_OF_MEMORY)
     with caplog.at_level(logging.WARNING, logger="kvpool"):

@@ -542,7 +542,7 @@ def test_rows_that_are_freed_while_a_write_is_under_way_come_out_clean(driver: D
 
 
 @pytest.mark.parametrize("how", ["mark_modified", "version"])
-def test_what_somebody_else_wrote_is_not_taken_from_the_copy(how: str) -> None:
+def test_foreign_writes_are_not_taken_from_the_copy(how: str) -> None:
     allocator, table = make_allocator(64), ReqToTokenPool(4, 32, "cuda")
     one, two = some(table.alloc(2))
     slots = some(allocator.alloc(8))
@@ -634,7 +634,7 @@ def test_rows_that_only_the_gpu_knows_to_be_wrong_are_left_out_and_told_later() 
     assert not pool.k_buffer[0].cpu()[2].any()
 
 
-def test_gathering_what_is_not_there_gives_zeros_and_is_told_later() -> None:
+def test_gathering_missing_rows_gives_zeros_and_raises_later() -> None:
     pool = kv_pool(1)
     pool.k_buffer[0].fill_(1)
     poison = torch.full((3, 2, 8), 9.0, dtype=torch.bfloat16)
@@ -789,7 +789,7 @@ def test_a_write_of_which_the_host_is_told_cannot_be_captured(driver: Driver) ->
     assert not pool.req_to_token.cpu().any()
 
 
-def test_somebody_elses_capture_is_not_spoilt(driver: Driver) -> None:
+def test_captures_of_other_streams_survive(driver: Driver) -> None:
     allocator = make_allocator(64)
     slots = some(allocator.alloc(8))
     foreign = slots.to(torch.int64)

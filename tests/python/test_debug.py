@@ -420,7 +420,7 @@ def taken_at(caplog: pytest.LogCaptureFixture) -> str:
 # Fences, groups, shares.
 
 
-def test_what_waits_for_a_fence_is_no_leak() -> None:
+def test_fenced_slots_are_not_leaks() -> None:
     pool, fence = slots(), Fence()
     taken = pool.alloc(4, owner="a")
     with pool.expect_balanced():
@@ -782,7 +782,7 @@ def test_owners_of_any_words_are_told_apart(caplog: pytest.LogCaptureFixture) ->
     assert pool.available_size() == 4
 
 
-def test_nobody_holds_a_part_of_a_workspace() -> None:
+def test_a_workspace_has_no_holders() -> None:
     arena = Workspace(devices.current(), 1 << 16, debug=True)
     with pytest.raises(IndexOwnershipError) as caught, arena.expect_balanced():
         arena.empty((64,), "float32")

@@ -127,7 +127,7 @@ def test_a_value_may_not_change_another_after_it_was_described() -> None:
 
 
 @pytest.mark.parametrize("call", ["k", "indices", "out"])
-def test_a_mock_is_no_tensor(call: str) -> None:
+def test_rejects_mocks_of_tensors(call: str) -> None:
     pool, fake = small_pool(), Mock(spec=torch.Tensor)
     with pytest.raises((TypeError, ConfigError)):
         if call == "k":
@@ -192,7 +192,7 @@ def test_a_negated_view_is_stored_with_its_sign() -> None:
 
 
 @pytest.mark.parametrize("bad", [b"\x01\x02", bytearray(b"\x01"), "1", "12"])
-def test_text_is_no_sequence_of_slots(bad: object) -> None:
+def test_rejects_text_as_slots(bad: object) -> None:
     with pytest.raises(TypeError):
         kvpool.TokenToKVPoolAllocator(64, "cpu").free(bad)
 

@@ -183,7 +183,7 @@ def test_there_is_one_more_than_fit(cls: type[LocalPool], chunks: float) -> None
 
 @devices.cpu_only
 @pytest.mark.parametrize("size", [-1, -1e-9, float("nan"), float("inf"), -math.inf])
-def test_sizes_that_can_not_be(size: float) -> None:
+def test_rejects_bad_sizes(size: float) -> None:
     with pytest.raises(ConfigError, match=rf"max_local_cache_size.*{size}"):
         LocalCPUPool(LMCacheMemPoolMetadata(SHAPE, torch.float16, size))
 
@@ -197,14 +197,14 @@ def test_sizes_that_no_machine_has(size: float) -> None:
 
 @devices.cpu_only
 @pytest.mark.parametrize("shape", [(2, 2, 8, 2), (2, 2, 8, 2, 4, 1), (), (2, 0, 8, 2, 4), (2, 2, -8, 2, 4)])
-def test_shapes_that_can_not_be(shape: Any) -> None:  # noqa: ANN401
+def test_rejects_bad_shapes(shape: Any) -> None:  # noqa: ANN401
     with pytest.raises(ConfigError, match=r"\d|\(\)"):
         LocalCPUPool(LMCacheMemPoolMetadata(shape, torch.float16, 0.001))
 
 
 @devices.cpu_only
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int64, "text", 3])
-def test_dtypes_that_can_not_be_stored(dtype: Any) -> None:  # noqa: ANN401
+def test_rejects_dtypes_that_are_not_for_storage(dtype: Any) -> None:  # noqa: ANN401
     with pytest.raises(TypeError):
         LocalCPUPool(LMCacheMemPoolMetadata(SHAPE, dtype, 0.0001))
 
@@ -358,7 +358,7 @@ def test_a_full_pool_checks_all_the_same(cls: type[LocalPool]) -> None:
 
 @devices.cpu_only
 @pytest.mark.parametrize("bad", [None, 3, "text", [1.0]])
-def test_chunks_that_are_no_tensors(bad: Any) -> None:  # noqa: ANN401
+def test_rejects_chunks_that_are_not_tensors(bad: Any) -> None:  # noqa: ANN401
     pool = LocalCPUPool(metadata(2))
     with pytest.raises((TypeError, AttributeError)):
         pool.allocate(bad)
@@ -432,7 +432,7 @@ def test_a_chunk_of_another_pool(cls: type[LocalPool]) -> None:
 
 
 @every_pool
-def test_a_chunk_that_nobody_allocated(cls: type[LocalPool]) -> None:
+def test_reports_a_chunk_that_was_not_allocated(cls: type[LocalPool]) -> None:
     for index in (-1, 0, 1, 2, 3, 99, 2**40):
         pool = cls(metadata(3))
         objects = take(pool, 2)

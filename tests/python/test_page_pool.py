@@ -133,7 +133,7 @@ def test_pages_stay_where_they_are() -> None:
 
 
 @pytest.mark.parametrize("index", [-1, 3, 4, 2**31, 2**32, 2**40, -(2**63), 10**30, -(10**30)])
-def test_pages_that_are_not_there(index: int) -> None:
+def test_rejects_missing_pages(index: int) -> None:
     pool = make(4, 3)
     with pytest.raises(IndexError, match=str(index) if abs(index) < 2**63 else r"\d"):
         pool.page(index)
@@ -142,7 +142,7 @@ def test_pages_that_are_not_there(index: int) -> None:
 
 
 @pytest.mark.parametrize("bad", [1.0, "1", None, float("nan"), [1], True, slice(0, 1), (1,)])
-def test_pages_and_frees_of_a_wrong_type(bad: Any) -> None:  # noqa: ANN401
+def test_rejects_pages_of_a_wrong_type(bad: Any) -> None:  # noqa: ANN401
     pool = make(4, 3)
     take(pool, 3)
     with pytest.raises(TypeError):
@@ -256,7 +256,7 @@ def test_growth_that_fails_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("grow", [2**31, 2**40, 2**62])
-def test_growth_that_can_not_be(grow: int) -> None:
+def test_rejects_bad_growth(grow: int) -> None:
     """It is refused at once or when it would happen, and both leave no trace."""
     try:
         pool = make(1 << 20, 1, grow=grow)
