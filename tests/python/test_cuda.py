@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from common import on_stream, some
-from software import LAUNCH_FAILED, NEWER_CODES, OUT_OF_MEMORY, each_call
+from software import NEWER_CODES
 
 import kvpool
 from kvpool import (
@@ -22,7 +22,6 @@ from kvpool import (
     GDNPool,
     IndexOwnershipError,
     KVPool,
-    OutOfMemoryError,
     ReqToTokenPool,
     TokenToKVPoolAllocator,
     make_full_attention_net_mem_pool,
@@ -813,67 +812,6 @@ def test_captures_of_other_streams_survive(driver: Driver) -> None:
 
 
 # Failures
-
-
-def pools_of_every_kind() -> Callable[[], None]:
-    """A day in the life of all pools, and what must hold whatever failed in it."""
-    allocator = make_allocator(64, 4)
-    table = ReqToTokenPool(4, 32, "cuda")
-
-    def day() -> None:
-        pool, states = kv_pool(2), gdn_pool()
-        k = cuda(torch.ones(4, 2, 8, dtype=torch.bfloat16))
-        slots = allocator.alloc(4)
-        rows = table.alloc(1)
-        if slots is None or rows is None:
-            allocator.clear()
-            table.clear()
-            return
-        table.write((rows[0], slice(0, 4)), slots)
-        table.write((rows[0], slice(4, 6)), ints(1, 2))
-        pool.set_kv_buffer(0, slots, k, k)
-        pool.set_kv_buffer(1, [1, 2, 3, 4], k, k)
-        pool.move_kv([1, 2], [2, 1])
-        pool.gather_kv(0, slots, (k, k.clone()))
-        states.reset_states([1, 2])
-        states.copy_states(ints(1), ints(2))
-        table.build_kv_indices(rows, [0, 4], ints(0, 0, 0, 0, dtype=torch.int32))
-        allocator.free(table.req_to_token[rows[0], :2])
-        allocator.free(slots.to(torch.int64))
-        allocator.alloc_extend([0], [7], [-1])
-        table.free(rows)
-        pool.check()
-        allocator.verify()
-
-    return day
-
-
-def test_every_driver_call_may_fail(driver: Driver) -> None:
-    day = pools_of_every_kind()
-    day()
-
-    def memory(expected: tuple[int, int] | None = None) -> tuple[int, int]:
-        driver.run()
-        found = driver.device_bytes(), driver.locked_bytes()
-        if found != expected:
-            # Something is in a cycle.
-            gc.collect()
-            found = driver.device_bytes(), driver.locked_bytes()
-        return found
-
-    before, failures = memory(), 0
-    codes = (LAUNCH_FAILED, OUT_OF_MEMORY, *NEWER_CODES)
-    for error in each_call(driver, day, codes=codes, in_turn=True):
-        if error is None:
-            # The call was one of those that give memory back, which tell nobody; what they had is lost.
-            before = memory()
-            continue
-        failures += 1
-        assert isinstance(error, (DriverError, OutOfMemoryError, torch.AcceleratorError)), repr(error)
-        assert not isinstance(error, DriverError) or re.search(r"failed with .+ \(\d+\)", str(error))
-        assert memory(before) == before
-    assert failures > 30
-    day()
 
 
 @pytest.mark.parametrize("code", NEWER_CODES)

@@ -19,7 +19,6 @@ import torch
 from common import cuda_only, some, together
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 import kvpool
 from kvpool import ConfigError, OutOfMemoryError, lmcache
@@ -668,67 +667,6 @@ def test_a_backend_agrees_with_a_dict(cls: type[LocalPool], chunks: int) -> None
     stats = pool.stats()
     assert (stats["in_use"], stats["dropped_frees"]) == (0, 0)
     assert stats["high_water"] == chunks
-
-
-class PoolHistory(RuleBasedStateMachine):
-    """Allocations and frees, good and bad, on a pool and on a naive model."""
-
-    @initialize(chunks=st.integers(1, 4), cls=st.sampled_from(HOST_POOLS))
-    def start(self, chunks: int, cls: type[LocalPool]) -> None:
-        self.pool = cls(metadata(chunks))
-        self.capacity = chunks
-        self.objects: list[tuple[KVObj, int]] = []
-        self.live: dict[int, int] = {}
-        """The place in `objects` of who has a chunk."""
-        self.dropped = 0
-
-    @rule(count=st.integers(0, 8))
-    def allocate(self, count: int) -> None:
-        kv_obj = self.pool.allocate(tokens(count))
-        if len(self.live) == self.capacity:
-            assert kv_obj is None
-            return
-        assert kv_obj is not None
-        assert kv_obj.chunk_idx not in self.live
-        mark = len(self.objects)
-        kv_obj.data.fill_(mark)
-        self.live[kv_obj.chunk_idx] = mark
-        self.objects.append((kv_obj, count))
-
-    @rule(data=st.data())
-    def free(self, data: st.DataObject) -> None:
-        if not self.objects:
-            return
-        place = data.draw(st.integers(0, len(self.objects) - 1))
-        kv_obj, _ = self.objects[place]
-        self.pool.free(kv_obj)
-        if self.live.get(kv_obj.chunk_idx) == place:
-            del self.live[kv_obj.chunk_idx]
-        else:
-            self.dropped += 1
-
-    @rule(count=st.integers(9, 20))
-    def too_many_tokens(self, count: int) -> None:
-        with pytest.raises(ConfigError, match=str(count)):
-            self.pool.allocate(tokens(count))
-
-    @invariant()
-    def same(self) -> None:
-        if not hasattr(self, "pool"):
-            return
-        stats = self.pool.stats()
-        assert (stats["in_use"], stats["capacity"]) == (len(self.live), self.capacity)
-        assert stats["dropped_frees"] == self.dropped
-        for index, place in self.live.items():
-            kv_obj, count = self.objects[place]
-            assert kv_obj.chunk_idx == index
-            assert kv_obj.data.shape == (2, 2, count, 2, 4)
-            assert kv_obj.data.eq(place).all()
-
-
-@devices.cpu_only
-def test_random_histories_agree_with_the_model() -> None:
-    run_state_machine_as_test(PoolHistory)
 
 
 @devices.cpu_only
