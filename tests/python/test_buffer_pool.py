@@ -192,13 +192,6 @@ def test_a_bucket_is_the_least_that_holds_it(rounding: str) -> None:
     assert pool.in_use_count == 0
 
 
-def test_a_scalar() -> None:
-    buffer = make().alloc((), torch.float64)
-    buffer.tensor.fill_(2.5)
-    assert (buffer.nbytes, buffer.capacity) == (8, 8)
-    assert buffer.tensor.item() == 2.5
-
-
 def test_a_buffer_has_one_tensor() -> None:
     buffer = make().alloc((3,), torch.int32)
     first, second = buffer.tensor, buffer.tensor
@@ -727,15 +720,6 @@ def test_leaving_a_buffer_after_a_reset_does_nothing() -> None:
     assert (free(pool), in_use(pool)) == ((0, 0), (1, 64))
     assert pool.stats()["stale_uses"] == 0
     assert holds(held, 3)
-
-
-def test_leaving_a_buffer_that_was_released_does_nothing() -> None:
-    pool = make()
-    with pool.alloc_bytes(64) as buffer:
-        buffer.release()
-        held = pool.alloc_bytes(64)
-    assert (free(pool), in_use(pool)) == ((0, 0), (1, 64))
-    assert not held.tensor.any()
 
 
 def test_a_step_resets_at_its_end() -> None:
