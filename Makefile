@@ -96,7 +96,8 @@ rust-lint:
 	RUSTFLAGS='--cfg loom' cargo clippy --quiet --locked --features cuda --target-dir target/loom --test orders -- -D warnings
 	RUSTDOCFLAGS='-D warnings' cargo doc --locked --no-deps --features cuda
 	cargo fmt --check --manifest-path tests/fuzz/Cargo.toml
-	cargo clippy --locked --release --all-targets --manifest-path tests/fuzz/Cargo.toml --target-dir target/fuzz -- -D warnings
+	RUSTFLAGS='$(FUZZ_FLAGS)' cargo clippy --locked --release --all-targets --target $(HOST) \
+	    --manifest-path tests/fuzz/Cargo.toml --target-dir target/fuzz -- -D warnings
 	cargo fmt --check --manifest-path tests/software_driver/Cargo.toml
 	cargo clippy --locked --release --all-targets --manifest-path tests/software_driver/Cargo.toml --target-dir target/software_driver -- -D warnings
 	test "$$(cargo tree --locked --features cuda -e features -i cudarc | grep -o 'feature "cuda-[^"]*"')" = 'feature "cuda-12000"'

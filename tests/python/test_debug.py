@@ -34,7 +34,7 @@ from kvpool import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from conftest import RunSnippet
     from software import Driver
@@ -420,7 +420,7 @@ def taken_at(caplog: pytest.LogCaptureFixture) -> str:
 # Fences, groups, shares.
 
 
-def test_what_waits_for_a_fence_is_no_leak() -> None:
+def test_fenced_slots_are_not_leaks() -> None:
     pool, fence = slots(), Fence()
     taken = pool.alloc(4, owner="a")
     with pool.expect_balanced():
@@ -782,7 +782,7 @@ def test_owners_of_any_words_are_told_apart(caplog: pytest.LogCaptureFixture) ->
     assert pool.available_size() == 4
 
 
-def test_nobody_holds_a_part_of_a_workspace() -> None:
+def test_a_workspace_has_no_holders() -> None:
     arena = Workspace(devices.current(), 1 << 16, debug=True)
     with pytest.raises(IndexOwnershipError) as caught, arena.expect_balanced():
         arena.empty((64,), "float32")
@@ -862,41 +862,6 @@ def test_threads_do_not_sign_for_each_other() -> None:
 
 
 # What all pools have in common.
-
-
-def everything() -> Iterator[Any]:
-    device = devices.current()
-    yield KVPool(8, 1, 1, 2, device)
-    yield TokenToKVPoolAllocator(8, device)
-    yield ReqToTokenPool(2, 4, device)
-    yield GDNPool(2, 1, 1, 2, 2, 4, 3, device)
-    yield ChunkPool(2, (4,), "int8", device, pin_memory=False)
-    yield BufferPool(device)
-    yield PagePool(4, 2, device=device)
-    yield Workspace(device, 1 << 16)
-
-
-def test_every_pool_has_a_name_a_unit_and_numbers() -> None:
-    made = list(everything())
-    assert [type(pool).__name__ for pool in made] == [re.sub(r"-\d+$", "", pool.name) for pool in made]
-    units = ["slot", "slot", "row", "track slot", "chunk", "buffer", "page", "byte"]
-    assert [pool.unit for pool in made] == units
-    assert len({pool.name for pool in (*made, *everything())}) == 2 * len(made)
-    for pool in made:
-        numbers = pool.stats()
-        assert isinstance(pool, kvpool.Pool)
-        assert all(type(value) is int for value in numbers.values())
-        assert {"capacity", "bytes"} <= set(numbers)
-    made[0].name = "other"
-    assert made[0].name == "other"
-
-
-def test_pools_that_live_are_known() -> None:
-    made = list(everything())
-    assert {id(pool) for pool in made} <= {id(pool) for pool in kvpool.pools()}
-    names = {pool.name for pool in made}
-    del made
-    assert not names & {pool.name for pool in kvpool.pools()}
 
 
 def test_pools_are_sorted_by_name_and_number() -> None:

@@ -127,7 +127,7 @@ def test_a_value_may_not_change_another_after_it_was_described() -> None:
 
 
 @pytest.mark.parametrize("call", ["k", "indices", "out"])
-def test_a_mock_is_no_tensor(call: str) -> None:
+def test_rejects_mocks_of_tensors(call: str) -> None:
     pool, fake = small_pool(), Mock(spec=torch.Tensor)
     with pytest.raises((TypeError, ConfigError)):
         if call == "k":
@@ -192,15 +192,9 @@ def test_a_negated_view_is_stored_with_its_sign() -> None:
 
 
 @pytest.mark.parametrize("bad", [b"\x01\x02", bytearray(b"\x01"), "1", "12"])
-def test_text_is_no_sequence_of_slots(bad: object) -> None:
+def test_rejects_text_as_slots(bad: object) -> None:
     with pytest.raises(TypeError):
         kvpool.TokenToKVPoolAllocator(64, "cpu").free(bad)
-
-
-@pytest.mark.parametrize("device", ["cuda:+1", "cuda: 1", "cuda:", "cuda:-1", "cuda:1.0"])
-def test_devices_are_written_as_pytorch_writes_them(device: str) -> None:
-    with pytest.raises(ConfigError):
-        kvpool.TokenToKVPoolAllocator(64, device)
 
 
 @pytest.mark.parametrize("make", [torch.arange, np.arange])
@@ -273,7 +267,8 @@ def test_an_extension_that_cannot_be_handed_out_is_taken_back(run_snippet: RunSn
         assert allocator.is_allocated(held).all()
         assert allocator.stats()["dropped_frees"] == 0
         allocator.verify()
-        """
+        """,
+        has_torch=True,
     )
 
 

@@ -116,7 +116,7 @@ def test_given_tensors_are_let_go() -> None:
     assert [ref() for ref in gone] == [None, None]
 
 
-def test_capsules_that_nobody_uses_give_their_memory_back(run_snippet: RunSnippet) -> None:
+def test_unused_capsules_give_their_memory_back(run_snippet: RunSnippet) -> None:
     run_snippet(
         """
         import gc

@@ -195,7 +195,7 @@ def test_a_workspace_belongs_to_one_thread_until_it_is_reset() -> None:
     assert workspace.empty(1, "int8") is not None
 
 
-def test_a_failed_call_does_not_make_it_anybodys() -> None:
+def test_a_failed_call_claims_no_thread() -> None:
     workspace = make()
     with pytest.raises(WorkspaceExhaustedError):
         workspace.empty(2 * MIB, "uint8")
