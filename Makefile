@@ -107,7 +107,7 @@ python-lint: $(EXTENSION) $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest kvpool._kvpool --mypy-config-file pyproject.toml
-	$(BIN)/python docs/generate.py --check
+	$(BIN)/python docs/api.py --check
 
 # The committed PTX and machine code are what the kernels give, and every architecture takes the PTX without spills.
 kernel-lint: $(CUDA_TOOLS)/.installed
@@ -169,7 +169,7 @@ soak: $(EXTENSION) $(VENV)/.tools
 
 # The docstrings of the stub, and docs/api.md.
 api: $(EXTENSION) $(VENV)/.test
-	$(BIN)/python docs/generate.py
+	$(BIN)/python docs/api.py
 	$(BIN)/ruff format python/kvpool/_kvpool.pyi
 
 # The same minutes for eight threads that share all pools.

@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import Any, SupportsFloat, SupportsIndex, final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from typing_extensions import Self, disjoint_base
 
@@ -130,7 +132,7 @@ class Tensor:
         Raises:
             OutOfMemoryError: If the host has no room for it.
         """
-    def numpy(self) -> Any:
+    def numpy(self) -> npt.NDArray[Any]:
         """A NumPy array over the same memory.
 
         8-bit floats and bfloat16 need the package `ml_dtypes`.
@@ -1128,40 +1130,40 @@ class HostPlan:
     """
 
     @property
-    def out_cache_loc(self) -> torch.Tensor:
+    def out_cache_loc(self) -> npt.NDArray[np.int32]:
         """As `BatchPlan.out_cache_loc`."""
     @property
-    def positions(self) -> torch.Tensor:
+    def positions(self) -> npt.NDArray[np.int32]:
         """As `BatchPlan.positions`."""
     @property
-    def slot_mapping(self) -> torch.Tensor:
+    def slot_mapping(self) -> npt.NDArray[np.int64]:
         """As `BatchPlan.slot_mapping`."""
     @property
-    def req_pool_indices(self) -> torch.Tensor:
+    def req_pool_indices(self) -> npt.NDArray[np.int32]:
         """As `BatchPlan.req_pool_indices`."""
     @property
-    def seq_lens(self) -> torch.Tensor:
+    def seq_lens(self) -> npt.NDArray[np.int32]:
         """As `BatchPlan.seq_lens`."""
     @property
-    def cache_seqlens(self) -> torch.Tensor:
+    def cache_seqlens(self) -> npt.NDArray[np.int32]:
         """As `BatchPlan.cache_seqlens`."""
     @property
-    def qo_indptr(self) -> torch.Tensor:
+    def qo_indptr(self) -> npt.NDArray[np.int32]:
         """As `BatchPlan.qo_indptr`."""
     @property
-    def cu_seqlens_q(self) -> torch.Tensor:
+    def cu_seqlens_q(self) -> npt.NDArray[np.int32]:
         """As `BatchPlan.cu_seqlens_q`."""
     @property
-    def kv_indptr(self) -> torch.Tensor:
+    def kv_indptr(self) -> npt.NDArray[np.int32]:
         """As `BatchPlan.kv_indptr`."""
     @property
-    def kv_indices(self) -> torch.Tensor | None:
+    def kv_indices(self) -> npt.NDArray[np.int32] | None:
         """As `BatchPlan.kv_indices`."""
     @property
-    def kv_last_page_len(self) -> torch.Tensor:
+    def kv_last_page_len(self) -> npt.NDArray[np.int32]:
         """As `BatchPlan.kv_last_page_len`."""
     @property
-    def block_table(self) -> torch.Tensor | None:
+    def block_table(self) -> npt.NDArray[np.int32] | None:
         """As `BatchPlan.block_table`."""
 
 @final

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from conftest import RunSnippet
     from software import Driver
 
+    from kvpool._typing import DTypeLike
+
 DTYPES = [*STORAGE, torch.float64, torch.int32, torch.int64, torch.bool]
 STATM = Path("/proc/self/statm")
 MIB = 1 << 20
@@ -167,7 +169,7 @@ def test_every_way_to_write_a_shape(shape: Any) -> None:  # noqa: ANN401
         (np.bool_, torch.bool),
     ],
 )
-def test_every_way_to_write_a_dtype(dtype: object, expected: torch.dtype) -> None:
+def test_every_way_to_write_a_dtype(dtype: DTypeLike, expected: torch.dtype) -> None:
     assert make().alloc((2,), dtype).tensor.dtype is expected
 
 
@@ -297,7 +299,7 @@ def test_inference_mode_ends_with_its_block(first: bool) -> None:
             if not is_inference:
                 assert is_as_new(buffer)
                 weights.grad = None
-                (weights * buffer.tensor).sum().backward()
+                torch.autograd.backward((weights * buffer.tensor).sum())
                 assert weights.grad is not None
                 assert weights.grad.eq(2).all()
 
@@ -352,7 +354,7 @@ def test_rejects_bad_shapes(shape: Any, error: type[Exception], words: str) -> N
 @pytest.mark.parametrize(
     "dtype", ["complex64", torch.complex64, torch.int16, "int", "text", 3, None, np.uint16]
 )
-def test_rejects_unknown_dtypes(dtype: object) -> None:
+def test_rejects_unknown_dtypes(dtype: DTypeLike) -> None:
     pool = make()
     before = pool.stats()
     with pytest.raises(TypeError):
@@ -483,7 +485,7 @@ def test_stats_and_high_water() -> None:
 
 def test_a_batch_is_its_allocations_in_order() -> None:
     pool = make()
-    specs: list[tuple[Sequence[int], object]] = [
+    specs: list[tuple[Sequence[int], DTypeLike]] = [
         ((3,), torch.int32),
         ([2, 2], "bfloat16"),
         ((), np.float64),

@@ -10,6 +10,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from common import some
 
 import kvpool
 from kvpool import ConfigError, IndexOwnershipError, OutOfMemoryError
@@ -87,7 +88,7 @@ def test_fences_that_use_their_allocator_do_not_multiply() -> None:
     allocator = kvpool.TokenToKVPoolAllocator(64, "cpu")
     fences = [Nosy(allocator) for _ in range(4)]
     for fence in fences:
-        allocator.free(allocator.alloc(4), after=fence)
+        allocator.free(some(allocator.alloc(4)), after=fence)
     before = [fence.calls for fence in fences]
     assert allocator.available_size() == 48
     assert [fence.calls for fence in fences] == [calls + 1 for calls in before]
@@ -102,7 +103,7 @@ def test_an_interrupt_in_a_fence_is_not_swallowed() -> None:
             raise KeyboardInterrupt
 
     allocator = kvpool.TokenToKVPoolAllocator(64, "cpu")
-    allocator.free(allocator.alloc(4), after=Interrupted())
+    allocator.free(some(allocator.alloc(4)), after=Interrupted())
     with pytest.raises(KeyboardInterrupt):
         allocator.available_size()
     allocator.clear()
@@ -119,7 +120,7 @@ def test_a_value_may_not_change_another_after_it_was_described() -> None:
             return torch.ones(2, 2, 4).__dlpack__()
 
     with pytest.raises(ConfigError, match="without memory"):
-        pool.set_kv_buffer(0, [1, 2], k, Shrinks())
+        pool.set_kv_buffer(0, [1, 2], k, Shrinks())  # type: ignore[arg-type]
     assert not pool.k_buffer[0].any()
 
 
@@ -168,7 +169,7 @@ def test_memory_that_may_not_be_written_is_not() -> None:
     pool = small_pool()
     for out in (ReadOnly(), ReadOnly().array):
         with pytest.raises((ConfigError, BufferError)):
-            pool.gather_kv(0, [1], out=(out, torch.empty(1, 2, 4)))
+            pool.gather_kv(0, [1], out=(out, torch.empty(1, 2, 4)))  # type: ignore[arg-type]
     assert text == b"abcdefgh" * 4
 
 
@@ -194,7 +195,7 @@ def test_a_negated_view_is_stored_with_its_sign() -> None:
 @pytest.mark.parametrize("bad", [b"\x01\x02", bytearray(b"\x01"), "1", "12"])
 def test_rejects_text_as_slots(bad: object) -> None:
     with pytest.raises(TypeError):
-        kvpool.TokenToKVPoolAllocator(64, "cpu").free(bad)
+        kvpool.TokenToKVPoolAllocator(64, "cpu").free(bad)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("make", [torch.arange, np.arange])
@@ -285,7 +286,7 @@ def test_the_exception_of_a_group_s_body_goes_on(caplog: pytest.LogCaptureFixtur
 def test_a_group_may_be_cleared_away() -> None:
     allocator = kvpool.TokenToKVPoolAllocator(64, "cpu")
     with allocator.free_group():
-        allocator.free(allocator.alloc(4))
+        allocator.free(some(allocator.alloc(4)))
         allocator.clear()
     assert allocator.available_size() == 64
 
@@ -302,7 +303,7 @@ def test_a_cycle_through_a_group_is_collected() -> None:
     allocator = kvpool.TokenToKVPoolAllocator(64, "cpu")
     fence = Fence()
     fence.group = allocator.free_group()
-    allocator.free(allocator.alloc(1), after=fence)
+    allocator.free(some(allocator.alloc(1)), after=fence)
     gone = weakref.ref(fence)
     del allocator, fence
     gc.collect()

@@ -403,7 +403,7 @@ def test_writes_of_a_wrong_type_of_value(bad_index: Any) -> None:  # noqa: ANN40
         with pytest.raises(TypeError):
             pool.write(index, bad_index)
     with pytest.raises(TypeError):
-        pool.write((1, 0), 1.5)
+        pool.write((1, 0), 1.5)  # type: ignore[arg-type]
     assert not pool.req_to_token.any()
 
 

@@ -284,7 +284,7 @@ def test_free_refuses_a_list_with_one_bad_element() -> None:
     allocator = make(8)
     take(allocator, 4)
     with pytest.raises(TypeError):
-        allocator.free([1, 2.0])
+        allocator.free([1, 2.0])  # type: ignore[list-item]
     assert allocator.available_size() == 4
 
 
@@ -458,7 +458,7 @@ def test_wrong_type_in_a_group_raises_at_once() -> None:
     allocator.free_group_begin()
     allocator.free([1])
     with pytest.raises(TypeError):
-        allocator.free([1.5])
+        allocator.free([1.5])  # type: ignore[list-item]
     allocator.free_group_end()
     assert allocator.available_size() == 1
 
@@ -886,7 +886,7 @@ class AllocatorHistory(RuleBasedStateMachine):
         with pytest.raises(TypeError):
             self.real.alloc(1.0)  # type: ignore[arg-type]
         with pytest.raises(TypeError):
-            self.real.free([1.0])
+            self.real.free([1.0])  # type: ignore[list-item]
 
     @rule(sure=st.integers(0, 5))
     def clear(self, sure: int) -> None:

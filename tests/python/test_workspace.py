@@ -145,7 +145,7 @@ def test_bad_shapes_and_dtypes_take_nothing() -> None:
         workspace.zeros((2**40, 2**40), "float32")
     for dtype in ("complex64", torch.complex64, None, 3):
         with pytest.raises(TypeError):
-            workspace.empty(3, dtype)
+            workspace.empty(3, dtype)  # type: ignore[arg-type]
     with pytest.raises(TypeError):
         workspace.empty("three", "float32")  # type: ignore[arg-type]
     assert workspace.used_bytes == 0

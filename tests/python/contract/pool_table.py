@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import devices
 import numpy as np
 import pytest
+from common import some
 
 import kvpool
 from kvpool import _typing
@@ -80,11 +81,11 @@ def _store(pool: kvpool.KVPool) -> None:
 
 
 def _take_slots(pool: kvpool.TokenToKVPoolAllocator) -> None:
-    held = [pool.alloc(pool.size // 8) for _ in range(8)]
+    held = [some(pool.alloc(pool.size // 8)) for _ in range(8)]
     pool.share(held[0])
     for slots in (*held, held[0]):
         pool.free(slots)
-    pool.free(pool.alloc_extend([0], [7], [-1]))
+    pool.free(some(pool.alloc_extend([0], [7], [-1])))
     pool.verify()
 
 

@@ -39,8 +39,8 @@ def documented_stub(text: str, module: object) -> str:
         for node in body:
             if not isinstance(node, ast.ClassDef | ast.FunctionDef):
                 continue
-            thing = inspect.getattr_static(owner, node.name, None)
-            thing = getattr(thing, "__func__", thing)
+            found = inspect.getattr_static(owner, node.name, None)
+            thing = getattr(found, "__func__", found)
             edits.extend(_edit(node, _docstring(thing), lines, indent + 4))
             if isinstance(node, ast.ClassDef):
                 visit(node.body, thing, indent + 4)
@@ -53,7 +53,7 @@ def documented_stub(text: str, module: object) -> str:
 
 def _docstring(thing: object) -> str | None:
     written: str | None = getattr(thing, "__doc__", None)
-    return None if written in INHERITED or not written.strip() else inspect.cleandoc(written)
+    return None if written is None or written in INHERITED else inspect.cleandoc(written)
 
 
 def _edit(
@@ -64,18 +64,17 @@ def _edit(
     new = []
     if docstring is not None:
         first, *rest = f'"""{docstring}'.splitlines()
-        end = '"""' if not rest else f'\n{space}"""'
+        closing = '"""' if not rest else f'\n{space}"""'
         quoted = [space + first, *(space + line if line else "" for line in rest)]
-        new = ("\n".join(quoted) + end).splitlines()
+        new = ("\n".join(quoted) + closing).splitlines()
     body = node.body[0]
-    old = isinstance(body, ast.Expr) and isinstance(body.value, ast.Constant)
-    if old and body.value.value is ...:
-        line = lines[body.lineno - 1]
-        return [(body.lineno - 1, body.end_lineno, [line.removesuffix(" ..."), *new])] if new else []
-    if old:
+    if isinstance(body, ast.Expr) and isinstance(body.value, ast.Constant):
+        start, end = body.lineno - 1, body.end_lineno or body.lineno
+        if body.value.value is ...:
+            return [(start, end, [lines[start].removesuffix(" ..."), *new])] if new else []
         if not new and len(node.body) == 1:
             new = [f"{space}..."]
-        return [(body.lineno - 1, body.end_lineno, new)]
+        return [(start, end, new)]
     first = min([body.lineno, *(each.lineno for each in getattr(body, "decorator_list", []))]) - 1
     return [(first, first, [*new, ""] if new else [])]
 
@@ -98,24 +97,22 @@ def api() -> str:
     return "\n".join(parts)
 
 
-def _entry(thing: griffe.Object, name: str) -> str:
+def _entry(thing: griffe.Object | griffe.Alias, name: str) -> str:
     """The section of a class or a function, or the part of a method in that of its class."""
     in_class = thing.is_function and thing.parent is not None and thing.parent.is_class
     lines = [f"{'###' if in_class else '##'} `{name}`", ""]
     call = thing if thing.is_function else thing.members.get("__new__")
-    if call is not None:
-        lines += ["```python", _signature(call, name), "```", ""]
+    if isinstance(call, griffe.Function):
+        lines += ["```text", _signature(call, name), "```", ""]
     for section in thing.docstring.parsed if thing.docstring else ():
         lines += _section(section)
-    public = [
-        member for member in thing.members.values() if not member.name.startswith("_") and member.docstring
-    ]
-    attributes = [member for member in public if member.is_attribute]
-    if attributes:
+    documented = [member for member in thing.members.values() if member.docstring and member.is_public]
+    properties = [member for member in documented if member.is_attribute]
+    if properties:
         lines += ["**Properties**", ""]
-        lines += [_item(member.name, member.docstring.value) for member in attributes]
+        lines += [_item(each.name, each.docstring.value) for each in properties if each.docstring]
         lines.append("")
-    lines += [_entry(member, f"{thing.name}.{member.name}") for member in public if member.is_function]
+    lines += [_entry(member, f"{thing.name}.{member.name}") for member in documented if member.is_function]
     return "\n".join(lines)
 
 
@@ -165,8 +162,9 @@ def main() -> int:
     check = parser.parse_args().check
     stale = []
     module = importlib.import_module("kvpool._kvpool")
-    for path, make in ((STUB, lambda: documented_stub(STUB.read_text(), module)), (API, api)):
-        new = make()
+    for path in (STUB, API):
+        # The page is made from the stub.
+        new = api() if path == API else documented_stub(STUB.read_text(), module)
         if path.exists() and path.read_text() == new:
             continue
         stale.append(path.relative_to(ROOT))
