@@ -7,7 +7,7 @@ use crate::base::{DType, Device, Dims, Error, Result, bytes_of, widen};
 use crate::index::Move;
 use crate::memory::{Borrowed, Region};
 
-use super::copy::{AHEAD, RowCopy};
+use super::row_copy::{AHEAD, RowCopy};
 use super::threads::in_parts;
 
 /// A buffer of equal rows `[rows, heads, dim]` within a region.

@@ -1,7 +1,8 @@
 //! States of Gated DeltaNet layers, one for each request, and snapshots of them.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
+use crate::base::sync::lock;
 use crate::base::{DType, Device, Dims, Id, IndexVec, Result, bytes_of, widen};
 use crate::index::{BadFrees, RowTable};
 use crate::kernels::{Executor, IndexSpace, Indices, LayerLayout, LayerRows, RowBuffer};
@@ -222,6 +223,6 @@ impl GdnPool {
     /// Who owns which track slot.
     pub fn tracks(&self) -> MutexGuard<'_, RowTable> {
         // A panic elsewhere cannot have left it half changed, so poison is ignored.
-        self.tracks.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.tracks)
     }
 }

@@ -34,9 +34,9 @@ pub struct KvConfig {
     pub dtype: DType,
     /// Slots in a page of the allocator that goes with it.
     pub page_size: usize,
-    /// Whether memory of the host is page-locked, where there is a driver: a backend such as [`Mapped`] can do that.
+    /// Whether memory of the host is page-locked, where there is a driver: a backend such as [`MappedHost`] can do that.
     ///
-    /// [`Mapped`]: crate::memory::Mapped
+    /// [`MappedHost`]: crate::memory::MappedHost
     pub pin_memory: bool,
 }
 
@@ -283,7 +283,7 @@ impl KvPool {
             TensorView::contiguous(region, 0, buffer.dtype(), &shape)
         };
         let out = [target(k)?, target(v)?];
-        let pairs = [(k, out[0].borrow()?), (v, out[1].borrow()?)];
+        let pairs = [(k, out[0].borrow()), (v, out[1].borrow())];
         self.executor.gather_rows(layer, &pairs, indices, Stream::DEFAULT)?;
         Ok(out)
     }

@@ -3,9 +3,10 @@
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::{self, ThreadId};
 
+use crate::base::sync::lock;
 use crate::base::{DType, Device, Dims, Error, ErrorKind, Result};
 use crate::index::Arena;
 use crate::memory::{ALIGNMENT, Backend, Contents, Gpu, Region, Stream};
@@ -114,7 +115,7 @@ impl Order {
 
 impl Shared {
     fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     /// Cuts `bytes` from the arena for work on `stream`.
@@ -231,7 +232,7 @@ impl Workspace {
     }
 
     fn lock(&self) -> MutexGuard<'_, Option<Arc<Shared>>> {
-        self.shared.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.shared)
     }
 
     /// Does `work` with the arena, as its owner.
@@ -403,5 +404,5 @@ pub fn give_back_segment(address: usize) {
 }
 
 fn segments() -> MutexGuard<'static, Segments> {
-    SEGMENTS.lock().unwrap_or_else(PoisonError::into_inner)
+    lock(&SEGMENTS)
 }

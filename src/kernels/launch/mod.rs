@@ -17,9 +17,10 @@ pub use plan::{PlanBatch, PlanFields, PlanRequest};
 use std::collections::HashSet;
 use std::ffi::{CStr, c_void};
 use std::ptr;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use crate::base::bounded::signed;
+use crate::base::sync::lock;
 use crate::base::{DType, Device, Error, ErrorKind, Result, bytes_of, widen};
 use crate::index::Move;
 use crate::kernels::indices::{IndexSpace, Indices, Numbers};
@@ -27,7 +28,7 @@ use crate::kernels::rows::{RowBuffer, check_moves, check_targets};
 use crate::kernels::store::{Store, targets};
 use crate::kernels::table::Table;
 use crate::memory::{
-    Backend, Borrowed, Contents, Event, Function, Gpu, Held, Pinned, Region, Ring, Stream, Users,
+    Backend, Borrowed, Contents, Event, Function, Gpu, Pinned, Region, Reply, Ring, Stream, Users,
 };
 
 use grid::{Groups, blocks, parts_grid, ragged_grid};
@@ -67,7 +68,7 @@ impl Kernels {
     /// Those of `gpu`, compiled at the first call.
     fn of(gpu: &Gpu) -> Result<Arc<Self>> {
         static LOADED: Mutex<Vec<Arc<Kernels>>> = Mutex::new(Vec::new());
-        let mut loaded = LOADED.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut loaded = lock(&LOADED);
         if let Some(kernels) = loaded.iter().find(|kernels| kernels.device == gpu.device()) {
             return Ok(Arc::clone(kernels));
         }
@@ -457,7 +458,7 @@ impl Launcher {
         count: usize,
         echo: Option<&Ring>,
         stream: Stream,
-    ) -> Result<Option<Held>> {
+    ) -> Result<Option<Reply>> {
         let blocks = blocks(count)?;
         let write = |echo: *mut i32| {
             self.with(self.kernels.write_points, [blocks, 1], &[row, column, value], stream, |index| {
