@@ -298,7 +298,7 @@ impl Launcher {
     /// the other, and either may be mixed of both.
     ///
     /// # Errors
-    /// As there; an index beyond the rows that only the device knows is left out and told by [`Launcher::fault`].
+    /// As there; an index beyond the rows that only the device knows is left out, and reported by `Executor::fault`.
     pub(super) fn store_rows(
         &self,
         stores: &[Store<'_>; 2],
@@ -450,7 +450,7 @@ impl Launcher {
     ///
     /// # Errors
     /// [`ErrorKind::Config`] for more numbers of the host than cross at once; [`ErrorKind::Driver`] when the driver
-    /// refuses. What only the device knows to be wrong is left out and told by [`Launcher::fault`].
+    /// refuses. What only the device knows to be wrong is left out, and reported by `Executor::fault`.
     pub fn write_points(
         &self,
         table: &Table<'_>,
@@ -523,7 +523,7 @@ impl Launcher {
     ///
     /// # Errors
     /// [`ErrorKind::Config`] for more numbers of the host than cross at once; what only the device knows to be wrong
-    /// is left out and told by [`Launcher::fault`].
+    /// is left out, and reported by `Executor::fault`.
     pub(super) fn kv_indices(
         &self,
         table: &Table<'_>,
