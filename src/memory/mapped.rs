@@ -17,7 +17,7 @@ pub const PAGE: usize = 4096;
 
 /// Host memory for large regions: on a NUMA node, in huge pages, page-locked in steps, as far as the system does it.
 ///
-/// What could not be had is told by [`MappedHost::notes`]; the memory is there all the same.
+/// What could not be had is reported by [`MappedHost::notes`]; the memory is there all the same.
 #[derive(Debug, Default)]
 pub struct MappedHost {
     numa_node: Option<usize>,
@@ -69,7 +69,7 @@ impl MappedHost {
         lock(&self.blocks).iter().any(|block| block.pages.are_huge)
     }
 
-    /// What could not be had, in words, once.
+    /// What was not available, in words, once.
     pub fn notes(&self) -> Vec<String> {
         std::mem::take(&mut *lock(&self.notes))
     }

@@ -348,7 +348,7 @@ impl BatchPlanner {
         self.changes += 1;
         self.plans += 1;
         if let Err(failure) = made {
-            // Nobody can tell what was written.
+            // What was written is not known.
             self.block_table.invalidate(self.layout.width());
             self.requests.shrink(batch, slots.slots_mut());
             return Err(failure);

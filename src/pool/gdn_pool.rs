@@ -174,7 +174,7 @@ impl GdnPool {
     ///
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a slot that is not there; nothing is zeroed then. On a
-    /// GPU an index there that names none is left out, and told by [`GdnPool::fault`].
+    /// GPU an index there that names none is left out, and reported by [`GdnPool::fault`].
     pub fn reset_states(&self, indices: &Indices<'_>, stream: Stream) -> Result<()> {
         self.executor.zero_rows(&self.rows, indices, stream)
     }
@@ -193,7 +193,7 @@ impl GdnPool {
         self.executor.copy_rows(&self.rows, dst, src, stream)
     }
 
-    /// Tells what is wrong with indices that an earlier call was given on the device, once. Makes no driver call.
+    /// Reports what is wrong with indices that an earlier call was given on the device, once. Makes no driver call.
     ///
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a slot that is not there: it was left out.

@@ -232,7 +232,7 @@ impl KvPool {
         self.executor.crowded()
     }
 
-    /// Tells what is wrong with indices that an earlier call was given on the device, once. Makes no driver call.
+    /// Reports what is wrong with indices that an earlier call was given on the device, once. Makes no driver call.
     ///
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a row that is not there: it was left out.
@@ -293,7 +293,7 @@ impl KvPool {
     /// # Errors
     /// As [`KvPool::gather_kv`], and [`ErrorKind::Config`](crate::base::ErrorKind::Config) or
     /// [`ErrorKind::Type`](crate::base::ErrorKind::Type) when `out` does not fit. Nothing is written then. On a GPU
-    /// the row of an index there that names none is zeroed, and [`KvPool::fault`] tells it.
+    /// the row of an index there that names none is zeroed, and [`KvPool::fault`] reports it.
     pub fn gather_kv_into(
         &self,
         layer: usize,

@@ -1,4 +1,4 @@
-//! The next slots, on the device before anybody asks for them.
+//! The next slots, on the device before they are asked for.
 
 use std::collections::VecDeque;
 use std::ops::Range;

@@ -68,7 +68,7 @@ struct State {
     entered: usize,
     /// Segments that a framework has.
     segments: usize,
-    /// What was asked for in vain since somebody entered it.
+    /// What could not be allocated since it was entered.
     refused: Option<Error>,
     order: Order,
 }
@@ -327,7 +327,7 @@ impl Workspace {
         })
     }
 
-    /// Ends what [`Workspace::enter`] began, and tells what was asked for in vain last.
+    /// Ends what [`Workspace::enter`] began, and returns what could not be allocated last.
     ///
     /// # Errors
     /// [`ErrorKind::State`] where there was no such beginning.
@@ -366,8 +366,8 @@ type Segments = BTreeMap<usize, (Arc<Shared>, Range<usize>)>;
 /// Segments that frameworks have.
 static SEGMENTS: Mutex<Segments> = Mutex::new(BTreeMap::new());
 
-/// Takes `bytes` from the arena that this thread has entered, for work on `stream`, and tells its address. `None` if there
-/// is no arena of that device, or not so much left: [`Workspace::leave`] tells why.
+/// Takes `bytes` from the arena that this thread has entered, for work on `stream`, and returns its address. `None` if there
+/// is no arena of that device, or not so much left: [`Workspace::leave`] says why.
 ///
 /// Its memory stays until [`give_back_segment`], also after the workspace is closed.
 #[must_use]

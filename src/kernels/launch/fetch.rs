@@ -68,7 +68,7 @@ impl Fetcher {
         Ok(Self { gpu: Arc::clone(gpu), kernels: Kernels::of(gpu)?, ring: Ring::on_host(gpu, bytes)? })
     }
 
-    /// One that the whole process has for `gpu`, so that who waits for a few values allocates nothing.
+    /// One that the whole process has for `gpu`, so that a wait for a few values allocates nothing.
     fn shared(gpu: &Arc<Gpu>, values: usize) -> Result<Arc<Self>> {
         static SHARED: Mutex<Vec<Arc<Fetcher>>> = Mutex::new(Vec::new());
         /// Values for which it has room.
@@ -126,7 +126,7 @@ impl Fetcher {
         }
     }
 
-    /// Gives up a fetch whose values nobody wants any more.
+    /// Gives up a fetch whose values are not wanted any more.
     pub fn abandon(&self, fetch: &Fetch) {
         self.ring.release(&fetch.held);
     }

@@ -2,7 +2,7 @@
 //! call.
 //!
 //! The structures are those of `params.cuh`. Everything that can be checked on the host is checked before a launch;
-//! indices that only the device knows are checked there, and what is wrong with them is told by [`Launcher::fault`].
+//! indices that only the device knows are checked there, and what is wrong with them is reported by [`Launcher::fault`].
 
 mod fetch;
 mod grid;
@@ -214,7 +214,7 @@ impl Launcher {
         self.fault()
     }
 
-    /// What a kernel of an earlier call found wrong, if any did. Told once. Makes no driver call.
+    /// What a kernel of an earlier call found wrong, if any did. Reported once. Makes no driver call.
     ///
     /// # Errors
     /// [`ErrorKind::Index`] with the number, its position, and what it must be below.
@@ -247,7 +247,7 @@ impl Launcher {
     }
 
     /// Launches `kernel` with the parameters that `params` makes, once the device can read `arrays` of the host: behind
-    /// the parameters if they fit there, else in the ring. The caller has seen that nobody captures `stream`, however many
+    /// the parameters if they fit there, else in the ring. The caller has seen that `stream` is not captured, however many
     /// they are: a graph would repeat them.
     fn with_arrays<P>(
         &self,
@@ -328,7 +328,7 @@ impl Launcher {
     ///
     /// # Errors
     /// As there; the row of an index that only the device knows to be outside is zeroed, and
-    /// [`Launcher::fault`] tells it.
+    /// [`Launcher::fault`] reports it.
     pub(super) fn gather_rows(
         &self,
         pairs: &[(&RowBuffer, Borrowed<'_>); 2],
@@ -359,7 +359,7 @@ impl Launcher {
     ///
     /// # Errors
     /// [`ErrorKind::Index`] for a row that is not there, [`ErrorKind::Config`] for more than cross at once; a row
-    /// that only the device knows to be outside is told by [`Launcher::fault`].
+    /// that only the device knows to be outside is reported by [`Launcher::fault`].
     pub(super) fn copy_rows(
         &self,
         groups: [&[RowBuffer]; 2],
@@ -446,7 +446,7 @@ impl Launcher {
 
     /// Writes `value[i]` to `table[row[i], column[i]]`, for `count` places, in one launch. With an echo, what was
     /// written is also sent to it, as (row, column, value) in int32, row -1 where a place is not in the table: the caller has
-    /// seen that nobody captures `stream` then.
+    /// seen that `stream` is not captured then.
     ///
     /// # Errors
     /// [`ErrorKind::Config`] for more numbers of the host than cross at once; [`ErrorKind::Driver`] when the driver
@@ -487,7 +487,7 @@ impl Launcher {
     }
 
     /// Zeroes the first columns of rows of the table, `(row, columns)` each, in one launch on `stream`, which the caller has
-    /// seen to be captured by nobody.
+    /// seen not to be captured.
     ///
     /// # Errors
     /// [`ErrorKind::Index`] for a place outside of the table, [`ErrorKind::Config`] for more than cross at once.

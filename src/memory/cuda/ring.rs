@@ -45,12 +45,12 @@ struct Piece {
     range: Range<usize>,
     /// The point after its work; `None` where that is not known, and the piece is held for ever.
     done: Option<Arc<Event>>,
-    /// Whether somebody will still read it on the host.
+    /// Whether the host will still read it.
     held: bool,
 }
 
 impl Piece {
-    /// The point after which nobody uses it, if there will be one.
+    /// The point after which it is not used any more, if there will be one.
     fn free_after(&self) -> Option<&Arc<Event>> {
         self.done.as_ref().filter(|_| !self.held)
     }
@@ -104,7 +104,7 @@ impl Ring {
 
     /// Copies `arrays` to the twin, and has `work` enqueue what uses them there: it gets the bytes of each array.
     ///
-    /// Returns the point after the copy and the work. The caller has seen that nobody captures `stream`, as
+    /// Returns the point after the copy and the work. The caller has seen that `stream` is not captured, as
     /// [`Ring::not_capturing`] does: a graph would repeat the copy, of memory that holds other numbers by then.
     ///
     /// # Errors
@@ -239,7 +239,7 @@ impl Ring {
         values
     }
 
-    /// Gives up a piece that nobody will read. The device may still be writing it.
+    /// Gives up a piece that will not be read. The device may still be writing it.
     pub fn release(&self, held: &Reply) {
         let mut pieces = lock(&self.pieces);
         if let Some(piece) = pieces.used.iter_mut().find(|piece| piece.range.start == held.range.start) {
@@ -272,7 +272,7 @@ impl Ring {
         Ok(done)
     }
 
-    /// Drops the oldest pieces that nobody uses any more.
+    /// Drops the oldest pieces that are not used any more.
     fn reclaim(pieces: &mut Pieces) -> Result<()> {
         while let Some(oldest) = pieces.used.front() {
             match oldest.free_after() {

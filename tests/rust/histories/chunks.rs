@@ -150,7 +150,7 @@ fn copy(source: &mut Source<'_>, pool: &ChunkPool, model: &mut Model, at: usize)
             let packed = position * element;
             match direction {
                 Direction::Pack => {
-                    chunk[packed..packed + element].copy_from_slice(&expected[lying..lying + element])
+                    chunk[packed..packed + element].copy_from_slice(&expected[lying..lying + element]);
                 }
                 Direction::Unpack => {
                     expected[lying..lying + element].copy_from_slice(&chunk[packed..packed + element]);
