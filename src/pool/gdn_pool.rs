@@ -1,7 +1,8 @@
 //! States of Gated DeltaNet layers, one for each request, and snapshots of them.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
+use crate::base::sync::lock;
 use crate::base::{DType, Device, Dims, Id, IndexVec, Result, bytes_of, widen};
 use crate::index::{BadFrees, RowTable};
 use crate::kernels::{Executor, IndexSpace, Indices, LayerLayout, LayerRows, RowBuffer};
@@ -173,7 +174,7 @@ impl GdnPool {
     ///
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a slot that is not there; nothing is zeroed then. On a
-    /// GPU an index there that names none is left out, and told by [`GdnPool::fault`].
+    /// GPU an index there that names none is left out, and reported by [`GdnPool::fault`].
     pub fn reset_states(&self, indices: &Indices<'_>, stream: Stream) -> Result<()> {
         self.executor.zero_rows(&self.rows, indices, stream)
     }
@@ -192,7 +193,7 @@ impl GdnPool {
         self.executor.copy_rows(&self.rows, dst, src, stream)
     }
 
-    /// Tells what is wrong with indices that an earlier call was given on the device, once. Makes no driver call.
+    /// Reports what is wrong with indices that an earlier call was given on the device, once. Makes no driver call.
     ///
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a slot that is not there: it was left out.
@@ -222,6 +223,6 @@ impl GdnPool {
     /// Who owns which track slot.
     pub fn tracks(&self) -> MutexGuard<'_, RowTable> {
         // A panic elsewhere cannot have left it half changed, so poison is ignored.
-        self.tracks.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.tracks)
     }
 }

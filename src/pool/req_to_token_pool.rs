@@ -50,7 +50,7 @@ pub struct ReqToTokenConfig {
     pub max_reqs: usize,
     /// Columns.
     pub max_context_len: usize,
-    /// Whether row 0 is nobody's, before those of requests.
+    /// Whether row 0 is padding, before the rows of requests.
     pub padding_row: bool,
     /// Whether a bad free is an error.
     pub strict: bool,
@@ -124,7 +124,7 @@ impl ReqToTokenPool {
         self.config.max_context_len
     }
 
-    /// Whether row 0 is nobody's.
+    /// Whether row 0 is padding.
     #[must_use]
     pub const fn padding_row(&self) -> bool {
         self.config.padding_row
@@ -279,7 +279,7 @@ impl ReqToTokenPool {
         self.executor.crowded()
     }
 
-    /// Tells what is wrong with what an earlier call was given on the device, once. Makes no driver call.
+    /// Reports what is wrong with what an earlier call was given on the device, once. Makes no driver call.
     ///
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a place outside of the table,
@@ -294,7 +294,7 @@ impl ReqToTokenPool {
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a place outside of the table,
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when there are not as many values as places. Nothing is
-    /// written then. On a GPU what only the device knows to be wrong is left out, and [`ReqToTokenPool::fault`] tells
+    /// written then. On a GPU what only the device knows to be wrong is left out, and [`ReqToTokenPool::fault`] reports
     /// it.
     pub fn write(&mut self, index: &TableIndex<'_>, values: &Indices<'_>, stream: Stream) -> Result<()> {
         if let Some(mirror) = self.mirror.clone() {
@@ -399,7 +399,7 @@ impl ReqToTokenPool {
         TensorView::contiguous(Arc::clone(self.table.region()), offset, DType::I32, &[length])
     }
 
-    /// Notes that somebody wrote these rows past this class: they are zeroed whole when they are freed, and the host
+    /// Notes that these rows were written past this class: they are zeroed whole when they are freed, and the host
     /// does not claim to know them until then. `version` is the framework's count of its own writes to the table,
     /// which are accounted for now.
     ///
@@ -426,7 +426,7 @@ impl ReqToTokenPool {
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) or [`ErrorKind::Type`](crate::base::ErrorKind::Type) when
     /// a length or `out` does not fit, [`ErrorKind::Index`](crate::base::ErrorKind::Index) when a row is not in the
     /// table or a part not in `out`. Nothing is written then. On a GPU what only the device knows to be wrong is left
-    /// out, and [`ReqToTokenPool::fault`] tells it.
+    /// out, and [`ReqToTokenPool::fault`] reports it.
     pub fn build_kv_indices(
         &self,
         rows: &Indices<'_>,

@@ -232,8 +232,7 @@ impl SlotTensors {
 
     /// Gives back what was handed out in `view` and never used: its pages but those that were only `continued`.
     pub(super) fn undo(&mut self, view: &TensorView, continued: &[Page]) {
-        let Ok(tensor) = view.borrow() else { return };
-        let slots = match Indices::of(tensor, Some(0)) {
+        let slots = match Indices::of(view.borrow(), Some(0)) {
             Ok(Indices::Host(values)) => Some(values),
             Ok(Indices::Device { tensor, version }) => known_values(&tensor, version),
             Err(_) => None,
