@@ -2,7 +2,8 @@
 
 use crate::base::{Id, IndexVec, Result, Row, widen, zeros};
 
-use super::free_list::{FreeList, Give, Order, Run};
+use super::free_list::{FreeList, Give, Order};
+use super::mask::Mask;
 use super::{BadFree, BadFrees, on_bad_frees};
 
 /// A row that was given back, with the columns that must be cleared: `0..written`.
@@ -99,41 +100,33 @@ impl RowTable {
     /// With `strict`, [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) when anything
     /// would be dropped, and nothing is changed.
     pub fn free(&mut self, given: &IndexVec, strict: bool, noun: &str) -> Result<(Vec<FreedRow>, BadFrees)> {
-        let mut accepted = Vec::new();
+        let capacity = self.rows.capacity();
+        let mut batch = self.rows.give(Give::Now);
         let mut bad = BadFrees::default();
         for value in given.iter() {
-            let row = u32::try_from(value).ok().map(Row::new).filter(|&row| self.rows.contains(row));
-            match row {
-                None if value == 0 => bad.add(value, BadFree::Padding, 1),
-                None => bad.add(value, BadFree::OutOfRange, 1),
-                Some(row) if self.rows.is_live(row) => {
-                    self.rows.give(Run { start: row, len: 1 }, Give::Now, &mut accepted, |_| ());
-                }
-                Some(row) => {
-                    let repeated =
-                        bad.wants_reason() && accepted.iter().any(|run: &Run<Row>| run.start == row);
-                    let reason = if repeated { BadFree::NamedTwice } else { self.rows.reason(row) };
-                    bad.add(value, reason, 1);
-                }
-            }
+            let row = u32::try_from(value).ok().map(Row::new).filter(|&row| batch.list().contains(row));
+            let reason = match row {
+                None if value == 0 => BadFree::Padding,
+                None => BadFree::OutOfRange,
+                Some(row) if batch.add(Mask::of(row.number())) == 0 => continue,
+                Some(row) if bad.wants_reason() && batch.contains(row) => BadFree::NamedTwice,
+                Some(row) => batch.list().reason(row),
+            };
+            bad.add(value, reason, 1);
         }
         let dropped = bad.dropped();
-        self.rows.book().explain(&mut bad, |row| row);
-        match on_bad_frees(bad, strict, noun, given.len(), self.rows.capacity()) {
-            Err(error) => {
-                self.rows.rollback(&accepted, Give::Now);
-                Err(error)
-            }
-            Ok(bad) => {
-                self.rows.commit(&accepted, Give::Now);
-                self.dropped_frees += dropped;
-                let freed = accepted.iter().map(|run| FreedRow {
-                    row: run.start,
-                    written: std::mem::take(&mut self.written[widen(run.start.number())]),
-                });
-                Ok((freed.collect(), bad))
-            }
-        }
+        batch.list().book().explain(&mut bad, |row| row);
+        let bad = on_bad_frees(bad, strict, noun, given.len(), capacity)?;
+        let written = &mut self.written;
+        let freed = batch
+            .masks()
+            .iter()
+            .flat_map(|mask| mask.indices())
+            .map(|row| FreedRow { row: Row::new(row), written: std::mem::take(&mut written[widen(row)]) });
+        let freed = freed.collect();
+        batch.commit();
+        self.dropped_frees += dropped;
+        Ok((freed, bad))
     }
 
     /// Notes that columns below `end` of `row` were written. `row` may be any row, the padding row too.

@@ -1,5 +1,6 @@
 //! Token slots: pages of one or more slots, handed out and, in `frees`, taken back in bulk.
 
+mod freeing;
 mod frees;
 
 use std::ops::Range;
@@ -8,7 +9,7 @@ use crate::base::{Error, ErrorKind, Id, IndexVec, Page, Result, reserve, widen};
 
 use super::Bitmap;
 use super::extension::{Extension, Request, parse_requests};
-use super::free_list::{Accepted, FreeList, Order, Run};
+use super::free_list::{Fenced, FreeList, Order, Run};
 use super::ledger::{Signatures, Span};
 use super::owners::Owners;
 
@@ -66,24 +67,20 @@ pub struct SlotAllocator {
     page_size: u32,
     /// Pages that the free in progress has named already. Empty between calls, and with `page_size == 1`.
     named: Bitmap,
-    /// Runs of the call in progress; kept for its capacity.
-    accepted: Accepted<Page>,
     owners: Owners,
-    /// Shared pages that the free in progress took an owner from.
-    left: Vec<Page>,
-    fences: Vec<Fenced>,
+    /// What waits for which fence.
+    fences: Vec<(FenceId, Given)>,
     next_fence: u64,
     group: Option<Group>,
     dropped_frees: usize,
 }
 
-/// What one free left behind a fence.
+/// What one call gave back.
 #[derive(Clone, Debug)]
-struct Fenced {
-    fence: FenceId,
-    pages: Accepted<Page>,
-    /// Shared pages that one owner leaves.
-    left: Vec<Page>,
+struct Given {
+    pages: Fenced<Page>,
+    /// Pages of which one owner goes.
+    shared: Vec<Page>,
 }
 
 /// Frees collected until the outermost group ends.
@@ -118,9 +115,7 @@ impl SlotAllocator {
             size,
             page_size,
             named: Bitmap::new(if page_size == 1 { 0 } else { widen(count) + 1 })?,
-            accepted: Vec::new(),
             owners: Owners::default(),
-            left: Vec::new(),
             fences: Vec::new(),
             next_fence: 0,
             group: None,
@@ -173,7 +168,7 @@ impl SlotAllocator {
             high_water: self.pages.high_water() * self.page_size(),
             dropped_frees: self.dropped_frees,
             released: self.pages.released() * self.page_size(),
-            fenced: (self.pages.fenced() + self.owners.left()) * self.page_size(),
+            fenced: (self.pages.fenced() + self.owners.unowned()) * self.page_size(),
             shared: self.owners.shared() * self.page_size(),
             bytes: self.pages.bytes() + self.named.bytes() + self.owners.bytes(),
         }
@@ -198,6 +193,11 @@ impl SlotAllocator {
             return Ok(None);
         }
         let mut slots = reserve(count)?;
+        if self.page_size == 1 {
+            slots.resize(count, 0);
+            self.pages.alloc_into(&mut slots);
+            return Ok(Some(slots));
+        }
         let page_size = self.page_size;
         self.pages.alloc(pages, |run| push_slots(&mut slots, run, page_size, count));
         Ok(Some(slots))
@@ -404,7 +404,7 @@ impl SlotAllocator {
     /// As [`SlotAllocator::share`], for pages that are known to be live. There must be room.
     pub(super) fn share_pages(&mut self, pages: impl IntoIterator<Item = Page>) {
         for page in pages {
-            self.owners.join(page);
+            self.owners.add(page);
             self.pages.book_mut().shared(page.number());
         }
     }
@@ -451,8 +451,7 @@ impl SlotAllocator {
     /// What breaks an invariant, if anything does.
     #[must_use]
     pub fn fault(&self) -> Option<String> {
-        let fenced: usize =
-            self.fences.iter().flat_map(|fenced| &fenced.pages).map(|run| widen(run.len)).sum();
+        let fenced: usize = self.fences.iter().map(|(_, given)| given.pages.len()).sum();
         if fenced != self.pages.fenced() {
             return Some(format!("{} pages are fenced, the fences name {fenced}", self.pages.fenced()));
         }
