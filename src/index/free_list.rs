@@ -10,7 +10,6 @@ use std::ops::Range;
 use crate::base::{Id, Result, widen};
 
 use super::BadFree;
-use super::ledger::{Book, Span, State, spans};
 use super::mask::Mask;
 use records::{Records, Set};
 
@@ -79,13 +78,12 @@ pub struct FreeList<I> {
     order: Order,
     records: Records,
     queue: VecDeque<Run<I>>,
-    /// What the batch in progress has marked; kept for its capacity.
+    /// What the last batch has marked.
     marked: Vec<Mask>,
     /// The most indices that were in use at once since the start or the last clear.
     high_water: usize,
     /// Below it every index was handed out since then, for no order leaves one of a new list out.
     reached: u32,
-    book: Book,
     space: PhantomData<I>,
 }
 
@@ -104,55 +102,14 @@ impl<I: Id> FreeList<I> {
             marked: Vec::new(),
             high_water: 0,
             reached: first,
-            book: Book::default(),
             space: PhantomData,
         };
         list.clear();
         Ok(list)
     }
 
-    /// Who takes and gives what, where somebody debugs.
-    #[must_use]
-    pub const fn book(&self) -> &Book {
-        &self.book
-    }
-
-    /// As [`FreeList::book`], to open it.
-    pub const fn book_mut(&mut self) -> &mut Book {
-        &mut self.book
-    }
-
-    /// All indices, by state and holders.
-    #[must_use]
-    pub fn spans(&self) -> Vec<Span> {
-        self.spans_unless(|_| false)
-    }
-
-    /// As [`FreeList::spans`], where live indices are fenced of which `is_left` says so.
-    pub(super) fn spans_unless(&self, is_left: impl Fn(I) -> bool) -> Vec<Span> {
-        spans(self.first..self.first + self.count, self.book.ledger(), |index| {
-            let index = I::new(index);
-            if !self.is_in_use(index) {
-                State::Free
-            } else if self.is_live(index) && !is_left(index) {
-                State::Live
-            } else {
-                State::Fenced
-            }
-        })
-    }
-
     /// Makes everything free again, in the order of a new list.
     pub fn clear(&mut self) {
-        let mut book = std::mem::take(&mut self.book);
-        if let Some(ledger) = book.ledger_mut() {
-            let all = self.first..self.first + self.count;
-            for index in all.filter(|index| self.is_in_use(I::new(*index))) {
-                ledger.became_free(index..index + 1);
-            }
-        }
-        book.clear();
-        self.book = book;
         self.records.clear();
         self.queue.clear();
         if self.order == Order::Fifo && self.count > 0 {
@@ -251,7 +208,6 @@ impl<I: Id> FreeList<I> {
             };
             let Some(run) = next else { break };
             self.records.take_run(run.range());
-            self.book.took(run.range());
             self.reached = self.reached.max(run.end());
             (from, left) = (run.end(), left - run.len);
             emit(run);
@@ -262,7 +218,7 @@ impl<I: Id> FreeList<I> {
 
     /// As [`FreeList::alloc`], and lists them as index tensors do. As many are taken as `out` has room for.
     pub(super) fn alloc_into(&mut self, out: &mut [i32]) -> bool {
-        if self.order == Order::Fifo || self.book.ledger().is_some() {
+        if self.order == Order::Fifo {
             let mut rest = out.iter_mut();
             return self.alloc(rest.len(), |run| {
                 for (index, out) in run.range().zip(&mut rest) {
@@ -327,7 +283,6 @@ impl<I: Id> FreeList<I> {
         }
         self.high_water = self.high_water.max(self.in_use());
         self.reached = self.reached.max(taken.end());
-        self.book.took(taken.range());
         Some(taken)
     }
 
@@ -367,6 +322,16 @@ impl<I: Id> FreeList<I> {
         }
     }
 
+    /// What the last batch gave back.
+    pub(super) fn last_given(&self) -> &[Mask] {
+        &self.marked
+    }
+
+    /// All indices.
+    pub(super) fn indices(&self) -> Range<u32> {
+        self.first..self.first + self.count
+    }
+
     /// Begins to give indices back, all or none of them.
     pub(super) fn give(&mut self, give: Give) -> FreeBatch<'_, I> {
         FreeBatch::new(self, give)
@@ -381,9 +346,6 @@ impl<I: Id> FreeList<I> {
 
     /// Lets indices that are free or released be handed out.
     fn queue(&mut self, given: &[Mask]) {
-        if let Some(ledger) = self.book.ledger_mut() {
-            given.iter().flat_map(|mask| mask.ranges()).for_each(|range| ledger.became_free(range));
-        }
         if self.order == Order::Sorted {
             return;
         }

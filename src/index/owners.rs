@@ -18,7 +18,7 @@ pub(super) struct Owners {
     shared: usize,
     /// By page number, owners whose fence has not passed. None is 0.
     pending: HashMap<u32, u32>,
-    /// From which pages the batch in progress has removed an owner; kept for its capacity.
+    /// From which pages the last batch has removed an owner.
     removed: Vec<Page>,
 }
 
@@ -95,6 +95,11 @@ impl Owners {
     pub(super) fn remove(&mut self, give: Give) -> RemovalBatch<'_> {
         self.removed.clear();
         RemovalBatch { owners: self, give, is_committed: false }
+    }
+
+    /// From which pages the last batch removed an owner, as often as it did.
+    pub(super) fn last_removed(&self) -> &[Page] {
+        &self.removed
     }
 
     /// Completes a removal whose fence has passed, and says whether it was that of the last owner.

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use crate::base::{Error, ErrorKind, Id, IndexVec, Page, Result, Row, reserve, widen};
 
-use super::{RowTable, SlotAllocator};
+use super::{Ledgered, RowTable, SlotAllocator};
 
 /// Slots in a page, and how positions are divided by it: by shifting where that can be, several times a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -100,9 +100,9 @@ impl Growth {
 ///
 /// ```
 /// use kvpool::base::IndexVec;
-/// use kvpool::index::{Order, Requests, RowTable, SlotAllocator};
+/// use kvpool::index::{Ledgered, Order, Requests, RowTable, SlotAllocator};
 /// let mut rows = RowTable::new(1, 4).unwrap();
-/// let mut slots = SlotAllocator::new(64, 4, Order::Sorted).unwrap();
+/// let mut slots = Ledgered::from(SlotAllocator::new(64, 4, Order::Sorted).unwrap());
 /// let mut requests = Requests::new(5, &slots);
 /// rows.alloc(1).unwrap();
 /// let row = IndexVec::I64(vec![1]);
@@ -316,7 +316,12 @@ impl Requests {
     ///
     /// # Errors
     /// [`ErrorKind::OutOfMemory`] when the host has no room for the bookkeeping.
-    pub fn grow(&mut self, batch: &[Growth], prefixes: &[i32], slots: &mut SlotAllocator) -> Result<bool> {
+    pub fn grow(
+        &mut self,
+        batch: &[Growth],
+        prefixes: &[i32],
+        slots: &mut Ledgered<SlotAllocator>,
+    ) -> Result<bool> {
         let needed: usize = batch.iter().map(|growth| widen(growth.new_pages)).sum();
         let mut taken = Taken::new(needed)?;
         if !prefixes.is_empty() {
@@ -341,7 +346,7 @@ impl Requests {
     }
 
     /// Takes back what [`Requests::grow`] did with this batch.
-    pub fn shrink(&mut self, batch: &[Growth], slots: &mut SlotAllocator) {
+    pub fn shrink(&mut self, batch: &[Growth], slots: &mut Ledgered<SlotAllocator>) {
         for growth in batch {
             let pages = self.cut(growth.row, growth.start);
             // They are its own; nothing can be wrong with them.
@@ -401,7 +406,7 @@ impl Requests {
         &mut self,
         [src, dst]: [u32; 2],
         len: u32,
-        slots: &mut SlotAllocator,
+        slots: &mut Ledgered<SlotAllocator>,
     ) -> Result<Option<[Range<u32>; 2]>> {
         self.check_owned(0, src, 0..widen(self.page_size.pages(len)), slots)?;
         let full = widen(self.page_size.page(len));

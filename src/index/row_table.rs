@@ -58,11 +58,6 @@ impl RowTable {
         &self.rows
     }
 
-    /// As [`RowTable::rows`], to open their book.
-    pub const fn rows_mut(&mut self) -> &mut FreeList<Row> {
-        &mut self.rows
-    }
-
     /// How many frees were dropped so far.
     #[must_use]
     pub const fn dropped_frees(&self) -> usize {
@@ -100,6 +95,17 @@ impl RowTable {
     /// With `strict`, [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) when anything
     /// would be dropped, and nothing is changed.
     pub fn free(&mut self, given: &IndexVec, strict: bool, noun: &str) -> Result<(Vec<FreedRow>, BadFrees)> {
+        self.free_explained(given, strict, noun, |_| ())
+    }
+
+    /// As [`RowTable::free`]; `explain` adds to what is reported.
+    pub(super) fn free_explained(
+        &mut self,
+        given: &IndexVec,
+        strict: bool,
+        noun: &str,
+        explain: impl FnOnce(&mut BadFrees),
+    ) -> Result<(Vec<FreedRow>, BadFrees)> {
         let capacity = self.rows.capacity();
         let mut batch = self.rows.give(Give::Now);
         let mut bad = BadFrees::default();
@@ -115,7 +121,7 @@ impl RowTable {
             bad.add(value, reason, 1);
         }
         let dropped = bad.dropped();
-        batch.list().book().explain(&mut bad, |row| row);
+        explain(&mut bad);
         let bad = on_bad_frees(bad, strict, noun, given.len(), capacity)?;
         let written = &mut self.written;
         let freed = batch

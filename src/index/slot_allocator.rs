@@ -10,7 +10,6 @@ use crate::base::{Error, ErrorKind, Id, IndexVec, Page, Result, reserve, widen};
 use super::Bitmap;
 use super::extension::{Extension, Request, parse_requests};
 use super::free_list::{Fenced, FreeList, Order, Run};
-use super::ledger::{Signatures, Span};
 use super::owners::Owners;
 
 /// Names the slots of one fenced free until its fence has passed.
@@ -89,7 +88,6 @@ struct Group {
     /// Open groups within this one.
     nested: usize,
     given: Vec<i64>,
-    by: Signatures,
 }
 
 impl SlotAllocator {
@@ -153,9 +151,9 @@ impl SlotAllocator {
         &self.pages
     }
 
-    /// As [`SlotAllocator::pages`], to open their book.
-    pub const fn pages_mut(&mut self) -> &mut FreeList<Page> {
-        &mut self.pages
+    /// As [`SlotAllocator::page_size`].
+    pub(super) const fn slots_of_a_page(&self) -> u32 {
+        self.page_size
     }
 
     /// The numbers of this allocator.
@@ -172,12 +170,6 @@ impl SlotAllocator {
             shared: self.owners.shared() * self.page_size(),
             bytes: self.pages.bytes() + self.named.bytes() + self.owners.bytes(),
         }
-    }
-
-    /// All pages, by state and holders.
-    #[must_use]
-    pub fn spans(&self) -> Vec<Span> {
-        self.pages.spans_unless(|page| !self.owners.is_owned(page))
     }
 
     /// Takes `count` slots, or returns `None` when there are not enough.
@@ -374,6 +366,11 @@ impl SlotAllocator {
     /// assert_eq!(slots.available(), 8);
     /// ```
     pub fn share(&mut self, given: &IndexVec) -> Result<()> {
+        self.share_pages_of(given).map(drop)
+    }
+
+    /// As [`SlotAllocator::share`], and names the pages that have an owner more.
+    pub(super) fn share_pages_of(&mut self, given: &IndexVec) -> Result<Vec<Page>> {
         let mut pages: Vec<Page> = reserve(given.len())?;
         for (position, slot) in given.iter().enumerate() {
             let page = u32::try_from(slot).ok().map(|slot| Page::new(slot / self.page_size));
@@ -392,8 +389,8 @@ impl SlotAllocator {
             pages.dedup();
         }
         self.prepare_sharing()?;
-        self.share_pages(pages);
-        Ok(())
+        self.share_pages(pages.iter().copied());
+        Ok(pages)
     }
 
     /// Makes room for counts of owners.
@@ -405,7 +402,6 @@ impl SlotAllocator {
     pub(super) fn share_pages(&mut self, pages: impl IntoIterator<Item = Page>) {
         for page in pages {
             self.owners.add(page);
-            self.pages.book_mut().shared(page.number());
         }
     }
 

@@ -459,7 +459,7 @@ impl BatchPlanner {
     fn sign(&self, row: u32, start: u32, slots: &mut TokenToKvPoolAllocator, table: &ReqToTokenPool) {
         let Some(act) = signed_act(row, slots, table) else { return };
         let first = widen(self.requests.page_size().page(start));
-        if let Some(ledger) = slots.slots_mut().pages_mut().book_mut().ledger_mut() {
+        if let Some(ledger) = slots.slots_mut().book_mut().ledger_mut() {
             for page in &self.requests.pages(row)[first..] {
                 ledger.sign(page.cast_unsigned(), &act);
             }
@@ -610,7 +610,7 @@ impl BatchPlanner {
 /// Where a ledger is kept, the call in progress in the name of a request: of its row's owner, or of the row.
 fn signed_act(row: u32, slots: &TokenToKvPoolAllocator, table: &ReqToTokenPool) -> Option<Arc<Act>> {
     let act = slots.act()?;
-    let holders = table.rows().rows().book().ledger().map_or(Vec::new(), |ledger| ledger.holders(row));
+    let holders = table.rows().book().ledger().map_or(Vec::new(), |ledger| ledger.holders(row));
     let owner = holders.first().and_then(|holder| holder.owner.clone());
     let owner = owner.unwrap_or_else(|| Owner::Text(format!("row {row}")));
     Some(Arc::new(Act { owner: Some(owner), ..Act::clone(&act) }))

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crate::base::{Device, Error, ErrorKind, Result, widen};
-use crate::index::{Bucket, Buckets, Rounding, Ticket};
+use crate::index::{Bucket, Buckets, Ledgered, Rounding, Ticket};
 use crate::memory::{
     Backend, Borrowed, Gpu, Keep, PageLock, Region, Stream, Users, backend_for, backend_in_order,
 };
@@ -59,7 +59,7 @@ impl Buffer {
 pub struct BufferPool {
     device: Device,
     rounding: Rounding,
-    buckets: Buckets<Stream>,
+    buckets: Ledgered<Buckets<Stream>>,
     /// By index, the memory of each buffer. `None` where `buckets` has a vacancy.
     regions: Vec<Option<Arc<Region>>>,
     /// Memory of others, by address and bytes, and what page-locks it.
@@ -79,7 +79,7 @@ impl BufferPool {
         Ok(Self {
             device,
             rounding,
-            buckets: Buckets::default(),
+            buckets: Ledgered::default(),
             regions: Vec::new(),
             existing: Vec::new(),
             users: Arc::default(),
@@ -101,7 +101,7 @@ impl BufferPool {
 
     /// Who owns which buffer.
     #[must_use]
-    pub const fn buckets(&self) -> &Buckets<Stream> {
+    pub const fn buckets(&self) -> &Ledgered<Buckets<Stream>> {
         &self.buckets
     }
 

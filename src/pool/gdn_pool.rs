@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::base::{DType, Device, Id, IndexVec, Result, bytes_of, widen};
-use crate::index::{BadFrees, RowTable};
+use crate::index::{BadFrees, Ledgered, RowTable};
 use crate::kernels::{Indices, Launcher, RowBuffer, move_rows, zero_rows};
 use crate::memory::{ALIGNMENT, Backend, Region, Stream};
 use crate::tensor::TensorView;
@@ -61,7 +61,7 @@ pub struct GdnPool {
     /// Both states of every layer, one row a slot.
     buffers: Vec<RowBuffer>,
     /// Locked by itself, so that long copies of states do not hold it up.
-    tracks: Mutex<RowTable>,
+    tracks: Mutex<Ledgered<RowTable>>,
     /// Held while states are written, so that calls of several threads do not mix.
     copying: Mutex<()>,
     /// How it works on a GPU, where the order of a stream takes the place of that lock.
@@ -102,7 +102,8 @@ impl GdnPool {
         let mut buffers = layer_rows(&recurrent, layers, pool_size)?;
         buffers.extend(layer_rows(&conv, layers, pool_size)?);
         let first_track = u32::try_from(max_reqs + 1).unwrap_or(u32::MAX);
-        let tracks = RowTable::new(first_track, u32::try_from(max_track_slots).unwrap_or(u32::MAX))?;
+        let tracks =
+            Ledgered::from(RowTable::new(first_track, u32::try_from(max_track_slots).unwrap_or(u32::MAX))?);
         let (tracks, copying) = (Mutex::new(tracks), Mutex::new(()));
         Ok(Self { config, pool_size, strict, recurrent, conv, buffers, tracks, copying, launcher })
     }
@@ -228,11 +229,11 @@ impl GdnPool {
 
     /// Notes from now on who takes and gives which track slot.
     pub fn keep_ledger(&self) {
-        self.tracks().rows_mut().book_mut().open();
+        self.tracks().book_mut().open();
     }
 
     /// Who owns which track slot.
-    pub fn tracks(&self) -> MutexGuard<'_, RowTable> {
+    pub fn tracks(&self) -> MutexGuard<'_, Ledgered<RowTable>> {
         lock(&self.tracks)
     }
 }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crate::base::{DType, Device, Error, Result, bytes_of, widen};
-use crate::index::{BadFrees, RefCounts, Ticket, on_bad_frees};
+use crate::index::{BadFrees, Ledgered, RefCounts, Ticket, on_bad_frees};
 use crate::memory::{Backend, Region, Stream, backend_for, backend_in_order};
 use crate::tensor::TensorView;
 
@@ -49,7 +49,7 @@ pub struct PageConfig {
 pub struct PagePool {
     config: PageConfig,
     page_bytes: usize,
-    pages: RefCounts,
+    pages: Ledgered<RefCounts>,
     /// The regions of the pages, in their order, each with the number of its first page.
     regions: Vec<(u32, Arc<Region>)>,
 }
@@ -63,7 +63,7 @@ impl PagePool {
     pub fn new(config: PageConfig, stream: Stream) -> Result<Self> {
         at_least_one(&[("page_size", config.page_size)])?;
         let page_bytes = bytes_of("a page", &[config.page_size], config.dtype)?;
-        let mut pool = Self { config, page_bytes, pages: RefCounts::default(), regions: Vec::new() };
+        let mut pool = Self { config, page_bytes, pages: Ledgered::default(), regions: Vec::new() };
         // Whether the device is there at all is asked now, also for a pool that has no page yet.
         let backend = backend_for(config.device, stream)?;
         pool.add(config.initial_pages, backend, stream)?;
@@ -98,7 +98,7 @@ impl PagePool {
 
     /// Who owns which page.
     #[must_use]
-    pub const fn pages(&self) -> &RefCounts {
+    pub const fn pages(&self) -> &Ledgered<RefCounts> {
         &self.pages
     }
 

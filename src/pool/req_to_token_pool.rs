@@ -4,7 +4,7 @@ use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use crate::base::{DType, Device, Error, Id, IndexVec, Result, Row, bytes_of, widen};
-use crate::index::{BadFrees, FreedRow, RowTable};
+use crate::index::{BadFrees, FreedRow, Ledgered, RowTable};
 use crate::kernels::{Indices, Launcher, Numbers, Table, build_kv_indices, kv_indices_part};
 use crate::memory::{Backend, Borrowed, Event, Region, Stream};
 use crate::tensor::TensorView;
@@ -69,7 +69,7 @@ pub struct ReqToTokenPool {
     padding_row: bool,
     strict: bool,
     table: TensorView,
-    rows: RowTable,
+    rows: Ledgered<RowTable>,
     remote: Option<Remote>,
 }
 
@@ -133,7 +133,7 @@ impl ReqToTokenPool {
             }
         };
         let table = TensorView::contiguous(region, 0, DType::I32, &shape)?;
-        let rows = RowTable::new(first, rows)?;
+        let rows = Ledgered::from(RowTable::new(first, rows)?);
         Ok(Self { max_reqs, max_context_len, padding_row, strict, table, rows, remote })
     }
 
@@ -175,7 +175,7 @@ impl ReqToTokenPool {
 
     /// Who owns which row.
     #[must_use]
-    pub const fn rows(&self) -> &RowTable {
+    pub const fn rows(&self) -> &Ledgered<RowTable> {
         &self.rows
     }
 
@@ -193,7 +193,7 @@ impl ReqToTokenPool {
 
     /// Notes from now on who takes and gives what.
     pub fn keep_ledger(&mut self) {
-        self.rows.rows_mut().book_mut().open();
+        self.rows.book_mut().open();
     }
 
     /// Takes `count` rows of zeros, the longest free first, or returns `None`.

@@ -5,7 +5,9 @@ use std::ops::Range;
 use std::sync::{Arc, Weak};
 
 use crate::base::{Device, Error, ErrorKind, IndexVec, Page, Result, Waits, reserve, widen};
-use crate::index::{Act, BadFrees, FenceId, Ledger, Order, SlotAllocator, SlotStats, ascending_runs};
+use crate::index::{
+    Act, BadFrees, FenceId, Ledger, Ledgered, Order, SlotAllocator, SlotStats, ascending_runs,
+};
 use crate::kernels::{Indices, read_now};
 use crate::memory::{Backend, Borrowed, Event, Gpu, Keep, Stream};
 use crate::tensor::TensorView;
@@ -38,7 +40,7 @@ use super::stage::{Stage, list};
 /// ```
 #[derive(Debug)]
 pub struct TokenToKvPoolAllocator {
-    slots: SlotAllocator,
+    slots: Ledgered<SlotAllocator>,
     device: Device,
     /// On a GPU, where the tensors are.
     stage: Option<Stage>,
@@ -86,7 +88,7 @@ impl TokenToKvPoolAllocator {
         strict: bool,
     ) -> Result<Self> {
         let order = if need_sort { Order::Sorted } else { Order::Fifo };
-        let slots = SlotAllocator::new(size, page_size, order)?;
+        let slots = Ledgered::from(SlotAllocator::new(size, page_size, order)?);
         let mut deferred = Deferred::default();
         let stage = match backend.gpu() {
             None => None,
@@ -110,13 +112,13 @@ impl TokenToKvPoolAllocator {
 
     /// Who owns which slot. Frees that have not landed are not counted in.
     #[must_use]
-    pub const fn slots(&self) -> &SlotAllocator {
+    pub const fn slots(&self) -> &Ledgered<SlotAllocator> {
         &self.slots
     }
 
     /// Notes from now on who takes and gives what.
     pub fn keep_ledger(&mut self) {
-        self.slots.pages_mut().book_mut().open();
+        self.slots.book_mut().open();
     }
 
     /// What this thread is doing, if a ledger is kept.
@@ -126,12 +128,12 @@ impl TokenToKvPoolAllocator {
 
     /// Whether it is noted who takes and gives what.
     pub(super) fn keeps_ledger(&self) -> bool {
-        self.slots.pages().book().ledger().is_some()
+        self.slots.book().ledger().is_some()
     }
 
     /// Has rows of `kv` poisoned when their slots become free, if a ledger is kept.
     pub fn poison_freed(&mut self, kv: &Arc<KvPool>) {
-        if let Some(ledger) = self.slots.pages_mut().book_mut().ledger_mut() {
+        if let Some(ledger) = self.slots.book_mut().ledger_mut() {
             ledger.list_freed();
             self.poisoned.push(Arc::downgrade(kv));
         }
@@ -145,7 +147,7 @@ impl TokenToKvPoolAllocator {
         if self.poisoned.is_empty() {
             return Ok(());
         }
-        let pages = self.slots.pages_mut().book_mut().ledger_mut().map_or(Vec::new(), Ledger::take_freed);
+        let pages = self.slots.book_mut().ledger_mut().map_or(Vec::new(), Ledger::take_freed);
         let page_size = self.slots.page_size();
         let slots: Vec<_> =
             pages.iter().map(|run| widen(run.start) * page_size..widen(run.end) * page_size).collect();
@@ -154,7 +156,7 @@ impl TokenToKvPoolAllocator {
     }
 
     /// As [`Self::slots`], for a planner, which makes its own tensors.
-    pub(super) const fn slots_mut(&mut self) -> &mut SlotAllocator {
+    pub(super) const fn slots_mut(&mut self) -> &mut Ledgered<SlotAllocator> {
         &mut self.slots
     }
 

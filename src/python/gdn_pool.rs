@@ -196,7 +196,7 @@ impl GdnPool {
     fn _occupancy<'py>(&self, py: Python<'py>) -> PyResult<Occupancy<'py>> {
         let (spans, lifetimes) = {
             let tracks = self.pool.tracks();
-            (tracks.rows().spans(), debug::lifetimes(tracks.rows().book()))
+            (tracks.spans(), debug::lifetimes(tracks.book()))
         };
         debug::occupancy(py, debug::even(spans), lifetimes, 1)
     }

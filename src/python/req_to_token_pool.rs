@@ -304,7 +304,7 @@ impl ReqToTokenPool {
     fn _occupancy<'py>(&self, py: Python<'py>) -> PyResult<Occupancy<'py>> {
         let (spans, lifetimes) = {
             let pool = lock(&self.pool);
-            let rows = pool.rows().rows();
+            let rows = pool.rows();
             (rows.spans(), debug::lifetimes(rows.book()))
         };
         debug::occupancy(py, debug::even(spans), lifetimes, 1)

@@ -493,7 +493,7 @@ impl TokenToKvPoolAllocator {
         let (spans, lifetimes, page_size) = {
             let pool = lock(&self.pool);
             let slots = pool.slots();
-            (slots.spans(), debug::lifetimes(slots.pages().book()), slots.page_size())
+            (slots.spans(), debug::lifetimes(slots.book()), slots.page_size())
         };
         // A page has at most as many slots as there are int32s.
         let page_size = u32::try_from(page_size).unwrap_or(u32::MAX);

@@ -3,7 +3,6 @@
 use std::marker::PhantomData;
 
 use crate::base::Id;
-use crate::index::ledger::Book;
 use crate::index::mask::Mask;
 
 use super::records::Set;
@@ -28,7 +27,8 @@ pub(crate) struct Fenced<I> {
 }
 
 impl<I> Fenced<I> {
-    pub(super) fn masks(&self) -> &[Mask] {
+    /// They, in the order in which they were given.
+    pub(crate) fn masks(&self) -> &[Mask] {
         &self.masks
     }
 
@@ -47,11 +47,6 @@ impl<'a, I: Id> FreeBatch<'a, I> {
     /// The list, in which what was added is not live any more.
     pub(crate) fn list(&self) -> &FreeList<I> {
         self.list
-    }
-
-    /// As [`FreeList::book_mut`].
-    pub(crate) fn book_mut(&mut self) -> &mut Book {
-        &mut self.list.book
     }
 
     /// Adds the live indices of `mask`, and returns the bits of the others.
@@ -107,9 +102,6 @@ impl<'a, I: Id> FreeBatch<'a, I> {
     /// Gives back what was added. In [`Order::Fifo`] it is queued in that order: now, or when its fence has passed.
     pub(crate) fn commit(mut self) {
         self.is_committed = true;
-        if let Some(ledger) = self.list.book.ledger_mut() {
-            self.list.marked.iter().flat_map(|mask| mask.ranges()).for_each(|range| ledger.gave(range));
-        }
         if self.to != Set::Fenced {
             self.list.queue_marked();
         }

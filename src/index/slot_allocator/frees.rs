@@ -6,7 +6,7 @@ use super::freeing::Freeing;
 use super::{FenceId, Given, Group, SlotAllocator};
 use crate::index::free_list::Give;
 use crate::index::mask::Mask;
-use crate::index::{Act, BadFrees, Signatures, on_bad_frees};
+use crate::index::{BadFrees, on_bad_frees};
 
 impl SlotAllocator {
     /// Gives slots back, at once or, within a group, when the outermost group ends.
@@ -19,12 +19,9 @@ impl SlotAllocator {
     pub fn free(&mut self, given: &IndexVec, strict: bool) -> Result<BadFrees> {
         if let Some(group) = &mut self.group {
             group.given.extend(given.iter());
-            if self.pages.book().ledger().is_some() {
-                group.by.push((group.given.len(), Act::current()));
-            }
             return Ok(BadFrees::default());
         }
-        self.give(given, None, strict)
+        self.free_explained(given, None, strict, |_| ())
     }
 
     /// Gives slots back at once, also within a group.
@@ -32,32 +29,7 @@ impl SlotAllocator {
     /// # Errors
     /// As [`SlotAllocator::free`].
     pub fn free_now(&mut self, given: &IndexVec, strict: bool) -> Result<BadFrees> {
-        self.give(given, None, strict)
-    }
-
-    /// As [`SlotAllocator::free_now`] or [`SlotAllocator::free_after`], for values that several calls gave.
-    ///
-    /// # Errors
-    /// As [`SlotAllocator::free`].
-    pub fn free_signed(
-        &mut self,
-        given: &IndexVec,
-        fence: Option<FenceId>,
-        by: &Signatures,
-        strict: bool,
-    ) -> Result<BadFrees> {
-        let page_size = i64::from(self.page_size);
-        if let Some(ledger) = self.pages.book_mut().ledger_mut() {
-            ledger.signed(given, by, |slot| u32::try_from(slot / page_size).ok());
-        }
-        let answer = match fence {
-            None => self.free_now(given, strict),
-            Some(fence) => self.free_after(fence, given, strict),
-        };
-        if let Some(ledger) = self.pages.book_mut().ledger_mut() {
-            ledger.all_given();
-        }
-        answer
+        self.free_explained(given, None, strict, |_| ())
     }
 
     /// A name for a fence that no other has had.
@@ -73,20 +45,33 @@ impl SlotAllocator {
     /// # Errors
     /// As [`SlotAllocator::free`].
     pub fn free_after(&mut self, fence: FenceId, given: &IndexVec, strict: bool) -> Result<BadFrees> {
-        self.give(given, Some(fence), strict)
+        self.free_explained(given, Some(fence), strict, |_| ())
     }
 
     /// Frees the slots behind a fence. A fence that is not known any more has no slots.
     pub fn fence_passed(&mut self, id: FenceId) {
+        self.pass_fence(id, |_, _| ());
+    }
+
+    /// As [`SlotAllocator::fence_passed`], and names the pages that became free; with `true`, those that had more owners,
+    /// of which this was the last.
+    pub(in crate::index) fn pass_fence(&mut self, id: FenceId, mut freed: impl FnMut(Mask, bool)) {
         let passed: Vec<_> = self.fences.extract_if(.., |(fence, _)| *fence == id).collect();
         for (_, given) in passed {
             self.pages.unfence(&given.pages);
+            given.pages.masks().iter().for_each(|mask| freed(*mask, false));
             for page in given.shared {
                 if self.owners.complete(page) {
                     self.give_now([page]);
+                    freed(Mask::of(page.number()), true);
                 }
             }
         }
+    }
+
+    /// From which pages the last free removed an owner who was not the last.
+    pub(in crate::index) fn last_removed(&self) -> &[Page] {
+        self.owners.last_removed()
     }
 
     /// Whether slots wait for this fence.
@@ -104,8 +89,14 @@ impl SlotAllocator {
         batch.commit();
     }
 
-    /// Gives slots back, at once or behind a fence, or none of them if that is an error.
-    fn give(&mut self, given: &IndexVec, fence: Option<FenceId>, strict: bool) -> Result<BadFrees> {
+    /// As [`SlotAllocator::free_now`] or [`SlotAllocator::free_after`]; `explain` adds to what is reported.
+    pub(in crate::index) fn free_explained(
+        &mut self,
+        given: &IndexVec,
+        fence: Option<FenceId>,
+        strict: bool,
+        explain: impl FnOnce(&mut BadFrees),
+    ) -> Result<BadFrees> {
         let (page_size, capacity) = (self.page_size, self.capacity());
         let give = if fence.is_some() { Give::Fenced } else { Give::Now };
         let mut freeing = Freeing {
@@ -116,11 +107,10 @@ impl SlotAllocator {
             bad: BadFrees::default(),
         };
         freeing.add(given);
-        let Freeing { mut batch, owners, mut bad, .. } = freeing;
+        let Freeing { batch, owners, mut bad, .. } = freeing;
         let dropped = bad.dropped();
-        batch.list().book().explain(&mut bad, |slot| slot / page_size);
+        explain(&mut bad);
         let bad = on_bad_frees(bad, strict, Slot::NOUN, given.len(), capacity)?;
-        owners.pages().iter().for_each(|page| batch.book_mut().left(page.number()));
         self.dropped_frees += dropped;
         if let Some(fence) = fence {
             let shared = owners.pages().to_vec();
@@ -139,11 +129,11 @@ impl SlotAllocator {
         }
     }
 
-    /// Ends a group; the outermost hands out what was collected, to be given back as one call, and who gave it.
+    /// Ends a group; the outermost hands out what was collected, to be given back as one call.
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when no group is open.
-    pub fn group_end(&mut self) -> Result<Option<(IndexVec, Signatures)>> {
+    pub fn group_end(&mut self) -> Result<Option<IndexVec>> {
         match &mut self.group {
             None => Err(Error::config("free_group_end without free_group_begin")),
             Some(group) if group.nested > 0 => {
@@ -151,11 +141,16 @@ impl SlotAllocator {
                 Ok(None)
             }
             Some(group) => {
-                let Group { given, by, .. } = std::mem::take(group);
+                let given = std::mem::take(&mut group.given);
                 self.group = None;
-                Ok(Some((IndexVec::I64(given), by)))
+                Ok(Some(IndexVec::I64(given)))
             }
         }
+    }
+
+    /// How many values the open group has collected.
+    pub(in crate::index) fn grouped(&self) -> usize {
+        self.group.as_ref().map_or(0, |group| group.given.len())
     }
 
     /// Whether a group is open.
