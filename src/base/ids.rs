@@ -56,14 +56,29 @@ id!(
     "page"
 );
 id!(
-    /// A row of the request table, or a place of a linear-attention state.
-    Row,
+    /// A row of the request table.
+    RequestRow,
     "row"
 );
+id!(
+    /// A place that keeps a linear-attention state.
+    StateSlot,
+    "track slot"
+);
+
 /// A 32-bit number as an array index.
 #[must_use]
 pub const fn widen(number: u32) -> usize {
     number as usize
+}
+
+/// A number that is known to fit 32 bits, such as one of a list by index.
+///
+/// # Panics
+/// If it does not.
+#[must_use]
+pub fn narrow(number: usize) -> u32 {
+    u32::try_from(number).expect("indices and what is counted by index fit 32 bits")
 }
 
 /// Index values as a caller gave them: int32 or int64, copied, unchecked.

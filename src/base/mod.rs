@@ -14,7 +14,7 @@ mod watched;
 pub use device::Device;
 pub use dtype::DType;
 pub use error::{Error, ErrorKind, Result};
-pub use ids::{Id, IndexVec, PADDING, Page, Row, Slot, widen};
+pub use ids::{Id, IndexVec, PADDING, Page, RequestRow, Slot, StateSlot, narrow, widen};
 pub use reserve::{reserve, zeros};
 pub use shape::{Dims, MAX_NDIM, bytes_of, contiguous_strides};
 pub use watched::{Waits, Watched, WatchedGuard};

@@ -1,6 +1,6 @@
 //! Scratch buffers by size: which bucket a size belongs to, and who owns which buffer.
 
-use crate::base::{Error, Result, widen};
+use crate::base::{Error, Result, narrow, widen};
 
 use super::Ticket;
 
@@ -222,8 +222,7 @@ impl<L: Copy + PartialEq> Buckets<L> {
             (entry.bucket, entry.lane) = (bucket, lane);
             index
         } else {
-            // There are not so many buffers, each of which takes memory for its region.
-            let index = u32::try_from(self.entries.len()).unwrap_or(u32::MAX);
+            let index = narrow(self.entries.len());
             self.entries.push(Entry { bucket, lane, generation: 0, live_at: None });
             index
         };

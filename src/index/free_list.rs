@@ -46,6 +46,12 @@ impl<I: Id> Run<I> {
     pub(super) fn range(self) -> Range<u32> {
         self.start.number()..self.end()
     }
+
+    /// Its first `count` indices, at least one, and the others.
+    pub(super) fn split(self, count: u32) -> (Self, Option<Self>) {
+        let first = Self { len: self.len.min(count), ..self };
+        (first, (first.len < self.len).then(|| Self::of(&(first.end()..self.end()))))
+    }
 }
 
 /// Where indices go when they are given back.
@@ -63,9 +69,9 @@ pub enum Give {
 /// free.
 ///
 /// ```
-/// use kvpool::base::{Id, Row};
+/// use kvpool::base::{Id, RequestRow};
 /// use kvpool::index::{FreeList, Order};
-/// let mut rows: FreeList<Row> = FreeList::new(1, 4, Order::Fifo).unwrap();
+/// let mut rows: FreeList<RequestRow> = FreeList::new(1, 4, Order::Fifo).unwrap();
 /// let mut taken = Vec::new();
 /// assert!(rows.alloc(2, |run| taken.push((run.start.number(), run.len))));
 /// assert_eq!(taken, [(1, 2)]);
@@ -252,7 +258,7 @@ impl<I: Id> FreeList<I> {
     /// Names the first indices that would be handed out without a merge, in order, until there are `count`.
     pub fn upcoming(&self, count: usize, mut emit: impl FnMut(Run<I>)) {
         // There are no more than so many.
-        let mut left = u32::try_from(count).unwrap_or(self.count).min(self.count);
+        let mut left = u32::try_from(count).map_or(self.count, |count| count.min(self.count));
         let mut from = self.first;
         let mut queue = self.queue.iter();
         while left > 0 {

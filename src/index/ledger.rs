@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-use crate::base::{IndexVec, widen};
+use crate::base::{IndexVec, narrow, widen};
 
 use super::BadFrees;
 
@@ -316,7 +316,7 @@ impl Ledger {
 
     /// Notes that everything was given back.
     pub fn clear(&mut self) {
-        self.gave(0..u32::try_from(self.lives.len()).unwrap_or(u32::MAX));
+        self.gave(0..narrow(self.lives.len()));
     }
 
     /// Who holds `index`, the first one first. Nobody if it is not live.

@@ -31,7 +31,7 @@ pub use ledger::{Act, Acting, Book, LIFETIME_BUCKETS, Ledger, Owner, Signatures,
 pub use ledgered::Ledgered;
 pub use moves::{Move, plan_moves};
 pub use ref_counts::{RefCounts, Ticket};
-pub use requests::{Growth, PageSize, Requests};
-pub use row_table::{FreedRow, RowTable};
+pub use requests::{Asked, Growth, PageSize, Requests};
+pub use row_table::{RowExtent, RowTable};
 pub use runs::{ascending_runs, for_each_run};
 pub use slot_allocator::{FenceId, SlotAllocator, SlotStats};

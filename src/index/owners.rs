@@ -22,6 +22,10 @@ pub(super) struct Owners {
     removed: Vec<Page>,
 }
 
+/// Proof that there is room for counts of owners: it is made once, and never given back.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Room(());
+
 impl Owners {
     /// Whether every page has one owner, and none is pending.
     pub(super) fn is_trivial(&self) -> bool {
@@ -61,16 +65,16 @@ impl Owners {
         self.pending.keys().filter(|page| !self.is_owned(Page::new(**page))).count()
     }
 
-    /// Makes room for counts of `pages` pages.
-    pub(super) fn prepare(&mut self, pages: usize) -> Result<()> {
+    /// Makes room for counts of `pages` pages, once for all.
+    pub(super) fn prepare(&mut self, pages: usize) -> Result<Room> {
         if self.more.is_empty() {
             self.more = zeros(pages)?;
         }
-        Ok(())
+        Ok(Room(()))
     }
 
-    /// Adds an owner. There must be room.
-    pub(super) fn add(&mut self, page: Page) {
+    /// Adds an owner.
+    pub(super) fn add(&mut self, _room: Room, page: Page) {
         let more = &mut self.more[widen(page.number())];
         *more += 1;
         self.shared += usize::from(*more == 1);
@@ -172,7 +176,7 @@ impl Drop for RemovalBatch<'_> {
         while let Some(page) = self.owners.removed.pop() {
             match self.give {
                 Give::Fenced => self.owners.subtract_pending(page),
-                Give::Now => self.owners.add(page),
+                Give::Now => self.owners.add(Room(()), page),
             }
         }
     }

@@ -1,36 +1,36 @@
 //! Rows of the request table: who owns which, and how far each was written.
 
-use crate::base::{Id, IndexVec, Result, Row, widen, zeros};
+use crate::base::{Id, IndexVec, Result, widen, zeros};
 
 use super::free_list::{FreeList, Give, Order};
 use super::mask::Mask;
 use super::{BadFree, BadFrees, on_bad_frees};
 
-/// A row that was given back, with the columns that must be cleared: `0..written`.
+/// A row, and the columns of it that must be cleared: `0..written`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct FreedRow {
+pub struct RowExtent<I> {
     /// The row.
-    pub row: Row,
+    pub row: I,
     /// Columns written since it was last clean.
     pub written: u32,
 }
 
 /// Owners of single indices, first in, first out, with the written extent of each.
 ///
-/// It serves the request table (rows, columns) and, with extents of 0, track slots.
+/// It serves the request table (rows, columns) and, with extents of 0, places of linear-attention states.
 ///
 /// ```
-/// use kvpool::base::{Id, IndexVec, Row};
+/// use kvpool::base::{IndexVec, RequestRow};
 /// use kvpool::index::RowTable;
-/// let mut table = RowTable::new(1, 2).unwrap();
+/// let mut table = RowTable::<RequestRow>::new(1, 2).unwrap();
 /// assert_eq!(table.alloc(2).unwrap().len(), 2);
 /// assert!(table.alloc(1).is_none());
-/// let (freed, bad) = table.free(&IndexVec::I64(vec![2, 2]), false, "row").unwrap();
+/// let (freed, bad) = table.free(&IndexVec::I64(vec![2, 2]), false).unwrap();
 /// assert_eq!((freed.len(), bad.dropped()), (1, 1));
 /// ```
 #[derive(Clone, Debug)]
-pub struct RowTable {
-    rows: FreeList<Row>,
+pub struct RowTable<I> {
+    rows: FreeList<I>,
     /// By row number, the columns that may hold something else than zero are `0..written[row]`.
     written: Vec<u32>,
     /// By row number, how often it was handed out. It may wrap.
@@ -38,7 +38,7 @@ pub struct RowTable {
     dropped_frees: usize,
 }
 
-impl RowTable {
+impl<I: Id> RowTable<I> {
     /// Rows `first..first + count`, all free and clean.
     ///
     /// # Errors
@@ -54,7 +54,7 @@ impl RowTable {
 
     /// Who owns which row.
     #[must_use]
-    pub const fn rows(&self) -> &FreeList<Row> {
+    pub const fn rows(&self) -> &FreeList<I> {
         &self.rows
     }
 
@@ -66,14 +66,14 @@ impl RowTable {
 
     /// Which time this is that `row` is handed out: what was known of it at another time is of somebody else.
     #[must_use]
-    pub fn turn(&self, row: Row) -> u32 {
+    pub fn turn(&self, row: I) -> u32 {
         self.turns[widen(row.number())]
     }
 
     /// Takes `count` rows, the longest free first, or returns `None` and takes none.
     ///
     /// Each comes with the columns that were written while nobody owned it.
-    pub fn alloc(&mut self, count: usize) -> Option<Vec<FreedRow>> {
+    pub fn alloc(&mut self, count: usize) -> Option<Vec<RowExtent<I>>> {
         if count > self.rows.available() {
             return None;
         }
@@ -83,7 +83,7 @@ impl RowTable {
             taken.extend((run.start.number()..run.start.number() + run.len).map(|number| {
                 let turn = &mut turns[widen(number)];
                 *turn = turn.wrapping_add(1);
-                FreedRow { row: Row::new(number), written: std::mem::take(&mut written[widen(number)]) }
+                RowExtent { row: I::new(number), written: std::mem::take(&mut written[widen(number)]) }
             }));
         });
         Some(taken)
@@ -94,8 +94,8 @@ impl RowTable {
     /// # Errors
     /// With `strict`, [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) when anything
     /// would be dropped, and nothing is changed.
-    pub fn free(&mut self, given: &IndexVec, strict: bool, noun: &str) -> Result<(Vec<FreedRow>, BadFrees)> {
-        self.free_explained(given, strict, noun, |_| ())
+    pub fn free(&mut self, given: &IndexVec, strict: bool) -> Result<(Vec<RowExtent<I>>, BadFrees)> {
+        self.free_explained(given, strict, |_| ())
     }
 
     /// As [`RowTable::free`]; `explain` adds to what is reported.
@@ -103,14 +103,13 @@ impl RowTable {
         &mut self,
         given: &IndexVec,
         strict: bool,
-        noun: &str,
         explain: impl FnOnce(&mut BadFrees),
-    ) -> Result<(Vec<FreedRow>, BadFrees)> {
+    ) -> Result<(Vec<RowExtent<I>>, BadFrees)> {
         let capacity = self.rows.capacity();
         let mut batch = self.rows.give(Give::Now);
         let mut bad = BadFrees::default();
         for value in given.iter() {
-            let row = u32::try_from(value).ok().map(Row::new).filter(|&row| batch.list().contains(row));
+            let row = u32::try_from(value).ok().map(I::new).filter(|&row| batch.list().contains(row));
             let reason = match row {
                 None if value == 0 => BadFree::Padding,
                 None => BadFree::OutOfRange,
@@ -122,13 +121,13 @@ impl RowTable {
         }
         let dropped = bad.dropped();
         explain(&mut bad);
-        let bad = on_bad_frees(bad, strict, noun, given.len(), capacity)?;
+        let bad = on_bad_frees(bad, strict, I::NOUN, given.len(), capacity)?;
         let written = &mut self.written;
         let freed = batch
             .masks()
             .iter()
             .flat_map(|mask| mask.indices())
-            .map(|row| FreedRow { row: Row::new(row), written: std::mem::take(&mut written[widen(row)]) });
+            .map(|row| RowExtent { row: I::new(row), written: std::mem::take(&mut written[widen(row)]) });
         let freed = freed.collect();
         batch.commit();
         self.dropped_frees += dropped;
@@ -136,18 +135,18 @@ impl RowTable {
     }
 
     /// Notes that columns below `end` of `row` were written. `row` may be any row, the padding row too.
-    pub fn note_written(&mut self, row: Row, end: u32) {
+    pub fn note_written(&mut self, row: I, end: u32) {
         let extent = &mut self.written[widen(row.number())];
         *extent = (*extent).max(end);
     }
 
     /// Makes every row free and clean again, and names those that the caller must clear, the padding row too.
-    pub fn clear(&mut self) -> Vec<FreedRow> {
+    pub fn clear(&mut self) -> Vec<RowExtent<I>> {
         self.rows.clear();
         (0..)
             .zip(&mut self.written)
             .filter(|(_, written)| **written > 0)
-            .map(|(number, written)| FreedRow { row: Row::new(number), written: std::mem::take(written) })
+            .map(|(number, written)| RowExtent { row: I::new(number), written: std::mem::take(written) })
             .collect()
     }
 }

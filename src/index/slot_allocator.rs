@@ -2,15 +2,16 @@
 
 mod freeing;
 mod frees;
+mod page_runs;
 
 use std::ops::Range;
 
-use crate::base::{Error, ErrorKind, Id, IndexVec, Page, Result, reserve, widen};
+use crate::base::{Error, ErrorKind, Id, IndexVec, Page, Result, narrow, reserve, widen};
 
 use super::Bitmap;
 use super::extension::{Extension, Request, parse_requests};
 use super::free_list::{Fenced, FreeList, Order, Run};
-use super::owners::Owners;
+use super::owners::{Owners, Room};
 
 /// Names the slots of one fenced free until its fence has passed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -268,16 +269,18 @@ impl SlotAllocator {
         last_loc: &[i64],
     ) -> Result<Option<Extension>> {
         let requests = parse_requests(prefix_lens, seq_lens, last_loc)?;
-        let (mut tokens, mut pages) = (0usize, 0usize);
-        for request in &requests {
-            tokens = tokens.saturating_add(request.seq - request.prefix);
-            pages = pages.saturating_add(request.new_pages(self.page_size()));
-        }
         let continued = self.continued(&requests)?;
-        if pages > self.pages.available() || tokens > self.capacity() {
+        // What is more than can be counted is more than there is.
+        let wanted = requests.iter().try_fold((0usize, 0usize), |(tokens, pages), request| {
+            let tokens = tokens.checked_add(request.seq - request.prefix)?;
+            Some((tokens, pages.checked_add(request.new_pages(self.page_size()))?))
+        });
+        let fits =
+            |&(tokens, pages): &(usize, usize)| pages <= self.pages.available() && tokens <= self.capacity();
+        let Some((tokens, pages)) = wanted.filter(fits) else {
             self.pages.merge();
             return Ok(None);
-        }
+        };
         let mut slots = reserve(tokens)?;
         let mut taken = reserve(pages)?;
         self.pages.alloc(pages, |run| taken.extend(run.start.number()..run.start.number() + run.len));
@@ -287,7 +290,7 @@ impl SlotAllocator {
             let goal = slots.len() + (request.seq - request.prefix);
             let open = request.open_slots(page_size).min(goal - slots.len());
             let next = request.next_slot();
-            slots.extend((next..next + u32::try_from(open).unwrap_or(0)).map(u32::cast_signed));
+            slots.extend((next..next + narrow(open)).map(u32::cast_signed));
             for page in taken.by_ref().take(request.new_pages(page_size)) {
                 push_slots(&mut slots, Run { start: Page::new(page), len: 1 }, self.page_size, goal);
             }
@@ -388,20 +391,20 @@ impl SlotAllocator {
             pages.sort_unstable();
             pages.dedup();
         }
-        self.prepare_sharing()?;
-        self.share_pages(pages.iter().copied());
+        let room = self.prepare_sharing()?;
+        self.share_pages(room, pages.iter().copied());
         Ok(pages)
     }
 
     /// Makes room for counts of owners.
-    pub(super) fn prepare_sharing(&mut self) -> Result<()> {
+    pub(super) fn prepare_sharing(&mut self) -> Result<Room> {
         self.owners.prepare(widen(self.pages.count()) + 1)
     }
 
-    /// As [`SlotAllocator::share`], for pages that are known to be live. There must be room.
-    pub(super) fn share_pages(&mut self, pages: impl IntoIterator<Item = Page>) {
+    /// As [`SlotAllocator::share`], for pages that are known to be live.
+    pub(super) fn share_pages(&mut self, room: Room, pages: impl IntoIterator<Item = Page>) {
         for page in pages {
-            self.owners.add(page);
+            self.owners.add(room, page);
         }
     }
 
@@ -416,12 +419,12 @@ impl SlotAllocator {
     }
 
     /// Takes `count` pages and names them in order, or returns `false`.
-    pub(super) fn alloc_pages(&mut self, count: usize, mut emit: impl FnMut(Range<u32>)) -> bool {
+    pub(super) fn alloc_pages(&mut self, count: usize, emit: impl FnMut(Run<Page>)) -> bool {
         if count > self.pages.available() {
             self.pages.merge();
             return false;
         }
-        self.pages.alloc(count, |run| emit(run.start.number()..run.start.number() + run.len))
+        self.pages.alloc(count, emit)
     }
 
     /// Whether each slot is in use; `false` for what is no slot.
@@ -467,7 +470,7 @@ fn slots_of(run: Run<Page>, page_size: u32) -> Range<u32> {
 /// Appends the slots of `run`, up to a length of `goal`.
 fn push_slots(slots: &mut Vec<i32>, run: Run<Page>, page_size: u32, goal: usize) {
     let start = run.start.number() * page_size;
-    let room = u32::try_from(goal - slots.len()).unwrap_or(u32::MAX);
-    let len = run.len.saturating_mul(page_size).min(room);
+    let len =
+        u32::try_from(goal - slots.len()).map_or(run.len * page_size, |room| room.min(run.len * page_size));
     slots.extend((start..start + len).map(u32::cast_signed));
 }

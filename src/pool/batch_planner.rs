@@ -4,8 +4,8 @@ mod device;
 
 use std::sync::Arc;
 
-use crate::base::{DType, Device, Error, ErrorKind, Id, IndexVec, Result, Row, Slot, reserve, widen};
-use crate::index::{Act, BadFrees, FenceId, Growth, Owner, Requests};
+use crate::base::{DType, Device, Error, ErrorKind, Id, IndexVec, RequestRow, Result, Slot, reserve, widen};
+use crate::index::{Act, Asked, BadFrees, FenceId, Growth, Owner, Requests};
 use crate::kernels::{Indices, PlanBatch};
 use crate::memory::{Backend, Event, Host, Region, Stream};
 use crate::tensor::TensorView;
@@ -207,10 +207,9 @@ impl BatchPlanner {
                 None => self
                     .requests
                     .growth(row, prefix, seq)
-                    .ok_or_else(|| self.requests.unfit(position, row, prefix, seq))?,
+                    .ok_or_else(|| self.requests.unfit(Asked { position, row, prefix, seq }))?,
                 Some(cached) => self.requests.growth_of_cached(
-                    (position, row),
-                    (prefix, seq),
+                    Asked { position, row, prefix, seq },
                     cached,
                     slots.slots(),
                     &mut prefixes,
@@ -253,7 +252,7 @@ impl BatchPlanner {
         for (position, (&row, seq)) in named.iter().zip(seq_lens.iter()).enumerate() {
             let prefix = seq.saturating_sub(width);
             let Some(growth) = self.requests.growth(row, prefix, seq) else {
-                return Err(self.requests.unfit(position, row, prefix, seq));
+                return Err(self.requests.unfit(Asked { position, row, prefix, seq }));
             };
             growths.push(growth);
         }
@@ -355,9 +354,9 @@ impl BatchPlanner {
     fn put(&self, place: usize, growth: Growth, table: &mut ReqToTokenPool) -> Result<()> {
         let Growth { row, start, prefix, .. } = growth;
         if start < prefix {
-            table.put(Row::new(row), widen(start), &self.slots(row, start, prefix)?)?;
+            table.put(RequestRow::new(row), widen(start), &self.slots(row, start, prefix)?)?;
         }
-        table.put(Row::new(row), widen(prefix), self.listed.new_slots(place))
+        table.put(RequestRow::new(row), widen(prefix), self.listed.new_slots(place))
     }
 
     /// Slots of positions of a request.
@@ -385,14 +384,14 @@ impl BatchPlanner {
 
     /// How many entries of line `place` of the block table are right for a request.
     fn right(&self, place: usize, row: u32, table: &ReqToTokenPool) -> usize {
-        self.lines.right(place, row, table.rows().turn(Row::new(row)))
+        self.lines.right(place, row, table.rows().turn(RequestRow::new(row)))
     }
 
     /// Notes that the block table shows a batch.
     fn show(&mut self, batch: &[Growth], padded: usize, table: &ReqToTokenPool) {
         for (place, &Growth { row, .. }) in batch.iter().enumerate() {
             let count = self.requests.pages(row).len();
-            self.lines.show(place, row, table.rows().turn(Row::new(row)), count);
+            self.lines.show(place, row, table.rows().turn(RequestRow::new(row)), count);
         }
         for place in batch.len()..padded {
             self.lines.show_padding(place, self.listed.kv_pages(place));

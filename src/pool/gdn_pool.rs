@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::base::{DType, Device, Id, IndexVec, Result, bytes_of, widen};
+use crate::base::{DType, Device, Id, IndexVec, Result, StateSlot, bytes_of, widen};
 use crate::index::{BadFrees, Ledgered, RowTable};
 use crate::kernels::{Indices, Launcher, RowBuffer, move_rows, zero_rows};
 use crate::memory::{ALIGNMENT, Backend, Region, Stream};
@@ -61,7 +61,7 @@ pub struct GdnPool {
     /// Both states of every layer, one row a slot.
     buffers: Vec<RowBuffer>,
     /// Locked by itself, so that long copies of states do not hold it up.
-    tracks: Mutex<Ledgered<RowTable>>,
+    tracks: Mutex<Ledgered<RowTable<StateSlot>>>,
     /// Held while states are written, so that calls of several threads do not mix.
     copying: Mutex<()>,
     /// How it works on a GPU, where the order of a stream takes the place of that lock.
@@ -223,7 +223,7 @@ impl GdnPool {
     /// # Errors
     /// If strict, [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) when it would be dropped.
     pub fn free_track_slot(&self, slot: i64) -> Result<BadFrees> {
-        let (_, bad) = self.tracks().free(&IndexVec::I64(vec![slot]), self.strict, "track slot")?;
+        let (_, bad) = self.tracks().free(&IndexVec::I64(vec![slot]), self.strict)?;
         Ok(bad)
     }
 
@@ -233,7 +233,7 @@ impl GdnPool {
     }
 
     /// Who owns which track slot.
-    pub fn tracks(&self) -> MutexGuard<'_, Ledgered<RowTable>> {
+    pub fn tracks(&self) -> MutexGuard<'_, Ledgered<RowTable<StateSlot>>> {
         lock(&self.tracks)
     }
 }

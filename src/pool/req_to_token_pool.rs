@@ -3,8 +3,8 @@
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
-use crate::base::{DType, Device, Error, Id, IndexVec, Result, Row, bytes_of, widen};
-use crate::index::{BadFrees, FreedRow, Ledgered, RowTable};
+use crate::base::{DType, Device, Error, Id, IndexVec, RequestRow, Result, bytes_of, widen};
+use crate::index::{BadFrees, Ledgered, RowExtent, RowTable};
 use crate::kernels::{Indices, Launcher, Numbers, Table, build_kv_indices, kv_indices_part};
 use crate::memory::{Backend, Borrowed, Event, Region, Stream};
 use crate::tensor::TensorView;
@@ -69,7 +69,7 @@ pub struct ReqToTokenPool {
     padding_row: bool,
     strict: bool,
     table: TensorView,
-    rows: Ledgered<RowTable>,
+    rows: Ledgered<RowTable<RequestRow>>,
     remote: Option<Remote>,
 }
 
@@ -94,7 +94,7 @@ enum Known {
     /// Row and column of each.
     Points(Vec<(u32, u32)>),
     /// So many columns of one row, from one on.
-    Columns { row: Row, from: usize, count: usize },
+    Columns { row: RequestRow, from: usize, count: usize },
 }
 
 impl Known {
@@ -175,7 +175,7 @@ impl ReqToTokenPool {
 
     /// Who owns which row.
     #[must_use]
-    pub const fn rows(&self) -> &Ledgered<RowTable> {
+    pub const fn rows(&self) -> &Ledgered<RowTable<RequestRow>> {
         &self.rows
     }
 
@@ -211,11 +211,11 @@ impl ReqToTokenPool {
     }
 
     /// Gives rows back that nobody got, and that are to be zeroed.
-    fn give_back(&mut self, taken: &[FreedRow]) {
+    fn give_back(&mut self, taken: &[RowExtent<RequestRow>]) {
         let rows = taken.iter().map(|taken| taken.row.number().into()).collect();
         let (_, bad) = self
             .rows
-            .free(&IndexVec::I64(rows), false, Row::NOUN)
+            .free(&IndexVec::I64(rows), false)
             .expect("a free that is not strict takes whatever it is given");
         debug_assert_eq!(bad.dropped(), 0, "all were taken just now");
         let whole = u32::try_from(self.max_context_len).expect("columns fit int32");
@@ -231,13 +231,13 @@ impl ReqToTokenPool {
     /// dropped; nothing is changed then. [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the driver refuses.
     pub fn free(&mut self, given: &IndexVec, stream: Stream) -> Result<BadFrees> {
         self.not_capturing(stream)?;
-        let (freed, bad) = self.rows.free(given, self.strict, Row::NOUN)?;
+        let (freed, bad) = self.rows.free(given, self.strict)?;
         self.clean(&freed, stream)?;
         Ok(bad)
     }
 
     /// Zeroes what was written to rows.
-    fn clean(&mut self, freed: &[FreedRow], stream: Stream) -> Result<()> {
+    fn clean(&mut self, freed: &[RowExtent<RequestRow>], stream: Stream) -> Result<()> {
         let Some(remote) = &self.remote else {
             for freed in freed {
                 let bytes = widen(freed.written) * size_of::<i32>();
@@ -332,7 +332,7 @@ impl ReqToTokenPool {
     }
 
     /// The row and the columns of a slice.
-    fn checked_columns(&self, row: i64, start: i64, end: Option<i64>) -> Result<(Row, usize, usize)> {
+    fn checked_columns(&self, row: i64, start: i64, end: Option<i64>) -> Result<(RequestRow, usize, usize)> {
         let row = self.checked_row(row)?;
         let columns = self.max_context_len;
         let stop = end.map_or(Some(columns), |end| usize::try_from(end).ok()).filter(|&stop| stop <= columns);
@@ -363,7 +363,7 @@ impl ReqToTokenPool {
         let values = broadcast(values, rows.len())?;
         for ((row, column), value) in rows.into_iter().zip(columns).zip(values.iter()) {
             self.table.region().write(self.place(widen(row), widen(column)), &[*value])?;
-            self.rows.note_written(Row::new(row), column + 1);
+            self.rows.note_written(RequestRow::new(row), column + 1);
         }
         Ok(())
     }
@@ -503,7 +503,7 @@ impl ReqToTokenPool {
             None => (),
             Some(Known::Points(ref points)) => {
                 for &(row, column) in points {
-                    self.rows.note_written(Row::new(row), column + 1);
+                    self.rows.note_written(RequestRow::new(row), column + 1);
                 }
             }
             Some(Known::Columns { row, from, count }) => {
@@ -515,7 +515,7 @@ impl ReqToTokenPool {
 
     /// Makes columns from `from` on of a row `slots`: in host memory now; on a GPU a launch of the caller does it, and
     /// this notes it.
-    pub(super) fn put(&mut self, row: Row, from: usize, slots: &[i32]) -> Result<()> {
+    pub(super) fn put(&mut self, row: RequestRow, from: usize, slots: &[i32]) -> Result<()> {
         match &self.remote {
             None => self.table.region().write(self.place(widen(row.number()), from), slots)?,
             Some(remote) => remote.copy.wrote_columns(row.number(), from, slots),
@@ -525,15 +525,15 @@ impl ReqToTokenPool {
     }
 
     /// Notes that a launch of the caller failed, which may have written the first `end` columns of a row.
-    pub(super) fn lose(&mut self, row: Row, end: usize) {
+    pub(super) fn lose(&mut self, row: RequestRow, end: usize) {
         if let Some(remote) = &self.remote {
             remote.copy.lost(Some(&[row.number()]));
         }
         self.rows.note_written(row, u32::try_from(end).unwrap_or(u32::MAX));
     }
 
-    fn checked_row(&self, row: i64) -> Result<Row> {
-        IndexVec::I64(vec![row]).rows("row", self.table_rows()).map(|rows| Row::new(rows[0]))
+    fn checked_row(&self, row: i64) -> Result<RequestRow> {
+        IndexVec::I64(vec![row]).rows("row", self.table_rows()).map(|rows| RequestRow::new(rows[0]))
     }
 
     /// The first `length` columns of a row, without a copy.
@@ -560,7 +560,8 @@ impl ReqToTokenPool {
     pub fn mark_modified(&mut self, rows: &IndexVec, version: Option<u64>) -> Result<()> {
         let rows = rows.rows("row", self.table_rows())?;
         for &row in &rows {
-            self.rows.note_written(Row::new(row), u32::try_from(self.max_context_len).unwrap_or(u32::MAX));
+            self.rows
+                .note_written(RequestRow::new(row), u32::try_from(self.max_context_len).unwrap_or(u32::MAX));
         }
         if let Some(remote) = &self.remote {
             remote.copy.lost(Some(&rows));

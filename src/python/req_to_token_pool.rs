@@ -8,7 +8,7 @@ use pyo3::gc::PyVisit;
 use pyo3::prelude::*;
 use pyo3::types::{IntoPyDict, PyDict, PySlice};
 
-use crate::base::{Device, Error, Id, IndexVec, Row, reserve};
+use crate::base::{Device, Error, Id, IndexVec, RequestRow, reserve};
 use crate::memory::Stream;
 use crate::pool::{ReqToTokenPool as Pool, TableIndex};
 
@@ -201,7 +201,7 @@ impl ReqToTokenPool {
         let values = args::index_or_indices(slot_or_slots)?.values(py)?;
         let stream = self.stream(py, values.len())?;
         let bad = with(&self.pool, |pool| pool.free(&values, stream))?;
-        self.reporter.bad_frees(py, &bad, Row::NOUN, values.len(), self.debug);
+        self.reporter.bad_frees(py, &bad, RequestRow::NOUN, values.len(), self.debug);
         Ok(())
     }
 
@@ -373,7 +373,7 @@ impl ReqToTokenPool {
 }
 
 /// The numbers of single indices: rows, track slots.
-pub(super) fn row_stats(rows: &crate::index::RowTable) -> [(&'static str, usize); 5] {
+pub(super) fn row_stats<I: Id>(rows: &crate::index::RowTable<I>) -> [(&'static str, usize); 5] {
     [
         ("capacity", rows.rows().capacity()),
         ("available", rows.rows().available()),

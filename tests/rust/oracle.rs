@@ -2,8 +2,8 @@
 
 use std::collections::{BTreeSet, VecDeque};
 
-use kvpool::base::IndexVec;
-use kvpool::index::{Bitmap, Move, Order, Rounding, SlotAllocator, ascending_runs, plan_moves};
+use kvpool::base::{Id, IndexVec, Page};
+use kvpool::index::{Bitmap, Move, Order, Rounding, Run, SlotAllocator, ascending_runs, plan_moves};
 use proptest::prelude::*;
 
 fn narrow(slots: &[i64], wide: bool) -> IndexVec {
@@ -136,6 +136,63 @@ proptest! {
                 }
             }
             prop_assert_eq!(slots.available(), free.len() + released.len());
+        }
+    }
+
+    #[test]
+    fn page_runs_are_counted(
+        steps in prop::collection::vec((0..5u8, prop::collection::vec((0..70u32, 1..40u32), 1..4)), 1..30),
+        page_size in prop::sample::select(vec![1usize, 4]),
+    ) {
+        let mut slots = SlotAllocator::new(80 * page_size, page_size, Order::Sorted).unwrap();
+        // By page: its owners, and those of them that a fence keeps.
+        let (mut owners, mut pending) = ([0u32; 81], [0u32; 81]);
+        let mut fences = Vec::new();
+        for (act, runs) in steps {
+            let runs: Vec<Run<Page>> = runs.iter().map(|&(start, len)| Run { start: Page::new(start), len }).collect();
+            let pages: Vec<usize> = runs
+                .iter()
+                .flat_map(|run| run.start.number()..run.start.number() + run.len)
+                .map(|page| page as usize)
+                .collect();
+            let stays = |page: usize, owners: &[u32; 81], pending: &[u32; 81]| owners[page].saturating_sub(pending[page]);
+            match act {
+                0 => for slot in slots.alloc(pages.len() * page_size).unwrap().unwrap_or_default() {
+                    owners[usize::try_from(slot).expect("positive") / page_size] = 1;
+                },
+                1 => {
+                    let is_right = pages.iter().all(|&page| page <= 80 && stays(page, &owners, &pending) > 0);
+                    prop_assert_eq!(slots.retain(&runs).is_ok(), is_right);
+                    pages.iter().filter(|_| is_right).for_each(|&page| owners[page] += 1);
+                }
+                2 => for (fence, pages) in fences.drain(..) {
+                    slots.fence_passed(fence);
+                    for page in pages {
+                        let page: usize = page;
+                        owners[page] -= 1;
+                        pending[page] -= 1;
+                    }
+                },
+                _ => {
+                    let named = |page: usize| u32::try_from(pages.iter().filter(|&&other| other == page).count()).expect("few");
+                    let is_right = pages.iter().all(|&page| page <= 80 && stays(page, &owners, &pending) >= named(page));
+                    let fence = (act == 4).then(|| slots.new_fence());
+                    prop_assert_eq!(slots.release(&runs, fence).is_ok(), is_right);
+                    if is_right && let Some(fence) = fence {
+                        for &page in &pages {
+                            pending[page] += 1;
+                        }
+                        fences.push((fence, pages));
+                    } else if is_right {
+                        for &page in &pages {
+                            owners[page] -= 1;
+                        }
+                    }
+                }
+            }
+            prop_assert_eq!(slots.fault(), None);
+            let free = owners[1..].iter().filter(|&&owners| owners == 0).count();
+            prop_assert_eq!(slots.available(), free * page_size);
         }
     }
 

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::slice::IterMut;
 
-use crate::base::{Result, widen, zeros};
+use crate::base::{Result, narrow, widen, zeros};
 use crate::index::Bitmap;
 use crate::index::mask::Mask;
 
@@ -351,9 +351,4 @@ fn list(base: u32, bits: u64, out: &mut IterMut<'_, i32>) -> u64 {
         left &= left - 1;
     }
     left
-}
-
-/// The number of a record, of which there are fewer than indices.
-fn narrow(number: usize) -> u32 {
-    u32::try_from(number).expect("indices are 32 bits wide")
 }

@@ -5,7 +5,8 @@ use std::ops::Range;
 use super::Ledgered;
 use crate::base::{Id, IndexVec, Page, Result};
 use crate::index::ledger::{Signatures, Span, State, spans};
-use crate::index::{BadFrees, Extension, FenceId, SlotAllocator};
+use crate::index::owners::Room;
+use crate::index::{BadFrees, Extension, FenceId, Run, SlotAllocator};
 
 impl Ledgered<SlotAllocator> {
     /// All pages, by state and holders.
@@ -71,10 +72,10 @@ impl Ledgered<SlotAllocator> {
     }
 
     /// Takes `count` pages and names them in order, or returns `false`.
-    pub(in crate::index) fn alloc_pages(&mut self, count: usize, mut emit: impl FnMut(Range<u32>)) -> bool {
+    pub(in crate::index) fn alloc_pages(&mut self, count: usize, mut emit: impl FnMut(Run<Page>)) -> bool {
         let book = &mut self.book;
         self.inner.alloc_pages(count, |pages| {
-            book.took(pages.clone());
+            book.took(pages.range());
             emit(pages);
         })
     }
@@ -119,14 +120,36 @@ impl Ledgered<SlotAllocator> {
     }
 
     /// As `SlotAllocator::prepare_sharing`.
-    pub(in crate::index) fn prepare_sharing(&mut self) -> Result<()> {
+    pub(in crate::index) fn prepare_sharing(&mut self) -> Result<Room> {
         self.inner.prepare_sharing()
     }
 
     /// As `SlotAllocator::share_pages`.
-    pub(in crate::index) fn share_pages(&mut self, pages: impl IntoIterator<Item = Page>) {
+    pub(in crate::index) fn share_pages(&mut self, room: Room, pages: impl IntoIterator<Item = Page>) {
         let book = &mut self.book;
-        self.inner.share_pages(pages.into_iter().inspect(|page| book.shared(page.number())));
+        self.inner.share_pages(room, pages.into_iter().inspect(|page| book.shared(page.number())));
+    }
+
+    /// As [`SlotAllocator::retain`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn retain(&mut self, runs: &[Run<Page>]) -> Result<()> {
+        self.inner.retain(runs)?;
+        for page in runs.iter().flat_map(|run| run.range()) {
+            self.book.shared(page);
+        }
+        Ok(())
+    }
+
+    /// As [`SlotAllocator::release`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn release(&mut self, runs: &[Run<Page>], fence: Option<FenceId>) -> Result<()> {
+        self.inner.release(runs, fence)?;
+        self.note_removed(fence.is_none());
+        Ok(())
     }
 
     /// As [`SlotAllocator::free`].
@@ -184,11 +207,16 @@ impl Ledgered<SlotAllocator> {
         let (book, page_size) = (&self.book, self.inner.slots_of_a_page());
         let explain = |bad: &mut BadFrees| book.explain(bad, |slot| slot / page_size);
         let bad = self.inner.free_explained(given, fence, strict, explain)?;
-        self.note_given(fence.is_none());
+        self.note_removed(fence.is_none());
+        Ok(bad)
+    }
+
+    /// As [`Self::note_given`], and of which pages an owner went who was not the last.
+    fn note_removed(&mut self, is_free: bool) {
+        self.note_given(is_free);
         if let Some(ledger) = self.book.ledger_mut() {
             self.inner.last_removed().iter().for_each(|page| ledger.left(page.number()));
         }
-        Ok(bad)
     }
 
     /// As [`SlotAllocator::new_fence`].

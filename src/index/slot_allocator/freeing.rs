@@ -197,7 +197,8 @@ struct Numbers {
 impl Numbers {
     /// Splits off those below `end`.
     fn split_below(&mut self, end: impl Into<i64>) -> Self {
-        let below = usize::try_from(end.into().saturating_sub(self.start)).unwrap_or(0).min(self.len);
+        let distance = end.into().saturating_sub(self.start).max(0);
+        let below = usize::try_from(distance).map_or(self.len, |below| below.min(self.len));
         let split = Self { start: self.start, len: below };
         self.start = self.start.wrapping_add_unsigned(below as u64);
         self.len -= below;

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::base::{Id, IndexVec, Result, Row, reserve, widen};
+use crate::base::{Id, IndexVec, RequestRow, Result, reserve, widen};
 use crate::index::{Growth, PageSize};
 use crate::kernels::{Indices, Launcher, PlanBatch, PlanFields, PlanRequest};
 use crate::memory::{Region, Stream};
@@ -76,7 +76,7 @@ impl BatchPlanner {
         for (place, growth) in batch.iter().enumerate() {
             match &launched {
                 Ok(()) => self.put(place, *growth, table)?,
-                Err(_) => table.lose(Row::new(growth.row), widen(growth.seq)),
+                Err(_) => table.lose(RequestRow::new(growth.row), widen(growth.seq)),
             }
         }
         self.show(batch, padded, table);
