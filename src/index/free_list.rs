@@ -59,7 +59,7 @@ impl<I: Id> Run<I> {
 pub enum Give {
     /// Back to those that may be handed out.
     Now,
-    /// Aside, until [`FreeList::unfence`].
+    /// Aside, until their fence has passed.
     Fenced,
 }
 
