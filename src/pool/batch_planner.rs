@@ -9,8 +9,8 @@ use std::sync::{Arc, Mutex};
 
 use crate::base::bounded::narrow;
 use crate::base::sync::lock;
-use crate::base::{DType, Device, Error, ErrorKind, Id, IndexVec, Result, Row, Slot, reserve, widen};
-use crate::index::{Act, BadFrees, FenceId, Growth, Owner, Requests};
+use crate::base::{DType, Device, Error, ErrorKind, Id, IndexVec, RequestRow, Result, Slot, reserve, widen};
+use crate::index::{Act, Asked, BadFrees, FenceId, Growth, Owner, Requests};
 use crate::kernels::{Executor, Indices, PlanBatch};
 use crate::memory::{Backend, Event, Host, Region, Stream};
 use crate::tensor::TensorView;
@@ -383,10 +383,9 @@ impl Planner {
                 None => self
                     .requests
                     .growth(row, prefix, seq)
-                    .ok_or_else(|| self.requests.unfit(position, row, prefix, seq))?,
+                    .ok_or_else(|| self.requests.unfit(Asked { position, row, prefix, seq }))?,
                 Some(cached) => self.requests.growth_of_cached(
-                    (position, row),
-                    (prefix, seq),
+                    Asked { position, row, prefix, seq },
                     cached,
                     slots.slots(),
                     &mut prefixes,
@@ -427,7 +426,7 @@ impl Planner {
         for (position, (&row, seq)) in named.iter().zip(seq_lens.iter()).enumerate() {
             let prefix = seq.saturating_sub(width);
             let Some(growth) = self.requests.growth(row, prefix, seq) else {
-                return Err(self.requests.unfit(position, row, prefix, seq));
+                return Err(self.requests.unfit(Asked { position, row, prefix, seq }));
             };
             growths.push(growth);
         }
@@ -532,9 +531,9 @@ impl Planner {
     fn put(&self, place: usize, growth: Growth, table: &mut ReqToTokenPool) -> Result<()> {
         let Growth { row, start, prefix, .. } = growth;
         if start < prefix {
-            table.put(Row::new(row), widen(start), &self.slots(row, start, prefix)?)?;
+            table.put(RequestRow::new(row), widen(start), &self.slots(row, start, prefix)?)?;
         }
-        table.put(Row::new(row), widen(prefix), self.small_fields.new_slots(place))
+        table.put(RequestRow::new(row), widen(prefix), self.small_fields.new_slots(place))
     }
 
     /// Slots of positions of a request.
@@ -562,14 +561,14 @@ impl Planner {
 
     /// How many entries of line `place` of the block table hold pages of a request.
     fn valid_entries(&self, place: usize, row: u32, table: &ReqToTokenPool) -> usize {
-        self.block_table.valid(place, row, table.rows().turn(Row::new(row)))
+        self.block_table.valid(place, row, table.rows().turn(RequestRow::new(row)))
     }
 
     /// Notes that the pages of a batch were written to the block table.
     fn note_block_table(&mut self, batch: &[Growth], padded: usize, table: &ReqToTokenPool) {
         for (place, &Growth { row, .. }) in batch.iter().enumerate() {
             let count = self.requests.pages(row).len();
-            self.block_table.note_request(place, row, table.rows().turn(Row::new(row)), count);
+            self.block_table.note_request(place, row, table.rows().turn(RequestRow::new(row)), count);
         }
         for place in batch.len()..padded {
             self.block_table.note_padding(place, self.small_fields.kv_pages(place));
@@ -627,7 +626,7 @@ impl Planner {
     fn sign(&self, row: u32, start: u32, slots: &mut SlotTensors, table: &ReqToTokenPool) {
         let Some(act) = signed_act(row, slots, table) else { return };
         let first = widen(self.requests.page_size().page(start));
-        if let Some(ledger) = slots.slots_mut().pages_mut().book_mut().ledger_mut() {
+        if let Some(ledger) = slots.slots_mut().book_mut().ledger_mut() {
             for page in &self.requests.pages(row)[first..] {
                 ledger.sign(page.cast_unsigned(), &act);
             }
@@ -765,7 +764,7 @@ impl Planner {
 /// Where a ledger is kept, the call in progress in the name of a request: of its row's owner, or of the row.
 fn signed_act(row: u32, slots: &SlotTensors, table: &ReqToTokenPool) -> Option<Arc<Act>> {
     let act = slots.act()?;
-    let holders = table.rows().rows().book().ledger().map_or(Vec::new(), |ledger| ledger.holders(row));
+    let holders = table.rows().book().ledger().map_or(Vec::new(), |ledger| ledger.holders(row));
     let owner = holders.first().and_then(|holder| holder.owner.clone());
     let owner = owner.unwrap_or_else(|| Owner::Text(format!("row {row}")));
     Some(Arc::new(Act { owner: Some(owner), ..Act::clone(&act) }))

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use crate::base::bounded::narrow;
 use crate::base::sync::{Condvar, Mutex, MutexGuard};
 use crate::base::{DType, Device, Dims, Error, ErrorKind, Result, bytes_of, widen};
-use crate::index::{BadFree, BadFrees, RefCounts, Ticket, on_bad_frees};
+use crate::index::{BadFree, BadFrees, Ledgered, RefCounts, Ticket, on_bad_frees};
 use crate::kernels::{Direction, pack};
 use crate::memory::{
     ALIGNMENT, Backend, Borrowed, Event, Gpu, PAGE, PageLocking, Region, Sink, Stream, page_lock_steps,
@@ -84,7 +84,7 @@ pub struct ChunkPool {
 
 #[derive(Debug, Default)]
 struct State {
-    chunks: RefCounts,
+    chunks: Ledgered<RefCounts>,
     /// Chunks with copies that may be under way.
     flights: HashMap<u32, Flight>,
     /// Of those, the ones that were freed.
@@ -256,7 +256,7 @@ impl ChunkPool {
     }
 
     /// Does `look` with the numbers of the chunks, and how many of them are page-locked.
-    pub fn counts<R>(&self, look: impl FnOnce(&RefCounts, usize) -> R) -> R {
+    pub fn counts<R>(&self, look: impl FnOnce(&Ledgered<RefCounts>, usize) -> R) -> R {
         let state = self.state();
         look(&state.chunks, state.registered)
     }

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
 use crate::base::sync::lock;
 use crate::base::{Device, Error, IndexVec, Page, Result, blocking};
-use crate::index::{BadFrees, FenceId, SlotAllocator, SlotStats, ascending_runs};
+use crate::index::{BadFrees, FenceId, Ledgered, SlotAllocator, SlotStats, ascending_runs};
 use crate::kernels::Indices;
 use crate::memory::{Backend, Borrowed, Keep, Stream};
 use crate::tensor::TensorView;
@@ -386,7 +386,7 @@ impl TokenToKvPoolAllocator {
     }
 
     /// Shows `look` who owns which slot, under the lock. Frees that have not landed are not counted in.
-    pub fn look<R>(&self, look: impl FnOnce(&SlotAllocator) -> R) -> R {
+    pub fn look<R>(&self, look: impl FnOnce(&Ledgered<SlotAllocator>) -> R) -> R {
         look(self.lock().slots())
     }
 
@@ -437,7 +437,7 @@ impl TokenToKvPoolAllocator {
     /// Slots in a page.
     #[must_use]
     pub fn page_size(&self) -> usize {
-        self.look(SlotAllocator::page_size)
+        self.look(|slots| slots.page_size())
     }
 
     /// Slots that can be handed out now or when frees have landed. Those are counted as whole pages of their own,

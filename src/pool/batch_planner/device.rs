@@ -1,7 +1,7 @@
 //! A step of a planner on a GPU.
 
 use crate::base::bounded::int32;
-use crate::base::{Id, IndexVec, Result, Row, reserve, widen};
+use crate::base::{Id, IndexVec, RequestRow, Result, reserve, widen};
 use crate::index::{Growth, PageSize};
 use crate::kernels::{Executor, Indices, PlanBatch, PlanFields, PlanRequest};
 use crate::memory::Stream;
@@ -65,7 +65,7 @@ impl Planner {
         for (place, growth) in batch.iter().enumerate() {
             match &outcome {
                 Ok(()) => self.put(place, *growth, table)?,
-                Err(_) => table.note_failed_write(Row::new(growth.row), widen(growth.seq)),
+                Err(_) => table.note_failed_write(RequestRow::new(growth.row), widen(growth.seq)),
             }
         }
         self.note_block_table(batch, padded, table);

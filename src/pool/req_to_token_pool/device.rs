@@ -5,13 +5,13 @@ use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use crate::base::bounded::signed;
-use crate::base::{IndexVec, Result, Row};
+use crate::base::{Id, IndexVec, RequestRow, Result};
 use crate::kernels::{Executor, IndexSpace, Indices, Numbers};
 use crate::memory::{Borrowed, Stream};
 use crate::pool::mirror::{known_values, values_now};
 use crate::pool::table_mirror::TableMirror;
 
-use super::{Id, ReqToTokenPool, TableIndex, as_many, broadcast, mismatched};
+use super::{ReqToTokenPool, TableIndex, as_many, broadcast, mismatched};
 
 /// Numbers that a launch takes.
 enum Operand<'a> {
@@ -54,7 +54,7 @@ enum KnownPlaces {
     /// Row and column of each.
     Points(Vec<(u32, u32)>),
     /// So many columns of one row, from one on.
-    Columns { row: Row, from: usize, count: usize },
+    Columns { row: RequestRow, from: usize, count: usize },
 }
 
 impl KnownPlaces {
@@ -190,7 +190,7 @@ impl ReqToTokenPool {
             None => (),
             Some(KnownPlaces::Points(ref points)) => {
                 for &(row, column) in points {
-                    self.rows.note_written(Row::new(row), column + 1);
+                    self.rows.note_written(RequestRow::new(row), column + 1);
                 }
             }
             Some(KnownPlaces::Columns { row, from, count }) => self.note_written(row, from + count),
