@@ -68,12 +68,6 @@ def why_no_cuda(config: pytest.Config) -> str | None:
     return "no NVIDIA GPU that PyTorch can use; `pytest --software` runs this on a driver made of software"
 
 
-def pytest_collection_finish() -> None:
-    """Has later collections of garbage look at what tests make, and not at all of PyTorch each time."""
-    gc.collect()
-    gc.freeze()
-
-
 def pytest_unconfigure() -> None:
     """Lets the interpreter take PyTorch down as it likes."""
     gc.unfreeze()
@@ -99,6 +93,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     count = config.stash.get(LEFT_OUT, 0)
     if count:
         terminalreporter.write_line(f"SKIPPED [{count}] tests marked cuda: {why_no_cuda(config)}")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _without_older_objects() -> None:
+    """Has collections of garbage look at what a file's tests make, and not at all of PyTorch each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
