@@ -1472,7 +1472,7 @@ class ChunkPool(Pool):
     def allocate(self, *, owner: str | int | None = None) -> Chunk | None:
         """Takes a chunk, with one reference.
 
-        While page-locking goes on and all chunks that are ready are taken, or copies of a freed chunk are under way, it
+        While page-locking goes on and all chunks that are ready are taken, or copies of a freed chunk are under direction, it
         waits for them, without the GIL.
 
         Returns:
