@@ -100,6 +100,7 @@ impl<'a, I: Id> FreeBatch<'a, I> {
     }
 
     /// Gives back what was added. In [`Order::Fifo`] it is queued in that order: now, or when its fence has passed.
+    #[inline]
     pub(crate) fn commit(mut self) {
         self.is_committed = true;
         if self.to != Set::Fenced {

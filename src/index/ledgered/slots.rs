@@ -29,6 +29,7 @@ impl Ledgered<SlotAllocator> {
     ///
     /// # Errors
     /// As there.
+    #[inline]
     pub fn alloc(&mut self, count: usize) -> Result<Option<Vec<i32>>> {
         let taken = self.inner.alloc(count)?;
         self.note_taken(taken.as_deref().unwrap_or_default(), &[]);
@@ -81,6 +82,7 @@ impl Ledgered<SlotAllocator> {
     }
 
     /// Notes that the pages of `slots` were taken, but those that were `continued`.
+    #[inline]
     fn note_taken(&mut self, slots: &[i32], continued: &[Page]) {
         let Some(ledger) = self.book.ledger_mut() else { return };
         let page_size = self.inner.slots_of_a_page();
@@ -99,6 +101,7 @@ impl Ledgered<SlotAllocator> {
     }
 
     /// Notes that the pages of the last free were given back and, if so, that they are free.
+    #[inline]
     fn note_given(&mut self, is_free: bool) {
         let Some(ledger) = self.book.ledger_mut() else { return };
         let given = || self.inner.pages().last_given().iter().flat_map(|mask| mask.ranges());
@@ -156,6 +159,7 @@ impl Ledgered<SlotAllocator> {
     ///
     /// # Errors
     /// As there.
+    #[inline]
     pub fn free(&mut self, given: &IndexVec, strict: bool) -> Result<BadFrees> {
         if !self.inner.in_group() {
             return self.give(given, None, strict);
@@ -203,6 +207,7 @@ impl Ledgered<SlotAllocator> {
         answer
     }
 
+    #[inline]
     fn give(&mut self, given: &IndexVec, fence: Option<FenceId>, strict: bool) -> Result<BadFrees> {
         let (book, page_size) = (&self.book, self.inner.slots_of_a_page());
         let explain = |bad: &mut BadFrees| book.explain(bad, |slot| slot / page_size);
@@ -212,6 +217,7 @@ impl Ledgered<SlotAllocator> {
     }
 
     /// As [`Self::note_given`], and of which pages an owner went who was not the last.
+    #[inline]
     fn note_removed(&mut self, is_free: bool) {
         self.note_given(is_free);
         if let Some(ledger) = self.book.ledger_mut() {
