@@ -1,18 +1,18 @@
-"""Types of arguments and answers that neither PyTorch nor NumPy need be imported for."""
+"""Types of arguments and results, without an import of PyTorch or NumPy."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol, SupportsIndex, TypeAlias, TypedDict
 
 
 class Fence(Protocol):
-    """Something that work in flight passes, such as a `torch.cuda.Event`."""
+    """A point in work in flight, such as a `torch.cuda.Event`."""
 
     def query(self) -> bool:
         """Whether the work is done."""
         ...
 
 
-# A `torch.Tensor`, a NumPy array, or whatever else has `__dlpack__`.
+# A `torch.Tensor`, a NumPy array, or any object with `__dlpack__`.
 TensorLike: TypeAlias = Any
 
 # int32 or int64.
@@ -29,14 +29,14 @@ StreamLike: TypeAlias = Any
 
 
 class PoolStats(TypedDict):
-    """What `stats()` of every pool has."""
+    """Statistics of every pool."""
 
     capacity: int
     bytes: int
 
 
 class UnitStats(PoolStats):
-    """Units of a pool that hands them out."""
+    """Statistics of a pool that hands out units."""
 
     available: int
     in_use: int
@@ -44,13 +44,13 @@ class UnitStats(PoolStats):
 
 
 class CountedStats(UnitStats):
-    """Of a pool that drops bad frees."""
+    """Statistics of a pool that drops bad frees."""
 
     dropped_frees: int
 
 
 class SlotStats(CountedStats):
-    """Of `TokenToKVPoolAllocator`, in slots."""
+    """Statistics of `TokenToKVPoolAllocator`, in slots."""
 
     free: int
     released: int
@@ -63,13 +63,13 @@ class SlotStats(CountedStats):
 
 
 class ChunkStats(CountedStats):
-    """Of `ChunkPool`."""
+    """Statistics of `ChunkPool`."""
 
     registered: int
 
 
 class BufferStats(UnitStats):
-    """Of `BufferPool`."""
+    """Statistics of `BufferPool`."""
 
     stale_uses: int
     free_bytes: int
@@ -79,7 +79,7 @@ class BufferStats(UnitStats):
 
 
 class KVStats(PoolStats):
-    """Of `KVPool`, which hands nothing out."""
+    """Statistics of `KVPool`, which hands out no units."""
 
     rows: int
     layer_num: int
