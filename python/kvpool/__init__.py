@@ -1,11 +1,11 @@
 """Memory core of an LLM serving engine.
 
 A scheduler allocates KV-cache memory once. Then, thousands of times a second, it allocates token slots, maps
-requests to slots, passes index tensors to attention kernels and frees everything. The bookkeeping is written in
-Rust; tensors share memory with it.
+requests to slots, passes index tensors to attention kernels and frees everything. The bookkeeping is written
+in Rust; tensors share memory with it.
 
-Tensors are `torch.Tensor` if PyTorch is installed, else `kvpool.Tensor`, which supports DLPack. Importing this
-package needs neither PyTorch nor CUDA nor NumPy.
+Tensors are `torch.Tensor` if PyTorch is installed, else `kvpool.Tensor`, which supports DLPack. Importing
+this package needs neither PyTorch nor CUDA nor NumPy.
 """
 
 import importlib

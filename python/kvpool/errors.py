@@ -4,8 +4,8 @@
 class KvPoolError(Exception):
     """Base of all errors that kvpool defines.
 
-    The message has all numbers. Programs read them from the attributes, which are `None` if they do not apply.
-    An `IndexError` that kvpool raises also has `index`.
+    The message has all numbers. Programs read them from the attributes, which are `None` if they do not
+    apply. An `IndexError` that kvpool raises also has `index`.
 
     Attributes:
         index: The first bad index.

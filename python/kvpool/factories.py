@@ -25,8 +25,8 @@ def make_full_attention_net_mem_pool(
 ) -> tuple[KVPool, TokenToKVPoolAllocator]:
     """Make the KV buffers and the slot allocator of a model with full attention in every layer.
 
-    Every slot of the allocator is a row of the buffers, with and without pages. With `KVPOOL_DEBUG=1`, rows are
-    poisoned when their slots are freed (see `TokenToKVPoolAllocator.poison_freed`).
+    Every slot of the allocator is a row of the buffers, with and without pages. With `KVPOOL_DEBUG=1`, rows
+    are poisoned when their slots are freed (see `TokenToKVPoolAllocator.poison_freed`).
 
     Args:
         size: Usable token slots.

@@ -25,8 +25,8 @@ class Workspace(_Workspace):
     """An arena of fixed size on a device, for one inference loop.
 
     `empty` and `zeros` allocate tensors from it; `reset` frees all of them at once. On a GPU, PyTorch
-    allocates from the arena inside `with workspace.use():`, so that an unmodified model allocates nothing from
-    the driver.
+    allocates from the arena inside `with workspace.use():`, so that an unmodified model allocates nothing
+    from the driver.
 
     A workspace belongs to one thread from its first tensor until it is reset, and while it is in use; calls
     from other threads raise. Tensors of the arena keep its memory alive, also after `close`. On a GPU, freed
@@ -53,11 +53,11 @@ class Workspace(_Workspace):
 
     @contextmanager
     def use(self) -> Iterator[Self]:
-        """Serve PyTorch's CUDA allocations of this thread from the arena, inside a `with` block. May be nested.
+        """Serve PyTorch's CUDA allocations of this thread from the arena. May be nested.
 
         PyTorch reuses memory that it freed, within this and later uses; tensors that outlive the block keep
-        their memory. On the CPU, where PyTorch has no such pools, only `num_threads` takes effect: tensors come
-        from `empty`.
+        their memory. On the CPU, where PyTorch has no such pools, only `num_threads` takes effect: tensors
+        come from `empty`.
 
         Yields:
             The workspace.
@@ -110,7 +110,8 @@ class Workspace(_Workspace):
     def reset(self) -> bool:
         """Free everything at once. The arena keeps its address, and any thread may use it next.
 
-        Do not use tensors of `empty` and `zeros` afterwards. Memory that PyTorch caches of the arena is freed, too.
+        Do not use tensors of `empty` and `zeros` afterwards. Memory that PyTorch caches of the arena is
+        freed, too.
 
         Returns:
             Whether it was reset: not while tensors that PyTorch made within `use()` are alive.

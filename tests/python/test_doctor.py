@@ -53,7 +53,7 @@ MACHINE = {
 
 
 def machine(root: Path, threads: int = 1) -> dict[str, Finding]:
-    return by_name(host.look(root, threads))
+    return by_name(host.examine(root, threads))
 
 
 def test_memory_huge_pages_and_nodes_are_read(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_the_processors_of_the_container_are_found(
 ) -> None:
     usable = len(os.sched_getaffinity(0))
     finding = machine(write(tmp_path, files), threads=2)["processors"]
-    expected = f", as long as {quota} of the container" if quota else ""
+    expected = f", {quota} by the container's CPU quota" if quota else ""
     assert finding.text == f"{usable} usable{expected}; kvpool copies with 2 threads"
     assert finding.status == ("note" if quota or usable < 2 else "ok")
 
@@ -195,7 +195,7 @@ class Lying:
 @pytest.mark.parametrize(
     ("which", "name", "other", "message"),
     [
-        (0, "move_kv", lambda *_: None, "a row that was moved holds other bytes"),
+        (0, "move_kv", lambda *_: None, "a moved row holds different bytes"),
         (1, "alloc", lambda *_: None, "an empty pool has no slots"),
         (1, "available_size", lambda: 3, "3 of 64 slots are free"),
         (2, "read", lambda *_: torch.tensor([1, 2, 4], dtype=torch.int32), r"and \[1, 2, 4\] read from it"),
@@ -314,10 +314,10 @@ def test_an_old_pytorch_for_the_cpu_comes_with_advice(monkeypatch: pytest.Monkey
     assert found["torch"].advice.endswith("pip install -U torch")
     assert found["DLPack exchange table"].advice == "pip install 'torch>=2.10'"
     assert "CUDA build of PyTorch" in found["CUDA build"].advice
-    assert state.problem == "pools give torch.Tensor, not torch.Tensor"
+    assert state.problem == "pools return torch.Tensor, not torch.Tensor"
     assert by_name(torch_state(0).findings)["CUDA build"].status == "ok"
     monkeypatch.setattr(OldTorch.version, "hip", "6.0")
-    assert by_name(torch_state(1).findings)["CUDA build"].advice == "kvpool has no ROCm"
+    assert by_name(torch_state(1).findings)["CUDA build"].advice == "kvpool does not support ROCm"
 
 
 def test_tensors_that_do_not_share_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,7 +348,7 @@ def test_a_package_without_cuda_says_so(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr("sysconfig.get_config_var", lambda name: 1 if name == "Py_GIL_DISABLED" else "so")
     found = by_name(libraries.package(""))
-    assert found["platform"].advice == "kvpool was tested on Linux alone"
+    assert found["platform"].advice == "kvpool is tested on Linux only"
     assert "free-threaded" in found["Python"].text
     assert found["Python"].status == "note"
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def look(root: Path, driver: FakeDriver) -> tuple[dict[str, Finding], int]:
-    findings, count = doctor_driver.look(root, lambda _: driver)
+    findings, count = doctor_driver.examine(root, lambda _: driver)
     return by_name(findings), count
 
 
@@ -77,7 +77,7 @@ def test_a_driver_that_is_too_old_is_named_with_what_is_needed(tmp_path: Path) -
         (100, "no GPU is visible"),
         (802, "fabricmanager"),
         (803, "reboot"),
-        (999, "nvidia-smi says"),
+        (999, "check nvidia-smi"),
         (34, "stub"),
     ],
 )
@@ -105,9 +105,9 @@ def test_hidden_devices_are_explained(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     found, count = look(tmp_path, FakeDriver())
     assert (count, found["devices"].status) == (0, "missing")
-    assert found["devices"].text == "the driver shows none; CUDA_VISIBLE_DEVICES is ''"
+    assert found["devices"].text == "the driver reports none; CUDA_VISIBLE_DEVICES is ''"
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert look(tmp_path, FakeDriver())[0]["devices"].text == "the driver shows none"
+    assert look(tmp_path, FakeDriver())[0]["devices"].text == "the driver reports none"
 
 
 GPU = {"sys/bus/pci/devices/0/vendor": "0x10de\n", "sys/bus/pci/devices/0/class": "0x030200\n"}
@@ -117,12 +117,12 @@ OTHER = {"sys/bus/pci/devices/1/vendor": "0x10de\n", "sys/bus/pci/devices/1/clas
 @pytest.mark.parametrize(
     ("files", "reason", "status", "text"),
     [
-        ({}, "cannot open shared object file", "missing", "no NVIDIA GPU is seen"),
+        ({}, "cannot open shared object file", "missing", "no NVIDIA GPU was found"),
         (
             {**OTHER, "sys/bus/pci/devices/2/vendor": "0x10de"},
             "not found",
             "missing",
-            "no NVIDIA GPU is seen",
+            "no NVIDIA GPU was found",
         ),
         ({**GPU, **OTHER}, "cannot open shared object file", "broken", "there is an NVIDIA GPU"),
         (
@@ -140,7 +140,7 @@ def test_a_missing_library_is_explained(
     def load(_: str) -> Any:  # noqa: ANN401 - a library
         raise OSError(reason)
 
-    findings, count = doctor_driver.look(write(tmp_path, files), load)
+    findings, count = doctor_driver.examine(write(tmp_path, files), load)
     found = by_name(findings)["libcuda.so.1"]
     assert (count, found.status) == (0, status)
     assert text in found.text

@@ -118,7 +118,7 @@ def test_a_model_keeps_what_its_configuration_is_read_to_say(model_type: str) ->
         shape = (states.head_num, states.head_v_dim, states.head_k_dim)
         assert sorted(recurrent) == sorted(size for size in shape if states.kind != "Mamba" or size != 1)
         assert kept.conv[layer] == (states.conv_dim, states.conv_kernel_size)
-    assert not any("not a model type" in note for note in model.notes)
+    assert not any("not a known model type" in note for note in model.notes)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -331,7 +331,7 @@ def test_windows_are_told_with_what_they_would_save() -> None:
     plan = plan_of("gemma-3-27b-it", context_len=32_768)
     (note,) = (note for note in plan.notes if "window" in note)
     saved = 52 * 2 * 16 * 128 * 2 * (32_768 - 1024)
-    assert "52 of 62 layers look at the last 1,024 tokens only" in note
+    assert "52 of 62 layers attend to the last 1,024 tokens only" in note
     assert f"{saved:,} bytes (81 %)" in note
     assert "save 0 bytes (0 %)" in " ".join(plan_of("gemma-3-27b-it", context_len=512).notes)
     assert "last 8,192 tokens" in " ".join(plan_of("Llama-4-Scout").notes)
@@ -347,7 +347,7 @@ def test_what_a_file_leaves_out_is_said() -> None:
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("Qwen3-Next-80B-A3B", "which GDNPool is made for"),
+        ("Qwen3-Next-80B-A3B", "the layout of GDNPool"),
         ("Bamba-9B", "no pool of its own for Mamba-2"),
         ("Jamba-v0.1", "no pool of its own for Mamba;"),
     ],
@@ -379,7 +379,7 @@ def test_unknown_models_with_the_usual_fields_are_planned_and_said_to_be_guessed
     config = {**CONFIGS["Llama-3.1-8B"], "model_type": "llama9"}
     model = parse_model(config)
     assert model.attention == parse_model(CONFIGS["Llama-3.1-8B"]).attention
-    assert any("llama9 is not a model type that kvpool knows" in note for note in model.notes)
+    assert any("llama9 is not a known model type" in note for note in model.notes)
 
 
 def without(name: str, *fields: str, **others: Any) -> dict[str, Any]:  # noqa: ANN401 - of a configuration
@@ -404,19 +404,25 @@ WINDOWED = {"use_sliding_window": True, "sliding_window": 8}
         ({}, "no model_type"),
         (without("Llama-3.1-8B", "num_hidden_layers"), "'llama' needs num_hidden_layers or n_layer"),
         (without("Llama-3.1-8B", "num_attention_heads"), "'llama' needs num_attention_heads"),
-        (without("Llama-3.1-8B", hidden_size=4095), "hidden_size 4095 is no multiple of its 32 heads"),
-        (without("Llama-3.1-8B", num_key_value_heads="many"), "num_key_value_heads that is no count: 'many'"),
-        (without("Llama-3.1-8B", num_hidden_layers=True), "num_hidden_layers that is no count: True"),
+        (without("Llama-3.1-8B", hidden_size=4095), "hidden_size 4095 is not a multiple of its 32 heads"),
+        (
+            without("Llama-3.1-8B", num_key_value_heads="many"),
+            "num_key_value_heads 'many'; it must be an integer",
+        ),
+        (without("Llama-3.1-8B", num_hidden_layers=True), "num_hidden_layers True; it must be an integer"),
         (
             without("Llama-3.1-8B", num_hidden_layers=0),
             "num_hidden_layers 0; it must be between 1 and 10,000",
         ),
         (without("Llama-3.1-8B", is_encoder_decoder=True), "encoder-decoder"),
-        (without("Llama-3.1-8B", layer_types=["full_attention", "conv"]), "does not know: 'conv'"),
+        (
+            without("Llama-3.1-8B", layer_types=["full_attention", "conv"]),
+            "unknown kinds in layer_types: 'conv'",
+        ),
         (without("Llama-3.1-8B", layer_types=["full_attention"]), "1 layers and has num_hidden_layers 32"),
         (without("Llama-3.1-8B", layer_types="full"), "layer_types 'full'; it must be a list"),
         (without("DeepSeek-V3", "qk_rope_head_dim"), "'deepseek_v3' needs qk_rope_head_dim"),
-        (without("DeepSeek-V3", model_type="deepseek_v9"), "(kv_lora_rank); what that is would be a guess"),
+        (without("DeepSeek-V3", model_type="deepseek_v9"), "in every layer (kv_lora_rank)"),
         (without("DeepSeek-V3", model_type="deepseek_v32", index_head_dim=128), "index_head_dim"),
         (without("Bamba-9B", model_type="mamba3"), "mamba_d_state"),
         (without("Llama-3.1-8B", model_type="new", layer_types=["rwkv"]), "('rwkv')"),
@@ -426,8 +432,14 @@ WINDOWED = {"use_sliding_window": True, "sliding_window": 8}
         (without("granite-4.0-h-small", "layer_types"), "needs layer_types"),
         (without("Nemotron-H-8B", hybrid_override_pattern="M?"), "of M * - E, not 'M?'"),
         (without("gemma-2-9b", sliding_window_pattern=-1), "sliding_window_pattern -1; it must be"),
-        (without("gemma-2-9b", sliding_window_pattern=[1]), "sliding_window_pattern that is no count: [1]"),
-        (without("gemma-2-9b", sliding_window_pattern="LL"), "sliding_window_pattern that is no count: 'LL'"),
+        (
+            without("gemma-2-9b", sliding_window_pattern=[1]),
+            "sliding_window_pattern [1]; it must be an integer",
+        ),
+        (
+            without("gemma-2-9b", sliding_window_pattern="LL"),
+            "sliding_window_pattern 'LL'; it must be an integer",
+        ),
         (without("gemma-2-9b", sliding_window=0), "sliding_window 0; it must be between 1 and 2,147,483,647"),
         (without("Llama-3.1-8B", head_dim=0), "head_dim 0; it must be between 1 and"),
         (without("Llama-3.1-8B", num_key_value_heads=0), "num_key_value_heads 0; it must be between 1 and"),
@@ -442,11 +454,11 @@ WINDOWED = {"use_sliding_window": True, "sliding_window": 8}
         ),
         (
             without("Llama-3.1-8B", layer_types=[["full_attention"]]),
-            "in layer_types that kvpool does not know",
+            "unknown kinds in layer_types",
         ),
-        (without("Llama-3.1-8B", layer_types=["a\nb"]), r"does not know: 'a\nb'"),
-        (without("Llama-3.1-8B", model_type="a\nb"), r"a model_type that is no name: 'a\nb'"),
-        (without("Llama-3.1-8B", model_type=["llama"]), "a model_type that is no name: ['llama']"),
+        (without("Llama-3.1-8B", layer_types=["a\nb"]), r"unknown kinds in layer_types: 'a\nb'"),
+        (without("Llama-3.1-8B", model_type="a\nb"), r"an invalid model_type: 'a\nb'"),
+        (without("Llama-3.1-8B", model_type=["llama"]), "an invalid model_type: ['llama']"),
         (without("Llama-3.1-8B", per_layer_config=[1]), "per_layer_config [1]; it must be an object"),
         (
             without("Llama-3.1-8B", per_layer_config={"x": {}}),
@@ -463,21 +475,27 @@ WINDOWED = {"use_sliding_window": True, "sliding_window": 8}
         (without("Bamba-9B", mamba_d_head=0), "mamba_d_head 0; it must be"),
         (
             without("Bamba-9B", "mamba_d_head", mamba_n_heads=3),
-            "inner size 8192 is no multiple of its 3 heads",
+            "inner size 8192 is not a multiple of its 3 heads",
         ),
         (
             without("Bamba-9B", attn_layer_indices=[32]),
             "32 in attn_layer_indices; it must be between 0 and 31",
         ),
-        (without("Zamba2-2.7B", num_attention_heads=33), "twice hidden_size 5120 is no multiple of its 33"),
+        (
+            without("Zamba2-2.7B", num_attention_heads=33),
+            "twice hidden_size 5120 is not a multiple of its 33",
+        ),
         (
             without("Qwen3-30B-A3B", **WINDOWED, max_window_layers="x"),
-            "max_window_layers that is no count: 'x'",
+            "max_window_layers 'x'; it must be an integer",
         ),
         (llama4(no_rope_layers=1.5), "no_rope_layers 1.5; it must be a list"),
         (llama4(no_rope_layers=[1, "x"]), "'x' in no_rope_layers; it must be between 0 and 1"),
         (llama4(no_rope_layers=[1, 0]), "2 layers and has num_hidden_layers 48"),
-        (small("gemma3n_text", num_kv_shared_layers=10), "num_kv_shared_layers 10 of 10 layers: none keeps"),
+        (
+            small("gemma3n_text", num_kv_shared_layers=10),
+            "num_kv_shared_layers 10 of 10 layers: no layer has keys",
+        ),
     ],
 )
 def test_what_is_missing_is_named(config: dict[str, Any], message: str) -> None:
@@ -587,7 +605,7 @@ def test_dtypes_and_context_come_from_the_configuration_or_are_asked_for() -> No
     fp8 = make_plan(model_of(), dataclasses.replace(config, dtype="fp8_e4m3fn"))
     assert (fp8.dtype, fp8.conv_dtype, fp8.shapes.token_bytes) == ("float8_e4m3fn", "bfloat16", 12 << 10)
     bare = make_plan(model_of(dtype=None), dataclasses.replace(config, dtype="bf16"))
-    assert any("taken to be bfloat16" in note for note in bare.notes)
+    assert any("assumed to be bfloat16" in note for note in bare.notes)
     with pytest.raises(ConfigError, match="has no dtype; give --dtype"):
         make_plan(model_of(dtype=None), config)
     with pytest.raises(ConfigError, match="of the configuration"):
@@ -609,11 +627,11 @@ def test_slots_end_where_int32_does() -> None:
 def test_a_context_that_does_not_fit_is_said() -> None:
     plan = plan_of("Llama-3.1-8B", memory_bytes=128 * MIB, context_len=100_000)
     assert (plan.max_reqs, plan.full_requests) == (1, 0)
-    assert any("not one request of 100,000 tokens fits" in note for note in plan.notes)
+    assert any("no request of 100,000 tokens fits" in note for note in plan.notes)
 
 
 def test_a_context_beyond_the_models_is_said() -> None:
-    text = "requests of 131,073 tokens are longer than the 131,072 that the configuration gives the model"
+    text = "requests of 131,073 tokens are longer than the 131,072 of the configuration"
     assert text in plan_of("Llama-3.1-8B", context_len=131_073).notes
     assert not any("are longer than" in note for note in plan_of("Llama-3.1-8B", context_len=131_072).notes)
 
@@ -651,7 +669,7 @@ def test_sizes_are_exact_and_readable(count: int, text: str, exact: str) -> None
 
 @pytest.mark.parametrize("text", ["80G", "GiB", "-1", "1e9", "", "80 GiB free"])
 def test_what_is_no_size(text: str) -> None:
-    with pytest.raises(ConfigError, match="is no size"):
+    with pytest.raises(ConfigError, match="is not a size"):
         parse_bytes(text)
 
 
@@ -711,11 +729,11 @@ def test_the_command_prints_json(deepseek: Path) -> None:
     ("content", "arguments", "message"),
     [
         (None, (), "No such file"),
-        ("{", (), "is no JSON file"),
-        ("[]", (), "holds no JSON object"),
-        ("[" * 100_000, (), "is no JSON file: maximum recursion depth exceeded"),
+        ("{", (), "is not a JSON file"),
+        ("[]", (), "is not a JSON object"),
+        ("[" * 100_000, (), "is not a JSON file: maximum recursion depth exceeded"),
         ("{}", (), "no model_type"),
-        (json.dumps(CONFIGS["Llama-3.1-8B"]), ("--memory", "80G"), "'80G' is no size"),
+        (json.dumps(CONFIGS["Llama-3.1-8B"]), ("--memory", "80G"), "'80G' is not a size"),
         (json.dumps(CONFIGS["Llama-3.1-8B"]), ("--tp", "3"), "32 query heads"),
     ],
 )

@@ -279,13 +279,13 @@ def test_two_requests_in_one_slot_are_found(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_slot_that_is_not_given_back_fails_the_run() -> None:
     job = Replay(trace_of((0.0, 30, 10)), ReplayConfig(pool_size=320))
-    with pytest.raises(ReplayError, match="2 of 320 slots were not given back"):
+    with pytest.raises(ReplayError, match="2 of 320 slots were not freed"):
         job.run(corrupt_when(2, lambda state: state.allocator.alloc(2)))
 
 
 def test_a_row_that_is_not_given_back_fails_the_run() -> None:
     job = Replay(trace_of((0.0, 30, 10)), ReplayConfig(pool_size=320))
-    with pytest.raises(ReplayError, match="1 of 256 rows were not given back"):
+    with pytest.raises(ReplayError, match="1 of 256 rows were not freed"):
         job.run(corrupt_when(2, lambda state: state.table.alloc()))
 
 
@@ -419,7 +419,7 @@ def test_plot_writes_a_picture(tmp_path: Path, options: list[str]) -> None:
         (["--synthetic", "x.csv"], "give either TRACE or --synthetic"),
         (["--synthetic", "--dtype", "float64"], "ConfigError: dtype must be one of"),
         (["--synthetic", "--speed-up", "0"], "ConfigError: speed_up must be a positive number"),
-        (["--synthetic", "--requests", "2", "--plot", "/absent/x.png"], "--plot: /absent is no folder"),
+        (["--synthetic", "--requests", "2", "--plot", "/absent/x.png"], "--plot: /absent is not a folder"),
         (["--synthetic", "--requests", "2", "--plot", "x.gif"], "--plot: x.gif must end in .png"),
         (["--synthetic", "--requests", "2", "--device", "nonsense"], "nonsense"),
         (["--synthetic", "--requests", "20", "--pool-size", "1"], "ConfigError: all 20 requests would be"),

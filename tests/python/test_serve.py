@@ -38,7 +38,7 @@ def test_the_command_streams_and_prints_a_report() -> None:
     result = invoke("--requests", "12", "--per-step", "6", "--pool-size", "300")
     assert result.exit_code == 0, result.output
     assert result.stdout.count("tokens of prompt:") == report.STREAMED
-    for row in ("retractions", "peak occupancy", "as the model alone", "15"):
+    for row in ("retractions", "peak occupancy", "equal to the model alone", "15"):
         assert row in result.stdout
 
 

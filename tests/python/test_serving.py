@@ -237,7 +237,7 @@ def test_callbacks_that_raise_lose_nothing() -> None:
 
     requests = [engine.submit(prompt, 9, on_token=on_token) for prompt in some_prompts(12, 30)]
     raised, more = 0, True
-    while more or engine._news:
+    while more or engine._undelivered:
         try:
             more = engine.step()
         except LookupError:

@@ -303,7 +303,7 @@ def test_the_script_shows_merged_spans() -> None:
     text = to_html([fragmented(200_000)])
     shown = run_page(text, "console.log(describe(data.pools[0], 7).lines.join('; '));")
     assert "150,000 of 200,000 slots in use; 50,000 free runs, the longest 1; fragmentation 100 %" in shown
-    assert "Of 200,000 spans, those that share a cell are merged" in shown
+    assert "Of 200,000 spans, those within a cell are merged" in shown
     assert "and 49,901 more" in shown
     assert shown.startswith("13 slots in 13 spans; 4 slots live: owner 'a', age 2.0 s, taken at here; 1 ")
     assert "; 1 slot live: other holders, oldest 3.0 s; 3 slots free; 3 slots fenced\n" in shown
@@ -384,7 +384,7 @@ def test_other_files_are_refused(tmp_path: Path, name: str) -> None:
 
 
 def test_what_hands_nothing_out_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="a KVPool hands nothing out"):
+    with pytest.raises(TypeError, match="a KVPool hands out no units"):
         kvpool.snapshot(tmp_path / "map.html", KVPool(8, 1, 1, 2, devices.current()))
 
 
@@ -404,5 +404,5 @@ def test_a_page_needs_neither_torch_nor_matplotlib(run_snippet: RunSnippet, tmp_
         print(error.name)
     """
     printed = run_snippet(code, hidden=["torch", "numpy", "matplotlib"])
-    assert printed.split("\n")[0] == "no pool of this process hands anything out"
+    assert printed.split("\n")[0] == "no pool of this process hands out units"
     assert page_data(tmp_path / "map.html")["pools"][0]["name"] == "TokenToKVPoolAllocator-0"

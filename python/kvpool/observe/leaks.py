@@ -41,11 +41,9 @@ def leaks(pool: Pool, since: int = 0) -> list[Leak]:
     """As `Pool.leaks`, for allocations from call number `since` on."""
     check_hands_out(pool)
     if not _records_owners(pool):
-        raise TypeError(f"a {type(pool).__name__} does not note who holds what; its reset() takes all back")
+        raise TypeError(f"a {type(pool).__name__} records no owners; its reset() frees everything")
     if not pool.debug:
-        raise ConfigError(
-            f"{pool.name} does not note who holds what; make it with debug=True, or set KVPOOL_DEBUG=1"
-        )
+        raise ConfigError(f"{pool.name} records no owners; create it with debug=True, or set KVPOOL_DEBUG=1")
     spans, _ = occupancy(pool)
     groups: dict[tuple[str | int | None, str], list[tuple[float, int, int]]] = {}
     for span in spans:
@@ -109,7 +107,7 @@ class ExpectBalanced:
         if self._pool.debug:
             taken = leaks(self._pool, self._since)
             raise IndexOwnershipError(f"{message}; taken meanwhile:\n{table(taken, unit)}")
-        raise IndexOwnershipError(f"{message}; with debug=True or KVPOOL_DEBUG=1 it is known who has them")
+        raise IndexOwnershipError(f"{message}; debug=True or KVPOOL_DEBUG=1 records their owners")
 
 
 def _records_owners(pool: Pool) -> bool:

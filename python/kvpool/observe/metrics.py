@@ -44,14 +44,14 @@ _LABELS = ("pool", "class", "device")
 # Statistics in units of the pool: key and help.
 _UNITS = {
     "capacity": "that can be in use at once",
-    "available": "that could be handed out now",
+    "available": "that can be handed out now",
     "in_use": "in use",
     "high_water": "the most that were in use at once",
     "free": "that are handed out next",
-    "released": "that are free again and wait for a merge",
-    "fenced": "that were freed and wait for a fence",
+    "released": "that are free, and kept apart until a merge",
+    "fenced": "that were freed, and are in use until a fence passes",
     "shared": "with more than one owner",
-    "pending": "that were freed and whose numbers only the GPU knows",
+    "pending": "that were freed, with numbers that only the GPU knows yet",
     "registered": "whose memory is page-locked",
 }
 
@@ -59,22 +59,22 @@ _UNITS = {
 _BYTES = {
     "bytes": (
         "kvpool_memory_bytes",
-        "Memory of the pool; of slots and rows without memory, of the bookkeeping",
+        "Memory of the pool; of the bookkeeping if it has no other",
     ),
     "device_bytes": ("kvpool_device_bytes", "Device memory of index tensors"),
-    "free_bytes": ("kvpool_buffers_free_bytes", "Memory of buffers that are free"),
-    "in_use_bytes": ("kvpool_buffers_in_use_bytes", "Memory of buffers that are out"),
+    "free_bytes": ("kvpool_buffers_free_bytes", "Memory of free buffers"),
+    "in_use_bytes": ("kvpool_buffers_in_use_bytes", "Memory of buffers in use"),
     "high_water_bytes": (
         "kvpool_buffers_high_water_bytes",
-        "The most memory of buffers that was out at once",
+        "The most memory of buffers in use at once",
     ),
-    "registered_bytes": ("kvpool_buffers_registered_bytes", "Memory of others that is registered"),
+    "registered_bytes": ("kvpool_buffers_registered_bytes", "Registered memory of other libraries"),
 }
 
 # Counters: key, name without `_total`, and help.
 _COUNTERS = {
-    "dropped_frees": ("kvpool_dropped_frees", "Frees of units that their giver did not own"),
-    "stale_uses": ("kvpool_stale_uses", "Calls with a buffer that had been given back"),
+    "dropped_frees": ("kvpool_dropped_frees", "Frees of units that the caller did not own"),
+    "stale_uses": ("kvpool_stale_uses", "Calls with a buffer after it was freed"),
 }
 
 
@@ -94,7 +94,7 @@ class PoolCollector(Collector):
                 stats = cast("dict[str, int]", pool.stats())
             except KvPoolError as error:
                 # The other pools are still exported.
-                _log.warning("no numbers of %s: %s", pool.name, error)
+                _log.warning("cannot read the statistics of %s: %s", pool.name, error)
                 continue
             for key, value in stats.items():
                 family = _family(pool, key)
@@ -129,7 +129,8 @@ def register(registry: CollectorRegistry = REGISTRY) -> PoolCollector:
         registry: The registry; by default that of `prometheus_client`.
 
     Returns:
-        The collector, for `registry.unregister`. A registry takes one collector, as each pool is exported once.
+        The collector, for `registry.unregister`. A registry takes one collector, as each pool is exported
+        once.
     """
     collector = PoolCollector()
     registry.register(collector)

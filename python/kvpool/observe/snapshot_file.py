@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 def snapshot(path: str | os.PathLike[str], *pools: Pool) -> None:
     """Write a map of what is in use in pools, by owner, with distributions of ages, lifetimes and free runs.
 
-    The HTML file is self-contained; the unit under the pointer is shown with its neighbours in the same state,
-    their holders, ages and sizes. Owners are recorded by pools with debugging (`debug=True` or
-    `KVPOOL_DEBUG=1`); for other pools the map shows what is in use. Waits only for freed slots whose values are
-    on their way from a GPU.
+    The HTML file is self-contained; the unit under the pointer is shown with its neighbours in the same
+    state, their holders, ages and sizes. Owners are recorded by pools with debugging (`debug=True` or
+    `KVPOOL_DEBUG=1`); for other pools the map shows what is in use. Waits only for freed slots whose values
+    are on their way from a GPU.
 
-    Files stay small. If a pool has more than 32,768 spans, the page merges the spans within a cell of the map,
-    and names the three largest holders in it. A picture shows at most 16 pools, those with the most units in
-    use, and says so if there are more.
+    Files stay small. If a pool has more than 32,768 spans, the page merges the spans within a cell of the
+    map, and names the three largest holders in it. A picture shows at most 16 pools, those with the most
+    units in use, and says so if there are more.
 
     Args:
         path: A file that ends in `.html`, or in `.png` (needs Matplotlib). An existing file is replaced.
@@ -42,7 +42,7 @@ def snapshot(path: str | os.PathLike[str], *pools: Pool) -> None:
         raise ConfigError(f"a snapshot is .html or .png, not {target.name!r}")
     chosen = pools or [pool for pool in living_pools() if pool._hands_out]  # noqa: SLF001 - of this package
     if not chosen:
-        raise ConfigError("no pool of this process hands anything out")
+        raise ConfigError("no pool of this process hands out units")
     taken = [take(pool) for pool in chosen]
     if target.suffix == ".png":
         from kvpool.observe.snapshot_png import draw  # noqa: PLC0415 - Matplotlib loads slowly

@@ -62,7 +62,7 @@ def to_figure(taken: list[Snapshot]) -> Figure:
         _map(figure.add_subplot(grid[:, 0]), one)
         ages, lifetimes, runs = (figure.add_subplot(grid[place, 1]) for place in range(3))
         _bars(ages, one.ages_s, "g", f"{one.unit}s by age", "seconds")
-        _bars(lifetimes, one.lifetimes_s, ".2g", f"{one.unit}s given back, by lifetime", "seconds")
+        _bars(lifetimes, one.lifetimes_s, ".2g", f"freed {one.unit}s by lifetime", "seconds")
         _bars(runs, one.run_lengths, ",", "free runs by length", f"{one.unit}s")
     return figure
 

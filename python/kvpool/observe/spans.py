@@ -34,7 +34,7 @@ class Span(NamedTuple):
 def check_hands_out(pool: Pool) -> None:
     """Raise `TypeError` for a pool that hands out no units."""
     if not pool._hands_out:  # noqa: SLF001 - of this package
-        raise TypeError(f"a {type(pool).__name__} hands nothing out that could leak")
+        raise TypeError(f"a {type(pool).__name__} hands out no units, so none can leak")
 
 
 def occupancy(pool: Pool) -> tuple[list[Span], list[int]]:
