@@ -285,7 +285,7 @@ def test_pool_of_another_dtype_than_the_query() -> None:
         scene.check(scene.extend(rows, lens), rows, lens, dtype=torch.float32)
 
 
-def test_outlives_the_plan() -> None:
+def test_attention_outlives_the_plan() -> None:
     scene = Scene(4)
     rows, lens = scene.rows(2), [5, 9]
     plan = scene.extend(rows, lens)
@@ -299,7 +299,7 @@ def test_outlives_the_plan() -> None:
         PoolAttention(plan, scene.pool)
 
 
-def test_makes_no_gradients() -> None:
+def test_computes_no_gradients() -> None:
     scene = Scene(4)
     plan = scene.extend(scene.rows(2), [5, 1])
     query = here(torch.randn(6, 4, 16)).requires_grad_()
@@ -316,7 +316,7 @@ def test_query_with_any_strides() -> None:
     assert torch.equal(attention(query, 1).cpu(), attention(query.contiguous(), 1).cpu())
 
 
-def test_queries_that_do_not_fit() -> None:
+def test_rejects_bad_queries() -> None:
     scene = Scene()
     plan = scene.extend(scene.rows(2), [3, 2])
     attention = PoolAttention(plan, scene.pool)
@@ -328,7 +328,7 @@ def test_queries_that_do_not_fit() -> None:
             attention(here(torch.zeros(5, 4, 16)), layer)
 
 
-def test_pools_and_plans_that_do_not_fit() -> None:
+def test_rejects_mismatched_pools_and_plans() -> None:
     scene = Scene()
     where = devices.current()
     with pytest.raises(ConfigError, match="a key has 2 heads, a value 1"):

@@ -38,7 +38,7 @@ def test_devices_are_described_without_a_context(tmp_path: Path) -> None:
     assert (driver.retained, driver.pushed, driver.sessions) == (0, 0, 0)
 
 
-def test_a_context_that_is_there_is_asked_and_left_as_it_was(tmp_path: Path) -> None:
+def test_an_active_context_is_used_and_kept(tmp_path: Path) -> None:
     driver = FakeDriver(Card(is_active=True))
     assert look(tmp_path, driver)[0]["cuda:0"].text.endswith("7 GiB free")
     driver.fail["cuMemGetInfo_v2"] = 700
@@ -57,14 +57,14 @@ def test_free_memory_may_be_unknown(name: str, tmp_path: Path) -> None:
         assert driver.sessions == 0
 
 
-def test_a_management_library_that_is_missing_is_no_error() -> None:
+def test_a_missing_management_library_is_accepted() -> None:
     def load(_: str) -> Any:  # noqa: ANN401 - a library
         raise OSError("no such file")
 
     assert Driver(FakeDriver(Card()), load).describe(0).free_bytes is None
 
 
-def test_a_driver_that_is_too_old_is_named_with_what_is_needed(tmp_path: Path) -> None:
+def test_an_old_driver_is_reported_with_the_needed_version(tmp_path: Path) -> None:
     found, count = look(tmp_path, FakeDriver(Card(), version=11_080))
     assert (count, found["libcuda.so.1"].status) == (0, "broken")
     assert found["libcuda.so.1"].text == "CUDA 11.8, from an unknown place"
@@ -81,20 +81,20 @@ def test_a_driver_that_is_too_old_is_named_with_what_is_needed(tmp_path: Path) -
         (34, "stub"),
     ],
 )
-def test_a_driver_that_does_not_start_comes_with_advice(code: int, advice: str, tmp_path: Path) -> None:
+def test_a_driver_start_failure_comes_with_advice(code: int, advice: str, tmp_path: Path) -> None:
     found, count = look(tmp_path, FakeDriver(Card(), fail={"cuInit": code}))
     assert (count, found["start"].status) == (0, "broken")
     assert found["start"].text == f"cuInit failed with error {code}"
     assert advice in found["start"].advice
 
 
-def test_a_library_that_is_no_driver_is_named(tmp_path: Path) -> None:
+def test_a_library_that_is_not_a_driver_is_reported(tmp_path: Path) -> None:
     driver = FakeDriver(Card())
     driver.missing.add("cuDriverGetVersion")
     assert look(tmp_path, driver)[0]["start"].text == "it has no cuDriverGetVersion"
 
 
-def test_a_device_that_fails_does_not_hide_others(tmp_path: Path) -> None:
+def test_a_failing_device_does_not_hide_others(tmp_path: Path) -> None:
     driver = FakeDriver(Card(), fail={"cuDeviceGetName": 101})
     found, count = look(tmp_path, driver)
     assert (count, found["cuda:0"].status) == (1, "broken")

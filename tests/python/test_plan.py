@@ -88,7 +88,7 @@ def plan_of(name: str, **options: Any) -> Plan:  # noqa: ANN401 - PlanConfig's f
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_published_models_take_what_is_known_of_them(name: str) -> None:
+def test_published_models_have_their_known_sizes(name: str) -> None:
     plan, facts = plan_of(name), FACTS[name]
     assert plan.shapes.token_bytes == facts.token_bytes
     assert plan.shapes.recurrent_bytes + plan.shapes.conv_bytes == facts.state_bytes
@@ -101,7 +101,7 @@ KNOWN = sorted((ATTENTION_TYPES | MLA_TYPES | GDN_TYPES | MAMBA2_TYPES | MAMBA_T
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("model_type", KNOWN)
-def test_a_model_keeps_what_its_configuration_is_read_to_say(model_type: str) -> None:
+def test_a_model_has_the_shapes_of_its_configuration(model_type: str) -> None:
     config = small_config(model_type)
     model, kept = parse_model(json.loads(config.to_json_string(use_diff=False))), kept_by(config)
     plan = make_plan(model, PlanConfig(memory_bytes=GIB, dtype="float32", device="cpu"))
@@ -123,7 +123,7 @@ def test_a_model_keeps_what_its_configuration_is_read_to_say(model_type: str) ->
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "deepseek_v3", "qwen3_next"])
-def test_a_plan_makes_the_pools_that_serve_the_model(model_type: str) -> None:
+def test_a_plan_creates_pools_that_serve_the_model(model_type: str) -> None:
     config = small_config(model_type)
     plan = make_plan(
         parse_model(json.loads(config.to_json_string(use_diff=False))),
@@ -144,7 +144,7 @@ def test_a_plan_makes_the_pools_that_serve_the_model(model_type: str) -> None:
 @pytest.mark.parametrize(
     "model_type", sorted({kind for kind in DEFAULTS if kind not in {"gemma4_text", "qwen3_next"}})
 )
-def test_what_files_leave_out_is_what_transformers_takes(model_type: str) -> None:
+def test_defaults_equal_those_of_transformers(model_type: str) -> None:
     config = AutoConfig.for_model(model_type)
     for name, value in DEFAULTS[model_type].items():
         assert getattr(config, name) == value, name
@@ -162,7 +162,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("model_type", KNOWN)
-def test_rules_give_the_layers_that_transformers_lists(model_type: str) -> None:
+def test_layer_rules_match_transformers(model_type: str) -> None:
     """A file that lists no layers, as old ones do not."""
     values = {**COMMON, **SMALL.get(model_type, {}), "sliding_window": 8}
     listed = getattr(AutoConfig.for_model(model_type, **values), "layer_types", None)
@@ -179,7 +179,7 @@ def layer_kinds_of(**values: Any) -> list[str]:  # noqa: ANN401 - of a configura
     return layer_kinds(Fields(values, model_type))
 
 
-def test_rules_have_their_exceptions() -> None:
+def test_layer_rules_have_exceptions() -> None:
     four: dict[str, Any] = {"num_hidden_layers": 4, "sliding_window": 8}
     qwen2 = {**four, "model_type": "qwen2"}
     assert layer_kinds_of(**qwen2) == ["full"] * 4  # a window is off unless the file says it is on
@@ -239,7 +239,7 @@ def test_the_printed_pools_fit_and_one_more_page_does_not(name: str, tp: int) ->
     assert plan.full_requests == min(plan.max_reqs, plan.size // 304)
 
 
-def test_as_many_requests_as_asked_for_fit_with_full_context() -> None:
+def test_the_requested_number_of_requests_fits_with_full_context() -> None:
     plan = plan_of("Qwen3-Next-80B-A3B", memory_bytes=2 * GIB, context_len=2000, page_size=16)
     assert plan.full_requests == plan.max_reqs > 5
     one_more = footprint(plan.shapes, (plan.max_reqs + 1) * 2000, plan.max_reqs + 1)
@@ -327,7 +327,7 @@ def test_heads_are_divided_or_replicated(
     assert any("more than KV heads" in note for note in plan.notes) == replicated
 
 
-def test_windows_are_told_with_what_they_would_save() -> None:
+def test_windows_are_reported_with_their_savings() -> None:
     plan = plan_of("gemma-3-27b-it", context_len=32_768)
     (note,) = (note for note in plan.notes if "window" in note)
     saved = 52 * 2 * 16 * 128 * 2 * (32_768 - 1024)
@@ -337,7 +337,7 @@ def test_windows_are_told_with_what_they_would_save() -> None:
     assert "last 8,192 tokens" in " ".join(plan_of("Llama-4-Scout").notes)
 
 
-def test_what_a_file_leaves_out_is_said() -> None:
+def test_defaults_are_reported() -> None:
     notes = " ".join(plan_of("gemma-3-4b-it").notes)
     for text in ("num_attention_heads is not in the configuration: 8", "head_dim", "num_key_value_heads"):
         assert text in notes
@@ -352,7 +352,7 @@ def test_what_a_file_leaves_out_is_said() -> None:
         ("Jamba-v0.1", "no pool of its own for Mamba;"),
     ],
 )
-def test_it_is_said_which_pool_fits_states(name: str, text: str) -> None:
+def test_the_pool_for_states_is_reported(name: str, text: str) -> None:
     assert any(text in note for note in plan_of(name).notes)
 
 
@@ -375,7 +375,7 @@ def test_layers_may_have_fields_of_their_own() -> None:
     assert shapes == {0: (2, 24), 1: (2, 24), 2: (2, 24), 3: (2, 32), 4: (2, 24), 5: (1, 24)}
 
 
-def test_unknown_models_with_the_usual_fields_are_planned_and_said_to_be_guessed() -> None:
+def test_unknown_models_with_usual_fields_are_planned_with_a_note() -> None:
     config = {**CONFIGS["Llama-3.1-8B"], "model_type": "llama9"}
     model = parse_model(config)
     assert model.attention == parse_model(CONFIGS["Llama-3.1-8B"]).attention
@@ -498,7 +498,7 @@ WINDOWED = {"use_sliding_window": True, "sliding_window": 8}
         ),
     ],
 )
-def test_what_is_missing_is_named(config: dict[str, Any], message: str) -> None:
+def test_missing_fields_are_named(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_model(config)
     assert message in str(caught.value)
@@ -553,7 +553,7 @@ def places(value: Any) -> Iterator[tuple[Any, Any]]:  # noqa: ANN401 - JSON
 
 @settings(max_examples=500)
 @given(example=examples, value=json_values, mla=st.sampled_from(MLA_FORMS), choose=st.data())
-def test_any_value_gives_a_plan_or_says_what_is_wrong(
+def test_any_value_gives_a_plan_or_an_error(
     example: dict[str, Any], value: object, mla: str, choose: st.DataObject
 ) -> None:
     config = copy.deepcopy(example)
@@ -589,7 +589,7 @@ def test_any_value_gives_a_plan_or_says_what_is_wrong(
         ("Llama-3.1-8B", {"device": "gpu"}, "device must be cpu, cuda"),
     ],
 )
-def test_what_cannot_be_planned_is_said(name: str, options: dict[str, Any], message: str) -> None:
+def test_impossible_plans_are_rejected(name: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         plan_of(name, **options)
     assert message in str(caught.value)
@@ -599,7 +599,7 @@ def model_of(**changes: Any) -> Model:  # noqa: ANN401 - Model's fields
     return dataclasses.replace(parse_model(CONFIGS["Qwen3-Next-80B-A3B"]), **changes)
 
 
-def test_dtypes_and_context_come_from_the_configuration_or_are_asked_for() -> None:
+def test_dtypes_and_context_come_from_the_configuration_or_options() -> None:
     config = PlanConfig(memory_bytes=GIB, device="cpu")
     assert make_plan(model_of(), config).context_len == 262_144
     fp8 = make_plan(model_of(), dataclasses.replace(config, dtype="fp8_e4m3fn"))
@@ -618,19 +618,19 @@ def test_bytes_of_elements_are_those_of_pytorch() -> None:
     assert {name: getattr(torch, name).itemsize for name in _STORAGE_DTYPES} == _STORAGE_DTYPES
 
 
-def test_slots_end_where_int32_does() -> None:
+def test_slots_are_limited_to_int32() -> None:
     plan = plan_of("Qwen3-30B-A3B", memory_bytes=1 << 50, max_requests=4, dtype="int8")
     assert plan.size > 2**31 - 100
     assert any("int32" in note for note in plan.notes)
 
 
-def test_a_context_that_does_not_fit_is_said() -> None:
+def test_a_context_that_does_not_fit_is_reported() -> None:
     plan = plan_of("Llama-3.1-8B", memory_bytes=128 * MIB, context_len=100_000)
     assert (plan.max_reqs, plan.full_requests) == (1, 0)
     assert any("no request of 100,000 tokens fits" in note for note in plan.notes)
 
 
-def test_a_context_beyond_the_models_is_said() -> None:
+def test_a_context_beyond_the_models_is_reported() -> None:
     text = "requests of 131,073 tokens are longer than the 131,072 of the configuration"
     assert text in plan_of("Llama-3.1-8B", context_len=131_073).notes
     assert not any("are longer than" in note for note in plan_of("Llama-3.1-8B", context_len=131_072).notes)
@@ -648,7 +648,7 @@ def test_a_context_beyond_the_models_is_said() -> None:
         ("0", 0),
     ],
 )
-def test_sizes(text: str, count: int) -> None:
+def test_parses_sizes(text: str, count: int) -> None:
     assert parse_bytes(text) == count
 
 
@@ -668,7 +668,7 @@ def test_sizes_are_exact_and_readable(count: int, text: str, exact: str) -> None
 
 
 @pytest.mark.parametrize("text", ["80G", "GiB", "-1", "1e9", "", "80 GiB free"])
-def test_what_is_no_size(text: str) -> None:
+def test_rejects_bad_sizes(text: str) -> None:
     with pytest.raises(ConfigError, match="is not a size"):
         parse_bytes(text)
 
@@ -709,7 +709,7 @@ def test_every_plan_is_as_wide_as_a_terminal(name: str, tmp_path: Path) -> None:
     assert max(len(line) for line in result.stdout.splitlines()) <= 80
 
 
-def test_a_model_type_is_printed_as_it_is(tmp_path: Path) -> None:
+def test_a_model_type_is_printed_without_markup(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(without("Llama-3.1-8B", model_type="[/b]")))
     result = invoke(str(tmp_path), "--memory", "24GiB")
     assert result.exit_code == 0, result.output
@@ -737,7 +737,7 @@ def test_the_command_prints_json(deepseek: Path) -> None:
         (json.dumps(CONFIGS["Llama-3.1-8B"]), ("--tp", "3"), "32 query heads"),
     ],
 )
-def test_the_command_says_what_is_wrong_in_one_line(
+def test_the_command_reports_errors_in_one_line(
     content: str | None, arguments: tuple[str, ...], message: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "config.json"
@@ -760,7 +760,7 @@ def test_the_command_needs_neither_pytorch_nor_numpy(deepseek: Path, run_snippet
     assert found["token_bytes"] == 70_272
 
 
-def test_other_commands_name_what_they_lack(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_commands_name_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else find(name))
     for command in (["replay", "--synthetic"], ["serve"]):

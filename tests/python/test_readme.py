@@ -96,7 +96,7 @@ def test_examples_run_on_a_gpu(page: Path, tmp_path: Path, request: pytest.Fixtu
 
 
 @each_page
-def test_every_block_is_of_a_kind_that_is_tested_and_can_be_compiled(page: Path) -> None:
+def test_every_block_has_a_tested_kind_and_compiles(page: Path) -> None:
     for kind, line, source in fences(page):
         assert kind in {"python", "python gpu", "sh", "text", "diff"}, f"{page.name}:{line}"
         if kind.startswith("python"):

@@ -59,7 +59,7 @@ def states(pool: Any) -> list[tuple[int, int, str]]:  # noqa: ANN401
 
 
 @pytest.mark.parametrize("page_size", [1, 4])
-def test_spans_are_what_stands_in_the_pool(page_size: int) -> None:
+def test_spans_match_the_pool(page_size: int) -> None:
     pool = slots(10 * page_size, page_size)
     first, second = pool.alloc(3 * page_size, owner="a"), pool.alloc(2 * page_size, owner="b")
     pool.free(first[page_size : 2 * page_size])
@@ -118,7 +118,7 @@ def test_a_full_pool_and_an_empty_one() -> None:
     assert take(BufferPool(devices.current())).count == 0
 
 
-def test_collection_is_as_it_was() -> None:
+def test_garbage_collection_is_restored() -> None:
     pool = slots()
     assert gc.isenabled()
     to_html([take(pool)])
@@ -142,7 +142,7 @@ def parse(text: str) -> dict[str, Any]:
     return data
 
 
-def test_the_page_holds_what_one_can_point_at(tmp_path: Path) -> None:
+def test_the_page_contains_the_details_of_units(tmp_path: Path) -> None:
     pool = slots()
     pool.name = "decode"
     pool.alloc(3, owner="request 1")
@@ -165,7 +165,7 @@ def test_the_page_holds_what_one_can_point_at(tmp_path: Path) -> None:
     assert all(age >= 0 for span in shown["spans"] for _, age in span[4])
 
 
-def test_the_page_loads_nothing(tmp_path: Path) -> None:
+def test_the_page_is_self_contained(tmp_path: Path) -> None:
     path = tmp_path / "map.html"
     kvpool.snapshot(path, slots())
     text = path.read_text(encoding="utf-8")
@@ -287,7 +287,7 @@ def run_page(text: str, end: str = "") -> str:
     return subprocess.run([node, "-"], input=script, stdout=subprocess.PIPE, text=True, check=True).stdout
 
 
-def test_the_script_shows_pools_and_what_is_pointed_at() -> None:
+def test_the_script_shows_pools_and_the_unit_under_the_pointer() -> None:
     pool = slots()
     pool.alloc(3, owner="x")
     pool.alloc(1)
@@ -309,7 +309,7 @@ def test_the_script_shows_merged_spans() -> None:
     assert "; 1 slot live: other holders, oldest 3.0 s; 3 slots free; 3 slots fenced\n" in shown
 
 
-def test_the_script_shows_what_it_can() -> None:
+def test_one_broken_pool_does_not_hide_others() -> None:
     broken, good = take(slots()), take(slots())
     text = to_html([dataclasses.replace(broken, stats=None), good])  # type: ignore[arg-type]
     shown = run_page(text)
@@ -328,7 +328,7 @@ def test_cells_are_few_however_many_units_there_are() -> None:
     assert axes.images[0].get_size() == (64, 128)
 
 
-def test_pictures_take_names_as_they_are(tmp_path: Path) -> None:
+def test_pictures_show_names_without_markup(tmp_path: Path) -> None:
     pool = slots()
     pool.name = "$x_{$"
     for owner in ("cost $\\bad{$ 5", 7, "7"):
@@ -341,7 +341,7 @@ def test_pictures_take_names_as_they_are(tmp_path: Path) -> None:
     kvpool.snapshot(tmp_path / "map.png", pool)
 
 
-def test_a_picture_has_some_of_many_pools(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_picture_limits_the_number_of_pools(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvpool.observe.snapshot_png._MOST_POOLS", 2)
     pools = []
     for name, count in (("a", 2), ("b", 1), ("c", 3)):
@@ -377,13 +377,13 @@ def test_all_living_pools_by_default(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["map.pdf", "map", "map.HTM"])
-def test_other_files_are_refused(tmp_path: Path, name: str) -> None:
+def test_rejects_other_file_types(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match=r"a snapshot is \.html or \.png"):
         kvpool.snapshot(tmp_path / name, slots())
     assert not list(tmp_path.iterdir())
 
 
-def test_what_hands_nothing_out_is_refused(tmp_path: Path) -> None:
+def test_rejects_pools_without_units(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="a KVPool hands out no units"):
         kvpool.snapshot(tmp_path / "map.html", KVPool(8, 1, 1, 2, devices.current()))
 

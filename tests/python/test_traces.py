@@ -114,7 +114,7 @@ HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
         ("\nhello, world\n", 2, "neither a Mooncake line"),
     ],
 )
-def test_a_malformed_line_is_named(tmp_path: Path, content: str, line: int, message: str) -> None:
+def test_a_malformed_line_is_reported(tmp_path: Path, content: str, line: int, message: str) -> None:
     with pytest.raises(TraceError) as caught:
         read(tmp_path, content)
     assert f"sample.trace:{line}: " in str(caught.value)
@@ -122,12 +122,12 @@ def test_a_malformed_line_is_named(tmp_path: Path, content: str, line: int, mess
 
 
 @pytest.mark.parametrize("content", ["", "\n \r\n", HEADER])
-def test_a_file_without_requests_is_refused(tmp_path: Path, content: str) -> None:
+def test_rejects_a_file_without_requests(tmp_path: Path, content: str) -> None:
     with pytest.raises(TraceError, match="holds no requests"):
         read(tmp_path, content)
 
 
-def test_a_binary_file_is_refused(tmp_path: Path) -> None:
+def test_rejects_a_binary_file(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="not a text file"):
         read(tmp_path, b"{\xff\xfe\x00")
 
@@ -156,6 +156,6 @@ def test_the_generator_resembles_the_azure_trace() -> None:
 
 
 @pytest.mark.parametrize(("requests", "seed"), [(0, 0), (-1, 0), (1, -1)])
-def test_the_generator_refuses_nonsense(requests: int, seed: int) -> None:
+def test_the_generator_rejects_bad_arguments(requests: int, seed: int) -> None:
     with pytest.raises(TraceError, match="requests >= 1 and seed >= 0"):
         synthetic_trace(requests, seed)

@@ -171,7 +171,7 @@ def is_whole(pooled: PooledModel) -> bool:
 
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("config", MODELS)
-def test_every_request_gets_what_the_model_generates_alone(config: str, page_size: int) -> None:
+def test_every_request_equals_the_model_alone(config: str, page_size: int) -> None:
     """Requests of many lengths arrive over time, prompts come in pieces, and the pool is short."""
     pooled = PooledModel(a_model(config), 320, 24, 120, page_size=page_size)
     engine = Engine(pooled, max_step_tokens=48)
@@ -246,7 +246,7 @@ def test_sampled_tokens_do_not_depend_on_the_batch(config: str) -> None:
     assert found[0] != alone(config, tasks)
 
 
-def test_bfloat16_is_as_near_as_its_noise() -> None:
+def test_bfloat16_is_within_its_noise() -> None:
     """Each token is the best for the model alone after the same tokens, or so near that rounding decides.
 
     Logits of about 5 have steps of 2**-5 in bfloat16, and what they come from is rounded many times. A token
@@ -316,7 +316,7 @@ class Batch:
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("config", MODELS)
-def test_logits_of_pieces_and_single_tokens(config: str, page_size: int) -> None:
+def test_logits_of_chunks_and_single_tokens(config: str, page_size: int) -> None:
     """Pieces of any lengths in one batch: equal ones and others, single tokens at the start and later."""
     batch = Batch(config, page_size)
     for row in batch.tokens:
@@ -410,7 +410,7 @@ def test_keys_of_another_dtype() -> None:
 
 
 @pytest.mark.parametrize("config", MODELS)
-def test_pools_have_the_measures_of_the_model(config: str) -> None:
+def test_pools_have_the_shapes_of_the_model(config: str) -> None:
     pooled = PooledModel(a_model(config), 100, 3, 50, page_size=4)
     kv_pool, gdn_pool = pooled.kv_pool, pooled.gdn_pool
     wanted = {"deepseek_v3": (2, 4, 24, 4, 12), "qwen3": (2, 2, 16, 2, 16), "qwen3_next": (1, 2, 16, 2, 16)}
@@ -452,7 +452,7 @@ def test_pools_have_the_measures_of_the_model(config: str) -> None:
     ],
     ids=["attention sinks", "capped scores", "other states", "states written in place"],
 )
-def test_models_that_the_pools_cannot_serve(config: Any, match: str) -> None:  # noqa: ANN401
+def test_rejects_unsupported_models(config: Any, match: str) -> None:  # noqa: ANN401
     model = make(config).eval().to(devices.current())
     before = model.config._attn_implementation
     with pytest.raises(ConfigError, match=match):
@@ -460,7 +460,7 @@ def test_models_that_the_pools_cannot_serve(config: Any, match: str) -> None:  #
     assert model.config._attn_implementation == before
 
 
-def test_pools_that_cannot_be_made_leave_the_model_as_it_was() -> None:
+def test_failed_pools_leave_the_model_unchanged() -> None:
     model = built.__wrapped__("qwen3", devices.current())
     for sizes in ((0, 1, 1), (1, 0, 1), (1, 1, 0)):
         with pytest.raises(ConfigError):
@@ -468,7 +468,7 @@ def test_pools_that_cannot_be_made_leave_the_model_as_it_was() -> None:
         assert model.config._attn_implementation == "sdpa"
 
 
-def test_batches_that_do_not_fit() -> None:
+def test_rejects_mismatched_batches() -> None:
     batch = Batch("qwen3")
     rows = [row for row, tokens in batch.tokens.items() if len(tokens) > 2][:2]
     plan = batch.plan({rows[0]: 3, rows[1]: 1})
