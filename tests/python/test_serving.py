@@ -313,10 +313,10 @@ def test_rejects_bad_requests() -> None:
     with pytest.raises(ConfigError, match=r"30 prompt and 4 new tokens need 33 slots.* has 50, the pool 32"):
         small.submit([1] * 30, 4)
     for prompt, new_tokens in (([], 3), ([1], 0), ([1], -1)):
-        with pytest.raises(ConfigError, match="there must be one of each"):
+        with pytest.raises(ConfigError, match="at least one of each is needed"):
             engine.submit(prompt, new_tokens)
     for prompt in ([1, VOCAB, 2], [2, -1, 1]):
-        with pytest.raises(ConfigError, match=f"has token {prompt[1]}, the model knows 0 to 49"):
+        with pytest.raises(ConfigError, match=f"has token {prompt[1]}, the vocabulary is 0 to 49"):
             engine.submit(prompt, 2)
     with pytest.raises(ConfigError, match="max_step_tokens is 3; 4 requests"):
         Engine(model, 3)

@@ -313,9 +313,7 @@ def _probe(model: PreTrainedModel) -> _Shapes:
     kinds = getattr(config, "layer_types", None) or [_ATTENTION[0]] * config.num_hidden_layers
     foreign = sorted({*kinds} - {*_ATTENTION, _LINEAR})
     if foreign:
-        raise ConfigError(
-            f"{config.model_type} has layers of kinds that no pool serves: {', '.join(foreign)}"
-        )
+        raise ConfigError(f"{config.model_type} has unsupported kinds of layers: {', '.join(foreign)}")
     kv_shapes: dict[int, tuple[int, int, int, int]] = {}
 
     def attend(
@@ -349,8 +347,8 @@ def _probe(model: PreTrainedModel) -> _Shapes:
         )
     if cache.returned != {*linear_layers}:
         raise ConfigError(
-            f"{config.model_type} writes to recurrent states in place when it decodes, which the pool does "
-            "not see; only layers that give them back to the cache, as Gated DeltaNet does, can be served"
+            f"{config.model_type} writes to recurrent states in place when it decodes, which is not "
+            "supported; layers must pass them back to the cache, as Gated DeltaNet does"
         )
     kv_shape = next(iter(kv_shapes.values()))
     return _Shapes(sorted(kv_shapes), linear_layers, kv_shape, gdn_shapes.pop() if gdn_shapes else None)
@@ -360,7 +358,7 @@ def _state_shape(layer: Any) -> tuple[int, int, int, int, int]:  # noqa: ANN401 
     """Value heads, their K and V dimensions, channels and taps of the convolution, as for `GDNPool`."""
     conv_state, recurrent_state = layer.conv_states[0], layer.recurrent_states[0]
     if layer.number_of_states != 1 or recurrent_state is None or recurrent_state.ndim != 4:  # noqa: PLR2004
-        raise ConfigError("a linear-attention layer keeps other states than Gated DeltaNet does")
+        raise ConfigError("a linear-attention layer has other states than Gated DeltaNet")
     heads, k_dim, v_dim = recurrent_state.shape[1:]
     return (heads, k_dim, v_dim, conv_state.shape[1], layer.conv_kernel_size[0])
 
@@ -371,9 +369,9 @@ def _refuse_foreign(module: Any, options: dict[str, Any]) -> None:  # noqa: ANN4
     if options.get("dropout"):
         foreign.append("dropout")
     if not options.get("is_causal", getattr(module, "is_causal", True)):
-        foreign.append("no causality")
+        foreign.append("non-causal attention")
     if foreign:
-        raise ConfigError(f"attention over a pool has no {', '.join(foreign)}")
+        raise ConfigError(f"attention over a pool does not support {', '.join(foreign)}")
 
 
 @contextmanager

@@ -49,7 +49,7 @@ class PoolAttention:
 
     def __init__(self, plan: BatchPlan, kv_pool: KVPool) -> None:
         if plan.block_table is None:
-            raise ConfigError("the planner makes no block table (block_table=False), which says what to read")
+            raise ConfigError("the planner has no block table (block_table=False), which attention needs")
         if kv_pool.k_head_num != kv_pool.v_head_num:
             raise ConfigError(
                 f"a key has {kv_pool.k_head_num} heads, a value {kv_pool.v_head_num}; they must be equal"

@@ -147,9 +147,11 @@ class Engine:
         given, vocab_size = len(prompt), self.model.vocab_size
         unknown = [token for token in prompt if not 0 <= token < vocab_size]
         if given < 1 or max_new_tokens < 1:
-            raise ConfigError(f"{given} prompt and {max_new_tokens} new tokens; there must be one of each")
+            raise ConfigError(
+                f"{given} prompt and {max_new_tokens} new tokens; at least one of each is needed"
+            )
         if unknown:
-            raise ConfigError(f"the prompt has token {unknown[0]}, the model knows 0 to {vocab_size - 1}")
+            raise ConfigError(f"the prompt has token {unknown[0]}, the vocabulary is 0 to {vocab_size - 1}")
         needed = given + max_new_tokens - 1  # the last token is not computed
         context, capacity = self.model.table.max_context_len, self._capacity
         if needed > min(context, capacity):

@@ -120,8 +120,8 @@ class Scheduler(Generic[R]):
         if self.waiting:
             raise OutOfMemoryError(
                 f"no request fits: {self._allocator.available_size()} of "
-                f"{self._allocator.stats()['capacity']} slots are available, and the scheduler has none of "
-                "the others"
+                f"{self._allocator.stats()['capacity']} slots are available, and the others do not belong "
+                "to the scheduler"
             )
         return None
 

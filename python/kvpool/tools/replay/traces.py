@@ -150,7 +150,7 @@ def _mooncake_rows(path: Path, lines: list[tuple[int, str]]) -> Iterator[tuple[i
             raise TraceError(f"{path}:{number}: needs an object with {', '.join(MOONCAKE_KEYS)}")
         time_ms = record["timestamp"]
         if not isinstance(time_ms, (int, float)) or isinstance(time_ms, bool) or not 0 <= time_ms <= _MOST_MS:
-            raise TraceError(f"{path}:{number}: timestamp is no number of milliseconds: {time_ms!r}")
+            raise TraceError(f"{path}:{number}: timestamp is not a number of milliseconds: {time_ms!r}")
         yield (
             round(time_ms * 10_000),
             _length(path, number, "input_length", record["input_length"], 1),

@@ -147,7 +147,7 @@ class Service:
         )
         self.engine = Engine(self.pooled, config.prefill_budget)
         self.requests: list[Request] = []
-        self._random = random.Random(config.seed)  # noqa: S311 - prompts are no secrets
+        self._random = random.Random(config.seed)  # noqa: S311 - prompts are not secret
 
     def submit(self) -> Request:
         """Submit a request of random length."""
