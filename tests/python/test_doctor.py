@@ -1,4 +1,4 @@
-"""`kvpool doctor`: what it finds on machines of every kind, what it tries, and its exit status."""
+"""`kvpool doctor`: findings on machines of every kind, trials of devices, and the exit status."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_a_trial_works_on_the_cpu(run_snippet: RunSnippet) -> None:
 
 
 class Lying:
-    """A pool of which one method does something else."""
+    """A pool with one replaced method."""
 
     def __init__(self, pool: Any, name: str, other: Callable[..., Any]) -> None:  # noqa: ANN401 - any pool
         self._pool, self._other = pool, (name, other)
@@ -291,7 +291,7 @@ def test_a_missing_pytorch_differs_from_a_broken_one(monkeypatch: pytest.MonkeyP
 
 
 class OldTorch:
-    """As much of an old PyTorch, built for the CPU, as is looked at."""
+    """The checked parts of an old PyTorch that is built for the CPU."""
 
     __version__ = "2.3.1+cpu"
 
@@ -299,7 +299,7 @@ class OldTorch:
         """Without an exchange table."""
 
     class version:  # noqa: N801 - as there
-        """What it was built for."""
+        """The CUDA and ROCm versions of the build."""
 
         cuda: str | None = None
         hip: str | None = None
@@ -470,7 +470,7 @@ def test_the_text_includes_everything(tmp_path: Path) -> None:
 
 @pytest.fixture
 def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Report:
-    """What the commands report in a test."""
+    """The report of the commands in a test."""
     report = diagnose(tmp_path, {"cpu": WORKS, "cuda:0": FAILS})
     monkeypatch.setattr(tool, "examine", lambda: report)
     return report
@@ -512,7 +512,7 @@ def test_plain_text_has_the_same_exit_status(quick: Report, capsys: pytest.Captu
 
 
 def test_it_runs_without_other_packages() -> None:
-    """In an interpreter without site-packages: with kvpool alone."""
+    """In an interpreter without site-packages: with kvpool only."""
     package = os.path.dirname(os.path.dirname(kvpool.__file__))  # noqa: PTH120
     command = [sys.executable, "-S", "-W", "error", "-m", "kvpool", "doctor", "--json"]
     environment = {**os.environ, "PYTHONPATH": package}

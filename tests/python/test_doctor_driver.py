@@ -1,4 +1,4 @@
-"""What `kvpool doctor` says about drivers and devices of every kind."""
+"""`kvpool doctor` with drivers and devices of every kind."""
 
 from __future__ import annotations
 

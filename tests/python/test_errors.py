@@ -1,4 +1,4 @@
-"""The errors: their classes, their bases, and messages that carry the numbers."""
+"""Errors: classes, bases, and numbers in messages and attributes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tests/gpu/run.py`, with steps that take no GPU: what each status is, and what the report says."""
+"""`tests/gpu/run.py` with steps that need no GPU: statuses and reports."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def python(name: str, code: str, limit: float = 20, **options: Any) -> Step:  # 
 
 
 def ran(steps: list[Step], out: Path, seconds: float = 60) -> tuple[int, dict[str, Any], str]:
-    """The exit status, each step of the JSON report by its name, and the other report."""
+    """The exit status, the steps of the JSON report by name, and the Markdown report."""
     status = run.run_steps(steps, out, ENV, seconds, ABOUT)
     found = json.loads((out / "report.json").read_text())
     assert found["about"] == ABOUT

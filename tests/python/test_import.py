@@ -1,4 +1,4 @@
-"""What importing the package needs: nothing."""
+"""Importing the package needs no other package and no driver."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kvpool plan`: what configurations say, against what models keep, and plans against what pools take."""
+"""`kvpool plan`: configurations compared with models, and plans compared with pools."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ GIB = 1 << 30
 
 
 class Facts(NamedTuple):
-    """What is known of a published model: bytes of a token, of a request's states, and layers."""
+    """Known sizes of a published model: bytes of a token, of a request's states, and layers."""
 
     token_bytes: int
     state_bytes: int
@@ -114,7 +114,7 @@ def test_a_model_has_the_shapes_of_its_configuration(model_type: str) -> None:
     assert sorted(kept.recurrent) == list(states.layers if states else ())
     for layer, recurrent in kept.recurrent.items():
         assert states is not None
-        # Gated DeltaNet has K before V there, Mamba-2 the state last, and Mamba no heads.
+        # In `transformers`, Gated DeltaNet has K before V, Mamba-2 the state last, and Mamba no heads.
         shape = (states.head_num, states.head_v_dim, states.head_k_dim)
         assert sorted(recurrent) == sorted(size for size in shape if states.kind != "Mamba" or size != 1)
         assert kept.conv[layer] == (states.conv_dim, states.conv_kernel_size)
@@ -163,12 +163,12 @@ KINDS = {
 
 @pytest.mark.parametrize("model_type", KNOWN)
 def test_layer_rules_match_transformers(model_type: str) -> None:
-    """A file that lists no layers, as old ones do not."""
+    """A file without a list of layers, like old files."""
     values = {**COMMON, **SMALL.get(model_type, {}), "sliding_window": 8}
     listed = getattr(AutoConfig.for_model(model_type, **values), "layer_types", None)
     kinds = layer_kinds(Fields({**values, "model_type": model_type}, model_type))
     if listed is None:
-        # Without kinds there is either one window for all layers, or none that the model looks at.
+        # Without kinds, either all layers have the window, or the model ignores it.
         assert len({*kinds}) == 1
     else:
         assert kinds == [KINDS[kind] for kind in listed]
@@ -198,21 +198,21 @@ def test_layer_rules_have_exceptions() -> None:
 
 
 class Made(NamedTuple):
-    """What the printed constructors made."""
+    """The pools of the printed constructors."""
 
     names: dict[str, Any]
     taken_bytes: int
 
 
 def construct(code: str) -> Made:
-    """Runs the constructors, and counts the memory that they took on the CPU."""
+    """Run the constructors, and count their memory on the CPU."""
     names: dict[str, Any] = {}
     exec(code, names)  # noqa: S102 - what a user pastes
     taken_bytes = names["table"].stats()["bytes"] + names["planner"].stats()["bytes"]
     for name, pool in names.items():
         if name.startswith("kv") and name != "kvpool":
             addresses, sizes, _ = pool.get_contiguous_buf_infos()
-            # The last buffer is filled up as the others are.
+            # The last buffer is padded like the others.
             taken_bytes += -(-(max(addresses) - min(addresses) + sizes[-1]) // 256) * 256
     if "states" in names:
         taken_bytes += names["states"].mem_bytes()
@@ -525,7 +525,7 @@ OPTIONAL = (
     "text_config",
     "use_sliding_window",
 )
-"""What is read where a configuration has it, and what examples leave out."""
+"""Optional fields that the examples omit."""
 
 words = st.sampled_from(
     ["auto", "full_attention", "sliding_attention", "mamba", "LLG", "M*", "0", "1", "head_dim"]
@@ -542,7 +542,7 @@ examples = st.sampled_from([*CONFIGS.values(), *(small(model_type) for model_typ
 
 
 def places(value: Any) -> Iterator[tuple[Any, Any]]:  # noqa: ANN401 - JSON
-    """Every object or list in a value, with each of its keys, or its first indices."""
+    """Every object or list in a value, with each of its keys or first indices."""
     for key in [*value, *OPTIONAL] if isinstance(value, dict) else range(len(value))[:2]:
         yield value, key
         if isinstance(value, list) or key in value:

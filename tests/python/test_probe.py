@@ -1,4 +1,4 @@
-"""The driver made of software answers the questions of `tests/gpu/probe.py` as the documentation promises."""
+"""The software driver passes `tests/gpu/probe.py` with the documented answers."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def run(trace: Trace, **options: Any) -> ReplayResult:  # noqa: ANN401 - ReplayC
 
 
 def small_trace() -> Trace:
-    """Eight requests that together need 3 times the 128 slots they are given."""
+    """Eight requests that need three times the 128 slots of the pool."""
     return trace_of(*((0.01 * i, 5 + 7 * i % 40, 10 + 11 * i % 30) for i in range(8)))
 
 
@@ -118,7 +118,7 @@ def test_the_clock_skips_idle_time() -> None:
 
 
 def test_the_youngest_is_retracted_and_goes_first() -> None:
-    """Two requests fill the pool; the younger gives way, and is admitted again ahead of the third."""
+    """Two requests fill the pool; the younger is retracted, and admitted again before the third."""
     trace = trace_of((0.0, 10, 10), (0.0, 10, 10), (0.0, 10, 1))
     batches: list[list[int]] = []
 
@@ -242,7 +242,7 @@ def test_one_wrong_element_is_found_and_named(part: str, page_size: int, dtype: 
 
 
 def test_a_wrong_table_entry_is_found_and_named() -> None:
-    """The table names another request's slot: its row is intact, but it isn't this token's."""
+    """The table has another request's slot: the row is intact, but belongs to another token."""
 
     def change(state: Replay) -> None:
         table = state.table.req_to_token
@@ -255,7 +255,7 @@ def test_a_wrong_table_entry_is_found_and_named() -> None:
 
 
 def test_two_requests_in_one_slot_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a planner that hands one slot out twice would do."""
+    """The effect of a planner that hands out one slot twice."""
 
     def change(state: Replay) -> None:
         scheduler: Any = state.scheduler

@@ -1,4 +1,4 @@
-"""The folders of the package: which may import which, and that no imports go round in a circle."""
+"""The folders of the package: allowed imports, without cycles."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MODULES = {
 }
 EXTENSION = "kvpool._kvpool"
 
-# What the modules of a folder may import, beside those of the same folder. "" is the face.
+# The folders that the modules of a folder may import. "" is the public face.
 MAY_IMPORT = {
     "": {"observe", "serving", "integrations"},
     "observe": {""},
@@ -51,7 +51,7 @@ def own_imports(name: str) -> set[str]:
 
 
 def folder(name: str) -> str:
-    """The folder of a module; of the face, whose modules are in the package itself, none."""
+    """The folder of a module; empty for the face, whose modules are in the package itself."""
     first = name.split(".")[1:2]
     return first[0] if first and (PACKAGE / first[0]).is_dir() else ""
 

@@ -1,4 +1,4 @@
-"""`kvpool serve`: a model served through the pools, and checked against the model alone."""
+"""`kvpool serve`: a model served through the pools, compared with the model alone."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def assert_served(model: PoolReader, requests: list[Request]) -> None:
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_every_request_gets_the_tokens_of_the_model(page_size: int) -> None:
-    """Requests arrive over time; prompts come in pieces; the pool is short."""
+    """Requests arrive over time, prompts are chunked, and the pool is short."""
     model = PoolReader(160, 8, page_size=page_size)
     engine = Engine(model, max_step_tokens=24)
     prompts = some_prompts(64, 80)
@@ -67,7 +67,7 @@ def test_every_request_gets_the_tokens_of_the_model(page_size: int) -> None:
     assert (stats["running"], stats["waiting"], stats["finished"], stats["aborted"]) == (0, 0, 64, 0)
     assert stats["generated_tokens"] == sum(len(request.tokens) for request in requests)
     assert stats["computed_tokens"] == sum(model.batches)
-    # One call of the planner a step.
+    # One call of the planner per step.
     assert stats["steps"] == len(model.batches) == engine._scheduler.planner.stats()["plans"]
 
 
@@ -137,7 +137,7 @@ def test_requests_of_a_batch_that_failed_stay_in_order() -> None:
 
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_random_histories(page_size: int) -> None:
-    """Requests come, are aborted and end in any order; the pools always hold what runs, and no more."""
+    """Requests arrive, are aborted and end in any order; the pools hold exactly the running ones."""
     chance = random.Random(page_size)  # noqa: S311 - no secrets
     model = PoolReader(64, 5, 60, page_size)
     engine = Engine(model, 10)
@@ -265,7 +265,7 @@ def test_callbacks_may_abort_and_submit() -> None:
     assert_served(model, others[:-1] + more)
 
 
-# Abort, failures, refusals
+# Abort, failures, rejected requests
 
 
 def test_abort_in_every_state() -> None:
@@ -328,7 +328,7 @@ def test_rejects_bad_requests() -> None:
 
 
 def test_slots_with_other_owners() -> None:
-    """Somebody else has taken so much of the pool that nothing fits: it is said, and nothing is lost."""
+    """Slots with other owners leave no room for a request: the engine raises, and loses nothing."""
     model = PoolReader(60, 4)
     engine = Engine(model, 16)
     slots = model.allocator.alloc(50)

@@ -1,4 +1,4 @@
-"""Snapshots: what they know of pools, and the files that show it."""
+"""Snapshots of pools, and their files."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def test_the_picture_shows_each_state(tmp_path: Path) -> None:
 
 
 def fragmented(size: int) -> Any:  # noqa: ANN401
-    """A pool of which one holds every fourth slot, and others each one of the rest."""
+    """A pool with one owner of every fourth slot, and an owner for each of the others."""
     one = take(slots())
     spans = []
     for at in range(1, size + 1, 4):
@@ -229,7 +229,7 @@ def test_spans_that_share_a_cell_are_merged() -> None:
     assert len(text) < 3_000_000
     assert shown["spanCount"] == size + 1
     assert len(shown["spans"]) <= 16_384
-    # A cell has 25 units, of which one holds 7, and 6 others one each.
+    # A cell has 25 units: one owner has 7 of them, 6 others have one each.
     assert shown["perCell"] == 25
     first, end, state, n_bytes, held, parts, merged = shown["spans"][0]
     assert (first, end, state, n_bytes, held, merged) == (1, 26, "mixed", None, [], 25)
@@ -244,7 +244,7 @@ def test_spans_that_share_a_cell_are_merged() -> None:
     assert [held[0][0] for _, kind, held in parts if kind == "live"] == [0, 1, 2, None]
     assert shown["holders"][:2] == [["'a'", 0, size // 4, 2.0], ["1", 1, 1, 3.0]]
     assert (shown["holderCount"], shown["sites"]) == (size // 4 + 1, ["here", "there"])
-    # What is larger than a cell is not merged.
+    # Spans larger than a cell are not merged.
     assert shown["spans"][-1] == [size + 1, 2 * size + 1, "free", None, []]
     assert [end for _, end, *_ in shown["spans"][:-1]] == [first for first, *_ in shown["spans"][1:]]
     assert (shown["freeRuns"], shown["longestFreeRun"]) == (size // 4, size + 1)
@@ -253,7 +253,7 @@ def test_spans_that_share_a_cell_are_merged() -> None:
     assert shown["ages"] == [[1.0, size // 2]]
 
 
-# As much of a browser as the page uses. What stands in the page is printed at its end.
+# The parts of a browser that the page uses. Prints the content of the page at exit.
 BROWSER = r"""
 class Element {
   children = []; textContent = ""; style = {}; dataset = {}; classList = { toggle() {} };
@@ -277,7 +277,7 @@ process.on("exit", () => console.log(pools.text));
 
 
 def run_page(text: str, end: str = "") -> str:
-    """What the script of a page shows."""
+    """The output of a page's script."""
     node = shutil.which("node")
     if node is None:
         pytest.skip("runs the script of the page with Node.js, which is not installed")

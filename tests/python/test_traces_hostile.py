@@ -1,4 +1,4 @@
-"""Trace files that nobody wrote on purpose: bytes of any kind, and good files with something changed."""
+"""Malformed trace files: arbitrary bytes, and valid files with mutations."""
 
 from __future__ import annotations
 
