@@ -29,7 +29,7 @@ GPU_TOOLS := pytest pytest-timeout pytest-xdist hypothesis prometheus-client ric
 STEPS ?= 11000000
 SEED ?= 1
 
-.PHONY: demo test lint bench bench-cuda chart format clean kernels kernel-report rust-test python-test machine-test software-test \
+.PHONY: demo test lint bench bench-cuda chart api format clean kernels kernel-report rust-test python-test machine-test software-test \
     rust-lint python-lint kernel-lint \
     orders fuzz fuzz-build fuzz-briefly histories soak soak-threads gpu gpu-package
 .DEFAULT_GOAL := test
@@ -96,7 +96,8 @@ rust-lint:
 	RUSTFLAGS='--cfg loom' cargo clippy --quiet --locked --features cuda --target-dir target/loom --test orders -- -D warnings
 	RUSTDOCFLAGS='-D warnings' cargo doc --locked --no-deps --features cuda
 	cargo fmt --check --manifest-path tests/fuzz/Cargo.toml
-	cargo clippy --locked --release --all-targets --manifest-path tests/fuzz/Cargo.toml --target-dir target/fuzz -- -D warnings
+	RUSTFLAGS='$(FUZZ_FLAGS)' cargo clippy --locked --release --all-targets --target $(HOST) \
+	    --manifest-path tests/fuzz/Cargo.toml --target-dir target/fuzz -- -D warnings
 	cargo fmt --check --manifest-path tests/software_driver/Cargo.toml
 	cargo clippy --locked --release --all-targets --manifest-path tests/software_driver/Cargo.toml --target-dir target/software_driver -- -D warnings
 	test "$$(cargo tree --locked --features cuda -e features -i cudarc | grep -o 'feature "cuda-[^"]*"')" = 'feature "cuda-12000"'
@@ -106,6 +107,7 @@ python-lint: $(EXTENSION) $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest kvpool._kvpool --mypy-config-file pyproject.toml
+	$(BIN)/python docs/api.py --check
 
 # The committed PTX and machine code are what the kernels give, and every architecture takes the PTX without spills.
 kernel-lint: $(CUDA_TOOLS)/.installed
@@ -164,6 +166,11 @@ chart: $(EXTENSION) $(VENV)/.tools
 # All pools for SOAK_MINUTES, on the GPU with SOAK_DEVICE=cuda: fails if the process grows.
 soak: $(EXTENSION) $(VENV)/.tools
 	$(BIN)/python tests/soak/soak.py --minutes $(SOAK_MINUTES) --device $(SOAK_DEVICE) --out target
+
+# The docstrings of the stub, and docs/api.md.
+api: $(EXTENSION) $(VENV)/.test
+	$(BIN)/python docs/api.py
+	$(BIN)/ruff format python/kvpool/_kvpool.pyi
 
 # The same minutes for eight threads that share all pools.
 soak-threads: $(EXTENSION) $(VENV)/.test

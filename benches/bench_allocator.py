@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 MILLION = 1 << 20
 PAGE_SIZE = 16
+MOST = 4096
+"""Slots of a large request."""
 
 
 class Allocator(Protocol):
@@ -142,18 +144,25 @@ def busy_pools(report: Report) -> None:
         allocator.free(slots[::every].clone())
         return Case(alloc_and_free(allocator, n))
 
-    for n in (128, 4096):
+    for n in (128, MOST):
         report.compare(
             f"alloc + free, n = {n}, all that is free: each alloc merges",
             nearly_full(ours(MILLION), n),
             nearly_full(SortedAllocator(MILLION), n),
+            least_ratio=2.0,
         )
-    for n, every in ((1, 2), (128, 2), (4096, 2), (128, 64)):
+    for n, every in ((1, 2), (128, 2), (MOST, 2), (128, 64)):
         report.compare(
             f"alloc + free, n = {n}, every {'other' if every == 2 else f'{every}th'} slot is free",
             fragmented(ours(MILLION), n, every),
             fragmented(SortedAllocator(MILLION), n, every),
+            limit_us=4.0 * n / 1000 if n == MOST else None,
         )
+    report.compare(
+        f"alloc + free, n = {MOST}, every other slot is free, first in, first out",
+        fragmented(ours(MILLION, need_sort=False), MOST, 2),
+        fragmented(FifoAllocator(MILLION), MOST, 2),
+    )
 
 
 def churn(report: Report) -> None:

@@ -47,11 +47,11 @@ fn cycle(slots: &mut SlotAllocator, count: usize) {
     }
 }
 
-/// A pool in which every fortieth slot is free: what interleaved decoding leaves behind.
-fn fragmented() -> SlotAllocator {
+/// A pool in which every `step`th slot is free: what interleaved decoding leaves behind.
+fn fragmented(step: usize) -> SlotAllocator {
     let Ok(mut slots) = SlotAllocator::new(SIZE, 1, Order::Sorted) else { unreachable!("a valid size") };
     let _ = slots.alloc(SIZE);
-    let freed = (1..SIZE).step_by(40).filter_map(|slot| i32::try_from(slot).ok()).collect();
+    let freed = (1..SIZE).step_by(step).filter_map(|slot| i32::try_from(slot).ok()).collect();
     let _ = slots.free(&IndexVec::I32(freed), false);
     slots
 }
@@ -63,13 +63,17 @@ fn main() {
         "{:<38}{:>12}{:>16}{:>8}",
         "alloc + free, 1 M slots", "kvpool ns", "unchecked ns", "ratio"
     );
-    let fragmented = fragmented();
-    for count in [1, 128, 4096] {
-        let (mut slots, mut queue) = (fragmented.clone(), Queue((1..=4096).map(|slot| 64 * slot).collect()));
-        let ours = median_ns(2000, || cycle(&mut slots, count));
-        let theirs = median_ns(2000, || queue.cycle(count));
-        let label = format!("every 40th slot is free, n = {count}");
-        let _ = writeln!(out, "{label:<38}{ours:>12.0}{theirs:>16.0}{:>8.2}", theirs / ours);
+    // With 256 between them, no more are free than the largest request takes: each alloc merges.
+    for step in [2, 40, 256] {
+        let fragmented = fragmented(step);
+        for count in [1, 128, 4096] {
+            let mut slots = fragmented.clone();
+            let mut queue = Queue((1..=4096).map(|slot| 64 * slot).collect());
+            let ours = median_ns(2000, || cycle(&mut slots, count));
+            let theirs = median_ns(2000, || queue.cycle(count));
+            let label = format!("one slot of {step} is free, n = {count}");
+            let _ = writeln!(out, "{label:<38}{ours:>12.0}{theirs:>16.0}{:>8.2}", theirs / ours);
+        }
     }
     for (name, page_size, order) in [
         ("sorted, page 1", 1, Order::Sorted),

@@ -1,7 +1,14 @@
 """Types of arguments and results, without an import of PyTorch or NumPy."""
 
-from collections.abc import Sequence
-from typing import Any, Protocol, SupportsIndex, TypeAlias, TypedDict
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol, SupportsIndex, TypeAlias, TypedDict
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+    import torch
 
 
 class Fence(Protocol):
@@ -12,20 +19,38 @@ class Fence(Protocol):
         ...
 
 
-# A `torch.Tensor`, a NumPy array, or any object with `__dlpack__`.
-TensorLike: TypeAlias = Any
+class TensorLike(Protocol):
+    """A `torch.Tensor`, a NumPy array, a `kvpool.Tensor`, or any other tensor that supports DLPack."""
+
+    def __dlpack__(self, *args: Any, **options: Any) -> Any:  # noqa: ANN401 - frameworks differ in what they take
+        """A DLPack capsule."""
+        ...
+
+    def __dlpack_device__(self) -> tuple[Any, int]:
+        """The DLPack device: its type and number."""
+        ...
+
+
+class SupportsCudaStream(Protocol):
+    """A stream object, such as a `torch.cuda.Stream`."""
+
+    @property
+    def cuda_stream(self) -> int:
+        """The handle of the stream."""
+        ...
+
 
 # int32 or int64.
-IndicesLike: TypeAlias = TensorLike | Sequence[SupportsIndex]
+IndicesLike: TypeAlias = "TensorLike | Sequence[SupportsIndex]"
 
 # "cpu", "cuda", "cuda:1", or a `torch.device`.
-DeviceLike: TypeAlias = Any
+DeviceLike: TypeAlias = "str | torch.device"
 
 # A `torch.dtype`, a NumPy dtype, or the name of one.
-DTypeLike: TypeAlias = Any
+DTypeLike: TypeAlias = "str | torch.dtype | np.dtype[Any] | type[np.generic]"
 
 # A `torch.cuda.Stream`, or the handle of a CUDA stream.
-StreamLike: TypeAlias = Any
+StreamLike: TypeAlias = "SupportsCudaStream | int"
 
 
 class PoolStats(TypedDict):

@@ -56,10 +56,16 @@ id!(
     "page"
 );
 id!(
-    /// A row of the request table, or a place of a linear-attention state.
-    Row,
+    /// A row of the request table.
+    RequestRow,
     "row"
 );
+id!(
+    /// A place that keeps a linear-attention state.
+    StateSlot,
+    "track slot"
+);
+
 /// A 32-bit number as an array index.
 #[must_use]
 pub const fn widen(number: u32) -> usize {

@@ -85,9 +85,11 @@ impl Dims {
         if shape.iter().any(|&extent| extent < 0) {
             return Err(Error::config(format!("shape {shape:?} has a negative extent")));
         }
-        let size = i64::try_from(dtype.size()).unwrap_or(1);
-        let bytes = shape.iter().try_fold(size, |bytes, &extent| bytes.checked_mul(extent));
-        bytes.and_then(|bytes| usize::try_from(bytes).ok()).ok_or_else(|| {
+        let bytes = shape.iter().try_fold(dtype.size(), |bytes, &extent| {
+            let bytes = bytes.checked_mul(usize::try_from(extent).ok()?)?;
+            i64::try_from(bytes).is_ok().then_some(bytes)
+        });
+        bytes.ok_or_else(|| {
             Error::config(format!("shape {shape:?} of {dtype} is more bytes than an address can name"))
         })
     }

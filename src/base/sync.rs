@@ -16,3 +16,8 @@ pub(crate) use std::{
     },
     thread,
 };
+
+/// Locks `mutex` of the standard library. A panic cannot leave what this crate guards half changed, so poison is ignored.
+pub(crate) fn lock<T>(mutex: &std::sync::Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+}

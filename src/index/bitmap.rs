@@ -2,6 +2,8 @@
 
 use crate::base::{Result, zeros};
 
+use super::mask::run_of_bits;
+
 /// A set of integers below a fixed bound.
 ///
 /// Bits stand in 64-bit words; above them, level by level, one bit a word says whether that word has any.
@@ -26,12 +28,7 @@ pub struct Bitmap {
     len: usize,
 }
 
-/// Bits `start..start + len` of a word. `len` is 1 to 64 and the run ends within the word.
-const fn mask_of(start: usize, len: usize) -> u64 {
-    (u64::MAX >> (64 - len)) << start
-}
-
-/// How many bits are set. Most words change as a whole or by one bit, and not every processor that we build for
+/// How many bits are set. Most words change as a whole or by one bit, and not every processor that this is built for
 /// counts in one step.
 const fn population(bits: u64) -> usize {
     if bits & bits.wrapping_sub(1) == 0 {
@@ -44,7 +41,7 @@ const fn population(bits: u64) -> usize {
 }
 
 /// The words that `start..start + len` touches, with the bits touched in each.
-pub(super) fn words_of(start: usize, len: usize) -> impl Iterator<Item = (usize, u64)> {
+fn words_of(start: usize, len: usize) -> impl Iterator<Item = (usize, u64)> {
     let end = start + len;
     let mut at = start;
     std::iter::from_fn(move || {
@@ -52,19 +49,7 @@ pub(super) fn words_of(start: usize, len: usize) -> impl Iterator<Item = (usize,
             let (word, bit) = (at / 64, at % 64);
             let take = (64 - bit).min(end - at);
             at += take;
-            (word, mask_of(bit, take))
-        })
-    })
-}
-
-/// The runs of set bits of a word, lowest first, as (first bit, length).
-pub(super) fn runs_of(mut bits: u64) -> impl Iterator<Item = (usize, usize)> {
-    std::iter::from_fn(move || {
-        (bits != 0).then(|| {
-            let start = bits.trailing_zeros() as usize;
-            let len = (bits >> start).trailing_ones() as usize;
-            bits &= !mask_of(start, len);
-            (start, len)
+            (word, run_of_bits(bit, take))
         })
     })
 }
@@ -115,6 +100,30 @@ impl Bitmap {
         self.words[word]
     }
 
+    /// Adds a member.
+    #[inline]
+    pub(super) fn insert(&mut self, member: usize) {
+        let (word, bit) = (member / 64, 1 << (member % 64));
+        let old = self.words[word];
+        self.words[word] = old | bit;
+        self.len += usize::from(old & bit == 0);
+        if old == 0 {
+            self.mark(word);
+        }
+    }
+
+    /// Removes a member.
+    #[inline]
+    pub(super) fn remove(&mut self, member: usize) {
+        let (word, bit) = (member / 64, 1 << (member % 64));
+        let old = self.words[word];
+        self.words[word] = old & !bit;
+        self.len -= usize::from(old & bit != 0);
+        if old == bit {
+            self.unmark(word);
+        }
+    }
+
     /// Adds the members that `bits` names in `word`.
     pub(super) fn insert_word(&mut self, word: usize, bits: u64) {
         let old = self.words[word];
@@ -125,7 +134,8 @@ impl Bitmap {
         }
     }
 
-    fn remove_word(&mut self, word: usize, bits: u64) {
+    /// Removes the members that `bits` names in `word`.
+    pub(super) fn remove_word(&mut self, word: usize, bits: u64) {
         let old = self.words[word];
         self.words[word] = old & !bits;
         self.len -= population(bits & old);
@@ -175,15 +185,21 @@ impl Bitmap {
 
     /// Removes every member, in time that follows how many there are.
     pub fn clear(&mut self) {
+        self.drain(|_, _| ());
+    }
+
+    /// As [`Bitmap::clear`], and names the members that go: a word, and the bits in it.
+    pub(super) fn drain(&mut self, mut each: impl FnMut(usize, u64)) {
         let mut from = 0;
         while let Some(word) = self.next_word(from) {
+            each(word, self.words[word]);
             self.remove_word(word, u64::MAX);
             from = word + 1;
         }
     }
 
     /// The first word at or after `from` that has members.
-    fn next_word(&self, from: usize) -> Option<usize> {
+    pub(super) fn next_word(&self, from: usize) -> Option<usize> {
         if *self.words.get(from)? != 0 {
             return Some(from);
         }
@@ -235,52 +251,6 @@ impl Bitmap {
             from = start + len;
             Some((start, len))
         })
-    }
-
-    /// Removes the `count` lowest members and names them, lowest first, as maximal (start, length) runs.
-    ///
-    /// `count` must not exceed [`Bitmap::len`]; what is missing would not be named.
-    pub fn take_lowest(&mut self, count: usize, mut emit: impl FnMut(usize, usize)) {
-        let mut left = count;
-        let mut from = 0;
-        // The run that may go on in the next word.
-        let (mut start, mut end) = (0, 0);
-        while left > 0
-            && let Some(word) = self.next_word(from)
-        {
-            let mut taken = 0;
-            for (bit, len) in runs_of(self.words[word]) {
-                let len = len.min(left);
-                if len == 0 {
-                    break;
-                }
-                taken |= mask_of(bit, len);
-                left -= len;
-                let first = word * 64 + bit;
-                if first != end {
-                    if start < end {
-                        emit(start, end - start);
-                    }
-                    start = first;
-                }
-                end = first + len;
-            }
-            self.remove_word(word, taken);
-            from = word + 1;
-        }
-        if start < end {
-            emit(start, end - start);
-        }
-    }
-
-    /// Moves every member into `other`, which has the same bound, in time that follows how many there are.
-    pub fn drain_into(&mut self, other: &mut Self) {
-        let mut from = 0;
-        while let Some(word) = self.next_word(from) {
-            other.insert_word(word, self.words[word]);
-            self.remove_word(word, u64::MAX);
-            from = word + 1;
-        }
     }
 
     /// Whether the summaries and the count agree with the members.

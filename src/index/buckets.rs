@@ -1,9 +1,9 @@
 //! Scratch buffers by size: which bucket a size belongs to, and who owns which buffer.
 
+use crate::base::bounded::narrow;
 use crate::base::{Error, Result, widen};
 
 use super::Ticket;
-use super::ledger::{Book, Span, State, spans};
 
 /// How sizes are rounded up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -128,7 +128,6 @@ pub struct Buckets<L> {
     in_use_bytes: usize,
     high_water: usize,
     high_water_bytes: usize,
-    book: Book,
 }
 
 impl<L> Default for Buckets<L> {
@@ -143,39 +142,15 @@ impl<L> Default for Buckets<L> {
             in_use_bytes: 0,
             high_water: 0,
             high_water_bytes: 0,
-            book: Book::default(),
         }
     }
 }
 
 impl<L: Copy + PartialEq> Buckets<L> {
-    /// Who takes and gives what, where somebody debugs.
-    #[must_use]
-    pub const fn book(&self) -> &Book {
-        &self.book
-    }
-
-    /// As [`Buckets::book`], to open it.
-    pub const fn book_mut(&mut self) -> &mut Book {
-        &mut self.book
-    }
-
-    /// All buffers, each for itself, by state and holders, with their bytes.
-    #[must_use]
-    pub fn spans(&self) -> Vec<(Span, usize)> {
-        let count = u32::try_from(self.entries.len()).unwrap_or(u32::MAX);
-        let state_of = |index| match self.entries[widen(index)].live_at {
-            Some(_) => State::Live,
-            None => State::Free,
-        };
-        (0..count)
-            .filter(|index| !self.vacant.contains(index))
-            .flat_map(|index| spans(index..index + 1, self.book.ledger(), state_of))
-            .map(|span| {
-                let bytes = self.entries[widen(span.range.start)].bucket.bytes;
-                (span, bytes)
-            })
-            .collect()
+    /// All buffers: their index, whether they are out, and their bytes.
+    pub(super) fn buffers(&self) -> impl Iterator<Item = (u32, bool, usize)> + '_ {
+        let known = (0..).zip(&self.entries).filter(|(index, _)| !self.vacant.contains(index));
+        known.map(|(index, entry)| (index, entry.live_at.is_some(), entry.bucket.bytes))
     }
 
     /// Buffers that are free.
@@ -248,8 +223,7 @@ impl<L: Copy + PartialEq> Buckets<L> {
             (entry.bucket, entry.lane) = (bucket, lane);
             index
         } else {
-            // There are not so many buffers, each of which takes memory for its region.
-            let index = u32::try_from(self.entries.len()).unwrap_or(u32::MAX);
+            let index = narrow(self.entries.len());
             self.entries.push(Entry { bucket, lane, generation: 0, live_at: None });
             index
         };
@@ -263,7 +237,6 @@ impl<L: Copy + PartialEq> Buckets<L> {
         self.in_use_bytes += entry.bucket.bytes;
         self.high_water = self.high_water.max(self.live.len());
         self.high_water_bytes = self.high_water_bytes.max(self.in_use_bytes);
-        self.book.took(index..index + 1);
         Ticket::new(index, entry.generation)
     }
 
@@ -309,7 +282,6 @@ impl<L: Copy + PartialEq> Buckets<L> {
         entry.generation += 1;
         entry.live_at = None;
         let Entry { bucket, lane, .. } = *entry;
-        self.book.gave(index..index + 1);
         self.in_use_bytes -= bucket.bytes;
         self.free_count += 1;
         self.free_bytes += bucket.bytes;

@@ -1,5 +1,8 @@
 //! Free indices of one space, lowest first or first in, first out.
 
+mod batch;
+mod records;
+
 use std::collections::VecDeque;
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -7,8 +10,10 @@ use std::ops::Range;
 use crate::base::{Id, Result, widen};
 
 use super::BadFree;
-use super::bitmap::{Bitmap, runs_of, words_of};
-use super::ledger::{Book, Span, State, spans};
+use super::mask::Mask;
+use records::{Records, Set};
+
+pub(super) use batch::{Fenced, FreeBatch};
 
 /// In which order indices are handed out again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,20 +35,22 @@ pub struct Run<I> {
 }
 
 impl<I: Id> Run<I> {
-    const fn of(start: I, len: u32) -> Self {
-        Self { start, len }
+    pub(super) fn of(range: &Range<u32>) -> Self {
+        Self { start: I::new(range.start), len: range.end - range.start }
     }
 
     fn end(self) -> u32 {
         self.start.number() + self.len
     }
 
-    fn range(self) -> Range<u32> {
+    pub(super) fn range(self) -> Range<u32> {
         self.start.number()..self.end()
     }
 
-    fn bits(self) -> (usize, usize) {
-        (widen(self.start.number()), widen(self.len))
+    /// Its first `count` indices, at least one, and the others.
+    pub(super) fn split(self, count: u32) -> (Self, Option<Self>) {
+        let first = Self { len: self.len.min(count), ..self };
+        (first, (first.len < self.len).then(|| Self::of(&(first.end()..self.end()))))
     }
 }
 
@@ -52,22 +59,19 @@ impl<I: Id> Run<I> {
 pub enum Give {
     /// Back to those that may be handed out.
     Now,
-    /// Aside, until [`FreeList::unfence`].
+    /// Aside, until their fence has passed.
     Fenced,
 }
 
-/// Runs that [`FreeList::give`] marked and that [`FreeList::commit`] or [`FreeList::rollback`] completes.
-pub type Accepted<I> = Vec<Run<I>>;
-
 /// Who owns which index of `first..first + count`.
 ///
-/// Invariant: `free`, `released` and `fenced` are disjoint, and what is in none of them is live. In
-/// [`Order::Fifo`] `released` is empty and `queue` names exactly the members of `free`.
+/// Each is free, released, fenced or live. In [`Order::Fifo`] none is released, and `queue` names exactly those that are
+/// free.
 ///
 /// ```
-/// use kvpool::base::{Id, Row};
+/// use kvpool::base::{Id, RequestRow};
 /// use kvpool::index::{FreeList, Order};
-/// let mut rows: FreeList<Row> = FreeList::new(1, 4, Order::Fifo).unwrap();
+/// let mut rows: FreeList<RequestRow> = FreeList::new(1, 4, Order::Fifo).unwrap();
 /// let mut taken = Vec::new();
 /// assert!(rows.alloc(2, |run| taken.push((run.start.number(), run.len))));
 /// assert_eq!(taken, [(1, 2)]);
@@ -78,21 +82,15 @@ pub struct FreeList<I> {
     first: u32,
     count: u32,
     order: Order,
-    free: Bitmap,
-    released: Bitmap,
-    fenced: Bitmap,
+    records: Records,
     queue: VecDeque<Run<I>>,
+    /// What the last batch has marked.
+    marked: Vec<Mask>,
     /// The most indices that were in use at once since the start or the last clear.
     high_water: usize,
     /// Below it every index was handed out since then, for no order leaves one of a new list out.
     reached: u32,
-    book: Book,
     space: PhantomData<I>,
-}
-
-fn narrow(number: usize) -> u32 {
-    // Bitmaps are bounded by `first + count`, which is a u32.
-    u32::try_from(number).unwrap_or(u32::MAX)
 }
 
 impl<I: Id> FreeList<I> {
@@ -101,72 +99,27 @@ impl<I: Id> FreeList<I> {
     /// # Errors
     /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host has no room for it.
     pub fn new(first: u32, count: u32, order: Order) -> Result<Self> {
-        let bound = widen(first) + widen(count);
         let mut list = Self {
             first,
             count,
             order,
-            free: Bitmap::new(bound)?,
-            released: Bitmap::new(bound)?,
-            fenced: Bitmap::new(bound)?,
+            records: Records::new(first..first + count)?,
             queue: VecDeque::new(),
+            marked: Vec::new(),
             high_water: 0,
             reached: first,
-            book: Book::default(),
             space: PhantomData,
         };
         list.clear();
         Ok(list)
     }
 
-    /// Who takes and gives what, where somebody debugs.
-    #[must_use]
-    pub const fn book(&self) -> &Book {
-        &self.book
-    }
-
-    /// As [`FreeList::book`], to open it.
-    pub const fn book_mut(&mut self) -> &mut Book {
-        &mut self.book
-    }
-
-    /// All indices, by state and holders.
-    #[must_use]
-    pub fn spans(&self) -> Vec<Span> {
-        self.spans_unless(|_| false)
-    }
-
-    /// As [`FreeList::spans`], where live indices are fenced of which `is_left` says so.
-    pub(super) fn spans_unless(&self, is_left: impl Fn(I) -> bool) -> Vec<Span> {
-        spans(self.first..self.first + self.count, self.book.ledger(), |index| {
-            let index = I::new(index);
-            if !self.is_in_use(index) {
-                State::Free
-            } else if self.is_live(index) && !is_left(index) {
-                State::Live
-            } else {
-                State::Fenced
-            }
-        })
-    }
-
     /// Makes everything free again, in the order of a new list.
     pub fn clear(&mut self) {
-        let mut book = std::mem::take(&mut self.book);
-        if let Some(ledger) = book.ledger_mut() {
-            let all = self.first..self.first + self.count;
-            for index in all.filter(|index| self.is_in_use(I::new(*index))) {
-                ledger.became_free(index..index + 1);
-            }
-        }
-        book.clear();
-        self.book = book;
-        self.released.clear();
-        self.fenced.clear();
-        self.free.insert_run(widen(self.first), widen(self.count));
+        self.records.clear();
         self.queue.clear();
         if self.order == Order::Fifo && self.count > 0 {
-            self.queue.push_back(Run::of(I::new(self.first), self.count));
+            self.queue.push_back(Run { start: I::new(self.first), len: self.count });
         }
         self.high_water = 0;
         self.reached = self.first;
@@ -186,8 +139,8 @@ impl<I: Id> FreeList<I> {
 
     /// How many could be handed out now.
     #[must_use]
-    pub fn available(&self) -> usize {
-        self.free.len() + self.released.len()
+    pub const fn available(&self) -> usize {
+        self.records.count(Set::Free) + self.records.count(Set::Released)
     }
 
     /// How many are live or fenced.
@@ -205,22 +158,19 @@ impl<I: Id> FreeList<I> {
     /// How many of the available ones wait for a merge.
     #[must_use]
     pub const fn released(&self) -> usize {
-        self.released.len()
+        self.records.count(Set::Released)
     }
 
     /// How many were given back and wait for a fence.
     #[must_use]
     pub const fn fenced(&self) -> usize {
-        self.fenced.len()
+        self.records.count(Set::Fenced)
     }
 
     /// Bytes of the bookkeeping.
     #[must_use]
     pub fn bytes(&self) -> usize {
-        self.free.bytes()
-            + self.released.bytes()
-            + self.fenced.bytes()
-            + self.queue.capacity() * size_of::<Run<I>>()
+        self.records.bytes() + self.queue.capacity() * size_of::<Run<I>>()
     }
 
     /// Whether `index` belongs to this space.
@@ -232,19 +182,18 @@ impl<I: Id> FreeList<I> {
     /// Whether somebody owns `index`: it is live, or its fence has not passed.
     #[must_use]
     pub fn is_in_use(&self, index: I) -> bool {
-        let bit = widen(index.number());
-        self.contains(index) && !self.free.contains(bit) && !self.released.contains(bit)
+        self.records.is_live(index.number()) || self.records.is(index.number(), Set::Fenced)
     }
 
     /// Whether `index` may be freed: in use and not fenced.
     #[must_use]
     pub fn is_live(&self, index: I) -> bool {
-        self.is_in_use(index) && !self.fenced.contains(widen(index.number()))
+        self.records.is_live(index.number())
     }
 
     /// Merges the released indices into the free ones. In [`Order::Fifo`] there are none.
     pub fn merge(&mut self) {
-        self.released.drain_into(&mut self.free);
+        self.records.merge();
     }
 
     /// Takes `count` indices and names them in order, or returns `false` and takes none.
@@ -252,61 +201,74 @@ impl<I: Id> FreeList<I> {
     /// In [`Order::Sorted`], a request that the free set cannot serve alone merges first, also when the
     /// merged set is still too small.
     pub fn alloc(&mut self, count: usize, mut emit: impl FnMut(Run<I>)) -> bool {
-        if count > self.free.len() {
+        if count > self.records.count(Set::Free) {
             self.merge();
         }
-        if count > self.free.len() {
-            return false;
-        }
-        let (mut book, mut reached) = (std::mem::take(&mut self.book), self.reached);
-        let mut emit = |run: Run<I>| {
-            book.took(run.range());
-            reached = reached.max(run.end());
+        let is_enough = |count: &u32| widen(*count) <= self.records.count(Set::Free);
+        let Some(mut left) = u32::try_from(count).ok().filter(is_enough) else { return false };
+        let mut from = self.first;
+        while left > 0 {
+            let next = match self.order {
+                Order::Sorted => self.records.next_free_run(from, left).map(|range| Run::of(&range)),
+                Order::Fifo => self.unqueue_first(left),
+            };
+            let Some(run) = next else { break };
+            self.records.take_run(run.range());
+            self.reached = self.reached.max(run.end());
+            (from, left) = (run.end(), left - run.len);
             emit(run);
-        };
-        match self.order {
-            Order::Sorted => self.free.take_lowest(count, |start, len| {
-                emit(Run::of(I::new(narrow(start)), narrow(len)));
-            }),
-            Order::Fifo => self.take_front(count, emit),
         }
-        (self.book, self.reached) = (book, reached);
         self.high_water = self.high_water.max(self.in_use());
         true
     }
 
-    /// Names the first indices that would be handed out without a merge, in order, until there are `count`.
-    pub fn upcoming(&self, count: usize, mut emit: impl FnMut(Run<I>)) {
-        let mut left = count;
-        let mut each = |(start, len): (usize, usize)| {
-            let len = len.min(left);
-            left -= len;
-            if len > 0 {
-                emit(Run::of(I::new(narrow(start)), narrow(len)));
-            }
-            left > 0
-        };
-        match self.order {
-            Order::Sorted => self.free.runs().all(&mut each),
-            Order::Fifo => self.queue.iter().map(|run| run.bits()).all(each),
-        };
+    /// As [`FreeList::alloc`], and lists them as index tensors do. As many are taken as `out` has room for.
+    pub(super) fn alloc_into(&mut self, out: &mut [i32]) -> bool {
+        if self.order == Order::Fifo {
+            let mut rest = out.iter_mut();
+            return self.alloc(rest.len(), |run| {
+                for (index, out) in run.range().zip(&mut rest) {
+                    *out = index.cast_signed();
+                }
+            });
+        }
+        if out.len() > self.available() {
+            self.merge();
+            return false;
+        }
+        self.records.take_lowest(out, out.len() > self.records.count(Set::Free));
+        if let Some(highest) = out.last() {
+            self.reached = self.reached.max(highest.cast_unsigned() + 1);
+        }
+        self.high_water = self.high_water.max(self.in_use());
+        true
     }
 
-    fn take_front(&mut self, count: usize, mut emit: impl FnMut(Run<I>)) {
-        let mut left = narrow(count);
-        while left > 0
-            && let Some(front) = self.queue.front_mut()
-        {
-            let taken = Run::of(front.start, front.len.min(left));
-            if taken.len == front.len {
-                self.queue.pop_front();
-            } else {
-                *front = Run::of(I::new(taken.end()), front.len - taken.len);
-            }
-            let (start, len) = taken.bits();
-            self.free.remove_run(start, len);
-            left -= taken.len;
-            emit(taken);
+    /// Cuts the first run off the queue, or its first `most` indices.
+    fn unqueue_first(&mut self, most: u32) -> Option<Run<I>> {
+        let front = self.queue.front_mut()?;
+        if front.len <= most {
+            return self.queue.pop_front();
+        }
+        let first = Run { len: most, ..*front };
+        *front = Run::of(&(first.end()..front.end()));
+        Some(first)
+    }
+
+    /// Names the first indices that would be handed out without a merge, in order, until there are `count`.
+    pub fn upcoming(&self, count: usize, mut emit: impl FnMut(Run<I>)) {
+        // There are no more than so many.
+        let mut left = u32::try_from(count).map_or(self.count, |count| count.min(self.count));
+        let mut from = self.first;
+        let mut queue = self.queue.iter();
+        while left > 0 {
+            let next = match self.order {
+                Order::Sorted => self.records.next_free_run(from, left).map(|range| Run::of(&range)),
+                Order::Fifo => queue.next().map(|run| Run { len: run.len.min(left), ..*run }),
+            };
+            let Some(run) = next else { return };
+            (from, left) = (run.end(), left - run.len);
+            emit(run);
         }
     }
 
@@ -315,20 +277,31 @@ impl<I: Id> FreeList<I> {
     /// The free set is searched first and, when it has no such run, the merged one. Costs one pass over the
     /// free runs; in [`Order::Fifo`] also one over the queue.
     pub fn alloc_run(&mut self, count: usize) -> Option<Run<I>> {
-        let fits = |set: &Bitmap| set.runs().find(|&(_, len)| len >= count).map(|(start, _)| start);
-        let start = fits(&self.free).or_else(|| {
+        let count = u32::try_from(count).ok()?;
+        let found = self.first_fit(count).or_else(|| {
             self.merge();
-            fits(&self.free)
+            self.first_fit(count)
         })?;
-        let taken = Run::of(I::new(narrow(start)), narrow(count));
-        self.free.remove_run(start, count);
+        let taken = Run::of(&found);
+        self.records.take_run(found);
         if self.order == Order::Fifo {
             self.unqueue(taken);
         }
         self.high_water = self.high_water.max(self.in_use());
         self.reached = self.reached.max(taken.end());
-        self.book.took(taken.range());
         Some(taken)
+    }
+
+    /// The lowest run of `count` free indices.
+    fn first_fit(&self, count: u32) -> Option<Range<u32>> {
+        let mut from = self.first;
+        loop {
+            let run = self.records.next_free_run(from, count)?;
+            if run.end - run.start == count {
+                return Some(run);
+            }
+            from = run.end;
+        }
     }
 
     /// Cuts `taken` out of the queue.
@@ -339,96 +312,68 @@ impl<I: Id> FreeList<I> {
             let (start, stop) = (run.start.number(), run.end());
             for (from, to) in [(start, stop.min(first)), (start.max(end), stop)] {
                 if from < to {
-                    rest.push_back(Run::of(I::new(from), to - from));
+                    rest.push_back(Run::of(&(from..to)));
                 }
             }
         }
         self.queue = rest;
     }
 
-    /// The set that indices join when they are given back.
-    const fn given(&mut self, give: Give) -> &mut Bitmap {
+    /// The state of indices that are given back.
+    const fn given(&self, give: Give) -> Set {
         match (give, self.order) {
-            (Give::Fenced, _) => &mut self.fenced,
-            (Give::Now, Order::Sorted) => &mut self.released,
-            (Give::Now, Order::Fifo) => &mut self.free,
+            (Give::Fenced, _) => Set::Fenced,
+            (Give::Now, Order::Sorted) => Set::Released,
+            (Give::Now, Order::Fifo) => Set::Free,
         }
     }
 
-    /// Marks the live indices of `run` as given back and adds them to `accepted`; names the others to
-    /// `blocked`. `run` must lie within the space. [`FreeList::commit`] or [`FreeList::rollback`] follows.
-    pub fn give(&mut self, run: Run<I>, give: Give, accepted: &mut Accepted<I>, mut blocked: impl FnMut(I)) {
-        let fresh = accepted.len();
-        let (start, len) = run.bits();
-        for (word, bits) in words_of(start, len) {
-            let fenced = if self.fenced.is_empty() { 0 } else { self.fenced.word(word) };
-            let owned = !(self.free.word(word) | self.released.word(word) | fenced) & bits;
-            self.given(give).insert_word(word, owned);
-            if len == 1 && owned != 0 {
-                // Most frees of a busy pool are of slots far from each other.
-                accepted.push(run);
-                return;
-            }
-            for (bit, len) in runs_of(owned) {
-                let (start, len) = (narrow(word * 64 + bit), narrow(len));
-                match accepted[fresh..].last_mut() {
-                    Some(last) if last.end() == start => last.len += len,
-                    _ => accepted.push(Run::of(I::new(start), len)),
-                }
-            }
-            for (bit, len) in runs_of(bits & !owned) {
-                (word * 64 + bit..word * 64 + bit + len).for_each(|index| blocked(I::new(narrow(index))));
-            }
-        }
+    /// What the last batch gave back.
+    pub(super) fn last_given(&self) -> &[Mask] {
+        &self.marked
     }
 
-    /// Completes the gives that `accepted` names: [`Order::Fifo`] queues them in that order.
-    pub fn commit(&mut self, accepted: &[Run<I>], give: Give) {
-        if let Some(ledger) = self.book.ledger_mut() {
-            for run in accepted {
-                ledger.gave(run.range());
-            }
-        }
-        if give == Give::Now {
-            self.queue(accepted);
-        }
+    /// All indices.
+    pub(super) fn indices(&self) -> Range<u32> {
+        self.first..self.first + self.count
     }
 
-    /// Lets runs that are in the free or the released set be handed out.
-    fn queue(&mut self, accepted: &[Run<I>]) {
-        if let Some(ledger) = self.book.ledger_mut() {
-            for run in accepted {
-                ledger.became_free(run.range());
-            }
-        }
+    /// Begins to give indices back, all or none of them.
+    pub(super) fn give(&mut self, give: Give) -> FreeBatch<'_, I> {
+        FreeBatch::new(self, give)
+    }
+
+    /// As [`FreeList::queue`], for what the batch in progress has marked.
+    fn queue_marked(&mut self) {
+        let marked = std::mem::take(&mut self.marked);
+        self.queue(&marked);
+        self.marked = marked;
+    }
+
+    /// Lets indices that are free or released be handed out.
+    fn queue(&mut self, given: &[Mask]) {
         if self.order == Order::Sorted {
             return;
         }
-        for &run in accepted {
-            match self.queue.back_mut() {
-                Some(back) if back.end() == run.start.number() => back.len += run.len,
-                _ => self.queue.push_back(run),
+        let mut last = self.queue.pop_back().map_or(0..0, Run::range);
+        for range in given.iter().flat_map(|mask| mask.ranges()) {
+            if range.start == last.end {
+                last.end = range.end;
+            } else {
+                self.queue.extend((!last.is_empty()).then(|| Run::of(&last)));
+                last = range;
             }
         }
+        self.queue.extend((!last.is_empty()).then(|| Run::of(&last)));
     }
 
-    /// Undoes the gives that `accepted` names: they are live again.
-    pub fn rollback(&mut self, accepted: &[Run<I>], give: Give) {
-        let given = self.given(give);
-        for run in accepted {
-            let (start, len) = run.bits();
-            given.remove_run(start, len);
+    /// Frees indices whose fence has passed.
+    pub(super) fn unfence(&mut self, fenced: &Fenced<I>) {
+        let to = self.given(Give::Now);
+        for &mask in fenced.masks() {
+            self.records.shift(mask, Set::Fenced, to);
         }
-    }
-
-    /// Frees runs whose fence has passed. They were given with [`Give::Fenced`] before.
-    pub fn unfence(&mut self, runs: &[Run<I>]) {
-        for run in runs {
-            let (start, len) = run.bits();
-            self.fenced.remove_run(start, len);
-            self.given(Give::Now).insert_run(start, len);
-        }
-        self.queue(runs);
+        self.queue(fenced.masks());
     }
 
     /// Why `index`, which is not live, cannot be freed.
@@ -446,48 +391,30 @@ impl<I: Id> FreeList<I> {
     /// The free indices in the order in which they would be handed out without a merge.
     #[must_use]
     pub fn free_ids(&self) -> Vec<u32> {
-        let numbers = |(start, len): (usize, usize)| narrow(start)..narrow(start + len);
         match self.order {
-            Order::Sorted => self.free.runs().flat_map(numbers).collect(),
-            Order::Fifo => self.queue.iter().flat_map(|run| numbers(run.bits())).collect(),
+            Order::Sorted => self.records.indices(Set::Free).collect(),
+            Order::Fifo => self.queue.iter().flat_map(|run| run.range()).collect(),
         }
     }
 
     /// The released indices, lowest first.
     #[must_use]
     pub fn released_ids(&self) -> Vec<u32> {
-        self.released.runs().flat_map(|(start, len)| narrow(start)..narrow(start + len)).collect()
+        self.records.indices(Set::Released).collect()
     }
 
     /// What breaks the invariant of this list, if anything does.
     #[must_use]
     pub fn fault(&self) -> Option<String> {
-        let sets = [("free", &self.free), ("released", &self.released), ("fenced", &self.fenced)];
-        if let Some((name, _)) = sets.iter().find(|(_, set)| !set.is_consistent()) {
-            return Some(format!("the {name} set disagrees with its own summary"));
-        }
-        let Ok(mut union) = Bitmap::new(widen(self.first) + widen(self.count)) else {
-            return Some("there is no memory to check it".to_owned());
-        };
-        for (start, len) in sets.iter().flat_map(|(_, set)| set.runs()) {
-            union.insert_run(start, len);
-        }
-        let total: usize = sets.iter().map(|(_, set)| set.len()).sum();
-        if union.len() != total {
-            return Some(format!("{} indices are in two sets at once", total - union.len()));
-        }
-        if union.next_run(0, 1).is_some_and(|(start, _)| start < widen(self.first)) {
-            return Some("the padding index is free".to_owned());
+        if let Some(fault) = self.records.fault() {
+            return Some(fault);
         }
         let queued: usize = self.queue.iter().map(|run| widen(run.len)).sum();
-        if self.order == Order::Fifo
-            && (queued != self.free.len()
-                || self.queue.iter().any(|run| {
-                    let (start, len) = run.bits();
-                    (start..start + len).any(|bit| !self.free.contains(bit))
-                }))
-        {
-            return Some(format!("the queue names {queued} indices, the free set {}", self.free.len()));
+        let free = self.records.count(Set::Free);
+        let is_queue_free =
+            self.queue.iter().flat_map(|run| run.range()).all(|index| self.records.is(index, Set::Free));
+        if self.order == Order::Fifo && !(is_queue_free && queued == free) {
+            return Some(format!("the queue names {queued} indices, the free set {free}"));
         }
         None
     }

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
+use crate::base::bounded::narrow;
 use crate::base::{IndexVec, widen};
 
 use super::BadFrees;
@@ -190,6 +191,8 @@ pub struct Ledger {
     /// Who gives which index in the call in progress, where that is not only the thread's own act.
     givers: HashMap<u32, Vec<Arc<Act>>>,
     lifetimes: [u64; LIFETIME_BUCKETS],
+    /// Who gave which of the values that an open group has collected.
+    group: Signatures,
     /// Indices that became free since somebody last asked, if somebody does.
     freed: Option<Vec<Range<u32>>>,
 }
@@ -201,6 +204,7 @@ impl Default for Ledger {
             more: HashMap::new(),
             givers: HashMap::new(),
             lifetimes: [0; LIFETIME_BUCKETS],
+            group: Signatures::new(),
             freed: None,
         }
     }
@@ -313,7 +317,7 @@ impl Ledger {
 
     /// Notes that everything was given back.
     pub fn clear(&mut self) {
-        self.gave(0..u32::try_from(self.lives.len()).unwrap_or(u32::MAX));
+        self.gave(0..narrow(self.lives.len()));
     }
 
     /// Who holds `index`, the first one first. Nobody if it is not live.
@@ -408,6 +412,18 @@ impl Book {
         if let Some(ledger) = &mut self.0 {
             ledger.left(index);
         }
+    }
+
+    /// Notes that the act in progress gave the last values of an open group, which has `count` now.
+    pub(super) fn sign_group(&mut self, count: usize) {
+        if let Some(ledger) = &mut self.0 {
+            ledger.group.push((count, Act::current()));
+        }
+    }
+
+    /// Who gave which values of a group that ends.
+    pub(super) fn take_group(&mut self) -> Signatures {
+        self.0.as_mut().map_or(Signatures::new(), |ledger| std::mem::take(&mut ledger.group))
     }
 
     /// As [`Ledger::explain`], where something was dropped.

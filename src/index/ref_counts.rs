@@ -5,8 +5,7 @@ use std::ops::Range;
 
 use crate::base::{Result, reserve, widen};
 
-use super::ledger::{Book, Span, State, spans};
-use super::{BadFree, BadFrees};
+use super::BadFree;
 
 /// An index as somebody took it: it is told from the same index taken again later.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -65,43 +64,24 @@ pub struct RefCounts {
     in_use: usize,
     high_water: usize,
     dropped_frees: usize,
-    book: Book,
+    /// How many `entries` are.
+    count: u32,
 }
 
 impl RefCounts {
-    /// Who takes and gives what, where somebody debugs.
-    #[must_use]
-    pub const fn book(&self) -> &Book {
-        &self.book
+    /// All indices.
+    pub(super) const fn indices(&self) -> Range<u32> {
+        0..self.count
     }
 
-    /// As [`RefCounts::book`], to open it.
-    pub const fn book_mut(&mut self) -> &mut Book {
-        &mut self.book
-    }
-
-    /// All indices, by state and holders. What is returning is fenced; what is withheld counts as free.
-    #[must_use]
-    pub fn spans(&self) -> Vec<Span> {
-        let count = u32::try_from(self.entries.len()).unwrap_or(u32::MAX);
-        let mut is_free = vec![false; self.entries.len()];
-        for index in self.stack.iter().copied().chain(self.fresh.iter().cloned().flatten()) {
-            is_free[widen(index)] = true;
+    /// By index, whether it is free or withheld.
+    pub(super) fn free_flags(&self) -> Vec<bool> {
+        let mut flags: Vec<bool> =
+            self.entries.iter().map(|entry| entry.generation == 0 && entry.references == 0).collect();
+        for &index in &self.stack {
+            flags[widen(index)] = true;
         }
-        spans(0..count, self.book.ledger(), |index| match self.entries[widen(index)] {
-            Entry { references: 1.., .. } => State::Live,
-            // Withheld indices were never taken.
-            Entry { generation: 0, .. } => State::Free,
-            _ if is_free[widen(index)] => State::Free,
-            _ => State::Fenced,
-        })
-    }
-
-    /// A report of `index`, which could not be freed.
-    pub fn bad_free(&self, index: i64, reason: BadFree) -> BadFrees {
-        let mut bad = BadFrees::of(index, reason);
-        self.book.explain(&mut bad, |index| index);
-        bad
+        flags
     }
 
     /// Adds `count` indices after the others, withheld for now.
@@ -116,6 +96,7 @@ impl RefCounts {
         entries.resize(total, Entry::default());
         stack.extend_from_slice(&self.stack);
         (self.entries, self.stack) = (entries, stack);
+        self.count += count;
         Ok(())
     }
 
@@ -178,7 +159,6 @@ impl RefCounts {
         self.high_water = self.high_water.max(self.in_use);
         let entry = &mut self.entries[widen(index)];
         entry.references = 1;
-        self.book.took(index..index + 1);
         Some(Ticket::new(index, entry.generation))
     }
 
@@ -216,7 +196,6 @@ impl RefCounts {
         };
         if let Some(more) = more {
             self.entries[widen(ticket.index)].references = more;
-            self.book.shared(ticket.index);
         }
         more.is_some()
     }
@@ -234,11 +213,6 @@ impl RefCounts {
         let is_last = entry.references == 0;
         if is_last {
             entry.generation += 1;
-        }
-        if is_last {
-            self.book.gave(ticket.index..ticket.index + 1);
-        } else {
-            self.book.left(ticket.index);
         }
         Ok(is_last)
     }

@@ -2,9 +2,10 @@
 
 use std::ops::Range;
 
-use crate::base::{Error, ErrorKind, Id, IndexVec, Page, Result, Row, reserve, widen};
+use crate::base::bounded::narrow;
+use crate::base::{Error, ErrorKind, Id, IndexVec, Page, RequestRow, Result, reserve, widen};
 
-use super::{RowTable, SlotAllocator};
+use super::{Ledgered, RowTable, Run, SlotAllocator};
 
 /// Slots in a page, and how positions are divided by it: by shifting where that can be, several times a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -70,6 +71,19 @@ struct Request {
     batch: u64,
 }
 
+/// What a caller asks for one request of a batch, unchecked but for its row.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Asked {
+    /// Where in the batch it stands.
+    pub position: usize,
+    /// Its row.
+    pub row: u32,
+    /// Its tokens so far.
+    pub prefix: i64,
+    /// Its tokens afterwards.
+    pub seq: i64,
+}
+
 /// How one request of a batch grows.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Growth {
@@ -99,10 +113,10 @@ impl Growth {
 /// page_size`. The last page of a request is its own where it is not full, so that what it writes is nobody else's.
 ///
 /// ```
-/// use kvpool::base::IndexVec;
-/// use kvpool::index::{Order, Requests, RowTable, SlotAllocator};
-/// let mut rows = RowTable::new(1, 4).unwrap();
-/// let mut slots = SlotAllocator::new(64, 4, Order::Sorted).unwrap();
+/// use kvpool::base::{IndexVec, RequestRow};
+/// use kvpool::index::{Ledgered, Order, Requests, RowTable, SlotAllocator};
+/// let mut rows = RowTable::<RequestRow>::new(1, 4).unwrap();
+/// let mut slots = Ledgered::from(SlotAllocator::new(64, 4, Order::Sorted).unwrap());
 /// let mut requests = Requests::new(5, &slots);
 /// rows.alloc(1).unwrap();
 /// let row = IndexVec::I64(vec![1]);
@@ -123,7 +137,7 @@ impl Requests {
     /// No request has anything, in a table of `rows` rows.
     #[must_use]
     pub fn new(rows: usize, slots: &SlotAllocator) -> Self {
-        let page_size = PageSize::new(u32::try_from(slots.page_size()).unwrap_or(u32::MAX));
+        let page_size = PageSize::new(slots.slots_of_a_page());
         Self { by_row: vec![Request::default(); rows], page_size, batches: 0 }
     }
 
@@ -147,11 +161,11 @@ impl Requests {
 
     /// Requests that have slots, and their tokens.
     #[must_use]
-    pub fn totals(&self, rows: &RowTable) -> (usize, usize) {
+    pub fn totals(&self, rows: &RowTable<RequestRow>) -> (usize, usize) {
         let live = (0..).zip(&self.by_row).filter(|(row, request)| {
             request.len > 0
-                && rows.rows().is_live(Row::new(*row))
-                && rows.turn(Row::new(*row)) == request.turn
+                && rows.rows().is_live(RequestRow::new(*row))
+                && rows.turn(RequestRow::new(*row)) == request.turn
         });
         live.fold((0, 0), |(requests, tokens), (_, request)| (requests + 1, tokens + widen(request.len)))
     }
@@ -161,11 +175,11 @@ impl Requests {
     /// # Errors
     /// [`ErrorKind::Index`] for a row outside of the table, [`ErrorKind::IndexOwnership`] for one that nobody took,
     /// [`ErrorKind::Config`] for one that is named twice.
-    pub fn name(&mut self, given: &IndexVec, rows: &RowTable) -> Result<Vec<u32>> {
+    pub fn name(&mut self, given: &IndexVec, rows: &RowTable<RequestRow>) -> Result<Vec<u32>> {
         self.batches += 1;
         let named = given.rows("row", self.by_row.len())?;
         for (position, &number) in named.iter().enumerate() {
-            let row = Row::new(number);
+            let row = RequestRow::new(number);
             if !rows.rows().contains(row) || !rows.rows().is_live(row) {
                 return Err(Error::new(
                     ErrorKind::IndexOwnership,
@@ -208,7 +222,7 @@ impl Requests {
     /// What is wrong with the lengths of the request at `position` of a batch.
     #[cold]
     #[must_use]
-    pub fn unfit(&self, position: usize, row: u32, prefix: i64, seq: i64) -> Error {
+    pub fn unfit(&self, Asked { position, row, prefix, seq }: Asked) -> Error {
         let text = if self.lengths(row, prefix, seq).is_some() {
             let len = self.len(row);
             format!("has {len} tokens with slots; it cannot grow from {prefix} to {seq}")
@@ -225,15 +239,13 @@ impl Requests {
     /// order; [`ErrorKind::IndexOwnership`] when one is not live.
     pub fn growth_of_cached(
         &self,
-        (position, row): (usize, u32),
-        (prefix, seq): (i64, i64),
+        asked: Asked,
         cached: &IndexVec,
         slots: &SlotAllocator,
         prefixes: &mut Vec<i32>,
     ) -> Result<Growth> {
-        let Some(growth) = self.lengths(row, prefix, seq) else {
-            return Err(self.unfit(position, row, prefix, seq));
-        };
+        let Asked { position, row, prefix, seq } = asked;
+        let Some(growth) = self.lengths(row, prefix, seq) else { return Err(self.unfit(asked)) };
         let growth = Growth { start: 0, ..growth };
         let (len, size) = (self.len(row), self.page_size.slots());
         if len > 0 {
@@ -250,7 +262,7 @@ impl Requests {
             )));
         }
         for (at, slot) in cached.iter().enumerate() {
-            let offset = at % widen(size);
+            let offset = narrow(at % widen(size));
             if offset == 0 {
                 let page = u32::try_from(slot).ok().map(|slot| Page::new(slot / size));
                 let Some(page) = page.filter(|&page| slots.is_owned(page)) else {
@@ -265,7 +277,7 @@ impl Requests {
                 prefixes.push(page.number().cast_signed());
             }
             let first = prefixes.last().map_or(0, |&page| i64::from(page) * i64::from(size));
-            if first + i64::try_from(offset).unwrap_or(0) != slot {
+            if first + i64::from(offset) != slot {
                 return Err(Error::config(format!(
                     "slot {slot} in the cached prefix of request row {row} at position {position} is not number \
                      {offset} of a page of {size}"
@@ -316,16 +328,21 @@ impl Requests {
     ///
     /// # Errors
     /// [`ErrorKind::OutOfMemory`] when the host has no room for the bookkeeping.
-    pub fn grow(&mut self, batch: &[Growth], prefixes: &[i32], slots: &mut SlotAllocator) -> Result<bool> {
+    pub fn grow(
+        &mut self,
+        batch: &[Growth],
+        prefixes: &[i32],
+        slots: &mut Ledgered<SlotAllocator>,
+    ) -> Result<bool> {
         let needed: usize = batch.iter().map(|growth| widen(growth.new_pages)).sum();
         let mut taken = Taken::new(needed)?;
-        if !prefixes.is_empty() {
-            slots.prepare_sharing()?;
-        }
+        let room = if prefixes.is_empty() { None } else { Some(slots.prepare_sharing()?) };
         if !slots.alloc_pages(needed, |run| taken.runs.push(run)) {
             return Ok(false);
         }
-        slots.share_pages(prefixes.iter().map(|page| Page::new(page.cast_unsigned())));
+        if let Some(room) = room {
+            slots.share_pages(room, prefixes.iter().map(|page| Page::new(page.cast_unsigned())));
+        }
         let mut prefixes = prefixes;
         for &growth in batch {
             let request = &mut self.by_row[widen(growth.row)];
@@ -341,7 +358,7 @@ impl Requests {
     }
 
     /// Takes back what [`Requests::grow`] did with this batch.
-    pub fn shrink(&mut self, batch: &[Growth], slots: &mut SlotAllocator) {
+    pub fn shrink(&mut self, batch: &[Growth], slots: &mut Ledgered<SlotAllocator>) {
         for growth in batch {
             let pages = self.cut(growth.row, growth.start);
             // They are its own; nothing can be wrong with them.
@@ -401,7 +418,7 @@ impl Requests {
         &mut self,
         [src, dst]: [u32; 2],
         len: u32,
-        slots: &mut SlotAllocator,
+        slots: &mut Ledgered<SlotAllocator>,
     ) -> Result<Option<[Range<u32>; 2]>> {
         self.check_owned(0, src, 0..widen(self.page_size.pages(len)), slots)?;
         let full = widen(self.page_size.page(len));
@@ -409,11 +426,11 @@ impl Requests {
         let mut pages = reserve(full + 1)?;
         pages.extend_from_slice(&self.pages(src)[..full]);
         let mut taken = Taken::new(1)?;
-        slots.prepare_sharing()?;
+        let room = slots.prepare_sharing()?;
         if !slots.alloc_pages(usize::from(rest > 0), |run| taken.runs.push(run)) {
             return Ok(None);
         }
-        slots.share_pages(pages.iter().map(|page| Page::new(page.cast_unsigned())));
+        slots.share_pages(room, pages.iter().map(|page| Page::new(page.cast_unsigned())));
         taken.move_to(&mut pages, u32::from(rest > 0));
         let copied = if rest == 0 {
             [0..0, 0..0]
@@ -450,7 +467,7 @@ impl Requests {
 
 /// Pages that were taken, on their way to requests.
 struct Taken {
-    runs: Vec<Range<u32>>,
+    runs: Vec<Run<Page>>,
     /// The run that is next.
     at: usize,
 }
@@ -469,12 +486,12 @@ impl Taken {
         while left > 0
             && let Some(run) = self.runs.get_mut(self.at)
         {
-            let end = run.end.min(run.start.saturating_add(left));
-            left -= end - run.start;
-            pages.extend((run.start..end).map(u32::cast_signed));
-            run.start = end;
-            if run.start >= run.end {
-                self.at += 1;
+            let (first, rest) = run.split(left);
+            pages.extend(first.range().map(u32::cast_signed));
+            left -= first.len;
+            match rest {
+                Some(rest) => *run = rest,
+                None => self.at += 1,
             }
         }
     }

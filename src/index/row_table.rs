@@ -1,35 +1,36 @@
 //! Rows of the request table: who owns which, and how far each was written.
 
-use crate::base::{Id, IndexVec, Result, Row, widen, zeros};
+use crate::base::{Id, IndexVec, Result, widen, zeros};
 
-use super::free_list::{FreeList, Give, Order, Run};
+use super::free_list::{FreeList, Give, Order};
+use super::mask::Mask;
 use super::{BadFree, BadFrees, on_bad_frees};
 
-/// A row that was given back, with the columns that must be cleared: `0..written`.
+/// A row, and the columns of it that must be cleared: `0..written`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct FreedRow {
+pub struct RowExtent<I> {
     /// The row.
-    pub row: Row,
+    pub row: I,
     /// Columns written since it was last clean.
     pub written: u32,
 }
 
 /// Owners of single indices, first in, first out, with the written extent of each.
 ///
-/// It serves the request table (rows, columns) and, with extents of 0, track slots.
+/// It serves the request table (rows, columns) and, with extents of 0, places of linear-attention states.
 ///
 /// ```
-/// use kvpool::base::{Id, IndexVec, Row};
+/// use kvpool::base::{IndexVec, RequestRow};
 /// use kvpool::index::RowTable;
-/// let mut table = RowTable::new(1, 2).unwrap();
+/// let mut table = RowTable::<RequestRow>::new(1, 2).unwrap();
 /// assert_eq!(table.alloc(2).unwrap().len(), 2);
 /// assert!(table.alloc(1).is_none());
-/// let (freed, bad) = table.free(&IndexVec::I64(vec![2, 2]), false, "row").unwrap();
+/// let (freed, bad) = table.free(&IndexVec::I64(vec![2, 2]), false).unwrap();
 /// assert_eq!((freed.len(), bad.dropped()), (1, 1));
 /// ```
 #[derive(Clone, Debug)]
-pub struct RowTable {
-    rows: FreeList<Row>,
+pub struct RowTable<I> {
+    rows: FreeList<I>,
     /// By row number, the columns that may hold something else than zero are `0..written[row]`.
     written: Vec<u32>,
     /// By row number, how often it was handed out. It may wrap.
@@ -37,7 +38,7 @@ pub struct RowTable {
     dropped_frees: usize,
 }
 
-impl RowTable {
+impl<I: Id> RowTable<I> {
     /// Rows `first..first + count`, all free and clean.
     ///
     /// # Errors
@@ -53,13 +54,8 @@ impl RowTable {
 
     /// Who owns which row.
     #[must_use]
-    pub const fn rows(&self) -> &FreeList<Row> {
+    pub const fn rows(&self) -> &FreeList<I> {
         &self.rows
-    }
-
-    /// As [`RowTable::rows`], to open their book.
-    pub const fn rows_mut(&mut self) -> &mut FreeList<Row> {
-        &mut self.rows
     }
 
     /// How many frees were dropped so far.
@@ -70,14 +66,14 @@ impl RowTable {
 
     /// Which time this is that `row` is handed out: what was known of it at another time is of somebody else.
     #[must_use]
-    pub fn turn(&self, row: Row) -> u32 {
+    pub fn turn(&self, row: I) -> u32 {
         self.turns[widen(row.number())]
     }
 
     /// Takes `count` rows, the longest free first, or returns `None` and takes none.
     ///
     /// Each comes with the columns that were written while nobody owned it.
-    pub fn alloc(&mut self, count: usize) -> Option<Vec<FreedRow>> {
+    pub fn alloc(&mut self, count: usize) -> Option<Vec<RowExtent<I>>> {
         if count > self.rows.available() {
             return None;
         }
@@ -87,7 +83,7 @@ impl RowTable {
             taken.extend((run.start.number()..run.start.number() + run.len).map(|number| {
                 let turn = &mut turns[widen(number)];
                 *turn = turn.wrapping_add(1);
-                FreedRow { row: Row::new(number), written: std::mem::take(&mut written[widen(number)]) }
+                RowExtent { row: I::new(number), written: std::mem::take(&mut written[widen(number)]) }
             }));
         });
         Some(taken)
@@ -98,57 +94,59 @@ impl RowTable {
     /// # Errors
     /// With `strict`, [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) when anything
     /// would be dropped, and nothing is changed.
-    pub fn free(&mut self, given: &IndexVec, strict: bool, noun: &str) -> Result<(Vec<FreedRow>, BadFrees)> {
-        let mut accepted = Vec::new();
+    pub fn free(&mut self, given: &IndexVec, strict: bool) -> Result<(Vec<RowExtent<I>>, BadFrees)> {
+        self.free_explained(given, strict, |_| ())
+    }
+
+    /// As [`RowTable::free`]; `explain` adds to what is reported.
+    pub(super) fn free_explained(
+        &mut self,
+        given: &IndexVec,
+        strict: bool,
+        explain: impl FnOnce(&mut BadFrees),
+    ) -> Result<(Vec<RowExtent<I>>, BadFrees)> {
+        let capacity = self.rows.capacity();
+        let mut batch = self.rows.give(Give::Now);
         let mut bad = BadFrees::default();
         for value in given.iter() {
-            let row = u32::try_from(value).ok().map(Row::new).filter(|&row| self.rows.contains(row));
-            match row {
-                None if value == 0 => bad.add(value, BadFree::Padding, 1),
-                None => bad.add(value, BadFree::OutOfRange, 1),
-                Some(row) if self.rows.is_live(row) => {
-                    self.rows.give(Run { start: row, len: 1 }, Give::Now, &mut accepted, |_| ());
-                }
-                Some(row) => {
-                    let repeated =
-                        bad.wants_reason() && accepted.iter().any(|run: &Run<Row>| run.start == row);
-                    let reason = if repeated { BadFree::NamedTwice } else { self.rows.reason(row) };
-                    bad.add(value, reason, 1);
-                }
-            }
+            let row = u32::try_from(value).ok().map(I::new).filter(|&row| batch.list().contains(row));
+            let reason = match row {
+                None if value == 0 => BadFree::Padding,
+                None => BadFree::OutOfRange,
+                Some(row) if batch.add(Mask::of(row.number())) == 0 => continue,
+                Some(row) if bad.wants_reason() && batch.contains(row) => BadFree::NamedTwice,
+                Some(row) => batch.list().reason(row),
+            };
+            bad.add(value, reason, 1);
         }
         let dropped = bad.dropped();
-        self.rows.book().explain(&mut bad, |row| row);
-        match on_bad_frees(bad, strict, noun, given.len(), self.rows.capacity()) {
-            Err(error) => {
-                self.rows.rollback(&accepted, Give::Now);
-                Err(error)
-            }
-            Ok(bad) => {
-                self.rows.commit(&accepted, Give::Now);
-                self.dropped_frees += dropped;
-                let freed = accepted.iter().map(|run| FreedRow {
-                    row: run.start,
-                    written: std::mem::take(&mut self.written[widen(run.start.number())]),
-                });
-                Ok((freed.collect(), bad))
-            }
-        }
+        explain(&mut bad);
+        let bad = on_bad_frees(bad, strict, I::NOUN, given.len(), capacity)?;
+        let written = &mut self.written;
+        let freed = batch
+            .masks()
+            .iter()
+            .flat_map(|mask| mask.indices())
+            .map(|row| RowExtent { row: I::new(row), written: std::mem::take(&mut written[widen(row)]) });
+        let freed = freed.collect();
+        batch.commit();
+        self.dropped_frees += dropped;
+        Ok((freed, bad))
     }
 
     /// Notes that columns below `end` of `row` were written. `row` may be any row, the padding row too.
-    pub fn note_written(&mut self, row: Row, end: u32) {
+    pub fn note_written(&mut self, row: I, end: u32) {
         let extent = &mut self.written[widen(row.number())];
         *extent = (*extent).max(end);
     }
 
     /// Makes every row free and clean again, and names those that the caller must clear, the padding row too.
-    pub fn clear(&mut self) -> Vec<FreedRow> {
+    pub fn clear(&mut self) -> Vec<RowExtent<I>> {
         self.rows.clear();
         (0..)
             .zip(&mut self.written)
             .filter(|(_, written)| **written > 0)
-            .map(|(number, written)| FreedRow { row: Row::new(number), written: std::mem::take(written) })
+            .map(|(number, written)| RowExtent { row: I::new(number), written: std::mem::take(written) })
             .collect()
     }
 }

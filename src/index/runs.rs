@@ -1,12 +1,16 @@
 //! Ascending runs in a sequence of indices: what makes bulk work on bitmaps cheap.
 
-use crate::base::{Error, IndexVec, Result};
+use std::ops::Range;
+
+use crate::base::{Error, IndexVec, PADDING, Result};
+
+use super::mask::Mask;
 
 /// How many indices are compared at once; a multiple of every vector width.
-const BLOCK: usize = 32;
+pub(super) const BLOCK: usize = 32;
 
 /// An integer that index tensors are made of.
-trait RawIndex: Copy + PartialEq + Into<i64> {
+pub(super) trait RawIndex: Copy + PartialEq + Into<i64> {
     /// `self + n`, if there is such a number.
     fn plus(self, n: i8) -> Option<Self>;
 
@@ -37,26 +41,66 @@ macro_rules! raw_index {
 raw_index!(i32);
 raw_index!(i64);
 
-fn runs_in<T: RawIndex>(values: &[T], mut visit: impl FnMut(i64, usize)) {
-    let mut at = 0;
-    while at < values.len() {
-        let first = values[at];
-        let mut end = at + 1;
-        let mut expected = first.plus(1);
-        // There is no next number after the largest one: a run ends there.
-        while let Some(next) = expected.filter(|next| values.get(end) == Some(next)) {
-            if let (Some(block), Some(after)) = (values[end..].first_chunk::<BLOCK>(), next.plus(32))
-                && T::continues(block, next)
-            {
-                end += BLOCK;
-                expected = Some(after);
-            } else {
-                end += 1;
-                expected = next.plus(1);
-            }
+/// How many of the first values ascend by one each. `values` is not empty.
+pub(super) fn run_len<T: RawIndex>(values: &[T]) -> usize {
+    let mut end = 1;
+    let mut expected = values[0].plus(1);
+    // There is no next number after the largest one: a run ends there.
+    while let Some(next) = expected.filter(|next| values.get(end) == Some(next)) {
+        if let (Some(block), Some(after)) = (values[end..].first_chunk::<BLOCK>(), next.plus(32))
+            && T::continues(block, next)
+        {
+            end += BLOCK;
+            expected = Some(after);
+        } else {
+            end += 1;
+            expected = next.plus(1);
         }
-        visit(first.into(), end - at);
-        at = end;
+    }
+    end
+}
+
+/// The masks of up to [`BLOCK`] values. Those that ascend within a word share one.
+#[derive(Debug)]
+pub(super) struct BlockMasks([Mask; BLOCK]);
+
+impl BlockMasks {
+    pub(super) const fn new() -> Self {
+        Self([Mask { word: 0, bits: 0 }; BLOCK])
+    }
+
+    /// Of up to [`BLOCK`] values. `None` where one of them lies outside of `space`.
+    #[inline]
+    pub(super) fn of<T: RawIndex>(&mut self, values: &[T], space: &Range<u32>) -> Option<&[Mask]> {
+        // What fits no index is taken for the padding index, which lies in no space.
+        let mut indices = [PADDING; BLOCK];
+        let mut is_within = true;
+        for (index, value) in indices.iter_mut().zip(values) {
+            *index = u32::try_from((*value).into()).unwrap_or(PADDING);
+            is_within &= space.contains(index);
+        }
+        if !is_within {
+            return None;
+        }
+        let (mut word, mut bits, mut last, mut at) = (u32::MAX, 0, 0, BLOCK - 1);
+        for &index in &indices[..values.len()] {
+            // Without a branch: nothing tells where a word ends.
+            let goes_on = index / 64 == word && index > last;
+            at = (at + usize::from(!goes_on)) % BLOCK;
+            (word, last) = (index / 64, index);
+            bits = 1 << (index % 64) | if goes_on { bits } else { 0 };
+            self.0[at] = Mask { word, bits };
+        }
+        Some(&self.0[..=at])
+    }
+}
+
+fn runs_in<T: RawIndex>(values: &[T], mut visit: impl FnMut(i64, usize)) {
+    let mut rest = values;
+    while let Some(&first) = rest.first() {
+        let len = run_len(rest);
+        visit(first.into(), len);
+        rest = &rest[len..];
     }
 }
 

@@ -1,16 +1,18 @@
 //! Token slots: pages of one or more slots, handed out and, in `frees`, taken back in bulk.
 
+mod freeing;
 mod frees;
+mod page_runs;
 
 use std::ops::Range;
 
+use crate::base::bounded::narrow;
 use crate::base::{Error, ErrorKind, Id, IndexVec, Page, Result, reserve, widen};
 
 use super::Bitmap;
 use super::extension::{Extension, Request, parse_requests};
-use super::free_list::{Accepted, FreeList, Order, Run};
-use super::ledger::{Signatures, Span};
-use super::owners::Owners;
+use super::free_list::{Fenced, FreeList, Order, Run};
+use super::owners::{Owners, Room};
 
 /// Names the slots of one fenced free until its fence has passed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -66,24 +68,20 @@ pub struct SlotAllocator {
     page_size: u32,
     /// Pages that the free in progress has named already. Empty between calls, and with `page_size == 1`.
     named: Bitmap,
-    /// Runs of the call in progress; kept for its capacity.
-    accepted: Accepted<Page>,
     owners: Owners,
-    /// Shared pages that the free in progress took an owner from.
-    left: Vec<Page>,
-    fences: Vec<Fenced>,
+    /// What waits for which fence.
+    fences: Vec<(FenceId, Given)>,
     next_fence: u64,
     group: Option<Group>,
     dropped_frees: usize,
 }
 
-/// What one free left behind a fence.
+/// What one call gave back.
 #[derive(Clone, Debug)]
-struct Fenced {
-    fence: FenceId,
-    pages: Accepted<Page>,
-    /// Shared pages that one owner leaves.
-    left: Vec<Page>,
+struct Given {
+    pages: Fenced<Page>,
+    /// Pages of which one owner goes.
+    shared: Vec<Page>,
 }
 
 /// Frees collected until the outermost group ends.
@@ -92,7 +90,6 @@ struct Group {
     /// Open groups within this one.
     nested: usize,
     given: Vec<i64>,
-    by: Signatures,
 }
 
 impl SlotAllocator {
@@ -118,9 +115,7 @@ impl SlotAllocator {
             size,
             page_size,
             named: Bitmap::new(if page_size == 1 { 0 } else { widen(count) + 1 })?,
-            accepted: Vec::new(),
             owners: Owners::default(),
-            left: Vec::new(),
             fences: Vec::new(),
             next_fence: 0,
             group: None,
@@ -158,9 +153,9 @@ impl SlotAllocator {
         &self.pages
     }
 
-    /// As [`SlotAllocator::pages`], to open their book.
-    pub const fn pages_mut(&mut self) -> &mut FreeList<Page> {
-        &mut self.pages
+    /// As [`SlotAllocator::page_size`].
+    pub(super) const fn slots_of_a_page(&self) -> u32 {
+        self.page_size
     }
 
     /// The numbers of this allocator.
@@ -173,16 +168,10 @@ impl SlotAllocator {
             high_water: self.pages.high_water() * self.page_size(),
             dropped_frees: self.dropped_frees,
             released: self.pages.released() * self.page_size(),
-            fenced: (self.pages.fenced() + self.owners.left()) * self.page_size(),
+            fenced: (self.pages.fenced() + self.owners.unowned()) * self.page_size(),
             shared: self.owners.shared() * self.page_size(),
             bytes: self.pages.bytes() + self.named.bytes() + self.owners.bytes(),
         }
-    }
-
-    /// All pages, by state and holders.
-    #[must_use]
-    pub fn spans(&self) -> Vec<Span> {
-        self.pages.spans_unless(|page| !self.owners.is_owned(page))
     }
 
     /// Takes `count` slots, or returns `None` when there are not enough.
@@ -198,6 +187,11 @@ impl SlotAllocator {
             return Ok(None);
         }
         let mut slots = reserve(count)?;
+        if self.page_size == 1 {
+            slots.resize(count, 0);
+            self.pages.alloc_into(&mut slots);
+            return Ok(Some(slots));
+        }
         let page_size = self.page_size;
         self.pages.alloc(pages, |run| push_slots(&mut slots, run, page_size, count));
         Ok(Some(slots))
@@ -276,16 +270,18 @@ impl SlotAllocator {
         last_loc: &[i64],
     ) -> Result<Option<Extension>> {
         let requests = parse_requests(prefix_lens, seq_lens, last_loc)?;
-        let (mut tokens, mut pages) = (0usize, 0usize);
-        for request in &requests {
-            tokens = tokens.saturating_add(request.seq - request.prefix);
-            pages = pages.saturating_add(request.new_pages(self.page_size()));
-        }
         let continued = self.continued(&requests)?;
-        if pages > self.pages.available() || tokens > self.capacity() {
+        // What is more than can be counted is more than there is.
+        let wanted = requests.iter().try_fold((0usize, 0usize), |(tokens, pages), request| {
+            let tokens = tokens.checked_add(request.seq - request.prefix)?;
+            Some((tokens, pages.checked_add(request.new_pages(self.page_size()))?))
+        });
+        let fits =
+            |&(tokens, pages): &(usize, usize)| pages <= self.pages.available() && tokens <= self.capacity();
+        let Some((tokens, pages)) = wanted.filter(fits) else {
             self.pages.merge();
             return Ok(None);
-        }
+        };
         let mut slots = reserve(tokens)?;
         let mut taken = reserve(pages)?;
         self.pages.alloc(pages, |run| taken.extend(run.start.number()..run.start.number() + run.len));
@@ -295,7 +291,7 @@ impl SlotAllocator {
             let goal = slots.len() + (request.seq - request.prefix);
             let open = request.open_slots(page_size).min(goal - slots.len());
             let next = request.next_slot();
-            slots.extend((next..next + u32::try_from(open).unwrap_or(0)).map(u32::cast_signed));
+            slots.extend((next..next + narrow(open)).map(u32::cast_signed));
             for page in taken.by_ref().take(request.new_pages(page_size)) {
                 push_slots(&mut slots, Run { start: Page::new(page), len: 1 }, self.page_size, goal);
             }
@@ -374,6 +370,11 @@ impl SlotAllocator {
     /// assert_eq!(slots.available(), 8);
     /// ```
     pub fn share(&mut self, given: &IndexVec) -> Result<()> {
+        self.share_pages_of(given).map(drop)
+    }
+
+    /// As [`SlotAllocator::share`], and names the pages that have an owner more.
+    pub(super) fn share_pages_of(&mut self, given: &IndexVec) -> Result<Vec<Page>> {
         let mut pages: Vec<Page> = reserve(given.len())?;
         for (position, slot) in given.iter().enumerate() {
             let page = u32::try_from(slot).ok().map(|slot| Page::new(slot / self.page_size));
@@ -391,21 +392,20 @@ impl SlotAllocator {
             pages.sort_unstable();
             pages.dedup();
         }
-        self.prepare_sharing()?;
-        self.share_pages(pages);
-        Ok(())
+        let room = self.prepare_sharing()?;
+        self.share_pages(room, pages.iter().copied());
+        Ok(pages)
     }
 
     /// Makes room for counts of owners.
-    pub(super) fn prepare_sharing(&mut self) -> Result<()> {
+    pub(super) fn prepare_sharing(&mut self) -> Result<Room> {
         self.owners.prepare(widen(self.pages.count()) + 1)
     }
 
-    /// As [`SlotAllocator::share`], for pages that are known to be live. There must be room.
-    pub(super) fn share_pages(&mut self, pages: impl IntoIterator<Item = Page>) {
+    /// As [`SlotAllocator::share`], for pages that are known to be live.
+    pub(super) fn share_pages(&mut self, room: Room, pages: impl IntoIterator<Item = Page>) {
         for page in pages {
-            self.owners.join(page);
-            self.pages.book_mut().shared(page.number());
+            self.owners.add(room, page);
         }
     }
 
@@ -420,12 +420,12 @@ impl SlotAllocator {
     }
 
     /// Takes `count` pages and names them in order, or returns `false`.
-    pub(super) fn alloc_pages(&mut self, count: usize, mut emit: impl FnMut(Range<u32>)) -> bool {
+    pub(super) fn alloc_pages(&mut self, count: usize, emit: impl FnMut(Run<Page>)) -> bool {
         if count > self.pages.available() {
             self.pages.merge();
             return false;
         }
-        self.pages.alloc(count, |run| emit(run.start.number()..run.start.number() + run.len))
+        self.pages.alloc(count, emit)
     }
 
     /// Whether each slot is in use; `false` for what is no slot.
@@ -451,8 +451,7 @@ impl SlotAllocator {
     /// What breaks an invariant, if anything does.
     #[must_use]
     pub fn fault(&self) -> Option<String> {
-        let fenced: usize =
-            self.fences.iter().flat_map(|fenced| &fenced.pages).map(|run| widen(run.len)).sum();
+        let fenced: usize = self.fences.iter().map(|(_, given)| given.pages.len()).sum();
         if fenced != self.pages.fenced() {
             return Some(format!("{} pages are fenced, the fences name {fenced}", self.pages.fenced()));
         }
@@ -472,7 +471,7 @@ fn slots_of(run: Run<Page>, page_size: u32) -> Range<u32> {
 /// Appends the slots of `run`, up to a length of `goal`.
 fn push_slots(slots: &mut Vec<i32>, run: Run<Page>, page_size: u32, goal: usize) {
     let start = run.start.number() * page_size;
-    let room = u32::try_from(goal - slots.len()).unwrap_or(u32::MAX);
-    let len = run.len.saturating_mul(page_size).min(room);
+    let len =
+        u32::try_from(goal - slots.len()).map_or(run.len * page_size, |room| room.min(run.len * page_size));
     slots.extend((start..start + len).map(u32::cast_signed));
 }

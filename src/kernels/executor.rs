@@ -316,7 +316,7 @@ impl Executor {
 
     /// Zeroes the first columns of rows of a table, `(row, columns)` each.
     ///
-    /// On a device the caller has seen that nobody captures `stream`.
+    /// On a device the caller has seen that `stream` is not captured.
     ///
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a place outside of the table,

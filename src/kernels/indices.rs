@@ -18,6 +18,7 @@ impl IndexSpace {
     ///
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) with the first that names none.
+    #[inline]
     pub fn check(self, values: &IndexVec) -> Result<Vec<u32>> {
         values.rows(self.noun, self.len)
     }

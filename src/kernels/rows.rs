@@ -3,11 +3,12 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::base::{DType, Device, Dims, Error, Result, bytes_of, widen};
+use crate::base::bounded::signed;
+use crate::base::{DType, Device, Error, Result, bytes_of, widen};
 use crate::index::Move;
 use crate::memory::{Borrowed, Region};
 
-use super::copy::{AHEAD, RowCopy};
+use super::row_copy::{AHEAD, RowCopy};
 use super::threads::in_parts;
 
 /// A buffer of equal rows `[rows, heads, dim]` within a region.
@@ -198,13 +199,12 @@ pub fn gather_rows(pairs: &[(&RowBuffer, Borrowed<'_>)], rows: &[u32]) -> Result
 pub(super) fn check_targets(pairs: &[(&RowBuffer, Borrowed<'_>)], count: usize) -> Result<()> {
     for (buffer, out) in pairs {
         out.expect_on(buffer.region.device(), "out")?;
-        let expected = Dims::of(&[count, buffer.heads, buffer.dim])?;
-        if *out.shape() != expected || !out.is_contiguous() {
+        let expected = [count, buffer.heads, buffer.dim].map(signed);
+        if out.shape().as_slice() != expected || !out.is_contiguous() {
             return Err(Error::config(format!(
-                "out has shape {:?} and strides {:?}; a contiguous {:?} is needed",
+                "out has shape {:?} and strides {:?}; a contiguous {expected:?} is needed",
                 out.shape().as_slice(),
-                out.strides().as_slice(),
-                expected.as_slice()
+                out.strides().as_slice()
             )));
         }
         if out.dtype() != buffer.dtype {

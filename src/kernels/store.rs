@@ -5,8 +5,8 @@ use crate::base::{Device, Dims, Error, IndexVec, Result, reserve, widen};
 use crate::memory::Borrowed;
 
 use super::convert::{Convert, conversion, element_copy};
-use super::copy::{AHEAD, RowCopy};
 use super::indices::offset_of;
+use super::row_copy::{AHEAD, RowCopy};
 use super::rows::RowBuffer;
 use super::threads::in_parts;
 
@@ -25,7 +25,7 @@ pub struct Store<'a> {
 
 /// How one row gets from its source to its buffer.
 #[derive(Clone, Copy)]
-enum Way {
+enum Method {
     /// It lies in one piece.
     Whole(RowCopy),
     /// Each of its heads lies in one piece.
@@ -35,10 +35,10 @@ enum Way {
 }
 
 /// A store whose shapes and dtypes were checked.
-struct Planned<'a> {
+struct StorePlan<'a> {
     store: Store<'a>,
-    way: Way,
-    layout: Layout,
+    method: Method,
+    layout: ValueLayout,
     divisor: f32,
 }
 
@@ -73,7 +73,7 @@ pub fn store_rows(stores: &[Store<'_>], indices: &IndexVec) -> Result<()> {
                     planned.copy(position, row);
                 }
             }
-            if let Way::Whole(copy) = planned.way {
+            if let Method::Whole(copy) = planned.method {
                 copy.finish();
             }
         }
@@ -104,7 +104,7 @@ pub(super) fn targets(indices: &IndexVec, rows: usize) -> Result<Vec<i32>> {
 /// How the values of a store lie, in elements. A row is `heads` pieces of `dim` elements, one piece where its
 /// elements are evenly spaced.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Layout {
+pub(super) struct ValueLayout {
     pub(super) lead_shape: Dims,
     pub(super) lead_strides: Dims,
     pub(super) heads: usize,
@@ -113,7 +113,7 @@ pub(super) struct Layout {
     pub(super) dim_stride: i64,
 }
 
-impl Layout {
+impl ValueLayout {
     /// Whether the elements of a piece lie one after the other.
     pub(super) const fn is_packed(&self) -> bool {
         self.dim_stride == 1 || self.dim == 1
@@ -124,7 +124,7 @@ impl Layout {
 ///
 /// # Errors
 /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when their shape or device does not fit.
-pub(super) fn layout(store: &Store<'_>, count: usize) -> Result<Layout> {
+pub(super) fn layout(store: &Store<'_>, count: usize) -> Result<ValueLayout> {
     let Store { name, target, values, .. } = *store;
     values.expect_on(target.region().device(), name)?;
     let (shape, strides) = (values.shape().as_slice(), values.strides().as_slice());
@@ -152,7 +152,7 @@ pub(super) fn layout(store: &Store<'_>, count: usize) -> Result<Layout> {
     let even = heads == 1 || signed(dim).checked_mul(dim_stride) == Some(head_stride);
     let (heads, dim) = if even { (1, heads * dim) } else { (heads, dim) };
     let lead_strides = Dims::new(&strides[..lead])?;
-    Ok(Layout { lead_shape, lead_strides, heads, dim, head_stride, dim_stride })
+    Ok(ValueLayout { lead_shape, lead_strides, heads, dim, head_stride, dim_stride })
 }
 
 /// The error for values that cannot be converted to the pool's dtype.
@@ -161,22 +161,22 @@ pub(super) fn inconvertible(store: &Store<'_>) -> Error {
     Error::wrong_type(format!("{} is {from}, which cannot be converted to the pool's {to}", store.name))
 }
 
-fn plan<'a>(store: &Store<'a>, count: usize) -> Result<Planned<'a>> {
+fn plan<'a>(store: &Store<'a>, count: usize) -> Result<StorePlan<'a>> {
     let layout = layout(store, count)?;
     let (from, to) = (store.values.dtype(), store.target.dtype());
-    let way = match conversion(from, to) {
+    let method = match conversion(from, to) {
         _ if from == to && layout.is_packed() && layout.heads == 1 => {
-            Way::Whole(RowCopy::new(store.target.row_bytes(), count))
+            Method::Whole(RowCopy::new(store.target.row_bytes(), count))
         }
-        _ if from == to && layout.is_packed() => Way::Heads,
-        _ if from == to => Way::Convert(element_copy(to)),
-        Some(convert) => Way::Convert(convert),
+        _ if from == to && layout.is_packed() => Method::Heads,
+        _ if from == to => Method::Convert(element_copy(to)),
+        Some(convert) => Method::Convert(convert),
         None => return Err(inconvertible(store)),
     };
-    Ok(Planned { store: *store, way, layout, divisor: store.scale.unwrap_or(1.0) })
+    Ok(StorePlan { store: *store, method, layout, divisor: store.scale.unwrap_or(1.0) })
 }
 
-impl Planned<'_> {
+impl StorePlan<'_> {
     /// Bytes of so many elements of the source.
     fn bytes_of(&self, elements: isize) -> isize {
         elements.wrapping_mul(self.store.values.dtype().size().cast_signed())
@@ -192,7 +192,7 @@ impl Planned<'_> {
     /// Copies value number `position` to `row`, which is below the target's rows.
     fn copy(&self, position: usize, row: u32) {
         let (mut source, mut target) = (self.source(position), self.store.target.row(row));
-        if let Way::Whole(copy) = self.way {
+        if let Method::Whole(copy) = self.method {
             // SAFETY: `plan` found the row of the source in one piece, `Borrowed` promises its elements, and `row`
             // is a row of a live region.
             unsafe { copy.copy(source, target, self.source(position + AHEAD)) };
@@ -202,11 +202,11 @@ impl Planned<'_> {
         let dim_stride = distance(self.layout.dim_stride);
         let piece_bytes = self.layout.dim * self.store.target.dtype().size();
         for _ in 0..self.layout.heads {
-            match self.way {
+            match self.method {
                 // SAFETY: as above, for one head. The source may be the region itself, hence a copy that may overlap.
-                Way::Whole(_) | Way::Heads => unsafe { target.copy_from(source, piece_bytes) },
+                Method::Whole(_) | Method::Heads => unsafe { target.copy_from(source, piece_bytes) },
                 // SAFETY: as above; the conversion was chosen for these two dtypes.
-                Way::Convert(convert) => unsafe {
+                Method::Convert(convert) => unsafe {
                     convert(source, dim_stride, target, self.layout.dim, self.divisor);
                 },
             }

@@ -2,8 +2,9 @@
 
 use std::ops::Range;
 use std::ptr::{self, NonNull};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
+use crate::base::sync::lock;
 use crate::base::{Device, Error, Result};
 
 use super::host::map;
@@ -16,9 +17,9 @@ pub const PAGE: usize = 4096;
 
 /// Host memory for large regions: on a NUMA node, in huge pages, page-locked in steps, as far as the system does it.
 ///
-/// What could not be had is told by [`Mapped::notes`]; the memory is there all the same.
+/// What could not be had is reported by [`MappedHost::notes`]; the memory is there all the same.
 #[derive(Debug, Default)]
-pub struct Mapped {
+pub struct MappedHost {
     numa_node: Option<usize>,
     wants_huge_pages: bool,
     blocks: Mutex<Vec<Mapping>>,
@@ -33,7 +34,7 @@ struct Mapping {
     locks: Vec<PageLock>,
 }
 
-/// Mapped pages, until this drops.
+/// Pages that were mapped, until this drops.
 #[derive(Debug)]
 struct Pages {
     range: Range<usize>,
@@ -48,7 +49,7 @@ impl Drop for Pages {
     }
 }
 
-impl Mapped {
+impl MappedHost {
     /// Memory that is taken from `numa_node` first, in explicit huge pages if they are wanted.
     ///
     /// # Errors
@@ -68,7 +69,7 @@ impl Mapped {
         lock(&self.blocks).iter().any(|block| block.pages.are_huge)
     }
 
-    /// What could not be had, in words, once.
+    /// What was not available, in words, once.
     pub fn notes(&self) -> Vec<String> {
         std::mem::take(&mut *lock(&self.notes))
     }
@@ -92,7 +93,7 @@ impl Mapped {
     }
 }
 
-impl Backend for Mapped {
+impl Backend for MappedHost {
     fn device(&self) -> Device {
         Device::Cpu
     }
@@ -229,9 +230,4 @@ fn prefer_node(block: &Block, node: usize) -> std::io::Result<()> {
 #[cfg(not(target_os = "linux"))]
 fn prefer_node(_block: &Block, _node: usize) -> std::io::Result<()> {
     Ok(())
-}
-
-/// Locks `mutex`. What it guards cannot be left half changed, so poison is ignored.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

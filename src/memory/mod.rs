@@ -24,12 +24,12 @@ mod wrappers;
 
 pub use backend::{ALIGNMENT, Backend, Block, Contents};
 pub use borrowed::Borrowed;
-pub use cuda::{Cuda, Event, Function, Gpu, Held, PageLock, Pinned, Ring};
+pub use cuda::{Cuda, Event, Function, Gpu, PageLock, Pinned, Reply, Ring};
 pub use host::Host;
 pub use image::Image;
-pub use mapped::{Mapped, PAGE};
+pub use mapped::{MappedHost, PAGE};
 pub use page_locking::{PageLocking, Progress, Report, Sink, lock_pages, page_lock_steps};
-pub use region::{Number, Plain, Region, RegionRange, Returned};
+pub use region::{Number, Plain, Region, RegionRange, ReturnedParts};
 pub use stream::Stream;
 pub use users::Users;
 pub use wrappers::{Count, Fail, Limit};

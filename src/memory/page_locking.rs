@@ -53,7 +53,7 @@ pub trait Sink: Debug + Send + Sync {
     /// Takes the bytes of a step. Those that could not be page-locked are ordinary memory.
     fn offer(&self, bytes: &Range<usize>, is_locked: bool);
 
-    /// Nothing more is offered that anybody should wait for.
+    /// Nothing more is offered that is worth waiting for.
     fn end(&self);
 }
 

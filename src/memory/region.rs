@@ -3,8 +3,9 @@
 use std::mem::MaybeUninit;
 use std::ops::Range;
 use std::ptr::NonNull;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
+use crate::base::sync::lock;
 use crate::base::{DType, Device, Dims, Error, Result, contiguous_strides, reserve};
 
 use super::users::{announce, forget};
@@ -90,16 +91,16 @@ enum Owner {
     /// Host memory for results, in cache lines of which the last may not be full. It was never initialised by us.
     Scratch { _lines: Vec<MaybeUninit<Line>> },
     /// Bytes of a larger region, which are given back to it by their number.
-    Part { whole: Arc<Region>, range: Range<usize>, returned: Arc<Returned> },
+    Part { whole: Arc<Region>, range: Range<usize>, returned: Arc<ReturnedParts> },
 }
 
 /// Parts of a region that came back, by their bytes, in the order in which they did.
 ///
 /// Dropping a part only notes it here: it may happen on any thread, at any time.
 #[derive(Debug, Default)]
-pub struct Returned(Mutex<Vec<Range<usize>>>);
+pub struct ReturnedParts(Mutex<Vec<Range<usize>>>);
 
-impl Returned {
+impl ReturnedParts {
     /// What came back since the last call.
     #[must_use]
     pub fn take(&self) -> Vec<Range<usize>> {
@@ -107,7 +108,7 @@ impl Returned {
     }
 
     fn ranges(&self) -> MutexGuard<'_, Vec<Range<usize>>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0)
     }
 }
 
@@ -170,7 +171,7 @@ impl Region {
     ///
     /// # Errors
     /// As [`Region::at`]; nothing is returned then.
-    pub fn part(whole: &Arc<Self>, range: Range<usize>, returned: &Arc<Returned>) -> Result<Self> {
+    pub fn part(whole: &Arc<Self>, range: Range<usize>, returned: &Arc<ReturnedParts>) -> Result<Self> {
         let block = Block::new(whole.at(range.start, range.len())?, range.len());
         let (whole, returned) = (Arc::clone(whole), Arc::clone(returned));
         Ok(Self { block, device: whole.device, owner: Owner::Part { whole, range, returned } })

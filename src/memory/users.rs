@@ -5,6 +5,8 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
+use crate::base::sync::lock;
+
 use super::Stream;
 use super::cuda::is_forked;
 
@@ -51,7 +53,7 @@ impl Users {
     }
 
     fn lock(&self) -> MutexGuard<'_, Vec<Stream>> {
-        self.streams.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.streams)
     }
 }
 

@@ -1,18 +1,23 @@
 //! A scheduler step in one call: slots, request table and the metadata of attention kernels.
 
+mod block_table;
 mod device;
+mod plan;
 
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use crate::base::bounded::narrow;
-use crate::base::{DType, Device, Error, ErrorKind, Id, IndexVec, Result, Row, Slot, reserve, widen};
-use crate::index::{Act, BadFrees, FenceId, Growth, Owner, Requests};
+use crate::base::sync::lock;
+use crate::base::{DType, Device, Error, ErrorKind, Id, IndexVec, RequestRow, Result, Slot, reserve, widen};
+use crate::index::{Act, Asked, BadFrees, FenceId, Growth, Owner, Requests};
 use crate::kernels::{Executor, Indices, PlanBatch};
 use crate::memory::{Backend, Event, Host, Region, Stream};
 use crate::tensor::TensorView;
 
-use super::plan::{Field, Layout, Lines, Listed, Plan, PlannerConfig};
+use self::block_table::BlockTable;
+pub use self::plan::{Field, Plan, PlannerConfig};
+use self::plan::{PlanLayout, SmallFields};
 use super::shortage::Taken;
 use super::slot_tensors::SlotTensors;
 use super::{Fence, ReqToTokenPool, TableIndex, TokenToKvPoolAllocator, at_least_one, fits_int32, make_room};
@@ -277,24 +282,20 @@ impl fmt::Debug for BatchPlanner {
     }
 }
 
-/// Poison is ignored: what the locks guard holds together wherever its methods may panic.
-fn lock<T>(value: &Mutex<T>) -> MutexGuard<'_, T> {
-    value.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 /// What a [`BatchPlanner`] guards: what each request has, and the memory of the metadata.
 #[derive(Debug)]
 struct Planner {
     requests: Requests,
-    layout: Layout,
+    layout: PlanLayout,
     fields: Arc<Region>,
     /// The fields that do not grow with the context, for the host; all of them where they are made there.
     host_fields: Arc<Region>,
     executor: Executor,
     /// Pages that cross to a device at once.
     most_pages: usize,
-    lines: Lines,
-    listed: Listed,
+    /// What the block table holds, for the next step to write only what is new.
+    block_table: BlockTable,
+    small_fields: SmallFields,
     plans: usize,
     /// Counts whatever changes the pages of a request.
     changes: u64,
@@ -322,7 +323,7 @@ impl Planner {
             &format!("max_batch_size {max_batch_size} with {width} pages a request"),
             max_batch_size.checked_mul(width),
         )?;
-        let layout = Layout::new(*config, width)?;
+        let layout = PlanLayout::new(*config, width)?;
         let fields = Arc::new(Region::new(Arc::clone(backend), layout.bytes())?);
         let new_pages = max_tokens + 2 * max_batch_size;
         // Cached prefixes are sent once; as many pages as there are can be distinct.
@@ -343,8 +344,8 @@ impl Planner {
             host_fields,
             executor,
             most_pages,
-            lines: Lines::new(max_batch_size, rows),
-            listed: Listed::default(),
+            block_table: BlockTable::new(max_batch_size, rows),
+            small_fields: SmallFields::default(),
             plans: 0,
             changes: 0,
         })
@@ -382,10 +383,9 @@ impl Planner {
                 None => self
                     .requests
                     .growth(row, prefix, seq)
-                    .ok_or_else(|| self.requests.unfit(position, row, prefix, seq))?,
+                    .ok_or_else(|| self.requests.unfit(Asked { position, row, prefix, seq }))?,
                 Some(cached) => self.requests.growth_of_cached(
-                    (position, row),
-                    (prefix, seq),
+                    Asked { position, row, prefix, seq },
                     cached,
                     slots.slots(),
                     &mut prefixes,
@@ -426,7 +426,7 @@ impl Planner {
         for (position, (&row, seq)) in named.iter().zip(seq_lens.iter()).enumerate() {
             let prefix = seq.saturating_sub(width);
             let Some(growth) = self.requests.growth(row, prefix, seq) else {
-                return Err(self.requests.unfit(position, row, prefix, seq));
+                return Err(self.requests.unfit(Asked { position, row, prefix, seq }));
             };
             growths.push(growth);
         }
@@ -486,7 +486,7 @@ impl Planner {
                 self.sign(growth.row, growth.start, slots, table);
             }
         }
-        self.listed.list(batch, padded, narrow(of_padding), &self.requests);
+        self.small_fields.fill(batch, padded, narrow(of_padding), &self.requests);
         let made = match &self.executor {
             Executor::Host(_) => self.make(batch, padded, table),
             Executor::Device(_) => self.launch(batch, padded, table, stream),
@@ -494,8 +494,8 @@ impl Planner {
         self.changes += 1;
         self.plans += 1;
         if let Err(failure) = made {
-            // Nobody can tell what was written.
-            self.lines.lose(self.layout.width());
+            // What was written is not known.
+            self.block_table.invalidate(self.layout.width());
             self.requests.shrink(batch, slots.slots_mut());
             return Err(failure);
         }
@@ -508,22 +508,22 @@ impl Planner {
             padded_num_tokens,
             max_seqlen_q: most,
             max_seqlen_k: longest,
-            kv_len: self.listed.kv_begin(padded),
+            kv_len: self.small_fields.kv_begin(padded),
         }))
     }
 
     /// Writes the table and the fields in host memory.
     fn make(&mut self, batch: &[Growth], padded: usize, table: &mut ReqToTokenPool) -> Result<()> {
-        self.listed.write(&self.fields, &self.layout)?;
+        self.small_fields.write(&self.fields, &self.layout)?;
         for (place, growth) in batch.iter().enumerate() {
             self.put(place, *growth, table)?;
             let pages = self.requests.pages(growth.row);
-            self.write_pages(place, self.right(place, growth.row, table), pages)?;
+            self.write_pages(place, self.valid_entries(place, growth.row, table), pages)?;
         }
         for place in batch.len()..padded {
-            self.write_pages(place, 0, &vec![0; self.listed.kv_pages(place)])?;
+            self.write_pages(place, 0, &vec![0; self.small_fields.kv_pages(place)])?;
         }
-        self.show(batch, padded, table);
+        self.note_block_table(batch, padded, table);
         Ok(())
     }
 
@@ -531,9 +531,9 @@ impl Planner {
     fn put(&self, place: usize, growth: Growth, table: &mut ReqToTokenPool) -> Result<()> {
         let Growth { row, start, prefix, .. } = growth;
         if start < prefix {
-            table.put(Row::new(row), widen(start), &self.slots(row, start, prefix)?)?;
+            table.put(RequestRow::new(row), widen(start), &self.slots(row, start, prefix)?)?;
         }
-        table.put(Row::new(row), widen(prefix), self.listed.new_slots(place))
+        table.put(RequestRow::new(row), widen(prefix), self.small_fields.new_slots(place))
     }
 
     /// Slots of positions of a request.
@@ -543,35 +543,35 @@ impl Planner {
         Ok(slots)
     }
 
-    /// Writes the pages of the request at `place`, of which the block table has the first `right`.
-    fn write_pages(&self, place: usize, right: usize, pages: &[i32]) -> Result<()> {
+    /// Writes the pages of the request at `place`, of which the block table has the first `valid`.
+    fn write_pages(&self, place: usize, valid: usize, pages: &[i32]) -> Result<()> {
         let size = size_of::<i32>();
         if self.layout.has(Field::KvIndices) {
-            let begin = self.layout.offset(Field::KvIndices) + self.listed.kv_begin(place) * size;
+            let begin = self.layout.offset(Field::KvIndices) + self.small_fields.kv_begin(place) * size;
             self.fields.write(begin, pages)?;
         }
         if self.layout.has(Field::BlockTable) {
             let line = self.layout.line(place);
-            self.fields.write(line + right * size, &pages[right..])?;
-            let stale = self.lines.until(place).saturating_sub(pages.len());
+            self.fields.write(line + valid * size, &pages[valid..])?;
+            let stale = self.block_table.used(place).saturating_sub(pages.len());
             self.fields.fill(line + size_of_val(pages), stale * size, 0)?;
         }
         Ok(())
     }
 
-    /// How many entries of line `place` of the block table are right for a request.
-    fn right(&self, place: usize, row: u32, table: &ReqToTokenPool) -> usize {
-        self.lines.right(place, row, table.rows().turn(Row::new(row)))
+    /// How many entries of line `place` of the block table hold pages of a request.
+    fn valid_entries(&self, place: usize, row: u32, table: &ReqToTokenPool) -> usize {
+        self.block_table.valid(place, row, table.rows().turn(RequestRow::new(row)))
     }
 
-    /// Notes that the block table shows a batch.
-    fn show(&mut self, batch: &[Growth], padded: usize, table: &ReqToTokenPool) {
+    /// Notes that the pages of a batch were written to the block table.
+    fn note_block_table(&mut self, batch: &[Growth], padded: usize, table: &ReqToTokenPool) {
         for (place, &Growth { row, .. }) in batch.iter().enumerate() {
             let count = self.requests.pages(row).len();
-            self.lines.show(place, row, table.rows().turn(Row::new(row)), count);
+            self.block_table.note_request(place, row, table.rows().turn(RequestRow::new(row)), count);
         }
         for place in batch.len()..padded {
-            self.lines.show_padding(place, self.listed.kv_pages(place));
+            self.block_table.note_padding(place, self.small_fields.kv_pages(place));
         }
     }
 
@@ -626,7 +626,7 @@ impl Planner {
     fn sign(&self, row: u32, start: u32, slots: &mut SlotTensors, table: &ReqToTokenPool) {
         let Some(act) = signed_act(row, slots, table) else { return };
         let first = widen(self.requests.page_size().page(start));
-        if let Some(ledger) = slots.slots_mut().pages_mut().book_mut().ledger_mut() {
+        if let Some(ledger) = slots.slots_mut().book_mut().ledger_mut() {
             for page in &self.requests.pages(row)[first..] {
                 ledger.sign(page.cast_unsigned(), &act);
             }
@@ -644,7 +644,7 @@ impl Planner {
         for (row, len) in cuts {
             let _acting = signed_act(row, slots, table).map(Act::begin);
             let pages = self.requests.cut(row, len);
-            self.lines.cut(row, self.requests.pages(row).len());
+            self.block_table.truncate(row, self.requests.pages(row).len());
             given += pages.len();
             bad.append(match fence {
                 None => slots.slots_mut().free_now(&pages, false)?,
@@ -730,12 +730,12 @@ impl Planner {
             reserve(width.map_or(plan.kv_len, |width| plan.padded_batch_size * width))?;
         for place in 0..plan.padded_batch_size {
             if place < plan.batch_size {
-                let pages = self.requests.pages(self.listed.req_pool_indices[place].cast_unsigned());
+                let pages = self.requests.pages(self.small_fields.req_pool_indices[place].cast_unsigned());
                 // A row that was given away and taken again is another request's.
-                self.check_current(plan, pages.len() == self.listed.kv_pages(place))?;
+                self.check_current(plan, pages.len() == self.small_fields.kv_pages(place))?;
                 values.extend_from_slice(pages);
             } else {
-                values.resize(values.len() + self.listed.kv_pages(place), 0);
+                values.resize(values.len() + self.small_fields.kv_pages(place), 0);
             }
             if let Some(width) = width {
                 values.resize((place + 1) * width, 0);
@@ -764,7 +764,7 @@ impl Planner {
 /// Where a ledger is kept, the call in progress in the name of a request: of its row's owner, or of the row.
 fn signed_act(row: u32, slots: &SlotTensors, table: &ReqToTokenPool) -> Option<Arc<Act>> {
     let act = slots.act()?;
-    let holders = table.rows().rows().book().ledger().map_or(Vec::new(), |ledger| ledger.holders(row));
+    let holders = table.rows().book().ledger().map_or(Vec::new(), |ledger| ledger.holders(row));
     let owner = holders.first().and_then(|holder| holder.owner.clone());
     let owner = owner.unwrap_or_else(|| Owner::Text(format!("row {row}")));
     Some(Arc::new(Act { owner: Some(owner), ..Act::clone(&act) }))

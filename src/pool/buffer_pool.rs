@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crate::base::{Device, Error, ErrorKind, Result, widen};
-use crate::index::{Bucket, Buckets, Rounding, Ticket};
+use crate::index::{Bucket, Buckets, Ledgered, Rounding, Ticket};
 use crate::memory::{Backend, Borrowed, Contents, Gpu, Keep, PageLock, Region, Stream, Users};
 
 /// A buffer that was handed out.
@@ -65,7 +65,7 @@ pub struct BufferConfig {
 pub struct BufferPool {
     config: BufferConfig,
     backend: Arc<dyn Backend>,
-    buckets: Buckets<Stream>,
+    buckets: Ledgered<Buckets<Stream>>,
     /// By index, the memory of each buffer. `None` where `buckets` has a vacancy.
     regions: Vec<Option<Arc<Region>>>,
     /// Memory of others, by address and bytes, and what page-locks it.
@@ -82,7 +82,7 @@ impl BufferPool {
         Self {
             config: *config,
             backend: Arc::clone(backend),
-            buckets: Buckets::default(),
+            buckets: Ledgered::default(),
             regions: Vec::new(),
             existing: Vec::new(),
             users: Arc::default(),
@@ -104,7 +104,7 @@ impl BufferPool {
 
     /// Who owns which buffer.
     #[must_use]
-    pub const fn buckets(&self) -> &Buckets<Stream> {
+    pub const fn buckets(&self) -> &Ledgered<Buckets<Stream>> {
         &self.buckets
     }
 

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use crate::base::bounded::narrow;
 use crate::base::sync::{Condvar, Mutex, MutexGuard};
 use crate::base::{DType, Device, Dims, Error, ErrorKind, Result, bytes_of, widen};
-use crate::index::{BadFree, BadFrees, RefCounts, Ticket, on_bad_frees};
-use crate::kernels::{Way, transfer};
+use crate::index::{BadFree, BadFrees, Ledgered, RefCounts, Ticket, on_bad_frees};
+use crate::kernels::{Direction, pack};
 use crate::memory::{
     ALIGNMENT, Backend, Borrowed, Event, Gpu, PAGE, PageLocking, Region, Sink, Stream, page_lock_steps,
 };
@@ -26,9 +26,9 @@ pub struct ChunkConfig {
     pub chunk_shape: Vec<usize>,
     /// Element type.
     pub dtype: DType,
-    /// Whether memory of the host is page-locked, where there is a driver: a backend such as [`Mapped`] can do that.
+    /// Whether memory of the host is page-locked, where there is a driver: a backend such as [`MappedHost`] can do that.
     ///
-    /// [`Mapped`]: crate::memory::Mapped
+    /// [`MappedHost`]: crate::memory::MappedHost
     pub pin_memory: bool,
     /// How many threads page-lock host memory at once. The driver holds up other calls meanwhile, so few are better.
     pub page_lock_threads: usize,
@@ -84,7 +84,7 @@ pub struct ChunkPool {
 
 #[derive(Debug, Default)]
 struct State {
-    chunks: RefCounts,
+    chunks: Ledgered<RefCounts>,
     /// Chunks with copies that may be under way.
     flights: HashMap<u32, Flight>,
     /// Of those, the ones that were freed.
@@ -256,7 +256,7 @@ impl ChunkPool {
     }
 
     /// Does `look` with the numbers of the chunks, and how many of them are page-locked.
-    pub fn counts<R>(&self, look: impl FnOnce(&RefCounts, usize) -> R) -> R {
+    pub fn counts<R>(&self, look: impl FnOnce(&Ledgered<RefCounts>, usize) -> R) -> R {
         let state = self.state();
         look(&state.chunks, state.registered)
     }
@@ -443,7 +443,7 @@ impl ChunkPool {
         &self,
         chunk: Ticket,
         tensor: &Borrowed<'_>,
-        way: Way,
+        direction: Direction,
         stream: Stream,
     ) -> Result<Option<Arc<Event>>> {
         if tensor.dtype() != self.config.dtype {
@@ -470,7 +470,7 @@ impl ChunkPool {
             self.region.used_on(stream);
             tensor.used_on(stream);
         }
-        let copied = transfer(&packed.borrow()?, tensor, way, gpu.as_ref(), stream);
+        let copied = pack(&packed.borrow(), tensor, direction, gpu.as_ref(), stream);
         let done = match &gpu {
             Some(gpu) => Event::record(gpu, stream).map(|event| Some(Arc::new(event))),
             None => Ok(None),

@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use crate::base::{Device, Id, Slot, widen};
-use crate::index::{Act, Book, RefCounts, RowTable, SlotAllocator, Span, State};
+use crate::index::{Act, Book, RefCounts, RowTable, Span, State};
 
 use super::{
     BufferPool, ChunkPool, GdnPool, KvPool, PagePool, ReqToTokenPool, TokenToKvPoolAllocator, Workspace,
@@ -89,7 +89,7 @@ impl Stats {
         ])
     }
 
-    fn of_rows(table: &RowTable) -> Self {
+    fn of_rows<I: Id>(table: &RowTable<I>) -> Self {
         let rows = table.rows();
         Self::from([
             ("capacity", rows.capacity()),
@@ -184,7 +184,7 @@ impl Pool for TokenToKvPoolAllocator {
             ("fenced", stats.fenced),
             ("shared", stats.shared),
             ("pending", pending),
-            ("size", self.look(SlotAllocator::size)),
+            ("size", self.look(|slots| slots.size())),
             ("page_size", self.page_size()),
             ("bytes", stats.bytes),
             ("device_bytes", self.device_bytes()),
@@ -192,7 +192,7 @@ impl Pool for TokenToKvPoolAllocator {
     }
 
     fn occupancy(&self) -> Occupancy {
-        self.look(|slots| Occupancy::even(slots.spans(), slots.pages().book(), slots.page_size()))
+        self.look(|slots| Occupancy::even(slots.spans(), slots.book(), slots.page_size()))
     }
 
     fn keep_ledger(&mut self) {
@@ -222,7 +222,7 @@ impl Pool for ReqToTokenPool {
     }
 
     fn occupancy(&self) -> Occupancy {
-        let rows = self.rows().rows();
+        let rows = self.rows();
         Occupancy::even(rows.spans(), rows.book(), 1)
     }
 
@@ -278,7 +278,7 @@ impl Pool for GdnPool {
 
     fn occupancy(&self) -> Occupancy {
         let tracks = self.tracks();
-        Occupancy::even(tracks.rows().spans(), tracks.rows().book(), 1)
+        Occupancy::even(tracks.spans(), tracks.book(), 1)
     }
 
     fn keep_ledger(&mut self) {

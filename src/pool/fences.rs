@@ -35,7 +35,7 @@ use crate::memory::Event;
 /// let slots = allocator.alloc(3, stream).unwrap().unwrap().keep();
 /// let sent = Arc::new(Sent(AtomicBool::new(false)));
 /// let fence: Arc<dyn Fence> = Arc::clone(&sent) as _;
-/// let freed = Indices::of(slots.borrow().unwrap(), Some(0)).unwrap();
+/// let freed = Indices::of(slots.borrow(), Some(0)).unwrap();
 /// let bad = allocator.free(&freed, Some(&fence), || None, stream).unwrap();
 /// assert_eq!((bad.dropped(), allocator.available_size()), (0, 5));
 /// sent.0.store(true, Ordering::Release);

@@ -1,9 +1,10 @@
 //! States of Gated DeltaNet layers, one for each request, and snapshots of them.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
-use crate::base::{DType, Device, Dims, Id, IndexVec, Result, bytes_of, widen};
-use crate::index::{BadFrees, RowTable};
+use crate::base::sync::lock;
+use crate::base::{DType, Device, Dims, Id, IndexVec, Result, StateSlot, bytes_of, widen};
+use crate::index::{BadFrees, Ledgered, RowTable};
 use crate::kernels::{Executor, IndexSpace, Indices, LayerLayout, LayerRows, RowBuffer};
 use crate::memory::{ALIGNMENT, Backend, Region, Stream};
 use crate::tensor::TensorView;
@@ -62,7 +63,7 @@ pub struct GdnPool {
     /// Both states, one row a slot.
     rows: LayerRows,
     /// Locked by itself, so that long copies of states do not hold it up.
-    tracks: Mutex<RowTable>,
+    tracks: Mutex<Ledgered<RowTable<StateSlot>>>,
     executor: Executor,
 }
 
@@ -107,10 +108,10 @@ impl GdnPool {
         let recurrent = TensorView::contiguous(Arc::clone(&region), 0, DType::F32, &recurrent)?;
         let conv = TensorView::contiguous(region, conv_offset, dtype, &conv)?;
         let fit = |name: &str, number| fits_int32(&format!("{name} {number}"), Some(number));
-        let tracks = RowTable::new(
+        let tracks = Ledgered::from(RowTable::new(
             fit("the first track slot", max_reqs + 1)?,
             fit("max_track_slots", max_track_slots)?,
-        )?;
+        )?);
         Ok(Self { config: *config, slots, recurrent, conv, rows, tracks: Mutex::new(tracks), executor })
     }
 
@@ -173,7 +174,7 @@ impl GdnPool {
     ///
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a slot that is not there; nothing is zeroed then. On a
-    /// GPU an index there that names none is left out, and told by [`GdnPool::fault`].
+    /// GPU an index there that names none is left out, and reported by [`GdnPool::fault`].
     pub fn reset_states(&self, indices: &Indices<'_>, stream: Stream) -> Result<()> {
         self.executor.zero_rows(&self.rows, indices, stream)
     }
@@ -192,7 +193,7 @@ impl GdnPool {
         self.executor.copy_rows(&self.rows, dst, src, stream)
     }
 
-    /// Tells what is wrong with indices that an earlier call was given on the device, once. Makes no driver call.
+    /// Reports what is wrong with indices that an earlier call was given on the device, once. Makes no driver call.
     ///
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a slot that is not there: it was left out.
@@ -210,18 +211,18 @@ impl GdnPool {
     /// # Errors
     /// If strict, [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) when it would be dropped.
     pub fn free_track_slot(&self, slot: i64) -> Result<BadFrees> {
-        let (_, bad) = self.tracks().free(&IndexVec::I64(vec![slot]), self.config.strict, "track slot")?;
+        let (_, bad) = self.tracks().free(&IndexVec::I64(vec![slot]), self.config.strict)?;
         Ok(bad)
     }
 
     /// Notes from now on who takes and gives which track slot.
     pub fn keep_ledger(&self) {
-        self.tracks().rows_mut().book_mut().open();
+        self.tracks().book_mut().open();
     }
 
     /// Who owns which track slot.
-    pub fn tracks(&self) -> MutexGuard<'_, RowTable> {
+    pub fn tracks(&self) -> MutexGuard<'_, Ledgered<RowTable<StateSlot>>> {
         // A panic elsewhere cannot have left it half changed, so poison is ignored.
-        self.tracks.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.tracks)
     }
 }

@@ -34,9 +34,9 @@ pub struct KvConfig {
     pub dtype: DType,
     /// Slots in a page of the allocator that goes with it.
     pub page_size: usize,
-    /// Whether memory of the host is page-locked, where there is a driver: a backend such as [`Mapped`] can do that.
+    /// Whether memory of the host is page-locked, where there is a driver: a backend such as [`MappedHost`] can do that.
     ///
-    /// [`Mapped`]: crate::memory::Mapped
+    /// [`MappedHost`]: crate::memory::MappedHost
     pub pin_memory: bool,
 }
 
@@ -232,7 +232,7 @@ impl KvPool {
         self.executor.crowded()
     }
 
-    /// Tells what is wrong with indices that an earlier call was given on the device, once. Makes no driver call.
+    /// Reports what is wrong with indices that an earlier call was given on the device, once. Makes no driver call.
     ///
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a row that is not there: it was left out.
@@ -283,7 +283,7 @@ impl KvPool {
             TensorView::contiguous(region, 0, buffer.dtype(), &shape)
         };
         let out = [target(k)?, target(v)?];
-        let pairs = [(k, out[0].borrow()?), (v, out[1].borrow()?)];
+        let pairs = [(k, out[0].borrow()), (v, out[1].borrow())];
         self.executor.gather_rows(layer, &pairs, indices, Stream::DEFAULT)?;
         Ok(out)
     }
@@ -293,7 +293,7 @@ impl KvPool {
     /// # Errors
     /// As [`KvPool::gather_kv`], and [`ErrorKind::Config`](crate::base::ErrorKind::Config) or
     /// [`ErrorKind::Type`](crate::base::ErrorKind::Type) when `out` does not fit. Nothing is written then. On a GPU
-    /// the row of an index there that names none is zeroed, and [`KvPool::fault`] tells it.
+    /// the row of an index there that names none is zeroed, and [`KvPool::fault`] reports it.
     pub fn gather_kv_into(
         &self,
         layer: usize,

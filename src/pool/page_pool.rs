@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use crate::base::bounded::narrow;
 use crate::base::{DType, Device, Error, Result, bytes_of, widen};
-use crate::index::{BadFrees, RefCounts, Ticket, on_bad_frees};
+use crate::index::{BadFrees, Ledgered, RefCounts, Ticket, on_bad_frees};
 use crate::memory::{Backend, Contents, Region, Stream};
 use crate::tensor::TensorView;
 
@@ -50,7 +50,7 @@ pub struct PagePool {
     config: PageConfig,
     backend: Arc<dyn Backend>,
     page_bytes: usize,
-    pages: RefCounts,
+    pages: Ledgered<RefCounts>,
     /// The regions of the pages, in their order, each with the number of its first page.
     regions: Vec<(u32, Arc<Region>)>,
 }
@@ -64,7 +64,7 @@ impl PagePool {
     pub fn new(config: &PageConfig, backend: &Arc<dyn Backend>) -> Result<Self> {
         at_least_one(&[("page_size", config.page_size)])?;
         let page_bytes = bytes_of("a page", &[config.page_size], config.dtype)?;
-        let (pages, backend) = (RefCounts::default(), Arc::clone(backend));
+        let (pages, backend) = (Ledgered::default(), Arc::clone(backend));
         let mut pool = Self { config: *config, backend, page_bytes, pages, regions: Vec::new() };
         pool.add(config.initial_pages, Contents::Zeros)?;
         Ok(pool)
@@ -103,7 +103,7 @@ impl PagePool {
 
     /// Who owns which page.
     #[must_use]
-    pub const fn pages(&self) -> &RefCounts {
+    pub const fn pages(&self) -> &Ledgered<RefCounts> {
         &self.pages
     }
 

@@ -5,8 +5,8 @@ mod device;
 use std::sync::Arc;
 
 use crate::base::bounded::narrow;
-use crate::base::{DType, Device, Error, Id, IndexVec, Result, Row, bytes_of, widen};
-use crate::index::{BadFrees, FreedRow, RowTable};
+use crate::base::{DType, Device, Error, Id, IndexVec, RequestRow, Result, bytes_of, widen};
+use crate::index::{BadFrees, Ledgered, RowExtent, RowTable};
 use crate::kernels::{Executor, IndexSpace, Indices, Table};
 use crate::memory::{Backend, Borrowed, Event, Region, Stream};
 use crate::tensor::TensorView;
@@ -50,7 +50,7 @@ pub struct ReqToTokenConfig {
     pub max_reqs: usize,
     /// Columns.
     pub max_context_len: usize,
-    /// Whether row 0 is nobody's, before those of requests.
+    /// Whether row 0 is padding, before the rows of requests.
     pub padding_row: bool,
     /// Whether a bad free is an error.
     pub strict: bool,
@@ -81,7 +81,7 @@ pub struct ReqToTokenConfig {
 pub struct ReqToTokenPool {
     config: ReqToTokenConfig,
     table: TensorView,
-    rows: RowTable,
+    rows: Ledgered<RowTable<RequestRow>>,
     executor: Executor,
     /// What the host knows of a table on a device.
     mirror: Option<Arc<TableMirror>>,
@@ -108,7 +108,7 @@ impl ReqToTokenPool {
         let mirror =
             executor.gpu().map(|gpu| TableMirror::new(gpu, &region, shape[0], shape[1])).transpose()?;
         let table = TensorView::contiguous(region, 0, DType::I32, &shape)?;
-        let rows = RowTable::new(first, rows)?;
+        let rows = Ledgered::from(RowTable::new(first, rows)?);
         Ok(Self { config: *config, table, rows, executor, mirror })
     }
 
@@ -124,7 +124,7 @@ impl ReqToTokenPool {
         self.config.max_context_len
     }
 
-    /// Whether row 0 is nobody's.
+    /// Whether row 0 is padding.
     #[must_use]
     pub const fn padding_row(&self) -> bool {
         self.config.padding_row
@@ -150,7 +150,7 @@ impl ReqToTokenPool {
 
     /// Who owns which row.
     #[must_use]
-    pub const fn rows(&self) -> &RowTable {
+    pub const fn rows(&self) -> &Ledgered<RowTable<RequestRow>> {
         &self.rows
     }
 
@@ -168,7 +168,7 @@ impl ReqToTokenPool {
 
     /// Notes from now on who takes and gives what.
     pub fn keep_ledger(&mut self) {
-        self.rows.rows_mut().book_mut().open();
+        self.rows.book_mut().open();
     }
 
     /// Takes `count` rows of zeros, the longest free first, or returns `None`.
@@ -186,11 +186,11 @@ impl ReqToTokenPool {
     }
 
     /// Gives rows back that nobody got, and that are to be zeroed.
-    fn give_back(&mut self, taken: &[FreedRow]) {
+    fn give_back(&mut self, taken: &[RowExtent<RequestRow>]) {
         let rows = taken.iter().map(|taken| taken.row.number().into()).collect();
         let (_, bad) = self
             .rows
-            .free(&IndexVec::I64(rows), false, Row::NOUN)
+            .free(&IndexVec::I64(rows), false)
             .expect("a free that is not strict takes whatever it is given");
         debug_assert_eq!(bad.dropped(), 0, "all were taken just now");
         for taken in taken {
@@ -205,14 +205,14 @@ impl ReqToTokenPool {
     /// dropped; nothing is changed then. [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the driver refuses.
     pub fn free(&mut self, given: &IndexVec, stream: Stream) -> Result<BadFrees> {
         self.not_capturing(stream)?;
-        let (freed, bad) = self.rows.free(given, self.config.strict, Row::NOUN)?;
+        let (freed, bad) = self.rows.free(given, self.config.strict)?;
         self.clean(&freed, stream)?;
         Ok(bad)
     }
 
     /// Zeroes what was written to rows.
-    fn clean(&mut self, freed: &[FreedRow], stream: Stream) -> Result<()> {
-        let written = |freed: &FreedRow| {
+    fn clean(&mut self, freed: &[RowExtent<RequestRow>], stream: Stream) -> Result<()> {
+        let written = |freed: &RowExtent<RequestRow>| {
             let row = freed.row.number();
             (row, self.mirror.as_ref().map_or(freed.written, |mirror| mirror.extent(row).max(freed.written)))
         };
@@ -279,7 +279,7 @@ impl ReqToTokenPool {
         self.executor.crowded()
     }
 
-    /// Tells what is wrong with what an earlier call was given on the device, once. Makes no driver call.
+    /// Reports what is wrong with what an earlier call was given on the device, once. Makes no driver call.
     ///
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a place outside of the table,
@@ -294,7 +294,7 @@ impl ReqToTokenPool {
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a place outside of the table,
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when there are not as many values as places. Nothing is
-    /// written then. On a GPU what only the device knows to be wrong is left out, and [`ReqToTokenPool::fault`] tells
+    /// written then. On a GPU what only the device knows to be wrong is left out, and [`ReqToTokenPool::fault`] reports
     /// it.
     pub fn write(&mut self, index: &TableIndex<'_>, values: &Indices<'_>, stream: Stream) -> Result<()> {
         if let Some(mirror) = self.mirror.clone() {
@@ -311,7 +311,7 @@ impl ReqToTokenPool {
     }
 
     /// The row and the columns of a slice.
-    fn checked_columns(&self, row: i64, start: i64, end: Option<i64>) -> Result<(Row, usize, usize)> {
+    fn checked_columns(&self, row: i64, start: i64, end: Option<i64>) -> Result<(RequestRow, usize, usize)> {
         let row = self.checked_row(row)?;
         let columns = self.config.max_context_len;
         let stop = end.map_or(Some(columns), |end| usize::try_from(end).ok()).filter(|&stop| stop <= columns);
@@ -342,7 +342,7 @@ impl ReqToTokenPool {
         let values = broadcast(values, rows.len())?;
         for ((row, column), value) in rows.into_iter().zip(columns).zip(values.iter()) {
             self.table.region().write(self.place(widen(row), widen(column)), &[*value])?;
-            self.rows.note_written(Row::new(row), column + 1);
+            self.rows.note_written(RequestRow::new(row), column + 1);
         }
         Ok(())
     }
@@ -355,7 +355,7 @@ impl ReqToTokenPool {
 
     /// Makes columns from `from` on of a row `slots`: in host memory now; on a GPU a launch of the caller does it, and
     /// this notes it.
-    pub(super) fn put(&mut self, row: Row, from: usize, slots: &[i32]) -> Result<()> {
+    pub(super) fn put(&mut self, row: RequestRow, from: usize, slots: &[i32]) -> Result<()> {
         match &self.mirror {
             None => self.table.region().write(self.place(widen(row.number()), from), slots)?,
             Some(mirror) => mirror.wrote_columns(row.number(), from, slots),
@@ -365,7 +365,7 @@ impl ReqToTokenPool {
     }
 
     /// Notes that a launch of the caller failed, which may have written the first `end` columns of a row.
-    pub(super) fn note_failed_write(&mut self, row: Row, end: usize) {
+    pub(super) fn note_failed_write(&mut self, row: RequestRow, end: usize) {
         if let Some(mirror) = &self.mirror {
             mirror.forget([row.number()]);
         }
@@ -373,12 +373,12 @@ impl ReqToTokenPool {
     }
 
     /// Notes that columns below `end` of a row are written.
-    fn note_written(&mut self, row: Row, end: usize) {
+    fn note_written(&mut self, row: RequestRow, end: usize) {
         self.rows.note_written(row, narrow(end));
     }
 
-    fn checked_row(&self, row: i64) -> Result<Row> {
-        IndexVec::I64(vec![row]).rows("row", self.table_rows()).map(|rows| Row::new(rows[0]))
+    fn checked_row(&self, row: i64) -> Result<RequestRow> {
+        IndexVec::I64(vec![row]).rows("row", self.table_rows()).map(|rows| RequestRow::new(rows[0]))
     }
 
     /// The first `length` columns of a row, without a copy.
@@ -399,7 +399,7 @@ impl ReqToTokenPool {
         TensorView::contiguous(Arc::clone(self.table.region()), offset, DType::I32, &[length])
     }
 
-    /// Notes that somebody wrote these rows past this class: they are zeroed whole when they are freed, and the host
+    /// Notes that these rows were written past this class: they are zeroed whole when they are freed, and the host
     /// does not claim to know them until then. `version` is the framework's count of its own writes to the table,
     /// which are accounted for now.
     ///
@@ -408,7 +408,7 @@ impl ReqToTokenPool {
     pub fn mark_modified(&mut self, rows: &IndexVec, version: Option<u64>) -> Result<()> {
         let rows = rows.rows("row", self.table_rows())?;
         for &row in &rows {
-            self.rows.note_written(Row::new(row), self.columns());
+            self.rows.note_written(RequestRow::new(row), self.columns());
         }
         if let Some(mirror) = &self.mirror {
             mirror.forget(rows);
@@ -426,7 +426,7 @@ impl ReqToTokenPool {
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) or [`ErrorKind::Type`](crate::base::ErrorKind::Type) when
     /// a length or `out` does not fit, [`ErrorKind::Index`](crate::base::ErrorKind::Index) when a row is not in the
     /// table or a part not in `out`. Nothing is written then. On a GPU what only the device knows to be wrong is left
-    /// out, and [`ReqToTokenPool::fault`] tells it.
+    /// out, and [`ReqToTokenPool::fault`] reports it.
     pub fn build_kv_indices(
         &self,
         rows: &Indices<'_>,

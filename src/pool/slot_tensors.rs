@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::{Arc, Weak};
 
 use crate::base::{Device, Error, ErrorKind, IndexVec, Page, Result, widen};
-use crate::index::{Act, BadFrees, FenceId, Ledger, Order, SlotAllocator, SlotStats};
+use crate::index::{Act, BadFrees, FenceId, Ledger, Ledgered, Order, SlotAllocator, SlotStats};
 use crate::kernels::{Indices, read_now};
 use crate::memory::{Backend, Borrowed, Event, Gpu, Keep, Stream};
 use crate::tensor::TensorView;
@@ -21,7 +21,7 @@ use super::{AllocatorConfig, KvPool};
 /// that are not complete.
 #[derive(Debug)]
 pub(super) struct SlotTensors {
-    slots: SlotAllocator,
+    slots: Ledgered<SlotAllocator>,
     device: Device,
     /// On a GPU, where the tensors are.
     stage: Option<Stage>,
@@ -56,7 +56,7 @@ impl SlotTensors {
     pub(super) fn new(config: &AllocatorConfig, backend: &Arc<dyn Backend>) -> Result<Self> {
         let AllocatorConfig { size, page_size, need_sort, strict } = *config;
         let order = if need_sort { Order::Sorted } else { Order::Fifo };
-        let slots = SlotAllocator::new(size, page_size, order)?;
+        let slots = Ledgered::from(SlotAllocator::new(size, page_size, order)?);
         let mut deferred = Deferred::default();
         let stage = match backend.gpu() {
             None => None,
@@ -80,13 +80,13 @@ impl SlotTensors {
     }
 
     /// Who owns which slot. Frees that have not landed are not counted in.
-    pub(super) const fn slots(&self) -> &SlotAllocator {
+    pub(super) const fn slots(&self) -> &Ledgered<SlotAllocator> {
         &self.slots
     }
 
     /// Notes from now on who takes and gives what.
     pub(super) fn keep_ledger(&mut self) {
-        self.slots.pages_mut().book_mut().open();
+        self.slots.book_mut().open();
     }
 
     /// What this thread is doing, if a ledger is kept.
@@ -96,12 +96,12 @@ impl SlotTensors {
 
     /// Whether it is noted who takes and gives what.
     pub(super) fn keeps_ledger(&self) -> bool {
-        self.slots.pages().book().ledger().is_some()
+        self.slots.book().ledger().is_some()
     }
 
     /// Has rows of `kv` poisoned when their slots become free, if a ledger is kept.
     pub(super) fn poison_freed(&mut self, kv: &Arc<KvPool>) {
-        if let Some(ledger) = self.slots.pages_mut().book_mut().ledger_mut() {
+        if let Some(ledger) = self.slots.book_mut().ledger_mut() {
             ledger.list_freed();
             self.poisoned.push(Arc::downgrade(kv));
         }
@@ -115,7 +115,7 @@ impl SlotTensors {
         if self.poisoned.is_empty() {
             return Ok(());
         }
-        let pages = self.slots.pages_mut().book_mut().ledger_mut().map_or(Vec::new(), Ledger::take_freed);
+        let pages = self.slots.book_mut().ledger_mut().map_or(Vec::new(), Ledger::take_freed);
         let page_size = self.slots.page_size();
         let slots: Vec<_> =
             pages.iter().map(|run| widen(run.start) * page_size..widen(run.end) * page_size).collect();
@@ -124,7 +124,7 @@ impl SlotTensors {
     }
 
     /// As [`Self::slots`], for a planner, which makes its own tensors.
-    pub(super) const fn slots_mut(&mut self) -> &mut SlotAllocator {
+    pub(super) const fn slots_mut(&mut self) -> &mut Ledgered<SlotAllocator> {
         &mut self.slots
     }
 
@@ -232,8 +232,7 @@ impl SlotTensors {
 
     /// Gives back what was handed out in `view` and never used: its pages but those that were only `continued`.
     pub(super) fn undo(&mut self, view: &TensorView, continued: &[Page]) {
-        let Ok(tensor) = view.borrow() else { return };
-        let slots = match Indices::of(tensor, Some(0)) {
+        let slots = match Indices::of(view.borrow(), Some(0)) {
             Ok(Indices::Host(values)) => Some(values),
             Ok(Indices::Device { tensor, version }) => known_values(&tensor, version),
             Err(_) => None,

@@ -1,13 +1,14 @@
-//! The next slots, on the device before anybody asks for them.
+//! The next slots, on the device before they are asked for.
 
 use std::collections::VecDeque;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use crate::base::bounded::narrow;
+use crate::base::sync::lock;
 use crate::base::{DType, Error, ErrorKind, Result, zeros};
 use crate::index::Bitmap;
-use crate::memory::{Backend, Borrowed, Contents, Event, Gpu, Region, Returned, Ring, Stream, Users};
+use crate::memory::{Backend, Borrowed, Contents, Event, Gpu, Region, ReturnedParts, Ring, Stream, Users};
 use crate::tensor::TensorView;
 
 use super::mirror::{Mirror, publish, stepped};
@@ -35,7 +36,7 @@ pub(super) struct Stage {
     ring: Ring,
     copy: Arc<StageMirror>,
     /// Parts of the region whose tensors are gone.
-    returned: Arc<Returned>,
+    returned: Arc<ReturnedParts>,
     /// Positions that no tensor and no window covers.
     free: Bitmap,
     window: Option<Window>,
@@ -66,7 +67,7 @@ struct StageMirror {
 
 impl StageMirror {
     fn locked<R>(&self, work: impl FnOnce(&mut Vec<i32>) -> R) -> R {
-        work(&mut self.values.lock().unwrap_or_else(PoisonError::into_inner))
+        work(&mut lock(&self.values))
     }
 }
 

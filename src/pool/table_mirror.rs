@@ -2,12 +2,13 @@
 
 use std::collections::{HashSet, VecDeque};
 use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use crate::base::bounded::narrow;
+use crate::base::sync::lock;
 use crate::base::{Result, widen, zeros};
 use crate::index::Bitmap;
-use crate::memory::{Gpu, Held, Region, Ring};
+use crate::memory::{Gpu, Region, Reply, Ring};
 
 use super::mirror::{Mirror, publish, stepped};
 
@@ -42,7 +43,7 @@ struct State {
 #[derive(Debug)]
 enum Step {
     /// A kernel echoes so many places and what it wrote to them.
-    Echo(Held, usize),
+    Echo(Reply, usize),
     /// The first columns of rows were zeroed.
     Zero(Vec<(u32, u32)>),
     /// Columns from one on of a row became these.
@@ -100,7 +101,7 @@ impl TableMirror {
     }
 
     /// Notes that a kernel will echo `count` places that it wrote.
-    pub(super) fn expect_echo(&self, held: Held, count: usize) {
+    pub(super) fn expect_echo(&self, held: Reply, count: usize) {
         self.lock().steps.push_back(Step::Echo(held, count));
     }
 
@@ -183,7 +184,7 @@ impl TableMirror {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 }
 

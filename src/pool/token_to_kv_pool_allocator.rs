@@ -1,10 +1,11 @@
 //! Token slots as tensors, shared by threads.
 
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
+use crate::base::sync::lock;
 use crate::base::{Device, Error, IndexVec, Page, Result, blocking};
-use crate::index::{BadFrees, FenceId, SlotAllocator, SlotStats, ascending_runs};
+use crate::index::{BadFrees, FenceId, Ledgered, SlotAllocator, SlotStats, ascending_runs};
 use crate::kernels::Indices;
 use crate::memory::{Backend, Borrowed, Keep, Stream};
 use crate::tensor::TensorView;
@@ -101,7 +102,7 @@ impl TokenToKvPoolAllocator {
 
     /// Asks `reclaim`, until it is dropped, when slots are short: after those that were registered before.
     pub fn on_shortage(&self, reclaim: &Arc<dyn Reclaim>) {
-        self.reclaim.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::downgrade(reclaim));
+        lock(&self.reclaim).push(Arc::downgrade(reclaim));
     }
 
     /// Notes from now on who takes and gives what.
@@ -327,7 +328,7 @@ impl TokenToKvPoolAllocator {
         if slots == 0 {
             return Ok(false);
         }
-        let mut registered = self.reclaim.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut registered = lock(&self.reclaim);
         registered.retain(|reclaim| reclaim.strong_count() > 0);
         let asked: Vec<_> = registered.iter().filter_map(Weak::upgrade).collect();
         drop(registered);
@@ -375,10 +376,9 @@ impl TokenToKvPoolAllocator {
         }
     }
 
-    /// Poison is ignored: what the lock guards holds together wherever its methods may panic.
     #[inline]
     pub(super) fn lock(&self) -> MutexGuard<'_, SlotTensors> {
-        self.slots.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.slots)
     }
 
     const fn grant(&self, view: TensorView, continued: Vec<Page>) -> Grant<'_> {
@@ -386,7 +386,7 @@ impl TokenToKvPoolAllocator {
     }
 
     /// Shows `look` who owns which slot, under the lock. Frees that have not landed are not counted in.
-    pub fn look<R>(&self, look: impl FnOnce(&SlotAllocator) -> R) -> R {
+    pub fn look<R>(&self, look: impl FnOnce(&Ledgered<SlotAllocator>) -> R) -> R {
         look(self.lock().slots())
     }
 
@@ -437,7 +437,7 @@ impl TokenToKvPoolAllocator {
     /// Slots in a page.
     #[must_use]
     pub fn page_size(&self) -> usize {
-        self.look(SlotAllocator::page_size)
+        self.look(|slots| slots.page_size())
     }
 
     /// Slots that can be handed out now or when frees have landed. Those are counted as whole pages of their own,

@@ -3,9 +3,10 @@
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::{self, ThreadId};
 
+use crate::base::sync::lock;
 use crate::base::{DType, Device, Dims, Error, ErrorKind, Result};
 use crate::index::Arena;
 use crate::memory::{ALIGNMENT, Backend, Contents, Gpu, Region, Stream};
@@ -67,7 +68,7 @@ struct State {
     entered: usize,
     /// Segments that a framework has.
     segments: usize,
-    /// What was asked for in vain since somebody entered it.
+    /// What could not be allocated since it was entered.
     refused: Option<Error>,
     order: Order,
 }
@@ -114,7 +115,7 @@ impl Order {
 
 impl Shared {
     fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     /// Cuts `bytes` from the arena for work on `stream`.
@@ -233,7 +234,7 @@ impl Workspace {
     }
 
     fn lock(&self) -> MutexGuard<'_, Option<Arc<Shared>>> {
-        self.shared.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.shared)
     }
 
     /// Does `work` with the arena, as its owner.
@@ -328,7 +329,7 @@ impl Workspace {
         })
     }
 
-    /// Ends what [`Workspace::enter`] began, and tells what was asked for in vain last.
+    /// Ends what [`Workspace::enter`] began, and returns what could not be allocated last.
     ///
     /// # Errors
     /// [`ErrorKind::State`] where there was no such beginning.
@@ -367,8 +368,8 @@ type Segments = BTreeMap<usize, (Arc<Shared>, Range<usize>)>;
 /// Segments that frameworks have.
 static SEGMENTS: Mutex<Segments> = Mutex::new(BTreeMap::new());
 
-/// Takes `bytes` from the arena that this thread has entered, for work on `stream`, and tells its address. `None` if there
-/// is no arena of that device, or not so much left: [`Workspace::leave`] tells why.
+/// Takes `bytes` from the arena that this thread has entered, for work on `stream`, and returns its address. `None` if there
+/// is no arena of that device, or not so much left: [`Workspace::leave`] says why.
 ///
 /// Its memory stays until [`give_back_segment`], also after the workspace is closed.
 #[must_use]
@@ -405,5 +406,5 @@ pub fn give_back_segment(address: usize) {
 }
 
 fn segments() -> MutexGuard<'static, Segments> {
-    SEGMENTS.lock().unwrap_or_else(PoisonError::into_inner)
+    lock(&SEGMENTS)
 }

@@ -39,7 +39,7 @@ impl TensorArg<'_, '_> {
             Self::Torch(torch, tensor) => torch.describe(tensor),
             Self::Array(array) => describe_array(array),
             Self::Imported(import) => Ok(import.borrow()?),
-            Self::Own(tensor) => Ok(tensor.view().borrow()?),
+            Self::Own(tensor) => Ok(tensor.view().borrow()),
         }
     }
 

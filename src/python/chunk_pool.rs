@@ -10,8 +10,8 @@ use pyo3::{PyTraverseError, gc::PyVisit};
 
 use crate::base::{Device, Dims, Error, widen};
 use crate::index::Ticket;
-use crate::kernels::Way;
-use crate::memory::{Backend, Event, Mapped, PageLocking as Locking, Progress, Report, Stream};
+use crate::kernels::Direction;
+use crate::memory::{Backend, Event, MappedHost, PageLocking as Locking, Progress, Report, Stream};
 use crate::pool::{Attempt, ChunkConfig, ChunkPool as Pool};
 
 use super::args;
@@ -54,7 +54,7 @@ const SLICE: Duration = Duration::from_millis(50);
 pub(super) struct ChunkPool {
     pool: Arc<Pool>,
     /// Where host memory comes from.
-    mapped: Option<Arc<Mapped>>,
+    mapped: Option<Arc<MappedHost>>,
     numa_node: Option<usize>,
     debug: Debug,
     reporter: Reporter,
@@ -63,7 +63,7 @@ pub(super) struct ChunkPool {
     tensors: MadeTensors<Ticket>,
 }
 
-/// What copies under way read or write, with the points after them.
+/// What copies under direction read or write, with the points after them.
 #[derive(Default)]
 struct Held(Mutex<Vec<(Arc<Event>, Py<PyAny>)>>);
 
@@ -215,7 +215,7 @@ impl ChunkPool {
         }
         let (mapped, backend): (_, Arc<dyn Backend>) = match device {
             Device::Cpu => {
-                let mapped = Arc::new(Mapped::new(numa_node, huge_pages)?);
+                let mapped = Arc::new(MappedHost::new(numa_node, huge_pages)?);
                 (Some(Arc::clone(&mapped)), mapped)
             }
             Device::Cuda(_) => (None, backend(py, device)?),
@@ -243,7 +243,7 @@ impl ChunkPool {
 
     /// Takes a chunk, with one reference.
     ///
-    /// While page-locking goes on and all chunks that are ready are taken, or copies of a freed chunk are under way, it
+    /// While page-locking goes on and all chunks that are ready are taken, or copies of a freed chunk are under direction, it
     /// waits for them, without the GIL.
     ///
     /// Returns:
@@ -508,7 +508,7 @@ impl Chunk {
         tensor: &Bound<'_, PyAny>,
         stream: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<ChunkCopy> {
-        self.copy(py, tensor, Way::In, stream)
+        self.copy(py, tensor, Direction::Pack, stream)
     }
 
     /// Copies the beginning of the chunk to the elements of `tensor`, in order. As `copy_from` otherwise.
@@ -524,7 +524,7 @@ impl Chunk {
         tensor: &Bound<'_, PyAny>,
         stream: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<ChunkCopy> {
-        self.copy(py, tensor, Way::Out, stream)
+        self.copy(py, tensor, Direction::Unpack, stream)
     }
 
     fn __enter__(slf: Bound<'_, Self>) -> Bound<'_, Self> {
@@ -550,11 +550,15 @@ impl Chunk {
         &self,
         py: Python<'_>,
         tensor: &Bound<'_, PyAny>,
-        way: Way,
+        direction: Direction,
         stream: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<ChunkCopy> {
         let pool = self.pool.get();
-        let given = if way == Way::Out { args::output(tensor)? } else { args::values("tensor", tensor)? };
+        let given = if direction == Direction::Unpack {
+            args::output(tensor)?
+        } else {
+            args::values("tensor", tensor)?
+        };
         let device = match given.borrow()?.device() {
             Device::Cpu => pool.pool.device(),
             theirs @ Device::Cuda(_) => theirs,
@@ -564,7 +568,7 @@ impl Chunk {
             None => current_stream(py, device)?,
         };
         let borrowed = given.borrow()?;
-        let done = py.detach(|| pool.pool.copy(self.ticket, &borrowed, way, stream))?;
+        let done = py.detach(|| pool.pool.copy(self.ticket, &borrowed, direction, stream))?;
         if let Some(done) = &done {
             pool.held.let_go(Some((Arc::clone(done), given.keeper(tensor))));
         }

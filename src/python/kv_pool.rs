@@ -9,7 +9,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyList;
 
 use crate::base::{DType, Device, Dims};
-use crate::memory::{Backend, Mapped, Stream};
+use crate::memory::{Backend, MappedHost, Stream};
 use crate::pool::{KvConfig, KvPool as Pool, Scales, make_room};
 
 use super::args::{self, Arg};
@@ -145,7 +145,7 @@ impl KvPool {
             pin_memory,
         };
         let backend: Arc<dyn Backend> = match args::device(device)? {
-            Device::Cpu if pin_memory => Arc::new(Mapped::default()),
+            Device::Cpu if pin_memory => Arc::new(MappedHost::default()),
             device => backend(py, device)?,
         };
         let pool = Arc::new(py.detach(|| Pool::new(&config, &backend))?);

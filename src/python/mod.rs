@@ -34,20 +34,15 @@ mod tensor;
 mod token_to_kv_pool_allocator;
 mod workspace;
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use pyo3::prelude::*;
 use pyo3::types::IntoPyDict;
 
+use crate::base::sync::lock;
 use crate::base::{DType, Device, bytes_of, on_blocking};
 use crate::memory::{Region, Stream};
 use crate::tensor::TensorView;
-
-/// Locks it. A panic under the lock cannot have left sets half changed, so poison is ignored.
-#[inline]
-fn lock<T>(value: &Mutex<T>) -> MutexGuard<'_, T> {
-    value.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 /// Does `work` under the lock. An error becomes an exception, which runs Python code, only after it.
 fn with<T, R>(value: &Mutex<T>, work: impl FnOnce(&mut T) -> crate::base::Result<R>) -> PyResult<R> {

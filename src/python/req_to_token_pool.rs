@@ -8,7 +8,7 @@ use pyo3::gc::PyVisit;
 use pyo3::prelude::*;
 use pyo3::types::PySlice;
 
-use crate::base::{Device, Error, Id, IndexVec, Row, reserve};
+use crate::base::{Device, Error, Id, IndexVec, RequestRow, reserve};
 use crate::memory::Stream;
 use crate::pool::{ReqToTokenConfig, ReqToTokenPool as Pool, TableIndex, make_room};
 
@@ -206,7 +206,7 @@ impl ReqToTokenPool {
         let values = args::index_or_indices(slot_or_slots)?.values(py)?;
         let stream = self.stream(py, values.len())?;
         let bad = with(&self.pool, |pool| pool.free(&values, stream))?;
-        self.reporter.bad_frees(py, &bad, Row::NOUN, values.len(), self.debug);
+        self.reporter.bad_frees(py, &bad, RequestRow::NOUN, values.len(), self.debug);
         Ok(())
     }
 

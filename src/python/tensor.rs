@@ -99,7 +99,7 @@ impl Tensor {
         let copy = py.detach(|| -> crate::base::Result<TensorView> {
             gpu.not_capturing(stream, "a copy to the host, which is waited for,")?;
             let region = Region::scratch(view.shape().bytes(view.dtype())?)?;
-            gpu.copy_out(&view.borrow()?, region.range(0, region.bytes())?, stream)?;
+            gpu.copy_out(&view.borrow(), region.range(0, region.bytes())?, stream)?;
             gpu.synchronize(stream)?;
             TensorView::packed(Arc::new(region), 0, view.dtype(), *view.shape())
         })?;

@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
 use crate::base::{Device, Id, Slot};
-use crate::index::{BadFrees, SlotAllocator};
+use crate::index::BadFrees;
 use crate::memory::{Keep, Stream};
 use crate::pool::{AllocatorConfig, Grant, Notice, OnNotice, TokenToKvPoolAllocator as Pool};
 use crate::tensor::TensorView;
@@ -428,7 +428,7 @@ impl TokenToKvPoolAllocator {
     /// Slots asked for at construction.
     #[getter]
     fn size(&self) -> usize {
-        self.pool.look(SlotAllocator::size)
+        self.pool.look(|slots| slots.size())
     }
 
     /// Slots in a page.
@@ -478,7 +478,7 @@ impl FreeGroup {
     #[pyo3(signature = (*exception))]
     fn __exit__(&self, py: Python<'_>, exception: &Bound<'_, PyTuple>) -> PyResult<()> {
         let allocator = self.allocator.get();
-        if !allocator.pool.look(SlotAllocator::in_group) {
+        if !allocator.pool.look(|slots| slots.in_group()) {
             // The body cleared the pool, and the group with it.
             return Ok(());
         }

@@ -201,9 +201,7 @@ pub fn raw_device(device: Device) -> RawDevice {
 fn device_of(raw: RawDevice) -> Result<Device> {
     match raw.kind {
         CPU | CUDA_HOST => Ok(Device::Cpu),
-        CUDA => u32::try_from(raw.ordinal).map(Device::Cuda).map_err(|_| {
-            Error::config(format!("a tensor on CUDA device {} cannot be used here", raw.ordinal))
-        }),
+        CUDA if raw.ordinal >= 0 => Ok(Device::Cuda(raw.ordinal.cast_unsigned())),
         kind => Err(Error::config(format!("a tensor on DLPack device type {kind} cannot be used here"))),
     }
 }
@@ -378,9 +376,10 @@ impl Drop for Import {
 pub unsafe fn borrow<'a>(raw: &RawTensor, _owner: PhantomData<&'a ()>) -> Result<Borrowed<'a>> {
     let dtype = dtype_of(raw.dtype)?;
     let device = device_of(raw.device)?;
-    let ndim = usize::try_from(raw.ndim).ok().filter(|&ndim| ndim <= MAX_NDIM).ok_or_else(|| {
-        Error::config(format!("a tensor of {} dimensions; at most {MAX_NDIM} are supported", raw.ndim))
-    })?;
+    let ndim = match usize::try_from(raw.ndim) {
+        Ok(ndim) if ndim <= MAX_NDIM => ndim,
+        _ => return Err(too_many_dimensions(raw.ndim)),
+    };
     let shape = if ndim == 0 {
         Dims::new(&[])?
     } else if raw.shape.is_null() {
@@ -403,7 +402,13 @@ pub unsafe fn borrow<'a>(raw: &RawTensor, _owner: PhantomData<&'a ()>) -> Result
     Ok(unsafe { Borrowed::new(address, dtype, device, shape, strides) })
 }
 
+#[cold]
+fn too_many_dimensions(ndim: i32) -> Error {
+    Error::config(format!("a tensor of {ndim} dimensions; at most {MAX_NDIM} are supported"))
+}
+
 /// Where element 0 of a tensor is.
+#[inline]
 fn first_element(raw: &RawTensor) -> *mut u8 {
     let offset = usize::try_from(raw.byte_offset).expect("an address has 64 bits");
     raw.data.cast::<u8>().wrapping_add(offset)

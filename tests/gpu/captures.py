@@ -229,6 +229,14 @@ def _finding(attempt: Attempt, did: str, wanted: Sequence[str]) -> dict[str, obj
     }
 
 
+def take(allocator: TokenToKVPoolAllocator) -> torch.Tensor:
+    """64 slots."""
+    slots = allocator.alloc(64)
+    if slots is None:
+        raise RuntimeError("the pool is short")
+    return slots
+
+
 def try_read(device: Device, name: str) -> dict[str, object]:
     """Slots read on a second stream after their tensor is gone: how often others were read in their place."""
     allocator = TokenToKVPoolAllocator(4096, "cuda", need_sort=False)
@@ -237,14 +245,14 @@ def try_read(device: Device, name: str) -> dict[str, object]:
     ones = torch.ones(8, 1, 8).cuda()
     numbers = torch.arange(4097, dtype=torch.int32).cuda()
     with device.on(first):
-        allocator.free(allocator.alloc(64))
+        allocator.free(take(allocator))
     wrong = 0
     for _ in range(READS):
         allocator.clear()
         pool.k_buffer[0].zero_()
         device.synchronize()
         with device.on(first):
-            slots = allocator.alloc(64)[:8]
+            slots = take(allocator)[:8]
             wanted = slots.tolist()
         device.order(first, second)
         with device.on(second):

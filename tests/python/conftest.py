@@ -7,6 +7,7 @@ made of software, preloaded. Without either they are left out; `KVPOOL_REQUIRE_C
 from __future__ import annotations
 
 import gc
+import json
 import os
 import subprocess
 import sys
@@ -67,10 +68,9 @@ def why_no_cuda(config: pytest.Config) -> str | None:
     return "no NVIDIA GPU that PyTorch can use; `pytest --software` runs this on a driver made of software"
 
 
-def pytest_collection_finish() -> None:
-    """Has later collections of garbage look at what tests make, and not at all of PyTorch each time."""
-    gc.collect()
-    gc.freeze()
+def pytest_unconfigure() -> None:
+    """Lets the interpreter take PyTorch down as it likes."""
+    gc.unfreeze()
 
 
 LEFT_OUT = pytest.StashKey[int]()
@@ -93,6 +93,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     count = config.stash.get(LEFT_OUT, 0)
     if count:
         terminalreporter.write_line(f"SKIPPED [{count}] tests marked cuda: {why_no_cuda(config)}")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _without_older_objects() -> None:
+    """Has collections of garbage look at what a file's tests make, and not at all of PyTorch each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
@@ -131,29 +138,82 @@ def driver(request: pytest.FixtureRequest) -> Iterator[Driver]:
 
 
 class RunSnippet(Protocol):
-    """Runs Python code in a fresh interpreter and returns what it printed."""
+    """Runs Python code in an interpreter of its own and returns what it printed."""
 
     def __call__(
-        self, code: str, *, hidden: Sequence[str] = (), env: dict[str, str] | None = None
+        self,
+        code: str,
+        *,
+        hidden: Sequence[str] = (),
+        env: dict[str, str] | None = None,
+        has_torch: bool = False,
     ) -> str: ...
 
 
-@pytest.fixture
-def run_snippet() -> RunSnippet:
-    """A fresh interpreter in which the `hidden` modules can't be imported, and every warning is an error."""
+# Forks for each snippet, whose code then is that of the main module until the interpreter ends.
+WITH_TORCH = """
+import json, os, sys, warnings
+import torch
+for line in sys.stdin:
+    code, *names = json.loads(line)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        child = os.fork()
+    if child == 0:
+        for fd, name in enumerate(names):
+            os.dup2(os.open(name, os.O_RDWR | os.O_CREAT), fd)
+        del line, names, child, fd, name
+        exec(compile(code, "<snippet>", "exec"))
+        break
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
 
-    def run(code: str, *, hidden: Sequence[str] = (), env: dict[str, str] | None = None) -> str:
+
+@pytest.fixture(scope="session")
+def with_torch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], tuple[int, str, str]]]:
+    """Runs code in a fork of an interpreter that has imported PyTorch, which takes long, and nothing else."""
+    folder = tmp_path_factory.mktemp("snippets")
+    process: subprocess.Popen[str] | None = None
+
+    def run(code: str) -> tuple[int, str, str]:
+        nonlocal process
+        if process is None:
+            command = [sys.executable, "-W", "error", "-c", WITH_TORCH]
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        out, err = folder / "out", folder / "err"
+        for file in (out, err):
+            file.unlink(missing_ok=True)
+        print(json.dumps([code, os.devnull, str(out), str(err)]), file=process.stdin, flush=True)
+        return int(process.stdout.readline()), out.read_text(), err.read_text()
+
+    yield run
+    if process is not None:
+        process.communicate()
+
+
+@pytest.fixture
+def run_snippet(with_torch: Callable[[str], tuple[int, str, str]]) -> RunSnippet:
+    """An interpreter in which the `hidden` modules can't be imported, and every warning is an error."""
+
+    def run(
+        code: str, *, hidden: Sequence[str] = (), env: dict[str, str] | None = None, has_torch: bool = False
+    ) -> str:
         hide = "".join(f"sys.modules[{name!r}] = None\n" for name in hidden)
-        done = subprocess.run(
-            [sys.executable, "-W", "error", "-c", f"import sys\n{hide}{textwrap.dedent(code)}"],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-            env={**os.environ, **(env or {})},
-        )
-        assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
-        return done.stdout
+        code = f"import sys\n{hide}{textwrap.dedent(code)}"
+        if has_torch:
+            assert not env
+            status, out, err = with_torch(code)
+        else:
+            command = [sys.executable, "-W", "error", "-c", code]
+            environment = {**os.environ, **(env or {})}
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=120, check=False, env=environment
+            )
+            status, out, err = done.returncode, done.stdout, done.stderr
+        assert status == 0, f"exit status {status}\n{out}\n{err}"
+        return out
 
     return run
 

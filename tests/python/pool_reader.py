@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import devices
 import numpy as np
 import torch
+from common import some
 from devices import here
 
 from kvpool import KVPool, ReqToTokenPool, TokenToKVPoolAllocator
@@ -62,7 +63,7 @@ class PoolReader:
         assert {*host.req_pool_indices[host.seq_lens == new].tolist()} == fresh
         page_size, logits = self.allocator.page_size, []
         for request, seq_len in enumerate(host.seq_lens.tolist()):
-            pages = host.kv_indices[host.kv_indptr[request] : host.kv_indptr[request + 1]]
+            pages = some(host.kv_indices)[host.kv_indptr[request] : host.kv_indptr[request + 1]]
             slots = (pages[:, None] * page_size + np.arange(page_size)).flatten()[:seq_len]
             tokens, _ = self.pool.gather_kv(0, slots)
             logits.append(logits_after([int(token) for token in tokens.flatten().tolist()]))

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import ctypes
 from contextlib import contextmanager
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
 import kvpool
 
@@ -201,7 +201,7 @@ def to_device(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_on_device(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.device.type == "cuda"
+    return isinstance(value, torch.Tensor) and value.is_cuda
 
 
 class SoftwareTorch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -216,12 +216,26 @@ class SoftwareTorch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:  # noqa: ANN401
         kwargs = kwargs or {}
         found: list[torch.Tensor] = []
-        tree_map(lambda value: found.append(value) if _is_on_device(value) else None, (args, kwargs))
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, torch.Tensor):
+                if value.is_cuda:
+                    found.append(value)
+            elif isinstance(value, (list, tuple)):
+                found += [one for one in value if _is_on_device(one)]
         device = kwargs.get("device")
         target = torch.device(device) if device is not None else None
         if func.is_view or (not found and (target is None or target.type != "cuda")):
             return func(*args, **kwargs)
         return _on_host(func, args, kwargs, found, target)
+
+
+def _mapped(change: Callable[[torch.Tensor], Any], value: Any) -> Any:  # noqa: ANN401
+    """A value of an operation with its tensors changed: one, or a list of some."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)([_mapped(change, one) for one in value])
+    return value
 
 
 def _on_host(
@@ -233,40 +247,40 @@ def _on_host(
 ) -> Any:  # noqa: ANN401
     copies = {id(tensor): to_host(tensor) for tensor in found}
 
-    def swap(value: Any) -> Any:  # noqa: ANN401
-        return copies.get(id(value), value) if _is_on_device(value) else value
+    def swap(tensor: torch.Tensor) -> torch.Tensor:
+        return copies.get(id(tensor), tensor)
 
-    swapped = tree_map(swap, (args, kwargs))
+    on_host = {name: _mapped(swap, value) for name, value in kwargs.items()}
     if target is not None:
-        swapped[1]["device"] = torch.device("cpu")
-    answer = func(*swapped[0], **swapped[1])
-    written = {
-        id(copies[id(tensor)]): tensor for tensor in _written(func, args, kwargs) if id(tensor) in copies
-    }
+        on_host["device"] = torch.device("cpu")
+    answer = func(*(_mapped(swap, value) for value in args), **on_host)
+    written = {}
+    for position, name in _written(func):
+        value = args[position] if position < len(args) else kwargs.get(name)
+        for tensor in [value] if isinstance(value, torch.Tensor) else value or []:
+            if id(tensor) in copies:
+                written[id(copies[id(tensor)])] = tensor
     for tensor in written.values():
-        span = (_span(tensor),)
-        tensor.as_strided(span, (1,)).copy_(copies[id(tensor)].as_strided(span, (1,)))
+        span, source = (_span(tensor),), copies[id(tensor)]
+        tensor.as_strided(span, (1,)).copy_(source.as_strided(span, (1,)))
     stays = target is not None and target.type == "cpu"
 
-    def back(value: Any) -> Any:  # noqa: ANN401
-        if not isinstance(value, torch.Tensor) or _is_on_device(value):
+    def back(value: torch.Tensor) -> torch.Tensor:
+        if value.is_cuda:
             return value
         if id(value) in written:
             return written[id(value)]
         is_argument = any(value is argument for argument in (*args, *kwargs.values()))
         return value if stays or is_argument else to_device(value)
 
-    return tree_map(back, answer)
+    return _mapped(back, answer)
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:  # noqa: ANN401
-    """The tensors that an operation writes to, by its schema."""
-    tensors = []
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            tensors += [value] if isinstance(value, torch.Tensor) else list(value or [])
-    return tensors
+@cache
+def _written(func: Any) -> list[tuple[int, str]]:  # noqa: ANN401
+    """Place and name of the arguments that an operation writes to, by its schema."""
+    arguments = enumerate(func._schema.arguments)
+    return [(place, each.name) for place, each in arguments if each.alias_info and each.alias_info.is_write]
 
 
 def each_call(

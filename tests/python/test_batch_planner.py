@@ -76,7 +76,7 @@ def test_sizes_below_one(sizes: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("sizes", [(2**40, 1), (1, 2**40), (10**30, 1), (1, 10**30), (2**31, 2**31)])
-def test_sizes_that_can_not_be(sizes: tuple[int, int]) -> None:
+def test_rejects_bad_sizes(sizes: tuple[int, int]) -> None:
     with pytest.raises((ConfigError, kvpool.OutOfMemoryError), match=r"\d"):
         BatchPlanner(*pools(), *sizes)
 
@@ -89,7 +89,7 @@ def test_sizes_of_a_wrong_type(size: Any) -> None:  # noqa: ANN401
         BatchPlanner(*pools(), 8, size)
 
 
-def test_what_is_no_pool() -> None:
+def test_rejects_non_pools() -> None:
     table, allocator = pools()
     for wrong in (None, 3, object(), BatchPlanner(table, allocator, 1, 1)):
         with pytest.raises(TypeError):
@@ -129,15 +129,15 @@ def test_a_plan_in_numbers_with_pages_of_one_slot() -> None:
     planner = BatchPlanner(table, allocator, 4, 32)
     one, two = some(table.alloc(2))
     plan = some(planner.extend([two, one], [0, 0], [3, 2]))
-    assert plan.out_cache_loc.tolist() == plan.kv_indices.tolist() == [1, 2, 3, 4, 5]
+    assert plan.out_cache_loc.tolist() == some(plan.kv_indices).tolist() == [1, 2, 3, 4, 5]
     assert plan.slot_mapping.tolist() == [1, 2, 3, 4, 5]
     assert plan.positions.tolist() == [0, 1, 2, 0, 1]
     assert plan.req_pool_indices.tolist() == [two, one]
     assert plan.seq_lens.tolist() == plan.cache_seqlens.tolist() == [3, 2]
     assert plan.qo_indptr.tolist() == plan.cu_seqlens_q.tolist() == plan.kv_indptr.tolist() == [0, 3, 5]
     assert plan.kv_last_page_len.tolist() == [1, 1]
-    assert plan.block_table.shape == (2, 32)
-    assert plan.block_table[:, :4].tolist() == [[1, 2, 3, 0], [4, 5, 0, 0]]
+    assert some(plan.block_table).shape == (2, 32)
+    assert some(plan.block_table)[:, :4].tolist() == [[1, 2, 3, 0], [4, 5, 0, 0]]
     assert [getattr(plan, name) for name in NUMBERS] == [2, 2, 5, 5, 3, 3]
     assert table.read(one, 3).tolist() == [4, 5, 0]
 
@@ -146,7 +146,7 @@ def test_a_plan_in_numbers_with_pages_of_one_slot() -> None:
     assert plan.positions.tolist() == [2, 3]
     assert plan.qo_indptr.tolist() == [0, 1, 2]
     assert plan.kv_indptr.tolist() == [0, 3, 7]
-    assert plan.kv_indices.tolist() == [4, 5, 6, 1, 2, 3, 7]
+    assert some(plan.kv_indices).tolist() == [4, 5, 6, 1, 2, 3, 7]
     assert [getattr(plan, name) for name in NUMBERS] == [2, 2, 2, 2, 1, 4]
 
 
@@ -164,9 +164,9 @@ def test_a_padded_plan_in_numbers_with_pages_of_sixteen_slots() -> None:
     assert plan.seq_lens.tolist() == [18, 19, 3, 3]
     assert plan.qo_indptr.tolist() == [0, 3, 6, 9, 12]
     assert plan.kv_indptr.tolist() == [0, 2, 4, 5, 6]
-    assert plan.kv_indices.tolist() == [1, 3, 2, 4, 0, 0]
+    assert some(plan.kv_indices).tolist() == [1, 3, 2, 4, 0, 0]
     assert plan.kv_last_page_len.tolist() == [2, 3, 3, 3]
-    assert plan.block_table.tolist() == [[1, 3], [2, 4], [0, 0], [0, 0]]
+    assert some(plan.block_table).tolist() == [[1, 3], [2, 4], [0, 0], [0, 0]]
     assert [getattr(plan, name) for name in NUMBERS] == [2, 4, 6, 12, 3, 19]
 
 
@@ -194,10 +194,10 @@ def test_every_convention_finds_the_tokens_of_every_request(page_size: int) -> N
     for i, row in enumerate(rows):
         wanted = [row * 1000 + position for position in range(lens[i])]
         begin, end = plan.kv_indptr[i : i + 2].tolist()
-        *full, last = plan.kv_indices[begin:end].tolist()
+        *full, last = some(plan.kv_indices)[begin:end].tolist()
         found = [value for page in full for value in pages[page]]
         assert found + pages[last][: plan.kv_last_page_len[i]] == wanted
-        blocks = plan.block_table[i].tolist()
+        blocks = some(plan.block_table)[i].tolist()
         length = int(plan.cache_seqlens[i])
         assert [pages[blocks[at // page_size]][at % page_size] for at in range(length)] == wanted
         assert kv.gather_kv(0, table.read(row, length), gathered(length))[0].flatten().tolist() == wanted
@@ -242,7 +242,7 @@ def test_every_plan_is_at_the_same_addresses(page_size: int) -> None:
 
 @pytest.mark.parametrize("name", ["kv_indices", "block_table"])
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
-def test_fields_that_are_not_wanted_are_none(page_size: int, name: str) -> None:
+def test_unwanted_fields_are_none(page_size: int, name: str) -> None:
     pair = wide(page_size, **{name: False})
     rows = pair.start(page_size + 1, 2)
     plan = pair.decode(rows, [page_size + 2, 3], pad_to=4)
@@ -418,7 +418,7 @@ def test_prefixes_of_requests_that_have_tokens() -> None:
     pair.extend([row], [3], [4], [None])
 
 
-def test_prefixes_that_nobody_gave() -> None:
+def test_empty_prefixes_are_no_prefixes() -> None:
     pair = Pair()
     row = pair.rows(1)[0]
     forms: list[Any] = [None, [None], [[]]]
@@ -562,7 +562,7 @@ BAD_FORKS: dict[str, tuple[tuple[int, int, int], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("name", sorted(BAD_FORKS))
-def test_forks_that_can_not_be(name: str) -> None:
+def test_rejects_bad_forks(name: str) -> None:
     arguments, error, number = BAD_FORKS[name]
     pair = Pair(page_size=4)
     assert pair.start(6, 3) == [1, 2]
@@ -628,7 +628,7 @@ def test_sizes_that_do_not_fit(pad_to: Any, number: str) -> None:  # noqa: ANN40
     pair.decode(rows, [4, 5], pad_to=8)
 
 
-def test_a_size_below_zero_fits_not_even_nobody() -> None:
+def test_rejects_negative_padding_of_an_empty_batch() -> None:
     pair = Pair()
     pair.refused(ConfigError, lambda: pair.planner.decode([], [], pad_to=-1), "-1")
     pair.refused(ConfigError, lambda: pair.planner.decode([], [], pad_to=[-3, -1]), "-3")
@@ -642,7 +642,7 @@ def test_padded_tokens_count() -> None:
     pair.refused(ConfigError, lambda: pair.planner.decode([], [], 4, pad_to=4), "16")
 
 
-def test_padded_requests_are_no_longer_than_the_table() -> None:
+def test_padded_requests_fit_the_table() -> None:
     pair = Pair(max_context_len=8)
     pair.refused(IndexError, lambda: pair.planner.decode([], [], 9, pad_to=2), "9")
     pair.decode([], [], 8, pad_to=2)
@@ -680,7 +680,7 @@ def test_finish_checks_the_lengths_that_it_is_given(lens: list[int]) -> None:
 
 
 @pytest.mark.parametrize("fence", [object(), 1, "fence"])
-def test_fences_that_can_not_be_asked(fence: Any) -> None:  # noqa: ANN401
+def test_rejects_fences_without_a_query(fence: Any) -> None:  # noqa: ANN401
     pair = Pair()
     rows = pair.start(5)
     pair.refused(TypeError, lambda: pair.planner.finish(rows, after=fence))
@@ -688,9 +688,7 @@ def test_fences_that_can_not_be_asked(fence: Any) -> None:  # noqa: ANN401
 
 
 @pytest.mark.parametrize("page_size", [1, 4])
-def test_pages_that_somebody_else_freed_are_dropped_and_told(
-    page_size: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_reports_pages_that_were_freed_elsewhere(page_size: int, caplog: pytest.LogCaptureFixture) -> None:
     pair = Pair(page_size=page_size)
     one, two = pair.start(2 * page_size, 3 * page_size)
     stolen = pair.row_of(two, 3 * page_size)[page_size : 2 * page_size]
@@ -705,7 +703,7 @@ def test_pages_that_somebody_else_freed_are_dropped_and_told(
 
 @pytest.mark.parametrize("after", [None, Fence(done=True)], ids=["now", "fence"])
 @pytest.mark.parametrize("page_size", [1, 4])
-def test_strict_tells_of_pages_that_somebody_else_freed_after_all_else_was_given_back(
+def test_strict_raises_for_pages_freed_elsewhere_after_freeing_the_rest(
     page_size: int, after: Fence | None
 ) -> None:
     pair = Pair(page_size=page_size, strict=True)
@@ -723,7 +721,7 @@ def test_strict_tells_of_pages_that_somebody_else_freed_after_all_else_was_given
 # Misuse
 
 
-def test_rows_that_are_not_there() -> None:
+def test_rejects_missing_rows() -> None:
     pair = Pair()
     row = pair.start(3)[0]
     for wrong in (9, -1, 2**31, 2**40, -(2**40)):
@@ -740,7 +738,7 @@ def test_rows_that_are_not_there() -> None:
 
 
 @pytest.mark.parametrize("wrong", [0, 5])
-def test_rows_that_nobody_took(wrong: int) -> None:
+def test_rejects_rows_that_are_not_allocated(wrong: int) -> None:
     pair = Pair()
     row = pair.start(3)[0]
     calls: list[Callable[[], object]] = [
@@ -755,7 +753,7 @@ def test_rows_that_nobody_took(wrong: int) -> None:
     pair.decode([row], [4])
 
 
-def test_rows_that_are_named_twice() -> None:
+def test_rejects_rows_that_are_named_twice() -> None:
     pair = Pair()
     one, two = pair.start(3, 3)
     batch = [one, two, one]
@@ -770,7 +768,7 @@ def test_rows_that_are_named_twice() -> None:
     pair.finish([one, two])
 
 
-def test_finished_rows_are_nobodys() -> None:
+def test_rejects_finished_rows() -> None:
     pair = Pair()
     rows = pair.start(3, 4)
     pair.finish(rows)
@@ -865,7 +863,7 @@ def test_arguments_of_unequal_lengths(rows: int, prefix_lens: int, seq_lens: int
         pair.refused(ConfigError, lambda: pair.planner.finish(taken, [1] * seq_lens), r"\d")
 
 
-def test_arguments_that_are_no_indices(bad_index: Any) -> None:  # noqa: ANN401
+def test_rejects_arguments_that_are_not_indices(bad_index: Any) -> None:  # noqa: ANN401
     pair = Pair()
     rows = pair.start(1, 1)
     calls: list[Callable[[], object]] = [
@@ -886,7 +884,7 @@ def test_arguments_that_are_no_indices(bad_index: Any) -> None:  # noqa: ANN401
 
 
 @pytest.mark.parametrize("row", [1.0, "1", None, [1, 2], float("nan")])
-def test_seq_len_of_what_is_no_row(row: Any) -> None:  # noqa: ANN401
+def test_seq_len_rejects_what_is_not_a_row(row: Any) -> None:  # noqa: ANN401
     pair = Pair()
     pair.start(1, 1)
     pair.refused(TypeError, lambda: pair.planner.seq_len(row))
@@ -904,7 +902,7 @@ def test_a_row_that_was_taken_again_is_shown_with_its_own_pages() -> None:
 
 
 @pytest.mark.parametrize("page_size", [1, 4])
-def test_pages_that_somebody_else_freed_are_not_shared(page_size: int) -> None:
+def test_does_not_share_pages_that_were_freed_elsewhere(page_size: int) -> None:
     pair = Pair(page_size=page_size)
     src = pair.start(3 * page_size)[0]
     dst = pair.rows(1)[0]
@@ -920,11 +918,12 @@ def test_two_planners_may_share_an_allocator() -> None:
     planners = [BatchPlanner(table, allocator, 4, 32), BatchPlanner(other, allocator, 4, 32)]
     rows = [some(planner.req_to_token_pool.alloc()) for planner in planners]
     plans = [some(planner.extend(row, [0], [9])) for planner, row in zip(planners, rows, strict=True)]
-    assert [plan.kv_indices.tolist() for plan in plans] == [[1, 2, 3], [4, 5, 6]]
+    assert [some(plan.kv_indices).tolist() for plan in plans] == [[1, 2, 3], [4, 5, 6]]
     # One request becomes a prefix of the other planner's.
     row = some(other.alloc())
     prefix = table.read(rows[0][0], 8)
-    assert some(planners[1].extend(row, [8], [10], [prefix])).kv_indices.tolist() == [1, 2, 7]
+    plan = some(planners[1].extend(row, [8], [10], [prefix]))
+    assert some(plan.kv_indices).tolist() == [1, 2, 7]
     planners[0].finish(rows[0], [9])
     assert allocator.stats()["in_use"] == 4 * 6
     planners[1].finish([*rows[1], *row])
@@ -955,7 +954,7 @@ def test_a_plan_is_stale_after_the_next(made: str) -> None:
     assert kept.tolist() == ([5, 5] if made == "extend" else [4, 5])
 
 
-def test_a_plan_is_stale_even_if_it_was_of_nobody() -> None:
+def test_a_plan_of_an_empty_batch_gets_stale_too() -> None:
     pair = Pair(kv_indices=False)
     plan = pair.extend([], [], [])
     pair.extend([], [], [])
@@ -975,7 +974,7 @@ def test_calls_that_plan_nothing_leave_the_plan() -> None:
     with pytest.raises(IndexError):
         pair.planner.extend([99], [0], [1])
     with pytest.raises(TypeError):
-        pair.planner.finish(1.5)
+        pair.planner.finish(1.5)  # type: ignore[arg-type]
     assert {name: getattr(plan, name).tolist() for name in TENSORS} == expected
     assert {name: getattr(plan.host, name).tolist() for name in TENSORS} == expected
     pair.truncate(rows[:1], [1])
@@ -998,10 +997,10 @@ def test_arrays_of_the_host_after_a_change(call: str) -> None:
     calls[call]()
     assert plan.host.seq_lens.tolist() == [10, 6]
     assert plan.host.kv_indptr.tolist() == [0, 3, 5]
-    assert plan.kv_indices.tolist() == [1, 2, 3, 4, 5]
+    assert some(plan.kv_indices).tolist() == [1, 2, 3, 4, 5]
     if devices.current() == "cpu":
-        assert plan.host.kv_indices.tolist() == [1, 2, 3, 4, 5]
-        assert plan.host.block_table[:, :4].tolist() == [[1, 2, 3, 0], [4, 5, 0, 0]]
+        assert some(plan.host.kv_indices).tolist() == [1, 2, 3, 4, 5]
+        assert some(plan.host.block_table)[:, :4].tolist() == [[1, 2, 3, 0], [4, 5, 0, 0]]
         return
     for name in ("kv_indices", "block_table"):
         with pytest.raises(StaleBufferError):
@@ -1101,7 +1100,7 @@ def test_memory_does_not_grow() -> None:
         plan = some(planner.extend([one], [0], [3000]))
         some(planner.fork(one, two, 2999))
         plan = some(planner.decode([one, two], [3001, 3000], pad_to=4))
-        assert plan.host.block_table.sum() == plan.block_table.sum()
+        assert some(plan.host.block_table).sum() == some(plan.block_table).sum()
         planner.truncate([two], [2996])
         planner.finish([one, two])
 

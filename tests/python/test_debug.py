@@ -16,6 +16,7 @@ import devices
 import numpy as np
 import pytest
 import torch
+from common import some
 
 import kvpool
 from kvpool import (
@@ -34,7 +35,7 @@ from kvpool import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from conftest import RunSnippet
     from software import Driver
@@ -331,7 +332,7 @@ def test_what_hands_nothing_out_has_no_leaks() -> None:
 def test_a_double_free_names_both_sides(page_size: int, caplog: pytest.LogCaptureFixture) -> None:
     pool = slots(page_size=page_size)
     place = line()
-    taken = pool.alloc(3, owner="request 1")
+    taken = some(pool.alloc(3, owner="request 1"))
     freed = line()
     pool.free(taken, owner="first")
     with caplog.at_level(logging.WARNING, "kvpool"):
@@ -357,7 +358,7 @@ def test_a_double_free_within_one_call_says_who_has_it(caplog: pytest.LogCapture
 
 def test_strict_errors_tell_it_too() -> None:
     pool = slots(strict=True)
-    taken = pool.alloc(1, owner="a")
+    taken = some(pool.alloc(1, owner="a"))
     pool.free(taken)
     with pytest.raises(
         IndexOwnershipError, match=r"1: taken by 'a' at .*, given back by .*; nothing was changed"
@@ -402,7 +403,7 @@ def test_a_foreign_chunk_has_no_history_here(caplog: pytest.LogCaptureFixture) -
 
 def test_clear_gives_everything_back(caplog: pytest.LogCaptureFixture) -> None:
     pool = slots()
-    taken = pool.alloc(2, owner="a")
+    taken = some(pool.alloc(2, owner="a"))
     place = line()
     pool.clear()
     assert pool.leaks() == []
@@ -420,11 +421,11 @@ def taken_at(caplog: pytest.LogCaptureFixture) -> str:
 # Fences, groups, shares.
 
 
-def test_what_waits_for_a_fence_is_no_leak() -> None:
+def test_fenced_slots_are_not_leaks() -> None:
     pool, fence = slots(), Fence()
-    taken = pool.alloc(4, owner="a")
+    taken = some(pool.alloc(4, owner="a"))
     with pool.expect_balanced():
-        more = pool.alloc(2, owner="b")
+        more = some(pool.alloc(2, owner="b"))
         pool.free(more, after=fence)
     assert by_owner(pool) == {"a": 4}
     pool.free(taken[:1], after=fence)
@@ -437,7 +438,7 @@ def test_what_waits_for_a_fence_is_no_leak() -> None:
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_each_owner_of_shared_slots_is_known(page_size: int) -> None:
     pool, fence = slots(page_size=page_size), Fence()
-    taken = pool.alloc(page_size, owner="cache")
+    taken = some(pool.alloc(page_size, owner="cache"))
     pool.share(taken, owner="request 1")
     pool.share(taken, owner="request 2")
     assert by_owner(pool) == {"cache": page_size, "request 1": page_size, "request 2": page_size}
@@ -457,7 +458,7 @@ def test_each_owner_of_shared_slots_is_known(page_size: int) -> None:
 
 def test_a_group_gives_back_when_it_ends(caplog: pytest.LogCaptureFixture) -> None:
     pool = slots()
-    taken = pool.alloc(2, owner="a")
+    taken = some(pool.alloc(2, owner="a"))
     pool.free_group_begin()
     place = line()
     pool.free(taken)
@@ -479,7 +480,7 @@ def test_a_failed_alloc_takes_nothing() -> None:
 @pytest.mark.parametrize("device", ["cuda"], indirect=True)
 def test_a_free_that_lands_later_is_of_who_made_it(driver: Driver, caplog: pytest.LogCaptureFixture) -> None:
     pool = slots()
-    taken = pool.alloc(2, owner="a")
+    taken = some(pool.alloc(2, owner="a"))
     copy = devices.here(torch.tensor(taken.tolist(), dtype=torch.int64))
     place = line()
     pool.free(copy, owner="late")
@@ -522,7 +523,7 @@ def test_slots_of_a_planner_belong_to_the_owner_of_the_row() -> None:
 
 def test_shared_pages_of_a_planner_have_both_owners() -> None:
     allocator, table, planner = planned()
-    prefix = allocator.alloc(8, owner="cache")
+    prefix = some(allocator.alloc(8, owner="cache"))
     rows = [some[0] for some in (table.alloc(1, owner=f"request {n}") for n in range(3)) if some]
     planner.extend(rows[:2], [8, 8], [9, 10], [prefix, prefix])
     assert by_owner(allocator) == {"cache": 8, "request 0": 12, "request 1": 12}
@@ -574,7 +575,7 @@ def kv_and_slots(
 @pytest.mark.parametrize("dtype", STORAGE)
 def test_freed_rows_are_poisoned(dtype: str) -> None:
     kv, pool = kv_and_slots(dtype)
-    taken = pool.alloc(4)
+    taken = some(pool.alloc(4))
     assert poisoned_rows(kv) == []
     pool.free(taken[1:3])
     assert poisoned_rows(kv) == [2, 3]
@@ -584,7 +585,7 @@ def test_freed_rows_are_poisoned(dtype: str) -> None:
 
 def test_a_row_that_is_read_after_its_free_shows() -> None:
     kv, pool = kv_and_slots()
-    taken = pool.alloc(3)
+    taken = some(pool.alloc(3))
     ones = devices.here(torch.ones(3, 2, 3)), devices.here(torch.ones(3, 2, 5))
     kv.set_kv_buffer(0, taken, *ones)
     pool.free(taken)
@@ -603,7 +604,7 @@ def poisoned_rows_of_layer(kv: KVPool, layer: int) -> list[int]:
 
 def test_pages_are_poisoned_whole_and_when_the_last_owner_leaves() -> None:
     kv, pool = kv_and_slots(page_size=4)
-    taken = pool.alloc(6)
+    taken = some(pool.alloc(6))
     pool.share(taken[:1])
     pool.free(taken)
     assert poisoned_rows(kv) == [8, 9, 10, 11]
@@ -613,7 +614,7 @@ def test_pages_are_poisoned_whole_and_when_the_last_owner_leaves() -> None:
 
 def test_poison_waits_for_the_fence_and_for_the_group() -> None:
     kv, pool = kv_and_slots()
-    fence, taken = Fence(), pool.alloc(4)
+    fence, taken = Fence(), some(pool.alloc(4))
     pool.free(taken[:2], after=fence)
     with pool.free_group():
         pool.free(taken[2:])
@@ -626,7 +627,7 @@ def test_poison_waits_for_the_fence_and_for_the_group() -> None:
 
 def test_clear_poisons_what_was_in_use() -> None:
     kv, pool = kv_and_slots()
-    taken, fence = pool.alloc(4), Fence()
+    taken, fence = some(pool.alloc(4)), Fence()
     pool.free(taken[:1])
     pool.free(taken[1:2], after=fence)
     pool.share(taken[2:3])
@@ -651,7 +652,7 @@ def test_rows_beyond_the_pool_are_left_alone() -> None:
     kv = KVPool(8, 1, 1, 4, devices.current(), "float32")
     pool = slots(64)
     pool.poison_freed(kv)
-    pool.free(pool.alloc(64))
+    pool.free(some(pool.alloc(64)))
     assert poisoned_rows(kv) == list(range(1, 16))
 
 
@@ -659,7 +660,7 @@ def test_a_pool_that_is_gone_is_poisoned_no_more() -> None:
     kv, pool = kv_and_slots()
     key = kv.k_buffer[0]
     del kv
-    pool.free(pool.alloc(4))
+    pool.free(some(pool.alloc(4)))
     assert not is_poison(key[1])
 
 
@@ -667,14 +668,14 @@ def test_without_debug_nothing_is_poisoned() -> None:
     kv = KVPool(8, 1, 1, 4, devices.current(), "float32")
     pool = TokenToKVPoolAllocator(8, devices.current())
     pool.poison_freed(kv)
-    pool.free(pool.alloc(4))
+    pool.free(some(pool.alloc(4)))
     assert poisoned_rows(kv) == []
 
 
 def test_the_factory_poisons_where_the_environment_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVPOOL_DEBUG", "1")
     kv, pool = kvpool.make_full_attention_net_mem_pool(8, 1, 1, 4, 1, 4, devices.current())
-    pool.free(pool.alloc(2))
+    pool.free(some(pool.alloc(2)))
     assert poisoned_rows(kv) == [1, 2]
 
 
@@ -682,7 +683,7 @@ def test_the_factory_poisons_where_the_environment_says_so(monkeypatch: pytest.M
 @pytest.mark.parametrize("device", ["cuda"], indirect=True)
 def test_a_driver_that_refuses_poison_is_logged(driver: Driver, caplog: pytest.LogCaptureFixture) -> None:
     _, pool = kv_and_slots()
-    taken = pool.alloc(4)
+    taken = some(pool.alloc(4))
     driver.fail("cuMemsetD8Async", 1, 719)
     with caplog.at_level(logging.WARNING, "kvpool"):
         pool.free(taken)
@@ -694,7 +695,7 @@ def test_what_all_owners_left_behind_fences_is_not_live() -> None:
     pool = slots()
     fence = Fence()
     with pool.expect_balanced():
-        taken = pool.alloc(3, owner="a")
+        taken = some(pool.alloc(3, owner="a"))
         pool.share(taken, owner="b")
         pool.free(taken, owner="a", after=fence)
         assert by_owner(pool) == {"b": 3}
@@ -708,7 +709,7 @@ def test_what_all_owners_left_behind_fences_is_not_live() -> None:
 
 def test_a_share_that_stays_is_not_balanced() -> None:
     pool = slots()
-    taken = pool.alloc(2, owner="cache")
+    taken = some(pool.alloc(2, owner="cache"))
     with pytest.raises(IndexOwnershipError, match="2 more than the 2 before"), pool.expect_balanced():
         pool.share(taken, owner="request")
 
@@ -719,7 +720,7 @@ def test_each_giver_of_a_group_is_known(
     page_size: int, on_device: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     pool = slots(page_size=page_size)
-    shared, alone = pool.alloc(page_size, owner="a"), pool.alloc(page_size, owner="c")
+    shared, alone = some(pool.alloc(page_size, owner="a")), some(pool.alloc(page_size, owner="c"))
     pool.share(shared, owner="b")
     given = (shared * 1, alone * 1) if on_device else (shared, alone)
     with pool.free_group():
@@ -752,7 +753,7 @@ def test_who_leaves_without_a_name_is_the_last_that_came_so() -> None:
 
 def test_calls_from_no_line_of_python_work_too(caplog: pytest.LogCaptureFixture) -> None:
     pool = slots()
-    taken = pool.alloc(2, owner="a")
+    taken = some(pool.alloc(2, owner="a"))
     _thread.start_new_thread(pool.free, (taken,))
     end = time.monotonic() + 60
     while pool.stats()["in_use"] and time.monotonic() < end:
@@ -782,7 +783,7 @@ def test_owners_of_any_words_are_told_apart(caplog: pytest.LogCaptureFixture) ->
     assert pool.available_size() == 4
 
 
-def test_nobody_holds_a_part_of_a_workspace() -> None:
+def test_a_workspace_has_no_holders() -> None:
     arena = Workspace(devices.current(), 1 << 16, debug=True)
     with pytest.raises(IndexOwnershipError) as caught, arena.expect_balanced():
         arena.empty((64,), "float32")
@@ -847,7 +848,7 @@ def test_threads_do_not_sign_for_each_other() -> None:
         chance, kept = random.Random(name), []  # noqa: S311 - no secret
         barrier.wait()
         for _ in range(150):
-            kept.append(pool.alloc(chance.randint(1, 3), owner=name))
+            kept.append(some(pool.alloc(chance.randint(1, 3), owner=name)))
             if chance.random() < 0.5:
                 pool.free(kept.pop(chance.randrange(len(kept))), owner=name)
         totals[name] = sum(len(slots) for slots in kept)
@@ -862,41 +863,6 @@ def test_threads_do_not_sign_for_each_other() -> None:
 
 
 # What all pools have in common.
-
-
-def everything() -> Iterator[Any]:
-    device = devices.current()
-    yield KVPool(8, 1, 1, 2, device)
-    yield TokenToKVPoolAllocator(8, device)
-    yield ReqToTokenPool(2, 4, device)
-    yield GDNPool(2, 1, 1, 2, 2, 4, 3, device)
-    yield ChunkPool(2, (4,), "int8", device, pin_memory=False)
-    yield BufferPool(device)
-    yield PagePool(4, 2, device=device)
-    yield Workspace(device, 1 << 16)
-
-
-def test_every_pool_has_a_name_a_unit_and_numbers() -> None:
-    made = list(everything())
-    assert [type(pool).__name__ for pool in made] == [re.sub(r"-\d+$", "", pool.name) for pool in made]
-    units = ["slot", "slot", "row", "track slot", "chunk", "buffer", "page", "byte"]
-    assert [pool.unit for pool in made] == units
-    assert len({pool.name for pool in (*made, *everything())}) == 2 * len(made)
-    for pool in made:
-        numbers = pool.stats()
-        assert isinstance(pool, kvpool.Pool)
-        assert all(type(value) is int for value in numbers.values())
-        assert {"capacity", "bytes"} <= set(numbers)
-    made[0].name = "other"
-    assert made[0].name == "other"
-
-
-def test_pools_that_live_are_known() -> None:
-    made = list(everything())
-    assert {id(pool) for pool in made} <= {id(pool) for pool in kvpool.pools()}
-    names = {pool.name for pool in made}
-    del made
-    assert not names & {pool.name for pool in kvpool.pools()}
 
 
 def test_pools_are_sorted_by_name_and_number() -> None:

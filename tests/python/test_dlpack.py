@@ -350,14 +350,14 @@ print(json.dumps([
 
 
 def test_capsules_do_what_the_exchange_table_does(run_snippet: RunSnippet) -> None:
-    with_table = run_snippet(f"import torch\n{WORK}")
+    with_table = run_snippet(f"import torch\n{WORK}", has_torch=True)
     hide = """
 for kind in torch.Tensor.__mro__:
     if "__dlpack_c_exchange_api__" in vars(kind):
         delattr(kind, "__dlpack_c_exchange_api__")
 assert not hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
 """
-    without_table = run_snippet(f"import torch\n{hide}\n{WORK}")
+    without_table = run_snippet(f"import torch\n{hide}\n{WORK}", has_torch=True)
     assert without_table == with_table
 
 
@@ -376,7 +376,8 @@ def test_capsules_also_work_for_scalars_and_views(run_snippet: RunSnippet) -> No
         allocator.free(torch.empty(0, dtype=torch.int64))
         assert allocator.release_slots.tolist() == [1, 3, 6, 10, 11, 16], allocator.release_slots
         assert allocator.stats()["dropped_frees"] == 1
-        """
+        """,
+        has_torch=True,
     )
 
 

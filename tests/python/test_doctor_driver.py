@@ -57,7 +57,7 @@ def test_free_memory_may_be_unknown(name: str, tmp_path: Path) -> None:
         assert driver.sessions == 0
 
 
-def test_a_missing_management_library_is_accepted() -> None:
+def test_works_without_a_management_library() -> None:
     def load(_: str) -> Any:  # noqa: ANN401 - a library
         raise OSError("no such file")
 
@@ -88,7 +88,7 @@ def test_a_driver_start_failure_comes_with_advice(code: int, advice: str, tmp_pa
     assert advice in found["start"].advice
 
 
-def test_a_library_that_is_not_a_driver_is_reported(tmp_path: Path) -> None:
+def test_names_a_library_that_is_not_a_driver(tmp_path: Path) -> None:
     driver = FakeDriver(Card())
     driver.missing.add("cuDriverGetVersion")
     assert look(tmp_path, driver)[0]["start"].text == "it has no cuDriverGetVersion"

@@ -271,7 +271,7 @@ def test_a_context_that_has_failed_is_told_by_every_call_and_costs_nothing_else(
     driver.mend()
 
 
-def test_a_driver_that_goes_takes_nobody_along(driver: Driver) -> None:
+def test_survives_a_driver_that_shuts_down(driver: Driver) -> None:
     before = driver.device_bytes()
     kv = KVPool(64, 1, 1, 4, "cuda", torch.float32)
     kv.move_kv([1], [2])

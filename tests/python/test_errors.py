@@ -187,7 +187,7 @@ def test_a_missing_backend_names_the_device_and_the_library() -> None:
     assert "libcuda" in str(caught.value)
 
 
-def test_a_library_that_is_not_a_driver_does_not_panic(run_snippet: RunSnippet, tmp_path: Path) -> None:
+def test_a_library_that_is_not_a_driver_is_an_error(run_snippet: RunSnippet, tmp_path: Path) -> None:
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("it needs a C compiler")

@@ -76,7 +76,7 @@ def test_layer_states_are_views() -> None:
 
 
 @pytest.mark.parametrize("layer", [2, -1, 2**40, 10**30])
-def test_layers_that_are_not_there(layer: int) -> None:
+def test_rejects_missing_layers(layer: int) -> None:
     with pytest.raises(IndexError, match=str(layer) if layer < 2**63 else r"\d"):
         make().get_layer_state(layer)
 
@@ -177,7 +177,7 @@ def test_states_out_of_range(index: int) -> None:
     assert unchanged(pool, before)
 
 
-def test_states_refuse_what_is_no_index(bad_index: Any) -> None:  # noqa: ANN401
+def test_rejects_states_that_are_not_indices(bad_index: Any) -> None:  # noqa: ANN401
     pool = filled()
     before = states(pool)
     calls: list[Callable[[], object]] = [

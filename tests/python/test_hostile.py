@@ -10,6 +10,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from common import some
 
 import kvpool
 from kvpool import ConfigError, IndexOwnershipError, OutOfMemoryError
@@ -87,7 +88,7 @@ def test_fences_that_use_their_allocator_do_not_multiply() -> None:
     allocator = kvpool.TokenToKVPoolAllocator(64, "cpu")
     fences = [Nosy(allocator) for _ in range(4)]
     for fence in fences:
-        allocator.free(allocator.alloc(4), after=fence)
+        allocator.free(some(allocator.alloc(4)), after=fence)
     before = [fence.calls for fence in fences]
     assert allocator.available_size() == 48
     assert [fence.calls for fence in fences] == [calls + 1 for calls in before]
@@ -102,7 +103,7 @@ def test_an_interrupt_in_a_fence_is_not_swallowed() -> None:
             raise KeyboardInterrupt
 
     allocator = kvpool.TokenToKVPoolAllocator(64, "cpu")
-    allocator.free(allocator.alloc(4), after=Interrupted())
+    allocator.free(some(allocator.alloc(4)), after=Interrupted())
     with pytest.raises(KeyboardInterrupt):
         allocator.available_size()
     allocator.clear()
@@ -119,7 +120,7 @@ def test_a_value_may_not_change_another_after_it_was_described() -> None:
             return torch.ones(2, 2, 4).__dlpack__()
 
     with pytest.raises(ConfigError, match="without memory"):
-        pool.set_kv_buffer(0, [1, 2], k, Shrinks())
+        pool.set_kv_buffer(0, [1, 2], k, Shrinks())  # type: ignore[arg-type]
     assert not pool.k_buffer[0].any()
 
 
@@ -127,7 +128,7 @@ def test_a_value_may_not_change_another_after_it_was_described() -> None:
 
 
 @pytest.mark.parametrize("call", ["k", "indices", "out"])
-def test_a_mock_is_no_tensor(call: str) -> None:
+def test_rejects_mocks_of_tensors(call: str) -> None:
     pool, fake = small_pool(), Mock(spec=torch.Tensor)
     with pytest.raises((TypeError, ConfigError)):
         if call == "k":
@@ -168,7 +169,7 @@ def test_memory_that_may_not_be_written_is_not() -> None:
     pool = small_pool()
     for out in (ReadOnly(), ReadOnly().array):
         with pytest.raises((ConfigError, BufferError)):
-            pool.gather_kv(0, [1], out=(out, torch.empty(1, 2, 4)))
+            pool.gather_kv(0, [1], out=(out, torch.empty(1, 2, 4)))  # type: ignore[arg-type]
     assert text == b"abcdefgh" * 4
 
 
@@ -192,15 +193,9 @@ def test_a_negated_view_is_stored_with_its_sign() -> None:
 
 
 @pytest.mark.parametrize("bad", [b"\x01\x02", bytearray(b"\x01"), "1", "12"])
-def test_text_is_no_sequence_of_slots(bad: object) -> None:
+def test_rejects_text_as_slots(bad: object) -> None:
     with pytest.raises(TypeError):
-        kvpool.TokenToKVPoolAllocator(64, "cpu").free(bad)
-
-
-@pytest.mark.parametrize("device", ["cuda:+1", "cuda: 1", "cuda:", "cuda:-1", "cuda:1.0"])
-def test_devices_are_written_as_pytorch_writes_them(device: str) -> None:
-    with pytest.raises(ConfigError):
-        kvpool.TokenToKVPoolAllocator(64, device)
+        kvpool.TokenToKVPoolAllocator(64, "cpu").free(bad)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("make", [torch.arange, np.arange])
@@ -273,7 +268,8 @@ def test_an_extension_that_cannot_be_handed_out_is_taken_back(run_snippet: RunSn
         assert allocator.is_allocated(held).all()
         assert allocator.stats()["dropped_frees"] == 0
         allocator.verify()
-        """
+        """,
+        has_torch=True,
     )
 
 
@@ -290,7 +286,7 @@ def test_the_exception_of_a_group_s_body_goes_on(caplog: pytest.LogCaptureFixtur
 def test_a_group_may_be_cleared_away() -> None:
     allocator = kvpool.TokenToKVPoolAllocator(64, "cpu")
     with allocator.free_group():
-        allocator.free(allocator.alloc(4))
+        allocator.free(some(allocator.alloc(4)))
         allocator.clear()
     assert allocator.available_size() == 64
 
@@ -307,7 +303,7 @@ def test_a_cycle_through_a_group_is_collected() -> None:
     allocator = kvpool.TokenToKVPoolAllocator(64, "cpu")
     fence = Fence()
     fence.group = allocator.free_group()
-    allocator.free(allocator.alloc(1), after=fence)
+    allocator.free(some(allocator.alloc(1)), after=fence)
     gone = weakref.ref(fence)
     del allocator, fence
     gc.collect()

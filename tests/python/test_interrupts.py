@@ -130,7 +130,7 @@ def test_a_signal_in_the_middle_of_a_copy(run_snippet: RunSnippet, handler: str,
             assert caught == 4, (name, caught)
             check(name)
     """
-    run_snippet(snippet(START, COPIES, rest))
+    run_snippet(snippet(START, COPIES, rest), has_torch=True)
 
 
 def test_a_timer_at_any_time_of_a_copy(run_snippet: RunSnippet) -> None:
@@ -165,7 +165,7 @@ def test_a_timer_at_any_time_of_a_copy(run_snippet: RunSnippet) -> None:
             check(name)
         assert caught
     """
-    run_snippet(snippet(START, COPIES, rest))
+    run_snippet(snippet(START, COPIES, rest), has_torch=True)
 
 
 def test_an_exception_from_another_thread_in_the_middle_of_a_copy(run_snippet: RunSnippet) -> None:
@@ -194,7 +194,7 @@ def test_an_exception_from_another_thread_in_the_middle_of_a_copy(run_snippet: R
             assert len(caught) == 4
             check(name)
     """
-    run_snippet(snippet(START, COPIES, rest))
+    run_snippet(snippet(START, COPIES, rest), has_torch=True)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -224,7 +224,7 @@ def test_a_fork_in_the_middle_of_a_copy(run_snippet: RunSnippet, threads: int) -
             assert value(name) == 2
             check(name)
     """
-    run_snippet(snippet(START, COPIES, rest))
+    run_snippet(snippet(START, COPIES, rest), has_torch=True)
 
 
 @pytest.mark.parametrize("is_daemon", [False, True])
@@ -255,7 +255,7 @@ def test_the_interpreter_ends_in_the_middle_of_copies(
                 threading.Thread(target=work, args=(copy, is_short), daemon={is_daemon}).start()
         {end}
     """
-    printed = run_snippet(snippet(START, COPIES, rest))
+    printed = run_snippet(snippet(START, COPIES, rest), has_torch=True)
     assert printed.split() == ([] if end.startswith("os") else ["last"])
 
 
@@ -294,7 +294,7 @@ def test_an_interrupt_while_page_locking_is_waited_for(
         assert lost or len({{chunk.index for chunk in pool.allocate_batch(66)}}) == 66
         assert pool.allocate() is None
     """
-    assert run_snippet(snippet(START, LATE, rest)).split() == ["interrupted"]
+    assert run_snippet(snippet(START, LATE, rest), has_torch=True).split() == ["interrupted"]
 
 
 @pytest.mark.cuda
@@ -338,7 +338,7 @@ def test_an_interrupt_while_the_planner_waits_for_values(
             planner.finish([row])
             assert allocator.available_size() == 64 and table.available_size() == 4
     """
-    run_snippet(snippet(START, LATE, rest))
+    run_snippet(snippet(START, LATE, rest), has_torch=True)
 
 
 @pytest.mark.cuda
@@ -370,5 +370,5 @@ def test_the_interpreter_ends_while_threads_page_lock_and_copy(
             threading.Thread(target=work, args=(pool,), daemon={is_daemon}).start()
         {end}
     """
-    printed = run_snippet(snippet(START, rest))
+    printed = run_snippet(snippet(START, rest), has_torch=True)
     assert printed.split() == ([] if end.startswith("os") else ["last"])

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from common import some
 
 import kvpool
 
@@ -81,7 +82,7 @@ def test_fence_that_knows_its_allocator_is_collected() -> None:
 
     allocator = kvpool.TokenToKVPoolAllocator(64, "cpu")
     fence = Fence(allocator)
-    allocator.free(allocator.alloc(8), after=fence)
+    allocator.free(some(allocator.alloc(8)), after=fence)
     gone = weakref.ref(fence)
     del allocator, fence
     gc.collect()
@@ -96,7 +97,7 @@ def test_passed_fences_are_let_go() -> None:
     allocator = kvpool.TokenToKVPoolAllocator(64, "cpu")
     fence = Fence()
     gone = weakref.ref(fence)
-    allocator.free(allocator.alloc(8), after=fence)
+    allocator.free(some(allocator.alloc(8)), after=fence)
     del fence
     assert allocator.available_size() == 64
     assert gone() is None
@@ -116,7 +117,7 @@ def test_given_tensors_are_let_go() -> None:
     assert [ref() for ref in gone] == [None, None]
 
 
-def test_capsules_that_nobody_uses_give_their_memory_back(run_snippet: RunSnippet) -> None:
+def test_unused_capsules_give_their_memory_back(run_snippet: RunSnippet) -> None:
     run_snippet(
         """
         import gc

@@ -668,7 +668,7 @@ def test_sizes_are_exact_and_readable(count: int, text: str, exact: str) -> None
 
 
 @pytest.mark.parametrize("text", ["80G", "GiB", "-1", "1e9", "", "80 GiB free"])
-def test_rejects_bad_sizes(text: str) -> None:
+def test_rejects_what_is_not_a_size(text: str) -> None:
     with pytest.raises(ConfigError, match="is not a size"):
         parse_bytes(text)
 

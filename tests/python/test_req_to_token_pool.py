@@ -113,7 +113,7 @@ def test_short_is_none_and_changes_nothing(need: int) -> None:
 
 
 @pytest.mark.parametrize("need", [-1, -(10**30)])
-def test_negative_counts(need: int) -> None:
+def test_rejects_negative_counts(need: int) -> None:
     pool = make()
     with pytest.raises(ValueError, match=str(need)):
         pool.alloc(need)
@@ -121,7 +121,7 @@ def test_negative_counts(need: int) -> None:
 
 
 @pytest.mark.parametrize("need", [1.0, float("nan"), "1", None, [1]])
-def test_counts_of_a_wrong_type(need: Any) -> None:  # noqa: ANN401
+def test_rejects_counts_of_a_wrong_type(need: Any) -> None:  # noqa: ANN401
     pool = make()
     with pytest.raises(TypeError):
         pool.alloc(need)
@@ -179,7 +179,7 @@ def test_rows_come_out_of_alloc_as_zeros() -> None:
     assert not pool.req_to_token.any()
 
 
-def test_free_refuses_what_is_no_index(bad_index: Any) -> None:  # noqa: ANN401
+def test_free_rejects_what_is_not_an_index(bad_index: Any) -> None:  # noqa: ANN401
     pool = make()
     pool.alloc(4)
     with pytest.raises(TypeError):
@@ -403,7 +403,7 @@ def test_writes_of_a_wrong_type_of_value(bad_index: Any) -> None:  # noqa: ANN40
         with pytest.raises(TypeError):
             pool.write(index, bad_index)
     with pytest.raises(TypeError):
-        pool.write((1, 0), 1.5)
+        pool.write((1, 0), 1.5)  # type: ignore[arg-type]
     assert not pool.req_to_token.any()
 
 

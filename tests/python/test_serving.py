@@ -9,6 +9,7 @@ import devices
 import numpy as np
 import pytest
 import torch
+from common import some
 from devices import here
 from pool_reader import VOCAB, PoolReader, alone
 
@@ -331,7 +332,7 @@ def test_slots_with_other_owners() -> None:
     """Slots with other owners leave no room for a request: the engine raises, and loses nothing."""
     model = PoolReader(60, 4)
     engine = Engine(model, 16)
-    slots = model.allocator.alloc(50)
+    slots = some(model.allocator.alloc(50))
     requests = [engine.submit([1] * 20, 5), engine.submit([2] * 9, 2)]
     with pytest.raises(OutOfMemoryError, match="10 of 60 slots are available"):
         engine.run()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import devices
 import matplotlib.image
 import pytest
+from common import some
 
 import kvpool
 from kvpool import (
@@ -61,7 +62,7 @@ def states(pool: Any) -> list[tuple[int, int, str]]:  # noqa: ANN401
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_spans_match_the_pool(page_size: int) -> None:
     pool = slots(10 * page_size, page_size)
-    first, second = pool.alloc(3 * page_size, owner="a"), pool.alloc(2 * page_size, owner="b")
+    first, second = some(pool.alloc(3 * page_size, owner="a")), some(pool.alloc(2 * page_size, owner="b"))
     pool.free(first[page_size : 2 * page_size])
     pool.free(second[:page_size], after=Fence())
     one = take(pool)
@@ -184,7 +185,7 @@ def test_owners_cannot_end_the_script(tmp_path: Path) -> None:
 
 def test_the_picture_shows_each_state(tmp_path: Path) -> None:
     pool = slots(64)
-    taken = pool.alloc(32, owner="a")
+    taken = some(pool.alloc(32, owner="a"))
     pool.free(taken[16:], after=Fence())
     path = tmp_path / "map.png"
     kvpool.snapshot(path, pool)

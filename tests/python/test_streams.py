@@ -93,7 +93,7 @@ def test_a_kernel_of_others_on_a_second_stream_is_noted_by_hand(driver: Driver) 
         assert (pinned.flatten().tolist() == list(range(1, 65))) is noted
 
 
-def test_what_is_no_slot_tensor_can_not_be_noted() -> None:
+def test_used_on_rejects_other_tensors() -> None:
     allocator, other = make_allocator(), make_allocator()
     for tensor in (some(other.alloc(2)), ones(2), torch.ones(2)):
         with pytest.raises(ConfigError, match="none that this allocator handed out"):
@@ -124,7 +124,7 @@ def test_a_freed_tensor_lives_until_its_values_were_read(driver: Driver) -> None
     assert driver.device_bytes() == before
     driver.run()
     assert allocator.stats()["available"] == 64
-    assert some(allocator.alloc(64)).unique().numel() == 64
+    assert set(some(allocator.alloc(64)).tolist()) == set(range(1, 65))
 
 
 def test_a_freed_tensor_goes_without_locks(driver: Driver) -> None:
@@ -171,7 +171,7 @@ def test_a_consumer_that_names_its_stream_is_waited_for(driver: Driver, run_snip
 
 
 @pytest.mark.parametrize("handle", [12345, None])
-def test_a_stream_that_is_not_there_is_refused_at_once(driver: Driver, handle: int | None) -> None:
+def test_rejects_missing_streams_at_once(driver: Driver, handle: int | None) -> None:
     allocator = make_allocator()
     slots = some(allocator.alloc(2))
     gone = handle or driver.stream()
@@ -182,7 +182,7 @@ def test_a_stream_that_is_not_there_is_refused_at_once(driver: Driver, handle: i
     reuse(allocator)
 
 
-def test_a_stream_that_went_keeps_nobody_from_allocating(driver: Driver) -> None:
+def test_allocates_after_a_stream_was_destroyed(driver: Driver) -> None:
     allocator, kv = make_allocator(), KVPool(64, 1, 1, 4, "cuda", torch.float32)
     values, side = ones(8), driver.stream()
     slots = some(allocator.alloc(8))

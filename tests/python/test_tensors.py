@@ -55,7 +55,8 @@ def test_without_the_exchange_table_the_same_arrives(run_snippet: RunSnippet) ->
             assert tensor.dtype is getattr(torch, dtype), dtype
             assert (tensor.shape, tensor.stride()) == ((3, 4), (4, 1))
             tensor.view(torch.uint8).fill_(1)
-        """
+        """,
+        has_torch=True,
     )
 
 

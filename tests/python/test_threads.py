@@ -70,67 +70,6 @@ def test_one_allocator(page_size: int, need_sort: bool) -> None:
     assert (stats["in_use"], stats["dropped_frees"]) == (0, 0)
 
 
-def test_one_table() -> None:
-    table = kvpool.ReqToTokenPool(16, 64, "cpu", strict=True)
-
-    def work(number: int) -> None:
-        choose = random.Random(number)  # noqa: S311
-        for i in range(300):
-            rows = table.alloc(choose.randrange(1, 4))
-            if rows is None:
-                continue
-            mark = number * 1000 + i + 1
-            for row in rows:
-                assert not table.read(row, 64).any()
-                table.write((row, slice(0, 64)), mark)
-                table.write((torch.tensor([row, row]), torch.tensor([3, 5])), torch.tensor([mark, mark]))
-            for row in rows:
-                assert table.read(row, 64).eq(mark).all()
-            table.free(rows)
-
-    together(work)
-    assert table.available_size() == 16
-    assert not table.req_to_token.any()
-    assert table.stats()["dropped_frees"] == 0
-
-
-def test_one_kv_pool() -> None:
-    pool = kvpool.KVPool(8 * 256, 2, 2, 32, "cpu", torch.bfloat16)
-
-    def work(number: int) -> None:
-        indices = torch.arange(1 + number * 256, 1 + (number + 1) * 256)
-        for i in range(40):
-            mark = float(number * 16 + i % 16)
-            k = torch.full((256, 3, 2, 32), mark)[:, 1]
-            pool.set_kv_buffer(i % 2, indices, k, -k)
-            found_k, found_v = pool.gather_kv(i % 2, indices)
-            assert found_k.eq(mark).all()
-            assert found_v.eq(-mark).all()
-            pool.move_kv(indices, indices.flip(0))
-
-    together(work)
-
-
-def test_one_gdn_pool() -> None:
-    pool = kvpool.GDNPool(8, 2, 2, 16, 16, 16, 4, "cpu", torch.float32, 4)
-
-    def work(number: int) -> None:
-        slot = number + 1
-        for i in range(100):
-            pool.recurrent_state[:, slot] = float(i + 1)
-            track = pool.alloc_track_slot()
-            if track is not None:
-                pool.copy_states(slot, track)
-                pool.reset_states([slot])
-                assert not pool.recurrent_state[:, slot].any()
-                assert pool.recurrent_state[:, track].eq(i + 1).all()
-                pool.free_track_slot(track)
-
-    together(work)
-    stats = pool.stats()
-    assert (stats["available"], stats["dropped_frees"]) == (4, 0)
-
-
 def test_long_copies_let_other_threads_run() -> None:
     tokens = 60_000
     pool = kvpool.KVPool(tokens, 1, 8, 32, "cpu", torch.float8_e4m3fn)

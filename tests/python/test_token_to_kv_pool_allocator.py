@@ -71,7 +71,7 @@ def assert_consistent(allocator: TokenToKVPoolAllocator) -> None:
 # Construction
 
 
-def test_size_that_is_no_multiple_of_the_page_size() -> None:
+def test_a_partial_last_page_is_not_used() -> None:
     allocator = make(30, 8)
     assert allocator.size == 30
     assert allocator.available_size() == allocator.stats()["capacity"] == 24
@@ -104,7 +104,7 @@ def test_short_is_none_and_changes_nothing(need: int, contiguous: bool) -> None:
 
 
 @pytest.mark.parametrize("need", [-1, -(2**31), -(10**30)])
-def test_negative_counts(need: int) -> None:
+def test_rejects_negative_counts(need: int) -> None:
     allocator = make()
     before = snapshot(allocator)
     with pytest.raises(ValueError, match=str(need)):
@@ -115,7 +115,7 @@ def test_negative_counts(need: int) -> None:
 
 
 @pytest.mark.parametrize("need", [1.0, 1.5, float("nan"), float("inf"), "1", None, [1], np.float32(1)])
-def test_counts_of_a_wrong_type(need: object) -> None:
+def test_rejects_counts_of_a_wrong_type(need: object) -> None:
     allocator = make()
     before = snapshot(allocator)
     with pytest.raises(TypeError):
@@ -271,7 +271,7 @@ def test_free_of_nothing(nothing: Any) -> None:  # noqa: ANN401
     assert snapshot(allocator) == before
 
 
-def test_free_refuses_what_is_no_index(bad_index: Any) -> None:  # noqa: ANN401
+def test_free_rejects_what_is_not_an_index(bad_index: Any) -> None:  # noqa: ANN401
     allocator = make(8)
     take(allocator, 4)
     before = snapshot(allocator)
@@ -284,7 +284,7 @@ def test_free_refuses_a_list_with_one_bad_element() -> None:
     allocator = make(8)
     take(allocator, 4)
     with pytest.raises(TypeError):
-        allocator.free([1, 2.0])
+        allocator.free([1, 2.0])  # type: ignore[list-item]
     assert allocator.available_size() == 4
 
 
@@ -367,7 +367,7 @@ def test_runs(as_index: Callable[[Sequence[int]], Any], indices: list[int], runs
     assert found.tolist() == runs
 
 
-def test_runs_refuses_what_is_no_index(bad_index: Any) -> None:  # noqa: ANN401
+def test_runs_rejects_what_is_not_an_index(bad_index: Any) -> None:  # noqa: ANN401
     with pytest.raises(TypeError):
         make().runs(bad_index)
 
@@ -458,7 +458,7 @@ def test_wrong_type_in_a_group_raises_at_once() -> None:
     allocator.free_group_begin()
     allocator.free([1])
     with pytest.raises(TypeError):
-        allocator.free([1.5])
+        allocator.free([1.5])  # type: ignore[list-item]
     allocator.free_group_end()
     assert allocator.available_size() == 1
 
@@ -485,7 +485,7 @@ def test_fences_are_polled_by_later_calls(call: str) -> None:
 @pytest.mark.parametrize(
     "fence", [object(), 1, "fence", lambda: True], ids=["object", "int", "str", "function"]
 )
-def test_fence_that_can_not_be_asked(fence: Any) -> None:  # noqa: ANN401
+def test_rejects_fences_without_a_query(fence: Any) -> None:  # noqa: ANN401
     allocator = make(8)
     take(allocator, 8)
     with pytest.raises(TypeError):
@@ -495,7 +495,7 @@ def test_fence_that_can_not_be_asked(fence: Any) -> None:  # noqa: ANN401
     assert allocator.stats()["dropped_frees"] == 0
 
 
-def test_fence_whose_query_is_no_method() -> None:
+def test_rejects_fences_whose_query_is_not_a_method() -> None:
     class NoFence:
         query = True
 
@@ -506,7 +506,7 @@ def test_fence_whose_query_is_no_method() -> None:
     assert allocator.available_size() == 0
 
 
-def test_no_fence_is_no_fence() -> None:
+def test_free_without_a_fence() -> None:
     allocator = make(8)
     take(allocator, 8)
     allocator.free([1], after=None)
@@ -640,7 +640,7 @@ def test_decodes_that_contradict_themselves(seq_lens: list[int], last_loc: list[
 
 
 @pytest.mark.parametrize("last_loc", [9, 1, 401, 2**31 - 3])
-def test_extend_from_a_page_that_is_not_allocated(last_loc: int) -> None:
+def test_extend_rejects_pages_that_are_not_allocated(last_loc: int) -> None:
     allocator = make(64, 4)
     take(allocator, 4)
     before = snapshot(allocator)
@@ -658,7 +658,7 @@ def test_two_requests_can_not_continue_one_page() -> None:
     assert snapshot(allocator) == before
 
 
-def test_extend_refuses_what_is_no_index(bad_index: Any) -> None:  # noqa: ANN401
+def test_extend_rejects_what_is_not_an_index(bad_index: Any) -> None:  # noqa: ANN401
     allocator = make(64, 4)
     for arguments in (
         (bad_index, [3, 3], [-1, -1]),
@@ -689,7 +689,7 @@ def test_is_allocated(as_index: Callable[[Sequence[int]], Any], page_size: int) 
     ]
 
 
-def test_is_allocated_refuses_what_is_no_index(bad_index: Any) -> None:  # noqa: ANN401
+def test_is_allocated_rejects_what_is_not_an_index(bad_index: Any) -> None:  # noqa: ANN401
     with pytest.raises(TypeError):
         make().is_allocated(bad_index)
 
@@ -886,7 +886,7 @@ class AllocatorHistory(RuleBasedStateMachine):
         with pytest.raises(TypeError):
             self.real.alloc(1.0)  # type: ignore[arg-type]
         with pytest.raises(TypeError):
-            self.real.free([1.0])
+            self.real.free([1.0])  # type: ignore[list-item]
 
     @rule(sure=st.integers(0, 5))
     def clear(self, sure: int) -> None:

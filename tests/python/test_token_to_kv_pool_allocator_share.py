@@ -135,7 +135,7 @@ def test_only_live_slots_are_shared_and_nothing_changes_otherwise(page_size: int
     allocator.share(slots[:2])
 
 
-def test_share_refuses_what_is_no_index(bad_index: Any) -> None:  # noqa: ANN401
+def test_share_rejects_what_is_not_an_index(bad_index: Any) -> None:  # noqa: ANN401
     allocator = make()
     take(allocator, 8)
     before = snapshot(allocator)

@@ -145,7 +145,7 @@ def test_bad_shapes_and_dtypes_take_nothing() -> None:
         workspace.zeros((2**40, 2**40), "float32")
     for dtype in ("complex64", torch.complex64, None, 3):
         with pytest.raises(TypeError):
-            workspace.empty(3, dtype)
+            workspace.empty(3, dtype)  # type: ignore[arg-type]
     with pytest.raises(TypeError):
         workspace.empty("three", "float32")  # type: ignore[arg-type]
     assert workspace.used_bytes == 0
@@ -195,7 +195,7 @@ def test_a_workspace_belongs_to_one_thread_until_it_is_reset() -> None:
     assert workspace.empty(1, "int8") is not None
 
 
-def test_a_failed_call_does_not_make_it_anybodys() -> None:
+def test_a_failed_call_claims_no_thread() -> None:
     workspace = make()
     with pytest.raises(WorkspaceExhaustedError):
         workspace.empty(2 * MIB, "uint8")

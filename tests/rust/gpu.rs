@@ -129,8 +129,7 @@ fn seen(gpu: &Arc<Gpu>, [first, second]: [Stream; 2], is_ordered: bool) -> i32 {
     }
     let view = TensorView::contiguous(Arc::new(region), 0, DType::I32, &[1]).expect("inside");
     let copy = Region::new(Arc::new(Pinned::new(gpu)), 4).expect("memory");
-    gpu.copy_out(&view.borrow().expect("inside"), copy.range(0, copy.bytes()).expect("inside"), second)
-        .expect("enqueued");
+    gpu.copy_out(&view.borrow(), copy.range(0, copy.bytes()).expect("inside"), second).expect("enqueued");
     gpu.synchronize(second).expect("ran");
     copy.read::<i32>(0, 1).expect("inside")[0]
 }
@@ -153,8 +152,7 @@ fn slots_are_valid_on_the_stream_that_asked() {
     // The same window, on another stream that nobody has ordered.
     let view = allocator.alloc(3, second).expect("memory").expect("room").keep();
     let copy = Region::new(Arc::new(Pinned::new(&gpu)), 12).expect("memory");
-    gpu.copy_out(&view.borrow().expect("inside"), copy.range(0, copy.bytes()).expect("inside"), second)
-        .expect("enqueued");
+    gpu.copy_out(&view.borrow(), copy.range(0, copy.bytes()).expect("inside"), second).expect("enqueued");
     gpu.synchronize(second).expect("ran");
     assert_eq!(copy.read::<i32>(0, 3).expect("inside"), [11, 12, 13]);
 }
@@ -169,8 +167,7 @@ fn positions_are_reused_after_the_work_that_reads_them() {
     let copy = Region::new(Arc::new(Pinned::new(&gpu)), 4 * 64).expect("memory");
     for round in 0..2000 {
         let view = allocator.alloc(64, first).expect("memory").expect("room").keep();
-        gpu.copy_out(&view.borrow().expect("inside"), copy.range(0, copy.bytes()).expect("inside"), first)
-            .expect("enqueued");
+        gpu.copy_out(&view.borrow(), copy.range(0, copy.bytes()).expect("inside"), first).expect("enqueued");
         drop(view);
         allocator.clear(Stream::DEFAULT);
         // On the other stream, with other slots, so that the stage is written anew.
@@ -242,12 +239,12 @@ fn the_hosts_copy_follows_every_write() {
     let row = i64::from(table.alloc(1, stream).expect("rows").expect("room")[0]);
     for version in [Some(0), None] {
         // Known to the host, then as a tensor that it does not know.
-        let values = Indices::of(taken.borrow().expect("inside"), version).expect("int32");
+        let values = Indices::of(taken.borrow(), version).expect("int32");
         table.write(&TableIndex::Columns { row, start: 2, end: Some(8) }, &values, stream).expect("inside");
         gpu.synchronize(stream).expect("ran");
         let read = table.read(row, 8).expect("inside");
         assert_eq!(slots(&read), [0, 0, 1, 2, 3, 4, 5, 6]);
-        let freed = Indices::of(read.borrow().expect("inside"), Some(0)).expect("int32");
+        let freed = Indices::of(read.borrow(), Some(0)).expect("int32");
         let bad = allocator.free(&freed, None, || None, stream).expect("valid");
         assert_eq!(allocator.pending(), 0, "the host knows the row");
         assert_eq!(bad.dropped(), 2, "the two zeros are padding");

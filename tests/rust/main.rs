@@ -3,6 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "a failing test panics")]
 
 mod conformance;
+mod contract;
 mod dlpack;
 #[cfg(feature = "cuda")]
 mod gpu;

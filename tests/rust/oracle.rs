@@ -1,9 +1,9 @@
 //! Pieces of the bookkeeping against models that are too simple to be wrong; whole pools are in `histories`.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, VecDeque};
 
-use kvpool::base::IndexVec;
-use kvpool::index::{Bitmap, Move, Order, Rounding, SlotAllocator, ascending_runs, plan_moves};
+use kvpool::base::{Id, IndexVec, Page};
+use kvpool::index::{Bitmap, Move, Order, Rounding, Run, SlotAllocator, ascending_runs, plan_moves};
 use proptest::prelude::*;
 
 fn narrow(slots: &[i64], wide: bool) -> IndexVec {
@@ -98,6 +98,104 @@ proptest! {
         }
     }
 
+    /// Histories of whole pools are small; here slots lie in thousands of words.
+    #[test]
+    fn scattered_slots_are_handed_out_lowest_first(
+        steps in prop::collection::vec((0..3000usize, 1..200usize, any::<bool>(), any::<bool>()), 1..20),
+        order in prop::sample::select(vec![Order::Sorted, Order::Fifo]),
+    ) {
+        const SIZE: i32 = 20_000;
+        let mut slots = SlotAllocator::new(20_000, 1, order).unwrap();
+        let (mut free, mut released): (VecDeque<i32>, BTreeSet<i32>) = ((1..=SIZE).collect(), BTreeSet::new());
+        let mut held: Vec<i32> = Vec::new();
+        for (count, step, is_strict, is_reversed) in steps {
+            if count > free.len() && order == Order::Sorted {
+                released.extend(free.drain(..));
+                free.extend(std::mem::take(&mut released));
+            }
+            let taken = slots.alloc(count).unwrap();
+            let expected = (count <= free.len()).then(|| free.drain(..count).collect::<Vec<_>>());
+            prop_assert_eq!(&taken, &expected);
+            held.extend(taken.into_iter().flatten());
+            let mut given: Vec<i32> = held.iter().copied().step_by(step).collect();
+            if is_reversed {
+                given.reverse();
+            }
+            // One too many, of which a strict pool takes back none.
+            given.extend(given.first().copied());
+            let answer = slots.free(&IndexVec::I32(given.clone()), is_strict);
+            prop_assert_eq!(answer.is_err(), is_strict && !given.is_empty());
+            prop_assert_eq!(slots.fault(), None);
+            if answer.is_ok() {
+                given.pop();
+                let gone: BTreeSet<i32> = given.iter().copied().collect();
+                held.retain(|slot| !gone.contains(slot));
+                match order {
+                    Order::Sorted => released.extend(given),
+                    Order::Fifo => free.extend(given),
+                }
+            }
+            prop_assert_eq!(slots.available(), free.len() + released.len());
+        }
+    }
+
+    #[test]
+    fn page_runs_are_counted(
+        steps in prop::collection::vec((0..5u8, prop::collection::vec((0..70u32, 1..40u32), 1..4)), 1..30),
+        page_size in prop::sample::select(vec![1usize, 4]),
+    ) {
+        let mut slots = SlotAllocator::new(80 * page_size, page_size, Order::Sorted).unwrap();
+        // By page: its owners, and those of them that a fence keeps.
+        let (mut owners, mut pending) = ([0u32; 81], [0u32; 81]);
+        let mut fences = Vec::new();
+        for (act, runs) in steps {
+            let runs: Vec<Run<Page>> = runs.iter().map(|&(start, len)| Run { start: Page::new(start), len }).collect();
+            let pages: Vec<usize> = runs
+                .iter()
+                .flat_map(|run| run.start.number()..run.start.number() + run.len)
+                .map(|page| page as usize)
+                .collect();
+            let stays = |page: usize, owners: &[u32; 81], pending: &[u32; 81]| owners[page].saturating_sub(pending[page]);
+            match act {
+                0 => for slot in slots.alloc(pages.len() * page_size).unwrap().unwrap_or_default() {
+                    owners[usize::try_from(slot).expect("positive") / page_size] = 1;
+                },
+                1 => {
+                    let is_right = pages.iter().all(|&page| page <= 80 && stays(page, &owners, &pending) > 0);
+                    prop_assert_eq!(slots.retain(&runs).is_ok(), is_right);
+                    pages.iter().filter(|_| is_right).for_each(|&page| owners[page] += 1);
+                }
+                2 => for (fence, pages) in fences.drain(..) {
+                    slots.fence_passed(fence);
+                    for page in pages {
+                        let page: usize = page;
+                        owners[page] -= 1;
+                        pending[page] -= 1;
+                    }
+                },
+                _ => {
+                    let named = |page: usize| u32::try_from(pages.iter().filter(|&&other| other == page).count()).expect("few");
+                    let is_right = pages.iter().all(|&page| page <= 80 && stays(page, &owners, &pending) >= named(page));
+                    let fence = (act == 4).then(|| slots.new_fence());
+                    prop_assert_eq!(slots.release(&runs, fence).is_ok(), is_right);
+                    if is_right && let Some(fence) = fence {
+                        for &page in &pages {
+                            pending[page] += 1;
+                        }
+                        fences.push((fence, pages));
+                    } else if is_right {
+                        for &page in &pages {
+                            owners[page] -= 1;
+                        }
+                    }
+                }
+            }
+            prop_assert_eq!(slots.fault(), None);
+            let free = owners[1..].iter().filter(|&&owners| owners == 0).count();
+            prop_assert_eq!(slots.available(), free * page_size);
+        }
+    }
+
     #[test]
     fn a_bitmap_is_a_set(steps in prop::collection::vec((any::<bool>(), 0..9000usize, 0..300usize), 0..40)) {
         let mut bitmap = Bitmap::new(10_000).unwrap();
@@ -116,14 +214,8 @@ proptest! {
             prop_assert!(members.iter().eq(set.iter()));
             prop_assert_eq!(bitmap.contains(start), set.contains(&start));
         }
-        let mut lowest = Vec::new();
-        let count = set.len() / 2;
-        bitmap.take_lowest(count, |start, len| lowest.extend(start..start + len));
-        prop_assert!(lowest.iter().eq(set.iter().take(count)));
-        let mut other = Bitmap::new(10_000).unwrap();
-        bitmap.drain_into(&mut other);
-        prop_assert_eq!((bitmap.len(), other.len()), (0, set.len() - count));
-        prop_assert!(bitmap.is_consistent() && other.is_consistent());
+        bitmap.clear();
+        prop_assert!(bitmap.is_empty() && bitmap.is_consistent());
     }
 }
 

@@ -9,8 +9,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvpool::base::{DType, ErrorKind};
-use kvpool::kernels::{Way, set_num_threads};
-use kvpool::memory::{Backend, Host, Limit, Mapped, PAGE, PageLocking, Region, Report, Stream};
+use kvpool::kernels::{Direction, set_num_threads};
+use kvpool::memory::{Backend, Host, Limit, MappedHost, PAGE, PageLocking, Region, Report, Stream};
 use kvpool::pool::{Attempt, ChunkConfig, ChunkPool};
 use kvpool::tensor::TensorView;
 use loom::model::Builder;
@@ -38,7 +38,7 @@ fn locking(num_chunks: usize) -> (Arc<ChunkPool>, PageLocking) {
         page_lock_threads: 2,
         strict: true,
     };
-    let mapped: Arc<dyn Backend> = Arc::new(Mapped::default());
+    let mapped: Arc<dyn Backend> = Arc::new(MappedHost::default());
     let pool = Arc::new(ChunkPool::new(&config, &mapped).expect("small"));
     let locking = pool.lock_pages().expect("a driver, which LD_PRELOAD may give");
     assert_eq!(locking.steps(), num_chunks);
@@ -126,7 +126,7 @@ fn a_freed_chunk_comes_back_when_its_copy_is_done() {
             thread::spawn(move || {
                 let region = Arc::new(Region::new(Arc::new(Host), PAGE).expect("small"));
                 let ours = TensorView::packed(region, 0, DType::U8, *pool.tensor(chunk, None)?.shape())?;
-                pool.copy(chunk, &ours.borrow()?, Way::In, Stream::DEFAULT)
+                pool.copy(chunk, &ours.borrow(), Direction::Pack, Stream::DEFAULT)
             })
         };
         assert_eq!(pool.free(chunk).unwrap().dropped(), 0);

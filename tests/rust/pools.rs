@@ -175,7 +175,7 @@ fn the_table_takes_all_or_nothing() {
         let error = pool.write(&index, &values, STREAM).expect_err("refused");
         assert_eq!(error.kind(), kind, "{index:?}: {error}");
     }
-    let row = pool.read(0, 8).expect("inside").borrow().expect("inside").shape().numel();
+    let row = pool.read(0, 8).expect("inside").shape().numel();
     assert_eq!(row, 8);
     for (row, length) in [(5, 1), (0, 9), (0, -1)] {
         assert_eq!(pool.read(row, length).expect_err("outside").kind(), ErrorKind::Index);
@@ -190,7 +190,7 @@ fn the_table_takes_all_or_nothing() {
 fn scales_are_for_eight_bit_floats() {
     let pool = KvPool::new(&KV, &host()).expect("memory");
     let [k, v] = pool.page_view(0).expect("a layer");
-    let (k, v) = (k.borrow().expect("inside"), v.borrow().expect("inside"));
+    let (k, v) = (k.borrow(), v.borrow());
     let none = Indices::Host(IndexVec::I32(Vec::new()));
     for scale in [2.0, 0.0, -1.0, f32::NAN, f32::INFINITY] {
         let error =

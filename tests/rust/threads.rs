@@ -6,7 +6,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use kvpool::base::{DType, IndexVec};
-use kvpool::kernels::{Indices, Way, set_num_threads};
+use kvpool::kernels::{Direction, Indices, set_num_threads};
 use kvpool::memory::{Backend, Host, Stream};
 use kvpool::pool::{
     AllocatorConfig, Attempt, ChunkConfig, ChunkPool, GdnConfig, GdnPool, Grant, KvConfig, KvPool, Scales,
@@ -87,7 +87,7 @@ fn chunks_are_copied_freed_and_taken_at_once() {
                 kvpool::tensor::TensorView::from_indices(vec![i32::try_from(number).expect("small"); 512]);
             let values = values.region().bytes_at(0, 2048).expect("inside");
             // Bytes are not of the dtype, so this is refused; words are not.
-            assert!(pool.copy(chunk, &values, Way::In, STREAM).is_err());
+            assert!(pool.copy(chunk, &values, Direction::Pack, STREAM).is_err());
             let view = pool.tensor(chunk, None).expect("it is ours");
             let mark = i64::try_from(number * 1000 + round % 1000).expect("small");
             view.region().write(view.offset(), &vec![mark; 1 << 10]).expect("inside");
@@ -138,7 +138,7 @@ fn rows_are_stored_moved_and_gathered_at_once() {
         match number % 4 {
             0 => {
                 let [k, v] = pool.gather_kv(layer, &list(0)).expect("rows");
-                let values = [k.borrow().expect("inside"), v.borrow().expect("inside")];
+                let values = [k.borrow(), v.borrow()];
                 pool.set_kv(layer, &list(1000), values, Scales::default(), STREAM).expect("rows");
             }
             1 => pool.move_kv(&list(500), &list(0), STREAM).expect("rows"),

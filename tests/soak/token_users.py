@@ -134,7 +134,7 @@ class SlotUser(User):
         self.misuse("slots", lambda: self._allocator.free([0]))
         self.misuse("slots", lambda: self._allocator.free([self.pools.sizes.slots + 5 * self._size]))
         self.refused(ValueError, lambda: self._allocator.alloc(-1))
-        self.refused(TypeError, lambda: self._allocator.free("12"))
+        self.refused(TypeError, lambda: self._allocator.free("12"))  # type: ignore[arg-type]
         self.refused(IndexError, lambda: self._kv.gather_kv(0, [1 << 20]))
         expect(self._allocator.alloc(self.pools.sizes.slots + 1) is None, "more slots than there are")
 

@@ -113,6 +113,8 @@ class AttentionGroup:
     """
 
     def __init__(self, plan: BatchPlan, kv_pool: KVPool, requests: list[int]) -> None:
+        if plan.block_table is None:
+            raise ConfigError("attention over pages needs a planner with block_table=True")
         device = plan.block_table.device
         starts = torch.from_numpy(plan.host.qo_indptr[requests]).long()
         seq_lens = torch.from_numpy(plan.host.seq_lens[requests]).long()

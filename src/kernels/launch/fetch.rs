@@ -1,11 +1,12 @@
 //! Index values on their way from a device to the host.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use crate::base::bounded::signed;
+use crate::base::sync::lock;
 use crate::base::{DType, Dims, Error, IndexVec, Result, bytes_of};
 use crate::kernels::indices::{Numbers, read_indices};
-use crate::memory::{Borrowed, Event, Gpu, Held, Host, Keep, Region, RegionRange, Ring, Stream};
+use crate::memory::{Borrowed, Event, Gpu, Host, Keep, Region, RegionRange, Reply, Ring, Stream};
 
 use super::Kernels;
 use super::grid::blocks;
@@ -23,7 +24,7 @@ pub struct Fetcher {
 /// Index values that are on their way.
 #[derive(Debug)]
 pub struct Fetch {
-    held: Held,
+    held: Reply,
     count: usize,
     /// Whether they arrive as int64.
     wide: bool,
@@ -67,7 +68,7 @@ impl Fetcher {
         Ok(Self { gpu: Arc::clone(gpu), kernels: Kernels::of(gpu)?, ring: Ring::on_host(gpu, bytes)? })
     }
 
-    /// One that the whole process has for `gpu`, so that who waits for a few values allocates nothing.
+    /// One that the whole process has for `gpu`, so that a wait for a few values allocates nothing.
     fn shared(gpu: &Arc<Gpu>, values: usize) -> Result<Arc<Self>> {
         static SHARED: Mutex<Vec<Arc<Fetcher>>> = Mutex::new(Vec::new());
         /// Values for which it has room.
@@ -75,7 +76,7 @@ impl Fetcher {
         if values > ROOM {
             return Ok(Arc::new(Self::new(gpu, values)?));
         }
-        let mut shared = SHARED.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut shared = lock(&SHARED);
         if let Some(found) = shared.iter().find(|fetcher| fetcher.gpu.device() == gpu.device()) {
             return Ok(Arc::clone(found));
         }
@@ -125,7 +126,7 @@ impl Fetcher {
         }
     }
 
-    /// Gives up a fetch whose values nobody wants any more.
+    /// Gives up a fetch whose values are not wanted any more.
     pub fn abandon(&self, fetch: &Fetch) {
         self.ring.release(&fetch.held);
     }

@@ -2,7 +2,7 @@
 //! call.
 //!
 //! The structures are those of `params.cuh`. Everything that can be checked on the host is checked before a launch;
-//! indices that only the device knows are checked there, and what is wrong with them is told by [`Launcher::fault`].
+//! indices that only the device knows are checked there, and what is wrong with them is reported by [`Launcher::fault`].
 
 mod fetch;
 mod grid;
@@ -17,9 +17,10 @@ pub use plan::{PlanBatch, PlanFields, PlanRequest};
 use std::collections::HashSet;
 use std::ffi::{CStr, c_void};
 use std::ptr;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use crate::base::bounded::signed;
+use crate::base::sync::lock;
 use crate::base::{DType, Device, Error, ErrorKind, Result, bytes_of, widen};
 use crate::index::Move;
 use crate::kernels::indices::{IndexSpace, Indices, Numbers};
@@ -27,7 +28,7 @@ use crate::kernels::rows::{RowBuffer, check_moves, check_targets};
 use crate::kernels::store::{Store, targets};
 use crate::kernels::table::Table;
 use crate::memory::{
-    Backend, Borrowed, Contents, Event, Function, Gpu, Held, Pinned, Region, Ring, Stream, Users,
+    Backend, Borrowed, Contents, Event, Function, Gpu, Pinned, Region, Reply, Ring, Stream, Users,
 };
 
 use grid::{Groups, blocks, parts_grid, ragged_grid};
@@ -67,7 +68,7 @@ impl Kernels {
     /// Those of `gpu`, compiled at the first call.
     fn of(gpu: &Gpu) -> Result<Arc<Self>> {
         static LOADED: Mutex<Vec<Arc<Kernels>>> = Mutex::new(Vec::new());
-        let mut loaded = LOADED.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut loaded = lock(&LOADED);
         if let Some(kernels) = loaded.iter().find(|kernels| kernels.device == gpu.device()) {
             return Ok(Arc::clone(kernels));
         }
@@ -213,7 +214,7 @@ impl Launcher {
         self.fault()
     }
 
-    /// What a kernel of an earlier call found wrong, if any did. Told once. Makes no driver call.
+    /// What a kernel of an earlier call found wrong, if any did. Reported once. Makes no driver call.
     ///
     /// # Errors
     /// [`ErrorKind::Index`] with the number, its position, and what it must be below.
@@ -247,7 +248,7 @@ impl Launcher {
     }
 
     /// Launches `kernel` with the parameters that `params` makes, once the device can read `arrays` of the host: behind
-    /// the parameters if they fit there, else in the ring. The caller has seen that nobody captures `stream`, however many
+    /// the parameters if they fit there, else in the ring. The caller has seen that `stream` is not captured, however many
     /// they are: a graph would repeat them.
     fn with_arrays<P>(
         &self,
@@ -298,7 +299,7 @@ impl Launcher {
     /// the other, and either may be mixed of both.
     ///
     /// # Errors
-    /// As there; an index beyond the rows that only the device knows is left out and told by [`Launcher::fault`].
+    /// As there; an index beyond the rows that only the device knows is left out, and reported by `Executor::fault`.
     pub(super) fn store_rows(
         &self,
         stores: &[Store<'_>; 2],
@@ -328,7 +329,7 @@ impl Launcher {
     ///
     /// # Errors
     /// As there; the row of an index that only the device knows to be outside is zeroed, and
-    /// [`Launcher::fault`] tells it.
+    /// [`Launcher::fault`] reports it.
     pub(super) fn gather_rows(
         &self,
         pairs: &[(&RowBuffer, Borrowed<'_>); 2],
@@ -359,7 +360,7 @@ impl Launcher {
     ///
     /// # Errors
     /// [`ErrorKind::Index`] for a row that is not there, [`ErrorKind::Config`] for more than cross at once; a row
-    /// that only the device knows to be outside is told by [`Launcher::fault`].
+    /// that only the device knows to be outside is reported by [`Launcher::fault`].
     pub(super) fn copy_rows(
         &self,
         groups: [&[RowBuffer]; 2],
@@ -446,11 +447,11 @@ impl Launcher {
 
     /// Writes `value[i]` to `table[row[i], column[i]]`, for `count` places, in one launch. With an echo, what was
     /// written is also sent to it, as (row, column, value) in int32, row -1 where a place is not in the table: the caller has
-    /// seen that nobody captures `stream` then.
+    /// seen that `stream` is not captured then.
     ///
     /// # Errors
     /// [`ErrorKind::Config`] for more numbers of the host than cross at once; [`ErrorKind::Driver`] when the driver
-    /// refuses. What only the device knows to be wrong is left out and told by [`Launcher::fault`].
+    /// refuses. What only the device knows to be wrong is left out, and reported by `Executor::fault`.
     pub fn write_points(
         &self,
         table: &Table<'_>,
@@ -458,7 +459,7 @@ impl Launcher {
         count: usize,
         echo: Option<&Ring>,
         stream: Stream,
-    ) -> Result<Option<Held>> {
+    ) -> Result<Option<Reply>> {
         let blocks = blocks(count)?;
         let write = |echo: *mut i32| {
             self.with(self.kernels.write_points, [blocks, 1], &[row, column, value], stream, |index| {
@@ -487,7 +488,7 @@ impl Launcher {
     }
 
     /// Zeroes the first columns of rows of the table, `(row, columns)` each, in one launch on `stream`, which the caller has
-    /// seen to be captured by nobody.
+    /// seen not to be captured.
     ///
     /// # Errors
     /// [`ErrorKind::Index`] for a place outside of the table, [`ErrorKind::Config`] for more than cross at once.
@@ -523,7 +524,7 @@ impl Launcher {
     ///
     /// # Errors
     /// [`ErrorKind::Config`] for more numbers of the host than cross at once; what only the device knows to be wrong
-    /// is left out and told by [`Launcher::fault`].
+    /// is left out, and reported by `Executor::fault`.
     pub(super) fn kv_indices(
         &self,
         table: &Table<'_>,

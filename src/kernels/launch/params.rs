@@ -6,7 +6,7 @@ use crate::base::bounded::{distance, int32, signed};
 use crate::base::{DType, Result};
 use crate::kernels::convert::conversion;
 use crate::kernels::rows::RowBuffer;
-use crate::kernels::store::{Layout, Store, inconvertible, layout};
+use crate::kernels::store::{Store, ValueLayout, inconvertible, layout};
 use crate::memory::Borrowed;
 
 use super::grid::{Divisor, ELEMENTS_PER_LANE, RowGroup, Split, WORDS_PER_LANE, Word, word_of};
@@ -251,7 +251,7 @@ impl StorePart {
         let row_bytes = store.target.row_bytes();
         // Only its lowest bits count.
         let apart = |stride: i64| distance(stride).cast_unsigned().wrapping_mul(from.size());
-        let Layout { heads, dim, head_stride, dim_stride, .. } = layout;
+        let ValueLayout { heads, dim, head_stride, dim_stride, .. } = layout;
         let sources = [source.addr()].into_iter().chain(lead_strides.map(apart));
         let targets = [target.addr(), row_bytes];
         let word = if way == Way::Words { word_of(sources.clone().chain(targets)) } else { Word::BYTE };

@@ -2,8 +2,9 @@
 
 use std::ffi::CStr;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError};
+use std::sync::{Arc, Mutex, Once};
 
+use crate::base::sync::lock;
 use crate::base::{Device, Error, ErrorKind, Result};
 use crate::memory::{Borrowed, Image, RegionRange, Stream};
 
@@ -406,9 +407,4 @@ fn watch_for_forks() {
         // SAFETY: the handler only stores to an atomic, which is allowed in the child of a fork.
         unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
     });
-}
-
-/// Locks `mutex`. Nothing that is guarded here can be left half changed, so poison is ignored.
-pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

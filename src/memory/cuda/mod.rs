@@ -18,4 +18,4 @@ pub(in crate::memory) use gpu::is_forked;
 pub use gpu::{Function, Gpu};
 pub use memory::{Cuda, Pinned};
 pub use page_lock::PageLock;
-pub use ring::{Held, Ring};
+pub use ring::{Reply, Ring};

@@ -6,11 +6,12 @@
 use std::sync::{Arc, Mutex};
 
 use crate::base::Result;
+use crate::base::sync::lock;
 use crate::memory::{Keep, Stream, Users};
 
 use super::Event;
 use super::driver::{DevicePtr, Driver, StreamMode};
-use super::gpu::{Gpu, is_forked, lock};
+use super::gpu::{Gpu, is_forked};
 
 /// Something that the driver gave.
 #[derive(Debug)]

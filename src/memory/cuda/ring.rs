@@ -2,8 +2,9 @@
 
 use std::collections::VecDeque;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
+use crate::base::sync::lock;
 use crate::base::{Error, Result};
 use crate::memory::{ALIGNMENT, Backend, Contents, Number, Plain, Region, RegionRange, Stream, Users};
 
@@ -44,12 +45,12 @@ struct Piece {
     range: Range<usize>,
     /// The point after its work; `None` where that is not known, and the piece is held for ever.
     done: Option<Arc<Event>>,
-    /// Whether somebody will still read it on the host.
+    /// Whether the host will still read it.
     held: bool,
 }
 
 impl Piece {
-    /// The point after which nobody uses it, if there will be one.
+    /// The point after which it is not used any more, if there will be one.
     fn free_after(&self) -> Option<&Arc<Event>> {
         self.done.as_ref().filter(|_| !self.held)
     }
@@ -57,12 +58,12 @@ impl Piece {
 
 /// A piece that work on the device writes, for the host to read.
 #[derive(Debug)]
-pub struct Held {
+pub struct Reply {
     range: Range<usize>,
     done: Arc<Event>,
 }
 
-impl Held {
+impl Reply {
     /// The point after the work that writes it.
     #[must_use]
     pub const fn done(&self) -> &Arc<Event> {
@@ -103,7 +104,7 @@ impl Ring {
 
     /// Copies `arrays` to the twin, and has `work` enqueue what uses them there: it gets the bytes of each array.
     ///
-    /// Returns the point after the copy and the work. The caller has seen that nobody captures `stream`, as
+    /// Returns the point after the copy and the work. The caller has seen that `stream` is not captured, as
     /// [`Ring::not_capturing`] does: a graph would repeat the copy, of memory that holds other numbers by then.
     ///
     /// # Errors
@@ -153,7 +154,7 @@ impl Ring {
         work: impl FnOnce(usize) -> Result<()>,
     ) -> Result<Arc<Event>> {
         let bytes = places(arrays).last().map_or(0, |(offset, array)| offset + size_of_val(array));
-        let mut pieces = self.pieces.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut pieces = lock(&self.pieces);
         let range = self.room(&mut pieces, bytes)?.ok_or_else(|| {
             Error::config(format!(
                 "{bytes} bytes of numbers from the host are more than the {} that cross at once; \
@@ -177,7 +178,7 @@ impl Ring {
     /// without locks that [`Ring::upload`] is called under, need not wait there.
     #[must_use]
     pub fn crowded(&self) -> Option<Arc<Event>> {
-        let mut pieces = self.pieces.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut pieces = lock(&self.pieces);
         if self.in_use(&pieces) <= self.capacity() / 2 {
             return None;
         }
@@ -211,13 +212,13 @@ impl Ring {
         bytes: usize,
         stream: Stream,
         work: impl FnOnce(RegionRange<'_>) -> Result<()>,
-    ) -> Result<Option<Held>> {
-        let mut pieces = self.pieces.lock().unwrap_or_else(PoisonError::into_inner);
+    ) -> Result<Option<Reply>> {
+        let mut pieces = lock(&self.pieces);
         Self::reclaim(&mut pieces)?;
         let Some(range) = self.free_room(&pieces, bytes) else { return Ok(None) };
         let enqueued = self.pinned.range(range.start, bytes).and_then(work);
         let done = self.seal(&mut pieces, range.clone(), true, stream)?;
-        let held = Held { range, done };
+        let held = Reply { range, done };
         match enqueued {
             Ok(()) => Ok(Some(held)),
             Err(failure) => {
@@ -232,15 +233,15 @@ impl Ring {
     ///
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when they are more than the piece holds.
-    pub fn take<T: Number>(&self, held: &Held, count: usize) -> Result<Vec<T>> {
+    pub fn take<T: Number>(&self, held: &Reply, count: usize) -> Result<Vec<T>> {
         let values = self.pinned.read(held.range.start, count);
         self.release(held);
         values
     }
 
-    /// Gives up a piece that nobody will read. The device may still be writing it.
-    pub fn release(&self, held: &Held) {
-        let mut pieces = self.pieces.lock().unwrap_or_else(PoisonError::into_inner);
+    /// Gives up a piece that will not be read. The device may still be writing it.
+    pub fn release(&self, held: &Reply) {
+        let mut pieces = lock(&self.pieces);
         if let Some(piece) = pieces.used.iter_mut().find(|piece| piece.range.start == held.range.start) {
             piece.held = false;
         }
@@ -271,7 +272,7 @@ impl Ring {
         Ok(done)
     }
 
-    /// Drops the oldest pieces that nobody uses any more.
+    /// Drops the oldest pieces that are not used any more.
     fn reclaim(pieces: &mut Pieces) -> Result<()> {
         while let Some(oldest) = pieces.used.front() {
             match oldest.free_after() {

@@ -1,14 +1,14 @@
 //! A step of a planner on a GPU.
 
 use crate::base::bounded::int32;
-use crate::base::{Id, IndexVec, Result, Row, reserve, widen};
+use crate::base::{Id, IndexVec, RequestRow, Result, reserve, widen};
 use crate::index::{Growth, PageSize};
 use crate::kernels::{Executor, Indices, PlanBatch, PlanFields, PlanRequest};
 use crate::memory::Stream;
-use crate::pool::plan::Field;
+
 use crate::pool::{ReqToTokenPool, TableIndex};
 
-use super::Planner;
+use super::{Field, Planner};
 
 impl Planner {
     /// Has the device write the table and the fields: one launch, and a copy before it if they are many.
@@ -37,38 +37,38 @@ impl Planner {
                 row: row.cast_signed(),
                 start: growth.start.cast_signed(),
                 prefix: prefix.cast_signed(),
-                seq: self.listed.seq_lens[place],
-                qo_begin: self.listed.qo_indptr[place],
-                kv_begin: self.listed.kv_indptr[place],
+                seq: self.small_fields.seq_lens[place],
+                qo_begin: self.small_fields.qo_indptr[place],
+                kv_begin: self.small_fields.kv_indptr[place],
                 page_begin: int32(pages.len()),
-                block_from: if is_padding { 0 } else { int32(self.right(place, row, table)) },
-                block_until: int32(self.lines.until(place)),
+                block_from: if is_padding { 0 } else { int32(self.valid_entries(place, row, table)) },
+                block_until: int32(self.block_table.used(place)),
             });
             if is_padding {
-                pages.resize(pages.len() + self.listed.kv_pages(place), 0);
+                pages.resize(pages.len() + self.small_fields.kv_pages(place), 0);
             } else {
                 pages.extend_from_slice(&self.requests.pages(row)[sent_pages(growth, size)]);
             }
         }
-        self.listed.write(&self.host_fields, &self.layout)?;
+        self.small_fields.write(&self.host_fields, &self.layout)?;
         let planned = PlanBatch {
             requests: &requests,
             batch: batch.len(),
             pages: &pages,
             page_size: size.slots(),
             width: self.layout.width(),
-            tokens: self.listed.positions.len(),
-            kv_len: self.listed.kv_begin(padded),
+            tokens: self.small_fields.positions.len(),
+            kv_len: self.small_fields.kv_begin(padded),
         };
         let Executor::Device(launcher) = &self.executor else { return Ok(()) };
         let outcome = launcher.plan(&table.table()?, &self.plan_fields(), &planned, stream);
         for (place, growth) in batch.iter().enumerate() {
             match &outcome {
                 Ok(()) => self.put(place, *growth, table)?,
-                Err(_) => table.note_failed_write(Row::new(growth.row), widen(growth.seq)),
+                Err(_) => table.note_failed_write(RequestRow::new(growth.row), widen(growth.seq)),
             }
         }
-        self.show(batch, padded, table);
+        self.note_block_table(batch, padded, table);
         outcome
     }
 

@@ -1,30 +1,31 @@
 //! Writes to a table on a GPU, which the host's mirror follows.
 
+use std::borrow::Cow;
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use crate::base::bounded::signed;
-use crate::base::{IndexVec, Result, Row};
+use crate::base::{Id, IndexVec, RequestRow, Result};
 use crate::kernels::{Executor, IndexSpace, Indices, Numbers};
 use crate::memory::{Borrowed, Stream};
 use crate::pool::mirror::{known_values, values_now};
 use crate::pool::table_mirror::TableMirror;
 
-use super::{Id, ReqToTokenPool, TableIndex, as_many, broadcast, mismatched};
+use super::{ReqToTokenPool, TableIndex, as_many, broadcast, mismatched};
 
-/// Numbers of a launch.
-enum Given<'a> {
-    List(Vec<i32>),
+/// Numbers that a launch takes.
+enum Operand<'a> {
+    List(Cow<'a, [i32]>),
     Tensor(Borrowed<'a>),
     Same(i64),
     From(usize),
 }
 
-impl<'a> Given<'a> {
+impl<'a> Operand<'a> {
     /// Indices, those of the host checked.
     fn new(indices: &Indices<'a>, space: IndexSpace) -> Result<Self> {
         match indices {
-            Indices::Host(_) => indices.list(space).map(Self::List),
+            Indices::Host(_) => indices.list(space).map(|list| Self::List(list.into())),
             Indices::Device { tensor, .. } => Ok(Self::Tensor(*tensor)),
         }
     }
@@ -41,22 +42,22 @@ impl<'a> Given<'a> {
 
 /// Places of the table, checked as far as the host knows them.
 struct Places<'a> {
-    row: Given<'a>,
-    column: Given<'a>,
+    row: Operand<'a>,
+    column: Operand<'a>,
     count: usize,
     /// Which they are, if the host knows that.
-    known: Option<Known>,
+    known: Option<KnownPlaces>,
 }
 
 /// Places that the host knows.
-enum Known {
+enum KnownPlaces {
     /// Row and column of each.
     Points(Vec<(u32, u32)>),
     /// So many columns of one row, from one on.
-    Columns { row: Row, from: usize, count: usize },
+    Columns { row: RequestRow, from: usize, count: usize },
 }
 
-impl Known {
+impl KnownPlaces {
     fn rows(&self) -> Vec<u32> {
         match self {
             Self::Points(points) => points.iter().map(|(row, _)| *row).collect(),
@@ -82,8 +83,8 @@ impl ReqToTokenPool {
             TableIndex::Columns { row, start, end } => {
                 let (row, from, stop) = self.checked_columns(*row, *start, *end)?;
                 let count = stop - from;
-                let known = Some(Known::Columns { row, from, count });
-                Places { row: Given::Same(row.number().into()), column: Given::From(from), count, known }
+                let known = Some(KnownPlaces::Columns { row, from, count });
+                Places { row: Operand::Same(row.number().into()), column: Operand::From(from), count, known }
             }
             TableIndex::Points { rows, columns } => {
                 self.executor.expect_here(&[rows, columns], stream)?;
@@ -93,15 +94,15 @@ impl ReqToTokenPool {
         };
         let value = match (values, values.len(), known.as_deref()) {
             (_, len, _) if len != places.count && len != 1 => return Err(mismatched(len, places.count)),
-            (Indices::Host(_), _, Some(&[only])) => Given::Same(only.into()),
-            (Indices::Host(_), _, known) => Given::List(known.unwrap_or_default().to_vec()),
+            (Indices::Host(_), _, Some(&[only])) => Operand::Same(only.into()),
+            (Indices::Host(_), _, known) => Operand::List(known.unwrap_or_default().into()),
             (Indices::Device { tensor, .. }, 1, _) => {
-                Given::Tensor(tensor.repeated(places.count).unwrap_or(*tensor))
+                Operand::Tensor(tensor.repeated(places.count).unwrap_or(*tensor))
             }
-            (Indices::Device { tensor, .. }, ..) => Given::Tensor(*tensor),
+            (Indices::Device { tensor, .. }, ..) => Operand::Tensor(*tensor),
         };
         match (&places.known, known.as_deref()) {
-            (Some(Known::Points(points)), Some(values)) if has_repeats(points) => {
+            (Some(KnownPlaces::Points(points)), Some(values)) if has_repeats(points) => {
                 self.enqueue_last(mirror, points, values, stream)
             }
             (_, known) => self.enqueue(mirror, &places, &value, known, stream),
@@ -122,12 +123,12 @@ impl ReqToTokenPool {
     /// The places of points.
     fn places<'a>(&self, rows: &Indices<'a>, columns: &Indices<'a>) -> Result<Places<'a>> {
         let [row_space, column_space] = self.spaces();
-        let (row, column) = (Given::new(rows, row_space)?, Given::new(columns, column_space)?);
+        let (row, column) = (Operand::new(rows, row_space)?, Operand::new(columns, column_space)?);
         let known = match known(rows).zip(known(columns)) {
             None => None,
             Some((rows, columns)) => {
                 let points = row_space.check(&rows)?.into_iter().zip(column_space.check(&columns)?);
-                Some(Known::Points(points.collect()))
+                Some(KnownPlaces::Points(points.collect()))
             }
         };
         Ok(Places { row, column, count: rows.len(), known })
@@ -145,12 +146,12 @@ impl ReqToTokenPool {
             points.iter().enumerate().map(|(at, &point)| (point, nth(values, at))).collect();
         let (points, values): (Vec<(u32, u32)>, Vec<i32>) = last.into_iter().unzip();
         let places = Places {
-            row: Given::List(points.iter().map(|(row, _)| row.cast_signed()).collect()),
-            column: Given::List(points.iter().map(|(_, column)| column.cast_signed()).collect()),
+            row: Operand::List(points.iter().map(|(row, _)| row.cast_signed()).collect()),
+            column: Operand::List(points.iter().map(|(_, column)| column.cast_signed()).collect()),
             count: points.len(),
-            known: Some(Known::Points(points)),
+            known: Some(KnownPlaces::Points(points)),
         };
-        self.enqueue(mirror, &places, &Given::List(values.clone()), Some(&values), stream)
+        self.enqueue(mirror, &places, &Operand::List((&values).into()), Some(&values), stream)
     }
 
     /// Enqueues a write, and notes it in the mirror now or when the kernel has echoed what it wrote.
@@ -158,12 +159,12 @@ impl ReqToTokenPool {
         &mut self,
         mirror: &Arc<TableMirror>,
         places: &Places<'_>,
-        value: &Given<'_>,
+        value: &Operand<'_>,
         known: Option<&[i32]>,
         stream: Stream,
     ) -> Result<()> {
         let Executor::Device(launcher) = &self.executor else { return Ok(()) };
-        let rows = || places.known.as_ref().map(Known::rows);
+        let rows = || places.known.as_ref().map(KnownPlaces::rows);
         let forget = || rows().map_or_else(|| mirror.forget_all(), |rows| mirror.forget(rows));
         let noted = places.known.as_ref().zip(known).filter(|_| mirror.is_settled());
         let echo = if noted.is_none() { Some(mirror.echoes()) } else { None };
@@ -174,10 +175,10 @@ impl ReqToTokenPool {
                 forget();
             })?;
         match (noted, held) {
-            (Some((&Known::Columns { row, from, count }, values)), _) => {
+            (Some((&KnownPlaces::Columns { row, from, count }, values)), _) => {
                 mirror.wrote_columns(row.number(), from, &broadcast(values, count)?);
             }
-            (Some((Known::Points(points), values)), _) => {
+            (Some((KnownPlaces::Points(points), values)), _) => {
                 let points = points.iter().enumerate();
                 mirror.wrote_points(points.map(|(at, &(row, column))| (row, column, nth(values, at))));
             }
@@ -187,12 +188,12 @@ impl ReqToTokenPool {
         }
         match places.known {
             None => (),
-            Some(Known::Points(ref points)) => {
+            Some(KnownPlaces::Points(ref points)) => {
                 for &(row, column) in points {
-                    self.rows.note_written(Row::new(row), column + 1);
+                    self.rows.note_written(RequestRow::new(row), column + 1);
                 }
             }
-            Some(Known::Columns { row, from, count }) => self.note_written(row, from + count),
+            Some(KnownPlaces::Columns { row, from, count }) => self.note_written(row, from + count),
         }
         Ok(())
     }

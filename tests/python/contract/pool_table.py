@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import devices
 import numpy as np
 import pytest
+from common import some
 
 import kvpool
 from kvpool import _typing
@@ -30,6 +31,8 @@ class Case:
         dtype: Its dtype unless one is named, if it has one.
         too_large: Sizes for which no machine has the memory.
         big: Sizes for which a leak shows.
+        full: Arguments with which it does all that it can.
+        unit: What it hands out.
         tensors: Tensors over all of its memory.
         use: Does with a new pool all that it is for, so that nothing stays in use.
         take: Takes a unit, or answers None.
@@ -46,6 +49,8 @@ class Case:
     dtype: str | None = None
     too_large: dict[str, int] = field(default_factory=dict)
     big: dict[str, int] = field(default_factory=dict)
+    full: dict[str, int] = field(default_factory=dict)
+    unit: str = "slot"
     tensors: Callable[[Any], list[torch.Tensor]] = lambda _pool: []
     use: Callable[[Any], object] = lambda _pool: None
     take: Callable[[Any], Any] | None = None
@@ -72,13 +77,16 @@ def _store(pool: kvpool.KVPool) -> None:
     pool.set_kv_buffer(0, [1, 2], k[3:5], v[3:5])
     pool.gather_kv(0, [2, 1])
     pool.move_kv([3, 4], [1, 2])
+    pool.check()
 
 
 def _take_slots(pool: kvpool.TokenToKVPoolAllocator) -> None:
-    held = [pool.alloc(pool.size // 8) for _ in range(8)]
+    held = [some(pool.alloc(pool.size // 8)) for _ in range(8)]
     pool.share(held[0])
     for slots in (*held, held[0]):
         pool.free(slots)
+    pool.free(some(pool.alloc_extend([0], [7], [-1])))
+    pool.verify()
 
 
 def _write_rows(pool: kvpool.ReqToTokenPool) -> None:
@@ -86,6 +94,7 @@ def _write_rows(pool: kvpool.ReqToTokenPool) -> None:
     pool.write((rows[0], slice(0, 4)), [1, 2, 3, 4])
     pool.write((rows, [0, 1]), [7, 8])
     pool.read(rows[0], 4)
+    pool.build_kv_indices(rows, [0, 2, 4], pool.req_to_token.new_zeros(4))
     pool.free(rows)
 
 
@@ -165,6 +174,7 @@ CASES = {
             _typing.CountedStats,
             too_large={"max_reqs": 1 << 28, "max_context_len": 1 << 28},
             big={"max_reqs": 64, "max_context_len": 1 << 14},
+            unit="row",
             tensors=lambda pool: [pool.req_to_token],
             use=_write_rows,
             take=lambda pool: pool.alloc(),
@@ -195,6 +205,7 @@ CASES = {
                 "head_v_dim": 1 << 8,
             },
             big={"max_reqs": 64, "head_k_dim": 64, "head_v_dim": 64},
+            unit="track slot",
             tensors=lambda pool: [pool.conv_state, pool.recurrent_state],
             use=_copy_states,
             take=lambda pool: pool.alloc_track_slot(),
@@ -210,6 +221,8 @@ CASES = {
             dtype="float32",
             too_large={"page_size": 1 << 24, "initial_pages": 1 << 26},
             big={"page_size": 1 << 16, "initial_pages": 16, "grow": 4},
+            full={"grow": 2},
+            unit="page",
             tensors=lambda pool: [pool.page(i) for i in range(pool.total_pages)],
             use=_use_pages,
             take=lambda pool: pool.alloc(),
@@ -223,6 +236,7 @@ CASES = {
             dtype="",
             too_large={"num_chunks": 1 << 26, "chunk_shape": 1 << 24},
             big={"num_chunks": 16, "chunk_shape": 1 << 16},
+            unit="chunk",
             tensors=lambda pool: [chunk.tensor() for chunk in pool.allocate_batch(pool.num_chunks)],
             use=_copy_chunks,
             take=lambda pool: pool.allocate(),
@@ -234,6 +248,7 @@ CASES = {
             kvpool.BufferPool,
             {},
             _typing.BufferStats,
+            unit="buffer",
             tensors=lambda pool: [pool.alloc(100, "float32").tensor, pool.alloc(9, "float32").tensor],
             use=_use_buffers,
             needs_device=lambda pool: [
@@ -247,6 +262,7 @@ CASES = {
             _typing.UnitStats,
             too_large={"arena_bytes": 1 << 52},
             big={"arena_bytes": 1 << 21},
+            unit="byte",
             tensors=lambda pool: [pool.zeros(100, "float32"), pool.zeros(9, "float32")],
             use=_use_arena,
             needs_device=lambda pool: [lambda: pool.zeros(8, "float32")],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import TYPE_CHECKING, Any
 
 import devices
@@ -40,6 +41,20 @@ def test_properties_are_the_arguments_and_read_only(case: Case) -> None:
         if name != "name" and not name.startswith("__"):
             with pytest.raises(AttributeError):
                 setattr(pool, name, getattr(pool, name))
+
+
+@every_pool
+def test_a_pool_has_a_unit_and_a_name_by_which_it_is_known(case: Case) -> None:
+    pools = [case.make(), case.make()]
+    assert [pool.unit for pool in pools] == [case.unit] * 2
+    names = [pool.name for pool in pools]
+    assert names[0] != names[1]
+    assert {re.sub(r"-\d+$", "", name) for name in names} == {case.cls.__name__}
+    assert {id(pool) for pool in pools} <= {id(pool) for pool in kvpool.pools()}
+    pools[0].name = "other"
+    assert pools.pop(0).name == "other"
+    del pools
+    assert not {*names, "other"} & {pool.name for pool in kvpool.pools()}
 
 
 @each("take")

@@ -139,7 +139,7 @@ def test_every_driver_call_may_fail(case: Case, driver: Driver) -> None:
 
     def work() -> None:
         pools.clear()
-        pools.append(case.make())
+        pools.append(case.make(**case.full))
         case.use(pools[0])
 
     def memory(expected: tuple[int, int] | None = None) -> tuple[int, int]:

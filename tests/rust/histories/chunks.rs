@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use kvpool::base::{DType, Dims};
 use kvpool::index::Ticket;
-use kvpool::kernels::Way;
+use kvpool::kernels::Direction;
 use kvpool::memory::{Backend, Host, Region, Stream};
 use kvpool::pool::{Attempt, ChunkConfig, ChunkPool};
 
@@ -135,21 +135,24 @@ fn copy(source: &mut Source<'_>, pool: &ChunkPool, model: &mut Model, at: usize)
     // SAFETY: the region is live, as long as the vector, and known to this call only.
     unsafe { whole.address().as_ptr().copy_from_nonoverlapping(filled.as_ptr(), room) };
     let tensor = region.borrow(0, dtype, dims(&[rows, columns]), dims(&strides)).expect("inside");
-    let way = if source.flip() { Way::In } else { Way::Out };
+    let direction = if source.flip() { Direction::Pack } else { Direction::Unpack };
     let element = dtype.size();
     let fits = dtype == pool.config().dtype && rows * columns * element <= pool.chunk_bytes();
-    let on_top = way == Way::Out && ((rows > 1 && strides[0] == 0) || (columns > 1 && strides[1] == 0));
+    let on_top =
+        direction == Direction::Unpack && ((rows > 1 && strides[0] == 0) || (columns > 1 && strides[1] == 0));
     let is_right = references > 0 && fits && !on_top;
-    agree(pool.copy(ticket, &tensor, way, STREAM), is_right);
+    agree(pool.copy(ticket, &tensor, direction, STREAM), is_right);
     let mut expected = filled;
     if is_right {
         let chunk = &mut model.bytes[size(ticket.index())];
         for position in 0..rows * columns {
             let lying = (position / columns * strides[0] + position % columns * strides[1]) * element;
             let packed = position * element;
-            match way {
-                Way::In => chunk[packed..packed + element].copy_from_slice(&expected[lying..lying + element]),
-                Way::Out => {
+            match direction {
+                Direction::Pack => {
+                    chunk[packed..packed + element].copy_from_slice(&expected[lying..lying + element]);
+                }
+                Direction::Unpack => {
                     expected[lying..lying + element].copy_from_slice(&chunk[packed..packed + element]);
                 }
             }

@@ -9,13 +9,13 @@ use crate::memory::{Borrowed, Gpu, Stream};
 
 use super::threads::in_parts;
 
-/// Which way a transfer goes.
+/// Which way [`pack()`] copies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Way {
+pub enum Direction {
     /// From the tensor to contiguous memory.
-    In,
+    Pack,
     /// From contiguous memory to the tensor.
-    Out,
+    Unpack,
 }
 
 /// Copies the elements of `tensor`, in order, to or from `packed`, which is contiguous and has as many of the same dtype.
@@ -27,10 +27,10 @@ pub enum Way {
 /// # Errors
 /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when they do not match, or when elements of a target lie on top of
 /// each other; nothing is copied then. [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the driver refuses.
-pub fn transfer(
+pub fn pack(
     packed: &Borrowed<'_>,
     tensor: &Borrowed<'_>,
-    way: Way,
+    direction: Direction,
     gpu: Option<&Arc<Gpu>>,
     stream: Stream,
 ) -> Result<()> {
@@ -42,7 +42,7 @@ pub fn transfer(
     }
     let overlaps = |(&extent, &stride): (&i64, &i64)| extent > 1 && stride == 0;
     let dims = || tensor.shape().as_slice().iter().zip(tensor.strides().as_slice());
-    if way == Way::Out && dims().any(overlaps) {
+    if direction == Direction::Unpack && dims().any(overlaps) {
         return Err(Error::config(
             "elements of the tensor lie on top of each other, so it cannot be written to",
         ));
@@ -60,7 +60,8 @@ pub fn transfer(
             let range =
                 total / parts * part..if part + 1 == parts { total } else { total / parts * (part + 1) };
             let copied = each(range, &mut |packed, lying, bytes| {
-                let (target, source) = if way == Way::In { (packed, lying) } else { (lying, packed) };
+                let (target, source) =
+                    if direction == Direction::Pack { (packed, lying) } else { (lying, packed) };
                 // SAFETY: both tensors are valid for these bytes, as `Borrowed` promises; they may be the same.
                 unsafe { target.copy_from(source, bytes) };
                 Ok(())
@@ -81,7 +82,7 @@ pub fn transfer(
         let packed = unsafe { flat(packed_at, [rows, bytes], bytes, packed) }?;
         // SAFETY: the rows lie within `tensor`, which is valid for the call.
         let lying = unsafe { flat(lying_at, [rows, bytes], pitch, tensor) }?;
-        let (target, source) = if way == Way::In { (packed, lying) } else { (lying, packed) };
+        let (target, source) = if direction == Direction::Pack { (packed, lying) } else { (lying, packed) };
         if rows == 1 {
             gpu.copy(&target, &source, stream)?;
         } else {

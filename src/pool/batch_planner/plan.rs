@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 
-use crate::base::bounded::narrow;
 use crate::base::{DType, PADDING, Result, bytes_of, widen};
 use crate::index::{Growth, Requests};
 use crate::memory::{ALIGNMENT, Region};
@@ -96,7 +95,7 @@ pub struct Plan {
 
 /// Where each field lies in a region, with those whose size grows with the context behind the others.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Layout {
+pub(super) struct PlanLayout {
     config: PlannerConfig,
     /// Entries in a line of the block table.
     width: usize,
@@ -104,7 +103,7 @@ pub(super) struct Layout {
     bytes: usize,
 }
 
-impl Layout {
+impl PlanLayout {
     pub(super) fn new(config: PlannerConfig, width: usize) -> Result<Self> {
         let PlannerConfig { max_batch_size, max_tokens, .. } = config;
         let mut layout = Self { config, width, offsets: [0; Field::ALL.len()], bytes: 0 };
@@ -179,7 +178,7 @@ impl Layout {
 
 /// The fields of the plan in progress that do not grow with the context. Kept for their capacity.
 #[derive(Debug, Default)]
-pub(super) struct Listed {
+pub(super) struct SmallFields {
     pub(super) out_cache_loc: Vec<i32>,
     pub(super) positions: Vec<i32>,
     /// Tokens before those of padding.
@@ -191,7 +190,7 @@ pub(super) struct Listed {
     kv_last_page_len: Vec<i32>,
 }
 
-impl Listed {
+impl SmallFields {
     fn clear(&mut self) {
         let Self { out_cache_loc, positions, req_pool_indices, .. } = self;
         for values in [out_cache_loc, positions, req_pool_indices] {
@@ -203,8 +202,8 @@ impl Listed {
         }
     }
 
-    /// Lists requests that have grown, and behind them padding of `padding` tokens each up to a batch of `padded`.
-    pub(super) fn list(&mut self, batch: &[Growth], padded: usize, padding: u32, requests: &Requests) {
+    /// Fills in requests that have grown, and behind them padding of `padding` tokens each up to a batch of `padded`.
+    pub(super) fn fill(&mut self, batch: &[Growth], padded: usize, padding: u32, requests: &Requests) {
         self.clear();
         let size = requests.page_size();
         let filler = Growth { row: PADDING, seq: padding, ..Growth::default() };
@@ -242,7 +241,7 @@ impl Listed {
     }
 
     /// Writes them to host memory.
-    pub(super) fn write(&self, region: &Region, layout: &Layout) -> Result<()> {
+    pub(super) fn write(&self, region: &Region, layout: &PlanLayout) -> Result<()> {
         for (field, values) in [
             (Field::OutCacheLoc, &self.out_cache_loc),
             (Field::Positions, &self.positions),
@@ -271,70 +270,6 @@ impl Listed {
             offset += size_of_val(wide);
         }
         region.write(offset, &vec![-1i64; padding.len()])
-    }
-}
-
-/// What a line of the block table holds.
-#[derive(Clone, Copy, Debug, Default)]
-struct Line {
-    row: u32,
-    turn: u32,
-    /// Entries that are right as long as the request keeps these pages.
-    same: u32,
-    /// From here on it is zeros.
-    until: u32,
-}
-
-/// What the block table holds, so that a step writes only what is new.
-#[derive(Debug)]
-pub(super) struct Lines {
-    /// By place in the batch.
-    lines: Vec<Line>,
-    /// By row, where it was last in a batch.
-    places: Vec<u32>,
-}
-
-impl Lines {
-    /// All zeros.
-    pub(super) fn new(lines: usize, rows: usize) -> Self {
-        Self { lines: vec![Line::default(); lines], places: vec![0; rows] }
-    }
-
-    /// How many entries of the line at `place` are right for a request, of the time that its row was handed out.
-    pub(super) fn right(&self, place: usize, row: u32, turn: u32) -> usize {
-        let line = self.lines[place];
-        let is_same = line.row == row && line.turn == turn && widen(self.places[widen(row)]) == place;
-        if is_same { widen(line.same) } else { 0 }
-    }
-
-    /// From where on the line at `place` is zeros.
-    pub(super) fn until(&self, place: usize) -> usize {
-        widen(self.lines[place].until)
-    }
-
-    /// Notes that the line at `place` shows `count` pages, all of a request.
-    pub(super) fn show(&mut self, place: usize, row: u32, turn: u32, count: usize) {
-        let count = narrow(count);
-        self.lines[place] = Line { row, turn, same: count, until: count };
-        self.places[widen(row)] = narrow(place);
-    }
-
-    /// Notes that the line at `place` shows `count` padding pages.
-    pub(super) fn show_padding(&mut self, place: usize, count: usize) {
-        self.lines[place] = Line { until: narrow(count), ..Line::default() };
-    }
-
-    /// Notes that a request has kept the first `count` of its pages.
-    pub(super) fn cut(&mut self, row: u32, count: usize) {
-        if let Some(line) = self.lines.get_mut(widen(self.places[widen(row)])).filter(|line| line.row == row)
-        {
-            line.same = line.same.min(narrow(count));
-        }
-    }
-
-    /// Notes that nobody knows what lines of `width` hold.
-    pub(super) fn lose(&mut self, width: usize) {
-        self.lines.fill(Line { until: narrow(width), ..Line::default() });
     }
 }
 

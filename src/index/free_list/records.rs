@@ -1,0 +1,355 @@
+//! In which state every index of a space is: a record for every 64 of them.
+
+use std::ops::Range;
+use std::slice::IterMut;
+
+use crate::base::bounded::narrow;
+use crate::base::{Result, widen, zeros};
+use crate::index::Bitmap;
+use crate::index::mask::Mask;
+
+/// A state of indices that have no owner who may free them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Set {
+    Free,
+    Released,
+    Fenced,
+}
+
+/// Which of 64 neighbouring indices may be handed out: side by side, since a call that changes one looks at the other.
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(align(16))]
+struct Record {
+    free: u64,
+    released: u64,
+}
+
+/// The state of each index of a space.
+///
+/// No index is in two sets. One that is in none is live.
+#[derive(Clone, Debug)]
+pub(super) struct Records {
+    space: Range<u32>,
+    sets: Vec<Record>,
+    /// As `sets`, which indices are fenced. Looked at only where there are some.
+    fenced: Vec<u64>,
+    /// The numbers of records with a free index.
+    with_free: Bitmap,
+    /// The numbers of records with a released index.
+    with_released: Bitmap,
+    /// How many indices are in each [`Set`].
+    counts: [usize; 3],
+}
+
+impl Records {
+    /// All of `space` is free.
+    pub(super) fn new(space: Range<u32>) -> Result<Self> {
+        let count = widen(space.end.div_ceil(64)).max(1);
+        let mut made = Self {
+            sets: zeros(count)?,
+            fenced: zeros(count)?,
+            with_free: Bitmap::new(count)?,
+            with_released: Bitmap::new(count)?,
+            counts: [0; 3],
+            space,
+        };
+        made.clear();
+        Ok(made)
+    }
+
+    /// How many indices are in a state.
+    pub(super) const fn count(&self, set: Set) -> usize {
+        self.counts[set as usize]
+    }
+
+    /// Bytes of the bookkeeping.
+    pub(super) fn bytes(&self) -> usize {
+        self.sets.len() * (size_of::<Record>() + size_of::<u64>())
+            + self.with_free.bytes()
+            + self.with_released.bytes()
+    }
+
+    fn fenced(&self, at: usize) -> u64 {
+        if self.count(Set::Fenced) == 0 { 0 } else { self.fenced[at] }
+    }
+
+    /// Whether `index`, any number, is in a state.
+    pub(super) fn is(&self, index: u32, set: Set) -> bool {
+        let at = widen(index / 64);
+        self.space.contains(&index) && {
+            let bits = match set {
+                Set::Free => self.sets[at].free,
+                Set::Released => self.sets[at].released,
+                Set::Fenced => self.fenced(at),
+            };
+            bits >> (index % 64) & 1 == 1
+        }
+    }
+
+    /// Whether `index`, any number, is live.
+    pub(super) fn is_live(&self, index: u32) -> bool {
+        let at = widen(index / 64);
+        self.space.contains(&index) && {
+            let Record { free, released } = self.sets[at];
+            (free | released | self.fenced(at)) >> (index % 64) & 1 == 0
+        }
+    }
+
+    /// Frees everything.
+    pub(super) fn clear(&mut self) {
+        for mask in Mask::of_range(self.space.clone()) {
+            let at = widen(mask.word);
+            self.sets[at] = Record { free: mask.bits, released: 0 };
+            self.with_free.insert(at);
+        }
+        self.with_released.clear();
+        if self.count(Set::Fenced) > 0 {
+            self.fenced.fill(0);
+        }
+        self.counts = [self.space.len(), 0, 0];
+    }
+
+    /// Moves live indices to a set.
+    #[inline]
+    fn add(&mut self, mask: Mask, set: Set) {
+        let at = widen(mask.word);
+        self.counts[set as usize] += mask.len();
+        let (bits, numbers) = match set {
+            Set::Free => (&mut self.sets[at].free, &mut self.with_free),
+            Set::Released => (&mut self.sets[at].released, &mut self.with_released),
+            Set::Fenced => {
+                self.fenced[at] |= mask.bits;
+                return;
+            }
+        };
+        *bits |= mask.bits;
+        if *bits == mask.bits {
+            numbers.insert(at);
+        }
+    }
+
+    /// Makes indices of a set live.
+    pub(super) fn take(&mut self, mask: Mask, set: Set) {
+        let at = widen(mask.word);
+        self.counts[set as usize] -= mask.len();
+        let (bits, numbers) = match set {
+            Set::Free => (&mut self.sets[at].free, &mut self.with_free),
+            Set::Released => (&mut self.sets[at].released, &mut self.with_released),
+            Set::Fenced => {
+                self.fenced[at] ^= mask.bits;
+                return;
+            }
+        };
+        *bits ^= mask.bits;
+        if *bits == 0 {
+            numbers.remove(at);
+        }
+    }
+
+    /// Moves indices from one set to another.
+    pub(super) fn shift(&mut self, mask: Mask, from: Set, to: Set) {
+        self.take(mask, from);
+        self.add(mask, to);
+    }
+
+    /// Moves the live indices of `mask`, which lies in the space, to a set, and returns them.
+    #[inline]
+    pub(super) fn give(&mut self, mask: Mask, to: Set) -> Mask {
+        let at = widen(mask.word);
+        let Record { free, released } = self.sets[at];
+        let given = Mask { bits: mask.bits & !(free | released | self.fenced(at)), ..mask };
+        if given.bits != 0 {
+            self.add(given, to);
+        }
+        given
+    }
+
+    /// As [`Records::give`], for `masks` with `count` indices in all, up to the first with an index that is not live. Returns
+    /// how many it has done.
+    #[inline]
+    pub(super) fn give_while_live(&mut self, masks: &[Mask], count: usize, to: Set) -> usize {
+        if to == Set::Fenced || self.count(Set::Fenced) > 0 {
+            return 0;
+        }
+        let numbers = if to == Set::Free { &mut self.with_free } else { &mut self.with_released };
+        let mut done = 0;
+        // Neighbouring records are marked at once: one by one, each would wait for the one before.
+        let (mut block, mut found) = (0, 0);
+        for &Mask { word, bits } in masks {
+            let at = widen(word);
+            let Record { free, released } = &mut self.sets[at];
+            if (*free | *released) & bits != 0 {
+                break;
+            }
+            *(if to == Set::Free { free } else { released }) |= bits;
+            if at / 64 != block {
+                numbers.insert_word(block, found);
+                (block, found) = (at / 64, 0);
+            }
+            found |= 1 << (at % 64);
+            done += 1;
+        }
+        numbers.insert_word(block, found);
+        let is_all = done == masks.len();
+        self.counts[to as usize] +=
+            if is_all { count } else { masks[..done].iter().map(|mask| mask.len()).sum() };
+        done
+    }
+
+    /// Makes free neighbours live.
+    #[inline]
+    pub(super) fn take_run(&mut self, run: Range<u32>) {
+        self.counts[Set::Free as usize] -= run.len();
+        for mask in Mask::of_range(run) {
+            let at = widen(mask.word);
+            let free = &mut self.sets[at].free;
+            *free ^= mask.bits;
+            if *free == 0 {
+                self.with_free.remove(at);
+            }
+        }
+    }
+
+    /// Makes the lowest free indices live, as many as `out` has room for, and lists them. There must be so many.
+    ///
+    /// With `merge` what is released counts as free, and is afterwards, as after [`Records::merge`].
+    pub(super) fn take_lowest(&mut self, out: &mut [i32], merge: bool) {
+        let merged = if merge { u64::MAX } else { 0 };
+        if merge {
+            let released = std::mem::take(&mut self.counts[Set::Released as usize]);
+            self.counts[Set::Free as usize] += released;
+        }
+        self.counts[Set::Free as usize] -= out.len();
+        let mut out = out.iter_mut();
+        let mut from = 0;
+        while out.len() > 0
+            && let Some(block) = self.next_block(from, merge)
+        {
+            let numbers = self.with_free.word(block) | self.with_released.word(block) & merged;
+            let mut rest = numbers;
+            let mut partial = 0;
+            while rest != 0 {
+                let at = block * 64 + widen(rest.trailing_zeros());
+                let Record { free, released } = &mut self.sets[at];
+                *free = list(narrow(at) * 64, *free | *released & merged, &mut out);
+                *released &= !merged;
+                if *free != 0 {
+                    partial = rest & rest.wrapping_neg();
+                    break;
+                }
+                rest &= rest - 1;
+            }
+            self.with_released.remove_word(block, (numbers ^ rest | partial) & merged);
+            self.with_free.remove_word(block, numbers ^ rest);
+            self.with_free.insert_word(block, partial);
+            from = block + 1;
+        }
+        if merge {
+            self.merge();
+        }
+    }
+
+    /// The first word of the numbers of records, from `from` on, that names one with a free index or, with `merge`, a
+    /// released one.
+    fn next_block(&self, from: usize, merge: bool) -> Option<usize> {
+        let free = self.with_free.next_word(from);
+        match self.with_released.next_word(from).filter(|_| merge) {
+            Some(released) => Some(free.map_or(released, |free| free.min(released))),
+            None => free,
+        }
+    }
+
+    /// Frees all that is released.
+    pub(super) fn merge(&mut self) {
+        let Self { sets, with_free, with_released, .. } = self;
+        with_released.drain(|block, numbers| {
+            let mut rest = numbers;
+            while rest != 0 {
+                let Record { free, released } = &mut sets[block * 64 + widen(rest.trailing_zeros())];
+                *free |= std::mem::take(released);
+                rest &= rest - 1;
+            }
+            with_free.insert_word(block, numbers);
+        });
+        let released = std::mem::take(&mut self.counts[Set::Released as usize]);
+        self.counts[Set::Free as usize] += released;
+    }
+
+    /// The free or, if not those, the released indices, lowest first.
+    pub(super) fn indices(&self, set: Set) -> impl Iterator<Item = u32> + '_ {
+        let of = move |record: &Record| if set == Set::Free { record.free } else { record.released };
+        (0..).zip(&self.sets).flat_map(move |(word, record)| Mask { word, bits: of(record) }.indices())
+    }
+
+    /// The first run of free indices at or after `from`: all of it, or its first `most`.
+    pub(super) fn next_free_run(&self, from: u32, most: u32) -> Option<Range<u32>> {
+        let here = self.sets.get(widen(from / 64))?.free >> (from % 64);
+        let start = if here == 0 {
+            let (at, _) = self.with_free.next_run(widen(from / 64) + 1, 1)?;
+            narrow(at) * 64 + self.sets[at].free.trailing_zeros()
+        } else {
+            from + here.trailing_zeros()
+        };
+        let mut end = start;
+        while end - start < most
+            && let Some(record) = self.sets.get(widen(end / 64))
+        {
+            let ones = (record.free >> (end % 64)).trailing_ones();
+            end += ones;
+            if ones == 0 || !end.is_multiple_of(64) {
+                break;
+            }
+        }
+        Some(start..start + (end - start).min(most))
+    }
+
+    /// What breaks the invariant, if anything does.
+    pub(super) fn fault(&self) -> Option<String> {
+        let mut space = Mask::of_range(self.space.clone()).peekable();
+        let mut counts = [0; 3];
+        for ((word, record), fenced) in (0..).zip(&self.sets).zip(&self.fenced) {
+            let all = space.next_if(|mask| mask.word == word).map_or(0, |mask| mask.bits);
+            let words = [record.free, record.released, *fenced];
+            let (any, total) =
+                words.iter().fold((0, 0), |(any, total), bits| (any | bits, total + bits.count_ones()));
+            if any & !all != 0 || any.count_ones() != total {
+                let first = word * 64;
+                return Some(format!(
+                    "an index from {first} on is in two sets at once, or outside of the space"
+                ));
+            }
+            for (count, bits) in counts.iter_mut().zip(words) {
+                *count += widen(bits.count_ones());
+            }
+            let numbers = [&self.with_free, &self.with_released].map(|numbers| numbers.contains(widen(word)));
+            if numbers != [record.free != 0, record.released != 0] {
+                return Some(format!("free or released indices from {} on would not be found", word * 64));
+            }
+        }
+        if counts != self.counts {
+            return Some(format!("{counts:?} indices are free, released and fenced, not {:?}", self.counts));
+        }
+        let mut numbers = [("free", &self.with_free), ("released", &self.with_released)].into_iter();
+        let faulty = numbers.find(|(_, numbers)| !numbers.is_consistent());
+        faulty.map(|(name, _)| format!("the {name} set disagrees with its own summary"))
+    }
+}
+
+/// Lists the indices from `base` on that `bits` names, as far as there is room, and returns the other bits.
+#[inline]
+fn list(base: u32, bits: u64, out: &mut IterMut<'_, i32>) -> u64 {
+    if bits == u64::MAX && out.len() >= 64 {
+        for (slot, index) in out.take(64).zip(base..) {
+            *slot = index.cast_signed();
+        }
+        return 0;
+    }
+    let mut left = bits;
+    while left != 0
+        && let Some(slot) = out.next()
+    {
+        *slot = (base + left.trailing_zeros()).cast_signed();
+        left &= left - 1;
+    }
+    left
+}

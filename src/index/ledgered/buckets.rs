@@ -1,0 +1,71 @@
+//! [`Buckets`] with a ledger.
+
+use super::Ledgered;
+use crate::index::ledger::{Span, State, spans};
+use crate::index::{Bucket, Buckets, Reused, Ticket};
+
+impl<L: Copy + PartialEq> Ledgered<Buckets<L>> {
+    /// All buffers, each for itself, by state and holders, with their bytes.
+    #[must_use]
+    pub fn spans(&self) -> Vec<(Span, usize)> {
+        let span_of = |(index, is_live, bytes): (u32, bool, usize)| {
+            let state = if is_live { State::Live } else { State::Free };
+            spans(index..index + 1, self.book.ledger(), |_| state).into_iter().map(move |span| (span, bytes))
+        };
+        self.inner.buffers().flat_map(span_of).collect()
+    }
+
+    /// As [`Buckets::set_marks`].
+    pub const fn set_marks(&mut self, marks: [usize; 2]) {
+        self.inner.set_marks(marks);
+    }
+
+    /// As [`Buckets::take`].
+    pub fn take(&mut self, bucket: Bucket, lane: L) -> Option<Reused<L>> {
+        let reused = self.inner.take(bucket, lane)?;
+        self.note_taken(reused.ticket);
+        Some(reused)
+    }
+
+    /// As [`Buckets::add`].
+    pub fn add(&mut self, bucket: Bucket, lane: L) -> Ticket {
+        let ticket = self.inner.add(bucket, lane);
+        self.note_taken(ticket);
+        ticket
+    }
+
+    fn note_taken(&mut self, ticket: Ticket) {
+        self.book.took(ticket.index()..ticket.index() + 1);
+    }
+
+    /// As [`Buckets::release`].
+    pub fn release(&mut self, ticket: Ticket) -> bool {
+        let is_released = self.inner.release(ticket);
+        if is_released {
+            self.book.gave(ticket.index()..ticket.index() + 1);
+        }
+        is_released
+    }
+
+    /// As [`Buckets::put_back_as`].
+    pub fn put_back_as(&mut self, ticket: Ticket, lane: L) {
+        if self.inner.is_live(ticket) {
+            self.inner.put_back_as(ticket, lane);
+            self.book.gave(ticket.index()..ticket.index() + 1);
+        }
+    }
+
+    /// As [`Buckets::reset`].
+    pub fn reset(&mut self) {
+        if let Some(ledger) = self.book.ledger_mut() {
+            let live = self.inner.buffers().filter(|(_, is_live, _)| *is_live);
+            live.for_each(|(index, ..)| ledger.gave(index..index + 1));
+        }
+        self.inner.reset();
+    }
+
+    /// As [`Buckets::drain_free`].
+    pub fn drain_free(&mut self) -> Vec<u32> {
+        self.inner.drain_free()
+    }
+}

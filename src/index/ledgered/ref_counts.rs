@@ -1,0 +1,85 @@
+//! [`RefCounts`] with a ledger.
+
+use std::ops::Range;
+
+use super::Ledgered;
+use crate::base::{Result, widen};
+use crate::index::ledger::{Span, State, spans};
+use crate::index::{BadFree, BadFrees, RefCounts, Ticket};
+
+impl Ledgered<RefCounts> {
+    /// All indices, by state and holders. What is returning is fenced; what is withheld counts as free.
+    #[must_use]
+    pub fn spans(&self) -> Vec<Span> {
+        let is_free = self.inner.free_flags();
+        spans(self.inner.indices(), self.book.ledger(), |index| {
+            if self.inner.ticket(index).is_some() {
+                State::Live
+            } else if is_free[widen(index)] {
+                State::Free
+            } else {
+                State::Fenced
+            }
+        })
+    }
+
+    /// A report of `index`, which could not be freed.
+    pub fn bad_free(&self, index: i64, reason: BadFree) -> BadFrees {
+        let mut bad = BadFrees::of(index, reason);
+        self.book.explain(&mut bad, |index| index);
+        bad
+    }
+
+    /// As [`RefCounts::extend`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn extend(&mut self, count: u32) -> Result<()> {
+        self.inner.extend(count)
+    }
+
+    /// As [`RefCounts::offer`].
+    pub fn offer(&mut self, range: Range<u32>) {
+        self.inner.offer(range);
+    }
+
+    /// As [`RefCounts::note_dropped`].
+    pub const fn note_dropped(&mut self) {
+        self.inner.note_dropped();
+    }
+
+    /// As [`RefCounts::take`].
+    pub fn take(&mut self) -> Option<Ticket> {
+        let ticket = self.inner.take()?;
+        self.book.took(ticket.index()..ticket.index() + 1);
+        Some(ticket)
+    }
+
+    /// As [`RefCounts::retain`].
+    pub fn retain(&mut self, ticket: Ticket) -> bool {
+        let is_retained = self.inner.retain(ticket);
+        if is_retained {
+            self.book.shared(ticket.index());
+        }
+        is_retained
+    }
+
+    /// As [`RefCounts::release`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn release(&mut self, ticket: Ticket) -> std::result::Result<bool, BadFree> {
+        let is_last = self.inner.release(ticket)?;
+        if is_last {
+            self.book.gave(ticket.index()..ticket.index() + 1);
+        } else {
+            self.book.left(ticket.index());
+        }
+        Ok(is_last)
+    }
+
+    /// As [`RefCounts::put_back`].
+    pub fn put_back(&mut self, index: u32) {
+        self.inner.put_back(index);
+    }
+}

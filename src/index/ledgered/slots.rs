@@ -1,0 +1,272 @@
+//! [`SlotAllocator`] with a ledger of its pages.
+
+use std::ops::Range;
+
+use super::Ledgered;
+use crate::base::{Id, IndexVec, Page, Result};
+use crate::index::ledger::{Signatures, Span, State, spans};
+use crate::index::owners::Room;
+use crate::index::{BadFrees, Extension, FenceId, Run, SlotAllocator};
+
+impl Ledgered<SlotAllocator> {
+    /// All pages, by state and holders.
+    #[must_use]
+    pub fn spans(&self) -> Vec<Span> {
+        let slots = &self.inner;
+        spans(slots.pages().indices(), self.book.ledger(), |page| {
+            let page = Page::new(page);
+            if !slots.pages().is_in_use(page) {
+                State::Free
+            } else if slots.is_owned(page) {
+                State::Live
+            } else {
+                State::Fenced
+            }
+        })
+    }
+
+    /// As [`SlotAllocator::alloc`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn alloc(&mut self, count: usize) -> Result<Option<Vec<i32>>> {
+        let taken = self.inner.alloc(count)?;
+        self.note_taken(taken.as_deref().unwrap_or_default(), &[]);
+        Ok(taken)
+    }
+
+    /// As [`SlotAllocator::alloc_runs`].
+    pub fn alloc_runs(&mut self, count: usize, mut emit: impl FnMut(Range<u32>)) -> bool {
+        let (book, page_size) = (&mut self.book, self.inner.slots_of_a_page());
+        self.inner.alloc_runs(count, |slots| {
+            book.took(slots.start / page_size..slots.end / page_size);
+            emit(slots);
+        })
+    }
+
+    /// As [`SlotAllocator::alloc_contiguous`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn alloc_contiguous(&mut self, count: usize) -> Result<Option<Vec<i32>>> {
+        let taken = self.inner.alloc_contiguous(count)?;
+        self.note_taken(taken.as_deref().unwrap_or_default(), &[]);
+        Ok(taken)
+    }
+
+    /// As [`SlotAllocator::extend`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn extend(
+        &mut self,
+        prefix_lens: &[i64],
+        seq_lens: &[i64],
+        last_loc: &[i64],
+    ) -> Result<Option<Extension>> {
+        let taken = self.inner.extend(prefix_lens, seq_lens, last_loc)?;
+        if let Some(taken) = &taken {
+            self.note_taken(&taken.slots, &taken.continued);
+        }
+        Ok(taken)
+    }
+
+    /// Takes `count` pages and names them in order, or returns `false`.
+    pub(in crate::index) fn alloc_pages(&mut self, count: usize, mut emit: impl FnMut(Run<Page>)) -> bool {
+        let book = &mut self.book;
+        self.inner.alloc_pages(count, |pages| {
+            book.took(pages.range());
+            emit(pages);
+        })
+    }
+
+    /// Notes that the pages of `slots` were taken, but those that were `continued`.
+    fn note_taken(&mut self, slots: &[i32], continued: &[Page]) {
+        let Some(ledger) = self.book.ledger_mut() else { return };
+        let page_size = self.inner.slots_of_a_page();
+        let mut pages: Vec<u32> = slots.iter().map(|slot| slot.cast_unsigned() / page_size).collect();
+        pages.dedup();
+        pages.retain(|page| !continued.contains(&Page::new(*page)));
+        for run in pages.chunk_by(|page, next| page + 1 == *next) {
+            ledger.took(run[0]..run[run.len() - 1] + 1);
+        }
+    }
+
+    /// As [`SlotAllocator::undo`].
+    pub fn undo(&mut self, slots: &[i32], continued: &[Page]) {
+        self.inner.undo(slots, continued);
+        self.note_given(true);
+    }
+
+    /// Notes that the pages of the last free were given back and, if so, that they are free.
+    fn note_given(&mut self, is_free: bool) {
+        let Some(ledger) = self.book.ledger_mut() else { return };
+        let given = || self.inner.pages().last_given().iter().flat_map(|mask| mask.ranges());
+        given().for_each(|pages| ledger.gave(pages));
+        if is_free {
+            given().for_each(|pages| ledger.became_free(pages));
+        }
+    }
+
+    /// As [`SlotAllocator::share`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn share(&mut self, given: &IndexVec) -> Result<()> {
+        for page in self.inner.share_pages_of(given)? {
+            self.book.shared(page.number());
+        }
+        Ok(())
+    }
+
+    /// As `SlotAllocator::prepare_sharing`.
+    pub(in crate::index) fn prepare_sharing(&mut self) -> Result<Room> {
+        self.inner.prepare_sharing()
+    }
+
+    /// As `SlotAllocator::share_pages`.
+    pub(in crate::index) fn share_pages(&mut self, room: Room, pages: impl IntoIterator<Item = Page>) {
+        let book = &mut self.book;
+        self.inner.share_pages(room, pages.into_iter().inspect(|page| book.shared(page.number())));
+    }
+
+    /// As [`SlotAllocator::retain`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn retain(&mut self, runs: &[Run<Page>]) -> Result<()> {
+        self.inner.retain(runs)?;
+        for page in runs.iter().flat_map(|run| run.range()) {
+            self.book.shared(page);
+        }
+        Ok(())
+    }
+
+    /// As [`SlotAllocator::release`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn release(&mut self, runs: &[Run<Page>], fence: Option<FenceId>) -> Result<()> {
+        self.inner.release(runs, fence)?;
+        self.note_removed(fence.is_none());
+        Ok(())
+    }
+
+    /// As [`SlotAllocator::free`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn free(&mut self, given: &IndexVec, strict: bool) -> Result<BadFrees> {
+        if !self.inner.in_group() {
+            return self.give(given, None, strict);
+        }
+        let answer = self.inner.free(given, strict);
+        self.book.sign_group(self.inner.grouped());
+        answer
+    }
+
+    /// As [`SlotAllocator::free_now`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn free_now(&mut self, given: &IndexVec, strict: bool) -> Result<BadFrees> {
+        self.give(given, None, strict)
+    }
+
+    /// As [`SlotAllocator::free_after`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn free_after(&mut self, fence: FenceId, given: &IndexVec, strict: bool) -> Result<BadFrees> {
+        self.give(given, Some(fence), strict)
+    }
+
+    /// As [`SlotAllocator::free_now`] or [`SlotAllocator::free_after`], for values that several calls gave.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn free_signed(
+        &mut self,
+        given: &IndexVec,
+        fence: Option<FenceId>,
+        by: &Signatures,
+        strict: bool,
+    ) -> Result<BadFrees> {
+        let page_size = i64::from(self.inner.slots_of_a_page());
+        if let Some(ledger) = self.book.ledger_mut() {
+            ledger.signed(given, by, |slot| u32::try_from(slot / page_size).ok());
+        }
+        let answer = self.give(given, fence, strict);
+        if let Some(ledger) = self.book.ledger_mut() {
+            ledger.all_given();
+        }
+        answer
+    }
+
+    fn give(&mut self, given: &IndexVec, fence: Option<FenceId>, strict: bool) -> Result<BadFrees> {
+        let (book, page_size) = (&self.book, self.inner.slots_of_a_page());
+        let explain = |bad: &mut BadFrees| book.explain(bad, |slot| slot / page_size);
+        let bad = self.inner.free_explained(given, fence, strict, explain)?;
+        self.note_removed(fence.is_none());
+        Ok(bad)
+    }
+
+    /// As [`Self::note_given`], and of which pages an owner went who was not the last.
+    fn note_removed(&mut self, is_free: bool) {
+        self.note_given(is_free);
+        if let Some(ledger) = self.book.ledger_mut() {
+            self.inner.last_removed().iter().for_each(|page| ledger.left(page.number()));
+        }
+    }
+
+    /// As [`SlotAllocator::new_fence`].
+    pub const fn new_fence(&mut self) -> FenceId {
+        self.inner.new_fence()
+    }
+
+    /// As [`SlotAllocator::fence_passed`].
+    pub fn fence_passed(&mut self, id: FenceId) {
+        let book = &mut self.book;
+        self.inner.pass_fence(id, |mask, is_last_owner| {
+            let Some(ledger) = book.ledger_mut() else { return };
+            for pages in mask.ranges() {
+                if is_last_owner {
+                    ledger.gave(pages.clone());
+                }
+                ledger.became_free(pages);
+            }
+        });
+    }
+
+    /// As [`SlotAllocator::group_begin`].
+    pub fn group_begin(&mut self) {
+        self.inner.group_begin();
+    }
+
+    /// As [`SlotAllocator::group_end`], and who gave what was collected.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn group_end(&mut self) -> Result<Option<(IndexVec, Signatures)>> {
+        let given = self.inner.group_end()?;
+        Ok(given.map(|given| (given, self.book.take_group())))
+    }
+
+    /// As [`SlotAllocator::merge`].
+    pub fn merge(&mut self) {
+        self.inner.merge();
+    }
+
+    /// As [`SlotAllocator::clear`].
+    pub fn clear(&mut self) {
+        let _ = self.book.take_group();
+        if let Some(ledger) = self.book.ledger_mut() {
+            let pages = self.inner.pages();
+            for page in pages.indices().filter(|page| pages.is_in_use(Page::new(*page))) {
+                ledger.became_free(page..page + 1);
+            }
+        }
+        self.book.clear();
+        self.inner.clear();
+    }
+}

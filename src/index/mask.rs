@@ -1,0 +1,71 @@
+//! Up to 64 neighbouring indices at once, as the bits of a word.
+
+use std::ops::Range;
+
+use crate::base::widen;
+
+/// Some of the indices `64 * word..64 * (word + 1)`: bit `i` stands for index `64 * word + i`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Mask {
+    pub(super) word: u32,
+    pub(super) bits: u64,
+}
+
+impl Mask {
+    /// A single index.
+    pub(super) const fn of(index: u32) -> Self {
+        Self { word: index / 64, bits: 1 << (index % 64) }
+    }
+
+    /// The masks of a range, lowest first.
+    pub(super) fn of_range(range: Range<u32>) -> impl Iterator<Item = Self> {
+        let mut at = range.start;
+        std::iter::from_fn(move || {
+            (at < range.end).then(|| {
+                let (word, bit) = (at / 64, at % 64);
+                let len = (64 - bit).min(range.end - at);
+                at += len;
+                Self { word, bits: run_of_bits(widen(bit), widen(len)) }
+            })
+        })
+    }
+
+    /// How many indices it names.
+    pub(super) const fn len(self) -> usize {
+        widen(self.bits.count_ones())
+    }
+
+    /// The index of bit 0.
+    pub(super) const fn base(self) -> u32 {
+        self.word * 64
+    }
+
+    /// Whether it names `index`.
+    pub(super) const fn contains(self, index: u32) -> bool {
+        self.word == index / 64 && self.bits >> (index % 64) & 1 == 1
+    }
+
+    /// Its maximal ranges, lowest first.
+    pub(super) fn ranges(self) -> impl Iterator<Item = Range<u32>> {
+        let mut bits = self.bits;
+        std::iter::from_fn(move || {
+            (bits != 0).then(|| {
+                let low = bits.trailing_zeros();
+                let len = (bits >> low).trailing_ones();
+                bits &= !run_of_bits(widen(low), widen(len));
+                let start = self.base() + low;
+                start..start + len
+            })
+        })
+    }
+
+    /// Its indices, lowest first.
+    pub(super) fn indices(self) -> impl Iterator<Item = u32> {
+        self.ranges().flatten()
+    }
+}
+
+/// Bits `start..start + len` of a word. `len` is 1 to 64 and the run ends within the word.
+pub(super) const fn run_of_bits(start: usize, len: usize) -> u64 {
+    (u64::MAX >> (64 - len)) << start
+}

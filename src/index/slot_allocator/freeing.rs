@@ -1,0 +1,214 @@
+//! One call that gives slots back: from numbers, which may be anything, to pages.
+
+use std::ops::Range;
+
+use crate::base::{Id, IndexVec, Page, widen};
+use crate::index::bitmap::Bitmap;
+use crate::index::free_list::FreeBatch;
+use crate::index::mask::Mask;
+use crate::index::owners::RemovalBatch;
+use crate::index::runs::{BLOCK, BlockMasks, RawIndex, run_len};
+use crate::index::{BadFree, BadFrees};
+
+/// What a call has given back so far.
+pub(super) struct Freeing<'a> {
+    pub(super) page_size: u32,
+    /// Pages that had one owner.
+    pub(super) batch: FreeBatch<'a, Page>,
+    /// Owners of pages that had more.
+    pub(super) owners: RemovalBatch<'a>,
+    /// With pages of several slots, those that were added: each counts once. Empty otherwise.
+    pub(super) named: &'a mut Bitmap,
+    pub(super) bad: BadFrees,
+}
+
+impl Freeing<'_> {
+    /// Gives back the pages of slots.
+    pub(super) fn add(&mut self, given: &IndexVec) {
+        match given {
+            IndexVec::I32(values) => self.add_values(values),
+            IndexVec::I64(values) => self.add_values(values),
+        }
+        if self.page_size > 1 {
+            for &Mask { word, bits } in self.batch.masks() {
+                self.named.remove_word(widen(word), bits);
+            }
+            for page in self.owners.pages() {
+                self.named.remove_run(widen(page.number()), 1);
+            }
+            // One call frees its pages in ascending order, however it names them.
+            self.batch.sort();
+        }
+    }
+
+    /// The slots that there are.
+    fn space(&self) -> Range<u32> {
+        self.page_size..self.page_size * (self.batch.list().count() + 1)
+    }
+
+    fn add_values<T: RawIndex>(&mut self, values: &[T]) {
+        let space = self.space();
+        let mut rest = values;
+        while let Some(&first) = rest.first() {
+            let len = run_len(rest);
+            let is_scattered = self.page_size == 1 && len < BLOCK && len < rest.len();
+            let scattered = if is_scattered { self.add_scattered(rest, &space) } else { 0 };
+            if scattered == 0 {
+                self.add_run(first.into(), len, &space);
+            }
+            rest = &rest[if scattered == 0 { len } else { scattered }..];
+        }
+    }
+
+    /// Gives back the first of `values`, which are pages of their own, up to one that is no slot or begins a longer run.
+    /// Returns how many those are.
+    fn add_scattered<T: RawIndex>(&mut self, values: &[T], space: &Range<u32>) -> usize {
+        let mut masks = BlockMasks::new();
+        let mut done = 0;
+        for block in values.chunks(BLOCK) {
+            let is_run = block.len() == BLOCK && run_len(block) == BLOCK;
+            let Some(masks) = masks.of(block, space).filter(|_| !is_run) else { break };
+            self.add_masks(masks, block.len());
+            done += block.len();
+        }
+        done
+    }
+
+    /// Gives back slots that are pages of their own, `count` in all.
+    #[inline]
+    fn add_masks(&mut self, masks: &[Mask], count: usize) {
+        let done = if self.is_plain() { self.batch.add_while_live(masks, count) } else { 0 };
+        for range in masks[done..].iter().flat_map(|mask| mask.ranges()) {
+            self.add_range(&range);
+        }
+    }
+
+    /// Gives back the pages of slots `start..start + len`, which may lie anywhere.
+    fn add_run(&mut self, start: i64, len: usize, space: &Range<u32>) {
+        let mut rest = Numbers { start, len };
+        if let Some(slots) = rest.range().filter(|slots| slots.start >= space.start && slots.end <= space.end)
+        {
+            return self.add_range(&slots);
+        }
+        let negative = rest.split_below(0);
+        self.bad.add(negative.start, BadFree::OutOfRange, negative.len);
+        let padding = rest.split_below(space.start);
+        self.bad.add(padding.start, BadFree::Padding, padding.len);
+        let within = rest.split_below(space.end);
+        if let Some(slots) = within.range() {
+            self.add_range(&slots);
+        }
+        self.bad.add(rest.start, BadFree::OutOfRange, rest.len);
+    }
+
+    /// Whether every page has one owner, as far as this call has come.
+    fn is_plain(&self) -> bool {
+        self.owners.owners().is_trivial() && self.owners.pages().is_empty()
+    }
+
+    /// Gives back the pages of `slots`, which lie in the space and are not empty.
+    #[inline]
+    fn add_range(&mut self, slots: &Range<u32>) {
+        let pages = match self.page_size {
+            1 => slots.clone(),
+            page_size => slots.start / page_size..(slots.end - 1) / page_size + 1,
+        };
+        let mut rest = pages.start;
+        if !self.is_plain() {
+            for page in pages.clone() {
+                if self.remove_owner(Page::new(page), slots) {
+                    self.add_pages(rest..page, slots);
+                    rest = page + 1;
+                }
+            }
+        }
+        self.add_pages(rest..pages.end, slots);
+    }
+
+    /// Removes an owner of `page` if it has more than one, or had when this call began. `false` if it is a page like others.
+    fn remove_owner(&mut self, page: Page, slots: &Range<u32>) -> bool {
+        if self.named.contains(widen(page.number())) {
+            return true;
+        }
+        if !self.owners.owners().concerns(page) {
+            return false;
+        }
+        if !self.owners.remove(page) {
+            self.report(Mask::of(page.number()), slots);
+        } else if self.page_size > 1 {
+            self.named.insert_run(widen(page.number()), 1);
+        }
+        true
+    }
+
+    /// Gives back `pages`, of which none is shared.
+    #[inline]
+    fn add_pages(&mut self, pages: Range<u32>, slots: &Range<u32>) {
+        for mask in Mask::of_range(pages) {
+            if self.page_size == 1 {
+                let blocked = self.batch.add(mask);
+                self.report(Mask { bits: blocked, ..mask }, slots);
+                continue;
+            }
+            let unnamed = mask.bits & !self.named.word(widen(mask.word));
+            let blocked = self.batch.add(Mask { bits: unnamed, ..mask });
+            self.named.insert_word(widen(mask.word), unnamed & !blocked);
+            self.report(Mask { bits: blocked, ..mask }, slots);
+        }
+    }
+
+    /// Reports those of `slots` that lie in pages that could not be given back, if there are any.
+    #[inline]
+    fn report(&mut self, pages: Mask, slots: &Range<u32>) {
+        if pages.bits != 0 {
+            self.report_blocked(pages, slots);
+        }
+    }
+
+    #[cold]
+    fn report_blocked(&mut self, pages: Mask, slots: &Range<u32>) {
+        for page in pages.indices() {
+            let start = page * self.page_size;
+            let (from, to) = (start.max(slots.start), (start + self.page_size).min(slots.end));
+            let reason = self.reason(Page::new(page));
+            self.bad.add(from.into(), reason, widen(to - from));
+        }
+    }
+
+    /// Why `page` cannot be given back.
+    fn reason(&self, page: Page) -> BadFree {
+        if self.bad.wants_reason() && self.batch.contains(page) {
+            return BadFree::NamedTwice;
+        }
+        match self.batch.list() {
+            // Its owners have left it, but a fence that has not passed keeps it.
+            list if list.is_live(page) => BadFree::AlreadyFree,
+            list => list.reason(page),
+        }
+    }
+}
+
+/// The numbers `start..start + len`.
+struct Numbers {
+    start: i64,
+    len: usize,
+}
+
+impl Numbers {
+    /// Splits off those below `end`.
+    fn split_below(&mut self, end: impl Into<i64>) -> Self {
+        let distance = end.into().saturating_sub(self.start).max(0);
+        let below = usize::try_from(distance).map_or(self.len, |below| below.min(self.len));
+        let split = Self { start: self.start, len: below };
+        self.start = self.start.wrapping_add_unsigned(below as u64);
+        self.len -= below;
+        split
+    }
+
+    /// As indices, if all are and there is one.
+    fn range(&self) -> Option<Range<u32>> {
+        let start = u32::try_from(self.start).ok()?;
+        let len = u32::try_from(self.len).ok().filter(|&len| len > 0)?;
+        Some(start..start.checked_add(len)?)
+    }
+}

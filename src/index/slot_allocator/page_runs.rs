@@ -1,0 +1,92 @@
+//! Pages by run, for owners that keep them so: nothing is converted to numbers and back.
+
+use crate::base::{Error, ErrorKind, Id, Page, Result};
+use crate::index::free_list::{Give, Run};
+use crate::index::mask::Mask;
+
+use super::{FenceId, Given, SlotAllocator};
+
+impl SlotAllocator {
+    /// Adds an owner to pages, as [`SlotAllocator::share`] does. A page that is named twice gets two.
+    ///
+    /// # Errors
+    /// [`ErrorKind::IndexOwnership`] with the first page that is not live; nothing is changed then.
+    ///
+    /// ```
+    /// use kvpool::base::{Id, Page};
+    /// use kvpool::index::{Order, Run, SlotAllocator};
+    /// let mut slots = SlotAllocator::new(64, 16, Order::Sorted).unwrap();
+    /// slots.alloc(40).unwrap().unwrap();
+    /// let prefix = [Run { start: Page::new(1), len: 2 }];
+    /// slots.retain(&prefix).unwrap();
+    /// slots.release(&prefix, None).unwrap();
+    /// assert_eq!(slots.available(), 16);
+    /// slots.release(&prefix, None).unwrap();
+    /// assert_eq!(slots.available(), 48);
+    /// assert!(slots.release(&prefix, None).is_err());
+    /// ```
+    pub fn retain(&mut self, runs: &[Run<Page>]) -> Result<()> {
+        self.check_within(runs, "retained")?;
+        let pages = || runs.iter().flat_map(|run| run.range()).map(Page::new);
+        if let Some(page) = pages().find(|&page| !self.is_owned(page)) {
+            return Err(not_owned(page, "retained"));
+        }
+        let room = self.prepare_sharing()?;
+        self.share_pages(room, pages());
+        Ok(())
+    }
+
+    /// Checks that runs lie in the space, so that they have ends.
+    fn check_within(&self, runs: &[Run<Page>], what: &str) -> Result<()> {
+        let space = self.pages.indices();
+        let lies_within = |run: &&Run<Page>| {
+            let start = run.start.number();
+            space.contains(&start) && run.len <= space.end - start
+        };
+        match runs.iter().find(|run| !lies_within(run)) {
+            None => Ok(()),
+            Some(run) => Err(not_owned(run.start, what)),
+        }
+    }
+
+    /// Takes an owner from pages: at once, or when a fence has passed. A page returns with its last owner. Groups do not hold
+    /// it back.
+    ///
+    /// # Errors
+    /// [`ErrorKind::IndexOwnership`] with the first page that has no owner, or fewer than the call names it; nothing is changed
+    /// then.
+    pub fn release(&mut self, runs: &[Run<Page>], fence: Option<FenceId>) -> Result<()> {
+        self.check_within(runs, "released")?;
+        let give = if fence.is_some() { Give::Fenced } else { Give::Now };
+        let (mut batch, mut owners) = (self.pages.give(give), self.owners.remove(give));
+        for mask in runs.iter().flat_map(|run| Mask::of_range(run.range())) {
+            let is_plain = owners.owners().is_trivial() && owners.pages().is_empty();
+            let mut shared = 0;
+            for page in mask.indices().filter(|_| !is_plain).map(Page::new) {
+                if owners.owners().concerns(page) {
+                    shared |= Mask::of(page.number()).bits;
+                    if !owners.remove(page) {
+                        return Err(not_owned(page, "released"));
+                    }
+                }
+            }
+            let blocked = batch.add(Mask { bits: mask.bits & !shared, ..mask });
+            if let Some(page) = (Mask { bits: blocked, ..mask }).indices().next() {
+                return Err(not_owned(Page::new(page), "released"));
+            }
+        }
+        if self.page_size > 1 {
+            batch.sort();
+        }
+        if let Some(fence) = fence {
+            self.fences.push((fence, Given { pages: batch.fenced(), shared: owners.pages().to_vec() }));
+        }
+        owners.commit();
+        batch.commit();
+        Ok(())
+    }
+}
+
+fn not_owned(page: Page, what: &str) -> Error {
+    Error::new(ErrorKind::IndexOwnership, format!("page {page} is not allocated, and cannot be {what}"))
+}

@@ -1,0 +1,246 @@
+//! One contract over a table of all pools: what [`Pool`] promises, whatever a pool hands out.
+
+use std::sync::Arc;
+
+use kvpool::base::{DType, Device, ErrorKind, IndexVec, Result};
+use kvpool::index::{Act, BadFrees, Rounding, State};
+use kvpool::kernels::Indices;
+use kvpool::memory::{Backend, Host, Stream};
+use kvpool::pool::{
+    AllocatorConfig, BufferConfig, BufferPool, ChunkConfig, ChunkPool, GdnConfig, GdnPool, KvConfig, KvPool,
+    PageConfig, PagePool, Pool, ReqToTokenConfig, ReqToTokenPool, TokenToKvPoolAllocator, Workspace,
+    WorkspaceConfig,
+};
+use kvpool::tensor::TensorView;
+
+/// Host memory has no streams.
+const STREAM: Stream = Stream::DEFAULT;
+
+fn host() -> Arc<dyn Backend> {
+    Arc::new(Host)
+}
+
+fn page_pool(strict: bool) -> PagePool {
+    let (page_size, initial_pages) = (4, 6);
+    let config = PageConfig { page_size, initial_pages, dtype: DType::F32, grow: 0, strict };
+    PagePool::new(&config, &host()).expect("memory")
+}
+
+fn gdn_pool(strict: bool) -> GdnPool {
+    let config = GdnConfig {
+        max_reqs: 2,
+        num_gdn_layers: 1,
+        num_v_heads: 1,
+        head_k_dim: 2,
+        head_v_dim: 2,
+        conv_dim: 2,
+        conv_kernel_size: 2,
+        dtype: DType::BF16,
+        max_track_slots: 6,
+        strict,
+    };
+    GdnPool::new(&config, &host()).expect("memory")
+}
+
+fn kv_pool() -> KvPool {
+    let config = KvConfig {
+        size: 8,
+        layer_num: 1,
+        k_head_num: 1,
+        k_head_dim: 2,
+        v_head_num: 1,
+        v_head_dim: 2,
+        dtype: DType::F32,
+        page_size: 1,
+        pin_memory: false,
+    };
+    KvPool::new(&config, &host()).expect("memory")
+}
+
+fn chunk_pool(strict: bool) -> ChunkPool {
+    let config = ChunkConfig {
+        num_chunks: 6,
+        chunk_shape: vec![4],
+        dtype: DType::F32,
+        pin_memory: false,
+        page_lock_threads: 2,
+        strict,
+    };
+    ChunkPool::new(&config, &host()).expect("memory")
+}
+
+fn first(view: &TensorView) -> i64 {
+    view.region().read::<i32>(view.offset(), 1).expect("inside")[0].into()
+}
+
+/// A pool whose units are numbers with one owner each.
+trait Counted: Pool {
+    fn take(&mut self) -> Option<i64>;
+    fn give(&mut self, unit: i64) -> Result<BadFrees>;
+}
+
+impl Counted for TokenToKvPoolAllocator {
+    fn take(&mut self) -> Option<i64> {
+        self.alloc(1, STREAM).expect("memory").map(|taken| first(&taken.keep()))
+    }
+
+    fn give(&mut self, unit: i64) -> Result<BadFrees> {
+        let given = Indices::Host(IndexVec::I64(vec![unit]));
+        TokenToKvPoolAllocator::free(self, &given, None, || None, STREAM)
+    }
+}
+
+impl Counted for ReqToTokenPool {
+    fn take(&mut self) -> Option<i64> {
+        self.alloc(1, STREAM).expect("memory").map(|rows| rows[0].into())
+    }
+
+    fn give(&mut self, unit: i64) -> Result<BadFrees> {
+        self.free(&IndexVec::I64(vec![unit]), STREAM)
+    }
+}
+
+impl Counted for GdnPool {
+    fn take(&mut self) -> Option<i64> {
+        self.alloc_track_slot().map(Into::into)
+    }
+
+    fn give(&mut self, unit: i64) -> Result<BadFrees> {
+        self.free_track_slot(unit)
+    }
+}
+
+impl Counted for PagePool {
+    fn take(&mut self) -> Option<i64> {
+        self.alloc(STREAM).expect("memory").map(Into::into)
+    }
+
+    fn give(&mut self, unit: i64) -> Result<BadFrees> {
+        self.free(unit)
+    }
+}
+
+/// Gives back what was taken.
+fn give_back(pool: &mut dyn Counted, unit: i64) {
+    assert_eq!(pool.give(unit).expect("its own").dropped(), 0);
+}
+
+/// Every pool whose units are numbers, with six of them.
+fn counted(strict: bool) -> Vec<Box<dyn Counted>> {
+    let slots = AllocatorConfig { size: 6, page_size: 1, need_sort: true, strict };
+    let rows = ReqToTokenConfig { max_reqs: 6, max_context_len: 4, padding_row: true, strict };
+    vec![
+        Box::new(TokenToKvPoolAllocator::new(&slots, &host()).expect("memory")),
+        Box::new(ReqToTokenPool::new(&rows, &host()).expect("memory")),
+        Box::new(gdn_pool(strict)),
+        Box::new(page_pool(strict)),
+    ]
+}
+
+/// One of each class.
+fn all() -> Vec<Box<dyn Pool>> {
+    let arena = WorkspaceConfig { arena_bytes: 4096, poison: false };
+    let mut pools: Vec<Box<dyn Pool>> = vec![
+        Box::new(kv_pool()),
+        Box::new(chunk_pool(true)),
+        Box::new(BufferPool::new(&BufferConfig { rounding: Rounding::Pow2 }, &host())),
+        Box::new(Workspace::new(&arena, &host()).expect("memory")),
+    ];
+    pools.extend(counted(true).into_iter().map(|pool| pool as Box<dyn Pool>));
+    pools
+}
+
+/// Units of a state, as a look at all of them finds.
+fn count(pool: &dyn Pool, state: State) -> usize {
+    pool.occupancy().pieces.iter().filter(|piece| piece.state == state).map(|piece| piece.range.len()).sum()
+}
+
+/// That the numbers add up, and say what stands in the pool.
+fn check(pool: &dyn Pool, in_use: usize) {
+    let number = |name| pool.stats().get(name).expect(name);
+    assert_eq!((number("in_use"), number("available")), (in_use, number("capacity") - in_use));
+    assert!(number("high_water") >= in_use);
+    assert_eq!(count(pool, State::Free), number("available"), "{}", pool.unit());
+    assert_eq!(count(pool, State::Live), in_use, "{}", pool.unit());
+    let pieces = pool.occupancy().pieces;
+    assert!(pieces.windows(2).all(|pair| pair[0].range.end == pair[1].range.start));
+}
+
+#[test]
+fn every_pool_says_what_it_is() {
+    for pool in all() {
+        assert_eq!(pool.device(), Device::Cpu);
+        assert!(!pool.unit().is_empty());
+        // The others have no frees that could be bad.
+        assert_eq!(pool.strict(), pool.hands_out() && pool.unit() != "byte");
+        assert!(pool.unit_bytes().is_none_or(|bytes| bytes > 0));
+        let names: Vec<_> = pool.stats().iter().map(|(name, _)| name).collect();
+        assert!(names.contains(&"capacity") && names.contains(&"bytes"));
+        if pool.hands_out() {
+            check(pool.as_ref(), 0);
+        } else {
+            assert!(pool.occupancy().pieces.is_empty());
+        }
+    }
+}
+
+#[test]
+fn units_are_handed_out_once_and_numbers_add_up() {
+    for mut pool in counted(false) {
+        let mut taken = Vec::new();
+        while let Some(unit) = pool.take() {
+            assert!(!taken.contains(&unit));
+            taken.push(unit);
+            check(pool.as_ref(), taken.len());
+        }
+        assert_eq!(taken.len(), 6);
+        for left in (0..6).rev() {
+            give_back(pool.as_mut(), taken[left]);
+            check(pool.as_ref(), left);
+        }
+    }
+}
+
+#[test]
+fn bad_frees_are_dropped_or_errors_and_change_nothing() {
+    for strict in [false, true] {
+        for mut pool in counted(strict) {
+            let (held, freed) = (pool.take().expect("room"), pool.take().expect("room"));
+            give_back(pool.as_mut(), freed);
+            let before = pool.stats();
+            let bad = [freed, -1, 100, i64::MIN, i64::MAX, 1 << 32];
+            for (number, unit) in bad.into_iter().enumerate() {
+                match pool.give(unit) {
+                    Ok(dropped) => assert_eq!((strict, dropped.dropped()), (false, 1)),
+                    Err(error) => {
+                        assert_eq!((strict, error.kind()), (true, ErrorKind::IndexOwnership));
+                        assert!(error.to_string().contains(&unit.to_string()));
+                    }
+                }
+                let dropped = if strict { 0 } else { number + 1 };
+                assert_eq!(pool.stats().get("dropped_frees"), Some(dropped));
+            }
+            assert_eq!(pool.stats().get("available"), before.get("available"));
+            check(pool.as_ref(), 1);
+            give_back(pool.as_mut(), held);
+        }
+    }
+}
+
+#[test]
+fn a_ledger_knows_who_holds_what() {
+    for mut pool in counted(false) {
+        pool.keep_ledger();
+        let acting = Arc::new(Act::new(None, "here")).begin();
+        let unit = pool.take().expect("room");
+        drop(acting);
+        let holders = |pool: &dyn Counted| -> Vec<String> {
+            let pieces = pool.occupancy().pieces.into_iter();
+            pieces.flat_map(|piece| piece.holders).map(|act| act.site.to_string()).collect()
+        };
+        assert_eq!(holders(pool.as_ref()), ["here"]);
+        give_back(pool.as_mut(), unit);
+        assert!(holders(pool.as_ref()).is_empty());
+        assert_eq!(pool.occupancy().lifetimes.iter().sum::<u64>(), 1);
+    }
+}
