@@ -262,9 +262,7 @@ def test_no_context_is_left_behind() -> None:
         assert library.cuDevicePrimaryCtxGetState(0, ctypes.byref(flags), ctypes.byref(active)) == 0
         assert active.value == 0
     """
-    hidden = (
-        "import sys; sys.modules['torch'] = None\n"  # which would make one, on the driver made of software
-    )
+    hidden = "import sys; sys.modules['torch'] = None\n"  # which would make one, on the software driver
     done = subprocess.run(
         [sys.executable, "-c", hidden + textwrap.dedent(code)], capture_output=True, text=True, check=False
     )

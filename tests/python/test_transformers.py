@@ -95,7 +95,7 @@ MODELS = list(CONFIGS)
 def _device(request: pytest.FixtureRequest, device: str) -> Iterator[str]:
     """Every test runs on every device that PyTorch has kernels for."""
     if device == "cuda" and request.config.getoption("--software"):
-        pytest.skip("it needs PyTorch's kernels on a GPU, which the driver made of software has not")
+        pytest.skip("it needs PyTorch's kernels on a GPU, which the software driver has not")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # little work, which several threads would wait for each other with
     logging.getLogger("transformers").setLevel(logging.ERROR)
