@@ -1,7 +1,7 @@
 """Fixtures that several test files share.
 
-Tests with a `device` run on the CPU and, marked `cuda`, on a GPU or, with `--software`, on the preloaded software
-driver. Without either they are deselected; `KVPOOL_REQUIRE_CUDA=1` makes that an error.
+Tests with a `device` run on the CPU and, marked `cuda`, on a GPU or, with `--software`, on the preloaded
+software driver. Without either they are deselected; `KVPOOL_REQUIRE_CUDA=1` makes that an error.
 """
 
 from __future__ import annotations
