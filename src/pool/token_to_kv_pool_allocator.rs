@@ -233,7 +233,7 @@ impl TokenToKvPoolAllocator {
     }
 
     /// Locks it after [`Self::poll`].
-    #[inline(always)]
+    #[inline]
     fn polled(&self, stream: Stream) -> Result<MutexGuard<'_, SlotTensors>> {
         let slots = self.lock();
         if slots.is_settled() {
@@ -540,6 +540,7 @@ impl Grant<'_> {
 
     /// Hands the slots on: from now on they are given back by [`TokenToKvPoolAllocator::free`].
     #[inline]
+    #[must_use]
     pub fn keep(mut self) -> TensorView {
         self.is_kept = true;
         self.view.clone()
