@@ -118,6 +118,13 @@ impl Error {
         error
     }
 
+    /// The same, with `words` and a colon before its message.
+    #[must_use]
+    pub fn prefixed(mut self, words: &str) -> Self {
+        self.0.message = format!("{words}: {}", self.0.message);
+        self
+    }
+
     /// The same, about `index`.
     #[must_use]
     pub fn at_index(mut self, index: impl Into<i64>) -> Self {

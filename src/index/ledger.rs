@@ -213,6 +213,7 @@ impl Default for Ledger {
 impl Ledger {
     /// Notes that indices were taken.
     pub fn took(&mut self, range: Range<u32>) {
+        self.forget_freed(&range);
         let end = widen(range.end);
         if self.lives.len() < end {
             self.lives.resize_with(end, Life::default);
@@ -243,6 +244,16 @@ impl Ledger {
     pub(super) fn became_free(&mut self, range: Range<u32>) {
         if let Some(freed) = &mut self.freed {
             freed.push(range);
+        }
+    }
+
+    /// Takes from the list of what became free what is not free any more.
+    fn forget_freed(&mut self, taken: &Range<u32>) {
+        if let Some(freed) = self.freed.as_mut().filter(|freed| !freed.is_empty()) {
+            let outside = |range: Range<u32>| {
+                [range.start..range.end.min(taken.start), range.start.max(taken.end)..range.end]
+            };
+            *freed = freed.drain(..).flat_map(outside).filter(|range| !range.is_empty()).collect();
         }
     }
 

@@ -184,7 +184,8 @@ impl Requests {
                 return Err(Error::new(
                     ErrorKind::IndexOwnership,
                     format!("request row {row} at position {position} is not allocated"),
-                ));
+                )
+                .at_index(row.number()));
             }
             let request = &mut self.by_row[widen(number)];
             if request.batch == self.batches {

@@ -384,7 +384,8 @@ impl SlotAllocator {
                     return Err(Error::new(
                         ErrorKind::IndexOwnership,
                         format!("slot {slot} at position {position} is not allocated, and cannot be shared"),
-                    ));
+                    )
+                    .at_index(slot));
                 }
             }
         }

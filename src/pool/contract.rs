@@ -172,7 +172,8 @@ impl Pool for TokenToKvPoolAllocator {
     }
 
     fn stats(&self) -> Stats {
-        let (stats, pending) = (self.stats(), self.pending());
+        let slots = self.lock();
+        let (stats, pending) = (slots.stats(), slots.pending());
         Stats::from([
             ("capacity", stats.capacity),
             ("available", stats.available),
@@ -184,10 +185,10 @@ impl Pool for TokenToKvPoolAllocator {
             ("fenced", stats.fenced),
             ("shared", stats.shared),
             ("pending", pending),
-            ("size", self.look(|slots| slots.size())),
-            ("page_size", self.page_size()),
+            ("size", slots.slots().size()),
+            ("page_size", slots.slots().page_size()),
             ("bytes", stats.bytes),
-            ("device_bytes", self.device_bytes()),
+            ("device_bytes", slots.device_bytes()),
         ])
     }
 
@@ -401,8 +402,9 @@ impl Pool for Workspace {
     }
 
     fn stats(&self) -> Stats {
-        let [in_use, high_water] = self.usage();
+        // In this order: once it is closed nothing of it is in use.
         let capacity = if self.is_closed() { 0 } else { self.arena_bytes() };
+        let [in_use, high_water] = self.usage();
         Stats::from([
             ("capacity", capacity),
             ("available", capacity - in_use),

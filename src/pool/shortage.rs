@@ -8,8 +8,8 @@ use crate::memory::Stream;
 /// A pool calls it without holding a lock, from whichever thread is short, perhaps from several at once. It may use the
 /// pool.
 pub trait Reclaim: Send + Sync {
-    /// Frees at least `slots` slots, or as many as it can, and returns how many it freed. Work that is enqueued for it goes
-    /// to `stream`.
+    /// Frees at least `slots` slots, or as many as it can, and returns how many it freed: at once, or behind a fence. Work
+    /// that is enqueued for it goes to `stream`.
     ///
     /// # Errors
     /// What the call that was short returns then.

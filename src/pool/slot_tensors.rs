@@ -34,6 +34,8 @@ pub(super) struct SlotTensors {
     runs: Vec<Range<u32>>,
     need_sort: bool,
     strict: bool,
+    /// How often it was cleared: what was taken before is not the taker's any more.
+    clears: u64,
     /// Pools whose rows are poisoned when their slots become free.
     poisoned: Vec<Weak<KvPool>>,
 }
@@ -75,6 +77,7 @@ impl SlotTensors {
             runs: Vec::new(),
             need_sort,
             strict,
+            clears: 0,
             poisoned: Vec::new(),
         })
     }
@@ -198,10 +201,12 @@ impl SlotTensors {
         Ok(Ok((view, taken.continued)))
     }
 
-    /// By how much the pool is short for `count` slots more. What it can never hold is not worth reclaiming for.
+    /// By how much the pool is short for `count` slots more, those counted in that are on their way: freed, but behind a
+    /// fence or as values that have not landed. What the pool can never hold is not worth reclaiming for.
     pub(super) fn short(&self, count: usize) -> Short {
-        let missing = count.saturating_sub(self.slots.available());
-        Short { slots: if count > self.slots.capacity() { 0 } else { missing } }
+        let coming = self.slots.available() + self.landing() + self.slots.stats().fenced;
+        let is_possible = count <= self.slots.capacity();
+        Short { slots: if is_possible { count.saturating_sub(coming) } else { 0 } }
     }
 
     /// Checks that a tensor of slots can be made for `stream` now.
@@ -230,6 +235,10 @@ impl SlotTensors {
             Some(stage) => stage.used_on(tensor, stream),
             None => Ok(()),
         }
+    }
+
+    pub(super) const fn clears(&self) -> u64 {
+        self.clears
     }
 
     /// Gives back what was handed out in `view` and never used: its pages but those that were only `continued`.
@@ -343,8 +352,7 @@ impl SlotTensors {
                 freed.map_or_else(|error| (BadFrees::default(), Some(error)), |bad| (bad, None));
             settled.push(Settled { given: landed.values.len(), bad, _keeps: landed.keeps });
             if let Some(error) = failure {
-                let text = format!("a free of slots that the host did not know: {error}");
-                return Err(Error::new(error.kind(), text));
+                return Err(error.prefixed("a free of slots that the host did not know"));
             }
         }
         Ok(())
@@ -433,6 +441,7 @@ impl SlotTensors {
         let mut keeps = abandon(self.group.drain(..).map(|(part, _)| part));
         keeps.extend(self.deferred.clear());
         self.slots.clear();
+        self.clears += 1;
         (keeps, self.fences.take())
     }
 

@@ -123,8 +123,10 @@ impl TokenToKvPoolAllocator {
     /// refuses; as [`Self::poll`]. Nothing is taken.
     #[inline]
     pub fn alloc(&self, count: usize, stream: Stream) -> Result<Option<Grant<'_>>> {
-        let taken = self.take(stream, |slots| slots.alloc(count, stream))?;
-        Ok(taken.map(|view| self.grant(view, Vec::new())))
+        self.take(stream, |slots| {
+            let taken = slots.alloc(count, stream)?;
+            Ok(taken.map(|view| self.grant(view, Vec::new(), slots)))
+        })
     }
 
     /// As [`Self::alloc`], in one ascending run: the lowest that fits. Nothing is reclaimed where there are enough slots, but
@@ -133,8 +135,10 @@ impl TokenToKvPoolAllocator {
     /// # Errors
     /// As [`Self::alloc`].
     pub fn alloc_contiguous(&self, count: usize, stream: Stream) -> Result<Option<Grant<'_>>> {
-        let taken = self.take(stream, |slots| slots.alloc_contiguous(count, stream))?;
-        Ok(taken.map(|view| self.grant(view, Vec::new())))
+        self.take(stream, |slots| {
+            let taken = slots.alloc_contiguous(count, stream)?;
+            Ok(taken.map(|view| self.grant(view, Vec::new(), slots)))
+        })
     }
 
     /// Takes the slots for positions `prefix..seq` of each request, concatenated.
@@ -149,8 +153,10 @@ impl TokenToKvPoolAllocator {
         stream: Stream,
     ) -> Result<Option<Grant<'_>>> {
         let lens = Lens { prefix: prefix_lens, seq: seq_lens };
-        let taken = self.take(stream, |slots| slots.alloc_extend(lens, last_loc, stream))?;
-        Ok(taken.map(|(view, continued)| self.grant(view, continued)))
+        self.take(stream, |slots| {
+            let taken = slots.alloc_extend(lens, last_loc, stream)?;
+            Ok(taken.map(|(view, continued)| self.grant(view, continued, slots)))
+        })
     }
 
     /// Takes one slot a request, that of position `seq - 1`; else as [`Self::alloc_extend`].
@@ -309,6 +315,7 @@ impl TokenToKvPoolAllocator {
         stream: Stream,
         mut take: impl FnMut(&mut SlotTensors) -> Result<Taken<T>>,
     ) -> Result<Option<T>> {
+        let mut shortage = usize::MAX;
         loop {
             let mut slots = self.polled(stream)?;
             if let Some(event) = slots.crowded() {
@@ -320,28 +327,30 @@ impl TokenToKvPoolAllocator {
             drop(slots);
             match taken {
                 Ok(taken) => return Ok(Some(taken)),
-                Err(short) if self.reclaim(short.slots, stream)? || self.wait_for_oldest(stream)? => (),
+                // Asking again is worth it as long as it helps.
+                Err(short) if (1..shortage).contains(&short.slots) => {
+                    shortage = short.slots;
+                    self.reclaim(short.slots, stream)?;
+                }
+                Err(_) if self.wait_for_oldest(stream)? => (),
                 Err(_) => return Ok(None),
             }
         }
     }
 
-    /// Whether slots were freed by those who can do without.
-    fn reclaim(&self, slots: usize, stream: Stream) -> Result<bool> {
-        if slots == 0 {
-            return Ok(false);
-        }
+    /// Asks those who can do without for slots, until enough are freed.
+    fn reclaim(&self, slots: usize, stream: Stream) -> Result<()> {
         let mut registered = lock(&self.reclaim);
         registered.retain(|reclaim| reclaim.strong_count() > 0);
         let asked: Vec<_> = registered.iter().filter_map(Weak::upgrade).collect();
         drop(registered);
-        let mut freed = 0;
+        let mut missing = slots;
         for reclaim in asked {
-            if freed < slots {
-                freed += reclaim.reclaim(slots - freed, stream)?;
+            if missing > 0 {
+                missing = missing.saturating_sub(reclaim.reclaim(missing, stream)?);
             }
         }
-        Ok(freed > 0)
+        Ok(())
     }
 
     /// Frees what `free` frees, behind a fence if there is one.
@@ -387,8 +396,8 @@ impl TokenToKvPoolAllocator {
     }
 
     #[inline]
-    const fn grant(&self, view: TensorView, continued: Vec<Page>) -> Grant<'_> {
-        Grant { allocator: self, view, continued, is_kept: false }
+    const fn grant(&self, view: TensorView, continued: Vec<Page>, slots: &SlotTensors) -> Grant<'_> {
+        Grant { allocator: self, view, continued, clears: slots.clears(), is_kept: false }
     }
 
     /// Shows `look` who owns which slot, under the lock. Frees that have not landed are not counted in.
@@ -526,6 +535,8 @@ impl fmt::Debug for TokenToKvPoolAllocator {
 pub struct Grant<'a> {
     allocator: &'a TokenToKvPoolAllocator,
     view: TensorView,
+    /// How often the allocator had been cleared: clearing it gives the slots back, too.
+    clears: u64,
     is_kept: bool,
     /// Pages that the requests had before, in which some of the slots are.
     continued: Vec<Page>,
@@ -549,8 +560,12 @@ impl Grant<'_> {
 
 impl Drop for Grant<'_> {
     fn drop(&mut self) {
-        if !self.is_kept {
-            self.allocator.lock().undo(&self.view, &self.continued);
+        if self.is_kept {
+            return;
+        }
+        let mut slots = self.allocator.lock();
+        if slots.clears() == self.clears {
+            slots.undo(&self.view, &self.continued);
         }
     }
 }

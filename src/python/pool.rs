@@ -133,6 +133,10 @@ impl Pool {
         let py = slf.py();
         let this = PyWeakrefReference::new(slf)?.unbind();
         let mut pools = lock(&POOLS);
+        // A pool is listed once, however often it is initialised: it has one weak reference without a callback.
+        if pools.iter().any(|pool| pool.is(&this)) {
+            return Ok(());
+        }
         // Before the list grows, those that are gone make room. With the GIL held, no pool dies in here.
         if pools.len() == pools.capacity() {
             pools.retain(|pool| pool.bind(py).upgrade().is_some());

@@ -192,3 +192,41 @@ fn a_fence_may_use_its_allocator() {
     assert_eq!(allocator.available_size(), 4, "what it took went back");
     allocator.verify().expect("consistent");
 }
+
+#[test]
+fn what_is_on_its_way_is_not_reclaimed_for_again() {
+    /// Slots whose last use is still in flight when they are given up.
+    struct Busy(Mutex<usize>, Weak<TokenToKvPoolAllocator>);
+
+    impl Reclaim for Busy {
+        fn reclaim(&self, slots: usize, _stream: Stream) -> Result<usize> {
+            let allocator = self.1.upgrade().expect("it calls");
+            let fence: Arc<dyn Fence> = Arc::new(Told(Ok(false)));
+            let mut next = self.0.lock().expect("no panic");
+            for _ in 0..slots {
+                *next += 1;
+                free(&allocator, &[i32::try_from(*next).expect("small")], Some(&fence))?;
+            }
+            Ok(slots)
+        }
+    }
+
+    let allocator = allocator(100, 1);
+    let _ = allocator.alloc(100, STREAM).expect("memory").expect("room").keep();
+    let busy = Arc::new(Busy(Mutex::new(0), Arc::downgrade(&allocator)));
+    allocator.on_shortage(&(Arc::clone(&busy) as Arc<dyn Reclaim>));
+    for _ in 0..5 {
+        assert_eq!(count(allocator.alloc(3, STREAM)), None);
+    }
+    assert_eq!(*busy.0.lock().expect("no panic"), 3, "three are coming");
+}
+
+#[test]
+fn what_was_cleared_does_not_go_back_again() {
+    let allocator = allocator(8, 1);
+    let taken = allocator.alloc(3, STREAM).expect("memory").expect("room");
+    allocator.clear(STREAM);
+    let again = allocator.alloc(3, STREAM).expect("memory").expect("room").keep();
+    drop(taken);
+    assert_eq!((allocator.stats().in_use, again.shape().numel()), (3, 3));
+}
