@@ -1,8 +1,20 @@
-//! Who owns which integer.
+//! Ownership of integers: slots, pages, rows, buffers, byte ranges.
 //!
 //! Every index of a space is in exactly one state: free (next to be handed out), released (free again, kept
-//! apart until needed), fenced (given back, still used by work in flight) or live. The structures here decide
-//! it with bitmaps, know no address and no device, and are not synchronised: callers wrap them in a lock.
+//! apart until needed), fenced (freed, still used by work in flight) or live. The structures here decide it
+//! with bitmaps. They know no address and no device, and are not synchronised: wrap them in a lock.
+//!
+//! | for | use |
+//! |---|---|
+//! | token slots in pages, with groups, fences and shared pages | [`SlotAllocator`] |
+//! | rows that remember how far they were written | [`RowTable`] |
+//! | tokens and pages of each request | [`Requests`] |
+//! | single indices with a reference count | [`RefCounts`] |
+//! | buffers by size class | [`Buckets`] |
+//! | byte ranges that are all freed at once | [`Arena`] |
+//! | a free list or a set of integers to build on | [`FreeList`], [`Bitmap`] |
+//!
+//! [`Ledgered`] wraps most of them to record holders for debugging.
 
 mod arena;
 mod bad_frees;

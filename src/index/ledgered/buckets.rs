@@ -5,7 +5,7 @@ use crate::index::ledger::{Span, State, spans};
 use crate::index::{Bucket, Buckets, Reused, Ticket};
 
 impl<L: Copy + PartialEq> Ledgered<Buckets<L>> {
-    /// All buffers, each for itself, by state and holders, with their bytes.
+    /// Every buffer with its state, its holders and its size in bytes, one span each.
     #[must_use]
     pub fn spans(&self) -> Vec<(Span, usize)> {
         let span_of = |(index, is_live, bytes): (u32, bool, usize)| {
@@ -15,19 +15,19 @@ impl<L: Copy + PartialEq> Ledgered<Buckets<L>> {
         self.inner.buffers().flat_map(span_of).collect()
     }
 
-    /// As [`Buckets::set_marks`].
+    /// Calls [`Buckets::set_marks`].
     pub const fn set_marks(&mut self, marks: [usize; 2]) {
         self.inner.set_marks(marks);
     }
 
-    /// As [`Buckets::take`].
+    /// Calls [`Buckets::take`] and records it.
     pub fn take(&mut self, bucket: Bucket, lane: L) -> Option<Reused<L>> {
         let reused = self.inner.take(bucket, lane)?;
         self.note_taken(reused.ticket);
         Some(reused)
     }
 
-    /// As [`Buckets::add`].
+    /// Calls [`Buckets::add`] and records it.
     pub fn add(&mut self, bucket: Bucket, lane: L) -> Ticket {
         let ticket = self.inner.add(bucket, lane);
         self.note_taken(ticket);
@@ -38,7 +38,7 @@ impl<L: Copy + PartialEq> Ledgered<Buckets<L>> {
         self.book.took(ticket.index()..ticket.index() + 1);
     }
 
-    /// As [`Buckets::release`].
+    /// Calls [`Buckets::release`] and records it.
     pub fn release(&mut self, ticket: Ticket) -> bool {
         let is_released = self.inner.release(ticket);
         if is_released {
@@ -47,7 +47,7 @@ impl<L: Copy + PartialEq> Ledgered<Buckets<L>> {
         is_released
     }
 
-    /// As [`Buckets::put_back_as`].
+    /// Calls [`Buckets::put_back_as`] and records it.
     pub fn put_back_as(&mut self, ticket: Ticket, lane: L) {
         if self.inner.is_live(ticket) {
             self.inner.put_back_as(ticket, lane);
@@ -55,7 +55,7 @@ impl<L: Copy + PartialEq> Ledgered<Buckets<L>> {
         }
     }
 
-    /// As [`Buckets::reset`].
+    /// Calls [`Buckets::reset`] and records it.
     pub fn reset(&mut self) {
         if let Some(ledger) = self.book.ledger_mut() {
             let live = self.inner.buffers().filter(|(_, is_live, _)| *is_live);
@@ -64,7 +64,7 @@ impl<L: Copy + PartialEq> Ledgered<Buckets<L>> {
         self.inner.reset();
     }
 
-    /// As [`Buckets::drain_free`].
+    /// Calls [`Buckets::drain_free`] and records it.
     pub fn drain_free(&mut self) -> Vec<u32> {
         self.inner.drain_free()
     }
