@@ -93,7 +93,7 @@ struct Entry<L> {
 
 /// A free buffer that was taken again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Reused<L> {
+pub struct Reuse<L> {
     /// Identifies this take; needed to free the buffer.
     pub ticket: Ticket,
     /// The lane that used the buffer before, when it is another one: order the new work after that lane.
@@ -202,7 +202,7 @@ impl<L: Copy + PartialEq> Buckets<L> {
     }
 
     /// Takes a free buffer of `bucket` for `lane`, or returns `None`.
-    pub fn take(&mut self, bucket: Bucket, lane: L) -> Option<Reused<L>> {
+    pub fn take(&mut self, bucket: Bucket, lane: L) -> Option<Reuse<L>> {
         let lanes = self.free.get_mut(bucket.number)?;
         let own = lanes.iter_mut().find(|(of, free)| *of == lane && !free.is_empty());
         let (of, free) = match own {
@@ -214,7 +214,7 @@ impl<L: Copy + PartialEq> Buckets<L> {
         self.free_bytes -= bucket.bytes;
         self.entries[widen(index)].lane = lane;
         let ticket = self.hand_out(index);
-        Some(Reused { ticket, after: (of != lane).then_some(of) })
+        Some(Reuse { ticket, after: (of != lane).then_some(of) })
     }
 
     /// Adds a new buffer of `bucket`, taken by `lane`.

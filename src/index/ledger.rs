@@ -50,7 +50,7 @@ pub struct Act {
 }
 
 /// The number of acts recorded in this process.
-static NOTED: AtomicU64 = AtomicU64::new(0);
+static RECORDED: AtomicU64 = AtomicU64::new(0);
 
 impl Act {
     /// The site of an act whose place is not known.
@@ -59,13 +59,13 @@ impl Act {
     /// An act that happens now.
     #[must_use]
     pub fn new(owner: Option<Owner>, site: &str) -> Self {
-        Self { owner, site: site.into(), at: Instant::now(), number: NOTED.fetch_add(1, Relaxed) }
+        Self { owner, site: site.into(), at: Instant::now(), number: RECORDED.fetch_add(1, Relaxed) }
     }
 
     /// The number of acts recorded so far in this process.
     #[must_use]
-    pub fn noted() -> u64 {
-        NOTED.load(Relaxed)
+    pub fn count() -> u64 {
+        RECORDED.load(Relaxed)
     }
 
     /// The time since the act.
@@ -90,19 +90,19 @@ impl Act {
 
     /// Makes this the act of the current thread until the guard drops.
     #[must_use]
-    pub fn begin(self: Arc<Self>) -> Acting {
-        Acting { before: CURRENT.replace(Some(self)), of_this_thread: PhantomData }
+    pub fn begin(self: Arc<Self>) -> ActGuard {
+        ActGuard { before: CURRENT.replace(Some(self)), of_this_thread: PhantomData }
     }
 }
 
 /// Ends the act that [`Act::begin`] began when it drops.
 #[derive(Debug)]
-pub struct Acting {
+pub struct ActGuard {
     before: Option<Arc<Act>>,
     of_this_thread: PhantomData<*const ()>,
 }
 
-impl Drop for Acting {
+impl Drop for ActGuard {
     fn drop(&mut self) {
         CURRENT.set(self.before.take());
     }
@@ -177,10 +177,10 @@ struct Life {
 /// let mut ledger = Ledger::default();
 /// let owner = Owner::Text("request 7".into());
 /// let acting = Arc::new(Act::new(Some(owner), "engine.py:12 in admit")).begin();
-/// ledger.took(3..5);
+/// ledger.record_take(3..5);
 /// drop(acting);
 /// let _acting = Arc::new(Act::new(None, "engine.py:40 in finish")).begin();
-/// ledger.gave(4..5);
+/// ledger.record_release(4..5);
 /// assert_eq!(ledger.holders(3).len(), 1);
 /// assert_eq!(
 ///     ledger.history(4).unwrap(),
@@ -218,7 +218,7 @@ impl Default for Ledger {
 
 impl Ledger {
     /// Records that indices were taken.
-    pub fn took(&mut self, range: Range<u32>) {
+    pub fn record_take(&mut self, range: Range<u32>) {
         let end = widen(range.end);
         if self.lives.len() < end {
             self.lives.resize_with(end, Life::default);
@@ -230,7 +230,7 @@ impl Ledger {
     }
 
     /// Records that the last holder of indices freed them.
-    pub fn gave(&mut self, range: Range<u32>) {
+    pub fn record_release(&mut self, range: Range<u32>) {
         let current = Act::current();
         for index in range {
             self.more.remove(&index);
@@ -245,8 +245,9 @@ impl Ledger {
         }
     }
 
-    /// Records that indices are available again: together with [`Ledger::gave`], or when a fence has passed.
-    pub(super) fn became_free(&mut self, range: Range<u32>) {
+    /// Records that indices are available again: together with [`Ledger::record_release`], or when a fence
+    /// has passed.
+    pub(super) fn record_free(&mut self, range: Range<u32>) {
         if let Some(freed) = &mut self.freed {
             freed.push(range);
         }
@@ -263,14 +264,14 @@ impl Ledger {
     }
 
     /// Records one more holder of `index`, which is held.
-    pub fn shared(&mut self, index: u32) {
+    pub fn add_holder(&mut self, index: u32) {
         self.more.entry(index).or_default().push(Act::current());
     }
 
     /// Records that a holder of `index` is gone: the oldest one with the owner of the current act; for an act
     /// without an owner the newest such holder; otherwise the oldest.
-    pub fn left(&mut self, index: u32) {
-        let Some(more) = self.more.get_mut(&index) else { return self.gave(index..index + 1) };
+    pub fn remove_holder(&mut self, index: u32) {
+        let Some(more) = self.more.get_mut(&index) else { return self.record_release(index..index + 1) };
         let Some(life) = self.lives.get_mut(widen(index)) else { return };
         let givers = self.givers.get_mut(&index).filter(|givers| !givers.is_empty());
         let act = givers.map_or_else(Act::current, |givers| givers.remove(0));
@@ -290,7 +291,7 @@ impl Ledger {
 
     /// Sets the acts that give the values of the following call; `index_of` maps a value to its index, if it
     /// has one.
-    pub(super) fn signed(
+    pub(super) fn set_givers(
         &mut self,
         given: &IndexVec,
         by: &Signatures,
@@ -306,8 +307,8 @@ impl Ledger {
         }
     }
 
-    /// Clears the acts that [`Ledger::signed`] has set.
-    pub(super) fn all_given(&mut self) {
+    /// Clears the acts that [`Ledger::set_givers`] has set.
+    pub(super) fn clear_givers(&mut self) {
         self.givers.clear();
     }
 
@@ -324,7 +325,7 @@ impl Ledger {
 
     /// Records that everything was freed.
     pub fn clear(&mut self) {
-        self.gave(0..narrow(self.lives.len()));
+        self.record_release(0..narrow(self.lives.len()));
     }
 
     /// The holders of `index`, oldest first. Empty when it is not live.
@@ -383,19 +384,19 @@ impl Book {
         self.0.as_deref_mut()
     }
 
-    /// Calls [`Ledger::took`] if open.
+    /// Calls [`Ledger::record_take`] if open.
     #[inline]
-    pub(super) fn took(&mut self, range: Range<u32>) {
+    pub(super) fn record_take(&mut self, range: Range<u32>) {
         if let Some(ledger) = &mut self.0 {
-            ledger.took(range);
+            ledger.record_take(range);
         }
     }
 
-    /// Calls [`Ledger::gave`] if open.
+    /// Calls [`Ledger::record_release`] if open.
     #[inline]
-    pub(super) fn gave(&mut self, range: Range<u32>) {
+    pub(super) fn record_release(&mut self, range: Range<u32>) {
         if let Some(ledger) = &mut self.0 {
-            ledger.gave(range);
+            ledger.record_release(range);
         }
     }
 
@@ -406,19 +407,19 @@ impl Book {
         }
     }
 
-    /// Calls [`Ledger::shared`] if open.
+    /// Calls [`Ledger::add_holder`] if open.
     #[inline]
-    pub(super) fn shared(&mut self, index: u32) {
+    pub(super) fn add_holder(&mut self, index: u32) {
         if let Some(ledger) = &mut self.0 {
-            ledger.shared(index);
+            ledger.add_holder(index);
         }
     }
 
-    /// Calls [`Ledger::left`] if open.
+    /// Calls [`Ledger::remove_holder`] if open.
     #[inline]
-    pub(super) fn left(&mut self, index: u32) {
+    pub(super) fn remove_holder(&mut self, index: u32) {
         if let Some(ledger) = &mut self.0 {
-            ledger.left(index);
+            ledger.remove_holder(index);
         }
     }
 

@@ -52,7 +52,7 @@ impl Owners {
 
     /// Whether `page`, which is live, has or had more than one owner: [`RemovalBatch::remove`] handles such
     /// pages.
-    pub(super) fn concerns(&self, page: Page) -> bool {
+    pub(super) fn counts_page(&self, page: Page) -> bool {
         self.more(page) > 0 || self.pending(page) > 0
     }
 
@@ -145,7 +145,7 @@ impl RemovalBatch<'_> {
         self.owners
     }
 
-    /// Removes an owner of a page that [`Owners::concerns`]. Returns `false` if the page has no owner to
+    /// Removes an owner of a page that [`Owners::counts_page`]. Returns `false` if the page has no owner to
     /// remove.
     pub(super) fn remove(&mut self, page: Page) -> bool {
         if !self.owners.is_owned(page) {

@@ -76,7 +76,7 @@ struct Request {
 
 /// The growth that a caller asks of one request in a batch; only the row is checked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Asked {
+pub struct GrowthRequest {
     /// The position of the request in the batch.
     pub position: usize,
     /// The row of the request.
@@ -124,7 +124,7 @@ impl Growth {
 /// let mut requests = Requests::new(5, &slots);
 /// rows.alloc(1).unwrap();
 /// let row = IndexVec::I64(vec![1]);
-/// let named = requests.name(&row, &rows).unwrap();
+/// let named = requests.resolve_rows(&row, &rows).unwrap();
 /// let growth = [requests.growth(named[0], 0, 6).unwrap()];
 /// assert!(requests.grow(&growth, &[], &mut slots).unwrap());
 /// assert_eq!((requests.pages(1), requests.len(1)), (&[1, 2][..], 6));
@@ -180,7 +180,7 @@ impl Requests {
     /// # Errors
     /// [`ErrorKind::Index`] for a row outside of the table, [`ErrorKind::IndexOwnership`] for one that is not
     /// allocated, [`ErrorKind::Config`] for one that is listed twice.
-    pub fn name(&mut self, given: &IndexVec, rows: &RowTable<RequestRow>) -> Result<Vec<u32>> {
+    pub fn resolve_rows(&mut self, given: &IndexVec, rows: &RowTable<RequestRow>) -> Result<Vec<u32>> {
         self.batches += 1;
         let named = given.rows("row", self.by_row.len())?;
         for (position, &number) in named.iter().enumerate() {
@@ -206,7 +206,7 @@ impl Requests {
     }
 
     /// The growth of a request of the batch from `prefix` to `seq` tokens. `None` when it does not have
-    /// exactly `prefix` tokens, or `seq` is less: see [`Requests::unfit`].
+    /// exactly `prefix` tokens, or `seq` is less: see [`Requests::growth_error`].
     #[inline]
     #[must_use]
     pub fn growth(&self, row: u32, prefix: i64, seq: i64) -> Option<Growth> {
@@ -227,7 +227,7 @@ impl Requests {
     /// The error for invalid lengths of the request at `position` of a batch.
     #[cold]
     #[must_use]
-    pub fn unfit(&self, Asked { position, row, prefix, seq }: Asked) -> Error {
+    pub fn growth_error(&self, GrowthRequest { position, row, prefix, seq }: GrowthRequest) -> Error {
         let text = if self.lengths(row, prefix, seq).is_some() {
             let len = self.len(row);
             format!("has {len} tokens with slots; it cannot grow from {prefix} to {seq}")
@@ -245,13 +245,13 @@ impl Requests {
     /// fill pages in order; [`ErrorKind::IndexOwnership`] when one is not live.
     pub fn growth_of_cached(
         &self,
-        asked: Asked,
+        asked: GrowthRequest,
         cached: &IndexVec,
         slots: &SlotAllocator,
         prefixes: &mut Vec<i32>,
     ) -> Result<Growth> {
-        let Asked { position, row, prefix, seq } = asked;
-        let Some(growth) = self.lengths(row, prefix, seq) else { return Err(self.unfit(asked)) };
+        let GrowthRequest { position, row, prefix, seq } = asked;
+        let Some(growth) = self.lengths(row, prefix, seq) else { return Err(self.growth_error(asked)) };
         let growth = Growth { start: 0, ..growth };
         let (len, size) = (self.len(row), self.page_size.slots());
         if len > 0 {
@@ -341,7 +341,7 @@ impl Requests {
         slots: &mut Ledgered<SlotAllocator>,
     ) -> Result<bool> {
         let needed: usize = batch.iter().map(|growth| widen(growth.new_pages)).sum();
-        let mut taken = Taken::new(needed)?;
+        let mut taken = NewPages::new(needed)?;
         let room = if prefixes.is_empty() { None } else { Some(slots.prepare_sharing()?) };
         if !slots.alloc_pages(needed, |run| taken.runs.push(run)) {
             return Ok(false);
@@ -433,7 +433,7 @@ impl Requests {
         let rest = self.page_size.offset(len);
         let mut pages = reserve(full + 1)?;
         pages.extend_from_slice(&self.pages(src)[..full]);
-        let mut taken = Taken::new(1)?;
+        let mut taken = NewPages::new(1)?;
         let room = slots.prepare_sharing()?;
         if !slots.alloc_pages(usize::from(rest > 0), |run| taken.runs.push(run)) {
             return Ok(None);
@@ -474,13 +474,13 @@ impl Requests {
 }
 
 /// Pages that were taken and not yet appended to a request.
-struct Taken {
+struct NewPages {
     runs: Vec<Run<Page>>,
     /// The next run.
     at: usize,
 }
 
-impl Taken {
+impl NewPages {
     /// Makes room for the runs of up to `pages` pages.
     fn new(pages: usize) -> Result<Self> {
         /// Runs are usually long, and short batches frequent.

@@ -72,7 +72,7 @@ pub struct SlotAllocator {
     named: Bitmap,
     owners: Owners,
     /// The fenced frees and their fences.
-    fences: Vec<(FenceId, Given)>,
+    fences: Vec<(FenceId, FencedFree)>,
     next_fence: u64,
     group: Option<Group>,
     dropped_frees: usize,
@@ -80,7 +80,7 @@ pub struct SlotAllocator {
 
 /// The pages of one fenced free.
 #[derive(Clone, Debug)]
-struct Given {
+struct FencedFree {
     pages: Fenced<Page>,
     /// Pages from which one owner is removed.
     shared: Vec<Page>,
@@ -419,7 +419,7 @@ impl SlotAllocator {
 
     /// Whether `page` has another owner, or had one that was removed behind a fence.
     pub(super) fn is_shared(&self, page: Page) -> bool {
-        self.owners.concerns(page)
+        self.owners.counts_page(page)
     }
 
     /// Takes `count` pages and passes them to `emit` in order, or returns `false`.

@@ -47,12 +47,12 @@ use std::sync::Arc;
 use crate::base::{Device, Result};
 
 /// Keeps memory of another owner alive; it may be dropped on any thread.
-pub type Keep = Arc<dyn Keeps>;
+pub type Keep = Arc<dyn KeepAlive>;
 
 /// An owner that a [`Keep`] can hold.
-pub trait Keeps: Debug + Any + Send + Sync {}
+pub trait KeepAlive: Debug + Any + Send + Sync {}
 
-impl<T: Debug + Any + Send + Sync> Keeps for T {}
+impl<T: Debug + Any + Send + Sync> KeepAlive for T {}
 
 /// The backend for `device`. On a GPU, [`Contents::Zeros`] are written on `stream`, which is waited for.
 ///

@@ -75,9 +75,9 @@ pub enum Report {
     /// A step is done.
     Step(Progress),
     /// No step was done within the timeout.
-    Later,
+    TimedOut,
     /// There is no further step.
-    Over,
+    Finished,
 }
 
 /// Page-locking in progress. [`Sink::end`] is called when it drops.
@@ -162,11 +162,11 @@ impl PageLocking {
                 return Report::Step(step);
             }
             if state.workers == 0 {
-                return Report::Over;
+                return Report::Finished;
             }
             let left = timeout.saturating_sub(begin.elapsed());
             if left.is_zero() {
-                return Report::Later;
+                return Report::TimedOut;
             }
             state = self.0.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
         }

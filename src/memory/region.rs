@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use crate::base::sync::lock;
 use crate::base::{DType, Device, Dims, Error, Result, contiguous_strides, reserve};
 
-use super::users::{announce, forget};
+use super::users::{register, unregister};
 use super::{Backend, Block, Borrowed, Contents, Gpu, Stream, Users};
 
 /// Contiguous memory that returns to its backend on drop.
@@ -142,7 +142,7 @@ impl Region {
         let block = backend.allocate(bytes, contents)?;
         if backend.is_reached_by_devices() && bytes > 0 {
             let start = block.address().as_ptr().addr();
-            announce(&(start..start + bytes), &users);
+            register(&(start..start + bytes), &users);
         }
         Ok(Self { block, device: backend.device(), owner: Owner::Backend(backend, users) })
     }
@@ -371,7 +371,7 @@ impl Drop for Region {
         match &self.owner {
             Owner::Backend(backend, users) => {
                 if backend.is_reached_by_devices() && self.block.bytes() > 0 {
-                    forget(self.block.address().as_ptr().addr());
+                    unregister(self.block.address().as_ptr().addr());
                 }
                 let block = Block::new(self.block.address(), self.block.bytes());
                 // SAFETY: `new` took the block from this backend, this is the drop of its only owner, and

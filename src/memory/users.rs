@@ -60,15 +60,15 @@ impl Users {
 /// The memory of this process that devices can access, by its first address: its end, and its users.
 static REGIONS: RwLock<BTreeMap<usize, (usize, Arc<Users>)>> = RwLock::new(BTreeMap::new());
 
-/// Registers the users of memory, so that they are found by address, until [`forget`].
-pub(super) fn announce(addresses: &Range<usize>, users: &Arc<Users>) {
+/// Registers the users of memory, so that they are found by address, until [`unregister`].
+pub(super) fn register(addresses: &Range<usize>, users: &Arc<Users>) {
     let mut regions = REGIONS.write().unwrap_or_else(PoisonError::into_inner);
     regions.insert(addresses.start, (addresses.end, Arc::clone(users)));
 }
 
-/// Removes a registration of [`announce`]. The child of a fork keeps it: another thread may have held the
+/// Removes a registration of [`register`]. The child of a fork keeps it: another thread may have held the
 /// lock then.
-pub(super) fn forget(start: usize) {
+pub(super) fn unregister(start: usize) {
     if is_forked() {
         return;
     }

@@ -2,7 +2,7 @@
 
 use super::Ledgered;
 use crate::index::ledger::{Span, State, spans};
-use crate::index::{Bucket, Buckets, Reused, Ticket};
+use crate::index::{Bucket, Buckets, Reuse, Ticket};
 
 impl<L: Copy + PartialEq> Ledgered<Buckets<L>> {
     /// Every buffer with its state, its holders and its size in bytes, one span each.
@@ -21,7 +21,7 @@ impl<L: Copy + PartialEq> Ledgered<Buckets<L>> {
     }
 
     /// Calls [`Buckets::take`] and records it.
-    pub fn take(&mut self, bucket: Bucket, lane: L) -> Option<Reused<L>> {
+    pub fn take(&mut self, bucket: Bucket, lane: L) -> Option<Reuse<L>> {
         let reused = self.inner.take(bucket, lane)?;
         self.note_taken(reused.ticket);
         Some(reused)
@@ -35,14 +35,14 @@ impl<L: Copy + PartialEq> Ledgered<Buckets<L>> {
     }
 
     fn note_taken(&mut self, ticket: Ticket) {
-        self.book.took(ticket.index()..ticket.index() + 1);
+        self.book.record_take(ticket.index()..ticket.index() + 1);
     }
 
     /// Calls [`Buckets::release`] and records it.
     pub fn release(&mut self, ticket: Ticket) -> bool {
         let is_released = self.inner.release(ticket);
         if is_released {
-            self.book.gave(ticket.index()..ticket.index() + 1);
+            self.book.record_release(ticket.index()..ticket.index() + 1);
         }
         is_released
     }
@@ -51,7 +51,7 @@ impl<L: Copy + PartialEq> Ledgered<Buckets<L>> {
     pub fn put_back_as(&mut self, ticket: Ticket, lane: L) {
         if self.inner.is_live(ticket) {
             self.inner.put_back_as(ticket, lane);
-            self.book.gave(ticket.index()..ticket.index() + 1);
+            self.book.record_release(ticket.index()..ticket.index() + 1);
         }
     }
 
@@ -59,7 +59,7 @@ impl<L: Copy + PartialEq> Ledgered<Buckets<L>> {
     pub fn reset(&mut self) {
         if let Some(ledger) = self.book.ledger_mut() {
             let live = self.inner.buffers().filter(|(_, is_live, _)| *is_live);
-            live.for_each(|(index, ..)| ledger.gave(index..index + 1));
+            live.for_each(|(index, ..)| ledger.record_release(index..index + 1));
         }
         self.inner.reset();
     }

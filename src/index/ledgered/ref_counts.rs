@@ -51,7 +51,7 @@ impl Ledgered<RefCounts> {
     /// Calls [`RefCounts::take`] and records it.
     pub fn take(&mut self) -> Option<Ticket> {
         let ticket = self.inner.take()?;
-        self.book.took(ticket.index()..ticket.index() + 1);
+        self.book.record_take(ticket.index()..ticket.index() + 1);
         Some(ticket)
     }
 
@@ -59,7 +59,7 @@ impl Ledgered<RefCounts> {
     pub fn retain(&mut self, ticket: Ticket) -> bool {
         let is_retained = self.inner.retain(ticket);
         if is_retained {
-            self.book.shared(ticket.index());
+            self.book.add_holder(ticket.index());
         }
         is_retained
     }
@@ -71,9 +71,9 @@ impl Ledgered<RefCounts> {
     pub fn release(&mut self, ticket: Ticket) -> std::result::Result<bool, BadFree> {
         let is_last = self.inner.release(ticket)?;
         if is_last {
-            self.book.gave(ticket.index()..ticket.index() + 1);
+            self.book.record_release(ticket.index()..ticket.index() + 1);
         } else {
-            self.book.left(ticket.index());
+            self.book.remove_holder(ticket.index());
         }
         Ok(is_last)
     }

@@ -19,7 +19,7 @@ impl<I: Id> Ledgered<RowTable<I>> {
         let taken = self.inner.alloc(count)?;
         if let Some(ledger) = self.book.ledger_mut() {
             for row in taken.iter().map(|taken| taken.row.number()) {
-                ledger.took(row..row + 1);
+                ledger.record_take(row..row + 1);
             }
         }
         Some(taken)
@@ -35,7 +35,7 @@ impl<I: Id> Ledgered<RowTable<I>> {
         let (freed, bad) = self.inner.free_explained(given, strict, explain)?;
         if let Some(ledger) = self.book.ledger_mut() {
             for row in freed.iter().map(|freed| freed.row.number()) {
-                ledger.gave(row..row + 1);
+                ledger.record_release(row..row + 1);
             }
         }
         Ok((freed, bad))

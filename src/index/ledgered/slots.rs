@@ -39,7 +39,7 @@ impl Ledgered<SlotAllocator> {
     pub fn alloc_runs(&mut self, count: usize, mut emit: impl FnMut(Range<u32>)) -> bool {
         let (book, page_size) = (&mut self.book, self.inner.slots_of_a_page());
         self.inner.alloc_runs(count, |slots| {
-            book.took(slots.start / page_size..slots.end / page_size);
+            book.record_take(slots.start / page_size..slots.end / page_size);
             emit(slots);
         })
     }
@@ -75,7 +75,7 @@ impl Ledgered<SlotAllocator> {
     pub(in crate::index) fn alloc_pages(&mut self, count: usize, mut emit: impl FnMut(Run<Page>)) -> bool {
         let book = &mut self.book;
         self.inner.alloc_pages(count, |pages| {
-            book.took(pages.range());
+            book.record_take(pages.range());
             emit(pages);
         })
     }
@@ -88,7 +88,7 @@ impl Ledgered<SlotAllocator> {
         pages.dedup();
         pages.retain(|page| !continued.contains(&Page::new(*page)));
         for run in pages.chunk_by(|page, next| page + 1 == *next) {
-            ledger.took(run[0]..run[run.len() - 1] + 1);
+            ledger.record_take(run[0]..run[run.len() - 1] + 1);
         }
     }
 
@@ -102,9 +102,9 @@ impl Ledgered<SlotAllocator> {
     fn note_given(&mut self, is_free: bool) {
         let Some(ledger) = self.book.ledger_mut() else { return };
         let given = || self.inner.pages().last_given().iter().flat_map(|mask| mask.ranges());
-        given().for_each(|pages| ledger.gave(pages));
+        given().for_each(|pages| ledger.record_release(pages));
         if is_free {
-            given().for_each(|pages| ledger.became_free(pages));
+            given().for_each(|pages| ledger.record_free(pages));
         }
     }
 
@@ -114,7 +114,7 @@ impl Ledgered<SlotAllocator> {
     /// Same as [`SlotAllocator::share`].
     pub fn share(&mut self, given: &IndexVec) -> Result<()> {
         for page in self.inner.share_pages_of(given)? {
-            self.book.shared(page.number());
+            self.book.add_holder(page.number());
         }
         Ok(())
     }
@@ -127,7 +127,7 @@ impl Ledgered<SlotAllocator> {
     /// Calls `SlotAllocator::share_pages` and records it.
     pub(in crate::index) fn share_pages(&mut self, room: Room, pages: impl IntoIterator<Item = Page>) {
         let book = &mut self.book;
-        self.inner.share_pages(room, pages.into_iter().inspect(|page| book.shared(page.number())));
+        self.inner.share_pages(room, pages.into_iter().inspect(|page| book.add_holder(page.number())));
     }
 
     /// Calls [`SlotAllocator::retain`] and records it.
@@ -137,7 +137,7 @@ impl Ledgered<SlotAllocator> {
     pub fn retain(&mut self, runs: &[Run<Page>]) -> Result<()> {
         self.inner.retain(runs)?;
         for page in runs.iter().flat_map(|run| run.range()) {
-            self.book.shared(page);
+            self.book.add_holder(page);
         }
         Ok(())
     }
@@ -194,11 +194,11 @@ impl Ledgered<SlotAllocator> {
     ) -> Result<BadFrees> {
         let page_size = i64::from(self.inner.slots_of_a_page());
         if let Some(ledger) = self.book.ledger_mut() {
-            ledger.signed(given, by, |slot| u32::try_from(slot / page_size).ok());
+            ledger.set_givers(given, by, |slot| u32::try_from(slot / page_size).ok());
         }
         let answer = self.give(given, fence, strict);
         if let Some(ledger) = self.book.ledger_mut() {
-            ledger.all_given();
+            ledger.clear_givers();
         }
         answer
     }
@@ -215,7 +215,7 @@ impl Ledgered<SlotAllocator> {
     fn note_removed(&mut self, is_free: bool) {
         self.note_given(is_free);
         if let Some(ledger) = self.book.ledger_mut() {
-            self.inner.last_removed().iter().for_each(|page| ledger.left(page.number()));
+            self.inner.last_removed().iter().for_each(|page| ledger.remove_holder(page.number()));
         }
     }
 
@@ -231,9 +231,9 @@ impl Ledgered<SlotAllocator> {
             let Some(ledger) = book.ledger_mut() else { return };
             for pages in mask.ranges() {
                 if is_last_owner {
-                    ledger.gave(pages.clone());
+                    ledger.record_release(pages.clone());
                 }
-                ledger.became_free(pages);
+                ledger.record_free(pages);
             }
         });
     }
@@ -263,7 +263,7 @@ impl Ledgered<SlotAllocator> {
         if let Some(ledger) = self.book.ledger_mut() {
             let pages = self.inner.pages();
             for page in pages.indices().filter(|page| pages.is_in_use(Page::new(*page))) {
-                ledger.became_free(page..page + 1);
+                ledger.record_free(page..page + 1);
             }
         }
         self.book.clear();

@@ -131,7 +131,7 @@ impl Freeing<'_> {
         if self.named.contains(widen(page.number())) {
             return true;
         }
-        if !self.owners.owners().concerns(page) {
+        if !self.owners.owners().counts_page(page) {
             return false;
         }
         if !self.owners.remove(page) {

@@ -3,7 +3,7 @@
 use crate::base::{Error, Id, IndexVec, Page, Result, Slot};
 
 use super::freeing::Freeing;
-use super::{FenceId, Given, Group, SlotAllocator};
+use super::{FenceId, FencedFree, Group, SlotAllocator};
 use crate::index::free_list::Give;
 use crate::index::mask::Mask;
 use crate::index::{BadFrees, on_bad_frees};
@@ -114,7 +114,7 @@ impl SlotAllocator {
         self.dropped_frees += dropped;
         if let Some(fence) = fence {
             let shared = owners.pages().to_vec();
-            self.fences.push((fence, Given { pages: batch.fenced(), shared }));
+            self.fences.push((fence, FencedFree { pages: batch.fenced(), shared }));
         }
         owners.commit();
         batch.commit();

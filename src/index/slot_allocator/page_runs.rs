@@ -4,7 +4,7 @@ use crate::base::{Error, ErrorKind, Id, Page, Result};
 use crate::index::free_list::{Give, Run};
 use crate::index::mask::Mask;
 
-use super::{FenceId, Given, SlotAllocator};
+use super::{FenceId, FencedFree, SlotAllocator};
 
 impl SlotAllocator {
     /// Adds an owner to pages, as [`SlotAllocator::share`] does. A page that is listed twice gets two.
@@ -63,7 +63,7 @@ impl SlotAllocator {
             let is_plain = owners.owners().is_trivial() && owners.pages().is_empty();
             let mut shared = 0;
             for page in mask.indices().filter(|_| !is_plain).map(Page::new) {
-                if owners.owners().concerns(page) {
+                if owners.owners().counts_page(page) {
                     shared |= Mask::of(page.number()).bits;
                     if !owners.remove(page) {
                         return Err(not_owned(page, "released"));
@@ -79,7 +79,7 @@ impl SlotAllocator {
             batch.sort();
         }
         if let Some(fence) = fence {
-            self.fences.push((fence, Given { pages: batch.fenced(), shared: owners.pages().to_vec() }));
+            self.fences.push((fence, FencedFree { pages: batch.fenced(), shared: owners.pages().to_vec() }));
         }
         owners.commit();
         batch.commit();

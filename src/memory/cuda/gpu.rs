@@ -9,7 +9,7 @@ use crate::base::{Device, Error, ErrorKind, Result};
 use crate::memory::{Borrowed, Image, RegionRange, Stream};
 
 use super::driver::{
-    ContextHandle, DevicePtr, Driver, EventHandle, FunctionHandle, Relaxed as RelaxedThread, Rows, StreamMode,
+    ContextHandle, DevicePtr, Driver, EventHandle, FunctionHandle, RelaxedThread, Rows, StreamMode,
 };
 use super::{Event, probe};
 
@@ -38,14 +38,14 @@ pub struct Gpu {
 pub struct Function(FunctionHandle);
 
 /// Keeps the device's context current until it drops.
-pub(super) struct Entered {
+pub(super) struct ContextGuard {
     driver: Driver,
     pushed: bool,
     /// Restores the capture mode of the thread on drop.
     relaxed: Option<RelaxedThread>,
 }
 
-impl Drop for Entered {
+impl Drop for ContextGuard {
     fn drop(&mut self) {
         drop(self.relaxed.take());
         if self.pushed {
@@ -122,18 +122,18 @@ impl Gpu {
     }
 
     /// Makes the device's context current.
-    pub(super) fn enter(&self) -> Result<Entered> {
+    pub(super) fn enter(&self) -> Result<ContextGuard> {
         not_forked()?;
         let driver = self.driver;
         let pushed = driver.current_context()? != self.context;
         if pushed {
             driver.push_context(self.context)?;
         }
-        Ok(Entered { driver, pushed, relaxed: None })
+        Ok(ContextGuard { driver, pushed, relaxed: None })
     }
 
     /// Like [`Gpu::enter`], for calls that are safe during captures of other streams.
-    pub(super) fn enter_beside_captures(&self) -> Result<Entered> {
+    pub(super) fn enter_beside_captures(&self) -> Result<ContextGuard> {
         let mut entered = self.enter()?;
         entered.relaxed = Some(self.driver.relax()?);
         Ok(entered)

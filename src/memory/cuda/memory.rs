@@ -8,7 +8,7 @@ use crate::memory::{ALIGNMENT, Backend, Block, Contents, Stream, Users};
 
 use super::Gpu;
 use super::driver::DevicePtr;
-use super::parked::{Given, HostPtr, retire, sweep};
+use super::parked::{HostPtr, Resource, retire, sweep};
 
 /// Memory of a device.
 ///
@@ -81,7 +81,7 @@ impl Backend for Cuda {
             let users = Users::default();
             users.note(stream);
             // SAFETY: the driver allocated it just now, and only the fill with zeros can be in flight.
-            unsafe { retire(&self.gpu, Given::Device(found), &users) };
+            unsafe { retire(&self.gpu, Resource::Device(found), &users) };
             return Err(failure);
         }
         let pointer = NonNull::new(found.pointer());
@@ -91,9 +91,9 @@ impl Backend for Cuda {
 
     unsafe fn deallocate(&self, block: Block, users: &Users) {
         if block.bytes() > 0 {
-            let given = Given::Device(DevicePtr::of(block.address().as_ptr()));
+            let resource = Resource::Device(DevicePtr::of(block.address().as_ptr()));
             // SAFETY: the block came from `allocate`; the caller guarantees the rest.
-            unsafe { retire(&self.gpu, given, users) };
+            unsafe { retire(&self.gpu, resource, users) };
         }
     }
 }
@@ -141,9 +141,9 @@ impl Backend for Pinned {
 
     unsafe fn deallocate(&self, block: Block, users: &Users) {
         if block.bytes() > 0 {
-            let given = Given::Host(HostPtr(block.address().as_ptr()));
+            let resource = Resource::Host(HostPtr(block.address().as_ptr()));
             // SAFETY: the block came from `allocate`; the caller guarantees the rest.
-            unsafe { retire(&self.gpu, given, users) };
+            unsafe { retire(&self.gpu, resource, users) };
         }
     }
 }

@@ -6,7 +6,7 @@ use crate::base::{Device, Error, Result};
 use crate::memory::{Borrowed, Keep, Users};
 
 use super::Gpu;
-use super::parked::{Given, HostPtr, retire};
+use super::parked::{HostPtr, Resource, retire};
 
 /// Page-locks host memory until it drops, so that every device can access it directly.
 #[derive(Debug)]
@@ -54,9 +54,9 @@ impl PageLock {
 impl Drop for PageLock {
     fn drop(&mut self) {
         if let Some(keep) = self.keep.take() {
-            let given = Given::Lock { address: HostPtr(self.address.0), _keep: keep };
+            let resource = Resource::Lock { address: HostPtr(self.address.0), _keep: keep };
             // SAFETY: `new` registered it, and it is unregistered only here.
-            unsafe { retire(&self.gpu, given, &self.users) };
+            unsafe { retire(&self.gpu, resource, &self.users) };
         }
     }
 }

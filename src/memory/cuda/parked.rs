@@ -16,7 +16,7 @@ use super::gpu::{Gpu, is_forked};
 
 /// A resource of the driver.
 #[derive(Debug)]
-pub(super) enum Given {
+pub(super) enum Resource {
     /// Device memory.
     Device(DevicePtr),
     /// Page-locked host memory.
@@ -34,10 +34,10 @@ unsafe impl Send for HostPtr {}
 // SAFETY: as above.
 unsafe impl Sync for HostPtr {}
 
-impl Given {
+impl Resource {
     /// # Safety
     /// It came from the driver, is released once, and no enqueued work uses it.
-    unsafe fn give_back(&self, driver: Driver) -> Result<()> {
+    unsafe fn release(&self, driver: Driver) -> Result<()> {
         match self {
             // SAFETY: guaranteed by the caller.
             Self::Device(address) => unsafe { driver.free(*address) },
@@ -53,7 +53,7 @@ impl Given {
 #[derive(Debug)]
 struct Parked {
     gpu: Arc<Gpu>,
-    given: Given,
+    resource: Resource,
     /// The users still to wait for.
     users: Vec<Stream>,
 }
@@ -67,12 +67,12 @@ static PARKED: Mutex<Vec<Parked>> = Mutex::new(Vec::new());
 /// # Safety
 /// It came from the driver in the context of `gpu`, is released once, and only work enqueued on `users` uses
 /// it.
-pub(super) unsafe fn retire(gpu: &Arc<Gpu>, given: Given, users: &Users) {
+pub(super) unsafe fn retire(gpu: &Arc<Gpu>, resource: Resource, users: &Users) {
     // The child of a fork owns nothing of the driver.
     if is_forked() {
         return;
     }
-    lock(&PARKED).push(Parked { gpu: Arc::clone(gpu), given, users: users.streams() });
+    lock(&PARKED).push(Parked { gpu: Arc::clone(gpu), resource, users: users.streams() });
     sweep();
 }
 
@@ -104,7 +104,7 @@ impl Parked {
         let Ok(_entered) = gpu.enter_beside_captures() else { return Some(self) };
         // SAFETY: all of its users were waited for; `retire` was promised the rest. An error may stem from
         // earlier work, so the release is never repeated.
-        let _ = unsafe { self.given.give_back(gpu.driver()) };
+        let _ = unsafe { self.resource.release(gpu.driver()) };
         None
     }
 }

@@ -72,7 +72,7 @@ pub(super) struct Driver(&'static Table);
 /// While it lives, this thread may make calls that CUDA otherwise forbids to all threads during a capture,
 /// since most programs mean to have them captured: freeing memory, for example, or querying an event of
 /// another stream.
-pub(super) struct Relaxed {
+pub(super) struct RelaxedThread {
     driver: Driver,
     before: CaptureMode,
 }
@@ -117,10 +117,10 @@ impl Driver {
         checked!(self, cuInit(0))
     }
 
-    pub(super) fn relax(self) -> Result<Relaxed> {
+    pub(super) fn relax(self) -> Result<RelaxedThread> {
         let mut before = CaptureMode::RELAXED;
         checked!(self, cuThreadExchangeStreamCaptureMode(&raw mut before))?;
-        Ok(Relaxed { driver: self, before })
+        Ok(RelaxedThread { driver: self, before })
     }
 
     pub(super) fn device_count(self) -> Result<u32> {
@@ -466,7 +466,7 @@ fn counted(number: c_int) -> u32 {
     u32::try_from(number).expect("the driver counts devices and versions from 0")
 }
 
-impl Drop for Relaxed {
+impl Drop for RelaxedThread {
     fn drop(&mut self) {
         // `relax` has set it; a call that fails means that the driver is shutting down.
         let _: Result<()> = checked!(self.driver, cuThreadExchangeStreamCaptureMode(&raw mut self.before));
