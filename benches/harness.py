@@ -1,7 +1,7 @@
 """Times two implementations of the same operation side by side, and reports the results.
 
 Every figure is a median of rounds that alternate between the two, so that both see the same machine. A round
-of something short does it many times; what the loop itself costs, 10 to 50 ns a call, is not taken off.
+of a short operation repeats it many times; the cost of the loop, 10 to 50 ns per call, is not subtracted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
 //! A set of small integers that finds its lowest member in a few steps, at any size and density.
+//!
+//! It owns no index: [`FreeList`](super::FreeList) builds ownership on it.
 
 use crate::base::{Result, zeros};
 
@@ -29,8 +31,8 @@ pub struct Bitmap {
     len: usize,
 }
 
-/// The number of set bits. Full words and single bits, the usual cases, come first: not every target has an
-/// instruction that counts bits.
+/// The number of set bits. Most words change as a whole or by one bit, so these cases come first: not every
+/// target has an instruction that counts bits.
 const fn population(bits: u64) -> usize {
     if bits & bits.wrapping_sub(1) == 0 {
         (bits != 0) as usize

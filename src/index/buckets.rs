@@ -102,7 +102,7 @@ pub struct Reuse<L> {
 
 /// Ownership of buffers. A free buffer stays in its bucket and lane, and the last one freed is taken first.
 ///
-/// A lane is an order of work, such as a stream. Buffers of the own lane are taken before those of another
+/// A lane is an order of work, such as a stream. A take prefers buffers of its own lane to those of another
 /// one. Taking and freeing cost a few steps, independent of the number of buffers.
 ///
 /// ```

@@ -1,6 +1,7 @@
 //! The free list of one index space: lowest first, or first in, first out.
 //!
-//! Costs follow the number of indices in a call, not the size of the space.
+//! Taking and freeing cost a pass over the indices of the call, independent of the size of the space. A merge
+//! costs a pass over the released indices.
 
 mod batch;
 mod records;

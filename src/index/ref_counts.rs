@@ -1,6 +1,6 @@
 //! Single indices with a count of references; the last one freed is taken first.
 //!
-//! Every call costs a few steps, independent of the capacity.
+//! Taking, retaining and releasing cost a few steps, independent of the capacity.
 
 use std::collections::VecDeque;
 use std::ops::Range;

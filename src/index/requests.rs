@@ -1,6 +1,7 @@
 //! The tokens and pages of each request, by row.
 //!
-//! Growing a batch costs a few steps per request and page, and allocates only where a list of pages does.
+//! It owns the pages of requests, not the rows: those belong to [`RowTable`], the pages' owners to
+//! [`SlotAllocator`]. Growing a batch costs a few steps per request and page.
 
 use std::ops::Range;
 
@@ -9,7 +10,8 @@ use crate::base::{Error, ErrorKind, Id, IndexVec, Page, RequestRow, Result, rese
 
 use super::{Ledgered, RowTable, Run, SlotAllocator};
 
-/// The number of slots in a page. It divides positions, several times per request, by a shift where it can.
+/// The number of slots in a page. A power of two divides positions by a shift, which pays several times per
+/// request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PageSize {
     /// At least 1.
@@ -322,7 +324,7 @@ impl Requests {
                 Err(Error::new(
                     ErrorKind::IndexOwnership,
                     format!(
-                        "slot {slot} of request row {row} at position {position} was freed by somebody else"
+                        "slot {slot} of request row {row} at position {position} was freed by another caller"
                     ),
                 ))
             }

@@ -1,4 +1,7 @@
 //! Rows of the request table: ownership, and how far each row was written.
+//!
+//! The extents make clearing cheap: a row is cleared up to its last written column. The caller clears; the
+//! table only says how far.
 
 use crate::base::{Id, IndexVec, Result, widen, zeros};
 

@@ -1,4 +1,7 @@
 //! Index tensors: where their values are, and how the host reads them.
+//!
+//! Values from the host are copied once and checked against an [`IndexSpace`]. Values on a device stay there:
+//! kernels check them.
 
 use crate::base::bounded::{distance, signed, unsigned};
 use crate::base::{DType, Device, Error, IndexVec, Result, reserve};

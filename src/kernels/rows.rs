@@ -1,4 +1,6 @@
 //! Gathers, moves and fills of rows in host memory, and the layout of rows in a region.
+//!
+//! Every function checks its rows, then acts. None takes a lock: [`Executor`](super::Executor) does.
 
 use std::ops::Range;
 use std::sync::Arc;

@@ -1,4 +1,6 @@
 //! Stores of values into rows of buffers in host memory, strided and converted as necessary.
+//!
+//! A store checks everything, then writes. It takes no lock: [`Executor`](super::Executor) does.
 
 use crate::base::bounded::{distance, signed};
 use crate::base::{Device, Dims, Error, IndexVec, Result, reserve, widen};

@@ -1,4 +1,7 @@
 //! Large copies, split among threads.
+//!
+//! Threads are started per call, so nothing is kept between calls. The number of threads never changes a
+//! result.
 
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::thread;

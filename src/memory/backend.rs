@@ -1,4 +1,6 @@
 //! The contract between memory and its users: backends and blocks.
+//!
+//! Use a backend through [`Region`](super::Region), which frees its block on drop.
 
 use std::fmt::Debug;
 use std::ops::Range;

@@ -1,4 +1,6 @@
 //! Tensors of other owners, borrowed for the length of a call.
+//!
+//! A borrow owns nothing and is valid for its lifetime only. Use [`Region`](super::Region) to own memory.
 
 use std::marker::PhantomData;
 use std::ptr::NonNull;

@@ -67,12 +67,12 @@ impl MappedHost {
         }
     }
 
-    /// Whether all memory in use is in explicit huge pages.
+    /// Whether any memory in use is in explicit huge pages.
     pub fn has_huge_pages(&self) -> bool {
         lock(&self.blocks).iter().any(|block| block.pages.are_huge)
     }
 
-    /// The requests that the system did not fulfil, in words, each once.
+    /// Takes the notes since the last call: requests that the system did not fulfil, in words.
     pub fn notes(&self) -> Vec<String> {
         std::mem::take(&mut *lock(&self.notes))
     }

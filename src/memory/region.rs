@@ -1,4 +1,8 @@
 //! Owned, contiguous memory, freed on drop.
+//!
+//! A region is the only owner of its bytes. Everything that can reach them holds an `Arc<Region>`, so they
+//! outlive every view. It may be used and dropped on any thread; concurrent access to the bytes is up to the
+//! caller.
 
 use std::mem::MaybeUninit;
 use std::ops::Range;

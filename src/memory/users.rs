@@ -1,4 +1,6 @@
 //! The streams that use memory, so that it is freed after their work.
+//!
+//! A stream is recorded when work that uses the memory is enqueued, by the kernels or by the caller.
 
 use std::collections::BTreeMap;
 use std::ops::Range;

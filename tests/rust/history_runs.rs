@@ -99,7 +99,7 @@ fn long_histories_agree_with_their_models() {
             out,
             "{what:>8} {histories:>8} histories {steps:>10} steps {seconds:>7.1} s {rate:>9.0} steps/s"
         )
-        .expect("somebody reads it");
+        .expect("stdout is open");
     };
     let (begin, mut all) = (Instant::now(), (0, 0));
     for (name, _) in ALL {

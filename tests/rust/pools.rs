@@ -145,7 +145,7 @@ fn page_without_owners_is_not_continued() {
         let freed = allocator.free(&Indices::Host(page.clone()), Some(&fence), || None, STREAM);
         assert_eq!(freed.expect("not strict").dropped(), 0);
     }
-    let error = allocator.alloc_extend(&[2], &[3], &[5], STREAM).expect_err("nobody's page");
+    let error = allocator.alloc_extend(&[2], &[3], &[5], STREAM).expect_err("the page has no owner");
     assert_eq!(error.kind(), ErrorKind::IndexOwnership);
 }
 

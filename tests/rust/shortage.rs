@@ -141,9 +141,9 @@ fn failed_reclaim_fails_the_short_call() {
 }
 
 /// A fence that has passed, has not passed, or fails.
-struct Told(std::result::Result<bool, &'static str>);
+struct FixedFence(std::result::Result<bool, &'static str>);
 
-impl Fence for Told {
+impl Fence for FixedFence {
     fn passed(&self) -> Result<bool> {
         self.0.map_err(|text| Error::foreign(std::io::Error::other(text)))
     }
@@ -153,16 +153,16 @@ impl Fence for Told {
 fn failing_fence_delays_only_later_ones() {
     let allocator = allocator(8, 1);
     let _ = allocator.alloc(8, STREAM).expect("memory").expect("room").keep();
-    let told = [Ok(true), Ok(false), Err("the peer is gone"), Ok(true)];
-    for (slot, told) in (1..).zip(told) {
+    let answers = [Ok(true), Ok(false), Err("the peer is gone"), Ok(true)];
+    for (slot, answer) in (1..).zip(answers) {
         // The first one has passed before the next free polls it.
-        let fence: Arc<dyn Fence> = Arc::new(Told(told));
+        let fence: Arc<dyn Fence> = Arc::new(FixedFence(answer));
         match free(&allocator, &[slot], Some(&fence)) {
             Ok(dropped) => assert_eq!(dropped, 0),
             Err(error) => assert_eq!(error.to_string(), "the peer is gone"),
         }
     }
-    let error = allocator.poll(STREAM).expect_err("one cannot tell");
+    let error = allocator.poll(STREAM).expect_err("one fence fails");
     let source = std::error::Error::source(&error).and_then(|source| source.downcast_ref::<std::io::Error>());
     assert_eq!(source.map(ToString::to_string).as_deref(), Some("the peer is gone"));
     assert_eq!((allocator.available_size(), allocator.stats().fenced), (1, 2));

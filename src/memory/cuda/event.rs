@@ -1,4 +1,7 @@
 //! Points in the work of a stream.
+//!
+//! Events are reused, and never destroyed. Recording or waiting on the device costs one driver call and never
+//! blocks the host.
 
 use std::sync::Arc;
 

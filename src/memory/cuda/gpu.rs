@@ -1,4 +1,7 @@
 //! An open device.
+//!
+//! A device is opened once per process and never closed. Every method makes the primary context current for
+//! its duration, and may be called on any thread. Work is only enqueued unless a method says that it waits.
 
 use std::ffi::CStr;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};

@@ -1,4 +1,7 @@
 //! Page-locked ring buffer that transfers small arrays to and from a device.
+//!
+//! Use it for numbers that change with every call. It is not for bulk data: a piece that does not fit is an
+//! error.
 
 use std::collections::VecDeque;
 use std::ops::Range;

@@ -114,7 +114,7 @@ impl Arena {
 
     fn take_segment(&mut self, source: &mut Source<'_>) {
         let bytes = if source.rarely(16) { usize::MAX } else { source.below(3000) };
-        assert_eq!(take_segment(bytes, Device::Cpu, STREAM), None, "nobody has entered it");
+        assert_eq!(take_segment(bytes, Device::Cpu, STREAM), None, "the workspace is not entered");
         self.workspace.enter().expect("of this thread");
         assert_eq!(take_segment(bytes, Device::Cuda(0), STREAM), None, "of another device");
         assert_eq!(self.workspace.reset(STREAM).expect_err("it is entered").kind(), ErrorKind::State);
@@ -165,7 +165,7 @@ impl Arena {
         for (_, view, mark) in &self.tensors {
             assert!(
                 bytes_of(view).iter().all(|byte| byte == mark),
-                "somebody else has written to the tensor"
+                "another owner has written to the tensor"
             );
         }
     }

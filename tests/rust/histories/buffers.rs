@@ -171,7 +171,7 @@ fn check_mark(live: &Live) {
     let first = live.buffer.region().at(0, live.capacity).expect("all of it");
     // SAFETY: the region is live and has this length, and no code writes to it now.
     let all = unsafe { std::slice::from_raw_parts(first.as_ptr(), live.capacity) };
-    assert!(all.iter().all(|&byte| byte == live.mark), "somebody else has written to the buffer");
+    assert!(all.iter().all(|&byte| byte == live.mark), "another owner has written to the buffer");
 }
 
 fn give_back(model: &mut Model, live: &Live) {

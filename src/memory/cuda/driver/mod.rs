@@ -131,7 +131,7 @@ impl Driver {
 
     fn device(self, ordinal: u32) -> Result<c_int> {
         let ordinal = c_int::try_from(ordinal)
-            .map_err(|_| Error::config(format!("{ordinal} is no number of a device")))?;
+            .map_err(|_| Error::config(format!("{ordinal} is not a device number")))?;
         let mut device = 0;
         checked!(self, cuDeviceGet(&raw mut device, ordinal))?;
         Ok(device)

@@ -160,9 +160,8 @@ impl Table {
             let (major, minor) = (version / 1000, version % 1000 / 10);
             return Err(format!("the NVIDIA driver offers CUDA {major}.{minor}; at least 12.0 is needed"));
         }
-        let table = Self::of(&library).map_err(|name| {
-            format!("the library libcuda.so.1 is no driver that kvpool can use: it has no {name}")
-        })?;
+        let table = Self::of(&library)
+            .map_err(|name| format!("kvpool cannot use the library libcuda.so.1: it has no {name}"))?;
         Ok(TABLE.get_or_init(|| table))
     }
 }
