@@ -52,7 +52,7 @@ rust-test: $(DRIVER)
 	cargo test --quiet --locked --release --manifest-path tests/software_driver/Cargo.toml --target-dir target/software_driver
 	LD_PRELOAD=$(abspath $(DRIVER)) KVPOOL_REQUIRE_CUDA=1 cargo test --locked --features cuda
 
-# Once as this machine is, and every CUDA test on a driver made of software, both at once: each takes one core.
+# Once as this machine is, and every CUDA test on the software driver, both at once: each takes one core.
 python-test: $(EXTENSION) $(VENV)/.test $(DRIVER)
 	$(MAKE) --jobs=2 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target) --no-print-directory machine-test software-test
 
@@ -62,7 +62,7 @@ machine-test:
 software-test:
 	LD_PRELOAD=$(abspath $(DRIVER)) KVPOOL_REQUIRE_CUDA=1 $(BIN)/python -m pytest --software -m cuda
 
-# Every order in which a few threads can use what they share.
+# Every interleaving of a few threads that share data.
 orders: $(DRIVER)
 	LD_PRELOAD=$(abspath $(DRIVER)) RUSTFLAGS='--cfg loom' cargo test --quiet --locked --features cuda --target-dir target/loom --test orders
 
@@ -137,7 +137,7 @@ bench-cuda: $(EXTENSION) $(VENV)/.tools
 	$(BIN)/python benches/bench_pools.py
 	$(BIN)/python benches/bench_planner.py
 
-# All that a GPU can tell, within ten minutes and in one report, target/gpu/report.md or in the folder OUT. It needs neither
+# All GPU checks, within ten minutes and in one report, target/gpu/report.md or in the folder OUT. It needs neither
 # Rust nor a network where .gpu is there; PYTHON is the one that has PyTorch.
 gpu: $(if $(shell command -v cargo 2>/dev/null),$(GPU_PACKAGE))
 	$(PYTHON) tests/gpu/run.py

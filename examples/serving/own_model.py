@@ -1,7 +1,7 @@
 """Serves a model of your own through kvpool's pools: a small decoder in plain PyTorch, with random weights.
 
-The pools are too small for all requests at once, so that some are retracted and resumed. Each request is then
-generated again without the pools, and must get the same tokens.
+The pools are too small for all requests at once, so that some are retracted and resumed. Afterwards each
+request is generated again without the pools, and must produce the same tokens.
 
     python examples/serving/own_model.py
 """
@@ -21,7 +21,7 @@ from kvpool.serving import Engine
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    # Attention of one layer: its number, and query, key and value as [tokens, heads, head_dim].
+    # Arguments: the layer, and query, key and value as [tokens, heads, head_dim].
     Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 VOCAB_SIZE, MAX_CONTEXT_LEN, MAX_REQS = 128, 96, 8
@@ -29,7 +29,7 @@ LAYERS, HEADS, HEAD_DIM = 2, 4, 16
 
 
 class Decoder(nn.Module):
-    """The model. It knows no pools: how its layers attend is an argument."""
+    """The model. It is independent of the pools: attention is an argument."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,11 +39,11 @@ class Decoder(nn.Module):
         self.qkv = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(LAYERS))
         self.out = nn.ModuleList(nn.Linear(width, width) for _ in range(LAYERS))
         self.logits = nn.Linear(width, VOCAB_SIZE)
-        for parameter in self.parameters():  # so large that a token depends on those before it
+        for parameter in self.parameters():  # large enough that a token depends on earlier ones
             nn.init.normal_(parameter, std=0.3)
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Logits `[tokens, VOCAB_SIZE]`."""
+        """Return logits `[tokens, VOCAB_SIZE]`."""
         hidden = self.tokens(token_ids) + self.positions(positions)
         for layer, (qkv, out) in enumerate(zip(self.qkv, self.out, strict=True)):
             query, key, value = qkv(F.layer_norm(hidden, hidden.shape[-1:])).chunk(3, dim=-1)
@@ -54,7 +54,7 @@ class Decoder(nn.Module):
 
 
 class PooledDecoder:
-    """The model with its pools, as `kvpool.serving.Engine` takes it."""
+    """The model with its pools, for `kvpool.serving.Engine`."""
 
     vocab_size = VOCAB_SIZE
 
@@ -66,11 +66,11 @@ class PooledDecoder:
         self.table = kvpool.make_req_to_token_pool(MAX_REQS, MAX_CONTEXT_LEN, device)
 
     def start(self, rows: Sequence[int]) -> None:
-        """There is nothing but K and V, which the pools keep by token."""
+        """Do nothing: this model has no state besides K and V."""
 
     @torch.no_grad()
     def forward(self, token_ids: Tensor, plan: kvpool.BatchPlan) -> Tensor:
-        """Logits after the last token of each request."""
+        """Return logits after the last token of each request."""
         attention = PoolAttention(plan, self.kv)
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ class PooledDecoder:
 
 @torch.no_grad()
 def generate(decoder: Decoder, prompt: list[int], count: int, device: str) -> list[int]:
-    """The tokens after a prompt, without pools: all is computed again for each."""
+    """Generate tokens without pools: each one recomputes the whole sequence."""
 
     def attend(_: int, *heads: Tensor) -> Tensor:
         query, key, value = (x.transpose(0, 1) for x in heads)
@@ -99,7 +99,7 @@ def generate(decoder: Decoder, prompt: list[int], count: int, device: str) -> li
 
 
 def main() -> None:
-    """Serves twelve requests and compares each."""
+    """Serve twelve requests and compare each of them."""
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     decoder = Decoder().to(device)

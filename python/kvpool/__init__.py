@@ -1,11 +1,11 @@
 """Memory core of an LLM serving engine.
 
-A scheduler allocates KV-cache memory once and then, many thousands of times a second, takes token slots,
-maps requests to slots, hands index tensors to attention kernels and gives everything back. Rust does the
-bookkeeping; tensors share memory with it.
+A scheduler allocates KV-cache memory once. Then, thousands of times a second, it allocates token slots, maps
+requests to slots, passes index tensors to attention kernels and frees everything. The bookkeeping is written
+in Rust; tensors share memory with it.
 
-With PyTorch installed all tensors are `torch.Tensor`; without it `kvpool.Tensor`, which speaks DLPack.
-Neither PyTorch nor CUDA nor NumPy is needed to import this package.
+Tensors are `torch.Tensor` if PyTorch is installed, else `kvpool.Tensor`, which supports DLPack. Importing
+this package needs neither PyTorch nor CUDA nor NumPy.
 """
 
 import importlib
@@ -86,7 +86,7 @@ __all__ = [
     "snapshot",
 ]
 
-# What observes pools is imported when it is first asked for.
+# Imported on first use.
 _OBSERVERS = {"Leak": "leaks", "pools": "registry", "snapshot": "snapshot_file"}
 
 

@@ -4,11 +4,11 @@ import importlib.util
 import sys
 
 CLI_MODULES = ("rich", "typer")
-"""What every command needs, but for `doctor`, which then prints plain text."""
+"""Modules that every command needs. Without them, `doctor` alone works and parses its arguments itself."""
 
 
 def main() -> None:
-    """Runs the command line, or exits with status 1 and one line on stderr when an extra is not installed."""
+    """Run the command line. Exit with status 1 and one line on stderr if an extra is not installed."""
     missing = [name for name in CLI_MODULES if importlib.util.find_spec(name) is None]
     if missing and sys.argv[1:2] == ["doctor"]:
         from kvpool.tools.doctor.plain import main as doctor  # noqa: PLC0415 - few ask for it

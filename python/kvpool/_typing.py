@@ -1,4 +1,4 @@
-"""Types of arguments and results. Importing them imports neither PyTorch nor NumPy."""
+"""Types of arguments and results, without an import of PyTorch or NumPy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Fence(Protocol):
-    """Something that work in flight passes, such as a `torch.cuda.Event`."""
+    """A point in work in flight, such as a `torch.cuda.Event`."""
 
     def query(self) -> bool:
         """Whether the work is done."""
@@ -20,7 +20,7 @@ class Fence(Protocol):
 
 
 class TensorLike(Protocol):
-    """A `torch.Tensor`, a NumPy array, a `kvpool.Tensor`, or any other tensor that speaks DLPack."""
+    """A `torch.Tensor`, a NumPy array, a `kvpool.Tensor`, or any other tensor that supports DLPack."""
 
     def __dlpack__(self, *args: Any, **options: Any) -> Any:  # noqa: ANN401 - frameworks differ in what they take
         """A DLPack capsule."""
@@ -54,14 +54,14 @@ StreamLike: TypeAlias = "SupportsCudaStream | int"
 
 
 class PoolStats(TypedDict):
-    """What `stats()` of every pool has."""
+    """Statistics of every pool."""
 
     capacity: int
     bytes: int
 
 
 class UnitStats(PoolStats):
-    """Units of a pool that hands them out."""
+    """Statistics of a pool that hands out units."""
 
     available: int
     in_use: int
@@ -69,13 +69,13 @@ class UnitStats(PoolStats):
 
 
 class CountedStats(UnitStats):
-    """Of a pool that drops bad frees."""
+    """Statistics of a pool that drops bad frees."""
 
     dropped_frees: int
 
 
 class SlotStats(CountedStats):
-    """Of `TokenToKVPoolAllocator`, in slots."""
+    """Statistics of `TokenToKVPoolAllocator`, in slots."""
 
     free: int
     released: int
@@ -88,13 +88,13 @@ class SlotStats(CountedStats):
 
 
 class ChunkStats(CountedStats):
-    """Of `ChunkPool`."""
+    """Statistics of `ChunkPool`."""
 
     registered: int
 
 
 class BufferStats(UnitStats):
-    """Of `BufferPool`."""
+    """Statistics of `BufferPool`."""
 
     stale_uses: int
     free_bytes: int
@@ -104,7 +104,7 @@ class BufferStats(UnitStats):
 
 
 class KVStats(PoolStats):
-    """Of `KVPool`, which hands nothing out."""
+    """Statistics of `KVPool`, which hands out no units."""
 
     rows: int
     layer_num: int

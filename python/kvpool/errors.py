@@ -4,14 +4,14 @@
 class KvPoolError(Exception):
     """Base of all errors that kvpool defines.
 
-    The message has the numbers in words; a program reads them from the attributes, which are `None` where
-    there is no such number. A plain `IndexError` that kvpool raises has `index`, too.
+    The message has all numbers. Programs read them from the attributes, which are `None` if they do not
+    apply. An `IndexError` that kvpool raises also has `index`.
 
     Attributes:
-        index: The first index that was wrong.
-        asked: How much was asked for: bytes, or slots of an allocator.
-        available: How much there was, in the same unit.
-        code: What the driver returned, a `CUresult`.
+        index: The first bad index.
+        asked: The requested amount: bytes, or slots of an allocator.
+        available: The available amount, in the same unit.
+        code: The result of the driver call, a `CUresult`.
     """
 
     index: int | None = None
@@ -21,31 +21,31 @@ class KvPoolError(Exception):
 
 
 class ConfigError(KvPoolError, ValueError):
-    """A value or shape that no pool can take."""
+    """A value or shape that is not supported."""
 
 
 class IndexOwnershipError(KvPoolError, ValueError):
-    """An index that its giver does not own: `index` is the first of them."""
+    """A free of an index that the caller does not own: `index` is the first of them."""
 
 
 class OutOfMemoryError(KvPoolError, MemoryError):
-    """Memory that a backend could not give: `asked` and, where it is known, `available` are in bytes."""
+    """A backend is out of memory: `asked` and, if known, `available` are in bytes."""
 
 
 class WorkspaceExhaustedError(KvPoolError, MemoryError):
-    """An arena that is full: `asked`, and `available` in one piece, are in bytes."""
+    """An arena is full: `asked`, and `available` in one piece, are in bytes."""
 
 
 class StaleBufferError(KvPoolError, RuntimeError):
-    """A buffer used after it was given back."""
+    """A buffer was used after it was freed."""
 
 
 class DriverError(KvPoolError, RuntimeError):
-    """A driver call that failed, with `code`."""
+    """A driver call failed, with `code`."""
 
 
 class BackendUnavailableError(KvPoolError, RuntimeError):
-    """A device that cannot be used here."""
+    """A device cannot be used on this machine."""
 
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Pools that fit each other, made by one call."""
+"""Factories that create matching pools in one call."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def make_full_attention_net_mem_pool(
 ) -> tuple[KVPool, TokenToKVPoolAllocator]:
     """Make the KV buffers and the slot allocator of a model with full attention in every layer.
 
-    Every slot that the allocator hands out is a row of the buffers, also when paged. With `KVPOOL_DEBUG=1`
-    rows are poisoned when their slots are freed (see `TokenToKVPoolAllocator.poison_freed`).
+    Every slot of the allocator is a row of the buffers, with and without pages. With `KVPOOL_DEBUG=1`, rows
+    are poisoned when their slots are freed (see `TokenToKVPoolAllocator.poison_freed`).
 
     Args:
         size: Usable token slots.
@@ -35,8 +35,8 @@ def make_full_attention_net_mem_pool(
         k_head_dim: Elements of a key head.
         v_head_num: Heads of a value.
         v_head_dim: Elements of a value head.
-        device: Where buffers and index tensors are.
-        dtype: Of the buffers.
+        device: Device of buffers and index tensors.
+        dtype: Data type of the buffers.
         page_size: Slots in a page.
         need_sort: Hand out the lowest free slots first.
         pin_memory: Page-lock host memory where a driver is present.
@@ -47,8 +47,8 @@ def make_full_attention_net_mem_pool(
     Raises:
         ConfigError: If a size is below 1, slots do not fit int32, or bytes overflow.
         TypeError: If `dtype` cannot be stored.
-        OutOfMemoryError: If the memory cannot be had.
-        BackendUnavailableError: If `device` cannot be used here.
+        OutOfMemoryError: If there is not enough memory.
+        BackendUnavailableError: If `device` cannot be used on this machine.
     """
     allocator = TokenToKVPoolAllocator(size, device, page_size, need_sort)
     pool = KVPool(
@@ -73,16 +73,16 @@ def make_req_to_token_pool(
     """Make the table of every request's slots, with a padding row.
 
     Args:
-        max_reqs: Requests that can be in it at once.
+        max_reqs: The most requests at once.
         max_context_len: Columns.
-        device: Where the table is.
+        device: Device of the table.
 
     Returns:
         A `ReqToTokenPool`.
 
     Raises:
         ConfigError: If a size is below 1 or its bytes overflow.
-        OutOfMemoryError: If the memory cannot be had.
-        BackendUnavailableError: If `device` cannot be used here.
+        OutOfMemoryError: If there is not enough memory.
+        BackendUnavailableError: If `device` cannot be used on this machine.
     """
     return ReqToTokenPool(max_reqs, max_context_len, device)

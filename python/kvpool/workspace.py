@@ -1,4 +1,4 @@
-"""One arena for everything that a forward pass allocates."""
+"""One arena for the allocations of a forward pass."""
 
 from __future__ import annotations
 
@@ -17,47 +17,45 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-# In debugging, a part belongs to the line that called `empty` or `zeros`.
+# With debugging, an allocation is attributed to the line that called `empty` or `zeros`.
 _acts_for_callers = True
 
 
 class Workspace(_Workspace):
-    """The resources that one inference loop uses again and again: an arena of fixed size on a device.
+    """An arena of fixed size on a device, for one inference loop.
 
-    `empty` and `zeros` cut tensors from it, `reset` takes all of them back at once. On a GPU `with
-    workspace.use():` has PyTorch take its own memory from the arena, so that an unmodified model allocates
-    nothing from the driver.
+    `empty` and `zeros` allocate tensors from it; `reset` frees all of them at once. On a GPU, PyTorch
+    allocates from the arena inside `with workspace.use():`, so that an unmodified model allocates nothing
+    from the driver.
 
     A workspace belongs to one thread from its first tensor until it is reset, and while it is in use; calls
-    of other threads raise. Tensors of the arena keep its memory alive, also after `close`. On a GPU memory
-    that was given back is used again in the order of the streams that had it; only the constructor
-    allocates.
+    from other threads raise. Tensors of the arena keep its memory alive, also after `close`. On a GPU, freed
+    memory is reused in the order of the streams that used it; only the constructor allocates.
 
-    Where it debugs, `reset` fills the arena with NaN (-1 for ints), so that a tensor that is used afterwards
-    shows.
+    With debugging, `reset` fills the arena with NaN (-1 for ints), so that the use of a stale tensor shows.
 
     Args:
-        device: Where the arena is.
-        arena_bytes: Its size.
-        num_threads: PyTorch's intra-op threads within `use()`; by default those that it has.
-        debug: Whether it debugs; by default if `KVPOOL_DEBUG=1` is in the environment.
+        device: Device of the arena.
+        arena_bytes: Size of the arena.
+        num_threads: PyTorch's intra-op threads within `use()`; unchanged by default.
+        debug: Whether to debug; by default if `KVPOOL_DEBUG=1` is in the environment.
 
     Raises:
         ConfigError: If `arena_bytes` or `num_threads` is below 1.
-        OutOfMemoryError: If the memory cannot be had.
-        BackendUnavailableError: If `device` cannot be used here.
+        OutOfMemoryError: If there is not enough memory.
+        BackendUnavailableError: If `device` cannot be used on this machine.
     """
 
-    # PyTorch's memory pool over the arena, while it has memory of it.
+    # PyTorch's memory pool over the arena, while PyTorch holds memory of it.
     _mem_pool: Any = None
-    # Whether PyTorch allocates there now.
+    # Whether PyTorch allocates from the arena now.
     _is_routed = False
 
     @contextmanager
     def use(self) -> Iterator[Self]:
-        """Within it, PyTorch's CUDA allocations of this thread come from the arena. May be nested.
+        """Serve PyTorch's CUDA allocations of this thread from the arena. May be nested.
 
-        What PyTorch frees it uses again by itself, within this and later uses; tensors that outlive it keep
+        PyTorch reuses memory that it freed, within this and later uses; tensors that outlive the block keep
         their memory. On the CPU, where PyTorch has no such pools, only `num_threads` takes effect: tensors
         come from `empty`.
 
@@ -67,10 +65,10 @@ class Workspace(_Workspace):
         Raises:
             WorkspaceExhaustedError: If PyTorch asks for more than is left.
             RuntimeError: If another thread uses the workspace, or it is closed.
-            ConfigError: If PyTorch before 2.11 is told to use expandable segments, which no arena gives.
+            ConfigError: If PyTorch before 2.11 is configured to use expandable segments.
             ModuleNotFoundError: If PyTorch is not installed.
         """
-        import torch  # noqa: PLC0415 - only who calls this needs it
+        import torch  # noqa: PLC0415 - only needed here
 
         self._enter()
         threads = torch.get_num_threads()
@@ -91,11 +89,11 @@ class Workspace(_Workspace):
 
     @contextmanager
     def _routed(self) -> Iterator[None]:
-        """Within it, what PyTorch allocates on the device of the arena comes from there."""
+        """Route PyTorch's allocations on the arena's device to the arena."""
         if self.device == "cpu" or self._is_routed:
             yield
             return
-        import torch  # noqa: PLC0415 - only who calls this needs it
+        import torch  # noqa: PLC0415 - only needed here
 
         if self._mem_pool is None:
             _expect_fixed_segments()
@@ -110,10 +108,10 @@ class Workspace(_Workspace):
             self._is_routed = False
 
     def reset(self) -> bool:
-        """Take everything back at once; the arena keeps its address, and any thread may use it next.
+        """Free everything at once. The arena keeps its address, and any thread may use it next.
 
-        Tensors of `empty` and `zeros` must not be used any more. What PyTorch keeps of the arena for later
-        uses goes back, too.
+        Do not use tensors of `empty` and `zeros` afterwards. Memory that PyTorch caches of the arena is
+        freed, too.
 
         Returns:
             Whether it was reset: not while tensors that PyTorch made within `use()` are alive.
@@ -123,14 +121,14 @@ class Workspace(_Workspace):
         """
         if self._reset():
             return True
-        # PyTorch has memory of the arena; what of it no tensor has goes back with the pool.
+        # PyTorch holds memory of the arena; memory without tensors is freed with the pool.
         if self._mem_pool is None or _has_tensors(self._mem_pool):
             return False
         self._forget_mem_pool()
         return self._reset()
 
     def close(self) -> None:
-        """Give the arena up. Its memory goes when the last tensor of it does. Closing it again does nothing.
+        """Release the arena. Its memory is freed with its last tensor. Closing it again does nothing.
 
         Raises:
             RuntimeError: If another thread uses the workspace, or within `use()`.
@@ -139,27 +137,27 @@ class Workspace(_Workspace):
         self._forget_mem_pool()
 
     def _forget_mem_pool(self) -> None:
-        """Let go of what PyTorch keeps of the arena, on the arena's device."""
+        """Drop PyTorch's memory pool, on the arena's device."""
         if self._mem_pool is None:
             return
-        import torch  # noqa: PLC0415 - it is there, as it made the pool
+        import torch  # noqa: PLC0415 - already imported
 
         with torch.cuda.device(self.device):
             self._mem_pool = None
 
     def __enter__(self) -> Self:
-        """The workspace, which is closed at the end."""
+        """Return the workspace, which is closed at exit."""
         return self
 
     def __exit__(self, *_exception: object) -> None:
-        """Close it."""
+        """Close the workspace."""
         self.close()
 
 
 @cache
 def _allocator() -> Any:  # noqa: ANN401 - PyTorch's, which need not be installed
     """PyTorch's view of the functions that the extension module exports."""
-    import torch  # noqa: PLC0415 - only who calls this needs it
+    import torch  # noqa: PLC0415 - only needed here
 
     return torch.cuda.memory.CUDAPluggableAllocator(
         _kvpool.__file__, "kvpool_workspace_alloc", "kvpool_workspace_free"
@@ -167,8 +165,8 @@ def _allocator() -> Any:  # noqa: ANN401 - PyTorch's, which need not be installe
 
 
 def _expect_fixed_segments() -> None:
-    """Refuse segments that PyTorch would map by itself, past the arena."""
-    import torch  # noqa: PLC0415 - only who calls this needs it
+    """Reject segments that PyTorch would map itself, outside of the arena."""
+    import torch  # noqa: PLC0415 - only needed here
 
     major, minor = (int(number) for number in torch.__version__.split(".")[:2])
     options = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
@@ -180,13 +178,13 @@ def _expect_fixed_segments() -> None:
 
 
 def _has_tensors(mem_pool: Any) -> bool:  # noqa: ANN401 - PyTorch's, which need not be installed
-    """Whether tensors have memory of a pool, or streams still use what had."""
-    import torch  # noqa: PLC0415 - only who calls this needs it
+    """Whether tensors of a memory pool are alive, or streams still use memory of dropped ones."""
+    import torch  # noqa: PLC0415 - only needed here
 
     pool_id = tuple(mem_pool.id)
     try:
         segments = torch.cuda.memory_snapshot(pool_id, include_traces=False)  # type: ignore[no-untyped-call]
-    except TypeError:  # older versions tell of all pools at once
+    except TypeError:  # older versions report all pools at once
         segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
     return any(
         segment["active_size"] > 0 for segment in segments if tuple(segment["segment_pool_id"]) == pool_id

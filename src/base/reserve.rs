@@ -12,14 +12,20 @@ use super::{Error, ErrorKind, Result};
 /// assert!(reserve::<i32>(16).unwrap().capacity() >= 16);
 /// assert!(reserve::<i32>(usize::MAX / 8).is_err());
 /// ```
+#[inline]
 pub fn reserve<T>(count: usize) -> Result<Vec<T>> {
     let mut values = Vec::new();
-    values.try_reserve_exact(count).map_err(|_| {
-        let bytes = count.saturating_mul(size_of::<T>());
-        Error::new(ErrorKind::OutOfMemory, format!("the host cannot give {bytes} bytes for {count} elements"))
-            .asked(bytes)
-    })?;
-    Ok(values)
+    match values.try_reserve_exact(count) {
+        Ok(()) => Ok(values),
+        Err(_) => Err(no_room(count, size_of::<T>())),
+    }
+}
+
+#[cold]
+fn no_room(count: usize, size: usize) -> Error {
+    let bytes = count.saturating_mul(size);
+    let text = format!("the host cannot give {bytes} bytes for {count} elements");
+    Error::new(ErrorKind::OutOfMemory, text).asked(bytes)
 }
 
 /// A vector of `count` zeros. Pages of it cost memory only once they are touched.

@@ -27,12 +27,10 @@ impl Dims {
     ///
     /// # Errors
     /// [`ErrorKind::Config`](super::ErrorKind::Config) when there are more than [`MAX_NDIM`].
+    #[inline]
     pub fn new(values: &[i64]) -> Result<Self> {
         if values.len() > MAX_NDIM {
-            return Err(Error::config(format!(
-                "a tensor of {} dimensions; at most {MAX_NDIM} are supported",
-                values.len()
-            )));
+            return Err(too_many(values.len()));
         }
         let mut dims = Self { values: [0; MAX_NDIM], len: values.len() };
         // Index tensors, the most frequent, have one dimension and need no call.
@@ -131,4 +129,9 @@ pub fn bytes_of(what: &str, extents: &[usize], dtype: DType) -> Result<usize> {
             let product = extents.iter().map(ToString::to_string).collect::<Vec<_>>().join(" x ");
             Error::config(format!("{what}: {product} x {dtype} is more bytes than an address can name"))
         })
+}
+
+#[cold]
+fn too_many(ndim: usize) -> Error {
+    Error::config(format!("a tensor of {ndim} dimensions; at most {MAX_NDIM} are supported"))
 }

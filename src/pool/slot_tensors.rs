@@ -111,6 +111,7 @@ impl SlotTensors {
     ///
     /// # Errors
     /// As [`KvPool::poison`]; the slots stay free then.
+    #[inline]
     pub(super) fn poison(&mut self, stream: Stream) -> Result<()> {
         if self.poisoned.is_empty() {
             return Ok(());
@@ -144,6 +145,7 @@ impl SlotTensors {
     }
 
     /// Takes `count` slots: a 1-D int32 tensor, valid on `stream`.
+    #[inline]
     pub(super) fn alloc(&mut self, count: usize, stream: Stream) -> Result<Taken<TensorView>> {
         let Some(stage) = &mut self.stage else {
             let slots = self.slots.alloc(count)?;
@@ -244,6 +246,7 @@ impl SlotTensors {
 
     /// Gives slots back; what is not live is dropped and reported. With a fence, they stay in use until
     /// [`Self::fence_passed`] names it.
+    #[inline]
     fn free_values(&mut self, given: &IndexVec, fence: Option<FenceId>) -> Result<BadFrees> {
         if let Some(stage) = &self.stage {
             stage.gpu().check_process()?;
@@ -258,6 +261,7 @@ impl SlotTensors {
     ///
     /// Values that only a device knows are copied in the order of `stream`, and nothing waits for them, unless more are
     /// on their way than the pool has slots. `keep` keeps the tensor until they were.
+    #[inline]
     pub(super) fn free(
         &mut self,
         given: &Indices<'_>,
@@ -278,6 +282,7 @@ impl SlotTensors {
     }
 
     /// Does `free`, behind `fence` if there is one.
+    #[inline]
     pub(super) fn behind<R>(
         &mut self,
         fence: Option<Arc<dyn Fence>>,
@@ -351,6 +356,7 @@ impl SlotTensors {
     }
 
     /// Whether nothing was freed that a later call has to complete.
+    #[inline]
     pub(super) fn is_settled(&self) -> bool {
         self.deferred.is_empty() && self.fences.is_empty()
     }

@@ -121,6 +121,7 @@ impl TokenToKvPoolAllocator {
     /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot hold the answer, or tensors that
     /// were handed out before still cover the stage; [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the driver
     /// refuses; as [`Self::poll`]. Nothing is taken.
+    #[inline]
     pub fn alloc(&self, count: usize, stream: Stream) -> Result<Option<Grant<'_>>> {
         let taken = self.take(stream, |slots| slots.alloc(count, stream))?;
         Ok(taken.map(|view| self.grant(view, Vec::new())))
@@ -176,6 +177,7 @@ impl TokenToKvPoolAllocator {
     /// If strict, [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) when anything would be dropped;
     /// nothing is changed then. As [`Self::poll`]. [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the driver
     /// refuses.
+    #[inline]
     pub fn free(
         &self,
         given: &Indices<'_>,
@@ -301,6 +303,7 @@ impl TokenToKvPoolAllocator {
     }
 
     /// What `take` takes; `None` if slots are short and nothing helps.
+    #[inline]
     pub(super) fn take<T>(
         &self,
         stream: Stream,
@@ -342,6 +345,7 @@ impl TokenToKvPoolAllocator {
     }
 
     /// Frees what `free` frees, behind a fence if there is one.
+    #[inline]
     pub(super) fn give<R>(
         &self,
         after: Option<&Arc<dyn Fence>>,
@@ -355,6 +359,7 @@ impl TokenToKvPoolAllocator {
 
     /// Does `work` under the lock and, where a ledger is kept, poisons the rows of slots that it makes free, before another
     /// call can hand them out.
+    #[inline]
     fn freeing<R>(
         &self,
         mut slots: MutexGuard<'_, SlotTensors>,
@@ -381,8 +386,9 @@ impl TokenToKvPoolAllocator {
         lock(&self.slots)
     }
 
+    #[inline]
     const fn grant(&self, view: TensorView, continued: Vec<Page>) -> Grant<'_> {
-        Grant { allocator: self, view: Some(view), continued }
+        Grant { allocator: self, view, continued, is_kept: false }
     }
 
     /// Shows `look` who owns which slot, under the lock. Frees that have not landed are not counted in.
@@ -445,6 +451,14 @@ impl TokenToKvPoolAllocator {
     #[must_use]
     pub fn available_size(&self) -> usize {
         self.lock().available_size()
+    }
+
+    /// As [`Self::available_size`], after [`Self::poll`].
+    ///
+    /// # Errors
+    /// As [`Self::poll`].
+    pub fn poll_available_size(&self, stream: Stream) -> Result<usize> {
+        self.polled(stream).map(|slots| slots.available_size())
     }
 
     /// The free pages, in the order in which they are handed out without a merge. Waits for values on their way.
@@ -511,8 +525,8 @@ impl fmt::Debug for TokenToKvPoolAllocator {
 #[must_use]
 pub struct Grant<'a> {
     allocator: &'a TokenToKvPoolAllocator,
-    /// `None` once they are kept.
-    view: Option<TensorView>,
+    view: TensorView,
+    is_kept: bool,
     /// Pages that the requests had before, in which some of the slots are.
     continued: Vec<Page>,
 }
@@ -520,21 +534,23 @@ pub struct Grant<'a> {
 impl Grant<'_> {
     /// The slots.
     #[must_use]
-    pub fn view(&self) -> &TensorView {
-        self.view.as_ref().expect("only `keep` takes it")
+    pub const fn view(&self) -> &TensorView {
+        &self.view
     }
 
     /// Hands the slots on: from now on they are given back by [`TokenToKvPoolAllocator::free`].
+    #[inline]
     #[must_use]
     pub fn keep(mut self) -> TensorView {
-        self.view.take().expect("only this takes it")
+        self.is_kept = true;
+        self.view.clone()
     }
 }
 
 impl Drop for Grant<'_> {
     fn drop(&mut self) {
-        if let Some(view) = self.view.take() {
-            self.allocator.lock().undo(&view, &self.continued);
+        if !self.is_kept {
+            self.allocator.lock().undo(&self.view, &self.continued);
         }
     }
 }

@@ -9,6 +9,7 @@ use pyo3::types::PyTuple;
 
 use crate::base::{Device, Id, Slot};
 use crate::index::BadFrees;
+use crate::kernels::Indices;
 use crate::memory::{Keep, Stream};
 use crate::pool::{AllocatorConfig, Grant, Notice, OnNotice, TokenToKvPoolAllocator as Pool};
 use crate::tensor::TensorView;
@@ -86,6 +87,7 @@ fn on_notice(reporter: Arc<Reporter>, debug: Debug) -> OnNotice {
 }
 
 /// Hands slots to Python. If that fails they go back: no caller would free them.
+#[inline]
 fn hand_out(py: Python<'_>, grant: Option<Grant<'_>>) -> PyResult<Option<Py<PyAny>>> {
     let Some(grant) = grant else { return Ok(None) };
     let tensor = to_tensor(py, grant.view())?;
@@ -264,13 +266,18 @@ impl TokenToKvPoolAllocator {
         let (mut indices, fence) = (args::indices(object)?, fence(after)?);
         let _acting = self.debug.begin(py, owner)?;
         let given = indices.len()?;
-        let stream = match &indices {
-            IndexArg::Host(_) => self.debug_stream(py)?,
-            IndexArg::Device { .. } => indices.stream(py, self.device)?,
+        let bad = match indices {
+            IndexArg::Host(values) => {
+                let stream = self.debug_stream(py)?;
+                self.pool.free(&Indices::Host(values), fence.as_ref(), || None, stream)?
+            }
+            IndexArg::Device { .. } => {
+                let stream = indices.stream(py, self.device)?;
+                // PyTorch may use a tensor's memory again, in the order of another stream, as soon as the tensor is gone.
+                let keep = || Some(Arc::new(object.clone().unbind()) as Keep);
+                self.pool.free(&indices.take()?, fence.as_ref(), keep, stream)?
+            }
         };
-        // PyTorch may use a tensor's memory again, in the order of another stream, as soon as the tensor is gone.
-        let keep = || Some(Arc::new(object.clone().unbind()) as Keep);
-        let bad = self.pool.free(&indices.take()?, fence.as_ref(), keep, stream)?;
         self.report(py, &bad, given);
         Ok(())
     }
@@ -349,8 +356,7 @@ impl TokenToKvPoolAllocator {
 
     /// Tokens that can be handed out, those counted in whose values are on their way from a GPU.
     fn available_size(&self, py: Python<'_>) -> PyResult<usize> {
-        self.pool.poll(self.debug_stream(py)?)?;
-        Ok(self.pool.available_size())
+        Ok(self.pool.poll_available_size(self.debug_stream(py)?)?)
     }
 
     /// Makes every slot free, closes groups and forgets fences. Tensors handed out before must not be used.

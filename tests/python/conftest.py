@@ -1,7 +1,7 @@
 """Fixtures that several test files share.
 
-Tests that take a `device` run on the CPU and, marked `cuda`, on a GPU: a real one, or with `--software` one
-made of software, preloaded. Without either they are left out; `KVPOOL_REQUIRE_CUDA=1` makes that an error.
+Tests with a `device` run on the CPU and, marked `cuda`, on a GPU or, with `--software`, on the preloaded
+software driver. Without either they are deselected; `KVPOOL_REQUIRE_CUDA=1` makes that an error.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ settings.load_profile("kvpool")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The option that says what `cuda` tests run on."""
-    parser.addoption("--software", action="store_true", help="the driver made of software is preloaded")
+    parser.addoption("--software", action="store_true", help="the software driver is preloaded")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Sets up PyTorch, for a device made of software if there is one."""
+    """Sets up PyTorch, for the software driver if there is one."""
     # Tensors here are so small that threads would only wait for each other, for long on a busy machine.
     torch.set_num_threads(1)
     if not config.getoption("--software"):
         return
     if not is_preloaded():
-        raise pytest.UsageError("--software needs the driver made of software: LD_PRELOAD=.../libcuda.so.1")
+        raise pytest.UsageError("--software needs the software driver: LD_PRELOAD=.../libcuda.so.1")
     # There is no runtime to initialise: the driver has what is needed of it.
     torch.cuda._lazy_init = lambda: None
     torch._C._cuda_init()
@@ -65,7 +65,7 @@ def why_no_cuda(config: pytest.Config) -> str | None:
     """What a test on a GPU lacks here."""
     if config.getoption("--software") or torch.cuda.is_available():
         return None
-    return "no NVIDIA GPU that PyTorch can use; `pytest --software` runs this on a driver made of software"
+    return "no NVIDIA GPU that PyTorch can use; `pytest --software` runs this on the software driver"
 
 
 def pytest_unconfigure() -> None:
@@ -104,7 +104,7 @@ def _without_older_objects() -> None:
 
 @pytest.fixture(autouse=True)
 def _software(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Lets PyTorch work on a device made of software."""
+    """Lets PyTorch work on the software driver."""
     if not request.config.getoption("--software"):
         yield
         return
@@ -122,9 +122,9 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture
 def driver(request: pytest.FixtureRequest) -> Iterator[Driver]:
-    """The driver made of software, with no failures planned and all work done before and after."""
+    """The software driver, with no failures planned and all work done before and after."""
     if not request.config.getoption("--software"):
-        pytest.skip("it needs the driver made of software: `pytest --software`")
+        pytest.skip("it needs the software driver: `pytest --software`")
     driver = Driver()
     # What is collected while calls are counted would give its memory back.
     gc.collect()

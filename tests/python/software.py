@@ -1,4 +1,4 @@
-"""PyTorch on the driver made of software: what needs a kernel is done on the host, on copies.
+"""PyTorch on the software driver: what needs a kernel is done on the host, on copies.
 
 The driver has no kernels of PyTorch. Within `SoftwareTorch` every operation on tensors of the device reads
 them to the host in the order of the current stream, runs there, and writes back what it changed. Views stay

@@ -32,7 +32,7 @@ PAGE_SIZES = [1, 4, 16]
 
 @pytest.fixture(autouse=True)
 def _device(request: pytest.FixtureRequest, device: str) -> Iterator[str]:
-    """Every test runs on every device; on one made of software by the formula, for it has no kernels."""
+    """Every test runs on every device; without PyTorch kernels (software driver), with the formula."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # little work, which several threads would wait for each other with
     with sdpa_kernel(SDPBackend.MATH) if request.config.getoption("--software") else nullcontext():
@@ -43,7 +43,7 @@ def _device(request: pytest.FixtureRequest, device: str) -> Iterator[str]:
 def plain_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, window: int | None
 ) -> torch.Tensor:
-    """Of the last tokens of one request over all of its tokens, head by head: `[tokens, heads, elements]`."""
+    """Attention of the last tokens over all tokens, head by head: `[tokens, heads, elements]`."""
     query, key, value = (x.double() for x in (query, key, value))
     ends = torch.arange(len(key) - len(query), len(key))[:, None]
     tokens = torch.arange(len(key))
@@ -58,7 +58,7 @@ def plain_attention(
 
 @dataclass
 class Scene:
-    """A pool with requests in it, and what was written for each."""
+    """A pool with requests, and the values written for each."""
 
     page_size: int = 1
     layers: int = 2
@@ -88,7 +88,7 @@ class Scene:
             self.v_dim,
             page_size=self.page_size,
         )
-        # What attention must not see would show.
+        # Masked positions would show in the result.
         for buffer in [*self.pool.k_buffer, *self.pool.v_buffer]:
             rows = buffer[self.page_size :]
             rows.copy_(here(torch.full(rows.shape, float("nan"), dtype=self.dtype)))
@@ -99,7 +99,7 @@ class Scene:
         return rows
 
     def extend(self, rows: list[int], lens: list[int]) -> BatchPlan:
-        """Requests grow by so many tokens, whose K and V are random."""
+        """Extend requests by tokens with random K and V."""
         before = [self.planner.seq_len(row) for row in rows]
         plan = self.planner.extend(rows, before, [b + n for b, n in zip(before, lens, strict=True)])
         assert plan is not None
@@ -134,7 +134,7 @@ class Scene:
         dtype: torch.dtype = torch.float32,
         attention: PoolAttention | None = None,
     ) -> None:
-        """Attention of a plan's new tokens is what plain attention of each request is."""
+        """Attention of a plan's new tokens equals plain attention of each request."""
         query = torch.randn(plan.padded_num_tokens, self.heads, self.k_dim).to(dtype)
         attention = attention or PoolAttention(plan, self.pool)
         out = attention(here(query), self.layers - 1, scale=scale, sliding_window=window)
@@ -180,7 +180,7 @@ def test_scale_and_sliding_window(scale: float, window: int | None) -> None:
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 def test_random_histories(page_size: int) -> None:
-    """Requests come, grow by any number of tokens in any order, and go; slots are used again."""
+    """Requests start, grow by any number of tokens in any order, and end; slots are reused."""
     chance = random.Random(page_size)  # noqa: S311 - no secrets
     scene = Scene(page_size)
     running: list[int] = []
@@ -235,7 +235,7 @@ def test_requests_without_new_tokens_are_left_out() -> None:
 
 
 def test_groups() -> None:
-    """Few new tokens go together by their number; a longer piece of a prompt stays alone."""
+    """Requests with few new tokens are grouped by their number; a longer prompt chunk stays alone."""
     scene = Scene()
     rows = scene.rows(7)
     plan = scene.extend(rows, [1, 2, 1, 20, 20, 2, 1])
@@ -285,7 +285,7 @@ def test_pool_of_another_dtype_than_the_query() -> None:
         scene.check(scene.extend(rows, lens), rows, lens, dtype=torch.float32)
 
 
-def test_outlives_the_plan() -> None:
+def test_attention_outlives_the_plan() -> None:
     scene = Scene(4)
     rows, lens = scene.rows(2), [5, 9]
     plan = scene.extend(rows, lens)
@@ -299,7 +299,7 @@ def test_outlives_the_plan() -> None:
         PoolAttention(plan, scene.pool)
 
 
-def test_makes_no_gradients() -> None:
+def test_computes_no_gradients() -> None:
     scene = Scene(4)
     plan = scene.extend(scene.rows(2), [5, 1])
     query = here(torch.randn(6, 4, 16)).requires_grad_()
@@ -316,7 +316,7 @@ def test_query_with_any_strides() -> None:
     assert torch.equal(attention(query, 1).cpu(), attention(query.contiguous(), 1).cpu())
 
 
-def test_queries_that_do_not_fit() -> None:
+def test_rejects_bad_queries() -> None:
     scene = Scene()
     plan = scene.extend(scene.rows(2), [3, 2])
     attention = PoolAttention(plan, scene.pool)
@@ -328,7 +328,7 @@ def test_queries_that_do_not_fit() -> None:
             attention(here(torch.zeros(5, 4, 16)), layer)
 
 
-def test_pools_and_plans_that_do_not_fit() -> None:
+def test_rejects_mismatched_pools_and_plans() -> None:
     scene = Scene()
     where = devices.current()
     with pytest.raises(ConfigError, match="a key has 2 heads, a value 1"):

@@ -226,7 +226,7 @@ def test_expect_balanced_without_debug_knows_the_number() -> None:
     pool.name = "decode"
     with (
         pytest.raises(
-            IndexOwnershipError, match=r"decode: 3 slots are live, 3 more than the 0 before; with debug"
+            IndexOwnershipError, match=r"decode: 3 slots are live, 3 more than the 0 before; debug=True"
         ),
         pool.expect_balanced(),
     ):
@@ -267,7 +267,7 @@ def test_without_debug_nothing_is_noted(wanted: bool | None) -> None:
     pool = TokenToKVPoolAllocator(8, devices.current(), debug=wanted)
     assert not pool.debug
     pool.alloc(2, owner="x")
-    with pytest.raises(ConfigError, match=r"TokenToKVPoolAllocator-\d+ does not note .* debug=True"):
+    with pytest.raises(ConfigError, match=r"TokenToKVPoolAllocator-\d+ records no owners; .* debug=True"):
         pool.leaks()
 
 
@@ -321,7 +321,7 @@ def test_what_hands_nothing_out_has_no_leaks() -> None:
     kv = KVPool(8, 1, 1, 2, devices.current())
     assert not kv.debug
     for ask in (kv.leaks, kv.expect_balanced):
-        with pytest.raises(TypeError, match="a KVPool hands nothing out"):
+        with pytest.raises(TypeError, match="a KVPool hands out no units"):
             ask()
 
 
@@ -788,7 +788,7 @@ def test_a_workspace_has_no_holders() -> None:
     with pytest.raises(IndexOwnershipError) as caught, arena.expect_balanced():
         arena.empty((64,), "float32")
     assert str(caught.value).endswith("256 bytes are live, 256 more than the 0 before")
-    with pytest.raises(TypeError, match="does not note who holds what"):
+    with pytest.raises(TypeError, match="records no owners"):
         arena.leaks()
 
 

@@ -1,4 +1,4 @@
-"""`kvpool doctor`: what it finds on machines of every kind, what it tries, and its exit status."""
+"""`kvpool doctor`: findings on machines of every kind, trials of devices, and the exit status."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ MACHINE = {
 
 
 def machine(root: Path, threads: int = 1) -> dict[str, Finding]:
-    return by_name(host.look(root, threads))
+    return by_name(host.examine(root, threads))
 
 
 def test_memory_huge_pages_and_nodes_are_read(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_memory_huge_pages_and_nodes_are_read(tmp_path: Path) -> None:
     assert "overcommit" not in found
 
 
-def test_an_unknown_machine_is_said_to_be_unknown(tmp_path: Path) -> None:
+def test_an_unknown_machine_is_reported_as_unknown(tmp_path: Path) -> None:
     found = machine(tmp_path)
     for name in ("memory", "NUMA nodes", "transparent huge pages"):
         assert found[name].status == "note"
@@ -112,7 +112,7 @@ V1 = {"proc/self/cgroup": "12:memory:/outer/inner\n3:cpu,cpuacct:/outer\n0::/\n"
         ({"proc/self/cgroup": "0::/../..\n", "sys/fs/cgroup/memory.max": f"{GIB}"}, "1 GiB"),
     ],
 )
-def test_the_least_limit_of_the_container_is_found(
+def test_the_smallest_limit_of_the_container_is_found(
     files: dict[str, str], text: str | None, tmp_path: Path
 ) -> None:
     found = machine(write(tmp_path, files))
@@ -141,7 +141,7 @@ def test_the_processors_of_the_container_are_found(
 ) -> None:
     usable = len(os.sched_getaffinity(0))
     finding = machine(write(tmp_path, files), threads=2)["processors"]
-    expected = f", as long as {quota} of the container" if quota else ""
+    expected = f", {quota} by the container's CPU quota" if quota else ""
     assert finding.text == f"{usable} usable{expected}; kvpool copies with 2 threads"
     assert finding.status == ("note" if quota or usable < 2 else "ok")
 
@@ -175,7 +175,7 @@ def test_a_system_without_limits_has_none(monkeypatch: pytest.MonkeyPatch) -> No
     assert host._locked().text == "unlimited"
 
 
-def test_pools_are_tried_on_the_cpu(run_snippet: RunSnippet) -> None:
+def test_a_trial_works_on_the_cpu(run_snippet: RunSnippet) -> None:
     assert "moved rows" in trial("cpu")
     assert run_trial("cpu") == Outcome(True, trial("cpu"))
     code = "from kvpool.tools.doctor.trial import main; main('cpu')"
@@ -183,7 +183,7 @@ def test_pools_are_tried_on_the_cpu(run_snippet: RunSnippet) -> None:
 
 
 class Lying:
-    """A pool of which one method does something else."""
+    """A pool with one replaced method."""
 
     def __init__(self, pool: Any, name: str, other: Callable[..., Any]) -> None:  # noqa: ANN401 - any pool
         self._pool, self._other = pool, (name, other)
@@ -195,13 +195,13 @@ class Lying:
 @pytest.mark.parametrize(
     ("which", "name", "other", "message"),
     [
-        (0, "move_kv", lambda *_: None, "a row that was moved holds other bytes"),
+        (0, "move_kv", lambda *_: None, "a moved row holds different bytes"),
         (1, "alloc", lambda *_: None, "an empty pool has no slots"),
         (1, "available_size", lambda: 3, "3 of 64 slots are free"),
         (2, "read", lambda *_: torch.tensor([1, 2, 4], dtype=torch.int32), r"and \[1, 2, 4\] read from it"),
     ],
 )
-def test_a_trial_finds_what_is_wrong(
+def test_a_trial_finds_wrong_results(
     which: int, name: str, other: Callable[..., Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make, make_table = kvpool.make_full_attention_net_mem_pool, kvpool.make_req_to_token_pool
@@ -219,14 +219,14 @@ def test_a_trial_finds_what_is_wrong(
         trial("cpu")
 
 
-def test_a_trial_says_what_kvpool_says(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trial_reports_errors_of_kvpool(capsys: pytest.CaptureFixture[str]) -> None:
     trial_module.main("cuda:77")
     works, text = json.loads(capsys.readouterr().out)
     assert not works
     assert text.startswith("device cuda:77 cannot be used: ")
 
 
-def test_a_trial_that_dies_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crashed_trial_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     assert "it could not be tried: " in run_trial("cpu").text
 
@@ -262,9 +262,7 @@ def test_no_context_is_left_behind() -> None:
         assert library.cuDevicePrimaryCtxGetState(0, ctypes.byref(flags), ctypes.byref(active)) == 0
         assert active.value == 0
     """
-    hidden = (
-        "import sys; sys.modules['torch'] = None\n"  # which would make one, on the driver made of software
-    )
+    hidden = "import sys; sys.modules['torch'] = None\n"  # which would make one, on the software driver
     done = subprocess.run(
         [sys.executable, "-c", hidden + textwrap.dedent(code)], capture_output=True, text=True, check=False
     )
@@ -278,9 +276,7 @@ def test_this_pytorch_shares_memory() -> None:
     assert (found["DLPack exchange table"].status == "ok") == hasattr(torch.Tensor, EXCHANGE)
 
 
-def test_a_pytorch_that_is_missing_or_broken_is_told_apart(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_missing_pytorch_differs_from_a_broken_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delitem(sys.modules, "torch")
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.setattr(sys, "meta_path", [importlib.machinery.PathFinder])
@@ -293,7 +289,7 @@ def test_a_pytorch_that_is_missing_or_broken_is_told_apart(
 
 
 class OldTorch:
-    """As much of an old PyTorch, built for the CPU, as is looked at."""
+    """The checked parts of an old PyTorch that is built for the CPU."""
 
     __version__ = "2.3.1+cpu"
 
@@ -301,7 +297,7 @@ class OldTorch:
         """Without an exchange table."""
 
     class version:  # noqa: N801 - as there
-        """What it was built for."""
+        """The CUDA and ROCm versions of the build."""
 
         cuda: str | None = None
         hip: str | None = None
@@ -314,10 +310,10 @@ def test_an_old_pytorch_for_the_cpu_comes_with_advice(monkeypatch: pytest.Monkey
     assert found["torch"].advice.endswith("pip install -U torch")
     assert found["DLPack exchange table"].advice == "pip install 'torch>=2.10'"
     assert "CUDA build of PyTorch" in found["CUDA build"].advice
-    assert state.problem == "pools give torch.Tensor, not torch.Tensor"
+    assert state.problem == "pools return torch.Tensor, not torch.Tensor"
     assert by_name(torch_state(0).findings)["CUDA build"].status == "ok"
     monkeypatch.setattr(OldTorch.version, "hip", "6.0")
-    assert by_name(torch_state(1).findings)["CUDA build"].advice == "kvpool has no ROCm"
+    assert by_name(torch_state(1).findings)["CUDA build"].advice == "kvpool does not support ROCm"
 
 
 def test_tensors_that_do_not_share_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,7 +333,7 @@ def test_tensors_that_do_not_share_are_found(monkeypatch: pytest.MonkeyPatch) ->
     assert torch_state(0).problem == "RuntimeError: no memory"
 
 
-def test_a_package_without_cuda_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_without_cuda_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     reason = "device cuda:0 cannot be used: kvpool was built without the `cuda` feature"
     found = by_name(libraries.package(reason))
     assert (found["CUDA support"].status, found["CUDA support"].text) == ("missing", "not built in")
@@ -348,7 +344,7 @@ def test_a_package_without_cuda_says_so(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr("sysconfig.get_config_var", lambda name: 1 if name == "Py_GIL_DISABLED" else "so")
     found = by_name(libraries.package(""))
-    assert found["platform"].advice == "kvpool was tested on Linux alone"
+    assert found["platform"].advice == "kvpool is tested on Linux only"
     assert "free-threaded" in found["Python"].text
     assert found["Python"].status == "note"
 
@@ -376,7 +372,7 @@ def versions(monkeypatch: pytest.MonkeyPatch, **given: str | None) -> None:
         (None, "missing"),
     ],
 )
-def test_the_version_of_transformers_is_judged(
+def test_the_version_of_transformers_is_checked(
     version: str | None, status: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     versions(monkeypatch, transformers=version)
@@ -385,7 +381,7 @@ def test_the_version_of_transformers_is_judged(
     assert bool(found.advice) == (status != "ok")
 
 
-def test_libraries_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_libraries_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     versions(monkeypatch, ml_dtypes=None, rich=None)
     monkeypatch.setitem(sys.modules, "numpy", None)
     found = by_name(libraries.libraries())
@@ -416,7 +412,7 @@ def test_every_device_is_tried(tmp_path: Path) -> None:
     assert (report.verdict("cuda").text, report.verdict("cuda").advice) == ("on cuda:0", "")
 
 
-def test_without_a_device_kvpool_itself_says_why(tmp_path: Path) -> None:
+def test_without_a_device_kvpool_gives_the_reason(tmp_path: Path) -> None:
     report = diagnose(tmp_path, {"cpu": WORKS, "cuda:0": FAILS})
     assert report.verdict("cuda") == Verdict(
         "cuda", 'device="cuda"', False, FAILS.text, "see 'NVIDIA driver' and 'devices' above"
@@ -426,7 +422,7 @@ def test_without_a_device_kvpool_itself_says_why(tmp_path: Path) -> None:
     assert [verdict.name for verdict in report.unmet(("torch", "cuda"))] == ["cuda"]
 
 
-def test_nothing_works_where_the_cpu_does_not(tmp_path: Path) -> None:
+def test_nothing_works_without_cpu_pools(tmp_path: Path) -> None:
     report = diagnose(tmp_path, {"cpu": FAILS, "cuda:0": FAILS})
     assert [verdict.name for verdict in report.unmet(())] == ["cpu"]
     assert not report.verdict("serve").works
@@ -459,7 +455,7 @@ def test_commands_need_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert (verdict.works, verdict.text, verdict.advice) == (False, "it is broken", "mend it")
 
 
-def test_the_text_says_everything(tmp_path: Path) -> None:
+def test_the_text_includes_everything(tmp_path: Path) -> None:
     report = diagnose(tmp_path, {"cpu": WORKS, "cuda:0": FAILS})
     text = report.as_text()
     for finding in report.findings:
@@ -472,7 +468,7 @@ def test_the_text_says_everything(tmp_path: Path) -> None:
 
 @pytest.fixture
 def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Report:
-    """What the commands report in a test."""
+    """The report of the commands in a test."""
     report = diagnose(tmp_path, {"cpu": WORKS, "cuda:0": FAILS})
     monkeypatch.setattr(tool, "examine", lambda: report)
     return report
@@ -492,7 +488,7 @@ CUDA_COMPLAINT = f'kvpool: device="cuda" does not work: {FAILS.text}\n'
         (("--require", ""), 1, "kvpool: --require: '' is none of cpu, cuda, torch, serve, replay\n"),
     ],
 )
-def test_the_exit_status_is_that_of_what_is_required(
+def test_the_exit_status_follows_the_requirements(
     arguments: tuple[str, ...], status: int, complaint: str, quick: Report
 ) -> None:
     result = CliRunner().invoke(app, ["doctor", *arguments])
@@ -513,8 +509,8 @@ def test_plain_text_has_the_same_exit_status(quick: Report, capsys: pytest.Captu
     assert err == CUDA_COMPLAINT
 
 
-def test_it_runs_where_nothing_else_is_installed() -> None:
-    """In an interpreter without site-packages: with kvpool alone."""
+def test_it_runs_without_other_packages() -> None:
+    """In an interpreter without site-packages: with kvpool only."""
     package = os.path.dirname(os.path.dirname(kvpool.__file__))  # noqa: PTH120
     command = [sys.executable, "-S", "-W", "error", "-m", "kvpool", "doctor", "--json"]
     environment = {**os.environ, "PYTHONPATH": package}
@@ -540,7 +536,7 @@ def test_this_machine_is_examined() -> None:
 @pytest.mark.parametrize(
     ("code", "words"), [(221, "libnvidia-ptxjitcompiler"), (223, "CUDA_DISABLE_PTX_JIT"), (719, "")]
 )
-def test_a_device_that_loads_no_kernels_has_advice(code: int, words: str) -> None:
+def test_kernels_that_do_not_load_come_with_advice(code: int, words: str) -> None:
     text = f"cuModuleLoadData failed with CUDA_ERROR_OF_SOME_KIND ({code})"
     report = examine(try_device=lambda device: Outcome(device == "cpu", text))
     [advice] = [

@@ -1,4 +1,4 @@
-"""What `kvpool doctor` says about drivers and devices of every kind."""
+"""`kvpool doctor` with drivers and devices of every kind."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def look(root: Path, driver: FakeDriver) -> tuple[dict[str, Finding], int]:
-    findings, count = doctor_driver.look(root, lambda _: driver)
+    findings, count = doctor_driver.examine(root, lambda _: driver)
     return by_name(findings), count
 
 
@@ -38,7 +38,7 @@ def test_devices_are_described_without_a_context(tmp_path: Path) -> None:
     assert (driver.retained, driver.pushed, driver.sessions) == (0, 0, 0)
 
 
-def test_a_context_that_is_there_is_asked_and_left_as_it_was(tmp_path: Path) -> None:
+def test_an_active_context_is_used_and_kept(tmp_path: Path) -> None:
     driver = FakeDriver(Card(is_active=True))
     assert look(tmp_path, driver)[0]["cuda:0"].text.endswith("7 GiB free")
     driver.fail["cuMemGetInfo_v2"] = 700
@@ -64,7 +64,7 @@ def test_works_without_a_management_library() -> None:
     assert Driver(FakeDriver(Card()), load).describe(0).free_bytes is None
 
 
-def test_a_driver_that_is_too_old_is_named_with_what_is_needed(tmp_path: Path) -> None:
+def test_an_old_driver_is_reported_with_the_needed_version(tmp_path: Path) -> None:
     found, count = look(tmp_path, FakeDriver(Card(), version=11_080))
     assert (count, found["libcuda.so.1"].status) == (0, "broken")
     assert found["libcuda.so.1"].text == "CUDA 11.8, from an unknown place"
@@ -77,11 +77,11 @@ def test_a_driver_that_is_too_old_is_named_with_what_is_needed(tmp_path: Path) -
         (100, "no GPU is visible"),
         (802, "fabricmanager"),
         (803, "reboot"),
-        (999, "nvidia-smi says"),
+        (999, "check nvidia-smi"),
         (34, "stub"),
     ],
 )
-def test_a_driver_that_does_not_start_comes_with_advice(code: int, advice: str, tmp_path: Path) -> None:
+def test_a_driver_start_failure_comes_with_advice(code: int, advice: str, tmp_path: Path) -> None:
     found, count = look(tmp_path, FakeDriver(Card(), fail={"cuInit": code}))
     assert (count, found["start"].status) == (0, "broken")
     assert found["start"].text == f"cuInit failed with error {code}"
@@ -94,7 +94,7 @@ def test_names_a_library_that_is_not_a_driver(tmp_path: Path) -> None:
     assert look(tmp_path, driver)[0]["start"].text == "it has no cuDriverGetVersion"
 
 
-def test_a_device_that_fails_does_not_hide_others(tmp_path: Path) -> None:
+def test_a_failing_device_does_not_hide_others(tmp_path: Path) -> None:
     driver = FakeDriver(Card(), fail={"cuDeviceGetName": 101})
     found, count = look(tmp_path, driver)
     assert (count, found["cuda:0"].status) == (1, "broken")
@@ -105,9 +105,9 @@ def test_hidden_devices_are_explained(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     found, count = look(tmp_path, FakeDriver())
     assert (count, found["devices"].status) == (0, "missing")
-    assert found["devices"].text == "the driver shows none; CUDA_VISIBLE_DEVICES is ''"
+    assert found["devices"].text == "the driver reports none; CUDA_VISIBLE_DEVICES is ''"
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert look(tmp_path, FakeDriver())[0]["devices"].text == "the driver shows none"
+    assert look(tmp_path, FakeDriver())[0]["devices"].text == "the driver reports none"
 
 
 GPU = {"sys/bus/pci/devices/0/vendor": "0x10de\n", "sys/bus/pci/devices/0/class": "0x030200\n"}
@@ -117,12 +117,12 @@ OTHER = {"sys/bus/pci/devices/1/vendor": "0x10de\n", "sys/bus/pci/devices/1/clas
 @pytest.mark.parametrize(
     ("files", "reason", "status", "text"),
     [
-        ({}, "cannot open shared object file", "missing", "no NVIDIA GPU is seen"),
+        ({}, "cannot open shared object file", "missing", "no NVIDIA GPU was found"),
         (
             {**OTHER, "sys/bus/pci/devices/2/vendor": "0x10de"},
             "not found",
             "missing",
-            "no NVIDIA GPU is seen",
+            "no NVIDIA GPU was found",
         ),
         ({**GPU, **OTHER}, "cannot open shared object file", "broken", "there is an NVIDIA GPU"),
         (
@@ -140,7 +140,7 @@ def test_a_missing_library_is_explained(
     def load(_: str) -> Any:  # noqa: ANN401 - a library
         raise OSError(reason)
 
-    findings, count = doctor_driver.look(write(tmp_path, files), load)
+    findings, count = doctor_driver.examine(write(tmp_path, files), load)
     found = by_name(findings)["libcuda.so.1"]
     assert (count, found.status) == (0, status)
     assert text in found.text

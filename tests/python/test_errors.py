@@ -1,4 +1,4 @@
-"""The errors: their classes, their bases, and messages that carry the numbers."""
+"""Errors: classes, bases, and numbers in messages and attributes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_base_class() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(BASES))
-def test_each_error_is_also_what_python_programmers_expect(name: str) -> None:
+def test_each_error_has_its_builtin_base(name: str) -> None:
     error = getattr(kvpool, name)
     assert error is getattr(kvpool.errors, name)
     assert issubclass(error, kvpool.KvPoolError)
@@ -57,7 +57,7 @@ def test_there_are_no_other_errors() -> None:
 
 
 @pytest.mark.parametrize("name", ["KvPoolError", *sorted(BASES)])
-def test_errors_travel_between_processes(name: str) -> None:
+def test_errors_can_be_pickled(name: str) -> None:
     error = getattr(kvpool, name)("5 of 3")
     copy = pickle.loads(pickle.dumps(error))  # noqa: S301
     assert type(copy) is type(error)
@@ -170,7 +170,7 @@ def test_messages_carry_the_numbers(
         (lambda: kvpool.TokenToKVPoolAllocator(-9, "cpu"), {}),
     ],
 )
-def test_errors_have_the_numbers_for_programs(call: Callable[[], object], facts: dict[str, int]) -> None:
+def test_errors_have_numbers_as_attributes(call: Callable[[], object], facts: dict[str, int]) -> None:
     with pytest.raises(Exception, match=r".") as caught:
         call()
     names = ("index", "asked", "available", "code")
@@ -181,7 +181,7 @@ def test_errors_have_the_numbers_for_programs(call: Callable[[], object], facts:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
-def test_missing_backend_names_the_device_and_what_was_looked_for() -> None:
+def test_a_missing_backend_names_the_device_and_the_library() -> None:
     with pytest.raises(kvpool.BackendUnavailableError, match="cuda:2") as caught:
         kvpool.TokenToKVPoolAllocator(64, "cuda:2")
     assert "libcuda" in str(caught.value)

@@ -1,4 +1,4 @@
-"""`tests/gpu/captures.py` on the driver made of software, and with processes that do not go on."""
+"""`tests/gpu/captures.py` on the software driver, and with processes that do not go on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tests/gpu/run.py`, with steps that take no GPU: what each status is, and what the report says."""
+"""`tests/gpu/run.py` with steps that need no GPU: statuses and reports."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def python(name: str, code: str, limit: float = 20, **options: Any) -> Step:  # 
 
 
 def ran(steps: list[Step], out: Path, seconds: float = 60) -> tuple[int, dict[str, Any], str]:
-    """The exit status, each step of the JSON report by its name, and the other report."""
+    """The exit status, the steps of the JSON report by name, and the Markdown report."""
     status = run.run_steps(steps, out, ENV, seconds, ABOUT)
     found = json.loads((out / "report.json").read_text())
     assert found["about"] == ABOUT
@@ -72,7 +72,7 @@ def test_every_status_has_its_reason(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "all | well" in (tmp_path / "steps.log").read_text()
 
 
-def test_what_a_hanging_step_started_ends_with_it(tmp_path: Path) -> None:
+def test_children_of_a_hanging_step_end_with_it(tmp_path: Path) -> None:
     code = "import subprocess as s; p = s.Popen(['sleep', '60']); print(p.pid, flush=True); p.wait()"
     ran([python("hanging", code, 0.5)], tmp_path)
     child = Path("/proc") / (tmp_path / "steps.log").read_text().split()[-1] / "stat"
@@ -83,7 +83,7 @@ def test_what_a_hanging_step_started_ends_with_it(tmp_path: Path) -> None:
     pytest.fail("the child is still there")
 
 
-def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
+def test_steps_without_time_left_are_named(tmp_path: Path) -> None:
     steps = [
         python("long", "import time; time.sleep(60)", 30, least=0.1),
         python("next", "", 30),
@@ -97,14 +97,14 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     assert "| next | not run | 0.0 |" in text
 
 
-def test_nothing_runs_after_a_vital_step_that_failed(tmp_path: Path) -> None:
+def test_nothing_runs_after_a_failed_vital_step(tmp_path: Path) -> None:
     status, found, _ = ran(
         [python("gpu", "raise SystemExit(1)", is_vital=True), python("next", "")], tmp_path
     )
     assert (status, found["next"]["status"], found["next"]["reason"]) == (1, NOT_RUN, "'gpu' failed")
 
 
-def test_nothing_failed_is_no_failure_and_reports_are_new(tmp_path: Path) -> None:
+def test_success_replaces_old_reports(tmp_path: Path) -> None:
     for name in ("bench.md", "steps.log"):
         (tmp_path / name).write_text("old")
     status, found, text = ran([python("fine", ""), Step("missing", "", ("no-such-tool",), 5)], tmp_path)
@@ -119,13 +119,13 @@ def test_the_report_grows_with_each_step(tmp_path: Path) -> None:
     assert "steps in the report: 1" in (tmp_path / "steps.log").read_text()
 
 
-def test_what_a_step_tells_is_kept_up_to_its_end(tmp_path: Path) -> None:
+def test_output_of_a_step_is_kept_up_to_its_end(tmp_path: Path) -> None:
     code = "import records; records.add('note', name='A.b'); import time; time.sleep(60)"
     _, found, _ = ran([python("hanging", code, 1.0)], tmp_path)
     assert found["hanging"]["told"] == [{"kind": "note", "name": "A.b"}]
 
 
-def test_files_that_import_what_is_not_there_are_no_failure(tmp_path: Path) -> None:
+def test_missing_imports_are_not_failures(tmp_path: Path) -> None:
     missing, passed, failed = outcome("a.py", "missing"), outcome("b", "passed"), outcome("c", "failed")
     for told, excuse in (
         (
@@ -150,7 +150,7 @@ def test_files_that_import_what_is_not_there_are_no_failure(tmp_path: Path) -> N
     ]
 
 
-def test_a_section_that_cannot_be_made_costs_no_other() -> None:
+def test_a_broken_section_does_not_affect_others() -> None:
     told: list[dict[str, Any]] = [
         {"kind": "capture", "name": "KVPool.check"},
         {"kind": "collected", "count": 3},
@@ -160,7 +160,7 @@ def test_a_section_that_cannot_be_made_costs_no_other() -> None:
     assert "| odd | 3 | 0 | 0 | 0 | 3 |" in text
 
 
-def test_a_line_that_was_not_finished_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unfinished_line_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "told.jsonl"
     assert records.read(path) == []
     monkeypatch.setenv(records.FILE, str(path))
@@ -192,7 +192,7 @@ def outcome(name: str, word: str, reason: str = "") -> dict[str, Any]:
     return {"kind": "test", "name": name, "outcome": word, "seconds": 0.1, "reason": reason}
 
 
-def test_the_report_says_what_was_found(tmp_path: Path) -> None:
+def test_the_report_lists_the_findings(tmp_path: Path) -> None:
     told: dict[str, list[dict[str, Any]]] = {
         "environment": [{"kind": "machine", "device": "H100", "driver": "580"}],
         "captures": [
@@ -280,7 +280,7 @@ def test_skipped():
 """
 
 
-def test_the_plugin_tells_of_each_test(tmp_path: Path) -> None:
+def test_the_plugin_reports_each_test(tmp_path: Path) -> None:
     (tmp_path / "test_some.py").write_text(TESTS)
     (tmp_path / "test_other.py").write_text("import a_module_that_nobody_has\n")
     told = tmp_path / "told.jsonl"
@@ -307,7 +307,7 @@ def test_the_plugin_tells_of_each_test(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_software", [False, True])
-def test_the_steps_are_all_there(tmp_path: Path, *, is_software: bool) -> None:
+def test_all_steps_are_listed(tmp_path: Path, *, is_software: bool) -> None:
     steps = run.make_steps(tmp_path, is_software=is_software, has_xdist=True)
     names = [step.name for step in steps]
     assert len(set(names)) == len(names) > 10

@@ -1,4 +1,4 @@
-"""What importing the package needs: nothing."""
+"""Importing the package needs no other package and no driver."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_works_with_numpy_hidden_and_torch_present(run_snippet: RunSnippet) -> N
     )
 
 
-def test_import_brings_nothing_along(run_snippet: RunSnippet) -> None:
+def test_import_loads_no_other_package(run_snippet: RunSnippet) -> None:
     loaded = run_snippet(
         """
         import kvpool
@@ -90,7 +90,7 @@ def test_import_needs_no_driver(run_snippet: RunSnippet) -> None:
     run_snippet("import kvpool", env={"LD_LIBRARY_PATH": "", "CUDA_VISIBLE_DEVICES": ""})
 
 
-def test_modules_of_the_extension_are_fine_in_any_order(run_snippet: RunSnippet) -> None:
+def test_modules_can_be_imported_in_any_order(run_snippet: RunSnippet) -> None:
     run_snippet(
         """
         import kvpool
@@ -127,6 +127,6 @@ def test_public_names(name: str) -> None:
     assert thing.__module__.split(".")[0] == "kvpool"
 
 
-def test_all_is_complete_and_true() -> None:
+def test_all_lists_the_public_names() -> None:
     assert len(set(kvpool.__all__)) == len(kvpool.__all__)
     assert all(hasattr(kvpool, name) for name in kvpool.__all__)

@@ -152,7 +152,7 @@ def test_a_pool_that_cannot_say_hides_no_other(
     pool = named(TokenToKVPoolAllocator(8, devices.current()), "whole")
     monkeypatch.setattr(metrics, "pools", lambda: [Broken(), pool])
     assert ("kvpool_slots_capacity", "whole") in scrape()
-    assert "no numbers of broken: the device is gone" in caplog.text
+    assert "cannot read the statistics of broken: the device is gone" in caplog.text
 
 
 def test_pools_come_and_go_between_scrapes(scrape: Callable[[], dict[Sample, float]]) -> None:

@@ -1,4 +1,4 @@
-"""`kvpool plan`: what configurations say, against what models keep, and plans against what pools take."""
+"""`kvpool plan`: configurations compared with models, and plans compared with pools."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ GIB = 1 << 30
 
 
 class Facts(NamedTuple):
-    """What is known of a published model: bytes of a token, of a request's states, and layers."""
+    """Known sizes of a published model: bytes of a token, of a request's states, and layers."""
 
     token_bytes: int
     state_bytes: int
@@ -88,7 +88,7 @@ def plan_of(name: str, **options: Any) -> Plan:  # noqa: ANN401 - PlanConfig's f
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_published_models_take_what_is_known_of_them(name: str) -> None:
+def test_published_models_have_their_known_sizes(name: str) -> None:
     plan, facts = plan_of(name), FACTS[name]
     assert plan.shapes.token_bytes == facts.token_bytes
     assert plan.shapes.recurrent_bytes + plan.shapes.conv_bytes == facts.state_bytes
@@ -101,7 +101,7 @@ KNOWN = sorted((ATTENTION_TYPES | MLA_TYPES | GDN_TYPES | MAMBA2_TYPES | MAMBA_T
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("model_type", KNOWN)
-def test_a_model_keeps_what_its_configuration_is_read_to_say(model_type: str) -> None:
+def test_a_model_has_the_shapes_of_its_configuration(model_type: str) -> None:
     config = small_config(model_type)
     model, kept = parse_model(json.loads(config.to_json_string(use_diff=False))), kept_by(config)
     plan = make_plan(model, PlanConfig(memory_bytes=GIB, dtype="float32", device="cpu"))
@@ -114,16 +114,16 @@ def test_a_model_keeps_what_its_configuration_is_read_to_say(model_type: str) ->
     assert sorted(kept.recurrent) == list(states.layers if states else ())
     for layer, recurrent in kept.recurrent.items():
         assert states is not None
-        # Gated DeltaNet has K before V there, Mamba-2 the state last, and Mamba no heads.
+        # In `transformers`, Gated DeltaNet has K before V, Mamba-2 the state last, and Mamba no heads.
         shape = (states.head_num, states.head_v_dim, states.head_k_dim)
         assert sorted(recurrent) == sorted(size for size in shape if states.kind != "Mamba" or size != 1)
         assert kept.conv[layer] == (states.conv_dim, states.conv_kernel_size)
-    assert not any("not a model type" in note for note in model.notes)
+    assert not any("not a known model type" in note for note in model.notes)
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "deepseek_v3", "qwen3_next"])
-def test_a_plan_makes_the_pools_that_serve_the_model(model_type: str) -> None:
+def test_a_plan_creates_pools_that_serve_the_model(model_type: str) -> None:
     config = small_config(model_type)
     plan = make_plan(
         parse_model(json.loads(config.to_json_string(use_diff=False))),
@@ -144,7 +144,7 @@ def test_a_plan_makes_the_pools_that_serve_the_model(model_type: str) -> None:
 @pytest.mark.parametrize(
     "model_type", sorted({kind for kind in DEFAULTS if kind not in {"gemma4_text", "qwen3_next"}})
 )
-def test_what_files_leave_out_is_what_transformers_takes(model_type: str) -> None:
+def test_defaults_equal_those_of_transformers(model_type: str) -> None:
     config = AutoConfig.for_model(model_type)
     for name, value in DEFAULTS[model_type].items():
         assert getattr(config, name) == value, name
@@ -162,13 +162,13 @@ KINDS = {
 
 
 @pytest.mark.parametrize("model_type", KNOWN)
-def test_rules_give_the_layers_that_transformers_lists(model_type: str) -> None:
-    """A file that lists no layers, as old ones do not."""
+def test_layer_rules_match_transformers(model_type: str) -> None:
+    """A file without a list of layers, like old files."""
     values = {**COMMON, **SMALL.get(model_type, {}), "sliding_window": 8}
     listed = getattr(AutoConfig.for_model(model_type, **values), "layer_types", None)
     kinds = layer_kinds(Fields({**values, "model_type": model_type}, model_type))
     if listed is None:
-        # Without kinds there is either one window for all layers, or none that the model looks at.
+        # Without kinds, either all layers have the window, or the model ignores it.
         assert len({*kinds}) == 1
     else:
         assert kinds == [KINDS[kind] for kind in listed]
@@ -179,7 +179,7 @@ def layer_kinds_of(**values: Any) -> list[str]:  # noqa: ANN401 - of a configura
     return layer_kinds(Fields(values, model_type))
 
 
-def test_rules_have_their_exceptions() -> None:
+def test_layer_rules_have_exceptions() -> None:
     four: dict[str, Any] = {"num_hidden_layers": 4, "sliding_window": 8}
     qwen2 = {**four, "model_type": "qwen2"}
     assert layer_kinds_of(**qwen2) == ["full"] * 4  # a window is off unless the file says it is on
@@ -198,21 +198,21 @@ def test_rules_have_their_exceptions() -> None:
 
 
 class Made(NamedTuple):
-    """What the printed constructors made."""
+    """The pools of the printed constructors."""
 
     names: dict[str, Any]
     taken_bytes: int
 
 
 def construct(code: str) -> Made:
-    """Runs the constructors, and counts the memory that they took on the CPU."""
+    """Run the constructors, and count their memory on the CPU."""
     names: dict[str, Any] = {}
     exec(code, names)  # noqa: S102 - what a user pastes
     taken_bytes = names["table"].stats()["bytes"] + names["planner"].stats()["bytes"]
     for name, pool in names.items():
         if name.startswith("kv") and name != "kvpool":
             addresses, sizes, _ = pool.get_contiguous_buf_infos()
-            # The last buffer is filled up as the others are.
+            # The last buffer is padded like the others.
             taken_bytes += -(-(max(addresses) - min(addresses) + sizes[-1]) // 256) * 256
     if "states" in names:
         taken_bytes += names["states"].mem_bytes()
@@ -239,7 +239,7 @@ def test_the_printed_pools_fit_and_one_more_page_does_not(name: str, tp: int) ->
     assert plan.full_requests == min(plan.max_reqs, plan.size // 304)
 
 
-def test_as_many_requests_as_asked_for_fit_with_full_context() -> None:
+def test_the_requested_number_of_requests_fits_with_full_context() -> None:
     plan = plan_of("Qwen3-Next-80B-A3B", memory_bytes=2 * GIB, context_len=2000, page_size=16)
     assert plan.full_requests == plan.max_reqs > 5
     one_more = footprint(plan.shapes, (plan.max_reqs + 1) * 2000, plan.max_reqs + 1)
@@ -327,17 +327,17 @@ def test_heads_are_divided_or_replicated(
     assert any("more than KV heads" in note for note in plan.notes) == replicated
 
 
-def test_windows_are_told_with_what_they_would_save() -> None:
+def test_windows_are_reported_with_their_savings() -> None:
     plan = plan_of("gemma-3-27b-it", context_len=32_768)
     (note,) = (note for note in plan.notes if "window" in note)
     saved = 52 * 2 * 16 * 128 * 2 * (32_768 - 1024)
-    assert "52 of 62 layers look at the last 1,024 tokens only" in note
+    assert "52 of 62 layers attend to the last 1,024 tokens only" in note
     assert f"{saved:,} bytes (81 %)" in note
     assert "save 0 bytes (0 %)" in " ".join(plan_of("gemma-3-27b-it", context_len=512).notes)
     assert "last 8,192 tokens" in " ".join(plan_of("Llama-4-Scout").notes)
 
 
-def test_what_a_file_leaves_out_is_said() -> None:
+def test_defaults_are_reported() -> None:
     notes = " ".join(plan_of("gemma-3-4b-it").notes)
     for text in ("num_attention_heads is not in the configuration: 8", "head_dim", "num_key_value_heads"):
         assert text in notes
@@ -347,12 +347,12 @@ def test_what_a_file_leaves_out_is_said() -> None:
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("Qwen3-Next-80B-A3B", "which GDNPool is made for"),
+        ("Qwen3-Next-80B-A3B", "the layout of GDNPool"),
         ("Bamba-9B", "no pool of its own for Mamba-2"),
         ("Jamba-v0.1", "no pool of its own for Mamba;"),
     ],
 )
-def test_it_is_said_which_pool_fits_states(name: str, text: str) -> None:
+def test_the_pool_for_states_is_reported(name: str, text: str) -> None:
     assert any(text in note for note in plan_of(name).notes)
 
 
@@ -375,11 +375,11 @@ def test_layers_may_have_fields_of_their_own() -> None:
     assert shapes == {0: (2, 24), 1: (2, 24), 2: (2, 24), 3: (2, 32), 4: (2, 24), 5: (1, 24)}
 
 
-def test_unknown_models_with_the_usual_fields_are_planned_and_said_to_be_guessed() -> None:
+def test_unknown_models_with_usual_fields_are_planned_with_a_note() -> None:
     config = {**CONFIGS["Llama-3.1-8B"], "model_type": "llama9"}
     model = parse_model(config)
     assert model.attention == parse_model(CONFIGS["Llama-3.1-8B"]).attention
-    assert any("llama9 is not a model type that kvpool knows" in note for note in model.notes)
+    assert any("llama9 is not a known model type" in note for note in model.notes)
 
 
 def without(name: str, *fields: str, **others: Any) -> dict[str, Any]:  # noqa: ANN401 - of a configuration
@@ -404,19 +404,25 @@ WINDOWED = {"use_sliding_window": True, "sliding_window": 8}
         ({}, "no model_type"),
         (without("Llama-3.1-8B", "num_hidden_layers"), "'llama' needs num_hidden_layers or n_layer"),
         (without("Llama-3.1-8B", "num_attention_heads"), "'llama' needs num_attention_heads"),
-        (without("Llama-3.1-8B", hidden_size=4095), "hidden_size 4095 is no multiple of its 32 heads"),
-        (without("Llama-3.1-8B", num_key_value_heads="many"), "num_key_value_heads that is no count: 'many'"),
-        (without("Llama-3.1-8B", num_hidden_layers=True), "num_hidden_layers that is no count: True"),
+        (without("Llama-3.1-8B", hidden_size=4095), "hidden_size 4095 is not a multiple of its 32 heads"),
+        (
+            without("Llama-3.1-8B", num_key_value_heads="many"),
+            "num_key_value_heads 'many'; it must be an integer",
+        ),
+        (without("Llama-3.1-8B", num_hidden_layers=True), "num_hidden_layers True; it must be an integer"),
         (
             without("Llama-3.1-8B", num_hidden_layers=0),
             "num_hidden_layers 0; it must be between 1 and 10,000",
         ),
         (without("Llama-3.1-8B", is_encoder_decoder=True), "encoder-decoder"),
-        (without("Llama-3.1-8B", layer_types=["full_attention", "conv"]), "does not know: 'conv'"),
+        (
+            without("Llama-3.1-8B", layer_types=["full_attention", "conv"]),
+            "unknown kinds in layer_types: 'conv'",
+        ),
         (without("Llama-3.1-8B", layer_types=["full_attention"]), "1 layers and has num_hidden_layers 32"),
         (without("Llama-3.1-8B", layer_types="full"), "layer_types 'full'; it must be a list"),
         (without("DeepSeek-V3", "qk_rope_head_dim"), "'deepseek_v3' needs qk_rope_head_dim"),
-        (without("DeepSeek-V3", model_type="deepseek_v9"), "(kv_lora_rank); what that is would be a guess"),
+        (without("DeepSeek-V3", model_type="deepseek_v9"), "in every layer (kv_lora_rank)"),
         (without("DeepSeek-V3", model_type="deepseek_v32", index_head_dim=128), "index_head_dim"),
         (without("Bamba-9B", model_type="mamba3"), "mamba_d_state"),
         (without("Llama-3.1-8B", model_type="new", layer_types=["rwkv"]), "('rwkv')"),
@@ -426,8 +432,14 @@ WINDOWED = {"use_sliding_window": True, "sliding_window": 8}
         (without("granite-4.0-h-small", "layer_types"), "needs layer_types"),
         (without("Nemotron-H-8B", hybrid_override_pattern="M?"), "of M * - E, not 'M?'"),
         (without("gemma-2-9b", sliding_window_pattern=-1), "sliding_window_pattern -1; it must be"),
-        (without("gemma-2-9b", sliding_window_pattern=[1]), "sliding_window_pattern that is no count: [1]"),
-        (without("gemma-2-9b", sliding_window_pattern="LL"), "sliding_window_pattern that is no count: 'LL'"),
+        (
+            without("gemma-2-9b", sliding_window_pattern=[1]),
+            "sliding_window_pattern [1]; it must be an integer",
+        ),
+        (
+            without("gemma-2-9b", sliding_window_pattern="LL"),
+            "sliding_window_pattern 'LL'; it must be an integer",
+        ),
         (without("gemma-2-9b", sliding_window=0), "sliding_window 0; it must be between 1 and 2,147,483,647"),
         (without("Llama-3.1-8B", head_dim=0), "head_dim 0; it must be between 1 and"),
         (without("Llama-3.1-8B", num_key_value_heads=0), "num_key_value_heads 0; it must be between 1 and"),
@@ -442,11 +454,11 @@ WINDOWED = {"use_sliding_window": True, "sliding_window": 8}
         ),
         (
             without("Llama-3.1-8B", layer_types=[["full_attention"]]),
-            "in layer_types that kvpool does not know",
+            "unknown kinds in layer_types",
         ),
-        (without("Llama-3.1-8B", layer_types=["a\nb"]), r"does not know: 'a\nb'"),
-        (without("Llama-3.1-8B", model_type="a\nb"), r"a model_type that is no name: 'a\nb'"),
-        (without("Llama-3.1-8B", model_type=["llama"]), "a model_type that is no name: ['llama']"),
+        (without("Llama-3.1-8B", layer_types=["a\nb"]), r"unknown kinds in layer_types: 'a\nb'"),
+        (without("Llama-3.1-8B", model_type="a\nb"), r"an invalid model_type: 'a\nb'"),
+        (without("Llama-3.1-8B", model_type=["llama"]), "an invalid model_type: ['llama']"),
         (without("Llama-3.1-8B", per_layer_config=[1]), "per_layer_config [1]; it must be an object"),
         (
             without("Llama-3.1-8B", per_layer_config={"x": {}}),
@@ -463,24 +475,30 @@ WINDOWED = {"use_sliding_window": True, "sliding_window": 8}
         (without("Bamba-9B", mamba_d_head=0), "mamba_d_head 0; it must be"),
         (
             without("Bamba-9B", "mamba_d_head", mamba_n_heads=3),
-            "inner size 8192 is no multiple of its 3 heads",
+            "inner size 8192 is not a multiple of its 3 heads",
         ),
         (
             without("Bamba-9B", attn_layer_indices=[32]),
             "32 in attn_layer_indices; it must be between 0 and 31",
         ),
-        (without("Zamba2-2.7B", num_attention_heads=33), "twice hidden_size 5120 is no multiple of its 33"),
+        (
+            without("Zamba2-2.7B", num_attention_heads=33),
+            "twice hidden_size 5120 is not a multiple of its 33",
+        ),
         (
             without("Qwen3-30B-A3B", **WINDOWED, max_window_layers="x"),
-            "max_window_layers that is no count: 'x'",
+            "max_window_layers 'x'; it must be an integer",
         ),
         (llama4(no_rope_layers=1.5), "no_rope_layers 1.5; it must be a list"),
         (llama4(no_rope_layers=[1, "x"]), "'x' in no_rope_layers; it must be between 0 and 1"),
         (llama4(no_rope_layers=[1, 0]), "2 layers and has num_hidden_layers 48"),
-        (small("gemma3n_text", num_kv_shared_layers=10), "num_kv_shared_layers 10 of 10 layers: none keeps"),
+        (
+            small("gemma3n_text", num_kv_shared_layers=10),
+            "num_kv_shared_layers 10 of 10 layers: no layer has keys",
+        ),
     ],
 )
-def test_what_is_missing_is_named(config: dict[str, Any], message: str) -> None:
+def test_missing_fields_are_named(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_model(config)
     assert message in str(caught.value)
@@ -507,7 +525,7 @@ OPTIONAL = (
     "text_config",
     "use_sliding_window",
 )
-"""What is read where a configuration has it, and what examples leave out."""
+"""Optional fields that the examples omit."""
 
 words = st.sampled_from(
     ["auto", "full_attention", "sliding_attention", "mamba", "LLG", "M*", "0", "1", "head_dim"]
@@ -524,7 +542,7 @@ examples = st.sampled_from([*CONFIGS.values(), *(small(model_type) for model_typ
 
 
 def places(value: Any) -> Iterator[tuple[Any, Any]]:  # noqa: ANN401 - JSON
-    """Every object or list in a value, with each of its keys, or its first indices."""
+    """Every object or list in a value, with each of its keys or first indices."""
     for key in [*value, *OPTIONAL] if isinstance(value, dict) else range(len(value))[:2]:
         yield value, key
         if isinstance(value, list) or key in value:
@@ -535,7 +553,7 @@ def places(value: Any) -> Iterator[tuple[Any, Any]]:  # noqa: ANN401 - JSON
 
 @settings(max_examples=500)
 @given(example=examples, value=json_values, mla=st.sampled_from(MLA_FORMS), choose=st.data())
-def test_any_value_gives_a_plan_or_says_what_is_wrong(
+def test_any_value_gives_a_plan_or_an_error(
     example: dict[str, Any], value: object, mla: str, choose: st.DataObject
 ) -> None:
     config = copy.deepcopy(example)
@@ -571,7 +589,7 @@ def test_any_value_gives_a_plan_or_says_what_is_wrong(
         ("Llama-3.1-8B", {"device": "gpu"}, "device must be cpu, cuda"),
     ],
 )
-def test_what_cannot_be_planned_is_said(name: str, options: dict[str, Any], message: str) -> None:
+def test_impossible_plans_are_rejected(name: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         plan_of(name, **options)
     assert message in str(caught.value)
@@ -581,13 +599,13 @@ def model_of(**changes: Any) -> Model:  # noqa: ANN401 - Model's fields
     return dataclasses.replace(parse_model(CONFIGS["Qwen3-Next-80B-A3B"]), **changes)
 
 
-def test_dtypes_and_context_come_from_the_configuration_or_are_asked_for() -> None:
+def test_dtypes_and_context_come_from_the_configuration_or_options() -> None:
     config = PlanConfig(memory_bytes=GIB, device="cpu")
     assert make_plan(model_of(), config).context_len == 262_144
     fp8 = make_plan(model_of(), dataclasses.replace(config, dtype="fp8_e4m3fn"))
     assert (fp8.dtype, fp8.conv_dtype, fp8.shapes.token_bytes) == ("float8_e4m3fn", "bfloat16", 12 << 10)
     bare = make_plan(model_of(dtype=None), dataclasses.replace(config, dtype="bf16"))
-    assert any("taken to be bfloat16" in note for note in bare.notes)
+    assert any("assumed to be bfloat16" in note for note in bare.notes)
     with pytest.raises(ConfigError, match="has no dtype; give --dtype"):
         make_plan(model_of(dtype=None), config)
     with pytest.raises(ConfigError, match="of the configuration"):
@@ -600,20 +618,20 @@ def test_bytes_of_elements_are_those_of_pytorch() -> None:
     assert {name: getattr(torch, name).itemsize for name in _STORAGE_DTYPES} == _STORAGE_DTYPES
 
 
-def test_slots_end_where_int32_does() -> None:
+def test_slots_are_limited_to_int32() -> None:
     plan = plan_of("Qwen3-30B-A3B", memory_bytes=1 << 50, max_requests=4, dtype="int8")
     assert plan.size > 2**31 - 100
     assert any("int32" in note for note in plan.notes)
 
 
-def test_a_context_that_does_not_fit_is_said() -> None:
+def test_a_context_that_does_not_fit_is_reported() -> None:
     plan = plan_of("Llama-3.1-8B", memory_bytes=128 * MIB, context_len=100_000)
     assert (plan.max_reqs, plan.full_requests) == (1, 0)
-    assert any("not one request of 100,000 tokens fits" in note for note in plan.notes)
+    assert any("no request of 100,000 tokens fits" in note for note in plan.notes)
 
 
-def test_a_context_beyond_the_models_is_said() -> None:
-    text = "requests of 131,073 tokens are longer than the 131,072 that the configuration gives the model"
+def test_a_context_beyond_the_models_is_reported() -> None:
+    text = "requests of 131,073 tokens are longer than the 131,072 of the configuration"
     assert text in plan_of("Llama-3.1-8B", context_len=131_073).notes
     assert not any("are longer than" in note for note in plan_of("Llama-3.1-8B", context_len=131_072).notes)
 
@@ -630,7 +648,7 @@ def test_a_context_beyond_the_models_is_said() -> None:
         ("0", 0),
     ],
 )
-def test_sizes(text: str, count: int) -> None:
+def test_parses_sizes(text: str, count: int) -> None:
     assert parse_bytes(text) == count
 
 
@@ -651,7 +669,7 @@ def test_sizes_are_exact_and_readable(count: int, text: str, exact: str) -> None
 
 @pytest.mark.parametrize("text", ["80G", "GiB", "-1", "1e9", "", "80 GiB free"])
 def test_rejects_what_is_not_a_size(text: str) -> None:
-    with pytest.raises(ConfigError, match="is no size"):
+    with pytest.raises(ConfigError, match="is not a size"):
         parse_bytes(text)
 
 
@@ -691,7 +709,7 @@ def test_every_plan_is_as_wide_as_a_terminal(name: str, tmp_path: Path) -> None:
     assert max(len(line) for line in result.stdout.splitlines()) <= 80
 
 
-def test_a_model_type_is_printed_as_it_is(tmp_path: Path) -> None:
+def test_a_model_type_is_printed_without_markup(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(without("Llama-3.1-8B", model_type="[/b]")))
     result = invoke(str(tmp_path), "--memory", "24GiB")
     assert result.exit_code == 0, result.output
@@ -711,15 +729,15 @@ def test_the_command_prints_json(deepseek: Path) -> None:
     ("content", "arguments", "message"),
     [
         (None, (), "No such file"),
-        ("{", (), "is no JSON file"),
-        ("[]", (), "holds no JSON object"),
-        ("[" * 100_000, (), "is no JSON file: maximum recursion depth exceeded"),
+        ("{", (), "is not a JSON file"),
+        ("[]", (), "is not a JSON object"),
+        ("[" * 100_000, (), "is not a JSON file: maximum recursion depth exceeded"),
         ("{}", (), "no model_type"),
-        (json.dumps(CONFIGS["Llama-3.1-8B"]), ("--memory", "80G"), "'80G' is no size"),
+        (json.dumps(CONFIGS["Llama-3.1-8B"]), ("--memory", "80G"), "'80G' is not a size"),
         (json.dumps(CONFIGS["Llama-3.1-8B"]), ("--tp", "3"), "32 query heads"),
     ],
 )
-def test_the_command_says_what_is_wrong_in_one_line(
+def test_the_command_reports_errors_in_one_line(
     content: str | None, arguments: tuple[str, ...], message: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "config.json"
@@ -742,7 +760,7 @@ def test_the_command_needs_neither_pytorch_nor_numpy(deepseek: Path, run_snippet
     assert found["token_bytes"] == 70_272
 
 
-def test_other_commands_name_what_they_lack(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_commands_name_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else find(name))
     for command in (["replay", "--synthetic"], ["serve"]):

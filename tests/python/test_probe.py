@@ -1,4 +1,4 @@
-"""The driver made of software answers the questions of `tests/gpu/probe.py` as the documentation promises."""
+"""The software driver passes `tests/gpu/probe.py` with the documented answers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_driver_answers_as_its_documentation_promises(tmp_path: Path) -> Non
 
 @pytest.mark.cuda
 @pytest.mark.usefixtures("driver")
-def test_a_driver_that_cannot_be_asked_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_driver_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVPOOL_SOFTWARE_INIT_ERROR", "100")
     done = probe()
     assert (done.returncode, done.stdout) == (2, "")

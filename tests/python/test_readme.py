@@ -1,4 +1,4 @@
-"""The README and the pages of `docs`: examples run as printed, and what they name is there."""
+"""The README and the pages of `docs`: examples run as printed, and names exist."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 ONE_ALLOCATION = ROOT / "docs" / "one-allocation.md"
 RESULTS = ROOT / "benches" / "RESULTS.md"
 CLASSES = {
@@ -33,7 +33,7 @@ CLASSES = {
     "Workspace": "workspace",
 }
 
-# Runs blocks of code one after the other in one namespace, as lines of the page they stand in.
+# Runs blocks of code one after the other in one namespace, with the line numbers of their page.
 RUNNER = """
 import json, sys
 namespace = {"__name__": "__main__"}
@@ -49,24 +49,24 @@ def text_of(page: Path) -> str:
 
 
 def fences(page: Path) -> Iterator[tuple[str, int, str]]:
-    """What each block of code says it is, its first line, counted from 0, and the code."""
+    """The kind of each code block, its first line, counted from 0, and the code."""
     text = text_of(page)
     for block in re.finditer(r"^```([^\n]*)\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL):
         yield block[1], text.count("\n", 0, block.start(2)), block[2]
 
 
 def prose(page: Path) -> str:
-    """A page without its blocks of code."""
+    """A page without its code blocks."""
     return re.sub(r"^```.*?^```$", "", text_of(page), flags=re.MULTILINE | re.DOTALL)
 
 
 def code_in(text: str) -> list[str]:
-    """What stands between backticks in lines of text."""
+    """The code between backticks in text."""
     return re.findall(r"`([^`\n]+)`", text)
 
 
 def run_blocks(page: Path, kinds: set[str], folder: Path) -> None:
-    """Runs blocks of a page in a process of their own."""
+    """Run blocks of a page in a separate process."""
     blocks = [(page.name, line, source) for kind, line, source in fences(page) if kind in kinds]
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", RUNNER],
@@ -96,7 +96,7 @@ def test_examples_run_on_a_gpu(page: Path, tmp_path: Path, request: pytest.Fixtu
 
 
 @each_page
-def test_every_block_is_of_a_kind_that_is_tested_and_can_be_compiled(page: Path) -> None:
+def test_every_block_has_a_tested_kind_and_compiles(page: Path) -> None:
     for kind, line, source in fences(page):
         assert kind in {"python", "python gpu", "sh", "text", "diff"}, f"{page.name}:{line}"
         if kind.startswith("python"):
@@ -158,7 +158,7 @@ def test_named_files_exist(page: Path) -> None:
 
 
 def defines(source: str, owner: str, name: str) -> bool:
-    """Whether Rust source has a function of a type, or of a module that is the whole file."""
+    """Whether Rust source defines a function of a type, or of a module that is the whole file."""
     has_name = re.search(rf"\bfn {name}\b", source) is not None
     return (
         has_name and re.search(rf"\b(?:impl|struct|enum|trait|for)\b[^;{{]*\b{owner}\b", source) is not None
@@ -180,7 +180,7 @@ def test_symbols_of_one_allocation_exist() -> None:
     for code in code_in(text):
         if re.fullmatch(r"[a-z]\w*_\w+", code):
             assert re.search(rf"\b{code}\b", everything), code
-    # A step names its file first, then what of it.
+    # A step names its file first, then its functions.
     for row in re.findall(r"^\| *\d\w* *\|([^|]*)\|", text, flags=re.MULTILINE):
         file, *rest = code_in(row)
         for symbol in rest:
@@ -191,7 +191,7 @@ def test_symbols_of_one_allocation_exist() -> None:
 
 
 def commands(page: Path) -> list[str]:
-    """What a page says to run: code between backticks and lines for a shell."""
+    """The commands of a page: code between backticks and shell blocks."""
     shell = [line for kind, _, source in fences(page) if kind == "sh" for line in source.splitlines()]
     return [*code_in(prose(page)), *shell]
 

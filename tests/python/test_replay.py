@@ -46,7 +46,7 @@ def run(trace: Trace, **options: Any) -> ReplayResult:  # noqa: ANN401 - ReplayC
 
 
 def small_trace() -> Trace:
-    """Eight requests that together need 3 times the 128 slots they are given."""
+    """Eight requests that need three times the 128 slots of the pool."""
     return trace_of(*((0.01 * i, 5 + 7 * i % 40, 10 + 11 * i % 30) for i in range(8)))
 
 
@@ -118,7 +118,7 @@ def test_the_clock_skips_idle_time() -> None:
 
 
 def test_the_youngest_is_retracted_and_goes_first() -> None:
-    """Two requests fill the pool; the younger gives way, and is admitted again ahead of the third."""
+    """Two requests fill the pool; the younger is retracted, and admitted again before the third."""
     trace = trace_of((0.0, 10, 10), (0.0, 10, 10), (0.0, 10, 1))
     batches: list[list[int]] = []
 
@@ -149,7 +149,7 @@ def test_a_request_is_retracted_in_the_middle_of_its_prefill() -> None:
         ({"pool_size": 1_000, "max_context": 100}, 2),
     ],
 )
-def test_what_can_never_fit_is_rejected(options: dict[str, int], rejected: int) -> None:
+def test_requests_too_large_for_the_pool_are_rejected(options: dict[str, int], rejected: int) -> None:
     trace = trace_of((0.0, 90, 10), (0.0, 91, 10), (0.0, 5, 5), (0.0, 500, 1))
     counts = run(trace, **options).counts
     assert counts.rejected == rejected
@@ -164,7 +164,7 @@ def test_what_can_never_fit_is_rejected(options: dict[str, int], rejected: int) 
         ({"max_context": 9}, r"a request can have 9 \(max_context\)"),
     ],
 )
-def test_a_replay_of_nothing_is_refused(options: dict[str, Any], message: str) -> None:
+def test_rejects_a_trace_without_fitting_requests(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         run(trace_of((0.0, 5, 5), (0.0, 10, 10)), **options)
 
@@ -242,7 +242,7 @@ def test_one_wrong_element_is_found_and_named(part: str, page_size: int, dtype: 
 
 
 def test_a_wrong_table_entry_is_found_and_named() -> None:
-    """The table names another request's slot: its row is intact, but it isn't this token's."""
+    """The table has another request's slot: the row is intact, but belongs to another token."""
 
     def change(state: Replay) -> None:
         table = state.table.req_to_token
@@ -255,7 +255,7 @@ def test_a_wrong_table_entry_is_found_and_named() -> None:
 
 
 def test_two_requests_in_one_slot_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a planner that hands one slot out twice would do."""
+    """The effect of a planner that hands out one slot twice."""
 
     def change(state: Replay) -> None:
         scheduler: Any = state.scheduler
@@ -277,15 +277,15 @@ def test_two_requests_in_one_slot_are_found(monkeypatch: pytest.MonkeyPatch) -> 
         job.run(corrupt_when(3, change))
 
 
-def test_a_slot_that_is_not_given_back_fails_the_run() -> None:
+def test_a_leaked_slot_fails_the_run() -> None:
     job = Replay(trace_of((0.0, 30, 10)), ReplayConfig(pool_size=320))
-    with pytest.raises(ReplayError, match="2 of 320 slots were not given back"):
+    with pytest.raises(ReplayError, match="2 of 320 slots were not freed"):
         job.run(corrupt_when(2, lambda state: state.allocator.alloc(2)))
 
 
-def test_a_row_that_is_not_given_back_fails_the_run() -> None:
+def test_a_leaked_row_fails_the_run() -> None:
     job = Replay(trace_of((0.0, 30, 10)), ReplayConfig(pool_size=320))
-    with pytest.raises(ReplayError, match="1 of 256 rows were not given back"):
+    with pytest.raises(ReplayError, match="1 of 256 rows were not freed"):
         job.run(corrupt_when(2, lambda state: state.table.alloc()))
 
 
@@ -295,7 +295,7 @@ def test_a_dropped_free_fails_the_run() -> None:
         job.run(corrupt_when(2, lambda state: state.allocator.free([0])))
 
 
-def test_slots_that_vanish_end_the_run_instead_of_waiting_forever() -> None:
+def test_vanished_slots_end_the_run() -> None:
     trace = trace_of((0.0, 30, 10), (0.0, 300, 10))
     job = Replay(trace, ReplayConfig(pool_size=320))
     with pytest.raises(ReplayError, match="no request fits: 220 of 320 slots"):
@@ -338,12 +338,12 @@ def test_the_seed_changes_the_rows() -> None:
         ({"seed": 1 << 32}, "seed must be between 0 and"),
     ],
 )
-def test_a_wrong_option_is_refused(options: dict[str, Any], message: str) -> None:
+def test_rejects_bad_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ReplayConfig(**options)
 
 
-def test_an_empty_trace_is_refused() -> None:
+def test_rejects_an_empty_trace() -> None:
     with pytest.raises(ConfigError, match="holds no requests"):
         Replay(synthetic_trace(1, 0).head(0), ReplayConfig())
 
@@ -419,13 +419,13 @@ def test_plot_writes_a_picture(tmp_path: Path, options: list[str]) -> None:
         (["--synthetic", "x.csv"], "give either TRACE or --synthetic"),
         (["--synthetic", "--dtype", "float64"], "ConfigError: dtype must be one of"),
         (["--synthetic", "--speed-up", "0"], "ConfigError: speed_up must be a positive number"),
-        (["--synthetic", "--requests", "2", "--plot", "/absent/x.png"], "--plot: /absent is no folder"),
+        (["--synthetic", "--requests", "2", "--plot", "/absent/x.png"], "--plot: /absent is not a folder"),
         (["--synthetic", "--requests", "2", "--plot", "x.gif"], "--plot: x.gif must end in .png"),
         (["--synthetic", "--requests", "2", "--device", "nonsense"], "nonsense"),
         (["--synthetic", "--requests", "20", "--pool-size", "1"], "ConfigError: all 20 requests would be"),
     ],
 )
-def test_the_command_says_what_is_wrong_in_one_line(arguments: list[str], message: str) -> None:
+def test_the_command_reports_errors_in_one_line(arguments: list[str], message: str) -> None:
     result = invoke(*arguments)
     assert result.exit_code == 1
     assert message in result.stderr

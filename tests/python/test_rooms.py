@@ -1,4 +1,4 @@
-"""The folders of the package: which may import which, and that no imports go round in a circle."""
+"""The folders of the package: allowed imports, without cycles."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MODULES = {
 }
 EXTENSION = "kvpool._kvpool"
 
-# What the modules of a folder may import, beside those of the same folder. "" is the face.
+# The folders that the modules of a folder may import. "" is the public face.
 MAY_IMPORT = {
     "": {"observe", "serving", "integrations"},
     "observe": {""},
@@ -51,19 +51,19 @@ def own_imports(name: str) -> set[str]:
 
 
 def folder(name: str) -> str:
-    """The folder of a module; of the face, whose modules are in the package itself, none."""
+    """The folder of a module; empty for the face, whose modules are in the package itself."""
     first = name.split(".")[1:2]
     return first[0] if first and (PACKAGE / first[0]).is_dir() else ""
 
 
-def test_no_imports_go_round_in_a_circle() -> None:
+def test_imports_have_no_cycles() -> None:
     graph = {name: own_imports(name) for name in MODULES}
     order = [*TopologicalSorter(graph).static_order()]
     assert len(order) == len(MODULES) > 40
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_folders_import_what_they_may(name: str) -> None:
+def test_folders_import_allowed_folders_only(name: str) -> None:
     if name == "kvpool.__main__":  # it runs the tools
         return
     found = {folder(other) for other in own_imports(name)}
@@ -71,14 +71,14 @@ def test_folders_import_what_they_may(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if name.count(".") > 2])
-def test_a_command_imports_no_other_one(name: str) -> None:
+def test_commands_do_not_import_each_other(name: str) -> None:
     command = name.split(".")[2]
     others = {other.split(".")[2] for other in own_imports(name) if other.startswith("kvpool.tools.")}
     assert others <= {command, "output"}
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("kvpool.integrations.")])
-def test_an_integration_imports_what_it_integrates_and_no_other_package(name: str) -> None:
+def test_integrations_import_their_engine_only(name: str) -> None:
     packages = {found.partition(".")[0] for found in imports(MODULES[name])} - sys.stdlib_module_names
     assert packages <= {"kvpool", "torch", "typing_extensions", name.rpartition(".")[2]}
 
@@ -93,7 +93,7 @@ def test_importing_the_package_loads_no_other_folder(run_snippet: RunSnippet) ->
     assert {folder(name) for name in loaded.split()} == {""}
 
 
-def test_what_observes_is_found_when_it_is_asked_for(run_snippet: RunSnippet) -> None:
+def test_observers_load_on_first_use(run_snippet: RunSnippet) -> None:
     run_snippet(
         """
         import kvpool

@@ -1,4 +1,4 @@
-"""`kvpool serve`: a model served through the pools, and checked against the model alone."""
+"""`kvpool serve`: a model served through the pools, compared with the model alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def invoke(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["serve", "--device", "cpu", *arguments])
 
 
-def test_every_model_is_served_as_it_generates_alone() -> None:
+def test_served_tokens_equal_those_of_the_model_alone() -> None:
     for model in CONFIGS:
         result = invoke(
             "--json", "--model", model, "--requests", "6", "--page-size", "16", "--pool-size", "512"
@@ -38,11 +38,11 @@ def test_the_command_streams_and_prints_a_report() -> None:
     result = invoke("--requests", "12", "--per-step", "6", "--pool-size", "300")
     assert result.exit_code == 0, result.output
     assert result.stdout.count("tokens of prompt:") == report.STREAMED
-    for row in ("retractions", "peak occupancy", "as the model alone", "15"):
+    for row in ("retractions", "peak occupancy", "equal to the model alone", "15"):
         assert row in result.stdout
 
 
-def test_a_pool_that_is_too_small_for_all_retracts() -> None:
+def test_a_small_pool_retracts() -> None:
     service = Service(SMALL)
     result = service.serve()
     assert result.stats["retractions"] > 0
@@ -64,12 +64,12 @@ def test_a_wrong_token_is_found() -> None:
     assert not result.is_right
 
 
-def test_only_tokens_that_are_as_good_as_equal_may_differ() -> None:
+def test_only_ties_may_differ() -> None:
     assert Difference(0, 0, TIE / 2).is_tie
     assert not Difference(0, 0, TIE * 2).is_tie
 
 
-def test_a_slot_that_is_missing_at_the_end_is_found() -> None:
+def test_a_leaked_slot_is_found() -> None:
     service = Service(SMALL)
     result = service.serve()
     service.pooled.allocator.alloc(1)
@@ -97,7 +97,7 @@ def test_a_failed_check_ends_with_status_1(monkeypatch: pytest.MonkeyPatch) -> N
         (("--pool-size", "16"), "the pool 16"),
     ],
 )
-def test_the_command_says_what_is_wrong_in_one_line(arguments: tuple[str, ...], message: str) -> None:
+def test_the_command_reports_errors_in_one_line(arguments: tuple[str, ...], message: str) -> None:
     result = invoke(*arguments)
     assert result.exit_code == 1
     assert message in result.stderr

@@ -48,8 +48,8 @@ def assert_served(model: PoolReader, requests: list[Request]) -> None:
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_everybody_gets_what_the_model_says(page_size: int) -> None:
-    """Requests arrive over time; prompts come in pieces; the pool is short."""
+def test_every_request_gets_the_tokens_of_the_model(page_size: int) -> None:
+    """Requests arrive over time, prompts are chunked, and the pool is short."""
     model = PoolReader(160, 8, page_size=page_size)
     engine = Engine(model, max_step_tokens=24)
     prompts = some_prompts(64, 80)
@@ -68,7 +68,7 @@ def test_everybody_gets_what_the_model_says(page_size: int) -> None:
     assert (stats["running"], stats["waiting"], stats["finished"], stats["aborted"]) == (0, 0, 64, 0)
     assert stats["generated_tokens"] == sum(len(request.tokens) for request in requests)
     assert stats["computed_tokens"] == sum(model.batches)
-    # One call of the planner a step.
+    # One call of the planner per step.
     assert stats["steps"] == len(model.batches) == engine._scheduler.planner.stats()["plans"]
 
 
@@ -94,7 +94,7 @@ def test_first_come_first_served() -> None:
     assert engine.stats()["retractions"] == 0
 
 
-def test_who_decodes_gets_a_token_in_each_step_beside_long_prompts() -> None:
+def test_decoding_goes_on_beside_long_prompts() -> None:
     model = PoolReader(1000, 4)
     engine = Engine(model, 8)
     first = engine.submit([1, 2], 30)
@@ -110,7 +110,7 @@ def test_who_decodes_gets_a_token_in_each_step_beside_long_prompts() -> None:
     assert len(long.tokens) == 1
 
 
-def test_the_youngest_is_retracted_and_comes_before_who_waits() -> None:
+def test_the_youngest_is_retracted_to_the_head_of_the_queue() -> None:
     model = PoolReader(30, 2)
     engine = Engine(model, 32)
     old, young, last = (engine.submit([i] * 8, 20) for i in range(3))
@@ -138,7 +138,7 @@ def test_requests_of_a_batch_that_failed_stay_in_order() -> None:
 
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_random_histories(page_size: int) -> None:
-    """Requests come, are aborted and end in any order; the pools always hold what runs, and no more."""
+    """Requests arrive, are aborted and end in any order; the pools hold exactly the running ones."""
     chance = random.Random(page_size)  # noqa: S311 - no secrets
     model = PoolReader(64, 5, 60, page_size)
     engine = Engine(model, 10)
@@ -213,7 +213,7 @@ def test_a_stream_ends_with_an_abort() -> None:
     assert model.is_whole()
 
 
-def test_callbacks_are_told_each_token_once_and_in_order() -> None:
+def test_callbacks_get_each_token_once_and_in_order() -> None:
     model = PoolReader(60, 8)
     engine = Engine(model, 16)
     told: dict[Request, list[int]] = {}
@@ -226,7 +226,7 @@ def test_callbacks_are_told_each_token_once_and_in_order() -> None:
     assert_served(model, requests)
 
 
-def test_callbacks_that_raise_lose_nothing() -> None:
+def test_raising_callbacks_lose_no_tokens() -> None:
     model = PoolReader(60, 8)
     engine = Engine(model, 16)
     told: dict[Request, list[int]] = {}
@@ -238,7 +238,7 @@ def test_callbacks_that_raise_lose_nothing() -> None:
 
     requests = [engine.submit(prompt, 9, on_token=on_token) for prompt in some_prompts(12, 30)]
     raised, more = 0, True
-    while more or engine._news:
+    while more or engine._undelivered:
         try:
             more = engine.step()
         except LookupError:
@@ -266,7 +266,7 @@ def test_callbacks_may_abort_and_submit() -> None:
     assert_served(model, others[:-1] + more)
 
 
-# Abort, failures, refusals
+# Abort, failures, rejected requests
 
 
 def test_abort_in_every_state() -> None:
@@ -291,7 +291,7 @@ def test_abort_in_every_state() -> None:
 
 
 @pytest.mark.parametrize("fails_in", [0, 1, 3, 10])
-def test_a_model_that_fails_loses_nothing(fails_in: int) -> None:
+def test_a_failing_model_loses_no_requests(fails_in: int) -> None:
     model = PoolReader(80, 6)
     engine = Engine(model, 16)
     requests = [engine.submit(prompt, 12, sampling=Sampling(1.0)) for prompt in some_prompts(10, 40)]
@@ -305,7 +305,7 @@ def test_a_model_that_fails_loses_nothing(fails_in: int) -> None:
     assert_served(model, requests)
 
 
-def test_refusals() -> None:
+def test_rejects_bad_requests() -> None:
     model = PoolReader(60, 4, 50)
     engine = Engine(model, 16)
     with pytest.raises(ConfigError, match=r"41 prompt and 11 new tokens need 51 slots.* has 50, the pool 60"):
@@ -314,10 +314,10 @@ def test_refusals() -> None:
     with pytest.raises(ConfigError, match=r"30 prompt and 4 new tokens need 33 slots.* has 50, the pool 32"):
         small.submit([1] * 30, 4)
     for prompt, new_tokens in (([], 3), ([1], 0), ([1], -1)):
-        with pytest.raises(ConfigError, match="there must be one of each"):
+        with pytest.raises(ConfigError, match="at least one of each is needed"):
             engine.submit(prompt, new_tokens)
     for prompt in ([1, VOCAB, 2], [2, -1, 1]):
-        with pytest.raises(ConfigError, match=f"has token {prompt[1]}, the model knows 0 to 49"):
+        with pytest.raises(ConfigError, match=f"has token {prompt[1]}, the vocabulary is 0 to 49"):
             engine.submit(prompt, 2)
     with pytest.raises(ConfigError, match="max_step_tokens is 3; 4 requests"):
         Engine(model, 3)
@@ -328,8 +328,8 @@ def test_refusals() -> None:
     assert all(request.tokens == alone(request) for request in requests)
 
 
-def test_slots_of_others() -> None:
-    """Somebody else has taken so much of the pool that nothing fits: it is said, and nothing is lost."""
+def test_slots_with_other_owners() -> None:
+    """Slots with other owners leave no room for a request: the engine raises, and loses nothing."""
     model = PoolReader(60, 4)
     engine = Engine(model, 16)
     slots = some(model.allocator.alloc(50))
@@ -365,7 +365,7 @@ def test_samples_do_not_depend_on_the_batch() -> None:
     assert len({tuple(request.tokens) for request in others}) == 5
 
 
-def test_samples_have_the_probabilities_that_they_should() -> None:
+def test_samples_follow_the_distribution() -> None:
     logits = torch.tensor([0.0, 1.0, 2.0, 3.0, -torch.inf])
     rows = here(logits.expand(4000, 5).contiguous())
     for sampling, kept in (
@@ -384,7 +384,7 @@ def test_samples_have_the_probabilities_that_they_should() -> None:
         assert ((found - wanted).abs() <= 4 * (wanted * (1 - wanted) / 4000).sqrt()).all()
 
 
-def test_samples_of_one_are_the_most_likely() -> None:
+def test_a_single_candidate_is_the_most_likely_token() -> None:
     logits = here(torch.randn(8, 30, generator=torch.Generator().manual_seed(0)))
     wanted = logits.argmax(-1).tolist()
     for sampling in (Sampling(), Sampling(2.0, top_k=1), Sampling(2.0, top_p=1e-9), Sampling(1e-3)):
@@ -402,7 +402,7 @@ def test_samples_of_one_are_the_most_likely() -> None:
         {"top_p": 1.1},
     ],
 )
-def test_samplings_out_of_range(options: dict[str, Any]) -> None:
+def test_rejects_sampling_out_of_range(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="Sampling"):
         Sampling(**options)
 
@@ -417,7 +417,7 @@ def test_import_needs_no_model_library(run_snippet: RunSnippet) -> None:
     )
 
 
-def test_requests_own_what_they_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_own_their_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVPOOL_DEBUG", "1")
     model = PoolReader(64, 4)
     engine = Engine(model, 64)

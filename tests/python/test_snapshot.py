@@ -1,4 +1,4 @@
-"""Snapshots: what they know of pools, and the files that show it."""
+"""Snapshots of pools, and their files."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def states(pool: Any) -> list[tuple[int, int, str]]:  # noqa: ANN401
 
 
 @pytest.mark.parametrize("page_size", [1, 4])
-def test_spans_are_what_stands_in_the_pool(page_size: int) -> None:
+def test_spans_match_the_pool(page_size: int) -> None:
     pool = slots(10 * page_size, page_size)
     first, second = some(pool.alloc(3 * page_size, owner="a")), some(pool.alloc(2 * page_size, owner="b"))
     pool.free(first[page_size : 2 * page_size])
@@ -119,7 +119,7 @@ def test_a_full_pool_and_an_empty_one() -> None:
     assert take(BufferPool(devices.current())).count == 0
 
 
-def test_collection_is_as_it_was() -> None:
+def test_garbage_collection_is_restored() -> None:
     pool = slots()
     assert gc.isenabled()
     to_html([take(pool)])
@@ -143,7 +143,7 @@ def parse(text: str) -> dict[str, Any]:
     return data
 
 
-def test_the_page_holds_what_one_can_point_at(tmp_path: Path) -> None:
+def test_the_page_contains_the_details_of_units(tmp_path: Path) -> None:
     pool = slots()
     pool.name = "decode"
     pool.alloc(3, owner="request 1")
@@ -166,7 +166,7 @@ def test_the_page_holds_what_one_can_point_at(tmp_path: Path) -> None:
     assert all(age >= 0 for span in shown["spans"] for _, age in span[4])
 
 
-def test_the_page_loads_nothing(tmp_path: Path) -> None:
+def test_the_page_is_self_contained(tmp_path: Path) -> None:
     path = tmp_path / "map.html"
     kvpool.snapshot(path, slots())
     text = path.read_text(encoding="utf-8")
@@ -205,7 +205,7 @@ def test_the_picture_shows_each_state(tmp_path: Path) -> None:
 
 
 def fragmented(size: int) -> Any:  # noqa: ANN401
-    """A pool of which one holds every fourth slot, and others each one of the rest."""
+    """A pool with one owner of every fourth slot, and an owner for each of the others."""
     one = take(slots())
     spans = []
     for at in range(1, size + 1, 4):
@@ -230,7 +230,7 @@ def test_spans_that_share_a_cell_are_merged() -> None:
     assert len(text) < 3_000_000
     assert shown["spanCount"] == size + 1
     assert len(shown["spans"]) <= 16_384
-    # A cell has 25 units, of which one holds 7, and 6 others one each.
+    # A cell has 25 units: one owner has 7 of them, 6 others have one each.
     assert shown["perCell"] == 25
     first, end, state, n_bytes, held, parts, merged = shown["spans"][0]
     assert (first, end, state, n_bytes, held, merged) == (1, 26, "mixed", None, [], 25)
@@ -245,7 +245,7 @@ def test_spans_that_share_a_cell_are_merged() -> None:
     assert [held[0][0] for _, kind, held in parts if kind == "live"] == [0, 1, 2, None]
     assert shown["holders"][:2] == [["'a'", 0, size // 4, 2.0], ["1", 1, 1, 3.0]]
     assert (shown["holderCount"], shown["sites"]) == (size // 4 + 1, ["here", "there"])
-    # What is larger than a cell is not merged.
+    # Spans larger than a cell are not merged.
     assert shown["spans"][-1] == [size + 1, 2 * size + 1, "free", None, []]
     assert [end for _, end, *_ in shown["spans"][:-1]] == [first for first, *_ in shown["spans"][1:]]
     assert (shown["freeRuns"], shown["longestFreeRun"]) == (size // 4, size + 1)
@@ -254,7 +254,7 @@ def test_spans_that_share_a_cell_are_merged() -> None:
     assert shown["ages"] == [[1.0, size // 2]]
 
 
-# As much of a browser as the page uses. What stands in the page is printed at its end.
+# The parts of a browser that the page uses. Prints the content of the page at exit.
 BROWSER = r"""
 class Element {
   children = []; textContent = ""; style = {}; dataset = {}; classList = { toggle() {} };
@@ -278,7 +278,7 @@ process.on("exit", () => console.log(pools.text));
 
 
 def run_page(text: str, end: str = "") -> str:
-    """What the script of a page shows."""
+    """The output of a page's script."""
     node = shutil.which("node")
     if node is None:
         pytest.skip("runs the script of the page with Node.js, which is not installed")
@@ -288,7 +288,7 @@ def run_page(text: str, end: str = "") -> str:
     return subprocess.run([node, "-"], input=script, stdout=subprocess.PIPE, text=True, check=True).stdout
 
 
-def test_the_script_shows_pools_and_what_is_pointed_at() -> None:
+def test_the_script_shows_pools_and_the_unit_under_the_pointer() -> None:
     pool = slots()
     pool.alloc(3, owner="x")
     pool.alloc(1)
@@ -304,13 +304,13 @@ def test_the_script_shows_merged_spans() -> None:
     text = to_html([fragmented(200_000)])
     shown = run_page(text, "console.log(describe(data.pools[0], 7).lines.join('; '));")
     assert "150,000 of 200,000 slots in use; 50,000 free runs, the longest 1; fragmentation 100 %" in shown
-    assert "Of 200,000 spans, those that share a cell are merged" in shown
+    assert "Of 200,000 spans, those within a cell are merged" in shown
     assert "and 49,901 more" in shown
     assert shown.startswith("13 slots in 13 spans; 4 slots live: owner 'a', age 2.0 s, taken at here; 1 ")
     assert "; 1 slot live: other holders, oldest 3.0 s; 3 slots free; 3 slots fenced\n" in shown
 
 
-def test_the_script_shows_what_it_can() -> None:
+def test_one_broken_pool_does_not_hide_others() -> None:
     broken, good = take(slots()), take(slots())
     text = to_html([dataclasses.replace(broken, stats=None), good])  # type: ignore[arg-type]
     shown = run_page(text)
@@ -329,7 +329,7 @@ def test_cells_are_few_however_many_units_there_are() -> None:
     assert axes.images[0].get_size() == (64, 128)
 
 
-def test_pictures_take_names_as_they_are(tmp_path: Path) -> None:
+def test_pictures_show_names_without_markup(tmp_path: Path) -> None:
     pool = slots()
     pool.name = "$x_{$"
     for owner in ("cost $\\bad{$ 5", 7, "7"):
@@ -342,7 +342,7 @@ def test_pictures_take_names_as_they_are(tmp_path: Path) -> None:
     kvpool.snapshot(tmp_path / "map.png", pool)
 
 
-def test_a_picture_has_some_of_many_pools(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_picture_limits_the_number_of_pools(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvpool.observe.snapshot_png._MOST_POOLS", 2)
     pools = []
     for name, count in (("a", 2), ("b", 1), ("c", 3)):
@@ -378,14 +378,14 @@ def test_all_living_pools_by_default(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["map.pdf", "map", "map.HTM"])
-def test_other_files_are_refused(tmp_path: Path, name: str) -> None:
+def test_rejects_other_file_types(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match=r"a snapshot is \.html or \.png"):
         kvpool.snapshot(tmp_path / name, slots())
     assert not list(tmp_path.iterdir())
 
 
-def test_what_hands_nothing_out_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="a KVPool hands nothing out"):
+def test_rejects_pools_without_units(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="a KVPool hands out no units"):
         kvpool.snapshot(tmp_path / "map.html", KVPool(8, 1, 1, 2, devices.current()))
 
 
@@ -405,5 +405,5 @@ def test_a_page_needs_neither_torch_nor_matplotlib(run_snippet: RunSnippet, tmp_
         print(error.name)
     """
     printed = run_snippet(code, hidden=["torch", "numpy", "matplotlib"])
-    assert printed.split("\n")[0] == "no pool of this process hands anything out"
+    assert printed.split("\n")[0] == "no pool of this process hands out units"
     assert page_data(tmp_path / "map.html")["pools"][0]["name"] == "TokenToKVPoolAllocator-0"

@@ -91,30 +91,30 @@ HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
         (GOOD + "{oops\n", 2, "not a JSON object"),
         (GOOD + "\n[1, 2]\n", 3, "needs an object with timestamp"),
         (GOOD + '{"timestamp": 0, "input_length": 1}\n', 2, "needs an object with timestamp"),
-        (GOOD.replace("0,", '"soon",'), 1, "timestamp is no number of milliseconds: 'soon'"),
-        (GOOD.replace("0,", "true,"), 1, "timestamp is no number of milliseconds: True"),
-        (GOOD.replace("0,", "NaN,"), 1, "timestamp is no number of milliseconds: nan"),
-        (GOOD.replace("0,", "-1,"), 1, "timestamp is no number of milliseconds: -1"),
-        (GOOD.replace("1,", "0,"), 1, "input_length is no token count of at least 1: 0"),
-        (GOOD.replace("1,", "1.5,"), 1, "input_length is no token count of at least 1: 1.5"),
-        (GOOD.replace("1}", "-1}"), 1, "output_length is no token count of at least 0: -1"),
-        (GOOD.replace("1}", "true}"), 1, "output_length is no token count of at least 0: True"),
+        (GOOD.replace("0,", '"soon",'), 1, "timestamp is not a number of milliseconds: 'soon'"),
+        (GOOD.replace("0,", "true,"), 1, "timestamp is not a number of milliseconds: True"),
+        (GOOD.replace("0,", "NaN,"), 1, "timestamp is not a number of milliseconds: nan"),
+        (GOOD.replace("0,", "-1,"), 1, "timestamp is not a number of milliseconds: -1"),
+        (GOOD.replace("1,", "0,"), 1, "input_length is not a token count of at least 1: 0"),
+        (GOOD.replace("1,", "1.5,"), 1, "input_length is not a token count of at least 1: 1.5"),
+        (GOOD.replace("1}", "-1}"), 1, "output_length is not a token count of at least 0: -1"),
+        (GOOD.replace("1}", "true}"), 1, "output_length is not a token count of at least 0: True"),
         (GOOD.replace("1}", "9" * 5000 + "}"), 1, "not a JSON object"),
         (HEADER + "2023-11-16 18:15:46.68,374\n", 2, "has 2 columns, the header has 3"),
-        (HEADER + "2023-11-16 18:15:46.68,many,1\n", 2, "ContextTokens is no token count of at least 1"),
-        (HEADER + "2023-11-16 18:15:46.68,1,\n", 2, "GeneratedTokens is no token count of at least 0: ''"),
-        (HEADER + "2023-11-16 18:15:46.68,1," + "9" * 5000, 2, "GeneratedTokens is no token count"),
+        (HEADER + "2023-11-16 18:15:46.68,many,1\n", 2, "ContextTokens is not a token count of at least 1"),
+        (HEADER + "2023-11-16 18:15:46.68,1,\n", 2, "GeneratedTokens is not a token count of at least 0: ''"),
+        (HEADER + "2023-11-16 18:15:46.68,1," + "9" * 5000, 2, "GeneratedTokens is not a token count"),
         (
             HEADER + "2023-02-30 18:15:46.68,1,1\n",
             2,
-            "TIMESTAMP is no date and time: '2023-02-30 18:15:46.68'",
+            "TIMESTAMP is not a date and time: '2023-02-30 18:15:46.68'",
         ),
-        (HEADER + "yesterday,1,1\n", 2, "TIMESTAMP is no date and time: 'yesterday'"),
-        (HEADER + "2023-02-20,1,1\n", 2, "TIMESTAMP is no date and time: '2023-02-20'"),
+        (HEADER + "yesterday,1,1\n", 2, "TIMESTAMP is not a date and time: 'yesterday'"),
+        (HEADER + "2023-02-20,1,1\n", 2, "TIMESTAMP is not a date and time: '2023-02-20'"),
         ("\nhello, world\n", 2, "neither a Mooncake line"),
     ],
 )
-def test_a_malformed_line_is_named(tmp_path: Path, content: str, line: int, message: str) -> None:
+def test_a_malformed_line_is_reported(tmp_path: Path, content: str, line: int, message: str) -> None:
     with pytest.raises(TraceError) as caught:
         read(tmp_path, content)
     assert f"sample.trace:{line}: " in str(caught.value)
@@ -122,12 +122,12 @@ def test_a_malformed_line_is_named(tmp_path: Path, content: str, line: int, mess
 
 
 @pytest.mark.parametrize("content", ["", "\n \r\n", HEADER])
-def test_a_file_without_requests_is_refused(tmp_path: Path, content: str) -> None:
+def test_rejects_a_file_without_requests(tmp_path: Path, content: str) -> None:
     with pytest.raises(TraceError, match="holds no requests"):
         read(tmp_path, content)
 
 
-def test_a_binary_file_is_refused(tmp_path: Path) -> None:
+def test_rejects_a_binary_file(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="not a text file"):
         read(tmp_path, b"{\xff\xfe\x00")
 
@@ -156,6 +156,6 @@ def test_the_generator_resembles_the_azure_trace() -> None:
 
 
 @pytest.mark.parametrize(("requests", "seed"), [(0, 0), (-1, 0), (1, -1)])
-def test_the_generator_refuses_nonsense(requests: int, seed: int) -> None:
+def test_the_generator_rejects_bad_arguments(requests: int, seed: int) -> None:
     with pytest.raises(TraceError, match="requests >= 1 and seed >= 0"):
         synthetic_trace(requests, seed)

@@ -1,4 +1,4 @@
-"""Trace files that nobody wrote on purpose: bytes of any kind, and good files with something changed."""
+"""Malformed trace files: arbitrary bytes, and valid files with mutations."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ changes = st.lists(
 
 @any_path
 @given(content=st.binary(max_size=400))
-def test_bytes_are_a_trace_or_refused(tmp_path: Path, content: bytes) -> None:
+def test_any_bytes_are_a_trace_or_an_error(tmp_path: Path, content: bytes) -> None:
     check_content(tmp_path / "sample.trace", content)
 
 
 @any_path
 @given(content=st.sampled_from([MOONCAKE, AZURE]), changes=changes)
-def test_a_changed_trace_is_a_trace_or_refused(
+def test_a_mutated_trace_is_a_trace_or_an_error(
     tmp_path: Path, content: bytes, changes: list[tuple[int, int, bytes]]
 ) -> None:
     for at, gone, new in changes:
@@ -66,14 +66,14 @@ def test_every_mooncake_request_is_read(tmp_path: Path, rows: list[tuple[float, 
 
 
 @pytest.mark.parametrize("path", KEPT, ids=lambda path: f"{path.parent.name}-{path.name[:12]}")
-def test_what_a_fuzzer_kept_is_a_trace_or_refused(tmp_path: Path, path: Path) -> None:
+def test_fuzzer_findings_are_a_trace_or_an_error(tmp_path: Path, path: Path) -> None:
     check_content(tmp_path / "sample.trace", path.read_bytes())
 
 
 @pytest.mark.parametrize(
     "content", [MOONCAKE.replace(b"1000.5", b"999999999999999"), b'{"a":' + b"[" * 100_000]
 )
-def test_what_no_trace_holds_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_rejects_impossible_values(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "sample.trace"
     path.write_bytes(content)
     with pytest.raises(TraceError):

@@ -1,4 +1,4 @@
-"""`PooledModel`: models of `transformers`, as they are, on the pools, beside what they do alone."""
+"""`PooledModel`: unmodified models of `transformers` on the pools, compared with the models alone."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 VOCAB = 128
-# So far logits may be from those that are computed in another way; the largest are about 5.
+# The most that logits may differ between computations; the largest are about 5.
 NOISE = 5e-4
-# Of weights with which no choice of a token is that close.
+# The seed of weights with which no two candidates are that close.
 SEEDS = {"qwen3": 2, "llama": 5, "mistral": 3, "deepseek_v3": 1, "qwen3_next": 4}
 
 TINY: dict[str, Any] = {
@@ -45,7 +45,7 @@ TINY: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
-    # Wide enough for tokens that depend on the whole prompt.
+    # Wide enough that tokens depend on the whole prompt.
     "initializer_range": 0.3,
     "bos_token_id": None,
     "eos_token_id": None,
@@ -95,7 +95,7 @@ MODELS = list(CONFIGS)
 def _device(request: pytest.FixtureRequest, device: str) -> Iterator[str]:
     """Every test runs on every device that PyTorch has kernels for."""
     if device == "cuda" and request.config.getoption("--software"):
-        pytest.skip("it needs PyTorch's kernels on a GPU, which the driver made of software has not")
+        pytest.skip("it needs PyTorch's kernels on a GPU, which the software driver has not")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # little work, which several threads would wait for each other with
     logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -119,7 +119,7 @@ def a_model(config: str, dtype: torch.dtype = torch.float32) -> Any:  # noqa: AN
 
 
 class Task(NamedTuple):
-    """A prompt and how much to generate."""
+    """A prompt and the number of tokens to generate."""
 
     prompt: tuple[int, ...]
     new_tokens: int
@@ -139,7 +139,7 @@ def some_tasks(n: int, longest: int = 70, most: int = 40) -> list[Task]:
 
 @cache
 def generated(config: str, device: str, task: Task) -> tuple[list[int], float]:
-    """What a model generates alone, and how far its choices were from the next best at least."""
+    """The tokens of the model alone, and the smallest gap to the second-best candidate."""
     out = built(config, device).generate(
         torch.tensor([task.prompt], device=device),
         max_new_tokens=task.new_tokens,
@@ -152,7 +152,7 @@ def generated(config: str, device: str, task: Task) -> tuple[list[int], float]:
 
 
 def alone(config: str, tasks: Sequence[Task]) -> list[list[int]]:
-    """What a model generates for each of these alone; no choice was so close that noise could change it."""
+    """The tokens of the model alone for each request; no gap is small enough for noise to change a token."""
     found = [generated(config, devices.current(), task) for task in tasks]
     assert min(gap for _, gap in found) > NOISE
     return [tokens for tokens, _ in found]
@@ -171,8 +171,8 @@ def is_whole(pooled: PooledModel) -> bool:
 
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("config", MODELS)
-def test_every_request_gets_what_the_model_generates_alone(config: str, page_size: int) -> None:
-    """Requests of many lengths arrive over time, prompts come in pieces, and the pool is short."""
+def test_every_request_equals_the_model_alone(config: str, page_size: int) -> None:
+    """Requests of many lengths arrive over time, prompts are chunked, and the pool is short."""
     pooled = PooledModel(a_model(config), 320, 24, 120, page_size=page_size)
     engine = Engine(pooled, max_step_tokens=48)
     tasks = some_tasks(64)
@@ -246,7 +246,7 @@ def test_sampled_tokens_do_not_depend_on_the_batch(config: str) -> None:
     assert found[0] != alone(config, tasks)
 
 
-def test_bfloat16_is_as_near_as_its_noise() -> None:
+def test_bfloat16_is_within_its_noise() -> None:
     """Each token is the best for the model alone after the same tokens, or so near that rounding decides.
 
     Logits of about 5 have steps of 2**-5 in bfloat16, and what they come from is rounded many times. A token
@@ -272,7 +272,7 @@ def test_bfloat16_is_as_near_as_its_noise() -> None:
 
 
 class Batch:
-    """Requests in the pools of a model, and the logits that the model alone has for them."""
+    """Requests in the pools of a model, and the logits of the model alone."""
 
     def __init__(self, config: str, page_size: int = 4, **options: Any) -> None:  # noqa: ANN401
         self.model = a_model(config)
@@ -287,7 +287,7 @@ class Batch:
         return rows
 
     def plan(self, lens: dict[int, int]) -> BatchPlan:
-        """A plan for so many more tokens of each request."""
+        """Plan the given numbers of further tokens."""
         begins = [self.planner.seq_len(row) for row in lens]
         ends = [begin + new for begin, new in zip(begins, lens.values(), strict=True)]
         plan = self.planner.extend([*lens], begins, ends)
@@ -303,7 +303,7 @@ class Batch:
         return here(torch.tensor(found))
 
     def check(self, plan: BatchPlan, tolerance: float = NOISE) -> None:
-        """The logits of a batch are those of the model alone."""
+        """The logits of a batch equal those of the model alone."""
         logits = self.pooled.forward(self.new_tokens(plan), plan)
         assert logits.shape == (plan.padded_batch_size, VOCAB)
         assert logits.dtype is self.model.dtype
@@ -316,8 +316,8 @@ class Batch:
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("config", MODELS)
-def test_logits_of_pieces_and_single_tokens(config: str, page_size: int) -> None:
-    """Pieces of any lengths in one batch: equal ones and others, single tokens at the start and later."""
+def test_logits_of_chunks_and_single_tokens(config: str, page_size: int) -> None:
+    """Chunks of any lengths in one batch: equal and different ones, single tokens at the start and later."""
     batch = Batch(config, page_size)
     for row in batch.tokens:
         batch.tokens[row] = (batch.tokens[row] * 70)[:70]
@@ -370,7 +370,7 @@ def test_shared_prefix_and_rejected_tokens(config: str) -> None:
     plan = batch.planner.extend([other], [32], [35], [batch.pooled.table.read(row, 32)])
     assert plan is not None
     batch.check(plan)
-    # Three tokens are tried, one stays.
+    # Three tokens are drafted, one is accepted.
     plan = batch.planner.decode([other], [38], 3)
     assert plan is not None
     batch.check(plan)
@@ -381,7 +381,7 @@ def test_shared_prefix_and_rejected_tokens(config: str) -> None:
 
 @pytest.mark.parametrize("config", MODELS)
 def test_forks(config: str) -> None:
-    """A request goes on in two ways: pages shared, a part of one copied, and the states."""
+    """A request continues in two ways: pages are shared, a part of one and the states are copied."""
     batch = Batch(config)
     (row,) = batch.rows(1)
     batch.tokens[row] = [*range(22), 30, 31]
@@ -406,11 +406,11 @@ def test_keys_of_another_dtype() -> None:
         batch.check(batch.plan(dict(zip(batch.tokens, lens, strict=True))), tolerance=0.1)
 
 
-# Pools to the measure of models
+# Shapes of pools
 
 
 @pytest.mark.parametrize("config", MODELS)
-def test_pools_have_the_measures_of_the_model(config: str) -> None:
+def test_pools_have_the_shapes_of_the_model(config: str) -> None:
     pooled = PooledModel(a_model(config), 100, 3, 50, page_size=4)
     kv_pool, gdn_pool = pooled.kv_pool, pooled.gdn_pool
     wanted = {"deepseek_v3": (2, 4, 24, 4, 12), "qwen3": (2, 2, 16, 2, 16), "qwen3_next": (1, 2, 16, 2, 16)}
@@ -452,7 +452,7 @@ def test_pools_have_the_measures_of_the_model(config: str) -> None:
     ],
     ids=["attention sinks", "capped scores", "other states", "states written in place"],
 )
-def test_models_that_the_pools_cannot_serve(config: Any, match: str) -> None:  # noqa: ANN401
+def test_rejects_unsupported_models(config: Any, match: str) -> None:  # noqa: ANN401
     model = make(config).eval().to(devices.current())
     before = model.config._attn_implementation
     with pytest.raises(ConfigError, match=match):
@@ -460,7 +460,7 @@ def test_models_that_the_pools_cannot_serve(config: Any, match: str) -> None:  #
     assert model.config._attn_implementation == before
 
 
-def test_pools_that_cannot_be_made_leave_the_model_as_it_was() -> None:
+def test_failed_pools_leave_the_model_unchanged() -> None:
     model = built.__wrapped__("qwen3", devices.current())
     for sizes in ((0, 1, 1), (1, 0, 1), (1, 1, 0)):
         with pytest.raises(ConfigError):
@@ -468,7 +468,7 @@ def test_pools_that_cannot_be_made_leave_the_model_as_it_was() -> None:
         assert model.config._attn_implementation == "sdpa"
 
 
-def test_batches_that_do_not_fit() -> None:
+def test_rejects_mismatched_batches() -> None:
     batch = Batch("qwen3")
     rows = [row for row, tokens in batch.tokens.items() if len(tokens) > 2][:2]
     plan = batch.plan({rows[0]: 3, rows[1]: 1})

@@ -1,1 +1,1 @@
-"""Models of other packages on kvpool's pools: one module for each package, which it needs."""
+"""Integrations: one module for each package, which the module requires."""

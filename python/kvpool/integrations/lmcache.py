@@ -1,7 +1,7 @@
-"""LMCache's names for pools of KV chunks, over `kvpool.ChunkPool`.
+"""LMCache's names for pools of KV chunks, on top of `kvpool.ChunkPool`.
 
-They take the place of `lmcache.storage_backend.mem_pool`: the same classes, arguments and results, and the
-same number of chunks for a size. `KVObj.data` is contiguous, so that a chunk moves in one copy.
+This module replaces `lmcache.storage_backend.mem_pool`: the same classes, arguments and results, and the same
+number of chunks for a size. `KVObj.data` is contiguous, so that a chunk moves in one copy.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ __all__ = [
     "LocalPool",
 ]
 
-# In debugging, a chunk belongs to the line that called `allocate`.
+# With debugging, a chunk is attributed to the line that called `allocate`.
 _acts_for_callers = True
 
-# Where a `KVObj`, whose fields are LMCache's, has the chunk that it stands for.
+# Attribute of a `KVObj`, beside LMCache's fields, that holds its chunk.
 _CHUNK = "_chunk"
 
 
 @dataclass
 class LMCacheMemPoolMetadata:
-    """What a pool holds.
+    """The chunks of a pool.
 
     Attributes:
         kv_shape: `(layers, 2, chunk_tokens, kv_heads, head_dim)` of a full chunk.
-        kv_dtype: Of its elements, a `torch.dtype`.
+        kv_dtype: Element type, a `torch.dtype`.
         max_local_cache_size: In GB of 1024**3 bytes; fractions are allowed.
     """
 
@@ -52,7 +52,7 @@ class LMCacheMemPoolMetadata:
 
 @dataclass
 class KVObj:
-    """A chunk that was allocated.
+    """An allocated chunk.
 
     Attributes:
         chunk_idx: Its number in the pool.
@@ -70,27 +70,27 @@ class BasePool(abc.ABC):
 
     @abc.abstractmethod
     def init_max_chunk_num(self, metadata: LMCacheMemPoolMetadata) -> int:
-        """How many chunks the pool has."""
+        """Return the number of chunks of the pool."""
 
     @abc.abstractmethod
     def allocate(self, kv_chunk: Any) -> KVObj | None:  # noqa: ANN401
-        """Take a chunk that `kv_chunk` fits into, or return `None`."""
+        """Allocate a chunk that `kv_chunk` fits into, or return `None`."""
 
     @abc.abstractmethod
     def free(self, kv_obj: KVObj) -> None:
-        """Give a chunk back."""
+        """Free a chunk."""
 
 
 class LocalPool(BasePool):
-    """Chunks in page-locked memory of this machine, as far as there is a driver.
+    """Chunks in memory of this machine, page-locked if there is a driver.
 
     Args:
-        metadata: What the pool holds.
+        metadata: The chunks of the pool.
 
     Raises:
-        ConfigError: If the shape has not five extents, one is below 1, or the size is negative.
-        TypeError: If the dtype cannot be stored.
-        OutOfMemoryError: If the memory cannot be had.
+        ConfigError: If the shape does not have five extents, one is below 1, or the size is negative.
+        TypeError: If the dtype is not supported.
+        OutOfMemoryError: If there is not enough memory.
     """
 
     device: DeviceLike = "cpu"
@@ -101,25 +101,25 @@ class LocalPool(BasePool):
                 f"kv_shape is {tuple(metadata.kv_shape)}; "
                 "it must be (layers, 2, chunk_tokens, kv_heads, head_dim)"
             )
-        # What a chunk takes is asked of a pool, which also checks shape and dtype.
+        # A pool of one chunk gives the bytes of a chunk, and checks shape and dtype.
         probe = ChunkPool(1, metadata.kv_shape, metadata.kv_dtype, "cpu", pin_memory=False)
         self.size_per_chunk = probe.chunk_bytes
         self.max_chunk_num = self.init_max_chunk_num(metadata)
         self._dtype = probe.dtype
         self._shape = probe.chunk_shape
-        # Frees of what no pool allocated.
-        self._strays = 0
+        # Frees of objects that no pool allocated.
+        self._foreign_frees = 0
         self._pool = ChunkPool(self.max_chunk_num, metadata.kv_shape, metadata.kv_dtype, self.device)
 
     def init_max_chunk_num(self, metadata: LMCacheMemPoolMetadata) -> int:
-        """How many chunks the pool has: as many as the size holds, and one that the evictor counts on."""
+        """Return the number of chunks: those that fit the size, and one more that the evictor expects."""
         size = metadata.max_local_cache_size
         if not math.isfinite(size) or size < 0:
             raise ConfigError(f"max_local_cache_size is {size}; it must be a number of GB, not negative")
         return int(size * 1024**3) // self.size_per_chunk + 1
 
     def allocate(self, kv_chunk: Any) -> KVObj | None:  # noqa: ANN401
-        """Take a chunk for as many tokens as `kv_chunk` has. Copies nothing.
+        """Allocate a chunk for the tokens of `kv_chunk`. Copies nothing.
 
         Args:
             kv_chunk: A tensor `(layers, 2, tokens, kv_heads, head_dim)` of the pool's dtype.
@@ -129,7 +129,7 @@ class LocalPool(BasePool):
 
         Raises:
             ConfigError: If the shape does not fit.
-            TypeError: If the dtype is another one.
+            TypeError: If the dtype differs.
         """
         shape = tuple(kv_chunk.shape)
         layers, pair, most, heads, head_dim = self._shape
@@ -148,26 +148,25 @@ class LocalPool(BasePool):
         return kv_obj
 
     def free(self, kv_obj: KVObj) -> None:
-        """Give a chunk back.
+        """Free a chunk.
 
-        What was freed before, or is of another pool, is dropped, counted in `stats()` and reported once.
-
-        So is what no pool allocated, whatever number it has.
+        A chunk that was already freed, belongs to another pool, or was allocated by no pool is dropped,
+        counted in `stats()` and reported once.
         """
         chunk: Chunk | None = vars(kv_obj).get(_CHUNK)
         if chunk is not None:
             self._pool.free(chunk)
             return
-        level = logging.DEBUG if self._strays else logging.WARNING
-        self._strays += 1
+        level = logging.DEBUG if self._foreign_frees else logging.WARNING
+        self._foreign_frees += 1
         logging.getLogger("kvpool").log(
             level, "dropped 1 of 1 freed chunks: %d (allocated by no pool)", kv_obj.chunk_idx
         )
 
     def stats(self) -> ChunkStats:
-        """The numbers of `ChunkPool.stats`."""
+        """Return the statistics of `ChunkPool.stats`."""
         stats = self._pool.stats()
-        stats["dropped_frees"] += self._strays
+        stats["dropped_frees"] += self._foreign_frees
         return stats
 
 
@@ -176,7 +175,7 @@ class LocalCPUPool(LocalPool):
 
 
 class LocalCPUBufferPool(LocalCPUPool):
-    """Chunks in host memory through which others pass on their way to a disk."""
+    """Chunks in host memory that buffer chunks on their way to a disk."""
 
 
 class LocalGPUPool(LocalPool):

@@ -1,10 +1,10 @@
-"""Causal language models of Hugging Face `transformers` (5.21 and later), as they are, on kvpool's pools.
+"""Unmodified causal language models of Hugging Face `transformers` (5.21 and later) on kvpool's pools.
 
-`PooledModel` runs a ragged batch that a `BatchPlanner` planned: keys and values go to a `KVPool`, states of
-Gated DeltaNet layers to a `GDNPool`. The model's code is not touched. It is given a cache (`Cache`) that
-hands out and takes back the states of the requests in the batch, and an attention function named "kvpool"
-(`AttentionInterface`) that writes to the pool and attends to what is there. Outside of
-`PooledModel.forward` that function is PyTorch's SDPA, so that the model generates as before.
+`PooledModel` runs a ragged batch from a `BatchPlanner`: keys and values go to a `KVPool`, states of Gated
+DeltaNet layers to a `GDNPool`. The model gets a cache (`Cache`) that reads and writes the states of the
+requests in the batch, and an attention function named "kvpool" (`AttentionInterface`) that writes to the pool
+and attends to its tokens. Outside of `PooledModel.forward` that function is PyTorch's SDPA, so that the model
+generates as before.
 """
 
 from __future__ import annotations
@@ -34,45 +34,46 @@ if TYPE_CHECKING:
     from kvpool._typing import DTypeLike
     from kvpool.attention import AttentionGroup
 
-    # Of a module, its query, key and value, and the options of an attention function.
+    # Arguments: a module, its query, key and value, and the options of an attention function.
     Attend = Callable[..., torch.Tensor]
 
 __all__ = ["PooledModel"]
 
-# By which `transformers` knows the attention function.
+# The name of the attention function in `transformers`.
 _NAME = "kvpool"
 
-# What attention is while a `PooledModel` runs. No option of the model's call: it would reach other functions,
-# too.
+# The attention function while a `PooledModel` runs. An option of the model's call would also reach other
+# functions.
 _ATTEND: ContextVar[Attend | None] = ContextVar("kvpool_attend", default=None)
 
-# Kinds of layers (`config.layer_types`), by the pool that serves them.
+# Kinds of layers (`config.layer_types`), by the pool that holds them.
 _ATTENTION = ("full_attention", "sliding_attention")
 _LINEAR = "linear_attention"
 
-# What other models ask of attention, which `PoolAttention` cannot do.
+# Options of other models' attention that `PoolAttention` does not support.
 _FOREIGN = ("softcap", "s_aux", "position_bias")
 
 
 class PooledModel:
-    """A causal language model whose layers keep what they remember in kvpool's pools.
+    """A causal language model whose layers keep their KV cache and states in kvpool's pools.
 
-    The pools are made here, to the measure of the model, for which it runs two tokens. Keys and values are
-    kept as the attention function gets them; with multi-head latent attention that is after their expansion.
-    Layers with a sliding window keep all tokens, too.
+    The constructor creates the pools; it runs two tokens through the model to find their shapes. Keys and
+    values are stored in the form that the attention function receives, which is the expanded form for
+    multi-head latent attention. Layers with a sliding window also keep all tokens.
 
     Args:
-        model: With a language-model head, in evaluation mode. Its attention implementation becomes "kvpool".
+        model: A model with a language-model head, in evaluation mode. Its attention implementation becomes
+            "kvpool".
         size: Token slots.
-        max_reqs: Requests that can have slots at once.
+        max_reqs: The most requests with slots at once.
         max_context_len: The most tokens of a request.
         page_size: Slots in a page.
-        dtype: Of keys and values, by default the model's, which convolution states always have.
+        dtype: Data type of keys and values; by default the model's, which convolution states always have.
 
     Attributes:
         model: The model.
-        vocab_size: Tokens that it knows.
-        allocator: Of token slots; with `table` it makes a `BatchPlanner`.
+        vocab_size: Size of the vocabulary.
+        allocator: The allocator of token slots, for a `BatchPlanner` with `table`.
         table: The request table.
         kv_pool: Keys and values; its layers are the attention layers, in order.
         gdn_pool: The states of Gated DeltaNet layers, in order, with the rows of the request table as working
@@ -81,10 +82,10 @@ class PooledModel:
     Raises:
         ConfigError: If a layer is neither full nor sliding-window attention nor Gated DeltaNet, layers of one
             kind have different shapes, or a size is below 1.
-        OutOfMemoryError: If the memory cannot be had.
+        OutOfMemoryError: If there is not enough memory.
     """
 
-    def __init__(  # noqa: PLR0913 - a model and what its pools are made of
+    def __init__(  # noqa: PLR0913 - a model and the sizes of its pools
         self,
         model: PreTrainedModel,
         size: int,
@@ -94,34 +95,34 @@ class PooledModel:
         page_size: int = 1,
         dtype: DTypeLike | None = None,
     ) -> None:
-        measures = _measure(model)
+        shapes = _probe(model)
         device = str(model.device)
         self.model = model
         embeddings: Any = model.get_input_embeddings()
         self.vocab_size: int = embeddings.num_embeddings
         self.kv_pool, self.allocator = make_full_attention_net_mem_pool(
             size,
-            len(measures.attention_layers),
-            *measures.kv_shape,
+            len(shapes.attention_layers),
+            *shapes.kv_shape,
             device=device,
             dtype=dtype or model.dtype,
             page_size=page_size,
         )
         self.table = make_req_to_token_pool(max_reqs, max_context_len, device)
         self.gdn_pool: GDNPool | None = None
-        if measures.gdn_shape is not None:
+        if shapes.gdn_shape is not None:
             self.gdn_pool = GDNPool(
-                max_reqs, len(measures.linear_layers), *measures.gdn_shape, device=device, dtype=model.dtype
+                max_reqs, len(shapes.linear_layers), *shapes.gdn_shape, device=device, dtype=model.dtype
             )
-        self._attention_layers = {layer: i for i, layer in enumerate(measures.attention_layers)}
-        self._linear_layers = {layer: i for i, layer in enumerate(measures.linear_layers)}
+        self._attention_layers = {layer: i for i, layer in enumerate(shapes.attention_layers)}
+        self._linear_layers = {layer: i for i, layer in enumerate(shapes.linear_layers)}
         model.set_attn_implementation(_NAME)
 
     def start(self, rows: Sequence[int]) -> None:
-        """Forget what is in the states of these request rows, before the first tokens of new requests.
+        """Reset the states of these request rows, before the first tokens of new requests.
 
         Args:
-            rows: Of the request table.
+            rows: Rows of the request table.
         """
         if self.gdn_pool is not None and rows:
             self.gdn_pool.reset_states(rows)
@@ -130,20 +131,20 @@ class PooledModel:
     def forward(self, token_ids: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
         """Run the new tokens of a batch through the model.
 
-        A model with attention alone takes all of them in one call. The code of Gated DeltaNet takes requests
-        with equally many new tokens, so that it is one call for all that decode, and one for each piece of a
-        prompt.
+        A model with attention only processes them in one call. Gated DeltaNet layers need requests with
+        equally many new tokens, which takes one call for all requests that decode, and one for each prompt
+        chunk.
 
         Args:
             token_ids: int64 `[T]` on the model's device: the new tokens, in the order of the plan.
-            plan: The latest of a planner over `table` and `allocator`, with a new token for each request.
+            plan: The latest plan of a planner over `table` and `allocator`, with new tokens for each request.
 
         Returns:
             `[B, vocab_size]`: logits after the last token of each request, a new tensor of the model's dtype.
 
         Raises:
-            ConfigError: If tokens and plan do not fit, or the model asks attention for what the pool's does
-                not do.
+            ConfigError: If tokens and plan do not match, or the model uses an attention option that is not
+                supported.
             StaleBufferError: If the planner has made another plan since.
         """
         if token_ids.shape != (plan.padded_num_tokens,):
@@ -164,7 +165,7 @@ class PooledModel:
         for group in attention.groups:
             tokens, shape = group.tokens, (len(group.requests), group.extend_len)
             inputs = (token_ids[tokens].view(shape), positions[tokens].view(shape), slots[tokens])
-            states = _States(self.gdn_pool, self._linear_layers, rows[group.requests])
+            states = _StateCache(self.gdn_pool, self._linear_layers, rows[group.requests])
             logits.append(self._run(inputs, group, states, 1)[:, 0])
         order = torch.cat([group.requests for group in attention.groups])
         return torch.cat(logits)[order.argsort()]
@@ -176,13 +177,13 @@ class PooledModel:
         cache: Cache,
         logits_to_keep: int | torch.Tensor,
     ) -> torch.Tensor:
-        """One call of the model.
+        """Call the model once.
 
         Args:
             inputs: Tokens and their positions, `[n, length]`, and slots, `[n * length]`.
-            attention: Of these tokens.
+            attention: The attention of these tokens.
             cache: The states of these requests.
-            logits_to_keep: The number of last tokens, or places of tokens, for which there are logits.
+            logits_to_keep: The number of last tokens, or the positions of tokens, to compute logits for.
 
         Returns:
             Logits, `[n, kept, vocab_size]`.
@@ -194,7 +195,7 @@ class PooledModel:
             query: torch.Tensor,
             key: torch.Tensor,
             value: torch.Tensor,
-            **options: Any,  # noqa: ANN401 - whatever the model passes on
+            **options: Any,  # noqa: ANN401 - passed on by the model
         ) -> torch.Tensor:
             _refuse_foreign(module, options)
             layer = self._attention_layers[module.layer_idx]
@@ -204,7 +205,7 @@ class PooledModel:
             out = attention(query, layer, scale=scale, sliding_window=window)
             return out.view(*token_ids.shape, *out.shape[1:])
 
-        with _attending(attend):
+        with _use_attention(attend):
             output = self.model(
                 token_ids,
                 position_ids=positions,
@@ -217,7 +218,7 @@ class PooledModel:
 
 
 class _NoCache(Cache):
-    """A cache that keeps nothing: attention writes what it is given to the pool."""
+    """A cache that keeps nothing: attention writes to the pool."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -229,18 +230,18 @@ class _NoCache(Cache):
         return key_states, value_states
 
 
-class _States(_NoCache):
-    """The states of the requests in a rectangular batch, which lie in a `GDNPool`.
+class _StateCache(_NoCache):
+    """The states of the requests in a rectangular batch, stored in a `GDNPool`.
 
-    A layer gets copies, works on them, and gives them back at its end. Its recurrent states are
-    `[n, heads, k_dim, v_dim]`; those of the pool have V before K. There always is a previous state: zeros are
-    the same as none.
+    A layer gets copies, works on them, and passes them back at its end. Its recurrent states are
+    `[n, heads, k_dim, v_dim]`; those of the pool have V before K. There always is a previous state, since
+    zeros are equivalent to none.
     """
 
     def __init__(self, pool: GDNPool, layers: dict[int, int], rows: torch.Tensor) -> None:
         super().__init__()
         self._pool, self._layers, self._rows = pool, layers, rows
-        # That of the layer that runs, which may write to it.
+        # The state of the running layer, which may write to it.
         self._conv_state = torch.empty(0)
 
     @override
@@ -261,7 +262,7 @@ class _States(_NoCache):
     def update_conv_state(
         self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: object
     ) -> torch.Tensor:
-        # The first new inputs need the last old ones; the layer drops the outputs of these.
+        # The first new inputs need the last old ones, whose outputs the layer drops.
         inputs = torch.cat((self.get_conv_state(layer_idx), conv_states), dim=-1)
         self._conv_state = inputs[..., -self._conv_state.shape[-1] :]
         return inputs
@@ -282,23 +283,23 @@ class _States(_NoCache):
         return recurrent_states
 
 
-class _Watched(DynamicCache):
-    """A cache that knows which layers gave recurrent states back, rather than write to those they got."""
+class _RecordingCache(DynamicCache):
+    """A cache that records which layers pass recurrent states back, instead of writing in place."""
 
     def __init__(self, config: Any) -> None:  # noqa: ANN401 - a configuration of `transformers`
         super().__init__(config=config)
-        self.given_back: set[int] = set()
+        self.returned: set[int] = set()
 
     @override
     def update_recurrent_state(
         self, recurrent_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        self.given_back.add(layer_idx)
+        self.returned.add(layer_idx)
         return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
 
 
-class _Measures(NamedTuple):
-    """Layers of each kind, and what they keep: of a token as `KVPool`, of a request as `GDNPool` has it."""
+class _Shapes(NamedTuple):
+    """Layers of each kind, and the shapes of their K and V (`KVPool`) and states (`GDNPool`)."""
 
     attention_layers: list[int]
     linear_layers: list[int]
@@ -306,15 +307,13 @@ class _Measures(NamedTuple):
     gdn_shape: tuple[int, int, int, int, int] | None
 
 
-def _measure(model: PreTrainedModel) -> _Measures:
-    """Runs two tokens and looks at what attention and cache get: configurations differ in their names."""
+def _probe(model: PreTrainedModel) -> _Shapes:
+    """Run two tokens, and read the shapes from attention and cache: configurations name them differently."""
     config: Any = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None) or [_ATTENTION[0]] * config.num_hidden_layers
     foreign = sorted({*kinds} - {*_ATTENTION, _LINEAR})
     if foreign:
-        raise ConfigError(
-            f"{config.model_type} has layers of kinds that no pool serves: {', '.join(foreign)}"
-        )
+        raise ConfigError(f"{config.model_type} has unsupported kinds of layers: {', '.join(foreign)}")
     kv_shapes: dict[int, tuple[int, int, int, int]] = {}
 
     def attend(
@@ -322,20 +321,20 @@ def _measure(model: PreTrainedModel) -> _Measures:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        **options: Any,  # noqa: ANN401 - whatever the model passes on
+        **options: Any,  # noqa: ANN401 - passed on by the model
     ) -> torch.Tensor:
         _refuse_foreign(module, options)
         kv_shapes[module.layer_idx] = (key.shape[1], key.shape[3], value.shape[1], value.shape[3])
         return sdpa_attention_forward(module, query, key, value, None, **options)[0]
 
-    cache = _Watched(config)
+    cache = _RecordingCache(config)
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-    implementation = model.config._attn_implementation  # noqa: SLF001 - there is no other way to ask
+    implementation = model.config._attn_implementation  # noqa: SLF001 - there is no public accessor
     model.set_attn_implementation(_NAME)
     try:
-        with torch.no_grad(), _attending(attend):
+        with torch.no_grad(), _use_attention(attend):
             for _ in ("prefill", "decode"):
-                cache.given_back.clear()
+                cache.returned.clear()
                 model(token, past_key_values=cache, use_cache=True, logits_to_keep=1)
     finally:
         model.set_attn_implementation(implementation)
@@ -346,38 +345,38 @@ def _measure(model: PreTrainedModel) -> _Measures:
             f"{config.model_type} has attention layers with {len(set(kv_shapes.values()))} shapes of keys "
             f"and values, and linear ones with {len(gdn_shapes)} of states; there must be one"
         )
-    if cache.given_back != {*linear_layers}:
+    if cache.returned != {*linear_layers}:
         raise ConfigError(
-            f"{config.model_type} writes to recurrent states in place when it decodes, which the pool does "
-            "not see; only layers that give them back to the cache, as Gated DeltaNet does, can be served"
+            f"{config.model_type} writes to recurrent states in place when it decodes, which is not "
+            "supported; layers must pass them back to the cache, as Gated DeltaNet does"
         )
     kv_shape = next(iter(kv_shapes.values()))
-    return _Measures(sorted(kv_shapes), linear_layers, kv_shape, gdn_shapes.pop() if gdn_shapes else None)
+    return _Shapes(sorted(kv_shapes), linear_layers, kv_shape, gdn_shapes.pop() if gdn_shapes else None)
 
 
 def _state_shape(layer: Any) -> tuple[int, int, int, int, int]:  # noqa: ANN401 - a cache layer of `transformers`
-    """Value heads, elements of their K and V, channels and taps of the convolution, as for `GDNPool`."""
+    """Value heads, their K and V dimensions, channels and taps of the convolution, as for `GDNPool`."""
     conv_state, recurrent_state = layer.conv_states[0], layer.recurrent_states[0]
     if layer.number_of_states != 1 or recurrent_state is None or recurrent_state.ndim != 4:  # noqa: PLR2004
-        raise ConfigError("a linear-attention layer keeps other states than Gated DeltaNet does")
+        raise ConfigError("a linear-attention layer has other states than Gated DeltaNet")
     heads, k_dim, v_dim = recurrent_state.shape[1:]
     return (heads, k_dim, v_dim, conv_state.shape[1], layer.conv_kernel_size[0])
 
 
 def _refuse_foreign(module: Any, options: dict[str, Any]) -> None:  # noqa: ANN401 - a layer of the model
-    """Raises if a model asks attention for what the pool's does not do."""
+    """Raise if a model uses an attention option that is not supported."""
     foreign = [name for name in _FOREIGN if options.get(name) is not None]
     if options.get("dropout"):
         foreign.append("dropout")
     if not options.get("is_causal", getattr(module, "is_causal", True)):
-        foreign.append("no causality")
+        foreign.append("non-causal attention")
     if foreign:
-        raise ConfigError(f"attention over a pool has no {', '.join(foreign)}")
+        raise ConfigError(f"attention over a pool does not support {', '.join(foreign)}")
 
 
 @contextmanager
-def _attending(attend: Attend) -> Iterator[None]:
-    """Within it, this is what the attention function does."""
+def _use_attention(attend: Attend) -> Iterator[None]:
+    """Set the attention function for the length of a block."""
     token = _ATTEND.set(attend)
     try:
         yield
@@ -391,9 +390,9 @@ def _attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    **options: Any,  # noqa: ANN401 - whatever a model passes on
+    **options: Any,  # noqa: ANN401 - passed on by the model
 ) -> tuple[torch.Tensor, None]:
-    """The attention function "kvpool": of the pool while a `PooledModel` runs, PyTorch's otherwise."""
+    """The attention function "kvpool": over the pool while a `PooledModel` runs, PyTorch's otherwise."""
     attend = _ATTEND.get()
     if attend is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
@@ -401,7 +400,7 @@ def _attention(
 
 
 def _mask(*args: Any, **options: Any) -> torch.Tensor | None:  # noqa: ANN401 - those of `sdpa_mask`
-    """Its masks: none while a `PooledModel` runs, as the plan says who sees what."""
+    """The mask of "kvpool": none while a `PooledModel` runs, as the plan determines it."""
     return sdpa_mask(*args, **options) if _ATTEND.get() is None else None
 
 

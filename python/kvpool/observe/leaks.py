@@ -1,4 +1,4 @@
-"""Who holds what stands in a pool."""
+"""Live units of a pool, by owner."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ if TYPE_CHECKING:
 
     from kvpool._kvpool import Pool
 
-# Rows of a table in an error.
+# Rows of the table in an error message.
 _SHOWN = 20
 
 
 @dataclass(frozen=True)
 class Leak:
-    """Live units of a pool that have one owner and were taken at one place.
+    """Live units of a pool with the same owner and source line.
 
     Attributes:
-        owner: What was given to `alloc`, if anything was.
-        site: File, line and function.
-        count: How many units.
-        age_s: Seconds since the oldest of them was taken.
+        owner: The `owner` argument of `alloc`, if given.
+        site: File, line and function of the allocation.
+        count: Number of units.
+        age_s: Seconds since the oldest was allocated.
         spans: The units, as (first, end).
     """
 
@@ -38,14 +38,12 @@ class Leak:
 
 
 def leaks(pool: Pool, since: int = 0) -> list[Leak]:
-    """As `Pool.leaks`, of what calls took from number `since` on."""
+    """As `Pool.leaks`, for allocations from call number `since` on."""
     check_hands_out(pool)
-    if not _signs(pool):
-        raise TypeError(f"a {type(pool).__name__} does not note who holds what; its reset() takes all back")
+    if not _records_owners(pool):
+        raise TypeError(f"a {type(pool).__name__} records no owners; its reset() frees everything")
     if not pool.debug:
-        raise ConfigError(
-            f"{pool.name} does not note who holds what; make it with debug=True, or set KVPOOL_DEBUG=1"
-        )
+        raise ConfigError(f"{pool.name} records no owners; create it with debug=True, or set KVPOOL_DEBUG=1")
     spans, _ = occupancy(pool)
     groups: dict[tuple[str | int | None, str], list[tuple[float, int, int]]] = {}
     for span in spans:
@@ -66,7 +64,7 @@ def leaks(pool: Pool, since: int = 0) -> list[Leak]:
 
 
 def table(found: list[Leak], unit: str) -> str:
-    """Leaks as lines of text: count, owner, place, age and the first units."""
+    """Format leaks as lines of text: count, owner, source line, age and the first units."""
     lines = []
     for leak in found[:_SHOWN]:
         spans = [f"{first}..{end - 1}" if end - first > 1 else str(first) for first, end in leak.spans[:4]]
@@ -80,7 +78,7 @@ def table(found: list[Leak], unit: str) -> str:
 
 
 class ExpectBalanced:
-    """What `Pool.expect_balanced` returns: at its end no more may be live than at its begin."""
+    """The context manager of `Pool.expect_balanced`: raises if more is live at exit than at entry."""
 
     def __init__(self, pool: Pool) -> None:
         check_hands_out(pool)
@@ -88,7 +86,7 @@ class ExpectBalanced:
         self._live = self._since = 0
 
     def __enter__(self) -> Pool:
-        self._live = _held(self._pool)
+        self._live = _live_count(self._pool)
         self._since = _noted()
         return self._pool
 
@@ -98,26 +96,26 @@ class ExpectBalanced:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        live = _held(self._pool)
+        live = _live_count(self._pool)
         if kind is not None or live <= self._live:
             return
         unit = self._pool.unit
         more = live - self._live
         message = f"{self._pool.name}: {live} {unit}s are live, {more} more than the {self._live} before"
-        if not _signs(self._pool):
+        if not _records_owners(self._pool):
             raise IndexOwnershipError(message)
         if self._pool.debug:
             taken = leaks(self._pool, self._since)
             raise IndexOwnershipError(f"{message}; taken meanwhile:\n{table(taken, unit)}")
-        raise IndexOwnershipError(f"{message}; with debug=True or KVPOOL_DEBUG=1 it is known who has them")
+        raise IndexOwnershipError(f"{message}; debug=True or KVPOOL_DEBUG=1 records their owners")
 
 
-def _signs(pool: Pool) -> bool:
-    """Whether the pool can note who holds what."""
+def _records_owners(pool: Pool) -> bool:
+    """Whether the pool can record owners."""
     return not isinstance(pool, _Workspace)
 
 
-def _held(pool: Pool) -> int:
-    """How many units are live. One with several owners counts for each of them where they are known."""
+def _live_count(pool: Pool) -> int:
+    """Number of live units. With debugging, a unit counts once for each owner."""
     spans, _ = occupancy(pool)
     return sum((span.end - span.first) * max(1, len(span.holders)) for span in spans if span.state == "live")

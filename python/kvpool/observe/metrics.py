@@ -1,4 +1,4 @@
-"""The numbers of all pools of this process, for Prometheus.
+"""Statistics of all pools of this process, for Prometheus.
 
 ```python
 from prometheus_client import start_http_server
@@ -9,13 +9,13 @@ kvpool.metrics.register()
 start_http_server(9090)
 ```
 
-Needs `prometheus_client` (`pip install 'kvpool[metrics]'`). A scrape asks each living pool for its `stats()`,
-which neither waits for a GPU nor looks at single units, so it costs microseconds a pool.
+Needs `prometheus_client` (`pip install 'kvpool[metrics]'`). A scrape calls `stats()` of each live pool,
+which neither waits for a GPU nor visits single units: it costs microseconds per pool.
 
 Names follow the conventions of Prometheus: `kvpool_slots_in_use`, `kvpool_chunks_available` and so on are
-gauges that count what the pool hands out (`Pool.unit`), `kvpool_..._bytes` are gauges in bytes,
-`kvpool_..._total` are counters. Each has the labels `pool` (`Pool.name`, which may be set),
-`class` and `device`.
+gauges that count units of the pool (`Pool.unit`), `kvpool_..._bytes` are gauges in bytes, and
+`kvpool_..._total` are counters. Each has the labels `pool` (`Pool.name`, which you can set), `class` and
+`device`.
 """
 
 from __future__ import annotations
@@ -41,60 +41,60 @@ _log = logging.getLogger("kvpool")
 
 _LABELS = ("pool", "class", "device")
 
-# Of `stats()`, what counts units of the pool: key and help.
+# Statistics in units of the pool: key and help.
 _UNITS = {
     "capacity": "that can be in use at once",
-    "available": "that could be handed out now",
+    "available": "that can be handed out now",
     "in_use": "in use",
     "high_water": "the most that were in use at once",
     "free": "that are handed out next",
-    "released": "that are free again and wait for a merge",
-    "fenced": "that were freed and wait for a fence",
+    "released": "that are free, and kept apart until a merge",
+    "fenced": "that were freed, and are in use until a fence passes",
     "shared": "with more than one owner",
-    "pending": "that were freed and whose numbers only the GPU knows",
+    "pending": "that were freed, with numbers that only the GPU knows yet",
     "registered": "whose memory is page-locked",
 }
 
-# What is in bytes: key, name and help.
+# Statistics in bytes: key, name and help.
 _BYTES = {
     "bytes": (
         "kvpool_memory_bytes",
-        "Memory of the pool; of slots and rows without memory, of the bookkeeping",
+        "Memory of the pool; of the bookkeeping if it has no other",
     ),
     "device_bytes": ("kvpool_device_bytes", "Device memory of index tensors"),
-    "free_bytes": ("kvpool_buffers_free_bytes", "Memory of buffers that are free"),
-    "in_use_bytes": ("kvpool_buffers_in_use_bytes", "Memory of buffers that are out"),
+    "free_bytes": ("kvpool_buffers_free_bytes", "Memory of free buffers"),
+    "in_use_bytes": ("kvpool_buffers_in_use_bytes", "Memory of buffers in use"),
     "high_water_bytes": (
         "kvpool_buffers_high_water_bytes",
-        "The most memory of buffers that was out at once",
+        "The most memory of buffers in use at once",
     ),
-    "registered_bytes": ("kvpool_buffers_registered_bytes", "Memory of others that is registered"),
+    "registered_bytes": ("kvpool_buffers_registered_bytes", "Registered memory of other libraries"),
 }
 
-# What only grows: key, name without `_total`, and help.
+# Counters: key, name without `_total`, and help.
 _COUNTERS = {
-    "dropped_frees": ("kvpool_dropped_frees", "Frees of units that their giver did not own"),
-    "stale_uses": ("kvpool_stale_uses", "Calls with a buffer that had been given back"),
+    "dropped_frees": ("kvpool_dropped_frees", "Frees of units that the caller did not own"),
+    "stale_uses": ("kvpool_stale_uses", "Calls with a buffer after it was freed"),
 }
 
 
 class PoolCollector(Collector):
-    """Asks all living pools of this process at each scrape."""
+    """Collects the statistics of all live pools of this process at each scrape."""
 
     def describe(self) -> Iterator[Metric]:
-        """Nothing: which metrics there are depends on the pools, and they are made later."""
+        """Describe nothing: the metrics depend on pools that are created later."""
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
-        """The numbers of all pools, as metric families."""
+        """Collect the statistics of all pools as metric families."""
         families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
         for pool in pools():
             labels = [pool.name, type(pool).__name__, pool.device]
             try:
                 stats = cast("dict[str, int]", pool.stats())
             except KvPoolError as error:
-                # The others are exported all the same.
-                _log.warning("no numbers of %s: %s", pool.name, error)
+                # The other pools are still exported.
+                _log.warning("cannot read the statistics of %s: %s", pool.name, error)
                 continue
             for key, value in stats.items():
                 family = _family(pool, key)
@@ -104,12 +104,12 @@ class PoolCollector(Collector):
 
 
 def _family(pool: Pool, key: str) -> GaugeMetricFamily | CounterMetricFamily | None:
-    """The metric family for one of the numbers of a pool; none for what only describes the pool."""
+    """The metric family of one statistic; None for a statistic that only describes the pool."""
     if key in _COUNTERS:
         return CounterMetricFamily(*_COUNTERS[key], labels=_LABELS)
     if key in _BYTES:
         return GaugeMetricFamily(*_BYTES[key], labels=_LABELS)
-    # What such a pool has is what another one hands out.
+    # Units of a pool that hands out none are counted by the pool that does.
     if key not in _UNITS or not pool._hands_out:  # noqa: SLF001 - of this package
         return None
     if pool.unit == "byte":
@@ -123,13 +123,14 @@ def _family(pool: Pool, key: str) -> GaugeMetricFamily | CounterMetricFamily | N
 
 
 def register(registry: CollectorRegistry = REGISTRY) -> PoolCollector:
-    """Export the numbers of all pools of this process, those made later too.
+    """Export the statistics of all pools of this process, including pools created later.
 
     Args:
-        registry: Where to; the default one of `prometheus_client` if none is given.
+        registry: The registry; by default that of `prometheus_client`.
 
     Returns:
-        The collector, for `registry.unregister`. Each pool must be exported once, so a registry takes one.
+        The collector, for `registry.unregister`. A registry takes one collector, as each pool is exported
+        once.
     """
     collector = PoolCollector()
     registry.register(collector)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def pools() -> list[Pool]:
-    """All pools of this process that are alive, by name.
+    """Return all live pools of this process, sorted by name.
 
     Returns:
         A list of `kvpool.Pool`.
@@ -20,6 +20,6 @@ def pools() -> list[Pool]:
 
 
 def _order(name: str) -> tuple[str, int]:
-    """Name and number apart, so that the tenth comes after the ninth."""
+    """Sort key with the number apart, so that the tenth pool comes after the ninth."""
     stem, _, number = name.rpartition("-")
     return (stem, int(number)) if number.isdecimal() else (name, 0)

@@ -1,4 +1,4 @@
-"""What stood in a pool at one time, and distributions of that."""
+"""The occupancy of a pool at one time, and its distributions."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What stood in one pool at one time.
+    """The occupancy of one pool at one time.
 
     Attributes:
-        name: Of the pool.
-        kind: Its class.
-        unit: What it hands out.
-        unit_bytes: Bytes of one unit, where all are alike and that is known.
-        debug: Whether it is known who holds what.
+        name: Name of the pool.
+        kind: Class of the pool.
+        unit: Name of its units.
+        unit_bytes: Bytes of one unit, if known and the same for all.
+        debug: Whether owners are recorded.
         spans: All units in order.
-        lifetimes: How many lives lasted less than 1, 2, 4, ... microseconds.
-        stats: Its numbers.
+        lifetimes: Histogram of lifetimes below 1, 2, 4, ... microseconds.
+        stats: Its statistics.
     """
 
     name: str
@@ -41,12 +41,12 @@ class Snapshot:
 
     @property
     def count(self) -> int:
-        """How many units there are."""
+        """Number of units."""
         return self.spans[-1].end - self.spans[0].first if self.spans else 0
 
     @cached_property
     def in_use(self) -> int:
-        """How many units are not free."""
+        """Number of units that are not free."""
         return sum(span.end - span.first for span in self.spans if span.state != "free")
 
     @cached_property
@@ -66,19 +66,19 @@ class Snapshot:
 
     @property
     def fragmentation(self) -> float:
-        """The part of the free units outside of the longest free run: 0 where they are in one piece."""
+        """Share of free units outside of the longest free run: 0 if they are contiguous."""
         runs = self.free_runs
         return 1 - max(runs) / sum(runs) if runs else 0.0
 
     @property
     def run_lengths(self) -> dict[int, int]:
-        """How many free runs have at least a length, and less than twice that."""
+        """Number of free runs by length, in powers of two: from the key to below twice the key."""
         powers = Counter(length.bit_length() - 1 for length in self.free_runs)
         return {2**power: count for power, count in _filled(powers).items()}
 
     @property
     def ages_s(self) -> dict[float, int]:
-        """How many units whose holder is known have at least an age, and less than ten times that."""
+        """Number of units with a recorded holder by age, in powers of ten."""
         powers: Counter[int] = Counter()
         for span in self.spans:
             if span.holders:
@@ -88,18 +88,18 @@ class Snapshot:
 
     @property
     def lifetimes_s(self) -> dict[float, int]:
-        """How many lives lasted less than a time, and at least half of that."""
+        """Number of lifetimes below the key, and at least half of it."""
         powers = Counter({at: lives for at, lives in enumerate(self.lifetimes) if lives})
         return {2.0**power * 1e-6: lives for power, lives in _filled(powers).items()}
 
 
 def _filled(counts: Counter[int]) -> dict[int, int]:
-    """Counts from the least key to the greatest, with those between."""
+    """Counts from the least key to the greatest, without gaps."""
     return {key: counts[key] for key in range(min(counts), max(counts) + 1)} if counts else {}
 
 
 def take(pool: Pool) -> Snapshot:
-    """What stands in `pool` now."""
+    """Take a snapshot of `pool`."""
     spans, lifetimes = occupancy(pool)
     return Snapshot(
         name=pool.name,
@@ -114,7 +114,7 @@ def take(pool: Pool) -> Snapshot:
 
 
 def owners(one: Snapshot) -> list[tuple[str, int]]:
-    """The owners of live units, the one with the most first, and how many units each has."""
+    """Owners of live units and their numbers of units, largest first."""
     counts: Counter[str] = Counter()
     for span in one.spans:
         if span.state == "live":
@@ -123,7 +123,7 @@ def owners(one: Snapshot) -> list[tuple[str, int]]:
 
 
 def owner_of(span: Span) -> str:
-    """How the owner of a live span is shown: a string in quotes, as it may look like a number or a place."""
+    """The label of a live span's owner: strings in quotes, as they may look like numbers or source lines."""
     if not span.holders:
         return "in use"
     owner, site, *_ = span.holders[0]

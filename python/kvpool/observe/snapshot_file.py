@@ -1,4 +1,4 @@
-"""`kvpool.snapshot`: a file that shows what stands in pools."""
+"""`kvpool.snapshot`: a file that shows the occupancy of pools."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
 def snapshot(path: str | os.PathLike[str], *pools: Pool) -> None:
     """Write a map of what is in use in pools, by owner, with distributions of ages, lifetimes and free runs.
 
-    In the HTML file, which loads nothing else, one points at a unit to read which units are alike, who holds
-    them since when, and their size. Owners are known of pools that debug (`debug=True` or `KVPOOL_DEBUG=1`);
-    of others the map shows what is in use. Waits for freed slots whose values are on their way from a GPU,
-    and for nothing else.
+    The HTML file is self-contained; the unit under the pointer is shown with its neighbours in the same
+    state, their holders, ages and sizes. Owners are recorded by pools with debugging (`debug=True` or
+    `KVPOOL_DEBUG=1`); for other pools the map shows what is in use. Waits only for freed slots whose values
+    are on their way from a GPU.
 
-    Files stay small. Of a pool with more than 32,768 spans, the page merges those that share a cell of the
-    map, and names the three holders with the most units in it. A picture has at most 16 pools, those with the
-    most units in use; if there are more, it says so.
+    Files stay small. If a pool has more than 32,768 spans, the page merges the spans within a cell of the
+    map, and names the three largest holders in it. A picture shows at most 16 pools, those with the most
+    units in use, and says so if there are more.
 
     Args:
-        path: A file that ends in `.html`, or in `.png` (needs Matplotlib). One that is there is replaced.
-        pools: Which; by default all of this process that hand something out.
+        path: A file that ends in `.html`, or in `.png` (needs Matplotlib). An existing file is replaced.
+        pools: The pools to show; by default all of this process that hand out units.
 
     Raises:
-        ConfigError: If the file ends in something else, or no pool hands anything out.
-        TypeError: If a pool hands nothing out.
+        ConfigError: If the file has another ending, or no pool hands out units.
+        TypeError: If a pool hands out no units.
         ModuleNotFoundError: If Matplotlib is needed and not installed.
     """
     target = Path(path)
@@ -42,10 +42,10 @@ def snapshot(path: str | os.PathLike[str], *pools: Pool) -> None:
         raise ConfigError(f"a snapshot is .html or .png, not {target.name!r}")
     chosen = pools or [pool for pool in living_pools() if pool._hands_out]  # noqa: SLF001 - of this package
     if not chosen:
-        raise ConfigError("no pool of this process hands anything out")
+        raise ConfigError("no pool of this process hands out units")
     taken = [take(pool) for pool in chosen]
     if target.suffix == ".png":
-        from kvpool.observe.snapshot_png import draw  # noqa: PLC0415 - Matplotlib loads slowly, and few ask for it
+        from kvpool.observe.snapshot_png import draw  # noqa: PLC0415 - Matplotlib loads slowly
 
         draw(taken, target)
     else:

@@ -1,4 +1,4 @@
-"""Snapshots as a page in which one can point at things."""
+"""Snapshots as an interactive page."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
     from kvpool.observe.snapshot import Snapshot
     from kvpool.observe.spans import Span
 
-    # Owner and place.
+    # Owner and source line.
     Holder: TypeAlias = tuple[str | int | None, str]
 
 _TEMPLATE = Path(__file__).with_name("snapshot.html")
-# Of the page's map. Of more than twice as many spans, those that share a cell are merged.
+# Cells of the map. If there are more than twice as many spans, those within a cell are merged.
 _CELLS = 16_384
-# Holders that merged spans name, and that the table of a map has.
+# Holders named in a merged span, and rows of a map's table.
 _NAMED, _LISTED = 3, 100
 
 
 def to_html(taken: list[Snapshot]) -> str:
-    """A page that shows snapshots, with all that it needs in it."""
+    """Render snapshots as one self-contained page."""
     with no_collection():
         pools = [_as_json(one) for one in taken]
     data = {
@@ -36,13 +36,13 @@ def to_html(taken: list[Snapshot]) -> str:
         "listed": _LISTED,
         "pools": pools,
     }
-    # Within a script element, nothing may look like its end.
+    # A `<` in a script element could end it.
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     return _TEMPLATE.read_text(encoding="utf-8").replace("__DATA__", text)
 
 
 def _as_json(one: Snapshot) -> dict[str, Any]:
-    """A snapshot for the page: holders and places by number, so that each is named once."""
+    """A snapshot for the page: holders and source lines by number, so that each is stored once."""
     totals = _totals(one)
     numbers: dict[Holder, int] = {}
     per_cell = max(1, math.ceil(one.count / _CELLS))
@@ -96,7 +96,7 @@ def _as_json(one: Snapshot) -> dict[str, Any]:
 
 
 def _totals(one: Snapshot) -> dict[Holder, tuple[int, float]]:
-    """How many units each holder has, and the age of the oldest in seconds."""
+    """Number of units and age of the oldest in seconds, by holder."""
     totals: dict[Holder, tuple[int, float]] = {}
     for span in one.spans:
         for owner, site, age_s, _ in span.holders:
@@ -106,7 +106,7 @@ def _totals(one: Snapshot) -> dict[Holder, tuple[int, float]]:
 
 
 def _groups(spans: list[Span], per_cell: int) -> Iterable[Sequence[Span]]:
-    """Spans one by one or, of many, those together that begin in one cell and are smaller than it."""
+    """Single spans or, if there are many, groups of small spans that begin in the same cell."""
     if len(spans) <= 2 * _CELLS:
         return ([span] for span in spans)
 
@@ -117,7 +117,7 @@ def _groups(spans: list[Span], per_cell: int) -> Iterable[Sequence[Span]]:
 
 
 def _parts(group: Sequence[Span], numbers: dict[Holder, int]) -> list[list[Any]]:
-    """Units by state and first holder, the most first, with the oldest age; at the end those not named."""
+    """Units by state and first holder, largest first, with the oldest age; unnamed ones last."""
     held: dict[Holder, list[Any]] = {}
     others: dict[str, list[Any]] = {}
     for span in group:

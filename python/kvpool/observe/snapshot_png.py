@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
     from kvpool.observe.snapshot import Snapshot
 
-# A taller picture takes long to draw, and few programs show it.
+# A taller picture draws slowly, and few programs display it.
 _MOST_POOLS = 16
-# Of the map: more units than these share cells.
+# Cells of the map; more units share cells.
 _COLUMNS, _ROWS = 128, 64
 _FREE, _FENCED, _OTHER = "#eceff1", "#ffb300", "#546e7a"
-# Told apart also by those who see few colours (Okabe and Ito), and lighter ones of the same hues.
+# Safe for colour-blind readers (Okabe and Ito), with lighter variants.
 _PALETTE = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#8c6bb1", "#b2df8a", "#a65628"]
 
 
@@ -38,10 +38,10 @@ def draw(taken: list[Snapshot], path: Path) -> None:
 
 
 def to_figure(taken: list[Snapshot]) -> Figure:
-    """Snapshots one below the other, of many those with the most units in use."""
+    """Draw snapshots one below the other; of many, those with the most units in use."""
     by_use = sorted(range(len(taken)), key=lambda at: -taken[at].in_use)
     shown = [taken[at] for at in sorted(by_use[:_MOST_POOLS])]
-    # In inches, as all parts are of one size: to find a layout would take longer than to draw.
+    # In inches: all parts have the same size, and an automatic layout would take longer than the drawing.
     height, above, below = 3.4, 0.55, 0.85
     total = (height + above + below) * len(shown)
     figure = Figure(figsize=(13, total))
@@ -62,13 +62,13 @@ def to_figure(taken: list[Snapshot]) -> Figure:
         _map(figure.add_subplot(grid[:, 0]), one)
         ages, lifetimes, runs = (figure.add_subplot(grid[place, 1]) for place in range(3))
         _bars(ages, one.ages_s, "g", f"{one.unit}s by age", "seconds")
-        _bars(lifetimes, one.lifetimes_s, ".2g", f"{one.unit}s given back, by lifetime", "seconds")
+        _bars(lifetimes, one.lifetimes_s, ".2g", f"freed {one.unit}s by lifetime", "seconds")
         _bars(runs, one.run_lengths, ",", "free runs by length", f"{one.unit}s")
     return figure
 
 
 def _map(axes: Axes, one: Snapshot) -> None:
-    """Units in rows, coloured by owner; cells that several units share have the mean colour."""
+    """Draw units in rows, coloured by owner; a cell of several units has their mean colour."""
     everyone = owners(one)
     most = everyone[: len(_PALETTE)]
     colours = {owner: _PALETTE[at] for at, (owner, _) in enumerate(most)}
@@ -116,7 +116,7 @@ def _cells(one: Snapshot, colours: dict[str, str], per_cell: int) -> npt.NDArray
         for span in one.spans
     ]
     shades = np.array([to_rgb(name) for name in names])[np.array(which, dtype=np.intp)]
-    # Sums of colours up to the end of each span, and by straight lines between them up to each cell's.
+    # Cumulative colours at the end of each span, interpolated at the borders of cells.
     sums = np.vstack([np.zeros(3), (shades * np.diff(ends)[:, None]).cumsum(axis=0)])
     borders = np.append(np.arange(0, one.count, per_cell), one.count)
     cells = np.diff([np.interp(borders, ends, channel) for channel in sums.T]) / np.diff(borders)
@@ -125,7 +125,7 @@ def _cells(one: Snapshot, colours: dict[str, str], per_cell: int) -> npt.NDArray
 
 
 def _short(owner: str, length: int = 34) -> str:
-    """The end of a long name, which is the part that differs."""
+    """Shorten a long name to its end, which is the part that differs."""
     return owner if len(owner) <= length else f"...{owner[3 - length :]}"
 
 

@@ -1,4 +1,4 @@
-"""What stands in a pool, unit by unit."""
+"""Occupancy of a pool, unit by unit."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class Span(NamedTuple):
     """Neighbouring units of a pool that are alike.
 
     Attributes:
-        first: The first of them.
-        end: One past the last.
-        state: "free", "live", or "fenced": given back, and kept until work in flight is done.
-        n_bytes: Bytes, where units have sizes of their own.
-        holders: Of each who holds them, where the pool debugs: owner, place in the program, seconds since,
-            and the number of the call among all that were noted.
+        first: The first unit.
+        end: One past the last unit.
+        state: "free", "live", or "fenced": freed, and kept until work in flight is done.
+        n_bytes: Bytes, if units differ in size.
+        holders: With debugging, for each holder: owner, source line, seconds since the allocation, and the
+            sequence number of the call.
     """
 
     first: int
@@ -32,16 +32,16 @@ class Span(NamedTuple):
 
 
 def check_hands_out(pool: Pool) -> None:
-    """Raises `TypeError` for a pool that hands nothing out."""
+    """Raise `TypeError` for a pool that hands out no units."""
     if not pool._hands_out:  # noqa: SLF001 - of this package
-        raise TypeError(f"a {type(pool).__name__} hands nothing out that could leak")
+        raise TypeError(f"a {type(pool).__name__} hands out no units, so none can leak")
 
 
 def occupancy(pool: Pool) -> tuple[list[Span], list[int]]:
-    """All units of a pool in order, and how many lives lasted less than 1, 2, 4, ... microseconds.
+    """Return all units of a pool in order, and a histogram of lifetimes below 1, 2, 4, ... microseconds.
 
     Raises:
-        TypeError: If the pool hands nothing out.
+        TypeError: If the pool hands out no units.
     """
     check_hands_out(pool)
     with no_collection():
@@ -51,7 +51,7 @@ def occupancy(pool: Pool) -> tuple[list[Span], list[int]]:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Keeps the garbage collector from looking through millions of new spans, which are no garbage."""
+    """Disable the garbage collector, which would traverse millions of new spans in vain."""
     was_on = gc.isenabled()
     gc.disable()
     try:

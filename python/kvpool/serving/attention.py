@@ -1,8 +1,8 @@
 """Attention for a `BatchPlan`, computed from a `KVPool` with PyTorch alone.
 
-A reference that runs wherever PyTorch does, for examples and tests. Requests that decode are computed
-together, prompts one by one. On a GPU, kernels that read a paged KV cache where it lies (FlashInfer,
-FlashAttention) copy nothing and are faster.
+A reference for examples and tests that runs wherever PyTorch does. Requests that decode are computed
+together, prompts one by one. On a GPU, kernels that read a paged KV cache in place (FlashInfer,
+FlashAttention) are faster.
 
 The formula is that of `torch.nn.functional.scaled_dot_product_attention`, `softmax(Q K^T * scale + mask) V`,
 with the mask of a causal model whose queries are the last tokens of each request.
@@ -22,34 +22,34 @@ if TYPE_CHECKING:
 
 __all__ = ["AttentionGroup", "PoolAttention"]
 
-# Requests with at most so many new tokens are computed together: padded to one length they cost less than as
-# many calls. More tokens are work enough for a call, and need not be padded to somebody else's context.
-_MOST_TOGETHER = 16
+# Requests with at most this many new tokens are computed together: padding them to one length costs less than
+# separate calls. More tokens are enough work for a call of their own, without padding to a longer context.
+_MAX_BATCHED_TOKENS = 16
 
 
 class PoolAttention:
     """Causal attention of a batch's new tokens over all tokens of their requests, in any layer of a pool.
 
-    Make one in a step and call it in each layer, after K and V of the new tokens were written there
-    (`set_kv_buffer` to `plan.out_cache_loc`). Which slots are read is computed once, here, and not looked up
-    in the plan again; the requests must still own them. Calls are for one thread, and make no gradients.
+    Create one per step and call it in each layer, after the K and V of the new tokens were written
+    (`set_kv_buffer` to `plan.out_cache_loc`). The constructor computes the slots to read once; the requests
+    must still own them in later calls. Use it from one thread. It computes no gradients.
 
     Args:
-        plan: The batch, of a planner that makes the block table.
-        kv_pool: Where K and V are: on the planner's device, with its page size.
+        plan: The batch, of a planner with a block table.
+        kv_pool: The pool of K and V, on the planner's device and with its page size.
 
     Attributes:
         kv_pool: The pool.
-        groups: The requests that have new tokens, by their number.
+        groups: The requests with new tokens, grouped by the number of these.
 
     Raises:
-        ConfigError: If the plan has no block table, or a key has not as many heads as a value.
+        ConfigError: If the plan has no block table, or keys and values differ in their number of heads.
         StaleBufferError: If the planner has made another plan since.
     """
 
     def __init__(self, plan: BatchPlan, kv_pool: KVPool) -> None:
         if plan.block_table is None:
-            raise ConfigError("the planner makes no block table (block_table=False), which says what to read")
+            raise ConfigError("the planner has no block table (block_table=False), which attention needs")
         if kv_pool.k_head_num != kv_pool.v_head_num:
             raise ConfigError(
                 f"a key has {kv_pool.k_head_num} heads, a value {kv_pool.v_head_num}; they must be equal"
@@ -65,24 +65,23 @@ class PoolAttention:
         scale: float | None = None,
         sliding_window: int | None = None,
     ) -> torch.Tensor:
-        """Attention of all new tokens in a layer.
+        """Compute the attention of all new tokens in a layer.
 
-        Copies the K and V that it reads to memory that it keeps, and uses again in the next layer. Runs on
-        the current stream.
+        Copies the K and V that it reads to a buffer that the next layer reuses. Runs on the current stream.
 
         Args:
-            query: `[T, heads, k_head_dim]`, one request after the other as in the plan, of any float dtype on
-                the pool's device. `heads` is a multiple of the pool's; each of its heads serves as many
-                neighbouring ones of these (grouped-query attention).
+            query: `[T, heads, k_head_dim]`, one request after the other in the order of the plan, of any
+                float dtype on the pool's device. `heads` is a multiple of the pool's heads, each of which
+                serves a group of neighbouring query heads (grouped-query attention).
             layer_id: The layer.
             scale: Factor of the scores, `k_head_dim ** -0.5` by default.
-            sliding_window: A token sees so many tokens, itself included; by default all before it.
+            sliding_window: Number of tokens that a token attends to, itself included; by default all.
 
         Returns:
             `[T, heads, v_head_dim]`, a new tensor of the query's dtype.
 
         Raises:
-            ConfigError: If the query does not fit.
+            ConfigError: If the shape of the query is wrong.
             IndexError: If there is no such layer.
         """
         pool = self.kv_pool
@@ -103,14 +102,14 @@ class PoolAttention:
 
 
 class AttentionGroup:
-    """The part of a `PoolAttention` that concerns requests with equally many new tokens.
+    """The part of a `PoolAttention` for requests with equally many new tokens.
 
-    A model that needs a rectangular input takes one group at a time.
+    A model that needs a rectangular input processes one group at a time.
 
     Attributes:
-        requests: int64 `[n]` on the device: places in the batch, ascending.
-        tokens: int64 `[n * extend_len]` on the device: places of their new tokens in the batch, ascending.
-        extend_len: New tokens of each of them.
+        requests: int64 `[n]` on the device: positions of requests in the batch, ascending.
+        tokens: int64 `[n * extend_len]` on the device: positions of their new tokens in the batch, ascending.
+        extend_len: New tokens of each request.
     """
 
     def __init__(self, plan: BatchPlan, kv_pool: KVPool, requests: list[int]) -> None:
@@ -124,13 +123,13 @@ class AttentionGroup:
         self.requests = torch.tensor(requests, device=device)
         self._kv_pool = kv_pool
         self._kv_len = int(seq_lens.max())
-        # The new tokens are all that there is, so that PyTorch's own causal mask fits.
+        # All tokens are new, so that PyTorch's own causal mask applies.
         self._is_square = len(requests) == 1 and self._kv_len == self.extend_len
         self._seq_lens = seq_lens[:, None].to(device)
         self._masks: dict[int | None, torch.Tensor] = {}
-        # Memory for what a layer reads, which the next one uses again.
+        # K and V of a layer, reused by the next one.
         self._gathered: tuple[torch.Tensor, torch.Tensor] | None = None
-        # What lies after a request is masked, but must be finite: its own last token.
+        # Positions after a request are masked, but must be finite: they repeat its last token.
         key = torch.arange(self._kv_len, device=device).minimum(self._seq_lens - 1)
         pages = plan.block_table[self.requests].gather(1, key // kv_pool.page_size)
         self._slots = pages * kv_pool.page_size + key % kv_pool.page_size
@@ -144,13 +143,13 @@ class AttentionGroup:
         scale: float | None = None,
         sliding_window: int | None = None,
     ) -> torch.Tensor:
-        """Attention of the group's new tokens, as `PoolAttention` has it.
+        """Compute the attention of the group's new tokens, as `PoolAttention` does.
 
         Args:
             query: `[n * extend_len, heads, k_head_dim]`.
             layer_id: The layer.
             scale: Factor of the scores.
-            sliding_window: Tokens that a token sees.
+            sliding_window: Number of tokens that a token attends to.
 
         Returns:
             `[n * extend_len, heads, v_head_dim]`, a new tensor.
@@ -161,7 +160,7 @@ class AttentionGroup:
             x.view(n, self._kv_len, groups, -1).transpose(1, 2).to(query.dtype) for x in self._gathered
         )
         if self.extend_len == 1:
-            # Query heads that share a key head are so many queries of it, and nothing is repeated.
+            # Query heads that share a key head become queries of that head, so that keys are not repeated.
             queries = query.view(n, groups, heads // groups, -1)
         else:
             queries = query.view(n, self.extend_len, heads, -1).transpose(1, 2)
@@ -180,7 +179,7 @@ class AttentionGroup:
         return out.reshape(n * self.extend_len, heads, -1)
 
     def _mask(self, sliding_window: int | None) -> torch.Tensor:
-        """Which keys a query sees: bool `[n, 1, extend_len, kv_len]`."""
+        """The keys that each query attends to: bool `[n, 1, extend_len, kv_len]`."""
         if sliding_window not in self._masks:
             device = self._slots.device
             query = self._seq_lens - self.extend_len + torch.arange(self.extend_len, device=device)
@@ -193,9 +192,9 @@ class AttentionGroup:
 
 
 def _group(plan: BatchPlan) -> list[list[int]]:
-    """Places of requests in the batch that are computed together, ascending in each group."""
+    """Positions of the requests that are computed together, ascending in each group."""
     groups: dict[Any, list[int]] = {}
     for request, tokens in enumerate((plan.host.qo_indptr[1:] - plan.host.qo_indptr[:-1]).tolist()):
         if tokens > 0:
-            groups.setdefault(tokens if tokens <= _MOST_TOGETHER else (request,), []).append(request)
+            groups.setdefault(tokens if tokens <= _MAX_BATCHED_TOKENS else (request,), []).append(request)
     return list(groups.values())

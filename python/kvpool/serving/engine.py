@@ -1,8 +1,8 @@
 """A small serving engine over kvpool's pools.
 
-Each step runs one batch of the scheduler through the model and samples a token for each request whose tokens
-are all computed. A request that ends gives its slots back at once. One that was retracted later computes its
-prompt and what it generated again, so that its tokens stay the same.
+Each step runs one batch of the scheduler through the model, and samples a token for each request whose tokens
+are all computed. The slots of a finished request are freed at once. A retracted request recomputes its prompt
+and its generated tokens later, so that its output stays the same.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ __all__ = ["Engine", "Model", "Request", "Sampling"]
 
 
 class Model(Protocol):
-    """What the engine needs of a model; `kvpool.integrations.transformers.PooledModel` has it."""
+    """The interface of a model, implemented by `kvpool.integrations.transformers.PooledModel`."""
 
     table: ReqToTokenPool
     allocator: TokenToKVPoolAllocator
     vocab_size: int
 
     def start(self, rows: Sequence[int]) -> None:
-        """Forget what is kept by request row, where new requests begin."""
+        """Reset the state of these request rows, for new requests."""
 
     def forward(self, token_ids: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
         """Logits `[B, vocab_size]` after the last of each request's new tokens, int64 `[T]`."""
@@ -44,18 +44,18 @@ class Model(Protocol):
 
 @dataclass(eq=False)
 class Request:
-    """A prompt and what was generated after it.
+    """A prompt and its generated tokens.
 
     Attributes:
-        prompt: Its tokens.
-        max_new_tokens: It ends after so many generated tokens,
-        stop_tokens: or with one of these, which is the last of `tokens` then.
-        sampling: How tokens are picked.
+        prompt: Tokens of the prompt.
+        max_new_tokens: The most tokens to generate.
+        stop_tokens: Tokens that end the request; such a token is the last of `tokens`.
+        sampling: Sampling parameters.
         on_token: Called with the request and each token, in order.
-        owner: Who its row and slots belong to, for pools that debug.
-        tokens: What was generated so far.
-        state: "waiting", "running", and in the end "finished" or "aborted".
-        retractions: How often it had to give its slots back.
+        owner: Owner of its row and slots, for pools with debugging.
+        tokens: Tokens generated so far.
+        state: "waiting", "running", and at the end "finished" or "aborted".
+        retractions: Number of retractions.
     """
 
     prompt: list[int]
@@ -67,22 +67,22 @@ class Request:
     tokens: list[int] = field(default_factory=list)
     state: State = "waiting"
     retractions: int = 0
-    # While it runs: its row in the request table, and how many of its tokens have slots.
+    # While running: the row in the request table, and the number of tokens with slots.
     row: int = 0
     cached: int = 0
 
     @property
     def is_over(self) -> bool:
-        """Whether it gets no more tokens."""
+        """Whether the request is finished or aborted."""
         return self.state in {"finished", "aborted"}
 
     @property
     def seq_len(self) -> int:
-        """Tokens of the prompt and after it."""
+        """Number of prompt and generated tokens."""
         return len(self.prompt) + len(self.tokens)
 
     def between(self, begin: int, end: int) -> list[int]:
-        """Tokens of the prompt and after it, from one position to another."""
+        """Prompt and generated tokens from position `begin` to `end`."""
         split = len(self.prompt)
         return self.prompt[begin:end] + self.tokens[max(begin - split, 0) : max(end - split, 0)]
 
@@ -90,15 +90,15 @@ class Request:
 class Engine:
     """Serves requests with a model and its pools.
 
-    Calls are for one thread. `step` runs one batch; `run` and `stream` call it. What was submitted first is
-    served first.
+    Use an engine from one thread. `step` runs one batch; `run` and `stream` call it. Requests are served in
+    the order of their submission.
 
     Args:
         model: The model and its pools.
-        max_step_tokens: New tokens in a step, of prompts and of requests that decode.
+        max_step_tokens: The most new tokens in a step, of prompts and of requests that decode.
 
     Raises:
-        ConfigError: If not every request in the table could decode in one step.
+        ConfigError: If `max_step_tokens` is too small for all requests of the table to decode in one step.
     """
 
     def __init__(self, model: Model, max_step_tokens: int = 512) -> None:
@@ -111,12 +111,12 @@ class Engine:
         planner = BatchPlanner(model.table, model.allocator, model.table.size, max_step_tokens)
         self._scheduler: Scheduler[Request] = Scheduler(planner)
         self._capacity = model.allocator.stats()["capacity"]
-        self._news: deque[tuple[Request, int]] = deque()  # what callbacks have yet to be told
+        self._undelivered: deque[tuple[Request, int]] = deque()  # tokens not yet passed to callbacks
         self._counts = dict.fromkeys(
             ("finished", "aborted", "steps", "computed_tokens", "generated_tokens"), 0
         )
 
-    def submit(  # noqa: PLR0913 - a request and what it may have
+    def submit(  # noqa: PLR0913 - the options of a request
         self,
         prompt: Sequence[int],
         max_new_tokens: int,
@@ -129,28 +129,30 @@ class Engine:
         """Queue a request.
 
         Args:
-            prompt: Its tokens, at least one.
+            prompt: Tokens of the prompt, at least one.
             max_new_tokens: The most tokens to generate, at least one.
-            stop_tokens: Tokens that end it.
-            sampling: How tokens are picked, by default the most likely one.
-            on_token: Called with the request and each token; what it raises, `step` raises.
-            owner: A name for `leaks` and snapshots of pools that debug, such as the request's id.
+            stop_tokens: Tokens that end the request.
+            sampling: Sampling parameters; by default the most likely token is selected.
+            on_token: Called with the request and each token; `step` propagates its exceptions.
+            owner: A name for `leaks` and snapshots of pools with debugging, such as the request's id.
 
         Returns:
             The request.
 
         Raises:
-            ConfigError: If the request table or the pool is too small for it, even alone, or it has no tokens
-                or some that the model does not know.
+            ConfigError: If the request table or the pool is too small for the request alone, the prompt is
+                empty, or a token is not in the vocabulary.
         """
         prompt = [int(token) for token in prompt]
         given, vocab_size = len(prompt), self.model.vocab_size
         unknown = [token for token in prompt if not 0 <= token < vocab_size]
         if given < 1 or max_new_tokens < 1:
-            raise ConfigError(f"{given} prompt and {max_new_tokens} new tokens; there must be one of each")
+            raise ConfigError(
+                f"{given} prompt and {max_new_tokens} new tokens; at least one of each is needed"
+            )
         if unknown:
-            raise ConfigError(f"the prompt has token {unknown[0]}, the model knows 0 to {vocab_size - 1}")
-        needed = given + max_new_tokens - 1  # the last token is not computed any more
+            raise ConfigError(f"the prompt has token {unknown[0]}, the vocabulary is 0 to {vocab_size - 1}")
+        needed = given + max_new_tokens - 1  # the last token is not computed
         context, capacity = self.model.table.max_context_len, self._capacity
         if needed > min(context, capacity):
             raise ConfigError(
@@ -169,27 +171,27 @@ class Engine:
         return request
 
     def step(self) -> bool:
-        """Run one batch, if there is anything to run, and tell the callbacks of its tokens.
+        """Run one batch, if there is anything to run, and call the callbacks with its tokens.
 
         Returns:
             Whether requests are waiting or running.
 
         Raises:
-            OutOfMemoryError: If slots that others took from the pool leave no room for any request.
-            Exception: What the model or a callback raises. The requests of a batch that failed are retracted,
-                and callbacks that were not called yet are called by the next step.
+            OutOfMemoryError: If slots with other owners leave no room for any request.
+            Exception: Any exception of the model or a callback. The requests of a failed batch are retracted,
+                and the next step calls the remaining callbacks.
         """
-        self._tell()
+        self._deliver()
         step = self._scheduler.plan()
         if step is not None:
             with ExitStack() as failed:
-                # The oldest last, so that it is the first again; and each, even if another cannot be.
+                # In reverse, so that the oldest is first in the queue again; all of them, even if one fails.
                 for request in step.requests:
                     failed.callback(self._scheduler.retract, request)
                 tokens = self._forward(step)
                 failed.pop_all()
             self._extend(tokens)
-            self._tell()
+            self._deliver()
         return not self._scheduler.is_idle
 
     def run(self) -> None:
@@ -198,7 +200,7 @@ class Engine:
             pass
 
     def stream(self, request: Request) -> Iterator[int]:
-        """A request's tokens, each as soon as it is there; steps, with all requests, when there is none."""
+        """Yield a request's tokens as they are generated; runs steps, which serve all requests."""
         given = 0
         while given < len(request.tokens) or not request.is_over:
             if given < len(request.tokens):
@@ -208,7 +210,7 @@ class Engine:
                 self.step()
 
     def abort(self, request: Request) -> None:
-        """End a request now, and give its slots back. One that is over stays as it is."""
+        """Abort a request and free its slots. A request that is over stays as it is."""
         before = request.state
         if request.is_over:
             return
@@ -220,10 +222,10 @@ class Engine:
             self._scheduler.release([request])
 
     def stats(self) -> dict[str, int]:
-        """Numbers of this moment and of the whole time.
+        """Return current and cumulative statistics.
 
         `running`, `waiting`, `finished` and `aborted` requests, `retractions`, `steps`, `computed_tokens`
-        (again after a retraction), `generated_tokens`, and slots: `in_use` of a `capacity`.
+        (those recomputed after a retraction included), `generated_tokens`, and slots: `in_use` of `capacity`.
         """
         scheduler = self._scheduler
         return {
@@ -236,7 +238,7 @@ class Engine:
         }
 
     def _forward(self, step: Step[Request]) -> list[tuple[Request, int]]:
-        """Runs the model, and picks a token for each request all of whose tokens are computed now."""
+        """Run the model, and sample a token for each request whose tokens are all computed now."""
         batch, ends = step.requests, step.ends
         self.model.start([request.row for request in batch if request.cached == 0])
         new = [t for r, end in zip(batch, ends, strict=True) for t in r.between(r.cached, end)]
@@ -251,19 +253,19 @@ class Engine:
         return [(batch[i], token) for i, token in zip(ready, picked, strict=True)]
 
     def _extend(self, tokens: list[tuple[Request, int]]) -> None:
-        """Gives requests their new tokens; those that end give their slots back."""
+        """Append new tokens to their requests, and release finished requests."""
         for request, token in tokens:
             request.tokens.append(token)
         self._counts["generated_tokens"] += len(tokens)
-        self._news.extend(tokens)
+        self._undelivered.extend(tokens)
         ended = [r for r, token in tokens if len(r.tokens) == r.max_new_tokens or token in r.stop_tokens]
         for request in ended:
             request.state = "finished"
         self._counts["finished"] += len(ended)
         self._scheduler.release(ended)
 
-    def _tell(self) -> None:
-        while self._news:
-            request, token = self._news.popleft()
+    def _deliver(self) -> None:
+        while self._undelivered:
+            request, token = self._undelivered.popleft()
             if request.on_token is not None and request.state != "aborted":
                 request.on_token(request, token)

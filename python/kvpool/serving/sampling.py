@@ -1,7 +1,7 @@
-"""Picking tokens from logits, each request in its own way, and always the same.
+"""Reproducible sampling of tokens from logits, with parameters for each request.
 
-The random number for a token depends on the seed of its request and on its place there alone: neither on what
-else is in the batch, nor on what was computed before.
+The random number for a token depends only on the seed of its request and its position there, not on the rest
+of the batch or on earlier computations.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ __all__ = ["Sampling", "sample"]
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the tokens of a request are picked.
+    """Sampling parameters of a request.
 
     Attributes:
-        temperature: Divides the logits; 0 picks the most likely token.
-        top_k: Only so many of the most likely tokens; 0 for all.
-        top_p: Only the most likely tokens whose probabilities reach this sum.
-        seed: Of the random numbers.
+        temperature: Divides the logits; 0 selects the most likely token.
+        top_k: Number of most likely tokens to keep; 0 keeps all.
+        top_p: Keeps the most likely tokens whose probabilities reach this sum.
+        seed: Seed of the random numbers.
 
     Raises:
         ConfigError: If a value is out of its range.
@@ -45,15 +45,15 @@ class Sampling:
 
 
 def sample(logits: torch.Tensor, picks: Sequence[tuple[Sampling, int]]) -> list[int]:
-    """Pick a token for each request.
+    """Sample a token for each request.
 
-    Where the temperature is not 0, tokens are sorted by their probability and cut to the first `top_k`, and
-    to those before which less than `top_p` is reached. Of these the first is taken up to which the sum is
-    more than a random part of the whole. It is computed in float64.
+    If the temperature is not 0, tokens are sorted by probability, and cut to the first `top_k` and to the
+    shortest prefix that reaches `top_p`. Inverse-CDF sampling over the kept tokens selects one. The
+    computation is in float64.
 
     Args:
-        logits: `[n, vocab_size]` of any float dtype and device; waited for.
-        picks: How, and the place of the token in its request.
+        logits: `[n, vocab_size]` of any float dtype and device; waits for them.
+        picks: The parameters, and the position of the token in its request.
 
     Returns:
         `n` tokens.
@@ -81,6 +81,6 @@ def sample(logits: torch.Tensor, picks: Sequence[tuple[Sampling, int]]) -> list[
 
 
 def _random(seed: int, place: int) -> float:
-    """A number in [0, 1)."""
+    """A pseudo-random number in [0, 1)."""
     digest = hashlib.blake2b(f"{seed} {place}".encode(), digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 11) / 2**53

@@ -1,4 +1,4 @@
-"""Which requests run in a step: continuous batching over the pools of a planner."""
+"""Continuous batching over the pools of a planner."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ State: TypeAlias = Literal["waiting", "running", "finished", "aborted"]
 
 
 class Schedulable(Protocol):
-    """What the scheduler needs of a request.
+    """The interface of a request.
 
     Attributes:
-        state: "waiting", "running", and in the end "finished" or "aborted".
-        retractions: How often it had to give its slots back.
-        row: Its row in the request table, while it runs.
-        cached: How many of its tokens have slots, while it runs.
+        state: "waiting", "running", and at the end "finished" or "aborted".
+        retractions: Number of retractions.
+        row: Row in the request table, while running.
+        cached: Number of tokens with slots, while running.
     """
 
     state: State
@@ -31,11 +31,11 @@ class Schedulable(Protocol):
 
     @property
     def seq_len(self) -> int:
-        """How many tokens are known: the prompt and what was generated."""
+        """Number of known tokens: prompt and generated ones."""
 
     @property
     def owner(self) -> str | int | None:
-        """The owner of its row and slots, for pools that debug."""
+        """Owner of its row and slots, for pools with debugging."""
 
 
 R = TypeVar("R", bound=Schedulable)
@@ -46,9 +46,9 @@ class Step(Generic[R]):
     """One batch, with slots for its new tokens.
 
     Attributes:
-        requests: The oldest first.
-        ends: For each, how many of its tokens have slots once the step is done.
-        plan: The slots of the new tokens, and where all others are.
+        requests: The requests of the batch, oldest first.
+        ends: For each request, the number of its tokens with slots after the step.
+        plan: The slots of the new tokens, and the metadata of all tokens.
     """
 
     requests: list[R]
@@ -57,20 +57,22 @@ class Step(Generic[R]):
 
 
 class Scheduler(Generic[R]):
-    """Continuous batching: a token for each request that decodes, and pieces of prompts up to a budget.
+    """Continuous batching: a token for each request that decodes, and prompt chunks up to a budget.
 
-    Requests are admitted in order while rows and slots last. When the pool is short, the youngest is
-    retracted: it gives its slots back and goes to the head of the queue.
+    Requests are admitted in order while rows and slots last. When the pool is short, the youngest request is
+    retracted: its slots are freed, and it returns to the head of the queue.
 
     Args:
-        planner: The planner over the pools, which no one else uses.
+        planner: The planner over the pools, for the exclusive use of this scheduler.
 
     Attributes:
         planner: The planner.
-        max_step_tokens: New tokens in a step; at least one for each request, at most those of the planner.
-        waiting: The requests that wait, in order.
-        running: The requests that have a row, oldest first. Only the last may have much of its prompt ahead.
-        retractions: How many there were.
+        max_step_tokens: The most new tokens in a step; at least one per request, at most those of the
+            planner.
+        waiting: The queue of waiting requests.
+        running: The requests with a row, oldest first. Only the last may have several steps of its prompt
+            left.
+        retractions: Number of retractions.
     """
 
     def __init__(self, planner: BatchPlanner) -> None:
@@ -89,16 +91,16 @@ class Scheduler(Generic[R]):
         return not self.waiting and not self.running
 
     def plan(self) -> Step[R] | None:
-        """Admits requests, and takes slots for the new tokens of a step.
+        """Admit requests, and allocate slots for the new tokens of a step.
 
-        Once the tokens are computed, set `cached` of each request to its end. If that fails, `retract` them
-        all, the youngest first.
+        When the tokens are computed, set `cached` of each request to its end. If that fails, call `retract`
+        for all of them, youngest first.
 
         Returns:
             The step; `None` if there is no request.
 
         Raises:
-            OutOfMemoryError: If slots that others took from the pool leave no room for any request.
+            OutOfMemoryError: If slots with other owners leave no room for any request.
         """
         self._admit()
         while self.running:
@@ -118,13 +120,13 @@ class Scheduler(Generic[R]):
         if self.waiting:
             raise OutOfMemoryError(
                 f"no request fits: {self._allocator.available_size()} of "
-                f"{self._allocator.stats()['capacity']} slots are available, and the scheduler has none of "
-                "the others"
+                f"{self._allocator.stats()['capacity']} slots are available, and the others do not belong "
+                "to the scheduler"
             )
         return None
 
     def retract(self, request: R) -> None:
-        """Puts a request back to the head of the queue, with what it has generated."""
+        """Return a request to the head of the queue, with its generated tokens."""
         request.state = "waiting"
         request.retractions += 1
         self.retractions += 1
@@ -132,15 +134,15 @@ class Scheduler(Generic[R]):
         self.release([request])
 
     def release(self, requests: list[R]) -> None:
-        """Gives back the slots and rows of requests that run no longer, also if the driver fails."""
+        """Free the slots and rows of requests that no longer run, also if the driver fails."""
         self.running = [request for request in self.running if request not in requests]
         self._finish([request.row for request in requests])
 
     def _admit(self) -> None:
-        """Moves requests to the running ones while rows, budget and slots last, in order."""
+        """Start waiting requests in order, while rows, budget and slots last."""
         if not self.waiting:
             return
-        # Each keeps a page in reserve, so that an admission is not undone at once.
+        # Each running request keeps a page in reserve, so that an admission is not undone at once.
         free = self._allocator.available_size() // self._page_size - len(self.running)
         if self.running and free <= self._pages(self.waiting[0].seq_len):
             return
@@ -150,7 +152,7 @@ class Scheduler(Generic[R]):
             request = self.waiting[0]
             left -= request.seq_len
             free -= self._pages(request.seq_len) + 1
-            if free < 0 and self.running:  # alone it fits, with no reserve
+            if free < 0 and self.running:  # a single request fits without a reserve
                 break
             row = self._alloc_row(owner=request.owner)
             if row is None:

@@ -1,1 +1,1 @@
-"""Command-line tools over the pools; they need the extra `kvpool[tools]`."""
+"""Command-line tools; they need the extra `kvpool[tools]`."""

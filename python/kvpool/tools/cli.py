@@ -1,7 +1,7 @@
 """The commands of `kvpool`.
 
-Each stands in a module of its own and imports what it works with when it is called, so that those that need
-neither PyTorch nor NumPy run without.
+Each command has a folder, and imports its dependencies when it is called, so that commands without PyTorch
+and NumPy run without them.
 """
 
 import typer

@@ -1,4 +1,4 @@
-"""What the output of the commands has in common. Needs no other package."""
+"""Output shared by the commands, without other packages."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import sys
 from typing import NoReturn
 
 WIDTH = 80
-"""Columns of tables that read the same on every terminal and in a file."""
+"""Width of tables, the same on every terminal and in a file."""
 
 _UNITS = ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB"))
 
 
 def bytes_text(count: int) -> str:
-    """Bytes in the largest unit of which there is at least one, with at most two decimals."""
+    """Format bytes in the largest unit that does not exceed them, with at most two decimals."""
     for power, unit in _UNITS:
         if count >= 1 << power:
             return f"{count / (1 << power):,.2f} {unit}".replace(".00 ", " ")
@@ -21,19 +21,19 @@ def bytes_text(count: int) -> str:
 
 
 def exact_bytes_text(count: int) -> str:
-    """Bytes as `bytes_text` has them, and their exact number."""
+    """Format bytes like `bytes_text`, with their exact number."""
     text, exact = bytes_text(count), f"{count:,} B"
     return text if text == exact else f"{text} ({exact})"
 
 
 def fail(message: str) -> NoReturn:
-    """Ends the command with status 1 and one line on stderr."""
+    """Exit the command with status 1 and one line on stderr."""
     sys.stderr.write(f"kvpool: {message}\n")
     sys.exit(1)
 
 
 def need(extra: str, *modules: str) -> None:
-    """Ends the command if a module is not installed, and names the extra that brings it."""
+    """Exit the command if a module is not installed, and name the extra that installs it."""
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
         fail(f"{', '.join(missing)} not found; run: pip install 'kvpool[{extra}]'")

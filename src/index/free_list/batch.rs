@@ -102,6 +102,7 @@ impl<'a, I: Id> FreeBatch<'a, I> {
 
     /// Frees the added indices. [`Order::Fifo`] queues them in that order: now, or when their fence has
     /// passed.
+    #[inline]
     pub(crate) fn commit(mut self) {
         self.is_committed = true;
         if self.to != Set::Fenced {

@@ -29,6 +29,7 @@ impl Ledgered<SlotAllocator> {
     ///
     /// # Errors
     /// Same as [`SlotAllocator::alloc`].
+    #[inline]
     pub fn alloc(&mut self, count: usize) -> Result<Option<Vec<i32>>> {
         let taken = self.inner.alloc(count)?;
         self.note_taken(taken.as_deref().unwrap_or_default(), &[]);
@@ -81,6 +82,7 @@ impl Ledgered<SlotAllocator> {
     }
 
     /// Records that the pages of `slots`, except the `continued` ones, were taken.
+    #[inline]
     fn note_taken(&mut self, slots: &[i32], continued: &[Page]) {
         let Some(ledger) = self.book.ledger_mut() else { return };
         let page_size = self.inner.slots_of_a_page();
@@ -99,6 +101,7 @@ impl Ledgered<SlotAllocator> {
     }
 
     /// Records that the last free gave its pages back and, with `is_free`, that they are free.
+    #[inline]
     fn note_given(&mut self, is_free: bool) {
         let Some(ledger) = self.book.ledger_mut() else { return };
         let given = || self.inner.pages().last_given().iter().flat_map(|mask| mask.ranges());
@@ -156,6 +159,7 @@ impl Ledgered<SlotAllocator> {
     ///
     /// # Errors
     /// Same as [`SlotAllocator::free`].
+    #[inline]
     pub fn free(&mut self, given: &IndexVec, strict: bool) -> Result<BadFrees> {
         if !self.inner.in_group() {
             return self.give(given, None, strict);
@@ -203,6 +207,7 @@ impl Ledgered<SlotAllocator> {
         answer
     }
 
+    #[inline]
     fn give(&mut self, given: &IndexVec, fence: Option<FenceId>, strict: bool) -> Result<BadFrees> {
         let (book, page_size) = (&self.book, self.inner.slots_of_a_page());
         let explain = |bad: &mut BadFrees| book.explain(bad, |slot| slot / page_size);
@@ -212,6 +217,7 @@ impl Ledgered<SlotAllocator> {
     }
 
     /// Like [`Self::note_given`], and records the owners that the last free removed from shared pages.
+    #[inline]
     fn note_removed(&mut self, is_free: bool) {
         self.note_given(is_free);
         if let Some(ledger) = self.book.ledger_mut() {

@@ -24,6 +24,7 @@ pub(super) struct Freeing<'a> {
 
 impl Freeing<'_> {
     /// Frees the pages of slots.
+    #[inline]
     pub(super) fn add(&mut self, given: &IndexVec) {
         match given {
             IndexVec::I32(values) => self.add_values(values),
@@ -84,6 +85,7 @@ impl Freeing<'_> {
     }
 
     /// Frees the pages of `start..start + len`, which may lie outside of the space.
+    #[inline]
     fn add_run(&mut self, start: i64, len: usize, space: &Range<u32>) {
         let mut rest = Numbers { start, len };
         if let Some(slots) = rest.range().filter(|slots| slots.start >= space.start && slots.end <= space.end)

@@ -1,1 +1,1 @@
-"""`kvpool doctor`: what of kvpool can be used on this machine, and what to do about the rest."""
+"""`kvpool doctor`: what works on this machine and, for the rest, the reason and the remedy."""

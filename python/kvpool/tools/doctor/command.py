@@ -16,7 +16,7 @@ def doctor(
     require: Annotated[
         list[str] | None,
         typer.Option(
-            help="End with status 1 if this does not work, for start scripts of containers: "
+            help="Exit with status 1 if this does not work, for start scripts of containers: "
             f"{', '.join(VERDICTS)}. May be given more than once."
         ),
     ] = None,
@@ -24,10 +24,10 @@ def doctor(
         bool, typer.Option("--json", help="Print one JSON object instead of text.")
     ] = False,
 ) -> None:
-    """Say what of kvpool is usable here, and for what is not, why and what to do.
+    """Report what works on this machine and, for what does not, the reason and the remedy.
 
-    Tries the pools on the CPU and on each GPU, in processes of their own, so that no CUDA context is left
-    behind. Ends with status 1 if the pools of the CPU do not work, or something that --require names.
+    Tries the pools on the CPU and on each GPU, in separate processes, so that no CUDA context is left behind.
+    Exits with status 1 if CPU pools or a required part do not work.
     """
     required = tuple(require or ())
     unknown = [name for name in required if name not in VERDICTS]

@@ -1,4 +1,4 @@
-"""What `kvpool doctor` says about the NVIDIA driver and its devices."""
+"""Checks of the NVIDIA driver and its devices."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ _INSTALL = (
     "install the NVIDIA driver R525 or newer; in a container start it with the GPUs (docker run --gpus all)"
 )
 _INIT_ADVICE = {
-    34: "a stub of the CUDA toolkit is found first: take its folder (lib64/stubs) out of LD_LIBRARY_PATH",
-    100: "no GPU is visible: look at CUDA_VISIBLE_DEVICES, nvidia-smi, and how the container was started",
+    34: "a stub of the CUDA toolkit is found first: remove its folder (lib64/stubs) from LD_LIBRARY_PATH",
+    100: "no GPU is visible: check CUDA_VISIBLE_DEVICES, nvidia-smi, and how the container was started",
     802: "the system is not ready: is nvidia-fabricmanager running?",
-    803: "libcuda and the kernel module are of different versions: reboot, or make them the same",
-    804: "a compatibility libcuda does not go with this GPU: take its folder out of LD_LIBRARY_PATH",
+    803: "libcuda and the kernel module have different versions: reboot, or install matching versions",
+    804: "the compatibility libcuda does not support this GPU: remove its folder from LD_LIBRARY_PATH",
 }
 
 
-def look(root: Path, load: Loader = ctypes.CDLL) -> tuple[list[Finding], int]:
-    """Looks for a driver and its devices.
+def examine(root: Path, load: Loader = ctypes.CDLL) -> tuple[list[Finding], int]:
+    """Check the driver and its devices.
 
     Args:
-        root: Where `/proc` and `/sys` are.
-        load: Loads a library by its name.
+        root: The folder of `/proc` and `/sys`.
+        load: Loads a library by name.
 
     Returns:
-        What was found, and how many devices there are.
+        The findings, and the number of devices.
     """
     findings = list(_kernel_module(root))
     try:
@@ -64,22 +64,20 @@ def look(root: Path, load: Loader = ctypes.CDLL) -> tuple[list[Finding], int]:
         driver.initialise()
         count = driver.device_count()
     except CallError as error:
-        advice = _INIT_ADVICE.get(error.code or 0, "see what nvidia-smi says; update the driver")
+        advice = _INIT_ADVICE.get(error.code or 0, "check nvidia-smi; update the driver")
         findings.append(Finding(SECTION, "start", BROKEN, str(error), advice))
         return findings, 0
     if count == 0:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         why = "" if visible is None else f"; CUDA_VISIBLE_DEVICES is {visible!r}"
         findings.append(
-            Finding(DEVICES, "devices", MISSING, f"the driver shows none{why}", _INIT_ADVICE[100])
+            Finding(DEVICES, "devices", MISSING, f"the driver reports none{why}", _INIT_ADVICE[100])
         )
     for ordinal in range(count):
         try:
             findings.append(_device(driver.describe(ordinal)))
-        except CallError as error:  # noqa: PERF203 - the others may work
-            findings.append(
-                Finding(DEVICES, f"cuda:{ordinal}", BROKEN, str(error), "see what nvidia-smi says")
-            )
+        except CallError as error:  # noqa: PERF203 - other devices may work
+            findings.append(Finding(DEVICES, f"cuda:{ordinal}", BROKEN, str(error), "check nvidia-smi"))
     return findings, count
 
 
@@ -102,7 +100,7 @@ def _version(root: Path, version: int) -> Finding:
 
 
 def _where(root: Path) -> str:
-    """The file of the library that was loaded."""
+    """The file of the loaded library."""
     try:
         lines = (root / "proc/self/maps").read_text().splitlines()
     except OSError:
@@ -116,12 +114,12 @@ def _kernel_module(root: Path) -> Iterator[Finding]:
         text = (root / "proc/driver/nvidia/version").read_text()
     except OSError:
         return
-    line = (text.splitlines() or [""])[0].partition(":")[2].strip() or "it does not say which"
+    line = (text.splitlines() or [""])[0].partition(":")[2].strip() or "unknown version"
     yield Finding(SECTION, "kernel module", OK, line)
 
 
 def _no_library(root: Path, reason: str) -> Finding:
-    """Why there is no library: no GPU, no driver, or a container without it."""
+    """Why the library is missing: no GPU, no driver, or a container without it."""
     if reason:
         return Finding(SECTION, LIBRARY, BROKEN, f"it cannot be loaded: {reason}", _INSTALL)
     text = "not found by the dynamic loader"
@@ -135,12 +133,12 @@ def _no_library(root: Path, reason: str) -> Finding:
     if any(_nvidia_gpus(root)):
         return Finding(SECTION, LIBRARY, BROKEN, f"{text}, though there is an NVIDIA GPU", _INSTALL)
     return Finding(
-        SECTION, LIBRARY, MISSING, f"{text}, and no NVIDIA GPU is seen", f"for device='cuda': {_INSTALL}"
+        SECTION, LIBRARY, MISSING, f"{text}, and no NVIDIA GPU was found", f"for device='cuda': {_INSTALL}"
     )
 
 
 def _nvidia_gpus(root: Path) -> Iterator[str]:
-    """PCI devices of NVIDIA that are displays or 3D controllers."""
+    """NVIDIA's PCI devices that are displays or 3D controllers."""
     for device in sorted((root / "sys/bus/pci/devices").glob("*")):
         try:
             vendor, kind = ((device / name).read_text().strip() for name in ("vendor", "class"))

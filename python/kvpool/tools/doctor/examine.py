@@ -1,7 +1,7 @@
-"""Finds out what of kvpool can be used here, and what to do about what cannot.
+"""Runs all checks of `kvpool doctor`.
 
-It works without PyTorch, NumPy and a GPU, and makes no CUDA context in this process: the pools are tried on
-each device by a process of its own.
+The checks need neither PyTorch nor NumPy nor a GPU, and create no CUDA context in this process: a separate
+process tries the pools on each device.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvpool.tools.doctor import driver, host, libraries
-from kvpool.tools.doctor.report import BROKEN, MISSING, OK, Finding, Report, Verdict, complaint
+from kvpool.tools.doctor.report import BROKEN, MISSING, OK, Finding, Report, Verdict, unmet_text
 from kvpool.tools.doctor.trial import Outcome, run_trial
 
 if TYPE_CHECKING:
@@ -23,35 +23,35 @@ if TYPE_CHECKING:
     from kvpool.tools.doctor.libraries import TorchState
 
 NEEDED = {"serve": ("typer", "rich", "numpy"), "replay": ("typer", "rich", "numpy")}
-"""What the commands need beside PyTorch (and `serve` beside `transformers`)."""
+"""Libraries that the commands need besides PyTorch (and `serve` besides `transformers`)."""
 
 _DRIVER_ADVICE = "see 'NVIDIA driver' and 'devices' above"
 
 
 _KERNEL_ADVICE = {
-    221: "the driver's compiler is missing, which this device needs: install libnvidia-ptxjitcompiler.so.1;"
+    221: "this device needs the driver's compiler, which is missing: install libnvidia-ptxjitcompiler.so.1;"
     " in a container set NVIDIA_DRIVER_CAPABILITIES=compute,utility",
     222: "the driver is older than the kernels: install the NVIDIA driver R525 or newer",
-    223: "the driver may not compile, as this device needs: take CUDA_DISABLE_PTX_JIT out of the environment",
+    223: "this device needs the driver's compiler, which is disabled: unset CUDA_DISABLE_PTX_JIT",
 }
-"""What to do where kernels are not loaded, by the driver's code."""
+"""Remedies for kernels that cannot be loaded, by the driver's code."""
 
 
 def examine(
     root: Path = Path("/"), load: Loader = ctypes.CDLL, try_device: Callable[[str], Outcome] = run_trial
 ) -> Report:
-    """Looks at everything.
+    """Run all checks.
 
     Args:
-        root: Where `/proc` and `/sys` are.
-        load: Loads a library by its name.
+        root: The folder of `/proc` and `/sys`.
+        load: Loads a library by name.
         try_device: Tries the pools on a device.
     """
-    of_driver, devices = driver.look(root, load)
+    of_driver, devices = driver.examine(root, load)
     cpu = try_device("cpu")
     gpus = {f"cuda:{ordinal}": try_device(f"cuda:{ordinal}") for ordinal in range(max(1, devices))}
     torch = libraries.torch_state(devices)
-    # Where the extension itself is broken there is nothing to ask it.
+    # A broken extension cannot be asked.
     package = libraries.package(gpus["cuda:0"].text) if cpu.works else []
     findings = [
         *package,
@@ -60,23 +60,23 @@ def examine(
         *of_driver,
         *torch.findings,
         *libraries.libraries(),
-        *host.look(root, _threads() if cpu.works else 1),
+        *host.examine(root, _threads() if cpu.works else 1),
     ]
     return Report(tuple(findings), tuple(_verdicts(cpu, gpus, torch)))
 
 
 def run(required: tuple[str, ...], *, as_json_object: bool) -> int:
-    """Prints what was found, and returns the exit status: 1 if something that must work does not."""
+    """Print the report, and return the exit status: 1 if a requirement is not met."""
     report = examine()
     sys.stdout.write((json.dumps(report.as_json()) if as_json_object else report.as_text()) + "\n")
     unmet = report.unmet(required)
     if unmet:
-        sys.stderr.write(f"kvpool: {complaint(unmet)}\n")
+        sys.stderr.write(f"kvpool: {unmet_text(unmet)}\n")
     return 1 if unmet else 0
 
 
 def _threads() -> int:
-    import kvpool  # noqa: PLC0415 - this file must load also where it is broken
+    import kvpool  # noqa: PLC0415 - this file must load even if kvpool does not
 
     return kvpool.get_num_threads()
 
@@ -106,13 +106,13 @@ def _verdicts(cpu: Outcome, gpus: dict[str, Outcome], torch: TorchState) -> list
     for name, needed in NEEDED.items():
         problem, advice = _command_problem(name, needed, cpu, torch)
         verdicts.append(
-            Verdict(name, f"kvpool {name}", not problem, problem or "all it needs is there", advice)
+            Verdict(name, f"kvpool {name}", not problem, problem or "all requirements are met", advice)
         )
     return verdicts
 
 
 def _command_problem(name: str, needed: tuple[str, ...], cpu: Outcome, torch: TorchState) -> tuple[str, str]:
-    """Why a command cannot be used, and what to do."""
+    """Why a command cannot be used, and the remedy."""
     if not cpu.works:
         return 'device="cpu" does not work', ""
     if torch.problem:

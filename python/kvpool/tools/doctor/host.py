@@ -1,4 +1,4 @@
-"""What `kvpool doctor` says about memory, processors and limits of this machine and of its container."""
+"""Checks of memory, processors and limits of this machine and of its container."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 SECTION = "memory and limits"
 
-# A limit of cgroup v1 that is none is as large as it can be, in whole pages.
+# cgroup v1 reports a missing limit as the largest multiple of the page size.
 _NO_LIMIT = 1 << 62
 
 
-def look(root: Path, threads: int) -> list[Finding]:
-    """Looks at the machine.
+def examine(root: Path, threads: int) -> list[Finding]:
+    """Check the machine.
 
     Args:
-        root: Where `/proc` and `/sys` are.
-        threads: How many kvpool copies with.
+        root: The folder of `/proc` and `/sys`.
+        threads: Number of threads that kvpool copies with.
     """
     memory = _meminfo(root)
     return [
@@ -48,7 +48,7 @@ def _read(path: Path) -> str | None:
 
 
 def _meminfo(root: Path) -> dict[str, int]:
-    """Lines of `/proc/meminfo`: bytes, or numbers of pages."""
+    """Entries of `/proc/meminfo`: bytes, or numbers of pages."""
     found = {}
     for line in (_read(root / "proc/meminfo") or "").splitlines():
         match = re.fullmatch(r"(\w+):\s+(\d+)( kB)?", line.strip())
@@ -65,7 +65,7 @@ def _memory(memory: dict[str, int]) -> Finding:
 
 
 def _container(root: Path) -> Iterator[Finding]:
-    """The least limit on memory of the control groups that this process is in."""
+    """The smallest memory limit of the control groups of this process."""
     limit, used = None, None
     for limit_name, used_name, folder in _groups(root, "memory"):
         text = _read(folder / limit_name)
@@ -77,13 +77,13 @@ def _container(root: Path) -> Iterator[Finding]:
         return
     text = bytes_text(limit) if used is None else f"{bytes_text(limit)}, {bytes_text(used)} of it in use"
     advice = (
-        "a pool's memory counts when it is touched: past the limit the process is killed, without an error"
+        "a pool's memory counts when it is touched: beyond the limit, the process is killed without an error"
     )
     yield Finding(SECTION, "container limit", NOTE, text, advice)
 
 
 def _groups(root: Path, controller: str) -> Iterator[tuple[str, str, Path]]:
-    """Names of limit and use, and the folder, of each control group of a controller, innermost first."""
+    """File names of limit and usage, and the folder, of a controller's control groups, innermost first."""
     names = {
         "memory": (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")),
         "cpu": (("cpu.max", ""), ("cpu.cfs_quota_us", "cpu.cfs_period_us")),
@@ -108,14 +108,14 @@ def _groups(root: Path, controller: str) -> Iterator[tuple[str, str, Path]]:
 def _overcommit(root: Path) -> Iterator[Finding]:
     if _read(root / "proc/sys/vm/overcommit_memory") == "2":
         text = "vm.overcommit_memory is 2: memory counts when it is reserved, not when it is touched"
-        advice = "large pools may be refused, though little of them is touched: sysctl vm.overcommit_memory=0"
+        advice = "large pools may be refused, even if little of them is used: sysctl vm.overcommit_memory=0"
         yield Finding(SECTION, "overcommit", NOTE, text, advice)
 
 
 def _limit(name: str) -> int | None:
     """A soft limit of this process in bytes; None without one."""
     try:
-        import resource  # noqa: PLC0415 - not on every system
+        import resource  # noqa: PLC0415 - not available on every system
     except ImportError:
         return None
     soft: int = resource.getrlimit(getattr(resource, name))[0]
@@ -135,8 +135,8 @@ def _locked() -> Finding:
     if limit is None:
         return Finding(SECTION, "locked memory", OK, "unlimited")
     advice = (
-        "the NVIDIA driver page-locks without asking this limit; transfer engines that register pools with a "
-        "network card do ask: ulimit -l unlimited, docker run --ulimit memlock=-1"
+        "the NVIDIA driver ignores this limit; transfer engines that register pools with a network card do "
+        "not: ulimit -l unlimited, docker run --ulimit memlock=-1"
     )
     return Finding(SECTION, "locked memory", NOTE, f"limited to {bytes_text(limit)}", advice)
 
@@ -146,19 +146,19 @@ def _transparent(root: Path) -> Finding:
     text = _read(root / "sys/kernel/mm/transparent_hugepage/enabled")
     match = re.search(r"\[(\w+)\]", text or "")
     if match is None:
-        return Finding(SECTION, name, NOTE, "unknown: the kernel has none, or hides them")
+        return Finding(SECTION, name, NOTE, "unknown: not supported by the kernel, or hidden")
     if match[1] == "never":
         advice = (
             "copies of large pools are slower: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
         )
         return Finding(SECTION, name, NOTE, "never", advice)
-    return Finding(SECTION, name, OK, f"{match[1]}: large host pools have them")
+    return Finding(SECTION, name, OK, f"{match[1]}: large host pools use them")
 
 
 def _reserved(memory: dict[str, int]) -> Finding:
     total, free = memory.get("HugePages_Total", 0), memory.get("HugePages_Free", 0)
     if total == 0:
-        text = "none, so ChunkPool(huge_pages=True) takes other memory"
+        text = "none, so ChunkPool(huge_pages=True) uses ordinary pages"
     else:
         text = f"{free} of {total} free, {bytes_text(memory.get('Hugepagesize', 0))} each"
     return Finding(SECTION, "reserved huge pages", OK, text)
@@ -167,34 +167,34 @@ def _reserved(memory: dict[str, int]) -> Finding:
 def _nodes(root: Path) -> Finding:
     text = _read(root / "sys/devices/system/node/online")
     if text is None:
-        return Finding(SECTION, "NUMA nodes", NOTE, "unknown: ChunkPool(numa_node=...) has no effect here")
+        return Finding(SECTION, "NUMA nodes", NOTE, "unknown: ChunkPool(numa_node=...) has no effect")
     count = _count(text)
     return Finding(SECTION, "NUMA nodes", OK, f"{count}" if count == 1 else f"{count}: {text}")
 
 
 def _count(ranges: str) -> int:
-    """How many numbers a list such as `0-3,8` has."""
+    """Count the numbers of a list such as `0-3,8`."""
     ends = [part.split("-") for part in ranges.split(",") if part]
     return sum(int(end[-1]) - int(end[0]) + 1 for end in ends)
 
 
 def _processors(root: Path, threads: int) -> Finding:
-    """How many this process may use, by its affinity and its container."""
+    """The processors that this process may use, by its affinity and its container."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quotas = [quota for quota in (_quota(*group) for group in _groups(root, "cpu")) if quota is not None]
     text = f"{usable} usable"
     if quotas:
-        text += f", as long as {min(quotas):.1f} of the container"
+        text += f", {min(quotas):.1f} by the container's CPU quota"
     text += f"; kvpool copies with {threads} thread{'s' if threads > 1 else ''}"
     if threads > min(usable, *quotas, usable):
         return Finding(
-            SECTION, "processors", NOTE, text, "kvpool.set_num_threads(n) with n processors, or fewer"
+            SECTION, "processors", NOTE, text, "call kvpool.set_num_threads(n) with at most that number"
         )
     return Finding(SECTION, "processors", OK, text)
 
 
 def _quota(limit: str, period: str, folder: Path) -> float | None:
-    """Processors whose time a control group has; None without a limit."""
+    """CPU quota of a control group in processors; None without a limit."""
     text = _read(folder / limit)
     if text is None:
         return None

@@ -1,7 +1,7 @@
-"""The NVIDIA driver and its devices, seen through `ctypes`, without a context of ours.
+"""The NVIDIA driver and its devices through `ctypes`, without creating a context.
 
-What a device has free can only be asked of its context or of the management library (NVML). A context that is
-there already, somebody else's in this process, is asked; none is made for it.
+The free memory of a device is known to its context and to the management library (NVML). A context that
+already exists in this process is used; none is created.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ if TYPE_CHECKING:
 LIBRARY = "libcuda.so.1"
 MANAGEMENT = "libnvidia-ml.so.1"
 LEAST_VERSION = 12_000
-"""Of the driver's interface, CUDA 12.0: R525."""
+"""The oldest supported version of the driver's interface, CUDA 12.0: R525."""
 LEAST_CAPABILITY = (7, 0)
-"""That the kernels are compiled for."""
+"""The lowest compute capability that the kernels are compiled for."""
 
 _CAPABILITY = (75, 76)  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR
 _NAME_BYTES, _BUS_ID_BYTES = 256, 32
 
-# Loads a library by its name, as `ctypes.CDLL` does; raises `OSError`.
+# Loads a library by name like `ctypes.CDLL`, and raises `OSError`.
 Loader = Any
 
 
 class CallError(Exception):
-    """A function of the driver that failed or is not there.
+    """A driver function failed or is missing.
 
     Attributes:
-        code: What it answered; None if it is not there.
+        code: Its result; None if it is missing.
     """
 
     def __init__(self, name: str, code: int | None) -> None:
@@ -41,14 +41,14 @@ class CallError(Exception):
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """A device as the driver describes it.
+    """A device, as described by the driver.
 
     Attributes:
-        ordinal: Its number.
-        name: Its name.
+        ordinal: Number of the device.
+        name: Name of the device.
         capability: Compute capability, major and minor.
-        total_bytes: Its memory.
-        free_bytes: What of it is free; None if nobody could be asked.
+        total_bytes: Memory of the device.
+        free_bytes: Free memory; None if unknown.
     """
 
     ordinal: int
@@ -59,34 +59,34 @@ class DeviceInfo:
 
 
 class Driver:
-    """The functions that are asked for.
+    """The driver functions used here.
 
     Args:
-        library: What `ctypes.CDLL` gives.
+        library: A library from `ctypes.CDLL`.
         load: Loads other libraries.
     """
 
-    def __init__(self, library: Any, load: Loader = ctypes.CDLL) -> None:  # noqa: ANN401 - as `load` gives it
+    def __init__(self, library: Any, load: Loader = ctypes.CDLL) -> None:  # noqa: ANN401 - a library of `load`
         self._library, self._load = library, load
 
     def version(self) -> int:
-        """Of its interface, 1000 * major + 10 * minor."""
+        """Return the version of the interface, 1000 * major + 10 * minor."""
         found = ctypes.c_int()
         self._call("cuDriverGetVersion", ctypes.byref(found))
         return found.value
 
     def initialise(self) -> None:
-        """Must come before what follows. It makes no context."""
+        """Initialise the driver, before any call below. Creates no context."""
         self._call("cuInit", 0)
 
     def device_count(self) -> int:
-        """How many it shows."""
+        """Return the number of visible devices."""
         found = ctypes.c_int()
         self._call("cuDeviceGetCount", ctypes.byref(found))
         return found.value
 
     def describe(self, ordinal: int) -> DeviceInfo:
-        """A device."""
+        """Describe a device."""
         device = ctypes.c_int()
         self._call("cuDeviceGet", ctypes.byref(device), ordinal)
         name = ctypes.create_string_buffer(_NAME_BYTES)
@@ -102,17 +102,17 @@ class Driver:
         return DeviceInfo(ordinal, text, (numbers[0], numbers[1]), total.value, self._free_bytes(device))
 
     def _free_bytes(self, device: ctypes.c_int) -> int | None:
-        for ask in (self._ask_context, self._ask_management):
+        for free_bytes in (self._free_in_context, self._free_in_nvml):
             try:
-                found = ask(device)
+                found = free_bytes(device)
             except (CallError, OSError):
                 continue
             if found is not None:
                 return found
         return None
 
-    def _ask_context(self, device: ctypes.c_int) -> int | None:
-        """The primary context, if it is in use."""
+    def _free_in_context(self, device: ctypes.c_int) -> int | None:
+        """Free memory from the primary context, if it is active."""
         flags, active = ctypes.c_uint(), ctypes.c_int()
         self._call("cuDevicePrimaryCtxGetState", device, ctypes.byref(flags), ctypes.byref(active))
         if not active.value:
@@ -129,7 +129,7 @@ class Driver:
             self._call("cuDevicePrimaryCtxRelease_v2", device)
         return free.value
 
-    def _ask_management(self, device: ctypes.c_int) -> int | None:
+    def _free_in_nvml(self, device: ctypes.c_int) -> int | None:
         bus_id = ctypes.create_string_buffer(_BUS_ID_BYTES)
         self._call("cuDeviceGetPCIBusId", bus_id, _BUS_ID_BYTES, device)
         library = self._load(MANAGEMENT)
@@ -157,5 +157,5 @@ def _call(library: Any, name: str, *arguments: Any) -> None:  # noqa: ANN401 - a
 
 
 def version_text(version: int) -> str:
-    """CUDA's version in words."""
+    """Format a CUDA version."""
     return f"CUDA {version // 1000}.{version % 1000 // 10}"

@@ -1,4 +1,4 @@
-"""What `kvpool doctor` says about this package, PyTorch and other libraries."""
+"""Checks of this package, PyTorch and other libraries."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ TORCH = "PyTorch"
 LIBRARIES = "other libraries"
 
 EXCHANGE = "__dlpack_c_exchange_api__"
-"""The table of functions by which tensors of PyTorch 2.10 and later are made and read."""
+"""The table of functions for creating and reading tensors in PyTorch 2.10 and later."""
 
 LEAST_TORCH, EXCHANGE_TORCH = (2, 4), (2, 10)
 TRANSFORMERS = ((5, 21), (6,))
-"""From, and below."""
+"""The lowest version, and the first unsupported one."""
 TOOLS = ("typer", "rich", "matplotlib")
 
 _WITHOUT_CUDA = "built without the `cuda` feature"
 
 
 class TorchState(NamedTuple):
-    """PyTorch here.
+    """The state of PyTorch.
 
     Attributes:
-        findings: What was found.
-        problem: Why its tensors cannot be views of pools; empty if they can.
-        advice: What to do about that.
+        findings: The findings.
+        problem: Why tensors cannot be views of pools; empty if they can.
+        advice: The remedy.
     """
 
     findings: list[Finding]
@@ -44,12 +44,12 @@ class TorchState(NamedTuple):
 
 
 def package(cuda_reason: str) -> list[Finding]:
-    """This package and its interpreter.
+    """Check this package and its interpreter.
 
     Args:
-        cuda_reason: What kvpool said when it was asked for a GPU.
+        cuda_reason: kvpool's answer to a request for a GPU.
     """
-    import kvpool  # noqa: PLC0415 - this file must load also where it is broken
+    import kvpool  # noqa: PLC0415 - this file must load even if kvpool does not
     from kvpool import _kvpool as extension  # noqa: PLC0415
 
     path = Path(str(extension.__file__))
@@ -64,7 +64,7 @@ def package(cuda_reason: str) -> list[Finding]:
             PACKAGE,
             "CUDA support",
             MISSING if without else OK,
-            "not built in" if without else "built in: kernels as PTX, libcuda loaded when it is asked for",
+            "not built in" if without else "built in: kernels as PTX, libcuda loaded on first use",
             "install a wheel, or build with the features python and cuda" if without else "",
         ),
         Finding(
@@ -73,14 +73,14 @@ def package(cuda_reason: str) -> list[Finding]:
             NOTE if threaded else OK,
             f"{platform.python_implementation()} {platform.python_version()}, "
             f"{'free-threaded' if threaded else 'with the GIL'}, {sys.executable}",
-            "kvpool was not tested on free-threaded Python" if threaded else "",
+            "kvpool is untested on free-threaded Python" if threaded else "",
         ),
         Finding(
             PACKAGE,
             "platform",
             OK if linux else NOTE,
             f"{platform.platform()}, {platform.machine()}",
-            "" if linux else "kvpool was tested on Linux alone",
+            "" if linux else "kvpool is tested on Linux only",
         ),
     ]
 
@@ -99,7 +99,7 @@ def numbers_of(version: str) -> tuple[int, ...]:
 
 
 def load(name: str) -> tuple[Any, str]:
-    """A module and an empty text; or None, and why: empty if it is not installed."""
+    """Import a module. Returns it and an empty text, or None and the reason, empty if it is not installed."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -110,10 +110,10 @@ def load(name: str) -> tuple[Any, str]:
 
 
 def torch_state(devices: int) -> TorchState:
-    """PyTorch, and whether its tensors are views of pools.
+    """Check PyTorch, and whether its tensors are views of pools.
 
     Args:
-        devices: How many GPUs the driver shows.
+        devices: Number of GPUs that the driver reports.
     """
     torch, problem = load("torch")
     if torch is None:
@@ -123,7 +123,7 @@ def torch_state(devices: int) -> TorchState:
                 TORCH, "torch", BROKEN, f"importing it failed: {problem}", f"reinstall it: {advice}"
             )
             return TorchState([found], f"importing PyTorch failed: {problem}", found.advice)
-        text = "not installed; pools give kvpool.Tensor, which NumPy, CuPy and JAX take (DLPack)"
+        text = "not installed; pools return kvpool.Tensor, which NumPy, CuPy and JAX accept (DLPack)"
         return TorchState(
             [Finding(TORCH, "torch", MISSING, text, advice)], "PyTorch is not installed", advice
         )
@@ -138,17 +138,15 @@ def torch_state(devices: int) -> TorchState:
 
 def _torch_version(version: str) -> Finding:
     if numbers_of(version) < LEAST_TORCH:
-        return Finding(
-            TORCH, "torch", NOTE, version, "kvpool was made for 2.4 and later: pip install -U torch"
-        )
+        return Finding(TORCH, "torch", NOTE, version, "kvpool supports 2.4 and later: pip install -U torch")
     return Finding(TORCH, "torch", OK, version)
 
 
 def _exchange(torch: Any) -> Finding:  # noqa: ANN401 - a module
     name = "DLPack exchange table"
     if hasattr(torch.Tensor, EXCHANGE):
-        return Finding(TORCH, name, OK, "there: tensors cost 0.1 to 0.4 us each")
-    text = "not there: tensors go through capsules, which cost several us each"
+        return Finding(TORCH, name, OK, "available: tensors cost 0.1 to 0.4 us each")
+    text = "not available: tensors go through capsules, which cost several us each"
     return Finding(TORCH, name, NOTE, text, "pip install 'torch>=2.10'")
 
 
@@ -158,36 +156,40 @@ def _torch_cuda(torch: Any, devices: int) -> Finding:  # noqa: ANN401 - a module
         return Finding(TORCH, "CUDA build", OK, f"CUDA {built}")
     if torch.version.hip:
         return Finding(
-            TORCH, "CUDA build", NOTE, f"none: it is for ROCm {torch.version.hip}", "kvpool has no ROCm"
+            TORCH,
+            "CUDA build",
+            NOTE,
+            f"none: built for ROCm {torch.version.hip}",
+            "kvpool does not support ROCm",
         )
     advice = (
         "install a CUDA build of PyTorch (pytorch.org), or its tensors cannot be on the GPU"
         if devices
         else ""
     )
-    return Finding(TORCH, "CUDA build", NOTE if devices else OK, "none: for the CPU alone", advice)
+    return Finding(TORCH, "CUDA build", NOTE if devices else OK, "none: for the CPU only", advice)
 
 
 def _why_not_shared(torch: Any) -> str:  # noqa: ANN401 - a module
-    """What is wrong with tensors of pools on the CPU; empty if they share memory."""
+    """Why tensors of pools on the CPU do not share memory; empty if they do."""
     import kvpool  # noqa: PLC0415
 
     try:
         pool = kvpool.KVPool(8, 1, 1, 4, "cpu", "float32")
         keys = pool.get_key_buffer(0)
         if not isinstance(keys, torch.Tensor):
-            return f"pools give {type(keys).__module__}.{type(keys).__name__}, not torch.Tensor"
+            return f"pools return {type(keys).__module__}.{type(keys).__name__}, not torch.Tensor"
         keys[3] = 1.5
         address, seen = pool.get_contiguous_buf_infos()[0][0], pool.gather_kv(0, [3])[0]
         if keys.data_ptr() != address or not torch.equal(seen[0], keys[3]) or not keys[3].all():
             return "a tensor of a pool does not share its memory"
-    except Exception as error:  # noqa: BLE001 - whatever it is is the answer
+    except Exception as error:  # noqa: BLE001 - any error is the result
         return f"{type(error).__name__}: {error}"
     return ""
 
 
 def libraries() -> list[Finding]:
-    """NumPy, transformers and what the tools need."""
+    """Check NumPy, transformers and the libraries of the tools."""
     return [_numpy(), _ml_dtypes(), _transformers(), *(_tool(name) for name in TOOLS)]
 
 
@@ -205,7 +207,7 @@ def _ml_dtypes() -> Finding:
     found = version_of("ml_dtypes")
     if found:
         return Finding(LIBRARIES, "ml_dtypes", OK, found)
-    text = "not installed; NumPy has bfloat16 and 8-bit floats with it alone (PyTorch has its own)"
+    text = "not installed; NumPy needs it for bfloat16 and 8-bit floats (PyTorch has its own)"
     return Finding(LIBRARIES, "ml_dtypes", MISSING, text, "pip install ml_dtypes")
 
 

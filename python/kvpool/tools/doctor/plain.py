@@ -1,4 +1,4 @@
-"""`kvpool doctor` where the libraries of the command line are not installed."""
+"""`kvpool doctor` without the libraries of the command line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 def main(arguments: Sequence[str]) -> int:
     """Runs the command with these arguments and returns its exit status."""
     parser = argparse.ArgumentParser(
-        prog="kvpool doctor", description="Say what is usable here, and why not."
+        prog="kvpool doctor",
+        description="Report what works on this machine and, for what does not, the reason and the remedy.",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.add_argument("--require", action="append", default=[], choices=VERDICTS, help="what must work")

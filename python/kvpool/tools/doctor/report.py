@@ -1,4 +1,4 @@
-"""What `kvpool doctor` finds, and how it is printed."""
+"""Findings of `kvpool doctor`, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from typing import Any
 
 OK = "ok"
 NOTE = "note"
-"""It works, but something is slower or less than it could be."""
+"""It works, but is slower or more limited than it could be."""
 MISSING = "missing"
-"""Something that not everybody needs is not there."""
+"""An optional part is missing."""
 BROKEN = "broken"
-"""Something is there and does not work, or is needed by all and not there."""
+"""A part does not work, or a required part is missing."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """The result of one check.
 
     Attributes:
-        section: What it belongs to.
-        name: What it is.
+        section: Section of the report.
+        name: Name of the checked part.
         status: `OK`, `NOTE`, `MISSING` or `BROKEN`.
-        text: What was found.
-        advice: What to do about it; empty where there is nothing to do.
+        text: The result.
+        advice: The remedy; empty if none is needed.
     """
 
     section: str
@@ -35,14 +35,14 @@ class Finding:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether something can be used.
+    """Whether a part of kvpool works.
 
     Attributes:
-        name: By which `--require` asks for it.
-        title: What it is.
-        works: Whether it does.
+        name: Name for `--require`.
+        title: Title in the report.
+        works: Whether it works.
         text: What was tried, or why it does not work.
-        advice: What to do about it.
+        advice: The remedy.
     """
 
     name: str
@@ -58,17 +58,17 @@ VERDICTS = ("cpu", "cuda", "torch", "serve", "replay")
 
 @dataclass(frozen=True)
 class Report:
-    """All that was found."""
+    """All findings and verdicts."""
 
     findings: tuple[Finding, ...]
     verdicts: tuple[Verdict, ...]
 
     def verdict(self, name: str) -> Verdict:
-        """The one of that name."""
+        """Return the verdict with this name."""
         return next(verdict for verdict in self.verdicts if verdict.name == name)
 
     def unmet(self, required: tuple[str, ...]) -> list[Verdict]:
-        """What does not work of what must: the pools of the CPU, always, and what is asked for."""
+        """Return the verdicts that do not work but must: CPU pools, and the required ones."""
         return [
             verdict for verdict in self.verdicts if verdict.name in {"cpu", *required} and not verdict.works
         ]
@@ -96,10 +96,10 @@ class Report:
 
 
 def _entry(status: str, text: str, advice: str) -> list[str]:
-    """One line, and a second one for the advice if there is any."""
+    """One line, and a second line if there is advice."""
     return [f"  {status:8}{text}", *([f"          -> {advice}"] if advice else [])]
 
 
-def complaint(unmet: list[Verdict]) -> str:
-    """One line about what must work and does not."""
+def unmet_text(unmet: list[Verdict]) -> str:
+    """One line about the unmet requirements."""
     return "; ".join(f"{verdict.title} does not work: {verdict.text}" for verdict in unmet)

@@ -1,7 +1,7 @@
-"""Tries the pools on a device: `python -m kvpool.tools.doctor.trial DEVICE`, in a process of its own.
+"""Tries the pools on a device, in a separate process: `python -m kvpool.tools.doctor.trial DEVICE`.
 
-A device that was tried stays in use for the life of a process, and a broken library may end it. Nothing but
-kvpool is imported: PyTorch is hidden, so that this says something about the pools alone.
+A device stays in use for the lifetime of a process, and a broken library may crash it. PyTorch is hidden, so
+that the trial tests the pools only.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ _SLOTS = 64
 
 
 class TrialError(Exception):
-    """The pools answered, but not what they must."""
+    """A pool returned a wrong result."""
 
 
 class Outcome(NamedTuple):
-    """How a trial ended."""
+    """The result of a trial."""
 
     works: bool
     text: str
 
 
 def trial(device: str) -> str:
-    """Takes slots, writes them to the table, reads them back and moves rows of K and V.
+    """Allocate slots, write them to the table, read them back and move rows of K and V.
 
     Args:
-        device: As PyTorch writes it.
+        device: A device in PyTorch's notation.
 
     Returns:
-        What was done.
+        A description of the trial.
 
     Raises:
-        TrialError: An answer was wrong.
-        KvPoolError: A pool could not be made, or a call failed.
+        TrialError: A result is wrong.
+        KvPoolError: A pool cannot be created, or a call failed.
     """
-    import kvpool  # noqa: PLC0415 - where this is imported it may be broken
+    import kvpool  # noqa: PLC0415 - this file must load even if kvpool does not
 
     pool, allocator = kvpool.make_full_attention_net_mem_pool(_SLOTS, 2, 1, 16, 1, 16, device, "uint8")
     table = kvpool.make_req_to_token_pool(2, _SLOTS, device)
@@ -56,16 +56,16 @@ def trial(device: str) -> str:
     pool.move_kv([2], [1])
     pool.check()
     if device == "cpu" and _row(pool, 2) != _row(pool, 1):
-        raise TrialError("a row that was moved holds other bytes")
+        raise TrialError("a moved row holds different bytes")
     allocator.free(slots)
     allocator.verify()
     if allocator.available_size() != _SLOTS:
-        raise TrialError(f"{allocator.available_size()} of {_SLOTS} slots are free after all were given back")
-    return "took slots, wrote and read the table, moved rows, gave all back"
+        raise TrialError(f"{allocator.available_size()} of {_SLOTS} slots are free after all were freed")
+    return "allocated slots, wrote and read the table, moved rows, freed everything"
 
 
 def run_trial(device: str) -> Outcome:
-    """Tries a device in a process of its own."""
+    """Try a device in a separate process."""
     command = [sys.executable, "-W", "ignore", "-m", "kvpool.tools.doctor.trial", device]
     try:
         done = subprocess.run(  # noqa: S603 - this interpreter
@@ -76,7 +76,7 @@ def run_trial(device: str) -> Outcome:
     try:
         works, text = json.loads(done.stdout)
     except ValueError:
-        last = (done.stderr.strip().splitlines() or ["nothing was said"])[-1]
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         return Outcome(False, f"the trial ended with status {done.returncode}: {last}")
     return Outcome(bool(works), str(text))
 
@@ -102,10 +102,10 @@ def _row(pool: Any, row: int) -> list[bytes]:  # noqa: ANN401 - a `KVPool`
 
 
 def main(device: str) -> None:
-    """Tries a device and prints whether it works, and what was done or is wrong, as JSON."""
+    """Try a device, and print as JSON whether it works, with a description."""
     try:
         outcome = Outcome(True, trial(device))
-    except Exception as error:  # noqa: BLE001 - whatever it is is the answer
+    except Exception as error:  # noqa: BLE001 - any error is the result
         outcome = Outcome(False, str(error) or type(error).__name__)
     sys.stdout.write(json.dumps(outcome))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path  # noqa: TC003 - typer looks at it
+from pathlib import Path  # noqa: TC003 - typer reads the annotation
 from typing import Annotated
 
 import typer
@@ -25,65 +25,63 @@ from kvpool.tools.plan.solver import (
 
 
 def plan(  # noqa: PLR0913 - one parameter per option
-    config: Annotated[
-        Path, typer.Argument(help="A model's config.json, as Hugging Face has it, or the folder it is in.")
-    ],
+    config: Annotated[Path, typer.Argument(help="A model's Hugging Face config.json, or its folder.")],
     *,
     memory: Annotated[
         str,
         typer.Option(
-            help="Memory of each GPU for the pools, which is what is free once weights are loaded: 80GiB "
+            help="Memory of each GPU for the pools, that is the free memory after loading the weights: 80GiB "
             "(1024**3), 80GB (1000**3), 512MiB or plain bytes."
         ),
     ],
     reserve: Annotated[
         str,
         typer.Option(
-            help="How much of --memory to leave to others: weights, activations, CUDA graphs. With it "
-            "--memory can be all that a GPU has."
+            help="The part of --memory for weights, activations and CUDA graphs. With it, --memory can be "
+            "the whole memory of a GPU."
         ),
     ] = "0",
     tp: Annotated[int, typer.Option(min=1, help="GPUs that share each layer (tensor parallelism).")] = 1,
     dtype: Annotated[
         str | None,
         typer.Option(
-            help=f"Of K and V: {', '.join((*_STORAGE_DTYPES, *DTYPE_ALIASES))}. Default: the configuration's."
+            help=f"Data type of K and V: {', '.join((*_STORAGE_DTYPES, *DTYPE_ALIASES))}. Default: the "
+            "configuration's."
         ),
     ] = None,
     context: Annotated[
-        int | None, typer.Option(min=1, help="Most tokens of a request. Default: the model's.")
+        int | None, typer.Option(min=1, help="The most tokens of a request. Default: the model's.")
     ] = None,
     page_size: Annotated[int, typer.Option(min=1, help="Slots per page.")] = PAGE_SIZE,
     max_requests: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Requests at once, each with a row of the table and its states. Default: as many as fit "
-            "with --context tokens each.",
+            help="The most requests at once, each with a row of the table and states. Default: as many as "
+            "fit with --context tokens each.",
         ),
     ] = None,
     step_tokens: Annotated[
-        int, typer.Option(min=1, help="Most new tokens in a step, for the planner.")
+        int, typer.Option(min=1, help="The most new tokens in a step of the planner.")
     ] = STEP_TOKENS,
     mla: Annotated[
         str,
         typer.Option(
-            help=f"How latent attention (DeepSeek) keeps a token: {', '.join(MLA_FORMS)}. latent: the latent "
+            help=f"Storage form of latent attention (DeepSeek): {', '.join(MLA_FORMS)}. latent: the latent "
             "vector as K and the rotated part of the key as V; fused: both in one row of K; expanded: K and "
             "V of every head."
         ),
     ] = "latent",
-    device: Annotated[str, typer.Option(help="Where the pools are, as PyTorch writes it.")] = "cuda",
+    device: Annotated[str, typer.Option(help="Device of the pools, in PyTorch's notation.")] = "cuda",
     as_json_object: Annotated[
         bool, typer.Option("--json", help="Print one JSON object instead of tables.")
     ] = False,
 ) -> None:
-    """Say how many tokens and requests of a model fit into memory, and which pools hold them.
+    """Compute how many tokens and requests of a model fit into memory, and print the pools for them.
 
-    Reads config.json alone, and needs neither PyTorch nor transformers nor a GPU. All that the pools take on
-    the device is counted, so that the printed constructors fit the memory, and one more page would not. A
-    model that is not known is refused, or taken for one with attention in every layer, and then the notes say
-    so.
+    Reads config.json only, and needs neither PyTorch nor transformers nor a GPU. All memory of the pools on
+    the device is counted: the printed constructors fit the memory, and one more page would not. An unknown
+    model is refused, or attention in every layer is assumed; the notes say so.
     """
     try:
         made = make_plan(

@@ -8,7 +8,7 @@ from typing import Any
 from kvpool.errors import ConfigError
 
 MOST_INT32 = 2**31 - 1
-"""The largest number that slots, pages and the fields of a configuration can have."""
+"""The largest value of slots, pages and the fields of a configuration."""
 
 DEFAULTS: dict[str, dict[str, int]] = {
     "gemma": {"head_dim": 256},
@@ -35,24 +35,24 @@ DEFAULTS: dict[str, dict[str, int]] = {
     "qwen3_5_moe_text": {"head_dim": 256, "linear_conv_kernel_dim": 4},
     "jamba": {"attn_layer_period": 8, "attn_layer_offset": 4},
 }
-"""What published files leave out because the configuration class of `transformers` has it."""
+"""Defaults of the configuration classes of `transformers`, which published files omit."""
 
 _BRIEF = reprlib.Repr()
 _BRIEF.maxlevel, _BRIEF.maxstring = 2, 80
 
 
 def brief(value: object) -> str:
-    """A value of a configuration for a message: in one line, and not all of it if it is long."""
+    """Format a value of a configuration for a message: in one line, shortened if it is long."""
     return _BRIEF.repr(value)
 
 
 class Fields:
-    """Numbers of a configuration, by whichever of their names is there.
+    """Numbers of a configuration, by any of their names.
 
     Attributes:
         values: The configuration.
-        model_type: Its model type.
-        notes: What was taken for granted.
+        model_type: Model type of the configuration.
+        notes: Defaults and assumptions.
     """
 
     def __init__(self, values: dict[str, Any], model_type: str) -> None:
@@ -61,14 +61,14 @@ class Fields:
         self.notes: list[str] = []
 
     def error(self, message: str) -> ConfigError:
-        """An error about this model."""
+        """Create an error about this model."""
         return ConfigError(f"model_type {self.model_type!r} {message}")
 
     def count(self, *names: str, most: int = MOST_INT32) -> int:
-        """A number of at least 1.
+        """Read a number of at least 1.
 
         Raises:
-            ConfigError: It is missing, or no such number.
+            ConfigError: It is missing or invalid.
         """
         found = self.optional(*names, most=most)
         if found is None:
@@ -76,18 +76,18 @@ class Fields:
         return found
 
     def optional(self, *names: str, least: int = 1, most: int = MOST_INT32) -> int | None:
-        """A number, or None if it is missing or null; for one that files leave out, what is then meant.
+        """Read a number; if it is missing or null, return the model type's default or None.
 
         Raises:
-            ConfigError: It is no number from `least` to `most`.
+            ConfigError: It is not a number from `least` to `most`.
         """
         for name in names:
             value = self.values.get(name)
-            # "auto" is how some files say that it follows from others.
+            # Some files have "auto" for a value that follows from others.
             if value is None or value == "auto":
                 continue
             if not isinstance(value, int) or isinstance(value, bool):
-                raise self.error(f"has a {name} that is no count: {brief(value)}")
+                raise self.error(f"has {name} {brief(value)}; it must be an integer")
             if not least <= value <= most:
                 raise self.error(f"has {name} {brief(value)}; it must be between {least} and {most:,}")
             return value
@@ -95,16 +95,16 @@ class Fields:
         found = next(((name, defaults[name]) for name in names if name in defaults), None)
         if found is None or found[0] in self.values:
             return None
-        note = f"{found[0]} is not in the configuration: {found[1]}, which {self.model_type} has by default"
+        note = f"{found[0]} is not in the configuration: {found[1]}, the default of {self.model_type}"
         if note not in self.notes:
             self.notes.append(note)
         return found[1]
 
     def entries(self, name: str) -> list[Any]:
-        """A list; empty if it is missing or null.
+        """Read a list; empty if it is missing or null.
 
         Raises:
-            ConfigError: It is no list.
+            ConfigError: It is not a list.
         """
         value = self.values.get(name)
         if value is not None and not isinstance(value, list):
@@ -112,10 +112,10 @@ class Fields:
         return value or []
 
     def numbers(self, name: str, most: int) -> list[int]:
-        """A list of numbers from 0 to `most`; empty if it is missing or null.
+        """Read a list of numbers from 0 to `most`; empty if it is missing or null.
 
         Raises:
-            ConfigError: It is no such list.
+            ConfigError: It is not such a list.
         """
         found = self.entries(name)
         for value in found:

@@ -1,4 +1,4 @@
-"""Which layer of a model does what, from its Hugging Face configuration."""
+"""Kinds of a model's layers, from its Hugging Face configuration."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ FULL = "full"
 WINDOW = "window"
 """Attends to the last tokens only."""
 LINEAR = "linear"
-"""Keeps a state."""
+"""Has a state."""
 HYBRID = "hybrid"
-"""Keeps a state and attends to all tokens."""
+"""Has a state and attends to all tokens."""
 NONE = "none"
-"""Keeps nothing."""
+"""Has neither."""
 
 MOST_LAYERS = 10_000
 
-# As configurations call them, in `layer_types` or `layers_block_type`, old names and new.
+# Names in `layer_types` and `layers_block_type`, old and new.
 PLAIN_KINDS = frozenset(("attention", "chunked_attention", "full_attention", "sliding_attention"))
 LINEAR_KINDS = frozenset(("linear_attention", "mamba", "mamba2"))
 _KINDS = {
@@ -42,7 +42,7 @@ _KINDS = {
 # Nemotron-H's alphabet.
 _LETTERS = {"M": LINEAR, "*": FULL, "-": NONE, "E": NONE}
 
-# Every so many layers one attends to all tokens, and the others to a window or with a state.
+# The period of layers that attend to all tokens; the others have a window or a state.
 _WINDOW_EVERY = {
     "cohere2": 4,
     "exaone4": 4,
@@ -59,15 +59,15 @@ _WINDOW_OFF = frozenset(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"))
 
 
 def unknown_kinds(listed: list[Any], known: Collection[str]) -> list[str]:
-    """Those kinds of layers that are not known, for a message."""
+    """Unknown kinds of layers, for a message."""
     return sorted({brief(kind) for kind in listed if not isinstance(kind, str) or kind not in known})
 
 
 def layer_kinds(fields: Fields) -> list[str]:
-    """The kind of each layer: listed in the configuration, or by the rule of its model type.
+    """Return the kind of each layer: listed in the configuration, or by the rule of the model type.
 
     Raises:
-        ConfigError: A kind is unknown, or nothing says which layers are of which.
+        ConfigError: A kind is unknown, or the kinds of layers cannot be determined.
     """
     name = next((name for name in ("layer_types", "layers_block_type") if fields.entries(name)), None)
     kinds = _RULES.get(fields.model_type, _by_window)(fields) if name is None else _listed(fields, name)
@@ -75,7 +75,7 @@ def layer_kinds(fields: Fields) -> list[str]:
     if total is not None and total != len(kinds):
         raise fields.error(f"lists the kinds of {len(kinds)} layers and has num_hidden_layers {total}")
     if len(kinds) > MOST_LAYERS:
-        raise fields.error(f"lists the kinds of {len(kinds):,} layers; there can be {MOST_LAYERS:,}")
+        raise fields.error(f"lists the kinds of {len(kinds):,} layers; at most {MOST_LAYERS:,} are supported")
     return kinds
 
 
@@ -83,7 +83,7 @@ def _listed(fields: Fields, name: str) -> list[str]:
     listed = fields.entries(name)
     unknown = unknown_kinds(listed, _KINDS)
     if unknown:
-        raise fields.error(f"has kinds in {name} that kvpool does not know: {', '.join(unknown)}")
+        raise fields.error(f"has unknown kinds in {name}: {', '.join(unknown)}")
     kinds = [_KINDS[kind] for kind in listed]
     if fields.model_type == "zamba2":
         return [HYBRID if kind in {FULL, HYBRID} else kind for kind in kinds]
@@ -95,12 +95,12 @@ def _layers(fields: Fields) -> int:
 
 
 def _every(fields: Fields, period: int, others: str) -> list[str]:
-    """Layers of which each last of `period` attends to all tokens."""
+    """Layers of which the last of each `period` attends to all tokens."""
     return [others if (layer + 1) % period else FULL for layer in range(_layers(fields))]
 
 
 def _by_window(fields: Fields) -> list[str]:
-    """Attention everywhere: to a window where the configuration has one and does not say that it is off."""
+    """Attention in every layer, with a window if the configuration has one and does not disable it."""
     total, values = _layers(fields), fields.values
     if not values.get("sliding_window") or values.get("use_sliding_window") is False:
         return [FULL] * total
@@ -126,7 +126,7 @@ def _by_interval(fields: Fields) -> list[str]:
 
 
 def _llama4(fields: Fields) -> list[str]:
-    """Layers with rotary embeddings attend within a chunk, those without to everything."""
+    """Layers with rotary embeddings attend within a chunk, the others to all tokens."""
     rotary = fields.numbers("no_rope_layers", 1)
     if rotary:
         return [WINDOW if flag else FULL for flag in rotary]
@@ -139,7 +139,7 @@ def _jamba(fields: Fields) -> list[str]:
 
 
 def _by_indices(fields: Fields, name: str, kind: str) -> list[str]:
-    """Layers with states, of which those named attend, too or instead."""
+    """Layers with states, of which the listed ones attend too, or instead."""
     total = _layers(fields)
     listed = fields.numbers(name, total - 1)
     if not listed:

@@ -1,4 +1,4 @@
-"""What a model keeps of a token and of a request."""
+"""The KV cache and states of a model, per token and per request."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class KvLayers:
-    """Attention layers that keep keys and values of one shape.
+    """Attention layers with keys and values of one shape.
 
     Attributes:
-        layers: Which.
+        layers: Numbers of the layers.
         k_head_num: Heads of a key.
         k_head_dim: Elements of a key head.
         v_head_num: Heads of a value.
@@ -26,14 +26,14 @@ class KvLayers:
 
 @dataclass(frozen=True)
 class Mla:
-    """Multi-head latent attention: keys and values of all heads are made from one latent vector.
+    """Multi-head latent attention: keys and values of all heads are computed from one latent vector.
 
     Attributes:
-        layers: Which layers.
+        layers: Numbers of the layers.
         head_num: Heads.
         kv_lora_rank: Elements of the latent vector.
-        qk_rope_head_dim: Elements of the rotated part of a key, which all heads share.
-        qk_nope_head_dim: Elements of the part of a key that is made from the latent vector.
+        qk_rope_head_dim: Elements of the rotated part of a key, shared by all heads.
+        qk_nope_head_dim: Elements of the part of a key that is computed from the latent vector.
         v_head_dim: Elements of a value head.
     """
 
@@ -47,13 +47,13 @@ class Mla:
 
 @dataclass(frozen=True)
 class States:
-    """Layers that keep a state of each request, whatever its length, in the terms of `GDNPool`.
+    """Layers with a state of fixed size per request, in the terms of `GDNPool`.
 
     Attributes:
         kind: "Gated DeltaNet", "Mamba-2" or "Mamba".
-        layers: Which.
-        head_num: Value heads; of Mamba, which has none, its channels.
-        head_k_dim: Elements of a key head; of Mamba the size of the state.
+        layers: Numbers of the layers.
+        head_num: Value heads; for Mamba, which has none, its channels.
+        head_k_dim: Elements of a key head; for Mamba, the size of the state.
         head_v_dim: Elements of a value head; 1 for Mamba.
         group_num: Key heads, or the groups of Mamba-2; 0 for Mamba, whose convolution has none.
         conv_kernel_size: Taps of the convolution.
@@ -75,20 +75,20 @@ class States:
 
 @dataclass(frozen=True)
 class Model:
-    """What a model keeps.
+    """The layers of a model.
 
     Attributes:
-        model_type: As its configuration calls it.
+        model_type: Model type in the configuration.
         layer_num: Layers, of all kinds.
         query_head_num: Query heads of attention.
         attention: Layers with keys and values, by shape; empty with `mla`.
         mla: Latent attention, in all layers or in none.
         states: Layers with states; None without.
-        windowed: Of the attention layers those that look at the last `window` tokens only.
-        window: How many; None without such layers.
-        dtype: Of weights and activations, as the configuration names it; None if it does not.
-        max_context_len: The most tokens of a request; None if the configuration does not say.
-        notes: What was taken for granted, and what is not counted.
+        windowed: Attention layers that attend to the last `window` tokens only.
+        window: Size of the window; None without such layers.
+        dtype: Data type of weights and activations in the configuration; None if missing.
+        max_context_len: The most tokens of a request; None if the configuration does not limit them.
+        notes: Assumptions, and parts that are not counted.
     """
 
     model_type: str

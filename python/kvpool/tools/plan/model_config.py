@@ -1,9 +1,8 @@
-"""What a model keeps of a token and of a request, read from its Hugging Face `config.json`.
+"""Reads the KV cache and states of a model from its Hugging Face `config.json`.
 
-Nothing of `transformers` is needed: the names of fields, and the rules by which layers are of one kind or
-another where the file does not list them, are those of its configuration classes (5.x) and of the published
-files. What a file leaves out and what is not known for sure is said in `Model.notes`; what would have to be
-guessed is a `ConfigError`.
+This does not need `transformers`: the names of fields, and the rules for kinds of layers that a file does not
+list, follow its configuration classes (5.x) and published files. `Model.notes` lists defaults and
+assumptions; anything that would be a guess raises `ConfigError`.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ ATTENTION_TYPES = frozenset(
         "starcoder2",
     ]
 )
-"""Model types of which it is known that every layer keeps keys and values, or none, and under which names."""
+"""Supported model types with keys and values, and no states, in their layers."""
 
 MLA_TYPES = frozenset(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2"))
 """Model types with multi-head latent attention in every layer."""
@@ -78,7 +77,7 @@ MAMBA2_TYPES = frozenset(("bamba", "falcon_h1", "granitemoehybrid", "nemotron_h"
 MAMBA_TYPES = frozenset(("jamba",))
 
 TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
-"""Where models of several modalities keep the configuration of their language model."""
+"""Keys of the language model's configuration in multimodal models."""
 
 FOREIGN = [
     "attn_layer_period",
@@ -98,45 +97,45 @@ FOREIGN = [
     "state_size",
     "time_step_rank",
 ]
-"""Fields that speak of something else than keys and values, in models whose rules are not known."""
+"""Fields that indicate more than keys and values, in unknown model types."""
 
 
 def read_model(path: Path) -> Model:
-    """Reads a `config.json`, or that of the folder `path`.
+    """Read a `config.json`, or the one in the folder `path`.
 
     Raises:
-        ConfigError: It is no JSON object, or of a model that is not known well enough.
-        OSError: It can't be read.
+        ConfigError: It is not a JSON object, or the model is not supported.
+        OSError: It cannot be read.
     """
     if path.is_dir():
         path /= "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is no JSON file: {error}") from None
+        raise ConfigError(f"{path} is not a JSON file: {error}") from None
     if not isinstance(config, dict):
-        raise ConfigError(f"{path} holds no JSON object")
+        raise ConfigError(f"{path} is not a JSON object")
     return parse_model(config)
 
 
 def parse_model(config: dict[str, Any]) -> Model:
-    """Finds out what a model keeps.
+    """Parse a model's configuration.
 
     Args:
         config: The content of its `config.json`.
 
     Raises:
-        ConfigError: It names no model type, lacks a field, or is of a model that is not known well enough.
+        ConfigError: The model type or a field is missing, or the model is not supported.
     """
     fields = _language_model(config)
     if config.get("is_encoder_decoder") or fields.values.get("is_encoder_decoder"):
-        raise fields.error("is an encoder-decoder, whose cross-attention kvpool has no plan for")
+        raise fields.error("is an encoder-decoder, whose cross-attention is not supported")
     _refuse_foreign(fields)
     kinds = layer_kinds(fields)
     attending = tuple(i for i, kind in enumerate(kinds) if kind in {FULL, WINDOW, HYBRID})
     windowed = tuple(i for i, kind in enumerate(kinds) if kind == WINDOW)
     if not attending:
-        raise fields.error("has no attention layer, so there is nothing for token slots to hold")
+        raise fields.error("has no attention layer, so it needs no token slots")
     mla = _mla(fields, attending) if fields.model_type in MLA_TYPES else None
     attention = () if mla is not None else _attention(fields, kinds, attending)
     kept = {layer for group in attention for layer in group.layers}
@@ -171,17 +170,17 @@ def _language_model(config: dict[str, Any]) -> Fields:
     if not model_type:
         raise ConfigError("the configuration has no model_type: is it the config.json of a model?")
     if not isinstance(model_type, str) or not model_type.isprintable():
-        raise ConfigError(f"the configuration has a model_type that is no name: {brief(model_type)}")
+        raise ConfigError(f"the configuration has an invalid model_type: {brief(model_type)}")
     fields = Fields(values, model_type)
     if inner is not None:
         fields.notes.append(
-            f"the language model ({model_type}) of a {brief(whole)} model; its encoders keep nothing"
+            f"the language model ({model_type}) of a {brief(whole)} model; its encoders are not counted"
         )
     return fields
 
 
 def _refuse_foreign(fields: Fields) -> None:
-    """Raises for a model whose rules are not known and that has more than keys and values."""
+    """Raise for an unknown model type that has more than keys and values."""
     known = ATTENTION_TYPES | MLA_TYPES | GDN_TYPES | MAMBA2_TYPES | MAMBA_TYPES
     model_type = fields.model_type
     if model_type in known:
@@ -192,12 +191,12 @@ def _refuse_foreign(fields: Fields) -> None:
         found.append("kv_lora_rank")
     if found:
         raise fields.error(
-            "is not a model type that kvpool knows, and it keeps more than keys and values of every layer "
-            f"({', '.join(found)}); what that is would be a guess"
+            "is not a known model type, and has more than keys and values in every layer "
+            f"({', '.join(found)})"
         )
     fields.notes.append(
-        f"{model_type} is not a model type that kvpool knows: it is taken for one with attention in every "
-        "layer, as its fields have the usual names; check the bytes per token"
+        f"{model_type} is not a known model type: attention in every layer is assumed, as its fields have "
+        "the usual names; check the bytes per token"
     )
 
 
@@ -207,16 +206,16 @@ def _query_heads(fields: Fields) -> int:
 
 def _attention(fields: Fields, kinds: list[str], attending: tuple[int, ...]) -> tuple[KvLayers, ...]:
     """The layers with keys and values, by shape."""
-    # The last layers of these models attend to the keys and values of earlier ones.
+    # The last layers of these models attend to the keys and values of earlier layers.
     shared = fields.optional("num_kv_shared_layers", least=0) or 0
     keeping = tuple(layer for layer in attending if layer < len(kinds) - shared)
     if not keeping:
         raise fields.error(
-            f"has num_kv_shared_layers {shared} of {len(kinds)} layers: none keeps keys and values"
+            f"has num_kv_shared_layers {shared} of {len(kinds)} layers: no layer has keys and values"
         )
     if shared:
         fields.notes.append(
-            f"the last {shared} layers use keys and values of earlier ones and keep none themselves"
+            f"the last {shared} layers use the keys and values of earlier layers and have none"
         )
     heads, dim = _kv_heads(fields), _head_dim(fields)
     others = _own_shapes(fields, kinds, heads)
@@ -229,7 +228,7 @@ def _attention(fields: Fields, kinds: list[str], attending: tuple[int, ...]) -> 
 
 
 def _own_shapes(fields: Fields, kinds: list[str], heads: int) -> dict[int, tuple[int, int]]:
-    """KV heads and their elements in layers that have other ones than the rest, which have `heads`."""
+    """KV heads and head dimension of layers that differ from the rest, which have `heads`."""
     listed = fields.values.get("per_layer_config")
     if listed is not None:
         return _listed_shapes(fields, listed, len(kinds))
@@ -242,7 +241,7 @@ def _own_shapes(fields: Fields, kinds: list[str], heads: int) -> dict[int, tuple
 
 
 def _listed_shapes(fields: Fields, listed: object, layer_num: int) -> dict[int, tuple[int, int]]:
-    """Those of `per_layer_config`, which has the fields that are others in a layer."""
+    """Shapes from `per_layer_config`, which has the fields that differ in a layer."""
     if not isinstance(listed, dict):
         raise fields.error(f"has per_layer_config {brief(listed)}; it must be an object")
     own = {}
@@ -272,7 +271,7 @@ def _kv_heads(fields: Fields) -> int:
 
 def _head_dim(fields: Fields) -> int:
     if fields.model_type == "zamba2":
-        # Its attention takes the layer's input and the embeddings side by side.
+        # Its attention processes the layer's input concatenated with the embeddings.
         whole, name = 2 * fields.count("hidden_size"), "twice hidden_size"
         return _per_head(fields, "head_dim", name, whole, _query_heads(fields))
     found = fields.optional("head_dim", "attention_head_dim")
@@ -283,9 +282,9 @@ def _head_dim(fields: Fields) -> int:
 
 
 def _per_head(fields: Fields, missing: str, name: str, whole: int, heads: int) -> int:
-    """Elements of a head where a field is missing: its part of the whole."""
+    """Head dimension if its field is missing: an equal share of the whole."""
     if whole % heads:
-        raise fields.error(f"has no {missing}, and {name} {whole} is no multiple of its {heads} heads")
+        raise fields.error(f"has no {missing}, and {name} {whole} is not a multiple of its {heads} heads")
     return whole // heads
 
 
@@ -341,6 +340,6 @@ def _note_extras(fields: Fields) -> None:
     extra = fields.optional("num_nextn_predict_layers", least=0) or fields.optional("num_mtp_layers", least=0)
     if extra:
         fields.notes.append(
-            f"{extra} layer{'s' if extra > 1 else ''} for multi-token prediction not counted; who drafts "
+            f"{extra} layer{'s' if extra > 1 else ''} for multi-token prediction not counted; drafting "
             "with them needs as many more"
         )

@@ -1,7 +1,7 @@
-"""What pools of given shapes take, byte for byte, without making them.
+"""The bytes of pools of given shapes, without creating them.
 
-The same arithmetic as that of the pools (`src/pool`), which tests compare on the CPU and on a driver made of
-software: every region that lies on the device is counted, also those through which numbers cross to it.
+The arithmetic is that of the pools (`src/pool`); tests compare both on the CPU and on the software driver.
+Every region on the device is counted, transfer buffers included.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _ALIGNMENT = 256
 _INT32_BYTES, _INT64_BYTES, _FLOAT32_BYTES = 4, 8, 4
 
 _ROW_MULTIPLE = 8
-_MOST_AHEAD = 64 << 10  # slots that the allocator's stage writes ahead
+_MOST_AHEAD = 64 << 10  # slots that the allocator's stage predicts
 _POOL_RING_ROW_BYTES, _POOL_RING_LEAST_BYTES = 16, 64 << 10
 _TABLE_RING_ROW_BYTES, _TABLE_RING_LEAST_BYTES = 48, 1 << 20
 _PLAN_NUMBERS, _PLAN_SPARE_BYTES, _PLAN_STEPS_AHEAD = 9, 64, 8
@@ -24,17 +24,17 @@ _PLAN_NUMBERS, _PLAN_SPARE_BYTES, _PLAN_STEPS_AHEAD = 9, 64, 8
 
 @dataclass(frozen=True)
 class Shapes:
-    """What one GPU keeps, of a token and of a request.
+    """Shapes of the pools of one GPU.
 
     Attributes:
-        kv: Attention layers by shape, a `KVPool` each.
+        kv: Attention layers by shape, one `KVPool` each.
         kv_item_bytes: Bytes of an element of keys and values.
         states: Layers with states, in a `GDNPool`; None without.
         conv_item_bytes: Bytes of an element of the convolution states.
         page_size: Slots in a page.
         max_context_len: Columns of the request table.
-        step_tokens: New tokens in a step of the planner, at most; at least the requests.
-        on_gpu: Whether the pools are on a GPU, where they need memory for what crosses to it.
+        step_tokens: The most new tokens in a step of the planner; at least the requests.
+        on_gpu: Whether the pools are on a GPU, where they need transfer buffers.
     """
 
     kv: tuple[KvLayers, ...]
@@ -75,7 +75,7 @@ class Shapes:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes on the device (in host memory without one) of each pool.
+    """Bytes of each pool on the device, or in host memory without one.
 
     Attributes:
         kv_bytes: `KVPool`s.
@@ -83,7 +83,7 @@ class Footprint:
         table_bytes: The `ReqToTokenPool`.
         allocator_bytes: The `TokenToKVPoolAllocator`: its stage.
         planner_bytes: The `BatchPlanner`: the fields of a plan.
-        transfer_bytes: What numbers from the host pass through, of all of them.
+        transfer_bytes: Transfer buffers of all pools, for numbers from the host.
     """
 
     kv_bytes: int
@@ -95,7 +95,7 @@ class Footprint:
 
     @property
     def total_bytes(self) -> int:
-        """All of it."""
+        """Bytes of all pools."""
         return sum(getattr(self, field.name) for field in fields(self))
 
 
@@ -116,9 +116,9 @@ def footprint(shapes: Shapes, size: int, max_reqs: int) -> Footprint:
     """Bytes of all pools.
 
     Args:
-        shapes: What they keep.
+        shapes: Shapes of the pools.
         size: Token slots, a multiple of the page size.
-        max_reqs: Requests that can be there at once.
+        max_reqs: The most requests at once.
     """
     rows = kv_rows(size, shapes.page_size)
     kv_bytes = sum(

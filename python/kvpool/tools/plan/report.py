@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def print_plan(plan: Plan) -> None:
-    """Prints what fits, what it takes, what to know about it, and the constructors."""
+    """Print the sizes, the memory, the notes and the constructors."""
     console = Console(width=WIDTH)
     console.print(_summary(plan))
     console.print(_memory(plan))
@@ -39,7 +39,7 @@ def _summary(plan: Plan) -> Table:
     table.add_row("layers", _layers_text(plan))
     each = "each GPU" if plan.shapes.on_gpu else "each process"
     if tp > 1:
-        table.add_row("tensor parallel", f"{tp}; all that follows is of {each}")
+        table.add_row("tensor parallel", f"{tp}; everything below is for {each}")
     budget = exact_bytes_text(plan.config.budget_bytes)
     if plan.config.reserve_bytes:
         budget += f", {plan.config.reserve_bytes:,} B of {plan.config.memory_bytes:,} B are reserved"
@@ -89,7 +89,7 @@ def _token_text(plan: Plan) -> str:
 def _memory(plan: Plan) -> Table:
     found = plan.footprint
     table = Table(title="Memory", title_justify="left")
-    table.add_column("of")
+    table.add_column("part")
     table.add_column("bytes", justify="right", no_wrap=True)
     table.add_column("share", justify="right", no_wrap=True)
     rows = (
@@ -98,7 +98,7 @@ def _memory(plan: Plan) -> Table:
         ("ReqToTokenPool: the table", found.table_bytes),
         ("TokenToKVPoolAllocator: the stage", found.allocator_bytes),
         ("BatchPlanner: fields of a plan", found.planner_bytes),
-        ("numbers on their way to the device", found.transfer_bytes),
+        ("transfer buffers", found.transfer_bytes),
         ("left", plan.spare_bytes),
     )
     for name, count in rows:

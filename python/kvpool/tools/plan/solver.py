@@ -36,19 +36,19 @@ _UNITS = {"": 1, "b": 1} | {
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """What is planned with.
+    """Configuration of a plan.
 
     Attributes:
         memory_bytes: Memory of each GPU.
-        reserve_bytes: How much of it is not for the pools.
+        reserve_bytes: Memory that is not for the pools.
         tp: GPUs that share each layer (tensor parallelism).
-        dtype: Of keys and values; None takes the model's.
-        context_len: Tokens of a request, at most; None takes the model's.
+        dtype: Data type of keys and values; None takes the model's.
+        context_len: The most tokens of a request; None takes the model's.
         page_size: Slots in a page.
-        max_requests: Requests that can be there at once; None for as many as fit with full context.
-        step_tokens: New tokens in a step of the planner, at most.
-        mla: How latent attention keeps a token, one of `MLA_FORMS`.
-        device: Where the pools are, as PyTorch writes it.
+        max_requests: The most requests at once; None for as many as fit with full context.
+        step_tokens: The most new tokens in a step of the planner.
+        mla: Storage form of latent attention, one of `MLA_FORMS`.
+        device: Device of the pools, in PyTorch's notation.
     """
 
     memory_bytes: int
@@ -84,20 +84,20 @@ class PlanConfig:
 
 @dataclass(frozen=True)
 class Plan:
-    """What fits.
+    """The pools that fit.
 
     Attributes:
         model: The model.
-        config: What was asked.
-        dtype: Of keys and values.
-        conv_dtype: Of convolution states.
-        shapes: What each GPU keeps.
+        config: The configuration.
+        dtype: Data type of keys and values.
+        conv_dtype: Data type of convolution states.
+        shapes: Shapes of the pools of each GPU.
         size: Token slots.
         max_reqs: Request rows, and working slots of states.
         full_requests: Requests of `context_len` tokens that fit at once.
         footprint: Bytes of each pool.
         mla_token_bytes: Bytes of a token on one GPU, by form of latent attention; empty without.
-        notes: What to know about it.
+        notes: Assumptions and advice.
     """
 
     model: Model
@@ -114,12 +114,12 @@ class Plan:
 
     @property
     def context_len(self) -> int:
-        """Tokens of a request, at most."""
+        """The most tokens of a request."""
         return self.shapes.max_context_len
 
     @property
     def spare_bytes(self) -> int:
-        """What is left of the budget."""
+        """The unused part of the budget."""
         return self.config.budget_bytes - self.footprint.total_bytes
 
     def as_json(self) -> dict[str, Any]:
@@ -146,7 +146,7 @@ class Plan:
         }
 
     def code(self) -> str:
-        """Python that makes the pools of one GPU."""
+        """Python code that creates the pools of one GPU."""
         shapes, device = self.shapes, f'"{self.config.device}"'
         pages = f"page_size={shapes.page_size}"
         first, *others = shapes.kv
@@ -198,23 +198,23 @@ class Plan:
 
 
 def parse_bytes(text: str) -> int:
-    """A size such as 80GiB, 80GB, 1.5MiB or plain bytes.
+    """Parse a size such as 80GiB, 80GB, 1.5MiB or plain bytes.
 
     Raises:
-        ConfigError: It is none.
+        ConfigError: It is not a size.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)", text.strip())
     unit = _UNITS.get(match[2].lower()) if match else None
     if match is None or unit is None:
-        raise ConfigError(f"{text!r} is no size: give 80GiB (1024**3 bytes), 80GB (1000**3) or bytes")
+        raise ConfigError(f"{text!r} is not a size: give 80GiB (1024**3 bytes), 80GB (1000**3) or bytes")
     return int(Fraction(match[1]) * unit)
 
 
 def make_plan(model: Model, config: PlanConfig) -> Plan:
-    """Finds the largest pools that fit.
+    """Find the largest pools that fit.
 
     Raises:
-        ConfigError: Heads cannot be divided among GPUs, no dtype or context is known, or not one page fits.
+        ConfigError: Heads cannot be divided among GPUs, no dtype or context is known, or no page fits.
     """
     dtype, conv_dtype, notes = _dtypes(model, config)
     context_len = config.context_len or model.max_context_len
@@ -254,7 +254,7 @@ def make_plan(model: Model, config: PlanConfig) -> Plan:
 
 
 def _dtypes(model: Model, config: PlanConfig) -> tuple[str, str, tuple[str, ...]]:
-    """That of keys and values, that of convolution states, and what was taken for granted."""
+    """The data types of keys and values and of convolution states, and notes."""
     asked = config.dtype and DTYPE_ALIASES.get(config.dtype, config.dtype)
     dtype = asked or model.dtype
     if dtype is None:
@@ -271,12 +271,12 @@ def _dtypes(model: Model, config: PlanConfig) -> tuple[str, str, tuple[str, ...]
     return (
         dtype,
         "bfloat16",
-        ("convolution states are taken to be bfloat16, as the configuration has no dtype",),
+        ("the configuration has no dtype: convolution states are assumed to be bfloat16",),
     )
 
 
 def _mla_forms(model: Model, tp: int) -> dict[str, tuple[KvLayers, ...]]:
-    """The ways in which latent attention can keep a token, on one GPU."""
+    """Storage forms of latent attention, on one GPU."""
     if model.mla is None:
         return {}
     mla = model.mla
@@ -284,7 +284,7 @@ def _mla_forms(model: Model, tp: int) -> dict[str, tuple[KvLayers, ...]]:
     k_dim = mla.qk_nope_head_dim + rotated
     shapes = {
         "latent": (1, latent, 1, rotated),
-        # A `KVPool` has V of at least one element, which nobody reads here.
+        # A `KVPool` has V of at least one element, which is unused here.
         "fused": (1, latent + rotated, 1, 1),
         "expanded": (heads, k_dim, heads, mla.v_head_dim),
     }
@@ -309,7 +309,7 @@ def _shard_states(states: States, tp: int) -> States:
 
 
 def _share(heads: int, tp: int, what: str) -> int:
-    """Heads of one GPU: divided, or one that several GPUs have in common."""
+    """Heads of one GPU: divided, or one head replicated on several GPUs."""
     if heads % tp == 0:
         return heads // tp
     if tp % heads == 0:
@@ -318,7 +318,7 @@ def _share(heads: int, tp: int, what: str) -> int:
 
 
 def _solve(shapes: Shapes, config: PlanConfig) -> tuple[int, int]:
-    """Token slots and requests: as asked, or as fit with full context each, and then as many slots as fit."""
+    """Token slots and requests; if unspecified, as many requests as fit with full context."""
     budget, page = config.budget_bytes, config.page_size
     most_pages = (MOST_INT32 - 2 * page) // page
 
@@ -348,7 +348,7 @@ def _solve(shapes: Shapes, config: PlanConfig) -> tuple[int, int]:
 
 
 def _largest(most: int, fits: Callable[[int], bool]) -> int:
-    """The largest number from 1 to `most` that fits, 0 if none does; all below one that fits do, too."""
+    """The largest number from 1 to `most` that fits, or 0; `fits` is monotonic."""
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2
@@ -357,34 +357,32 @@ def _largest(most: int, fits: Callable[[int], bool]) -> int:
 
 
 def _notes(plan: Plan) -> list[str]:
-    """What to know about a plan."""
+    """Assumptions and advice."""
     notes: list[str] = []
     model, config, shapes = plan.model, plan.config, plan.shapes
     if model.max_context_len is not None and plan.context_len > model.max_context_len:
         notes.append(
-            f"requests of {plan.context_len:,} tokens are longer than the {model.max_context_len:,} that the "
-            "configuration gives the model"
+            f"requests of {plan.context_len:,} tokens are longer than the {model.max_context_len:,} of the "
+            "configuration"
         )
     if plan.full_requests == 0:
         notes.append(
-            f"not one request of {plan.context_len:,} tokens fits; the longest has {plan.size:,}: use fewer "
-            "(--context), or more memory"
+            f"no request of {plan.context_len:,} tokens fits; the longest has {plan.size:,}: reduce "
+            "--context, or use more memory"
         )
     elif config.max_requests is None:
         notes.append(
             "as many request rows as requests with full context; shorter ones need more rows (--max-requests)"
         )
     if kv_rows(plan.size + config.page_size, config.page_size) > MOST_INT32 - config.page_size:
-        notes.append("slots are numbered in int32, so that more memory would give no more of them")
+        notes.append("slots are int32: more memory would not give more slots")
     if model.mla is not None:
         notes.append(_mla_note(plan))
     elif config.tp > min(group.k_head_num for group in model.attention):
-        notes.append(
-            f"{config.tp} GPUs are more than KV heads: each keeps one, and several GPUs keep the same"
-        )
+        notes.append(f"{config.tp} GPUs are more than KV heads: each stores one, and heads are replicated")
     if len(shapes.kv) > 1:
         notes.append(
-            f"attention layers have {len(shapes.kv)} shapes of K and V: one KVPool for each, and one "
+            f"attention layers have {len(shapes.kv)} shapes of K and V: one KVPool for each, with one "
             "allocator, whose slots are rows of all"
         )
     if model.windowed:
@@ -400,12 +398,12 @@ def _mla_note(plan: Plan) -> str:
     shared = ", the same on every GPU" if plan.config.tp > 1 else ""
     return {
         "latent": f"K holds the latent vector [1, {latent}] and V the rotated part of the key [1, {rotated}]"
-        f"{shared}; for kernels that want both in one row: --mla fused; kvpool's own integration of "
-        "transformers keeps the expanded form: --mla expanded",
+        f"{shared}; for kernels that need both in one row: --mla fused; kvpool's own integration of "
+        "transformers stores the expanded form: --mla expanded",
         "fused": f"K holds the latent vector and the rotated part of the key, [1, {latent + rotated}]"
-        f"{shared}; V has the one element that a KVPool must have, and nobody reads it",
-        "expanded": "K and V of every head, as the attention functions of transformers get them and kvpool's "
-        "integration keeps them; engines with kernels for latent attention keep less: --mla latent",
+        f"{shared}; V has the minimum of one element, which is unused",
+        "expanded": "K and V of every head, the form of transformers' attention functions and of kvpool's "
+        "integration; engines with kernels for latent attention store less: --mla latent",
     }[plan.config.mla]
 
 
@@ -420,8 +418,8 @@ def _window_note(plan: Plan) -> str:
     spared = replace(plan.shapes, kv=tuple(parts)).token_bytes
     total = plan.shapes.token_bytes * plan.context_len
     return (
-        f"{len(windowed)} of {model.layer_num} layers look at the last {window:,} tokens only; the pools "
-        f"keep all tokens for them, too. Keeping the window alone would save {spared * beyond:,} bytes "
+        f"{len(windowed)} of {model.layer_num} layers attend to the last {window:,} tokens only; the pools "
+        f"store all tokens for them, too. Storing only the window would save {spared * beyond:,} bytes "
         f"({100 * spared * beyond / total:.0f} %) of a request of {plan.context_len:,} tokens"
     )
 
@@ -429,18 +427,18 @@ def _window_note(plan: Plan) -> str:
 def _states_note(states: States, tp: int) -> str:
     shared = " (replicated groups counted)" if tp > 1 and states.group_num == 1 else ""
     if states.kind == "Gated DeltaNet":
-        return f"recurrent states are float32 [value heads, V, K], which GDNPool is made for{shared}"
+        return f"recurrent states are float32 [value heads, V, K], the layout of GDNPool{shared}"
     if states.kind == "Mamba-2":
         return (
             f"kvpool has no pool of its own for Mamba-2; GDNPool has the same shapes{shared}: "
             "recurrent_state as [heads, head_dim, state], always float32, and conv_state "
-            "[channels, taps - 1]; kvpool's integration of transformers serves Gated DeltaNet alone"
+            "[channels, taps - 1]; kvpool's integration of transformers supports Gated DeltaNet only"
         )
     return (
         "kvpool has no pool of its own for Mamba; GDNPool holds its states as heads of one channel: "
-        "recurrent_state [channels, 1, state], always float32, where squeeze(-2) gives what kernels take, "
-        "and conv_state [channels, taps - 1]; kvpool's integration of transformers serves Gated DeltaNet "
-        "alone"
+        "recurrent_state [channels, 1, state], always float32, where squeeze(-2) gives the layout of "
+        "kernels, and conv_state [channels, taps - 1]; kvpool's integration of transformers supports Gated "
+        "DeltaNet only"
     )
 
 
@@ -458,7 +456,7 @@ def _layers_comment(group: KvLayers, model: Model) -> list[str]:
 
 
 def _ranges(layers: tuple[int, ...]) -> str:
-    """Layers in words, as ranges, of which many are shortened."""
+    """Format layers as ranges; long lists are shortened."""
     runs: list[list[int]] = []
     for layer in layers:
         if runs and layer == runs[-1][-1] + 1:
@@ -466,6 +464,6 @@ def _ranges(layers: tuple[int, ...]) -> str:
         else:
             runs.append([layer])
     texts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    if len(texts) > 8:  # noqa: PLR2004 - as many as a line has
+    if len(texts) > 8:  # noqa: PLR2004 - the most that fit a line
         texts = [*texts[:3], "...", texts[-1]]
     return f"layer{'s' if len(layers) > 1 else ''} {', '.join(texts)}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path  # noqa: TC003 - typer looks at it
+from pathlib import Path  # noqa: TC003 - typer reads the annotation
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -34,7 +34,7 @@ PICTURE_FORMATS = (".png", ".svg", ".pdf")
 def replay(  # noqa: PLR0913 - one parameter per option
     trace: Annotated[
         Path | None,
-        typer.Argument(help="A Mooncake JSONL or Azure CSV trace; the format is seen from its content."),
+        typer.Argument(help="A Mooncake JSONL or Azure CSV trace; the format is detected from its content."),
     ] = None,
     *,
     synthetic: Annotated[
@@ -51,16 +51,18 @@ def replay(  # noqa: PLR0913 - one parameter per option
         int | None,
         typer.Option(
             min=1,
-            help="Token slots. Default: half of what the trace would occupy at its peak in an unlimited "
-            "pool, so that requests are retracted, but at least the longest request.",
+            help="Token slots. Default: half of the trace's peak usage of an unlimited pool, so that "
+            "requests are retracted, but at least the longest request.",
         ),
     ] = None,
     page_size: Annotated[int, typer.Option(min=1, help="Slots per page.")] = 1,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the KV pool.")] = 2,
     heads: Annotated[int, typer.Option(min=1, help="K and V heads per layer.")] = 2,
     head_dim: Annotated[int, typer.Option(min=1, help="Elements per head.")] = 16,
-    dtype: Annotated[str, typer.Option(help=f"Of K and V: {', '.join(_STORAGE_DTYPES)}.")] = "bfloat16",
-    device: Annotated[str, typer.Option(help="Where the pools live, as PyTorch writes it.")] = "cpu",
+    dtype: Annotated[
+        str, typer.Option(help=f"Data type of K and V: {', '.join(_STORAGE_DTYPES)}.")
+    ] = "bfloat16",
+    device: Annotated[str, typer.Option(help="Device of the pools, in PyTorch's notation.")] = "cpu",
     max_running: Annotated[int, typer.Option(min=1, help="Most requests that run at once.")] = 256,
     max_context: Annotated[
         int | None,
@@ -71,14 +73,12 @@ def replay(  # noqa: PLR0913 - one parameter per option
     ] = 800,
     step_ms: Annotated[
         float,
-        typer.Option(help="Virtual time of a step in ms; every running request decodes one token in it."),
+        typer.Option(help="Virtual time of a step in ms; each running request decodes one token in a step."),
     ] = 40.0,
-    speed_up: Annotated[float, typer.Option(help="Let requests arrive this many times faster.")] = 1.0,
+    speed_up: Annotated[float, typer.Option(help="Factor by which requests arrive faster.")] = 1.0,
     kv: Annotated[
         bool,
-        typer.Option(
-            "--kv/--no-kv", help="Store K and V and check every byte; or run the bookkeeping alone."
-        ),
+        typer.Option("--kv/--no-kv", help="Store K and V and check every byte; or run the bookkeeping only."),
     ] = True,
     need_sort: Annotated[
         bool,
@@ -91,7 +91,7 @@ def replay(  # noqa: PLR0913 - one parameter per option
     ] = False,
     plot: Annotated[
         Path | None,
-        typer.Option(help="Draw occupancy over time and the latency of the calls into this file."),
+        typer.Option(help="Write a plot of occupancy over time and of call latencies to this file."),
     ] = None,
     progress: Annotated[
         bool | None,
@@ -103,11 +103,11 @@ def replay(  # noqa: PLR0913 - one parameter per option
     """Drive the pools with a request trace and check every stored K and V row.
 
     Runs continuous batching on a virtual clock: admission, prefill with a token budget, batched decode,
-    finish, and retraction of the youngest request when the pool is short. Ends with status 1 if one row is
-    wrong or one slot is missing at the end, or if not one request fits.
+    finish, and retraction of the youngest request when the pool is short. Exits with status 1 if one row is
+    wrong, one slot is missing at the end, or no request fits.
     """
     need("tools", "numpy", "torch", *(["matplotlib"] if plot is not None else []))
-    from kvpool.tools.replay.replay import Replay  # noqa: PLC0415 - PyTorch loads slowly, and may not be there
+    from kvpool.tools.replay.replay import Replay  # noqa: PLC0415 - PyTorch loads slowly, and may be missing
     from kvpool.tools.replay.traces import TraceError  # noqa: PLC0415
 
     try:
@@ -151,11 +151,11 @@ def _load(path: Path | None, *, synthetic: bool, requests: int | None, seed: int
 
 
 def _check_plot(plot: Path | None) -> None:
-    """Finds out before the work whether its picture can be written."""
+    """Check before the run that the plot can be written."""
     if plot is None:
         return
     if not plot.parent.is_dir():
-        fail(f"--plot: {plot.parent} is no folder")
+        fail(f"--plot: {plot.parent} is not a folder")
     if plot.suffix not in PICTURE_FORMATS:
         fail(f"--plot: {plot.name} must end in {', '.join(PICTURE_FORMATS)}")
 
@@ -171,7 +171,7 @@ def _run(job: Replay, console: Console | None) -> ReplayResult:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    # A refresh takes the interpreter from the calls being timed, so there are few of them.
+    # A refresh competes with the timed calls for the interpreter, so there are few.
     with Progress(*columns, console=console, refresh_per_second=4) as bar:
         task = bar.add_task("", total=job.counts.requests, used=0.0)
 
@@ -192,7 +192,7 @@ def _deliver(result: ReplayResult, *, as_json_object: bool, plot: Path | None) -
     else:
         print_report(result, Console())
     if plot is not None:
-        from kvpool.tools.replay.plot import save_plot  # noqa: PLC0415 - Matplotlib loads slowly, and few ask for it
+        from kvpool.tools.replay.plot import save_plot  # noqa: PLC0415 - Matplotlib loads slowly
 
         save_plot(result, plot)
         if not as_json_object:

@@ -1,4 +1,4 @@
-"""What to replay with."""
+"""Configuration of a replay."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from kvpool.errors import ConfigError
 
 @dataclass(frozen=True)
 class ReplayConfig:
-    """What to replay with.
+    """Configuration of a replay.
 
     Attributes:
         pool_size: Token slots; None takes `suggest_pool_size`.
         page_size: Slots per page.
         need_sort: Lowest slots first; otherwise first in, first out.
-        kv: Store and check K and V; otherwise only allocator and request table run.
+        kv: Store and check K and V; otherwise only the allocator and the request table run.
         layers: Layers of the KV pool.
         heads: K and V heads per layer.
         head_dim: Elements per head.
-        dtype: Name of the KV pool's dtype, as the pools know it.
-        device: Where the pools live, as PyTorch writes it.
-        max_running: Request rows, and so the most requests that run at once.
+        dtype: Name of the KV pool's dtype.
+        device: Device of the pools, in PyTorch's notation.
+        max_running: Request rows, which limit the requests that run at once.
         max_context: Tokens per request row; None takes the longest request of the trace.
         prefill_budget: Prompt tokens per step, over all requests.
         step_ms: Virtual time of one step, in which each running request decodes one token.
-        speed_up: Arrivals come this many times faster than in the trace.
+        speed_up: Factor by which requests arrive faster than in the trace.
         seed: Varies the stored K and V rows; less than 2**32.
     """
 

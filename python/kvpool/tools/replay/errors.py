@@ -1,21 +1,21 @@
-"""How a replay fails."""
+"""Errors of a replay."""
 
 from kvpool.errors import KvPoolError
 
 
 class ReplayError(KvPoolError, RuntimeError):
-    """The pools did not behave: slots or rows are missing, or an allocation failed that had to succeed."""
+    """The pools misbehaved: slots or rows are missing, or an allocation failed that should succeed."""
 
 
 class VerificationError(ReplayError):
-    """A stored row is not what was written for its token.
+    """A stored row differs from the row written for its token.
 
     Attributes:
         request: Index of the request in the trace.
         position: Token position within the request.
         layer: Layer of the KV pool.
         part: `"K"` or `"V"`.
-        slot: Slot that the request table names for the position.
+        slot: Slot of the position in the request table.
         expected: The row's bytes as written, in hexadecimal.
         found: The row's bytes as read, in hexadecimal.
     """

@@ -1,4 +1,4 @@
-"""A picture of a replay: the pool's occupancy over virtual time, and how long the calls took."""
+"""A plot of a replay: the pool's occupancy over virtual time, and call latencies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from kvpool.tools.replay.replay import ReplayResult
 
-_POINTS = 2_000  # as many as the picture has columns, about
+_POINTS = 2_000  # about the width of the picture
 
 
 def save_plot(result: ReplayResult, path: Path) -> None:
@@ -25,7 +25,7 @@ def save_plot(result: ReplayResult, path: Path) -> None:
 
     Args:
         result: A finished replay.
-        path: The picture to write; its ending selects the format.
+        path: The file to write; its ending selects the format.
     """
     figure = Figure(figsize=(11.0, 9.0), layout="constrained")
     figure.suptitle(_title(result))
@@ -46,7 +46,7 @@ def _title(result: ReplayResult) -> str:
 
 
 def _draw_occupancy(axes: Axes, result: ReplayResult) -> None:
-    """Each point is the highest of its interval, so that peaks survive the thinning."""
+    """Draw the maximum of each interval, so that peaks survive the downsampling."""
     axes.set_title("Occupancy", loc="left")
     time_s, in_use, running = result.occupancy
     starts = np.unique(np.linspace(0, len(time_s) - 1, _POINTS, dtype=np.int64))
@@ -92,7 +92,7 @@ def _draw_occupancy(axes: Axes, result: ReplayResult) -> None:
 
 
 def _draw_latency(axes: Axes, result: ReplayResult) -> None:
-    """The share of an operation's calls that took longer than a time: shows the tail, too."""
+    """Draw the share of an operation's calls that took longer than a time, which shows the tail."""
     for name in OPERATIONS:
         samples = result.samples[name]
         if len(samples):

@@ -1,4 +1,4 @@
-"""How large a pool a trace is replayed with, where no size is given."""
+"""The default pool size of a replay."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ if TYPE_CHECKING:
     from kvpool.tools.replay.traces import Trace
 
 DEFAULT_POOL_SHARE = 0.5
-"""The default pool holds this part of what the trace would occupy in an unlimited one."""
+"""The default pool size as a share of the trace's peak usage of an unlimited pool."""
 
 
 def suggest_pool_size(trace: Trace, config: ReplayConfig) -> int:
-    """The default pool size: tight enough to force retractions, large enough for every single request.
+    """Compute the default pool size: small enough to force retractions, large enough for each request.
 
-    It is `DEFAULT_POOL_SHARE` of the most slots that the trace would occupy in an unlimited pool at the
-    configured rates, at least the longest request, in whole pages. In the unlimited pool requests are
-    prefilled one after another at the full budget and then decode one token per step; no more than
-    `max_running` count.
+    It is `DEFAULT_POOL_SHARE` of the peak usage of an unlimited pool at the configured rates, at least the
+    longest request, in whole pages. In the unlimited pool, requests are prefilled one after another at the
+    full budget and then decode one token per step; at most `max_running` count.
 
     Args:
-        trace: At least one request.
+        trace: A trace with at least one request.
         config: Rates, page size and `max_running`.
     """
     page_size = config.page_size
@@ -36,15 +35,15 @@ def suggest_pool_size(trace: Trace, config: ReplayConfig) -> int:
 
 
 def _unlimited_peak(trace: Trace, config: ReplayConfig) -> float:
-    """Most slots in use at once in a pool without limit, the prompts in whole pages."""
+    """Peak number of slots in use in an unlimited pool, with prompts in whole pages."""
     step_s = config.step_ms / 1000.0
     inputs = -(-trace.input_lens // config.page_size) * config.page_size
     prefill_s = trace.input_lens * (step_s / config.prefill_budget)
-    # A queue with one server: it has been busy since the latest arrival that found it idle.
+    # A queue with one server, which has been busy since the last arrival at an idle server.
     busy_s = np.cumsum(prefill_s)
     ready = busy_s + np.maximum.accumulate(trace.arrival_s / config.speed_up - (busy_s - prefill_s))
     ended = ready + trace.output_lens * step_s
-    # Usage falls only where a request ends, so its peak lies just before an end, or where a prompt comes in.
+    # Usage falls only at the end of a request, so the peak is just before an end, or where a prompt starts.
     times = np.concatenate((ended, ready - prefill_s))
     started = _sums_until(times, ready - prefill_s, inputs, "right")
     over = _sums_until(times, ended, inputs, "left")

@@ -1,10 +1,10 @@
 """Drives the pools with a request trace: continuous batching on a virtual clock, every stored byte checked.
 
-The scheduler is that of the serving engine. There is no model: in place of K and V the replay stores rows of
-hash words that encode (request, position, layer, K or V), and compares each of them, read through the request
-table, before the slots are given back. A request is over once all its tokens, prompt and output, have rows.
+The scheduler is that of the serving engine. There is no model: instead of K and V, the replay stores rows of
+hash words that encode (request, position, layer, K or V). Before slots are freed, it reads each row through
+the request table and compares it. A request ends when all its tokens, prompt and output, have rows.
 
-Steps take `step_ms` of virtual time each; only the calls into the pools are timed.
+Each step takes `step_ms` of virtual time; only the calls into the pools are timed.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ if TYPE_CHECKING:
     from kvpool.tools.replay.traces import Trace
 
 BOOKKEEPING = ("extend", "finish", "alloc_row")
-"""The operations whose time is the pools' share."""
+"""The operations that make up the pools' share of time."""
 OPERATIONS = (*BOOKKEEPING, "read", "set_kv", "gather")
-"""All operations; with the copies of K and V, and the reads of the table that check them."""
+"""All operations, including copies of K and V and the table reads of the check."""
 
 
 @dataclass
 class Counts:
-    """What happened in a replay.
+    """Counters of a replay.
 
-    A token that was generated counts as decoded once, and as prefilled whenever it is computed again after a
-    retraction, as a prompt's tokens do.
+    A generated token counts as decoded once, and as prefilled each time it is recomputed after a retraction,
+    like the tokens of a prompt.
     """
 
     requests: int = 0
@@ -86,11 +86,11 @@ class ReplayResult:
         config: The configuration with `pool_size` and `max_context` filled in.
         capacity: Slots the allocator can hand out.
         kv_bytes: Bytes of the K and V buffers, 0 without a KV pool.
-        counts: What happened.
+        counts: The counters.
         virtual_s: Virtual time of the last step's end.
         wall_s: Real time of the run, set-up excluded.
         samples: int64 nanoseconds of every call, by operation.
-        timer_ns: Median time that timing an empty call gives, contained in every sample.
+        timer_ns: Median measured time of an empty call, included in every sample.
         occupancy: The pool over virtual time.
         retracted_s: float64 virtual times of the retractions.
     """
@@ -116,7 +116,7 @@ class ReplayResult:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Keeps PyTorch to one thread: small pieces gain little from more, and lose on busy cores."""
+    """Limit PyTorch to one thread: small tensors gain little from more, and lose on busy cores."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -127,7 +127,7 @@ def _one_thread() -> Iterator[None]:
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """A request of the trace, as the scheduler wants it; `seq_len` counts the tokens that are known."""
+    """A request of the trace, for the scheduler; `seq_len` counts the known tokens."""
 
     index: int
     total_len: int
@@ -140,7 +140,7 @@ class _Request:
 
 
 class _CheckedScheduler(Scheduler[_Request]):
-    """The scheduler, with times of its calls and a look at rows of K and V before their slots go back."""
+    """The scheduler with timed calls, and a check of K and V rows before their slots are freed."""
 
     def __init__(self, planner: BatchPlanner, kv: KvStore | None, samples: dict[str, array[int]]) -> None:
         super().__init__(planner)
@@ -171,8 +171,8 @@ class Replay:
         config: The configuration with `pool_size` and `max_context` filled in.
         allocator, table: The pools.
         kv: The KV pool and its encoder; None with `kv=False`.
-        scheduler: Which requests wait and run.
-        counts: What happened so far.
+        scheduler: The scheduler of the engine.
+        counts: The counters so far.
         time_s: Virtual time.
     """
 
@@ -208,7 +208,7 @@ class Replay:
         self.table = ReqToTokenPool(config.max_running, max_context, device=config.device)
         self.kv = KvStore(config, pool_size, len(trace), self._samples) if config.kv else None
         self.counts = Counts(requests=len(trace), rejected=len(trace) - len(accepted))
-        # Hashes of the requests by row, for the tokens of a batch.
+        # Request hashes by row, for the tokens of a batch.
         self._row_keys = torch.zeros(config.max_running + 1, dtype=torch.int64, device=config.device)
         planner = BatchPlanner(
             self.table,
@@ -226,7 +226,7 @@ class Replay:
         self._retracted_s = array("d")
 
     def _make_requests(self, accepted: NDArray[np.int64]) -> deque[tuple[float, _Request]]:
-        """The requests that can be served, by their times of arrival."""
+        """The requests that can be served, in order of arrival."""
         arrival_s = self.trace.arrival_s[accepted] / self.config.speed_up
         lens = (accepted, self.trace.total_lens[accepted], self.trace.input_lens[accepted])
         requests = starmap(_Request, zip(*(x.tolist() for x in lens), strict=True))
@@ -243,7 +243,7 @@ class Replay:
         return self.capacity - self.allocator.available_size()
 
     def run(self, on_step: Callable[[Replay], None] | None = None) -> ReplayResult:
-        """Runs until every request has ended and everything has been given back.
+        """Run until every request has ended and everything is freed.
 
         Args:
             on_step: Called with this object before each step's finished requests are checked and freed.
@@ -272,13 +272,13 @@ class Replay:
         self.time_s += self.config.step_ms / 1000.0
 
     def _plan(self) -> Step[_Request] | None:
-        """Has the scheduler plan a step for all that has arrived."""
+        """Plan a step for all requests that have arrived."""
         scheduler, arrivals = self.scheduler, self._arrivals
         if scheduler.is_idle and arrivals:
             self.time_s = max(self.time_s, arrivals[0][0])
         while arrivals and arrivals[0][0] <= self.time_s:
             scheduler.waiting.append(arrivals.popleft()[1])
-        # What decodes is not taken from the prompts' budget.
+        # Decoded tokens do not count against the prompts' budget.
         scheduler.max_step_tokens = self.config.prefill_budget + self._decoding
         try:
             step = scheduler.plan()
@@ -288,7 +288,7 @@ class Replay:
         return step
 
     def _store(self, kv: KvStore, step: Step[_Request]) -> None:
-        """Writes the rows of all new tokens of a step."""
+        """Write the rows of all new tokens of a step."""
         plan = step.plan
         admitted = [request for request in step.requests if request.cached == 0]
         if admitted:
@@ -309,7 +309,7 @@ class Replay:
         self._running.append(running)
 
     def _advance(self, step: Step[_Request]) -> None:
-        """Gives requests whose known tokens all have rows the next one; those that have all are finished."""
+        """Append the next token to requests whose known tokens all have rows; release finished requests."""
         counts = self.counts
         ended: list[_Request] = []
         decoding = 0
@@ -335,11 +335,11 @@ class Replay:
     def _check_returned(self) -> None:
         problems = []
         if self.in_use:
-            problems.append(f"{self.in_use} of {self.capacity} slots were not given back")
+            problems.append(f"{self.in_use} of {self.capacity} slots were not freed")
         rows = self.table.available_size()
         if rows != self.config.max_running:
             problems.append(
-                f"{self.config.max_running - rows} of {self.config.max_running} rows were not given back"
+                f"{self.config.max_running - rows} of {self.config.max_running} rows were not freed"
             )
         for name, pool in (("slot", self.allocator), ("row", self.table)):
             dropped = pool.stats()["dropped_frees"]

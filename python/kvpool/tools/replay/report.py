@@ -1,4 +1,4 @@
-"""A replay's result as a table for people and as one JSON object for programs."""
+"""A replay's result as tables and as JSON."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 def as_json(result: ReplayResult) -> dict[str, Any]:
-    """The result as plain values; all that depends on this machine's speed is under `"timing"`.
+    """The result as plain values; everything that depends on the machine's speed is in `"timing"`.
 
-    Operation times are in nanoseconds and None where there was no call.
+    Operation times are in nanoseconds, and None without calls.
     """
     counts = result.counts
     return {
@@ -42,13 +42,13 @@ def as_json(result: ReplayResult) -> dict[str, Any]:
 
 
 def print_report(result: ReplayResult, console: Console) -> None:
-    """Prints what happened and how long the pools' calls took."""
+    """Print the counters and the times of the pools' calls."""
     console.print(_summary(result))
     console.print(_calls(result))
     console.print(
         f"pools' share: {result.share_ns / 1e3:.3f} us per operation ({', '.join(BOOKKEEPING)} over "
         f"{result.counts.operations:,} admissions, decoded tokens, finishes and retractions)\n"
-        f"timer: {result.timer_ns:.0f} ns of every call are the measurement itself",
+        f"timer: every call includes {result.timer_ns:.0f} ns of measurement",
         highlight=False,
     )
 

@@ -1,4 +1,4 @@
-"""Timing single calls."""
+"""Timing of single calls."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def timed(call: Callable[P, R], nanoseconds: array[int]) -> Callable[P, R]:
 
 
 def timer_cost_ns() -> float:
-    """Median nanoseconds that `timed` reports for a call that does nothing."""
+    """Median nanoseconds that `timed` reports for an empty call."""
     samples = array("q")
     empty = timed(lambda _: None, samples)
     for _ in range(10_000):

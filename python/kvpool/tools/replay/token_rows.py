@@ -1,4 +1,4 @@
-"""Rows of K and V that tell which token they belong to, and the pool that holds them."""
+"""Rows of K and V that identify their token, and the pool that holds them."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ def _mix(words: torch.Tensor) -> torch.Tensor:
 
 
 class TokenRows:
-    """K and V rows that tell which token, layer and part they belong to.
+    """K and V rows that identify their token, layer and part.
 
-    A token's key is a 64-bit hash of (seed, request, position); word `w` of its row is the key exclusive-or
-    a random word that stands for (layer, part, `w`), so that a row is one pass over memory. Words are as
-    wide as the row's byte length allows, up to 8 bytes. Rows are bit patterns in the pool's dtype: never
-    converted, so exact in any dtype.
+    A token's key is a 64-bit hash of (seed, request, position); word `w` of its row is the key XOR a random
+    word for (layer, part, `w`), so that a row takes one pass over memory. Words are as wide as the row's byte
+    length allows, up to 8 bytes. Rows are bit patterns in the pool's dtype: they are never converted, so they
+    are exact in any dtype.
 
     Attributes:
         dtype: The pool's dtype.
-        chunk: Most rows that `expected` makes at once.
+        chunk: The most rows that `expected` computes at once.
         request_keys: int64 `[requests]`, a 64-bit hash of (seed, request).
     """
 
@@ -72,7 +72,9 @@ class TokenRows:
         return self.keys(self.request_keys[request : request + 1], positions)
 
     def expected(self, keys: torch.Tensor, layer: int, part: int) -> torch.Tensor:
-        """The rows' words `[n, words]` for at most `chunk` keys; valid until the next call for that `part`.
+        """Compute the rows' words `[n, words]` for at most `chunk` keys.
+
+        The result is valid until the next call for the same `part`.
 
         Args:
             keys: int64 `[n]`.
@@ -83,7 +85,7 @@ class TokenRows:
         torch.bitwise_xor(keys[:, None], self._salts[layer, part], out=words)
         if self._word is torch.int64:
             return words
-        # The product's high bits depend on all bits of the key and the salt; a shift keeps as many as fit.
+        # The product's high bits depend on all bits of the key and the salt; the shift keeps as many as fit.
         narrow = (words * self._STRIDE) >> (64 - 8 * self._word_bytes)
         return narrow.to(self._word)
 
@@ -96,7 +98,7 @@ class TokenRows:
         return rows.view(rows.shape[0], -1).view(self._word)
 
     def buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Two uninitialised tensors `[chunk, heads, head_dim]` to gather K and V into."""
+        """Two uninitialised tensors `[chunk, heads, head_dim]` for gathered K and V."""
         shape = (self.chunk, *self._shape)
         return (
             torch.empty(shape, dtype=self.dtype, device=self._device),
@@ -140,7 +142,7 @@ class KvStore:
         Args:
             request: Index of the request, for the error.
             keys: int64 `[n]`, for positions 0 to n - 1.
-            slots: int32 `[n]`, as the request table has them.
+            slots: int32 `[n]`, from the request table.
 
         Raises:
             VerificationError: For the first row that differs.

@@ -1,8 +1,8 @@
 """Request traces: readers for two published formats, and a seeded generator.
 
-A trace says when each request arrives and how many tokens it brings and asks for, not which ones. Formats:
-the Mooncake release (JSON lines, https://github.com/kvcache-ai/Mooncake) and the Azure LLM inference traces
-(CSV, https://github.com/Azure/AzurePublicDataset). Which one a file has is seen from its first line.
+A trace has the arrival time, the prompt length and the output length of each request. Formats: the Mooncake
+release (JSON lines, https://github.com/kvcache-ai/Mooncake) and the Azure LLM inference traces
+(CSV, https://github.com/Azure/AzurePublicDataset). The first line of a file determines its format.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _OUTPUT_MEDIAN, _OUTPUT_SIGMA, _OUTPUT_MAX = 150.0, 0.8, 2_048
 
 
 class TraceError(ValueError):
-    """A trace file that can't be read; the message names the file and the line."""
+    """A trace file cannot be read; the message names the file and the line."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Trace:
     """Requests in order of arrival.
 
     Attributes:
-        name: What to call the trace in reports.
+        name: Name of the trace in reports.
         arrival_s: float64 `[n]`, seconds since the first request, ascending.
         input_lens: int64 `[n]`, prompt tokens, at least 1.
         output_lens: int64 `[n]`, generated tokens, at least 0.
@@ -64,7 +64,7 @@ class Trace:
         return self.input_lens + self.output_lens
 
     def head(self, requests: int | None) -> Trace:
-        """The first `requests` requests; all of them for None or when there are fewer."""
+        """The first `requests` requests; all of them for None, or if there are fewer."""
         cut = slice(requests)
         return Trace(self.name, self.arrival_s[cut], self.input_lens[cut], self.output_lens[cut])
 
@@ -77,7 +77,7 @@ def read_trace(path: Path) -> Trace:
 
     Raises:
         TraceError: The file holds no requests, is in neither format, or has a malformed line.
-        OSError: The file can't be opened.
+        OSError: The file cannot be opened.
     """
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
@@ -102,13 +102,13 @@ def read_trace(path: Path) -> Trace:
 
 
 def synthetic_trace(requests: int, seed: int) -> Trace:
-    """Draws a trace that resembles the Azure conversation trace.
+    """Generate a trace that resembles the Azure conversation trace.
 
     Arrivals are a Poisson process of 5.5 requests/s; input and output lengths are log-normal with means near
     1,150 and 205 tokens. The same arguments give the same trace.
 
     Args:
-        requests: How many requests, at least 1.
+        requests: Number of requests, at least 1.
         seed: Any non-negative integer.
 
     Raises:
@@ -150,7 +150,7 @@ def _mooncake_rows(path: Path, lines: list[tuple[int, str]]) -> Iterator[tuple[i
             raise TraceError(f"{path}:{number}: needs an object with {', '.join(MOONCAKE_KEYS)}")
         time_ms = record["timestamp"]
         if not isinstance(time_ms, (int, float)) or isinstance(time_ms, bool) or not 0 <= time_ms <= _MOST_MS:
-            raise TraceError(f"{path}:{number}: timestamp is no number of milliseconds: {time_ms!r}")
+            raise TraceError(f"{path}:{number}: timestamp is not a number of milliseconds: {time_ms!r}")
         yield (
             round(time_ms * 10_000),
             _length(path, number, "input_length", record["input_length"], 1),
@@ -180,7 +180,7 @@ def _azure_ticks(path: Path, number: int, text: str) -> int:
     try:
         since = datetime.fromisoformat(whole) - _EPOCH
     except (ValueError, TypeError):
-        raise TraceError(f"{path}:{number}: TIMESTAMP is no date and time: {text!r}") from None
+        raise TraceError(f"{path}:{number}: TIMESTAMP is not a date and time: {text!r}") from None
     fraction = int((match[2] or "")[:7].ljust(7, "0")) if match else 0
     return (since.days * 86_400 + since.seconds) * 10_000_000 + fraction
 
@@ -190,5 +190,5 @@ def _length(path: Path, number: int, name: str, value: object, least: int) -> in
     if isinstance(value, str) and re.fullmatch("[0-9]{1,10}", value):
         value = int(value)
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**31:
-        raise TraceError(f"{path}:{number}: {name} is no token count of at least {least}: {value!r}")
+        raise TraceError(f"{path}:{number}: {name} is not a token count of at least {least}: {value!r}")
     return value

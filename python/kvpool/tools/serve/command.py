@@ -18,12 +18,12 @@ def serve(  # noqa: PLR0913 - one parameter per option
         str, typer.Option(help="A small model with random weights: qwen3, llama or qwen3-next.")
     ] = "qwen3",
     requests: Annotated[int, typer.Option(min=1, help="Requests of the burst.")] = 300,
-    per_step: Annotated[int, typer.Option(min=1, help="How many of them arrive in each step.")] = 8,
+    per_step: Annotated[int, typer.Option(min=1, help="Requests that arrive in each step.")] = 8,
     pool_size: Annotated[int, typer.Option(min=1, help="Token slots.")] = 1024,
     page_size: Annotated[int, typer.Option(min=1, help="Slots per page.")] = 1,
     prefill_budget: Annotated[int, typer.Option(min=1, help="New tokens per step.")] = 256,
     device: Annotated[
-        str | None, typer.Option(help="As PyTorch writes it. Default: a GPU where there is one.")
+        str | None, typer.Option(help="In PyTorch's notation. Default: a GPU if there is one.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of weights and requests.")] = 0,
     as_json_object: Annotated[
@@ -33,11 +33,11 @@ def serve(  # noqa: PLR0913 - one parameter per option
     """Serve a small model through the pools, and check every request against the model alone.
 
     Streams a few requests, serves a burst of them with continuous batching in a pool that is too small for
-    all, and generates each again with the model alone. Ends with status 1 if one token differs or one slot
+    all, and generates each again with the model alone. Exits with status 1 if one token differs or one slot
     is missing at the end.
     """
     need("transformers", "numpy", "torch", "transformers")
-    from kvpool.tools.serve import report, service  # noqa: PLC0415 - transformers loads slowly, and few ask for it
+    from kvpool.tools.serve import report, service  # noqa: PLC0415 - transformers loads slowly
 
     if model not in service.CONFIGS:
         fail(f"--model: {model!r} is none of {', '.join(service.CONFIGS)}")

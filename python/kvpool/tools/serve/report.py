@@ -1,4 +1,4 @@
-"""What `kvpool serve` shows: a stream of text, a live table, and the result as a table or as JSON."""
+"""Output of `kvpool serve`: a stream of text, a live table, and the result as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def as_json(result: ServeResult) -> dict[str, Any]:
 
 
 def run(config: ServeConfig, console: Console) -> ServeResult:
-    """Streams, serves, checks and reports.
+    """Stream, serve, check and report.
 
-    On the CPU PyTorch uses one thread meanwhile: matrices are so small that more only wait for each other.
+    PyTorch uses one thread meanwhile: the matrices are too small to gain from more.
     """
     log: Any = logging
     threads, verbosity = torch.get_num_threads(), log.get_verbosity()
     torch.set_num_threads(1)
-    log.set_verbosity_error()  # or it says, amid the text, which faster kernels could be installed
+    log.set_verbosity_error()  # hides advice about faster kernels
     try:
         service = Service(config)
         stream(service, console)
@@ -62,7 +62,7 @@ def run(config: ServeConfig, console: Console) -> ServeResult:
 
 
 def stream(service: Service, console: Console) -> None:
-    """Streams a few requests, which run together: the first as it comes, the others when it is done."""
+    """Stream a few requests that run together: the first as it is generated, the others after it."""
     requests = [service.submit() for _ in range(STREAMED)]
     for number, request in enumerate(requests, 1):
         console.print(
@@ -75,7 +75,7 @@ def stream(service: Service, console: Console) -> None:
 
 @contextmanager
 def live(console: Console) -> Iterator[Callable[[dict[str, int], float], None]]:
-    """A table that shows how serving goes, told after each step."""
+    """Show a live table, updated after each step."""
     with Live(console=console, refresh_per_second=UPDATES_PER_SECOND) as view:
         yield lambda stats, rate: view.update(_now(stats, rate))
     if not console.is_terminal:
@@ -83,14 +83,14 @@ def live(console: Console) -> Iterator[Callable[[dict[str, int], float], None]]:
 
 
 def checked(service: Service, result: ServeResult, console: Console) -> None:
-    """Checks the result, with a progress bar."""
+    """Check the result, with a progress bar."""
     bar = iter(track(service.requests, "checking against the model alone", console=console))
     service.check(result, lambda: next(bar, None))
     next(bar, None)
 
 
 def print_report(result: ServeResult, console: Console) -> None:
-    """Prints what came of it."""
+    """Print the result."""
     stats, config = result.stats, result.config
     table = Table(
         title=f"Served {stats['finished']} requests of a {config.model} model",
@@ -111,8 +111,8 @@ def print_report(result: ServeResult, console: Console) -> None:
     table.add_row(
         "served in", f"{result.served_s:,.1f} s, one request after the other in {result.alone_s:,.1f} s"
     )
-    table.add_row("as the model alone", f"{stats['finished'] - len(result.differences):,}")
-    table.add_row("ties decided otherwise", f"{len(result.differences) - len(wrong):,}")
+    table.add_row("equal to the model alone", f"{stats['finished'] - len(result.differences):,}")
+    table.add_row("different at a tie", f"{len(result.differences) - len(wrong):,}")
     table.add_row("wrong", f"{len(wrong):,}")
     console.print(table)
     for found in wrong:

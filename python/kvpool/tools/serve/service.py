@@ -1,8 +1,8 @@
-"""Serves a small model with random weights through the pools, and checks all of it against the model alone.
+"""Serves a small model with random weights through the pools, and compares it with the model alone.
 
-There is no tokenizer, so tokens are spelled as syllables: what is streamed looks like text and means nothing.
-Weights and activations are float32, so that batching changes logits only in their last bits. Where the model
-alone picks another token all the same, both must have been as good as equal: see `TIE`.
+There is no tokenizer: tokens are spelled as syllables, so that the stream looks like text. Weights and
+activations are float32, so that batching changes logits only in their last bits. A different token is
+accepted only if both had practically equal logits: see `TIE`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_CONTEXT_LEN = 256
 MAX_REQS = 64
 
 TIE = 1e-3
-"""Logits, which are of order 1, that differ by less may change places with the batch they are computed in."""
+"""Logits, which are of order 1, that differ by less may swap order in another batch."""
 
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -38,7 +38,7 @@ _COMMON: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 16,
     "max_position_embeddings": MAX_CONTEXT_LEN,
-    # Larger than in training, so that tokens depend on what was before them.
+    # Larger than in training, so that tokens depend on earlier ones.
     "initializer_range": 0.2,
     "bos_token_id": None,
     "eos_token_id": None,
@@ -63,17 +63,17 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 
 @dataclass(frozen=True)
 class ServeConfig:
-    """What is served.
+    """Configuration of a run.
 
     Attributes:
         model: A name in `CONFIGS`.
-        requests: How many.
-        per_step: How many of them arrive in each step.
+        requests: Number of requests.
+        per_step: Number of requests that arrive in each step.
         pool_size: Token slots.
         page_size: Slots in a page.
-        prefill_budget: New tokens in a step.
-        device: Where model and pools are.
-        seed: Of weights and requests.
+        prefill_budget: The most new tokens in a step.
+        device: Device of the model and the pools.
+        seed: Seed of weights and requests.
     """
 
     model: str = "qwen3"
@@ -87,11 +87,11 @@ class ServeConfig:
 
 
 class Difference(NamedTuple):
-    """Where a request differs from the model alone.
+    """A difference between a served request and the model alone.
 
     Attributes:
-        request: Its number.
-        position: The first token that differs, counted from the end of the prompt.
+        request: Number of the request.
+        position: The first different token, counted from the end of the prompt.
         gap: By how much the model alone preferred its token.
     """
 
@@ -101,22 +101,22 @@ class Difference(NamedTuple):
 
     @property
     def is_tie(self) -> bool:
-        """Whether both tokens were as good as equal."""
+        """Whether both tokens had practically equal logits."""
         return self.gap < TIE
 
 
 @dataclass
 class ServeResult:
-    """What came of it.
+    """The result of a run.
 
     Attributes:
-        config: What was served.
-        stats: `Engine.stats()` in the end.
+        config: The configuration.
+        stats: `Engine.stats()` at the end.
         peak_in_use: The most slots in use.
-        peak_running: The most requests that ran at once.
+        peak_running: The most requests running at once.
         served_s: Seconds to serve all requests.
         alone_s: Seconds to generate them again, one after the other.
-        differences: Requests that differ.
+        differences: Differences from the model alone.
     """
 
     config: ServeConfig
@@ -129,7 +129,7 @@ class ServeResult:
 
     @property
     def is_right(self) -> bool:
-        """Whether every request got the tokens of the model alone, and every slot came back."""
+        """Whether every request got the tokens of the model alone, and every slot was freed."""
         return all(found.is_tie for found in self.differences) and self.stats["in_use"] == 0
 
 
@@ -147,16 +147,16 @@ class Service:
         )
         self.engine = Engine(self.pooled, config.prefill_budget)
         self.requests: list[Request] = []
-        self._random = random.Random(config.seed)  # noqa: S311 - prompts are no secrets
+        self._random = random.Random(config.seed)  # noqa: S311 - prompts are not secret
 
     def submit(self) -> Request:
-        """Submits a request of random length."""
+        """Submit a request of random length."""
         prompt = [self._random.randrange(VOCAB_SIZE) for _ in range(self._random.randint(4, 120))]
         self.requests.append(self.engine.submit(prompt, self._random.randint(4, 64)))
         return self.requests[-1]
 
     def burst(self) -> Iterator[dict[str, int]]:
-        """Serves the burst, and yields the engine's numbers after each step."""
+        """Serve the burst, and yield the engine's statistics after each step."""
         missing, is_busy = self.config.requests, True
         while is_busy or missing:
             arriving = min(self.config.per_step, missing)
@@ -167,13 +167,13 @@ class Service:
             yield self.engine.stats()
 
     def serve(self, update: Callable[[dict[str, int], float], object] | None = None) -> ServeResult:
-        """Serves the burst.
+        """Serve the burst.
 
         Args:
-            update: Told the engine's numbers, and the tokens a second since the beginning, after each step.
+            update: Called after each step with the engine's statistics, and the tokens per second so far.
 
         Returns:
-            What came of it, not checked yet.
+            The result, not checked yet.
         """
         result = ServeResult(self.config, self.engine.stats())
         begin, before = perf_counter(), result.stats["generated_tokens"]
@@ -187,10 +187,10 @@ class Service:
         return result
 
     def check(self, result: ServeResult, update: Callable[[], object] | None = None) -> None:
-        """Generates every request again with the model alone, and notes what differs.
+        """Generate every request again with the model alone, and record the differences.
 
         Args:
-            result: To be completed.
+            result: The result to complete.
             update: Called after each request.
         """
         begin = perf_counter()
@@ -220,12 +220,12 @@ class Service:
 
 
 def default_device() -> str:
-    """A GPU where PyTorch has one, else the CPU."""
+    """A GPU if PyTorch has one, else the CPU."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def spell(token: int) -> str:
-    """A token as a syllable, some of them with a space before it."""
+    """A token as a syllable, some with a leading space."""
     consonants, vowels = "bdfgklmnprstvz", "aeiou"
     syllable = consonants[token % len(consonants)] + vowels[token // len(consonants) % len(vowels)]
     return f" {syllable}" if token % 3 == 0 else syllable
