@@ -1,4 +1,4 @@
-"""What taking and giving back token slots costs, beside the same allocator in PyTorch operations."""
+"""Cost of allocating and freeing token slots, beside the same allocator in PyTorch operations."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ MOST = 4096
 
 
 class Allocator(Protocol):
-    """What both sides have in common."""
+    """The interface of both sides."""
 
     def alloc(self, need_size: int, /) -> torch.Tensor | None:
         """Takes slots."""
 
     def free(self, indices: torch.Tensor, /) -> None:
-        """Gives slots back."""
+        """Frees slots."""
 
     def clear(self) -> None:
-        """Gives everything back."""
+        """Frees everything."""
 
 
 def ours(size: int, *, page_size: int = 1, need_sort: bool = True) -> kvpool.TokenToKVPoolAllocator:
@@ -39,7 +39,7 @@ def ours(size: int, *, page_size: int = 1, need_sort: bool = True) -> kvpool.Tok
 
 
 def take(allocator: Allocator, n: int) -> torch.Tensor:
-    """Slots from a pool that has them."""
+    """Allocates slots, which the pool must have."""
     slots = allocator.alloc(n)
     if slots is None:
         raise RuntimeError(f"the pool is short of {n} slots")
@@ -47,7 +47,7 @@ def take(allocator: Allocator, n: int) -> torch.Tensor:
 
 
 def alloc_and_free(allocator: Allocator, n: int) -> Callable[[int], None]:
-    """Takes `n` slots and gives them back, as often as it is told."""
+    """Allocates and frees `n` slots, the given number of times."""
 
     def run(number: int) -> None:
         alloc, free = allocator.alloc, allocator.free
@@ -60,7 +60,7 @@ def alloc_and_free(allocator: Allocator, n: int) -> Callable[[int], None]:
 def round_trips(report: Report) -> None:
     """Alloc and free of the same slots, in a pool of a million: a fresh one, and one after many such steps.
 
-    The PyTorch allocator copies all that was released at each free, so it is cheap only while that is little:
+    The PyTorch allocator copies all released slots at each free, so it is cheap only while they are few:
     a fresh pool is its best case.
     """
 
@@ -98,7 +98,7 @@ def round_trips(report: Report) -> None:
 
 
 def pool_sizes(report: Report) -> None:
-    """The same step on a small pool and on a large one."""
+    """The same step on a small and on a large pool."""
     kinds = {"sorted": {"need_sort": True}, "first in, first out": {"need_sort": False}}
     for kind, options in kinds.items():
         for n in (1, 128):
@@ -112,7 +112,7 @@ def pool_sizes(report: Report) -> None:
 
 
 def merges(report: Report) -> None:
-    """An alloc that has to merge half of a million slots first."""
+    """An alloc that first merges half of a million slots."""
 
     def prepared(allocator: Allocator, *, contiguous: bool) -> Case:
         def prepare() -> None:
@@ -132,7 +132,7 @@ def merges(report: Report) -> None:
 
 
 def busy_pools(report: Report) -> None:
-    """Pools as a serving engine has them after a while."""
+    """Fragmented pools, as a serving engine has them after a while."""
 
     def nearly_full(allocator: Allocator, n: int) -> Case:
         slots = take(allocator, MILLION)
@@ -166,7 +166,7 @@ def busy_pools(report: Report) -> None:
 
 
 def churn(report: Report) -> None:
-    """A steady state: requests of mixed lengths come and go in a pool that is always nearly full."""
+    """A steady state: requests of mixed lengths start and finish in a nearly full pool."""
 
     def serving(allocator: Allocator) -> Case:
         lengths = torch.randint(1, 4096, (997,), generator=torch.Generator().manual_seed(2)).tolist()
@@ -204,7 +204,7 @@ def churn(report: Report) -> None:
 
 
 def debugging(report: Report) -> None:
-    """What it costs to note who takes and gives what."""
+    """Cost of the debug ledger."""
 
     def case(n: int, *, debug: bool) -> Case:
         return Case(alloc_and_free(kvpool.TokenToKVPoolAllocator(MILLION, "cpu", debug=debug), n))
@@ -219,7 +219,7 @@ def debugging(report: Report) -> None:
 
 
 def main() -> None:
-    """Runs every question and reports."""
+    """Runs and reports every question."""
     torch.set_num_threads(1)
     report = Report("Token slots, CPU, pool of 1 M")
     for part in (round_trips, pool_sizes, merges, busy_pools, churn, debugging):

@@ -1,4 +1,4 @@
-"""What the pools cost on a GPU, beside plain PyTorch and beside copies of the same bytes."""
+"""Cost of the pools on a GPU, beside plain PyTorch and beside copies of the same bytes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ QWEN3_NEXT = (36, 32, 128, 128, 8192, 4)
 
 
 def enqueued(calls: Sequence[Callable[[], object]]) -> Case:
-    """Calls one after another, and the time until the device has done all of them."""
+    """Consecutive calls, timed until the device has done all of them."""
     order = itertools.cycle(calls)
 
     def run(number: int) -> None:
@@ -40,7 +40,7 @@ def enqueued(calls: Sequence[Callable[[], object]]) -> Case:
 
 
 def on_host(call: Callable[[], object]) -> Case:
-    """The host's time for a call: the device is waited for outside of it."""
+    """The host's time for a call, without the wait for the device."""
 
     def run(number: int) -> None:
         for _ in itertools.repeat(None, number):
@@ -50,7 +50,7 @@ def on_host(call: Callable[[], object]) -> Case:
 
 
 def random_slots(count: int, below: int, seed: int) -> torch.Tensor:
-    """Different slots, at least 1, int32 on the device."""
+    """Distinct slots, at least 1, int32 on the device."""
     generator = torch.Generator().manual_seed(seed)
     return (torch.randperm(below - 1, generator=generator)[:count] + 1).to(torch.int32).cuda()
 
@@ -89,7 +89,7 @@ def _pair(
 
 
 def foreign_frees(report: Report) -> None:
-    """Slots given back as a tensor that the host does not know."""
+    """Frees of slots in a tensor whose values the host does not know."""
     allocator = kvpool.TokenToKVPoolAllocator(MILLION, "cuda")
     plain = SortedAllocator(MILLION, "cuda")
     batch = 128
@@ -175,7 +175,7 @@ def states(report: Report) -> None:
         chosen = random_slots(2 * count, working + 1, count)
         src, dst = chosen[:count], chosen[count:]
         wide_src, wide_dst = src.long(), dst.long()
-        # The same bytes in one piece: what the memory can do.
+        # The same bytes in one piece: the bandwidth of the memory.
         flat = [state[:, :count].contiguous() for state in (pool.recurrent_state, pool.conv_state)]
         target = [torch.empty_like(state) for state in flat]
         name = f"{count} slots, 36 layers, 32 x 128 x 128 float32 + 8192 x 3 bfloat16"
@@ -242,7 +242,7 @@ def tables(report: Report) -> None:
 
 
 def main() -> None:
-    """Runs every question and reports."""
+    """Runs and reports every question."""
     if not torch.cuda.is_available():
         sys.exit("bench_cuda.py needs an NVIDIA GPU that PyTorch can use")
     report = Report("GPU")

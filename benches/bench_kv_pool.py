@@ -1,4 +1,4 @@
-"""What moving rows costs on one thread, beside a copy of the same bytes and beside PyTorch's indexing."""
+"""Cost of moving rows on one thread, beside a copy of the same bytes and beside PyTorch's indexing."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ BATCHES = 8
 
 
 def in_turn(batches: list[Callable[[], object]]) -> Case:
-    """Calls one after another: nobody finds its data in the cache just because the last call was the same.
+    """Consecutive calls with different data, so that none finds its data in the cache of the one before.
 
-    A round goes twice through all of them, so that what one case leaves in the caches to be written back is
+    A round goes twice through all of them, so that write-backs of data that one case leaves in the caches are
     not charged to the next.
     """
     order = itertools.cycle(batches)
@@ -180,7 +180,7 @@ def linear_attention_states(report: Report) -> None:
 
 
 def main() -> None:
-    """Runs every question and reports."""
+    """Runs and reports every question."""
     torch.set_num_threads(1)
     kvpool.set_num_threads(1)
     report = Report("Rows and states, CPU, one thread")

@@ -1,4 +1,4 @@
-"""What planning a scheduler step costs, beside the calls that pymllm makes for each request.
+"""Cost of planning a scheduler step, beside the calls that pymllm makes for each request.
 
 On a GPU, or with `--device cuda`, both sides only enqueue their work: what is timed is the host.
 """
@@ -30,7 +30,7 @@ FIELDS = (
 
 
 class Steps:
-    """Requests that a planner serves, taken back to where they were before each round."""
+    """Requests of a planner, reset before each round."""
 
     def __init__(self, batch: int, *, page_size: int = 1, kv_indices: bool = True) -> None:
         self.table = kvpool.ReqToTokenPool(batch, COLUMNS, DEVICE)
@@ -48,7 +48,7 @@ class Steps:
         self.lens = none + context
 
     def decode(self, number: int) -> None:
-        """Plans steps of one token a request, and asks for every field that the alternative makes."""
+        """Plans steps of one token per request, and reads every field that the alternative makes."""
         planner, rows, lens, fields = self.planner, self.rows, self.lens, self.fields
         for _ in itertools.repeat(None, number):
             lens = lens + 1
@@ -115,7 +115,7 @@ def extend_theirs(batch: int, tokens: int) -> Case:
 
 
 def compare_decode(report: Report, limit_us: float) -> None:
-    """Decode steps of 256 requests, over contexts: only `kv_indices` may grow with them."""
+    """Decode steps of 256 requests at several contexts: only `kv_indices` may grow with them."""
     for context in (64, 512, 4096):
         question = f"decode of 256 requests, context {context}"
         report.compare(

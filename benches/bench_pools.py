@@ -1,6 +1,6 @@
-"""What chunks, scratch buffers, pages and workspaces cost, beside what a user has without them.
+"""Cost of chunks, scratch buffers, pages and workspaces, beside what a user has without them.
 
-On the CPU, and on a GPU where PyTorch can use one. There a page-locked pool of `KVPOOL_BENCH_GIB` GiB is
+Runs on the CPU, and on a GPU if PyTorch can use one. There a page-locked pool of `KVPOOL_BENCH_GIB` GiB is
 built, too.
 """
 
@@ -29,12 +29,12 @@ GIBIBYTES = int(os.environ.get("KVPOOL_BENCH_GIB", "16"))
 
 
 def shapes() -> Sequence[tuple[int, int]]:
-    """What a step asks for: seven sizes, over and over."""
+    """The allocations of a step: seven sizes, repeated."""
     return [((1 + i % 7) * 64, 128) for i in range(ALLOCATIONS)]
 
 
 def buffers(report: Report, device: str) -> None:
-    """A step's scratch buffers with their tensors, and all of them given back: per buffer."""
+    """A step's scratch buffers with their tensors, allocated and freed: per buffer."""
     wanted, dtype = shapes(), torch.float32
 
     def step_of(pool: kvpool.BufferPool) -> Callable[[int], None]:
@@ -62,7 +62,7 @@ def buffers(report: Report, device: str) -> None:
 
 
 def workspaces(report: Report, device: str) -> None:
-    """A pass's tensors from the arena, and all of them given back: per tensor."""
+    """A pass's tensors from the arena, allocated and freed: per tensor."""
     wanted, dtype = shapes(), torch.float32
     workspace = kvpool.Workspace(device)
 
@@ -88,21 +88,21 @@ def workspaces(report: Report, device: str) -> None:
 
 
 class TorchChunks:
-    """LMCache's pool as plain PyTorch: a tensor a chunk, and a list of those that are free."""
+    """LMCache's pool in plain PyTorch: one tensor per chunk, and a list of the free ones."""
 
     def __init__(self, count: int) -> None:
         self._chunks = [torch.empty(CHUNK, dtype=torch.bfloat16) for _ in range(count)]
         self._free = list(range(count))
 
     def round_trip(self) -> None:
-        """Takes a chunk, views as many tokens as are wanted, and gives it back."""
+        """Allocates a chunk, views some of its tokens, and frees it."""
         index = self._free.pop()
         _ = self._chunks[index][:, :, 0:12]
         self._free.append(index)
 
 
 def chunks(report: Report, device: str) -> None:
-    """A chunk with a view of 12 tokens, given back; and the bytes of one."""
+    """A chunk with a view of 12 tokens, allocated and freed; and the bytes of one."""
     pool, plain = kvpool.ChunkPool(64, CHUNK, torch.bfloat16, device), TorchChunks(64)
     some = (*CHUNK[:2], 12, *CHUNK[3:])
 
@@ -135,7 +135,7 @@ def chunks(report: Report, device: str) -> None:
 
 
 def pages(report: Report) -> None:
-    """A page, with its tensor, given back."""
+    """A page with its tensor, allocated and freed."""
     pool = kvpool.PagePool(4096, 1024)
     plain = [torch.zeros(4096) for _ in range(1024)]
     free = list(range(1024))
@@ -160,7 +160,7 @@ def pages(report: Report) -> None:
 
 
 def page_locking(report: Report) -> None:
-    """All of a large page-locked pool, beside an allocation a chunk."""
+    """A whole page-locked pool, beside one allocation per chunk."""
     count = (GIBIBYTES << 30) // (2 << 20)
 
     def ours(_number: int) -> None:
@@ -181,7 +181,7 @@ def page_locking(report: Report) -> None:
 
 
 def main() -> None:
-    """Runs every question and reports."""
+    """Runs and reports every question."""
     report = Report("Chunks, buffers, pages and workspaces")
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
         for part in (buffers, workspaces, chunks):

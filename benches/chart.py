@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benches" / "RESULTS.md"
 IMAGES = ROOT / "docs" / "img"
 
-# Of the short chart: question, alternative where a question has several, and how the chart words it.
+# The short chart: question, alternative where a question has several, and label.
 SHORT = [
     ("alloc + free, n = 1, sorted, fresh pool", "", "alloc + free of 1 slot, lowest first"),
     ("alloc + free, n = 128, sorted, fresh pool", "", "alloc + free of 128, lowest first"),
@@ -86,13 +86,13 @@ class Figure:
     """One row of a table.
 
     Attributes:
-        question: What was measured.
-        alternative: Beside what.
-        ours: The time of kvpool, as the table has it.
-        theirs: That of the alternative.
-        unit: Of both.
-        ratio: Theirs by ours.
-        target: The ratio that was aimed at, if any.
+        question: The operation that was measured.
+        alternative: The alternative it is compared with.
+        ours: The time of kvpool, as in the table.
+        theirs: The time of the alternative.
+        unit: The unit of both times.
+        ratio: The alternative's time divided by kvpool's.
+        target: The target ratio, if any.
     """
 
     question: str
@@ -106,7 +106,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Section:
-    """A table with its title and its line on machine and date."""
+    """A table with its title, machine and date."""
 
     title: str
     machine: str
@@ -125,7 +125,7 @@ def target_of(text: str, theirs: str) -> float | None:
     if match := re.fullmatch(r"<= ([\d.,]+) us", text):
         return number(theirs) / number(match[1])
     if text:
-        raise ValueError(f"a target that is not understood: {text!r}")
+        raise ValueError(f"unknown target: {text!r}")
     return None
 
 
@@ -163,10 +163,10 @@ def sections() -> list[Section]:
 
 
 class Scale:
-    """A logarithmic scale over all ratios and targets, parity included."""
+    """A logarithmic scale over all ratios and targets, including parity."""
 
     def __init__(self, figures: list[Figure], left: int) -> None:
-        """Over the figures of a chart, from `left` on."""
+        """A scale for the figures of a chart, from `left` on."""
         self._left = left
         seen = [1.0, *(f.ratio for f in figures), *(f.target for f in figures if f.target is not None)]
         self._low, self._high = math.log10(min(seen)) - 0.08, math.log10(max(seen)) + 0.08
@@ -175,7 +175,7 @@ class Scale:
         ]
 
     def at(self, ratio: float) -> float:
-        """Where a ratio stands."""
+        """The position of a ratio."""
         part = (math.log10(ratio) - self._low) / (self._high - self._low)
         return self._left + part * (RIGHT - self._left)
 
@@ -191,7 +191,7 @@ def text(  # noqa: PLR0913 - all that a line of text has
 
 
 def ratio_of(figure: Figure) -> str:
-    """A ratio in words that are as long as they are exact."""
+    """A ratio with as many digits as are significant."""
     digits = 0 if figure.ratio >= 100 else 1 if figure.ratio >= 10 else 2
     return f"{figure.ratio:.{digits}f} x"
 
@@ -240,7 +240,7 @@ def draw(parts: list[Section], title: str, subtitle: str, left: int) -> str:
 
 
 def _row(figure: Figure, scale: Scale, y: float) -> list[str]:
-    """Label, stem, dot, target and numbers of a figure."""
+    """The label, stem, dot, target and numbers of a figure."""
     kind = "fast" if figure.ratio >= 1 else "slow"
     one, x = scale.at(1), scale.at(figure.ratio)
     row = [
@@ -266,7 +266,7 @@ def _row(figure: Figure, scale: Scale, y: float) -> list[str]:
 
 
 def worded(figure: Figure) -> Figure:
-    """A figure whose label also names an alternative that is not that of its whole table."""
+    """A figure; its label names the alternative where it differs from the table's."""
     plain = figure.alternative in PLAIN | {"unchecked queue"}
     beside = "" if plain else f", beside {figure.alternative.removeprefix('per-request ')}"
     question = figure.question
@@ -324,13 +324,13 @@ def charts() -> dict[Path, str]:
 
 
 def main() -> None:
-    """Draw, or with `--check` end with status 1 where the files are not what would be drawn."""
+    """Draws the charts. With `--check`, exits with status 1 if the files differ from what would be drawn."""
     stale = False
     for path, picture in charts().items():
         if "--check" not in sys.argv:
             path.write_text(picture, encoding="utf-8")
         elif not path.is_file() or path.read_text(encoding="utf-8") != picture:
-            print(f"{path.relative_to(ROOT)} is not what RESULTS.md gives; run: make chart")
+            print(f"{path.relative_to(ROOT)} does not match RESULTS.md; run: make chart")
             stale = True
     sys.exit(stale)
 

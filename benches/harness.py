@@ -1,7 +1,7 @@
-"""Times two implementations of the same thing beside each other, and prints what came out.
+"""Times two implementations of the same operation side by side, and reports the results.
 
 Every figure is a median of rounds that alternate between the two, so that both see the same machine. A round
-of something short does it many times; what the loop itself costs, 10 to 50 ns a call, is not taken off.
+of a short operation repeats it many times; the cost of the loop, 10 to 50 ns per call, is not subtracted.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ NUMBERS = ("kvpool, us", "its us", "ratio")
 
 @dataclass(frozen=True)
 class Case:
-    """Something to time.
+    """A case to time.
 
     Attributes:
-        run: What is timed. It is given how often it has to do it.
-        prepare: What is done before each round, outside of the time.
-        calls: How often a round does it; by default for about 2 ms, or once with a `prepare`.
+        run: The timed function; its argument is the number of repetitions.
+        prepare: Called before each round, outside of the timed part.
+        calls: Repetitions in a round; by default enough for about 2 ms, or one with a `prepare`.
     """
 
     run: Callable[[int], object]
@@ -49,7 +49,7 @@ class Case:
 
 
 def repeated(call: Callable[[], object]) -> Callable[[int], None]:
-    """Something that makes a call as often as it is told."""
+    """Repeats a call the given number of times."""
 
     def run(number: int) -> None:
         for _ in itertools.repeat(None, number):
@@ -63,13 +63,13 @@ class Row:
     """One question and its answer.
 
     Attributes:
-        question: What was asked.
-        ours_us: Median of kvpool, in microseconds a call.
-        alternative: What it was compared with.
-        alternative_us: Median of the alternative, in microseconds a call.
+        question: The operation.
+        ours_us: Median of kvpool, in microseconds per call.
+        alternative: The name of the alternative.
+        alternative_us: Median of the alternative, in microseconds per call.
         ratio: Alternative over ours: above 1, kvpool is faster.
-        target: What ours should reach, in words, or nothing.
-        met: Whether it does; `None` without a target.
+        target: The target in words, or empty.
+        met: Whether the target is met; `None` without one.
     """
 
     question: str
@@ -113,14 +113,14 @@ def _calls_a_round(case: Case) -> int:
 
 
 def medians(cases: list[Case], rounds: int) -> list[float]:
-    """Times the cases in turn, `rounds` times each.
+    """Times the cases alternately, `rounds` times each.
 
     Args:
-        cases: What to time. Each is run a few times before it counts.
-        rounds: How often each has its turn.
+        cases: The cases. Each is warmed up before it is timed.
+        rounds: The number of rounds of each case.
 
     Returns:
-        The median of each, in microseconds a call.
+        The median of each, in microseconds per call.
     """
     numbers = [_calls_a_round(case) for case in cases]
     times: list[list[float]] = [[] for _ in cases]
@@ -190,7 +190,7 @@ class Report:
         self._rows.append(Row(question, ours_us, alternative, theirs_us, ratio, target, met))
 
     def finish(self) -> None:
-        """Prints machine, date and table, and writes the JSON file if one was asked for."""
+        """Prints machine, date and table, and writes the JSON file if requested."""
         about = machine()
         for name, value in about.items():
             self._console.print(f"[dim]{name}:[/dim] {value}", highlight=False)
@@ -231,7 +231,7 @@ def _cpu() -> str:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures depend on: processor, cores, versions, and today's date."""
+    """The environment of the figures: processor, cores, versions, and today's date."""
     versions = [f"{name} {importlib.metadata.version(name)}" for name in ("kvpool", "torch", "numpy")]
     gpu = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
     return {

@@ -1,6 +1,6 @@
 //! Micro-benchmarks of the slot allocator without Python, against a sorted vector of free slots.
 //!
-//! `cargo bench` runs them; each line is a question, both answers and their ratio.
+//! Run it with `cargo bench`. Each line is a question with both answers and their ratio.
 
 use std::collections::VecDeque;
 use std::hint::black_box;
@@ -26,7 +26,7 @@ fn median_ns(repeats: u32, mut work: impl FnMut()) -> f64 {
     times[ROUNDS / 2]
 }
 
-/// The obvious free list: a queue of numbers, cut at the front and extended at the back, without any check.
+/// The obvious free list: a queue of numbers, cut at the front and extended at the back, without checks.
 struct Queue(VecDeque<i32>);
 
 impl Queue {
@@ -47,7 +47,7 @@ fn cycle(slots: &mut SlotAllocator, count: usize) {
     }
 }
 
-/// A pool in which every `step`th slot is free: what interleaved decoding leaves behind.
+/// A pool in which every `step`th slot is free, as interleaved decoding leaves it.
 fn fragmented(step: usize) -> SlotAllocator {
     let Ok(mut slots) = SlotAllocator::new(SIZE, 1, Order::Sorted) else { unreachable!("a valid size") };
     let _ = slots.alloc(SIZE);
@@ -63,7 +63,7 @@ fn main() {
         "{:<38}{:>12}{:>16}{:>8}",
         "alloc + free, 1 M slots", "kvpool ns", "unchecked ns", "ratio"
     );
-    // With 256 between them, no more are free than the largest request takes: each alloc merges.
+    // With a step of 256 the largest request takes all that are free, so each alloc merges.
     for step in [2, 40, 256] {
         let fragmented = fragmented(step);
         for count in [1, 128, 4096] {

@@ -1,4 +1,4 @@
-"""Plain PyTorch implementations of what kvpool documents: the other side of each benchmark."""
+"""Plain PyTorch implementations of kvpool's operations: the other side of each benchmark."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 class SortedAllocator:
-    """Lowest slot first: a sorted free list, and one of released slots, merged when the first runs short."""
+    """Lowest slot first: a sorted free list and released slots, merged when the list runs short."""
 
     def __init__(self, size: int, device: str = "cpu") -> None:
         self.size = size
@@ -29,7 +29,7 @@ class SortedAllocator:
         return taken
 
     def free(self, indices: torch.Tensor) -> None:
-        """Puts the slots aside."""
+        """Adds the slots to the released ones."""
         if indices.numel():
             self.release_slots = torch.cat((self.release_slots, indices))
 
@@ -67,7 +67,7 @@ class FifoAllocator:
 
 
 class PagedAllocator:
-    """Whole pages, lowest first: slots that are given back are reduced to their pages."""
+    """Whole pages, lowest first: freed slots are reduced to their pages."""
 
     def __init__(self, size: int, page_size: int, device: str = "cpu") -> None:
         self.size = size
@@ -84,7 +84,7 @@ class PagedAllocator:
         self.release_pages = torch.empty(0, dtype=torch.int32, device=self.device)
 
     def alloc(self, need_size: int) -> torch.Tensor | None:
-        """Takes the lowest pages and gives the first slots of them."""
+        """Takes the lowest pages and returns their first slots."""
         pages = -(-need_size // self.page_size)
         if pages > len(self.free_pages):
             self.merge_and_sort_free()
@@ -95,7 +95,7 @@ class PagedAllocator:
         return (taken[:, None] * self.page_size + self._offsets).flatten()[:need_size]
 
     def free(self, indices: torch.Tensor) -> None:
-        """Puts the pages of the slots aside."""
+        """Adds the pages of the slots to the released ones."""
         if indices.numel():
             self.release_pages = torch.cat((self.release_pages, torch.unique(indices // self.page_size)))
 
@@ -125,7 +125,7 @@ class KVBuffers:
         return self.k[indices], self.v[indices]
 
     def move_kv(self, dst: torch.Tensor, src: torch.Tensor) -> None:
-        """Moves rows as if all were read first."""
+        """Copies rows as if all sources were read first."""
         self.k[dst] = self.k[src]
         self.v[dst] = self.v[src]
 
@@ -155,7 +155,7 @@ class States:
 
 
 class PerRequestSteps:
-    """A scheduler step as pymllm's runner makes it: the table is written and read request by request."""
+    """A scheduler step as in pymllm's runner: the table is written and read request by request."""
 
     def __init__(self, rows: int, columns: int, size: int, device: str = "cpu") -> None:
         self.req_to_token = torch.zeros(rows, columns, dtype=torch.int32, device=device)
@@ -182,7 +182,7 @@ class PerRequestSteps:
     def extend(
         self, rows: list[int], prefix_lens: list[int], seq_lens: list[int]
     ) -> dict[str, torch.Tensor] | None:
-        """Takes slots for the new tokens of each request, writes them, and makes the metadata."""
+        """Allocates slots for the new tokens of each request, writes them, and makes the metadata."""
         new = [n - prefix for prefix, n in zip(prefix_lens, seq_lens, strict=True)]
         slots = self.allocator.alloc(sum(new))
         if slots is None:
@@ -196,7 +196,7 @@ class PerRequestSteps:
         return {"out_cache_loc": slots, "positions": positions, **self._metadata(rows, seq_lens, new)}
 
     def decode(self, rows: list[int], seq_lens: list[int]) -> dict[str, torch.Tensor] | None:
-        """As `extend`, by one token a request."""
+        """Like `extend`, with one token per request."""
         slots = self.allocator.alloc(len(rows))
         if slots is None:
             return None

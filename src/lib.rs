@@ -1,7 +1,7 @@
 //! kvpool: the memory core of an LLM serving engine.
 //!
-//! It decides who owns each token slot, request row and linear-attention state, keeps the bytes behind
-//! them, and describes those bytes to tensor frameworks without copying them.
+//! It decides which request owns each token slot, request row and linear-attention state, keeps the bytes
+//! behind them, and describes those bytes to tensor frameworks without copying them.
 //!
 //! # Layers
 //!
@@ -9,28 +9,28 @@
 //!
 //! | layer | owns | `unsafe` |
 //! |---|---|---|
-//! | [`base`] | words and numbers: index newtypes, dtype, device, shape, error; a lock | no |
-//! | [`index`] | who owns which integer: bitmaps, free lists, slots, rows, owners, requests, reference counts, buckets, arenas, move plans | no |
-//! | [`memory`] | where bytes come from: backends, regions; devices, streams, events | yes |
+//! | [`base`] | shared vocabulary: index newtypes, dtype, device, shape, error; a lock | no |
+//! | [`index`] | ownership of integers: bitmaps, free lists, slots, rows, owners, requests, reference counts, buckets, arenas, move plans | no |
+//! | [`memory`] | sources of bytes: backends, regions; devices, streams, events | yes |
 //! | [`kernels`] | operations on rows and on the request table: on the CPU, and as CUDA kernels with their launches | yes |
-//! | [`tensor`] | describing bytes to others: views, DLPack | in `dlpack.rs` |
-//! | [`pool`] | index + memory + tensor = a pool, one file a class | no |
+//! | [`tensor`] | descriptions of bytes for other libraries: views, DLPack | in `dlpack.rs` |
+//! | [`pool`] | index + memory + tensor = a pool, one file per class | no |
 //! | `python` | the extension module: convert, delegate, map errors | where tensors cross |
 //!
 //! # Invariants
 //!
-//! - **All or nothing.** A call validates everything it was given, then acts. A failed call leaves no trace.
+//! - **All or nothing.** A call validates all of its input, then acts. A failed call leaves no trace.
 //! - **Full is an answer** (`Option`), **misuse is an error** ([`base::Error`]), in release builds too.
 //! - **No integer has two owners.** Every index is free, released, fenced or live, and in one state only.
-//! - **The padding index is nobody's.** Index 0 of every index space is never handed out.
-//! - **A view owns its memory.** Whoever can reach an address holds an `Arc` of its [`memory::Region`].
+//! - **The padding index has no owner.** Index 0 of every index space is never handed out.
+//! - **A view owns its memory.** An address is reachable only through an `Arc` of its [`memory::Region`].
 //!
 //! # Devices
 //!
-//! A pool is made on a [`memory::Backend`] and stays on its device. On a GPU every call names the [`memory::Stream`] on
-//! which its work is enqueued: memory that is handed out is valid in the order of that stream, another one needs an
-//! event. The host knows who owns what and never asks the device for it; nothing waits for the device and nothing is
-//! allocated there after construction, but where the documentation of a call says so.
+//! A pool is made on a [`memory::Backend`] and stays on its device. On a GPU every call names the
+//! [`memory::Stream`] on which its work is enqueued. Memory handed out is valid in the order of that stream;
+//! another stream needs an event. Ownership lives on the host, which never asks the device for it. After
+//! construction no call waits for the device or allocates device memory, unless its documentation says so.
 //!
 //! # Features
 //!

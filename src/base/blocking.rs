@@ -1,18 +1,22 @@
-//! Sections in which a thread waits.
+//! A process-wide hook around code that blocks its thread.
+//!
+//! A binding installs the hook once, for example to release the lock of its interpreter. Without one,
+//! [`blocking`] calls the closure directly.
 
 use std::sync::OnceLock;
 
-/// Runs a section in which the thread may wait, such as without the lock of an interpreter.
+/// Runs a section that may block its thread, for example with the lock of an interpreter released.
 pub type Section = fn(section: &mut (dyn FnMut() + Send));
 
 static SECTION: OnceLock<Section> = OnceLock::new();
 
-/// Has every later [`blocking`] of this process run by `section`. The first one stays.
+/// Installs `section` around every later call of [`blocking`] in this process. Later installations have no
+/// effect.
 pub fn on_blocking(section: Section) {
     let _ = SECTION.set(section);
 }
 
-/// Does `wait`, which may take long: for a device or for another thread. The caller holds no lock.
+/// Calls `wait`, which may take long: it waits for a device or another thread. The caller must hold no lock.
 ///
 /// ```
 /// use kvpool::base::blocking;

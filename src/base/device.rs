@@ -1,4 +1,4 @@
-//! Where memory lives, written as PyTorch writes it.
+//! Devices, named as PyTorch names them.
 
 use std::fmt;
 

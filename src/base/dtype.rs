@@ -13,7 +13,7 @@ use super::{Error, Result};
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum DType {
-    /// IEEE 754 binary64. Only ever a source of conversions, never stored.
+    /// IEEE 754 binary64. Read by conversions, never stored.
     F64,
     /// IEEE 754 binary32.
     F32,
@@ -25,20 +25,20 @@ pub enum DType {
     F8E4M3,
     /// OCP 8-bit float, 5 exponent and 2 mantissa bits.
     F8E5M2,
-    /// Signed bytes.
+    /// 8-bit signed integer.
     I8,
-    /// Bytes.
+    /// 8-bit unsigned integer.
     U8,
-    /// The dtype of every index tensor that kvpool hands out.
+    /// 32-bit signed integer: the dtype of every index tensor that kvpool returns.
     I32,
-    /// Index tensors of other projects.
+    /// 64-bit signed integer: accepted in index tensors of other libraries.
     I64,
-    /// Answers of yes or no, a byte each. Never stored.
+    /// Boolean, one byte per element. Never stored.
     Bool,
 }
 
 impl DType {
-    /// The dtypes that KV buffers and convolution states may have.
+    /// The dtypes of KV buffers and convolution states.
     pub const STORAGE: [Self; 7] =
         [Self::F32, Self::F16, Self::BF16, Self::F8E4M3, Self::F8E5M2, Self::I8, Self::U8];
 
@@ -57,7 +57,7 @@ impl DType {
         Self::Bool,
     ];
 
-    /// Bytes of one element.
+    /// Size of one element in bytes.
     #[must_use]
     pub const fn size(self) -> usize {
         match self {
@@ -68,7 +68,7 @@ impl DType {
         }
     }
 
-    /// The name that PyTorch and NumPy (with `ml_dtypes`) give it.
+    /// The name of this dtype in PyTorch and NumPy (with `ml_dtypes`).
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -86,30 +86,30 @@ impl DType {
         }
     }
 
-    /// Whether it is one of the 8-bit floats.
+    /// Whether this is an 8-bit float.
     #[must_use]
     pub const fn is_fp8(self) -> bool {
         matches!(self, Self::F8E4M3 | Self::F8E5M2)
     }
 
-    /// Whether its values are whole numbers or truth values.
+    /// Whether elements are integers or booleans.
     #[must_use]
     pub const fn is_integer(self) -> bool {
         matches!(self, Self::I8 | Self::U8 | Self::I32 | Self::I64 | Self::Bool)
     }
 
-    /// A storage dtype by its name, with or without `torch.` in front.
+    /// Parses the name of a storage dtype, with or without the prefix `torch.`.
     ///
     /// # Errors
-    /// [`ErrorKind::Type`](super::ErrorKind::Type) when it is not one of [`DType::STORAGE`].
+    /// [`ErrorKind::Type`](super::ErrorKind::Type) for a name that is not in [`DType::STORAGE`].
     pub fn parse(name: &str) -> Result<Self> {
         Self::parse_one_of(&Self::STORAGE, name)
     }
 
-    /// Any dtype by its name, for memory that holds whatever a step needs.
+    /// Parses the name of any dtype, for memory without a fixed use.
     ///
     /// # Errors
-    /// [`ErrorKind::Type`](super::ErrorKind::Type) when it is not one of [`DType::ALL`].
+    /// [`ErrorKind::Type`](super::ErrorKind::Type) for a name that is not in [`DType::ALL`].
     pub fn parse_any(name: &str) -> Result<Self> {
         Self::parse_one_of(&Self::ALL, name)
     }

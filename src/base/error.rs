@@ -1,4 +1,4 @@
-//! One error type: a kind that callers can match on and a message with the numbers in it.
+//! The error type: a kind to match on, a message for people, and the numbers for programs.
 
 use std::fmt;
 use std::sync::Arc;
@@ -6,29 +6,29 @@ use std::sync::Arc;
 /// A [`Result`](std::result::Result) whose error is [`Error`].
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// What went wrong, in the same words that the Python package uses for its exception classes.
+/// The category of an error. Each kind corresponds to one exception class of the Python package.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ErrorKind {
-    /// A value or shape that no pool can take (`ConfigError`, a `ValueError`).
+    /// An invalid value or shape (`ConfigError`, a `ValueError`).
     Config,
-    /// A type or dtype that does not fit (`TypeError`).
+    /// An invalid type or dtype (`TypeError`).
     Type,
-    /// An index outside of what is indexed (`IndexError`).
+    /// An index out of bounds (`IndexError`).
     Index,
-    /// An index that its giver does not own (`IndexOwnershipError`, a `ValueError`).
+    /// An index that the caller does not own (`IndexOwnershipError`, a `ValueError`).
     IndexOwnership,
-    /// Memory that the backend could not give (`OutOfMemoryError`, a `MemoryError`).
+    /// An allocation that the backend could not serve (`OutOfMemoryError`, a `MemoryError`).
     OutOfMemory,
-    /// An arena that is full (`WorkspaceExhaustedError`, a `MemoryError`).
+    /// A full arena (`WorkspaceExhaustedError`, a `MemoryError`).
     WorkspaceExhausted,
-    /// A buffer used after it was given back (`StaleBufferError`, a `RuntimeError`).
+    /// A buffer used after it was freed (`StaleBufferError`, a `RuntimeError`).
     StaleBuffer,
-    /// A driver call that failed (`DriverError`, a `RuntimeError`).
+    /// A failed driver call (`DriverError`, a `RuntimeError`).
     Driver,
-    /// A device that cannot be used here (`BackendUnavailableError`, a `RuntimeError`).
+    /// A device that is not available (`BackendUnavailableError`, a `RuntimeError`).
     BackendUnavailable,
-    /// An object that is closed, or that another thread has (`RuntimeError`).
+    /// An object that is closed or in use by another thread (`RuntimeError`).
     State,
 }
 
@@ -90,27 +90,28 @@ struct Inner {
     source: Option<Arc<dyn std::error::Error + Send + Sync>>,
 }
 
-/// The numbers of an error, for programs; its message has them for people. `None` where there is no such number.
+/// The numbers of an error, for programs; the message repeats them for people. `None` where a number does not
+/// apply.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Facts {
-    /// The first index that was wrong.
+    /// The first invalid index.
     pub index: Option<i64>,
-    /// Bytes or units that were asked for.
+    /// Bytes or units requested.
     pub asked: Option<usize>,
-    /// Bytes or units that there were.
+    /// Bytes or units available.
     pub available: Option<usize>,
-    /// The code that the driver returned, a `CUresult`.
+    /// The `CUresult` of the failed driver call.
     pub code: Option<u32>,
 }
 
 impl Error {
-    /// An error of `kind` that says `message`.
+    /// An error of `kind` with `message`.
     #[must_use]
     pub fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
         Self(Box::new(Inner { kind, message: message.into(), facts: Facts::default(), source: None }))
     }
 
-    /// An error of the caller's own code, such as that of a fence, which a pool hands through.
+    /// Wraps an error from the caller's own code, such as a fence, so that a pool can return it.
     #[must_use]
     pub fn foreign(source: impl std::error::Error + Send + Sync + 'static) -> Self {
         let mut error = Self::new(ErrorKind::State, source.to_string());
@@ -118,66 +119,66 @@ impl Error {
         error
     }
 
-    /// The same, with `words` and a colon before its message.
+    /// Puts `words` and a colon before the message.
     #[must_use]
     pub fn prefixed(mut self, words: &str) -> Self {
         self.0.message = format!("{words}: {}", self.0.message);
         self
     }
 
-    /// The same, about `index`.
+    /// Sets [`Facts::index`].
     #[must_use]
     pub fn at_index(mut self, index: impl Into<i64>) -> Self {
         self.0.facts.index = Some(index.into());
         self
     }
 
-    /// The same, as so much was asked for.
+    /// Sets [`Facts::asked`].
     #[must_use]
     pub fn asked(mut self, asked: usize) -> Self {
         self.0.facts.asked = Some(asked);
         self
     }
 
-    /// The same, as there was only so much.
+    /// Sets [`Facts::available`].
     #[must_use]
     pub fn available(mut self, available: usize) -> Self {
         self.0.facts.available = Some(available);
         self
     }
 
-    /// The same, as the driver returned `code`.
+    /// Sets [`Facts::code`].
     #[must_use]
     pub fn with_code(mut self, code: u32) -> Self {
         self.0.facts.code = Some(code);
         self
     }
 
-    /// A wrong value or shape.
+    /// An [`ErrorKind::Config`] error.
     #[must_use]
     pub fn config(message: impl Into<String>) -> Self {
         Self::new(ErrorKind::Config, message)
     }
 
-    /// A wrong type or dtype.
+    /// An [`ErrorKind::Type`] error.
     #[must_use]
     pub fn wrong_type(message: impl Into<String>) -> Self {
         Self::new(ErrorKind::Type, message)
     }
 
-    /// An index outside of what is indexed.
+    /// An [`ErrorKind::Index`] error.
     #[must_use]
     pub fn index(message: impl Into<String>) -> Self {
         Self::new(ErrorKind::Index, message)
     }
 
-    /// What went wrong.
+    /// The category of this error.
     #[must_use]
     pub const fn kind(&self) -> ErrorKind {
         self.0.kind
     }
 
-    /// Its numbers.
+    /// The numbers of this error.
     #[must_use]
     pub const fn facts(&self) -> Facts {
         self.0.facts
@@ -196,7 +197,7 @@ impl std::error::Error for Error {
     }
 }
 
-/// Of the same kind, with the same words.
+/// Errors are equal when their kinds and messages are.
 impl PartialEq for Error {
     fn eq(&self, other: &Self) -> bool {
         (self.0.kind, &self.0.message) == (other.0.kind, &other.0.message)

@@ -1,21 +1,24 @@
-//! Indices as 32-bit newtypes, so that a page cannot be taken for a slot.
+//! 32-bit index newtypes, one for each index space.
+//!
+//! A page is a different type from a slot, so neither can be passed for the other. The values stay within
+//! `i32`.
 
 use std::fmt;
 
 use super::{Error, Result, reserve};
 
-/// The padding index of every index space: written by padded tokens, never handed out.
+/// The padding index of every index space. Padded tokens write to it; it is never handed out.
 pub const PADDING: u32 = 0;
 
-/// A 32-bit index of some space. Values stay within `i32`, since index tensors are int32.
+/// A 32-bit index into one index space. Values stay within `i32`, since index tensors are int32.
 pub trait Id: Copy + Eq + Ord + fmt::Debug + fmt::Display {
-    /// What one is called in messages.
+    /// The name of one index in messages.
     const NOUN: &'static str;
 
-    /// The index with this number.
+    /// Makes an index from its number.
     fn new(number: u32) -> Self;
 
-    /// Its number.
+    /// The number of this index.
     fn number(self) -> u32;
 }
 
@@ -61,20 +64,20 @@ id!(
     "row"
 );
 id!(
-    /// A place that keeps a linear-attention state.
+    /// A place for one linear-attention state.
     StateSlot,
     "track slot"
 );
 
-/// A 32-bit number as an array index.
+/// Converts a 32-bit number to an array index.
 #[must_use]
 pub const fn widen(number: u32) -> usize {
     number as usize
 }
 
-/// Index values as a caller gave them: int32 or int64, copied, unchecked.
+/// Index values from a caller: int32 or int64, copied and unchecked.
 ///
-/// They are copied once so that nobody can change them between their check and their use.
+/// The values are copied once, so they cannot change between their check and their use.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum IndexVec {
     /// From an int32 tensor.
@@ -84,7 +87,7 @@ pub enum IndexVec {
 }
 
 impl IndexVec {
-    /// How many there are.
+    /// The number of values.
     #[must_use]
     pub fn len(&self) -> usize {
         match self {
@@ -93,13 +96,13 @@ impl IndexVec {
         }
     }
 
-    /// Whether there are none.
+    /// Whether there are no values.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// The values, widened.
+    /// Iterates over the values, widened to `i64`.
     pub fn iter(&self) -> impl Iterator<Item = i64> + '_ {
         let (narrow, wide): (&[i32], &[i64]) = match self {
             Self::I32(values) => (values, &[]),
@@ -108,7 +111,7 @@ impl IndexVec {
         narrow.iter().copied().map(i64::from).chain(wide.iter().copied())
     }
 
-    /// The values as row numbers below `count`.
+    /// Converts the values to row numbers below `count`.
     ///
     /// # Errors
     /// [`ErrorKind::Index`](super::ErrorKind::Index) with the first value outside `0..count`.
@@ -125,10 +128,10 @@ impl IndexVec {
         }
     }
 
-    /// The values as they are stored in an int32 tensor.
+    /// Converts the values to int32, as index tensors store them.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](super::ErrorKind::Config) with the first value that does not fit.
+    /// [`ErrorKind::Config`](super::ErrorKind::Config) with the first value that does not fit int32.
     pub fn into_i32(self) -> Result<Vec<i32>> {
         match self {
             Self::I32(values) => Ok(values),
@@ -146,7 +149,7 @@ impl IndexVec {
         }
     }
 
-    /// The values as int64.
+    /// Converts the values to int64.
     ///
     /// # Errors
     /// [`ErrorKind::OutOfMemory`](super::ErrorKind::OutOfMemory) when the host has no room for them.

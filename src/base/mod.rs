@@ -1,6 +1,6 @@
-//! Words and numbers that every other layer speaks: indices, dtypes, devices, shapes, errors; and sections that wait.
+//! The vocabulary of every other layer: indices, dtypes, devices, shapes, errors, and blocking sections.
 //!
-//! Nothing here allocates memory for tensors, owns an index, or is `unsafe`.
+//! Nothing here owns an index, allocates memory for tensors, or is `unsafe`.
 
 mod blocking;
 pub(crate) mod bounded;

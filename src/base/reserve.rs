@@ -1,11 +1,11 @@
-//! Vectors of a length that a caller chose.
+//! Vectors whose length comes from a caller: out of memory is an error here, not the end of the process.
 
 use super::{Error, ErrorKind, Result};
 
 /// An empty vector with room for `count` elements.
 ///
 /// # Errors
-/// [`ErrorKind::OutOfMemory`] when the host has no room, where `Vec::with_capacity` would end the process.
+/// [`ErrorKind::OutOfMemory`] when the host cannot allocate it, where `Vec::with_capacity` would abort.
 ///
 /// ```
 /// use kvpool::base::reserve;
@@ -28,12 +28,12 @@ fn no_room(count: usize, size: usize) -> Error {
     Error::new(ErrorKind::OutOfMemory, text).asked(bytes)
 }
 
-/// `count` zeros, which cost what is touched.
+/// A vector of `count` zeros. Pages of it cost memory only once they are touched.
 ///
 /// # Errors
-/// As [`reserve`].
+/// Same as [`reserve`].
 pub fn zeros<T: Copy + Default>(count: usize) -> Result<Vec<T>> {
-    // The room is tried first, since only `vec!` gets zeroed pages from the system, and it cannot fail.
+    // Only `vec!` gets zeroed pages from the system, and it aborts on failure: so `reserve` tries first.
     drop(reserve::<T>(count)?);
     Ok(vec![T::default(); count])
 }

@@ -1,11 +1,11 @@
-//! Shapes and strides of tensors, inline and of bounded rank.
+//! Shapes and strides of tensors, stored inline with a bounded rank.
 
 use super::{DType, Error, Result};
 
-/// The highest rank of a tensor that kvpool makes or reads.
+/// The highest rank of a tensor that kvpool creates or reads.
 pub const MAX_NDIM: usize = 8;
 
-/// Up to [`MAX_NDIM`] extents or strides, in elements, as DLPack has them.
+/// Up to [`MAX_NDIM`] extents or strides, in elements and laid out as DLPack expects them.
 ///
 /// ```
 /// use kvpool::base::Dims;
@@ -16,7 +16,7 @@ pub const MAX_NDIM: usize = 8;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(C)]
 pub struct Dims {
-    /// They stand first, so that a pointer to dims is one to their values. Those from `len` on are 0.
+    /// First field: a pointer to `Dims` is a pointer to its values. Entries from `len` on are 0.
     values: [i64; MAX_NDIM],
     /// At most `MAX_NDIM`.
     len: usize,
@@ -33,7 +33,7 @@ impl Dims {
             return Err(too_many(values.len()));
         }
         let mut dims = Self { values: [0; MAX_NDIM], len: values.len() };
-        // Index tensors, which are many, have one dimension and need no call for it.
+        // Index tensors, the most frequent, have one dimension and need no call.
         match values {
             [only] => dims.values[0] = *only,
             values => dims.values[..values.len()].copy_from_slice(values),
@@ -41,21 +41,21 @@ impl Dims {
         Ok(dims)
     }
 
-    /// Extents as sizes have them.
+    /// Copies `extents`, converted to `i64`.
     ///
     /// # Errors
-    /// As [`Dims::new`], and [`ErrorKind::Config`](super::ErrorKind::Config) for an extent beyond a signed 64-bit number.
+    /// Same as [`Dims::new`], and [`ErrorKind::Config`](super::ErrorKind::Config) for an extent beyond `i64`.
     pub fn of(extents: &[usize]) -> Result<Self> {
         let mut values = [0; MAX_NDIM];
         for (value, &extent) in values.iter_mut().zip(extents) {
             *value = i64::try_from(extent)
                 .map_err(|_| Error::config(format!("shape {extents:?} is too large for a tensor")))?;
         }
-        // If there are too many, that is what is told.
+        // Too many extents are reported before an extent that is too large.
         values.get(..extents.len()).map_or_else(|| Self::new(&vec![0; extents.len()]), Self::new)
     }
 
-    /// The values.
+    /// The values as a slice.
     #[must_use]
     pub fn as_slice(&self) -> &[i64] {
         &self.values[..self.len]
@@ -67,11 +67,10 @@ impl Dims {
         self.len
     }
 
-    /// Bytes of a contiguous tensor with these extents.
+    /// The size in bytes of a contiguous tensor with these extents.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](super::ErrorKind::Config) for a negative extent, and when the bytes do not fit a signed 64-bit
-    /// number.
+    /// [`ErrorKind::Config`](super::ErrorKind::Config) for a negative extent, or for a size beyond `i64`.
     ///
     /// ```
     /// use kvpool::base::{DType, Dims};
@@ -117,10 +116,10 @@ pub fn contiguous_strides(shape: &Dims) -> Dims {
     strides
 }
 
-/// Bytes of a contiguous tensor of `extents`, each a named argument so that an overflow can name them.
+/// The size in bytes of a contiguous tensor of `extents`. An overflow error names the argument `what`.
 ///
 /// # Errors
-/// [`ErrorKind::Config`](super::ErrorKind::Config) when the bytes do not fit a signed 64-bit number.
+/// [`ErrorKind::Config`](super::ErrorKind::Config) when the size exceeds `i64`.
 pub fn bytes_of(what: &str, extents: &[usize], dtype: DType) -> Result<usize> {
     extents
         .iter()

@@ -1,4 +1,5 @@
-//! What threads share: of the standard library, or of `loom`, which tries every order of a test's threads.
+//! Synchronisation primitives: from the standard library, or from `loom`, which explores every interleaving
+//! of a test.
 
 #[cfg(loom)]
 pub(crate) use loom::{
@@ -17,7 +18,7 @@ pub(crate) use std::{
     thread,
 };
 
-/// Locks `mutex` of the standard library. A panic cannot leave what this crate guards half changed, so poison is ignored.
+/// Locks `mutex` and ignores poisoning: a panic cannot leave the data of this crate half changed.
 pub(crate) fn lock<T>(mutex: &std::sync::Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
 }

@@ -1,12 +1,15 @@
-//! Ranges of one arena: cut from its front, now and then given back, all given back at once.
+//! A bump allocator of byte ranges. Single ranges can be freed; [`Arena::reset`] frees all of them.
+//!
+//! Use it for memory that is reset as a whole, such as the temporaries of a step. It knows offsets, not
+//! memory.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// Who owns which bytes of `0..capacity`.
+/// Ownership of the bytes `0..capacity`.
 ///
-/// A range is cut at the end of those before it; only where that does not fit, ranges given back are looked through for
-/// the first that does.
+/// A range is cut behind the last one. Only when it does not fit there, the first gap that holds it is used:
+/// taking costs one step, or one pass over the gaps.
 ///
 /// ```
 /// use kvpool::index::Arena;
@@ -22,11 +25,11 @@ use std::ops::Range;
 #[derive(Clone, Debug)]
 pub struct Arena {
     capacity: usize,
-    /// Every range begins at a multiple of it and is one long.
+    /// A power of two. Every range begins at a multiple of it, and its length is one.
     alignment: usize,
-    /// Nothing at or behind it is taken.
+    /// Every taken byte is below it.
     end: usize,
-    /// Ranges before `end` that were given back, start to end. No two touch, none touches `end`.
+    /// Freed ranges before `end`, start to end. No two touch, none touches `end`.
     gaps: BTreeMap<usize, usize>,
     used: usize,
     high_water: usize,
@@ -39,32 +42,32 @@ impl Arena {
         Self { capacity, alignment, end: 0, gaps: BTreeMap::new(), used: 0, high_water: 0 }
     }
 
-    /// Bytes in all.
+    /// The size of the arena in bytes.
     #[must_use]
     pub const fn capacity(&self) -> usize {
         self.capacity
     }
 
-    /// Bytes that are taken.
+    /// Bytes taken.
     #[must_use]
     pub const fn used(&self) -> usize {
         self.used
     }
 
-    /// The most bytes that were taken at once.
+    /// The most bytes taken at once.
     #[must_use]
     pub const fn high_water(&self) -> usize {
         self.high_water
     }
 
-    /// Bytes of the largest range that could be taken.
+    /// Bytes of the largest range that [`Arena::take`] could return.
     #[must_use]
     pub fn largest(&self) -> usize {
         let gap = self.gaps.iter().map(|(start, end)| end - start).max().unwrap_or(0);
         gap.max((self.capacity - self.end) / self.alignment * self.alignment)
     }
 
-    /// All bytes in order, in taken and free pieces; those that are taken with `true`.
+    /// All bytes in order, as ranges that are taken (`true`) or free (`false`).
     ///
     /// ```
     /// use kvpool::index::Arena;
@@ -88,7 +91,8 @@ impl Arena {
         pieces
     }
 
-    /// Takes `bytes`, rounded up to whole alignments, at least one of them; `None` if no range is left that holds them.
+    /// Takes `bytes`, rounded up to the alignment and at least one of it, or returns `None` when no range
+    /// fits.
     pub fn take(&mut self, bytes: usize) -> Option<Range<usize>> {
         let bytes = bytes.max(1).checked_next_multiple_of(self.alignment)?;
         let range = if bytes <= self.capacity - self.end {
@@ -107,7 +111,7 @@ impl Arena {
         Some(range)
     }
 
-    /// Gives back a range that was taken and not given back since.
+    /// Frees a range that [`Arena::take`] returned and that was not freed since.
     pub fn give_back(&mut self, range: Range<usize>) {
         self.used -= range.len();
         let Range { mut start, mut end } = range;
@@ -127,7 +131,7 @@ impl Arena {
         }
     }
 
-    /// Gives everything back.
+    /// Frees everything.
     pub fn reset(&mut self) {
         self.end = 0;
         self.gaps.clear();

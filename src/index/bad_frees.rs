@@ -1,10 +1,10 @@
-//! What is said about frees of indices that their giver does not own.
+//! Reports of invalid frees.
 
 use std::fmt::Write as _;
 
 use crate::base::{Error, ErrorKind, Result};
 
-/// How many offenders a report names.
+/// How many invalid indices a report lists.
 const NAMED: usize = 8;
 
 /// Why an index could not be freed.
@@ -16,13 +16,13 @@ pub enum BadFree {
     Padding,
     /// Never handed out.
     NotAllocated,
-    /// Freed before, by an earlier call.
+    /// Freed by an earlier call.
     AlreadyFree,
-    /// Named twice in one call.
+    /// Listed twice in one call.
     NamedTwice,
-    /// Somebody else still refers to it.
+    /// Still referenced by another owner.
     StillReferenced,
-    /// Of another pool.
+    /// Belongs to another pool.
     Foreign,
 }
 
@@ -40,7 +40,7 @@ impl BadFree {
     }
 }
 
-/// The offenders of one call: how many, and the first few with their reasons.
+/// The invalid indices of one call: their number, and the first few with their reasons.
 ///
 /// ```
 /// use kvpool::index::{BadFree, BadFrees};
@@ -53,12 +53,12 @@ impl BadFree {
 pub struct BadFrees {
     dropped: usize,
     first: Vec<(i64, BadFree)>,
-    /// What is known of `first`, where somebody debugs: which of them, and their history.
+    /// Histories of indices in `first`, when a ledger is open. Indices with the same history share an entry.
     histories: Vec<(Vec<i64>, String)>,
 }
 
 impl BadFrees {
-    /// A report of one index.
+    /// A report of one invalid index.
     pub fn of(index: i64, reason: BadFree) -> Self {
         Self { dropped: 1, first: vec![(index, reason)], histories: Vec::new() }
     }
@@ -69,19 +69,19 @@ impl BadFrees {
         self.dropped
     }
 
-    /// The first offenders, at most eight.
+    /// The first invalid indices, at most eight.
     #[must_use]
     pub fn first(&self) -> &[(i64, BadFree)] {
         &self.first
     }
 
-    /// Whether one more offender would be named, so that its reason is worth finding.
+    /// Whether another invalid index would be listed, so that finding its reason pays.
     #[must_use]
     pub(super) const fn wants_reason(&self) -> bool {
         self.first.len() < NAMED
     }
 
-    /// Counts `count` offenders that begin at `index`, all for the same reason.
+    /// Adds `count` invalid indices from `index` on, all with the same reason.
     pub fn add(&mut self, index: i64, reason: BadFree, count: usize) {
         self.dropped += count;
         if self.wants_reason() && count > 0 {
@@ -89,7 +89,7 @@ impl BadFrees {
         }
     }
 
-    /// Counts the offenders of another call with these.
+    /// Adds the invalid indices of another report.
     pub fn append(&mut self, other: Self) {
         self.dropped += other.dropped;
         self.first.extend(other.first);
@@ -98,11 +98,11 @@ impl BadFrees {
         self.histories.truncate(NAMED);
     }
 
-    /// Adds what is known of the first offenders.
+    /// Adds the histories of the first invalid indices.
     pub(super) fn explain(&mut self, known: impl Fn(i64) -> Option<String>) {
         for (index, _) in &self.first {
             let Some(words) = known(*index) else { continue };
-            // Neighbours mostly have the same history.
+            // Neighbours usually share a history.
             match self.histories.iter_mut().find(|(_, history)| *history == words) {
                 Some((indices, _)) => indices.push(*index),
                 None => self.histories.push((vec![*index], words)),
@@ -110,7 +110,7 @@ impl BadFrees {
         }
     }
 
-    /// The report in words: how many of how many, and the first with their reasons.
+    /// The report in words: how many of `given` were invalid, and the first ones with their reasons.
     #[must_use]
     pub fn describe(&self, noun: &str, given: usize) -> String {
         let mut text = format!("{} of {given} freed {noun}s: ", self.dropped);
@@ -132,10 +132,10 @@ impl BadFrees {
     }
 }
 
-/// Turns a report into the answer of a free: an error in strict mode, else the report for the log.
+/// Turns a report into the result of a free: an error in strict mode, otherwise the report for the log.
 ///
 /// # Errors
-/// [`ErrorKind::IndexOwnership`] when `strict` and anything was dropped.
+/// [`ErrorKind::IndexOwnership`] when `strict` and an index was dropped.
 pub fn on_bad_frees(
     bad: BadFrees,
     strict: bool,

@@ -1,4 +1,6 @@
-//! A set of small integers that finds its lowest member in a few steps, however large and empty it is.
+//! A set of small integers that finds its lowest member in a few steps, at any size and density.
+//!
+//! It owns no index: [`FreeList`](super::FreeList) builds ownership on it.
 
 use crate::base::{Result, zeros};
 
@@ -6,9 +8,9 @@ use super::mask::run_of_bits;
 
 /// A set of integers below a fixed bound.
 ///
-/// Bits stand in 64-bit words; above them, level by level, one bit a word says whether that word has any.
-/// Adding or removing a run costs one pass over its words; finding the lowest member costs one step a level
-/// (four for 16 M members).
+/// Members are bits of 64-bit words. Above them, each level has one bit per word below, set when that word is
+/// not zero. Adding or removing a run costs one pass over its words; finding the lowest member costs one step
+/// per level (four for 16 M members).
 ///
 /// ```
 /// use kvpool::index::Bitmap;
@@ -19,17 +21,18 @@ use super::mask::run_of_bits;
 /// ```
 #[derive(Clone, Debug)]
 pub struct Bitmap {
-    /// The members.
+    /// One bit per possible member.
     words: Vec<u64>,
-    /// Bit `i` of `summaries[0]` is set exactly if word `i` of `words` is not zero, bit `i` of `summaries[k + 1]`
-    /// exactly if word `i` of `summaries[k]` is not zero. The last is a single word, and there is at least one.
+    /// Bit `i` of `summaries[0]` is set exactly if word `i` of `words` is not zero, bit `i` of `summaries[k +
+    /// 1]` exactly if word `i` of `summaries[k]` is not zero. The last level is a single word; there is at
+    /// least one.
     summaries: Vec<Vec<u64>>,
     /// The number of members: the population of `words`.
     len: usize,
 }
 
-/// How many bits are set. Most words change as a whole or by one bit, and not every processor that this is built for
-/// counts in one step.
+/// The number of set bits. Most words change as a whole or by one bit, so these cases come first: not every
+/// target has an instruction that counts bits.
 const fn population(bits: u64) -> usize {
     if bits & bits.wrapping_sub(1) == 0 {
         (bits != 0) as usize
@@ -40,7 +43,7 @@ const fn population(bits: u64) -> usize {
     }
 }
 
-/// The words that `start..start + len` touches, with the bits touched in each.
+/// The words that `start..start + len` touches, each with the touched bits.
 fn words_of(start: usize, len: usize) -> impl Iterator<Item = (usize, u64)> {
     let end = start + len;
     let mut at = start;
@@ -58,7 +61,7 @@ impl Bitmap {
     /// The empty set of integers below `bound`.
     ///
     /// # Errors
-    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host has no room for it.
+    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate it.
     pub fn new(bound: usize) -> Result<Self> {
         let words: Vec<u64> = zeros(bound.div_ceil(64).max(1))?;
         let mut summaries = Vec::new();
@@ -82,20 +85,20 @@ impl Bitmap {
         self.len == 0
     }
 
-    /// Bytes of the words.
+    /// The size of the words in bytes.
     #[must_use]
     pub fn bytes(&self) -> usize {
         let summaries: usize = self.summaries.iter().map(Vec::len).sum();
         (self.words.len() + summaries) * size_of::<u64>()
     }
 
-    /// Whether `member` is in the set. Anything at or above the bound is not.
+    /// Whether `member` is in the set. Integers at or above the bound are not.
     #[must_use]
     pub fn contains(&self, member: usize) -> bool {
         self.words.get(member / 64).is_some_and(|word| word >> (member % 64) & 1 == 1)
     }
 
-    /// The 64 members from `64 * word` on, as bits.
+    /// Membership of `64 * word..64 * (word + 1)`, as bits.
     pub(super) fn word(&self, word: usize) -> u64 {
         self.words[word]
     }
@@ -124,7 +127,7 @@ impl Bitmap {
         }
     }
 
-    /// Adds the members that `bits` names in `word`.
+    /// Adds the members whose `bits` are set in `word`.
     pub(super) fn insert_word(&mut self, word: usize, bits: u64) {
         let old = self.words[word];
         self.words[word] = old | bits;
@@ -134,7 +137,7 @@ impl Bitmap {
         }
     }
 
-    /// Removes the members that `bits` names in `word`.
+    /// Removes the members whose `bits` are set in `word`.
     pub(super) fn remove_word(&mut self, word: usize, bits: u64) {
         let old = self.words[word];
         self.words[word] = old & !bits;
@@ -144,7 +147,7 @@ impl Bitmap {
         }
     }
 
-    /// Says in the levels above that `word` has members now.
+    /// Records in the summaries that `word` has members.
     fn mark(&mut self, mut word: usize) {
         for level in &mut self.summaries {
             let summary = &mut level[word / 64];
@@ -157,7 +160,7 @@ impl Bitmap {
         }
     }
 
-    /// Says in the levels above that `word` has none any more.
+    /// Records in the summaries that `word` is empty.
     fn unmark(&mut self, mut word: usize) {
         for level in &mut self.summaries {
             let summary = &mut level[word / 64];
@@ -169,26 +172,26 @@ impl Bitmap {
         }
     }
 
-    /// Adds `start..start + len`; members already there stay.
+    /// Adds `start..start + len`; existing members stay.
     pub fn insert_run(&mut self, start: usize, len: usize) {
         for (word, bits) in words_of(start, len) {
             self.insert_word(word, bits);
         }
     }
 
-    /// Removes `start..start + len`; what is not there is passed over.
+    /// Removes `start..start + len`; integers that are not members are skipped.
     pub fn remove_run(&mut self, start: usize, len: usize) {
         for (word, bits) in words_of(start, len) {
             self.remove_word(word, bits);
         }
     }
 
-    /// Removes every member, in time that follows how many there are.
+    /// Removes every member. Costs one step per word with members.
     pub fn clear(&mut self) {
         self.drain(|_, _| ());
     }
 
-    /// As [`Bitmap::clear`], and names the members that go: a word, and the bits in it.
+    /// Like [`Bitmap::clear`], and calls `each` with every word that had members, and its bits.
     pub(super) fn drain(&mut self, mut each: impl FnMut(usize, u64)) {
         let mut from = 0;
         while let Some(word) = self.next_word(from) {
@@ -198,7 +201,7 @@ impl Bitmap {
         }
     }
 
-    /// The first word at or after `from` that has members.
+    /// The first word with members, at or after word `from`.
     pub(super) fn next_word(&self, from: usize) -> Option<usize> {
         if *self.words.get(from)? != 0 {
             return Some(from);
@@ -220,7 +223,7 @@ impl Bitmap {
         None
     }
 
-    /// The first run of members at or after `from`, as (start, length): all of it, or its first `most` members.
+    /// The first run of members at or after `from`, as (start, length), cut to `most` members.
     #[must_use]
     pub fn next_run(&self, from: usize, most: usize) -> Option<(usize, usize)> {
         let here = self.words.get(from / 64)? >> (from % 64);
@@ -253,7 +256,7 @@ impl Bitmap {
         })
     }
 
-    /// Whether the summaries and the count agree with the members.
+    /// Whether the summaries and the count agree with the words.
     #[must_use]
     pub fn is_consistent(&self) -> bool {
         let counted: usize = self.words.iter().map(|word| word.count_ones() as usize).sum();

@@ -1,16 +1,16 @@
-//! Scratch buffers by size: which bucket a size belongs to, and who owns which buffer.
+//! Buffers by size class: the bucket of each size, and ownership of each buffer. Knows sizes, not memory.
 
 use crate::base::bounded::narrow;
 use crate::base::{Error, Result, widen};
 
 use super::Ticket;
 
-/// How sizes are rounded up.
+/// How sizes are rounded up to buckets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Rounding {
     /// To the next power of two.
     Pow2,
-    /// To the next of four sizes for each doubling: 1, 1.25, 1.5 and 1.75 times a power of two.
+    /// To one of four sizes per doubling: 1, 1.25, 1.5 and 1.75 times a power of two.
     Fine,
 }
 
@@ -22,7 +22,7 @@ pub struct Bucket {
 }
 
 impl Bucket {
-    /// Bytes of each of its buffers.
+    /// The size of each buffer in this bucket.
     #[must_use]
     pub const fn bytes(self) -> usize {
         self.bytes
@@ -30,7 +30,7 @@ impl Bucket {
 }
 
 impl Rounding {
-    /// The rounding of that name: `pow2` or `fine`.
+    /// Parses `pow2` or `fine`.
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for anything else.
@@ -41,7 +41,7 @@ impl Rounding {
             .ok_or_else(|| Error::config(format!("unknown rounding '{name}'; use 'pow2' or 'fine'")))
     }
 
-    /// Its name.
+    /// The name that [`Rounding::parse`] accepts.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -50,10 +50,10 @@ impl Rounding {
         }
     }
 
-    /// The smallest bucket that holds `bytes`, at least one.
+    /// The smallest bucket that holds `bytes`, which is at least one byte.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when there is none so large.
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when the rounded size overflows.
     ///
     /// ```
     /// use kvpool::index::Rounding;
@@ -65,8 +65,8 @@ impl Rounding {
         let bytes = bytes.max(1);
         let too_large =
             || Error::config(format!("{bytes} bytes, rounded up, are more than an address can name"));
-        // The power of two at or below, and how many sizes stand from there to the next one; below four bytes a size
-        // is a whole byte.
+        // The power of two at or below `bytes`, and the number of sizes up to the next one: below four bytes,
+        // sizes are whole bytes.
         let below = bytes.ilog2();
         let (sizes, step) = match self {
             Self::Pow2 => (1, 1usize << below),
@@ -79,30 +79,31 @@ impl Rounding {
     }
 }
 
-/// What is known of a buffer.
+/// A buffer, taken or free.
 #[derive(Clone, Copy, Debug)]
 struct Entry<L> {
     bucket: Bucket,
-    /// The lane in which it was last handed out.
+    /// The lane that took it last.
     lane: L,
-    /// Counts how often it was given back.
+    /// How often it was freed.
     generation: u64,
-    /// Its place in `live`, if it is there.
+    /// Its position in `live`, while it is taken.
     live_at: Option<usize>,
 }
 
-/// A buffer that was taken.
+/// A free buffer that was taken again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Reused<L> {
-    /// What its owner shows to give it back.
+pub struct Reuse<L> {
+    /// Identifies this take; needed to free the buffer.
     pub ticket: Ticket,
-    /// The lane that used it before, if it is another one.
+    /// The lane that used the buffer before, when it is another one: order the new work after that lane.
     pub after: Option<L>,
 }
 
-/// Who owns which buffer. Those that are free wait in their bucket and lane, where the last freed is taken first.
+/// Ownership of buffers. A free buffer stays in its bucket and lane, and the last one freed is taken first.
 ///
-/// A lane is an order of work, such as a stream: a buffer is handed out in its own lane before one of another is.
+/// A lane is an order of work, such as a stream. A take prefers buffers of its own lane to those of another
+/// one. Taking and freeing cost a few steps, independent of the number of buffers.
 ///
 /// ```
 /// use kvpool::index::{Buckets, Rounding};
@@ -117,11 +118,11 @@ pub struct Reused<L> {
 #[derive(Clone, Debug)]
 pub struct Buckets<L> {
     entries: Vec<Entry<L>>,
-    /// Indices of `entries` that stand for no buffer.
+    /// Indices of `entries` without a buffer.
     vacant: Vec<u32>,
     /// By bucket number, the free buffers of each lane.
     free: Vec<Vec<(L, Vec<u32>)>>,
-    /// Those that are out, in the order in which they were taken, but for gaps that the last one fills.
+    /// Taken buffers, in the order of taking, except that the last one fills the gap of a freed one.
     live: Vec<u32>,
     free_count: usize,
     free_bytes: usize,
@@ -147,61 +148,61 @@ impl<L> Default for Buckets<L> {
 }
 
 impl<L: Copy + PartialEq> Buckets<L> {
-    /// All buffers: their index, whether they are out, and their bytes.
+    /// Every buffer: its index, whether it is taken, and its size in bytes.
     pub(super) fn buffers(&self) -> impl Iterator<Item = (u32, bool, usize)> + '_ {
         let known = (0..).zip(&self.entries).filter(|(index, _)| !self.vacant.contains(index));
         known.map(|(index, entry)| (index, entry.live_at.is_some(), entry.bucket.bytes))
     }
 
-    /// Buffers that are free.
+    /// The number of free buffers.
     #[must_use]
     pub const fn free_count(&self) -> usize {
         self.free_count
     }
 
-    /// Bytes of those.
+    /// The size of all free buffers in bytes.
     #[must_use]
     pub const fn free_bytes(&self) -> usize {
         self.free_bytes
     }
 
-    /// Buffers that are out.
+    /// The number of taken buffers.
     #[must_use]
     pub const fn in_use_count(&self) -> usize {
         self.live.len()
     }
 
-    /// Bytes of those.
+    /// The size of all taken buffers in bytes.
     #[must_use]
     pub const fn in_use_bytes(&self) -> usize {
         self.in_use_bytes
     }
 
-    /// The most buffers that were out at once.
+    /// The most buffers taken at once.
     #[must_use]
     pub const fn high_water(&self) -> usize {
         self.high_water
     }
 
-    /// The most bytes that were out at once.
+    /// The most bytes taken at once.
     #[must_use]
     pub const fn high_water_bytes(&self) -> usize {
         self.high_water_bytes
     }
 
-    /// The most buffers and bytes that were out at once, for [`Buckets::set_marks`].
+    /// The most buffers and bytes taken at once, for [`Buckets::set_marks`].
     #[must_use]
     pub const fn marks(&self) -> [usize; 2] {
         [self.high_water, self.high_water_bytes]
     }
 
-    /// Goes back to earlier marks, after what was taken since was given back.
+    /// Restores earlier marks, to undo takes that were given back.
     pub const fn set_marks(&mut self, marks: [usize; 2]) {
         [self.high_water, self.high_water_bytes] = marks;
     }
 
     /// Takes a free buffer of `bucket` for `lane`, or returns `None`.
-    pub fn take(&mut self, bucket: Bucket, lane: L) -> Option<Reused<L>> {
+    pub fn take(&mut self, bucket: Bucket, lane: L) -> Option<Reuse<L>> {
         let lanes = self.free.get_mut(bucket.number)?;
         let own = lanes.iter_mut().find(|(of, free)| *of == lane && !free.is_empty());
         let (of, free) = match own {
@@ -213,10 +214,10 @@ impl<L: Copy + PartialEq> Buckets<L> {
         self.free_bytes -= bucket.bytes;
         self.entries[widen(index)].lane = lane;
         let ticket = self.hand_out(index);
-        Some(Reused { ticket, after: (of != lane).then_some(of) })
+        Some(Reuse { ticket, after: (of != lane).then_some(of) })
     }
 
-    /// A new buffer of `bucket`, taken for `lane`.
+    /// Adds a new buffer of `bucket`, taken by `lane`.
     pub fn add(&mut self, bucket: Bucket, lane: L) -> Ticket {
         let index = if let Some(index) = self.vacant.pop() {
             let entry = &mut self.entries[widen(index)];
@@ -240,14 +241,14 @@ impl<L: Copy + PartialEq> Buckets<L> {
         Ticket::new(index, entry.generation)
     }
 
-    /// Whether what `ticket` names has not been given back.
+    /// Whether the take of `ticket` is still live.
     #[must_use]
     pub fn is_live(&self, ticket: Ticket) -> bool {
         let entry = self.entries.get(widen(ticket.index()));
         entry.is_some_and(|entry| entry.generation == ticket.generation() && entry.live_at.is_some())
     }
 
-    /// Gives a buffer back. `false`, and nothing happens, if it was before.
+    /// Frees a buffer. Returns `false` and changes nothing when it was freed before.
     pub fn release(&mut self, ticket: Ticket) -> bool {
         if !self.is_live(ticket) {
             return false;
@@ -262,7 +263,8 @@ impl<L: Copy + PartialEq> Buckets<L> {
         true
     }
 
-    /// As [`Buckets::release`], to another lane: that of work which the buffer's next owner must come after.
+    /// Like [`Buckets::release`], but frees into `lane`: the next owner must be ordered after the work of
+    /// that lane.
     pub fn put_back_as(&mut self, ticket: Ticket, lane: L) {
         if self.is_live(ticket) {
             self.entries[widen(ticket.index())].lane = lane;
@@ -270,7 +272,7 @@ impl<L: Copy + PartialEq> Buckets<L> {
         }
     }
 
-    /// Gives every buffer back that is out. The same takes get the same buffers afterwards.
+    /// Frees every taken buffer. Repeating the same takes returns the same buffers.
     pub fn reset(&mut self) {
         while let Some(index) = self.live.pop() {
             self.put_back(index);
@@ -295,7 +297,7 @@ impl<L: Copy + PartialEq> Buckets<L> {
         }
     }
 
-    /// Forgets every free buffer and names their indices, for their memory to be given back.
+    /// Removes every free buffer and returns the indices, so that the caller can free the memory.
     pub fn drain_free(&mut self) -> Vec<u32> {
         let drained: Vec<u32> =
             self.free.iter_mut().flat_map(std::mem::take).flat_map(|(_, free)| free).collect();
@@ -304,7 +306,7 @@ impl<L: Copy + PartialEq> Buckets<L> {
         drained
     }
 
-    /// What breaks the invariant, if anything does.
+    /// Describes a broken invariant, if there is one.
     #[must_use]
     pub fn fault(&self) -> Option<String> {
         let mut states = vec![0u32; self.entries.len()];

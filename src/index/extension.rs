@@ -1,13 +1,13 @@
-//! Requests that continue their pages, as SGLang's paged allocator takes them.
+//! Parsed arguments of `alloc_extend`: requests that continue their pages, as in SGLang's paged allocator.
 
 use crate::base::{Error, PADDING, Page, Result, widen};
 
-/// What a batch of requests grew by.
+/// The slots added to a batch of requests.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Extension {
-    /// The new slots, the requests concatenated.
+    /// The new slots, concatenated in the order of the requests.
     pub slots: Vec<i32>,
-    /// Pages that the requests had before and that some of the slots are in.
+    /// Pages that requests had before and that hold some of the new slots.
     pub continued: Vec<Page>,
 }
 
@@ -16,23 +16,23 @@ pub struct Extension {
 pub(super) struct Request {
     pub(super) prefix: usize,
     pub(super) seq: usize,
-    /// As the caller gave it: checked only where it is used.
+    /// Unchecked: it matters only when the prefix ends inside a page.
     pub(super) last_loc: i64,
 }
 
 impl Request {
-    /// Whether its next token goes into a page that it has.
+    /// Whether the next token goes into an existing page.
     pub(super) const fn continues(&self, page_size: usize) -> bool {
         !self.prefix.is_multiple_of(page_size) && self.seq > self.prefix
     }
 
-    /// The slot after `last_loc`; the padding slot, which is nobody's, where there is none.
+    /// The slot after `last_loc`, or the padding slot, which has no owner, when there is no such slot.
     pub(super) fn next_slot(&self) -> u32 {
         let next = self.last_loc.checked_add(1).and_then(|next| i32::try_from(next).ok());
         next.and_then(|next| u32::try_from(next).ok()).unwrap_or(PADDING)
     }
 
-    /// Slots left in its last page.
+    /// Free slots in the last page.
     pub(super) const fn open_slots(&self, page_size: usize) -> usize {
         self.prefix.next_multiple_of(page_size) - self.prefix
     }
@@ -42,7 +42,7 @@ impl Request {
     }
 }
 
-/// Requests as a caller gives them, each checked for itself.
+/// Parses requests, each checked on its own.
 pub(super) fn parse_requests(
     prefix_lens: &[i64],
     seq_lens: &[i64],
@@ -62,7 +62,7 @@ pub(super) fn parse_requests(
         .zip(last_loc)
         .enumerate()
         .map(|(position, ((&prefix, &seq), &last))| {
-            // Lengths beyond int32 can never be served and would only overflow sums.
+            // Lengths beyond int32 can never be served and would overflow sums.
             let length = |value: i64| u32::try_from(value).ok().filter(|&value| i32::try_from(value).is_ok());
             match (length(prefix), length(seq)) {
                 (Some(prefix), Some(seq)) if prefix <= seq => Ok(Request {

@@ -1,4 +1,7 @@
-//! Free indices of one space, lowest first or first in, first out.
+//! The free list of one index space: lowest first, or first in, first out.
+//!
+//! Taking and freeing cost a pass over the indices of the call, independent of the size of the space. A merge
+//! costs a pass over the released indices.
 
 mod batch;
 mod records;
@@ -15,22 +18,22 @@ use records::{Records, Set};
 
 pub(super) use batch::{Fenced, FreeBatch};
 
-/// In which order indices are handed out again.
+/// The order in which freed indices are handed out again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Order {
-    /// Lowest first. Released indices wait in a second set until the first cannot serve a request; then
-    /// both are merged.
+    /// Lowest first. Freed indices are released: they stay in a second set until the first cannot serve a
+    /// request; then both are merged.
     Sorted,
     /// First in, first out.
     Fifo,
 }
 
-/// `len` indices from `start` on.
+/// `len` consecutive indices from `start` on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Run<I> {
-    /// The lowest.
+    /// The lowest index.
     pub start: I,
-    /// How many; at least 1.
+    /// The number of indices; at least 1.
     pub len: u32,
 }
 
@@ -47,26 +50,26 @@ impl<I: Id> Run<I> {
         self.start.number()..self.end()
     }
 
-    /// Its first `count` indices, at least one, and the others.
+    /// Splits off the first `count` indices, at least one.
     pub(super) fn split(self, count: u32) -> (Self, Option<Self>) {
         let first = Self { len: self.len.min(count), ..self };
         (first, (first.len < self.len).then(|| Self::of(&(first.end()..self.end()))))
     }
 }
 
-/// Where indices go when they are given back.
+/// When freed indices become available.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Give {
-    /// Back to those that may be handed out.
+    /// At once.
     Now,
-    /// Aside, until their fence has passed.
+    /// When their fence has passed.
     Fenced,
 }
 
-/// Who owns which index of `first..first + count`.
+/// Ownership of the indices `first..first + count`.
 ///
-/// Each is free, released, fenced or live. In [`Order::Fifo`] none is released, and `queue` names exactly those that are
-/// free.
+/// Each is free, released, fenced or live. In [`Order::Fifo`] no index is released, and `queue` lists exactly
+/// the free ones.
 ///
 /// ```
 /// use kvpool::base::{Id, RequestRow};
@@ -84,20 +87,20 @@ pub struct FreeList<I> {
     order: Order,
     records: Records,
     queue: VecDeque<Run<I>>,
-    /// What the last batch has marked.
+    /// Indices that the last batch freed.
     marked: Vec<Mask>,
-    /// The most indices that were in use at once since the start or the last clear.
+    /// The most indices in use at once since construction or the last clear.
     high_water: usize,
-    /// Below it every index was handed out since then, for no order leaves one of a new list out.
+    /// Every index below has been handed out since the last clear: a new list goes out in ascending order.
     reached: u32,
     space: PhantomData<I>,
 }
 
 impl<I: Id> FreeList<I> {
-    /// All of `first..first + count` free. The sum must fit a `u32`.
+    /// A list of `first..first + count`, all free. The sum must fit a `u32`.
     ///
     /// # Errors
-    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host has no room for it.
+    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate it.
     pub fn new(first: u32, count: u32, order: Order) -> Result<Self> {
         let mut list = Self {
             first,
@@ -114,7 +117,7 @@ impl<I: Id> FreeList<I> {
         Ok(list)
     }
 
-    /// Makes everything free again, in the order of a new list.
+    /// Frees every index and restores the order of a new list.
     pub fn clear(&mut self) {
         self.records.clear();
         self.queue.clear();
@@ -125,49 +128,49 @@ impl<I: Id> FreeList<I> {
         self.reached = self.first;
     }
 
-    /// How many indices there are, as a number of their own kind.
+    /// The number of indices, as `u32`.
     #[must_use]
     pub const fn count(&self) -> u32 {
         self.count
     }
 
-    /// How many indices there are.
+    /// The number of indices.
     #[must_use]
     pub fn capacity(&self) -> usize {
         widen(self.count)
     }
 
-    /// How many could be handed out now.
+    /// The number of indices that could be handed out now.
     #[must_use]
     pub const fn available(&self) -> usize {
         self.records.count(Set::Free) + self.records.count(Set::Released)
     }
 
-    /// How many are live or fenced.
+    /// The number of live and fenced indices.
     #[must_use]
     pub fn in_use(&self) -> usize {
         self.capacity() - self.available()
     }
 
-    /// The most that were in use at once.
+    /// The most indices in use at once.
     #[must_use]
     pub const fn high_water(&self) -> usize {
         self.high_water
     }
 
-    /// How many of the available ones wait for a merge.
+    /// The number of available indices that wait for a merge.
     #[must_use]
     pub const fn released(&self) -> usize {
         self.records.count(Set::Released)
     }
 
-    /// How many were given back and wait for a fence.
+    /// The number of freed indices that wait for a fence.
     #[must_use]
     pub const fn fenced(&self) -> usize {
         self.records.count(Set::Fenced)
     }
 
-    /// Bytes of the bookkeeping.
+    /// The size of the bookkeeping in bytes.
     #[must_use]
     pub fn bytes(&self) -> usize {
         self.records.bytes() + self.queue.capacity() * size_of::<Run<I>>()
@@ -179,26 +182,26 @@ impl<I: Id> FreeList<I> {
         (self.first..self.first + self.count).contains(&index.number())
     }
 
-    /// Whether somebody owns `index`: it is live, or its fence has not passed.
+    /// Whether `index` is live or fenced.
     #[must_use]
     pub fn is_in_use(&self, index: I) -> bool {
         self.records.is_live(index.number()) || self.records.is(index.number(), Set::Fenced)
     }
 
-    /// Whether `index` may be freed: in use and not fenced.
+    /// Whether `index` may be freed: it is in use and not fenced.
     #[must_use]
     pub fn is_live(&self, index: I) -> bool {
         self.records.is_live(index.number())
     }
 
-    /// Merges the released indices into the free ones. In [`Order::Fifo`] there are none.
+    /// Merges the released indices into the free ones. Has no effect in [`Order::Fifo`].
     pub fn merge(&mut self) {
         self.records.merge();
     }
 
-    /// Takes `count` indices and names them in order, or returns `false` and takes none.
+    /// Takes `count` indices and passes them to `emit` in order, or returns `false` and takes none.
     ///
-    /// In [`Order::Sorted`], a request that the free set cannot serve alone merges first, also when the
+    /// In [`Order::Sorted`], a request that the free set cannot serve alone merges first, even when the
     /// merged set is still too small.
     pub fn alloc(&mut self, count: usize, mut emit: impl FnMut(Run<I>)) -> bool {
         if count > self.records.count(Set::Free) {
@@ -222,7 +225,7 @@ impl<I: Id> FreeList<I> {
         true
     }
 
-    /// As [`FreeList::alloc`], and lists them as index tensors do. As many are taken as `out` has room for.
+    /// Like [`FreeList::alloc`], but fills `out` with indices.
     pub(super) fn alloc_into(&mut self, out: &mut [i32]) -> bool {
         if self.order == Order::Fifo {
             let mut rest = out.iter_mut();
@@ -244,7 +247,7 @@ impl<I: Id> FreeList<I> {
         true
     }
 
-    /// Cuts the first run off the queue, or its first `most` indices.
+    /// Removes the first run of the queue, or its first `most` indices.
     fn unqueue_first(&mut self, most: u32) -> Option<Run<I>> {
         let front = self.queue.front_mut()?;
         if front.len <= most {
@@ -255,9 +258,9 @@ impl<I: Id> FreeList<I> {
         Some(first)
     }
 
-    /// Names the first indices that would be handed out without a merge, in order, until there are `count`.
+    /// Passes the first `count` indices that would be handed out without a merge to `emit`, in order.
     pub fn upcoming(&self, count: usize, mut emit: impl FnMut(Run<I>)) {
-        // There are no more than so many.
+        // The list has no more than `self.count` indices.
         let mut left = u32::try_from(count).map_or(self.count, |count| count.min(self.count));
         let mut from = self.first;
         let mut queue = self.queue.iter();
@@ -274,8 +277,8 @@ impl<I: Id> FreeList<I> {
 
     /// Takes the lowest run of `count` consecutive indices, or returns `None` and takes none.
     ///
-    /// The free set is searched first and, when it has no such run, the merged one. Costs one pass over the
-    /// free runs; in [`Order::Fifo`] also one over the queue.
+    /// The free set is searched first; if it has no such run, it is merged and searched again. Costs one pass
+    /// over the free runs, and in [`Order::Fifo`] one over the queue.
     pub fn alloc_run(&mut self, count: usize) -> Option<Run<I>> {
         let count = u32::try_from(count).ok()?;
         let found = self.first_fit(count).or_else(|| {
@@ -292,7 +295,7 @@ impl<I: Id> FreeList<I> {
         Some(taken)
     }
 
-    /// The lowest run of `count` free indices.
+    /// Finds the lowest run of `count` free indices.
     fn first_fit(&self, count: u32) -> Option<Range<u32>> {
         let mut from = self.first;
         loop {
@@ -304,7 +307,7 @@ impl<I: Id> FreeList<I> {
         }
     }
 
-    /// Cuts `taken` out of the queue.
+    /// Removes `taken` from the queue.
     fn unqueue(&mut self, taken: Run<I>) {
         let (first, end) = (taken.start.number(), taken.end());
         let mut rest = VecDeque::with_capacity(self.queue.len() + 1);
@@ -319,7 +322,7 @@ impl<I: Id> FreeList<I> {
         self.queue = rest;
     }
 
-    /// The state of indices that are given back.
+    /// The set of freed indices.
     const fn given(&self, give: Give) -> Set {
         match (give, self.order) {
             (Give::Fenced, _) => Set::Fenced,
@@ -328,29 +331,29 @@ impl<I: Id> FreeList<I> {
         }
     }
 
-    /// What the last batch gave back.
+    /// The indices that the last batch freed.
     pub(super) fn last_given(&self) -> &[Mask] {
         &self.marked
     }
 
-    /// All indices.
+    /// The range of all indices.
     pub(super) fn indices(&self) -> Range<u32> {
         self.first..self.first + self.count
     }
 
-    /// Begins to give indices back, all or none of them.
+    /// Starts a batch that frees indices, all or none of them.
     pub(super) fn give(&mut self, give: Give) -> FreeBatch<'_, I> {
         FreeBatch::new(self, give)
     }
 
-    /// As [`FreeList::queue`], for what the batch in progress has marked.
+    /// [`FreeList::queue`] for the indices of the batch in progress.
     fn queue_marked(&mut self) {
         let marked = std::mem::take(&mut self.marked);
         self.queue(&marked);
         self.marked = marked;
     }
 
-    /// Lets indices that are free or released be handed out.
+    /// Makes free or released indices available in the order of the list.
     fn queue(&mut self, given: &[Mask]) {
         if self.order == Order::Sorted {
             return;
@@ -388,7 +391,7 @@ impl<I: Id> FreeList<I> {
         }
     }
 
-    /// The free indices in the order in which they would be handed out without a merge.
+    /// The free indices, in the order in which they would be handed out without a merge.
     #[must_use]
     pub fn free_ids(&self) -> Vec<u32> {
         match self.order {
@@ -403,7 +406,7 @@ impl<I: Id> FreeList<I> {
         self.records.indices(Set::Released).collect()
     }
 
-    /// What breaks the invariant of this list, if anything does.
+    /// Describes a broken invariant, if there is one.
     #[must_use]
     pub fn fault(&self) -> Option<String> {
         if let Some(fault) = self.records.fault() {

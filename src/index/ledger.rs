@@ -1,4 +1,8 @@
-//! Who holds which index, and who held it last: kept where somebody debugs, and nowhere else.
+//! The debugging ledger: holders of each index, their history, and how long indices live.
+//!
+//! It is kept only in debug mode, through [`Ledgered`](super::Ledgered): the structures that decide ownership
+//! do not know it. Recording costs a clone of an `Arc` per index. It is not synchronised; callers wrap it in
+//! the lock of its structure.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -14,12 +18,12 @@ use crate::base::{IndexVec, widen};
 
 use super::BadFrees;
 
-/// A name that a caller gave for itself.
+/// A name that a caller gave to identify itself in reports.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Owner {
-    /// Such as a request's id.
+    /// Text, for example the id of a request.
     Text(String),
-    /// Such as a request's number, in decimal: it may have more than 64 bits.
+    /// An integer, for example the number of a request, in decimal: it may have more than 64 bits.
     Number(String),
 }
 
@@ -32,39 +36,39 @@ impl fmt::Display for Owner {
     }
 }
 
-/// One call that takes or gives indices: who, where and when.
+/// One call that takes or frees indices: its owner, its place and its time.
 #[derive(Clone, Debug)]
 pub struct Act {
-    /// Who, if that was said.
+    /// The owner that the call named, if any.
     pub owner: Option<Owner>,
-    /// Where: file, line and function.
+    /// File, line and function of the call.
     pub site: Arc<str>,
-    /// When.
+    /// The time of the call.
     pub at: Instant,
-    /// How many calls were noted before, in the whole process.
+    /// The number of acts recorded before it in this process.
     pub number: u64,
 }
 
-/// How many calls were noted.
-static NOTED: AtomicU64 = AtomicU64::new(0);
+/// The number of acts recorded in this process.
+static RECORDED: AtomicU64 = AtomicU64::new(0);
 
 impl Act {
-    /// Where a call was made that did not say it.
+    /// The site of an act whose place is not known.
     pub const UNKNOWN_PLACE: &str = "an unknown place";
 
-    /// A call that happens now.
+    /// An act that happens now.
     #[must_use]
     pub fn new(owner: Option<Owner>, site: &str) -> Self {
-        Self { owner, site: site.into(), at: Instant::now(), number: NOTED.fetch_add(1, Relaxed) }
+        Self { owner, site: site.into(), at: Instant::now(), number: RECORDED.fetch_add(1, Relaxed) }
     }
 
-    /// How many calls were noted so far, in the whole process.
+    /// The number of acts recorded so far in this process.
     #[must_use]
-    pub fn noted() -> u64 {
-        NOTED.load(Relaxed)
+    pub fn count() -> u64 {
+        RECORDED.load(Relaxed)
     }
 
-    /// How long ago it was.
+    /// The time since the act.
     #[must_use]
     pub fn age(&self) -> Duration {
         self.at.elapsed()
@@ -72,33 +76,33 @@ impl Act {
 }
 
 thread_local! {
-    /// What this thread is doing.
+    /// The act of this thread in progress.
     static CURRENT: RefCell<Option<Arc<Act>>> = const { RefCell::new(None) };
 }
 
 impl Act {
-    /// What this thread is doing: what was announced last, and is not over.
+    /// The act that this thread began last and has not ended.
     #[must_use]
     pub fn current() -> Arc<Self> {
         let announced = CURRENT.with_borrow(Clone::clone);
         announced.unwrap_or_else(|| Arc::new(Self::new(None, Self::UNKNOWN_PLACE)))
     }
 
-    /// Announces that this thread does it until the answer is dropped.
+    /// Makes this the act of the current thread until the guard drops.
     #[must_use]
-    pub fn begin(self: Arc<Self>) -> Acting {
-        Acting { before: CURRENT.replace(Some(self)), of_this_thread: PhantomData }
+    pub fn begin(self: Arc<Self>) -> ActGuard {
+        ActGuard { before: CURRENT.replace(Some(self)), of_this_thread: PhantomData }
     }
 }
 
-/// Ends what [`Act::begin`] began.
+/// Ends the act that [`Act::begin`] began when it drops.
 #[derive(Debug)]
-pub struct Acting {
+pub struct ActGuard {
     before: Option<Arc<Act>>,
     of_this_thread: PhantomData<*const ()>,
 }
 
-impl Drop for Acting {
+impl Drop for ActGuard {
     fn drop(&mut self) {
         CURRENT.set(self.before.take());
     }
@@ -113,19 +117,19 @@ impl fmt::Display for Act {
     }
 }
 
-/// What an index is.
+/// The state of an index, as reports show it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum State {
-    /// Nobody's.
+    /// Available.
     Free,
-    /// Somebody's.
+    /// Held by an owner.
     Live,
-    /// Given back, and kept until work in flight is done.
+    /// Freed, but kept until work in flight is done.
     Fenced,
 }
 
 impl State {
-    /// Its name.
+    /// The name of this state.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -136,35 +140,36 @@ impl State {
     }
 }
 
-/// Neighbouring indices of one state and the same holders.
+/// Neighbouring indices with the same state and the same holders.
 #[derive(Clone, Debug)]
 pub struct Span {
-    /// Which.
+    /// The indices.
     pub range: Range<u32>,
-    /// What they are.
+    /// Their state.
     pub state: State,
-    /// Who holds them, if they are live and that is known.
+    /// Their holders, when they are live and the ledger is open.
     pub holders: Vec<Arc<Act>>,
 }
 
-/// Who gave which values of a list: where each part ends, and its act. Empty where nobody debugs.
+/// The acts that gave the values of a list: the end of each part, and its act. Empty while the ledger is
+/// closed.
 pub type Signatures = Vec<(usize, Arc<Act>)>;
 
-/// How many lifetimes were below each power of two of microseconds.
+/// Number of entries in the histogram of lifetimes: one per power of two of microseconds.
 pub const LIFETIME_BUCKETS: usize = 48;
 
-/// What is known of one index.
+/// The last lifetime of one index.
 #[derive(Clone, Debug, Default)]
 struct Life {
-    /// The last call that took it.
+    /// The last act that took it.
     taken: Option<Arc<Act>>,
-    /// The call that gave it back since. `None` while it is live.
+    /// The act that freed it since. `None` while it is live.
     given: Option<Arc<Act>>,
 }
 
-/// Who holds each index of a space, who gave it back last, and how long indices live.
+/// The holders of each index of a space, the act that freed it last, and a histogram of lifetimes.
 ///
-/// A thread announces what it does with [`Act::begin`].
+/// Every recorded change is attributed to the current act of the thread: see [`Act::begin`].
 ///
 /// ```
 /// use std::sync::Arc;
@@ -172,10 +177,10 @@ struct Life {
 /// let mut ledger = Ledger::default();
 /// let owner = Owner::Text("request 7".into());
 /// let acting = Arc::new(Act::new(Some(owner), "engine.py:12 in admit")).begin();
-/// ledger.took(3..5);
+/// ledger.record_take(3..5);
 /// drop(acting);
 /// let _acting = Arc::new(Act::new(None, "engine.py:40 in finish")).begin();
-/// ledger.gave(4..5);
+/// ledger.record_release(4..5);
 /// assert_eq!(ledger.holders(3).len(), 1);
 /// assert_eq!(
 ///     ledger.history(4).unwrap(),
@@ -184,16 +189,17 @@ struct Life {
 /// ```
 #[derive(Clone, Debug)]
 pub struct Ledger {
-    /// By index. Those beyond the end were never taken.
+    /// By index. Indices beyond the end were never taken.
     lives: Vec<Life>,
-    /// Holders beyond the first, of indices that are shared.
+    /// Holders beyond the first, of shared indices.
     more: HashMap<u32, Vec<Arc<Act>>>,
-    /// Who gives which index in the call in progress, where that is not only the thread's own act.
+    /// The acts that free each index in the call in progress, where it is not the thread's own act alone.
     givers: HashMap<u32, Vec<Arc<Act>>>,
     lifetimes: [u64; LIFETIME_BUCKETS],
-    /// Who gave which of the values that an open group has collected.
+    /// The acts behind the values that an open group has collected.
     group: Signatures,
-    /// Indices that became free since somebody last asked, if somebody does.
+    /// Indices that became free since the last [`Ledger::take_freed`], once [`Ledger::list_freed`] was
+    /// called.
     freed: Option<Vec<Range<u32>>>,
 }
 
@@ -211,9 +217,9 @@ impl Default for Ledger {
 }
 
 impl Ledger {
-    /// Notes that indices were taken.
-    pub fn took(&mut self, range: Range<u32>) {
-        self.forget_freed(&range);
+    /// Records that indices were taken.
+    pub fn record_take(&mut self, range: Range<u32>) {
+        self.unlist_freed(&range);
         let end = widen(range.end);
         if self.lives.len() < end {
             self.lives.resize_with(end, Life::default);
@@ -224,8 +230,8 @@ impl Ledger {
         }
     }
 
-    /// Notes that indices were given back by their last holder.
-    pub fn gave(&mut self, range: Range<u32>) {
+    /// Records that the last holder of indices freed them.
+    pub fn record_release(&mut self, range: Range<u32>) {
         let current = Act::current();
         for index in range {
             self.more.remove(&index);
@@ -240,15 +246,16 @@ impl Ledger {
         }
     }
 
-    /// Notes that indices became free, at once with [`Ledger::gave`] or when a fence had passed.
-    pub(super) fn became_free(&mut self, range: Range<u32>) {
+    /// Records that indices are available again: together with [`Ledger::record_release`], or when a fence
+    /// has passed.
+    pub(super) fn record_free(&mut self, range: Range<u32>) {
         if let Some(freed) = &mut self.freed {
             freed.push(range);
         }
     }
 
-    /// Takes from the list of what became free what is not free any more.
-    fn forget_freed(&mut self, taken: &Range<u32>) {
+    /// Removes indices from the list of those that became free.
+    fn unlist_freed(&mut self, taken: &Range<u32>) {
         if let Some(freed) = self.freed.as_mut().filter(|freed| !freed.is_empty()) {
             let outside = |range: Range<u32>| {
                 [range.start..range.end.min(taken.start), range.start.max(taken.end)..range.end]
@@ -257,25 +264,25 @@ impl Ledger {
         }
     }
 
-    /// Keeps from now on a list of what becomes free, for [`Ledger::take_freed`].
+    /// Starts to list indices that become free, for [`Ledger::take_freed`].
     pub fn list_freed(&mut self) {
         self.freed.get_or_insert_default();
     }
 
-    /// What became free since the last call.
+    /// Indices that became free since the last call.
     pub fn take_freed(&mut self) -> Vec<Range<u32>> {
         self.freed.as_mut().map_or(Vec::new(), std::mem::take)
     }
 
-    /// Notes that `index`, which is held, has one more holder.
-    pub fn shared(&mut self, index: u32) {
+    /// Records one more holder of `index`, which is held.
+    pub fn add_holder(&mut self, index: u32) {
         self.more.entry(index).or_default().push(Act::current());
     }
 
-    /// Notes that one of the holders of `index` has left: of those with its name the first, of those without one the
-    /// last, else the first of all.
-    pub fn left(&mut self, index: u32) {
-        let Some(more) = self.more.get_mut(&index) else { return self.gave(index..index + 1) };
+    /// Records that a holder of `index` is gone: the oldest one with the owner of the current act; for an act
+    /// without an owner the newest such holder; otherwise the oldest.
+    pub fn remove_holder(&mut self, index: u32) {
+        let Some(more) = self.more.get_mut(&index) else { return self.record_release(index..index + 1) };
         let Some(life) = self.lives.get_mut(widen(index)) else { return };
         let givers = self.givers.get_mut(&index).filter(|givers| !givers.is_empty());
         let act = givers.map_or_else(Act::current, |givers| givers.remove(0));
@@ -293,8 +300,9 @@ impl Ledger {
         }
     }
 
-    /// Notes who gives the values of the call that follows, as far as they are indices, which `index_of` says.
-    pub(super) fn signed(
+    /// Sets the acts that give the values of the following call; `index_of` maps a value to its index, if it
+    /// has one.
+    pub(super) fn set_givers(
         &mut self,
         given: &IndexVec,
         by: &Signatures,
@@ -310,28 +318,28 @@ impl Ledger {
         }
     }
 
-    /// Ends what [`Ledger::signed`] began.
-    pub(super) fn all_given(&mut self) {
+    /// Clears the acts that [`Ledger::set_givers`] has set.
+    pub(super) fn clear_givers(&mut self) {
         self.givers.clear();
     }
 
-    /// Puts `owner` in the place of the act in progress, if that took or shared `index`.
+    /// Replaces the act in progress by `owner` in the holders of `index`, if that act took or shared it.
     pub fn sign(&mut self, index: u32, owner: &Arc<Act>) {
         let act = Act::current();
         let first = self.lives.get_mut(widen(index)).and_then(|life| life.taken.as_mut());
         let mut holders = first.into_iter().chain(self.more.get_mut(&index).into_iter().flatten());
-        // A page that several requests of one call share has a holder for each of them.
+        // A page that several requests of one call share has one holder per request.
         if let Some(holder) = holders.find(|holder| Arc::ptr_eq(holder, &act)) {
             *holder = Arc::clone(owner);
         }
     }
 
-    /// Notes that everything was given back.
+    /// Records that everything was freed.
     pub fn clear(&mut self) {
-        self.gave(0..narrow(self.lives.len()));
+        self.record_release(0..narrow(self.lives.len()));
     }
 
-    /// Who holds `index`, the first one first. Nobody if it is not live.
+    /// The holders of `index`, oldest first. Empty when it is not live.
     #[must_use]
     pub fn holders(&self, index: u32) -> Vec<Arc<Act>> {
         let life = self.lives.get(widen(index)).filter(|life| life.given.is_none());
@@ -339,7 +347,7 @@ impl Ledger {
         first.into_iter().chain(self.more.get(&index).into_iter().flatten()).cloned().collect()
     }
 
-    /// Who took `index` last and who gave it back, in words. `None` if nobody ever took it.
+    /// The last take of `index`, its holders and its free, in words. `None` if it was never taken.
     #[must_use]
     pub fn history(&self, index: u32) -> Option<String> {
         let Life { taken, given } = self.lives.get(widen(index))?;
@@ -353,91 +361,92 @@ impl Ledger {
         Some(words)
     }
 
-    /// How many lives ended after less than 1, 2, 4, ... microseconds, each counted once.
+    /// How many lifetimes ended within 1, 2, 4, ... microseconds; each counts once, in the smallest entry.
     #[must_use]
     pub const fn lifetimes(&self) -> &[u64; LIFETIME_BUCKETS] {
         &self.lifetimes
     }
 
-    /// Adds to a report what is known of its first offenders; `index_of` says where they stand here.
+    /// Adds histories to the first invalid indices of a report; `index_of` maps them to indices of this
+    /// ledger.
     pub fn explain(&self, bad: &mut BadFrees, index_of: impl Fn(u32) -> u32) {
         bad.explain(|given| u32::try_from(given).ok().and_then(|given| self.history(index_of(given))));
     }
 }
 
-/// A ledger, or none where nobody debugs.
+/// A ledger that is open or, outside of debug mode, closed.
 #[derive(Clone, Debug, Default)]
 pub struct Book(Option<Box<Ledger>>);
 
 impl Book {
-    /// Opens a ledger.
+    /// Opens the ledger.
     pub fn open(&mut self) {
         self.0 = Some(Box::default());
     }
 
-    /// The ledger, if there is one.
+    /// The ledger, if it is open.
     #[must_use]
     pub fn ledger(&self) -> Option<&Ledger> {
         self.0.as_deref()
     }
 
-    /// As [`Book::ledger`], to write in it.
+    /// Like [`Book::ledger`], but mutable.
     pub fn ledger_mut(&mut self) -> Option<&mut Ledger> {
         self.0.as_deref_mut()
     }
 
-    /// As [`Ledger::took`].
+    /// Calls [`Ledger::record_take`] if open.
     #[inline]
-    pub(super) fn took(&mut self, range: Range<u32>) {
+    pub(super) fn record_take(&mut self, range: Range<u32>) {
         if let Some(ledger) = &mut self.0 {
-            ledger.took(range);
+            ledger.record_take(range);
         }
     }
 
-    /// As [`Ledger::gave`].
+    /// Calls [`Ledger::record_release`] if open.
     #[inline]
-    pub(super) fn gave(&mut self, range: Range<u32>) {
+    pub(super) fn record_release(&mut self, range: Range<u32>) {
         if let Some(ledger) = &mut self.0 {
-            ledger.gave(range);
+            ledger.record_release(range);
         }
     }
 
-    /// As [`Ledger::clear`].
+    /// Calls [`Ledger::clear`] if open.
     pub(super) fn clear(&mut self) {
         if let Some(ledger) = &mut self.0 {
             ledger.clear();
         }
     }
 
-    /// As [`Ledger::shared`].
+    /// Calls [`Ledger::add_holder`] if open.
     #[inline]
-    pub(super) fn shared(&mut self, index: u32) {
+    pub(super) fn add_holder(&mut self, index: u32) {
         if let Some(ledger) = &mut self.0 {
-            ledger.shared(index);
+            ledger.add_holder(index);
         }
     }
 
-    /// As [`Ledger::left`].
+    /// Calls [`Ledger::remove_holder`] if open.
     #[inline]
-    pub(super) fn left(&mut self, index: u32) {
+    pub(super) fn remove_holder(&mut self, index: u32) {
         if let Some(ledger) = &mut self.0 {
-            ledger.left(index);
+            ledger.remove_holder(index);
         }
     }
 
-    /// Notes that the act in progress gave the last values of an open group, which has `count` now.
+    /// Attributes the last values of an open group, which now has `count`, to the act in progress.
     pub(super) fn sign_group(&mut self, count: usize) {
         if let Some(ledger) = &mut self.0 {
             ledger.group.push((count, Act::current()));
         }
     }
 
-    /// Who gave which values of a group that ends.
+    /// Takes the acts of a group that ends.
     pub(super) fn take_group(&mut self) -> Signatures {
         self.0.as_mut().map_or(Signatures::new(), |ledger| std::mem::take(&mut ledger.group))
     }
 
-    /// As [`Ledger::explain`], where something was dropped.
+    /// Calls [`Ledger::explain`] if open and something was dropped.
     pub(super) fn explain(&self, bad: &mut BadFrees, index_of: impl Fn(u32) -> u32) {
         if let Some(ledger) = self.ledger().filter(|_| bad.dropped() > 0) {
             ledger.explain(bad, index_of);
@@ -445,7 +454,7 @@ impl Book {
     }
 }
 
-/// Indices of `range` by state and holders, neighbours together.
+/// The indices of `range` by state and holders; equal neighbours share a span.
 pub(super) fn spans(
     range: Range<u32>,
     ledger: Option<&Ledger>,

@@ -1,4 +1,4 @@
-//! Structures that decide who owns what, with a ledger around them.
+//! Ownership structures with a debugging ledger around them.
 
 mod buckets;
 mod ref_counts;
@@ -9,10 +9,10 @@ use std::ops::Deref;
 
 use super::ledger::Book;
 
-/// A structure, and a [`Book`] of who takes and gives what in it.
+/// An ownership structure and the [`Book`] that records its takes and frees.
 ///
-/// Everything that changes owners is a method here, which does it and notes what was done; the structure itself knows of no
-/// ledger. Without an open book nothing is noted, and a call costs one branch more.
+/// Every method that changes an owner is here: it calls the structure, which knows of no ledger, and records
+/// the result. While the book is closed nothing is recorded, and a call costs one more branch.
 ///
 /// ```
 /// use kvpool::index::{Act, Ledgered, RefCounts};
@@ -45,13 +45,13 @@ impl<T> Deref for Ledgered<T> {
 }
 
 impl<T> Ledgered<T> {
-    /// Who takes and gives what, if that is noted.
+    /// The record of takes and frees.
     #[must_use]
     pub const fn book(&self) -> &Book {
         &self.book
     }
 
-    /// As [`Ledgered::book`], to open it.
+    /// Like [`Ledgered::book`], but mutable: use it to open the ledger.
     pub const fn book_mut(&mut self) -> &mut Book {
         &mut self.book
     }

@@ -1,4 +1,4 @@
-//! Up to 64 neighbouring indices at once, as the bits of a word.
+//! Sets of up to 64 neighbouring indices, as the bits of one word.
 
 use std::ops::Range;
 
@@ -30,7 +30,7 @@ impl Mask {
         })
     }
 
-    /// How many indices it names.
+    /// The number of indices.
     pub(super) const fn len(self) -> usize {
         widen(self.bits.count_ones())
     }
@@ -40,12 +40,12 @@ impl Mask {
         self.word * 64
     }
 
-    /// Whether it names `index`.
+    /// Whether it contains `index`.
     pub(super) const fn contains(self, index: u32) -> bool {
         self.word == index / 64 && self.bits >> (index % 64) & 1 == 1
     }
 
-    /// Its maximal ranges, lowest first.
+    /// The maximal ranges, lowest first.
     pub(super) fn ranges(self) -> impl Iterator<Item = Range<u32>> {
         let mut bits = self.bits;
         std::iter::from_fn(move || {
@@ -59,7 +59,7 @@ impl Mask {
         })
     }
 
-    /// Its indices, lowest first.
+    /// The indices, lowest first.
     pub(super) fn indices(self) -> impl Iterator<Item = u32> {
         self.ranges().flatten()
     }

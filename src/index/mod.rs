@@ -1,8 +1,20 @@
-//! Who owns which integer.
+//! Ownership of integers: slots, pages, rows, buffers, byte ranges.
 //!
 //! Every index of a space is in exactly one state: free (next to be handed out), released (free again, kept
-//! apart until needed), fenced (given back, still used by work in flight) or live. The structures here decide
-//! it with bitmaps, know no address and no device, and are not synchronised: callers wrap them in a lock.
+//! apart until needed), fenced (freed, still used by work in flight) or live. The structures here decide it
+//! with bitmaps. They know no address and no device, and are not synchronised: wrap them in a lock.
+//!
+//! | for | use |
+//! |---|---|
+//! | token slots in pages, with groups, fences and shared pages | [`SlotAllocator`] |
+//! | rows that remember how far they were written | [`RowTable`] |
+//! | tokens and pages of each request | [`Requests`] |
+//! | single indices with a reference count | [`RefCounts`] |
+//! | buffers by size class | [`Buckets`] |
+//! | byte ranges that are all freed at once | [`Arena`] |
+//! | a free list or a set of integers to build on | [`FreeList`], [`Bitmap`] |
+//!
+//! [`Ledgered`] wraps most of them to record holders for debugging.
 
 mod arena;
 mod bad_frees;
@@ -24,14 +36,14 @@ mod slot_allocator;
 pub use arena::Arena;
 pub use bad_frees::{BadFree, BadFrees, on_bad_frees};
 pub use bitmap::Bitmap;
-pub use buckets::{Bucket, Buckets, Reused, Rounding};
+pub use buckets::{Bucket, Buckets, Reuse, Rounding};
 pub use extension::Extension;
 pub use free_list::{FreeList, Give, Order, Run};
-pub use ledger::{Act, Acting, Book, LIFETIME_BUCKETS, Ledger, Owner, Signatures, Span, State};
+pub use ledger::{Act, ActGuard, Book, LIFETIME_BUCKETS, Ledger, Owner, Signatures, Span, State};
 pub use ledgered::Ledgered;
 pub use moves::{Move, plan_moves};
 pub use ref_counts::{RefCounts, Ticket};
-pub use requests::{Asked, Growth, PageSize, Requests};
+pub use requests::{Growth, GrowthRequest, PageSize, Requests};
 pub use row_table::{RowExtent, RowTable};
 pub use runs::{ascending_runs, for_each_run};
 pub use slot_allocator::{FenceId, SlotAllocator, SlotStats};

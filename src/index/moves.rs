@@ -1,8 +1,8 @@
-//! Moving rows onto rows in an order that needs no copy of the sources.
+//! An order of row moves that needs no copy of the sources.
 
 use std::collections::HashMap;
 
-/// One step of a plan. Executed in order, the steps have the effect of reading all sources first.
+/// One step of a plan. The steps, executed in order, have the effect of reading every source first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Move {
     /// Row `dst` becomes row `src`.
@@ -12,7 +12,7 @@ pub enum Move {
         /// The row read.
         src: u32,
     },
-    /// Two rows trade places.
+    /// Two rows are exchanged.
     Swap(u32, u32),
 }
 
@@ -32,7 +32,7 @@ pub fn plan_moves(dst: &[u32], src: &[u32]) -> Vec<Move> {
     let mut source: HashMap<u32, u32> = dst.iter().copied().zip(src.iter().copied()).collect();
     source.retain(|dst, src| dst != src);
 
-    // How many moves still want to read a row that a move also writes.
+    // For each row that a move writes, the number of moves that still have to read it.
     let mut readers: HashMap<u32, u32> = HashMap::new();
     for src in source.values().filter(|src| source.contains_key(src)) {
         *readers.entry(*src).or_default() += 1;
@@ -51,7 +51,7 @@ pub fn plan_moves(dst: &[u32], src: &[u32]) -> Vec<Move> {
             }
         }
     }
-    // What remains are cycles, each row read by its predecessor only.
+    // Only cycles remain: each row is read by its predecessor alone.
     for start in order {
         let mut row = start;
         while let Some(src) = source.remove(&row) {
@@ -64,7 +64,7 @@ pub fn plan_moves(dst: &[u32], src: &[u32]) -> Vec<Move> {
     plan
 }
 
-/// The rows that `source` writes, once each, in the order of their last mention in `dst`.
+/// The rows that `source` writes, once each, in the order of their last occurrence in `dst`.
 fn written_order(dst: &[u32], source: &HashMap<u32, u32>) -> Vec<u32> {
     let mut seen = std::collections::HashSet::with_capacity(source.len());
     let mut order: Vec<u32> =

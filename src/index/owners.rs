@@ -1,4 +1,4 @@
-//! Pages with more than one owner.
+//! Reference counts of pages with more than one owner.
 
 use std::collections::HashMap;
 
@@ -6,28 +6,28 @@ use crate::base::{Id, Page, Result, widen, zeros};
 
 use super::free_list::Give;
 
-/// Owners of live pages beyond the first of each.
+/// The owners of live pages beyond the first of each.
 ///
-/// An owner that was removed behind a fence is counted until the fence has passed, so that the page is not handed out
-/// before.
+/// An owner that was removed behind a fence counts until the fence has passed, so that its page is not handed
+/// out earlier.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Owners {
     /// By page number; empty until a page is shared for the first time.
     more: Vec<u32>,
-    /// How many of `more` are not 0.
+    /// How many entries of `more` are not 0.
     shared: usize,
-    /// By page number, owners whose fence has not passed. None is 0.
+    /// By page number, the removed owners whose fence has not passed. No entry is 0.
     pending: HashMap<u32, u32>,
-    /// From which pages the last batch has removed an owner.
+    /// The pages from which the last batch removed an owner.
     removed: Vec<Page>,
 }
 
-/// Proof that there is room for counts of owners: it is made once, and never given back.
+/// Proof that the counts of owners are allocated. They stay allocated from then on.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Room(());
 
 impl Owners {
-    /// Whether every page has one owner, and none is pending.
+    /// Whether every page has one owner, and no removal is pending.
     pub(super) fn is_trivial(&self) -> bool {
         self.shared == 0 && self.pending.is_empty()
     }
@@ -37,7 +37,7 @@ impl Owners {
         self.shared
     }
 
-    /// Bytes of the bookkeeping.
+    /// The size of the bookkeeping in bytes.
     pub(super) const fn bytes(&self) -> usize {
         self.more.capacity() * size_of::<u32>()
     }
@@ -50,22 +50,23 @@ impl Owners {
         if self.pending.is_empty() { 0 } else { self.pending.get(&page.number()).copied().unwrap_or(0) }
     }
 
-    /// Whether `page`, which is live, has or had more than one owner, so that [`RemovalBatch::remove`] decides.
-    pub(super) fn concerns(&self, page: Page) -> bool {
+    /// Whether `page`, which is live, has or had more than one owner: [`RemovalBatch::remove`] handles such
+    /// pages.
+    pub(super) fn counts_page(&self, page: Page) -> bool {
         self.more(page) > 0 || self.pending(page) > 0
     }
 
-    /// Whether `page`, which is live, has an owner that is not pending.
+    /// Whether `page`, which is live, has an owner whose removal is not pending.
     pub(super) fn is_owned(&self, page: Page) -> bool {
         self.more(page) + 1 > self.pending(page)
     }
 
-    /// How many pages are kept by fences alone.
+    /// How many pages only fences keep.
     pub(super) fn unowned(&self) -> usize {
         self.pending.keys().filter(|page| !self.is_owned(Page::new(**page))).count()
     }
 
-    /// Makes room for counts of `pages` pages, once for all.
+    /// Allocates the counts of `pages` pages; later calls do nothing.
     pub(super) fn prepare(&mut self, pages: usize) -> Result<Room> {
         if self.more.is_empty() {
             self.more = zeros(pages)?;
@@ -95,18 +96,18 @@ impl Owners {
         }
     }
 
-    /// Begins to remove owners, all or none of them: at once, or when a fence has passed.
+    /// Starts a batch that removes owners, all or none of them: at once, or when a fence has passed.
     pub(super) fn remove(&mut self, give: Give) -> RemovalBatch<'_> {
         self.removed.clear();
         RemovalBatch { owners: self, give, is_committed: false }
     }
 
-    /// From which pages the last batch removed an owner, as often as it did.
+    /// The pages from which the last batch removed an owner, once per owner.
     pub(super) fn last_removed(&self) -> &[Page] {
         &self.removed
     }
 
-    /// Completes a removal whose fence has passed, and says whether it was that of the last owner.
+    /// Completes a removal whose fence has passed. Returns whether it removed the last owner.
     pub(super) fn complete(&mut self, page: Page) -> bool {
         self.subtract_pending(page);
         let is_last = self.more(page) == 0;
@@ -116,7 +117,7 @@ impl Owners {
         is_last
     }
 
-    /// Forgets all but the first owner of each page.
+    /// Removes all but the first owner of each page.
     pub(super) fn clear(&mut self) {
         self.more.fill(0);
         self.shared = 0;
@@ -129,7 +130,7 @@ impl Owners {
     }
 }
 
-/// Owners that are being removed. Dropped before [`RemovalBatch::commit`], all of them stay.
+/// Owners that are being removed. Dropping the batch before [`RemovalBatch::commit`] restores all of them.
 #[derive(Debug)]
 #[must_use]
 pub(super) struct RemovalBatch<'a> {
@@ -139,12 +140,13 @@ pub(super) struct RemovalBatch<'a> {
 }
 
 impl RemovalBatch<'_> {
-    /// The owners that are left.
+    /// The owners without the removed ones.
     pub(super) const fn owners(&self) -> &Owners {
         self.owners
     }
 
-    /// Removes an owner of a page that [`Owners::concerns`] this. `false` if there is none left that could go.
+    /// Removes an owner of a page that [`Owners::counts_page`]. Returns `false` if the page has no owner to
+    /// remove.
     pub(super) fn remove(&mut self, page: Page) -> bool {
         if !self.owners.is_owned(page) {
             return false;
@@ -157,12 +159,13 @@ impl RemovalBatch<'_> {
         true
     }
 
-    /// From which pages an owner was removed, as often as one was.
+    /// The pages from which an owner was removed, once per owner.
     pub(super) fn pages(&self) -> &[Page] {
         &self.owners.removed
     }
 
-    /// Makes it so. Behind a fence, [`Owners::complete`] follows for each of the pages.
+    /// Makes the removals permanent. Behind a fence, call [`Owners::complete`] for each page once it has
+    /// passed.
     pub(super) fn commit(mut self) {
         self.is_committed = true;
     }

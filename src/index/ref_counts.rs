@@ -1,4 +1,6 @@
-//! Owners of single indices, the last freed first, each with a count of references.
+//! Single indices with a count of references; the last one freed is taken first.
+//!
+//! Taking, retaining and releasing cost a few steps, independent of the capacity.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -7,7 +9,7 @@ use crate::base::{Result, reserve, widen};
 
 use super::BadFree;
 
-/// An index as somebody took it: it is told from the same index taken again later.
+/// One take of an index: a later take of the same index has a different ticket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Ticket {
     index: u32,
@@ -33,14 +35,14 @@ impl Ticket {
 #[derive(Clone, Copy, Debug, Default)]
 struct Entry {
     references: u32,
-    /// Counts how often its last reference went.
+    /// How often the index was freed.
     generation: u64,
 }
 
-/// Who owns which index of `0..capacity`, and how often it is referred to.
+/// Ownership of the indices `0..capacity`, each with a reference count.
 ///
 /// An index is withheld (not offered yet), free, taken, or returning: its last reference is gone and
-/// [`RefCounts::put_back`] has not been called. What is taken or returning is in use.
+/// [`RefCounts::put_back`] has not been called. Taken and returning indices are in use.
 ///
 /// ```
 /// use kvpool::index::RefCounts;
@@ -56,7 +58,7 @@ struct Entry {
 #[derive(Clone, Debug, Default)]
 pub struct RefCounts {
     entries: Vec<Entry>,
-    /// Free again, the last freed at the end. It has room for every index.
+    /// Freed indices, the last one at the end. It has room for every index.
     stack: Vec<u32>,
     /// Offered and never taken, lowest first.
     fresh: VecDeque<Range<u32>>,
@@ -64,7 +66,7 @@ pub struct RefCounts {
     in_use: usize,
     high_water: usize,
     dropped_frees: usize,
-    /// How many `entries` are.
+    /// The length of `entries`.
     count: u32,
 }
 
@@ -181,7 +183,7 @@ impl RefCounts {
             .map_or(0, |entry| entry.references)
     }
 
-    /// The index as it is taken now. `None` while nobody has it.
+    /// The current take of an index, or `None` while it is not taken.
     #[must_use]
     pub fn ticket(&self, index: u32) -> Option<Ticket> {
         let entry = self.entries.get(widen(index)).filter(|entry| entry.references > 0)?;

@@ -1,4 +1,7 @@
-//! Requests by row: how many tokens of each have slots, and in which pages.
+//! The tokens and pages of each request, by row.
+//!
+//! It owns the pages of requests, not the rows: those belong to [`RowTable`], the pages' owners to
+//! [`SlotAllocator`]. Growing a batch costs a few steps per request and page.
 
 use std::ops::Range;
 
@@ -7,12 +10,13 @@ use crate::base::{Error, ErrorKind, Id, IndexVec, Page, RequestRow, Result, rese
 
 use super::{Ledgered, RowTable, Run, SlotAllocator};
 
-/// Slots in a page, and how positions are divided by it: by shifting where that can be, several times a request.
+/// The number of slots in a page. A power of two divides positions by a shift, which pays several times per
+/// request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PageSize {
     /// At least 1.
     size: u32,
-    /// Its logarithm, if it has one.
+    /// Its logarithm, when it is a power of two.
     shift: Option<u32>,
 }
 
@@ -21,13 +25,13 @@ impl PageSize {
         Self { size, shift: size.is_power_of_two().then(|| size.trailing_zeros()) }
     }
 
-    /// Slots in a page.
+    /// The number of slots in a page.
     #[must_use]
     pub const fn slots(self) -> u32 {
         self.size
     }
 
-    /// The page of a request that position `at` is in: full pages of `at` tokens.
+    /// The page of a request that contains position `at`, which is the number of full pages in `at` tokens.
     #[must_use]
     #[inline]
     pub const fn page(self, at: u32) -> u32 {
@@ -37,21 +41,21 @@ impl PageSize {
         }
     }
 
-    /// Where in its page position `at` is.
+    /// The offset of position `at` within its page.
     #[must_use]
     #[inline]
     pub const fn offset(self, at: u32) -> u32 {
         at - self.page(at) * self.size
     }
 
-    /// Tokens in the last page of `tokens`; 0 of none.
+    /// The number of tokens in the last page of `tokens` tokens; 0 for none.
     #[inline]
     #[must_use]
     pub const fn last_page_len(self, tokens: u32) -> u32 {
         if tokens == 0 { 0 } else { self.offset(tokens - 1) + 1 }
     }
 
-    /// Pages of `tokens` tokens.
+    /// The number of pages that `tokens` tokens need.
     #[must_use]
     #[inline]
     pub const fn pages(self, tokens: u32) -> u32 {
@@ -61,56 +65,58 @@ impl PageSize {
 
 #[derive(Clone, Debug, Default)]
 struct Request {
-    /// Which time the row was handed out: at another, all of this is somebody else's.
+    /// How often the row had been handed out. When it differs from the row's, the entry belongs to an earlier
+    /// request.
     turn: u32,
-    /// Tokens that have slots.
+    /// The number of tokens that have slots.
     len: u32,
-    /// The pages of positions `0..len`, of each of which it is an owner; the last may be partly used.
+    /// The pages of positions `0..len`, each owned by the request; the last one may be partly used.
     pages: Vec<i32>,
-    /// The last batch that named it.
+    /// The last batch with this request.
     batch: u64,
 }
 
-/// What a caller asks for one request of a batch, unchecked but for its row.
+/// The growth that a caller asks of one request in a batch; only the row is checked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Asked {
-    /// Where in the batch it stands.
+pub struct GrowthRequest {
+    /// The position of the request in the batch.
     pub position: usize,
-    /// Its row.
+    /// The row of the request.
     pub row: u32,
-    /// Its tokens so far.
+    /// Tokens before.
     pub prefix: i64,
-    /// Its tokens afterwards.
+    /// Tokens afterwards.
     pub seq: i64,
 }
 
-/// How one request of a batch grows.
+/// The growth of one request in a batch, checked.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Growth {
-    /// Its row.
+    /// The row of the request.
     pub row: u32,
-    /// Positions below this were in the table before.
+    /// Positions below this one were in the table before.
     pub start: u32,
-    /// Positions below this need no computing.
+    /// Positions below this one need no computation.
     pub prefix: u32,
-    /// Its tokens afterwards.
+    /// Tokens afterwards.
     pub seq: u32,
-    /// Pages that it takes.
+    /// The number of pages to take.
     pub new_pages: u32,
 }
 
 impl Growth {
-    /// Tokens to compute.
+    /// The number of tokens to compute.
     #[must_use]
     pub const fn new_tokens(self) -> usize {
         widen(self.seq - self.prefix)
     }
 }
 
-/// What each request has: the truth of which tables and metadata are made.
+/// The pages of every request, from which tables and metadata are built.
 ///
-/// A page is filled from its first slot on: position `i` of a request is slot `pages[i / page_size] * page_size + i %
-/// page_size`. The last page of a request is its own where it is not full, so that what it writes is nobody else's.
+/// A page is filled from its first slot on: position `i` of a request is slot `pages[i / page_size] *
+/// page_size + i % page_size`. A last page that is not full has one owner, so that no other request reads
+/// what is written there.
 ///
 /// ```
 /// use kvpool::base::{IndexVec, RequestRow};
@@ -120,7 +126,7 @@ impl Growth {
 /// let mut requests = Requests::new(5, &slots);
 /// rows.alloc(1).unwrap();
 /// let row = IndexVec::I64(vec![1]);
-/// let named = requests.name(&row, &rows).unwrap();
+/// let named = requests.resolve_rows(&row, &rows).unwrap();
 /// let growth = [requests.growth(named[0], 0, 6).unwrap()];
 /// assert!(requests.grow(&growth, &[], &mut slots).unwrap());
 /// assert_eq!((requests.pages(1), requests.len(1)), (&[1, 2][..], 6));
@@ -129,25 +135,25 @@ impl Growth {
 pub struct Requests {
     by_row: Vec<Request>,
     page_size: PageSize,
-    /// How many batches there were.
+    /// The number of batches so far.
     batches: u64,
 }
 
 impl Requests {
-    /// No request has anything, in a table of `rows` rows.
+    /// No request has tokens. The table has `rows` rows.
     #[must_use]
     pub fn new(rows: usize, slots: &SlotAllocator) -> Self {
         let page_size = PageSize::new(slots.slots_of_a_page());
         Self { by_row: vec![Request::default(); rows], page_size, batches: 0 }
     }
 
-    /// Slots in a page.
+    /// The number of slots in a page.
     #[must_use]
     pub const fn page_size(&self) -> PageSize {
         self.page_size
     }
 
-    /// Tokens of a request that have slots.
+    /// The number of tokens of a request that have slots.
     #[must_use]
     pub fn len(&self, row: u32) -> u32 {
         self.by_row[widen(row)].len
@@ -159,7 +165,7 @@ impl Requests {
         &self.by_row[widen(row)].pages
     }
 
-    /// Requests that have slots, and their tokens.
+    /// The number of requests with tokens, and the number of their tokens.
     #[must_use]
     pub fn totals(&self, rows: &RowTable<RequestRow>) -> (usize, usize) {
         let live = (0..).zip(&self.by_row).filter(|(row, request)| {
@@ -170,12 +176,13 @@ impl Requests {
         live.fold((0, 0), |(requests, tokens), (_, request)| (requests + 1, tokens + widen(request.len)))
     }
 
-    /// The rows of a batch, each checked to be somebody's and named once. A row that changed hands since begins anew.
+    /// Checks that the rows of a batch are allocated and listed once, and returns them. A row that was handed
+    /// out again starts without tokens.
     ///
     /// # Errors
-    /// [`ErrorKind::Index`] for a row outside of the table, [`ErrorKind::IndexOwnership`] for one that nobody took,
-    /// [`ErrorKind::Config`] for one that is named twice.
-    pub fn name(&mut self, given: &IndexVec, rows: &RowTable<RequestRow>) -> Result<Vec<u32>> {
+    /// [`ErrorKind::Index`] for a row outside of the table, [`ErrorKind::IndexOwnership`] for one that is not
+    /// allocated, [`ErrorKind::Config`] for one that is listed twice.
+    pub fn resolve_rows(&mut self, given: &IndexVec, rows: &RowTable<RequestRow>) -> Result<Vec<u32>> {
         self.batches += 1;
         let named = given.rows("row", self.by_row.len())?;
         for (position, &number) in named.iter().enumerate() {
@@ -201,15 +208,15 @@ impl Requests {
         Ok(named)
     }
 
-    /// How a named request grows from `prefix` to `seq` tokens, where it has all of the prefix; `None` when it has more or
-    /// less, or `seq` is less: see [`Requests::unfit`].
+    /// The growth of a request of the batch from `prefix` to `seq` tokens. `None` when it does not have
+    /// exactly `prefix` tokens, or `seq` is less: see [`Requests::growth_error`].
     #[inline]
     #[must_use]
     pub fn growth(&self, row: u32, prefix: i64, seq: i64) -> Option<Growth> {
         self.lengths(row, prefix, seq).filter(|growth| growth.prefix == self.len(row))
     }
 
-    /// A request that has all of `prefix`, as far as its lengths tell.
+    /// The growth of a request, as far as its lengths determine it.
     #[inline]
     fn lengths(&self, row: u32, prefix: i64, seq: i64) -> Option<Growth> {
         if prefix < 0 || prefix > seq || seq > i64::from(i32::MAX) {
@@ -220,10 +227,10 @@ impl Requests {
         Some(Growth { row, start: prefix, prefix, seq, new_pages })
     }
 
-    /// What is wrong with the lengths of the request at `position` of a batch.
+    /// The error for invalid lengths of the request at `position` of a batch.
     #[cold]
     #[must_use]
-    pub fn unfit(&self, Asked { position, row, prefix, seq }: Asked) -> Error {
+    pub fn growth_error(&self, GrowthRequest { position, row, prefix, seq }: GrowthRequest) -> Error {
         let text = if self.lengths(row, prefix, seq).is_some() {
             let len = self.len(row);
             format!("has {len} tokens with slots; it cannot grow from {prefix} to {seq}")
@@ -233,20 +240,21 @@ impl Requests {
         Error::config(format!("request row {row} at position {position} {text}"))
     }
 
-    /// As [`Requests::growth`], for a new request with a cached prefix in `slots`; their pages are appended to `prefixes`.
+    /// Like [`Requests::growth`], for a new request with a cached prefix in `slots`; their pages are appended
+    /// to `prefixes`.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] when it has tokens already, when there are not `prefix` slots, or they do not fill pages in
-    /// order; [`ErrorKind::IndexOwnership`] when one is not live.
+    /// [`ErrorKind::Config`] when it has tokens already, when there are not `prefix` slots, or they do not
+    /// fill pages in order; [`ErrorKind::IndexOwnership`] when one is not live.
     pub fn growth_of_cached(
         &self,
-        asked: Asked,
+        asked: GrowthRequest,
         cached: &IndexVec,
         slots: &SlotAllocator,
         prefixes: &mut Vec<i32>,
     ) -> Result<Growth> {
-        let Asked { position, row, prefix, seq } = asked;
-        let Some(growth) = self.lengths(row, prefix, seq) else { return Err(self.unfit(asked)) };
+        let GrowthRequest { position, row, prefix, seq } = asked;
+        let Some(growth) = self.lengths(row, prefix, seq) else { return Err(self.growth_error(asked)) };
         let growth = Growth { start: 0, ..growth };
         let (len, size) = (self.len(row), self.page_size.slots());
         if len > 0 {
@@ -288,10 +296,10 @@ impl Requests {
         Ok(growth)
     }
 
-    /// Checks that the page that a request goes on filling is its own still.
+    /// Checks that a request still owns the page that it continues.
     ///
     /// # Errors
-    /// [`ErrorKind::IndexOwnership`] when somebody else freed it.
+    /// [`ErrorKind::IndexOwnership`] when another call freed it.
     #[inline]
     pub fn check_open(&self, position: usize, growth: Growth, slots: &SlotAllocator) -> Result<()> {
         if self.page_size.offset(growth.start) == 0 || growth.start == growth.seq {
@@ -301,7 +309,7 @@ impl Requests {
         self.check_owned(position, growth.row, open..open + 1, slots)
     }
 
-    /// Checks that pages of a request are owned.
+    /// Checks that a request still owns its pages.
     fn check_owned(
         &self,
         position: usize,
@@ -317,18 +325,18 @@ impl Requests {
                 Err(Error::new(
                     ErrorKind::IndexOwnership,
                     format!(
-                        "slot {slot} of request row {row} at position {position} was freed by somebody else"
+                        "slot {slot} of request row {row} at position {position} was freed by another caller"
                     ),
                 ))
             }
         }
     }
 
-    /// Lets every request of a batch grow, or none: it shares the pages of cached prefixes (`prefixes`, those of one request
-    /// after those of the one before) and takes new ones. `false` when there are not enough.
+    /// Grows every request of a batch, or none: shares the pages of cached prefixes (`prefixes`, concatenated
+    /// in the order of the requests) and takes new ones. Returns `false` when there are not enough.
     ///
     /// # Errors
-    /// [`ErrorKind::OutOfMemory`] when the host has no room for the bookkeeping.
+    /// [`ErrorKind::OutOfMemory`] when the host cannot allocate the bookkeeping.
     pub fn grow(
         &mut self,
         batch: &[Growth],
@@ -336,7 +344,7 @@ impl Requests {
         slots: &mut Ledgered<SlotAllocator>,
     ) -> Result<bool> {
         let needed: usize = batch.iter().map(|growth| widen(growth.new_pages)).sum();
-        let mut taken = Taken::new(needed)?;
+        let mut taken = NewPages::new(needed)?;
         let room = if prefixes.is_empty() { None } else { Some(slots.prepare_sharing()?) };
         if !slots.alloc_pages(needed, |run| taken.runs.push(run)) {
             return Ok(false);
@@ -358,16 +366,16 @@ impl Requests {
         Ok(true)
     }
 
-    /// Takes back what [`Requests::grow`] did with this batch.
+    /// Undoes [`Requests::grow`] of this batch.
     pub fn shrink(&mut self, batch: &[Growth], slots: &mut Ledgered<SlotAllocator>) {
         for growth in batch {
             let pages = self.cut(growth.row, growth.start);
-            // They are its own; nothing can be wrong with them.
+            // The request owns these pages, so the free cannot fail.
             let _ = slots.free_now(&pages, false);
         }
     }
 
-    /// Drops the tokens of a request from `len` on, and returns a slot of each page that it gives up.
+    /// Drops the tokens of a request from `len` on, and returns one slot of each page to free.
     pub fn cut(&mut self, row: u32, len: u32) -> IndexVec {
         let request = &mut self.by_row[widen(row)];
         let keep = widen(self.page_size.pages(len)).min(request.pages.len());
@@ -386,8 +394,8 @@ impl Requests {
     /// Checks that a request can be cut to `len` tokens.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] when it has less; [`ErrorKind::IndexOwnership`] when the page that would be its last is another's,
-    /// too, and has room that would be written again.
+    /// [`ErrorKind::Config`] when it has fewer; [`ErrorKind::IndexOwnership`] when its new last page has
+    /// another owner too and room that would be written again.
     pub fn check_cut(&self, position: usize, row: u32, len: i64, slots: &SlotAllocator) -> Result<u32> {
         let has = self.len(row);
         let Some(len) = u32::try_from(len).ok().filter(|&len| len <= has) else {
@@ -410,11 +418,13 @@ impl Requests {
         Ok(len)
     }
 
-    /// Gives request `dst`, which has nothing, the first `len` tokens of `src`: full pages are shared, and a partial one is
-    /// replaced by a new one. Returns the slots to copy to and from, or `None` when there is no page for it.
+    /// Copies the first `len` tokens of `src` to request `dst`, which has none: full pages are shared, and a
+    /// partial one is replaced by a new one. Returns the slots to copy to and from, or `None` when no page is
+    /// free for it.
     ///
     /// # Errors
-    /// [`ErrorKind::IndexOwnership`] when somebody else freed a page of `src`; as [`Requests::grow`].
+    /// [`ErrorKind::IndexOwnership`] when another call freed a page of `src`; otherwise same as
+    /// [`Requests::grow`].
     pub fn fork(
         &mut self,
         [src, dst]: [u32; 2],
@@ -426,7 +436,7 @@ impl Requests {
         let rest = self.page_size.offset(len);
         let mut pages = reserve(full + 1)?;
         pages.extend_from_slice(&self.pages(src)[..full]);
-        let mut taken = Taken::new(1)?;
+        let mut taken = NewPages::new(1)?;
         let room = slots.prepare_sharing()?;
         if !slots.alloc_pages(usize::from(rest > 0), |run| taken.runs.push(run)) {
             return Ok(None);
@@ -466,17 +476,17 @@ impl Requests {
     }
 }
 
-/// Pages that were taken, on their way to requests.
-struct Taken {
+/// Pages that were taken and not yet appended to a request.
+struct NewPages {
     runs: Vec<Run<Page>>,
-    /// The run that is next.
+    /// The next run.
     at: usize,
 }
 
-impl Taken {
-    /// For up to `pages` pages.
+impl NewPages {
+    /// Makes room for the runs of up to `pages` pages.
     fn new(pages: usize) -> Result<Self> {
-        /// Runs are long as a rule, and short batches many.
+        /// Runs are usually long, and short batches frequent.
         const FEW: usize = 64;
         Ok(Self { runs: reserve(pages.min(FEW))?, at: 0 })
     }

@@ -1,4 +1,7 @@
-//! Rows of the request table: who owns which, and how far each was written.
+//! Rows of the request table: ownership, and how far each row was written.
+//!
+//! The extents make clearing cheap: a row is cleared up to its last written column. The caller clears; the
+//! table only says how far.
 
 use crate::base::{Id, IndexVec, Result, widen, zeros};
 
@@ -6,18 +9,19 @@ use super::free_list::{FreeList, Give, Order};
 use super::mask::Mask;
 use super::{BadFree, BadFrees, on_bad_frees};
 
-/// A row, and the columns of it that must be cleared: `0..written`.
+/// A row and its columns to clear: `0..written`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RowExtent<I> {
     /// The row.
     pub row: I,
-    /// Columns written since it was last clean.
+    /// Columns written since the row was last cleared.
     pub written: u32,
 }
 
-/// Owners of single indices, first in, first out, with the written extent of each.
+/// Ownership of rows, first in, first out, with the written extent of each.
 ///
-/// It serves the request table (rows, columns) and, with extents of 0, places of linear-attention states.
+/// It serves the request table (rows and columns) and, with extents of 0, the places of linear-attention
+/// states.
 ///
 /// ```
 /// use kvpool::base::{IndexVec, RequestRow};
@@ -31,9 +35,9 @@ pub struct RowExtent<I> {
 #[derive(Clone, Debug)]
 pub struct RowTable<I> {
     rows: FreeList<I>,
-    /// By row number, the columns that may hold something else than zero are `0..written[row]`.
+    /// By row number: columns outside of `0..written[row]` are zero.
     written: Vec<u32>,
-    /// By row number, how often it was handed out. It may wrap.
+    /// By row number, how often the row was handed out. It may wrap.
     turns: Vec<u32>,
     dropped_frees: usize,
 }
@@ -42,7 +46,7 @@ impl<I: Id> RowTable<I> {
     /// Rows `first..first + count`, all free and clean.
     ///
     /// # Errors
-    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host has no room for it.
+    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate it.
     pub fn new(first: u32, count: u32) -> Result<Self> {
         Ok(Self {
             rows: FreeList::new(first, count, Order::Fifo)?,
@@ -52,19 +56,19 @@ impl<I: Id> RowTable<I> {
         })
     }
 
-    /// Who owns which row.
+    /// The free list of the rows.
     #[must_use]
     pub const fn rows(&self) -> &FreeList<I> {
         &self.rows
     }
 
-    /// How many frees were dropped so far.
+    /// The number of frees dropped so far.
     #[must_use]
     pub const fn dropped_frees(&self) -> usize {
         self.dropped_frees
     }
 
-    /// Which time this is that `row` is handed out: what was known of it at another time is of somebody else.
+    /// How often `row` was handed out. Facts recorded at another turn are those of an earlier owner.
     #[must_use]
     pub fn turn(&self, row: I) -> u32 {
         self.turns[widen(row.number())]
@@ -72,7 +76,7 @@ impl<I: Id> RowTable<I> {
 
     /// Takes `count` rows, the longest free first, or returns `None` and takes none.
     ///
-    /// Each comes with the columns that were written while nobody owned it.
+    /// Each row comes with the columns that were written while it had no owner.
     pub fn alloc(&mut self, count: usize) -> Option<Vec<RowExtent<I>>> {
         if count > self.rows.available() {
             return None;
@@ -89,7 +93,7 @@ impl<I: Id> RowTable<I> {
         Some(taken)
     }
 
-    /// Gives rows back. What is not live is dropped and reported.
+    /// Frees rows. Rows that are not live are dropped and reported.
     ///
     /// # Errors
     /// With `strict`, [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) when anything
@@ -98,7 +102,7 @@ impl<I: Id> RowTable<I> {
         self.free_explained(given, strict, |_| ())
     }
 
-    /// As [`RowTable::free`]; `explain` adds to what is reported.
+    /// Like [`RowTable::free`]; `explain` adds to the report.
     pub(super) fn free_explained(
         &mut self,
         given: &IndexVec,
@@ -134,13 +138,14 @@ impl<I: Id> RowTable<I> {
         Ok((freed, bad))
     }
 
-    /// Notes that columns below `end` of `row` were written. `row` may be any row, the padding row too.
+    /// Records that columns below `end` of `row` were written. `row` may be any row, including the padding
+    /// row.
     pub fn note_written(&mut self, row: I, end: u32) {
         let extent = &mut self.written[widen(row.number())];
         *extent = (*extent).max(end);
     }
 
-    /// Makes every row free and clean again, and names those that the caller must clear, the padding row too.
+    /// Frees and cleans every row. Returns the rows that the caller must clear, including the padding row.
     pub fn clear(&mut self) -> Vec<RowExtent<I>> {
         self.rows.clear();
         (0..)

@@ -1,4 +1,4 @@
-//! Ascending runs in a sequence of indices: what makes bulk work on bitmaps cheap.
+//! Ascending runs in sequences of indices, which make bulk work on bitmaps cheap.
 
 use std::ops::Range;
 
@@ -9,12 +9,12 @@ use super::mask::Mask;
 /// How many indices are compared at once; a multiple of every vector width.
 pub(super) const BLOCK: usize = 32;
 
-/// An integer that index tensors are made of.
+/// The element type of an index tensor.
 pub(super) trait RawIndex: Copy + PartialEq + Into<i64> {
-    /// `self + n`, if there is such a number.
+    /// `self + n`, or `None` on overflow.
     fn plus(self, n: i8) -> Option<Self>;
 
-    /// Whether `block` is `first, first + 1, ...`, without a branch an element.
+    /// Whether `block` is `first, first + 1, ...`, without a branch per element.
     fn continues(block: &[Self; BLOCK], first: Self) -> bool;
 }
 
@@ -41,11 +41,11 @@ macro_rules! raw_index {
 raw_index!(i32);
 raw_index!(i64);
 
-/// How many of the first values ascend by one each. `values` is not empty.
+/// The number of leading values that ascend by one each. `values` is not empty.
 pub(super) fn run_len<T: RawIndex>(values: &[T]) -> usize {
     let mut end = 1;
     let mut expected = values[0].plus(1);
-    // There is no next number after the largest one: a run ends there.
+    // The largest number has no successor: a run ends there.
     while let Some(next) = expected.filter(|next| values.get(end) == Some(next)) {
         if let (Some(block), Some(after)) = (values[end..].first_chunk::<BLOCK>(), next.plus(32))
             && T::continues(block, next)
@@ -60,7 +60,7 @@ pub(super) fn run_len<T: RawIndex>(values: &[T]) -> usize {
     end
 }
 
-/// The masks of up to [`BLOCK`] values. Those that ascend within a word share one.
+/// The masks of up to [`BLOCK`] values. Values that ascend within a word share one mask.
 #[derive(Debug)]
 pub(super) struct BlockMasks([Mask; BLOCK]);
 
@@ -69,10 +69,10 @@ impl BlockMasks {
         Self([Mask { word: 0, bits: 0 }; BLOCK])
     }
 
-    /// Of up to [`BLOCK`] values. `None` where one of them lies outside of `space`.
+    /// The masks of up to [`BLOCK`] values, or `None` when one of them lies outside of `space`.
     #[inline]
     pub(super) fn of<T: RawIndex>(&mut self, values: &[T], space: &Range<u32>) -> Option<&[Mask]> {
-        // What fits no index is taken for the padding index, which lies in no space.
+        // A value that fits no index becomes the padding index, which lies in no space.
         let mut indices = [PADDING; BLOCK];
         let mut is_within = true;
         for (index, value) in indices.iter_mut().zip(values) {
@@ -84,7 +84,7 @@ impl BlockMasks {
         }
         let (mut word, mut bits, mut last, mut at) = (u32::MAX, 0, 0, BLOCK - 1);
         for &index in &indices[..values.len()] {
-            // Without a branch: nothing tells where a word ends.
+            // Without a branch: the end of a word is not predictable.
             let goes_on = index / 64 == word && index > last;
             at = (at + usize::from(!goes_on)) % BLOCK;
             (word, last) = (index / 64, index);
@@ -119,7 +119,7 @@ pub fn for_each_run(values: &IndexVec, visit: impl FnMut(i64, usize)) {
     }
 }
 
-/// (start, length) of each maximal ascending run, in order, flattened: what DMA descriptors want.
+/// (start, length) of each maximal ascending run, in order and flattened: the form that DMA descriptors take.
 ///
 /// # Errors
 /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when a start or a length does not fit int32.

@@ -1,4 +1,8 @@
-//! Token slots: pages of one or more slots, handed out and, in `frees`, taken back in bulk.
+//! Token slots: pages of one or more slots, allocated here and freed in bulk in `frees`.
+//!
+//! A slot belongs to a page, and every page is free, released, fenced or live with one or more owners. The
+//! allocator decides that and nothing else: it knows no request, no tensor and no stream, and is not
+//! synchronised.
 
 mod freeing;
 mod frees;
@@ -14,11 +18,11 @@ use super::extension::{Extension, Request, parse_requests};
 use super::free_list::{Fenced, FreeList, Order, Run};
 use super::owners::{Owners, Room};
 
-/// Names the slots of one fenced free until its fence has passed.
+/// Identifies a fenced free until its fence has passed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct FenceId(u64);
 
-/// Numbers of a [`SlotAllocator`], in slots unless the name says otherwise.
+/// The numbers of a [`SlotAllocator`], in slots unless the name says otherwise.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SlotStats {
     /// Slots that can be in use at once.
@@ -27,7 +31,7 @@ pub struct SlotStats {
     pub available: usize,
     /// Live and fenced slots.
     pub in_use: usize,
-    /// The most that were in use at once.
+    /// The most slots in use at once.
     pub high_water: usize,
     /// Slots whose free was dropped.
     pub dropped_frees: usize,
@@ -37,19 +41,21 @@ pub struct SlotStats {
     pub fenced: usize,
     /// Slots with more than one owner.
     pub shared: usize,
-    /// Bytes of the bookkeeping.
+    /// The size of the bookkeeping in bytes.
     pub bytes: usize,
 }
 
-/// Who owns which token slot.
+/// Ownership of token slots.
 ///
-/// Pages are numbered `1..=size / page_size`; page `p` holds slots `p * page_size..(p + 1) * page_size`. Slots
-/// leave as whole pages and return as whole pages. With `page_size == 1` page and slot are the same number.
+/// Pages are numbered `1..=size / page_size`; page `p` holds slots `p * page_size..(p + 1) * page_size`.
+/// Slots leave as whole pages and return as whole pages. With `page_size == 1` page and slot are the same
+/// number.
 ///
-/// A page has one owner, or more after [`SlotAllocator::share`]; each frees it once, and it returns with the last.
+/// A page has one owner, or more after [`SlotAllocator::share`]. Each owner frees it once, and it returns
+/// with the last.
 ///
-/// Taking and freeing cost one pass over the indices and a few steps a run of them, whatever the size of the
-/// pool. Nothing is allocated but the vector handed out.
+/// Taking and freeing cost one pass over the indices and a few steps per run, independent of the size of the
+/// pool. The returned vector is the only allocation.
 ///
 /// ```
 /// use kvpool::base::IndexVec;
@@ -66,28 +72,28 @@ pub struct SlotAllocator {
     size: usize,
     /// At least 1.
     page_size: u32,
-    /// Pages that the free in progress has named already. Empty between calls, and with `page_size == 1`.
+    /// Pages that the free in progress has listed already. Empty between calls, and with `page_size == 1`.
     named: Bitmap,
     owners: Owners,
-    /// What waits for which fence.
-    fences: Vec<(FenceId, Given)>,
+    /// The fenced frees and their fences.
+    fences: Vec<(FenceId, FencedFree)>,
     next_fence: u64,
     group: Option<Group>,
     dropped_frees: usize,
 }
 
-/// What one call gave back.
+/// The pages of one fenced free.
 #[derive(Clone, Debug)]
-struct Given {
+struct FencedFree {
     pages: Fenced<Page>,
-    /// Pages of which one owner goes.
+    /// Pages from which one owner is removed.
     shared: Vec<Page>,
 }
 
-/// Frees collected until the outermost group ends.
+/// Frees that are collected until the outermost group ends.
 #[derive(Clone, Debug, Default)]
 struct Group {
-    /// Open groups within this one.
+    /// The number of open groups within this one.
     nested: usize,
     given: Vec<i64>,
 }
@@ -123,42 +129,42 @@ impl SlotAllocator {
         })
     }
 
-    /// Slots asked for at construction; the last partial page is never handed out.
+    /// The size asked for at construction; a last partial page is never handed out.
     #[must_use]
     pub const fn size(&self) -> usize {
         self.size
     }
 
-    /// Slots in a page.
+    /// The number of slots in a page.
     #[must_use]
     pub const fn page_size(&self) -> usize {
         widen(self.page_size)
     }
 
-    /// Slots that could be handed out now, in whole pages.
+    /// The number of slots that could be handed out now, in whole pages.
     #[must_use]
     pub fn available(&self) -> usize {
         self.pages.available() * self.page_size()
     }
 
-    /// Slots that can be in use at once.
+    /// The number of slots that can be in use at once.
     #[must_use]
     pub fn capacity(&self) -> usize {
         self.pages.capacity() * self.page_size()
     }
 
-    /// Who owns which page.
+    /// The free list of the pages.
     #[must_use]
     pub const fn pages(&self) -> &FreeList<Page> {
         &self.pages
     }
 
-    /// As [`SlotAllocator::page_size`].
+    /// Like [`SlotAllocator::page_size`], as `u32`.
     pub(super) const fn slots_of_a_page(&self) -> u32 {
         self.page_size
     }
 
-    /// The numbers of this allocator.
+    /// The current numbers.
     #[must_use]
     pub fn stats(&self) -> SlotStats {
         SlotStats {
@@ -176,10 +182,10 @@ impl SlotAllocator {
 
     /// Takes `count` slots, or returns `None` when there are not enough.
     ///
-    /// The rest of the last page belongs to the caller too.
+    /// The caller also owns the rest of the last page.
     ///
     /// # Errors
-    /// [`ErrorKind::OutOfMemory`] when the host cannot hold the answer; nothing is taken.
+    /// [`ErrorKind::OutOfMemory`] when the host cannot allocate the result; nothing is taken.
     pub fn alloc(&mut self, count: usize) -> Result<Option<Vec<i32>>> {
         let pages = count.div_ceil(self.page_size());
         if pages > self.pages.available() {
@@ -197,8 +203,8 @@ impl SlotAllocator {
         Ok(Some(slots))
     }
 
-    /// As [`SlotAllocator::alloc`], but names the slots run by run, up to the end of the last page. `false` when there
-    /// are not enough.
+    /// Like [`SlotAllocator::alloc`], but passes the slots to `emit` run by run, up to the end of the last
+    /// page. Returns `false` when there are not enough.
     ///
     /// ```
     /// use kvpool::index::{Order, SlotAllocator};
@@ -217,8 +223,8 @@ impl SlotAllocator {
         self.pages.alloc(pages, |run| emit(slots_of(run, page_size)))
     }
 
-    /// Names the slots that would be handed out next without a merge, run by run and in whole pages, until there are
-    /// at least `count`.
+    /// Passes the slots that would be handed out next without a merge to `emit`, run by run and in whole
+    /// pages, until there are at least `count`.
     ///
     /// ```
     /// use kvpool::index::{Order, SlotAllocator};
@@ -232,16 +238,16 @@ impl SlotAllocator {
         self.pages.upcoming(pages, |run| emit(slots_of(run, self.page_size)));
     }
 
-    /// Whether taking `count` slots merges the released ones into the free ones first.
+    /// Whether taking `count` slots would first merge the released ones into the free ones.
     #[must_use]
     pub fn merges_for(&self, count: usize) -> bool {
         count.div_ceil(self.page_size()) > self.pages.available() - self.pages.released()
     }
 
-    /// Takes `count` consecutive slots that begin a page, the lowest such run, or returns `None`.
+    /// Takes the lowest `count` consecutive slots that begin a page, or returns `None`.
     ///
     /// # Errors
-    /// [`ErrorKind::OutOfMemory`] when the host cannot hold the answer; nothing is taken.
+    /// [`ErrorKind::OutOfMemory`] when the host cannot allocate the result; nothing is taken.
     pub fn alloc_contiguous(&mut self, count: usize) -> Result<Option<Vec<i32>>> {
         let pages = count.div_ceil(self.page_size());
         if pages == 0 || pages > self.pages.available() {
@@ -260,9 +266,9 @@ impl SlotAllocator {
     /// requests' slots are concatenated. `last_loc` is ignored where the prefix fills its pages.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] when the slices differ in length, a length is negative or shrinks, or `last_loc`
-    /// is at another place in its page than the prefix says; [`ErrorKind::IndexOwnership`] when `last_loc`
-    /// is in nobody's page, or two requests would continue the same page. Nothing is taken.
+    /// [`ErrorKind::Config`] when the slices differ in length, a length is negative or shrinks, or the offset
+    /// of `last_loc` in its page contradicts the prefix; [`ErrorKind::IndexOwnership`] when the page of
+    /// `last_loc` is not allocated, or two requests would continue the same page. Nothing is taken.
     pub fn extend(
         &mut self,
         prefix_lens: &[i64],
@@ -271,7 +277,7 @@ impl SlotAllocator {
     ) -> Result<Option<Extension>> {
         let requests = parse_requests(prefix_lens, seq_lens, last_loc)?;
         let continued = self.continued(&requests)?;
-        // What is more than can be counted is more than there is.
+        // An overflow means more tokens or pages than there are.
         let wanted = requests.iter().try_fold((0usize, 0usize), |(tokens, pages), request| {
             let tokens = tokens.checked_add(request.seq - request.prefix)?;
             Some((tokens, pages.checked_add(request.new_pages(self.page_size()))?))
@@ -299,7 +305,7 @@ impl SlotAllocator {
         Ok(Some(Extension { slots, continued }))
     }
 
-    /// The pages that `requests` continue, each checked to be live and continued once.
+    /// The pages that `requests` continue, each checked to be live and continued only once.
     fn continued(&mut self, requests: &[Request]) -> Result<Vec<Page>> {
         let page_size = self.page_size();
         let mut fault = None;
@@ -337,9 +343,10 @@ impl SlotAllocator {
         fault.map_or(Ok(marked), Err)
     }
 
-    /// Gives back what was taken and never handed on: the pages of `slots` but those that were only `continued`.
+    /// Undoes an allocation that never reached its caller: frees the pages of `slots`, except the `continued`
+    /// ones.
     ///
-    /// No group holds it back, and nothing is reported.
+    /// Groups do not delay it, and nothing is reported.
     pub fn undo(&mut self, slots: &[i32], continued: &[Page]) {
         let page_size = self.page_size;
         let mut pages: Vec<Page> = slots
@@ -352,8 +359,8 @@ impl SlotAllocator {
         self.give_now(pages);
     }
 
-    /// Adds an owner to the pages of slots, to each of them once (with `page_size == 1`, as often as it is named). Each
-    /// owner frees its pages, and they return with the last.
+    /// Adds an owner to the pages of slots, once per page (with `page_size == 1`, once per occurrence). Each
+    /// owner frees its pages, and a page returns with its last owner.
     ///
     /// # Errors
     /// [`ErrorKind::IndexOwnership`] with the first slot that is not live; nothing is changed then.
@@ -373,7 +380,7 @@ impl SlotAllocator {
         self.share_pages_of(given).map(drop)
     }
 
-    /// As [`SlotAllocator::share`], and names the pages that have an owner more.
+    /// Like [`SlotAllocator::share`], and returns the pages that have one more owner.
     pub(super) fn share_pages_of(&mut self, given: &IndexVec) -> Result<Vec<Page>> {
         let mut pages: Vec<Page> = reserve(given.len())?;
         for (position, slot) in given.iter().enumerate() {
@@ -398,29 +405,29 @@ impl SlotAllocator {
         Ok(pages)
     }
 
-    /// Makes room for counts of owners.
+    /// Allocates the counts of owners.
     pub(super) fn prepare_sharing(&mut self) -> Result<Room> {
         self.owners.prepare(widen(self.pages.count()) + 1)
     }
 
-    /// As [`SlotAllocator::share`], for pages that are known to be live.
+    /// Like [`SlotAllocator::share`], for pages that the caller has checked to be live.
     pub(super) fn share_pages(&mut self, room: Room, pages: impl IntoIterator<Item = Page>) {
         for page in pages {
             self.owners.add(room, page);
         }
     }
 
-    /// Whether `page` is live and somebody who owns it stays.
+    /// Whether `page` is live and has an owner whose removal is not pending.
     pub(super) fn is_owned(&self, page: Page) -> bool {
         self.pages.is_live(page) && self.owners.is_owned(page)
     }
 
-    /// Whether somebody else owns `page`, too, or left it behind a fence.
+    /// Whether `page` has another owner, or had one that was removed behind a fence.
     pub(super) fn is_shared(&self, page: Page) -> bool {
-        self.owners.concerns(page)
+        self.owners.counts_page(page)
     }
 
-    /// Takes `count` pages and names them in order, or returns `false`.
+    /// Takes `count` pages and passes them to `emit` in order, or returns `false`.
     pub(super) fn alloc_pages(&mut self, count: usize, emit: impl FnMut(Run<Page>)) -> bool {
         if count > self.pages.available() {
             self.pages.merge();
@@ -429,7 +436,7 @@ impl SlotAllocator {
         self.pages.alloc(count, emit)
     }
 
-    /// Whether each slot is in use; `false` for what is no slot.
+    /// Whether each slot is in use; `false` for values that are not slots.
     pub fn is_allocated<'a>(&'a self, given: &'a IndexVec) -> impl Iterator<Item = bool> + 'a {
         given.iter().map(|slot| {
             u32::try_from(slot).is_ok_and(|slot| self.pages.is_in_use(Page::new(slot / self.page_size)))
@@ -441,7 +448,7 @@ impl SlotAllocator {
         self.pages.merge();
     }
 
-    /// Makes every slot free, closes groups and forgets fences.
+    /// Frees every slot, closes groups and forgets fences.
     pub fn clear(&mut self) {
         self.pages.clear();
         self.owners.clear();
@@ -449,7 +456,7 @@ impl SlotAllocator {
         self.group = None;
     }
 
-    /// What breaks an invariant, if anything does.
+    /// Describes a broken invariant, if there is one.
     #[must_use]
     pub fn fault(&self) -> Option<String> {
         let fenced: usize = self.fences.iter().map(|(_, given)| given.pages.len()).sum();

@@ -32,8 +32,8 @@ __device__ __forceinline__ u32 to_bits(float number) {
     return both.bits;
 }
 
-/// The finite number of `magnitude` in a float of `mantissa_bits` and an exponent biased by `bias`, of which no exponent
-/// is kept for infinities.
+/// The finite number of `magnitude` in a float with `mantissa_bits` and an exponent biased by `bias`, where no exponent
+/// is reserved for infinities.
 __device__ __forceinline__ float widen(u32 magnitude, u32 mantissa_bits, u32 bias) {
     // As binary32 the bits mean a number that is too small by the difference of the biases; the product is exact, also
     // that of subnormals.
@@ -50,7 +50,7 @@ __device__ __forceinline__ float widen_all(u32 bits, u32 exponent_bits, u32 mant
 }
 
 /// The bits of a finite `magnitude` in a float of `mantissa_bits` and an exponent biased by `bias`, rounded to nearest
-/// even. What overflows runs on past the largest finite number.
+/// even. An overflow continues past the largest finite number.
 __device__ __forceinline__ u32 narrow(u32 magnitude, u32 mantissa_bits, u32 bias) {
     u32 shift = 23 - mantissa_bits;
     if (magnitude >= (127 - bias + 1) << 23) {
@@ -116,7 +116,7 @@ struct F8E4M3 {
     typedef u8 Bits;
 
     static __device__ __forceinline__ float load(u8 bits) {
-        // It has no infinity: its largest exponent holds numbers, and one NaN.
+        // The format has no infinity: its largest exponent holds numbers, and one NaN.
         u32 sign = u32(bits & 0x80) << 24;
         u32 magnitude = bits & 0x7f;
         return from_bits(sign | (magnitude == 0x7f ? 0x7fc00000u : to_bits(widen(magnitude, 3, 7))));
@@ -203,21 +203,21 @@ private:
 ///    X = 2 - 2d and 2 - 3d beside D = 2 - d, and X = 2 - 3d beside D = 2 - 2d, with d = 2^-23. In all three the result is
 ///    right: the tests try them, as they try other pairs.
 ///
-/// Zeros keep their sign. Beyond that range, what is finite comes out as a number of the same sign that is as far beyond
-/// what 8-bit floats tell apart as the division's, or as NaN; infinities come out as NaN.
+/// Zeros keep their sign. Beyond that range, a finite result is a number of the same sign that is as far beyond
+/// the range of 8-bit floats as the division's, or NaN; infinities become NaN.
 __device__ __forceinline__ float divide(float value, float divisor, float reciprocal) {
     float quotient = value * reciprocal;
     float excess = fmaf(quotient, divisor, -value);
     return fmaf(-excess, reciprocal, quotient);
 }
 
-/// Whether one of four 8-bit floats is `least` or more, whatever its sign.
+/// Whether one of four 8-bit floats has a magnitude of `least` or more.
 __device__ __forceinline__ bool has_magnitude(u32 bytes, u32 least) {
     return (((bytes & 0x7f7f7f7fu) + (0x80 - least) * 0x01010101u) & 0x80808080u) != 0;
 }
 
-/// Eight numbers, divided, as 8-bit floats, the first in the lowest byte. What `divide` and `store_pair` may get wrong
-/// shows in their results: it is done again, slowly.
+/// Eight numbers, divided, as 8-bit floats, the first in the lowest byte. Results of `divide` and `store_pair` that may
+/// be wrong are recognisable, and are computed again, slowly.
 template <typename Type>
 __device__ __forceinline__ void store_eight(const float* values, float divisor, float reciprocal, u32* bytes) {
     float held[8];
@@ -241,7 +241,7 @@ __device__ __forceinline__ void store_eight(const float* values, float divisor, 
     for (u32 i = 0; i < 8; i++) {
         held[i] = values[i];
     }
-    // The numbers move up by one each time, since registers have no index.
+    // The numbers are shifted by one each time, since registers cannot be indexed.
 #pragma unroll 1
     for (u32 i = 0; i < 8; i++) {
         // Devices do not keep the sign of a NaN that they divide.

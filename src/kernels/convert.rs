@@ -1,19 +1,20 @@
 //! Conversion between float types, element by element, with the results of PyTorch's `Tensor.to`.
 //!
-//! NaN stays NaN, whatever its payload. Everything goes through binary32 and is rounded once, to nearest, ties to even. The 8-bit formats are those
-//! of the OCP 8-bit Floating Point Specification (2023): values beyond `float8_e4m3fn`, which has no infinity, become
-//! its largest number, values beyond `float8_e5m2` infinity.
+//! NaN stays NaN, with any payload. Every value passes through binary32 and is rounded once, to nearest, ties
+//! to even. The 8-bit formats are those of the OCP 8-bit Floating Point Specification (2023): values beyond
+//! `float8_e4m3fn`, which has no infinity, become its largest number; values beyond `float8_e5m2` become
+//! infinity.
 
 use half::{bf16, f16};
 
 use crate::base::DType;
 
-/// An element that can be read as a binary32.
+/// An element type that converts to binary32.
 trait Load: Copy {
     fn load(self) -> f32;
 }
 
-/// An element that a binary32 can be rounded to.
+/// An element type to which a binary32 can be rounded.
 trait Store: Copy {
     fn store(value: f32) -> Self;
 }
@@ -65,7 +66,7 @@ impl Load for E4M3 {
 
 impl Load for E5M2 {
     fn load(self) -> f32 {
-        // It is the upper byte of a binary16.
+        // The format is the upper byte of a binary16.
         f16::from_bits(u16::from(self.0) << 8).to_f32()
     }
 }
@@ -89,17 +90,17 @@ impl Store for f16 {
 
 impl Store for bf16 {
     fn store(value: f32) -> Self {
-        // Without a branch, unlike the crate's own, so that a compiler can make vectors of it.
+        // Without a branch, unlike the `half` crate, so that the compiler can vectorise it.
         let bits = value.to_bits();
-        // Wraps for NaNs only, which are replaced.
+        // Wraps only for NaNs, which are replaced.
         let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16;
         let [low, high, ..] = if value.is_nan() { 0x7fc0 } else { rounded }.to_le_bytes();
         Self::from_le_bytes([low, high])
     }
 }
 
-/// The bits of `magnitude` (no sign, finite) as an 8-bit float of `mantissa_bits` and an exponent biased by `bias`,
-/// rounded to nearest even, without a bound: what overflows runs on past the largest finite value.
+/// The bits of `magnitude` (no sign, finite) as an 8-bit float with `mantissa_bits` and an exponent biased by
+/// `bias`, rounded to nearest even and unbounded: an overflow continues past the largest finite value.
 fn round_to_8_bits(magnitude: u32, mantissa_bits: u32, bias: u32) -> u32 {
     let shift = 23 - mantissa_bits;
     let smallest_normal = (127 - bias + 1) << 23;
@@ -108,7 +109,7 @@ fn round_to_8_bits(magnitude: u32, mantissa_bits: u32, bias: u32) -> u32 {
         let odd = (rebased >> shift) & 1;
         (rebased + (1 << (shift - 1)) - 1 + odd) >> shift
     } else {
-        // Adding a number whose last bit weighs one subnormal step rounds in hardware.
+        // Adding a number whose last bit equals one subnormal step rounds in hardware.
         let step = f32::from_bits((127 - bias + 1 + shift) << 23);
         (f32::from_bits(magnitude) + step).to_bits() - step.to_bits()
     }
@@ -147,12 +148,12 @@ impl Store for E5M2 {
     }
 }
 
-/// Converts `count` elements that lie `stride` elements apart at `source` to consecutive ones at `target`,
+/// Converts `count` elements, `stride` elements apart at `source`, to consecutive ones at `target`,
 /// dividing by `divisor` first.
 ///
 /// # Safety
-/// The elements at `source` are readable, those at `target` writable, both of the types that the function was
-/// chosen for.
+/// The elements at `source` are readable, those at `target` writable, and both have the types for which the
+/// function was chosen.
 pub(super) type Convert =
     unsafe fn(source: *const u8, stride: isize, target: *mut u8, count: usize, divisor: f32);
 
@@ -171,7 +172,7 @@ unsafe fn convert<S: Load, T: Store>(
         let wide = &mut wide[..CHUNK.min(count - start)];
         for (step, value) in (0..).zip(wide.iter_mut()) {
             let element = source.cast::<S>().wrapping_offset(step * stride);
-            // SAFETY: the caller promises `count` readable elements, `stride` apart; they may be unaligned.
+            // SAFETY: the caller guarantees `count` readable elements, `stride` apart; they may be unaligned.
             *value = unsafe { element.read_unaligned() }.load();
         }
         if divisor.to_bits() != 1f32.to_bits() {
@@ -180,7 +181,7 @@ unsafe fn convert<S: Load, T: Store>(
             }
         }
         for (step, &value) in wide.iter().enumerate() {
-            // SAFETY: the caller promises `count` consecutive writable elements.
+            // SAFETY: the caller guarantees `count` consecutive writable elements.
             unsafe { target.cast::<T>().wrapping_add(step).write_unaligned(T::store(value)) };
         }
         source = source.cast::<S>().wrapping_offset(stride.wrapping_mul(CHUNK.cast_signed())).cast();
@@ -188,7 +189,7 @@ unsafe fn convert<S: Load, T: Store>(
     }
 }
 
-/// The conversion from `from` to `to`, or `None` when one of them is no float or `to` cannot be stored.
+/// The conversion from `from` to `to`, or `None` when one of them is not a float or `to` cannot be stored.
 pub(super) fn conversion(from: DType, to: DType) -> Option<Convert> {
     fn to_target<S: Load>(to: DType) -> Option<Convert> {
         match to {
@@ -214,16 +215,16 @@ pub(super) fn conversion(from: DType, to: DType) -> Option<Convert> {
 unsafe fn copy<T: Copy>(source: *const u8, stride: isize, target: *mut u8, count: usize, _divisor: f32) {
     let (mut source, mut target) = (source.cast::<T>(), target.cast::<T>());
     for _ in 0..count {
-        // SAFETY: the caller promises `count` readable elements, `stride` apart; they may be unaligned.
+        // SAFETY: the caller guarantees `count` readable elements, `stride` apart; they may be unaligned.
         let value = unsafe { source.read_unaligned() };
-        // SAFETY: the caller promises `count` consecutive writable elements.
+        // SAFETY: the caller guarantees `count` consecutive writable elements.
         unsafe { target.write_unaligned(value) };
         source = source.wrapping_offset(stride);
         target = target.wrapping_add(1);
     }
 }
 
-/// The conversion of `dtype` to itself: every bit stays as it is.
+/// The conversion of `dtype` to itself, which keeps every bit.
 pub(super) fn element_copy(dtype: DType) -> Convert {
     match dtype.size() {
         1 => copy::<u8>,

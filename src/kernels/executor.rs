@@ -1,7 +1,8 @@
-//! Where the operations of a pool run: on the host, under locks, or on a device, in the order of a stream.
+//! Execution of a pool's operations: on the host under locks, or on a device in the order of a stream.
 //!
-//! That is decided once, by the memory for which an [`Executor`] is made. Each operation is one call then: it checks
-//! where its arguments are, what an earlier call left to tell, and that everything fits; then it runs, or is enqueued.
+//! The memory of an [`Executor`] decides which, once, at construction. Each operation is then one call: it
+//! checks the devices of its arguments, reports a fault of an earlier call, checks all bounds, and runs or is
+//! enqueued.
 
 use std::ops::Range;
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
@@ -16,7 +17,7 @@ use super::rows::{LayerRows, RowBuffer, gather_rows, move_rows, zero_rows};
 use super::store::{Store, store_rows};
 use super::table::{Table, build_kv_indices, part, zero_columns};
 
-/// How a pool works on its memory.
+/// Runs the operations of a pool on its memory. Threads may share it.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -35,23 +36,23 @@ use super::table::{Table, build_kv_indices, part, zero_columns};
 #[derive(Debug)]
 #[expect(clippy::large_enum_variant, reason = "one for each pool")]
 pub enum Executor {
-    /// By the calling thread, on host memory.
+    /// On the calling thread, in host memory.
     Host(HostExecutor),
-    /// By kernels, on the memory of a device. The order of a stream takes the place of locks.
+    /// With kernels, in device memory. The order of a stream takes the place of locks.
     Device(Launcher),
 }
 
-/// What it takes to work on host memory.
+/// The locks and index spaces of a pool in host memory.
 #[derive(Debug)]
 pub struct HostExecutor {
     spaces: [IndexSpace; 2],
-    /// One for each section of the memory, held while it is read or written, so that calls of several threads do not
-    /// mix. A call that needs several takes them in order.
+    /// One per section of the memory, held during access, so that calls of several threads do not interleave.
+    /// A call that needs several takes them in order.
     locks: Vec<RwLock<()>>,
 }
 
 impl HostExecutor {
-    // The locks guard no value that a panic could leave half changed, so poison is ignored.
+    // The locks guard no value that a panic could leave half changed, so poisoning is ignored.
     fn write(&self, section: usize) -> RwLockWriteGuard<'_, ()> {
         self.locks[section].write().unwrap_or_else(PoisonError::into_inner)
     }
@@ -70,12 +71,14 @@ impl HostExecutor {
 }
 
 impl Executor {
-    /// For a pool whose memory is `region`, in `sections` that calls lock one by one. Its indices are of `spaces`, those of
-    /// rows and those of columns; up to `ring_bytes` of them cross to a device at once.
+    /// An executor for the memory `region`, in `sections` that calls lock one at a time. Its indices belong
+    /// to `spaces`, one of rows and one of columns; up to `ring_bytes` of them are transferred to a device at
+    /// once.
     ///
     /// # Errors
     /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the kernels cannot be loaded,
-    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when there is no memory for the indices.
+    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the memory for indices cannot be
+    /// allocated.
     pub fn new(region: &Region, sections: usize, spaces: [IndexSpace; 2], ring_bytes: usize) -> Result<Self> {
         let (Some(gpu), Some(backend), Some(users)) = (region.gpu(), region.backend(), region.users()) else {
             let locks = (0..sections).map(|_| RwLock::new(())).collect();
@@ -84,7 +87,7 @@ impl Executor {
         Launcher::new(gpu, backend, users, spaces, ring_bytes).map(Self::Device)
     }
 
-    /// The device on which it works, if it is not the host.
+    /// The device of the memory, or `None` on the host.
     #[must_use]
     pub const fn gpu(&self) -> Option<&Arc<Gpu>> {
         match self {
@@ -93,7 +96,8 @@ impl Executor {
         }
     }
 
-    /// A point to wait for before more numbers of the host are sent: see [`Ring::crowded`](crate::memory::Ring::crowded).
+    /// A point to wait for before sending more numbers from the host: see
+    /// [`Ring::crowded`](crate::memory::Ring::crowded).
     #[must_use]
     pub fn crowded(&self) -> Option<Arc<Event>> {
         match self {
@@ -102,10 +106,10 @@ impl Executor {
         }
     }
 
-    /// Reports what is wrong with indices that an earlier call was given on the device, once. Makes no driver call.
+    /// Reports, once, invalid indices of an earlier call that only the device knows. Makes no driver call.
     ///
     /// # Errors
-    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for an index outside of its space: it was left out.
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for an index outside of its space: it was skipped.
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for a value beyond int32.
     pub fn fault(&self) -> Result<()> {
         match self {
@@ -114,10 +118,10 @@ impl Executor {
         }
     }
 
-    /// Checks that the device can still be used by this process. Makes no driver call.
+    /// Checks that this process can still use the device. Makes no driver call.
     ///
     /// # Errors
-    /// As [`Gpu::check_process`].
+    /// Same as [`Gpu::check_process`].
     pub fn check_process(&self) -> Result<()> {
         self.gpu().map_or(Ok(()), |gpu| gpu.check_process())
     }
@@ -125,21 +129,21 @@ impl Executor {
     /// Checks that `stream` is not being captured into a graph.
     ///
     /// # Errors
-    /// As [`Gpu::not_capturing`].
+    /// Same as [`Gpu::not_capturing`].
     pub fn not_capturing(&self, stream: Stream, what: &str) -> Result<()> {
         self.gpu().map_or(Ok(()), |gpu| gpu.not_capturing(stream, what))
     }
 
-    /// Waits for everything on `stream`; on the host there is nothing to wait for.
+    /// Waits for everything on `stream`. Does nothing on the host.
     ///
     /// # Errors
-    /// As [`Gpu::synchronize`].
+    /// Same as [`Gpu::synchronize`].
     pub fn synchronize(&self, stream: Stream) -> Result<()> {
         self.gpu().map_or(Ok(()), |gpu| gpu.synchronize(stream))
     }
 
-    /// Checks that index tensors are where the executor works, or in host memory, and notes that work on `stream` reads
-    /// those of the device.
+    /// Checks that index tensors are on the executor's device or in host memory, and records that work on
+    /// `stream` reads those of the device.
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) with both devices.
@@ -150,17 +154,18 @@ impl Executor {
         }
     }
 
-    /// Writes the values of `stores`, which are two of a layer, to the rows that `indices` names; negative indices are
+    /// Writes the values of `stores`, two for a layer, to the rows in `indices`; negative indices are
     /// skipped. Locks `section`.
     ///
-    /// When a row is named twice, the last of its values stays. On a device that holds for indices of the host only: what
-    /// a row holds that is named twice by indices that only the device knows is not defined.
+    /// When a row occurs twice, its last value stays. On a device this holds for indices from the host only:
+    /// a row that occurs twice in a device tensor has undefined contents.
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for shapes or devices that do not fit,
     /// [`ErrorKind::Type`](crate::base::ErrorKind::Type) for dtypes that cannot be converted,
-    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for an index beyond the rows. Nothing is written then. As
-    /// [`Executor::fault`]; an index beyond the rows that only the device knows is left out and reported there.
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for an index beyond the rows. Nothing is written
+    /// then. Otherwise same as [`Executor::fault`], which also reports an index of a device tensor beyond the
+    /// rows; it is skipped.
     pub fn store_rows(
         &self,
         section: usize,
@@ -184,14 +189,15 @@ impl Executor {
         }
     }
 
-    /// Copies the rows that `indices` names to `out`, contiguous `[indices.len(), heads, dim]` of the buffer's dtype and
-    /// device, for each of two buffers of a layer. Shares `section`.
+    /// Copies the rows in `indices` to `out`, contiguous `[indices.len(), heads, dim]` of the buffer's dtype
+    /// and device, for each of two buffers of a layer. Locks `section` shared.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) or [`ErrorKind::Type`](crate::base::ErrorKind::Type) when an
-    /// `out` does not fit, [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a row that is not there; nothing is
-    /// written then. As [`Executor::fault`]; the row of an index that only the device knows to be outside is zeroed, and
-    /// reported there.
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) or
+    /// [`ErrorKind::Type`](crate::base::ErrorKind::Type) when an `out` does not fit,
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a row that does not exist; nothing is written
+    /// then. Otherwise same as [`Executor::fault`], which also reports an index of a device tensor beyond the
+    /// rows; its row in `out` is zeroed.
     pub fn gather_rows(
         &self,
         section: usize,
@@ -215,15 +221,16 @@ impl Executor {
         }
     }
 
-    /// Copies row `src[i]` to row `dst[i]` in every buffer, as if all were read before any is written. Locks all sections.
+    /// Copies row `src[i]` to row `dst[i]` in every buffer, as if all were read before any is written. Locks
+    /// all sections.
     ///
-    /// Of index tensors on a device no row may be both read and written, or written twice: what it holds then is not
-    /// defined.
+    /// With index tensors on a device, no row may be both read and written, or written twice: its contents
+    /// would be undefined.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for different lengths, and for more than cross to a device at
-    /// once; [`ErrorKind::Index`](crate::base::ErrorKind::Index) for rows that are not there. Nothing is copied then. As
-    /// [`Executor::fault`].
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for different lengths, and for more indices than
+    /// can be transferred to a device at once; [`ErrorKind::Index`](crate::base::ErrorKind::Index) for rows
+    /// that do not exist. Nothing is copied then. Otherwise same as [`Executor::fault`].
     pub fn copy_rows(
         &self,
         rows: &LayerRows,
@@ -262,11 +269,12 @@ impl Executor {
         }
     }
 
-    /// Zeroes the rows that `indices` names in every buffer. Locks all sections.
+    /// Zeroes the rows in `indices` in every buffer. Locks all sections.
     ///
     /// # Errors
-    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a row that is not there; nothing is zeroed then. As
-    /// [`Executor::fault`]; an index that only the device knows to be outside is left out, and reported there.
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a row that does not exist; nothing is zeroed
+    /// then. Otherwise same as [`Executor::fault`], which also reports an index of a device tensor beyond the
+    /// rows; it is skipped.
     pub fn zero_rows(&self, rows: &LayerRows, indices: &Indices<'_>, stream: Stream) -> Result<()> {
         match self {
             Self::Host(host) => {
@@ -284,8 +292,8 @@ impl Executor {
     /// Fills runs of rows with a byte in every buffer. Locks the section of each layer.
     ///
     /// # Errors
-    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for rows that are not there;
-    /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the driver refuses.
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for rows that do not exist;
+    /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when a driver call fails.
     pub fn fill_rows(
         &self,
         rows: &LayerRows,
@@ -314,13 +322,14 @@ impl Executor {
         Ok(())
     }
 
-    /// Zeroes the first columns of rows of a table, `(row, columns)` each.
+    /// Zeroes the first columns of rows of a table, each as `(row, columns)`.
     ///
-    /// On a device the caller has seen that `stream` is not captured.
+    /// On a device the caller has checked that `stream` is not being captured.
     ///
     /// # Errors
-    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a place outside of the table,
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for more than cross to a device at once.
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for columns outside of the table,
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for more rows than can be transferred to a
+    /// device at once.
     pub fn zero_columns(&self, table: &Table<'_>, rows: &[(u32, u32)], stream: Stream) -> Result<()> {
         match self {
             Self::Host(_) => zero_columns(table, rows),
@@ -328,13 +337,13 @@ impl Executor {
         }
     }
 
-    /// Writes the first slots of each row of a table one after the other: row `rows[i]` gives
-    /// `out[indptr[i]..indptr[i + 1]]`. `out` is contiguous int32 where the table is; `indptr` has one number more than
-    /// `rows`.
+    /// Concatenates the first slots of each row of a table: row `rows[i]` fills `out[indptr[i]..indptr[i +
+    /// 1]]`. `out` is contiguous int32 on the device of the table; `indptr` has one number more than `rows`.
     ///
     /// # Errors
-    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when a row is not in the table or a part not in `out`. Nothing is
-    /// written then. As [`Executor::fault`]; what only the device knows to be wrong is left out, and reported there.
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when a row is not in the table or a part not in
+    /// `out`; nothing is written then. Otherwise same as [`Executor::fault`], which also reports invalid
+    /// numbers of device tensors; they are skipped.
     pub fn build_kv_indices(
         &self,
         table: &Table<'_>,

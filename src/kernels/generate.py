@@ -1,8 +1,8 @@
 """Compiles the kernels to PTX and to machine code, and checks the committed files.
 
 The compiler is NVRTC 12.0, whose PTX every driver from CUDA 12.0 on can load; it needs no GPU. Each module is
-compiled for every device, and for those from compute capability 9.0 on. Of that comes machine code for the
-devices that most use, so that their drivers need not compile. The compiler and the assemblers come from PyPI:
+compiled for every device, and again for compute capability 9.0 and later. The PTX is assembled for the
+most used devices, so that their drivers need not compile it. The compiler and the assemblers come from PyPI:
 `pip install --no-deps --target TOOLS nvidia-cuda-nvrtc-cu12==12.0.76 nvidia-cuda-nvcc-cu12==12.9.86
 nvidia-cuda-nvcc==13.0.88`.
 
@@ -23,17 +23,17 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 MODULES = ("plan", "rows", "table")
 HEADERS = ("convert.cuh", "params.cuh")
-# The conversions count on IEEE 754: no fused or approximate operations, no subnormals flushed to zero.
+# The conversions rely on IEEE 754: no fused or approximate operations, no subnormals flushed to zero.
 OPTIONS = (
     "--std=c++14",
     "--fmad=false",
     "--prec-div=true",
     "--ftz=false",
 )
-# The architectures that are compiled for, and the ends of the names of their files: the first for every
+# The target architectures, and the suffixes of their files: the first for every
 # device, the second for those with instructions for 8-bit floats.
 TARGETS = {70: ".ptx", 90: ".sm_90.ptx"}
-# What the oldest driver takes; another compiler would write another.
+# What the oldest supported driver accepts; another compiler would write another version.
 HEAD = "\n.version 8.0\n.target sm_{}\n"
 NVRTC = "nvidia/cuda_nvrtc/lib/libnvrtc.so.12"
 ASSEMBLERS = ("nvidia/cuda_nvcc/bin/ptxas", "nvidia/cu13/bin/ptxas")
@@ -44,11 +44,11 @@ NEWEST = 121
 
 
 class GenerateError(Exception):
-    """A tool is missing, or the kernels are not as they should be."""
+    """A tool is missing, or the kernels fail a check."""
 
 
 class Compiler:
-    """NVRTC, loaded from where pip put it."""
+    """NVRTC, loaded from the folder of its pip package."""
 
     def __init__(self, tools: Path) -> None:
         path = tool(tools, NVRTC)
@@ -74,7 +74,7 @@ class Compiler:
         """The PTX of a module for a target.
 
         Raises:
-            GenerateError: If it cannot be compiled, or not without a warning.
+            GenerateError: If it does not compile, or compiles with a warning.
         """
         headers = [(HERE / name).read_bytes() for name in HEADERS]
         program = ctypes.c_void_p()
@@ -104,10 +104,10 @@ class Compiler:
 
 
 def tool(tools: Path, name: str) -> Path:
-    """A file that pip put into `tools`.
+    """A file of a pip package in `tools`.
 
     Raises:
-        GenerateError: If it is not there.
+        GenerateError: If it is missing.
     """
     path = tools / name
     if not path.is_file():
@@ -116,7 +116,7 @@ def tool(tools: Path, name: str) -> Path:
 
 
 def run(*command: str | Path) -> str:
-    """What a command prints.
+    """The output of a command.
 
     Raises:
         GenerateError: If it fails.
@@ -132,7 +132,7 @@ def run(*command: str | Path) -> str:
 
 
 def architectures(assembler: Path) -> list[int]:
-    """The architectures from `OLDEST` to `NEWEST` that an assembler knows."""
+    """The architectures from `OLDEST` to `NEWEST` that an assembler supports."""
     known = {int(number) for number in re.findall(r"\bsm_(\d+)", run(assembler, "--help"))}
     return sorted(number for number in known if OLDEST <= number <= NEWEST)
 
@@ -155,7 +155,7 @@ def registers(assembler: Path, architecture: int, ptx: Path) -> dict[str, int]:
         )
         used = re.search(r"Used (\d+) registers", part)
         if memory is None or used is None:
-            raise GenerateError(f"{where}: nothing is said about {kernel}:\n{report}")
+            raise GenerateError(f"{where}: the report does not mention {kernel}:\n{report}")
         if any(int(number) for number in memory.groups()):
             raise GenerateError(f"{where}: {kernel} does not fit its registers: {memory.group(0)}")
         found[kernel] = int(used.group(1))
@@ -177,7 +177,7 @@ def cubin(assembler: Path, architecture: int, ptx: Path) -> bytes:
 
 
 def cubins(tools: Path) -> dict[Path, bytes]:
-    """All modules in machine code, from the PTX that is committed."""
+    """All modules in machine code, assembled from the committed PTX."""
     assembler = tool(tools, ASSEMBLERS[0])
     return {
         HERE / "cubin" / f"{module}.sm_{architecture}.cubin": cubin(
@@ -189,18 +189,18 @@ def cubins(tools: Path) -> dict[Path, bytes]:
 
 
 def same(generated: dict[Path, bytes]) -> None:
-    """Compares files with what they should be.
+    """Compares files with their expected contents.
 
     Raises:
         GenerateError: If one differs or is missing.
     """
     for path, content in generated.items():
         if not path.is_file() or path.read_bytes() != content:
-            raise GenerateError(f"{path} is not what the sources give; run this script without --check")
+            raise GenerateError(f"{path} does not match the sources; run this script without --check")
 
 
 def check(tools: Path, compiled: dict[Path, bytes]) -> None:
-    """Compares what was compiled with what is committed, and assembles that for every architecture.
+    """Compares the compiled kernels with the committed ones, and assembles them for every architecture.
 
     Raises:
         GenerateError: If anything differs, is missing, or does not fit.
@@ -229,8 +229,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tools", type=Path, required=True, help="where pip put the compilers")
-    parser.add_argument("--check", action="store_true", help="change nothing; fail if anything is wrong")
+    parser.add_argument("--tools", type=Path, required=True, help="folder of the compilers' pip packages")
+    parser.add_argument("--check", action="store_true", help="change nothing; fail on any difference")
     arguments = parser.parse_args()
     try:
         compiler = Compiler(arguments.tools)

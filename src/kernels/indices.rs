@@ -1,48 +1,51 @@
-//! Reading index tensors.
+//! Index tensors: where their values are, and how the host reads them.
+//!
+//! Values from the host are copied once and checked against an [`IndexSpace`]. Values on a device stay there:
+//! kernels check them.
 
 use crate::base::bounded::{distance, signed, unsigned};
 use crate::base::{DType, Device, Error, IndexVec, Result, reserve};
 use crate::memory::Borrowed;
 
-/// What indices name, and what they must be below.
+/// An index space: the name of its indices and their bound.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct IndexSpace {
-    /// What one is called in messages.
+    /// The name of one index in messages.
     pub noun: &'static str,
-    /// How many there are.
+    /// The number of indices: valid ones are below it.
     pub len: usize,
 }
 
 impl IndexSpace {
-    /// The values, each of which names one.
+    /// Checks that the values belong to the space, and converts them.
     ///
     /// # Errors
-    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) with the first that names none.
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) with the first value outside of it.
     #[inline]
     pub fn check(self, values: &IndexVec) -> Result<Vec<u32>> {
         values.rows(self.noun, self.len)
     }
 }
 
-/// Index values as a call gets them: copied from the host, or where they are on a device.
+/// Index values of a call: copied on the host, or still on a device.
 #[derive(Clone, Debug)]
 pub enum Indices<'a> {
     /// On the host.
     Host(IndexVec),
-    /// On a device, int32 or int64: known to kernels, and perhaps to the host.
+    /// On a device, int32 or int64. The host may know them or not.
     Device {
-        /// Where they are.
+        /// The tensor.
         tensor: Borrowed<'a>,
-        /// How often its framework says that it wrote to the tensor; `None` where nobody counts.
+        /// How often its framework has written to the tensor; `None` when the framework does not count.
         version: Option<u64>,
     },
 }
 
 impl<'a> Indices<'a> {
-    /// An index tensor, wherever it is, and its framework's count of writes to it.
+    /// The values of an index tensor on any device, with its framework's count of writes.
     ///
     /// # Errors
-    /// As [`read_indices`], but for the device.
+    /// Same as [`read_indices`], except that any device is allowed.
     pub fn of(tensor: Borrowed<'a>, version: Option<u64>) -> Result<Self> {
         if tensor.device() == Device::Cpu {
             return read_indices(&tensor).map(Self::Host);
@@ -51,7 +54,7 @@ impl<'a> Indices<'a> {
         Ok(Self::Device { tensor, version })
     }
 
-    /// How many there are.
+    /// The number of values.
     #[must_use]
     pub fn len(&self) -> usize {
         match self {
@@ -60,7 +63,7 @@ impl<'a> Indices<'a> {
         }
     }
 
-    /// Whether there are none.
+    /// Whether there are no values.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
@@ -79,10 +82,10 @@ impl<'a> Indices<'a> {
         }
     }
 
-    /// Those of the host, each of which names one of `space`; none if only the device knows them.
+    /// The values from the host, checked against `space`; empty for a device tensor.
     ///
     /// # Errors
-    /// As [`IndexSpace::check`].
+    /// Same as [`IndexSpace::check`].
     pub fn list(&self, space: IndexSpace) -> Result<Vec<i32>> {
         match self {
             Self::Host(values) => Ok(space.check(values)?.into_iter().map(u32::cast_signed).collect()),
@@ -90,7 +93,7 @@ impl<'a> Indices<'a> {
         }
     }
 
-    /// As kernels take them; `list` stands for those of the host.
+    /// The values as kernel parameters; `list` holds those from the host.
     #[must_use]
     pub const fn numbers<'b>(&'b self, list: &'b [i32]) -> Numbers<'b> {
         match self {
@@ -100,23 +103,23 @@ impl<'a> Indices<'a> {
     }
 }
 
-/// The numbers of a batch, wherever they are.
+/// A batch of numbers, on either side or computed.
 #[derive(Clone, Copy, Debug)]
 pub enum Numbers<'a> {
     /// On the host.
     List(&'a [i32]),
     /// On the device: int32 or int64, of any shape and stride.
     Tensor(&'a Borrowed<'a>),
-    /// The same for all.
+    /// The same number for every element.
     Same(i64),
-    /// This, and one more each.
+    /// This number for the first element, and one more for each further element.
     From(i64),
 }
 
 /// Checks that indices are int32 or int64.
 ///
 /// # Errors
-/// [`ErrorKind::Type`](crate::base::ErrorKind::Type) when they are not.
+/// [`ErrorKind::Type`](crate::base::ErrorKind::Type) for any other dtype.
 pub fn expect_ints(dtype: DType) -> Result<()> {
     if matches!(dtype, DType::I32 | DType::I64) {
         return Ok(());
@@ -124,12 +127,12 @@ pub fn expect_ints(dtype: DType) -> Result<()> {
     Err(Error::wrong_type(format!("indices must be int32 or int64, not {dtype}")))
 }
 
-/// The values of an index tensor in host memory, of any shape and stride, in row-major order, copied.
+/// Copies the values of an index tensor in host memory, of any shape and stride, in row-major order.
 ///
 /// # Errors
 /// [`ErrorKind::Type`](crate::base::ErrorKind::Type) when it is neither int32 nor int64,
 /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when it is not in host memory,
-/// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when there is no room for a copy.
+/// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the copy cannot be allocated.
 pub fn read_indices(tensor: &Borrowed<'_>) -> Result<IndexVec> {
     tensor.expect_on(Device::Cpu, "the index tensor")?;
     expect_ints(tensor.dtype())?;
@@ -139,24 +142,24 @@ pub fn read_indices(tensor: &Borrowed<'_>) -> Result<IndexVec> {
     }
 }
 
-/// Copies the elements, which are of type `T`.
+/// Copies the elements, whose type is `T`.
 fn read<T: Copy>(tensor: &Borrowed<'_>) -> Result<Vec<T>> {
     let count = tensor.shape().numel();
     let source: *const T = tensor.address().as_ptr().cast_const().cast();
     let mut values: Vec<T> = reserve(count)?;
     if tensor.is_contiguous() {
         let target: *mut u8 = values.as_mut_ptr().cast();
-        // SAFETY: `Borrowed` promises `count` readable elements; the vector is ours and has room for them. Foreign
-        // elements may be unaligned, so bytes are copied.
+        // SAFETY: `Borrowed` guarantees `count` readable elements; the vector is ours and has room for them.
+        // Foreign elements may be unaligned, so bytes are copied.
         unsafe { target.copy_from_nonoverlapping(source.cast(), count * size_of::<T>()) };
-        // SAFETY: so many were just written, and any bytes make an integer.
+        // SAFETY: that many were just written, and any bytes make an integer.
         unsafe { values.set_len(count) };
         return Ok(values);
     }
     let (shape, strides) = (tensor.shape().as_slice(), tensor.strides().as_slice());
     values.extend((0..count).map(|position| {
         let element = source.wrapping_offset(offset_of(position, shape, strides));
-        // SAFETY: `position` is below `numel`, so it is an element that `Borrowed` promises; it may be unaligned.
+        // SAFETY: `position` is below `numel`, so `Borrowed` guarantees the element; it may be unaligned.
         unsafe { element.read_unaligned() }
     }));
     Ok(values)

@@ -1,17 +1,17 @@
-"""Says what the machine code of the kernels allows: computed from what an assembler made, not measured.
+"""Reports the limits of the kernels' machine code: computed from the assembled code, not measured.
 
     python src/kernels/kernel_report.py --tools TOOLS            prints the table
-    python src/kernels/kernel_report.py --tools TOOLS --markdown prints it as it stands in benches/RESULTS.md
+    python src/kernels/kernel_report.py --tools TOOLS --markdown prints it in the format of benches/RESULTS.md
 
 For each kernel the script follows the shortest path through the machine code that moves a whole piece of a
 row in the widest words, and counts. Two limits follow:
 
-- Issue: a multiprocessor starts four instructions of a warp in a clock. Those of lower rate count as one.
-- Latency (Little's law): bytes that are being read, of as many blocks as the registers admit, over the time
+- Issue: a multiprocessor issues four warp instructions per clock. Those of lower rate count as one.
+- Latency (Little's law): bytes in flight, with as many blocks as the registers admit, over the time
   that memory takes to answer.
 
-The bandwidth share is the smaller of both over the bandwidth of the memory, at most 1. What a kernel really
-gets is less: launches, the tail of a grid and the memory's own overhead are left out. TOOLS needs
+The bandwidth share is the smaller of both over the bandwidth of the memory, at most 1. Actual kernels
+reach less: launches, the tail of a grid and the memory's own overhead are left out. TOOLS needs
 `nvidia-cuda-nvdisasm` beside what generate.py needs.
 """
 
@@ -33,7 +33,7 @@ BLOCK = 256
 WARP = 32
 ISSUES_A_CLOCK = 4
 REGISTERS = 65536
-# What memory takes to answer under load, by assumption: more than twice what it takes when idle, for which
+# The assumed latency of memory under load: more than twice the latency when idle, for which
 # microbenchmarks ("Dissecting the NVIDIA Hopper Architecture", 2024) found some 475 clocks on A100 and H100.
 LATENCY_NS = 800.0
 WIDE = 16
@@ -42,7 +42,7 @@ INDEX_BYTES = 8
 
 @dataclass(frozen=True)
 class Device:
-    """A device, with the figures of NVIDIA's data sheet or architecture paper for it."""
+    """A device, with figures from NVIDIA's data sheet or architecture paper."""
 
     name: str
     multiprocessors: int
@@ -52,11 +52,11 @@ class Device:
 
     @property
     def bytes_a_clock(self) -> float:
-        """What a multiprocessor gets of the memory's bandwidth in a clock."""
+        """Bytes of memory bandwidth per multiprocessor and clock."""
         return self.gigabytes_s / self.boost_ghz / self.multiprocessors
 
     def resident_warps(self, registers: int) -> int:
-        """Warps that a multiprocessor holds at once, in whole blocks."""
+        """Resident warps of a multiprocessor, in whole blocks."""
         of_block = -(-registers // 8) * 8 * BLOCK
         return min(REGISTERS // of_block * BLOCK, self.warps * WARP) // BLOCK * BLOCK // WARP
 
@@ -71,16 +71,16 @@ DEVICES = {
 
 @dataclass(frozen=True)
 class Case:
-    """A path: how many words of how many bytes it reads and writes, and instructions that it has."""
+    """A path: the number and size of the words it reads and writes, and instructions it contains."""
 
     title: str
     module: str
     kernel: str
     reads: tuple[int, int]
     writes: tuple[int, int]
-    #: Other reads: of an index.
+    #: Other reads, such as an index.
     others: int = 1
-    #: The beginning of an opcode, and how many there are at least.
+    #: The beginning of an opcode, and its least number of occurrences.
     marks: tuple[str, int] = ("", 0)
 
 
@@ -102,14 +102,14 @@ WIDTHS = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
 
 @dataclass(frozen=True)
 class Instruction:
-    """An instruction, and those that may be next."""
+    """An instruction and its possible successors."""
 
     opcode: str
     next: tuple[int, ...]
     is_conditional: bool = False
 
     def width(self, name: str) -> int:
-        """Bytes that it reads or writes of global memory, if its name says that it does."""
+        """Bytes of global memory that it reads or writes, according to its name."""
         if not self.opcode.startswith(f"{name}."):
             return 0
         parts = self.opcode.split(".")
@@ -135,7 +135,7 @@ def kernels(listing: str) -> dict[str, list[Instruction]]:
 
 
 def instruction(line: str, at: int, labels: dict[str, int], end: int) -> Instruction:
-    """An instruction of a kernel of `end` of them, which stands at `at`."""
+    """Instruction number `at` of a kernel with `end` instructions."""
     words = line.split()
     is_conditional = words[0].startswith("@")
     opcode = words[1] if is_conditional else words[0]
@@ -143,24 +143,24 @@ def instruction(line: str, at: int, labels: dict[str, int], end: int) -> Instruc
     after = (at + 1,) if at + 1 < end else ()
     if name in {"BRA", "BRX", "BRXU", "JMP", "JMX", "JMXU"}:
         targets = tuple(labels[label] for label in re.findall(r"\.L_\w+", line) if label in labels)
-        # Uniform branches have their condition behind the name.
+        # Uniform branches have their condition after the name.
         may_pass = is_conditional or re.search(r"BRA\S*\s+!?U?P\d", line) is not None
         return Instruction(opcode, targets + (after if may_pass else ()))
     if name == "CALL":
-        # Of code of this kernel, else of a function that comes back.
+        # A target in this kernel; otherwise a function that returns.
         return Instruction(opcode, after + tuple(labels[label] for label in re.findall(r"\.L_\w+", line)))
     if name in {"EXIT", "RET"}:
         return Instruction(opcode, after if is_conditional else ())
     return Instruction(opcode, after, is_conditional)
 
 
-# Reads, writes, other reads and marks on the way to an instruction; and the number of that.
+# Reads, writes, other reads and marks on the way to an instruction; and its number.
 Counts = tuple[int, int, int, int]
 State = tuple[int, Counts]
 
 
 def counted(here: Instruction, counts: Counts, case: Case) -> list[Counts]:
-    """The counts after an instruction, if it is run and if it is not; none if no such path has it."""
+    """The counts after an instruction, executed or skipped; none if no matching path contains it."""
     reads, writes, others, marks = counts
     mark, least = case.marks
     if mark and here.opcode.startswith(mark):
@@ -174,14 +174,14 @@ def counted(here: Instruction, counts: Counts, case: Case) -> list[Counts]:
         found.append((reads, writes, others + 1, marks))
     elif read == case.reads[0] and reads < case.reads[1] and others == case.others:
         found.append((reads + 1, writes, others, marks))
-    # All that is read is read before any of it is written.
+    # All reads come before the first write.
     if write == case.writes[0] and writes < case.writes[1] and reads == case.reads[1]:
         found.append((reads, writes + 1, others, marks))
     return found
 
 
 def shortest(code: list[Instruction], case: Case) -> list[Instruction]:
-    """The shortest way through a kernel that reads and writes as a case says.
+    """The shortest path through a kernel with the reads and writes of a case.
 
     Raises:
         GenerateError: If there is none.
@@ -213,14 +213,14 @@ def shortest(code: list[Instruction], case: Case) -> list[Instruction]:
 
 
 def row(case: Case, architecture: int, code: list[Instruction], registers: int) -> list[str]:
-    """The line of a case: what is counted, and what follows."""
+    """The line of a case: counted and derived figures."""
     device = DEVICES[architecture]
     count = len(shortest(code, case))
     read, written = (width * number for width, number in (case.reads, case.writes))
     warps = device.resident_warps(registers)
     in_flight = warps * WARP * read
     issue = ISSUES_A_CLOCK * WARP * (read + written) / count / device.bytes_a_clock
-    # Only what is read is waited for; what is written follows at the same pace.
+    # Only reads are waited for; writes follow at the same pace.
     clocks = LATENCY_NS * device.boost_ghz
     latency = in_flight / clocks * (read + written) / read / device.bytes_a_clock if read else float("inf")
     return [
@@ -276,8 +276,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tools", type=Path, required=True, help="where pip put the compilers")
-    parser.add_argument("--markdown", action="store_true", help="as benches/RESULTS.md has it")
+    parser.add_argument("--tools", type=Path, required=True, help="folder of the compilers' pip packages")
+    parser.add_argument("--markdown", action="store_true", help="the format of benches/RESULTS.md")
     arguments = parser.parse_args()
     try:
         found = lines(arguments.tools)

@@ -1,11 +1,12 @@
 //! Operations on rows of bytes and on the request table: on the CPU, and as CUDA kernels.
 //!
-//! An [`Executor`] is where they run. On the host they copy rows from where they lie, strided or not, on several threads when
-//! there is enough of them; on a device they are one launch each. They move memory, so bandwidth is their limit.
+//! An [`Executor`] runs them. On the host it copies rows in place, strided or not, and uses several threads
+//! for large batches; on a device each operation is one launch. The operations move memory, so bandwidth is
+//! their limit.
 //!
-//! The images of the CUDA kernels are loaded once a device, at the first use, and stay loaded. A [`Fetcher`] brings index
-//! values from a device to the host without a wait; [`pack()`] copies tensors that lie anyhow to
-//! and from contiguous memory.
+//! The images of the CUDA kernels are loaded once per device, at the first use, and stay loaded. A
+//! [`Fetcher`] copies index values from a device to the host without waiting; [`pack()`] copies tensors with
+//! any strides to and from contiguous memory. Nothing here decides which indices are in use.
 
 mod convert;
 mod executor;

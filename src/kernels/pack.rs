@@ -1,4 +1,4 @@
-//! Copying a tensor, wherever it is and however it lies, to or from contiguous memory.
+//! Copies of a tensor with any strides, on any device, to or from contiguous memory.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use crate::memory::{Borrowed, Gpu, Stream};
 
 use super::threads::in_parts;
 
-/// Which way [`pack()`] copies.
+/// The direction of [`pack()`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
     /// From the tensor to contiguous memory.
@@ -18,15 +18,18 @@ pub enum Direction {
     Unpack,
 }
 
-/// Copies the elements of `tensor`, in order, to or from `packed`, which is contiguous and has as many of the same dtype.
+/// Copies the elements of `tensor`, in order, to or from `packed`, which is contiguous with as many elements
+/// of the same dtype.
 ///
-/// Without a `gpu` both are in host memory, and several threads share the work. With one, which reaches both, copies are
-/// enqueued on `stream`: one for all runs of contiguous elements of `tensor` that are equally far apart, so one if it has
-/// gaps along one dimension, and as many as there are indices of the dimensions before that.
+/// Without a `gpu` both are in host memory, and several threads share the work. Otherwise `gpu` can access
+/// both, and copies are enqueued on `stream`: one per set of equally spaced runs of contiguous elements. A
+/// tensor with gaps along one dimension thus takes one copy, and any other as many as there are indices of
+/// the dimensions before that.
 ///
 /// # Errors
-/// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when they do not match, or when elements of a target lie on top of
-/// each other; nothing is copied then. [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the driver refuses.
+/// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when they do not match, or when elements of a target
+/// overlap; nothing is copied then. [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when a driver call
+/// fails.
 pub fn pack(
     packed: &Borrowed<'_>,
     tensor: &Borrowed<'_>,
@@ -62,7 +65,8 @@ pub fn pack(
             let copied = each(range, &mut |packed, lying, bytes| {
                 let (target, source) =
                     if direction == Direction::Pack { (packed, lying) } else { (lying, packed) };
-                // SAFETY: both tensors are valid for these bytes, as `Borrowed` promises; they may be the same.
+                // SAFETY: both tensors are valid for these bytes, as `Borrowed` guarantees; they may be the
+                // same.
                 unsafe { target.copy_from(source, bytes) };
                 Ok(())
             });
@@ -106,17 +110,17 @@ unsafe fn flat<'a>(
     let [rows, bytes, pitch] = [rows, bytes, pitch]
         .map(|number| i64::try_from(number).expect("memory is no longer than an address counts"));
     let (shape, strides) = (Dims::new(&[rows, bytes])?, Dims::new(&[pitch, 1])?);
-    // SAFETY: the caller promises it.
+    // SAFETY: guaranteed by the caller.
     Ok(unsafe { Borrowed::new(address, DType::U8, whole.device(), shape, strides) })
 }
 
-/// The most bytes from a row to the next that a device takes in one copy.
+/// The largest distance between rows, in bytes, that one copy of a device allows.
 const MOST_PITCH: usize = i32::MAX as usize;
 
 /// A tensor as runs of contiguous elements.
 struct Runs {
     run_bytes: usize,
-    /// Extent and stride, in bytes, of each dimension outside of the runs, the last first.
+    /// Extent and stride in bytes of each dimension outside of the runs, innermost first.
     outer: Vec<(usize, isize)>,
 }
 
@@ -141,8 +145,8 @@ impl Runs {
         runs
     }
 
-    /// Runs that one copy takes, and how many bytes they are apart: those of the last dimension outside of the runs, unless
-    /// they overlap or are too far apart.
+    /// The number of runs in one copy, and the distance between them in bytes: the runs of the innermost
+    /// dimension outside, unless they overlap or are too far apart.
     fn rows(&self) -> (usize, usize) {
         let apart = |&(extent, stride): &(usize, isize)| Some((extent, usize::try_from(stride).ok()?));
         self.outer
@@ -152,7 +156,7 @@ impl Runs {
             .unwrap_or((1, self.run_bytes))
     }
 
-    /// Byte of the tensor at which run `number` begins.
+    /// The offset of run `number` in the tensor, in bytes.
     fn start(&self, mut number: usize) -> isize {
         let mut start = 0;
         for &(extent, stride) in &self.outer {

@@ -1,11 +1,11 @@
-// Parameters of the kernels, and what all of them need. `launch/params.rs` has the same structures.
+// Kernel parameters and shared helpers. `launch/params.rs` has the same structures.
 //
 // The source is CUDA C++ without includes of its own, barriers, shared memory or atomics, so that it also runs as plain
 // loops on a host. Blocks are one-dimensional.
 
 #pragma once
 
-// A kernel, and the same one for a list that comes with the call. `KERNELS` begins the body of both, for which the
+// A kernel, and its variant with a list that is passed with the launch. `KERNELS` begins the body of both, where the
 // parameters are `p`; `list` is null in the first.
 #ifndef KERNEL
 #define KERNEL(name, Params) extern "C" __global__ void __launch_bounds__(256) name(const __grid_constant__ Params p)
@@ -23,7 +23,7 @@ enum { BLOCK = 256, WORDS_PER_LANE = 4, ELEMENTS_PER_LANE = 8 };
 /// A divisor of numbers below 2^31, as a factor: `number / by` is `number * factor >> shift`.
 ///
 /// `shift` is 31 + l for the smallest l with `by <= 2^l`, and `factor` is 2^shift / `by`, rounded up. So `factor * by`
-/// is beyond 2^shift by less than 2^l, which is too little to matter for such numbers, and `factor` has 32 bits.
+/// exceeds 2^shift by less than 2^l, too little to change the quotient of such numbers, and `factor` has 32 bits.
 struct Divisor {
     u32 by;
     u32 factor;
@@ -31,15 +31,15 @@ struct Divisor {
 };
 static_assert(sizeof(Divisor) == 12, "as launch/params.rs has it");
 
-/// A row for 2^`lane_bits` threads, the lanes, in pieces of which each lane does one at a time.
+/// A row divided among 2^`lane_bits` threads, the lanes. Each lane does one piece at a time.
 struct Split {
     Divisor pieces;
     u32 lane_bits;
 };
 static_assert(sizeof(Split) == 16, "as launch/params.rs has it");
 
-/// What a kernel found wrong. It lies in page-locked host memory, where the host reads it at any time; of several
-/// faults any may stay. `what` is 0 for none, else the position in the batch, shifted, and one of the kinds.
+/// An invalid number that a kernel found. It lies in page-locked host memory, which the host may read at any time; of several
+/// faults any one may remain. `what` is 0 for none, otherwise the position in the batch, shifted, and one of the kinds.
 struct alignas(16) Fault {
     u64 what;
     i64 value;
@@ -48,8 +48,8 @@ static_assert(sizeof(Fault) == 16, "as launch/mod.rs has it");
 
 enum { FAULT_ROW = 1, FAULT_COLUMN = 2, FAULT_VALUE = 3 };
 
-/// The numbers of a batch: `value + step * i` where there is no data, or those from `value` on of the list that came with
-/// the call; else elements of an int32 or int64 tensor, in row-major order, strides in elements.
+/// The numbers of a batch: `value + step * i` without data, or those from `value` on in the list that is passed with
+/// the launch; otherwise elements of an int32 or int64 tensor, in row-major order, strides in elements.
 struct Index {
     const void* data;
     i64 value;
@@ -64,15 +64,15 @@ static_assert(sizeof(Index) == 160, "as launch/params.rs has it");
 
 enum { INDEX_NARROW = 0, INDEX_WIDE = 1, INDEX_LISTED = 2 };
 
-/// Parameters of a kernel with numbers of the host behind them, in the 4 KiB that every driver takes. A list that is read
-/// where the parameters lie needs no copy, and no memory that must stay until the kernel has run.
+/// Parameters of a kernel followed by numbers from the host, in the 4 KiB that every driver accepts. A list that is read
+/// in place needs no copy, and no memory that must stay valid until the kernel has run.
 template <typename Params>
 struct WithList {
     Params params;
     i32 list[(4096 - sizeof(Params)) / sizeof(i32)];
 };
 
-/// Values of K or of V on their way into a buffer.
+/// Values of K or V to store in a buffer.
 struct StorePart {
     u8* target;
     const u8* source;
@@ -90,16 +90,16 @@ struct StorePart {
     i32 source_dtype;
     i32 target_dtype;
     i32 element_bytes;
-    /// Whether what a lane has of a row lies side by side, aligned, in the source and in the target.
+    /// Whether the elements of a lane are contiguous and aligned, in the source and in the target.
     i32 is_run;
-    /// By which values are divided before they become 8-bit floats, and 1 / `divisor`, or 0 where `divide` of
+    /// The divisor of values that become 8-bit floats, and 1 / `divisor`, or 0 where `divide` of
     /// convert.cuh must not be used.
     float divisor;
     float reciprocal;
 };
 static_assert(sizeof(StorePart) == 232, "as launch/params.rs has it");
 
-/// How values get to their rows: as words, converted, or element by element with their bits as they are.
+/// How values are stored: copied as words, converted, or copied element by element.
 enum { WAY_WORDS = 0, WAY_CONVERT = 1, WAY_ELEMENTS = 2 };
 
 /// The dtypes of conversions.
@@ -110,7 +110,7 @@ struct StoreParams {
     i64 count;
     i64 rows;
     Fault* fault;
-    /// Blocks of the first part; the second has the others.
+    /// Blocks of the first part; the rest belong to the second.
     i64 first_blocks;
     StorePart parts[2];
 };
@@ -130,7 +130,7 @@ struct GatherParams {
     i64 count;
     i64 rows;
     Fault* fault;
-    /// Blocks of the first part; the second has the others.
+    /// Blocks of the first part; the rest belong to the second.
     i64 first_blocks;
     GatherPart parts[2];
 };
@@ -160,7 +160,7 @@ struct MoveParams {
 };
 static_assert(sizeof(MoveParams) == 472, "as launch/params.rs has it");
 
-/// `steps` is null where they came with the call.
+/// `steps` is null when they are passed with the launch.
 struct OrderParams {
     const i32* steps;
     i64 count;
@@ -190,7 +190,7 @@ struct PointsParams {
 };
 static_assert(sizeof(PointsParams) == 528, "as launch/params.rs has it");
 
-/// Without `rows`, they came with the call, and `indptr` behind them; there are no starts and values then.
+/// Without `rows`, they are passed with the launch, followed by `indptr`; there are no starts and values then.
 struct RaggedParams {
     i32* table;
     i64 columns;
@@ -216,7 +216,7 @@ struct KvIndicesParams {
 static_assert(sizeof(KvIndicesParams) == 376, "as launch/params.rs has it");
 
 /// One request of a plan. Positions from `start` on go into the table; those from `prefix` on are new tokens. Its pages
-/// from that of `start` on are `pages[page_begin..]`.
+/// from the page of `start` on are `pages[page_begin..]`.
 struct PlanRequest {
     i32 row;
     i32 start;
@@ -225,13 +225,13 @@ struct PlanRequest {
     i32 qo_begin;
     i32 kv_begin;
     i32 page_begin;
-    /// Entries of its line of the block table before this are right, and from `block_until` on they are 0.
+    /// Entries of its line of the block table before this one are up to date, and from `block_until` on they are 0.
     i32 block_from;
     i32 block_until;
 };
 static_assert(sizeof(PlanRequest) == 36, "as pool/batch_planner.rs has it");
 
-/// Without `requests`, they came with the call, and the pages behind all of them.
+/// Without `requests`, they are passed with the launch, followed by the pages of all of them.
 struct PlanParams {
     const PlanRequest* requests;
     const i32* pages;
@@ -300,7 +300,7 @@ __device__ __forceinline__ i64 offset_of(i64 i, i32 ndim, const i64* shape, cons
     return offset + i * strides[0];
 }
 
-/// Number `i` of a batch; `list` came with the call, if one did.
+/// Number `i` of a batch; `list` is passed with the launch, or null.
 __device__ __forceinline__ i64 number(const Index& index, i64 i, const i32* list) {
     if (index.data == nullptr) {
         if (list != nullptr && index.kind == INDEX_LISTED) {

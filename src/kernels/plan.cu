@@ -1,4 +1,4 @@
-// A step of a batch: the request table and the metadata of attention kernels, in one launch.
+// A step of a batch: writes the request table and the metadata of attention kernels, in one launch.
 
 #include "params.cuh"
 
@@ -8,7 +8,7 @@ enum { PAGES_AT_ONCE = 4 };
 /// Writes the new slots to the table and every field of the plan.
 ///
 /// Blocks in the second dimension of the grid share the requests, those in the first the positions of each. What a request
-/// had before is read from the table, of which no thread writes that part.
+/// had before is read from a part of the table that no thread writes.
 KERNELS(kvpool_plan, PlanParams) {
     i64 step = i64(gridDim.x) * BLOCK;
     const PlanRequest* requests = list != nullptr ? reinterpret_cast<const PlanRequest*>(list) : p.requests;
@@ -45,7 +45,7 @@ KERNELS(kvpool_plan, PlanParams) {
             }
         }
         i64 count = (i64(request.seq) + page_size - 1) / page_size;
-        // Without `kv_indices` only the part of the line that is shown is wanted.
+        // Without `kv_indices` only the visible part of the line is needed.
         bool shows = p.block_table != nullptr;
         i64 begin = p.kv_indices != nullptr ? 0 : shows ? request.block_from : count;
         i32* line = p.block_table + i * i64(p.width);

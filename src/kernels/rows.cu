@@ -14,7 +14,7 @@ struct Place {
     i64 first;
 };
 
-/// What a thread of block `block` of a buffer does: `per_lane` words of a row.
+/// The part of a thread in block `block` of a buffer: `per_lane` words of a row.
 __device__ __forceinline__ Place place(u32 block, const Split& split, u32 per_lane) {
     u64 thread = u64(block) * BLOCK + threadIdx.x;
     // There are fewer than 2^31 pieces.
@@ -76,15 +76,15 @@ __device__ __forceinline__ void zero_piece(u8* target, i64 first, u32 lanes, i64
     }
 }
 
-/// The elements of a row that a lane has, ELEMENTS_PER_LANE of them, and where they lie in the source.
+/// The elements of one lane, ELEMENTS_PER_LANE of a row, and their layout in the source.
 struct Elements {
     const u8* source;
     u8* target;
     i64 words;
-    /// The first one, and how far apart they are in the target.
+    /// The first one, and the distance between them in the target.
     i64 first;
     i64 step;
-    /// Where the first one lies in the source, and how far apart they are there, in elements; `turn` more where a head
+    /// The offset of the first one in the source, and the distance between them there, in elements; `turn` more where a head
     /// ends. `rest` is the place of the first one in its head of `dim` elements, and moves by `rest_step`.
     i64 offset;
     i64 offset_step;
@@ -92,7 +92,7 @@ struct Elements {
     u32 rest_step;
     u32 dim;
     i64 turn;
-    /// They lie side by side, aligned, in the source and in the target.
+    /// They are contiguous and aligned, in the source and in the target.
     bool is_run;
 };
 
@@ -120,7 +120,7 @@ __device__ __forceinline__ Elements elements(const StorePart& part, const u8* so
     return its;
 }
 
-/// Elements side by side, read and written in words as wide as can be.
+/// Contiguous elements, read and written in the widest possible words.
 template <typename Bits>
 struct alignas(sizeof(Bits) == 1 ? 8 : 16) Run {
     Bits elements[ELEMENTS_PER_LANE];
@@ -287,7 +287,7 @@ KERNELS(kvpool_store, StoreParams) {
     }
 }
 
-/// Row i of the target becomes row `indices[i]` of the source, for K and V; zeros where there is no such row.
+/// Row i of the target becomes row `indices[i]` of the source, for K and V, or zeros if that row does not exist.
 KERNELS(kvpool_gather, GatherParams) {
     bool is_second = blockIdx.x >= u32(p.first_blocks);
     const GatherPart& part = p.parts[is_second];
@@ -309,14 +309,14 @@ KERNELS(kvpool_gather, GatherParams) {
     copy_piece(target, part.source + row * row_bytes, at.first, lanes, part.words, part.word);
 }
 
-/// The buffer of both groups that a block works on, of which it is number `block`.
+/// The buffer, of either group, that a block works on, and the number of the block within it.
 struct Buffer {
     const RowGroup& group;
     u8* base;
     u32 block;
 };
 
-/// Each block has one buffer: those of the first group come first, and each buffer has as many as it needs.
+/// Each block works on one buffer: blocks of the first group come first, and each buffer has as many as it needs.
 __device__ __forceinline__ Buffer buffer_of(const RowGroup* groups) {
     u32 first_blocks = groups[0].buffers * groups[0].blocks.by;
     bool is_second = blockIdx.x >= first_blocks;
@@ -366,8 +366,8 @@ __device__ __forceinline__ void move_word(const i32* steps, i64 count, u8* base,
     }
 }
 
-/// The moves of `steps`, triples of kind, a and b: row a becomes row b, or both trade places. Each thread owns one
-/// word of every row of a buffer, so the order of its steps is all the order there is.
+/// The moves of `steps`, triples of kind, a and b: row a becomes row b, or both are exchanged. Each thread owns one
+/// word of every row of a buffer, so only the order of its own steps matters.
 KERNELS(kvpool_move_in_order, OrderParams) {
     Buffer its = buffer_of(p.groups);
     const RowGroup& group = its.group;

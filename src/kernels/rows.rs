@@ -1,4 +1,6 @@
-//! Gathering, moving and zeroing rows of buffers.
+//! Gathers, moves and fills of rows in host memory, and the layout of rows in a region.
+//!
+//! Every function checks its rows, then acts. None takes a lock: [`Executor`](super::Executor) does.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -15,7 +17,7 @@ use super::threads::in_parts;
 #[derive(Clone, Debug)]
 pub struct RowBuffer {
     region: Arc<Region>,
-    /// The rows lie within the region from this byte on.
+    /// The offset of the first row in the region, in bytes.
     offset: usize,
     rows: usize,
     heads: usize,
@@ -24,10 +26,10 @@ pub struct RowBuffer {
 }
 
 impl RowBuffer {
-    /// `rows` rows of `heads` x `dim` elements from byte `offset` of `region` on.
+    /// A buffer of `rows` rows of `heads` x `dim` elements, at byte `offset` of `region`.
     ///
     /// # Errors
-    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when they do not lie within the region,
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when the rows are not within the region,
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for more rows than int32 can name.
     pub fn new(
         region: Arc<Region>,
@@ -42,13 +44,13 @@ impl RowBuffer {
         Ok(Self { region, offset, rows, heads, dim, dtype })
     }
 
-    /// The memory it lies in.
+    /// The region of the rows.
     #[must_use]
     pub const fn region(&self) -> &Arc<Region> {
         &self.region
     }
 
-    /// Where it begins in its region, in bytes.
+    /// The offset of the first row in the region, in bytes.
     #[must_use]
     pub const fn offset(&self) -> usize {
         self.offset
@@ -66,19 +68,19 @@ impl RowBuffer {
         self.dtype
     }
 
-    /// Bytes of one row.
+    /// The size of one row in bytes.
     #[must_use]
     pub const fn row_bytes(&self) -> usize {
         self.heads * self.dim * self.dtype.size()
     }
 
-    /// Bytes of all rows.
+    /// The size of all rows in bytes.
     #[must_use]
     pub const fn bytes(&self) -> usize {
         self.rows * self.row_bytes()
     }
 
-    /// The bytes of its region that a run of rows takes, as far as there are such rows.
+    /// The bytes of the region that a run of rows occupies; rows beyond the last are ignored.
     pub(super) fn bytes_of(&self, run: &Range<usize>) -> Range<usize> {
         let [start, end] =
             [run.start, run.end].map(|row| self.offset + row.min(self.rows) * self.row_bytes());
@@ -92,12 +94,12 @@ impl RowBuffer {
     }
 }
 
-/// Where the rows of one kind lie, in equal buffers for each layer.
+/// The layout of one kind of rows: equal buffers, one per layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LayerLayout {
-    /// Where the buffer of the first layer begins in its region, in bytes.
+    /// The offset of the first layer's buffer in the region, in bytes.
     pub offset: usize,
-    /// Bytes from the buffer of a layer to that of the next.
+    /// Bytes from one layer's buffer to the next.
     pub step: usize,
     /// `[rows, heads, dim]` of each buffer.
     pub shape: [usize; 3],
@@ -105,19 +107,19 @@ pub struct LayerLayout {
     pub dtype: DType,
 }
 
-/// Rows of two kinds for each of a number of layers, in one region: keys and values, or two states.
+/// Rows of two kinds for several layers in one region: keys and values, or two states.
 #[derive(Clone, Debug)]
 pub struct LayerRows {
-    /// Those of the first kind for every layer, then those of the second.
+    /// The buffers of the first kind by layer, then those of the second.
     buffers: Vec<RowBuffer>,
     layers: usize,
 }
 
 impl LayerRows {
-    /// Rows of `region`.
+    /// The rows of `layers` layers in `region`.
     ///
     /// # Errors
-    /// As [`RowBuffer::new`].
+    /// Same as [`RowBuffer::new`].
     pub fn new(region: &Arc<Region>, layers: usize, kinds: [LayerLayout; 2]) -> Result<Self> {
         let buffers = kinds.iter().flat_map(|kind| {
             (0..layers).map(|layer| {
@@ -127,7 +129,7 @@ impl LayerRows {
         Ok(Self { buffers: buffers.collect::<Result<_>>()?, layers })
     }
 
-    /// Layers.
+    /// The number of layers.
     #[must_use]
     pub const fn layers(&self) -> usize {
         self.layers
@@ -136,7 +138,7 @@ impl LayerRows {
     /// The rows of a layer.
     ///
     /// # Errors
-    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a layer that is not there.
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a layer that does not exist.
     pub fn layer(&self, layer: usize) -> Result<[&RowBuffer; 2]> {
         if layer >= self.layers {
             return Err(Error::index(format!("layer {layer} is outside [0, {})", self.layers)));
@@ -151,25 +153,25 @@ impl LayerRows {
         [first, second]
     }
 
-    /// All buffers, those of the first kind first.
+    /// Every buffer, those of the first kind first.
     #[must_use]
     pub fn all(&self) -> &[RowBuffer] {
         &self.buffers
     }
 
-    /// Bytes of all rows.
+    /// The size of all rows in bytes.
     #[must_use]
     pub fn bytes(&self) -> usize {
         self.buffers.iter().map(RowBuffer::bytes).sum()
     }
 }
 
-/// Copies the rows that `rows` names, all below the buffer's, to `out`: contiguous `[rows.len(), heads, dim]` of
+/// Copies the rows in `rows`, all within the buffer, to `out`: contiguous `[rows.len(), heads, dim]` of
 /// the same dtype in host memory.
 ///
 /// # Errors
-/// [`ErrorKind::Config`](crate::base::ErrorKind::Config) or [`ErrorKind::Type`](crate::base::ErrorKind::Type) when
-/// `out` is not that; nothing is written then.
+/// [`ErrorKind::Config`](crate::base::ErrorKind::Config) or [`ErrorKind::Type`](crate::base::ErrorKind::Type)
+/// when `out` differs; nothing is written then.
 pub fn gather_rows(pairs: &[(&RowBuffer, Borrowed<'_>)], rows: &[u32]) -> Result<()> {
     check_targets(pairs, rows.len())?;
     for (buffer, _) in pairs {
@@ -184,7 +186,8 @@ pub fn gather_rows(pairs: &[(&RowBuffer, Borrowed<'_>)], rows: &[u32]) -> Result
             let mut target = out.address().as_ptr().wrapping_add(from * buffer.row_bytes());
             for position in from..to {
                 let (row, later) = (rows[position], rows[(position + AHEAD).min(rows.len() - 1)]);
-                // SAFETY: `row` was checked; `out` is contiguous, has a place for it, and lies elsewhere.
+                // SAFETY: `row` was checked; `out` is contiguous, has room for it, and does not overlap the
+                // buffer.
                 unsafe { copy.copy(buffer.row(row), target, buffer.row(later)) };
                 target = target.wrapping_add(buffer.row_bytes());
             }
@@ -194,8 +197,8 @@ pub fn gather_rows(pairs: &[(&RowBuffer, Borrowed<'_>)], rows: &[u32]) -> Result
     Ok(())
 }
 
-/// Checks that every target is a contiguous `[count, heads, dim]` of its buffer's dtype and device, and overlaps
-/// nothing that is read or written.
+/// Checks that every target is a contiguous `[count, heads, dim]` of its buffer's dtype and device, and
+/// overlaps nothing that is read or written.
 pub(super) fn check_targets(pairs: &[(&RowBuffer, Borrowed<'_>)], count: usize) -> Result<()> {
     for (buffer, out) in pairs {
         out.expect_on(buffer.region.device(), "out")?;
@@ -214,7 +217,7 @@ pub(super) fn check_targets(pairs: &[(&RowBuffer, Borrowed<'_>)], count: usize) 
     check_apart(pairs)
 }
 
-/// Checks that the host can reach the rows.
+/// Checks that the host can access the rows.
 fn on_host(buffer: &RowBuffer) -> Result<()> {
     let device = buffer.region.device();
     if device == Device::Cpu {
@@ -254,7 +257,7 @@ fn check_rows(buffer: &RowBuffer, rows: &[u32]) -> Result<()> {
 
 /// Checks that every buffer has the rows of `moves`.
 pub(super) fn check_moves(buffers: &[RowBuffer], moves: &[Move]) -> Result<()> {
-    // Buffers of a pool are mostly equal.
+    // Most pools have equal buffers: the check is repeated only where the number of rows changes.
     let mut checked = None;
     for buffer in buffers.iter().filter(|buffer| checked.replace(buffer.rows) != Some(buffer.rows)) {
         for step in moves {
@@ -268,7 +271,8 @@ pub(super) fn check_moves(buffers: &[RowBuffer], moves: &[Move]) -> Result<()> {
 /// Carries out `moves`, in order, in every buffer.
 ///
 /// # Errors
-/// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when a row is outside of a buffer; nothing is moved then.
+/// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when a row is outside of a buffer; nothing is moved
+/// then.
 pub fn move_rows(buffers: &[RowBuffer], moves: &[Move]) -> Result<()> {
     buffers.iter().try_for_each(on_host)?;
     check_moves(buffers, moves)?;
@@ -294,10 +298,11 @@ pub fn move_rows(buffers: &[RowBuffer], moves: &[Move]) -> Result<()> {
     Ok(())
 }
 
-/// Zeroes the rows that `rows` names in every buffer.
+/// Zeroes the rows in `rows` in every buffer.
 ///
 /// # Errors
-/// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when a row is outside of a buffer; nothing is zeroed then.
+/// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when a row is outside of a buffer; nothing is zeroed
+/// then.
 pub fn zero_rows(buffers: &[RowBuffer], rows: &[u32]) -> Result<()> {
     for buffer in buffers {
         on_host(buffer)?;

@@ -1,4 +1,6 @@
-//! Storing values into rows of buffers, from where they lie and converted where dtypes differ.
+//! Stores of values into rows of buffers in host memory, strided and converted as necessary.
+//!
+//! A store checks everything, then writes. It takes no lock: [`Executor`](super::Executor) does.
 
 use crate::base::bounded::{distance, signed};
 use crate::base::{Device, Dims, Error, IndexVec, Result, reserve, widen};
@@ -10,31 +12,32 @@ use super::row_copy::{AHEAD, RowCopy};
 use super::rows::RowBuffer;
 use super::threads::in_parts;
 
-/// Values that are stored into the rows of a buffer.
+/// Values to store into the rows of a buffer.
 #[derive(Clone, Copy, Debug)]
 pub struct Store<'a> {
-    /// What the values are called in messages.
+    /// The name of the values in messages.
     pub name: &'static str,
-    /// Where they go.
+    /// The buffer to store them in.
     pub target: &'a RowBuffer,
-    /// The values: leading dimensions whose product is the number of rows, then `[heads, dim]` or `[heads * dim]`.
+    /// The values: leading dimensions whose product is the number of rows, then `[heads, dim]` or `[heads *
+    /// dim]`.
     pub values: Borrowed<'a>,
-    /// Divides the values before they are converted to an 8-bit float.
+    /// The divisor of values that are converted to an 8-bit float.
     pub scale: Option<f32>,
 }
 
-/// How one row gets from its source to its buffer.
+/// How one row is copied from its source to its buffer.
 #[derive(Clone, Copy)]
 enum Method {
-    /// It lies in one piece.
+    /// The row is contiguous.
     Whole(RowCopy),
-    /// Each of its heads lies in one piece.
+    /// Each head is contiguous.
     Heads,
     /// Element by element, converted where the dtypes differ.
     Convert(Convert),
 }
 
-/// A store whose shapes and dtypes were checked.
+/// A store with checked shapes and dtypes.
 struct StorePlan<'a> {
     store: Store<'a>,
     method: Method,
@@ -42,10 +45,10 @@ struct StorePlan<'a> {
     divisor: f32,
 }
 
-/// Writes `values` to the rows that `indices` names, for every store in turn, in one pass.
+/// Writes `values` to the rows in `indices`, for every store in turn, in one pass.
 ///
-/// Negative indices are skipped. When a row is named twice, the last of its values stays. Large work is spread
-/// over threads, each of which writes rows of its own.
+/// Negative indices are skipped. When a row occurs twice, its last value stays. A large store is split among
+/// threads, each with rows of its own.
 ///
 /// # Errors
 /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for shapes that do not fit,
@@ -63,7 +66,7 @@ pub fn store_rows(stores: &[Store<'_>], indices: &IndexVec) -> Result<()> {
     let targets = targets(indices, rows)?;
     let bytes: usize = stores.iter().map(|store| store.target.row_bytes() * targets.len()).sum();
     in_parts(bytes, |part, parts| {
-        // Each thread writes rows of its own, so that one row is never written by two.
+        // Each thread writes its own rows, so no row is written by two threads.
         let mine = |row: u32| parts == 1 || widen(row) % parts == part;
         for planned in &plans {
             for (position, &target) in targets.iter().enumerate() {
@@ -81,7 +84,7 @@ pub fn store_rows(stores: &[Store<'_>], indices: &IndexVec) -> Result<()> {
     Ok(())
 }
 
-/// The rows that `indices` names, checked; negative values stay negative.
+/// Checks that the non-negative `indices` are below `rows`; negative values stay negative.
 pub(super) fn targets(indices: &IndexVec, rows: usize) -> Result<Vec<i32>> {
     fn checked<T: Copy + Into<i64>>(values: &[T], rows: usize) -> Result<Vec<i32>> {
         let limit = signed(rows);
@@ -91,7 +94,7 @@ pub(super) fn targets(indices: &IndexVec, rows: usize) -> Result<Vec<i32>> {
                 .at_index(slot));
         }
         let mut targets = reserve(values.len())?;
-        // Negative values are skipped, whatever they are.
+        // Negative values are skipped, so one of them stands for all.
         targets.extend(wide().map(|value| i32::try_from(value.max(-1)).expect("rows fit int32")));
         Ok(targets)
     }
@@ -101,8 +104,8 @@ pub(super) fn targets(indices: &IndexVec, rows: usize) -> Result<Vec<i32>> {
     }
 }
 
-/// How the values of a store lie, in elements. A row is `heads` pieces of `dim` elements, one piece where its
-/// elements are evenly spaced.
+/// The layout of the values of a store, in elements. A row consists of `heads` pieces of `dim` elements, or
+/// of one piece when its elements are evenly spaced.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct ValueLayout {
     pub(super) lead_shape: Dims,
@@ -114,13 +117,13 @@ pub(super) struct ValueLayout {
 }
 
 impl ValueLayout {
-    /// Whether the elements of a piece lie one after the other.
+    /// Whether the elements of a piece are contiguous.
     pub(super) const fn is_packed(&self) -> bool {
         self.dim_stride == 1 || self.dim == 1
     }
 }
 
-/// How the values of `store` lie, which must be `count` rows.
+/// The layout of the values of `store`, which must be `count` rows.
 ///
 /// # Errors
 /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when their shape or device does not fit.
@@ -134,7 +137,7 @@ pub(super) fn layout(store: &Store<'_>, count: usize) -> Result<ValueLayout> {
         (n - 2, strides[n - 2], strides[n - 1])
     } else if shape.ends_with(&[signed(heads * dim)]) {
         let n = shape.len();
-        // Strides of nothing may be anything.
+        // Strides of an empty tensor may be anything.
         (n - 1, strides[n - 1].wrapping_mul(signed(dim)), strides[n - 1])
     } else {
         return Err(Error::config(format!(
@@ -177,24 +180,24 @@ fn plan<'a>(store: &Store<'a>, count: usize) -> Result<StorePlan<'a>> {
 }
 
 impl StorePlan<'_> {
-    /// Bytes of so many elements of the source.
+    /// The size of `elements` of the source in bytes.
     fn bytes_of(&self, elements: isize) -> isize {
         elements.wrapping_mul(self.store.values.dtype().size().cast_signed())
     }
 
-    /// Where value number `position` lies.
+    /// The address of value number `position`.
     fn source(&self, position: usize) -> *const u8 {
         let lead =
             offset_of(position, self.layout.lead_shape.as_slice(), self.layout.lead_strides.as_slice());
         self.store.values.address().as_ptr().cast_const().wrapping_offset(self.bytes_of(lead))
     }
 
-    /// Copies value number `position` to `row`, which is below the target's rows.
+    /// Copies value number `position` to `row`, which is one of the target's.
     fn copy(&self, position: usize, row: u32) {
         let (mut source, mut target) = (self.source(position), self.store.target.row(row));
         if let Method::Whole(copy) = self.method {
-            // SAFETY: `plan` found the row of the source in one piece, `Borrowed` promises its elements, and `row`
-            // is a row of a live region.
+            // SAFETY: `plan` found the row of the source contiguous, `Borrowed` guarantees its elements, and
+            // `row` is a row of a live region.
             unsafe { copy.copy(source, target, self.source(position + AHEAD)) };
             return;
         }
@@ -203,7 +206,8 @@ impl StorePlan<'_> {
         let piece_bytes = self.layout.dim * self.store.target.dtype().size();
         for _ in 0..self.layout.heads {
             match self.method {
-                // SAFETY: as above, for one head. The source may be the region itself, hence a copy that may overlap.
+                // SAFETY: as above, for one head. The source may be the region itself, hence a copy that
+                // allows overlap.
                 Method::Whole(_) | Method::Heads => unsafe { target.copy_from(source, piece_bytes) },
                 // SAFETY: as above; the conversion was chosen for these two dtypes.
                 Method::Convert(convert) => unsafe {

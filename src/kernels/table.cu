@@ -2,7 +2,7 @@
 
 #include "params.cuh"
 
-/// `table[row[i], column[i]] = value[i]`, and what was written to `echo`, if there is one.
+/// `table[row[i], column[i]] = value[i]`; the written values also go to `echo`, if there is one.
 KERNELS(kvpool_write_points, PointsParams) {
     i64 i = thread_number();
     if (i >= p.count) {
@@ -31,7 +31,7 @@ KERNELS(kvpool_write_points, PointsParams) {
     }
 }
 
-/// Copies `length` numbers, or writes zeros where there is no source; each thread has several in flight.
+/// Copies `length` numbers, or writes zeros without a source; each thread has several in flight.
 __device__ __forceinline__ void copy_numbers(i32* target, const i32* source, i64 length) {
     i64 step = i64(gridDim.x) * BLOCK;
     for (i64 first = thread_number(); first < length; first += WORDS_PER_LANE * step) {

@@ -1,9 +1,9 @@
-//! The request table, and work on one in host memory.
+//! The request table, and operations on one in host memory.
 
 use crate::base::{DType, Error, Result, bytes_of, widen};
 use crate::memory::{Borrowed, Region};
 
-/// The table of every request's slots, int32 `[rows, columns]`.
+/// The slots of every request, int32 `[rows, columns]`.
 #[derive(Clone, Copy, Debug)]
 pub struct Table<'a> {
     region: &'a Region,
@@ -12,7 +12,7 @@ pub struct Table<'a> {
 }
 
 impl<'a> Table<'a> {
-    /// The table that fills `region`.
+    /// A table over all of `region`.
     ///
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when the region is smaller.
@@ -37,13 +37,13 @@ impl<'a> Table<'a> {
         self.region.address().as_ptr().cast()
     }
 
-    /// Where a row begins, in bytes.
+    /// The offset of a row, in bytes.
     const fn row(&self, row: u32) -> usize {
         widen(row) * self.columns * size_of::<i32>()
     }
 }
 
-/// Zeroes the first columns of rows of a table in host memory.
+/// Zeroes the first columns of rows of a table in host memory, each as `(row, columns)`.
 ///
 /// # Errors
 /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when they are not in the table.
@@ -53,12 +53,12 @@ pub(super) fn zero_columns(table: &Table<'_>, rows: &[(u32, u32)]) -> Result<()>
     })
 }
 
-/// Writes the first slots of each row of a table in host memory one after the other: row `rows[i]` gives
+/// Concatenates the first slots of each row of a table in host memory: row `rows[i]` fills
 /// `out[indptr[i]..indptr[i + 1]]`.
 ///
 /// # Errors
-/// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when a row or a column is not in the table, or a part of `out`
-/// is not there; nothing is written then. `out` must be contiguous int32 in host memory.
+/// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when a row or a column is not in the table, or a part
+/// not in `out`; nothing is written then. `out` must be contiguous int32 in host memory.
 pub(super) fn build_kv_indices(
     table: &Table<'_>,
     rows: &[u32],
@@ -75,17 +75,18 @@ pub(super) fn build_kv_indices(
         values.clear();
         values.extend(table.region.read::<i32>(table.row(row), part.len())?);
         let target = out.address().as_ptr().wrapping_add(part.start * size_of::<i32>());
-        // SAFETY: `Borrowed` promises the elements of `out`, of which `part` names some; the vector is ours.
+        // SAFETY: `Borrowed` guarantees the elements of `out`, and `part` lies within them; the vector is
+        // ours.
         unsafe { target.copy_from_nonoverlapping(values.as_ptr().cast(), size_of_val(&values[..])) };
     }
     Ok(())
 }
 
-/// The part of the output that row number `position` of a batch fills.
+/// The part of the output for row number `position` of a batch.
 ///
 /// # Errors
-/// [`ErrorKind::Index`](crate::base::ErrorKind::Index) unless `0 <= begin <= end <= capacity` and it is no longer than
-/// a row.
+/// [`ErrorKind::Index`](crate::base::ErrorKind::Index) unless `0 <= begin <= end <= capacity` and the part is
+/// no longer than a row.
 pub(super) fn part(
     position: usize,
     begin: i64,

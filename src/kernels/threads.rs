@@ -1,18 +1,21 @@
-//! Splitting large copies over threads.
+//! Large copies, split among threads.
+//!
+//! Threads are started per call, so nothing is kept between calls. The number of threads never changes a
+//! result.
 
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::thread;
 
-/// No thread is started for less than this; starting one costs about as much as copying 200 KB.
+/// The least work of a thread; starting one costs about as much as copying 200 KB.
 const BYTES_PER_THREAD: usize = 2 << 20;
 
-/// More threads than this do not add bandwidth on any host we know of.
+/// More threads than this add no bandwidth on any host we know of.
 const MOST_BY_DEFAULT: usize = 16;
 
-/// 0 until it is first asked for or set.
+/// 0 until it is first read or set.
 static THREADS: AtomicUsize = AtomicUsize::new(0);
 
-/// How many threads one large copy may use.
+/// The number of threads that one large copy may use.
 ///
 /// ```
 /// kvpool::kernels::set_num_threads(2);
@@ -30,12 +33,12 @@ pub fn num_threads() -> usize {
     }
 }
 
-/// Sets how many threads one large copy may use; 0 means as many as the machine has, up to 16.
+/// Sets the number of threads that one large copy may use; 0 means as many as the machine has, up to 16.
 pub fn set_num_threads(threads: usize) {
     THREADS.store(threads, Relaxed);
 }
 
-/// Calls `work(part, parts)` for every part, on as many threads as `bytes` are worth.
+/// Calls `work(part, parts)` for every part, on as many threads as pay for `bytes`.
 pub(super) fn in_parts(bytes: usize, work: impl Fn(usize, usize) + Sync) {
     let parts = num_threads().min(bytes / BYTES_PER_THREAD).max(1);
     if parts == 1 {
@@ -46,7 +49,7 @@ pub(super) fn in_parts(bytes: usize, work: impl Fn(usize, usize) + Sync) {
         for part in 1..parts {
             let spawned = thread::Builder::new().spawn_scoped(scope, move || work(part, parts));
             if spawned.is_err() {
-                // The machine has no thread to give: the work is done all the same.
+                // The system has no more threads: this one does the part.
                 work(part, parts);
             }
         }

@@ -1,4 +1,6 @@
-//! The contract of everything that gives memory.
+//! The contract between memory and its users: backends and blocks.
+//!
+//! Use a backend through [`Region`](super::Region), which frees its block on drop.
 
 use std::fmt::Debug;
 use std::ops::Range;
@@ -12,7 +14,7 @@ use super::{Gpu, Region, Stream, Users};
 /// Every block begins at a multiple of this many bytes.
 pub const ALIGNMENT: usize = 256;
 
-/// A piece of memory that a backend gave and has not taken back.
+/// Memory that a backend has allocated and not deallocated.
 ///
 /// It is a receipt, not an owner: dropping it frees nothing. [`Region`](super::Region) is the owner.
 #[derive(Debug)]
@@ -21,7 +23,7 @@ pub struct Block {
     bytes: usize,
 }
 
-// SAFETY: a block is an address and a length; who may touch the memory is the owner's business.
+// SAFETY: a block is an address and a length; its owner decides which accesses are allowed.
 unsafe impl Send for Block {}
 // SAFETY: as above; nothing is reachable through a shared block but the two numbers.
 unsafe impl Sync for Block {}
@@ -33,55 +35,55 @@ impl Block {
         Self { address, bytes }
     }
 
-    /// Where it begins.
+    /// The address of the first byte.
     #[must_use]
     pub const fn address(&self) -> NonNull<u8> {
         self.address
     }
 
-    /// How long it is.
+    /// The length in bytes.
     #[must_use]
     pub const fn bytes(&self) -> usize {
         self.bytes
     }
 }
 
-/// What a new block must hold. Host memory holds zeros in any case.
+/// The initial contents of a new block. Host memory is zeroed in any case.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Contents {
-    /// Zeros, for every stream: a device is waited for.
+    /// Zeros, for every stream: allocating waits for the device.
     Zeros,
     /// Zeros in the order of this stream: another stream needs an event.
     ZerosOn(Stream),
-    /// Anything, as it is always written before it is read.
+    /// Anything, for memory that is always written before it is read.
     Undefined,
 }
 
 /// A source of memory on one device.
 ///
-/// A block is valid from [`Backend::allocate`] to [`Backend::deallocate`], overlaps no other valid block, begins
-/// at a multiple of [`ALIGNMENT`] and holds what was asked for. Zero bytes are a valid block. Both
-/// calls may come from any thread; `deallocate` never fails, panics or raises.
+/// A block is valid from [`Backend::allocate`] to [`Backend::deallocate`], overlaps no other valid block,
+/// begins at a multiple of [`ALIGNMENT`] and has the requested contents. Zero bytes are a valid block. Both
+/// calls may come from any thread; `deallocate` never fails or panics.
 pub trait Backend: Debug + Send + Sync {
-    /// Where its memory is.
+    /// The device of the memory.
     fn device(&self) -> Device;
 
-    /// The device, if its memory is there and not the host's.
+    /// The GPU of the memory, or `None` for host memory.
     fn gpu(&self) -> Option<&Arc<Gpu>> {
         None
     }
 
-    /// Whether devices reach its memory, so that work that was enqueued may use it.
+    /// Whether devices can access the memory, so that enqueued work may use it.
     fn is_reached_by_devices(&self) -> bool {
         self.gpu().is_some()
     }
 
-    /// Page-locks `bytes` of `region`, which came from this backend, until it goes. May be called for different bytes from
-    /// several threads at once.
+    /// Page-locks `bytes` of `region`, which this backend allocated, until the region is dropped. Several
+    /// threads may call it at once for different bytes.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) where memory cannot be page-locked in place; what the driver
-    /// says. The memory is there all the same.
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) where memory cannot be page-locked in place;
+    /// errors of the driver. The memory stays usable in either case.
     fn lock_pages(&self, gpu: &Arc<Gpu>, region: &Region, bytes: &Range<usize>) -> Result<()> {
         let _ = (gpu, region, bytes);
         Err(Error::config(format!(
@@ -90,17 +92,17 @@ pub trait Backend: Debug + Send + Sync {
         )))
     }
 
-    /// A block of `bytes`.
+    /// Allocates a block of `bytes`.
     ///
     /// # Errors
-    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory), with the bytes asked for, when there is
-    /// not enough; nothing is taken then.
+    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory), with the bytes asked for, when there
+    /// is not enough; nothing is allocated then.
     fn allocate(&self, bytes: usize, contents: Contents) -> Result<Block>;
 
-    /// Takes a block back, after the work that was enqueued on streams of `users`.
+    /// Frees a block, after the work that was enqueued on the streams of `users`.
     ///
     /// # Safety
-    /// `block` came from this backend's `allocate`, was not taken back before, and nobody touches its memory
-    /// any more but that work.
+    /// `block` came from this backend's `allocate` and was not deallocated before, and only that work still
+    /// accesses its memory.
     unsafe fn deallocate(&self, block: Block, users: &Users);
 }

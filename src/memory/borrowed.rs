@@ -1,4 +1,6 @@
-//! Memory that somebody else owns, for the length of a call.
+//! Tensors of other owners, borrowed for the length of a call.
+//!
+//! A borrow owns nothing and is valid for its lifetime only. Use [`Region`](super::Region) to own memory.
 
 use std::marker::PhantomData;
 use std::ptr::NonNull;
@@ -9,9 +11,9 @@ use crate::base::{DType, Device, Dims, Error, Result, contiguous_strides};
 use super::users::with_users_at;
 use super::{Stream, Users};
 
-/// A tensor that somebody else keeps alive for `'a`: address, dtype, device, shape and strides (in elements).
+/// A tensor that its owner keeps alive for `'a`: address, dtype, device, shape and strides (in elements).
 ///
-/// The memory may be written by others at any time, so it is only ever read and written through raw copies.
+/// Other threads and devices may write the memory at any time, so it is accessed through raw copies only.
 #[derive(Clone, Copy, Debug)]
 pub struct Borrowed<'a> {
     address: NonNull<u8>,
@@ -22,7 +24,7 @@ pub struct Borrowed<'a> {
     owner: PhantomData<&'a ()>,
 }
 
-// SAFETY: it is an address and numbers; the kernels that follow the address are the ones that answer for races,
+// SAFETY: it is an address and numbers; the kernels that follow the address are responsible for races,
 // and they treat the memory as shared.
 unsafe impl Send for Borrowed<'_> {}
 // SAFETY: as above.
@@ -32,8 +34,8 @@ impl Borrowed<'_> {
     /// A tensor at `address`.
     ///
     /// # Safety
-    /// For `'a`, every element that `shape` and `strides` reach from `address` is valid memory of `device` for
-    /// reads, and for writes where the caller passes it on as a target.
+    /// For `'a`, every element that `shape` and `strides` reach from `address` is valid memory of `device`
+    /// for reads, and for writes where the caller passes the tensor as a target.
     #[must_use]
     pub const unsafe fn new(
         address: NonNull<u8>,
@@ -45,7 +47,7 @@ impl Borrowed<'_> {
         Self { address, dtype, device, shape, strides, owner: PhantomData }
     }
 
-    /// Where element 0 is.
+    /// The address of element 0.
     #[must_use]
     pub const fn address(&self) -> NonNull<u8> {
         self.address
@@ -57,25 +59,25 @@ impl Borrowed<'_> {
         self.dtype
     }
 
-    /// Where the memory is.
+    /// The device of the memory.
     #[must_use]
     pub const fn device(&self) -> Device {
         self.device
     }
 
-    /// Extents.
+    /// The extents.
     #[must_use]
     pub const fn shape(&self) -> &Dims {
         &self.shape
     }
 
-    /// Strides, in elements.
+    /// The strides, in elements.
     #[must_use]
     pub const fn strides(&self) -> &Dims {
         &self.strides
     }
 
-    /// Whether the elements lie one after the other, last dimension fastest.
+    /// Whether the elements are contiguous, last dimension fastest.
     #[must_use]
     pub fn is_contiguous(&self) -> bool {
         let packed = contiguous_strides(&self.shape);
@@ -88,7 +90,7 @@ impl Borrowed<'_> {
                 .all(|(&extent, (stride, packed))| extent == 1 || stride == packed)
     }
 
-    /// Its only element, `count` times. `None` if it has more or fewer than one.
+    /// Its only element, repeated `count` times. `None` unless it has exactly one element.
     #[must_use]
     pub fn repeated(&self, count: usize) -> Option<Self> {
         let extent = i64::try_from(count).ok()?;
@@ -96,19 +98,20 @@ impl Borrowed<'_> {
         (self.shape.numel() == 1).then_some(Self { shape, strides, ..*self })
     }
 
-    /// Notes that work on `stream` uses its memory, if a device reaches that and it came from a backend: it goes back, and slots
-    /// of an allocator are written anew, after that work then, also when its owner drops it before.
+    /// Records that work on `stream` uses its memory. From then on the memory is freed, and slots of an
+    /// allocator are written again, only after that work, even if the owner drops it before. No effect on
+    /// memory that devices cannot access or that no backend allocated.
     pub fn used_on(&self, stream: Stream) {
         with_users_at(self.address.as_ptr().addr(), |users| users.note(stream));
     }
 
-    /// The streams that use its memory, if a device reaches that and it came from a backend.
+    /// The streams that use its memory, if devices can access it and a backend allocated it.
     #[must_use]
     pub fn users(&self) -> Option<Arc<Users>> {
         with_users_at(self.address.as_ptr().addr(), Arc::clone)
     }
 
-    /// Checks that it is on `device`, where the pool is.
+    /// Checks that it is on `device`, the device of the pool.
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) with both devices.

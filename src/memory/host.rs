@@ -1,4 +1,4 @@
-//! Pageable host memory.
+//! Pageable host memory. Needs no driver.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::ptr::NonNull;
@@ -7,12 +7,13 @@ use crate::base::{Device, Error, ErrorKind, Result};
 
 use super::{ALIGNMENT, Backend, Block, Contents, Users};
 
-/// From this size on memory is mapped, page by page as it is touched, instead of taken from the heap.
+/// Blocks from this size on are mapped, page by page as they are touched, instead of allocated from the heap.
 const MAP_FROM: usize = 1 << 20;
 
 /// Pageable host memory.
 ///
-/// Large blocks are mapped without reservation: a block of 100 GiB is there at once and costs what is touched.
+/// Large blocks are mapped without reservation: a block of 100 GiB is available at once and costs what is
+/// touched.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Host;
 
@@ -21,7 +22,7 @@ pub(super) fn out_of_memory(bytes: usize) -> Error {
     Error::new(ErrorKind::OutOfMemory, format!("the host cannot give {bytes} bytes: {cause}")).asked(bytes)
 }
 
-/// The heap layout of `bytes`; at least one byte, so that the heap can give it an address.
+/// The heap layout of `bytes`; at least one byte, so that every block has an address.
 fn layout(bytes: usize) -> Option<Layout> {
     Layout::from_size_align(bytes.max(1), ALIGNMENT).ok()
 }
@@ -43,10 +44,10 @@ impl Backend for Host {
 
     unsafe fn deallocate(&self, block: Block, _users: &Users) {
         if block.bytes() >= MAP_FROM {
-            // SAFETY: `allocate` mapped exactly this range, and the caller gives it up.
+            // SAFETY: `allocate` mapped exactly this range, and the caller no longer uses it.
             unsafe { libc::munmap(block.address().as_ptr().cast(), block.bytes()) };
         } else if let Some(layout) = layout(block.bytes()) {
-            // SAFETY: `allocate` took it from the heap with this layout, and the caller gives it up.
+            // SAFETY: `allocate` took it from the heap with this layout, and the caller no longer uses it.
             unsafe { dealloc(block.address().as_ptr(), layout) };
         }
     }
@@ -62,7 +63,7 @@ pub(super) fn map(bytes: usize) -> Option<NonNull<u8>> {
         return None;
     }
     #[cfg(target_os = "linux")]
-    // SAFETY: the range was mapped just now. It is a wish: where there are no huge pages, nothing happens.
+    // SAFETY: the range was mapped just now. This is a hint: without huge pages it does nothing.
     unsafe {
         libc::madvise(address, bytes, libc::MADV_HUGEPAGE);
     }

@@ -1,18 +1,18 @@
-//! Compiled kernels.
+//! Compiled kernels, in the forms that the driver loads.
 
 use std::ffi::CStr;
 
-/// Kernels as the driver takes them.
+/// Kernels in a form that the driver loads.
 #[derive(Clone, Copy, Debug)]
 pub enum Image<'a> {
-    /// Text that the driver compiles, for any device from an architecture on.
+    /// PTX, which the driver compiles for any device from an architecture on.
     Ptx(&'a CStr),
-    /// Machine code, for devices of one architecture.
+    /// Machine code, for the devices of one architecture.
     Cubin(&'a [u8]),
 }
 
 impl Image<'_> {
-    /// Where it begins.
+    /// The address of the first byte.
     #[must_use]
     pub const fn address(&self) -> *const u8 {
         match self {

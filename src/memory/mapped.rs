@@ -1,4 +1,4 @@
-//! Large host memory, mapped as its owner wishes and page-locked step by step.
+//! Large host memory with a choice of NUMA node and page size, page-locked step by step.
 
 use std::ops::Range;
 use std::ptr::{self, NonNull};
@@ -12,12 +12,15 @@ use super::{Backend, Block, Contents, Gpu, Host, PageLock, Region, Users};
 
 /// Bytes of an explicit huge page.
 const HUGE_PAGE: usize = 2 << 20;
-/// Bytes of a page; larger ones are multiples of it.
+/// Bytes of a small page; larger pages are multiples of it.
 pub const PAGE: usize = 4096;
 
-/// Host memory for large regions: on a NUMA node, in huge pages, page-locked in steps, as far as the system does it.
+/// Host memory for large regions: on a NUMA node, in huge pages, and page-locked in steps, where the system
+/// supports it.
 ///
-/// What could not be had is reported by [`MappedHost::notes`]; the memory is there all the same.
+/// Whatever the system does not provide is reported by [`MappedHost::notes`]; the memory is allocated without
+/// it. Use [`Host`](super::Host) for small or pageable memory, [`Pinned`](super::Pinned) for memory
+/// page-locked at once.
 #[derive(Debug, Default)]
 pub struct MappedHost {
     numa_node: Option<usize>,
@@ -26,15 +29,15 @@ pub struct MappedHost {
     notes: Mutex<Vec<String>>,
 }
 
-/// A block that is out.
+/// A block in use.
 #[derive(Debug)]
 struct Mapping {
     pages: Arc<Pages>,
-    /// What page-locks parts of it, and keeps the pages until they are unlocked.
+    /// The locks of its parts; each keeps the pages until they are unlocked.
     locks: Vec<PageLock>,
 }
 
-/// Pages that were mapped, until this drops.
+/// Mapped pages, unmapped on drop.
 #[derive(Debug)]
 struct Pages {
     range: Range<usize>,
@@ -44,16 +47,16 @@ struct Pages {
 impl Drop for Pages {
     fn drop(&mut self) {
         let address = ptr::with_exposed_provenance_mut(self.range.start);
-        // SAFETY: exactly this range was mapped, and neither its owner nor a lock of its pages is there any more.
+        // SAFETY: exactly this range was mapped, and neither its owner nor a lock of its pages is left.
         unsafe { libc::munmap(address, self.range.len()) };
     }
 }
 
 impl MappedHost {
-    /// Memory that is taken from `numa_node` first, in explicit huge pages if they are wanted.
+    /// Memory that comes from `numa_node` first, in explicit huge pages if `wants_huge_pages`.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for a node that the machine does not have.
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for a node that this machine does not have.
     pub fn new(numa_node: Option<usize>, wants_huge_pages: bool) -> Result<Self> {
         let last = last_numa_node();
         match numa_node {
@@ -64,23 +67,23 @@ impl MappedHost {
         }
     }
 
-    /// Whether the memory is in explicit huge pages.
+    /// Whether any memory in use is in explicit huge pages.
     pub fn has_huge_pages(&self) -> bool {
         lock(&self.blocks).iter().any(|block| block.pages.are_huge)
     }
 
-    /// What was not available, in words, once.
+    /// Takes the notes since the last call: requests that the system did not fulfil, in words.
     pub fn notes(&self) -> Vec<String> {
         std::mem::take(&mut *lock(&self.notes))
     }
 
-    /// In huge pages, where the system has reserved enough of them.
+    /// Allocates explicit huge pages, if the system has reserved enough of them.
     fn allocate_huge(&self, bytes: usize) -> Option<Block> {
         let mapped = bytes.checked_next_multiple_of(HUGE_PAGE)?;
         Some(self.keep(map_huge(mapped)?, mapped, true, bytes))
     }
 
-    /// Notes pages that were mapped for a block of `bytes`.
+    /// Records the pages that were mapped for a block of `bytes`.
     fn keep(&self, address: NonNull<u8>, mapped: usize, are_huge: bool, bytes: usize) -> Block {
         let start = address.as_ptr().expose_provenance();
         let pages = Arc::new(Pages { range: start..start + mapped, are_huge });
@@ -98,12 +101,12 @@ impl Backend for MappedHost {
         Device::Cpu
     }
 
-    /// Once it is page-locked.
+    /// True: a part of it becomes accessible once it is page-locked.
     fn is_reached_by_devices(&self) -> bool {
         true
     }
 
-    /// Touches the bytes, and page-locks them.
+    /// Touches the bytes, then page-locks them.
     fn lock_pages(&self, gpu: &Arc<Gpu>, region: &Region, bytes: &Range<usize>) -> Result<()> {
         touch(region, bytes)?;
         let tensor = region.bytes_at(bytes.start, bytes.len())?;
@@ -150,7 +153,7 @@ impl Backend for MappedHost {
 
     unsafe fn deallocate(&self, block: Block, users: &Users) {
         if block.bytes() == 0 {
-            // SAFETY: it came from the host's backend, and the caller gives it up.
+            // SAFETY: it came from the host's backend, and the caller no longer uses it.
             unsafe { Host.deallocate(block, users) };
             return;
         }
@@ -159,12 +162,12 @@ impl Backend for MappedHost {
         let at = blocks.iter().position(|block| block.pages.range.start == start);
         let mapping = at.map(|at| blocks.swap_remove(at));
         drop(blocks);
-        // The locks go first, after the work of their users, and the pages with the last of them.
+        // The locks are dropped first, after the work of their users, and the pages with the last of them.
         drop(mapping);
     }
 }
 
-/// Has the system put memory behind `bytes` of `region`, which hold zeros that nobody reads or writes meanwhile.
+/// Populates `bytes` of `region`, which are zeros that no other code accesses meanwhile.
 fn touch(region: &Region, bytes: &Range<usize>) -> Result<()> {
     let address = region.at(bytes.start, bytes.len())?;
     #[cfg(target_os = "linux")]
@@ -187,7 +190,7 @@ fn touch(region: &Region, bytes: &Range<usize>) -> Result<()> {
 #[cfg(target_os = "linux")]
 fn map_huge(bytes: usize) -> Option<NonNull<u8>> {
     let protection = libc::PROT_READ | libc::PROT_WRITE;
-    // They are reserved now: what is promised here and not there later would end the process.
+    // Without MAP_NORESERVE: a missing huge page must fail here, since later it would kill the process.
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_HUGETLB;
     // SAFETY: an anonymous mapping at an address of the kernel's choice touches no memory in use.
     let address = unsafe { libc::mmap(ptr::null_mut(), bytes, protection, flags, -1, 0) };
@@ -199,20 +202,20 @@ fn map_huge(_bytes: usize) -> Option<NonNull<u8>> {
     None
 }
 
-/// The highest number of a NUMA node; 0 where the system knows of none.
+/// The highest number of a NUMA node, or 0 where the system reports none.
 fn last_numa_node() -> usize {
     let online = std::fs::read_to_string("/sys/devices/system/node/online").unwrap_or_default();
     online.trim().rsplit([',', '-']).next().and_then(|last| last.parse().ok()).unwrap_or(0)
 }
 
-/// Has `block`, which nobody has touched, taken from `node` as long as that has memory.
+/// Makes `block`, whose pages are untouched, come from `node` while that has memory.
 #[cfg(target_os = "linux")]
 fn prefer_node(block: &Block, node: usize) -> std::io::Result<()> {
     const MPOL_PREFERRED: libc::c_int = 1;
     let mut nodes = [0u64; 16];
     *nodes.get_mut(node / 64).ok_or(std::io::ErrorKind::InvalidInput)? = 1 << (node % 64);
-    // SAFETY: the range was mapped just now and is ours; the mask has the bits that are named, and one more as the system
-    // counts them.
+    // SAFETY: the range was mapped just now and is ours; the mask has as many bits as are passed, and the
+    // system counts one more.
     let answer = unsafe {
         libc::syscall(
             libc::SYS_mbind,

@@ -1,14 +1,20 @@
-//! Where bytes come from.
+//! Sources of bytes: backends, regions, devices and streams.
 //!
-//! A [`Backend`] gives memory on one device; a [`Region`] owns a piece of it and gives it back when it is
-//! dropped. [`Borrowed`] describes memory of others for the length of a call. The wrappers [`Limit`], [`Fail`] and
-//! [`Count`] stand in front of any backend.
+//! A [`Backend`] allocates memory on one device; a [`Region`] owns a piece of it and frees it on drop.
+//! [`Borrowed`] describes a tensor of another owner for the length of a call. Everything here may be used
+//! from any thread.
 //!
-//! [`PageLocking`] page-locks a region in place, step by step, while it is used.
+//! | backend | memory |
+//! |---|---|
+//! | [`Host`] | pageable host memory |
+//! | [`MappedHost`] | large host memory on a NUMA node or in huge pages, page-locked in place by [`PageLocking`] |
+//! | [`Pinned`] | page-locked host memory |
+//! | [`Cuda`] | device memory |
+//! | [`Limit`], [`Fail`], [`Count`] | wrappers around any backend: limit, fail on plan, count |
 //!
-//! A [`Gpu`] is a device in use: it runs work in the order of a [`Stream`], [`Event`]s are points in that work, and a
-//! [`Ring`] is how small arrays cross. Without the feature `cuda` no [`Gpu`] can be opened, so that what is built on it
-//! needs no feature of its own.
+//! A [`Gpu`] is an open device: it runs work in the order of a [`Stream`]. An [`Event`] is a point in that
+//! work, and a [`Ring`] transfers small arrays between host and device. Without the feature `cuda`, opening a
+//! [`Gpu`] fails, so the code on top of it needs no feature of its own.
 
 mod backend;
 mod borrowed;
@@ -40,19 +46,19 @@ use std::sync::Arc;
 
 use crate::base::{Device, Result};
 
-/// Something that keeps memory of others for as long as it lives; it may be dropped on any thread.
-pub type Keep = Arc<dyn Keeps>;
+/// Keeps memory of another owner alive; it may be dropped on any thread.
+pub type Keep = Arc<dyn KeepAlive>;
 
-/// What can be in a [`Keep`].
-pub trait Keeps: Debug + Any + Send + Sync {}
+/// An owner that a [`Keep`] can hold.
+pub trait KeepAlive: Debug + Any + Send + Sync {}
 
-impl<T: Debug + Any + Send + Sync> Keeps for T {}
+impl<T: Debug + Any + Send + Sync> KeepAlive for T {}
 
-/// The backend for `device`. On a GPU what must be zeros for every stream is zeroed on `stream`, which is waited for.
+/// The backend for `device`. On a GPU, [`Contents::Zeros`] are written on `stream`, which is waited for.
 ///
 /// # Errors
-/// [`ErrorKind::BackendUnavailable`](crate::base::ErrorKind::BackendUnavailable) when `device` cannot be used here,
-/// with what was looked for.
+/// [`ErrorKind::BackendUnavailable`](crate::base::ErrorKind::BackendUnavailable), with the missing part, when
+/// `device` cannot be used.
 pub fn backend_for(device: Device, stream: Stream) -> Result<Arc<dyn Backend>> {
     match device {
         Device::Cpu => Ok(Arc::new(Host)),

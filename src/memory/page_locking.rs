@@ -1,7 +1,7 @@
-//! Page-locking of a region, step by step on threads of its own, while what is done is used already.
+//! Page-locking of a region in steps on background threads, while finished steps are already used.
 //!
-//! A large region takes minutes. A step takes the driver's locks for some tens of milliseconds, so that other calls come
-//! in between, and offers its bytes to a [`Sink`] as soon as it is done.
+//! A large region takes minutes. A step holds the driver's locks for some tens of milliseconds, so that other
+//! calls run in between. Its bytes are offered to a [`Sink`] as soon as it is done.
 
 use std::collections::VecDeque;
 use std::fmt::Debug;
@@ -15,13 +15,14 @@ use crate::base::{Error, ErrorKind, Result};
 
 use super::{Gpu, PAGE, Region};
 
-/// About so many bytes are page-locked by one call, which holds up others of the driver meanwhile. Where every order of
-/// threads is tried, as little as can be.
+/// Approximate bytes of one step, which delays other driver calls meanwhile. A minimum under `loom`, which
+/// explores every interleaving.
 const STEP_BYTES: usize = if cfg!(loom) { PAGE } else { 64 << 20 };
 
-/// Steps of whole pieces of a region, of which each ends where the next begins, given by their ends.
+/// Groups the pieces of a region, given by their ends, into steps of whole pieces. Each step ends where the
+/// next begins.
 ///
-/// Pieces end at pages, so that each step can be page-locked by itself.
+/// Pieces end at pages, so that each step can be page-locked on its own.
 ///
 /// ```
 /// use kvpool::memory::page_lock_steps;
@@ -40,46 +41,46 @@ pub fn page_lock_steps(piece_ends: impl IntoIterator<Item = usize>) -> Vec<Range
     steps
 }
 
-/// Page-locks a region step by step, through `gpu`, and returns when all of it is.
+/// Page-locks a region step by step through `gpu`, and returns when all of it is.
 ///
 /// # Errors
-/// As [`Backend::lock_pages`](super::Backend::lock_pages).
+/// Same as [`Backend::lock_pages`](super::Backend::lock_pages).
 pub fn lock_pages(gpu: &Arc<Gpu>, region: &Region, steps: &[Range<usize>]) -> Result<()> {
     steps.iter().try_for_each(|step| region.lock_pages(gpu, step))
 }
 
-/// What gets the bytes of a region as they are page-locked.
+/// Receives the bytes of a region as they are page-locked.
 pub trait Sink: Debug + Send + Sync {
-    /// Takes the bytes of a step. Those that could not be page-locked are ordinary memory.
+    /// Receives the bytes of a step. With `is_locked == false` they are ordinary memory.
     fn offer(&self, bytes: &Range<usize>, is_locked: bool);
 
-    /// Nothing more is offered that is worth waiting for.
+    /// Called once no further step is worth waiting for.
     fn end(&self);
 }
 
-/// How far page-locking has come.
+/// The progress of page-locking.
 #[derive(Clone, Debug)]
 pub struct Progress {
-    /// Bytes that were offered.
+    /// Bytes offered so far.
     pub done: usize,
     /// Bytes of the region.
     pub total: usize,
-    /// Why the last step was not page-locked.
+    /// Why the last step could not be page-locked.
     pub failure: Option<Error>,
 }
 
-/// What [`PageLocking::next`] finds.
+/// The result of [`PageLocking::next`].
 #[derive(Clone, Debug)]
 pub enum Report {
     /// A step is done.
     Step(Progress),
-    /// No step was done in time.
-    Later,
+    /// No step was done within the timeout.
+    TimedOut,
     /// There is no further step.
-    Over,
+    Finished,
 }
 
-/// Page-locking that goes on. [`Sink::end`] is called when it drops.
+/// Page-locking in progress. [`Sink::end`] is called when it drops.
 #[derive(Debug)]
 pub struct PageLocking(Arc<Shared>);
 
@@ -87,14 +88,14 @@ pub struct PageLocking(Arc<Shared>);
 struct Shared {
     gpu: Arc<Gpu>,
     region: Arc<Region>,
-    /// Each thread takes the next.
+    /// Each thread takes the next one.
     steps: Vec<Range<usize>>,
     next: AtomicUsize,
-    /// Page-locking ends early when it is gone.
+    /// Page-locking ends early when the sink is dropped.
     sink: Weak<dyn Sink>,
     stop: AtomicBool,
     state: Mutex<State>,
-    /// A step is done, or a worker has ended.
+    /// Signalled when a step is done or a worker has ended.
     changed: Condvar,
 }
 
@@ -102,13 +103,13 @@ struct Shared {
 struct State {
     workers: usize,
     done: usize,
-    /// Steps that were not asked for yet.
+    /// Steps that [`PageLocking::next`] has not returned yet.
     reports: VecDeque<Progress>,
 }
 
 impl PageLocking {
-    /// Page-locks `steps` of a region through `gpu`, on up to so many threads, until the sink is gone. Its only step, if
-    /// there is one only, is done on return. The sink must not wait for this call.
+    /// Page-locks `steps` of a region through `gpu`, on up to `threads` threads, until the sink is dropped. A
+    /// single step is done on return. The sink must not wait for this call.
     #[must_use]
     pub fn start(
         gpu: &Arc<Gpu>,
@@ -136,7 +137,7 @@ impl PageLocking {
             } else if let Err(failure) = thread::Builder::new().name(name).spawn(move || worker.work())
                 && number == 0
             {
-                // The machine has no thread to give: the memory stays ordinary.
+                // The system has no more threads: the memory stays ordinary.
                 let failure = Error::new(ErrorKind::OutOfMemory, failure.to_string());
                 shared.offer(&(0..region.bytes()), Err(failure));
                 break;
@@ -145,7 +146,7 @@ impl PageLocking {
         Self(shared)
     }
 
-    /// How many steps it takes.
+    /// The number of steps.
     #[must_use]
     pub fn steps(&self) -> usize {
         self.0.steps.len()
@@ -161,17 +162,17 @@ impl PageLocking {
                 return Report::Step(step);
             }
             if state.workers == 0 {
-                return Report::Over;
+                return Report::Finished;
             }
             let left = timeout.saturating_sub(begin.elapsed());
             if left.is_zero() {
-                return Report::Later;
+                return Report::TimedOut;
             }
             state = self.0.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 
-    /// Has it end after the steps that were begun.
+    /// Stops after the steps in progress.
     pub fn stop(&self) {
         self.0.stop.store(true, Relaxed);
     }
@@ -190,7 +191,7 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Offers the bytes of a step, and reports it. Whether the sink is still there.
+    /// Offers the bytes of a step and reports it. Returns whether the sink is still alive.
     fn offer(&self, step: &Range<usize>, locked: Result<()>) -> bool {
         let Some(sink) = self.sink.upgrade() else { return false };
         sink.offer(step, locked.is_ok());
@@ -204,7 +205,7 @@ impl Shared {
     }
 }
 
-/// A thread's part in page-locking.
+/// One thread of page-locking.
 struct Worker(Arc<Shared>);
 
 impl Worker {

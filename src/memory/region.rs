@@ -1,4 +1,8 @@
-//! Owned, contiguous memory.
+//! Owned, contiguous memory, freed on drop.
+//!
+//! A region is the only owner of its bytes. Everything that can reach them holds an `Arc<Region>`, so they
+//! outlive every view. It may be used and dropped on any thread; concurrent access to the bytes is up to the
+//! caller.
 
 use std::mem::MaybeUninit;
 use std::ops::Range;
@@ -8,16 +12,16 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use crate::base::sync::lock;
 use crate::base::{DType, Device, Dims, Error, Result, contiguous_strides, reserve};
 
-use super::users::{announce, forget};
+use super::users::{register, unregister};
 use super::{Backend, Block, Borrowed, Contents, Gpu, Stream, Users};
 
-/// Contiguous memory that goes back where it came from when it is dropped.
+/// Contiguous memory that returns to its backend on drop.
 ///
-/// Never cloned; views hold an `Arc<Region>`. The bytes behind it are shared with tensors of other frameworks, so
-/// they are only ever reached through raw addresses and bounds-checked copies, never as references.
+/// It is never cloned; views hold an `Arc<Region>`. Tensors of other frameworks share the bytes behind it, so
+/// they are accessed through raw addresses and bounds-checked copies only, never as references.
 #[derive(Debug)]
 pub struct Region {
-    /// Where it is and how long, whoever owns it; valid until this drops.
+    /// Its address and length, for every kind of owner; valid until this drops.
     block: Block,
     device: Device,
     owner: Owner,
@@ -37,32 +41,32 @@ unsafe impl Send for RegionRange<'_> {}
 unsafe impl Sync for RegionRange<'_> {}
 
 impl RegionRange<'_> {
-    /// Where they begin.
+    /// The address of the first byte.
     #[must_use]
     pub const fn address(&self) -> NonNull<u8> {
         self.address
     }
 
-    /// How many they are.
+    /// The length in bytes.
     #[must_use]
     pub const fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// As [`Region::used_on`].
+    /// Calls [`Region::used_on`].
     pub fn used_on(&self, stream: Stream) {
         self.region.used_on(stream);
     }
 }
 
-/// An element that is just its bytes.
+/// An element type without padding.
 pub trait Plain: Copy + sealed::Sealed {}
 
 impl Plain for i32 {}
 impl Plain for i64 {}
 impl Plain for bool {}
 
-/// An element that any bytes make.
+/// An element type for which every bit pattern is valid.
 pub trait Number: Plain {}
 
 impl Number for i32 {}
@@ -84,24 +88,24 @@ struct Line {
 
 #[derive(Debug)]
 enum Owner {
-    /// The block is this backend's, and goes back after the work of these streams.
+    /// The block belongs to this backend, and is freed after the work of these streams.
     Backend(Arc<dyn Backend>, Arc<Users>),
     /// Indices on the host, as an allocator wrote them.
     Indices { _indices: Vec<i32> },
-    /// Host memory for results, in cache lines of which the last may not be full. It was never initialised by us.
+    /// Host memory for results, in cache lines; the last one may be partly used. It is uninitialised.
     Scratch { _lines: Vec<MaybeUninit<Line>> },
-    /// Bytes of a larger region, which are given back to it by their number.
+    /// Bytes of a larger region; dropping them adds their range to `returned`.
     Part { whole: Arc<Region>, range: Range<usize>, returned: Arc<ReturnedParts> },
 }
 
-/// Parts of a region that came back, by their bytes, in the order in which they did.
+/// The ranges of a region whose parts were dropped, in the order of dropping.
 ///
-/// Dropping a part only notes it here: it may happen on any thread, at any time.
+/// Dropping a part only records its range here: that may happen on any thread, at any time.
 #[derive(Debug, Default)]
 pub struct ReturnedParts(Mutex<Vec<Range<usize>>>);
 
 impl ReturnedParts {
-    /// What came back since the last call.
+    /// The ranges since the last call.
     #[must_use]
     pub fn take(&self) -> Vec<Range<usize>> {
         std::mem::take(&mut *self.ranges())
@@ -116,7 +120,7 @@ impl Region {
     /// `bytes` zeros from `backend`.
     ///
     /// # Errors
-    /// What the backend says when it has not enough.
+    /// The backend's, when it has not enough.
     ///
     /// ```
     /// use std::sync::Arc;
@@ -129,10 +133,10 @@ impl Region {
         Self::with(backend, bytes, Contents::Zeros, Arc::default())
     }
 
-    /// `bytes` from `backend` that hold `contents`, of memory that has these users.
+    /// `bytes` from `backend` with `contents`; `users` are the streams that use the memory.
     ///
     /// # Errors
-    /// As [`Region::new`].
+    /// Same as [`Region::new`].
     pub fn with(
         backend: Arc<dyn Backend>,
         bytes: usize,
@@ -142,7 +146,7 @@ impl Region {
         let block = backend.allocate(bytes, contents)?;
         if backend.is_reached_by_devices() && bytes > 0 {
             let start = block.address().as_ptr().addr();
-            announce(&(start..start + bytes), &users);
+            register(&(start..start + bytes), &users);
         }
         Ok(Self { block, device: backend.device(), owner: Owner::Backend(backend, users) })
     }
@@ -154,11 +158,11 @@ impl Region {
         Self { block, device: Device::Cpu, owner: Owner::Indices { _indices: indices } }
     }
 
-    /// `bytes` of host memory from the heap, for a result that will be written whole: what it holds first is not
-    /// defined.
+    /// `bytes` of host memory from the heap, for a result that will be overwritten as a whole: the initial
+    /// contents are undefined.
     ///
     /// # Errors
-    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot give it.
+    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate it.
     pub fn scratch(bytes: usize) -> Result<Self> {
         let count = bytes.div_ceil(size_of::<Line>());
         let mut lines = reserve(count)?;
@@ -167,29 +171,29 @@ impl Region {
         Ok(Self { block, device: Device::Cpu, owner: Owner::Scratch { _lines: lines } })
     }
 
-    /// The bytes `range` of `whole`, which go to `returned` when this drops.
+    /// The bytes `range` of `whole`. Dropping it adds the range to `returned`.
     ///
     /// # Errors
-    /// As [`Region::at`]; nothing is returned then.
+    /// Same as [`Region::at`]; nothing is returned then.
     pub fn part(whole: &Arc<Self>, range: Range<usize>, returned: &Arc<ReturnedParts>) -> Result<Self> {
         let block = Block::new(whole.at(range.start, range.len())?, range.len());
         let (whole, returned) = (Arc::clone(whole), Arc::clone(returned));
         Ok(Self { block, device: whole.device, owner: Owner::Part { whole, range, returned } })
     }
 
-    /// Where its memory is.
+    /// The device of the memory.
     #[must_use]
     pub const fn device(&self) -> Device {
         self.device
     }
 
-    /// The device that its memory is on, if it is not the host's.
+    /// The GPU of the memory, or `None` for host memory.
     #[must_use]
     pub fn gpu(&self) -> Option<&Arc<Gpu>> {
         self.backend()?.gpu()
     }
 
-    /// The backend that it goes back to, if it came from one.
+    /// The backend that allocated the memory, if one did.
     #[must_use]
     pub fn backend(&self) -> Option<&Arc<dyn Backend>> {
         match &self.owner {
@@ -199,7 +203,7 @@ impl Region {
         }
     }
 
-    /// The streams that use its memory, if it came from a backend.
+    /// The streams that use the memory, if a backend allocated it.
     #[must_use]
     pub fn users(&self) -> Option<&Arc<Users>> {
         match &self.owner {
@@ -209,7 +213,7 @@ impl Region {
         }
     }
 
-    /// Notes that work on `stream` uses its memory, which goes back after that work then.
+    /// Records that work on `stream` uses the memory: it is freed only after that work.
     #[inline]
     pub fn used_on(&self, stream: Stream) {
         if let Some(users) = self.users() {
@@ -217,13 +221,13 @@ impl Region {
         }
     }
 
-    /// Where it begins.
+    /// The address of the first byte.
     #[must_use]
     pub const fn address(&self) -> NonNull<u8> {
         self.block.address()
     }
 
-    /// How long it is.
+    /// The length in bytes.
     #[must_use]
     pub const fn bytes(&self) -> usize {
         self.block.bytes()
@@ -232,7 +236,7 @@ impl Region {
     /// The address of `bytes` bytes at `offset`.
     ///
     /// # Errors
-    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when they do not lie within the region.
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when they are not within the region.
     pub fn at(&self, offset: usize, bytes: usize) -> Result<NonNull<u8>> {
         if offset.checked_add(bytes).is_none_or(|end| end > self.bytes()) {
             return Err(Error::index(format!(
@@ -247,16 +251,17 @@ impl Region {
     /// `bytes` bytes from `offset` on.
     ///
     /// # Errors
-    /// As [`Region::at`].
+    /// Same as [`Region::at`].
     pub fn range(&self, offset: usize, bytes: usize) -> Result<RegionRange<'_>> {
         let address = self.at(offset, bytes)?;
         Ok(RegionRange { region: self, address, bytes })
     }
 
-    /// Page-locks bytes of it, until it goes.
+    /// Page-locks bytes of the region until it is dropped.
     ///
     /// # Errors
-    /// As [`Backend::lock_pages`]; [`ErrorKind::Config`](crate::base::ErrorKind::Config) if it came from no backend.
+    /// Same as [`Backend::lock_pages`]; [`ErrorKind::Config`](crate::base::ErrorKind::Config) if no backend
+    /// allocated it.
     pub fn lock_pages(&self, gpu: &Arc<Gpu>, bytes: &Range<usize>) -> Result<()> {
         let Some(backend) = self.backend() else {
             return Err(Error::config("memory that came from no backend cannot be page-locked in place"));
@@ -264,10 +269,10 @@ impl Region {
         backend.lock_pages(gpu, self, bytes)
     }
 
-    /// A tensor within this region, that begins at byte `offset`.
+    /// A tensor within this region that begins at byte `offset`.
     ///
     /// # Errors
-    /// As [`Region::at`], for the farthest element.
+    /// Same as [`Region::at`], for the farthest element.
     pub fn borrow(&self, offset: usize, dtype: DType, shape: Dims, strides: Dims) -> Result<Borrowed<'_>> {
         let address = self.at(offset, reach(dtype, &shape, &strides)?)?;
         // SAFETY: the elements lie within this region, which outlives the borrow.
@@ -277,7 +282,7 @@ impl Region {
     /// `bytes` bytes from `offset` on, as a tensor.
     ///
     /// # Errors
-    /// As [`Region::at`].
+    /// Same as [`Region::at`].
     pub fn bytes_at(&self, offset: usize, bytes: usize) -> Result<Borrowed<'_>> {
         let extent =
             i64::try_from(bytes).map_err(|_| Error::index(format!("{bytes} bytes are in no region")))?;
@@ -285,7 +290,7 @@ impl Region {
         self.borrow(offset, DType::U8, shape, contiguous_strides(&shape))
     }
 
-    /// As [`Region::at`], for the host to read and write there.
+    /// Like [`Region::at`], and checks that the host can access the memory.
     fn on_host(&self, offset: usize, bytes: usize) -> Result<NonNull<u8>> {
         if self.device() != Device::Cpu {
             return Err(Error::config(format!("memory of {} cannot be reached by the host", self.device())));
@@ -296,17 +301,17 @@ impl Region {
     /// Writes `values` at byte `offset` of host memory.
     ///
     /// # Errors
-    /// As [`Region::at`]; [`ErrorKind::Config`](crate::base::ErrorKind::Config) if it is a device's.
+    /// Same as [`Region::at`]; [`ErrorKind::Config`](crate::base::ErrorKind::Config) for device memory.
     pub fn write<T: Plain>(&self, offset: usize, values: &[T]) -> Result<()> {
         let address = self.on_host(offset, size_of_val(values))?;
         if let [only] = values {
-            // The common case of a decode step, which is no call.
+            // The common case of a decode step: a store without a call to `memcpy`.
             // SAFETY: as below.
             unsafe { address.cast::<T>().write_unaligned(*only) };
             return Ok(());
         }
-        // SAFETY: `on_host` checked that the bytes lie in this region, which is live host memory; `values` is a
-        // Rust slice and so not part of it; a `Plain` value has no padding.
+        // SAFETY: `on_host` checked that the bytes lie in this region, which is live host memory; `values` is
+        // a Rust slice and so not part of it; a `Plain` value has no padding.
         unsafe { address.as_ptr().copy_from_nonoverlapping(values.as_ptr().cast(), size_of_val(values)) };
         Ok(())
     }
@@ -314,13 +319,14 @@ impl Region {
     /// The `count` elements at byte `offset` of host memory, copied.
     ///
     /// # Errors
-    /// As [`Region::write`], and [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when there is no
-    /// room for a copy.
+    /// Same as [`Region::write`], and [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when
+    /// the copy cannot be allocated.
     pub fn read<T: Number>(&self, offset: usize, count: usize) -> Result<Vec<T>> {
         let address = self.on_host(offset, count.saturating_mul(size_of::<T>()))?;
         let mut values: Vec<T> = reserve(count)?;
         let target: *mut u8 = values.as_mut_ptr().cast();
-        // SAFETY: `on_host` checked that the bytes lie in this region; the vector is ours and has room for them.
+        // SAFETY: `on_host` checked that the bytes lie in this region; the vector is ours and has room for
+        // them.
         unsafe { target.copy_from_nonoverlapping(address.as_ptr(), count * size_of::<T>()) };
         // SAFETY: so many were just written, and any bytes make a `Number`.
         unsafe { values.set_len(count) };
@@ -330,7 +336,7 @@ impl Region {
     /// Fills `bytes` bytes at `offset` of host memory with `value`.
     ///
     /// # Errors
-    /// As [`Region::write`].
+    /// Same as [`Region::write`].
     pub fn fill(&self, offset: usize, bytes: usize, value: u8) -> Result<()> {
         let address = self.on_host(offset, bytes)?;
         // SAFETY: `on_host` checked that the bytes lie in this region, which is live host memory.
@@ -339,12 +345,12 @@ impl Region {
     }
 }
 
-/// The address of a vector's elements, which are written through it by whoever holds a view.
+/// The address of a vector's elements. Every holder of a view may write through it.
 fn address_of<T>(elements: *const T) -> NonNull<u8> {
     NonNull::new(elements.cast_mut().cast()).unwrap_or(NonNull::dangling())
 }
 
-/// Bytes from the first element of a tensor to the end of the farthest one. Strides must not be negative.
+/// Bytes from the first element of a tensor to the end of the farthest one. Strides are not negative.
 fn reach(dtype: DType, shape: &Dims, strides: &Dims) -> Result<usize> {
     if shape.numel() == 0 {
         return Ok(0);
@@ -369,11 +375,11 @@ impl Drop for Region {
         match &self.owner {
             Owner::Backend(backend, users) => {
                 if backend.is_reached_by_devices() && self.block.bytes() > 0 {
-                    forget(self.block.address().as_ptr().addr());
+                    unregister(self.block.address().as_ptr().addr());
                 }
                 let block = Block::new(self.block.address(), self.block.bytes());
-                // SAFETY: `new` took the block from this backend, this is its only owner's end, and every view
-                // holds the region alive; what was enqueued was noted.
+                // SAFETY: `new` took the block from this backend, this is the drop of its only owner, and
+                // every view keeps the region alive; enqueued work was recorded in `users`.
                 unsafe { backend.deallocate(block, users) };
             }
             Owner::Part { range, returned, .. } => returned.ranges().push(range.clone()),

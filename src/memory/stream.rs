@@ -2,7 +2,7 @@
 
 /// A CUDA stream, by its driver handle; 0 is the default stream. Host memory ignores it.
 ///
-/// It is a name, not an owner: whoever made the stream keeps it alive for as long as pools work on it.
+/// It is a name, not an owner: the creator of the stream keeps it alive for as long as pools work on it.
 ///
 /// ```
 /// use kvpool::memory::Stream;
@@ -21,7 +21,7 @@ impl Stream {
         Self(handle)
     }
 
-    /// Its driver handle.
+    /// The driver handle.
     #[must_use]
     pub const fn handle(self) -> usize {
         self.0

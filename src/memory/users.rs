@@ -1,4 +1,6 @@
-//! Who uses memory of a device.
+//! The streams that use memory, so that it is freed after their work.
+//!
+//! A stream is recorded when work that uses the memory is enqueued, by the kernels or by the caller.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -10,9 +12,9 @@ use crate::base::sync::lock;
 use super::Stream;
 use super::cuda::is_forked;
 
-/// The streams on which work with some memory was enqueued, so that it goes back after them.
+/// The streams on which work with some memory was enqueued. The memory is freed after that work.
 ///
-/// Noting the stream of the time before costs one comparison.
+/// Recording the same stream again costs one comparison.
 ///
 /// ```
 /// use kvpool::memory::{Stream, Users};
@@ -23,13 +25,13 @@ use super::cuda::is_forked;
 /// ```
 #[derive(Debug, Default)]
 pub struct Users {
-    /// The handle of the stream that was noted last, and one; it is in `streams`. 0 for none.
+    /// The handle of the last recorded stream, plus one; that stream is in `streams`. 0 for none.
     last: AtomicUsize,
     streams: Mutex<Vec<Stream>>,
 }
 
 impl Users {
-    /// Notes that work on `stream` uses the memory.
+    /// Records that work on `stream` uses the memory.
     #[inline]
     pub fn note(&self, stream: Stream) {
         let mark = stream.handle().wrapping_add(1);
@@ -46,7 +48,7 @@ impl Users {
         }
     }
 
-    /// All that were noted.
+    /// Every recorded stream.
     #[must_use]
     pub fn streams(&self) -> Vec<Stream> {
         self.lock().clone()
@@ -57,24 +59,25 @@ impl Users {
     }
 }
 
-/// By its first address, the memory of this process that devices reach: where it ends, and who uses it.
+/// The memory of this process that devices can access, by its first address: its end, and its users.
 static REGIONS: RwLock<BTreeMap<usize, (usize, Arc<Users>)>> = RwLock::new(BTreeMap::new());
 
-/// Makes the users of memory known to whoever has only an address of it, until [`forget`].
-pub(super) fn announce(addresses: &Range<usize>, users: &Arc<Users>) {
+/// Registers the users of memory, so that they are found by address, until [`unregister`].
+pub(super) fn register(addresses: &Range<usize>, users: &Arc<Users>) {
     let mut regions = REGIONS.write().unwrap_or_else(PoisonError::into_inner);
     regions.insert(addresses.start, (addresses.end, Arc::clone(users)));
 }
 
-/// Ends what [`announce`] began. The child of a fork keeps it: another thread may have had the lock then.
-pub(super) fn forget(start: usize) {
+/// Removes a registration of [`register`]. The child of a fork keeps it: another thread may have held the
+/// lock then.
+pub(super) fn unregister(start: usize) {
     if is_forked() {
         return;
     }
     REGIONS.write().unwrap_or_else(PoisonError::into_inner).remove(&start);
 }
 
-/// Does `work` with the users of the memory at `address`, if that was announced.
+/// Calls `work` with the users of the memory at `address`, if they are registered.
 pub(super) fn with_users_at<R>(address: usize, work: impl FnOnce(&Arc<Users>) -> R) -> Option<R> {
     let regions = REGIONS.read().unwrap_or_else(PoisonError::into_inner);
     let found = regions.range(..=address).next_back().filter(|(_, (end, _))| address < *end);

@@ -1,4 +1,6 @@
-//! Backends in front of backends: one that limits, one that fails on plan, one that counts.
+//! Backends around other backends: one limits, one fails on plan, one counts.
+//!
+//! Use them in tests and to cap the memory of a pool; each forwards everything else to the backend inside.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -9,7 +11,7 @@ use crate::base::{Device, Error, ErrorKind, Result};
 
 use super::{Backend, Block, Contents, Gpu, Region, Users};
 
-/// Gives at most a fixed number of bytes at a time.
+/// Limits the bytes that are allocated at a time.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -28,7 +30,7 @@ pub struct Limit {
 }
 
 impl Limit {
-    /// `inner`, of whose memory at most `limit` bytes are out at a time.
+    /// Wraps `inner` and allows at most `limit` bytes at a time.
     #[must_use]
     pub fn new(inner: Arc<dyn Backend>, limit: usize) -> Self {
         Self { inner, most: limit, used: AtomicUsize::new(0) }
@@ -80,7 +82,7 @@ impl Backend for Limit {
     }
 }
 
-/// Fails one planned allocation.
+/// Fails one allocation on plan.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -97,7 +99,7 @@ pub struct Fail {
 }
 
 impl Fail {
-    /// `inner`, whose allocation number `nth` (from 0) fails.
+    /// Wraps `inner`; allocation number `nth` (from 0) fails.
     #[must_use]
     pub fn new(inner: Arc<dyn Backend>, nth: usize) -> Self {
         Self { inner, left: AtomicUsize::new(nth) }
@@ -122,7 +124,7 @@ impl Backend for Fail {
     }
 
     fn allocate(&self, bytes: usize, contents: Contents) -> Result<Block> {
-        // Wraps to the largest number after the failure, which no test counts down.
+        // After the failure it wraps to the largest number, which no test counts down.
         if self.left.fetch_sub(1, Relaxed) == 0 {
             return Err(Error::new(
                 ErrorKind::OutOfMemory,
@@ -139,7 +141,7 @@ impl Backend for Fail {
     }
 }
 
-/// Counts what is out.
+/// Counts blocks and bytes in use.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -159,7 +161,7 @@ pub struct Count {
 }
 
 impl Count {
-    /// `inner`, counted.
+    /// Wraps `inner`.
     #[must_use]
     pub fn new(inner: Arc<dyn Backend>) -> Self {
         Self {
@@ -170,19 +172,19 @@ impl Count {
         }
     }
 
-    /// Allocations that succeeded so far.
+    /// The number of successful allocations so far.
     #[must_use]
     pub fn allocations(&self) -> usize {
         self.allocations.load(Relaxed)
     }
 
-    /// Blocks that are out.
+    /// The number of blocks in use.
     #[must_use]
     pub fn live_blocks(&self) -> usize {
         self.live_blocks.load(Relaxed)
     }
 
-    /// Bytes that are out.
+    /// The number of bytes in use.
     #[must_use]
     pub fn live_bytes(&self) -> usize {
         self.live_bytes.load(Relaxed)

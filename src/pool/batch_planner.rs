@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex};
 use crate::base::bounded::narrow;
 use crate::base::sync::lock;
 use crate::base::{DType, Device, Error, ErrorKind, Id, IndexVec, RequestRow, Result, Slot, reserve, widen};
-use crate::index::{Act, Asked, BadFrees, FenceId, Growth, Owner, Requests};
+use crate::index::{Act, BadFrees, FenceId, Growth, GrowthRequest, Owner, Requests};
 use crate::kernels::{Executor, Indices, PlanBatch};
 use crate::memory::{Backend, Event, Host, Region, Stream};
 use crate::tensor::TensorView;
@@ -149,10 +149,10 @@ impl BatchPlanner {
     /// Tokens of a request that have slots.
     ///
     /// # Errors
-    /// As [`Requests::name`].
+    /// As [`Requests::resolve_rows`].
     pub fn seq_len(&self, row: i64) -> Result<u32> {
         let (mut planner, table) = (lock(&self.planner), lock(&self.table));
-        let row = planner.requests.name(&IndexVec::I64(vec![row]), table.rows())?[0];
+        let row = planner.requests.resolve_rows(&IndexVec::I64(vec![row]), table.rows())?[0];
         Ok(planner.requests.len(row))
     }
 
@@ -188,7 +188,7 @@ impl BatchPlanner {
     /// Shrinks requests to `seq_lens` tokens. Returns how many slots were given back, and what was wrong with them.
     ///
     /// # Errors
-    /// As [`Requests::name`] and [`Requests::check_cut`]; nothing is changed then. [`ErrorKind::IndexOwnership`] if the
+    /// As [`Requests::resolve_rows`] and [`Requests::check_cut`]; nothing is changed then. [`ErrorKind::IndexOwnership`] if the
     /// allocator is strict and another owner freed a page before; all others were given back.
     pub fn truncate(
         &self,
@@ -204,7 +204,7 @@ impl BatchPlanner {
     /// how many slots were given back, and what was wrong with them.
     ///
     /// # Errors
-    /// As [`Requests::name`], and [`ErrorKind::Config`] for another length; nothing is changed then. As
+    /// As [`Requests::resolve_rows`], and [`ErrorKind::Config`] for another length; nothing is changed then. As
     /// [`BatchPlanner::truncate`]; [`ErrorKind::Driver`] when the driver refuses to zero the rows, which are given back.
     pub fn finish(
         &self,
@@ -221,7 +221,7 @@ impl BatchPlanner {
     /// it. Full pages are shared; what the caller must copy is returned as slots to copy to and from, valid on `stream`.
     ///
     /// # Errors
-    /// As [`Requests::name`] and [`Requests::fork`]; [`ErrorKind::Config`] when `src` has less or `dst` has something;
+    /// As [`Requests::resolve_rows`] and [`Requests::fork`]; [`ErrorKind::Config`] when `src` has less or `dst` has something;
     /// [`ErrorKind::Driver`] when the driver refuses. Nothing is changed.
     pub fn fork(&self, src: i64, dst: i64, len: i64, stream: Stream) -> Result<Option<[TensorView; 2]>> {
         self.take(stream, |planner, pools| planner.fork(pools, [src, dst], len, stream))
@@ -373,19 +373,18 @@ impl Planner {
             )));
         }
         self.check_batch(count)?;
-        let named = self.requests.name(rows, table.rows())?;
+        let named = self.requests.resolve_rows(rows, table.rows())?;
         let mut prefixes = Vec::new();
         let mut growths = reserve(count)?;
         for (position, &row) in named.iter().enumerate() {
             let (prefix, seq) = (batch.prefix_lens[position], batch.seq_lens[position]);
             let cached = batch.prefix_slots.get(position).and_then(Option::as_ref);
             growths.push(match cached.filter(|cached| !cached.is_empty()) {
-                None => self
-                    .requests
-                    .growth(row, prefix, seq)
-                    .ok_or_else(|| self.requests.unfit(Asked { position, row, prefix, seq }))?,
+                None => self.requests.growth(row, prefix, seq).ok_or_else(|| {
+                    self.requests.growth_error(GrowthRequest { position, row, prefix, seq })
+                })?,
                 Some(cached) => self.requests.growth_of_cached(
-                    Asked { position, row, prefix, seq },
+                    GrowthRequest { position, row, prefix, seq },
                     cached,
                     slots.slots(),
                     &mut prefixes,
@@ -421,12 +420,12 @@ impl Planner {
         let width = i64::try_from(tokens_per_req).map_err(|_| {
             Error::config(format!("tokens_per_req {tokens_per_req} is more than a request can have"))
         })?;
-        let named = self.requests.name(rows, table.rows())?;
+        let named = self.requests.resolve_rows(rows, table.rows())?;
         let mut growths = reserve(count)?;
         for (position, (&row, seq)) in named.iter().zip(seq_lens.iter()).enumerate() {
             let prefix = seq.saturating_sub(width);
             let Some(growth) = self.requests.growth(row, prefix, seq) else {
-                return Err(self.requests.unfit(Asked { position, row, prefix, seq }));
+                return Err(self.requests.growth_error(GrowthRequest { position, row, prefix, seq }));
             };
             growths.push(growth);
         }
@@ -584,7 +583,7 @@ impl Planner {
     ) -> Result<(usize, BadFrees)> {
         as_many("seq_lens", seq_lens, rows)?;
         let Pools { slots, table } = pools;
-        let named = self.requests.name(rows, table.rows())?;
+        let named = self.requests.resolve_rows(rows, table.rows())?;
         let mut lens = reserve(named.len())?;
         for (position, (&row, len)) in named.iter().zip(seq_lens.iter()).enumerate() {
             lens.push(self.requests.check_cut(position, row, len, slots.slots())?);
@@ -601,7 +600,7 @@ impl Planner {
         stream: Stream,
     ) -> Result<(usize, BadFrees)> {
         let Pools { slots, table } = pools;
-        let named = self.requests.name(rows, table.rows())?;
+        let named = self.requests.resolve_rows(rows, table.rows())?;
         if let Some(lens) = seq_lens {
             as_many("seq_lens", lens, rows)?;
             for (position, (&row, len)) in named.iter().zip(lens.iter()).enumerate() {
@@ -670,7 +669,7 @@ impl Planner {
         stream: Stream,
     ) -> Result<Taken<[TensorView; 2]>> {
         let Pools { slots, table } = pools;
-        let named = self.requests.name(&IndexVec::I64(vec![src, dst]), table.rows())?;
+        let named = self.requests.resolve_rows(&IndexVec::I64(vec![src, dst]), table.rows())?;
         let (src, dst) = (named[0], named[1]);
         let (has, taken) = (self.requests.len(src), self.requests.len(dst));
         let Some(len) = u32::try_from(len).ok().filter(|&len| len <= has && taken == 0) else {

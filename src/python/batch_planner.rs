@@ -9,7 +9,7 @@ use pyo3::prelude::*;
 use pyo3::types::{IntoPyDict, PyDict, PySequence};
 
 use crate::base::{Error, IndexVec};
-use crate::index::Acting;
+use crate::index::ActGuard;
 use crate::memory::Stream;
 use crate::pool::{Batch, BatchPlanner as Planner, Field, Plan, PlannerConfig};
 
@@ -57,7 +57,7 @@ pub(super) struct BatchPlanner {
 
 impl BatchPlanner {
     /// Announces the caller's line to the pools, if one of them debugs.
-    fn begin(&self, py: Python<'_>) -> PyResult<Option<Acting>> {
+    fn begin(&self, py: Python<'_>) -> PyResult<Option<ActGuard>> {
         let (slots, rows) = (self.allocator.get().debug, self.table.get().debug);
         if slots.is_on() { slots.begin(py, None) } else { rows.begin(py, None) }
     }

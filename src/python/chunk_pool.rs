@@ -132,8 +132,8 @@ impl PageLocking {
                 }
                 true
             }
-            Some(Report::Later) => true,
-            Some(Report::Over) => {
+            Some(Report::TimedOut) => true,
+            Some(Report::Finished) => {
                 py.detach(|| drop(lock(&self.locking).take()));
                 false
             }

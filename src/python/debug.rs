@@ -6,7 +6,7 @@ use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyInt, PyString};
 
-use crate::index::{Act, Acting, Owner};
+use crate::index::{Act, ActGuard, Owner};
 use crate::pool::{Occupancy, Pool as Contract};
 
 use super::args::kind_of;
@@ -44,12 +44,16 @@ impl Debug {
 
     /// Announces, until the answer is dropped, that the caller's line acts for `owner`. Nothing where nobody debugs.
     #[inline]
-    pub(super) fn begin(self, py: Python<'_>, owner: Option<&Bound<'_, PyAny>>) -> PyResult<Option<Acting>> {
+    pub(super) fn begin(
+        self,
+        py: Python<'_>,
+        owner: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Option<ActGuard>> {
         if self.is_on || owner.is_some() { self.announce(py, owner) } else { Ok(None) }
     }
 
     #[cold]
-    fn announce(self, py: Python<'_>, owner: Option<&Bound<'_, PyAny>>) -> PyResult<Option<Acting>> {
+    fn announce(self, py: Python<'_>, owner: Option<&Bound<'_, PyAny>>) -> PyResult<Option<ActGuard>> {
         if let Some(owner) = owner
             && !owner.is_instance_of::<PyString>()
             && !owner.is_instance_of::<PyInt>()

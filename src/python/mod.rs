@@ -119,7 +119,7 @@ fn _use_stream(handle: Option<usize>) {
 /// How many calls were noted by pools that debug: later ones have this number or a greater one.
 #[pyfunction]
 fn _noted() -> u64 {
-    crate::index::Act::noted()
+    crate::index::Act::count()
 }
 
 #[pymodule]

@@ -1,7 +1,8 @@
-//! DLPack, as producer and as consumer.
+//! DLPack, producer and consumer.
 //!
-//! The structures are those of `dlpack.h` 1.3 (`dmlc/dlpack`), laid out for C. A tensor handed out owns its region
-//! through the managed tensor's context; its deleter may run on any thread and touches no Python.
+//! The structures are those of `dlpack.h` 1.3 (`dmlc/dlpack`), laid out for C. An exported tensor owns its
+//! region through the context of the managed tensor; its deleter may run on any thread and touches no Python.
+//! Neither direction copies elements or synchronises streams: the caller does.
 
 use std::ffi::{c_int, c_void};
 use std::marker::PhantomData;
@@ -14,18 +15,18 @@ use crate::memory::{Borrowed, Region};
 
 use super::TensorView;
 
-/// Name of a legacy capsule that nobody consumed yet.
+/// Name of a legacy capsule that is not consumed yet.
 pub const LEGACY: &std::ffi::CStr = c"dltensor";
-/// Name of a legacy capsule that was consumed.
+/// Name of a consumed legacy capsule.
 pub const LEGACY_USED: &std::ffi::CStr = c"used_dltensor";
-/// Name of a versioned capsule that nobody consumed yet.
+/// Name of a versioned capsule that is not consumed yet.
 pub const VERSIONED: &std::ffi::CStr = c"dltensor_versioned";
-/// Name of a versioned capsule that was consumed.
+/// Name of a consumed versioned capsule.
 pub const VERSIONED_USED: &std::ffi::CStr = c"used_dltensor_versioned";
 /// Name of the capsule that holds an [`ExchangeApi`].
 pub const EXCHANGE_API: &std::ffi::CStr = c"dlpack_exchange_api";
 
-/// The version of the tensors that kvpool hands out: 1.1 is the first with 8-bit floats.
+/// The version of exported tensors: 1.1 is the first with 8-bit floats.
 pub const VERSION: Version = Version { major: 1, minor: 1 };
 
 /// `DLPACK_FLAG_BITMASK_READ_ONLY`.
@@ -42,9 +43,9 @@ const CUDA_HOST: i32 = 3;
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Version {
-    /// Changes when the layout does.
+    /// Increases when the layout changes.
     pub major: u32,
-    /// Changes when something is added.
+    /// Increases when something is added.
     pub minor: u32,
 }
 
@@ -54,7 +55,7 @@ pub struct Version {
 pub struct RawDevice {
     /// `DLDeviceType`.
     pub kind: i32,
-    /// Ordinal among devices of that kind.
+    /// Ordinal among devices of this kind.
     pub ordinal: i32,
 }
 
@@ -64,9 +65,9 @@ pub struct RawDevice {
 pub struct RawDType {
     /// `DLDataTypeCode`.
     pub code: u8,
-    /// Bits of an element.
+    /// Bits per element.
     pub bits: u8,
-    /// Elements of a vector; 1 for scalars.
+    /// Elements per vector; 1 for scalars.
     pub lanes: u16,
 }
 
@@ -74,9 +75,9 @@ pub struct RawDType {
 #[repr(C)]
 #[derive(Debug)]
 pub struct RawTensor {
-    /// Element 0, less `byte_offset`.
+    /// The address of element 0, less `byte_offset`.
     pub data: *mut c_void,
-    /// Where the data is.
+    /// The device of the data.
     pub device: RawDevice,
     /// Number of dimensions.
     pub ndim: i32,
@@ -84,7 +85,8 @@ pub struct RawTensor {
     pub dtype: RawDType,
     /// `ndim` extents.
     pub shape: *mut i64,
-    /// `ndim` strides in elements; may be null for contiguous tensors, never is in ours.
+    /// `ndim` strides in elements; null is allowed for contiguous tensors, but exported tensors always have
+    /// them.
     pub strides: *mut i64,
     /// Bytes from `data` to element 0.
     pub byte_offset: u64,
@@ -96,9 +98,9 @@ pub struct RawTensor {
 pub struct Legacy {
     /// The tensor.
     pub tensor: RawTensor,
-    /// The producer's.
+    /// Private to the producer.
     pub context: *mut c_void,
-    /// Called once by the last owner.
+    /// The last owner calls it once.
     pub deleter: Option<unsafe extern "C" fn(*mut Legacy)>,
 }
 
@@ -106,11 +108,11 @@ pub struct Legacy {
 #[repr(C)]
 #[derive(Debug)]
 pub struct Versioned {
-    /// Of this struct.
+    /// The DLPack version of this struct.
     pub version: Version,
-    /// The producer's.
+    /// Private to the producer.
     pub context: *mut c_void,
-    /// Called once by the last owner.
+    /// The last owner calls it once.
     pub deleter: Option<unsafe extern "C" fn(*mut Versioned)>,
     /// `DLPACK_FLAG_BITMASK_*`.
     pub flags: u64,
@@ -118,14 +120,14 @@ pub struct Versioned {
     pub tensor: RawTensor,
 }
 
-/// `DLPackExchangeAPI`: how a framework makes and reads its own tensors without Python calls.
+/// `DLPackExchangeAPI`: creates and reads a framework's tensors without Python calls.
 ///
-/// PyTorch 2.10 and later publish one as `torch.Tensor.__dlpack_c_exchange_api__`. All functions but
-/// `current_work_stream` need the GIL; failures are -1 with a Python exception set.
+/// PyTorch 2.10 and later publish one as `torch.Tensor.__dlpack_c_exchange_api__`. Every function except
+/// `current_work_stream` needs the GIL; failures are -1 with a Python exception set.
 #[repr(C)]
 #[derive(Debug)]
 pub struct ExchangeApi {
-    /// Of this table.
+    /// The DLPack version of this table.
     pub version: Version,
     /// An older table, or null.
     pub previous: *mut c_void,
@@ -133,7 +135,7 @@ pub struct ExchangeApi {
     pub allocate: *const c_void,
     /// Exports an object as an owning managed tensor.
     pub managed_from_object: *const c_void,
-    /// Imports a managed tensor, which it steals, as a new object.
+    /// Imports a managed tensor, which it takes over, as a new object.
     pub object_from_managed: Option<unsafe extern "C" fn(*mut Versioned, *mut *mut c_void) -> c_int>,
     /// Describes an object's tensor without owning it, until control returns to the framework.
     pub describe_object: Option<unsafe extern "C" fn(*mut c_void, *mut RawTensor) -> c_int>,
@@ -168,10 +170,10 @@ fn bits_of(dtype: DType) -> u8 {
     u8::try_from(dtype.size() * 8).expect("an element has 64 bits at most")
 }
 
-/// The dtype of a DLPack code.
+/// Converts a DLPack dtype.
 ///
 /// # Errors
-/// [`ErrorKind::Type`](crate::base::ErrorKind::Type) for those that kvpool neither stores nor reads.
+/// [`ErrorKind::Type`](crate::base::ErrorKind::Type) for dtypes that kvpool neither stores nor reads.
 pub fn dtype_of(raw: RawDType) -> Result<DType> {
     [DType::F64, DType::I32, DType::I64, DType::Bool]
         .into_iter()
@@ -189,7 +191,7 @@ pub fn dtype_of(raw: RawDType) -> Result<DType> {
         })
 }
 
-/// The DLPack form of `device`.
+/// Converts a device to DLPack.
 #[must_use]
 pub fn raw_device(device: Device) -> RawDevice {
     match device {
@@ -206,7 +208,7 @@ fn device_of(raw: RawDevice) -> Result<Device> {
     }
 }
 
-/// A tensor on its way out: the managed tensor, and what its pointers point to.
+/// An exported tensor: the managed tensor and the memory behind its pointers.
 #[repr(C)]
 struct Export<M> {
     managed: M,
@@ -216,7 +218,7 @@ struct Export<M> {
     region: Arc<Region>,
 }
 
-/// Boxes an export, lets its tensor point into the box and returns the box as a raw pointer.
+/// Boxes an export, points its tensor into the box and returns the box as a raw pointer.
 fn boxed<M>(
     view: &TensorView,
     managed: M,
@@ -228,13 +230,13 @@ fn boxed<M>(
         strides: *view.strides(),
         region: Arc::clone(view.region()),
     }));
-    // SAFETY: the box was leaked just now, so it is live, and nobody else knows it.
+    // SAFETY: the box was leaked just now, so it is live, and no other code has its address.
     let shape = unsafe { &raw mut (*export).shape };
     // SAFETY: as above.
     let strides = unsafe { &raw mut (*export).strides };
     // SAFETY: as above.
     let tensor = tensor_of(unsafe { &mut (*export).managed });
-    // `Dims` begin with their values.
+    // `Dims` begins with its values.
     tensor.shape = shape.cast();
     tensor.strides = strides.cast();
     export
@@ -266,7 +268,8 @@ unsafe extern "C" fn delete_legacy(managed: *mut Legacy) {
     drop(unsafe { Box::from_raw(context.cast::<Export<Legacy>>()) });
 }
 
-/// `view` as a versioned managed tensor. Whoever takes it calls its deleter once; until then the memory lives.
+/// Exports `view` as a versioned managed tensor. Its owner must call the deleter once; until then the memory
+/// lives.
 #[must_use]
 pub fn export_versioned(view: &TensorView) -> NonNull<Versioned> {
     let managed = Versioned {
@@ -277,7 +280,8 @@ pub fn export_versioned(view: &TensorView) -> NonNull<Versioned> {
         tensor: raw_tensor(view),
     };
     let export = boxed(view, managed, |managed| &mut managed.tensor);
-    // SAFETY: the box was leaked just now and nobody else knows it; `Export` begins with its managed tensor.
+    // SAFETY: the box was leaked just now and no other code has its address; `Export` begins with its managed
+    // tensor.
     unsafe {
         (*export).managed.context = export.cast();
     }
@@ -285,12 +289,13 @@ pub fn export_versioned(view: &TensorView) -> NonNull<Versioned> {
     unsafe { NonNull::new_unchecked(export.cast()) }
 }
 
-/// `view` as a legacy managed tensor, for consumers that know no versions.
+/// Exports `view` as a legacy managed tensor, for consumers without versions.
 #[must_use]
 pub fn export_legacy(view: &TensorView) -> NonNull<Legacy> {
     let managed = Legacy { tensor: raw_tensor(view), context: ptr::null_mut(), deleter: Some(delete_legacy) };
     let export = boxed(view, managed, |managed| &mut managed.tensor);
-    // SAFETY: the box was leaked just now and nobody else knows it; `Export` begins with its managed tensor.
+    // SAFETY: the box was leaked just now and no other code has its address; `Export` begins with its managed
+    // tensor.
     unsafe {
         (*export).managed.context = export.cast();
     }
@@ -298,17 +303,17 @@ pub fn export_legacy(view: &TensorView) -> NonNull<Legacy> {
     unsafe { NonNull::new_unchecked(export.cast()) }
 }
 
-/// A managed tensor of somebody else, owned by us until dropped.
+/// A managed tensor of another producer, owned until dropped.
 #[derive(Debug)]
 pub enum Import {
-    /// With a version.
+    /// With a DLPack version.
     Versioned(NonNull<Versioned>),
-    /// Without.
+    /// Without a version.
     Legacy(NonNull<Legacy>),
 }
 
 impl Import {
-    /// Whether its producer lets it be written to, and a write reaches the producer.
+    /// Whether the producer allows writes, and they reach its memory.
     #[must_use]
     pub fn is_writable(&self) -> bool {
         match self {
@@ -318,14 +323,14 @@ impl Import {
         }
     }
 
-    /// What it describes.
+    /// The tensor that it describes.
     ///
     /// # Errors
-    /// As [`borrow`], and [`ErrorKind::Type`](crate::base::ErrorKind::Type) for a layout of another major version.
+    /// Same as [`borrow`], and [`ErrorKind::Type`](crate::base::ErrorKind::Type) for another major version.
     pub fn borrow(&self) -> Result<Borrowed<'_>> {
         let tensor = match self {
             Self::Versioned(managed) => {
-                // SAFETY: we own the managed tensor; the version stands first in every major version.
+                // SAFETY: we own the managed tensor; the version is the first field in every major version.
                 let managed = unsafe { managed.as_ref() };
                 if managed.version.major != VERSION.major {
                     let Version { major, minor } = managed.version;
@@ -350,14 +355,14 @@ impl Drop for Import {
             Self::Versioned(managed) => {
                 // SAFETY: we own the managed tensor.
                 if let Some(deleter) = unsafe { managed.as_ref() }.deleter {
-                    // SAFETY: this is its last owner's end.
+                    // SAFETY: this is the drop of its last owner.
                     unsafe { deleter(managed.as_ptr()) };
                 }
             }
             Self::Legacy(managed) => {
                 // SAFETY: we own the managed tensor.
                 if let Some(deleter) = unsafe { managed.as_ref() }.deleter {
-                    // SAFETY: this is its last owner's end.
+                    // SAFETY: this is the drop of its last owner.
                     unsafe { deleter(managed.as_ptr()) };
                 }
             }
@@ -368,11 +373,11 @@ impl Drop for Import {
 /// The tensor that a `DLTensor` describes.
 ///
 /// # Errors
-/// [`ErrorKind::Type`](crate::base::ErrorKind::Type) or [`ErrorKind::Config`](crate::base::ErrorKind::Config) for
-/// dtypes, devices and ranks that kvpool does not read, and for a shape that no tensor has.
+/// [`ErrorKind::Type`](crate::base::ErrorKind::Type) or [`ErrorKind::Config`](crate::base::ErrorKind::Config)
+/// for dtypes, devices and ranks that kvpool does not read, and for an invalid shape.
 ///
 /// # Safety
-/// For `'a`, `raw` describes a tensor as DLPack defines it, whose memory somebody keeps alive.
+/// For `'a`, `raw` describes a tensor as DLPack defines it, and its memory stays alive.
 pub unsafe fn borrow<'a>(raw: &RawTensor, _owner: PhantomData<&'a ()>) -> Result<Borrowed<'a>> {
     let dtype = dtype_of(raw.dtype)?;
     let device = device_of(raw.device)?;
@@ -385,20 +390,20 @@ pub unsafe fn borrow<'a>(raw: &RawTensor, _owner: PhantomData<&'a ()>) -> Result
     } else if raw.shape.is_null() {
         return Err(Error::config(format!("a tensor of {ndim} dimensions without a shape")));
     } else {
-        // SAFETY: DLPack promises `ndim` extents, and they are somewhere.
+        // SAFETY: DLPack guarantees `ndim` extents, and the pointer is not null.
         Dims::new(unsafe { std::slice::from_raw_parts(raw.shape, ndim) })?
     };
-    // Whoever counts its elements or bytes from here on can.
+    // Fails for sizes that overflow, so that later computations of elements and bytes cannot.
     shape.bytes(dtype)?;
     let strides = if ndim == 0 || raw.strides.is_null() {
         contiguous_strides(&shape)
     } else {
-        // SAFETY: DLPack promises `ndim` strides where the pointer is not null.
+        // SAFETY: DLPack guarantees `ndim` strides where the pointer is not null.
         Dims::new(unsafe { std::slice::from_raw_parts(raw.strides, ndim) })?
     };
     let address = if raw.data.is_null() { ptr::null_mut() } else { first_element(raw) };
     let address = address_of(address, &shape)?;
-    // SAFETY: the caller promises that `raw` describes live memory for 'a.
+    // SAFETY: the caller guarantees that `raw` describes live memory for 'a.
     Ok(unsafe { Borrowed::new(address, dtype, device, shape, strides) })
 }
 
@@ -407,17 +412,17 @@ fn too_many_dimensions(ndim: i32) -> Error {
     Error::config(format!("a tensor of {ndim} dimensions; at most {MAX_NDIM} are supported"))
 }
 
-/// Where element 0 of a tensor is.
+/// The address of element 0 of a tensor.
 #[inline]
 fn first_element(raw: &RawTensor) -> *mut u8 {
     let offset = usize::try_from(raw.byte_offset).expect("an address has 64 bits");
     raw.data.cast::<u8>().wrapping_add(offset)
 }
 
-/// Whether a `DLTensor` describes the elements of `view`, in its shape.
+/// Whether a `DLTensor` describes the same elements as `view`, in the same shape.
 ///
 /// # Safety
-/// As [`borrow`].
+/// Same as [`borrow`].
 #[must_use]
 pub unsafe fn is_view(raw: &RawTensor, view: &TensorView) -> bool {
     let (shape, strides) = (view.shape().as_slice(), view.strides().as_slice());
@@ -428,21 +433,21 @@ pub unsafe fn is_view(raw: &RawTensor, view: &TensorView) -> bool {
     if !is_alike || shape.is_empty() || raw.shape.is_null() {
         return is_alike && shape.is_empty();
     }
-    // SAFETY: DLPack promises as many extents as there are dimensions.
+    // SAFETY: DLPack guarantees as many extents as there are dimensions.
     let extents = unsafe { std::slice::from_raw_parts(raw.shape, shape.len()) };
     if raw.strides.is_null() {
         return extents == shape && contiguous_strides(view.shape()) == *view.strides();
     }
-    // SAFETY: DLPack promises as many strides as there are dimensions where the pointer is not null.
+    // SAFETY: DLPack guarantees as many strides as there are dimensions where the pointer is not null.
     let steps = unsafe { std::slice::from_raw_parts(raw.strides, shape.len()) };
     extents == shape && steps == strides
 }
 
-/// The address of a tensor's elements. An empty one may have none, since nobody follows it.
+/// The address of a tensor's elements. An empty tensor may have none, since it is never dereferenced.
 ///
 /// # Errors
-/// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when there are elements and no address, as for tensors
-/// whose storage was freed or never allocated.
+/// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when there are elements but no address, as for
+/// tensors whose storage was freed or never allocated.
 pub fn address_of(data: *mut u8, shape: &Dims) -> Result<NonNull<u8>> {
     match NonNull::new(data) {
         Some(address) => Ok(address),

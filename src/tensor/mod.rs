@@ -1,4 +1,6 @@
-//! Describing bytes to others: views that own their memory, and DLPack.
+//! Descriptions of bytes for other libraries: views that own their memory, and DLPack.
+//!
+//! Nothing here copies elements, launches work or decides which indices are in use.
 
 pub mod dlpack;
 mod view;

@@ -1,4 +1,6 @@
-//! A tensor over a region.
+//! A tensor over a region, which it keeps alive.
+//!
+//! A view is a few numbers and an `Arc`: cloning it copies no elements.
 
 use std::sync::Arc;
 
@@ -32,15 +34,15 @@ impl TensorView {
     /// A C-contiguous tensor that begins at byte `offset` of `region`.
     ///
     /// # Errors
-    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when it does not lie within the region.
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when it is not within the region.
     pub fn contiguous(region: Arc<Region>, offset: usize, dtype: DType, shape: &[usize]) -> Result<Self> {
         Self::packed(region, offset, dtype, Dims::of(shape)?)
     }
 
-    /// As [`TensorView::contiguous`], with extents as tensors have them.
+    /// Like [`TensorView::contiguous`], with extents already converted.
     ///
     /// # Errors
-    /// As [`TensorView::contiguous`].
+    /// Same as [`TensorView::contiguous`].
     pub fn packed(region: Arc<Region>, offset: usize, dtype: DType, shape: Dims) -> Result<Self> {
         let strides = contiguous_strides(&shape);
         region.borrow(offset, dtype, shape, strides)?;
@@ -54,7 +56,7 @@ impl TensorView {
         Self::over(indices, &[len])
     }
 
-    /// A 2-D int32 tensor `[pairs.len() / 2, 2]` on the host that takes over `pairs`, two and two.
+    /// A 2-D int32 tensor `[pairs.len() / 2, 2]` on the host that takes over `pairs`.
     #[must_use]
     pub fn from_pairs(pairs: Vec<i32>) -> Self {
         let rows = signed(pairs.len() / 2);
@@ -64,7 +66,7 @@ impl TensorView {
     /// A 1-D bool tensor on the host.
     ///
     /// # Errors
-    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot hold it.
+    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate it.
     pub fn from_bools(values: &[bool]) -> Result<Self> {
         let region = Arc::new(Region::new(Arc::new(Host), values.len())?);
         region.write(0, values)?;
@@ -94,7 +96,7 @@ impl TensorView {
         }
     }
 
-    /// Whether `other` is the same elements in the same order.
+    /// Whether `other` has the same elements in the same order.
     #[must_use]
     pub fn is(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.region, &other.region)
@@ -102,37 +104,37 @@ impl TensorView {
                 == (other.offset, other.dtype, other.shape, other.strides)
     }
 
-    /// The memory it lies in.
+    /// The region of the elements.
     #[must_use]
     pub const fn region(&self) -> &Arc<Region> {
         &self.region
     }
 
-    /// Bytes from the start of its region to element 0.
+    /// Bytes from the start of the region to element 0.
     #[must_use]
     pub const fn offset(&self) -> usize {
         self.offset
     }
 
-    /// Element type.
+    /// The element type.
     #[must_use]
     pub const fn dtype(&self) -> DType {
         self.dtype
     }
 
-    /// Where the memory is.
+    /// The device of the memory.
     #[must_use]
     pub fn device(&self) -> Device {
         self.region.device()
     }
 
-    /// Extents.
+    /// The extents.
     #[must_use]
     pub const fn shape(&self) -> &Dims {
         &self.shape
     }
 
-    /// Strides, in elements.
+    /// The strides, in elements.
     #[must_use]
     pub const fn strides(&self) -> &Dims {
         &self.strides

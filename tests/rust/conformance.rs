@@ -1,4 +1,4 @@
-//! What every backend promises, run against each of them.
+//! One suite over every backend: alignment, zeroing, failures, drop order.
 
 use std::sync::Arc;
 use std::thread;
@@ -9,7 +9,7 @@ use kvpool::memory::{
 };
 use kvpool::tensor::TensorView;
 
-/// Sizes around every boundary: nothing, one byte, the alignment, a page, where the host begins to map.
+/// Sizes around every boundary: zero, one byte, the alignment, a page, the size from which the host maps.
 const SIZES: [usize; 9] = [0, 1, 255, 256, 4095, 4097, (1 << 20) - 1, 1 << 20, (1 << 20) + 1];
 
 /// The bytes of a region.
@@ -34,7 +34,7 @@ fn fill(region: &Region, value: u8) {
         gpu.copy_in(whole(region), whole(&source), Stream::DEFAULT).expect("enqueued");
         return gpu.synchronize(Stream::DEFAULT).expect("copied");
     }
-    // SAFETY: the region is live host memory that only this test knows.
+    // SAFETY: the region is live host memory, and no other code accesses it.
     unsafe { region.address().as_ptr().write_bytes(value, region.bytes()) };
 }
 
@@ -51,7 +51,7 @@ pub(crate) fn on_host(region: &Region) -> Region {
 
 fn aligned_and_zero(backend: &Arc<dyn Backend>) {
     for size in SIZES {
-        // Twice, so that recycled memory shows.
+        // Twice, so that stale contents of recycled memory would show.
         for _ in 0..2 {
             let region = Region::new(Arc::clone(backend), size).expect("memory");
             assert_eq!(region.bytes(), size);
@@ -135,7 +135,7 @@ fn never_failing() {
 }
 
 #[test]
-fn a_limit_counts_what_is_out() {
+fn limit_counts_allocated_bytes() {
     let backend = Arc::new(Limit::new(Arc::new(Host), 1000));
     let first = Region::new(backend.clone(), 600).expect("fits");
     let error = Region::new(backend.clone(), 401).expect_err("too much");
@@ -145,21 +145,21 @@ fn a_limit_counts_what_is_out() {
 }
 
 #[test]
-fn a_limit_gives_back_what_its_backend_refused() {
+fn limit_ignores_refused_allocations() {
     let backend = Arc::new(Limit::new(Arc::new(Fail::new(Arc::new(Host), 0)), 100));
     assert!(Region::new(backend.clone(), 100).is_err());
     assert!(Region::new(backend, 100).is_ok());
 }
 
 #[test]
-fn a_huge_block_costs_what_is_touched() {
+fn huge_block_costs_touched_pages() {
     let region = Region::new(Arc::new(Host), 100 << 30).expect("reserved, not taken");
     region.write(99 << 30, &[1i32]).expect("inside");
     assert_eq!(region.bytes(), 100 << 30);
 }
 
 #[test]
-fn a_region_knows_its_bounds() {
+fn region_checks_bounds() {
     let region = Region::new(Arc::new(Host), 16).expect("memory");
     assert!(region.write(8, &[1i32, 2]).is_ok());
     for (offset, values) in [(12, 2), (16, 1), (usize::MAX, 1)] {
@@ -171,7 +171,7 @@ fn a_region_knows_its_bounds() {
 }
 
 #[test]
-fn a_device_that_is_not_there_says_what_was_looked_for() {
+fn missing_device_is_named() {
     assert!(backend_for(Device::Cpu, Stream::DEFAULT).is_ok());
     let error = backend_for(Device::Cuda(7), Stream::DEFAULT).expect_err("no machine has so many");
     assert_eq!(error.kind(), ErrorKind::BackendUnavailable);

@@ -1,4 +1,4 @@
-//! One contract over a table of all pools: what [`Pool`] promises, whatever a pool hands out.
+//! One contract over a table of all pools: the guarantees of [`Pool`], for every kind of unit.
 
 use std::sync::Arc;
 
@@ -120,12 +120,12 @@ impl Counted for PagePool {
     }
 }
 
-/// Gives back what was taken.
+/// Frees a unit that was taken.
 fn give_back(pool: &mut dyn Counted, unit: i64) {
     assert_eq!(pool.give(unit).expect("its own").dropped(), 0);
 }
 
-/// Every pool whose units are numbers, with six of them.
+/// Every pool whose units are numbers, with six units each.
 fn counted(strict: bool) -> Vec<Box<dyn Counted>> {
     let slots = AllocatorConfig { size: 6, page_size: 1, need_sort: true, strict };
     let rows = ReqToTokenConfig { max_reqs: 6, max_context_len: 4, padding_row: true, strict };
@@ -137,7 +137,7 @@ fn counted(strict: bool) -> Vec<Box<dyn Counted>> {
     ]
 }
 
-/// One of each class.
+/// One pool of each class.
 fn all() -> Vec<Box<dyn Pool>> {
     let arena = WorkspaceConfig { arena_bytes: 4096, poison: false };
     let mut pools: Vec<Box<dyn Pool>> = vec![
@@ -150,12 +150,12 @@ fn all() -> Vec<Box<dyn Pool>> {
     pools
 }
 
-/// Units of a state, as a look at all of them finds.
+/// The number of units in a state, counted from the spans.
 fn count(pool: &dyn Pool, state: State) -> usize {
     pool.occupancy().pieces.iter().filter(|piece| piece.state == state).map(|piece| piece.range.len()).sum()
 }
 
-/// That the numbers add up, and say what stands in the pool.
+/// Checks that the statistics add up and agree with the spans.
 fn check(pool: &dyn Pool, in_use: usize) {
     let number = |name| pool.stats().get(name).expect(name);
     assert_eq!((number("in_use"), number("available")), (in_use, number("capacity") - in_use));
@@ -167,11 +167,11 @@ fn check(pool: &dyn Pool, in_use: usize) {
 }
 
 #[test]
-fn every_pool_says_what_it_is() {
+fn every_pool_describes_itself() {
     for pool in all() {
         assert_eq!(pool.device(), Device::Cpu);
         assert!(!pool.unit().is_empty());
-        // The others have no frees that could be bad.
+        // The other pools cannot receive an invalid free.
         assert_eq!(pool.strict(), pool.hands_out() && pool.unit() != "byte");
         assert!(pool.unit_bytes().is_none_or(|bytes| bytes > 0));
         let names: Vec<_> = pool.stats().iter().map(|(name, _)| name).collect();
@@ -228,7 +228,7 @@ fn bad_frees_are_dropped_or_errors_and_change_nothing() {
 }
 
 #[test]
-fn a_ledger_knows_who_holds_what() {
+fn ledger_records_holders() {
     for mut pool in counted(false) {
         pool.keep_ledger();
         let acting = Arc::new(Act::new(None, "here")).begin();

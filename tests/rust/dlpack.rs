@@ -1,4 +1,4 @@
-//! The DLPack structures against another translation of the header, and tensors that cross and come back.
+//! DLPack structures against another translation of the header, and round trips of tensors.
 
 use std::mem::{offset_of, size_of};
 use std::sync::Arc;
@@ -97,7 +97,7 @@ fn a_tensor_crosses_and_comes_back() {
 }
 
 #[test]
-fn the_deleter_ends_the_memory_on_any_thread() {
+fn deleter_frees_memory_on_any_thread() {
     let (backend, view) = counted();
     let managed = export_versioned(&view);
     drop(view);
@@ -125,7 +125,7 @@ fn other_major_versions_are_refused_and_freed() {
 }
 
 #[test]
-fn what_others_may_send_is_read_or_refused() {
+fn foreign_tensors_are_read_or_refused() {
     let (_backend, view) = counted();
     let borrowed = |change: &dyn Fn(&mut RawTensor)| {
         let mut managed = export_versioned(&view);
@@ -163,7 +163,7 @@ fn what_others_may_send_is_read_or_refused() {
 }
 
 #[test]
-fn exchange_tables_must_have_what_is_used() {
+fn incomplete_exchange_tables_are_unusable() {
     let table = |major, complete: bool| {
         unsafe extern "C" fn describe(_: *mut std::ffi::c_void, _: *mut RawTensor) -> i32 {
             -1

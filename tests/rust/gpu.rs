@@ -1,7 +1,7 @@
-//! Devices: memory that conforms, work in the order of streams, rings that never mix.
+//! Devices: conforming memory, work in the order of streams, rings that never mix their contents.
 //!
-//! They run on a GPU, or on the driver made of software when that is preloaded; without either they say so and pass,
-//! unless `KVPOOL_REQUIRE_CUDA=1`.
+//! The tests run on a GPU, or on the software driver when it is preloaded. Without either they print a reason
+//! and pass, unless `KVPOOL_REQUIRE_CUDA=1`.
 
 use std::ffi::c_void;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -15,10 +15,10 @@ use kvpool::tensor::TensorView;
 use crate::conformance::{conforms, on_host};
 use crate::pool_table::pools_conform;
 
-/// One test at a time: some look at what the driver was asked in all.
+/// Serialises the tests: some count all calls of the driver.
 static ALONE: Mutex<()> = Mutex::new(());
 
-/// The device, or `None` where there is none.
+/// The device, or `None` without one.
 fn gpu(test: &str) -> Option<(Arc<Gpu>, MutexGuard<'static, ()>)> {
     match Gpu::open(0) {
         Ok(gpu) => Some((gpu, ALONE.lock().unwrap_or_else(PoisonError::into_inner))),
@@ -31,14 +31,14 @@ fn gpu(test: &str) -> Option<(Arc<Gpu>, MutexGuard<'static, ()>)> {
     }
 }
 
-/// A function that the driver made of software has for tests, if it is preloaded.
+/// Looks up a test function of the software driver, if it is preloaded.
 fn control(name: &std::ffi::CStr) -> Option<*mut c_void> {
     // SAFETY: the symbol is only looked up.
     let found = unsafe { libc::dlsym(libc::RTLD_DEFAULT, name.as_ptr()) };
     (!found.is_null()).then_some(found)
 }
 
-/// Two streams of the driver made of software. On a GPU there is no telling when a missing wait shows.
+/// Two streams of the software driver. On a GPU a missing wait would not show reliably.
 fn streams(test: &str) -> Option<[Stream; 2]> {
     let Some(create) = control(c"soft_stream") else {
         eprintln!("skipped {test}: it needs the late streams of the driver made of software");
@@ -92,9 +92,9 @@ fn page_locked_memory_conforms() {
 }
 
 #[test]
-fn out_of_memory_names_what_was_asked_and_what_is_free() {
-    let Some((gpu, _alone)) = gpu("out_of_memory_names_what_was_asked_and_what_is_free") else { return };
-    let free = gpu.free_bytes().expect("told");
+fn out_of_memory_names_requested_and_free_bytes() {
+    let Some((gpu, _alone)) = gpu("out_of_memory_names_requested_and_free_bytes") else { return };
+    let free = gpu.free_bytes().expect("the driver answers");
     let error = Region::new(cuda(&gpu), free + (1 << 20)).expect_err("too much");
     assert_eq!(error.kind(), ErrorKind::OutOfMemory);
     let text = error.to_string();
@@ -112,14 +112,14 @@ fn the_host_cannot_reach_device_memory() {
 }
 
 #[test]
-fn a_device_that_the_driver_does_not_have_is_named() {
-    let Some((_gpu, _alone)) = gpu("a_device_that_the_driver_does_not_have_is_named") else { return };
+fn device_beyond_the_count_is_named() {
+    let Some((_gpu, _alone)) = gpu("device_beyond_the_count_is_named") else { return };
     let error = Gpu::open(1000).expect_err("no machine has so many");
     assert_eq!(error.kind(), ErrorKind::BackendUnavailable);
     assert!(error.to_string().contains("has no cuda:1000"), "{error}");
 }
 
-/// What `second` sees of what `ring` brings on `first`, with and without an event between them.
+/// What `second` reads after `ring` has uploaded on `first`, with or without an event between them.
 fn seen(gpu: &Arc<Gpu>, [first, second]: [Stream; 2], is_ordered: bool) -> i32 {
     let ring = Ring::new(gpu, &cuda(gpu), 4096).expect("memory");
     let region = Region::with(cuda(gpu), 4, Contents::Undefined, Arc::default()).expect("memory");
@@ -135,21 +135,21 @@ fn seen(gpu: &Arc<Gpu>, [first, second]: [Stream; 2], is_ordered: bool) -> i32 {
 }
 
 #[test]
-fn a_missing_wait_shows() {
-    let Some((gpu, _alone)) = gpu("a_missing_wait_shows") else { return };
-    let Some(streams) = streams("a_missing_wait_shows") else { return };
+fn missing_wait_is_visible() {
+    let Some((gpu, _alone)) = gpu("missing_wait_is_visible") else { return };
+    let Some(streams) = streams("missing_wait_is_visible") else { return };
     assert_eq!(seen(&gpu, streams, true), 7);
-    // The known-bad control: the memory is as the device had it.
+    // The negative control: without the event the old contents are read.
     assert_eq!(seen(&gpu, streams, false), i32::from_ne_bytes([0xA5; 4]));
 }
 
 #[test]
-fn slots_are_valid_on_the_stream_that_asked() {
-    let Some((gpu, _alone)) = gpu("slots_are_valid_on_the_stream_that_asked") else { return };
-    let Some([first, second]) = streams("slots_are_valid_on_the_stream_that_asked") else { return };
+fn slots_are_valid_on_the_stream_of_alloc() {
+    let Some((gpu, _alone)) = gpu("slots_are_valid_on_the_stream_of_alloc") else { return };
+    let Some([first, second]) = streams("slots_are_valid_on_the_stream_of_alloc") else { return };
     let allocator = TokenToKvPoolAllocator::new(&slots_of(4096, true), &cuda(&gpu)).expect("memory");
     let _on_first = allocator.alloc(10, first).expect("memory").expect("room").keep();
-    // The same window, on another stream that nobody has ordered.
+    // The same window, on a stream without an order after the first.
     let view = allocator.alloc(3, second).expect("memory").expect("room").keep();
     let copy = Region::new(Arc::new(Pinned::new(&gpu)), 12).expect("memory");
     gpu.copy_out(&view.borrow(), copy.range(0, copy.bytes()).expect("inside"), second).expect("enqueued");
@@ -170,7 +170,7 @@ fn positions_are_reused_after_the_work_that_reads_them() {
         gpu.copy_out(&view.borrow(), copy.range(0, copy.bytes()).expect("inside"), first).expect("enqueued");
         drop(view);
         allocator.clear(Stream::DEFAULT);
-        // On the other stream, with other slots, so that the stage is written anew.
+        // On the other stream and with other slots, so that the stage is written again.
         let other = allocator.alloc(3, second).expect("memory").expect("room").keep();
         let rest = allocator.alloc(61, second).expect("memory").expect("room").keep();
         drop((other, rest));
@@ -185,8 +185,8 @@ fn positions_are_reused_after_the_work_that_reads_them() {
 }
 
 #[test]
-fn tensors_that_are_kept_do_not_change() {
-    let Some((gpu, _alone)) = gpu("tensors_that_are_kept_do_not_change") else { return };
+fn kept_tensors_do_not_change() {
+    let Some((gpu, _alone)) = gpu("kept_tensors_do_not_change") else { return };
     let allocator = TokenToKvPoolAllocator::new(&slots_of(1000, false), &cuda(&gpu)).expect("memory");
     let mut kept = Vec::new();
     for round in 0..200 {
@@ -238,7 +238,7 @@ fn the_hosts_copy_follows_every_write() {
     let taken = allocator.alloc(6, stream).expect("memory").expect("room").keep();
     let row = i64::from(table.alloc(1, stream).expect("rows").expect("room")[0]);
     for version in [Some(0), None] {
-        // Known to the host, then as a tensor that it does not know.
+        // First with a version that the host knows, then as a tensor that it does not know.
         let values = Indices::of(taken.borrow(), version).expect("int32");
         table.write(&TableIndex::Columns { row, start: 2, end: Some(8) }, &values, stream).expect("inside");
         gpu.synchronize(stream).expect("ran");
@@ -251,6 +251,8 @@ fn the_hosts_copy_follows_every_write() {
         let again = allocator.alloc(6, stream).expect("memory").expect("room").keep();
         assert_eq!(again.shape().numel(), 6);
         allocator.clear(Stream::DEFAULT);
-        assert!(allocator.alloc(6, stream).expect("memory").is_some());
+        // The same slots again, so that the next round frees live ones.
+        let same = allocator.alloc(6, stream).expect("memory").expect("room").keep();
+        assert_eq!(same.shape().numel(), 6);
     }
 }

@@ -1,6 +1,6 @@
-//! Runs of histories: from a seed, and from every file that a fuzzer has kept.
+//! Runs of histories: from a seed, and from every file that a fuzzer has saved.
 //!
-//! A history that fails is kept in `tests/fuzz/artifacts`, where `make fuzz` keeps what it finds, too.
+//! A failing history is saved in `tests/fuzz/artifacts`, as `make fuzz` saves its findings.
 
 use std::fs;
 use std::io::Write as _;
@@ -14,7 +14,7 @@ fn folder(kind: &str, name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fuzz").join(kind).join(name)
 }
 
-/// Numbers that only their seed decides (splitmix64).
+/// Pseudo-random numbers, determined by the seed (splitmix64).
 struct Random(u64);
 
 impl Random {
@@ -32,7 +32,7 @@ impl Random {
     }
 }
 
-/// Keeps the bytes of a history that fails.
+/// Saves the bytes of a failing history.
 struct Kept<'a> {
     name: &'a str,
     seed: u64,
@@ -55,7 +55,8 @@ impl Drop for Kept<'_> {
     }
 }
 
-/// Runs histories of one kind until they have had so many steps; how many histories and steps that were.
+/// Runs histories of one kind until they have taken enough steps; returns the number of histories and of
+/// steps.
 fn run_seeded(name: &str, seed: u64, steps: usize) -> (u64, usize) {
     let of_name = name.bytes().fold(seed, |hash, byte| Random(hash ^ u64::from(byte)).next());
     let (mut histories, mut done) = (0, 0);
@@ -68,7 +69,7 @@ fn run_seeded(name: &str, seed: u64, steps: usize) -> (u64, usize) {
     (histories, done)
 }
 
-/// A number that the caller may set.
+/// A number from the environment.
 fn setting(name: &str, default: u64) -> u64 {
     std::env::var(name).map_or(default, |value| value.parse().expect("a number"))
 }
@@ -84,7 +85,7 @@ fn short_histories_agree_with_their_models() {
     });
 }
 
-/// `KVPOOL_HISTORY_STEPS` steps in all, in equal parts of each kind, from `KVPOOL_HISTORY_SEED`.
+/// `KVPOOL_HISTORY_STEPS` steps in all, the same number of each kind, from `KVPOOL_HISTORY_SEED`.
 #[test]
 #[ignore = "takes minutes: run by `make histories`"]
 fn long_histories_agree_with_their_models() {
@@ -98,7 +99,7 @@ fn long_histories_agree_with_their_models() {
             out,
             "{what:>8} {histories:>8} histories {steps:>10} steps {seconds:>7.1} s {rate:>9.0} steps/s"
         )
-        .expect("somebody reads it");
+        .expect("stdout is open");
     };
     let (begin, mut all) = (Instant::now(), (0, 0));
     for (name, _) in ALL {
@@ -110,7 +111,7 @@ fn long_histories_agree_with_their_models() {
     tell("all", all.0, all.1, begin);
 }
 
-/// The files of a folder; none if it is not there.
+/// The files of a folder; none if it does not exist.
 fn files(folder: &Path) -> Vec<PathBuf> {
     let Ok(entries) = fs::read_dir(folder) else { return Vec::new() };
     let mut paths: Vec<PathBuf> = entries.map(|entry| entry.expect("an entry").path()).collect();
@@ -119,7 +120,7 @@ fn files(folder: &Path) -> Vec<PathBuf> {
 }
 
 #[test]
-fn what_fuzzers_kept_agrees_with_the_models() {
+fn fuzzer_findings_agree_with_models() {
     for (name, _) in ALL {
         let seeds = files(&folder("corpus", name));
         assert!(!seeds.is_empty(), "{name} has no seeds");
@@ -130,11 +131,11 @@ fn what_fuzzers_kept_agrees_with_the_models() {
 }
 
 #[test]
-fn every_folder_is_of_a_history() {
+fn every_folder_belongs_to_a_history() {
     for kind in ["corpus", "findings"] {
         for path in files(&folder(kind, "")) {
             let name = path.file_name().expect("a name").to_string_lossy().into_owned();
-            // The readers of traces are Python, and have a test there.
+            // The trace readers are written in Python and tested there.
             let is_known = name == "trace_readers" || ALL.iter().any(|(known, _)| *known == name);
             assert!(is_known, "{} belongs to no history", path.display());
         }

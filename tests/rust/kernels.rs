@@ -17,7 +17,7 @@ fn buffer(rows: usize, heads: usize, dim: usize, dtype: DType) -> RowBuffer {
 fn content(buffer: &RowBuffer) -> Vec<u8> {
     let mut copy = vec![0; buffer.bytes()];
     let source = buffer.region().address().as_ptr();
-    // SAFETY: the buffer is the whole of a live region, and the vector is ours.
+    // SAFETY: the buffer fills a live region, and the vector is ours.
     unsafe { copy.as_mut_ptr().copy_from_nonoverlapping(source, buffer.bytes()) };
     copy
 }
@@ -48,7 +48,7 @@ fn converted(values: &[f32], to: DType, scale: Option<f32>) -> Vec<u8> {
     content(&target)
 }
 
-/// The value of an 8-bit float, from the definition of the format.
+/// The value of an 8-bit float, computed from the definition of the format.
 fn decode(code: u8, mantissa_bits: i32, bias: i32, has_infinity: bool) -> f64 {
     let sign = if code & 0x80 == 0 { 1.0 } else { -1.0 };
     let magnitude = i32::from(code & 0x7f);
@@ -65,8 +65,8 @@ fn decode(code: u8, mantissa_bits: i32, bias: i32, has_infinity: bool) -> f64 {
     sign * (implied + fraction) * f64::from(exponent - bias).exp2()
 }
 
-/// The nearest 8-bit float, ties to the even code, found by trying all of them. Beyond the largest finite value the
-/// next one that the exponent would allow decides whether a value still rounds down.
+/// The nearest 8-bit float, ties to the even code, found by trying all of them. Beyond the largest finite
+/// value, the value of the next exponent decides whether a number still rounds down.
 fn nearest(value: f32, decode: impl Fn(u8) -> f64, beyond: f64, overflow: u8) -> u8 {
     let sign = if value.is_sign_negative() { 0x80 } else { 0 };
     let magnitude = f64::from(value.abs());
@@ -225,10 +225,10 @@ fn negative_indices_are_skipped_and_bad_ones_change_nothing() {
 }
 
 #[test]
-fn threads_change_nothing_but_the_time() {
+fn threads_do_not_change_results() {
     let (rows, heads, dim) = (4096usize, 8, 64);
     let values: Vec<u32> = (0..u32::try_from(rows * heads * dim).expect("small")).collect();
-    // Every row of the first half is named twice; the later value must stay.
+    // Every row of the first half occurs twice; the later value must stay.
     let indices: Vec<i32> = (0..4096).map(|position| (position * 5) % 2048).collect();
     let shape = [rows, heads, dim];
     let stored = |threads| {

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 /// The layers, lowest first, as `lib.rs` documents them.
 const LAYERS: [&str; 7] = ["base", "index", "memory", "kernels", "tensor", "pool", "python"];
 
-/// Where `unsafe` may stand: a folder or a file below `src`.
+/// Where `unsafe` is allowed: folders and files below `src`.
 const UNSAFE: [&str; 8] = [
     "memory",
     "kernels",
@@ -41,14 +41,14 @@ fn code(path: &Path) -> Vec<String> {
     text.lines().map(|line| line.split("//").next().unwrap_or("").to_owned()).collect()
 }
 
-/// The layers that `lines` names as `crate::layer`, also within `use crate::{...}`.
+/// The layers that `lines` imports as `crate::layer`, including those within `use crate::{...}`.
 fn imports(lines: &[String]) -> Vec<String> {
     let text = lines.join("\n");
     let mut found = Vec::new();
     for (at, _) in text.match_indices("crate::") {
         let mut depth = 0;
         let mut word = String::new();
-        // Names that stand directly in the group (or, without one, the first name) are layers.
+        // Names directly in the group (or, without one, the first name) are layers.
         for letter in text[at + "crate::".len()..].chars() {
             match letter {
                 '{' => depth += 1,
@@ -74,7 +74,7 @@ fn rank(layer: &str) -> Option<usize> {
     LAYERS.iter().position(|known| *known == layer)
 }
 
-/// What is wrong with one file's imports.
+/// The forbidden imports of one file.
 fn upward(layer: &str, lines: &[String]) -> Vec<String> {
     let own = rank(layer).expect("a known layer");
     imports(lines).into_iter().filter(|name| rank(name).is_some_and(|other| other > own)).collect()
@@ -128,8 +128,8 @@ fn only_memory_calls_the_driver() {
     }
 }
 
-/// The Python modules of this package that `line` names in a string: not those of classes, which are `kvpool` itself and the
-/// extension.
+/// The Python modules of this package that `line` names in a string, except the modules of classes: `kvpool`
+/// itself and the extension.
 fn python_modules(line: &str) -> Vec<&str> {
     let strings = line.split('"').skip(1).step_by(2);
     let is_module = |text: &&str| {
@@ -152,7 +152,7 @@ fn rust_names_no_python_module_but_errors() {
 }
 
 #[test]
-fn the_checks_see_what_they_look_for() {
+fn the_checks_find_violations() {
     let lines = ["use crate::{base::{Id, Row}, pool::KvPool};".to_owned(), "crate::python::x();".to_owned()];
     assert_eq!(upward("index", &lines), ["pool", "python"]);
     assert!(upward("python", &lines).is_empty());

@@ -1,4 +1,4 @@
-//! Pieces of the bookkeeping against models that are too simple to be wrong; whole pools are in `histories`.
+//! Single structures against models too simple to be wrong; whole pools are in `histories`.
 
 use std::collections::{BTreeSet, VecDeque};
 
@@ -46,7 +46,7 @@ proptest! {
             held.extend(fresh.by_ref().take(*more));
         }
         prop_assert_eq!(fresh.next(), None);
-        // Every request fills whole pages in order, and no slot is anybody else's.
+        // Every request fills whole pages in order, and no slot has another owner.
         let mut seen = BTreeSet::new();
         for held in &held {
             for (position, &slot) in held.iter().enumerate() {
@@ -90,7 +90,7 @@ proptest! {
             let runs = ascending_runs(&narrow(&values, wide)).unwrap();
             let mut back = Vec::new();
             for pair in runs.chunks(2) {
-                // Maximal: a run never continues the one before.
+                // Maximal: a run never continues the previous one.
                 prop_assert_ne!(back.last().map(|last| last + 1), Some(i64::from(pair[0])));
                 back.extend((i64::from(pair[0])..).take(usize::try_from(pair[1]).expect("positive")));
             }
@@ -98,7 +98,7 @@ proptest! {
         }
     }
 
-    /// Histories of whole pools are small; here slots lie in thousands of words.
+    /// Histories of whole pools are small; here slots span thousands of words.
     #[test]
     fn scattered_slots_are_handed_out_lowest_first(
         steps in prop::collection::vec((0..3000usize, 1..200usize, any::<bool>(), any::<bool>()), 1..20),
@@ -121,7 +121,7 @@ proptest! {
             if is_reversed {
                 given.reverse();
             }
-            // One too many, of which a strict pool takes back none.
+            // One slot too many, so a strict pool frees none.
             given.extend(given.first().copied());
             let answer = slots.free(&IndexVec::I32(given.clone()), is_strict);
             prop_assert_eq!(answer.is_err(), is_strict && !given.is_empty());
@@ -145,7 +145,7 @@ proptest! {
         page_size in prop::sample::select(vec![1usize, 4]),
     ) {
         let mut slots = SlotAllocator::new(80 * page_size, page_size, Order::Sorted).unwrap();
-        // By page: its owners, and those of them that a fence keeps.
+        // By page: its owners, and the number of them that a fence keeps.
         let (mut owners, mut pending) = ([0u32; 81], [0u32; 81]);
         let mut fences = Vec::new();
         for (act, runs) in steps {

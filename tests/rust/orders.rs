@@ -1,6 +1,6 @@
-//! Every order in which a few threads can take their steps, tried by loom: `make orders`.
+//! Every interleaving of a few threads, explored by loom: `make orders`.
 //!
-//! loom's clocks stand still: who waits for a change waits until somebody tells it, so one that nobody tells is found.
+//! loom's clocks stand still, so a timeout never ends a wait: a missing notification is found as a deadlock.
 
 #![cfg(loom)]
 #![expect(clippy::unwrap_used, reason = "a failing test panics")]
@@ -16,11 +16,11 @@ use kvpool::tensor::TensorView;
 use loom::model::Builder;
 use loom::thread;
 
-/// No test waits so long.
+/// Longer than any wait of a test.
 const FOREVER: Duration = Duration::from_secs(1 << 20);
 
-/// Tries every order or, where they are too many, those with at most `preemptions` switches from a thread that could have
-/// gone on.
+/// Explores every interleaving or, where there are too many, those with at most `preemptions` switches away
+/// from a thread that could have continued.
 fn try_all(preemptions: Option<usize>, model: impl Fn() + Send + Sync + 'static) {
     let mut builder = Builder::new();
     builder.preemption_bound = preemptions;
@@ -45,7 +45,7 @@ fn locking(num_chunks: usize) -> (Arc<ChunkPool>, PageLocking) {
     (pool, locking)
 }
 
-/// The chunks that were ready at each step, in order.
+/// The chunks that were ready after each step, in order.
 fn steps_of(locking: &PageLocking) -> Vec<usize> {
     let mut steps = Vec::new();
     loop {
@@ -54,14 +54,14 @@ fn steps_of(locking: &PageLocking) -> Vec<usize> {
                 assert!(progress.failure.is_none(), "{progress:?}");
                 steps.push(progress.done / PAGE);
             }
-            Report::Later => panic!("time stands still"),
-            Report::Over => return steps,
+            Report::TimedOut => panic!("time stands still"),
+            Report::Finished => return steps,
         }
     }
 }
 
 #[test]
-fn a_limit_holds_and_nothing_of_it_is_lost() {
+fn limit_holds_in_every_order() {
     try_all(None, || {
         let limit = Arc::new(Limit::new(Arc::new(Host), 100));
         let threads = [0, 1].map(|_| {
@@ -76,7 +76,7 @@ fn a_limit_holds_and_nothing_of_it_is_lost() {
 }
 
 #[test]
-fn whoever_waits_for_page_locking_gets_the_chunks() {
+fn waiting_for_page_locking_gets_chunks() {
     try_all(Some(2), || {
         let (pool, locking) = locking(2);
         let waiter = {
@@ -92,7 +92,7 @@ fn whoever_waits_for_page_locking_gets_the_chunks() {
 }
 
 #[test]
-fn page_locking_that_is_stopped_leaves_nobody_waiting() {
+fn stopped_page_locking_ends_every_wait() {
     try_all(Some(2), || {
         let (pool, locking) = locking(3);
         let waiter = {
@@ -115,7 +115,7 @@ fn page_locking_that_is_stopped_leaves_nobody_waiting() {
 }
 
 #[test]
-fn a_freed_chunk_comes_back_when_its_copy_is_done() {
+fn freed_chunk_returns_after_its_copy() {
     try_all(None, || {
         let (pool, locking) = locking(1);
         steps_of(&locking);
@@ -131,7 +131,7 @@ fn a_freed_chunk_comes_back_when_its_copy_is_done() {
         };
         assert_eq!(pool.free(chunk).unwrap().dropped(), 0);
         let Attempt::Taken(again) = pool.allocate(1, FOREVER).unwrap() else { panic!("it comes back") };
-        // Either it began first, or it was told that the chunk is gone.
+        // Either the copy began before the free, or it fails because the chunk is stale.
         let answer = copier.join().unwrap();
         assert!(answer.map_or_else(|error| error.kind() == ErrorKind::StaleBuffer, |event| event.is_none()));
         assert_eq!(pool.references(again[0]), 1);

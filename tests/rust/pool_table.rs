@@ -1,4 +1,4 @@
-//! One suite over a table of all pools: what a backend refuses is an error of its own, and all memory goes back.
+//! One suite over a table of all pools: every refused allocation is an error, and all memory is freed.
 
 use std::sync::{Arc, Mutex};
 
@@ -13,17 +13,17 @@ use kvpool::pool::{
 
 const STREAM: Stream = Stream::DEFAULT;
 
-/// Makes a pool on a backend, and drops it after something was taken from it.
+/// Makes a pool on a backend, takes something from it, and drops it.
 type Make = fn(&Arc<dyn Backend>) -> Result<()>;
 
-/// Every pool. On the host an allocator takes nothing from its backend.
+/// Every pool. On the host an allocator takes no memory from its backend.
 const POOLS: [(&str, Make); 9] = [
     ("KvPool", |backend| KvPool::new(&KV, backend).map(drop)),
     ("GdnPool", |backend| GdnPool::new(&GDN, backend).map(drop)),
     ("ReqToTokenPool", |backend| ReqToTokenPool::new(&ROWS, backend).map(drop)),
     ("TokenToKvPoolAllocator", |backend| TokenToKvPoolAllocator::new(&SLOTS, backend).map(drop)),
     ("BatchPlanner", |backend| {
-        // Its pools are on the same device, but not of this backend.
+        // Its pools are on the same device, but not on this backend.
         let other: Arc<dyn Backend> = match backend.gpu() {
             None => Arc::new(Host),
             Some(gpu) => Arc::new(kvpool::memory::Cuda::new(gpu, STREAM)),
@@ -92,7 +92,7 @@ const PLANS: PlannerConfig =
 const PAGES: PageConfig =
     PageConfig { page_size: 64, initial_pages: 2, dtype: DType::F32, grow: 1, strict: false };
 
-/// The contract, on top of `inner`.
+/// Runs the suite on top of `inner`.
 pub(crate) fn pools_conform(inner: &Arc<dyn Backend>) {
     for (name, make) in POOLS {
         let count = Arc::new(Count::new(Arc::clone(inner)));
@@ -102,14 +102,14 @@ pub(crate) fn pools_conform(inner: &Arc<dyn Backend>) {
         let blocks = count.allocations();
         let takes_none = name == "TokenToKvPoolAllocator" && inner.gpu().is_none();
         assert_eq!(blocks == 0, takes_none, "{name} takes {blocks} blocks from its backend");
-        // Each allocation in turn is refused: an error of its own, and what was there before goes back.
+        // Each allocation fails in turn: the error is reported, and earlier allocations are freed.
         for nth in 0..blocks {
             let count = Arc::new(Count::new(Arc::new(Fail::new(Arc::clone(inner), nth))));
             let failing: Arc<dyn Backend> = count.clone();
             let error = make(&failing).expect_err(name);
             assert_eq!(error.kind(), ErrorKind::OutOfMemory, "{name}, allocation {nth}: {error}");
             assert_eq!((count.live_blocks(), count.live_bytes()), (0, 0), "{name} leaks after failure {nth}");
-            // The failure was planned once, and the pool can be made now.
+            // Only one failure was planned, so the pool can be made now.
             make(&failing).unwrap_or_else(|error| panic!("{name}: {error}"));
         }
         let limited: Arc<dyn Backend> = Arc::new(Limit::new(Arc::clone(inner), 100));

@@ -1,4 +1,4 @@
-//! Pools: what fails leaves no trace, and every error has its kind and its numbers.
+//! Pools: a failed call leaves no trace, and every error has its kind and its numbers.
 
 use std::sync::Arc;
 
@@ -50,7 +50,7 @@ fn host() -> Arc<dyn Backend> {
 }
 
 #[test]
-fn one_region_a_pool_and_it_goes_back() {
+fn pool_allocates_and_frees_one_region() {
     let backend = Arc::new(Count::new(host()));
     let counted: Arc<dyn Backend> = backend.clone();
     let pool = KvPool::new(&KV, &counted).expect("memory");
@@ -67,7 +67,7 @@ fn one_region_a_pool_and_it_goes_back() {
 }
 
 #[test]
-fn sizes_that_cannot_be_are_refused() {
+fn invalid_sizes_are_refused() {
     let kv = |change: fn(&mut KvConfig)| {
         let mut config = KV;
         change(&mut config);
@@ -100,7 +100,7 @@ fn sizes_that_cannot_be_are_refused() {
 }
 
 #[test]
-fn extend_names_what_is_wrong() {
+fn extend_names_the_error() {
     let allocator = TokenToKvPoolAllocator::new(&slots(64, 16), &host()).expect("valid");
     let _held = allocator.alloc(20, STREAM).expect("memory").expect("room").keep();
     let before = allocator.stats();
@@ -125,7 +125,7 @@ fn extend_names_what_is_wrong() {
     assert_eq!(allocator.stats(), before, "the page that it continued stays");
 }
 
-/// A fence that does not pass.
+/// A fence that never passes.
 struct Never;
 
 impl Fence for Never {
@@ -135,7 +135,7 @@ impl Fence for Never {
 }
 
 #[test]
-fn a_page_that_all_its_owners_have_left_is_not_continued() {
+fn page_without_owners_is_not_continued() {
     let allocator = TokenToKvPoolAllocator::new(&slots(8, 4), &host()).expect("valid");
     let _held = allocator.alloc(2, STREAM).expect("memory").expect("room").keep();
     let page = IndexVec::I64(vec![4]);
@@ -145,7 +145,7 @@ fn a_page_that_all_its_owners_have_left_is_not_continued() {
         let freed = allocator.free(&Indices::Host(page.clone()), Some(&fence), || None, STREAM);
         assert_eq!(freed.expect("not strict").dropped(), 0);
     }
-    let error = allocator.alloc_extend(&[2], &[3], &[5], STREAM).expect_err("nobody's page");
+    let error = allocator.alloc_extend(&[2], &[3], &[5], STREAM).expect_err("the page has no owner");
     assert_eq!(error.kind(), ErrorKind::IndexOwnership);
 }
 

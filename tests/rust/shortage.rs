@@ -1,4 +1,4 @@
-//! Slots that are freed late or on demand: fences, and what an allocator does when it is short.
+//! Slots that are freed late or on demand: fences, and the behaviour of an allocator that runs short.
 
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, Weak};
@@ -25,7 +25,7 @@ fn free(allocator: &TokenToKvPoolAllocator, slots: &[i32], after: Option<&Arc<dy
     allocator.free(&given, after, || None, STREAM).map(|bad| bad.dropped())
 }
 
-/// Slots that are kept until another needs them, and what was asked.
+/// Keeps slots until another owner needs them, and records the requests.
 struct Cache {
     allocator: Weak<TokenToKvPoolAllocator>,
     kept: Mutex<Vec<i32>>,
@@ -34,7 +34,7 @@ struct Cache {
 }
 
 impl Cache {
-    /// One that keeps `count` slots of an allocator.
+    /// A cache that keeps `count` slots of an allocator.
     fn new(allocator: &Arc<TokenToKvPoolAllocator>, count: usize) -> Arc<Self> {
         let kept = allocator.alloc(count, STREAM).expect("memory").expect("room").keep();
         let kept = kept.region().read::<i32>(kept.offset(), count).expect("inside");
@@ -76,14 +76,14 @@ fn count(taken: Result<Option<Grant<'_>>>) -> Option<usize> {
 }
 
 #[test]
-fn a_short_allocator_asks_for_what_is_missing() {
+fn shortage_reclaims_missing_slots() {
     let allocator = allocator(100, 1);
     let cache = Cache::new(&allocator, 80);
     assert_eq!(count(allocator.alloc(20, STREAM)), Some(20));
     assert!(cache.asked().is_empty());
     assert_eq!(count(allocator.alloc(30, STREAM)), Some(30));
     assert_eq!(cache.asked(), [30]);
-    // What a cache has not is not waited for.
+    // Slots that the cache does not have are not waited for.
     assert_eq!(count(allocator.alloc(60, STREAM)), None);
     assert_eq!(cache.asked(), [60, 10]);
     assert_eq!(allocator.available_size(), 50);
@@ -91,10 +91,10 @@ fn a_short_allocator_asks_for_what_is_missing() {
 }
 
 #[test]
-fn nothing_is_reclaimed_in_vain() {
+fn hopeless_shortage_reclaims_nothing() {
     let allocator = allocator(100, 1);
     let cache = Cache::new(&allocator, 80);
-    // More than the pool can ever hold, or enough slots that are scattered.
+    // More than the pool can ever hold, or enough slots that are not contiguous.
     assert_eq!(count(allocator.alloc(101, STREAM)), None);
     let rest = allocator.alloc(20, STREAM).expect("memory").expect("room").keep();
     let rest = rest.region().read::<i32>(0, 20).expect("inside");
@@ -105,7 +105,7 @@ fn nothing_is_reclaimed_in_vain() {
 }
 
 #[test]
-fn pages_and_plans_are_reclaimed_for() {
+fn shortage_of_pages_and_plans_reclaims() {
     let allocator = allocator(64, 4);
     let cache = Cache::new(&allocator, 64);
     assert_eq!(count(allocator.alloc_extend(&[0, 0], &[3, 6], &[0, 0], STREAM)), Some(9));
@@ -127,7 +127,7 @@ fn pages_and_plans_are_reclaimed_for() {
 }
 
 #[test]
-fn the_call_that_was_short_returns_what_failed() {
+fn failed_reclaim_fails_the_short_call() {
     let allocator = allocator(10, 1);
     let cache = Cache::new(&allocator, 10);
     cache.fails.store(true, Relaxed);
@@ -140,29 +140,29 @@ fn the_call_that_was_short_returns_what_failed() {
     assert_eq!(count(allocator.alloc(1, STREAM)), None);
 }
 
-/// A fence that has passed, has not, or cannot tell.
-struct Told(std::result::Result<bool, &'static str>);
+/// A fence that has passed, has not passed, or fails.
+struct FixedFence(std::result::Result<bool, &'static str>);
 
-impl Fence for Told {
+impl Fence for FixedFence {
     fn passed(&self) -> Result<bool> {
         self.0.map_err(|text| Error::foreign(std::io::Error::other(text)))
     }
 }
 
 #[test]
-fn a_fence_that_cannot_tell_holds_up_those_after_it_alone() {
+fn failing_fence_delays_only_later_ones() {
     let allocator = allocator(8, 1);
     let _ = allocator.alloc(8, STREAM).expect("memory").expect("room").keep();
-    let told = [Ok(true), Ok(false), Err("the peer is gone"), Ok(true)];
-    for (slot, told) in (1..).zip(told) {
-        // The first has passed before the next free looks for it.
-        let fence: Arc<dyn Fence> = Arc::new(Told(told));
+    let answers = [Ok(true), Ok(false), Err("the peer is gone"), Ok(true)];
+    for (slot, answer) in (1..).zip(answers) {
+        // The first one has passed before the next free polls it.
+        let fence: Arc<dyn Fence> = Arc::new(FixedFence(answer));
         match free(&allocator, &[slot], Some(&fence)) {
             Ok(dropped) => assert_eq!(dropped, 0),
             Err(error) => assert_eq!(error.to_string(), "the peer is gone"),
         }
     }
-    let error = allocator.poll(STREAM).expect_err("one cannot tell");
+    let error = allocator.poll(STREAM).expect_err("one fence fails");
     let source = std::error::Error::source(&error).and_then(|source| source.downcast_ref::<std::io::Error>());
     assert_eq!(source.map(ToString::to_string).as_deref(), Some("the peer is gone"));
     assert_eq!((allocator.available_size(), allocator.stats().fenced), (1, 2));
@@ -171,7 +171,7 @@ fn a_fence_that_cannot_tell_holds_up_those_after_it_alone() {
     allocator.poll(STREAM).expect("no fence is left");
 }
 
-/// A fence that uses the allocator while it is asked.
+/// A fence that uses its allocator while it is polled.
 struct Nested(Weak<TokenToKvPoolAllocator>);
 
 impl Fence for Nested {

@@ -1,4 +1,4 @@
-//! Pools that several threads use at once, for as long as a sanitizer wants to look.
+//! Pools shared by several threads, for as long as a sanitizer should watch.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
@@ -18,13 +18,13 @@ const STREAM: Stream = Stream::DEFAULT;
 
 const THREADS: usize = 8;
 
-/// For how long each test goes on: `KVPOOL_THREAD_SECONDS`, else a moment.
+/// The duration of each test: `KVPOOL_THREAD_SECONDS`, by default a moment.
 fn time() -> Duration {
     let seconds = std::env::var("KVPOOL_THREAD_SECONDS").ok().and_then(|value| value.parse().ok());
     seconds.map_or(Duration::from_millis(200), Duration::from_secs)
 }
 
-/// Has every thread do `work(thread, round)` until the time is over.
+/// Calls `work(thread, round)` on every thread until the time is over.
 fn together(work: impl Fn(usize, usize) + Sync) {
     let end = Instant::now() + time();
     thread::scope(|scope| {
@@ -46,7 +46,7 @@ fn one_allocator_serves_eight_threads() {
     let backend: Arc<dyn Backend> = Arc::new(Host);
     let config = AllocatorConfig { size: 4096, page_size: 4, need_sort: true, strict: true };
     let allocator = TokenToKvPoolAllocator::new(&config, &backend).expect("small");
-    // Who has which page; each thread writes to its own without another lock.
+    // The owner of each page; each thread writes to its own pages without another lock.
     let owners: Vec<AtomicUsize> = (0..1025).map(|_| AtomicUsize::new(0)).collect();
     together(|number, round| {
         let taken = allocator.alloc(4 * (1 + round % 9), STREAM).expect("memory");
@@ -86,7 +86,7 @@ fn chunks_are_copied_freed_and_taken_at_once() {
             let values =
                 kvpool::tensor::TensorView::from_indices(vec![i32::try_from(number).expect("small"); 512]);
             let values = values.region().bytes_at(0, 2048).expect("inside");
-            // Bytes are not of the dtype, so this is refused; words are not.
+            // The length does not fit the dtype, so bytes are refused; words are not.
             assert!(pool.copy(chunk, &values, Direction::Pack, STREAM).is_err());
             let view = pool.tensor(chunk, None).expect("it is ours");
             let mark = i64::try_from(number * 1000 + round % 1000).expect("small");
@@ -155,7 +155,7 @@ fn rows_are_stored_moved_and_gathered_at_once() {
     assert_eq!(states.tracks().rows().available(), 4);
 }
 
-/// What a race detector must report, or its silence says nothing.
+/// A race that a race detector must report; otherwise its silence proves nothing.
 #[test]
 #[ignore = "races on purpose, for a race detector"]
 fn a_race_for_the_detector() {

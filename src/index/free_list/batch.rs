@@ -1,4 +1,4 @@
-//! Indices on their way back, all of them or none.
+//! A batch of frees, all or none of them.
 
 use std::marker::PhantomData;
 
@@ -8,17 +8,18 @@ use crate::index::mask::Mask;
 use super::records::Set;
 use super::{FreeList, Give, Order};
 
-/// Indices that are being given back. Dropped before [`FreeBatch::commit`], all of them are live again.
+/// Indices that are being freed. Dropping the batch before [`FreeBatch::commit`] makes all of them live
+/// again.
 #[derive(Debug)]
 #[must_use]
 pub(crate) struct FreeBatch<'a, I: Id> {
     list: &'a mut FreeList<I>,
-    /// Where they go.
+    /// The set of the freed indices.
     to: Set,
     is_committed: bool,
 }
 
-/// Indices that were given back behind a fence, for [`FreeList::unfence`].
+/// Indices that were freed behind a fence, for [`FreeList::unfence`].
 #[derive(Clone, Debug)]
 #[must_use]
 pub(crate) struct Fenced<I> {
@@ -27,12 +28,12 @@ pub(crate) struct Fenced<I> {
 }
 
 impl<I> Fenced<I> {
-    /// They, in the order in which they were given.
+    /// The indices, in the order in which they were freed.
     pub(crate) fn masks(&self) -> &[Mask] {
         &self.masks
     }
 
-    /// How many there are.
+    /// The number of indices.
     pub(crate) fn len(&self) -> usize {
         self.masks.iter().map(|mask| mask.len()).sum()
     }
@@ -44,7 +45,7 @@ impl<'a, I: Id> FreeBatch<'a, I> {
         Self { to: list.given(give), list, is_committed: false }
     }
 
-    /// The list, in which what was added is not live any more.
+    /// The list. The indices in this batch are not live in it.
     pub(crate) fn list(&self) -> &FreeList<I> {
         self.list
     }
@@ -59,8 +60,8 @@ impl<'a, I: Id> FreeBatch<'a, I> {
         mask.bits & !given.bits
     }
 
-    /// Adds `masks`, of `count` indices in all, up to the first with an index that is not live, and returns how many that
-    /// are.
+    /// Adds `masks`, of `count` indices in all, up to the first mask with an index that is not live. Returns
+    /// how many masks were added.
     #[inline]
     pub(crate) fn add_while_live(&mut self, masks: &[Mask], count: usize) -> usize {
         let done = self.list.records.give_while_live(masks, count, self.to);
@@ -68,7 +69,7 @@ impl<'a, I: Id> FreeBatch<'a, I> {
         done
     }
 
-    /// What was added, in that order.
+    /// The added indices, in the order in which they were added.
     pub(crate) fn masks(&self) -> &[Mask] {
         &self.list.marked
     }
@@ -78,12 +79,12 @@ impl<'a, I: Id> FreeBatch<'a, I> {
         self.list.marked.iter().any(|mask| mask.contains(index.number()))
     }
 
-    /// Puts what was added in ascending order, where that matters.
+    /// Sorts the added indices, where the order matters.
     pub(crate) fn sort(&mut self) {
         if self.list.order == Order::Sorted {
             return;
         }
-        // Indices were added once each, so those of one record can be joined.
+        // Every index was added once, so masks of one record can be joined.
         self.list.marked.sort_unstable_by_key(|mask| mask.word);
         self.list.marked.dedup_by(|later, first| {
             let is_same = later.word == first.word;
@@ -94,12 +95,13 @@ impl<'a, I: Id> FreeBatch<'a, I> {
         });
     }
 
-    /// What was added behind a fence, for [`FreeList::unfence`].
+    /// The added indices as a fence has to keep them, for [`FreeList::unfence`].
     pub(crate) fn fenced(&self) -> Fenced<I> {
         Fenced { masks: self.list.marked.clone(), space: PhantomData }
     }
 
-    /// Gives back what was added. In [`Order::Fifo`] it is queued in that order: now, or when its fence has passed.
+    /// Frees the added indices. [`Order::Fifo`] queues them in that order: now, or when their fence has
+    /// passed.
     #[inline]
     pub(crate) fn commit(mut self) {
         self.is_committed = true;

@@ -1,4 +1,4 @@
-//! In which state every index of a space is: a record for every 64 of them.
+//! The state of every index of a space: one record per 64 indices.
 
 use std::ops::Range;
 use std::slice::IterMut;
@@ -8,7 +8,7 @@ use crate::base::{Result, widen, zeros};
 use crate::index::Bitmap;
 use crate::index::mask::Mask;
 
-/// A state of indices that have no owner who may free them.
+/// A state in which an index cannot be freed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Set {
     Free,
@@ -16,7 +16,7 @@ pub(super) enum Set {
     Fenced,
 }
 
-/// Which of 64 neighbouring indices may be handed out: side by side, since a call that changes one looks at the other.
+/// The free and the released ones of 64 indices, side by side: a call that changes one word reads the other.
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(align(16))]
 struct Record {
@@ -26,23 +26,23 @@ struct Record {
 
 /// The state of each index of a space.
 ///
-/// No index is in two sets. One that is in none is live.
+/// No index is in two sets. An index in no set is live.
 #[derive(Clone, Debug)]
 pub(super) struct Records {
     space: Range<u32>,
     sets: Vec<Record>,
-    /// As `sets`, which indices are fenced. Looked at only where there are some.
+    /// The fenced indices, laid out like `sets`. Read only while there are some.
     fenced: Vec<u64>,
     /// The numbers of records with a free index.
     with_free: Bitmap,
     /// The numbers of records with a released index.
     with_released: Bitmap,
-    /// How many indices are in each [`Set`].
+    /// The number of indices in each [`Set`].
     counts: [usize; 3],
 }
 
 impl Records {
-    /// All of `space` is free.
+    /// All of `space`, free.
     pub(super) fn new(space: Range<u32>) -> Result<Self> {
         let count = widen(space.end.div_ceil(64)).max(1);
         let mut made = Self {
@@ -57,12 +57,12 @@ impl Records {
         Ok(made)
     }
 
-    /// How many indices are in a state.
+    /// The number of indices in a set.
     pub(super) const fn count(&self, set: Set) -> usize {
         self.counts[set as usize]
     }
 
-    /// Bytes of the bookkeeping.
+    /// The size of the bookkeeping in bytes.
     pub(super) fn bytes(&self) -> usize {
         self.sets.len() * (size_of::<Record>() + size_of::<u64>())
             + self.with_free.bytes()
@@ -73,7 +73,7 @@ impl Records {
         if self.count(Set::Fenced) == 0 { 0 } else { self.fenced[at] }
     }
 
-    /// Whether `index`, any number, is in a state.
+    /// Whether `index`, any number, is in a set.
     pub(super) fn is(&self, index: u32, set: Set) -> bool {
         let at = widen(index / 64);
         self.space.contains(&index) && {
@@ -152,7 +152,7 @@ impl Records {
         self.add(mask, to);
     }
 
-    /// Moves the live indices of `mask`, which lies in the space, to a set, and returns them.
+    /// Moves the live indices of `mask`, which lies in the space, to a set and returns them.
     #[inline]
     pub(super) fn give(&mut self, mask: Mask, to: Set) -> Mask {
         let at = widen(mask.word);
@@ -164,8 +164,8 @@ impl Records {
         given
     }
 
-    /// As [`Records::give`], for `masks` with `count` indices in all, up to the first with an index that is not live. Returns
-    /// how many it has done.
+    /// Like [`Records::give`], for `masks` with `count` indices in all, up to the first mask with an index
+    /// that is not live. Returns how many masks were moved.
     #[inline]
     pub(super) fn give_while_live(&mut self, masks: &[Mask], count: usize, to: Set) -> usize {
         if to == Set::Fenced || self.count(Set::Fenced) > 0 {
@@ -173,7 +173,7 @@ impl Records {
         }
         let numbers = if to == Set::Free { &mut self.with_free } else { &mut self.with_released };
         let mut done = 0;
-        // Neighbouring records are marked at once: one by one, each would wait for the one before.
+        // Neighbouring records are marked together: one at a time, each store would wait for the one before.
         let (mut block, mut found) = (0, 0);
         for &Mask { word, bits } in masks {
             let at = widen(word);
@@ -196,7 +196,7 @@ impl Records {
         done
     }
 
-    /// Makes free neighbours live.
+    /// Makes a run of free indices live.
     #[inline]
     pub(super) fn take_run(&mut self, run: Range<u32>) {
         self.counts[Set::Free as usize] -= run.len();
@@ -210,9 +210,9 @@ impl Records {
         }
     }
 
-    /// Makes the lowest free indices live, as many as `out` has room for, and lists them. There must be so many.
+    /// Makes the lowest free indices live and lists them in `out`. There must be enough to fill it.
     ///
-    /// With `merge` what is released counts as free, and is afterwards, as after [`Records::merge`].
+    /// `merge` counts released indices as free and merges them, like [`Records::merge`].
     pub(super) fn take_lowest(&mut self, out: &mut [i32], merge: bool) {
         let merged = if merge { u64::MAX } else { 0 };
         if merge {
@@ -249,8 +249,8 @@ impl Records {
         }
     }
 
-    /// The first word of the numbers of records, from `from` on, that names one with a free index or, with `merge`, a
-    /// released one.
+    /// The first word, at or after `from`, of the summary that has a record with a free index or, with
+    /// `merge`, a released one.
     fn next_block(&self, from: usize, merge: bool) -> Option<usize> {
         let free = self.with_free.next_word(from);
         match self.with_released.next_word(from).filter(|_| merge) {
@@ -259,7 +259,7 @@ impl Records {
         }
     }
 
-    /// Frees all that is released.
+    /// Moves every released index to the free set.
     pub(super) fn merge(&mut self) {
         let Self { sets, with_free, with_released, .. } = self;
         with_released.drain(|block, numbers| {
@@ -275,13 +275,13 @@ impl Records {
         self.counts[Set::Free as usize] += released;
     }
 
-    /// The free or, if not those, the released indices, lowest first.
+    /// The free or the released indices, lowest first.
     pub(super) fn indices(&self, set: Set) -> impl Iterator<Item = u32> + '_ {
         let of = move |record: &Record| if set == Set::Free { record.free } else { record.released };
         (0..).zip(&self.sets).flat_map(move |(word, record)| Mask { word, bits: of(record) }.indices())
     }
 
-    /// The first run of free indices at or after `from`: all of it, or its first `most`.
+    /// The first run of free indices at or after `from`, cut to `most`.
     pub(super) fn next_free_run(&self, from: u32, most: u32) -> Option<Range<u32>> {
         let here = self.sets.get(widen(from / 64))?.free >> (from % 64);
         let start = if here == 0 {
@@ -303,7 +303,7 @@ impl Records {
         Some(start..start + (end - start).min(most))
     }
 
-    /// What breaks the invariant, if anything does.
+    /// Describes a broken invariant, if there is one.
     pub(super) fn fault(&self) -> Option<String> {
         let mut space = Mask::of_range(self.space.clone()).peekable();
         let mut counts = [0; 3];
@@ -335,7 +335,7 @@ impl Records {
     }
 }
 
-/// Lists the indices from `base` on that `bits` names, as far as there is room, and returns the other bits.
+/// Lists indices from `base` on whose `bits` are set until `out` is full, and returns the remaining bits.
 #[inline]
 fn list(base: u32, bits: u64, out: &mut IterMut<'_, i32>) -> u64 {
     if bits == u64::MAX && out.len() >= 64 {

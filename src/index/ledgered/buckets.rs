@@ -2,10 +2,10 @@
 
 use super::Ledgered;
 use crate::index::ledger::{Span, State, spans};
-use crate::index::{Bucket, Buckets, Reused, Ticket};
+use crate::index::{Bucket, Buckets, Reuse, Ticket};
 
 impl<L: Copy + PartialEq> Ledgered<Buckets<L>> {
-    /// All buffers, each for itself, by state and holders, with their bytes.
+    /// Every buffer with its state, its holders and its size in bytes, one span each.
     #[must_use]
     pub fn spans(&self) -> Vec<(Span, usize)> {
         let span_of = |(index, is_live, bytes): (u32, bool, usize)| {
@@ -15,19 +15,19 @@ impl<L: Copy + PartialEq> Ledgered<Buckets<L>> {
         self.inner.buffers().flat_map(span_of).collect()
     }
 
-    /// As [`Buckets::set_marks`].
+    /// Calls [`Buckets::set_marks`].
     pub const fn set_marks(&mut self, marks: [usize; 2]) {
         self.inner.set_marks(marks);
     }
 
-    /// As [`Buckets::take`].
-    pub fn take(&mut self, bucket: Bucket, lane: L) -> Option<Reused<L>> {
+    /// Calls [`Buckets::take`] and records it.
+    pub fn take(&mut self, bucket: Bucket, lane: L) -> Option<Reuse<L>> {
         let reused = self.inner.take(bucket, lane)?;
         self.note_taken(reused.ticket);
         Some(reused)
     }
 
-    /// As [`Buckets::add`].
+    /// Calls [`Buckets::add`] and records it.
     pub fn add(&mut self, bucket: Bucket, lane: L) -> Ticket {
         let ticket = self.inner.add(bucket, lane);
         self.note_taken(ticket);
@@ -35,36 +35,36 @@ impl<L: Copy + PartialEq> Ledgered<Buckets<L>> {
     }
 
     fn note_taken(&mut self, ticket: Ticket) {
-        self.book.took(ticket.index()..ticket.index() + 1);
+        self.book.record_take(ticket.index()..ticket.index() + 1);
     }
 
-    /// As [`Buckets::release`].
+    /// Calls [`Buckets::release`] and records it.
     pub fn release(&mut self, ticket: Ticket) -> bool {
         let is_released = self.inner.release(ticket);
         if is_released {
-            self.book.gave(ticket.index()..ticket.index() + 1);
+            self.book.record_release(ticket.index()..ticket.index() + 1);
         }
         is_released
     }
 
-    /// As [`Buckets::put_back_as`].
+    /// Calls [`Buckets::put_back_as`] and records it.
     pub fn put_back_as(&mut self, ticket: Ticket, lane: L) {
         if self.inner.is_live(ticket) {
             self.inner.put_back_as(ticket, lane);
-            self.book.gave(ticket.index()..ticket.index() + 1);
+            self.book.record_release(ticket.index()..ticket.index() + 1);
         }
     }
 
-    /// As [`Buckets::reset`].
+    /// Calls [`Buckets::reset`] and records it.
     pub fn reset(&mut self) {
         if let Some(ledger) = self.book.ledger_mut() {
             let live = self.inner.buffers().filter(|(_, is_live, _)| *is_live);
-            live.for_each(|(index, ..)| ledger.gave(index..index + 1));
+            live.for_each(|(index, ..)| ledger.record_release(index..index + 1));
         }
         self.inner.reset();
     }
 
-    /// As [`Buckets::drain_free`].
+    /// Calls [`Buckets::drain_free`] and records it.
     pub fn drain_free(&mut self) -> Vec<u32> {
         self.inner.drain_free()
     }

@@ -8,7 +8,7 @@ use crate::index::ledger::{Span, State, spans};
 use crate::index::{BadFree, BadFrees, RefCounts, Ticket};
 
 impl Ledgered<RefCounts> {
-    /// All indices, by state and holders. What is returning is fenced; what is withheld counts as free.
+    /// All indices by state and holders. A returning index counts as fenced, a withheld one as free.
     #[must_use]
     pub fn spans(&self) -> Vec<Span> {
         let is_free = self.inner.free_flags();
@@ -23,62 +23,62 @@ impl Ledgered<RefCounts> {
         })
     }
 
-    /// A report of `index`, which could not be freed.
+    /// A report of `index`, which could not be freed, with its history.
     pub fn bad_free(&self, index: i64, reason: BadFree) -> BadFrees {
         let mut bad = BadFrees::of(index, reason);
         self.book.explain(&mut bad, |index| index);
         bad
     }
 
-    /// As [`RefCounts::extend`].
+    /// Calls [`RefCounts::extend`].
     ///
     /// # Errors
-    /// As there.
+    /// Same as [`RefCounts::extend`].
     pub fn extend(&mut self, count: u32) -> Result<()> {
         self.inner.extend(count)
     }
 
-    /// As [`RefCounts::offer`].
+    /// Calls [`RefCounts::offer`].
     pub fn offer(&mut self, range: Range<u32>) {
         self.inner.offer(range);
     }
 
-    /// As [`RefCounts::note_dropped`].
+    /// Calls [`RefCounts::note_dropped`].
     pub const fn note_dropped(&mut self) {
         self.inner.note_dropped();
     }
 
-    /// As [`RefCounts::take`].
+    /// Calls [`RefCounts::take`] and records it.
     pub fn take(&mut self) -> Option<Ticket> {
         let ticket = self.inner.take()?;
-        self.book.took(ticket.index()..ticket.index() + 1);
+        self.book.record_take(ticket.index()..ticket.index() + 1);
         Some(ticket)
     }
 
-    /// As [`RefCounts::retain`].
+    /// Calls [`RefCounts::retain`] and records it.
     pub fn retain(&mut self, ticket: Ticket) -> bool {
         let is_retained = self.inner.retain(ticket);
         if is_retained {
-            self.book.shared(ticket.index());
+            self.book.add_holder(ticket.index());
         }
         is_retained
     }
 
-    /// As [`RefCounts::release`].
+    /// Calls [`RefCounts::release`] and records it.
     ///
     /// # Errors
-    /// As there.
+    /// Same as [`RefCounts::release`].
     pub fn release(&mut self, ticket: Ticket) -> std::result::Result<bool, BadFree> {
         let is_last = self.inner.release(ticket)?;
         if is_last {
-            self.book.gave(ticket.index()..ticket.index() + 1);
+            self.book.record_release(ticket.index()..ticket.index() + 1);
         } else {
-            self.book.left(ticket.index());
+            self.book.remove_holder(ticket.index());
         }
         Ok(is_last)
     }
 
-    /// As [`RefCounts::put_back`].
+    /// Calls [`RefCounts::put_back`] and records it.
     pub fn put_back(&mut self, index: u32) {
         self.inner.put_back(index);
     }

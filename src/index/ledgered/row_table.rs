@@ -6,7 +6,7 @@ use crate::index::ledger::{Span, State, spans};
 use crate::index::{BadFrees, RowExtent, RowTable};
 
 impl<I: Id> Ledgered<RowTable<I>> {
-    /// All rows, by state and holders.
+    /// All rows by state and holders.
     #[must_use]
     pub fn spans(&self) -> Vec<Span> {
         spans(self.inner.rows().indices(), self.book.ledger(), |row| {
@@ -14,39 +14,39 @@ impl<I: Id> Ledgered<RowTable<I>> {
         })
     }
 
-    /// As [`RowTable::alloc`].
+    /// Calls [`RowTable::alloc`] and records it.
     pub fn alloc(&mut self, count: usize) -> Option<Vec<RowExtent<I>>> {
         let taken = self.inner.alloc(count)?;
         if let Some(ledger) = self.book.ledger_mut() {
             for row in taken.iter().map(|taken| taken.row.number()) {
-                ledger.took(row..row + 1);
+                ledger.record_take(row..row + 1);
             }
         }
         Some(taken)
     }
 
-    /// As [`RowTable::free`].
+    /// Calls [`RowTable::free`] and records it.
     ///
     /// # Errors
-    /// As there.
+    /// Same as [`RowTable::free`].
     pub fn free(&mut self, given: &IndexVec, strict: bool) -> Result<(Vec<RowExtent<I>>, BadFrees)> {
         let book = &self.book;
         let explain = |bad: &mut BadFrees| book.explain(bad, |row| row);
         let (freed, bad) = self.inner.free_explained(given, strict, explain)?;
         if let Some(ledger) = self.book.ledger_mut() {
             for row in freed.iter().map(|freed| freed.row.number()) {
-                ledger.gave(row..row + 1);
+                ledger.record_release(row..row + 1);
             }
         }
         Ok((freed, bad))
     }
 
-    /// As [`RowTable::note_written`].
+    /// Calls [`RowTable::note_written`].
     pub fn note_written(&mut self, row: I, end: u32) {
         self.inner.note_written(row, end);
     }
 
-    /// As [`RowTable::clear`].
+    /// Calls [`RowTable::clear`] and records it.
     pub fn clear(&mut self) -> Vec<RowExtent<I>> {
         self.book.clear();
         self.inner.clear()

@@ -9,7 +9,7 @@ use crate::index::owners::Room;
 use crate::index::{BadFrees, Extension, FenceId, Run, SlotAllocator};
 
 impl Ledgered<SlotAllocator> {
-    /// All pages, by state and holders.
+    /// All pages by state and holders.
     #[must_use]
     pub fn spans(&self) -> Vec<Span> {
         let slots = &self.inner;
@@ -25,10 +25,10 @@ impl Ledgered<SlotAllocator> {
         })
     }
 
-    /// As [`SlotAllocator::alloc`].
+    /// Calls [`SlotAllocator::alloc`] and records it.
     ///
     /// # Errors
-    /// As there.
+    /// Same as [`SlotAllocator::alloc`].
     #[inline]
     pub fn alloc(&mut self, count: usize) -> Result<Option<Vec<i32>>> {
         let taken = self.inner.alloc(count)?;
@@ -36,29 +36,29 @@ impl Ledgered<SlotAllocator> {
         Ok(taken)
     }
 
-    /// As [`SlotAllocator::alloc_runs`].
+    /// Calls [`SlotAllocator::alloc_runs`] and records it.
     pub fn alloc_runs(&mut self, count: usize, mut emit: impl FnMut(Range<u32>)) -> bool {
         let (book, page_size) = (&mut self.book, self.inner.slots_of_a_page());
         self.inner.alloc_runs(count, |slots| {
-            book.took(slots.start / page_size..slots.end / page_size);
+            book.record_take(slots.start / page_size..slots.end / page_size);
             emit(slots);
         })
     }
 
-    /// As [`SlotAllocator::alloc_contiguous`].
+    /// Calls [`SlotAllocator::alloc_contiguous`] and records it.
     ///
     /// # Errors
-    /// As there.
+    /// Same as [`SlotAllocator::alloc_contiguous`].
     pub fn alloc_contiguous(&mut self, count: usize) -> Result<Option<Vec<i32>>> {
         let taken = self.inner.alloc_contiguous(count)?;
         self.note_taken(taken.as_deref().unwrap_or_default(), &[]);
         Ok(taken)
     }
 
-    /// As [`SlotAllocator::extend`].
+    /// Calls [`SlotAllocator::extend`] and records it.
     ///
     /// # Errors
-    /// As there.
+    /// Same as [`SlotAllocator::extend`].
     pub fn extend(
         &mut self,
         prefix_lens: &[i64],
@@ -72,16 +72,16 @@ impl Ledgered<SlotAllocator> {
         Ok(taken)
     }
 
-    /// Takes `count` pages and names them in order, or returns `false`.
+    /// Takes `count` pages and passes them to `emit` in order, or returns `false`.
     pub(in crate::index) fn alloc_pages(&mut self, count: usize, mut emit: impl FnMut(Run<Page>)) -> bool {
         let book = &mut self.book;
         self.inner.alloc_pages(count, |pages| {
-            book.took(pages.range());
+            book.record_take(pages.range());
             emit(pages);
         })
     }
 
-    /// Notes that the pages of `slots` were taken, but those that were `continued`.
+    /// Records that the pages of `slots`, except the `continued` ones, were taken.
     #[inline]
     fn note_taken(&mut self, slots: &[i32], continued: &[Page]) {
         let Some(ledger) = self.book.ledger_mut() else { return };
@@ -90,75 +90,75 @@ impl Ledgered<SlotAllocator> {
         pages.dedup();
         pages.retain(|page| !continued.contains(&Page::new(*page)));
         for run in pages.chunk_by(|page, next| page + 1 == *next) {
-            ledger.took(run[0]..run[run.len() - 1] + 1);
+            ledger.record_take(run[0]..run[run.len() - 1] + 1);
         }
     }
 
-    /// As [`SlotAllocator::undo`].
+    /// Calls [`SlotAllocator::undo`] and records it.
     pub fn undo(&mut self, slots: &[i32], continued: &[Page]) {
         self.inner.undo(slots, continued);
         self.note_given(true);
     }
 
-    /// Notes that the pages of the last free were given back and, if so, that they are free.
+    /// Records that the last free gave its pages back and, with `is_free`, that they are free.
     #[inline]
     fn note_given(&mut self, is_free: bool) {
         let Some(ledger) = self.book.ledger_mut() else { return };
         let given = || self.inner.pages().last_given().iter().flat_map(|mask| mask.ranges());
-        given().for_each(|pages| ledger.gave(pages));
+        given().for_each(|pages| ledger.record_release(pages));
         if is_free {
-            given().for_each(|pages| ledger.became_free(pages));
+            given().for_each(|pages| ledger.record_free(pages));
         }
     }
 
-    /// As [`SlotAllocator::share`].
+    /// Calls [`SlotAllocator::share`] and records it.
     ///
     /// # Errors
-    /// As there.
+    /// Same as [`SlotAllocator::share`].
     pub fn share(&mut self, given: &IndexVec) -> Result<()> {
         for page in self.inner.share_pages_of(given)? {
-            self.book.shared(page.number());
+            self.book.add_holder(page.number());
         }
         Ok(())
     }
 
-    /// As `SlotAllocator::prepare_sharing`.
+    /// Calls `SlotAllocator::prepare_sharing`.
     pub(in crate::index) fn prepare_sharing(&mut self) -> Result<Room> {
         self.inner.prepare_sharing()
     }
 
-    /// As `SlotAllocator::share_pages`.
+    /// Calls `SlotAllocator::share_pages` and records it.
     pub(in crate::index) fn share_pages(&mut self, room: Room, pages: impl IntoIterator<Item = Page>) {
         let book = &mut self.book;
-        self.inner.share_pages(room, pages.into_iter().inspect(|page| book.shared(page.number())));
+        self.inner.share_pages(room, pages.into_iter().inspect(|page| book.add_holder(page.number())));
     }
 
-    /// As [`SlotAllocator::retain`].
+    /// Calls [`SlotAllocator::retain`] and records it.
     ///
     /// # Errors
-    /// As there.
+    /// Same as [`SlotAllocator::retain`].
     pub fn retain(&mut self, runs: &[Run<Page>]) -> Result<()> {
         self.inner.retain(runs)?;
         for page in runs.iter().flat_map(|run| run.range()) {
-            self.book.shared(page);
+            self.book.add_holder(page);
         }
         Ok(())
     }
 
-    /// As [`SlotAllocator::release`].
+    /// Calls [`SlotAllocator::release`] and records it.
     ///
     /// # Errors
-    /// As there.
+    /// Same as [`SlotAllocator::release`].
     pub fn release(&mut self, runs: &[Run<Page>], fence: Option<FenceId>) -> Result<()> {
         self.inner.release(runs, fence)?;
         self.note_removed(fence.is_none());
         Ok(())
     }
 
-    /// As [`SlotAllocator::free`].
+    /// Calls [`SlotAllocator::free`] and records it.
     ///
     /// # Errors
-    /// As there.
+    /// Same as [`SlotAllocator::free`].
     #[inline]
     pub fn free(&mut self, given: &IndexVec, strict: bool) -> Result<BadFrees> {
         if !self.inner.in_group() {
@@ -169,26 +169,26 @@ impl Ledgered<SlotAllocator> {
         answer
     }
 
-    /// As [`SlotAllocator::free_now`].
+    /// Calls [`SlotAllocator::free_now`] and records it.
     ///
     /// # Errors
-    /// As there.
+    /// Same as [`SlotAllocator::free_now`].
     pub fn free_now(&mut self, given: &IndexVec, strict: bool) -> Result<BadFrees> {
         self.give(given, None, strict)
     }
 
-    /// As [`SlotAllocator::free_after`].
+    /// Calls [`SlotAllocator::free_after`] and records it.
     ///
     /// # Errors
-    /// As there.
+    /// Same as [`SlotAllocator::free_after`].
     pub fn free_after(&mut self, fence: FenceId, given: &IndexVec, strict: bool) -> Result<BadFrees> {
         self.give(given, Some(fence), strict)
     }
 
-    /// As [`SlotAllocator::free_now`] or [`SlotAllocator::free_after`], for values that several calls gave.
+    /// [`SlotAllocator::free_now`] or [`SlotAllocator::free_after`] for values that several calls collected.
     ///
     /// # Errors
-    /// As there.
+    /// Same as [`SlotAllocator::free_now`].
     pub fn free_signed(
         &mut self,
         given: &IndexVec,
@@ -198,11 +198,11 @@ impl Ledgered<SlotAllocator> {
     ) -> Result<BadFrees> {
         let page_size = i64::from(self.inner.slots_of_a_page());
         if let Some(ledger) = self.book.ledger_mut() {
-            ledger.signed(given, by, |slot| u32::try_from(slot / page_size).ok());
+            ledger.set_givers(given, by, |slot| u32::try_from(slot / page_size).ok());
         }
         let answer = self.give(given, fence, strict);
         if let Some(ledger) = self.book.ledger_mut() {
-            ledger.all_given();
+            ledger.clear_givers();
         }
         answer
     }
@@ -216,60 +216,60 @@ impl Ledgered<SlotAllocator> {
         Ok(bad)
     }
 
-    /// As [`Self::note_given`], and of which pages an owner went who was not the last.
+    /// Like [`Self::note_given`], and records the owners that the last free removed from shared pages.
     #[inline]
     fn note_removed(&mut self, is_free: bool) {
         self.note_given(is_free);
         if let Some(ledger) = self.book.ledger_mut() {
-            self.inner.last_removed().iter().for_each(|page| ledger.left(page.number()));
+            self.inner.last_removed().iter().for_each(|page| ledger.remove_holder(page.number()));
         }
     }
 
-    /// As [`SlotAllocator::new_fence`].
+    /// Calls [`SlotAllocator::new_fence`].
     pub const fn new_fence(&mut self) -> FenceId {
         self.inner.new_fence()
     }
 
-    /// As [`SlotAllocator::fence_passed`].
+    /// Calls [`SlotAllocator::fence_passed`] and records it.
     pub fn fence_passed(&mut self, id: FenceId) {
         let book = &mut self.book;
         self.inner.pass_fence(id, |mask, is_last_owner| {
             let Some(ledger) = book.ledger_mut() else { return };
             for pages in mask.ranges() {
                 if is_last_owner {
-                    ledger.gave(pages.clone());
+                    ledger.record_release(pages.clone());
                 }
-                ledger.became_free(pages);
+                ledger.record_free(pages);
             }
         });
     }
 
-    /// As [`SlotAllocator::group_begin`].
+    /// Calls [`SlotAllocator::group_begin`].
     pub fn group_begin(&mut self) {
         self.inner.group_begin();
     }
 
-    /// As [`SlotAllocator::group_end`], and who gave what was collected.
+    /// Like [`SlotAllocator::group_end`], and also returns which call freed which values.
     ///
     /// # Errors
-    /// As there.
+    /// Same as [`SlotAllocator::group_end`].
     pub fn group_end(&mut self) -> Result<Option<(IndexVec, Signatures)>> {
         let given = self.inner.group_end()?;
         Ok(given.map(|given| (given, self.book.take_group())))
     }
 
-    /// As [`SlotAllocator::merge`].
+    /// Calls [`SlotAllocator::merge`].
     pub fn merge(&mut self) {
         self.inner.merge();
     }
 
-    /// As [`SlotAllocator::clear`].
+    /// Calls [`SlotAllocator::clear`] and records it.
     pub fn clear(&mut self) {
         let _ = self.book.take_group();
         if let Some(ledger) = self.book.ledger_mut() {
             let pages = self.inner.pages();
             for page in pages.indices().filter(|page| pages.is_in_use(Page::new(*page))) {
-                ledger.became_free(page..page + 1);
+                ledger.record_free(page..page + 1);
             }
         }
         self.book.clear();

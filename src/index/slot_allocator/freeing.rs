@@ -1,4 +1,4 @@
-//! One call that gives slots back: from numbers, which may be anything, to pages.
+//! One call that frees slots: from unchecked numbers to pages.
 
 use std::ops::Range;
 
@@ -10,20 +10,20 @@ use crate::index::owners::RemovalBatch;
 use crate::index::runs::{BLOCK, BlockMasks, RawIndex, run_len};
 use crate::index::{BadFree, BadFrees};
 
-/// What a call has given back so far.
+/// The state of a call that frees slots.
 pub(super) struct Freeing<'a> {
     pub(super) page_size: u32,
     /// Pages that had one owner.
     pub(super) batch: FreeBatch<'a, Page>,
-    /// Owners of pages that had more.
+    /// Removed owners of pages that had more.
     pub(super) owners: RemovalBatch<'a>,
-    /// With pages of several slots, those that were added: each counts once. Empty otherwise.
+    /// With pages of several slots, the pages added so far: each counts once. Empty otherwise.
     pub(super) named: &'a mut Bitmap,
     pub(super) bad: BadFrees,
 }
 
 impl Freeing<'_> {
-    /// Gives back the pages of slots.
+    /// Frees the pages of slots.
     #[inline]
     pub(super) fn add(&mut self, given: &IndexVec) {
         match given {
@@ -37,12 +37,12 @@ impl Freeing<'_> {
             for page in self.owners.pages() {
                 self.named.remove_run(widen(page.number()), 1);
             }
-            // One call frees its pages in ascending order, however it names them.
+            // One call frees its pages in ascending order, independent of the order of its values.
             self.batch.sort();
         }
     }
 
-    /// The slots that there are.
+    /// The range of all slots.
     fn space(&self) -> Range<u32> {
         self.page_size..self.page_size * (self.batch.list().count() + 1)
     }
@@ -61,8 +61,8 @@ impl Freeing<'_> {
         }
     }
 
-    /// Gives back the first of `values`, which are pages of their own, up to one that is no slot or begins a longer run.
-    /// Returns how many those are.
+    /// Frees the leading `values`, each a page of its own, up to one that is not a slot or begins a longer
+    /// run. Returns how many were freed.
     fn add_scattered<T: RawIndex>(&mut self, values: &[T], space: &Range<u32>) -> usize {
         let mut masks = BlockMasks::new();
         let mut done = 0;
@@ -75,7 +75,7 @@ impl Freeing<'_> {
         done
     }
 
-    /// Gives back slots that are pages of their own, `count` in all.
+    /// Frees slots that are pages of their own, `count` in all.
     #[inline]
     fn add_masks(&mut self, masks: &[Mask], count: usize) {
         let done = if self.is_plain() { self.batch.add_while_live(masks, count) } else { 0 };
@@ -84,7 +84,7 @@ impl Freeing<'_> {
         }
     }
 
-    /// Gives back the pages of slots `start..start + len`, which may lie anywhere.
+    /// Frees the pages of `start..start + len`, which may lie outside of the space.
     #[inline]
     fn add_run(&mut self, start: i64, len: usize, space: &Range<u32>) {
         let mut rest = Numbers { start, len };
@@ -103,12 +103,12 @@ impl Freeing<'_> {
         self.bad.add(rest.start, BadFree::OutOfRange, rest.len);
     }
 
-    /// Whether every page has one owner, as far as this call has come.
+    /// Whether every page has one owner at this point of the call.
     fn is_plain(&self) -> bool {
         self.owners.owners().is_trivial() && self.owners.pages().is_empty()
     }
 
-    /// Gives back the pages of `slots`, which lie in the space and are not empty.
+    /// Frees the pages of `slots`, which lie in the space and are not empty.
     #[inline]
     fn add_range(&mut self, slots: &Range<u32>) {
         let pages = match self.page_size {
@@ -127,12 +127,13 @@ impl Freeing<'_> {
         self.add_pages(rest..pages.end, slots);
     }
 
-    /// Removes an owner of `page` if it has more than one, or had when this call began. `false` if it is a page like others.
+    /// Removes an owner of `page` if it has more than one, or had when this call began. Returns `false` for
+    /// other pages.
     fn remove_owner(&mut self, page: Page, slots: &Range<u32>) -> bool {
         if self.named.contains(widen(page.number())) {
             return true;
         }
-        if !self.owners.owners().concerns(page) {
+        if !self.owners.owners().counts_page(page) {
             return false;
         }
         if !self.owners.remove(page) {
@@ -143,7 +144,7 @@ impl Freeing<'_> {
         true
     }
 
-    /// Gives back `pages`, of which none is shared.
+    /// Frees `pages`, none of them shared.
     #[inline]
     fn add_pages(&mut self, pages: Range<u32>, slots: &Range<u32>) {
         for mask in Mask::of_range(pages) {
@@ -159,7 +160,7 @@ impl Freeing<'_> {
         }
     }
 
-    /// Reports those of `slots` that lie in pages that could not be given back, if there are any.
+    /// Reports those of `slots` whose `pages` could not be freed, if there are any.
     #[inline]
     fn report(&mut self, pages: Mask, slots: &Range<u32>) {
         if pages.bits != 0 {
@@ -177,13 +178,13 @@ impl Freeing<'_> {
         }
     }
 
-    /// Why `page` cannot be given back.
+    /// Why `page` cannot be freed.
     fn reason(&self, page: Page) -> BadFree {
         if self.bad.wants_reason() && self.batch.contains(page) {
             return BadFree::NamedTwice;
         }
         match self.batch.list() {
-            // Its owners have left it, but a fence that has not passed keeps it.
+            // All owners are removed, and a fence that has not passed keeps the page.
             list if list.is_live(page) => BadFree::AlreadyFree,
             list => list.reason(page),
         }
@@ -197,7 +198,7 @@ struct Numbers {
 }
 
 impl Numbers {
-    /// Splits off those below `end`.
+    /// Splits off the numbers below `end`.
     fn split_below(&mut self, end: impl Into<i64>) -> Self {
         let distance = end.into().saturating_sub(self.start).max(0);
         let below = usize::try_from(distance).map_or(self.len, |below| below.min(self.len));
@@ -207,7 +208,7 @@ impl Numbers {
         split
     }
 
-    /// As indices, if all are and there is one.
+    /// The numbers as indices, if all of them are and there is at least one.
     fn range(&self) -> Option<Range<u32>> {
         let start = u32::try_from(self.start).ok()?;
         let len = u32::try_from(self.len).ok().filter(|&len| len > 0)?;

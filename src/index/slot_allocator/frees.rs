@@ -1,21 +1,21 @@
-//! Slots given back: at once, in groups, behind fences, and what is wrong with them.
+//! Frees of slots: at once, in groups, and behind fences.
 
 use crate::base::{Error, Id, IndexVec, Page, Result, Slot};
 
 use super::freeing::Freeing;
-use super::{FenceId, Given, Group, SlotAllocator};
+use super::{FenceId, FencedFree, Group, SlotAllocator};
 use crate::index::free_list::Give;
 use crate::index::mask::Mask;
 use crate::index::{BadFrees, on_bad_frees};
 
 impl SlotAllocator {
-    /// Gives slots back, at once or, within a group, when the outermost group ends.
+    /// Frees slots: at once or, within a group, when the outermost group ends.
     ///
-    /// The page of every slot is freed, once. What is not live is dropped, counted and reported.
+    /// The page of every slot is freed, once. Slots that are not live are dropped, counted and reported.
     ///
     /// # Errors
-    /// With `strict`, [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) when anything would be dropped,
-    /// and nothing is changed.
+    /// With `strict`, [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) when anything
+    /// would be dropped, and nothing is changed.
     pub fn free(&mut self, given: &IndexVec, strict: bool) -> Result<BadFrees> {
         if let Some(group) = &mut self.group {
             group.given.extend(given.iter());
@@ -24,37 +24,37 @@ impl SlotAllocator {
         self.free_explained(given, None, strict, |_| ())
     }
 
-    /// Gives slots back at once, also within a group.
+    /// Frees slots at once, even within a group.
     ///
     /// # Errors
-    /// As [`SlotAllocator::free`].
+    /// Same as [`SlotAllocator::free`].
     pub fn free_now(&mut self, given: &IndexVec, strict: bool) -> Result<BadFrees> {
         self.free_explained(given, None, strict, |_| ())
     }
 
-    /// A name for a fence that no other has had.
+    /// A new fence, different from every other one.
     pub const fn new_fence(&mut self) -> FenceId {
         self.next_fence += 1;
         FenceId(self.next_fence)
     }
 
-    /// Gives slots back that work in flight still uses: they stay in use until [`SlotAllocator::fence_passed`].
+    /// Frees slots that work in flight still uses: they stay in use until [`SlotAllocator::fence_passed`].
     ///
-    /// A group does not hold them back.
+    /// A group does not delay it.
     ///
     /// # Errors
-    /// As [`SlotAllocator::free`].
+    /// Same as [`SlotAllocator::free`].
     pub fn free_after(&mut self, fence: FenceId, given: &IndexVec, strict: bool) -> Result<BadFrees> {
         self.free_explained(given, Some(fence), strict, |_| ())
     }
 
-    /// Frees the slots behind a fence. A fence that is not known any more has no slots.
+    /// Frees the slots behind a fence. Has no effect for a fence that has passed before.
     pub fn fence_passed(&mut self, id: FenceId) {
         self.pass_fence(id, |_, _| ());
     }
 
-    /// As [`SlotAllocator::fence_passed`], and names the pages that became free; with `true`, those that had more owners,
-    /// of which this was the last.
+    /// Like [`SlotAllocator::fence_passed`], and passes the pages that became free to `freed`; with `true`,
+    /// those that had more owners and lost the last one.
     pub(in crate::index) fn pass_fence(&mut self, id: FenceId, mut freed: impl FnMut(Mask, bool)) {
         let passed: Vec<_> = self.fences.extract_if(.., |(fence, _)| *fence == id).collect();
         for (_, given) in passed {
@@ -69,7 +69,7 @@ impl SlotAllocator {
         }
     }
 
-    /// From which pages the last free removed an owner who was not the last.
+    /// The pages from which the last free removed an owner that was not the last.
     pub(in crate::index) fn last_removed(&self) -> &[Page] {
         self.owners.last_removed()
     }
@@ -80,7 +80,7 @@ impl SlotAllocator {
         self.fences.iter().any(|(fence, _)| *fence == id)
     }
 
-    /// Gives live pages back, unseen by groups and reports.
+    /// Frees live pages, bypassing groups and reports.
     pub(super) fn give_now(&mut self, pages: impl IntoIterator<Item = Page>) {
         let mut batch = self.pages.give(Give::Now);
         for page in pages {
@@ -89,7 +89,7 @@ impl SlotAllocator {
         batch.commit();
     }
 
-    /// As [`SlotAllocator::free_now`] or [`SlotAllocator::free_after`]; `explain` adds to what is reported.
+    /// Like [`SlotAllocator::free_now`] or [`SlotAllocator::free_after`]; `explain` adds to the report.
     pub(in crate::index) fn free_explained(
         &mut self,
         given: &IndexVec,
@@ -114,7 +114,7 @@ impl SlotAllocator {
         self.dropped_frees += dropped;
         if let Some(fence) = fence {
             let shared = owners.pages().to_vec();
-            self.fences.push((fence, Given { pages: batch.fenced(), shared }));
+            self.fences.push((fence, FencedFree { pages: batch.fenced(), shared }));
         }
         owners.commit();
         batch.commit();
@@ -129,7 +129,7 @@ impl SlotAllocator {
         }
     }
 
-    /// Ends a group; the outermost hands out what was collected, to be given back as one call.
+    /// Ends a group. The outermost one returns the collected values, to be freed in one call.
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when no group is open.
@@ -148,7 +148,7 @@ impl SlotAllocator {
         }
     }
 
-    /// How many values the open group has collected.
+    /// The number of values that the open group has collected.
     pub(in crate::index) fn grouped(&self) -> usize {
         self.group.as_ref().map_or(0, |group| group.given.len())
     }

@@ -1,13 +1,13 @@
-//! Pages by run, for owners that keep them so: nothing is converted to numbers and back.
+//! Ownership by runs of pages, for owners that keep pages: no conversion to slots and back.
 
 use crate::base::{Error, ErrorKind, Id, Page, Result};
 use crate::index::free_list::{Give, Run};
 use crate::index::mask::Mask;
 
-use super::{FenceId, Given, SlotAllocator};
+use super::{FenceId, FencedFree, SlotAllocator};
 
 impl SlotAllocator {
-    /// Adds an owner to pages, as [`SlotAllocator::share`] does. A page that is named twice gets two.
+    /// Adds an owner to pages, as [`SlotAllocator::share`] does. A page that is listed twice gets two.
     ///
     /// # Errors
     /// [`ErrorKind::IndexOwnership`] with the first page that is not live; nothing is changed then.
@@ -36,7 +36,7 @@ impl SlotAllocator {
         Ok(())
     }
 
-    /// Checks that runs lie in the space, so that they have ends.
+    /// Checks that runs lie in the space, so that their ends do not overflow.
     fn check_within(&self, runs: &[Run<Page>], what: &str) -> Result<()> {
         let space = self.pages.indices();
         let lies_within = |run: &&Run<Page>| {
@@ -49,12 +49,12 @@ impl SlotAllocator {
         }
     }
 
-    /// Takes an owner from pages: at once, or when a fence has passed. A page returns with its last owner. Groups do not hold
-    /// it back.
+    /// Removes an owner from pages: at once, or when a fence has passed. A page returns with its last owner.
+    /// Groups do not delay it.
     ///
     /// # Errors
-    /// [`ErrorKind::IndexOwnership`] with the first page that has no owner, or fewer than the call names it; nothing is changed
-    /// then.
+    /// [`ErrorKind::IndexOwnership`] with the first page that has no owner, or fewer than its occurrences;
+    /// nothing is changed then.
     pub fn release(&mut self, runs: &[Run<Page>], fence: Option<FenceId>) -> Result<()> {
         self.check_within(runs, "released")?;
         let give = if fence.is_some() { Give::Fenced } else { Give::Now };
@@ -63,7 +63,7 @@ impl SlotAllocator {
             let is_plain = owners.owners().is_trivial() && owners.pages().is_empty();
             let mut shared = 0;
             for page in mask.indices().filter(|_| !is_plain).map(Page::new) {
-                if owners.owners().concerns(page) {
+                if owners.owners().counts_page(page) {
                     shared |= Mask::of(page.number()).bits;
                     if !owners.remove(page) {
                         return Err(not_owned(page, "released"));
@@ -79,7 +79,7 @@ impl SlotAllocator {
             batch.sort();
         }
         if let Some(fence) = fence {
-            self.fences.push((fence, Given { pages: batch.fenced(), shared: owners.pages().to_vec() }));
+            self.fences.push((fence, FencedFree { pages: batch.fenced(), shared: owners.pages().to_vec() }));
         }
         owners.commit();
         batch.commit();

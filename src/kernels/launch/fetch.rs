@@ -1,4 +1,4 @@
-//! Index values on their way from a device to the host.
+//! Index values in transfer from a device to the host.
 
 use std::sync::{Arc, Mutex};
 
@@ -13,7 +13,7 @@ use super::grid::blocks;
 use super::numbers::Index;
 use super::params::ReadParams;
 
-/// Copies index tensors to the host without waiting for them.
+/// Copies index tensors to the host without waiting for them. Threads may share it.
 #[derive(Debug)]
 pub struct Fetcher {
     gpu: Arc<Gpu>,
@@ -21,31 +21,31 @@ pub struct Fetcher {
     ring: Ring,
 }
 
-/// Index values that are on their way.
+/// Index values in transfer.
 #[derive(Debug)]
 pub struct Fetch {
     held: Reply,
     count: usize,
-    /// Whether they arrive as int64.
+    /// Whether they are copied as int64.
     wide: bool,
-    /// Keeps the tensor until they are there.
+    /// Keeps the tensor alive until the copy is done.
     keep: Option<Keep>,
 }
 
 impl Fetch {
-    /// How many there are.
+    /// The number of values.
     #[must_use]
     pub const fn len(&self) -> usize {
         self.count
     }
 
-    /// Whether there are none.
+    /// Whether there are no values.
     #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.count == 0
     }
 
-    /// What has kept the tensor. Dropping it may run code of others, so no lock is held then.
+    /// What kept the tensor alive. Dropping it may run foreign code: hold no lock then.
     #[must_use]
     pub fn into_keep(self) -> Option<Keep> {
         self.keep
@@ -59,19 +59,21 @@ impl Fetch {
 }
 
 impl Fetcher {
-    /// For up to `values` values at a time.
+    /// A fetcher for up to `values` values at a time.
     ///
     /// # Errors
-    /// What the driver says when it has no memory, or cannot load the kernels.
+    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) and
+    /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver), when memory or the kernels are not available.
     pub fn new(gpu: &Arc<Gpu>, values: usize) -> Result<Self> {
         let bytes = bytes_of("index values", &[values], DType::I64)?;
         Ok(Self { gpu: Arc::clone(gpu), kernels: Kernels::of(gpu)?, ring: Ring::on_host(gpu, bytes)? })
     }
 
-    /// One that the whole process has for `gpu`, so that a wait for a few values allocates nothing.
+    /// The fetcher that the whole process shares for `gpu`, so that a wait for a few values allocates
+    /// nothing.
     fn shared(gpu: &Arc<Gpu>, values: usize) -> Result<Arc<Self>> {
         static SHARED: Mutex<Vec<Arc<Fetcher>>> = Mutex::new(Vec::new());
-        /// Values for which it has room.
+        /// The number of values that fit.
         const ROOM: usize = 128 << 10;
         if values > ROOM {
             return Ok(Arc::new(Self::new(gpu, values)?));
@@ -85,17 +87,19 @@ impl Fetcher {
         Ok(fetcher)
     }
 
-    /// The device whose tensors it copies.
+    /// The device of the tensors that it copies.
     #[must_use]
     pub const fn gpu(&self) -> &Arc<Gpu> {
         &self.gpu
     }
 
-    /// Enqueues a copy of `tensor`, int32 or int64, as it is when `stream` comes to it. `None` when so many values
-    /// are on their way that there is no room for it. `keep` keeps the tensor's memory, also beyond the end of its stream.
+    /// Enqueues a copy of `tensor`, int32 or int64, with its contents at this point of `stream`. `None` when
+    /// too many values are in transfer. `keep` keeps the tensor's memory alive, even beyond the end of its
+    /// stream.
     ///
     /// # Errors
-    /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the driver refuses, or `stream` is captured.
+    /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when a driver call fails, or `stream` is being
+    /// captured.
     pub fn fetch(&self, tensor: &Borrowed<'_>, keep: Option<Keep>, stream: Stream) -> Result<Option<Fetch>> {
         self.gpu.not_capturing(
             stream,
@@ -114,10 +118,11 @@ impl Fetcher {
         Ok(held.map(|held| Fetch { held, count, wide, keep }))
     }
 
-    /// The values of a fetch that has landed.
+    /// The values of a fetch that is done.
     ///
     /// # Errors
-    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host has no room for them.
+    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate the
+    /// copy.
     pub fn take(&self, fetch: &Fetch) -> Result<IndexVec> {
         if fetch.wide {
             Ok(IndexVec::I64(self.ring.take(&fetch.held, fetch.count)?))
@@ -126,13 +131,13 @@ impl Fetcher {
         }
     }
 
-    /// Gives up a fetch whose values are not wanted any more.
+    /// Drops a fetch without reading its values.
     pub fn abandon(&self, fetch: &Fetch) {
         self.ring.release(&fetch.held);
     }
 }
 
-/// Enqueues a kernel that writes the values of `tensor`, whatever its strides, as int64 to page-locked memory.
+/// Enqueues a kernel that writes the values of `tensor`, with any strides, as int64 to page-locked memory.
 fn read_kernel(
     gpu: &Gpu,
     kernels: &Kernels,
@@ -150,16 +155,17 @@ fn read_kernel(
     }
     let out = out.address().as_ptr().cast();
     let params = ReadParams { from: Index::new(&Numbers::Tensor(tensor))?, out, count: signed(count) };
-    // SAFETY: `out` has room for `count` numbers in page-locked memory, which the device reaches; `Borrowed` promises
-    // the elements of the tensor, which is on this device.
+    // SAFETY: `out` has room for `count` numbers in page-locked memory, which the device reaches; `Borrowed`
+    // guarantees the elements of the tensor, which is on this device.
     unsafe { gpu.launch(kernels.read_indices, grid, &params, stream) }
 }
 
-/// The values of an index tensor on a device. Waits for what `stream` does before.
+/// Reads an index tensor on a device. Waits for the earlier work of `stream`.
 ///
 /// # Errors
 /// [`ErrorKind::Type`](crate::base::ErrorKind::Type) when it is neither int32 nor int64,
-/// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) while `stream` is captured, or when the driver refuses.
+/// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) while `stream` is being captured, or when a driver
+/// call fails.
 pub fn read_now(gpu: &Arc<Gpu>, tensor: &Borrowed<'_>, stream: Stream) -> Result<IndexVec> {
     gpu.not_capturing(stream, "an answer that waits for values that only the device knows")?;
     if !tensor.is_contiguous() {
@@ -172,13 +178,13 @@ pub fn read_now(gpu: &Arc<Gpu>, tensor: &Borrowed<'_>, stream: Stream) -> Result
     read_indices(&host.borrow(0, tensor.dtype(), Dims::of(&[tensor.shape().numel()])?, Dims::new(&[1])?)?)
 }
 
-/// As [`read_now`], by a kernel that knows strides.
+/// Like [`read_now`], with a kernel that handles strides.
 fn read_strided(gpu: &Arc<Gpu>, tensor: &Borrowed<'_>, stream: Stream) -> Result<IndexVec> {
     let count = tensor.shape().numel();
     let mut reader = Fetcher::shared(gpu, count)?;
     let mut fetch = reader.fetch(tensor, None, stream)?;
     if fetch.is_none() {
-        // Other threads have all of its room.
+        // Other threads use all of its room.
         reader = Arc::new(Fetcher::new(gpu, count)?);
         fetch = reader.fetch(tensor, None, stream)?;
     }

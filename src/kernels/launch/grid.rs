@@ -1,4 +1,4 @@
-//! How the work of a launch is divided among the blocks of its grid.
+//! The division of a launch's work among the blocks of its grid.
 
 use std::ptr;
 
@@ -6,18 +6,18 @@ use crate::base::bounded::{narrow, signed, unsigned};
 use crate::base::{Error, Result, widen};
 use crate::kernels::rows::RowBuffer;
 
-/// Words that a thread copies.
+/// Words that one thread copies.
 pub(super) const WORDS_PER_LANE: usize = 4;
-/// Elements that a thread converts.
+/// Elements that one thread converts.
 pub(super) const ELEMENTS_PER_LANE: usize = 8;
-/// Threads of a block.
+/// Threads per block.
 const BLOCK: usize = 256;
-/// Threads that share a row, at most.
+/// The most threads that share a row.
 const MOST_LANES: usize = 32;
 /// The most blocks in the second dimension of a grid.
 const MOST_Y: usize = 65_535;
 
-/// `Divisor` of `params.cuh`: of numbers below 2^31, as a factor and a shift.
+/// `Divisor` of `params.cuh`: a division of numbers below 2^31, as a factor and a shift.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Divisor {
@@ -26,7 +26,7 @@ pub(super) struct Divisor {
     shift: u32,
 }
 
-/// `Split`: a row for a power of two of threads, in pieces of which each of them does one at a time.
+/// `Split`: a row divided among a power of two of threads, which do its pieces one at a time.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Split {
@@ -61,16 +61,16 @@ impl Divisor {
 }
 
 impl Split {
-    /// Rows of `words` for threads that do `per_lane` of them at a time.
+    /// Divides rows of `words` among threads that do `per_lane` of them at a time.
     pub(super) fn new(words: usize, per_lane: usize) -> Result<Self> {
         let lanes = words.div_ceil(per_lane).next_power_of_two().min(MOST_LANES);
         let pieces = Divisor::new(words.div_ceil(lanes * per_lane).max(1))?;
         Ok(Self { pieces, lane_bits: lanes.trailing_zeros() })
     }
 
-    /// Blocks for `count` rows.
+    /// The number of blocks for `count` rows.
     fn blocks(&self, count: usize) -> Result<u32> {
-        // Kernels count them in 31 bits.
+        // Kernels count pieces in 31 bits.
         let pieces = count.checked_mul(widen(self.pieces.by)).and_then(|pieces| u32::try_from(pieces).ok());
         let pieces = pieces.filter(|pieces| *pieces < 1 << 31);
         let pieces = pieces.ok_or_else(|| too_much(count, "rows"))?;
@@ -78,14 +78,14 @@ impl Split {
     }
 }
 
-/// Where the second part of two begins, and the grid of both.
+/// The first block of the second of two parts, and the grid of both.
 pub(super) fn parts_grid(splits: [Split; 2], count: usize) -> Result<(i64, [u32; 2])> {
     let [first, second] = [splits[0].blocks(count)?, splits[1].blocks(count)?];
     Ok((i64::from(first), [total(u64::from(first) + u64::from(second))?, 1]))
 }
 
 impl RowGroup {
-    /// Buffers of equal rows that lie equally far apart in one region.
+    /// Buffers of equal rows, equally far apart in one region.
     fn new(buffers: &[RowBuffer]) -> Result<Self> {
         let present = buffers.first().filter(|buffer| buffer.row_bytes() > 0);
         let step = match (present, buffers.get(1)) {
@@ -115,7 +115,7 @@ impl RowGroup {
     }
 }
 
-/// Two groups of buffers, for whose rows or words each block of a grid works on one buffer.
+/// Two groups of buffers. Each block of a grid works on rows or words of one buffer.
 pub(super) struct Groups([RowGroup; 2]);
 
 impl Groups {
@@ -123,12 +123,12 @@ impl Groups {
         Ok(Self([RowGroup::new(buffers[0])?, RowGroup::new(buffers[1])?]))
     }
 
-    /// With blocks for `count` rows of every buffer.
+    /// The groups and a grid with blocks for `count` rows of every buffer.
     pub(super) fn for_rows(self, count: usize) -> Result<([RowGroup; 2], [u32; 2])> {
         self.with_blocks(|group| group.split.blocks(count))
     }
 
-    /// With a thread for each word of a row, in every buffer.
+    /// The groups and a grid with a thread for each word of a row, in every buffer.
     pub(super) fn for_words(self) -> Result<([RowGroup; 2], [u32; 2])> {
         self.with_blocks(|group| blocks(unsigned(group.words)))
     }
@@ -150,7 +150,7 @@ impl Groups {
     }
 }
 
-/// All blocks of a grid, in its first dimension.
+/// Checks the number of blocks of a grid with one dimension.
 fn total(blocks: u64) -> Result<u32> {
     u32::try_from(blocks).ok().filter(|blocks| *blocks < 1 << 31).ok_or_else(|| too_much(blocks, "blocks"))
 }
@@ -159,20 +159,20 @@ fn too_much(number: impl std::fmt::Display, noun: &str) -> Error {
     Error::config(format!("{number} {noun} of work are more than one launch takes; pass it in parts"))
 }
 
-/// Blocks for `count` segments of at most `longest` elements; each block walks over what is left.
+/// A grid for `count` segments of at most `longest` elements; each block loops over the rest of its segment.
 pub(super) fn ragged_grid(longest: usize, count: usize) -> Result<[u32; 2]> {
-    /// A device runs so many blocks at once, more or less; more along one segment do not speed it up.
+    /// About as many blocks as a device runs at once; more along one segment add no speed.
     const ENOUGH: usize = 1024;
     Ok([blocks(longest)?.min(narrow(ENOUGH.div_ceil(count.max(1)))), narrow(count.min(MOST_Y))])
 }
 
-/// Blocks of that many threads in all.
+/// The number of blocks for `threads` threads.
 pub(super) fn blocks(threads: usize) -> Result<u32> {
     let blocks = threads.div_ceil(BLOCK);
     i32::try_from(blocks).map(i32::unsigned_abs).map_err(|_| too_much(threads, "threads"))
 }
 
-/// A power of two of bytes, at most 16, that a thread copies at once.
+/// A power of two of bytes, at most 16, that a thread copies in one access.
 #[derive(Clone, Copy)]
 pub(super) struct Word(u8);
 
@@ -225,7 +225,8 @@ mod tests {
         assert!(Divisor::new(0).is_err() && Divisor::new(1 << 31).is_err());
     }
 
-    /// The number of threads that have words of a row, and of all threads, block by block as the kernels divide them.
+    /// The number of threads that have words of a row, and of all threads, block by block as the kernels
+    /// divide them.
     fn busy_blocks(groups: &[RowGroup; 2], grid: [u32; 2], count: u32) -> [u64; 2] {
         let first_blocks = groups[0].buffers * groups[0].blocks.by;
         let mut found = [0; 2];

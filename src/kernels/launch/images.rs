@@ -1,22 +1,22 @@
-//! The kernels as they are embedded: PTX for every device, PTX for those that can do more, and machine code for those
-//! that most use.
+//! The embedded kernels: PTX for every device, PTX for devices with more features, and machine code for the
+//! most used ones.
 
 use std::ffi::CStr;
 
 use crate::memory::{Gpu, Image};
 
-/// A source file of kernels, compiled.
+/// A compiled source file of kernels.
 pub(super) struct Compiled {
     /// For every device.
     ptx: &'static str,
     /// For compute capability 9.0 and later.
     ptx_90: &'static str,
-    /// Machine code, and the compute capability that it is for: devices of the same major number that have no smaller
-    /// minor one run it.
+    /// Machine code, and its compute capability: devices with the same major number and at least this minor
+    /// number run it.
     cubins: [((u32, u32), &'static [u8]); 4],
 }
 
-/// Aligned, as a loader of ELF may count on.
+/// Aligned, since a loader of ELF may rely on it.
 #[repr(C, align(16))]
 struct Aligned<Bytes: ?Sized>(Bytes);
 
@@ -47,15 +47,15 @@ pub(super) const PLAN: Compiled = compiled!("plan");
 pub(super) const ROWS: Compiled = compiled!("rows");
 pub(super) const TABLE: Compiled = compiled!("table");
 
-/// PTX as the driver takes it.
+/// PTX as the driver takes it, ending with a zero.
 fn ptx(text: &'static str) -> Image<'static> {
     Image::Ptx(CStr::from_bytes_with_nul(text.as_bytes()).expect("PTX has a zero at its end only"))
 }
 
 impl Compiled {
-    /// What to try on a device, the best first.
+    /// The images to try on a device, best first.
     ///
-    /// The machine code is of CUDA 12.9. A driver that is too old for it, or that was told to compile PTX only, takes the
+    /// The machine code is from CUDA 12.9. A driver that is older, or is set to compile PTX only, uses the
     /// PTX.
     pub(super) fn images(&self, gpu: &Gpu) -> Vec<Image<'static>> {
         let (major, minor) = gpu.capability();

@@ -1,8 +1,8 @@
-//! The same operations on a GPU: parameters for the kernels of `plan.cu`, `rows.cu` and `table.cu`, one launch a
+//! The operations on a GPU: parameters for the kernels of `plan.cu`, `rows.cu` and `table.cu`, one launch per
 //! call.
 //!
-//! The structures are those of `params.cuh`. Everything that can be checked on the host is checked before a launch;
-//! indices that only the device knows are checked there, and what is wrong with them is reported by [`Launcher::fault`].
+//! The structures are those of `params.cuh`. Everything that the host can check is checked before a launch.
+//! Kernels check the indices that only the device knows, and [`Launcher::fault`] reports the invalid ones.
 
 mod fetch;
 mod grid;
@@ -39,10 +39,10 @@ use params::{
     StoreParams, StorePart, ZeroParams,
 };
 
-/// A kernel that takes numbers of the host.
+/// A kernel that takes numbers from the host.
 #[derive(Clone, Copy, Debug)]
 struct Kernel {
-    /// Takes them in memory of the device, or has none.
+    /// Takes them in device memory, or takes none.
     copied: Function,
     /// Takes them behind its parameters.
     listed: Function,
@@ -65,7 +65,7 @@ struct Kernels {
 }
 
 impl Kernels {
-    /// Those of `gpu`, compiled at the first call.
+    /// The kernels of `gpu`, loaded by the first call.
     fn of(gpu: &Gpu) -> Result<Arc<Self>> {
         static LOADED: Mutex<Vec<Arc<Kernels>>> = Mutex::new(Vec::new());
         let mut loaded = lock(&LOADED);
@@ -126,32 +126,32 @@ impl Kernels {
     }
 }
 
-/// Which rows are copied where.
+/// The copies of a call.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Copies<'a> {
-    /// As the host has planned it.
+    /// As planned by the host.
     Planned(&'a [Move]),
-    /// Row `source[i]` to row `target[i]`, for `count` of them, as they come.
+    /// Row `source[i]` to row `target[i]`, for `count` rows, in any order.
     Unplanned {
-        /// Rows that are written.
+        /// The rows to write.
         target: Numbers<'a>,
-        /// Rows that are read.
+        /// The rows to read.
         source: Numbers<'a>,
-        /// How many.
+        /// The number of rows.
         count: usize,
     },
 }
 
-/// Where a kernel notes what is wrong with indices that only the device knows: `Fault` of `params.cuh`.
+/// Where kernels report invalid indices that only the device knows: `Fault` of `params.cuh`.
 const FAULT_BYTES: usize = 16;
 
-/// How a pool works on its device: the kernels, the way there for numbers of the host, and a note of faults.
+/// The kernels of a pool on its device, a ring for numbers from the host, and a record of faults.
 #[derive(Debug)]
 pub struct Launcher {
     gpu: Arc<Gpu>,
     kernels: Arc<Kernels>,
     ring: Ring,
-    /// What the indices of rows and of columns name.
+    /// The spaces of row and column indices.
     spaces: [IndexSpace; 2],
     fault: Region,
     /// The streams that use the pool's memory.
@@ -159,10 +159,12 @@ pub struct Launcher {
 }
 
 impl Launcher {
-    /// For a pool whose memory on `gpu` is from `backend` and has these users, and that passes up to `ring_bytes` of numbers from the host at once.
+    /// A launcher for memory of `backend` on `gpu` with these users, which passes up to `ring_bytes` of
+    /// numbers from the host at once.
     ///
     /// # Errors
-    /// [`ErrorKind::Driver`] when the kernels cannot be loaded, [`ErrorKind::OutOfMemory`] when there is no memory.
+    /// [`ErrorKind::Driver`] when the kernels cannot be loaded, [`ErrorKind::OutOfMemory`] when there is not
+    /// enough memory.
     pub(super) fn new(
         gpu: &Arc<Gpu>,
         backend: &Arc<dyn Backend>,
@@ -183,7 +185,7 @@ impl Launcher {
         &self.gpu
     }
 
-    /// A point to wait for before more numbers of the host are sent: see [`Ring::crowded`].
+    /// A point to wait for before sending more numbers from the host: see [`Ring::crowded`].
     #[must_use]
     pub fn crowded(&self) -> Option<Arc<Event>> {
         self.ring.crowded()
@@ -193,7 +195,8 @@ impl Launcher {
         self.spaces
     }
 
-    /// Checks that index tensors are in host memory or on this device, and notes that work on `stream` reads them.
+    /// Checks that index tensors are in host memory or on this device, and records that work on `stream`
+    /// reads them.
     pub(super) fn expect_here(&self, indices: &[&Indices<'_>], stream: Stream) -> Result<()> {
         let tensors = || {
             indices.iter().filter_map(|indices| match indices {
@@ -208,16 +211,16 @@ impl Launcher {
         Ok(())
     }
 
-    /// What every call does first: checks where its indices are, and reports what an earlier call was given.
+    /// Starts every call: checks the devices of its indices, and reports a fault of an earlier call.
     pub(super) fn begin(&self, indices: &[&Indices<'_>], stream: Stream) -> Result<()> {
         self.expect_here(indices, stream)?;
         self.fault()
     }
 
-    /// What a kernel of an earlier call found wrong, if any did. Reported once. Makes no driver call.
+    /// Reports, once, what a kernel of an earlier call found wrong. Makes no driver call.
     ///
     /// # Errors
-    /// [`ErrorKind::Index`] with the number, its position, and what it must be below.
+    /// [`ErrorKind::Index`] with the number, its position and its bound.
     pub(super) fn fault(&self) -> Result<()> {
         self.gpu.check_process()?;
         let [what, value] = self.fault.read::<i64>(0, 2)?[..] else { return Ok(()) };
@@ -242,14 +245,14 @@ impl Launcher {
         })
     }
 
-    /// Where kernels note faults.
+    /// The address of the fault record.
     fn fault_address(&self) -> *mut c_void {
         self.fault.address().as_ptr().cast()
     }
 
-    /// Launches `kernel` with the parameters that `params` makes, once the device can read `arrays` of the host: behind
-    /// the parameters if they fit there, else in the ring. The caller has seen that `stream` is not captured, however many
-    /// they are: a graph would repeat them.
+    /// Launches `kernel` with the parameters that `params` returns, once the device can read `arrays` of the
+    /// host: behind the parameters if they fit there, otherwise in the ring. The caller has checked that
+    /// `stream` is not being captured, even for empty arrays: a graph would repeat their values.
     fn with_arrays<P>(
         &self,
         kernel: Kernel,
@@ -270,10 +273,10 @@ impl Launcher {
             .map(|_| ())
     }
 
-    /// Launches `kernel` with the parameters that `params` makes of `numbers`.
+    /// Launches `kernel` with the parameters that `params` makes from `numbers`.
     ///
     /// # Errors
-    /// [`ErrorKind::Driver`] while `stream` is captured, if any of them are on the host.
+    /// [`ErrorKind::Driver`] while `stream` is being captured, if any of them are on the host.
     fn with<P>(
         &self,
         kernel: Kernel,
@@ -294,12 +297,13 @@ impl Launcher {
         self.with_arrays(kernel, grid, &lists, stream, |arrays| Ok(params(&arrays.indices(numbers)?)))
     }
 
-    /// As [`store_rows`](super::store_rows), for K and V in one launch. What a row holds that is named twice by indices
-    /// that only the device knows is not defined: warps share a row and run in any order, so K may be of one value and V of
-    /// the other, and either may be mixed of both.
+    /// Like [`store_rows`](super::store_rows), for K and V in one launch. A row that occurs twice in a device
+    /// tensor has undefined contents: warps share a row and run in any order, so K may come from one value
+    /// and V from the other, and either may mix both.
     ///
     /// # Errors
-    /// As there; an index beyond the rows that only the device knows is left out, and reported by `Executor::fault`.
+    /// Same as [`store_rows`](super::store_rows); an index of a device tensor beyond the rows is skipped, and
+    /// `Executor::fault` reports it.
     pub(super) fn store_rows(
         &self,
         stores: &[Store<'_>; 2],
@@ -325,11 +329,11 @@ impl Launcher {
         })
     }
 
-    /// As [`gather_rows`](super::gather_rows), for K and V in one launch.
+    /// Like [`gather_rows`](super::gather_rows), for K and V in one launch.
     ///
     /// # Errors
-    /// As there; the row of an index that only the device knows to be outside is zeroed, and
-    /// [`Launcher::fault`] reports it.
+    /// Same as [`gather_rows`](super::gather_rows); for an index of a device tensor beyond the rows, the row
+    /// of `out` is zeroed, and [`Launcher::fault`] reports it.
     pub(super) fn gather_rows(
         &self,
         pairs: &[(&RowBuffer, Borrowed<'_>); 2],
@@ -355,12 +359,12 @@ impl Launcher {
 
     /// Copies row `source[i]` to row `target[i]` in every buffer of both groups, in one launch.
     ///
-    /// Indices of the host are carried out as if all rows were read before any is written. Of those that only the
-    /// device knows, no row may be both read and written, or written twice: which value it has then is not defined.
+    /// Indices from the host take effect as if all rows were read before any is written. With device tensors,
+    /// no row may be both read and written, or written twice: its contents would be undefined.
     ///
     /// # Errors
-    /// [`ErrorKind::Index`] for a row that is not there, [`ErrorKind::Config`] for more than cross at once; a row
-    /// that only the device knows to be outside is reported by [`Launcher::fault`].
+    /// [`ErrorKind::Index`] for a row that does not exist, [`ErrorKind::Config`] for more than can be
+    /// transferred at once; a row of a device tensor that does not exist is reported by [`Launcher::fault`].
     pub(super) fn copy_rows(
         &self,
         groups: [&[RowBuffer]; 2],
@@ -423,10 +427,10 @@ impl Launcher {
         })
     }
 
-    /// Zeroes the rows that `indices` names in every buffer of both groups, in one launch.
+    /// Zeroes the rows in `indices` in every buffer of both groups, in one launch.
     ///
     /// # Errors
-    /// As [`Launcher::copy_rows`].
+    /// Same as [`Launcher::copy_rows`].
     pub(super) fn zero_rows(
         &self,
         groups: [&[RowBuffer]; 2],
@@ -445,13 +449,14 @@ impl Launcher {
         })
     }
 
-    /// Writes `value[i]` to `table[row[i], column[i]]`, for `count` places, in one launch. With an echo, what was
-    /// written is also sent to it, as (row, column, value) in int32, row -1 where a place is not in the table: the caller has
-    /// seen that `stream` is not captured then.
+    /// Writes `value[i]` to `table[row[i], column[i]]`, for `count` points, in one launch. With an echo, the
+    /// written values are also sent to it, as (row, column, value) in int32, with row -1 for a point outside
+    /// of the table: the caller has then checked that `stream` is not being captured.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] for more numbers of the host than cross at once; [`ErrorKind::Driver`] when the driver
-    /// refuses. What only the device knows to be wrong is left out, and reported by `Executor::fault`.
+    /// [`ErrorKind::Config`] for more numbers from the host than can be transferred at once;
+    /// [`ErrorKind::Driver`] when a driver call fails. Invalid numbers of device tensors are skipped, and
+    /// `Executor::fault` reports them.
     pub fn write_points(
         &self,
         table: &Table<'_>,
@@ -487,11 +492,12 @@ impl Launcher {
         Ok(held)
     }
 
-    /// Zeroes the first columns of rows of the table, `(row, columns)` each, in one launch on `stream`, which the caller has
-    /// seen not to be captured.
+    /// Zeroes the first columns of rows of the table, each as `(row, columns)`, in one launch on `stream`,
+    /// which the caller has checked not to be captured.
     ///
     /// # Errors
-    /// [`ErrorKind::Index`] for a place outside of the table, [`ErrorKind::Config`] for more than cross at once.
+    /// [`ErrorKind::Index`] for columns outside of the table, [`ErrorKind::Config`] for more than can be
+    /// transferred at once.
     pub(super) fn zero_columns(&self, table: &Table<'_>, rows: &[(u32, u32)], stream: Stream) -> Result<()> {
         let longest = rows.iter().map(|(_, columns)| *columns).max();
         let Some(longest) = longest.filter(|longest| *longest > 0) else { return Ok(()) };
@@ -501,7 +507,7 @@ impl Launcher {
         let mut indptr = vec![0i32];
         let mut total = 0i32;
         for (_, columns) in rows {
-            // Only differences count, so it may wrap.
+            // Only differences matter, so it may wrap.
             total = total.wrapping_add(columns.cast_signed());
             indptr.push(total);
         }
@@ -520,11 +526,11 @@ impl Launcher {
         })
     }
 
-    /// As [`build_kv_indices`](super::table::build_kv_indices), in one launch.
+    /// Like [`build_kv_indices`](super::table::build_kv_indices), in one launch.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] for more numbers of the host than cross at once; what only the device knows to be wrong
-    /// is left out, and reported by `Executor::fault`.
+    /// [`ErrorKind::Config`] for more numbers from the host than can be transferred at once; invalid numbers
+    /// of device tensors are skipped, and `Executor::fault` reports them.
     pub(super) fn kv_indices(
         &self,
         table: &Table<'_>,
@@ -548,20 +554,20 @@ impl Launcher {
         })
     }
 
-    /// Launches a kernel on a grid of blocks, unless that is empty.
+    /// Launches a kernel on a grid of blocks. An empty grid is not launched.
     fn launch<P>(&self, kernel: Function, grid: [u32; 2], params: &P, stream: Stream) -> Result<()> {
         if grid.contains(&0) {
             return Ok(());
         }
         self.users.note(stream);
-        // SAFETY: each caller pairs a kernel with its parameters. Addresses are those of live regions of this device
-        // and of tensors that the caller of the pool keeps alive in the order of `stream`; what a kernel reaches from
-        // them was checked by the caller or is checked by the kernel.
+        // SAFETY: each caller pairs a kernel with its parameters. Addresses are those of live regions of this
+        // device and of tensors that the caller of the pool keeps alive in the order of `stream`; what a
+        // kernel reaches from them was checked by the caller or is checked by the kernel.
         unsafe { self.gpu.launch(kernel, grid, params, stream) }
     }
 }
 
-/// `rows` with -1 for each that is named again later, so that only the last of its values is stored.
+/// `rows` with -1 for each that occurs again later, so that only the last of its values is stored.
 fn last_of_each(mut rows: Vec<i32>) -> Vec<i32> {
     let mut seen = HashSet::with_capacity(rows.len());
     for row in rows.iter_mut().rev() {

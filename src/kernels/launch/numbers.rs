@@ -1,5 +1,5 @@
-//! Numbers of a batch as kernels get them: in tensors of the device, computed, or arrays of the host that cross with the
-//! call or through a ring.
+//! Numbers of a batch as kernel parameters: in device tensors, computed, or host arrays that are passed with
+//! the launch or through a ring.
 
 use std::ffi::c_void;
 use std::ptr;
@@ -9,7 +9,7 @@ use crate::base::{DType, Dims, Error, Result};
 use crate::kernels::indices::Numbers;
 use crate::memory::RegionRange;
 
-/// Where the numbers of a batch are: `INDEX_...` of `params.cuh`.
+/// The place of a batch's numbers: `INDEX_...` of `params.cuh`.
 #[repr(i32)]
 #[derive(Clone, Copy)]
 enum IndexKind {
@@ -17,7 +17,7 @@ enum IndexKind {
     Narrow = 0,
     /// In an int64 tensor.
     Wide = 1,
-    /// In the list of the call.
+    /// In the list that is passed with the launch.
     Listed = 2,
 }
 
@@ -34,11 +34,12 @@ pub(super) struct Index {
     strides: [i64; 8],
 }
 
-/// Bytes of parameters that every driver takes, and what fits them of a list alone.
+/// Bytes of parameters that every driver accepts, and the numbers that fit in them.
 const PARAMS_BYTES: usize = 4096;
 const MOST_LISTED: usize = PARAMS_BYTES / size_of::<i32>();
 
-/// `WithList`: parameters of a kernel with numbers of the host behind them. It may go on behind what the kernel takes.
+/// `WithList`: kernel parameters followed by numbers from the host. It may be longer than the kernel's
+/// parameter.
 #[repr(C)]
 pub(super) struct WithList<P> {
     params: P,
@@ -46,15 +47,15 @@ pub(super) struct WithList<P> {
 }
 
 impl<P> WithList<P> {
-    /// How many numbers fit.
+    /// The numbers that fit.
     const ROOM: usize = (PARAMS_BYTES - size_of::<P>()) / size_of::<i32>();
 
-    /// `params` with all of `arrays`, one behind the other, unless they are too many.
+    /// Whether `arrays`, concatenated, fit behind the parameters.
     pub(super) fn fits(arrays: &[&[i32]]) -> bool {
         arrays.iter().map(|array| array.len()).sum::<usize>() <= Self::ROOM
     }
 
-    /// `params` with `arrays`, which fit, one behind the other.
+    /// `params` followed by `arrays`, which fit, concatenated.
     pub(super) fn new(params: P, arrays: &[&[i32]]) -> Self {
         let mut list = [0; MOST_LISTED];
         for (place, number) in list.iter_mut().zip(arrays.iter().copied().flatten()) {
@@ -64,17 +65,17 @@ impl<P> WithList<P> {
     }
 }
 
-/// Where a kernel finds the arrays of the host that it was given.
+/// The place of host arrays that a kernel reads.
 #[derive(Clone, Copy)]
 pub(super) enum Arrays<'a> {
-    /// In the list of the call, one behind the other.
+    /// In the list of the launch, concatenated.
     Listed,
-    /// Each copied to bytes on the device.
+    /// Each one copied to the device.
     Copied(&'a [RegionRange<'a>]),
 }
 
 impl Arrays<'_> {
-    /// The address of array `which`; null where it came with the call.
+    /// The address of array `which`; null when it is passed with the launch.
     pub(super) fn address<T>(&self, which: usize) -> *const T {
         match self {
             Self::Listed => ptr::null(),
@@ -82,7 +83,7 @@ impl Arrays<'_> {
         }
     }
 
-    /// The numbers of every batch of a call, for whose lists these are.
+    /// The kernel parameters for the numbers of every batch of a call; these are the arrays of their lists.
     pub(super) fn indices(&self, numbers: &[Numbers<'_>]) -> Result<Vec<Index>> {
         let (mut which, mut begin) = (0, 0);
         let index = |numbers: &Numbers<'_>| {
@@ -112,17 +113,17 @@ impl Index {
         }
     }
 
-    /// `len` numbers of the list that comes with a call, from `begin` on.
+    /// `len` numbers of the list that is passed with a launch, from `begin` on.
     fn listed(begin: usize, len: usize) -> Self {
         Self { kind: IndexKind::Listed, shape: first(signed(len), 1), ..Self::computed(signed(begin), 0) }
     }
 
-    /// `len` numbers at an address of the device.
+    /// `len` numbers at a device address.
     fn at(data: *const c_void, len: usize) -> Self {
         Self { data, shape: first(signed(len), 1), strides: first(1, 0), ..Self::computed(0, 0) }
     }
 
-    /// Numbers that the device knows, or can compute. A list of the host is none.
+    /// Numbers in device memory, or computed. A list from the host is an error.
     pub(super) fn new(numbers: &Numbers<'_>) -> Result<Self> {
         match numbers {
             Numbers::Same(value) => Ok(Self::computed(*value, 0)),
@@ -146,7 +147,7 @@ impl Index {
     }
 }
 
-/// `value`, and `rest` after it.
+/// `value` followed by seven times `rest`.
 const fn first(value: i64, rest: i64) -> [i64; 8] {
     [value, rest, rest, rest, rest, rest, rest, rest]
 }

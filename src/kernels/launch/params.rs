@@ -1,4 +1,4 @@
-//! Parameters of the kernels, laid out as `params.cuh` has them, and how those of rows are filled.
+//! Kernel parameters, laid out as in `params.cuh`, and how those of rows are filled.
 
 use std::ffi::c_void;
 
@@ -12,11 +12,11 @@ use crate::memory::Borrowed;
 use super::grid::{Divisor, ELEMENTS_PER_LANE, RowGroup, Split, WORDS_PER_LANE, Word, word_of};
 use super::numbers::{Index, collapsed};
 
-/// How values get to their buffer: `WAY_...` of `params.cuh`.
+/// How values are copied to their buffer: `WAY_...` of `params.cuh`.
 #[repr(i32)]
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Way {
-    /// Rows lie in one piece, which is copied word by word.
+    /// Rows are contiguous and copied word by word.
     Words = 0,
     /// Elements are converted.
     Convert = 1,
@@ -34,7 +34,7 @@ pub(super) enum Code {
     Bf16 = 3,
     F8E4M3 = 4,
     F8E5M2 = 5,
-    /// Of a dtype that is never converted.
+    /// A dtype that is never converted.
     None = 6,
 }
 
@@ -212,7 +212,7 @@ pub(super) struct ReadParams {
     pub(super) count: i64,
 }
 
-/// The layout is that of `params.cuh`, which checks the same numbers.
+/// The layout is that of `params.cuh`, which asserts the same numbers.
 const _: () = {
     assert!(size_of::<Index>() == 160);
     assert!(size_of::<Divisor>() == 12);
@@ -232,7 +232,7 @@ const _: () = {
 };
 
 impl StorePart {
-    /// How `count` rows of values get to their buffer.
+    /// The parameters to store `count` rows of values in their buffer.
     pub(super) fn new(store: &Store<'_>, count: usize) -> Result<Self> {
         let layout = layout(store, count)?;
         let (from, to) = (store.values.dtype(), store.target.dtype());
@@ -249,19 +249,19 @@ impl StorePart {
         let target = store.target.row(0);
         let source = store.values.address().as_ptr().cast_const();
         let row_bytes = store.target.row_bytes();
-        // Only its lowest bits count.
+        // Only the lowest bits matter.
         let apart = |stride: i64| distance(stride).cast_unsigned().wrapping_mul(from.size());
         let ValueLayout { heads, dim, head_stride, dim_stride, .. } = layout;
         let sources = [source.addr()].into_iter().chain(lead_strides.map(apart));
         let targets = [target.addr(), row_bytes];
         let word = if way == Way::Words { word_of(sources.clone().chain(targets)) } else { Word::BYTE };
-        // Other lanes of a row rely on what each of them does, so it rests on what all rows share.
+        // The lanes of a row must agree, so the decision depends only on what all rows share.
         let heads_apart = if heads == 1 { 0 } else { apart(head_stride) };
         let is_run = dim_stride == 1
             && dim % ELEMENTS_PER_LANE == 0
             && word_of(sources.chain([heads_apart])).bytes() >= run_alignment(from)
             && word_of(targets).bytes() >= run_alignment(to);
-        // Others are stored as they are: a scale is for 8-bit floats.
+        // Other dtypes are stored unchanged: a scale applies to 8-bit floats.
         let divisor = store.scale.unwrap_or(1.0);
         let (words, per_lane) = if way == Way::Words {
             (row_bytes / word.bytes(), WORDS_PER_LANE)
@@ -291,19 +291,19 @@ impl StorePart {
     }
 }
 
-/// 1 / `divisor` where `divide` of `convert.cuh` may use it, else 0.
+/// 1 / `divisor` where `divide` of `convert.cuh` may use it, otherwise 0.
 fn reciprocal(divisor: f32) -> f32 {
     let [least, most] = [-60, 60].map(|power| f32::powi(2.0, power));
     if (least..=most).contains(&divisor) { 1.0 / divisor } else { 0.0 }
 }
 
-/// What a run of elements, of which a lane has several, must be aligned to.
+/// The required alignment of the run of elements that one lane reads.
 fn run_alignment(dtype: DType) -> usize {
     (dtype.size() * ELEMENTS_PER_LANE).min(16)
 }
 
 impl GatherPart {
-    /// From `buffer` to `out`, which is contiguous and as wide.
+    /// The parameters to copy from `buffer` to `out`, which is contiguous with rows of the same size.
     pub(super) fn new(buffer: &RowBuffer, out: &Borrowed<'_>) -> Result<Self> {
         let (source, target) = (buffer.row(0), out.address().as_ptr());
         let word = word_of([source.addr(), target.addr(), buffer.row_bytes()]);

@@ -1,4 +1,4 @@
-//! The launch that makes the tables and metadata of a step.
+//! The launch that writes the tables and metadata of a step.
 
 use std::ptr::NonNull;
 
@@ -11,34 +11,34 @@ use super::Launcher;
 use super::grid::ragged_grid;
 use super::params::PlanParams;
 
-/// Where the fields of a plan are on a device, in bytes from the start of a region.
+/// The fields of a plan on a device, as byte offsets into a region.
 #[derive(Clone, Copy, Debug)]
 pub struct PlanFields<'a> {
     /// The region.
     pub region: &'a Region,
-    /// int32, one for each new token.
+    /// int32, one per new token.
     pub out_cache_loc: usize,
-    /// int32, one for each new token.
+    /// int32, one per new token.
     pub positions: usize,
-    /// int64, one for each new token.
+    /// int64, one per new token.
     pub slot_mapping: usize,
-    /// int32, one for each request.
+    /// int32, one per request.
     pub req_pool_indices: usize,
-    /// int32, one for each request.
+    /// int32, one per request.
     pub seq_lens: usize,
-    /// int32, one for each request and one.
+    /// int32, one per request plus one.
     pub qo_indptr: usize,
-    /// int32, one for each request and one.
+    /// int32, one per request plus one.
     pub kv_indptr: usize,
-    /// int32, one for each request.
+    /// int32, one per request.
     pub kv_last_page_len: usize,
-    /// int32, one for each page of each request; `None` if not wanted.
+    /// int32, one per page of each request; `None` to leave it out.
     pub kv_indices: Option<usize>,
-    /// int32, `width` for each request; `None` if not wanted.
+    /// int32, `width` per request; `None` to leave it out.
     pub block_table: Option<usize>,
 }
 
-/// One request of a plan: `PlanRequest` of `params.cuh`, which says what each is.
+/// One request of a plan: `PlanRequest` of `params.cuh`, which documents the fields.
 #[derive(Clone, Copy, Debug, Default)]
 #[expect(missing_docs, reason = "documented there")]
 pub struct PlanRequest {
@@ -53,7 +53,7 @@ pub struct PlanRequest {
     pub block_until: i32,
 }
 
-/// Numbers of a [`PlanRequest`].
+/// The number of int32 values in a [`PlanRequest`].
 const REQUEST_NUMBERS: usize = 9;
 
 impl PlanRequest {
@@ -63,27 +63,27 @@ impl PlanRequest {
     }
 }
 
-/// A step, as the host has planned it.
+/// A step, planned on the host.
 #[derive(Clone, Copy, Debug)]
 pub struct PlanBatch<'a> {
-    /// The requests, those at the end only to fill up a batch of fixed size.
+    /// The requests, followed by those that pad a batch of fixed size.
     pub requests: &'a [PlanRequest],
-    /// How many of them are somebody's.
+    /// The number of requests without padding.
     pub batch: usize,
-    /// Their pages from `start` on, one request after the other.
+    /// The pages of every request from `start` on, concatenated.
     pub pages: &'a [i32],
-    /// Slots in a page.
+    /// The number of slots in a page.
     pub page_size: u32,
-    /// Entries in a line of the block table.
+    /// The number of entries in a line of the block table.
     pub width: usize,
-    /// New tokens.
+    /// The number of new tokens.
     pub tokens: usize,
-    /// Pages of all requests.
+    /// The number of pages of all requests.
     pub kv_len: usize,
 }
 
 impl PlanBatch<'_> {
-    /// Bytes that a batch sends to the device, at most, with room for what lies between its arrays.
+    /// The most bytes that a batch sends to the device, including room for alignment.
     #[must_use]
     pub fn bytes(requests: usize, pages: usize) -> usize {
         const SPARE: usize = 64;
@@ -92,12 +92,13 @@ impl PlanBatch<'_> {
 }
 
 impl Launcher {
-    /// Writes the new slots of a batch to the table and all fields of its plan, in one launch on `stream`, which the caller
-    /// has seen to be captured by nobody; behind a copy where the batch is too large for the parameters of a launch.
+    /// Writes the new slots of a batch to the table and all fields of its plan, in one launch on `stream`,
+    /// which the caller has checked not to be captured. A batch too large for the parameters of a launch is
+    /// copied first.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for more numbers than cross at once,
-    /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the driver refuses.
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for more numbers than can be transferred at
+    /// once, [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when a driver call fails.
     pub fn plan(
         &self,
         table: &Table<'_>,
@@ -108,7 +109,7 @@ impl Launcher {
         let numbers: Vec<i32> = batch.requests.iter().flat_map(|request| request.numbers()).collect();
         let longest = batch.requests.iter().map(PlanRequest::work).max().unwrap_or(0);
         let mut grid = ragged_grid(longest, batch.requests.len())?;
-        // The ends of the offsets are written also where there is no request.
+        // The ends of the offsets are written even without requests.
         grid = grid.map(|blocks| blocks.max(1));
         let at = |offset: usize| fields.region.at(offset, 0).map(NonNull::as_ptr);
         let some = |offset: Option<usize>| offset.map_or(Ok(std::ptr::null_mut()), at);
@@ -142,7 +143,7 @@ impl Launcher {
 }
 
 impl PlanRequest {
-    /// How many threads it keeps busy.
+    /// The number of threads that it keeps busy.
     fn work(&self) -> usize {
         widen(self.seq.max(self.block_until).cast_unsigned())
     }

@@ -1,4 +1,7 @@
-//! Points in a stream's work.
+//! Points in the work of a stream.
+//!
+//! Events are reused, and never destroyed. Recording or waiting on the device costs one driver call and never
+//! blocks the host.
 
 use std::sync::Arc;
 
@@ -15,11 +18,12 @@ pub struct Event {
 }
 
 impl Event {
-    /// The point after everything that was enqueued on `stream` so far. The caller has seen to it that nobody captures
-    /// `stream`: see [`Gpu::not_capturing`].
+    /// The point after everything that was enqueued on `stream` so far. The caller has checked that `stream`
+    /// is not being captured: see [`Gpu::not_capturing`].
     ///
     /// # Errors
-    /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the driver refuses, or there is no such stream.
+    /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when a driver call fails, or the stream does not
+    /// exist.
     pub fn record(gpu: &Arc<Gpu>, stream: Stream) -> Result<Self> {
         Self::record_if_there(gpu, stream)?.ok_or_else(|| {
             let text = format!("there is no stream {:#x} on {}", stream.handle(), gpu.device());
@@ -27,7 +31,7 @@ impl Event {
         })
     }
 
-    /// As [`Event::record`]; `None` where there is no such stream on the device, which has no work of ours then.
+    /// Like [`Event::record`]. `None` when the stream no longer exists, and so has no work of ours.
     pub(super) fn record_if_there(gpu: &Arc<Gpu>, stream: Stream) -> Result<Option<Self>> {
         let _entered = gpu.enter()?;
         let event = Self { handle: gpu.take_event()?, gpu: Arc::clone(gpu) };
@@ -35,28 +39,28 @@ impl Event {
         Ok(is_there.then_some(event))
     }
 
-    /// Whether the device has come that far. Does not wait.
+    /// Whether the device has passed this point. Does not wait.
     ///
     /// # Errors
-    /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver), also for what failed on the device before.
+    /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver), also for an earlier failure on the device.
     pub fn passed(&self) -> Result<bool> {
         let _entered = self.gpu.enter_beside_captures()?;
         self.gpu.driver().event_passed(self.handle)
     }
 
-    /// Waits until the device has come that far.
+    /// Waits until the device has passed this point.
     ///
     /// # Errors
-    /// As [`Event::passed`].
+    /// Same as [`Event::passed`].
     pub fn wait(&self) -> Result<()> {
         let _entered = self.gpu.enter_beside_captures()?;
         self.gpu.driver().wait_for_event(self.handle)
     }
 
-    /// Lets what is enqueued on `stream` from now on wait for this point. The host does not wait.
+    /// Makes everything enqueued on `stream` from now on wait for this point. The host does not wait.
     ///
     /// # Errors
-    /// As [`Event::record`].
+    /// Same as [`Event::record`].
     pub fn precede(&self, stream: Stream) -> Result<()> {
         let _entered = self.gpu.enter()?;
         self.gpu.driver().order_after(stream, self.handle)

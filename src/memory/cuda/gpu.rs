@@ -1,4 +1,7 @@
-//! A device that is in use.
+//! An open device.
+//!
+//! A device is opened once per process and never closed. Every method makes the primary context current for
+//! its duration, and may be called on any thread. Work is only enqueued unless a method says that it waits.
 
 use std::ffi::CStr;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -9,17 +12,17 @@ use crate::base::{Device, Error, ErrorKind, Result};
 use crate::memory::{Borrowed, Image, RegionRange, Stream};
 
 use super::driver::{
-    ContextHandle, DevicePtr, Driver, EventHandle, FunctionHandle, Relaxed as RelaxedThread, Rows, StreamMode,
+    ContextHandle, DevicePtr, Driver, EventHandle, FunctionHandle, RelaxedThread, Rows, StreamMode,
 };
 use super::{Event, probe};
 
-/// Threads of a block of every kernel.
+/// Threads per block, for every kernel.
 const BLOCK: u32 = 256;
 
-/// The devices in use, which stay so for the life of the process.
+/// The open devices. They stay open for the life of the process.
 static OPEN: Mutex<Vec<Arc<Gpu>>> = Mutex::new(Vec::new());
 
-/// Whether this process is the child of one that used a device.
+/// Whether this process was forked from one that used a device.
 static FORKED: AtomicBool = AtomicBool::new(false);
 
 /// An NVIDIA device, through its primary context.
@@ -29,37 +32,37 @@ pub struct Gpu {
     capability: (u32, u32),
     driver: Driver,
     context: ContextHandle,
-    /// Events that nobody uses now.
+    /// Events not in use.
     events: Mutex<Vec<EventHandle>>,
 }
 
-/// A kernel that was loaded, for launches on the device that it was loaded for.
+/// A loaded kernel, for launches on its device.
 #[derive(Clone, Copy, Debug)]
 pub struct Function(FunctionHandle);
 
-/// The device's context is current until this drops.
-pub(super) struct Entered {
+/// Keeps the device's context current until it drops.
+pub(super) struct ContextGuard {
     driver: Driver,
     pushed: bool,
-    /// Ends when this drops.
+    /// Restores the capture mode of the thread on drop.
     relaxed: Option<RelaxedThread>,
 }
 
-impl Drop for Entered {
+impl Drop for ContextGuard {
     fn drop(&mut self) {
         drop(self.relaxed.take());
         if self.pushed {
-            // It was pushed by us; if it cannot be popped, the driver is going away.
+            // `enter` pushed it; a pop that fails means that the driver is shutting down.
             let _ = self.driver.pop_context();
         }
     }
 }
 
 impl Gpu {
-    /// Device `ordinal`, in use from now on.
+    /// Opens device `ordinal`, or returns it if it is open.
     ///
     /// # Errors
-    /// [`ErrorKind::BackendUnavailable`] that names what is missing, [`ErrorKind::Driver`] after a fork.
+    /// [`ErrorKind::BackendUnavailable`] with the missing part, [`ErrorKind::Driver`] after a fork.
     pub fn open(ordinal: u32) -> Result<Arc<Self>> {
         not_forked()?;
         let mut open = lock(&OPEN);
@@ -79,11 +82,12 @@ impl Gpu {
         Ok(gpu)
     }
 
-    /// A device through which host memory can be page-locked for all, so that none is opened for this alone: one that is
-    /// in use, by us, by whoever made the current context, or by anybody in this process; else the first.
+    /// A device for page-locking host memory, chosen so that no device is opened for this alone: an open one,
+    /// else that of the current context, else one whose primary context is active in this process; else
+    /// device 0.
     ///
     /// # Errors
-    /// As [`Gpu::open`].
+    /// Same as [`Gpu::open`].
     pub fn any() -> Result<Arc<Self>> {
         if let Some(gpu) = lock(&OPEN).first() {
             return Ok(Arc::clone(gpu));
@@ -101,7 +105,7 @@ impl Gpu {
         Device::Cuda(self.ordinal)
     }
 
-    /// Its compute capability, major and minor.
+    /// The compute capability, major and minor.
     #[must_use]
     pub const fn capability(&self) -> (u32, u32) {
         self.capability
@@ -112,27 +116,27 @@ impl Gpu {
         self.driver
     }
 
-    /// Checks that it can still be used by this process. Makes no driver call.
+    /// Checks that this process can still use the device. Makes no driver call.
     ///
     /// # Errors
-    /// [`ErrorKind::Driver`] in a process that was forked off after the device was first used.
+    /// [`ErrorKind::Driver`] in a process that was forked after the device was first used.
     pub fn check_process(&self) -> Result<()> {
         not_forked()
     }
 
-    /// Makes its context current.
-    pub(super) fn enter(&self) -> Result<Entered> {
+    /// Makes the device's context current.
+    pub(super) fn enter(&self) -> Result<ContextGuard> {
         not_forked()?;
         let driver = self.driver;
         let pushed = driver.current_context()? != self.context;
         if pushed {
             driver.push_context(self.context)?;
         }
-        Ok(Entered { driver, pushed, relaxed: None })
+        Ok(ContextGuard { driver, pushed, relaxed: None })
     }
 
-    /// As [`Gpu::enter`], for calls that other captures do not concern.
-    pub(super) fn enter_beside_captures(&self) -> Result<Entered> {
+    /// Like [`Gpu::enter`], for calls that are safe during captures of other streams.
+    pub(super) fn enter_beside_captures(&self) -> Result<ContextGuard> {
         let mut entered = self.enter()?;
         entered.relaxed = Some(self.driver.relax()?);
         Ok(entered)
@@ -141,17 +145,18 @@ impl Gpu {
     /// Device memory that is free, in bytes.
     ///
     /// # Errors
-    /// [`ErrorKind::Driver`] when the driver refuses.
+    /// [`ErrorKind::Driver`] when a driver call fails.
     pub fn free_bytes(&self) -> Result<usize> {
         let _entered = self.enter_beside_captures()?;
         Ok(self.driver.memory_info()?.0)
     }
 
-    /// Loads the kernels `names` from the first of `images` that suits the device and its driver. They are ready for
-    /// launches within a capture then, and nobody's capture minds that they are loaded.
+    /// Loads the kernels `names` from the first of `images` that suits the device and its driver. They can
+    /// then be launched within a capture, and loading them disturbs no capture.
     ///
     /// # Errors
-    /// [`ErrorKind::Driver`] when the driver takes none of the images, with what it says of the last, or lacks a name.
+    /// [`ErrorKind::Driver`] when the driver accepts none of the images, with its reason for the last one, or
+    /// when a name is missing.
     pub fn load(&self, images: &[Image<'_>], names: &[&CStr]) -> Result<Vec<Function>> {
         let _entered = self.enter_beside_captures()?;
         let mut refused = Error::config("no image of the kernels was given");
@@ -175,11 +180,11 @@ impl Gpu {
     /// Enqueues a kernel that takes one parameter by value, in blocks of 256 threads.
     ///
     /// # Errors
-    /// [`ErrorKind::Driver`] when the driver refuses.
+    /// [`ErrorKind::Driver`] when a driver call fails.
     ///
     /// # Safety
-    /// `function` was loaded on this device and takes a `P`; every address in `params` is valid for what the kernel
-    /// does there, until it has run.
+    /// `function` was loaded on this device and takes a `P`; every address in `params` is valid for what the
+    /// kernel does there, until it has run.
     pub unsafe fn launch<P>(
         &self,
         function: Function,
@@ -189,15 +194,15 @@ impl Gpu {
     ) -> Result<()> {
         let _entered = self.enter()?;
         let params: *const P = params;
-        // SAFETY: the caller promises it.
+        // SAFETY: guaranteed by the caller.
         unsafe { self.driver.launch(function.0, grid, BLOCK, params.cast(), stream) }
     }
 
-    /// Enqueues a copy from page-locked memory to as many bytes on the device. Nobody may change the source until
-    /// the copy has run.
+    /// Enqueues a copy from page-locked memory to as many bytes on the device. The source must not change
+    /// until the copy has run.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] when one range is longer, [`ErrorKind::Driver`] when the driver refuses.
+    /// [`ErrorKind::Config`] when the lengths differ, [`ErrorKind::Driver`] when a driver call fails.
     pub fn copy_in(&self, target: RegionRange<'_>, source: RegionRange<'_>, stream: Stream) -> Result<()> {
         let bytes = source.bytes();
         if target.bytes() != bytes {
@@ -210,15 +215,17 @@ impl Gpu {
         source.used_on(stream);
         let (target, source) = (DevicePtr::of(target.address().as_ptr()), source.address().as_ptr());
         let _entered = self.enter()?;
-        // SAFETY: both ranges lie in live regions; that the source stays until then is the caller's business.
+        // SAFETY: both ranges lie in live regions; the caller keeps the source unchanged until the copy has
+        // run.
         unsafe { self.driver.copy_to_device(target, source, bytes, stream) }
     }
 
-    /// Enqueues a copy of a contiguous tensor on this device to as many bytes of host memory. If that is
-    /// page-locked, nothing waits, and the bytes are there when an event recorded afterwards has passed.
+    /// Enqueues a copy of a contiguous tensor on this device to as many bytes of host memory. If those are
+    /// page-locked, nothing waits, and the bytes are valid when an event recorded afterwards has passed.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] when the tensor has gaps or is not as long, [`ErrorKind::Driver`] when the driver refuses.
+    /// [`ErrorKind::Config`] when the tensor has gaps or another length, [`ErrorKind::Driver`] when a driver
+    /// call fails.
     pub fn copy_out(&self, source: &Borrowed<'_>, target: RegionRange<'_>, stream: Stream) -> Result<()> {
         let bytes = source.shape().numel() * source.dtype().size();
         if !source.is_contiguous() || bytes != target.bytes() {
@@ -231,15 +238,17 @@ impl Gpu {
         let target = target.address();
         let source = DevicePtr::of(source.address().as_ptr());
         let _entered = self.enter_beside_captures()?;
-        // SAFETY: the target lies in a live region, and `Borrowed` promises the elements of the source.
+        // SAFETY: the target lies in a live region, and `Borrowed` guarantees the elements of the source.
         unsafe { self.driver.copy_to_host(target.as_ptr(), source, bytes, stream) }
     }
 
-    /// Enqueues a copy of the bytes of a contiguous tensor to another, of which this device can reach both. If both are
-    /// on a device or page-locked, nothing waits, and the copy is done when an event recorded afterwards has passed.
+    /// Enqueues a copy of the bytes of a contiguous tensor to another; this device must reach both. If both
+    /// are on a device or page-locked, nothing waits, and the copy is done when an event recorded afterwards
+    /// has passed.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] when they are not contiguous or not as long, [`ErrorKind::Driver`] when the driver refuses.
+    /// [`ErrorKind::Config`] when they are not contiguous or differ in length, [`ErrorKind::Driver`] when a
+    /// driver call fails.
     pub fn copy(&self, target: &Borrowed<'_>, source: &Borrowed<'_>, stream: Stream) -> Result<()> {
         let bytes = |tensor: &Borrowed<'_>| tensor.shape().numel() * tensor.dtype().size();
         if !(target.is_contiguous() && source.is_contiguous() && bytes(target) == bytes(source)) {
@@ -250,15 +259,15 @@ impl Gpu {
         }
         let _entered = self.enter()?;
         let at = |tensor: &Borrowed<'_>| DevicePtr::of(tensor.address().as_ptr());
-        // SAFETY: `Borrowed` promises the elements of both.
+        // SAFETY: `Borrowed` guarantees the elements of both.
         unsafe { self.driver.copy(at(target), at(source), bytes(source), stream) }
     }
 
-    /// As [`Gpu::copy`], for rows of bytes that lie apart: both tensors are `[rows, bytes]`, and the bytes of a row one after
-    /// the other. At most 2 GiB lie from a row to the next.
+    /// Like [`Gpu::copy`], for rows of bytes with a stride: both tensors are `[rows, bytes]`, with contiguous
+    /// rows at most 2 GiB apart.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] when they are not such tensors, [`ErrorKind::Driver`] when the driver refuses.
+    /// [`ErrorKind::Config`] for other tensors, [`ErrorKind::Driver`] when a driver call fails.
     pub fn copy_2d(&self, target: &Borrowed<'_>, source: &Borrowed<'_>, stream: Stream) -> Result<()> {
         let (to, from) = (rows(target)?, rows(source)?);
         if to.1 != from.1 {
@@ -268,14 +277,14 @@ impl Gpu {
             return Ok(());
         }
         let _entered = self.enter()?;
-        // SAFETY: `Borrowed` promises the elements of both.
+        // SAFETY: `Borrowed` guarantees the elements of both.
         unsafe { self.driver.copy_2d(to.0, from.0, to.1, stream) }
     }
 
     /// Fills bytes of a region on this device with `value`, in the order of `stream`.
     ///
     /// # Errors
-    /// [`ErrorKind::Driver`] when the driver refuses.
+    /// [`ErrorKind::Driver`] when a driver call fails.
     pub fn fill(&self, target: RegionRange<'_>, value: u8, stream: Stream) -> Result<()> {
         if target.bytes() == 0 {
             return Ok(());
@@ -290,32 +299,32 @@ impl Gpu {
     /// Waits for everything on `stream`.
     ///
     /// # Errors
-    /// [`ErrorKind::Driver`] while `stream` is captured; also for what failed on the device before.
+    /// [`ErrorKind::Driver`] while `stream` is being captured, and for an earlier failure on the device.
     pub fn synchronize(&self, stream: Stream) -> Result<()> {
         self.not_capturing(stream, "a wait for the device")?;
         let _entered = self.enter_beside_captures()?;
         self.driver.synchronize(stream)
     }
 
-    /// Whether somebody captures `stream` into a graph.
+    /// Whether `stream` is being captured into a graph.
     ///
     /// # Errors
-    /// [`ErrorKind::Driver`] when the driver refuses.
+    /// [`ErrorKind::Driver`] when a driver call fails.
     pub fn is_capturing(&self, stream: Stream) -> Result<bool> {
         Ok(self.mode(stream)? == StreamMode::Captured)
     }
 
-    /// What becomes of work on `stream`.
+    /// The state of `stream`.
     pub(super) fn mode(&self, stream: Stream) -> Result<StreamMode> {
         let _entered = self.enter()?;
         self.driver.mode(stream)
     }
 
-    /// Checks that `stream` is not being captured into a graph, where a copy from memory that is reused would be
-    /// repeated with other bytes, and where nothing can be waited for.
+    /// Checks that `stream` is not being captured into a graph. A graph would repeat a copy from reused
+    /// memory with other bytes, and nothing can wait within it.
     ///
     /// # Errors
-    /// [`ErrorKind::Driver`] if it is, naming `what` cannot be done.
+    /// [`ErrorKind::Driver`] if it is; the message begins with `what`, the operation that cannot be captured.
     pub fn not_capturing(&self, stream: Stream, what: &str) -> Result<()> {
         if self.is_capturing(stream)? {
             let text = format!("{what} cannot be captured into a CUDA graph");
@@ -324,10 +333,11 @@ impl Gpu {
         Ok(())
     }
 
-    /// Checks that `stream` can come after each of `others`, which nothing can while one of them is captured.
+    /// Checks that `stream` can be ordered after each of `others`: impossible while one of them is being
+    /// captured.
     ///
     /// # Errors
-    /// [`ErrorKind::Driver`] if one is.
+    /// [`ErrorKind::Driver`] if one of them is.
     pub fn can_order(&self, others: &[Stream], stream: Stream) -> Result<()> {
         let mut others = others.iter().filter(|other| **other != stream).peekable();
         if others.peek().is_none() {
@@ -342,10 +352,12 @@ impl Gpu {
         })
     }
 
-    /// Lets what is enqueued on `stream` from now on come after what each of `others` has now. The host does not wait.
+    /// Makes everything enqueued on `stream` from now on wait for the current work of `others`. The host does
+    /// not wait.
     ///
     /// # Errors
-    /// As [`Gpu::can_order`], before anything is enqueued; [`ErrorKind::Driver`] when the driver refuses.
+    /// Same as [`Gpu::can_order`], before anything is enqueued; [`ErrorKind::Driver`] when a driver call
+    /// fails.
     pub fn order(self: &Arc<Self>, others: &[Stream], stream: Stream) -> Result<()> {
         self.can_order(others, stream)?;
         let mut others = others.iter().filter(|other| **other != stream);
@@ -355,7 +367,7 @@ impl Gpu {
         })
     }
 
-    /// An event, in the current context.
+    /// Takes or creates an event in the current context.
     pub(super) fn take_event(&self) -> Result<EventHandle> {
         let kept = lock(&self.events).pop();
         kept.map_or_else(|| self.driver.create_event(), Ok)
@@ -366,7 +378,7 @@ impl Gpu {
     }
 }
 
-/// A tensor of rows of bytes, and how many rows of how many bytes they are.
+/// A tensor of rows of bytes, with the number of rows and the bytes of each.
 fn rows(tensor: &Borrowed<'_>) -> Result<(Rows, [usize; 2])> {
     let extent = |extent: i64| usize::try_from(extent).ok();
     let found = match (tensor.shape().as_slice(), tensor.strides().as_slice()) {
@@ -381,7 +393,7 @@ fn rows(tensor: &Borrowed<'_>) -> Result<(Rows, [usize; 2])> {
     Ok((Rows { address: tensor.address().as_ptr(), pitch, is_on_host }, [rows, bytes]))
 }
 
-/// Whether a driver call would come from the child of a process that used the driver.
+/// Whether this process is the child of a fork, made after the driver was used.
 pub(in crate::memory) fn is_forked() -> bool {
     FORKED.load(Relaxed)
 }
@@ -397,7 +409,7 @@ fn not_forked() -> Result<()> {
     Ok(())
 }
 
-/// Notes forks from now on.
+/// Installs the handler that records forks.
 fn watch_for_forks() {
     extern "C" fn in_child() {
         FORKED.store(true, Relaxed);

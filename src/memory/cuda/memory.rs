@@ -8,11 +8,11 @@ use crate::memory::{ALIGNMENT, Backend, Block, Contents, Stream, Users};
 
 use super::Gpu;
 use super::driver::DevicePtr;
-use super::parked::{Given, HostPtr, retire, sweep};
+use super::parked::{HostPtr, Resource, retire, sweep};
 
 /// Memory of a device.
 ///
-/// Giving a block back waits for the streams that used it, but never for the device: see [`Users`].
+/// Freeing a block waits for the streams that used it, but never for the whole device: see [`Users`].
 #[derive(Clone, Debug)]
 pub struct Cuda {
     gpu: Arc<Gpu>,
@@ -20,23 +20,24 @@ pub struct Cuda {
 }
 
 impl Cuda {
-    /// Memory of `gpu`. What is to hold [`Contents::Zeros`] is zeroed on `stream`, which is waited for.
+    /// Memory of `gpu`. [`Contents::Zeros`] are written on `stream`, which is waited for.
     #[must_use]
     pub fn new(gpu: &Arc<Gpu>, stream: Stream) -> Self {
         Self { gpu: Arc::clone(gpu), stream }
     }
 
-    /// Enqueues the zeros of a new block on `stream`, and waits for them if every stream is to find them.
+    /// Enqueues the zeros of a new block on `stream`, and waits for them if they must be visible to every
+    /// stream.
     fn zero(&self, address: DevicePtr, bytes: usize, stream: Stream, contents: Contents) -> Result<()> {
-        // SAFETY: the driver gave so many bytes just now.
+        // SAFETY: the driver allocated this many bytes just now.
         unsafe { self.gpu.driver().fill(address, 0, bytes, stream) }?;
         if contents == Contents::Zeros { self.gpu.driver().synchronize(stream) } else { Ok(()) }
     }
 }
 
-/// A block of no bytes, which the driver does not give.
+/// A block of zero bytes, which the driver does not allocate.
 fn empty() -> Block {
-    // Aligned, and never followed.
+    // Aligned, and never dereferenced.
     let address = NonNull::new(ptr::without_provenance_mut(ALIGNMENT));
     Block::new(address.expect("an alignment is not 0"), 0)
 }
@@ -79,8 +80,8 @@ impl Backend for Cuda {
         {
             let users = Users::default();
             users.note(stream);
-            // SAFETY: the driver gave it just now, and nothing but its zeros can be under way.
-            unsafe { retire(&self.gpu, Given::Device(found), &users) };
+            // SAFETY: the driver allocated it just now, and only the fill with zeros can be in flight.
+            unsafe { retire(&self.gpu, Resource::Device(found), &users) };
             return Err(failure);
         }
         let pointer = NonNull::new(found.pointer());
@@ -90,9 +91,9 @@ impl Backend for Cuda {
 
     unsafe fn deallocate(&self, block: Block, users: &Users) {
         if block.bytes() > 0 {
-            let given = Given::Device(DevicePtr::of(block.address().as_ptr()));
-            // SAFETY: the block is of `allocate`; the rest is the caller's promise.
-            unsafe { retire(&self.gpu, given, users) };
+            let resource = Resource::Device(DevicePtr::of(block.address().as_ptr()));
+            // SAFETY: the block came from `allocate`; the caller guarantees the rest.
+            unsafe { retire(&self.gpu, resource, users) };
         }
     }
 }
@@ -133,16 +134,16 @@ impl Backend for Pinned {
             )
             .asked(bytes)
         })?;
-        // SAFETY: the driver gave so many bytes just now, and nobody else knows them.
+        // SAFETY: the driver allocated this many bytes just now, and no other code has the address.
         unsafe { found.write_bytes(0, bytes) };
         Ok(Block::new(found, bytes))
     }
 
     unsafe fn deallocate(&self, block: Block, users: &Users) {
         if block.bytes() > 0 {
-            let given = Given::Host(HostPtr(block.address().as_ptr()));
-            // SAFETY: the block is of `allocate`; the rest is the caller's promise.
-            unsafe { retire(&self.gpu, given, users) };
+            let resource = Resource::Host(HostPtr(block.address().as_ptr()));
+            // SAFETY: the block came from `allocate`; the caller guarantees the rest.
+            unsafe { retire(&self.gpu, resource, users) };
         }
     }
 }

@@ -1,8 +1,8 @@
 //! NVIDIA devices through the driver interface.
 //!
-//! Nothing here runs before somebody asks for a device: importing kvpool makes no driver call. Every call is checked
-//! and named in its error, and the primary context is used, which is PyTorch's. Work is enqueued on the stream that
-//! the caller names; nothing waits but what says so.
+//! No driver call is made before a device is first requested, so importing kvpool makes none. Every call is
+//! checked, and its error names it. The primary context is used, which is PyTorch's. Work is enqueued on the
+//! stream that the caller names; nothing waits unless its documentation says so.
 
 mod driver;
 mod event;

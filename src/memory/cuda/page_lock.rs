@@ -1,4 +1,4 @@
-//! Host memory of others, page-locked for a while.
+//! Page-locking of host memory of other owners.
 
 use std::sync::Arc;
 
@@ -6,28 +6,28 @@ use crate::base::{Device, Error, Result};
 use crate::memory::{Borrowed, Keep, Users};
 
 use super::Gpu;
-use super::parked::{Given, HostPtr, retire};
+use super::parked::{HostPtr, Resource, retire};
 
-/// Host memory that stays in place until this drops, so that every device reads and writes it directly.
+/// Page-locks host memory until it drops, so that every device can access it directly.
 #[derive(Debug)]
 pub struct PageLock {
     gpu: Arc<Gpu>,
     address: HostPtr,
     users: Arc<Users>,
-    /// What keeps the memory; `None` only while it drops.
+    /// Keeps the memory alive; `None` only while it drops.
     keep: Option<Keep>,
 }
 
 impl PageLock {
-    /// Page-locks the memory of a contiguous tensor through `gpu`, in one piece: a copy must not reach beyond it. When it
-    /// drops, it waits for the work of `users`. `None` if all or part of it was page-locked before, which is somebody else's
-    /// to undo.
+    /// Page-locks the memory of a contiguous tensor through `gpu`, in one piece: a copy must not reach beyond
+    /// it. Dropping it waits for the work of `users`. `None` if all or part of the memory is page-locked
+    /// already: only its locker may unlock it.
     ///
-    /// `keep` keeps the memory, perhaps for longer than this lives.
+    /// `keep` keeps the memory alive, possibly beyond this lock.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for memory of a device or a tensor with gaps,
-    /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the driver refuses.
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for device memory or a tensor with gaps,
+    /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when a driver call fails.
     pub fn new(
         gpu: &Arc<Gpu>,
         tensor: &Borrowed<'_>,
@@ -44,7 +44,7 @@ impl PageLock {
         }
         let address = tensor.address().as_ptr();
         let _entered = gpu.enter_beside_captures()?;
-        // SAFETY: `Borrowed` promises the memory now, and `keep` until it is unregistered.
+        // SAFETY: `Borrowed` guarantees the memory now, and `keep` until it is unregistered.
         let is_new = unsafe { gpu.driver().register_host(address, bytes) }?;
         let (gpu, users) = (Arc::clone(gpu), Arc::clone(users));
         Ok(is_new.then(|| Self { gpu, address: HostPtr(address), users, keep: Some(keep) }))
@@ -54,9 +54,9 @@ impl PageLock {
 impl Drop for PageLock {
     fn drop(&mut self) {
         if let Some(keep) = self.keep.take() {
-            let given = Given::Lock { address: HostPtr(self.address.0), _keep: keep };
-            // SAFETY: it was registered by `new`, and this is its end.
-            unsafe { retire(&self.gpu, given, &self.users) };
+            let resource = Resource::Lock { address: HostPtr(self.address.0), _keep: keep };
+            // SAFETY: `new` registered it, and it is unregistered only here.
+            unsafe { retire(&self.gpu, resource, &self.users) };
         }
     }
 }

@@ -1,7 +1,8 @@
-//! What goes back to the driver, once nothing that was enqueued uses it.
+//! Deferred release of driver resources: each is released once no enqueued work uses it.
 //!
-//! Nobody waits for the whole device: that would spoil every capture on it. Only the streams that used the memory are
-//! waited for; while one of them is captured, the memory is parked, and tried again whenever memory is taken or given back.
+//! Nothing waits for the whole device, since that would invalidate every capture on it. Only the streams that
+//! used the memory are waited for. While one of them is being captured, the memory is parked; every later
+//! allocation or release tries again.
 
 use std::sync::{Arc, Mutex};
 
@@ -13,77 +14,78 @@ use super::Event;
 use super::driver::{DevicePtr, Driver, StreamMode};
 use super::gpu::{Gpu, is_forked};
 
-/// Something that the driver gave.
+/// A resource of the driver.
 #[derive(Debug)]
-pub(super) enum Given {
+pub(super) enum Resource {
     /// Device memory.
     Device(DevicePtr),
     /// Page-locked host memory.
     Host(HostPtr),
-    /// The page-locking of others' host memory, and what keeps that mapped.
+    /// The page-locking of host memory of another owner, and what keeps that memory mapped.
     Lock { address: HostPtr, _keep: Keep },
 }
 
-/// An address of host memory, which may go back on any thread.
+/// An address of host memory that may be released on any thread.
 #[derive(Debug)]
 pub(super) struct HostPtr(pub(super) *mut u8);
 
-// SAFETY: it is a name for the driver; nothing is read or written through it.
+// SAFETY: it is a name for the driver; it is never dereferenced.
 unsafe impl Send for HostPtr {}
 // SAFETY: as above.
 unsafe impl Sync for HostPtr {}
 
-impl Given {
+impl Resource {
     /// # Safety
-    /// It is what the driver gave, given back once, and nothing that was enqueued uses it.
-    unsafe fn give_back(&self, driver: Driver) -> Result<()> {
+    /// It came from the driver, is released once, and no enqueued work uses it.
+    unsafe fn release(&self, driver: Driver) -> Result<()> {
         match self {
-            // SAFETY: as the caller promises.
+            // SAFETY: guaranteed by the caller.
             Self::Device(address) => unsafe { driver.free(*address) },
-            // SAFETY: as the caller promises.
+            // SAFETY: guaranteed by the caller.
             Self::Host(address) => unsafe { driver.free_host(address.0) },
-            // SAFETY: as the caller promises.
+            // SAFETY: guaranteed by the caller.
             Self::Lock { address, .. } => unsafe { driver.unregister_host(address.0) },
         }
     }
 }
 
-/// Something whose users cannot all be awaited now.
+/// A resource with users that cannot be waited for now.
 #[derive(Debug)]
 struct Parked {
     gpu: Arc<Gpu>,
-    given: Given,
-    /// Those that are left to be awaited.
+    resource: Resource,
+    /// The users still to wait for.
     users: Vec<Stream>,
 }
 
-/// What goes back when its users can be awaited.
+/// Resources to release once their users can be waited for.
 static PARKED: Mutex<Vec<Parked>> = Mutex::new(Vec::new());
 
-/// Gives something back after the work of its users, for which it waits. What a stream uses that somebody captures now
-/// goes back later.
+/// Releases a resource after the work of its users, for which it waits. While a user is being captured, the
+/// release is deferred.
 ///
 /// # Safety
-/// It is what the driver gave in the context of `gpu`, given back once, and nothing uses it but what was enqueued on `users`.
-pub(super) unsafe fn retire(gpu: &Arc<Gpu>, given: Given, users: &Users) {
-    // The child of a fork has none of it.
+/// It came from the driver in the context of `gpu`, is released once, and only work enqueued on `users` uses
+/// it.
+pub(super) unsafe fn retire(gpu: &Arc<Gpu>, resource: Resource, users: &Users) {
+    // The child of a fork owns nothing of the driver.
     if is_forked() {
         return;
     }
-    lock(&PARKED).push(Parked { gpu: Arc::clone(gpu), given, users: users.streams() });
+    lock(&PARKED).push(Parked { gpu: Arc::clone(gpu), resource, users: users.streams() });
     sweep();
 }
 
-/// Gives back what was parked and can go now.
+/// Releases the parked resources whose users can be waited for.
 pub(super) fn sweep() {
-    // Nobody waits under the lock.
+    // The lock is not held while waiting.
     let parked = std::mem::take(&mut *lock(&PARKED));
     let left: Vec<_> = parked.into_iter().filter_map(Parked::finish).collect();
     lock(&PARKED).extend(left);
 }
 
 impl Parked {
-    /// Awaits users and gives back; what has users that cannot be awaited now is returned.
+    /// Waits for the users and releases the resource. Returns it if a user cannot be waited for now.
     fn finish(mut self) -> Option<Self> {
         let gpu = &self.gpu;
         self.users.retain(|&stream| {
@@ -100,9 +102,9 @@ impl Parked {
             return Some(self);
         }
         let Ok(_entered) = gpu.enter_beside_captures() else { return Some(self) };
-        // SAFETY: all of its users were awaited; the rest was promised to `retire`. An error may be that of earlier work, so
-        // what it was said of is not given back twice.
-        let _ = unsafe { self.given.give_back(gpu.driver()) };
+        // SAFETY: all of its users were waited for; `retire` was promised the rest. An error may stem from
+        // earlier work, so the release is never repeated.
+        let _ = unsafe { self.resource.release(gpu.driver()) };
         None
     }
 }

@@ -1,4 +1,4 @@
-//! What an NVIDIA driver offers on this machine.
+//! Availability of an NVIDIA driver and a device.
 
 use crate::base::{Error, ErrorKind, Result};
 
@@ -7,7 +7,7 @@ use super::driver::Driver;
 /// The driver, if device `ordinal` can be used.
 ///
 /// # Errors
-/// [`ErrorKind::BackendUnavailable`] that names what is missing.
+/// [`ErrorKind::BackendUnavailable`] with the missing part.
 pub(super) fn probe(ordinal: u32) -> Result<Driver> {
     let found = Driver::open().and_then(|driver| match why_unavailable(driver, ordinal) {
         Ok(None) => Ok(driver),

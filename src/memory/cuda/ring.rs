@@ -1,4 +1,7 @@
-//! Page-locked memory through which small arrays cross to a device and back.
+//! Page-locked ring buffer that transfers small arrays to and from a device.
+//!
+//! Use it for numbers that change with every call. It is not for bulk data: a piece that does not fit is an
+//! error.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -10,47 +13,47 @@ use crate::memory::{ALIGNMENT, Backend, Contents, Number, Plain, Region, RegionR
 
 use super::{Event, Gpu, Pinned};
 
-/// Pieces begin at multiples of this.
+/// Alignment of pieces.
 const PIECE: usize = 16;
 
-/// With so many pieces in use it is worth asking the driver which are done.
+/// From this many pieces in use on, the driver is asked which are done.
 const LOOK_FROM: usize = 32;
 
-/// A piece of page-locked memory with a twin on the device, handed out round and round.
+/// A ring of page-locked memory with a twin on the device, handed out piece by piece.
 ///
-/// What goes in is used by work that is enqueued meanwhile, and its piece is reused when the device has done that
-/// work. Should the host be a whole ring ahead of the device, the next piece waits for the oldest. Nothing is
-/// allocated after construction.
+/// Enqueued work uses the contents of a piece, which is reused once the device has done that work. When the
+/// host is a whole ring ahead of the device, the next piece waits for the oldest. Nothing is allocated after
+/// construction. Threads may share it: each call locks it.
 #[derive(Debug)]
 pub struct Ring {
     gpu: Arc<Gpu>,
     pinned: Region,
-    /// `None` of a ring on the host only, to which nothing is uploaded but for a target of its own.
+    /// `None` for a ring on the host only; its uploads need a target of their own.
     twin: Option<Region>,
-    /// The streams that use both.
+    /// The streams that use the ring and its twin.
     users: Arc<Users>,
     pieces: Mutex<Pieces>,
 }
 
 #[derive(Debug, Default)]
 struct Pieces {
-    /// Where the next piece begins, if it fits.
+    /// The offset of the next piece, if it fits.
     next: usize,
-    /// Oldest first. They lie one after the other, but for a gap where the ring was wrapped.
+    /// Oldest first, contiguous except for a gap where the ring wrapped.
     used: VecDeque<Piece>,
 }
 
 #[derive(Debug)]
 struct Piece {
     range: Range<usize>,
-    /// The point after its work; `None` where that is not known, and the piece is held for ever.
+    /// The point after its work; `None` when that is unknown, and the piece is never reused.
     done: Option<Arc<Event>>,
-    /// Whether the host will still read it.
+    /// Whether the host still has to read it.
     held: bool,
 }
 
 impl Piece {
-    /// The point after which it is not used any more, if there will be one.
+    /// The point after which the piece can be reused, if there is one.
     fn free_after(&self) -> Option<&Arc<Event>> {
         self.done.as_ref().filter(|_| !self.held)
     }
@@ -75,7 +78,7 @@ impl Ring {
     /// A ring of `bytes` on the host and as many from `backend`, whose memory is on `gpu`.
     ///
     /// # Errors
-    /// What the backends say when they have not enough.
+    /// The backends', when they have not enough.
     pub fn new(gpu: &Arc<Gpu>, backend: &Arc<dyn Backend>, bytes: usize) -> Result<Self> {
         let users = Arc::<Users>::default();
         let twin = Region::with(Arc::clone(backend), whole(bytes)?, Contents::Undefined, Arc::clone(&users))?;
@@ -83,9 +86,9 @@ impl Ring {
     }
 
     /// A ring of `bytes` on the host only, for what kernels write to host memory.
-    ///
+    /// A ring of `bytes` on the host only, for kernels that write to host memory.
     /// # Errors
-    /// As [`Ring::new`].
+    /// Same as [`Ring::new`].
     pub fn on_host(gpu: &Arc<Gpu>, bytes: usize) -> Result<Self> {
         Self::with_twin(gpu, bytes, None, Arc::default())
     }
@@ -96,20 +99,22 @@ impl Ring {
         Ok(Self { gpu: Arc::clone(gpu), pinned, twin, users, pieces: Mutex::default() })
     }
 
-    /// Bytes of the largest piece.
+    /// The size of the largest piece in bytes.
     #[must_use]
     pub fn capacity(&self) -> usize {
         self.pinned.bytes()
     }
 
-    /// Copies `arrays` to the twin, and has `work` enqueue what uses them there: it gets the bytes of each array.
+    /// Copies `arrays` to the twin and calls `work` with the range of each, to enqueue the work that uses
+    /// them.
     ///
-    /// Returns the point after the copy and the work. The caller has seen that `stream` is not captured, as
-    /// [`Ring::not_capturing`] does: a graph would repeat the copy, of memory that holds other numbers by then.
+    /// Returns the point after the copy and the work. The caller has checked that `stream` is not being
+    /// captured, with [`Ring::not_capturing`]: a graph would repeat the copy after the memory was reused.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when they are more than the ring holds,
-    /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the driver refuses, what `work` says.
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when they exceed the ring,
+    /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when a driver call fails, and the errors of
+    /// `work`.
     pub fn upload<T: Plain>(
         &self,
         arrays: &[&[T]],
@@ -131,10 +136,10 @@ impl Ring {
         )
     }
 
-    /// As [`Ring::upload`], to memory on the device that is as long as `values`, with no work but the copy.
+    /// Like [`Ring::upload`], to device memory as long as `values`, with no work but the copy.
     ///
     /// # Errors
-    /// As [`Ring::upload`].
+    /// Same as [`Ring::upload`].
     pub fn upload_to<T: Plain>(
         &self,
         target: RegionRange<'_>,
@@ -144,8 +149,8 @@ impl Ring {
         self.send(&[values], |_, _| Ok(target), stream, |_| Ok(()))
     }
 
-    /// Copies `arrays` to what `target` makes of where their piece begins and how long it is, and has `work` enqueue what
-    /// uses them; it gets that beginning, too.
+    /// Copies `arrays` to the range that `target` returns for the offset and length of their piece, and calls
+    /// `work` with that offset, to enqueue the work that uses them.
     fn send<'a, T: Plain>(
         &self,
         arrays: &[&[T]],
@@ -166,7 +171,7 @@ impl Ring {
             self.pinned.write(range.start + offset, array)?;
         }
         let target = target(range.start, bytes)?;
-        // From here on the device may be using the piece, so it is kept also when something fails.
+        // From here on the device may use the piece, so it is kept even when a later step fails.
         let source = self.pinned.range(range.start, bytes)?;
         let copied = self.gpu.copy_in(target, source, stream);
         let enqueued = copied.and_then(|()| work(range.start));
@@ -174,39 +179,41 @@ impl Ring {
         enqueued.map(|()| done)
     }
 
-    /// A point to wait for before more goes in, if more than half of the ring is in use: who waits for it beforehand, perhaps
-    /// without locks that [`Ring::upload`] is called under, need not wait there.
+    /// A point to wait for before the next upload, when more than half of the ring is in use. Waiting for it
+    /// beforehand, without the locks that [`Ring::upload`] is called under, avoids a wait there.
     #[must_use]
     pub fn crowded(&self) -> Option<Arc<Event>> {
         let mut pieces = lock(&self.pieces);
         if self.in_use(&pieces) <= self.capacity() / 2 {
             return None;
         }
-        // A device that has failed says so to the work that goes in next.
+        // A failed device reports its error to the next upload.
         Self::reclaim(&mut pieces).ok()?;
         let oldest = pieces.used.front()?.free_after().cloned();
         oldest.filter(|_| self.in_use(&pieces) > self.capacity() / 2)
     }
 
-    /// Bytes from the oldest piece to the end of the newest.
+    /// Bytes from the start of the oldest piece to the end of the newest.
     fn in_use(&self, pieces: &Pieces) -> usize {
         let Some(oldest) = pieces.used.front() else { return 0 };
         let from = oldest.range.start;
         if pieces.next > from { pieces.next - from } else { self.capacity() - from + pieces.next }
     }
 
-    /// Checks that numbers of the host can cross for work on `stream`.
+    /// Checks that work on `stream` can use numbers from the host.
     ///
     /// # Errors
-    /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) while it is captured.
+    /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) while it is being captured.
     pub fn not_capturing(&self, stream: Stream) -> Result<()> {
         self.gpu.not_capturing(stream, "a copy of numbers from the host, in memory that is used again,")
     }
 
-    /// Has `work` enqueue something that writes `bytes` bytes to host memory, which it gets. `None` when there is no room for it now.
+    /// Calls `work` with `bytes` bytes of host memory, to enqueue work that writes them. `None` when there is
+    /// no room now.
     ///
     /// # Errors
-    /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the driver refuses, what `work` says.
+    /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when a driver call fails, and the errors of
+    /// `work`.
     pub fn receive(
         &self,
         bytes: usize,
@@ -229,17 +236,17 @@ impl Ring {
         }
     }
 
-    /// The first `count` elements of a piece whose work is done. The piece is free afterwards.
+    /// Reads the first `count` elements of a piece whose work is done, and frees the piece.
     ///
     /// # Errors
-    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when they are more than the piece holds.
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when the piece holds fewer.
     pub fn take<T: Number>(&self, held: &Reply, count: usize) -> Result<Vec<T>> {
         let values = self.pinned.read(held.range.start, count);
         self.release(held);
         values
     }
 
-    /// Gives up a piece that will not be read. The device may still be writing it.
+    /// Frees a piece without reading it. The device may still be writing it.
     pub fn release(&self, held: &Reply) {
         let mut pieces = lock(&self.pieces);
         if let Some(piece) = pieces.used.iter_mut().find(|piece| piece.range.start == held.range.start) {
@@ -259,7 +266,8 @@ impl Ring {
         let done = match Event::record(&self.gpu, stream) {
             Ok(done) => Arc::new(done),
             Err(failure) => {
-                // Without a point to wait for, the only way to know that the piece is free is to wait now; else it never is.
+                // Without a point to wait for, the piece is free only after waiting now; if that fails, it is
+                // never reused.
                 if self.gpu.synchronize(stream).is_err() {
                     pieces.next = range.end;
                     pieces.used.push_back(Piece { range, done: None, held: true });
@@ -272,7 +280,7 @@ impl Ring {
         Ok(done)
     }
 
-    /// Drops the oldest pieces that are not used any more.
+    /// Drops the oldest pieces that are no longer in use.
     fn reclaim(pieces: &mut Pieces) -> Result<()> {
         while let Some(oldest) = pieces.used.front() {
             match oldest.free_after() {
@@ -284,7 +292,7 @@ impl Ring {
         Ok(())
     }
 
-    /// Room for `bytes`, waiting for the oldest pieces if need be; `None` if the ring is too small.
+    /// Finds room for `bytes`, and waits for the oldest pieces if necessary; `None` if the ring is too small.
     fn room(&self, pieces: &mut Pieces, bytes: usize) -> Result<Option<Range<usize>>> {
         if pieces.used.len() >= LOOK_FROM {
             Self::reclaim(pieces)?;
@@ -318,7 +326,7 @@ impl Ring {
     }
 }
 
-/// Where each of `arrays` begins in a piece.
+/// The offset of each of `arrays` in a piece.
 fn places<'a, T>(arrays: &'a [&'a [T]]) -> impl Iterator<Item = (usize, &'a [T])> {
     let mut end = 0usize;
     arrays.iter().map(move |array| {
@@ -328,7 +336,7 @@ fn places<'a, T>(arrays: &'a [&'a [T]]) -> impl Iterator<Item = (usize, &'a [T])
     })
 }
 
-/// `bytes`, rounded up to what a backend aligns to.
+/// `bytes`, rounded up to the alignment of backends.
 fn whole(bytes: usize) -> Result<usize> {
     bytes
         .checked_next_multiple_of(ALIGNMENT)

@@ -1,4 +1,4 @@
-//! The workspace arena: tensors and segments that lie apart, first fit, all given back at once.
+//! The workspace arena: tensors and segments that do not overlap, first fit, all freed at once.
 
 use std::sync::Arc;
 
@@ -12,16 +12,16 @@ use super::{Source, agree, bytes_of};
 /// Host memory has no streams.
 const STREAM: Stream = Stream::DEFAULT;
 
-/// A range of the arena that is taken: where it begins, and how long it is in whole alignments.
-type Taken = (usize, usize);
+/// A taken range of the arena: its start and its length in alignments.
+type Extent = (usize, usize);
 
 struct Arena {
     workspace: Workspace,
     poison: bool,
-    /// Where the arena begins, once that is known.
+    /// The address of the arena, once it is known.
     base: Option<usize>,
-    tensors: Vec<(Taken, TensorView, u8)>,
-    segments: Vec<Taken>,
+    tensors: Vec<(Extent, TensorView, u8)>,
+    segments: Vec<Extent>,
     high_water: usize,
     marks: u8,
 }
@@ -38,7 +38,7 @@ pub(super) fn run(source: &mut Source<'_>) {
         arena.step(source);
         arena.check();
     }
-    // The list of segments is of the whole process: nothing of this history may stay in it.
+    // The list of segments is global: this history must leave nothing in it.
     for (start, _) in std::mem::take(&mut arena.segments) {
         give_back_segment(arena.base.expect("known") + start);
     }
@@ -53,7 +53,7 @@ impl Arena {
                 if !self.segments.is_empty() {
                     let (start, _) = self.segments.swap_remove(source.below(self.segments.len()));
                     give_back_segment(self.base.expect("known") + start);
-                    // A second time nobody has it.
+                    // A second free has no effect.
                     give_back_segment(self.base.expect("known") + start);
                 }
             }
@@ -62,15 +62,15 @@ impl Arena {
         }
     }
 
-    fn taken(&self) -> Vec<Taken> {
-        let mut taken: Vec<Taken> =
+    fn taken(&self) -> Vec<Extent> {
+        let mut taken: Vec<Extent> =
             self.tensors.iter().map(|(taken, ..)| *taken).chain(self.segments.clone()).collect();
         taken.sort_unstable();
         taken
     }
 
-    /// Where so many bytes go: behind everything, else into the first gap that holds them.
-    fn place(&self, bytes: usize) -> Option<Taken> {
+    /// The place of a new range: behind all others, or in the first gap that holds it.
+    fn place(&self, bytes: usize) -> Option<Extent> {
         let bytes = bytes.max(1).checked_next_multiple_of(ALIGNMENT)?;
         let taken = self.taken();
         let end = taken.last().map_or(0, |(start, len)| start + len);
@@ -114,7 +114,7 @@ impl Arena {
 
     fn take_segment(&mut self, source: &mut Source<'_>) {
         let bytes = if source.rarely(16) { usize::MAX } else { source.below(3000) };
-        assert_eq!(take_segment(bytes, Device::Cpu, STREAM), None, "nobody has entered it");
+        assert_eq!(take_segment(bytes, Device::Cpu, STREAM), None, "the workspace is not entered");
         self.workspace.enter().expect("of this thread");
         assert_eq!(take_segment(bytes, Device::Cuda(0), STREAM), None, "of another device");
         assert_eq!(self.workspace.reset(STREAM).expect_err("it is entered").kind(), ErrorKind::State);
@@ -129,7 +129,7 @@ impl Arena {
         assert!(self.workspace.leave().is_err());
     }
 
-    /// The workspace is this thread's while something of it is out.
+    /// The workspace belongs to this thread while a tensor of it is in use.
     fn on_another_thread(&self) {
         let shape = Dims::new(&[1 << 40]).expect("one dimension");
         let answer = std::thread::scope(|scope| {
@@ -165,7 +165,7 @@ impl Arena {
         for (_, view, mark) in &self.tensors {
             assert!(
                 bytes_of(view).iter().all(|byte| byte == mark),
-                "somebody else has written to the tensor"
+                "another owner has written to the tensor"
             );
         }
     }

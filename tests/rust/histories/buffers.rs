@@ -1,4 +1,4 @@
-//! Scratch buffers: which memory is used again, and that no two have the same.
+//! Scratch buffers: which memory is reused, and that no two buffers share any.
 
 use std::sync::Arc;
 
@@ -9,18 +9,18 @@ use kvpool::pool::{Buffer, BufferConfig, BufferPool};
 
 use super::{Source, agree};
 
-/// A buffer that is out.
+/// A buffer in use.
 struct Live {
     ticket: Ticket,
     address: usize,
     capacity: usize,
     lane: Stream,
-    /// What its owner wrote into all of it.
+    /// The byte that its owner wrote to all of it.
     mark: u8,
     buffer: Buffer,
 }
 
-/// A buffer that was given back.
+/// A freed buffer.
 #[derive(Clone, Copy, PartialEq)]
 struct Free {
     address: usize,
@@ -29,9 +29,9 @@ struct Free {
 }
 
 struct Model {
-    /// In the order in which they were taken, but for gaps that the last one fills.
+    /// In the order of taking, except that the last one fills the gap of a freed one.
     live: Vec<Live>,
-    /// The last given back at the end.
+    /// The last one freed is at the end.
     free: Vec<Free>,
     stale: Vec<Ticket>,
     stale_uses: usize,
@@ -39,7 +39,7 @@ struct Model {
     high_water_bytes: usize,
 }
 
-/// So many stale tickets are tried after every step.
+/// The number of stale tickets tried after every step.
 const STALE: usize = 8;
 
 pub(super) fn run(source: &mut Source<'_>) {
@@ -115,19 +115,20 @@ fn bytes(source: &mut Source<'_>) -> usize {
     }
 }
 
-/// Whether so many bytes can be had at all.
+/// Whether the model's host can allocate `bytes`.
 fn is_possible(bytes: usize) -> bool {
     bytes < 1 << 40
 }
 
-/// Free buffers are given up for a new one for which there is no memory; one of no bucket is refused before.
+/// Free buffers are dropped for a new one that memory is missing for; a size without a bucket is refused
+/// before.
 fn lose(model: &mut Model, pool: &BufferPool, bytes: usize) {
     if pool.config().rounding.bucket(bytes).is_ok() {
         model.free.clear();
     }
 }
 
-/// Checks which buffer was handed out, and writes to all of it.
+/// Checks the buffer that was handed out, and fills it.
 fn taken(pool: &BufferPool, model: &mut Model, buffer: Buffer, bytes: usize, lane: Stream) {
     let (address, capacity) = (buffer.region().address().as_ptr().addr(), buffer.region().bytes());
     assert_eq!(capacity, pool.config().rounding.bucket(bytes).expect("possible").bytes());
@@ -139,7 +140,7 @@ fn taken(pool: &BufferPool, model: &mut Model, buffer: Buffer, bytes: usize, lan
     let expected = match (last(&|free| free.lane == lane), known) {
         (Some(own), _) => Some(own),
         (None, Some(known)) => last(&|free| free.lane == model.free[known].lane),
-        // Of other lanes any may be used, but one must be.
+        // Any buffer of another lane may be reused, but one must be.
         (None, None) => last(&|_| true),
     };
     assert_eq!(known, expected, "a buffer of its bucket is used again, the last given back first");
@@ -147,7 +148,7 @@ fn taken(pool: &BufferPool, model: &mut Model, buffer: Buffer, bytes: usize, lan
         model.free.remove(at);
     } else {
         let first = buffer.region().at(0, capacity).expect("all of it");
-        // SAFETY: the region is live, so long, and this buffer's alone.
+        // SAFETY: the region is live, has this length, and belongs to this buffer alone.
         let all = unsafe { std::slice::from_raw_parts(first.as_ptr(), capacity) };
         assert!(all.iter().all(|&byte| byte == 0), "a new buffer is zero");
     }
@@ -165,12 +166,12 @@ fn taken(pool: &BufferPool, model: &mut Model, buffer: Buffer, bytes: usize, lan
     model.high_water_bytes = model.high_water_bytes.max(in_use);
 }
 
-/// Nobody else has written to a buffer that is given back.
+/// Checks that no other code has written to a buffer before it is freed.
 fn check_mark(live: &Live) {
     let first = live.buffer.region().at(0, live.capacity).expect("all of it");
-    // SAFETY: the region is live and so long, and nobody writes to it now.
+    // SAFETY: the region is live and has this length, and no code writes to it now.
     let all = unsafe { std::slice::from_raw_parts(first.as_ptr(), live.capacity) };
-    assert!(all.iter().all(|&byte| byte == live.mark), "somebody else has written to the buffer");
+    assert!(all.iter().all(|&byte| byte == live.mark), "another owner has written to the buffer");
 }
 
 fn give_back(model: &mut Model, live: &Live) {
@@ -179,7 +180,7 @@ fn give_back(model: &mut Model, live: &Live) {
     model.stale.push(ticket);
 }
 
-/// All of several buffers, or none.
+/// Takes several buffers, all or none.
 fn batch(source: &mut Source<'_>, pool: &mut BufferPool, model: &mut Model) {
     let lane = lane(source);
     let sizes: Vec<usize> = (0..source.below(4)).map(|_| bytes(source)).collect();
@@ -192,7 +193,8 @@ fn batch(source: &mut Source<'_>, pool: &mut BufferPool, model: &mut Model) {
             }
         }
         None if sizes.iter().any(|&bytes| pool.config().rounding.bucket(bytes).is_err()) => (),
-        // What was taken and given back again may lie in another order, and new ones may be free: begin anew.
+        // Buffers that were taken and freed again may be in another order, and new ones may be free: start
+        // again.
         None => {
             pool.clear();
             model.free.clear();

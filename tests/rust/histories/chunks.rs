@@ -15,18 +15,18 @@ use super::{Source, agree, bytes_of, dims, int, size};
 const STREAM: Stream = Stream::DEFAULT;
 
 struct Model {
-    /// Every chunk that was ever taken, with its references.
+    /// Every chunk ever taken, with its references.
     given: Vec<(Ticket, u32)>,
-    /// Free chunks, the next at the end.
+    /// Free chunks, the next one at the end.
     free: Vec<usize>,
     /// By chunk.
     bytes: Vec<Vec<u8>>,
     dropped: usize,
-    /// Makes every copy another one.
+    /// Makes the contents of every copy different.
     copies: u8,
 }
 
-/// So many tickets are kept at most.
+/// The most tickets to keep.
 const KEPT: usize = 64;
 
 pub(super) fn run(source: &mut Source<'_>) {
@@ -113,7 +113,7 @@ fn give_up(source: &mut Source<'_>, pool: &ChunkPool, model: &mut Model, at: usi
     }
 }
 
-/// Copies a tensor, which may have gaps or be turned, in or out.
+/// Copies a tensor, which may be transposed or have gaps, in or out.
 fn copy(source: &mut Source<'_>, pool: &ChunkPool, model: &mut Model, at: usize) {
     let (ticket, references) = model.given[at];
     let dtype = if source.rarely(16) { DType::F32 } else { pool.config().dtype };
@@ -132,7 +132,7 @@ fn copy(source: &mut Source<'_>, pool: &ChunkPool, model: &mut Model, at: usize)
     model.copies = model.copies.wrapping_add(1);
     let filled: Vec<u8> = (0..room).map(|at| at.to_le_bytes()[0].wrapping_add(model.copies)).collect();
     let whole = region.bytes_at(0, room).expect("inside");
-    // SAFETY: the region is live, as long as the vector, and known to this call only.
+    // SAFETY: the region is live, as long as the vector, and only this call uses it.
     unsafe { whole.address().as_ptr().copy_from_nonoverlapping(filled.as_ptr(), room) };
     let tensor = region.borrow(0, dtype, dims(&[rows, columns]), dims(&strides)).expect("inside");
     let direction = if source.flip() { Direction::Pack } else { Direction::Unpack };

@@ -1,26 +1,27 @@
-//! Counts of references, with indices that are withheld at first.
+//! Reference counts, with indices that are withheld at first.
 
 use kvpool::index::{RefCounts, Ticket};
 
 use super::{Source, size};
 
-/// Every ticket that was ever given with its references, and what could be taken, the next at the end.
+/// Every ticket ever handed out with its references, and the indices that can be taken, the next one at the
+/// end.
 #[derive(Default)]
 struct Model {
     capacity: u32,
-    /// From here on indices are withheld.
+    /// Indices from here on are withheld.
     offered: u32,
     given: Vec<(Ticket, u32)>,
-    /// Of those that are free again, the last freed at the end.
+    /// Freed indices, the last one freed at the end.
     free: Vec<u32>,
     /// Offered and never taken, lowest first.
     fresh: Vec<u32>,
-    /// Their last reference is gone.
+    /// Indices whose last reference is gone.
     returning: Vec<u32>,
     high_water: usize,
 }
 
-/// As many tickets are kept as are looked at after every step.
+/// The most tickets to keep: all of them are checked after every step.
 const KEPT: usize = 64;
 
 pub(super) fn run(source: &mut Source<'_>) {
@@ -82,7 +83,7 @@ fn step(source: &mut Source<'_>, counts: &mut RefCounts, model: &mut Model) {
     }
 }
 
-/// How many are taken or returning.
+/// The number of indices taken or returning.
 fn in_use(model: &Model) -> usize {
     model.given.iter().filter(|(_, references)| *references > 0).count() + model.returning.len()
 }

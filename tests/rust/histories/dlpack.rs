@@ -1,4 +1,4 @@
-//! Tensors as other frameworks send them: read rightly or refused, never past what they describe, and ended once.
+//! Tensors from other frameworks: read correctly or refused, never read out of bounds, and deleted once.
 
 use std::cell::Cell;
 use std::ffi::c_void;
@@ -20,15 +20,15 @@ use super::{Source, agree, dims};
 
 const DTYPES: [DType; 5] = [DType::I32, DType::I64, DType::U8, DType::F32, DType::Bool];
 
-/// A tensor on its way in, and what its pointers point to.
+/// An incoming tensor, and the memory behind its pointers.
 struct Sent {
     memory: Guarded,
     shape: Guarded,
     strides: Guarded,
     tensor: RawTensor,
-    /// Whether its elements lie in its memory, and its pointers are what DLPack wants.
+    /// Whether its elements lie in its memory, and its pointers are valid DLPack.
     is_honest: bool,
-    /// Whether all that can be seen of it is what kvpool reads.
+    /// Whether kvpool accepts everything that a consumer can check.
     is_readable: bool,
 }
 
@@ -41,7 +41,7 @@ pub(super) fn run(source: &mut Source<'_>) {
     }
 }
 
-/// Numbers in memory of their own, as long as they are.
+/// Numbers in an allocation of exactly their length.
 fn list(values: &[i64]) -> Guarded {
     let mut list = Guarded::new(size_of_val(values), true);
     for (place, value) in list.content().chunks_exact_mut(8).zip(values) {
@@ -50,7 +50,7 @@ fn list(values: &[i64]) -> Guarded {
     list
 }
 
-/// The lowest and the highest byte that elements reach from the first, and past it; `None` when there are none.
+/// The range of bytes that the elements occupy, relative to the first element; `None` without elements.
 fn reach(shape: &[i64], strides: &[i64], size: usize) -> Option<(i128, i128)> {
     if shape.contains(&0) {
         return None;
@@ -92,7 +92,7 @@ impl Sent {
         let reach = if is_shape { reach(&shape, &strides, dtype.size()) } else { None };
         let room = reach.map_or(0, |(low, high)| high.saturating_sub(low));
         let room = usize::try_from(room).unwrap_or(usize::MAX);
-        // Extents that are stepped over by nothing may be many elements in little memory.
+        // Extents with stride zero may be many elements in little memory.
         let elements = shape.iter().fold(1i64, |count, &extent| count.saturating_mul(extent));
         let is_small = room <= 1 << 16 && elements <= 1 << 16;
         let mut memory = Guarded::new(if is_small { room } else { 64 }, source.flip());
@@ -100,7 +100,7 @@ impl Sent {
             *byte = at;
         }
         let first = reach.filter(|_| is_small).map_or(0, |(low, _)| usize::try_from(-low).expect("small"));
-        // Some of the way to the first element is told as an offset.
+        // A part of the distance to the first element is passed as an offset.
         let offset = source.below(first + 1);
         let data = memory.address().wrapping_add(first - offset);
         let (shape_list, stride_list) = (list(&shape), list(&strides));
@@ -130,7 +130,7 @@ impl Sent {
         sent
     }
 
-    /// Makes something of it what a producer should not send, but can.
+    /// Makes the tensor one that a producer should not send, but can.
     fn spoil(&mut self, source: &mut Source<'_>) {
         let tensor = &mut self.tensor;
         match source.below(8) {
@@ -155,12 +155,12 @@ impl Sent {
                 let lanes = u16::try_from(lanes).expect("small");
                 tensor.dtype = RawDType { code: narrow(code), bits: narrow(bits), lanes };
                 self.is_readable &= dtype_of(tensor.dtype).is_ok();
-                // Its elements may be larger now than its memory is for.
+                // Its elements may now be larger than its memory allows.
                 self.is_honest = false;
             }
             4 => {
                 tensor.device.kind = source.of(&[i32::MIN, -1, 0, 3, 4, 7, 8, 10, 13, 14, 15, i32::MAX]);
-                // Page-locked memory is memory of the host.
+                // Page-locked memory is host memory.
                 self.is_readable &= tensor.device.kind == 3;
             }
             5 => tensor.device.ordinal = source.of(&[i32::MIN, -1, 1, i32::MAX]),
@@ -176,10 +176,10 @@ impl Sent {
     }
 }
 
-/// A tensor comes in, by itself or owned, and is read.
+/// Imports a tensor, described or owned, and reads it.
 fn receive(source: &mut Source<'_>) {
     thread_local! {
-        /// How many tensors were ended.
+        /// The number of deleted tensors.
         static ENDED: Cell<usize> = const { Cell::new(0) };
     }
     unsafe extern "C" fn end_versioned(_: *mut Versioned) {
@@ -202,7 +202,8 @@ fn receive(source: &mut Source<'_>) {
     let context: *mut c_void = ptr::null_mut();
     match source.below(3) {
         0 => {
-            // SAFETY: what it points to lives until the end of this call, and is only followed where it is honest.
+            // SAFETY: its pointers are valid until the end of this call, and are only followed where it is
+            // honest.
             let answer = unsafe { borrow(&tensor, PhantomData) };
             if let Some(borrowed) = agree(answer, is_readable) {
                 read(&borrowed, is_honest, &tensor);
@@ -212,7 +213,7 @@ fn receive(source: &mut Source<'_>) {
             let deleter = has_deleter.then_some(end_versioned as unsafe extern "C" fn(*mut Versioned));
             let mut managed = Versioned { version, context, deleter, flags, tensor };
             let import = Import::Versioned(NonNull::from(&mut managed));
-            // Neither read-only nor a copy.
+            // Neither read-only nor copied.
             assert_eq!(import.is_writable(), flags.trailing_zeros() >= 2);
             let is_right = is_readable && version.major == VERSION.major;
             if let Some(borrowed) = agree(import.borrow(), is_right) {
@@ -238,7 +239,7 @@ fn receive(source: &mut Source<'_>) {
     drop((memory, shape, strides));
 }
 
-/// Checks what is read from a tensor; one that lies about its memory is only described.
+/// Checks what is read from a tensor; a tensor that lies about its memory is only described.
 fn read(borrowed: &Borrowed<'_>, is_honest: bool, tensor: &RawTensor) {
     let (shape, strides) = (borrowed.shape().as_slice(), borrowed.strides().as_slice());
     assert_eq!(i32::try_from(shape.len()), Ok(tensor.ndim));
@@ -270,7 +271,7 @@ fn read(borrowed: &Borrowed<'_>, is_honest: bool, tensor: &RawTensor) {
     assert_eq!(matches!(values, IndexVec::I64(_)), borrowed.dtype() == DType::I64);
 }
 
-/// A tensor of ours goes out and comes back; its memory ends with the last that has it.
+/// Exports and imports a tensor of ours; its memory is freed with the last owner.
 fn cross(source: &mut Source<'_>) {
     let backend = Arc::new(Count::new(Arc::new(Host)));
     let region = Arc::new(Region::new(backend.clone() as Arc<dyn Backend>, 4096).expect("memory"));

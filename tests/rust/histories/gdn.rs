@@ -1,4 +1,4 @@
-//! States of linear attention: copies as if all were read first, resets, and who has which track slot.
+//! Linear-attention states: copies as if all sources were read first, resets, and ownership of track slots.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -114,7 +114,7 @@ fn step(source: &mut Source<'_>, pool: &GdnPool, model: &mut Model) {
     }
 }
 
-/// A kernel writes to the states of a slot.
+/// Writes to the states of a slot, as a kernel would.
 fn write(source: &mut Source<'_>, pool: &GdnPool, model: &mut Model) {
     let (slots, layers) = (pool.pool_size(), pool.config().num_gdn_layers);
     let (slot, layer, which) = (source.below(slots), source.below(layers), source.below(2));

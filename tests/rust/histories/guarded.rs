@@ -1,11 +1,11 @@
-//! Memory between two pages that nobody may touch, so that a read past its end ends the process.
+//! Memory between two inaccessible pages: a read past its end ends the process.
 
 use std::ptr::NonNull;
 
-/// So large are the pages of most machines; a multiple of all that are smaller.
+/// The page size of most machines; a multiple of every smaller one.
 const PAGE: usize = 64 << 10;
 
-/// Some bytes that end, or begin, at a page that must not be touched.
+/// Bytes that end, or begin, at an inaccessible page.
 pub(super) struct Guarded {
     map: NonNull<u8>,
     mapped: usize,
@@ -14,7 +14,7 @@ pub(super) struct Guarded {
 }
 
 impl Guarded {
-    /// `bytes` zeros, against the page behind them or the one before.
+    /// `bytes` zeros, next to the page behind them or the one before.
     pub(super) fn new(bytes: usize, at_end: bool) -> Self {
         let inner = bytes.max(1).next_multiple_of(PAGE);
         let mapped = inner + 2 * PAGE;
@@ -39,9 +39,9 @@ impl Guarded {
         self.map.as_ptr().wrapping_add(self.start)
     }
 
-    /// Its bytes, while nobody else has its address.
+    /// The bytes, while no other code has their address.
     pub(super) fn content(&mut self) -> &mut [u8] {
-        // SAFETY: so many bytes are mapped there, and `self` is borrowed for as long as they are.
+        // SAFETY: that many bytes are mapped there, and `self` is borrowed for as long as they are.
         unsafe { std::slice::from_raw_parts_mut(self.address(), self.bytes) }
     }
 }

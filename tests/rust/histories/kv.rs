@@ -1,4 +1,4 @@
-//! K and V storage: stores of values that lie anyhow, moves as if all were read first, gathers.
+//! K and V storage: stores of values with any strides, moves as if all sources were read first, gathers.
 
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -52,15 +52,15 @@ pub(super) fn run(source: &mut Source<'_>) {
     }
 }
 
-/// A tensor of a caller: where its elements lie, in elements.
-struct Given {
+/// The layout of a caller's tensor, in elements.
+struct Values {
     memory: Guarded,
     shape: Vec<usize>,
     strides: Vec<usize>,
 }
 
-impl Given {
-    /// `[..., heads, dim]` or `[..., heads * dim]` with as many rows as `count`, as a rule, and room between them.
+impl Values {
+    /// Usually `[..., heads, dim]` or `[..., heads * dim]` with `count` rows, and gaps between them.
     fn new(source: &mut Source<'_>, count: usize, [heads, dim]: [usize; 2], dtype: DType) -> Self {
         let count = if source.rarely(16) { count + 1 } else { count };
         let mut shape = match source.below(4) {
@@ -91,11 +91,11 @@ impl Given {
 
     fn borrow(&self, dtype: DType) -> Borrowed<'_> {
         let address = NonNull::new(self.memory.address()).expect("mapped");
-        // SAFETY: `new` has made the memory as long as the farthest element reaches.
+        // SAFETY: `new` has made the memory long enough for the farthest element.
         unsafe { Borrowed::new(address, dtype, Device::Cpu, dims(&self.shape), dims(&self.strides)) }
     }
 
-    /// The bytes of its rows, if it is so many of them.
+    /// The bytes of its rows, if it has `count` of them.
     fn rows(&mut self, count: usize, [heads, dim]: [usize; 2], size: usize) -> Option<Vec<Vec<u8>>> {
         let n = self.shape.len();
         let tail = if n >= 2 && self.shape[n - 2..] == [heads, dim] {
@@ -136,7 +136,7 @@ fn store(source: &mut Source<'_>, pool: &KvPool, model: &mut Model) {
     let (dtype, rows) = (pool.config().dtype, pool.rows());
     let layer = source.below(pool.config().layer_num + 1);
     let indices = source.indices(6, rows);
-    let mut given = shapes(pool).map(|shape| Given::new(source, indices.len(), shape, dtype));
+    let mut given = shapes(pool).map(|shape| Values::new(source, indices.len(), shape, dtype));
     for given in &mut given {
         model.marks = model.marks.wrapping_add(17);
         for (byte, at) in given.memory.content().iter_mut().zip(0u8..=250) {
@@ -218,7 +218,7 @@ fn gather(source: &mut Source<'_>, pool: &KvPool, model: &Model) {
     agree(pool.gather_kv_into(layer, &given, &out, STREAM), is_right);
     for (out, expected) in out.iter().zip(expected.into_iter().flatten()) {
         let mut found = vec![0; expected.len()];
-        // SAFETY: the region has at least so many bytes, and nobody writes to it now.
+        // SAFETY: the region has at least this many bytes, and no code writes to it now.
         unsafe { found.as_mut_ptr().copy_from_nonoverlapping(out.address().as_ptr(), found.len()) };
         assert!(if is_right { found == expected } else { found.iter().all(|&byte| byte == 0) });
     }

@@ -1,8 +1,8 @@
-//! Histories of every pool, decoded from bytes, against models that are too simple to be wrong.
+//! Histories of every pool, decoded from bytes, against models too simple to be wrong.
 //!
-//! Each is an endless program whose every choice is read from a [`Source`]: what to call next, with which arguments,
-//! misuse included. After every step what the pool says is compared with what the model says. The bytes come from a
-//! fuzzer (`tests/fuzz`), from a seed, or from a file that was once a finding.
+//! Each is an endless program that reads every choice from a [`Source`]: the next call and its arguments,
+//! misuse included. After every step the pool is compared with the model. The bytes come from a fuzzer
+//! (`tests/fuzz`), from a seed, or from a file that was once a finding.
 
 mod arena;
 mod buffers;
@@ -25,7 +25,7 @@ use arbitrary::Unstructured;
 use kvpool::base::{DType, Dims, IndexVec, Result};
 use kvpool::tensor::TensorView;
 
-/// One kind of history: its name, which is that of its fuzz target, and the program.
+/// One kind of history: its name, which is also the name of its fuzz target, and its program.
 pub(crate) type History = (&'static str, fn(&mut Source<'_>));
 
 /// Every kind.
@@ -43,7 +43,7 @@ pub(crate) const ALL: [History; 11] = [
     ("dlpack", dlpack::run),
 ];
 
-/// Runs the history of that name and returns how many steps it had.
+/// Runs the history `name` and returns the number of its steps.
 pub(crate) fn run(name: &str, bytes: &[u8]) -> usize {
     let (_, history) = ALL.iter().find(|(known, _)| *known == name).expect("a known history");
     let mut source = Source { bytes: Unstructured::new(bytes), steps: 0 };
@@ -51,7 +51,7 @@ pub(crate) fn run(name: &str, bytes: &[u8]) -> usize {
     source.steps
 }
 
-/// Where the choices of a history come from. At its end every choice is the first.
+/// The source of a history's choices. At its end every choice is the first one.
 pub(crate) struct Source<'a> {
     bytes: Unstructured<'a>,
     steps: usize,
@@ -79,17 +79,17 @@ impl Source<'_> {
         self.below(2) == 1
     }
 
-    /// Whether something rare happens: once in `times`.
+    /// Whether a rare event happens: once in `times`.
     fn rarely(&mut self, times: usize) -> bool {
         self.below(times) == times - 1
     }
 
-    /// A number between the two.
+    /// A number in the closed range.
     fn within(&mut self, low: i64, high: i64) -> i64 {
         self.bytes.int_in_range(low..=high).unwrap_or(low)
     }
 
-    /// A number that should be an index below `count`, and sometimes is not, now and then by far.
+    /// Usually an index below `count`, sometimes a number just outside or far beyond.
     fn index(&mut self, count: usize) -> i64 {
         match self.below(16) {
             0 => self.of(&[i64::MIN, -(1 << 32), i32::MIN.into(), -1, i32::MAX.into(), 1 << 32, i64::MAX]),
@@ -98,12 +98,12 @@ impl Source<'_> {
         }
     }
 
-    /// Up to `most` indices as above, of either width.
+    /// Up to `most` such indices, of either width.
     fn indices(&mut self, most: usize, count: usize) -> Vec<i64> {
         (0..self.below(most + 1)).map(|_| self.index(count)).collect()
     }
 
-    /// `values` as a caller gives them: int32 now and then, where they fit.
+    /// `values` as a caller passes them: sometimes as int32, where they fit.
     fn index_vec(&mut self, values: &[i64]) -> IndexVec {
         let narrow: Option<Vec<i32>> = values.iter().map(|&value| i32::try_from(value).ok()).collect();
         match narrow.filter(|_| self.flip()) {
@@ -113,12 +113,12 @@ impl Source<'_> {
     }
 }
 
-/// A size as a number of tensors.
+/// A size as a number of a tensor.
 fn int(size: usize) -> i64 {
     i64::try_from(size).expect("a small number")
 }
 
-/// A number that is not negative as a size.
+/// A non-negative number as a size.
 fn size<T: TryInto<usize>>(number: T) -> usize
 where
     T::Error: Debug,
@@ -135,7 +135,7 @@ fn bytes_of(view: &TensorView) -> Vec<u8> {
     let count = view.shape().numel() * view.dtype().size();
     let source = view.region().at(view.offset(), count).expect("a view lies in its region");
     let mut bytes = vec![0; count];
-    // SAFETY: the region is live host memory, of which `at` found so many bytes, and the vector is ours.
+    // SAFETY: the region is live host memory, `at` checked the bounds, and the vector is ours.
     unsafe { bytes.as_mut_ptr().copy_from_nonoverlapping(source.as_ptr(), count) };
     bytes
 }
@@ -146,7 +146,7 @@ fn ints_of(view: &TensorView) -> Vec<i32> {
     view.region().read::<i32>(view.offset(), view.shape().numel()).expect("a view lies in its region")
 }
 
-/// Checks that a call was refused exactly when it should be.
+/// Checks that a call is refused exactly when it should be.
 fn agree<T: Debug>(answer: Result<T>, is_right: bool) -> Option<T> {
     match answer {
         Ok(answer) => {

@@ -1,4 +1,4 @@
-//! The page pool, which grows: its pages are nobody else's, and keep their bytes and addresses.
+//! The growing page pool: pages have one owner, and keep their bytes and addresses.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ const STREAM: Stream = Stream::DEFAULT;
 struct Model {
     /// By page: whether it is in use, its address, and its bytes.
     pages: Vec<(bool, usize, Vec<u8>)>,
-    /// Free pages, the next at the end.
+    /// Free pages, the next one at the end.
     free: Vec<usize>,
     dropped: usize,
 }
@@ -46,13 +46,13 @@ fn grow(pool: &PagePool, model: &mut Model, count: usize) {
         assert!(bytes.iter().all(|&byte| byte == 0));
         model.pages.push((false, view.address().addr(), bytes));
     }
-    // The lowest is taken first.
+    // The lowest one is taken first.
     let fresh = (first..first + count).rev();
     model.free.splice(0..0, fresh);
 }
 
 fn step(source: &mut Source<'_>, pool: &mut PagePool, model: &mut Model) {
-    /// A pool that grows stops here, so that looking at all pages stays cheap.
+    /// Pools stop growing here, so that checking every page stays cheap.
     const MOST: usize = 40;
     match source.below(8) {
         0..=2 => {

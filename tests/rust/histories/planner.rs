@@ -1,4 +1,4 @@
-//! The batch planner: every array of a step, the table, and who owns which slot.
+//! The batch planner: every array of a step, the table, and ownership of slots.
 
 use std::sync::{Arc, Mutex, MutexGuard};
 
@@ -25,7 +25,7 @@ struct Planner {
     model: Model,
     fences: Fences,
     last: Option<Plan>,
-    /// Whether others meddle with the slots of requests.
+    /// Whether other code frees or shares the slots of requests.
     is_meddled: bool,
 }
 
@@ -87,7 +87,7 @@ impl Planner {
         }
     }
 
-    /// A row of a request, and rarely one of nobody.
+    /// The row of a request, rarely a free one.
     fn row(&self, source: &mut Source<'_>) -> i64 {
         let at = source.below(self.model.requests.len().max(1));
         match self.model.requests.keys().nth(at) {
@@ -96,7 +96,7 @@ impl Planner {
         }
     }
 
-    /// Some rows, as a rule each once.
+    /// Some rows, usually each once.
     fn rows(&self, source: &mut Source<'_>) -> Vec<i64> {
         let mut rows: Vec<i64> = Vec::new();
         for _ in 0..source.below(5) {
@@ -113,7 +113,7 @@ impl Planner {
         let mut prefix = if source.rarely(24) { source.index(40) } else { len };
         let mut cached = None;
         if len == 0 && source.flip() {
-            // The full pages of another request, as a prefix cache has them.
+            // The full pages of another request, as a prefix cache would pass them.
             let other = self.row(source);
             let page_size = self.model.slots.page_size;
             let pages = self.model.len(other) / page_size;
@@ -178,7 +178,7 @@ impl Planner {
         self.planned(answer, expected);
     }
 
-    /// Checks the answer of a plan, and all of its arrays.
+    /// Checks the result of a plan, and all of its arrays.
     fn planned(
         &mut self,
         answer: kvpool::base::Result<Option<Plan>>,
@@ -219,7 +219,7 @@ impl Planner {
         }
     }
 
-    /// What every array of a step must hold.
+    /// The expected contents of every array of a step.
     fn fields(&self, step: &Step) -> Vec<(Field, Vec<i64>)> {
         let page_size = self.model.slots.page_size;
         let width = self.table().max_context_len().div_ceil(page_size);
@@ -254,7 +254,7 @@ impl Planner {
         fields.to_vec()
     }
 
-    /// A fence for one in three.
+    /// Returns a fence in one case of three.
     fn fence(&mut self, source: &mut Source<'_>) -> (Option<usize>, Option<Arc<dyn Fence>>) {
         source.rarely(3).then(|| self.fences.make()).unzip()
     }
@@ -290,7 +290,7 @@ impl Planner {
         answer: kvpool::base::Result<(usize, kvpool::index::BadFrees)>,
         expected: Result<(usize, usize), Refused>,
     ) {
-        // A strict allocator tells of pages that others have freed, after it has taken back the rest.
+        // A strict allocator reports pages that other code has freed, after it has freed the rest.
         let is_told = |dropped: usize| dropped > 0 && self.slots.strict();
         let is_right = expected.as_ref().is_ok_and(|(_, dropped)| !is_told(*dropped));
         if let (Some((given, bad)), Ok(expected)) = (agree(answer, is_right), expected) {
@@ -309,18 +309,18 @@ impl Planner {
         assert_eq!(found, expected.ok().flatten());
     }
 
-    /// A prefix cache becomes an owner of slots, or ends being one.
+    /// Lets a prefix cache become an owner of slots, or free them.
     fn share(&mut self, source: &mut Source<'_>) {
         let given = given(source, &self.model.slots);
         agree(self.slots.share(&source.index_vec(&given), STREAM), self.model.slots.share(&given));
     }
 
-    /// Somebody frees slots that may be a request's, or a row that is.
+    /// Frees slots that may belong to a request, or a row that does.
     fn meddle(&mut self, source: &mut Source<'_>) {
         if source.rarely(6) {
             let row = self.row(source);
             let _ = self.table().free(&IndexVec::I64(vec![row]), STREAM).expect("not strict");
-            // Its slots are nobody's to give back now.
+            // From now on its slots must not be freed by others.
             self.model.requests.remove(&row);
             return;
         }
@@ -361,7 +361,7 @@ impl Planner {
         }
     }
 
-    /// No page has two requests but where it has as many owners.
+    /// Checks that a page of several requests has as many owners.
     fn check_owners(&self) {
         let pages = || self.model.requests.keys().flat_map(|&row| self.model.pages(row));
         for page in pages() {

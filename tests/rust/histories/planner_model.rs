@@ -1,4 +1,4 @@
-//! What requests have, as lists of slots, and what a planned step must look like.
+//! The slots of requests as plain lists, and the expected contents of a planned step.
 
 use std::collections::BTreeMap;
 
@@ -7,10 +7,10 @@ use kvpool::index::Order;
 use super::slot_model::SlotModel;
 use super::{int, size};
 
-/// A call was refused.
+/// The call is refused.
 pub(super) struct Refused;
 
-/// What a call answers; `None` when there are not enough slots.
+/// The result of a call; `None` when there are not enough slots.
 pub(super) type Answer<T> = Result<Option<T>, Refused>;
 
 /// The sizes of the pools, as the planner checks them.
@@ -22,7 +22,7 @@ pub(super) struct Limits {
     pub(super) padding_row: bool,
 }
 
-/// How one request of a batch is to grow, as the caller says.
+/// The growth of one request of a batch, as the caller asks for it.
 #[derive(Clone, Debug)]
 pub(super) struct Wish {
     pub(super) row: i64,
@@ -31,10 +31,10 @@ pub(super) struct Wish {
     pub(super) cached: Option<Vec<i64>>,
 }
 
-/// A planned step, one entry a request, padding counted: its row, and the tokens before and after.
+/// A planned step, one entry per request including padding: its row, and the tokens before and after.
 pub(super) struct Step {
     pub(super) requests: Vec<(usize, usize, usize)>,
-    /// Requests that are no padding.
+    /// The number of requests without padding.
     pub(super) real: usize,
 }
 
@@ -60,7 +60,7 @@ impl Model {
         slots.chunks(self.slots.page_size).map(|page| page[0] / self.slots.page_size).collect()
     }
 
-    /// Checks that each row is somebody's and named once.
+    /// Checks that each row is allocated and listed once.
     fn name(&self, rows: &[i64]) -> Result<(), Refused> {
         let is_named = |(at, row)| self.requests.contains_key(row) && !rows[..at].contains(row);
         if rows.iter().enumerate().all(is_named) { Ok(()) } else { Err(Refused) }
@@ -81,7 +81,7 @@ impl Model {
         is_right.then(|| pages.map(super::size).collect())
     }
 
-    /// Lets requests grow, and pads them with requests of `padding` tokens up to `padded` of them.
+    /// Grows requests, and pads the batch up to `padded` requests with ones of `padding` tokens.
     pub(super) fn grow(&mut self, wishes: &[Wish], padded: usize, padding: usize) -> Answer<Step> {
         if padded > self.limits.max_batch {
             return Err(Refused);
@@ -139,14 +139,14 @@ impl Model {
         Ok(Some(Step { requests, real: wishes.len() }))
     }
 
-    /// The size to which a batch of `count` is padded.
+    /// The padded size of a batch of `count`.
     pub(super) fn padded(&self, count: usize, sizes: Option<&[usize]>) -> Result<usize, Refused> {
         let Some(sizes) = sizes else { return Ok(count) };
         let padded = sizes.iter().copied().filter(|size| *size >= count).min().ok_or(Refused)?;
         if padded > count && !self.limits.padding_row { Err(Refused) } else { Ok(padded) }
     }
 
-    /// Cuts requests; how many pages were given back, and how many of them were not theirs any more.
+    /// Cuts requests; returns how many pages were freed, and how many of them were no longer owned.
     pub(super) fn truncate(
         &mut self,
         rows: &[i64],
@@ -169,7 +169,7 @@ impl Model {
         Ok(self.cut(rows, &lens, fence))
     }
 
-    /// Ends requests, whose lengths must be `lens` if given.
+    /// Ends requests, whose lengths must equal `lens` if given.
     pub(super) fn finish(
         &mut self,
         rows: &[i64],
@@ -202,7 +202,7 @@ impl Model {
         (given, self.slots.dropped - dropped)
     }
 
-    /// Shares the first tokens of a request with another; the slots to copy to and from.
+    /// Shares the first tokens of a request with another; returns the slots to copy to and from.
     pub(super) fn fork(&mut self, src: i64, dst: i64, len: i64) -> Answer<[Vec<usize>; 2]> {
         self.name(&[src, dst])?;
         let len = usize::try_from(len).ok().filter(|len| *len <= self.len(src)).ok_or(Refused)?;

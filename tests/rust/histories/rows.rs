@@ -1,4 +1,4 @@
-//! The request table: who has which row, and what stands in it.
+//! The request table: ownership and contents of rows.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ const STREAM: Stream = Stream::DEFAULT;
 
 /// Rows as a queue, and the table as a plain array.
 struct Model {
-    /// The first row that is handed out.
+    /// The first row.
     first: usize,
     columns: usize,
     free: VecDeque<usize>,
@@ -28,7 +28,7 @@ impl Model {
         (self.first..self.table.len()).contains(&row) && !self.free.contains(&row)
     }
 
-    /// Takes rows back; those that it did.
+    /// Frees rows, and returns the freed ones.
     fn free(&mut self, given: &[i64]) -> Vec<usize> {
         let mut freed = Vec::new();
         for &row in given {
@@ -54,7 +54,7 @@ impl Model {
         (row < self.table.len() && column < self.columns).then_some((row, column))
     }
 
-    /// Writes to places, or does nothing when one is none or the values are not as many.
+    /// Writes to places, or does nothing when one is outside or the number of values differs.
     fn write(&mut self, places: Option<Vec<(usize, usize)>>, values: &[i64]) -> bool {
         let values: Option<Vec<i32>> = values.iter().map(|&value| i32::try_from(value).ok()).collect();
         let (Some(places), Some(values)) = (places, values) else { return false };
@@ -98,7 +98,7 @@ impl Rows {
                 let expected = (count <= self.model.free.len())
                     .then(|| self.model.free.drain(..count).collect::<Vec<_>>());
                 assert_eq!(taken.map(|rows| rows.into_iter().map(size::<u32>).collect()), expected);
-                // What was written while nobody owned them is gone.
+                // Writes while they had no owner are cleared.
                 for row in expected.into_iter().flatten() {
                     self.model.table[row].fill(0);
                 }
@@ -170,7 +170,7 @@ impl Rows {
         agree(answer, self.model.write(places, &values));
     }
 
-    /// Somebody else writes to the table, and says so.
+    /// Writes to the table from outside, and marks it as modified.
     fn write_past(&mut self, source: &mut Source<'_>) {
         let row = source.index(self.model.table.len());
         let place = self.model.place(row, 0);
@@ -231,7 +231,7 @@ impl Rows {
     }
 }
 
-/// Values for so many places: as many as a rule, or one, and rarely some that fit no int32.
+/// Values for `places` places: usually as many or one, rarely some that do not fit int32.
 fn values(source: &mut Source<'_>, places: usize) -> Vec<i64> {
     let count = match source.below(8) {
         0 => 1,

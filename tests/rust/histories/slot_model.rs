@@ -1,25 +1,25 @@
-//! Token slots as plain lists: which pages are free, in order, and how many owners each of the others has.
+//! Token slots as plain lists: the free pages in order, and the number of owners of each other page.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use kvpool::index::Order;
 
-/// Pages that one free took an owner from, in the order in which they return.
+/// Pages that one free removed an owner from, in the order in which they return.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Given {
-    /// Those that had no other owner.
+pub(super) struct Freed {
+    /// Pages without another owner.
     alone: Vec<usize>,
-    /// Those that had, as often as they were named.
+    /// Pages with other owners, once per occurrence.
     shared: Vec<usize>,
 }
 
-impl Given {
+impl Freed {
     fn has(&self, page: usize) -> bool {
         self.alone.contains(&page) || self.shared.contains(&page)
     }
 }
 
-/// Who owns which page.
+/// The owners of each page.
 #[derive(Clone, Debug)]
 pub(super) struct SlotModel {
     pub(super) page_size: usize,
@@ -27,11 +27,11 @@ pub(super) struct SlotModel {
     order: Order,
     pub(super) free: VecDeque<usize>,
     pub(super) released: BTreeSet<usize>,
-    /// By page, owners that stay. None is 0.
+    /// By page, owners that are not being removed. No entry is 0.
     pub(super) owners: BTreeMap<usize, usize>,
-    /// Pages that were ever handed out.
+    /// Pages ever handed out.
     pub(super) taken: BTreeSet<usize>,
-    pub(super) fenced: Vec<(usize, Given)>,
+    pub(super) fenced: Vec<(usize, Freed)>,
     pub(super) dropped: usize,
     pub(super) high_water: usize,
 }
@@ -53,7 +53,7 @@ impl SlotModel {
         }
     }
 
-    /// All free again; dropped frees stay counted.
+    /// Frees everything; dropped frees stay counted.
     pub(super) fn clear(&mut self) {
         let fresh = Self::new(self.pages * self.page_size, self.page_size, self.order);
         *self = Self { dropped: self.dropped, ..fresh };
@@ -64,18 +64,18 @@ impl SlotModel {
         self.free.len() + self.released.len()
     }
 
-    /// Pages that wait for a fence and have no owner that stays.
+    /// Pages that wait for a fence and have no remaining owner.
     pub(super) fn fenced_alone(&self) -> usize {
         (1..=self.pages).filter(|page| self.is_in_use(*page) && !self.is_owned(*page)).count()
     }
 
-    /// Owners of a page that leave when their fence has passed, where it had more than one.
+    /// Owners of a shared page that are removed when their fence passes.
     fn leaving(&self, page: usize) -> usize {
-        let named = |given: &Given| given.shared.iter().filter(|shared| **shared == page).count();
+        let named = |given: &Freed| given.shared.iter().filter(|shared| **shared == page).count();
         self.fenced.iter().map(|(_, given)| named(given)).sum()
     }
 
-    /// Pages with more than one owner, those that leave counted.
+    /// Pages with more than one owner, including those being removed.
     pub(super) fn shared(&self) -> usize {
         (1..=self.pages).filter(|page| self.stay(*page) + self.leaving(*page) > 1).count()
     }
@@ -92,7 +92,7 @@ impl SlotModel {
         self.is_owned(page) || self.fenced.iter().any(|(_, given)| given.has(page))
     }
 
-    /// Whether a page has, or had, another owner whose fence has not passed.
+    /// Whether a page has another owner, or one whose fence has not passed.
     pub(super) fn is_shared(&self, page: usize) -> bool {
         self.stay(page) > 1 || self.leaving(page) > 0
     }
@@ -113,7 +113,7 @@ impl SlotModel {
         self.high_water = self.high_water.max(self.pages - self.available());
     }
 
-    /// Takes whole pages, or none.
+    /// Takes whole pages, all or none.
     pub(super) fn take(&mut self, count: usize) -> Option<Vec<usize>> {
         if count > self.free.len() {
             self.merge();
@@ -155,7 +155,7 @@ impl SlotModel {
         Some((start * self.page_size..).take(count).collect())
     }
 
-    /// What a batch grows by, and which pages it continues; an error is `Err`.
+    /// The new slots of a batch, and the pages that it continues.
     #[expect(clippy::type_complexity, reason = "the three answers of one call")]
     pub(super) fn extend(
         &mut self,
@@ -203,7 +203,7 @@ impl SlotModel {
         Ok(Some((slots, continued)))
     }
 
-    /// Adds an owner to the pages of slots, unless one of them has none.
+    /// Adds an owner to the pages of slots, unless one of them has no owner.
     pub(super) fn share(&mut self, slots: &[i64]) -> bool {
         let pages: Option<Vec<usize>> = slots.iter().map(|&slot| self.page(slot)).collect();
         let Some(mut pages) = pages.filter(|pages| pages.iter().all(|page| self.is_owned(*page))) else {
@@ -227,10 +227,10 @@ impl SlotModel {
         usize::try_from(slot).ok().map(|slot| slot / self.page_size)
     }
 
-    /// Takes an owner from the page of each slot, once in a call where pages are more than a slot. Behind a fence the
-    /// owners are there until it passes.
-    pub(super) fn give(&mut self, slots: &[i64], is_fenced: bool) -> Given {
-        let mut given = Given::default();
+    /// Removes an owner from the page of each slot, once per call where a page has several slots. Behind a
+    /// fence the owners stay until it passes.
+    pub(super) fn give(&mut self, slots: &[i64], is_fenced: bool) -> Freed {
+        let mut given = Freed::default();
         for &slot in slots {
             let page = self.page(slot).unwrap_or(0);
             if self.page_size > 1 && given.has(page) {
@@ -259,8 +259,8 @@ impl SlotModel {
         given
     }
 
-    /// Lets pages return that nobody owns any more.
-    pub(super) fn release(&mut self, given: Given) {
+    /// Frees pages without an owner.
+    pub(super) fn release(&mut self, given: Freed) {
         for page in given.alone {
             assert!(!self.is_in_use(page));
             match self.order {
@@ -270,7 +270,7 @@ impl SlotModel {
         }
     }
 
-    /// Takes back pages that were taken and never used.
+    /// Undoes the taking of pages that were never used.
     pub(super) fn undo(&mut self, slots: &[usize], continued: &[usize]) {
         let mut pages: Vec<usize> = slots.iter().map(|slot| slot / self.page_size).collect();
         pages.dedup();
@@ -278,18 +278,18 @@ impl SlotModel {
         for page in &pages {
             assert_eq!(self.owners.remove(page), Some(1));
         }
-        self.release(Given { alone: pages, shared: Vec::new() });
+        self.release(Freed { alone: pages, shared: Vec::new() });
     }
 
-    /// A fence has passed: its pages return, but those that somebody still owns.
+    /// Passes a fence: its pages return, unless an owner remains.
     pub(super) fn pass(&mut self, id: usize) {
         while let Some(at) = self.fenced.iter().position(|(other, _)| *other == id) {
             let alone = std::mem::take(&mut self.fenced[at].1.alone);
-            self.release(Given { alone, shared: Vec::new() });
+            self.release(Freed { alone, shared: Vec::new() });
             while let Some(&page) = self.fenced[at].1.shared.first() {
                 self.fenced[at].1.shared.remove(0);
                 if !self.is_in_use(page) {
-                    self.release(Given { alone: vec![page], shared: Vec::new() });
+                    self.release(Freed { alone: vec![page], shared: Vec::new() });
                 }
             }
             self.fenced.remove(at);

@@ -1,4 +1,4 @@
-//! The slot allocator, with every way to take slots and to give them back.
+//! The slot allocator, with every way to take and to free slots.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -17,21 +17,21 @@ use super::{Source, agree, int, ints_of, size};
 /// Host memory has no streams.
 const STREAM: Stream = Stream::DEFAULT;
 
-/// Frees collected until the outermost group ends.
+/// Frees that are collected until the outermost group ends.
 #[derive(Default)]
 struct Group {
     nested: usize,
     given: Vec<i64>,
 }
 
-/// Fences that have not passed, each with its number in the model.
+/// The fences that have not passed, each with its number in the model.
 #[derive(Default)]
 pub(super) struct Fences {
     waiting: Vec<(usize, Arc<Flag>)>,
     made: usize,
 }
 
-/// A fence that the history lets pass.
+/// A fence that the history passes.
 #[derive(Default)]
 struct Flag(AtomicBool);
 
@@ -42,7 +42,7 @@ impl Fence for Flag {
 }
 
 impl Fences {
-    /// Another one.
+    /// Adds a fence.
     pub(super) fn make(&mut self) -> (usize, Arc<dyn Fence>) {
         self.made += 1;
         self.waiting.push((self.made, Arc::default()));
@@ -54,7 +54,7 @@ impl Fences {
         Some((*number, Arc::clone(flag) as _))
     }
 
-    /// Lets one of them pass, and returns its number.
+    /// Passes one fence, and returns its number.
     pub(super) fn pass(&mut self, source: &mut Source<'_>) -> Option<usize> {
         let count = self.waiting.len();
         let (number, flag) = (count > 0).then(|| self.waiting.swap_remove(source.below(count)))?;
@@ -158,7 +158,7 @@ impl Slots {
         self.freed(&given, answer, fence);
     }
 
-    /// Does in the model what a free did.
+    /// Applies a free to the model.
     fn freed(&mut self, slots: &[i64], answer: Result<BadFrees>, fence: Option<usize>) {
         let before = self.pool.strict().then(|| self.model.clone());
         let dropped = self.model.dropped;
@@ -251,14 +251,14 @@ fn numbers(view: &TensorView) -> Vec<usize> {
     ints_of(view).into_iter().map(size).collect()
 }
 
-/// A slot of some owned page, else the padding slot.
+/// A slot of an owned page, or the padding slot.
 fn owned_slot(source: &mut Source<'_>, model: &SlotModel) -> i64 {
     let at = source.below(model.owners.len().max(1));
     let page = model.owners.keys().nth(at).copied().unwrap_or(0);
     int(page * model.page_size + source.below(model.page_size))
 }
 
-/// Where a request's last token may be: right as a rule, for a prefix that ends within a page.
+/// The last token's slot of a request: usually correct for a prefix that ends within a page.
 fn last_loc(source: &mut Source<'_>, model: &SlotModel, prefix: i64) -> i64 {
     let size = int(model.page_size);
     let slot = owned_slot(source, model);
@@ -269,7 +269,7 @@ fn last_loc(source: &mut Source<'_>, model: &SlotModel, prefix: i64) -> i64 {
     }
 }
 
-/// Slots as callers give them: their own, whole runs, and what is none.
+/// Slots as callers pass them: their own, whole runs, and invalid ones.
 pub(super) fn given(source: &mut Source<'_>, model: &SlotModel) -> Vec<i64> {
     let mut given = Vec::new();
     for _ in 0..source.below(6) {
@@ -290,7 +290,7 @@ pub(super) fn given(source: &mut Source<'_>, model: &SlotModel) -> Vec<i64> {
     given
 }
 
-/// Checks what is said of slots that were not freed.
+/// Checks the report of slots that were not freed.
 fn check_reasons(bad: &BadFrees, model: &SlotModel) {
     assert!(bad.first().len() <= bad.dropped().min(8));
     assert!(bad.dropped() == 0 || !bad.first().is_empty());
@@ -307,7 +307,7 @@ fn check_reasons(bad: &BadFrees, model: &SlotModel) {
     }
 }
 
-/// Checks everything that can be seen of the allocator.
+/// Checks everything that is visible of the allocator.
 pub(super) fn check(pool: &TokenToKvPoolAllocator, model: &SlotModel) {
     pool.verify().expect("consistent");
     let (stats, page_size) = (pool.stats(), model.page_size);

@@ -1,6 +1,6 @@
-//! The driver's functions that kvpool uses: their names and what they take.
+//! The driver functions that kvpool calls: names and parameters.
 
-/// Hands the list to `$then`. `cuFuncLoad` came with CUDA 12.4 and is asked for by [`super::Driver`].
+/// Passes the list to `$then`. `cuFuncLoad` came with CUDA 12.4 and is looked up by [`super::Driver`].
 macro_rules! entry_points {
     ($then:ident) => {
         $then! {

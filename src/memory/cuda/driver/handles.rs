@@ -1,14 +1,14 @@
-//! What the driver's functions take and give, each a type of its own.
+//! Parameters and results of driver functions, each a type of its own.
 //!
-//! All are numbers of the size that the driver's header gives them, so that they cross threads; the table compares
-//! them with that header.
+//! All are numbers of the size that the driver's header specifies, so they can be sent between threads; the
+//! table checks them against that header.
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::ptr;
 
 use crate::memory::Stream;
 
-/// An answer of the driver: any number, also one that is newer than every header.
+/// A result code of the driver: any number, including codes newer than every header.
 #[repr(transparent)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::memory::cuda) struct Code(pub(in crate::memory::cuda) u32);
@@ -20,11 +20,12 @@ impl Code {
     pub(super) const NOT_READY: Self = Self(600);
     pub(super) const ALREADY_REGISTERED: Self = Self(712);
     pub(super) const CAPTURE_IMPLICIT: Self = Self(906);
-    /// Images that another one may stand in for: they are of another architecture, or newer than the driver.
+    /// Codes after which another image may work: the image is for another architecture, or newer than the
+    /// driver.
     pub(super) const UNSUITABLE_IMAGES: [Self; 4] = [Self(200), Self(209), Self(218), Self(222)];
 }
 
-/// Handles, which the driver makes.
+/// Handles that the driver creates.
 macro_rules! handles {
     ($($(#[$about:meta])* $name:ident;)*) => {
         $($(#[$about])*
@@ -33,7 +34,7 @@ macro_rules! handles {
         pub(in crate::memory::cuda) struct $name(usize);
 
         impl $name {
-            /// Before the driver has filled it in.
+            /// The value before the driver fills it in.
             pub(super) const NONE: Self = Self(0);
         })*
     };
@@ -50,7 +51,7 @@ handles! {
     ModuleHandle;
 }
 
-/// `CUstream`, whoever made it.
+/// `CUstream`, of any creator.
 #[repr(transparent)]
 #[derive(Clone, Copy, Debug)]
 pub(super) struct StreamHandle(usize);
@@ -67,13 +68,13 @@ impl From<Stream> for StreamHandle {
 pub(in crate::memory::cuda) struct DevicePtr(pub(super) u64);
 
 impl DevicePtr {
-    /// The address that `pointer` has.
+    /// The address of `pointer`.
     pub(in crate::memory::cuda) fn of(pointer: *const u8) -> Self {
-        // CUDA is there on machines of 64 bits only.
+        // CUDA exists on 64-bit machines only.
         Self(pointer.addr() as u64)
     }
 
-    /// As Rust writes it, for blocks of memory; nothing on the host follows it.
+    /// The address as a pointer, for blocks; the host never dereferences it.
     pub(in crate::memory::cuda) fn pointer(self) -> *mut u8 {
         ptr::without_provenance_mut(usize::try_from(self.0).expect("addresses have 64 bits at most"))
     }
@@ -108,7 +109,7 @@ pub(super) struct LookupStatus(pub(super) c_int);
 pub(super) struct FunctionAttribute(c_int);
 
 impl FunctionAttribute {
-    /// One that a function must be loaded for, as the header says.
+    /// An attribute whose query loads the function, according to the header.
     pub(super) const MAX_THREADS_PER_BLOCK: Self = Self(0);
 }
 
@@ -155,7 +156,7 @@ pub(super) struct Copy2d {
     pub(super) height: usize,
 }
 
-/// A constant text of the driver, or null.
+/// A constant string of the driver, or null.
 #[repr(transparent)]
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Text(*const c_char);
@@ -164,7 +165,7 @@ impl Text {
     pub(super) const NONE: Self = Self(ptr::null());
 
     pub(super) fn read(self) -> Option<String> {
-        // SAFETY: the driver gives null or a text that ends with a zero and lives as long as the process.
+        // SAFETY: the driver returns null or a string that ends with a zero and lives as long as the process.
         (!self.0.is_null()).then(|| unsafe { CStr::from_ptr(self.0) }.to_string_lossy().into_owned())
     }
 }

@@ -1,7 +1,7 @@
 //! The driver's functions, each checked and named.
 //!
-//! A [`Driver`] is there only where its whole table was found, so no call can fail for want of a function. Whoever
-//! calls has made the right context current; what else a call asks for stands at it.
+//! A [`Driver`] exists only when its whole table was found, so no call can fail for lack of a function. The
+//! caller has made the right context current; further requirements stand at each call.
 
 mod entry_points;
 mod handles;
@@ -24,29 +24,29 @@ use handles::{
 pub(super) use handles::{ContextHandle, DevicePtr, EventHandle, FunctionHandle, ModuleHandle};
 use table::Table;
 
-/// `CU_MEMHOSTALLOC_PORTABLE` and `CU_MEMHOSTALLOC_DEVICEMAP`: every context and every kernel may use it. The flags of
-/// registration have the same numbers.
+/// `CU_MEMHOSTALLOC_PORTABLE` and `CU_MEMHOSTALLOC_DEVICEMAP`: every context and every kernel may use it. The
+/// flags of registration have the same values.
 const EVERYWHERE: u32 = 1 | 2;
 /// `CU_EVENT_DISABLE_TIMING`.
 const WITHOUT_TIME: u32 = 2;
 
-/// What becomes of work that is enqueued on a stream.
+/// The effect of enqueueing work on a stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum StreamMode {
-    /// It runs.
+    /// The work runs.
     Running,
-    /// It becomes part of a graph, or, on the default stream, would have to.
+    /// The work becomes part of a graph or, on the default stream, would have to.
     Captured,
-    /// Nothing: the stream was destroyed.
+    /// None: the stream was destroyed.
     Gone,
 }
 
-/// One side of a copy of rows of bytes, which lie `pitch` bytes apart.
+/// One side of a copy of rows of bytes that lie `pitch` bytes apart.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Rows {
     pub(super) address: *mut u8,
     pub(super) pitch: usize,
-    /// Whether the address means host memory.
+    /// Whether the address is one of host memory.
     pub(super) is_on_host: bool,
 }
 
@@ -65,31 +65,34 @@ impl Rows {
     }
 }
 
-/// The driver of this machine.
+/// The NVIDIA driver of this machine.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Driver(&'static Table);
 
-/// While it lives, this thread may make calls that CUDA forbids to all threads while somebody captures a stream, since
-/// most programs mean to have them captured: to free memory, say, or to query an event of another stream.
-pub(super) struct Relaxed {
+/// While it lives, this thread may make calls that CUDA otherwise forbids to all threads during a capture,
+/// since most programs mean to have them captured: freeing memory, for example, or querying an event of
+/// another stream.
+pub(super) struct RelaxedThread {
     driver: Driver,
     before: CaptureMode,
 }
 
-/// Calls a function of the table and turns its answer into a `Result`. The contract is that of the function around it.
+/// Calls a function of the table and turns its code into a `Result`. The contract is that of the surrounding
+/// function.
 macro_rules! checked {
     ($driver:expr, $name:ident($($argument:expr),*)) => {{
-        // SAFETY: places for answers are of this function; the rest is what the function around asks of its caller.
+        // SAFETY: out-parameters are locals of this function; the surrounding function asks the rest of its
+        // caller.
         let code = unsafe { $driver.0.$name($($argument),*) };
         $driver.check(stringify!($name), code)
     }};
 }
 
 impl Driver {
-    /// The driver, if there is one that kvpool can use.
+    /// Opens the driver.
     ///
     /// # Errors
-    /// What is missing, in words.
+    /// The missing part, in words.
     pub(super) fn open() -> std::result::Result<Self, String> {
         Table::open().map(Self)
     }
@@ -98,26 +101,26 @@ impl Driver {
         if code == Code::SUCCESS { Ok(()) } else { Err(self.failed(call, code)) }
     }
 
-    /// The error for a call that failed: the number, and the driver's word for it.
+    /// The error for a failed call: its code, and the driver's name for the code.
     #[cold]
     fn failed(self, call: &str, code: Code) -> Error {
         let mut name = Text::NONE;
-        // SAFETY: the function writes a constant text, or null for a number that it does not know.
-        let told = unsafe { self.0.cuGetErrorName(code, &raw mut name) };
-        let name = if told == Code::SUCCESS { name.read() } else { None };
+        // SAFETY: the function writes a constant string, or null for an unknown code.
+        let code_of_name = unsafe { self.0.cuGetErrorName(code, &raw mut name) };
+        let name = if code_of_name == Code::SUCCESS { name.read() } else { None };
         let name = name.unwrap_or_else(|| "a code that the driver has no name for".to_owned());
         Error::new(ErrorKind::Driver, format!("{call} failed with {name} ({})", code.0)).with_code(code.0)
     }
 
-    /// What the driver must do before anything else.
+    /// Initialises the driver, which every other call requires.
     pub(super) fn init(self) -> Result<()> {
         checked!(self, cuInit(0))
     }
 
-    pub(super) fn relax(self) -> Result<Relaxed> {
+    pub(super) fn relax(self) -> Result<RelaxedThread> {
         let mut before = CaptureMode::RELAXED;
         checked!(self, cuThreadExchangeStreamCaptureMode(&raw mut before))?;
-        Ok(Relaxed { driver: self, before })
+        Ok(RelaxedThread { driver: self, before })
     }
 
     pub(super) fn device_count(self) -> Result<u32> {
@@ -128,13 +131,13 @@ impl Driver {
 
     fn device(self, ordinal: u32) -> Result<c_int> {
         let ordinal = c_int::try_from(ordinal)
-            .map_err(|_| Error::config(format!("{ordinal} is no number of a device")))?;
+            .map_err(|_| Error::config(format!("{ordinal} is not a device number")))?;
         let mut device = 0;
         checked!(self, cuDeviceGet(&raw mut device, ordinal))?;
         Ok(device)
     }
 
-    /// The primary context of device `ordinal`, which stays for the life of the process.
+    /// The primary context of device `ordinal`, kept for the life of the process.
     pub(super) fn retain_context(self, ordinal: u32) -> Result<ContextHandle> {
         let device = self.device(ordinal)?;
         let mut context = ContextHandle::NONE;
@@ -142,7 +145,7 @@ impl Driver {
         Ok(context)
     }
 
-    /// Whether anybody in this process has the primary context of device `ordinal`.
+    /// Whether the primary context of device `ordinal` is active in this process.
     pub(super) fn has_context(self, ordinal: u32) -> Result<bool> {
         let device = self.device(ordinal)?;
         let (mut flags, mut is_active) = (0, 0);
@@ -183,14 +186,14 @@ impl Driver {
         checked!(self, cuCtxPopCurrent_v2(&raw mut context))
     }
 
-    /// Bytes of device memory: free, and in all.
+    /// Device memory in bytes: free and total.
     pub(super) fn memory_info(self) -> Result<(usize, usize)> {
         let (mut free, mut total) = (0, 0);
         checked!(self, cuMemGetInfo_v2(&raw mut free, &raw mut total))?;
         Ok((free, total))
     }
 
-    /// Device memory, or `None` when there is not enough.
+    /// Allocates device memory, or returns `None` when there is not enough.
     pub(super) fn allocate(self, bytes: usize) -> Result<Option<DevicePtr>> {
         let mut address = DevicePtr::of(ptr::null());
         // SAFETY: the function writes an address there.
@@ -203,12 +206,13 @@ impl Driver {
     }
 
     /// # Safety
-    /// The address is one of [`Driver::allocate`], freed once, and nothing that was enqueued uses its memory.
+    /// The address came from [`Driver::allocate`], is freed once, and no enqueued work uses its memory.
     pub(super) unsafe fn free(self, address: DevicePtr) -> Result<()> {
         checked!(self, cuMemFree_v2(address))
     }
 
-    /// Page-locked host memory that every context and every kernel may use, or `None` when there is not enough.
+    /// Allocates page-locked host memory for every context and kernel, or returns `None` when there is not
+    /// enough.
     pub(super) fn allocate_host(self, bytes: usize) -> Result<Option<*mut u8>> {
         let mut address: *mut c_void = ptr::null_mut();
         // SAFETY: the function writes an address there.
@@ -221,17 +225,17 @@ impl Driver {
     }
 
     /// # Safety
-    /// The address is one of [`Driver::allocate_host`], freed once, and nothing that was enqueued uses its memory.
+    /// The address came from [`Driver::allocate_host`], is freed once, and no enqueued work uses its memory.
     pub(super) unsafe fn free_host(self, address: *mut u8) -> Result<()> {
         checked!(self, cuMemFreeHost(address.cast()))
     }
 
-    /// Page-locks host memory of others for every context. `false` if part of it is page-locked already.
+    /// Page-locks host memory for every context. Returns `false` if part of it is page-locked already.
     ///
     /// # Safety
-    /// So many bytes are mapped there until [`Driver::unregister_host`].
+    /// `bytes` bytes are mapped at `address` until [`Driver::unregister_host`].
     pub(super) unsafe fn register_host(self, address: *mut u8, bytes: usize) -> Result<bool> {
-        // SAFETY: as the caller promises.
+        // SAFETY: guaranteed by the caller.
         let code = unsafe { self.0.cuMemHostRegister_v2(address.cast(), bytes, EVERYWHERE) };
         if code == Code::ALREADY_REGISTERED {
             return Ok(false);
@@ -247,16 +251,17 @@ impl Driver {
     }
 
     /// # Safety
-    /// The address is one that [`Driver::register_host`] registered, given once, and nothing that was enqueued uses its
-    /// memory as page-locked.
+    /// The address was registered by [`Driver::register_host`], is unregistered once, and no enqueued work
+    /// uses its memory as page-locked.
     pub(super) unsafe fn unregister_host(self, address: *mut u8) -> Result<()> {
         checked!(self, cuMemHostUnregister(address.cast()))
     }
 
-    /// Enqueues a copy between any two places. From or to pageable memory it is done, or has read its source, on return.
+    /// Enqueues a copy between any two addresses. With pageable memory it is done, or has read its source, on
+    /// return.
     ///
     /// # Safety
-    /// So many bytes can be read at `source` and written at `target` until the copy has run.
+    /// `bytes` bytes can be read at `source` and written at `target` until the copy has run.
     pub(super) unsafe fn copy(
         self,
         target: DevicePtr,
@@ -267,10 +272,10 @@ impl Driver {
         checked!(self, cuMemcpyAsync(target, source, bytes, stream.into()))
     }
 
-    /// As [`Driver::copy`], for `height` rows of `width` bytes.
+    /// Like [`Driver::copy`], for `height` rows of `width` bytes.
     ///
     /// # Safety
-    /// As there, for each row.
+    /// Same as [`Driver::copy`], for each row.
     pub(super) unsafe fn copy_2d(
         self,
         target: Rows,
@@ -284,7 +289,7 @@ impl Driver {
     }
 
     /// # Safety
-    /// So many bytes are the device's at `address` until the work has run.
+    /// `bytes` bytes at `address` are device memory until the work has run.
     pub(super) unsafe fn fill(
         self,
         address: DevicePtr,
@@ -296,7 +301,7 @@ impl Driver {
     }
 
     /// # Safety
-    /// As [`Driver::copy`]; the source is host memory.
+    /// Same as [`Driver::copy`]; the source is host memory.
     pub(super) unsafe fn copy_to_device(
         self,
         target: DevicePtr,
@@ -308,7 +313,7 @@ impl Driver {
     }
 
     /// # Safety
-    /// As [`Driver::copy`]; the target is host memory.
+    /// Same as [`Driver::copy`]; the target is host memory.
     pub(super) unsafe fn copy_to_host(
         self,
         target: *mut u8,
@@ -323,10 +328,10 @@ impl Driver {
         checked!(self, cuStreamSynchronize(stream.into()))
     }
 
-    /// What becomes of work on `stream`.
+    /// The state of `stream`.
     pub(super) fn mode(self, stream: Stream) -> Result<StreamMode> {
         let mut status = CaptureStatus::NONE;
-        // SAFETY: the function writes a number there; streams are alive, as `Stream` asks for.
+        // SAFETY: the function writes a number there; streams are alive, as `Stream` requires.
         let code = unsafe { self.0.cuStreamIsCapturing(stream.into(), &raw mut status) };
         match code {
             Code::CAPTURE_IMPLICIT => return Ok(StreamMode::Captured),
@@ -342,9 +347,9 @@ impl Driver {
         Ok(event)
     }
 
-    /// `false` where there is no such stream on this device any more.
+    /// Returns `false` when the device no longer has such a stream.
     pub(super) fn record_event(self, event: EventHandle, stream: Stream) -> Result<bool> {
-        // SAFETY: events are never destroyed; streams are alive, as `Stream` asks for.
+        // SAFETY: events are never destroyed; streams are alive, as `Stream` requires.
         let code = unsafe { self.0.cuEventRecord(event, stream.into()) };
         if code == Code::INVALID_HANDLE {
             return Ok(false);
@@ -366,12 +371,13 @@ impl Driver {
         checked!(self, cuEventSynchronize(event))
     }
 
-    /// Lets what is enqueued on `stream` from now on wait for `event`.
+    /// Makes everything enqueued on `stream` from now on wait for `event`.
     pub(super) fn order_after(self, stream: Stream, event: EventHandle) -> Result<()> {
         checked!(self, cuStreamWaitEvent(stream.into(), event, 0))
     }
 
-    /// Loads an image for the current context. `None`, with the reason, where another image of the same kernels may do.
+    /// Loads an image in the current context. Returns the reason when another image of the same kernels may
+    /// work.
     ///
     /// # Safety
     /// `image` points to PTX that ends with a zero, or to a whole cubin.
@@ -380,7 +386,7 @@ impl Driver {
         image: *const u8,
     ) -> Result<std::result::Result<ModuleHandle, Error>> {
         let mut module = ModuleHandle::NONE;
-        // SAFETY: as the caller promises.
+        // SAFETY: guaranteed by the caller.
         let code = unsafe { self.0.cuModuleLoadData(&raw mut module, image.cast()) };
         let loaded = self.check("cuModuleLoadData", code).map(|()| module);
         if Code::UNSUITABLE_IMAGES.contains(&code) { Ok(loaded) } else { loaded.map(Ok) }
@@ -390,15 +396,16 @@ impl Driver {
         checked!(self, cuModuleUnload(module))
     }
 
-    /// A kernel of a module, loaded now: the first launch may be within a stream capture, where nothing can be loaded.
+    /// Loads a kernel of a module at once: its first launch may be within a capture, where nothing can be
+    /// loaded.
     pub(super) fn function(self, module: ModuleHandle, name: &CStr) -> Result<FunctionHandle> {
         let mut function = FunctionHandle::NONE;
         checked!(self, cuModuleGetFunction(&raw mut function, module, name.as_ptr()))?;
         if let Some(load) = self.function_loader() {
-            // SAFETY: the function is of a module that is loaded.
+            // SAFETY: the function belongs to a loaded module.
             self.check("cuFuncLoad", unsafe { load(function) })?;
         } else {
-            // Drivers before that load a function for a question that needs it to be loaded.
+            // Older drivers load a function for a query that requires it to be loaded.
             let mut threads = 0;
             let attribute = FunctionAttribute::MAX_THREADS_PER_BLOCK;
             checked!(self, cuFuncGetAttribute(&raw mut threads, attribute, function))?;
@@ -406,7 +413,7 @@ impl Driver {
         Ok(function)
     }
 
-    /// `cuFuncLoad`, where the driver has it: it came with CUDA 12.4.
+    /// `cuFuncLoad`, if the driver has it: it came with CUDA 12.4.
     fn function_loader(self) -> Option<unsafe extern "C" fn(FunctionHandle) -> Code> {
         const SINCE: c_int = 12_040;
         let (mut found, mut status) = (ptr::null_mut(), LookupStatus(0));
@@ -421,10 +428,11 @@ impl Driver {
         load.filter(|_| code == Code::SUCCESS)
     }
 
-    /// Launches a kernel of one parameter.
+    /// Launches a kernel with one parameter.
     ///
     /// # Safety
-    /// `params` points to what the kernel takes, and every address in it is valid for what the kernel does with it.
+    /// `params` points to the kernel's parameter, and every address in it is valid for the kernel's use of
+    /// it.
     pub(super) unsafe fn launch(
         self,
         function: FunctionHandle,
@@ -453,14 +461,14 @@ impl Driver {
     }
 }
 
-/// A number that the driver counts from 0.
+/// A count of the driver, which is never negative.
 fn counted(number: c_int) -> u32 {
     u32::try_from(number).expect("the driver counts devices and versions from 0")
 }
 
-impl Drop for Relaxed {
+impl Drop for RelaxedThread {
     fn drop(&mut self) {
-        // It was set by us; if it cannot be set back, the driver is going away.
+        // `relax` has set it; a call that fails means that the driver is shutting down.
         let _: Result<()> = checked!(self.driver, cuThreadExchangeStreamCaptureMode(&raw mut self.before));
     }
 }

@@ -1,5 +1,6 @@
-//! The table of the driver's functions, from `libcuda.so.1`: the file that PyTorch and everybody else in the process
-//! opens. Each returns a plain number, since a driver answers with codes that are newer than any header.
+//! The table of driver functions, from `libcuda.so.1`: the file that PyTorch and every other CUDA library in
+//! the process opens. Each function returns a plain number, since a driver may return codes newer than any
+//! header.
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::mem::transmute;
@@ -15,15 +16,15 @@ use super::handles::{
 
 const LIBRARY: &CStr = c"libcuda.so.1";
 
-/// The oldest version that has every function of the table: CUDA 12.0.
+/// The oldest version with every function of the table: CUDA 12.0.
 const OLDEST: c_int = 12_000;
 
-/// A type of ours, and the header's type that it stands for.
+/// Maps a type of ours to its type in the header.
 trait Stands {
     type For;
 }
 
-/// The header's type for a type of ours.
+/// The header type of `T`.
 type Header<T> = <T as Stands>::For;
 
 macro_rules! stands {
@@ -82,19 +83,19 @@ macro_rules! define {
             $($name: unsafe extern "C" fn($($kind),*) -> Code,)*
         }
 
-        // What each takes is what the header says that it takes.
+        // Parameter types are compared with the header.
         $(const _: unsafe fn($(Header<$kind>),*) -> sys::CUresult = sys::$name;)*
 
         #[expect(non_snake_case, reason = "the driver's names")]
         impl Table {
-            /// Looks all of them up, or names the first that is not there.
+            /// Looks up every function, or returns the name of the first missing one.
             fn of(library: &Library) -> Result<Self, &'static str> {
                 Ok(Self {
                     $($name: {
                         const NAME: &str = concat!(stringify!($name), "\0");
                         let found = library.find(NAME).ok_or(stringify!($name))?;
-                        // SAFETY: the library's function of this name takes what the header says, as was compared above,
-                        // and returns a number of 32 bits.
+                        // SAFETY: the library's function of this name takes what the header says, as compared
+                        // above, and returns a number of 32 bits.
                         unsafe { transmute::<*mut c_void, unsafe extern "C" fn($($kind),*) -> Code>(found) }
                     },)*
                 })
@@ -102,7 +103,7 @@ macro_rules! define {
 
             $(#[allow(clippy::too_many_arguments, reason = "the driver's")]
             pub(super) unsafe fn $name(&self, $($argument: $kind),*) -> Code {
-                // SAFETY: the caller promises what the driver asks for.
+                // SAFETY: the caller guarantees what the driver requires.
                 unsafe { (self.$name)($($argument),*) }
             })*
         }
@@ -115,12 +116,13 @@ struct Library(*mut c_void);
 
 impl Library {
     fn open() -> Option<Self> {
-        // SAFETY: the name ends with a zero. The library runs its constructors, as it does for everybody.
+        // SAFETY: the name ends with a zero. The library runs its constructors, as it does in every process
+        // that opens it.
         let library = unsafe { libc::dlopen(LIBRARY.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
         (!library.is_null()).then_some(Self(library))
     }
 
-    /// The function of this name, which ends with a zero.
+    /// Looks up a function by `name`, which ends with a zero.
     fn find(&self, name: &str) -> Option<*mut c_void> {
         let name = CStr::from_bytes_with_nul(name.as_bytes()).ok()?;
         // SAFETY: the library is open, and the name ends with a zero.
@@ -128,7 +130,7 @@ impl Library {
         (!found.is_null()).then_some(found)
     }
 
-    /// The version that it says it has, if it says one.
+    /// The version that the library reports, if any.
     fn version(&self) -> Option<c_int> {
         let found = self.find("cuDriverGetVersion\0")?;
         // SAFETY: as in `Table::of`.
@@ -141,10 +143,10 @@ impl Library {
 }
 
 impl Table {
-    /// The table of this process. What is not there is looked for again by the next call.
+    /// The table of this process. Parts that are missing are looked up again by the next call.
     ///
     /// # Errors
-    /// What is missing, in words.
+    /// The missing part, in words.
     pub(super) fn open() -> Result<&'static Self, String> {
         static TABLE: OnceLock<Table> = OnceLock::new();
         if let Some(table) = TABLE.get() {
@@ -158,9 +160,8 @@ impl Table {
             let (major, minor) = (version / 1000, version % 1000 / 10);
             return Err(format!("the NVIDIA driver offers CUDA {major}.{minor}; at least 12.0 is needed"));
         }
-        let table = Self::of(&library).map_err(|name| {
-            format!("the library libcuda.so.1 is no driver that kvpool can use: it has no {name}")
-        })?;
+        let table = Self::of(&library)
+            .map_err(|name| format!("kvpool cannot use the library libcuda.so.1: it has no {name}"))?;
         Ok(TABLE.get_or_init(|| table))
     }
 }

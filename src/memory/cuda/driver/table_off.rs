@@ -1,4 +1,4 @@
-//! What stands for the driver's functions where kvpool is built without the feature `cuda`: a table that is never there.
+//! The table of driver functions in a build without the feature `cuda`: it has no values, so it never opens.
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
 
@@ -8,7 +8,7 @@ use super::handles::{
     FunctionAttribute, FunctionHandle, LookupStatus, ModuleHandle, StreamHandle, Text,
 };
 
-/// The functions; there are none.
+/// The driver functions. The type has no values.
 #[derive(Debug)]
 pub(super) enum Table {}
 
