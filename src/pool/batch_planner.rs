@@ -18,7 +18,7 @@ use crate::tensor::TensorView;
 use self::block_table::BlockTable;
 pub use self::plan::{Field, Plan, PlannerConfig};
 use self::plan::{PlanLayout, SmallFields};
-use super::shortage::Taken;
+use super::shortage::OrShort;
 use super::slot_tensors::SlotTensors;
 use super::{Fence, ReqToTokenPool, TableIndex, TokenToKvPoolAllocator, at_least_one, fits_int32, make_room};
 
@@ -248,7 +248,7 @@ impl BatchPlanner {
     fn take<T>(
         &self,
         stream: Stream,
-        mut take: impl FnMut(&mut Planner, Pools<'_>) -> Result<Taken<T>>,
+        mut take: impl FnMut(&mut Planner, Pools<'_>) -> Result<OrShort<T>>,
     ) -> Result<Option<T>> {
         self.make_room()?;
         self.slots.take(stream, |slots| {
@@ -360,7 +360,7 @@ impl Planner {
         self.executor.crowded()
     }
 
-    fn extend(&mut self, pools: Pools<'_>, batch: Batch<'_>, stream: Stream) -> Result<Taken<Plan>> {
+    fn extend(&mut self, pools: Pools<'_>, batch: Batch<'_>, stream: Stream) -> Result<OrShort<Plan>> {
         let Pools { slots, table } = pools;
         let (rows, count) = (batch.rows, batch.rows.len());
         let cached = if batch.prefix_slots.is_empty() { count } else { batch.prefix_slots.len() };
@@ -403,7 +403,7 @@ impl Planner {
         tokens_per_req: usize,
         pad_to: Option<&[usize]>,
         stream: Stream,
-    ) -> Result<Taken<Plan>> {
+    ) -> Result<OrShort<Plan>> {
         let Pools { slots, table } = pools;
         let count = rows.len();
         at_least_one(&[("tokens_per_req", tokens_per_req)])?;
@@ -452,7 +452,7 @@ impl Planner {
         prefixes: &[i32],
         padding: Padding,
         stream: Stream,
-    ) -> Result<Taken<Plan>> {
+    ) -> Result<OrShort<Plan>> {
         let Pools { slots, table } = pools;
         for (position, growth) in batch.iter().enumerate() {
             self.requests.check_open(position, *growth, slots.slots())?;
@@ -668,7 +668,7 @@ impl Planner {
         [src, dst]: [i64; 2],
         len: i64,
         stream: Stream,
-    ) -> Result<Taken<[TensorView; 2]>> {
+    ) -> Result<OrShort<[TensorView; 2]>> {
         let Pools { slots, table } = pools;
         let named = self.requests.name(&IndexVec::I64(vec![src, dst]), table.rows())?;
         let (src, dst) = (named[0], named[1]);

@@ -77,16 +77,16 @@ pub struct ChunkPool {
     region: Arc<Region>,
     /// The device through which its memory is page-locked, if it is.
     locked_by: Option<Arc<Gpu>>,
-    state: Mutex<State>,
+    state: Mutex<ChunkStates>,
     /// Chunks were offered, copies of freed ones are done, or page-locking has ended.
     changed: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct ChunkStates {
     chunks: Ledgered<RefCounts>,
     /// Chunks with copies that may be under way.
-    flights: HashMap<u32, Flight>,
+    copies: HashMap<u32, ChunkCopies>,
     /// Of those, the ones that were freed.
     returning: Vec<u32>,
     /// Whether page-locking goes on, which offers more chunks.
@@ -96,14 +96,14 @@ struct State {
 
 /// Copies of one chunk.
 #[derive(Debug, Default)]
-struct Flight {
+struct ChunkCopies {
     /// Calls that have not returned.
     calls: usize,
     /// Points after copies that were enqueued.
     done: Vec<Arc<Event>>,
 }
 
-impl Flight {
+impl ChunkCopies {
     /// Whether all copies are done.
     fn is_over(&mut self) -> Result<bool> {
         while let Some(event) = self.done.last() {
@@ -116,13 +116,13 @@ impl Flight {
     }
 }
 
-impl State {
+impl ChunkStates {
     /// Puts the chunks back that were freed and whose copies are done.
     fn settle(&mut self) -> Result<()> {
         let mut at = 0;
         while let Some(&index) = self.returning.get(at) {
-            if self.flights.get_mut(&index).map_or(Ok(true), Flight::is_over)? {
-                self.flights.remove(&index);
+            if self.copies.get_mut(&index).map_or(Ok(true), ChunkCopies::is_over)? {
+                self.copies.remove(&index);
                 self.returning.remove(at);
                 self.chunks.put_back(index);
             } else {
@@ -135,9 +135,9 @@ impl State {
     /// Lets a chunk whose last reference is gone be taken again, at once or when its copies are done.
     fn put_back(&mut self, index: u32) {
         // A driver that cannot say whether copies are done is asked again when the chunk is needed.
-        let is_over = self.flights.get_mut(&index).is_none_or(|flight| matches!(flight.is_over(), Ok(true)));
+        let is_over = self.copies.get_mut(&index).is_none_or(|copies| matches!(copies.is_over(), Ok(true)));
         if is_over {
-            self.flights.remove(&index);
+            self.copies.remove(&index);
             self.chunks.put_back(index);
         } else {
             self.returning.push(index);
@@ -165,7 +165,7 @@ impl ChunkPool {
         let stride = chunk_bytes.next_multiple_of(ALIGNMENT);
         let bytes = bytes_of("all chunks", &[config.num_chunks, stride], DType::U8)?;
         let region = Arc::new(Region::new(Arc::clone(backend), bytes)?);
-        let mut state = State::default();
+        let mut state = ChunkStates::default();
         state.chunks.extend(count)?;
         let is_locked = config.pin_memory && backend.device() == Device::Cpu;
         let locked_by = is_locked.then(|| Gpu::any().ok()).flatten();
@@ -246,12 +246,12 @@ impl ChunkPool {
         self.region.device()
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, ChunkStates> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Waits for a change, at most for `timeout`.
-    fn wait<'a>(&self, state: MutexGuard<'a, State>, timeout: Duration) -> MutexGuard<'a, State> {
+    fn wait<'a>(&self, state: MutexGuard<'a, ChunkStates>, timeout: Duration) -> MutexGuard<'a, ChunkStates> {
         self.changed.wait_timeout(state, timeout).unwrap_or_else(PoisonError::into_inner).0
     }
 
@@ -286,7 +286,7 @@ impl ChunkPool {
         Ok(state.chunks.take())
     }
 
-    fn attempt(state: &mut State, count: usize) -> Result<Attempt> {
+    fn attempt(state: &mut ChunkStates, count: usize) -> Result<Attempt> {
         if !state.returning.is_empty() {
             state.settle()?;
         }
@@ -318,7 +318,7 @@ impl ChunkPool {
             }
             self.check_process()?;
             let copied =
-                state.returning.iter().find_map(|index| state.flights.get(index)?.done.last().cloned());
+                state.returning.iter().find_map(|index| state.copies.get(index)?.done.last().cloned());
             state = match copied {
                 Some(copied) if !state.is_locking => {
                     drop(state);
@@ -369,7 +369,7 @@ impl ChunkPool {
         self.give_up(&mut state, chunk)
     }
 
-    fn give_up(&self, state: &mut State, chunk: Ticket) -> Result<BadFrees> {
+    fn give_up(&self, state: &mut ChunkStates, chunk: Ticket) -> Result<BadFrees> {
         match state.chunks.release(chunk) {
             Ok(is_last) => {
                 if is_last {
@@ -389,7 +389,7 @@ impl ChunkPool {
         self.refuse(&mut self.state(), chunk, BadFree::Foreign)
     }
 
-    fn refuse(&self, state: &mut State, chunk: Ticket, reason: BadFree) -> Result<BadFrees> {
+    fn refuse(&self, state: &mut ChunkStates, chunk: Ticket, reason: BadFree) -> Result<BadFrees> {
         let index = i64::from(chunk.index());
         let bad = match reason {
             // What is known of an index is of this pool's.
@@ -489,19 +489,19 @@ impl ChunkPool {
         if state.chunks.references(chunk) == 0 {
             return Err(stale(chunk));
         }
-        let flight = state.flights.entry(chunk.index()).or_default();
-        flight.is_over()?;
-        flight.calls += 1;
+        let copies = state.copies.entry(chunk.index()).or_default();
+        copies.is_over()?;
+        copies.calls += 1;
         Ok(())
     }
 
     fn end_copy(&self, index: u32, done: Option<&Arc<Event>>) {
         let mut state = self.state();
-        if let Some(flight) = state.flights.get_mut(&index) {
-            flight.calls -= 1;
-            flight.done.extend(done.cloned());
-            if flight.calls == 0 && flight.done.is_empty() && !state.returning.contains(&index) {
-                state.flights.remove(&index);
+        if let Some(copies) = state.copies.get_mut(&index) {
+            copies.calls -= 1;
+            copies.done.extend(done.cloned());
+            if copies.calls == 0 && copies.done.is_empty() && !state.returning.contains(&index) {
+                state.copies.remove(&index);
             }
         }
         drop(state);

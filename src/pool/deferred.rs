@@ -37,7 +37,7 @@ struct Free {
 }
 
 /// A free whose values have all landed.
-pub(super) struct Landed {
+pub(super) struct ReadyFree {
     pub(super) values: IndexVec,
     pub(super) fence: Option<FenceId>,
     pub(super) by: Signatures,
@@ -109,7 +109,7 @@ impl Deferred {
     }
 
     /// Takes the oldest free if all of its values have landed.
-    pub(super) fn landed(&mut self) -> Result<Option<Landed>> {
+    pub(super) fn landed(&mut self) -> Result<Option<ReadyFree>> {
         let Some(oldest) = self.frees.front() else { return Ok(None) };
         for part in &oldest.parts {
             if let Part::Fetch(_, fetch) = part
@@ -132,7 +132,7 @@ impl Deferred {
                 IndexVec::I64(all)
             }
         };
-        Ok(Some(Landed { values, fence: free.fence, by: free.by, keeps }))
+        Ok(Some(ReadyFree { values, fence: free.fence, by: free.by, keeps }))
     }
 
     /// Forgets every free. What the device still writes is left alone. Returns what kept the tensors.

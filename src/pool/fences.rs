@@ -65,12 +65,12 @@ thread_local! {
 /// The fences of an allocator that have not passed, in the order of their frees.
 #[derive(Default)]
 pub(super) struct Fences {
-    waiting: Vec<Waiting>,
+    waiting: Vec<PendingFence>,
 }
 
 /// A fence, and the name of what was freed behind it.
 #[derive(Clone)]
-pub(super) struct Waiting {
+pub(super) struct PendingFence {
     id: FenceId,
     fence: Arc<dyn Fence>,
 }
@@ -81,21 +81,21 @@ impl Fences {
     }
 
     pub(super) fn add(&mut self, id: FenceId, fence: Arc<dyn Fence>) {
-        self.waiting.push(Waiting { id, fence });
+        self.waiting.push(PendingFence { id, fence });
     }
 
     /// All of them, to be asked when no lock is held.
-    pub(super) fn list(&self) -> Vec<Waiting> {
+    pub(super) fn list(&self) -> Vec<PendingFence> {
         self.waiting.clone()
     }
 
     /// Takes those that have passed. To be dropped without locks: they may be the last owners of foreign objects.
-    pub(super) fn take_passed(&mut self, passed: &[FenceId]) -> Vec<Waiting> {
+    pub(super) fn take_passed(&mut self, passed: &[FenceId]) -> Vec<PendingFence> {
         self.waiting.extract_if(.., |waiting| passed.contains(&waiting.id)).collect()
     }
 
     /// Takes all of them, to be dropped without locks.
-    pub(super) fn take(&mut self) -> Vec<Waiting> {
+    pub(super) fn take(&mut self) -> Vec<PendingFence> {
         std::mem::take(&mut self.waiting)
     }
 
@@ -113,7 +113,7 @@ impl fmt::Debug for Fences {
 /// Asks which fences have passed, in order, up to the first that cannot tell.
 ///
 /// A fence that uses an allocator while it is asked finds all fences as they are: searches do not nest.
-pub(super) fn passed(waiting: &[Waiting]) -> (Vec<FenceId>, Result<()>) {
+pub(super) fn passed(waiting: &[PendingFence]) -> (Vec<FenceId>, Result<()>) {
     /// Ends the search, also when a fence panics.
     struct Asking;
 
@@ -128,7 +128,7 @@ pub(super) fn passed(waiting: &[Waiting]) -> (Vec<FenceId>, Result<()>) {
         return (passed, Ok(()));
     }
     let _asking = Asking;
-    for Waiting { id, fence } in waiting {
+    for PendingFence { id, fence } in waiting {
         match fence.passed() {
             Ok(true) => passed.push(*id),
             Ok(false) => (),

@@ -24,4 +24,4 @@ pub(super) struct Short {
 }
 
 /// What an attempt took, or by how much the pool was short for it.
-pub(super) type Taken<T> = std::result::Result<T, Short>;
+pub(super) type OrShort<T> = std::result::Result<T, Short>;

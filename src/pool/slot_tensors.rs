@@ -11,9 +11,9 @@ use crate::memory::{Backend, Borrowed, Event, Gpu, Keep, Stream};
 use crate::tensor::TensorView;
 
 use super::deferred::{Deferred, Part, abandon};
-use super::fences::{Fence, Fences, Waiting};
+use super::fences::{Fence, Fences, PendingFence};
 use super::mirror::known_values;
-use super::shortage::{Short, Taken};
+use super::shortage::{OrShort, Short};
 use super::stage::{Stage, list};
 use super::{AllocatorConfig, KvPool};
 
@@ -40,7 +40,7 @@ pub(super) struct SlotTensors {
 
 /// A free that was completed by a later call: how much was given, and what was wrong with it.
 #[derive(Debug)]
-pub(super) struct Settled {
+pub(super) struct CompletedFree {
     pub(super) given: usize,
     pub(super) bad: BadFrees,
     /// What kept its tensors, to be dropped without locks: that may run foreign code.
@@ -144,7 +144,7 @@ impl SlotTensors {
     }
 
     /// Takes `count` slots: a 1-D int32 tensor, valid on `stream`.
-    pub(super) fn alloc(&mut self, count: usize, stream: Stream) -> Result<Taken<TensorView>> {
+    pub(super) fn alloc(&mut self, count: usize, stream: Stream) -> Result<OrShort<TensorView>> {
         let Some(stage) = &mut self.stage else {
             let slots = self.slots.alloc(count)?;
             return Ok(slots.map(TensorView::from_indices).ok_or_else(|| self.short(count)));
@@ -172,7 +172,7 @@ impl SlotTensors {
     }
 
     /// Takes one ascending run of `count` slots, the lowest that fits.
-    pub(super) fn alloc_contiguous(&mut self, count: usize, stream: Stream) -> Result<Taken<TensorView>> {
+    pub(super) fn alloc_contiguous(&mut self, count: usize, stream: Stream) -> Result<OrShort<TensorView>> {
         self.check_writable(stream)?;
         match self.slots.alloc_contiguous(count)? {
             Some(slots) => self.hand_out(slots, &[], stream).map(Ok),
@@ -187,7 +187,7 @@ impl SlotTensors {
         lens: Lens<'_>,
         last_loc: &[i64],
         stream: Stream,
-    ) -> Result<Taken<(TensorView, Vec<Page>)>> {
+    ) -> Result<OrShort<(TensorView, Vec<Page>)>> {
         self.check_writable(stream)?;
         let Some(taken) = self.slots.extend(lens.prefix, lens.seq, last_loc)? else {
             return Ok(Err(self.short(lens.new_slots(self.slots.page_size()))));
@@ -331,12 +331,12 @@ impl SlotTensors {
     /// # Errors
     /// If strict, [`ErrorKind::IndexOwnership`] for the first free that would have dropped something: it is left
     /// undone. [`ErrorKind::Driver`] when the device has failed.
-    pub(super) fn settle(&mut self, settled: &mut Vec<Settled>) -> Result<()> {
+    pub(super) fn settle(&mut self, settled: &mut Vec<CompletedFree>) -> Result<()> {
         while let Some(landed) = self.deferred.landed()? {
             let freed = self.slots.free_signed(&landed.values, landed.fence, &landed.by, self.strict);
             let (bad, failure) =
                 freed.map_or_else(|error| (BadFrees::default(), Some(error)), |bad| (bad, None));
-            settled.push(Settled { given: landed.values.len(), bad, _keeps: landed.keeps });
+            settled.push(CompletedFree { given: landed.values.len(), bad, _keeps: landed.keeps });
             if let Some(error) = failure {
                 let text = format!("a free of slots that the host did not know: {error}");
                 return Err(Error::new(error.kind(), text));
@@ -423,7 +423,7 @@ impl SlotTensors {
 
     /// Makes every slot free, closes groups and forgets fences and frees that have not landed. Returns what was kept for them,
     /// to be dropped without locks.
-    pub(super) fn clear(&mut self) -> (Vec<Keep>, Vec<Waiting>) {
+    pub(super) fn clear(&mut self) -> (Vec<Keep>, Vec<PendingFence>) {
         let mut keeps = abandon(self.group.drain(..).map(|(part, _)| part));
         keeps.extend(self.deferred.clear());
         self.slots.clear();

@@ -135,7 +135,7 @@ impl Stage {
     ) -> Result<TensorView> {
         self.gpu.check_process()?;
         self.order(stream)?;
-        if let Some(positions) = self.foreseen(runs, count) {
+        if let Some(positions) = self.advance_window(runs, count) {
             return self.view(positions);
         }
         self.check_writable(stream)?;
@@ -199,7 +199,7 @@ impl Stage {
 
     /// Where the first `count` slots of `runs` lie, if they are what was expected next. The window moves past them, and
     /// past the rest of the last page, which belongs to whoever gets the slots.
-    fn foreseen(&mut self, runs: &[Range<u32>], count: usize) -> Option<Range<usize>> {
+    fn advance_window(&mut self, runs: &[Range<u32>], count: usize) -> Option<Range<usize>> {
         let window = self.window.as_mut()?;
         if window.positions.len() < count || !begins_with(&window.runs, runs, count) {
             return None;

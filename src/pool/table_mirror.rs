@@ -22,26 +22,26 @@ pub(super) struct TableMirror {
     columns: usize,
     /// Where kernels echo what they wrote.
     echoes: Ring,
-    state: Mutex<State>,
+    state: Mutex<MirrorState>,
 }
 
 #[derive(Debug)]
-struct State {
-    /// `[rows, columns]`, right but for `unknown` rows and what `steps` will change.
+struct MirrorState {
+    /// `[rows, columns]`, right but for `unknown` rows and what `changes` will change.
     values: Vec<i32>,
     /// Rows that were written to past this class.
     unknown: Bitmap,
     /// By row, columns below this may be written, as far as echoes say.
     written: Vec<u32>,
     /// What was enqueued behind an echo that has not landed, oldest first.
-    steps: VecDeque<Step>,
+    changes: VecDeque<Change>,
     /// The framework's count of its own writes to the table up to which the copy is right.
     version: u64,
 }
 
 /// One change of the table.
 #[derive(Debug)]
-enum Step {
+enum Change {
     /// A kernel echoes so many places and what it wrote to them.
     Echo(Reply, usize),
     /// The first columns of rows were zeroed.
@@ -54,11 +54,11 @@ impl TableMirror {
     /// For a table of zeros that fills `region`.
     pub(super) fn new(gpu: &Arc<Gpu>, region: &Region, rows: usize, columns: usize) -> Result<Arc<Self>> {
         let start = region.address().as_ptr().addr();
-        let state = State {
+        let state = MirrorState {
             values: zeros(rows * columns)?,
             unknown: Bitmap::new(rows)?,
             written: zeros(rows)?,
-            steps: VecDeque::new(),
+            changes: VecDeque::new(),
             version: 0,
         };
         let copy = Arc::new(Self {
@@ -79,16 +79,16 @@ impl TableMirror {
 
     /// Whether every change has landed, so that known writes can be noted at once.
     pub(super) fn is_settled(&self) -> bool {
-        self.settled().steps.is_empty()
+        self.settled().changes.is_empty()
     }
 
     /// Notes values that were written from column `from` of a row on.
     pub(super) fn wrote_columns(&self, row: u32, from: usize, values: &[i32]) {
         let mut state = self.lock();
-        if state.steps.is_empty() {
+        if state.changes.is_empty() {
             state.write(row, from, values, self.columns);
         } else {
-            state.steps.push_back(Step::Columns(row, from, values.to_vec()));
+            state.changes.push_back(Change::Columns(row, from, values.to_vec()));
         }
     }
 
@@ -102,7 +102,7 @@ impl TableMirror {
 
     /// Notes that a kernel will echo `count` places that it wrote.
     pub(super) fn expect_echo(&self, held: Reply, count: usize) {
-        self.lock().steps.push_back(Step::Echo(held, count));
+        self.lock().changes.push_back(Change::Echo(held, count));
     }
 
     /// Notes that the host does not know rows any more.
@@ -126,7 +126,7 @@ impl TableMirror {
     /// How far `row` may be written, as far as this copy knows.
     pub(super) fn extent(&self, row: u32) -> u32 {
         let state = self.settled();
-        if state.steps.is_empty() && !state.unknown.contains(widen(row)) {
+        if state.changes.is_empty() && !state.unknown.contains(widen(row)) {
             state.written[widen(row)]
         } else {
             narrow(self.columns)
@@ -139,56 +139,56 @@ impl TableMirror {
         for &(row, _) in &rows {
             state.unknown.remove_run(widen(row), 1);
         }
-        if state.steps.is_empty() {
+        if state.changes.is_empty() {
             state.zero(&rows, self.columns);
         } else {
-            state.steps.push_back(Step::Zero(rows));
+            state.changes.push_back(Change::Zero(rows));
         }
     }
 
     /// Gives up echoes on their way: the whole table is about to be zeroed.
     pub(super) fn drop_echoes(&self) {
-        for step in std::mem::take(&mut self.lock().steps) {
-            if let Step::Echo(held, _) = step {
+        for step in std::mem::take(&mut self.lock().changes) {
+            if let Change::Echo(held, _) = step {
                 self.echoes.release(&held);
             }
         }
     }
 
     /// The state after every change that has landed.
-    fn settled(&self) -> MutexGuard<'_, State> {
+    fn settled(&self) -> MutexGuard<'_, MirrorState> {
         let mut state = self.lock();
-        while let Some(step) = state.steps.front() {
+        while let Some(step) = state.changes.front() {
             let landed = match step {
                 // A device that has failed echoes nothing any more; what it would have written stays unknown.
-                Step::Echo(held, _) => held.done().passed().unwrap_or(false),
-                Step::Zero(_) | Step::Columns(..) => true,
+                Change::Echo(held, _) => held.done().passed().unwrap_or(false),
+                Change::Zero(_) | Change::Columns(..) => true,
             };
             if !landed {
                 break;
             }
-            match state.steps.pop_front() {
-                Some(Step::Echo(held, count)) => {
+            match state.changes.pop_front() {
+                Some(Change::Echo(held, count)) => {
                     if let Ok(echo) = self.echoes.take::<i32>(&held, 3 * count) {
                         state.apply(&echo, self.columns);
                     } else {
                         state.forget_all();
                     }
                 }
-                Some(Step::Zero(rows)) => state.zero(&rows, self.columns),
-                Some(Step::Columns(row, from, values)) => state.write(row, from, &values, self.columns),
+                Some(Change::Zero(rows)) => state.zero(&rows, self.columns),
+                Some(Change::Columns(row, from, values)) => state.write(row, from, &values, self.columns),
                 None => (),
             }
         }
         state
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, MirrorState> {
         lock(&self.state)
     }
 }
 
-impl State {
+impl MirrorState {
     /// Notes that the host knows no row any more.
     fn forget_all(&mut self) {
         self.unknown.insert_run(0, self.written.len());
@@ -230,7 +230,7 @@ impl Mirror for TableMirror {
 
     fn values(&self, first: usize, step: usize, count: usize, version: u64) -> Option<Vec<i32>> {
         let state = self.settled();
-        if !state.steps.is_empty() || version != state.version {
+        if !state.changes.is_empty() || version != state.version {
             return None;
         }
         let last = step.checked_mul(count.saturating_sub(1))?.checked_add(first)?;

@@ -12,7 +12,7 @@ use crate::tensor::TensorView;
 
 use super::KvPool;
 use super::fences::{Fence, passed};
-use super::shortage::{Reclaim, Taken};
+use super::shortage::{OrShort, Reclaim};
 use super::slot_tensors::{Lens, SlotTensors};
 
 /// The shape of a [`TokenToKvPoolAllocator`].
@@ -304,7 +304,7 @@ impl TokenToKvPoolAllocator {
     pub(super) fn take<T>(
         &self,
         stream: Stream,
-        mut take: impl FnMut(&mut SlotTensors) -> Result<Taken<T>>,
+        mut take: impl FnMut(&mut SlotTensors) -> Result<OrShort<T>>,
     ) -> Result<Option<T>> {
         loop {
             let mut slots = self.polled(stream)?;

@@ -50,18 +50,18 @@ pub struct Workspace {
     device: Device,
     config: WorkspaceConfig,
     /// `None` once it is closed.
-    shared: Mutex<Option<Arc<Shared>>>,
+    shared: Mutex<Option<Arc<SharedArena>>>,
 }
 
 /// What segments of the arena keep alive.
 #[derive(Debug)]
-struct Shared {
+struct SharedArena {
     region: Arc<Region>,
-    state: Mutex<State>,
+    state: Mutex<ArenaState>,
 }
 
 #[derive(Debug)]
-struct State {
+struct ArenaState {
     arena: Arena,
     owner: Option<ThreadId>,
     /// How often its owner has entered it.
@@ -70,12 +70,12 @@ struct State {
     segments: usize,
     /// What could not be allocated since it was entered.
     refused: Option<Error>,
-    order: Order,
+    order: StreamOrder,
 }
 
 /// Which streams must come before memory is used again.
 #[derive(Debug, Default)]
-struct Order {
+struct StreamOrder {
     /// Streams that may use memory that was given back.
     before: Vec<Stream>,
     /// Streams that come after all of those.
@@ -84,7 +84,7 @@ struct Order {
     users: Vec<Stream>,
 }
 
-impl Order {
+impl StreamOrder {
     /// Lets `stream`, which takes memory, come after those that used what was given back.
     fn take(&mut self, gpu: &Arc<Gpu>, stream: Stream) -> Result<()> {
         if !self.after.contains(&stream) {
@@ -113,13 +113,13 @@ impl Order {
     }
 }
 
-impl Shared {
-    fn state(&self) -> MutexGuard<'_, State> {
+impl SharedArena {
+    fn state(&self) -> MutexGuard<'_, ArenaState> {
         lock(&self.state)
     }
 
     /// Cuts `bytes` from the arena for work on `stream`.
-    fn take(&self, state: &mut State, bytes: usize, stream: Stream) -> Result<Range<usize>> {
+    fn take(&self, state: &mut ArenaState, bytes: usize, stream: Stream) -> Result<Range<usize>> {
         let Some(range) = state.arena.take(bytes) else {
             return Err(Error::new(
                 ErrorKind::WorkspaceExhausted,
@@ -153,7 +153,7 @@ impl Shared {
     }
 }
 
-impl State {
+impl ArenaState {
     /// Makes this thread the owner.
     fn claim(&mut self) -> Result<()> {
         let here = thread::current().id();
@@ -188,15 +188,15 @@ impl Workspace {
         let arena_bytes = config.arena_bytes;
         at_least_one(&[("arena_bytes", arena_bytes)])?;
         let region = Region::with(Arc::clone(backend), arena_bytes, Contents::Undefined, Arc::default())?;
-        let state = State {
+        let state = ArenaState {
             arena: Arena::new(arena_bytes, ALIGNMENT),
             owner: None,
             entered: 0,
             segments: 0,
             refused: None,
-            order: Order::default(),
+            order: StreamOrder::default(),
         };
-        let shared = Arc::new(Shared { region: Arc::new(region), state: Mutex::new(state) });
+        let shared = Arc::new(SharedArena { region: Arc::new(region), state: Mutex::new(state) });
         Ok(Self { device: backend.device(), config: *config, shared: Mutex::new(Some(shared)) })
     }
 
@@ -233,12 +233,12 @@ impl Workspace {
         self.lock().as_ref().map_or(Vec::new(), |shared| shared.state().arena.pieces())
     }
 
-    fn lock(&self) -> MutexGuard<'_, Option<Arc<Shared>>> {
+    fn lock(&self) -> MutexGuard<'_, Option<Arc<SharedArena>>> {
         lock(&self.shared)
     }
 
     /// Does `work` with the arena, as its owner.
-    fn with<R>(&self, work: impl FnOnce(&Arc<Shared>, &mut State) -> Result<R>) -> Result<R> {
+    fn with<R>(&self, work: impl FnOnce(&Arc<SharedArena>, &mut ArenaState) -> Result<R>) -> Result<R> {
         let shared = self.lock();
         let shared =
             shared.as_ref().ok_or_else(|| Error::new(ErrorKind::State, "the workspace is closed"))?;
@@ -348,7 +348,7 @@ impl Workspace {
     }
 }
 
-impl State {
+impl ArenaState {
     fn expect_left(&self) -> Result<()> {
         if self.entered == 0 {
             return Ok(());
@@ -359,11 +359,11 @@ impl State {
 
 thread_local! {
     /// The arenas that this thread has entered, the innermost last.
-    static ENTERED: RefCell<Vec<Arc<Shared>>> = const { RefCell::new(Vec::new()) };
+    static ENTERED: RefCell<Vec<Arc<SharedArena>>> = const { RefCell::new(Vec::new()) };
 }
 
 /// By address, the arenas and the bytes of segments.
-type Segments = BTreeMap<usize, (Arc<Shared>, Range<usize>)>;
+type Segments = BTreeMap<usize, (Arc<SharedArena>, Range<usize>)>;
 
 /// Segments that frameworks have.
 static SEGMENTS: Mutex<Segments> = Mutex::new(BTreeMap::new());

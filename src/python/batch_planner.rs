@@ -17,9 +17,9 @@ use super::args;
 use super::export::to_tensor;
 use super::fences::fence;
 use super::framework::{backend, current_stream};
-use super::made::MadeTensors;
 use super::req_to_token_pool::ReqToTokenPool;
 use super::tensor::Tensor;
+use super::tensor_cache::TensorCache;
 use super::token_to_kv_pool_allocator::TokenToKvPoolAllocator;
 
 /// Plans the steps of a scheduler: one call takes the slots of a whole batch, writes the request table and makes the
@@ -52,7 +52,7 @@ pub(super) struct BatchPlanner {
     table: Py<ReqToTokenPool>,
     allocator: Py<TokenToKvPoolAllocator>,
     /// By field; they are the same in every step that has the same sizes.
-    tensors: MadeTensors<()>,
+    tensors: TensorCache<()>,
 }
 
 impl BatchPlanner {
@@ -115,7 +115,7 @@ impl BatchPlanner {
         let (slots, table) = (&allocator.get().pool, &req_to_token_pool.get().pool);
         let backend = backend(py, slots.device())?;
         let planner = py.detach(|| Planner::new(&config, &backend, Arc::clone(slots), Arc::clone(table)))?;
-        Ok(Self { planner, table: req_to_token_pool, allocator, tensors: MadeTensors::default() })
+        Ok(Self { planner, table: req_to_token_pool, allocator, tensors: TensorCache::default() })
     }
 
     /// Takes the slots for positions `[prefix, seq)` of each request: prefill, chunk by chunk or at once.

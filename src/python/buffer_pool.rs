@@ -13,10 +13,10 @@ use crate::memory::{Borrowed, Keep};
 use crate::pool::{self, BufferConfig, BufferPool as Pool};
 use crate::tensor::TensorView;
 
+use super::base_pool::{BasePool, Look, PoolClass};
 use super::debug::Debug;
 use super::framework::{backend, current_stream};
-use super::made::MadeTensors;
-use super::pool::{Look, Pool as Base, PoolClass};
+use super::tensor_cache::TensorCache;
 use super::{args, lock, with};
 
 /// Scratch buffers that are used again from step to step.
@@ -38,7 +38,7 @@ use super::{args, lock, with};
 /// Raises:
 ///     ConfigError: If `rounding` is something else.
 ///     BackendUnavailableError: If `device` cannot be used here.
-#[pyclass(extends = Base, frozen, module = "kvpool", name = "BufferPool")]
+#[pyclass(extends = BasePool, frozen, module = "kvpool", name = "BufferPool")]
 pub(super) struct BufferPool {
     // It goes before the tensors that it has page-locked.
     pool: Mutex<Pool>,
@@ -47,7 +47,7 @@ pub(super) struct BufferPool {
     debug: Debug,
     existing: Mutex<Vec<Py<PyAny>>>,
     /// By the index of a buffer.
-    tensors: MadeTensors<Ticket>,
+    tensors: TensorCache<Ticket>,
 }
 
 /// Whether a tensor of PyTorch is a part of its storage. Of others nobody can tell.
@@ -77,9 +77,9 @@ impl BufferPool {
         let (device, rounding) = (args::device(device)?, Rounding::parse(rounding)?);
         let mut pool = Pool::new(&BufferConfig { rounding }, &backend(py, device)?);
         let debug = Debug::new(debug, &mut pool);
-        let (existing, tensors) = (Mutex::default(), MadeTensors::default());
+        let (existing, tensors) = (Mutex::default(), TensorCache::default());
         let pool = Self { pool: Mutex::new(pool), device, rounding, debug, existing, tensors };
-        Ok(Base::under("BufferPool", debug, pool))
+        Ok(BasePool::initializer("BufferPool", debug, pool))
     }
 
     /// Takes a buffer.

@@ -15,12 +15,12 @@ use crate::memory::{Backend, Event, MappedHost, PageLocking as Locking, Progress
 use crate::pool::{Attempt, ChunkConfig, ChunkPool as Pool};
 
 use super::args;
+use super::base_pool::{BasePool, Look, PoolClass};
 use super::debug::Debug;
 use super::framework::{backend, current_stream, to_dtype};
 use super::lock;
-use super::made::MadeTensors;
-use super::pool::{Look, Pool as Base, PoolClass};
-use super::report::{self, Reporter};
+use super::logging::{self, Reporter};
+use super::tensor_cache::TensorCache;
 
 /// How long it waits before it looks for signals, or whether the program has ended.
 const SLICE: Duration = Duration::from_millis(50);
@@ -50,7 +50,7 @@ const SLICE: Duration = Duration::from_millis(50);
 ///     TypeError: If `dtype` cannot be stored.
 ///     OutOfMemoryError: If the memory cannot be had.
 ///     BackendUnavailableError: If `device` cannot be used here.
-#[pyclass(extends = Base, frozen, module = "kvpool", name = "ChunkPool")]
+#[pyclass(extends = BasePool, frozen, module = "kvpool", name = "ChunkPool")]
 pub(super) struct ChunkPool {
     pool: Arc<Pool>,
     /// Where host memory comes from.
@@ -58,33 +58,34 @@ pub(super) struct ChunkPool {
     numa_node: Option<usize>,
     debug: Debug,
     reporter: Reporter,
-    held: Arc<Held>,
+    pending: Arc<PendingCopies>,
     /// By the index of a chunk.
-    tensors: MadeTensors<Ticket>,
+    tensors: TensorCache<Ticket>,
 }
 
 /// What copies under direction read or write, with the points after them.
 #[derive(Default)]
-struct Held(Mutex<Vec<(Arc<Event>, Py<PyAny>)>>);
+struct PendingCopies(Mutex<Vec<(Arc<Event>, Py<PyAny>)>>);
 
 impl Drop for ChunkPool {
     fn drop(&mut self) {
-        for (event, _) in lock(&self.held.0).iter() {
+        for (event, _) in lock(&self.pending.0).iter() {
             // If the driver cannot say when a copy is done, nothing can.
             let _ = event.wait();
         }
     }
 }
 
-impl Held {
+impl PendingCopies {
     /// Drops what copies that are done have read or written, and keeps `more`.
-    fn let_go(&self, more: Option<(Arc<Event>, Py<PyAny>)>) {
-        let mut held = lock(&self.0);
-        let (over, under_way) =
-            std::mem::take(&mut *held).into_iter().partition(|(event, _)| matches!(event.passed(), Ok(true)));
-        *held = under_way;
-        held.extend(more);
-        drop(held);
+    fn drop_finished(&self, more: Option<(Arc<Event>, Py<PyAny>)>) {
+        let mut pending = lock(&self.0);
+        let (over, under_way) = std::mem::take(&mut *pending)
+            .into_iter()
+            .partition(|(event, _)| matches!(event.passed(), Ok(true)));
+        *pending = under_way;
+        pending.extend(more);
+        drop(pending);
         // Dropping a tensor may run Python code.
         let _: Vec<(Arc<Event>, Py<PyAny>)> = over;
     }
@@ -121,10 +122,10 @@ impl PageLocking {
             Some(Report::Step(Progress { done, total, failure })) => {
                 let (done, total) = (done / self.stride, total / self.stride);
                 if let Some(failure) = failure {
-                    report::warn(py, &format!("some chunks stay ordinary memory: {failure}"));
+                    logging::warn(py, &format!("some chunks stay ordinary memory: {failure}"));
                 }
                 let bytes = self.chunk_bytes;
-                report::inform(py, &format!("{done} of {total} chunks of {bytes} bytes are ready"));
+                logging::inform(py, &format!("{done} of {total} chunks of {bytes} bytes are ready"));
                 if let Some(Err(error)) =
                     self.progress.as_ref().map(|progress| progress.call1(py, (done, total)))
                 {
@@ -224,7 +225,7 @@ impl ChunkPool {
         let debug = Debug::new(debug, &mut pool);
         let pool = Arc::new(pool);
         for note in mapped.iter().flat_map(|mapped| mapped.notes()) {
-            report::inform(py, &note);
+            logging::inform(py, &note);
         }
         if let Some(locking) = py.detach(|| pool.lock_pages()) {
             let (stride, chunk_bytes) = (pool.stride(), pool.chunk_bytes());
@@ -236,9 +237,9 @@ impl ChunkPool {
                 PageLocking::watch(&Bound::new(py, locking)?)?;
             }
         }
-        let (reporter, held, tensors) = (Reporter::default(), Arc::default(), MadeTensors::default());
-        let pool = Self { pool, mapped, numa_node, debug, reporter, held, tensors };
-        Ok(Base::under("ChunkPool", debug, pool))
+        let (reporter, pending, tensors) = (Reporter::default(), Arc::default(), TensorCache::default());
+        let pool = Self { pool, mapped, numa_node, debug, reporter, pending, tensors };
+        Ok(BasePool::initializer("ChunkPool", debug, pool))
     }
 
     /// Takes a chunk, with one reference.
@@ -388,8 +389,8 @@ impl ChunkPool {
     }
 
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
-        if let Ok(held) = self.held.0.try_lock() {
-            held.iter().try_for_each(|(_, tensor)| visit.call(tensor))?;
+        if let Ok(pending) = self.pending.0.try_lock() {
+            pending.iter().try_for_each(|(_, tensor)| visit.call(tensor))?;
         }
         self.tensors.traverse(&visit)
     }
@@ -570,16 +571,16 @@ impl Chunk {
         let borrowed = given.borrow()?;
         let done = py.detach(|| pool.pool.copy(self.ticket, &borrowed, direction, stream))?;
         if let Some(done) = &done {
-            pool.held.let_go(Some((Arc::clone(done), given.keeper(tensor))));
+            pool.pending.drop_finished(Some((Arc::clone(done), given.keeper(tensor))));
         }
-        Ok(ChunkCopy { held: Arc::clone(&pool.held), done })
+        Ok(ChunkCopy { pending: Arc::clone(&pool.pending), done })
     }
 }
 
 /// A copy to or from a chunk. It is a fence, as `TokenToKVPoolAllocator.free` takes one.
 #[pyclass(frozen, module = "kvpool", name = "ChunkCopy", weakref)]
 pub(super) struct ChunkCopy {
-    held: Arc<Held>,
+    pending: Arc<PendingCopies>,
     /// `None` if it was done when the call returned.
     done: Option<Arc<Event>>,
 }
@@ -593,7 +594,7 @@ impl ChunkCopy {
     fn query(&self) -> PyResult<bool> {
         let is_done = self.done.as_ref().map_or(Ok(true), |event| event.passed())?;
         if is_done && self.done.is_some() {
-            self.held.let_go(None);
+            self.pending.drop_finished(None);
         }
         Ok(is_done)
     }
@@ -605,7 +606,7 @@ impl ChunkCopy {
     fn wait(&self, py: Python<'_>) -> PyResult<()> {
         let Some(event) = &self.done else { return Ok(()) };
         py.detach(|| event.wait())?;
-        self.held.let_go(None);
+        self.pending.drop_finished(None);
         Ok(())
     }
 }

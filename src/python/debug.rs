@@ -101,12 +101,12 @@ fn call_site(py: Python<'_>) -> PyResult<Option<String>> {
 /// A holder of units: owner, place in the program, seconds since, and the number of the call.
 type Holder<'py> = (Option<Bound<'py, PyAny>>, String, f64, u64);
 /// First and end, state, bytes if they are its own, holders.
-type Seen<'py> = (usize, usize, &'static str, Option<usize>, Vec<Holder<'py>>);
+type SpanTuple<'py> = (usize, usize, &'static str, Option<usize>, Vec<Holder<'py>>);
 /// What `Pool._occupancy` answers: spans, and how many lives lasted less than 1, 2, 4, ... microseconds.
-pub(super) type Seens<'py> = (Vec<Seen<'py>>, Vec<u64>);
+pub(super) type OccupancyTuple<'py> = (Vec<SpanTuple<'py>>, Vec<u64>);
 
 /// What stands in a pool, for Python.
-pub(super) fn occupancy<'py>(py: Python<'py>, occupancy: Occupancy) -> PyResult<Seens<'py>> {
+pub(super) fn occupancy<'py>(py: Python<'py>, occupancy: Occupancy) -> PyResult<OccupancyTuple<'py>> {
     let holder = |act: &Arc<Act>| -> PyResult<Holder<'py>> {
         let owner = match &act.owner {
             None => None,

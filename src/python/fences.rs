@@ -11,7 +11,7 @@ use pyo3::prelude::*;
 use crate::base::{Error, Result};
 use crate::pool::{Fence, TokenToKvPoolAllocator};
 
-use super::report::warn;
+use super::logging::warn;
 
 /// An object with `query() -> bool`, such as a `torch.cuda.Event`.
 struct PythonFence {

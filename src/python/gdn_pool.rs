@@ -9,12 +9,12 @@ use crate::memory::Stream;
 use crate::pool::{GdnConfig, GdnPool as Pool};
 
 use super::args::{self, Arg};
+use super::base_pool::{BasePool, Look, PoolClass};
 use super::copying;
 use super::debug::Debug;
 use super::export::{to_tensor, to_tensors};
 use super::framework::{backend, current_stream, to_dtype};
-use super::pool::{Look, Pool as Base, PoolClass};
-use super::report::Reporter;
+use super::logging::Reporter;
 
 /// States of Gated DeltaNet layers, one for each request, indexed like the rows of `ReqToTokenPool`.
 ///
@@ -44,7 +44,7 @@ use super::report::Reporter;
 ///     TypeError: If `dtype` cannot be stored.
 ///     OutOfMemoryError: If the memory cannot be had.
 ///     BackendUnavailableError: If `device` cannot be used here.
-#[pyclass(extends = Base, frozen, module = "kvpool", name = "GDNPool")]
+#[pyclass(extends = BasePool, frozen, module = "kvpool", name = "GDNPool")]
 pub(super) struct GdnPool {
     pool: Pool,
     recurrent_state: Py<PyAny>,
@@ -119,7 +119,7 @@ impl GdnPool {
         let conv_state = to_tensor(py, pool.conv_state())?;
         let debug = Debug::new(debug, &mut pool);
         let pool = Self { pool, recurrent_state, conv_state, debug, reporter: Reporter::default() };
-        Ok(Base::under("GDNPool", debug, pool))
+        Ok(BasePool::initializer("GDNPool", debug, pool))
     }
 
     /// float32 `[num_gdn_layers, pool_size, num_v_heads, head_v_dim, head_k_dim]`, no copy. V stands before K, as

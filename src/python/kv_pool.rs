@@ -13,11 +13,11 @@ use crate::memory::{Backend, MappedHost, Stream};
 use crate::pool::{KvConfig, KvPool as Pool, Scales, make_room};
 
 use super::args::{self, Arg};
+use super::base_pool::{BasePool, Look, PoolClass};
 use super::copying;
 use super::debug::Debug;
 use super::export::to_tensors;
 use super::framework::{backend, current_stream, to_dtype, torch};
-use super::pool::{Look, Pool as Base, PoolClass};
 
 /// K and V storage of every layer, in one region.
 ///
@@ -52,7 +52,7 @@ use super::pool::{Look, Pool as Base, PoolClass};
 ///     TypeError: If `dtype` cannot be stored.
 ///     OutOfMemoryError: If the memory cannot be had.
 ///     BackendUnavailableError: If `device` cannot be used here.
-#[pyclass(extends = Base, frozen, module = "kvpool", name = "KVPool")]
+#[pyclass(extends = BasePool, frozen, module = "kvpool", name = "KVPool")]
 pub(super) struct KvPool {
     pool: Arc<Pool>,
     k_buffer: Vec<Py<PyAny>>,
@@ -158,7 +158,7 @@ impl KvPool {
         let list = |of: &[Py<PyAny>]| PyList::new(py, of.iter().map(|tensor| tensor.clone_ref(py)));
         let (k_list, v_list) = (list(&k_buffer)?.unbind(), list(&v_buffer)?.unbind());
         let pool = Self { pool, k_buffer, v_buffer, k_list, v_list };
-        Ok(Base::under("KVPool", Debug::OFF, pool))
+        Ok(BasePool::initializer("KVPool", Debug::OFF, pool))
     }
 
     /// The keys of every layer: a list of `layer_num` tensors `[rows, k_head_num, k_head_dim]`, no copy.

@@ -14,6 +14,7 @@
 )]
 
 mod args;
+mod base_pool;
 mod batch_planner;
 mod buffer_pool;
 mod chunk_pool;
@@ -24,14 +25,13 @@ mod fences;
 mod framework;
 mod gdn_pool;
 mod kv_pool;
-mod made;
-mod mem_pool;
+mod logging;
 mod page_pool;
-mod pool;
-mod report;
 mod req_to_token_pool;
 mod tensor;
+mod tensor_cache;
 mod token_to_kv_pool_allocator;
+mod torch_allocator;
 mod workspace;
 
 use std::sync::{Arc, Mutex};
@@ -126,7 +126,7 @@ fn _noted() -> u64 {
 fn _kvpool(module: &Bound<'_, PyModule>) -> PyResult<()> {
     on_blocking(without_gil);
     module.add_class::<tensor::Tensor>()?;
-    module.add_class::<pool::Pool>()?;
+    module.add_class::<base_pool::BasePool>()?;
     module.add_class::<kv_pool::KvPool>()?;
     module.add_class::<token_to_kv_pool_allocator::TokenToKvPoolAllocator>()?;
     module.add_class::<token_to_kv_pool_allocator::FreeGroup>()?;
@@ -149,8 +149,8 @@ fn _kvpool(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(_zeros, module)?)?;
     module.add_function(wrap_pyfunction!(_use_stream, module)?)?;
     module.add_function(wrap_pyfunction!(_noted, module)?)?;
-    module.add_function(wrap_pyfunction!(pool::_pools, module)?)?;
-    module.add_function(wrap_pyfunction!(pool::_report_leaks_with, module)?)?;
+    module.add_function(wrap_pyfunction!(base_pool::_pools, module)?)?;
+    module.add_function(wrap_pyfunction!(base_pool::_report_leaks_with, module)?)?;
     let storage = DType::STORAGE.map(|dtype| (dtype.name(), dtype.size()));
     module.add("_STORAGE_DTYPES", storage.into_py_dict(module.py())?)?;
     let errors: Vec<&str> = crate::base::ErrorKind::ALL.iter().map(|kind| kind.class_name()).collect();

@@ -8,11 +8,11 @@ use crate::base::{DType, Device};
 use crate::pool::{PageConfig, PagePool as Pool};
 
 use super::args::{self, Arg};
+use super::base_pool::{BasePool, Look, PoolClass};
 use super::debug::Debug;
 use super::export::to_tensor;
 use super::framework::{backend, current_stream, to_dtype};
-use super::pool::{Look, Pool as Base, PoolClass};
-use super::report::Reporter;
+use super::logging::Reporter;
 use super::{lock, with};
 
 /// Fixed-size pages of elements, numbered from 0, with a free list.
@@ -35,7 +35,7 @@ use super::{lock, with};
 ///     TypeError: If `dtype` cannot be stored.
 ///     OutOfMemoryError: If the memory cannot be had.
 ///     BackendUnavailableError: If `device` cannot be used here.
-#[pyclass(extends = Base, frozen, module = "kvpool", name = "PagePool")]
+#[pyclass(extends = BasePool, frozen, module = "kvpool", name = "PagePool")]
 pub(super) struct PagePool {
     pool: Mutex<Pool>,
     config: PageConfig,
@@ -79,7 +79,7 @@ impl PagePool {
         let mut pool = py.detach(|| Pool::new(&config, &backend))?;
         let debug = Debug::new(debug, &mut pool);
         let pool = Self { pool: Mutex::new(pool), config, device, debug, reporter: Reporter::default() };
-        Ok(Base::under("PagePool", debug, pool))
+        Ok(BasePool::initializer("PagePool", debug, pool))
     }
 
     /// Takes a page: the last that was freed, else the lowest that was never taken.

@@ -13,11 +13,11 @@ use crate::memory::Stream;
 use crate::pool::{ReqToTokenConfig, ReqToTokenPool as Pool, TableIndex, make_room};
 
 use super::args::{Arg, IndexArg, version_of};
+use super::base_pool::{BasePool, Look, PoolClass};
 use super::debug::Debug;
 use super::export::to_tensor;
 use super::framework::{backend, current_stream, torch};
-use super::pool::{Look, Pool as Base, PoolClass};
-use super::report::Reporter;
+use super::logging::Reporter;
 use super::{args, lock, with};
 
 /// The table `req_to_token[request, position] -> slot`. It does not track sequence lengths.
@@ -43,7 +43,7 @@ use super::{args, lock, with};
 ///     ConfigError: If a size is below 1 or its bytes overflow.
 ///     OutOfMemoryError: If the memory cannot be had.
 ///     BackendUnavailableError: If `device` cannot be used here.
-#[pyclass(extends = Base, frozen, module = "kvpool", name = "ReqToTokenPool")]
+#[pyclass(extends = BasePool, frozen, module = "kvpool", name = "ReqToTokenPool")]
 pub(super) struct ReqToTokenPool {
     pub(super) pool: Arc<Mutex<Pool>>,
     device: Device,
@@ -53,12 +53,12 @@ pub(super) struct ReqToTokenPool {
 }
 
 /// Where a call writes, as it was passed.
-enum Places<'a, 'py> {
+enum TableIndexArg<'a, 'py> {
     Columns { row: i64, start: i64, end: Option<i64> },
     Points { rows: IndexArg<'a, 'py>, columns: IndexArg<'a, 'py> },
 }
 
-impl Places<'_, '_> {
+impl TableIndexArg<'_, '_> {
     /// Numbers that are sent to a device.
     fn on_host(&self) -> usize {
         match self {
@@ -87,7 +87,9 @@ fn repeated<'a, 'py>(index: i64, count: usize) -> PyResult<IndexArg<'a, 'py>> {
 }
 
 /// `(row, slice)`, `(row, column)` or `(rows, columns)`; a single row or column goes with all of the others.
-fn places<'a, 'py>((first, second): &'a (Bound<'py, PyAny>, Bound<'py, PyAny>)) -> PyResult<Places<'a, 'py>> {
+fn table_index<'a, 'py>(
+    (first, second): &'a (Bound<'py, PyAny>, Bound<'py, PyAny>),
+) -> PyResult<TableIndexArg<'a, 'py>> {
     let Ok(columns) = second.cast::<PySlice>() else {
         let (rows, columns) = match (args::single(first)?, args::single(second)?) {
             (Some(row), Some(column)) => (repeated(row, 1)?, repeated(column, 1)?),
@@ -102,7 +104,7 @@ fn places<'a, 'py>((first, second): &'a (Bound<'py, PyAny>, Bound<'py, PyAny>)) 
                 (rows, columns)
             }
         };
-        return Ok(Places::Points { rows, columns });
+        return Ok(TableIndexArg::Points { rows, columns });
     };
     let part = |name: &str| -> PyResult<Option<i64>> {
         let value = columns.getattr(name)?;
@@ -114,7 +116,11 @@ fn places<'a, 'py>((first, second): &'a (Bound<'py, PyAny>, Bound<'py, PyAny>)) 
         ))
         .into());
     }
-    Ok(Places::Columns { row: args::int(first)?, start: part("start")?.unwrap_or(0), end: part("stop")? })
+    Ok(TableIndexArg::Columns {
+        row: args::int(first)?,
+        start: part("start")?.unwrap_or(0),
+        end: part("stop")?,
+    })
 }
 
 impl ReqToTokenPool {
@@ -161,7 +167,7 @@ impl ReqToTokenPool {
         let table = to_tensor(py, pool.req_to_token())?;
         let pool =
             Self { pool: Arc::new(Mutex::new(pool)), device, table, debug, reporter: Reporter::default() };
-        Ok(Base::under("ReqToTokenPool", debug, pool))
+        Ok(BasePool::initializer("ReqToTokenPool", debug, pool))
     }
 
     /// Takes rows.
@@ -227,10 +233,10 @@ impl ReqToTokenPool {
         let index: (Bound<'_, PyAny>, Bound<'_, PyAny>) = index.extract().map_err(|_| {
             PyTypeError::new_err("index must be (row, slice), (row, column) or (rows, columns)")
         })?;
-        let mut places = places(&index)?;
+        let mut index_arg = table_index(&index)?;
         let mut values = args::index_or_indices(values)?;
-        let stream = self.stream(py, places.on_host() + values.on_host())?;
-        let (index, values) = (places.take()?, values.take()?);
+        let stream = self.stream(py, index_arg.on_host() + values.on_host())?;
+        let (index, values) = (index_arg.take()?, values.take()?);
         with(&self.pool, |pool| pool.write(&index, &values, stream))
     }
 

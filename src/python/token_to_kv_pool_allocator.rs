@@ -14,13 +14,13 @@ use crate::pool::{AllocatorConfig, Grant, Notice, OnNotice, TokenToKvPoolAllocat
 use crate::tensor::TensorView;
 
 use super::args::{self, Arg, IndexArg};
+use super::base_pool::{BasePool, Look, PoolClass};
 use super::debug::Debug;
 use super::export::to_tensor;
 use super::fences::{fence, traverse};
 use super::framework::{backend, current_stream};
 use super::kv_pool::KvPool;
-use super::pool::{Look, Pool as Base, PoolClass};
-use super::report::{Reporter, warn};
+use super::logging::{Reporter, warn};
 
 /// Hands out the token slots of a `KVPool` as int32 tensors and takes them back.
 ///
@@ -56,7 +56,7 @@ use super::report::{Reporter, warn};
 /// Raises:
 ///     ConfigError: If `size` or `page_size` is below 1, or a slot would not fit int32.
 ///     BackendUnavailableError: If `device` cannot be used here.
-#[pyclass(extends = Base, frozen, module = "kvpool", name = "TokenToKVPoolAllocator")]
+#[pyclass(extends = BasePool, frozen, module = "kvpool", name = "TokenToKVPoolAllocator")]
 pub(super) struct TokenToKvPoolAllocator {
     pub(super) pool: Arc<Pool>,
     device: Device,
@@ -133,7 +133,7 @@ impl TokenToKvPoolAllocator {
         let reporter = Arc::new(Reporter::default());
         pool.on_notice(on_notice(Arc::clone(&reporter), debug));
         let allocator = Self { pool: Arc::new(pool), device, debug, reporter };
-        Ok(Base::under("TokenToKVPoolAllocator", debug, allocator))
+        Ok(BasePool::initializer("TokenToKVPoolAllocator", debug, allocator))
     }
 
     /// Takes slots.

@@ -12,21 +12,21 @@ use crate::pool::{Workspace as Pool, WorkspaceConfig};
 use crate::tensor::TensorView;
 
 use super::args::{self, Arg};
+use super::base_pool::{BasePool, Look, PoolClass};
 use super::debug::Debug;
 use super::framework::{backend, current_stream};
-use super::made::MadeTensors;
-use super::pool::{Look, Pool as Base, PoolClass};
+use super::tensor_cache::TensorCache;
 
 /// Bytes of an arena, unless somebody says otherwise.
 const ARENA_BYTES: usize = 512 << 20;
 
 /// The arena of a `Workspace`.
-#[pyclass(extends = Base, frozen, subclass, module = "kvpool._kvpool", name = "_Workspace")]
+#[pyclass(extends = BasePool, frozen, subclass, module = "kvpool._kvpool", name = "_Workspace")]
 pub(super) struct Workspace {
     pool: Pool,
     num_threads: Option<usize>,
     /// By their number since the last reset.
-    tensors: MadeTensors<usize>,
+    tensors: TensorCache<usize>,
     /// Tensors since the last reset.
     count: AtomicUsize,
     /// Tensors in all, so that each is told from those of earlier passes.
@@ -83,11 +83,11 @@ impl Workspace {
         let workspace = Self {
             pool,
             num_threads,
-            tensors: MadeTensors::default(),
+            tensors: TensorCache::default(),
             count: AtomicUsize::new(0),
             total: AtomicUsize::new(0),
         };
-        Ok(Base::under("Workspace", debug, workspace))
+        Ok(BasePool::initializer("Workspace", debug, workspace))
     }
 
     /// A contiguous tensor of the arena, 256-byte aligned; its elements are not defined.

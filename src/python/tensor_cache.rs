@@ -14,28 +14,28 @@ use super::lock;
 /// By place, the tensor that was last made there: most steps ask for the same as the one before, and making a tensor costs
 /// more than all else. One that somebody has still, or has changed, is left to them.
 #[derive(Debug)]
-pub(super) struct MadeTensors<O>(Mutex<Vec<Option<Made<O>>>>);
+pub(super) struct TensorCache<O>(Mutex<Vec<Option<CachedTensor<O>>>>);
 
 #[derive(Debug)]
-struct Made<O> {
+struct CachedTensor<O> {
     owner: O,
     tensor: Py<PyAny>,
 }
 
-impl<O: PartialEq> Made<O> {
+impl<O: PartialEq> CachedTensor<O> {
     fn is_good_for(&self, py: Python<'_>, owner: &O, view: &TensorView) -> bool {
         let tensor = self.tensor.bind(py);
         (self.owner == *owner || is_unshared(tensor)) && is_unchanged(tensor, view)
     }
 }
 
-impl<O> Default for MadeTensors<O> {
+impl<O> Default for TensorCache<O> {
     fn default() -> Self {
         Self(Mutex::default())
     }
 }
 
-impl<O: PartialEq> MadeTensors<O> {
+impl<O: PartialEq> TensorCache<O> {
     /// `view` as the tensor of place `at`: the same for the same owner, and for a new one the last that was made there if it
     /// is what `view` describes and nobody has it any more.
     pub(super) fn tensor(
@@ -50,7 +50,7 @@ impl<O: PartialEq> MadeTensors<O> {
             Some(made) if made.is_good_for(py, &owner, view) => made.tensor.clone_ref(py),
             _ => to_lasting_tensor(py, view)?,
         };
-        let made = Made { owner, tensor: tensor.clone_ref(py) };
+        let made = CachedTensor { owner, tensor: tensor.clone_ref(py) };
         let mut tensors = lock(&self.0);
         if tensors.len() <= at {
             tensors.resize_with(at + 1, || None);

@@ -11,7 +11,7 @@ use pyo3::types::{IntoPyDict, PyDict, PyTuple, PyWeakrefMethods, PyWeakrefRefere
 use crate::base::{Device, Error};
 pub(super) use crate::pool::Pool as Contract;
 
-use super::debug::{self, Debug, Seens};
+use super::debug::{self, Debug, OccupancyTuple};
 use super::framework::current_stream;
 use super::{args, lock};
 
@@ -19,14 +19,14 @@ use super::{args, lock};
 static POOLS: Mutex<Vec<Py<PyWeakrefReference>>> = Mutex::new(Vec::new());
 
 /// Gives the module of `kvpool` that reports on leaks.
-static REPORTER: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+static LEAKS_MODULE: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
 
 /// Is called with a pool.
 pub(super) type Look<'a> = &'a mut dyn FnMut(&dyn Contract);
 
 /// What a class of pools has to say for the methods of [`Pool`].
 pub(super) trait PoolClass:
-    PyClass<BaseType = Pool, Frozen = pyo3::pyclass::boolean_struct::True> + Sync
+    PyClass<BaseType = BasePool, Frozen = pyo3::pyclass::boolean_struct::True> + Sync
 {
     /// Calls `look` with the pool, under its lock if it has one.
     fn look(&self, look: Look<'_>);
@@ -47,7 +47,7 @@ pub(super) trait PoolClass:
 /// Cannot be made itself: see `KVPool`, `TokenToKVPoolAllocator`, `ReqToTokenPool`, `GDNPool`, `ChunkPool`, `BufferPool`,
 /// `PagePool` and `Workspace`.
 #[pyclass(frozen, subclass, weakref, module = "kvpool", name = "Pool")]
-pub(super) struct Pool {
+pub(super) struct BasePool {
     name: Mutex<String>,
     unit: &'static str,
     hands_out: bool,
@@ -57,9 +57,9 @@ pub(super) struct Pool {
 
 /// The methods of a [`PoolClass`], as functions of the common part.
 struct Class {
-    look: fn(&Bound<'_, Pool>, Look<'_>),
-    before_stats: fn(&Bound<'_, Pool>) -> PyResult<()>,
-    before_occupancy: fn(&Bound<'_, Pool>) -> PyResult<()>,
+    look: fn(&Bound<'_, BasePool>, Look<'_>),
+    before_stats: fn(&Bound<'_, BasePool>) -> PyResult<()>,
+    before_occupancy: fn(&Bound<'_, BasePool>) -> PyResult<()>,
 }
 
 impl Class {
@@ -72,13 +72,17 @@ impl Class {
     }
 }
 
-fn class<'a, C: PoolClass>(slf: &'a Bound<'_, Pool>) -> &'a C {
-    slf.cast::<C>().expect("made by `under` together with its class").get()
+fn class<'a, C: PoolClass>(slf: &'a Bound<'_, BasePool>) -> &'a C {
+    slf.cast::<C>().expect("made by `initializer` together with its class").get()
 }
 
-impl Pool {
+impl BasePool {
     /// A pool of Python, with its common part. It is named after `name`.
-    pub(super) fn under<C: PoolClass>(name: &'static str, debug: Debug, pool: C) -> PyClassInitializer<C> {
+    pub(super) fn initializer<C: PoolClass>(
+        name: &'static str,
+        debug: Debug,
+        pool: C,
+    ) -> PyClassInitializer<C> {
         static MADE: Mutex<Option<HashMap<&'static str, usize>>> = Mutex::new(None);
         let (mut unit, mut hands_out) = ("", false);
         pool.look(&mut |pool| (unit, hands_out) = (pool.unit(), pool.hands_out()));
@@ -100,7 +104,8 @@ impl Pool {
     /// What the function `name` of the module that reports on leaks answers of this pool.
     fn reported<'py>(slf: &Bound<'py, Self>, name: &str) -> PyResult<Bound<'py, PyAny>> {
         let py = slf.py();
-        let reporter = REPORTER.get(py).expect("`kvpool/__init__.py` registers it before a pool can be made");
+        let reporter =
+            LEAKS_MODULE.get(py).expect("`kvpool/__init__.py` registers it before a pool can be made");
         reporter.bind(py).call0()?.call_method1(name, (slf,))
     }
 }
@@ -112,7 +117,7 @@ impl Pool {
 #[pyfunction]
 pub(super) fn _report_leaks_with(py: Python<'_>, reporter: Py<PyAny>) {
     // Later ones are the same function of a module that was reloaded.
-    let _ = REPORTER.set(py, reporter);
+    let _ = LEAKS_MODULE.set(py, reporter);
 }
 
 /// All pools of this process that are alive, in the order in which they were made.
@@ -123,7 +128,7 @@ pub(super) fn _pools(py: Python<'_>) -> Vec<Bound<'_, PyAny>> {
 }
 
 #[pymethods]
-impl Pool {
+impl BasePool {
     #[pyo3(signature = (*_arguments, **_more))]
     fn __init__(
         slf: &Bound<'_, Self>,
@@ -190,7 +195,7 @@ impl Pool {
     }
 
     /// What stands in the pool: (first, end, state, bytes, holders) of each span, and lifetimes.
-    fn _occupancy<'py>(slf: &Bound<'py, Self>) -> PyResult<Seens<'py>> {
+    fn _occupancy<'py>(slf: &Bound<'py, Self>) -> PyResult<OccupancyTuple<'py>> {
         (slf.get().class.before_occupancy)(slf)?;
         debug::occupancy(slf.py(), Self::look(slf, |pool| pool.occupancy()))
     }
