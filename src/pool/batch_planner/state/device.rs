@@ -8,9 +8,9 @@ use crate::memory::Stream;
 
 use crate::pool::{ReqToTokenPool, TableIndex};
 
-use super::{Field, Planner};
+use super::{Field, PlannerState};
 
-impl Planner {
+impl PlannerState {
     /// Has the device write the table and the fields: one launch, and a copy before it if they are many.
     pub(super) fn launch(
         &mut self,
