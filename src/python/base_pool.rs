@@ -1,4 +1,4 @@
-//! `kvpool.Pool`, what all pools have in common.
+//! `kvpool.Pool`, the base class of every pool.
 
 use std::collections::HashMap;
 use std::sync::Mutex;
@@ -15,37 +15,37 @@ use super::debug::{self, Debug, OccupancyTuple};
 use super::framework::current_stream;
 use super::{args, lock};
 
-/// The pools that were made and live, and maybe some that do no more.
+/// Every pool that is alive, and possibly some that are not.
 static POOLS: Mutex<Vec<Py<PyWeakrefReference>>> = Mutex::new(Vec::new());
 
-/// Gives the module of `kvpool` that reports on leaks.
+/// Returns the module of `kvpool` that reports leaks; imported at the first report.
 static LEAKS_MODULE: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
 
-/// Is called with a pool.
+/// A function over a pool.
 pub(super) type Look<'a> = &'a mut dyn FnMut(&dyn Contract);
 
-/// What a class of pools has to say for the methods of [`Pool`].
+/// What a pool class supplies for the methods of [`BasePool`].
 pub(super) trait PoolClass:
     PyClass<BaseType = BasePool, Frozen = pyo3::pyclass::boolean_struct::True> + Sync
 {
     /// Calls `look` with the pool, under its lock if it has one.
     fn look(&self, look: Look<'_>);
 
-    /// What is due before its numbers are read.
+    /// Runs before `stats()` reads the numbers.
     fn before_stats(&self, _py: Python<'_>) -> PyResult<()> {
         Ok(())
     }
 
-    /// What is due before its units are looked at.
+    /// Runs before the units are listed.
     fn before_occupancy(&self, _py: Python<'_>) -> PyResult<()> {
         Ok(())
     }
 }
 
-/// What all pools have in common: a name, numbers (`stats()`), and who holds what.
+/// The base class of every pool: a name, statistics (`stats()`), and the owners of its units.
 ///
-/// Cannot be made itself: see `KVPool`, `TokenToKVPoolAllocator`, `ReqToTokenPool`, `GDNPool`, `ChunkPool`, `BufferPool`,
-/// `PagePool` and `Workspace`.
+/// Not constructed directly: see `KVPool`, `TokenToKVPoolAllocator`, `ReqToTokenPool`, `GDNPool`,
+/// `ChunkPool`, `BufferPool`, `PagePool` and `Workspace`.
 #[pyclass(frozen, subclass, weakref, module = "kvpool", name = "Pool")]
 pub(super) struct BasePool {
     name: Mutex<String>,
@@ -55,7 +55,7 @@ pub(super) struct BasePool {
     class: Class,
 }
 
-/// The methods of a [`PoolClass`], as functions of the common part.
+/// The methods of a [`PoolClass`], as functions of the base.
 struct Class {
     look: fn(&Bound<'_, BasePool>, Look<'_>),
     before_stats: fn(&Bound<'_, BasePool>) -> PyResult<()>,
@@ -77,7 +77,7 @@ fn class<'a, C: PoolClass>(slf: &'a Bound<'_, BasePool>) -> &'a C {
 }
 
 impl BasePool {
-    /// A pool of Python, with its common part. It is named after `name`.
+    /// A Python object of class `C` with its base. The pool's name is `name` and a number.
     pub(super) fn initializer<C: PoolClass>(
         name: &'static str,
         debug: Debug,
@@ -94,14 +94,14 @@ impl BasePool {
             .add_subclass(pool)
     }
 
-    /// What `look` says of the pool.
+    /// The value of `look` for the pool.
     fn look<R: Default>(slf: &Bound<'_, Self>, look: impl Fn(&dyn Contract) -> R) -> R {
         let mut answer = R::default();
         (slf.get().class.look)(slf, &mut |pool| answer = look(pool));
         answer
     }
 
-    /// What the function `name` of the module that reports on leaks answers of this pool.
+    /// Calls function `name` of the module that reports leaks with this pool.
     fn reported<'py>(slf: &Bound<'py, Self>, name: &str) -> PyResult<Bound<'py, PyAny>> {
         let py = slf.py();
         let reporter =
@@ -110,17 +110,17 @@ impl BasePool {
     }
 }
 
-/// Registers a function that gives the module with `leaks` and `ExpectBalanced`.
+/// Registers a function that returns the module with `leaks` and `ExpectBalanced`.
 ///
 /// Args:
-///     reporter: Called for each report, so that the module is imported by the first.
+///     reporter: Called for each report, so that the first report imports the module.
 #[pyfunction]
 pub(super) fn _report_leaks_with(py: Python<'_>, reporter: Py<PyAny>) {
-    // Later ones are the same function of a module that was reloaded.
+    // A later call passes the same function of a reloaded module.
     let _ = LEAKS_MODULE.set(py, reporter);
 }
 
-/// All pools of this process that are alive, in the order in which they were made.
+/// The pools of this process that are alive, in the order of their construction.
 #[pyfunction]
 pub(super) fn _pools(py: Python<'_>) -> Vec<Bound<'_, PyAny>> {
     let known: Vec<_> = lock(&POOLS).iter().map(|pool| pool.clone_ref(py)).collect();
@@ -138,7 +138,7 @@ impl BasePool {
         let py = slf.py();
         let this = PyWeakrefReference::new(slf)?.unbind();
         let mut pools = lock(&POOLS);
-        // Before the list grows, those that are gone make room. With the GIL held, no pool dies in here.
+        // Dropped pools are removed before the list grows. The GIL is held, so no pool is dropped meanwhile.
         if pools.len() == pools.capacity() {
             pools.retain(|pool| pool.bind(py).upgrade().is_some());
         }
@@ -146,8 +146,8 @@ impl BasePool {
         Ok(())
     }
 
-    /// How metrics and reports name it: its class and a number, unless it is set. Pools whose metrics are exported need
-    /// names of their own.
+    /// The name of the pool in metrics and reports. Defaults to the class name and a number, such as
+    /// "KVPool-0". Give pools whose metrics you export distinct names.
     #[getter]
     fn name(&self) -> String {
         lock(&self.name).clone()
@@ -158,77 +158,83 @@ impl BasePool {
         *lock(&self.name) = name;
     }
 
-    /// What it hands out, such as "slot".
+    /// The unit that the pool hands out, such as "slot".
     #[getter]
     const fn unit(&self) -> &'static str {
         self.unit
     }
 
-    /// Where its memory or its index tensors are, as PyTorch writes it.
+    /// The device of the memory or the index tensors, in PyTorch's notation, such as "cuda:0".
     #[getter]
     fn device(slf: &Bound<'_, Self>) -> String {
         Self::look(slf, |pool| pool.device().to_string())
     }
 
-    /// Whether a bad free raises.
+    /// Whether an invalid free raises instead of being dropped, counted and reported.
     #[getter]
     fn strict(slf: &Bound<'_, Self>) -> bool {
         Self::look(slf, |pool| pool.strict())
     }
 
-    /// The numbers of this pool: `capacity`, `available`, `in_use` and `high_water` in units, `dropped_frees`, and `bytes` of
-    /// memory; of the bookkeeping where the pool has no memory of its own.
+    /// Returns the statistics of this pool: `capacity`, `available`, `in_use` and `high_water` in units,
+    /// `dropped_frees`, and `bytes` of memory (of the bookkeeping, if the pool has no memory of its own).
     ///
-    /// Of some classes there is more:
+    /// Some classes differ:
     ///
-    /// - `TokenToKVPoolAllocator`: `free`, `released`, `fenced`, `shared` (with more than one owner) and `pending` slots (freed,
-    ///   but only the GPU knows which they are); `size`, `page_size`, and `device_bytes` of GPU memory for the tensors. Of a
-    ///   strict pool it leaves frees pending, as what is wrong with them is to be raised where slots are used.
-    /// - `ChunkPool`: `registered` chunks, which are page-locked. Chunks whose copies are under way are in use.
-    /// - `BufferPool`: `free_bytes`, `in_use_bytes`, `high_water_bytes`, `registered_bytes`; and instead of `dropped_frees`
-    ///   `stale_uses`, calls with a buffer that had been given back.
-    /// - `Workspace`: no `dropped_frees`.
-    /// - `KVPool`, which hands nothing out: `capacity`, `rows`, `layer_num`, `page_size` and `bytes`.
+    /// - `TokenToKVPoolAllocator` adds `free`, `released`, `fenced`, `shared` (more than one owner) and
+    ///   `pending` slots (freed, with values that only the GPU knows yet), `size`, `page_size`, and
+    ///   `device_bytes` of GPU memory for the tensors. On a strict pool `stats()` does not settle pending
+    ///   frees: their errors belong in `alloc` and `free`.
+    /// - `ChunkPool` adds `registered`, the number of page-locked chunks. Chunks with copies in flight are in
+    ///   use.
+    /// - `BufferPool` adds `free_bytes`, `in_use_bytes`, `high_water_bytes` and `registered_bytes`. It has
+    ///   `stale_uses`, the number of calls with a buffer already given back, in place of `dropped_frees`.
+    /// - `Workspace` has no `dropped_frees`.
+    /// - `KVPool`, which hands nothing out, has `capacity`, `rows`, `layer_num`, `page_size` and `bytes`.
     fn stats<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyDict>> {
         (slf.get().class.before_stats)(slf)?;
         Self::look(slf, |pool| pool.stats()).iter().into_py_dict(slf.py())
     }
 
-    /// What stands in the pool: (first, end, state, bytes, holders) of each span, and lifetimes.
+    /// The spans of the pool, each as (first, end, state, bytes, holders), and the histogram of lifetimes.
     fn _occupancy<'py>(slf: &Bound<'py, Self>) -> PyResult<OccupancyTuple<'py>> {
         (slf.get().class.before_occupancy)(slf)?;
         debug::occupancy(slf.py(), Self::look(slf, |pool| pool.occupancy()))
     }
 
-    /// Whether it hands units out, which are free or in use.
+    /// Whether the pool hands out units, which are then free or in use.
     #[getter]
     const fn _hands_out(&self) -> bool {
         self.hands_out
     }
 
-    /// Bytes of a unit; `None` where it has no memory, or units of several sizes.
+    /// Bytes of one unit. `None` if the pool has no memory or its units differ in size.
     #[getter]
     fn _unit_bytes(slf: &Bound<'_, Self>) -> Option<usize> {
         Self::look(slf, |pool| pool.unit_bytes())
     }
 
-    /// Whether it notes who takes and gives what: `debug=True`, or `KVPOOL_DEBUG=1` in the environment of the constructor.
+    /// Whether the pool records owners and call sites: `debug=True`, or `KVPOOL_DEBUG=1` in the environment
+    /// at construction.
     #[getter]
     const fn debug(&self) -> bool {
         self.debug.is_on()
     }
 
-    /// Notes that work of others on a stream uses memory of a pool, so that it goes back to the driver after that work only,
-    /// also when pool and tensors are gone before. Calls of kvpool note it themselves. A CUDA graph uses memory wherever it is
-    /// replayed; `Tensor.record_stream` has no effect on memory that is not PyTorch's own.
+    /// Records that work on a stream uses memory of a pool. The memory returns to the driver only after that
+    /// work, even if the pool and its tensors are dropped first.
+    ///
+    /// kvpool's own calls record their streams; call this for your own kernels and for every stream on which
+    /// you replay a CUDA graph. `Tensor.record_stream` has no effect on memory that PyTorch does not own.
     ///
     /// Args:
-    ///     tensor: A tensor over memory of a pool that a GPU reaches, on the GPU or page-locked.
-    ///     stream: A `torch.cuda.Stream`, or the handle of a stream; by default the current one of the tensor's device. It must
-    ///         live as long as the pool.
+    ///     tensor: A tensor over pool memory that a GPU can access: on the GPU, or page-locked.
+    ///     stream: A `torch.cuda.Stream` or a stream handle. Defaults to the current stream of the tensor's
+    ///         device. It must outlive the pool.
     ///
     /// Raises:
-    ///     ConfigError: If the memory is none of a pool that a GPU reaches, or is in host memory and no stream is named.
+    ///     ConfigError: If the memory does not belong to a pool that a GPU can access, or is host memory and
+    ///         `stream` is omitted.
     #[pyo3(signature = (tensor, stream=None))]
     fn used_on(
         _slf: &Bound<'_, Self>,
@@ -249,27 +255,27 @@ impl BasePool {
         Ok(())
     }
 
-    /// Live units by owner and place in the program, the most first.
+    /// Lists live units by owner and call site, largest count first.
     ///
-    /// A unit with several owners counts for each of them. What waits for a fence is not live.
+    /// A unit with several owners counts once for each. Units that wait for a fence are not live.
     ///
     /// Returns:
-    ///     A list of `kvpool.Leak`: `owner`, `site`, `count`, `age_s` of the oldest in seconds, and `spans`, the units as
-    ///     (first, end).
+    ///     A list of `kvpool.Leak`: `owner`, `site`, `count`, `age_s` (age of the oldest unit in seconds),
+    ///     and `spans`, the units as (first, end) pairs.
     ///
     /// Raises:
     ///     ConfigError: If the pool does not debug.
-    ///     TypeError: If the pool hands nothing out, or is a `Workspace`, of which nobody holds a part.
+    ///     TypeError: If the pool hands nothing out, or is a `Workspace`, which records no owners.
     fn leaks<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
         Self::reported(slf, "leaks")
     }
 
-    /// A context manager at whose end no more units may be live than at its begin. What the body raises goes on as it is.
-    /// Where the pool debugs, a unit with several owners counts for each of them.
+    /// Returns a context manager that checks that no more units are live at exit than at entry. An exception
+    /// of the body propagates unchanged. If the pool debugs, a unit with several owners counts once for each.
     ///
     /// Raises:
-    ///     IndexOwnershipError: At its end, if more are live: how many more and, where the pool debugs, a table of those that
-    ///         were taken within it.
+    ///     IndexOwnershipError: At exit, if more units are live. The message has their number and, if the
+    ///         pool debugs, a table of the units taken in the body.
     ///     TypeError: If the pool hands nothing out.
     fn expect_balanced<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
         Self::reported(slf, "ExpectBalanced")
