@@ -141,7 +141,8 @@ impl TokenToKvPoolAllocator {
 
     /// Takes slots.
     ///
-    /// Args:⏎ need_size: Number of slots.
+    /// Args:
+    ///     need_size: Number of slots.
     ///     contiguous: Take one ascending run, the lowest that fits.
     ///     owner: An owner for reports and `leaks`, a str or an int. Recorded only if the pool debugs.
     ///
