@@ -1,4 +1,4 @@
-//! A scheduler step in one call: slots, request table and the metadata of attention kernels.
+//! Plans a scheduler step in one call: slots, request table and the metadata of attention kernels.
 
 mod block_table;
 mod plan;
@@ -18,27 +18,27 @@ use self::state::{PlannerState, Pools};
 use super::shortage::OrShort;
 use super::{Fence, ReqToTokenPool, TokenToKvPoolAllocator, make_room};
 
-/// A batch of requests, as a caller names it.
+/// The requests of a batch.
 #[derive(Clone, Copy, Debug)]
 pub struct Batch<'a> {
-    /// Rows.
+    /// Request rows.
     pub rows: &'a IndexVec,
-    /// Tokens that each has, or whose slots are cached.
+    /// Tokens that each request has now, or the length of its cached prefix.
     pub prefix_lens: &'a [i64],
-    /// Tokens that it will have.
+    /// Tokens that each request will have.
     pub seq_lens: &'a [i64],
-    /// Cached slots of new requests; empty, or one entry for each request.
+    /// Slots of cached prefixes; empty, or one entry per request.
     pub prefix_slots: &'a [Option<IndexVec>],
 }
 
-/// Plans the steps of a scheduler: one call takes the slots, writes the table and makes the metadata.
+/// Plans the steps of a scheduler: one call takes the slots, writes the table and builds the metadata.
 ///
-/// What a request has is kept on the host, and is the only truth: the table and the metadata on the device are written from
-/// it, in one launch and at most one copy, and nothing waits. On the CPU the tensors are written directly. Costs grow with
-/// the new tokens and the requests; only [`Field::KvIndices`] is written whole every time.
+/// The truth about requests is on the host. The table and the metadata on a device are written from it, in
+/// one launch and at most one copy, without waiting. On the CPU the tensors are written directly. The cost
+/// grows with the new tokens and the requests; only [`Field::KvIndices`] is rewritten whole in every step.
 ///
-/// All calls are atomic, and may come from any thread. What the calls that take slots do when these are short stands at
-/// [`TokenToKvPoolAllocator`].
+/// All calls are atomic and thread-safe. [`TokenToKvPoolAllocator`] describes what happens when there are not
+/// enough slots.
 ///
 /// ```
 /// use std::sync::{Arc, Mutex};
@@ -63,7 +63,7 @@ pub struct Batch<'a> {
 /// assert_eq!(planner.field(&plan, Field::QoIndptr).unwrap().unwrap().shape().as_slice(), [3]);
 /// ```
 pub struct BatchPlanner {
-    // A call that needs several locks takes that of the allocator first, this one next, that of the table last: see `pools`.
+    // Lock order: the allocator first, this one next, the table last.
     state: Mutex<PlannerState>,
     slots: Arc<TokenToKvPoolAllocator>,
     table: Arc<Mutex<ReqToTokenPool>>,
@@ -72,11 +72,11 @@ pub struct BatchPlanner {
 }
 
 impl BatchPlanner {
-    /// For requests in `table` that take their slots from `slots`, with memory from `backend`.
+    /// A planner for requests in `table` that take their slots from `slots`, with memory from `backend`.
     ///
     /// # Errors
     /// [`ErrorKind::Config`] when a size is 0, the pools are not on the same device, or there may be more pages in a batch
-    /// than fit int32; what the backend says when it has not enough.
+    /// than fit int32; the error of the backend if it runs out of memory.
     pub fn new(
         config: &PlannerConfig,
         backend: &Arc<dyn Backend>,
@@ -87,19 +87,19 @@ impl BatchPlanner {
         Ok(Self { state: Mutex::new(state), slots, table, config: *config, device: backend.device() })
     }
 
-    /// Its sizes.
+    /// The sizes of the planner.
     #[must_use]
     pub const fn config(&self) -> PlannerConfig {
         self.config
     }
 
-    /// Where the fields are.
+    /// The device of the fields.
     #[must_use]
     pub const fn device(&self) -> Device {
         self.device
     }
 
-    /// Bytes of the fields.
+    /// Bytes of all fields.
     #[must_use]
     pub fn mem_bytes(&self) -> usize {
         lock(&self.state).mem_bytes()
@@ -127,22 +127,22 @@ impl BatchPlanner {
         state.seq_len(row, &table)
     }
 
-    /// Takes the slots for positions `prefix..seq` of each request, writes the table and makes the metadata; `None`, and
-    /// nothing is changed, when there are not enough. Cached prefixes get the request as one more owner.
+    /// Takes the slots for positions `prefix..seq` of each request, writes the table and builds the metadata.
+    /// Returns `None`, and changes nothing, if there are not enough slots. The request becomes an additional
+    /// owner of its cached prefix.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] and [`ErrorKind::IndexOwnership`] for what does not fit, as [`Requests::growth`] and
-    /// [`Requests::growth_of_cached`] say; [`ErrorKind::Index`] for a row or a length outside of the table;
+    /// [`ErrorKind::Config`] and [`ErrorKind::IndexOwnership`] for invalid lengths and prefixes, as in [`Requests::growth`] and [`Requests::growth_of_cached`]; [`ErrorKind::Index`] for a row or a length outside of the table;
     /// [`ErrorKind::Driver`] when the driver refuses. Nothing is changed.
     pub fn extend(&self, batch: Batch<'_>, stream: Stream) -> Result<Option<Plan>> {
         self.take(stream, |state, pools| state.extend(pools, batch, stream))
     }
 
-    /// As [`BatchPlanner::extend`], by `tokens_per_req` tokens a request. The batch is filled up to the least of `pad_to`
-    /// that it fits, with requests of the padding row.
+    /// [`BatchPlanner::extend`] by `tokens_per_req` tokens per request. Requests of the padding row pad the batch to the smallest size of `pad_to` that it fits.
     ///
     /// # Errors
-    /// As there; [`ErrorKind::Config`] when nothing of `pad_to` fits, or there is no padding row.
+    /// As [`BatchPlanner::extend`]; [`ErrorKind::Config`] when no size of `pad_to` fits, or there is no
+    /// padding row.
     pub fn decode(
         &self,
         rows: &IndexVec,
@@ -154,11 +154,12 @@ impl BatchPlanner {
         self.take(stream, |state, pools| state.decode(pools, rows, seq_lens, tokens_per_req, pad_to, stream))
     }
 
-    /// Shrinks requests to `seq_lens` tokens. Returns how many slots were given back, and what was wrong with them.
+    /// Shrinks requests to `seq_lens` tokens. Returns the number of slots given up, and the invalid ones
+    /// among them.
     ///
     /// # Errors
-    /// As [`Requests::name`] and [`Requests::check_cut`]; nothing is changed then. [`ErrorKind::IndexOwnership`] if the
-    /// allocator is strict and another owner freed a page before; all others were given back.
+    /// As [`Requests::name`] and [`Requests::check_cut`]; nothing is changed. [`ErrorKind::IndexOwnership`]
+    /// if the allocator is strict and another owner has freed a page; all others are freed.
     pub fn truncate(
         &self,
         rows: &IndexVec,
@@ -169,12 +170,13 @@ impl BatchPlanner {
         self.give(after, stream, |state, pools, fence| state.truncate(pools, rows, seq_lens, fence))
     }
 
-    /// Gives back all slots and the rows of requests, which are zeroed. `seq_lens` must be what they have, if given. Returns
-    /// how many slots were given back, and what was wrong with them.
+    /// Frees all slots and the rows of requests, and zeroes the rows. `seq_lens`, if given, must match the
+    /// requests. Returns the number of slots given up, and the invalid ones among them.
     ///
     /// # Errors
-    /// As [`Requests::name`], and [`ErrorKind::Config`] for another length; nothing is changed then. As
-    /// [`BatchPlanner::truncate`]; [`ErrorKind::Driver`] when the driver refuses to zero the rows, which are given back.
+    /// As [`Requests::name`], and [`ErrorKind::Config`] for a length that does not match; nothing is changed.
+    /// As
+    /// [`BatchPlanner::truncate`]; [`ErrorKind::Driver`] when zeroing the rows fails, which are freed all the same.
     pub fn finish(
         &self,
         rows: &IndexVec,
@@ -186,34 +188,36 @@ impl BatchPlanner {
         self.give(after, stream, |state, pools, fence| state.finish(pools, rows, seq_lens, fence, stream))
     }
 
-    /// Gives request `dst`, which has nothing, the first `len` tokens of `src`, or returns `None` when there is no page for
-    /// it. Full pages are shared; what the caller must copy is returned as slots to copy to and from, valid on `stream`.
+    /// Gives the empty request `dst` the first `len` tokens of `src`, or returns `None` if there is no free
+    /// page. Full pages are shared. Returns the slots that the caller must copy to and from, valid on
+    /// `stream`.
     ///
     /// # Errors
-    /// As [`Requests::name`] and [`Requests::fork`]; [`ErrorKind::Config`] when `src` has less or `dst` has something;
+    /// As [`Requests::name`] and [`Requests::fork`]; [`ErrorKind::Config`] when `src` has fewer tokens or
+    /// `dst` is not empty;
     /// [`ErrorKind::Driver`] when the driver refuses. Nothing is changed.
     pub fn fork(&self, src: i64, dst: i64, len: i64, stream: Stream) -> Result<Option<[TensorView; 2]>> {
         self.take(stream, |state, pools| state.fork(pools, [src, dst], len, stream))
     }
 
-    /// An array of a plan on the device, `None` if it is not made. No copy.
+    /// An array of a plan on the device, without a copy. `None` if the planner does not build it.
     ///
     /// # Errors
-    /// [`ErrorKind::StaleBuffer`] when there was another plan since.
+    /// [`ErrorKind::StaleBuffer`] after a later plan.
     pub fn field(&self, plan: &Plan, field: Field) -> Result<Option<TensorView>> {
         lock(&self.state).field(plan, field)
     }
 
-    /// An array of a plan on the host, `None` if it is not made. A copy, or where the plan is made.
+    /// An array of a plan in host memory, a copy if the plan is on a device. `None` if the planner does not
+    /// build it.
     ///
     /// # Errors
-    /// [`ErrorKind::StaleBuffer`] when there was another plan since, or, for one that grows with the context, when the pages
-    /// of a request have changed.
+    /// [`ErrorKind::StaleBuffer`] after a later plan or, for an array that grows with the context, after a change of the pages of a request.
     pub fn host_field(&self, plan: &Plan, field: Field) -> Result<Option<TensorView>> {
         lock(&self.state).host_field(plan, field)
     }
 
-    /// What `take` takes, as the allocator does it when slots are short.
+    /// Calls `take` under the locks, with the allocator's handling of shortage.
     fn take<T>(
         &self,
         stream: Stream,
@@ -226,7 +230,7 @@ impl BatchPlanner {
         })
     }
 
-    /// What `give` gives back, behind a fence if there is one.
+    /// Calls `give` under the locks, with the id of a new fence if `after` is given.
     fn give<R>(
         &self,
         after: Option<&Arc<dyn Fence>>,
@@ -239,7 +243,7 @@ impl BatchPlanner {
         })
     }
 
-    /// Waits, without locks, while the device is many steps behind.
+    /// Waits, without locks, if the device is many steps behind.
     fn make_room(&self) -> Result<()> {
         make_room(self.config.max_tokens, || lock(&self.state).crowded())
     }

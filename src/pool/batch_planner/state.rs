@@ -1,4 +1,4 @@
-//! What a planner knows of each request, and the memory of its metadata.
+//! The state that a planner guards: the slots of each request, and the memory of the metadata.
 
 mod device;
 
@@ -18,21 +18,21 @@ use super::block_table::BlockTable;
 use super::plan::{PlanLayout, SmallFields};
 use super::{Batch, Field, Plan, PlannerConfig};
 
-/// Steps of full size whose numbers may be on their way to the device.
+/// Steps of full size whose numbers may be in flight to the device.
 const STEPS_AHEAD: usize = 8;
 
-/// The pools that a step works on.
+/// The locked pools of a step.
 pub(super) struct Pools<'a> {
     pub(super) slots: &'a mut SlotTensors,
     pub(super) table: &'a mut ReqToTokenPool,
 }
 
-/// Requests of the padding row that fill a batch up.
+/// Padding of a batch with requests of the padding row.
 #[derive(Clone, Copy, Debug)]
 struct Padding {
-    /// Requests with them.
+    /// Requests, including padding.
     batch_size: usize,
-    /// New tokens of each.
+    /// New tokens of each padding request.
     tokens_per_req: usize,
 }
 
@@ -42,22 +42,23 @@ impl Padding {
     }
 }
 
-/// What a [`BatchPlanner`] guards: what each request has, and the memory of the metadata.
+/// The state of a [`BatchPlanner`](super::BatchPlanner): the slots of each request, and the memory of the
+/// metadata.
 #[derive(Debug)]
 pub(super) struct PlannerState {
     requests: Requests,
     layout: PlanLayout,
     fields: Arc<Region>,
-    /// The fields that do not grow with the context, for the host; all of them where they are made there.
+    /// On a device, host copies of the fields that do not grow with the context; on the host, `fields`.
     host_fields: Arc<Region>,
     executor: Executor,
-    /// Pages that cross to a device at once.
+    /// Maximum number of pages sent to a device at once.
     most_pages: usize,
-    /// What the block table holds, for the next step to write only what is new.
+    /// The contents of the block table, so that a step writes only new entries.
     block_table: BlockTable,
     small_fields: SmallFields,
     plans: usize,
-    /// Counts whatever changes the pages of a request.
+    /// Counts changes of the pages of requests.
     changes: u64,
 }
 
@@ -86,9 +87,9 @@ impl PlannerState {
         let layout = PlanLayout::new(*config, width)?;
         let fields = Arc::new(Region::new(Arc::clone(backend), layout.bytes())?);
         let new_pages = max_tokens + 2 * max_batch_size;
-        // Cached prefixes are sent once; as many pages as there are can be distinct.
+        // Cached prefixes are sent once, and are distinct pages of the pool.
         let most_pages = new_pages + (max_batch_size * width).min(slots.slots().pages().capacity());
-        // Steps that bring no prefixes may be far ahead of the device.
+        // The host may be far ahead with steps without prefixes.
         let ring = (PlanBatch::bytes(max_batch_size, new_pages) * STEPS_AHEAD)
             .max(PlanBatch::bytes(max_batch_size, most_pages) * 2);
         let executor = Executor::new(&fields, 0, table.spaces(), ring)?;
@@ -136,7 +137,7 @@ impl PlannerState {
         self.layout.config()
     }
 
-    /// A point to wait for, without locks, before more numbers of the host are sent to the device: it is far behind.
+    /// An event to wait for, without locks, before more numbers are sent to the device, if it is far behind.
     pub(super) fn crowded(&self) -> Option<Arc<Event>> {
         self.executor.crowded()
     }
@@ -230,7 +231,7 @@ impl PlannerState {
         Ok(())
     }
 
-    /// Plans a batch that was checked, with padding.
+    /// Plans a checked batch, with padding.
     fn plan(
         &mut self,
         pools: Pools<'_>,
@@ -280,7 +281,7 @@ impl PlannerState {
         self.changes += 1;
         self.plans += 1;
         if let Err(failure) = made {
-            // What was written is not known.
+            // A part may have been written.
             self.block_table.invalidate(self.layout.width());
             self.requests.shrink(batch, slots.slots_mut());
             return Err(failure);
@@ -313,7 +314,7 @@ impl PlannerState {
         Ok(())
     }
 
-    /// Puts what a request has new into the table.
+    /// Writes the new slots of a request to the table.
     fn put(&self, place: usize, growth: Growth, table: &mut ReqToTokenPool) -> Result<()> {
         let Growth { row, start, prefix, .. } = growth;
         if start < prefix {
@@ -329,7 +330,7 @@ impl PlannerState {
         Ok(slots)
     }
 
-    /// Writes the pages of the request at `place`, of which the block table has the first `valid`.
+    /// Writes the pages of the request at `place`, of which the block table already has the first `valid`.
     fn write_pages(&self, place: usize, valid: usize, pages: &[i32]) -> Result<()> {
         let size = size_of::<i32>();
         if self.layout.has(Field::KvIndices) {
@@ -345,12 +346,12 @@ impl PlannerState {
         Ok(())
     }
 
-    /// How many entries of line `place` of the block table hold pages of a request.
+    /// The number of entries of line `place` of the block table that hold pages of the request.
     fn valid_entries(&self, place: usize, row: u32, table: &ReqToTokenPool) -> usize {
         self.block_table.valid(place, row, table.rows().turn(RequestRow::new(row)))
     }
 
-    /// Notes that the pages of a batch were written to the block table.
+    /// Records that the pages of a batch were written to the block table.
     fn note_block_table(&mut self, batch: &[Growth], padded: usize, table: &ReqToTokenPool) {
         for (place, &Growth { row, .. }) in batch.iter().enumerate() {
             let count = self.requests.pages(row).len();
@@ -402,13 +403,12 @@ impl PlannerState {
         table.not_capturing(stream)?;
         let given =
             self.give_back(Pools { slots, table }, named.into_iter().zip(std::iter::repeat(0)), fence);
-        // Each row was found to be somebody's.
+        // Each row was checked to be allocated.
         let _ = table.free(rows, stream)?;
         given
     }
 
-    /// Where a ledger is kept, puts the owner of a row under those of its pages, from token `start` on, that were taken just
-    /// now.
+    /// If a ledger is kept, records the owner of a row as the owner of its new pages, from token `start` on.
     fn sign(&self, row: u32, start: u32, slots: &mut SlotTensors, table: &ReqToTokenPool) {
         let Some(act) = signed_act(row, slots, table) else { return };
         let first = widen(self.requests.page_size().page(start));
@@ -517,7 +517,7 @@ impl PlannerState {
         for place in 0..plan.padded_batch_size {
             if place < plan.batch_size {
                 let pages = self.requests.pages(self.small_fields.req_pool_indices[place].cast_unsigned());
-                // A row that was given away and taken again is another request's.
+                // A row that was freed and taken again belongs to another request.
                 self.check_current(plan, pages.len() == self.small_fields.kv_pages(place))?;
                 values.extend_from_slice(pages);
             } else {
@@ -547,7 +547,7 @@ impl PlannerState {
     }
 }
 
-/// Where a ledger is kept, the call in progress in the name of a request: of its row's owner, or of the row.
+/// If a ledger is kept, the current act in the name of a request: its row's owner, or the row.
 fn signed_act(row: u32, slots: &SlotTensors, table: &ReqToTokenPool) -> Option<Arc<Act>> {
     let act = slots.act()?;
     let holders = table.rows().book().ledger().map_or(Vec::new(), |ledger| ledger.holders(row));
@@ -556,7 +556,7 @@ fn signed_act(row: u32, slots: &SlotTensors, table: &ReqToTokenPool) -> Option<A
     Some(Arc::new(Act { owner: Some(owner), ..Act::clone(&act) }))
 }
 
-/// The least of `sizes` that a batch of `count` fits.
+/// The smallest of `sizes` that a batch of `count` fits.
 fn padded_size(count: usize, sizes: &[usize], padding_row: bool) -> Result<usize> {
     let found = sizes.iter().copied().filter(|&size| size >= count).min();
     let size = found.ok_or_else(|| {
