@@ -75,8 +75,8 @@ impl BatchPlanner {
     /// A planner for requests in `table` that take their slots from `slots`, with memory from `backend`.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] when a size is 0, the pools are not on the same device, or there may be more pages in a batch
-    /// than fit int32; the error of the backend if it runs out of memory.
+    /// [`ErrorKind::Config`] when a size is 0, the pools are not on the same device, or there may be more
+    /// pages in a batch than fit int32; the error of the backend if it runs out of memory.
     pub fn new(
         config: &PlannerConfig,
         backend: &Arc<dyn Backend>,
@@ -132,13 +132,15 @@ impl BatchPlanner {
     /// owner of its cached prefix.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] and [`ErrorKind::IndexOwnership`] for invalid lengths and prefixes, as in [`Requests::growth`] and [`Requests::growth_of_cached`]; [`ErrorKind::Index`] for a row or a length outside of the table;
-    /// [`ErrorKind::Driver`] when the driver refuses. Nothing is changed.
+    /// [`ErrorKind::Config`] and [`ErrorKind::IndexOwnership`] for invalid lengths and prefixes, as in
+    /// [`Requests::growth`] and [`Requests::growth_of_cached`]; [`ErrorKind::Index`] for a row or a length
+    /// outside of the table; [`ErrorKind::Driver`] when the driver refuses. Nothing is changed.
     pub fn extend(&self, batch: Batch<'_>, stream: Stream) -> Result<Option<Plan>> {
         self.take(stream, |state, pools| state.extend(pools, batch, stream))
     }
 
-    /// [`BatchPlanner::extend`] by `tokens_per_req` tokens per request. Requests of the padding row pad the batch to the smallest size of `pad_to` that it fits.
+    /// [`BatchPlanner::extend`] by `tokens_per_req` tokens per request. Requests of the padding row pad the
+    /// batch to the smallest size of `pad_to` that it fits.
     ///
     /// # Errors
     /// As [`BatchPlanner::extend`]; [`ErrorKind::Config`] when no size of `pad_to` fits, or there is no
@@ -175,8 +177,8 @@ impl BatchPlanner {
     ///
     /// # Errors
     /// As [`Requests::name`], and [`ErrorKind::Config`] for a length that does not match; nothing is changed.
-    /// As
-    /// [`BatchPlanner::truncate`]; [`ErrorKind::Driver`] when zeroing the rows fails, which are freed all the same.
+    /// As [`BatchPlanner::truncate`]; [`ErrorKind::Driver`] when zeroing the rows fails, which are freed all
+    /// the same.
     pub fn finish(
         &self,
         rows: &IndexVec,
@@ -212,7 +214,8 @@ impl BatchPlanner {
     /// build it.
     ///
     /// # Errors
-    /// [`ErrorKind::StaleBuffer`] after a later plan or, for an array that grows with the context, after a change of the pages of a request.
+    /// [`ErrorKind::StaleBuffer`] after a later plan or, for an array that grows with the context, after a
+    /// change of the pages of a request.
     pub fn host_field(&self, plan: &Plan, field: Field) -> Result<Option<TensorView>> {
         lock(&self.state).host_field(plan, field)
     }

@@ -132,7 +132,9 @@ impl BufferPool {
     /// again.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] when its bucket is more than an address can name; [`ErrorKind::OutOfMemory`] when there is not enough memory; [`ErrorKind::Driver`] when a driver call fails, and for a new buffer while `stream` is captured. Nothing is handed out.
+    /// [`ErrorKind::Config`] when its bucket is more than an address can name; [`ErrorKind::OutOfMemory`]
+    /// when there is not enough memory; [`ErrorKind::Driver`] when a driver call fails, and for a new buffer
+    /// while `stream` is captured. Nothing is handed out.
     pub fn alloc(&mut self, bytes: usize, stream: Stream) -> Result<Buffer> {
         let bucket = self.config.rounding.bucket(bytes)?;
         let Some(reused) = self.buckets.take(bucket, stream) else { return self.make(bucket, bytes, stream) };
@@ -240,8 +242,9 @@ impl BufferPool {
     /// not page-locked: the driver cannot copy memory that is page-locked in part.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] for memory of another device, for a tensor with gaps, and for a part that would be page-locked;
-    /// [`ErrorKind::OutOfMemory`] when the driver cannot page-lock that much memory, [`ErrorKind::Driver`] when page-locking fails otherwise.
+    /// [`ErrorKind::Config`] for memory of another device, for a tensor with gaps, and for a part that would
+    /// be page-locked; [`ErrorKind::OutOfMemory`] when the driver cannot page-lock that much memory,
+    /// [`ErrorKind::Driver`] when page-locking fails otherwise.
     pub fn register_existing(
         &mut self,
         tensor: &Borrowed<'_>,
@@ -253,7 +256,7 @@ impl BufferPool {
         }
         if !tensor.is_contiguous() {
             return Err(Error::config(
-                "a tensor with gaps cannot be registered; register what it is a view of",
+                "a tensor with gaps cannot be registered; register the tensor that it is a view of",
             ));
         }
         let bytes = tensor.shape().numel() * tensor.dtype().size();

@@ -49,7 +49,8 @@ pub enum Attempt {
 
 /// Fixed-size chunks, numbered from 0, each with a reference count, handed out last in, first out.
 ///
-/// Host memory is page-locked in steps by [`ChunkPool::lock_pages`]; chunks can be taken as soon as their step is done.
+/// Host memory is page-locked in steps by [`ChunkPool::lock_pages`]; chunks can be taken as soon as their
+/// step is done.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -150,7 +151,8 @@ impl ChunkPool {
     /// [`ChunkPool::lock_pages`] proceeds, otherwise at once.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] for a size of 0 and sizes whose bytes overflow; the error of the backend if it runs out of memory.
+    /// [`ErrorKind::Config`] for a size of 0 and sizes whose bytes overflow; the error of the backend if it
+    /// runs out of memory.
     pub fn new(config: &ChunkConfig, backend: &Arc<dyn Backend>) -> Result<Self> {
         at_least_one(&[("num_chunks", config.num_chunks), ("page_lock_threads", config.page_lock_threads)])?;
         if config.chunk_shape.contains(&0) {
@@ -405,7 +407,8 @@ impl ChunkPool {
     /// The chunk's first elements as a tensor of `shape`, or all of it, without a copy.
     ///
     /// # Errors
-    /// [`ErrorKind::StaleBuffer`] when the chunk was freed, [`ErrorKind::Config`] for a shape that does not fit.
+    /// [`ErrorKind::StaleBuffer`] when the chunk was freed, [`ErrorKind::Config`] for a shape that does not
+    /// fit.
     pub fn tensor(&self, chunk: Ticket, shape: Option<Dims>) -> Result<TensorView> {
         if self.references(chunk) == 0 {
             return Err(stale(chunk));
@@ -439,8 +442,8 @@ impl ChunkPool {
     ///
     /// # Errors
     /// [`ErrorKind::StaleBuffer`] when the chunk was freed; [`ErrorKind::Type`] for another dtype,
-    /// [`ErrorKind::Config`] for more elements than a chunk has, and for memory of two GPUs; [`ErrorKind::Driver`] when the
-    /// driver refuses.
+    /// [`ErrorKind::Config`] for more elements than a chunk has, and for memory of two GPUs;
+    /// [`ErrorKind::Driver`] when the driver refuses.
     pub fn copy(
         &self,
         chunk: Ticket,

@@ -71,9 +71,9 @@ impl GdnPool {
     /// Allocates the states from `backend`.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for an argument of 0 (`max_track_slots` may be), for
-    /// indices that do not fit int32 and for sizes whose bytes overflow; the error of the backend if it runs
-    /// out of memory.
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for an argument of 0 (`max_track_slots` may be),
+    /// for indices that do not fit int32 and for sizes whose bytes overflow; the error of the backend if it
+    /// runs out of memory.
     pub fn new(config: &GdnConfig, backend: &Arc<dyn Backend>) -> Result<Self> {
         at_least_one(&[
             ("max_reqs", config.max_reqs),
@@ -174,7 +174,8 @@ impl GdnPool {
     /// `stream`.
     ///
     /// # Errors
-    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a slot that does not exist; nothing is zeroed. An invalid index on a GPU is skipped, and [`GdnPool::fault`] reports it.
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a slot that does not exist; nothing is zeroed.
+    /// An invalid index on a GPU is skipped, and [`GdnPool::fault`] reports it.
     pub fn reset_states(&self, indices: &Indices<'_>, stream: Stream) -> Result<()> {
         self.executor.zero_rows(&self.rows, indices, stream)
     }

@@ -73,8 +73,8 @@ pub struct BufferInfo {
 /// K and V storage of every layer: `[rows, head_num, head_dim]` each, zero at first.
 ///
 /// Row 0 is the padding slot. All buffers lie in one region, keys of every layer first, each at a multiple of
-/// [`ALIGNMENT`] bytes, in page-locked memory of [`PAGE`] bytes. Calls that work on the rows of one layer lock that layer
-/// only.
+/// [`ALIGNMENT`] bytes, in page-locked memory of [`PAGE`] bytes. Calls that work on the rows of one layer
+/// lock that layer only.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -107,9 +107,9 @@ impl KvPool {
     /// into the next.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for an argument of 0, for slots that do not fit int32
-    /// and for sizes whose bytes overflow; the error of the backend if it runs out of memory or a step cannot
-    /// be page-locked.
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for an argument of 0, for slots that do not fit
+    /// int32 and for sizes whose bytes overflow; the error of the backend if it runs out of memory or a step
+    /// cannot be page-locked.
     pub fn new(config: &KvConfig, backend: &Arc<dyn Backend>) -> Result<Self> {
         at_least_one(&[
             ("size", config.size),
@@ -209,7 +209,8 @@ impl KvPool {
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for shapes or scales that do not fit,
     /// [`ErrorKind::Type`](crate::base::ErrorKind::Type) for dtypes that cannot be converted,
-    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a layer or row that does not exist. Nothing is written. As [`KvPool::fault`].
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a layer or row that does not exist. Nothing is
+    /// written. As [`KvPool::fault`].
     pub fn set_kv<'a>(
         &'a self,
         layer: usize,
@@ -244,7 +245,8 @@ impl KvPool {
     /// [`KvPool::fault`] after waiting for every call on `stream` so far.
     ///
     /// # Errors
-    /// As [`KvPool::fault`], and [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the device has failed.
+    /// As [`KvPool::fault`], and [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the device has
+    /// failed.
     pub fn check(&self, stream: Stream) -> Result<()> {
         self.executor.synchronize(stream)?;
         self.fault()
@@ -270,13 +272,12 @@ impl KvPool {
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a layer or row that does not exist,
     /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when there is not enough memory,
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) on a GPU, where results are not allocated: use [`KvPool::gather_kv_into`].
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) on a GPU, where results are not allocated: use
+    /// [`KvPool::gather_kv_into`].
     pub fn gather_kv(&self, layer: usize, indices: &Indices<'_>) -> Result<[TensorView; 2]> {
         let [k, v] = self.rows.layer(layer)?;
         if self.executor.gpu().is_some() {
-            return Err(Error::config(
-                "rows on a GPU are gathered into tensors that the caller has: pass out",
-            ));
+            return Err(Error::config("rows on a GPU are gathered into tensors of the caller: pass out"));
         }
         let target = |buffer: &RowBuffer| {
             let [_, heads, dim] = buffer.shape();
@@ -294,7 +295,8 @@ impl KvPool {
     ///
     /// # Errors
     /// As [`KvPool::gather_kv`], and [`ErrorKind::Config`](crate::base::ErrorKind::Config) or
-    /// [`ErrorKind::Type`](crate::base::ErrorKind::Type) when `out` does not fit. Nothing is written. The row of an invalid index on a GPU is zeroed, and [`KvPool::fault`] reports it.
+    /// [`ErrorKind::Type`](crate::base::ErrorKind::Type) when `out` does not fit. Nothing is written. The row
+    /// of an invalid index on a GPU is zeroed, and [`KvPool::fault`] reports it.
     pub fn gather_kv_into(
         &self,
         layer: usize,
@@ -322,7 +324,8 @@ impl KvPool {
     /// uint8. Ignores rows beyond the last.
     ///
     /// # Errors
-    /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the driver refuses, and while `stream` is captured.
+    /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the driver refuses, and while `stream` is
+    /// captured.
     pub fn poison(&self, rows: &[Range<usize>], stream: Stream) -> Result<()> {
         const POISON: u8 = 0xff;
         if !rows.is_empty() {

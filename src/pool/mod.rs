@@ -4,7 +4,9 @@
 //! Every pool is constructed from a config and a [`Backend`](crate::memory::Backend), which provides all of
 //! its memory. An [`Executor`](crate::kernels::Executor) for the host or for a device works on that memory.
 //!
-//! [`TokenToKvPoolAllocator`], [`BatchPlanner`], [`KvPool`] and [`GdnPool`] can be shared: their calls are atomic with respect to each other. The others take `&mut self`: share them behind a lock. By design, other frameworks access the same bytes without these locks.
+//! [`TokenToKvPoolAllocator`], [`BatchPlanner`], [`KvPool`] and [`GdnPool`] can be shared: their calls are
+//! atomic with respect to each other. The others take `&mut self`: share them behind a lock. By design, other
+//! frameworks access the same bytes without these locks.
 
 mod batch_planner;
 mod buffer_pool;

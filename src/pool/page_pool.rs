@@ -59,8 +59,8 @@ impl PagePool {
     /// A pool with its first pages.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for a page of no elements and for sizes whose bytes overflow;
-    /// the error of the backend if it runs out of memory.
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for a page of no elements and for sizes whose
+    /// bytes overflow; the error of the backend if it runs out of memory.
     pub fn new(config: &PageConfig, backend: &Arc<dyn Backend>) -> Result<Self> {
         at_least_one(&[("page_size", config.page_size)])?;
         let page_bytes = bytes_of("a page", &[config.page_size], config.dtype)?;

@@ -91,8 +91,8 @@ impl ReqToTokenPool {
     /// An empty table.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when `max_reqs` or `max_context_len` is 0, or does not
-    /// fit int32; the error of the backend if it runs out of memory.
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when `max_reqs` or `max_context_len` is 0, or
+    /// does not fit int32; the error of the backend if it runs out of memory.
     pub fn new(config: &ReqToTokenConfig, backend: &Arc<dyn Backend>) -> Result<Self> {
         let ReqToTokenConfig { max_reqs, max_context_len, padding_row, .. } = *config;
         at_least_one(&[("max_reqs", max_reqs), ("max_context_len", max_context_len)])?;
@@ -294,7 +294,9 @@ impl ReqToTokenPool {
     ///
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a place outside of the table,
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when the numbers of values and places differ. Nothing is written. Invalid places that only the device knows are skipped, and [`ReqToTokenPool::fault`] reports them.
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when the numbers of values and places differ.
+    /// Nothing is written. Invalid places that only the device knows are skipped, and
+    /// [`ReqToTokenPool::fault`] reports them.
     pub fn write(&mut self, index: &TableIndex<'_>, values: &Indices<'_>, stream: Stream) -> Result<()> {
         if let Some(mirror) = self.mirror.clone() {
             self.fault()?;
@@ -383,7 +385,8 @@ impl ReqToTokenPool {
     /// The first `length` columns of a row, without a copy.
     ///
     /// # Errors
-    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when the row or the columns are outside of the table.
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when the row or the columns are outside of the
+    /// table.
     pub fn read(&self, row: i64, length: i64) -> Result<TensorView> {
         self.executor.check_process()?;
         let row = self.checked_row(row)?;
@@ -403,7 +406,8 @@ impl ReqToTokenPool {
     /// which are accounted for.
     ///
     /// # Errors
-    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a row outside of the table; nothing is changed.
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a row outside of the table; nothing is
+    /// changed.
     pub fn mark_modified(&mut self, rows: &IndexVec, version: Option<u64>) -> Result<()> {
         let rows = rows.rows("row", self.table_rows())?;
         for &row in &rows {
@@ -422,10 +426,11 @@ impl ReqToTokenPool {
     /// contiguous int32 on the table's device. On a GPU it is one launch on `stream`.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) or [`ErrorKind::Type`](crate::base::ErrorKind::Type) when
-    /// a length or `out` does not fit, [`ErrorKind::Index`](crate::base::ErrorKind::Index) when a row is not
-    /// in the table or a part not in `out`. Nothing is written. Invalid arguments that only the device knows
-    /// are skipped, and [`ReqToTokenPool::fault`] reports them.
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) or
+    /// [`ErrorKind::Type`](crate::base::ErrorKind::Type) when a length or `out` does not fit,
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when a row is not in the table or a part not in
+    /// `out`. Nothing is written. Invalid arguments that only the device knows are skipped, and
+    /// [`ReqToTokenPool::fault`] reports them.
     pub fn build_kv_indices(
         &self,
         rows: &Indices<'_>,

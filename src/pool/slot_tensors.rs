@@ -48,11 +48,11 @@ pub(super) struct CompletedFree {
 }
 
 impl SlotTensors {
-    /// All slots free.
+    /// A pool with all slots free.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] when `size` or `page_size` is 0 or slots would not fit int32; what the backend says when
-    /// there is no memory for the tensors.
+    /// [`ErrorKind::Config`] when `size` or `page_size` is 0 or slots would not fit int32; what the backend
+    /// says when there is no memory for the tensors.
     pub(super) fn new(config: &AllocatorConfig, backend: &Arc<dyn Backend>) -> Result<Self> {
         let AllocatorConfig { size, page_size, need_sort, strict } = *config;
         let order = if need_sort { Order::Sorted } else { Order::Fifo };
@@ -128,7 +128,7 @@ impl SlotTensors {
         &mut self.slots
     }
 
-    /// Where the tensors are.
+    /// The device of the tensors.
     pub(super) const fn device(&self) -> Device {
         self.device
     }
@@ -458,7 +458,7 @@ impl SlotTensors {
     /// Checks every invariant.
     ///
     /// # Errors
-    /// [`ErrorKind::IndexOwnership`] with what is broken.
+    /// [`ErrorKind::IndexOwnership`] with the broken invariant.
     pub(super) fn verify(&self) -> Result<()> {
         self.slots.fault().map_or(Ok(()), |fault| {
             Err(Error::new(ErrorKind::IndexOwnership, format!("the allocator is inconsistent: {fault}")))

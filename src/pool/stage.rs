@@ -187,7 +187,7 @@ impl Stage {
         let address = tensor.address().as_ptr().addr();
         if !self.copy.addresses.contains(&address) {
             return Err(Error::config(format!(
-                "the tensor at {address:#x} is none that this allocator handed out"
+                "the tensor at {address:#x} does not come from this allocator"
             )));
         }
         if !self.gpu.is_capturing(stream)? {

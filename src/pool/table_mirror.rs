@@ -72,7 +72,7 @@ impl TableMirror {
         Ok(copy)
     }
 
-    /// Where kernels echo what they wrote.
+    /// The ring into which kernels echo their writes.
     pub(super) const fn echoes(&self) -> &Ring {
         &self.echoes
     }

@@ -84,8 +84,8 @@ impl TokenToKvPoolAllocator {
     /// A pool with all slots free.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when `size` or `page_size` is 0 or slots would not fit int32;
-    /// what the backend says when there is no memory for the tensors.
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when `size` or `page_size` is 0 or slots would
+    /// not fit int32; the error of the backend when there is no memory for the tensors.
     pub fn new(config: &AllocatorConfig, backend: &Arc<dyn Backend>) -> Result<Self> {
         let slots = SlotTensors::new(config, backend)?;
         Ok(Self {
@@ -120,8 +120,9 @@ impl TokenToKvPoolAllocator {
     /// Takes `count` slots: a 1-D int32 tensor, valid on `stream`. `None` if there are not enough.
     ///
     /// # Errors
-    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host has no memory for the result, or live tensors cover the stage; [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the driver
-    /// refuses; as [`Self::poll`]. Nothing is taken.
+    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host has no memory for the
+    /// result, or live tensors cover the stage; [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when
+    /// the driver refuses; as [`Self::poll`]. Nothing is taken.
     pub fn alloc(&self, count: usize, stream: Stream) -> Result<Option<Grant<'_>>> {
         let taken = self.take(stream, |slots| slots.alloc(count, stream))?;
         Ok(taken.map(|view| self.grant(view, Vec::new())))
@@ -206,7 +207,8 @@ impl TokenToKvPoolAllocator {
     /// many values that was.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when no group is open; as [`Self::free`]. The group is closed all the same.
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when no group is open; as [`Self::free`]. The
+    /// group is closed all the same.
     pub fn free_group_end(&self, stream: Stream) -> Result<(usize, BadFrees)> {
         self.freeing(self.lock(), stream, SlotTensors::free_group_end)
     }
@@ -414,7 +416,8 @@ impl TokenToKvPoolAllocator {
     /// Tensors in host memory have no streams.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for a tensor that does not come from this allocator.
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for a tensor that does not come from this
+    /// allocator.
     pub fn used_on(&self, tensor: &Borrowed<'_>, stream: Stream) -> Result<()> {
         self.lock().used_on(tensor, stream)
     }
@@ -479,7 +482,7 @@ impl TokenToKvPoolAllocator {
     /// Checks every invariant.
     ///
     /// # Errors
-    /// [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) with what is broken.
+    /// [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) with the broken invariant.
     pub fn verify(&self) -> Result<()> {
         self.lock().verify()
     }

@@ -253,7 +253,8 @@ impl Workspace {
     ///
     /// # Errors
     /// [`ErrorKind::WorkspaceExhausted`] when it does not fit, [`ErrorKind::Config`] for a negative extent,
-    /// [`ErrorKind::State`] for a thread that is not the owner and after it is closed, [`ErrorKind::Driver`] when a driver call fails.
+    /// [`ErrorKind::State`] for a thread that is not the owner and after it is closed, [`ErrorKind::Driver`]
+    /// when a driver call fails.
     pub fn empty(&self, shape: Dims, dtype: DType, stream: Stream) -> Result<TensorView> {
         let bytes = shape.bytes(dtype)?;
         self.with(|shared, state| {
@@ -282,7 +283,8 @@ impl Workspace {
     /// holds segments.
     ///
     /// # Errors
-    /// [`ErrorKind::State`] for a thread that is not the owner, between [`Workspace::enter`] and [`Workspace::leave`], and after it is closed; [`ErrorKind::Driver`] when filling it with NaN fails.
+    /// [`ErrorKind::State`] for a thread that is not the owner, between [`Workspace::enter`] and
+    /// [`Workspace::leave`], and after it is closed; [`ErrorKind::Driver`] when filling it with NaN fails.
     pub fn reset(&self, stream: Stream) -> Result<bool> {
         self.with(|shared, state| {
             state.expect_left()?;
@@ -304,7 +306,8 @@ impl Workspace {
     /// Closes the workspace. Live tensors and segments keep the memory of the arena.
     ///
     /// # Errors
-    /// [`ErrorKind::State`] for a thread that is not the owner, and between [`Workspace::enter`] and [`Workspace::leave`].
+    /// [`ErrorKind::State`] for a thread that is not the owner, and between [`Workspace::enter`] and
+    /// [`Workspace::leave`].
     pub fn close(&self) -> Result<()> {
         if self.is_closed() {
             return Ok(());

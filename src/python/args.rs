@@ -19,8 +19,8 @@ use super::tensor::{Tensor, consume};
 
 /// A tensor argument of any framework.
 ///
-/// It is described as late as possible, by [`TensorArg::borrow`]: until then other arguments may still run Python
-/// code, which could resize it.
+/// It is described as late as possible, by [`TensorArg::borrow`]: until then other arguments may still run
+/// Python code, which could resize it.
 pub(super) enum TensorArg<'a, 'py> {
     /// A PyTorch tensor, described through the exchange table.
     Torch(&'static Torch, Cow<'a, Bound<'py, PyAny>>),
@@ -184,7 +184,10 @@ fn describe_array<'a>(array: &'a Bound<'_, PyUntypedArray>) -> PyResult<Borrowed
     let mut strides = Vec::with_capacity(shape.ndim());
     for &stride in array.strides() {
         if stride % size != 0 {
-            return Err(Error::config(format!("strides of {stride} bytes are no multiple of {dtype}")).into());
+            return Err(Error::config(format!(
+                "a stride of {stride} bytes is not a multiple of the size of {dtype}"
+            ))
+            .into());
         }
         strides.push(i64::try_from(stride / size).expect("an address has 64 bits"));
     }

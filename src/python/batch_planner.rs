@@ -177,7 +177,8 @@ impl BatchPlanner {
         Ok(plan.map(|plan| BatchPlan { planner: slf.clone().unbind(), plan }))
     }
 
-    /// Takes the slots for the next tokens of each request: `extend` from `seq_lens - tokens_per_req` to `seq_lens`.
+    /// Takes the slots for the next tokens of each request: `extend` from `seq_lens - tokens_per_req` to
+    /// `seq_lens`.
     ///
     /// Args:
     ///     req_pool_indices: Request rows, ints `[bs]`.
@@ -481,7 +482,8 @@ impl BatchPlan {
         self.field(py, Field::KvIndices)
     }
 
-    /// Tokens in the last page of each request, `[B]`, 1 to `page_size` (FlashInfer); 0 for a request without tokens.
+    /// Tokens in the last page of each request, `[B]`, 1 to `page_size` (FlashInfer); 0 for a request without
+    /// tokens.
     #[getter]
     fn kv_last_page_len(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
         self.tensor(py, Field::KvLastPageLen)
@@ -556,7 +558,7 @@ impl BatchPlan {
 /// next plan overwrites.
 ///
 /// On a GPU `kv_indices` and `block_table` are built on access, which raises `StaleBufferError` after
-/// `truncate`, `finish` or `fork`. Without NumPy the arrays are `kvpool.Tensor`.
+/// `truncate`, `finish` or `fork`. Without NumPy the arrays are `kvpool.Tensor`s.
 #[pyclass(frozen, module = "kvpool", name = "HostPlan")]
 pub(super) struct HostPlan {
     planner: Py<BatchPlanner>,
@@ -584,73 +586,73 @@ impl HostPlan {
 
 #[pymethods]
 impl HostPlan {
-    /// As `BatchPlan.out_cache_loc`.
+    /// `BatchPlan.out_cache_loc` in host memory.
     #[getter]
     fn out_cache_loc<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         self.array(py, Field::OutCacheLoc)
     }
 
-    /// As `BatchPlan.positions`.
+    /// `BatchPlan.positions` in host memory.
     #[getter]
     fn positions<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         self.array(py, Field::Positions)
     }
 
-    /// As `BatchPlan.slot_mapping`.
+    /// `BatchPlan.slot_mapping` in host memory.
     #[getter]
     fn slot_mapping<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         self.array(py, Field::SlotMapping)
     }
 
-    /// As `BatchPlan.req_pool_indices`.
+    /// `BatchPlan.req_pool_indices` in host memory.
     #[getter]
     fn req_pool_indices<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         self.array(py, Field::ReqPoolIndices)
     }
 
-    /// As `BatchPlan.seq_lens`.
+    /// `BatchPlan.seq_lens` in host memory.
     #[getter]
     fn seq_lens<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         self.array(py, Field::SeqLens)
     }
 
-    /// As `BatchPlan.cache_seqlens`.
+    /// `BatchPlan.cache_seqlens` in host memory.
     #[getter]
     fn cache_seqlens<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         self.array(py, Field::SeqLens)
     }
 
-    /// As `BatchPlan.qo_indptr`.
+    /// `BatchPlan.qo_indptr` in host memory.
     #[getter]
     fn qo_indptr<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         self.array(py, Field::QoIndptr)
     }
 
-    /// As `BatchPlan.cu_seqlens_q`.
+    /// `BatchPlan.cu_seqlens_q` in host memory.
     #[getter]
     fn cu_seqlens_q<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         self.array(py, Field::QoIndptr)
     }
 
-    /// As `BatchPlan.kv_indptr`.
+    /// `BatchPlan.kv_indptr` in host memory.
     #[getter]
     fn kv_indptr<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         self.array(py, Field::KvIndptr)
     }
 
-    /// As `BatchPlan.kv_indices`.
+    /// `BatchPlan.kv_indices` in host memory.
     #[getter]
     fn kv_indices<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
         self.field(py, Field::KvIndices)
     }
 
-    /// As `BatchPlan.kv_last_page_len`.
+    /// `BatchPlan.kv_last_page_len` in host memory.
     #[getter]
     fn kv_last_page_len<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         self.array(py, Field::KvLastPageLen)
     }
 
-    /// As `BatchPlan.block_table`.
+    /// `BatchPlan.block_table` in host memory.
     #[getter]
     fn block_table<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
         self.field(py, Field::BlockTable)

@@ -12,7 +12,8 @@ use crate::tensor::dlpack::{export_versioned, is_view};
 use super::framework::{Torch, fetch, torch};
 use super::tensor::Tensor;
 
-/// `view` as a `torch.Tensor` or, without PyTorch, as a [`Tensor`]. No copy; the tensor keeps the memory alive.
+/// `view` as a `torch.Tensor` or, without PyTorch, as a [`Tensor`]. No copy; the tensor keeps the memory
+/// alive.
 pub(super) fn to_tensor(py: Python<'_>, view: &TensorView) -> PyResult<Py<PyAny>> {
     match torch(py)? {
         Some(torch) => torch.import(py, view),
@@ -20,7 +21,8 @@ pub(super) fn to_tensor(py: Python<'_>, view: &TensorView) -> PyResult<Py<PyAny>
     }
 }
 
-/// [`to_tensor`] for a cached tensor, which may be returned again outside of inference mode: never an inference tensor.
+/// [`to_tensor`] for a cached tensor, which may be returned again outside of inference mode: never an
+/// inference tensor.
 pub(super) fn to_lasting_tensor(py: Python<'_>, view: &TensorView) -> PyResult<Py<PyAny>> {
     match torch(py)? {
         Some(torch) => torch.import_outside(py, view),

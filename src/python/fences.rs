@@ -43,7 +43,7 @@ impl Fence for PythonFence {
                     return Err(Error::foreign(error));
                 }
                 if !self.is_reported.swap(true, Relaxed) {
-                    let text = "a fence raised in query(); its slots stay in use until it answers";
+                    let text = "query() of a fence raised; its slots stay in use until query() returns true";
                     warn(py, &format!("{text}: {error}"));
                 }
                 Ok(false)

@@ -120,8 +120,8 @@ impl Torch {
             return Err(PyRuntimeError::new_err("PyTorch has no exchange table"));
         };
         let mut raw = MaybeUninit::<RawTensor>::zeroed();
-        // SAFETY: the GIL is held, `tensor` is a tensor of the framework that published the function, and `raw`
-        // is room for one description.
+        // SAFETY: the GIL is held, `tensor` is a tensor of the framework that published the function, and
+        // `raw` is room for one description.
         if unsafe { describe(tensor.as_ptr().cast(), raw.as_mut_ptr()) } != 0 {
             let cause = fetch(tensor.py()).value(tensor.py()).to_string();
             let reason = cause.lines().next().unwrap_or_default();
@@ -171,7 +171,8 @@ pub(super) fn use_stream(stream: Option<Stream>) {
     STREAM.set(stream);
 }
 
-/// The stream on which work on `device` is enqueued now: PyTorch's current one, or the default stream without it.
+/// The stream on which work on `device` is enqueued now: PyTorch's current one, or the default stream without
+/// it.
 pub(super) fn current_stream(py: Python<'_>, device: Device) -> PyResult<Stream> {
     let Device::Cuda(ordinal) = device else { return Ok(Stream::DEFAULT) };
     if let Some(stream) = STREAM.get() {

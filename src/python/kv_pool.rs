@@ -87,7 +87,7 @@ impl KvPool {
     fn room<'py>(&self, py: Python<'py>, count: usize) -> PyResult<[Bound<'py, PyAny>; 2]> {
         let Some(torch) = torch(py)? else {
             return Err(PyTypeError::new_err(
-                "out must be given: without PyTorch nobody allocates memory on the GPU for the answer",
+                "out is required: without PyTorch there is no allocator of GPU memory for the result",
             ));
         };
         let config = self.pool.config();
@@ -286,7 +286,8 @@ impl KvPool {
         Ok((k.clone().unbind(), v.clone().unbind()))
     }
 
-    /// Moves row `src_indices[i]` to row `dst_indices[i]` in all layers, as if all were read before any is written.
+    /// Moves row `src_indices[i]` to row `dst_indices[i]` in all layers, as if all were read before any is
+    /// written.
     ///
     /// This holds for indices in host memory. With index tensors on a GPU, the contents of a row that is both
     /// read and written, or written twice, are undefined.

@@ -44,12 +44,13 @@ impl Tensor {
         let Some(gpu) = self.view.region().gpu() else { return Ok(()) };
         let theirs = match stream {
             Some(-1) => return Ok(()),
-            // 1 and None are the legacy default stream; 0 is not allowed, since it may mean either default stream.
+            // 1 and None are the legacy default stream; 0 is not allowed, since it may mean either default
+            // stream.
             None | Some(1) => Stream::DEFAULT,
             Some(0) => return Err(PyBufferError::new_err("stream 0 is ambiguous for CUDA; pass 1 or 2")),
             Some(handle) => Stream::from_handle(
                 usize::try_from(handle)
-                    .map_err(|_| PyBufferError::new_err(format!("{handle} is no CUDA stream")))?,
+                    .map_err(|_| PyBufferError::new_err(format!("{handle} is not a CUDA stream")))?,
             ),
         };
         let ours = current_stream(py, self.view.device())?;
@@ -288,7 +289,7 @@ pub(super) fn consume(object: &Bound<'_, PyAny>) -> PyResult<Import> {
     } else if is(LEGACY) {
         (LEGACY, LEGACY_USED)
     } else {
-        return Err(PyTypeError::new_err("__dlpack__ returned something else than an unused DLPack capsule"));
+        return Err(PyTypeError::new_err("__dlpack__ did not return an unused DLPack capsule"));
     };
     // SAFETY: the capsule is valid under `name`.
     let Some(managed) =

@@ -442,7 +442,7 @@ impl PlannerState {
             let report = bad.describe(Slot::NOUN, given);
             return Err(Error::new(
                 ErrorKind::IndexOwnership,
-                format!("somebody else freed slots of the planner, which gave the others back: {report}"),
+                format!("another owner freed slots of the planner; all others were freed: {report}"),
             ));
         }
         Ok((given, bad))
