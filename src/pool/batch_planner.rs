@@ -77,6 +77,8 @@ impl BatchPlanner {
     /// # Errors
     /// [`ErrorKind::Config`] when a size is 0, the pools are not on the same device, or there may be more
     /// pages in a batch than fit int32; the error of the backend if it runs out of memory.
+    ///
+    /// [`ErrorKind::Config`]: crate::base::ErrorKind::Config
     pub fn new(
         config: &PlannerConfig,
         backend: &Arc<dyn Backend>,
@@ -122,6 +124,8 @@ impl BatchPlanner {
     ///
     /// # Errors
     /// As [`Requests::name`].
+    ///
+    /// [`Requests::name`]: crate::index::Requests::name
     pub fn seq_len(&self, row: i64) -> Result<u32> {
         let (mut state, table) = (lock(&self.state), lock(&self.table));
         state.seq_len(row, &table)
@@ -135,6 +139,13 @@ impl BatchPlanner {
     /// [`ErrorKind::Config`] and [`ErrorKind::IndexOwnership`] for invalid lengths and prefixes, as in
     /// [`Requests::growth`] and [`Requests::growth_of_cached`]; [`ErrorKind::Index`] for a row or a length
     /// outside of the table; [`ErrorKind::Driver`] when the driver refuses. Nothing is changed.
+    ///
+    /// [`ErrorKind::Config`]: crate::base::ErrorKind::Config
+    /// [`ErrorKind::Driver`]: crate::base::ErrorKind::Driver
+    /// [`ErrorKind::Index`]: crate::base::ErrorKind::Index
+    /// [`ErrorKind::IndexOwnership`]: crate::base::ErrorKind::IndexOwnership
+    /// [`Requests::growth`]: crate::index::Requests::growth
+    /// [`Requests::growth_of_cached`]: crate::index::Requests::growth_of_cached
     pub fn extend(&self, batch: Batch<'_>, stream: Stream) -> Result<Option<Plan>> {
         self.take(stream, |state, pools| state.extend(pools, batch, stream))
     }
@@ -145,6 +156,8 @@ impl BatchPlanner {
     /// # Errors
     /// As [`BatchPlanner::extend`]; [`ErrorKind::Config`] when no size of `pad_to` fits, or there is no
     /// padding row.
+    ///
+    /// [`ErrorKind::Config`]: crate::base::ErrorKind::Config
     pub fn decode(
         &self,
         rows: &IndexVec,
@@ -162,6 +175,10 @@ impl BatchPlanner {
     /// # Errors
     /// As [`Requests::name`] and [`Requests::check_cut`]; nothing is changed. [`ErrorKind::IndexOwnership`]
     /// if the allocator is strict and another owner has freed a page; all others are freed.
+    ///
+    /// [`ErrorKind::IndexOwnership`]: crate::base::ErrorKind::IndexOwnership
+    /// [`Requests::check_cut`]: crate::index::Requests::check_cut
+    /// [`Requests::name`]: crate::index::Requests::name
     pub fn truncate(
         &self,
         rows: &IndexVec,
@@ -179,6 +196,10 @@ impl BatchPlanner {
     /// As [`Requests::name`], and [`ErrorKind::Config`] for a length that does not match; nothing is changed.
     /// As [`BatchPlanner::truncate`]; [`ErrorKind::Driver`] when zeroing the rows fails, which are freed all
     /// the same.
+    ///
+    /// [`ErrorKind::Config`]: crate::base::ErrorKind::Config
+    /// [`ErrorKind::Driver`]: crate::base::ErrorKind::Driver
+    /// [`Requests::name`]: crate::index::Requests::name
     pub fn finish(
         &self,
         rows: &IndexVec,
@@ -198,6 +219,11 @@ impl BatchPlanner {
     /// As [`Requests::name`] and [`Requests::fork`]; [`ErrorKind::Config`] when `src` has fewer tokens or
     /// `dst` is not empty;
     /// [`ErrorKind::Driver`] when the driver refuses. Nothing is changed.
+    ///
+    /// [`ErrorKind::Config`]: crate::base::ErrorKind::Config
+    /// [`ErrorKind::Driver`]: crate::base::ErrorKind::Driver
+    /// [`Requests::fork`]: crate::index::Requests::fork
+    /// [`Requests::name`]: crate::index::Requests::name
     pub fn fork(&self, src: i64, dst: i64, len: i64, stream: Stream) -> Result<Option<[TensorView; 2]>> {
         self.take(stream, |state, pools| state.fork(pools, [src, dst], len, stream))
     }
@@ -206,6 +232,8 @@ impl BatchPlanner {
     ///
     /// # Errors
     /// [`ErrorKind::StaleBuffer`] after a later plan.
+    ///
+    /// [`ErrorKind::StaleBuffer`]: crate::base::ErrorKind::StaleBuffer
     pub fn field(&self, plan: &Plan, field: Field) -> Result<Option<TensorView>> {
         lock(&self.state).field(plan, field)
     }
@@ -216,6 +244,8 @@ impl BatchPlanner {
     /// # Errors
     /// [`ErrorKind::StaleBuffer`] after a later plan or, for an array that grows with the context, after a
     /// change of the pages of a request.
+    ///
+    /// [`ErrorKind::StaleBuffer`]: crate::base::ErrorKind::StaleBuffer
     pub fn host_field(&self, plan: &Plan, field: Field) -> Result<Option<TensorView>> {
         lock(&self.state).host_field(plan, field)
     }
