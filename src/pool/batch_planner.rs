@@ -138,7 +138,7 @@ impl BatchPlanner {
     /// # Errors
     /// [`ErrorKind::Config`] and [`ErrorKind::IndexOwnership`] for invalid lengths and prefixes, as in
     /// [`Requests::growth`] and [`Requests::growth_of_cached`]; [`ErrorKind::Index`] for a row or a length
-    /// outside of the table; [`ErrorKind::Driver`] when the driver refuses. Nothing is changed.
+    /// outside of the table; [`ErrorKind::Driver`] when a driver call fails. Nothing is changed.
     ///
     /// [`ErrorKind::Config`]: crate::base::ErrorKind::Config
     /// [`ErrorKind::Driver`]: crate::base::ErrorKind::Driver
@@ -218,7 +218,7 @@ impl BatchPlanner {
     /// # Errors
     /// As [`Requests::name`] and [`Requests::fork`]; [`ErrorKind::Config`] when `src` has fewer tokens or
     /// `dst` is not empty;
-    /// [`ErrorKind::Driver`] when the driver refuses. Nothing is changed.
+    /// [`ErrorKind::Driver`] when a driver call fails. Nothing is changed.
     ///
     /// [`ErrorKind::Config`]: crate::base::ErrorKind::Config
     /// [`ErrorKind::Driver`]: crate::base::ErrorKind::Driver

@@ -443,7 +443,7 @@ impl ChunkPool {
     /// # Errors
     /// [`ErrorKind::StaleBuffer`] when the chunk was freed; [`ErrorKind::Type`] for another dtype,
     /// [`ErrorKind::Config`] for more elements than a chunk has, and for memory of two GPUs;
-    /// [`ErrorKind::Driver`] when the driver refuses.
+    /// [`ErrorKind::Driver`] when a driver call fails.
     pub fn copy(
         &self,
         chunk: Ticket,

@@ -324,7 +324,7 @@ impl KvPool {
     /// uint8. Ignores rows beyond the last.
     ///
     /// # Errors
-    /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the driver refuses, and while `stream` is
+    /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when a driver call fails, and while `stream` is
     /// captured.
     pub fn poison(&self, rows: &[Range<usize>], stream: Stream) -> Result<()> {
         const POISON: u8 = 0xff;

@@ -174,7 +174,7 @@ impl ReqToTokenPool {
     /// Takes `count` rows of zeros, first in, first out, or returns `None`.
     ///
     /// # Errors
-    /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the driver refuses.
+    /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when a driver call fails.
     pub fn alloc(&mut self, count: usize, stream: Stream) -> Result<Option<Vec<u32>>> {
         self.not_capturing(stream)?;
         let Some(taken) = self.rows.alloc(count) else { return Ok(None) };
@@ -202,7 +202,7 @@ impl ReqToTokenPool {
     ///
     /// # Errors
     /// If strict, [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) for an invalid free;
-    /// nothing is changed. [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the driver refuses.
+    /// nothing is changed. [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when a driver call fails.
     pub fn free(&mut self, given: &IndexVec, stream: Stream) -> Result<BadFrees> {
         self.not_capturing(stream)?;
         let (freed, bad) = self.rows.free(given, self.config.strict)?;
@@ -462,7 +462,7 @@ impl ReqToTokenPool {
     /// has changed, the whole table is zeroed.
     ///
     /// # Errors
-    /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the driver refuses.
+    /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when a driver call fails.
     pub fn clear(&mut self, version: Option<u64>, stream: Stream) -> Result<()> {
         self.not_capturing(stream)?;
         let written = self.rows.clear();
