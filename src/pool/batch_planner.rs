@@ -1,72 +1,44 @@
-//! A scheduler step in one call: slots, request table and the metadata of attention kernels.
+//! Plans a scheduler step in one call: slots, request table and the metadata of attention kernels.
 
 mod block_table;
-mod device;
 mod plan;
+mod state;
 
 use std::fmt;
 use std::sync::{Arc, Mutex};
 
-use crate::base::bounded::narrow;
 use crate::base::sync::lock;
-use crate::base::{DType, Device, Error, ErrorKind, Id, IndexVec, RequestRow, Result, Slot, reserve, widen};
-use crate::index::{Act, BadFrees, FenceId, Growth, GrowthRequest, Owner, Requests};
-use crate::kernels::{Executor, Indices, PlanBatch};
-use crate::memory::{Backend, Event, Host, Region, Stream};
+use crate::base::{Device, IndexVec, Result};
+use crate::index::{BadFrees, FenceId};
+use crate::memory::{Backend, Stream};
 use crate::tensor::TensorView;
 
-use self::block_table::BlockTable;
 pub use self::plan::{Field, Plan, PlannerConfig};
-use self::plan::{PlanLayout, SmallFields};
-use super::shortage::Taken;
-use super::slot_tensors::SlotTensors;
-use super::{Fence, ReqToTokenPool, TableIndex, TokenToKvPoolAllocator, at_least_one, fits_int32, make_room};
+use self::state::{PlannerState, Pools};
+use super::shortage::OrShort;
+use super::{Fence, ReqToTokenPool, TokenToKvPoolAllocator, make_room};
 
-/// Steps of full size whose numbers may be on their way to the device.
-const STEPS_AHEAD: usize = 8;
-
-/// The pools that a step works on.
-struct Pools<'a> {
-    slots: &'a mut SlotTensors,
-    table: &'a mut ReqToTokenPool,
-}
-
-/// A batch of requests, as a caller names it.
+/// The requests of a batch.
 #[derive(Clone, Copy, Debug)]
 pub struct Batch<'a> {
-    /// Rows.
+    /// Request rows.
     pub rows: &'a IndexVec,
-    /// Tokens that each has, or whose slots are cached.
+    /// Tokens that each request has now, or the length of its cached prefix.
     pub prefix_lens: &'a [i64],
-    /// Tokens that it will have.
+    /// Tokens that each request will have.
     pub seq_lens: &'a [i64],
-    /// Cached slots of new requests; empty, or one entry for each request.
+    /// Slots of cached prefixes; empty, or one entry per request.
     pub prefix_slots: &'a [Option<IndexVec>],
 }
 
-/// Requests of the padding row that fill a batch up.
-#[derive(Clone, Copy, Debug)]
-struct Padding {
-    /// Requests with them.
-    batch_size: usize,
-    /// New tokens of each.
-    tokens_per_req: usize,
-}
-
-impl Padding {
-    const fn none(batch_size: usize) -> Self {
-        Self { batch_size, tokens_per_req: 0 }
-    }
-}
-
-/// Plans the steps of a scheduler: one call takes the slots, writes the table and makes the metadata.
+/// Plans the steps of a scheduler: one call takes the slots, writes the table and builds the metadata.
 ///
-/// What a request has is kept on the host, and is the only truth: the table and the metadata on the device are written from
-/// it, in one launch and at most one copy, and nothing waits. On the CPU the tensors are written directly. Costs grow with
-/// the new tokens and the requests; only [`Field::KvIndices`] is written whole every time.
+/// The truth about requests is on the host. The table and the metadata on a device are written from it, in
+/// one launch and at most one copy, without waiting. On the CPU the tensors are written directly. The cost
+/// grows with the new tokens and the requests; only [`Field::KvIndices`] is rewritten whole in every step.
 ///
-/// All calls are atomic, and may come from any thread. What the calls that take slots do when these are short stands at
-/// [`TokenToKvPoolAllocator`].
+/// All calls are atomic and thread-safe. [`TokenToKvPoolAllocator`] describes what happens when there are not
+/// enough slots.
 ///
 /// ```
 /// use std::sync::{Arc, Mutex};
@@ -91,8 +63,8 @@ impl Padding {
 /// assert_eq!(planner.field(&plan, Field::QoIndptr).unwrap().unwrap().shape().as_slice(), [3]);
 /// ```
 pub struct BatchPlanner {
-    // A call that needs several locks takes that of the allocator first, this one next, that of the table last: see `pools`.
-    planner: Mutex<Planner>,
+    // Lock order: the allocator first, this one next, the table last.
+    state: Mutex<PlannerState>,
     slots: Arc<TokenToKvPoolAllocator>,
     table: Arc<Mutex<ReqToTokenPool>>,
     config: PlannerConfig,
@@ -100,78 +72,92 @@ pub struct BatchPlanner {
 }
 
 impl BatchPlanner {
-    /// For requests in `table` that take their slots from `slots`, with memory from `backend`.
+    /// A planner for requests in `table` that take their slots from `slots`, with memory from `backend`.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] when a size is 0, the pools are not on the same device, or there may be more pages in a batch
-    /// than fit int32; what the backend says when it has not enough.
+    /// [`ErrorKind::Config`] when a size is 0, the pools are not on the same device, or there may be more
+    /// pages in a batch than fit int32; the error of the backend if it runs out of memory.
+    ///
+    /// [`ErrorKind::Config`]: crate::base::ErrorKind::Config
     pub fn new(
         config: &PlannerConfig,
         backend: &Arc<dyn Backend>,
         slots: Arc<TokenToKvPoolAllocator>,
         table: Arc<Mutex<ReqToTokenPool>>,
     ) -> Result<Self> {
-        let planner = Planner::new(config, backend, &slots.lock(), &lock(&table))?;
-        Ok(Self { planner: Mutex::new(planner), slots, table, config: *config, device: backend.device() })
+        let state = PlannerState::new(config, backend, &slots.lock(), &lock(&table))?;
+        Ok(Self { state: Mutex::new(state), slots, table, config: *config, device: backend.device() })
     }
 
-    /// Its sizes.
+    /// The sizes of the planner.
     #[must_use]
     pub const fn config(&self) -> PlannerConfig {
         self.config
     }
 
-    /// Where the fields are.
+    /// The device of the fields.
     #[must_use]
     pub const fn device(&self) -> Device {
         self.device
     }
 
-    /// Bytes of the fields.
+    /// Bytes of all fields.
     #[must_use]
     pub fn mem_bytes(&self) -> usize {
-        lock(&self.planner).fields.bytes()
+        lock(&self.state).mem_bytes()
     }
 
     /// Plans so far.
     #[must_use]
     pub fn plans(&self) -> usize {
-        lock(&self.planner).plans
+        lock(&self.state).plans()
     }
 
     /// Requests that have slots, and their tokens.
     #[must_use]
     pub fn totals(&self) -> (usize, usize) {
-        let (planner, table) = (lock(&self.planner), lock(&self.table));
-        planner.requests.totals(table.rows())
+        let (state, table) = (lock(&self.state), lock(&self.table));
+        state.totals(&table)
     }
 
     /// Tokens of a request that have slots.
     ///
     /// # Errors
     /// As [`Requests::resolve_rows`].
+    ///
+    /// [`Requests::resolve_rows`]: crate::index::Requests::resolve_rows
     pub fn seq_len(&self, row: i64) -> Result<u32> {
-        let (mut planner, table) = (lock(&self.planner), lock(&self.table));
-        let row = planner.requests.resolve_rows(&IndexVec::I64(vec![row]), table.rows())?[0];
-        Ok(planner.requests.len(row))
+        let (mut state, table) = (lock(&self.state), lock(&self.table));
+        state.seq_len(row, &table)
     }
 
-    /// Takes the slots for positions `prefix..seq` of each request, writes the table and makes the metadata; `None`, and
-    /// nothing is changed, when there are not enough. Cached prefixes get the request as one more owner.
+    /// Takes the slots for positions `prefix..seq` of each request, writes the table and builds the metadata.
+    /// Returns `None`, and changes nothing, if there are not enough slots. The request becomes an additional
+    /// owner of its cached prefix.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] and [`ErrorKind::IndexOwnership`] for what does not fit, as [`Requests::growth`] and
-    /// [`Requests::growth_of_cached`] say; [`ErrorKind::Index`] for a row or a length outside of the table;
-    /// [`ErrorKind::Driver`] when the driver refuses. Nothing is changed.
+    /// [`ErrorKind::Config`] and [`ErrorKind::IndexOwnership`] for invalid lengths and prefixes, as in
+    /// [`Requests::growth`] and [`Requests::growth_of_cached`]; [`ErrorKind::Index`] for a row or a length
+    /// outside of the table; [`ErrorKind::Driver`] when a driver call fails. Nothing is changed.
+    ///
+    /// [`ErrorKind::Config`]: crate::base::ErrorKind::Config
+    /// [`ErrorKind::Driver`]: crate::base::ErrorKind::Driver
+    /// [`ErrorKind::Index`]: crate::base::ErrorKind::Index
+    /// [`ErrorKind::IndexOwnership`]: crate::base::ErrorKind::IndexOwnership
+    /// [`Requests::growth`]: crate::index::Requests::growth
+    /// [`Requests::growth_of_cached`]: crate::index::Requests::growth_of_cached
     pub fn extend(&self, batch: Batch<'_>, stream: Stream) -> Result<Option<Plan>> {
-        self.take(stream, |planner, pools| planner.extend(pools, batch, stream))
+        self.take(stream, |state, pools| state.extend(pools, batch, stream))
     }
 
-    /// As [`BatchPlanner::extend`], by `tokens_per_req` tokens a request. The batch is filled up to the least of `pad_to`
-    /// that it fits, with requests of the padding row.
+    /// [`BatchPlanner::extend`] by `tokens_per_req` tokens per request. Requests of the padding row pad the
+    /// batch to the smallest size of `pad_to` that it fits.
     ///
     /// # Errors
-    /// As there; [`ErrorKind::Config`] when nothing of `pad_to` fits, or there is no padding row.
+    /// As [`BatchPlanner::extend`]; [`ErrorKind::Config`] when no size of `pad_to` fits, or there is no
+    /// padding row.
+    ///
+    /// [`ErrorKind::Config`]: crate::base::ErrorKind::Config
     pub fn decode(
         &self,
         rows: &IndexVec,
@@ -180,16 +166,19 @@ impl BatchPlanner {
         pad_to: Option<&[usize]>,
         stream: Stream,
     ) -> Result<Option<Plan>> {
-        self.take(stream, |planner, pools| {
-            planner.decode(pools, rows, seq_lens, tokens_per_req, pad_to, stream)
-        })
+        self.take(stream, |state, pools| state.decode(pools, rows, seq_lens, tokens_per_req, pad_to, stream))
     }
 
-    /// Shrinks requests to `seq_lens` tokens. Returns how many slots were given back, and what was wrong with them.
+    /// Shrinks requests to `seq_lens` tokens. Returns the number of slots given up, and the invalid ones
+    /// among them.
     ///
     /// # Errors
-    /// As [`Requests::resolve_rows`] and [`Requests::check_cut`]; nothing is changed then. [`ErrorKind::IndexOwnership`] if the
-    /// allocator is strict and another owner freed a page before; all others were given back.
+    /// As [`Requests::resolve_rows`] and [`Requests::check_cut`]; nothing is changed. [`ErrorKind::IndexOwnership`]
+    /// if the allocator is strict and another owner has freed a page; all others are freed.
+    ///
+    /// [`ErrorKind::IndexOwnership`]: crate::base::ErrorKind::IndexOwnership
+    /// [`Requests::check_cut`]: crate::index::Requests::check_cut
+    /// [`Requests::resolve_rows`]: crate::index::Requests::resolve_rows
     pub fn truncate(
         &self,
         rows: &IndexVec,
@@ -197,15 +186,20 @@ impl BatchPlanner {
         after: Option<&Arc<dyn Fence>>,
         stream: Stream,
     ) -> Result<(usize, BadFrees)> {
-        self.give(after, stream, |planner, pools, fence| planner.truncate(pools, rows, seq_lens, fence))
+        self.give(after, stream, |state, pools, fence| state.truncate(pools, rows, seq_lens, fence))
     }
 
-    /// Gives back all slots and the rows of requests, which are zeroed. `seq_lens` must be what they have, if given. Returns
-    /// how many slots were given back, and what was wrong with them.
+    /// Frees all slots and the rows of requests, and zeroes the rows. `seq_lens`, if given, must match the
+    /// requests. Returns the number of slots given up, and the invalid ones among them.
     ///
     /// # Errors
-    /// As [`Requests::resolve_rows`], and [`ErrorKind::Config`] for another length; nothing is changed then. As
-    /// [`BatchPlanner::truncate`]; [`ErrorKind::Driver`] when the driver refuses to zero the rows, which are given back.
+    /// As [`Requests::resolve_rows`], and [`ErrorKind::Config`] for a length that does not match; nothing is changed.
+    /// As [`BatchPlanner::truncate`]; [`ErrorKind::Driver`] when zeroing the rows fails, which are freed all
+    /// the same.
+    ///
+    /// [`ErrorKind::Config`]: crate::base::ErrorKind::Config
+    /// [`ErrorKind::Driver`]: crate::base::ErrorKind::Driver
+    /// [`Requests::resolve_rows`]: crate::index::Requests::resolve_rows
     pub fn finish(
         &self,
         rows: &IndexVec,
@@ -214,65 +208,77 @@ impl BatchPlanner {
         stream: Stream,
     ) -> Result<(usize, BadFrees)> {
         self.make_room()?;
-        self.give(after, stream, |planner, pools, fence| planner.finish(pools, rows, seq_lens, fence, stream))
+        self.give(after, stream, |state, pools, fence| state.finish(pools, rows, seq_lens, fence, stream))
     }
 
-    /// Gives request `dst`, which has nothing, the first `len` tokens of `src`, or returns `None` when there is no page for
-    /// it. Full pages are shared; what the caller must copy is returned as slots to copy to and from, valid on `stream`.
+    /// Gives the empty request `dst` the first `len` tokens of `src`, or returns `None` if there is no free
+    /// page. Full pages are shared. Returns the slots that the caller must copy to and from, valid on
+    /// `stream`.
     ///
     /// # Errors
-    /// As [`Requests::resolve_rows`] and [`Requests::fork`]; [`ErrorKind::Config`] when `src` has less or `dst` has something;
-    /// [`ErrorKind::Driver`] when the driver refuses. Nothing is changed.
+    /// As [`Requests::resolve_rows`] and [`Requests::fork`]; [`ErrorKind::Config`] when `src` has fewer tokens or
+    /// `dst` is not empty;
+    /// [`ErrorKind::Driver`] when a driver call fails. Nothing is changed.
+    ///
+    /// [`ErrorKind::Config`]: crate::base::ErrorKind::Config
+    /// [`ErrorKind::Driver`]: crate::base::ErrorKind::Driver
+    /// [`Requests::fork`]: crate::index::Requests::fork
+    /// [`Requests::resolve_rows`]: crate::index::Requests::resolve_rows
     pub fn fork(&self, src: i64, dst: i64, len: i64, stream: Stream) -> Result<Option<[TensorView; 2]>> {
-        self.take(stream, |planner, pools| planner.fork(pools, [src, dst], len, stream))
+        self.take(stream, |state, pools| state.fork(pools, [src, dst], len, stream))
     }
 
-    /// An array of a plan on the device, `None` if it is not made. No copy.
+    /// An array of a plan on the device, without a copy. `None` if the planner does not build it.
     ///
     /// # Errors
-    /// [`ErrorKind::StaleBuffer`] when there was another plan since.
+    /// [`ErrorKind::StaleBuffer`] after a later plan.
+    ///
+    /// [`ErrorKind::StaleBuffer`]: crate::base::ErrorKind::StaleBuffer
     pub fn field(&self, plan: &Plan, field: Field) -> Result<Option<TensorView>> {
-        lock(&self.planner).field(plan, field)
+        lock(&self.state).field(plan, field)
     }
 
-    /// An array of a plan on the host, `None` if it is not made. A copy, or where the plan is made.
+    /// An array of a plan in host memory, a copy if the plan is on a device. `None` if the planner does not
+    /// build it.
     ///
     /// # Errors
-    /// [`ErrorKind::StaleBuffer`] when there was another plan since, or, for one that grows with the context, when the pages
-    /// of a request have changed.
+    /// [`ErrorKind::StaleBuffer`] after a later plan or, for an array that grows with the context, after a
+    /// change of the pages of a request.
+    ///
+    /// [`ErrorKind::StaleBuffer`]: crate::base::ErrorKind::StaleBuffer
     pub fn host_field(&self, plan: &Plan, field: Field) -> Result<Option<TensorView>> {
-        lock(&self.planner).host_field(plan, field)
+        lock(&self.state).host_field(plan, field)
     }
 
-    /// What `take` takes, as the allocator does it when slots are short.
+    /// Calls `take` under the locks, with the allocator's handling of shortage.
     fn take<T>(
         &self,
         stream: Stream,
-        mut take: impl FnMut(&mut Planner, Pools<'_>) -> Result<Taken<T>>,
+        mut take: impl FnMut(&mut PlannerState, Pools<'_>) -> Result<OrShort<T>>,
     ) -> Result<Option<T>> {
         self.make_room()?;
         self.slots.take(stream, |slots| {
-            let (mut planner, mut table) = (lock(&self.planner), lock(&self.table));
-            take(&mut planner, Pools { slots, table: &mut table })
+            let (mut state, mut table) = (lock(&self.state), lock(&self.table));
+            take(&mut state, Pools { slots, table: &mut table })
         })
     }
 
-    /// What `give` gives back, behind a fence if there is one.
+    /// Calls `give` under the locks, with the id of a new fence if `after` is given.
     fn give<R>(
         &self,
         after: Option<&Arc<dyn Fence>>,
         stream: Stream,
-        give: impl FnOnce(&mut Planner, Pools<'_>, Option<FenceId>) -> Result<R>,
+        give: impl FnOnce(&mut PlannerState, Pools<'_>, Option<FenceId>) -> Result<R>,
     ) -> Result<R> {
         self.slots.give(after, stream, |slots, fence| {
-            let (mut planner, mut table) = (lock(&self.planner), lock(&self.table));
-            give(&mut planner, Pools { slots, table: &mut table }, fence)
+            let (mut state, mut table) = (lock(&self.state), lock(&self.table));
+            give(&mut state, Pools { slots, table: &mut table }, fence)
         })
     }
 
-    /// Waits, without locks, while the device is many steps behind.
+    /// Waits, without locks, if the device is many steps behind.
     fn make_room(&self) -> Result<()> {
-        make_room(self.config.max_tokens, || lock(&self.planner).crowded())
+        make_room(self.config.max_tokens, || lock(&self.state).crowded())
     }
 }
 
@@ -280,516 +286,4 @@ impl fmt::Debug for BatchPlanner {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("BatchPlanner").field("config", &self.config).finish_non_exhaustive()
     }
-}
-
-/// What a [`BatchPlanner`] guards: what each request has, and the memory of the metadata.
-#[derive(Debug)]
-struct Planner {
-    requests: Requests,
-    layout: PlanLayout,
-    fields: Arc<Region>,
-    /// The fields that do not grow with the context, for the host; all of them where they are made there.
-    host_fields: Arc<Region>,
-    executor: Executor,
-    /// Pages that cross to a device at once.
-    most_pages: usize,
-    /// What the block table holds, for the next step to write only what is new.
-    block_table: BlockTable,
-    small_fields: SmallFields,
-    plans: usize,
-    /// Counts whatever changes the pages of a request.
-    changes: u64,
-}
-
-impl Planner {
-    fn new(
-        config: &PlannerConfig,
-        backend: &Arc<dyn Backend>,
-        slots: &SlotTensors,
-        table: &ReqToTokenPool,
-    ) -> Result<Self> {
-        let PlannerConfig { max_batch_size, max_tokens, .. } = *config;
-        at_least_one(&[("max_batch_size", max_batch_size), ("max_tokens", max_tokens)])?;
-        if slots.device() != table.device() {
-            return Err(Error::config(format!(
-                "the allocator is on {}, the request table on {}; a planner needs both on one device",
-                slots.device(),
-                table.device()
-            )));
-        }
-        let width = table.max_context_len().div_ceil(slots.slots().page_size());
-        fits_int32(&format!("max_tokens {max_tokens}"), Some(max_tokens))?;
-        fits_int32(
-            &format!("max_batch_size {max_batch_size} with {width} pages a request"),
-            max_batch_size.checked_mul(width),
-        )?;
-        let layout = PlanLayout::new(*config, width)?;
-        let fields = Arc::new(Region::new(Arc::clone(backend), layout.bytes())?);
-        let new_pages = max_tokens + 2 * max_batch_size;
-        // Cached prefixes are sent once; as many pages as there are can be distinct.
-        let most_pages = new_pages + (max_batch_size * width).min(slots.slots().pages().capacity());
-        // Steps that bring no prefixes may be far ahead of the device.
-        let ring = (PlanBatch::bytes(max_batch_size, new_pages) * STEPS_AHEAD)
-            .max(PlanBatch::bytes(max_batch_size, most_pages) * 2);
-        let executor = Executor::new(&fields, 0, table.spaces(), ring)?;
-        let host_fields = match &executor {
-            Executor::Host(_) => Arc::clone(&fields),
-            Executor::Device(_) => Arc::new(Region::new(Arc::new(Host), layout.small_bytes())?),
-        };
-        let rows = table.table_rows();
-        Ok(Self {
-            requests: Requests::new(rows, slots.slots()),
-            layout,
-            fields,
-            host_fields,
-            executor,
-            most_pages,
-            block_table: BlockTable::new(max_batch_size, rows),
-            small_fields: SmallFields::default(),
-            plans: 0,
-            changes: 0,
-        })
-    }
-
-    const fn config(&self) -> PlannerConfig {
-        self.layout.config()
-    }
-
-    /// A point to wait for, without locks, before more numbers of the host are sent to the device: it is far behind.
-    fn crowded(&self) -> Option<Arc<Event>> {
-        self.executor.crowded()
-    }
-
-    fn extend(&mut self, pools: Pools<'_>, batch: Batch<'_>, stream: Stream) -> Result<Taken<Plan>> {
-        let Pools { slots, table } = pools;
-        let (rows, count) = (batch.rows, batch.rows.len());
-        let cached = if batch.prefix_slots.is_empty() { count } else { batch.prefix_slots.len() };
-        if [batch.prefix_lens.len(), batch.seq_lens.len(), cached] != [count; 3] {
-            return Err(Error::config(format!(
-                "a batch of {count} rows, {} prefix_lens, {} seq_lens and {cached} prefix_slots; the lengths must be \
-                 equal",
-                batch.prefix_lens.len(),
-                batch.seq_lens.len()
-            )));
-        }
-        self.check_batch(count)?;
-        let named = self.requests.resolve_rows(rows, table.rows())?;
-        let mut prefixes = Vec::new();
-        let mut growths = reserve(count)?;
-        for (position, &row) in named.iter().enumerate() {
-            let (prefix, seq) = (batch.prefix_lens[position], batch.seq_lens[position]);
-            let cached = batch.prefix_slots.get(position).and_then(Option::as_ref);
-            growths.push(match cached.filter(|cached| !cached.is_empty()) {
-                None => self.requests.growth(row, prefix, seq).ok_or_else(|| {
-                    self.requests.growth_error(GrowthRequest { position, row, prefix, seq })
-                })?,
-                Some(cached) => self.requests.growth_of_cached(
-                    GrowthRequest { position, row, prefix, seq },
-                    cached,
-                    slots.slots(),
-                    &mut prefixes,
-                )?,
-            });
-        }
-        self.plan(Pools { slots, table }, &growths, &prefixes, Padding::none(count), stream)
-    }
-
-    fn decode(
-        &mut self,
-        pools: Pools<'_>,
-        rows: &IndexVec,
-        seq_lens: &IndexVec,
-        tokens_per_req: usize,
-        pad_to: Option<&[usize]>,
-        stream: Stream,
-    ) -> Result<Taken<Plan>> {
-        let Pools { slots, table } = pools;
-        let count = rows.len();
-        at_least_one(&[("tokens_per_req", tokens_per_req)])?;
-        if seq_lens.len() != count {
-            return Err(Error::config(format!(
-                "a batch of {count} rows and {} seq_lens; the lengths must be equal",
-                seq_lens.len()
-            )));
-        }
-        let batch_size = match pad_to {
-            None => count,
-            Some(sizes) => padded_size(count, sizes, table.padding_row())?,
-        };
-        self.check_batch(batch_size)?;
-        let width = i64::try_from(tokens_per_req).map_err(|_| {
-            Error::config(format!("tokens_per_req {tokens_per_req} is more than a request can have"))
-        })?;
-        let named = self.requests.resolve_rows(rows, table.rows())?;
-        let mut growths = reserve(count)?;
-        for (position, (&row, seq)) in named.iter().zip(seq_lens.iter()).enumerate() {
-            let prefix = seq.saturating_sub(width);
-            let Some(growth) = self.requests.growth(row, prefix, seq) else {
-                return Err(self.requests.growth_error(GrowthRequest { position, row, prefix, seq }));
-            };
-            growths.push(growth);
-        }
-        let padding = Padding { batch_size, tokens_per_req };
-        self.plan(Pools { slots, table }, &growths, &[], padding, stream)
-    }
-
-    fn check_batch(&self, size: usize) -> Result<()> {
-        if size > self.config().max_batch_size {
-            return Err(Error::config(format!(
-                "a batch of {size} requests is more than max_batch_size {}",
-                self.config().max_batch_size
-            )));
-        }
-        Ok(())
-    }
-
-    /// Plans a batch that was checked, with padding.
-    fn plan(
-        &mut self,
-        pools: Pools<'_>,
-        batch: &[Growth],
-        prefixes: &[i32],
-        padding: Padding,
-        stream: Stream,
-    ) -> Result<Taken<Plan>> {
-        let Pools { slots, table } = pools;
-        for (position, growth) in batch.iter().enumerate() {
-            self.requests.check_open(position, *growth, slots.slots())?;
-        }
-        let padded = padding.batch_size;
-        let missing = padded - batch.len();
-        let of_padding = if missing > 0 { padding.tokens_per_req } else { 0 };
-        let longest = batch.iter().map(|growth| widen(growth.seq)).max().unwrap_or(0).max(of_padding);
-        if longest > table.max_context_len() {
-            return Err(Error::index(format!(
-                "a request of {longest} tokens does not fit a table of {} columns",
-                table.max_context_len()
-            )));
-        }
-        let num_tokens: usize = batch.iter().map(|growth| growth.new_tokens()).sum();
-        let padded_num_tokens = num_tokens.saturating_add(missing.saturating_mul(of_padding));
-        if padded_num_tokens > self.config().max_tokens {
-            return Err(Error::config(format!(
-                "{padded_num_tokens} new tokens are more than max_tokens {}",
-                self.config().max_tokens
-            )));
-        }
-        let most = batch.iter().map(|growth| growth.new_tokens()).max().unwrap_or(0).max(of_padding);
-        table.not_capturing(stream)?;
-        if !self.requests.grow(batch, prefixes, slots.slots_mut())? {
-            let pages: usize = batch.iter().map(|growth| widen(growth.new_pages)).sum();
-            return Ok(Err(slots.short(pages * slots.slots().page_size())));
-        }
-        if slots.keeps_ledger() {
-            for growth in batch {
-                self.sign(growth.row, growth.start, slots, table);
-            }
-        }
-        self.small_fields.fill(batch, padded, narrow(of_padding), &self.requests);
-        let made = match &self.executor {
-            Executor::Host(_) => self.make(batch, padded, table),
-            Executor::Device(_) => self.launch(batch, padded, table, stream),
-        };
-        self.changes += 1;
-        self.plans += 1;
-        if let Err(failure) = made {
-            // What was written is not known.
-            self.block_table.invalidate(self.layout.width());
-            self.requests.shrink(batch, slots.slots_mut());
-            return Err(failure);
-        }
-        Ok(Ok(Plan {
-            number: self.plans,
-            changes: self.changes,
-            batch_size: batch.len(),
-            padded_batch_size: padded,
-            num_tokens,
-            padded_num_tokens,
-            max_seqlen_q: most,
-            max_seqlen_k: longest,
-            kv_len: self.small_fields.kv_begin(padded),
-        }))
-    }
-
-    /// Writes the table and the fields in host memory.
-    fn make(&mut self, batch: &[Growth], padded: usize, table: &mut ReqToTokenPool) -> Result<()> {
-        self.small_fields.write(&self.fields, &self.layout)?;
-        for (place, growth) in batch.iter().enumerate() {
-            self.put(place, *growth, table)?;
-            let pages = self.requests.pages(growth.row);
-            self.write_pages(place, self.valid_entries(place, growth.row, table), pages)?;
-        }
-        for place in batch.len()..padded {
-            self.write_pages(place, 0, &vec![0; self.small_fields.kv_pages(place)])?;
-        }
-        self.note_block_table(batch, padded, table);
-        Ok(())
-    }
-
-    /// Puts what a request has new into the table.
-    fn put(&self, place: usize, growth: Growth, table: &mut ReqToTokenPool) -> Result<()> {
-        let Growth { row, start, prefix, .. } = growth;
-        if start < prefix {
-            table.put(RequestRow::new(row), widen(start), &self.slots(row, start, prefix)?)?;
-        }
-        table.put(RequestRow::new(row), widen(prefix), self.small_fields.new_slots(place))
-    }
-
-    /// Slots of positions of a request.
-    fn slots(&self, row: u32, from: u32, to: u32) -> Result<Vec<i32>> {
-        let mut slots = reserve(widen(to - from))?;
-        self.requests.slots(row, from, to, &mut slots);
-        Ok(slots)
-    }
-
-    /// Writes the pages of the request at `place`, of which the block table has the first `valid`.
-    fn write_pages(&self, place: usize, valid: usize, pages: &[i32]) -> Result<()> {
-        let size = size_of::<i32>();
-        if self.layout.has(Field::KvIndices) {
-            let begin = self.layout.offset(Field::KvIndices) + self.small_fields.kv_begin(place) * size;
-            self.fields.write(begin, pages)?;
-        }
-        if self.layout.has(Field::BlockTable) {
-            let line = self.layout.line(place);
-            self.fields.write(line + valid * size, &pages[valid..])?;
-            let stale = self.block_table.used(place).saturating_sub(pages.len());
-            self.fields.fill(line + size_of_val(pages), stale * size, 0)?;
-        }
-        Ok(())
-    }
-
-    /// How many entries of line `place` of the block table hold pages of a request.
-    fn valid_entries(&self, place: usize, row: u32, table: &ReqToTokenPool) -> usize {
-        self.block_table.valid(place, row, table.rows().turn(RequestRow::new(row)))
-    }
-
-    /// Notes that the pages of a batch were written to the block table.
-    fn note_block_table(&mut self, batch: &[Growth], padded: usize, table: &ReqToTokenPool) {
-        for (place, &Growth { row, .. }) in batch.iter().enumerate() {
-            let count = self.requests.pages(row).len();
-            self.block_table.note_request(place, row, table.rows().turn(RequestRow::new(row)), count);
-        }
-        for place in batch.len()..padded {
-            self.block_table.note_padding(place, self.small_fields.kv_pages(place));
-        }
-    }
-
-    fn truncate(
-        &mut self,
-        pools: Pools<'_>,
-        rows: &IndexVec,
-        seq_lens: &IndexVec,
-        fence: Option<FenceId>,
-    ) -> Result<(usize, BadFrees)> {
-        as_many("seq_lens", seq_lens, rows)?;
-        let Pools { slots, table } = pools;
-        let named = self.requests.resolve_rows(rows, table.rows())?;
-        let mut lens = reserve(named.len())?;
-        for (position, (&row, len)) in named.iter().zip(seq_lens.iter()).enumerate() {
-            lens.push(self.requests.check_cut(position, row, len, slots.slots())?);
-        }
-        self.give_back(Pools { slots, table }, named.into_iter().zip(lens), fence)
-    }
-
-    fn finish(
-        &mut self,
-        pools: Pools<'_>,
-        rows: &IndexVec,
-        seq_lens: Option<&IndexVec>,
-        fence: Option<FenceId>,
-        stream: Stream,
-    ) -> Result<(usize, BadFrees)> {
-        let Pools { slots, table } = pools;
-        let named = self.requests.resolve_rows(rows, table.rows())?;
-        if let Some(lens) = seq_lens {
-            as_many("seq_lens", lens, rows)?;
-            for (position, (&row, len)) in named.iter().zip(lens.iter()).enumerate() {
-                let has = self.requests.len(row);
-                if i64::from(has) != len {
-                    return Err(Error::config(format!(
-                        "request row {row} at position {position} has {has} tokens with slots, not {len}"
-                    )));
-                }
-            }
-        }
-        table.not_capturing(stream)?;
-        let given =
-            self.give_back(Pools { slots, table }, named.into_iter().zip(std::iter::repeat(0)), fence);
-        // Each row was found to be somebody's.
-        let _ = table.free(rows, stream)?;
-        given
-    }
-
-    /// Where a ledger is kept, puts the owner of a row under those of its pages, from token `start` on, that were taken just
-    /// now.
-    fn sign(&self, row: u32, start: u32, slots: &mut SlotTensors, table: &ReqToTokenPool) {
-        let Some(act) = signed_act(row, slots, table) else { return };
-        let first = widen(self.requests.page_size().page(start));
-        if let Some(ledger) = slots.slots_mut().book_mut().ledger_mut() {
-            for page in &self.requests.pages(row)[first..] {
-                ledger.sign(page.cast_unsigned(), &act);
-            }
-        }
-    }
-
-    fn give_back(
-        &mut self,
-        pools: Pools<'_>,
-        cuts: impl Iterator<Item = (u32, u32)>,
-        fence: Option<FenceId>,
-    ) -> Result<(usize, BadFrees)> {
-        let Pools { slots, table } = pools;
-        let (mut given, mut bad) = (0, BadFrees::default());
-        for (row, len) in cuts {
-            let _acting = signed_act(row, slots, table).map(Act::begin);
-            let pages = self.requests.cut(row, len);
-            self.block_table.truncate(row, self.requests.pages(row).len());
-            given += pages.len();
-            bad.append(match fence {
-                None => slots.slots_mut().free_now(&pages, false)?,
-                Some(fence) => slots.slots_mut().free_after(fence, &pages, false)?,
-            });
-        }
-        self.changes += 1;
-        if slots.strict() && bad.dropped() > 0 {
-            let report = bad.describe(Slot::NOUN, given);
-            return Err(Error::new(
-                ErrorKind::IndexOwnership,
-                format!("somebody else freed slots of the planner, which gave the others back: {report}"),
-            ));
-        }
-        Ok((given, bad))
-    }
-
-    fn fork(
-        &mut self,
-        pools: Pools<'_>,
-        [src, dst]: [i64; 2],
-        len: i64,
-        stream: Stream,
-    ) -> Result<Taken<[TensorView; 2]>> {
-        let Pools { slots, table } = pools;
-        let named = self.requests.resolve_rows(&IndexVec::I64(vec![src, dst]), table.rows())?;
-        let (src, dst) = (named[0], named[1]);
-        let (has, taken) = (self.requests.len(src), self.requests.len(dst));
-        let Some(len) = u32::try_from(len).ok().filter(|&len| len <= has && taken == 0) else {
-            return Err(Error::config(format!(
-                "request row {src} has {has} tokens with slots and row {dst} has {taken}; {len} cannot be shared with \
-                 it, which must have none"
-            )));
-        };
-        table.not_capturing(stream)?;
-        let Some(copied) = self.requests.fork([src, dst], len, slots.slots_mut())? else {
-            return Ok(Err(slots.short(slots.slots().page_size())));
-        };
-        self.sign(dst, 0, slots, table);
-        let written = self.write_fork(slots, table, dst, len, copied, stream);
-        if written.is_err() {
-            let growth = Growth { row: dst, seq: len, ..Growth::default() };
-            self.requests.shrink(&[growth], slots.slots_mut());
-        }
-        self.changes += 1;
-        written.map(Ok)
-    }
-
-    fn write_fork(
-        &self,
-        slots: &mut SlotTensors,
-        table: &mut ReqToTokenPool,
-        dst: u32,
-        len: u32,
-        copied: [std::ops::Range<u32>; 2],
-        stream: Stream,
-    ) -> Result<[TensorView; 2]> {
-        let [to, from] = copied.map(|slots| slots.map(u32::cast_signed).collect::<Vec<_>>());
-        let copied = [slots.show(to, stream)?, slots.show(from, stream)?];
-        if len > 0 {
-            let values = Indices::Host(IndexVec::I32(self.slots(dst, 0, len)?));
-            table.write(&TableIndex::first_columns(dst, len), &values, stream)?;
-        }
-        Ok(copied)
-    }
-
-    fn field(&self, plan: &Plan, field: Field) -> Result<Option<TensorView>> {
-        self.check_current(plan, plan.number == self.plans)?;
-        self.layout.view(&self.fields, plan, field)
-    }
-
-    fn host_field(&self, plan: &Plan, field: Field) -> Result<Option<TensorView>> {
-        self.check_current(plan, plan.number == self.plans)?;
-        let width = match field {
-            _ if self.executor.gpu().is_none() => return self.layout.view(&self.fields, plan, field),
-            Field::KvIndices | Field::BlockTable if !self.layout.has(field) => return Ok(None),
-            Field::KvIndices => None,
-            Field::BlockTable => Some(self.layout.width()),
-            _ => return self.layout.view(&self.host_fields, plan, field),
-        };
-        self.check_current(plan, plan.changes == self.changes)?;
-        let mut values: Vec<i32> =
-            reserve(width.map_or(plan.kv_len, |width| plan.padded_batch_size * width))?;
-        for place in 0..plan.padded_batch_size {
-            if place < plan.batch_size {
-                let pages = self.requests.pages(self.small_fields.req_pool_indices[place].cast_unsigned());
-                // A row that was given away and taken again is another request's.
-                self.check_current(plan, pages.len() == self.small_fields.kv_pages(place))?;
-                values.extend_from_slice(pages);
-            } else {
-                values.resize(values.len() + self.small_fields.kv_pages(place), 0);
-            }
-            if let Some(width) = width {
-                values.resize((place + 1) * width, 0);
-            }
-        }
-        let shape = width.map_or(vec![plan.kv_len], |width| vec![plan.padded_batch_size, width]);
-        let region = Arc::new(Region::from_indices(values));
-        TensorView::contiguous(region, 0, DType::I32, &shape).map(Some)
-    }
-
-    fn check_current(&self, plan: &Plan, is_current: bool) -> Result<()> {
-        if is_current {
-            return Ok(());
-        }
-        Err(Error::new(
-            ErrorKind::StaleBuffer,
-            format!(
-                "plan {} is not the last any more: its arrays were overwritten by plan {}, or its requests have \
-                 changed; take them before",
-                plan.number, self.plans
-            ),
-        ))
-    }
-}
-
-/// Where a ledger is kept, the call in progress in the name of a request: of its row's owner, or of the row.
-fn signed_act(row: u32, slots: &SlotTensors, table: &ReqToTokenPool) -> Option<Arc<Act>> {
-    let act = slots.act()?;
-    let holders = table.rows().book().ledger().map_or(Vec::new(), |ledger| ledger.holders(row));
-    let owner = holders.first().and_then(|holder| holder.owner.clone());
-    let owner = owner.unwrap_or_else(|| Owner::Text(format!("row {row}")));
-    Some(Arc::new(Act { owner: Some(owner), ..Act::clone(&act) }))
-}
-
-/// The least of `sizes` that a batch of `count` fits.
-fn padded_size(count: usize, sizes: &[usize], padding_row: bool) -> Result<usize> {
-    let found = sizes.iter().copied().filter(|&size| size >= count).min();
-    let size = found.ok_or_else(|| {
-        Error::config(format!("a batch of {count} requests is larger than all of pad_to {sizes:?}"))
-    })?;
-    if size > count && !padding_row {
-        return Err(Error::config(format!(
-            "a batch of {count} requests cannot be padded to {size}: the request table has no padding row"
-        )));
-    }
-    Ok(size)
-}
-
-fn as_many(name: &str, values: &IndexVec, rows: &IndexVec) -> Result<()> {
-    if values.len() == rows.len() {
-        return Ok(());
-    }
-    Err(Error::config(format!(
-        "a batch of {} rows and {} {name}; the lengths must be equal",
-        rows.len(),
-        values.len()
-    )))
 }

@@ -1,4 +1,4 @@
-//! Scratch buffers that are used again from step to step.
+//! Scratch buffers that are reused from step to step.
 
 use std::sync::Arc;
 
@@ -15,19 +15,19 @@ pub struct Buffer {
 }
 
 impl Buffer {
-    /// What its owner shows to give it back.
+    /// The ticket with which the owner gives the buffer back.
     #[must_use]
     pub const fn ticket(&self) -> Ticket {
         self.ticket
     }
 
-    /// Its memory, which is as long as its bucket.
+    /// The memory, as large as the bucket.
     #[must_use]
     pub const fn region(&self) -> &Arc<Region> {
         &self.region
     }
 
-    /// Bytes that were asked for.
+    /// Number of bytes requested.
     #[must_use]
     pub const fn bytes(&self) -> usize {
         self.bytes
@@ -41,11 +41,11 @@ pub struct BufferConfig {
     pub rounding: Rounding,
 }
 
-/// Scratch buffers by size, each made once, zeroed then, and handed out again and again.
+/// Scratch buffers in buckets by size, allocated and zeroed once, and then reused.
 ///
-/// A buffer that is given back while its stream still uses it is handed out for the same stream at once; another stream
-/// waits, on the device, for what the first has enqueued until then. Giving back bumps the buffer's generation, so that a
-/// buffer is never taken for the one that has its memory now.
+/// A buffer that is given back while its stream still uses it is reused at once on the same stream. Another
+/// stream waits, on the device, for the work enqueued on the first until then. Giving a buffer back bumps its
+/// generation, so that a stale ticket is recognised.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -68,15 +68,15 @@ pub struct BufferPool {
     buckets: Ledgered<Buckets<Stream>>,
     /// By index, the memory of each buffer. `None` where `buckets` has a vacancy.
     regions: Vec<Option<Arc<Region>>>,
-    /// Memory of others, by address and bytes, and what page-locks it.
+    /// Registered memory of others, by address and bytes, with its page lock.
     existing: Vec<((usize, usize), Option<PageLock>)>,
-    /// The streams for which buffers were taken: what is done there may use memory of others, too.
+    /// The streams for which buffers were taken. Work on these may also use registered memory.
     users: Arc<Users>,
     stale_uses: usize,
 }
 
 impl BufferPool {
-    /// A pool without buffers, which will come from `backend`.
+    /// An empty pool that allocates buffers from `backend`.
     #[must_use]
     pub fn new(config: &BufferConfig, backend: &Arc<dyn Backend>) -> Self {
         Self {
@@ -90,57 +90,58 @@ impl BufferPool {
         }
     }
 
-    /// Where its buffers are.
+    /// The device of the buffers.
     #[must_use]
     pub fn device(&self) -> Device {
         self.backend.device()
     }
 
-    /// Its shape.
+    /// The config of the pool.
     #[must_use]
     pub const fn config(&self) -> BufferConfig {
         self.config
     }
 
-    /// Who owns which buffer.
+    /// The ownership of buffers.
     #[must_use]
     pub const fn buckets(&self) -> &Ledgered<Buckets<Stream>> {
         &self.buckets
     }
 
-    /// Notes from now on who takes and gives what.
+    /// Records owners and call sites from now on.
     pub fn keep_ledger(&mut self) {
         self.buckets.book_mut().open();
     }
 
-    /// How often a buffer was used after it had been given back.
+    /// Number of uses of a buffer that was already given back.
     #[must_use]
     pub const fn stale_uses(&self) -> usize {
         self.stale_uses
     }
 
-    /// Bytes of others that are registered.
+    /// Bytes of registered memory.
     #[must_use]
     pub fn registered_bytes(&self) -> usize {
         self.existing.iter().map(|((_, bytes), _)| bytes).sum()
     }
 
-    /// A buffer of at least `bytes`: the last that was given back to its bucket, else a new one of zeros.
+    /// Takes a buffer of at least `bytes`: the one given back to its bucket last, else a new one of zeros.
     ///
-    /// It is valid in the order of `stream`. A new one on a GPU costs calls that may wait for the device; when there is no
-    /// memory for it, the free buffers are given back and it is tried again.
+    /// It is valid in the order of `stream`. A new buffer on a GPU makes driver calls that may wait for the
+    /// device. If there is not enough memory, the free buffers are deallocated and the allocation is tried
+    /// again.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] when its bucket is more than an address can name; [`ErrorKind::OutOfMemory`] when the memory
-    /// cannot be had; [`ErrorKind::Driver`] when the driver refuses, and for a new one while `stream` is captured. Nothing
-    /// is handed out then.
+    /// [`ErrorKind::Config`] when its bucket is more than an address can name; [`ErrorKind::OutOfMemory`]
+    /// when there is not enough memory; [`ErrorKind::Driver`] when a driver call fails, and for a new buffer
+    /// while `stream` is captured. Nothing is handed out.
     pub fn alloc(&mut self, bytes: usize, stream: Stream) -> Result<Buffer> {
         let bucket = self.config.rounding.bucket(bytes)?;
         let Some(reused) = self.buckets.take(bucket, stream) else { return self.make(bucket, bytes, stream) };
         let ticket = reused.ticket;
         let region = Arc::clone(self.region(ticket)?);
         if let (Some(before), Some(gpu)) = (reused.after, region.gpu()) {
-            // All that uses it was enqueued before it was given back.
+            // All work that uses the buffer was enqueued before it was given back.
             if let Err(failure) = gpu.order(&[before], stream) {
                 self.buckets.put_back_as(ticket, before);
                 return Err(failure);
@@ -174,7 +175,7 @@ impl BufferPool {
         Ok(Buffer { ticket, region, bytes })
     }
 
-    /// As [`BufferPool::alloc`] for each of `sizes`, or none of them.
+    /// Takes a buffer for each of `sizes`, or none of them.
     ///
     /// # Errors
     /// As [`BufferPool::alloc`].
@@ -197,10 +198,10 @@ impl BufferPool {
         Ok(buffers)
     }
 
-    /// The memory of a buffer that was not given back.
+    /// The memory of a buffer in use.
     ///
     /// # Errors
-    /// [`ErrorKind::StaleBuffer`] if it was.
+    /// [`ErrorKind::StaleBuffer`] if the buffer was given back.
     pub fn region(&mut self, buffer: Ticket) -> Result<&Arc<Region>> {
         let region = self.regions.get(widen(buffer.index())).and_then(Option::as_ref);
         let region = region.filter(|_| self.buckets.is_live(buffer));
@@ -214,33 +215,36 @@ impl BufferPool {
     /// Gives a buffer back.
     ///
     /// # Errors
-    /// [`ErrorKind::StaleBuffer`] if it was before; nothing is changed then.
+    /// [`ErrorKind::StaleBuffer`] if the buffer was already given back; nothing is changed.
     pub fn release(&mut self, buffer: Ticket) -> Result<()> {
         self.region(buffer)?;
         self.buckets.release(buffer);
         Ok(())
     }
 
-    /// Gives every buffer back that is out. The same sequence of sizes gets the same memory again.
+    /// Gives every buffer in use back. The same sequence of sizes then gets the same memory.
     pub fn reset(&mut self) {
         self.buckets.reset();
     }
 
-    /// Gives the memory of free buffers back. On a GPU that waits for the streams that used it.
+    /// Deallocates the memory of free buffers. On a GPU this waits for the streams that used it.
     pub fn clear(&mut self) {
         for index in self.buckets.drain_free() {
             self.regions[widen(index)] = None;
         }
     }
 
-    /// Notes memory of others, which the pool neither owns nor recycles. With something that keeps it for so long, host
-    /// memory is page-locked until the pool goes, where there is a driver: in one piece, beyond which no copy may reach.
-    /// Memory that is registered already is left as it is; whether it was new. A tensor that `is_part` of its allocation is not
-    /// page-locked: the driver copies no memory of which a part is.
+    /// Registers existing memory, which the pool neither owns nor recycles. Returns `false` if it was
+    /// registered before.
+    ///
+    /// If `page_lock` keeps the memory alive and there is a driver, host memory is page-locked until the pool
+    /// is dropped: in one piece, beyond which no copy may reach. A tensor that `is_part` of its allocation is
+    /// not page-locked: the driver cannot copy memory that is page-locked in part.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] for memory of another device, for a tensor with gaps, and for a part that would be page-locked;
-    /// [`ErrorKind::OutOfMemory`] when the driver cannot page-lock so much, [`ErrorKind::Driver`] when it refuses.
+    /// [`ErrorKind::Config`] for memory of another device, for a tensor with gaps, and for a part that would
+    /// be page-locked; [`ErrorKind::OutOfMemory`] when the driver cannot page-lock that much memory,
+    /// [`ErrorKind::Driver`] when page-locking fails otherwise.
     pub fn register_existing(
         &mut self,
         tensor: &Borrowed<'_>,
@@ -252,7 +256,7 @@ impl BufferPool {
         }
         if !tensor.is_contiguous() {
             return Err(Error::config(
-                "a tensor with gaps cannot be registered; register what it is a view of",
+                "a tensor with gaps cannot be registered; register the tensor that it is a view of",
             ));
         }
         let bytes = tensor.shape().numel() * tensor.dtype().size();
@@ -266,7 +270,7 @@ impl BufferPool {
             _ => None,
         };
         let locked = match gpu.zip(page_lock) {
-            // What is page-locked already, by PyTorch perhaps, is somebody else's business.
+            // Memory that is already page-locked, for example by PyTorch, is left alone.
             Some((gpu, keep)) => PageLock::new(&gpu, tensor, &self.users, keep)?,
             None => None,
         };

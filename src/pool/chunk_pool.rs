@@ -1,4 +1,4 @@
-//! Fixed-size chunks in one region, for KV that left the GPU.
+//! Fixed-size chunks in one region, for offloaded K and V.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -20,36 +20,37 @@ use super::{at_least_one, fits_int32};
 /// The shape of a [`ChunkPool`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ChunkConfig {
-    /// Chunks.
+    /// Number of chunks.
     pub num_chunks: usize,
-    /// Extents of a chunk.
+    /// Shape of a chunk.
     pub chunk_shape: Vec<usize>,
     /// Element type.
     pub dtype: DType,
-    /// Whether memory of the host is page-locked, where there is a driver: a backend such as [`MappedHost`] can do that.
+    /// Whether to page-lock host memory if there is a driver. Needs a backend such as [`MappedHost`].
     ///
     /// [`MappedHost`]: crate::memory::MappedHost
     pub pin_memory: bool,
-    /// How many threads page-lock host memory at once. The driver holds up other calls meanwhile, so few are better.
+    /// Number of threads that page-lock host memory. Keep it small: the driver delays other calls meanwhile.
     pub page_lock_threads: usize,
-    /// Whether a bad free is an error.
+    /// Whether an invalid free is an error.
     pub strict: bool,
 }
 
-/// What a caller that must not wait gets.
+/// The result of an allocation that does not wait.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Attempt {
     /// The chunks.
     Taken(Vec<Ticket>),
-    /// There are not so many.
+    /// There are not enough chunks.
     Full,
-    /// There will be so many when page-locking or copies have come further.
+    /// Page-locking or copies in flight can still provide enough chunks.
     Later,
 }
 
-/// Fixed-size chunks, numbered from 0, each with a count of references; the last freed is taken first.
+/// Fixed-size chunks, numbered from 0, each with a reference count, handed out last in, first out.
 ///
-/// Host memory is page-locked in steps by [`ChunkPool::lock_pages`]; chunks can be taken as soon as their step is done.
+/// Host memory is page-locked in steps by [`ChunkPool::lock_pages`]; chunks can be taken as soon as their
+/// step is done.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -72,39 +73,39 @@ pub struct ChunkPool {
     config: ChunkConfig,
     shape: Dims,
     chunk_bytes: usize,
-    /// From one chunk to the next.
+    /// Bytes from one chunk to the next.
     stride: usize,
     region: Arc<Region>,
-    /// The device through which its memory is page-locked, if it is.
+    /// The device through which the memory is page-locked, if any.
     locked_by: Option<Arc<Gpu>>,
-    state: Mutex<State>,
-    /// Chunks were offered, copies of freed ones are done, or page-locking has ended.
+    state: Mutex<ChunkStates>,
+    /// Signals that chunks were offered, a copy has ended, or page-locking has ended.
     changed: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct ChunkStates {
     chunks: Ledgered<RefCounts>,
-    /// Chunks with copies that may be under way.
-    flights: HashMap<u32, Flight>,
-    /// Of those, the ones that were freed.
+    /// Chunks with copies that may be in flight.
+    copies: HashMap<u32, ChunkCopies>,
+    /// The freed chunks among `copies`.
     returning: Vec<u32>,
-    /// Whether page-locking goes on, which offers more chunks.
+    /// Whether page-locking, which offers more chunks, is in progress.
     is_locking: bool,
     registered: usize,
 }
 
 /// Copies of one chunk.
 #[derive(Debug, Default)]
-struct Flight {
+struct ChunkCopies {
     /// Calls that have not returned.
     calls: usize,
-    /// Points after copies that were enqueued.
+    /// Events after enqueued copies.
     done: Vec<Arc<Event>>,
 }
 
-impl Flight {
-    /// Whether all copies are done.
+impl ChunkCopies {
+    /// Whether all copies are complete.
     fn is_over(&mut self) -> Result<bool> {
         while let Some(event) = self.done.last() {
             if !event.passed()? {
@@ -116,13 +117,13 @@ impl Flight {
     }
 }
 
-impl State {
-    /// Puts the chunks back that were freed and whose copies are done.
+impl ChunkStates {
+    /// Puts back the freed chunks whose copies are complete.
     fn settle(&mut self) -> Result<()> {
         let mut at = 0;
         while let Some(&index) = self.returning.get(at) {
-            if self.flights.get_mut(&index).map_or(Ok(true), Flight::is_over)? {
-                self.flights.remove(&index);
+            if self.copies.get_mut(&index).map_or(Ok(true), ChunkCopies::is_over)? {
+                self.copies.remove(&index);
                 self.returning.remove(at);
                 self.chunks.put_back(index);
             } else {
@@ -132,12 +133,12 @@ impl State {
         Ok(())
     }
 
-    /// Lets a chunk whose last reference is gone be taken again, at once or when its copies are done.
+    /// Makes a chunk without references available, at once or when its copies are complete.
     fn put_back(&mut self, index: u32) {
-        // A driver that cannot say whether copies are done is asked again when the chunk is needed.
-        let is_over = self.flights.get_mut(&index).is_none_or(|flight| matches!(flight.is_over(), Ok(true)));
+        // After a driver error, the copies are polled again when the chunk is needed.
+        let is_over = self.copies.get_mut(&index).is_none_or(|copies| matches!(copies.is_over(), Ok(true)));
         if is_over {
-            self.flights.remove(&index);
+            self.copies.remove(&index);
             self.chunks.put_back(index);
         } else {
             self.returning.push(index);
@@ -146,11 +147,12 @@ impl State {
 }
 
 impl ChunkPool {
-    /// Takes the memory from `backend`. Chunks of a pool that [`ChunkPool::is_locked`] can be taken when
-    /// [`ChunkPool::lock_pages`] has come to them, others at once.
+    /// Allocates the memory from `backend`. If [`ChunkPool::is_locked`], chunks become available as
+    /// [`ChunkPool::lock_pages`] proceeds, otherwise at once.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] for a size of 0 and sizes whose bytes overflow; what the backend says when it has not enough.
+    /// [`ErrorKind::Config`] for a size of 0 and sizes whose bytes overflow; the error of the backend if it
+    /// runs out of memory.
     pub fn new(config: &ChunkConfig, backend: &Arc<dyn Backend>) -> Result<Self> {
         at_least_one(&[("num_chunks", config.num_chunks), ("page_lock_threads", config.page_lock_threads)])?;
         if config.chunk_shape.contains(&0) {
@@ -165,7 +167,7 @@ impl ChunkPool {
         let stride = chunk_bytes.next_multiple_of(ALIGNMENT);
         let bytes = bytes_of("all chunks", &[config.num_chunks, stride], DType::U8)?;
         let region = Arc::new(Region::new(Arc::clone(backend), bytes)?);
-        let mut state = State::default();
+        let mut state = ChunkStates::default();
         state.chunks.extend(count)?;
         let is_locked = config.pin_memory && backend.device() == Device::Cpu;
         let locked_by = is_locked.then(|| Gpu::any().ok()).flatten();
@@ -176,20 +178,20 @@ impl ChunkPool {
         Ok(Self { config: config.clone(), shape, chunk_bytes, stride, region, locked_by, state, changed })
     }
 
-    /// Whether its memory is page-locked, or will be.
+    /// Whether the memory is page-locked, or will be.
     #[must_use]
     pub const fn is_locked(&self) -> bool {
         self.locked_by.is_some()
     }
 
-    /// Page-locks the memory step by step on a few threads, and offers the chunks of each, until the pool is gone. Its only
-    /// step, if there is one only, is done on return.
+    /// Page-locks the memory step by step on a few threads and offers the chunks of each step, until the pool
+    /// is dropped. A single step is complete on return.
     ///
-    /// To be called once; of a pool that is not [`ChunkPool::is_locked`] there is nothing to lock.
+    /// Call it once. Returns `None` if the pool is not [`ChunkPool::is_locked`].
     pub fn lock_pages(self: &Arc<Self>) -> Option<PageLocking> {
         let gpu = self.locked_by.as_ref()?;
         self.state().is_locking = true;
-        // So many chunks begin and end at a page together.
+        // A group of this many chunks begins and ends at a page.
         let together = PAGE / (1usize << self.stride.trailing_zeros()).min(PAGE);
         let ends = (together..).step_by(together).take_while(|end| *end < self.config.num_chunks);
         let ends = ends.chain([self.config.num_chunks]).map(|end| end * self.stride);
@@ -198,10 +200,10 @@ impl ChunkPool {
         Some(PageLocking::start(gpu, &self.region, page_lock_steps(ends), threads, sink))
     }
 
-    /// Waits until page-locking has ended, or for `timeout`; whether it has.
+    /// Waits up to `timeout` for the end of page-locking. Returns whether it has ended.
     ///
     /// # Errors
-    /// [`ErrorKind::Driver`] in the child of a fork, where it never ends.
+    /// [`ErrorKind::Driver`] in a forked child, where it never ends.
     pub fn wait_registered(&self, timeout: Duration) -> Result<bool> {
         let begin = Instant::now();
         let mut state = self.state();
@@ -216,7 +218,7 @@ impl ChunkPool {
         Ok(true)
     }
 
-    /// Its shape, as it was asked for.
+    /// The config of the pool.
     #[must_use]
     pub const fn config(&self) -> &ChunkConfig {
         &self.config
@@ -240,28 +242,28 @@ impl ChunkPool {
         self.stride
     }
 
-    /// Where the chunks are.
+    /// The device of the chunks.
     #[must_use]
     pub fn device(&self) -> Device {
         self.region.device()
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, ChunkStates> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Waits for a change, at most for `timeout`.
-    fn wait<'a>(&self, state: MutexGuard<'a, State>, timeout: Duration) -> MutexGuard<'a, State> {
+    fn wait<'a>(&self, state: MutexGuard<'a, ChunkStates>, timeout: Duration) -> MutexGuard<'a, ChunkStates> {
         self.changed.wait_timeout(state, timeout).unwrap_or_else(PoisonError::into_inner).0
     }
 
-    /// Does `look` with the numbers of the chunks, and how many of them are page-locked.
+    /// Calls `look` with the ownership of chunks and the number of page-locked chunks.
     pub fn counts<R>(&self, look: impl FnOnce(&Ledgered<RefCounts>, usize) -> R) -> R {
         let state = self.state();
         look(&state.chunks, state.registered)
     }
 
-    /// Notes from now on who takes and gives which chunk.
+    /// Records owners and call sites from now on.
     pub fn keep_ledger(&self) {
         self.state().chunks.book_mut().open();
     }
@@ -269,12 +271,12 @@ impl ChunkPool {
     /// Takes `count` chunks, each with one reference, or none of them, without waiting.
     ///
     /// # Errors
-    /// [`ErrorKind::Driver`] when the driver cannot say whether copies are done.
+    /// [`ErrorKind::Driver`] when polling copies fails.
     pub fn try_allocate(&self, count: usize) -> Result<Attempt> {
         Self::attempt(&mut self.state(), count)
     }
 
-    /// As [`ChunkPool::try_allocate`] for one chunk, without a list.
+    /// [`ChunkPool::try_allocate`] for one chunk, without a list.
     ///
     /// # Errors
     /// As [`ChunkPool::try_allocate`].
@@ -286,7 +288,7 @@ impl ChunkPool {
         Ok(state.chunks.take())
     }
 
-    fn attempt(state: &mut State, count: usize) -> Result<Attempt> {
+    fn attempt(state: &mut ChunkStates, count: usize) -> Result<Attempt> {
         if !state.returning.is_empty() {
             state.settle()?;
         }
@@ -301,13 +303,13 @@ impl ChunkPool {
         })
     }
 
-    /// As [`ChunkPool::try_allocate`], but waits for page-locking, at most for about `timeout`, and for copies of freed chunks,
-    /// as long as they could bring what is missing.
+    /// Like [`ChunkPool::try_allocate`], but waits, as long as they can provide enough chunks, for
+    /// page-locking, up to about `timeout`, and for copies of freed chunks.
     ///
     /// # Errors
-    /// As [`ChunkPool::try_allocate`], and in the child of a fork, where nothing comes any more.
+    /// As [`ChunkPool::try_allocate`], and in a forked child, where neither makes progress.
     pub fn allocate(&self, count: usize, timeout: Duration) -> Result<Attempt> {
-        /// How often it asks whether copies are done, while something else may come first.
+        /// Interval for polling copies while page-locking may provide chunks first.
         const POLL: Duration = Duration::from_micros(200);
         let begin = Instant::now();
         let mut state = self.state();
@@ -318,7 +320,7 @@ impl ChunkPool {
             }
             self.check_process()?;
             let copied =
-                state.returning.iter().find_map(|index| state.flights.get(index)?.done.last().cloned());
+                state.returning.iter().find_map(|index| state.copies.get(index)?.done.last().cloned());
             state = match copied {
                 Some(copied) if !state.is_locking => {
                     drop(state);
@@ -334,7 +336,7 @@ impl ChunkPool {
         self.locked_by.as_ref().map_or(Ok(()), |gpu| gpu.check_process())
     }
 
-    /// How often a chunk is referred to; 0 once it was freed.
+    /// Number of references to a chunk; 0 after it was freed.
     #[must_use]
     pub fn references(&self, chunk: Ticket) -> u32 {
         self.state().chunks.references(chunk)
@@ -348,16 +350,17 @@ impl ChunkPool {
         if self.state().chunks.retain(chunk) { Ok(()) } else { Err(stale(chunk)) }
     }
 
-    /// Gives up a reference; with the last one the chunk is free, as soon as its copies are done. What was freed before is
-    /// dropped and reported.
+    /// Drops a reference. Dropping the last one frees the chunk as soon as its copies are complete. Drops and
+    /// reports the release of a freed chunk.
     ///
     /// # Errors
-    /// If strict, [`ErrorKind::IndexOwnership`] when it would be dropped.
+    /// If strict, [`ErrorKind::IndexOwnership`] when the release is invalid.
     pub fn release(&self, chunk: Ticket) -> Result<BadFrees> {
         self.give_up(&mut self.state(), chunk)
     }
 
-    /// Frees a chunk that its caller alone refers to. What was freed before or is still referenced is dropped and reported.
+    /// Frees a chunk to which the caller has the only reference. Drops and reports the free of a chunk that
+    /// was freed or has further references.
     ///
     /// # Errors
     /// As [`ChunkPool::release`].
@@ -369,7 +372,7 @@ impl ChunkPool {
         self.give_up(&mut state, chunk)
     }
 
-    fn give_up(&self, state: &mut State, chunk: Ticket) -> Result<BadFrees> {
+    fn give_up(&self, state: &mut ChunkStates, chunk: Ticket) -> Result<BadFrees> {
         match state.chunks.release(chunk) {
             Ok(is_last) => {
                 if is_last {
@@ -381,7 +384,7 @@ impl ChunkPool {
         }
     }
 
-    /// What is said of the free of a chunk of another pool.
+    /// Reports the free of a chunk of another pool.
     ///
     /// # Errors
     /// As [`ChunkPool::release`].
@@ -389,10 +392,10 @@ impl ChunkPool {
         self.refuse(&mut self.state(), chunk, BadFree::Foreign)
     }
 
-    fn refuse(&self, state: &mut State, chunk: Ticket, reason: BadFree) -> Result<BadFrees> {
+    fn refuse(&self, state: &mut ChunkStates, chunk: Ticket, reason: BadFree) -> Result<BadFrees> {
         let index = i64::from(chunk.index());
         let bad = match reason {
-            // What is known of an index is of this pool's.
+            // The history of the index is that of this pool's chunk.
             BadFree::Foreign => BadFrees::of(index, reason),
             reason => state.chunks.bad_free(index, reason),
         };
@@ -404,7 +407,8 @@ impl ChunkPool {
     /// The chunk's first elements as a tensor of `shape`, or all of it, without a copy.
     ///
     /// # Errors
-    /// [`ErrorKind::StaleBuffer`] when the chunk was freed, [`ErrorKind::Config`] for a shape that does not fit.
+    /// [`ErrorKind::StaleBuffer`] when the chunk was freed, [`ErrorKind::Config`] for a shape that does not
+    /// fit.
     pub fn tensor(&self, chunk: Ticket, shape: Option<Dims>) -> Result<TensorView> {
         if self.references(chunk) == 0 {
             return Err(stale(chunk));
@@ -432,13 +436,14 @@ impl ChunkPool {
 
     /// Copies the elements of `tensor`, in order, to the beginning of a chunk or from there.
     ///
-    /// In host memory it is done on return. With a GPU on either side it is enqueued on `stream`, a stream of that GPU, and
-    /// done when the event has passed; until then the tensor must live and the chunk cannot be taken again.
+    /// Between host memory the copy is complete on return. With a GPU on either side it is enqueued on
+    /// `stream`, a stream of that GPU, and complete when the returned event has passed; until then the tensor
+    /// must stay alive and the chunk is not handed out again.
     ///
     /// # Errors
     /// [`ErrorKind::StaleBuffer`] when the chunk was freed; [`ErrorKind::Type`] for another dtype,
-    /// [`ErrorKind::Config`] for more elements than a chunk has, and for memory of two GPUs; [`ErrorKind::Driver`] when the
-    /// driver refuses.
+    /// [`ErrorKind::Config`] for more elements than a chunk has, and for memory of two GPUs;
+    /// [`ErrorKind::Driver`] when a driver call fails.
     pub fn copy(
         &self,
         chunk: Ticket,
@@ -477,7 +482,8 @@ impl ChunkPool {
         };
         let done = copied.and(done);
         if let (Err(_), Some(gpu)) = (&done, &gpu) {
-            // What was enqueued of it must not outlive this call, whose caller keeps nothing then.
+            // After an error the caller keeps nothing alive, so enqueued work must end before this call
+            // returns.
             let _ = gpu.synchronize(stream);
         }
         self.end_copy(chunk.index(), done.as_ref().ok().and_then(Option::as_ref));
@@ -489,19 +495,19 @@ impl ChunkPool {
         if state.chunks.references(chunk) == 0 {
             return Err(stale(chunk));
         }
-        let flight = state.flights.entry(chunk.index()).or_default();
-        flight.is_over()?;
-        flight.calls += 1;
+        let copies = state.copies.entry(chunk.index()).or_default();
+        copies.is_over()?;
+        copies.calls += 1;
         Ok(())
     }
 
     fn end_copy(&self, index: u32, done: Option<&Arc<Event>>) {
         let mut state = self.state();
-        if let Some(flight) = state.flights.get_mut(&index) {
-            flight.calls -= 1;
-            flight.done.extend(done.cloned());
-            if flight.calls == 0 && flight.done.is_empty() && !state.returning.contains(&index) {
-                state.flights.remove(&index);
+        if let Some(copies) = state.copies.get_mut(&index) {
+            copies.calls -= 1;
+            copies.done.extend(done.cloned());
+            if copies.calls == 0 && copies.done.is_empty() && !state.returning.contains(&index) {
+                state.copies.remove(&index);
             }
         }
         drop(state);

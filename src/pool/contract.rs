@@ -1,5 +1,4 @@
-//! What every pool answers, whatever it hands out: metrics, snapshots, reports of leaks and the tests of all pools
-//! together hang on it.
+//! The trait of all pools, on which metrics, snapshots, leak reports and the shared test suite are built.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -11,7 +10,7 @@ use super::{
     BufferPool, ChunkPool, GdnPool, KvPool, PagePool, ReqToTokenPool, TokenToKvPoolAllocator, Workspace,
 };
 
-/// A pool, as its observers see it.
+/// A pool, as seen by metrics, snapshots and reports.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -29,52 +28,53 @@ use super::{
 /// assert_eq!(pool.occupancy().pieces[1].range, 1..2);
 /// ```
 pub trait Pool {
-    /// What it hands out, in the singular; of a pool that hands nothing out, what it has.
+    /// The unit that the pool hands out, in the singular; for a pool that hands nothing out, the unit that it
+    /// stores.
     fn unit(&self) -> &'static str;
 
-    /// Whether it hands units out. One that does not has no `available` and `in_use`, and nothing in it can leak.
+    /// Whether the pool hands out units. If not, it has no `available` and `in_use`, and nothing can leak.
     fn hands_out(&self) -> bool {
         true
     }
 
-    /// Bytes of a unit, where all have the same.
+    /// Bytes of one unit, if all units have the same size.
     fn unit_bytes(&self) -> Option<usize> {
         None
     }
 
-    /// Where its memory, or its index tensors, are.
+    /// The device of the memory or the index tensors.
     fn device(&self) -> Device;
 
-    /// Whether a bad free is an error. A pool without frees is not strict.
+    /// Whether an invalid free is an error. A pool without frees is not strict.
     fn strict(&self) -> bool {
         false
     }
 
-    /// Its numbers, at the cost of a lock and a few loads.
+    /// The statistics, at the cost of a lock and a few loads.
     fn stats(&self) -> Stats;
 
-    /// Its units, at the cost of a pass over all of them.
+    /// The state of all units, at the cost of a pass over them.
     fn occupancy(&self) -> Occupancy {
         Occupancy::default()
     }
 
-    /// Notes from now on who takes and gives what, where units have owners.
+    /// Records owners and call sites from now on, if units have owners.
     fn keep_ledger(&mut self) {}
 }
 
-/// Numbers by name: `capacity`, `available`, `in_use` and `high_water` of a pool that hands out, `bytes`, and what only
-/// one class counts.
+/// Statistics by name: `capacity`, `available`, `in_use` and `high_water` of a pool that hands out units,
+/// `bytes`, and numbers of single classes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Stats(Vec<(&'static str, usize)>);
 
 impl Stats {
-    /// The number of that name.
+    /// The number called `name`.
     #[must_use]
     pub fn get(&self, name: &str) -> Option<usize> {
         self.iter().find(|(known, _)| *known == name).map(|(_, value)| value)
     }
 
-    /// All of them, in their order.
+    /// All numbers, in a fixed order.
     pub fn iter(&self) -> impl Iterator<Item = (&'static str, usize)> + '_ {
         self.0.iter().copied()
     }
@@ -112,30 +112,30 @@ impl<const N: usize> From<[(&'static str, usize); N]> for Stats {
     }
 }
 
-/// Neighbouring units of one state and the same holders.
+/// A span of units with the same state and the same holders.
 #[derive(Clone, Debug)]
 pub struct Piece {
-    /// Which.
+    /// The units.
     pub range: Range<usize>,
-    /// What they are.
+    /// Their state.
     pub state: State,
-    /// Bytes, where units have sizes of their own.
+    /// Bytes of the span, if units differ in size.
     pub bytes: Option<usize>,
-    /// Who holds them, if they are live and that is known.
+    /// The holders of live units, if a ledger is kept.
     pub holders: Vec<Arc<Act>>,
 }
 
 /// The units of a pool.
 #[derive(Clone, Debug, Default)]
 pub struct Occupancy {
-    /// All units in order.
+    /// Spans that cover all units, in order.
     pub pieces: Vec<Piece>,
-    /// How many lives lasted less than 1, 2, 4, ... microseconds, where a ledger is kept.
+    /// Numbers of lifetimes below 1, 2, 4, ... microseconds, if a ledger is kept.
     pub lifetimes: Vec<u64>,
 }
 
 impl Occupancy {
-    /// The spans of a space whose indices are of `scale` units each.
+    /// The spans of a space whose indices stand for `scale` units each.
     fn new(spans: impl IntoIterator<Item = (Span, Option<usize>)>, book: &Book, scale: usize) -> Self {
         let piece = |(span, bytes): (Span, Option<usize>)| Piece {
             range: widen(span.range.start) * scale..widen(span.range.end) * scale,
@@ -152,7 +152,7 @@ impl Occupancy {
         }
     }
 
-    /// As [`Self::new`], of units that are all of one size.
+    /// [`Self::new`] for units of one size.
     fn even(spans: Vec<Span>, book: &Book, scale: usize) -> Self {
         Self::new(spans.into_iter().map(|span| (span, None)), book, scale)
     }
@@ -357,7 +357,7 @@ impl Pool for BufferPool {
         self.device()
     }
 
-    /// Releasing what is not out is always an error.
+    /// Releasing a buffer that is not in use is always an error.
     fn strict(&self) -> bool {
         true
     }
@@ -414,7 +414,7 @@ impl Pool for Workspace {
         ])
     }
 
-    /// Pieces have no holders: all of them go back at once.
+    /// Pieces have no holders: the workspace is reset as a whole.
     fn occupancy(&self) -> Occupancy {
         let piece = |(range, is_taken)| Piece {
             range,

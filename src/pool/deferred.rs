@@ -1,4 +1,4 @@
-//! Frees whose slots only the device knows, until their values have landed.
+//! Frees whose slots only a device knows, until their values are copied to the host.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -8,12 +8,12 @@ use crate::index::{FenceId, Signatures};
 use crate::kernels::{Fetch, Fetcher};
 use crate::memory::{Borrowed, Event, Gpu, Keep, Stream};
 
-/// Values of a free that the host has, or that are on their way.
+/// Values of a free, on the host or in flight.
 #[derive(Debug)]
 pub(super) enum Part {
-    /// On the host.
+    /// Values on the host.
     Values(IndexVec),
-    /// On their way.
+    /// Values in flight.
     Fetch(Arc<Fetcher>, Fetch),
 }
 
@@ -30,25 +30,25 @@ impl Part {
 #[derive(Debug)]
 struct Free {
     parts: Vec<Part>,
-    /// What the slots wait for once they are known.
+    /// The fence that the slots wait for once they are known.
     fence: Option<FenceId>,
-    /// Who gave which of them.
+    /// The calls that freed them, if a ledger is kept.
     by: Signatures,
 }
 
-/// A free whose values have all landed.
-pub(super) struct Landed {
+/// A free whose values are all on the host.
+pub(super) struct ReadyFree {
     pub(super) values: IndexVec,
     pub(super) fence: Option<FenceId>,
     pub(super) by: Signatures,
-    /// What kept its tensors: dropped without locks.
+    /// Owners of its tensors. Drop them without locks.
     pub(super) keeps: Vec<Keep>,
 }
 
 /// Frees in the order in which they were made.
 #[derive(Debug, Default)]
 pub(super) struct Deferred {
-    /// One for each device whose tensors were freed.
+    /// One per device whose tensors were freed.
     fetchers: Vec<Arc<Fetcher>>,
     frees: VecDeque<Free>,
 }
@@ -58,7 +58,7 @@ impl Deferred {
         self.frees.is_empty()
     }
 
-    /// Gets ready for tensors of `gpu`, of up to `values` values at a time.
+    /// Prepares for tensors of `gpu` with up to `values` values in flight.
     pub(super) fn prepare(&mut self, gpu: &Arc<Gpu>, values: usize) -> Result<&Arc<Fetcher>> {
         let found = self.fetchers.iter().position(|fetcher| fetcher.gpu().device() == gpu.device());
         let at = if let Some(at) = found {
@@ -70,7 +70,8 @@ impl Deferred {
         Ok(&self.fetchers[at])
     }
 
-    /// Enqueues a copy of `tensor`, which `keep` keeps; there must be room for `values` values at a time.
+    /// Enqueues a copy of `tensor`, kept alive by `keep`, with up to `values` values in flight. `None` if
+    /// there is no room.
     pub(super) fn fetch(
         &mut self,
         gpu: &Arc<Gpu>,
@@ -86,19 +87,19 @@ impl Deferred {
         self.frees.push_back(Free { parts, fence, by });
     }
 
-    /// Notes that a fence has passed, and says whether a free was waiting for it.
+    /// Marks a fence as passed. Returns whether a free was waiting for it.
     pub(super) fn fence_passed(&mut self, fence: FenceId) -> bool {
         let waiting = self.frees.iter_mut().find(|free| free.fence == Some(fence));
         waiting.is_some_and(|free| free.fence.take().is_some())
     }
 
-    /// How many values were given, but for those behind fences.
+    /// The number of values, without those behind fences.
     pub(super) fn given(&self) -> usize {
         let unfenced = self.frees.iter().filter(|free| free.fence.is_none());
         unfenced.flat_map(|free| &free.parts).map(Part::len).sum()
     }
 
-    /// The point after which the oldest free can be completed.
+    /// An event that the oldest free waits for.
     pub(super) fn oldest(&self) -> Option<Arc<Event>> {
         // The copies of one free were enqueued one after the other, but perhaps on several streams.
         let mut events = self.frees.front()?.parts.iter().filter_map(|part| match part {
@@ -108,8 +109,8 @@ impl Deferred {
         events.find(|event| !event.passed().unwrap_or(true)).cloned()
     }
 
-    /// Takes the oldest free if all of its values have landed.
-    pub(super) fn landed(&mut self) -> Result<Option<Landed>> {
+    /// Takes the oldest free if all of its values are on the host.
+    pub(super) fn landed(&mut self) -> Result<Option<ReadyFree>> {
         let Some(oldest) = self.frees.front() else { return Ok(None) };
         for part in &oldest.parts {
             if let Part::Fetch(_, fetch) = part
@@ -132,16 +133,16 @@ impl Deferred {
                 IndexVec::I64(all)
             }
         };
-        Ok(Some(Landed { values, fence: free.fence, by: free.by, keeps }))
+        Ok(Some(ReadyFree { values, fence: free.fence, by: free.by, keeps }))
     }
 
-    /// Forgets every free. What the device still writes is left alone. Returns what kept the tensors.
+    /// Discards every free; copies in flight are abandoned. Returns the owners of the tensors.
     pub(super) fn clear(&mut self) -> Vec<Keep> {
         self.frees.drain(..).flat_map(|free| abandon(free.parts)).collect()
     }
 }
 
-/// Gives up values that are on their way, and returns what kept their tensors.
+/// Abandons values in flight, and returns the owners of their tensors.
 pub(super) fn abandon(parts: impl IntoIterator<Item = Part>) -> Vec<Keep> {
     let fetches = parts.into_iter().filter_map(|part| match part {
         Part::Values(_) => None,
@@ -153,7 +154,7 @@ pub(super) fn abandon(parts: impl IntoIterator<Item = Part>) -> Vec<Keep> {
     fetches.collect()
 }
 
-/// The values of a part that has landed; what kept its tensor goes to `keeps`.
+/// The values of a part that is complete. Moves the owner of its tensor to `keeps`.
 fn values(part: Part, keeps: &mut Vec<Keep>) -> Result<IndexVec> {
     match part {
         Part::Values(values) => Ok(values),

@@ -1,4 +1,4 @@
-//! Fences: points in work in flight, after which slots may be used again.
+//! Fences: points in work in flight, after which freed slots may be reused.
 
 use std::any::Any;
 use std::cell::Cell;
@@ -9,9 +9,10 @@ use crate::base::Result;
 use crate::index::FenceId;
 use crate::memory::Event;
 
-/// A point in work in flight that still uses slots which their owner has freed.
+/// The end of work that still uses freed slots.
 ///
-/// Any work may stand behind it: a launch on a GPU (an [`Event`]), a transfer to another machine, a step of a program.
+/// The work can be of any kind: a launch on a GPU (an [`Event`]), a transfer to another machine, a step of a
+/// program.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -43,11 +44,10 @@ use crate::memory::Event;
 /// assert_eq!(allocator.available_size(), 8);
 /// ```
 pub trait Fence: Any + Send + Sync {
-    /// Whether the work before it is done. Does not wait. Pools ask without holding a lock.
+    /// Whether the work is complete. Must not wait. Pools call it without holding a lock.
     ///
     /// # Errors
-    /// What ends the search for fences that have passed: the call that was looking for them returns it, and the slots
-    /// stay in use.
+    /// An error ends the polling of fences: the polling call returns it, and the slots stay in use.
     fn passed(&self) -> Result<bool>;
 }
 
@@ -58,19 +58,19 @@ impl Fence for Event {
 }
 
 thread_local! {
-    /// Whether this thread is asking fences.
+    /// Whether this thread is polling fences.
     static IS_ASKING: Cell<bool> = const { Cell::new(false) };
 }
 
 /// The fences of an allocator that have not passed, in the order of their frees.
 #[derive(Default)]
 pub(super) struct Fences {
-    waiting: Vec<Waiting>,
+    waiting: Vec<PendingFence>,
 }
 
-/// A fence, and the name of what was freed behind it.
+/// A fence, and the id under which slots were freed behind it.
 #[derive(Clone)]
-pub(super) struct Waiting {
+pub(super) struct PendingFence {
     id: FenceId,
     fence: Arc<dyn Fence>,
 }
@@ -81,21 +81,21 @@ impl Fences {
     }
 
     pub(super) fn add(&mut self, id: FenceId, fence: Arc<dyn Fence>) {
-        self.waiting.push(Waiting { id, fence });
+        self.waiting.push(PendingFence { id, fence });
     }
 
-    /// All of them, to be asked when no lock is held.
-    pub(super) fn list(&self) -> Vec<Waiting> {
+    /// All fences, to be polled without locks.
+    pub(super) fn list(&self) -> Vec<PendingFence> {
         self.waiting.clone()
     }
 
-    /// Takes those that have passed. To be dropped without locks: they may be the last owners of foreign objects.
-    pub(super) fn take_passed(&mut self, passed: &[FenceId]) -> Vec<Waiting> {
+    /// Removes the passed fences. Drop them without locks: they may be the last owners of foreign objects.
+    pub(super) fn take_passed(&mut self, passed: &[FenceId]) -> Vec<PendingFence> {
         self.waiting.extract_if(.., |waiting| passed.contains(&waiting.id)).collect()
     }
 
-    /// Takes all of them, to be dropped without locks.
-    pub(super) fn take(&mut self) -> Vec<Waiting> {
+    /// Removes all fences. Drop them without locks.
+    pub(super) fn take(&mut self) -> Vec<PendingFence> {
         std::mem::take(&mut self.waiting)
     }
 
@@ -110,11 +110,11 @@ impl fmt::Debug for Fences {
     }
 }
 
-/// Asks which fences have passed, in order, up to the first that cannot tell.
+/// Polls fences in order, up to the first error, and returns the ids of those that have passed.
 ///
-/// A fence that uses an allocator while it is asked finds all fences as they are: searches do not nest.
-pub(super) fn passed(waiting: &[Waiting]) -> (Vec<FenceId>, Result<()>) {
-    /// Ends the search, also when a fence panics.
+/// Polling does not nest: if a fence uses an allocator in `passed`, that call polls nothing.
+pub(super) fn passed(waiting: &[PendingFence]) -> (Vec<FenceId>, Result<()>) {
+    /// Resets the flag, even if a fence panics.
     struct Asking;
 
     impl Drop for Asking {
@@ -128,7 +128,7 @@ pub(super) fn passed(waiting: &[Waiting]) -> (Vec<FenceId>, Result<()>) {
         return (passed, Ok(()));
     }
     let _asking = Asking;
-    for Waiting { id, fence } in waiting {
+    for PendingFence { id, fence } in waiting {
         match fence.passed() {
             Ok(true) => passed.push(*id),
             Ok(false) => (),

@@ -1,4 +1,4 @@
-//! States of Gated DeltaNet layers, one for each request, and snapshots of them.
+//! States of Gated DeltaNet layers, one per request, and snapshots of them.
 
 use std::sync::{Arc, Mutex, MutexGuard};
 
@@ -26,13 +26,13 @@ pub struct GdnConfig {
     pub head_v_dim: usize,
     /// Channels of the causal convolution.
     pub conv_dim: usize,
-    /// Taps of the causal convolution; the state holds one less.
+    /// Taps of the causal convolution; the state holds one fewer.
     pub conv_kernel_size: usize,
     /// Element type of the convolution state.
     pub dtype: DType,
     /// Snapshots, numbered after the working slots.
     pub max_track_slots: usize,
-    /// Whether a bad free is an error.
+    /// Whether an invalid free is an error.
     pub strict: bool,
 }
 
@@ -62,7 +62,7 @@ pub struct GdnPool {
     conv: TensorView,
     /// Both states, one row a slot.
     rows: LayerRows,
-    /// Locked by itself, so that long copies of states do not hold it up.
+    /// Locked separately, so that long copies of states do not delay it.
     tracks: Mutex<Ledgered<RowTable<StateSlot>>>,
     executor: Executor,
 }
@@ -71,9 +71,9 @@ impl GdnPool {
     /// Allocates the states from `backend`.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for an argument of 0 (`max_track_slots` may be), for
-    /// indices that do not fit int32 and for sizes whose bytes overflow; what the backend says when it has not
-    /// enough.
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for an argument of 0 (`max_track_slots` may be),
+    /// for indices that do not fit int32 and for sizes whose bytes overflow; the error of the backend if it
+    /// runs out of memory.
     pub fn new(config: &GdnConfig, backend: &Arc<dyn Backend>) -> Result<Self> {
         at_least_one(&[
             ("max_reqs", config.max_reqs),
@@ -115,7 +115,7 @@ impl GdnPool {
         Ok(Self { config: *config, slots, recurrent, conv, rows, tracks: Mutex::new(tracks), executor })
     }
 
-    /// Its shape.
+    /// The config of the pool.
     #[must_use]
     pub const fn config(&self) -> &GdnConfig {
         &self.config
@@ -127,13 +127,13 @@ impl GdnPool {
         self.config.strict
     }
 
-    /// Slots of every layer: padding, working and track slots.
+    /// Slots in each layer: padding, working and track slots.
     #[must_use]
     pub const fn pool_size(&self) -> usize {
         self.slots.len
     }
 
-    /// Where it is.
+    /// The device of the states.
     #[must_use]
     pub fn device(&self) -> Device {
         self.recurrent.device()
@@ -160,7 +160,7 @@ impl GdnPool {
     /// Both states of a layer, without a copy.
     ///
     /// # Errors
-    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a layer that is not there.
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a layer that does not exist.
     pub fn layer_state(&self, layer: usize) -> Result<[TensorView; 2]> {
         let [recurrent, conv] = self.rows.layer(layer)?;
         let view = |state: &TensorView, rows: &RowBuffer| {
@@ -170,11 +170,12 @@ impl GdnPool {
         Ok([view(&self.recurrent, recurrent)?, view(&self.conv, conv)?])
     }
 
-    /// Zeroes both states of the slots that `indices` names, in all layers. On a GPU it is one launch on `stream`.
+    /// Zeroes both states of the slots that `indices` lists, in all layers. On a GPU it is one launch on
+    /// `stream`.
     ///
     /// # Errors
-    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a slot that is not there; nothing is zeroed then. On a
-    /// GPU an index there that names none is left out, and reported by [`GdnPool::fault`].
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a slot that does not exist; nothing is zeroed.
+    /// An invalid index on a GPU is skipped, and [`GdnPool::fault`] reports it.
     pub fn reset_states(&self, indices: &Indices<'_>, stream: Stream) -> Result<()> {
         self.executor.zero_rows(&self.rows, indices, stream)
     }
@@ -182,47 +183,48 @@ impl GdnPool {
     /// Copies both states of slot `src[i]` to slot `dst[i]`, in all layers, as if all were read before any is
     /// written.
     ///
-    /// On a GPU it is one launch on `stream`. Of index tensors there, no slot may be both read and written, or
-    /// written twice: what it holds then is not defined.
+    /// On a GPU it is one launch on `stream`. With index tensors there, the contents of a slot that is both
+    /// read and written, or written twice, are undefined.
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for different lengths,
-    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for slots that are not there. Nothing is copied then. As
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for slots that do not exist. Nothing is copied. As
     /// [`GdnPool::reset_states`].
     pub fn copy_states(&self, src: &Indices<'_>, dst: &Indices<'_>, stream: Stream) -> Result<()> {
         self.executor.copy_rows(&self.rows, dst, src, stream)
     }
 
-    /// Reports what is wrong with indices that an earlier call was given on the device, once. Makes no driver call.
+    /// Reports, once, an invalid index on the device of an earlier call. Makes no driver call.
     ///
     /// # Errors
-    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a slot that is not there: it was left out.
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a slot that does not exist: it was skipped.
     pub fn fault(&self) -> Result<()> {
         self.executor.fault()
     }
 
-    /// Takes a track slot, the longest free first, or returns `None`.
+    /// Takes the track slot that has been free longest, or returns `None`.
     pub fn alloc_track_slot(&self) -> Option<u32> {
         self.tracks().alloc(1)?.first().map(|taken| taken.row.number())
     }
 
-    /// Gives a track slot back; what is not live is dropped and reported.
+    /// Frees a track slot; drops and reports one that is not live.
     ///
     /// # Errors
-    /// If strict, [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) when it would be dropped.
+    /// If strict, [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) when the free is
+    /// invalid.
     pub fn free_track_slot(&self, slot: i64) -> Result<BadFrees> {
         let (_, bad) = self.tracks().free(&IndexVec::I64(vec![slot]), self.config.strict)?;
         Ok(bad)
     }
 
-    /// Notes from now on who takes and gives which track slot.
+    /// Records owners and call sites from now on.
     pub fn keep_ledger(&self) {
         self.tracks().book_mut().open();
     }
 
-    /// Who owns which track slot.
+    /// The ownership of track slots.
     pub fn tracks(&self) -> MutexGuard<'_, Ledgered<RowTable<StateSlot>>> {
-        // A panic elsewhere cannot have left it half changed, so poison is ignored.
+        // A panic cannot leave the table half changed, so poison is ignored.
         lock(&self.tracks)
     }
 }

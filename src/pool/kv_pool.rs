@@ -32,16 +32,16 @@ pub struct KvConfig {
     pub v_head_dim: usize,
     /// Element type.
     pub dtype: DType,
-    /// Slots in a page of the allocator that goes with it.
+    /// Slots per page of the allocator that goes with the pool.
     pub page_size: usize,
-    /// Whether memory of the host is page-locked, where there is a driver: a backend such as [`MappedHost`] can do that.
+    /// Whether to page-lock host memory if there is a driver. Needs a backend such as [`MappedHost`].
     ///
     /// [`MappedHost`]: crate::memory::MappedHost
     pub pin_memory: bool,
 }
 
 impl KvConfig {
-    /// Rows of every buffer: enough for each index that a paged allocator of `size` can return.
+    /// Rows of every buffer: enough for every slot of a paged allocator of `size`.
     fn rows(&self) -> Result<usize> {
         let end =
             self.size.checked_add(self.page_size).and_then(|end| end.checked_next_multiple_of(ROW_MULTIPLE));
@@ -50,21 +50,21 @@ impl KvConfig {
     }
 }
 
-/// Divisors of keys and values on their way into an 8-bit float pool.
+/// Divisors of keys and values before conversion to an 8-bit float.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Scales {
-    /// Of keys.
+    /// Divisor of keys.
     pub k: Option<f32>,
-    /// Of values.
+    /// Divisor of values.
     pub v: Option<f32>,
 }
 
-/// One buffer, as transfer engines register it.
+/// One buffer, for registration with a transfer engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BufferInfo {
-    /// Where it begins.
+    /// Address of the first byte.
     pub address: usize,
-    /// How long it is.
+    /// Bytes of the buffer.
     pub bytes: usize,
     /// Bytes of one row.
     pub row_bytes: usize,
@@ -73,8 +73,8 @@ pub struct BufferInfo {
 /// K and V storage of every layer: `[rows, head_num, head_dim]` each, zero at first.
 ///
 /// Row 0 is the padding slot. All buffers lie in one region, keys of every layer first, each at a multiple of
-/// [`ALIGNMENT`] bytes, in page-locked memory of [`PAGE`] bytes. Calls that work on the rows of one layer lock that layer
-/// only.
+/// [`ALIGNMENT`] bytes, in page-locked memory of [`PAGE`] bytes. Calls that work on the rows of one layer
+/// lock that layer only.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -103,12 +103,13 @@ pub struct KvPool {
 impl KvPool {
     /// Allocates the buffers from `backend`.
     ///
-    /// Memory that is to be page-locked is so in steps of whole buffers, small ones together: a copy must not reach from one
-    /// buffer into the next.
+    /// Page-locks memory in steps of whole buffers, small ones together: a copy must not cross from one step
+    /// into the next.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for an argument of 0, for slots that do not fit int32
-    /// and for sizes whose bytes overflow; what the backend says when it has not enough, or cannot page-lock a step.
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for an argument of 0, for slots that do not fit
+    /// int32 and for sizes whose bytes overflow; the error of the backend if it runs out of memory or a step
+    /// cannot be page-locked.
     pub fn new(config: &KvConfig, backend: &Arc<dyn Backend>) -> Result<Self> {
         at_least_one(&[
             ("size", config.size),
@@ -121,7 +122,7 @@ impl KvPool {
         ])?;
         let is_locked = config.pin_memory && backend.device() == Device::Cpu;
         let locked_by = is_locked.then(|| Gpu::any().ok()).flatten();
-        // No two buffers share a page where each is page-locked by itself.
+        // Buffers that are page-locked separately must not share a page.
         let alignment = if locked_by.is_some() { PAGE } else { ALIGNMENT };
         let slots = IndexSpace { noun: "slot", len: config.rows()? };
         let shapes = [[config.k_head_num, config.k_head_dim], [config.v_head_num, config.v_head_dim]];
@@ -147,13 +148,13 @@ impl KvPool {
         Ok(Self { config: *config, slots, rows, region, executor })
     }
 
-    /// Its shape.
+    /// The config of the pool.
     #[must_use]
     pub const fn config(&self) -> &KvConfig {
         &self.config
     }
 
-    /// Where it is.
+    /// The device of the buffers.
     #[must_use]
     pub fn device(&self) -> Device {
         self.region.device()
@@ -180,7 +181,7 @@ impl KvPool {
     /// The K and V buffers of a layer, `[rows, head_num, head_dim]`, without a copy.
     ///
     /// # Errors
-    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a layer that is not there.
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a layer that does not exist.
     pub fn kv_buffer(&self, layer: usize) -> Result<[TensorView; 2]> {
         let [k, v] = self.rows.layer(layer)?;
         Ok([view(k, &k.shape())?, view(v, &v.shape())?])
@@ -189,7 +190,7 @@ impl KvPool {
     /// The K and V buffers of a layer, `[num_pages, page_size, head_num, head_dim]`, without a copy.
     ///
     /// # Errors
-    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a layer that is not there.
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a layer that does not exist.
     pub fn page_view(&self, layer: usize) -> Result<[TensorView; 2]> {
         let page_size = self.config.page_size;
         let paged = |buffer: &RowBuffer| {
@@ -200,15 +201,16 @@ impl KvPool {
         Ok([paged(k)?, paged(v)?])
     }
 
-    /// Writes `k` and `v` to the rows that `indices` names; negative indices are skipped.
+    /// Writes `k` and `v` to the rows that `indices` lists; negative indices are skipped.
     ///
-    /// On a GPU it is one launch on `stream`, and indices there are checked there: see [`KvPool::fault`].
+    /// On a GPU it is one launch on `stream`, which checks the indices in device memory: see
+    /// [`KvPool::fault`].
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for shapes or scales that do not fit,
     /// [`ErrorKind::Type`](crate::base::ErrorKind::Type) for dtypes that cannot be converted,
-    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a layer or row that is not there. Nothing is
-    /// written then. As [`KvPool::fault`].
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a layer or row that does not exist. Nothing is
+    /// written. As [`KvPool::fault`].
     pub fn set_kv<'a>(
         &'a self,
         layer: usize,
@@ -226,24 +228,25 @@ impl KvPool {
         self.executor.store_rows(layer, &stores, indices, stream)
     }
 
-    /// A point to wait for, without locks, before more numbers of the host are sent to the device: it is far behind.
+    /// An event to wait for, without locks, before more numbers are sent to the device, if it is far behind.
     #[must_use]
     pub fn crowded(&self) -> Option<Arc<Event>> {
         self.executor.crowded()
     }
 
-    /// Reports what is wrong with indices that an earlier call was given on the device, once. Makes no driver call.
+    /// Reports, once, an invalid index on the device of an earlier call. Makes no driver call.
     ///
     /// # Errors
-    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a row that is not there: it was left out.
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a row that does not exist: it was skipped.
     pub fn fault(&self) -> Result<()> {
         self.executor.fault()
     }
 
-    /// As [`KvPool::fault`], for every call on `stream` so far: waits for them.
+    /// [`KvPool::fault`] after waiting for every call on `stream` so far.
     ///
     /// # Errors
-    /// As [`KvPool::fault`], and [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the device has failed.
+    /// As [`KvPool::fault`], and [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the device has
+    /// failed.
     pub fn check(&self, stream: Stream) -> Result<()> {
         self.executor.synchronize(stream)?;
         self.fault()
@@ -263,18 +266,18 @@ impl KvPool {
         }
     }
 
-    /// The rows that `indices` names as new contiguous tensors `[n, head_num, head_dim]` in host memory.
+    /// Copies the rows that `indices` lists to new contiguous tensors `[n, head_num, head_dim]` in host
+    /// memory.
     ///
     /// # Errors
-    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a layer or row that is not there,
-    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when there is no memory for them,
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) on a GPU, whose memory is not allocated for an answer.
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a layer or row that does not exist,
+    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when there is not enough memory,
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) on a GPU, where results are not allocated: use
+    /// [`KvPool::gather_kv_into`].
     pub fn gather_kv(&self, layer: usize, indices: &Indices<'_>) -> Result<[TensorView; 2]> {
         let [k, v] = self.rows.layer(layer)?;
         if self.executor.gpu().is_some() {
-            return Err(Error::config(
-                "rows on a GPU are gathered into tensors that the caller has: pass out",
-            ));
+            return Err(Error::config("rows on a GPU are gathered into tensors of the caller: pass out"));
         }
         let target = |buffer: &RowBuffer| {
             let [_, heads, dim] = buffer.shape();
@@ -288,12 +291,12 @@ impl KvPool {
         Ok(out)
     }
 
-    /// The rows that `indices` names, written to `out`: contiguous K and V of the pool's dtype, where the pool is.
+    /// Copies the rows that `indices` lists to `out`: contiguous K and V of the pool's dtype, on its device.
     ///
     /// # Errors
     /// As [`KvPool::gather_kv`], and [`ErrorKind::Config`](crate::base::ErrorKind::Config) or
-    /// [`ErrorKind::Type`](crate::base::ErrorKind::Type) when `out` does not fit. Nothing is written then. On a GPU
-    /// the row of an index there that names none is zeroed, and [`KvPool::fault`] reports it.
+    /// [`ErrorKind::Type`](crate::base::ErrorKind::Type) when `out` does not fit. Nothing is written. The row
+    /// of an invalid index on a GPU is zeroed, and [`KvPool::fault`] reports it.
     pub fn gather_kv_into(
         &self,
         layer: usize,
@@ -307,21 +310,22 @@ impl KvPool {
 
     /// Moves row `src[i]` to row `dst[i]` in every layer, as if all were read before any is written.
     ///
-    /// On a GPU it is one launch on `stream`. Of index tensors there, no row may be both read and written, or written
-    /// twice: what it holds then is not defined.
+    /// On a GPU it is one launch on `stream`. With index tensors there, the contents of a row that is both
+    /// read and written, or written twice, are undefined.
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for different lengths,
-    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for rows that are not there. Nothing is moved then.
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for rows that do not exist. Nothing is moved.
     pub fn move_kv(&self, dst: &Indices<'_>, src: &Indices<'_>, stream: Stream) -> Result<()> {
         self.executor.copy_rows(&self.rows, dst, src, stream)
     }
 
-    /// Fills rows of all layers with a pattern that shows when it is read: NaN in floats, -1 in int8, 255 in uint8. What
-    /// lies beyond the last row is left out.
+    /// Fills rows of all layers with a pattern that is visible when read: NaN in floats, -1 in int8, 255 in
+    /// uint8. Ignores rows beyond the last.
     ///
     /// # Errors
-    /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the driver refuses, and while `stream` is captured.
+    /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when a driver call fails, and while `stream` is
+    /// captured.
     pub fn poison(&self, rows: &[Range<usize>], stream: Stream) -> Result<()> {
         const POISON: u8 = 0xff;
         if !rows.is_empty() {

@@ -1,4 +1,4 @@
-//! Copies in host memory of int32 tensors on a device, by which the host knows their values without asking.
+//! Mirrors: copies in host memory of int32 memory on a device, from which values are read without a transfer.
 
 use std::fmt::Debug;
 use std::ops::Range;
@@ -8,31 +8,31 @@ use crate::base::{DType, Device, IndexVec, Result};
 use crate::kernels::{Indices, read_indices, read_now};
 use crate::memory::{Borrowed, Gpu, Stream};
 
-/// The host's copy of a region of int32 on a device.
+/// The host's mirror of an int32 region on a device.
 pub(super) trait Mirror: Debug + Send + Sync {
     /// The addresses of the region.
     fn addresses(&self) -> Range<usize>;
 
     /// The elements `first`, `first + step`, ... (`count` of them) of the region, if the host knows them.
     ///
-    /// `version` is how often a framework says that it wrote to the tensor through which they are asked for.
+    /// `version` is the framework's count of writes to the tensor that names them.
     fn values(&self, first: usize, step: usize, count: usize, version: u64) -> Option<Vec<i32>>;
 }
 
-/// Every one of this process.
+/// The mirrors of this process.
 static MIRRORS: RwLock<Vec<Weak<dyn Mirror>>> = RwLock::new(Vec::new());
 
-/// Makes `mirror` known until it is dropped.
+/// Registers `mirror` until it is dropped.
 pub(super) fn publish(mirror: &Arc<dyn Mirror>) {
     let mut mirrors = MIRRORS.write().unwrap_or_else(PoisonError::into_inner);
     mirrors.retain(|mirror| mirror.strong_count() > 0);
     mirrors.push(Arc::downgrade(mirror));
 }
 
-/// The values of an int32 tensor on a device, if the host knows them without asking it: the tensor lies where an
-/// allocator put slots or in a request table, and nobody has written to it since.
+/// The values of an int32 tensor on a device, if a mirror has them: the tensor lies in the stage of an
+/// allocator or in a request table, and has not been written to since.
 ///
-/// `version` is the framework's count of writes to the tensor, `None` where it counts none.
+/// `version` is the framework's count of writes to the tensor, `None` if it has no count.
 pub(super) fn known_values(tensor: &Borrowed<'_>, version: Option<u64>) -> Option<IndexVec> {
     if tensor.shape().numel() == 0 {
         return Some(IndexVec::I32(Vec::new()));
@@ -53,8 +53,8 @@ pub(super) fn known_values(tensor: &Borrowed<'_>, version: Option<u64>) -> Optio
     mirror.values(offset / size_of::<i32>(), step, count, version).map(IndexVec::I32)
 }
 
-/// The values of index tensors, wherever they are. Waits for those that only the device knows, and for what `stream`
-/// does before.
+/// The values of indices on any device. Values that only a device knows are copied in the order of `stream`
+/// and waited for.
 ///
 /// # Errors
 /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the device has failed.

@@ -1,12 +1,12 @@
-//! Index + memory + tensor = a pool: one file for each class of the public interface, and [`Pool`], what all of them
-//! answer.
+//! Pools: index, memory and tensor together. One file for each public class, and the trait [`Pool`] that all
+//! of them implement.
 //!
-//! Every pool is made from its config on a [`Backend`](crate::memory::Backend), which gives all of its memory. Whether that
-//! is the host's or a device's decides what works on it, an [`Executor`](crate::kernels::Executor).
+//! Every pool is constructed from a config and a [`Backend`](crate::memory::Backend), which provides all of
+//! its memory. An [`Executor`](crate::kernels::Executor) for the host or for a device works on that memory.
 //!
-//! [`TokenToKvPoolAllocator`], [`BatchPlanner`], [`KvPool`] and [`GdnPool`] may be shared as they are: their calls are atomic
-//! among themselves. The others take `&mut self`, and are shared behind a lock. Foreign frameworks reach the same bytes past
-//! these locks, by design.
+//! [`TokenToKvPoolAllocator`], [`BatchPlanner`], [`KvPool`] and [`GdnPool`] can be shared: their calls are
+//! atomic with respect to each other. The others take `&mut self`: share them behind a lock. By design, other
+//! frameworks access the same bytes without these locks.
 
 mod batch_planner;
 mod buffer_pool;
@@ -60,22 +60,22 @@ fn fits_int32(what: &str, end: Option<usize>) -> Result<u32> {
         .ok_or_else(|| Error::config(format!("{what} needs indices beyond {}, the largest int32", i32::MAX)))
 }
 
-/// Bytes of indices of a pool of `rows` rows that cross to a device at once.
+/// Bytes of the ring through which a pool of `rows` rows sends indices to a device.
 fn row_ring_bytes(rows: usize) -> usize {
-    /// For each row a move of the host takes three numbers; a batch may name a row more than once.
+    /// A move with host indices takes three numbers a row; a batch may list a row more than once.
     const BYTES_A_ROW: usize = 16;
-    /// For pools of few rows.
+    /// Minimum, for pools of few rows.
     const LEAST: usize = 64 << 10;
     (rows * BYTES_A_ROW).max(LEAST)
 }
 
-/// Waits for a device that is far behind with the numbers that a pool sends, so that a call that sends `numbers` of them
-/// has room. The caller holds no lock.
+/// Waits while a device is far behind, so that the next call has room to send `numbers` numbers. The caller
+/// must hold no lock.
 ///
 /// # Errors
 /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the device has failed.
 pub fn make_room(numbers: usize, crowded: impl Fn() -> Option<Arc<Event>>) -> Result<()> {
-    /// So many always cross with a launch.
+    /// Numbers that always fit beside a launch.
     const BESIDE: usize = 800;
     while numbers > BESIDE
         && let Some(event) = crowded()

@@ -15,19 +15,19 @@ use super::{at_least_one, fits_int32};
 pub struct PageConfig {
     /// Elements of a page.
     pub page_size: usize,
-    /// Pages at first.
+    /// Initial number of pages.
     pub initial_pages: usize,
     /// Element type.
     pub dtype: DType,
-    /// Pages that are added when all are in use.
+    /// Number of pages that `alloc` adds when all are in use.
     pub grow: usize,
-    /// Whether a bad free is an error.
+    /// Whether an invalid free is an error.
     pub strict: bool,
 }
 
-/// Fixed-size pages, numbered from 0, of which the last freed is taken first.
+/// Fixed-size pages, numbered from 0, handed out last in, first out.
 ///
-/// It never shrinks. Growing adds a region and moves none, so every page keeps its address.
+/// The pool never shrinks. Growing adds a region and moves none, so every page keeps its address.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -59,8 +59,8 @@ impl PagePool {
     /// A pool with its first pages.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for a page of no elements and for sizes whose bytes overflow;
-    /// what the backend says when it has not enough.
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for a page of no elements and for sizes whose
+    /// bytes overflow; the error of the backend if it runs out of memory.
     pub fn new(config: &PageConfig, backend: &Arc<dyn Backend>) -> Result<Self> {
         at_least_one(&[("page_size", config.page_size)])?;
         let page_bytes = bytes_of("a page", &[config.page_size], config.dtype)?;
@@ -89,25 +89,25 @@ impl PagePool {
         Ok(())
     }
 
-    /// Its shape, as it was asked for.
+    /// The config of the pool.
     #[must_use]
     pub const fn config(&self) -> &PageConfig {
         &self.config
     }
 
-    /// Where the pages are.
+    /// The device of the pages.
     #[must_use]
     pub fn device(&self) -> Device {
         self.backend.device()
     }
 
-    /// Who owns which page.
+    /// The ownership of pages.
     #[must_use]
     pub const fn pages(&self) -> &Ledgered<RefCounts> {
         &self.pages
     }
 
-    /// Notes from now on who takes and gives what.
+    /// Records owners and call sites from now on.
     pub fn keep_ledger(&mut self) {
         self.pages.book_mut().open();
     }
@@ -120,10 +120,10 @@ impl PagePool {
 
     /// Takes a page. `None` if all are in use and the pool does not grow.
     ///
-    /// Pages that it adds on a GPU are zeroed in the order of `stream`: another stream needs an event.
+    /// New pages on a GPU are zeroed in the order of `stream`: another stream needs an event.
     ///
     /// # Errors
-    /// What the backend says when it has not enough for pages that are to be added; nothing is changed then.
+    /// The error of the backend if it runs out of memory for new pages; nothing is changed.
     pub fn alloc(&mut self, stream: Stream) -> Result<Option<u32>> {
         if self.config.grow > 0 && self.pages.ready() == 0 {
             if let Some(gpu) = self.backend.gpu() {
@@ -134,10 +134,11 @@ impl PagePool {
         Ok(self.pages.take().map(Ticket::index))
     }
 
-    /// Gives a page back; what is not in use is dropped and reported.
+    /// Frees a page; drops and reports a page that is not in use.
     ///
     /// # Errors
-    /// If strict, [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) when it would be dropped.
+    /// If strict, [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) when the free is
+    /// invalid.
     pub fn free(&mut self, page: i64) -> Result<BadFrees> {
         let reason = self.pages.reason(page);
         let bad = reason.map_or_else(BadFrees::default, |reason| self.pages.bad_free(page, reason));
@@ -145,7 +146,7 @@ impl PagePool {
         let ticket = u32::try_from(page).ok().and_then(|index| self.pages.ticket(index));
         match ticket {
             Some(ticket) if bad.dropped() == 0 => {
-                // It has one reference, since nobody retains pages.
+                // A page has one reference, because pages are not retained.
                 let _ = self.pages.release(ticket);
                 self.pages.put_back(ticket.index());
             }
@@ -157,7 +158,7 @@ impl PagePool {
     /// The elements of a page, in use or not, without a copy.
     ///
     /// # Errors
-    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a page that is not there.
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a page that does not exist.
     pub fn page(&self, page: i64) -> Result<TensorView> {
         let total = self.pages.capacity();
         let number = u32::try_from(page).ok().filter(|&number| widen(number) < total);

@@ -14,7 +14,7 @@ use crate::tensor::TensorView;
 use super::table_mirror::TableMirror;
 use super::{at_least_one, fits_int32};
 
-/// Where values go in the table.
+/// Places of the table to write.
 #[derive(Clone, Debug)]
 #[expect(clippy::large_enum_variant, reason = "made once a call, on the stack")]
 pub enum TableIndex<'a> {
@@ -24,14 +24,14 @@ pub enum TableIndex<'a> {
         row: i64,
         /// The first column.
         start: i64,
-        /// The end, or that of the table.
+        /// The end; `None` for the end of the row.
         end: Option<i64>,
     },
     /// One place for each value: `(rows[i], columns[i])`.
     Points {
-        /// Rows.
+        /// The rows.
         rows: Indices<'a>,
-        /// Columns.
+        /// The columns.
         columns: Indices<'a>,
     },
 }
@@ -46,21 +46,21 @@ impl TableIndex<'_> {
 /// The shape of a [`ReqToTokenPool`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ReqToTokenConfig {
-    /// Requests that can be in it at once.
+    /// Maximum number of requests.
     pub max_reqs: usize,
-    /// Columns.
+    /// Maximum tokens per request: the number of columns.
     pub max_context_len: usize,
-    /// Whether row 0 is padding, before the rows of requests.
+    /// Whether row 0 is a padding row, before the rows of requests.
     pub padding_row: bool,
-    /// Whether a bad free is an error.
+    /// Whether an invalid free is an error.
     pub strict: bool,
 }
 
 /// `req_to_token[request, position] -> slot`, int32. It does not track sequence lengths.
 ///
-/// On a GPU the host keeps a copy of the table, so that slots read from it can be freed without asking the device.
-/// What is written through this class is in the copy, at once or, where only the device knows it, when a kernel has
-/// told it. Somebody else's writes are not: see [`ReqToTokenPool::mark_modified`].
+/// On a GPU the host keeps a mirror of the table, so that slots read from it can be freed without a copy from
+/// the device. Writes through this type update the mirror at once or, for values that only the device knows,
+/// when a kernel has echoed them. Other writes do not: see [`ReqToTokenPool::mark_modified`].
 ///
 /// ```
 /// use std::sync::Arc;
@@ -83,7 +83,7 @@ pub struct ReqToTokenPool {
     table: TensorView,
     rows: Ledgered<RowTable<RequestRow>>,
     executor: Executor,
-    /// What the host knows of a table on a device.
+    /// The host's mirror of a table on a device.
     mirror: Option<Arc<TableMirror>>,
 }
 
@@ -91,8 +91,8 @@ impl ReqToTokenPool {
     /// An empty table.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when `max_reqs` or `max_context_len` is 0, or does not
-    /// fit int32; what the backend says when it has not enough.
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when `max_reqs` or `max_context_len` is 0, or
+    /// does not fit int32; the error of the backend if it runs out of memory.
     pub fn new(config: &ReqToTokenConfig, backend: &Arc<dyn Backend>) -> Result<Self> {
         let ReqToTokenConfig { max_reqs, max_context_len, padding_row, .. } = *config;
         at_least_one(&[("max_reqs", max_reqs), ("max_context_len", max_context_len)])?;
@@ -103,7 +103,7 @@ impl ReqToTokenPool {
         let bytes = bytes_of("req_to_token", &shape, DType::I32)?;
         let region = Arc::new(Region::new(Arc::clone(backend), bytes)?);
         let spaces = spaces(shape);
-        // It is changed by one thread at a time, so there is no section to lock.
+        // One thread at a time changes the table, so there is no section to lock.
         let executor = Executor::new(&region, 0, spaces, numbers_at_once(shape))?;
         let mirror =
             executor.gpu().map(|gpu| TableMirror::new(gpu, &region, shape[0], shape[1])).transpose()?;
@@ -112,13 +112,13 @@ impl ReqToTokenPool {
         Ok(Self { config: *config, table, rows, executor, mirror })
     }
 
-    /// Requests that can be in it at once.
+    /// Maximum number of requests.
     #[must_use]
     pub const fn size(&self) -> usize {
         self.config.max_reqs
     }
 
-    /// Columns.
+    /// Maximum tokens per request: the number of columns.
     #[must_use]
     pub const fn max_context_len(&self) -> usize {
         self.config.max_context_len
@@ -130,13 +130,13 @@ impl ReqToTokenPool {
         self.config.padding_row
     }
 
-    /// Whether a bad free is an error.
+    /// Whether an invalid free is an error.
     #[must_use]
     pub const fn strict(&self) -> bool {
         self.config.strict
     }
 
-    /// Where it is.
+    /// The device of the table.
     #[must_use]
     pub fn device(&self) -> Device {
         self.table.device()
@@ -148,7 +148,7 @@ impl ReqToTokenPool {
         &self.table
     }
 
-    /// Who owns which row.
+    /// The ownership of rows.
     #[must_use]
     pub const fn rows(&self) -> &Ledgered<RowTable<RequestRow>> {
         &self.rows
@@ -160,21 +160,21 @@ impl ReqToTokenPool {
         self.table.region().bytes()
     }
 
-    /// Rows that could be handed out now.
+    /// Number of free rows.
     #[must_use]
     pub fn available_size(&self) -> usize {
         self.rows.rows().available()
     }
 
-    /// Notes from now on who takes and gives what.
+    /// Records owners and call sites from now on.
     pub fn keep_ledger(&mut self) {
         self.rows.book_mut().open();
     }
 
-    /// Takes `count` rows of zeros, the longest free first, or returns `None`.
+    /// Takes `count` rows of zeros, first in, first out, or returns `None`.
     ///
     /// # Errors
-    /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the driver refuses.
+    /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when a driver call fails.
     pub fn alloc(&mut self, count: usize, stream: Stream) -> Result<Option<Vec<u32>>> {
         self.not_capturing(stream)?;
         let Some(taken) = self.rows.alloc(count) else { return Ok(None) };
@@ -185,7 +185,7 @@ impl ReqToTokenPool {
         Ok(Some(taken.iter().map(|taken| taken.row.number()).collect()))
     }
 
-    /// Gives rows back that nobody got, and that are to be zeroed.
+    /// Returns rows to the pool that were not handed out. They are zeroed later.
     fn give_back(&mut self, taken: &[RowExtent<RequestRow>]) {
         let rows = taken.iter().map(|taken| taken.row.number().into()).collect();
         let (_, bad) = self
@@ -198,11 +198,11 @@ impl ReqToTokenPool {
         }
     }
 
-    /// Gives rows back and zeroes what was written to them; what is not live is dropped and reported.
+    /// Frees rows and zeroes their written columns; drops and reports rows that are not live.
     ///
     /// # Errors
-    /// If strict, [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) when anything would be
-    /// dropped; nothing is changed then. [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the driver refuses.
+    /// If strict, [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) for an invalid free;
+    /// nothing is changed. [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when a driver call fails.
     pub fn free(&mut self, given: &IndexVec, stream: Stream) -> Result<BadFrees> {
         self.not_capturing(stream)?;
         let (freed, bad) = self.rows.free(given, self.config.strict)?;
@@ -210,7 +210,7 @@ impl ReqToTokenPool {
         Ok(bad)
     }
 
-    /// Zeroes what was written to rows.
+    /// Zeroes the written columns of rows.
     fn clean(&mut self, freed: &[RowExtent<RequestRow>], stream: Stream) -> Result<()> {
         let written = |freed: &RowExtent<RequestRow>| {
             let row = freed.row.number();
@@ -218,7 +218,7 @@ impl ReqToTokenPool {
         };
         let rows = freed.iter().map(written).filter(|(_, written)| *written > 0).collect();
         self.zero(rows, stream).inspect_err(|_| {
-            // They are zeroed when they are handed out.
+            // The rows are zeroed when they are handed out.
             for freed in freed {
                 self.rows.note_written(freed.row, self.columns());
             }
@@ -236,7 +236,7 @@ impl ReqToTokenPool {
         zeroed
     }
 
-    /// Columns, which fit int32.
+    /// The number of columns, which fits int32.
     fn columns(&self) -> u32 {
         narrow(self.config.max_context_len)
     }
@@ -252,7 +252,7 @@ impl ReqToTokenPool {
         self.config.max_reqs + usize::from(self.config.padding_row)
     }
 
-    /// What rows and columns name.
+    /// The index spaces of rows and columns.
     pub(super) fn spaces(&self) -> [IndexSpace; 2] {
         spaces([self.table_rows(), self.config.max_context_len])
     }
@@ -261,41 +261,42 @@ impl ReqToTokenPool {
         Table::new(self.table.region(), self.table_rows(), self.config.max_context_len)
     }
 
-    /// Checks that work on the table may be enqueued on `stream`: a graph would repeat it, of which the host's copy would
-    /// know nothing.
+    /// Checks that work on the table may be enqueued on `stream`: a graph would repeat it without updating
+    /// the mirror.
     pub(super) fn not_capturing(&self, stream: Stream) -> Result<()> {
         let Some(gpu) = self.executor.gpu() else { return Ok(()) };
         gpu.check_process()?;
         match gpu.is_capturing(stream) {
             Ok(true) => gpu.not_capturing(stream, "a change of the table, of which the host keeps a copy,"),
-            // A driver that does not answer must not keep rows from being given back.
+            // A driver error must not prevent rows from being freed.
             Ok(false) | Err(_) => Ok(()),
         }
     }
 
-    /// A point to wait for, without locks, before more numbers of the host are sent to the device: it is far behind.
+    /// An event to wait for, without locks, before more numbers are sent to the device, if it is far behind.
     #[must_use]
     pub fn crowded(&self) -> Option<Arc<Event>> {
         self.executor.crowded()
     }
 
-    /// Reports what is wrong with what an earlier call was given on the device, once. Makes no driver call.
+    /// Reports, once, an invalid argument on the device of an earlier call. Makes no driver call.
     ///
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a place outside of the table,
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for a value beyond int32: it was left out.
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for a value beyond int32: it was skipped.
     pub fn fault(&self) -> Result<()> {
         self.executor.fault()
     }
 
-    /// Writes `values` to the table; a single value goes to every place. On a GPU it is one launch on `stream`. Numbers that
-    /// are part of the table are read before; they are waited for if the host does not know them.
+    /// Writes `values` to the table; a single value goes to every place. On a GPU it is one launch on
+    /// `stream`. Arguments that are part of the table are read first, with a wait if the host does not know
+    /// them.
     ///
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a place outside of the table,
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when there are not as many values as places. Nothing is
-    /// written then. On a GPU what only the device knows to be wrong is left out, and [`ReqToTokenPool::fault`] reports
-    /// it.
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when the numbers of values and places differ.
+    /// Nothing is written. Invalid places that only the device knows are skipped, and
+    /// [`ReqToTokenPool::fault`] reports them.
     pub fn write(&mut self, index: &TableIndex<'_>, values: &Indices<'_>, stream: Stream) -> Result<()> {
         if let Some(mirror) = self.mirror.clone() {
             self.fault()?;
@@ -353,8 +354,8 @@ impl ReqToTokenPool {
         (start..start + self.table.region().bytes()).contains(&tensor.address().as_ptr().addr())
     }
 
-    /// Makes columns from `from` on of a row `slots`: in host memory now; on a GPU a launch of the caller does it, and
-    /// this notes it.
+    /// Writes `slots` to a row from column `from` on: in host memory directly; on a GPU a launch of the
+    /// caller writes them, and this updates the mirror.
     pub(super) fn put(&mut self, row: RequestRow, from: usize, slots: &[i32]) -> Result<()> {
         match &self.mirror {
             None => self.table.region().write(self.place(widen(row.number()), from), slots)?,
@@ -364,7 +365,7 @@ impl ReqToTokenPool {
         Ok(())
     }
 
-    /// Notes that a launch of the caller failed, which may have written the first `end` columns of a row.
+    /// Records that a launch of the caller failed, which may have written the first `end` columns of a row.
     pub(super) fn note_failed_write(&mut self, row: RequestRow, end: usize) {
         if let Some(mirror) = &self.mirror {
             mirror.forget([row.number()]);
@@ -372,7 +373,7 @@ impl ReqToTokenPool {
         self.note_written(row, end);
     }
 
-    /// Notes that columns below `end` of a row are written.
+    /// Records that columns below `end` of a row are written.
     fn note_written(&mut self, row: RequestRow, end: usize) {
         self.rows.note_written(row, narrow(end));
     }
@@ -384,7 +385,8 @@ impl ReqToTokenPool {
     /// The first `length` columns of a row, without a copy.
     ///
     /// # Errors
-    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when they are not in the table.
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when the row or the columns are outside of the
+    /// table.
     pub fn read(&self, row: i64, length: i64) -> Result<TensorView> {
         self.executor.check_process()?;
         let row = self.checked_row(row)?;
@@ -399,12 +401,13 @@ impl ReqToTokenPool {
         TensorView::contiguous(Arc::clone(self.table.region()), offset, DType::I32, &[length])
     }
 
-    /// Notes that these rows were written past this class: they are zeroed whole when they are freed, and the host
-    /// does not claim to know them until then. `version` is the framework's count of its own writes to the table,
-    /// which are accounted for now.
+    /// Reports that rows were written outside of this type. They are zeroed whole when they are freed, and
+    /// are unknown to the host until then. `version` is the framework's count of its own writes to the table,
+    /// which are accounted for.
     ///
     /// # Errors
-    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a row outside of the table; nothing is noted then.
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a row outside of the table; nothing is
+    /// changed.
     pub fn mark_modified(&mut self, rows: &IndexVec, version: Option<u64>) -> Result<()> {
         let rows = rows.rows("row", self.table_rows())?;
         for &row in &rows {
@@ -419,14 +422,15 @@ impl ReqToTokenPool {
         Ok(())
     }
 
-    /// Writes the first slots of some rows one after the other: row `rows[i]` gives `out[indptr[i]..indptr[i + 1]]`.
-    /// `out` is contiguous int32 where the table is. On a GPU it is one launch on `stream`.
+    /// Concatenates the first slots of rows: row `rows[i]` fills `out[indptr[i]..indptr[i + 1]]`. `out` is
+    /// contiguous int32 on the table's device. On a GPU it is one launch on `stream`.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) or [`ErrorKind::Type`](crate::base::ErrorKind::Type) when
-    /// a length or `out` does not fit, [`ErrorKind::Index`](crate::base::ErrorKind::Index) when a row is not in the
-    /// table or a part not in `out`. Nothing is written then. On a GPU what only the device knows to be wrong is left
-    /// out, and [`ReqToTokenPool::fault`] reports it.
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) or
+    /// [`ErrorKind::Type`](crate::base::ErrorKind::Type) when a length or `out` does not fit,
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when a row is not in the table or a part not in
+    /// `out`. Nothing is written. Invalid arguments that only the device knows are skipped, and
+    /// [`ReqToTokenPool::fault`] reports them.
     pub fn build_kv_indices(
         &self,
         rows: &Indices<'_>,
@@ -454,11 +458,11 @@ impl ReqToTokenPool {
         self.executor.build_kv_indices(&self.table()?, rows, indptr, out, stream)
     }
 
-    /// Makes every row free, and zeroes what was written. `version` is as for [`ReqToTokenPool::mark_modified`]: if it
+    /// Frees every row and zeroes the written columns. If `version`, as in [`ReqToTokenPool::mark_modified`],
     /// has changed, the whole table is zeroed.
     ///
     /// # Errors
-    /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the driver refuses.
+    /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when a driver call fails.
     pub fn clear(&mut self, version: Option<u64>, stream: Stream) -> Result<()> {
         self.not_capturing(stream)?;
         let written = self.rows.clear();
@@ -480,9 +484,9 @@ fn spaces([rows, columns]: [usize; 2]) -> [IndexSpace; 2] {
     [IndexSpace { noun: "row", len: rows }, IndexSpace { noun: "column", len: columns }]
 }
 
-/// Bytes of numbers that one call may bring from the host.
+/// Bytes of numbers that one call may send from the host.
 fn numbers_at_once([rows, columns]: [usize; 2]) -> usize {
-    /// For small tables.
+    /// Minimum, for small tables.
     const LEAST: usize = 1 << 20;
     // A value, a row and a column for every place of a few rows, or an extent for every row.
     (rows.max(columns) * 4 * 3 * size_of::<i32>()).max(LEAST)
@@ -500,7 +504,7 @@ fn mismatched(values: usize, places: usize) -> Error {
     Error::config(format!("{values} values for {places} places of the table"))
 }
 
-/// `values`, or its only value as often as there are places.
+/// `values`, or its single value repeated for every place.
 fn broadcast(values: &[i32], places: usize) -> Result<std::borrow::Cow<'_, [i32]>> {
     match values {
         values if values.len() == places => Ok(values.into()),

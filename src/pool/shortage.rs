@@ -1,27 +1,28 @@
-//! What a pool does when it is short: it completes what is due, asks who can do without, and waits for what is on its way.
+//! What a pool does when it is short of slots: it completes pending frees, reclaims slots, and waits for
+//! values in flight.
 
 use crate::base::Result;
 use crate::memory::Stream;
 
-/// Memory that a pool may ask for when it is short, such as that of a prefix cache.
+/// A holder of slots that can free some on demand, such as a prefix cache.
 ///
-/// A pool calls it without holding a lock, from whichever thread is short, perhaps from several at once. It may use the
-/// pool.
+/// A pool calls it without holding a lock, from the threads that are short, possibly several at once. It may
+/// use the pool.
 pub trait Reclaim: Send + Sync {
-    /// Frees at least `slots` slots, or as many as it can, and returns how many it freed: at once, or behind a fence. Work
-    /// that is enqueued for it goes to `stream`.
+    /// Frees at least `slots` slots, or as many as possible, and returns the number freed: at once, or behind a
+    /// fence. Enqueues any work on `stream`.
     ///
     /// # Errors
-    /// What the call that was short returns then.
+    /// The call that was short returns the error.
     fn reclaim(&self, slots: usize, stream: Stream) -> Result<usize>;
 }
 
-/// By how many slots a pool was short.
+/// A shortage of slots.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Short {
-    /// Slots that had to be freed; 0 if there are enough, but not in one run.
+    /// Slots to free; 0 if there are enough, but not in one run.
     pub(super) slots: usize,
 }
 
-/// What an attempt took, or by how much the pool was short for it.
-pub(super) type Taken<T> = std::result::Result<T, Short>;
+/// The result of an attempt to take slots: success, or the shortage.
+pub(super) type OrShort<T> = std::result::Result<T, Short>;

@@ -11,26 +11,26 @@ use crate::memory::{Backend, Borrowed, Event, Gpu, Keep, Stream};
 use crate::tensor::TensorView;
 
 use super::deferred::{Deferred, Part, abandon};
-use super::fences::{Fence, Fences, Waiting};
+use super::fences::{Fence, Fences, PendingFence};
 use super::mirror::known_values;
-use super::shortage::{Short, Taken};
+use super::shortage::{OrShort, Short};
 use super::stage::{Stage, list};
 use super::{AllocatorConfig, KvPool};
 
-/// What a [`TokenToKvPoolAllocator`](super::TokenToKvPoolAllocator) guards: slots, the tensors that show them, and frees
-/// that are not complete.
+/// The state that a [`TokenToKvPoolAllocator`](super::TokenToKvPoolAllocator) guards: slots, their tensors,
+/// and pending frees.
 #[derive(Debug)]
 pub(super) struct SlotTensors {
     slots: Ledgered<SlotAllocator>,
     device: Device,
-    /// On a GPU, where the tensors are.
+    /// The memory of the tensors on a GPU.
     stage: Option<Stage>,
     deferred: Deferred,
-    /// Of the frees in `slots` and `deferred` that wait for one.
+    /// The fences of frees in `slots` and `deferred`.
     fences: Fences,
-    /// What the open group was given that the host does not know yet.
+    /// Values of the open group that the host does not have yet.
     group: Vec<(Part, Option<Arc<Act>>)>,
-    /// Runs of the call in progress; kept for its capacity.
+    /// Runs of the current call; kept for its capacity.
     runs: Vec<Range<u32>>,
     need_sort: bool,
     strict: bool,
@@ -40,21 +40,21 @@ pub(super) struct SlotTensors {
     poisoned: Vec<Weak<KvPool>>,
 }
 
-/// A free that was completed by a later call: how much was given, and what was wrong with it.
+/// A free completed by a later call: the number of values, and the invalid ones.
 #[derive(Debug)]
-pub(super) struct Settled {
+pub(super) struct CompletedFree {
     pub(super) given: usize,
     pub(super) bad: BadFrees,
-    /// What kept its tensors, to be dropped without locks: that may run foreign code.
+    /// Owners of its tensors. Drop them without locks: that may run foreign code.
     pub(super) _keeps: Vec<Keep>,
 }
 
 impl SlotTensors {
-    /// All slots free.
+    /// A pool with all slots free.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] when `size` or `page_size` is 0 or slots would not fit int32; what the backend says when
-    /// there is no memory for the tensors.
+    /// [`ErrorKind::Config`] when `size` or `page_size` is 0 or slots would not fit int32; what the backend
+    /// says when there is no memory for the tensors.
     pub(super) fn new(config: &AllocatorConfig, backend: &Arc<dyn Backend>) -> Result<Self> {
         let AllocatorConfig { size, page_size, need_sort, strict } = *config;
         let order = if need_sort { Order::Sorted } else { Order::Fifo };
@@ -82,27 +82,27 @@ impl SlotTensors {
         })
     }
 
-    /// Who owns which slot. Frees that have not landed are not counted in.
+    /// The ownership of slots, without frees whose values are in flight.
     pub(super) const fn slots(&self) -> &Ledgered<SlotAllocator> {
         &self.slots
     }
 
-    /// Notes from now on who takes and gives what.
+    /// Records owners and call sites from now on.
     pub(super) fn keep_ledger(&mut self) {
         self.slots.book_mut().open();
     }
 
-    /// What this thread is doing, if a ledger is kept.
+    /// The current act of this thread, if a ledger is kept.
     pub(super) fn act(&self) -> Option<Arc<Act>> {
         self.keeps_ledger().then(Act::current)
     }
 
-    /// Whether it is noted who takes and gives what.
+    /// Whether a ledger is kept.
     pub(super) fn keeps_ledger(&self) -> bool {
         self.slots.book().ledger().is_some()
     }
 
-    /// Has rows of `kv` poisoned when their slots become free, if a ledger is kept.
+    /// Poisons rows of `kv` when their slots become free, if a ledger is kept.
     pub(super) fn poison_freed(&mut self, kv: &Arc<KvPool>) {
         if let Some(ledger) = self.slots.book_mut().ledger_mut() {
             ledger.list_freed();
@@ -113,7 +113,7 @@ impl SlotTensors {
     /// Poisons the rows of slots that became free since the last call, in the order of `stream`.
     ///
     /// # Errors
-    /// As [`KvPool::poison`]; the slots stay free then.
+    /// As [`KvPool::poison`]; the slots are free all the same.
     #[inline]
     pub(super) fn poison(&mut self, stream: Stream) -> Result<()> {
         if self.poisoned.is_empty() {
@@ -127,12 +127,12 @@ impl SlotTensors {
         self.poisoned.iter().filter_map(Weak::upgrade).try_for_each(|kv| kv.poison(&slots, stream))
     }
 
-    /// As [`Self::slots`], for a planner, which makes its own tensors.
+    /// [`Self::slots`] for a planner, which makes its own tensors.
     pub(super) const fn slots_mut(&mut self) -> &mut Ledgered<SlotAllocator> {
         &mut self.slots
     }
 
-    /// Where the tensors are.
+    /// The device of the tensors.
     pub(super) const fn device(&self) -> Device {
         self.device
     }
@@ -149,13 +149,13 @@ impl SlotTensors {
 
     /// Takes `count` slots: a 1-D int32 tensor, valid on `stream`.
     #[inline]
-    pub(super) fn alloc(&mut self, count: usize, stream: Stream) -> Result<Taken<TensorView>> {
+    pub(super) fn alloc(&mut self, count: usize, stream: Stream) -> Result<OrShort<TensorView>> {
         let Some(stage) = &mut self.stage else {
             let slots = self.slots.alloc(count)?;
             return Ok(slots.map(TensorView::from_indices).ok_or_else(|| self.short(count)));
         };
         if !stage.has_ready(count) || self.slots.merges_for(count) {
-            // What was taken can be undone; that released slots were merged cannot.
+            // Taking slots can be undone; merging released slots cannot.
             stage.check_writable(stream)?;
         }
         self.runs.clear();
@@ -177,7 +177,7 @@ impl SlotTensors {
     }
 
     /// Takes one ascending run of `count` slots, the lowest that fits.
-    pub(super) fn alloc_contiguous(&mut self, count: usize, stream: Stream) -> Result<Taken<TensorView>> {
+    pub(super) fn alloc_contiguous(&mut self, count: usize, stream: Stream) -> Result<OrShort<TensorView>> {
         self.check_writable(stream)?;
         match self.slots.alloc_contiguous(count)? {
             Some(slots) => self.hand_out(slots, &[], stream).map(Ok),
@@ -185,14 +185,14 @@ impl SlotTensors {
         }
     }
 
-    /// Takes the slots for positions `prefix..seq` of each request, concatenated. Also names the pages that the requests had
-    /// before and that some of the slots are in.
+    /// Takes the slots for positions `prefix..seq` of each request, concatenated. Also returns the continued
+    /// pages, which the requests had before.
     pub(super) fn alloc_extend(
         &mut self,
         lens: Lens<'_>,
         last_loc: &[i64],
         stream: Stream,
-    ) -> Result<Taken<(TensorView, Vec<Page>)>> {
+    ) -> Result<OrShort<(TensorView, Vec<Page>)>> {
         self.check_writable(stream)?;
         let Some(taken) = self.slots.extend(lens.prefix, lens.seq, last_loc)? else {
             return Ok(Err(self.short(lens.new_slots(self.slots.page_size()))));
@@ -201,8 +201,8 @@ impl SlotTensors {
         Ok(Ok((view, taken.continued)))
     }
 
-    /// By how much the pool is short for `count` slots more, those counted in that are on their way: freed, but behind a
-    /// fence or as values that have not landed. What the pool can never hold is not worth reclaiming for.
+    /// The shortage for `count` more slots, beside those that are on their way: freed, but behind a fence or as
+    /// values that have not landed. A request beyond the capacity is not worth reclaiming for.
     pub(super) fn short(&self, count: usize) -> Short {
         let coming = self.slots.available() + self.landing() + self.slots.stats().fenced;
         let is_possible = count <= self.slots.capacity();
@@ -214,22 +214,22 @@ impl SlotTensors {
         self.stage.as_ref().map_or(Ok(()), |stage| stage.check_writable(stream))
     }
 
-    /// Makes a tensor of slots that were taken; if that fails, they are given back.
+    /// Makes a tensor of taken slots. Returns the slots to the pool on failure.
     fn hand_out(&mut self, slots: Vec<i32>, continued: &[Page], stream: Stream) -> Result<TensorView> {
         let Some(stage) = &mut self.stage else { return Ok(TensorView::from_indices(slots)) };
         stage.show(&slots, stream).inspect_err(|_| self.slots.undo(&slots, continued))
     }
 
-    /// A point to wait for, without locks, before more slots are taken: the device is far behind with those before.
+    /// An event to wait for, without locks, before more slots are taken, if the device is far behind.
     pub(super) fn crowded(&self) -> Option<Arc<Event>> {
         self.stage.as_ref()?.crowded()
     }
 
-    /// Notes that work on `stream` reads slots that were handed out: their memory is used again after that work only. Slots in
-    /// host memory have no streams.
+    /// Records that work on `stream` reads a tensor of slots: its memory is reused only after that work.
+    /// Tensors in host memory have no streams.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] for a tensor that is none of this allocator's.
+    /// [`ErrorKind::Config`] for a tensor that does not come from this allocator.
     pub(super) fn used_on(&self, tensor: &Borrowed<'_>, stream: Stream) -> Result<()> {
         match &self.stage {
             Some(stage) => stage.used_on(tensor, stream),
@@ -237,11 +237,11 @@ impl SlotTensors {
         }
     }
 
+    /// Returns the unused slots of `view` to the pool, except those in `continued` pages.
     pub(super) const fn clears(&self) -> u64 {
         self.clears
     }
 
-    /// Gives back what was handed out in `view` and never used: its pages but those that were only `continued`.
     pub(super) fn undo(&mut self, view: &TensorView, continued: &[Page]) {
         let slots = match Indices::of(view.borrow(), Some(0)) {
             Ok(Indices::Host(values)) => Some(values),
@@ -253,7 +253,7 @@ impl SlotTensors {
         }
     }
 
-    /// Gives slots back; what is not live is dropped and reported. With a fence, they stay in use until
+    /// Frees slots; drops and reports those that are not live. With a fence, they stay in use until
     /// [`Self::fence_passed`] names it.
     #[inline]
     fn free_values(&mut self, given: &IndexVec, fence: Option<FenceId>) -> Result<BadFrees> {
@@ -266,10 +266,10 @@ impl SlotTensors {
         }
     }
 
-    /// As [`Self::free_values`], for indices anywhere.
+    /// [`Self::free_values`] for indices on any device.
     ///
-    /// Values that only a device knows are copied in the order of `stream`, and nothing waits for them, unless more are
-    /// on their way than the pool has slots. `keep` keeps the tensor until they were.
+    /// Values that only a device knows are copied in the order of `stream`, without waiting unless more
+    /// values are in flight than the pool has slots. `keep` keeps the tensor alive until then.
     #[inline]
     pub(super) fn free(
         &mut self,
@@ -290,7 +290,7 @@ impl SlotTensors {
         }
     }
 
-    /// Does `free`, behind `fence` if there is one.
+    /// Calls `free` with a new fence id if there is a fence.
     #[inline]
     pub(super) fn behind<R>(
         &mut self,
@@ -300,15 +300,15 @@ impl SlotTensors {
         let Some(fence) = fence else { return free(self, None) };
         let id = self.slots.new_fence();
         let answer = free(self, Some(id));
-        // Of a call that failed, some may have been freed all the same.
+        // A call that failed may have freed a part behind the fence.
         if answer.is_ok() || self.slots.is_awaited(id) {
             self.fences.add(id, fence);
         }
         answer
     }
 
-    /// Has the values of `tensor` copied, for a free when they have landed. Waits for them, and returns them, only
-    /// when there is no room for the copy.
+    /// Enqueues a copy of the values of `tensor`, and a free once they are on the host. If there is no room
+    /// for the copy, waits for the values and returns them.
     fn defer(
         &mut self,
         (tensor, keep): (&Borrowed<'_>, Option<Keep>),
@@ -340,17 +340,17 @@ impl SlotTensors {
         }
     }
 
-    /// Completes frees whose values have landed, and adds to `settled` what was wrong with them.
+    /// Completes frees whose values are on the host, and adds their reports to `settled`.
     ///
     /// # Errors
-    /// If strict, [`ErrorKind::IndexOwnership`] for the first free that would have dropped something: it is left
-    /// undone. [`ErrorKind::Driver`] when the device has failed.
-    pub(super) fn settle(&mut self, settled: &mut Vec<Settled>) -> Result<()> {
+    /// If strict, [`ErrorKind::IndexOwnership`] for the first invalid free, which frees nothing.
+    /// [`ErrorKind::Driver`] when the device has failed.
+    pub(super) fn settle(&mut self, settled: &mut Vec<CompletedFree>) -> Result<()> {
         while let Some(landed) = self.deferred.landed()? {
             let freed = self.slots.free_signed(&landed.values, landed.fence, &landed.by, self.strict);
             let (bad, failure) =
                 freed.map_or_else(|error| (BadFrees::default(), Some(error)), |bad| (bad, None));
-            settled.push(Settled { given: landed.values.len(), bad, _keeps: landed.keeps });
+            settled.push(CompletedFree { given: landed.values.len(), bad, _keeps: landed.keeps });
             if let Some(error) = failure {
                 return Err(error.prefixed("a free of slots that the host did not know"));
             }
@@ -358,12 +358,12 @@ impl SlotTensors {
         Ok(())
     }
 
-    /// The point after which [`Self::settle`] will complete a free that it cannot complete now.
+    /// An event that the next free to complete in [`Self::settle`] waits for.
     pub(super) fn unsettled(&self) -> Option<Arc<Event>> {
         self.deferred.oldest()
     }
 
-    /// Whether nothing was freed that a later call has to complete.
+    /// Whether there are no pending frees.
     #[inline]
     pub(super) fn is_settled(&self) -> bool {
         self.deferred.is_empty() && self.fences.is_empty()
@@ -381,7 +381,7 @@ impl SlotTensors {
         &mut self.fences
     }
 
-    /// Frees the slots behind a fence; one that is not known any more has none.
+    /// Frees the slots behind a fence. Does nothing for an unknown id.
     pub(super) fn fence_passed(&mut self, id: FenceId) {
         if !self.deferred.fence_passed(id) {
             self.slots.fence_passed(id);
@@ -393,10 +393,11 @@ impl SlotTensors {
         self.slots.group_begin();
     }
 
-    /// Ends a group; the outermost frees all that was collected as one call and says how much that was.
+    /// Ends a group. The end of the outermost group frees everything collected, as one call, and returns how
+    /// many values that was.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] when no group is open; as [`Self::free`], the group being closed.
+    /// [`ErrorKind::Config`] when no group is open; as [`Self::free`]. The group is closed all the same.
     pub(super) fn free_group_end(&mut self) -> Result<(usize, BadFrees)> {
         let Some((given, mut by)) = self.slots.group_end()? else { return Ok((0, BadFrees::default())) };
         if self.group.is_empty() {
@@ -413,13 +414,13 @@ impl SlotTensors {
         Ok((0, BadFrees::default()))
     }
 
-    /// Slots that can be handed out now or when frees have landed. Those are counted as whole pages of their own,
-    /// none of them twice.
+    /// Slots that can be handed out now or when pending frees complete. Pending frees count as whole,
+    /// distinct pages.
     pub(super) fn available_size(&self) -> usize {
         self.slots.available() + self.landing()
     }
 
-    /// Slots in use whose free has not landed, as far as that can be told from its length.
+    /// An estimate, from their lengths, of the slots of pending frees.
     fn landing(&self) -> usize {
         if self.deferred.is_empty() {
             return 0;
@@ -435,9 +436,9 @@ impl SlotTensors {
         self.slots.merge();
     }
 
-    /// Makes every slot free, closes groups and forgets fences and frees that have not landed. Returns what was kept for them,
-    /// to be dropped without locks.
-    pub(super) fn clear(&mut self) -> (Vec<Keep>, Vec<Waiting>) {
+    /// Frees every slot, closes groups and discards fences and pending frees. Returns the owners of their
+    /// tensors and the fences. Drop them without locks.
+    pub(super) fn clear(&mut self) -> (Vec<Keep>, Vec<PendingFence>) {
         let mut keeps = abandon(self.group.drain(..).map(|(part, _)| part));
         keeps.extend(self.deferred.clear());
         self.slots.clear();
@@ -445,7 +446,7 @@ impl SlotTensors {
         (keeps, self.fences.take())
     }
 
-    /// The free pages, in the order in which they are handed out without a merge.
+    /// The free pages in the order in which they are handed out, without a merge.
     ///
     /// # Errors
     /// As [`Self::alloc`].
@@ -472,20 +473,20 @@ impl SlotTensors {
     /// Checks every invariant.
     ///
     /// # Errors
-    /// [`ErrorKind::IndexOwnership`] with what is broken.
+    /// [`ErrorKind::IndexOwnership`] with the broken invariant.
     pub(super) fn verify(&self) -> Result<()> {
         self.slots.fault().map_or(Ok(()), |fault| {
             Err(Error::new(ErrorKind::IndexOwnership, format!("the allocator is inconsistent: {fault}")))
         })
     }
 
-    /// The numbers of this pool. Slots whose free has not landed count as available, as far as can be told.
+    /// The statistics of this pool. Slots of pending frees count as available, as estimated.
     pub(super) fn stats(&self) -> SlotStats {
         let (stats, landing) = (self.slots.stats(), self.landing());
         SlotStats { available: stats.available + landing, in_use: stats.in_use - landing, ..stats }
     }
 
-    /// Slots whose free has not landed, as far as can be told.
+    /// An estimate of the slots of pending frees.
     pub(super) fn pending(&self) -> usize {
         self.landing()
     }
@@ -503,14 +504,14 @@ fn signed(ids: Vec<u32>) -> Vec<i32> {
 /// Lengths of the requests of a batch.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Lens<'a> {
-    /// Tokens that each has.
+    /// Tokens that each request has now.
     pub(super) prefix: &'a [i64],
-    /// Tokens that it will have.
+    /// Tokens that each request will have.
     pub(super) seq: &'a [i64],
 }
 
 impl Lens<'_> {
-    /// Slots in the pages that the requests begin, once their lengths were found to be right.
+    /// Slots in the pages that the requests begin. Call it after the lengths were checked.
     fn new_slots(self, page_size: usize) -> usize {
         let pages = |len: i64| usize::try_from(len).expect("lengths were checked").div_ceil(page_size);
         let pages = self.prefix.iter().zip(self.seq).map(|(&prefix, &seq)| pages(seq) - pages(prefix));
@@ -518,9 +519,9 @@ impl Lens<'_> {
     }
 }
 
-/// Values of foreign tensors that may be on their way at once: as many as there are slots, and some to spare.
+/// Maximum number of values in flight: one per slot, and some to spare.
 fn fetched_at_once(slots: &SlotAllocator) -> usize {
-    /// For small pools, whose frees may name slots more than once.
+    /// For small pools, whose frees may list slots more than once.
     const SPARE: usize = 8 << 10;
     slots.capacity().saturating_add(SPARE)
 }

@@ -1,4 +1,4 @@
-//! The next slots, on the device before they are asked for.
+//! The stage: device memory to which the next slots are copied before they are requested.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -13,7 +13,7 @@ use crate::tensor::TensorView;
 
 use super::mirror::{Mirror, publish, stepped};
 
-/// Slots that are written ahead: at first, at least and at most.
+/// Slots that are written ahead: initially, at least and at most.
 const AHEAD: usize = 1024;
 const LEAST_AHEAD: usize = 64;
 const MOST_AHEAD: usize = 64 << 10;
@@ -21,44 +21,44 @@ const MOST_AHEAD: usize = 64 << 10;
 /// Positions at which a copy begins are multiples of this, so that it moves whole words.
 const ALIGNED: usize = 4;
 
-/// Device memory in which slots are handed out.
+/// Device memory for the tensors of slots.
 ///
-/// A copy to the device brings the slots that were asked for and, behind them, those that will come next. As long as
-/// the guess holds (every answer is compared with it), handing out is a matter of a cursor: no call to the driver.
-/// Positions are used again when the tensors over them are gone. Nothing is allocated after construction, so what is
-/// out at once is bounded: tensors over more positions than the stage has are an error.
+/// A copy to the device brings the requested slots and, behind them, those predicted to come next. As long as
+/// the prediction holds (every request is compared with it), handing out moves a cursor and makes no driver
+/// call. Positions are reused when their tensors are dropped. Nothing is allocated after construction, so
+/// live tensors are bounded: tensors over more positions than the stage has are an error.
 #[derive(Debug)]
 pub(super) struct Stage {
     gpu: Arc<Gpu>,
     region: Arc<Region>,
-    /// Streams on which positions were written, handed out or read. What is written anew waits for them.
+    /// Streams on which positions were written, handed out or read. New writes wait for them.
     users: Arc<Users>,
     ring: Ring,
     copy: Arc<StageMirror>,
-    /// Parts of the region whose tensors are gone.
+    /// Parts of the region whose tensors were dropped.
     returned: Arc<ReturnedParts>,
     /// Positions that no tensor and no window covers.
     free: Bitmap,
     window: Option<Window>,
-    /// How many slots the next copy brings.
+    /// Slots in the next copy.
     ahead: usize,
-    /// What is being written; kept for its capacity.
+    /// Values of the current write; kept for its capacity.
     values: Vec<i32>,
 }
 
-/// Positions that hold the slots that should come next.
+/// Positions that hold the predicted slots.
 #[derive(Debug)]
 struct Window {
     positions: Range<usize>,
-    /// The slots that they hold; those at the end may have found no room.
+    /// The predicted slots, of which the last may have found no room.
     runs: VecDeque<Range<u32>>,
-    /// The point at which they are on the device.
+    /// The event after the copy to the device.
     written: Arc<Event>,
-    /// Streams that come after that point.
+    /// Streams ordered after that event.
     ordered: Vec<Stream>,
 }
 
-/// The host's copy of the region.
+/// The host's mirror of the region.
 #[derive(Debug)]
 struct StageMirror {
     addresses: Range<usize>,
@@ -77,7 +77,7 @@ impl Mirror for StageMirror {
     }
 
     fn values(&self, first: usize, step: usize, count: usize, version: u64) -> Option<Vec<i32>> {
-        // A tensor over new slots starts at version 0; whoever wrote to it through the framework has counted it up.
+        // A tensor over new slots starts at version 0; every write through the framework counts it up.
         if version != 0 {
             return None;
         }
@@ -86,7 +86,7 @@ impl Mirror for StageMirror {
 }
 
 impl Stage {
-    /// For tensors over up to `slots` live slots, and as many whose slots were freed already.
+    /// A stage for tensors over up to `slots` live slots, and as many freed ones.
     pub(super) fn new(gpu: &Arc<Gpu>, backend: &Arc<dyn Backend>, slots: usize) -> Result<Self> {
         let positions = 2 * (slots + MOST_AHEAD);
         let bytes = positions * size_of::<i32>();
@@ -124,8 +124,8 @@ impl Stage {
         self.region.bytes()
     }
 
-    /// The first `count` slots of `runs`, which were just taken, as a tensor that is valid on `stream`. `upcoming` names
-    /// the runs of at least so many slots that come next.
+    /// The first `count` slots of `runs`, which were just taken, as a tensor that is valid on `stream`.
+    /// `upcoming` lists the runs of at least that many slots that come next.
     pub(super) fn hand_out(
         &mut self,
         runs: &[Range<u32>],
@@ -135,7 +135,7 @@ impl Stage {
     ) -> Result<TensorView> {
         self.gpu.check_process()?;
         self.order(stream)?;
-        if let Some(positions) = self.foreseen(runs, count) {
+        if let Some(positions) = self.advance_window(runs, count) {
             return self.view(positions);
         }
         self.check_writable(stream)?;
@@ -155,17 +155,18 @@ impl Stage {
         self.view(positions.start..positions.start + count)
     }
 
-    /// A point to wait for, without locks, before more slots are sent to the device: it is far behind.
+    /// An event to wait for, without locks, before more slots are sent to the device, if it is far behind.
     pub(super) fn crowded(&self) -> Option<Arc<Event>> {
         self.ring.crowded()
     }
 
-    /// Whether `count` slots can be handed out without a copy, should they be those that were expected.
+    /// Whether `count` slots can be handed out without a copy, if they are as predicted.
     pub(super) fn has_ready(&self, count: usize) -> bool {
         self.window.as_ref().is_some_and(|window| window.positions.len() >= count)
     }
 
-    /// Checks that numbers can be written for `stream` now, which comes after all streams that use the stage.
+    /// Checks that numbers can be written for `stream` now. The write is ordered after all streams that use
+    /// the stage.
     ///
     /// # Errors
     /// [`ErrorKind::Driver`] while `stream` or one of those is captured.
@@ -181,25 +182,25 @@ impl Stage {
         self.view(positions)
     }
 
-    /// Notes that work on `stream` reads positions that were handed out.
+    /// Records that work on `stream` reads a tensor of this stage.
     pub(super) fn used_on(&self, tensor: &Borrowed<'_>, stream: Stream) -> Result<()> {
         let address = tensor.address().as_ptr().addr();
         if !self.copy.addresses.contains(&address) {
             return Err(Error::config(format!(
-                "the tensor at {address:#x} is none that this allocator handed out"
+                "the tensor at {address:#x} does not come from this allocator"
             )));
         }
         if !self.gpu.is_capturing(stream)? {
-            // That there is such a stream is found out now, and not when others have to come after it.
+            // An invalid stream fails here, and not when later work is ordered after it.
             Event::record(&self.gpu, stream)?;
         }
         self.users.note(stream);
         Ok(())
     }
 
-    /// Where the first `count` slots of `runs` lie, if they are what was expected next. The window moves past them, and
-    /// past the rest of the last page, which belongs to whoever gets the slots.
-    fn foreseen(&mut self, runs: &[Range<u32>], count: usize) -> Option<Range<usize>> {
+    /// The positions of the first `count` slots of `runs`, if they are as predicted. The window moves past
+    /// them, and past the rest of the last page, which belongs to the caller as well.
+    fn advance_window(&mut self, runs: &[Range<u32>], count: usize) -> Option<Range<usize>> {
         let window = self.window.as_mut()?;
         if window.positions.len() < count || !begins_with(&window.runs, runs, count) {
             return None;
@@ -214,7 +215,7 @@ impl Stage {
         Some(handed)
     }
 
-    /// Gives up what is left of the window, and looks further ahead next time if little was.
+    /// Drops the rest of the window. Predicts further ahead next time if little was left.
     fn leave_window(&mut self) {
         let Some(window) = self.window.take() else { return };
         let left = window.positions.len();
@@ -223,7 +224,7 @@ impl Stage {
         self.free.insert_run(window.positions.start, left);
     }
 
-    /// Takes up to `most` positions in a row, at least `least`.
+    /// Takes a run of `least` to `most` positions.
     fn claim(&mut self, least: usize, most: usize) -> Result<Range<usize>> {
         for range in self.returned.take() {
             let (start, end) = (range.start / size_of::<i32>(), range.end / size_of::<i32>());
@@ -256,7 +257,8 @@ impl Stage {
         Ok(best)
     }
 
-    /// Writes at least the first `least` of `values` to free positions. Also says when they are there.
+    /// Writes at least the first `least` of `values` to free positions. Also returns the event after the
+    /// write.
     fn write(&mut self, least: usize, values: &[i32], stream: Stream) -> Result<(Range<usize>, Arc<Event>)> {
         let positions = self.claim(least, values.len())?;
         let written = self.copy_in(&positions, &values[..positions.len()], stream).inspect_err(|_| {
@@ -266,7 +268,7 @@ impl Stage {
     }
 
     fn copy_in(&mut self, positions: &Range<usize>, values: &[i32], stream: Stream) -> Result<Arc<Event>> {
-        // Tensors over these positions are gone, but work on their streams may still read them.
+        // The tensors over these positions were dropped, but work on their streams may still read them.
         self.gpu.order(&self.users.streams(), stream)?;
         let target = self.region.range(positions.start * size_of::<i32>(), size_of_val(values))?;
         let written = self.ring.upload_to(target, values, stream)?;
@@ -309,7 +311,8 @@ pub(super) fn list(values: &mut Vec<i32>, runs: &[Range<u32>], count: usize) {
     values.truncate(count);
 }
 
-/// Whether the first `count` slots of `runs` are the first of `expected`, however both are cut.
+/// Whether the first `count` slots of `runs` are the first of `expected`, regardless of the cuts between
+/// runs.
 fn begins_with(expected: &VecDeque<Range<u32>>, runs: &[Range<u32>], count: usize) -> bool {
     let mut expected = expected.iter().cloned();
     let mut here = expected.next().unwrap_or(0..0);

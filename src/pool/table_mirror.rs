@@ -1,4 +1,4 @@
-//! What the host knows of a request table on a device.
+//! The host's mirror of a request table on a device.
 
 use std::collections::{HashSet, VecDeque};
 use std::ops::Range;
@@ -12,41 +12,41 @@ use crate::memory::{Gpu, Region, Reply, Ring};
 
 use super::mirror::{Mirror, publish, stepped};
 
-/// Bytes of writes that may be on their way to the host at once.
+/// Bytes of the ring for echoes of writes in flight.
 const ECHO_BYTES: usize = 4 << 20;
 
-/// A copy of a table, which follows what is written to it in the order in which that is enqueued.
+/// A copy of a table that follows writes in the order in which they are enqueued.
 #[derive(Debug)]
 pub(super) struct TableMirror {
     addresses: Range<usize>,
     columns: usize,
-    /// Where kernels echo what they wrote.
+    /// The ring into which kernels echo their writes.
     echoes: Ring,
-    state: Mutex<State>,
+    state: Mutex<MirrorState>,
 }
 
 #[derive(Debug)]
-struct State {
-    /// `[rows, columns]`, right but for `unknown` rows and what `steps` will change.
+struct MirrorState {
+    /// `[rows, columns]`, correct except for `unknown` rows and pending `changes`.
     values: Vec<i32>,
-    /// Rows that were written to past this class.
+    /// Rows written outside of this class.
     unknown: Bitmap,
-    /// By row, columns below this may be written, as far as echoes say.
+    /// By row, the end of the columns that echoes report as written.
     written: Vec<u32>,
-    /// What was enqueued behind an echo that has not landed, oldest first.
-    steps: VecDeque<Step>,
-    /// The framework's count of its own writes to the table up to which the copy is right.
+    /// Changes from the first echo that has not arrived on, oldest first.
+    changes: VecDeque<Change>,
+    /// The framework's count of its own writes to the table up to which the mirror is correct.
     version: u64,
 }
 
 /// One change of the table.
 #[derive(Debug)]
-enum Step {
-    /// A kernel echoes so many places and what it wrote to them.
+enum Change {
+    /// A kernel echoes this many places and values.
     Echo(Reply, usize),
     /// The first columns of rows were zeroed.
     Zero(Vec<(u32, u32)>),
-    /// Columns from one on of a row became these.
+    /// Columns of a row, from the given one on, were written.
     Columns(u32, usize, Vec<i32>),
 }
 
@@ -54,11 +54,11 @@ impl TableMirror {
     /// For a table of zeros that fills `region`.
     pub(super) fn new(gpu: &Arc<Gpu>, region: &Region, rows: usize, columns: usize) -> Result<Arc<Self>> {
         let start = region.address().as_ptr().addr();
-        let state = State {
+        let state = MirrorState {
             values: zeros(rows * columns)?,
             unknown: Bitmap::new(rows)?,
             written: zeros(rows)?,
-            steps: VecDeque::new(),
+            changes: VecDeque::new(),
             version: 0,
         };
         let copy = Arc::new(Self {
@@ -72,27 +72,27 @@ impl TableMirror {
         Ok(copy)
     }
 
-    /// Where kernels echo what they wrote.
+    /// The ring into which kernels echo their writes.
     pub(super) const fn echoes(&self) -> &Ring {
         &self.echoes
     }
 
-    /// Whether every change has landed, so that known writes can be noted at once.
+    /// Whether no change is pending, so that known writes can be applied at once.
     pub(super) fn is_settled(&self) -> bool {
-        self.settled().steps.is_empty()
+        self.settled().changes.is_empty()
     }
 
-    /// Notes values that were written from column `from` of a row on.
+    /// Records values written to a row from column `from` on.
     pub(super) fn wrote_columns(&self, row: u32, from: usize, values: &[i32]) {
         let mut state = self.lock();
-        if state.steps.is_empty() {
+        if state.changes.is_empty() {
             state.write(row, from, values, self.columns);
         } else {
-            state.steps.push_back(Step::Columns(row, from, values.to_vec()));
+            state.changes.push_back(Change::Columns(row, from, values.to_vec()));
         }
     }
 
-    /// Notes values that were written, each with its row and column. Only when settled.
+    /// Records values written to places of row and column. Only when settled.
     pub(super) fn wrote_points(&self, places: impl Iterator<Item = (u32, u32, i32)>) {
         let mut state = self.lock();
         for (row, column, value) in places {
@@ -100,12 +100,12 @@ impl TableMirror {
         }
     }
 
-    /// Notes that a kernel will echo `count` places that it wrote.
+    /// Expects a kernel to echo `count` places.
     pub(super) fn expect_echo(&self, held: Reply, count: usize) {
-        self.lock().steps.push_back(Step::Echo(held, count));
+        self.lock().changes.push_back(Change::Echo(held, count));
     }
 
-    /// Notes that the host does not know rows any more.
+    /// Marks rows as unknown.
     pub(super) fn forget(&self, rows: impl IntoIterator<Item = u32>) {
         let mut state = self.lock();
         for row in rows {
@@ -113,88 +113,88 @@ impl TableMirror {
         }
     }
 
-    /// Notes that the host does not know any row any more.
+    /// Marks every row as unknown.
     pub(super) fn forget_all(&self) {
         self.lock().forget_all();
     }
 
-    /// Notes that the framework's own writes up to `version` are accounted for, and returns what was noted before.
+    /// Accounts for the framework's own writes up to `version`. Returns the previous value.
     pub(super) fn account_for(&self, version: u64) -> u64 {
         std::mem::replace(&mut self.lock().version, version)
     }
 
-    /// How far `row` may be written, as far as this copy knows.
+    /// The end of the columns of `row` that may be written.
     pub(super) fn extent(&self, row: u32) -> u32 {
         let state = self.settled();
-        if state.steps.is_empty() && !state.unknown.contains(widen(row)) {
+        if state.changes.is_empty() && !state.unknown.contains(widen(row)) {
             state.written[widen(row)]
         } else {
             narrow(self.columns)
         }
     }
 
-    /// Notes that the first columns of rows were zeroed, all that were ever written, so that these rows are known.
+    /// Records that all written columns of rows were zeroed, which makes these rows known.
     pub(super) fn zeroed(&self, rows: Vec<(u32, u32)>) {
         let mut state = self.settled();
         for &(row, _) in &rows {
             state.unknown.remove_run(widen(row), 1);
         }
-        if state.steps.is_empty() {
+        if state.changes.is_empty() {
             state.zero(&rows, self.columns);
         } else {
-            state.steps.push_back(Step::Zero(rows));
+            state.changes.push_back(Change::Zero(rows));
         }
     }
 
-    /// Gives up echoes on their way: the whole table is about to be zeroed.
+    /// Abandons pending echoes, before the whole table is zeroed.
     pub(super) fn drop_echoes(&self) {
-        for step in std::mem::take(&mut self.lock().steps) {
-            if let Step::Echo(held, _) = step {
+        for step in std::mem::take(&mut self.lock().changes) {
+            if let Change::Echo(held, _) = step {
                 self.echoes.release(&held);
             }
         }
     }
 
-    /// The state after every change that has landed.
-    fn settled(&self) -> MutexGuard<'_, State> {
+    /// The state after applying every change that has arrived.
+    fn settled(&self) -> MutexGuard<'_, MirrorState> {
         let mut state = self.lock();
-        while let Some(step) = state.steps.front() {
+        while let Some(step) = state.changes.front() {
             let landed = match step {
-                // A device that has failed echoes nothing any more; what it would have written stays unknown.
-                Step::Echo(held, _) => held.done().passed().unwrap_or(false),
-                Step::Zero(_) | Step::Columns(..) => true,
+                // A failed device does not echo; its writes stay unknown.
+                Change::Echo(held, _) => held.done().passed().unwrap_or(false),
+                Change::Zero(_) | Change::Columns(..) => true,
             };
             if !landed {
                 break;
             }
-            match state.steps.pop_front() {
-                Some(Step::Echo(held, count)) => {
+            match state.changes.pop_front() {
+                Some(Change::Echo(held, count)) => {
                     if let Ok(echo) = self.echoes.take::<i32>(&held, 3 * count) {
                         state.apply(&echo, self.columns);
                     } else {
                         state.forget_all();
                     }
                 }
-                Some(Step::Zero(rows)) => state.zero(&rows, self.columns),
-                Some(Step::Columns(row, from, values)) => state.write(row, from, &values, self.columns),
+                Some(Change::Zero(rows)) => state.zero(&rows, self.columns),
+                Some(Change::Columns(row, from, values)) => state.write(row, from, &values, self.columns),
                 None => (),
             }
         }
         state
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, MirrorState> {
         lock(&self.state)
     }
 }
 
-impl State {
-    /// Notes that the host knows no row any more.
+impl MirrorState {
+    /// Marks every row as unknown.
     fn forget_all(&mut self) {
         self.unknown.insert_run(0, self.written.len());
     }
 
-    /// Notes what a kernel wrote: triples of row, column and value, row -1 where it wrote nothing.
+    /// Applies an echo: triples of row, column and value, with row -1 for a skipped place.
     fn apply(&mut self, echo: &[i32], columns: usize) {
         let mut seen = HashSet::with_capacity(echo.len() / 3);
         for triple in echo.chunks_exact(3) {
@@ -202,7 +202,7 @@ impl State {
                 self.values[row * columns + widen(column)] = triple[2];
                 self.written[row] = self.written[row].max(column + 1);
                 if !seen.insert((row, column)) {
-                    // Which of its values a place has that was named twice is the device's choice.
+                    // The device chooses which value a place has that was listed twice.
                     self.unknown.insert_run(row, 1);
                 }
             }
@@ -230,7 +230,7 @@ impl Mirror for TableMirror {
 
     fn values(&self, first: usize, step: usize, count: usize, version: u64) -> Option<Vec<i32>> {
         let state = self.settled();
-        if !state.steps.is_empty() || version != state.version {
+        if !state.changes.is_empty() || version != state.version {
             return None;
         }
         let last = step.checked_mul(count.saturating_sub(1))?.checked_add(first)?;

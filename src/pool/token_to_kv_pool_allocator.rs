@@ -1,4 +1,4 @@
-//! Token slots as tensors, shared by threads.
+//! The allocator of token slots, which hands them out as tensors.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
@@ -12,36 +12,37 @@ use crate::tensor::TensorView;
 
 use super::KvPool;
 use super::fences::{Fence, passed};
-use super::shortage::{Reclaim, Taken};
+use super::shortage::{OrShort, Reclaim};
 use super::slot_tensors::{Lens, SlotTensors};
 
 /// The shape of a [`TokenToKvPoolAllocator`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AllocatorConfig {
-    /// Slots, numbered from 1 or, in pages, from `page_size` on.
+    /// Number of slots, which are numbered from 1 or, with pages, from `page_size`.
     pub size: usize,
     /// Slots in a page.
     pub page_size: usize,
-    /// Whether the lowest free slots are handed out first, else the longest free.
+    /// Whether the lowest free slots are handed out first, instead of first in, first out.
     pub need_sort: bool,
-    /// Whether a bad free is an error.
+    /// Whether an invalid free is an error.
     pub strict: bool,
 }
 
-/// Hands out token slots of a [`KvPool`] as int32 tensors and takes them back. Calls are atomic and may come from any
-/// thread.
+/// Hands out token slots of a [`KvPool`] as int32 tensors and takes them back. Calls are atomic and
+/// thread-safe.
 ///
-/// On a GPU the tensors are parts of a stage, to which the next slots are copied before they are needed, so
-/// handing out and taking back make no call to the driver as long as slots come in the order foreseen. A freed tensor
-/// is read from the host's copy of the stage or of a request table. One that the host does not know (written to,
-/// computed, foreign) is copied asynchronously; its slots return when the copy has landed. Slots that were freed behind a
-/// [`Fence`] return when it has passed. Every call that takes or gives slots looks for both; [`Self::poll`] does nothing
-/// else.
+/// On a GPU the tensors are views of a stage, to which the next slots are copied ahead of time, so `alloc`
+/// and `free` make no driver call as long as slots come in the predicted order. The values of a freed tensor
+/// are read from the host's mirror of the stage or of a request table. Values that the host does not know
+/// (written to, computed, foreign) are copied asynchronously; their slots become free when the copy
+/// completes. Slots that were freed behind a [`Fence`] become free when it has passed. Every call that takes
+/// or frees slots checks for both; [`Self::poll`] does only that.
 ///
-/// When slots are short, a call that takes some completes what is due, asks those who registered with
-/// [`Self::on_shortage`], waits for values on their way from a device, and only then answers `None`.
+/// When there are not enough slots, a call that takes some completes pending frees, calls the [`Reclaim`]s
+/// registered with [`Self::on_shortage`], waits for values in flight from a device, and only then returns
+/// `None`.
 ///
-/// A `stream` argument is the one on which the caller's work is enqueued: tensors are valid on it, values are copied and
+/// A `stream` argument is the stream of the caller's work: tensors are valid on it, and values are copied and
 /// rows are poisoned in its order. In host memory it is [`Stream::DEFAULT`].
 ///
 /// ```
@@ -67,24 +68,24 @@ pub struct TokenToKvPoolAllocator {
     on_notice: Option<OnNotice>,
 }
 
-/// What an allocator found after the call that caused it had returned.
+/// A problem that an allocator finds after the call that caused it has returned.
 #[derive(Debug)]
 pub enum Notice<'a> {
-    /// A free, of so many values, that was completed late: what was wrong with it.
+    /// The invalid part of a free that was completed late, and the number of values of that free.
     BadFrees(&'a BadFrees, usize),
     /// Freed rows could not be poisoned.
     NotPoisoned(&'a Error),
 }
 
-/// Takes notices, without locks.
+/// A callback for notices, called without locks.
 pub type OnNotice = Box<dyn Fn(Notice<'_>) + Send + Sync>;
 
 impl TokenToKvPoolAllocator {
-    /// All slots free.
+    /// A pool with all slots free.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when `size` or `page_size` is 0 or slots would not fit int32;
-    /// what the backend says when there is no memory for the tensors.
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when `size` or `page_size` is 0 or slots would
+    /// not fit int32; the error of the backend when there is no memory for the tensors.
     pub fn new(config: &AllocatorConfig, backend: &Arc<dyn Backend>) -> Result<Self> {
         let slots = SlotTensors::new(config, backend)?;
         Ok(Self {
@@ -95,32 +96,33 @@ impl TokenToKvPoolAllocator {
         })
     }
 
-    /// Has what is found late told to `on_notice`; otherwise it is only counted.
+    /// Sends notices to `on_notice`. Without it, late problems are only counted.
     pub fn on_notice(&mut self, on_notice: OnNotice) {
         self.on_notice = Some(on_notice);
     }
 
-    /// Asks `reclaim`, until it is dropped, when slots are short: after those that were registered before.
+    /// Registers `reclaim`, until it is dropped, for calls that are short of slots. Earlier registrations are
+    /// called first.
     pub fn on_shortage(&self, reclaim: &Arc<dyn Reclaim>) {
         lock(&self.reclaim).push(Arc::downgrade(reclaim));
     }
 
-    /// Notes from now on who takes and gives what.
+    /// Records owners and call sites from now on.
     pub fn keep_ledger(&self) {
         self.lock().keep_ledger();
     }
 
-    /// Has rows of `kv` poisoned when their slots become free, if a ledger is kept.
+    /// Poisons rows of `kv` when their slots become free, if a ledger is kept.
     pub fn poison_freed(&self, kv: &Arc<KvPool>) {
         self.lock().poison_freed(kv);
     }
 
-    /// Takes `count` slots: a 1-D int32 tensor, valid on `stream`. `None` when the pool is short.
+    /// Takes `count` slots: a 1-D int32 tensor, valid on `stream`. `None` if there are not enough.
     ///
     /// # Errors
-    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot hold the answer, or tensors that
-    /// were handed out before still cover the stage; [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the driver
-    /// refuses; as [`Self::poll`]. Nothing is taken.
+    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host has no memory for the
+    /// result, or live tensors cover the stage; [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when
+    /// the driver refuses; as [`Self::poll`]. Nothing is taken.
     #[inline]
     pub fn alloc(&self, count: usize, stream: Stream) -> Result<Option<Grant<'_>>> {
         self.take(stream, |slots| {
@@ -129,8 +131,8 @@ impl TokenToKvPoolAllocator {
         })
     }
 
-    /// As [`Self::alloc`], in one ascending run: the lowest that fits. Nothing is reclaimed where there are enough slots, but
-    /// not in one run.
+    /// Like [`Self::alloc`], in one ascending run: the lowest that fits. Reclaims nothing if there are enough
+    /// slots, but not in one run.
     ///
     /// # Errors
     /// As [`Self::alloc`].
@@ -159,7 +161,7 @@ impl TokenToKvPoolAllocator {
         })
     }
 
-    /// Takes one slot a request, that of position `seq - 1`; else as [`Self::alloc_extend`].
+    /// Takes one slot per request, for position `seq - 1`. Otherwise like [`Self::alloc_extend`].
     ///
     /// # Errors
     /// As [`Self::alloc_extend`].
@@ -174,15 +176,16 @@ impl TokenToKvPoolAllocator {
         self.alloc_extend(&prefix_lens, seq_lens, last_loc, stream)
     }
 
-    /// Gives slots back; what is not live is dropped and reported. Behind a fence, they stay in use until it has passed.
+    /// Frees slots; drops and reports those that are not live. Behind a fence, they stay in use until it has
+    /// passed.
     ///
-    /// Values that only a device knows are copied in the order of `stream`, and nothing waits for them, unless more are
-    /// on their way than the pool has slots; `keep` keeps the tensor until they were.
+    /// Values that only a device knows are copied in the order of `stream`, without waiting unless more
+    /// values are in flight than the pool has slots. `keep` keeps the tensor alive until then.
     ///
     /// # Errors
-    /// If strict, [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) when anything would be dropped;
-    /// nothing is changed then. As [`Self::poll`]. [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the driver
-    /// refuses.
+    /// If strict, [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) for an invalid free;
+    /// nothing is changed. As [`Self::poll`]. [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the
+    /// driver refuses.
     #[inline]
     pub fn free(
         &self,
@@ -194,10 +197,10 @@ impl TokenToKvPoolAllocator {
         self.give(after, stream, |slots, id| slots.free(given, id, keep, stream))
     }
 
-    /// Adds an owner to slots: see [`SlotAllocator::share`]. Waits for values on their way.
+    /// Adds an owner to slots: see [`SlotAllocator::share`]. Waits for values in flight.
     ///
     /// # Errors
-    /// As there, and as [`Self::settle`].
+    /// As [`SlotAllocator::share`] and [`Self::settle`].
     pub fn share(&self, given: &IndexVec, stream: Stream) -> Result<()> {
         self.settle(stream)?;
         self.lock().slots_mut().share(given)
@@ -208,18 +211,20 @@ impl TokenToKvPoolAllocator {
         self.lock().free_group_begin();
     }
 
-    /// Ends a group; the outermost frees all that was collected as one call and says how much that was.
+    /// Ends a group. The end of the outermost group frees everything collected, as one call, and returns how
+    /// many values that was.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when no group is open; as [`Self::free`], the group being closed.
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when no group is open; as [`Self::free`]. The
+    /// group is closed all the same.
     pub fn free_group_end(&self, stream: Stream) -> Result<(usize, BadFrees)> {
         self.freeing(self.lock(), stream, SlotTensors::free_group_end)
     }
 
-    /// Makes every slot free, closes groups and forgets fences and frees that have not landed.
+    /// Frees every slot, closes groups and discards fences and pending frees.
     pub fn clear(&self, stream: Stream) {
         let kept = self.freeing(self.lock(), stream, |slots| Ok(slots.clear()));
-        // Not under the lock: they may be the last owners of foreign objects.
+        // Dropped without the lock: they may be the last owners of foreign objects.
         drop(kept);
     }
 
@@ -228,17 +233,17 @@ impl TokenToKvPoolAllocator {
         self.lock().merge_and_sort_free();
     }
 
-    /// Completes frees whose values have landed or whose fences have passed. Waits for nothing.
+    /// Completes frees whose values are on the host or whose fences have passed. Does not wait.
     ///
     /// # Errors
-    /// If strict, [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) for the first late free that would
-    /// have dropped something: it is left undone. [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the device has
-    /// failed. What a fence answers that cannot tell.
+    /// If strict, [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) for the first invalid
+    /// late free, which frees nothing. [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the device
+    /// has failed. The error of a fence.
     pub fn poll(&self, stream: Stream) -> Result<()> {
         self.polled(stream).map(drop)
     }
 
-    /// Locks it after [`Self::poll`].
+    /// Polls, then locks the slots.
     #[inline]
     fn polled(&self, stream: Stream) -> Result<MutexGuard<'_, SlotTensors>> {
         let slots = self.lock();
@@ -251,15 +256,15 @@ impl TokenToKvPoolAllocator {
         Ok(self.lock())
     }
 
-    /// As [`Self::poll`], for fences alone: no late free is found wrong.
+    /// [`Self::poll`] for fences only: finds no invalid late free.
     ///
     /// # Errors
-    /// What a fence answers that cannot tell.
+    /// The error of a fence.
     pub fn poll_fences(&self, stream: Stream) -> Result<()> {
         let waiting = self.lock().fences().list();
         let (passed, end) = passed(&waiting);
         if !passed.is_empty() {
-            // What has passed is freed, also where another cannot tell.
+            // Slots behind passed fences are freed even if another fence fails.
             let gone = self.freeing(self.lock(), stream, |slots| {
                 for &id in &passed {
                     slots.fence_passed(id);
@@ -271,7 +276,7 @@ impl TokenToKvPoolAllocator {
         end
     }
 
-    /// As [`Self::poll`], and waits for values that are on their way.
+    /// [`Self::poll`] that also waits for values in flight.
     ///
     /// # Errors
     /// As [`Self::poll`].
@@ -280,7 +285,7 @@ impl TokenToKvPoolAllocator {
         self.poll(stream)
     }
 
-    /// Waits for the oldest free whose values have not landed, and completes it. `false` when there is none.
+    /// Waits for the values of the oldest pending free and completes it. `false` if there is none.
     fn wait_for_oldest(&self, stream: Stream) -> Result<bool> {
         let oldest = {
             let slots = self.lock();
@@ -296,7 +301,7 @@ impl TokenToKvPoolAllocator {
         Ok(true)
     }
 
-    /// Completes frees whose values have landed, and reports what was wrong with them.
+    /// Completes frees whose values are on the host, and reports the invalid ones.
     fn complete_landed(&self, stream: Stream) -> Result<()> {
         let mut settled = Vec::new();
         let answer = self.freeing(self.lock(), stream, |slots| slots.settle(&mut settled));
@@ -308,12 +313,12 @@ impl TokenToKvPoolAllocator {
         answer
     }
 
-    /// What `take` takes; `None` if slots are short and nothing helps.
+    /// Calls `take` until it succeeds, or until nothing is left to reclaim or to wait for: then `None`.
     #[inline]
     pub(super) fn take<T>(
         &self,
         stream: Stream,
-        mut take: impl FnMut(&mut SlotTensors) -> Result<Taken<T>>,
+        mut take: impl FnMut(&mut SlotTensors) -> Result<OrShort<T>>,
     ) -> Result<Option<T>> {
         let mut shortage = usize::MAX;
         loop {
@@ -338,7 +343,7 @@ impl TokenToKvPoolAllocator {
         }
     }
 
-    /// Asks those who can do without for slots, until enough are freed.
+    /// Calls the registered [`Reclaim`]s until they have freed enough slots.
     fn reclaim(&self, slots: usize, stream: Stream) -> Result<()> {
         let mut registered = lock(&self.reclaim);
         registered.retain(|reclaim| reclaim.strong_count() > 0);
@@ -353,7 +358,7 @@ impl TokenToKvPoolAllocator {
         Ok(())
     }
 
-    /// Frees what `free` frees, behind a fence if there is one.
+    /// Calls `free`, with the id of a new fence if `after` is given.
     #[inline]
     pub(super) fn give<R>(
         &self,
@@ -361,13 +366,13 @@ impl TokenToKvPoolAllocator {
         stream: Stream,
         free: impl FnOnce(&mut SlotTensors, Option<FenceId>) -> Result<R>,
     ) -> Result<R> {
-        // The caller's own copy is dropped when no lock is held.
+        // The caller's own reference is dropped when no lock is held.
         let fence = after.cloned();
         self.freeing(self.polled(stream)?, stream, |slots| slots.behind(fence, free))
     }
 
-    /// Does `work` under the lock and, where a ledger is kept, poisons the rows of slots that it makes free, before another
-    /// call can hand them out.
+    /// Does `work` under the lock. If a ledger is kept, also poisons the rows of slots that it frees, before
+    /// another call can take them.
     #[inline]
     fn freeing<R>(
         &self,
@@ -400,15 +405,15 @@ impl TokenToKvPoolAllocator {
         Grant { allocator: self, view, continued, clears: slots.clears(), is_kept: false }
     }
 
-    /// Shows `look` who owns which slot, under the lock. Frees that have not landed are not counted in.
+    /// Calls `look` with the ownership of slots, under the lock. Pending frees are not included.
     pub fn look<R>(&self, look: impl FnOnce(&Ledgered<SlotAllocator>) -> R) -> R {
         look(self.lock().slots())
     }
 
-    /// Shows `look` the fences that have not passed, unless another thread has the lock.
+    /// Calls `look` with each fence that has not passed, unless another thread holds the lock.
     ///
     /// # Errors
-    /// What `look` answers first.
+    /// The first error of `look`.
     pub fn try_look_at_fences<E>(
         &self,
         mut look: impl FnMut(&dyn Fence) -> std::result::Result<(), E>,
@@ -416,22 +421,23 @@ impl TokenToKvPoolAllocator {
         self.slots.try_lock().map_or(Ok(()), |slots| slots.fences().iter().try_for_each(&mut look))
     }
 
-    /// Forgets all fences, whose slots stay in use until [`Self::clear`].
+    /// Discards all fences. Their slots stay in use until [`Self::clear`].
     pub fn forget_fences(&self) {
         let gone = self.lock().fences_mut().take();
         drop(gone);
     }
 
-    /// Notes that work on `stream` reads slots that were handed out: their memory is used again after that work only. Slots in
-    /// host memory have no streams.
+    /// Records that work on `stream` reads a tensor of slots: its memory is reused only after that work.
+    /// Tensors in host memory have no streams.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for a tensor that is none of this allocator's.
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for a tensor that does not come from this
+    /// allocator.
     pub fn used_on(&self, tensor: &Borrowed<'_>, stream: Stream) -> Result<()> {
         self.lock().used_on(tensor, stream)
     }
 
-    /// Where the tensors are.
+    /// The device of the tensors.
     #[must_use]
     pub const fn device(&self) -> Device {
         self.device
@@ -443,7 +449,7 @@ impl TokenToKvPoolAllocator {
         self.lock().need_sort()
     }
 
-    /// Whether a bad free is an error.
+    /// Whether an invalid free is an error.
     #[must_use]
     pub fn strict(&self) -> bool {
         self.lock().strict()
@@ -455,14 +461,14 @@ impl TokenToKvPoolAllocator {
         self.look(|slots| slots.page_size())
     }
 
-    /// Slots that can be handed out now or when frees have landed. Those are counted as whole pages of their own,
-    /// none of them twice.
+    /// Slots that can be handed out now or when pending frees complete. Pending frees count as whole,
+    /// distinct pages.
     #[must_use]
     pub fn available_size(&self) -> usize {
         self.lock().available_size()
     }
 
-    /// As [`Self::available_size`], after [`Self::poll`].
+    /// [`Self::available_size`] after [`Self::poll`], in one step.
     ///
     /// # Errors
     /// As [`Self::poll`].
@@ -470,7 +476,7 @@ impl TokenToKvPoolAllocator {
         self.polled(stream).map(|slots| slots.available_size())
     }
 
-    /// The free pages, in the order in which they are handed out without a merge. Waits for values on their way.
+    /// The free pages, in the order in which they are handed out without a merge. Waits for values in flight.
     ///
     /// # Errors
     /// As [`Self::alloc`].
@@ -479,7 +485,7 @@ impl TokenToKvPoolAllocator {
         self.lock().free_slots(stream)
     }
 
-    /// The released pages, lowest first. Waits for values on their way.
+    /// The released pages, lowest first. Waits for values in flight.
     ///
     /// # Errors
     /// As [`Self::alloc`].
@@ -499,18 +505,18 @@ impl TokenToKvPoolAllocator {
     /// Checks every invariant.
     ///
     /// # Errors
-    /// [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) with what is broken.
+    /// [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) with the broken invariant.
     pub fn verify(&self) -> Result<()> {
         self.lock().verify()
     }
 
-    /// The numbers of this pool. Slots whose free has not landed count as available, as far as can be told.
+    /// The statistics of this pool. Slots of pending frees count as available, as estimated.
     #[must_use]
     pub fn stats(&self) -> SlotStats {
         self.lock().stats()
     }
 
-    /// Slots whose free has not landed, as far as can be told.
+    /// An estimate of the slots of pending frees.
     #[must_use]
     pub fn pending(&self) -> usize {
         self.lock().pending()
@@ -529,16 +535,16 @@ impl fmt::Debug for TokenToKvPoolAllocator {
     }
 }
 
-/// Slots that were taken, and go back when this is dropped, unless they are kept.
+/// A guard of taken slots: dropping it returns them to the pool, [`Grant::keep`] hands them on.
 #[derive(Debug)]
 #[must_use]
 pub struct Grant<'a> {
     allocator: &'a TokenToKvPoolAllocator,
+    /// `None` after `keep`.
+    /// Pages of the requests from before, which contain some of the slots.
     view: TensorView,
-    /// How often the allocator had been cleared: clearing it gives the slots back, too.
     clears: u64,
     is_kept: bool,
-    /// Pages that the requests had before, in which some of the slots are.
     continued: Vec<Page>,
 }
 
@@ -549,7 +555,7 @@ impl Grant<'_> {
         &self.view
     }
 
-    /// Hands the slots on: from now on they are given back by [`TokenToKvPoolAllocator::free`].
+    /// Hands the slots on. Free them with [`TokenToKvPoolAllocator::free`].
     #[inline]
     #[must_use]
     pub fn keep(mut self) -> TensorView {

@@ -1,4 +1,4 @@
-//! One arena for everything that a forward pass allocates.
+//! One arena for all allocations of a forward pass.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -14,7 +14,7 @@ use crate::tensor::TensorView;
 
 use super::at_least_one;
 
-/// A byte that makes a NaN of every float dtype that kvpool knows, and -1 of every signed int.
+/// A byte that yields NaN in every supported float dtype, and -1 in every signed int.
 const POISON: u8 = 0xff;
 
 /// The shape of a [`Workspace`].
@@ -26,10 +26,10 @@ pub struct WorkspaceConfig {
     pub poison: bool,
 }
 
-/// An arena of fixed size and address, from which tensors are cut and to which all go back at once.
+/// An arena of fixed size and address, whose tensors are all taken back at once by a reset.
 ///
-/// It belongs to one thread from its first tensor until it is reset: calls of others are errors. Frameworks that allocate
-/// by themselves take segments of it between [`Workspace::enter`] and [`Workspace::leave`].
+/// It belongs to one thread from its first tensor until its reset: calls of other threads are errors. Between
+/// [`Workspace::enter`] and [`Workspace::leave`] a framework's allocator can take segments of it.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -49,43 +49,43 @@ pub struct WorkspaceConfig {
 pub struct Workspace {
     device: Device,
     config: WorkspaceConfig,
-    /// `None` once it is closed.
-    shared: Mutex<Option<Arc<Shared>>>,
+    /// `None` after `close`.
+    shared: Mutex<Option<Arc<SharedArena>>>,
 }
 
-/// What segments of the arena keep alive.
+/// The part of a workspace that segments keep alive.
 #[derive(Debug)]
-struct Shared {
+struct SharedArena {
     region: Arc<Region>,
-    state: Mutex<State>,
+    state: Mutex<ArenaState>,
 }
 
 #[derive(Debug)]
-struct State {
+struct ArenaState {
     arena: Arena,
     owner: Option<ThreadId>,
-    /// How often its owner has entered it.
+    /// Nesting depth of `enter`.
     entered: usize,
-    /// Segments that a framework has.
+    /// Number of segments that a framework holds.
     segments: usize,
-    /// What could not be allocated since it was entered.
+    /// The last failed allocation since `enter`.
     refused: Option<Error>,
-    order: Order,
+    order: StreamOrder,
 }
 
-/// Which streams must come before memory is used again.
+/// The streams whose work must precede the reuse of memory.
 #[derive(Debug, Default)]
-struct Order {
-    /// Streams that may use memory that was given back.
+struct StreamOrder {
+    /// Streams that may still use memory that was given back.
     before: Vec<Stream>,
-    /// Streams that come after all of those.
+    /// Streams already ordered after all of `before`.
     after: Vec<Stream>,
-    /// Streams that have taken memory since something was given back last.
+    /// Streams that have taken memory since memory was last given back.
     users: Vec<Stream>,
 }
 
-impl Order {
-    /// Lets `stream`, which takes memory, come after those that used what was given back.
+impl StreamOrder {
+    /// Orders `stream`, which takes memory, after the streams that used memory that was given back.
     fn take(&mut self, gpu: &Arc<Gpu>, stream: Stream) -> Result<()> {
         if !self.after.contains(&stream) {
             gpu.order(&self.before, stream)?;
@@ -97,7 +97,7 @@ impl Order {
         Ok(())
     }
 
-    /// Notes that memory was given back.
+    /// Records that memory was given back.
     fn give_back(&mut self) {
         if self.after.is_empty() {
             for stream in std::mem::take(&mut self.users) {
@@ -106,20 +106,20 @@ impl Order {
                 }
             }
         } else {
-            // Whoever took memory since came after those that are forgotten now.
+            // Streams that took memory since are ordered after those dropped here.
             self.before = std::mem::take(&mut self.users);
         }
         self.after.clear();
     }
 }
 
-impl Shared {
-    fn state(&self) -> MutexGuard<'_, State> {
+impl SharedArena {
+    fn state(&self) -> MutexGuard<'_, ArenaState> {
         lock(&self.state)
     }
 
     /// Cuts `bytes` from the arena for work on `stream`.
-    fn take(&self, state: &mut State, bytes: usize, stream: Stream) -> Result<Range<usize>> {
+    fn take(&self, state: &mut ArenaState, bytes: usize, stream: Stream) -> Result<Range<usize>> {
         let Some(range) = state.arena.take(bytes) else {
             return Err(Error::new(
                 ErrorKind::WorkspaceExhausted,
@@ -144,7 +144,7 @@ impl Shared {
         Ok(range)
     }
 
-    /// Fills bytes of the arena.
+    /// Fills a range of the arena with `value`.
     fn fill(&self, range: &Range<usize>, value: u8, stream: Stream) -> Result<()> {
         match self.region.gpu() {
             Some(gpu) => gpu.fill(self.region.range(range.start, range.len())?, value, stream),
@@ -153,8 +153,8 @@ impl Shared {
     }
 }
 
-impl State {
-    /// Makes this thread the owner.
+impl ArenaState {
+    /// Makes this thread the owner, or fails if another thread is.
     fn claim(&mut self) -> Result<()> {
         let here = thread::current().id();
         match self.owner {
@@ -171,7 +171,7 @@ impl State {
         }
     }
 
-    /// Lets another thread have it, if nothing of it is out.
+    /// Gives up ownership, if no memory is in use.
     fn unclaim(&mut self) {
         if self.entered == 0 && self.arena.used() == 0 {
             self.owner = None;
@@ -180,27 +180,27 @@ impl State {
 }
 
 impl Workspace {
-    /// An arena from `backend`, whose contents are not defined.
+    /// An arena from `backend`, with undefined contents.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] for an arena of no bytes, what the backend says when it has not enough.
+    /// [`ErrorKind::Config`] for an arena of no bytes, the error of the backend if it runs out of memory.
     pub fn new(config: &WorkspaceConfig, backend: &Arc<dyn Backend>) -> Result<Self> {
         let arena_bytes = config.arena_bytes;
         at_least_one(&[("arena_bytes", arena_bytes)])?;
         let region = Region::with(Arc::clone(backend), arena_bytes, Contents::Undefined, Arc::default())?;
-        let state = State {
+        let state = ArenaState {
             arena: Arena::new(arena_bytes, ALIGNMENT),
             owner: None,
             entered: 0,
             segments: 0,
             refused: None,
-            order: Order::default(),
+            order: StreamOrder::default(),
         };
-        let shared = Arc::new(Shared { region: Arc::new(region), state: Mutex::new(state) });
+        let shared = Arc::new(SharedArena { region: Arc::new(region), state: Mutex::new(state) });
         Ok(Self { device: backend.device(), config: *config, shared: Mutex::new(Some(shared)) })
     }
 
-    /// Where it is.
+    /// The device of the arena.
     #[must_use]
     pub const fn device(&self) -> Device {
         self.device
@@ -212,13 +212,13 @@ impl Workspace {
         self.config.arena_bytes
     }
 
-    /// Whether it was closed.
+    /// Whether the workspace is closed.
     #[must_use]
     pub fn is_closed(&self) -> bool {
         self.lock().is_none()
     }
 
-    /// Bytes in use, and the most that were at once; none once it is closed.
+    /// Bytes in use, and the largest number in use at once; 0 after it is closed.
     #[must_use]
     pub fn usage(&self) -> [usize; 2] {
         self.lock().as_ref().map_or([0; 2], |shared| {
@@ -227,18 +227,18 @@ impl Workspace {
         })
     }
 
-    /// The arena in order, in taken and free pieces, as [`Arena::pieces`]; nothing once it was given up.
+    /// The taken and free pieces of the arena in order, as [`Arena::pieces`]; empty after it is closed.
     #[must_use]
     pub fn pieces(&self) -> Vec<(Range<usize>, bool)> {
         self.lock().as_ref().map_or(Vec::new(), |shared| shared.state().arena.pieces())
     }
 
-    fn lock(&self) -> MutexGuard<'_, Option<Arc<Shared>>> {
+    fn lock(&self) -> MutexGuard<'_, Option<Arc<SharedArena>>> {
         lock(&self.shared)
     }
 
-    /// Does `work` with the arena, as its owner.
-    fn with<R>(&self, work: impl FnOnce(&Arc<Shared>, &mut State) -> Result<R>) -> Result<R> {
+    /// Does `work` with the arena, as the owner.
+    fn with<R>(&self, work: impl FnOnce(&Arc<SharedArena>, &mut ArenaState) -> Result<R>) -> Result<R> {
         let shared = self.lock();
         let shared =
             shared.as_ref().ok_or_else(|| Error::new(ErrorKind::State, "the workspace is closed"))?;
@@ -249,12 +249,12 @@ impl Workspace {
         answer
     }
 
-    /// A contiguous tensor of the arena, 256-byte aligned, for work on `stream`. Its elements are not defined.
+    /// A contiguous tensor in the arena, 256-byte aligned, for work on `stream`. Its elements are undefined.
     ///
     /// # Errors
     /// [`ErrorKind::WorkspaceExhausted`] when it does not fit, [`ErrorKind::Config`] for a negative extent,
-    /// [`ErrorKind::State`] for another thread than the owner and once it is closed, [`ErrorKind::Driver`] when the driver
-    /// refuses.
+    /// [`ErrorKind::State`] for a thread that is not the owner and after it is closed, [`ErrorKind::Driver`]
+    /// when a driver call fails.
     pub fn empty(&self, shape: Dims, dtype: DType, stream: Stream) -> Result<TensorView> {
         let bytes = shape.bytes(dtype)?;
         self.with(|shared, state| {
@@ -263,7 +263,7 @@ impl Workspace {
         })
     }
 
-    /// As [`Workspace::empty`], of zeros.
+    /// [`Workspace::empty`], filled with zeros.
     ///
     /// # Errors
     /// As [`Workspace::empty`].
@@ -279,12 +279,12 @@ impl Workspace {
         })
     }
 
-    /// Takes everything back, and lets any thread have the workspace. `false`, and nothing happens, while a framework has
-    /// segments of it.
+    /// Takes all memory back and gives up ownership. Returns `false`, and does nothing, while a framework
+    /// holds segments.
     ///
     /// # Errors
-    /// [`ErrorKind::State`] for another thread than the owner, between [`Workspace::enter`] and [`Workspace::leave`], and
-    /// once it is closed; [`ErrorKind::Driver`] when the driver refuses to fill it with NaN.
+    /// [`ErrorKind::State`] for a thread that is not the owner, between [`Workspace::enter`] and
+    /// [`Workspace::leave`], and after it is closed; [`ErrorKind::Driver`] when filling it with NaN fails.
     pub fn reset(&self, stream: Stream) -> Result<bool> {
         self.with(|shared, state| {
             state.expect_left()?;
@@ -303,10 +303,11 @@ impl Workspace {
         })
     }
 
-    /// Gives the arena up. Tensors and segments that are out keep its memory.
+    /// Closes the workspace. Live tensors and segments keep the memory of the arena.
     ///
     /// # Errors
-    /// [`ErrorKind::State`] for another thread than the owner, and between [`Workspace::enter`] and [`Workspace::leave`].
+    /// [`ErrorKind::State`] for a thread that is not the owner, and between [`Workspace::enter`] and
+    /// [`Workspace::leave`].
     pub fn close(&self) -> Result<()> {
         if self.is_closed() {
             return Ok(());
@@ -316,10 +317,10 @@ impl Workspace {
         Ok(())
     }
 
-    /// Lets [`take_segment`] take from this arena on this thread, until [`Workspace::leave`]. May be nested.
+    /// Lets [`take_segment`] take from this arena on this thread, until [`Workspace::leave`]. Can be nested.
     ///
     /// # Errors
-    /// [`ErrorKind::State`] for another thread than the owner, and once it is closed.
+    /// [`ErrorKind::State`] for a thread that is not the owner, and once it is closed.
     pub fn enter(&self) -> Result<()> {
         self.with(|shared, state| {
             state.entered += 1;
@@ -329,10 +330,10 @@ impl Workspace {
         })
     }
 
-    /// Ends what [`Workspace::enter`] began, and returns what could not be allocated last.
+    /// Undoes [`Workspace::enter`], and returns the last failed allocation, if any.
     ///
     /// # Errors
-    /// [`ErrorKind::State`] where there was no such beginning.
+    /// [`ErrorKind::State`] without a matching [`Workspace::enter`].
     pub fn leave(&self) -> Result<Option<Error>> {
         self.with(|shared, state| {
             let entered = ENTERED.with_borrow_mut(|entered| entered.pop_if(|last| Arc::ptr_eq(last, shared)));
@@ -348,7 +349,7 @@ impl Workspace {
     }
 }
 
-impl State {
+impl ArenaState {
     fn expect_left(&self) -> Result<()> {
         if self.entered == 0 {
             return Ok(());
@@ -359,19 +360,20 @@ impl State {
 
 thread_local! {
     /// The arenas that this thread has entered, the innermost last.
-    static ENTERED: RefCell<Vec<Arc<Shared>>> = const { RefCell::new(Vec::new()) };
+    static ENTERED: RefCell<Vec<Arc<SharedArena>>> = const { RefCell::new(Vec::new()) };
 }
 
 /// By address, the arenas and the bytes of segments.
-type Segments = BTreeMap<usize, (Arc<Shared>, Range<usize>)>;
+type Segments = BTreeMap<usize, (Arc<SharedArena>, Range<usize>)>;
 
-/// Segments that frameworks have.
+/// Segments that frameworks hold.
 static SEGMENTS: Mutex<Segments> = Mutex::new(BTreeMap::new());
 
-/// Takes `bytes` from the arena that this thread has entered, for work on `stream`, and returns its address. `None` if there
-/// is no arena of that device, or not so much left: [`Workspace::leave`] says why.
+/// Takes `bytes` from the arena that this thread has entered, for work on `stream`, and returns the address.
+/// `None` if there is no arena on that device, or too few bytes are left: [`Workspace::leave`] returns the
+/// reason.
 ///
-/// Its memory stays until [`give_back_segment`], also after the workspace is closed.
+/// The memory stays valid until [`give_back_segment`], even after the workspace is closed.
 #[must_use]
 pub fn take_segment(bytes: usize, device: Device, stream: Stream) -> Option<usize> {
     let shared = ENTERED.with_borrow(|entered| entered.last().cloned())?;
@@ -395,7 +397,7 @@ pub fn take_segment(bytes: usize, device: Device, stream: Stream) -> Option<usiz
     Some(address)
 }
 
-/// Takes a segment back. An address at which there is none is passed over.
+/// Takes a segment back. Ignores an address without a segment.
 pub fn give_back_segment(address: usize) {
     let Some((shared, range)) = segments().remove(&address) else { return };
     let mut state = shared.state();

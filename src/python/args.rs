@@ -1,4 +1,4 @@
-//! Arguments as Python programmers pass them.
+//! Conversion of Python arguments: tensors, indices, sizes, dtypes, devices, streams.
 
 use std::borrow::Cow;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -17,23 +17,23 @@ use crate::tensor::dlpack::{Import, address_of};
 use super::framework::{Torch, current_stream, torch};
 use super::tensor::{Tensor, consume};
 
-/// A tensor that a caller passed, of whatever framework.
+/// A tensor argument of any framework.
 ///
-/// It is described as late as possible, by [`TensorArg::borrow`]: until then other arguments may still run Python
-/// code, which could resize it.
+/// It is described as late as possible, by [`TensorArg::borrow`]: until then other arguments may still run
+/// Python code, which could resize it.
 pub(super) enum TensorArg<'a, 'py> {
-    /// Of PyTorch, with an exchange table to describe it.
+    /// A PyTorch tensor, described through the exchange table.
     Torch(&'static Torch, Cow<'a, Bound<'py, PyAny>>),
-    /// Of NumPy.
+    /// A NumPy array.
     Array(&'a Bound<'py, PyUntypedArray>),
-    /// Kept alive by us.
+    /// A tensor imported through DLPack, kept alive here.
     Imported(Import),
-    /// One of ours.
+    /// A `kvpool.Tensor`.
     Own(&'a Tensor),
 }
 
 impl TensorArg<'_, '_> {
-    /// Describes it. Runs no Python code of the caller.
+    /// Describes the tensor. Runs no Python code of the caller.
     pub(super) fn borrow(&self) -> PyResult<Borrowed<'_>> {
         match self {
             Self::Torch(torch, tensor) => torch.describe(tensor),
@@ -43,7 +43,7 @@ impl TensorArg<'_, '_> {
         }
     }
 
-    /// What keeps it alive beyond the call: a tensor that was made for it, or `given`.
+    /// The object that keeps the memory alive beyond the call: a tensor made for the call, or `given`.
     pub(super) fn keeper(&self, given: &Bound<'_, PyAny>) -> Py<PyAny> {
         match self {
             Self::Torch(_, tensor) => tensor.as_ref().clone().unbind(),
@@ -51,8 +51,8 @@ impl TensorArg<'_, '_> {
         }
     }
 
-    /// How often somebody may have written to it, if that is known: a tensor of ours that was handed on may be written
-    /// to by whoever got it.
+    /// The number of writes, if it is known. A `kvpool.Tensor` that was exported may have been written to by
+    /// the importer.
     fn version(&self) -> Option<u64> {
         match self {
             Self::Own(tensor) => (!tensor.is_shared()).then_some(0),
@@ -61,21 +61,21 @@ impl TensorArg<'_, '_> {
     }
 }
 
-/// How often PyTorch says that it wrote to `tensor`, if it counts: it does not for tensors of inference mode.
+/// PyTorch's count of writes to `tensor` (`_version`). `None` for inference tensors, which have no count.
 pub(super) fn version_of(tensor: &Bound<'_, PyAny>) -> Option<u64> {
     tensor.getattr(pyo3::intern!(tensor.py(), "_version")).and_then(|version| version.extract()).ok()
 }
 
-/// Indices as a caller passed them.
+/// Indices passed as an argument.
 pub(super) enum IndexArg<'a, 'py> {
-    /// In host memory: copied.
+    /// Indices in host memory, copied.
     Host(IndexVec),
-    /// On a device.
+    /// An index tensor on a device.
     Device { tensor: TensorArg<'a, 'py>, device: Device, version: Option<u64> },
 }
 
 impl IndexArg<'_, '_> {
-    /// For a call into a pool, once. Runs no Python code of the caller.
+    /// Takes the indices for a call into a pool. Call it once. Runs no Python code of the caller.
     pub(super) fn take(&mut self) -> PyResult<Indices<'_>> {
         match self {
             Self::Host(values) => Ok(Indices::Host(std::mem::replace(values, IndexVec::I32(Vec::new())))),
@@ -83,7 +83,7 @@ impl IndexArg<'_, '_> {
         }
     }
 
-    /// How many of them are on the host, from where they are sent to a device.
+    /// The number of indices in host memory, which are sent to a device.
     pub(super) fn on_host(&self) -> usize {
         match self {
             Self::Host(values) => values.len(),
@@ -91,7 +91,7 @@ impl IndexArg<'_, '_> {
         }
     }
 
-    /// How many there are.
+    /// The number of indices.
     pub(super) fn len(&self) -> PyResult<usize> {
         match self {
             Self::Host(values) => Ok(values.len()),
@@ -99,14 +99,14 @@ impl IndexArg<'_, '_> {
         }
     }
 
-    /// The values. Waits for those that only a device knows.
+    /// The values. Waits for values that only a device knows.
     pub(super) fn values(mut self, py: Python<'_>) -> PyResult<IndexVec> {
         let stream = self.stream(py, Device::Cpu)?;
         let indices = self.take()?;
         Ok(py.detach(|| values_now(indices, stream))?)
     }
 
-    /// The current stream of the device of a pool or, for a pool in host memory, of these indices.
+    /// The current stream of the pool's device or, for a pool in host memory, of the device of these indices.
     pub(super) fn stream(&self, py: Python<'_>, pool: Device) -> PyResult<Stream> {
         match (pool, self) {
             (Device::Cpu, Self::Device { device, .. }) => current_stream(py, *device),
@@ -115,7 +115,7 @@ impl IndexArg<'_, '_> {
     }
 }
 
-/// `object` as a tensor: of PyTorch, of kvpool, of NumPy or of anybody who speaks DLPack. `None` if it is none.
+/// `object` as a tensor of PyTorch, kvpool, NumPy or a framework with DLPack; `None` for other objects.
 fn tensor_or_none<'a, 'py>(object: &'a Bound<'py, PyAny>) -> PyResult<Option<TensorArg<'a, 'py>>> {
     let py = object.py();
     if let Some(torch) = torch(py)?
@@ -124,7 +124,7 @@ fn tensor_or_none<'a, 'py>(object: &'a Bound<'py, PyAny>) -> PyResult<Option<Ten
         return if torch.describes() {
             Ok(Some(TensorArg::Torch(torch, Cow::Borrowed(object))))
         } else {
-            // A tensor that records gradients refuses `__dlpack__`; what it holds is read all the same.
+            // A tensor that requires gradients refuses `__dlpack__`; its values can be read all the same.
             consume(&object.call_method0("detach")?).map(|import| Some(TensorArg::Imported(import)))
         };
     }
@@ -142,9 +142,9 @@ fn tensor_or_none<'a, 'py>(object: &'a Bound<'py, PyAny>) -> PyResult<Option<Ten
     Ok(None)
 }
 
-/// Whether NumPy was imported. Without it no object is an array, and asking the `numpy` crate would panic.
+/// Whether NumPy was imported. If it was not, no object is an array, and the `numpy` crate would panic.
 fn numpy_is_loaded(py: Python<'_>) -> PyResult<bool> {
-    /// Whether it was found once. It is asked for in every call, and nobody unloads it.
+    /// Whether NumPy was found before. Every call needs the answer, and modules are not unloaded.
     static LOADED: AtomicBool = AtomicBool::new(false);
     if LOADED.load(Relaxed) {
         return Ok(true);
@@ -170,7 +170,7 @@ fn array_dtype(array: &Bound<'_, PyUntypedArray>) -> PyResult<Option<DType>> {
         (b'f', 4) => Some(DType::F32),
         (b'f', 2) => Some(DType::F16),
         (b'b', 1) => Some(DType::Bool),
-        // Those of `ml_dtypes` are known by their names only.
+        // The dtypes of `ml_dtypes` are identified by name only.
         _ => DType::parse(&descr.getattr("name")?.extract::<String>()?).ok(),
     })
 }
@@ -184,7 +184,10 @@ fn describe_array<'a>(array: &'a Bound<'_, PyUntypedArray>) -> PyResult<Borrowed
     let mut strides = Vec::with_capacity(shape.ndim());
     for &stride in array.strides() {
         if stride % size != 0 {
-            return Err(Error::config(format!("strides of {stride} bytes are no multiple of {dtype}")).into());
+            return Err(Error::config(format!(
+                "a stride of {stride} bytes is not a multiple of the size of {dtype}"
+            ))
+            .into());
         }
         strides.push(i64::try_from(stride / size).expect("an address has 64 bits"));
     }
@@ -202,7 +205,7 @@ pub(super) fn tensor<'a, 'py>(name: &str, object: &'a Bound<'py, PyAny>) -> PyRe
     })
 }
 
-/// As [`tensor`], for values: a view that PyTorch negates when it reads it is negated now.
+/// [`tensor`] for values. Resolves PyTorch's lazy negation.
 pub(super) fn values<'a, 'py>(name: &str, object: &'a Bound<'py, PyAny>) -> PyResult<TensorArg<'a, 'py>> {
     match tensor(name, object)? {
         TensorArg::Torch(torch, tensor) if tensor.call_method0("is_neg")?.is_truthy()? => {
@@ -212,7 +215,7 @@ pub(super) fn values<'a, 'py>(name: &str, object: &'a Bound<'py, PyAny>) -> PyRe
     }
 }
 
-/// A pair of tensors that will be written to.
+/// A pair of output tensors.
 pub(super) fn outputs<'py>(pair: &Bound<'py, PyAny>) -> PyResult<[Bound<'py, PyAny>; 2]> {
     match pair.extract::<(Bound<'py, PyAny>, Bound<'py, PyAny>)>() {
         Ok((k, v)) => Ok([k, v]),
@@ -220,7 +223,7 @@ pub(super) fn outputs<'py>(pair: &Bound<'py, PyAny>) -> PyResult<[Bound<'py, PyA
     }
 }
 
-/// As [`tensor`], for one that will be written to.
+/// [`tensor`] for an output: it must be writable.
 pub(super) fn output<'a, 'py>(object: &'a Bound<'py, PyAny>) -> PyResult<TensorArg<'a, 'py>> {
     let tensor = tensor("out", object)?;
     let writable = match &tensor {
@@ -235,7 +238,8 @@ pub(super) fn kind_of(object: &Bound<'_, PyAny>) -> String {
     object.get_type().name().map_or_else(|_| "something else".to_owned(), |name| name.to_string())
 }
 
-/// Indices: an int32 or int64 tensor or array of any shape, or a sequence of ints. Those of the host are copied.
+/// Indices: an int32 or int64 tensor or array of any shape, or a sequence of ints. Indices in host memory are
+/// copied.
 pub(super) fn indices<'a, 'py>(object: &'a Bound<'py, PyAny>) -> PyResult<IndexArg<'a, 'py>> {
     if object.is_instance_of::<PyList>()
         || object.is_instance_of::<PyTuple>()
@@ -246,7 +250,7 @@ pub(super) fn indices<'a, 'py>(object: &'a Bound<'py, PyAny>) -> PyResult<IndexA
     if let Some(tensor) = tensor_or_none(object)? {
         let found = match tensor.borrow() {
             Ok(found) => found,
-            // Their order is all that counts, so a shape that is too long for us is given up.
+            // Only the order of indices matters, so a shape of too many dimensions is flattened.
             Err(_) if has_more_dimensions(object) => {
                 let flat = object.call_method1("reshape", (-1,))?;
                 return indices(&flat)?.values(object.py()).map(IndexArg::Host);
@@ -257,14 +261,14 @@ pub(super) fn indices<'a, 'py>(object: &'a Bound<'py, PyAny>) -> PyResult<IndexA
             Device::Cpu => IndexArg::Host(read_indices(&found)?),
             device @ Device::Cuda(_) => {
                 expect_ints(found.dtype())?;
-                // A tensor of a PyTorch without an exchange table was imported; it counts its writes all the same.
+                // PyTorch without an exchange table counts the writes to an imported tensor as well.
                 let is_torch = torch(object.py())?.is_some_and(|torch| torch.is_tensor(object));
                 let version = if is_torch { version_of(object) } else { tensor.version() };
                 IndexArg::Device { tensor, device, version }
             }
         });
     }
-    // Bytes are a sequence of ints to Python, and never meant as slots.
+    // Bytes are a sequence of ints in Python, but are never meant as indices.
     let is_bytes = object.is_instance_of::<PyBytes>() || object.is_instance_of::<PyByteArray>();
     if !is_bytes && object.cast::<PySequence>().is_ok() {
         return ints(object).map(IndexArg::Host);
@@ -275,12 +279,12 @@ pub(super) fn indices<'a, 'py>(object: &'a Bound<'py, PyAny>) -> PyResult<IndexA
     )))
 }
 
-/// Whether it is a tensor or an array of more dimensions than are read here.
+/// Whether `object` is a tensor or an array of more than [`MAX_NDIM`] dimensions.
 fn has_more_dimensions(object: &Bound<'_, PyAny>) -> bool {
     object.getattr("ndim").and_then(|ndim| ndim.extract::<usize>()).is_ok_and(|ndim| ndim > MAX_NDIM)
 }
 
-/// A single index: an int, or what becomes one without being a tensor.
+/// A single index: an int, or an object with `__index__` that is not a tensor.
 pub(super) fn single(object: &Bound<'_, PyAny>) -> PyResult<Option<i64>> {
     let is_int = object.is_instance_of::<PyInt>()
         || (object.hasattr("__index__")? && !object.hasattr("__len__")? && tensor_or_none(object)?.is_none());
@@ -307,9 +311,9 @@ fn ints(sequence: &Bound<'_, PyAny>) -> PyResult<IndexVec> {
     sequence.try_iter()?.map(|item| int(&item?)).collect::<PyResult<_>>().map(IndexVec::I64)
 }
 
-/// One index. What does not fit 64 bits is outside of everything, so the nearest number stands for it.
+/// One index. An int beyond 64 bits is outside every range, so the nearest 64-bit int stands for it.
 pub(super) fn int(object: &Bound<'_, PyAny>) -> PyResult<i64> {
-    // A bool is an int to Python, but no plain one.
+    // A bool is a subclass of int in Python.
     if !object.is_exact_instance_of::<PyInt>() && object.is_instance_of::<PyBool>() {
         return Err(PyTypeError::new_err("an index must be an int, not bool"));
     }
@@ -330,7 +334,7 @@ pub(super) fn layer(object: &Bound<'_, PyAny>, layers: usize) -> PyResult<usize>
         .ok_or_else(|| Error::index(format!("layer {layer} is outside [0, {layers})")).at_index(layer).into())
 }
 
-/// An argument that may be left out, which is not the same as `None`.
+/// An optional argument. Omitting it differs from passing `None`.
 pub(super) enum Arg<'py> {
     Missing,
     Given(Bound<'py, PyAny>),
@@ -345,7 +349,7 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Arg<'py> {
 }
 
 impl Arg<'_> {
-    /// The size of a pool, or `default`.
+    /// The argument as a pool size, or `default`.
     pub(super) fn size(&self, name: &str, default: usize) -> PyResult<usize> {
         match self {
             Self::Missing => Ok(default),
@@ -353,7 +357,7 @@ impl Arg<'_> {
         }
     }
 
-    /// How many are wanted, or `default`.
+    /// The argument as a count, or `default`.
     pub(super) fn count(&self, name: &str, default: usize) -> PyResult<usize> {
         match self {
             Self::Missing => Ok(default),
@@ -362,7 +366,7 @@ impl Arg<'_> {
     }
 }
 
-/// How many are wanted; what is too large for a machine word is just too many.
+/// A count. An int beyond a machine word becomes `usize::MAX`, which no pool can satisfy.
 pub(super) fn count(name: &str, object: &Bound<'_, PyAny>) -> PyResult<usize> {
     match object.extract::<usize>() {
         Ok(count) => Ok(count),
@@ -377,7 +381,7 @@ pub(super) fn count(name: &str, object: &Bound<'_, PyAny>) -> PyResult<usize> {
     }
 }
 
-/// A size of a pool.
+/// A pool size.
 pub(super) fn size(name: &str, object: &Bound<'_, PyAny>) -> PyResult<usize> {
     match count(name, object)? {
         usize::MAX => Err(Error::config(format!("{name} is {object}, more than an address can name")).into()),
@@ -389,7 +393,7 @@ fn negative(name: &str, object: &Bound<'_, PyAny>) -> PyErr {
     Error::config(format!("{name} is {object}; it must not be negative")).into()
 }
 
-/// A device as PyTorch writes it, or a `torch.device`; by default the first CUDA device.
+/// A device in PyTorch's notation, or a `torch.device`. Defaults to the first CUDA device.
 pub(super) fn device(object: Option<&Bound<'_, PyAny>>) -> PyResult<Device> {
     let Some(object) = object else { return Ok(Device::Cuda(0)) };
     let text = object.str()?.to_string();
@@ -399,12 +403,12 @@ pub(super) fn device(object: Option<&Bound<'_, PyAny>>) -> PyResult<Device> {
     Err(PyTypeError::new_err(format!("device must be a str or a torch.device, not {}", kind_of(object))))
 }
 
-/// A device as PyTorch writes it, or a `torch.device`; by default the host.
+/// A device in PyTorch's notation, or a `torch.device`. Defaults to the host.
 pub(super) fn host_or(object: Option<&Bound<'_, PyAny>>) -> PyResult<Device> {
     object.map_or(Ok(Device::Cpu), |object| device(Some(object)))
 }
 
-/// A CUDA stream: a `torch.cuda.Stream` or whatever else has a `cuda_stream`, or a handle.
+/// A CUDA stream: a `torch.cuda.Stream`, another object with a `cuda_stream`, or a stream handle.
 pub(super) fn stream(object: &Bound<'_, PyAny>) -> PyResult<Stream> {
     let handle = object.getattr(pyo3::intern!(object.py(), "cuda_stream")).unwrap_or_else(|_| object.clone());
     let handle = handle.extract::<usize>().map_err(|_| {
@@ -413,7 +417,7 @@ pub(super) fn stream(object: &Bound<'_, PyAny>) -> PyResult<Stream> {
     Ok(Stream::from_handle(handle))
 }
 
-/// Extents of a tensor: ints in a tuple or another sequence, or a single one.
+/// The shape of a tensor: a sequence of ints, or a single int.
 pub(super) fn shape(object: &Bound<'_, PyAny>) -> PyResult<Dims> {
     let mut extents = [0; MAX_NDIM];
     let tuple = object.cast::<PyTuple>();
@@ -434,7 +438,7 @@ pub(super) fn shape(object: &Bound<'_, PyAny>) -> PyResult<Dims> {
     }
 }
 
-/// As [`shape`], of a pool, whose extents must not be negative.
+/// [`shape`] for a pool, without negative extents.
 pub(super) fn extents(name: &str, object: &Bound<'_, PyAny>) -> PyResult<Vec<usize>> {
     let shape = shape(object)?;
     shape
@@ -458,7 +462,7 @@ pub(super) fn storage_dtype(object: &Bound<'_, PyAny>) -> PyResult<DType> {
     Ok(DType::parse(&dtype_name(object)?)?)
 }
 
-/// Any dtype, for memory that holds whatever a step needs. A `torch.dtype` is known by its address.
+/// Any dtype, for scratch memory. A `torch.dtype` is recognised by its address.
 pub(super) fn any_dtype(object: &Bound<'_, PyAny>) -> PyResult<DType> {
     match torch(object.py())?.and_then(|torch| torch.known_dtype(object)) {
         Some(dtype) => Ok(dtype),

@@ -1,4 +1,4 @@
-//! `kvpool.BatchPlanner`, `kvpool.BatchPlan` and what it has on the host.
+//! `kvpool.BatchPlanner`, `kvpool.BatchPlan` and `kvpool.HostPlan`.
 
 use std::sync::Arc;
 
@@ -17,46 +17,50 @@ use super::args;
 use super::export::to_tensor;
 use super::fences::fence;
 use super::framework::{backend, current_stream};
-use super::made::MadeTensors;
 use super::req_to_token_pool::ReqToTokenPool;
 use super::tensor::Tensor;
+use super::tensor_cache::TensorCache;
 use super::token_to_kv_pool_allocator::TokenToKvPoolAllocator;
 
-/// Plans the steps of a scheduler: one call takes the slots of a whole batch, writes the request table and makes the
-/// metadata that attention kernels read.
+/// Plans the steps of a scheduler: one call takes the slots of a whole batch, writes the request table and
+/// builds the metadata that attention kernels read.
 ///
-/// The planner knows how many tokens of each request have slots, and owns these: `seq_lens` are always lengths with the new
-/// tokens, and what does not fit what a request has is an error. Rows come from `req_to_token_pool.alloc`; `finish` gives
-/// them back with their slots. A row that was freed and taken again by somebody else begins anew. `extend` and `decode` are
-/// all or nothing: `None` when the pool is short, and an error, leave everything as it was.
+/// The planner tracks how many tokens of each request have slots, and owns these slots. `seq_lens` always
+/// include the new tokens; a length that does not follow from the request's current length is an error. Rows
+/// come from `req_to_token_pool.alloc`; `finish` frees them with their slots. A row that was freed and
+/// allocated again starts with no tokens. `extend` and `decode` are all or nothing: when they return `None`
+/// or raise, nothing is changed.
 ///
-/// A step is one pass on the host, whose cost grows with the new tokens and the requests; only `kv_indices` is written whole
-/// every time. On a GPU it is one launch on the current stream, behind a copy to the device where the batch is large, and
-/// nothing waits, unless the host is many large steps ahead; a plan on another stream than the one before must be ordered
-/// after whatever still reads that, by an event. All calls are atomic.
+/// A step is one pass on the host. Its cost grows with the new tokens and the requests; only `kv_indices` is
+/// rewritten whole in every step. On a GPU a step is one launch on the current stream, preceded by a copy to
+/// the device if the batch is large. It waits only if the host is many large steps ahead. If you plan on
+/// another stream than before, make that stream wait, by an event, for the work that reads the previous plan.
+/// All calls are atomic.
 ///
 /// Args:
-///     req_to_token_pool: The request table, which nobody else writes in rows that the planner uses.
-///     allocator: Where slots come from, on the same device. Its page size is that of the metadata.
-///     max_batch_size: Requests in a batch, padding counted.
-///     max_tokens: New tokens in a batch, padding counted.
-///     kv_indices: Whether FlashInfer's `kv_indices` are made: memory for `max_batch_size` requests of full length.
-///     block_table: Whether the block table of FlashAttention and vLLM is made: as much memory again.
+///     req_to_token_pool: The request table. Do not write to rows that the planner uses.
+///     allocator: The allocator of the slots, on the same device. The metadata has its page size.
+///     max_batch_size: Maximum number of requests in a batch, including padding.
+///     max_tokens: Maximum number of new tokens in a batch, including padding.
+///     kv_indices: Whether to build FlashInfer's `kv_indices`, which takes memory for `max_batch_size`
+///         requests of full length.
+///     block_table: Whether to build the block table of FlashAttention and vLLM, which takes as much memory
+///         again.
 ///
 /// Raises:
 ///     ConfigError: If a size is below 1, or the pools are on different devices.
-///     OutOfMemoryError: If the memory cannot be had.
+///     OutOfMemoryError: If there is not enough memory.
 #[pyclass(frozen, module = "kvpool", name = "BatchPlanner", weakref)]
 pub(super) struct BatchPlanner {
     planner: Planner,
     table: Py<ReqToTokenPool>,
     allocator: Py<TokenToKvPoolAllocator>,
-    /// By field; they are the same in every step that has the same sizes.
-    tensors: MadeTensors<()>,
+    /// By field. Steps of equal sizes use the same tensors.
+    tensors: TensorCache<()>,
 }
 
 impl BatchPlanner {
-    /// Announces the caller's line to the pools, if one of them debugs.
+    /// Records the caller's line for the pools, if one of them debugs.
     fn begin(&self, py: Python<'_>) -> PyResult<Option<ActGuard>> {
         let (slots, rows) = (self.allocator.get().debug, self.table.get().debug);
         if slots.is_on() { slots.begin(py, None) } else { rows.begin(py, None) }
@@ -71,7 +75,7 @@ fn values(py: Python<'_>, object: &Bound<'_, PyAny>) -> PyResult<IndexVec> {
     args::index_or_indices(object)?.values(py)
 }
 
-/// Batch sizes, none of them negative.
+/// Batch sizes, which must not be negative.
 fn padded_sizes(given: &IndexVec) -> PyResult<Vec<usize>> {
     let size = |size: i64| {
         usize::try_from(size).map_err(|_| {
@@ -115,33 +119,35 @@ impl BatchPlanner {
         let (slots, table) = (&allocator.get().pool, &req_to_token_pool.get().pool);
         let backend = backend(py, slots.device())?;
         let planner = py.detach(|| Planner::new(&config, &backend, Arc::clone(slots), Arc::clone(table)))?;
-        Ok(Self { planner, table: req_to_token_pool, allocator, tensors: MadeTensors::default() })
+        Ok(Self { planner, table: req_to_token_pool, allocator, tensors: TensorCache::default() })
     }
 
-    /// Takes the slots for positions `[prefix, seq)` of each request: prefill, chunk by chunk or at once.
+    /// Takes the slots for positions `[prefix, seq)` of each request: a prefill, whole or chunked.
     ///
     /// Args:
-    ///     req_pool_indices: Rows, ints `[bs]`.
-    ///     prefix_lens: Tokens that each request has, ints `[bs]`: 0 for a new one, or the length of its cached prefix.
-    ///     seq_lens: Tokens that it will have, ints `[bs]`.
-    ///     prefix_slots: Slots of cached prefixes: `None`, or a sequence with one entry for each request, `None` or ints.
-    ///         They must be in use, and fill whole pages. The request becomes one more owner of them (see
-    ///         `TokenToKVPoolAllocator.share`); the caller stays one.
+    ///     req_pool_indices: Request rows, ints `[bs]`.
+    ///     prefix_lens: Tokens that each request has now, ints `[bs]`. For a new request: 0, or the length of
+    ///         its cached prefix.
+    ///     seq_lens: Tokens that each request will have, ints `[bs]`.
+    ///     prefix_slots: Slots of cached prefixes: `None`, or a sequence with one entry per request, each
+    ///         `None` or ints. The slots must be in use and fill whole pages. The request becomes an
+    ///         additional owner (see `TokenToKVPoolAllocator.share`); the caller remains one.
     ///
     /// Returns:
-    ///     A `BatchPlan`, or `None` when the pool is short. The slots are in the allocator's order, those of a partly used
-    ///     page first.
+    ///     A `BatchPlan`, or `None` if there are not enough slots. The slots are in the allocator's order,
+    ///     those of a partly used page first.
     ///
-    /// Waits only where it would otherwise answer `None`, for freed slots whose values are on their way from a GPU, and for
-    /// arguments that only a GPU knows.
+    /// Waits in two cases only: for freed slots whose values are still being copied from a GPU, if it would
+    /// otherwise return `None`; and for the values of arguments on a GPU.
     ///
     /// Raises:
-    ///     ConfigError: If lengths differ or do not fit what a request has, a row is named twice, cached slots do not fill
-    ///         their prefix or their pages, or the batch is larger than the planner's.
+    ///     ConfigError: If the arguments differ in length, a length does not follow from the request's
+    ///         current length, a row is listed twice, cached slots do not fill their prefix or their pages,
+    ///         or the batch exceeds the planner's limits.
     ///     IndexError: If a row or a length is outside of the table.
-    ///     IndexOwnershipError: If a row was not taken, a cached slot is not in use, or somebody else freed the page that a
-    ///         request goes on filling.
-    ///     DriverError: If the driver refuses, or the stream is being captured.
+    ///     IndexOwnershipError: If a row is not allocated, a cached slot is not in use, or the page that a
+    ///         request continues was freed by another owner.
+    ///     DriverError: If a driver call fails, or the stream is being captured.
     #[pyo3(signature = (req_pool_indices, prefix_lens, seq_lens, prefix_slots=None))]
     fn extend(
         slf: &Bound<'_, Self>,
@@ -171,25 +177,27 @@ impl BatchPlanner {
         Ok(plan.map(|plan| BatchPlan { planner: slf.clone().unbind(), plan }))
     }
 
-    /// Takes the slots for the next tokens of each request: `extend` from `seq_lens - tokens_per_req` to `seq_lens`.
+    /// Takes the slots for the next tokens of each request: `extend` from `seq_lens - tokens_per_req` to
+    /// `seq_lens`.
     ///
     /// Args:
-    ///     req_pool_indices: Rows, ints `[bs]`.
-    ///     seq_lens: Tokens of each request with the new ones, ints `[bs]`.
-    ///     tokens_per_req: New tokens of each request; more than one for speculative decoding, after which `truncate` gives
-    ///         back those that were rejected.
-    ///     pad_to: Batch sizes of CUDA graphs, an int or a sequence: the batch is filled up to the least that it fits. A
-    ///         padding request points at row 0, has `tokens_per_req` tokens at slot 0 (-1 in `slot_mapping`), all of them new,
-    ///         and the padding page.
+    ///     req_pool_indices: Request rows, ints `[bs]`.
+    ///     seq_lens: Tokens of each request, including the new ones, ints `[bs]`.
+    ///     tokens_per_req: New tokens per request. Use more than one for speculative decoding, and `truncate`
+    ///         to free the rejected ones.
+    ///     pad_to: Batch sizes of CUDA graphs, an int or a sequence. The batch is padded to the smallest size
+    ///         that it fits. A padding request has row 0, the padding page, and `tokens_per_req` tokens, all
+    ///         new and at slot 0 (-1 in `slot_mapping`).
     ///
     /// Returns:
-    ///     A `BatchPlan`, or `None` when the pool is short.
+    ///     A `BatchPlan`, or `None` if there are not enough slots.
     ///
     /// Raises:
-    ///     ConfigError: As `extend`; if the batch is larger than all of `pad_to`, or the table has no padding row.
-    ///     IndexError: As `extend`.
-    ///     IndexOwnershipError: As `extend`.
-    ///     DriverError: As `extend`.
+    ///     ConfigError: As in `extend`; also if the batch exceeds every size of `pad_to`, or the table has no
+    ///         padding row.
+    ///     IndexError: As in `extend`.
+    ///     IndexOwnershipError: As in `extend`.
+    ///     DriverError: As in `extend`.
     #[pyo3(signature = (req_pool_indices, seq_lens, tokens_per_req=args::Arg::Missing, *, pad_to=None),
            text_signature = "($self, req_pool_indices, seq_lens, tokens_per_req=1, *, pad_to=None)")]
     fn decode(
@@ -211,19 +219,22 @@ impl BatchPlanner {
         Ok(plan.map(|plan| BatchPlan { planner: slf.clone().unbind(), plan }))
     }
 
-    /// Shrinks requests, such as by tokens that were rejected. What the table holds beyond stays there, and is nobody's.
+    /// Shrinks requests, for example by rejected tokens, and frees their slots. Table entries beyond the new
+    /// length keep their values but are no longer owned.
     ///
     /// Args:
-    ///     req_pool_indices: Rows, ints `[bs]`.
-    ///     seq_lens: Tokens that each keeps, ints `[bs]`.
-    ///     after: As in `TokenToKVPoolAllocator.free`: the slots stay in use until its `query()` answers true.
+    ///     req_pool_indices: Request rows, ints `[bs]`.
+    ///     seq_lens: Tokens that each request keeps, ints `[bs]`.
+    ///     after: A fence as in `TokenToKVPoolAllocator.free`: the slots stay in use until its `query()`
+    ///         returns true.
     ///
     /// Raises:
-    ///     ConfigError: If a request has less, or a row is named twice; nothing is changed then.
+    ///     ConfigError: If a request has fewer tokens, or a row is listed twice. Nothing is changed.
     ///     IndexError: If a row is outside of the table.
-    ///     IndexOwnershipError: If a row was not taken, or a request would end within a page that has another owner, maybe
-    ///         one behind a fence, which later tokens would overwrite; nothing is changed then. If the allocator is strict,
-    ///         and somebody else freed a slot of the planner; all others were given back then.
+    ///     IndexOwnershipError: If a row is not allocated, or a request would end inside a page that has
+    ///         another owner (possibly one behind a fence), which later tokens would overwrite; nothing is
+    ///         changed. Also if the allocator is strict and a slot of the planner was freed by another owner;
+    ///         all others are freed.
     #[pyo3(signature = (req_pool_indices, seq_lens, *, after=None))]
     fn truncate(
         &self,
@@ -242,19 +253,20 @@ impl BatchPlanner {
         Ok(())
     }
 
-    /// Gives back the slots and the rows of requests; the rows are zeroed.
+    /// Frees the slots and the rows of requests. The rows are zeroed.
     ///
     /// Args:
-    ///     req_pool_indices: Rows, ints `[bs]`.
-    ///     seq_lens: Tokens of each that have slots, ints `[bs]`; only checked.
-    ///     after: As in `TokenToKVPoolAllocator.free`: the slots stay in use until its `query()` answers true.
+    ///     req_pool_indices: Request rows, ints `[bs]`.
+    ///     seq_lens: Tokens of each request, ints `[bs]`. Only checked.
+    ///     after: A fence as in `TokenToKVPoolAllocator.free`: the slots stay in use until its `query()`
+    ///         returns true.
     ///
     /// Raises:
-    ///     ConfigError: If a length is not what the request has, or a row is named twice; nothing is changed then.
+    ///     ConfigError: If a length differs from the request's, or a row is listed twice. Nothing is changed.
     ///     IndexError: If a row is outside of the table.
-    ///     IndexOwnershipError: If a row was not taken; nothing is changed then. If the allocator is strict, and somebody
-    ///         else freed a slot of the planner; all else was given back then.
-    ///     DriverError: If the driver refuses to zero the rows; they are given back all the same.
+    ///     IndexOwnershipError: If a row is not allocated; nothing is changed. Also if the allocator is
+    ///         strict and a slot of the planner was freed by another owner; everything else is freed.
+    ///     DriverError: If zeroing the rows fails. They are freed all the same.
     #[pyo3(signature = (req_pool_indices, seq_lens=None, *, after=None))]
     fn finish(
         &self,
@@ -272,23 +284,24 @@ impl BatchPlanner {
         Ok(())
     }
 
-    /// Gives a request that has nothing the first tokens of another, as parallel sampling does. Full pages are shared, each
-    /// request being an owner; a partly used one is replaced by a new page, to which the caller copies.
+    /// Gives an empty request the first tokens of another, for example for parallel sampling. Full pages are
+    /// shared, with each request as an owner. A partly used page gets a new page in its place, to which you
+    /// copy its contents.
     ///
     /// Args:
-    ///     src: The row of the request that has the tokens.
-    ///     dst: The row of the other.
-    ///     seq_len: How many tokens.
+    ///     src: Row of the request that has the tokens.
+    ///     dst: Row of the empty request.
+    ///     seq_len: Number of tokens.
     ///
     /// Returns:
-    ///     `(dst_slots, src_slots)`, 1-D int32 tensors of the same length for `KVPool.move_kv`, empty where nothing is to be
-    ///     copied (always with pages of one slot); or `None` when there is no page for it.
+    ///     `(dst_slots, src_slots)`, 1-D int32 tensors of equal length for `KVPool.move_kv`, empty if there
+    ///     is nothing to copy (always for pages of one slot); or `None` if there is no free page.
     ///
     /// Raises:
-    ///     ConfigError: If `src` has less, `dst` has something, or they are the same.
+    ///     ConfigError: If `src` has fewer tokens, `dst` is not empty, or they are the same row.
     ///     IndexError: If a row is outside of the table.
-    ///     IndexOwnershipError: If a row was not taken, or somebody else freed a page of `src`.
-    ///     DriverError: If the driver refuses, or the stream is being captured.
+    ///     IndexOwnershipError: If a row is not allocated, or a page of `src` was freed by another owner.
+    ///     DriverError: If a driver call fails, or the stream is being captured.
     fn fork(
         &self,
         py: Python<'_>,
@@ -303,18 +316,18 @@ impl BatchPlanner {
         copied.as_ref().map(tensors).transpose()
     }
 
-    /// Tokens of a request that have slots.
+    /// Returns the number of tokens of a request that have slots.
     ///
     /// Raises:
     ///     IndexError: If the row is outside of the table.
-    ///     IndexOwnershipError: If it was not taken.
+    ///     IndexOwnershipError: If the row is not allocated.
     fn seq_len(&self, req_pool_idx: &Bound<'_, PyAny>) -> PyResult<u32> {
         let row = args::int(req_pool_idx)?;
         Ok(self.planner.seq_len(row)?)
     }
 
-    /// The numbers of this planner: `requests` that have slots, their `tokens`, `plans` so far; `max_batch_size`,
-    /// `max_tokens`, and `bytes` of the arrays on its device.
+    /// Returns the statistics of this planner: `requests` with slots, their `tokens`, `plans` so far,
+    /// `max_batch_size`, `max_tokens`, and `bytes` of the arrays on its device.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let (planner, (requests, tokens)) = (&self.planner, self.planner.totals());
         [
@@ -334,31 +347,31 @@ impl BatchPlanner {
         self.table.clone_ref(py)
     }
 
-    /// Where slots come from.
+    /// The allocator of the slots.
     #[getter]
     fn allocator(&self, py: Python<'_>) -> Py<TokenToKvPoolAllocator> {
         self.allocator.clone_ref(py)
     }
 
-    /// Requests in a batch, at most.
+    /// Maximum number of requests in a batch, including padding.
     #[getter]
     fn max_batch_size(&self) -> usize {
         self.planner.config().max_batch_size
     }
 
-    /// New tokens in a batch, at most.
+    /// Maximum number of new tokens in a batch, including padding.
     #[getter]
     fn max_tokens(&self) -> usize {
         self.planner.config().max_tokens
     }
 
-    /// Slots in a page.
+    /// Slots per page.
     #[getter]
     fn page_size(&self) -> usize {
         self.allocator.get().pool.page_size()
     }
 
-    /// Where the tensors are, as PyTorch writes it.
+    /// The device of the tensors, in PyTorch's notation, such as "cuda:0".
     #[getter]
     fn device(&self) -> String {
         self.planner.device().to_string()
@@ -381,11 +394,12 @@ impl BatchPlanner {
     }
 }
 
-/// A step that a `BatchPlanner` planned: what attention kernels and samplers read.
+/// A planned step: the arrays that attention kernels and samplers read.
 ///
-/// The tensors are int32 (`slot_mapping` int64) views of the planner's memory, on its device and at the same addresses in
-/// every plan, valid on the stream that was current then; the next plan of the planner overwrites them. After it they cannot
-/// be asked for here any more (`StaleBufferError`). `B` is the padded number of requests, `T` that of new tokens.
+/// The tensors are int32 (`slot_mapping`: int64) views of the planner's memory, on its device and at the same
+/// addresses in every plan. They are valid on the stream that was current in the planning call. The next plan
+/// of the planner overwrites them, and getters of this plan then raise `StaleBufferError`. `B` is the padded
+/// number of requests, `T` the padded number of new tokens.
 #[pyclass(frozen, module = "kvpool", name = "BatchPlan", weakref)]
 pub(super) struct BatchPlan {
     planner: Py<BatchPlanner>,
@@ -407,7 +421,7 @@ impl BatchPlan {
 
 #[pymethods]
 impl BatchPlan {
-    /// Slots of the new tokens, `[T]`, one request after the other; 0 for padding. SGLang's name.
+    /// Slots of the new tokens, `[T]`, one request after the other; 0 for padding (SGLang's name).
     #[getter]
     fn out_cache_loc(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
         self.tensor(py, Field::OutCacheLoc)
@@ -431,7 +445,7 @@ impl BatchPlan {
         self.tensor(py, Field::ReqPoolIndices)
     }
 
-    /// Tokens of each request with the new ones, `[B]`.
+    /// Tokens of each request, including the new ones, `[B]`.
     #[getter]
     fn seq_lens(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
         self.tensor(py, Field::SeqLens)
@@ -443,7 +457,7 @@ impl BatchPlan {
         self.tensor(py, Field::SeqLens)
     }
 
-    /// Where the new tokens of each request begin, and how many there are in all, `[B + 1]` (FlashInfer).
+    /// Offsets of the new tokens of each request, ending with their total, `[B + 1]` (FlashInfer).
     #[getter]
     fn qo_indptr(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
         self.tensor(py, Field::QoIndptr)
@@ -455,69 +469,70 @@ impl BatchPlan {
         self.tensor(py, Field::QoIndptr)
     }
 
-    /// Where the pages of each request begin in `kv_indices`, and how many there are in all, `[B + 1]` (FlashInfer).
+    /// Offsets of the pages of each request in `kv_indices`, ending with their total, `[B + 1]` (FlashInfer).
     #[getter]
     fn kv_indptr(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
         self.tensor(py, Field::KvIndptr)
     }
 
-    /// The pages of all requests, one after the other, `[kv_indptr[-1]]` (FlashInfer); with pages of one slot, their slots.
-    /// `None` if the planner does not make it.
+    /// The pages of all requests, one request after the other, `[kv_indptr[-1]]` (FlashInfer). With pages of
+    /// one slot these are the slots. `None` if the planner does not build it.
     #[getter]
     fn kv_indices(&self, py: Python<'_>) -> PyResult<Option<Py<PyAny>>> {
         self.field(py, Field::KvIndices)
     }
 
-    /// Tokens in the last page of each request, `[B]`, 1 to `page_size` (FlashInfer); 0 for a request without tokens.
+    /// Tokens in the last page of each request, `[B]`, 1 to `page_size` (FlashInfer); 0 for a request without
+    /// tokens.
     #[getter]
     fn kv_last_page_len(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
         self.tensor(py, Field::KvLastPageLen)
     }
 
-    /// The pages of each request, `[B, ceil(max_context_len / page_size)]`, zeros after them (FlashAttention and vLLM).
-    /// `None` if the planner does not make it.
+    /// The pages of each request, padded with zeros, `[B, ceil(max_context_len / page_size)]` (FlashAttention
+    /// and vLLM). `None` if the planner does not build it.
     #[getter]
     fn block_table(&self, py: Python<'_>) -> PyResult<Option<Py<PyAny>>> {
         self.field(py, Field::BlockTable)
     }
 
-    /// The same arrays on the host.
+    /// The arrays of this plan in host memory.
     #[getter]
     fn host(&self, py: Python<'_>) -> HostPlan {
         HostPlan { planner: self.planner.clone_ref(py), plan: self.plan }
     }
 
-    /// Requests, padding not counted.
+    /// Number of requests, without padding.
     #[getter]
     fn batch_size(&self) -> usize {
         self.plan.batch_size
     }
 
-    /// Requests with padding: `B`.
+    /// Number of requests, including padding: `B`.
     #[getter]
     fn padded_batch_size(&self) -> usize {
         self.plan.padded_batch_size
     }
 
-    /// New tokens, padding not counted.
+    /// Number of new tokens, without padding.
     #[getter]
     fn num_tokens(&self) -> usize {
         self.plan.num_tokens
     }
 
-    /// New tokens with those of padding: `T`.
+    /// Number of new tokens, including padding: `T`.
     #[getter]
     fn padded_num_tokens(&self) -> usize {
         self.plan.padded_num_tokens
     }
 
-    /// The most new tokens of a request, by FlashAttention's name.
+    /// Largest number of new tokens of a request (FlashAttention's name).
     #[getter]
     fn max_seqlen_q(&self) -> usize {
         self.plan.max_seqlen_q
     }
 
-    /// The most tokens of a request, by FlashAttention's name.
+    /// Largest number of tokens of a request (FlashAttention's name).
     #[getter]
     fn max_seqlen_k(&self) -> usize {
         self.plan.max_seqlen_k
@@ -539,10 +554,11 @@ impl BatchPlan {
     }
 }
 
-/// The arrays of a `BatchPlan` on the host: read-only NumPy arrays, in the planner's memory, which the next plan overwrites.
+/// The arrays of a `BatchPlan` in host memory: read-only NumPy arrays over the planner's memory, which the
+/// next plan overwrites.
 ///
-/// On a GPU `kv_indices` and `block_table` are made when they are asked for, which is an error (`StaleBufferError`) after
-/// `truncate`, `finish` or `fork`. Without NumPy they are `kvpool.Tensor`.
+/// On a GPU `kv_indices` and `block_table` are built on access, which raises `StaleBufferError` after
+/// `truncate`, `finish` or `fork`. Without NumPy the arrays are `kvpool.Tensor`s.
 #[pyclass(frozen, module = "kvpool", name = "HostPlan")]
 pub(super) struct HostPlan {
     planner: Py<BatchPlanner>,
@@ -570,73 +586,73 @@ impl HostPlan {
 
 #[pymethods]
 impl HostPlan {
-    /// As `BatchPlan.out_cache_loc`.
+    /// `BatchPlan.out_cache_loc` in host memory.
     #[getter]
     fn out_cache_loc<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         self.array(py, Field::OutCacheLoc)
     }
 
-    /// As `BatchPlan.positions`.
+    /// `BatchPlan.positions` in host memory.
     #[getter]
     fn positions<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         self.array(py, Field::Positions)
     }
 
-    /// As `BatchPlan.slot_mapping`.
+    /// `BatchPlan.slot_mapping` in host memory.
     #[getter]
     fn slot_mapping<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         self.array(py, Field::SlotMapping)
     }
 
-    /// As `BatchPlan.req_pool_indices`.
+    /// `BatchPlan.req_pool_indices` in host memory.
     #[getter]
     fn req_pool_indices<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         self.array(py, Field::ReqPoolIndices)
     }
 
-    /// As `BatchPlan.seq_lens`.
+    /// `BatchPlan.seq_lens` in host memory.
     #[getter]
     fn seq_lens<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         self.array(py, Field::SeqLens)
     }
 
-    /// As `BatchPlan.cache_seqlens`.
+    /// `BatchPlan.cache_seqlens` in host memory.
     #[getter]
     fn cache_seqlens<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         self.array(py, Field::SeqLens)
     }
 
-    /// As `BatchPlan.qo_indptr`.
+    /// `BatchPlan.qo_indptr` in host memory.
     #[getter]
     fn qo_indptr<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         self.array(py, Field::QoIndptr)
     }
 
-    /// As `BatchPlan.cu_seqlens_q`.
+    /// `BatchPlan.cu_seqlens_q` in host memory.
     #[getter]
     fn cu_seqlens_q<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         self.array(py, Field::QoIndptr)
     }
 
-    /// As `BatchPlan.kv_indptr`.
+    /// `BatchPlan.kv_indptr` in host memory.
     #[getter]
     fn kv_indptr<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         self.array(py, Field::KvIndptr)
     }
 
-    /// As `BatchPlan.kv_indices`.
+    /// `BatchPlan.kv_indices` in host memory.
     #[getter]
     fn kv_indices<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
         self.field(py, Field::KvIndices)
     }
 
-    /// As `BatchPlan.kv_last_page_len`.
+    /// `BatchPlan.kv_last_page_len` in host memory.
     #[getter]
     fn kv_last_page_len<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         self.array(py, Field::KvLastPageLen)
     }
 
-    /// As `BatchPlan.block_table`.
+    /// `BatchPlan.block_table` in host memory.
     #[getter]
     fn block_table<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
         self.field(py, Field::BlockTable)

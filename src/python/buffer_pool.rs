@@ -13,44 +13,46 @@ use crate::memory::{Borrowed, Keep};
 use crate::pool::{self, BufferConfig, BufferPool as Pool};
 use crate::tensor::TensorView;
 
+use super::base_pool::{BasePool, Look, PoolClass};
 use super::debug::Debug;
 use super::framework::{backend, current_stream};
-use super::made::MadeTensors;
-use super::pool::{Look, Pool as Base, PoolClass};
+use super::tensor_cache::TensorCache;
 use super::{args, lock, with};
 
-/// Scratch buffers that are used again from step to step.
+/// Scratch buffers that are reused from step to step.
 ///
-/// A buffer's memory is the smallest bucket that holds it; a free one of that bucket is handed out again, the last that was
-/// given back first, so that a step that allocates like the one before gets the same memory. New memory is zeroed once,
-/// memory that is handed out again is not.
+/// A buffer occupies the smallest bucket that fits it. Free buffers of a bucket are reused last in, first
+/// out, so that a step with the same allocations as the step before gets the same memory. New memory is
+/// zeroed once; reused memory is not.
 ///
-/// On a GPU buffers are valid on the stream that was current when they were allocated. A buffer that was given back while
-/// that stream still uses it is handed out for the same stream at once; another stream waits on the device, the host never.
-/// Who used it on another stream, too, orders that stream before giving the buffer back. Only a new buffer costs driver
-/// calls, which may wait for the device; none can be made while its stream is captured.
+/// On a GPU a buffer is valid on the stream that was current when it was allocated. A buffer that was
+/// released while that stream still uses it is reused at once on the same stream; another stream waits on the
+/// device, and the host never waits. If you use a buffer on a further stream, make the allocating stream wait
+/// for that work before you release the buffer. Only a new buffer makes driver calls, which may wait for the
+/// device; there can be none while its stream is captured.
 ///
 /// Args:
-///     device: Where the buffers are.
-///     rounding: "pow2" for buckets of powers of two, "fine" for four buckets a doubling.
-///     debug: Whether to note who takes and gives what, for `leaks` and reports; by default if `KVPOOL_DEBUG=1`.
+///     device: Device of the buffers.
+///     rounding: "pow2" for power-of-two buckets, "fine" for four buckets per doubling.
+///     debug: Whether to record owners and call sites for `leaks` and reports. Defaults to the environment
+///         variable `KVPOOL_DEBUG`.
 ///
 /// Raises:
-///     ConfigError: If `rounding` is something else.
+///     ConfigError: If `rounding` is neither "pow2" nor "fine".
 ///     BackendUnavailableError: If `device` cannot be used here.
-#[pyclass(extends = Base, frozen, module = "kvpool", name = "BufferPool")]
+#[pyclass(extends = BasePool, frozen, module = "kvpool", name = "BufferPool")]
 pub(super) struct BufferPool {
-    // It goes before the tensors that it has page-locked.
+    // Dropped before the tensors whose memory it has page-locked.
     pool: Mutex<Pool>,
     device: Device,
     rounding: Rounding,
     debug: Debug,
     existing: Mutex<Vec<Py<PyAny>>>,
-    /// By the index of a buffer.
-    tensors: MadeTensors<Ticket>,
+    /// By buffer index.
+    tensors: TensorCache<Ticket>,
 }
 
-/// Whether a tensor of PyTorch is a part of its storage. Of others nobody can tell.
+/// Whether a PyTorch tensor covers only a part of its storage. Unknown, hence false, for other tensors.
 fn is_part_of_storage(tensor: &Bound<'_, PyAny>, borrowed: &Borrowed<'_>) -> PyResult<bool> {
     let Ok(storage) = tensor.call_method0("untyped_storage") else { return Ok(false) };
     let whole: usize = storage.call_method0("nbytes")?.extract()?;
@@ -77,26 +79,27 @@ impl BufferPool {
         let (device, rounding) = (args::device(device)?, Rounding::parse(rounding)?);
         let mut pool = Pool::new(&BufferConfig { rounding }, &backend(py, device)?);
         let debug = Debug::new(debug, &mut pool);
-        let (existing, tensors) = (Mutex::default(), MadeTensors::default());
+        let (existing, tensors) = (Mutex::default(), TensorCache::default());
         let pool = Self { pool: Mutex::new(pool), device, rounding, debug, existing, tensors };
-        Ok(Base::under("BufferPool", debug, pool))
+        Ok(BasePool::initializer("BufferPool", debug, pool))
     }
 
     /// Takes a buffer.
     ///
     /// Args:
-    ///     shape: Extents of its tensor.
-    ///     dtype: Of its tensor: a storage dtype, float64, int32, int64 or bool.
-    ///     owner: A name for reports and `leaks`, a str or an int. Only noted where the pool debugs.
+    ///     shape: Shape of the tensor, ints.
+    ///     dtype: Dtype of the tensor: a storage dtype, float64, int32, int64 or bool.
+    ///     owner: An owner for reports and `leaks`, a str or an int. Recorded only if the pool debugs.
     ///
     /// Returns:
-    ///     A `Buffer`. What it holds is what was last written there, zeros if it is new.
+    ///     A `Buffer`. Its contents are zeros if the memory is new, else whatever was last written there.
     ///
     /// Raises:
     ///     ConfigError: If an extent is negative or the bytes overflow.
-    ///     TypeError: If the dtype is not known.
-    ///     OutOfMemoryError: If the memory cannot be had, also after the free buffers were given back.
-    ///     DriverError: If the driver refuses, and for a new buffer while the current stream is captured.
+    ///     TypeError: If the dtype is not supported.
+    ///     OutOfMemoryError: If there is not enough memory even after the free buffers were deallocated.
+    ///     DriverError: If a driver call fails, or a new buffer is needed while the current stream is
+    ///         captured.
     #[pyo3(signature = (shape, dtype, *, owner=None))]
     fn alloc(
         slf: &Bound<'_, Self>,
@@ -109,7 +112,7 @@ impl BufferPool {
         Self::alloc_one(slf, shape, dtype)
     }
 
-    /// Takes a buffer of `n` bytes, whose tensor is uint8 `[n]`. As `alloc` otherwise.
+    /// Takes a buffer of `n` bytes, whose tensor is uint8 `[n]`. Otherwise like `alloc`.
     #[pyo3(signature = (n, *, owner=None))]
     fn alloc_bytes(
         slf: &Bound<'_, Self>,
@@ -125,14 +128,14 @@ impl BufferPool {
     /// Takes a buffer for each of `specs`, or none of them.
     ///
     /// Args:
-    ///     specs: Pairs of shape and dtype, as `alloc` takes them.
+    ///     specs: Pairs of shape and dtype, as in `alloc`.
     ///     owner: As in `alloc`.
     ///
     /// Returns:
-    ///     A list of `Buffer`, in their order.
+    ///     A list of `Buffer` in the order of `specs`.
     ///
     /// Raises:
-    ///     As `alloc`. Nothing is taken then.
+    ///     As in `alloc`. Nothing is taken.
     #[pyo3(signature = (specs, *, owner=None))]
     fn alloc_batch(
         slf: &Bound<'_, Self>,
@@ -166,8 +169,8 @@ impl BufferPool {
     /// Gives a buffer back.
     ///
     /// Raises:
-    ///     StaleBufferError: If it was given back before. Nothing is changed.
-    ///     IndexOwnershipError: If it is of another pool.
+    ///     StaleBufferError: If the buffer was already given back. Nothing is changed.
+    ///     IndexOwnershipError: If the buffer belongs to another pool.
     fn release(slf: &Bound<'_, Self>, buffer: &Bound<'_, Buffer>) -> PyResult<()> {
         let buffer = buffer.get();
         if !buffer.pool.is(slf) {
@@ -177,32 +180,34 @@ impl BufferPool {
         buffer.release(slf.py())
     }
 
-    /// Gives every buffer back that is out. Using one of them afterwards raises `StaleBufferError`; the same sequence of
-    /// `alloc` gets the same memory again.
+    /// Gives every buffer in use back. Using one of them afterwards raises `StaleBufferError`. The same
+    /// sequence of `alloc` calls then gets the same memory.
     fn reset(&self, py: Python<'_>) -> PyResult<()> {
         let _acting = self.debug.begin(py, None)?;
         lock(&self.pool).reset();
         Ok(())
     }
 
-    /// A context manager that resets the pool at its end.
+    /// Returns a context manager that resets the pool at exit.
     fn step(slf: Bound<'_, Self>) -> BufferStep {
         BufferStep { pool: slf.unbind() }
     }
 
-    /// Notes an allocation of others, such as weights, which the pool neither owns nor recycles.
+    /// Registers existing memory, such as weights, which the pool neither owns nor recycles.
     ///
-    /// Host memory is page-locked, for copies at full speed, until the pool goes, where there is a driver and
-    /// `KVPOOL_NO_RESIDENCY` is not 1. The pool keeps the tensor alive as long. Registering it again does nothing.
+    /// Host memory is page-locked, for copies at full speed, until the pool is dropped, if there is a driver
+    /// and `KVPOOL_NO_RESIDENCY` is not 1. The pool keeps the tensor alive. Registering the same memory again
+    /// does nothing.
     ///
     /// Args:
-    ///     tensor: A contiguous tensor in host memory or on the device of the pool.
+    ///     tensor: A contiguous tensor in host memory or on the pool's device.
     ///
     /// Raises:
-    ///     ConfigError: If it is on another device, not contiguous, or to be page-locked and only a part of the memory that
-    ///         PyTorch allocated for it: the driver copies no memory of which a part is page-locked.
-    ///     OutOfMemoryError: If the driver cannot page-lock so much in one piece.
-    ///     DriverError: If the driver refuses to page-lock it.
+    ///     ConfigError: If the tensor is on another device, is not contiguous, or would be page-locked but
+    ///         covers only a part of its PyTorch storage: the driver cannot copy memory that is page-locked
+    ///         in part.
+    ///     OutOfMemoryError: If the driver cannot page-lock that much memory in one piece.
+    ///     DriverError: If page-locking fails otherwise.
     fn register_existing(&self, py: Python<'_>, tensor: &Bound<'_, PyAny>) -> PyResult<()> {
         let given = args::tensor("tensor", tensor)?;
         let borrowed = given.borrow()?;
@@ -218,37 +223,37 @@ impl BufferPool {
         Ok(())
     }
 
-    /// Gives the memory of free buffers back. On a GPU that waits for the streams that used it.
+    /// Deallocates the memory of free buffers. On a GPU this waits for the streams that used it.
     fn clear(&self, py: Python<'_>) {
         self.forget_free_tensors();
         py.detach(|| lock(&self.pool).clear());
     }
 
-    /// Buffers that are free.
+    /// Number of free buffers.
     #[getter]
     fn free_count(&self) -> usize {
         lock(&self.pool).buckets().free_count()
     }
 
-    /// Bytes of the buffers that are free.
+    /// Bytes of the free buffers.
     #[getter]
     fn free_bytes(&self) -> usize {
         lock(&self.pool).buckets().free_bytes()
     }
 
-    /// Buffers that are out.
+    /// Number of buffers in use.
     #[getter]
     fn in_use_count(&self) -> usize {
         lock(&self.pool).buckets().in_use_count()
     }
 
-    /// Bytes of the buffers that are out, in whole buckets.
+    /// Bytes of the buffers in use, in whole buckets.
     #[getter]
     fn in_use_bytes(&self) -> usize {
         lock(&self.pool).buckets().in_use_bytes()
     }
 
-    /// The most bytes that were out at once, in whole buckets.
+    /// Largest number of bytes in use at once, in whole buckets.
     #[getter]
     fn high_water_bytes(&self) -> usize {
         lock(&self.pool).buckets().high_water_bytes()
@@ -284,7 +289,8 @@ impl BufferPool {
         Ok(Buffer::new(slf, &buffer, shape, dtype))
     }
 
-    /// Does `work`, and once more when there is no memory: tensors of free buffers, which hold some, are let go before.
+    /// Does `work`. If it runs out of memory, drops the cached tensors of free buffers, which keep memory
+    /// alive, and tries again.
     fn try_twice<T>(&self, work: impl Fn(&mut Pool) -> crate::base::Result<T>) -> PyResult<T> {
         let answer = work(&mut lock(&self.pool));
         match answer {
@@ -301,11 +307,12 @@ impl BufferPool {
     }
 }
 
-/// A scratch buffer of a `BufferPool`, until it is given back.
+/// A scratch buffer of a `BufferPool`, valid until it is given back.
 ///
-/// Dropping it gives nothing back. `with buffer:` releases it at the end, unless the pool was reset meanwhile.
-// The garbage collector does not look at it: only a cycle through an attribute of a tensor could go by here, and there are
-// thousands in every step.
+/// Dropping the object does not give the buffer back. `with buffer:` releases it at exit, unless the pool was
+/// reset meanwhile.
+// Not tracked by the garbage collector: every step has thousands of buffers, and only a cycle through an
+// attribute of a tensor could involve one.
 #[pyclass(frozen, module = "kvpool", name = "Buffer", weakref)]
 pub(super) struct Buffer {
     pool: Py<BufferPool>,
@@ -331,9 +338,9 @@ impl Buffer {
 
 #[pymethods]
 impl Buffer {
-    /// The buffer as a contiguous tensor of the shape and dtype that were asked for, no copy.
+    /// The buffer as a contiguous tensor of the requested shape and dtype, without a copy.
     ///
-    /// Who keeps the tensor after the buffer was given back sees what its next owner writes.
+    /// If you keep the tensor after the buffer was given back, it shows what the next owner writes.
     ///
     /// Raises:
     ///     StaleBufferError: If the buffer was given back.
@@ -345,7 +352,7 @@ impl Buffer {
         pool.tensors.tensor(py, widen(self.ticket.index()), self.ticket, &view)
     }
 
-    /// Bytes that were asked for.
+    /// Number of bytes requested.
     #[getter]
     const fn nbytes(&self) -> usize {
         self.bytes
@@ -357,10 +364,10 @@ impl Buffer {
         self.capacity
     }
 
-    /// Gives it back.
+    /// Gives the buffer back.
     ///
     /// Raises:
-    ///     StaleBufferError: If it was given back before. Nothing is changed.
+    ///     StaleBufferError: If the buffer was already given back. Nothing is changed.
     fn release(&self, py: Python<'_>) -> PyResult<()> {
         let _acting = self.pool.get().debug.begin(py, None)?;
         with(&self.pool.get().pool, |pool| pool.release(self.ticket))
@@ -381,7 +388,7 @@ impl Buffer {
     }
 }
 
-/// What `BufferPool.step` returns: `with` resets the pool at its end.
+/// The context manager of `BufferPool.step`: resets the pool at exit.
 #[pyclass(frozen, module = "kvpool", name = "BufferStep")]
 pub(super) struct BufferStep {
     pool: Py<BufferPool>,

@@ -15,85 +15,92 @@ use crate::memory::{Backend, Event, MappedHost, PageLocking as Locking, Progress
 use crate::pool::{Attempt, ChunkConfig, ChunkPool as Pool};
 
 use super::args;
+use super::base_pool::{BasePool, Look, PoolClass};
 use super::debug::Debug;
 use super::framework::{backend, current_stream, to_dtype};
 use super::lock;
-use super::made::MadeTensors;
-use super::pool::{Look, Pool as Base, PoolClass};
-use super::report::{self, Reporter};
+use super::logging::{self, Reporter};
+use super::tensor_cache::TensorCache;
 
-/// How long it waits before it looks for signals, or whether the program has ended.
+/// Longest wait between checks for signals and for the end of the program.
 const SLICE: Duration = Duration::from_millis(50);
 
-/// Fixed-size chunks in one region, for KV that left the GPU.
+/// Fixed-size chunks in one region, for offloaded K and V.
 ///
-/// Chunks are numbered from 0, zero at first and not zeroed again. The last freed is taken first, then the lowest that was
-/// never taken. Host memory is page-locked where there is a driver, in steps of about 64 MiB on two threads
-/// (`KVPOOL_PAGE_LOCK_THREADS`; more are sooner done, and hold up other calls of the driver meanwhile): the
-/// constructor of a larger pool returns at once, chunks can be taken as their step is done, and the logger `kvpool` tells how
-/// far it has come. A step that the driver refuses stays ordinary memory, and is told as a warning.
+/// Chunks are numbered from 0. They are zero at first and are not zeroed again. The chunk freed last is taken
+/// first, then the lowest that was never taken.
+///
+/// If there is a driver, host memory is page-locked in steps of about 64 MiB on two threads.
+/// `KVPOOL_PAGE_LOCK_THREADS` sets the number of threads: more threads finish sooner but delay other driver
+/// calls meanwhile. The constructor of a larger pool returns at once, chunks become available as their step
+/// completes, and progress is reported through the logger `kvpool`. A step that cannot be page-locked stays
+/// ordinary memory, with a warning.
 ///
 /// Args:
-///     num_chunks: Chunks.
-///     chunk_shape: Extents of a chunk.
-///     dtype: Of the elements.
-///     device: Where the chunks are.
-///     pin_memory: Page-lock host memory where a driver is present.
-///     numa_node: Take host memory from this NUMA node as long as it has any. A machine without nodes has node 0.
-///     huge_pages: Take host memory in explicit huge pages of 2 MiB; where the system has not reserved enough of them,
-///         a log line says so and transparent ones are used.
-///     strict: Whether a bad free raises; otherwise it is dropped, counted and reported.
-///     progress: Called as `progress(done_chunks, num_chunks)` after each step, from another thread if there are several.
+///     num_chunks: Number of chunks.
+///     chunk_shape: Shape of a chunk.
+///     dtype: Storage dtype of the elements.
+///     device: Device of the chunks.
+///     pin_memory: Whether to page-lock host memory if a driver is present.
+///     numa_node: Prefer this NUMA node for host memory. A machine without NUMA has node 0.
+///     huge_pages: Whether to use explicit huge pages of 2 MiB for host memory. If the system has not
+///         reserved enough of them, transparent huge pages are used, with a log message.
+///     strict: Whether an invalid free raises; otherwise it is dropped, counted and reported.
+///     debug: Whether to record owners and call sites for `leaks` and reports. Defaults to the environment
+///         variable `KVPOOL_DEBUG`.
+///     progress: Called as `progress(done_chunks, num_chunks)` after each step, from another thread if there
+///         are several steps.
 ///
 /// Raises:
-///     ConfigError: If a size is below 1, bytes overflow, or the machine has no such node.
-///     TypeError: If `dtype` cannot be stored.
-///     OutOfMemoryError: If the memory cannot be had.
-///     BackendUnavailableError: If `device` cannot be used here.
-#[pyclass(extends = Base, frozen, module = "kvpool", name = "ChunkPool")]
+///     ConfigError: If a size is below 1, the size in bytes overflows, or the NUMA node does not exist.
+///     TypeError: If `dtype` is not a storage dtype.
+///     OutOfMemoryError: If there is not enough memory.
+///     BackendUnavailableError: If `device` is not available.
+#[pyclass(extends = BasePool, frozen, module = "kvpool", name = "ChunkPool")]
 pub(super) struct ChunkPool {
     pool: Arc<Pool>,
-    /// Where host memory comes from.
+    /// The backend of host memory.
     mapped: Option<Arc<MappedHost>>,
     numa_node: Option<usize>,
     debug: Debug,
     reporter: Reporter,
-    held: Arc<Held>,
-    /// By the index of a chunk.
-    tensors: MadeTensors<Ticket>,
+    pending: Arc<PendingCopies>,
+    /// By chunk index.
+    tensors: TensorCache<Ticket>,
 }
 
-/// What copies under direction read or write, with the points after them.
+/// Tensors that copies in flight read or write, each with the event after its copy.
 #[derive(Default)]
-struct Held(Mutex<Vec<(Arc<Event>, Py<PyAny>)>>);
+struct PendingCopies(Mutex<Vec<(Arc<Event>, Py<PyAny>)>>);
 
 impl Drop for ChunkPool {
     fn drop(&mut self) {
-        for (event, _) in lock(&self.held.0).iter() {
-            // If the driver cannot say when a copy is done, nothing can.
+        for (event, _) in lock(&self.pending.0).iter() {
+            // A driver that fails here cannot report the end of the copy in any other way.
             let _ = event.wait();
         }
     }
 }
 
-impl Held {
-    /// Drops what copies that are done have read or written, and keeps `more`.
-    fn let_go(&self, more: Option<(Arc<Event>, Py<PyAny>)>) {
-        let mut held = lock(&self.0);
-        let (over, under_way) =
-            std::mem::take(&mut *held).into_iter().partition(|(event, _)| matches!(event.passed(), Ok(true)));
-        *held = under_way;
-        held.extend(more);
-        drop(held);
+impl PendingCopies {
+    /// Drops the tensors of completed copies, and adds `more`.
+    fn drop_finished(&self, more: Option<(Arc<Event>, Py<PyAny>)>) {
+        let mut pending = lock(&self.0);
+        let (over, under_way) = std::mem::take(&mut *pending)
+            .into_iter()
+            .partition(|(event, _)| matches!(event.passed(), Ok(true)));
+        *pending = under_way;
+        pending.extend(more);
+        drop(pending);
         // Dropping a tensor may run Python code.
         let _: Vec<(Arc<Event>, Py<PyAny>)> = over;
     }
 }
 
-/// Page-locking that goes on, for the thread that reports how far it has come.
+/// Page-locking in progress, for the thread that reports it.
 #[pyclass(frozen, module = "kvpool._kvpool", name = "_PageLocking")]
 pub(super) struct PageLocking {
-    /// `None` once it is over.
+    /// `None` after the end.
     locking: Mutex<Option<Locking>>,
     progress: Option<Py<PyAny>>,
     /// Bytes from one chunk to the next, and of a chunk.
@@ -102,7 +109,8 @@ pub(super) struct PageLocking {
 }
 
 impl PageLocking {
-    /// Reports each step, from a thread that ends with the program, or from this one where no thread can be started.
+    /// Reports each step from a thread that ends with the program, or from this thread if none can be
+    /// started.
     fn watch(slf: &Bound<'_, Self>) -> PyResult<()> {
         let py = slf.py();
         let options =
@@ -114,17 +122,18 @@ impl PageLocking {
         }
     }
 
-    /// Waits for the next step, at most so long, and reports it to the logger and the callback. Whether it goes on.
+    /// Waits up to `most` for the next step and reports it to the logger and the callback. Returns whether
+    /// page-locking continues.
     fn tell(&self, py: Python<'_>, most: Duration) -> bool {
         let wait = || lock(&self.locking).as_ref().map(|locking| locking.next(most));
         match py.detach(wait) {
             Some(Report::Step(Progress { done, total, failure })) => {
                 let (done, total) = (done / self.stride, total / self.stride);
                 if let Some(failure) = failure {
-                    report::warn(py, &format!("some chunks stay ordinary memory: {failure}"));
+                    logging::warn(py, &format!("some chunks stay ordinary memory: {failure}"));
                 }
                 let bytes = self.chunk_bytes;
-                report::inform(py, &format!("{done} of {total} chunks of {bytes} bytes are ready"));
+                logging::inform(py, &format!("{done} of {total} chunks of {bytes} bytes are ready"));
                 if let Some(Err(error)) =
                     self.progress.as_ref().map(|progress| progress.call1(py, (done, total)))
                 {
@@ -144,8 +153,8 @@ impl PageLocking {
 
 #[pymethods]
 impl PageLocking {
-    /// Reports every step. Once the main thread has ended, those that were begun are the last: the interpreter waits for this
-    /// thread.
+    /// Reports every step. The interpreter waits for this thread, so no further step begins after the main
+    /// thread has ended.
     fn run(&self, py: Python<'_>) -> PyResult<()> {
         let main = py.import("threading")?.call_method0("main_thread")?;
         while self.tell(py, SLICE) {
@@ -159,7 +168,7 @@ impl PageLocking {
     }
 }
 
-/// How many threads page-lock memory at once: `KVPOOL_PAGE_LOCK_THREADS`.
+/// The number of threads that page-lock memory: `KVPOOL_PAGE_LOCK_THREADS`.
 fn page_lock_threads() -> PyResult<usize> {
     const VARIABLE: &str = "KVPOOL_PAGE_LOCK_THREADS";
     const USUAL: usize = 2;
@@ -224,7 +233,7 @@ impl ChunkPool {
         let debug = Debug::new(debug, &mut pool);
         let pool = Arc::new(pool);
         for note in mapped.iter().flat_map(|mapped| mapped.notes()) {
-            report::inform(py, &note);
+            logging::inform(py, &note);
         }
         if let Some(locking) = py.detach(|| pool.lock_pages()) {
             let (stride, chunk_bytes) = (pool.stride(), pool.chunk_bytes());
@@ -236,15 +245,15 @@ impl ChunkPool {
                 PageLocking::watch(&Bound::new(py, locking)?)?;
             }
         }
-        let (reporter, held, tensors) = (Reporter::default(), Arc::default(), MadeTensors::default());
-        let pool = Self { pool, mapped, numa_node, debug, reporter, held, tensors };
-        Ok(Base::under("ChunkPool", debug, pool))
+        let (reporter, pending, tensors) = (Reporter::default(), Arc::default(), TensorCache::default());
+        let pool = Self { pool, mapped, numa_node, debug, reporter, pending, tensors };
+        Ok(BasePool::initializer("ChunkPool", debug, pool))
     }
 
     /// Takes a chunk, with one reference.
     ///
-    /// While page-locking goes on and all chunks that are ready are taken, or copies of a freed chunk are under direction, it
-    /// waits for them, without the GIL.
+    /// If no chunk is ready, waits, without the GIL, as long as page-locking in progress or copies of freed
+    /// chunks can still provide one.
     ///
     /// Returns:
     ///     A `Chunk`, or `None` if all are in use.
@@ -258,10 +267,10 @@ impl ChunkPool {
         Ok(Self::allocate_many(slf, 1)?.and_then(|mut chunks| chunks.pop()))
     }
 
-    /// Takes `n` chunks, or none of them. Waits as `allocate` does.
+    /// Takes `n` chunks, or none of them. Waits like `allocate`.
     ///
     /// Returns:
-    ///     A list of `Chunk`, or `None` if there are not so many.
+    ///     A list of `Chunk`, or `None` if there are not enough.
     ///
     /// Raises:
     ///     ConfigError: If `n` is negative.
@@ -275,12 +284,12 @@ impl ChunkPool {
         Self::allocate_many(slf, args::count("n", n)?)
     }
 
-    /// Frees a chunk that nobody else refers to.
+    /// Frees a chunk to which the caller has the only reference.
     ///
     /// Raises:
-    ///     IndexOwnershipError: If the pool is strict and the chunk was freed before, is still referenced or of another
-    ///         pool. Nothing is changed.
-    ///     TypeError: If it is no `Chunk`.
+    ///     IndexOwnershipError: If the pool is strict and the chunk was already freed, has further references
+    ///         or belongs to another pool. Nothing is changed.
+    ///     TypeError: If `chunk` is not a `Chunk`.
     #[pyo3(signature = (chunk, *, owner=None))]
     fn free(
         slf: &Bound<'_, Self>,
@@ -305,14 +314,14 @@ impl ChunkPool {
     /// Waits until page-locking has ended, without the GIL.
     ///
     /// Args:
-    ///     timeout: Seconds to wait at most.
+    ///     timeout: Maximum wait in seconds; unlimited by default.
     ///
     /// Returns:
-    ///     Whether it has ended.
+    ///     Whether page-locking has ended.
     ///
     /// Raises:
-    ///     ConfigError: If `timeout` is negative or no number.
-    ///     DriverError: In the child of a fork, where it never ends.
+    ///     ConfigError: If `timeout` is negative or NaN.
+    ///     DriverError: In a forked child, where page-locking never ends.
     #[pyo3(signature = (timeout=None))]
     fn wait_registered(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
         let seconds = timeout.unwrap_or(f64::INFINITY);
@@ -334,13 +343,13 @@ impl ChunkPool {
         }
     }
 
-    /// Chunks.
+    /// Number of chunks.
     #[getter]
     fn num_chunks(&self) -> usize {
         self.pool.config().num_chunks
     }
 
-    /// Extents of a chunk, a tuple of ints.
+    /// Shape of a chunk, a tuple of ints.
     #[getter]
     fn chunk_shape<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
         PyTuple::new(py, &self.pool.config().chunk_shape)
@@ -352,25 +361,25 @@ impl ChunkPool {
         self.pool.chunk_bytes()
     }
 
-    /// Of the elements: a `torch.dtype`, or its name where PyTorch is not installed.
+    /// Dtype of the elements: a `torch.dtype`, or its name if PyTorch is not installed.
     #[getter]
     fn dtype(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
         to_dtype(py, self.pool.config().dtype)
     }
 
-    /// Whether the memory is page-locked, or is about to be.
+    /// Whether the memory is page-locked, or page-locking is in progress.
     #[getter]
     fn pin_memory(&self) -> bool {
         self.pool.is_locked()
     }
 
-    /// The NUMA node that was asked for.
+    /// The requested NUMA node.
     #[getter]
     fn numa_node(&self) -> Option<usize> {
         self.numa_node
     }
 
-    /// Whether the memory is in explicit huge pages.
+    /// Whether the memory uses explicit huge pages.
     #[getter]
     fn huge_pages(&self) -> bool {
         self.mapped.as_ref().is_some_and(|mapped| mapped.has_huge_pages())
@@ -388,8 +397,8 @@ impl ChunkPool {
     }
 
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
-        if let Ok(held) = self.held.0.try_lock() {
-            held.iter().try_for_each(|(_, tensor)| visit.call(tensor))?;
+        if let Ok(pending) = self.pending.0.try_lock() {
+            pending.iter().try_for_each(|(_, tensor)| visit.call(tensor))?;
         }
         self.tensors.traverse(&visit)
     }
@@ -413,9 +422,9 @@ impl ChunkPool {
     }
 }
 
-/// A chunk of a `ChunkPool`, as it was allocated: it is told from the same index allocated again later.
+/// One allocation of a chunk of a `ChunkPool`. A later allocation of the same index is a different `Chunk`.
 ///
-/// Dropping it frees nothing. `with chunk:` releases it at the end.
+/// Dropping the object does not free the chunk. `with chunk:` releases it at exit.
 #[pyclass(frozen, module = "kvpool", name = "Chunk", weakref)]
 pub(super) struct Chunk {
     pool: Py<ChunkPool>,
@@ -424,7 +433,7 @@ pub(super) struct Chunk {
 
 #[pymethods]
 impl Chunk {
-    /// Its number.
+    /// Index of the chunk in the pool.
     #[getter]
     const fn index(&self) -> u32 {
         self.ticket.index()
@@ -436,21 +445,22 @@ impl Chunk {
         self.pool.get().pool.chunk_bytes()
     }
 
-    /// How often it is referred to; 0 once it was freed.
+    /// Number of references; 0 after the chunk was freed.
     #[getter]
     fn references(&self) -> u32 {
         self.pool.get().pool.references(self.ticket)
     }
 
-    /// The chunk's first elements as a contiguous tensor, no copy.
+    /// Returns the chunk's first elements as a contiguous tensor, without a copy.
     ///
-    /// The tensor keeps the region alive, not the chunk: after it was freed, somebody else may write there.
+    /// The tensor keeps the memory alive, but not the chunk: once the chunk is freed, its next owner may
+    /// write there.
     ///
     /// Args:
-    ///     shape: Extents, of as many elements as a chunk has or fewer; by default all of it, in `chunk_shape`.
+    ///     shape: Shape of at most as many elements as a chunk has. Defaults to `chunk_shape`.
     ///
     /// Raises:
-    ///     ConfigError: If it does not fit.
+    ///     ConfigError: If `shape` does not fit the chunk.
     ///     StaleBufferError: If the chunk was freed.
     #[pyo3(signature = (shape=None))]
     fn tensor(&self, py: Python<'_>, shape: Option<&Bound<'_, PyAny>>) -> PyResult<Py<PyAny>> {
@@ -466,7 +476,7 @@ impl Chunk {
     ///     The chunk itself.
     ///
     /// Raises:
-    ///     StaleBufferError: If it was freed.
+    ///     StaleBufferError: If the chunk was freed.
     fn retain(slf: Bound<'_, Self>) -> PyResult<Bound<'_, Self>> {
         let chunk = slf.get();
         let pool = chunk.pool.get();
@@ -476,10 +486,10 @@ impl Chunk {
         Ok(slf)
     }
 
-    /// Gives up a reference. With the last one the chunk is freed, as soon as its copies are done.
+    /// Drops a reference. Dropping the last one frees the chunk as soon as its copies are complete.
     ///
     /// Raises:
-    ///     IndexOwnershipError: If the pool is strict and the chunk was freed before.
+    ///     IndexOwnershipError: If the pool is strict and the chunk was already freed.
     fn release(&self, py: Python<'_>) -> PyResult<()> {
         let pool = self.pool.get();
         let _acting = pool.debug.begin(py, None)?;
@@ -490,16 +500,20 @@ impl Chunk {
 
     /// Copies the elements of `tensor`, in order, to the beginning of the chunk.
     ///
-    /// In host memory it is done on return. With a GPU on either side it is enqueued, one copy for all runs of contiguous
-    /// elements that are equally far apart; tensor and chunk are kept until it is done, also if the chunk is freed meanwhile.
+    /// Between host memory the copy is complete on return. With a GPU on either side it is enqueued, as one
+    /// copy for all equally spaced runs of contiguous elements. Tensor and chunk are kept until it completes,
+    /// even if the chunk is freed meanwhile.
     ///
     /// Args:
-    ///     tensor: Of the chunk's dtype, on any device, with any strides.
-    ///     stream: A `torch.cuda.Stream` or its handle; by default the current one.
+    ///     tensor: A tensor of the chunk's dtype, on any device, with any strides.
+    ///     stream: A `torch.cuda.Stream` or a stream handle. Defaults to the current stream.
+    ///
+    /// Returns:
+    ///     A `ChunkCopy`, which tells when the copy is complete.
     ///
     /// Raises:
-    ///     ConfigError: If it has more elements than the chunk.
-    ///     TypeError: If it is of another dtype.
+    ///     ConfigError: If `tensor` has more elements than the chunk.
+    ///     TypeError: If `tensor` has another dtype.
     ///     StaleBufferError: If the chunk was freed.
     #[pyo3(signature = (tensor, stream=None))]
     fn copy_from(
@@ -511,11 +525,11 @@ impl Chunk {
         self.copy(py, tensor, Direction::Pack, stream)
     }
 
-    /// Copies the beginning of the chunk to the elements of `tensor`, in order. As `copy_from` otherwise.
+    /// Copies the beginning of the chunk to the elements of `tensor`, in order. Otherwise like `copy_from`.
     ///
     /// Raises:
-    ///     ConfigError: If it has more elements than the chunk, is read-only, or overlaps itself.
-    ///     TypeError: If it is of another dtype.
+    ///     ConfigError: If `tensor` has more elements than the chunk, is read-only, or overlaps itself.
+    ///     TypeError: If `tensor` has another dtype.
     ///     StaleBufferError: If the chunk was freed.
     #[pyo3(signature = (tensor, stream=None))]
     fn copy_to(
@@ -570,42 +584,42 @@ impl Chunk {
         let borrowed = given.borrow()?;
         let done = py.detach(|| pool.pool.copy(self.ticket, &borrowed, direction, stream))?;
         if let Some(done) = &done {
-            pool.held.let_go(Some((Arc::clone(done), given.keeper(tensor))));
+            pool.pending.drop_finished(Some((Arc::clone(done), given.keeper(tensor))));
         }
-        Ok(ChunkCopy { held: Arc::clone(&pool.held), done })
+        Ok(ChunkCopy { pending: Arc::clone(&pool.pending), done })
     }
 }
 
-/// A copy to or from a chunk. It is a fence, as `TokenToKVPoolAllocator.free` takes one.
+/// A copy to or from a chunk. It can serve as the fence `after` of `TokenToKVPoolAllocator.free`.
 #[pyclass(frozen, module = "kvpool", name = "ChunkCopy", weakref)]
 pub(super) struct ChunkCopy {
-    held: Arc<Held>,
-    /// `None` if it was done when the call returned.
+    pending: Arc<PendingCopies>,
+    /// `None` if the copy was complete when the call returned.
     done: Option<Arc<Event>>,
 }
 
 #[pymethods]
 impl ChunkCopy {
-    /// Whether it is done. Does not wait.
+    /// Returns whether the copy is complete. Does not wait.
     ///
     /// Raises:
-    ///     DriverError: If the driver refuses, also for what failed on the device before.
+    ///     DriverError: If a driver call fails, or earlier work on the device has failed.
     fn query(&self) -> PyResult<bool> {
         let is_done = self.done.as_ref().map_or(Ok(true), |event| event.passed())?;
         if is_done && self.done.is_some() {
-            self.held.let_go(None);
+            self.pending.drop_finished(None);
         }
         Ok(is_done)
     }
 
-    /// Waits until it is done, without the GIL.
+    /// Waits until the copy is complete, without the GIL.
     ///
     /// Raises:
-    ///     DriverError: As `query`.
+    ///     DriverError: As in `query`.
     fn wait(&self, py: Python<'_>) -> PyResult<()> {
         let Some(event) = &self.done else { return Ok(()) };
         py.detach(|| event.wait())?;
-        self.held.let_go(None);
+        self.pending.drop_finished(None);
         Ok(())
     }
 }

@@ -1,4 +1,4 @@
-//! Debugging: who takes and gives what, and where in the program.
+//! Debugging: the owners of units and the call sites of their allocation.
 
 use std::sync::Arc;
 
@@ -11,20 +11,21 @@ use crate::pool::{Occupancy, Pool as Contract};
 
 use super::args::kind_of;
 
-/// A module with this global acts for its callers, whose place in the program is what counts.
+/// A module with this global is skipped when a call site is determined: its caller counts.
 const ACTS_FOR_CALLERS: &str = "_acts_for_callers";
 
-/// Whether a pool notes who takes and gives what.
+/// Whether a pool records owners and call sites.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Debug {
     is_on: bool,
 }
 
 impl Debug {
-    /// For pools that hand nothing out.
+    /// For pools that hand out nothing.
     pub(super) const OFF: Self = Self { is_on: false };
 
-    /// As the caller wants it, else as `KVPOOL_DEBUG=1` in the environment says.
+    /// From the argument `debug`, or from the environment variable `KVPOOL_DEBUG`. Opens the pool's ledger if
+    /// on.
     pub(super) fn new(wanted: Option<bool>, pool: &mut impl Contract) -> Self {
         let debug = Self::without_ledger(wanted);
         if debug.is_on {
@@ -33,7 +34,7 @@ impl Debug {
         debug
     }
 
-    /// As [`Self::new`], for a pool that poisons but whose units have no owners.
+    /// [`Self::new`] for a pool that poisons memory but whose units have no owners.
     pub(super) fn without_ledger(wanted: Option<bool>) -> Self {
         Self { is_on: wanted.unwrap_or_else(is_wanted_everywhere) }
     }
@@ -42,7 +43,8 @@ impl Debug {
         self.is_on
     }
 
-    /// Announces, until the answer is dropped, that the caller's line acts for `owner`. Nothing where nobody debugs.
+    /// Attributes this thread's calls to `owner` and the caller's line until the returned guard is dropped.
+    /// Does nothing if the pool does not debug.
     #[inline]
     pub(super) fn begin(
         self,
@@ -70,7 +72,7 @@ impl Debug {
     }
 }
 
-/// Whether the environment has all pools debug.
+/// Whether `KVPOOL_DEBUG` turns debugging on for all pools.
 fn is_wanted_everywhere() -> bool {
     let value = std::env::var("KVPOOL_DEBUG").unwrap_or_default();
     ["1", "true", "yes", "on"].iter().any(|yes| value.eq_ignore_ascii_case(yes))
@@ -81,13 +83,13 @@ fn to_owner(object: &Bound<'_, PyAny>) -> PyResult<Owner> {
     if let Ok(text) = object.cast::<PyString>() {
         return Ok(Owner::Text(text.to_string()));
     }
-    // Of a bool or of another kind of int, the plain one.
+    // A bool or another subclass of int becomes a plain int.
     let number = object.py().get_type::<PyInt>().call1((object,))?;
     Ok(Owner::Number(number.str()?.to_string()))
 }
 
-/// Where in the program this was called from: file, line and function. No Python code may have called it, such as when a
-/// thread begins with it.
+/// The call site: file, line and function. `None` if no Python frame is active, for example at the start of a
+/// thread.
 fn call_site(py: Python<'_>) -> PyResult<Option<String>> {
     let Ok(mut frame) = py.import("sys")?.getattr("_getframe")?.call0() else { return Ok(None) };
     loop {
@@ -102,15 +104,15 @@ fn call_site(py: Python<'_>) -> PyResult<Option<String>> {
     Ok(Some(format!("{file}:{} in {function}", frame.getattr("f_lineno")?)))
 }
 
-/// A holder of units: owner, place in the program, seconds since, and the number of the call.
+/// A holder of units: owner, call site, age in seconds, and the number of the call.
 type Holder<'py> = (Option<Bound<'py, PyAny>>, String, f64, u64);
-/// First and end, state, bytes if they are its own, holders.
-type Seen<'py> = (usize, usize, &'static str, Option<usize>, Vec<Holder<'py>>);
-/// What `Pool._occupancy` answers: spans, and how many lives lasted less than 1, 2, 4, ... microseconds.
-pub(super) type Seens<'py> = (Vec<Seen<'py>>, Vec<u64>);
+/// First, end, state, bytes (if units differ in size), holders.
+type SpanTuple<'py> = (usize, usize, &'static str, Option<usize>, Vec<Holder<'py>>);
+/// The result of `Pool._occupancy`: spans, and the numbers of lifetimes below 1, 2, 4, ... microseconds.
+pub(super) type OccupancyTuple<'py> = (Vec<SpanTuple<'py>>, Vec<u64>);
 
-/// What stands in a pool, for Python.
-pub(super) fn occupancy<'py>(py: Python<'py>, occupancy: Occupancy) -> PyResult<Seens<'py>> {
+/// The occupancy of a pool as Python objects.
+pub(super) fn occupancy<'py>(py: Python<'py>, occupancy: Occupancy) -> PyResult<OccupancyTuple<'py>> {
     let holder = |act: &Arc<Act>| -> PyResult<Holder<'py>> {
         let owner = match &act.owner {
             None => None,

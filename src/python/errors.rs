@@ -1,4 +1,4 @@
-//! The one mapping from [`Error`] to exceptions.
+//! The mapping from [`Error`] to Python exceptions.
 
 use pyo3::exceptions::{PyIndexError, PyRuntimeError, PyTypeError};
 use pyo3::prelude::*;
@@ -11,7 +11,7 @@ impl From<Error> for PyErr {
             if let Some(raised) =
                 std::error::Error::source(&error).and_then(|source| source.downcast_ref::<Self>())
             {
-                // An exception of Python code that a pool called.
+                // Raised by Python code that a pool called, such as a fence.
                 return raised.clone_ref(py);
             }
             to_exception(py, &error).unwrap_or_else(|failure| failure)

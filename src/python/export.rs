@@ -1,4 +1,4 @@
-//! Views as tensors: of PyTorch, or without it as our own.
+//! Export of views as PyTorch tensors or, without PyTorch, as `kvpool.Tensor`.
 
 use std::ffi::c_void;
 use std::ptr;
@@ -12,7 +12,8 @@ use crate::tensor::dlpack::{export_versioned, is_view};
 use super::framework::{Torch, fetch, torch};
 use super::tensor::Tensor;
 
-/// `view` as a `torch.Tensor` or, without PyTorch, as a [`Tensor`]. No copy; the tensor keeps the memory alive.
+/// `view` as a `torch.Tensor` or, without PyTorch, as a [`Tensor`]. No copy; the tensor keeps the memory
+/// alive.
 pub(super) fn to_tensor(py: Python<'_>, view: &TensorView) -> PyResult<Py<PyAny>> {
     match torch(py)? {
         Some(torch) => torch.import(py, view),
@@ -20,7 +21,8 @@ pub(super) fn to_tensor(py: Python<'_>, view: &TensorView) -> PyResult<Py<PyAny>
     }
 }
 
-/// As [`to_tensor`], for a tensor that may be handed out again in another mode.
+/// [`to_tensor`] for a cached tensor, which may be returned again outside of inference mode: never an
+/// inference tensor.
 pub(super) fn to_lasting_tensor(py: Python<'_>, view: &TensorView) -> PyResult<Py<PyAny>> {
     match torch(py)? {
         Some(torch) => torch.import_outside(py, view),
@@ -28,16 +30,16 @@ pub(super) fn to_lasting_tensor(py: Python<'_>, view: &TensorView) -> PyResult<P
     }
 }
 
-/// Whether `tensor` is still what [`to_lasting_tensor`] makes of `view`.
+/// Whether `tensor` still equals a tensor that [`to_lasting_tensor`] would make of `view`.
 pub(super) fn is_unchanged(tensor: &Bound<'_, PyAny>, view: &TensorView) -> bool {
     match torch(tensor.py()) {
         Ok(Some(torch)) => torch.is_unchanged(tensor, view).unwrap_or(false),
-        // Without PyTorch it is one of ours, which nobody can change.
+        // Without PyTorch it is a `kvpool.Tensor`, which is immutable.
         _ => tensor.cast::<Tensor>().is_ok_and(|tensor| tensor.get().view().is(view)),
     }
 }
 
-/// Whether nobody but the caller has `tensor`.
+/// Whether the caller holds the only reference to `tensor`.
 pub(super) fn is_unshared(tensor: &Bound<'_, PyAny>) -> bool {
     // SAFETY: the tensor is live, and the GIL is held.
     let references = unsafe { pyo3::ffi::Py_REFCNT(tensor.as_ptr()) };
@@ -50,12 +52,13 @@ pub(super) fn to_tensors(py: Python<'_>, views: &[TensorView; 2]) -> PyResult<(P
 }
 
 impl Torch {
-    /// `view` as a tensor. On a device it is never one of inference mode, since those count no writes.
+    /// `view` as a tensor. On a device it is never an inference tensor, because PyTorch counts no writes to
+    /// those.
     fn import(&self, py: Python<'_>, view: &TensorView) -> PyResult<Py<PyAny>> {
         if view.device() == Device::Cpu { self.import_now(py, view) } else { self.import_outside(py, view) }
     }
 
-    /// `view` as a tensor that is none of inference mode.
+    /// `view` as a tensor that is not an inference tensor.
     fn import_outside(&self, py: Python<'_>, view: &TensorView) -> PyResult<Py<PyAny>> {
         if !self.is_inference.bind(py).call0()?.is_truthy()? {
             return self.import_now(py, view);
@@ -84,7 +87,7 @@ impl Torch {
     /// Through `torch.from_dlpack`, which every version has.
     fn import_slowly(&self, py: Python<'_>, view: &TensorView) -> PyResult<Py<PyAny>> {
         let torch = self.module.bind(py);
-        // PyTorch learned to import 8-bit floats later than to have them.
+        // Some PyTorch versions have 8-bit floats but cannot import them.
         let carrier = if view.dtype().is_fp8() { view.reinterpret(DType::U8)? } else { view.clone() };
         let tensor = torch.call_method1("from_dlpack", (Tensor::new(carrier),))?;
         let tensor = if view.dtype().is_fp8() {
@@ -95,8 +98,8 @@ impl Torch {
         Ok(tensor.unbind())
     }
 
-    /// Whether `tensor` is what [`to_lasting_tensor`] made of `view` still: nobody gave it another shape, memory or class, or
-    /// had it record gradients. Attributes that somebody gave it are not looked for.
+    /// Whether `tensor` still equals what [`to_lasting_tensor`] made of `view`: same shape, memory and class,
+    /// and no gradients. Attributes that the caller added are not checked.
     fn is_unchanged(&self, tensor: &Bound<'_, PyAny>, view: &TensorView) -> PyResult<bool> {
         let is_plain = tensor.get_type_ptr() == self.tensor_type.as_ptr().cast();
         if !self.describes() || !is_plain {

@@ -11,19 +11,19 @@ use pyo3::prelude::*;
 use crate::base::{Error, Result};
 use crate::pool::{Fence, TokenToKvPoolAllocator};
 
-use super::report::warn;
+use super::logging::warn;
 
 /// An object with `query() -> bool`, such as a `torch.cuda.Event`.
 struct PythonFence {
     object: Py<PyAny>,
-    /// Whether it was reported that `query` raises.
+    /// Whether an exception of `query` was reported.
     is_reported: AtomicBool,
 }
 
 /// The fence that a caller passed as `after`.
 ///
 /// # Errors
-/// `TypeError` if it has no `query` to call.
+/// `TypeError` if it has no callable `query`.
 pub(super) fn fence(after: Option<&Bound<'_, PyAny>>) -> PyResult<Option<Arc<dyn Fence>>> {
     let Some(object) = after else { return Ok(None) };
     if !object.getattr("query").is_ok_and(|query| query.is_callable()) {
@@ -33,8 +33,8 @@ pub(super) fn fence(after: Option<&Bound<'_, PyAny>>) -> PyResult<Option<Arc<dyn
 }
 
 impl Fence for PythonFence {
-    /// An exception is reported once, and the fence is asked again later; what is to end the program, such as
-    /// `KeyboardInterrupt`, is passed on.
+    /// An exception of `query` is reported once and the fence is queried again later. `KeyboardInterrupt` and
+    /// other exceptions that end the program propagate.
     fn passed(&self) -> Result<bool> {
         Python::attach(|py| {
             let answer = self.object.bind(py).call_method0("query").and_then(|answer| answer.is_truthy());
@@ -43,7 +43,7 @@ impl Fence for PythonFence {
                     return Err(Error::foreign(error));
                 }
                 if !self.is_reported.swap(true, Relaxed) {
-                    let text = "a fence raised in query(); its slots stay in use until it answers";
+                    let text = "query() of a fence raised; its slots stay in use until query() returns true";
                     warn(py, &format!("{text}: {error}"));
                 }
                 Ok(false)
@@ -57,7 +57,7 @@ pub(super) fn traverse(
     allocator: &TokenToKvPoolAllocator,
     visit: &PyVisit<'_>,
 ) -> std::result::Result<(), PyTraverseError> {
-    // A thread that has the lock is running, so the fences are reachable anyway.
+    // The thread that holds the lock also holds a reference to the allocator, so its fences are reachable.
     allocator.try_look_at_fences(|fence| {
         let fence = (fence as &dyn std::any::Any).downcast_ref::<PythonFence>();
         fence.map_or(Ok(()), |fence| visit.call(&fence.object))

@@ -16,13 +16,13 @@ use crate::base::{DType, Device, Dims, Error};
 use crate::memory::{Backend, Borrowed, Stream, backend_for};
 use crate::tensor::dlpack::{EXCHANGE_API, ExchangeApi, RawTensor, borrow, raw_device};
 
-/// What kvpool knows of the installed PyTorch.
+/// The parts of the installed PyTorch that kvpool uses.
 pub(super) struct Torch {
     pub(super) module: Py<PyModule>,
     pub(super) tensor_type: Py<PyType>,
-    /// Its dtypes that kvpool knows, as far as this version has them.
+    /// The dtypes of this version that kvpool supports.
     dtypes: Vec<(Py<PyAny>, DType)>,
-    /// Whether tensors made now would be of inference mode, which count no writes.
+    /// `torch.is_inference_mode_enabled`. PyTorch counts no writes to inference tensors.
     pub(super) is_inference: Py<PyAny>,
     /// Its DLPack exchange table; PyTorch before 2.10 has none.
     pub(super) api: Option<Api>,
@@ -50,13 +50,13 @@ pub(super) fn torch(py: Python<'_>) -> PyResult<Option<&'static Torch>> {
     let found = TORCH.get_or_try_init(py, || match py.import("torch") {
         Ok(module) => Torch::new(&module).map(Some),
         Err(error) if is_absent(py, &error)? => Ok(None),
-        // A PyTorch that is there but broken is not taken for absent.
+        // A broken installation is an error, not an absent one.
         Err(error) => Err(error),
     })?;
     Ok(found.as_ref())
 }
 
-/// Whether PyTorch is not installed (or hidden), rather than something that it needs.
+/// Whether PyTorch itself is missing or hidden, rather than one of its dependencies.
 fn is_absent(py: Python<'_>, error: &PyErr) -> PyResult<bool> {
     if !error.is_instance_of::<PyModuleNotFoundError>(py) {
         return Ok(false);
@@ -85,33 +85,33 @@ impl Torch {
         Ok(Self { module: module.clone().unbind(), tensor_type, dtypes, is_inference, api })
     }
 
-    /// Whether `object` is a `torch.Tensor` or of a subclass, whatever it says of itself.
+    /// Whether `object` is an instance of `torch.Tensor` or of a subclass, regardless of its `__class__`.
     pub(super) fn is_tensor(&self, object: &Bound<'_, PyAny>) -> bool {
         let (found, tensor) = (object.get_type_ptr(), self.tensor_type.as_ptr().cast());
         // SAFETY: both are live types. Unlike `isinstance`, this asks the types and no Python code.
         found == tensor || unsafe { pyo3::ffi::PyType_IsSubtype(found, tensor) } == 1
     }
 
-    /// The dtype that `object` is, if it is a `torch.dtype` that kvpool knows.
+    /// The dtype of `object`, if it is a `torch.dtype` that kvpool supports.
     pub(super) fn known_dtype(&self, object: &Bound<'_, PyAny>) -> Option<DType> {
         self.dtypes.iter().find(|(known, _)| known.is(object)).map(|(_, dtype)| *dtype)
     }
 
-    /// The `torch.dtype` of that name.
+    /// The `torch.dtype` of `dtype`.
     pub(super) fn dtype<'py>(&self, py: Python<'py>, dtype: DType) -> PyResult<Bound<'py, PyAny>> {
         self.module.bind(py).getattr(dtype.name())
     }
 
-    /// Whether there is an exchange table, so that [`Torch::describe`] can be used.
+    /// Whether there is an exchange table, which [`Torch::describe`] needs.
     pub(super) const fn describes(&self) -> bool {
         self.api.is_some()
     }
 
-    /// Describes `tensor`, which is one of this framework.
+    /// Describes a PyTorch tensor.
     pub(super) fn describe<'a>(&self, tensor: &'a Bound<'_, PyAny>) -> PyResult<Borrowed<'a>> {
         let raw = self.describe_raw(tensor)?;
-        // SAFETY: the caller holds a reference to the tensor for 'a, and nobody resizes its storage meanwhile: that
-        // would break PyTorch's own operations as well.
+        // SAFETY: the caller holds a reference to the tensor for 'a. Resizing its storage meanwhile would
+        // break PyTorch's own operations as well.
         Ok(unsafe { borrow(&raw, PhantomData) }?)
     }
 
@@ -120,8 +120,8 @@ impl Torch {
             return Err(PyRuntimeError::new_err("PyTorch has no exchange table"));
         };
         let mut raw = MaybeUninit::<RawTensor>::zeroed();
-        // SAFETY: the GIL is held, `tensor` is a tensor of the framework that published the function, and `raw`
-        // is room for one description.
+        // SAFETY: the GIL is held, `tensor` is a tensor of the framework that published the function, and
+        // `raw` is room for one description.
         if unsafe { describe(tensor.as_ptr().cast(), raw.as_mut_ptr()) } != 0 {
             let cause = fetch(tensor.py()).value(tensor.py()).to_string();
             let reason = cause.lines().next().unwrap_or_default();
@@ -162,16 +162,17 @@ impl Torch {
 }
 
 thread_local! {
-    /// What this thread said is the current stream, where PyTorch does not say it.
+    /// The current stream of this thread as set by [`use_stream`], which takes precedence over PyTorch's.
     static STREAM: Cell<Option<Stream>> = const { Cell::new(None) };
 }
 
-/// Makes `stream` the current one of this thread, whatever PyTorch says; `None` asks PyTorch again.
+/// Sets the current stream of this thread. `None` restores PyTorch's current stream.
 pub(super) fn use_stream(stream: Option<Stream>) {
     STREAM.set(stream);
 }
 
-/// The stream on which work on `device` is enqueued now: PyTorch's current one, or the default stream without it.
+/// The stream on which work on `device` is enqueued now: PyTorch's current one, or the default stream without
+/// it.
 pub(super) fn current_stream(py: Python<'_>, device: Device) -> PyResult<Stream> {
     let Device::Cuda(ordinal) = device else { return Ok(Stream::DEFAULT) };
     if let Some(stream) = STREAM.get() {
@@ -183,10 +184,10 @@ pub(super) fn current_stream(py: Python<'_>, device: Device) -> PyResult<Stream>
     }
 }
 
-/// The backend for a new pool on `device`, whose memory is zeroed on the current stream; nothing is made while that is
+/// The backend for a new pool on `device`. Zeroes memory on the current stream. Fails while that stream is
 /// captured.
 pub(super) fn backend(py: Python<'_>, device: Device) -> PyResult<Arc<dyn Backend>> {
-    // PyTorch is asked for its stream only when there is such a device.
+    // PyTorch is asked for its stream only once the device is known to exist.
     py.detach(|| backend_for(device, Stream::DEFAULT))?;
     let stream = current_stream(py, device)?;
     let backend = backend_for(device, stream)?;

@@ -9,42 +9,44 @@ use crate::memory::Stream;
 use crate::pool::{GdnConfig, GdnPool as Pool};
 
 use super::args::{self, Arg};
+use super::base_pool::{BasePool, Look, PoolClass};
 use super::copying;
 use super::debug::Debug;
 use super::export::{to_tensor, to_tensors};
 use super::framework::{backend, current_stream, to_dtype};
-use super::pool::{Look, Pool as Base, PoolClass};
-use super::report::Reporter;
+use super::logging::Reporter;
 
 /// States of Gated DeltaNet layers, one for each request, indexed like the rows of `ReqToTokenPool`.
 ///
-/// Index 0 is padding. Working slots are `1..=max_reqs`; track slots, which hold snapshots for a prefix cache, follow
-/// in `[max_reqs + 1, max_reqs + 1 + max_track_slots)`. Both states are zero at first and lie in one region.
+/// Index 0 is padding. Working slots are `1..=max_reqs`. Track slots, which hold snapshots for a prefix
+/// cache, follow in `[max_reqs + 1, max_reqs + 1 + max_track_slots)`. Both states are zero at first and share
+/// one region.
 ///
-/// On a GPU calls are enqueued on the current stream as one launch each, without a temporary; they allocate nothing and
-/// wait for nothing, unless the host is so far ahead that the memory through which its numbers go is all in use. Index
-/// tensors there are read by the kernel: a slot outside of the pool is left out, and raised by
-/// a later call.
+/// On a GPU each call is one launch on the current stream, without temporaries or allocations. A call waits
+/// only if the host is so far ahead that its staging memory for indices is full. The kernel reads index
+/// tensors on the GPU: a slot outside of the pool is skipped, and a later call raises the error.
 ///
 /// Args:
-///     max_reqs: Working slots.
-///     num_gdn_layers: Linear-attention layers.
-///     num_v_heads: Value heads.
+///     max_reqs: Number of working slots.
+///     num_gdn_layers: Number of linear-attention layers.
+///     num_v_heads: Number of value heads.
 ///     head_k_dim: Elements of a key head.
 ///     head_v_dim: Elements of a value head.
 ///     conv_dim: Channels of the causal convolution.
-///     conv_kernel_size: Taps of the causal convolution; the state holds one less.
-///     device: Where the states are.
-///     dtype: Of the convolution state, bfloat16 by default; the recurrent state is float32.
-///     max_track_slots: Snapshots.
-///     strict: Whether a bad free of a track slot raises; otherwise it is dropped, counted and reported.
+///     conv_kernel_size: Taps of the causal convolution; the state holds one fewer.
+///     device: Device of the states.
+///     dtype: Dtype of the convolution state, bfloat16 by default. The recurrent state is float32.
+///     max_track_slots: Number of track slots.
+///     strict: Whether an invalid free of a track slot raises; otherwise it is dropped, counted and reported.
+///     debug: Whether to record owners and call sites for `leaks` and reports. Defaults to the environment
+///         variable `KVPOOL_DEBUG`.
 ///
 /// Raises:
-///     ConfigError: If a size is below 1 (`max_track_slots` below 0), or bytes overflow.
-///     TypeError: If `dtype` cannot be stored.
-///     OutOfMemoryError: If the memory cannot be had.
-///     BackendUnavailableError: If `device` cannot be used here.
-#[pyclass(extends = Base, frozen, module = "kvpool", name = "GDNPool")]
+///     ConfigError: If a size is below 1 (`max_track_slots`: below 0), or the size in bytes overflows.
+///     TypeError: If `dtype` is not a storage dtype.
+///     OutOfMemoryError: If there is not enough memory.
+///     BackendUnavailableError: If `device` is not available.
+#[pyclass(extends = BasePool, frozen, module = "kvpool", name = "GDNPool")]
 pub(super) struct GdnPool {
     pool: Pool,
     recurrent_state: Py<PyAny>,
@@ -119,31 +121,33 @@ impl GdnPool {
         let conv_state = to_tensor(py, pool.conv_state())?;
         let debug = Debug::new(debug, &mut pool);
         let pool = Self { pool, recurrent_state, conv_state, debug, reporter: Reporter::default() };
-        Ok(Base::under("GDNPool", debug, pool))
+        Ok(BasePool::initializer("GDNPool", debug, pool))
     }
 
-    /// float32 `[num_gdn_layers, pool_size, num_v_heads, head_v_dim, head_k_dim]`, no copy. V stands before K, as
-    /// FlashInfer's GDN kernels take it.
+    /// Recurrent states, float32 `[num_gdn_layers, pool_size, num_v_heads, head_v_dim, head_k_dim]`, without
+    /// a copy. V comes before K, as in FlashInfer's GDN kernels.
     #[getter]
     fn recurrent_state(&self, py: Python<'_>) -> Py<PyAny> {
         self.recurrent_state.clone_ref(py)
     }
 
-    /// `dtype` `[num_gdn_layers, pool_size, conv_dim, conv_kernel_size - 1]`, no copy.
+    /// Convolution states, `dtype` `[num_gdn_layers, pool_size, conv_dim, conv_kernel_size - 1]`, without a
+    /// copy.
     #[getter]
     fn conv_state(&self, py: Python<'_>) -> Py<PyAny> {
         self.conv_state.clone_ref(py)
     }
 
-    /// Recurrent and convolution state of a layer: the two tensors without their first dimension, no copy.
+    /// Returns the recurrent and convolution states of a layer: the two tensors without their first
+    /// dimension, without a copy.
     ///
     /// Raises:
-    ///     IndexError: If there is no such layer.
+    ///     IndexError: If the layer does not exist.
     fn get_layer_state(&self, py: Python<'_>, i: &Bound<'_, PyAny>) -> PyResult<(Py<PyAny>, Py<PyAny>)> {
         to_tensors(py, &self.pool.layer_state(args::layer(i, self.pool.config().num_gdn_layers)?)?)
     }
 
-    /// Zeroes both states of some slots, in all layers.
+    /// Zeroes both states of slots, in all layers.
     ///
     /// Args:
     ///     indices: An int, or ints in a tensor, an array or a sequence.
@@ -158,18 +162,18 @@ impl GdnPool {
     }
 
     /// Copies both states of slot `src[i]` to slot `dst[i]`, in all layers, as if all were read before any is
-    /// written, and without a temporary.
+    /// written, without a temporary.
     ///
-    /// That holds for indices of the host. Of tensors on a GPU no slot may be both written and read, or written twice:
-    /// what it holds then is not defined.
+    /// This holds for indices in host memory. With index tensors on a GPU, the contents of a slot that is
+    /// both read and written, or written twice, are undefined.
     ///
     /// Args:
     ///     src: An int, or ints in a tensor, an array or a sequence.
-    ///     dst: As many. Of a slot that is named twice, the last copy counts.
+    ///     dst: Indices, as many as `src`. For a slot listed twice, the last copy wins.
     ///
     /// Raises:
     ///     IndexError: If a slot is outside of the pool. Nothing is copied.
-    ///     ConfigError: If there are not as many of both.
+    ///     ConfigError: If `src` and `dst` differ in length.
     fn copy_states(&self, py: Python<'_>, src: &Bound<'_, PyAny>, dst: &Bound<'_, PyAny>) -> PyResult<()> {
         let (mut src, mut dst) = (args::index_or_indices(src)?, args::index_or_indices(dst)?);
         let stream = self.stream(py)?;
@@ -177,17 +181,17 @@ impl GdnPool {
         self.run(py, src.len(), || self.pool.copy_states(&src, &dst, stream))
     }
 
-    /// Takes a track slot, the longest free first, or returns `None`. Its states are what they were.
+    /// Takes the track slot that has been free longest, or returns `None`. Its states are unchanged.
     #[pyo3(signature = (*, owner=None))]
     fn alloc_track_slot(&self, py: Python<'_>, owner: Option<&Bound<'_, PyAny>>) -> PyResult<Option<u32>> {
         let _acting = self.debug.begin(py, owner)?;
         Ok(self.pool.alloc_track_slot())
     }
 
-    /// Gives a track slot back.
+    /// Frees a track slot.
     ///
     /// Raises:
-    ///     IndexOwnershipError: If the pool is strict and it is not the caller's to free.
+    ///     IndexOwnershipError: If the pool is strict and the slot is not in use.
     #[pyo3(signature = (slot, *, owner=None))]
     fn free_track_slot(
         &self,
@@ -201,30 +205,30 @@ impl GdnPool {
         Ok(())
     }
 
-    /// Bytes of both states.
+    /// Returns the bytes of both states.
     fn mem_bytes(&self) -> usize {
         self.pool.mem_bytes()
     }
 
-    /// Slots of every layer: padding, working and track slots.
+    /// Number of slots in each layer: padding, working and track slots.
     #[getter]
     fn pool_size(&self) -> usize {
         self.pool.pool_size()
     }
 
-    /// Working slots.
+    /// Number of working slots.
     #[getter]
     fn max_reqs(&self) -> usize {
         self.pool.config().max_reqs
     }
 
-    /// Linear-attention layers.
+    /// Number of linear-attention layers.
     #[getter]
     fn num_gdn_layers(&self) -> usize {
         self.pool.config().num_gdn_layers
     }
 
-    /// Value heads.
+    /// Number of value heads.
     #[getter]
     fn num_v_heads(&self) -> usize {
         self.pool.config().num_v_heads
@@ -254,13 +258,13 @@ impl GdnPool {
         self.pool.config().conv_kernel_size
     }
 
-    /// Snapshots.
+    /// Number of track slots.
     #[getter]
     fn max_track_slots(&self) -> usize {
         self.pool.config().max_track_slots
     }
 
-    /// Of the convolution state: a `torch.dtype`, or its name where PyTorch is not installed.
+    /// Dtype of the convolution state: a `torch.dtype`, or its name if PyTorch is not installed.
     #[getter]
     fn dtype(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
         to_dtype(py, self.pool.config().dtype)

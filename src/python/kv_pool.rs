@@ -13,46 +13,46 @@ use crate::memory::{Backend, MappedHost, Stream};
 use crate::pool::{KvConfig, KvPool as Pool, Scales, make_room};
 
 use super::args::{self, Arg};
+use super::base_pool::{BasePool, Look, PoolClass};
 use super::copying;
 use super::debug::Debug;
 use super::export::to_tensors;
 use super::framework::{backend, current_stream, to_dtype, torch};
-use super::pool::{Look, Pool as Base, PoolClass};
 
 /// K and V storage of every layer, in one region.
 ///
-/// Each buffer is `[rows, head_num, head_dim]`, zero at first. Usable slots are `1..=size`; slot 0 is the padding
-/// slot, written by padded tokens and never allocated. `rows` is `size + page_size`, rounded up to a multiple of 8,
-/// so that every slot that a paged allocator of the same `size` hands out is inside. In host memory a pool is there
-/// at once and costs what is touched, in pages of 2 MiB where the system gives them. Calls may come from any thread
-/// and are atomic among themselves; who writes to the tensors directly goes past that.
+/// Each buffer is `[rows, head_num, head_dim]`, zero at first. Usable slots are `1..=size`; slot 0 is the
+/// padding slot, written by padded tokens and never allocated. `rows` is `size + page_size`, rounded up to a
+/// multiple of 8, so that every slot of a paged allocator of the same `size` has a row. Ordinary host memory
+/// is committed on first touch, in pages of 2 MiB if the system provides them. Calls are thread-safe and
+/// atomic with respect to each other, but not with respect to direct writes to the tensors.
 ///
-/// On a GPU calls are enqueued on the current stream, which orders them, as one launch each; they allocate nothing and
-/// wait for nothing, unless the host is so far ahead that the memory through which its numbers go is all in use. Index
-/// tensors there are read by the kernel, never by the host: a slot outside of the pool is left
-/// out, and raised by a later call or by `check()`. Indices of the host are checked first, as on the CPU, and copied,
-/// so they cannot be captured into a CUDA graph; `set_kv_buffer` with tensors on the GPU can. The memory is zeroed on
-/// the stream that was current at construction.
+/// On a GPU each call is one launch on the current stream, which orders calls, without allocations. A call
+/// waits only if the host is so far ahead that its staging memory for indices is full. The kernel reads index
+/// tensors on the GPU; the host never does. A slot outside of the pool is skipped, and a later call or
+/// `check()` raises the error. Indices in host memory are checked first, as on the CPU, and copied, so such a
+/// call cannot be captured into a CUDA graph; `set_kv_buffer` with tensors on the GPU can. The memory is
+/// zeroed on the stream that is current at construction.
 ///
 /// Args:
-///     size: Usable slots.
-///     layer_num: Layers.
-///     k_head_num: Heads of a key.
+///     size: Number of usable slots.
+///     layer_num: Number of layers.
+///     k_head_num: Number of key heads.
 ///     k_head_dim: Elements of a key head.
-///     device: Where the buffers are.
+///     device: Device of the buffers.
 ///     dtype: float32, float16 (default), bfloat16, float8_e4m3fn, float8_e5m2, int8 or uint8.
-///     v_head_num: Heads of a value, by default as keys.
-///     v_head_dim: Elements of a value head, by default as keys.
-///     pin_memory: Page-lock host memory where an NVIDIA driver is present, through a device that is in use or else the
-///         first; ordinary memory elsewhere. Page-locked memory is taken at once and whole.
-///     page_size: Slots in a page of the allocator.
+///     v_head_num: Number of value heads. Defaults to `k_head_num`.
+///     v_head_dim: Elements of a value head. Defaults to `k_head_dim`.
+///     pin_memory: Whether to page-lock host memory if an NVIDIA driver is present, through a device in use
+///         or else the first. Page-locked memory is committed whole at construction.
+///     page_size: Slots per page of the allocator.
 ///
 /// Raises:
-///     ConfigError: If a size is below 1, slots do not fit int32, or bytes overflow.
-///     TypeError: If `dtype` cannot be stored.
-///     OutOfMemoryError: If the memory cannot be had.
-///     BackendUnavailableError: If `device` cannot be used here.
-#[pyclass(extends = Base, frozen, module = "kvpool", name = "KVPool")]
+///     ConfigError: If a size is below 1, a slot does not fit int32, or the size in bytes overflows.
+///     TypeError: If `dtype` is not a storage dtype.
+///     OutOfMemoryError: If there is not enough memory.
+///     BackendUnavailableError: If `device` is not available.
+#[pyclass(extends = BasePool, frozen, module = "kvpool", name = "KVPool")]
 pub(super) struct KvPool {
     pool: Arc<Pool>,
     k_buffer: Vec<Py<PyAny>>,
@@ -62,7 +62,7 @@ pub(super) struct KvPool {
 }
 
 impl KvPool {
-    /// Its memory, for who poisons it.
+    /// The pool, for an allocator that poisons its rows.
     pub(super) const fn shared(&self) -> &Arc<Pool> {
         &self.pool
     }
@@ -77,17 +77,17 @@ impl KvPool {
         copying(py, self.pool.device(), rows.saturating_mul(self.pool.token_bytes()), work)
     }
 
-    /// The stream for a call that sends so many numbers of the host.
+    /// The stream for a call that sends `numbers` numbers from the host.
     fn stream(&self, py: Python<'_>, numbers: usize) -> PyResult<Stream> {
         make_room(numbers, || self.pool.crowded())?;
         current_stream(py, self.pool.device())
     }
 
-    /// Room for `count` rows of K and V on the pool's GPU, in PyTorch's memory.
+    /// Uninitialized PyTorch tensors for `count` rows of K and V on the pool's GPU.
     fn room<'py>(&self, py: Python<'py>, count: usize) -> PyResult<[Bound<'py, PyAny>; 2]> {
         let Some(torch) = torch(py)? else {
             return Err(PyTypeError::new_err(
-                "out must be given: without PyTorch nobody allocates memory on the GPU for the answer",
+                "out is required: without PyTorch there is no allocator of GPU memory for the result",
             ));
         };
         let config = self.pool.config();
@@ -99,7 +99,7 @@ impl KvPool {
     }
 }
 
-/// One of the tensors `of` every layer.
+/// The tensor of one layer.
 fn of_layer(py: Python<'_>, of: &[Py<PyAny>], layer_id: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
     Ok(of[args::layer(layer_id, of.len())?].clone_ref(py))
 }
@@ -158,66 +158,69 @@ impl KvPool {
         let list = |of: &[Py<PyAny>]| PyList::new(py, of.iter().map(|tensor| tensor.clone_ref(py)));
         let (k_list, v_list) = (list(&k_buffer)?.unbind(), list(&v_buffer)?.unbind());
         let pool = Self { pool, k_buffer, v_buffer, k_list, v_list };
-        Ok(Base::under("KVPool", Debug::OFF, pool))
+        Ok(BasePool::initializer("KVPool", Debug::OFF, pool))
     }
 
-    /// The keys of every layer: a list of `layer_num` tensors `[rows, k_head_num, k_head_dim]`, no copy.
+    /// The keys of every layer: a list of `layer_num` tensors `[rows, k_head_num, k_head_dim]`, without a
+    /// copy.
     #[getter]
     fn k_buffer(&self, py: Python<'_>) -> Py<PyList> {
         self.k_list.clone_ref(py)
     }
 
-    /// The values of every layer: a list of `layer_num` tensors `[rows, v_head_num, v_head_dim]`, no copy.
+    /// The values of every layer: a list of `layer_num` tensors `[rows, v_head_num, v_head_dim]`, without a
+    /// copy.
     #[getter]
     fn v_buffer(&self, py: Python<'_>) -> Py<PyList> {
         self.v_list.clone_ref(py)
     }
 
-    /// The keys of a layer, `[rows, k_head_num, k_head_dim]`, no copy.
+    /// Returns the keys of a layer, `[rows, k_head_num, k_head_dim]`, without a copy.
     ///
     /// Raises:
-    ///     IndexError: If there is no such layer.
+    ///     IndexError: If the layer does not exist.
     fn get_key_buffer(&self, py: Python<'_>, layer_id: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
         of_layer(py, &self.k_buffer, layer_id)
     }
 
-    /// The values of a layer, `[rows, v_head_num, v_head_dim]`, no copy.
+    /// Returns the values of a layer, `[rows, v_head_num, v_head_dim]`, without a copy.
     ///
     /// Raises:
-    ///     IndexError: If there is no such layer.
+    ///     IndexError: If the layer does not exist.
     fn get_value_buffer(&self, py: Python<'_>, layer_id: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
         of_layer(py, &self.v_buffer, layer_id)
     }
 
-    /// Keys and values of a layer, no copy.
+    /// Returns the keys and values of a layer, without a copy.
     ///
     /// Raises:
-    ///     IndexError: If there is no such layer.
+    ///     IndexError: If the layer does not exist.
     fn get_kv_buffer(&self, py: Python<'_>, layer_id: &Bound<'_, PyAny>) -> PyResult<(Py<PyAny>, Py<PyAny>)> {
         Ok((self.get_key_buffer(py, layer_id)?, self.get_value_buffer(py, layer_id)?))
     }
 
-    /// Writes `k` and `v` to the rows that `indices` names, in one call.
+    /// Writes `k` and `v` to the rows that `indices` lists, in one call.
     ///
-    /// Negative indices are skipped. When a row is named twice, the last of its values stays; of indices on a GPU, the
-    /// row may end up with K of one and V of another, or with words of several in each. The values are read where they
-    /// lie: any stride will do; nobody may resize their storage meanwhile. Values of another float dtype are converted
-    /// as `Tensor.to` does, through float32 and rounded to nearest even. Long copies on the CPU release the GIL and use
-    /// several threads.
+    /// Negative indices are skipped. For a row listed twice, the last value wins; with indices on a GPU, such
+    /// a row may end up with K of one value and V of another, or with words of several values in each. The
+    /// values are read in place, with any strides; do not resize their storage during the call. Values of
+    /// another float dtype are converted like `Tensor.to`, through float32 and rounded to nearest even. Large
+    /// copies on the CPU release the GIL and use several threads.
     ///
     /// Args:
-    ///     layer_id: The layer.
+    ///     layer_id: Index of the layer.
     ///     indices: `n` slots, int32 or int64, of any shape.
-    ///     k: Leading dimensions whose product is `n`, then `[k_head_num, k_head_dim]` or `[k_head_num * k_head_dim]`.
-    ///     v: The same for values.
-    ///     k_scale: Divides keys before they are converted to an 8-bit float; keys that are stored as they are stay
-    ///         as they are. A pool of another dtype takes only `None` or 1.
-    ///     v_scale: The same for values.
+    ///     k: Leading dimensions whose product is `n`, then `[k_head_num, k_head_dim]` or `[k_head_num *
+    ///         k_head_dim]`.
+    ///     v: The values, shaped like `k` with the value heads.
+    ///     k_scale: Divisor of keys before conversion to an 8-bit float. Keys that are already in the pool's
+    ///         dtype are stored unchanged. A pool of another dtype accepts only `None` or 1.
+    ///     v_scale: Divisor of values, like `k_scale`.
     ///
     /// Raises:
-    ///     IndexError: If a slot or the layer is outside of the pool. Nothing is written. Of indices on a GPU those
-    ///         outside are left out, and a later call raises this.
-    ///     ConfigError: If a shape, a device or a scale does not fit. Nothing is written.
+    ///     IndexError: If a slot or the layer is outside of the pool. Nothing is written. With indices on a
+    ///         GPU, invalid ones are skipped and a later call raises this error.
+    ///     ConfigError: If a shape, device or scale is invalid. Nothing is written.
     ///     TypeError: If a dtype cannot be converted. Nothing is written.
     #[pyo3(signature = (layer_id, indices, k, v, k_scale=None, v_scale=None))]
     fn set_kv_buffer(
@@ -239,21 +242,22 @@ impl KvPool {
         self.run(py, indices.len(), || self.pool.set_kv(layer, &indices, [k, v], scales, stream))
     }
 
-    /// The rows that `indices` names.
+    /// Copies the rows that `indices` lists.
     ///
     /// Args:
-    ///     layer_id: The layer.
+    ///     layer_id: Index of the layer.
     ///     indices: `n` slots, int32 or int64, of any shape.
-    ///     out: A pair of contiguous tensors `[n, head_num, head_dim]` of the pool's dtype to write to.
+    ///     out: A pair of contiguous output tensors `[n, head_num, head_dim]` of the pool's dtype.
     ///
     /// Returns:
-    ///     Keys `[n, k_head_num, k_head_dim]` and values `[n, v_head_num, v_head_dim]`, contiguous copies; `out` if
-    ///     it was given. On a GPU without `out` they are PyTorch's memory; without PyTorch `out` must be given.
+    ///     Keys `[n, k_head_num, k_head_dim]` and values `[n, v_head_num, v_head_dim]`, contiguous copies;
+    ///     `out` if given. On a GPU, PyTorch allocates them if `out` is omitted; without PyTorch `out` is
+    ///     required.
     ///
     /// Raises:
-    ///     IndexError: If a slot or the layer is outside of the pool. The row of an index on a GPU that is outside is
-    ///         zero, and a later call raises this.
-    ///     ConfigError: If `out` does not fit.
+    ///     IndexError: If a slot or the layer is outside of the pool. With indices on a GPU, the row of an
+    ///         invalid index is zero and a later call raises this error.
+    ///     ConfigError: If `out` has another shape, device or layout.
     ///     TypeError: If `out` has another dtype.
     #[pyo3(signature = (layer_id, indices, out=None))]
     fn gather_kv(
@@ -282,18 +286,19 @@ impl KvPool {
         Ok((k.clone().unbind(), v.clone().unbind()))
     }
 
-    /// Moves row `src_indices[i]` to row `dst_indices[i]` in all layers, as if all were read before any is written.
+    /// Moves row `src_indices[i]` to row `dst_indices[i]` in all layers, as if all were read before any is
+    /// written.
     ///
-    /// That holds for indices of the host. Of tensors on a GPU no row may be both written and read, or written twice:
-    /// what it holds then is not defined.
+    /// This holds for indices in host memory. With index tensors on a GPU, the contents of a row that is both
+    /// read and written, or written twice, are undefined.
     ///
     /// Args:
-    ///     dst_indices: `n` slots, int32 or int64. Of a slot that is named twice, the last move counts.
+    ///     dst_indices: `n` slots, int32 or int64. For a slot listed twice, the last move wins.
     ///     src_indices: `n` slots.
     ///
     /// Raises:
     ///     IndexError: If a slot is outside of the pool. Nothing is moved.
-    ///     ConfigError: If there are not as many of both.
+    ///     ConfigError: If the arguments differ in length.
     fn move_kv(
         &self,
         py: Python<'_>,
@@ -307,18 +312,18 @@ impl KvPool {
         self.run(py, rows, || self.pool.move_kv(&dst, &src, stream))
     }
 
-    /// Keys and values of a layer as paged attention kernels take them, no copy.
+    /// Returns the keys and values of a layer in the layout of paged attention kernels, without a copy.
     ///
     /// Returns:
     ///     Two views `[num_pages, page_size, head_num, head_dim]`; page 0 is the padding page.
     ///
     /// Raises:
-    ///     IndexError: If there is no such layer.
+    ///     IndexError: If the layer does not exist.
     fn page_view(&self, py: Python<'_>, layer_id: &Bound<'_, PyAny>) -> PyResult<(Py<PyAny>, Py<PyAny>)> {
         to_tensors(py, &self.pool.page_view(args::layer(layer_id, self.pool.config().layer_num)?)?)
     }
 
-    /// What a transfer engine registers, keys of all layers first, then values.
+    /// Returns the buffers for registration with a transfer engine: keys of all layers, then values.
     ///
     /// Returns:
     ///     Three lists of `2 * layer_num` ints: addresses, bytes of each buffer, bytes of one of its rows.
@@ -332,18 +337,18 @@ impl KvPool {
         lists
     }
 
-    /// Raises what an earlier call on the current stream could not, since only the GPU knew its indices: waits for
-    /// that stream. Does nothing on the CPU, where every call raises by itself.
+    /// Waits for the current stream and raises the errors of earlier calls on it whose indices only the GPU
+    /// knew. Does nothing on the CPU, where each call raises its own errors.
     ///
     /// Raises:
-    ///     IndexError: If a slot was outside of the pool; its row was left out.
-    ///     DriverError: If the GPU has failed.
+    ///     IndexError: If a slot was outside of the pool; its row was skipped.
+    ///     DriverError: If work on the GPU has failed.
     fn check(&self, py: Python<'_>) -> PyResult<()> {
         let stream = self.stream(py, 0)?;
         Ok(py.detach(|| self.pool.check(stream))?)
     }
 
-    /// Bytes of all buffers.
+    /// Returns the bytes of all buffers.
     fn mem_bytes(&self) -> usize {
         self.pool.mem_bytes()
     }
@@ -353,25 +358,25 @@ impl KvPool {
         self.pool.mem_bytes()
     }
 
-    /// Usable slots.
+    /// Number of usable slots.
     #[getter]
     fn size(&self) -> usize {
         self.pool.config().size
     }
 
-    /// Slots in a page.
+    /// Slots per page.
     #[getter]
     fn page_size(&self) -> usize {
         self.pool.config().page_size
     }
 
-    /// Layers.
+    /// Number of layers.
     #[getter]
     fn layer_num(&self) -> usize {
         self.pool.config().layer_num
     }
 
-    /// Heads of a key.
+    /// Number of key heads.
     #[getter]
     fn k_head_num(&self) -> usize {
         self.pool.config().k_head_num
@@ -383,7 +388,7 @@ impl KvPool {
         self.pool.config().k_head_dim
     }
 
-    /// Heads of a value.
+    /// Number of value heads.
     #[getter]
     fn v_head_num(&self) -> usize {
         self.pool.config().v_head_num
@@ -395,7 +400,7 @@ impl KvPool {
         self.pool.config().v_head_dim
     }
 
-    /// A `torch.dtype`, or its name where PyTorch is not installed.
+    /// Dtype of the elements: a `torch.dtype`, or its name if PyTorch is not installed.
     #[getter]
     fn dtype(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
         to_dtype(py, self.pool.config().dtype)

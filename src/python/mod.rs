@@ -1,9 +1,9 @@
 //! The extension module `kvpool._kvpool`: converts arguments, delegates to [`crate::pool`], maps errors.
 //!
-//! Classes are frozen and lock what changes. The GIL is held while a pool keeps its books or enqueues work, which takes
-//! microseconds, and given up for what may take longer: constructors, copies in host memory from 64 KiB on, and whatever
-//! waits for a device or another thread ([`blocking`](crate::base::blocking)). No lock is held while Python code runs or
-//! the GIL is waited for, so a thread that has one of them never waits for a thread that has the other.
+//! Classes are frozen and lock their mutable state. The GIL is held for bookkeeping and for enqueueing work,
+//! which take microseconds. It is released for longer operations: constructors, copies in host memory of 64
+//! KiB and more, and waits for a device or another thread ([`blocking`](crate::base::blocking)). No lock is
+//! held while Python code runs or while waiting for the GIL, so locks and GIL cannot deadlock.
 
 #![expect(
     clippy::doc_markdown,
@@ -14,6 +14,7 @@
 )]
 
 mod args;
+mod base_pool;
 mod batch_planner;
 mod buffer_pool;
 mod chunk_pool;
@@ -24,14 +25,13 @@ mod fences;
 mod framework;
 mod gdn_pool;
 mod kv_pool;
-mod made;
-mod mem_pool;
+mod logging;
 mod page_pool;
-mod pool;
-mod report;
 mod req_to_token_pool;
 mod tensor;
+mod tensor_cache;
 mod token_to_kv_pool_allocator;
+mod torch_allocator;
 mod workspace;
 
 use std::sync::{Arc, Mutex};
@@ -44,58 +44,60 @@ use crate::base::{DType, Device, bytes_of, on_blocking};
 use crate::memory::{Region, Stream};
 use crate::tensor::TensorView;
 
-/// Does `work` under the lock. An error becomes an exception, which runs Python code, only after it.
+/// Does `work` under the lock. An error becomes an exception, which runs Python code, after the lock is
+/// released.
 fn with<T, R>(value: &Mutex<T>, work: impl FnOnce(&mut T) -> crate::base::Result<R>) -> PyResult<R> {
     let answer = work(&mut lock(value));
     Ok(answer?)
 }
 
-/// Does `work`, which copies `bytes` bytes, without the GIL if that is long: in host memory, and not a little.
+/// Does `work`, which copies `bytes` bytes. Releases the GIL for large copies in host memory.
 fn copying<R: Send>(
     py: Python<'_>,
     device: Device,
     bytes: usize,
     work: impl FnOnce() -> crate::base::Result<R> + Send,
 ) -> PyResult<R> {
-    /// From here on the copy takes longer than another thread to take the GIL.
+    /// A copy of this many bytes takes longer than handing the GIL to another thread.
     const LONG: usize = 64 << 10;
     let is_long = device == Device::Cpu && bytes >= LONG;
     Ok(if is_long { py.detach(work) } else { work() }?)
 }
 
-/// How this process waits once Python has loaded kvpool.
+/// Runs a blocking section without the GIL.
 fn without_gil(section: &mut (dyn FnMut() + Send)) {
     Python::attach(|py| py.detach(section));
 }
 
-/// How many threads one large copy on the CPU may use.
+/// Returns the maximum number of threads of one large copy on the CPU.
 #[pyfunction]
 fn get_num_threads() -> usize {
     crate::kernels::num_threads()
 }
 
-/// Sets how many threads one large copy on the CPU may use.
+/// Sets the maximum number of threads of one large copy on the CPU.
 ///
-/// Copies below 4 MiB never use more than one.
+/// Copies below 4 MiB always use one thread.
 ///
 /// Args:
-///     threads: At least 1, or 0 for as many as the machine has, up to 16.
+///     threads: At least 1, or 0 for one per CPU, at most 16.
 ///
 /// Raises:
-///     ConfigError: If it is negative.
-///     TypeError: If it is no int.
+///     ConfigError: If `threads` is negative.
+///     TypeError: If `threads` is not an int.
 #[pyfunction]
 fn set_num_threads(threads: &Bound<'_, PyAny>) -> PyResult<()> {
     crate::kernels::set_num_threads(args::size("threads", threads)?);
     Ok(())
 }
 
-/// A tensor of zeros, as the pools hand them out: how tests reach every dtype that can cross.
+/// Returns a tensor of zeros, made in the same way as the tensors of the pools. Tests use it to cover every
+/// dtype.
 ///
 /// Args:
 ///     shape: Extents.
 ///     dtype: The name of a storage dtype, or "int32", "int64" or "bool".
-///     device: Where it is.
+///     device: The device of the tensor.
 #[pyfunction]
 #[pyo3(signature = (shape, dtype, device="cpu"))]
 fn _zeros(py: Python<'_>, shape: Vec<usize>, dtype: &str, device: &str) -> PyResult<Py<PyAny>> {
@@ -107,7 +109,7 @@ fn _zeros(py: Python<'_>, shape: Vec<usize>, dtype: &str, device: &str) -> PyRes
     export::to_tensor(py, &TensorView::contiguous(region, 0, dtype, &shape)?)
 }
 
-/// Makes a CUDA stream, by its handle, the current one of this thread; `None` asks PyTorch again.
+/// Sets the current CUDA stream of this thread. `None` restores PyTorch's current stream.
 ///
 /// Args:
 ///     handle: A `cudaStream_t` as an int.
@@ -116,7 +118,8 @@ fn _use_stream(handle: Option<usize>) {
     framework::use_stream(handle.map(Stream::from_handle));
 }
 
-/// How many calls were noted by pools that debug: later ones have this number or a greater one.
+/// Returns the number of calls that debugging pools have recorded. Later calls have this number or a greater
+/// one.
 #[pyfunction]
 fn _noted() -> u64 {
     crate::index::Act::count()
@@ -126,7 +129,7 @@ fn _noted() -> u64 {
 fn _kvpool(module: &Bound<'_, PyModule>) -> PyResult<()> {
     on_blocking(without_gil);
     module.add_class::<tensor::Tensor>()?;
-    module.add_class::<pool::Pool>()?;
+    module.add_class::<base_pool::BasePool>()?;
     module.add_class::<kv_pool::KvPool>()?;
     module.add_class::<token_to_kv_pool_allocator::TokenToKvPoolAllocator>()?;
     module.add_class::<token_to_kv_pool_allocator::FreeGroup>()?;
@@ -149,8 +152,8 @@ fn _kvpool(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(_zeros, module)?)?;
     module.add_function(wrap_pyfunction!(_use_stream, module)?)?;
     module.add_function(wrap_pyfunction!(_noted, module)?)?;
-    module.add_function(wrap_pyfunction!(pool::_pools, module)?)?;
-    module.add_function(wrap_pyfunction!(pool::_report_leaks_with, module)?)?;
+    module.add_function(wrap_pyfunction!(base_pool::_pools, module)?)?;
+    module.add_function(wrap_pyfunction!(base_pool::_report_leaks_with, module)?)?;
     let storage = DType::STORAGE.map(|dtype| (dtype.name(), dtype.size()));
     module.add("_STORAGE_DTYPES", storage.into_py_dict(module.py())?)?;
     let errors: Vec<&str> = crate::base::ErrorKind::ALL.iter().map(|kind| kind.class_name()).collect();

@@ -8,34 +8,35 @@ use crate::base::{DType, Device};
 use crate::pool::{PageConfig, PagePool as Pool};
 
 use super::args::{self, Arg};
+use super::base_pool::{BasePool, Look, PoolClass};
 use super::debug::Debug;
 use super::export::to_tensor;
 use super::framework::{backend, current_stream, to_dtype};
-use super::pool::{Look, Pool as Base, PoolClass};
-use super::report::Reporter;
+use super::logging::Reporter;
 use super::{lock, with};
 
 /// Fixed-size pages of elements, numbered from 0, with a free list.
 ///
-/// Pages are zero at first and not zeroed again. The pool never shrinks; where it grows, no page moves. On a GPU pages are
-/// valid on the stream that was current when their memory was made, by the constructor or by an `alloc` that grew the
-/// pool; another stream needs an event.
+/// Pages are zero at first and are not zeroed again. The pool never shrinks, and no page moves when it grows.
+/// On a GPU a page is valid on the stream that was current when its memory was allocated, in the constructor
+/// or in the `alloc` that grew the pool; another stream needs an event.
 ///
 /// Args:
-///     page_size: Elements of a page.
-///     initial_pages: Pages at first.
-///     dtype: Of the elements, float32 by default.
-///     device: Where the pages are.
-///     grow: Pages that `alloc` adds when all are in use; 0 for none.
-///     strict: Whether a bad free raises; otherwise it is dropped, counted and reported.
-///     debug: Whether to note who takes and gives what, for `leaks` and reports; by default if `KVPOOL_DEBUG=1`.
+///     page_size: Elements per page.
+///     initial_pages: Initial number of pages.
+///     dtype: Storage dtype of the elements, float32 by default.
+///     device: Device of the pages.
+///     grow: Number of pages that `alloc` adds when all are in use; 0 for a fixed size.
+///     strict: Whether an invalid free raises; otherwise it is dropped, counted and reported.
+///     debug: Whether to record owners and call sites for `leaks` and reports. Defaults to the environment
+///         variable `KVPOOL_DEBUG`.
 ///
 /// Raises:
-///     ConfigError: If `page_size` is below 1, another number below 0, or bytes overflow.
-///     TypeError: If `dtype` cannot be stored.
-///     OutOfMemoryError: If the memory cannot be had.
-///     BackendUnavailableError: If `device` cannot be used here.
-#[pyclass(extends = Base, frozen, module = "kvpool", name = "PagePool")]
+///     ConfigError: If `page_size` is below 1, another number is below 0, or the size in bytes overflows.
+///     TypeError: If `dtype` is not a storage dtype.
+///     OutOfMemoryError: If there is not enough memory.
+///     BackendUnavailableError: If `device` is not available.
+#[pyclass(extends = BasePool, frozen, module = "kvpool", name = "PagePool")]
 pub(super) struct PagePool {
     pool: Mutex<Pool>,
     config: PageConfig,
@@ -79,19 +80,20 @@ impl PagePool {
         let mut pool = py.detach(|| Pool::new(&config, &backend))?;
         let debug = Debug::new(debug, &mut pool);
         let pool = Self { pool: Mutex::new(pool), config, device, debug, reporter: Reporter::default() };
-        Ok(Base::under("PagePool", debug, pool))
+        Ok(BasePool::initializer("PagePool", debug, pool))
     }
 
-    /// Takes a page: the last that was freed, else the lowest that was never taken.
+    /// Takes the page freed last, else the lowest that was never taken.
     ///
     /// Args:
-    ///     owner: A name for reports and `leaks`, a str or an int. Only noted where the pool debugs.
+    ///     owner: An owner for reports and `leaks`, a str or an int. Recorded only if the pool debugs.
     ///
     /// Returns:
-    ///     Its number, or `None` if all are in use and the pool does not grow. What it holds is what was last written to it.
+    ///     The index of the page, or `None` if all are in use and the pool does not grow. The page keeps its
+    ///     last contents.
     ///
     /// Raises:
-    ///     OutOfMemoryError: If the memory for pages to add cannot be had. Nothing is changed.
+    ///     OutOfMemoryError: If there is not enough memory for more pages. Nothing is changed.
     #[pyo3(signature = (*, owner=None))]
     fn alloc(&self, py: Python<'_>, owner: Option<&Bound<'_, PyAny>>) -> PyResult<Option<u32>> {
         let _acting = self.debug.begin(py, owner)?;
@@ -99,10 +101,10 @@ impl PagePool {
         with(&self.pool, |pool| pool.alloc(stream))
     }
 
-    /// Gives a page back.
+    /// Frees a page.
     ///
     /// Args:
-    ///     page: Its number.
+    ///     page: Index of the page.
     ///     owner: As in `alloc`.
     ///
     /// Raises:
@@ -121,47 +123,47 @@ impl PagePool {
         Ok(())
     }
 
-    /// `dtype` `[page_size]`: the elements of a page, in use or not, no copy.
+    /// Returns the elements of a page, `dtype` `[page_size]`, in use or not, without a copy.
     ///
     /// Raises:
-    ///     IndexError: If there is no such page.
+    ///     IndexError: If the page does not exist.
     fn page(&self, py: Python<'_>, i: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
         let page = args::int(i)?;
         let view = with(&self.pool, |pool| pool.page(page))?;
         to_tensor(py, &view)
     }
 
-    /// Elements of a page.
+    /// Elements per page.
     #[getter]
     fn page_size(&self) -> usize {
         self.config.page_size
     }
 
-    /// Pages, in use or not.
+    /// Number of pages, free and in use.
     #[getter]
     fn total_pages(&self) -> usize {
         lock(&self.pool).pages().capacity()
     }
 
-    /// Pages that are not in use.
+    /// Number of free pages.
     #[getter]
     fn free_pages(&self) -> usize {
         lock(&self.pool).pages().available()
     }
 
-    /// Pages in use.
+    /// Number of pages in use.
     #[getter]
     fn used_pages(&self) -> usize {
         lock(&self.pool).pages().in_use()
     }
 
-    /// Pages that are added when all are in use.
+    /// Number of pages that `alloc` adds when all are in use.
     #[getter]
     fn grow(&self) -> usize {
         self.config.grow
     }
 
-    /// Of the elements: a `torch.dtype`, or its name where PyTorch is not installed.
+    /// Dtype of the elements: a `torch.dtype`, or its name if PyTorch is not installed.
     #[getter]
     fn dtype(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
         to_dtype(py, self.config.dtype)

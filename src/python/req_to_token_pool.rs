@@ -13,37 +13,39 @@ use crate::memory::Stream;
 use crate::pool::{ReqToTokenConfig, ReqToTokenPool as Pool, TableIndex, make_room};
 
 use super::args::{Arg, IndexArg, version_of};
+use super::base_pool::{BasePool, Look, PoolClass};
 use super::debug::Debug;
 use super::export::to_tensor;
 use super::framework::{backend, current_stream, torch};
-use super::pool::{Look, Pool as Base, PoolClass};
-use super::report::Reporter;
+use super::logging::Reporter;
 use super::{args, lock, with};
 
 /// The table `req_to_token[request, position] -> slot`. It does not track sequence lengths.
 ///
-/// Row 0 is the padding row, at which padded rows of a CUDA graph point: the table has `max_reqs + 1` rows, and
-/// `1..=max_reqs` are handed out, the longest free first. Rows are zero when they are handed out.
+/// Row 0 is the padding row, for the padding requests of a CUDA graph. The table has `max_reqs + 1` rows, of
+/// which `1..=max_reqs` are handed out, first in, first out. Rows are zero when they are handed out.
 ///
-/// On a GPU all work is enqueued on the current stream and nothing waits but what says so. The host keeps a copy of the
-/// table, so that slots read from it can be freed without asking the GPU. What `write` and `free` do is in the copy at
-/// once, or, for values that only the GPU knows, when the kernel has told what it wrote. Writes of PyTorch to
-/// `req_to_token` are seen by its count of them (`_version`), and make the whole copy doubtful until `mark_modified` or
-/// `clear`; writes of other kernels are not seen: say them with `mark_modified(rows)`.
+/// On a GPU all work is enqueued on the current stream, and only methods that say so wait. The host keeps a
+/// mirror of the table, so that slots read from it can be freed without a copy from the GPU. `write` and
+/// `free` update the mirror at once or, for values that only the GPU knows, when the kernel has reported what
+/// it wrote. PyTorch's writes to `req_to_token` are detected by its write count (`_version`) and invalidate
+/// the whole mirror until `mark_modified` or `clear`. Writes by other kernels are not detected: report them
+/// with `mark_modified(rows)`.
 ///
 /// Args:
-///     max_reqs: Requests that can be in it at once.
-///     max_context_len: Columns.
-///     device: Where the table is.
-///     padding_row: `False` gives exactly `max_reqs` rows, the first being 0.
-///     strict: Whether a bad free raises; otherwise it is dropped, counted and reported.
-///     debug: Whether to note who takes and gives what, for `leaks` and reports; by default if `KVPOOL_DEBUG=1`.
+///     max_reqs: Maximum number of requests.
+///     max_context_len: Maximum tokens per request: the number of columns.
+///     device: Device of the table.
+///     padding_row: Whether row 0 is padding. `False` gives exactly `max_reqs` rows, numbered from 0.
+///     strict: Whether an invalid free raises; otherwise it is dropped, counted and reported.
+///     debug: Whether to record owners and call sites for `leaks` and reports. Defaults to the environment
+///         variable `KVPOOL_DEBUG`.
 ///
 /// Raises:
-///     ConfigError: If a size is below 1 or its bytes overflow.
-///     OutOfMemoryError: If the memory cannot be had.
-///     BackendUnavailableError: If `device` cannot be used here.
-#[pyclass(extends = Base, frozen, module = "kvpool", name = "ReqToTokenPool")]
+///     ConfigError: If a size is below 1, or the size in bytes overflows.
+///     OutOfMemoryError: If there is not enough memory.
+///     BackendUnavailableError: If `device` is not available.
+#[pyclass(extends = BasePool, frozen, module = "kvpool", name = "ReqToTokenPool")]
 pub(super) struct ReqToTokenPool {
     pub(super) pool: Arc<Mutex<Pool>>,
     device: Device,
@@ -52,14 +54,14 @@ pub(super) struct ReqToTokenPool {
     reporter: Reporter,
 }
 
-/// Where a call writes, as it was passed.
-enum Places<'a, 'py> {
+/// The argument `index` of `write`.
+enum TableIndexArg<'a, 'py> {
     Columns { row: i64, start: i64, end: Option<i64> },
     Points { rows: IndexArg<'a, 'py>, columns: IndexArg<'a, 'py> },
 }
 
-impl Places<'_, '_> {
-    /// Numbers that are sent to a device.
+impl TableIndexArg<'_, '_> {
+    /// Number of indices in host memory, which are sent to a device.
     fn on_host(&self) -> usize {
         match self {
             Self::Columns { .. } => 0,
@@ -79,15 +81,18 @@ impl Places<'_, '_> {
     }
 }
 
-/// `index` as often as there are partners for it.
+/// `index`, repeated `count` times.
 fn repeated<'a, 'py>(index: i64, count: usize) -> PyResult<IndexArg<'a, 'py>> {
     let mut values = reserve(count)?;
     values.resize(count, index);
     Ok(IndexArg::Host(IndexVec::I64(values)))
 }
 
-/// `(row, slice)`, `(row, column)` or `(rows, columns)`; a single row or column goes with all of the others.
-fn places<'a, 'py>((first, second): &'a (Bound<'py, PyAny>, Bound<'py, PyAny>)) -> PyResult<Places<'a, 'py>> {
+/// Converts `(row, slice)`, `(row, column)` or `(rows, columns)`. A single row or column is repeated for all
+/// of the others.
+fn table_index<'a, 'py>(
+    (first, second): &'a (Bound<'py, PyAny>, Bound<'py, PyAny>),
+) -> PyResult<TableIndexArg<'a, 'py>> {
     let Ok(columns) = second.cast::<PySlice>() else {
         let (rows, columns) = match (args::single(first)?, args::single(second)?) {
             (Some(row), Some(column)) => (repeated(row, 1)?, repeated(column, 1)?),
@@ -102,7 +107,7 @@ fn places<'a, 'py>((first, second): &'a (Bound<'py, PyAny>, Bound<'py, PyAny>)) 
                 (rows, columns)
             }
         };
-        return Ok(Places::Points { rows, columns });
+        return Ok(TableIndexArg::Points { rows, columns });
     };
     let part = |name: &str| -> PyResult<Option<i64>> {
         let value = columns.getattr(name)?;
@@ -114,17 +119,21 @@ fn places<'a, 'py>((first, second): &'a (Bound<'py, PyAny>, Bound<'py, PyAny>)) 
         ))
         .into());
     }
-    Ok(Places::Columns { row: args::int(first)?, start: part("start")?.unwrap_or(0), end: part("stop")? })
+    Ok(TableIndexArg::Columns {
+        row: args::int(first)?,
+        start: part("start")?.unwrap_or(0),
+        end: part("stop")?,
+    })
 }
 
 impl ReqToTokenPool {
-    /// The stream for a call that sends so many numbers of the host.
+    /// The stream for a call that sends `numbers` numbers from the host.
     fn stream(&self, py: Python<'_>, numbers: usize) -> PyResult<Stream> {
         make_room(numbers, || lock(&self.pool).crowded())?;
         current_stream(py, self.device)
     }
 
-    /// How often PyTorch wrote to the table by itself, if it counts.
+    /// PyTorch's count of its own writes to the table, if there is one.
     fn version(&self, py: Python<'_>) -> Option<u64> {
         if self.device == Device::Cpu { None } else { version_of(self.table.bind(py)) }
     }
@@ -161,16 +170,17 @@ impl ReqToTokenPool {
         let table = to_tensor(py, pool.req_to_token())?;
         let pool =
             Self { pool: Arc::new(Mutex::new(pool)), device, table, debug, reporter: Reporter::default() };
-        Ok(Base::under("ReqToTokenPool", debug, pool))
+        Ok(BasePool::initializer("ReqToTokenPool", debug, pool))
     }
 
     /// Takes rows.
     ///
     /// Args:
-    ///     n: How many.
+    ///     n: Number of rows.
+    ///     owner: An owner for reports and `leaks`, a str or an int. Recorded only if the pool debugs.
     ///
     /// Returns:
-    ///     A list of `n` ints, or `None` when the pool is short.
+    ///     A list of `n` ints, or `None` if there are not enough rows.
     ///
     /// Raises:
     ///     ConfigError: If `n` is negative.
@@ -187,14 +197,15 @@ impl ReqToTokenPool {
         with(&self.pool, |pool| pool.alloc(count, stream))
     }
 
-    /// Gives a row or several back, and zeroes what was written to them.
+    /// Frees one or more rows, and zeroes their written columns.
     ///
     /// Args:
-    ///     slot_or_slots: An int, or ints in a tensor, an array or a sequence. A tensor that only a GPU knows is
-    ///         waited for.
+    ///     slot_or_slots: Rows: an int, or ints in a tensor, an array or a sequence. Waits for values that
+    ///         only a GPU knows.
+    ///     owner: As in `alloc`.
     ///
     /// Raises:
-    ///     IndexOwnershipError: If the pool is strict and a row is not the caller's to free.
+    ///     IndexOwnershipError: If the pool is strict and a free is invalid.
     #[pyo3(signature = (slot_or_slots, *, owner=None))]
     fn free(
         &self,
@@ -212,43 +223,43 @@ impl ReqToTokenPool {
 
     /// Writes slots to the table; on a GPU in one launch.
     ///
-    /// Of a place that is named twice the last value stays, unless only the GPU knows the places: then any may.
+    /// For a place listed twice, the last value wins; if only the GPU knows the places, either may.
     ///
     /// Args:
     ///     index: `(row, slice)`, `(row, column)`, or `(rows, columns)` with one column for each row.
     ///     values: One slot for each place, int32 or int64, or a single one for all places.
     ///
     /// Raises:
-    ///     IndexError: If a place is outside of the table. Nothing is written then. A place that only the GPU knows
-    ///         is left out, and a later call raises it.
-    ///     ConfigError: If there are not as many values as places.
-    ///     DriverError: If numbers of the host would have to be copied while the stream is being captured.
+    ///     IndexError: If a place is outside of the table. Nothing is written. An invalid place that only the
+    ///         GPU knows is skipped, and a later call raises this error.
+    ///     ConfigError: If the number of values is neither 1 nor the number of places.
+    ///     DriverError: If a driver call fails, or the stream is being captured.
     fn write(&self, py: Python<'_>, index: &Bound<'_, PyAny>, values: &Bound<'_, PyAny>) -> PyResult<()> {
         let index: (Bound<'_, PyAny>, Bound<'_, PyAny>) = index.extract().map_err(|_| {
             PyTypeError::new_err("index must be (row, slice), (row, column) or (rows, columns)")
         })?;
-        let mut places = places(&index)?;
+        let mut index_arg = table_index(&index)?;
         let mut values = args::index_or_indices(values)?;
-        let stream = self.stream(py, places.on_host() + values.on_host())?;
-        let (index, values) = (places.take()?, values.take()?);
+        let stream = self.stream(py, index_arg.on_host() + values.on_host())?;
+        let (index, values) = (index_arg.take()?, values.take()?);
         with(&self.pool, |pool| pool.write(&index, &values, stream))
     }
 
-    /// Puts the slots of some requests one after the other, as FlashInfer's `kv_indices` has them.
+    /// Concatenates the slots of requests in the layout of FlashInfer's `kv_indices`.
     ///
-    /// Request `i` fills `kv_indices[kv_indptr[i]:kv_indptr[i + 1]]` with the first slots of its row. On a GPU it is
-    /// one launch on the current stream, and what only the GPU knows to be wrong is left out and raised by a later
-    /// call.
+    /// Request `i` fills `kv_indices[kv_indptr[i]:kv_indptr[i + 1]]` with the first slots of its row. On a
+    /// GPU it is one launch on the current stream. Invalid arguments that only the GPU knows are skipped, and
+    /// a later call raises the error.
     ///
     /// Args:
-    ///     req_pool_indices: Rows, int32 or int64 `[bs]`.
-    ///     kv_indptr: Where each request begins and ends, int32 or int64 `[bs + 1]`.
-    ///     kv_indices: int32, contiguous, on the table's device: written to.
+    ///     req_pool_indices: Request rows, int32 or int64 `[bs]`.
+    ///     kv_indptr: Offsets of the requests, int32 or int64 `[bs + 1]`.
+    ///     kv_indices: Output, a contiguous int32 tensor on the table's device.
     ///
     /// Raises:
     ///     IndexError: If a row is not in the table, or a request is longer than a row or than `kv_indices`.
-    ///     ConfigError: If a length or a device does not fit.
-    ///     TypeError: If `kv_indices` is no int32 tensor.
+    ///     ConfigError: If a length or device is invalid.
+    ///     TypeError: If `kv_indices` is not an int32 tensor.
     fn build_kv_indices(
         &self,
         py: Python<'_>,
@@ -263,26 +274,27 @@ impl ReqToTokenPool {
         with(&self.pool, |pool| pool.build_kv_indices(&rows, &indptr, &out, stream))
     }
 
-    /// The first `length` slots of a row: an int32 tensor `[length]`, a view of the table.
+    /// Returns the first `length` slots of a row: an int32 tensor `[length]`, a view of the table.
     ///
     /// Raises:
-    ///     IndexError: If they are outside of the table.
+    ///     IndexError: If the row or the length is outside of the table.
     fn read(&self, py: Python<'_>, row: &Bound<'_, PyAny>, length: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
         let (row, length) = (args::int(row)?, args::int(length)?);
         let view = with(&self.pool, |pool| pool.read(row, length))?;
         if self.device == Device::Cpu || torch(py)?.is_none() {
             return to_tensor(py, &view);
         }
-        // A view of the table shares its count of writes, by which `free` sees that somebody wrote to it.
+        // A view of the table shares its write count, through which `free` detects writes.
         let first = view.offset() / view.dtype().size();
         Ok(self.table.bind(py).call_method1("as_strided", ((length,), (1,), first))?.unbind())
     }
 
-    /// Says that these rows of the tensor were written by somebody else: they are zeroed whole when they are freed, and
-    /// until then the host asks the GPU for their values. All writes of PyTorch so far are accounted for then.
+    /// Reports that rows of the tensor were written outside of this class. They are zeroed whole when they
+    /// are freed, and until then their values are copied from the GPU when needed. All PyTorch writes so far
+    /// are accounted for.
     ///
     /// Args:
-    ///     rows: An int, or ints in a tensor, an array or a sequence. A tensor that only a GPU knows is waited for.
+    ///     rows: An int, or ints in a tensor, an array or a sequence. Waits for values that only a GPU knows.
     ///
     /// Raises:
     ///     IndexError: If a row is outside of the table.
@@ -292,38 +304,39 @@ impl ReqToTokenPool {
         with(&self.pool, |pool| pool.mark_modified(&rows, version))
     }
 
-    /// Rows that can be handed out now.
+    /// Returns the number of free rows.
     fn available_size(&self) -> usize {
         lock(&self.pool).available_size()
     }
 
-    /// Makes every row free, and zeroes what was written through this class, marked as modified or, on a GPU, counted
-    /// by PyTorch.
+    /// Frees every row, and zeroes everything that was written through this class, marked as modified or, on
+    /// a GPU, counted by PyTorch.
     fn clear(&self, py: Python<'_>) -> PyResult<()> {
         let _acting = self.debug.begin(py, None)?;
         let (version, stream) = (self.version(py), self.stream(py, self.size())?);
         with(&self.pool, |pool| pool.clear(version, stream))
     }
 
-    /// The table: int32 `[max_reqs + 1, max_context_len]` (`max_reqs` rows without a padding row), no copy.
+    /// The table, int32 `[max_reqs + 1, max_context_len]` (`max_reqs` rows without a padding row), without a
+    /// copy.
     #[getter]
     fn req_to_token(&self, py: Python<'_>) -> Py<PyAny> {
         self.table.clone_ref(py)
     }
 
-    /// Requests that can be in it at once.
+    /// Maximum number of requests.
     #[getter]
     fn size(&self) -> usize {
         lock(&self.pool).size()
     }
 
-    /// Columns.
+    /// Maximum tokens per request: the number of columns.
     #[getter]
     fn max_context_len(&self) -> usize {
         lock(&self.pool).max_context_len()
     }
 
-    /// Whether row 0 is nobody's.
+    /// Whether row 0 is padding.
     #[getter]
     fn padding_row(&self) -> bool {
         lock(&self.pool).padding_row()

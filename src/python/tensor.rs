@@ -1,4 +1,4 @@
-//! `kvpool.Tensor`: what is handed out where PyTorch is not installed.
+//! `kvpool.Tensor`, the tensor class for programs without PyTorch, and the import of DLPack capsules.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -20,12 +20,12 @@ use super::framework::current_stream;
 
 /// A tensor over memory that kvpool owns, for frameworks that speak DLPack (NumPy, CuPy, JAX).
 ///
-/// It owns its memory, also after its pool is gone. It has no arithmetic: `numpy()`, `numpy.from_dlpack` or another
-/// framework's `from_dlpack` see the same bytes without a copy.
+/// It keeps its memory alive even after the pool is dropped. It has no arithmetic: use `numpy()`,
+/// `numpy.from_dlpack` or another framework's `from_dlpack`, which see the same bytes without a copy.
 #[pyclass(frozen, module = "kvpool", name = "Tensor", weakref)]
 pub(super) struct Tensor {
     view: TensorView,
-    /// Whether somebody else was given its memory, and may write to it.
+    /// Whether the memory was exported, so that the importer may write to it.
     shared: AtomicBool,
 }
 
@@ -34,22 +34,23 @@ impl Tensor {
         Self { view, shared: AtomicBool::new(false) }
     }
 
-    /// Whether somebody else was given its memory, and may write to it.
+    /// Whether the memory was exported, so that the importer may write to it.
     pub(super) fn is_shared(&self) -> bool {
         self.shared.load(Relaxed)
     }
 
-    /// Lets what `stream` does from now on come after what was enqueued on the current stream.
+    /// Orders later work on `stream` after the work enqueued on the current stream.
     fn order(&self, py: Python<'_>, stream: Option<i64>) -> PyResult<()> {
         let Some(gpu) = self.view.region().gpu() else { return Ok(()) };
         let theirs = match stream {
             Some(-1) => return Ok(()),
-            // 1 and None are the legacy default stream; 0 is not allowed, since it may mean either default stream.
+            // 1 and None are the legacy default stream; 0 is not allowed, since it may mean either default
+            // stream.
             None | Some(1) => Stream::DEFAULT,
             Some(0) => return Err(PyBufferError::new_err("stream 0 is ambiguous for CUDA; pass 1 or 2")),
             Some(handle) => Stream::from_handle(
                 usize::try_from(handle)
-                    .map_err(|_| PyBufferError::new_err(format!("{handle} is no CUDA stream")))?,
+                    .map_err(|_| PyBufferError::new_err(format!("{handle} is not a CUDA stream")))?,
             ),
         };
         let ours = current_stream(py, self.view.device())?;
@@ -65,7 +66,7 @@ impl Tensor {
 
 #[pymethods]
 impl Tensor {
-    /// Extents, a tuple of ints.
+    /// The shape, a tuple of ints.
     #[getter]
     fn shape<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
         PyTuple::new(py, self.view.shape().as_slice())
@@ -77,21 +78,22 @@ impl Tensor {
         self.view.dtype().name()
     }
 
-    /// Where the memory is, as PyTorch writes it.
+    /// The device in PyTorch's notation, such as "cpu" or "cuda:0".
     #[getter]
     fn device(&self) -> String {
         self.view.device().to_string()
     }
 
-    /// The address of element 0.
+    /// Returns the address of element 0.
     fn data_ptr(&self) -> usize {
         self.view.address().addr()
     }
 
-    /// The tensor in host memory: itself, or a copy. Waits for the current stream of its device.
+    /// Returns the tensor itself if it is in host memory, else a copy there. The copy waits for the current
+    /// stream of the device.
     ///
     /// Raises:
-    ///     OutOfMemoryError: If the host has no room for it.
+    ///     OutOfMemoryError: If the host has no memory for the copy.
     fn cpu(slf: &Bound<'_, Self>) -> PyResult<Py<Self>> {
         let (py, view) = (slf.py(), &slf.get().view);
         let Some(gpu) = view.region().gpu() else { return Ok(slf.clone().unbind()) };
@@ -118,12 +120,12 @@ impl Tensor {
         format!("kvpool.Tensor(shape={shape:?}, dtype={}, device={})", self.view.dtype(), self.view.device())
     }
 
-    /// A NumPy array over the same memory.
+    /// Returns a NumPy array over the same memory.
     ///
     /// 8-bit floats and bfloat16 need the package `ml_dtypes`.
     ///
     /// Raises:
-    ///     ImportError: If NumPy, or `ml_dtypes` where it is needed, is not installed.
+    ///     ImportError: If NumPy, or `ml_dtypes` if needed, is not installed.
     ///     BufferError: If the tensor is not in host memory.
     fn numpy<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
         let py = slf.py();
@@ -145,25 +147,26 @@ impl Tensor {
         numpy.call_method1("from_dlpack", (carried,))?.call_method1("view", (dtype,))
     }
 
-    /// The device as DLPack counts it: (type, ordinal).
+    /// Returns the DLPack device as (type, ordinal).
     fn __dlpack_device__(&self) -> (i32, i32) {
         let RawDevice { kind, ordinal } = raw_device(self.view.device());
         (kind, ordinal)
     }
 
-    /// A DLPack capsule over the same memory, never a copy.
+    /// Returns a DLPack capsule over the same memory, never a copy.
     ///
     /// Args:
-    ///     stream: The consumer's CUDA stream, whose later work comes after what was enqueued on the current stream:
-    ///         a handle, 1 or `None` for the legacy default stream, -1 for no order. Ignored in host memory.
-    ///     max_version: The newest (major, minor) that the caller reads. From (1, 0) on the capsule is versioned,
-    ///         else a legacy one.
-    ///     dl_device: The device that the caller wants; only the tensor's own will do.
-    ///     copy: `True` is refused.
+    ///     stream: The consumer's CUDA stream, which waits for the work enqueued on the current stream: a
+    ///         handle, 1 or `None` for the legacy default stream, -1 for no synchronization. Ignored in host
+    ///         memory.
+    ///     max_version: The newest DLPack (major, minor) that the caller reads. From (1, 0) on the capsule is
+    ///         versioned, otherwise legacy.
+    ///     dl_device: The requested device. Only the tensor's own is accepted.
+    ///     copy: `True` raises: there is no copy.
     ///
     /// Raises:
-    ///     BufferError: If another device or a copy is asked for.
-    ///     TypeError: If an argument is not of its type.
+    ///     BufferError: If another device or a copy is requested.
+    ///     TypeError: If an argument has the wrong type.
     #[pyo3(signature = (*, stream=None, max_version=None, dl_device=None, copy=None))]
     fn __dlpack__<'py>(
         &self,
@@ -189,7 +192,7 @@ impl Tensor {
         self.order(py, stream)?;
         self.shared.store(true, Relaxed);
         if max_version.is_some_and(|version| version >= (1, 0)) {
-            // SAFETY: the pointer is a managed tensor that the capsule owns until somebody renames it.
+            // SAFETY: the pointer is a managed tensor that the capsule owns until it is renamed.
             unsafe {
                 PyCapsule::new_with_pointer_and_destructor(
                     py,
@@ -212,7 +215,7 @@ impl Tensor {
     }
 }
 
-/// Two ints. What is none is a `TypeError`, since consumers expect no other error than that and `BufferError`.
+/// A pair of ints. Anything else is a `TypeError`: consumers expect only that and `BufferError`.
 fn pair<'py, T>(name: &str, object: &Bound<'py, PyAny>) -> PyResult<(T, T)>
 where
     (T, T): for<'a> FromPyObject<'a, 'py, Error = PyErr>,
@@ -222,7 +225,7 @@ where
         .map_err(|error: PyErr| PyTypeError::new_err(format!("{name} must be a pair of ints: {error}")))
 }
 
-/// Frees the tensor of a capsule that nobody consumed.
+/// Frees the tensor of a capsule that was not consumed.
 unsafe extern "C" fn drop_versioned(capsule: *mut pyo3::ffi::PyObject) {
     // SAFETY: called by Python on the capsule, with the GIL.
     if let Some(managed) = unsafe { unconsumed::<Versioned>(capsule, VERSIONED) } {
@@ -230,7 +233,7 @@ unsafe extern "C" fn drop_versioned(capsule: *mut pyo3::ffi::PyObject) {
     }
 }
 
-/// As [`drop_versioned`].
+/// [`drop_versioned`] for a legacy capsule.
 unsafe extern "C" fn drop_legacy(capsule: *mut pyo3::ffi::PyObject) {
     // SAFETY: called by Python on the capsule, with the GIL.
     if let Some(managed) = unsafe { unconsumed::<Legacy>(capsule, LEGACY) } {
@@ -251,7 +254,7 @@ unsafe fn unconsumed<T>(
     std::ptr::NonNull::new(unsafe { pyo3::ffi::PyCapsule_GetPointer(capsule, name.as_ptr()) }.cast())
 }
 
-/// Our stream, as a producer on a GPU wants it: it makes its work come before ours.
+/// The current stream, which a producer on a GPU makes wait for its own work.
 fn consumer_stream(object: &Bound<'_, PyAny>) -> PyResult<Option<i64>> {
     /// `kDLCUDA`
     const CUDA: i32 = 2;
@@ -274,11 +277,11 @@ pub(super) fn consume(object: &Bound<'_, PyAny>) -> PyResult<Import> {
         options.set_item("stream", stream)?;
     }
     let capsule = match object.call_method("__dlpack__", (), Some(&options)) {
-        // Producers older than DLPack 1.0 know no such argument.
+        // Producers older than DLPack 1.0 do not have the argument.
         Err(error) if error.is_instance_of::<PyTypeError>(py) => object.call_method0("__dlpack__")?,
         answer => answer?,
     };
-    // SAFETY: `capsule` is a live object; the call answers 0 for whatever is no such capsule.
+    // SAFETY: `capsule` is a live object; the call returns 0 for any other object.
     let is =
         |name: &std::ffi::CStr| unsafe { pyo3::ffi::PyCapsule_IsValid(capsule.as_ptr(), name.as_ptr()) } == 1;
     let (name, used) = if is(VERSIONED) {
@@ -286,7 +289,7 @@ pub(super) fn consume(object: &Bound<'_, PyAny>) -> PyResult<Import> {
     } else if is(LEGACY) {
         (LEGACY, LEGACY_USED)
     } else {
-        return Err(PyTypeError::new_err("__dlpack__ returned something else than an unused DLPack capsule"));
+        return Err(PyTypeError::new_err("__dlpack__ did not return an unused DLPack capsule"));
     };
     // SAFETY: the capsule is valid under `name`.
     let Some(managed) =
@@ -298,6 +301,6 @@ pub(super) fn consume(object: &Bound<'_, PyAny>) -> PyResult<Import> {
     if unsafe { pyo3::ffi::PyCapsule_SetName(capsule.as_ptr(), used.as_ptr()) } != 0 {
         return Err(PyErr::fetch(py));
     }
-    // Renamed, the capsule frees nothing any more: the tensor is ours.
+    // A renamed capsule does not free the tensor: it is ours.
     Ok(if name == VERSIONED { Import::Versioned(managed.cast()) } else { Import::Legacy(managed.cast()) })
 }

@@ -15,49 +15,52 @@ use crate::pool::{AllocatorConfig, Grant, Notice, OnNotice, TokenToKvPoolAllocat
 use crate::tensor::TensorView;
 
 use super::args::{self, Arg, IndexArg};
+use super::base_pool::{BasePool, Look, PoolClass};
 use super::debug::Debug;
 use super::export::to_tensor;
 use super::fences::{fence, traverse};
 use super::framework::{backend, current_stream};
 use super::kv_pool::KvPool;
-use super::pool::{Look, Pool as Base, PoolClass};
-use super::report::{Reporter, warn};
+use super::logging::{Reporter, warn};
 
 /// Hands out the token slots of a `KVPool` as int32 tensors and takes them back.
 ///
-/// With `need_sort` the lowest free slots come first, and freed ones are kept apart until the others cannot serve a
-/// request; without, the longest free come first. With `page_size > 1` slots leave and return as whole pages
-/// `[p * page_size, (p + 1) * page_size)`, numbered from 1. Slot 0 is never handed out.
+/// With `need_sort` the lowest free slots come first, and freed slots are kept apart until the others cannot
+/// serve a request. Without it, slots are handed out first in, first out. With `page_size > 1` slots are
+/// handed out and freed as whole pages `[p * page_size, (p + 1) * page_size)`, numbered from 1. Slot 0 is
+/// never handed out.
 ///
-/// A slot that is out of range, the padding slot, not allocated, already free or named twice in one call is dropped,
-/// counted in `stats()` and reported once through the logger `kvpool`; with `strict` it raises instead, and nothing
-/// is changed. All calls are atomic and may come from any thread.
+/// An invalid free (a slot that is out of range, the padding slot, not allocated, already free, or listed
+/// twice in one call) is dropped, counted in `stats()` and reported once through the logger `kvpool`. With
+/// `strict` it raises instead, and nothing is changed. All calls are atomic and thread-safe.
 ///
-/// On a GPU tensors are parts of a stage, to which the next slots are copied before anybody asks for them: `alloc` and
-/// `free` then make no driver call, and nothing waits but what says so. Tensors are valid on the stream that was
-/// current in `alloc`; another stream needs an event. Nothing is allocated on the device after construction, so tensors
-/// that are kept although their slots were freed take room from later ones: the stage holds twice the pool's slots.
+/// On a GPU the tensors are views of a stage, to which the next slots are copied ahead of time: `alloc` and
+/// `free` then make no driver call, and only methods that say so wait. Tensors are valid on the stream that
+/// was current in `alloc`; another stream needs an event. Nothing is allocated on the device after
+/// construction. A tensor kept alive after its slots were freed still occupies the stage, which holds twice
+/// the pool's slots.
 ///
-/// `free` knows the values of a tensor without asking the GPU if it is one from `alloc` (of this or another
-/// allocator) or of `ReqToTokenPool.req_to_token`, or a view of such a tensor with evenly spaced elements, and PyTorch
-/// counts no write to it (`_version`; for the table, none that `mark_modified` did not account for). What PyTorch does
-/// not count is not seen: writes through `.data`, through another framework's view, or by a kernel that it does not
-/// know of; do not write to these tensors in such a way, or free a copy. Every other tensor on a GPU, computed or of
-/// somebody else, is copied asynchronously on the current stream, and its slots return when the copy has landed. Until
-/// then `available_size` counts them, as whole pages of their own.
+/// `free` reads the values of a GPU tensor on the host, without a copy from the GPU, if the tensor is a
+/// result of `alloc` (of any allocator), is `ReqToTokenPool.req_to_token`, or is an evenly spaced view of one
+/// of these, and PyTorch has counted no write to it (`_version`; for the table, no write beyond those that
+/// `mark_modified` accounts for). PyTorch does not count writes through `.data`, through another framework's
+/// view, or by a custom kernel: do not write to these tensors in such a way, or free a copy instead. The
+/// values of any other GPU tensor are copied asynchronously on the current stream, and its slots become free
+/// when the copy has completed. Until then `available_size` already counts them, as whole pages of their own.
 ///
 /// Args:
-///     size: Slots; the last partial page is never handed out.
-///     device: Where the index tensors are.
-///     page_size: Slots in a page.
-///     need_sort: Lowest first, else first in, first out.
-///     strict: Whether a bad free raises.
-///     debug: Whether to note who takes and gives what, for `leaks` and reports; by default if `KVPOOL_DEBUG=1`.
+///     size: Number of slots. A partial last page is never handed out.
+///     device: Device of the index tensors.
+///     page_size: Slots per page.
+///     need_sort: Hand out the lowest free slots first, instead of first in, first out.
+///     strict: Whether an invalid free raises.
+///     debug: Whether to record owners and call sites for `leaks` and reports. Defaults to the environment
+///         variable `KVPOOL_DEBUG`.
 ///
 /// Raises:
 ///     ConfigError: If `size` or `page_size` is below 1, or a slot would not fit int32.
 ///     BackendUnavailableError: If `device` cannot be used here.
-#[pyclass(extends = Base, frozen, module = "kvpool", name = "TokenToKVPoolAllocator")]
+#[pyclass(extends = BasePool, frozen, module = "kvpool", name = "TokenToKVPoolAllocator")]
 pub(super) struct TokenToKvPoolAllocator {
     pub(super) pool: Arc<Pool>,
     device: Device,
@@ -66,7 +69,7 @@ pub(super) struct TokenToKvPoolAllocator {
 }
 
 impl TokenToKvPoolAllocator {
-    /// The stream for calls that enqueue work only where the pool debugs: rows are poisoned on it.
+    /// The stream for calls that enqueue work only if the pool debugs: freed rows are poisoned on it.
     pub(super) fn debug_stream(&self, py: Python<'_>) -> PyResult<Stream> {
         if self.debug.is_on() { current_stream(py, self.device) } else { Ok(Stream::DEFAULT) }
     }
@@ -76,7 +79,7 @@ impl TokenToKvPoolAllocator {
     }
 }
 
-/// Logs what an allocator finds late.
+/// Logs errors that an allocator finds after the call that caused them.
 fn on_notice(reporter: Arc<Reporter>, debug: Debug) -> OnNotice {
     Box::new(move |notice| {
         Python::attach(|py| match notice {
@@ -86,7 +89,7 @@ fn on_notice(reporter: Arc<Reporter>, debug: Debug) -> OnNotice {
     })
 }
 
-/// Hands slots to Python. If that fails they go back: no caller would free them.
+/// Hands slots to Python. If that fails, they are returned to the pool, because no caller would free them.
 #[inline]
 fn hand_out(py: Python<'_>, grant: Option<Grant<'_>>) -> PyResult<Option<Py<PyAny>>> {
     let Some(grant) = grant else { return Ok(None) };
@@ -100,7 +103,7 @@ impl PoolClass for TokenToKvPoolAllocator {
         look(&*self.pool);
     }
 
-    /// Of a strict pool it leaves frees pending, as what is wrong with them is to be raised where slots are used.
+    /// A strict pool leaves frees pending here: their errors belong in `alloc` and `free`.
     fn before_stats(&self, py: Python<'_>) -> PyResult<()> {
         let stream = self.debug_stream(py)?;
         Ok(if self.pool.strict() { self.pool.poll_fences(stream) } else { self.pool.poll(stream) }?)
@@ -135,28 +138,29 @@ impl TokenToKvPoolAllocator {
         let reporter = Arc::new(Reporter::default());
         pool.on_notice(on_notice(Arc::clone(&reporter), debug));
         let allocator = Self { pool: Arc::new(pool), device, debug, reporter };
-        Ok(Base::under("TokenToKVPoolAllocator", debug, allocator))
+        Ok(BasePool::initializer("TokenToKVPoolAllocator", debug, allocator))
     }
 
     /// Takes slots.
     ///
     /// Args:
-    ///     need_size: How many.
-    ///     contiguous: One ascending run, the lowest that fits.
-    ///     owner: A name for reports and `leaks`, a str or an int. Only noted where the pool debugs.
+    ///     need_size: Number of slots.
+    ///     contiguous: Take one ascending run, the lowest that fits.
+    ///     owner: An owner for reports and `leaks`, a str or an int. Recorded only if the pool debugs.
     ///
     /// Returns:
-    ///     A 1-D int32 tensor of `need_size` slots on the pool's device, over memory that it owns, or `None` when the
-    ///     pool is short. With pages, the rest of the last page belongs to the caller, too.
+    ///     A 1-D int32 tensor of `need_size` slots on the pool's device, which keeps its memory alive, or
+    ///     `None` if there are not enough slots. With pages, the rest of the last page belongs to the caller
+    ///     as well.
     ///
-    /// Waits only where it would otherwise answer `None`, for freed slots whose values are on their way from a GPU, and where
-    /// the GPU is far behind with slots that were handed out before.
+    /// Waits in two cases only: for freed slots whose values are still being copied from a GPU, if it would
+    /// otherwise return `None`; and for the GPU, if it is far behind with slots handed out before.
     ///
     /// Raises:
     ///     ConfigError: If `need_size` is negative.
-    ///     TypeError: If it is no int.
+    ///     TypeError: If `need_size` is not an int.
     ///     OutOfMemoryError: If tensors that are still alive cover the stage. Nothing is taken.
-    ///     DriverError: If the driver refuses, or the stream is being captured. Nothing is taken.
+    ///     DriverError: If a driver call fails, or the stream is being captured. Nothing is taken.
     #[pyo3(signature = (need_size, *, contiguous=false, owner=None))]
     fn alloc(
         &self,
@@ -177,22 +181,25 @@ impl TokenToKvPoolAllocator {
 
     /// Takes the slots for positions `[prefix, seq)` of each request, as SGLang's paged allocator does.
     ///
-    /// A prefix that ends inside a page is continued from `last_loc + 1`; then new pages are taken. Arguments that
-    /// only a GPU knows are waited for.
+    /// A prefix that ends inside a page is continued from `last_loc + 1`; then new pages are taken. Waits for
+    /// the values of arguments on a GPU.
     ///
     /// Args:
-    ///     prefix_lens: Tokens that each request has, ints `[bs]`.
-    ///     seq_lens: Tokens that it will have, ints `[bs]`.
-    ///     last_loc: The slot of its last token, ints `[bs]`; ignored where the prefix fills its pages.
+    ///     prefix_lens: Tokens that each request has now, ints `[bs]`.
+    ///     seq_lens: Tokens that each request will have, ints `[bs]`.
+    ///     last_loc: Slot of the last token of each request, ints `[bs]`. Ignored for a prefix that fills its
+    ///         pages.
     ///     owner: As in `alloc`.
     ///
     /// Returns:
-    ///     A 1-D int32 tensor of `sum(seq_lens - prefix_lens)` slots, the requests concatenated, or `None` when the
-    ///     pool is short.
+    ///     A 1-D int32 tensor of `sum(seq_lens - prefix_lens)` slots, one request after the other, or `None`
+    ///     if there are not enough slots.
     ///
     /// Raises:
-    ///     ConfigError: If lengths differ, are negative or shrink, or `last_loc` does not end its prefix.
-    ///     IndexOwnershipError: If `last_loc` is in nobody's page, or two requests would continue the same page.
+    ///     ConfigError: If the arguments differ in length, a length is negative or shrinks, or `last_loc` is
+    ///         not the end of its prefix.
+    ///     IndexOwnershipError: If the page of `last_loc` is not in use, or two requests would continue the
+    ///         same page.
     #[pyo3(signature = (prefix_lens, seq_lens, last_loc, *, owner=None))]
     fn alloc_extend(
         &self,
@@ -213,16 +220,16 @@ impl TokenToKvPoolAllocator {
     /// Takes one slot for each request of a decode step: `alloc_extend` from `seq_lens - 1` to `seq_lens`.
     ///
     /// Args:
-    ///     seq_lens: Tokens of each request with the new one, ints `[bs]`.
-    ///     last_loc: The slot of the token before the new one, ints `[bs]`.
+    ///     seq_lens: Tokens of each request, including the new one, ints `[bs]`.
+    ///     last_loc: Slot of the token before the new one, ints `[bs]`.
     ///     owner: As in `alloc`.
     ///
     /// Returns:
-    ///     A 1-D int32 tensor `[bs]`, or `None` when the pool is short.
+    ///     A 1-D int32 tensor `[bs]`, or `None` if there are not enough slots.
     ///
     /// Raises:
-    ///     ConfigError: As `alloc_extend`.
-    ///     IndexOwnershipError: As `alloc_extend`.
+    ///     ConfigError: As in `alloc_extend`.
+    ///     IndexOwnershipError: As in `alloc_extend`.
     #[pyo3(signature = (seq_lens, last_loc, *, owner=None))]
     fn alloc_decode(
         &self,
@@ -238,22 +245,22 @@ impl TokenToKvPoolAllocator {
         hand_out(py, self.pool.alloc_decode(&seq_lens, &last_loc, stream)?)
     }
 
-    /// Gives slots back; with pages, the whole page of every slot, once.
+    /// Frees slots; with pages, the whole page of every slot, once.
     ///
-    /// The values are copied, so the caller may overwrite its tensor at once. Waits for nothing, unless more values
-    /// are on their way from a GPU than the pool has slots. What a GPU alone knows is copied in the order of the
-    /// current stream, and what is wrong with it is found by a later call.
+    /// The values are copied, so you may overwrite the tensor at once. Does not wait, unless more values are
+    /// being copied from a GPU than the pool has slots. Values that only a GPU knows are copied in the order
+    /// of the current stream, and a later call finds invalid ones.
     ///
     /// Args:
     ///     indices: Slots, an int tensor or array of any shape or a sequence of ints.
-    ///     after: Something with `query() -> bool`, such as a `torch.cuda.Event`. The slots stay in use until it
-    ///         answers true; later calls ask it.
-    ///     owner: As in `alloc`; of a slot with several owners, the one of that name leaves, or else the first.
+    ///     after: A fence: an object with `query() -> bool`, such as a `torch.cuda.Event`. The slots stay in
+    ///         use until `query()` returns true; later calls of the allocator query it.
+    ///     owner: As in `alloc`. Selects the owner of a shared slot that gives it up, else the first.
     ///
     /// Raises:
-    ///     IndexOwnershipError: If the pool is strict and a slot is not the caller's to free; of values that a GPU
-    ///         alone knew, a later call raises it, and none of them was freed.
-    ///     TypeError: If `indices` holds no ints, or `after` has no `query`.
+    ///     IndexOwnershipError: If the pool is strict and a free is invalid. For values that only a GPU
+    ///         knows, a later call raises it; none of them is freed.
+    ///     TypeError: If `indices` does not hold ints, or `after` has no `query`.
     #[pyo3(signature = (indices, *, after=None, owner=None))]
     fn free(
         &self,
@@ -273,7 +280,7 @@ impl TokenToKvPoolAllocator {
             }
             IndexArg::Device { .. } => {
                 let stream = indices.stream(py, self.device)?;
-                // PyTorch may use a tensor's memory again, in the order of another stream, as soon as the tensor is gone.
+                // PyTorch may reuse the memory of a dropped tensor in the order of another stream.
                 let keep = || Some(Arc::new(object.clone().unbind()) as Keep);
                 self.pool.free(&indices.take()?, fence.as_ref(), keep, stream)?
             }
@@ -282,18 +289,20 @@ impl TokenToKvPoolAllocator {
         Ok(())
     }
 
-    /// Notes that work on a stream reads slots that this allocator handed out, so that their memory is used again after that
-    /// work only, also when the tensor is gone before. Calls of kvpool note it themselves; a kernel of others that reads the
-    /// tensor on another stream than the one that was current in `alloc` needs this, as `Tensor.record_stream` has no
-    /// effect on memory that is not PyTorch's own.
+    /// Records that work on a stream reads a tensor of slots. Its memory is reused only after that work, even
+    /// if the tensor is dropped first.
+    ///
+    /// kvpool's own calls record their streams. Call this if your own kernel reads the tensor on a stream
+    /// other than the one that was current in `alloc`: `Tensor.record_stream` has no effect on memory that
+    /// PyTorch does not own.
     ///
     /// Args:
     ///     tensor: A tensor that `alloc` returned, or a view of one.
-    ///     stream: A `torch.cuda.Stream`, or the handle of a stream; the current one by default. It must live as long as the
-    ///         allocator.
+    ///     stream: A `torch.cuda.Stream` or a stream handle. Defaults to the current stream. It must outlive
+    ///         the allocator.
     ///
     /// Raises:
-    ///     ConfigError: If the tensor is none of this allocator's.
+    ///     ConfigError: If the tensor does not come from this allocator.
     #[pyo3(signature = (tensor, stream=None))]
     fn used_on(
         &self,
@@ -307,17 +316,19 @@ impl TokenToKvPoolAllocator {
         Ok(self.pool.used_on(&borrowed, stream)?)
     }
 
-    /// Adds an owner to slots, as a prefix cache does whose requests share it; with pages, to the page of every slot, once.
-    /// Each owner frees once, and a slot returns with its last owner. A slot that is named twice in one call has two owners
-    /// more, or gives up two of them in `free`; a page has one.
+    /// Adds an owner to slots, for example when requests share a cached prefix; with pages, to the page of
+    /// every slot, once.
+    ///
+    /// Each owner frees the slot once; it becomes free with its last owner. A slot listed twice in one call
+    /// gains two owners, or loses two in `free`; a page gains or loses one.
     ///
     /// Args:
-    ///     indices: Slots, an int tensor or array of any shape or a sequence of ints. A tensor that only a GPU knows is
-    ///         waited for.
+    ///     indices: Slots, an int tensor or array of any shape or a sequence of ints. Waits for values that
+    ///         only a GPU knows.
     ///     owner: As in `alloc`.
     ///
     /// Raises:
-    ///     IndexOwnershipError: If a slot is not in use; nothing is changed then.
+    ///     IndexOwnershipError: If a slot is not in use. Nothing is changed.
     #[pyo3(signature = (indices, *, owner=None))]
     fn share(
         &self,
@@ -332,16 +343,17 @@ impl TokenToKvPoolAllocator {
         Ok(self.pool.share(&values, stream)?)
     }
 
-    /// Starts to collect frees, by value, of whichever thread. Groups nest. Frees behind a fence are not collected.
+    /// Starts to collect the values of frees, from all threads. Groups nest. Frees with a fence are not
+    /// collected.
     fn free_group_begin(&self) {
         self.pool.free_group_begin();
     }
 
-    /// Ends a group; the outermost frees all that was collected as one call.
+    /// Ends a group. The end of the outermost group frees everything collected, as one call.
     ///
     /// Raises:
     ///     ConfigError: If no group is open.
-    ///     IndexOwnershipError: As `free`; the group is closed, and nothing of it was freed.
+    ///     IndexOwnershipError: As in `free`. The group is closed, and none of its slots is freed.
     fn free_group_end(&self, py: Python<'_>) -> PyResult<()> {
         let _acting = self.debug.begin(py, None)?;
         let (given, bad) = self.pool.free_group_end(self.debug_stream(py)?)?;
@@ -349,29 +361,30 @@ impl TokenToKvPoolAllocator {
         Ok(())
     }
 
-    /// A context manager around `free_group_begin` and `free_group_end`.
+    /// Returns a context manager around `free_group_begin` and `free_group_end`.
     fn free_group(slf: &Bound<'_, Self>) -> FreeGroup {
         FreeGroup { allocator: slf.clone().unbind() }
     }
 
-    /// Tokens that can be handed out, those counted in whose values are on their way from a GPU.
+    /// Returns the number of slots that can be handed out, including freed slots whose values are still being
+    /// copied from a GPU.
     fn available_size(&self, py: Python<'_>) -> PyResult<usize> {
         Ok(self.pool.poll_available_size(self.debug_stream(py)?)?)
     }
 
-    /// Makes every slot free, closes groups and forgets fences. Tensors handed out before must not be used.
+    /// Frees every slot, closes groups and discards fences. Do not use tensors that were handed out before.
     fn clear(&self, py: Python<'_>) -> PyResult<()> {
         let _acting = self.debug.begin(py, None)?;
         self.pool.clear(self.debug_stream(py)?);
         Ok(())
     }
 
-    /// Has rows of a `KVPool` poisoned when their slots become free, so that reading one shows: NaN in floats, -1 in int8,
-    /// 255 in uint8, in all layers, written on the stream that is current then. Where the pool does not debug nothing
-    /// happens.
+    /// Poisons rows of a `KVPool` when their slots become free, so that a read after free is visible: NaN in
+    /// floats, -1 in int8, 255 in uint8, in all layers, written on the stream that is current at that time.
+    /// Does nothing if the pool does not debug.
     ///
     /// Args:
-    ///     kv_pool: The `KVPool` whose rows the slots are. It is not kept alive.
+    ///     kv_pool: The `KVPool` that the slots index. It is not kept alive.
     fn poison_freed(&self, kv_pool: &Bound<'_, KvPool>) {
         self.pool.poison_freed(kv_pool.get().shared());
     }
@@ -381,39 +394,41 @@ impl TokenToKvPoolAllocator {
         self.pool.merge_and_sort_free();
     }
 
-    /// The free slots (pages, with pages), in the order in which they are handed out: a new 1-D int32 tensor. Waits
-    /// for values on their way.
+    /// The free slots (with pages, the free pages) in the order in which they are handed out: a new 1-D int32
+    /// tensor. Waits for pending copies of values.
     #[getter]
     fn free_slots(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
         to_tensor(py, &self.pool.free_slots(current_stream(py, self.device)?)?)
     }
 
-    /// The freed slots (pages, with pages) that wait for a merge, lowest first: a new 1-D int32 tensor. Waits for
-    /// values on their way.
+    /// The freed slots (with pages, the freed pages) that wait for a merge, lowest first: a new 1-D int32
+    /// tensor. Waits for pending copies of values.
     #[getter]
     fn release_slots(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
         to_tensor(py, &self.pool.release_slots(current_stream(py, self.device)?)?)
     }
 
-    /// The maximal ascending runs of `indices`, in order.
+    /// Returns the maximal ascending runs of `indices`, in order.
     ///
     /// Args:
     ///     indices: An int tensor or array of any shape or a sequence of ints.
     ///
     /// Returns:
-    ///     An int32 tensor `[k, 2]` of (start, length) on the host: what DMA and transfer descriptors want.
+    ///     An int32 tensor `[k, 2]` of (start, length) on the host, in the form of DMA and transfer
+    ///     descriptors.
     #[staticmethod]
     fn runs(py: Python<'_>, indices: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
         to_tensor(py, &Pool::runs(&args::indices(indices)?.values(py)?)?)
     }
 
-    /// Whether each slot is in use: live, or freed behind a fence that has not passed. Waits for values on their way.
+    /// Returns whether each slot is in use: live, or freed with a fence that has not passed. Waits for
+    /// pending copies of values.
     ///
     /// Args:
     ///     indices: An int tensor or array of any shape or a sequence of ints.
     ///
     /// Returns:
-    ///     A 1-D bool tensor on the host; false for what is no slot.
+    ///     A 1-D bool tensor on the host. False for an index that is not a slot.
     fn is_allocated(&self, py: Python<'_>, indices: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
         let values = args::indices(indices)?.values(py)?;
         self.pool.settle(self.debug_stream(py)?)?;
@@ -421,23 +436,23 @@ impl TokenToKvPoolAllocator {
         to_tensor(py, &TensorView::from_bools(&answers)?)
     }
 
-    /// Checks that free and live slots make up the pool, and that no slot is in two states. Waits for values on their
-    /// way.
+    /// Checks that free and live slots add up to the pool, and that no slot is in two states. Waits for
+    /// pending copies of values.
     ///
     /// Raises:
-    ///     IndexOwnershipError: If not, with what is wrong.
+    ///     IndexOwnershipError: If a check fails, with a description.
     fn verify(&self, py: Python<'_>) -> PyResult<()> {
         self.pool.settle(self.debug_stream(py)?)?;
         Ok(self.pool.verify()?)
     }
 
-    /// Slots asked for at construction.
+    /// The number of slots, as passed to the constructor.
     #[getter]
     fn size(&self) -> usize {
         self.pool.look(|slots| slots.size())
     }
 
-    /// Slots in a page.
+    /// Slots per page.
     #[getter]
     fn page_size(&self) -> usize {
         self.pool.page_size()
@@ -468,7 +483,8 @@ impl TokenToKvPoolAllocator {
     }
 }
 
-/// What `TokenToKVPoolAllocator.free_group` returns: frees within it are released together at its end.
+/// The context manager of `TokenToKVPoolAllocator.free_group`: frees inside it take effect together at its
+/// end.
 #[pyclass(frozen, module = "kvpool", name = "FreeGroup")]
 pub(super) struct FreeGroup {
     allocator: Py<TokenToKvPoolAllocator>,
@@ -480,12 +496,12 @@ impl FreeGroup {
         self.allocator.get().free_group_begin();
     }
 
-    /// Ends the group. What the body raised goes on; what the end finds wrong with its slots is logged then.
+    /// Ends the group. An exception of the body propagates; an error of the group itself is then logged.
     #[pyo3(signature = (*exception))]
     fn __exit__(&self, py: Python<'_>, exception: &Bound<'_, PyTuple>) -> PyResult<()> {
         let allocator = self.allocator.get();
         if !allocator.pool.look(|slots| slots.in_group()) {
-            // The body cleared the pool, and the group with it.
+            // `clear` in the body has closed the group.
             return Ok(());
         }
         let body_raised = exception.get_item(0).is_ok_and(|kind| !kind.is_none());

@@ -1,4 +1,4 @@
-//! `kvpool.Workspace`, but for what PyTorch's memory pools need.
+//! The arena of `kvpool.Workspace`. The part for PyTorch's memory pools is in Python.
 
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
@@ -12,24 +12,24 @@ use crate::pool::{Workspace as Pool, WorkspaceConfig};
 use crate::tensor::TensorView;
 
 use super::args::{self, Arg};
+use super::base_pool::{BasePool, Look, PoolClass};
 use super::debug::Debug;
 use super::framework::{backend, current_stream};
-use super::made::MadeTensors;
-use super::pool::{Look, Pool as Base, PoolClass};
+use super::tensor_cache::TensorCache;
 
-/// Bytes of an arena, unless somebody says otherwise.
+/// Default size of an arena in bytes.
 const ARENA_BYTES: usize = 512 << 20;
 
 /// The arena of a `Workspace`.
-#[pyclass(extends = Base, frozen, subclass, module = "kvpool._kvpool", name = "_Workspace")]
+#[pyclass(extends = BasePool, frozen, subclass, module = "kvpool._kvpool", name = "_Workspace")]
 pub(super) struct Workspace {
     pool: Pool,
     num_threads: Option<usize>,
     /// By their number since the last reset.
-    tensors: MadeTensors<usize>,
+    tensors: TensorCache<usize>,
     /// Tensors since the last reset.
     count: AtomicUsize,
-    /// Tensors in all, so that each is told from those of earlier passes.
+    /// Tensors in all, which distinguishes them from the tensors of earlier passes.
     total: AtomicUsize,
 }
 
@@ -83,26 +83,26 @@ impl Workspace {
         let workspace = Self {
             pool,
             num_threads,
-            tensors: MadeTensors::default(),
+            tensors: TensorCache::default(),
             count: AtomicUsize::new(0),
             total: AtomicUsize::new(0),
         };
-        Ok(Base::under("Workspace", debug, workspace))
+        Ok(BasePool::initializer("Workspace", debug, workspace))
     }
 
-    /// A contiguous tensor of the arena, 256-byte aligned; its elements are not defined.
+    /// Returns a contiguous tensor in the arena, 256-byte aligned, with undefined elements.
     ///
-    /// It must not be used after the next reset. On a GPU it is valid on the current stream.
+    /// Do not use it after the next reset. On a GPU it is valid on the current stream.
     ///
     /// Args:
-    ///     shape: Extents.
+    ///     shape: Shape of the tensor, ints.
     ///     dtype: A storage dtype, float64, int32, int64 or bool.
     ///
     /// Raises:
-    ///     WorkspaceExhaustedError: If it does not fit.
-    ///     ConfigError: If an extent is negative or the bytes overflow.
-    ///     TypeError: If the dtype is not known.
-    ///     RuntimeError: If another thread uses the workspace, or it is closed.
+    ///     WorkspaceExhaustedError: If the tensor does not fit the arena.
+    ///     ConfigError: If an extent is negative, or the size in bytes overflows.
+    ///     TypeError: If the dtype is not supported.
+    ///     RuntimeError: If another thread uses the workspace, or the workspace is closed.
     fn empty(
         &self,
         py: Python<'_>,
@@ -112,7 +112,7 @@ impl Workspace {
         self.make(py, shape, dtype, Pool::empty)
     }
 
-    /// As `empty`, of zeros.
+    /// Returns a tensor like `empty`, filled with zeros.
     fn zeros(
         &self,
         py: Python<'_>,
@@ -122,7 +122,8 @@ impl Workspace {
         self.make(py, shape, dtype, Pool::zeros)
     }
 
-    /// Takes back what `empty` and `zeros` gave; `False`, and nothing happens, while PyTorch has memory of the arena.
+    /// Takes back the tensors of `empty` and `zeros`. Returns `False`, and does nothing, while PyTorch holds
+    /// memory of the arena.
     fn _reset(&self, py: Python<'_>) -> PyResult<bool> {
         let stream = self.stream(py)?;
         let is_reset = py.detach(|| self.pool.reset(stream))?;
@@ -132,19 +133,19 @@ impl Workspace {
         Ok(is_reset)
     }
 
-    /// Gives the arena up.
+    /// Closes the workspace and drops its reference to the arena.
     fn _close(&self) -> PyResult<()> {
         self.pool.close()?;
         self.tensors.forget(|_| true);
         Ok(())
     }
 
-    /// Lets PyTorch's allocations of this thread that ask `kvpool_workspace_alloc` have memory of the arena.
+    /// Lets `kvpool_workspace_alloc` take memory of the arena for PyTorch's allocations on this thread.
     fn _enter(&self) -> PyResult<()> {
         Ok(self.pool.enter()?)
     }
 
-    /// Ends what `_enter` began. Returns what was asked for in vain last, in words.
+    /// Undoes `_enter`. Returns a description of the last allocation that failed, if any.
     fn _leave(&self) -> PyResult<Option<String>> {
         Ok(self.pool.leave()?.map(|refused| refused.to_string()))
     }
@@ -161,19 +162,19 @@ impl Workspace {
         self.pool.usage()[0]
     }
 
-    /// The most bytes that were in use at once.
+    /// Largest number of bytes in use at once.
     #[getter]
     fn high_water_bytes(&self) -> usize {
         self.pool.usage()[1]
     }
 
-    /// PyTorch's threads within `use()`, or `None` for those that it has.
+    /// Number of PyTorch threads inside `use()`, or `None` to keep PyTorch's setting.
     #[getter]
     const fn num_threads(&self) -> Option<usize> {
         self.num_threads
     }
 
-    /// Whether it was closed.
+    /// Whether the workspace is closed.
     #[getter]
     fn is_closed(&self) -> bool {
         self.pool.is_closed()

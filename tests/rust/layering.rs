@@ -14,7 +14,7 @@ const UNSAFE: [&str; 8] = [
     "python/args.rs",
     "python/export.rs",
     "python/framework.rs",
-    "python/mem_pool.rs",
+    "python/torch_allocator.rs",
     "python/tensor.rs",
 ];
 

@@ -201,7 +201,7 @@ fn what_is_on_its_way_is_not_reclaimed_for_again() {
     impl Reclaim for Busy {
         fn reclaim(&self, slots: usize, _stream: Stream) -> Result<usize> {
             let allocator = self.1.upgrade().expect("it calls");
-            let fence: Arc<dyn Fence> = Arc::new(Told(Ok(false)));
+            let fence: Arc<dyn Fence> = Arc::new(FixedFence(Ok(false)));
             let mut next = self.0.lock().expect("no panic");
             for _ in 0..slots {
                 *next += 1;

@@ -1,4 +1,4 @@
-//! What a planned step is made of, and where its arrays lie.
+//! A planned step: its arrays and their layout in memory.
 
 use std::sync::Arc;
 
@@ -16,24 +16,24 @@ pub enum Field {
     Positions,
     /// Slots of the new tokens, int64; -1 for padding.
     SlotMapping,
-    /// Rows.
+    /// Request rows.
     ReqPoolIndices,
-    /// Tokens of each request, the new ones counted.
+    /// Tokens of each request, including the new ones.
     SeqLens,
-    /// Where the new tokens of each request begin, and their number.
+    /// Offsets of the new tokens of each request, ending with their total.
     QoIndptr,
-    /// Where the pages of each request begin in `KvIndices`, and their number.
+    /// Offsets of the pages of each request in `KvIndices`, ending with their total.
     KvIndptr,
     /// Tokens in the last page of each request.
     KvLastPageLen,
     /// The pages of all requests.
     KvIndices,
-    /// The pages of each request in a line of its own, zeros after them.
+    /// The pages of each request in a line of its own, padded with zeros.
     BlockTable,
 }
 
 impl Field {
-    /// All of them. The last two are those whose size grows with the context.
+    /// All fields. The sizes of the last two grow with the context.
     pub const ALL: [Self; 10] = [
         Self::OutCacheLoc,
         Self::Positions,
@@ -62,38 +62,38 @@ impl Field {
 /// Sizes of a [`BatchPlanner`](super::BatchPlanner).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PlannerConfig {
-    /// Requests in a batch, at most, padding counted.
+    /// Maximum number of requests in a batch, including padding.
     pub max_batch_size: usize,
-    /// New tokens in a batch, at most, padding counted.
+    /// Maximum number of new tokens in a batch, including padding.
     pub max_tokens: usize,
-    /// Whether [`Field::KvIndices`] is wanted.
+    /// Whether to build [`Field::KvIndices`].
     pub kv_indices: bool,
-    /// Whether [`Field::BlockTable`] is wanted.
+    /// Whether to build [`Field::BlockTable`].
     pub block_table: bool,
 }
 
-/// A step that was planned. Its arrays are the planner's, which the next plan overwrites.
+/// A planned step. Its arrays lie in the planner's memory, and the next plan overwrites them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Plan {
     pub(super) number: usize,
-    /// What had changed when it was made.
+    /// The planner's count of changes at the time of the plan.
     pub(super) changes: u64,
-    /// Requests.
+    /// Number of requests, without padding.
     pub batch_size: usize,
-    /// Requests with padding.
+    /// Number of requests, including padding.
     pub padded_batch_size: usize,
-    /// New tokens.
+    /// Number of new tokens, without padding.
     pub num_tokens: usize,
-    /// New tokens with those of padding.
+    /// Number of new tokens, including padding.
     pub padded_num_tokens: usize,
-    /// New tokens of the request that has most of them.
+    /// Largest number of new tokens of a request.
     pub max_seqlen_q: usize,
-    /// Tokens of the longest request.
+    /// Largest number of tokens of a request.
     pub max_seqlen_k: usize,
     pub(super) kv_len: usize,
 }
 
-/// Where each field lies in a region, with those whose size grows with the context behind the others.
+/// The layout of the fields in a region. Fields whose size grows with the context come last.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct PlanLayout {
     config: PlannerConfig,
@@ -139,17 +139,17 @@ impl PlanLayout {
         self.offsets[Field::KvIndices.at()]
     }
 
-    /// Where a field begins.
+    /// Offset of a field in bytes.
     pub(super) const fn offset(&self, field: Field) -> usize {
         self.offsets[field.at()]
     }
 
-    /// Where line `place` of the block table begins.
+    /// Offset of line `place` of the block table in bytes.
     pub(super) const fn line(&self, place: usize) -> usize {
         self.offset(Field::BlockTable) + place * self.width * size_of::<i32>()
     }
 
-    /// Whether a field is made.
+    /// Whether the planner builds a field.
     pub(super) const fn has(&self, field: Field) -> bool {
         match field {
             Field::KvIndices => self.config.kv_indices,
@@ -158,7 +158,7 @@ impl PlanLayout {
         }
     }
 
-    /// A field of a plan that lies in `region`, without a copy; `None` if it is not made.
+    /// A field of a plan in `region`, without a copy. `None` if the planner does not build it.
     pub(super) fn view(&self, region: &Arc<Region>, plan: &Plan, field: Field) -> Result<Option<TensorView>> {
         if !self.has(field) {
             return Ok(None);
@@ -176,7 +176,7 @@ impl PlanLayout {
     }
 }
 
-/// The fields of the plan in progress that do not grow with the context. Kept for their capacity.
+/// The fields of the current plan that do not grow with the context. Kept for their capacity.
 #[derive(Debug, Default)]
 pub(super) struct SmallFields {
     pub(super) out_cache_loc: Vec<i32>,
@@ -202,7 +202,8 @@ impl SmallFields {
         }
     }
 
-    /// Fills in requests that have grown, and behind them padding of `padding` tokens each up to a batch of `padded`.
+    /// Fills in the grown requests, and behind them padding requests of `padding` tokens each, up to a batch
+    /// of `padded`.
     pub(super) fn fill(&mut self, batch: &[Growth], padded: usize, padding: u32, requests: &Requests) {
         self.clear();
         let size = requests.page_size();
@@ -224,7 +225,8 @@ impl SmallFields {
         self.out_cache_loc.resize(self.positions.len(), PADDING.cast_signed());
     }
 
-    /// Where the pages of the request at `place` begin in the list of all pages; at the end, how many there are.
+    /// Offset of the pages of the request at `place` in the list of all pages; for the end of the batch,
+    /// their total.
     pub(super) fn kv_begin(&self, place: usize) -> usize {
         widen(self.kv_indptr[place].cast_unsigned())
     }
@@ -240,7 +242,7 @@ impl SmallFields {
         &self.out_cache_loc[begin(place)..begin(place + 1)]
     }
 
-    /// Writes them to host memory.
+    /// Writes the fields to host memory.
     pub(super) fn write(&self, region: &Region, layout: &PlanLayout) -> Result<()> {
         for (field, values) in [
             (Field::OutCacheLoc, &self.out_cache_loc),
@@ -273,7 +275,7 @@ impl SmallFields {
     }
 }
 
-/// 0, and the sum of the counts up to each.
+/// Appends 0 and the running sums of `counts`.
 fn sums(to: &mut Vec<i32>, counts: impl Iterator<Item = u32>) {
     let mut sum = 0;
     to.push(sum);

@@ -1,4 +1,4 @@
-//! Writes to a table on a GPU, which the host's mirror follows.
+//! Writes to a table on a GPU, with updates of the host's mirror.
 
 use std::borrow::Cow;
 use std::collections::{HashMap, HashSet};
@@ -13,7 +13,7 @@ use crate::pool::table_mirror::TableMirror;
 
 use super::{ReqToTokenPool, TableIndex, as_many, broadcast, mismatched};
 
-/// Numbers that a launch takes.
+/// An operand of a launch.
 enum Operand<'a> {
     List(Cow<'a, [i32]>),
     Tensor(Borrowed<'a>),
@@ -22,7 +22,7 @@ enum Operand<'a> {
 }
 
 impl<'a> Operand<'a> {
-    /// Indices, those of the host checked.
+    /// An operand of indices. Indices in host memory are checked.
     fn new(indices: &Indices<'a>, space: IndexSpace) -> Result<Self> {
         match indices {
             Indices::Host(_) => indices.list(space).map(|list| Self::List(list.into())),
@@ -45,7 +45,7 @@ struct Places<'a> {
     row: Operand<'a>,
     column: Operand<'a>,
     count: usize,
-    /// Which they are, if the host knows that.
+    /// The places, if the host knows them.
     known: Option<KnownPlaces>,
 }
 
@@ -53,7 +53,7 @@ struct Places<'a> {
 enum KnownPlaces {
     /// Row and column of each.
     Points(Vec<(u32, u32)>),
-    /// So many columns of one row, from one on.
+    /// `count` columns of one row, starting at `from`.
     Columns { row: RequestRow, from: usize, count: usize },
 }
 
@@ -67,7 +67,7 @@ impl KnownPlaces {
 }
 
 impl ReqToTokenPool {
-    /// As [`ReqToTokenPool::write`], in one launch.
+    /// [`ReqToTokenPool::write`] in one launch.
     pub(super) fn write_on_device(
         &mut self,
         mirror: &Arc<TableMirror>,
@@ -109,8 +109,8 @@ impl ReqToTokenPool {
         }
     }
 
-    /// Numbers for a launch that writes the table. Those that are part of it are read now: a launch that writes what it reads
-    /// leaves it to the device which comes first.
+    /// Arguments of a launch that writes the table. Tensors that are part of the table are read first: within
+    /// one launch, the order of reads and writes is undefined.
     fn read_before<'a>(&self, numbers: &Indices<'a>, stream: Stream) -> Result<Indices<'a>> {
         match numbers {
             Indices::Device { tensor, .. } if self.has(tensor) => {
@@ -134,7 +134,7 @@ impl ReqToTokenPool {
         Ok(Places { row, column, count: rows.len(), known })
     }
 
-    /// Enqueues a write to places of which some are named more than once: the last value of each.
+    /// Enqueues a write to places with repeats: the last value of each.
     fn enqueue_last(
         &mut self,
         mirror: &Arc<TableMirror>,
@@ -154,7 +154,7 @@ impl ReqToTokenPool {
         self.enqueue(mirror, &places, &Operand::List((&values).into()), Some(&values), stream)
     }
 
-    /// Enqueues a write, and notes it in the mirror now or when the kernel has echoed what it wrote.
+    /// Enqueues a write, and updates the mirror now or when the kernel has echoed its writes.
     fn enqueue(
         &mut self,
         mirror: &Arc<TableMirror>,
@@ -171,7 +171,7 @@ impl ReqToTokenPool {
         let numbers = [places.row.numbers(), places.column.numbers(), value.numbers()];
         let held =
             launcher.write_points(&self.table()?, numbers, places.count, echo, stream).inspect_err(|_| {
-                // Some of it may have been written.
+                // A part may have been written.
                 forget();
             })?;
         match (noted, held) {
@@ -199,7 +199,7 @@ impl ReqToTokenPool {
     }
 }
 
-/// Whether a place is named more than once.
+/// Whether a place is listed more than once.
 fn has_repeats(points: &[(u32, u32)]) -> bool {
     let mut seen = HashSet::with_capacity(points.len());
     !points.iter().all(|point| seen.insert(point))
@@ -210,7 +210,7 @@ fn nth(values: &[i32], at: usize) -> i32 {
     if let [only] = values { *only } else { values[at] }
 }
 
-/// What the host knows of indices.
+/// The values of indices, if the host knows them.
 fn known(indices: &Indices<'_>) -> Option<IndexVec> {
     match indices {
         Indices::Host(values) => Some(values.clone()),

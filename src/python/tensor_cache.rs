@@ -1,4 +1,4 @@
-//! Tensors that were handed out, to be handed out again.
+//! A cache of tensor objects: creating one costs more than the rest of a call.
 
 use std::sync::Mutex;
 
@@ -11,33 +11,34 @@ use crate::tensor::TensorView;
 use super::export::{is_unchanged, is_unshared, to_lasting_tensor};
 use super::lock;
 
-/// By place, the tensor that was last made there: most steps ask for the same as the one before, and making a tensor costs
-/// more than all else. One that somebody has still, or has changed, is left to them.
+/// The tensor made last at each place. Most steps ask for the same tensors as the step before, and creating a
+/// tensor costs more than the rest of the call. A tensor that is still referenced elsewhere or was changed is
+/// not reused for another owner.
 #[derive(Debug)]
-pub(super) struct MadeTensors<O>(Mutex<Vec<Option<Made<O>>>>);
+pub(super) struct TensorCache<O>(Mutex<Vec<Option<CachedTensor<O>>>>);
 
 #[derive(Debug)]
-struct Made<O> {
+struct CachedTensor<O> {
     owner: O,
     tensor: Py<PyAny>,
 }
 
-impl<O: PartialEq> Made<O> {
+impl<O: PartialEq> CachedTensor<O> {
     fn is_good_for(&self, py: Python<'_>, owner: &O, view: &TensorView) -> bool {
         let tensor = self.tensor.bind(py);
         (self.owner == *owner || is_unshared(tensor)) && is_unchanged(tensor, view)
     }
 }
 
-impl<O> Default for MadeTensors<O> {
+impl<O> Default for TensorCache<O> {
     fn default() -> Self {
         Self(Mutex::default())
     }
 }
 
-impl<O: PartialEq> MadeTensors<O> {
-    /// `view` as the tensor of place `at`: the same for the same owner, and for a new one the last that was made there if it
-    /// is what `view` describes and nobody has it any more.
+impl<O: PartialEq> TensorCache<O> {
+    /// `view` as the tensor of place `at`. The same owner gets the same tensor. A new owner gets the tensor
+    /// made there last if that tensor matches `view` and has no other references, and a new one otherwise.
     pub(super) fn tensor(
         &self,
         py: Python<'_>,
@@ -50,7 +51,7 @@ impl<O: PartialEq> MadeTensors<O> {
             Some(made) if made.is_good_for(py, &owner, view) => made.tensor.clone_ref(py),
             _ => to_lasting_tensor(py, view)?,
         };
-        let made = Made { owner, tensor: tensor.clone_ref(py) };
+        let made = CachedTensor { owner, tensor: tensor.clone_ref(py) };
         let mut tensors = lock(&self.0);
         if tensors.len() <= at {
             tensors.resize_with(at + 1, || None);
@@ -62,7 +63,7 @@ impl<O: PartialEq> MadeTensors<O> {
         Ok(tensor)
     }
 
-    /// Drops the tensors of the owners that are gone.
+    /// Drops the tensors whose owners `is_gone` names.
     pub(super) fn forget(&self, mut is_gone: impl FnMut(&O) -> bool) {
         let mut tensors = lock(&self.0);
         let gone: Vec<_> =

@@ -1,4 +1,4 @@
-//! A step of a planner on a GPU.
+//! Planning a step on a GPU.
 
 use crate::base::bounded::int32;
 use crate::base::{Id, IndexVec, RequestRow, Result, reserve, widen};
@@ -8,10 +8,11 @@ use crate::memory::Stream;
 
 use crate::pool::{ReqToTokenPool, TableIndex};
 
-use super::{Field, Planner};
+use super::{Field, PlannerState};
 
-impl Planner {
-    /// Has the device write the table and the fields: one launch, and a copy before it if they are many.
+impl PlannerState {
+    /// Writes the table and the fields on the device: one launch, preceded by a copy if there are many
+    /// numbers.
     pub(super) fn launch(
         &mut self,
         batch: &[Growth],
@@ -27,7 +28,7 @@ impl Planner {
             let mut growth = batch.get(place).copied().unwrap_or(Growth::default());
             let Growth { row, start, prefix, .. } = growth;
             if sent > self.most_pages && start < prefix {
-                // So many cached slots do not cross at once.
+                // Too many cached slots for one launch.
                 let slots = Indices::Host(IndexVec::I32(self.slots(row, start, prefix)?));
                 table.write(&TableIndex::first_columns(row, prefix), &slots, stream)?;
                 growth.start = prefix;
@@ -72,7 +73,7 @@ impl Planner {
         outcome
     }
 
-    /// Where the fields are, for the kernel.
+    /// The places of the fields, for the kernel.
     fn plan_fields(&self) -> PlanFields<'_> {
         let offset = |field: Field| self.layout.offset(field);
         let wanted = |field: Field| self.layout.has(field).then(|| offset(field));
@@ -92,7 +93,7 @@ impl Planner {
     }
 }
 
-/// The pages of a request that cross to the device.
+/// The pages of a request that are sent to the device.
 fn sent_pages(growth: Growth, page_size: PageSize) -> std::ops::Range<usize> {
     widen(page_size.page(growth.start))..widen(page_size.pages(growth.seq))
 }

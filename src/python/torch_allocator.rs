@@ -1,7 +1,7 @@
-//! The allocator that PyTorch calls for memory of a workspace, as C symbols of the extension module.
+//! The allocator through which PyTorch takes memory of a workspace, as C symbols of the extension module.
 //!
-//! The signatures are those that `torch.cuda.memory.CUDAPluggableAllocator` asks for. PyTorch calls them with its own
-//! locks held, from any thread, with or without the GIL: they touch no Python.
+//! `torch.cuda.memory.CUDAPluggableAllocator` defines the signatures. PyTorch calls these functions with its
+//! own locks held, from any thread, with or without the GIL: they touch no Python objects.
 
 use std::ffi::{c_int, c_void};
 
@@ -9,7 +9,8 @@ use crate::base::Device;
 use crate::memory::Stream;
 use crate::pool::{give_back_segment, take_segment};
 
-/// Takes `size` bytes from the workspace that this thread uses; null if it has none, or not so much.
+/// Takes `size` bytes from the workspace that this thread has entered. Null if there is none, or too few
+/// bytes are left.
 #[unsafe(no_mangle)]
 extern "C" fn kvpool_workspace_alloc(size: isize, device: c_int, stream: *mut c_void) -> *mut c_void {
     let (Ok(bytes), Ok(ordinal)) = (usize::try_from(size), u32::try_from(device)) else {
@@ -19,7 +20,7 @@ extern "C" fn kvpool_workspace_alloc(size: isize, device: c_int, stream: *mut c_
     address.map_or(std::ptr::null_mut(), std::ptr::with_exposed_provenance_mut)
 }
 
-/// Gives back what [`kvpool_workspace_alloc`] gave.
+/// Gives back memory of [`kvpool_workspace_alloc`].
 #[unsafe(no_mangle)]
 extern "C" fn kvpool_workspace_free(
     address: *mut c_void,

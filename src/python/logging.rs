@@ -1,4 +1,4 @@
-//! Bad frees, as they appear in the log.
+//! Messages to Python's `logging`: reports of invalid frees, warnings, information.
 
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
@@ -15,15 +15,15 @@ const INFO: u32 = 20;
 /// `logging.DEBUG`
 const DEBUG: u32 = 10;
 
-/// Writes to the logger `kvpool`: the first report of a pool as a warning, later ones for debugging, or as warnings where
-/// somebody debugs.
+/// Writes reports of invalid frees to the logger `kvpool`: the first report of a pool as a warning, later
+/// reports at level DEBUG, or as warnings if the pool debugs.
 #[derive(Debug, Default)]
 pub(super) struct Reporter {
     warned: AtomicBool,
 }
 
 impl Reporter {
-    /// Says that some of `given` freed `noun`s were dropped, if any were.
+    /// Reports the dropped ones of `given` freed `noun`s, if there are any.
     pub(super) fn bad_frees(&self, py: Python<'_>, bad: &BadFrees, noun: &str, given: usize, debug: Debug) {
         if bad.dropped() > 0 {
             let is_known = self.warned.swap(true, Relaxed) && !debug.is_on();
@@ -38,12 +38,13 @@ pub(super) fn warn(py: Python<'_>, message: &str) {
     log(py, WARNING, message);
 }
 
-/// Logs what may be good to know.
+/// Logs a message at level INFO.
 pub(super) fn inform(py: Python<'_>, message: &str) {
     log(py, INFO, message);
 }
 
-/// Logs `message`. A handler that raises must not undo what the pool has done, so it is only made visible.
+/// Logs `message`. An exception in a handler must not undo the pool's work, so it goes to
+/// `sys.unraisablehook`.
 fn log(py: Python<'_>, level: u32, message: &str) {
     let logged = py
         .import("logging")

@@ -1,0 +1,581 @@
+//! The state that a planner guards: the slots of each request, and the memory of the metadata.
+
+mod device;
+
+use std::sync::Arc;
+
+use crate::base::bounded::narrow;
+use crate::base::{DType, Error, ErrorKind, Id, IndexVec, RequestRow, Result, Slot, reserve, widen};
+use crate::index::{Act, BadFrees, FenceId, Growth, GrowthRequest, Owner, Requests};
+use crate::kernels::{Executor, Indices, PlanBatch};
+use crate::memory::{Backend, Event, Host, Region, Stream};
+use crate::pool::shortage::OrShort;
+use crate::pool::slot_tensors::SlotTensors;
+use crate::pool::{ReqToTokenPool, TableIndex, at_least_one, fits_int32};
+use crate::tensor::TensorView;
+
+use super::block_table::BlockTable;
+use super::plan::{PlanLayout, SmallFields};
+use super::{Batch, Field, Plan, PlannerConfig};
+
+/// Steps of full size whose numbers may be in flight to the device.
+const STEPS_AHEAD: usize = 8;
+
+/// The locked pools of a step.
+pub(super) struct Pools<'a> {
+    pub(super) slots: &'a mut SlotTensors,
+    pub(super) table: &'a mut ReqToTokenPool,
+}
+
+/// Padding of a batch with requests of the padding row.
+#[derive(Clone, Copy, Debug)]
+struct Padding {
+    /// Requests, including padding.
+    batch_size: usize,
+    /// New tokens of each padding request.
+    tokens_per_req: usize,
+}
+
+impl Padding {
+    const fn none(batch_size: usize) -> Self {
+        Self { batch_size, tokens_per_req: 0 }
+    }
+}
+
+/// The state of a [`BatchPlanner`](super::BatchPlanner): the slots of each request, and the memory of the
+/// metadata.
+#[derive(Debug)]
+pub(super) struct PlannerState {
+    requests: Requests,
+    layout: PlanLayout,
+    fields: Arc<Region>,
+    /// On a device, host copies of the fields that do not grow with the context; on the host, `fields`.
+    host_fields: Arc<Region>,
+    executor: Executor,
+    /// Maximum number of pages sent to a device at once.
+    most_pages: usize,
+    /// The contents of the block table, so that a step writes only new entries.
+    block_table: BlockTable,
+    small_fields: SmallFields,
+    plans: usize,
+    /// Counts changes of the pages of requests.
+    changes: u64,
+}
+
+impl PlannerState {
+    pub(super) fn new(
+        config: &PlannerConfig,
+        backend: &Arc<dyn Backend>,
+        slots: &SlotTensors,
+        table: &ReqToTokenPool,
+    ) -> Result<Self> {
+        let PlannerConfig { max_batch_size, max_tokens, .. } = *config;
+        at_least_one(&[("max_batch_size", max_batch_size), ("max_tokens", max_tokens)])?;
+        if slots.device() != table.device() {
+            return Err(Error::config(format!(
+                "the allocator is on {}, the request table on {}; a planner needs both on one device",
+                slots.device(),
+                table.device()
+            )));
+        }
+        let width = table.max_context_len().div_ceil(slots.slots().page_size());
+        fits_int32(&format!("max_tokens {max_tokens}"), Some(max_tokens))?;
+        fits_int32(
+            &format!("max_batch_size {max_batch_size} with {width} pages a request"),
+            max_batch_size.checked_mul(width),
+        )?;
+        let layout = PlanLayout::new(*config, width)?;
+        let fields = Arc::new(Region::new(Arc::clone(backend), layout.bytes())?);
+        let new_pages = max_tokens + 2 * max_batch_size;
+        // Cached prefixes are sent once, and are distinct pages of the pool.
+        let most_pages = new_pages + (max_batch_size * width).min(slots.slots().pages().capacity());
+        // The host may be far ahead with steps without prefixes.
+        let ring = (PlanBatch::bytes(max_batch_size, new_pages) * STEPS_AHEAD)
+            .max(PlanBatch::bytes(max_batch_size, most_pages) * 2);
+        let executor = Executor::new(&fields, 0, table.spaces(), ring)?;
+        let host_fields = match &executor {
+            Executor::Host(_) => Arc::clone(&fields),
+            Executor::Device(_) => Arc::new(Region::new(Arc::new(Host), layout.small_bytes())?),
+        };
+        let rows = table.table_rows();
+        Ok(Self {
+            requests: Requests::new(rows, slots.slots()),
+            layout,
+            fields,
+            host_fields,
+            executor,
+            most_pages,
+            block_table: BlockTable::new(max_batch_size, rows),
+            small_fields: SmallFields::default(),
+            plans: 0,
+            changes: 0,
+        })
+    }
+
+    /// Bytes of the fields.
+    pub(super) fn mem_bytes(&self) -> usize {
+        self.fields.bytes()
+    }
+
+    /// Plans so far.
+    pub(super) const fn plans(&self) -> usize {
+        self.plans
+    }
+
+    /// Requests that have slots, and their tokens.
+    pub(super) fn totals(&self, table: &ReqToTokenPool) -> (usize, usize) {
+        self.requests.totals(table.rows())
+    }
+
+    /// Tokens of a request that have slots.
+    pub(super) fn seq_len(&mut self, row: i64, table: &ReqToTokenPool) -> Result<u32> {
+        let row = self.requests.resolve_rows(&IndexVec::I64(vec![row]), table.rows())?[0];
+        Ok(self.requests.len(row))
+    }
+
+    const fn config(&self) -> PlannerConfig {
+        self.layout.config()
+    }
+
+    /// An event to wait for, without locks, before more numbers are sent to the device, if it is far behind.
+    pub(super) fn crowded(&self) -> Option<Arc<Event>> {
+        self.executor.crowded()
+    }
+
+    pub(super) fn extend(
+        &mut self,
+        pools: Pools<'_>,
+        batch: Batch<'_>,
+        stream: Stream,
+    ) -> Result<OrShort<Plan>> {
+        let Pools { slots, table } = pools;
+        let (rows, count) = (batch.rows, batch.rows.len());
+        let cached = if batch.prefix_slots.is_empty() { count } else { batch.prefix_slots.len() };
+        if [batch.prefix_lens.len(), batch.seq_lens.len(), cached] != [count; 3] {
+            return Err(Error::config(format!(
+                "a batch of {count} rows, {} prefix_lens, {} seq_lens and {cached} prefix_slots; the lengths must be \
+                 equal",
+                batch.prefix_lens.len(),
+                batch.seq_lens.len()
+            )));
+        }
+        self.check_batch(count)?;
+        let named = self.requests.resolve_rows(rows, table.rows())?;
+        let mut prefixes = Vec::new();
+        let mut growths = reserve(count)?;
+        for (position, &row) in named.iter().enumerate() {
+            let (prefix, seq) = (batch.prefix_lens[position], batch.seq_lens[position]);
+            let cached = batch.prefix_slots.get(position).and_then(Option::as_ref);
+            growths.push(match cached.filter(|cached| !cached.is_empty()) {
+                None => self.requests.growth(row, prefix, seq).ok_or_else(|| {
+                    self.requests.growth_error(GrowthRequest { position, row, prefix, seq })
+                })?,
+                Some(cached) => self.requests.growth_of_cached(
+                    GrowthRequest { position, row, prefix, seq },
+                    cached,
+                    slots.slots(),
+                    &mut prefixes,
+                )?,
+            });
+        }
+        self.plan(Pools { slots, table }, &growths, &prefixes, Padding::none(count), stream)
+    }
+
+    pub(super) fn decode(
+        &mut self,
+        pools: Pools<'_>,
+        rows: &IndexVec,
+        seq_lens: &IndexVec,
+        tokens_per_req: usize,
+        pad_to: Option<&[usize]>,
+        stream: Stream,
+    ) -> Result<OrShort<Plan>> {
+        let Pools { slots, table } = pools;
+        let count = rows.len();
+        at_least_one(&[("tokens_per_req", tokens_per_req)])?;
+        if seq_lens.len() != count {
+            return Err(Error::config(format!(
+                "a batch of {count} rows and {} seq_lens; the lengths must be equal",
+                seq_lens.len()
+            )));
+        }
+        let batch_size = match pad_to {
+            None => count,
+            Some(sizes) => padded_size(count, sizes, table.padding_row())?,
+        };
+        self.check_batch(batch_size)?;
+        let width = i64::try_from(tokens_per_req).map_err(|_| {
+            Error::config(format!("tokens_per_req {tokens_per_req} is more than a request can have"))
+        })?;
+        let named = self.requests.resolve_rows(rows, table.rows())?;
+        let mut growths = reserve(count)?;
+        for (position, (&row, seq)) in named.iter().zip(seq_lens.iter()).enumerate() {
+            let prefix = seq.saturating_sub(width);
+            let Some(growth) = self.requests.growth(row, prefix, seq) else {
+                return Err(self.requests.growth_error(GrowthRequest { position, row, prefix, seq }));
+            };
+            growths.push(growth);
+        }
+        let padding = Padding { batch_size, tokens_per_req };
+        self.plan(Pools { slots, table }, &growths, &[], padding, stream)
+    }
+
+    fn check_batch(&self, size: usize) -> Result<()> {
+        if size > self.config().max_batch_size {
+            return Err(Error::config(format!(
+                "a batch of {size} requests is more than max_batch_size {}",
+                self.config().max_batch_size
+            )));
+        }
+        Ok(())
+    }
+
+    /// Plans a checked batch, with padding.
+    fn plan(
+        &mut self,
+        pools: Pools<'_>,
+        batch: &[Growth],
+        prefixes: &[i32],
+        padding: Padding,
+        stream: Stream,
+    ) -> Result<OrShort<Plan>> {
+        let Pools { slots, table } = pools;
+        for (position, growth) in batch.iter().enumerate() {
+            self.requests.check_open(position, *growth, slots.slots())?;
+        }
+        let padded = padding.batch_size;
+        let missing = padded - batch.len();
+        let of_padding = if missing > 0 { padding.tokens_per_req } else { 0 };
+        let longest = batch.iter().map(|growth| widen(growth.seq)).max().unwrap_or(0).max(of_padding);
+        if longest > table.max_context_len() {
+            return Err(Error::index(format!(
+                "a request of {longest} tokens does not fit a table of {} columns",
+                table.max_context_len()
+            )));
+        }
+        let num_tokens: usize = batch.iter().map(|growth| growth.new_tokens()).sum();
+        let padded_num_tokens = num_tokens.saturating_add(missing.saturating_mul(of_padding));
+        if padded_num_tokens > self.config().max_tokens {
+            return Err(Error::config(format!(
+                "{padded_num_tokens} new tokens are more than max_tokens {}",
+                self.config().max_tokens
+            )));
+        }
+        let most = batch.iter().map(|growth| growth.new_tokens()).max().unwrap_or(0).max(of_padding);
+        table.not_capturing(stream)?;
+        if !self.requests.grow(batch, prefixes, slots.slots_mut())? {
+            let pages: usize = batch.iter().map(|growth| widen(growth.new_pages)).sum();
+            return Ok(Err(slots.short(pages * slots.slots().page_size())));
+        }
+        if slots.keeps_ledger() {
+            for growth in batch {
+                self.sign(growth.row, growth.start, slots, table);
+            }
+        }
+        self.small_fields.fill(batch, padded, narrow(of_padding), &self.requests);
+        let made = match &self.executor {
+            Executor::Host(_) => self.make(batch, padded, table),
+            Executor::Device(_) => self.launch(batch, padded, table, stream),
+        };
+        self.changes += 1;
+        self.plans += 1;
+        if let Err(failure) = made {
+            // A part may have been written.
+            self.block_table.invalidate(self.layout.width());
+            self.requests.shrink(batch, slots.slots_mut());
+            return Err(failure);
+        }
+        Ok(Ok(Plan {
+            number: self.plans,
+            changes: self.changes,
+            batch_size: batch.len(),
+            padded_batch_size: padded,
+            num_tokens,
+            padded_num_tokens,
+            max_seqlen_q: most,
+            max_seqlen_k: longest,
+            kv_len: self.small_fields.kv_begin(padded),
+        }))
+    }
+
+    /// Writes the table and the fields in host memory.
+    fn make(&mut self, batch: &[Growth], padded: usize, table: &mut ReqToTokenPool) -> Result<()> {
+        self.small_fields.write(&self.fields, &self.layout)?;
+        for (place, growth) in batch.iter().enumerate() {
+            self.put(place, *growth, table)?;
+            let pages = self.requests.pages(growth.row);
+            self.write_pages(place, self.valid_entries(place, growth.row, table), pages)?;
+        }
+        for place in batch.len()..padded {
+            self.write_pages(place, 0, &vec![0; self.small_fields.kv_pages(place)])?;
+        }
+        self.note_block_table(batch, padded, table);
+        Ok(())
+    }
+
+    /// Writes the new slots of a request to the table.
+    fn put(&self, place: usize, growth: Growth, table: &mut ReqToTokenPool) -> Result<()> {
+        let Growth { row, start, prefix, .. } = growth;
+        if start < prefix {
+            table.put(RequestRow::new(row), widen(start), &self.slots(row, start, prefix)?)?;
+        }
+        table.put(RequestRow::new(row), widen(prefix), self.small_fields.new_slots(place))
+    }
+
+    /// Slots of positions of a request.
+    fn slots(&self, row: u32, from: u32, to: u32) -> Result<Vec<i32>> {
+        let mut slots = reserve(widen(to - from))?;
+        self.requests.slots(row, from, to, &mut slots);
+        Ok(slots)
+    }
+
+    /// Writes the pages of the request at `place`, of which the block table already has the first `valid`.
+    fn write_pages(&self, place: usize, valid: usize, pages: &[i32]) -> Result<()> {
+        let size = size_of::<i32>();
+        if self.layout.has(Field::KvIndices) {
+            let begin = self.layout.offset(Field::KvIndices) + self.small_fields.kv_begin(place) * size;
+            self.fields.write(begin, pages)?;
+        }
+        if self.layout.has(Field::BlockTable) {
+            let line = self.layout.line(place);
+            self.fields.write(line + valid * size, &pages[valid..])?;
+            let stale = self.block_table.used(place).saturating_sub(pages.len());
+            self.fields.fill(line + size_of_val(pages), stale * size, 0)?;
+        }
+        Ok(())
+    }
+
+    /// The number of entries of line `place` of the block table that hold pages of the request.
+    fn valid_entries(&self, place: usize, row: u32, table: &ReqToTokenPool) -> usize {
+        self.block_table.valid(place, row, table.rows().turn(RequestRow::new(row)))
+    }
+
+    /// Records that the pages of a batch were written to the block table.
+    fn note_block_table(&mut self, batch: &[Growth], padded: usize, table: &ReqToTokenPool) {
+        for (place, &Growth { row, .. }) in batch.iter().enumerate() {
+            let count = self.requests.pages(row).len();
+            self.block_table.note_request(place, row, table.rows().turn(RequestRow::new(row)), count);
+        }
+        for place in batch.len()..padded {
+            self.block_table.note_padding(place, self.small_fields.kv_pages(place));
+        }
+    }
+
+    pub(super) fn truncate(
+        &mut self,
+        pools: Pools<'_>,
+        rows: &IndexVec,
+        seq_lens: &IndexVec,
+        fence: Option<FenceId>,
+    ) -> Result<(usize, BadFrees)> {
+        as_many("seq_lens", seq_lens, rows)?;
+        let Pools { slots, table } = pools;
+        let named = self.requests.resolve_rows(rows, table.rows())?;
+        let mut lens = reserve(named.len())?;
+        for (position, (&row, len)) in named.iter().zip(seq_lens.iter()).enumerate() {
+            lens.push(self.requests.check_cut(position, row, len, slots.slots())?);
+        }
+        self.give_back(Pools { slots, table }, named.into_iter().zip(lens), fence)
+    }
+
+    pub(super) fn finish(
+        &mut self,
+        pools: Pools<'_>,
+        rows: &IndexVec,
+        seq_lens: Option<&IndexVec>,
+        fence: Option<FenceId>,
+        stream: Stream,
+    ) -> Result<(usize, BadFrees)> {
+        let Pools { slots, table } = pools;
+        let named = self.requests.resolve_rows(rows, table.rows())?;
+        if let Some(lens) = seq_lens {
+            as_many("seq_lens", lens, rows)?;
+            for (position, (&row, len)) in named.iter().zip(lens.iter()).enumerate() {
+                let has = self.requests.len(row);
+                if i64::from(has) != len {
+                    return Err(Error::config(format!(
+                        "request row {row} at position {position} has {has} tokens with slots, not {len}"
+                    )));
+                }
+            }
+        }
+        table.not_capturing(stream)?;
+        let given =
+            self.give_back(Pools { slots, table }, named.into_iter().zip(std::iter::repeat(0)), fence);
+        // Each row was checked to be allocated.
+        let _ = table.free(rows, stream)?;
+        given
+    }
+
+    /// If a ledger is kept, records the owner of a row as the owner of its new pages, from token `start` on.
+    fn sign(&self, row: u32, start: u32, slots: &mut SlotTensors, table: &ReqToTokenPool) {
+        let Some(act) = signed_act(row, slots, table) else { return };
+        let first = widen(self.requests.page_size().page(start));
+        if let Some(ledger) = slots.slots_mut().book_mut().ledger_mut() {
+            for page in &self.requests.pages(row)[first..] {
+                ledger.sign(page.cast_unsigned(), &act);
+            }
+        }
+    }
+
+    fn give_back(
+        &mut self,
+        pools: Pools<'_>,
+        cuts: impl Iterator<Item = (u32, u32)>,
+        fence: Option<FenceId>,
+    ) -> Result<(usize, BadFrees)> {
+        let Pools { slots, table } = pools;
+        let (mut given, mut bad) = (0, BadFrees::default());
+        for (row, len) in cuts {
+            let _acting = signed_act(row, slots, table).map(Act::begin);
+            let pages = self.requests.cut(row, len);
+            self.block_table.truncate(row, self.requests.pages(row).len());
+            given += pages.len();
+            bad.append(match fence {
+                None => slots.slots_mut().free_now(&pages, false)?,
+                Some(fence) => slots.slots_mut().free_after(fence, &pages, false)?,
+            });
+        }
+        self.changes += 1;
+        if slots.strict() && bad.dropped() > 0 {
+            let report = bad.describe(Slot::NOUN, given);
+            return Err(Error::new(
+                ErrorKind::IndexOwnership,
+                format!("another owner freed slots of the planner; all others were freed: {report}"),
+            ));
+        }
+        Ok((given, bad))
+    }
+
+    pub(super) fn fork(
+        &mut self,
+        pools: Pools<'_>,
+        [src, dst]: [i64; 2],
+        len: i64,
+        stream: Stream,
+    ) -> Result<OrShort<[TensorView; 2]>> {
+        let Pools { slots, table } = pools;
+        let named = self.requests.resolve_rows(&IndexVec::I64(vec![src, dst]), table.rows())?;
+        let (src, dst) = (named[0], named[1]);
+        let (has, taken) = (self.requests.len(src), self.requests.len(dst));
+        let Some(len) = u32::try_from(len).ok().filter(|&len| len <= has && taken == 0) else {
+            return Err(Error::config(format!(
+                "request row {src} has {has} tokens with slots and row {dst} has {taken}; {len} cannot be shared with \
+                 it, which must have none"
+            )));
+        };
+        table.not_capturing(stream)?;
+        let Some(copied) = self.requests.fork([src, dst], len, slots.slots_mut())? else {
+            return Ok(Err(slots.short(slots.slots().page_size())));
+        };
+        self.sign(dst, 0, slots, table);
+        let written = self.write_fork(slots, table, dst, len, copied, stream);
+        if written.is_err() {
+            let growth = Growth { row: dst, seq: len, ..Growth::default() };
+            self.requests.shrink(&[growth], slots.slots_mut());
+        }
+        self.changes += 1;
+        written.map(Ok)
+    }
+
+    fn write_fork(
+        &self,
+        slots: &mut SlotTensors,
+        table: &mut ReqToTokenPool,
+        dst: u32,
+        len: u32,
+        copied: [std::ops::Range<u32>; 2],
+        stream: Stream,
+    ) -> Result<[TensorView; 2]> {
+        let [to, from] = copied.map(|slots| slots.map(u32::cast_signed).collect::<Vec<_>>());
+        let copied = [slots.show(to, stream)?, slots.show(from, stream)?];
+        if len > 0 {
+            let values = Indices::Host(IndexVec::I32(self.slots(dst, 0, len)?));
+            table.write(&TableIndex::first_columns(dst, len), &values, stream)?;
+        }
+        Ok(copied)
+    }
+
+    pub(super) fn field(&self, plan: &Plan, field: Field) -> Result<Option<TensorView>> {
+        self.check_current(plan, plan.number == self.plans)?;
+        self.layout.view(&self.fields, plan, field)
+    }
+
+    pub(super) fn host_field(&self, plan: &Plan, field: Field) -> Result<Option<TensorView>> {
+        self.check_current(plan, plan.number == self.plans)?;
+        let width = match field {
+            _ if self.executor.gpu().is_none() => return self.layout.view(&self.fields, plan, field),
+            Field::KvIndices | Field::BlockTable if !self.layout.has(field) => return Ok(None),
+            Field::KvIndices => None,
+            Field::BlockTable => Some(self.layout.width()),
+            _ => return self.layout.view(&self.host_fields, plan, field),
+        };
+        self.check_current(plan, plan.changes == self.changes)?;
+        let mut values: Vec<i32> =
+            reserve(width.map_or(plan.kv_len, |width| plan.padded_batch_size * width))?;
+        for place in 0..plan.padded_batch_size {
+            if place < plan.batch_size {
+                let pages = self.requests.pages(self.small_fields.req_pool_indices[place].cast_unsigned());
+                // A row that was freed and taken again belongs to another request.
+                self.check_current(plan, pages.len() == self.small_fields.kv_pages(place))?;
+                values.extend_from_slice(pages);
+            } else {
+                values.resize(values.len() + self.small_fields.kv_pages(place), 0);
+            }
+            if let Some(width) = width {
+                values.resize((place + 1) * width, 0);
+            }
+        }
+        let shape = width.map_or(vec![plan.kv_len], |width| vec![plan.padded_batch_size, width]);
+        let region = Arc::new(Region::from_indices(values));
+        TensorView::contiguous(region, 0, DType::I32, &shape).map(Some)
+    }
+
+    fn check_current(&self, plan: &Plan, is_current: bool) -> Result<()> {
+        if is_current {
+            return Ok(());
+        }
+        Err(Error::new(
+            ErrorKind::StaleBuffer,
+            format!(
+                "plan {} is not the last any more: its arrays were overwritten by plan {}, or its requests have \
+                 changed; take them before",
+                plan.number, self.plans
+            ),
+        ))
+    }
+}
+
+/// If a ledger is kept, the current act in the name of a request: its row's owner, or the row.
+fn signed_act(row: u32, slots: &SlotTensors, table: &ReqToTokenPool) -> Option<Arc<Act>> {
+    let act = slots.act()?;
+    let holders = table.rows().book().ledger().map_or(Vec::new(), |ledger| ledger.holders(row));
+    let owner = holders.first().and_then(|holder| holder.owner.clone());
+    let owner = owner.unwrap_or_else(|| Owner::Text(format!("row {row}")));
+    Some(Arc::new(Act { owner: Some(owner), ..Act::clone(&act) }))
+}
+
+/// The smallest of `sizes` that a batch of `count` fits.
+fn padded_size(count: usize, sizes: &[usize], padding_row: bool) -> Result<usize> {
+    let found = sizes.iter().copied().filter(|&size| size >= count).min();
+    let size = found.ok_or_else(|| {
+        Error::config(format!("a batch of {count} requests is larger than all of pad_to {sizes:?}"))
+    })?;
+    if size > count && !padding_row {
+        return Err(Error::config(format!(
+            "a batch of {count} requests cannot be padded to {size}: the request table has no padding row"
+        )));
+    }
+    Ok(size)
+}
+
+fn as_many(name: &str, values: &IndexVec, rows: &IndexVec) -> Result<()> {
+    if values.len() == rows.len() {
+        return Ok(());
+    }
+    Err(Error::config(format!(
+        "a batch of {} rows and {} {name}; the lengths must be equal",
+        rows.len(),
+        values.len()
+    )))
+}

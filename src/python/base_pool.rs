@@ -1,0 +1,287 @@
+//! `kvpool.Pool`, the base class of every pool.
+
+use std::collections::HashMap;
+use std::sync::Mutex;
+
+use pyo3::PyClass;
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::{IntoPyDict, PyDict, PyTuple, PyWeakrefMethods, PyWeakrefReference};
+
+use crate::base::{Device, Error};
+pub(super) use crate::pool::Pool as Contract;
+
+use super::debug::{self, Debug, OccupancyTuple};
+use super::framework::current_stream;
+use super::{args, lock};
+
+/// Every pool that is alive, and possibly some that are not.
+static POOLS: Mutex<Vec<Py<PyWeakrefReference>>> = Mutex::new(Vec::new());
+
+/// Returns the module of `kvpool` that reports leaks; imported at the first report.
+static LEAKS_MODULE: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+
+/// A function over a pool.
+pub(super) type Look<'a> = &'a mut dyn FnMut(&dyn Contract);
+
+/// What a pool class supplies for the methods of [`BasePool`].
+pub(super) trait PoolClass:
+    PyClass<BaseType = BasePool, Frozen = pyo3::pyclass::boolean_struct::True> + Sync
+{
+    /// Calls `look` with the pool, under its lock if it has one.
+    fn look(&self, look: Look<'_>);
+
+    /// Runs before `stats()` reads the numbers.
+    fn before_stats(&self, _py: Python<'_>) -> PyResult<()> {
+        Ok(())
+    }
+
+    /// Runs before the units are listed.
+    fn before_occupancy(&self, _py: Python<'_>) -> PyResult<()> {
+        Ok(())
+    }
+}
+
+/// The base class of every pool: a name, statistics (`stats()`), and the owners of its units.
+///
+/// Not constructed directly: see `KVPool`, `TokenToKVPoolAllocator`, `ReqToTokenPool`, `GDNPool`,
+/// `ChunkPool`, `BufferPool`, `PagePool` and `Workspace`.
+#[pyclass(frozen, subclass, weakref, module = "kvpool", name = "Pool")]
+pub(super) struct BasePool {
+    name: Mutex<String>,
+    unit: &'static str,
+    hands_out: bool,
+    debug: Debug,
+    class: Class,
+}
+
+/// The methods of a [`PoolClass`], as functions of the base.
+struct Class {
+    look: fn(&Bound<'_, BasePool>, Look<'_>),
+    before_stats: fn(&Bound<'_, BasePool>) -> PyResult<()>,
+    before_occupancy: fn(&Bound<'_, BasePool>) -> PyResult<()>,
+}
+
+impl Class {
+    const fn of<C: PoolClass>() -> Self {
+        Self {
+            look: |slf, look| class::<C>(slf).look(look),
+            before_stats: |slf| class::<C>(slf).before_stats(slf.py()),
+            before_occupancy: |slf| class::<C>(slf).before_occupancy(slf.py()),
+        }
+    }
+}
+
+fn class<'a, C: PoolClass>(slf: &'a Bound<'_, BasePool>) -> &'a C {
+    slf.cast::<C>().expect("made by `initializer` together with its class").get()
+}
+
+impl BasePool {
+    /// A Python object of class `C` with its base. The pool's name is `name` and a number.
+    pub(super) fn initializer<C: PoolClass>(
+        name: &'static str,
+        debug: Debug,
+        pool: C,
+    ) -> PyClassInitializer<C> {
+        static MADE: Mutex<Option<HashMap<&'static str, usize>>> = Mutex::new(None);
+        let (mut unit, mut hands_out) = ("", false);
+        pool.look(&mut |pool| (unit, hands_out) = (pool.unit(), pool.hands_out()));
+        let mut made = lock(&MADE);
+        let number = made.get_or_insert_default().entry(name).or_default();
+        let name = Mutex::new(format!("{name}-{number}"));
+        *number += 1;
+        PyClassInitializer::from(Self { name, unit, hands_out, debug, class: Class::of::<C>() })
+            .add_subclass(pool)
+    }
+
+    /// The value of `look` for the pool.
+    fn look<R: Default>(slf: &Bound<'_, Self>, look: impl Fn(&dyn Contract) -> R) -> R {
+        let mut answer = R::default();
+        (slf.get().class.look)(slf, &mut |pool| answer = look(pool));
+        answer
+    }
+
+    /// Calls function `name` of the module that reports leaks with this pool.
+    fn reported<'py>(slf: &Bound<'py, Self>, name: &str) -> PyResult<Bound<'py, PyAny>> {
+        let py = slf.py();
+        let reporter =
+            LEAKS_MODULE.get(py).expect("`kvpool/__init__.py` registers it before a pool can be made");
+        reporter.bind(py).call0()?.call_method1(name, (slf,))
+    }
+}
+
+/// Registers a function that returns the module with `leaks` and `ExpectBalanced`.
+///
+/// Args:
+///     reporter: Called for each report, so that the first report imports the module.
+#[pyfunction]
+pub(super) fn _report_leaks_with(py: Python<'_>, reporter: Py<PyAny>) {
+    // A later call passes the same function of a reloaded module.
+    let _ = LEAKS_MODULE.set(py, reporter);
+}
+
+/// The pools of this process that are alive, in the order of their construction.
+#[pyfunction]
+pub(super) fn _pools(py: Python<'_>) -> Vec<Bound<'_, PyAny>> {
+    let known: Vec<_> = lock(&POOLS).iter().map(|pool| pool.clone_ref(py)).collect();
+    known.iter().filter_map(|pool| pool.bind(py).upgrade()).collect()
+}
+
+#[pymethods]
+impl BasePool {
+    #[pyo3(signature = (*_arguments, **_more))]
+    fn __init__(
+        slf: &Bound<'_, Self>,
+        _arguments: &Bound<'_, PyTuple>,
+        _more: Option<&Bound<'_, PyDict>>,
+    ) -> PyResult<()> {
+        let py = slf.py();
+        let this = PyWeakrefReference::new(slf)?.unbind();
+        let mut pools = lock(&POOLS);
+        // A pool is listed once, however often it is initialised: it has one weak reference without a callback.
+        if pools.iter().any(|pool| pool.is(&this)) {
+            return Ok(());
+        }
+        // Dropped pools are removed before the list grows. The GIL is held, so no pool is dropped meanwhile.
+        if pools.len() == pools.capacity() {
+            pools.retain(|pool| pool.bind(py).upgrade().is_some());
+        }
+        pools.push(this);
+        Ok(())
+    }
+
+    /// The name of the pool in metrics and reports. Defaults to the class name and a number, such as
+    /// "KVPool-0". Give pools whose metrics you export distinct names.
+    #[getter]
+    fn name(&self) -> String {
+        lock(&self.name).clone()
+    }
+
+    #[setter]
+    fn set_name(&self, name: String) {
+        *lock(&self.name) = name;
+    }
+
+    /// The unit that the pool hands out, such as "slot".
+    #[getter]
+    const fn unit(&self) -> &'static str {
+        self.unit
+    }
+
+    /// The device of the memory or the index tensors, in PyTorch's notation, such as "cuda:0".
+    #[getter]
+    fn device(slf: &Bound<'_, Self>) -> String {
+        Self::look(slf, |pool| pool.device().to_string())
+    }
+
+    /// Whether an invalid free raises instead of being dropped, counted and reported.
+    #[getter]
+    fn strict(slf: &Bound<'_, Self>) -> bool {
+        Self::look(slf, |pool| pool.strict())
+    }
+
+    /// Returns the statistics of this pool: `capacity`, `available`, `in_use` and `high_water` in units,
+    /// `dropped_frees`, and `bytes` of memory (of the bookkeeping, if the pool has no memory of its own).
+    ///
+    /// Some classes differ:
+    ///
+    /// - `TokenToKVPoolAllocator` adds `free`, `released`, `fenced`, `shared` (more than one owner) and
+    ///   `pending` slots (freed, with values that only the GPU knows yet), `size`, `page_size`, and
+    ///   `device_bytes` of GPU memory for the tensors. On a strict pool `stats()` does not settle pending
+    ///   frees: their errors belong in `alloc` and `free`.
+    /// - `ChunkPool` adds `registered`, the number of page-locked chunks. Chunks with copies in flight are in
+    ///   use.
+    /// - `BufferPool` adds `free_bytes`, `in_use_bytes`, `high_water_bytes` and `registered_bytes`. It has
+    ///   `stale_uses`, the number of calls with a buffer already given back, in place of `dropped_frees`.
+    /// - `Workspace` has no `dropped_frees`.
+    /// - `KVPool`, which hands nothing out, has `capacity`, `rows`, `layer_num`, `page_size` and `bytes`.
+    fn stats<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyDict>> {
+        (slf.get().class.before_stats)(slf)?;
+        Self::look(slf, |pool| pool.stats()).iter().into_py_dict(slf.py())
+    }
+
+    /// The spans of the pool, each as (first, end, state, bytes, holders), and the histogram of lifetimes.
+    fn _occupancy<'py>(slf: &Bound<'py, Self>) -> PyResult<OccupancyTuple<'py>> {
+        (slf.get().class.before_occupancy)(slf)?;
+        debug::occupancy(slf.py(), Self::look(slf, |pool| pool.occupancy()))
+    }
+
+    /// Whether the pool hands out units, which are then free or in use.
+    #[getter]
+    const fn _hands_out(&self) -> bool {
+        self.hands_out
+    }
+
+    /// Bytes of one unit. `None` if the pool has no memory or its units differ in size.
+    #[getter]
+    fn _unit_bytes(slf: &Bound<'_, Self>) -> Option<usize> {
+        Self::look(slf, |pool| pool.unit_bytes())
+    }
+
+    /// Whether the pool records owners and call sites: `debug=True`, or `KVPOOL_DEBUG=1` in the environment
+    /// at construction.
+    #[getter]
+    const fn debug(&self) -> bool {
+        self.debug.is_on()
+    }
+
+    /// Records that work on a stream uses memory of a pool. The memory returns to the driver only after that
+    /// work, even if the pool and its tensors are dropped first.
+    ///
+    /// kvpool's own calls record their streams; call this for your own kernels and for every stream on which
+    /// you replay a CUDA graph. `Tensor.record_stream` has no effect on memory that PyTorch does not own.
+    ///
+    /// Args:
+    ///     tensor: A tensor over pool memory that a GPU can access: on the GPU, or page-locked.
+    ///     stream: A `torch.cuda.Stream` or a stream handle. Defaults to the current stream of the tensor's
+    ///         device. It must outlive the pool.
+    ///
+    /// Raises:
+    ///     ConfigError: If the memory does not belong to a pool that a GPU can access, or is host memory and
+    ///         `stream` is omitted.
+    #[pyo3(signature = (tensor, stream=None))]
+    fn used_on(
+        _slf: &Bound<'_, Self>,
+        tensor: &Bound<'_, PyAny>,
+        stream: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        let given = args::tensor("tensor", tensor)?;
+        let borrowed = given.borrow()?;
+        let stream = match (stream, borrowed.device()) {
+            (Some(stream), _) => args::stream(stream)?,
+            (None, Device::Cpu) => return Err(Error::config("name the stream that uses host memory").into()),
+            (None, device) => current_stream(tensor.py(), device)?,
+        };
+        let users = borrowed.users();
+        let users = users
+            .ok_or_else(|| Error::config("the tensor is over no memory of a pool that a GPU reaches"))?;
+        users.note(stream);
+        Ok(())
+    }
+
+    /// Lists live units by owner and call site, largest count first.
+    ///
+    /// A unit with several owners counts once for each. Units that wait for a fence are not live.
+    ///
+    /// Returns:
+    ///     A list of `kvpool.Leak`: `owner`, `site`, `count`, `age_s` (age of the oldest unit in seconds),
+    ///     and `spans`, the units as (first, end) pairs.
+    ///
+    /// Raises:
+    ///     ConfigError: If the pool does not debug.
+    ///     TypeError: If the pool hands nothing out, or is a `Workspace`, which records no owners.
+    fn leaks<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        Self::reported(slf, "leaks")
+    }
+
+    /// Returns a context manager that checks that no more units are live at exit than at entry. An exception
+    /// of the body propagates unchanged. If the pool debugs, a unit with several owners counts once for each.
+    ///
+    /// Raises:
+    ///     IndexOwnershipError: At exit, if more units are live. The message has their number and, if the
+    ///         pool debugs, a table of the units taken in the body.
+    ///     TypeError: If the pool hands nothing out.
+    fn expect_balanced<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        Self::reported(slf, "ExpectBalanced")
+    }
+}
