@@ -96,7 +96,7 @@ def test_a_kernel_of_others_on_a_second_stream_is_noted_by_hand(driver: Driver) 
 def test_used_on_rejects_other_tensors() -> None:
     allocator, other = make_allocator(), make_allocator()
     for tensor in (some(other.alloc(2)), ones(2), torch.ones(2)):
-        with pytest.raises(ConfigError, match="none that this allocator handed out"):
+        with pytest.raises(ConfigError, match="does not come from this allocator"):
             allocator.used_on(tensor)
     with pytest.raises(TypeError):
         allocator.used_on([1, 2])
