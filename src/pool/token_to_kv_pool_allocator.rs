@@ -540,12 +540,12 @@ impl fmt::Debug for TokenToKvPoolAllocator {
 #[must_use]
 pub struct Grant<'a> {
     allocator: &'a TokenToKvPoolAllocator,
-    /// `None` after `keep`.
-    /// Pages of the requests from before, which contain some of the slots.
     view: TensorView,
+    /// Pages of the requests from before, which contain some of the slots.
+    continued: Vec<Page>,
+    /// How often the allocator had been cleared: clearing it returns the slots, too.
     clears: u64,
     is_kept: bool,
-    continued: Vec<Page>,
 }
 
 impl Grant<'_> {
@@ -556,11 +556,17 @@ impl Grant<'_> {
     }
 
     /// Hands the slots on. Free them with [`TokenToKvPoolAllocator::free`].
-    #[inline]
     #[must_use]
-    pub fn keep(mut self) -> TensorView {
+    pub fn keep(self) -> TensorView {
+        let view = self.view.clone();
+        self.commit();
+        view
+    }
+
+    /// [`Self::keep`] for a caller that has made a tensor of [`Self::view`].
+    #[inline]
+    pub fn commit(mut self) {
         self.is_kept = true;
-        self.view.clone()
     }
 }
 

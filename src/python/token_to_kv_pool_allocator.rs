@@ -94,7 +94,7 @@ fn on_notice(reporter: Arc<Reporter>, debug: Debug) -> OnNotice {
 fn hand_out(py: Python<'_>, grant: Option<Grant<'_>>) -> PyResult<Option<Py<PyAny>>> {
     let Some(grant) = grant else { return Ok(None) };
     let tensor = to_tensor(py, grant.view())?;
-    let _ = grant.keep();
+    grant.commit();
     Ok(Some(tensor))
 }
 

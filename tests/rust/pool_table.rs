@@ -56,7 +56,7 @@ const POOLS: [(&str, Make); 9] = [
     }),
 ];
 
-const KV: KvConfig = KvConfig {
+pub(crate) const KV: KvConfig = KvConfig {
     size: 64,
     layer_num: 2,
     k_head_num: 2,
@@ -68,7 +68,7 @@ const KV: KvConfig = KvConfig {
     pin_memory: false,
 };
 
-const GDN: GdnConfig = GdnConfig {
+pub(crate) const GDN: GdnConfig = GdnConfig {
     max_reqs: 4,
     num_gdn_layers: 2,
     num_v_heads: 2,

@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use kvpool::base::{DType, ErrorKind, IndexVec, Result};
+use crate::pool_table::{GDN, KV};
+use kvpool::base::{ErrorKind, IndexVec, Result};
 use kvpool::kernels::Indices;
 use kvpool::memory::{Backend, Count, Host, Stream};
 use kvpool::pool::{
@@ -12,31 +13,6 @@ use kvpool::pool::{
 
 /// Host memory has no streams.
 const STREAM: Stream = Stream::DEFAULT;
-
-const KV: KvConfig = KvConfig {
-    size: 64,
-    layer_num: 2,
-    k_head_num: 2,
-    k_head_dim: 4,
-    v_head_num: 1,
-    v_head_dim: 8,
-    dtype: DType::BF16,
-    page_size: 16,
-    pin_memory: false,
-};
-
-const GDN: GdnConfig = GdnConfig {
-    max_reqs: 4,
-    num_gdn_layers: 2,
-    num_v_heads: 2,
-    head_k_dim: 4,
-    head_v_dim: 4,
-    conv_dim: 8,
-    conv_kernel_size: 4,
-    dtype: DType::BF16,
-    max_track_slots: 2,
-    strict: false,
-};
 
 const ROWS: ReqToTokenConfig =
     ReqToTokenConfig { max_reqs: 4, max_context_len: 8, padding_row: true, strict: false };
