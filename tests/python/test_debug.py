@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from common import some
+from software import to_host
 
 import kvpool
 from kvpool import (
@@ -623,6 +624,29 @@ def test_poison_waits_for_the_fence_and_for_the_group() -> None:
     fence.passed = True
     assert pool.available_size() == 16
     assert poisoned_rows(kv) == [1, 2, 3, 4]
+
+
+@pytest.mark.cuda
+def test_slots_of_a_failed_plan_are_not_poisoned_once_taken_again(driver: Driver) -> None:
+    assert driver.calls() == 0
+    slots = TokenToKVPoolAllocator(16, "cuda", debug=True)
+    kv = KVPool(16, 1, 1, 8, "cuda", "float32", pin_memory=False)
+    slots.poison_freed(kv)
+    table = ReqToTokenPool(4, 16, "cuda")
+    planner = kvpool.BatchPlanner(table, slots, 4, 32)
+    first, second = some(table.alloc(2))
+    some(planner.extend([first], [0], [1]))
+    driver.fail("cuLaunchKernel")
+    with pytest.raises(kvpool.DriverError):
+        planner.extend([second], [0], [3])
+    driver.forget_plans()
+    slots.merge_and_sort_free()  # so that they are the next
+    live = some(planner.extend([second], [0], [3])).host.out_cache_loc.tolist()
+    ones = torch.ones(3, 1, 8).cuda()
+    kv.set_kv_buffer(0, live, ones, ones)
+    planner.finish([first])
+    driver.run()
+    assert to_host(kv.k_buffer[0])[live].eq(1).all()
 
 
 def test_clear_poisons_what_was_in_use() -> None:

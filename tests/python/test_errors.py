@@ -155,6 +155,7 @@ def test_messages_carry_the_numbers(
     ("call", "facts"),
     [
         (lambda: _full(strict=True).free([3, 99]), {"index": 99}),
+        (lambda: _full().share([3, 99]), {"index": 99}),
         (lambda: _strict_table().free([4]), {"index": 4}),
         (lambda: _strict_table().write((9, 0), 1), {"index": 9}),
         (lambda: _kv().gather_kv(7, [1]), {"index": 7}),
@@ -205,3 +206,12 @@ def test_a_library_that_is_not_a_driver_is_an_error(run_snippet: RunSnippet, tmp
     told = run_snippet(code, hidden=["torch"], env={"LD_LIBRARY_PATH": str(tmp_path), "LD_PRELOAD": ""})
     assert "cuda:0 cannot be used" in told
     assert "it has no cu" in told
+
+
+@pytest.mark.cuda
+def test_late_errors_have_the_numbers_of_the_free() -> None:
+    allocator = kvpool.TokenToKVPoolAllocator(16, "cuda", strict=True)
+    allocator.free(torch.tensor([9]).cuda())
+    with pytest.raises(kvpool.IndexOwnershipError, match="did not know") as caught:
+        allocator.verify()
+    assert caught.value.index == 9

@@ -22,6 +22,7 @@ from kvpool import (
     ReqToTokenPool,
     TokenToKVPoolAllocator,
     Workspace,
+    pools,
 )
 from kvpool.observe import metrics
 
@@ -169,3 +170,9 @@ def test_a_registry_can_be_left_again() -> None:
     registry.unregister(collector)
     assert list(registry.collect()) == []
     assert importlib.import_module("kvpool.metrics").register is metrics.register
+
+
+def test_pools_that_are_initialised_twice_are_listed_once() -> None:
+    pool = PagePool(4, 3)
+    pool.__init__()
+    assert [found is pool for found in pools()].count(True) == 1
