@@ -41,6 +41,7 @@
 //! | `python` | the extension module | `pyo3`, `numpy` |
 
 pub mod base;
+pub mod cache;
 pub mod index;
 pub mod kernels;
 pub mod memory;

@@ -24,10 +24,12 @@ pub enum BadFree {
     StillReferenced,
     /// Belongs to another pool.
     Foreign,
+    /// Belongs to the prefix cache, which gives it up by eviction.
+    Cached,
 }
 
 impl BadFree {
-    const fn words(self) -> &'static str {
+    pub(super) const fn words(self) -> &'static str {
         match self {
             Self::OutOfRange => "out of range",
             Self::Padding => "padding",
@@ -36,6 +38,7 @@ impl BadFree {
             Self::NamedTwice => "named twice",
             Self::StillReferenced => "still referenced",
             Self::Foreign => "of another pool",
+            Self::Cached => "owned by the prefix cache",
         }
     }
 }

@@ -92,6 +92,11 @@ impl Bitmap {
         (self.words.len() + summaries) * size_of::<u64>()
     }
 
+    /// The bound, rounded up to whole words.
+    pub(super) const fn room(&self) -> usize {
+        self.words.len() * 64
+    }
+
     /// Whether `member` is in the set. Integers at or above the bound are not.
     #[must_use]
     pub fn contains(&self, member: usize) -> bool {

@@ -1,16 +1,18 @@
-//! Reference counts of pages with more than one owner.
+//! Reference counts of pages with more than one owner, and the pages that a prefix cache owns.
 
 use std::collections::HashMap;
 
 use crate::base::{Id, Page, Result, widen, zeros};
 
 use super::free_list::Give;
+use super::mask::Mask;
+use super::{BadFree, Bitmap};
 
 /// The owners of live pages beyond the first of each.
 ///
 /// An owner that was removed behind a fence counts until the fence has passed, so that its page is not handed
 /// out earlier.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub(super) struct Owners {
     /// By page number; empty until a page is shared for the first time.
     more: Vec<u32>,
@@ -20,6 +22,8 @@ pub(super) struct Owners {
     pending: HashMap<u32, u32>,
     /// The pages from which the last batch removed an owner.
     removed: Vec<Page>,
+    /// The pages of which a cache is an owner, which no free removes. Empty until there is one.
+    cached: Bitmap,
 }
 
 /// Proof that the counts of owners are allocated. They stay allocated from then on.
@@ -27,9 +31,22 @@ pub(super) struct Owners {
 pub(super) struct Room(());
 
 impl Owners {
+    /// Every page has one owner.
+    pub(super) fn new() -> Result<Self> {
+        let (more, pending, removed) = (Vec::new(), HashMap::new(), Vec::new());
+        Ok(Self { more, shared: 0, pending, removed, cached: Bitmap::new(0)? })
+    }
+
     /// Whether every page has one owner, and no removal is pending.
     pub(super) fn is_trivial(&self) -> bool {
-        self.shared == 0 && self.pending.is_empty()
+        self.shared == 0 && self.pending.is_empty() && self.cached.is_empty()
+    }
+
+    /// Whether each of `pages` has one owner, which is not the cache, and no removal is pending. May be `false`
+    /// if there are such pages elsewhere.
+    pub(super) fn is_trivial_for(&self, pages: Mask) -> bool {
+        let is_uncached = || self.cached.word(widen(pages.word)) & pages.bits == 0;
+        self.shared == 0 && self.pending.is_empty() && (self.cached.is_empty() || is_uncached())
     }
 
     /// How many pages have more than one owner.
@@ -38,8 +55,8 @@ impl Owners {
     }
 
     /// The size of the bookkeeping in bytes.
-    pub(super) const fn bytes(&self) -> usize {
-        self.more.capacity() * size_of::<u32>()
+    pub(super) fn bytes(&self) -> usize {
+        self.more.capacity() * size_of::<u32>() + self.cached.bytes()
     }
 
     fn more(&self, page: Page) -> u32 {
@@ -50,10 +67,60 @@ impl Owners {
         if self.pending.is_empty() { 0 } else { self.pending.get(&page.number()).copied().unwrap_or(0) }
     }
 
-    /// Whether `page`, which is live, has or had more than one owner: [`RemovalBatch::remove`] handles such
-    /// pages.
+    /// Whether `page`, which is live, has or had more than one owner, or belongs to the cache:
+    /// [`RemovalBatch::remove`] handles such pages.
     pub(super) fn counts_page(&self, page: Page) -> bool {
-        self.more(page) > 0 || self.pending(page) > 0
+        self.more(page) > 0 || self.pending(page) > 0 || self.is_cached(page)
+    }
+
+    /// Whether the cache is an owner of `page`.
+    pub(super) fn is_cached(&self, page: Page) -> bool {
+        self.cached.contains(widen(page.number()))
+    }
+
+    /// How many pages the cache owns.
+    pub(super) const fn cached(&self) -> usize {
+        self.cached.len()
+    }
+
+    /// Whether `page`, which is live, has an owner beside the cache whose removal is not pending.
+    pub(super) fn is_in_use(&self, page: Page) -> bool {
+        self.more(page) + 1 > self.pending(page) + u32::from(self.is_cached(page))
+    }
+
+    /// Makes the cache an owner of `pages`, in place of a caller; all of them, or none.
+    ///
+    /// # Errors
+    /// The first page that cannot be taken, and why.
+    pub(super) fn cache(
+        &mut self,
+        space: usize,
+        pages: &[Page],
+        is_live: impl Fn(Page) -> bool,
+    ) -> Result<std::result::Result<(), (Page, BadFree)>> {
+        if self.cached.room() < space {
+            self.cached = Bitmap::new(space)?;
+        }
+        for (done, &page) in pages.iter().enumerate() {
+            let reason = if !is_live(page) || !self.is_owned(page) {
+                BadFree::NotAllocated
+            } else if self.is_cached(page) {
+                if pages[..done].contains(&page) { BadFree::NamedTwice } else { BadFree::Cached }
+            } else {
+                self.cached.insert(widen(page.number()));
+                continue;
+            };
+            self.uncache(&pages[..done]);
+            return Ok(Err((page, reason)));
+        }
+        Ok(Ok(()))
+    }
+
+    /// Ends the special state of cached pages: their owner is like any other.
+    pub(super) fn uncache(&mut self, pages: &[Page]) {
+        for page in pages {
+            self.cached.remove(widen(page.number()));
+        }
     }
 
     /// Whether `page`, which is live, has an owner whose removal is not pending.
@@ -122,6 +189,7 @@ impl Owners {
         self.more.fill(0);
         self.shared = 0;
         self.pending.clear();
+        self.cached.clear();
     }
 
     /// The pages with more than one owner, lowest first.
@@ -146,9 +214,9 @@ impl RemovalBatch<'_> {
     }
 
     /// Removes an owner of a page that [`Owners::counts_page`]. Returns `false` if the page has no owner to
-    /// remove.
+    /// remove but the cache.
     pub(super) fn remove(&mut self, page: Page) -> bool {
-        if !self.owners.is_owned(page) {
+        if !self.owners.is_in_use(page) {
             return false;
         }
         match self.give {

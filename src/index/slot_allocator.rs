@@ -41,6 +41,8 @@ pub struct SlotStats {
     pub fenced: usize,
     /// Slots with more than one owner.
     pub shared: usize,
+    /// Slots in use that a prefix cache owns.
+    pub cached: usize,
     /// The size of the bookkeeping in bytes.
     pub bytes: usize,
 }
@@ -121,7 +123,7 @@ impl SlotAllocator {
             size,
             page_size,
             named: Bitmap::new(if page_size == 1 { 0 } else { widen(count) + 1 })?,
-            owners: Owners::default(),
+            owners: Owners::new()?,
             fences: Vec::new(),
             next_fence: 0,
             group: None,
@@ -176,6 +178,7 @@ impl SlotAllocator {
             released: self.pages.released() * self.page_size(),
             fenced: (self.pages.fenced() + self.owners.unowned()) * self.page_size(),
             shared: self.owners.shared() * self.page_size(),
+            cached: self.owners.cached() * self.page_size(),
             bytes: self.pages.bytes() + self.named.bytes() + self.owners.bytes(),
         }
     }

@@ -78,7 +78,8 @@ impl Freeing<'_> {
     /// Frees slots that are pages of their own, `count` in all.
     #[inline]
     fn add_masks(&mut self, masks: &[Mask], count: usize) {
-        let done = if self.is_plain() { self.batch.add_while_live(masks, count) } else { 0 };
+        let is_plain = self.is_plain(masks.iter().copied());
+        let done = if is_plain { self.batch.add_while_live(masks, count) } else { 0 };
         for range in masks[done..].iter().flat_map(|mask| mask.ranges()) {
             self.add_range(&range);
         }
@@ -103,9 +104,12 @@ impl Freeing<'_> {
         self.bad.add(rest.start, BadFree::OutOfRange, rest.len);
     }
 
-    /// Whether every page has one owner at this point of the call.
-    fn is_plain(&self) -> bool {
-        self.owners.owners().is_trivial() && self.owners.pages().is_empty()
+    /// Whether each of `pages` has one owner at this point of the call, which is not the cache.
+    #[inline]
+    fn is_plain(&self, pages: impl IntoIterator<Item = Mask>) -> bool {
+        let owners = self.owners.owners();
+        let is_trivial = owners.is_trivial() || pages.into_iter().all(|pages| owners.is_trivial_for(pages));
+        is_trivial && self.owners.pages().is_empty()
     }
 
     /// Frees the pages of `slots`, which lie in the space and are not empty.
@@ -116,7 +120,7 @@ impl Freeing<'_> {
             page_size => slots.start / page_size..(slots.end - 1) / page_size + 1,
         };
         let mut rest = pages.start;
-        if !self.is_plain() {
+        if !self.is_plain(Mask::of_range(pages.clone())) {
             for page in pages.clone() {
                 if self.remove_owner(Page::new(page), slots) {
                     self.add_pages(rest..page, slots);
@@ -184,6 +188,7 @@ impl Freeing<'_> {
             return BadFree::NamedTwice;
         }
         match self.batch.list() {
+            list if list.is_live(page) && self.owners.owners().is_cached(page) => BadFree::Cached,
             // All owners are removed, and a fence that has not passed keeps the page.
             list if list.is_live(page) => BadFree::AlreadyFree,
             list => list.reason(page),

@@ -1,6 +1,7 @@
 //! Ownership by runs of pages, for owners that keep pages: no conversion to slots and back.
 
-use crate::base::{Error, ErrorKind, Id, Page, Result};
+use crate::base::bounded::narrow;
+use crate::base::{Error, ErrorKind, Id, Page, Result, widen};
 use crate::index::free_list::{Give, Run};
 use crate::index::mask::Mask;
 
@@ -49,6 +50,46 @@ impl SlotAllocator {
         }
     }
 
+    /// Makes a prefix cache the owner of pages in place of the caller. Frees do not remove this owner, only
+    /// [`SlotAllocator::release_cached`] does.
+    ///
+    /// # Errors
+    /// [`ErrorKind::IndexOwnership`] with the first page that is not live, is listed twice or is cached already;
+    /// nothing is changed then.
+    ///
+    /// ```
+    /// use kvpool::base::{Id, IndexVec, Page};
+    /// use kvpool::index::{Order, SlotAllocator};
+    /// let mut slots = SlotAllocator::new(8, 1, Order::Sorted).unwrap();
+    /// let taken = IndexVec::I32(slots.alloc(2).unwrap().unwrap());
+    /// slots.cache(&[Page::new(1)]).unwrap();
+    /// assert_eq!(slots.free(&taken, false).unwrap().dropped(), 1);
+    /// slots.release_cached(&[Page::new(1)]);
+    /// assert_eq!(slots.available(), 8);
+    /// ```
+    pub fn cache(&mut self, pages: &[Page]) -> Result<()> {
+        let (list, space) = (&self.pages, widen(self.pages.count()) + 1);
+        let Err((page, reason)) =
+            self.owners.cache(space, pages, |page| list.contains(page) && list.is_live(page))?
+        else {
+            return Ok(());
+        };
+        let slot = i64::from(page.number()) * i64::from(self.page_size);
+        let text = format!("slot {slot} cannot be published: {}", reason.words());
+        Err(Error::new(ErrorKind::IndexOwnership, text).at_index(slot))
+    }
+
+    /// Removes the cache's ownership of pages, each of which it owns. A page returns with its last owner.
+    ///
+    /// # Panics
+    /// If the cache does not own a page.
+    pub fn release_cached(&mut self, pages: &[Page]) {
+        assert!(pages.iter().all(|&page| self.owners.is_cached(page)), "only cached pages are released");
+        self.owners.uncache(pages);
+        let runs: Vec<_> = runs_of(pages).collect();
+        self.release(&runs, None).expect("the cache is an owner of its pages");
+    }
+
     /// Removes an owner from pages: at once, or when a fence has passed. A page returns with its last owner.
     /// Groups do not delay it.
     ///
@@ -60,7 +101,7 @@ impl SlotAllocator {
         let give = if fence.is_some() { Give::Fenced } else { Give::Now };
         let (mut batch, mut owners) = (self.pages.give(give), self.owners.remove(give));
         for mask in runs.iter().flat_map(|run| Mask::of_range(run.range())) {
-            let is_plain = owners.owners().is_trivial() && owners.pages().is_empty();
+            let is_plain = owners.owners().is_trivial_for(mask) && owners.pages().is_empty();
             let mut shared = 0;
             for page in mask.indices().filter(|_| !is_plain).map(Page::new) {
                 if owners.owners().counts_page(page) {
@@ -85,6 +126,12 @@ impl SlotAllocator {
         batch.commit();
         Ok(())
     }
+}
+
+/// The maximal ascending runs of pages, in their order.
+fn runs_of(pages: &[Page]) -> impl Iterator<Item = Run<Page>> + '_ {
+    let is_next = |page: &Page, next: &Page| page.number() + 1 == next.number();
+    pages.chunk_by(is_next).map(|run| Run { start: run[0], len: narrow(run.len()) })
 }
 
 fn not_owned(page: Page, what: &str) -> Error {

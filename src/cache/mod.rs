@@ -1,0 +1,24 @@
+//! What a prefix cache keeps: which tokens have pages, who uses them, and what goes first.
+//!
+//! [`Tree`] maps tokens to pages. It decides which pages are cached, not which are free: their ownership lies
+//! with [`index`](crate::index), and [`pool`](crate::pool) moves both together. It knows no address, no device
+//! and no clock, and is not synchronised.
+//!
+//! | for | use |
+//! |---|---|
+//! | finding, holding, adding and evicting prefixes | [`Tree`], [`Hold`] |
+//! | what is evicted first | [`Policy`], one small type each |
+//! | token ids of a caller, compared where they lie | [`Tokens`] |
+//! | users whose prefixes stay apart | [`Namespace`] |
+
+mod chain;
+mod namespace;
+mod policy;
+mod tokens;
+mod tree;
+
+pub use chain::PageKey;
+pub use namespace::Namespace;
+pub use policy::{History, Lru, Policy, Remembered, Tick};
+pub use tokens::Tokens;
+pub use tree::{Evicted, Found, Hold, NodeId, Place, Tree, TreeStats};

@@ -1,0 +1,28 @@
+//! What keeps the prefixes of two users apart.
+
+use std::fmt;
+
+/// The name of a set of prefixes, such as an adapter, a tenant or a model. Two different names share nothing.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Namespace {
+    /// No name.
+    #[default]
+    Unnamed,
+    /// A number.
+    Number(i64),
+    /// A text.
+    Text(String),
+    /// Bytes, such as a salt.
+    Bytes(Vec<u8>),
+}
+
+impl fmt::Display for Namespace {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Unnamed => f.write_str("None"),
+            Self::Number(number) => number.fmt(f),
+            Self::Text(text) => write!(f, "{text:?}"),
+            Self::Bytes(bytes) => write!(f, "b\"{}\"", bytes.escape_ascii()),
+        }
+    }
+}

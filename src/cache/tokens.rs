@@ -1,0 +1,121 @@
+//! Token ids of a caller, compared where they lie.
+
+use std::ops::Range;
+
+use crate::base::{Error, Result, reserve};
+
+/// Token ids, `0 <= id < 2**31`, of any representation.
+///
+/// ```
+/// use kvpool::cache::Tokens;
+/// let prompt: &[i64] = &[5, 6, 7];
+/// assert_eq!(prompt.common(1, &[6, 8]).unwrap(), 1);
+/// assert!([3, -1_i32].as_slice().check(0..2).is_err());
+/// ```
+pub trait Tokens {
+    /// The number of tokens.
+    fn count(&self) -> usize;
+
+    /// How many tokens from `at` on equal those of `with`, up to the first difference or the end of either.
+    ///
+    /// # Errors
+    /// The error of an element that cannot be read.
+    fn common(&self, at: usize, with: &[i32]) -> Result<usize>;
+
+    /// Appends the tokens of `range` to `out`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for a number that is no token id; the error of an
+    /// element that cannot be read.
+    fn read(&self, range: Range<usize>, out: &mut Vec<i32>) -> Result<()>;
+
+    /// Checks that the numbers of `range` are token ids.
+    ///
+    /// # Errors
+    /// As [`Tokens::read`].
+    fn check(&self, range: Range<usize>) -> Result<()>;
+}
+
+/// The error for `number` at `position`, which is no token id.
+#[cold]
+pub(super) fn not_a_token(number: i64, position: usize) -> Error {
+    Error::config(format!("token {number} at position {position} is outside [0, 2**31)")).at_index(number)
+}
+
+/// Tokens of a comparison in one go: fast to compare as bytes, and still in the cache when they differ.
+const BLOCK: usize = 256;
+
+impl Tokens for &[i32] {
+    fn count(&self) -> usize {
+        self.len()
+    }
+
+    fn common(&self, at: usize, with: &[i32]) -> Result<usize> {
+        let rest = &self[at..];
+        let count = rest.len().min(with.len());
+        let (rest, with) = (&rest[..count], &with[..count]);
+        let mut done = 0;
+        for (ours, theirs) in rest.chunks(BLOCK).zip(with.chunks(BLOCK)) {
+            if ours != theirs {
+                let equal = ours.iter().zip(theirs).take_while(|(ours, theirs)| ours == theirs).count();
+                return Ok(done + equal);
+            }
+            done += ours.len();
+        }
+        Ok(done)
+    }
+
+    fn read(&self, range: Range<usize>, out: &mut Vec<i32>) -> Result<()> {
+        self.check(range.clone())?;
+        out.extend_from_slice(&self[range]);
+        Ok(())
+    }
+
+    fn check(&self, range: Range<usize>) -> Result<()> {
+        let tokens = &self[range.clone()];
+        if tokens.iter().fold(0, |signs, token| signs | token) >= 0 {
+            return Ok(());
+        }
+        let at = tokens.iter().position(|&token| token < 0).expect("one is negative");
+        Err(not_a_token(tokens[at].into(), range.start + at))
+    }
+}
+
+impl Tokens for &[i64] {
+    fn count(&self) -> usize {
+        self.len()
+    }
+
+    fn common(&self, at: usize, with: &[i32]) -> Result<usize> {
+        let pairs = self[at..].iter().zip(with);
+        Ok(pairs.take_while(|(ours, theirs)| **ours == i64::from(**theirs)).count())
+    }
+
+    fn read(&self, range: Range<usize>, out: &mut Vec<i32>) -> Result<()> {
+        self.check(range.clone())?;
+        let tokens = self[range].iter().map(|&token| i32::try_from(token).expect("tokens were checked"));
+        out.extend(tokens);
+        Ok(())
+    }
+
+    fn check(&self, range: Range<usize>) -> Result<()> {
+        let tokens = &self[range.clone()];
+        let is_token = |token: &i64| (0..=i64::from(i32::MAX)).contains(token);
+        match tokens.iter().position(|token| !is_token(token)) {
+            None => Ok(()),
+            Some(at) => Err(not_a_token(tokens[at], range.start + at)),
+        }
+    }
+}
+
+impl dyn Tokens + '_ {
+    /// The tokens of `range`.
+    ///
+    /// # Errors
+    /// As [`Tokens::read`]; [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory).
+    pub(super) fn to_vec(&self, range: Range<usize>) -> Result<Vec<i32>> {
+        let mut tokens = reserve(range.len())?;
+        self.read(range, &mut tokens)?;
+        Ok(tokens)
+    }
+}

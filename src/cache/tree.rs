@@ -1,0 +1,493 @@
+//! Which tokens have pages: a radix tree whose edges are runs of whole pages.
+
+mod evict;
+mod hold;
+mod publish;
+
+use std::collections::HashMap;
+use std::hash::{BuildHasher, RandomState};
+
+use crate::base::{Page, Result, StateSlot, widen};
+
+use super::chain::{Chain, Sum};
+use super::{History, Namespace, Policy, Tick, Tokens};
+use evict::Queues;
+
+pub use evict::Evicted;
+pub use hold::Hold;
+pub use publish::Found;
+
+/// A node of a [`Tree`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct NodeId(u32);
+
+impl NodeId {
+    /// The node with this number.
+    #[must_use]
+    pub const fn new(number: u32) -> Self {
+        Self(number)
+    }
+
+    /// Its number: small, and used again once the node is gone.
+    #[must_use]
+    pub const fn number(self) -> u32 {
+        self.0
+    }
+
+    const fn at(self) -> usize {
+        widen(self.0)
+    }
+}
+
+/// A run of whole pages that one prompt after another used as a whole: they differ behind it, or one ended
+/// there.
+#[derive(Clone, Debug)]
+struct Node {
+    /// The node before; a root is its own parent.
+    parent: NodeId,
+    /// The next child of the same parent whose first page has the same fingerprint.
+    twin: Option<NodeId>,
+    /// Of the first page. With pages of one token, that token.
+    fingerprint: u32,
+    children: u32,
+    /// Leases that end here, and children that have locks. While there are any, nothing here is evicted.
+    locks: u32,
+    /// Leases that end here.
+    leases: u32,
+    /// `pages.len() * page_size` tokens.
+    tokens: Vec<i32>,
+    /// Not empty, except in a root.
+    pages: Vec<Page>,
+    /// Of all tokens up to the end of the node.
+    sum: Sum,
+    history: History,
+    /// A snapshot of the state at the end of the node.
+    state: Option<StateSlot>,
+    /// Whether it is among the evictable leaves.
+    is_queued: bool,
+    kind: Kind,
+}
+
+impl Node {
+    /// A node without tokens, neighbours and locks.
+    fn new(kind: Kind, sum: Sum) -> Self {
+        Self {
+            parent: NodeId(0),
+            twin: None,
+            fingerprint: 0,
+            children: 0,
+            locks: 0,
+            leases: 0,
+            tokens: Vec::new(),
+            pages: Vec::new(),
+            sum,
+            history: History::default(),
+            state: None,
+            is_queued: false,
+            kind,
+        }
+    }
+}
+
+/// What a node is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    /// The root of a namespace.
+    Root,
+    /// The root of prefixes that are found no more, and go with their leases.
+    Detached,
+    /// A run of pages.
+    Run,
+}
+
+/// A place in the tree: the first `pages` pages of a node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Place {
+    node: NodeId,
+    pages: usize,
+    /// Tokens up to the place.
+    len: usize,
+}
+
+/// The numbers of a [`Tree`], in tokens unless the name says otherwise.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct TreeStats {
+    /// Tokens that are cached: evictable and locked.
+    pub cached: usize,
+    /// Tokens that no lease holds.
+    pub evictable: usize,
+    /// Tokens that leases hold.
+    pub locked: usize,
+    /// Nodes, without roots.
+    pub nodes: usize,
+    /// Snapshots of states.
+    pub snapshots: usize,
+    /// The size of the bookkeeping in bytes.
+    pub bytes: usize,
+}
+
+/// Cached prefixes.
+///
+/// A node is evictable when no lease holds it or a node below. Only leaves are evicted, from their end, so
+/// that a prefix stays as long as what hangs on it. Finding a prefix costs one comparison of its tokens and one
+/// look-up for each node; adding to it costs the new tokens; evicting costs the evicted tokens.
+///
+/// ```
+/// use kvpool::base::{Id, Page};
+/// use kvpool::cache::{Lru, Namespace, Tokens, Tree};
+/// let (name, prompt): (_, &[i32]) = (Namespace::Unnamed, &[5, 6, 7, 8, 9]);
+/// let mut tree = Tree::new(2, false, Box::new(Lru::default()));
+/// let mut hold = tree.acquire(&name, &prompt, 5).unwrap();
+/// let found = tree.find(&hold, &prompt).unwrap();
+/// tree.publish(&mut hold, found, &prompt, &[Page::new(3), Page::new(8)]).unwrap();
+/// let gone = tree.release(hold, 5);
+/// assert!(gone.pages.is_empty());
+/// assert_eq!(tree.acquire(&name, &prompt, 3).unwrap().len(), 2);
+/// assert_eq!((tree.stats().evictable, tree.stats().locked), (2, 2));
+/// ```
+#[derive(Debug)]
+pub struct Tree {
+    /// At least 1.
+    page_size: usize,
+    nodes: Vec<Node>,
+    /// Nodes that are not in use.
+    vacant: Vec<NodeId>,
+    /// The first child by parent and fingerprint.
+    edges: HashMap<u64, NodeId>,
+    roots: HashMap<Namespace, NodeId>,
+    /// The namespaces of `roots`.
+    names: HashMap<NodeId, Namespace>,
+    /// Seeded at random: callers cannot choose tokens that collide.
+    hasher: RandomState,
+    chain: Chain,
+    queues: Queues,
+    now: Tick,
+    /// Pages.
+    cached: usize,
+    /// Pages in nodes with locks.
+    locked: usize,
+    /// Roots that are detached.
+    detached: usize,
+    /// Whether a prefix is of use only with a snapshot of the state at its end.
+    is_stateful: bool,
+    /// Nodes with a snapshot.
+    snapshots: Vec<NodeId>,
+    /// Evicted prefixes are remembered by their lengths in this number of tokens.
+    remembered_every: usize,
+}
+
+impl Tree {
+    /// An empty tree of pages of `page_size` tokens. If it is stateful, a prefix is of use only with a snapshot
+    /// of the state at its end.
+    #[must_use]
+    pub fn new(page_size: usize, is_stateful: bool, policy: Box<dyn Policy>) -> Self {
+        /// At one key for so many tokens, memories of evicted prefixes are small beside the cached ones.
+        const REMEMBERED_EVERY: usize = 64;
+        let hasher = RandomState::new();
+        Self {
+            page_size,
+            nodes: Vec::new(),
+            vacant: Vec::new(),
+            edges: HashMap::new(),
+            roots: HashMap::new(),
+            names: HashMap::new(),
+            chain: Chain::new(&hasher),
+            hasher,
+            queues: Queues::new(policy),
+            now: 0,
+            cached: 0,
+            locked: 0,
+            detached: 0,
+            is_stateful,
+            snapshots: Vec::new(),
+            remembered_every: REMEMBERED_EVERY.next_multiple_of(page_size),
+        }
+    }
+
+    /// Tokens in a page.
+    #[must_use]
+    pub const fn page_size(&self) -> usize {
+        self.page_size
+    }
+
+    /// The current numbers.
+    #[must_use]
+    pub fn stats(&self) -> TreeStats {
+        let tokens = |pages: usize| pages * self.page_size;
+        let contents = self.nodes.iter().map(|node| node.tokens.capacity() + node.pages.capacity());
+        let (edge, id) = (size_of::<(u64, NodeId)>() + 1, size_of::<NodeId>());
+        TreeStats {
+            cached: tokens(self.cached),
+            evictable: tokens(self.cached - self.locked),
+            locked: tokens(self.locked),
+            nodes: self.nodes.len() - self.vacant.len() - self.roots.len() - self.detached,
+            snapshots: self.snapshots.len(),
+            bytes: contents.sum::<usize>() * size_of::<u32>()
+                + self.nodes.capacity() * size_of::<Node>()
+                + self.vacant.capacity() * id
+                + self.edges.capacity() * edge
+                + self.queues.bytes(),
+        }
+    }
+
+    /// Tokens that no lease holds.
+    #[must_use]
+    pub const fn evictable(&self) -> usize {
+        (self.cached - self.locked) * self.page_size
+    }
+
+    /// Tokens that leases hold.
+    #[must_use]
+    pub const fn locked(&self) -> usize {
+        self.locked * self.page_size
+    }
+
+    fn node(&self, id: NodeId) -> &Node {
+        &self.nodes[id.at()]
+    }
+
+    fn node_mut(&mut self, id: NodeId) -> &mut Node {
+        &mut self.nodes[id.at()]
+    }
+
+    fn add(&mut self, node: Node) -> NodeId {
+        if let Some(id) = self.vacant.pop() {
+            self.nodes[id.at()] = node;
+            return id;
+        }
+        let id = u32::try_from(self.nodes.len()).expect("a node has a page, and pages fit int32");
+        self.nodes.push(node);
+        NodeId(id)
+    }
+
+    /// The root of a namespace, if it has one.
+    fn root(&self, namespace: &Namespace) -> Option<NodeId> {
+        self.roots.get(namespace).copied()
+    }
+
+    fn root_or_new(&mut self, namespace: &Namespace) -> NodeId {
+        if let Some(root) = self.root(namespace) {
+            return root;
+        }
+        let sum = Chain::start(self.hasher.hash_one(namespace));
+        let root = self.add(Node::new(Kind::Root, sum));
+        self.node_mut(root).parent = root;
+        self.roots.insert(namespace.clone(), root);
+        self.names.insert(root, namespace.clone());
+        root
+    }
+
+    /// Removes a root that has neither children nor leases; does nothing for other nodes.
+    fn drop_if_empty(&mut self, root: NodeId) {
+        let node = self.node(root);
+        if (node.children, node.locks) != (0, 0) {
+            return;
+        }
+        match node.kind {
+            Kind::Root => self.forget_root(root),
+            Kind::Detached => self.detached -= 1,
+            Kind::Run => return,
+        }
+        self.vacant.push(root);
+    }
+
+    /// Removes a root from the namespaces.
+    fn forget_root(&mut self, root: NodeId) {
+        if let Some(name) = self.names.remove(&root) {
+            self.roots.remove(&name);
+        }
+    }
+
+    /// The fingerprint of a page.
+    fn fingerprint(&self, page: &[i32]) -> u32 {
+        if let [token] = page {
+            return token.cast_unsigned();
+        }
+        let [low, high, ..] = self.hasher.hash_one(page).to_le_bytes().map(u32::from);
+        low | high << 8
+    }
+
+    /// The child of `parent` that begins with `page`.
+    fn child(&self, parent: NodeId, page: &[i32]) -> Option<NodeId> {
+        let mut next = self.edges.get(&edge(parent, self.fingerprint(page))).copied();
+        while let Some(id) = next {
+            let node = self.node(id);
+            if node.tokens[..self.page_size] == *page {
+                return Some(id);
+            }
+            next = node.twin;
+        }
+        None
+    }
+
+    /// Makes `id`, whose parent and tokens are set, a child of its parent.
+    fn link(&mut self, id: NodeId) {
+        let node = self.node(id);
+        let (parent, fingerprint) = (node.parent, self.fingerprint(&node.tokens[..self.page_size]));
+        let twin = self.edges.insert(edge(parent, fingerprint), id);
+        let node = self.node_mut(id);
+        (node.fingerprint, node.twin) = (fingerprint, twin);
+        self.node_mut(parent).children += 1;
+    }
+
+    /// Undoes [`Tree::link`].
+    fn unlink(&mut self, id: NodeId) {
+        let Node { parent, fingerprint, twin, .. } = *self.node(id);
+        let edge = edge(parent, fingerprint);
+        let first = self.edges[&edge];
+        match twin {
+            _ if first != id => {
+                let mut before = first;
+                while let Some(next) = self.node(before).twin.filter(|&next| next != id) {
+                    before = next;
+                }
+                self.node_mut(before).twin = twin;
+            }
+            Some(twin) => drop(self.edges.insert(edge, twin)),
+            None => drop(self.edges.remove(&edge)),
+        }
+        self.node_mut(parent).children -= 1;
+    }
+
+    /// The place that `tokens` lead to from the end of `node`, with `tokens[0]` behind it, over at most `limit`
+    /// pages.
+    fn descend(&self, node: NodeId, tokens: &dyn Tokens, limit: usize) -> Result<Place> {
+        let begin = widen(self.node(node).history.end);
+        let mut place = Place { node, pages: self.node(node).pages.len(), len: begin };
+        let mut page = Vec::with_capacity(self.page_size);
+        loop {
+            let at = place.len - begin;
+            if at / self.page_size >= limit {
+                return Ok(place);
+            }
+            page.clear();
+            tokens.read(at..at + self.page_size, &mut page)?;
+            let Some(child) = self.child(place.node, &page) else { return Ok(place) };
+            let node = self.node(child);
+            let equal = tokens.common(at + self.page_size, &node.tokens[self.page_size..])?;
+            let pages = (1 + equal / self.page_size).min(limit - at / self.page_size);
+            place = Place { node: child, pages, len: place.len + pages * self.page_size };
+            if pages < node.pages.len() {
+                return Ok(place);
+            }
+        }
+    }
+
+    /// The node that ends at `place`; cuts one in two if none does.
+    fn cut(&mut self, place: Place) -> NodeId {
+        if place.pages == self.node(place.node).pages.len() {
+            return place.node;
+        }
+        let lower = place.node;
+        let sum = self.sum_at(place);
+        self.unlink(lower);
+        let (page_size, node) = (self.page_size, self.node_mut(lower));
+        let tokens = split_front(&mut node.tokens, place.pages * page_size);
+        let pages = split_front(&mut node.pages, place.pages);
+        let (parent, history, locks) = (node.parent, node.history, u32::from(node.locks > 0));
+        let end = narrow(place.len);
+        let upper = self.add(Node {
+            parent,
+            locks,
+            tokens,
+            pages,
+            history: History { end, to_end: history.to_end.saturating_add(history.end - end), ..history },
+            ..Node::new(Kind::Run, sum)
+        });
+        self.node_mut(lower).parent = upper;
+        self.link(upper);
+        self.link(lower);
+        upper
+    }
+
+    /// The sum of the tokens up to `place`, in as many steps as the nearer end of its node is away.
+    fn sum_at(&self, place: Place) -> Sum {
+        let node = self.node(place.node);
+        let (before, behind) = node.tokens.split_at(place.pages * self.page_size);
+        if before.len() < behind.len() {
+            let mut cursor = self.chain.cursor(self.node(node.parent).sum, place.len - before.len());
+            before.iter().for_each(|&token| cursor.push(token));
+            return cursor.sum();
+        }
+        let mut cursor = self.chain.cursor(node.sum, widen(node.history.end));
+        behind.iter().rev().for_each(|&token| cursor.pop(token));
+        cursor.sum()
+    }
+
+    /// The nodes from `id` to its root, without the root.
+    fn path(&self, id: NodeId) -> impl Iterator<Item = NodeId> + '_ {
+        let mut at = id;
+        std::iter::from_fn(move || {
+            let node = self.node(at);
+            (node.kind == Kind::Run).then(|| std::mem::replace(&mut at, node.parent))
+        })
+    }
+
+    /// Describes a broken invariant, if there is one.
+    #[must_use]
+    pub fn fault(&self) -> Option<String> {
+        let mut seen = std::collections::HashSet::new();
+        let (mut cached, mut locked) = (0, 0);
+        let vacant: std::collections::HashSet<_> = self.vacant.iter().copied().collect();
+        let ids = (0..).take(self.nodes.len()).map(NodeId).filter(|id| !vacant.contains(id));
+        let mut children: HashMap<NodeId, [u32; 2]> = HashMap::new();
+        for id in ids.clone() {
+            let node = self.node(id);
+            if node.kind != Kind::Run {
+                continue;
+            }
+            let [count, locks] = children.entry(node.parent).or_default();
+            *count += 1;
+            *locks += u32::from(node.locks > 0);
+            cached += node.pages.len();
+            locked += if node.locks > 0 { node.pages.len() } else { 0 };
+            if node.pages.is_empty() || node.tokens.len() != node.pages.len() * self.page_size {
+                return Some(format!(
+                    "{id:?} has {} pages and {} tokens",
+                    node.pages.len(),
+                    node.tokens.len()
+                ));
+            }
+            if let Some(page) = node.pages.iter().find(|page| !seen.insert(**page)) {
+                return Some(format!("page {page} is cached twice"));
+            }
+            if self.child(node.parent, &node.tokens[..self.page_size]) != Some(id) {
+                return Some(format!("{id:?} is not found from its parent"));
+            }
+            let begin = widen(self.node(node.parent).history.end);
+            if widen(node.history.end) != begin + node.tokens.len() {
+                return Some(format!("{id:?} ends at {}, not behind its parent", node.history.end));
+            }
+        }
+        for id in ids {
+            let node = self.node(id);
+            let [count, locks] = children.get(&id).copied().unwrap_or_default();
+            if (node.children, node.locks) != (count, locks + node.leases) {
+                return Some(format!("{id:?} counts {} children and {} locks", node.children, node.locks));
+            }
+        }
+        (cached, locked).ne(&(self.cached, self.locked)).then(|| {
+            format!(
+                "{cached} pages are cached and {locked} locked, counted {} and {}",
+                self.cached, self.locked
+            )
+        })
+    }
+}
+
+/// Splits off the first `count` elements; what remains does not keep their memory.
+fn split_front<T>(all: &mut Vec<T>, count: usize) -> Vec<T> {
+    let rest = all.split_off(count);
+    let mut front = std::mem::replace(all, rest);
+    front.shrink_to_fit();
+    front
+}
+
+const fn edge(parent: NodeId, fingerprint: u32) -> u64 {
+    (parent.0 as u64) << 32 | fingerprint as u64
+}
+
+/// A number of tokens on a path, which are at most the tokens of all pages.
+fn narrow(tokens: usize) -> u32 {
+    crate::base::bounded::narrow(tokens)
+}

@@ -1,0 +1,206 @@
+//! Giving up prefixes: by the policy, by name, and with the last lease of what is detached.
+
+use std::collections::BTreeSet;
+
+use crate::base::{Page, StateSlot, widen};
+
+use super::{Kind, Namespace, NodeId, Policy, Tick, Tree};
+
+/// What the tree gave up, to be freed by the caller.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[must_use]
+pub struct Evicted {
+    /// Pages.
+    pub pages: Vec<Page>,
+    /// Snapshots of states.
+    pub states: Vec<StateSlot>,
+}
+
+/// The evictable leaves.
+#[derive(Debug)]
+pub(super) struct Queues {
+    pub(super) policy: Box<dyn Policy>,
+    /// Those with a priority, which go when there are no others: the lowest priority first, then the least
+    /// recently used.
+    retained: BTreeSet<(i32, Tick, NodeId)>,
+}
+
+impl Queues {
+    pub(super) fn new(policy: Box<dyn Policy>) -> Self {
+        Self { policy, retained: BTreeSet::new() }
+    }
+
+    pub(super) fn bytes(&self) -> usize {
+        self.policy.bytes() + self.retained.len() * size_of::<(i32, Tick, NodeId)>()
+    }
+}
+
+impl Tree {
+    /// Evicts at least `pages` pages, or all that are evictable.
+    pub fn evict(&mut self, pages: usize) -> Evicted {
+        let mut gone = Evicted::default();
+        while gone.pages.len() < pages {
+            let now = self.now;
+            let retained = |queues: &Queues| queues.retained.first().map(|&(.., leaf)| leaf);
+            let Some(leaf) = self.queues.policy.victim(now).or_else(|| retained(&self.queues)) else { break };
+            self.trim(leaf, pages - gone.pages.len(), &mut gone);
+        }
+        gone
+    }
+
+    /// Evicts up to `count` pages from the end of a leaf.
+    fn trim(&mut self, leaf: NodeId, count: usize, gone: &mut Evicted) {
+        let here = self.node(leaf);
+        let (history, keep) = (here.history, here.pages.len().saturating_sub(count));
+        let mut cursor = self.chain.cursor(here.sum, widen(history.end));
+        let mut at = widen(history.end);
+        for index in (keep * self.page_size..self.node(leaf).tokens.len()).rev() {
+            if self.is_remembered_at(at) {
+                self.queues.policy.note_evicted(cursor.sum().key(), &history, self.now);
+            }
+            cursor.pop(self.node(leaf).tokens[index]);
+            at -= 1;
+        }
+        if keep == 0 {
+            let parent = self.node(leaf).parent;
+            self.remove(leaf, gone);
+            self.queue(parent);
+            self.drop_if_empty(parent);
+            return;
+        }
+        self.drop_snapshot(leaf, gone);
+        let page_size = self.page_size;
+        let here = self.node_mut(leaf);
+        let trimmed = here.pages.split_off(keep);
+        here.tokens.truncate(keep * page_size);
+        here.history.end = super::narrow(at);
+        here.sum = cursor.sum();
+        self.cached -= trimmed.len();
+        gone.pages.extend(trimmed);
+    }
+
+    /// Removes a leaf without locks.
+    fn remove(&mut self, leaf: NodeId, gone: &mut Evicted) {
+        self.unqueue(leaf);
+        self.unlink(leaf);
+        self.drop_snapshot(leaf, gone);
+        let here = self.node_mut(leaf);
+        here.tokens = Vec::new();
+        let pages = std::mem::take(&mut here.pages);
+        self.cached -= pages.len();
+        self.vacant.push(leaf);
+        gone.pages.extend(pages);
+    }
+
+    fn drop_snapshot(&mut self, node: NodeId, gone: &mut Evicted) {
+        if let Some(state) = self.node_mut(node).state.take() {
+            self.snapshots.retain(|&other| other != node);
+            gone.states.push(state);
+        }
+    }
+
+    /// Gives up the least recently used snapshot that no lease ends at.
+    pub fn evict_snapshot(&mut self) -> Option<StateSlot> {
+        let unused = self.snapshots.iter().filter(|id| self.node(**id).leases == 0);
+        let oldest = *unused.min_by_key(|id| self.node(**id).history.used)?;
+        let mut gone = Evicted::default();
+        self.drop_snapshot(oldest, &mut gone);
+        gone.states.pop()
+    }
+
+    /// Gives up the prefixes of a namespace, or all. Those in use are found no more, and are given up with
+    /// their last lease.
+    pub fn clear(&mut self, namespace: Option<&Namespace>) -> Evicted {
+        let roots: Vec<_> = match namespace {
+            Some(name) => self.root(name).into_iter().collect(),
+            None => self.roots.values().copied().collect(),
+        };
+        let mut nodes: Vec<_> = self.all_below(&roots);
+        // Children before their parents.
+        nodes.sort_by_key(|id| std::cmp::Reverse(self.node(*id).history.end));
+        let mut gone = Evicted::default();
+        for id in nodes {
+            if self.node(id).locks == 0 {
+                self.remove(id, &mut gone);
+            }
+        }
+        for root in roots {
+            self.forget_root(root);
+            self.node_mut(root).kind = Kind::Detached;
+            self.detached += 1;
+            self.drop_if_empty(root);
+        }
+        gone
+    }
+
+    fn all_below(&self, roots: &[NodeId]) -> Vec<NodeId> {
+        let all = (0..).map(NodeId::new).zip(&self.nodes).filter(|(_, node)| !node.pages.is_empty());
+        let is_below = |id: NodeId| {
+            let mut at = id;
+            while self.node(at).kind == Kind::Run {
+                at = self.node(at).parent;
+            }
+            roots.contains(&at)
+        };
+        let every = roots.len() == self.roots.len() && self.detached == 0;
+        all.map(|(id, _)| id).filter(|&id| every || is_below(id)).collect()
+    }
+
+    /// Gives up `node` and those before it, if they are detached and have neither locks nor children.
+    pub(super) fn prune(&mut self, node: NodeId) -> Evicted {
+        let mut gone = Evicted::default();
+        if self.detached == 0 || !self.is_detached(node) {
+            return gone;
+        }
+        let mut at = node;
+        while self.node(at).kind == Kind::Run && (self.node(at).locks, self.node(at).children) == (0, 0) {
+            let parent = self.node(at).parent;
+            self.remove(at, &mut gone);
+            at = parent;
+        }
+        self.drop_if_empty(at);
+        gone
+    }
+
+    fn is_detached(&self, node: NodeId) -> bool {
+        let mut at = node;
+        while self.node(at).kind == Kind::Run {
+            at = self.node(at).parent;
+        }
+        self.node(at).kind == Kind::Detached
+    }
+
+    /// Adds a node to the evictable leaves, if it is one.
+    pub(super) fn queue(&mut self, id: NodeId) {
+        let (history, now) = (self.node(id).history, self.now);
+        let here = self.node_mut(id);
+        if here.kind != Kind::Run || here.locks > 0 || here.children > 0 || here.is_queued {
+            return;
+        }
+        here.is_queued = true;
+        if history.priority > 0 {
+            self.queues.retained.insert((history.priority, history.used, id));
+        } else {
+            self.queues.policy.insert(id, &history, now);
+        }
+    }
+
+    /// Removes a node from the evictable leaves, if it is one.
+    pub(super) fn unqueue(&mut self, id: NodeId) {
+        let history = self.node(id).history;
+        let here = self.node_mut(id);
+        if !std::mem::take(&mut here.is_queued) {
+            return;
+        }
+        if history.priority > 0 {
+            self.queues.retained.remove(&(history.priority, history.used, id));
+        } else {
+            self.queues.policy.remove(id, &history);
+        }
+    }
+
+    /// Whether prefixes that end at token `at` are remembered when they are evicted.
+    pub(super) const fn is_remembered_at(&self, at: usize) -> bool {
+        at % self.remembered_every == 0
+    }
+}

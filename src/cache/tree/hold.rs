@@ -1,0 +1,208 @@
+//! Leases: finding a prefix, and keeping it.
+
+use crate::base::{Page, Result, StateSlot, widen};
+
+use super::evict::Evicted;
+use super::{Kind, Namespace, NodeId, Place, Tokens, Tree};
+
+/// A use of a prefix, which is not evicted until [`Tree::release`].
+///
+/// Not a guard: dropping it keeps the prefix locked. [`pool`](crate::pool) makes a guard of it.
+#[derive(Debug)]
+#[must_use]
+pub struct Hold {
+    pub(super) node: NodeId,
+    /// Tokens of the prefix, in whole pages.
+    pub(super) len: usize,
+    /// Whether the last node was published through this hold, so that it may grow.
+    pub(super) is_author: bool,
+}
+
+impl Hold {
+    /// Tokens of the prefix, in whole pages.
+    #[must_use]
+    pub const fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether the prefix has no tokens.
+    #[must_use]
+    pub const fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+}
+
+impl Tree {
+    /// Locks the longest cached prefix of `tokens`, in whole pages and of at most `limit` tokens, and refreshes
+    /// it.
+    ///
+    /// # Errors
+    /// The error of tokens that cannot be read or are none. Nothing is changed.
+    pub fn acquire(&mut self, namespace: &Namespace, tokens: &dyn Tokens, limit: usize) -> Result<Hold> {
+        let limit = limit.min(tokens.count());
+        let place = match self.root(namespace) {
+            None => None,
+            Some(root) => Some(self.descend(root, tokens, limit / self.page_size)?),
+        };
+        tokens.check(place.map_or(0, |place| place.len)..tokens.count())?;
+        self.now += tokens.count() as u64;
+        let node = match place {
+            None => self.root_or_new(namespace),
+            Some(place) if self.is_stateful => self.last_snapshot(place),
+            Some(place) => self.cut(place),
+        };
+        self.lock(node);
+        self.touch(node, clamp(tokens.count()));
+        Ok(Hold { node, len: widen(self.node(node).history.end), is_author: false })
+    }
+
+    /// Another hold of the same prefix.
+    pub fn hold_again(&mut self, hold: &Hold) -> Hold {
+        self.lock(hold.node);
+        Hold { node: hold.node, len: hold.len, is_author: false }
+    }
+
+    /// Ends the use of a request of `tokens` tokens. Returns what cannot be found any more.
+    pub fn release(&mut self, hold: Hold, tokens: usize) -> Evicted {
+        self.unlock(hold.node, tokens);
+        self.prune(hold.node)
+    }
+
+    /// Shortens a hold to `len` tokens, a whole number of pages. Returns what cannot be found any more.
+    pub fn shorten(&mut self, hold: &mut Hold, len: usize) -> Evicted {
+        if len >= hold.len {
+            return Evicted::default();
+        }
+        let place = self.place_on_path(hold.node, len);
+        let node = self.cut(place);
+        self.lock(node);
+        let old = std::mem::replace(hold, Hold { node, len, is_author: false });
+        let tokens = old.len;
+        self.release(old, tokens)
+    }
+
+    /// The place of position `len` on the way to `node`.
+    fn place_on_path(&self, node: NodeId, len: usize) -> Place {
+        let mut at = node;
+        loop {
+            let here = self.node(at);
+            let begin = widen(here.history.end) - here.tokens.len();
+            if begin < len || here.kind != Kind::Run {
+                return Place { node: at, pages: (len - begin) / self.page_size, len };
+            }
+            at = here.parent;
+        }
+    }
+
+    /// The deepest end of a node up to `place` that has a snapshot, or the root.
+    fn last_snapshot(&self, place: Place) -> NodeId {
+        let is_whole = place.pages == self.node(place.node).pages.len();
+        let mut at = if is_whole { place.node } else { self.node(place.node).parent };
+        while self.node(at).kind == Kind::Run && self.node(at).state.is_none() {
+            at = self.node(at).parent;
+        }
+        at
+    }
+
+    /// The pages of a hold from token `from` on, in order.
+    #[must_use]
+    pub fn pages(&self, hold: &Hold, from: usize) -> Vec<Page> {
+        let pages = self.node(hold.node).pages.len();
+        self.pages_up_to(Place { node: hold.node, pages, len: hold.len }, from)
+    }
+
+    /// The pages of positions `from..place.len`.
+    pub(super) fn pages_up_to(&self, place: Place, from: usize) -> Vec<Page> {
+        let mut parts = Vec::new();
+        let mut begin = place.len;
+        for id in self.path(place.node) {
+            if begin <= from {
+                break;
+            }
+            let pages = &self.node(id).pages;
+            let until = if id == place.node { place.pages } else { pages.len() };
+            begin -= until * self.page_size;
+            parts.push(&pages[from.saturating_sub(begin) / self.page_size..until]);
+        }
+        let mut pages = Vec::with_capacity(parts.iter().map(|part| part.len()).sum());
+        parts.iter().rev().for_each(|part| pages.extend_from_slice(part));
+        pages
+    }
+
+    /// The snapshot at the end of a hold.
+    #[must_use]
+    pub fn snapshot(&self, hold: &Hold) -> Option<StateSlot> {
+        self.node(hold.node).state
+    }
+
+    /// Keeps a snapshot of the state at the end of a hold that has tokens. Returns the one that was there
+    /// before.
+    pub fn set_snapshot(&mut self, hold: &Hold, state: StateSlot) -> Option<StateSlot> {
+        let before = self.node_mut(hold.node).state.replace(state);
+        if before.is_none() {
+            self.snapshots.push(hold.node);
+        }
+        before
+    }
+
+    /// Refreshes the way to `node` for a prompt of `tokens` tokens. The node has a lock.
+    fn touch(&mut self, node: NodeId, tokens: u32) {
+        let (mut at, now) = (node, self.now);
+        while self.node(at).kind == Kind::Run {
+            let before = self.node(at).history;
+            self.queues.policy.note_used(&before, now);
+            let here = self.node_mut(at);
+            here.history.used = now;
+            here.history.uses = here.history.uses.saturating_add(1);
+            here.history.to_end = tokens.saturating_sub(here.history.end);
+            at = here.parent;
+        }
+    }
+
+    /// Adds a lease that ends at `node`.
+    pub(super) fn lock(&mut self, node: NodeId) {
+        self.node_mut(node).leases += 1;
+        let mut at = node;
+        loop {
+            let here = self.node_mut(at);
+            here.locks += 1;
+            if here.locks > 1 {
+                return;
+            }
+            let (pages, parent) = (here.pages.len(), here.parent);
+            self.locked += pages;
+            self.unqueue(at);
+            if parent == at {
+                return;
+            }
+            at = parent;
+        }
+    }
+
+    /// Removes a lease that ends at `node`, of a request of `tokens` tokens.
+    pub(super) fn unlock(&mut self, node: NodeId, tokens: usize) {
+        self.node_mut(node).leases -= 1;
+        let tokens = clamp(tokens);
+        let mut at = node;
+        loop {
+            let here = self.node_mut(at);
+            here.locks -= 1;
+            if here.locks > 0 {
+                return;
+            }
+            here.history.to_end = here.history.to_end.max(tokens.saturating_sub(here.history.end));
+            let (pages, parent) = (here.pages.len(), here.parent);
+            self.locked -= pages;
+            self.queue(at);
+            if parent == at {
+                return self.drop_if_empty(at);
+            }
+            at = parent;
+        }
+    }
+}
+
+/// A number of tokens for a [`History`](super::History), in which a longer prompt is as good as the longest.
+fn clamp(tokens: usize) -> u32 {
+    u32::try_from(tokens).unwrap_or(u32::MAX)
+}

@@ -1,0 +1,147 @@
+//! Adding to a prefix.
+
+use crate::base::{Page, Result, widen};
+
+use super::{History, Hold, Kind, Node, NodeId, Place, Sum, Tokens, Tree, narrow};
+
+/// How much of the tokens behind a hold is cached already, by others.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use]
+pub struct Found {
+    place: Place,
+    /// Tokens of the hold.
+    begin: usize,
+}
+
+impl Found {
+    /// Tokens behind the hold that are cached already.
+    #[must_use]
+    pub const fn len(&self) -> usize {
+        self.place.len - self.begin
+    }
+
+    /// Whether none are.
+    #[must_use]
+    pub const fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+/// New pages that share a history.
+struct Segment {
+    pages: usize,
+    uses: u32,
+    sum: Sum,
+}
+
+impl Tree {
+    /// Finds out how much of `tokens`, which follow the hold, is cached already.
+    ///
+    /// # Errors
+    /// The error of tokens that cannot be read.
+    pub fn find(&self, hold: &Hold, tokens: &dyn Tokens) -> Result<Found> {
+        let place = self.descend(hold.node, tokens, tokens.count() / self.page_size)?;
+        Ok(Found { place, begin: hold.len })
+    }
+
+    /// The cached pages that were found.
+    #[must_use]
+    pub fn found_pages(&self, found: &Found) -> Vec<Page> {
+        self.pages_up_to(found.place, found.begin)
+    }
+
+    /// Adds `pages` for the tokens behind what was found, and moves the hold to their end. `tokens` follow the
+    /// hold; what fills no page of `pages` is left out.
+    ///
+    /// # Errors
+    /// The error of tokens that cannot be read or are none. Nothing is changed.
+    pub fn publish(
+        &mut self,
+        hold: &mut Hold,
+        found: Found,
+        tokens: &dyn Tokens,
+        pages: &[Page],
+    ) -> Result<()> {
+        let begin = found.len();
+        let fresh = tokens.to_vec(begin..begin + pages.len() * self.page_size)?;
+        let mut is_author = hold.is_author && found.is_empty();
+        let mut at = self.cut(found.place);
+        let (mut tokens, mut pages) = (fresh.as_slice(), pages);
+        for Segment { pages: count, uses, sum } in self.segments(at, &fresh) {
+            let (part, rest) = pages.split_at(count);
+            let (part_tokens, rest_tokens) = tokens.split_at(count * self.page_size);
+            (pages, tokens) = (rest, rest_tokens);
+            if is_author && self.can_grow(at, uses) {
+                self.grow(at, part_tokens, part, sum);
+            } else {
+                at = self.add_below(at, part_tokens, part, uses, sum);
+            }
+            is_author = true;
+        }
+        if at != hold.node {
+            self.lock(at);
+            self.unlock(hold.node, 0);
+        }
+        *hold = Hold { node: at, len: widen(self.node(at).history.end), is_author };
+        Ok(())
+    }
+
+    /// Divides new tokens behind `node` by what is remembered of them.
+    fn segments(&mut self, node: NodeId, tokens: &[i32]) -> Vec<Segment> {
+        let here = self.node(node);
+        let mut at = widen(here.history.end);
+        let mut cursor = self.chain.cursor(here.sum, at);
+        let (mut segments, now): (Vec<Segment>, _) = (Vec::new(), self.now);
+        for page in tokens.chunks(self.page_size) {
+            page.iter().for_each(|&token| cursor.push(token));
+            at += page.len();
+            let last = segments.last_mut();
+            let uses = if self.is_remembered_at(at) {
+                let known = self.queues.policy.note_published(cursor.sum().key(), now);
+                1 + known.map_or(0, |known| known.uses)
+            } else {
+                last.as_ref().map_or(1, |last| last.uses)
+            };
+            match last.filter(|last| last.uses == uses) {
+                Some(last) => (last.pages, last.sum) = (last.pages + 1, cursor.sum()),
+                None => segments.push(Segment { pages: 1, uses, sum: cursor.sum() }),
+            }
+        }
+        segments
+    }
+
+    /// Whether the author of a node may append pages to it.
+    fn can_grow(&self, node: NodeId, uses: u32) -> bool {
+        let here = self.node(node);
+        let is_alone = (here.children, here.locks) == (0, 1);
+        here.kind == Kind::Run && is_alone && here.state.is_none() && here.history.uses == uses
+    }
+
+    fn grow(&mut self, node: NodeId, tokens: &[i32], pages: &[Page], sum: Sum) {
+        let now = self.now;
+        let here = self.node_mut(node);
+        here.tokens.extend_from_slice(tokens);
+        here.pages.extend_from_slice(pages);
+        here.history.end += narrow(tokens.len());
+        here.history.used = now;
+        here.sum = sum;
+        self.cached += pages.len();
+        self.locked += pages.len();
+    }
+
+    /// Adds a node without locks below `parent`.
+    fn add_below(&mut self, parent: NodeId, tokens: &[i32], pages: &[Page], uses: u32, sum: Sum) -> NodeId {
+        self.unqueue(parent);
+        let (end, now) = (self.node(parent).history.end + narrow(tokens.len()), self.now);
+        let id = self.add(Node {
+            parent,
+            tokens: tokens.to_vec(),
+            pages: pages.to_vec(),
+            history: History { published: now, used: now, uses, end, ..History::default() },
+            ..Node::new(Kind::Run, sum)
+        });
+        self.link(id);
+        self.cached += pages.len();
+        id
+    }
+}
