@@ -1,5 +1,6 @@
 //! Token ids of a caller, compared where they lie.
 
+use std::fmt;
 use std::ops::Range;
 
 use crate::base::{Error, Result, reserve};
@@ -12,7 +13,7 @@ use crate::base::{Error, Result, reserve};
 /// assert_eq!(prompt.common(1, &[6, 8]).unwrap(), 1);
 /// assert!([3, -1_i32].as_slice().check(0..2).is_err());
 /// ```
-pub trait Tokens {
+pub trait Tokens: fmt::Debug {
     /// The number of tokens.
     fn count(&self) -> usize;
 
@@ -113,7 +114,7 @@ impl dyn Tokens + '_ {
     ///
     /// # Errors
     /// As [`Tokens::read`]; [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory).
-    pub(super) fn to_vec(&self, range: Range<usize>) -> Result<Vec<i32>> {
+    pub fn to_vec(&self, range: Range<usize>) -> Result<Vec<i32>> {
         let mut tokens = reserve(range.len())?;
         self.read(range, &mut tokens)?;
         Ok(tokens)

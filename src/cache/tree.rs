@@ -2,6 +2,7 @@
 
 mod evict;
 mod hold;
+mod pin;
 mod publish;
 
 use std::collections::HashMap;
@@ -65,6 +66,8 @@ struct Node {
     state: Option<StateSlot>,
     /// Whether it is among the evictable leaves.
     is_queued: bool,
+    /// Pins that go through it.
+    pins: u32,
     kind: Kind,
 }
 
@@ -84,6 +87,7 @@ impl Node {
             history: History::default(),
             state: None,
             is_queued: false,
+            pins: 0,
             kind,
         }
     }
@@ -139,7 +143,7 @@ pub struct TreeStats {
 /// let mut tree = Tree::new(2, false, Box::new(Lru::default()));
 /// let mut hold = tree.acquire(&name, &prompt, 5).unwrap();
 /// let found = tree.find(&hold, &prompt).unwrap();
-/// tree.publish(&mut hold, found, &prompt, &[Page::new(3), Page::new(8)]).unwrap();
+/// tree.publish(&mut hold, found, &prompt[..4], &[Page::new(3), Page::new(8)]);
 /// let gone = tree.release(hold, 5);
 /// assert!(gone.pages.is_empty());
 /// assert_eq!(tree.acquire(&name, &prompt, 3).unwrap().len(), 2);
@@ -168,6 +172,8 @@ pub struct Tree {
     locked: usize,
     /// Roots that are detached.
     detached: usize,
+    /// Pages that are pinned or retained.
+    pinned: usize,
     /// Whether a prefix is of use only with a snapshot of the state at its end.
     is_stateful: bool,
     /// Nodes with a snapshot.
@@ -198,6 +204,7 @@ impl Tree {
             cached: 0,
             locked: 0,
             detached: 0,
+            pinned: 0,
             is_stateful,
             snapshots: Vec::new(),
             remembered_every: REMEMBERED_EVERY.next_multiple_of(page_size),
@@ -384,11 +391,13 @@ impl Tree {
         let (page_size, node) = (self.page_size, self.node_mut(lower));
         let tokens = split_front(&mut node.tokens, place.pages * page_size);
         let pages = split_front(&mut node.pages, place.pages);
-        let (parent, history, locks) = (node.parent, node.history, u32::from(node.locks > 0));
+        let (parent, history) = (node.parent, node.history);
+        let (locks, pins) = (u32::from(node.locks > 0), node.pins);
         let end = narrow(place.len);
         let upper = self.add(Node {
             parent,
             locks,
+            pins,
             tokens,
             pages,
             history: History { end, to_end: history.to_end.saturating_add(history.end - end), ..history },

@@ -374,7 +374,7 @@ impl TokenToKvPoolAllocator {
     /// Does `work` under the lock. If a ledger is kept, also poisons the rows of slots that it frees, before
     /// another call can take them.
     #[inline]
-    fn freeing<R>(
+    pub(super) fn freeing<R>(
         &self,
         mut slots: MutexGuard<'_, SlotTensors>,
         stream: Stream,

@@ -76,6 +76,7 @@ impl Tree {
         here.history.end = super::narrow(at);
         here.sum = cursor.sum();
         self.cached -= trimmed.len();
+        self.pinned -= if history.priority > 0 { trimmed.len() } else { 0 };
         gone.pages.extend(trimmed);
     }
 
@@ -84,10 +85,12 @@ impl Tree {
         self.unqueue(leaf);
         self.unlink(leaf);
         self.drop_snapshot(leaf, gone);
+        let is_pinned = self.is_pinned(leaf);
         let here = self.node_mut(leaf);
         here.tokens = Vec::new();
         let pages = std::mem::take(&mut here.pages);
         self.cached -= pages.len();
+        self.pinned -= if is_pinned { pages.len() } else { 0 };
         self.vacant.push(leaf);
         gone.pages.extend(pages);
     }
@@ -131,6 +134,12 @@ impl Tree {
             self.drop_if_empty(root);
         }
         gone
+    }
+
+    /// Gives up everything, with or without leases. The tree must not be used any more.
+    pub fn take_all(&mut self) -> Evicted {
+        let pages = self.nodes.iter_mut().flat_map(|node| std::mem::take(&mut node.pages)).collect();
+        Evicted { pages, states: self.nodes.iter_mut().filter_map(|node| node.state.take()).collect() }
     }
 
     fn all_below(&self, roots: &[NodeId]) -> Vec<NodeId> {

@@ -56,6 +56,17 @@ impl Tree {
         Ok(Hold { node, len: widen(self.node(node).history.end), is_author: false })
     }
 
+    /// Tokens of the longest cached prefix of `tokens`, in whole pages. Changes nothing.
+    ///
+    /// # Errors
+    /// The error of tokens that cannot be read.
+    pub fn cached_len(&self, namespace: &Namespace, tokens: &dyn Tokens) -> Result<usize> {
+        let Some(root) = self.root(namespace) else { return Ok(0) };
+        let place = self.descend(root, tokens, tokens.count() / self.page_size)?;
+        let end = |node| widen(self.node(node).history.end);
+        Ok(if self.is_stateful { end(self.last_snapshot(place)) } else { place.len })
+    }
+
     /// Another hold of the same prefix.
     pub fn hold_again(&mut self, hold: &Hold) -> Hold {
         self.lock(hold.node);
@@ -135,14 +146,11 @@ impl Tree {
         self.node(hold.node).state
     }
 
-    /// Keeps a snapshot of the state at the end of a hold that has tokens. Returns the one that was there
-    /// before.
-    pub fn set_snapshot(&mut self, hold: &Hold, state: StateSlot) -> Option<StateSlot> {
+    /// Keeps a snapshot of the state at the end of a hold that has tokens and no snapshot.
+    pub fn set_snapshot(&mut self, hold: &Hold, state: StateSlot) {
         let before = self.node_mut(hold.node).state.replace(state);
-        if before.is_none() {
-            self.snapshots.push(hold.node);
-        }
-        before
+        debug_assert!(before.is_none(), "a snapshot is not replaced");
+        self.snapshots.push(hold.node);
     }
 
     /// Refreshes the way to `node` for a prompt of `tokens` tokens. The node has a lock.
@@ -195,9 +203,13 @@ impl Tree {
             self.locked -= pages;
             self.queue(at);
             if parent == at {
-                return self.drop_if_empty(at);
+                break;
             }
             at = parent;
+        }
+        // What is detached is pruned.
+        if self.node(at).kind == Kind::Root {
+            self.drop_if_empty(at);
         }
     }
 }

@@ -50,24 +50,12 @@ impl Tree {
         self.pages_up_to(found.place, found.begin)
     }
 
-    /// Adds `pages` for the tokens behind what was found, and moves the hold to their end. `tokens` follow the
-    /// hold; what fills no page of `pages` is left out.
-    ///
-    /// # Errors
-    /// The error of tokens that cannot be read or are none. Nothing is changed.
-    pub fn publish(
-        &mut self,
-        hold: &mut Hold,
-        found: Found,
-        tokens: &dyn Tokens,
-        pages: &[Page],
-    ) -> Result<()> {
-        let begin = found.len();
-        let fresh = tokens.to_vec(begin..begin + pages.len() * self.page_size)?;
+    /// Adds `pages` for `tokens`, which follow what was found, and moves the hold to their end.
+    pub fn publish(&mut self, hold: &mut Hold, found: Found, tokens: &[i32], pages: &[Page]) {
         let mut is_author = hold.is_author && found.is_empty();
         let mut at = self.cut(found.place);
-        let (mut tokens, mut pages) = (fresh.as_slice(), pages);
-        for Segment { pages: count, uses, sum } in self.segments(at, &fresh) {
+        let (mut tokens, mut pages) = (tokens, pages);
+        for Segment { pages: count, uses, sum } in self.segments(at, tokens) {
             let (part, rest) = pages.split_at(count);
             let (part_tokens, rest_tokens) = tokens.split_at(count * self.page_size);
             (pages, tokens) = (rest, rest_tokens);
@@ -83,7 +71,6 @@ impl Tree {
             self.unlock(hold.node, 0);
         }
         *hold = Hold { node: at, len: widen(self.node(at).history.end), is_author };
-        Ok(())
     }
 
     /// Divides new tokens behind `node` by what is remembered of them.
@@ -114,7 +101,8 @@ impl Tree {
     fn can_grow(&self, node: NodeId, uses: u32) -> bool {
         let here = self.node(node);
         let is_alone = (here.children, here.locks) == (0, 1);
-        here.kind == Kind::Run && is_alone && here.state.is_none() && here.history.uses == uses
+        let is_plain = here.state.is_none() && !self.is_pinned(node);
+        here.kind == Kind::Run && is_alone && is_plain && here.history.uses == uses
     }
 
     fn grow(&mut self, node: NodeId, tokens: &[i32], pages: &[Page], sum: Sum) {

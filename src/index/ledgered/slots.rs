@@ -1,12 +1,13 @@
 //! [`SlotAllocator`] with a ledger of its pages.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use super::Ledgered;
 use crate::base::{Id, IndexVec, Page, Result};
 use crate::index::ledger::{Signatures, Span, State, spans};
 use crate::index::owners::Room;
-use crate::index::{BadFrees, Extension, FenceId, Run, SlotAllocator};
+use crate::index::{Act, BadFrees, Extension, FenceId, Owner, Run, SlotAllocator};
 
 impl Ledgered<SlotAllocator> {
     /// All pages by state and holders.
@@ -155,6 +156,31 @@ impl Ledgered<SlotAllocator> {
         Ok(())
     }
 
+    /// Calls [`SlotAllocator::cache`] and records `owner` as the holder.
+    ///
+    /// # Errors
+    /// Same as [`SlotAllocator::cache`].
+    pub fn cache(&mut self, pages: &[Page], duplicates: &[Page], owner: &Owner) -> Result<()> {
+        self.inner.cache(pages, duplicates)?;
+        self.note_removed(true);
+        if let Some(ledger) = self.book.ledger_mut() {
+            pages.iter().for_each(|page| ledger.remove_holder(page.number()));
+            let _acting = act_of(owner).begin();
+            pages.iter().for_each(|page| ledger.add_holder(page.number()));
+        }
+        Ok(())
+    }
+
+    /// Calls [`SlotAllocator::release_cached`] and records that `owner` released the pages.
+    ///
+    /// # Panics
+    /// Same as [`SlotAllocator::release_cached`].
+    pub fn release_cached(&mut self, pages: &[Page], owner: &Owner) {
+        self.inner.release_cached(pages);
+        let _acting = self.book.ledger().map(|_| act_of(owner).begin());
+        self.note_removed(true);
+    }
+
     /// Calls [`SlotAllocator::free`] and records it.
     ///
     /// # Errors
@@ -275,4 +301,9 @@ impl Ledgered<SlotAllocator> {
         self.book.clear();
         self.inner.clear();
     }
+}
+
+/// The current act in the name of `owner`.
+fn act_of(owner: &Owner) -> Arc<Act> {
+    Arc::new(Act { owner: Some(owner.clone()), ..Act::clone(&Act::current()) })
 }

@@ -50,33 +50,33 @@ impl SlotAllocator {
         }
     }
 
-    /// Makes a prefix cache the owner of pages in place of the caller. Frees do not remove this owner, only
-    /// [`SlotAllocator::release_cached`] does.
+    /// Makes a prefix cache the owner of `pages` in place of the caller, and removes the caller from
+    /// `duplicates`. Frees do not remove the cache, only [`SlotAllocator::release_cached`] does.
     ///
     /// # Errors
-    /// [`ErrorKind::IndexOwnership`] with the first page that is not live, is listed twice or is cached already;
-    /// nothing is changed then.
+    /// [`ErrorKind::IndexOwnership`] with the first page that is not live, is listed twice or, in `pages`, is
+    /// cached already; nothing is changed then.
     ///
     /// ```
     /// use kvpool::base::{Id, IndexVec, Page};
     /// use kvpool::index::{Order, SlotAllocator};
     /// let mut slots = SlotAllocator::new(8, 1, Order::Sorted).unwrap();
     /// let taken = IndexVec::I32(slots.alloc(2).unwrap().unwrap());
-    /// slots.cache(&[Page::new(1)]).unwrap();
+    /// slots.cache(&[Page::new(1)], &[]).unwrap();
     /// assert_eq!(slots.free(&taken, false).unwrap().dropped(), 1);
     /// slots.release_cached(&[Page::new(1)]);
     /// assert_eq!(slots.available(), 8);
     /// ```
-    pub fn cache(&mut self, pages: &[Page]) -> Result<()> {
+    pub fn cache(&mut self, pages: &[Page], duplicates: &[Page]) -> Result<()> {
         let (list, space) = (&self.pages, widen(self.pages.count()) + 1);
-        let Err((page, reason)) =
-            self.owners.cache(space, pages, |page| list.contains(page) && list.is_live(page))?
-        else {
-            return Ok(());
-        };
-        let slot = i64::from(page.number()) * i64::from(self.page_size);
-        let text = format!("slot {slot} cannot be published: {}", reason.words());
-        Err(Error::new(ErrorKind::IndexOwnership, text).at_index(slot))
+        let is_live = |page| list.contains(page) && list.is_live(page);
+        if let Err((page, reason)) = self.owners.cache(space, pages, is_live)? {
+            let slot = i64::from(page.number()) * i64::from(self.page_size);
+            let text = format!("slot {slot} cannot be published: {}", reason.words());
+            return Err(Error::new(ErrorKind::IndexOwnership, text).at_index(slot));
+        }
+        let runs: Vec<_> = runs_of(duplicates).collect();
+        self.release(&runs, None).inspect_err(|_| self.owners.uncache(pages))
     }
 
     /// Removes the cache's ownership of pages, each of which it owns. A page returns with its last owner.

@@ -15,6 +15,7 @@ mod kv;
 mod pages;
 mod planner;
 mod planner_model;
+mod prefixes;
 mod rows;
 mod slot_model;
 mod slots;
@@ -29,7 +30,7 @@ use kvpool::tensor::TensorView;
 pub(crate) type History = (&'static str, fn(&mut Source<'_>));
 
 /// Every kind.
-pub(crate) const ALL: [History; 11] = [
+pub(crate) const ALL: [History; 12] = [
     ("slots", slots::run),
     ("rows", rows::run),
     ("counts", counts::run),
@@ -38,6 +39,7 @@ pub(crate) const ALL: [History; 11] = [
     ("buffers", buffers::run),
     ("arena", arena::run),
     ("planner", planner::run),
+    ("prefixes", prefixes::run),
     ("kv", kv::run),
     ("gdn", gdn::run),
     ("dlpack", dlpack::run),

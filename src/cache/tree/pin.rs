@@ -1,0 +1,55 @@
+//! Retention: prefixes that go last, or not before their time.
+
+use super::evict::Evicted;
+use super::{Hold, NodeId, Tree};
+
+impl Tree {
+    /// Tokens that would be pinned, were this hold pinned too.
+    #[must_use]
+    pub fn pinned_with(&self, hold: &Hold) -> usize {
+        let more: usize =
+            self.path(hold.node).filter(|&id| !self.is_pinned(id)).map(|id| self.node(id).pages.len()).sum();
+        (self.pinned + more) * self.page_size
+    }
+
+    pub(super) fn is_pinned(&self, id: NodeId) -> bool {
+        let node = self.node(id);
+        node.pins > 0 || node.history.priority > 0
+    }
+
+    /// Retains a prefix: it is evicted after those that are not retained, and after those of lower priority.
+    pub fn retain(&mut self, hold: &Hold, priority: u32) {
+        let priority = i32::try_from(priority).unwrap_or(i32::MAX - 1) + 1;
+        self.change_path(hold.node, |tree, id| {
+            let history = &mut tree.node_mut(id).history;
+            history.priority = history.priority.max(priority);
+        });
+    }
+
+    /// Locks a prefix until [`Tree::unpin`].
+    pub fn pin(&mut self, hold: &Hold) -> Hold {
+        self.change_path(hold.node, |tree, id| tree.node_mut(id).pins += 1);
+        self.hold_again(hold)
+    }
+
+    /// Ends [`Tree::pin`].
+    pub fn unpin(&mut self, pinned: Hold) -> Evicted {
+        self.change_path(pinned.node, |tree, id| tree.node_mut(id).pins -= 1);
+        let tokens = pinned.len;
+        self.release(pinned, tokens)
+    }
+
+    /// Changes every node on the way to `node`, all of them locked, and counts the pinned ones anew.
+    fn change_path(&mut self, node: NodeId, change: impl Fn(&mut Self, NodeId)) {
+        let path: Vec<_> = self.path(node).collect();
+        for id in path {
+            let (pages, before) = (self.node(id).pages.len(), self.is_pinned(id));
+            change(self, id);
+            match (before, self.is_pinned(id)) {
+                (false, true) => self.pinned += pages,
+                (true, false) => self.pinned -= pages,
+                _ => (),
+            }
+        }
+    }
+}

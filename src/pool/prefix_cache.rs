@@ -1,0 +1,379 @@
+//! The prefix cache: cached pages of a [`TokenToKvPoolAllocator`], found by their tokens.
+
+mod lease;
+
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+
+use crate::base::sync::lock;
+use crate::base::{Error, Id, IndexVec, Page, Result};
+use crate::cache::{Evicted, Hold, Namespace, Policy, Tokens, Tree, TreeStats};
+use crate::index::Owner;
+use crate::memory::Stream;
+
+use super::slot_tensors::SlotTensors;
+use super::{GdnPool, Reclaim, TokenToKvPoolAllocator};
+
+pub use lease::{Lease, Offer, Published};
+
+/// Settings of a [`PrefixCache`].
+#[derive(Clone, Debug)]
+pub struct PrefixCacheConfig {
+    /// Makes the policy; called again when the allocator is cleared.
+    pub policy: fn() -> Box<dyn Policy>,
+    /// The share of the allocator's capacity that may be pinned.
+    pub max_pinned: f64,
+    /// The owner of cached pages in reports.
+    pub name: String,
+}
+
+/// Counts of a [`PrefixCache`] since it was made, in tokens unless the name says otherwise.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PrefixCounts {
+    /// Calls of [`PrefixCache::acquire`].
+    pub lookups: usize,
+    /// Tokens found by look-ups.
+    pub hit_tokens: usize,
+    /// Tokens looked up and not found.
+    pub missed_tokens: usize,
+    /// Tokens published.
+    pub published: usize,
+    /// Tokens that were published by others in between, and whose slots were freed.
+    pub duplicates: usize,
+    /// Tokens evicted.
+    pub evicted: usize,
+}
+
+/// Keeps finished pages by their tokens, so that a request that begins like an earlier one does not compute
+/// them again. Calls are atomic and thread-safe.
+///
+/// Cached pages belong to the cache: frees do not remove them. Requests hold [`Lease`]s. A call of the
+/// allocator that is short of slots evicts pages without a lease. Clearing the allocator empties the cache and
+/// ends its leases.
+///
+/// ```
+/// use std::sync::Arc;
+/// use kvpool::base::IndexVec;
+/// use kvpool::cache::{Lru, Namespace};
+/// use kvpool::memory::{Backend, Host, Stream};
+/// use kvpool::pool::{AllocatorConfig, Offer, PrefixCache, PrefixCacheConfig, TokenToKvPoolAllocator};
+/// let (host, stream): (Arc<dyn Backend>, _) = (Arc::new(Host), Stream::DEFAULT);
+/// let config = AllocatorConfig { size: 8, page_size: 2, need_sort: true, strict: false };
+/// let allocator = Arc::new(TokenToKvPoolAllocator::new(&config, &host).unwrap());
+/// let config = PrefixCacheConfig { policy: || Box::new(Lru::default()), max_pinned: 0.5, name: "cache".into() };
+/// let cache = PrefixCache::new(config, Arc::clone(&allocator), None).unwrap();
+/// let prompt: &[i32] = &[5, 6, 7, 8, 9];
+/// let lease = cache.acquire(&Namespace::Unnamed, &prompt, 4, stream).unwrap();
+/// assert_eq!(lease.len().unwrap(), 0);
+/// let slots = IndexVec::I32(vec![2, 3, 4, 5]);
+/// drop(allocator.alloc(4, stream).unwrap().unwrap().keep());
+/// let published = lease.publish(&Offer { tokens: &&prompt[..4], slots: &slots, state: None }, stream).unwrap();
+/// assert_eq!((published.length, cache.tree_stats(stream).locked), (4, 4));
+/// drop(lease);
+/// assert_eq!(cache.acquire(&Namespace::Unnamed, &prompt, 4, stream).unwrap().len().unwrap(), 4);
+/// assert!(allocator.alloc(8, stream).unwrap().is_some(), "nobody needs the prefix");
+/// ```
+pub struct PrefixCache {
+    shared: Arc<Shared>,
+}
+
+/// What a cache and its leases share.
+struct Shared {
+    allocator: Arc<TokenToKvPoolAllocator>,
+    states: Option<Arc<GdnPool>>,
+    config: PrefixCacheConfig,
+    /// The owner of cached pages in the ledger.
+    owner: Owner,
+    // Lock order: a lease first, this one next, the allocator last.
+    kept: Mutex<Kept>,
+}
+
+/// What a cache keeps.
+struct Kept {
+    tree: Tree,
+    counts: PrefixCounts,
+    pins: Vec<Pin>,
+    /// How often the allocator had been cleared.
+    clears: u64,
+}
+
+/// A prefix that is not evicted before `until`.
+struct Pin {
+    hold: Hold,
+    until: Instant,
+}
+
+impl PrefixCache {
+    /// An empty cache of pages of `allocator`. With `states`, a prefix is found only up to a snapshot of the
+    /// state at its end.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when `max_pinned` is not a share, or the pools are
+    /// on different devices.
+    pub fn new(
+        config: PrefixCacheConfig,
+        allocator: Arc<TokenToKvPoolAllocator>,
+        states: Option<Arc<GdnPool>>,
+    ) -> Result<Self> {
+        if !(0.0..=1.0).contains(&config.max_pinned) {
+            return Err(Error::config(format!("max_pinned {} is outside [0, 1]", config.max_pinned)));
+        }
+        if let Some(states) = states.as_ref().filter(|states| states.device() != allocator.device()) {
+            return Err(Error::config(format!(
+                "the allocator is on {}, the states are on {}; a prefix cache needs both on one device",
+                allocator.device(),
+                states.device()
+            )));
+        }
+        let tree = Tree::new(allocator.page_size(), states.is_some(), (config.policy)());
+        let clears = allocator.lock().clears();
+        let kept = Kept { tree, counts: PrefixCounts::default(), pins: Vec::new(), clears };
+        let owner = Owner::Text(config.name.clone());
+        let shared = Arc::new(Shared { allocator, states, config, owner, kept: Mutex::new(kept) });
+        let reclaim: Arc<dyn Reclaim> = Arc::clone(&shared) as _;
+        shared.allocator.on_shortage(&reclaim);
+        Ok(Self { shared })
+    }
+
+    /// The allocator of the pages.
+    #[must_use]
+    pub fn allocator(&self) -> &Arc<TokenToKvPoolAllocator> {
+        &self.shared.allocator
+    }
+
+    /// Leases the longest cached prefix of `tokens`, in whole pages and of at most `limit` tokens.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for a number that is no token id; the error of
+    /// tokens that cannot be read.
+    pub fn acquire(
+        &self,
+        namespace: &Namespace,
+        tokens: &dyn Tokens,
+        limit: usize,
+        stream: Stream,
+    ) -> Result<Arc<Lease>> {
+        let mut kept = self.shared.current(stream);
+        let hold = kept.tree.acquire(namespace, tokens, limit)?;
+        kept.counts.lookups += 1;
+        kept.counts.hit_tokens += hold.len();
+        kept.counts.missed_tokens += tokens.count() - hold.len();
+        let clears = kept.clears;
+        drop(kept);
+        Ok(Arc::new(Lease::new(&self.shared, hold, clears, namespace.clone(), stream)))
+    }
+
+    /// Evicts at least `tokens` tokens, or all that are evictable, and returns the number of their slots.
+    pub fn evict(&self, tokens: usize, stream: Stream) -> usize {
+        self.shared.evict(tokens, stream)
+    }
+
+    /// Gives up the prefixes of a namespace, or all. Those with a lease are found no more, and are given up
+    /// with it.
+    pub fn clear(&self, namespace: Option<&Namespace>, stream: Stream) {
+        let mut kept = self.shared.current(stream);
+        let gone = kept.tree.clear(namespace);
+        self.shared.give_back(&kept, &gone, stream);
+    }
+
+    /// Keeps the prefix of a lease: for `until`, it is not evicted at all; afterwards, or without it, after
+    /// all others, the lowest `priority` first.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when more than the share `max_pinned` of the
+    /// capacity would be pinned, or the lease is of another cache; the errors of a lease.
+    pub fn pin(&self, lease: &Lease, time: Option<Duration>, priority: u32, stream: Stream) -> Result<()> {
+        let capacity = self.shared.allocator.stats().capacity;
+        // The share of a capacity below 2**31 is exact enough in floating point.
+        #[expect(clippy::cast_precision_loss, clippy::cast_possible_truncation, clippy::cast_sign_loss)]
+        let most = (capacity as f64 * self.shared.config.max_pinned) as usize;
+        lease.with_hold(&self.shared, stream, |kept, hold| {
+            let pinned = kept.tree.pinned_with(hold);
+            if pinned > most {
+                return Err(Error::config(format!(
+                    "{pinned} tokens would be pinned; max_pinned allows {most} of {capacity}"
+                ))
+                .asked(pinned)
+                .available(most));
+            }
+            match time {
+                None => kept.tree.retain(hold, priority),
+                Some(time) => {
+                    let pin = kept.tree.pin(hold);
+                    kept.pins.push(Pin { hold: pin, until: Instant::now() + time });
+                }
+            }
+            Ok(())
+        })
+    }
+
+    /// Tokens of the longest cached prefix of `tokens`, in whole pages. Changes nothing: the prefix is neither
+    /// leased nor refreshed.
+    ///
+    /// # Errors
+    /// The error of tokens that cannot be read.
+    pub fn cached_len(&self, namespace: &Namespace, tokens: &dyn Tokens, stream: Stream) -> Result<usize> {
+        self.shared.current(stream).tree.cached_len(namespace, tokens)
+    }
+
+    /// Slots that an allocation can get: those that are free, and those of evictable pages.
+    #[must_use]
+    pub fn obtainable_size(&self, stream: Stream) -> usize {
+        let evictable = self.shared.current(stream).tree.evictable();
+        self.shared.allocator.available_size() + evictable
+    }
+
+    /// The numbers of the tree, in tokens.
+    #[must_use]
+    pub fn tree_stats(&self, stream: Stream) -> TreeStats {
+        self.shared.current(stream).tree.stats()
+    }
+
+    /// What happened so far.
+    #[must_use]
+    pub fn counts(&self) -> PrefixCounts {
+        lock(&self.shared.kept).counts
+    }
+
+    /// Checks every invariant.
+    ///
+    /// # Errors
+    /// [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) with the broken invariant.
+    pub fn verify(&self, stream: Stream) -> Result<()> {
+        let kept = self.shared.current(stream);
+        let (cached, owned) = (kept.tree.stats().cached, self.shared.allocator.stats().cached);
+        let fault = kept.tree.fault().or_else(|| {
+            (cached > owned).then(|| format!("{cached} slots are cached, the cache owns {owned}"))
+        });
+        fault.map_or(Ok(()), |fault| {
+            let text = format!("the prefix cache is inconsistent: {fault}");
+            Err(Error::new(crate::base::ErrorKind::IndexOwnership, text))
+        })
+    }
+}
+
+impl Shared {
+    /// Locks what is kept, which is nothing if the allocator was cleared since. Ends pins whose time is over.
+    fn current(&self, stream: Stream) -> MutexGuard<'_, Kept> {
+        let mut kept = lock(&self.kept);
+        let clears = self.allocator.lock().clears();
+        if kept.clears != clears {
+            kept.clears = clears;
+            kept.pins.clear();
+            // Its pages are free already.
+            let gone = Evicted { pages: Vec::new(), ..kept.tree.take_all() };
+            kept.tree = Tree::new(self.allocator.page_size(), self.states.is_some(), (self.config.policy)());
+            self.give_back(&kept, &gone, stream);
+        }
+        if !kept.pins.is_empty() {
+            self.end_pins(&mut kept, stream);
+        }
+        kept
+    }
+
+    #[cold]
+    fn end_pins(&self, kept: &mut Kept, stream: Stream) {
+        let now = Instant::now();
+        let over: Vec<_> = kept.pins.extract_if(.., |pin| pin.until <= now).collect();
+        for pin in over {
+            let gone = kept.tree.unpin(pin.hold);
+            self.give_back(kept, &gone, stream);
+        }
+    }
+
+    fn evict(&self, tokens: usize, stream: Stream) -> usize {
+        let mut kept = self.current(stream);
+        let page_size = kept.tree.page_size();
+        let gone = kept.tree.evict(tokens.div_ceil(page_size));
+        let count = gone.pages.len() * page_size;
+        kept.counts.evicted += count;
+        self.give_back(&kept, &gone, stream);
+        count
+    }
+
+    /// Returns pages and snapshots to their pools. The lock on what is kept is held, so that no call finds
+    /// pages that it is about to lose.
+    fn give_back(&self, kept: &Kept, gone: &Evicted, stream: Stream) {
+        if !gone.pages.is_empty() {
+            // A cleared allocator has its pages already.
+            let _ = self.change_slots(kept.clears, stream, |slots| {
+                slots.slots_mut().release_cached(&gone.pages, &self.owner);
+                Ok(())
+            });
+        }
+        if let Some(states) = &self.states {
+            for state in &gone.states {
+                let freed = states.free_track_slot(state.number().into());
+                debug_assert!(freed.is_ok_and(|bad| bad.dropped() == 0), "snapshots belong to the cache");
+            }
+        }
+    }
+
+    /// Calls `work` with the slots, under their lock; `None` if they were cleared since they had been `clears`
+    /// times.
+    fn change_slots<R>(
+        &self,
+        clears: u64,
+        stream: Stream,
+        work: impl FnOnce(&mut SlotTensors) -> Result<R>,
+    ) -> Result<Option<R>> {
+        let slots = self.allocator.lock();
+        if slots.clears() != clears {
+            return Ok(None);
+        }
+        self.allocator.freeing(slots, stream, work).map(Some)
+    }
+}
+
+impl Reclaim for Shared {
+    fn reclaim(&self, slots: usize, stream: Stream) -> Result<usize> {
+        Ok(self.evict(slots, stream))
+    }
+}
+
+impl Drop for Shared {
+    fn drop(&mut self) {
+        let stream = Stream::DEFAULT;
+        let mut kept = self.current(stream);
+        let gone = kept.tree.take_all();
+        self.give_back(&kept, &gone, stream);
+    }
+}
+
+impl fmt::Debug for PrefixCache {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PrefixCache").field("config", &self.shared.config).finish_non_exhaustive()
+    }
+}
+
+/// The pages of slots that fill pages in order; a rest that fills none is left out.
+///
+/// # Errors
+/// [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) for the first slot that is elsewhere.
+fn pages_of(slots: &IndexVec, page_size: usize) -> Result<Vec<Page>> {
+    let mut pages = crate::base::reserve(slots.len() / page_size)?;
+    let whole = pages.capacity() * page_size;
+    let mut expected = 0;
+    for (position, slot) in slots.iter().take(whole).enumerate() {
+        if position % page_size == 0 {
+            let page = usize::try_from(slot).ok().filter(|slot| slot % page_size == 0);
+            let page = page.and_then(|slot| u32::try_from(slot / page_size).ok());
+            pages.push(Page::new(page.ok_or_else(|| out_of_page(slot, position, page_size))?));
+        } else if slot != expected {
+            return Err(out_of_page(slot, position, page_size));
+        }
+        expected = slot + 1;
+    }
+    Ok(pages)
+}
+
+#[cold]
+fn out_of_page(slot: i64, position: usize, page_size: usize) -> Error {
+    let offset = position % page_size;
+    Error::new(
+        crate::base::ErrorKind::IndexOwnership,
+        format!("slot {slot} at position {position} is not number {offset} of a page of {page_size}"),
+    )
+    .at_index(slot)
+}

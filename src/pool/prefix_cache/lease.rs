@@ -1,0 +1,280 @@
+//! Leases: a request's hold on a prefix.
+
+use std::fmt;
+use std::sync::{Arc, Mutex};
+
+use crate::base::sync::lock;
+use crate::base::{Error, ErrorKind, Id, IndexVec, Page, Result, StateSlot, reserve, widen};
+use crate::cache::{Hold, Namespace, Tokens};
+use crate::kernels::Indices;
+use crate::memory::Stream;
+use crate::pool::GdnPool;
+use crate::tensor::TensorView;
+
+use super::{Kept, Shared, pages_of};
+
+/// A request's hold on a prefix: its pages are not evicted. Dropping it releases them.
+pub struct Lease {
+    shared: Arc<Shared>,
+    namespace: Namespace,
+    /// How often the allocator had been cleared.
+    clears: u64,
+    /// The stream on which it was made, for what a drop frees.
+    stream: Stream,
+    /// `None` once it is released.
+    held: Mutex<Option<Held>>,
+}
+
+/// What a lease holds.
+struct Held {
+    hold: Hold,
+    /// Tokens of the request so far.
+    tokens: usize,
+}
+
+/// What a request has computed since the end of its lease.
+#[derive(Clone, Copy, Debug)]
+pub struct Offer<'a> {
+    /// Tokens from the end of the lease on.
+    pub tokens: &'a dyn Tokens,
+    /// Their slots.
+    pub slots: &'a IndexVec,
+    /// The working slot whose state is that of the last whole page's end.
+    pub state: Option<u32>,
+}
+
+/// The result of a publication.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Published {
+    /// Tokens of the lease now.
+    pub length: usize,
+    /// Tokens that others had published in between: the cache has other slots for them, and those offered were
+    /// freed.
+    pub duplicates: usize,
+    /// The cache's pages from the former end of the lease on.
+    pub pages: Vec<Page>,
+}
+
+impl Lease {
+    pub(super) fn new(
+        shared: &Arc<Shared>,
+        hold: Hold,
+        clears: u64,
+        namespace: Namespace,
+        stream: Stream,
+    ) -> Self {
+        let tokens = hold.len();
+        let held = Mutex::new(Some(Held { hold, tokens }));
+        Self { shared: Arc::clone(shared), namespace, clears, stream, held }
+    }
+
+    /// The namespace of the prefix.
+    #[must_use]
+    pub const fn namespace(&self) -> &Namespace {
+        &self.namespace
+    }
+
+    /// Tokens of the prefix, in whole pages.
+    ///
+    /// # Errors
+    /// [`ErrorKind::StaleBuffer`] after its release, or when the allocator was cleared.
+    pub fn len(&self) -> Result<usize> {
+        self.with(self.stream, |_, held| Ok(held.hold.len()))
+    }
+
+    /// Whether the prefix has no tokens.
+    ///
+    /// # Errors
+    /// As [`Self::len`].
+    pub fn is_empty(&self) -> Result<bool> {
+        self.len().map(|len| len == 0)
+    }
+
+    /// Calls `work` with what the cache keeps and with what the lease holds, under their locks.
+    fn with<R>(&self, stream: Stream, work: impl FnOnce(&mut Kept, &mut Held) -> Result<R>) -> Result<R> {
+        let mut held = lock(&self.held);
+        let Some(held) = held.as_mut() else { return Err(stale("it was released")) };
+        let mut kept = self.shared.current(stream);
+        if kept.clears != self.clears {
+            return Err(stale("the allocator was cleared, and its slots are gone"));
+        }
+        work(&mut kept, held)
+    }
+
+    /// Calls `work` with the hold of this lease, if it is of the cache `shared`.
+    pub(super) fn with_hold<R>(
+        &self,
+        shared: &Arc<Shared>,
+        stream: Stream,
+        work: impl FnOnce(&mut Kept, &Hold) -> Result<R>,
+    ) -> Result<R> {
+        if !Arc::ptr_eq(shared, &self.shared) {
+            return Err(Error::config("the lease is of another prefix cache"));
+        }
+        self.with(stream, |kept, held| work(kept, &held.hold))
+    }
+
+    /// The pages of the prefix from token `from` on.
+    ///
+    /// # Errors
+    /// As [`Self::len`].
+    pub fn pages(&self, from: usize) -> Result<Vec<Page>> {
+        self.with(self.stream, |kept, held| Ok(kept.tree.pages(&held.hold, from)))
+    }
+
+    /// The slots of the prefix: 1-D int32, valid on `stream`.
+    ///
+    /// # Errors
+    /// As [`Self::len`]; as [`TokenToKvPoolAllocator::alloc`](crate::pool::TokenToKvPoolAllocator::alloc).
+    pub fn slots(&self, stream: Stream) -> Result<TensorView> {
+        self.show(&self.pages(0)?, stream)
+    }
+
+    /// The slots of pages of this cache: 1-D int32, valid on `stream`.
+    ///
+    /// # Errors
+    /// As [`TokenToKvPoolAllocator::alloc`](crate::pool::TokenToKvPoolAllocator::alloc).
+    pub fn show(&self, pages: &[Page], stream: Stream) -> Result<TensorView> {
+        let allocator = &self.shared.allocator;
+        let page_size = crate::base::bounded::narrow(allocator.page_size());
+        let mut slots = reserve(pages.len() * widen(page_size))?;
+        for page in pages {
+            let first = page.number() * page_size;
+            slots.extend((first..first + page_size).map(u32::cast_signed));
+        }
+        allocator.lock().show(slots, stream)
+    }
+
+    /// The track slot of the snapshot at the end of the prefix.
+    ///
+    /// # Errors
+    /// As [`Self::len`].
+    pub fn state_slot(&self) -> Result<Option<StateSlot>> {
+        self.with(self.stream, |kept, held| Ok(kept.tree.snapshot(&held.hold)))
+    }
+
+    /// Copies the snapshot at the end of the prefix to working slot `row`, or resets that if there is none.
+    ///
+    /// # Errors
+    /// As [`Self::len`] and [`GdnPool::copy_states`](crate::pool::GdnPool::copy_states);
+    /// [`ErrorKind::Config`] when the cache has no states.
+    pub fn restore(&self, row: i64, stream: Stream) -> Result<()> {
+        let Some(states) = &self.shared.states else {
+            return Err(Error::config("the prefix cache was made without states"));
+        };
+        // Under the locks: the snapshot is not given up before it is copied.
+        self.with(stream, |kept, held| {
+            let row = one_index(row);
+            match kept.tree.snapshot(&held.hold) {
+                Some(state) => states.copy_states(&one_index(state.number().into()), &row, stream),
+                None => states.reset_states(&row, stream),
+            }
+        })
+    }
+
+    /// Offers what the request has computed. Whole pages become the cache's, and the lease grows over them; a
+    /// partial page at the end stays the caller's. The caller's slots of pages that others have published in
+    /// between are freed.
+    ///
+    /// With a state, a snapshot of it is kept at the new end of the lease, if there is a track slot for it.
+    ///
+    /// # Errors
+    /// As [`Self::len`]. [`ErrorKind::Config`] for a number that is no token id, and when there are not as many
+    /// slots as tokens; [`ErrorKind::IndexOwnership`] for slots that are not live, are listed twice, are cached
+    /// already, or do not fill pages in order. Nothing is changed.
+    pub fn publish(&self, offer: &Offer<'_>, stream: Stream) -> Result<Published> {
+        let page_size = self.shared.allocator.page_size();
+        if offer.tokens.count() != offer.slots.len() {
+            return Err(Error::config(format!(
+                "{} tokens and {} slots were published; the numbers must be equal",
+                offer.tokens.count(),
+                offer.slots.len()
+            )));
+        }
+        if offer.state.is_some() && self.shared.states.is_none() {
+            return Err(Error::config("a state was published to a prefix cache without states"));
+        }
+        let pages = pages_of(offer.slots, page_size)?;
+        self.with(stream, |kept, held| {
+            let published = self.publish_pages(kept, held, offer.tokens, &pages, stream)?;
+            if let (Some(row), Some(states)) = (offer.state, &self.shared.states) {
+                snapshot(kept, &held.hold, row, states, stream)?;
+            }
+            Ok(published)
+        })
+    }
+
+    fn publish_pages(
+        &self,
+        kept: &mut Kept,
+        held: &mut Held,
+        tokens: &dyn Tokens,
+        pages: &[Page],
+        stream: Stream,
+    ) -> Result<Published> {
+        let (shared, page_size) = (&self.shared, kept.tree.page_size());
+        let found = kept.tree.find(&held.hold, tokens)?;
+        let mut cached = kept.tree.found_pages(&found);
+        let (given, new) = pages.split_at(cached.len());
+        let fresh = tokens.to_vec(found.len()..found.len() + new.len() * page_size)?;
+        let is_published = shared
+            .change_slots(self.clears, stream, |slots| slots.slots_mut().cache(new, given, &shared.owner))?;
+        if is_published.is_none() {
+            return Err(stale("the allocator was cleared, and its slots are gone"));
+        }
+        let duplicates = given.iter().zip(&cached).filter(|(given, cached)| given != cached).count();
+        cached.extend_from_slice(new);
+        held.tokens = held.hold.len() + tokens.count();
+        kept.tree.publish(&mut held.hold, found, &fresh, new);
+        kept.counts.published += fresh.len();
+        kept.counts.duplicates += duplicates * page_size;
+        Ok(Published { length: held.hold.len(), duplicates: duplicates * page_size, pages: cached })
+    }
+
+    /// Ends the lease. Later calls of it fail; a second release does nothing.
+    pub fn release(&self, stream: Stream) {
+        let mut held = lock(&self.held);
+        let Some(Held { hold, tokens }) = held.take() else { return };
+        let mut kept = self.shared.current(stream);
+        if kept.clears == self.clears {
+            let gone = kept.tree.release(hold, tokens);
+            self.shared.give_back(&kept, &gone, stream);
+        }
+    }
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        self.release(self.stream);
+    }
+}
+
+impl fmt::Debug for Lease {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Lease").field("len", &self.len().ok()).finish_non_exhaustive()
+    }
+}
+
+/// Keeps a snapshot of working slot `row` at the end of a prefix, unless there is one already.
+fn snapshot(kept: &mut Kept, hold: &Hold, row: u32, states: &GdnPool, stream: Stream) -> Result<()> {
+    if hold.is_empty() || kept.tree.snapshot(hold).is_some() {
+        return Ok(());
+    }
+    let free = states.alloc_track_slot().map(StateSlot::new);
+    let Some(slot) = free.or_else(|| kept.tree.evict_snapshot()) else { return Ok(()) };
+    let copied = states.copy_states(&one_index(row.into()), &one_index(slot.number().into()), stream);
+    match copied {
+        Ok(()) => kept.tree.set_snapshot(hold, slot),
+        Err(_) => drop(states.free_track_slot(slot.number().into())),
+    }
+    copied
+}
+
+fn one_index(index: i64) -> Indices<'static> {
+    Indices::Host(IndexVec::I64(vec![index]))
+}
+
+#[cold]
+fn stale(why: &str) -> Error {
+    Error::new(ErrorKind::StaleBuffer, format!("the lease cannot be used: {why}"))
+}
