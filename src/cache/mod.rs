@@ -21,4 +21,6 @@ pub use chain::PageKey;
 pub use namespace::Namespace;
 pub use policy::{History, Lru, Policy, Remembered, Tick};
 pub use tokens::Tokens;
+#[cfg(feature = "python")]
+pub(crate) use tokens::not_a_token;
 pub use tree::{Evicted, Found, Hold, NodeId, Place, Tree, TreeStats};

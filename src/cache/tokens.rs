@@ -39,7 +39,7 @@ pub trait Tokens: fmt::Debug {
 
 /// The error for `number` at `position`, which is no token id.
 #[cold]
-pub(super) fn not_a_token(number: i64, position: usize) -> Error {
+pub(crate) fn not_a_token(number: i64, position: usize) -> Error {
     Error::config(format!("token {number} at position {position} is outside [0, 2**31)")).at_index(number)
 }
 

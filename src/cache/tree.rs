@@ -415,7 +415,7 @@ impl Tree {
         let (before, behind) = node.tokens.split_at(place.pages * self.page_size);
         if before.len() < behind.len() {
             let mut cursor = self.chain.cursor(self.node(node.parent).sum, place.len - before.len());
-            before.iter().for_each(|&token| cursor.push(token));
+            before.iter().copied().for_each(|token| cursor.push(token));
             return cursor.sum();
         }
         let mut cursor = self.chain.cursor(node.sum, widen(node.history.end));

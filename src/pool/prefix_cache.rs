@@ -45,6 +45,15 @@ pub struct PrefixCounts {
     pub evicted: usize,
 }
 
+/// Cached tokens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CachedSizes {
+    /// Those that no lease holds.
+    pub evictable: usize,
+    /// Those that leases hold.
+    pub locked: usize,
+}
+
 /// Keeps finished pages by their tokens, so that a request that begins like an earlier one does not compute
 /// them again. Calls are atomic and thread-safe.
 ///
@@ -165,6 +174,7 @@ impl PrefixCache {
     }
 
     /// Evicts at least `tokens` tokens, or all that are evictable, and returns the number of their slots.
+    #[expect(clippy::must_use_candidate, reason = "callers that make room need no number")]
     pub fn evict(&self, tokens: usize, stream: Stream) -> usize {
         self.shared.evict(tokens, stream)
     }
@@ -217,11 +227,11 @@ impl PrefixCache {
         self.shared.current(stream).tree.cached_len(namespace, tokens)
     }
 
-    /// Slots that an allocation can get: those that are free, and those of evictable pages.
+    /// Evictable and locked tokens, at the cost of a lock.
     #[must_use]
-    pub fn obtainable_size(&self, stream: Stream) -> usize {
-        let evictable = self.shared.current(stream).tree.evictable();
-        self.shared.allocator.available_size() + evictable
+    pub fn sizes(&self, stream: Stream) -> CachedSizes {
+        let kept = self.shared.current(stream);
+        CachedSizes { evictable: kept.tree.evictable(), locked: kept.tree.locked() }
     }
 
     /// The numbers of the tree, in tokens.

@@ -116,7 +116,7 @@ impl IndexArg<'_, '_> {
 }
 
 /// `object` as a tensor of PyTorch, kvpool, NumPy or a framework with DLPack; `None` for other objects.
-fn tensor_or_none<'a, 'py>(object: &'a Bound<'py, PyAny>) -> PyResult<Option<TensorArg<'a, 'py>>> {
+pub(super) fn tensor_or_none<'a, 'py>(object: &'a Bound<'py, PyAny>) -> PyResult<Option<TensorArg<'a, 'py>>> {
     let py = object.py();
     if let Some(torch) = torch(py)?
         && torch.is_tensor(object)

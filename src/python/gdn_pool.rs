@@ -1,5 +1,7 @@
 //! `kvpool.GDNPool`.
 
+use std::sync::Arc;
+
 use pyo3::PyTraverseError;
 use pyo3::gc::PyVisit;
 use pyo3::prelude::*;
@@ -48,7 +50,7 @@ use super::logging::Reporter;
 ///     BackendUnavailableError: If `device` is not available.
 #[pyclass(extends = BasePool, frozen, module = "kvpool", name = "GDNPool")]
 pub(super) struct GdnPool {
-    pool: Pool,
+    pub(super) pool: Arc<Pool>,
     recurrent_state: Py<PyAny>,
     conv_state: Py<PyAny>,
     debug: Debug,
@@ -74,7 +76,7 @@ impl GdnPool {
 
 impl PoolClass for GdnPool {
     fn look(&self, look: Look<'_>) {
-        look(&self.pool);
+        look(&*self.pool);
     }
 }
 
@@ -120,6 +122,7 @@ impl GdnPool {
         let recurrent_state = to_tensor(py, pool.recurrent_state())?;
         let conv_state = to_tensor(py, pool.conv_state())?;
         let debug = Debug::new(debug, &mut pool);
+        let pool = Arc::new(pool);
         let pool = Self { pool, recurrent_state, conv_state, debug, reporter: Reporter::default() };
         Ok(BasePool::initializer("GDNPool", debug, pool))
     }

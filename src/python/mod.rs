@@ -27,10 +27,12 @@ mod gdn_pool;
 mod kv_pool;
 mod logging;
 mod page_pool;
+mod prefix_cache;
 mod req_to_token_pool;
 mod tensor;
 mod tensor_cache;
 mod token_to_kv_pool_allocator;
+mod tokens;
 mod torch_allocator;
 mod workspace;
 
@@ -139,6 +141,9 @@ fn _kvpool(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<batch_planner::BatchPlan>()?;
     module.add_class::<batch_planner::HostPlan>()?;
     module.add_class::<page_pool::PagePool>()?;
+    module.add_class::<prefix_cache::PrefixCache>()?;
+    module.add_class::<prefix_cache::Lease>()?;
+    module.add_class::<prefix_cache::Published>()?;
     module.add_class::<workspace::Workspace>()?;
     module.add_class::<buffer_pool::BufferPool>()?;
     module.add_class::<buffer_pool::Buffer>()?;

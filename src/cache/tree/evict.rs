@@ -210,6 +210,6 @@ impl Tree {
 
     /// Whether prefixes that end at token `at` are remembered when they are evicted.
     pub(super) const fn is_remembered_at(&self, at: usize) -> bool {
-        at % self.remembered_every == 0
+        at.is_multiple_of(self.remembered_every)
     }
 }

@@ -52,7 +52,7 @@ impl Tree {
             Some(place) => self.cut(place),
         };
         self.lock(node);
-        self.touch(node, clamp(tokens.count()));
+        self.touch(node, NO_NODE, clamp(tokens.count()));
         Ok(Hold { node, len: widen(self.node(node).history.end), is_author: false })
     }
 
@@ -74,6 +74,7 @@ impl Tree {
     }
 
     /// Ends the use of a request of `tokens` tokens. Returns what cannot be found any more.
+    #[expect(clippy::needless_pass_by_value, reason = "a hold ends here")]
     pub fn release(&mut self, hold: Hold, tokens: usize) -> Evicted {
         self.unlock(hold.node, tokens);
         self.prune(hold.node)
@@ -153,12 +154,21 @@ impl Tree {
         self.snapshots.push(hold.node);
     }
 
-    /// Refreshes the way to `node` for a prompt of `tokens` tokens. The node has a lock.
-    fn touch(&mut self, node: NodeId, tokens: u32) {
+    /// Moves a hold to the end of `node`, behind it.
+    pub(super) fn move_hold(&mut self, hold: &mut Hold, node: NodeId) {
+        if node != hold.node {
+            self.lock(node);
+            self.unlock(hold.node, 0);
+        }
+        *hold = Hold { node, len: widen(self.node(node).history.end), is_author: hold.is_author };
+    }
+
+    /// Refreshes the way to `node` behind `before`, for a prompt of `tokens` tokens. The node has a lock.
+    pub(super) fn touch(&mut self, node: NodeId, before: NodeId, tokens: u32) {
         let (mut at, now) = (node, self.now);
-        while self.node(at).kind == Kind::Run {
-            let before = self.node(at).history;
-            self.queues.policy.note_used(&before, now);
+        while at != before && self.node(at).kind == Kind::Run {
+            let history = self.node(at).history;
+            self.queues.policy.note_used(&history, now);
             let here = self.node_mut(at);
             here.history.used = now;
             here.history.uses = here.history.uses.saturating_add(1);
@@ -213,6 +223,9 @@ impl Tree {
         }
     }
 }
+
+/// No node has this number.
+const NO_NODE: NodeId = NodeId::new(u32::MAX);
 
 /// A number of tokens for a [`History`](super::History), in which a longer prompt is as good as the longest.
 fn clamp(tokens: usize) -> u32 {

@@ -54,6 +54,11 @@ impl Tree {
     pub fn publish(&mut self, hold: &mut Hold, found: Found, tokens: &[i32], pages: &[Page]) {
         let mut is_author = hold.is_author && found.is_empty();
         let mut at = self.cut(found.place);
+        if !found.is_empty() {
+            let before = hold.node;
+            self.move_hold(hold, at);
+            self.touch(at, before, 0);
+        }
         let (mut tokens, mut pages) = (tokens, pages);
         for Segment { pages: count, uses, sum } in self.segments(at, tokens) {
             let (part, rest) = pages.split_at(count);
@@ -66,11 +71,8 @@ impl Tree {
             }
             is_author = true;
         }
-        if at != hold.node {
-            self.lock(at);
-            self.unlock(hold.node, 0);
-        }
-        *hold = Hold { node: at, len: widen(self.node(at).history.end), is_author };
+        self.move_hold(hold, at);
+        hold.is_author = is_author;
     }
 
     /// Divides new tokens behind `node` by what is remembered of them.
@@ -80,7 +82,7 @@ impl Tree {
         let mut cursor = self.chain.cursor(here.sum, at);
         let (mut segments, now): (Vec<Segment>, _) = (Vec::new(), self.now);
         for page in tokens.chunks(self.page_size) {
-            page.iter().for_each(|&token| cursor.push(token));
+            page.iter().copied().for_each(|token| cursor.push(token));
             at += page.len();
             let last = segments.last_mut();
             let uses = if self.is_remembered_at(at) {

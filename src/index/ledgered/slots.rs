@@ -164,9 +164,10 @@ impl Ledgered<SlotAllocator> {
         self.inner.cache(pages, duplicates)?;
         self.note_removed(true);
         if let Some(ledger) = self.book.ledger_mut() {
-            pages.iter().for_each(|page| ledger.remove_holder(page.number()));
+            let pages = || pages.iter().map(|page| page.number());
+            pages().for_each(|page| ledger.remove_holder(page));
             let _acting = act_of(owner).begin();
-            pages.iter().for_each(|page| ledger.add_holder(page.number()));
+            pages().for_each(|page| ledger.add_holder(page));
         }
         Ok(())
     }

@@ -64,8 +64,8 @@ impl Lease {
         stream: Stream,
     ) -> Self {
         let tokens = hold.len();
-        let held = Mutex::new(Some(Held { hold, tokens }));
-        Self { shared: Arc::clone(shared), namespace, clears, stream, held }
+        let state = Some(Held { hold, tokens });
+        Self { shared: Arc::clone(shared), namespace, clears, stream, held: Mutex::new(state) }
     }
 
     /// The namespace of the prefix.

@@ -103,10 +103,6 @@ impl Prefixes {
         }
     }
 
-    fn key(&self, namespace: usize, tokens: &[i32]) -> Key {
-        (self.current[namespace], tokens.to_vec())
-    }
-
     fn is_locked(&self, key: &Key) -> bool {
         self.held.iter().any(|held| held.locks(key))
     }

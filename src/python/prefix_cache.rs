@@ -1,0 +1,574 @@
+//! `kvpool.PrefixCache`, `kvpool.Lease` and `kvpool.Published`.
+
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use pyo3::PyTraverseError;
+use pyo3::exceptions::PyTypeError;
+use pyo3::gc::PyVisit;
+use pyo3::prelude::*;
+use pyo3::types::{IntoPyDict, PyBytes, PyDict, PyInt, PyString, PyTuple};
+
+use crate::base::{Device, Error, Id, IndexVec, Page};
+use crate::cache::{Lru, Namespace, Policy};
+use crate::index::ActGuard;
+use crate::kernels::Indices;
+use crate::memory::Stream;
+use crate::pool::{
+    Lease as PoolLease, Offer, PrefixCache as Cache, PrefixCacheConfig, Published as PoolPublished,
+};
+
+use super::args;
+use super::export::to_tensor;
+use super::framework::current_stream;
+use super::gdn_pool::GdnPool;
+use super::token_to_kv_pool_allocator::TokenToKvPoolAllocator;
+use super::tokens::with_tokens;
+
+/// Keeps the K and V of prompts and answers by their tokens, so that a request that begins like an earlier one
+/// does not compute them again.
+///
+/// The cache owns whole pages of an allocator, from their publication to their eviction; requests hold
+/// leases. A call of the allocator, or of a planner on it, that is short of slots evicts pages without a
+/// lease, and fails only if nothing evictable is left. At any time `cached_size() == evictable_size() +
+/// locked_size()`. Freeing a cached slot through the allocator is an invalid free.
+///
+/// Token ids are ints in `[0, 2**31)`: a 1-D int32 or int64 tensor or array in host memory, or a list, is read
+/// in place; other sequences of ints and tensors on a GPU are copied first. Prefixes are compared token by
+/// token, never by a hash. A namespace (a str, bytes or an int, such as an adapter or a tenant) keeps prefixes
+/// apart: two namespaces share nothing.
+///
+/// All calls are atomic and thread-safe, and none waits for a GPU. Clearing the allocator empties the cache.
+///
+/// Args:
+///     allocator: The allocator of the slots. The cache keeps whole pages of its page size.
+///     states: A `GDNPool` with track slots, on the same device, for models with linear-attention states. A
+///         prefix is then found only up to a snapshot of the state at its end.
+///     policy: What is evicted first: "adaptive", "lru", "fifo", "lfu", "slru" or "priority". Only the ends of
+///         prefixes are evicted, never what other cached prefixes continue.
+///     max_pinned: The share of the allocator's capacity that `pin` may retain.
+///     name: The owner of cached slots in reports and `leaks`.
+///
+/// Raises:
+///     ConfigError: If `policy` is unknown, `max_pinned` is outside of [0, 1], or the pools are on different
+///         devices.
+#[pyclass(frozen, module = "kvpool", name = "PrefixCache", weakref)]
+pub(super) struct PrefixCache {
+    cache: Cache,
+    allocator: Py<TokenToKvPoolAllocator>,
+    states: Option<Py<GdnPool>>,
+    policy: String,
+    name: String,
+    device: Device,
+}
+
+/// Makes a policy.
+type MakePolicy = fn() -> Box<dyn Policy>;
+
+/// The policies by name.
+const POLICIES: [(&str, MakePolicy); 1] = [("lru", || Box::new(Lru::default()))];
+
+fn policy_of(name: &str) -> PyResult<MakePolicy> {
+    let known = POLICIES.iter().find(|(known, _)| *known == name);
+    known.map(|(_, policy)| *policy).ok_or_else(|| {
+        let names: Vec<_> = POLICIES.iter().map(|(name, _)| format!("{name:?}")).collect();
+        Error::config(format!("policy is {name:?}; it must be one of {}", names.join(", "))).into()
+    })
+}
+
+fn namespace_of(object: Option<&Bound<'_, PyAny>>) -> PyResult<Namespace> {
+    let Some(object) = object else { return Ok(Namespace::Unnamed) };
+    if let Ok(text) = object.cast::<PyString>() {
+        return Ok(Namespace::Text(text.to_string()));
+    }
+    if let Ok(bytes) = object.cast::<PyBytes>() {
+        return Ok(Namespace::Bytes(bytes.as_bytes().to_vec()));
+    }
+    if object.is_instance_of::<PyInt>() {
+        return match object.extract::<i64>() {
+            Ok(number) => Ok(Namespace::Number(number)),
+            // Beyond 64 bits, the digits are the name.
+            Err(_) => Ok(Namespace::Text(object.str()?.to_string())),
+        };
+    }
+    let kind = args::kind_of(object);
+    Err(PyTypeError::new_err(format!("namespace must be a str, bytes or an int, not {kind}")))
+}
+
+impl PrefixCache {
+    fn stream(&self, py: Python<'_>) -> PyResult<Stream> {
+        current_stream(py, self.device)
+    }
+
+    /// Records the caller's line for the allocator, if it debugs.
+    fn begin(&self, py: Python<'_>) -> PyResult<Option<ActGuard>> {
+        self.allocator.get().debug.begin(py, None)
+    }
+
+    fn lease(slf: &Bound<'_, Self>, lease: Arc<PoolLease>) -> Lease {
+        Lease { lease, cache: slf.clone().unbind() }
+    }
+}
+
+#[pymethods]
+impl PrefixCache {
+    #[new]
+    #[pyo3(signature = (allocator, *, states=None, policy="adaptive", max_pinned=0.5, name=None))]
+    fn new(
+        py: Python<'_>,
+        allocator: Py<TokenToKvPoolAllocator>,
+        states: Option<Py<GdnPool>>,
+        policy: &str,
+        max_pinned: f64,
+        name: Option<String>,
+    ) -> PyResult<Self> {
+        let name = name.unwrap_or_else(|| "prefix cache".to_owned());
+        let config = PrefixCacheConfig { policy: policy_of(policy)?, max_pinned, name: name.clone() };
+        let pool = Arc::clone(&allocator.get().pool);
+        let device = pool.device();
+        let states_of = states.as_ref().map(|states| Arc::clone(&states.get().pool));
+        let cache = py.detach(|| Cache::new(config, pool, states_of))?;
+        Ok(Self { cache, allocator, states, policy: policy.to_owned(), name, device })
+    }
+
+    /// Leases the longest cached prefix, in whole pages. Refreshes what it finds. A miss is a lease of length
+    /// 0, through which the request publishes what it computes.
+    ///
+    /// Args:
+    ///     tokens: Token ids of the prompt.
+    ///     namespace: A str, bytes or an int; `None` is a namespace of its own.
+    ///     limit: Maximum length in tokens. Engines pass `len(tokens) - 1`: the last token must be computed.
+    ///
+    /// Raises:
+    ///     ConfigError: If a token is outside of [0, 2**31), or `limit` is negative.
+    ///     TypeError: If `tokens` are no ints, or `namespace` is of another type.
+    #[pyo3(signature = (tokens, *, namespace=None, limit=None))]
+    fn r#match(
+        slf: &Bound<'_, Self>,
+        tokens: &Bound<'_, PyAny>,
+        namespace: Option<&Bound<'_, PyAny>>,
+        limit: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Lease> {
+        let (this, py) = (slf.get(), slf.py());
+        let namespace = namespace_of(namespace)?;
+        let limit = limit.map_or(Ok(usize::MAX), |limit| args::count("limit", limit))?;
+        let stream = this.stream(py)?;
+        let lease =
+            with_tokens(tokens, |tokens| Ok(this.cache.acquire(&namespace, tokens, limit, stream)?))?;
+        Ok(Self::lease(slf, lease))
+    }
+
+    /// Adds a prompt: matches it, publishes the rest, and releases the lease. The caller's slots of tokens
+    /// that are cached already are freed.
+    ///
+    /// Args:
+    ///     tokens: Token ids, from the first on.
+    ///     slots: Their slots, which fill pages in order. Those of a partial page at the end stay the caller's.
+    ///     namespace: As in `match`.
+    ///
+    /// Raises:
+    ///     ConfigError: As in `match` and `Lease.publish`.
+    ///     IndexOwnershipError: As in `Lease.publish`.
+    #[pyo3(signature = (tokens, slots, *, namespace=None))]
+    fn insert(
+        slf: &Bound<'_, Self>,
+        tokens: &Bound<'_, PyAny>,
+        slots: &Bound<'_, PyAny>,
+        namespace: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Published> {
+        let (this, py) = (slf.get(), slf.py());
+        let namespace = namespace_of(namespace)?;
+        let slots = args::indices(slots)?.values(py)?;
+        let _acting = this.begin(py)?;
+        let stream = this.stream(py)?;
+        let (lease, published) = with_tokens(tokens, |tokens| {
+            let lease = this.cache.acquire(&namespace, tokens, 0, stream)?;
+            let published = lease.publish(&Offer { tokens, slots: &slots, state: None }, stream)?;
+            Ok((lease, published))
+        })?;
+        lease.release(stream);
+        Ok(Published { outcome: published, lease, tensor: OnceLock::new(), device: this.device })
+    }
+
+    /// Evicts at least `tokens` tokens, or all that are evictable, and returns how many slots became free.
+    ///
+    /// Raises:
+    ///     ConfigError: If `tokens` is negative.
+    fn evict(&self, py: Python<'_>, tokens: &Bound<'_, PyAny>) -> PyResult<usize> {
+        let tokens = args::count("tokens", tokens)?;
+        let _acting = self.begin(py)?;
+        Ok(self.cache.evict(tokens, self.stream(py)?))
+    }
+
+    /// Gives up all prefixes, or those of a namespace. Prefixes with a lease are found no more, and are given
+    /// up with their last lease.
+    #[pyo3(signature = (namespace=None))]
+    fn clear(&self, py: Python<'_>, namespace: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
+        let namespace = namespace.map(|object| namespace_of(Some(object))).transpose()?;
+        let _acting = self.begin(py)?;
+        self.cache.clear(namespace.as_ref(), self.stream(py)?);
+        Ok(())
+    }
+
+    /// Retains the prefix of a lease beyond it: pages are evicted after all that are not retained, the lowest
+    /// priority first.
+    ///
+    /// Args:
+    ///     lease: A lease of this cache.
+    ///     seconds: If given, the pages are locked for that time, and `priority` has no effect.
+    ///     priority: At least 0.
+    ///
+    /// Raises:
+    ///     ConfigError: If more than the share `max_pinned` of the capacity would be retained, an argument is
+    ///         negative, or the lease is of another cache.
+    ///     StaleBufferError: If the lease was released.
+    #[pyo3(signature = (lease, *, seconds=None, priority=0))]
+    fn pin(&self, py: Python<'_>, lease: &Lease, seconds: Option<f64>, priority: i64) -> PyResult<()> {
+        let time = seconds.map(Duration::try_from_secs_f64).transpose();
+        let time = time.map_err(|error| Error::config(format!("seconds is {seconds:?}: {error}")))?;
+        let priority = u32::try_from(priority)
+            .map_err(|_| Error::config(format!("priority {priority} is outside [0, 2**32)")))?;
+        Ok(self.cache.pin(&lease.lease, time, priority, self.stream(py)?)?)
+    }
+
+    /// Returns the tokens of the longest cached prefix, in whole pages, without a lease and without refreshing
+    /// it: for schedulers that choose among waiting requests.
+    ///
+    /// Raises:
+    ///     TypeError: As in `match`.
+    #[pyo3(signature = (tokens, *, namespace=None))]
+    fn cached_len(
+        &self,
+        py: Python<'_>,
+        tokens: &Bound<'_, PyAny>,
+        namespace: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<usize> {
+        let (namespace, stream) = (namespace_of(namespace)?, self.stream(py)?);
+        with_tokens(tokens, |tokens| Ok(self.cache.cached_len(&namespace, tokens, stream)?))
+    }
+
+    /// Returns the number of cached tokens.
+    fn cached_size(&self, py: Python<'_>) -> PyResult<usize> {
+        let sizes = self.cache.sizes(self.stream(py)?);
+        Ok(sizes.evictable + sizes.locked)
+    }
+
+    /// Returns the number of cached tokens that no lease holds.
+    fn evictable_size(&self, py: Python<'_>) -> PyResult<usize> {
+        Ok(self.cache.sizes(self.stream(py)?).evictable)
+    }
+
+    /// Returns the number of cached tokens that leases hold.
+    fn locked_size(&self, py: Python<'_>) -> PyResult<usize> {
+        Ok(self.cache.sizes(self.stream(py)?).locked)
+    }
+
+    /// Returns the number of slots that an allocation can get: those that are free, and those that are
+    /// evictable.
+    fn obtainable_size(&self, py: Python<'_>) -> PyResult<usize> {
+        let stream = self.stream(py)?;
+        Ok(self.allocator.get().pool.available_size() + self.cache.sizes(stream).evictable)
+    }
+
+    /// Returns the statistics of this cache: `lookups`, and in tokens `hit_tokens`, `missed_tokens`,
+    /// `published`, `duplicates`, `evicted`, `cached`, `evictable` and `locked`; `nodes` of the tree,
+    /// `snapshots` of states, and `bytes` of the bookkeeping.
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let (tree, counts) = (self.cache.tree_stats(self.stream(py)?), self.cache.counts());
+        [
+            ("lookups", counts.lookups),
+            ("hit_tokens", counts.hit_tokens),
+            ("missed_tokens", counts.missed_tokens),
+            ("published", counts.published),
+            ("duplicates", counts.duplicates),
+            ("evicted", counts.evicted),
+            ("cached", tree.cached),
+            ("evictable", tree.evictable),
+            ("locked", tree.locked),
+            ("nodes", tree.nodes),
+            ("snapshots", tree.snapshots),
+            ("bytes", tree.bytes),
+        ]
+        .into_py_dict(py)
+    }
+
+    /// Checks every invariant of the cache.
+    ///
+    /// Raises:
+    ///     IndexOwnershipError: If a check fails, with a description.
+    fn verify(&self, py: Python<'_>) -> PyResult<()> {
+        Ok(self.cache.verify(self.stream(py)?)?)
+    }
+
+    /// The allocator of the slots.
+    #[getter]
+    fn allocator(&self, py: Python<'_>) -> Py<TokenToKvPoolAllocator> {
+        self.allocator.clone_ref(py)
+    }
+
+    /// The pool of states, if there is one.
+    #[getter]
+    fn states(&self, py: Python<'_>) -> Option<Py<GdnPool>> {
+        self.states.as_ref().map(|states| states.clone_ref(py))
+    }
+
+    /// The name of the policy.
+    #[getter]
+    fn policy(&self) -> &str {
+        &self.policy
+    }
+
+    /// The owner of cached slots in reports.
+    #[getter]
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
+        let sizes = self.cache.sizes(self.stream(py)?);
+        Ok(format!(
+            "PrefixCache(policy='{}', cached={}, locked={}, device='{}')",
+            self.policy,
+            sizes.evictable + sizes.locked,
+            sizes.locked,
+            self.device
+        ))
+    }
+
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        visit.call(&self.allocator)?;
+        visit.call(&self.states)
+    }
+}
+
+/// A request's hold on a cached prefix, whose pages are not evicted. As a context manager it is released at
+/// the end of the block; a lease that is dropped is released, too.
+#[pyclass(frozen, module = "kvpool", name = "Lease", weakref)]
+pub(super) struct Lease {
+    pub(super) lease: Arc<PoolLease>,
+    cache: Py<PrefixCache>,
+}
+
+impl Lease {
+    fn stream(&self, py: Python<'_>) -> PyResult<Stream> {
+        self.cache.get().stream(py)
+    }
+
+    fn offer(
+        &self,
+        py: Python<'_>,
+        tokens: &Bound<'_, PyAny>,
+        slots: &IndexVec,
+        state: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<PoolPublished> {
+        let state = match state {
+            None => None,
+            Some(row) => Some(state_row(args::int(row)?, self.cache.get())?),
+        };
+        let stream = self.stream(py)?;
+        with_tokens(tokens, |tokens| Ok(self.lease.publish(&Offer { tokens, slots, state }, stream)?))
+    }
+}
+
+/// A working slot of the cache's states.
+fn state_row(row: i64, cache: &PrefixCache) -> PyResult<u32> {
+    let slots = cache.states.as_ref().map_or(0, |states| states.get().pool.pool_size());
+    u32::try_from(row)
+        .ok()
+        .filter(|&row| cache.states.is_none() || crate::base::widen(row) < slots)
+        .ok_or_else(|| Error::index(format!("state slot {row} is outside [0, {slots})")).at_index(row).into())
+}
+
+#[pymethods]
+impl Lease {
+    /// Tokens of the prefix, in whole pages.
+    ///
+    /// Raises:
+    ///     StaleBufferError: If the lease was released, or the allocator was cleared.
+    #[getter]
+    fn length(&self) -> PyResult<usize> {
+        Ok(self.lease.len()?)
+    }
+
+    fn __len__(&self) -> PyResult<usize> {
+        self.length()
+    }
+
+    /// The slots of the prefix: 1-D int32 `[length]` on the allocator's device, made by each access.
+    ///
+    /// Raises:
+    ///     StaleBufferError: If the lease was released, or the allocator was cleared.
+    #[getter]
+    fn slots(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
+        to_tensor(py, &self.lease.slots(self.stream(py)?)?)
+    }
+
+    /// The track slot with the state at the end of the prefix; `None` for a prefix without tokens and a cache
+    /// without states.
+    ///
+    /// Raises:
+    ///     StaleBufferError: If the lease was released, or the allocator was cleared.
+    #[getter]
+    fn state_slot(&self) -> PyResult<Option<u32>> {
+        Ok(self.lease.state_slot()?.map(Id::number))
+    }
+
+    /// The namespace of the prefix.
+    #[getter]
+    fn namespace<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
+        Ok(match self.lease.namespace() {
+            Namespace::Unnamed => None,
+            Namespace::Number(number) => Some(number.into_pyobject(py)?.into_any()),
+            Namespace::Text(text) => Some(PyString::new(py, text).into_any()),
+            Namespace::Bytes(bytes) => Some(PyBytes::new(py, bytes).into_any()),
+        })
+    }
+
+    /// Whether the lease was released, or the allocator was cleared.
+    #[getter]
+    fn released(&self) -> bool {
+        self.lease.len().is_err()
+    }
+
+    /// Offers what the request has computed since: whole pages become the cache's, and the lease grows over
+    /// them. Costs what the new tokens cost. The partial page at the end stays the caller's.
+    ///
+    /// What another request has published in between is not kept twice: the caller's slots of these pages are
+    /// freed, and the request continues with those of the cache (`Published.slots`).
+    ///
+    /// Args:
+    ///     tokens: Token ids of positions `length` and up, only the new ones.
+    ///     slots: Their slots, ints of the same length, which fill pages in order. The caller's ownership of
+    ///         whole pages passes to the cache.
+    ///     state: A working slot of the cache's states, whose state is that after the last whole page. A
+    ///         snapshot of it is kept if a track slot is free or can be given up.
+    ///
+    /// Raises:
+    ///     ConfigError: If a token is outside of [0, 2**31), or `tokens` and `slots` differ in length.
+    ///     IndexOwnershipError: If a slot is not in use, listed twice, cached already, or not at its place in a
+    ///         page. Nothing is changed.
+    ///     StaleBufferError: If the lease was released, or the allocator was cleared.
+    #[pyo3(signature = (tokens, slots, *, state=None))]
+    fn publish(
+        &self,
+        py: Python<'_>,
+        tokens: &Bound<'_, PyAny>,
+        slots: &Bound<'_, PyAny>,
+        state: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Published> {
+        let slots = args::indices(slots)?.values(py)?;
+        let _acting = self.cache.get().begin(py)?;
+        let published = self.offer(py, tokens, &slots, state)?;
+        let (lease, device) = (Arc::clone(&self.lease), self.cache.get().device);
+        Ok(Published { outcome: published, lease, tensor: OnceLock::new(), device })
+    }
+
+    /// Publishes, frees the slots of the partial page at the end, and releases the lease: the end of a
+    /// request.
+    ///
+    /// Args:
+    ///     tokens: As in `publish`.
+    ///     slots: As in `publish`.
+    ///
+    /// Raises:
+    ///     ConfigError: As in `publish`.
+    ///     IndexOwnershipError: As in `publish`.
+    ///     StaleBufferError: As in `publish`.
+    fn finish(&self, py: Python<'_>, tokens: &Bound<'_, PyAny>, slots: &Bound<'_, PyAny>) -> PyResult<()> {
+        let slots = args::indices(slots)?.values(py)?;
+        let cache = self.cache.get();
+        let _acting = cache.begin(py)?;
+        let published = self.offer(py, tokens, &slots, None)?;
+        let allocator = cache.allocator.get();
+        let whole = published.pages.len() * allocator.pool.page_size();
+        let rest = Indices::Host(IndexVec::I64(slots.iter().skip(whole).collect()));
+        let stream = self.stream(py)?;
+        self.lease.release(stream);
+        let bad = allocator.pool.free(&rest, None, || None, stream)?;
+        allocator.report(py, &bad, rest.len());
+        Ok(())
+    }
+
+    /// Copies the state at the end of the prefix to a working slot of the cache's states, or resets that if
+    /// there is none. Enqueued on the current stream.
+    ///
+    /// Raises:
+    ///     ConfigError: If the cache was made without states.
+    ///     IndexError: If the slot does not exist.
+    ///     StaleBufferError: If the lease was released, or the allocator was cleared.
+    fn restore(&self, py: Python<'_>, row: &Bound<'_, PyAny>) -> PyResult<()> {
+        let row = args::int(row)?;
+        Ok(self.lease.restore(row, self.stream(py)?)?)
+    }
+
+    /// Ends the lease. Does nothing if it has ended.
+    fn release(&self, py: Python<'_>) -> PyResult<()> {
+        let _acting = self.cache.get().begin(py)?;
+        self.lease.release(self.stream(py)?);
+        Ok(())
+    }
+
+    fn __enter__(slf: Py<Self>) -> Py<Self> {
+        slf
+    }
+
+    #[pyo3(signature = (*_exception))]
+    fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, PyTuple>) -> PyResult<()> {
+        self.release(py)
+    }
+
+    fn __repr__(&self) -> String {
+        self.lease.len().map_or_else(
+            |_| "Lease(released)".to_owned(),
+            |length| format!("Lease(length={length}, namespace={})", self.lease.namespace()),
+        )
+    }
+
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        visit.call(&self.cache)
+    }
+}
+
+/// The result of a publication.
+#[pyclass(frozen, module = "kvpool", name = "Published")]
+pub(super) struct Published {
+    outcome: PoolPublished,
+    lease: Arc<PoolLease>,
+    tensor: OnceLock<Py<PyAny>>,
+    device: Device,
+}
+
+#[pymethods]
+impl Published {
+    /// Tokens of the lease now.
+    #[getter]
+    const fn length(&self) -> usize {
+        self.outcome.length
+    }
+
+    /// Tokens that another request had published in between. The caller's slots of them were freed.
+    #[getter]
+    const fn duplicates(&self) -> usize {
+        self.outcome.duplicates
+    }
+
+    /// The cache's slots of the tokens published, from the former length of the lease to `length`: 1-D int32
+    /// on the allocator's device. Without duplicates they are the caller's.
+    #[getter]
+    fn slots(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
+        if let Some(tensor) = self.tensor.get() {
+            return Ok(tensor.clone_ref(py));
+        }
+        let pages: &[Page] = &self.outcome.pages;
+        let tensor = to_tensor(py, &self.lease.show(pages, current_stream(py, self.device)?)?)?;
+        Ok(self.tensor.get_or_init(|| tensor).clone_ref(py))
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Published(length={}, duplicates={})", self.outcome.length, self.outcome.duplicates)
+    }
+
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        self.tensor.get().map_or(Ok(()), |tensor| visit.call(tensor))
+    }
+}
