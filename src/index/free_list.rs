@@ -46,12 +46,15 @@ impl<I: Id> Run<I> {
         self.start.number() + self.len
     }
 
-    pub(super) fn range(self) -> Range<u32> {
+    /// The numbers of the indices.
+    #[must_use]
+    pub fn range(self) -> Range<u32> {
         self.start.number()..self.end()
     }
 
-    /// Splits off the first `count` indices, at least one.
-    pub(super) fn split(self, count: u32) -> (Self, Option<Self>) {
+    /// Splits off the first `count` indices, at least one. Also returns the others.
+    #[must_use]
+    pub fn split(self, count: u32) -> (Self, Option<Self>) {
         let first = Self { len: self.len.min(count), ..self };
         (first, (first.len < self.len).then(|| Self::of(&(first.end()..self.end()))))
     }

@@ -1,7 +1,5 @@
 //! [`SlotAllocator`] with a ledger of its pages.
 
-use std::ops::Range;
-
 use super::Ledgered;
 use crate::base::{Id, IndexVec, Page, Result};
 use crate::index::ledger::{Signatures, Span, State, spans};
@@ -36,15 +34,6 @@ impl Ledgered<SlotAllocator> {
         Ok(taken)
     }
 
-    /// Calls [`SlotAllocator::alloc_runs`] and records it.
-    pub fn alloc_runs(&mut self, count: usize, mut emit: impl FnMut(Range<u32>)) -> bool {
-        let (book, page_size) = (&mut self.book, self.inner.slots_of_a_page());
-        self.inner.alloc_runs(count, |slots| {
-            book.record_take(slots.start / page_size..slots.end / page_size);
-            emit(slots);
-        })
-    }
-
     /// Calls [`SlotAllocator::alloc_contiguous`] and records it.
     ///
     /// # Errors
@@ -72,8 +61,8 @@ impl Ledgered<SlotAllocator> {
         Ok(taken)
     }
 
-    /// Takes `count` pages and passes them to `emit` in order, or returns `false`.
-    pub(in crate::index) fn alloc_pages(&mut self, count: usize, mut emit: impl FnMut(Run<Page>)) -> bool {
+    /// Calls [`SlotAllocator::alloc_pages`] and records it.
+    pub fn alloc_pages(&mut self, count: usize, mut emit: impl FnMut(Run<Page>)) -> bool {
         let book = &mut self.book;
         self.inner.alloc_pages(count, |pages| {
             book.record_take(pages.range());

@@ -240,10 +240,9 @@ impl Slots {
         assert!(shown.iter().eq(&self.model.released));
         let count = source.below(40);
         let mut upcoming = Vec::new();
-        self.pool.look(|slots| slots.upcoming(count, |run| upcoming.extend(run.map(size::<u32>))));
-        let size = self.model.page_size;
-        let pages = self.model.free.iter().take(count.div_ceil(size));
-        assert!(pages.flat_map(|page| page * size..(page + 1) * size).eq(upcoming));
+        self.pool
+            .look(|slots| slots.pages().upcoming(count, |run| upcoming.extend(run.range().map(size::<u32>))));
+        assert!(self.model.free.iter().take(count).eq(&upcoming));
     }
 }
 
