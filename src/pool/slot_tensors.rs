@@ -451,7 +451,7 @@ impl SlotTensors {
     /// # Errors
     /// As [`Self::alloc`].
     pub(super) fn free_slots(&mut self, stream: Stream) -> Result<TensorView> {
-        self.show(signed(self.slots.pages().free_ids()), stream)
+        self.show(signed(self.slots.pages().free_ids()?), stream)
     }
 
     /// The released pages, lowest first.
@@ -459,7 +459,7 @@ impl SlotTensors {
     /// # Errors
     /// As [`Self::alloc`].
     pub(super) fn release_slots(&mut self, stream: Stream) -> Result<TensorView> {
-        self.show(signed(self.slots.pages().released_ids()), stream)
+        self.show(signed(self.slots.pages().released_ids()?), stream)
     }
 
     /// Numbers as a tensor that is valid on `stream`.
