@@ -41,7 +41,7 @@ class Workspace(_Workspace):
         debug: Whether to debug; by default if `KVPOOL_DEBUG=1` is in the environment.
 
     Raises:
-        ConfigError: If `arena_bytes` or `num_threads` is below 1.
+        ConfigError: If `arena_bytes` or `num_threads` is below 1, or `num_threads` above 1024.
         OutOfMemoryError: If there is not enough memory.
         BackendUnavailableError: If `device` cannot be used on this machine.
     """

@@ -68,6 +68,21 @@ id!(
     StateSlot,
     "track slot"
 );
+id!(
+    /// A chunk of a chunk pool.
+    ChunkId,
+    "chunk"
+);
+id!(
+    /// A page of a page pool, which is not a [`Page`] of slots.
+    PoolPage,
+    "page"
+);
+id!(
+    /// A buffer of a buffer pool.
+    BufferId,
+    "buffer"
+);
 
 /// Converts a 32-bit number to an array index.
 #[must_use]

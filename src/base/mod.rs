@@ -16,6 +16,6 @@ pub use blocking::{Section, blocking, on_blocking};
 pub use device::Device;
 pub use dtype::DType;
 pub use error::{Error, ErrorKind, Facts, Result};
-pub use ids::{Id, IndexVec, PADDING, Page, RequestRow, Slot, StateSlot, widen};
-pub use reserve::{reserve, zeros};
+pub use ids::{BufferId, ChunkId, Id, IndexVec, PADDING, Page, PoolPage, RequestRow, Slot, StateSlot, widen};
+pub use reserve::{push, reserve, zeros};
 pub use shape::{Dims, MAX_NDIM, bytes_of, contiguous_strides};

@@ -21,6 +21,19 @@ pub fn reserve<T>(count: usize) -> Result<Vec<T>> {
     }
 }
 
+/// Appends `value`.
+///
+/// # Errors
+/// [`ErrorKind::OutOfMemory`] when the host cannot make room, where `Vec::push` would abort.
+#[inline]
+pub fn push<T>(values: &mut Vec<T>, value: T) -> Result<()> {
+    if values.len() == values.capacity() && values.try_reserve(1).is_err() {
+        return Err(no_room(values.len() + 1, size_of::<T>()));
+    }
+    values.push(value);
+    Ok(())
+}
+
 #[cold]
 fn no_room(count: usize, size: usize) -> Error {
     let bytes = count.saturating_mul(size);

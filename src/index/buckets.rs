@@ -1,7 +1,7 @@
 //! Buffers by size class: the bucket of each size, and ownership of each buffer. Knows sizes, not memory.
 
 use crate::base::bounded::narrow;
-use crate::base::{Error, Result, widen};
+use crate::base::{BufferId, Error, Id, Result, widen};
 
 use super::Ticket;
 
@@ -95,7 +95,7 @@ struct Entry<L> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Reuse<L> {
     /// Identifies this take; needed to free the buffer.
-    pub ticket: Ticket,
+    pub ticket: Ticket<BufferId>,
     /// The lane that used the buffer before, when it is another one: order the new work after that lane.
     pub after: Option<L>,
 }
@@ -218,7 +218,7 @@ impl<L: Copy + PartialEq> Buckets<L> {
     }
 
     /// Adds a new buffer of `bucket`, taken by `lane`.
-    pub fn add(&mut self, bucket: Bucket, lane: L) -> Ticket {
+    pub fn add(&mut self, bucket: Bucket, lane: L) -> Ticket<BufferId> {
         let index = if let Some(index) = self.vacant.pop() {
             let entry = &mut self.entries[widen(index)];
             (entry.bucket, entry.lane) = (bucket, lane);
@@ -231,43 +231,43 @@ impl<L: Copy + PartialEq> Buckets<L> {
         self.hand_out(index)
     }
 
-    fn hand_out(&mut self, index: u32) -> Ticket {
+    fn hand_out(&mut self, index: u32) -> Ticket<BufferId> {
         let entry = &mut self.entries[widen(index)];
         entry.live_at = Some(self.live.len());
         self.live.push(index);
         self.in_use_bytes += entry.bucket.bytes;
         self.high_water = self.high_water.max(self.live.len());
         self.high_water_bytes = self.high_water_bytes.max(self.in_use_bytes);
-        Ticket::new(index, entry.generation)
+        Ticket::new(BufferId::new(index), entry.generation)
     }
 
     /// Whether the take of `ticket` is still live.
     #[must_use]
-    pub fn is_live(&self, ticket: Ticket) -> bool {
-        let entry = self.entries.get(widen(ticket.index()));
+    pub fn is_live(&self, ticket: Ticket<BufferId>) -> bool {
+        let entry = self.entries.get(widen(ticket.index().number()));
         entry.is_some_and(|entry| entry.generation == ticket.generation() && entry.live_at.is_some())
     }
 
     /// Frees a buffer. Returns `false` and changes nothing when it was freed before.
-    pub fn release(&mut self, ticket: Ticket) -> bool {
+    pub fn release(&mut self, ticket: Ticket<BufferId>) -> bool {
         if !self.is_live(ticket) {
             return false;
         }
-        if let Some(at) = self.entries[widen(ticket.index())].live_at {
+        if let Some(at) = self.entries[widen(ticket.index().number())].live_at {
             self.live.swap_remove(at);
             if let Some(&moved) = self.live.get(at) {
                 self.entries[widen(moved)].live_at = Some(at);
             }
         }
-        self.put_back(ticket.index());
+        self.put_back(ticket.index().number());
         true
     }
 
     /// Like [`Buckets::release`], but frees into `lane`: the next owner must be ordered after the work of
     /// that lane.
-    pub fn put_back_as(&mut self, ticket: Ticket, lane: L) {
+    pub fn put_back_as(&mut self, ticket: Ticket<BufferId>, lane: L) {
         if self.is_live(ticket) {
-            self.entries[widen(ticket.index())].lane = lane;
+            self.entries[widen(ticket.index().number())].lane = lane;
             self.release(ticket);
         }
     }

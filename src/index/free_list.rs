@@ -10,7 +10,7 @@ use std::collections::VecDeque;
 use std::marker::PhantomData;
 use std::ops::Range;
 
-use crate::base::{Id, Result, widen};
+use crate::base::{Id, Result, reserve, widen};
 
 use super::BadFree;
 use super::mask::Mask;
@@ -46,12 +46,15 @@ impl<I: Id> Run<I> {
         self.start.number() + self.len
     }
 
-    pub(super) fn range(self) -> Range<u32> {
+    /// The numbers of the indices.
+    #[must_use]
+    pub fn range(self) -> Range<u32> {
         self.start.number()..self.end()
     }
 
-    /// Splits off the first `count` indices, at least one.
-    pub(super) fn split(self, count: u32) -> (Self, Option<Self>) {
+    /// Splits off the first `count` indices, at least one. Also returns the others.
+    #[must_use]
+    pub fn split(self, count: u32) -> (Self, Option<Self>) {
         let first = Self { len: self.len.min(count), ..self };
         (first, (first.len < self.len).then(|| Self::of(&(first.end()..self.end()))))
     }
@@ -392,18 +395,26 @@ impl<I: Id> FreeList<I> {
     }
 
     /// The free indices, in the order in which they would be handed out without a merge.
-    #[must_use]
-    pub fn free_ids(&self) -> Vec<u32> {
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate the list.
+    pub fn free_ids(&self) -> Result<Vec<u32>> {
+        let mut free = reserve(self.records.count(Set::Free))?;
         match self.order {
-            Order::Sorted => self.records.indices(Set::Free).collect(),
-            Order::Fifo => self.queue.iter().flat_map(|run| run.range()).collect(),
+            Order::Sorted => free.extend(self.records.indices(Set::Free)),
+            Order::Fifo => self.queue.iter().for_each(|run| free.extend(run.range())),
         }
+        Ok(free)
     }
 
     /// The released indices, lowest first.
-    #[must_use]
-    pub fn released_ids(&self) -> Vec<u32> {
-        self.records.indices(Set::Released).collect()
+    ///
+    /// # Errors
+    /// Same as [`FreeList::free_ids`].
+    pub fn released_ids(&self) -> Result<Vec<u32>> {
+        let mut released = reserve(self.records.count(Set::Released))?;
+        released.extend(self.records.indices(Set::Released));
+        Ok(released)
     }
 
     /// Describes a broken invariant, if there is one.

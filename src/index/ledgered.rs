@@ -15,8 +15,9 @@ use super::ledger::Book;
 /// the result. While the book is closed nothing is recorded, and a call costs one more branch.
 ///
 /// ```
+/// use kvpool::base::ChunkId;
 /// use kvpool::index::{Act, Ledgered, RefCounts};
-/// let mut counts = Ledgered::from(RefCounts::default());
+/// let mut counts: Ledgered<RefCounts<ChunkId>> = Ledgered::default();
 /// counts.book_mut().open();
 /// counts.extend(1).unwrap();
 /// counts.offer(0..1);

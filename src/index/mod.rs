@@ -42,7 +42,7 @@ pub use free_list::{FreeList, Give, Order, Run};
 pub use ledger::{Act, ActGuard, Book, LIFETIME_BUCKETS, Ledger, Owner, Signatures, Span, State};
 pub use ledgered::Ledgered;
 pub use moves::{Move, plan_moves};
-pub use ref_counts::{RefCounts, Ticket};
+pub use ref_counts::{RefCounts, Returning, Ticket};
 pub use requests::{Growth, GrowthRequest, PageSize, Requests};
 pub use row_table::{RowExtent, RowTable};
 pub use runs::{ascending_runs, for_each_run};

@@ -5,30 +5,47 @@
 use std::collections::VecDeque;
 use std::ops::Range;
 
-use crate::base::{Result, reserve, widen};
+use crate::base::{Id, Result, reserve, widen};
 
 use super::BadFree;
 
 /// One take of an index: a later take of the same index has a different ticket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Ticket {
-    index: u32,
+pub struct Ticket<I> {
+    index: I,
     generation: u64,
 }
 
-impl Ticket {
-    pub(super) const fn new(index: u32, generation: u64) -> Self {
+impl<I: Id> Ticket<I> {
+    pub(super) const fn new(index: I, generation: u64) -> Self {
         Self { index, generation }
     }
 
     /// The index.
     #[must_use]
-    pub const fn index(self) -> u32 {
+    pub const fn index(self) -> I {
         self.index
     }
 
     pub(super) const fn generation(self) -> u64 {
         self.generation
+    }
+
+    /// The index as a range of one number, for a ledger.
+    pub(super) fn range(self) -> Range<u32> {
+        self.index.number()..self.index.number() + 1
+    }
+}
+
+/// An index without references, which stays in use until [`RefCounts::put_back`].
+#[derive(Debug, PartialEq, Eq)]
+#[must_use]
+pub struct Returning<I>(I);
+
+impl<I: Id> Returning<I> {
+    /// The index.
+    pub const fn index(&self) -> I {
+        self.0
     }
 }
 
@@ -41,25 +58,26 @@ struct Entry {
 
 /// Ownership of the indices `0..capacity`, each with a reference count.
 ///
-/// An index is withheld (not offered yet), free, taken, or returning: its last reference is gone and
-/// [`RefCounts::put_back`] has not been called. Taken and returning indices are in use.
+/// An index is withheld (not offered yet), free, taken, or returning: its last reference is gone and the
+/// [`Returning`] was not put back. Taken and returning indices are in use.
 ///
 /// ```
+/// use kvpool::base::ChunkId;
 /// use kvpool::index::RefCounts;
-/// let mut chunks = RefCounts::default();
+/// let mut chunks: RefCounts<ChunkId> = RefCounts::default();
 /// chunks.extend(2).unwrap();
 /// chunks.offer(0..2);
 /// let first = chunks.take().unwrap();
-/// assert!(chunks.release(first).unwrap());
-/// chunks.put_back(first.index());
+/// let returning = chunks.release(first).unwrap().expect("the last reference");
+/// chunks.put_back(returning);
 /// assert!(chunks.release(first).is_err());
 /// assert_eq!((chunks.available(), chunks.in_use()), (2, 0));
 /// ```
-#[derive(Clone, Debug, Default)]
-pub struct RefCounts {
+#[derive(Clone, Debug)]
+pub struct RefCounts<I> {
     entries: Vec<Entry>,
     /// Freed indices, the last one at the end. It has room for every index.
-    stack: Vec<u32>,
+    stack: Vec<I>,
     /// Offered and never taken, lowest first.
     fresh: VecDeque<Range<u32>>,
     /// How many of `entries` are neither in `stack` nor in `fresh`, nor withheld.
@@ -70,7 +88,21 @@ pub struct RefCounts {
     count: u32,
 }
 
-impl RefCounts {
+impl<I> Default for RefCounts<I> {
+    fn default() -> Self {
+        Self {
+            entries: Vec::new(),
+            stack: Vec::new(),
+            fresh: VecDeque::new(),
+            in_use: 0,
+            high_water: 0,
+            dropped_frees: 0,
+            count: 0,
+        }
+    }
+}
+
+impl<I: Id> RefCounts<I> {
     /// All indices.
     pub(super) const fn indices(&self) -> Range<u32> {
         0..self.count
@@ -80,8 +112,8 @@ impl RefCounts {
     pub(super) fn free_flags(&self) -> Vec<bool> {
         let mut flags: Vec<bool> =
             self.entries.iter().map(|entry| entry.generation == 0 && entry.references == 0).collect();
-        for &index in &self.stack {
-            flags[widen(index)] = true;
+        for index in &self.stack {
+            flags[widen(index.number())] = true;
         }
         flags
     }
@@ -152,71 +184,71 @@ impl RefCounts {
     }
 
     /// Takes an index with one reference: the last that was put back, else the lowest that was never taken.
-    pub fn take(&mut self) -> Option<Ticket> {
+    pub fn take(&mut self) -> Option<Ticket<I>> {
         let index = match self.stack.pop() {
             Some(index) => index,
             None => self.take_fresh()?,
         };
         self.in_use += 1;
         self.high_water = self.high_water.max(self.in_use);
-        let entry = &mut self.entries[widen(index)];
+        let entry = &mut self.entries[widen(index.number())];
         entry.references = 1;
         Some(Ticket::new(index, entry.generation))
     }
 
-    fn take_fresh(&mut self) -> Option<u32> {
+    fn take_fresh(&mut self) -> Option<I> {
         let front = self.fresh.front_mut()?;
         let index = front.start;
         front.start += 1;
         if front.start == front.end {
             self.fresh.pop_front();
         }
-        Some(index)
+        Some(I::new(index))
     }
 
     /// How often what `ticket` names is referred to; 0 once it was freed.
     #[must_use]
-    pub fn references(&self, ticket: Ticket) -> u32 {
+    pub fn references(&self, ticket: Ticket<I>) -> u32 {
         self.entries
-            .get(widen(ticket.index))
+            .get(widen(ticket.index.number()))
             .filter(|entry| entry.generation == ticket.generation)
             .map_or(0, |entry| entry.references)
     }
 
     /// The current take of an index, or `None` while it is not taken.
     #[must_use]
-    pub fn ticket(&self, index: u32) -> Option<Ticket> {
-        let entry = self.entries.get(widen(index)).filter(|entry| entry.references > 0)?;
+    pub fn ticket(&self, index: I) -> Option<Ticket<I>> {
+        let entry = self.entries.get(widen(index.number())).filter(|entry| entry.references > 0)?;
         Some(Ticket::new(index, entry.generation))
     }
 
     /// Adds a reference. `false` if it was freed, or has as many as can be counted.
-    pub fn retain(&mut self, ticket: Ticket) -> bool {
+    pub fn retain(&mut self, ticket: Ticket<I>) -> bool {
         let more = match self.references(ticket) {
             0 => None,
             references => references.checked_add(1),
         };
         if let Some(more) = more {
-            self.entries[widen(ticket.index)].references = more;
+            self.entries[widen(ticket.index.number())].references = more;
         }
         more.is_some()
     }
 
-    /// Gives up a reference, and says whether it was the last: the index is returning then.
+    /// Gives up a reference. Returns the index if it was the last: put it back once nothing uses it.
     ///
     /// # Errors
     /// The reason when it was freed already; nothing is changed then.
-    pub fn release(&mut self, ticket: Ticket) -> std::result::Result<bool, BadFree> {
+    pub fn release(&mut self, ticket: Ticket<I>) -> std::result::Result<Option<Returning<I>>, BadFree> {
         if self.references(ticket) == 0 {
             return Err(BadFree::AlreadyFree);
         }
-        let entry = &mut self.entries[widen(ticket.index)];
+        let entry = &mut self.entries[widen(ticket.index.number())];
         entry.references -= 1;
-        let is_last = entry.references == 0;
-        if is_last {
-            entry.generation += 1;
+        if entry.references > 0 {
+            return Ok(None);
         }
-        Ok(is_last)
+        entry.generation += 1;
+        Ok(Some(Returning(ticket.index)))
     }
 
     /// Why `index` cannot be freed, if it cannot: outside, never taken, free, or referred to more than once.
@@ -233,16 +265,18 @@ impl RefCounts {
     }
 
     /// Lets a returning index be taken again.
-    pub fn put_back(&mut self, index: u32) {
+    #[expect(clippy::needless_pass_by_value, reason = "an index is put back once")]
+    pub fn put_back(&mut self, returning: Returning<I>) {
         self.in_use -= 1;
-        self.stack.push(index);
+        self.stack.push(returning.0);
     }
 
     /// What breaks the invariant, if anything does.
     #[must_use]
     pub fn fault(&self) -> Option<String> {
         let mut seen = vec![false; self.entries.len()];
-        for index in self.stack.iter().copied().chain(self.fresh.iter().cloned().flatten()) {
+        for index in self.stack.iter().map(|index| index.number()).chain(self.fresh.iter().cloned().flatten())
+        {
             if std::mem::replace(&mut seen[widen(index)], true) {
                 return Some(format!("index {index} is free twice"));
             }

@@ -6,7 +6,7 @@
 use std::ops::Range;
 
 use crate::base::bounded::narrow;
-use crate::base::{Error, ErrorKind, Id, IndexVec, Page, RequestRow, Result, reserve, widen};
+use crate::base::{Error, ErrorKind, Id, IndexVec, PADDING, Page, RequestRow, Result, reserve, widen};
 
 use super::{Ledgered, RowTable, Run, SlotAllocator};
 
@@ -82,7 +82,7 @@ pub struct GrowthRequest {
     /// The position of the request in the batch.
     pub position: usize,
     /// The row of the request.
-    pub row: u32,
+    pub row: RequestRow,
     /// Tokens before.
     pub prefix: i64,
     /// Tokens afterwards.
@@ -90,10 +90,10 @@ pub struct GrowthRequest {
 }
 
 /// The growth of one request in a batch, checked.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Growth {
     /// The row of the request.
-    pub row: u32,
+    pub row: RequestRow,
     /// Positions below this one were in the table before.
     pub start: u32,
     /// Positions below this one need no computation.
@@ -105,6 +105,12 @@ pub struct Growth {
 }
 
 impl Growth {
+    /// A request of the padding row with `tokens` new tokens, which takes no pages.
+    #[must_use]
+    pub fn padding(tokens: u32) -> Self {
+        Self { row: RequestRow::new(PADDING), start: 0, prefix: 0, seq: tokens, new_pages: 0 }
+    }
+
     /// The number of tokens to compute.
     #[must_use]
     pub const fn new_tokens(self) -> usize {
@@ -129,7 +135,7 @@ impl Growth {
 /// let named = requests.resolve_rows(&row, &rows).unwrap();
 /// let growth = [requests.growth(named[0], 0, 6).unwrap()];
 /// assert!(requests.grow(&growth, &[], &mut slots).unwrap());
-/// assert_eq!((requests.pages(1), requests.len(1)), (&[1, 2][..], 6));
+/// assert_eq!((requests.pages(named[0]), requests.len(named[0])), (&[1, 2][..], 6));
 /// ```
 #[derive(Clone, Debug)]
 pub struct Requests {
@@ -153,25 +159,31 @@ impl Requests {
         self.page_size
     }
 
+    fn request(&self, row: RequestRow) -> &Request {
+        &self.by_row[widen(row.number())]
+    }
+
+    fn request_mut(&mut self, row: RequestRow) -> &mut Request {
+        &mut self.by_row[widen(row.number())]
+    }
+
     /// The number of tokens of a request that have slots.
     #[must_use]
-    pub fn len(&self, row: u32) -> u32 {
-        self.by_row[widen(row)].len
+    pub fn len(&self, row: RequestRow) -> u32 {
+        self.request(row).len
     }
 
     /// The pages of a request.
     #[must_use]
-    pub fn pages(&self, row: u32) -> &[i32] {
-        &self.by_row[widen(row)].pages
+    pub fn pages(&self, row: RequestRow) -> &[i32] {
+        &self.request(row).pages
     }
 
     /// The number of requests with tokens, and the number of their tokens.
     #[must_use]
     pub fn totals(&self, rows: &RowTable<RequestRow>) -> (usize, usize) {
-        let live = (0..).zip(&self.by_row).filter(|(row, request)| {
-            request.len > 0
-                && rows.rows().is_live(RequestRow::new(*row))
-                && rows.turn(RequestRow::new(*row)) == request.turn
+        let live = (0..).map(RequestRow::new).zip(&self.by_row).filter(|&(row, request)| {
+            request.len > 0 && rows.rows().is_live(row) && rows.turn(row) == request.turn
         });
         live.fold((0, 0), |(requests, tokens), (_, request)| (requests + 1, tokens + widen(request.len)))
     }
@@ -182,11 +194,10 @@ impl Requests {
     /// # Errors
     /// [`ErrorKind::Index`] for a row outside of the table, [`ErrorKind::IndexOwnership`] for one that is not
     /// allocated, [`ErrorKind::Config`] for one that is listed twice.
-    pub fn resolve_rows(&mut self, given: &IndexVec, rows: &RowTable<RequestRow>) -> Result<Vec<u32>> {
+    pub fn resolve_rows(&mut self, given: &IndexVec, rows: &RowTable<RequestRow>) -> Result<Vec<RequestRow>> {
         self.batches += 1;
-        let named = given.rows("row", self.by_row.len())?;
-        for (position, &number) in named.iter().enumerate() {
-            let row = RequestRow::new(number);
+        let named: Vec<_> = given.rows("row", self.by_row.len())?.into_iter().map(RequestRow::new).collect();
+        for (position, &row) in named.iter().enumerate() {
             if !rows.rows().contains(row) || !rows.rows().is_live(row) {
                 return Err(Error::new(
                     ErrorKind::IndexOwnership,
@@ -194,7 +205,7 @@ impl Requests {
                 )
                 .at_index(row.number()));
             }
-            let request = &mut self.by_row[widen(number)];
+            let request = &mut self.by_row[widen(row.number())];
             if request.batch == self.batches {
                 return Err(Error::config(format!("request row {row} is named twice in one batch")));
             }
@@ -212,13 +223,13 @@ impl Requests {
     /// exactly `prefix` tokens, or `seq` is less: see [`Requests::growth_error`].
     #[inline]
     #[must_use]
-    pub fn growth(&self, row: u32, prefix: i64, seq: i64) -> Option<Growth> {
+    pub fn growth(&self, row: RequestRow, prefix: i64, seq: i64) -> Option<Growth> {
         self.lengths(row, prefix, seq).filter(|growth| growth.prefix == self.len(row))
     }
 
     /// The growth of a request, as far as its lengths determine it.
     #[inline]
-    fn lengths(&self, row: u32, prefix: i64, seq: i64) -> Option<Growth> {
+    fn lengths(&self, row: RequestRow, prefix: i64, seq: i64) -> Option<Growth> {
         if prefix < 0 || prefix > seq || seq > i64::from(i32::MAX) {
             return None;
         }
@@ -251,7 +262,7 @@ impl Requests {
         asked: GrowthRequest,
         cached: &IndexVec,
         slots: &SlotAllocator,
-        prefixes: &mut Vec<i32>,
+        prefixes: &mut Vec<Page>,
     ) -> Result<Growth> {
         let GrowthRequest { position, row, prefix, seq } = asked;
         let Some(growth) = self.lengths(row, prefix, seq) else { return Err(self.growth_error(asked)) };
@@ -283,9 +294,9 @@ impl Requests {
                         ),
                     ));
                 };
-                prefixes.push(page.number().cast_signed());
+                prefixes.push(page);
             }
-            let first = prefixes.last().map_or(0, |&page| i64::from(page) * i64::from(size));
+            let first = prefixes.last().map_or(0, |page| i64::from(page.number()) * i64::from(size));
             if first + i64::from(offset) != slot {
                 return Err(Error::config(format!(
                     "slot {slot} in the cached prefix of request row {row} at position {position} is not number \
@@ -313,7 +324,7 @@ impl Requests {
     fn check_owned(
         &self,
         position: usize,
-        row: u32,
+        row: RequestRow,
         pages: Range<usize>,
         slots: &SlotAllocator,
     ) -> Result<()> {
@@ -340,7 +351,7 @@ impl Requests {
     pub fn grow(
         &mut self,
         batch: &[Growth],
-        prefixes: &[i32],
+        prefixes: &[Page],
         slots: &mut Ledgered<SlotAllocator>,
     ) -> Result<bool> {
         let needed: usize = batch.iter().map(|growth| widen(growth.new_pages)).sum();
@@ -350,14 +361,14 @@ impl Requests {
             return Ok(false);
         }
         if let Some(room) = room {
-            slots.share_pages(room, prefixes.iter().map(|page| Page::new(page.cast_unsigned())));
+            slots.share_pages(room, prefixes.iter().copied());
         }
-        let mut prefixes = prefixes;
+        let (mut prefixes, page_size) = (prefixes, self.page_size);
         for &growth in batch {
-            let request = &mut self.by_row[widen(growth.row)];
+            let request = self.request_mut(growth.row);
             if growth.start < growth.prefix {
-                let (own, rest) = prefixes.split_at(widen(self.page_size.page(growth.prefix)));
-                request.pages.extend_from_slice(own);
+                let (own, rest) = prefixes.split_at(widen(page_size.page(growth.prefix)));
+                request.pages.extend(own.iter().map(|page| page.number().cast_signed()));
                 prefixes = rest;
             }
             taken.move_to(&mut request.pages, growth.new_pages);
@@ -376,14 +387,15 @@ impl Requests {
     }
 
     /// Drops the tokens of a request from `len` on, and returns one slot of each page to free.
-    pub fn cut(&mut self, row: u32, len: u32) -> IndexVec {
-        let request = &mut self.by_row[widen(row)];
-        let keep = widen(self.page_size.pages(len)).min(request.pages.len());
+    pub fn cut(&mut self, row: RequestRow, len: u32) -> IndexVec {
+        let page_size = self.page_size;
+        let request = self.request_mut(row);
+        let keep = widen(page_size.pages(len)).min(request.pages.len());
         request.len = len.min(request.len);
         let mut gone =
             if keep == 0 { std::mem::take(&mut request.pages) } else { request.pages.split_off(keep) };
-        if self.page_size.slots() > 1 {
-            let size = self.page_size.slots().cast_signed();
+        if page_size.slots() > 1 {
+            let size = page_size.slots().cast_signed();
             for page in &mut gone {
                 *page *= size;
             }
@@ -396,7 +408,13 @@ impl Requests {
     /// # Errors
     /// [`ErrorKind::Config`] when it has fewer; [`ErrorKind::IndexOwnership`] when its new last page has
     /// another owner too and room that would be written again.
-    pub fn check_cut(&self, position: usize, row: u32, len: i64, slots: &SlotAllocator) -> Result<u32> {
+    pub fn check_cut(
+        &self,
+        position: usize,
+        row: RequestRow,
+        len: i64,
+        slots: &SlotAllocator,
+    ) -> Result<u32> {
         let has = self.len(row);
         let Some(len) = u32::try_from(len).ok().filter(|&len| len <= has) else {
             return Err(Error::config(format!(
@@ -427,7 +445,7 @@ impl Requests {
     /// [`Requests::grow`].
     pub fn fork(
         &mut self,
-        [src, dst]: [u32; 2],
+        [src, dst]: [RequestRow; 2],
         len: u32,
         slots: &mut Ledgered<SlotAllocator>,
     ) -> Result<Option<[Range<u32>; 2]>> {
@@ -451,13 +469,13 @@ impl Requests {
                 first..first + rest
             })
         };
-        let request = &mut self.by_row[widen(dst)];
+        let request = self.request_mut(dst);
         (request.len, request.pages) = (len, pages);
         Ok(Some(copied))
     }
 
     /// Appends the slots of positions `from..to` of a request to `out`.
-    pub fn slots(&self, row: u32, from: u32, to: u32, out: &mut Vec<i32>) {
+    pub fn slots(&self, row: RequestRow, from: u32, to: u32, out: &mut Vec<i32>) {
         let pages = self.pages(row);
         let size = self.page_size;
         if size.slots() == 1 {

@@ -8,8 +8,6 @@ mod freeing;
 mod frees;
 mod page_runs;
 
-use std::ops::Range;
-
 use crate::base::bounded::narrow;
 use crate::base::{Error, ErrorKind, Id, IndexVec, Page, Result, reserve, widen};
 
@@ -206,41 +204,6 @@ impl SlotAllocator {
         Ok(Some(slots))
     }
 
-    /// Like [`SlotAllocator::alloc`], but passes the slots to `emit` run by run, up to the end of the last
-    /// page. Returns `false` when there are not enough.
-    ///
-    /// ```
-    /// use kvpool::index::{Order, SlotAllocator};
-    /// let mut slots = SlotAllocator::new(64, 4, Order::Sorted).unwrap();
-    /// let mut runs = Vec::new();
-    /// assert!(slots.alloc_runs(6, |run| runs.push(run)));
-    /// assert_eq!(runs, [4..12]);
-    /// ```
-    pub fn alloc_runs(&mut self, count: usize, mut emit: impl FnMut(Range<u32>)) -> bool {
-        let pages = count.div_ceil(self.page_size());
-        if pages > self.pages.available() {
-            self.pages.merge();
-            return false;
-        }
-        let page_size = self.page_size;
-        self.pages.alloc(pages, |run| emit(slots_of(run, page_size)))
-    }
-
-    /// Passes the slots that would be handed out next without a merge to `emit`, run by run and in whole
-    /// pages, until there are at least `count`.
-    ///
-    /// ```
-    /// use kvpool::index::{Order, SlotAllocator};
-    /// let slots = SlotAllocator::new(64, 4, Order::Sorted).unwrap();
-    /// let mut runs = Vec::new();
-    /// slots.upcoming(6, |run| runs.push(run));
-    /// assert_eq!(runs, [4..12]);
-    /// ```
-    pub fn upcoming(&self, count: usize, mut emit: impl FnMut(Range<u32>)) {
-        let pages = count.div_ceil(self.page_size());
-        self.pages.upcoming(pages, |run| emit(slots_of(run, self.page_size)));
-    }
-
     /// Whether taking `count` slots would first merge the released ones into the free ones.
     #[must_use]
     pub fn merges_for(&self, count: usize) -> bool {
@@ -430,8 +393,17 @@ impl SlotAllocator {
         self.owners.counts_page(page)
     }
 
-    /// Takes `count` pages and passes them to `emit` in order, or returns `false`.
-    pub(super) fn alloc_pages(&mut self, count: usize, emit: impl FnMut(Run<Page>)) -> bool {
+    /// Takes `count` pages and passes them to `emit` in order, or returns `false`. Give them back with
+    /// [`SlotAllocator::release`].
+    ///
+    /// ```
+    /// use kvpool::index::{Order, SlotAllocator};
+    /// let mut slots = SlotAllocator::new(64, 4, Order::Sorted).unwrap();
+    /// let mut runs = Vec::new();
+    /// assert!(slots.alloc_pages(2, |run| runs.push(run)));
+    /// assert_eq!(runs[0].range(), 1..3);
+    /// ```
+    pub fn alloc_pages(&mut self, count: usize, emit: impl FnMut(Run<Page>)) -> bool {
         if count > self.pages.available() {
             self.pages.merge();
             return false;
@@ -471,12 +443,6 @@ impl SlotAllocator {
         }
         self.pages.fault()
     }
-}
-
-/// The slots of a run of pages.
-fn slots_of(run: Run<Page>, page_size: u32) -> Range<u32> {
-    let start = run.start.number() * page_size;
-    start..start + run.len * page_size
 }
 
 /// Appends the slots of `run`, up to a length of `goal`.

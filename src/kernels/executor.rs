@@ -7,7 +7,7 @@
 use std::ops::Range;
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
-use crate::base::{Error, IndexVec, Result};
+use crate::base::{Error, IndexVec, Result, reserve};
 use crate::index::plan_moves;
 use crate::memory::{Borrowed, Event, Gpu, Region, Stream};
 
@@ -61,8 +61,10 @@ impl HostExecutor {
         self.locks[section].read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn write_all(&self) -> Vec<RwLockWriteGuard<'_, ()>> {
-        (0..self.locks.len()).map(|section| self.write(section)).collect()
+    fn write_all(&self) -> Result<Vec<RwLockWriteGuard<'_, ()>>> {
+        let mut guards = reserve(self.locks.len())?;
+        guards.extend((0..self.locks.len()).map(|section| self.write(section)));
+        Ok(guards)
     }
 
     fn rows(&self, indices: &Indices<'_>) -> Result<Vec<u32>> {
@@ -81,7 +83,8 @@ impl Executor {
     /// allocated.
     pub fn new(region: &Region, sections: usize, spaces: [IndexSpace; 2], ring_bytes: usize) -> Result<Self> {
         let (Some(gpu), Some(backend), Some(users)) = (region.gpu(), region.backend(), region.users()) else {
-            let locks = (0..sections).map(|_| RwLock::new(())).collect();
+            let mut locks = reserve(sections)?;
+            locks.resize_with(sections, RwLock::default);
             return Ok(Self::Host(HostExecutor { spaces, locks }));
         };
         Launcher::new(gpu, backend, users, spaces, ring_bytes).map(Self::Device)
@@ -252,7 +255,7 @@ impl Executor {
         match (self, dst, src) {
             (Self::Host(host), dst, src) => {
                 let moves = plan(host.spaces[0], dst.on_host()?, src.on_host()?)?;
-                let _alone = host.write_all();
+                let _alone = host.write_all()?;
                 move_rows(rows.all(), &moves)
             }
             (Self::Device(launcher), Indices::Host(dst), Indices::Host(src)) => {
@@ -279,7 +282,7 @@ impl Executor {
         match self {
             Self::Host(host) => {
                 let named = host.rows(indices)?;
-                let _alone = host.write_all();
+                let _alone = host.write_all()?;
                 zero_rows(rows.all(), &named)
             }
             Self::Device(launcher) => {

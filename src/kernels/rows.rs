@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use crate::base::bounded::signed;
-use crate::base::{DType, Device, Error, Result, bytes_of, widen};
+use crate::base::{DType, Device, Error, Result, bytes_of, reserve, widen};
 use crate::index::Move;
 use crate::memory::{Borrowed, Region};
 
@@ -119,14 +119,17 @@ impl LayerRows {
     /// The rows of `layers` layers in `region`.
     ///
     /// # Errors
-    /// Same as [`RowBuffer::new`].
+    /// Same as [`RowBuffer::new`]; [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the
+    /// host cannot list that many layers.
     pub fn new(region: &Arc<Region>, layers: usize, kinds: [LayerLayout; 2]) -> Result<Self> {
-        let buffers = kinds.iter().flat_map(|kind| {
-            (0..layers).map(|layer| {
-                RowBuffer::new(Arc::clone(region), kind.offset + layer * kind.step, kind.shape, kind.dtype)
-            })
-        });
-        Ok(Self { buffers: buffers.collect::<Result<_>>()?, layers })
+        let mut buffers = reserve(kinds.len() * layers)?;
+        for kind in kinds {
+            for layer in 0..layers {
+                let offset = kind.offset + layer * kind.step;
+                buffers.push(RowBuffer::new(Arc::clone(region), offset, kind.shape, kind.dtype)?);
+            }
+        }
+        Ok(Self { buffers, layers })
     }
 
     /// The number of layers.

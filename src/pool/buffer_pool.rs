@@ -2,14 +2,14 @@
 
 use std::sync::Arc;
 
-use crate::base::{Device, Error, ErrorKind, Result, widen};
+use crate::base::{BufferId, Device, Error, ErrorKind, Id, Result, widen};
 use crate::index::{Bucket, Buckets, Ledgered, Rounding, Ticket};
 use crate::memory::{Backend, Borrowed, Contents, Gpu, Keep, PageLock, Region, Stream, Users};
 
 /// A buffer that was handed out.
 #[derive(Clone, Debug)]
 pub struct Buffer {
-    ticket: Ticket,
+    ticket: Ticket<BufferId>,
     region: Arc<Region>,
     bytes: usize,
 }
@@ -17,7 +17,7 @@ pub struct Buffer {
 impl Buffer {
     /// The ticket with which the owner gives the buffer back.
     #[must_use]
-    pub const fn ticket(&self) -> Ticket {
+    pub const fn ticket(&self) -> Ticket<BufferId> {
         self.ticket
     }
 
@@ -167,7 +167,7 @@ impl BufferPool {
         region.used_on(stream);
         self.users.note(stream);
         let ticket = self.buckets.add(bucket, stream);
-        let at = widen(ticket.index());
+        let at = widen(ticket.index().number());
         if at == self.regions.len() {
             self.regions.push(None);
         }
@@ -202,13 +202,13 @@ impl BufferPool {
     ///
     /// # Errors
     /// [`ErrorKind::StaleBuffer`] if the buffer was given back.
-    pub fn region(&mut self, buffer: Ticket) -> Result<&Arc<Region>> {
-        let region = self.regions.get(widen(buffer.index())).and_then(Option::as_ref);
+    pub fn region(&mut self, buffer: Ticket<BufferId>) -> Result<&Arc<Region>> {
+        let region = self.regions.get(widen(buffer.index().number())).and_then(Option::as_ref);
         let region = region.filter(|_| self.buckets.is_live(buffer));
         self.stale_uses += usize::from(region.is_none());
         region.ok_or_else(|| {
             let ledger = self.buckets.book().ledger();
-            stale(buffer, ledger.and_then(|ledger| ledger.history(buffer.index())))
+            stale(buffer, ledger.and_then(|ledger| ledger.history(buffer.index().number())))
         })
     }
 
@@ -216,7 +216,7 @@ impl BufferPool {
     ///
     /// # Errors
     /// [`ErrorKind::StaleBuffer`] if the buffer was already given back; nothing is changed.
-    pub fn release(&mut self, buffer: Ticket) -> Result<()> {
+    pub fn release(&mut self, buffer: Ticket<BufferId>) -> Result<()> {
         self.region(buffer)?;
         self.buckets.release(buffer);
         Ok(())
@@ -285,7 +285,7 @@ impl BufferPool {
     }
 }
 
-fn stale(buffer: Ticket, history: Option<String>) -> Error {
+fn stale(buffer: Ticket<BufferId>, history: Option<String>) -> Error {
     let history = history.map_or(String::new(), |history| format!("; it was {history}"));
     let text = format!("buffer {} was given back, by release or reset{history}", buffer.index());
     Error::new(ErrorKind::StaleBuffer, text)

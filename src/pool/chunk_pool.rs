@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use crate::base::bounded::narrow;
 use crate::base::sync::{Condvar, Mutex, MutexGuard};
-use crate::base::{DType, Device, Dims, Error, ErrorKind, Result, bytes_of, widen};
-use crate::index::{BadFree, BadFrees, Ledgered, RefCounts, Ticket, on_bad_frees};
+use crate::base::{ChunkId, DType, Device, Dims, Error, ErrorKind, Id, Result, bytes_of, widen};
+use crate::index::{BadFree, BadFrees, Ledgered, RefCounts, Returning, Ticket, on_bad_frees};
 use crate::kernels::{Direction, pack};
 use crate::memory::{
     ALIGNMENT, Backend, Borrowed, Event, Gpu, PAGE, PageLocking, Region, Sink, Stream, page_lock_steps,
@@ -40,7 +40,7 @@ pub struct ChunkConfig {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Attempt {
     /// The chunks.
-    Taken(Vec<Ticket>),
+    Taken(Vec<Ticket<ChunkId>>),
     /// There are not enough chunks.
     Full,
     /// Page-locking or copies in flight can still provide enough chunks.
@@ -85,11 +85,11 @@ pub struct ChunkPool {
 
 #[derive(Debug, Default)]
 struct ChunkStates {
-    chunks: Ledgered<RefCounts>,
+    chunks: Ledgered<RefCounts<ChunkId>>,
     /// Chunks with copies that may be in flight.
-    copies: HashMap<u32, ChunkCopies>,
+    copies: HashMap<ChunkId, ChunkCopies>,
     /// The freed chunks among `copies`.
-    returning: Vec<u32>,
+    returning: Vec<Returning<ChunkId>>,
     /// Whether page-locking, which offers more chunks, is in progress.
     is_locking: bool,
     registered: usize,
@@ -121,11 +121,10 @@ impl ChunkStates {
     /// Puts back the freed chunks whose copies are complete.
     fn settle(&mut self) -> Result<()> {
         let mut at = 0;
-        while let Some(&index) = self.returning.get(at) {
+        while let Some(index) = self.returning.get(at).map(Returning::index) {
             if self.copies.get_mut(&index).map_or(Ok(true), ChunkCopies::is_over)? {
                 self.copies.remove(&index);
-                self.returning.remove(at);
-                self.chunks.put_back(index);
+                self.chunks.put_back(self.returning.remove(at));
             } else {
                 at += 1;
             }
@@ -134,14 +133,15 @@ impl ChunkStates {
     }
 
     /// Makes a chunk without references available, at once or when its copies are complete.
-    fn put_back(&mut self, index: u32) {
+    fn put_back(&mut self, returning: Returning<ChunkId>) {
+        let index = returning.index();
         // After a driver error, the copies are polled again when the chunk is needed.
         let is_over = self.copies.get_mut(&index).is_none_or(|copies| matches!(copies.is_over(), Ok(true)));
         if is_over {
             self.copies.remove(&index);
-            self.chunks.put_back(index);
+            self.chunks.put_back(returning);
         } else {
-            self.returning.push(index);
+            self.returning.push(returning);
         }
     }
 }
@@ -258,7 +258,7 @@ impl ChunkPool {
     }
 
     /// Calls `look` with the ownership of chunks and the number of page-locked chunks.
-    pub fn counts<R>(&self, look: impl FnOnce(&Ledgered<RefCounts>, usize) -> R) -> R {
+    pub fn counts<R>(&self, look: impl FnOnce(&Ledgered<RefCounts<ChunkId>>, usize) -> R) -> R {
         let state = self.state();
         look(&state.chunks, state.registered)
     }
@@ -280,7 +280,7 @@ impl ChunkPool {
     ///
     /// # Errors
     /// As [`ChunkPool::try_allocate`].
-    pub fn try_allocate_one(&self) -> Result<Option<Ticket>> {
+    pub fn try_allocate_one(&self) -> Result<Option<Ticket<ChunkId>>> {
         let mut state = self.state();
         if !state.returning.is_empty() {
             state.settle()?;
@@ -319,8 +319,10 @@ impl ChunkPool {
                 return Ok(attempt);
             }
             self.check_process()?;
-            let copied =
-                state.returning.iter().find_map(|index| state.copies.get(index)?.done.last().cloned());
+            let copied = state
+                .returning
+                .iter()
+                .find_map(|returning| state.copies.get(&returning.index())?.done.last().cloned());
             state = match copied {
                 Some(copied) if !state.is_locking => {
                     drop(state);
@@ -338,7 +340,7 @@ impl ChunkPool {
 
     /// Number of references to a chunk; 0 after it was freed.
     #[must_use]
-    pub fn references(&self, chunk: Ticket) -> u32 {
+    pub fn references(&self, chunk: Ticket<ChunkId>) -> u32 {
         self.state().chunks.references(chunk)
     }
 
@@ -346,7 +348,7 @@ impl ChunkPool {
     ///
     /// # Errors
     /// [`ErrorKind::StaleBuffer`] when the chunk was freed.
-    pub fn retain(&self, chunk: Ticket) -> Result<()> {
+    pub fn retain(&self, chunk: Ticket<ChunkId>) -> Result<()> {
         if self.state().chunks.retain(chunk) { Ok(()) } else { Err(stale(chunk)) }
     }
 
@@ -355,7 +357,7 @@ impl ChunkPool {
     ///
     /// # Errors
     /// If strict, [`ErrorKind::IndexOwnership`] when the release is invalid.
-    pub fn release(&self, chunk: Ticket) -> Result<BadFrees> {
+    pub fn release(&self, chunk: Ticket<ChunkId>) -> Result<BadFrees> {
         self.give_up(&mut self.state(), chunk)
     }
 
@@ -364,7 +366,7 @@ impl ChunkPool {
     ///
     /// # Errors
     /// As [`ChunkPool::release`].
-    pub fn free(&self, chunk: Ticket) -> Result<BadFrees> {
+    pub fn free(&self, chunk: Ticket<ChunkId>) -> Result<BadFrees> {
         let mut state = self.state();
         if state.chunks.references(chunk) > 1 {
             return self.refuse(&mut state, chunk, BadFree::StillReferenced);
@@ -372,11 +374,11 @@ impl ChunkPool {
         self.give_up(&mut state, chunk)
     }
 
-    fn give_up(&self, state: &mut ChunkStates, chunk: Ticket) -> Result<BadFrees> {
+    fn give_up(&self, state: &mut ChunkStates, chunk: Ticket<ChunkId>) -> Result<BadFrees> {
         match state.chunks.release(chunk) {
-            Ok(is_last) => {
-                if is_last {
-                    state.put_back(chunk.index());
+            Ok(last) => {
+                if let Some(returning) = last {
+                    state.put_back(returning);
                 }
                 Ok(BadFrees::default())
             }
@@ -388,12 +390,12 @@ impl ChunkPool {
     ///
     /// # Errors
     /// As [`ChunkPool::release`].
-    pub fn free_foreign(&self, chunk: Ticket) -> Result<BadFrees> {
+    pub fn free_foreign(&self, chunk: Ticket<ChunkId>) -> Result<BadFrees> {
         self.refuse(&mut self.state(), chunk, BadFree::Foreign)
     }
 
-    fn refuse(&self, state: &mut ChunkStates, chunk: Ticket, reason: BadFree) -> Result<BadFrees> {
-        let index = i64::from(chunk.index());
+    fn refuse(&self, state: &mut ChunkStates, chunk: Ticket<ChunkId>, reason: BadFree) -> Result<BadFrees> {
+        let index = i64::from(chunk.index().number());
         let bad = match reason {
             // The history of the index is that of this pool's chunk.
             BadFree::Foreign => BadFrees::of(index, reason),
@@ -409,7 +411,7 @@ impl ChunkPool {
     /// # Errors
     /// [`ErrorKind::StaleBuffer`] when the chunk was freed, [`ErrorKind::Config`] for a shape that does not
     /// fit.
-    pub fn tensor(&self, chunk: Ticket, shape: Option<Dims>) -> Result<TensorView> {
+    pub fn tensor(&self, chunk: Ticket<ChunkId>, shape: Option<Dims>) -> Result<TensorView> {
         if self.references(chunk) == 0 {
             return Err(stale(chunk));
         }
@@ -417,7 +419,7 @@ impl ChunkPool {
             Some(shape) => self.fitting(shape)?,
             None => self.shape,
         };
-        let offset = widen(chunk.index()) * self.stride;
+        let offset = widen(chunk.index().number()) * self.stride;
         TensorView::packed(Arc::clone(&self.region), offset, self.config.dtype, shape)
     }
 
@@ -446,7 +448,7 @@ impl ChunkPool {
     /// [`ErrorKind::Driver`] when a driver call fails.
     pub fn copy(
         &self,
-        chunk: Ticket,
+        chunk: Ticket<ChunkId>,
         tensor: &Borrowed<'_>,
         direction: Direction,
         stream: Stream,
@@ -490,7 +492,7 @@ impl ChunkPool {
         done
     }
 
-    fn begin_copy(&self, chunk: Ticket) -> Result<()> {
+    fn begin_copy(&self, chunk: Ticket<ChunkId>) -> Result<()> {
         let mut state = self.state();
         if state.chunks.references(chunk) == 0 {
             return Err(stale(chunk));
@@ -501,12 +503,15 @@ impl ChunkPool {
         Ok(())
     }
 
-    fn end_copy(&self, index: u32, done: Option<&Arc<Event>>) {
+    fn end_copy(&self, index: ChunkId, done: Option<&Arc<Event>>) {
         let mut state = self.state();
         if let Some(copies) = state.copies.get_mut(&index) {
             copies.calls -= 1;
             copies.done.extend(done.cloned());
-            if copies.calls == 0 && copies.done.is_empty() && !state.returning.contains(&index) {
+            if copies.calls == 0
+                && copies.done.is_empty()
+                && state.returning.iter().all(|returning| returning.index() != index)
+            {
                 state.copies.remove(&index);
             }
         }
@@ -531,6 +536,6 @@ impl Sink for ChunkPool {
     }
 }
 
-fn stale(chunk: Ticket) -> Error {
+fn stale(chunk: Ticket<ChunkId>) -> Error {
     Error::new(ErrorKind::StaleBuffer, format!("chunk {} was freed", chunk.index()))
 }

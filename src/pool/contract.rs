@@ -79,7 +79,7 @@ impl Stats {
         self.0.iter().copied()
     }
 
-    fn of_counts(counts: &RefCounts) -> Self {
+    fn of_counts<I: Id>(counts: &RefCounts<I>) -> Self {
         Self::from([
             ("capacity", counts.capacity()),
             ("available", counts.available()),

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crate::base::bounded::narrow;
-use crate::base::{DType, Device, Error, Result, bytes_of, widen};
+use crate::base::{DType, Device, Error, Id, PoolPage, Result, bytes_of, widen};
 use crate::index::{BadFrees, Ledgered, RefCounts, Ticket, on_bad_frees};
 use crate::memory::{Backend, Contents, Region, Stream};
 use crate::tensor::TensorView;
@@ -31,18 +31,19 @@ pub struct PageConfig {
 ///
 /// ```
 /// use std::sync::Arc;
-/// use kvpool::base::DType;
+/// use kvpool::base::{DType, Id};
 /// use kvpool::memory::{Backend, Host, Stream};
 /// use kvpool::pool::{PageConfig, PagePool};
 /// let config =
 ///     PageConfig { page_size: 16, initial_pages: 2, dtype: DType::F32, grow: 1, strict: false };
 /// let host: Arc<dyn Backend> = Arc::new(Host);
 /// let mut pool = PagePool::new(&config, &host).unwrap();
-/// assert_eq!(pool.alloc(Stream::DEFAULT).unwrap(), Some(0));
-/// assert_eq!(pool.alloc(Stream::DEFAULT).unwrap(), Some(1));
-/// assert_eq!(pool.alloc(Stream::DEFAULT).unwrap(), Some(2));
+/// let alloc = |pool: &mut PagePool| pool.alloc(Stream::DEFAULT).unwrap().map(Id::number);
+/// assert_eq!(alloc(&mut pool), Some(0));
+/// assert_eq!(alloc(&mut pool), Some(1));
+/// assert_eq!(alloc(&mut pool), Some(2));
 /// assert_eq!(pool.free(1).unwrap().dropped(), 0);
-/// assert_eq!(pool.alloc(Stream::DEFAULT).unwrap(), Some(1));
+/// assert_eq!(alloc(&mut pool), Some(1));
 /// assert_eq!(pool.page(2).unwrap().shape().as_slice(), [16]);
 /// ```
 #[derive(Debug)]
@@ -50,7 +51,7 @@ pub struct PagePool {
     config: PageConfig,
     backend: Arc<dyn Backend>,
     page_bytes: usize,
-    pages: Ledgered<RefCounts>,
+    pages: Ledgered<RefCounts<PoolPage>>,
     /// The regions of the pages, in their order, each with the number of its first page.
     regions: Vec<(u32, Arc<Region>)>,
 }
@@ -103,7 +104,7 @@ impl PagePool {
 
     /// The ownership of pages.
     #[must_use]
-    pub const fn pages(&self) -> &Ledgered<RefCounts> {
+    pub const fn pages(&self) -> &Ledgered<RefCounts<PoolPage>> {
         &self.pages
     }
 
@@ -124,7 +125,7 @@ impl PagePool {
     ///
     /// # Errors
     /// The error of the backend if it runs out of memory for new pages; nothing is changed.
-    pub fn alloc(&mut self, stream: Stream) -> Result<Option<u32>> {
+    pub fn alloc(&mut self, stream: Stream) -> Result<Option<PoolPage>> {
         if self.config.grow > 0 && self.pages.ready() == 0 {
             if let Some(gpu) = self.backend.gpu() {
                 gpu.not_capturing(stream, "a new page, which is zeroed once,")?;
@@ -143,12 +144,13 @@ impl PagePool {
         let reason = self.pages.reason(page);
         let bad = reason.map_or_else(BadFrees::default, |reason| self.pages.bad_free(page, reason));
         let bad = on_bad_frees(bad, self.config.strict, "page", 1, self.pages.capacity())?;
-        let ticket = u32::try_from(page).ok().and_then(|index| self.pages.ticket(index));
+        let ticket = u32::try_from(page).ok().and_then(|index| self.pages.ticket(PoolPage::new(index)));
         match ticket {
             Some(ticket) if bad.dropped() == 0 => {
                 // A page has one reference, because pages are not retained.
-                let _ = self.pages.release(ticket);
-                self.pages.put_back(ticket.index());
+                if let Ok(Some(returning)) = self.pages.release(ticket) {
+                    self.pages.put_back(returning);
+                }
             }
             _ => self.pages.note_dropped(),
         }

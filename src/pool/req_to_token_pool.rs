@@ -38,8 +38,8 @@ pub enum TableIndex<'a> {
 
 impl TableIndex<'_> {
     /// The first `count` columns of a row.
-    pub(super) fn first_columns(row: u32, count: u32) -> Self {
-        Self::Columns { row: row.into(), start: 0, end: Some(count.into()) }
+    pub(super) fn first_columns(row: RequestRow, count: u32) -> Self {
+        Self::Columns { row: row.number().into(), start: 0, end: Some(count.into()) }
     }
 }
 

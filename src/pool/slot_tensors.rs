@@ -1,11 +1,10 @@
 //! Token slots, and the tensors that hand them out.
 
 use std::collections::VecDeque;
-use std::ops::Range;
 use std::sync::{Arc, Weak};
 
 use crate::base::{Device, Error, ErrorKind, IndexVec, Page, Result, widen};
-use crate::index::{Act, BadFrees, FenceId, Ledger, Ledgered, Order, SlotAllocator, SlotStats};
+use crate::index::{Act, BadFrees, FenceId, Ledger, Ledgered, Order, Run, SlotAllocator, SlotStats};
 use crate::kernels::{Indices, read_now};
 use crate::memory::{Backend, Borrowed, Event, Gpu, Keep, Stream};
 use crate::tensor::TensorView;
@@ -14,7 +13,7 @@ use super::deferred::{Deferred, Part, abandon};
 use super::fences::{Fence, Fences, PendingFence};
 use super::mirror::known_values;
 use super::shortage::{OrShort, Short};
-use super::stage::{Stage, list};
+use super::stage::Stage;
 use super::{AllocatorConfig, KvPool};
 
 /// The state that a [`TokenToKvPoolAllocator`](super::TokenToKvPoolAllocator) guards: slots, their tensors,
@@ -30,8 +29,8 @@ pub(super) struct SlotTensors {
     fences: Fences,
     /// Values of the open group that the host does not have yet.
     group: Vec<(Part, Option<Arc<Act>>)>,
-    /// Runs of the current call; kept for its capacity.
-    runs: Vec<Range<u32>>,
+    /// Pages of the current call; kept for its capacity.
+    runs: Vec<Run<Page>>,
     need_sort: bool,
     strict: bool,
     /// How often it was cleared: what was taken before is not the taker's any more.
@@ -64,7 +63,7 @@ impl SlotTensors {
             None => None,
             Some(gpu) => {
                 deferred.prepare(gpu, fetched_at_once(&slots))?;
-                Some(Stage::new(gpu, backend, slots.capacity())?)
+                Some(Stage::new(gpu, backend, &slots)?)
             }
         };
         Ok(Self {
@@ -159,21 +158,18 @@ impl SlotTensors {
             stage.check_writable(stream)?;
         }
         self.runs.clear();
-        if !self.slots.alloc_runs(count, |run| self.runs.push(run)) {
+        let pages = count.div_ceil(self.slots.page_size());
+        if !self.slots.alloc_pages(pages, |run| self.runs.push(run)) {
             return Ok(Err(self.short(count)));
         }
-        let upcoming = |count: usize, runs: &mut VecDeque<Range<u32>>| {
-            self.slots.upcoming(count, |run| runs.push_back(run));
+        let upcoming = |pages: usize, runs: &mut VecDeque<Run<Page>>| {
+            self.slots.pages().upcoming(pages, |run| runs.push_back(run));
         };
-        match stage.hand_out(&self.runs, count, upcoming, stream) {
-            Ok(view) => Ok(Ok(view)),
-            Err(failure) => {
-                let mut taken = Vec::new();
-                list(&mut taken, &self.runs, count);
-                self.slots.undo(&taken, &[]);
-                Err(failure)
-            }
+        let view = stage.hand_out(&self.runs, count, upcoming, stream);
+        if view.is_err() {
+            self.slots.release(&self.runs, None).expect("the pages were taken just now");
         }
+        view.map(Ok)
     }
 
     /// Takes one ascending run of `count` slots, the lowest that fits.
@@ -237,11 +233,15 @@ impl SlotTensors {
         }
     }
 
-    /// Returns the unused slots of `view` to the pool, except those in `continued` pages.
+    /// How often it was cleared.
     pub(super) const fn clears(&self) -> u64 {
         self.clears
     }
 
+    /// Returns the unused slots of `view` to the pool, except those in `continued` pages.
+    ///
+    /// The tensor, which nothing has written to, is the only record of them: another one would cost every
+    /// call up to a third of the time that taking scattered slots takes.
     pub(super) fn undo(&mut self, view: &TensorView, continued: &[Page]) {
         let slots = match Indices::of(view.borrow(), Some(0)) {
             Ok(Indices::Host(values)) => Some(values),
@@ -451,7 +451,7 @@ impl SlotTensors {
     /// # Errors
     /// As [`Self::alloc`].
     pub(super) fn free_slots(&mut self, stream: Stream) -> Result<TensorView> {
-        self.show(signed(self.slots.pages().free_ids()), stream)
+        self.show(signed(self.slots.pages().free_ids()?), stream)
     }
 
     /// The released pages, lowest first.
@@ -459,7 +459,7 @@ impl SlotTensors {
     /// # Errors
     /// As [`Self::alloc`].
     pub(super) fn release_slots(&mut self, stream: Stream) -> Result<TensorView> {
-        self.show(signed(self.slots.pages().released_ids()), stream)
+        self.show(signed(self.slots.pages().released_ids()?), stream)
     }
 
     /// Numbers as a tensor that is valid on `stream`.

@@ -6,8 +6,8 @@ use std::sync::{Arc, Mutex};
 
 use crate::base::bounded::narrow;
 use crate::base::sync::lock;
-use crate::base::{DType, Error, ErrorKind, Result, zeros};
-use crate::index::Bitmap;
+use crate::base::{DType, Error, ErrorKind, Page, Result, widen, zeros};
+use crate::index::{Bitmap, Run, SlotAllocator};
 use crate::memory::{Backend, Borrowed, Contents, Event, Gpu, Region, ReturnedParts, Ring, Stream, Users};
 use crate::tensor::TensorView;
 
@@ -40,6 +40,7 @@ pub(super) struct Stage {
     /// Positions that no tensor and no window covers.
     free: Bitmap,
     window: Option<Window>,
+    page_size: usize,
     /// Slots in the next copy.
     ahead: usize,
     /// Values of the current write; kept for its capacity.
@@ -50,8 +51,8 @@ pub(super) struct Stage {
 #[derive(Debug)]
 struct Window {
     positions: Range<usize>,
-    /// The predicted slots, of which the last may have found no room.
-    runs: VecDeque<Range<u32>>,
+    /// The predicted pages, of which the last slots may have found no room.
+    runs: VecDeque<Run<Page>>,
     /// The event after the copy to the device.
     written: Arc<Event>,
     /// Streams ordered after that event.
@@ -86,9 +87,9 @@ impl Mirror for StageMirror {
 }
 
 impl Stage {
-    /// A stage for tensors over up to `slots` live slots, and as many freed ones.
-    pub(super) fn new(gpu: &Arc<Gpu>, backend: &Arc<dyn Backend>, slots: usize) -> Result<Self> {
-        let positions = 2 * (slots + MOST_AHEAD);
+    /// A stage for tensors over all of `slots`, and as many freed ones.
+    pub(super) fn new(gpu: &Arc<Gpu>, backend: &Arc<dyn Backend>, slots: &SlotAllocator) -> Result<Self> {
+        let positions = 2 * (slots.capacity() + MOST_AHEAD);
         let bytes = positions * size_of::<i32>();
         let users = Arc::<Users>::default();
         let region = Region::with(Arc::clone(backend), bytes, Contents::Undefined, Arc::clone(&users))?;
@@ -109,6 +110,7 @@ impl Stage {
             returned: Arc::default(),
             free,
             window: None,
+            page_size: slots.page_size(),
             ahead: AHEAD,
             values: Vec::new(),
         })
@@ -124,13 +126,13 @@ impl Stage {
         self.region.bytes()
     }
 
-    /// The first `count` slots of `runs`, which were just taken, as a tensor that is valid on `stream`.
-    /// `upcoming` lists the runs of at least that many slots that come next.
+    /// The first `count` slots of `runs`, the pages that were just taken for them, as a tensor that is valid
+    /// on `stream`. `upcoming` lists up to that many pages that come next.
     pub(super) fn hand_out(
         &mut self,
-        runs: &[Range<u32>],
+        runs: &[Run<Page>],
         count: usize,
-        upcoming: impl FnOnce(usize, &mut VecDeque<Range<u32>>),
+        upcoming: impl FnOnce(usize, &mut VecDeque<Run<Page>>),
         stream: Stream,
     ) -> Result<TensorView> {
         self.gpu.check_process()?;
@@ -141,18 +143,26 @@ impl Stage {
         self.check_writable(stream)?;
         self.leave_window();
         let mut values = std::mem::take(&mut self.values);
-        list(&mut values, runs, count);
+        values.clear();
+        self.list(&mut values, runs);
+        values.truncate(count);
         let mut next = VecDeque::new();
-        upcoming(self.ahead.saturating_sub(count), &mut next);
-        for run in &next {
-            push(&mut values, run);
-        }
+        upcoming(self.ahead.saturating_sub(count).div_ceil(self.page_size), &mut next);
+        self.list(&mut values, &next);
         let written = self.write(count, &values, stream);
         self.values = values;
         let (positions, written) = written?;
         let rest = positions.start + count..positions.end;
         self.window = Some(Window { positions: rest, runs: next, written, ordered: vec![stream] });
         self.view(positions.start..positions.start + count)
+    }
+
+    /// Appends the slots of `runs`.
+    fn list<'a>(&self, values: &mut Vec<i32>, runs: impl IntoIterator<Item = &'a Run<Page>>) {
+        let page_size = narrow(self.page_size);
+        for pages in runs.into_iter().map(|run| run.range()) {
+            values.extend((pages.start * page_size..pages.end * page_size).map(u32::cast_signed));
+        }
     }
 
     /// An event to wait for, without locks, before more slots are sent to the device, if it is far behind.
@@ -200,15 +210,15 @@ impl Stage {
 
     /// The positions of the first `count` slots of `runs`, if they are as predicted. The window moves past
     /// them, and past the rest of the last page, which belongs to the caller as well.
-    fn advance_window(&mut self, runs: &[Range<u32>], count: usize) -> Option<Range<usize>> {
+    fn advance_window(&mut self, runs: &[Run<Page>], count: usize) -> Option<Range<usize>> {
         let window = self.window.as_mut()?;
-        if window.positions.len() < count || !begins_with(&window.runs, runs, count) {
+        if window.positions.len() < count || !begins_with(&window.runs, runs) {
             return None;
         }
-        let whole: usize = runs.iter().map(ExactSizeIterator::len).sum();
+        let pages = runs.iter().map(|run| run.len).sum();
         let start = window.positions.start;
-        let next = (start + whole).min(window.positions.end);
-        skip(&mut window.runs, next - start);
+        let next = (start + widen(pages) * self.page_size).min(window.positions.end);
+        skip(&mut window.runs, pages);
         window.positions.start = next;
         let handed = start..start + count;
         self.free.insert_run(handed.end, next - handed.end);
@@ -297,57 +307,36 @@ impl Stage {
     }
 }
 
-/// Appends the slots of `run`.
-fn push(values: &mut Vec<i32>, run: &Range<u32>) {
-    values.extend(run.clone().map(u32::cast_signed));
-}
-
-/// Makes `values` the first `count` slots of `runs`.
-pub(super) fn list(values: &mut Vec<i32>, runs: &[Range<u32>], count: usize) {
-    values.clear();
-    for run in runs {
-        push(values, run);
-    }
-    values.truncate(count);
-}
-
-/// Whether the first `count` slots of `runs` are the first of `expected`, regardless of the cuts between
-/// runs.
-fn begins_with(expected: &VecDeque<Range<u32>>, runs: &[Range<u32>], count: usize) -> bool {
-    let mut expected = expected.iter().cloned();
-    let mut here = expected.next().unwrap_or(0..0);
-    let mut left = narrow(count);
-    for run in runs {
-        let mut run = run.start..run.start + narrow(run.len()).min(left);
-        left = left.saturating_sub(narrow(run.len()));
+/// Whether `runs` are the first pages of `expected`, regardless of the cuts between runs.
+fn begins_with(expected: &VecDeque<Run<Page>>, runs: &[Run<Page>]) -> bool {
+    let mut expected = expected.iter().map(|run| run.range());
+    let mut here = 0..0;
+    for mut run in runs.iter().map(|run| run.range()) {
         while !run.is_empty() {
             if here.is_empty() {
                 let Some(next) = expected.next() else { return false };
                 here = next;
-                continue;
             }
-            let common = narrow(run.len().min(here.len()));
             if run.start != here.start {
                 return false;
             }
-            run.start += common;
-            here.start += common;
+            let common = run.len().min(here.len());
+            (run.start, here.start) = (run.start + narrow(common), here.start + narrow(common));
         }
     }
     true
 }
 
-/// Drops the first `count` slots of `runs`.
-fn skip(runs: &mut VecDeque<Range<u32>>, count: usize) {
-    let mut left = narrow(count);
+/// Drops the first `count` pages of `runs`.
+fn skip(runs: &mut VecDeque<Run<Page>>, count: u32) {
+    let mut left = count;
     while left > 0
-        && let Some(first) = runs.front_mut()
+        && let Some(first) = runs.pop_front()
     {
-        let step = narrow(first.len()).min(left);
-        first.start += step;
-        left -= step;
-        if first.start == first.end {
-            runs.pop_front();
+        let (skipped, rest) = first.split(left);
+        left -= skipped.len;
+        if let Some(rest) = rest {
+            runs.push_front(rest);
         }
     }
 }

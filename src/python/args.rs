@@ -8,7 +8,7 @@ use pyo3::exceptions::{PyOverflowError, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyByteArray, PyBytes, PyInt, PyList, PyRange, PySequence, PyTuple};
 
-use crate::base::{DType, Device, Dims, Error, IndexVec, MAX_NDIM, reserve};
+use crate::base::{DType, Device, Dims, Error, IndexVec, MAX_NDIM, push, reserve};
 use crate::kernels::{Indices, expect_ints, read_indices};
 use crate::memory::{Borrowed, Stream};
 use crate::pool::values_now;
@@ -304,11 +304,15 @@ fn ints(sequence: &Bound<'_, PyAny>) -> PyResult<IndexVec> {
     if let Ok(list) = sequence.cast::<PyList>() {
         let mut values = reserve(list.len())?;
         for item in list.iter() {
-            values.push(int(&item)?);
+            push(&mut values, int(&item)?)?;
         }
         return Ok(IndexVec::I64(values));
     }
-    sequence.try_iter()?.map(|item| int(&item?)).collect::<PyResult<_>>().map(IndexVec::I64)
+    let mut values = Vec::new();
+    for item in sequence.try_iter()? {
+        push(&mut values, int(&item?)?)?;
+    }
+    Ok(IndexVec::I64(values))
 }
 
 /// One index. An int beyond 64 bits is outside every range, so the nearest 64-bit int stands for it.

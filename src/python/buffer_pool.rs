@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 use pyo3::{PyTraverseError, gc::PyVisit};
 
-use crate::base::{DType, Device, Dims, Error, ErrorKind, widen};
+use crate::base::{BufferId, DType, Device, Dims, Error, ErrorKind, Id, widen};
 use crate::index::{Rounding, Ticket};
 use crate::memory::{Borrowed, Keep};
 use crate::pool::{self, BufferConfig, BufferPool as Pool};
@@ -49,7 +49,7 @@ pub(super) struct BufferPool {
     debug: Debug,
     existing: Mutex<Vec<Py<PyAny>>>,
     /// By buffer index.
-    tensors: TensorCache<Ticket>,
+    tensors: TensorCache<Ticket<BufferId>>,
 }
 
 /// Whether a PyTorch tensor covers only a part of its storage. Unknown, hence false, for other tensors.
@@ -316,7 +316,7 @@ impl BufferPool {
 #[pyclass(frozen, module = "kvpool", name = "Buffer", weakref)]
 pub(super) struct Buffer {
     pool: Py<BufferPool>,
-    ticket: Ticket,
+    ticket: Ticket<BufferId>,
     capacity: usize,
     shape: Dims,
     dtype: DType,
@@ -349,7 +349,7 @@ impl Buffer {
         let pool = self.pool.get();
         let region = with(&pool.pool, |pool| pool.region(self.ticket).cloned())?;
         let view = TensorView::packed(region, 0, self.dtype, self.shape)?;
-        pool.tensors.tensor(py, widen(self.ticket.index()), self.ticket, &view)
+        pool.tensors.tensor(py, widen(self.ticket.index().number()), self.ticket, &view)
     }
 
     /// Number of bytes requested.

@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 use pyo3::types::{IntoPyDict, PyString, PyTuple};
 use pyo3::{PyTraverseError, gc::PyVisit};
 
-use crate::base::{Device, Dims, Error, widen};
+use crate::base::{ChunkId, Device, Dims, Error, Id, widen};
 use crate::index::Ticket;
 use crate::kernels::Direction;
 use crate::memory::{Backend, Event, MappedHost, PageLocking as Locking, Progress, Report, Stream};
@@ -66,7 +66,7 @@ pub(super) struct ChunkPool {
     reporter: Reporter,
     pending: Arc<PendingCopies>,
     /// By chunk index.
-    tensors: TensorCache<Ticket>,
+    tensors: TensorCache<Ticket<ChunkId>>,
 }
 
 /// Tensors that copies in flight read or write, each with the event after its copy.
@@ -428,15 +428,15 @@ impl ChunkPool {
 #[pyclass(frozen, module = "kvpool", name = "Chunk", weakref)]
 pub(super) struct Chunk {
     pool: Py<ChunkPool>,
-    ticket: Ticket,
+    ticket: Ticket<ChunkId>,
 }
 
 #[pymethods]
 impl Chunk {
     /// Index of the chunk in the pool.
     #[getter]
-    const fn index(&self) -> u32 {
-        self.ticket.index()
+    fn index(&self) -> u32 {
+        self.ticket.index().number()
     }
 
     /// Bytes of the whole chunk.
@@ -467,7 +467,7 @@ impl Chunk {
         let shape: Option<Dims> = shape.map(args::shape).transpose()?;
         let pool = self.pool.get();
         let view = pool.pool.tensor(self.ticket, shape)?;
-        pool.tensors.tensor(py, widen(self.ticket.index()), self.ticket, &view)
+        pool.tensors.tensor(py, widen(self.ticket.index().number()), self.ticket, &view)
     }
 
     /// Adds a reference.

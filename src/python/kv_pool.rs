@@ -8,7 +8,7 @@ use pyo3::gc::PyVisit;
 use pyo3::prelude::*;
 use pyo3::types::PyList;
 
-use crate::base::{DType, Device, Dims};
+use crate::base::{DType, Device, Dims, reserve};
 use crate::memory::{Backend, MappedHost, Stream};
 use crate::pool::{KvConfig, KvPool as Pool, Scales, make_room};
 
@@ -149,7 +149,7 @@ impl KvPool {
             device => backend(py, device)?,
         };
         let pool = Arc::new(py.detach(|| Pool::new(&config, &backend))?);
-        let (mut k_buffer, mut v_buffer) = (Vec::new(), Vec::new());
+        let (mut k_buffer, mut v_buffer) = (reserve(config.layer_num)?, reserve(config.layer_num)?);
         for layer in 0..config.layer_num {
             let (k, v) = to_tensors(py, &pool.kv_buffer(layer)?)?;
             k_buffer.push(k);

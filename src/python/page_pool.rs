@@ -4,7 +4,7 @@ use std::sync::Mutex;
 
 use pyo3::prelude::*;
 
-use crate::base::{DType, Device};
+use crate::base::{DType, Device, Id};
 use crate::pool::{PageConfig, PagePool as Pool};
 
 use super::args::{self, Arg};
@@ -98,7 +98,7 @@ impl PagePool {
     fn alloc(&self, py: Python<'_>, owner: Option<&Bound<'_, PyAny>>) -> PyResult<Option<u32>> {
         let _acting = self.debug.begin(py, owner)?;
         let stream = current_stream(py, self.device)?;
-        with(&self.pool, |pool| pool.alloc(stream))
+        with(&self.pool, |pool| Ok(pool.alloc(stream)?.map(Id::number)))
     }
 
     /// Frees a page.

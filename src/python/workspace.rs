@@ -20,6 +20,9 @@ use super::tensor_cache::TensorCache;
 /// Default size of an arena in bytes.
 const ARENA_BYTES: usize = 512 << 20;
 
+/// Maximum number of PyTorch's threads. `OpenMP` ends the process when it cannot start as many as it was given.
+const MOST_THREADS: usize = 1024;
+
 /// The arena of a `Workspace`.
 #[pyclass(extends = BasePool, frozen, subclass, module = "kvpool._kvpool", name = "_Workspace")]
 pub(super) struct Workspace {
@@ -73,8 +76,9 @@ impl Workspace {
         let device = args::device(device)?;
         let arena_bytes = arena_bytes.size("arena_bytes", ARENA_BYTES)?;
         let num_threads = num_threads.map(|threads| args::size("num_threads", threads)).transpose()?;
-        if num_threads == Some(0) {
-            return Err(crate::base::Error::config("num_threads is 0; it must be at least 1").into());
+        if let Some(threads) = num_threads.filter(|threads| !(1..=MOST_THREADS).contains(threads)) {
+            let text = format!("num_threads is {threads}; it must be 1 to {MOST_THREADS}");
+            return Err(crate::base::Error::config(text).into());
         }
         let backend = backend(py, device)?;
         let debug = Debug::without_ledger(debug);

@@ -156,6 +156,41 @@ def test_more_indices_than_memory_is_an_error_and_no_abort() -> None:
         kvpool.ReqToTokenPool(4, 8, "cpu").write((1, huge), 1)
 
 
+@pytest.mark.parametrize(
+    ("mib", "call"),
+    [
+        (64, "allocator.free_slots"),
+        (64, "fifo.free_slots"),
+        (64, "freed.release_slots"),
+        (64, "allocator.free(range(2**40))"),
+        (514, "kvpool.KVPool(1, 2**20, 1, 1, 'cpu', 'int8')"),
+        (600, "kvpool.KVPool(1, 2**20, 1, 1, 'cpu', 'int8')"),
+    ],
+)
+def test_lists_beyond_the_address_space_are_an_error_and_no_abort(
+    run_snippet: RunSnippet, mib: int, call: str
+) -> None:
+    run_snippet(
+        f"""
+        import resource
+        import kvpool
+
+        make = kvpool.TokenToKVPoolAllocator
+        allocator, fifo, freed = (make(2**25, "cpu", 1, sort) for sort in (True, False, True))
+        freed.free(freed.alloc(2**25))
+        pages = int(open("/proc/self/statm").read().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + {mib << 20}, -1))
+        try:
+            {call}
+        except kvpool.OutOfMemoryError:
+            pass
+        else:
+            raise AssertionError("it had to fail")
+        """,
+        hidden=["torch"],
+    )
+
+
 def test_memory_that_may_not_be_written_is_not() -> None:
     text = b"abcdefgh" * 4
 

@@ -131,7 +131,7 @@ def test_a_full_arena_is_an_error_with_the_numbers() -> None:
         workspace.empty(0, "uint8")
 
 
-@pytest.mark.parametrize("threads", [0, -3])
+@pytest.mark.parametrize("threads", [0, -3, 1025])
 def test_rejects_bad_numbers_of_threads(threads: int) -> None:
     with pytest.raises(ConfigError, match=str(threads)):
         make(num_threads=threads)

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvpool::base::{DType, Device, ErrorKind, IndexVec, Result};
+use kvpool::base::{DType, Device, ErrorKind, Id, IndexVec, Result};
 use kvpool::index::{Act, BadFrees, Rounding, State};
 use kvpool::kernels::Indices;
 use kvpool::memory::{Backend, Host, Stream};
@@ -112,7 +112,7 @@ impl Counted for GdnPool {
 
 impl Counted for PagePool {
     fn take(&mut self) -> Option<i64> {
-        self.alloc(STREAM).expect("memory").map(Into::into)
+        self.alloc(STREAM).expect("memory").map(|page| page.number().into())
     }
 
     fn give(&mut self, unit: i64) -> Result<BadFrees> {

@@ -1,6 +1,7 @@
 //! [`Buckets`] with a ledger.
 
 use super::Ledgered;
+use crate::base::BufferId;
 use crate::index::ledger::{Span, State, spans};
 use crate::index::{Bucket, Buckets, Reuse, Ticket};
 
@@ -28,30 +29,30 @@ impl<L: Copy + PartialEq> Ledgered<Buckets<L>> {
     }
 
     /// Calls [`Buckets::add`] and records it.
-    pub fn add(&mut self, bucket: Bucket, lane: L) -> Ticket {
+    pub fn add(&mut self, bucket: Bucket, lane: L) -> Ticket<BufferId> {
         let ticket = self.inner.add(bucket, lane);
         self.note_taken(ticket);
         ticket
     }
 
-    fn note_taken(&mut self, ticket: Ticket) {
-        self.book.record_take(ticket.index()..ticket.index() + 1);
+    fn note_taken(&mut self, ticket: Ticket<BufferId>) {
+        self.book.record_take(ticket.range());
     }
 
     /// Calls [`Buckets::release`] and records it.
-    pub fn release(&mut self, ticket: Ticket) -> bool {
+    pub fn release(&mut self, ticket: Ticket<BufferId>) -> bool {
         let is_released = self.inner.release(ticket);
         if is_released {
-            self.book.record_release(ticket.index()..ticket.index() + 1);
+            self.book.record_release(ticket.range());
         }
         is_released
     }
 
     /// Calls [`Buckets::put_back_as`] and records it.
-    pub fn put_back_as(&mut self, ticket: Ticket, lane: L) {
+    pub fn put_back_as(&mut self, ticket: Ticket<BufferId>, lane: L) {
         if self.inner.is_live(ticket) {
             self.inner.put_back_as(ticket, lane);
-            self.book.record_release(ticket.index()..ticket.index() + 1);
+            self.book.record_release(ticket.range());
         }
     }
 

@@ -3,17 +3,17 @@
 use std::ops::Range;
 
 use super::Ledgered;
-use crate::base::{Result, widen};
+use crate::base::{Id, Result, widen};
 use crate::index::ledger::{Span, State, spans};
-use crate::index::{BadFree, BadFrees, RefCounts, Ticket};
+use crate::index::{BadFree, BadFrees, RefCounts, Returning, Ticket};
 
-impl Ledgered<RefCounts> {
+impl<I: Id> Ledgered<RefCounts<I>> {
     /// All indices by state and holders. A returning index counts as fenced, a withheld one as free.
     #[must_use]
     pub fn spans(&self) -> Vec<Span> {
         let is_free = self.inner.free_flags();
         spans(self.inner.indices(), self.book.ledger(), |index| {
-            if self.inner.ticket(index).is_some() {
+            if self.inner.ticket(I::new(index)).is_some() {
                 State::Live
             } else if is_free[widen(index)] {
                 State::Free
@@ -49,17 +49,17 @@ impl Ledgered<RefCounts> {
     }
 
     /// Calls [`RefCounts::take`] and records it.
-    pub fn take(&mut self) -> Option<Ticket> {
+    pub fn take(&mut self) -> Option<Ticket<I>> {
         let ticket = self.inner.take()?;
-        self.book.record_take(ticket.index()..ticket.index() + 1);
+        self.book.record_take(ticket.range());
         Some(ticket)
     }
 
     /// Calls [`RefCounts::retain`] and records it.
-    pub fn retain(&mut self, ticket: Ticket) -> bool {
+    pub fn retain(&mut self, ticket: Ticket<I>) -> bool {
         let is_retained = self.inner.retain(ticket);
         if is_retained {
-            self.book.add_holder(ticket.index());
+            self.book.add_holder(ticket.index().number());
         }
         is_retained
     }
@@ -68,18 +68,18 @@ impl Ledgered<RefCounts> {
     ///
     /// # Errors
     /// Same as [`RefCounts::release`].
-    pub fn release(&mut self, ticket: Ticket) -> std::result::Result<bool, BadFree> {
-        let is_last = self.inner.release(ticket)?;
-        if is_last {
-            self.book.record_release(ticket.index()..ticket.index() + 1);
+    pub fn release(&mut self, ticket: Ticket<I>) -> std::result::Result<Option<Returning<I>>, BadFree> {
+        let returning = self.inner.release(ticket)?;
+        if returning.is_some() {
+            self.book.record_release(ticket.range());
         } else {
-            self.book.remove_holder(ticket.index());
+            self.book.remove_holder(ticket.index().number());
         }
-        Ok(is_last)
+        Ok(returning)
     }
 
-    /// Calls [`RefCounts::put_back`] and records it.
-    pub fn put_back(&mut self, index: u32) {
-        self.inner.put_back(index);
+    /// Calls [`RefCounts::put_back`].
+    pub fn put_back(&mut self, returning: Returning<I>) {
+        self.inner.put_back(returning);
     }
 }

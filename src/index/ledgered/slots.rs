@@ -1,6 +1,5 @@
 //! [`SlotAllocator`] with a ledger of its pages.
 
-use std::ops::Range;
 use std::sync::Arc;
 
 use super::Ledgered;
@@ -37,15 +36,6 @@ impl Ledgered<SlotAllocator> {
         Ok(taken)
     }
 
-    /// Calls [`SlotAllocator::alloc_runs`] and records it.
-    pub fn alloc_runs(&mut self, count: usize, mut emit: impl FnMut(Range<u32>)) -> bool {
-        let (book, page_size) = (&mut self.book, self.inner.slots_of_a_page());
-        self.inner.alloc_runs(count, |slots| {
-            book.record_take(slots.start / page_size..slots.end / page_size);
-            emit(slots);
-        })
-    }
-
     /// Calls [`SlotAllocator::alloc_contiguous`] and records it.
     ///
     /// # Errors
@@ -73,8 +63,8 @@ impl Ledgered<SlotAllocator> {
         Ok(taken)
     }
 
-    /// Takes `count` pages and passes them to `emit` in order, or returns `false`.
-    pub(in crate::index) fn alloc_pages(&mut self, count: usize, mut emit: impl FnMut(Run<Page>)) -> bool {
+    /// Calls [`SlotAllocator::alloc_pages`] and records it.
+    pub fn alloc_pages(&mut self, count: usize, mut emit: impl FnMut(Run<Page>)) -> bool {
         let book = &mut self.book;
         self.inner.alloc_pages(count, |pages| {
             book.record_take(pages.range());

@@ -1,12 +1,13 @@
 //! The contents of the block table, so that a step writes only new entries.
 
 use crate::base::bounded::narrow;
-use crate::base::widen;
+use crate::base::{Id, RequestRow, widen};
 
 /// The contents of a line of the block table.
 #[derive(Clone, Copy, Debug, Default)]
 struct Line {
-    row: u32,
+    /// `None` for padding.
+    row: Option<RequestRow>,
     turn: u32,
     /// Entries that hold pages of the request.
     valid: u32,
@@ -31,9 +32,10 @@ impl BlockTable {
 
     /// The number of entries of the line at `place` that hold pages of a request. `turn` counts the times its
     /// row was handed out.
-    pub(super) fn valid(&self, place: usize, row: u32, turn: u32) -> usize {
+    pub(super) fn valid(&self, place: usize, row: RequestRow, turn: u32) -> usize {
         let line = self.lines[place];
-        let is_same = line.row == row && line.turn == turn && widen(self.places[widen(row)]) == place;
+        let is_same =
+            line.row == Some(row) && line.turn == turn && widen(self.places[widen(row.number())]) == place;
         if is_same { widen(line.valid) } else { 0 }
     }
 
@@ -43,10 +45,10 @@ impl BlockTable {
     }
 
     /// Records that all `count` pages of a request were written to the line at `place`.
-    pub(super) fn note_request(&mut self, place: usize, row: u32, turn: u32, count: usize) {
+    pub(super) fn note_request(&mut self, place: usize, row: RequestRow, turn: u32, count: usize) {
         let count = narrow(count);
-        self.lines[place] = Line { row, turn, valid: count, used: count };
-        self.places[widen(row)] = narrow(place);
+        self.lines[place] = Line { row: Some(row), turn, valid: count, used: count };
+        self.places[widen(row.number())] = narrow(place);
     }
 
     /// Records that `count` padding pages were written to the line at `place`.
@@ -55,8 +57,9 @@ impl BlockTable {
     }
 
     /// Records that a request has kept only the first `count` of its pages.
-    pub(super) fn truncate(&mut self, row: u32, count: usize) {
-        if let Some(line) = self.lines.get_mut(widen(self.places[widen(row)])).filter(|line| line.row == row)
+    pub(super) fn truncate(&mut self, row: RequestRow, count: usize) {
+        if let Some(line) =
+            self.lines.get_mut(widen(self.places[widen(row.number())])).filter(|line| line.row == Some(row))
         {
             line.valid = line.valid.min(narrow(count));
         }

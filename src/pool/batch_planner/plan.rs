@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::base::{DType, PADDING, Result, bytes_of, widen};
+use crate::base::{DType, Id, PADDING, Result, bytes_of, widen};
 use crate::index::{Growth, Requests};
 use crate::memory::{ALIGNMENT, Region};
 use crate::tensor::TensorView;
@@ -207,10 +207,10 @@ impl SmallFields {
     pub(super) fn fill(&mut self, batch: &[Growth], padded: usize, padding: u32, requests: &Requests) {
         self.clear();
         let size = requests.page_size();
-        let filler = Growth { row: PADDING, seq: padding, ..Growth::default() };
+        let filler = Growth::padding(padding);
         // One field after the other, each in a loop of known length.
         let all = || batch.iter().copied().chain(std::iter::repeat_n(filler, padded - batch.len()));
-        self.req_pool_indices.extend(all().map(|growth| growth.row.cast_signed()));
+        self.req_pool_indices.extend(all().map(|growth| growth.row.number().cast_signed()));
         self.seq_lens.extend(all().map(|growth| growth.seq.cast_signed()));
         self.kv_last_page_len.extend(all().map(|growth| size.last_page_len(growth.seq).cast_signed()));
         sums(&mut self.qo_indptr, all().map(|growth| growth.seq - growth.prefix));

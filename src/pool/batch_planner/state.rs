@@ -5,7 +5,7 @@ mod device;
 use std::sync::Arc;
 
 use crate::base::bounded::narrow;
-use crate::base::{DType, Error, ErrorKind, Id, IndexVec, RequestRow, Result, Slot, reserve, widen};
+use crate::base::{DType, Error, ErrorKind, Id, IndexVec, Page, RequestRow, Result, Slot, reserve, widen};
 use crate::index::{Act, BadFrees, FenceId, Growth, GrowthRequest, Owner, Requests};
 use crate::kernels::{Executor, Indices, PlanBatch};
 use crate::memory::{Backend, Event, Host, Region, Stream};
@@ -235,7 +235,7 @@ impl PlannerState {
         &mut self,
         pools: Pools<'_>,
         batch: &[Growth],
-        prefixes: &[i32],
+        prefixes: &[Page],
         padding: Padding,
         stream: Stream,
     ) -> Result<OrShort<Plan>> {
@@ -317,13 +317,13 @@ impl PlannerState {
     fn put(&self, place: usize, growth: Growth, table: &mut ReqToTokenPool) -> Result<()> {
         let Growth { row, start, prefix, .. } = growth;
         if start < prefix {
-            table.put(RequestRow::new(row), widen(start), &self.slots(row, start, prefix)?)?;
+            table.put(row, widen(start), &self.slots(row, start, prefix)?)?;
         }
-        table.put(RequestRow::new(row), widen(prefix), self.small_fields.new_slots(place))
+        table.put(row, widen(prefix), self.small_fields.new_slots(place))
     }
 
     /// Slots of positions of a request.
-    fn slots(&self, row: u32, from: u32, to: u32) -> Result<Vec<i32>> {
+    fn slots(&self, row: RequestRow, from: u32, to: u32) -> Result<Vec<i32>> {
         let mut slots = reserve(widen(to - from))?;
         self.requests.slots(row, from, to, &mut slots);
         Ok(slots)
@@ -346,15 +346,15 @@ impl PlannerState {
     }
 
     /// The number of entries of line `place` of the block table that hold pages of the request.
-    fn valid_entries(&self, place: usize, row: u32, table: &ReqToTokenPool) -> usize {
-        self.block_table.valid(place, row, table.rows().turn(RequestRow::new(row)))
+    fn valid_entries(&self, place: usize, row: RequestRow, table: &ReqToTokenPool) -> usize {
+        self.block_table.valid(place, row, table.rows().turn(row))
     }
 
     /// Records that the pages of a batch were written to the block table.
     fn note_block_table(&mut self, batch: &[Growth], padded: usize, table: &ReqToTokenPool) {
         for (place, &Growth { row, .. }) in batch.iter().enumerate() {
             let count = self.requests.pages(row).len();
-            self.block_table.note_request(place, row, table.rows().turn(RequestRow::new(row)), count);
+            self.block_table.note_request(place, row, table.rows().turn(row), count);
         }
         for place in batch.len()..padded {
             self.block_table.note_padding(place, self.small_fields.kv_pages(place));
@@ -408,7 +408,7 @@ impl PlannerState {
     }
 
     /// If a ledger is kept, records the owner of a row as the owner of its new pages, from token `start` on.
-    fn sign(&self, row: u32, start: u32, slots: &mut SlotTensors, table: &ReqToTokenPool) {
+    fn sign(&self, row: RequestRow, start: u32, slots: &mut SlotTensors, table: &ReqToTokenPool) {
         let Some(act) = signed_act(row, slots, table) else { return };
         let first = widen(self.requests.page_size().page(start));
         if let Some(ledger) = slots.slots_mut().book_mut().ledger_mut() {
@@ -421,7 +421,7 @@ impl PlannerState {
     fn give_back(
         &mut self,
         pools: Pools<'_>,
-        cuts: impl Iterator<Item = (u32, u32)>,
+        cuts: impl Iterator<Item = (RequestRow, u32)>,
         fence: Option<FenceId>,
     ) -> Result<(usize, BadFrees)> {
         let Pools { slots, table } = pools;
@@ -471,7 +471,7 @@ impl PlannerState {
         self.sign(dst, 0, slots, table);
         let written = self.write_fork(slots, table, dst, len, copied, stream);
         if written.is_err() {
-            let growth = Growth { row: dst, seq: len, ..Growth::default() };
+            let growth = Growth { row: dst, start: 0, prefix: 0, seq: len, new_pages: 0 };
             self.requests.shrink(&[growth], slots.slots_mut());
         }
         self.changes += 1;
@@ -482,7 +482,7 @@ impl PlannerState {
         &self,
         slots: &mut SlotTensors,
         table: &mut ReqToTokenPool,
-        dst: u32,
+        dst: RequestRow,
         len: u32,
         copied: [std::ops::Range<u32>; 2],
         stream: Stream,
@@ -515,7 +515,9 @@ impl PlannerState {
             reserve(width.map_or(plan.kv_len, |width| plan.padded_batch_size * width))?;
         for place in 0..plan.padded_batch_size {
             if place < plan.batch_size {
-                let pages = self.requests.pages(self.small_fields.req_pool_indices[place].cast_unsigned());
+                let pages = self
+                    .requests
+                    .pages(RequestRow::new(self.small_fields.req_pool_indices[place].cast_unsigned()));
                 // A row that was freed and taken again belongs to another request.
                 self.check_current(plan, pages.len() == self.small_fields.kv_pages(place))?;
                 values.extend_from_slice(pages);
@@ -547,9 +549,9 @@ impl PlannerState {
 }
 
 /// If a ledger is kept, the current act in the name of a request: its row's owner, or the row.
-fn signed_act(row: u32, slots: &SlotTensors, table: &ReqToTokenPool) -> Option<Arc<Act>> {
+fn signed_act(row: RequestRow, slots: &SlotTensors, table: &ReqToTokenPool) -> Option<Arc<Act>> {
     let act = slots.act()?;
-    let holders = table.rows().book().ledger().map_or(Vec::new(), |ledger| ledger.holders(row));
+    let holders = table.rows().book().ledger().map_or(Vec::new(), |ledger| ledger.holders(row.number()));
     let owner = holders.first().and_then(|holder| holder.owner.clone());
     let owner = owner.unwrap_or_else(|| Owner::Text(format!("row {row}")));
     Some(Arc::new(Act { owner: Some(owner), ..Act::clone(&act) }))

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvpool::base::ErrorKind;
+use kvpool::base::{BufferId, ErrorKind};
 use kvpool::index::{Rounding, Ticket};
 use kvpool::memory::{Backend, Host, Keep, Stream};
 use kvpool::pool::{Buffer, BufferConfig, BufferPool};
@@ -11,7 +11,7 @@ use super::{Source, agree};
 
 /// A buffer in use.
 struct Live {
-    ticket: Ticket,
+    ticket: Ticket<BufferId>,
     address: usize,
     capacity: usize,
     lane: Stream,
@@ -33,7 +33,7 @@ struct Model {
     live: Vec<Live>,
     /// The last one freed is at the end.
     free: Vec<Free>,
-    stale: Vec<Ticket>,
+    stale: Vec<Ticket<BufferId>>,
     stale_uses: usize,
     marks: u8,
     high_water_bytes: usize,

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvpool::base::{DType, Dims};
+use kvpool::base::{ChunkId, DType, Dims, Id};
 use kvpool::index::Ticket;
 use kvpool::kernels::Direction;
 use kvpool::memory::{Backend, Host, Region, Stream};
@@ -16,7 +16,7 @@ const STREAM: Stream = Stream::DEFAULT;
 
 struct Model {
     /// Every chunk ever taken, with its references.
-    given: Vec<(Ticket, u32)>,
+    given: Vec<(Ticket<ChunkId>, u32)>,
     /// Free chunks, the next one at the end.
     free: Vec<usize>,
     /// By chunk.
@@ -85,7 +85,7 @@ fn take(source: &mut Source<'_>, pool: &ChunkPool, model: &mut Model) {
     match (attempt.expect("host memory"), expected) {
         (Attempt::Taken(tickets), Some(mut expected)) => {
             expected.reverse();
-            assert!(tickets.iter().map(|ticket| size(ticket.index())).eq(expected));
+            assert!(tickets.iter().map(|ticket| size(ticket.index().number())).eq(expected));
             model.given.extend(tickets.into_iter().map(|ticket| (ticket, 1)));
             while model.given.len() > KEPT
                 && let Some(old) = model.given.iter().position(|(_, references)| *references == 0)
@@ -108,7 +108,7 @@ fn give_up(source: &mut Source<'_>, pool: &ChunkPool, model: &mut Model, at: usi
     if is_right {
         *references -= 1;
         if *references == 0 {
-            model.free.push(size(ticket.index()));
+            model.free.push(size(ticket.index().number()));
         }
     }
 }
@@ -144,7 +144,7 @@ fn copy(source: &mut Source<'_>, pool: &ChunkPool, model: &mut Model, at: usize)
     agree(pool.copy(ticket, &tensor, direction, STREAM), is_right);
     let mut expected = filled;
     if is_right {
-        let chunk = &mut model.bytes[size(ticket.index())];
+        let chunk = &mut model.bytes[size(ticket.index().number())];
         for position in 0..rows * columns {
             let lying = (position / columns * strides[0] + position % columns * strides[1]) * element;
             let packed = position * element;
@@ -175,7 +175,7 @@ fn check(pool: &ChunkPool, model: &Model) {
         assert_eq!(pool.references(ticket), references);
         let view = agree(pool.tensor(ticket, None), references > 0);
         if let Some(view) = view {
-            assert_eq!(bytes_of(&view), model.bytes[size(ticket.index())]);
+            assert_eq!(bytes_of(&view), model.bytes[size(ticket.index().number())]);
         }
     }
     if let Some(&(ticket, _)) = model.given.iter().find(|(_, references)| *references > 0) {

@@ -1,6 +1,7 @@
 //! Reference counts, with indices that are withheld at first.
 
-use kvpool::index::{RefCounts, Ticket};
+use kvpool::base::{ChunkId, Id};
+use kvpool::index::{RefCounts, Returning, Ticket};
 
 use super::{Source, size};
 
@@ -11,13 +12,13 @@ struct Model {
     capacity: u32,
     /// Indices from here on are withheld.
     offered: u32,
-    given: Vec<(Ticket, u32)>,
+    given: Vec<(Ticket<ChunkId>, u32)>,
     /// Freed indices, the last one freed at the end.
     free: Vec<u32>,
     /// Offered and never taken, lowest first.
     fresh: Vec<u32>,
     /// Indices whose last reference is gone.
-    returning: Vec<u32>,
+    returning: Vec<Returning<ChunkId>>,
     high_water: usize,
 }
 
@@ -33,7 +34,7 @@ pub(super) fn run(source: &mut Source<'_>) {
     }
 }
 
-fn step(source: &mut Source<'_>, counts: &mut RefCounts, model: &mut Model) {
+fn step(source: &mut Source<'_>, counts: &mut RefCounts<ChunkId>, model: &mut Model) {
     let at = source.below(model.given.len().max(1));
     match source.below(16) {
         0 if model.capacity < 40 => {
@@ -53,7 +54,7 @@ fn step(source: &mut Source<'_>, counts: &mut RefCounts, model: &mut Model) {
                 None if !model.fresh.is_empty() => Some(model.fresh.remove(0)),
                 last => last,
             };
-            assert_eq!(taken.map(Ticket::index), expected);
+            assert_eq!(taken.map(|ticket| ticket.index().number()), expected);
             model.given.extend(taken.map(|ticket| (ticket, 1)));
             model.high_water = model.high_water.max(in_use(model));
             if model.given.len() > KEPT {
@@ -68,16 +69,16 @@ fn step(source: &mut Source<'_>, counts: &mut RefCounts, model: &mut Model) {
         }
         10..=13 if !model.given.is_empty() => {
             let (ticket, references) = &mut model.given[at];
-            assert_eq!(counts.release(*ticket).ok(), (*references > 0).then_some(*references == 1));
-            if *references == 1 {
-                model.returning.push(ticket.index());
-            }
+            let answer = counts.release(*ticket);
+            let is_last = answer.as_ref().map(Option::is_some).ok();
+            assert_eq!(is_last, (*references > 0).then_some(*references == 1));
+            model.returning.extend(answer.ok().flatten());
             *references = references.saturating_sub(1);
         }
         _ if !model.returning.is_empty() => {
-            let index = model.returning.swap_remove(source.below(model.returning.len()));
-            counts.put_back(index);
-            model.free.push(index);
+            let returning = model.returning.swap_remove(source.below(model.returning.len()));
+            model.free.push(returning.index().number());
+            counts.put_back(returning);
         }
         _ => counts.note_dropped(),
     }
@@ -88,7 +89,7 @@ fn in_use(model: &Model) -> usize {
     model.given.iter().filter(|(_, references)| *references > 0).count() + model.returning.len()
 }
 
-fn check(counts: &RefCounts, model: &Model) {
+fn check(counts: &RefCounts<ChunkId>, model: &Model) {
     assert_eq!(counts.fault(), None);
     assert_eq!(counts.capacity(), size(model.capacity));
     assert_eq!(counts.in_use(), in_use(model));
@@ -102,8 +103,10 @@ fn check(counts: &RefCounts, model: &Model) {
         }
     }
     for index in -1..=i64::from(model.capacity) {
-        let references =
-            model.given.iter().find(|(ticket, left)| *left > 0 && i64::from(ticket.index()) == index);
+        let references = model
+            .given
+            .iter()
+            .find(|(ticket, left)| *left > 0 && i64::from(ticket.index().number()) == index);
         assert_eq!(
             counts.reason(index).is_none(),
             references.is_some_and(|(_, references)| *references == 1)

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvpool::base::DType;
+use kvpool::base::{DType, Id};
 use kvpool::memory::{Backend, Host, Stream};
 use kvpool::pool::{PageConfig, PagePool};
 
@@ -65,7 +65,7 @@ fn step(source: &mut Source<'_>, pool: &mut PagePool, model: &mut Model) {
                 grow(pool, model, pool.config().grow);
             }
             let expected = model.free.pop();
-            assert_eq!(taken.map(size::<u32>), expected);
+            assert_eq!(taken.map(|page| size(page.number())), expected);
             if let Some(page) = expected {
                 model.pages[page].0 = true;
             }

@@ -1,7 +1,7 @@
 //! Planning a step on a GPU.
 
 use crate::base::bounded::int32;
-use crate::base::{Id, IndexVec, RequestRow, Result, reserve, widen};
+use crate::base::{Id, IndexVec, Result, reserve, widen};
 use crate::index::{Growth, PageSize};
 use crate::kernels::{Executor, Indices, PlanBatch, PlanFields, PlanRequest};
 use crate::memory::Stream;
@@ -25,7 +25,7 @@ impl PlannerState {
         let mut requests = reserve(padded)?;
         let mut pages: Vec<i32> = reserve(sent)?;
         for place in 0..padded {
-            let mut growth = batch.get(place).copied().unwrap_or(Growth::default());
+            let mut growth = batch.get(place).copied().unwrap_or(Growth::padding(0));
             let Growth { row, start, prefix, .. } = growth;
             if sent > self.most_pages && start < prefix {
                 // Too many cached slots for one launch.
@@ -35,7 +35,7 @@ impl PlannerState {
             }
             let is_padding = place >= batch.len();
             requests.push(PlanRequest {
-                row: row.cast_signed(),
+                row: row.number().cast_signed(),
                 start: growth.start.cast_signed(),
                 prefix: prefix.cast_signed(),
                 seq: self.small_fields.seq_lens[place],
@@ -66,7 +66,7 @@ impl PlannerState {
         for (place, growth) in batch.iter().enumerate() {
             match &outcome {
                 Ok(()) => self.put(place, *growth, table)?,
-                Err(_) => table.note_failed_write(RequestRow::new(growth.row), widen(growth.seq)),
+                Err(_) => table.note_failed_write(growth.row, widen(growth.seq)),
             }
         }
         self.note_block_table(batch, padded, table);
