@@ -68,7 +68,7 @@ def get_num_threads() -> int:
 def set_num_threads(threads: SupportsIndex) -> None:
     """Sets the maximum number of threads of one large copy on the CPU.
 
-    Copies below 4 MiB always use one thread.
+    Copies below 2 MiB always use one thread.
 
     Args:
         threads: At least 1, or 0 for one per CPU, at most 16.

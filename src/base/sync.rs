@@ -5,7 +5,7 @@
 pub(crate) use loom::{
     sync::{
         Condvar, Mutex, MutexGuard,
-        atomic::{AtomicBool, AtomicUsize},
+        atomic::{AtomicBool, AtomicPtr, AtomicUsize},
     },
     thread,
 };
@@ -13,7 +13,7 @@ pub(crate) use loom::{
 pub(crate) use std::{
     sync::{
         Condvar, Mutex, MutexGuard,
-        atomic::{AtomicBool, AtomicUsize},
+        atomic::{AtomicBool, AtomicPtr, AtomicUsize},
     },
     thread,
 };

@@ -9,6 +9,7 @@
 //! any strides to and from contiguous memory. Nothing here decides which indices are in use.
 
 mod convert;
+mod copy_threads;
 mod executor;
 mod indices;
 mod launch;
@@ -19,6 +20,7 @@ mod store;
 mod table;
 mod threads;
 
+pub use copy_threads::CopyThreads;
 pub use executor::{Executor, HostExecutor};
 pub use indices::{IndexSpace, Indices, Numbers, expect_ints, read_indices};
 pub use launch::{Fetch, Fetcher, Launcher, PlanBatch, PlanFields, PlanRequest, read_now};

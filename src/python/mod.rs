@@ -79,7 +79,7 @@ fn get_num_threads() -> usize {
 
 /// Sets the maximum number of threads of one large copy on the CPU.
 ///
-/// Copies below 4 MiB always use one thread.
+/// Copies below 2 MiB always use one thread.
 ///
 /// Args:
 ///     threads: At least 1, or 0 for one per CPU, at most 16.

@@ -9,10 +9,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvpool::base::{DType, ErrorKind};
-use kvpool::kernels::{Direction, set_num_threads};
+use kvpool::kernels::{CopyThreads, Direction, set_num_threads};
 use kvpool::memory::{Backend, Host, Limit, MappedHost, PAGE, PageLocking, Region, Report, Stream};
 use kvpool::pool::{Attempt, ChunkConfig, ChunkPool};
 use kvpool::tensor::TensorView;
+use loom::cell::UnsafeCell;
 use loom::model::Builder;
 use loom::thread;
 
@@ -135,5 +136,29 @@ fn freed_chunk_returns_after_its_copy() {
         let answer = copier.join().unwrap();
         assert!(answer.map_or_else(|error| error.kind() == ErrorKind::StaleBuffer, |event| event.is_none()));
         assert_eq!(pool.references(again[0]), 1);
+    });
+}
+
+/// What each part writes, without a lock: loom reports a race.
+struct Parts([UnsafeCell<usize>; 3]);
+
+// SAFETY: loom checks every access.
+unsafe impl Sync for Parts {}
+
+#[test]
+fn each_part_of_a_copy_is_done_once() {
+    try_all(Some(2), || {
+        let mut threads = CopyThreads::new();
+        // The second work lies where the first one lay.
+        for _ in 0..2 {
+            let done = Parts([0; 3].map(UnsafeCell::new));
+            let done = &done;
+            // SAFETY: loom checks every access.
+            threads.run(3, &|part, _| done.0[part].with_mut(|count| unsafe { *count += 1 }));
+            for count in &done.0 {
+                // SAFETY: loom checks every access.
+                assert_eq!(count.with(|count| unsafe { *count }), 1);
+            }
+        }
     });
 }

@@ -1,12 +1,13 @@
 //! Pools shared by several threads, for as long as a sanitizer should watch.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use kvpool::base::{DType, IndexVec};
-use kvpool::kernels::{Direction, Indices, set_num_threads};
+use kvpool::kernels::{CopyThreads, Direction, Indices, set_num_threads};
 use kvpool::memory::{Backend, Host, Stream};
 use kvpool::pool::{
     AllocatorConfig, Attempt, ChunkConfig, ChunkPool, GdnConfig, GdnPool, Grant, KvConfig, KvPool, Scales,
@@ -153,6 +154,47 @@ fn rows_are_stored_moved_and_gathered_at_once() {
         }
     });
     assert_eq!(states.tracks().rows().available(), 4);
+}
+
+#[test]
+fn each_part_of_a_copy_is_done_once() {
+    let mut threads = CopyThreads::new();
+    let end = Instant::now() + time();
+    for round in 0.. {
+        let parts = 1 + round % THREADS;
+        let done: [AtomicUsize; THREADS] = Default::default();
+        threads.run(parts, &|part, of| {
+            assert_eq!(of, parts);
+            done[part].fetch_add(1, Relaxed);
+        });
+        assert_eq!(done.iter().map(|count| count.load(Relaxed)).sum::<usize>(), parts);
+        assert!(done[..parts].iter().all(|count| count.load(Relaxed) == 1));
+        if round % 64 == 0 {
+            // The next part finds the threads asleep.
+            thread::sleep(Duration::from_millis(1));
+        }
+        if Instant::now() > end {
+            break;
+        }
+    }
+}
+
+#[test]
+fn a_part_that_panics_ends_its_call_only() {
+    let mut threads = CopyThreads::new();
+    for panicking in 0..3 {
+        let begun = AtomicUsize::new(0);
+        let mut run = |panicking| {
+            threads.run(3, &|part, _| {
+                begun.fetch_add(1, Relaxed);
+                assert_ne!(Some(part), panicking);
+            });
+        };
+        assert!(catch_unwind(AssertUnwindSafe(|| run(Some(panicking)))).is_err());
+        let before = begun.load(Relaxed);
+        run(None);
+        assert_eq!(begun.load(Relaxed), before + 3);
+    }
 }
 
 /// A race that a race detector must report; otherwise its silence proves nothing.

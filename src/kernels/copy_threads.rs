@@ -1,0 +1,183 @@
+//! Standing threads that take part in large copies.
+//!
+//! Starting a thread costs as much as copying some 200 KB. Waking one that sleeps costs less, and reaching one
+//! that still looks for work costs nothing. A copy allocates no memory.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::ptr;
+use std::sync::Arc;
+use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
+
+use crate::base::sync::{AtomicBool, AtomicPtr, thread};
+
+/// How often a thread looks for work, or for the end of another thread's part, before it sleeps: some tens of
+/// microseconds, so that a series of copies finds it awake. None under `loom`, which explores every
+/// interleaving.
+const LOOKS: usize = if cfg!(loom) { 0 } else { 1 << 10 };
+
+/// Work in parts, on the stack of its caller until the last part is done.
+struct Work<'a> {
+    part: &'a (dyn Fn(usize, usize) + Sync),
+    parts: usize,
+    caller: thread::Thread,
+    has_panicked: AtomicBool,
+}
+
+/// The place where a caller offers a part to one thread.
+///
+/// It is empty, [`TAKEN`], [`CLOSED`], or holds an offer. The caller fills an empty place; then either the
+/// thread takes the offer and empties the place when the part is done, or the caller withdraws it.
+#[derive(Debug, Default)]
+struct Place(AtomicPtr<Work<'static>>);
+
+/// The thread is at work.
+const TAKEN: *mut Work<'static> = ptr::without_provenance_mut(1);
+
+/// The thread is to end.
+const CLOSED: *mut Work<'static> = ptr::without_provenance_mut(2);
+
+impl Place {
+    /// Offers a part of `work`, which must not move or end until the place is empty again.
+    fn offer(&self, work: &Work<'_>) {
+        self.0.store(ptr::from_ref(work).cast_mut().cast(), Release);
+    }
+
+    /// Takes an offer back, unless the thread was faster. Returns whether there was one.
+    fn withdraw(&self) -> bool {
+        let offer = self.0.load(Relaxed);
+        !offer.is_null()
+            && offer != TAKEN
+            && self.0.compare_exchange(offer, ptr::null_mut(), Relaxed, Relaxed).is_ok()
+    }
+
+    fn is_empty(&self) -> bool {
+        self.0.load(Acquire).is_null()
+    }
+
+    /// Does the parts that are offered here, each as number `part` of its work, until the place is closed.
+    fn serve(&self, part: usize) {
+        let mut looks_left = LOOKS;
+        loop {
+            let offer = self.0.load(Relaxed);
+            if offer == CLOSED {
+                return;
+            }
+            if offer.is_null() || self.0.compare_exchange(offer, TAKEN, Acquire, Relaxed).is_err() {
+                pause(&mut looks_left);
+                continue;
+            }
+            // SAFETY: the offer was still there when it was taken, so its caller waits for the place to be
+            // empty before it lets go of the work.
+            let work = unsafe { &*offer };
+            let caller = work.caller.clone();
+            if catch_unwind(AssertUnwindSafe(|| (work.part)(part, work.parts))).is_err() {
+                work.has_panicked.store(true, Relaxed);
+            }
+            self.0.store(ptr::null_mut(), Release);
+            caller.unpark();
+            looks_left = LOOKS;
+        }
+    }
+}
+
+/// Waits a moment or, when no looks are left, until another thread wakes this one.
+fn pause(looks_left: &mut usize) {
+    if *looks_left > 0 {
+        *looks_left -= 1;
+        std::hint::spin_loop();
+    } else {
+        thread::park();
+    }
+}
+
+#[derive(Debug)]
+struct CopyThread {
+    place: Arc<Place>,
+    thread: thread::Thread,
+}
+
+impl Drop for CopyThread {
+    fn drop(&mut self) {
+        self.place.0.store(CLOSED, Release);
+        self.thread.unpark();
+    }
+}
+
+/// The parts of a call that are offered to threads. Dropping them waits for those that were taken.
+struct Offers<'a>(&'a [CopyThread]);
+
+impl Drop for Offers<'_> {
+    fn drop(&mut self) {
+        for thread in self.0 {
+            thread.place.withdraw();
+            let mut looks_left = LOOKS;
+            while !thread.place.is_empty() {
+                pause(&mut looks_left);
+            }
+        }
+    }
+}
+
+/// Threads that take part in the work of one caller at a time. They start when they are first needed, and
+/// sleep in between.
+///
+/// ```
+/// use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+/// let done = AtomicUsize::new(0);
+/// kvpool::kernels::CopyThreads::new().run(3, &|part, _| drop(done.fetch_add(1 << part, Relaxed)));
+/// assert_eq!(done.into_inner(), 0b111);
+/// ```
+#[derive(Debug, Default)]
+pub struct CopyThreads(Vec<CopyThread>);
+
+impl CopyThreads {
+    /// None yet.
+    #[must_use]
+    pub const fn new() -> Self {
+        Self(Vec::new())
+    }
+
+    /// Calls `part(number, parts)` for every part, and returns when all are done. Each thread always gets the
+    /// same number: what it copies again is in its caches.
+    ///
+    /// The caller does the first part, and then those that no thread has begun yet, so a copy never waits for
+    /// a thread that gets no processor.
+    ///
+    /// # Panics
+    /// When a part does, after all parts that were begun have ended.
+    pub fn run(&mut self, parts: usize, part: &(dyn Fn(usize, usize) + Sync)) {
+        self.start(parts.saturating_sub(1));
+        let work = Work { part, parts, caller: thread::current(), has_panicked: AtomicBool::new(false) };
+        let offers = Offers(&self.0[..self.0.len().min(parts.saturating_sub(1))]);
+        for thread in offers.0 {
+            thread.place.offer(&work);
+            thread.thread.unpark();
+        }
+        part(0, parts);
+        for number in (1..parts).rev() {
+            if offers.0.get(number - 1).is_none_or(|thread| thread.place.withdraw()) {
+                part(number, parts);
+            }
+        }
+        drop(offers);
+        assert!(!work.has_panicked.load(Relaxed), "a part of the work panicked on its thread");
+    }
+
+    /// Starts threads until there are `count`, or the system has no more.
+    fn start(&mut self, count: usize) {
+        while self.0.len() < count {
+            let (place, number) = (Arc::<Place>::default(), self.0.len() + 1);
+            let theirs = Arc::clone(&place);
+            let name = format!("kvpool-copy-{number}");
+            let Ok(thread) = thread::Builder::new().name(name).spawn(move || theirs.serve(number)) else {
+                return;
+            };
+            self.0.push(CopyThread { place, thread: thread.thread().clone() });
+        }
+    }
+
+    /// Forgets the threads, which the child of a fork does not have.
+    pub(super) fn forget(&mut self) {
+        std::mem::forget(std::mem::take(&mut self.0));
+    }
+}
