@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
 import torch
@@ -34,10 +35,30 @@ cuda_only = pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest
 """For a test of a suite that runs on every device, and has to do with GPUs alone."""
 
 
+@dataclass
+class Fence:
+    """Work in flight: passed as soon as a test sets `done`."""
+
+    done: bool = False
+    queries: int = 0
+
+    def query(self) -> bool:
+        self.queries += 1
+        return self.done
+
+
 def some(value: T | None) -> T:
     """What must not be None."""
     assert value is not None
     return value
+
+
+def outcome(call: Callable[[], Any]) -> Any:  # noqa: ANN401
+    """What a call answers, or the class of what it raises."""
+    try:
+        return call()
+    except Exception as error:  # noqa: BLE001 - the caller looks at it
+        return type(error)
 
 
 def together(work: Callable[[int], None]) -> None:

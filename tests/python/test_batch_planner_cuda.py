@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 import devices
 import pytest
 import torch
-from common import on_stream, some
-from models import Fence
-from planner_model import TENSORS, Pair, compare_plans
+from common import Fence, on_stream, some
+from planner_pair import TENSORS, Pair, compare_plans
 
 import kvpool
 from kvpool import (
@@ -67,7 +66,7 @@ class Scene:
         self.pair.truncate([self.two], [size])
         self.pair.decode([self.three], [3])
         self.new, self.other = self.pair.rows(2)
-        planner, model = self.pair.planner, self.pair.model
+        planner = self.pair.planner
         one, two, new, other = self.one, self.two, self.new, self.other
         # The real call, and what it does to the requests: row, tokens before, tokens after.
         self.steps: dict[str, tuple[Callable[[], Any], list[tuple[int, int, int]], int]] = {
@@ -99,32 +98,21 @@ class Scene:
                 3,
             ),
         }
-        self.model = model
 
     def books(self) -> dict[str, Any]:
         """What must not change when a call fails: owners, lengths, and the table as far as it is used."""
-        allocator, model = self.pair.allocator, self.pair.model
-        stats = allocator.stats()
-        table = self.pair.table.req_to_token.tolist()
-        lens = {row: self.pair.planner.seq_len(row) for row in model.table.live}
-        planned = self.pair.planner.stats()
-        allocator.verify()
-        return {
-            "slots": sorted(allocator.free_slots.tolist() + allocator.release_slots.tolist()),
-            "stats": [stats[name] for name in ("available", "in_use", "shared", "fenced", "dropped_frees")],
-            "lens": lens,
-            "rows": {row: table[row][:length] for row, length in lens.items()},
-            "tokens": (planned["requests"], planned["tokens"]),
-            "free_rows": self.pair.table.available_size(),
-        }
+        books = self.pair.books()
+        books["slots"] = sorted(books.pop("free") + books.pop("released"))
+        books["table"] = {row: books["table"][row][:length] for row, length in books["lens"].items()}
+        del books["plans"], books["high_water"]
+        return books
 
     def check(self, plan: Any, real: list[tuple[int, int, int]], tokens: int) -> None:  # noqa: ANN401
         """The plan is what follows from the table, in which no page is twice."""
-        self.model.table.table = self.pair.table.req_to_token.tolist()
-        expected = self.model.describe(real, [(0, 0, tokens)] * (4 if tokens else 0))
-        compare_plans(plan, expected, self.pair.width, "cuda")
+        compare_plans(plan, self.pair.describe(real, 4 if tokens else 0, tokens), "cuda")
         assert [self.pair.planner.seq_len(row) for row, _, _ in real] == [seq for _, _, seq in real]
-        slots = [slot for row, _, seq in real for slot in self.model.table.table[row][:seq]]
+        table = self.pair.table.req_to_token.tolist()
+        slots = [slot for row, _, seq in real for slot in table[row][:seq]]
         assert len(set(slots)) == len(slots)
         assert self.pair.allocator.is_allocated(slots).all()
 
@@ -196,7 +184,7 @@ def test_a_decode_step_of_64_requests_is_four_driver_calls(driver: Driver) -> No
     assert {name: driver.calls(name) for name in names} == names
     assert driver.calls("launch:kvpool_plan_listed") == 1
     assert driver.calls() == sum(names.values())
-    compare_plans(plan, some(pair.model.decode(rows, [length + 1 for length in lens])), pair.width, "cuda")
+    compare_plans(plan, pair.describe([(row, n, n + 1) for row, n in zip(rows, lens, strict=True)]), "cuda")
 
 
 @pytest.mark.parametrize("requests", [1, 98, 99, 100, 256])
@@ -209,8 +197,8 @@ def test_a_large_step_is_copied_and_the_same(driver: Driver, requests: int) -> N
         plan = some(pair.planner.decode(rows, lens, tokens))
         # Nine numbers and a page for each token of a request, in what parameters leave of 4 KiB.
         one_launch(driver, copies=int(requests * (9 + tokens) > (4096 - 136) // 4))
-        expected = some(pair.model.decode(rows, lens, tokens))
-        compare_plans(plan, expected, pair.width, "cuda")
+        real = [(row, n - tokens, n) for row, n in zip(rows, lens, strict=True)]
+        compare_plans(plan, pair.describe(real), "cuda")
 
 
 def test_a_large_step_within_a_capture_is_refused_as_a_small_one(driver: Driver) -> None:
@@ -253,16 +241,8 @@ def test_a_batch_of_long_cached_prefixes_is_one_copy_and_one_launch(driver: Driv
     driver.reset_calls()
     plan = some(pair.planner.extend(rows, [290] * 8, [291] * 8, [cached] * 8))
     one_launch(driver, copies=1)
-    compare_plans(plan, some(pair.model.extend(rows, [290] * 8, [291] * 8, [cached] * 8)), pair.width, "cuda")
-
-
-def test_many_cached_tokens_are_written_whole() -> None:
-    pair = Pair(4096, 1, max_context_len=300, max_tokens=16)
-    cached = pair.slots(290).tolist()
-    rows = pair.rows(8)
-    pair.extend(rows, [290] * 8, [291] * 8, [cached] * 8)
-    pair.free(pair.row_of(rows[0], 291)[290:])
-    pair.decode(rows[1:], [292] * 7)
+    compare_plans(plan, pair.describe([(row, 290, 291) for row in rows]), "cuda")
+    assert all(pair.row_of(row, 290) == cached for row in rows)
 
 
 def test_slices_of_the_table_are_freed_without_asking_the_device(driver: Driver) -> None:
