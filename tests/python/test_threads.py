@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from common import THREADS, together
+from common import MIB, THREADS, some, together, turns_of_others
 from shared_pools import Pools, Sizes
 from users import users_of
 
@@ -70,35 +70,20 @@ def test_one_allocator(page_size: int, need_sort: bool) -> None:
     assert (stats["in_use"], stats["dropped_frees"]) == (0, 0)
 
 
-def test_long_copies_let_other_threads_run() -> None:
+def test_long_stores_let_other_threads_run() -> None:
     tokens = 60_000
     pool = kvpool.KVPool(tokens, 1, 8, 32, "cpu", torch.float8_e4m3fn)
     indices, k = torch.arange(1, tokens + 1), torch.ones(tokens, 8, 32)
-    threads, interval = kvpool.get_num_threads(), sys.getswitchinterval()
-    running, done = threading.Event(), threading.Event()
-    turns = 0
-
-    def copy() -> None:
-        running.set()
-        pool.set_kv_buffer(0, indices, k, k)
-        done.set()
-
-    thread = threading.Thread(target=copy)
-    try:
-        kvpool.set_num_threads(1)
-        # Python itself takes the GIL away from nobody now: only who gives it up lets others run.
-        sys.setswitchinterval(1000)
-        thread.start()
-        running.wait()
-        while not done.is_set():
-            turns += 1
-            time.sleep(0)
-        thread.join()
-    finally:
-        sys.setswitchinterval(interval)
-        kvpool.set_num_threads(threads)
-    assert turns > 0
+    assert turns_of_others(lambda: pool.set_kv_buffer(0, indices, k, k)) > 0
     assert pool.k_buffer[0].view(torch.uint8).eq(0x38).sum() == tokens * 256
+
+
+def test_long_copies_let_other_threads_run() -> None:
+    size = 64 * MIB
+    chunk = some(kvpool.ChunkPool(1, size, torch.uint8).allocate())
+    source = torch.ones(size, 1, dtype=torch.uint8)
+    assert turns_of_others(lambda: chunk.copy_from(source)) > 0
+    assert chunk.tensor().eq(1).all()
 
 
 # Every pool at once, and each thread knows what it has
