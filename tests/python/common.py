@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import sys
 import threading
 import time
@@ -138,25 +139,38 @@ def assert_refused_after_fork(calls: Iterable[Callable[[], object]], is_wrong: C
     assert os.waitstatus_to_exitcode(status) == 0
 
 
+FAILED_CALL = r"cu[A-Z]\w+ failed with (CUDA_ERROR_\w+|a code that the driver has no name for) \(\d+\)"
+
+
 def each_failure(
-    driver: Driver, work: Callable[[], object], made: list[Any], *, in_turn: bool = False
+    driver: Driver,
+    work: Callable[[], object],
+    made: list[Any],
+    *,
+    codes: tuple[int, ...] = (LAUNCH_FAILED, OUT_OF_MEMORY),
+    in_turn: bool = False,
 ) -> Iterator[BaseException | None]:
     """Does `work` with a failure at each driver call, which is told; what it `made` loses no memory."""
+
+    def out() -> tuple[int, int]:
+        # PyTorch keeps what it once had.
+        return driver.device_bytes() - torch.cuda.memory_reserved(), driver.locked_bytes()
 
     def memory(expected: tuple[int, int] | None = None) -> tuple[int, int]:
         made.clear()
         driver.run()
-        if (driver.device_bytes(), driver.locked_bytes()) != expected:
+        if out() != expected:
             # Something is in a cycle.
             gc.collect()
-        return driver.device_bytes(), driver.locked_bytes()
+        return out()
 
     work()
     before = memory()
-    for error in each_call(driver, work, codes=(LAUNCH_FAILED, OUT_OF_MEMORY), in_turn=in_turn):
+    for error in each_call(driver, work, codes=codes, in_turn=in_turn):
         if error is not None:
             assert isinstance(error, (DriverError, OutOfMemoryError)), repr(error)
-            assert isinstance(error, OutOfMemoryError) or "failed with CUDA_ERROR" in str(error)
+            words = r"\d+ bytes" if isinstance(error, OutOfMemoryError) else FAILED_CALL
+            assert re.search(words, str(error)), repr(error)
         yield error
         found = memory(before)
         # A call that gives memory back tells nobody of its failure; what it had is lost.

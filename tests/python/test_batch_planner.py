@@ -7,14 +7,13 @@ import logging
 import random
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import devices
 import numpy as np
 import pytest
 import torch
-from common import Fence, some
+from common import Fence, assert_steady, needs_statm, some
 from planner_pair import NUMBERS, TENSORS, Pair
 
 from kvpool import (
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
     from conftest import RunSnippet
 
 PAGE_SIZES = [1, 16, 64]
-STATM = Path("/proc/self/statm")
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -921,7 +919,7 @@ def test_given_arguments_are_let_go() -> None:
 
 
 @devices.cpu_only
-@pytest.mark.skipif(not STATM.exists(), reason="needs /proc to see how much memory is in use")
+@needs_statm
 def test_memory_does_not_grow() -> None:
     table, allocator = ReqToTokenPool(8, 4096, "cpu"), TokenToKVPoolAllocator(1 << 14, "cpu", 4)
     planner = BatchPlanner(table, allocator, 4, 4096)
@@ -935,17 +933,8 @@ def test_memory_does_not_grow() -> None:
         planner.truncate([two], [2996])
         planner.finish([one, two])
 
-    def resident_bytes() -> int:
-        gc.collect()
-        return int(STATM.read_text(encoding="ascii").split()[1]) * 4096
-
-    for _ in range(50):
-        day()
-    before = resident_bytes()
-    for _ in range(500):
-        day()
     # The slots of one request, lost each day, would be 6 MiB.
-    assert resident_bytes() - before < 4 << 20
+    assert_steady(day, 4 << 20)
 
 
 # What callers can do from inside

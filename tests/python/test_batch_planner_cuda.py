@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import gc
-import os
 from typing import TYPE_CHECKING, Any
 
 import devices
 import pytest
 import torch
-from common import Fence, on_stream, some
+from common import MEMORY, NEVER, WAITS, Fence, assert_refused_after_fork, needs_fork, on_stream, some
 from planner_pair import TENSORS, Pair, compare_plans
 
 import kvpool
@@ -30,10 +29,6 @@ if TYPE_CHECKING:
     from software import Driver
 
 pytestmark = pytest.mark.cuda
-
-NEVER = 1 << 40
-WAITS = ("cuStreamSynchronize", "cuCtxSynchronize", "cuEventSynchronize")
-MEMORY = ("cuMemAlloc_v2", "cuMemFree_v2", "cuMemHostAlloc", "cuMemFreeHost")
 
 
 @pytest.fixture(autouse=True)
@@ -321,21 +316,6 @@ def test_arguments_that_only_the_device_knows_are_waited_for(driver: Driver) -> 
 # Graphs
 
 
-def test_a_step_within_a_capture_is_refused_and_changes_nothing(driver: Driver) -> None:
-    for step in STEPS:
-        scene = Scene(4)
-        before = scene.books()
-        call, real, tokens = scene.steps[step]
-        stream = driver.stream()
-        with on_stream(stream):
-            driver.begin_capture(stream)
-            with pytest.raises(DriverError, match="captured"):
-                call()
-            driver.end_capture(stream)
-        assert scene.books() == before
-        scene.check(call(), real, tokens)
-
-
 def test_a_captured_kernel_reads_the_plan_of_each_step(driver: Driver) -> None:
     pair = Pair(256, 4)
     kv = KVPool(256, 1, 1, 1, "cuda", torch.float32, page_size=4)
@@ -498,31 +478,17 @@ def test_tensors_of_a_plan_outlive_their_planner_and_then_give_everything_back(d
     assert (driver.device_bytes(), driver.locked_bytes()) == before
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@needs_fork
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_planner_cannot_be_used_after_a_fork() -> None:
     scene = Scene(4)
-    child = os.fork()
-    if child == 0:
-        planner = scene.pair.planner
-        calls: list[Callable[[], object]] = [
-            *(call for call, _, _ in scene.steps.values()),
-            lambda: planner.fork(scene.one, scene.new, 2),
-            lambda: planner.finish([scene.one]),
-        ]
-        wrong = 0
-        for call in calls:
-            try:
-                call()
-            except DriverError as error:
-                wrong += "forked" not in str(error)
-            except BaseException:  # noqa: BLE001 - the child must end here
-                wrong += 1
-            else:
-                wrong += 1
-        os._exit(wrong)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
+    planner = scene.pair.planner
+    calls: list[Callable[[], object]] = [
+        *(call for call, _, _ in scene.steps.values()),
+        lambda: planner.fork(scene.one, scene.new, 2),
+        lambda: planner.finish([scene.one]),
+    ]
+    assert_refused_after_fork(calls, lambda: planner.stats()["requests"] != 3)
     scene.pair.finish([scene.one])
 
 

@@ -37,7 +37,6 @@ from kvpool import (
     ChunkCopy,
     ChunkPool,
     ConfigError,
-    DriverError,
     IndexOwnershipError,
     StaleBufferError,
 )
@@ -1198,46 +1197,6 @@ def test_what_a_failed_copy_has_begun_keeps_its_tensor(driver: Driver) -> None:
         driver.run()
     pool.free(chunk)
     assert some(pool.allocate()).index == 0
-
-
-@cuda_only
-@pytest.mark.parametrize("where", ["cpu", "cuda"])
-def test_a_copy_within_a_capture_does_no_harm(driver: Driver, where: str) -> None:
-    pool = make(2, 12, where=where)
-    chunk = some(pool.allocate())
-    tensor = numbers(12).cuda()
-    driver.run()
-    stream = driver.stream()
-    with on_stream(stream):
-        driver.begin_capture(stream)
-        with pytest.raises(DriverError, match="captured"):
-            chunk.copy_from(tensor)
-        driver.end_capture(stream)
-    assert read(chunk) == [0] * 12
-    chunk.copy_from(tensor).wait()
-    pool.free(chunk)
-    assert indices(take(pool, 2)) == [0, 1]
-    assert counts(pool) == (0, 2, 2, 0)
-
-
-@cuda_only
-def test_captures_of_other_streams_survive(driver: Driver) -> None:
-    pool = make(2, 12, where="cpu")
-    chunks = take(pool, 2)
-    tensors = [numbers(12, start=i).cuda() for i in range(2)]
-    driver.run()
-    stream, other = driver.stream(), driver.stream()
-    copies = [chunk.copy_from(tensor, other) for chunk, tensor in zip(chunks, tensors, strict=True)]
-    driver.begin_capture(stream)
-    copies[0].query()
-    copies[0].wait()
-    pool.free(chunks[1])
-    assert some(pool.allocate()).index == 1
-    made = make(2, 12, where="cpu")
-    assert some(made.allocate()).index == 0
-    del made
-    assert driver.end_capture(stream) >= 1
-    assert same(chunks[0].tensor(), numbers(12))
 
 
 @cuda_only

@@ -9,7 +9,6 @@ import gc
 import itertools
 import logging
 import os
-import random
 import sys
 import threading
 import time
@@ -31,43 +30,6 @@ if TYPE_CHECKING:
 
 SOAK_S = float(os.environ.get("KVPOOL_SOAK_S", "0"))
 LAYOUTS = tuple(itertools.product((1, 16), (False, True)))
-
-
-@pytest.mark.parametrize("need_sort", [True, False])
-@pytest.mark.parametrize("page_size", [1, 16])
-def test_one_allocator(page_size: int, need_sort: bool) -> None:
-    allocator = kvpool.TokenToKVPoolAllocator(2048, "cpu", page_size, need_sort, strict=True)
-    owner: dict[int, int] = {}
-    lock = threading.Lock()
-
-    def work(number: int) -> None:
-        choose = random.Random(number)  # noqa: S311
-        held: list[torch.Tensor] = []
-        for _ in range(300):
-            slots = allocator.alloc(choose.randrange(1, 120), contiguous=choose.random() < 0.2)
-            if slots is not None:
-                pages = {slot // page_size for slot in slots.tolist()}
-                with lock:
-                    assert not pages & owner.keys()
-                    owner.update(dict.fromkeys(pages, number))
-                held.append(slots)
-            if held and (slots is None or choose.random() < 0.5):
-                given = held.pop(choose.randrange(len(held)))
-                with lock:
-                    for page in {slot // page_size for slot in given.tolist()}:
-                        assert owner.pop(page) == number
-                allocator.free(given)
-        for given in held:
-            with lock:
-                for page in {slot // page_size for slot in given.tolist()}:
-                    assert owner.pop(page) == number
-            allocator.free(given)
-
-    together(work)
-    allocator.verify()
-    stats = allocator.stats()
-    assert allocator.available_size() == 2048
-    assert (stats["in_use"], stats["dropped_frees"]) == (0, 0)
 
 
 def test_long_stores_let_other_threads_run() -> None:

@@ -73,9 +73,6 @@ def assert_consistent(allocator: TokenToKVPoolAllocator) -> None:
     allocator.verify()
 
 
-# Construction
-
-
 # alloc
 
 
