@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import gc
-import os
 from typing import TYPE_CHECKING, Any
 
 import devices
 import pytest
 import torch
-from common import on_stream, some
-from models import Fence
-from planner_model import TENSORS, Pair, compare_plans
+from common import MEMORY, NEVER, WAITS, Fence, assert_refused_after_fork, needs_fork, on_stream, some
+from planner_pair import TENSORS, Pair, compare_plans
 
 import kvpool
 from kvpool import (
@@ -31,10 +29,6 @@ if TYPE_CHECKING:
     from software import Driver
 
 pytestmark = pytest.mark.cuda
-
-NEVER = 1 << 40
-WAITS = ("cuStreamSynchronize", "cuCtxSynchronize", "cuEventSynchronize")
-MEMORY = ("cuMemAlloc_v2", "cuMemFree_v2", "cuMemHostAlloc", "cuMemFreeHost")
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +61,7 @@ class Scene:
         self.pair.truncate([self.two], [size])
         self.pair.decode([self.three], [3])
         self.new, self.other = self.pair.rows(2)
-        planner, model = self.pair.planner, self.pair.model
+        planner = self.pair.planner
         one, two, new, other = self.one, self.two, self.new, self.other
         # The real call, and what it does to the requests: row, tokens before, tokens after.
         self.steps: dict[str, tuple[Callable[[], Any], list[tuple[int, int, int]], int]] = {
@@ -99,32 +93,21 @@ class Scene:
                 3,
             ),
         }
-        self.model = model
 
     def books(self) -> dict[str, Any]:
         """What must not change when a call fails: owners, lengths, and the table as far as it is used."""
-        allocator, model = self.pair.allocator, self.pair.model
-        stats = allocator.stats()
-        table = self.pair.table.req_to_token.tolist()
-        lens = {row: self.pair.planner.seq_len(row) for row in model.table.live}
-        planned = self.pair.planner.stats()
-        allocator.verify()
-        return {
-            "slots": sorted(allocator.free_slots.tolist() + allocator.release_slots.tolist()),
-            "stats": [stats[name] for name in ("available", "in_use", "shared", "fenced", "dropped_frees")],
-            "lens": lens,
-            "rows": {row: table[row][:length] for row, length in lens.items()},
-            "tokens": (planned["requests"], planned["tokens"]),
-            "free_rows": self.pair.table.available_size(),
-        }
+        books = self.pair.books()
+        books["slots"] = sorted(books.pop("free") + books.pop("released"))
+        books["table"] = {row: books["table"][row][:length] for row, length in books["lens"].items()}
+        del books["plans"], books["high_water"]
+        return books
 
     def check(self, plan: Any, real: list[tuple[int, int, int]], tokens: int) -> None:  # noqa: ANN401
         """The plan is what follows from the table, in which no page is twice."""
-        self.model.table.table = self.pair.table.req_to_token.tolist()
-        expected = self.model.describe(real, [(0, 0, tokens)] * (4 if tokens else 0))
-        compare_plans(plan, expected, self.pair.width, "cuda")
+        compare_plans(plan, self.pair.describe(real, 4 if tokens else 0, tokens), "cuda")
         assert [self.pair.planner.seq_len(row) for row, _, _ in real] == [seq for _, _, seq in real]
-        slots = [slot for row, _, seq in real for slot in self.model.table.table[row][:seq]]
+        table = self.pair.table.req_to_token.tolist()
+        slots = [slot for row, _, seq in real for slot in table[row][:seq]]
         assert len(set(slots)) == len(slots)
         assert self.pair.allocator.is_allocated(slots).all()
 
@@ -196,7 +179,7 @@ def test_a_decode_step_of_64_requests_is_four_driver_calls(driver: Driver) -> No
     assert {name: driver.calls(name) for name in names} == names
     assert driver.calls("launch:kvpool_plan_listed") == 1
     assert driver.calls() == sum(names.values())
-    compare_plans(plan, some(pair.model.decode(rows, [length + 1 for length in lens])), pair.width, "cuda")
+    compare_plans(plan, pair.describe([(row, n, n + 1) for row, n in zip(rows, lens, strict=True)]), "cuda")
 
 
 @pytest.mark.parametrize("requests", [1, 98, 99, 100, 256])
@@ -209,8 +192,8 @@ def test_a_large_step_is_copied_and_the_same(driver: Driver, requests: int) -> N
         plan = some(pair.planner.decode(rows, lens, tokens))
         # Nine numbers and a page for each token of a request, in what parameters leave of 4 KiB.
         one_launch(driver, copies=int(requests * (9 + tokens) > (4096 - 136) // 4))
-        expected = some(pair.model.decode(rows, lens, tokens))
-        compare_plans(plan, expected, pair.width, "cuda")
+        real = [(row, n - tokens, n) for row, n in zip(rows, lens, strict=True)]
+        compare_plans(plan, pair.describe(real), "cuda")
 
 
 def test_a_large_step_within_a_capture_is_refused_as_a_small_one(driver: Driver) -> None:
@@ -253,16 +236,8 @@ def test_a_batch_of_long_cached_prefixes_is_one_copy_and_one_launch(driver: Driv
     driver.reset_calls()
     plan = some(pair.planner.extend(rows, [290] * 8, [291] * 8, [cached] * 8))
     one_launch(driver, copies=1)
-    compare_plans(plan, some(pair.model.extend(rows, [290] * 8, [291] * 8, [cached] * 8)), pair.width, "cuda")
-
-
-def test_many_cached_tokens_are_written_whole() -> None:
-    pair = Pair(4096, 1, max_context_len=300, max_tokens=16)
-    cached = pair.slots(290).tolist()
-    rows = pair.rows(8)
-    pair.extend(rows, [290] * 8, [291] * 8, [cached] * 8)
-    pair.free(pair.row_of(rows[0], 291)[290:])
-    pair.decode(rows[1:], [292] * 7)
+    compare_plans(plan, pair.describe([(row, 290, 291) for row in rows]), "cuda")
+    assert all(pair.row_of(row, 290) == cached for row in rows)
 
 
 def test_slices_of_the_table_are_freed_without_asking_the_device(driver: Driver) -> None:
@@ -339,21 +314,6 @@ def test_arguments_that_only_the_device_knows_are_waited_for(driver: Driver) -> 
 
 
 # Graphs
-
-
-def test_a_step_within_a_capture_is_refused_and_changes_nothing(driver: Driver) -> None:
-    for step in STEPS:
-        scene = Scene(4)
-        before = scene.books()
-        call, real, tokens = scene.steps[step]
-        stream = driver.stream()
-        with on_stream(stream):
-            driver.begin_capture(stream)
-            with pytest.raises(DriverError, match="captured"):
-                call()
-            driver.end_capture(stream)
-        assert scene.books() == before
-        scene.check(call(), real, tokens)
 
 
 def test_a_captured_kernel_reads_the_plan_of_each_step(driver: Driver) -> None:
@@ -518,31 +478,17 @@ def test_tensors_of_a_plan_outlive_their_planner_and_then_give_everything_back(d
     assert (driver.device_bytes(), driver.locked_bytes()) == before
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@needs_fork
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_planner_cannot_be_used_after_a_fork() -> None:
     scene = Scene(4)
-    child = os.fork()
-    if child == 0:
-        planner = scene.pair.planner
-        calls: list[Callable[[], object]] = [
-            *(call for call, _, _ in scene.steps.values()),
-            lambda: planner.fork(scene.one, scene.new, 2),
-            lambda: planner.finish([scene.one]),
-        ]
-        wrong = 0
-        for call in calls:
-            try:
-                call()
-            except DriverError as error:
-                wrong += "forked" not in str(error)
-            except BaseException:  # noqa: BLE001 - the child must end here
-                wrong += 1
-            else:
-                wrong += 1
-        os._exit(wrong)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
+    planner = scene.pair.planner
+    calls: list[Callable[[], object]] = [
+        *(call for call, _, _ in scene.steps.values()),
+        lambda: planner.fork(scene.one, scene.new, 2),
+        lambda: planner.finish([scene.one]),
+    ]
+    assert_refused_after_fork(calls, lambda: planner.stats()["requests"] != 3)
     scene.pair.finish([scene.one])
 
 

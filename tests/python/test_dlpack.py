@@ -152,33 +152,6 @@ else:
     )
 
 
-@pytest.mark.parametrize(
-    ("dtype", "code", "bits"),
-    [
-        ("float32", 2, 32),
-        ("float16", 2, 16),
-        ("bfloat16", 4, 16),
-        ("float8_e4m3fn", 10, 8),
-        ("float8_e5m2", 12, 8),
-        ("int8", 0, 8),
-        ("uint8", 1, 8),
-    ],
-)
-def test_dtype_codes(run_snippet: RunSnippet, dtype: str, code: int, bits: int) -> None:
-    run_snippet(
-        CAPSULES
-        + f"""
-tensor = kvpool.KVPool(16, 1, 2, 4, "cpu", {dtype!r}).k_buffer[0]
-assert tensor.dtype == {dtype!r}
-assert tensor.device == "cpu"
-capsule = tensor.__dlpack__(max_version=(1, 0))
-managed = opened(capsule)[1]
-assert (managed.tensor.code, managed.tensor.bits, managed.tensor.lanes) == ({code}, {bits}, 1)
-""",
-        hidden=["torch"],
-    )
-
-
 def test_torch_reads_a_kvpool_tensor(run_snippet: RunSnippet) -> None:
     run_snippet(
         f"""

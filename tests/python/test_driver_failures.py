@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import gc
-import re
 from typing import TYPE_CHECKING, Any
 
 import devices
 import numpy as np
 import pytest
 import torch
+from common import each_failure
 from pool_reader import PoolReader, alone
-from software import LAUNCH_FAILED, NEWER_CODES, OUT_OF_MEMORY, each_call, memory_of_pytorch
+from software import LAUNCH_FAILED, NEWER_CODES, OUT_OF_MEMORY, memory_of_pytorch
 
-from kvpool import DriverError, KVPool, OutOfMemoryError, ReqToTokenPool, TokenToKVPoolAllocator
+from kvpool import DriverError, KVPool, ReqToTokenPool, TokenToKVPoolAllocator
 from kvpool.serving import Engine, Request
 from kvpool.tools.replay import token_rows
 from kvpool.tools.replay.config import ReplayConfig
@@ -35,16 +35,6 @@ def _on_cuda() -> Iterator[None]:
     # What stands in for PyTorch's kernels makes no call of the driver then.
     with devices.on("cuda"), memory_of_pytorch():
         yield
-
-
-FAILED_CALL = r"cu[A-Z]\w+ failed with (CUDA_ERROR_\w+|a code that the driver has no name for) \(\d+\)"
-
-
-def assert_is_told(error: BaseException) -> None:
-    """The error is of kvpool, and says which call failed, or how much memory was asked for."""
-    assert isinstance(error, (DriverError, OutOfMemoryError)), repr(error)
-    words = r"\d+ bytes" if isinstance(error, OutOfMemoryError) else FAILED_CALL
-    assert re.search(words, str(error)), repr(error)
 
 
 def assert_adds_up(pool: TokenToKVPoolAllocator | ReqToTokenPool) -> None:
@@ -72,30 +62,6 @@ def assert_each_once(allocator: TokenToKVPoolAllocator, table: ReqToTokenPool) -
     assert len(set(rows)) == len(rows)
     assert table.alloc() is None
     table.free(rows)
-
-
-class Memory:
-    """What the driver says is out, which stays the same when everything is dropped."""
-
-    def __init__(self, driver: Driver) -> None:
-        self._driver = driver
-        self._before = self._now()
-
-    def _now(self) -> tuple[int, int]:
-        self._driver.run()
-        # PyTorch keeps what it once had.
-        device_bytes = self._driver.device_bytes() - torch.cuda.memory_reserved()
-        return device_bytes, self._driver.locked_bytes()
-
-    def check(self, error: BaseException | None) -> None:
-        found = self._now()
-        if found != self._before:
-            # Something is in a cycle.
-            gc.collect()
-            found = self._now()
-        # A call that gives memory back tells nobody of its failure; what it had is lost.
-        assert found == self._before or error is None
-        self._before = found
 
 
 class Pages:
@@ -187,13 +153,9 @@ def test_every_driver_call_of_a_replay_may_fail(
         assert result.counts.verified_tokens >= 33
         assert page_size == 16 or result.counts.retractions == 1
 
-    work()
-    replays.clear()
-    memory, failures = Memory(driver), 0
-    for error in each_call(driver, work, codes=CODES, in_turn=True):
-        if error is not None:
-            failures += 1
-            assert_is_told(error)
+    failures = 0
+    for error in each_failure(driver, work, replays, codes=CODES, in_turn=True):
+        failures += error is not None
         driver.run()
         while replays:
             replay = replays.pop()
@@ -202,7 +164,6 @@ def test_every_driver_call_of_a_replay_may_fail(
             assert replay.kv is not None
             replay.kv.pool.check()
             del replay
-        memory.check(error)
     assert failures > 150
 
 
@@ -219,13 +180,9 @@ def test_every_driver_call_of_an_engine_may_fail(driver: Driver, page_size: int)
         served.append((model, engine, [engine.submit(prompt, 4) for prompt in prompts]))
         engine.run()
 
-    work()
-    served.clear()
-    memory, failures = Memory(driver), 0
-    for error in each_call(driver, work, codes=CODES, in_turn=True):
-        if error is not None:
-            failures += 1
-            assert_is_told(error)
+    failures = 0
+    for error in each_failure(driver, work, served, codes=CODES, in_turn=True):
+        failures += error is not None
         driver.run()
         while served:
             model, engine, requests = served.pop()
@@ -236,7 +193,6 @@ def test_every_driver_call_of_an_engine_may_fail(driver: Driver, page_size: int)
             assert model.is_whole()
             model.pool.check()
             del model, engine, requests
-        memory.check(error)
     assert failures > 150
 
 

@@ -4,25 +4,16 @@ from __future__ import annotations
 
 import gc
 import weakref
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from common import some
+from common import MIB, assert_steady, needs_statm, some
 
 import kvpool
 
 if TYPE_CHECKING:
     from conftest import RunSnippet
-
-STATM = Path("/proc/self/statm")
-MIB = 1 << 20
-
-
-def resident_bytes() -> int:
-    gc.collect()
-    return int(STATM.read_text(encoding="ascii").split()[1]) * 4096
 
 
 def make_kv(size: int = 1016) -> kvpool.KVPool:
@@ -55,38 +46,6 @@ def test_gathered_rows_outlive_everything() -> None:
     gc.collect()
     assert k.eq(3).all()
     assert not v.any()
-
-
-@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (1, 3, 0, 2), (2, 0, 3, 1)])
-def test_drops_in_any_order(order: tuple[int, ...]) -> None:
-    pool, allocator = kvpool.make_full_attention_net_mem_pool(64, 1, 2, 4, 2, 4, "cpu", torch.float32)
-    held: list[object] = [pool, allocator, allocator.alloc(9), pool.k_buffer[0][3:5]]
-    del pool, allocator
-    for i in order:
-        held[i] = None
-        gc.collect()
-        slots, rows = held[2], held[3]
-        if isinstance(slots, torch.Tensor):
-            assert slots.tolist() == list(range(1, 10))
-        if isinstance(rows, torch.Tensor):
-            assert not rows.any()
-
-
-def test_fence_that_knows_its_allocator_is_collected() -> None:
-    class Fence:
-        def __init__(self, allocator: kvpool.TokenToKVPoolAllocator) -> None:
-            self.allocator = allocator
-
-        def query(self) -> bool:
-            return False
-
-    allocator = kvpool.TokenToKVPoolAllocator(64, "cpu")
-    fence = Fence(allocator)
-    allocator.free(some(allocator.alloc(8)), after=fence)
-    gone = weakref.ref(fence)
-    del allocator, fence
-    gc.collect()
-    assert gone() is None
 
 
 def test_passed_fences_are_let_go() -> None:
@@ -180,7 +139,7 @@ def test_capsule_outlives_tensor_and_pool(run_snippet: RunSnippet) -> None:
     )
 
 
-@pytest.mark.skipif(not STATM.exists(), reason="needs /proc to see how much memory is in use")
+@needs_statm
 def test_errors_keep_nothing() -> None:
     def once() -> None:
         pool = make_kv(1016)
@@ -191,15 +150,10 @@ def test_errors_keep_nothing() -> None:
             with pytest.raises(IndexError):
                 pool.gather_kv(0, [10**6])
 
-    for _ in range(4):
-        once()
-    before = resident_bytes()
-    for _ in range(30):
-        once()
-    assert resident_bytes() - before < 16 * MIB
+    assert_steady(once, 16 * MIB, warm=4, turns=30)
 
 
-@pytest.mark.skipif(not STATM.exists(), reason="needs /proc to see how much memory is in use")
+@needs_statm
 def test_memory_does_not_grow_in_a_steady_state() -> None:
     allocator = kvpool.TokenToKVPoolAllocator(1 << 16, "cpu", 16)
     pool = kvpool.KVPool(1 << 16, 1, 1, 16, "cpu", torch.float32, page_size=16)
@@ -216,10 +170,5 @@ def test_memory_does_not_grow_in_a_steady_state() -> None:
         allocator.free(table.read(row[0], 4000))
         table.free(row)
 
-    for _ in range(50):
-        step()
-    before = resident_bytes()
-    for _ in range(500):
-        step()
-    assert resident_bytes() - before < 8 * MIB
+    assert_steady(step, 8 * MIB)
     assert allocator.available_size() == 1 << 16

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
-import os
 from typing import TYPE_CHECKING, Any
 
 import devices
 import numpy as np
 import pytest
 import torch
-from common import STORAGE, cuda_only, on_stream, some, together
+from common import WAITS, assert_refused_after_fork, cuda_only, needs_fork, on_stream, some, together
 
-from kvpool import ConfigError, DriverError, OutOfMemoryError, PagePool
+from kvpool import ConfigError, OutOfMemoryError, PagePool
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,7 +19,6 @@ if TYPE_CHECKING:
     from software import Driver
 
 
-WAITS = ("cuStreamSynchronize", "cuCtxSynchronize", "cuEventSynchronize")
 TOO_MANY_BYTES = str(1 << 52)
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -44,10 +41,6 @@ def take(pool: PagePool, count: int) -> list[int]:
 
 def counts(pool: PagePool) -> tuple[int, int, int]:
     return pool.total_pages, pool.free_pages, pool.used_pages
-
-
-def contents(pool: PagePool) -> list[list[float]]:
-    return [pool.page(i).float().tolist() for i in range(pool.total_pages)]
 
 
 # alloc and free
@@ -88,49 +81,6 @@ def test_a_page_is_a_view() -> None:
     assert not pool.page(2).any()
 
 
-@pytest.mark.parametrize("dtype", STORAGE, ids=str)
-@pytest.mark.parametrize("page_size", [1, 3, 64, 1000])
-def test_pages_share_no_bytes(page_size: int, dtype: torch.dtype) -> None:
-    pool = make(page_size, 9, dtype, grow=4)
-    take(pool, 10)
-    size = page_size * dtype.itemsize
-    starts = sorted(pool.page(i).data_ptr() for i in range(13))
-    assert all(end - start >= size for start, end in itertools.pairwise(starts))
-    for i in range(13):
-        pool.page(i).view(torch.uint8).fill_(i + 1)
-    for i in range(13):
-        assert pool.page(i).view(torch.uint8).eq(i + 1).all()
-
-
-def test_a_free_page_can_be_looked_at() -> None:
-    pool = make(4, 2)
-    pool.page(1).fill_(3)
-    take(pool, 2)
-    assert pool.page(1).tolist() == [3] * 4
-    pool.free(1)
-    assert pool.page(1).tolist() == [3] * 4
-
-
-def test_pages_are_zero_at_first_and_not_zeroed_again() -> None:
-    pool = make(4, 2)
-    page = some(pool.alloc())
-    pool.page(page).fill_(5)
-    pool.free(page)
-    assert pool.alloc() == page
-    assert pool.page(page).tolist() == [5] * 4
-    assert not pool.page(some(pool.alloc())).any()
-
-
-def test_pages_stay_where_they_are() -> None:
-    pool = make(4, 3, grow=2)
-    addresses = [pool.page(i).data_ptr() for i in range(3)]
-    take(pool, 3)
-    for i in (1, 0, 2):
-        pool.free(i)
-    take(pool, 8)
-    assert [pool.page(i).data_ptr() for i in range(3)] == addresses
-
-
 @pytest.mark.parametrize("index", [-1, 3, 4, 2**31, 2**32, 2**40, -(2**63), 10**30, -(10**30)])
 def test_rejects_missing_pages(index: int) -> None:
     pool = make(4, 3)
@@ -165,34 +115,6 @@ def test_it_grows_instead_of_answering_none() -> None:
     assert counts(pool) == (8, 2, 6)
 
 
-def test_it_grows_from_nothing() -> None:
-    pool = make(4, 0, grow=1)
-    assert take(pool, 5) == [0, 1, 2, 3, 4]
-    assert counts(pool) == (5, 0, 5)
-    assert not any(pool.page(i).any() for i in range(5))
-
-
-def test_it_grows_only_when_nothing_is_free() -> None:
-    pool = make(4, 2, grow=2)
-    take(pool, 2)
-    pool.free(0)
-    assert pool.alloc() == 0
-    assert pool.total_pages == 2
-    take(pool, 1)
-    pool.free(1)
-    assert take(pool, 2) == [1, 3]
-    assert pool.total_pages == 4
-
-
-def test_it_never_shrinks() -> None:
-    pool = make(4, 1, grow=4)
-    for page in take(pool, 9):
-        pool.free(page)
-    assert counts(pool) == (9, 9, 0)
-    assert take(pool, 9) == list(range(8, -1, -1))
-    assert pool.total_pages == 9
-
-
 def test_growth_moves_nothing_and_changes_nothing() -> None:
     pool = make(4, 2, grow=2)
     held = []
@@ -207,31 +129,6 @@ def test_growth_moves_nothing_and_changes_nothing() -> None:
         view.add_(100)
         assert pool.page(page).eq(number + 101).all()
     assert len({address for _, _, address in held}) == 20
-
-
-def test_pages_are_there_as_soon_as_it_has_grown() -> None:
-    pool = make(4, 1, grow=3)
-    with pytest.raises(IndexError, match="1"):
-        pool.page(1)
-    pool.free(1)
-    take(pool, 2)
-    assert not pool.page(3).any()
-    with pytest.raises(IndexError, match="4"):
-        pool.page(4)
-    pool.free(2)
-    assert pool.stats()["dropped_frees"] == 2
-    assert take(pool, 2) == [2, 3]
-
-
-def test_stats_grow() -> None:
-    pool = make(256, 2, grow=4)
-    before = pool.stats()["bytes"]
-    take(pool, 3)
-    stats = pool.stats()
-    assert (stats["capacity"], stats["available"], stats["in_use"], stats["high_water"]) == (6, 3, 3, 3)
-    assert stats["bytes"] - before >= 4 * 256 * 4
-    pool.free(0)
-    assert pool.stats()["high_water"] == 3
 
 
 def test_growth_that_fails_changes_nothing() -> None:
@@ -318,44 +215,7 @@ def test_what_a_thread_wrote_stays_while_others_let_the_pool_grow() -> None:
     assert counts(pool) == (480, 0, 480)
 
 
-def test_readers_see_whole_operations() -> None:
-    pool = make(4, 8, grow=8)
-
-    def work(number: int) -> None:
-        held: list[int] = []
-        for i in range(300):
-            if number % 2:
-                stats = pool.stats()
-                assert stats["available"] + stats["in_use"] == stats["capacity"]
-                assert stats["capacity"] % 8 == 0
-                assert stats["in_use"] <= stats["high_water"]
-            elif i % 3 < 2:
-                held.append(some(pool.alloc()))
-            else:
-                pool.free(held.pop())
-        for page in held:
-            pool.free(page)
-
-    together(work)
-    assert pool.used_pages == 0
-
-
 # The driver
-
-
-@cuda_only
-def test_a_pool_costs_one_allocation_and_pages_cost_none(driver: Driver) -> None:
-    before = driver.device_bytes()
-    pool = make(256, 64)
-    assert driver.calls("cuMemAlloc_v2") == 1
-    assert driver.device_bytes() - before >= 64 * 256 * 4
-    driver.reset_calls()
-    for page in take(pool, 64):
-        assert pool.page(page).numel() == 256
-        pool.free(page)
-    pool.free(99)
-    assert pool.stats()["in_use"] == 0
-    assert driver.calls() == 0
 
 
 @cuda_only
@@ -407,24 +267,10 @@ def test_out_of_memory_tells_both_numbers_and_leaves_nothing(driver: Driver) -> 
 
 
 @cuda_only
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@needs_fork
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_pool_does_not_grow_after_a_fork() -> None:
     pool = make(4, 1, grow=1)
     take(pool, 1)
-    child = os.fork()
-    if child == 0:
-        wrong = 0
-        for call in (pool.alloc, make):
-            try:
-                call()
-            except DriverError as error:
-                wrong += "forked" not in str(error)
-            except BaseException:  # noqa: BLE001 - the child must end here
-                wrong += 1
-            else:
-                wrong += 1
-        os._exit(wrong)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
+    assert_refused_after_fork([pool.alloc], lambda: pool.total_pages != 1)
     assert pool.alloc() == 1

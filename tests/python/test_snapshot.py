@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import devices
 import matplotlib.image
 import pytest
-from common import some
+from common import Fence, some
 
 import kvpool
 from kvpool import (
@@ -42,13 +42,6 @@ if TYPE_CHECKING:
 def on_device(device: str) -> str:
     """Every test runs on every device."""
     return device
-
-
-class Fence:
-    """A fence that never passes."""
-
-    def query(self) -> bool:
-        return False
 
 
 def slots(size: int = 20, page_size: int = 1, *, debug: bool = True) -> TokenToKVPoolAllocator:

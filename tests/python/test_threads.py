@@ -9,7 +9,6 @@ import gc
 import itertools
 import logging
 import os
-import random
 import sys
 import threading
 import time
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from common import THREADS, together
+from common import MIB, THREADS, some, together, turns_of_others
 from shared_pools import Pools, Sizes
 from users import users_of
 
@@ -33,72 +32,20 @@ SOAK_S = float(os.environ.get("KVPOOL_SOAK_S", "0"))
 LAYOUTS = tuple(itertools.product((1, 16), (False, True)))
 
 
-@pytest.mark.parametrize("need_sort", [True, False])
-@pytest.mark.parametrize("page_size", [1, 16])
-def test_one_allocator(page_size: int, need_sort: bool) -> None:
-    allocator = kvpool.TokenToKVPoolAllocator(2048, "cpu", page_size, need_sort, strict=True)
-    owner: dict[int, int] = {}
-    lock = threading.Lock()
-
-    def work(number: int) -> None:
-        choose = random.Random(number)  # noqa: S311
-        held: list[torch.Tensor] = []
-        for _ in range(300):
-            slots = allocator.alloc(choose.randrange(1, 120), contiguous=choose.random() < 0.2)
-            if slots is not None:
-                pages = {slot // page_size for slot in slots.tolist()}
-                with lock:
-                    assert not pages & owner.keys()
-                    owner.update(dict.fromkeys(pages, number))
-                held.append(slots)
-            if held and (slots is None or choose.random() < 0.5):
-                given = held.pop(choose.randrange(len(held)))
-                with lock:
-                    for page in {slot // page_size for slot in given.tolist()}:
-                        assert owner.pop(page) == number
-                allocator.free(given)
-        for given in held:
-            with lock:
-                for page in {slot // page_size for slot in given.tolist()}:
-                    assert owner.pop(page) == number
-            allocator.free(given)
-
-    together(work)
-    allocator.verify()
-    stats = allocator.stats()
-    assert allocator.available_size() == 2048
-    assert (stats["in_use"], stats["dropped_frees"]) == (0, 0)
-
-
-def test_long_copies_let_other_threads_run() -> None:
+def test_long_stores_let_other_threads_run() -> None:
     tokens = 60_000
     pool = kvpool.KVPool(tokens, 1, 8, 32, "cpu", torch.float8_e4m3fn)
     indices, k = torch.arange(1, tokens + 1), torch.ones(tokens, 8, 32)
-    threads, interval = kvpool.get_num_threads(), sys.getswitchinterval()
-    running, done = threading.Event(), threading.Event()
-    turns = 0
-
-    def copy() -> None:
-        running.set()
-        pool.set_kv_buffer(0, indices, k, k)
-        done.set()
-
-    thread = threading.Thread(target=copy)
-    try:
-        kvpool.set_num_threads(1)
-        # Python itself takes the GIL away from nobody now: only who gives it up lets others run.
-        sys.setswitchinterval(1000)
-        thread.start()
-        running.wait()
-        while not done.is_set():
-            turns += 1
-            time.sleep(0)
-        thread.join()
-    finally:
-        sys.setswitchinterval(interval)
-        kvpool.set_num_threads(threads)
-    assert turns > 0
+    assert turns_of_others(lambda: pool.set_kv_buffer(0, indices, k, k)) > 0
     assert pool.k_buffer[0].view(torch.uint8).eq(0x38).sum() == tokens * 256
+
+
+def test_long_copies_let_other_threads_run() -> None:
+    size = 64 * MIB
+    chunk = some(kvpool.ChunkPool(1, size, torch.uint8).allocate())
+    source = torch.ones(size, 1, dtype=torch.uint8)
+    assert turns_of_others(lambda: chunk.copy_from(source)) > 0
+    assert chunk.tensor().eq(1).all()
 
 
 # Every pool at once, and each thread knows what it has

@@ -1,15 +1,21 @@
-"""TokenToKVPoolAllocator: order, ownership, pages, batches, groups, fences, misuse, and random histories."""
+"""TokenToKVPoolAllocator: order, owners, pages, batches, groups, fences, misuse, and random histories.
+
+Rust compares the one in host memory with a naive allocator: `tests/rust/histories/slots.rs`.
+"""
 
 from __future__ import annotations
 
 import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import devices
 import numpy as np
 import pytest
 import torch
-from common import some
+from common import Fence, outcome, some
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -19,8 +25,6 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from models import BadBatchError, BadFreeError, Fence
-from planner_model import SharingAllocatorModel
 
 from kvpool import ConfigError, IndexOwnershipError, TokenToKVPoolAllocator
 
@@ -52,12 +56,13 @@ def allocated(allocator: TokenToKVPoolAllocator, indices: Any) -> list[bool]:  #
 
 
 def snapshot(allocator: TokenToKVPoolAllocator) -> dict[str, Any]:
-    """Everything that can be seen from outside."""
+    """Everything that can be seen from outside, but the memory that counts take."""
     return {
+        **allocator.stats(),
         "free": allocator.free_slots.tolist(),
         "released": allocator.release_slots.tolist(),
         "available": allocator.available_size(),
-        **allocator.stats(),
+        "bytes": 0,
     }
 
 
@@ -66,17 +71,6 @@ def assert_consistent(allocator: TokenToKVPoolAllocator) -> None:
     assert stats["available"] + stats["in_use"] == stats["capacity"]
     assert stats["available"] == allocator.available_size()
     allocator.verify()
-
-
-# Construction
-
-
-def test_a_partial_last_page_is_not_used() -> None:
-    allocator = make(30, 8)
-    assert allocator.size == 30
-    assert allocator.available_size() == allocator.stats()["capacity"] == 24
-    assert take(allocator, 24) == list(range(8, 32))
-    assert allocator.alloc(1) is None
 
 
 # alloc
@@ -94,6 +88,24 @@ def test_alloc_gives_an_int32_tensor(page_size: int, need_sort: bool) -> None:
     assert slots.tolist() == list(range(page_size, page_size + 5))
 
 
+@pytest.mark.parametrize(
+    ("need", "error"),
+    [
+        *[(need, ConfigError) for need in (-1, -(2**31), -(10**30))],
+        *[(need, TypeError) for need in (1.0, 1.5, float("nan"), float("inf"), "1", None, [1])],
+        (np.float32(1), TypeError),
+    ],
+)
+def test_rejects_bad_counts(need: Any, error: type[Exception]) -> None:  # noqa: ANN401
+    allocator = make()
+    before = snapshot(allocator)
+    for contiguous in (False, True):
+        with pytest.raises(error, match=str(need) if error is ConfigError else None):
+            allocator.alloc(need, contiguous=contiguous)
+    assert snapshot(allocator) == before
+    assert take(allocator, np.int64(3)) == [1, 2, 3]
+
+
 @pytest.mark.parametrize("contiguous", [True, False])
 @pytest.mark.parametrize("need", [65, 2**31 - 1, 2**31, 2**63, 2**64, 10**30])
 def test_short_is_none_and_changes_nothing(need: int, contiguous: bool) -> None:
@@ -101,30 +113,6 @@ def test_short_is_none_and_changes_nothing(need: int, contiguous: bool) -> None:
     before = snapshot(allocator)
     assert allocator.alloc(need, contiguous=contiguous) is None
     assert snapshot(allocator) == before
-
-
-@pytest.mark.parametrize("need", [-1, -(2**31), -(10**30)])
-def test_rejects_negative_counts(need: int) -> None:
-    allocator = make()
-    before = snapshot(allocator)
-    with pytest.raises(ValueError, match=str(need)):
-        allocator.alloc(need)
-    with pytest.raises(ConfigError):
-        allocator.alloc(need, contiguous=True)
-    assert snapshot(allocator) == before
-
-
-@pytest.mark.parametrize("need", [1.0, 1.5, float("nan"), float("inf"), "1", None, [1], np.float32(1)])
-def test_rejects_counts_of_a_wrong_type(need: object) -> None:
-    allocator = make()
-    before = snapshot(allocator)
-    with pytest.raises(TypeError):
-        allocator.alloc(need)  # type: ignore[arg-type]
-    assert snapshot(allocator) == before
-
-
-def test_numpy_integer_is_a_count() -> None:
-    assert some(make().alloc(np.int64(3))).tolist() == [1, 2, 3]
 
 
 # Order
@@ -152,27 +140,6 @@ def test_fifo_order() -> None:
     allocator.merge_and_sort_free()
     assert take(allocator, 4) == [5, 6, 3, 1]
     assert take(allocator, 2) == [4, 2]
-
-
-def test_paged_order() -> None:
-    allocator = make(16, 4)
-    assert allocator.free_slots.tolist() == [1, 2, 3, 4]
-    assert take(allocator, 5) == [4, 5, 6, 7, 8]
-    assert allocator.available_size() == 8
-    assert allocator.free_slots.tolist() == [3, 4]
-    allocator.free([9])
-    assert allocator.release_slots.tolist() == [2]
-    assert take(allocator, 12) == [*range(8, 20)]
-
-
-def test_slots_may_cross_any_word_boundary() -> None:
-    allocator = make(1000)
-    slots = take(allocator, 1000)
-    freed = [slot for slot in slots if slot % 7 == 3 or 510 <= slot <= 580]
-    allocator.free(freed)
-    assert take(allocator, len(freed) - 1) == freed[:-1]
-    assert take(allocator, 1) == freed[-1:]
-    assert allocator.alloc(1) is None
 
 
 # Tensors that were handed out
@@ -280,14 +247,6 @@ def test_free_rejects_what_is_not_an_index(bad_index: Any) -> None:  # noqa: ANN
     assert snapshot(allocator) == before
 
 
-def test_free_refuses_a_list_with_one_bad_element() -> None:
-    allocator = make(8)
-    take(allocator, 4)
-    with pytest.raises(TypeError):
-        allocator.free([1, 2.0])  # type: ignore[list-item]
-    assert allocator.available_size() == 4
-
-
 def test_free_refuses_tensors_without_values() -> None:
     allocator = make(8)
     take(allocator, 4)
@@ -333,15 +292,6 @@ def test_contiguous_takes_the_lowest_run_that_fits() -> None:
     assert take(allocator, 1, contiguous=True) == [2]
     assert take(allocator, 3, contiguous=True) == [10, 11, 12]
     assert take(allocator, 2) == [3, 13]
-
-
-def test_contiguous_over_many_words() -> None:
-    allocator = make(1024)
-    take(allocator, 1024)
-    allocator.free(range(100, 228))
-    allocator.free(range(300, 429))
-    assert take(allocator, 129, contiguous=True) == list(range(300, 429))
-    assert take(allocator, 128, contiguous=True) == list(range(100, 228))
 
 
 # runs
@@ -436,22 +386,6 @@ def test_group_releases_when_its_body_raises() -> None:
     assert allocator.available_size() == 3
 
 
-def test_strict_group_raises_at_its_end_and_frees_nothing() -> None:
-    allocator = make(8, strict=True)
-    take(allocator, 8)
-    allocator.free_group_begin()
-    allocator.free([1, 2])
-    allocator.free([2])
-    before = snapshot(allocator)
-    with pytest.raises(IndexOwnershipError, match="2"):
-        allocator.free_group_end()
-    assert snapshot(allocator) == before
-    with pytest.raises(ConfigError):
-        allocator.free_group_end()
-    allocator.free([1, 2])
-    assert allocator.available_size() == 2
-
-
 def test_wrong_type_in_a_group_raises_at_once() -> None:
     allocator = make(8)
     take(allocator, 8)
@@ -483,7 +417,9 @@ def test_fences_are_polled_by_later_calls(call: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "fence", [object(), 1, "fence", lambda: True], ids=["object", "int", "str", "function"]
+    "fence",
+    [object(), 1, "fence", lambda: True, SimpleNamespace(query=True)],
+    ids=["object", "int", "str", "function", "no method"],
 )
 def test_rejects_fences_without_a_query(fence: Any) -> None:  # noqa: ANN401
     allocator = make(8)
@@ -493,24 +429,6 @@ def test_rejects_fences_without_a_query(fence: Any) -> None:  # noqa: ANN401
     assert allocator.available_size() == 0
     allocator.free([1])
     assert allocator.stats()["dropped_frees"] == 0
-
-
-def test_rejects_fences_whose_query_is_not_a_method() -> None:
-    class NoFence:
-        query = True
-
-    allocator = make(8)
-    take(allocator, 8)
-    with pytest.raises(TypeError):
-        allocator.free([1], after=NoFence())  # type: ignore[arg-type]
-    assert allocator.available_size() == 0
-
-
-def test_free_without_a_fence() -> None:
-    allocator = make(8)
-    take(allocator, 8)
-    allocator.free([1], after=None)
-    assert allocator.available_size() == 1
 
 
 def test_fence_that_raises_is_reported_once_and_keeps_its_slots(caplog: pytest.LogCaptureFixture) -> None:
@@ -534,42 +452,7 @@ def test_fence_that_raises_is_reported_once_and_keeps_its_slots(caplog: pytest.L
     assert_consistent(allocator)
 
 
-def test_fence_may_call_the_allocator() -> None:
-    allocator = make(8)
-
-    class NosyFence:
-        def query(self) -> bool:
-            return allocator.stats()["in_use"] > 0
-
-    take(allocator, 8)
-    allocator.free([1, 2], after=NosyFence())
-    assert allocator.available_size() == 2
-
-
-def test_fenced_free_in_a_group() -> None:
-    allocator = make(8)
-    take(allocator, 8)
-    fence = Fence()
-    with allocator.free_group():
-        allocator.free([1, 2], after=fence)
-        allocator.free([3])
-        assert allocator.available_size() == 0
-    assert allocator.available_size() == 1
-    fence.done = True
-    assert allocator.available_size() == 3
-    assert allocator.stats()["dropped_frees"] == 0
-
-
 # Batches
-
-
-def test_extend_continues_the_last_partial_page() -> None:
-    allocator = make(64, 4)
-    first = some(allocator.alloc_extend([0, 0], [2, 4], [-1, -1])).tolist()
-    assert first == [4, 5, 8, 9, 10, 11]
-    more = some(allocator.alloc_extend([2, 4], [7, 6], [5, 11]))
-    assert more.tolist() == [6, 7, 12, 13, 14, 16, 17]
-    assert allocator.available_size() == 64 - 16
 
 
 def test_extend_takes_every_form_of_indices(as_index: Callable[[Sequence[int]], Any]) -> None:
@@ -577,11 +460,6 @@ def test_extend_takes_every_form_of_indices(as_index: Callable[[Sequence[int]], 
     first = some(allocator.alloc_extend(as_index([0, 0]), as_index([2, 4]), as_index([-1, -1])))
     more = some(allocator.alloc_extend(as_index([2, 4]), as_index([7, 6]), as_index([5, 11])))
     assert first.tolist() + more.tolist() == [4, 5, 8, 9, 10, 11, 6, 7, 12, 13, 14, 16, 17]
-
-
-def test_extend_with_page_size_one_ignores_last_loc() -> None:
-    allocator = make(16)
-    assert some(allocator.alloc_extend([0, 7], [2, 10], [-1, 12345])).tolist() == [1, 2, 3, 4, 5]
 
 
 def test_extend_that_is_huge_is_short() -> None:
@@ -605,56 +483,28 @@ def test_decode_adds_one_token_to_each_request() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prefix_lens", "seq_lens", "last_loc"),
+    ("batch", "error"),
     [
-        ([0], [1, 2], [-1, -1]),
-        ([0, 0], [1, 2], [-1]),
-        ([0, 0], [1], [-1, -1]),
-        ([-1], [1], [-1]),
-        ([0], [-1], [-1]),
-        ([5], [4], [4]),
-        ([2], [4], [6]),
-        ([2], [4], [4]),
-        ([2], [4], [-1]),
+        # Lists of different lengths, lengths that do not fit, and last slots in the middle of nowhere.
+        *[(([0], [1, 2], [-1, -1]), ConfigError), (([0, 0], [1, 2], [-1]), ConfigError)],
+        *[(([0, 0], [1], [-1, -1]), ConfigError), (([-1], [1], [-1]), ConfigError)],
+        *[(([0], [-1], [-1]), ConfigError), (([5], [4], [4]), ConfigError)],
+        *[(([2], [4], last_loc), ConfigError) for last_loc in ([6], [4], [-1])],
+        # Of `alloc_decode`.
+        *[(([0], [4]), ConfigError), (([1, 2], [4]), ConfigError)],
+        *[(([-3], [4]), ConfigError), (([3], [4]), ConfigError)],
+        # Pages that are not allocated, and one that two requests would continue.
+        *[(([0, 2], [3, 4], [-1, slot]), IndexOwnershipError) for slot in (9, 1, 401, 2**31 - 3)],
+        (([2, 2], [3, 3], [5, 5]), IndexOwnershipError),
     ],
+    ids=str,
 )
-def test_batches_that_contradict_themselves(
-    prefix_lens: list[int], seq_lens: list[int], last_loc: list[int]
-) -> None:
+def test_batches_that_contradict_themselves(batch: Any, error: type[Exception]) -> None:  # noqa: ANN401
     allocator = make(64, 4)
     take(allocator, 4)
     before = snapshot(allocator)
-    with pytest.raises(ValueError, match=r"\d"):
-        allocator.alloc_extend(prefix_lens, seq_lens, last_loc)
-    assert snapshot(allocator) == before
-
-
-@pytest.mark.parametrize(("seq_lens", "last_loc"), [([0], [4]), ([1, 2], [4]), ([-3], [4]), ([3], [4])])
-def test_decodes_that_contradict_themselves(seq_lens: list[int], last_loc: list[int]) -> None:
-    allocator = make(64, 4)
-    take(allocator, 4)
-    before = snapshot(allocator)
-    with pytest.raises(ConfigError):
-        allocator.alloc_decode(seq_lens, last_loc)
-    assert snapshot(allocator) == before
-
-
-@pytest.mark.parametrize("last_loc", [9, 1, 401, 2**31 - 3])
-def test_extend_rejects_pages_that_are_not_allocated(last_loc: int) -> None:
-    allocator = make(64, 4)
-    take(allocator, 4)
-    before = snapshot(allocator)
-    with pytest.raises(IndexOwnershipError):
-        allocator.alloc_extend([0, 2], [3, 4], [-1, last_loc])
-    assert snapshot(allocator) == before
-
-
-def test_two_requests_can_not_continue_one_page() -> None:
-    allocator = make(64, 4)
-    take(allocator, 4)
-    before = snapshot(allocator)
-    with pytest.raises(IndexOwnershipError):
-        allocator.alloc_extend([2, 2], [3, 3], [5, 5])
+    with pytest.raises(error, match=r"\d"):
+        (allocator.alloc_decode if len(batch) == 2 else allocator.alloc_extend)(*batch)
     assert snapshot(allocator) == before
 
 
@@ -731,13 +581,144 @@ def test_free_slots_are_a_picture_and_not_the_pool() -> None:
     assert take(allocator, 8) == list(range(1, 9))
 
 
+# Several owners
+
+
+@pytest.mark.parametrize("need_sort", [True, False])
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_shared_slots_return_with_their_last_owner(page_size: int, need_sort: bool) -> None:
+    allocator = make(64, page_size, need_sort, strict=True)
+    slots = take(allocator, 48)
+    shared = slots[:32]
+    assert allocator.share(shared) is None  # type: ignore[func-returns-value]
+    allocator.share(slots[:16])
+    stats = allocator.stats()
+    assert (stats["shared"], stats["in_use"], stats["available"]) == (32, 48, 16)
+    allocator.free(shared)
+    assert allocator.stats()["shared"] == 16
+    assert allocator.available_size() == 16
+    allocator.free(slots[:16])
+    assert allocator.stats()["shared"] == 0
+    assert allocator.available_size() == 16
+    assert allocator.is_allocated(slots).all()
+    allocator.free(slots)
+    assert allocator.available_size() == 64
+    before = snapshot(allocator)
+    with pytest.raises(IndexOwnershipError):
+        allocator.free(slots[:1])
+    assert snapshot(allocator) == before
+    allocator.verify()
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_share_takes_every_form_of_indices(as_index: Callable[[Sequence[int]], Any], page_size: int) -> None:
+    allocator = make(64, page_size)
+    slots = take(allocator, 32)
+    allocator.share(as_index(slots[:16]))
+    allocator.free(slots)
+    assert allocator.is_allocated(slots).tolist() == [True] * 16 + [False] * 16
+    allocator.free(as_index(slots[:16]))
+    assert allocator.available_size() == 64
+
+
+def test_share_of_what_alloc_gave() -> None:
+    allocator = make()
+    slots = some(allocator.alloc(8))
+    allocator.share(slots[2:5])
+    allocator.free(slots)
+    assert allocator.is_allocated(slots).tolist() == [2 <= i < 5 for i in range(8)]
+
+
+def test_naming_a_slot_more_often_than_it_has_owners_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
+    allocator = make(8)
+    take(allocator, 4)
+    allocator.share([2])
+    with caplog.at_level(logging.WARNING, logger="kvpool"):
+        allocator.free([2, 1, 2, 2])
+    assert allocator.stats()["dropped_frees"] == 1
+    assert allocator.available_size() == 6
+    assert "2" in caplog.text
+    strict = make(8, strict=True)
+    take(strict, 4)
+    strict.share([2])
+    before = snapshot(strict)
+    with pytest.raises(IndexOwnershipError, match="2"):
+        strict.free([2, 1, 2, 2])
+    assert snapshot(strict) == before
+    strict.free([2, 2])
+    assert strict.available_size() == 5
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("bad", ["padding", "negative", "outside", "huge", "free", "fenced", "returned"])
+def test_only_live_slots_are_shared_and_nothing_changes_otherwise(page_size: int, bad: str) -> None:
+    allocator = make(64, page_size)
+    slots = take(allocator, 48)
+    allocator.free(slots[16:32], after=Fence())
+    allocator.share(slots[32:])
+    allocator.free(slots[32:])
+    allocator.free(slots[32:])
+    wrong = {
+        "padding": 0,
+        "negative": -1,
+        "outside": 64 + page_size,
+        "huge": 2**40,
+        "free": slots[-1] + 1,
+        "fenced": slots[16],
+        "returned": slots[32],
+    }[bad]
+    before = snapshot(allocator)
+    for given in ([*slots[:2], wrong], [wrong], torch.tensor([wrong, slots[0]])):
+        with pytest.raises(IndexOwnershipError, match=str(wrong)):
+            allocator.share(given)
+        assert snapshot(allocator) == before
+    allocator.share(slots[:2])
+
+
+def test_share_rejects_what_is_not_an_index(bad_index: Any) -> None:  # noqa: ANN401
+    allocator = make()
+    take(allocator, 8)
+    before = snapshot(allocator)
+    with pytest.raises(TypeError):
+        allocator.share(bad_index)
+    assert snapshot(allocator) == before
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_threads_share_and_free(page_size: int) -> None:
+    allocator = make(64, page_size, strict=True)
+    slots = take(allocator, 32)
+    barrier = threading.Barrier(8)
+
+    def work(number: int) -> None:
+        barrier.wait()
+        mine = slots[16 * (number % 2) :][:16]
+        for _ in range(100):
+            allocator.share(mine)
+            allocator.free(mine)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(8)))
+    assert allocator.stats()["shared"] == 0
+    assert allocator.available_size() == 32
+    allocator.free(slots)
+    assert allocator.available_size() == 64
+
+
 # Random histories
 
 COUNT = st.integers(0, 12)
+SEEN = ("free", "released", "available", "in_use", "shared", "fenced", "dropped_frees", "high_water")
+FORMS: list[Callable[[list[int]], Any]] = [
+    list,
+    np.array,
+    torch.tensor,
+    lambda slots: torch.tensor(slots, dtype=torch.int32),
+]
 
 
 class AllocatorHistory(RuleBasedStateMachine):
-    """Every operation, misuse included, on the allocator and on its naive model."""
+    """Every operation, misuse included, beside an allocator in host memory that is given plain lists."""
 
     @initialize(
         page_size=st.sampled_from([1, 1, 2, 4]),
@@ -749,122 +730,68 @@ class AllocatorHistory(RuleBasedStateMachine):
     def start(self, page_size: int, pages: int, rest: int, need_sort: bool, strict: bool) -> None:
         size = pages * page_size + rest % page_size
         self.real = make(size, page_size, need_sort, strict=strict)
-        self.model = SharingAllocatorModel(size, page_size, need_sort=need_sort, strict=strict)
+        self.twin = TokenToKVPoolAllocator(size, "cpu", page_size, need_sort, strict=strict)
+        self.everything = list(range(-2, (pages + 2) * page_size))
         self.fences: list[Fence] = []
-        self.requests: list[list[int]] = []
 
-    def agree(self, real: torch.Tensor | None, model: list[int] | None) -> None:
-        if model is None:
-            assert real is None
-        else:
-            assert some(real).tolist() == model
-            assert len(set(model)) == len(model)
-            assert all(slot >= self.model.page_size for slot in model)
+    def both(self, call: Callable[[TokenToKVPoolAllocator], Any]) -> None:
+        """Both answer the same, the same error included."""
+        found, expected = outcome(lambda: call(self.real)), outcome(lambda: call(self.twin))
+        if isinstance(expected, torch.Tensor):
+            found, expected = found.tolist(), expected.tolist()
+        assert found == expected
 
     def live_slots(self) -> list[int]:
-        size = self.model.page_size
-        return sorted(page * size + offset for page in self.model.live for offset in range(size))
+        """Slots that have owners, or had them until a fence passes."""
+        live = self.twin.is_allocated(self.everything).tolist()
+        return [slot for slot, is_live in zip(self.everything, live, strict=True) if is_live]
 
     @rule(need=COUNT, contiguous=st.booleans())
     def alloc(self, need: int, contiguous: bool) -> None:
-        self.agree(
-            self.real.alloc(need, contiguous=contiguous), self.model.alloc(need, contiguous=contiguous)
-        )
+        self.both(lambda pool: pool.alloc(need, contiguous=contiguous))
 
     @rule(share=st.floats(0, 1.1))
     def alloc_much(self, share: float) -> None:
-        need = int(share * self.model.capacity)
-        self.agree(self.real.alloc(need), self.model.alloc(need))
+        self.both(lambda pool: pool.alloc(int(share * pool.size)))
 
-    @rule(need=st.integers(-5, -1))
-    def alloc_negative(self, need: int) -> None:
-        with pytest.raises(ConfigError):
-            self.real.alloc(need)
-
-    def free_both(self, slots: list[int], given: Any, fence: Fence | None) -> None:  # noqa: ANN401
-        try:
-            self.model.free(slots, fence)
-        except BadFreeError:
-            with pytest.raises(IndexOwnershipError):
-                self.real.free(given, after=fence)
-        else:
-            self.real.free(given, after=fence)
-
-    @precondition(lambda self: self.model.live)
-    @rule(data=st.data(), fenced=st.booleans(), kind=st.sampled_from(["list", "int32", "int64", "numpy"]))
-    def free(self, data: st.DataObject, fenced: bool, kind: str) -> None:
+    @precondition(lambda self: self.live_slots())
+    @rule(data=st.data(), fenced=st.booleans(), form=st.sampled_from(FORMS))
+    def free(self, data: st.DataObject, fenced: bool, form: Callable[[list[int]], Any]) -> None:
         slots = data.draw(st.lists(st.sampled_from(self.live_slots()), min_size=1, max_size=20))
-        fence = None
-        if fenced and not self.model.group_depth:
-            fence = data.draw(st.sampled_from([Fence(), *self.fences]))
-            self.fences.append(fence)
-        forms: dict[str, Any] = {
-            "list": slots,
-            "int32": torch.tensor(slots, dtype=torch.int32),
-            "int64": torch.tensor(slots),
-            "numpy": np.array(slots),
-        }
-        self.free_both(slots, forms[kind], fence)
+        fence = data.draw(st.sampled_from([Fence(), *self.fences])) if fenced else None
+        self.fences += [fence] if fence else []
+        self.both(lambda pool: pool.free(form(slots) if pool is self.real else slots, after=fence))
 
     @rule(data=st.data(), anything=st.booleans())
     def share(self, data: st.DataObject, anything: bool) -> None:
-        slots = (
-            st.integers(-3, 180) if anything or not self.model.live else st.sampled_from(self.live_slots())
-        )
+        live = self.live_slots()
+        slots = st.integers(-3, 180) if anything or not live else st.sampled_from(live)
         given = data.draw(st.lists(slots, max_size=8))
-        try:
-            self.model.share(given)
-        except BadFreeError:
-            with pytest.raises(IndexOwnershipError):
-                self.real.share(given)
-        else:
-            self.real.share(given)
+        self.both(lambda pool: pool.share(given))
 
     @rule(slots=st.lists(st.integers(-3, 180), max_size=8))
     def free_anything(self, slots: list[int]) -> None:
-        self.free_both(slots, slots, None)
+        self.both(lambda pool: pool.free(slots))
 
     @rule(share=st.floats(0, 1))
     def free_much(self, share: float) -> None:
         slots = self.live_slots()
-        slots = slots[: int(share * len(slots))][::-1]
-        self.free_both(slots, slots, None)
+        self.both(lambda pool: pool.free(slots[: int(share * len(slots))][::-1]))
 
     @precondition(lambda self: self.fences)
     @rule(data=st.data())
     def fence_passes(self, data: st.DataObject) -> None:
         data.draw(st.sampled_from(self.fences)).done = True
 
-    @rule()
-    def group_begin(self) -> None:
-        self.real.free_group_begin()
-        self.model.free_group_begin()
-
-    @rule()
-    def group_end(self) -> None:
-        if not self.model.group_depth:
-            with pytest.raises(ConfigError):
-                self.real.free_group_end()
-            return
-        try:
-            self.model.free_group_end()
-        except BadFreeError:
-            with pytest.raises(IndexOwnershipError):
-                self.real.free_group_end()
-        else:
-            self.real.free_group_end()
-
-    @rule()
-    def merge(self) -> None:
-        self.real.merge_and_sort_free()
-        self.model.merge_and_sort_free()
+    @rule(name=st.sampled_from(["free_group_begin", "free_group_end", "merge_and_sort_free"]))
+    def group_or_merge(self, name: str) -> None:
+        self.both(lambda pool: getattr(pool, name)())
 
     @rule(data=st.data())
     def extend(self, data: st.DataObject) -> None:
-        size = self.model.page_size
-        batch = data.draw(st.integers(0, 3))
+        size = self.twin.page_size
         prefix_lens, seq_lens, last_loc = [], [], []
-        for _ in range(batch):
+        for _ in range(data.draw(st.integers(0, 3))):
             prefix = data.draw(st.integers(0, 9))
             candidates = [slot for slot in self.live_slots() if (slot + 1) % size == prefix % size]
             if prefix % size and candidates:
@@ -873,43 +800,22 @@ class AllocatorHistory(RuleBasedStateMachine):
                 last_loc.append(data.draw(st.integers(-1, 90)))
             prefix_lens.append(prefix)
             seq_lens.append(prefix + data.draw(st.integers(1, 9)))
-        try:
-            expected = self.model.alloc_extend(prefix_lens, seq_lens, last_loc)
-        except (BadBatchError, BadFreeError):
-            with pytest.raises(ValueError, match=r"\d"):
-                self.real.alloc_extend(prefix_lens, seq_lens, last_loc)
-        else:
-            self.agree(self.real.alloc_extend(prefix_lens, seq_lens, last_loc), expected)
-
-    @rule()
-    def wrong_types(self) -> None:
-        with pytest.raises(TypeError):
-            self.real.alloc(1.0)  # type: ignore[arg-type]
-        with pytest.raises(TypeError):
-            self.real.free([1.0])  # type: ignore[list-item]
+        self.both(lambda pool: pool.alloc_extend(prefix_lens, seq_lens, last_loc))
 
     @rule(sure=st.integers(0, 5))
     def clear(self, sure: int) -> None:
         if sure == 0:
-            self.real.clear()
-            self.model.clear()
+            self.both(lambda pool: pool.clear())
 
     @invariant()
     def same(self) -> None:
         if not hasattr(self, "real"):
             return
-        assert self.real.available_size() == self.model.available_size()
-        stats = self.real.stats()
-        assert stats["available"] + stats["in_use"] == stats["capacity"] == self.model.capacity
-        assert (stats["in_use"], stats["shared"]) == (self.model.in_use, self.model.shared)
-        assert stats["dropped_frees"] == self.model.dropped_frees
-        assert stats["high_water"] == self.model.high_water
-        assert self.real.free_slots.tolist() == self.model.free_pages
-        assert self.real.release_slots.tolist() == self.model.released_pages
-        everything = list(range(-2, (self.model.num_pages + 2) * self.model.page_size))
-        assert allocated(self.real, everything) == [self.model.is_allocated(slot) for slot in everything]
-        self.real.verify()
+        assert_consistent(self.real)
+        found, expected = snapshot(self.real), snapshot(self.twin)
+        assert {name: found[name] for name in SEEN} == {name: expected[name] for name in SEEN}
+        assert allocated(self.real, self.everything) == allocated(self.twin, self.everything)
 
 
-def test_random_histories_agree_with_the_model() -> None:
+def test_random_histories_agree() -> None:
     run_state_machine_as_test(AllocatorHistory)

@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 import gc
-import os
 import weakref
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import devices
 import pytest
 import torch
-from common import THREADS, cuda_only, on_stream, together
+from common import (
+    THREADS,
+    assert_refused_after_fork,
+    assert_steady,
+    cuda_only,
+    each_failure,
+    needs_fork,
+    needs_statm,
+    on_stream,
+    together,
+)
 from pool_table import Case, every_pool
-from software import LAUNCH_FAILED, OUT_OF_MEMORY, each_call
-
-from kvpool import DriverError, OutOfMemoryError
 
 if TYPE_CHECKING:
     from software import Driver
 
 pytestmark = pytest.mark.usefixtures("device")
-
-STATM = Path("/proc/self/statm")
-
-
-def resident_bytes() -> int:
-    gc.collect()
-    return int(STATM.read_text(encoding="ascii").split()[1]) * 4096
 
 
 @every_pool
@@ -68,7 +66,7 @@ def test_a_pool_in_a_cycle_is_collected(case: Case) -> None:
 
 @every_pool
 @devices.cpu_only
-@pytest.mark.skipif(not STATM.exists(), reason="needs /proc to see how much memory is in use")
+@needs_statm
 def test_memory_does_not_grow(case: Case) -> None:
     def once() -> None:
         pool = case.make(**case.big)
@@ -76,12 +74,7 @@ def test_memory_does_not_grow(case: Case) -> None:
             tensor.fill_(1)
         case.use(case.make(**case.big))
 
-    for _ in range(4):
-        once()
-    before = resident_bytes()
-    for _ in range(30):
-        once()
-    assert resident_bytes() - before < 16 << 20
+    assert_steady(once, 16 << 20, warm=4, turns=30)
 
 
 @every_pool
@@ -142,55 +135,27 @@ def test_every_driver_call_may_fail(case: Case, driver: Driver) -> None:
         pools.append(case.make(**case.full))
         case.use(pools[0])
 
-    def memory(expected: tuple[int, int] | None = None) -> tuple[int, int]:
-        pools.clear()
-        driver.run()
-        if (driver.device_bytes(), driver.locked_bytes()) != expected:
-            # Something is in a cycle.
-            gc.collect()
-        return driver.device_bytes(), driver.locked_bytes()
-
-    work()
-    before, failures = memory(), 0
-    for error in each_call(driver, work, codes=(LAUNCH_FAILED, OUT_OF_MEMORY), in_turn=True):
-        if error is not None:
-            failures += 1
-            assert isinstance(error, (DriverError, OutOfMemoryError)), repr(error)
-            assert isinstance(error, OutOfMemoryError) or "failed with CUDA_ERROR" in str(error)
+    failures = 0
+    for error in each_failure(driver, work, pools, in_turn=True):
+        failures += error is not None
         if pools:
             stats = pools[0].stats()
             if "in_use" in stats:
                 assert stats["available"] + stats["in_use"] == stats["capacity"]
                 assert stats.get("dropped_frees", 0) == 0
-        found = memory(before)
-        # A call that gives memory back tells nobody of its failure; what it had is lost.
-        assert error is None or found == before
-        before = found
     assert failures > 5
 
 
 @every_pool
 @cuda_only
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@needs_fork
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_after_a_fork_the_device_is_out_of_reach(case: Case) -> None:
     pool = case.make()
     case.use(pool)
-    child = os.fork()
-    if child == 0:
-        wrong = 0
-        for call in (case.make, *case.needs_device(pool)):
-            try:
-                call()
-            except DriverError as error:
-                wrong += "forked" not in str(error)
-            except BaseException:  # noqa: BLE001 - the child must end here
-                wrong += 1
-            else:
-                wrong += 1
-        # Numbers of the host are still there.
-        wrong += pool.stats()["capacity"] == 0 and pool.unit != "buffer"
-        os._exit(wrong)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
+    # Numbers of the host are still there.
+    assert_refused_after_fork(
+        (case.make, *case.needs_device(pool)),
+        lambda: pool.stats()["capacity"] == 0 and pool.unit != "buffer",
+    )
     case.use(pool)
