@@ -295,6 +295,7 @@ def main() -> int:
     if is_software() and not arguments.once:
         parser.error("the driver made of software has no clock: use --once")
     device = open_device()
+    device.use_pytorch()
     gc.disable()
     count = 0
     for case in cases(arguments):
