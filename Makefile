@@ -14,7 +14,7 @@ DRIVER_SOURCES := $(shell find tests/software_driver -name "*.rs" -o -name "*.cp
 CUDA_TOOLS := $(VENV)/cuda-tools
 # Seconds for each fuzz target, the targets, and how many run at once. SANITIZER=address needs a nightly toolchain.
 FUZZ_SECONDS ?= 3600
-TARGETS ?= $(basename $(notdir $(wildcard tests/fuzz/targets/*.rs))) trace_readers
+TARGETS ?= $(notdir $(wildcard tests/fuzz/corpus/*))
 FUZZ_JOBS ?= $(shell nproc)
 HOST := $(shell rustc -vV 2>/dev/null | sed -n 's/^host: //p')
 FUZZ := target/fuzz/$(HOST)/release
@@ -72,7 +72,7 @@ fuzz: fuzz-build $(VENV)/.fuzz
 	    trace_readers) if $(BIN)/python -c "import atheris" 2>/dev/null; \
 	        then exec tests/fuzz/run {} $(FUZZ_SECONDS) $(BIN)/python tests/fuzz/trace_readers.py; \
 	        else echo "trace_readers: skipped, as atheris needs Linux and Python 3.11"; fi ;; \
-	    *) exec tests/fuzz/run {} $(FUZZ_SECONDS) $(FUZZ)/{} ;; esac'
+	    *) exec tests/fuzz/run {} $(FUZZ_SECONDS) env KVPOOL_HISTORY={} $(FUZZ)/histories ;; esac'
 
 # A look at each, in every run of the tests.
 fuzz-briefly:

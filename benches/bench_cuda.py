@@ -8,8 +8,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+from cuda_cases import on_device, row_cases, slots_of, state_cases
 from harness import Case, Report
-from reference import FifoAllocator, KVBuffers, PagedAllocator, SortedAllocator, States
+from reference import FifoAllocator, PagedAllocator, SortedAllocator
 
 import kvpool
 
@@ -18,13 +19,8 @@ if TYPE_CHECKING:
 
 MILLION = 1 << 20
 PAGE_SIZE = 16
-HEADS = (8, 128)
 ROWS = 1 << 17
 TOKENS = (1, 16, 256, 4096, 16384, 65536)
-MEASURED = 16384
-SLOTS = (1, 8, 32)
-QWEN3_NEXT = (36, 32, 128, 128, 8192, 4)
-"""Linear-attention layers, value heads, their dimensions, channels and taps of Qwen3-Next-80B-A3B."""
 
 
 def enqueued(calls: Sequence[Callable[[], object]]) -> Case:
@@ -47,12 +43,6 @@ def on_host(call: Callable[[], object]) -> Case:
             call()
 
     return Case(run, torch.cuda.synchronize, 256)
-
-
-def random_slots(count: int, below: int, seed: int) -> torch.Tensor:
-    """Distinct slots, at least 1, int32 on the device."""
-    generator = torch.Generator().manual_seed(seed)
-    return (torch.randperm(below - 1, generator=generator)[:count] + 1).to(torch.int32).cuda()
 
 
 def round_trips(report: Report) -> None:
@@ -116,98 +106,26 @@ def foreign_frees(report: Report) -> None:
     )
 
 
-def token_rows(report: Report) -> None:
-    """Writes, reads and moves of K and V at random slots."""
-    dtype = torch.bfloat16
-    pool = kvpool.KVPool(ROWS, 1, *HEADS, "cuda", dtype)
-    plain = KVBuffers(ROWS + 8, *HEADS, dtype, "cuda")
-    for tokens in TOKENS:
-        shape = (tokens, *HEADS)
-        batches = range(max(1, min(8, ROWS // tokens // 2)))
-        slots = [random_slots(tokens, ROWS, seed) for seed in batches]
-        wide = [indices.long() for indices in slots]
-        others = [random_slots(2 * tokens, ROWS, 100 + seed) for seed in batches]
-        values = [(torch.randn(shape).to(dtype).cuda(), torch.randn(shape).to(dtype).cuda()) for _ in batches]
-        outs = [(torch.empty_like(k), torch.empty_like(v)) for k, v in values]
-        copies = enqueued([partial(_copy, outs[i], values[i]) for i in batches])
-        name = f"{tokens} tokens x {HEADS[0]} x {HEADS[1]} bfloat16, random slots"
-        sides = {
-            "set_kv_buffer": (
-                enqueued([partial(pool.set_kv_buffer, 0, slots[i], *values[i]) for i in batches]),
-                enqueued([partial(plain.set_kv_buffer, wide[i], *values[i]) for i in batches]),
-            ),
-            "gather_kv": (
-                enqueued([partial(pool.gather_kv, 0, slots[i], outs[i]) for i in batches]),
-                enqueued([partial(plain.gather_kv, wide[i]) for i in batches]),
-            ),
-            "move_kv": (
-                enqueued([partial(pool.move_kv, pair[:tokens], pair[tokens:]) for pair in others]),
-                enqueued(
-                    [partial(plain.move_kv, pair[:tokens].long(), pair[tokens:].long()) for pair in others]
-                ),
-            ),
-        }
-        for operation, (ours, theirs) in sides.items():
-            report.compare(f"{operation}, {name}", ours, theirs, alternative="indexing", least_ratio=1.0)
-            if tokens == MEASURED:
-                report.compare(
-                    f"{operation}, {name}", ours, copies, alternative="copy_ (bandwidth)", least_ratio=0.85
-                )
-
-
-def _copy(targets: tuple[torch.Tensor, ...], sources: tuple[torch.Tensor, ...]) -> None:
-    for target, source in zip(targets, sources, strict=True):
-        target.copy_(source)
-
-
-def _zero(targets: tuple[torch.Tensor, ...]) -> None:
-    for target in targets:
-        target.zero_()
-
-
-def states(report: Report) -> None:
-    """Resets and copies of linear-attention states of the size of Qwen3-Next's."""
-    working = 2 * max(SLOTS)
-    layers, heads, k_dim, v_dim, channels, taps = QWEN3_NEXT
-    pool = kvpool.GDNPool(working, layers, heads, k_dim, v_dim, channels, taps, "cuda", torch.bfloat16)
-    plain = States(tuple(pool.recurrent_state.shape), tuple(pool.conv_state.shape), torch.bfloat16, "cuda")
-    for count in SLOTS:
-        chosen = random_slots(2 * count, working + 1, count)
-        src, dst = chosen[:count], chosen[count:]
-        wide_src, wide_dst = src.long(), dst.long()
-        # The same bytes in one piece: the bandwidth of the memory.
-        flat = [state[:, :count].contiguous() for state in (pool.recurrent_state, pool.conv_state)]
-        target = [torch.empty_like(state) for state in flat]
-        name = f"{count} slots, 36 layers, 32 x 128 x 128 float32 + 8192 x 3 bfloat16"
-        reset = enqueued([partial(pool.reset_states, dst)])
-        copy = enqueued([partial(pool.copy_states, src, dst)])
-        least_ratio = 0.85 if count >= 8 else None
-        report.compare(
-            f"reset_states, {name}",
-            reset,
-            enqueued([partial(_zero, tuple(target))]),
-            alternative="zero_ (bandwidth)",
-            least_ratio=least_ratio,
-        )
-        report.compare(
-            f"reset_states, {name}",
-            reset,
-            enqueued([partial(plain.reset_states, wide_dst)]),
-            alternative="indexing",
-        )
-        report.compare(
-            f"copy_states, {name}",
-            copy,
-            enqueued([partial(_copy, tuple(target), tuple(flat))]),
-            alternative="copy_ (bandwidth)",
-            least_ratio=least_ratio,
-        )
-        report.compare(
-            f"copy_states, {name}",
-            copy,
-            enqueued([partial(plain.copy_states, wide_src, wide_dst)]),
-            alternative="indexing",
-        )
+def rows_and_states(report: Report) -> None:
+    """Writes, reads and moves of K and V at random slots, and resets and copies of states."""
+    for case in itertools.chain(row_cases(ROWS, TOKENS), state_cases(little=False)):
+        ours = enqueued(case.ours)
+        theirs, alternative = enqueued(case.theirs), case.alternative
+        report.compare(case.what, ours, theirs, alternative=alternative, least_ratio=case.least_ratio)
+        if case.bandwidth:
+            # The same bytes in one piece: half of those of a copy are read.
+            target, source = (
+                torch.zeros(case.moved // 2, dtype=torch.uint8, device="cuda") for _ in range(2)
+            )
+            zeroed = torch.empty(case.moved, dtype=torch.uint8, device="cuda")
+            calls: dict[str, Callable[[], object]] = {
+                "copy_": partial(target.copy_, source),
+                "zero_": zeroed.zero_,
+            }
+            alternative = f"{case.bandwidth} (bandwidth)"
+            report.compare(
+                case.what, ours, enqueued([calls[case.bandwidth]]), alternative=alternative, least_ratio=0.85
+            )
 
 
 def tables(report: Report) -> None:
@@ -217,7 +135,7 @@ def tables(report: Report) -> None:
     plain = torch.zeros(batch + 1, context, dtype=torch.int32, device="cuda")
     rows = torch.arange(1, batch + 1, dtype=torch.int32, device="cuda")
     columns = torch.full((batch,), context // 2, dtype=torch.int32, device="cuda")
-    slots = random_slots(batch, MILLION, 7)
+    slots = on_device(slots_of(batch, MILLION, 7))
     wide = rows.long(), columns.long()
 
     def index_put() -> None:
@@ -246,7 +164,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("bench_cuda.py needs an NVIDIA GPU that PyTorch can use")
     report = Report("GPU")
-    for part in (round_trips, foreign_frees, token_rows, states, tables):
+    for part in (round_trips, foreign_frees, rows_and_states, tables):
         part(report)
     report.finish()
 

@@ -11,7 +11,7 @@ import html
 import math
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -280,15 +280,7 @@ def worded(figure: Figure) -> Figure:
         ("context 64 beside 4096", "context 64"),
     ]:
         question = question.replace(long, short)
-    return Figure(
-        question + beside,
-        figure.alternative,
-        figure.ours,
-        figure.theirs,
-        figure.unit,
-        figure.ratio,
-        figure.target,
-    )
+    return replace(figure, question=question + beside)
 
 
 def short(parts: list[Section]) -> Section:
@@ -299,10 +291,7 @@ def short(parts: list[Section]) -> Section:
         found = [f for f in figures if f.question == question and alternative in {"", f.alternative}]
         if not found:
             raise LookupError(f"RESULTS.md has no figure for {question!r}")
-        first = found[0]
-        chosen.append(
-            Figure(words, first.alternative, first.ours, first.theirs, first.unit, first.ratio, first.target)
-        )
+        chosen.append(replace(found[0], question=words))
     return Section("", "", chosen)
 
 

@@ -10,14 +10,14 @@ import ctypes
 import sys
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kvpool._kvpool import _use_stream
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
 
@@ -27,40 +27,6 @@ BUSY_CYCLES = 20_000_000
 
 class SpoiltError(Exception):
     """A capture did not survive."""
-
-
-class Graph(Protocol):
-    """What a capture recorded."""
-
-    def replay(self) -> None:
-        """Enqueues it on the current stream."""
-
-
-class Device(Protocol):
-    """Streams and captures of one device."""
-
-    is_software: bool
-
-    def stream(self) -> Any:  # noqa: ANN401 - PyTorch's, or a handle
-        """A new stream."""
-
-    def on(self, stream: Any) -> AbstractContextManager[object]:  # noqa: ANN401
-        """Makes a stream the current one."""
-
-    def capturing(self, stream: Any) -> AbstractContextManager[Graph]:  # noqa: ANN401
-        """Captures a stream of this thread; raises `SpoiltError` at its end if that failed."""
-
-    def memory(self) -> AbstractContextManager[object]:
-        """Within it, new tensors of PyTorch have memory of PyTorch's allocator."""
-
-    def order(self, first: Any, second: Any) -> None:  # noqa: ANN401
-        """Lets a stream wait for what another has to do."""
-
-    def delay(self) -> None:
-        """Keeps the current stream busy for a while."""
-
-    def synchronize(self) -> None:
-        """Waits for all work."""
 
 
 class _CountingGraph:
@@ -89,16 +55,17 @@ class RealGpu:
         torch.zeros(1).cuda()
         torch.cuda.synchronize()
 
+    def use_pytorch(self) -> None:
+        """It is in use from the beginning."""
+
     def stream(self) -> Any:  # noqa: ANN401
-        """A new stream of PyTorch."""
         return torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def on(self, stream: Any) -> AbstractContextManager[object]:  # noqa: ANN401
-        """`torch.cuda.stream`."""
         return torch.cuda.stream(stream)
 
     @contextmanager
-    def capturing(self, stream: Any) -> Iterator[Graph]:  # noqa: ANN401
+    def capturing(self, stream: Any) -> Iterator[_CountingGraph]:  # noqa: ANN401
         """`torch.cuda.graph`, in the mode in which it forbids most: a call of any thread can spoil it."""
         graph = _CountingGraph()
         try:
@@ -113,7 +80,6 @@ class RealGpu:
         return nullcontext()
 
     def order(self, first: Any, second: Any) -> None:  # noqa: ANN401
-        """`wait_stream`."""
         second.wait_stream(first)
 
     def delay(self) -> None:
@@ -121,7 +87,6 @@ class RealGpu:
         torch.cuda._sleep(BUSY_CYCLES)  # type: ignore[no-untyped-call]
 
     def synchronize(self) -> None:
-        """Waits for the device."""
         torch.cuda.synchronize()
 
 
@@ -138,26 +103,34 @@ class _SoftwareGraph:
 
 
 class SoftwareGpu:
-    """The driver made of software, with `SoftwareTorch` around everything from now on."""
+    """The driver made of software.
+
+    Args:
+        driver: Its functions for tests, if PyTorch runs on it already.
+    """
 
     is_software = True
 
-    def __init__(self) -> None:
+    def __init__(self, driver: Any = None) -> None:  # noqa: ANN401
         import software
 
-        torch.set_num_threads(1)
-        torch.cuda._lazy_init = lambda: None
-        torch._C._cuda_init()
         self._software = software
-        self._driver = software.Driver()
+        self._driver = driver or software.Driver()
+        self._has_pytorch = driver is not None
         # Nothing runs before somebody waits for it.
         self._driver.set_patience(1 << 60)
         self._current: list[int] = []
-        self._torch = software.SoftwareTorch()  # type: ignore[no-untyped-call]
-        self._torch.__enter__()  # type: ignore[no-untyped-call]
+
+    def use_pytorch(self) -> None:
+        """Puts `SoftwareTorch` around everything from now on."""
+        if not self._has_pytorch:
+            self._has_pytorch = True
+            torch.set_num_threads(1)
+            torch.cuda._lazy_init = lambda: None
+            torch._C._cuda_init()
+            self._software.SoftwareTorch().__enter__()  # type: ignore[no-untyped-call]
 
     def stream(self) -> Any:  # noqa: ANN401
-        """The handle of a new stream."""
         return self._driver.stream()
 
     @contextmanager
@@ -172,7 +145,7 @@ class SoftwareGpu:
             _use_stream(self._current[-1] if self._current else None)
 
     @contextmanager
-    def capturing(self, stream: Any) -> Iterator[Graph]:  # noqa: ANN401
+    def capturing(self, stream: Any) -> Iterator[_SoftwareGraph]:  # noqa: ANN401
         """A capture in the global mode."""
         graph = _SoftwareGraph(self._driver)
         graph.stream = stream
@@ -190,15 +163,16 @@ class SoftwareGpu:
         return self._software.memory_of_pytorch()
 
     def order(self, first: Any, second: Any) -> None:  # noqa: ANN401, ARG002
-        """Runs what the first has to do."""
         self._driver.run(first)
 
     def delay(self) -> None:
         """Work is late anyway."""
 
     def synchronize(self) -> None:
-        """Runs all work."""
         self._driver.run()
+
+
+Device = RealGpu | SoftwareGpu
 
 
 def is_software() -> bool:
@@ -207,6 +181,5 @@ def is_software() -> bool:
 
 
 def open_device() -> Device:
-    """The device of this process, from now on in use by PyTorch."""
-    make: Callable[[], Device] = SoftwareGpu if is_software() else RealGpu
-    return make()
+    """The device of this process."""
+    return SoftwareGpu() if is_software() else RealGpu()

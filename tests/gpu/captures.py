@@ -28,17 +28,17 @@ from typing import TYPE_CHECKING, Any
 
 import records
 import torch
-from backend import Device, Graph, SpoiltError, open_device
+from backend import Device, SpoiltError, open_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
-    from capture_calls import Entry, World
+    from capture_calls import World
 
     Capturing = Callable[[Device, Any], AbstractContextManager[object]]
 
-from capture_calls import ENTRIES, POOLS, REFUSES, Inputs, all_entries
+from capture_calls import ENTRIES, POOLS, REFUSES, Entry, Inputs, all_entries
 from capture_calls import World as MakeWorld
 
 from kvpool import KVPool, KvPoolError, TokenToKVPoolAllocator
@@ -46,6 +46,7 @@ from kvpool import KVPool, KvPoolError, TokenToKVPoolAllocator
 OWN, THREAD, STREAM, KNOWN = "own", "another thread's", "another stream's", "a known stream's"
 CASES = (OWN, THREAD, STREAM, KNOWN)
 FIRST_CASES = (OWN, THREAD, STREAM)
+ALL = "all pools"
 READS = 20
 HANG_SECONDS = 30.0
 
@@ -181,7 +182,7 @@ def try_call(device: Device, entry: Entry, case: str) -> dict[str, object]:
         device.synchronize()
     before = everything(world)
     attempt = Attempt(entry, world)
-    graph: Graph | None = None
+    graph = None
     with device.on(stream), attempt.noting():
         if case == OWN:
             with device.capturing(stream) as graph:
@@ -201,11 +202,11 @@ def try_call(device: Device, entry: Entry, case: str) -> dict[str, object]:
     return _finding(attempt, did, wanted)
 
 
-def try_first(device: Device, entry: Entry, case: str) -> dict[str, object]:
-    """The same for a pool that is the first of its process."""
+def try_first(device: Device, make: Callable[[], object], case: str, wanted: str) -> dict[str, object]:
+    """The same for what makes the first pools of its process."""
     stream, other = device.stream(), device.stream()
     device.synchronize()
-    attempt = Attempt(entry, None)
+    attempt = Attempt(Entry(lambda _: make(), wanted), None)
     with device.on(stream), attempt.noting():
         if case == OWN:
             with device.capturing(stream):
@@ -213,7 +214,15 @@ def try_first(device: Device, entry: Entry, case: str) -> dict[str, object]:
         else:
             with BESIDE[case](device, other), device.on(stream):
                 attempt.call()
-    return _finding(attempt, attempt.did(), (_own(entry) if case == OWN else "worked",))
+    return _finding(attempt, attempt.did(), (wanted,))
+
+
+def make_all(device: Device) -> Callable[[], object]:
+    """What makes and uses all pools."""
+    device.use_pytorch()
+    with device.memory():
+        inputs = Inputs()
+    return lambda: MakeWorld(inputs).stats()
 
 
 def _own(entry: Entry) -> str:
@@ -280,9 +289,17 @@ READERS = ("set_kv_buffer", "a kernel of PyTorch, after used_on")
 def attempt_item(device: Device, item: Item) -> dict[str, object]:
     """Tries one thing."""
     if item.case == "read":
+        device.use_pytorch()
         return try_read(device, item.name)
     if item.is_alone:
-        return try_first(device, ENTRIES[item.name], item.case.removeprefix("first: "))
+        case = item.case.removeprefix("first: ")
+        if item.name == ALL:
+            return try_first(device, make_all(device), case, "worked")
+        entry = ENTRIES[item.name]
+        return try_first(
+            device, POOLS[item.name.removesuffix("()")], case, _own(entry) if case == OWN else "worked"
+        )
+    device.use_pytorch()
     return try_call(device, all_entries()[item.name], item.case)
 
 
@@ -290,17 +307,15 @@ def items(*, first: bool) -> list[Item]:
     """All there is to try: what tells most comes first."""
     if first:
         keys = [name if name.startswith("make_") else f"{name}()" for name in POOLS]
-        return [Item(key, f"first: {case}") for case in FIRST_CASES for key in keys]
+        alone = [Item(key, f"first: {case}") for case in FIRST_CASES for key in keys]
+        return [*alone, Item(ALL, f"first: {THREAD}"), Item(ALL, f"first: {STREAM}")]
     reads = [Item(name, "read") for name in READERS]
     return [*reads, *(Item(name, case) for case in CASES for name in all_entries())]
 
 
 def work_on(todo: Sequence[Item], tell: Callable[[dict[str, object]], None]) -> None:
     """Tries one after another, up to one after which the process is not to be trusted."""
-    gc.disable()
     device = open_device()
-    gc.collect()
-    gc.freeze()
     for item in todo:
         tell({"begins": item.name})
         try:
@@ -356,9 +371,10 @@ class Child:
     def end(self) -> str:
         """Ends it, and says how it ended by itself."""
         os.close(self._read)
+        end = time.monotonic() + 0.2
         ended, status = os.waitpid(self._process, os.WNOHANG)
-        if not ended:
-            time.sleep(0.2)
+        while not ended and time.monotonic() < end:
+            time.sleep(0.002)
             ended, status = os.waitpid(self._process, os.WNOHANG)
         if not ended:
             os.kill(self._process, signal.SIGKILL)
@@ -372,6 +388,10 @@ def _write(pipe: int, found: dict[str, object]) -> None:
 
 def run(todo: list[Item], end: float) -> Iterator[tuple[Item, dict[str, Any]]]:
     """Each thing with what came of it, until there is no time left."""
+    # For all children, which collect after each thing what it made.
+    gc.disable()
+    gc.collect()
+    gc.freeze()
     while todo and time.monotonic() < end:
         child = Child(todo[:1] if todo[0].is_alone else todo)
         is_clean = False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -12,29 +11,21 @@ import pytest
 PROBE = Path(__file__).resolve().parents[1] / "gpu" / "probe.py"
 
 
-def probe(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+def probe() -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-W", "error", PROBE, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
+        [sys.executable, "-W", "error", PROBE], capture_output=True, text=True, timeout=60, check=False
     )
 
 
 @pytest.mark.cuda
 @pytest.mark.usefixtures("driver")
-def test_the_driver_answers_as_its_documentation_promises(tmp_path: Path) -> None:
-    report = tmp_path / "answers.json"
-    done = probe("--json", report)
+def test_the_driver_answers_as_its_documentation_promises() -> None:
+    done = probe()
     version, *lines = done.stdout.splitlines()
     assert version == "driver 13.2"
     wrong = [line for line in lines if not line.startswith("ok ")]
     assert (wrong, done.returncode, done.stderr) == ([], 0, "")
-    answers = json.loads(report.read_text())["answers"]
-    assert len(answers) == len(lines) > 30
-    assert all(answer["ok"] and answer["answer"] in answer["expected"] for answer in answers)
-    assert len({answer["question"] for answer in answers}) == len(answers)
+    assert len({line.split(": ")[0] for line in lines}) == len(lines) > 30
 
 
 @pytest.mark.cuda

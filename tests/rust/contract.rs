@@ -2,72 +2,16 @@
 
 use std::sync::Arc;
 
-use kvpool::base::{DType, Device, ErrorKind, Id, IndexVec, Result};
+use kvpool::base::{Device, ErrorKind, Id, IndexVec, Result};
 use kvpool::index::{Act, BadFrees, Rounding, State};
 use kvpool::kernels::Indices;
-use kvpool::memory::{Backend, Host, Stream};
 use kvpool::pool::{
-    AllocatorConfig, BufferConfig, BufferPool, ChunkConfig, ChunkPool, GdnConfig, GdnPool, KvConfig, KvPool,
-    PageConfig, PagePool, Pool, ReqToTokenConfig, ReqToTokenPool, TokenToKvPoolAllocator, Workspace,
-    WorkspaceConfig,
+    AllocatorConfig, BufferConfig, BufferPool, ChunkPool, GdnConfig, GdnPool, KvPool, PageConfig, PagePool,
+    Pool, ReqToTokenConfig, ReqToTokenPool, TokenToKvPoolAllocator, Workspace, WorkspaceConfig,
 };
 use kvpool::tensor::TensorView;
 
-/// Host memory has no streams.
-const STREAM: Stream = Stream::DEFAULT;
-
-fn host() -> Arc<dyn Backend> {
-    Arc::new(Host)
-}
-
-fn page_pool(strict: bool) -> PagePool {
-    let (page_size, initial_pages) = (4, 6);
-    let config = PageConfig { page_size, initial_pages, dtype: DType::F32, grow: 0, strict };
-    PagePool::new(&config, &host()).expect("memory")
-}
-
-fn gdn_pool(strict: bool) -> GdnPool {
-    let config = GdnConfig {
-        max_reqs: 2,
-        num_gdn_layers: 1,
-        num_v_heads: 1,
-        head_k_dim: 2,
-        head_v_dim: 2,
-        conv_dim: 2,
-        conv_kernel_size: 2,
-        dtype: DType::BF16,
-        max_track_slots: 6,
-        strict,
-    };
-    GdnPool::new(&config, &host()).expect("memory")
-}
-
-fn kv_pool() -> KvPool {
-    let config = KvConfig {
-        size: 8,
-        layer_num: 1,
-        k_head_num: 1,
-        k_head_dim: 2,
-        v_head_num: 1,
-        v_head_dim: 2,
-        dtype: DType::F32,
-        page_size: 1,
-        pin_memory: false,
-    };
-    KvPool::new(&config, &host()).expect("memory")
-}
-
-fn chunk_pool(strict: bool) -> ChunkPool {
-    let config = ChunkConfig {
-        num_chunks: 6,
-        chunk_shape: vec![4],
-        dtype: DType::F32,
-        pin_memory: false,
-        page_lock_threads: 2,
-        strict,
-    };
-    ChunkPool::new(&config, &host()).expect("memory")
-}
+use crate::pool_table::{GDN, KV, PAGES, ROWS, SLOTS, STREAM, chunks, host};
 
 fn first(view: &TensorView) -> i64 {
     view.region().read::<i32>(view.offset(), 1).expect("inside")[0].into()
@@ -127,13 +71,15 @@ fn give_back(pool: &mut dyn Counted, unit: i64) {
 
 /// Every pool whose units are numbers, with six units each.
 fn counted(strict: bool) -> Vec<Box<dyn Counted>> {
-    let slots = AllocatorConfig { size: 6, page_size: 1, need_sort: true, strict };
-    let rows = ReqToTokenConfig { max_reqs: 6, max_context_len: 4, padding_row: true, strict };
+    let slots = AllocatorConfig { size: 6, page_size: 1, strict, ..SLOTS };
+    let rows = ReqToTokenConfig { max_reqs: 6, strict, ..ROWS };
+    let states = GdnConfig { max_track_slots: 6, strict, ..GDN };
+    let pages = PageConfig { initial_pages: 6, grow: 0, strict, ..PAGES };
     vec![
         Box::new(TokenToKvPoolAllocator::new(&slots, &host()).expect("memory")),
         Box::new(ReqToTokenPool::new(&rows, &host()).expect("memory")),
-        Box::new(gdn_pool(strict)),
-        Box::new(page_pool(strict)),
+        Box::new(GdnPool::new(&states, &host()).expect("memory")),
+        Box::new(PagePool::new(&pages, &host()).expect("memory")),
     ]
 }
 
@@ -141,8 +87,8 @@ fn counted(strict: bool) -> Vec<Box<dyn Counted>> {
 fn all() -> Vec<Box<dyn Pool>> {
     let arena = WorkspaceConfig { arena_bytes: 4096, poison: false };
     let mut pools: Vec<Box<dyn Pool>> = vec![
-        Box::new(kv_pool()),
-        Box::new(chunk_pool(true)),
+        Box::new(KvPool::new(&KV, &host()).expect("memory")),
+        Box::new(ChunkPool::new(&chunks(6, true), &host()).expect("memory")),
         Box::new(BufferPool::new(&BufferConfig { rounding: Rounding::Pow2 }, &host())),
         Box::new(Workspace::new(&arena, &host()).expect("memory")),
     ];

@@ -13,6 +13,5 @@ mod kernels;
 mod layering;
 mod oracle;
 mod pool_table;
-mod pools;
 mod shortage;
 mod threads;

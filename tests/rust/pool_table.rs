@@ -11,7 +11,12 @@ use kvpool::pool::{
     TokenToKvPoolAllocator, Workspace, WorkspaceConfig,
 };
 
-const STREAM: Stream = Stream::DEFAULT;
+/// Host memory has no streams.
+pub(crate) const STREAM: Stream = Stream::DEFAULT;
+
+pub(crate) fn host() -> Arc<dyn Backend> {
+    Arc::new(Host)
+}
 
 /// Makes a pool on a backend, takes something from it, and drops it.
 type Make = fn(&Arc<dyn Backend>) -> Result<()>;
@@ -25,7 +30,7 @@ const POOLS: [(&str, Make); 9] = [
     ("BatchPlanner", |backend| {
         // Its pools are on the same device, but not on this backend.
         let other: Arc<dyn Backend> = match backend.gpu() {
-            None => Arc::new(Host),
+            None => host(),
             Some(gpu) => Arc::new(kvpool::memory::Cuda::new(gpu, STREAM)),
         };
         let (slots, table) =
@@ -40,17 +45,7 @@ const POOLS: [(&str, Make); 9] = [
         let mut pool = BufferPool::new(&BufferConfig { rounding: Rounding::Pow2 }, backend);
         pool.alloc_batch(&[100, 5000], STREAM).map(drop)
     }),
-    ("ChunkPool", |backend| {
-        let config = ChunkConfig {
-            num_chunks: 8,
-            chunk_shape: vec![2, 64],
-            dtype: DType::F16,
-            pin_memory: false,
-            page_lock_threads: 1,
-            strict: false,
-        };
-        ChunkPool::new(&config, backend)?.try_allocate(2).map(drop)
-    }),
+    ("ChunkPool", |backend| ChunkPool::new(&chunks(8, false), backend)?.try_allocate(2).map(drop)),
     ("Workspace", |backend| {
         Workspace::new(&WorkspaceConfig { arena_bytes: 4096, poison: true }, backend).map(drop)
     }),
@@ -81,16 +76,22 @@ pub(crate) const GDN: GdnConfig = GdnConfig {
     strict: false,
 };
 
-const ROWS: ReqToTokenConfig =
+pub(crate) const ROWS: ReqToTokenConfig =
     ReqToTokenConfig { max_reqs: 8, max_context_len: 100, padding_row: true, strict: false };
 
-const SLOTS: AllocatorConfig = AllocatorConfig { size: 64, page_size: 16, need_sort: true, strict: false };
+pub(crate) const SLOTS: AllocatorConfig =
+    AllocatorConfig { size: 64, page_size: 16, need_sort: true, strict: false };
 
 const PLANS: PlannerConfig =
     PlannerConfig { max_batch_size: 4, max_tokens: 32, kv_indices: true, block_table: true };
 
-const PAGES: PageConfig =
+pub(crate) const PAGES: PageConfig =
     PageConfig { page_size: 64, initial_pages: 2, dtype: DType::F32, grow: 1, strict: false };
+
+pub(crate) fn chunks(num_chunks: usize, strict: bool) -> ChunkConfig {
+    let (chunk_shape, dtype) = (vec![2, 64], DType::F16);
+    ChunkConfig { num_chunks, chunk_shape, dtype, pin_memory: false, page_lock_threads: 1, strict }
+}
 
 /// Runs the suite on top of `inner`.
 pub(crate) fn pools_conform(inner: &Arc<dyn Backend>) {
@@ -122,5 +123,22 @@ pub(crate) fn pools_conform(inner: &Arc<dyn Backend>) {
 
 #[test]
 fn pools_on_the_host() {
-    pools_conform(&(Arc::new(Host) as Arc<dyn Backend>));
+    pools_conform(&host());
+}
+
+#[test]
+fn pool_allocates_and_frees_one_region() {
+    let backend = Arc::new(Count::new(Arc::new(Host)));
+    let counted: Arc<dyn Backend> = backend.clone();
+    let pool = KvPool::new(&KV, &counted).expect("memory");
+    assert_eq!((backend.live_blocks(), pool.rows()), (1, 80));
+    let infos: Vec<_> = pool.buffer_infos().collect();
+    assert_eq!(infos.len(), 4);
+    assert!(infos.iter().all(|info| info.address % 256 == 0 && info.bytes == 80 * info.row_bytes));
+    assert_eq!(infos.iter().map(|info| info.bytes).sum::<usize>(), pool.mem_bytes());
+    let [k, _] = pool.kv_buffer(1).expect("a layer");
+    drop(pool);
+    assert_eq!(backend.live_blocks(), 1, "a view keeps the memory");
+    drop(k);
+    assert_eq!(backend.live_blocks(), 0);
 }

@@ -5,19 +5,17 @@ use std::sync::{Arc, Mutex, Weak};
 
 use kvpool::base::{Error, ErrorKind, IndexVec, Result};
 use kvpool::kernels::Indices;
-use kvpool::memory::{Backend, Host, Stream};
+use kvpool::memory::Stream;
 use kvpool::pool::{
     AllocatorConfig, Batch, BatchPlanner, Fence, Grant, PlannerConfig, Reclaim, ReqToTokenConfig,
     ReqToTokenPool, TokenToKvPoolAllocator,
 };
 
-/// Host memory has no streams.
-const STREAM: Stream = Stream::DEFAULT;
+use crate::pool_table::{STREAM, host};
 
 fn allocator(size: usize, page_size: usize) -> Arc<TokenToKvPoolAllocator> {
-    let host: Arc<dyn Backend> = Arc::new(Host);
     let config = AllocatorConfig { size, page_size, need_sort: true, strict: false };
-    Arc::new(TokenToKvPoolAllocator::new(&config, &host).expect("small"))
+    Arc::new(TokenToKvPoolAllocator::new(&config, &host()).expect("small"))
 }
 
 fn free(allocator: &TokenToKvPoolAllocator, slots: &[i32], after: Option<&Arc<dyn Fence>>) -> Result<usize> {
@@ -111,13 +109,12 @@ fn shortage_of_pages_and_plans_reclaims() {
     assert_eq!(count(allocator.alloc_extend(&[0, 0], &[3, 6], &[0, 0], STREAM)), Some(9));
     assert_eq!(cache.asked(), [12]);
 
-    let host: Arc<dyn Backend> = Arc::new(Host);
     let config = ReqToTokenConfig { max_reqs: 2, max_context_len: 32, padding_row: true, strict: false };
-    let table = ReqToTokenPool::new(&config, &host).expect("small");
+    let table = ReqToTokenPool::new(&config, &host()).expect("small");
     let table = Arc::new(Mutex::new(table));
     let config = PlannerConfig { max_batch_size: 2, max_tokens: 32, kv_indices: true, block_table: true };
     let planner =
-        BatchPlanner::new(&config, &host, Arc::clone(&allocator), Arc::clone(&table)).expect("small");
+        BatchPlanner::new(&config, &host(), Arc::clone(&allocator), Arc::clone(&table)).expect("small");
     let row = table.lock().expect("no panic").alloc(1, STREAM).expect("host memory").expect("room")[0];
     let rows = IndexVec::I64(vec![row.into()]);
     let batch = Batch { rows: &rows, prefix_lens: &[0], seq_lens: &[9], prefix_slots: &[] };

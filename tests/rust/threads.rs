@@ -8,14 +8,13 @@ use std::time::{Duration, Instant};
 
 use kvpool::base::{DType, IndexVec};
 use kvpool::kernels::{CopyThreads, Direction, Indices, set_num_threads};
-use kvpool::memory::{Backend, Host, Stream};
+use kvpool::memory::Host;
 use kvpool::pool::{
     AllocatorConfig, Attempt, ChunkConfig, ChunkPool, GdnConfig, GdnPool, Grant, KvConfig, KvPool, Scales,
     TokenToKvPoolAllocator,
 };
 
-/// Host memory has no streams.
-const STREAM: Stream = Stream::DEFAULT;
+use crate::pool_table::{GDN, KV, STREAM, chunks, host};
 
 const THREADS: usize = 8;
 
@@ -44,9 +43,8 @@ fn together(work: impl Fn(usize, usize) + Sync) {
 
 #[test]
 fn one_allocator_serves_eight_threads() {
-    let backend: Arc<dyn Backend> = Arc::new(Host);
     let config = AllocatorConfig { size: 4096, page_size: 4, need_sort: true, strict: true };
-    let allocator = TokenToKvPoolAllocator::new(&config, &backend).expect("small");
+    let allocator = TokenToKvPoolAllocator::new(&config, &host()).expect("small");
     // The owner of each page; each thread writes to its own pages without another lock.
     let owners: Vec<AtomicUsize> = (0..1025).map(|_| AtomicUsize::new(0)).collect();
     together(|number, round| {
@@ -69,16 +67,8 @@ fn one_allocator_serves_eight_threads() {
 
 #[test]
 fn chunks_are_copied_freed_and_taken_at_once() {
-    let config = ChunkConfig {
-        num_chunks: 12,
-        chunk_shape: vec![1 << 10],
-        dtype: DType::I64,
-        pin_memory: false,
-        page_lock_threads: 2,
-        strict: true,
-    };
-    let host: Arc<dyn Backend> = Arc::new(Host);
-    let pool = ChunkPool::new(&config, &host).expect("memory");
+    let config = ChunkConfig { chunk_shape: vec![1 << 10], dtype: DType::I64, ..chunks(12, true) };
+    let pool = ChunkPool::new(&config, &host()).expect("memory");
     together(|number, round| {
         let Ok(Attempt::Taken(chunks)) = pool.allocate(1 + round % 3, Duration::from_millis(1)) else {
             return;
@@ -109,30 +99,16 @@ fn rows_are_stored_moved_and_gathered_at_once() {
     set_num_threads(3);
     let config = KvConfig {
         size: 4000,
-        layer_num: 2,
         k_head_num: 4,
         k_head_dim: 128,
         v_head_num: 4,
         v_head_dim: 128,
         dtype: DType::F32,
         page_size: 1,
-        pin_memory: false,
+        ..KV
     };
-    let host: Arc<dyn Backend> = Arc::new(Host);
-    let pool = KvPool::new(&config, &host).expect("memory");
-    let gdn = GdnConfig {
-        max_reqs: 8,
-        num_gdn_layers: 2,
-        num_v_heads: 2,
-        head_k_dim: 8,
-        head_v_dim: 8,
-        conv_dim: 8,
-        conv_kernel_size: 4,
-        dtype: DType::BF16,
-        max_track_slots: 4,
-        strict: false,
-    };
-    let states = GdnPool::new(&gdn, &host).expect("memory");
+    let pool = KvPool::new(&config, &host()).expect("memory");
+    let states = GdnPool::new(&GdnConfig { max_track_slots: 4, ..GDN }, &host()).expect("memory");
     together(|number, round| {
         let list = |step: i64| Indices::Host(IndexVec::I64((1..=2000).map(|row| row + step).collect()));
         let layer = round % 2;

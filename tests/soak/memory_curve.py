@@ -23,7 +23,6 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from matplotlib.axes import Axes
     from numpy.typing import NDArray
 
 HOUR_S = 3600.0
@@ -79,23 +78,9 @@ COLUMNS = tuple(field.name for field in fields(Sample))
 
 
 class MallInfo2(ctypes.Structure):
-    """`struct mallinfo2` of glibc 2.33 and later."""
+    """`struct mallinfo2` of glibc 2.33 and later: ten sizes."""
 
-    _fields_ = tuple(
-        (name, ctypes.c_size_t)
-        for name in (
-            "arena",
-            "ordblks",
-            "smblks",
-            "hblks",
-            "hblkhd",
-            "usmblks",
-            "fsmblks",
-            "uordblks",
-            "fordblks",
-            "keepcost",
-        )
-    )
+    _fields_ = (("sizes", ctypes.c_size_t * 10),)
 
 
 def heap_bytes() -> int:
@@ -104,8 +89,9 @@ def heap_bytes() -> int:
     if mallinfo2 is None:
         return 0
     mallinfo2.restype = MallInfo2
-    info = mallinfo2()
-    return int(info.uordblks) + int(info.hblkhd)
+    sizes = mallinfo2().sizes
+    # `uordblks` and `hblkhd`.
+    return int(sizes[7]) + int(sizes[4])
 
 
 def take_sample(seconds: float, rounds: int, operations: int, device: str) -> Sample:
@@ -131,24 +117,6 @@ def take_sample(seconds: float, rounds: int, operations: int, device: str) -> Sa
         fds=len(os.listdir("/proc/self/fd")),  # noqa: PTH208 - names alone
         threads=threading.active_count(),
     )
-
-
-class Recorder:
-    """Writes samples to a CSV file as they come, so that none is lost and none takes memory."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("w", encoding="ascii", newline="")
-        self._writer = csv.writer(self._file)
-        self._writer.writerow(COLUMNS)
-
-    def add(self, sample: Sample) -> None:
-        """Writes a line."""
-        self._writer.writerow([getattr(sample, name) for name in COLUMNS])
-        self._file.flush()
-
-    def close(self) -> None:
-        """Closes the file."""
-        self._file.close()
 
 
 def read_samples(path: Path) -> dict[str, NDArray[np.float64]]:
@@ -216,51 +184,24 @@ def find_trends(columns: dict[str, NDArray[np.float64]], limits: dict[str, float
 
 
 def save_curve(columns: dict[str, NDArray[np.float64]], trends: Sequence[Trend], path: Path) -> None:
-    """Draws memory, objects and descriptors over time, with the slopes of the second half."""
+    """Draws each series over time, with the slope of its second half if it has a limit."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11.0, 8.0), layout="constrained")
-    operations = int(columns["operations"][-1])
-    figure.suptitle(f"{columns['seconds'][-1] / 60:.1f} minutes, {operations:,} operations")
-    memory, counts = figure.subplots(2, 1, sharex=True)
     by_name = {trend.name: trend for trend in trends}
+    shown = [name for name in COLUMNS[COLUMNS.index("rss_kib") :] if columns[name].any()]
     minutes = columns["seconds"] / 60
-    colors = {
-        "rss_kib": "blue",
-        "uss_kib": "grey",
-        "anonymous_kib": "orange",
-        "heap_kib": "purple",
-        "device_kib": "green",
-    }
-    for name, color in colors.items():
-        if columns[name].any():
-            _draw(memory, minutes, columns[name] / 1024, by_name.get(name), name, f"tab:{color}")
-    memory.set_ylabel("MiB")
-    memory.set_ylim(bottom=0)
-    _draw(counts, minutes, columns["objects"], by_name.get("objects"), "objects", "tab:blue")
-    counts.set_ylabel("objects")
-    right = counts.twinx()
-    _draw(right, minutes, columns["fds"], by_name.get("fds"), "fds", "tab:red")
-    right.set_ylabel("descriptors")
-    right.set_ylim(0, 2 * columns["fds"].max())
-    counts.set_xlabel("minutes")
-    for axes, place in ((memory, "lower right"), (counts, "lower left"), (right, "lower right")):
-        axes.legend(loc=place, frameon=False)
+    half = second_half(minutes)
+    figure = Figure(figsize=(11.0, 2.0 * len(shown)), layout="constrained")
+    figure.suptitle(f"{minutes[-1]:.1f} minutes, {int(columns['operations'][-1]):,} operations")
+    for axes, name in zip(figure.subplots(len(shown), sharex=True), shown, strict=True):
+        values = columns[name]
+        axes.plot(minutes, values, linewidth=0.9, label=name)
+        if name in by_name:
+            per_hour, limit = by_name[name].per_hour, by_name[name].limit
+            line = np.median(values[half]) + per_hour / 60 * (minutes[half] - np.median(minutes[half]))
+            label = f"{per_hour:+,.1f} an hour, {limit:,.0f} allowed"
+            axes.plot(minutes[half], line, color="black", linewidth=1.0, linestyle="--", label=label)
+        axes.set_ylim(bottom=0)
+        axes.legend(loc="lower right", frameon=False)
+    axes.set_xlabel("minutes")
     figure.savefig(path, dpi=120)
-
-
-def _draw(  # noqa: PLR0913, PLR0917 - what one line is made of
-    axes: Axes,
-    minutes: NDArray[np.float64],
-    values: NDArray[np.float64],
-    trend: Trend | None,
-    label: str,
-    color: str,
-) -> None:
-    if trend is not None:
-        label = f"{label}: {trend.per_hour:+,.1f} an hour, {trend.limit:,.0f} allowed"
-        half = second_half(minutes)
-        unit = values[-1] / trend.last if trend.last else 1.0
-        line = trend.per_hour * unit * (minutes[half] - np.median(minutes[half])) / 60
-        axes.plot(minutes[half], np.median(values[half]) + line, color="black", linewidth=1.0, linestyle="--")
-    axes.plot(minutes, values, color=color, linewidth=0.9, label=label)

@@ -12,7 +12,7 @@ import torch
 import kvpool
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
 MARKS = 1 << 12
 HEADS, HEAD_DIM = 2, 8
@@ -108,28 +108,23 @@ class Pools:
             expect(total == stats["capacity"], f"{type(pool).__name__} does not add up: {stats}")
         self.allocator.verify()
 
-    def check_returned(self, users: Iterable[User]) -> None:
+    def check_returned(self, users: Sequence[User]) -> None:
         """What holds when all users are finished."""
         self.kv.check()
         self.check()
-        bad_frees = dict.fromkeys(("slots", "rows", "tracks", "chunks", "pages"), 0)
-        for user in users:
-            for name, count in user.bad_frees.items():
-                bad_frees[name] += count
-        found: dict[str, Any] = {
+        pools: dict[str, Any] = {
             "slots": self.allocator,
             "rows": self.table,
             "tracks": self.states,
             "chunks": self.chunks,
             "pages": self.pages,
         }
-        for name, pool in found.items():
+        for name, pool in pools.items():
             stats = pool.stats()
             expect(not stats["in_use"], f"{stats['in_use']} {name} were not given back")
-            expect(
-                stats["dropped_frees"] == bad_frees[name],
-                f"{bad_frees[name]} bad frees of {name}, {stats['dropped_frees']} dropped",
-            )
+            bad_frees = sum(user.bad_frees.get(name, 0) for user in users)
+            dropped = stats["dropped_frees"]
+            expect(dropped == bad_frees, f"{bad_frees} bad frees of {name}, {dropped} dropped")
         expect(not self.buffers.in_use_count, f"{self.buffers.in_use_count} buffers were not given back")
         expect(self.planner.stats()["tokens"] == 0, f"the planner has {self.planner.stats()}")
         expect(not any(map(len, self.owners.values())), "somebody has something that no pool has given")
@@ -156,15 +151,31 @@ class Passing:
             return True
 
 
+@dataclass(eq=False)
+class Holding:
+    """What one call handed out, and the mark that is stored there."""
+
+    user: User
+    mark: float
+    slots: list[int] = field(default_factory=list)
+    thing: Any = None
+
+    def __repr__(self) -> str:
+        return f"{self.user}"
+
+
 class User:
     """Does one random thing with its pool a step.
 
     Attributes:
+        owned: Which owners it is entered among, of `Pools.owners`.
+        held: What it has.
         operations: Steps so far.
         bad_frees: Frees that had to be dropped, by what was freed.
     """
 
     actions: ClassVar[tuple[str, ...]]
+    owned: ClassVar[str] = "slots"
 
     def __init__(self, pools: Pools, number: int, seed: int) -> None:
         self.pools = pools
@@ -173,16 +184,47 @@ class User:
         self.operations = 0
         self.bad_frees: dict[str, int] = {}
         self.random = random.Random(f"{seed} {number} {type(self).__name__}")
+        self.owners = pools.owners[self.owned]
+        self.held: list[Holding] = []
         self._serial = 0
 
     def step(self) -> None:
-        """Does one thing."""
         getattr(self, self.random.choice(self.actions))()
         self.operations += 1
 
     def finish(self) -> None:
         """Gives everything back."""
+        while self.held:
+            self.give()
+
+    def places(self, slots: Iterable[int]) -> set[int]:
+        """What is entered among the owners for some slots."""
+        return set(slots)
+
+    def pages(self, slots: Iterable[int]) -> set[int]:
+        return {slot // self.pools.sizes.page_size for slot in slots}
+
+    def hold(self, slots: list[int], thing: Any = None, mark: float | None = None) -> Holding:  # noqa: ANN401
+        """Enters what a call handed out."""
+        held = Holding(self, self.mark() if mark is None else mark, slots, thing)
+        self.owners.take(self.places(slots), held)
+        self.held.append(held)
+        return held
+
+    def check(self, held: Holding) -> None:
+        """Compares what is stored with the mark."""
+
+    def give_back(self, held: Holding) -> None:
+        """Frees what is no longer entered among the owners."""
         raise NotImplementedError
+
+    def give(self) -> None:
+        """Gives something back that bears its mark still."""
+        if self.held:
+            held = self.pop(self.held)
+            self.check(held)
+            self.owners.give(self.places(held.slots), held)
+            self.give_back(held)
 
     def mark(self) -> float:
         """A number that no other user has, and this one had long ago."""
@@ -199,7 +241,6 @@ class User:
 
     @staticmethod
     def refused(kind: type[Exception], call: Callable[[], object]) -> None:
-        """Something that has to raise."""
         try:
             call()
         except kind:
@@ -211,21 +252,7 @@ class User:
         return torch.tensor(values).to(self.device)
 
     def pop(self, held: list[Any]) -> Any:  # noqa: ANN401
-        """Any of what is held, taken out."""
         return held.pop(self.random.randrange(len(held)))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__} {self.number}"
-
-
-@dataclass(eq=False)
-class Holding:
-    """What one call handed out, and the mark that is stored there."""
-
-    user: User
-    mark: float
-    slots: list[int] = field(default_factory=list)
-    thing: Any = None
-
-    def __repr__(self) -> str:
-        return f"{self.user}"

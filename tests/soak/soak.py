@@ -8,9 +8,11 @@ wrong, and with 2 if there was not enough time to say.
 
 from __future__ import annotations
 
+import csv
 import itertools
 import random
-import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Annotated
@@ -18,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated
 import numpy as np
 import torch
 import typer
-from memory_curve import LIMITS, Recorder, Trend, find_trends, read_samples, save_curve, take_sample
+from memory_curve import COLUMNS, LIMITS, Trend, find_trends, read_samples, save_curve, take_sample
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
@@ -132,21 +134,8 @@ class Soak:
         """Users on threads of their own, on pools that are made for them."""
         pools, seed = Pools(sizes), self._seed()
         groups = [users_of(pools, number, seed) for number in range(USERS)]
-        failures: list[BaseException] = []
-
-        def work(users: list[User]) -> None:
-            try:
-                take_steps(users)
-            except BaseException as error:  # noqa: BLE001 - raised by the main thread
-                failures.append(error)
-
-        threads = [threading.Thread(target=work, args=(users,)) for users in groups]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        for failure in failures:
-            raise failure
+        with ThreadPoolExecutor(USERS) as threads:
+            list(threads.map(take_steps, groups))
         everybody = [user for users in groups for user in users]
         for user in everybody:
             user.finish()
@@ -158,7 +147,7 @@ def soak_for(  # noqa: PLR0913 - and the clock, for tests
     soak: Soak,
     seconds: float,
     every_s: float,
-    csv: Path,
+    path: Path,
     on_round: Callable[[Soak, float], object],
     *,
     clock: Callable[[], float] = monotonic,
@@ -169,21 +158,23 @@ def soak_for(  # noqa: PLR0913 - and the clock, for tests
         soak: What to do.
         seconds: For how long, and until the round has ended.
         every_s: Seconds between samples.
-        csv: Where samples go.
+        path: Where samples go.
         on_round: Called with `soak` and the seconds so far after each round.
         clock: Seconds since any time.
     """
     begin = sampled = clock()
-    recorder = Recorder(csv)
-    try:
+    # Samples are written as they come, so that none is lost and none takes memory.
+    with path.open("w", encoding="ascii", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(COLUMNS)
         while clock() - begin < seconds:
             soak.round()
             on_round(soak, clock() - begin)
             if (now := clock()) - sampled >= every_s:
                 sampled = now
-                recorder.add(take_sample(now - begin, soak.rounds, soak.operations, soak.device))
-    finally:
-        recorder.close()
+                sample = take_sample(now - begin, soak.rounds, soak.operations, soak.device)
+                writer.writerow(astuple(sample))
+                file.flush()
 
 
 def print_report(columns: dict[str, NDArray[np.float64]], trends: Sequence[Trend], console: Console) -> None:
@@ -225,7 +216,7 @@ def main(  # noqa: PLR0913 - one parameter per option
     console = Console(stderr=True)
     torch.set_num_threads(1)
     folder.mkdir(parents=True, exist_ok=True)
-    csv, png = folder / "soak.csv", folder / "soak.png"
+    samples, png = folder / "soak.csv", folder / "soak.png"
     soak = Soak(device, seed, load_traces(traces))
     columns = (TextColumn("soaking"), BarColumn(), TextColumn("{task.fields[done]}"))
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as bar:
@@ -238,24 +229,26 @@ def main(  # noqa: PLR0913 - one parameter per option
             )
 
         try:
-            soak_for(soak, total, every_s, csv, update)
+            soak_for(soak, total, every_s, samples, update)
         except KeyboardInterrupt:
             console.print("interrupted; what follows is about the time until then")
         else:
             soak.finish()
-    raise typer.Exit(deliver(csv, png, {**LIMITS, "rss_kib": memory_limit, "anonymous_kib": memory_limit}))
+    raise typer.Exit(
+        deliver(samples, png, {**LIMITS, "rss_kib": memory_limit, "anonymous_kib": memory_limit})
+    )
 
 
-def deliver(csv: Path, png: Path, limits: dict[str, float]) -> int:
+def deliver(samples: Path, png: Path, limits: dict[str, float]) -> int:
     """Prints and draws what is in the CSV file, and says how the script ends."""
-    found = read_samples(csv)
+    found = read_samples(samples)
     trends = find_trends(found, limits)
     if not trends:
         typer.echo(f"{len(found['seconds'])} samples are too few to say whether anything grows")
         return 2
     print_report(found, trends, Console())
     save_curve(found, trends, png)
-    typer.echo(f"samples: {csv}, picture: {png}")
+    typer.echo(f"samples: {samples}, picture: {png}")
     return 0 if all(trend.is_flat for trend in trends) else 1
 
 

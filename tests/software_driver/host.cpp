@@ -139,15 +139,9 @@ extern "C" u8 software_store_one(i32 dtype, float value) {
     return dtype == DTYPE_F8E4M3 ? F8E4M3::store(value) : F8E5M2::store(value);
 }
 
-/// The value of the bits of a float.
-extern "C" float software_load(i32 dtype, u32 bits) {
-    switch (dtype) {
-        case DTYPE_F16: return F16::load(u16(bits));
-        case DTYPE_BF16: return BF16::load(u16(bits));
-        case DTYPE_F8E4M3: return F8E4M3::load(u8(bits));
-        case DTYPE_F8E5M2: return F8E5M2::load(u8(bits));
-        default: return F32::load(bits);
-    }
+/// The value of an 8-bit float.
+extern "C" float software_load(i32 dtype, u8 bits) {
+    return dtype == DTYPE_F8E4M3 ? F8E4M3::load(bits) : F8E5M2::load(bits);
 }
 
 extern "C" void software_order(unsigned long long next) { seed = next; }

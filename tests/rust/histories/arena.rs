@@ -1,16 +1,11 @@
 //! The workspace arena: tensors and segments that do not overlap, first fit, all freed at once.
 
-use std::sync::Arc;
-
 use kvpool::base::{DType, Device, Dims, ErrorKind};
-use kvpool::memory::{ALIGNMENT, Backend, Host, Stream};
+use kvpool::memory::ALIGNMENT;
 use kvpool::pool::{Workspace, WorkspaceConfig, give_back_segment, take_segment};
 use kvpool::tensor::TensorView;
 
-use super::{Source, agree, bytes_of};
-
-/// Host memory has no streams.
-const STREAM: Stream = Stream::DEFAULT;
+use super::{STREAM, Source, agree, bytes_of, host};
 
 /// A taken range of the arena: its start and its length in alignments.
 type Extent = (usize, usize);
@@ -29,9 +24,8 @@ struct Arena {
 pub(super) fn run(source: &mut Source<'_>) {
     let bytes = 1 + source.below(8000);
     let poison = source.flip();
-    let host: Arc<dyn Backend> = Arc::new(Host);
     let config = WorkspaceConfig { arena_bytes: bytes, poison };
-    let workspace = Workspace::new(&config, &host).expect("memory");
+    let workspace = Workspace::new(&config, &host()).expect("memory");
     let (tensors, segments) = (Vec::new(), Vec::new());
     let mut arena = Arena { workspace, poison, base: None, tensors, segments, high_water: 0, marks: 0 };
     while source.next_step() {

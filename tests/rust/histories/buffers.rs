@@ -4,10 +4,10 @@ use std::sync::Arc;
 
 use kvpool::base::{BufferId, ErrorKind};
 use kvpool::index::{Rounding, Ticket};
-use kvpool::memory::{Backend, Host, Keep, Stream};
+use kvpool::memory::{Keep, Stream};
 use kvpool::pool::{Buffer, BufferConfig, BufferPool};
 
-use super::{Source, agree};
+use super::{Source, agree, host};
 
 /// A buffer in use.
 struct Live {
@@ -44,8 +44,7 @@ const STALE: usize = 8;
 
 pub(super) fn run(source: &mut Source<'_>) {
     let rounding = source.of(&[Rounding::Pow2, Rounding::Fine]);
-    let host: Arc<dyn Backend> = Arc::new(Host);
-    let mut pool = BufferPool::new(&BufferConfig { rounding }, &host);
+    let mut pool = BufferPool::new(&BufferConfig { rounding }, &host());
     let mut model = Model {
         live: Vec::new(),
         free: Vec::new(),

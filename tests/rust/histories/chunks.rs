@@ -6,13 +6,10 @@ use std::time::Duration;
 use kvpool::base::{ChunkId, DType, Dims, Id};
 use kvpool::index::Ticket;
 use kvpool::kernels::Direction;
-use kvpool::memory::{Backend, Host, Region, Stream};
+use kvpool::memory::{Host, Region};
 use kvpool::pool::{Attempt, ChunkConfig, ChunkPool};
 
-use super::{Source, agree, bytes_of, dims, int, size};
-
-/// Host memory has no streams.
-const STREAM: Stream = Stream::DEFAULT;
+use super::{STREAM, Source, agree, bytes_of, dims, host, int, size};
 
 struct Model {
     /// Every chunk ever taken, with its references.
@@ -39,8 +36,7 @@ pub(super) fn run(source: &mut Source<'_>) {
         page_lock_threads: 2,
         strict: source.rarely(3),
     };
-    let host: Arc<dyn Backend> = Arc::new(Host);
-    let pool = ChunkPool::new(&config, &host).expect("memory");
+    let pool = ChunkPool::new(&config, &host()).expect("memory");
     let count = pool.config().num_chunks;
     let mut model = Model {
         given: Vec::new(),

@@ -1,18 +1,13 @@
 //! Linear-attention states: copies as if all sources were read first, resets, and ownership of track slots.
 
 use std::collections::VecDeque;
-use std::sync::Arc;
 
 use kvpool::base::DType;
 use kvpool::kernels::Indices;
-use kvpool::memory::{Backend, Host, Stream};
 use kvpool::pool::{GdnConfig, GdnPool};
 use kvpool::tensor::TensorView;
 
-use super::{Source, agree, bytes_of, int};
-
-/// Host memory has no streams.
-const STREAM: Stream = Stream::DEFAULT;
+use super::{STREAM, Source, agree, bytes_of, host, int};
 
 struct Model {
     /// By state, layer and slot.
@@ -35,8 +30,7 @@ pub(super) fn run(source: &mut Source<'_>) {
         max_track_slots: source.below(4),
         strict: source.rarely(3),
     };
-    let host: Arc<dyn Backend> = Arc::new(Host);
-    let pool = GdnPool::new(&config, &host).expect("memory");
+    let pool = GdnPool::new(&config, &host()).expect("memory");
     let first = config.max_reqs + 1;
     let mut model = Model {
         states: views(&pool).map(|view| split(&view, config.num_gdn_layers, pool.pool_size())),

@@ -5,14 +5,11 @@ use std::sync::Arc;
 
 use kvpool::base::{DType, Device, contiguous_strides};
 use kvpool::kernels::Indices;
-use kvpool::memory::{Backend, Borrowed, Host, Region, Stream};
+use kvpool::memory::{Borrowed, Host, Region};
 use kvpool::pool::{KvConfig, KvPool, Scales};
 
 use super::guarded::Guarded;
-use super::{Source, agree, bytes_of, dims};
-
-/// Host memory has no streams.
-const STREAM: Stream = Stream::DEFAULT;
+use super::{STREAM, Source, agree, bytes_of, dims, host};
 
 struct Model {
     /// By layer, keys and values, by row.
@@ -32,8 +29,7 @@ pub(super) fn run(source: &mut Source<'_>) {
         page_size: source.of(&[1, 2, 4]),
         pin_memory: false,
     };
-    let host: Arc<dyn Backend> = Arc::new(Host);
-    let pool = KvPool::new(&config, &host).expect("memory");
+    let pool = KvPool::new(&config, &host()).expect("memory");
     let zeros = |layer: usize| {
         let buffers = pool.kv_buffer(layer).expect("a layer");
         buffers.map(|view| {

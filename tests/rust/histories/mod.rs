@@ -21,10 +21,19 @@ mod slot_model;
 mod slots;
 
 use std::fmt::Debug;
+use std::sync::Arc;
 
 use arbitrary::Unstructured;
 use kvpool::base::{DType, Dims, IndexVec, Result};
+use kvpool::memory::{Backend, Host, Stream};
 use kvpool::tensor::TensorView;
+
+/// Host memory has no streams.
+const STREAM: Stream = Stream::DEFAULT;
+
+fn host() -> Arc<dyn Backend> {
+    Arc::new(Host)
+}
 
 /// One kind of history: its name, which is also the name of its fuzz target, and its program.
 pub(crate) type History = (&'static str, fn(&mut Source<'_>));

@@ -1,15 +1,9 @@
 //! The growing page pool: pages have one owner, and keep their bytes and addresses.
 
-use std::sync::Arc;
-
 use kvpool::base::{DType, Id};
-use kvpool::memory::{Backend, Host, Stream};
 use kvpool::pool::{PageConfig, PagePool};
 
-use super::{Source, agree, bytes_of, int, size};
-
-/// Host memory has no streams.
-const STREAM: Stream = Stream::DEFAULT;
+use super::{STREAM, Source, agree, bytes_of, host, int, size};
 
 struct Model {
     /// By page: whether it is in use, its address, and its bytes.
@@ -27,8 +21,7 @@ pub(super) fn run(source: &mut Source<'_>) {
         grow: source.of(&[0, 0, 1, 5]),
         strict: source.rarely(3),
     };
-    let host: Arc<dyn Backend> = Arc::new(Host);
-    let mut pool = PagePool::new(&config, &host).expect("memory");
+    let mut pool = PagePool::new(&config, &host()).expect("memory");
     let mut model = Model { pages: Vec::new(), free: Vec::new(), dropped: 0 };
     grow(&pool, &mut model, config.initial_pages);
     while source.next_step() {

@@ -5,7 +5,6 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use kvpool::base::{ErrorKind, IndexVec};
 use kvpool::index::Order;
 use kvpool::kernels::Indices;
-use kvpool::memory::{Backend, Host, Stream};
 use kvpool::pool::{
     AllocatorConfig, Batch, BatchPlanner, Fence, Field, Plan, PlannerConfig, ReqToTokenConfig,
     ReqToTokenPool, TokenToKvPoolAllocator,
@@ -13,10 +12,7 @@ use kvpool::pool::{
 
 use super::planner_model::{Limits, Model, Refused, Step, Wish};
 use super::slots::{Fences, check as check_slots, given};
-use super::{Source, agree, int, ints_of, size};
-
-/// Host memory has no streams.
-const STREAM: Stream = Stream::DEFAULT;
+use super::{STREAM, Source, agree, host, int, ints_of, size};
 
 struct Planner {
     slots: Arc<TokenToKvPoolAllocator>,
@@ -30,7 +26,6 @@ struct Planner {
 }
 
 pub(super) fn run(source: &mut Source<'_>) {
-    let host: Arc<dyn Backend> = Arc::new(Host);
     let (page_size, count) = (source.of(&[1, 1, 2, 3, 4, 16]), 16 + source.below(120));
     let (is_sorted, strict, padding_row) = (source.flip(), source.rarely(4), !source.rarely(4));
     let (rows, columns) = (1 + source.below(7), 1 + source.below(60));
@@ -41,10 +36,10 @@ pub(super) fn run(source: &mut Source<'_>) {
         block_table: !source.rarely(4),
     };
     let of_slots = AllocatorConfig { size: count, page_size, need_sort: is_sorted, strict };
-    let slots = Arc::new(TokenToKvPoolAllocator::new(&of_slots, &host).expect("small"));
+    let slots = Arc::new(TokenToKvPoolAllocator::new(&of_slots, &host()).expect("small"));
     let of_rows = ReqToTokenConfig { max_reqs: rows, max_context_len: columns, padding_row, strict: false };
-    let table = Arc::new(Mutex::new(ReqToTokenPool::new(&of_rows, &host).expect("small")));
-    let batches = BatchPlanner::new(&config, &host, Arc::clone(&slots), Arc::clone(&table)).expect("small");
+    let table = Arc::new(Mutex::new(ReqToTokenPool::new(&of_rows, &host()).expect("small")));
+    let batches = BatchPlanner::new(&config, &host(), Arc::clone(&slots), Arc::clone(&table)).expect("small");
     let limits =
         Limits { max_batch: config.max_batch_size, max_tokens: config.max_tokens, columns, padding_row };
     let order = if is_sorted { Order::Sorted } else { Order::Fifo };

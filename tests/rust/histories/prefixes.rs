@@ -5,13 +5,9 @@ use std::sync::Arc;
 
 use kvpool::base::IndexVec;
 use kvpool::cache::{Lru, Namespace, Policy};
-use kvpool::memory::{Backend, Host, Stream};
 use kvpool::pool::{AllocatorConfig, Lease, Offer, PrefixCache, PrefixCacheConfig, TokenToKvPoolAllocator};
 
-use super::{Source, agree, int, ints_of, size};
-
-/// Host memory has no streams.
-const STREAM: Stream = Stream::DEFAULT;
+use super::{STREAM, Source, agree, host, int, ints_of, size};
 
 const NAMESPACES: i64 = 2;
 
@@ -56,8 +52,7 @@ pub(super) fn run(source: &mut Source<'_>) {
         need_sort: source.flip(),
         strict: false,
     };
-    let host: Arc<dyn Backend> = Arc::new(Host);
-    let allocator = Arc::new(TokenToKvPoolAllocator::new(&config, &host).expect("memory"));
+    let allocator = Arc::new(TokenToKvPoolAllocator::new(&config, &host()).expect("memory"));
     let config = PrefixCacheConfig { policy: source.of(&POLICIES), max_pinned: 1.0, name: "cache".into() };
     let mut prefixes = Prefixes {
         cache: PrefixCache::new(config, Arc::clone(&allocator), None).expect("a valid config"),

@@ -5,13 +5,10 @@ use std::sync::Arc;
 
 use kvpool::base::{DType, IndexVec, contiguous_strides};
 use kvpool::kernels::Indices;
-use kvpool::memory::{Backend, Host, Region, Stream};
+use kvpool::memory::{Host, Region};
 use kvpool::pool::{ReqToTokenConfig, ReqToTokenPool, TableIndex};
 
-use super::{Source, agree, dims, int, ints_of, size};
-
-/// Host memory has no streams.
-const STREAM: Stream = Stream::DEFAULT;
+use super::{STREAM, Source, agree, dims, host, int, ints_of, size};
 
 /// Rows as a queue, and the table as a plain array.
 struct Model {
@@ -76,9 +73,8 @@ struct Rows {
 pub(super) fn run(source: &mut Source<'_>) {
     let (count, columns) = (1 + source.below(9), 1 + source.below(20));
     let (padding, strict) = (source.flip(), source.rarely(3));
-    let host: Arc<dyn Backend> = Arc::new(Host);
     let config = ReqToTokenConfig { max_reqs: count, max_context_len: columns, padding_row: padding, strict };
-    let pool = ReqToTokenPool::new(&config, &host).expect("memory");
+    let pool = ReqToTokenPool::new(&config, &host()).expect("memory");
     let first = usize::from(padding);
     let table = vec![vec![0; columns]; count + first];
     let model = Model { first, columns, free: (first..count + first).collect(), table, dropped: 0 };

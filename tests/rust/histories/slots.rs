@@ -7,15 +7,11 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use kvpool::base::{IndexVec, Result};
 use kvpool::index::{BadFree, BadFrees, Order};
 use kvpool::kernels::Indices;
-use kvpool::memory::{Backend, Host, Stream};
 use kvpool::pool::{AllocatorConfig, Fence, TokenToKvPoolAllocator};
 use kvpool::tensor::TensorView;
 
 use super::slot_model::SlotModel;
-use super::{Source, agree, int, ints_of, size};
-
-/// Host memory has no streams.
-const STREAM: Stream = Stream::DEFAULT;
+use super::{STREAM, Source, agree, host, int, ints_of, size};
 
 /// Frees that are collected until the outermost group ends.
 #[derive(Default)]
@@ -74,9 +70,8 @@ pub(super) fn run(source: &mut Source<'_>) {
     let page_size = source.of(&[1, 1, 2, 3, 4, 16]);
     let count = 1 + source.below(150);
     let (is_sorted, strict) = (source.flip(), source.rarely(4));
-    let backend: Arc<dyn Backend> = Arc::new(Host);
     let config = AllocatorConfig { size: count, page_size, need_sort: is_sorted, strict };
-    let made = TokenToKvPoolAllocator::new(&config, &backend);
+    let made = TokenToKvPoolAllocator::new(&config, &host());
     let order = if is_sorted { Order::Sorted } else { Order::Fifo };
     let model = SlotModel::new(count, page_size, order);
     let mut slots = Slots { pool: made.expect("small"), model, group: None, fences: Fences::default() };

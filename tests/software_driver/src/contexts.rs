@@ -1,8 +1,10 @@
 //! Primary contexts, and which is current in a thread.
 
 use std::cell::Cell;
+use std::collections::BTreeMap;
 
-use crate::codes::{CONTEXT_IS_DESTROYED, INVALID_CONTEXT, Outcome};
+use crate::codes::{INVALID_CONTEXT, NOT_SUPPORTED, Outcome};
+use crate::operations::check;
 
 /// The handle of the first device's primary context.
 const FIRST: usize = 0x4000_0000;
@@ -51,60 +53,32 @@ pub fn set(context: usize) -> Outcome {
     if context == 0 { Ok(()) } else { push(context) }
 }
 
-/// The primary contexts.
+/// How often each device's primary context is retained.
 #[derive(Default)]
-pub struct Primaries {
-    /// How often each device's was retained.
-    retained: Vec<u32>,
-    /// Those that the CUDA runtime retains.
-    by_runtime: Vec<usize>,
-}
+pub struct Primaries(BTreeMap<usize, u32>);
 
 impl Primaries {
-    fn slot(&mut self, device: usize) -> &mut u32 {
-        if self.retained.len() <= device {
-            self.retained.resize(device + 1, 0);
-        }
-        &mut self.retained[device]
-    }
-
     pub fn retain(&mut self, device: usize) -> usize {
-        *self.slot(device) += 1;
-        handle(device)
+        *self.0.entry(device).or_default() += 1;
+        FIRST + device * DISTANCE
     }
 
-    /// Retains a device's context for the CUDA runtime, once.
-    pub fn retain_for_runtime(&mut self, device: usize) -> usize {
-        if !self.by_runtime.contains(&device) {
-            self.by_runtime.push(device);
-            self.retain(device);
-        }
-        handle(device)
-    }
-
-    /// Whether that was the last.
-    pub fn release(&mut self, device: usize) -> Outcome<bool> {
-        let retained = self.slot(device);
-        *retained = retained.checked_sub(1).ok_or(INVALID_CONTEXT)?;
-        Ok(*retained == 0)
+    /// Undoes one of several: nothing here destroys a context, as the last would.
+    pub fn release(&mut self, device: usize) -> Outcome {
+        let retained = self.0.get_mut(&device).ok_or(INVALID_CONTEXT)?;
+        check(*retained > 1, NOT_SUPPORTED)?;
+        *retained -= 1;
+        Ok(())
     }
 
     pub fn is_active(&self, device: usize) -> bool {
-        self.retained.get(device).is_some_and(|retained| *retained > 0)
+        self.0.contains_key(&device)
     }
 
     /// The device of a context that can be used.
     pub fn device_of(&self, context: usize) -> Outcome<usize> {
         let offset = context.checked_sub(FIRST).ok_or(INVALID_CONTEXT)?;
         let device = offset / DISTANCE;
-        if offset % DISTANCE != 0 || device >= self.retained.len() {
-            return Err(INVALID_CONTEXT);
-        }
-        if self.is_active(device) { Ok(device) } else { Err(CONTEXT_IS_DESTROYED) }
+        if offset % DISTANCE == 0 && self.is_active(device) { Ok(device) } else { Err(INVALID_CONTEXT) }
     }
-}
-
-/// The handle of a device's primary context, in use or not.
-pub fn handle(device: usize) -> usize {
-    FIRST + device * DISTANCE
 }

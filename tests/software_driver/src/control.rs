@@ -6,7 +6,6 @@ use crate::codes::{Code, INVALID_HANDLE, INVALID_VALUE, Outcome, SUCCESS};
 use crate::contexts;
 use crate::kernels;
 use crate::memory::Place;
-use crate::operations::check;
 use crate::state::{State, set_down, state};
 use crate::threads::Mode;
 
@@ -34,98 +33,61 @@ fn stream_of(state: &mut State, handle: usize) -> Outcome<usize> {
 /// Calls of a function since the last reset (`launch:NAME` for a kernel); of all driver functions for null, but for
 /// `cuDevicePrimaryCtxGetState`, which PyTorch calls when it likes.
 #[unsafe(no_mangle)]
-extern "C" fn soft_calls(name: *const c_char) -> c_long {
+pub extern "C" fn soft_calls(name: *const c_char) -> c_long {
     long(state().ledger.calls(text(name).as_deref()))
 }
 
 #[unsafe(no_mangle)]
-extern "C" fn soft_reset_calls() {
+pub extern "C" fn soft_reset_calls() {
     state().ledger.reset();
 }
 
 /// Lets the `number`-th call from now (1 is the next) of a function return `code` once and do nothing; of any
 /// function for null, as [`soft_calls`] has them. Functions of the runtime do not fail on plan.
 #[unsafe(no_mangle)]
-extern "C" fn soft_fail(name: *const c_char, number: c_long, code: c_int) {
+pub extern "C" fn soft_fail(name: *const c_char, number: c_long, code: c_int) {
     state().ledger.plan(text(name), number.try_into().unwrap_or(0), code);
 }
 
 /// Planned failures that have not happened.
 #[unsafe(no_mangle)]
-extern "C" fn soft_failures_left() -> c_long {
+pub extern "C" fn soft_failures_left() -> c_long {
     long(state().ledger.planned())
 }
 
 #[unsafe(no_mangle)]
-extern "C" fn soft_forget_failures() {
+pub extern "C" fn soft_forget_failures() {
     state().ledger.forget_plans();
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn soft_set_devices(count: c_int) {
-    state().config.devices = count.try_into().unwrap_or(0);
-}
-
-/// What `cuDriverGetVersion` answers, like 12080 for CUDA 12.8.
-#[unsafe(no_mangle)]
-extern "C" fn soft_set_version(version: c_int) {
-    state().config.version = version;
-}
-
-/// What `cuInit` answers.
-#[unsafe(no_mangle)]
-extern "C" fn soft_set_init_error(code: c_int) {
-    state().config.init_code = code;
 }
 
 /// Bytes that each device has.
 #[unsafe(no_mangle)]
-extern "C" fn soft_set_capacity(bytes: c_long) {
+pub extern "C" fn soft_set_capacity(bytes: c_long) {
     state().memory.capacity = bytes.try_into().unwrap_or(0);
 }
 
 /// With so many queries of an event or of a stream, what lies before it runs; 0 for never.
 #[unsafe(no_mangle)]
-extern "C" fn soft_set_queries(count: c_long) {
+pub extern "C" fn soft_set_queries(count: c_long) {
     state().config.patience = count.try_into().unwrap_or(0);
 }
 
 /// The compute capability of every device, at first 9.0.
 #[unsafe(no_mangle)]
-extern "C" fn soft_set_capability(major: c_int, minor: c_int) {
+pub extern "C" fn soft_set_capability(major: c_int, minor: c_int) {
     state().config.capability = (major, minor);
-}
-
-/// Whether freeing memory, page-locked memory too, waits for everything, as a driver may do: at first it does not,
-/// unless `KVPOOL_SOFTWARE_FREE_WAITS=1` says so.
-/// `cudaFree` always waits.
-#[unsafe(no_mangle)]
-extern "C" fn soft_set_free_waits(waits: c_int) {
-    state().config.frees_wait = waits != 0;
 }
 
 /// From how many bytes on one call page-locks no memory, at first 512 GiB.
 #[unsafe(no_mangle)]
-extern "C" fn soft_set_register_limit(bytes: c_long) {
+pub extern "C" fn soft_set_register_limit(bytes: c_long) {
     state().memory.most_locked = bytes.try_into().unwrap_or(0);
-}
-
-/// Whether functions that are looked up from now on are loaded when they are first needed, as at first, or at once.
-#[unsafe(no_mangle)]
-extern "C" fn soft_set_lazy(is_lazy: c_int) {
-    state().config.is_lazy = is_lazy != 0;
-}
-
-/// Whether new streams and events may have handles of others that are gone, at first not.
-#[unsafe(no_mangle)]
-extern "C" fn soft_set_reuse_handles(reuses: c_int) {
-    state().config.reuses_handles = reuses != 0;
 }
 
 /// Decides in which order blocks and threads of the launches from now on run; 0 for the last first, at first 1. The
 /// same seed before the same launches gives the same orders.
 #[unsafe(no_mangle)]
-extern "C" fn soft_set_seed(seed: c_long) {
+pub extern "C" fn soft_set_seed(seed: c_long) {
     // Under the lock, so that no launch runs meanwhile.
     let _state = state();
     kernels::set_seed(seed.cast_unsigned());
@@ -134,7 +96,7 @@ extern "C" fn soft_set_seed(seed: c_long) {
 /// Breaks the current context, or that of the first device: all its calls answer `code` from now on, as after an error
 /// of a kernel. What is enqueued stays.
 #[unsafe(no_mangle)]
-extern "C" fn soft_break(code: c_int) {
+pub extern "C" fn soft_break(code: c_int) {
     let state = &mut *state();
     let device = state.primaries.device_of(contexts::current()).unwrap_or(0);
     state.break_device(device, code);
@@ -142,118 +104,93 @@ extern "C" fn soft_break(code: c_int) {
 
 /// Lets the driver go down: calls answer `CUDA_ERROR_DEINITIALIZED` from now on.
 #[unsafe(no_mangle)]
-extern "C" fn soft_deinitialize() {
+pub extern "C" fn soft_deinitialize() {
     set_down(true);
 }
 
 /// Mends all contexts, and brings the driver back.
 #[unsafe(no_mangle)]
-extern "C" fn soft_mend() {
+pub extern "C" fn soft_mend() {
     state().broken.clear();
     set_down(false);
 }
 
 /// Brings back all that a test may choose as it is at first, and mends what it broke.
 #[unsafe(no_mangle)]
-extern "C" fn soft_restore() {
+pub extern "C" fn soft_restore() {
     state().restore();
     set_down(false);
 }
 
 /// Copies, fills and launches of a stream that have not run; -1 for a handle that is none.
 #[unsafe(no_mangle)]
-extern "C" fn soft_pending(stream: usize) -> c_long {
+pub extern "C" fn soft_pending(stream: usize) -> c_long {
     let state = &mut *state();
     stream_of(state, stream).map_or(-1, |id| long(state.streams.pending(Some(id))))
 }
 
 /// The same, of all streams of all devices.
 #[unsafe(no_mangle)]
-extern "C" fn soft_pending_all() -> c_long {
+pub extern "C" fn soft_pending_all() -> c_long {
     long(state().streams.pending(None))
 }
 
 /// Runs a stream and what it waits for.
 #[unsafe(no_mangle)]
-extern "C" fn soft_run(stream: usize) -> c_int {
+pub extern "C" fn soft_run(stream: usize) -> c_int {
     let state = &mut *state();
     code(stream_of(state, stream).map(|id| state.run(state.streams.end(id))))
 }
 
 /// Runs all streams of all devices.
 #[unsafe(no_mangle)]
-extern "C" fn soft_run_all() {
+pub extern "C" fn soft_run_all() {
     state().run_all(None);
 }
 
 /// Bytes of device memory that are out, of all devices.
 #[unsafe(no_mangle)]
-extern "C" fn soft_device_bytes() -> c_long {
+pub extern "C" fn soft_device_bytes() -> c_long {
     long(state().memory.device_bytes())
 }
 
 /// Bytes of page-locked memory that are out, registered ones too.
 #[unsafe(no_mangle)]
-extern "C" fn soft_locked_bytes() -> c_long {
+pub extern "C" fn soft_locked_bytes() -> c_long {
     long(state().memory.locked_bytes())
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn soft_events() -> c_long {
-    long(state().events.count())
-}
-
-/// Streams, without the default ones.
-#[unsafe(no_mangle)]
-extern "C" fn soft_streams() -> c_long {
-    long(state().streams.count())
 }
 
 /// A new stream of a device, which does not wait for the default stream.
 #[unsafe(no_mangle)]
-extern "C" fn soft_stream(device: c_int) -> usize {
+pub extern "C" fn soft_stream(device: c_int) -> usize {
     device.try_into().map_or(0, |device| state().create_stream(device, 1).unwrap_or(0))
 }
 
 /// Copies what device memory holds now, whatever is enqueued, to `target`.
 #[unsafe(no_mangle)]
-extern "C" fn soft_peek(target: *mut c_void, source: usize, bytes: c_long) -> c_int {
-    code(with_device(source, bytes, |len| {
-        // SAFETY: the range is device memory, which is open, and the test gives room for it.
-        unsafe { target.cast::<u8>().copy_from_nonoverlapping(source as *const u8, len) };
-    }))
-}
-
-/// Writes device memory now, whatever is enqueued.
-#[unsafe(no_mangle)]
-extern "C" fn soft_poke(target: usize, source: *const c_void, bytes: c_long) -> c_int {
-    code(with_device(target, bytes, |len| {
-        // SAFETY: the range is device memory, which is open, and the test gives so many bytes.
-        unsafe { (target as *mut u8).copy_from_nonoverlapping(source.cast(), len) };
-    }))
-}
-
-/// Does something with device memory while it is open.
-fn with_device(start: usize, bytes: c_long, work: impl FnOnce(usize)) -> Outcome {
+pub extern "C" fn soft_peek(target: *mut c_void, source: usize, bytes: c_long) -> c_int {
     let state = state();
-    let len = usize::try_from(bytes).map_err(|_| INVALID_VALUE)?;
-    check(matches!(state.memory.place(start, len), Place::Device(_)), INVALID_VALUE)?;
+    let len = usize::try_from(bytes).unwrap_or(usize::MAX);
+    if !matches!(state.memory.place(source, len), Place::Device(_)) {
+        return INVALID_VALUE;
+    }
     state.memory.open(true);
-    work(len);
+    // SAFETY: the range is device memory, which is open, and the test gives room for it.
+    unsafe { target.cast::<u8>().copy_from_nonoverlapping(source as *const u8, len) };
     state.memory.open(false);
-    Ok(())
+    SUCCESS
 }
 
 /// Records what is enqueued on a stream from now on, instead of enqueuing it. The default stream cannot do so.
 #[unsafe(no_mangle)]
-extern "C" fn soft_begin_capture(stream: usize) -> c_int {
+pub extern "C" fn soft_begin_capture(stream: usize) -> c_int {
     let state = &mut *state();
     code(stream_of(state, stream).and_then(|id| state.streams.begin_capture(id, Mode::Global)))
 }
 
 /// Ends a capture: the graph's number, from 1 on, or the error's number below 0.
 #[unsafe(no_mangle)]
-extern "C" fn soft_end_capture(stream: usize) -> c_long {
+pub extern "C" fn soft_end_capture(stream: usize) -> c_long {
     let state = &mut *state();
     let graph = stream_of(state, stream).and_then(|id| state.streams.end_capture(id));
     graph.map_or_else(|code| -c_long::from(code), long)
@@ -261,7 +198,7 @@ extern "C" fn soft_end_capture(stream: usize) -> c_long {
 
 /// Enqueues the work of a graph on a stream.
 #[unsafe(no_mangle)]
-extern "C" fn soft_replay(graph: c_long, stream: usize) -> c_int {
+pub extern "C" fn soft_replay(graph: c_long, stream: usize) -> c_int {
     let state = &mut *state();
     let graph = usize::try_from(graph).map_err(|_| INVALID_HANDLE);
     code(graph.and_then(|graph| {

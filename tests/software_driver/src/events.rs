@@ -24,8 +24,6 @@ pub struct Event {
 #[derive(Default)]
 pub struct Events {
     events: HashMap<usize, Event>,
-    /// Handles of events that are gone.
-    pub gone: Vec<usize>,
 }
 
 impl Events {
@@ -39,16 +37,6 @@ impl Events {
 
     /// Forgets an event. Who waits for it goes on waiting.
     pub fn destroy(&mut self, handle: usize) -> Outcome {
-        self.events.remove(&handle).ok_or(INVALID_HANDLE)?;
-        self.gone.push(handle);
-        Ok(())
-    }
-
-    pub fn destroy_device(&mut self, device: usize) {
-        self.events.retain(|_, event| event.device != device);
-    }
-
-    pub fn count(&self) -> usize {
-        self.events.len()
+        self.events.remove(&handle).map(|_| ()).ok_or(INVALID_HANDLE)
     }
 }

@@ -84,16 +84,6 @@ impl Memory {
         Ok(())
     }
 
-    /// Gives back all that a device has out.
-    pub fn free_device(&mut self, device: usize) {
-        self.device.retain(|&start, block| {
-            if block.device == device {
-                Arena::give_back(start, block.len);
-            }
-            block.device != device
-        });
-    }
-
     pub fn allocate_locked(&mut self, len: usize) -> Outcome<usize> {
         if len == 0 {
             return Err(INVALID_VALUE);

@@ -67,11 +67,6 @@ impl Modules {
         Ok(())
     }
 
-    pub fn unload_device(&mut self, device: usize) {
-        self.modules.retain(|_, module| module.device != device);
-        self.functions.retain(|_, function| function.device != device);
-    }
-
     /// A kernel that the PTX has and that was compiled for the host, under a handle, or the handle it has already.
     ///
     /// Ends the process if the two differ in their parameters: the PTX was not made of the source that is here.

@@ -12,6 +12,7 @@ use crate::kernels::BLOCK;
 use crate::ledger::LAUNCH;
 use crate::state::{State, is_down};
 use crate::streams::Position;
+use crate::threads::Mode;
 use crate::work::{Executor, Work};
 
 /// The most bytes of a kernel's parameters.
@@ -104,8 +105,7 @@ impl State {
 
     pub fn create_stream(&mut self, device: usize, flags: u32) -> Outcome<usize> {
         check(flags <= NON_BLOCKING, INVALID_VALUE)?;
-        let again = if self.config.reuses_handles { self.streams.gone.pop() } else { None };
-        let handle = again.unwrap_or_else(|| self.handle());
+        let handle = self.handle();
         self.streams.create(handle, device, flags != NON_BLOCKING);
         Ok(handle)
     }
@@ -157,8 +157,7 @@ impl State {
     }
 
     pub fn create_event(&mut self, device: usize) -> usize {
-        let again = if self.config.reuses_handles { self.events.gone.pop() } else { None };
-        let handle = again.unwrap_or_else(|| self.handle());
+        let handle = self.handle();
         self.events.create(handle, device);
         handle
     }
@@ -239,7 +238,18 @@ impl State {
         Ok(())
     }
 
-    /// What `cuStreamGetCaptureInfo` says: the state, and the number of an active capture.
+    pub fn begin_capture(&mut self, device: usize, stream: usize, mode: i32) -> Outcome {
+        let mode = Mode::new(mode).ok_or(INVALID_VALUE)?;
+        let id = self.streams.resolve(stream, device)?;
+        self.streams.begin_capture(id, mode)
+    }
+
+    pub fn end_capture(&mut self, device: usize, stream: usize) -> Outcome<usize> {
+        let id = self.streams.resolve(stream, device)?;
+        self.streams.end_capture(id)
+    }
+
+    /// What `cudaStreamGetCaptureInfo` says: the state, and the number of an active capture.
     pub fn capture_info(&mut self, device: usize, stream: usize) -> Outcome<(Status, usize)> {
         let status = self.capture_status(device, stream)?;
         let id = self.streams.resolve(stream, device)?;

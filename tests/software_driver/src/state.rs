@@ -27,8 +27,6 @@ pub struct Config {
     pub frees_wait: bool,
     /// Functions are loaded when they are first needed.
     pub is_lazy: bool,
-    /// New streams and events have handles of those that are gone.
-    pub reuses_handles: bool,
 }
 
 pub struct State {
@@ -55,7 +53,6 @@ impl Config {
             capability: (9, 0),
             frees_wait: number("KVPOOL_SOFTWARE_FREE_WAITS") == Some(1),
             is_lazy: std::env::var("CUDA_MODULE_LOADING").map_or(true, |mode| mode != "EAGER"),
-            reuses_handles: false,
         }
     }
 }
@@ -97,7 +94,7 @@ impl State {
         kernels::set_seed(seed());
     }
 
-    /// A handle that no other object has or had, unless it is given again.
+    /// A handle that no other object has or had.
     pub fn handle(&mut self) -> usize {
         self.last_handle += 0x10;
         self.last_handle

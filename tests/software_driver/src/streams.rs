@@ -60,8 +60,6 @@ pub struct Streams {
     of_threads: BTreeMap<(usize, usize), usize>,
     /// The number of the last item of any stream: a place in a stream never lies in a later one with its handle.
     last: u64,
-    /// Handles of streams that are gone.
-    pub gone: Vec<usize>,
     pub captures: Captures,
 }
 
@@ -118,16 +116,6 @@ impl Streams {
         }
         self.sweep();
         Ok(())
-    }
-
-    /// Forgets a device's streams, and what they had to do.
-    pub fn destroy_device(&mut self, device: usize) {
-        self.all.retain(|_, stream| stream.device != device);
-    }
-
-    /// Streams that were created and not destroyed.
-    pub fn count(&self) -> usize {
-        self.all.iter().filter(|(id, stream)| **id >= FIRST_HANDLE && stream.is_alive).count()
     }
 
     /// The device of a stream whose handle may be used.
@@ -248,14 +236,7 @@ impl Streams {
 
     /// Drops streams that are destroyed and done.
     pub fn sweep(&mut self) {
-        let gone = &mut self.gone;
-        self.all.retain(|&id, stream| {
-            let stays = stream.is_alive || !stream.queue.is_empty();
-            if !stays {
-                gone.push(id);
-            }
-            stays
-        });
+        self.all.retain(|_, stream| stream.is_alive || !stream.queue.is_empty());
     }
 
     pub fn capture_of(&self, id: usize) -> Option<usize> {

@@ -10,24 +10,26 @@ use super::host;
 
 /// Half of a `CUDA_MEMCPY2D`: where its rows are.
 #[repr(C)]
-struct Half {
-    x_bytes: usize,
-    y: usize,
+#[derive(Clone, Copy)]
+pub struct Half {
+    pub x_bytes: usize,
+    pub y: usize,
     /// `CUmemorytype`: 1 for the host, 2 for the device, 3 for an array, 4 for what the address says.
-    kind: c_uint,
-    host: usize,
-    device: u64,
-    array: usize,
-    pitch: usize,
+    pub kind: c_uint,
+    pub host: usize,
+    pub device: u64,
+    pub array: usize,
+    pub pitch: usize,
 }
 
 /// `CUDA_MEMCPY2D`.
 #[repr(C)]
-struct Copy2D {
-    source: Half,
-    target: Half,
-    width: usize,
-    height: usize,
+#[derive(Clone, Copy)]
+pub struct Copy2D {
+    pub source: Half,
+    pub target: Half,
+    pub width: usize,
+    pub height: usize,
 }
 
 impl Half {
@@ -75,11 +77,5 @@ super::exports! {
         let pitches = [copy.target.pitch, copy.source.pitch];
         let rows = Rows { target, source, pitches, width, height };
         call.state.copy_rows(call.device, rows, [target_side, source_side], stream)
-    };
-    Context cuMemcpyHtoD_v2(target: u64, source: usize, len: usize) |call| {
-        call.state.copy_now(call.device, [host(target), source], len, Direction::ToDevice)
-    };
-    Context cuMemcpyDtoH_v2(target: usize, source: u64, len: usize) |call| {
-        call.state.copy_now(call.device, [target, host(source)], len, Direction::ToHost)
     };
 }

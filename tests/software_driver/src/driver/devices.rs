@@ -103,14 +103,7 @@ super::exports! {
     };
     Init cuDevicePrimaryCtxRelease_v2(device: c_int) |call| {
         let device = call.device(device)?;
-        if call.state.primaries.release(device)? {
-            call.state.run_all(Some(device));
-            call.state.streams.destroy_device(device);
-            call.state.events.destroy_device(device);
-            call.state.modules.unload_device(device);
-            call.state.memory.free_device(device);
-        }
-        Ok(())
+        call.state.primaries.release(device)
     };
     Init cuDevicePrimaryCtxGetState(device: c_int, flags: *mut c_uint, active: *mut c_int) |call| {
         let device = call.device(device)?;

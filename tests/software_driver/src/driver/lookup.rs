@@ -2,14 +2,14 @@
 
 use std::ffi::{CStr, c_char, c_int};
 
-use crate::codes::{Code, INVALID_VALUE, NOT_FOUND, Outcome, meaning};
+use crate::codes::{Code, INVALID_VALUE, Outcome, meaning};
 use crate::operations::check;
 
-use super::{copies, devices, graphs, memory, modules, put, streams, text};
+use super::{copies, devices, memory, modules, put, streams, text};
 
 /// The address of an exported function of the driver, by its exact name.
 fn exported(name: &str) -> Option<*const ()> {
-    [devices::find, graphs::find, memory::find, copies::find, streams::find, modules::find, find]
+    [devices::find, memory::find, copies::find, streams::find, modules::find, find]
         .iter()
         .find_map(|find| find(name))
 }
@@ -19,10 +19,7 @@ const SINCE: &[(&str, c_int)] = &[
     ("cuFuncIsLoaded", 12_040),
     ("cuFuncLoad", 12_040),
     ("cuGetProcAddress_v2", 12_000),
-    ("cuGraphInstantiateWithFlags", 11_040),
-    ("cuModuleGetLoadingMode", 11_070),
     ("cuStreamBeginCapture_v2", 10_010),
-    ("cuStreamGetCaptureInfo_v2", 11_030),
 ];
 
 /// The version in which a function came.
@@ -69,12 +66,6 @@ fn look_up(
 super::exports! {
     Nothing cuGetErrorName(code: Code, name: *mut *const c_char) |_| describe(code, name, |found| found.driver);
     Nothing cuGetErrorString(code: Code, string: *mut *const c_char) |_| describe(code, string, |found| found.text);
-    Nothing cuGetProcAddress(symbol: *const c_char, function: *mut *const (), version: c_int, _flags: u64) |call| {
-        let mut status = 0;
-        look_up(symbol, function, version, call.state.config.version, &raw mut status)?;
-        // Only its successor has a status to tell it.
-        check(status == 0, NOT_FOUND)
-    };
     Nothing cuGetProcAddress_v2(
         symbol: *const c_char,
         function: *mut *const (),

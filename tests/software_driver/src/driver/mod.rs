@@ -2,15 +2,24 @@
 
 mod copies;
 mod devices;
-mod graphs;
 mod lookup;
 mod memory;
 mod modules;
 mod streams;
 
 pub use devices::{NAME, attribute};
-pub use graphs::Info;
 pub use lookup::function;
+
+/// Every exported function, for the tests.
+#[cfg(test)]
+pub mod all {
+    pub use super::copies::*;
+    pub use super::devices::*;
+    pub use super::lookup::*;
+    pub use super::memory::*;
+    pub use super::modules::*;
+    pub use super::streams::*;
+}
 
 use std::ffi::{c_char, c_int};
 
@@ -97,7 +106,7 @@ fn host(address: u64) -> usize {
 macro_rules! exports {
     ($($needs:ident $name:ident($($argument:ident: $kind:ty),* $(,)?) |$call:pat_param| $work:expr;)*) => {
         $(#[unsafe(no_mangle)]
-        extern "C" fn $name($($argument: $kind),*) -> $crate::codes::Code {
+        pub extern "C" fn $name($($argument: $kind),*) -> $crate::codes::Code {
             $crate::driver::call(stringify!($name), $crate::driver::Needs::$needs, |$call| $work)
         })*
 

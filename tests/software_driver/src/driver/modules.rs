@@ -62,8 +62,6 @@ super::exports! {
     Context cuFuncIsLoaded(state: *mut c_int, function: usize) |call| {
         put(state, c_int::from(call.state.modules.get(function)?.is_loaded))
     };
-    // Eager is 1, lazy 2.
-    Init cuModuleGetLoadingMode(mode: *mut c_int) |call| put(mode, 1 + c_int::from(call.state.config.is_lazy));
     Context cuLaunchKernel(
         function: usize,
         grid_x: c_uint,

@@ -18,13 +18,19 @@ super::exports! {
     };
     Context cuStreamDestroy_v2(stream: usize) |call| call.state.destroy_stream(call.device, stream);
     Context cuStreamSynchronize(stream: usize) |call| call.state.synchronize_stream(call.device, stream);
-    Context cuStreamQuery(stream: usize) |call| call.state.query_stream(call.device, stream);
     Context cuStreamWaitEvent(stream: usize, event: usize, flags: c_uint) |call| {
         check(flags <= 1, INVALID_VALUE)?;
         call.state.wait_for_event(call.device, stream, event)
     };
     Context cuStreamIsCapturing(stream: usize, status: *mut c_int) |call| {
         put(status, call.state.capture_status(call.device, stream)? as c_int)
+    };
+    Context cuStreamBeginCapture_v2(stream: usize, mode: c_int) |call| {
+        call.state.begin_capture(call.device, stream, mode)
+    };
+    Context cuStreamEndCapture(stream: usize, graph: *mut usize) |call| {
+        put(graph, 0)?;
+        put(graph, call.state.end_capture(call.device, stream)?)
     };
     Init cuThreadExchangeStreamCaptureMode(mode: *mut c_int) |_| {
         // SAFETY: the caller gives the new mode here.
@@ -35,7 +41,6 @@ super::exports! {
         check(!event.is_null() && flags <= EVENT_FLAGS, INVALID_VALUE)?;
         put(event, call.state.create_event(call.device))
     };
-    Context cuEventDestroy_v2(event: usize) |call| call.state.events.destroy(event);
     Context cuEventRecord(event: usize, stream: usize) |call| call.state.record_event(call.device, event, stream);
     Context cuEventQuery(event: usize) |call| call.state.query_event(event);
     Context cuEventSynchronize(event: usize) |call| call.state.synchronize_event(event);

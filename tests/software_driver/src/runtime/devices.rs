@@ -129,7 +129,7 @@ super::exports! {
     Init cudaGetDevice(device: *mut c_int) |call| put(device, c_int::try_from(call.device).unwrap_or(c_int::MAX));
     Init cudaSetDevice(device: c_int) |call| {
         let device = known(device, call.state.config.devices)?;
-        contexts::set(call.state.primaries.retain_for_runtime(device))
+        contexts::set(call.state.primaries.retain(device))
     };
     Init cudaGetDeviceProperties(properties: *mut Properties, device: c_int) |call| {
         let device = known(device, call.state.config.devices)?;

@@ -2,22 +2,23 @@
 
 use std::ffi::{c_int, c_ulonglong};
 
-use crate::codes::{INVALID_VALUE, NOT_SUPPORTED};
-use crate::driver::{Info, put};
+use crate::capture::Status;
+use crate::codes::{NOT_SUPPORTED, Outcome};
+use crate::driver::put;
 use crate::operations::check;
-use crate::threads::Mode;
+
+/// Writes an answer that the caller need not want.
+fn put_if_wanted<T>(target: *mut T, value: T) -> Outcome {
+    if target.is_null() { Ok(()) } else { put(target, value) }
+}
 
 super::exports! {
     Context cudaStreamBeginCapture(stream: usize, mode: c_int) |call| {
-        let mode = Mode::new(mode).ok_or(INVALID_VALUE)?;
-        let id = call.state.streams.resolve(stream, call.device)?;
-        call.state.streams.begin_capture(id, mode)
+        call.state.begin_capture(call.device, stream, mode)
     };
     Context cudaStreamEndCapture(stream: usize, graph: *mut usize) |call| {
-        check(!graph.is_null(), INVALID_VALUE)?;
         put(graph, 0)?;
-        let id = call.state.streams.resolve(stream, call.device)?;
-        put(graph, call.state.streams.end_capture(id)?)
+        put(graph, call.state.end_capture(call.device, stream)?)
     };
     Context cudaStreamGetCaptureInfo(
         stream: usize,
@@ -28,9 +29,17 @@ super::exports! {
         edges: *mut usize,
         count: *mut usize,
     ) |call| {
-        let found = call.state.capture_info(call.device, stream)?;
-        let to = Info { status, id, graph, dependencies, edges, count };
-        to.put(found)
+        let (found, capture) = call.state.capture_info(call.device, stream)?;
+        put(status, found as c_int)?;
+        if found == Status::Active {
+            // A graph has the number of its capture. What the work of a capture depends on is not kept.
+            put_if_wanted(id, capture as c_ulonglong)?;
+            put_if_wanted(graph, capture)?;
+            for target in [dependencies, edges, count] {
+                put_if_wanted(target, 0)?;
+            }
+        }
+        Ok(())
     };
     Context cudaGraphGetNodes(graph: usize, nodes: *mut usize, count: *mut usize) |call| {
         // Their number only.
@@ -39,12 +48,10 @@ super::exports! {
     };
     // A graph is run as it is: what is made of it has its number.
     Context cudaGraphInstantiate(made: *mut usize, graph: usize, _flags: c_ulonglong) |call| {
-        call.state.streams.captures.graph(graph)?;
-        put(made, graph)
+        put(made, call.state.streams.captures.graph(graph).map(|_| graph)?)
     };
     Context cudaGraphInstantiateWithFlags(made: *mut usize, graph: usize, _flags: c_ulonglong) |call| {
-        call.state.streams.captures.graph(graph)?;
-        put(made, graph)
+        put(made, call.state.streams.captures.graph(graph).map(|_| graph)?)
     };
     Context cudaGraphLaunch(graph: usize, stream: usize) |call| {
         let id = call.state.streams.resolve(stream, call.device)?;
@@ -52,7 +59,4 @@ super::exports! {
     };
     Context cudaGraphDestroy(graph: usize) |call| call.state.streams.captures.graph(graph).map(|_| ());
     Context cudaGraphExecDestroy(graph: usize) |call| call.state.streams.captures.graph(graph).map(|_| ());
-    Context cudaGraphUpload(graph: usize, _stream: usize) |call| {
-        call.state.streams.captures.graph(graph).map(|_| ())
-    };
 }

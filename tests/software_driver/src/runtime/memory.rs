@@ -55,10 +55,6 @@ super::exports! {
     Context cudaFreeHost(address: usize) |call| if address == 0 { Ok(()) } else { call.state.free_locked(address) };
     Context cudaHostRegister(address: usize, bytes: usize, _flags: c_uint) |call| call.state.register(address, bytes);
     Context cudaHostUnregister(address: usize) |call| call.state.unregister(address);
-    Context cudaHostGetDevicePointer(target: *mut usize, address: usize, _flags: c_uint) |call| {
-        check(call.state.memory.place(address, 1) == Place::Locked, INVALID_VALUE)?;
-        put(target, address)
-    };
     Context cudaMemGetInfo(free: *mut usize, total: *mut usize) |call| {
         put(free, call.state.memory.free_bytes(call.device))?;
         put(total, call.state.memory.capacity)

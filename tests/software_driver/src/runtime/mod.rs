@@ -70,7 +70,7 @@ fn ready(state: &mut State, needs: Needs) -> Outcome<usize> {
     go_down_at_exit();
     if needs == Needs::Context {
         state.check_device(device)?;
-        let context = state.primaries.retain_for_runtime(device);
+        let context = state.primaries.retain(device);
         if current == 0 {
             contexts::set(context)?;
         }

@@ -1,12 +1,11 @@
-use super::{
-    Fresh, allocate, cuCtxSynchronize, cuEventQuery, cuEventRecord, cuEventSynchronize, cuMemAlloc_v2,
-    cuMemFree_v2, cuMemcpyDtoDAsync_v2, cuMemcpyDtoH_v2, cuMemcpyDtoHAsync_v2, cuMemcpyHtoDAsync_v2,
-    cuMemsetD8Async, cuStreamIsCapturing, cuStreamSynchronize, cuStreamWaitEvent, event, locked, ok, peek,
-    soft_begin_capture, soft_end_capture, soft_pending_all, soft_replay, stream, write_host,
-};
+use super::*;
 use crate::codes::{
-    CAPTURE_INVALIDATED, CAPTURE_ISOLATION, CAPTURE_UNSUPPORTED, CAPTURED_EVENT, INVALID_VALUE,
+    CAPTURE_IMPLICIT, CAPTURE_INVALIDATED, CAPTURE_UNJOINED, CAPTURE_UNSUPPORTED, INVALID_VALUE,
 };
+
+const GLOBAL: i32 = 0;
+const THREAD_LOCAL: i32 = 1;
+const RELAXED: i32 = 2;
 
 pub fn status(stream: usize) -> i32 {
     let mut status = -1;
@@ -45,14 +44,13 @@ fn what_cannot_be_captured_spoils_the_capture() {
     ok(cuEventRecord(done, 0));
     let host = std::cell::Cell::new([0u8; 8]);
     let start = host.as_ptr().addr();
-    let forbidden: [&dyn Fn() -> i32; 9] = [
+    let forbidden: [&dyn Fn() -> i32; 8] = [
         &|| cuMemAlloc_v2(&mut 0, 8),
         &|| cuMemFree_v2(block),
         &|| cuEventQuery(done),
         &|| cuEventSynchronize(done),
         &|| cuStreamSynchronize(first),
         &|| cuCtxSynchronize(),
-        &|| cuMemcpyDtoH_v2(start, block, 8),
         &|| cuMemcpyDtoHAsync_v2(start, block, 8, first),
         &|| cuMemcpyHtoDAsync_v2(block, start, 8, first),
     ];
@@ -64,30 +62,157 @@ fn what_cannot_be_captured_spoils_the_capture() {
         assert_eq!(soft_end_capture(first), -i64::from(CAPTURE_INVALIDATED));
     }
     ok(cuStreamSynchronize(first));
-    ok(cuMemcpyDtoH_v2(start, block, 8));
-    assert_eq!((host.get(), soft_pending_all()), ([0xA5; 8], 0));
+    assert_eq!((peek(block), soft_pending_all()), ([0xA5; 8], 0));
 }
 
 #[test]
 fn streams_join_a_capture_by_events() {
     let _fresh = Fresh::with_context();
-    let (block, [first, side], [fork, join]) = (allocate(2), [stream(), stream()], [event(), event()]);
+    let (block, [first, side], done) = (allocate(2), [stream(), stream()], event());
     ok(soft_begin_capture(first));
-    ok(cuEventRecord(fork, first));
-    ok(cuStreamWaitEvent(side, fork, 0));
-    assert_eq!(status(side), 1);
+    ok(cuEventRecord(done, first));
+    ok(cuStreamWaitEvent(side, done, 0));
     ok(cuMemsetD8Async(block, 1, 1, side));
-    ok(cuEventRecord(join, side));
-    ok(cuStreamWaitEvent(first, join, 0));
+    ok(cuEventRecord(done, side));
+    ok(cuStreamWaitEvent(first, done, 0));
     ok(cuMemsetD8Async(block + 1, 2, 1, first));
-    let graph = soft_end_capture(first);
-    assert_eq!((status(side), cuEventQuery(join)), (0, CAPTURED_EVENT));
-    ok(soft_replay(graph, 0));
+    ok(soft_replay(soft_end_capture(first), 0));
     ok(cuStreamSynchronize(0));
     assert_eq!(peek(block), [1, 2]);
-    // What was not captured cannot be waited for.
-    ok(cuEventRecord(fork, side));
-    ok(soft_begin_capture(first));
-    assert_eq!(cuStreamWaitEvent(first, fork, 0), CAPTURE_ISOLATION);
-    assert_eq!(soft_end_capture(first), -i64::from(CAPTURE_INVALIDATED));
+}
+
+fn end(stream: usize) -> i32 {
+    cuStreamEndCapture(stream, &mut 0)
+}
+
+/// Does something with another mode of this thread.
+fn with_mode<T>(mut mode: i32, work: impl FnOnce() -> T) -> T {
+    ok(cuThreadExchangeStreamCaptureMode(&raw mut mode));
+    let found = work();
+    ok(cuThreadExchangeStreamCaptureMode(&raw mut mode));
+    found
+}
+
+/// Does something in another thread, which has the context of the first device.
+fn elsewhere<T: Send>(work: impl FnOnce() -> T + Send) -> T {
+    let mut context = 0;
+    ok(cuDevicePrimaryCtxRetain(&raw mut context, 0));
+    let entered = || {
+        ok(cuCtxPushCurrent_v2(context));
+        work()
+    };
+    std::thread::scope(|scope| scope.spawn(entered).join().unwrap_or_else(|_| panic!("it failed")))
+}
+
+fn alloc() -> i32 {
+    cuMemAlloc_v2(&mut 0, 8)
+}
+
+#[test]
+fn unsafe_calls_are_forbidden_by_the_modes_of_thread_and_capture() {
+    let _fresh = Fresh::with_context();
+    let first = stream();
+    for capture in [GLOBAL, THREAD_LOCAL, RELAXED] {
+        for thread in [GLOBAL, THREAD_LOCAL, RELAXED] {
+            let own = thread != RELAXED && capture != RELAXED;
+            let others = thread == GLOBAL && capture == GLOBAL;
+            for (is_own, is_forbidden) in [(true, own), (false, others)] {
+                ok(cuStreamBeginCapture_v2(first, capture));
+                let code =
+                    with_mode(
+                        thread,
+                        || if is_own { alloc() } else { elsewhere(|| with_mode(thread, alloc)) },
+                    );
+                assert_eq!(code == CAPTURE_UNSUPPORTED, is_forbidden, "{capture} {thread} {is_own}");
+                assert_eq!(end(first) == CAPTURE_INVALIDATED, is_forbidden, "{capture} {thread} {is_own}");
+            }
+        }
+    }
+    assert_eq!(cuStreamBeginCapture_v2(first, 3), INVALID_VALUE);
+}
+
+#[test]
+fn a_capture_ends_in_its_thread() {
+    let _fresh = Fresh::with_context();
+    let first = stream();
+    ok(cuStreamBeginCapture_v2(first, RELAXED));
+    ok(elsewhere(|| end(first)));
+}
+
+#[test]
+fn streams_that_joined_are_awaited_at_the_end() {
+    let _fresh = Fresh::with_context();
+    let (block, [first, side, third], done) = (allocate(4), [stream(), stream(), stream()], event());
+    let pull = |stream, from| {
+        ok(cuEventRecord(done, from));
+        ok(cuStreamWaitEvent(stream, done, 0));
+    };
+    let work = |stream| ok(cuMemsetD8Async(block, 1, 1, stream));
+    let none: &dyn Fn() = &|| ();
+    let cases: [(&dyn Fn(), i32); 6] = [
+        (none, CAPTURE_UNJOINED),
+        (&|| pull(first, side), SUCCESS),
+        // Later work is not awaited.
+        (&|| [pull(first, side), work(side)].into_iter().collect(), CAPTURE_UNJOINED),
+        (&|| [work(side), pull(first, side)].into_iter().collect(), SUCCESS),
+        // By way of another stream, which has to be awaited itself.
+        (&|| [work(side), pull(third, side), pull(first, third)].into_iter().collect(), SUCCESS),
+        (&|| [work(side), pull(third, side), pull(first, side)].into_iter().collect(), CAPTURE_UNJOINED),
+    ];
+    for (at, (joined, code)) in cases.into_iter().enumerate() {
+        ok(cuStreamBeginCapture_v2(first, GLOBAL));
+        pull(side, first);
+        joined();
+        assert_eq!(end(first), code, "case {at}");
+        assert_eq!([first, side, third].map(status), [0; 3]);
+    }
+}
+
+#[test]
+fn the_default_streams_are_two() {
+    let _fresh = Fresh::with_context();
+    let block = allocate(4);
+    ok(cuMemsetD8Async(block, 1, 1, 0));
+    ok(cuMemsetD8Async(block + 1, 2, 1, 1));
+    ok(cuMemsetD8Async(block + 2, 3, 1, 2));
+    assert_eq!([0, 1, 2].map(|stream| soft_pending(stream)), [2, 2, 1]);
+    assert_eq!(elsewhere(|| soft_pending(2)), 0);
+    ok(cuStreamSynchronize(1));
+    assert_eq!(peek(block), [1, 2, 0xA5, 0xA5]);
+    ok(cuStreamSynchronize(2));
+    assert_eq!(peek(block), [1, 2, 3, 0xA5]);
+    for (handle, code) in [(0, CAPTURE_UNSUPPORTED), (1, CAPTURE_UNSUPPORTED), (2, SUCCESS)] {
+        assert_eq!(cuStreamBeginCapture_v2(handle, GLOBAL), code);
+    }
+    ok(end(2));
+}
+
+#[test]
+fn a_blocking_capture_forbids_to_wait_for_the_legacy_stream() {
+    let _fresh = Fresh::with_context();
+    let mut blocking = 0;
+    ok(cuStreamCreate(&raw mut blocking, 0));
+    ok(cuStreamBeginCapture_v2(blocking, RELAXED));
+    assert_eq!(cuStreamSynchronize(0), CAPTURE_IMPLICIT);
+    assert_eq!(end(blocking), CAPTURE_INVALIDATED);
+}
+
+#[test]
+fn nothing_is_loaded_in_a_capture() {
+    let _fresh = Fresh::with_context();
+    let (function, out, first) = (kernels::function(), allocate(8), stream());
+    let launch = || kernels::launch(function, 1, 256, &kernels::five(out), first);
+    for mode in [GLOBAL, RELAXED] {
+        ok(cuStreamBeginCapture_v2(first, mode));
+        assert_eq!(launch(), CAPTURE_UNSUPPORTED);
+        assert_eq!((end(first), kernels::is_loaded(function)), (CAPTURE_INVALIDATED, false));
+    }
+    ok(cuStreamBeginCapture_v2(first, GLOBAL));
+    assert_eq!(cuFuncLoad(function), CAPTURE_UNSUPPORTED);
+    assert_eq!(end(first), CAPTURE_INVALIDATED);
+    // Beside one it can be, if the thread takes care of what it does.
+    ok(cuStreamBeginCapture_v2(first, GLOBAL));
+    ok(with_mode(RELAXED, || cuFuncLoad(function)));
+    ok(launch());
+    ok(end(first));
 }

@@ -1,42 +1,13 @@
-use super::{
-    Fresh, allocate, c_int, cuMemcpyHtoDAsync_v2, cuStreamSynchronize, locked, ok, peek, read_host,
-    soft_begin_capture, soft_end_capture, soft_pending_all, soft_replay, stream, write_host,
-};
+use super::*;
 use crate::codes::{CAPTURE_INVALIDATED, CAPTURE_UNSUPPORTED, INVALID_VALUE, NOT_SUPPORTED};
 
 const HOST: u32 = 1;
 const DEVICE: u32 = 2;
 const UNIFIED: u32 = 4;
 
-/// Half of a `CUDA_MEMCPY2D`.
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct Half {
-    x: usize,
-    y: usize,
-    kind: u32,
-    host: usize,
-    device: u64,
-    array: usize,
-    pitch: usize,
-}
-
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct Copy2D {
-    source: Half,
-    target: Half,
-    width: usize,
-    height: usize,
-}
-
-unsafe extern "C" {
-    safe fn cuMemcpy2DAsync_v2(copy: *const Copy2D, stream: usize) -> c_int;
-}
-
 fn at(kind: u32, address: u64, pitch: usize) -> Half {
     let host = usize::try_from(address).unwrap_or(0);
-    Half { x: 0, y: 0, kind, host, device: address, array: 0, pitch }
+    Half { x_bytes: 0, y: 0, kind, host, device: address, array: 0, pitch }
 }
 
 #[test]
@@ -47,7 +18,7 @@ fn rows_are_copied_late() {
     ok(cuMemcpyHtoDAsync_v2(block, zeros, 16, 0));
     // The second and the third row of two bytes, behind two others, to rows of five.
     let source = Half { y: 1, ..at(HOST, page as u64, 2) };
-    let target = Half { x: 1, y: 1, ..at(DEVICE, block, 5) };
+    let target = Half { x_bytes: 1, y: 1, ..at(DEVICE, block, 5) };
     let copy = Copy2D { source, target, width: 2, height: 2 };
     ok(cuMemcpy2DAsync_v2(&raw const copy, 0));
     write_host(page, &[1, 2, 9]);
@@ -76,7 +47,7 @@ fn copies_of_rows_are_checked() {
         cuMemcpy2DAsync_v2(&raw const copy, 0)
     };
     assert_eq!(with(&|copy| copy.source.pitch = 3), INVALID_VALUE);
-    assert_eq!(with(&|copy| copy.target.x = 5), INVALID_VALUE);
+    assert_eq!(with(&|copy| copy.target.x_bytes = 5), INVALID_VALUE);
     assert_eq!(with(&|copy| copy.target.pitch = 1 << 31), INVALID_VALUE);
     assert_eq!(with(&|copy| copy.height = 3), INVALID_VALUE);
     assert_eq!(with(&|copy| copy.target = at(DEVICE, 0, 8)), INVALID_VALUE);

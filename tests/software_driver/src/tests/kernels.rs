@@ -1,12 +1,10 @@
 use std::ffi::{CStr, CString, c_uint};
 use std::ptr;
 
-use super::{
-    Fresh, allocate, calls, cuLaunchKernel, cuMemcpyHtoDAsync_v2, cuModuleGetFunction, cuModuleLoadData,
-    cuStreamSynchronize, dies, locked, ok, peek, soft_calls, soft_pending, soft_run, soft_set_version,
-    stream, write_host,
+use super::*;
+use crate::codes::{
+    INVALID_HANDLE, INVALID_IMAGE, INVALID_PTX, INVALID_VALUE, NO_BINARY_FOR_GPU, NOT_FOUND, UNSUPPORTED_PTX,
 };
-use crate::codes::{INVALID_HANDLE, INVALID_IMAGE, INVALID_PTX, INVALID_VALUE, NOT_FOUND, UNSUPPORTED_PTX};
 
 /// `ReadParams` of the kernels: the numbers of an index, and where they go.
 #[repr(C)]
@@ -22,11 +20,18 @@ pub struct ReadParams {
     count: i64,
 }
 
-pub const NAME: &CStr = c"kvpool_read_indices";
+const KERNELS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../src/kernels");
+const NAME: &CStr = c"kvpool_read_indices";
+
+/// Whether a function is in the memory of the device.
+pub fn is_loaded(function: usize) -> bool {
+    let mut is_loaded = -1;
+    ok(cuFuncIsLoaded(&raw mut is_loaded, function));
+    is_loaded == 1
+}
 
 fn ptx() -> CString {
-    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../src/kernels/table.ptx");
-    CString::new(std::fs::read(path).unwrap_or_default()).unwrap_or_default()
+    CString::new(std::fs::read(format!("{KERNELS}/table.ptx")).unwrap_or_default()).unwrap_or_default()
 }
 
 fn load(ptx: &CStr) -> (i32, usize) {
@@ -71,8 +76,6 @@ fn kernels_run_late_with_the_parameters_of_the_call() {
     write_host(source, &[9]);
     ok(cuStreamSynchronize(side));
     assert_eq!(peek(out), [9, 0, 0, 0, 0, 0, 0, 0, 0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0xFF]);
-    assert_eq!((calls("launch:kvpool_read_indices"), calls("cuLaunchKernel")), (1, 1));
-    assert_eq!(soft_calls(ptr::null()), 9);
 }
 
 #[test]
@@ -85,7 +88,9 @@ fn launches_are_checked() {
     assert_eq!(launch(function + 1, 1, 256, &params, 0), INVALID_HANDLE);
     assert_eq!(launch(function, 1, 256, &params, 12), INVALID_HANDLE);
     assert_eq!(soft_pending(0), 0);
+    assert!(!is_loaded(function));
     ok(launch(function, 3, 256, &params, 0));
+    assert!(is_loaded(function));
     ok(cuStreamSynchronize(0));
     assert_eq!(peek(out), [5, 0, 0, 0, 0, 0, 0, 0]);
 }
@@ -113,8 +118,25 @@ fn modules_are_ptx_that_the_driver_knows() {
     let mut function = 0;
     assert_eq!(cuModuleGetFunction(&raw mut function, module, c"kvpool_nothing".as_ptr()), NOT_FOUND);
     assert_eq!(cuModuleGetFunction(&raw mut function, module + 1, NAME.as_ptr()), INVALID_HANDLE);
-    soft_set_version(12_000);
+    state().config.version = 12_000;
     ok(load(&ptx()).0);
-    soft_set_version(11_080);
+    state().config.version = 11_080;
     assert_eq!(load(&ptx()).0, UNSUPPORTED_PTX);
+    soft_set_capability(8, 9);
+    assert_eq!(load(c".version 8.0\n.target sm_90\n.address_size 64\n").0, INVALID_PTX);
+}
+
+#[test]
+fn cubins_are_for_one_generation() {
+    let _fresh = Fresh::with_context();
+    for (major, minor) in [(8, 0), (8, 9), (9, 0), (10, 3), (11, 0), (12, 1)] {
+        soft_set_capability(major, minor);
+        for architecture in [80, 90, 100, 120] {
+            let path = format!("{KERNELS}/cubin/table.sm_{architecture}.cubin");
+            let image = std::fs::read(&path).unwrap_or_default();
+            let code = cuModuleLoadData(&mut 0, image.as_ptr().cast());
+            let expected = if architecture == 10 * major { SUCCESS } else { NO_BINARY_FOR_GPU };
+            assert_eq!(code, expected, "{path} on {major}.{minor}");
+        }
+    }
 }

@@ -1,11 +1,5 @@
-use super::{
-    Fresh, allocate, cuMemAlloc_v2, cuMemFree_v2, cuMemFreeHost, cuMemGetInfo_v2, cuMemHostAlloc,
-    cuMemHostRegister_v2, cuMemHostUnregister, cuMemcpyDtoH_v2, cuMemcpyDtoHAsync_v2, cuMemcpyHtoDAsync_v2,
-    cuMemsetD8Async, cuPointerGetAttribute, cuStreamSynchronize, dies,
-    kernels::{five, function, launch},
-    locked, ok, peek, soft_device_bytes, soft_locked_bytes, soft_pending_all, soft_poke, soft_set_capacity,
-    soft_set_free_waits, soft_set_register_limit,
-};
+use super::kernels::{five, function, launch};
+use super::*;
 use crate::codes::{ALREADY_REGISTERED, INVALID_VALUE, NOT_REGISTERED, OUT_OF_MEMORY, Outcome};
 
 /// Follows a device address, as no host may.
@@ -62,19 +56,9 @@ fn addresses_are_checked() {
     assert_eq!(to_device(block + 8, page, 9), INVALID_VALUE);
     assert_eq!(to_device(block, page + 8, 9), INVALID_VALUE);
     assert_eq!(to_device(pageable.as_ptr().addr() as u64, page, 1), INVALID_VALUE);
-    assert_eq!(cuMemcpyDtoH_v2(page, pageable.as_ptr().addr() as u64, 1), INVALID_VALUE);
     assert_eq!(cuMemsetD8Async(block, 0, 17, 0), INVALID_VALUE);
     ok(to_device(block + 16, page, 0));
     assert_eq!(soft_pending_all(), 0);
-    let mut kind = 0u32;
-    let kind_of = |address, kind: *mut u32| cuPointerGetAttribute(kind.cast(), 2, address);
-    ok(kind_of(block + 1, &raw mut kind));
-    assert_eq!(kind, 2);
-    ok(kind_of(page as u64, &raw mut kind));
-    assert_eq!(kind, 1);
-    assert_eq!(kind_of(pageable.as_ptr().addr() as u64, &raw mut kind), INVALID_VALUE);
-    ok(soft_poke(usize::try_from(block).unwrap_or(0), pageable.as_ptr().cast(), 16));
-    assert_eq!(peek(block), [0; 16]);
 }
 
 #[test]
@@ -93,26 +77,8 @@ fn page_locked_memory_is_the_drivers_or_registered() {
     assert_eq!(soft_locked_bytes(), 0);
 }
 
-#[test]
-fn page_locking_is_limited_and_copies_stay_in_one_piece() {
-    let _fresh = Fresh::with_context();
-    let (block, mine) = (allocate(64), [0u8; 96]);
-    let start = mine.as_ptr().addr();
-    soft_set_register_limit(33);
-    assert_eq!(cuMemHostRegister_v2(start, 33, 0), OUT_OF_MEMORY);
-    assert_eq!(cuMemHostAlloc(&mut 0, 33, 0), OUT_OF_MEMORY);
-    ok(cuMemHostRegister_v2(start, 32, 0));
-    ok(cuMemHostRegister_v2(start + 32, 32, 0));
-    for (from, len, code) in
-        [(0, 32, 0), (32, 32, 0), (64, 32, 0), (16, 32, INVALID_VALUE), (48, 32, INVALID_VALUE)]
-    {
-        assert_eq!(cuMemcpyHtoDAsync_v2(block, start + from, len, 0), code, "{from}");
-        assert_eq!(cuMemcpyDtoHAsync_v2(start + from, block, len, 0), code, "{from}");
-    }
-}
-
 /// Gives a block, page-locked memory or registered memory back.
-type Free = fn(&mut crate::state::State, u64, usize, usize) -> Outcome;
+type Free = fn(&mut State, u64, usize, usize) -> Outcome;
 
 #[test]
 fn frees_wait_only_if_they_are_told_to() {
@@ -125,30 +91,30 @@ fn frees_wait_only_if_they_are_told_to() {
         (|state, _, _, mine| state.unregister(mine), "registered"),
     ];
     for (free, name) in frees {
-        for waits in [0, 1] {
-            soft_set_free_waits(waits);
+        for waits in [false, true] {
+            state().config.frees_wait = waits;
             let (block, page) = (allocate(16), locked(&[0; 16]));
             ok(cuMemHostRegister_v2(start, 16, 0));
             ok(cuMemcpyHtoDAsync_v2(block, page, 16, 0));
             ok(cuMemcpyHtoDAsync_v2(block, start, 16, 0));
             // The child of a fork has no driver, so it goes without its functions.
             let died = dies(|| {
-                let state = &mut *crate::state::state();
+                let state = &mut *state();
                 let is_freed = free(state, block, page, start).is_ok();
-                if is_freed && state.streams.pending(None) == if waits == 1 { 0 } else { 2 } {
+                if is_freed && state.streams.pending(None) == if waits { 0 } else { 2 } {
                     state.run_all(None);
                 }
             });
-            assert_eq!(died, waits == 0, "{name}");
-            crate::state::state().run_all(None);
+            assert_eq!(died, !waits, "{name}");
+            state().run_all(None);
             ok(cuMemHostUnregister(start));
         }
     }
-    soft_set_free_waits(0);
+    state().config.frees_wait = false;
     let (function, block) = (function(), allocate(8));
     ok(launch(function, 1, 256, &five(block), 0));
     ok(cuMemFree_v2(block));
-    assert!(dies(|| crate::state::state().run_all(None)));
+    assert!(dies(|| state().run_all(None)));
 }
 
 #[test]
@@ -157,5 +123,5 @@ fn late_work_with_memory_that_is_gone_ends_the_process() {
     let (block, page) = (allocate(16), locked(&[0; 16]));
     ok(cuMemcpyHtoDAsync_v2(block, page, 16, 0));
     ok(cuMemFreeHost(page));
-    assert!(dies(|| crate::state::state().run_all(None)));
+    assert!(dies(|| state().run_all(None)));
 }

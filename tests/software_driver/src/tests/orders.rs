@@ -1,4 +1,4 @@
-use super::{Fresh, soft_set_seed};
+use super::*;
 
 unsafe extern "C" {
     safe fn software_order(seed: u64);

@@ -1,3 +1,0 @@
-#![no_main]
-
-kvpool_fuzz::target!();
