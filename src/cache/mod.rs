@@ -23,4 +23,4 @@ pub use policy::{History, Lru, Policy, Remembered, Tick};
 pub use tokens::Tokens;
 #[cfg(feature = "python")]
 pub(crate) use tokens::not_a_token;
-pub use tree::{Evicted, Found, Hold, NodeId, Place, Tree, TreeStats};
+pub use tree::{AGE_BUCKETS, Evicted, Found, Hold, NodeId, Place, Tree, TreeStats};

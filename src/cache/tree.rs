@@ -14,7 +14,7 @@ use super::chain::{Chain, Sum};
 use super::{History, Namespace, Policy, Tick, Tokens};
 use evict::Queues;
 
-pub use evict::Evicted;
+pub use evict::{AGE_BUCKETS, Evicted};
 pub use hold::Hold;
 pub use publish::Found;
 

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use crate::base::sync::lock;
 use crate::base::{Error, Id, IndexVec, Page, Result};
-use crate::cache::{Evicted, Hold, Namespace, Policy, Tokens, Tree, TreeStats};
+use crate::cache::{AGE_BUCKETS, Evicted, Hold, Namespace, Policy, Tokens, Tree, TreeStats};
 use crate::index::Owner;
 use crate::memory::Stream;
 
@@ -103,6 +103,7 @@ struct Kept {
     tree: Tree,
     counts: PrefixCounts,
     pins: Vec<Pin>,
+    ages: [u64; AGE_BUCKETS],
     /// How often the allocator had been cleared.
     clears: u64,
 }
@@ -137,7 +138,7 @@ impl PrefixCache {
         }
         let tree = Tree::new(allocator.page_size(), states.is_some(), (config.policy)());
         let clears = allocator.lock().clears();
-        let kept = Kept { tree, counts: PrefixCounts::default(), pins: Vec::new(), clears };
+        let kept = Kept { tree, counts: PrefixCounts::default(), pins: Vec::new(), ages: [0; AGE_BUCKETS], clears };
         let owner = Owner::Text(config.name.clone());
         let shared = Arc::new(Shared { allocator, states, config, owner, kept: Mutex::new(kept) });
         let reclaim: Arc<dyn Reclaim> = Arc::clone(&shared) as _;
@@ -246,6 +247,19 @@ impl PrefixCache {
         lock(&self.shared.kept).counts
     }
 
+    /// All numbers at one time, without a look at whether the allocator was cleared or a pin is over.
+    pub(super) fn numbers(&self) -> (TreeStats, PrefixCounts) {
+        let kept = lock(&self.shared.kept);
+        (kept.tree.stats(), kept.counts)
+    }
+
+    /// How many evicted tokens had an age below 1, 2, 4, ... when they were: the tokens looked up since their
+    /// last use.
+    #[must_use]
+    pub fn eviction_ages(&self) -> [u64; AGE_BUCKETS] {
+        lock(&self.shared.kept).ages
+    }
+
     /// Checks every invariant.
     ///
     /// # Errors
@@ -298,6 +312,9 @@ impl Shared {
         let gone = kept.tree.evict(tokens.div_ceil(page_size));
         let count = gone.pages.len() * page_size;
         kept.counts.evicted += count;
+        for (total, pages) in kept.ages.iter_mut().zip(gone.ages) {
+            *total += pages * page_size as u64;
+        }
         self.give_back(&kept, &gone, stream);
         count
     }

@@ -7,7 +7,7 @@ use pyo3::PyTraverseError;
 use pyo3::exceptions::PyTypeError;
 use pyo3::gc::PyVisit;
 use pyo3::prelude::*;
-use pyo3::types::{IntoPyDict, PyBytes, PyDict, PyInt, PyString, PyTuple};
+use pyo3::types::{PyBytes, PyInt, PyString, PyTuple};
 
 use crate::base::{Device, Error, Id, IndexVec, Page};
 use crate::cache::{Lru, Namespace, Policy};
@@ -18,7 +18,9 @@ use crate::pool::{
     Lease as PoolLease, Offer, PrefixCache as Cache, PrefixCacheConfig, Published as PoolPublished,
 };
 
-use super::args;
+use super::args::{self, Arg};
+use super::base_pool::{BasePool, Look, PoolClass};
+use super::debug::Debug;
 use super::export::to_tensor;
 use super::framework::current_stream;
 use super::gdn_pool::GdnPool;
@@ -47,19 +49,31 @@ use super::tokens::with_tokens;
 ///     policy: What is evicted first: "adaptive", "lru", "fifo", "lfu", "slru" or "priority". Only the ends of
 ///         prefixes are evicted, never what other cached prefixes continue.
 ///     max_pinned: The share of the allocator's capacity that `pin` may retain.
-///     name: The owner of cached slots in reports and `leaks`.
+///     name: The owner of cached slots in reports and `leaks`, and the name of this pool. Defaults to the class
+///         name and a number, such as "PrefixCache-0".
 ///
 /// Raises:
 ///     ConfigError: If `policy` is unknown, `max_pinned` is outside of [0, 1], or the pools are on different
 ///         devices.
-#[pyclass(frozen, module = "kvpool", name = "PrefixCache", weakref)]
+#[pyclass(extends = BasePool, frozen, module = "kvpool", name = "PrefixCache")]
 pub(super) struct PrefixCache {
     cache: Cache,
     allocator: Py<TokenToKvPoolAllocator>,
     states: Option<Py<GdnPool>>,
     policy: String,
-    name: String,
     device: Device,
+}
+
+impl PoolClass for PrefixCache {
+    fn look(&self, look: Look<'_>) {
+        look(&self.cache);
+    }
+
+    /// Gives back what a cleared allocator or the end of a pin leaves.
+    fn before_stats(&self, py: Python<'_>) -> PyResult<()> {
+        let _ = self.cache.sizes(self.stream(py)?);
+        Ok(())
+    }
 }
 
 /// Makes a policy.
@@ -87,8 +101,7 @@ fn namespace_of(object: Option<&Bound<'_, PyAny>>) -> PyResult<Namespace> {
     if object.is_instance_of::<PyInt>() {
         return match object.extract::<i64>() {
             Ok(number) => Ok(Namespace::Number(number)),
-            // Beyond 64 bits, the digits are the name.
-            Err(_) => Ok(Namespace::Text(object.str()?.to_string())),
+            Err(_) => Ok(Namespace::Large(object.str()?.to_string())),
         };
     }
     let kind = args::kind_of(object);
@@ -121,14 +134,15 @@ impl PrefixCache {
         policy: &str,
         max_pinned: f64,
         name: Option<String>,
-    ) -> PyResult<Self> {
-        let name = name.unwrap_or_else(|| "prefix cache".to_owned());
+    ) -> PyResult<PyClassInitializer<Self>> {
+        let name = name.unwrap_or_else(|| BasePool::next_name("PrefixCache"));
         let config = PrefixCacheConfig { policy: policy_of(policy)?, max_pinned, name: name.clone() };
         let pool = Arc::clone(&allocator.get().pool);
         let device = pool.device();
         let states_of = states.as_ref().map(|states| Arc::clone(&states.get().pool));
         let cache = py.detach(|| Cache::new(config, pool, states_of))?;
-        Ok(Self { cache, allocator, states, policy: policy.to_owned(), name, device })
+        let this = Self { cache, allocator, states, policy: policy.to_owned(), device };
+        Ok(BasePool::named(name, Debug::OFF, this))
     }
 
     /// Leases the longest cached prefix, in whole pages. Refreshes what it finds. A miss is a lease of length
@@ -222,10 +236,17 @@ impl PrefixCache {
     ///     ConfigError: If more than the share `max_pinned` of the capacity would be retained, an argument is
     ///         negative, or the lease is of another cache.
     ///     StaleBufferError: If the lease was released.
-    #[pyo3(signature = (lease, *, seconds=None, priority=0))]
-    fn pin(&self, py: Python<'_>, lease: &Lease, seconds: Option<f64>, priority: i64) -> PyResult<()> {
+    #[pyo3(signature = (lease, *, seconds=None, priority=Arg::Missing), text_signature = "($self, lease, *, seconds=None, priority=0)")]
+    fn pin(
+        &self,
+        py: Python<'_>,
+        lease: &Lease,
+        seconds: Option<f64>,
+        priority: Arg<'_>,
+    ) -> PyResult<()> {
         let time = seconds.map(Duration::try_from_secs_f64).transpose();
         let time = time.map_err(|error| Error::config(format!("seconds is {seconds:?}: {error}")))?;
+        let priority = priority.count("priority", 0)?;
         let priority = u32::try_from(priority)
             .map_err(|_| Error::config(format!("priority {priority} is outside [0, 2**32)")))?;
         Ok(self.cache.pin(&lease.lease, time, priority, self.stream(py)?)?)
@@ -270,26 +291,10 @@ impl PrefixCache {
         Ok(self.allocator.get().pool.available_size() + self.cache.sizes(stream).evictable)
     }
 
-    /// Returns the statistics of this cache: `lookups`, and in tokens `hit_tokens`, `missed_tokens`,
-    /// `published`, `duplicates`, `evicted`, `cached`, `evictable` and `locked`; `nodes` of the tree,
-    /// `snapshots` of states, and `bytes` of the bookkeeping.
-    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let (tree, counts) = (self.cache.tree_stats(self.stream(py)?), self.cache.counts());
-        [
-            ("lookups", counts.lookups),
-            ("hit_tokens", counts.hit_tokens),
-            ("missed_tokens", counts.missed_tokens),
-            ("published", counts.published),
-            ("duplicates", counts.duplicates),
-            ("evicted", counts.evicted),
-            ("cached", tree.cached),
-            ("evictable", tree.evictable),
-            ("locked", tree.locked),
-            ("nodes", tree.nodes),
-            ("snapshots", tree.snapshots),
-            ("bytes", tree.bytes),
-        ]
-        .into_py_dict(py)
+    /// Returns how many evicted tokens had an age below 1, 2, 4, ... when they were evicted: the number of
+    /// tokens that were looked up after their last use.
+    fn eviction_ages(&self) -> Vec<u64> {
+        self.cache.eviction_ages().to_vec()
     }
 
     /// Checks every invariant of the cache.
@@ -316,12 +321,6 @@ impl PrefixCache {
     #[getter]
     fn policy(&self) -> &str {
         &self.policy
-    }
-
-    /// The owner of cached slots in reports.
-    #[getter]
-    fn name(&self) -> &str {
-        &self.name
     }
 
     fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
@@ -419,6 +418,7 @@ impl Lease {
         Ok(match self.lease.namespace() {
             Namespace::Unnamed => None,
             Namespace::Number(number) => Some(number.into_pyobject(py)?.into_any()),
+            Namespace::Large(digits) => Some(py.get_type::<PyInt>().call1((digits,))?),
             Namespace::Text(text) => Some(PyString::new(py, text).into_any()),
             Namespace::Bytes(bytes) => Some(PyBytes::new(py, bytes).into_any()),
         })

@@ -6,14 +6,26 @@ use crate::base::{Page, StateSlot, widen};
 
 use super::{Kind, Namespace, NodeId, Policy, Tick, Tree};
 
+/// Number of entries in the histogram of ages: one per power of two of tokens.
+pub const AGE_BUCKETS: usize = 40;
+
 /// What the tree gave up, to be freed by the caller.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 #[must_use]
 pub struct Evicted {
     /// Pages.
     pub pages: Vec<Page>,
     /// Snapshots of states.
     pub states: Vec<StateSlot>,
+    /// Numbers of pages by age, if they were evicted: below 1, 2, 4, ... tokens were looked up since their last
+    /// use.
+    pub ages: [u64; AGE_BUCKETS],
+}
+
+impl Default for Evicted {
+    fn default() -> Self {
+        Self { pages: Vec::new(), states: Vec::new(), ages: [0; AGE_BUCKETS] }
+    }
 }
 
 /// The evictable leaves.
@@ -52,6 +64,8 @@ impl Tree {
     fn trim(&mut self, leaf: NodeId, count: usize, gone: &mut Evicted) {
         let here = self.node(leaf);
         let (history, keep) = (here.history, here.pages.len().saturating_sub(count));
+        let age = widen(u64::BITS - (self.now - history.used).leading_zeros()).min(AGE_BUCKETS - 1);
+        gone.ages[age] += (here.pages.len() - keep) as u64;
         let mut cursor = self.chain.cursor(here.sum, widen(history.end));
         let mut at = widen(history.end);
         for index in (keep * self.page_size..self.node(leaf).tokens.len()).rev() {
@@ -139,7 +153,8 @@ impl Tree {
     /// Gives up everything, with or without leases. The tree must not be used any more.
     pub fn take_all(&mut self) -> Evicted {
         let pages = self.nodes.iter_mut().flat_map(|node| std::mem::take(&mut node.pages)).collect();
-        Evicted { pages, states: self.nodes.iter_mut().filter_map(|node| node.state.take()).collect() }
+        let states = self.nodes.iter_mut().filter_map(|node| node.state.take()).collect();
+        Evicted { pages, states, ..Evicted::default() }
     }
 
     fn all_below(&self, roots: &[NodeId]) -> Vec<NodeId> {
