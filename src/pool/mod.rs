@@ -27,7 +27,7 @@ mod table_mirror;
 mod token_to_kv_pool_allocator;
 mod workspace;
 
-pub use batch_planner::{Batch, BatchPlanner, Field, Plan, PlannerConfig};
+pub use batch_planner::{Batch, BatchPlanner, Field, Plan, PlannerConfig, Prefix};
 pub use buffer_pool::{Buffer, BufferConfig, BufferPool};
 pub use chunk_pool::{Attempt, ChunkConfig, ChunkPool};
 pub use contract::{Occupancy, Piece, Pool, Stats};

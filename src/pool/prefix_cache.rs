@@ -77,7 +77,7 @@ pub struct CachedSizes {
 /// assert_eq!(lease.len().unwrap(), 0);
 /// let slots = IndexVec::I32(vec![2, 3, 4, 5]);
 /// drop(allocator.alloc(4, stream).unwrap().unwrap().keep());
-/// let published = lease.publish(&Offer { tokens: &&prompt[..4], slots: &slots, state: None }, stream).unwrap();
+/// let published = lease.publish(&Offer { tokens: &&prompt[..4], slots: Some(&slots), state: None }, stream).unwrap();
 /// assert_eq!((published.length, cache.tree_stats(stream).locked), (4, 4));
 /// drop(lease);
 /// assert_eq!(cache.acquire(&Namespace::Unnamed, &prompt, 4, stream).unwrap().len().unwrap(), 4);

@@ -183,7 +183,7 @@ impl PrefixCache {
         let stream = this.stream(py)?;
         let (lease, published) = with_tokens(tokens, |tokens| {
             let lease = this.cache.acquire(&namespace, tokens, 0, stream)?;
-            let published = lease.publish(&Offer { tokens, slots: &slots, state: None }, stream)?;
+            let published = lease.publish(&Offer { tokens, slots: Some(&slots), state: None }, stream)?;
             Ok((lease, published))
         })?;
         lease.release(stream);
@@ -358,7 +358,7 @@ impl Lease {
         &self,
         py: Python<'_>,
         tokens: &Bound<'_, PyAny>,
-        slots: &IndexVec,
+        slots: Option<&IndexVec>,
         state: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<PoolPublished> {
         let state = match state {
@@ -439,7 +439,10 @@ impl Lease {
     /// Args:
     ///     tokens: Token ids of positions `length` and up, only the new ones.
     ///     slots: Their slots, ints of the same length, which fill pages in order. The caller's ownership of
-    ///         whole pages passes to the cache.
+    ///         whole pages passes to the cache. Not needed for a lease that a planner has: it knows the slots
+    ///         of its requests.
+    ///     row: The request row of a lease that a planner has; only checked. The planner's next call with the
+    ///         row writes the cache's slots to the request table, in place of those of duplicates.
     ///     state: A working slot of the cache's states, whose state is that after the last whole page. A
     ///         snapshot of it is kept if a track slot is free or can be given up.
     ///
@@ -448,23 +451,33 @@ impl Lease {
     ///     IndexOwnershipError: If a slot is not in use, listed twice, cached already, or not at its place in a
     ///         page. Nothing is changed.
     ///     StaleBufferError: If the lease was released, or the allocator was cleared.
-    #[pyo3(signature = (tokens, slots, *, state=None))]
+    #[pyo3(signature = (tokens, slots=None, *, state=None, row=None))]
     fn publish(
         &self,
         py: Python<'_>,
         tokens: &Bound<'_, PyAny>,
-        slots: &Bound<'_, PyAny>,
+        slots: Option<&Bound<'_, PyAny>>,
         state: Option<&Bound<'_, PyAny>>,
+        row: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Published> {
-        let slots = args::indices(slots)?.values(py)?;
+        let slots = slots.map(|slots| args::indices(slots)?.values(py)).transpose()?;
+        if let Some(row) = row.map(args::int).transpose()?
+            && self.lease.row() != Some(row)
+        {
+            let text = match self.lease.row() {
+                None => format!("row {row} was given for a lease that no planner has"),
+                Some(other) => format!("row {row} was given for the lease of request row {other}"),
+            };
+            return Err(Error::config(text).into());
+        }
         let _acting = self.cache.get().begin(py)?;
-        let published = self.offer(py, tokens, &slots, state)?;
+        let published = self.offer(py, tokens, slots.as_ref(), state)?;
         let (lease, device) = (Arc::clone(&self.lease), self.cache.get().device);
         Ok(Published { outcome: published, lease, tensor: OnceLock::new(), device })
     }
 
     /// Publishes, frees the slots of the partial page at the end, and releases the lease: the end of a
-    /// request.
+    /// request without a planner. With one, publish and call `BatchPlanner.finish`.
     ///
     /// Args:
     ///     tokens: As in `publish`.
@@ -478,7 +491,11 @@ impl Lease {
         let slots = args::indices(slots)?.values(py)?;
         let cache = self.cache.get();
         let _acting = cache.begin(py)?;
-        let published = self.offer(py, tokens, &slots, None)?;
+        if let Some(row) = self.lease.row() {
+            let text = format!("the lease is that of request row {row}; the planner finishes it");
+            return Err(Error::config(text).into());
+        }
+        let published = self.offer(py, tokens, Some(&slots), None)?;
         let allocator = cache.allocator.get();
         let whole = published.pages.len() * allocator.pool.page_size();
         let rest = Indices::Host(IndexVec::I64(slots.iter().skip(whole).collect()));
@@ -501,7 +518,8 @@ impl Lease {
         Ok(self.lease.restore(row, self.stream(py)?)?)
     }
 
-    /// Ends the lease. Does nothing if it has ended.
+    /// Ends the lease. Does nothing if it has ended. A planner that has the lease keeps the prefix until the
+    /// request is finished.
     fn release(&self, py: Python<'_>) -> PyResult<()> {
         let _acting = self.cache.get().begin(py)?;
         self.lease.release(self.stream(py)?);

@@ -117,7 +117,7 @@ fn shortage_of_pages_and_plans_reclaims() {
         BatchPlanner::new(&config, &host(), Arc::clone(&allocator), Arc::clone(&table)).expect("small");
     let row = table.lock().expect("no panic").alloc(1, STREAM).expect("host memory").expect("room")[0];
     let rows = IndexVec::I64(vec![row.into()]);
-    let batch = Batch { rows: &rows, prefix_lens: &[0], seq_lens: &[9], prefix_slots: &[] };
+    let batch = Batch { rows: &rows, prefix_lens: &[0], seq_lens: &[9], prefixes: &[] };
     assert!(planner.extend(batch, STREAM).expect("valid").is_some());
     assert_eq!(cache.asked(), [12]);
     assert_eq!(allocator.available_size(), 0);

@@ -194,7 +194,7 @@ impl Prefixes {
             return;
         }
         let slots = source.index_vec(&self.slots_of(&pages, more.len()));
-        let offer = Offer { tokens: &more.as_slice(), slots: &slots, state: None };
+        let offer = Offer { tokens: &more.as_slice(), slots: Some(&slots), state: None };
         let published = self.held[at].lease.publish(&offer, STREAM).expect("own slots");
         let Held { generation, tokens: held, .. } = &mut self.held[at];
         let (mut duplicates, mut cached) = (0, Vec::new());
@@ -292,7 +292,7 @@ impl Prefixes {
         // Tokens that no prefix has: nothing of it is found.
         let more = vec![7; page.len() * self.page_size];
         let slots = IndexVec::I64(self.slots_of(&page, usize::MAX));
-        let offer = Offer { tokens: &more.as_slice(), slots: &slots, state: None };
+        let offer = Offer { tokens: &more.as_slice(), slots: Some(&slots), state: None };
         agree(held.lease.publish(&offer, STREAM), false);
         let few: &[i32] = &more[1..];
         agree(held.lease.publish(&Offer { tokens: &few, ..offer }, STREAM), false);
