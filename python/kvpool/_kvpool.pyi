@@ -49,6 +49,7 @@ __all__ = [
     "_PageLocking",
     "_Workspace",
     "__version__",
+    "_footprint",
     "_noted",
     "_pools",
     "_report_leaks_with",
@@ -83,6 +84,18 @@ def _use_stream(handle: int | None) -> None:
 
     Args:
         handle: A `cudaStream_t` as an int.
+    """
+
+def _footprint(shapes: object, size: int, max_reqs: int) -> dict[str, int]:
+    """Returns the bytes of the pools of a model: the arguments of `kvpool.tools.plan.pool_bytes.Footprint`.
+
+    Args:
+        shapes: Shapes of the pools.
+        size: Token slots.
+        max_reqs: The most requests at once.
+
+    Raises:
+        ConfigError: If no pool can be that large.
     """
 
 def _noted() -> int:

@@ -10,10 +10,11 @@ use crate::kernels::Indices;
 use crate::memory::{Backend, Borrowed, Keep, Stream};
 use crate::tensor::TensorView;
 
-use super::KvPool;
 use super::fences::{Fence, passed};
 use super::shortage::{OrShort, Reclaim};
 use super::slot_tensors::{Lens, SlotTensors};
+use super::stage::stage_bytes;
+use super::{Footprint, KvPool, at_least_one};
 
 /// The shape of a [`TokenToKvPoolAllocator`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,6 +27,24 @@ pub struct AllocatorConfig {
     pub need_sort: bool,
     /// Whether an invalid free is an error.
     pub strict: bool,
+}
+
+impl AllocatorConfig {
+    /// The bytes of an allocator on `device`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for a `page_size` of 0, and when the bytes
+    /// overflow.
+    pub fn footprint(&self, device: Device) -> Result<Footprint> {
+        let slots = self.pages()? * self.page_size;
+        Footprint::new(device, if device == Device::Cpu { 0 } else { stage_bytes(slots)? }, 0)
+    }
+
+    /// Whole pages.
+    pub(super) fn pages(&self) -> Result<usize> {
+        at_least_one(&[("page_size", self.page_size)])?;
+        Ok(self.size / self.page_size)
+    }
 }
 
 /// Hands out token slots of a [`KvPool`] as int32 tensors and takes them back. Calls are atomic and

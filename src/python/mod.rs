@@ -22,6 +22,7 @@ mod debug;
 mod errors;
 mod export;
 mod fences;
+mod footprint;
 mod framework;
 mod gdn_pool;
 mod kv_pool;
@@ -157,6 +158,7 @@ fn _kvpool(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(_zeros, module)?)?;
     module.add_function(wrap_pyfunction!(_use_stream, module)?)?;
     module.add_function(wrap_pyfunction!(_noted, module)?)?;
+    module.add_function(wrap_pyfunction!(footprint::_footprint, module)?)?;
     module.add_function(wrap_pyfunction!(base_pool::_pools, module)?)?;
     module.add_function(wrap_pyfunction!(base_pool::_report_leaks_with, module)?)?;
     let storage = DType::STORAGE.map(|dtype| (dtype.name(), dtype.size()));

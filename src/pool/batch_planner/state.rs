@@ -7,20 +7,17 @@ use std::sync::Arc;
 use crate::base::bounded::narrow;
 use crate::base::{DType, Error, ErrorKind, Id, IndexVec, Page, RequestRow, Result, Slot, reserve, widen};
 use crate::index::{Act, BadFrees, FenceId, Growth, GrowthRequest, Owner, Requests};
-use crate::kernels::{Executor, Indices, PlanBatch};
+use crate::kernels::{Executor, Indices};
 use crate::memory::{Backend, Event, Host, Region, Stream};
 use crate::pool::shortage::OrShort;
 use crate::pool::slot_tensors::SlotTensors;
-use crate::pool::{Lease, ReqToTokenPool, TableIndex, at_least_one, fits_int32};
+use crate::pool::{Lease, ReqToTokenPool, TableIndex, at_least_one};
 use crate::tensor::TensorView;
 
 use super::block_table::BlockTable;
 use super::claim::Claim;
 use super::plan::{PlanLayout, SmallFields};
 use super::{Batch, Field, Plan, PlannerConfig, Prefix};
-
-/// Steps of full size whose numbers may be in flight to the device.
-const STEPS_AHEAD: usize = 8;
 
 /// The locked pools of a step.
 pub(super) struct Pools<'a> {
@@ -90,20 +87,10 @@ impl PlannerState {
             )));
         }
         let width = table.max_context_len().div_ceil(slots.slots().page_size());
-        fits_int32(&format!("max_tokens {max_tokens}"), Some(max_tokens))?;
-        fits_int32(
-            &format!("max_batch_size {max_batch_size} with {width} pages a request"),
-            max_batch_size.checked_mul(width),
-        )?;
         let layout = PlanLayout::new(*config, width)?;
         let fields = Arc::new(Region::new(Arc::clone(backend), layout.bytes())?);
-        let new_pages = max_tokens + 2 * max_batch_size;
-        // Cached prefixes are sent once, and are distinct pages of the pool.
-        let most_pages = new_pages + (max_batch_size * width).min(slots.slots().pages().capacity());
-        // The host may be far ahead with steps without prefixes.
-        let ring = (PlanBatch::bytes(max_batch_size, new_pages) * STEPS_AHEAD)
-            .max(PlanBatch::bytes(max_batch_size, most_pages) * 2);
-        let executor = Executor::new(&fields, 0, table.spaces(), ring)?;
+        let pool_pages = slots.slots().pages().capacity();
+        let executor = Executor::new(&fields, 0, table.spaces(), layout.ring_bytes(pool_pages))?;
         let host_fields = match &executor {
             Executor::Host(_) => Arc::clone(&fields),
             Executor::Device(_) => Arc::new(Region::new(Arc::new(Host), layout.small_bytes())?),
@@ -115,7 +102,7 @@ impl PlannerState {
             fields,
             host_fields,
             executor,
-            most_pages,
+            most_pages: layout.most_pages(pool_pages),
             block_table: BlockTable::new(max_batch_size, rows),
             small_fields: SmallFields::default(),
             plans: 0,
