@@ -144,10 +144,13 @@ impl TokenToKvPoolAllocator {
     /// the driver refuses; as [`Self::poll`]. Nothing is taken.
     #[inline]
     pub fn alloc(&self, count: usize, stream: Stream) -> Result<Option<Grant<'_>>> {
+        // Written in place: a grant is large, and each result around it would be a copy.
+        let mut granted = None;
         self.take(stream, |slots| {
             let taken = slots.alloc(count, stream)?;
-            Ok(taken.map(|view| self.grant(view, Vec::new(), slots)))
+            Ok(taken.map(|view| granted = Some(self.grant(view, Vec::new(), slots))))
         })
+        .map(|_| granted)
     }
 
     /// Like [`Self::alloc`], in one ascending run: the lowest that fits. Reclaims nothing if there are enough
@@ -576,7 +579,7 @@ impl Grant<'_> {
 
     /// Hands the slots on. Free them with [`TokenToKvPoolAllocator::free`].
     #[must_use]
-    pub fn keep(self) -> TensorView {
+    pub fn keep(mut self) -> TensorView {
         let view = self.view.clone();
         self.commit();
         view
@@ -584,7 +587,7 @@ impl Grant<'_> {
 
     /// [`Self::keep`] for a caller that has made a tensor of [`Self::view`].
     #[inline]
-    pub fn commit(mut self) {
+    pub const fn commit(&mut self) {
         self.is_kept = true;
     }
 }
