@@ -20,7 +20,6 @@ import kvpool
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-NOT_READY = 600
 OUT_OF_MEMORY = 2
 LAUNCH_FAILED = 719
 NEWER_CODES = (36, 225, 226, 402, 721, 913, 917, 9999)
@@ -76,25 +75,9 @@ class Driver:
         """Queries of an event after which what lies before it has run."""
         self._library.soft_set_queries(ctypes.c_long(queries))
 
-    def set_free_waits(self, waits: bool) -> None:
-        """Whether freeing memory waits for everything, as a driver may do; at first it does not."""
-        self._library.soft_set_free_waits(int(waits))
-
     def set_register_limit(self, size: int) -> None:
         """From how many bytes on one call page-locks nothing."""
         self._library.soft_set_register_limit(ctypes.c_long(size))
-
-    def set_capability(self, major: int, minor: int) -> None:
-        """The compute capability of every device."""
-        self._library.soft_set_capability(major, minor)
-
-    def set_lazy(self, lazy: bool) -> None:
-        """Whether functions are loaded when they are first needed (at first) or when they are looked up."""
-        self._library.soft_set_lazy(int(lazy))
-
-    def set_reuse_handles(self, reuses: bool) -> None:
-        """Whether new streams and events have handles of others that are gone; at first they have not."""
-        self._library.soft_set_reuse_handles(int(reuses))
 
     def set_seed(self, seed: int) -> None:
         """Decides the order of blocks and threads; 0 for the last first."""
