@@ -15,7 +15,6 @@ import torch
 from common import MEMORY, NEVER, WAITS, Fence, on_stream, some
 from software import NEWER_CODES
 
-import kvpool
 from kvpool import (
     DriverError,
     GDNPool,
@@ -23,8 +22,6 @@ from kvpool import (
     KVPool,
     ReqToTokenPool,
     TokenToKVPoolAllocator,
-    make_full_attention_net_mem_pool,
-    make_req_to_token_pool,
 )
 from kvpool.tools.replay.config import ReplayConfig
 from kvpool.tools.replay.replay import Replay
@@ -838,23 +835,6 @@ def test_a_replay_verifies_every_token(page_size: int) -> None:
     assert result.counts.finished == 10
     assert page_size == 16 or result.counts.retractions > 0
     assert result.counts.verified_tokens >= int((trace.input_lens + trace.output_lens).sum())
-
-
-def test_an_unknown_device_is_named() -> None:
-    with pytest.raises(kvpool.BackendUnavailableError, match="has no cuda:99"):
-        TokenToKVPoolAllocator(8, "cuda:99")
-
-
-def test_the_factories_make_pools_that_fit() -> None:
-    pool, allocator = make_full_attention_net_mem_pool(60, 2, 1, 2, 1, 4, "cuda", torch.bfloat16, page_size=4)
-    table = make_req_to_token_pool(4, 64, "cuda")
-    assert pool.device == allocator.device == table.device == "cuda:0"
-    slots = some(allocator.alloc(60))
-    k = torch.ones(60, 1, 2, dtype=torch.bfloat16).cuda()
-    v = torch.ones(60, 4, dtype=torch.bfloat16).cuda()
-    pool.set_kv_buffer(1, slots, k, v)
-    pool.check()
-    assert pool.v_buffer[1].cpu().sum() == 240
 
 
 # Images of the kernels

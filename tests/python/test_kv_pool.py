@@ -756,11 +756,10 @@ def test_mem_bytes_and_stats() -> None:
 # The factory
 
 
-@devices.cpu_only
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 def test_factory_makes_two_pools_that_fit(page_size: int) -> None:
     pool, allocator = make_full_attention_net_mem_pool(
-        60, 2, 3, 4, 1, 6, "cpu", torch.bfloat16, page_size=page_size, need_sort=False
+        60, 2, 3, 4, 1, 6, devices.current(), torch.bfloat16, page_size=page_size, need_sort=False
     )
     assert isinstance(pool, KVPool)
     assert isinstance(allocator, TokenToKVPoolAllocator)
@@ -770,7 +769,7 @@ def test_factory_makes_two_pools_that_fit(page_size: int) -> None:
     slots = allocator.alloc(allocator.available_size())
     assert slots is not None
     pool.set_kv_buffer(1, slots, ones(len(slots), 12), ones(len(slots), 6))
-    assert pool.k_buffer[1].cpu()[slots].eq(1).all()
+    assert pool.k_buffer[1].cpu()[slots.cpu()].eq(1).all()
 
 
 @devices.cpu_only

@@ -330,17 +330,12 @@ def test_group_as_a_context_nests_with_the_methods() -> None:
     assert allocator.available_size() == 2
 
 
-def _free_and_fail(allocator: TokenToKVPoolAllocator) -> None:
-    with allocator.free_group():
-        allocator.free([1, 2])
-        raise KeyError
-
-
 def test_group_releases_when_its_body_raises() -> None:
     allocator = make(8)
     take(allocator, 8)
-    with pytest.raises(KeyError):
-        _free_and_fail(allocator)
+    with pytest.raises(KeyError, match="mine"), allocator.free_group():
+        allocator.free([1, 2])
+        raise KeyError("mine")
     assert allocator.available_size() == 2
     allocator.free([3])
     assert allocator.available_size() == 3
