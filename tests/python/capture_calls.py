@@ -126,24 +126,7 @@ class World:
 
     def stats(self) -> list[object]:
         """The numbers of all pools."""
-        pools = (
-            self.allocator,
-            self.paged,
-            self.table,
-            self.kv,
-            self.gdn,
-            self.planned_slots,
-            self.planned_rows,
-            self.planner,
-            self.chunks,
-            self.gpu_chunks,
-            self.buffers,
-            self.pages,
-            self.workspace,
-            self.local,
-            self.pinned,
-        )
-        return [pool.stats() for pool in pools]
+        return [part.stats() for part in vars(self).values() if hasattr(part, "stats")]
 
     def tensors(self) -> list[torch.Tensor]:
         """What a call may write to."""

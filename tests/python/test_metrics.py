@@ -32,10 +32,7 @@ if TYPE_CHECKING:
 Sample = tuple[str, str]
 
 
-@pytest.fixture(autouse=True)
-def on_device(device: str) -> str:
-    """Every test runs on every device."""
-    return device
+pytestmark = pytest.mark.usefixtures("device")
 
 
 @pytest.fixture

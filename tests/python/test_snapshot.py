@@ -38,10 +38,7 @@ if TYPE_CHECKING:
     from conftest import RunSnippet
 
 
-@pytest.fixture(autouse=True)
-def on_device(device: str) -> str:
-    """Every test runs on every device."""
-    return device
+pytestmark = pytest.mark.usefixtures("device")
 
 
 def slots(size: int = 20, page_size: int = 1, *, debug: bool = True) -> TokenToKVPoolAllocator:
