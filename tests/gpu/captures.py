@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
+import multiprocessing
 import os
-import select
-import signal
 import sys
 import threading
 import time
@@ -33,6 +31,7 @@ from backend import Device, SpoiltError, open_device
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
+    from multiprocessing.connection import Connection
 
     from capture_calls import World
 
@@ -334,56 +333,44 @@ def work_on(todo: Sequence[Item], tell: Callable[[dict[str, object]], None]) -> 
         gc.collect()
 
 
+def _child(todo: Sequence[Item], told: Connection) -> None:
+    try:
+        work_on(todo, told.send)
+    except BaseException as error:  # noqa: BLE001 - told to the parent
+        told.send({"died": f"{type(error).__name__}: {error}"})
+    finally:
+        os._exit(0)
+
+
 class Child:
     """A forked process that tries things, and what it tells."""
 
     def __init__(self, todo: Sequence[Item]) -> None:
-        read, write = os.pipe()
-        self._process = os.fork()
-        if self._process == 0:
-            os.close(read)
-            code = 1
-            try:
-                work_on(todo, lambda found: _write(write, found))
-                code = 0
-            except BaseException as error:  # noqa: BLE001 - told to the parent
-                _write(write, {"died": f"{type(error).__name__}: {error}"})
-            finally:
-                os._exit(code)
-        os.close(write)
-        self._read = read
-        self._rest = b""
+        forks = multiprocessing.get_context("fork")
+        self._told, told = forks.Pipe(duplex=False)
+        self._process = forks.Process(target=_child, args=(todo, told))
+        self._process.start()
+        told.close()
 
     def next(self, seconds: float) -> dict[str, Any] | None:
         """What it tells next, `None` at its end; raises `TimeoutError` if it tells nothing for too long."""
-        end = time.monotonic() + seconds
-        while b"\n" not in self._rest:
-            if not select.select([self._read], [], [], max(0.0, end - time.monotonic()))[0]:
-                raise TimeoutError(f"nothing for {seconds:.0f} s")
-            got = os.read(self._read, 1 << 16)
-            if not got:
-                return None
-            self._rest += got
-        line, _, self._rest = self._rest.partition(b"\n")
-        found: dict[str, Any] = json.loads(line)
+        if not self._told.poll(seconds):
+            raise TimeoutError(f"nothing for {seconds:.0f} s")
+        try:
+            found: dict[str, Any] = self._told.recv()
+        except EOFError:
+            return None
         return found
 
     def end(self) -> str:
         """Ends it, and says how it ended by itself."""
-        os.close(self._read)
-        end = time.monotonic() + 0.2
-        ended, status = os.waitpid(self._process, os.WNOHANG)
-        while not ended and time.monotonic() < end:
-            time.sleep(0.002)
-            ended, status = os.waitpid(self._process, os.WNOHANG)
-        if not ended:
-            os.kill(self._process, signal.SIGKILL)
-            _, status = os.waitpid(self._process, 0)
-        return f"signal {status & 0x7F}" if status & 0x7F else f"exit status {status >> 8}"
-
-
-def _write(pipe: int, found: dict[str, object]) -> None:
-    os.write(pipe, json.dumps(found).encode() + b"\n")
+        self._told.close()
+        self._process.join(0.2)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+        code = self._process.exitcode or 0
+        return f"signal {-code}" if code < 0 else f"exit status {code}"
 
 
 def run(todo: list[Item], end: float) -> Iterator[tuple[Item, dict[str, Any]]]:
@@ -394,29 +381,21 @@ def run(todo: list[Item], end: float) -> Iterator[tuple[Item, dict[str, Any]]]:
     gc.freeze()
     while todo and time.monotonic() < end:
         child = Child(todo[:1] if todo[0].is_alone else todo)
-        is_clean = False
+        found: dict[str, Any] | None = {}
+        has_begun = True
         try:
-            while todo and time.monotonic() < end:
+            while todo and found is not None and time.monotonic() < end:
                 found = child.next(HANG_SECONDS)
-                if found is None:
-                    break
-                if "begins" in found:
-                    is_clean = False
-                    continue
-                if "died" in found:
-                    yield todo.pop(0), _lost(found["died"])
-                    is_clean = True
-                    break
-                yield todo.pop(0), found
-                is_clean = True
-            else:
-                is_clean = True
+                if found is not None:
+                    has_begun = "begins" in found
+                    if not has_begun:
+                        yield todo.pop(0), _lost(found["died"]) if "died" in found else found
         except TimeoutError as error:
             child.end()
             yield todo.pop(0), _lost(f"it hung: {error}")
             continue
         how = child.end()
-        if not is_clean and todo:
+        if found is None and has_begun and todo:
             yield todo.pop(0), _lost(f"the process died: {how}")
 
 
