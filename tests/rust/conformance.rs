@@ -39,7 +39,7 @@ fn fill(region: &Region, value: u8) {
 }
 
 /// A copy of a region in host memory.
-pub(crate) fn on_host(region: &Region) -> Region {
+fn on_host(region: &Region) -> Region {
     let copy = Region::new(Arc::new(Host), region.bytes()).expect("memory");
     let shape = Dims::new(&[i64::try_from(region.bytes()).expect("small")]).expect("one dimension");
     let whole = region.borrow(0, DType::U8, shape, Dims::new(&[1]).expect("one dimension")).expect("inside");

@@ -11,7 +11,7 @@ use kvpool::memory::{Backend, Contents, Count, Cuda, Event, Gpu, Limit, Pinned, 
 use kvpool::pool::{AllocatorConfig, TokenToKvPoolAllocator};
 use kvpool::tensor::TensorView;
 
-use crate::conformance::{conforms, on_host};
+use crate::conformance::conforms;
 use crate::pool_table::pools_conform;
 
 /// Serialises the tests: some count all calls of the driver.
