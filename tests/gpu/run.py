@@ -209,15 +209,12 @@ def run_steps(
         (out / name).unlink(missing_ok=True)
     results: list[Result] = []
 
-    def note(result: Result) -> None:
-        show(result)
-        results.append(result)
-        report.write(out, results, about, [out / "bench.md"])
-
     with tempfile.TemporaryDirectory() as scratch:
         runner = Runner(out / "steps.log", Path(scratch), env, seconds)
-        for _ in runner.run_all(steps, note):
-            pass
+        for step in steps:
+            results.append(runner.run(step))
+            show(results[-1])
+            report.write(out, results, about, [out / "bench.md"])
     print(f"{report.verdict(results)}\n{out / 'report.md'}")
     return 1 if any(result.status == FAILED for result in results) else 0
 

@@ -12,14 +12,7 @@ pub use lookup::function;
 
 /// Every exported function, for the tests.
 #[cfg(test)]
-pub mod all {
-    pub use super::copies::*;
-    pub use super::devices::*;
-    pub use super::lookup::*;
-    pub use super::memory::*;
-    pub use super::modules::*;
-    pub use super::streams::*;
-}
+pub use {copies::*, devices::*, lookup::*, memory::*, modules::*, streams::*};
 
 use std::ffi::{c_char, c_int};
 
