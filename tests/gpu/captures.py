@@ -132,6 +132,18 @@ class Attempt:
         except SpoiltError as error:
             self.spoilt = str(error)
 
+    def call_in(self, device: Device, case: str, stream: Any, other: Any) -> Any:  # noqa: ANN401
+        """Makes the call on a stream, within its capture or beside that of the other; its own graph."""
+        graph = None
+        with device.on(stream), self.noting():
+            if case == OWN:
+                with device.capturing(stream) as graph:
+                    self.call()
+            else:
+                with BESIDE[case](device, other), device.on(stream):
+                    self.call()
+        return graph
+
     def did(self) -> str:
         """What the call did: `worked`, `refused`, or what is wrong with it."""
         if self.error is None:
@@ -181,14 +193,7 @@ def try_call(device: Device, entry: Entry, case: str) -> dict[str, object]:
         device.synchronize()
     before = everything(world)
     attempt = Attempt(entry, world)
-    graph = None
-    with device.on(stream), attempt.noting():
-        if case == OWN:
-            with device.capturing(stream) as graph:
-                attempt.call()
-        else:
-            with BESIDE[case](device, other), device.on(stream):
-                attempt.call()
+    graph = attempt.call_in(device, case, stream, other)
     with device.on(stream), attempt.noting():
         if graph is not None and not attempt.spoilt:
             graph.replay()
@@ -206,13 +211,7 @@ def try_first(device: Device, make: Callable[[], object], case: str, wanted: str
     stream, other = device.stream(), device.stream()
     device.synchronize()
     attempt = Attempt(Entry(lambda _: make(), wanted), None)
-    with device.on(stream), attempt.noting():
-        if case == OWN:
-            with device.capturing(stream):
-                attempt.call()
-        else:
-            with BESIDE[case](device, other), device.on(stream):
-                attempt.call()
+    attempt.call_in(device, case, stream, other)
     return _finding(attempt, attempt.did(), (wanted,))
 
 

@@ -50,17 +50,11 @@ fn every_dtype_has_its_code() {
     assert_eq!(raw_device(Device::Cuda(3)).ordinal, 3);
 }
 
-fn counted() -> (Arc<Count>, TensorView) {
-    let backend = Arc::new(Count::new(Arc::new(Host)));
-    let region = Arc::new(Region::new(backend.clone() as Arc<dyn Backend>, 64).expect("memory"));
-    region.write(0, &[0i32, 1, 2, 3, 4, 5]).expect("inside");
-    let view = TensorView::contiguous(region, 4, DType::I32, &[5]).expect("inside");
-    (backend, view)
-}
-
 #[test]
 fn deleter_frees_memory_on_any_thread() {
-    let (backend, view) = counted();
+    let backend = Arc::new(Count::new(Arc::new(Host)));
+    let region = Arc::new(Region::new(backend.clone() as Arc<dyn Backend>, 64).expect("memory"));
+    let view = TensorView::contiguous(region, 4, DType::I32, &[5]).expect("inside");
     let managed = export_versioned(&view);
     drop(view);
     assert_eq!(backend.live_blocks(), 1);
