@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 from capture_calls import ENTRIES, POOLS, REFUSES, Entry, Inputs, all_entries
 from capture_calls import World as MakeWorld
+from common import some
 
 from kvpool import KVPool, KvPoolError, TokenToKVPoolAllocator
 
@@ -236,14 +237,6 @@ def _finding(attempt: Attempt, did: str, wanted: Sequence[str]) -> dict[str, obj
     }
 
 
-def take(allocator: TokenToKVPoolAllocator) -> torch.Tensor:
-    """64 slots."""
-    slots = allocator.alloc(64)
-    if slots is None:
-        raise RuntimeError("the pool is short")
-    return slots
-
-
 def try_read(device: Device, name: str) -> dict[str, object]:
     """Slots read on a second stream after their tensor is gone: how often others were read in their place."""
     allocator = TokenToKVPoolAllocator(4096, "cuda", need_sort=False)
@@ -252,14 +245,14 @@ def try_read(device: Device, name: str) -> dict[str, object]:
     ones = torch.ones(8, 1, 8).cuda()
     numbers = torch.arange(4097, dtype=torch.int32).cuda()
     with device.on(first):
-        allocator.free(take(allocator))
+        allocator.free(some(allocator.alloc(64)))
     wrong = 0
     for _ in range(READS):
         allocator.clear()
         pool.k_buffer[0].zero_()
         device.synchronize()
         with device.on(first):
-            slots = take(allocator)[:8]
+            slots = some(allocator.alloc(64))[:8]
             wanted = slots.tolist()
         device.order(first, second)
         with device.on(second):
@@ -285,7 +278,6 @@ READERS = ("set_kv_buffer", "a kernel of PyTorch, after used_on")
 
 
 def attempt_item(device: Device, item: Item) -> dict[str, object]:
-    """Tries one thing."""
     if item.case == "read":
         device.use_pytorch()
         return try_read(device, item.name)
@@ -403,7 +395,6 @@ def _lost(detail: str) -> dict[str, Any]:
 
 
 def line_of(item: Item, found: dict[str, Any]) -> str:
-    """A line for a reader."""
     word = "ok" if found["ok"] else "WRONG"
     if "wrong" in found:
         return f"{word:6}read by {item.name}: {found['wrong']} of {found['of']} wrong"

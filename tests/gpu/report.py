@@ -38,7 +38,6 @@ def table(
 
 
 def section(title: str, lines: Sequence[str]) -> list[str]:
-    """Lines under a heading, if there are any."""
     return [f"## {title}", "", *lines] if lines else []
 
 
@@ -49,7 +48,6 @@ def bullets(items: Iterable[str], title: str = "") -> list[str]:
 
 
 def told(results: Sequence[Result], kind: str) -> list[dict[str, Any]]:
-    """What all steps told of one kind."""
     return [record for result in results for record in result.about(kind)]
 
 

@@ -182,7 +182,6 @@ def environment(folders: Sequence[str], software: Path | None) -> dict[str, str]
 
 
 def can_import(name: str, env: dict[str, str]) -> bool:
-    """Whether the steps find a module."""
     folders = env["PYTHONPATH"].split(os.pathsep)
     return (
         any((Path(folder) / name).exists() for folder in folders)
@@ -191,7 +190,6 @@ def can_import(name: str, env: dict[str, str]) -> bool:
 
 
 def show(result: Result) -> None:
-    """A line for whoever waits."""
     reason = f": {result.reason}" if result.reason else ""
     print(f"{result.status:8}{result.seconds:6.1f} s  {result.step.name}{reason}", flush=True)
 
@@ -220,7 +218,6 @@ def run_steps(
 
 
 def main() -> int:
-    """Runs the steps from the folder of the repository."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for all steps (default: %(default)s)")
     parser.add_argument(

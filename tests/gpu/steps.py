@@ -72,7 +72,6 @@ class Result:
     told: Sequence[dict[str, Any]] = ()
 
     def about(self, kind: str) -> list[dict[str, Any]]:
-        """What it told of one kind."""
         return [record for record in self.told if record["kind"] == kind]
 
 

@@ -82,6 +82,12 @@ pub fn put<T>(target: *mut T, value: T) -> Outcome {
     Ok(())
 }
 
+/// Makes something and writes it, unless there is no place for it.
+pub fn put_new<T>(target: *mut T, make: impl FnOnce() -> Outcome<T>) -> Outcome {
+    check(!target.is_null(), INVALID_VALUE)?;
+    put(target, make()?)
+}
+
 /// The text of a string that ends with a zero, if it is UTF-8.
 pub fn text<'a>(string: *const c_char) -> Outcome<&'a str> {
     check(!string.is_null(), INVALID_VALUE)?;
