@@ -168,28 +168,6 @@ fn failing_fence_delays_only_later_ones() {
     allocator.poll(STREAM).expect("no fence is left");
 }
 
-/// A fence that uses its allocator while it is polled.
-struct Nested(Weak<TokenToKvPoolAllocator>);
-
-impl Fence for Nested {
-    fn passed(&self) -> Result<bool> {
-        let allocator = self.0.upgrade().expect("it asks");
-        let taken = allocator.alloc(1, STREAM)?;
-        Ok(taken.is_some())
-    }
-}
-
-#[test]
-fn a_fence_may_use_its_allocator() {
-    let allocator = allocator(4, 1);
-    let _ = allocator.alloc(2, STREAM).expect("memory").expect("room").keep();
-    let nested: Arc<dyn Fence> = Arc::new(Nested(Arc::downgrade(&allocator)));
-    assert_eq!(free(&allocator, &[1, 2], Some(&nested)).expect("its own"), 0);
-    allocator.poll(STREAM).expect("it has passed");
-    assert_eq!(allocator.available_size(), 4, "what it took went back");
-    allocator.verify().expect("consistent");
-}
-
 #[test]
 fn what_is_on_its_way_is_not_reclaimed_for_again() {
     /// Slots whose last use is still in flight when they are given up.

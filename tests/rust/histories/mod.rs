@@ -139,6 +139,11 @@ where
     number.try_into().expect("a number that is not negative")
 }
 
+/// `given` as places, if all are below `count`.
+fn places(given: &[i64], count: usize) -> Option<Vec<usize>> {
+    given.iter().map(|&place| usize::try_from(place).ok().filter(|place| *place < count)).collect()
+}
+
 fn dims(extents: &[usize]) -> Dims {
     Dims::of(extents).expect("few dimensions")
 }
