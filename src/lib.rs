@@ -11,6 +11,7 @@
 //! |---|---|---|
 //! | [`base`] | shared vocabulary: index newtypes, dtype, device, shape, error; a lock | no |
 //! | [`index`] | ownership of integers: bitmaps, free lists, slots, rows, owners, requests, reference counts, buckets, arenas, move plans | no |
+//! | [`cache`] | what is kept of finished prompts, and what goes first: policies | no |
 //! | [`memory`] | sources of bytes: backends, regions; devices, streams, events | yes |
 //! | [`kernels`] | operations on rows and on the request table: on the CPU, and as CUDA kernels with their launches | yes |
 //! | [`tensor`] | descriptions of bytes for other libraries: views, DLPack | in `dlpack.rs` |

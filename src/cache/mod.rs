@@ -17,10 +17,9 @@ mod policy;
 mod tokens;
 mod tree;
 
-pub use chain::PageKey;
 pub use namespace::Namespace;
-pub use policy::{History, Lru, Policy, Remembered, Tick};
+pub use policy::{History, KeyTokens, NodeId, PageKey, Policy, PolicyKind, Remembered, Tick};
 pub use tokens::Tokens;
 #[cfg(feature = "python")]
 pub(crate) use tokens::not_a_token;
-pub use tree::{Evicted, Found, Hold, NodeId, Place, Tree, TreeStats};
+pub use tree::{Evicted, Found, Hold, Place, Tree, TreeStats};

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use crate::base::sync::lock;
 use crate::base::{Error, Id, IndexVec, Page, Result};
-use crate::cache::{Evicted, Hold, Namespace, Policy, Tokens, Tree, TreeStats};
+use crate::cache::{Evicted, Hold, KeyTokens, Namespace, PolicyKind, Tokens, Tree, TreeStats};
 use crate::index::Owner;
 use crate::memory::Stream;
 
@@ -20,8 +20,8 @@ pub use lease::{Lease, Offer, Published};
 /// Settings of a [`PrefixCache`].
 #[derive(Clone, Debug)]
 pub struct PrefixCacheConfig {
-    /// Makes the policy; called again when the allocator is cleared.
-    pub policy: fn() -> Box<dyn Policy>,
+    /// What is evicted first.
+    pub policy: PolicyKind,
     /// The share of the allocator's capacity that may be pinned.
     pub max_pinned: f64,
     /// The owner of cached pages in reports.
@@ -64,13 +64,13 @@ pub struct CachedSizes {
 /// ```
 /// use std::sync::Arc;
 /// use kvpool::base::IndexVec;
-/// use kvpool::cache::{Lru, Namespace};
+/// use kvpool::cache::{Namespace, PolicyKind};
 /// use kvpool::memory::{Backend, Host, Stream};
 /// use kvpool::pool::{AllocatorConfig, Offer, PrefixCache, PrefixCacheConfig, TokenToKvPoolAllocator};
 /// let (host, stream): (Arc<dyn Backend>, _) = (Arc::new(Host), Stream::DEFAULT);
 /// let config = AllocatorConfig { size: 8, page_size: 2, need_sort: true, strict: false };
 /// let allocator = Arc::new(TokenToKvPoolAllocator::new(&config, &host).unwrap());
-/// let config = PrefixCacheConfig { policy: || Box::new(Lru::default()), max_pinned: 0.5, name: "cache".into() };
+/// let config = PrefixCacheConfig { policy: PolicyKind::Adaptive, max_pinned: 0.5, name: "cache".into() };
 /// let cache = PrefixCache::new(config, Arc::clone(&allocator), None).unwrap();
 /// let prompt: &[i32] = &[5, 6, 7, 8, 9];
 /// let lease = cache.acquire(&Namespace::Unnamed, &prompt, 4, stream).unwrap();
@@ -135,7 +135,7 @@ impl PrefixCache {
                 states.device()
             )));
         }
-        let tree = Tree::new(allocator.page_size(), states.is_some(), (config.policy)());
+        let tree = new_tree(&config, &allocator, states.is_some());
         let clears = allocator.lock().clears();
         let kept = Kept { tree, counts: PrefixCounts::default(), pins: Vec::new(), clears };
         let owner = Owner::Text(config.name.clone());
@@ -193,7 +193,7 @@ impl PrefixCache {
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when more than the share `max_pinned` of the
     /// capacity would be pinned, or the lease is of another cache; the errors of a lease.
-    pub fn pin(&self, lease: &Lease, time: Option<Duration>, priority: u32, stream: Stream) -> Result<()> {
+    pub fn pin(&self, lease: &Lease, time: Option<Duration>, priority: u8, stream: Stream) -> Result<()> {
         let capacity = self.shared.allocator.stats().capacity;
         // The share of a capacity below 2**31 is exact enough in floating point.
         #[expect(clippy::cast_precision_loss, clippy::cast_possible_truncation, clippy::cast_sign_loss)]
@@ -273,7 +273,7 @@ impl Shared {
             kept.pins.clear();
             // Its pages are free already.
             let gone = Evicted { pages: Vec::new(), ..kept.tree.take_all() };
-            kept.tree = Tree::new(self.allocator.page_size(), self.states.is_some(), (self.config.policy)());
+            kept.tree = new_tree(&self.config, &self.allocator, self.states.is_some());
             self.give_back(&kept, &gone, stream);
         }
         if !kept.pins.is_empty() {
@@ -355,6 +355,13 @@ impl fmt::Debug for PrefixCache {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("PrefixCache").field("config", &self.shared.config).finish_non_exhaustive()
     }
+}
+
+fn new_tree(config: &PrefixCacheConfig, allocator: &TokenToKvPoolAllocator, is_stateful: bool) -> Tree {
+    let page_size = crate::base::bounded::narrow(allocator.page_size());
+    let capacity = allocator.stats().capacity as u64;
+    let policy = config.policy.policy(capacity, KeyTokens::of_page_size(page_size));
+    Tree::new(allocator.page_size(), is_stateful, policy)
 }
 
 /// The pages of slots that fill pages in order; a rest that fills none is left out.

@@ -114,13 +114,13 @@ fn cached(
 
 /// A lease as a prefix.
 fn leased(object: &Bound<'_, PyAny>) -> PyResult<Prefix> {
-    match object.cast::<Lease>() {
-        Ok(lease) => Ok(Prefix::Leased(Arc::clone(&lease.get().lease))),
-        Err(_) => {
-            let kind = args::kind_of(object);
-            Err(PyTypeError::new_err(format!("an entry of prefixes must be a Lease or None, not {kind}")))
-        }
-    }
+    let Ok(lease) = object.cast::<Lease>() else {
+        let kind = args::kind_of(object);
+        return Err(PyTypeError::new_err(format!(
+            "an entry of prefixes must be a Lease or None, not {kind}"
+        )));
+    };
+    Ok(Prefix::Leased(Arc::clone(&lease.get().lease)))
 }
 
 #[pymethods]

@@ -10,7 +10,7 @@ use pyo3::prelude::*;
 use pyo3::types::{IntoPyDict, PyBytes, PyDict, PyInt, PyString, PyTuple};
 
 use crate::base::{Device, Error, Id, IndexVec, Page};
-use crate::cache::{Lru, Namespace, Policy};
+use crate::cache::{Namespace, PolicyKind};
 use crate::index::ActGuard;
 use crate::kernels::Indices;
 use crate::memory::Stream;
@@ -62,20 +62,6 @@ pub(super) struct PrefixCache {
     device: Device,
 }
 
-/// Makes a policy.
-type MakePolicy = fn() -> Box<dyn Policy>;
-
-/// The policies by name.
-const POLICIES: [(&str, MakePolicy); 1] = [("lru", || Box::new(Lru::default()))];
-
-fn policy_of(name: &str) -> PyResult<MakePolicy> {
-    let known = POLICIES.iter().find(|(known, _)| *known == name);
-    known.map(|(_, policy)| *policy).ok_or_else(|| {
-        let names: Vec<_> = POLICIES.iter().map(|(name, _)| format!("{name:?}")).collect();
-        Error::config(format!("policy is {name:?}; it must be one of {}", names.join(", "))).into()
-    })
-}
-
 fn namespace_of(object: Option<&Bound<'_, PyAny>>) -> PyResult<Namespace> {
     let Some(object) = object else { return Ok(Namespace::Unnamed) };
     if let Ok(text) = object.cast::<PyString>() {
@@ -123,7 +109,7 @@ impl PrefixCache {
         name: Option<String>,
     ) -> PyResult<Self> {
         let name = name.unwrap_or_else(|| "prefix cache".to_owned());
-        let config = PrefixCacheConfig { policy: policy_of(policy)?, max_pinned, name: name.clone() };
+        let config = PrefixCacheConfig { policy: PolicyKind::parse(policy)?, max_pinned, name: name.clone() };
         let pool = Arc::clone(&allocator.get().pool);
         let device = pool.device();
         let states_of = states.as_ref().map(|states| Arc::clone(&states.get().pool));
@@ -216,7 +202,7 @@ impl PrefixCache {
     /// Args:
     ///     lease: A lease of this cache.
     ///     seconds: If given, the pages are locked for that time, and `priority` has no effect.
-    ///     priority: At least 0.
+    ///     priority: 0 to 254.
     ///
     /// Raises:
     ///     ConfigError: If more than the share `max_pinned` of the capacity would be retained, an argument is
@@ -226,8 +212,8 @@ impl PrefixCache {
     fn pin(&self, py: Python<'_>, lease: &Lease, seconds: Option<f64>, priority: i64) -> PyResult<()> {
         let time = seconds.map(Duration::try_from_secs_f64).transpose();
         let time = time.map_err(|error| Error::config(format!("seconds is {seconds:?}: {error}")))?;
-        let priority = u32::try_from(priority)
-            .map_err(|_| Error::config(format!("priority {priority} is outside [0, 2**32)")))?;
+        let priority = u8::try_from(priority).ok().filter(|&priority| priority < u8::MAX);
+        let priority = priority.ok_or_else(|| Error::config("priority is outside [0, 254]"))?;
         Ok(self.cache.pin(&lease.lease, time, priority, self.stream(py)?)?)
     }
 

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use crate::base::{Page, StateSlot, widen};
+use crate::base::{Id, Page, StateSlot, widen};
 
 use super::{Kind, Namespace, NodeId, Policy, Tick, Tree};
 
@@ -22,7 +22,7 @@ pub(super) struct Queues {
     pub(super) policy: Box<dyn Policy>,
     /// Those with a priority, which go when there are no others: the lowest priority first, then the least
     /// recently used.
-    retained: BTreeSet<(i32, Tick, NodeId)>,
+    retained: BTreeSet<(u8, Tick, NodeId)>,
 }
 
 impl Queues {
@@ -31,7 +31,7 @@ impl Queues {
     }
 
     pub(super) fn bytes(&self) -> usize {
-        self.policy.bytes() + self.retained.len() * size_of::<(i32, Tick, NodeId)>()
+        self.policy.bytes() + self.retained.len() * size_of::<(u8, Tick, NodeId)>()
     }
 }
 
@@ -52,8 +52,8 @@ impl Tree {
     fn trim(&mut self, leaf: NodeId, count: usize, gone: &mut Evicted) {
         let here = self.node(leaf);
         let (history, keep) = (here.history, here.pages.len().saturating_sub(count));
-        let mut cursor = self.chain.cursor(here.sum, widen(history.end));
-        let mut at = widen(history.end);
+        let mut at = widen(here.end);
+        let mut cursor = self.chain.cursor(here.sum, at);
         for index in (keep * self.page_size..self.node(leaf).tokens.len()).rev() {
             if self.is_remembered_at(at) {
                 self.queues.policy.note_evicted(cursor.sum().key(), &history, self.now);
@@ -73,7 +73,7 @@ impl Tree {
         let here = self.node_mut(leaf);
         let trimmed = here.pages.split_off(keep);
         here.tokens.truncate(keep * page_size);
-        here.history.end = super::narrow(at);
+        here.end = super::narrow(at);
         here.sum = cursor.sum();
         self.cached -= trimmed.len();
         self.pinned -= if history.priority > 0 { trimmed.len() } else { 0 };
@@ -120,7 +120,7 @@ impl Tree {
         };
         let mut nodes: Vec<_> = self.all_below(&roots);
         // Children before their parents.
-        nodes.sort_by_key(|id| std::cmp::Reverse(self.node(*id).history.end));
+        nodes.sort_by_key(|id| std::cmp::Reverse(self.node(*id).end));
         let mut gone = Evicted::default();
         for id in nodes {
             if self.node(id).locks == 0 {
@@ -204,7 +204,7 @@ impl Tree {
         if history.priority > 0 {
             self.queues.retained.remove(&(history.priority, history.used, id));
         } else {
-            self.queues.policy.remove(id, &history);
+            self.queues.policy.remove(id);
         }
     }
 

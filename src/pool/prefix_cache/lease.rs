@@ -34,8 +34,6 @@ struct Held {
     request: Option<Request>,
     /// Whether its user has released it. The request keeps it to its end.
     is_given_up: bool,
-    /// Tokens of the request so far.
-    tokens: usize,
 }
 
 /// A request of a planner, which keeps its lease.
@@ -76,8 +74,7 @@ impl Lease {
         namespace: Namespace,
         stream: Stream,
     ) -> Self {
-        let tokens = hold.len();
-        let state = Some(Held { hold, request: None, is_given_up: false, tokens });
+        let state = Some(Held { hold, request: None, is_given_up: false });
         Self { shared: Arc::clone(shared), namespace, clears, stream, held: Mutex::new(state) }
     }
 
@@ -279,7 +276,6 @@ impl Lease {
         let Some((cached, duplicates)) = published else {
             return Err(stale("the allocator was cleared, and its slots are gone"));
         };
-        held.tokens = begin + tokens.count();
         let new = &cached[found.len() / page_size..];
         kept.tree.publish(&mut held.hold, found, &fresh, new);
         kept.counts.published += fresh.len();
@@ -352,7 +348,6 @@ impl Lease {
         let shortened = self.with_request(stream, |kept, held| {
             let whole = len / kept.tree.page_size() * kept.tree.page_size();
             let gone = kept.tree.shorten(&mut held.hold, whole);
-            held.tokens = held.tokens.min(len);
             self.shared.give_back(kept, &gone, stream);
             Ok(())
         });
@@ -374,10 +369,10 @@ impl Lease {
 
     fn end(&self, stream: Stream) {
         let mut held = lock(&self.held);
-        let Some(Held { hold, tokens, .. }) = held.take() else { return };
+        let Some(Held { hold, .. }) = held.take() else { return };
         let mut kept = self.shared.current(stream);
         if kept.clears == self.clears {
-            let gone = kept.tree.release(hold, tokens);
+            let gone = kept.tree.release(hold);
             self.shared.give_back(&kept, &gone, stream);
         }
     }

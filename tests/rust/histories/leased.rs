@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
 use kvpool::base::IndexVec;
-use kvpool::cache::{Lru, Namespace};
+use kvpool::cache::{Namespace, PolicyKind};
 use kvpool::pool::{
     AllocatorConfig, Batch, BatchPlanner, Field, Lease, Offer, Plan, PlannerConfig, Prefix, PrefixCache,
     PrefixCacheConfig, ReqToTokenConfig, ReqToTokenPool, TokenToKvPoolAllocator,
@@ -41,8 +41,7 @@ pub(super) fn run(source: &mut Source<'_>) {
     let table = Arc::new(Mutex::new(ReqToTokenPool::new(&of_rows, &host()).expect("small")));
     let config = PlannerConfig { max_batch_size: 4, max_tokens: 64, kv_indices: true, block_table: true };
     let planner = BatchPlanner::new(&config, &host(), Arc::clone(&slots), Arc::clone(&table)).expect("small");
-    let config =
-        PrefixCacheConfig { policy: || Box::new(Lru::default()), max_pinned: 0.5, name: "cache".into() };
+    let config = PrefixCacheConfig { policy: PolicyKind::Adaptive, max_pinned: 0.5, name: "cache".into() };
     let cache = PrefixCache::new(config, Arc::clone(&slots), None).expect("valid");
     let (running, contents) = (Vec::new(), HashMap::new());
     let mut requests = Requests { slots, table, planner, cache, page_size, running, contents };
@@ -205,7 +204,7 @@ impl Requests {
         let (rows, lens) = (IndexVec::I64(vec![*row]), IndexVec::I64(vec![int(len)]));
         let cut = self.planner.truncate(&rows, &lens, None, STREAM);
         let leased = lease.as_ref().map(|lease| lease.len());
-        let is_whole = len % self.page_size == 0;
+        let is_whole = len.is_multiple_of(self.page_size);
         if cut.is_err() {
             // Within a page that others may read.
             assert!(!is_whole && len < tokens.len());

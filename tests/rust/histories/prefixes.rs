@@ -4,14 +4,12 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use kvpool::base::IndexVec;
-use kvpool::cache::{Lru, Namespace, Policy};
+use kvpool::cache::{Namespace, PolicyKind};
 use kvpool::pool::{AllocatorConfig, Lease, Offer, PrefixCache, PrefixCacheConfig, TokenToKvPoolAllocator};
 
 use super::{STREAM, Source, agree, host, int, ints_of, size};
 
 const NAMESPACES: i64 = 2;
-
-const POLICIES: [fn() -> Box<dyn Policy>; 1] = [|| Box::new(Lru::default())];
 
 /// A lease and what it should hold.
 struct Held {
@@ -53,7 +51,8 @@ pub(super) fn run(source: &mut Source<'_>) {
         strict: false,
     };
     let allocator = Arc::new(TokenToKvPoolAllocator::new(&config, &host()).expect("memory"));
-    let config = PrefixCacheConfig { policy: source.of(&POLICIES), max_pinned: 1.0, name: "cache".into() };
+    let config =
+        PrefixCacheConfig { policy: source.of(&PolicyKind::ALL), max_pinned: 1.0, name: "cache".into() };
     let mut prefixes = Prefixes {
         cache: PrefixCache::new(config, Arc::clone(&allocator), None).expect("a valid config"),
         allocator,
@@ -303,7 +302,7 @@ impl Prefixes {
 
     fn pin(&mut self, source: &mut Source<'_>) {
         let Some(held) = self.held.last() else { return };
-        let priority = u32::try_from(source.below(3)).expect("small");
+        let priority = u8::try_from(source.below(3)).expect("small");
         // Pins that are over at once, and ones that only change the order.
         let time = source.flip().then_some(std::time::Duration::ZERO);
         self.cache.pin(&held.lease, time, priority, STREAM).expect("everything may be pinned");
