@@ -6,6 +6,7 @@ mod pin;
 mod publish;
 
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::hash::{BuildHasher, RandomState};
 
 use crate::base::{Id, Page, Result, StateSlot, widen};
@@ -321,20 +322,21 @@ impl Tree {
     /// Undoes [`Tree::link`].
     fn unlink(&mut self, id: NodeId) {
         let Node { parent, fingerprint, twin, .. } = *self.node(id);
-        let edge = edge(parent, fingerprint);
-        let first = self.edges[&edge];
+        self.node_mut(parent).children -= 1;
+        let Entry::Occupied(mut first) = self.edges.entry(edge(parent, fingerprint)) else {
+            unreachable!("a child is linked")
+        };
         match twin {
-            _ if first != id => {
-                let mut before = first;
+            Some(twin) if *first.get() == id => drop(first.insert(twin)),
+            None if *first.get() == id => drop(first.remove()),
+            _ => {
+                let mut before = *first.get();
                 while let Some(next) = self.node(before).twin.filter(|&next| next != id) {
                     before = next;
                 }
                 self.node_mut(before).twin = twin;
             }
-            Some(twin) => drop(self.edges.insert(edge, twin)),
-            None => drop(self.edges.remove(&edge)),
         }
-        self.node_mut(parent).children -= 1;
     }
 
     /// The place that `tokens` lead to from the end of `node`, with `tokens[0]` behind it, over at most `limit`
