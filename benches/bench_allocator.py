@@ -73,28 +73,30 @@ def round_trips(report: Report) -> None:
         run(min(MILLION // n // 2, 4096))
         return Case(run)
 
+    kinds: dict[str, tuple[Callable[[], Allocator], Callable[[], Allocator], float, float | None]] = {
+        "sorted": (lambda: ours(MILLION), lambda: SortedAllocator(MILLION), 1.0, 4.0),
+        "first in, first out": (
+            lambda: ours(MILLION, need_sort=False),
+            lambda: FifoAllocator(MILLION),
+            1.0,
+            4.0,
+        ),
+        f"page size {PAGE_SIZE}": (
+            lambda: ours(MILLION, page_size=PAGE_SIZE),
+            lambda: PagedAllocator(MILLION, PAGE_SIZE),
+            1.3,
+            None,
+        ),
+    }
     for name, case in (("fresh pool", fresh), ("used pool", used)):
-        for n in (1, 128, 4096):
-            report.compare(
-                f"alloc + free, n = {n}, sorted, {name}",
-                case(ours(MILLION), n),
-                case(SortedAllocator(MILLION), n),
-                limit_us=4.0 if n == 4096 else 1.0,
-            )
-        for n in (1, 128, 4096):
-            report.compare(
-                f"alloc + free, n = {n}, first in, first out, {name}",
-                case(ours(MILLION, need_sort=False), n),
-                case(FifoAllocator(MILLION), n),
-                limit_us=4.0 if n == 4096 else 1.0,
-            )
-        for n in (1, 128, 4096):
-            report.compare(
-                f"alloc + free, n = {n}, page size {PAGE_SIZE}, {name}",
-                case(ours(MILLION, page_size=PAGE_SIZE), n),
-                case(PagedAllocator(MILLION, PAGE_SIZE), n),
-                limit_us=1.3 if n <= 128 else None,
-            )
+        for kind, (make, make_plain, few_us, many_us) in kinds.items():
+            for n in (1, 128, MOST):
+                report.compare(
+                    f"alloc + free, n = {n}, {kind}, {name}",
+                    case(make(), n),
+                    case(make_plain(), n),
+                    limit_us=many_us if n == MOST else few_us,
+                )
 
 
 def pool_sizes(report: Report) -> None:

@@ -33,6 +33,18 @@ def shapes() -> Sequence[tuple[int, int]]:
     return [((1 + i % 7) * 64, 128) for i in range(ALLOCATIONS)]
 
 
+def torch_step(device: str) -> Case:
+    """The same in plain PyTorch."""
+    wanted = shapes()
+
+    def step(number: int) -> None:
+        for _ in range(number // ALLOCATIONS):
+            for shape in wanted:
+                torch.empty(shape, dtype=torch.float32, device=device)
+
+    return Case(step, calls=ALLOCATIONS)
+
+
 def buffers(report: Report, device: str) -> None:
     """A step's scratch buffers with their tensors, allocated and freed: per buffer."""
     wanted, dtype = shapes(), torch.float32
@@ -46,16 +58,11 @@ def buffers(report: Report, device: str) -> None:
 
         return step
 
-    def torch_step(number: int) -> None:
-        for _ in range(number // ALLOCATIONS):
-            for shape in wanted:
-                torch.empty(shape, dtype=dtype, device=device)
-
     for rounding in ("pow2", "fine"):
         report.compare(
             f"BufferPool.alloc with tensor + reset, {ALLOCATIONS} a step, {rounding}, {device}",
             Case(step_of(kvpool.BufferPool(device, rounding=rounding)), calls=ALLOCATIONS),
-            Case(torch_step, calls=ALLOCATIONS),
+            torch_step(device),
             alternative="torch.empty",
             limit_us=0.5,
         )
@@ -72,15 +79,10 @@ def workspaces(report: Report, device: str) -> None:
                 workspace.empty(shape, dtype)
             workspace.reset()
 
-    def torch_step(number: int) -> None:
-        for _ in range(number // ALLOCATIONS):
-            for shape in wanted:
-                torch.empty(shape, dtype=dtype, device=device)
-
     report.compare(
         f"Workspace.empty + reset, {ALLOCATIONS} a pass, {device}",
         Case(step, calls=ALLOCATIONS),
-        Case(torch_step, calls=ALLOCATIONS),
+        torch_step(device),
         alternative="torch.empty",
         limit_us=0.5,
     )

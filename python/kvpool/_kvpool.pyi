@@ -39,6 +39,7 @@ __all__ = [
     "Chunk",
     "ChunkCopy",
     "ChunkPool",
+    "Cleared",
     "FreeGroup",
     "GDNPool",
     "HostPlan",
@@ -48,12 +49,16 @@ __all__ = [
     "Pool",
     "PrefixCache",
     "Published",
+    "Removed",
     "ReqToTokenPool",
+    "Segment",
+    "Stored",
     "Tensor",
     "TokenToKVPoolAllocator",
     "_PageLocking",
     "_Workspace",
     "__version__",
+    "_footprint",
     "_noted",
     "_pools",
     "_report_leaks_with",
@@ -88,6 +93,18 @@ def _use_stream(handle: int | None) -> None:
 
     Args:
         handle: A `cudaStream_t` as an int.
+    """
+
+def _footprint(shapes: object, size: int, max_reqs: int) -> dict[str, int]:
+    """Returns the bytes of the pools of a model: the arguments of `kvpool.tools.plan.pool_bytes.Footprint`.
+
+    Args:
+        shapes: Shapes of the pools.
+        size: Token slots.
+        max_reqs: The most requests at once.
+
+    Raises:
+        ConfigError: If no pool can be that large.
     """
 
 def _noted() -> int:
@@ -994,6 +1011,8 @@ class BatchPlanner:
         prefix_lens: SupportsIndex | IndicesLike,
         seq_lens: SupportsIndex | IndicesLike,
         prefix_slots: Sequence[IndicesLike | None] | None = None,
+        *,
+        prefixes: Sequence[Lease | None] | None = None,
     ) -> BatchPlan | None:
         """Takes the slots for positions `[prefix, seq)` of each request: a prefill, whole or chunked.
 
@@ -1005,6 +1024,10 @@ class BatchPlanner:
             prefix_slots: Slots of cached prefixes: `None`, or a sequence with one entry per request, each
                 `None` or ints. The slots must be in use and fill whole pages. The request becomes an
                 additional owner (see `TokenToKVPoolAllocator.share`); the caller remains one.
+            prefixes: In place of `prefix_slots`, leases of a `PrefixCache`: `None`, or a sequence with one
+                entry per request, each `None` or a `Lease` as long as its prefix, possibly of length 0. The
+                request keeps the lease, publishes through it, and releases it in `finish`. A lease is for one
+                request.
 
         Returns:
             A `BatchPlan`, or `None` if there are not enough slots. The slots are in the allocator's order,
@@ -1428,6 +1451,7 @@ class PrefixCache(Pool):
         policy: What is evicted first: "adaptive", "lru", "fifo", "lfu", "slru" or "priority". Only the ends of
             prefixes are evicted, never what other cached prefixes continue.
         max_pinned: The share of the allocator's capacity that `pin` may retain.
+        events: Whether to list what comes and goes for `events`.
         name: The owner of cached slots in reports and `leaks`, and the name of this pool. Defaults to the class
             name and a number, such as "PrefixCache-0".
 
@@ -1443,6 +1467,7 @@ class PrefixCache(Pool):
         states: GDNPool | None = None,
         policy: str = "adaptive",
         max_pinned: float = 0.5,
+        events: bool = False,
         name: str | None = None,
     ) -> PrefixCache: ...
     @property
@@ -1496,14 +1521,14 @@ class PrefixCache(Pool):
         """Gives up all prefixes, or those of a namespace. Prefixes with a lease are found no more, and are given
         up with their last lease.
         """
-    def pin(self, lease: Lease, *, seconds: float | None = None, priority: int = 0) -> None:
+    def pin(self, lease: Lease, *, seconds: float | None = None, priority: SupportsIndex = 0) -> None:
         """Retains the prefix of a lease beyond it: pages are evicted after all that are not retained, the lowest
         priority first.
 
         Args:
             lease: A lease of this cache.
             seconds: If given, the pages are locked for that time, and `priority` has no effect.
-            priority: At least 0.
+            priority: 0 to 254.
 
         Raises:
             ConfigError: If more than the share `max_pinned` of the capacity would be retained, an argument is
@@ -1516,6 +1541,31 @@ class PrefixCache(Pool):
 
         Raises:
             TypeError: As in `match`.
+        """
+    def explain(self, tokens: IndicesLike, namespace: Namespace = None) -> list[Segment]:
+        """Says of each part of a prompt where it is cached, or why it is not. Refreshes nothing.
+
+        What was evicted is remembered for a while (the last two million tokens of long prefixes), in steps of
+        64 tokens and by where it ended. A look at every namespace makes this a call for debugging.
+
+        Args:
+            tokens: As in `match`.
+            namespace: As in `match`.
+
+        Returns:
+            A list of `Segment`, which together cover the prompt, in order.
+
+        Raises:
+            ConfigError: As in `match`.
+            TypeError: As in `match`.
+        """
+    def events(self) -> list[Stored | Removed | Cleared]:
+        """Returns what came and went since the last call, in order: objects of `Stored`, `Removed` and `Cleared`,
+        from which a router knows what is cached here. 65,536 events are kept; a reader that is later than that
+        is told to begin anew, by `Cleared`.
+
+        Raises:
+            ConfigError: If the cache was made without `events=True`.
         """
     def cached_size(self) -> int:
         """Returns the number of cached tokens."""
@@ -1595,7 +1645,12 @@ class Lease:
     def released(self) -> bool:
         """Whether the lease was released, or the allocator was cleared."""
     def publish(
-        self, tokens: IndicesLike, slots: IndicesLike, *, state: SupportsIndex | None = None
+        self,
+        tokens: IndicesLike,
+        slots: IndicesLike | None = None,
+        *,
+        state: SupportsIndex | None = None,
+        row: SupportsIndex | None = None,
     ) -> Published:
         """Offers what the request has computed since: whole pages become the cache's, and the lease grows over
         them. Costs what the new tokens cost. The partial page at the end stays the caller's.
@@ -1606,7 +1661,10 @@ class Lease:
         Args:
             tokens: Token ids of positions `length` and up, only the new ones.
             slots: Their slots, ints of the same length, which fill pages in order. The caller's ownership of
-                whole pages passes to the cache.
+                whole pages passes to the cache. Not needed for a lease that a planner has: it knows the slots
+                of its requests.
+            row: The request row of a lease that a planner has; only checked. The planner's next call with the
+                row writes the cache's slots to the request table, in place of those of duplicates.
             state: A working slot of the cache's states, whose state is that after the last whole page. A
                 snapshot of it is kept if a track slot is free or can be given up.
 
@@ -1618,7 +1676,7 @@ class Lease:
         """
     def finish(self, tokens: IndicesLike, slots: IndicesLike) -> None:
         """Publishes, frees the slots of the partial page at the end, and releases the lease: the end of a
-        request.
+        request without a planner. With one, publish and call `BatchPlanner.finish`.
 
         Args:
             tokens: As in `publish`.
@@ -1639,7 +1697,9 @@ class Lease:
             StaleBufferError: If the lease was released, or the allocator was cleared.
         """
     def release(self) -> None:
-        """Ends the lease. Does nothing if it has ended."""
+        """Ends the lease. Does nothing if it has ended. A planner that has the lease keeps the prefix until the
+        request is finished.
+        """
     def __enter__(self) -> Self: ...
     def __exit__(self, *_exception: object) -> None: ...
 
@@ -1658,6 +1718,72 @@ class Published:
         """The cache's slots of the tokens published, from the former length of the lease to `length`: 1-D int32
         on the allocator's device. Without duplicates they are the caller's.
         """
+
+@final
+class Segment:
+    """A part of a prompt: where it is cached, or why it is not."""
+
+    @property
+    def begin(self) -> int:
+        """The first position."""
+    @property
+    def end(self) -> int:
+        """One past the last position."""
+    @property
+    def state(self) -> str:
+        """ "device" for what is cached, else the reason why it is not found: "no snapshot" (cached, but without a
+        snapshot of the state at its end), "evicted", "other namespace", "never published", or "page not full".
+        """
+    @property
+    def pressure(self) -> str | None:
+        """Of what was evicted, why: "alloc" for an allocation that was short, "evict" and "clear" for these calls."""
+    @property
+    def evicted_s(self) -> float | None:
+        """Of what was evicted, seconds since then."""
+    @property
+    def idle_tokens(self) -> int | None:
+        """Of what was evicted, how old it was: the tokens looked up between its last use and its eviction."""
+    @property
+    def namespace(self) -> Namespace:
+        """The other namespace that has it."""
+
+@final
+class Stored:
+    """Pages that follow each other were stored."""
+
+    @property
+    def pages(self) -> list[bytes]:
+        """Their keys, each of 32 bytes: BLAKE3 of the key before and the tokens of the page, as int32 in little
+        endian. Before the first page, it is that of the page size, as uint64, a byte for the kind of the
+        namespace (0: None, 1: an int, 2: a str, 3: bytes) and the namespace, an int in decimal.
+        """
+    @property
+    def parent(self) -> bytes | None:
+        """The key of the page before them; `None` at the beginning of a prompt."""
+    @property
+    def tokens(self) -> list[int]:
+        """Their token ids."""
+    @property
+    def namespace(self) -> Namespace:
+        """Their namespace."""
+    @property
+    def tier(self) -> str:
+        """Where they are: "device"."""
+
+@final
+class Removed:
+    """Pages were removed."""
+
+    @property
+    def pages(self) -> list[bytes]:
+        """Their keys."""
+    @property
+    def tier(self) -> str:
+        """Where they were: "device"."""
+
+@final
+class Cleared:
+    """Nothing is cached any more; or a reader was so late that events were lost, and begins anew."""
 
 @final
 class PagePool(Pool):

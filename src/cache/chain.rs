@@ -5,9 +5,7 @@
 
 use std::hash::{BuildHasher, RandomState};
 
-/// Names the prefix that ends with a page.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct PageKey(pub u64);
+use super::PageKey;
 
 /// 2**61 - 1, a prime for which the remainder of a product is two additions.
 const PRIME: u64 = (1 << 61) - 1;
@@ -48,8 +46,11 @@ pub(super) struct Chain {
 pub(super) struct Sum(u64);
 
 impl Sum {
+    /// The key of the prefix. A sum has few bits in its ends; the key mixes them.
     pub(super) const fn key(self) -> PageKey {
-        PageKey(self.0)
+        let mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        PageKey::new(mixed ^ (mixed >> 31))
     }
 }
 

@@ -1,72 +1,252 @@
-//! What goes first.
+//! What to evict next: the trait [`Policy`], what it is told about a node ([`History`]), and the policies.
+//!
+//! A policy owns the order of the evictable leaves and what it has learned; the tree owns the nodes. The tree
+//! names every leaf that becomes evictable ([`Policy::insert`]) or ceases to be ([`Policy::remove`]) and asks
+//! for the one to evict next ([`Policy::victim`]). Uses, publications and evictions are reported as they
+//! happen, so that a policy can learn; by default a policy ignores them.
+//!
+//! *Invariant.* A policy holds exactly the leaves that were inserted and not removed since, and `victim` names
+//! one of them.
+//!
+//! *Cost.* No call depends on how many leaves there are: `lru`, `fifo`, `lfu`, `slru` and `priority` keep one
+//! ordered set (logarithmic, a fraction of a microsecond at a million leaves), `adaptive` linked lists.
+//!
+//! *Determinism.* The order depends on the calls alone: time is counted in tokens, and nothing is drawn at
+//! random.
+//!
+//! It decides nothing about locks, pins or pages: a leaf that must stay is simply not inserted.
 
-use std::collections::BTreeSet;
-use std::fmt::Debug;
+mod adaptive;
+mod queue;
+mod ranked;
 
-use super::{NodeId, PageKey};
+use std::fmt;
 
-/// A logical time: tokens looked up so far.
-pub type Tick = u64;
+use crate::base::{Error, Id, Result};
 
-/// What a policy knows of a leaf.
-#[derive(Clone, Copy, Debug, Default)]
+/// A node of the tree. The numbers of nodes that are gone may be used again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct NodeId(u32);
+
+impl Id for NodeId {
+    const NOUN: &'static str = "node";
+
+    fn new(number: u32) -> Self {
+        Self(number)
+    }
+
+    fn number(self) -> u32 {
+        self.0
+    }
+}
+
+impl fmt::Display for NodeId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(&self.0, f)
+    }
+}
+
+/// A moment: the number of prompt tokens looked up in the cache until then. It never goes back.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Tick(u64);
+
+impl Tick {
+    /// The moment after `tokens` tokens were looked up.
+    #[must_use]
+    pub const fn new(tokens: u64) -> Self {
+        Self(tokens)
+    }
+
+    /// The number of tokens looked up until this moment.
+    #[must_use]
+    pub const fn tokens(self) -> u64 {
+        self.0
+    }
+
+    /// The tokens looked up since `earlier`, or 0 if that moment is still to come.
+    #[must_use]
+    pub const fn since(self, earlier: Self) -> u64 {
+        self.0.saturating_sub(earlier.0)
+    }
+}
+
+/// The name of a block of tokens with everything before it: a hash chained from the namespace on. Two blocks
+/// with the same key are taken for the same one; a mistake costs a wrong guess, never a wrong page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct PageKey(u64);
+
+impl PageKey {
+    /// The key with this hash, whose bits must all be well mixed.
+    #[must_use]
+    pub const fn new(hash: u64) -> Self {
+        Self(hash)
+    }
+
+    /// The hash.
+    pub(super) const fn hash(self) -> u64 {
+        self.0
+    }
+}
+
+/// What is known of the pages of one node, which share it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct History {
-    /// When it was published.
+    /// When the pages came.
     pub published: Tick,
-    /// When it was last used.
+    /// When a request used them last.
     pub used: Tick,
-    /// How often it was used, its publication included.
+    /// How many requests used them, the one that published them included, and those of an earlier stay that
+    /// the policy remembers.
     pub uses: u32,
-    /// Tokens up to its end.
-    pub end: u32,
-    /// Tokens from its end to the end of the last request that used it.
-    pub to_end: u32,
-    /// Retention: higher goes later.
-    pub priority: i32,
+    /// What the caller asked for with a pin: higher goes later. 0 is the default.
+    pub priority: u8,
 }
 
-/// What is remembered of an evicted page.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+impl History {
+    /// The history of new pages, of which the policy remembers `before`.
+    #[must_use]
+    pub const fn of_new(before: Remembered, now: Tick) -> Self {
+        Self { published: now, used: now, uses: before.uses.saturating_add(1), priority: 0 }
+    }
+
+    /// Counts a use. Report it with [`Policy::note_used`] first, which wants the history before.
+    pub const fn touch(&mut self, now: Tick) {
+        self.used = now;
+        self.uses = self.uses.saturating_add(1);
+    }
+}
+
+/// What a policy remembers of pages that were evicted. By default nothing.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Remembered {
-    /// How often it was used.
+    /// [`History::uses`] when they were evicted.
     pub uses: u32,
 }
 
-/// What goes first.
-pub trait Policy: Debug + Send {
-    /// Adds a leaf that can be evicted from now on.
+/// Decides which leaf goes next.
+pub trait Policy: fmt::Debug + Send {
+    /// Takes in a leaf that became evictable. Its history stays as it is until it is removed.
     fn insert(&mut self, leaf: NodeId, history: &History, now: Tick);
-    /// Removes a leaf: it is held, has children, or is gone.
-    fn remove(&mut self, leaf: NodeId, history: &History);
-    /// The leaf to evict next.
+
+    /// Forgets a leaf that was inserted: it is locked again, got a child, or is gone.
+    fn remove(&mut self, leaf: NodeId);
+
+    /// The leaf to evict next, or `None` when there is none. It stays until it is removed.
     fn victim(&mut self, now: Tick) -> Option<NodeId>;
+
     /// The size of the bookkeeping in bytes.
     fn bytes(&self) -> usize;
-    /// Takes note of an evicted page.
-    fn note_evicted(&mut self, _key: PageKey, _history: &History, _now: Tick) {}
-    /// Takes note of a published page.
-    fn note_published(&mut self, _key: PageKey, _now: Tick) -> Option<Remembered> {
-        None
+
+    /// A request found `tokens` tokens with the history `before`.
+    fn note_used(&mut self, before: &History, tokens: u32, now: Tick) {
+        let _ = (before, tokens, now);
     }
-    /// Takes note of a use of cached pages.
-    fn note_used(&mut self, _before: &History, _now: Tick) {}
+
+    /// The block `key` is new in the cache. Returns what is remembered of an earlier stay; pages whose answers
+    /// differ belong into different nodes.
+    fn note_published(&mut self, key: PageKey, now: Tick) -> Remembered {
+        let _ = (key, now);
+        Remembered::default()
+    }
+
+    /// The block `key` was evicted.
+    fn note_evicted(&mut self, key: PageKey, history: &History, now: Tick) {
+        let _ = (key, history, now);
+    }
 }
 
-/// Least recently used first.
-#[derive(Debug, Default)]
-pub struct Lru(BTreeSet<(Tick, NodeId)>);
+/// How many tokens a [`PageKey`] stands for: a whole number of pages, about 64 tokens.
+///
+/// ```
+/// use kvpool::cache::KeyTokens;
+/// assert_eq!(KeyTokens::of_page_size(1).get(), 64);
+/// assert_eq!(KeyTokens::of_page_size(24).get(), 48);
+/// assert_eq!(KeyTokens::of_page_size(512).get(), 512);
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KeyTokens(u32);
 
-impl Policy for Lru {
-    fn insert(&mut self, leaf: NodeId, history: &History, _now: Tick) {
-        self.0.insert((history.used, leaf));
+impl KeyTokens {
+    /// The tokens of a key at a page size, which is at least 1.
+    #[must_use]
+    pub const fn of_page_size(page_size: u32) -> Self {
+        if page_size >= 64 { Self(page_size) } else { Self(64 / page_size * page_size) }
     }
-    fn remove(&mut self, leaf: NodeId, history: &History) {
-        self.0.remove(&(history.used, leaf));
+
+    /// The number of tokens.
+    #[must_use]
+    pub const fn get(self) -> u32 {
+        self.0
     }
-    fn bytes(&self) -> usize {
-        self.0.len() * size_of::<(Tick, NodeId)>()
+}
+
+/// The policies by name.
+///
+/// ```
+/// use kvpool::base::Id;
+/// use kvpool::cache::{History, KeyTokens, NodeId, PolicyKind, Tick};
+///
+/// let mut policy = PolicyKind::parse("lru").unwrap().policy(1024, KeyTokens::of_page_size(16));
+/// for node in [7, 8] {
+///     let now = Tick::new(u64::from(node));
+///     policy.insert(NodeId::new(node), &History { used: now, ..History::default() }, now);
+/// }
+/// assert_eq!(policy.victim(Tick::new(9)), Some(NodeId::new(7)));
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PolicyKind {
+    /// The leaf used least recently.
+    Lru,
+    /// The leaf published first.
+    Fifo,
+    /// The leaf used least often; of those, the one used least recently.
+    Lfu,
+    /// Leaves used once, then those used again; each least recently used first.
+    Slru,
+    /// The leaf of lowest priority; of those, the one used least recently.
+    Priority,
+    /// The leaf worth least, as learned from what was evicted and came again.
+    Adaptive,
+}
+
+impl PolicyKind {
+    /// Every policy, the default last.
+    pub const ALL: [Self; 6] = [Self::Lru, Self::Fifo, Self::Lfu, Self::Slru, Self::Priority, Self::Adaptive];
+
+    /// The name of this policy.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Lru => "lru",
+            Self::Fifo => "fifo",
+            Self::Lfu => "lfu",
+            Self::Slru => "slru",
+            Self::Priority => "priority",
+            Self::Adaptive => "adaptive",
+        }
     }
-    fn victim(&mut self, _now: Tick) -> Option<NodeId> {
-        self.0.first().map(|(_, leaf)| *leaf)
+
+    /// The policy called `name`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for an unknown name.
+    pub fn parse(name: &str) -> Result<Self> {
+        Self::ALL.into_iter().find(|kind| kind.name() == name).ok_or_else(|| {
+            let known = Self::ALL.map(Self::name).join(", ");
+            Error::config(format!("unknown policy '{name}'; use one of {known}"))
+        })
+    }
+
+    /// A policy of this kind for a cache of `capacity` tokens.
+    #[must_use]
+    pub fn policy(self, capacity: u64, key_tokens: KeyTokens) -> Box<dyn Policy> {
+        match self {
+            Self::Lru => Box::new(ranked::Ranked::new(ranked::Lru)),
+            Self::Fifo => Box::new(ranked::Ranked::new(ranked::Fifo)),
+            Self::Lfu => Box::new(ranked::Ranked::new(ranked::Lfu)),
+            Self::Slru => Box::new(ranked::Ranked::new(ranked::Slru)),
+            Self::Priority => Box::new(ranked::Ranked::new(ranked::Priority)),
+            Self::Adaptive => Box::new(adaptive::Adaptive::new(capacity, key_tokens)),
+        }
     }
 }

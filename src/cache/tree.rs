@@ -6,39 +6,20 @@ mod pin;
 mod publish;
 
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::hash::{BuildHasher, RandomState};
 
-use crate::base::{Page, Result, StateSlot, widen};
+use crate::base::{Id, Page, Result, StateSlot, widen};
 
 use super::chain::{Chain, Sum};
-use super::{History, Namespace, Policy, Tick, Tokens};
+use super::explain::Memory;
+use super::journal::{Digest, Event, Journal};
+use super::{History, KeyTokens, Namespace, NodeId, Policy, Tick, Tokens};
 use evict::Queues;
 
 pub use evict::{AGE_BUCKETS, Evicted};
 pub use hold::Hold;
 pub use publish::Found;
-
-/// A node of a [`Tree`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct NodeId(u32);
-
-impl NodeId {
-    /// The node with this number.
-    #[must_use]
-    pub const fn new(number: u32) -> Self {
-        Self(number)
-    }
-
-    /// Its number: small, and used again once the node is gone.
-    #[must_use]
-    pub const fn number(self) -> u32 {
-        self.0
-    }
-
-    const fn at(self) -> usize {
-        widen(self.0)
-    }
-}
 
 /// A run of whole pages that one prompt after another used as a whole: they differ behind it, or one ended
 /// there.
@@ -61,6 +42,8 @@ struct Node {
     pages: Vec<Page>,
     /// Of all tokens up to the end of the node.
     sum: Sum,
+    /// Tokens up to the end of the node.
+    end: u32,
     history: History,
     /// A snapshot of the state at the end of the node.
     state: Option<StateSlot>,
@@ -75,7 +58,7 @@ impl Node {
     /// A node without tokens, neighbours and locks.
     fn new(kind: Kind, sum: Sum) -> Self {
         Self {
-            parent: NodeId(0),
+            parent: NodeId::new(0),
             twin: None,
             fingerprint: 0,
             children: 0,
@@ -84,6 +67,7 @@ impl Node {
             tokens: Vec::new(),
             pages: Vec::new(),
             sum,
+            end: 0,
             history: History::default(),
             state: None,
             is_queued: false,
@@ -113,6 +97,12 @@ pub struct Place {
     len: usize,
 }
 
+impl Place {
+    pub(super) const fn len(self) -> usize {
+        self.len
+    }
+}
+
 /// The numbers of a [`Tree`], in tokens unless the name says otherwise.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct TreeStats {
@@ -138,13 +128,14 @@ pub struct TreeStats {
 ///
 /// ```
 /// use kvpool::base::{Id, Page};
-/// use kvpool::cache::{Lru, Namespace, Tokens, Tree};
+/// use kvpool::cache::{KeyTokens, Namespace, PolicyKind, Tree};
 /// let (name, prompt): (_, &[i32]) = (Namespace::Unnamed, &[5, 6, 7, 8, 9]);
-/// let mut tree = Tree::new(2, false, Box::new(Lru::default()));
+/// let policy = PolicyKind::Lru.policy(1024, KeyTokens::of_page_size(2));
+/// let mut tree = Tree::new(2, false, policy);
 /// let mut hold = tree.acquire(&name, &prompt, 5).unwrap();
 /// let found = tree.find(&hold, &prompt).unwrap();
 /// tree.publish(&mut hold, found, &prompt[..4], &[Page::new(3), Page::new(8)]);
-/// let gone = tree.release(hold, 5);
+/// let gone = tree.release(hold);
 /// assert!(gone.pages.is_empty());
 /// assert_eq!(tree.acquire(&name, &prompt, 3).unwrap().len(), 2);
 /// assert_eq!((tree.stats().evictable, tree.stats().locked), (2, 2));
@@ -180,6 +171,10 @@ pub struct Tree {
     snapshots: Vec<NodeId>,
     /// Evicted prefixes are remembered by their lengths in this number of tokens.
     remembered_every: usize,
+    /// The ends of prefixes that went.
+    memory: Memory,
+    /// What came and went, if it is wanted.
+    journal: Option<Journal>,
 }
 
 impl Tree {
@@ -187,8 +182,7 @@ impl Tree {
     /// of the state at its end.
     #[must_use]
     pub fn new(page_size: usize, is_stateful: bool, policy: Box<dyn Policy>) -> Self {
-        /// At one key for so many tokens, memories of evicted prefixes are small beside the cached ones.
-        const REMEMBERED_EVERY: usize = 64;
+        let page_tokens = u32::try_from(page_size).expect("a page fits int32");
         let hasher = RandomState::new();
         Self {
             page_size,
@@ -200,14 +194,16 @@ impl Tree {
             chain: Chain::new(&hasher),
             hasher,
             queues: Queues::new(policy),
-            now: 0,
+            now: Tick::default(),
             cached: 0,
             locked: 0,
             detached: 0,
             pinned: 0,
             is_stateful,
             snapshots: Vec::new(),
-            remembered_every: REMEMBERED_EVERY.next_multiple_of(page_size),
+            remembered_every: widen(KeyTokens::of_page_size(page_tokens).get()),
+            memory: Memory::default(),
+            journal: None,
         }
     }
 
@@ -233,8 +229,60 @@ impl Tree {
                 + self.nodes.capacity() * size_of::<Node>()
                 + self.vacant.capacity() * id
                 + self.edges.capacity() * edge
-                + self.queues.bytes(),
+                + self.queues.bytes()
+                + self.memory.bytes()
+                + self.journal.as_ref().map_or(0, Journal::bytes),
         }
+    }
+
+    /// Lists what comes and goes from now on, for [`Tree::take_events`].
+    pub fn keep_journal(&mut self, digest: Digest) {
+        self.journal.get_or_insert_with(|| Journal::new(digest));
+    }
+
+    /// Goes on with the journal of `earlier`, of which nothing is cached any more.
+    pub fn keep_journal_of(&mut self, earlier: &mut Self) {
+        self.journal = earlier.journal.take();
+        if let Some(journal) = &mut self.journal {
+            journal.cleared();
+        }
+    }
+
+    /// The events since the last call, in order.
+    pub fn take_events(&mut self) -> Vec<Event> {
+        self.journal.as_mut().map_or(Vec::new(), Journal::take)
+    }
+
+    pub(super) const fn memory(&self) -> &Memory {
+        &self.memory
+    }
+
+    pub(super) const fn chain(&self) -> Chain {
+        self.chain
+    }
+
+    pub(super) fn hash_of(&self, namespace: &Namespace) -> u64 {
+        self.hasher.hash_one(namespace)
+    }
+
+    pub(super) fn namespaces(&self) -> impl Iterator<Item = &Namespace> {
+        self.roots.keys()
+    }
+
+    /// The place that the first `len` of `tokens` lead to, a whole number of pages.
+    pub(super) fn place_of(
+        &self,
+        namespace: &Namespace,
+        tokens: &dyn Tokens,
+        len: usize,
+    ) -> Result<Option<Place>> {
+        let root = self.root(namespace);
+        root.map(|root| self.descend(root, tokens, len / self.page_size)).transpose()
+    }
+
+    /// Tokens up to `place` that a request can go on from.
+    pub(super) fn usable(&self, place: Place) -> usize {
+        if self.is_stateful { widen(self.node(self.last_snapshot(place)).end) } else { place.len }
     }
 
     /// Tokens that no lease holds.
@@ -250,21 +298,21 @@ impl Tree {
     }
 
     fn node(&self, id: NodeId) -> &Node {
-        &self.nodes[id.at()]
+        &self.nodes[widen(id.number())]
     }
 
     fn node_mut(&mut self, id: NodeId) -> &mut Node {
-        &mut self.nodes[id.at()]
+        &mut self.nodes[widen(id.number())]
     }
 
     fn add(&mut self, node: Node) -> NodeId {
         if let Some(id) = self.vacant.pop() {
-            self.nodes[id.at()] = node;
+            self.nodes[widen(id.number())] = node;
             return id;
         }
         let id = u32::try_from(self.nodes.len()).expect("a node has a page, and pages fit int32");
         self.nodes.push(node);
-        NodeId(id)
+        NodeId::new(id)
     }
 
     /// The root of a namespace, if it has one.
@@ -276,7 +324,7 @@ impl Tree {
         if let Some(root) = self.root(namespace) {
             return root;
         }
-        let sum = Chain::start(self.hasher.hash_one(namespace));
+        let sum = Chain::start(self.hash_of(namespace));
         let root = self.add(Node::new(Kind::Root, sum));
         self.node_mut(root).parent = root;
         self.roots.insert(namespace.clone(), root);
@@ -340,26 +388,27 @@ impl Tree {
     /// Undoes [`Tree::link`].
     fn unlink(&mut self, id: NodeId) {
         let Node { parent, fingerprint, twin, .. } = *self.node(id);
-        let edge = edge(parent, fingerprint);
-        let first = self.edges[&edge];
+        self.node_mut(parent).children -= 1;
+        let Entry::Occupied(mut first) = self.edges.entry(edge(parent, fingerprint)) else {
+            unreachable!("a child is linked")
+        };
         match twin {
-            _ if first != id => {
-                let mut before = first;
+            Some(twin) if *first.get() == id => drop(first.insert(twin)),
+            None if *first.get() == id => drop(first.remove()),
+            _ => {
+                let mut before = *first.get();
                 while let Some(next) = self.node(before).twin.filter(|&next| next != id) {
                     before = next;
                 }
                 self.node_mut(before).twin = twin;
             }
-            Some(twin) => drop(self.edges.insert(edge, twin)),
-            None => drop(self.edges.remove(&edge)),
         }
-        self.node_mut(parent).children -= 1;
     }
 
     /// The place that `tokens` lead to from the end of `node`, with `tokens[0]` behind it, over at most `limit`
     /// pages.
     fn descend(&self, node: NodeId, tokens: &dyn Tokens, limit: usize) -> Result<Place> {
-        let begin = widen(self.node(node).history.end);
+        let begin = widen(self.node(node).end);
         let mut place = Place { node, pages: self.node(node).pages.len(), len: begin };
         let mut page = Vec::with_capacity(self.page_size);
         loop {
@@ -394,15 +443,8 @@ impl Tree {
         let (parent, history) = (node.parent, node.history);
         let (locks, pins) = (u32::from(node.locks > 0), node.pins);
         let end = narrow(place.len);
-        let upper = self.add(Node {
-            parent,
-            locks,
-            pins,
-            tokens,
-            pages,
-            history: History { end, to_end: history.to_end.saturating_add(history.end - end), ..history },
-            ..Node::new(Kind::Run, sum)
-        });
+        let upper =
+            self.add(Node { parent, locks, tokens, pages, end, history, pins, ..Node::new(Kind::Run, sum) });
         self.node_mut(lower).parent = upper;
         self.link(upper);
         self.link(lower);
@@ -410,7 +452,7 @@ impl Tree {
     }
 
     /// The sum of the tokens up to `place`, in as many steps as the nearer end of its node is away.
-    fn sum_at(&self, place: Place) -> Sum {
+    pub(super) fn sum_at(&self, place: Place) -> Sum {
         let node = self.node(place.node);
         let (before, behind) = node.tokens.split_at(place.pages * self.page_size);
         if before.len() < behind.len() {
@@ -418,7 +460,7 @@ impl Tree {
             before.iter().copied().for_each(|token| cursor.push(token));
             return cursor.sum();
         }
-        let mut cursor = self.chain.cursor(node.sum, widen(node.history.end));
+        let mut cursor = self.chain.cursor(node.sum, widen(node.end));
         behind.iter().rev().for_each(|&token| cursor.pop(token));
         cursor.sum()
     }
@@ -438,7 +480,7 @@ impl Tree {
         let mut seen = std::collections::HashSet::new();
         let (mut cached, mut locked) = (0, 0);
         let vacant: std::collections::HashSet<_> = self.vacant.iter().copied().collect();
-        let ids = (0..).take(self.nodes.len()).map(NodeId).filter(|id| !vacant.contains(id));
+        let ids = (0..).take(self.nodes.len()).map(NodeId::new).filter(|id| !vacant.contains(id));
         let mut children: HashMap<NodeId, [u32; 2]> = HashMap::new();
         for id in ids.clone() {
             let node = self.node(id);
@@ -463,9 +505,9 @@ impl Tree {
             if self.child(node.parent, &node.tokens[..self.page_size]) != Some(id) {
                 return Some(format!("{id:?} is not found from its parent"));
             }
-            let begin = widen(self.node(node.parent).history.end);
-            if widen(node.history.end) != begin + node.tokens.len() {
-                return Some(format!("{id:?} ends at {}, not behind its parent", node.history.end));
+            let begin = widen(self.node(node.parent).end);
+            if widen(node.end) != begin + node.tokens.len() {
+                return Some(format!("{id:?} ends at {}, not behind its parent", node.end));
             }
         }
         for id in ids {
@@ -492,8 +534,8 @@ fn split_front<T>(all: &mut Vec<T>, count: usize) -> Vec<T> {
     front
 }
 
-const fn edge(parent: NodeId, fingerprint: u32) -> u64 {
-    (parent.0 as u64) << 32 | fingerprint as u64
+fn edge(parent: NodeId, fingerprint: u32) -> u64 {
+    u64::from(parent.number()) << 32 | u64::from(fingerprint)
 }
 
 /// A number of tokens on a path, which are at most the tokens of all pages.

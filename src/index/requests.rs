@@ -63,17 +63,30 @@ impl PageSize {
     }
 }
 
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 struct Request {
     /// How often the row had been handed out. When it differs from the row's, the entry belongs to an earlier
     /// request.
     turn: u32,
     /// The number of tokens that have slots.
     len: u32,
-    /// The pages of positions `0..len`, each owned by the request; the last one may be partly used.
+    /// Positions from here on are to be written to the table again. [`Request::WRITTEN`] if there are none.
+    unwritten: u32,
+    /// Leading pages that a cache keeps for the request, which owns the others.
+    leased: u32,
+    /// The pages of positions `0..len`; the last one may be partly used.
     pages: Vec<i32>,
     /// The last batch with this request.
     batch: u64,
+}
+
+impl Request {
+    const WRITTEN: u32 = u32::MAX;
+
+    /// A request without tokens.
+    const fn new(turn: u32, batch: u64) -> Self {
+        Self { turn, len: 0, unwritten: Self::WRITTEN, leased: 0, pages: Vec::new(), batch }
+    }
 }
 
 /// The growth that a caller asks of one request in a batch; only the row is checked.
@@ -94,7 +107,9 @@ pub struct GrowthRequest {
 pub struct Growth {
     /// The row of the request.
     pub row: RequestRow,
-    /// Positions below this one were in the table before.
+    /// Tokens that the request had before.
+    pub had: u32,
+    /// Positions below this one are in the table as they are.
     pub start: u32,
     /// Positions below this one need no computation.
     pub prefix: u32,
@@ -102,13 +117,16 @@ pub struct Growth {
     pub seq: u32,
     /// The number of pages to take.
     pub new_pages: u32,
+    /// Whether a cache keeps the prefix of a new request, which then does not own it.
+    pub is_leased: bool,
 }
 
 impl Growth {
     /// A request of the padding row with `tokens` new tokens, which takes no pages.
     #[must_use]
     pub fn padding(tokens: u32) -> Self {
-        Self { row: RequestRow::new(PADDING), start: 0, prefix: 0, seq: tokens, new_pages: 0 }
+        let row = RequestRow::new(PADDING);
+        Self { row, had: 0, start: 0, prefix: 0, seq: tokens, new_pages: 0, is_leased: false }
     }
 
     /// The number of tokens to compute.
@@ -150,7 +168,7 @@ impl Requests {
     #[must_use]
     pub fn new(rows: usize, slots: &SlotAllocator) -> Self {
         let page_size = PageSize::new(slots.slots_of_a_page());
-        Self { by_row: vec![Request::default(); rows], page_size, batches: 0 }
+        Self { by_row: vec![Request::new(0, 0); rows], page_size, batches: 0 }
     }
 
     /// The number of slots in a page.
@@ -171,6 +189,12 @@ impl Requests {
     #[must_use]
     pub fn len(&self, row: RequestRow) -> u32 {
         self.request(row).len
+    }
+
+    /// The number of leading tokens that a cache keeps for a request.
+    #[must_use]
+    pub fn leased(&self, row: RequestRow) -> u32 {
+        self.request(row).leased * self.page_size.slots()
     }
 
     /// The pages of a request.
@@ -212,8 +236,7 @@ impl Requests {
             request.batch = self.batches;
             let turn = rows.turn(row);
             if request.turn != turn {
-                (request.turn, request.len) = (turn, 0);
-                request.pages = Vec::new();
+                *request = Request::new(turn, request.batch);
             }
         }
         Ok(named)
@@ -235,7 +258,8 @@ impl Requests {
         }
         let (prefix, seq) = (u32::try_from(prefix).ok()?, u32::try_from(seq).ok()?);
         let new_pages = self.page_size.pages(seq) - self.page_size.pages(prefix);
-        Some(Growth { row, start: prefix, prefix, seq, new_pages })
+        let start = prefix.min(self.request(row).unwritten);
+        Some(Growth { row, had: prefix, start, prefix, seq, new_pages, is_leased: false })
     }
 
     /// The error for invalid lengths of the request at `position` of a batch.
@@ -264,16 +288,9 @@ impl Requests {
         slots: &SlotAllocator,
         prefixes: &mut Vec<Page>,
     ) -> Result<Growth> {
-        let GrowthRequest { position, row, prefix, seq } = asked;
-        let Some(growth) = self.lengths(row, prefix, seq) else { return Err(self.growth_error(asked)) };
-        let growth = Growth { start: 0, ..growth };
-        let (len, size) = (self.len(row), self.page_size.slots());
-        if len > 0 {
-            return Err(Error::config(format!(
-                "request row {row} at position {position} has {len} tokens with slots; only a new request takes a \
-                 cached prefix"
-            )));
-        }
+        let GrowthRequest { position, row, prefix, .. } = asked;
+        let growth = self.growth_of_new(asked)?;
+        let size = self.page_size.slots();
         if cached.len() != widen(growth.prefix) || self.page_size.offset(growth.prefix) != 0 {
             return Err(Error::config(format!(
                 "the cached prefix of request row {row} at position {position} has {} slots for a prefix of {prefix} \
@@ -307,16 +324,46 @@ impl Requests {
         Ok(growth)
     }
 
+    /// The growth of a request without tokens.
+    fn growth_of_new(&self, asked: GrowthRequest) -> Result<Growth> {
+        let GrowthRequest { position, row, prefix, seq } = asked;
+        let Some(growth) = self.lengths(row, prefix, seq) else { return Err(self.growth_error(asked)) };
+        let len = self.len(row);
+        if len > 0 {
+            return Err(Error::config(format!(
+                "request row {row} at position {position} has {len} tokens with slots; only a new request takes a \
+                 cached prefix"
+            )));
+        }
+        Ok(Growth { had: 0, start: 0, ..growth })
+    }
+
+    /// Like [`Requests::growth`], for a new request with a leased prefix of `leased` pages.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`] when it has tokens already, or the prefix has another length.
+    pub fn growth_of_leased(&self, asked: GrowthRequest, leased: usize) -> Result<Growth> {
+        let growth = self.growth_of_new(asked)?;
+        let tokens = leased * widen(self.page_size.slots());
+        if tokens != widen(growth.prefix) {
+            let GrowthRequest { position, row, prefix, .. } = asked;
+            return Err(Error::config(format!(
+                "the lease of request row {row} at position {position} has {tokens} tokens for a prefix of {prefix}"
+            )));
+        }
+        Ok(Growth { is_leased: true, ..growth })
+    }
+
     /// Checks that a request still owns the page that it continues.
     ///
     /// # Errors
     /// [`ErrorKind::IndexOwnership`] when another call freed it.
     #[inline]
     pub fn check_open(&self, position: usize, growth: Growth, slots: &SlotAllocator) -> Result<()> {
-        if self.page_size.offset(growth.start) == 0 || growth.start == growth.seq {
+        if self.page_size.offset(growth.had) == 0 || growth.had == growth.seq {
             return Ok(());
         }
-        let open = widen(self.page_size.page(growth.start));
+        let open = widen(self.page_size.page(growth.had));
         self.check_owned(position, growth.row, open..open + 1, slots)
     }
 
@@ -343,8 +390,8 @@ impl Requests {
         }
     }
 
-    /// Grows every request of a batch, or none: shares the pages of cached prefixes (`prefixes`, concatenated
-    /// in the order of the requests) and takes new ones. Returns `false` when there are not enough.
+    /// Grows every request of a batch, or none: adds the pages of cached prefixes (`prefixes`, concatenated in
+    /// the order of the requests), which are shared unless they are leased, and takes new ones. Returns `false` when there are not enough.
     ///
     /// # Errors
     /// [`ErrorKind::OutOfMemory`] when the host cannot allocate the bookkeeping.
@@ -356,19 +403,21 @@ impl Requests {
     ) -> Result<bool> {
         let needed: usize = batch.iter().map(|growth| widen(growth.new_pages)).sum();
         let mut taken = NewPages::new(needed)?;
-        let room = if prefixes.is_empty() { None } else { Some(slots.prepare_sharing()?) };
+        let is_shared = |growth: &Growth| growth.had < growth.prefix && !growth.is_leased;
+        let room = if batch.iter().any(is_shared) { Some(slots.prepare_sharing()?) } else { None };
         if !slots.alloc_pages(needed, |run| taken.runs.push(run)) {
             return Ok(false);
-        }
-        if let Some(room) = room {
-            slots.share_pages(room, prefixes.iter().copied());
         }
         let (mut prefixes, page_size) = (prefixes, self.page_size);
         for &growth in batch {
             let request = self.request_mut(growth.row);
-            if growth.start < growth.prefix {
-                let (own, rest) = prefixes.split_at(widen(page_size.page(growth.prefix)));
-                request.pages.extend(own.iter().map(|page| page.number().cast_signed()));
+            if growth.had < growth.prefix {
+                let (pages, rest) = prefixes.split_at(widen(page_size.page(growth.prefix)));
+                match room.filter(|_| !growth.is_leased) {
+                    Some(room) => slots.share_pages(room, pages.iter().copied()),
+                    None => request.leased = narrow(pages.len()),
+                }
+                request.pages.extend(pages.iter().map(|page| page.number().cast_signed()));
                 prefixes = rest;
             }
             taken.move_to(&mut request.pages, growth.new_pages);
@@ -380,20 +429,30 @@ impl Requests {
     /// Undoes [`Requests::grow`] of this batch.
     pub fn shrink(&mut self, batch: &[Growth], slots: &mut Ledgered<SlotAllocator>) {
         for growth in batch {
-            let pages = self.cut(growth.row, growth.start);
+            let pages = self.cut(growth.row, growth.had);
             // The request owns these pages, so the free cannot fail.
             let _ = slots.free_now(&pages, false);
         }
     }
 
-    /// Drops the tokens of a request from `len` on, and returns one slot of each page to free.
+    /// Drops the tokens of a request from `len` on, and returns one slot of each page that it owned, to be
+    /// freed.
     pub fn cut(&mut self, row: RequestRow, len: u32) -> IndexVec {
         let page_size = self.page_size;
         let request = self.request_mut(row);
         let keep = widen(page_size.pages(len)).min(request.pages.len());
         request.len = len.min(request.len);
-        let mut gone =
-            if keep == 0 { std::mem::take(&mut request.pages) } else { request.pages.split_off(keep) };
+        let leased = widen(request.leased);
+        let mut gone = match leased.checked_sub(keep) {
+            _ if keep == 0 && leased == 0 => std::mem::take(&mut request.pages),
+            None | Some(0) => request.pages.split_off(keep),
+            Some(_) => {
+                let own = request.pages.split_off(leased);
+                request.pages.truncate(keep);
+                request.leased = narrow(keep);
+                own
+            }
+        };
         if page_size.slots() > 1 {
             let size = page_size.slots().cast_signed();
             for page in &mut gone {
@@ -436,8 +495,8 @@ impl Requests {
         Ok(len)
     }
 
-    /// Copies the first `len` tokens of `src` to request `dst`, which has none: full pages are shared, and a
-    /// partial one is replaced by a new one. Returns the slots to copy to and from, or `None` when no page is
+    /// Copies the first `len` tokens of `src` to request `dst`, which has none: full pages are shared, except
+    /// the leading `leased` ones, which a cache keeps for it, and a partial one is replaced by a new one. Returns the slots to copy to and from, or `None` when no page is
     /// free for it.
     ///
     /// # Errors
@@ -447,6 +506,7 @@ impl Requests {
         &mut self,
         [src, dst]: [RequestRow; 2],
         len: u32,
+        leased: usize,
         slots: &mut Ledgered<SlotAllocator>,
     ) -> Result<Option<[Range<u32>; 2]>> {
         self.check_owned(0, src, 0..widen(self.page_size.pages(len)), slots)?;
@@ -459,7 +519,7 @@ impl Requests {
         if !slots.alloc_pages(usize::from(rest > 0), |run| taken.runs.push(run)) {
             return Ok(None);
         }
-        slots.share_pages(room, pages.iter().map(|page| Page::new(page.cast_unsigned())));
+        slots.share_pages(room, pages[leased..].iter().map(|page| Page::new(page.cast_unsigned())));
         taken.move_to(&mut pages, u32::from(rest > 0));
         let copied = if rest == 0 {
             [0..0, 0..0]
@@ -470,8 +530,30 @@ impl Requests {
             })
         };
         let request = self.request_mut(dst);
-        (request.len, request.pages) = (len, pages);
+        (request.len, request.pages, request.leased) = (len, pages, narrow(leased));
         Ok(Some(copied))
+    }
+
+    /// Records that a cache keeps the leading pages of a request, the last of which are `cached`. Returns the
+    /// first page that differs from the request's own, from which on its row of the table is to be written.
+    pub fn lease(&mut self, row: RequestRow, from: usize, cached: &[Page]) -> Option<usize> {
+        let page_size = self.page_size.slots();
+        let request = self.request_mut(row);
+        let pages = &mut request.pages[from..from + cached.len()];
+        let numbers = cached.iter().map(|page| page.number().cast_signed());
+        let changed = pages.iter().zip(numbers.clone()).position(|(own, cached)| *own != cached);
+        pages.iter_mut().zip(numbers).for_each(|(own, cached)| *own = cached);
+        request.leased = narrow(from + cached.len());
+        let changed = changed.map(|page| from + page)?;
+        request.unwritten = request.unwritten.min(narrow(changed) * page_size);
+        Some(changed)
+    }
+
+    /// Records that the table has all slots of the requests of a batch.
+    pub fn note_written(&mut self, batch: &[Growth]) {
+        for growth in batch {
+            self.request_mut(growth.row).unwritten = Request::WRITTEN;
+        }
     }
 
     /// Appends the slots of positions `from..to` of a request to `out`.

@@ -107,6 +107,14 @@ pub struct LayerLayout {
     pub dtype: DType,
 }
 
+impl LayerLayout {
+    /// The end of the buffers of `layers` layers in the region, in bytes.
+    #[must_use]
+    pub const fn end(&self, layers: usize) -> usize {
+        self.offset + layers * self.step
+    }
+}
+
 /// Rows of two kinds for several layers in one region: keys and values, or two states.
 #[derive(Clone, Debug)]
 pub struct LayerRows {

@@ -1,22 +1,25 @@
 //! Plans a scheduler step in one call: slots, request table and the metadata of attention kernels.
 
 mod block_table;
+mod claim;
 mod plan;
 mod state;
 
 use std::fmt;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, Weak};
 
 use crate::base::sync::lock;
 use crate::base::{Device, IndexVec, Result};
-use crate::index::{BadFrees, FenceId};
+use crate::index::BadFrees;
 use crate::memory::{Backend, Stream};
 use crate::tensor::TensorView;
 
+use self::claim::Claim;
 pub use self::plan::{Field, Plan, PlannerConfig};
-use self::state::{PlannerState, Pools};
+pub(super) use self::state::PlannerState;
+use self::state::{Behind, Pools};
 use super::shortage::OrShort;
-use super::{Fence, ReqToTokenPool, TokenToKvPoolAllocator, make_room};
+use super::{Fence, Lease, ReqToTokenPool, TokenToKvPoolAllocator, make_room};
 
 /// The requests of a batch.
 #[derive(Clone, Copy, Debug)]
@@ -27,8 +30,20 @@ pub struct Batch<'a> {
     pub prefix_lens: &'a [i64],
     /// Tokens that each request will have.
     pub seq_lens: &'a [i64],
-    /// Slots of cached prefixes; empty, or one entry per request.
-    pub prefix_slots: &'a [Option<IndexVec>],
+    /// Cached prefixes; empty, or one entry per request.
+    pub prefixes: &'a [Prefix],
+}
+
+/// The cached prefix of a new request.
+#[derive(Clone, Debug)]
+pub enum Prefix {
+    /// None; also for requests that have tokens.
+    None,
+    /// Slots of whole pages, of which the request becomes another owner.
+    Slots(IndexVec),
+    /// A lease, which the request keeps until it is finished. It may be of length 0: the request publishes
+    /// through it.
+    Leased(Arc<Lease>),
 }
 
 /// Plans the steps of a scheduler: one call takes the slots, writes the table and builds the metadata.
@@ -57,12 +72,14 @@ pub struct Batch<'a> {
 /// let planner = BatchPlanner::new(&config, &host, slots, Arc::clone(&table)).unwrap();
 /// let rows = table.lock().unwrap().alloc(2, stream).unwrap().unwrap();
 /// let rows = IndexVec::I64(rows.into_iter().map(i64::from).collect());
-/// let batch = Batch { rows: &rows, prefix_lens: &[0, 0], seq_lens: &[3, 5], prefix_slots: &[] };
+/// let batch = Batch { rows: &rows, prefix_lens: &[0, 0], seq_lens: &[3, 5], prefixes: &[] };
 /// let plan = planner.extend(batch, stream).unwrap().unwrap();
 /// assert_eq!((plan.num_tokens, plan.max_seqlen_k), (8, 5));
 /// assert_eq!(planner.field(&plan, Field::QoIndptr).unwrap().unwrap().shape().as_slice(), [3]);
 /// ```
 pub struct BatchPlanner {
+    /// For leases, which write to the table of their request.
+    me: Weak<Self>,
     // Lock order: the allocator first, this one next, the table last.
     state: Mutex<PlannerState>,
     slots: Arc<TokenToKvPoolAllocator>,
@@ -84,9 +101,10 @@ impl BatchPlanner {
         backend: &Arc<dyn Backend>,
         slots: Arc<TokenToKvPoolAllocator>,
         table: Arc<Mutex<ReqToTokenPool>>,
-    ) -> Result<Self> {
+    ) -> Result<Arc<Self>> {
         let state = PlannerState::new(config, backend, &slots.lock(), &lock(&table))?;
-        Ok(Self { state: Mutex::new(state), slots, table, config: *config, device: backend.device() })
+        let (state, config, device) = (Mutex::new(state), *config, backend.device());
+        Ok(Arc::new_cyclic(|me| Self { me: me.clone(), state, slots, table, config, device }))
     }
 
     /// The sizes of the planner.
@@ -147,7 +165,13 @@ impl BatchPlanner {
     /// [`Requests::growth`]: crate::index::Requests::growth
     /// [`Requests::growth_of_cached`]: crate::index::Requests::growth_of_cached
     pub fn extend(&self, batch: Batch<'_>, stream: Stream) -> Result<Option<Plan>> {
-        self.take(stream, |state, pools| state.extend(pools, batch, stream))
+        let claim = |(prefix, row): (&Prefix, i64)| match prefix {
+            Prefix::Leased(lease) => Claim::new(lease, &self.me, row, &self.slots).map(Some),
+            Prefix::None | Prefix::Slots(_) => Ok(None),
+        };
+        let claims = batch.prefixes.iter().zip(batch.rows.iter()).map(claim);
+        let claims: Vec<Option<Claim>> = claims.collect::<Result<_>>()?;
+        self.take(stream, |state, pools| state.extend(pools, batch, &claims, stream))
     }
 
     /// [`BatchPlanner::extend`] by `tokens_per_req` tokens per request. Requests of the padding row pad the
@@ -186,7 +210,7 @@ impl BatchPlanner {
         after: Option<&Arc<dyn Fence>>,
         stream: Stream,
     ) -> Result<(usize, BadFrees)> {
-        self.give(after, stream, |state, pools, fence| state.truncate(pools, rows, seq_lens, fence))
+        self.give(after, stream, |state, pools, behind| state.truncate(pools, rows, seq_lens, behind))
     }
 
     /// Frees all slots and the rows of requests, and zeroes the rows. `seq_lens`, if given, must match the
@@ -208,7 +232,7 @@ impl BatchPlanner {
         stream: Stream,
     ) -> Result<(usize, BadFrees)> {
         self.make_room()?;
-        self.give(after, stream, |state, pools, fence| state.finish(pools, rows, seq_lens, fence, stream))
+        self.give(after, stream, |state, pools, behind| state.finish(pools, rows, seq_lens, behind))
     }
 
     /// Gives the empty request `dst` the first `len` tokens of `src`, or returns `None` if there is no free
@@ -225,7 +249,18 @@ impl BatchPlanner {
     /// [`Requests::fork`]: crate::index::Requests::fork
     /// [`Requests::resolve_rows`]: crate::index::Requests::resolve_rows
     pub fn fork(&self, src: i64, dst: i64, len: i64, stream: Stream) -> Result<Option<[TensorView; 2]>> {
-        self.take(stream, |state, pools| state.fork(pools, [src, dst], len, stream))
+        let leased = {
+            let (mut state, table) = (lock(&self.state), lock(&self.table));
+            state.lease_of_row(src, &table)?
+        };
+        let claim = leased.map(|lease| Claim::again(&lease, len, &self.me, dst, stream)).transpose()?;
+        self.take(stream, |state, pools| state.fork(pools, [src, dst], len, claim.as_ref(), stream))
+    }
+
+    /// Calls `work` with the state and the table. The caller holds the lock on the slots.
+    pub(super) fn with_state<R>(&self, work: impl FnOnce(&mut PlannerState, &ReqToTokenPool) -> R) -> R {
+        let (mut state, table) = (lock(&self.state), lock(&self.table));
+        work(&mut state, &table)
     }
 
     /// An array of a plan on the device, without a copy. `None` if the planner does not build it.
@@ -268,12 +303,17 @@ impl BatchPlanner {
         &self,
         after: Option<&Arc<dyn Fence>>,
         stream: Stream,
-        give: impl FnOnce(&mut PlannerState, Pools<'_>, Option<FenceId>) -> Result<R>,
+        give: impl FnOnce(&mut PlannerState, Pools<'_>, Behind<'_>) -> Result<R>,
     ) -> Result<R> {
-        self.slots.give(after, stream, |slots, fence| {
+        let mut leases = Vec::new();
+        let given = self.slots.give(after, stream, |slots, fence| {
             let (mut state, mut table) = (lock(&self.state), lock(&self.table));
-            give(&mut state, Pools { slots, table: &mut table }, fence)
-        })
+            let behind = Behind { fence, leases: &mut leases, stream };
+            give(&mut state, Pools { slots, table: &mut table }, behind)
+        });
+        // Without locks: leases end in the cache.
+        drop(leases);
+        given
     }
 
     /// Waits, without locks, if the device is many steps behind.

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use crate::base::Result;
 use crate::index::FenceId;
-use crate::memory::Event;
+use crate::memory::{Event, Keep};
 
 /// The end of work that still uses freed slots.
 ///
@@ -66,6 +66,8 @@ thread_local! {
 #[derive(Default)]
 pub(super) struct Fences {
     waiting: Vec<PendingFence>,
+    /// What is dropped when a fence has passed.
+    keeps: Vec<(FenceId, Keep)>,
 }
 
 /// A fence, and the id under which slots were freed behind it.
@@ -84,19 +86,33 @@ impl Fences {
         self.waiting.push(PendingFence { id, fence });
     }
 
+    /// Keeps `keep` until the fence `id`, which is added next, has passed.
+    pub(super) fn keep(&mut self, id: FenceId, keep: Keep) {
+        self.keeps.push((id, keep));
+    }
+
+    /// Whether something is kept until the fence `id` has passed.
+    pub(super) fn keeps_for(&self, id: FenceId) -> bool {
+        self.keeps.iter().any(|(kept, _)| *kept == id)
+    }
+
     /// All fences, to be polled without locks.
     pub(super) fn list(&self) -> Vec<PendingFence> {
         self.waiting.clone()
     }
 
-    /// Removes the passed fences. Drop them without locks: they may be the last owners of foreign objects.
-    pub(super) fn take_passed(&mut self, passed: &[FenceId]) -> Vec<PendingFence> {
-        self.waiting.extract_if(.., |waiting| passed.contains(&waiting.id)).collect()
+    /// Removes the passed fences, and what was kept until then. Drop them without locks: they may be the last
+    /// owners of foreign objects.
+    pub(super) fn take_passed(&mut self, passed: &[FenceId]) -> Self {
+        Self {
+            waiting: self.waiting.extract_if(.., |waiting| passed.contains(&waiting.id)).collect(),
+            keeps: self.keeps.extract_if(.., |(id, _)| passed.contains(id)).collect(),
+        }
     }
 
     /// Removes all fences. Drop them without locks.
-    pub(super) fn take(&mut self) -> Vec<PendingFence> {
-        std::mem::take(&mut self.waiting)
+    pub(super) fn take(&mut self) -> Self {
+        std::mem::take(self)
     }
 
     pub(super) fn iter(&self) -> impl Iterator<Item = &dyn Fence> {

@@ -9,7 +9,7 @@ use crate::kernels::{Executor, IndexSpace, Indices, LayerLayout, LayerRows, RowB
 use crate::memory::{ALIGNMENT, Backend, Region, Stream};
 use crate::tensor::TensorView;
 
-use super::{at_least_one, fits_int32, row_ring_bytes};
+use super::{Footprint, at_least_one, fits_int32, row_ring_bytes};
 
 /// The shape of a [`GdnPool`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,6 +34,47 @@ pub struct GdnConfig {
     pub max_track_slots: usize,
     /// Whether an invalid free is an error.
     pub strict: bool,
+}
+
+impl GdnConfig {
+    /// The states of all layers, the recurrent ones first.
+    fn layouts(&self) -> Result<[LayerLayout; 2]> {
+        at_least_one(&[
+            ("max_reqs", self.max_reqs),
+            ("num_gdn_layers", self.num_gdn_layers),
+            ("num_v_heads", self.num_v_heads),
+            ("head_k_dim", self.head_k_dim),
+            ("head_v_dim", self.head_v_dim),
+            ("conv_dim", self.conv_dim),
+            ("conv_kernel_size", self.conv_kernel_size),
+        ])?;
+        let Self { max_reqs, num_gdn_layers: layers, max_track_slots, .. } = *self;
+        let end = max_reqs.checked_add(1).and_then(|sum| sum.checked_add(max_track_slots));
+        let slots = fits_int32(&format!("max_reqs {max_reqs} + max_track_slots {max_track_slots}"), end)?;
+        let slots = widen(slots);
+        let recurrent = [layers, slots, self.num_v_heads, self.head_v_dim, self.head_k_dim];
+        let conv = [layers, slots, self.conv_dim, self.conv_kernel_size - 1];
+        let recurrent_bytes = bytes_of("recurrent_state", &recurrent, DType::F32)?;
+        let conv_bytes = bytes_of("conv_state", &conv, self.dtype)?;
+        let conv_offset = recurrent_bytes.next_multiple_of(ALIGNMENT);
+        bytes_of("both states", &[conv_offset + conv_bytes], DType::U8)?;
+        let layout = |offset, bytes: usize, dtype: DType| LayerLayout {
+            offset,
+            step: bytes / layers,
+            shape: [slots, 1, bytes / (layers * slots * dtype.size())],
+            dtype,
+        };
+        Ok([layout(0, recurrent_bytes, DType::F32), layout(conv_offset, conv_bytes, self.dtype)])
+    }
+
+    /// The bytes of a pool on `device`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) as [`GdnPool::new`].
+    pub fn footprint(&self, device: Device) -> Result<Footprint> {
+        let [recurrent, conv] = self.layouts()?;
+        Footprint::new(device, conv.end(self.num_gdn_layers), row_ring_bytes(recurrent.shape[0]))
+    }
 }
 
 /// Recurrent and convolution states, indexed like the request table. Index 0 is padding.
@@ -75,38 +116,18 @@ impl GdnPool {
     /// for indices that do not fit int32 and for sizes whose bytes overflow; the error of the backend if it
     /// runs out of memory.
     pub fn new(config: &GdnConfig, backend: &Arc<dyn Backend>) -> Result<Self> {
-        at_least_one(&[
-            ("max_reqs", config.max_reqs),
-            ("num_gdn_layers", config.num_gdn_layers),
-            ("num_v_heads", config.num_v_heads),
-            ("head_k_dim", config.head_k_dim),
-            ("head_v_dim", config.head_v_dim),
-            ("conv_dim", config.conv_dim),
-            ("conv_kernel_size", config.conv_kernel_size),
-        ])?;
         let GdnConfig { max_reqs, num_gdn_layers: layers, max_track_slots, dtype, .. } = *config;
-        let end = max_reqs.checked_add(1).and_then(|sum| sum.checked_add(max_track_slots));
-        let pool_size = fits_int32(&format!("max_reqs {max_reqs} + max_track_slots {max_track_slots}"), end)?;
-        let slots = IndexSpace { noun: "state", len: widen(pool_size) };
-        let recurrent = [layers, slots.len, config.num_v_heads, config.head_v_dim, config.head_k_dim];
-        let conv = [layers, slots.len, config.conv_dim, config.conv_kernel_size - 1];
-        let recurrent_bytes = bytes_of("recurrent_state", &recurrent, DType::F32)?;
-        let conv_bytes = bytes_of("conv_state", &conv, dtype)?;
-        let conv_offset = recurrent_bytes.next_multiple_of(ALIGNMENT);
-        let bytes = bytes_of("both states", &[conv_offset + conv_bytes], DType::U8)?;
-        let region = Arc::new(Region::new(Arc::clone(backend), bytes)?);
+        let kinds = config.layouts()?;
+        let [LayerLayout { shape: [slots, ..], .. }, conv] = kinds;
+        let slots = IndexSpace { noun: "state", len: slots };
+        let region = Arc::new(Region::new(Arc::clone(backend), conv.end(layers))?);
         // All of it is one section: a call works on every layer.
         let executor = Executor::new(&region, 1, [slots; 2], row_ring_bytes(slots.len))?;
-        let layout = |offset, bytes: usize, dtype: DType| LayerLayout {
-            offset,
-            step: bytes / layers,
-            shape: [slots.len, 1, bytes / (layers * slots.len * dtype.size())],
-            dtype,
-        };
-        let kinds = [layout(0, recurrent_bytes, DType::F32), layout(conv_offset, conv_bytes, dtype)];
         let rows = LayerRows::new(&region, layers, kinds)?;
-        let recurrent = TensorView::contiguous(Arc::clone(&region), 0, DType::F32, &recurrent)?;
-        let conv = TensorView::contiguous(region, conv_offset, dtype, &conv)?;
+        let shape = [layers, slots.len, config.num_v_heads, config.head_v_dim, config.head_k_dim];
+        let recurrent = TensorView::contiguous(Arc::clone(&region), 0, DType::F32, &shape)?;
+        let shape = [layers, slots.len, config.conv_dim, config.conv_kernel_size - 1];
+        let conv = TensorView::contiguous(region, conv.offset, dtype, &shape)?;
         let fit = |name: &str, number| fits_int32(&format!("{name} {number}"), Some(number));
         let tracks = Ledgered::from(RowTable::new(
             fit("the first track slot", max_reqs + 1)?,

@@ -3,14 +3,14 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::base::{DType, Device, Error, Result, bytes_of};
+use crate::base::{DType, Device, Error, Result, bytes_of, widen};
 use crate::kernels::{Executor, IndexSpace, Indices, LayerLayout, LayerRows, RowBuffer, Store};
 use crate::memory::{
     ALIGNMENT, Backend, Borrowed, Event, Gpu, PAGE, Region, Stream, lock_pages, page_lock_steps,
 };
 use crate::tensor::TensorView;
 
-use super::{at_least_one, fits_int32, row_ring_bytes};
+use super::{Footprint, at_least_one, fits_int32, row_ring_bytes};
 
 /// Rows of a buffer are rounded up to a multiple of this.
 const ROW_MULTIPLE: usize = 8;
@@ -46,7 +46,32 @@ impl KvConfig {
         let end =
             self.size.checked_add(self.page_size).and_then(|end| end.checked_next_multiple_of(ROW_MULTIPLE));
         let what = format!("size {} with page_size {}", self.size, self.page_size);
-        fits_int32(&what, end).map(crate::base::widen)
+        fits_int32(&what, end).map(widen)
+    }
+
+    /// The buffers of K and of V, each at a multiple of `alignment`.
+    fn layouts(&self, alignment: usize) -> Result<[LayerLayout; 2]> {
+        let rows = self.rows()?;
+        let lay_out = |offset: usize, heads: usize, dim: usize| {
+            let shape = [rows, heads, dim];
+            let step = bytes_of("one buffer", &shape, self.dtype)?.next_multiple_of(alignment);
+            bytes_of("all layers", &[step, self.layer_num], DType::U8)?;
+            Ok(LayerLayout { offset, step, shape, dtype: self.dtype })
+        };
+        let k = lay_out(0, self.k_head_num, self.k_head_dim)?;
+        let v = lay_out(k.step * self.layer_num, self.v_head_num, self.v_head_dim)?;
+        bytes_of("all layers", &[k.step + v.step, self.layer_num], DType::U8)?;
+        Ok([k, v])
+    }
+
+    /// The bytes of a pool on `device`, without page-locking.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for slots that do not fit int32 and for sizes
+    /// whose bytes overflow.
+    pub fn footprint(&self, device: Device) -> Result<Footprint> {
+        let [_, v] = self.layouts(ALIGNMENT)?;
+        Footprint::new(device, v.end(self.layer_num), row_ring_bytes(v.shape[0]))
     }
 }
 
@@ -125,19 +150,8 @@ impl KvPool {
         // Buffers that are page-locked separately must not share a page.
         let alignment = if locked_by.is_some() { PAGE } else { ALIGNMENT };
         let slots = IndexSpace { noun: "slot", len: config.rows()? };
-        let shapes = [[config.k_head_num, config.k_head_dim], [config.v_head_num, config.v_head_dim]];
-        let mut total = 0usize;
-        let mut lay_out = |[heads, dim]: [usize; 2]| -> Result<LayerLayout> {
-            let (shape, dtype, offset) = ([slots.len, heads, dim], config.dtype, total);
-            let bytes = bytes_of("one buffer", &shape, dtype)?;
-            let step = bytes.next_multiple_of(alignment);
-            let kind = bytes_of("all layers", &[step, config.layer_num], DType::U8)?;
-            total = total.checked_add(kind).filter(|&sum| i64::try_from(sum).is_ok()).ok_or_else(|| {
-                Error::config(format!("{} layers of {bytes} bytes overflow an address", config.layer_num))
-            })?;
-            Ok(LayerLayout { offset, step, shape, dtype })
-        };
-        let kinds = [lay_out(shapes[0])?, lay_out(shapes[1])?];
+        let kinds = config.layouts(alignment)?;
+        let total = kinds[1].end(config.layer_num);
         let region = Arc::new(Region::new(Arc::clone(backend), total)?);
         let executor = Executor::new(&region, config.layer_num, [slots; 2], row_ring_bytes(slots.len))?;
         let rows = LayerRows::new(&region, config.layer_num, kinds)?;

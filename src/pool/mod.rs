@@ -27,7 +27,7 @@ mod table_mirror;
 mod token_to_kv_pool_allocator;
 mod workspace;
 
-pub use batch_planner::{Batch, BatchPlanner, Field, Plan, PlannerConfig};
+pub use batch_planner::{Batch, BatchPlanner, Field, Plan, PlannerConfig, Prefix};
 pub use buffer_pool::{Buffer, BufferConfig, BufferPool};
 pub use chunk_pool::{Attempt, ChunkConfig, ChunkPool};
 pub use contract::{Occupancy, Piece, Pool, Stats};
@@ -44,8 +44,8 @@ pub use workspace::{Workspace, WorkspaceConfig, give_back_segment, take_segment}
 
 use std::sync::Arc;
 
-use crate::base::{Error, Result, blocking};
-use crate::memory::Event;
+use crate::base::{Device, Error, Result, blocking};
+use crate::memory::{Event, Ring};
 
 /// Checks that every number is at least 1.
 fn at_least_one(arguments: &[(&str, usize)]) -> Result<()> {
@@ -60,6 +60,21 @@ fn fits_int32(what: &str, end: Option<usize>) -> Result<u32> {
     end.and_then(|end| i32::try_from(end).ok())
         .map(i32::unsigned_abs)
         .ok_or_else(|| Error::config(format!("{what} needs indices beyond {}, the largest int32", i32::MAX)))
+}
+
+/// The bytes of a pool, known before it is constructed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Footprint {
+    /// Its memory.
+    pub pool: usize,
+    /// On a device, the buffers for numbers from the host.
+    pub transfer: usize,
+}
+
+impl Footprint {
+    fn new(device: Device, pool: usize, ring: usize) -> Result<Self> {
+        Ok(Self { pool, transfer: if device == Device::Cpu { 0 } else { Ring::whole(ring)? } })
+    }
 }
 
 /// Bytes of the ring through which a pool of `rows` rows sends indices to a device.

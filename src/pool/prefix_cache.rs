@@ -8,7 +8,10 @@ use std::time::{Duration, Instant};
 
 use crate::base::sync::lock;
 use crate::base::{Error, Id, IndexVec, Page, Result};
-use crate::cache::{AGE_BUCKETS, Evicted, Hold, Namespace, Policy, Tokens, Tree, TreeStats};
+use crate::cache::{
+    AGE_BUCKETS, Cause, Digest, Event, Evicted, Hold, KeyTokens, Namespace, PolicyKind, Pressure, Segment,
+    Tokens, Tree, TreeStats,
+};
 use crate::index::Owner;
 use crate::memory::Stream;
 
@@ -20,12 +23,14 @@ pub use lease::{Lease, Offer, Published};
 /// Settings of a [`PrefixCache`].
 #[derive(Clone, Debug)]
 pub struct PrefixCacheConfig {
-    /// Makes the policy; called again when the allocator is cleared.
-    pub policy: fn() -> Box<dyn Policy>,
+    /// What is evicted first.
+    pub policy: PolicyKind,
     /// The share of the allocator's capacity that may be pinned.
     pub max_pinned: f64,
     /// The owner of cached pages in reports.
     pub name: String,
+    /// Hashes the keys of pages for [`PrefixCache::take_events`]; without it there are no events.
+    pub events: Option<Digest>,
 }
 
 /// Counts of a [`PrefixCache`] since it was made, in tokens unless the name says otherwise.
@@ -64,20 +69,20 @@ pub struct CachedSizes {
 /// ```
 /// use std::sync::Arc;
 /// use kvpool::base::IndexVec;
-/// use kvpool::cache::{Lru, Namespace};
+/// use kvpool::cache::{Namespace, PolicyKind};
 /// use kvpool::memory::{Backend, Host, Stream};
 /// use kvpool::pool::{AllocatorConfig, Offer, PrefixCache, PrefixCacheConfig, TokenToKvPoolAllocator};
 /// let (host, stream): (Arc<dyn Backend>, _) = (Arc::new(Host), Stream::DEFAULT);
 /// let config = AllocatorConfig { size: 8, page_size: 2, need_sort: true, strict: false };
 /// let allocator = Arc::new(TokenToKvPoolAllocator::new(&config, &host).unwrap());
-/// let config = PrefixCacheConfig { policy: || Box::new(Lru::default()), max_pinned: 0.5, name: "cache".into() };
+/// let config = PrefixCacheConfig { policy: PolicyKind::Adaptive, max_pinned: 0.5, name: "cache".into(), events: None };
 /// let cache = PrefixCache::new(config, Arc::clone(&allocator), None).unwrap();
 /// let prompt: &[i32] = &[5, 6, 7, 8, 9];
 /// let lease = cache.acquire(&Namespace::Unnamed, &prompt, 4, stream).unwrap();
 /// assert_eq!(lease.len().unwrap(), 0);
 /// let slots = IndexVec::I32(vec![2, 3, 4, 5]);
 /// drop(allocator.alloc(4, stream).unwrap().unwrap().keep());
-/// let published = lease.publish(&Offer { tokens: &&prompt[..4], slots: &slots, state: None }, stream).unwrap();
+/// let published = lease.publish(&Offer { tokens: &&prompt[..4], slots: Some(&slots), state: None }, stream).unwrap();
 /// assert_eq!((published.length, cache.tree_stats(stream).locked), (4, 4));
 /// drop(lease);
 /// assert_eq!(cache.acquire(&Namespace::Unnamed, &prompt, 4, stream).unwrap().len().unwrap(), 4);
@@ -136,9 +141,10 @@ impl PrefixCache {
                 states.device()
             )));
         }
-        let tree = Tree::new(allocator.page_size(), states.is_some(), (config.policy)());
+        let tree = new_tree(&config, &allocator, states.is_some());
         let clears = allocator.lock().clears();
-        let kept = Kept { tree, counts: PrefixCounts::default(), pins: Vec::new(), ages: [0; AGE_BUCKETS], clears };
+        let kept =
+            Kept { tree, counts: PrefixCounts::default(), pins: Vec::new(), ages: [0; AGE_BUCKETS], clears };
         let owner = Owner::Text(config.name.clone());
         let shared = Arc::new(Shared { allocator, states, config, owner, kept: Mutex::new(kept) });
         let reclaim: Arc<dyn Reclaim> = Arc::clone(&shared) as _;
@@ -177,14 +183,14 @@ impl PrefixCache {
     /// Evicts at least `tokens` tokens, or all that are evictable, and returns the number of their slots.
     #[expect(clippy::must_use_candidate, reason = "callers that make room need no number")]
     pub fn evict(&self, tokens: usize, stream: Stream) -> usize {
-        self.shared.evict(tokens, stream)
+        self.shared.evict(tokens, Pressure::Evict, stream)
     }
 
     /// Gives up the prefixes of a namespace, or all. Those with a lease are found no more, and are given up
     /// with it.
     pub fn clear(&self, namespace: Option<&Namespace>, stream: Stream) {
         let mut kept = self.shared.current(stream);
-        let gone = kept.tree.clear(namespace);
+        let gone = kept.tree.clear(namespace, Cause::now(Pressure::Clear));
         self.shared.give_back(&kept, &gone, stream);
     }
 
@@ -194,7 +200,7 @@ impl PrefixCache {
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when more than the share `max_pinned` of the
     /// capacity would be pinned, or the lease is of another cache; the errors of a lease.
-    pub fn pin(&self, lease: &Lease, time: Option<Duration>, priority: u32, stream: Stream) -> Result<()> {
+    pub fn pin(&self, lease: &Lease, time: Option<Duration>, priority: u8, stream: Stream) -> Result<()> {
         let capacity = self.shared.allocator.stats().capacity;
         // The share of a capacity below 2**31 is exact enough in floating point.
         #[expect(clippy::cast_precision_loss, clippy::cast_possible_truncation, clippy::cast_sign_loss)]
@@ -226,6 +232,30 @@ impl PrefixCache {
     /// The error of tokens that cannot be read.
     pub fn cached_len(&self, namespace: &Namespace, tokens: &dyn Tokens, stream: Stream) -> Result<usize> {
         self.shared.current(stream).tree.cached_len(namespace, tokens)
+    }
+
+    /// Where the parts of a prompt are cached, or why they are not. Changes nothing.
+    ///
+    /// # Errors
+    /// As [`Self::acquire`].
+    pub fn explain(
+        &self,
+        namespace: &Namespace,
+        tokens: &dyn Tokens,
+        stream: Stream,
+    ) -> Result<Vec<Segment>> {
+        self.shared.current(stream).tree.explain(namespace, tokens)
+    }
+
+    /// What came and went since the last call, in order.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for a cache that was made without events.
+    pub fn take_events(&self, stream: Stream) -> Result<Vec<Event>> {
+        if self.shared.config.events.is_none() {
+            return Err(Error::config("the prefix cache was made without events"));
+        }
+        Ok(self.shared.current(stream).tree.take_events())
     }
 
     /// Evictable and locked tokens, at the cost of a lock.
@@ -287,7 +317,9 @@ impl Shared {
             kept.pins.clear();
             // Its pages are free already.
             let gone = Evicted { pages: Vec::new(), ..kept.tree.take_all() };
-            kept.tree = Tree::new(self.allocator.page_size(), self.states.is_some(), (self.config.policy)());
+            let mut tree = new_tree(&self.config, &self.allocator, self.states.is_some());
+            tree.keep_journal_of(&mut kept.tree);
+            kept.tree = tree;
             self.give_back(&kept, &gone, stream);
         }
         if !kept.pins.is_empty() {
@@ -306,10 +338,10 @@ impl Shared {
         }
     }
 
-    fn evict(&self, tokens: usize, stream: Stream) -> usize {
+    fn evict(&self, tokens: usize, pressure: Pressure, stream: Stream) -> usize {
         let mut kept = self.current(stream);
         let page_size = kept.tree.page_size();
-        let gone = kept.tree.evict(tokens.div_ceil(page_size));
+        let gone = kept.tree.evict(tokens.div_ceil(page_size), Cause::now(pressure));
         let count = gone.pages.len() * page_size;
         kept.counts.evicted += count;
         for (total, pages) in kept.ages.iter_mut().zip(gone.ages) {
@@ -355,7 +387,7 @@ impl Shared {
 
 impl Reclaim for Shared {
     fn reclaim(&self, slots: usize, stream: Stream) -> Result<usize> {
-        Ok(self.evict(slots, stream))
+        Ok(self.evict(slots, Pressure::Alloc, stream))
     }
 }
 
@@ -372,6 +404,17 @@ impl fmt::Debug for PrefixCache {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("PrefixCache").field("config", &self.shared.config).finish_non_exhaustive()
     }
+}
+
+fn new_tree(config: &PrefixCacheConfig, allocator: &TokenToKvPoolAllocator, is_stateful: bool) -> Tree {
+    let page_size = crate::base::bounded::narrow(allocator.page_size());
+    let capacity = allocator.stats().capacity as u64;
+    let policy = config.policy.policy(capacity, KeyTokens::of_page_size(page_size));
+    let mut tree = Tree::new(allocator.page_size(), is_stateful, policy);
+    if let Some(digest) = config.events {
+        tree.keep_journal(digest);
+    }
+    tree
 }
 
 /// The pages of slots that fill pages in order; a rest that fills none is left out.

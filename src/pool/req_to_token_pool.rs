@@ -12,7 +12,7 @@ use crate::memory::{Backend, Borrowed, Event, Region, Stream};
 use crate::tensor::TensorView;
 
 use super::table_mirror::TableMirror;
-use super::{at_least_one, fits_int32};
+use super::{Footprint, at_least_one, fits_int32};
 
 /// Places of the table to write.
 #[derive(Clone, Debug)]
@@ -56,6 +56,25 @@ pub struct ReqToTokenConfig {
     pub strict: bool,
 }
 
+impl ReqToTokenConfig {
+    /// Rows and columns.
+    fn shape(&self) -> Result<[usize; 2]> {
+        let Self { max_reqs, max_context_len, padding_row, .. } = *self;
+        let rows = fits_int32(&format!("max_reqs {max_reqs}"), max_reqs.checked_add(1))? - 1;
+        fits_int32(&format!("max_context_len {max_context_len}"), Some(max_context_len))?;
+        Ok([widen(rows + u32::from(padding_row)), max_context_len])
+    }
+
+    /// The bytes of a pool on `device`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for a table that does not fit int32.
+    pub fn footprint(&self, device: Device) -> Result<Footprint> {
+        let shape = self.shape()?;
+        Footprint::new(device, bytes_of("req_to_token", &shape, DType::I32)?, numbers_at_once(shape))
+    }
+}
+
 /// `req_to_token[request, position] -> slot`, int32. It does not track sequence lengths.
 ///
 /// On a GPU the host keeps a mirror of the table, so that slots read from it can be freed without a copy from
@@ -96,10 +115,7 @@ impl ReqToTokenPool {
     pub fn new(config: &ReqToTokenConfig, backend: &Arc<dyn Backend>) -> Result<Self> {
         let ReqToTokenConfig { max_reqs, max_context_len, padding_row, .. } = *config;
         at_least_one(&[("max_reqs", max_reqs), ("max_context_len", max_context_len)])?;
-        let first = u32::from(padding_row);
-        let rows = fits_int32(&format!("max_reqs {max_reqs}"), max_reqs.checked_add(1))? - 1;
-        fits_int32(&format!("max_context_len {max_context_len}"), Some(max_context_len))?;
-        let shape = [widen(rows + first), max_context_len];
+        let shape = config.shape()?;
         let bytes = bytes_of("req_to_token", &shape, DType::I32)?;
         let region = Arc::new(Region::new(Arc::clone(backend), bytes)?);
         let spaces = spaces(shape);
@@ -108,7 +124,8 @@ impl ReqToTokenPool {
         let mirror =
             executor.gpu().map(|gpu| TableMirror::new(gpu, &region, shape[0], shape[1])).transpose()?;
         let table = TensorView::contiguous(region, 0, DType::I32, &shape)?;
-        let rows = Ledgered::from(RowTable::new(first, rows)?);
+        let first = u32::from(padding_row);
+        let rows = Ledgered::from(RowTable::new(first, narrow(shape[0]) - first)?);
         Ok(Self { config: *config, table, rows, executor, mirror })
     }
 

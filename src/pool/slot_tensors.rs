@@ -10,7 +10,7 @@ use crate::memory::{Backend, Borrowed, Event, Gpu, Keep, Stream};
 use crate::tensor::TensorView;
 
 use super::deferred::{Deferred, Part, abandon};
-use super::fences::{Fence, Fences, PendingFence};
+use super::fences::{Fence, Fences};
 use super::mirror::known_values;
 use super::shortage::{OrShort, Short};
 use super::stage::Stage;
@@ -301,7 +301,7 @@ impl SlotTensors {
         let id = self.slots.new_fence();
         let answer = free(self, Some(id));
         // A call that failed may have freed a part behind the fence.
-        if answer.is_ok() || self.slots.is_awaited(id) {
+        if answer.is_ok() || self.slots.is_awaited(id) || self.fences.keeps_for(id) {
             self.fences.add(id, fence);
         }
         answer
@@ -438,7 +438,7 @@ impl SlotTensors {
 
     /// Frees every slot, closes groups and discards fences and pending frees. Returns the owners of their
     /// tensors and the fences. Drop them without locks.
-    pub(super) fn clear(&mut self) -> (Vec<Keep>, Vec<PendingFence>) {
+    pub(super) fn clear(&mut self) -> (Vec<Keep>, Fences) {
         let mut keeps = abandon(self.group.drain(..).map(|(part, _)| part));
         keeps.extend(self.deferred.clear());
         self.slots.clear();

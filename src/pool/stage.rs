@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 
 use crate::base::bounded::narrow;
 use crate::base::sync::lock;
-use crate::base::{DType, Error, ErrorKind, Page, Result, widen, zeros};
+use crate::base::{DType, Error, ErrorKind, Page, Result, bytes_of, widen, zeros};
 use crate::index::{Bitmap, Run, SlotAllocator};
 use crate::memory::{Backend, Borrowed, Contents, Event, Gpu, Region, ReturnedParts, Ring, Stream, Users};
 use crate::tensor::TensorView;
@@ -45,6 +45,11 @@ pub(super) struct Stage {
     ahead: usize,
     /// Values of the current write; kept for its capacity.
     values: Vec<i32>,
+}
+
+/// Bytes of a stage for tensors over up to `slots` live slots, and as many freed ones.
+pub(super) fn stage_bytes(slots: usize) -> Result<usize> {
+    bytes_of("the tensors of slots", &[2, slots + MOST_AHEAD], DType::I32)
 }
 
 /// Positions that hold the predicted slots.
@@ -89,8 +94,8 @@ impl Mirror for StageMirror {
 impl Stage {
     /// A stage for tensors over all of `slots`, and as many freed ones.
     pub(super) fn new(gpu: &Arc<Gpu>, backend: &Arc<dyn Backend>, slots: &SlotAllocator) -> Result<Self> {
-        let positions = 2 * (slots.capacity() + MOST_AHEAD);
-        let bytes = positions * size_of::<i32>();
+        let bytes = stage_bytes(slots.capacity())?;
+        let positions = bytes / size_of::<i32>();
         let users = Arc::<Users>::default();
         let region = Region::with(Arc::clone(backend), bytes, Contents::Undefined, Arc::clone(&users))?;
         let region = Arc::new(region);

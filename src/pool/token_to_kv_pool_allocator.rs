@@ -10,10 +10,11 @@ use crate::kernels::Indices;
 use crate::memory::{Backend, Borrowed, Keep, Stream};
 use crate::tensor::TensorView;
 
-use super::KvPool;
 use super::fences::{Fence, passed};
 use super::shortage::{OrShort, Reclaim};
 use super::slot_tensors::{Lens, SlotTensors};
+use super::stage::stage_bytes;
+use super::{Footprint, KvPool, at_least_one};
 
 /// The shape of a [`TokenToKvPoolAllocator`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,6 +27,24 @@ pub struct AllocatorConfig {
     pub need_sort: bool,
     /// Whether an invalid free is an error.
     pub strict: bool,
+}
+
+impl AllocatorConfig {
+    /// The bytes of an allocator on `device`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for a `page_size` of 0, and when the bytes
+    /// overflow.
+    pub fn footprint(&self, device: Device) -> Result<Footprint> {
+        let slots = self.pages()? * self.page_size;
+        Footprint::new(device, if device == Device::Cpu { 0 } else { stage_bytes(slots)? }, 0)
+    }
+
+    /// Whole pages.
+    pub(super) fn pages(&self) -> Result<usize> {
+        at_least_one(&[("page_size", self.page_size)])?;
+        Ok(self.size / self.page_size)
+    }
 }
 
 /// Hands out token slots of a [`KvPool`] as int32 tensors and takes them back. Calls are atomic and
@@ -125,10 +144,13 @@ impl TokenToKvPoolAllocator {
     /// the driver refuses; as [`Self::poll`]. Nothing is taken.
     #[inline]
     pub fn alloc(&self, count: usize, stream: Stream) -> Result<Option<Grant<'_>>> {
+        // Written in place: a grant is large, and each result around it would be a copy.
+        let mut granted = None;
         self.take(stream, |slots| {
             let taken = slots.alloc(count, stream)?;
-            Ok(taken.map(|view| self.grant(view, Vec::new(), slots)))
+            Ok(taken.map(|view| granted = Some(self.grant(view, Vec::new(), slots))))
         })
+        .map(|_| granted)
     }
 
     /// Like [`Self::alloc`], in one ascending run: the lowest that fits. Reclaims nothing if there are enough
@@ -557,7 +579,7 @@ impl Grant<'_> {
 
     /// Hands the slots on. Free them with [`TokenToKvPoolAllocator::free`].
     #[must_use]
-    pub fn keep(self) -> TensorView {
+    pub fn keep(mut self) -> TensorView {
         let view = self.view.clone();
         self.commit();
         view
@@ -565,7 +587,7 @@ impl Grant<'_> {
 
     /// [`Self::keep`] for a caller that has made a tensor of [`Self::view`].
     #[inline]
-    pub fn commit(mut self) {
+    pub const fn commit(&mut self) {
         self.is_kept = true;
     }
 }

@@ -11,12 +11,13 @@ use pyo3::types::{IntoPyDict, PyDict, PySequence};
 use crate::base::{Error, IndexVec};
 use crate::index::ActGuard;
 use crate::memory::Stream;
-use crate::pool::{Batch, BatchPlanner as Planner, Field, Plan, PlannerConfig};
+use crate::pool::{Batch, BatchPlanner as Planner, Field, Plan, PlannerConfig, Prefix};
 
 use super::args;
 use super::export::to_tensor;
 use super::fences::fence;
 use super::framework::{backend, current_stream};
+use super::prefix_cache::Lease;
 use super::req_to_token_pool::ReqToTokenPool;
 use super::tensor::Tensor;
 use super::tensor_cache::TensorCache;
@@ -52,7 +53,7 @@ use super::token_to_kv_pool_allocator::TokenToKvPoolAllocator;
 ///     OutOfMemoryError: If there is not enough memory.
 #[pyclass(frozen, module = "kvpool", name = "BatchPlanner", weakref)]
 pub(super) struct BatchPlanner {
-    planner: Planner,
+    planner: Arc<Planner>,
     table: Py<ReqToTokenPool>,
     allocator: Py<TokenToKvPoolAllocator>,
     /// By field. Steps of equal sizes use the same tensors.
@@ -85,19 +86,41 @@ fn padded_sizes(given: &IndexVec) -> PyResult<Vec<usize>> {
     given.iter().map(size).collect()
 }
 
-/// One entry for each request: ints, or `None`.
-fn cached(py: Python<'_>, object: &Bound<'_, PyAny>) -> PyResult<Vec<Option<IndexVec>>> {
+/// One entry of `object` for each of `count` requests, converted unless it is `None`.
+fn cached(
+    name: &str,
+    object: &Bound<'_, PyAny>,
+    count: usize,
+    entry: impl Fn(&Bound<'_, PyAny>) -> PyResult<Prefix>,
+) -> PyResult<Vec<Prefix>> {
     let Ok(sequence) = object.cast::<PySequence>() else {
         return Err(PyTypeError::new_err(format!(
-            "prefix_slots must be a sequence with one entry for each request, not {}",
+            "{name} must be a sequence with one entry for each request, not {}",
             args::kind_of(object)
         )));
     };
     let entry = |item: PyResult<Bound<'_, PyAny>>| {
         let item = item?;
-        if item.is_none() { Ok(None) } else { args::indices(&item)?.values(py).map(Some) }
+        if item.is_none() { Ok(Prefix::None) } else { entry(&item) }
     };
-    sequence.try_iter()?.map(entry).collect()
+    let entries = sequence.try_iter()?.map(entry).collect::<PyResult<Vec<_>>>()?;
+    if entries.len() != count {
+        let given = entries.len();
+        let text = format!("a batch of {count} rows and {given} {name}; there must be an entry for each");
+        return Err(Error::config(text).into());
+    }
+    Ok(entries)
+}
+
+/// A lease as a prefix.
+fn leased(object: &Bound<'_, PyAny>) -> PyResult<Prefix> {
+    let Ok(lease) = object.cast::<Lease>() else {
+        let kind = args::kind_of(object);
+        return Err(PyTypeError::new_err(format!(
+            "an entry of prefixes must be a Lease or None, not {kind}"
+        )));
+    };
+    Ok(Prefix::Leased(Arc::clone(&lease.get().lease)))
 }
 
 #[pymethods]
@@ -132,6 +155,10 @@ impl BatchPlanner {
     ///     prefix_slots: Slots of cached prefixes: `None`, or a sequence with one entry per request, each
     ///         `None` or ints. The slots must be in use and fill whole pages. The request becomes an
     ///         additional owner (see `TokenToKVPoolAllocator.share`); the caller remains one.
+    ///     prefixes: In place of `prefix_slots`, leases of a `PrefixCache`: `None`, or a sequence with one
+    ///         entry per request, each `None` or a `Lease` as long as its prefix, possibly of length 0. The
+    ///         request keeps the lease, publishes through it, and releases it in `finish`. A lease is for one
+    ///         request.
     ///
     /// Returns:
     ///     A `BatchPlan`, or `None` if there are not enough slots. The slots are in the allocator's order,
@@ -148,29 +175,33 @@ impl BatchPlanner {
     ///     IndexOwnershipError: If a row is not allocated, a cached slot is not in use, or the page that a
     ///         request continues was freed by another owner.
     ///     DriverError: If a driver call fails, or the stream is being captured.
-    #[pyo3(signature = (req_pool_indices, prefix_lens, seq_lens, prefix_slots=None))]
+    #[pyo3(signature = (req_pool_indices, prefix_lens, seq_lens, prefix_slots=None, *, prefixes=None))]
     fn extend(
         slf: &Bound<'_, Self>,
         req_pool_indices: &Bound<'_, PyAny>,
         prefix_lens: &Bound<'_, PyAny>,
         seq_lens: &Bound<'_, PyAny>,
         prefix_slots: Option<&Bound<'_, PyAny>>,
+        prefixes: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Option<BatchPlan>> {
         let py = slf.py();
         let rows = values(py, req_pool_indices)?;
         let prefix_lens = values(py, prefix_lens)?.into_i64()?;
         let seq_lens = values(py, seq_lens)?.into_i64()?;
-        let cached = prefix_slots.map_or(Ok(Vec::new()), |slots| cached(py, slots))?;
-        if prefix_slots.is_some() && cached.len() != rows.len() {
-            return Err(Error::config(format!(
-                "a batch of {} rows and {} prefix_slots; there must be an entry for each",
-                rows.len(),
-                cached.len()
-            ))
-            .into());
-        }
+        let prefixes = match (prefix_slots, prefixes) {
+            (None, None) => Vec::new(),
+            (Some(slots), None) => cached("prefix_slots", slots, rows.len(), |slots| {
+                args::indices(slots)?.values(py).map(Prefix::Slots)
+            })?,
+            (None, Some(leases)) => cached("prefixes", leases, rows.len(), leased)?,
+            (Some(_), Some(_)) => {
+                return Err(
+                    Error::config("prefixes come from prefix_slots or prefixes, not from both").into()
+                );
+            }
+        };
         let batch =
-            Batch { rows: &rows, prefix_lens: &prefix_lens, seq_lens: &seq_lens, prefix_slots: &cached };
+            Batch { rows: &rows, prefix_lens: &prefix_lens, seq_lens: &seq_lens, prefixes: &prefixes };
         let this = slf.get();
         let _acting = this.begin(py)?;
         let plan = this.planner.extend(batch, this.stream(py)?)?;

@@ -112,7 +112,7 @@ impl Torch {
         let raw = self.describe_raw(tensor)?;
         // SAFETY: the caller holds a reference to the tensor for 'a. Resizing its storage meanwhile would
         // break PyTorch's own operations as well.
-        Ok(unsafe { borrow(&raw, PhantomData) }?)
+        unsafe { borrow(&raw, PhantomData) }
     }
 
     pub(super) fn describe_raw(&self, tensor: &Bound<'_, PyAny>) -> PyResult<RawTensor> {

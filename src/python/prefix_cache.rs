@@ -10,7 +10,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyInt, PyString, PyTuple};
 
 use crate::base::{Device, Error, Id, IndexVec, Page};
-use crate::cache::{Lru, Namespace, Policy};
+use crate::cache::{Namespace, PolicyKind};
 use crate::index::ActGuard;
 use crate::kernels::Indices;
 use crate::memory::Stream;
@@ -24,6 +24,7 @@ use super::debug::Debug;
 use super::export::to_tensor;
 use super::framework::current_stream;
 use super::gdn_pool::GdnPool;
+use super::prefix_report::{Segment, digest, event_to_py};
 use super::token_to_kv_pool_allocator::TokenToKvPoolAllocator;
 use super::tokens::with_tokens;
 
@@ -49,6 +50,7 @@ use super::tokens::with_tokens;
 ///     policy: What is evicted first: "adaptive", "lru", "fifo", "lfu", "slru" or "priority". Only the ends of
 ///         prefixes are evicted, never what other cached prefixes continue.
 ///     max_pinned: The share of the allocator's capacity that `pin` may retain.
+///     events: Whether to list what comes and goes for `events`.
 ///     name: The owner of cached slots in reports and `leaks`, and the name of this pool. Defaults to the class
 ///         name and a number, such as "PrefixCache-0".
 ///
@@ -76,17 +78,17 @@ impl PoolClass for PrefixCache {
     }
 }
 
-/// Makes a policy.
-type MakePolicy = fn() -> Box<dyn Policy>;
-
-/// The policies by name.
-const POLICIES: [(&str, MakePolicy); 1] = [("lru", || Box::new(Lru::default()))];
-
-fn policy_of(name: &str) -> PyResult<MakePolicy> {
-    let known = POLICIES.iter().find(|(known, _)| *known == name);
-    known.map(|(_, policy)| *policy).ok_or_else(|| {
-        let names: Vec<_> = POLICIES.iter().map(|(name, _)| format!("{name:?}")).collect();
-        Error::config(format!("policy is {name:?}; it must be one of {}", names.join(", "))).into()
+/// A namespace as its user wrote it.
+pub(super) fn namespace_to_py<'py>(
+    py: Python<'py>,
+    namespace: &Namespace,
+) -> PyResult<Option<Bound<'py, PyAny>>> {
+    Ok(match namespace {
+        Namespace::Unnamed => None,
+        Namespace::Number(number) => Some(number.into_pyobject(py)?.into_any()),
+        Namespace::Large(digits) => Some(py.get_type::<PyInt>().call1((digits,))?),
+        Namespace::Text(text) => Some(PyString::new(py, text).into_any()),
+        Namespace::Bytes(bytes) => Some(PyBytes::new(py, bytes).into_any()),
     })
 }
 
@@ -126,17 +128,23 @@ impl PrefixCache {
 #[pymethods]
 impl PrefixCache {
     #[new]
-    #[pyo3(signature = (allocator, *, states=None, policy="adaptive", max_pinned=0.5, name=None))]
+    #[pyo3(signature = (allocator, *, states=None, policy="adaptive", max_pinned=0.5, events=false, name=None))]
     fn new(
         py: Python<'_>,
         allocator: Py<TokenToKvPoolAllocator>,
         states: Option<Py<GdnPool>>,
         policy: &str,
         max_pinned: f64,
+        events: bool,
         name: Option<String>,
     ) -> PyResult<PyClassInitializer<Self>> {
         let name = name.unwrap_or_else(|| BasePool::next_name("PrefixCache"));
-        let config = PrefixCacheConfig { policy: policy_of(policy)?, max_pinned, name: name.clone() };
+        let config = PrefixCacheConfig {
+            policy: PolicyKind::parse(policy)?,
+            max_pinned,
+            name: name.clone(),
+            events: events.then_some(digest),
+        };
         let pool = Arc::clone(&allocator.get().pool);
         let device = pool.device();
         let states_of = states.as_ref().map(|states| Arc::clone(&states.get().pool));
@@ -197,7 +205,7 @@ impl PrefixCache {
         let stream = this.stream(py)?;
         let (lease, published) = with_tokens(tokens, |tokens| {
             let lease = this.cache.acquire(&namespace, tokens, 0, stream)?;
-            let published = lease.publish(&Offer { tokens, slots: &slots, state: None }, stream)?;
+            let published = lease.publish(&Offer { tokens, slots: Some(&slots), state: None }, stream)?;
             Ok((lease, published))
         })?;
         lease.release(stream);
@@ -230,25 +238,20 @@ impl PrefixCache {
     /// Args:
     ///     lease: A lease of this cache.
     ///     seconds: If given, the pages are locked for that time, and `priority` has no effect.
-    ///     priority: At least 0.
+    ///     priority: 0 to 254.
     ///
     /// Raises:
     ///     ConfigError: If more than the share `max_pinned` of the capacity would be retained, an argument is
     ///         negative, or the lease is of another cache.
     ///     StaleBufferError: If the lease was released.
-    #[pyo3(signature = (lease, *, seconds=None, priority=Arg::Missing), text_signature = "($self, lease, *, seconds=None, priority=0)")]
-    fn pin(
-        &self,
-        py: Python<'_>,
-        lease: &Lease,
-        seconds: Option<f64>,
-        priority: Arg<'_>,
-    ) -> PyResult<()> {
+    #[pyo3(signature = (lease, *, seconds=None, priority=Arg::Missing),
+           text_signature = "($self, lease, *, seconds=None, priority=0)")]
+    fn pin(&self, py: Python<'_>, lease: &Lease, seconds: Option<f64>, priority: Arg<'_>) -> PyResult<()> {
         let time = seconds.map(Duration::try_from_secs_f64).transpose();
         let time = time.map_err(|error| Error::config(format!("seconds is {seconds:?}: {error}")))?;
         let priority = priority.count("priority", 0)?;
-        let priority = u32::try_from(priority)
-            .map_err(|_| Error::config(format!("priority {priority} is outside [0, 2**32)")))?;
+        let priority = u8::try_from(priority).ok().filter(|&priority| priority < u8::MAX);
+        let priority = priority.ok_or_else(|| Error::config("priority is outside [0, 254]"))?;
         Ok(self.cache.pin(&lease.lease, time, priority, self.stream(py)?)?)
     }
 
@@ -266,6 +269,44 @@ impl PrefixCache {
     ) -> PyResult<usize> {
         let (namespace, stream) = (namespace_of(namespace)?, self.stream(py)?);
         with_tokens(tokens, |tokens| Ok(self.cache.cached_len(&namespace, tokens, stream)?))
+    }
+
+    /// Says of each part of a prompt where it is cached, or why it is not. Refreshes nothing.
+    ///
+    /// What was evicted is remembered for a while (the last two million tokens of long prefixes), in steps of
+    /// 64 tokens and by where it ended. A look at every namespace makes this a call for debugging.
+    ///
+    /// Args:
+    ///     tokens: As in `match`.
+    ///     namespace: As in `match`.
+    ///
+    /// Returns:
+    ///     A list of `Segment`, which together cover the prompt, in order.
+    ///
+    /// Raises:
+    ///     ConfigError: As in `match`.
+    ///     TypeError: As in `match`.
+    #[pyo3(signature = (tokens, namespace=None))]
+    fn explain(
+        &self,
+        py: Python<'_>,
+        tokens: &Bound<'_, PyAny>,
+        namespace: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Vec<Segment>> {
+        let (namespace, stream) = (namespace_of(namespace)?, self.stream(py)?);
+        let parts = with_tokens(tokens, |tokens| Ok(self.cache.explain(&namespace, tokens, stream)?))?;
+        Ok(parts.into_iter().map(Segment).collect())
+    }
+
+    /// Returns what came and went since the last call, in order: objects of `Stored`, `Removed` and `Cleared`,
+    /// from which a router knows what is cached here. 65,536 events are kept; a reader that is later than that
+    /// is told to begin anew, by `Cleared`.
+    ///
+    /// Raises:
+    ///     ConfigError: If the cache was made without `events=True`.
+    fn events(&self, py: Python<'_>) -> PyResult<Vec<Py<PyAny>>> {
+        let events = self.cache.take_events(self.stream(py)?)?;
+        events.into_iter().map(|event| event_to_py(py, event)).collect()
     }
 
     /// Returns the number of cached tokens.
@@ -357,7 +398,7 @@ impl Lease {
         &self,
         py: Python<'_>,
         tokens: &Bound<'_, PyAny>,
-        slots: &IndexVec,
+        slots: Option<&IndexVec>,
         state: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<PoolPublished> {
         let state = match state {
@@ -415,13 +456,7 @@ impl Lease {
     /// The namespace of the prefix.
     #[getter]
     fn namespace<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
-        Ok(match self.lease.namespace() {
-            Namespace::Unnamed => None,
-            Namespace::Number(number) => Some(number.into_pyobject(py)?.into_any()),
-            Namespace::Large(digits) => Some(py.get_type::<PyInt>().call1((digits,))?),
-            Namespace::Text(text) => Some(PyString::new(py, text).into_any()),
-            Namespace::Bytes(bytes) => Some(PyBytes::new(py, bytes).into_any()),
-        })
+        namespace_to_py(py, self.lease.namespace())
     }
 
     /// Whether the lease was released, or the allocator was cleared.
@@ -439,7 +474,10 @@ impl Lease {
     /// Args:
     ///     tokens: Token ids of positions `length` and up, only the new ones.
     ///     slots: Their slots, ints of the same length, which fill pages in order. The caller's ownership of
-    ///         whole pages passes to the cache.
+    ///         whole pages passes to the cache. Not needed for a lease that a planner has: it knows the slots
+    ///         of its requests.
+    ///     row: The request row of a lease that a planner has; only checked. The planner's next call with the
+    ///         row writes the cache's slots to the request table, in place of those of duplicates.
     ///     state: A working slot of the cache's states, whose state is that after the last whole page. A
     ///         snapshot of it is kept if a track slot is free or can be given up.
     ///
@@ -448,23 +486,33 @@ impl Lease {
     ///     IndexOwnershipError: If a slot is not in use, listed twice, cached already, or not at its place in a
     ///         page. Nothing is changed.
     ///     StaleBufferError: If the lease was released, or the allocator was cleared.
-    #[pyo3(signature = (tokens, slots, *, state=None))]
+    #[pyo3(signature = (tokens, slots=None, *, state=None, row=None))]
     fn publish(
         &self,
         py: Python<'_>,
         tokens: &Bound<'_, PyAny>,
-        slots: &Bound<'_, PyAny>,
+        slots: Option<&Bound<'_, PyAny>>,
         state: Option<&Bound<'_, PyAny>>,
+        row: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Published> {
-        let slots = args::indices(slots)?.values(py)?;
+        let slots = slots.map(|slots| args::indices(slots)?.values(py)).transpose()?;
+        if let Some(row) = row.map(args::int).transpose()?
+            && self.lease.row() != Some(row)
+        {
+            let text = match self.lease.row() {
+                None => format!("row {row} was given for a lease that no planner has"),
+                Some(other) => format!("row {row} was given for the lease of request row {other}"),
+            };
+            return Err(Error::config(text).into());
+        }
         let _acting = self.cache.get().begin(py)?;
-        let published = self.offer(py, tokens, &slots, state)?;
+        let published = self.offer(py, tokens, slots.as_ref(), state)?;
         let (lease, device) = (Arc::clone(&self.lease), self.cache.get().device);
         Ok(Published { outcome: published, lease, tensor: OnceLock::new(), device })
     }
 
     /// Publishes, frees the slots of the partial page at the end, and releases the lease: the end of a
-    /// request.
+    /// request without a planner. With one, publish and call `BatchPlanner.finish`.
     ///
     /// Args:
     ///     tokens: As in `publish`.
@@ -478,7 +526,11 @@ impl Lease {
         let slots = args::indices(slots)?.values(py)?;
         let cache = self.cache.get();
         let _acting = cache.begin(py)?;
-        let published = self.offer(py, tokens, &slots, None)?;
+        if let Some(row) = self.lease.row() {
+            let text = format!("the lease is that of request row {row}; the planner finishes it");
+            return Err(Error::config(text).into());
+        }
+        let published = self.offer(py, tokens, Some(&slots), None)?;
         let allocator = cache.allocator.get();
         let whole = published.pages.len() * allocator.pool.page_size();
         let rest = Indices::Host(IndexVec::I64(slots.iter().skip(whole).collect()));
@@ -501,7 +553,8 @@ impl Lease {
         Ok(self.lease.restore(row, self.stream(py)?)?)
     }
 
-    /// Ends the lease. Does nothing if it has ended.
+    /// Ends the lease. Does nothing if it has ended. A planner that has the lease keeps the prefix until the
+    /// request is finished.
     fn release(&self, py: Python<'_>) -> PyResult<()> {
         let _acting = self.cache.get().begin(py)?;
         self.lease.release(self.stream(py)?);

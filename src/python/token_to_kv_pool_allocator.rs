@@ -90,12 +90,22 @@ fn on_notice(reporter: Arc<Reporter>, debug: Debug) -> OnNotice {
 }
 
 /// Hands slots to Python. If that fails, they are returned to the pool, because no caller would free them.
+///
+/// The grant is used where it lies: it is large, and small calls would notice each move.
 #[inline]
-fn hand_out(py: Python<'_>, grant: Option<Grant<'_>>) -> PyResult<Option<Py<PyAny>>> {
-    let Some(grant) = grant else { return Ok(None) };
-    let tensor = to_tensor(py, grant.view())?;
-    grant.commit();
-    Ok(Some(tensor))
+fn hand_out(
+    py: Python<'_>,
+    mut taken: crate::base::Result<Option<Grant<'_>>>,
+) -> PyResult<Option<Py<PyAny>>> {
+    match &mut taken {
+        Ok(Some(grant)) => {
+            let tensor = to_tensor(py, grant.view())?;
+            grant.commit();
+            Ok(Some(tensor))
+        }
+        Ok(None) => Ok(None),
+        Err(_) => Ok(taken.map(|_| None)?),
+    }
 }
 
 impl PoolClass for TokenToKvPoolAllocator {
@@ -173,10 +183,11 @@ impl TokenToKvPoolAllocator {
         let _acting = self.debug.begin(py, owner)?;
         let stream = current_stream(py, self.device)?;
         let pool = &self.pool;
-        hand_out(
-            py,
-            if contiguous { pool.alloc_contiguous(count, stream) } else { pool.alloc(count, stream) }?,
-        )
+        if contiguous {
+            hand_out(py, pool.alloc_contiguous(count, stream))
+        } else {
+            hand_out(py, pool.alloc(count, stream))
+        }
     }
 
     /// Takes the slots for positions `[prefix, seq)` of each request, as SGLang's paged allocator does.
@@ -214,7 +225,7 @@ impl TokenToKvPoolAllocator {
         let seq_lens = args::indices(seq_lens)?.values(py)?.into_i64()?;
         let last_loc = args::indices(last_loc)?.values(py)?.into_i64()?;
         let stream = current_stream(py, self.device)?;
-        hand_out(py, self.pool.alloc_extend(&prefix_lens, &seq_lens, &last_loc, stream)?)
+        hand_out(py, self.pool.alloc_extend(&prefix_lens, &seq_lens, &last_loc, stream))
     }
 
     /// Takes one slot for each request of a decode step: `alloc_extend` from `seq_lens - 1` to `seq_lens`.
@@ -242,7 +253,7 @@ impl TokenToKvPoolAllocator {
         let seq_lens = args::indices(seq_lens)?.values(py)?.into_i64()?;
         let last_loc = args::indices(last_loc)?.values(py)?.into_i64()?;
         let stream = current_stream(py, self.device)?;
-        hand_out(py, self.pool.alloc_decode(&seq_lens, &last_loc, stream)?)
+        hand_out(py, self.pool.alloc_decode(&seq_lens, &last_loc, stream))
     }
 
     /// Frees slots; with pages, the whole page of every slot, once.

@@ -370,7 +370,8 @@ impl Drop for Import {
     }
 }
 
-/// The tensor that a `DLTensor` describes.
+/// The tensor that a `DLTensor` describes. The caller chooses the type of errors, as a result with another one would
+/// be a copy of the tensor.
 ///
 /// # Errors
 /// [`ErrorKind::Type`](crate::base::ErrorKind::Type) or [`ErrorKind::Config`](crate::base::ErrorKind::Config)
@@ -378,17 +379,20 @@ impl Drop for Import {
 ///
 /// # Safety
 /// For `'a`, `raw` describes a tensor as DLPack defines it, and its memory stays alive.
-pub unsafe fn borrow<'a>(raw: &RawTensor, _owner: PhantomData<&'a ()>) -> Result<Borrowed<'a>> {
+pub unsafe fn borrow<'a, E: From<Error>>(
+    raw: &RawTensor,
+    _owner: PhantomData<&'a ()>,
+) -> std::result::Result<Borrowed<'a>, E> {
     let dtype = dtype_of(raw.dtype)?;
     let device = device_of(raw.device)?;
     let ndim = match usize::try_from(raw.ndim) {
         Ok(ndim) if ndim <= MAX_NDIM => ndim,
-        _ => return Err(too_many_dimensions(raw.ndim)),
+        _ => return Err(too_many_dimensions(raw.ndim).into()),
     };
     let shape = if ndim == 0 {
         Dims::new(&[])?
     } else if raw.shape.is_null() {
-        return Err(Error::config(format!("a tensor of {ndim} dimensions without a shape")));
+        return Err(Error::config(format!("a tensor of {ndim} dimensions without a shape")).into());
     } else {
         // SAFETY: DLPack guarantees `ndim` extents, and the pointer is not null.
         Dims::new(unsafe { std::slice::from_raw_parts(raw.shape, ndim) })?

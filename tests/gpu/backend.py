@@ -97,7 +97,6 @@ class _SoftwareGraph:
         self.stream = 0
 
     def replay(self) -> None:
-        """Enqueues it, and runs all work."""
         self._driver.replay(self.number, self.stream)
         self._driver.run()
 

@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
+import multiprocessing
 import os
-import select
-import signal
 import sys
 import threading
 import time
@@ -33,6 +31,7 @@ from backend import Device, SpoiltError, open_device
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
+    from multiprocessing.connection import Connection
 
     from capture_calls import World
 
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
 
 from capture_calls import ENTRIES, POOLS, REFUSES, Entry, Inputs, all_entries
 from capture_calls import World as MakeWorld
+from common import some
 
 from kvpool import KVPool, KvPoolError, TokenToKVPoolAllocator
 
@@ -133,6 +133,18 @@ class Attempt:
         except SpoiltError as error:
             self.spoilt = str(error)
 
+    def call_in(self, device: Device, case: str, stream: Any, other: Any) -> Any:  # noqa: ANN401
+        """Makes the call on a stream, within its capture or beside that of the other; its own graph."""
+        graph = None
+        with device.on(stream), self.noting():
+            if case == OWN:
+                with device.capturing(stream) as graph:
+                    self.call()
+            else:
+                with BESIDE[case](device, other), device.on(stream):
+                    self.call()
+        return graph
+
     def did(self) -> str:
         """What the call did: `worked`, `refused`, or what is wrong with it."""
         if self.error is None:
@@ -182,14 +194,7 @@ def try_call(device: Device, entry: Entry, case: str) -> dict[str, object]:
         device.synchronize()
     before = everything(world)
     attempt = Attempt(entry, world)
-    graph = None
-    with device.on(stream), attempt.noting():
-        if case == OWN:
-            with device.capturing(stream) as graph:
-                attempt.call()
-        else:
-            with BESIDE[case](device, other), device.on(stream):
-                attempt.call()
+    graph = attempt.call_in(device, case, stream, other)
     with device.on(stream), attempt.noting():
         if graph is not None and not attempt.spoilt:
             graph.replay()
@@ -207,13 +212,7 @@ def try_first(device: Device, make: Callable[[], object], case: str, wanted: str
     stream, other = device.stream(), device.stream()
     device.synchronize()
     attempt = Attempt(Entry(lambda _: make(), wanted), None)
-    with device.on(stream), attempt.noting():
-        if case == OWN:
-            with device.capturing(stream):
-                attempt.call()
-        else:
-            with BESIDE[case](device, other), device.on(stream):
-                attempt.call()
+    attempt.call_in(device, case, stream, other)
     return _finding(attempt, attempt.did(), (wanted,))
 
 
@@ -238,14 +237,6 @@ def _finding(attempt: Attempt, did: str, wanted: Sequence[str]) -> dict[str, obj
     }
 
 
-def take(allocator: TokenToKVPoolAllocator) -> torch.Tensor:
-    """64 slots."""
-    slots = allocator.alloc(64)
-    if slots is None:
-        raise RuntimeError("the pool is short")
-    return slots
-
-
 def try_read(device: Device, name: str) -> dict[str, object]:
     """Slots read on a second stream after their tensor is gone: how often others were read in their place."""
     allocator = TokenToKVPoolAllocator(4096, "cuda", need_sort=False)
@@ -254,14 +245,14 @@ def try_read(device: Device, name: str) -> dict[str, object]:
     ones = torch.ones(8, 1, 8).cuda()
     numbers = torch.arange(4097, dtype=torch.int32).cuda()
     with device.on(first):
-        allocator.free(take(allocator))
+        allocator.free(some(allocator.alloc(64)))
     wrong = 0
     for _ in range(READS):
         allocator.clear()
         pool.k_buffer[0].zero_()
         device.synchronize()
         with device.on(first):
-            slots = take(allocator)[:8]
+            slots = some(allocator.alloc(64))[:8]
             wanted = slots.tolist()
         device.order(first, second)
         with device.on(second):
@@ -287,7 +278,6 @@ READERS = ("set_kv_buffer", "a kernel of PyTorch, after used_on")
 
 
 def attempt_item(device: Device, item: Item) -> dict[str, object]:
-    """Tries one thing."""
     if item.case == "read":
         device.use_pytorch()
         return try_read(device, item.name)
@@ -334,56 +324,44 @@ def work_on(todo: Sequence[Item], tell: Callable[[dict[str, object]], None]) -> 
         gc.collect()
 
 
+def _child(todo: Sequence[Item], told: Connection) -> None:
+    try:
+        work_on(todo, told.send)
+    except BaseException as error:  # noqa: BLE001 - told to the parent
+        told.send({"died": f"{type(error).__name__}: {error}"})
+    finally:
+        os._exit(0)
+
+
 class Child:
     """A forked process that tries things, and what it tells."""
 
     def __init__(self, todo: Sequence[Item]) -> None:
-        read, write = os.pipe()
-        self._process = os.fork()
-        if self._process == 0:
-            os.close(read)
-            code = 1
-            try:
-                work_on(todo, lambda found: _write(write, found))
-                code = 0
-            except BaseException as error:  # noqa: BLE001 - told to the parent
-                _write(write, {"died": f"{type(error).__name__}: {error}"})
-            finally:
-                os._exit(code)
-        os.close(write)
-        self._read = read
-        self._rest = b""
+        forks = multiprocessing.get_context("fork")
+        self._told, told = forks.Pipe(duplex=False)
+        self._process = forks.Process(target=_child, args=(todo, told))
+        self._process.start()
+        told.close()
 
     def next(self, seconds: float) -> dict[str, Any] | None:
         """What it tells next, `None` at its end; raises `TimeoutError` if it tells nothing for too long."""
-        end = time.monotonic() + seconds
-        while b"\n" not in self._rest:
-            if not select.select([self._read], [], [], max(0.0, end - time.monotonic()))[0]:
-                raise TimeoutError(f"nothing for {seconds:.0f} s")
-            got = os.read(self._read, 1 << 16)
-            if not got:
-                return None
-            self._rest += got
-        line, _, self._rest = self._rest.partition(b"\n")
-        found: dict[str, Any] = json.loads(line)
+        if not self._told.poll(seconds):
+            raise TimeoutError(f"nothing for {seconds:.0f} s")
+        try:
+            found: dict[str, Any] = self._told.recv()
+        except EOFError:
+            return None
         return found
 
     def end(self) -> str:
         """Ends it, and says how it ended by itself."""
-        os.close(self._read)
-        end = time.monotonic() + 0.2
-        ended, status = os.waitpid(self._process, os.WNOHANG)
-        while not ended and time.monotonic() < end:
-            time.sleep(0.002)
-            ended, status = os.waitpid(self._process, os.WNOHANG)
-        if not ended:
-            os.kill(self._process, signal.SIGKILL)
-            _, status = os.waitpid(self._process, 0)
-        return f"signal {status & 0x7F}" if status & 0x7F else f"exit status {status >> 8}"
-
-
-def _write(pipe: int, found: dict[str, object]) -> None:
-    os.write(pipe, json.dumps(found).encode() + b"\n")
+        self._told.close()
+        self._process.join(0.2)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+        code = self._process.exitcode or 0
+        return f"signal {-code}" if code < 0 else f"exit status {code}"
 
 
 def run(todo: list[Item], end: float) -> Iterator[tuple[Item, dict[str, Any]]]:
@@ -394,29 +372,21 @@ def run(todo: list[Item], end: float) -> Iterator[tuple[Item, dict[str, Any]]]:
     gc.freeze()
     while todo and time.monotonic() < end:
         child = Child(todo[:1] if todo[0].is_alone else todo)
-        is_clean = False
+        found: dict[str, Any] | None = {}
+        has_begun = True
         try:
-            while todo and time.monotonic() < end:
+            while todo and found is not None and time.monotonic() < end:
                 found = child.next(HANG_SECONDS)
-                if found is None:
-                    break
-                if "begins" in found:
-                    is_clean = False
-                    continue
-                if "died" in found:
-                    yield todo.pop(0), _lost(found["died"])
-                    is_clean = True
-                    break
-                yield todo.pop(0), found
-                is_clean = True
-            else:
-                is_clean = True
+                if found is not None:
+                    has_begun = "begins" in found
+                    if not has_begun:
+                        yield todo.pop(0), _lost(found["died"]) if "died" in found else found
         except TimeoutError as error:
             child.end()
             yield todo.pop(0), _lost(f"it hung: {error}")
             continue
         how = child.end()
-        if not is_clean and todo:
+        if found is None and has_begun and todo:
             yield todo.pop(0), _lost(f"the process died: {how}")
 
 
@@ -425,7 +395,6 @@ def _lost(detail: str) -> dict[str, Any]:
 
 
 def line_of(item: Item, found: dict[str, Any]) -> str:
-    """A line for a reader."""
     word = "ok" if found["ok"] else "WRONG"
     if "wrong" in found:
         return f"{word:6}read by {item.name}: {found['wrong']} of {found['of']} wrong"

@@ -32,7 +32,6 @@ def driver_files() -> list[str]:
 
 
 def devices() -> list[str]:
-    """What PyTorch says of each device."""
     found = []
     for number in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(number)
@@ -44,7 +43,6 @@ def devices() -> list[str]:
 
 
 def main() -> int:
-    """Prints and tells what there is."""
     fake = is_software()
     smi = output_of(
         "nvidia-smi", "--query-gpu=name,driver_version,clocks.max.sm,clocks.max.mem", "--format=csv"

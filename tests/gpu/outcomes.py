@@ -69,14 +69,12 @@ def pytest_runtest_logstart(nodeid: str) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Tells how many tests there are."""
     if not is_worker() and session.items:
         records.add("collected", count=len(session.items))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_node_collection_finished(ids: list[str]) -> None:
-    """Tells how many tests a worker found."""
     records.add("collected", count=len(ids))
 
 

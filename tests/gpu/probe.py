@@ -76,11 +76,9 @@ class Driver:
         self.block = self.make("cuMemAlloc_v2", size(2 * HALF))
 
     def has(self, name: str) -> bool:
-        """Whether the driver has a function."""
         return hasattr(self._library, name)
 
     def call(self, name: str, *arguments: object) -> int:
-        """What a function answers."""
         return int(getattr(self._library, name)(*arguments))
 
     def must(self, name: str, *arguments: object) -> None:
@@ -101,7 +99,6 @@ class Driver:
         return self.call(name, ctypes.byref(number), *arguments), number.value
 
     def enter(self) -> None:
-        """Makes the context current in this thread."""
         self.must("cuCtxPushCurrent_v2", size(self.context))
 
     def function(self) -> int:
@@ -123,7 +120,6 @@ class Driver:
 
     @contextmanager
     def mode(self, mode: int) -> Iterator[None]:
-        """Gives this thread a capture mode."""
         swapped = ctypes.c_int(mode)
         self.must("cuThreadExchangeStreamCaptureMode", ctypes.byref(swapped))
         try:
@@ -132,7 +128,6 @@ class Driver:
             self.must("cuThreadExchangeStreamCaptureMode", ctypes.byref(swapped))
 
     def end(self, stream: int) -> int:
-        """What the end of a capture answers."""
         return self.call("cuStreamEndCapture", size(stream), ctypes.byref(size(0)))
 
 

@@ -37,8 +37,17 @@ def table(
     return [*lines, *("| " + " | ".join(map(_cell, row)) + " |" for row in rows), ""]
 
 
+def section(title: str, lines: Sequence[str]) -> list[str]:
+    return [f"## {title}", "", *lines] if lines else []
+
+
+def bullets(items: Iterable[str], title: str = "") -> list[str]:
+    """The lines of a list, if it has any items, under a title."""
+    lines = [f"- {item}" for item in items]
+    return [*((title, "") if title else ()), *lines, ""] if lines else []
+
+
 def told(results: Sequence[Result], kind: str) -> list[dict[str, Any]]:
-    """What all steps told of one kind."""
     return [record for result in results for record in result.about(kind)]
 
 
@@ -51,19 +60,13 @@ def verdict(results: Sequence[Result]) -> str:
 
 
 def steps_section(results: Sequence[Result]) -> list[str]:
-    """A row for each step."""
     columns = ("step", "status", "seconds", "settles", "why")
+    words = {FAILED: "**FAILED**"}
     rows = [
-        (
-            r.step.name,
-            r.status if r.status != FAILED else "**FAILED**",
-            f"{r.seconds:.1f}",
-            r.step.settles,
-            r.reason,
-        )
+        (r.step.name, words.get(r.status, r.status), f"{r.seconds:.1f}", r.step.settles, r.reason)
         for r in results
     ]
-    return ["## Steps", "", *table(columns, rows, numbers=("seconds",))]
+    return section("Steps", table(columns, rows, numbers=("seconds",)))
 
 
 def probe_section(results: Sequence[Result]) -> list[str]:
@@ -73,14 +76,8 @@ def probe_section(results: Sequence[Result]) -> list[str]:
         return []
     differs = re.findall(r"^DIFFERS +(.*)$", output, flags=re.MULTILINE)
     right = len(re.findall(r"^ok {6}", output, flags=re.MULTILINE))
-    lines = [f"{right} answers are as documented, {len(differs)} differ.", ""]
-    return [
-        "## What the driver answers",
-        "",
-        *lines,
-        *(f"- {line}" for line in differs),
-        *([""] if differs else []),
-    ]
+    counts = f"{right} answers are as documented, {len(differs)} differ."
+    return section("What the driver answers", [counts, "", *bullets(differs)])
 
 
 def _outcome(record: Mapping[str, Any]) -> str:
@@ -94,17 +91,16 @@ def captures_section(results: Sequence[Result]) -> list[str]:
     found = told(results, "capture")
     if not found:
         return []
-    lines = ["## Calls inside and beside captures", ""]
-    lines += [
-        f"- {count['right']} right, {count['wrong']} wrong, {count['left']} not tried for lack of time"
+    counts = [
+        f"{count['right']} right, {count['wrong']} wrong, {count['left']} not tried for lack of time"
         for count in told(results, "captures")
     ]
-    lines += [
-        f"- slots read on a second stream by {read['name']}: {read['wrong']} of {read['of']} wrong"
+    reads = [
+        f"slots read on a second stream by {read['name']}: {read['wrong']} of {read['of']} wrong"
         for read in told(results, "read")
         if "of" in read
     ]
-    lines.append("")
+    lines = bullets([*counts, *reads])
     wrong = [record for record in found if not record["ok"]]
     if wrong:
         columns = ("call", "whose capture", "capture", "the call", "what was said")
@@ -114,21 +110,18 @@ def captures_section(results: Sequence[Result]) -> list[str]:
     by_name: dict[str, dict[str, str]] = {}
     for record in found:
         by_name.setdefault(record["name"], {})[record["case"]] = _outcome(record)
-    if by_name:
-        rows = [(name, *(calls.get(case, "") for case in cases)) for name, calls in by_name.items()]
-        lines += ["What each call did; the capture survived unless it says SPOILT.", ""]
-        lines += table(("call", *cases), rows)
-    return lines
+    rows = [(name, *(calls.get(case, "") for case in cases)) for name, calls in by_name.items()]
+    lines += ["What each call did; the capture survived unless it says SPOILT.", ""]
+    return section("Calls inside and beside captures", [*lines, *table(("call", *cases), rows)])
 
 
 def first_pool_section(results: Sequence[Result]) -> list[str]:
-    """What the first pool costs."""
     columns = ("cache of kernels", "PyTorch's context, s", "first pool, s", "second pool, s")
     rows = [
         (r["cache"], f"{r['context']:.3f}", f"{r['first']:.4f}", f"{r['second']:.4f}")
         for r in told(results, "first pool")
     ]
-    return ["## The first pool of a process", "", *table(columns, rows, numbers=columns[1:])] if rows else []
+    return section("The first pool of a process", table(columns, rows, numbers=columns[1:]) if rows else [])
 
 
 def tests_section(results: Sequence[Result]) -> list[str]:
@@ -140,34 +133,27 @@ def tests_section(results: Sequence[Result]) -> list[str]:
         for record in result.about("test"):
             # A test whose worker ended after it is told of twice.
             outcomes.setdefault(record["name"], record)
-        counts = Counter(record["outcome"] for record in outcomes.values())
         collected = max((record["count"] for record in result.about("collected")), default=0)
-        begun = [record["name"] for record in result.about("begins") if record["name"] not in outcomes]
         if not collected and not outcomes:
             continue
-        shown = [counts[word] for word in ("passed", "failed", "skipped")]
+        by_outcome: dict[str, list[dict[str, Any]]] = {}
+        for record in outcomes.values():
+            by_outcome.setdefault(record["outcome"], []).append(record)
+        shown = [len(by_outcome.get(word, ())) for word in ("passed", "failed", "skipped")]
         rows.append((result.step.name, collected, *shown, collected - sum(shown)))
-        failed += [(r["name"], r["reason"]) for r in outcomes.values() if r["outcome"] == "failed"]
-        failed += [(name, "it never ended") for name in begun]
-        missing += [(r["name"], r["reason"]) for r in outcomes.values() if r["outcome"] == "missing"]
-        reasons.update(r["reason"] for r in outcomes.values() if r["outcome"] == "skipped")
+        failed += [f"`{r['name']}`: {r['reason']}" for r in by_outcome.get("failed", ())]
+        begun = [record["name"] for record in result.about("begins") if record["name"] not in outcomes]
+        failed += [f"`{name}`: it never ended" for name in begun]
+        missing += [f"`{r['name']}`: {r['reason']}" for r in by_outcome.get("missing", ())]
+        reasons.update(r["reason"] for r in by_outcome.get("skipped", ()))
     if not rows:
         return []
     columns = ("tests", "collected", "passed", "failed", "skipped", "no result")
-    lines = ["## Tests", "", *table(columns, rows, numbers=columns[1:])]
-    if failed:
-        lines += [
-            "Failed, with their whole text in `report.json`:",
-            "",
-            *(f"- `{name}`: {reason}" for name, reason in failed),
-            "",
-        ]
-    if missing:
-        lines += ["Not read, as something that they import is not there:", ""]
-        lines += [*(f"- `{name}`: {reason}" for name, reason in missing), ""]
-    if reasons:
-        lines += ["Skipped:", "", *(f"- {count}: {reason}" for reason, count in reasons.most_common()), ""]
-    return lines
+    lines = table(columns, rows, numbers=columns[1:])
+    lines += bullets(failed, "Failed, with their whole text in `report.json`:")
+    lines += bullets(missing, "Not read, as something that they import is not there:")
+    lines += bullets((f"{count}: {reason}" for reason, count in reasons.most_common()), "Skipped:")
+    return section("Tests", lines)
 
 
 def speed_section(results: Sequence[Result], machine: Mapping[str, str]) -> list[str]:
@@ -175,33 +161,30 @@ def speed_section(results: Sequence[Result], machine: Mapping[str, str]) -> list
     columns = ("what", "us", "GB/s", "host, us", "alternative", "its us", "ratio")
     rows = []
     for r in told(results, "speed"):
-        beside = (
-            (r["alternative"], f"{r['its_us']:,.2f}", f"{r['ratio']:.2f}") if "ratio" in r else ("", "", "")
-        )
+        beside = ("", "", "")
+        if "ratio" in r:
+            beside = (r["alternative"], f"{r['its_us']:,.2f}", f"{r['ratio']:.2f}")
         gbs = f"{r['gbs']:,.0f}" if r["gbs"] else ""
         rows.append((r["what"], f"{r['us']:,.2f}", gbs, f"{r['host_us']:,.2f}", *beside))
-    about = "; ".join(
-        f"{name}: {machine[name]}" for name in ("date", "device", "driver", "PyTorch") if name in machine
-    )
     if not rows:
         return []
+    known = [
+        f"{name}: {machine[name]}" for name in ("date", "device", "driver", "PyTorch") if name in machine
+    ]
     numbers = ("us", "GB/s", "host, us", "its us", "ratio")
-    return ["## Kernels and calls on a GPU", "", about, "", *table(columns, rows, numbers=numbers)]
+    lines = ["; ".join(known), "", *table(columns, rows, numbers=numbers)]
+    return section("Kernels and calls on a GPU", lines)
 
 
 def sanitizer_section(results: Sequence[Result]) -> list[str]:
-    """What compute-sanitizer found."""
     lines = []
     for result in results:
         found = re.findall(r"^=+ (.*)$", result.output, flags=re.MULTILINE)
         if any("ERROR SUMMARY" in line for line in found):
-            errors = [
-                line
-                for line in found
-                if line.startswith(("Invalid", "Misaligned", "Program hit", "ERROR SUMMARY"))
-            ]
-            lines += [*(f"- {count} times: {line}" for line, count in Counter(errors).most_common(20)), ""]
-    return ["## compute-sanitizer", "", *lines] if lines else []
+            kinds = ("Invalid", "Misaligned", "Program hit", "ERROR SUMMARY")
+            errors = Counter(line for line in found if line.startswith(kinds))
+            lines += bullets(f"{count} times: {line}" for line, count in errors.most_common(20))
+    return section("compute-sanitizer", lines)
 
 
 def ncu_rows(output: str) -> list[tuple[str, ...]]:
@@ -223,10 +206,9 @@ def ncu_rows(output: str) -> list[tuple[str, ...]]:
 
 
 def ncu_section(results: Sequence[Result]) -> list[str]:
-    """The counters of each kernel."""
     rows = [row for result in results for row in ncu_rows(result.output)]
     columns = ("kernel", "grid", *NCU_COLUMNS.values())
-    return ["## ncu", "", *table(columns, rows, numbers=columns[2:])] if rows else []
+    return section("ncu", table(columns, rows, numbers=columns[2:]) if rows else [])
 
 
 def failures_section(results: Sequence[Result]) -> list[str]:
@@ -234,18 +216,10 @@ def failures_section(results: Sequence[Result]) -> list[str]:
     lines = []
     for result in results:
         if result.status == FAILED:
+            command = f"`{' '.join(result.step.command)}`"
             tail = result.output.rstrip().splitlines()[-TAIL:]
-            lines += [
-                f"### {result.step.name}",
-                "",
-                f"`{' '.join(result.step.command)}`",
-                "",
-                "```",
-                *tail,
-                "```",
-                "",
-            ]
-    return ["## The end of what failed steps printed", "", *lines] if lines else []
+            lines += [f"### {result.step.name}", "", command, "", "```", *tail, "```", ""]
+    return section("The end of what failed steps printed", lines)
 
 
 def markdown(results: Sequence[Result], about: Mapping[str, str], tables: Sequence[Path]) -> str:
@@ -270,9 +244,9 @@ def markdown(results: Sequence[Result], about: Mapping[str, str], tables: Sequen
         sanitizer_section,
         ncu_section,
     )
-    for section in sections:
+    for make in sections:
         try:
-            lines += section(results)
+            lines += make(results)
         except (ArithmeticError, LookupError, TypeError, ValueError) as error:
             # What a step tells is not worth losing what the others told.
             lines += [f"A section could not be made of what was told (`report.json`): {error!r}", ""]

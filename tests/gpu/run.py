@@ -182,7 +182,6 @@ def environment(folders: Sequence[str], software: Path | None) -> dict[str, str]
 
 
 def can_import(name: str, env: dict[str, str]) -> bool:
-    """Whether the steps find a module."""
     folders = env["PYTHONPATH"].split(os.pathsep)
     return (
         any((Path(folder) / name).exists() for folder in folders)
@@ -191,7 +190,6 @@ def can_import(name: str, env: dict[str, str]) -> bool:
 
 
 def show(result: Result) -> None:
-    """A line for whoever waits."""
     reason = f": {result.reason}" if result.reason else ""
     print(f"{result.status:8}{result.seconds:6.1f} s  {result.step.name}{reason}", flush=True)
 
@@ -209,21 +207,17 @@ def run_steps(
         (out / name).unlink(missing_ok=True)
     results: list[Result] = []
 
-    def note(result: Result) -> None:
-        show(result)
-        results.append(result)
-        report.write(out, results, about, [out / "bench.md"])
-
     with tempfile.TemporaryDirectory() as scratch:
         runner = Runner(out / "steps.log", Path(scratch), env, seconds)
-        for _ in runner.run_all(steps, note):
-            pass
+        for step in steps:
+            results.append(runner.run(step))
+            show(results[-1])
+            report.write(out, results, about, [out / "bench.md"])
     print(f"{report.verdict(results)}\n{out / 'report.md'}")
     return 1 if any(result.status == FAILED for result in results) else 0
 
 
 def main() -> int:
-    """Runs the steps from the folder of the repository."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for all steps (default: %(default)s)")
     parser.add_argument(

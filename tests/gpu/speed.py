@@ -117,7 +117,6 @@ def measure(case: Case, rounds: int) -> dict[str, Any]:
 
 
 def line_of(row: dict[str, Any]) -> str:
-    """A line for a reader."""
     gbs = f"{row['gbs']:,.0f}" if row["gbs"] else "-"
     beside = f"{row['alternative']} {row['its_us']:,.2f} us, {row['ratio']:.2f}" if "ratio" in row else ""
     times = {"us": f"{row['us']:,.2f}", "host_us": f"{row['host_us']:,.2f}"}
@@ -135,7 +134,6 @@ def cases(arguments: argparse.Namespace) -> Iterator[Case]:
 
 
 def main() -> int:
-    """Times every case, or makes each call once."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tokens", default=TOKENS, help="rows of a call (default: %(default)s)")
     parser.add_argument("--rows", type=int, default=1 << 17, help="slots of a pool (default: %(default)s)")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import records
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
 OK, FAILED, SKIPPED, NOT_RUN = "ok", "failed", "skipped", "not run"
@@ -72,7 +72,6 @@ class Result:
     told: Sequence[dict[str, Any]] = ()
 
     def about(self, kind: str) -> list[dict[str, Any]]:
-        """What it told of one kind."""
         return [record for record in self.told if record["kind"] == kind]
 
 
@@ -94,17 +93,14 @@ class Runner:
         self._end = time.monotonic() + seconds
         self._stopped_by = ""
 
-    def run_all(self, steps: Sequence[Step], after_each: Callable[[Result], None]) -> Iterator[Result]:
-        """The result of each step in turn; `after_each` is called before the next begins."""
-        for step in steps:
-            result = self.run(step)
-            if step.is_vital and result.status == FAILED:
-                self._stopped_by = step.name
-            after_each(result)
-            yield result
-
     def run(self, step: Step) -> Result:
         """Runs one step, or says why not."""
+        result = self._run(step)
+        if step.is_vital and result.status == FAILED:
+            self._stopped_by = step.name
+        return result
+
+    def _run(self, step: Step) -> Result:
         left = self._end - time.monotonic()
         if step.skip:
             return Result(step, SKIPPED, step.skip)

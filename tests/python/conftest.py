@@ -268,6 +268,7 @@ BAD_INDICES: dict[str, Any] = {
     "numpy_big_endian": np.array([1, 2], dtype=">i4"),
     "bools": [True, False],
     "floats": [1.0, 2.0],
+    "mixed": [1, 2.0],
     "nan": [float("nan")],
     "strings": ["1", "2"],
     "text": "12",

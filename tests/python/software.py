@@ -20,7 +20,6 @@ import kvpool
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-NOT_READY = 600
 OUT_OF_MEMORY = 2
 LAUNCH_FAILED = 719
 NEWER_CODES = (36, 225, 226, 402, 721, 913, 917, 9999)

@@ -33,11 +33,8 @@ PAGE_SIZES = [1, 4, 16]
 @pytest.fixture(autouse=True)
 def _device(request: pytest.FixtureRequest, device: str) -> Iterator[str]:
     """Every test runs on every device; without PyTorch kernels (software driver), with the formula."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # little work, which several threads would wait for each other with
     with sdpa_kernel(SDPBackend.MATH) if request.config.getoption("--software") else nullcontext():
         yield device
-    torch.set_num_threads(threads)
 
 
 def plain_attention(

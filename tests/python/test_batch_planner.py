@@ -28,9 +28,8 @@ from kvpool import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
-    from conftest import RunSnippet
 
 PAGE_SIZES = [1, 16, 64]
 
@@ -243,20 +242,6 @@ def test_unwanted_fields_are_none(page_size: int, name: str) -> None:
 # extend and decode
 
 
-@pytest.mark.parametrize("page_size", [1, 4])
-def test_arguments_in_every_form(as_index: Callable[[Sequence[int]], Any], page_size: int) -> None:
-    pair = Pair(page_size=page_size)
-    rows = pair.rows(3)
-    pair.extend(as_index(rows), as_index([0, 0, 0]), as_index([5, 1, 9]))
-    pair.decode(as_index(rows[1:]), as_index([2, 10]), pad_to=4)
-    pair.truncate(as_index(rows), as_index([4, 1, 9]))
-    pair.finish(as_index(rows), as_index([4, 1, 9]))
-    cached = pair.slots(8).tolist()
-    rows = pair.rows(2)
-    pair.extend(as_index(rows), as_index([8, 4]), as_index([9, 5]), [as_index(cached), as_index(cached[:4])])
-    pair.finish(as_index(rows))
-
-
 def test_scalars_of_other_libraries_are_numbers() -> None:
     pair = Pair(page_size=4)
     rows = pair.start(5, 1)
@@ -298,44 +283,6 @@ def test_large_batches(page_size: int) -> None:
 
 
 # Cached prefixes
-
-
-def as_tensor(slots: list[int]) -> torch.Tensor:
-    return devices.here(torch.tensor(slots, dtype=torch.int32))
-
-
-PREFIX_FORMS: dict[str, Callable[[list[int]], Any]] = {
-    "list": list,
-    "tuple": tuple,
-    "array": np.array,
-    "int32": as_tensor,
-    "int64": lambda slots: as_tensor(slots).to(torch.int64),
-}
-
-
-@pytest.mark.parametrize("form", sorted(PREFIX_FORMS))
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-def test_cached_prefixes(page_size: int, form: str) -> None:
-    pair = wide(page_size)
-    cached = pair.slots(3 * page_size).tolist()
-    rows = pair.rows(4)
-    make = PREFIX_FORMS[form]
-    size = page_size
-    plan = pair.extend(
-        rows,
-        [3 * size, 0, 2 * size, 0],
-        [3 * size + 2, size + 1, 2 * size, 1],
-        (make(cached), None, make(cached[: 2 * size]), []),
-    )
-    assert pair.row_of(rows[0], 3 * size) == cached
-    assert plan.num_tokens == 2 + size + 1 + 1
-    assert plan.max_seqlen_k == max(3 * size + 2, size + 1)
-    assert pair.allocator.stats()["shared"] == 3 * size
-    pair.decode(rows, [3 * size + 3, size + 2, 2 * size + 1, 2])
-    pair.finish(rows)
-    assert pair.allocator.is_allocated(cached).all()
-    pair.free(cached)
-    assert pair.allocator.available_size() == 40 * size
 
 
 def test_a_prefix_that_alloc_handed_out_is_shared_as_it_is() -> None:
@@ -707,26 +654,6 @@ def test_requests_grow_up_to_the_end_of_the_table(page_size: int) -> None:
     pair.extend([one], [4], [20])
 
 
-def test_rejects_arguments_that_are_not_indices(bad_index: Any) -> None:  # noqa: ANN401
-    pair = Pair()
-    rows = pair.start(1, 1)
-    calls: list[Callable[[], object]] = [
-        lambda: pair.planner.extend(bad_index, [1, 1], [2, 2]),
-        lambda: pair.planner.extend(rows, bad_index, [2, 2]),
-        lambda: pair.planner.extend(rows, [1, 1], bad_index),
-        lambda: pair.planner.decode(bad_index, [2, 2]),
-        lambda: pair.planner.decode(rows, bad_index),
-        lambda: pair.planner.truncate(bad_index, [1, 1]),
-        lambda: pair.planner.truncate(rows, bad_index),
-        lambda: pair.planner.finish(bad_index),
-    ]
-    for call in calls:
-        pair.refused(TypeError, call)
-    if bad_index is not None:
-        pair.refused(TypeError, lambda: pair.planner.finish(rows, bad_index))
-    pair.decode(rows, [2, 2])
-
-
 # Behind the planner's back
 
 
@@ -1002,54 +929,3 @@ def test_two_threads_fork_and_share_one_prefix() -> None:
     assert pair.allocator.stats()["in_use"] == 32
     assert pair.allocator.stats()["shared"] == 0
     pair.allocator.verify()
-
-
-# Without PyTorch
-
-
-USE = """
-import kvpool
-
-allocator = kvpool.TokenToKVPoolAllocator(64, "cpu", 4)
-table = kvpool.ReqToTokenPool(4, 32, "cpu")
-planner = kvpool.BatchPlanner(table, allocator, 4, 32)
-rows = table.alloc(2)
-plan = planner.extend(rows, [0, 0], [5, 3])
-assert type(plan.seq_lens) is kvpool.Tensor
-assert plan.block_table.shape == (2, 8)
-assert (plan.seq_lens.dtype, plan.slot_mapping.dtype) == ("int32", "int64")
-plan = planner.decode(rows, [6, 4], pad_to=4)
-assert plan.positions.shape == (4,)
-row = table.alloc()[0]
-dst_slots, src_slots = planner.fork(rows[0], row, 6)
-assert type(dst_slots) is kvpool.Tensor and dst_slots.shape == src_slots.shape == (2,)
-cached = table.alloc()[0]
-planner.truncate(rows, [5, 0])
-planner.extend([cached], [4], [6], [table.read(rows[0], 4)])
-planner.finish([*rows, row, cached])
-assert planner.stats()["tokens"] == 0
-assert allocator.available_size() == 64
-"""
-
-
-@devices.cpu_only
-@pytest.mark.parametrize("hidden", [["torch"], ["torch", "numpy", "ml_dtypes"]], ids="+".join)
-def test_works_with_modules_hidden(run_snippet: RunSnippet, hidden: list[str]) -> None:
-    run_snippet(USE, hidden=hidden)
-
-
-@devices.cpu_only
-def test_without_torch_numpy_reads_the_plan(run_snippet: RunSnippet) -> None:
-    run_snippet(
-        """
-        import kvpool, numpy as np
-        table = kvpool.ReqToTokenPool(4, 32, "cpu")
-        planner = kvpool.BatchPlanner(table, kvpool.TokenToKVPoolAllocator(64, "cpu"), 4, 32)
-        rows = np.array(table.alloc(2))
-        plan = planner.extend(rows, np.zeros(2, np.int32), np.array([3, 2]))
-        assert plan.out_cache_loc.numpy().tolist() == plan.host.out_cache_loc.tolist() == [1, 2, 3, 4, 5]
-        assert np.from_dlpack(plan.kv_indptr).tolist() == [0, 3, 5]
-        assert type(plan.host.slot_mapping) is np.ndarray and plan.host.slot_mapping.dtype == np.int64
-        """,
-        hidden=["torch"],
-    )

@@ -47,50 +47,27 @@ SHOWN = ("seq_lens", "kv_indices", "block_table")
 """Fields that are looked at again and again."""
 
 
+OPTIONS = st.fixed_dictionaries(
+    {
+        "need_sort": st.booleans(),
+        "strict": st.booleans(),
+        "max_reqs": st.integers(2, 6),
+        "max_context_len": st.integers(6, 40),
+        "padding_row": st.sampled_from([True, True, True, False]),
+        "max_batch_size": st.integers(2, 6),
+        "max_tokens": st.integers(8, 80),
+        "kv_indices": st.sampled_from([True, True, False]),
+        "block_table": st.sampled_from([True, True, False]),
+    }
+)
+
+
 class PlannerHistory(RuleBasedStateMachine):
     """Every operation on a planner, its pools, and their naive models."""
 
-    @initialize(
-        page_size=st.sampled_from([1, 1, 2, 4, 16]),
-        pages=st.integers(2, 24),
-        need_sort=st.booleans(),
-        strict=st.booleans(),
-        rows=st.integers(2, 6),
-        context=st.integers(6, 40),
-        padding_row=st.sampled_from([True, True, True, False]),
-        batch=st.integers(2, 6),
-        tokens=st.integers(8, 80),
-        kv_indices=st.sampled_from([True, True, False]),
-        block_table=st.sampled_from([True, True, False]),
-    )
-    def start(  # noqa: PLR0913
-        self,
-        *,
-        page_size: int,
-        pages: int,
-        need_sort: bool,
-        strict: bool,
-        rows: int,
-        context: int,
-        padding_row: bool,
-        batch: int,
-        tokens: int,
-        kv_indices: bool,
-        block_table: bool,
-    ) -> None:
-        self.pair = Pair(
-            pages * page_size,
-            page_size,
-            need_sort=need_sort,
-            strict=strict,
-            max_reqs=rows,
-            max_context_len=context,
-            padding_row=padding_row,
-            max_batch_size=batch,
-            max_tokens=tokens,
-            kv_indices=kv_indices,
-            block_table=block_table,
-        )
+    @initialize(page_size=st.sampled_from([1, 1, 2, 4, 16]), pages=st.integers(2, 24), options=OPTIONS)
+    def start(self, page_size: int, pages: int, options: dict[str, Any]) -> None:
+        self.pair = Pair(pages * page_size, page_size, **options)
         self.twin = self.pair.twin
         self.fences: list[Fence] = []
         self.cache: list[list[int]] = []

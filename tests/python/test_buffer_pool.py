@@ -967,38 +967,6 @@ def test_a_pool_whose_tensors_know_it_is_collected(how: str) -> None:
     assert gone() is None
 
 
-@devices.cpu_only
-def test_without_pytorch_tensors_are_ours(run_snippet: RunSnippet) -> None:
-    code = """
-        import kvpool, numpy
-        pool = kvpool.BufferPool("cpu")
-        buffer = pool.alloc((2, 3), "int64")
-        tensor = buffer.tensor
-        print(type(tensor).__name__, tensor.shape, tensor.dtype, tensor.device)
-        array = tensor.numpy()
-        array[:] = 3
-        print(buffer.tensor.numpy().tolist(), pool.alloc_bytes(3).tensor.dtype)
-        pool.register_existing(numpy.ones(100))
-        pool.register_existing(tensor)
-        pool.reset()
-        try:
-            buffer.tensor
-        except kvpool.StaleBufferError as error:
-            print("stale")
-        again = pool.alloc((6,), numpy.int64)
-        print(again.tensor.numpy().tolist())
-        del pool, buffer, tensor, again
-        print(array.tolist())
-    """
-    assert run_snippet(code, hidden=["torch"]).splitlines() == [
-        "Tensor (2, 3) int64 cpu",
-        "[[3, 3, 3], [3, 3, 3]] uint8",
-        "stale",
-        "[3, 3, 3, 3, 3, 3]",
-        "[[3, 3, 3], [3, 3, 3]]",
-    ]
-
-
 # The loop of an engine
 
 

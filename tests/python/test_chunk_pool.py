@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+import common
 import devices
 import numpy as np
 import pytest
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MEMINFO = Path("/proc/meminfo")
-MEMORY = ("cuMemAlloc_v2", "cuMemFree_v2", "cuMemHostAlloc", "cuMemFreeHost", "cuMemHostRegister_v2")
+MEMORY = (*common.MEMORY, "cuMemHostRegister_v2")
 COPIES = (
     "cuMemcpyAsync",
     "cuMemcpy2DAsync_v2",
@@ -188,16 +189,11 @@ def test_every_way_to_write_a_shape(shape: Any) -> None:  # noqa: ANN401
     assert some(pool.allocate()).tensor().shape == extents
 
 
-@pytest.mark.parametrize("shape", [0, (0,), (2, 0, 3), -1, (-1,), (2, -3), -(2**40)])
-def test_rejects_bad_extents(shape: Any) -> None:  # noqa: ANN401
+@pytest.mark.parametrize("shape", [0, (0,), (2, 0, 3), -1, (-1,), (2, -3), -(2**40), (1,) * 9])
+def test_rejects_bad_shapes(shape: Any) -> None:  # noqa: ANN401
     bad = min((shape,) if isinstance(shape, int) else shape)
-    with pytest.raises(ConfigError, match=rf"chunk_shape.*{bad}"):
+    with pytest.raises(ConfigError, match=rf"chunk_shape.*{bad}" if bad < 1 else "9"):
         make(2, shape)
-
-
-def test_rejects_too_many_dimensions() -> None:
-    with pytest.raises(ConfigError, match="9"):
-        make(2, (1,) * 9)
 
 
 @pytest.mark.parametrize("bad", [3, "text", object(), (1,)])
@@ -1280,15 +1276,11 @@ def test_where_nothing_is_registered_all_is_ready(pin_memory: bool) -> None:
     assert indices(take(pool, 4)) == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("bad", [-1, -0.5, float("nan")])
-def test_rejects_bad_timeouts(bad: float) -> None:
-    with pytest.raises(ConfigError, match=r"timeout.*(-|NaN|nan)"):
-        make().wait_registered(bad)
-
-
-@pytest.mark.parametrize("bad", ["1", [1], object()])
-def test_rejects_timeouts_of_a_wrong_type(bad: Any) -> None:  # noqa: ANN401
-    with pytest.raises(TypeError):
+@pytest.mark.parametrize("bad", [-1, -0.5, float("nan"), "1", [1], object()])
+def test_rejects_bad_timeouts(bad: Any) -> None:  # noqa: ANN401
+    is_number = isinstance(bad, int | float)
+    words = r"timeout.*(-|NaN|nan)" if is_number else None
+    with pytest.raises(ConfigError if is_number else TypeError, match=words):
         make().wait_registered(bad)
 
 
@@ -1688,40 +1680,6 @@ def test_given_tensors_are_let_go() -> None:
             chunk.copy_from(tensor.expand(2, 12))
     del tensor
     assert gone() is None
-
-
-@devices.cpu_only
-def test_without_pytorch_tensors_are_ours(run_snippet: RunSnippet) -> None:
-    code = """
-        import gc
-        import kvpool, numpy
-        pool = kvpool.ChunkPool(2, (2, 3), "float16", pin_memory=False)
-        chunk = pool.allocate()
-        print(pool.dtype, pool.device, pool.chunk_shape, pool.pin_memory)
-        tensor = chunk.tensor()
-        print(type(tensor).__name__, tensor.shape, tensor.dtype, tensor.device)
-        chunk.copy_from(numpy.arange(6, dtype="float16").reshape(3, 2).T).wait()
-        print(tensor.numpy().tolist())
-        other = pool.allocate()
-        other.copy_from(chunk.tensor((4,)))
-        target = numpy.zeros(5, dtype="float16")
-        print(other.copy_to(target).query(), target.tolist())
-        array = chunk.tensor((4,)).numpy()
-        capsule = other.tensor().__dlpack__(max_version=(1, 0))
-        del pool, chunk, tensor, other
-        gc.collect()
-        last = kvpool.ChunkPool(2, (2, 3), "float16")
-        last.allocate().tensor().numpy()[:] = 9
-        print(array.tolist())
-        del capsule
-    """
-    assert run_snippet(code, hidden=["torch"]).splitlines() == [
-        "float16 cpu (2, 3) False",
-        "Tensor (2, 3) float16 cpu",
-        "[[0.0, 2.0, 4.0], [1.0, 3.0, 5.0]]",
-        "True [0.0, 2.0, 4.0, 1.0, 0.0]",
-        "[0.0, 2.0, 4.0, 1.0]",
-    ]
 
 
 # Threads

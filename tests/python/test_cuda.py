@@ -7,7 +7,6 @@ import logging
 import os
 import re
 import shutil
-import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +15,6 @@ import torch
 from common import MEMORY, NEVER, WAITS, Fence, on_stream, some
 from software import NEWER_CODES
 
-import kvpool
 from kvpool import (
     DriverError,
     GDNPool,
@@ -24,15 +22,13 @@ from kvpool import (
     KVPool,
     ReqToTokenPool,
     TokenToKVPoolAllocator,
-    make_full_attention_net_mem_pool,
-    make_req_to_token_pool,
 )
 from kvpool.tools.replay.config import ReplayConfig
 from kvpool.tools.replay.replay import Replay
 from kvpool.tools.replay.traces import Trace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from conftest import RunSnippet
@@ -107,58 +103,65 @@ def gdn_pool() -> GDNPool:
     return GDNPool(4, 3, 2, 8, 8, 16, 4, "cuda", max_track_slots=2)
 
 
-def launching() -> dict[str, tuple[str, Callable[[], Callable[[], object]]]]:
-    """Calls that make one launch, with the kernel they launch; the tensors are made beforehand."""
+Call = tuple[int, "Callable[[], object]", "Sequence[torch.Tensor]"]
 
-    def set_kv() -> Callable[[], object]:
-        pool, indices = kv_pool(), ints(3, 1, 2)
-        k = torch.ones(3, 2, 8, dtype=torch.bfloat16).cuda()
-        return lambda: pool.set_kv_buffer(1, indices, k, k)
 
-    def gather() -> Callable[[], object]:
-        pool, indices = kv_pool(), ints(3, 1)
-        out = tuple(torch.ones(2, 2, 8, dtype=torch.bfloat16).cuda() for _ in range(2))
-        return lambda: pool.gather_kv(1, indices, (out[0], out[1]))
-
-    def move() -> Callable[[], object]:
-        pool, dst, src = kv_pool(), ints(3, 1), ints(5, 6)
-        return lambda: pool.move_kv(dst, src)
-
-    def reset() -> Callable[[], object]:
-        pool, indices = gdn_pool(), ints(3, 1)
-        return lambda: pool.reset_states(indices)
-
-    def copy() -> Callable[[], object]:
-        pool, src, dst = gdn_pool(), ints(3, 1), ints(5, 6)
-        return lambda: pool.copy_states(src, dst)
-
-    def write() -> Callable[[], object]:
-        table, values = ReqToTokenPool(8, 64, "cuda"), ints(5, 6, 7)
-        return lambda: table.write((1, slice(0, 3)), values)
-
-    def kv_indices() -> Callable[[], object]:
-        table, rows, indptr = ReqToTokenPool(8, 64, "cuda"), ints(1, 2), ints(0, 3, 5)
-        out = ints(*range(5), dtype=torch.int32)
-        return lambda: table.build_kv_indices(rows, indptr, out)
-
+def by_index(device: str, count: int, form: Callable[[Sequence[int]], Any] = list) -> dict[str, Call]:
+    """Calls with so many indices of a form: numbers of a list that cross, the call, and what it writes to."""
+    generator = torch.Generator().manual_seed(count)
+    size = 2 * count + 8
+    kv = KVPool(size, 2, 2, 8, device, torch.bfloat16)
+    gdn = GDNPool(size, 2, 1, 2, 2, 4, 2, device)
+    table = ReqToTokenPool(count + 1, 8, device, padding_row=False)
+    order = (torch.randperm(size, generator=generator) + 1).tolist()
+    rows, others = form(order[:count]), form(order[count : 2 * count])
+    cells, starts = (form(range(count)), form([3] * count)), form(range(0, 4 * count + 1, 4))
+    values = torch.randn(count, 2, 8, generator=generator).to(torch.bfloat16).to(device)
+    states = torch.randn(*gdn.recurrent_state[0].shape, generator=generator).to(gdn.recurrent_state[0].dtype)
+    buffers = (*kv.k_buffer, *kv.v_buffer)
+    for buffer in buffers:
+        buffer.copy_(torch.arange(buffer.numel()).view(buffer.shape).to(buffer.dtype))
+    for state in gdn.recurrent_state:
+        state.copy_(states)
+    out = torch.zeros(8 * count, dtype=torch.int32).to(device)
+    k, v = torch.zeros_like(values), torch.zeros_like(values)
+    cycle = [*order[1:count], order[0]]
+    steps = 0 if count == 1 else 3 * (count - 1)
+    gdn_states = [*gdn.recurrent_state]
     return {
-        "set_kv_buffer": ("kvpool_store", set_kv),
-        "gather_kv": ("kvpool_gather", gather),
-        "move_kv": ("kvpool_move", move),
-        "reset_states": ("kvpool_zero", reset),
-        "copy_states": ("kvpool_move", copy),
-        "write": ("kvpool_write_points", write),
-        "build_kv_indices": ("kvpool_kv_indices", kv_indices),
+        "set_kv_buffer": (count, lambda: kv.set_kv_buffer(0, rows, values, values), buffers),
+        "gather_kv": (count, lambda: kv.gather_kv(1, rows, (k, v)), (k, v)),
+        "move_kv": (2 * count, lambda: kv.move_kv(rows, others), buffers),
+        "move_kv in order": (steps, lambda: kv.move_kv(order[:count], cycle), buffers),
+        "reset_states": (count, lambda: gdn.reset_states(rows), gdn_states),
+        "copy_states": (2 * count, lambda: gdn.copy_states(rows, others), gdn_states),
+        "write": (3 * count, lambda: table.write(cells, rows), [table.req_to_token]),
+        "build_kv_indices": (
+            2 * count + 1,
+            lambda: table.build_kv_indices(cells[0], starts, out),
+            [out],
+        ),
     }
 
 
-@pytest.mark.parametrize("name", sorted(launching()))
+KERNELS = {
+    "set_kv_buffer": "kvpool_store",
+    "gather_kv": "kvpool_gather",
+    "move_kv": "kvpool_move",
+    "reset_states": "kvpool_zero",
+    "copy_states": "kvpool_move",
+    "write": "kvpool_write_points",
+    "build_kv_indices": "kvpool_kv_indices",
+}
+
+
+@pytest.mark.parametrize("name", sorted(KERNELS))
 def test_one_launch_a_call_and_nothing_else(driver: Driver, name: str) -> None:
-    kernel, prepare = launching()[name]
-    call = prepare()
+    _, call, _ = by_index("cuda", 3, lambda values: ints(*values))[name]
+    driver.run()
     driver.reset_calls()
     call()
-    assert driver.calls("cuLaunchKernel") == driver.calls(f"launch:{kernel}") == 1
+    assert driver.calls("cuLaunchKernel") == driver.calls(f"launch:{KERNELS[name]}") == 1
     assert [driver.calls(name) for name in (*WAITS, *MEMORY)] == [0] * 7
     assert driver.calls("cuMemcpyHtoDAsync_v2") == driver.calls("cuMemcpyDtoHAsync_v2") == 0
 
@@ -173,58 +176,6 @@ def test_indices_of_the_host_cost_one_launch(driver: Driver) -> None:
         assert driver.calls(f"launch:{name}") == 1
     assert driver.calls("cuLaunchKernel") == 2
     assert driver.calls("cuMemcpyHtoDAsync_v2") == driver.calls("cuEventRecord") == 0
-
-
-def by_list(device: str, count: int) -> dict[str, tuple[int, Callable[[], object]]]:
-    """Calls with a list of the host: numbers that cross, and the call, which returns what it wrote."""
-    generator = torch.Generator().manual_seed(count)
-    size = 2 * count + 8
-    kv = KVPool(size, 2, 2, 8, device, torch.bfloat16)
-    gdn = GDNPool(size, 2, 1, 2, 2, 4, 2, device)
-    table = ReqToTokenPool(count + 1, 8, device, padding_row=False)
-    order = (torch.randperm(size, generator=generator) + 1).tolist()
-    rows, others = order[:count], order[count : 2 * count]
-    values = torch.randn(count, 2, 8, generator=generator).to(torch.bfloat16).to(device)
-    states = torch.randn(*gdn.recurrent_state[0].shape, generator=generator).to(gdn.recurrent_state[0].dtype)
-    for buffer in (*kv.k_buffer, *kv.v_buffer):
-        buffer.copy_(torch.arange(buffer.numel()).view(buffer.shape).to(buffer.dtype))
-    for state in gdn.recurrent_state:
-        state.copy_(states)
-    out = torch.zeros(8 * count, dtype=torch.int32).to(device)
-
-    def kept(write: Callable[[], object], *tensors: torch.Tensor) -> Callable[[], object]:
-        def call() -> object:
-            write()
-            return tensors
-
-        return call
-
-    def cycle() -> None:
-        kv.move_kv(rows, [*rows[1:], rows[0]])
-
-    buffers = (*kv.k_buffer, *kv.v_buffer)
-    steps = 0 if count == 1 else 3 * (count - 1)
-    return {
-        "set_kv_buffer": (count, kept(lambda: kv.set_kv_buffer(0, rows, values, values), *buffers)),
-        "gather_kv": (count, lambda: kv.gather_kv(1, rows)),
-        "move_kv": (2 * count, kept(lambda: kv.move_kv(rows, others), *buffers)),
-        "move_kv in order": (steps, kept(cycle, *buffers)),
-        "reset_states": (count, kept(lambda: gdn.reset_states(rows), *gdn.recurrent_state)),
-        "copy_states": (2 * count, kept(lambda: gdn.copy_states(rows, others), *gdn.recurrent_state)),
-        "write": (
-            3 * count,
-            kept(
-                lambda: table.write((list(range(count)), [3] * count), rows),
-                table.req_to_token,
-            ),
-        ),
-        "build_kv_indices": (
-            2 * count + 1,
-            kept(
-                lambda: table.build_kv_indices(list(range(count)), list(range(0, 4 * count + 1, 4)), out), out
-            ),
-        ),
-    }
 
 
 @pytest.mark.parametrize(
@@ -242,27 +193,23 @@ def test_lists_cross_with_the_launch_or_are_copied_and_do_the_same(driver: Drive
         "write": 892,
         "build_kv_indices": 930,
     }
-    on_cpu, on_gpu = by_list("cpu", count), by_list("cuda", count)
-    made: Any = None
-    for name, (numbers, call) in on_gpu.items():
-        made = None  # what goes back to the driver makes calls, too
+    on_cpu, on_gpu = by_index("cpu", count), by_index("cuda", count)
+    for name, (numbers, call, written) in on_gpu.items():
         driver.run()
         driver.reset_calls()
-        made = call()
+        call()
         copies = int(numbers > room[name])
         made_calls = [driver.calls(called) for called in ("cuMemcpyHtoDAsync_v2", "cuEventRecord")]
         assert (name, made_calls) == (name, [copies, copies])
-        expected: Any = on_cpu[name][1]()
-        for tensor, right in zip(made, expected, strict=True):
+        _, right_call, expected = on_cpu[name]
+        right_call()
+        for tensor, right in zip(written, expected, strict=True):
             assert torch.equal(tensor.cpu(), right), name
 
 
 @pytest.mark.parametrize("count", [1, 1200])
 def test_lists_of_any_length_are_refused_within_a_capture(driver: Driver, count: int) -> None:
-    for name, (_, call) in by_list("cuda", count).items():
-        if name == "gather_kv":
-            # Its new tensors cannot be made there.
-            continue
+    for _, call, _ in by_index("cuda", count).values():
         driver.run()
         stream = driver.stream()
         with on_stream(stream):
@@ -871,29 +818,6 @@ def test_memory_on_the_host_is_page_locked_where_there_is_a_driver(driver: Drive
 # Threads, and everything together
 
 
-def test_two_pools_in_two_threads() -> None:
-    failures: list[BaseException] = []
-
-    def work(page_size: int) -> None:
-        try:
-            allocator = make_allocator(4096, page_size)
-            for _ in range(2000):
-                slots = allocator.alloc(37)
-                assert slots is not None
-                allocator.free(slots)
-            allocator.verify()
-            assert allocator.available_size() == 4096
-        except BaseException as error:  # noqa: BLE001 - told by the test
-            failures.append(error)
-
-    threads = [threading.Thread(target=work, args=(page_size,)) for page_size in (1, 16)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
-
-
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_a_replay_verifies_every_token(page_size: int) -> None:
     lens = np.arange(10)
@@ -911,23 +835,6 @@ def test_a_replay_verifies_every_token(page_size: int) -> None:
     assert result.counts.finished == 10
     assert page_size == 16 or result.counts.retractions > 0
     assert result.counts.verified_tokens >= int((trace.input_lens + trace.output_lens).sum())
-
-
-def test_an_unknown_device_is_named() -> None:
-    with pytest.raises(kvpool.BackendUnavailableError, match="has no cuda:99"):
-        TokenToKVPoolAllocator(8, "cuda:99")
-
-
-def test_the_factories_make_pools_that_fit() -> None:
-    pool, allocator = make_full_attention_net_mem_pool(60, 2, 1, 2, 1, 4, "cuda", torch.bfloat16, page_size=4)
-    table = make_req_to_token_pool(4, 64, "cuda")
-    assert pool.device == allocator.device == table.device == "cuda:0"
-    slots = some(allocator.alloc(60))
-    k = torch.ones(60, 1, 2, dtype=torch.bfloat16).cuda()
-    v = torch.ones(60, 4, dtype=torch.bfloat16).cuda()
-    pool.set_kv_buffer(1, slots, k, v)
-    pool.check()
-    assert pool.v_buffer[1].cpu().sum() == 240
 
 
 # Images of the kernels

@@ -44,10 +44,7 @@ if TYPE_CHECKING:
 HERE = __file__
 
 
-@pytest.fixture(autouse=True)
-def on_device(device: str) -> str:
-    """Every test runs on every device."""
-    return device
+pytestmark = pytest.mark.usefixtures("device")
 
 
 @pytest.fixture(autouse=True)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 from typing import TYPE_CHECKING
 
+import common
 import pytest
 import torch
 
-import kvpool
+from kvpool import _kvpool
 
 if TYPE_CHECKING:
     from conftest import RunSnippet
 
-DTYPES = ["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "uint8"]
+
+STORAGE = [str(dtype)[6:] for dtype in common.STORAGE]
+DTYPES = [*STORAGE, "int32", "int64", "bool"]
 
 # Reads capsules as a consumer written in C does. `torch` is hidden while kvpool makes its tensors.
 CAPSULES = """
@@ -158,7 +162,7 @@ def test_torch_reads_a_kvpool_tensor(run_snippet: RunSnippet) -> None:
         import gc
         import kvpool
         found = {{}}
-        for dtype in {DTYPES!r}:
+        for dtype in {STORAGE!r}:
             tensor = kvpool.KVPool(16, 2, 2, 4, "cpu", dtype).v_buffer[1]
             assert type(tensor) is kvpool.Tensor
             found[dtype] = tensor
@@ -180,19 +184,6 @@ def test_torch_reads_a_kvpool_tensor(run_snippet: RunSnippet) -> None:
         """,
         hidden=["torch"],
     )
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_tensors_arrive_in_torch_as_they_are(dtype: str) -> None:
-    pool = kvpool.KVPool(16, 2, 2, 4, "cpu", getattr(torch, dtype))
-    addresses, lengths, _ = pool.get_contiguous_buf_infos()
-    for address, length, tensor in zip(addresses, lengths, [*pool.k_buffer, *pool.v_buffer], strict=True):
-        assert type(tensor) is torch.Tensor
-        assert tensor.dtype is getattr(torch, dtype)
-        assert tensor.data_ptr() == address
-        assert tensor.nbytes == length
-        assert not tensor.requires_grad
-        tensor.view(torch.uint8).fill_(1)
 
 
 def test_numpy_reads_without_a_copy(run_snippet: RunSnippet) -> None:
@@ -221,26 +212,6 @@ def test_numpy_reads_without_a_copy(run_snippet: RunSnippet) -> None:
         slots = kvpool.TokenToKVPoolAllocator(16, "cpu").alloc(3)
         assert np.from_dlpack(slots).tolist() == slots.numpy().tolist() == [1, 2, 3]
         assert slots.numpy().dtype == np.int32
-        """,
-        hidden=["torch"],
-    )
-
-
-def test_numpy_reads_the_dtypes_of_ml_dtypes(run_snippet: RunSnippet) -> None:
-    pytest.importorskip("ml_dtypes")
-    run_snippet(
-        """
-        import kvpool
-        import ml_dtypes
-        import numpy as np
-        for dtype in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
-            pool = kvpool.KVPool(16, 1, 2, 4, "cpu", dtype)
-            values = np.full((1, 2, 4), 1.5, dtype=np.float32)
-            pool.set_kv_buffer(0, [3], values, values)
-            array = pool.k_buffer[0].numpy()
-            assert array.dtype == np.dtype(getattr(ml_dtypes, dtype))
-            assert array.ctypes.data == pool.k_buffer[0].data_ptr()
-            assert array.astype(np.float32).sum() == 12
         """,
         hidden=["torch"],
     )
@@ -404,6 +375,62 @@ def test_capsules_that_lie_are_refused(run_snippet: RunSnippet) -> None:
             else:
                 raise AssertionError(answer)
         assert allocator.available_size() == 16
+        """,
+        hidden=["torch"],
+    )
+
+
+# Every dtype crosses at the same address, and the tensor keeps its memory
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype_arrives_in_torch(dtype: str) -> None:
+    tensor = _kvpool._zeros([3, 4], dtype)
+    assert type(tensor) is torch.Tensor
+    assert tensor.dtype is getattr(torch, dtype)
+    assert (tensor.shape, tensor.stride()) == ((3, 4), (4, 1))
+    size = tensor.nbytes
+    tensor.view(torch.uint8).fill_(1)
+    others = [_kvpool._zeros([3, 4], dtype) for _ in range(50)]
+    gc.collect()
+    assert len({other.data_ptr() for other in [tensor, *others]}) == 51
+    assert int(tensor.view(torch.uint8).sum()) == size
+
+
+def test_without_the_exchange_table_the_same_arrives(run_snippet: RunSnippet) -> None:
+    run_snippet(
+        f"""
+        import torch
+        del torch.Tensor.__dlpack_c_exchange_api__
+        from kvpool import _kvpool
+
+        for dtype in {DTYPES!r}:
+            tensor = _kvpool._zeros([3, 4], dtype)
+            assert type(tensor) is torch.Tensor
+            assert tensor.dtype is getattr(torch, dtype), dtype
+            assert (tensor.shape, tensor.stride()) == ((3, 4), (4, 1))
+            tensor.view(torch.uint8).fill_(1)
+        """,
+        has_torch=True,
+    )
+
+
+def test_without_torch_numpy_reads_the_same_memory(run_snippet: RunSnippet) -> None:
+    run_snippet(
+        f"""
+        import numpy as np
+        from kvpool import _kvpool
+
+        for dtype in {DTYPES!r}:
+            tensor = _kvpool._zeros([3, 4], dtype)
+            array = tensor.numpy()
+            assert str(array.dtype) == tensor.dtype == dtype
+            assert array.__array_interface__["data"][0] == tensor.data_ptr()
+            assert array.shape == tensor.shape == (3, 4)
+            array.view(np.uint8)[:] = 1
+            again = tensor.numpy()
+            del tensor
+            assert (again.view(np.uint8) == 1).all()
         """,
         hidden=["torch"],
     )

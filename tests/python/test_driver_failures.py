@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import devices
 import numpy as np
@@ -13,7 +13,7 @@ from common import each_failure
 from pool_reader import PoolReader, alone
 from software import LAUNCH_FAILED, NEWER_CODES, OUT_OF_MEMORY, memory_of_pytorch
 
-from kvpool import DriverError, KVPool, ReqToTokenPool, TokenToKVPoolAllocator
+from kvpool import DriverError, IndexOwnershipError, KVPool, ReqToTokenPool, TokenToKVPoolAllocator
 from kvpool.serving import Engine, Request
 from kvpool.tools.replay import token_rows
 from kvpool.tools.replay.config import ReplayConfig
@@ -64,58 +64,18 @@ def assert_each_once(allocator: TokenToKVPoolAllocator, table: ReqToTokenPool) -
     table.free(rows)
 
 
-class Pages:
-    """Which pages a planner took for each row, and has not given back.
-
-    Attributes:
-        unsure: Those of rows whose `finish` has not returned, which may have been done or not.
-    """
-
-    def __init__(self, page_size: int) -> None:
-        self._size = page_size
-        self._held: dict[int, set[int]] = {}
-        self.unsure: set[int] = set()
-
-    def noting(self, extend: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(*arguments: object) -> Any:  # noqa: ANN401
-            plan = extend(*arguments)
-            if plan is not None:
-                host = plan.host
-                slots = np.split(host.out_cache_loc, host.qo_indptr[1:-1])
-                for row, taken in zip(host.req_pool_indices.tolist(), slots, strict=True):
-                    self._held.setdefault(row, set()).update((taken // self._size).tolist())
-            return plan
-
-        return noted
-
-    def striking_out(self, finish: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(rows: list[int]) -> None:
-            self.unsure = set().union(*(self._held.get(row, ()) for row in rows))
-            finish(rows)
-            for row in rows:
-                self._held.pop(row, None)
-            self.unsure = set()
-
-        return noted
-
-    def check(self, allocator: TokenToKVPoolAllocator) -> None:
-        """The allocator says that the same pages are in use."""
-        every = range(1, allocator.size // self._size + 1)
-        live = allocator.is_allocated([page * self._size for page in every]).tolist()
-        found = {page for page, is_live in zip(every, live, strict=True) if is_live}
-        assert found - self.unsure == set().union(*self._held.values()) - self.unsure
-
-
-class Watched(Replay):
-    """A replay of whose pages somebody else keeps a list."""
-
-    def __init__(self, trace: Trace, config: ReplayConfig) -> None:
-        super().__init__(trace, config)
-        # They know nothing of the replay, which is gone at once so when it is dropped.
-        self.pages = Pages(config.page_size)
-        scheduler: Any = self.scheduler
-        scheduler._extend = self.pages.noting(scheduler._extend)
-        scheduler._finish = self.pages.striking_out(scheduler._finish)
+def assert_pages_of_rows(replay: Replay) -> None:
+    """Exactly the pages of the planner's requests are in use, each by one of them."""
+    planner, size, held = replay.scheduler.planner, replay.allocator.page_size, list[int]()
+    for row in range(1, len(replay.table.req_to_token)):
+        try:
+            length = planner.seq_len(row)
+        except IndexOwnershipError:
+            continue
+        held += (replay.table.read(row, length)[::size] // size).tolist()
+    assert len(set(held)) == len(held)
+    assert replay.allocator.stats()["in_use"] == len(held) * size
+    assert replay.allocator.is_allocated([page * size for page in held]).all()
 
 
 def short_trace() -> Trace:
@@ -144,11 +104,11 @@ def test_every_driver_call_of_a_replay_may_fail(
         heads=1,
         head_dim=4,
     )
-    replays: list[Watched] = []
+    replays: list[Replay] = []
 
     def work() -> None:
         replays.clear()
-        replays.append(Watched(short_trace(), config))
+        replays.append(Replay(short_trace(), config))
         result = replays[0].run()
         assert result.counts.verified_tokens >= 33
         assert page_size == 16 or result.counts.retractions == 1
@@ -159,7 +119,7 @@ def test_every_driver_call_of_a_replay_may_fail(
         driver.run()
         while replays:
             replay = replays.pop()
-            replay.pages.check(replay.allocator)
+            assert_pages_of_rows(replay)
             assert_each_once(replay.allocator, replay.table)
             assert replay.kv is not None
             replay.kv.pool.check()

@@ -139,8 +139,8 @@ def test_buffers_stay_where_they_are() -> None:
     assert pool.get_key_buffer(1)[3].eq(5).all()
 
 
-@pytest.mark.parametrize("layer", [2, -1, 2**40, 10**30])
-def test_rejects_missing_layers(layer: int) -> None:
+@pytest.mark.parametrize("layer", [2, -1, 2**40, 10**30, 1.0, "0", None])
+def test_rejects_missing_layers(layer: Any) -> None:  # noqa: ANN401
     pool = make()
     one = zeros(1, 2, 4)
     calls: list[Callable[[], object]] = [
@@ -151,18 +151,11 @@ def test_rejects_missing_layers(layer: int) -> None:
         lambda: pool.set_kv_buffer(layer, [1], one, one),
         lambda: pool.gather_kv(layer, [1]),
     ]
+    is_number = isinstance(layer, int)
+    words = (str(layer) if layer < 2**63 else r"\d") if is_number else None
     for call in calls:
-        with pytest.raises(IndexError, match=str(layer) if layer < 2**63 else r"\d"):
+        with pytest.raises(IndexError if is_number else TypeError, match=words):
             call()
-
-
-@pytest.mark.parametrize("layer", [1.0, "0", None])
-def test_rejects_layers_of_a_wrong_type(layer: Any) -> None:  # noqa: ANN401
-    pool = make()
-    with pytest.raises(TypeError):
-        pool.get_key_buffer(layer)
-    with pytest.raises(TypeError):
-        pool.gather_kv(layer, [1])
 
 
 @devices.cpu_only
@@ -178,16 +171,6 @@ def test_huge_pools_cost_what_is_touched() -> None:
 
 
 # set_kv_buffer
-
-
-def test_write_takes_every_form_of_indices(as_index: Callable[[Sequence[int]], Any]) -> None:
-    pool = make()
-    k, v = values(3, 2, 4), values(3, 2, 4, seed=1)
-    assert pool.set_kv_buffer(1, as_index([5, 1, 16]), k, v) is None  # type: ignore[func-returns-value]
-    for buffer, expected in ((pool.k_buffer[1].cpu(), k), (pool.v_buffer[1].cpu(), v)):
-        assert equal(buffer[[5, 1, 16]], expected)
-        assert int(buffer.count_nonzero()) == int(expected.count_nonzero())
-    assert not pool.k_buffer[0].any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -367,22 +350,6 @@ def test_out_of_range_raises_before_anything_is_written(
 def test_no_index_is_too_large_to_be_out_of_range(index: int, forms: Sequence[Any]) -> None:
     for form in forms:
         assert_refused_everywhere(make(), form([1, index, 2]), form([2, 3, 4]), index)
-
-
-def test_writes_reject_what_is_not_an_index(bad_index: Any) -> None:  # noqa: ANN401
-    pool = make()
-    before = contents(pool)
-    k = ones(2, 2, 4)
-    calls: list[Callable[[], object]] = [
-        lambda: pool.set_kv_buffer(0, bad_index, k, k),
-        lambda: pool.gather_kv(0, bad_index),
-        lambda: pool.move_kv(bad_index, [1, 2]),
-        lambda: pool.move_kv([1, 2], bad_index),
-    ]
-    for call in calls:
-        with pytest.raises(TypeError):
-            call()
-    assert unchanged(pool, before)
 
 
 @pytest.mark.parametrize(
@@ -568,19 +535,19 @@ def test_values_that_are_stored_as_they_are_are_not_scaled() -> None:
 # gather_kv
 
 
-def test_gather(as_index: Callable[[Sequence[int]], Any]) -> None:
+def test_gather() -> None:
     pool = make(v_heads=1, v_dim=3)
     for buffer in (pool.k_buffer[1], pool.v_buffer[1]):
         buffer.copy_(values(*buffer.shape))
     picked = [5, 0, 16, 5]
-    k, v = pool.gather_kv(1, as_index(picked))
+    k, v = pool.gather_kv(1, picked)
     assert k.shape == (4, 2, 4)
     assert v.shape == (4, 1, 3)
     assert k.is_contiguous()
     assert v.is_contiguous()
     assert equal(k, pool.k_buffer[1].cpu()[picked])
     assert equal(v, pool.v_buffer[1].cpu()[picked])
-    assert equal(pool.gather_kv(0, as_index(picked))[0], zeros(4, 2, 4))
+    assert equal(pool.gather_kv(0, picked)[0], zeros(4, 2, 4))
 
 
 def test_gather_gives_a_copy() -> None:
@@ -715,13 +682,6 @@ def test_move(move: str, dtype: torch.dtype, threads: int) -> None:
         assert_same(found, wanted)
 
 
-def test_move_takes_every_form_of_indices(as_index: Callable[[Sequence[int]], Any]) -> None:
-    pool = filled()
-    before = pool.k_buffer[2].cpu().clone()
-    pool.move_kv(as_index([7, 2, 9]), as_index([4, 5, 4]))
-    assert equal(pool.k_buffer[2].cpu()[[7, 2, 9]], before[[4, 5, 4]])
-
-
 def test_moves_may_overlap_in_every_form_of_indices_that_the_host_knows(
     as_host_index: Callable[[Sequence[int]], Any],
 ) -> None:
@@ -796,11 +756,10 @@ def test_mem_bytes_and_stats() -> None:
 # The factory
 
 
-@devices.cpu_only
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 def test_factory_makes_two_pools_that_fit(page_size: int) -> None:
     pool, allocator = make_full_attention_net_mem_pool(
-        60, 2, 3, 4, 1, 6, "cpu", torch.bfloat16, page_size=page_size, need_sort=False
+        60, 2, 3, 4, 1, 6, devices.current(), torch.bfloat16, page_size=page_size, need_sort=False
     )
     assert isinstance(pool, KVPool)
     assert isinstance(allocator, TokenToKVPoolAllocator)
@@ -810,7 +769,7 @@ def test_factory_makes_two_pools_that_fit(page_size: int) -> None:
     slots = allocator.alloc(allocator.available_size())
     assert slots is not None
     pool.set_kv_buffer(1, slots, ones(len(slots), 12), ones(len(slots), 6))
-    assert pool.k_buffer[1].cpu()[slots].eq(1).all()
+    assert pool.k_buffer[1].cpu()[slots.cpu()].eq(1).all()
 
 
 @devices.cpu_only

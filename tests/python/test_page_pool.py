@@ -15,7 +15,6 @@ from kvpool import ConfigError, OutOfMemoryError, PagePool
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from conftest import RunSnippet
     from software import Driver
 
 
@@ -163,33 +162,6 @@ def test_rejects_bad_growth(grow: int) -> None:
     with pytest.raises((OutOfMemoryError, ConfigError), match=r"\d{10}"):
         pool.alloc()
     assert counts(pool) == (1, 0, 1)
-
-
-# Memory
-
-
-@devices.cpu_only
-def test_without_pytorch_pages_are_ours(run_snippet: RunSnippet) -> None:
-    code = """
-        import kvpool, numpy
-        pool = kvpool.PagePool(4, 1, "float16", grow=2)
-        print(pool.alloc(), pool.alloc(), pool.dtype, pool.device, pool.total_pages)
-        page = pool.page(1)
-        print(type(page).__name__, page.shape, page.dtype, page.device)
-        array = page.numpy()
-        array[:] = 3
-        print(pool.page(1).numpy().tolist(), pool.page(0).numpy().tolist())
-        del pool, page
-        other = kvpool.PagePool(4, 3, "float16")
-        other.page(1).numpy()[:] = 9
-        print(array.tolist(), numpy.from_dlpack(other.page(1)).tolist())
-    """
-    assert run_snippet(code, hidden=["torch"]).splitlines() == [
-        "0 1 float16 cpu 3",
-        "Tensor (4,) float16 cpu",
-        "[3.0, 3.0, 3.0, 3.0] [0.0, 0.0, 0.0, 0.0]",
-        "[3.0, 3.0, 3.0, 3.0] [9.0, 9.0, 9.0, 9.0]",
-    ]
 
 
 # Threads

@@ -277,35 +277,28 @@ def test_two_requests_in_one_slot_are_found(monkeypatch: pytest.MonkeyPatch) -> 
         job.run(corrupt_when(3, change))
 
 
-def test_a_leaked_slot_fails_the_run() -> None:
-    job = Replay(trace_of((0.0, 30, 10)), ReplayConfig(pool_size=320))
-    with pytest.raises(ReplayError, match="2 of 320 slots were not freed"):
-        job.run(corrupt_when(2, lambda state: state.allocator.alloc(2)))
-
-
-def test_a_leaked_row_fails_the_run() -> None:
-    job = Replay(trace_of((0.0, 30, 10)), ReplayConfig(pool_size=320))
-    with pytest.raises(ReplayError, match="1 of 256 rows were not freed"):
-        job.run(corrupt_when(2, lambda state: state.table.alloc()))
-
-
-def test_a_dropped_free_fails_the_run() -> None:
-    job = Replay(trace_of((0.0, 30, 10)), ReplayConfig(pool_size=320))
-    with pytest.raises(ReplayError, match="1 slot frees were dropped"):
-        job.run(corrupt_when(2, lambda state: state.allocator.free([0])))
+@pytest.mark.parametrize(
+    ("change", "pool_size", "message"),
+    [
+        (lambda state: state.allocator.alloc(2), 320, "2 of 320 slots were not freed"),
+        (lambda state: state.table.alloc(), 320, "1 of 256 rows were not freed"),
+        (lambda state: state.allocator.free([0]), 320, "1 slot frees were dropped"),
+        (lambda state: state.allocator.alloc(8), 40, "no request fits: 32 of 40 slots"),
+    ],
+    ids=["a leaked slot", "a leaked row", "a dropped free", "a lone request without slots"],
+)
+def test_a_broken_pool_fails_the_run(
+    change: Callable[[Replay], object], pool_size: int, message: str
+) -> None:
+    job = Replay(trace_of((0.0, 30, 10)), ReplayConfig(pool_size=pool_size))
+    with pytest.raises(ReplayError, match=message):
+        job.run(corrupt_when(2, change))
 
 
 def test_vanished_slots_end_the_run() -> None:
-    trace = trace_of((0.0, 30, 10), (0.0, 300, 10))
-    job = Replay(trace, ReplayConfig(pool_size=320))
+    job = Replay(trace_of((0.0, 30, 10), (0.0, 300, 10)), ReplayConfig(pool_size=320))
     with pytest.raises(ReplayError, match="no request fits: 220 of 320 slots"):
         job.run(corrupt_when(2, lambda state: state.allocator.alloc(100)))
-
-
-def test_a_lone_request_without_slots_ends_the_run() -> None:
-    job = Replay(trace_of((0.0, 30, 10)), ReplayConfig(pool_size=40))
-    with pytest.raises(ReplayError, match="no request fits: 32 of 40 slots"):
-        job.run(corrupt_when(2, lambda state: state.allocator.alloc(8)))
 
 
 def test_every_token_layer_and_part_has_its_own_row() -> None:

@@ -18,18 +18,10 @@ from kvpool.sampling import Sampling, sample
 from kvpool.serving import Engine, Request
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from conftest import RunSnippet
 
 
-@pytest.fixture(autouse=True)
-def _device(device: str) -> Iterator[str]:
-    """Every test runs on every device."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # little work, which several threads would wait for each other with
-    yield device
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("device")
 
 
 def some_prompts(n: int, longest: int = 60, seed: int = 0) -> list[list[int]]:

@@ -29,7 +29,7 @@ from kvpool.integrations.transformers import PooledModel
 from kvpool.serving import Engine, Request, Sampling
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
 VOCAB = 128
 # The most that logits may differ between computations; the largest are about 5.
@@ -92,15 +92,12 @@ MODELS = list(CONFIGS)
 
 
 @pytest.fixture(autouse=True)
-def _device(request: pytest.FixtureRequest, device: str) -> Iterator[str]:
+def _device(request: pytest.FixtureRequest, device: str) -> str:
     """Every test runs on every device that PyTorch has kernels for."""
     if device == "cuda" and request.config.getoption("--software"):
         pytest.skip("it needs PyTorch's kernels on a GPU, which the software driver has not")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # little work, which several threads would wait for each other with
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    yield device
-    torch.set_num_threads(threads)
+    return device
 
 
 make: Any = transformers.AutoModelForCausalLM.from_config

@@ -12,39 +12,27 @@ use kvpool::tensor::dlpack::{
     raw_device, raw_dtype,
 };
 
+/// Checks that a structure is as large as another, and has its fields where the other has those named beside them.
+macro_rules! same {
+    ($ours:ty, $theirs:ty, $($field:ident: $other:ident),*) => {
+        assert_eq!(size_of::<$ours>(), size_of::<$theirs>());
+        $(assert_eq!(offset_of!($ours, $field), offset_of!($theirs, $other));)*
+    };
+}
+
 #[test]
 fn layouts_agree() {
-    type Theirs = ffi::DLPackExchangeAPI;
-
-    assert_eq!(size_of::<RawTensor>(), size_of::<ffi::DLTensor>());
-    assert_eq!(offset_of!(RawTensor, data), offset_of!(ffi::DLTensor, data));
-    assert_eq!(offset_of!(RawTensor, device), offset_of!(ffi::DLTensor, device));
-    assert_eq!(offset_of!(RawTensor, ndim), offset_of!(ffi::DLTensor, ndim));
-    assert_eq!(offset_of!(RawTensor, dtype), offset_of!(ffi::DLTensor, dtype));
-    assert_eq!(offset_of!(RawTensor, shape), offset_of!(ffi::DLTensor, shape));
-    assert_eq!(offset_of!(RawTensor, strides), offset_of!(ffi::DLTensor, strides));
-    assert_eq!(offset_of!(RawTensor, byte_offset), offset_of!(ffi::DLTensor, byte_offset));
-    assert_eq!(size_of::<Legacy>(), size_of::<ffi::DLManagedTensor>());
-    assert_eq!(offset_of!(Legacy, context), offset_of!(ffi::DLManagedTensor, manager_ctx));
-    assert_eq!(offset_of!(Legacy, deleter), offset_of!(ffi::DLManagedTensor, deleter));
-    assert_eq!(size_of::<Versioned>(), size_of::<ffi::DLManagedTensorVersioned>());
-    assert_eq!(offset_of!(Versioned, context), offset_of!(ffi::DLManagedTensorVersioned, manager_ctx));
-    assert_eq!(offset_of!(Versioned, deleter), offset_of!(ffi::DLManagedTensorVersioned, deleter));
-    assert_eq!(offset_of!(Versioned, flags), offset_of!(ffi::DLManagedTensorVersioned, flags));
-    assert_eq!(offset_of!(Versioned, tensor), offset_of!(ffi::DLManagedTensorVersioned, dl_tensor));
-    assert_eq!(size_of::<ExchangeApi>(), size_of::<Theirs>());
+    same!(RawTensor, ffi::DLTensor, data: data, device: device, ndim: ndim, dtype: dtype, shape: shape);
+    same!(RawTensor, ffi::DLTensor, strides: strides, byte_offset: byte_offset);
+    same!(Legacy, ffi::DLManagedTensor, context: manager_ctx, deleter: deleter);
+    same!(Versioned, ffi::DLManagedTensorVersioned, context: manager_ctx, deleter: deleter);
+    same!(Versioned, ffi::DLManagedTensorVersioned, flags: flags, tensor: dl_tensor);
+    same!(ExchangeApi, ffi::DLPackExchangeAPI, allocate: managed_tensor_allocator);
+    same!(ExchangeApi, ffi::DLPackExchangeAPI, managed_from_object: managed_tensor_from_py_object_no_sync);
+    same!(ExchangeApi, ffi::DLPackExchangeAPI, object_from_managed: managed_tensor_to_py_object_no_sync);
+    same!(ExchangeApi, ffi::DLPackExchangeAPI, describe_object: dltensor_from_py_object_no_sync);
+    same!(ExchangeApi, ffi::DLPackExchangeAPI, current_work_stream: current_work_stream);
     assert_eq!(offset_of!(ExchangeApi, previous), offset_of!(ffi::DLPackExchangeAPIHeader, prev_api));
-    assert_eq!(offset_of!(ExchangeApi, allocate), offset_of!(Theirs, managed_tensor_allocator));
-    assert_eq!(
-        offset_of!(ExchangeApi, managed_from_object),
-        offset_of!(Theirs, managed_tensor_from_py_object_no_sync)
-    );
-    assert_eq!(
-        offset_of!(ExchangeApi, object_from_managed),
-        offset_of!(Theirs, managed_tensor_to_py_object_no_sync)
-    );
-    assert_eq!(offset_of!(ExchangeApi, describe_object), offset_of!(Theirs, dltensor_from_py_object_no_sync));
-    assert_eq!(offset_of!(ExchangeApi, current_work_stream), offset_of!(Theirs, current_work_stream));
 }
 
 #[test]
@@ -62,17 +50,11 @@ fn every_dtype_has_its_code() {
     assert_eq!(raw_device(Device::Cuda(3)).ordinal, 3);
 }
 
-fn counted() -> (Arc<Count>, TensorView) {
-    let backend = Arc::new(Count::new(Arc::new(Host)));
-    let region = Arc::new(Region::new(backend.clone() as Arc<dyn Backend>, 64).expect("memory"));
-    region.write(0, &[0i32, 1, 2, 3, 4, 5]).expect("inside");
-    let view = TensorView::contiguous(region, 4, DType::I32, &[5]).expect("inside");
-    (backend, view)
-}
-
 #[test]
 fn deleter_frees_memory_on_any_thread() {
-    let (backend, view) = counted();
+    let backend = Arc::new(Count::new(Arc::new(Host)));
+    let region = Arc::new(Region::new(backend.clone() as Arc<dyn Backend>, 64).expect("memory"));
+    let view = TensorView::contiguous(region, 4, DType::I32, &[5]).expect("inside");
     let managed = export_versioned(&view);
     drop(view);
     assert_eq!(backend.live_blocks(), 1);

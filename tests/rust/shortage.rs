@@ -117,7 +117,7 @@ fn shortage_of_pages_and_plans_reclaims() {
         BatchPlanner::new(&config, &host(), Arc::clone(&allocator), Arc::clone(&table)).expect("small");
     let row = table.lock().expect("no panic").alloc(1, STREAM).expect("host memory").expect("room")[0];
     let rows = IndexVec::I64(vec![row.into()]);
-    let batch = Batch { rows: &rows, prefix_lens: &[0], seq_lens: &[9], prefix_slots: &[] };
+    let batch = Batch { rows: &rows, prefix_lens: &[0], seq_lens: &[9], prefixes: &[] };
     assert!(planner.extend(batch, STREAM).expect("valid").is_some());
     assert_eq!(cache.asked(), [12]);
     assert_eq!(allocator.available_size(), 0);
@@ -166,28 +166,6 @@ fn failing_fence_delays_only_later_ones() {
     allocator.clear(STREAM);
     assert_eq!(allocator.available_size(), 8);
     allocator.poll(STREAM).expect("no fence is left");
-}
-
-/// A fence that uses its allocator while it is polled.
-struct Nested(Weak<TokenToKvPoolAllocator>);
-
-impl Fence for Nested {
-    fn passed(&self) -> Result<bool> {
-        let allocator = self.0.upgrade().expect("it asks");
-        let taken = allocator.alloc(1, STREAM)?;
-        Ok(taken.is_some())
-    }
-}
-
-#[test]
-fn a_fence_may_use_its_allocator() {
-    let allocator = allocator(4, 1);
-    let _ = allocator.alloc(2, STREAM).expect("memory").expect("room").keep();
-    let nested: Arc<dyn Fence> = Arc::new(Nested(Arc::downgrade(&allocator)));
-    assert_eq!(free(&allocator, &[1, 2], Some(&nested)).expect("its own"), 0);
-    allocator.poll(STREAM).expect("it has passed");
-    assert_eq!(allocator.available_size(), 4, "what it took went back");
-    allocator.verify().expect("consistent");
 }
 
 #[test]

@@ -139,7 +139,6 @@ class Passing:
         self._lock = threading.Lock()
 
     def query(self) -> bool:
-        """Whether it is passed."""
         # Who is told that it is passed may hand the places out at once, so they must have been struck out.
         with self._lock:
             self._queries -= 1

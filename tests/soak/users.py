@@ -289,7 +289,6 @@ class RequestUser(User):
             self._enter_read(other[0], length, self.pages(self._slots[row]))
 
     def end(self) -> None:
-        """Finishes a request."""
         if not self._slots:
             return
         row = self.random.choice(list(self._slots))
@@ -406,7 +405,6 @@ class ChunkUser(User):
         self._give_slots(slots)
 
     def share(self) -> None:
-        """Adds a reference and drops it."""
         if self.held:
             chunk = self.random.choice(self.held).thing
             with chunk.retain():

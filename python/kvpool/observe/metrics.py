@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import logging
 from itertools import accumulate
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TYPE_CHECKING, cast
 
 from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from kvpool._kvpool import Pool
 
 __all__ = ["PoolCollector", "register"]
-
-_Family: TypeAlias = GaugeMetricFamily | CounterMetricFamily | HistogramMetricFamily
 
 _log = logging.getLogger("kvpool")
 
@@ -111,7 +109,8 @@ class PoolCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Collect the statistics of all pools as metric families."""
-        families: dict[str, _Family] = {}
+        families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
+        ages = HistogramMetricFamily(*_AGES, labels=_LABELS)
         for pool in pools():
             labels = [pool.name, type(pool).__name__, pool.device]
             try:
@@ -125,13 +124,14 @@ class PoolCollector(Collector):
                 if family is not None:
                     families.setdefault(family.name, family).add_metric(labels, value)
             if isinstance(pool, PrefixCache):
-                ages = families.setdefault(_AGES[0], HistogramMetricFamily(*_AGES, labels=_LABELS))
                 ages.add_metric(labels, _buckets(pool.eviction_ages()), None)
-        return iter(families.values())
+        yield from families.values()
+        if ages.samples:
+            yield ages
 
 
-def _buckets(counts: list[int]) -> list[tuple[str, int]]:
-    """Upper bounds, which are 1, 2, 4, ... and none for the last, and how many are at most that large."""
+def _buckets(counts: list[int]) -> list[tuple[str, float]]:
+    """Upper bounds, one less than 1, 2, 4, ... and none for the last, and how many are at most that large."""
     bounds = [str(2.0**power - 1) for power in range(len(counts) - 1)]
     return [*zip([*bounds, "+Inf"], accumulate(counts), strict=True)]
 

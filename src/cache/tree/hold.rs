@@ -3,7 +3,7 @@
 use crate::base::{Page, Result, StateSlot, widen};
 
 use super::evict::Evicted;
-use super::{Kind, Namespace, NodeId, Place, Tokens, Tree};
+use super::{Kind, Namespace, NodeId, Place, Tick, Tokens, Tree, narrow};
 
 /// A use of a prefix, which is not evicted until [`Tree::release`].
 ///
@@ -45,15 +45,15 @@ impl Tree {
             Some(root) => Some(self.descend(root, tokens, limit / self.page_size)?),
         };
         tokens.check(place.map_or(0, |place| place.len)..tokens.count())?;
-        self.now += tokens.count() as u64;
+        self.now = Tick::new(self.now.tokens() + tokens.count() as u64);
         let node = match place {
             None => self.root_or_new(namespace),
             Some(place) if self.is_stateful => self.last_snapshot(place),
             Some(place) => self.cut(place),
         };
         self.lock(node);
-        self.touch(node, NO_NODE, clamp(tokens.count()));
-        Ok(Hold { node, len: widen(self.node(node).history.end), is_author: false })
+        self.touch(node, None);
+        Ok(Hold { node, len: widen(self.node(node).end), is_author: false })
     }
 
     /// Tokens of the longest cached prefix of `tokens`, in whole pages. Changes nothing.
@@ -61,10 +61,8 @@ impl Tree {
     /// # Errors
     /// The error of tokens that cannot be read.
     pub fn cached_len(&self, namespace: &Namespace, tokens: &dyn Tokens) -> Result<usize> {
-        let Some(root) = self.root(namespace) else { return Ok(0) };
-        let place = self.descend(root, tokens, tokens.count() / self.page_size)?;
-        let end = |node| widen(self.node(node).history.end);
-        Ok(if self.is_stateful { end(self.last_snapshot(place)) } else { place.len })
+        let place = self.place_of(namespace, tokens, tokens.count())?;
+        Ok(place.map_or(0, |place| self.usable(place)))
     }
 
     /// Another hold of the same prefix.
@@ -73,10 +71,10 @@ impl Tree {
         Hold { node: hold.node, len: hold.len, is_author: false }
     }
 
-    /// Ends the use of a request of `tokens` tokens. Returns what cannot be found any more.
+    /// Ends a use. Returns what cannot be found any more.
     #[expect(clippy::needless_pass_by_value, reason = "a hold ends here")]
-    pub fn release(&mut self, hold: Hold, tokens: usize) -> Evicted {
-        self.unlock(hold.node, tokens);
+    pub fn release(&mut self, hold: Hold) -> Evicted {
+        self.unlock(hold.node);
         self.prune(hold.node)
     }
 
@@ -89,8 +87,7 @@ impl Tree {
         let node = self.cut(place);
         self.lock(node);
         let old = std::mem::replace(hold, Hold { node, len, is_author: false });
-        let tokens = old.len;
-        self.release(old, tokens)
+        self.release(old)
     }
 
     /// The place of position `len` on the way to `node`.
@@ -98,7 +95,7 @@ impl Tree {
         let mut at = node;
         loop {
             let here = self.node(at);
-            let begin = widen(here.history.end) - here.tokens.len();
+            let begin = widen(here.end) - here.tokens.len();
             if begin < len || here.kind != Kind::Run {
                 return Place { node: at, pages: (len - begin) / self.page_size, len };
             }
@@ -107,7 +104,7 @@ impl Tree {
     }
 
     /// The deepest end of a node up to `place` that has a snapshot, or the root.
-    fn last_snapshot(&self, place: Place) -> NodeId {
+    pub(super) fn last_snapshot(&self, place: Place) -> NodeId {
         let is_whole = place.pages == self.node(place.node).pages.len();
         let mut at = if is_whole { place.node } else { self.node(place.node).parent };
         while self.node(at).kind == Kind::Run && self.node(at).state.is_none() {
@@ -158,21 +155,20 @@ impl Tree {
     pub(super) fn move_hold(&mut self, hold: &mut Hold, node: NodeId) {
         if node != hold.node {
             self.lock(node);
-            self.unlock(hold.node, 0);
+            self.unlock(hold.node);
         }
-        *hold = Hold { node, len: widen(self.node(node).history.end), is_author: hold.is_author };
+        *hold = Hold { node, len: widen(self.node(node).end), is_author: hold.is_author };
     }
 
-    /// Refreshes the way to `node` behind `before`, for a prompt of `tokens` tokens. The node has a lock.
-    pub(super) fn touch(&mut self, node: NodeId, before: NodeId, tokens: u32) {
+    /// Refreshes the way to `node`, behind `before` if that is given. The node has a lock.
+    pub(super) fn touch(&mut self, node: NodeId, before: Option<NodeId>) {
         let (mut at, now) = (node, self.now);
-        while at != before && self.node(at).kind == Kind::Run {
-            let history = self.node(at).history;
-            self.queues.policy.note_used(&history, now);
+        while before != Some(at) && self.node(at).kind == Kind::Run {
+            let here = self.node(at);
+            let (history, tokens) = (here.history, narrow(here.tokens.len()));
+            self.queues.policy.note_used(&history, tokens, now);
             let here = self.node_mut(at);
-            here.history.used = now;
-            here.history.uses = here.history.uses.saturating_add(1);
-            here.history.to_end = tokens.saturating_sub(here.history.end);
+            here.history.touch(now);
             at = here.parent;
         }
     }
@@ -197,10 +193,9 @@ impl Tree {
         }
     }
 
-    /// Removes a lease that ends at `node`, of a request of `tokens` tokens.
-    pub(super) fn unlock(&mut self, node: NodeId, tokens: usize) {
+    /// Removes a lease that ends at `node`.
+    pub(super) fn unlock(&mut self, node: NodeId) {
         self.node_mut(node).leases -= 1;
-        let tokens = clamp(tokens);
         let mut at = node;
         loop {
             let here = self.node_mut(at);
@@ -208,7 +203,6 @@ impl Tree {
             if here.locks > 0 {
                 return;
             }
-            here.history.to_end = here.history.to_end.max(tokens.saturating_sub(here.history.end));
             let (pages, parent) = (here.pages.len(), here.parent);
             self.locked -= pages;
             self.queue(at);
@@ -222,12 +216,4 @@ impl Tree {
             self.drop_if_empty(at);
         }
     }
-}
-
-/// No node has this number.
-const NO_NODE: NodeId = NodeId::new(u32::MAX);
-
-/// A number of tokens for a [`History`](super::History), in which a longer prompt is as good as the longest.
-fn clamp(tokens: usize) -> u32 {
-    u32::try_from(tokens).unwrap_or(u32::MAX)
 }

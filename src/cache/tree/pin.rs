@@ -18,8 +18,8 @@ impl Tree {
     }
 
     /// Retains a prefix: it is evicted after those that are not retained, and after those of lower priority.
-    pub fn retain(&mut self, hold: &Hold, priority: u32) {
-        let priority = i32::try_from(priority).unwrap_or(i32::MAX - 1) + 1;
+    pub fn retain(&mut self, hold: &Hold, priority: u8) {
+        let priority = priority.saturating_add(1);
         self.change_path(hold.node, |tree, id| {
             let history = &mut tree.node_mut(id).history;
             history.priority = history.priority.max(priority);
@@ -35,8 +35,7 @@ impl Tree {
     /// Ends [`Tree::pin`].
     pub fn unpin(&mut self, pinned: Hold) -> Evicted {
         self.change_path(pinned.node, |tree, id| tree.node_mut(id).pins -= 1);
-        let tokens = pinned.len;
-        self.release(pinned, tokens)
+        self.release(pinned)
     }
 
     /// Changes every node on the way to `node`, all of them locked, and counts the pinned ones anew.

@@ -3,6 +3,7 @@
 use crate::base::{Page, Result, widen};
 
 use super::{History, Hold, Kind, Node, NodeId, Place, Sum, Tokens, Tree, narrow};
+use crate::cache::Remembered;
 
 /// How much of the tokens behind a hold is cached already, by others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,7 +31,8 @@ impl Found {
 /// New pages that share a history.
 struct Segment {
     pages: usize,
-    uses: u32,
+    /// What the policy remembers of them.
+    before: Remembered,
     sum: Sum,
 }
 
@@ -57,17 +59,19 @@ impl Tree {
         if !found.is_empty() {
             let before = hold.node;
             self.move_hold(hold, at);
-            self.touch(at, before, 0);
+            self.touch(at, Some(before));
         }
+        self.note_stored(at, tokens, pages);
         let (mut tokens, mut pages) = (tokens, pages);
-        for Segment { pages: count, uses, sum } in self.segments(at, tokens) {
+        for Segment { pages: count, before, sum } in self.segments(at, tokens) {
             let (part, rest) = pages.split_at(count);
             let (part_tokens, rest_tokens) = tokens.split_at(count * self.page_size);
             (pages, tokens) = (rest, rest_tokens);
-            if is_author && self.can_grow(at, uses) {
+            let history = History::of_new(before, self.now);
+            if is_author && self.can_grow(at, &history) {
                 self.grow(at, part_tokens, part, sum);
             } else {
-                at = self.add_below(at, part_tokens, part, uses, sum);
+                at = self.add_below(at, part_tokens, part, history, sum);
             }
             is_author = true;
         }
@@ -75,36 +79,47 @@ impl Tree {
         hold.is_author = is_author;
     }
 
+    /// Takes note of new pages behind `node`, unless they are found by no one.
+    fn note_stored(&mut self, node: NodeId, tokens: &[i32], pages: &[Page]) {
+        if self.journal.is_none() || pages.is_empty() {
+            return;
+        }
+        let root = self.path(node).last().map_or(node, |first| self.node(first).parent);
+        let parent = self.node(node).pages.last().copied();
+        if let (Some(name), Some(journal)) = (self.names.get(&root), &mut self.journal) {
+            journal.stored(name, parent, tokens, pages);
+        }
+    }
+
     /// Divides new tokens behind `node` by what is remembered of them.
     fn segments(&mut self, node: NodeId, tokens: &[i32]) -> Vec<Segment> {
         let here = self.node(node);
-        let mut at = widen(here.history.end);
+        let mut at = widen(here.end);
         let mut cursor = self.chain.cursor(here.sum, at);
         let (mut segments, now): (Vec<Segment>, _) = (Vec::new(), self.now);
         for page in tokens.chunks(self.page_size) {
             page.iter().copied().for_each(|token| cursor.push(token));
             at += page.len();
             let last = segments.last_mut();
-            let uses = if self.is_remembered_at(at) {
-                let known = self.queues.policy.note_published(cursor.sum().key(), now);
-                1 + known.map_or(0, |known| known.uses)
+            let before = if self.is_remembered_at(at) {
+                self.queues.policy.note_published(cursor.sum().key(), now)
             } else {
-                last.as_ref().map_or(1, |last| last.uses)
+                last.as_ref().map_or(Remembered::default(), |last| last.before)
             };
-            match last.filter(|last| last.uses == uses) {
+            match last.filter(|last| last.before == before) {
                 Some(last) => (last.pages, last.sum) = (last.pages + 1, cursor.sum()),
-                None => segments.push(Segment { pages: 1, uses, sum: cursor.sum() }),
+                None => segments.push(Segment { pages: 1, before, sum: cursor.sum() }),
             }
         }
         segments
     }
 
     /// Whether the author of a node may append pages to it.
-    fn can_grow(&self, node: NodeId, uses: u32) -> bool {
+    fn can_grow(&self, node: NodeId, history: &History) -> bool {
         let here = self.node(node);
         let is_alone = (here.children, here.locks) == (0, 1);
         let is_plain = here.state.is_none() && !self.is_pinned(node);
-        here.kind == Kind::Run && is_alone && is_plain && here.history.uses == uses
+        here.kind == Kind::Run && is_alone && is_plain && here.history.uses == history.uses
     }
 
     fn grow(&mut self, node: NodeId, tokens: &[i32], pages: &[Page], sum: Sum) {
@@ -112,7 +127,7 @@ impl Tree {
         let here = self.node_mut(node);
         here.tokens.extend_from_slice(tokens);
         here.pages.extend_from_slice(pages);
-        here.history.end += narrow(tokens.len());
+        here.end += narrow(tokens.len());
         here.history.used = now;
         here.sum = sum;
         self.cached += pages.len();
@@ -120,14 +135,22 @@ impl Tree {
     }
 
     /// Adds a node without locks below `parent`.
-    fn add_below(&mut self, parent: NodeId, tokens: &[i32], pages: &[Page], uses: u32, sum: Sum) -> NodeId {
+    fn add_below(
+        &mut self,
+        parent: NodeId,
+        tokens: &[i32],
+        pages: &[Page],
+        history: History,
+        sum: Sum,
+    ) -> NodeId {
         self.unqueue(parent);
-        let (end, now) = (self.node(parent).history.end + narrow(tokens.len()), self.now);
+        let end = self.node(parent).end + narrow(tokens.len());
         let id = self.add(Node {
             parent,
             tokens: tokens.to_vec(),
             pages: pages.to_vec(),
-            history: History { published: now, used: now, uses, end, ..History::default() },
+            end,
+            history,
             ..Node::new(Kind::Run, sum)
         });
         self.link(id);

@@ -75,13 +75,24 @@ impl Reply {
 }
 
 impl Ring {
+    /// The size of a ring of `bytes` on each side: a multiple of the alignment of backends.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for more than an address can name.
+    pub fn whole(bytes: usize) -> Result<usize> {
+        bytes
+            .checked_next_multiple_of(ALIGNMENT)
+            .ok_or_else(|| Error::config(format!("a ring of {bytes} bytes is more than an address can name")))
+    }
+
     /// A ring of `bytes` on the host and as many from `backend`, whose memory is on `gpu`.
     ///
     /// # Errors
     /// The backends', when they have not enough.
     pub fn new(gpu: &Arc<Gpu>, backend: &Arc<dyn Backend>, bytes: usize) -> Result<Self> {
         let users = Arc::<Users>::default();
-        let twin = Region::with(Arc::clone(backend), whole(bytes)?, Contents::Undefined, Arc::clone(&users))?;
+        let twin =
+            Region::with(Arc::clone(backend), Self::whole(bytes)?, Contents::Undefined, Arc::clone(&users))?;
         Self::with_twin(gpu, bytes, Some(twin), users)
     }
 
@@ -95,7 +106,7 @@ impl Ring {
 
     fn with_twin(gpu: &Arc<Gpu>, bytes: usize, twin: Option<Region>, users: Arc<Users>) -> Result<Self> {
         let pinned = Arc::new(Pinned::new(gpu));
-        let pinned = Region::with(pinned, whole(bytes)?, Contents::Undefined, Arc::clone(&users))?;
+        let pinned = Region::with(pinned, Self::whole(bytes)?, Contents::Undefined, Arc::clone(&users))?;
         Ok(Self { gpu: Arc::clone(gpu), pinned, twin, users, pieces: Mutex::default() })
     }
 
@@ -334,11 +345,4 @@ fn places<'a, T>(arrays: &'a [&'a [T]]) -> impl Iterator<Item = (usize, &'a [T])
         end = offset + size_of_val(*array);
         (offset, *array)
     })
-}
-
-/// `bytes`, rounded up to the alignment of backends.
-fn whole(bytes: usize) -> Result<usize> {
-    bytes
-        .checked_next_multiple_of(ALIGNMENT)
-        .ok_or_else(|| Error::config(format!("a ring of {bytes} bytes is more than an address can name")))
 }

@@ -2,9 +2,11 @@
 
 use std::sync::Arc;
 
-use crate::base::{DType, Id, PADDING, Result, bytes_of, widen};
+use crate::base::{DType, Device, Id, PADDING, Result, bytes_of, widen};
 use crate::index::{Growth, Requests};
+use crate::kernels::PlanBatch;
 use crate::memory::{ALIGNMENT, Region};
+use crate::pool::{AllocatorConfig, Footprint, ReqToTokenConfig, fits_int32};
 use crate::tensor::TensorView;
 
 /// One array of a [`Plan`].
@@ -72,6 +74,23 @@ pub struct PlannerConfig {
     pub block_table: bool,
 }
 
+impl PlannerConfig {
+    /// The bytes of a planner on `device` for a table and an allocator.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for a `page_size` of 0, and for sizes that do not fit int32.
+    pub fn footprint(
+        &self,
+        table: &ReqToTokenConfig,
+        slots: &AllocatorConfig,
+        device: Device,
+    ) -> Result<Footprint> {
+        let pool_pages = slots.pages()?;
+        let layout = PlanLayout::new(*self, table.max_context_len.div_ceil(slots.page_size))?;
+        Footprint::new(device, layout.bytes(), layout.ring_bytes(pool_pages))
+    }
+}
+
 /// A planned step. Its arrays lie in the planner's memory, and the next plan overwrites them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Plan {
@@ -106,6 +125,11 @@ pub(super) struct PlanLayout {
 impl PlanLayout {
     pub(super) fn new(config: PlannerConfig, width: usize) -> Result<Self> {
         let PlannerConfig { max_batch_size, max_tokens, .. } = config;
+        fits_int32(&format!("max_tokens {max_tokens}"), Some(max_tokens))?;
+        fits_int32(
+            &format!("max_batch_size {max_batch_size} with {width} pages a request"),
+            max_batch_size.checked_mul(width),
+        )?;
         let mut layout = Self { config, width, offsets: [0; Field::ALL.len()], bytes: 0 };
         for field in Field::ALL {
             layout.offsets[field.at()] = layout.bytes;
@@ -119,6 +143,25 @@ impl PlanLayout {
             layout.bytes += bytes_of("a plan", shape, field.dtype())?.next_multiple_of(ALIGNMENT);
         }
         Ok(layout)
+    }
+
+    /// Maximum number of pages that a step takes.
+    const fn new_pages(&self) -> usize {
+        self.config.max_tokens + 2 * self.config.max_batch_size
+    }
+
+    /// Maximum number of pages sent to a device at once, with an allocator of `pool_pages`.
+    pub(super) fn most_pages(&self, pool_pages: usize) -> usize {
+        // Cached prefixes are sent once, and are distinct pages of the pool.
+        self.new_pages() + (self.config.max_batch_size * self.width).min(pool_pages)
+    }
+
+    /// Bytes of the ring through which steps are sent to a device, with an allocator of `pool_pages`.
+    pub(super) fn ring_bytes(&self, pool_pages: usize) -> usize {
+        /// The host may be this far ahead with steps without prefixes.
+        const STEPS_AHEAD: usize = 8;
+        let bytes = |pages: usize| PlanBatch::bytes(self.config.max_batch_size, pages);
+        (bytes(self.new_pages()) * STEPS_AHEAD).max(bytes(self.most_pages(pool_pages)) * 2)
     }
 
     pub(super) const fn config(&self) -> PlannerConfig {

@@ -7,19 +7,17 @@ use std::sync::Arc;
 use crate::base::bounded::narrow;
 use crate::base::{DType, Error, ErrorKind, Id, IndexVec, Page, RequestRow, Result, Slot, reserve, widen};
 use crate::index::{Act, BadFrees, FenceId, Growth, GrowthRequest, Owner, Requests};
-use crate::kernels::{Executor, Indices, PlanBatch};
+use crate::kernels::{Executor, Indices};
 use crate::memory::{Backend, Event, Host, Region, Stream};
 use crate::pool::shortage::OrShort;
 use crate::pool::slot_tensors::SlotTensors;
-use crate::pool::{ReqToTokenPool, TableIndex, at_least_one, fits_int32};
+use crate::pool::{Lease, ReqToTokenPool, TableIndex, at_least_one};
 use crate::tensor::TensorView;
 
 use super::block_table::BlockTable;
+use super::claim::Claim;
 use super::plan::{PlanLayout, SmallFields};
-use super::{Batch, Field, Plan, PlannerConfig};
-
-/// Steps of full size whose numbers may be in flight to the device.
-const STEPS_AHEAD: usize = 8;
+use super::{Batch, Field, Plan, PlannerConfig, Prefix};
 
 /// The locked pools of a step.
 pub(super) struct Pools<'a> {
@@ -45,7 +43,7 @@ impl Padding {
 /// The state of a [`BatchPlanner`](super::BatchPlanner): the slots of each request, and the memory of the
 /// metadata.
 #[derive(Debug)]
-pub(super) struct PlannerState {
+pub(in crate::pool) struct PlannerState {
     requests: Requests,
     layout: PlanLayout,
     fields: Arc<Region>,
@@ -60,6 +58,16 @@ pub(super) struct PlannerState {
     plans: usize,
     /// Counts changes of the pages of requests.
     changes: u64,
+    /// By row, the lease of the request.
+    leases: Vec<Option<Bound>>,
+}
+
+/// The lease of a request.
+#[derive(Debug)]
+struct Bound {
+    /// How often the row had been handed out.
+    turn: u32,
+    lease: Arc<Lease>,
 }
 
 impl PlannerState {
@@ -79,20 +87,10 @@ impl PlannerState {
             )));
         }
         let width = table.max_context_len().div_ceil(slots.slots().page_size());
-        fits_int32(&format!("max_tokens {max_tokens}"), Some(max_tokens))?;
-        fits_int32(
-            &format!("max_batch_size {max_batch_size} with {width} pages a request"),
-            max_batch_size.checked_mul(width),
-        )?;
         let layout = PlanLayout::new(*config, width)?;
         let fields = Arc::new(Region::new(Arc::clone(backend), layout.bytes())?);
-        let new_pages = max_tokens + 2 * max_batch_size;
-        // Cached prefixes are sent once, and are distinct pages of the pool.
-        let most_pages = new_pages + (max_batch_size * width).min(slots.slots().pages().capacity());
-        // The host may be far ahead with steps without prefixes.
-        let ring = (PlanBatch::bytes(max_batch_size, new_pages) * STEPS_AHEAD)
-            .max(PlanBatch::bytes(max_batch_size, most_pages) * 2);
-        let executor = Executor::new(&fields, 0, table.spaces(), ring)?;
+        let pool_pages = slots.slots().pages().capacity();
+        let executor = Executor::new(&fields, 0, table.spaces(), layout.ring_bytes(pool_pages))?;
         let host_fields = match &executor {
             Executor::Host(_) => Arc::clone(&fields),
             Executor::Device(_) => Arc::new(Region::new(Arc::new(Host), layout.small_bytes())?),
@@ -104,11 +102,12 @@ impl PlannerState {
             fields,
             host_fields,
             executor,
-            most_pages,
+            most_pages: layout.most_pages(pool_pages),
             block_table: BlockTable::new(max_batch_size, rows),
             small_fields: SmallFields::default(),
             plans: 0,
             changes: 0,
+            leases: (0..rows).map(|_| None).collect(),
         })
     }
 
@@ -146,14 +145,15 @@ impl PlannerState {
         &mut self,
         pools: Pools<'_>,
         batch: Batch<'_>,
+        claims: &[Option<Claim>],
         stream: Stream,
     ) -> Result<OrShort<Plan>> {
         let Pools { slots, table } = pools;
         let (rows, count) = (batch.rows, batch.rows.len());
-        let cached = if batch.prefix_slots.is_empty() { count } else { batch.prefix_slots.len() };
+        let cached = if batch.prefixes.is_empty() { count } else { batch.prefixes.len() };
         if [batch.prefix_lens.len(), batch.seq_lens.len(), cached] != [count; 3] {
             return Err(Error::config(format!(
-                "a batch of {count} rows, {} prefix_lens, {} seq_lens and {cached} prefix_slots; the lengths must be \
+                "a batch of {count} rows, {} prefix_lens, {} seq_lens and {cached} prefixes; the lengths must be \
                  equal",
                 batch.prefix_lens.len(),
                 batch.seq_lens.len()
@@ -165,20 +165,87 @@ impl PlannerState {
         let mut growths = reserve(count)?;
         for (position, &row) in named.iter().enumerate() {
             let (prefix, seq) = (batch.prefix_lens[position], batch.seq_lens[position]);
-            let cached = batch.prefix_slots.get(position).and_then(Option::as_ref);
-            growths.push(match cached.filter(|cached| !cached.is_empty()) {
-                None => self.requests.growth(row, prefix, seq).ok_or_else(|| {
-                    self.requests.growth_error(GrowthRequest { position, row, prefix, seq })
-                })?,
-                Some(cached) => self.requests.growth_of_cached(
-                    GrowthRequest { position, row, prefix, seq },
-                    cached,
-                    slots.slots(),
-                    &mut prefixes,
-                )?,
-            });
+            let asked = GrowthRequest { position, row, prefix, seq };
+            growths.push(
+                match (batch.prefixes.get(position), claims.get(position).and_then(Option::as_ref)) {
+                    (_, Some(claim)) => {
+                        prefixes.extend_from_slice(claim.pages());
+                        self.requests.growth_of_leased(asked, claim.pages().len())?
+                    }
+                    (Some(Prefix::Slots(cached)), _) if !cached.is_empty() => {
+                        self.requests.growth_of_cached(asked, cached, slots.slots(), &mut prefixes)?
+                    }
+                    _ => self
+                        .requests
+                        .growth(row, prefix, seq)
+                        .ok_or_else(|| self.requests.growth_error(asked))?,
+                },
+            );
         }
-        self.plan(Pools { slots, table }, &growths, &prefixes, Padding::none(count), stream)
+        let planned = self.plan(Pools { slots, table }, &growths, &prefixes, Padding::none(count), stream)?;
+        if planned.is_ok() {
+            for (&row, claim) in named.iter().zip(claims) {
+                if let Some(claim) = claim {
+                    let bound = Bound { turn: table.rows().turn(row), lease: claim.keep() };
+                    self.leases[widen(row.number())] = Some(bound);
+                }
+            }
+        }
+        Ok(planned)
+    }
+
+    /// The lease of a request.
+    pub(in crate::pool) fn lease_of(&self, row: RequestRow, table: &ReqToTokenPool) -> Option<&Arc<Lease>> {
+        let bound = self.leases.get(widen(row.number()))?.as_ref()?;
+        (bound.turn == table.rows().turn(row) && table.rows().rows().is_live(row)).then_some(&bound.lease)
+    }
+
+    /// The lease of the request in `row`, if that is allocated.
+    pub(super) fn lease_of_row(&mut self, row: i64, table: &ReqToTokenPool) -> Result<Option<Arc<Lease>>> {
+        let row = self.requests.resolve_rows(&IndexVec::I64(vec![row]), table.rows())?[0];
+        Ok(self.lease_of(row, table).cloned())
+    }
+
+    /// The pages of positions `from..to` of a request.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`] if it has fewer tokens.
+    pub(in crate::pool) fn pages(&self, row: RequestRow, from: usize, to: usize) -> Result<Vec<Page>> {
+        let (has, size) = (self.requests.len(row), widen(self.requests.page_size().slots()));
+        if to > widen(has) {
+            return Err(Error::config(format!(
+                "tokens up to {to} were published of request row {row}, which has {has} tokens with slots"
+            )));
+        }
+        let pages = &self.requests.pages(row)[from / size..to / size];
+        Ok(pages.iter().map(|page| Page::new(page.cast_unsigned())).collect())
+    }
+
+    /// Records that the cache keeps the leading pages of a request, the last of which are `cached`. The next
+    /// plan of the request writes those that changed to the table.
+    pub(in crate::pool) fn note_published(&mut self, row: RequestRow, from: usize, cached: &[Page]) {
+        if let Some(changed) = self.requests.lease(row, from, cached) {
+            self.block_table.truncate(row, changed);
+            self.changes += 1;
+        }
+    }
+
+    /// Ends or shortens the lease of a request that is cut to `len` tokens.
+    fn cut_lease(
+        &mut self,
+        row: RequestRow,
+        len: u32,
+        table: &ReqToTokenPool,
+        stream: Stream,
+    ) -> Option<LeaseCut> {
+        if len > 0 && self.requests.leased(row) <= len {
+            return None;
+        }
+        let lease = Arc::clone(self.lease_of(row, table)?);
+        if len == 0 {
+            self.leases[widen(row.number())] = None;
+        }
+        Some(LeaseCut { lease, len: widen(len), stream })
     }
 
     pub(super) fn decode(
@@ -269,7 +336,7 @@ impl PlannerState {
         }
         if slots.keeps_ledger() {
             for growth in batch {
-                self.sign(growth.row, growth.start, slots, table);
+                self.sign(growth.row, growth.had, slots, table);
             }
         }
         self.small_fields.fill(batch, padded, narrow(of_padding), &self.requests);
@@ -285,6 +352,7 @@ impl PlannerState {
             self.requests.shrink(batch, slots.slots_mut());
             return Err(failure);
         }
+        self.requests.note_written(batch);
         Ok(Ok(Plan {
             number: self.plans,
             changes: self.changes,
@@ -366,7 +434,7 @@ impl PlannerState {
         pools: Pools<'_>,
         rows: &IndexVec,
         seq_lens: &IndexVec,
-        fence: Option<FenceId>,
+        behind: Behind<'_>,
     ) -> Result<(usize, BadFrees)> {
         as_many("seq_lens", seq_lens, rows)?;
         let Pools { slots, table } = pools;
@@ -375,7 +443,7 @@ impl PlannerState {
         for (position, (&row, len)) in named.iter().zip(seq_lens.iter()).enumerate() {
             lens.push(self.requests.check_cut(position, row, len, slots.slots())?);
         }
-        self.give_back(Pools { slots, table }, named.into_iter().zip(lens), fence)
+        self.give_back(Pools { slots, table }, named.into_iter().zip(lens), behind)
     }
 
     pub(super) fn finish(
@@ -383,9 +451,9 @@ impl PlannerState {
         pools: Pools<'_>,
         rows: &IndexVec,
         seq_lens: Option<&IndexVec>,
-        fence: Option<FenceId>,
-        stream: Stream,
+        behind: Behind<'_>,
     ) -> Result<(usize, BadFrees)> {
+        let stream = behind.stream;
         let Pools { slots, table } = pools;
         let named = self.requests.resolve_rows(rows, table.rows())?;
         if let Some(lens) = seq_lens {
@@ -401,7 +469,7 @@ impl PlannerState {
         }
         table.not_capturing(stream)?;
         let given =
-            self.give_back(Pools { slots, table }, named.into_iter().zip(std::iter::repeat(0)), fence);
+            self.give_back(Pools { slots, table }, named.into_iter().zip(std::iter::repeat(0)), behind);
         // Each row was checked to be allocated.
         let _ = table.free(rows, stream)?;
         given
@@ -422,11 +490,17 @@ impl PlannerState {
         &mut self,
         pools: Pools<'_>,
         cuts: impl Iterator<Item = (RequestRow, u32)>,
-        fence: Option<FenceId>,
+        behind: Behind<'_>,
     ) -> Result<(usize, BadFrees)> {
         let Pools { slots, table } = pools;
+        let Behind { fence, leases, stream } = behind;
         let (mut given, mut bad) = (0, BadFrees::default());
         for (row, len) in cuts {
+            match (self.cut_lease(row, len, table, stream), fence) {
+                (Some(cut), Some(id)) => slots.fences_mut().keep(id, Arc::new(cut)),
+                (Some(cut), None) => leases.push(cut),
+                (None, _) => (),
+            }
             let _acting = signed_act(row, slots, table).map(Act::begin);
             let pages = self.requests.cut(row, len);
             self.block_table.truncate(row, self.requests.pages(row).len());
@@ -452,6 +526,7 @@ impl PlannerState {
         pools: Pools<'_>,
         [src, dst]: [i64; 2],
         len: i64,
+        claim: Option<&Claim>,
         stream: Stream,
     ) -> Result<OrShort<[TensorView; 2]>> {
         let Pools { slots, table } = pools;
@@ -465,14 +540,26 @@ impl PlannerState {
             )));
         };
         table.not_capturing(stream)?;
-        let Some(copied) = self.requests.fork([src, dst], len, slots.slots_mut())? else {
+        // The lease is of use only if it is still of the same prefix.
+        let full = widen(self.requests.page_size().page(len));
+        let is_same = |claim: &&Claim| {
+            let leased = claim.pages().iter().map(|page| page.number().cast_signed());
+            claim.pages().len() <= full
+                && leased.eq(self.requests.pages(src)[..claim.pages().len()].iter().copied())
+        };
+        let claim = claim.filter(is_same);
+        let leased = claim.map_or(0, |claim| claim.pages().len());
+        let Some(copied) = self.requests.fork([src, dst], len, leased, slots.slots_mut())? else {
             return Ok(Err(slots.short(slots.slots().page_size())));
         };
         self.sign(dst, 0, slots, table);
         let written = self.write_fork(slots, table, dst, len, copied, stream);
         if written.is_err() {
-            let growth = Growth { row: dst, start: 0, prefix: 0, seq: len, new_pages: 0 };
+            let growth = Growth { row: dst, ..Growth::padding(len) };
             self.requests.shrink(&[growth], slots.slots_mut());
+        } else if let Some(claim) = claim {
+            let bound = Bound { turn: table.rows().turn(dst), lease: claim.keep() };
+            self.leases[widen(dst.number())] = Some(bound);
         }
         self.changes += 1;
         written.map(Ok)
@@ -545,6 +632,28 @@ impl PlannerState {
                 plan.number, self.plans
             ),
         ))
+    }
+}
+
+/// How a batch is given back: at once, or behind a fence.
+pub(super) struct Behind<'a> {
+    pub(super) fence: Option<FenceId>,
+    /// The leases that end at once, to be dropped without locks.
+    pub(super) leases: &'a mut Vec<LeaseCut>,
+    pub(super) stream: Stream,
+}
+
+/// The end of a request's lease: dropping it shortens the lease to `len` tokens, or releases it if that is 0.
+#[derive(Debug)]
+pub(super) struct LeaseCut {
+    lease: Arc<Lease>,
+    len: usize,
+    stream: Stream,
+}
+
+impl Drop for LeaseCut {
+    fn drop(&mut self) {
+        self.lease.cut(self.len, self.stream);
     }
 }
 

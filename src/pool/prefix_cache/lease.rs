@@ -1,14 +1,16 @@
 //! Leases: a request's hold on a prefix.
 
 use std::fmt;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, Weak};
 
 use crate::base::sync::lock;
-use crate::base::{Error, ErrorKind, Id, IndexVec, Page, Result, StateSlot, reserve, widen};
+use crate::base::{Error, ErrorKind, Id, IndexVec, Page, RequestRow, Result, StateSlot, reserve, widen};
 use crate::cache::{Hold, Namespace, Tokens};
 use crate::kernels::Indices;
 use crate::memory::Stream;
-use crate::pool::GdnPool;
+use crate::pool::batch_planner::PlannerState;
+use crate::pool::slot_tensors::SlotTensors;
+use crate::pool::{BatchPlanner, GdnPool, TokenToKvPoolAllocator};
 use crate::tensor::TensorView;
 
 use super::{Kept, Shared, pages_of};
@@ -28,8 +30,17 @@ pub struct Lease {
 /// What a lease holds.
 struct Held {
     hold: Hold,
-    /// Tokens of the request so far.
-    tokens: usize,
+    /// The request whose prefix it is.
+    request: Option<Request>,
+    /// Whether its user has released it. The request keeps it to its end.
+    is_given_up: bool,
+}
+
+/// A request of a planner, which keeps its lease.
+#[derive(Clone)]
+struct Request {
+    planner: Weak<BatchPlanner>,
+    row: i64,
 }
 
 /// What a request has computed since the end of its lease.
@@ -37,8 +48,8 @@ struct Held {
 pub struct Offer<'a> {
     /// Tokens from the end of the lease on.
     pub tokens: &'a dyn Tokens,
-    /// Their slots.
-    pub slots: &'a IndexVec,
+    /// Their slots. A planner knows those of its requests.
+    pub slots: Option<&'a IndexVec>,
     /// The working slot whose state is that of the last whole page's end.
     pub state: Option<u32>,
 }
@@ -63,8 +74,7 @@ impl Lease {
         namespace: Namespace,
         stream: Stream,
     ) -> Self {
-        let tokens = hold.len();
-        let state = Some(Held { hold, tokens });
+        let state = Some(Held { hold, request: None, is_given_up: false });
         Self { shared: Arc::clone(shared), namespace, clears, stream, held: Mutex::new(state) }
     }
 
@@ -92,6 +102,17 @@ impl Lease {
 
     /// Calls `work` with what the cache keeps and with what the lease holds, under their locks.
     fn with<R>(&self, stream: Stream, work: impl FnOnce(&mut Kept, &mut Held) -> Result<R>) -> Result<R> {
+        self.with_request(stream, |kept, held| {
+            if held.is_given_up { Err(stale("it was released")) } else { work(kept, held) }
+        })
+    }
+
+    /// Like [`Self::with`], also if only the request needs the lease still.
+    fn with_request<R>(
+        &self,
+        stream: Stream,
+        work: impl FnOnce(&mut Kept, &mut Held) -> Result<R>,
+    ) -> Result<R> {
         let mut held = lock(&self.held);
         let Some(held) = held.as_mut() else { return Err(stale("it was released")) };
         let mut kept = self.shared.current(stream);
@@ -184,19 +205,18 @@ impl Lease {
     /// already, or do not fill pages in order. Nothing is changed.
     pub fn publish(&self, offer: &Offer<'_>, stream: Stream) -> Result<Published> {
         let page_size = self.shared.allocator.page_size();
-        if offer.tokens.count() != offer.slots.len() {
+        let (tokens, slots) = (offer.tokens.count(), offer.slots.map_or(offer.tokens.count(), IndexVec::len));
+        if tokens != slots {
             return Err(Error::config(format!(
-                "{} tokens and {} slots were published; the numbers must be equal",
-                offer.tokens.count(),
-                offer.slots.len()
+                "{tokens} tokens and {slots} slots were published; the numbers must be equal"
             )));
         }
         if offer.state.is_some() && self.shared.states.is_none() {
             return Err(Error::config("a state was published to a prefix cache without states"));
         }
-        let pages = pages_of(offer.slots, page_size)?;
+        let pages = offer.slots.map(|slots| pages_of(slots, page_size)).transpose()?;
         self.with(stream, |kept, held| {
-            let published = self.publish_pages(kept, held, offer.tokens, &pages, stream)?;
+            let published = self.publish_pages(kept, held, offer.tokens, pages, stream)?;
             if let (Some(row), Some(states)) = (offer.state, &self.shared.states) {
                 snapshot(kept, &held.hold, row, states, stream)?;
             }
@@ -209,43 +229,174 @@ impl Lease {
         kept: &mut Kept,
         held: &mut Held,
         tokens: &dyn Tokens,
-        pages: &[Page],
+        pages: Option<Vec<Page>>,
         stream: Stream,
     ) -> Result<Published> {
         let (shared, page_size) = (&self.shared, kept.tree.page_size());
+        let (begin, whole) = (held.hold.len(), tokens.count() / page_size * page_size);
         let found = kept.tree.find(&held.hold, tokens)?;
         let mut cached = kept.tree.found_pages(&found);
-        let (given, new) = pages.split_at(cached.len());
-        let fresh = tokens.to_vec(found.len()..found.len() + new.len() * page_size)?;
-        let is_published = shared
-            .change_slots(self.clears, stream, |slots| slots.slots_mut().cache(new, given, &shared.owner))?;
-        if is_published.is_none() {
+        let fresh = tokens.to_vec(found.len()..whole)?;
+        let planner = held.planner()?;
+        let publish = |slots: &mut SlotTensors, mut request: Option<(&mut PlannerState, RequestRow)>| {
+            let known = request
+                .as_ref()
+                .map(|(state, row)| state.pages(*row, begin, begin + tokens.count()))
+                .transpose()?;
+            let pages = match (known, pages) {
+                (Some(known), Some(given)) if known != given => {
+                    return Err(Error::config("the slots published are not those of the request"));
+                }
+                (Some(pages), _) | (None, Some(pages)) => pages,
+                (None, None) => {
+                    return Err(Error::config("slots are needed for a lease that no planner has"));
+                }
+            };
+            let (given, new) = pages.split_at(cached.len());
+            slots.slots_mut().cache(new, given, &shared.owner)?;
+            let duplicates = given.iter().zip(&cached).filter(|(given, cached)| given != cached).count();
+            cached.extend_from_slice(new);
+            if let Some((state, row)) = &mut request {
+                state.note_published(*row, begin / page_size, &cached);
+            }
+            Ok((cached, duplicates * page_size))
+        };
+        let published = shared.change_slots(self.clears, stream, |slots| match &planner {
+            None => publish(slots, None),
+            Some(planner) => planner.with_state(|state, table| {
+                let is_mine = |row: &RequestRow| {
+                    state.lease_of(*row, table).is_some_and(|lease| std::ptr::eq(&raw const **lease, self))
+                };
+                let row = held.request.as_ref().and_then(Request::row).filter(is_mine).ok_or_else(|| {
+                    Error::config("the lease is of a request that its planner does not have")
+                })?;
+                publish(slots, Some((state, row)))
+            }),
+        })?;
+        let Some((cached, duplicates)) = published else {
             return Err(stale("the allocator was cleared, and its slots are gone"));
-        }
-        let duplicates = given.iter().zip(&cached).filter(|(given, cached)| given != cached).count();
-        cached.extend_from_slice(new);
-        held.tokens = held.hold.len() + tokens.count();
+        };
+        let new = &cached[found.len() / page_size..];
         kept.tree.publish(&mut held.hold, found, &fresh, new);
         kept.counts.published += fresh.len();
-        kept.counts.duplicates += duplicates * page_size;
-        Ok(Published { length: held.hold.len(), duplicates: duplicates * page_size, pages: cached })
+        kept.counts.duplicates += duplicates;
+        Ok(Published { length: held.hold.len(), duplicates, pages: cached })
     }
 
-    /// Ends the lease. Later calls of it fail; a second release does nothing.
+    /// The row of its request, if a planner has that.
+    #[must_use]
+    pub fn row(&self) -> Option<i64> {
+        let held = lock(&self.held);
+        let request = held.as_ref()?.request.as_ref()?;
+        (request.planner.strong_count() > 0).then_some(request.row)
+    }
+
+    /// Whether its pages are of `allocator`.
+    pub(in crate::pool) fn is_of(&self, allocator: &Arc<TokenToKvPoolAllocator>) -> bool {
+        Arc::ptr_eq(&self.shared.allocator, allocator)
+    }
+
+    /// Makes it the lease of a request, and returns its pages.
+    ///
+    /// # Errors
+    /// As [`Self::len`]; [`ErrorKind::Config`] when it is that of another request.
+    pub(in crate::pool) fn bind(&self, planner: &Weak<BatchPlanner>, row: i64) -> Result<Vec<Page>> {
+        self.with(self.stream, |kept, held| {
+            if let Some(other) = held.request.as_ref().filter(|request| request.planner.strong_count() > 0) {
+                let text = format!("the lease is that of request row {} already; match again", other.row);
+                return Err(Error::config(text));
+            }
+            held.request = Some(Request { planner: Weak::clone(planner), row });
+            Ok(kept.tree.pages(&held.hold, 0))
+        })
+    }
+
+    /// Undoes [`Self::bind`].
+    pub(in crate::pool) fn unbind(&self) {
+        if let Some(held) = lock(&self.held).as_mut() {
+            held.request = None;
+        }
+        self.end_if_given_up();
+    }
+
+    fn end_if_given_up(&self) {
+        let is_given_up = lock(&self.held).as_ref().is_some_and(|held| held.is_given_up);
+        if is_given_up {
+            self.end(self.stream);
+        }
+    }
+
+    /// Another lease of the first `len` tokens, in whole pages.
+    ///
+    /// # Errors
+    /// As [`Self::len`].
+    pub(in crate::pool) fn again(&self, len: usize, stream: Stream) -> Result<Self> {
+        let hold = self.with_request(stream, |kept, held| {
+            let mut hold = kept.tree.hold_again(&held.hold);
+            let gone = kept.tree.shorten(&mut hold, len / kept.tree.page_size() * kept.tree.page_size());
+            self.shared.give_back(kept, &gone, stream);
+            Ok(hold)
+        })?;
+        Ok(Self::new(&self.shared, hold, self.clears, self.namespace.clone(), stream))
+    }
+
+    /// Shortens it to `len` tokens, a whole number of pages, or ends it if that is 0: its request was cut.
+    pub(in crate::pool) fn cut(&self, len: usize, stream: Stream) {
+        if len == 0 {
+            return self.end(stream);
+        }
+        let shortened = self.with_request(stream, |kept, held| {
+            let whole = len / kept.tree.page_size() * kept.tree.page_size();
+            let gone = kept.tree.shorten(&mut held.hold, whole);
+            self.shared.give_back(kept, &gone, stream);
+            Ok(())
+        });
+        // A lease that has ended needs no cut.
+        drop(shortened);
+    }
+
+    /// Ends the lease. Later calls of it fail; a second release does nothing. The prefix of a planner's request
+    /// stays until the request is finished.
     pub fn release(&self, stream: Stream) {
+        if let Some(held) = lock(&self.held).as_mut()
+            && held.request.as_ref().is_some_and(|request| request.planner.strong_count() > 0)
+        {
+            held.is_given_up = true;
+            return;
+        }
+        self.end(stream);
+    }
+
+    fn end(&self, stream: Stream) {
         let mut held = lock(&self.held);
-        let Some(Held { hold, tokens }) = held.take() else { return };
+        let Some(Held { hold, .. }) = held.take() else { return };
         let mut kept = self.shared.current(stream);
         if kept.clears == self.clears {
-            let gone = kept.tree.release(hold, tokens);
+            let gone = kept.tree.release(hold);
             self.shared.give_back(&kept, &gone, stream);
         }
     }
 }
 
+impl Held {
+    /// The planner of its request.
+    fn planner(&self) -> Result<Option<Arc<BatchPlanner>>> {
+        let Some(request) = &self.request else { return Ok(None) };
+        let planner = request.planner.upgrade();
+        planner.map(Some).ok_or_else(|| Error::config("the planner of the lease's request is gone"))
+    }
+}
+
+impl Request {
+    /// Its row; `None` if that is no row, which the planner is about to find out.
+    fn row(&self) -> Option<RequestRow> {
+        u32::try_from(self.row).ok().map(RequestRow::new)
+    }
+}
+
 impl Drop for Lease {
     fn drop(&mut self) {
-        self.release(self.stream);
+        self.end(self.stream);
     }
 }
 

@@ -7,7 +7,7 @@ use kvpool::kernels::Indices;
 use kvpool::pool::{GdnConfig, GdnPool};
 use kvpool::tensor::TensorView;
 
-use super::{STREAM, Source, agree, bytes_of, host, int};
+use super::{STREAM, Source, agree, bytes_of, host, int, places};
 
 struct Model {
     /// By state, layer and slot.
@@ -54,10 +54,6 @@ fn split(view: &TensorView, layers: usize, slots: usize) -> Vec<Vec<Vec<u8>>> {
     let row = bytes.len() / (layers * slots);
     let slot = |layer: usize, slot: usize| bytes[(layer * slots + slot) * row..][..row].to_vec();
     (0..layers).map(|layer| (0..slots).map(|at| slot(layer, at)).collect()).collect()
-}
-
-fn places(given: &[i64], slots: usize) -> Option<Vec<usize>> {
-    given.iter().map(|&slot| usize::try_from(slot).ok().filter(|slot| *slot < slots)).collect()
 }
 
 fn step(source: &mut Source<'_>, pool: &GdnPool, model: &mut Model) {

@@ -9,7 +9,7 @@ use kvpool::memory::{Borrowed, Host, Region};
 use kvpool::pool::{KvConfig, KvPool, Scales};
 
 use super::guarded::Guarded;
-use super::{STREAM, Source, agree, bytes_of, dims, host};
+use super::{STREAM, Source, agree, bytes_of, dims, host, places};
 
 struct Model {
     /// By layer, keys and values, by row.
@@ -175,15 +175,13 @@ fn move_rows(source: &mut Source<'_>, pool: &KvPool, model: &mut Model) {
         src.iter().map(|_| source.index(rows)).collect()
     };
     let [to, from] = [&dst, &src].map(|given| Indices::Host(source.index_vec(given)));
-    let row = |&row: &i64| usize::try_from(row).ok().filter(|row| *row < rows);
-    let known: Option<Vec<_>> = dst.iter().zip(&src).map(|(dst, src)| Some((row(dst)?, row(src)?))).collect();
-    let known = known.filter(|_| dst.len() == src.len());
+    let known = places(&dst, rows).zip(places(&src, rows)).filter(|_| dst.len() == src.len());
     let is_right = known.is_some();
     agree(pool.move_kv(&to, &from, STREAM), is_right);
     for buffer in model.rows.iter_mut().flatten() {
         let before = buffer.clone();
-        for &(dst, src) in known.iter().flatten() {
-            buffer[dst].clone_from(&before[src]);
+        for (dst, src) in known.iter().flat_map(|(dst, src)| dst.iter().zip(src)) {
+            buffer[*dst].clone_from(&before[*src]);
         }
     }
 }
@@ -192,9 +190,7 @@ fn gather(source: &mut Source<'_>, pool: &KvPool, model: &Model) {
     let (rows, layer) = (pool.rows(), source.below(pool.config().layer_num + 1));
     let indices = source.indices(6, rows);
     let given = Indices::Host(source.index_vec(&indices));
-    let known: Option<Vec<usize>> =
-        indices.iter().map(|&row| usize::try_from(row).ok().filter(|row| *row < rows)).collect();
-    let known = known.filter(|_| layer < pool.config().layer_num);
+    let known = places(&indices, rows).filter(|_| layer < pool.config().layer_num);
     let expected = known.map(|known| {
         let rows = &model.rows[layer];
         [0, 1].map(|which| known.iter().flat_map(|&row| &rows[which][row]).copied().collect::<Vec<u8>>())

@@ -12,6 +12,7 @@ mod dlpack;
 mod gdn;
 mod guarded;
 mod kv;
+mod leased;
 mod pages;
 mod planner;
 mod planner_model;
@@ -39,7 +40,7 @@ fn host() -> Arc<dyn Backend> {
 pub(crate) type History = (&'static str, fn(&mut Source<'_>));
 
 /// Every kind.
-pub(crate) const ALL: [History; 12] = [
+pub(crate) const ALL: [History; 13] = [
     ("slots", slots::run),
     ("rows", rows::run),
     ("counts", counts::run),
@@ -49,6 +50,7 @@ pub(crate) const ALL: [History; 12] = [
     ("arena", arena::run),
     ("planner", planner::run),
     ("prefixes", prefixes::run),
+    ("leased", leased::run),
     ("kv", kv::run),
     ("gdn", gdn::run),
     ("dlpack", dlpack::run),
@@ -135,6 +137,11 @@ where
     T::Error: Debug,
 {
     number.try_into().expect("a number that is not negative")
+}
+
+/// `given` as places, if all are below `count`.
+fn places(given: &[i64], count: usize) -> Option<Vec<usize>> {
+    given.iter().map(|&place| usize::try_from(place).ok().filter(|place| *place < count)).collect()
 }
 
 fn dims(extents: &[usize]) -> Dims {

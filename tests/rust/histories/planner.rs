@@ -6,7 +6,7 @@ use kvpool::base::{ErrorKind, IndexVec};
 use kvpool::index::Order;
 use kvpool::kernels::Indices;
 use kvpool::pool::{
-    AllocatorConfig, Batch, BatchPlanner, Fence, Field, Plan, PlannerConfig, ReqToTokenConfig,
+    AllocatorConfig, Batch, BatchPlanner, Fence, Field, Plan, PlannerConfig, Prefix, ReqToTokenConfig,
     ReqToTokenPool, TokenToKvPoolAllocator,
 };
 
@@ -17,7 +17,7 @@ use super::{STREAM, Source, agree, host, int, ints_of, size};
 struct Planner {
     slots: Arc<TokenToKvPoolAllocator>,
     table: Arc<Mutex<ReqToTokenPool>>,
-    batches: BatchPlanner,
+    batches: Arc<BatchPlanner>,
     model: Model,
     fences: Fences,
     last: Option<Plan>,
@@ -135,11 +135,12 @@ impl Planner {
         let rows = source.index_vec(&rows);
         let prefix_lens: Vec<i64> = wishes.iter().map(|wish| wish.prefix).collect();
         let seq_lens: Vec<i64> = wishes.iter().map(|wish| wish.seq).collect();
-        let prefix_slots: Vec<Option<IndexVec>> =
-            wishes.iter().map(|wish| wish.cached.as_ref().map(|cached| source.index_vec(cached))).collect();
+        let mut slots = |cached: &Vec<i64>| Prefix::Slots(source.index_vec(cached));
+        let prefixes: Vec<Prefix> =
+            wishes.iter().map(|wish| wish.cached.as_ref().map_or(Prefix::None, &mut slots)).collect();
         let is_cut = !wishes.is_empty() && source.rarely(24);
         let seq_lens = if is_cut { &seq_lens[1..] } else { &seq_lens[..] };
-        let batch = Batch { rows: &rows, prefix_lens: &prefix_lens, seq_lens, prefix_slots: &prefix_slots };
+        let batch = Batch { rows: &rows, prefix_lens: &prefix_lens, seq_lens, prefixes: &prefixes };
         let answer = self.batches.extend(batch, STREAM);
         let expected = if is_cut { Err(Refused) } else { self.model.grow(&wishes, wishes.len(), 0) };
         self.planned(answer, expected);

@@ -37,7 +37,7 @@ def _summary(plan: Plan) -> Table:
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     table.add_row("layers", _layers_text(plan))
-    each = "each GPU" if plan.shapes.on_gpu else "each process"
+    each = "each GPU" if plan.shapes.device != "cpu" else "each process"
     if tp > 1:
         table.add_row("tensor parallel", f"{tp}; everything below is for {each}")
     budget = exact_bytes_text(plan.config.budget_bytes)
@@ -78,7 +78,7 @@ def _layers_text(plan: Plan) -> str:
 def _token_text(plan: Plan) -> str:
     texts = []
     for group in plan.shapes.kv:
-        k_bytes, v_bytes = row_bytes(group, plan.shapes.kv_item_bytes)
+        k_bytes, v_bytes = row_bytes(group, plan.dtype)
         texts.append(
             f"{len(group.layers)} layers x (K {k_bytes:,} B [{group.k_head_num}, {group.k_head_dim}] + "
             f"V {v_bytes:,} B [{group.v_head_num}, {group.v_head_dim}])"

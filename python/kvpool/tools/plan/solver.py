@@ -11,7 +11,7 @@ from kvpool._kvpool import _STORAGE_DTYPES
 from kvpool.errors import ConfigError
 from kvpool.tools.plan.fields import MOST_INT32
 from kvpool.tools.plan.model import KvLayers, Model, States
-from kvpool.tools.plan.pool_bytes import Footprint, Shapes, footprint, kv_rows
+from kvpool.tools.plan.pool_bytes import Footprint, Shapes, footprint
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -227,13 +227,13 @@ def make_plan(model: Model, config: PlanConfig) -> Plan:
     kv = forms[config.mla] if forms else tuple(_shard(group, tp) for group in model.attention)
     shapes = Shapes(
         kv=kv,
-        kv_item_bytes=_STORAGE_DTYPES[dtype],
+        dtype=dtype,
         states=None if model.states is None else _shard_states(model.states, tp),
-        conv_item_bytes=_STORAGE_DTYPES[conv_dtype],
+        conv_dtype=conv_dtype,
         page_size=config.page_size,
         max_context_len=context_len,
         step_tokens=config.step_tokens,
-        on_gpu=config.device != "cpu",
+        device=config.device,
     )
     size, max_reqs = _solve(shapes, config)
     full = min(max_reqs, size // (shapes.context_pages * config.page_size))
@@ -323,7 +323,10 @@ def _solve(shapes: Shapes, config: PlanConfig) -> tuple[int, int]:
     most_pages = (MOST_INT32 - 2 * page) // page
 
     def fits(pages: int, requests: int) -> bool:
-        return footprint(shapes, pages * page, requests).total_bytes <= budget
+        try:
+            return footprint(shapes, pages * page, requests).total_bytes <= budget
+        except ConfigError:  # beyond int32
+            return False
 
     requests = config.max_requests
     # Page tables of a whole batch are indexed in int32.
@@ -374,7 +377,7 @@ def _notes(plan: Plan) -> list[str]:
         notes.append(
             "as many request rows as requests with full context; shorter ones need more rows (--max-requests)"
         )
-    if kv_rows(plan.size + config.page_size, config.page_size) > MOST_INT32 - config.page_size:
+    if plan.size + 3 * config.page_size + 8 > MOST_INT32:
         notes.append("slots are int32: more memory would not give more slots")
     if model.mla is not None:
         notes.append(_mla_note(plan))

@@ -29,7 +29,7 @@ impl PlannerState {
             let Growth { row, start, prefix, .. } = growth;
             if sent > self.most_pages && start < prefix {
                 // Too many cached slots for one launch.
-                let slots = Indices::Host(IndexVec::I32(self.slots(row, start, prefix)?));
+                let slots = Indices::Host(IndexVec::I32(self.slots(row, 0, prefix)?));
                 table.write(&TableIndex::first_columns(row, prefix), &slots, stream)?;
                 growth.start = prefix;
             }

@@ -11,53 +11,35 @@ use super::put;
 
 /// What devices are called.
 pub const NAME: &[u8] = b"Software device";
-/// Attributes that are not 0, as those of an H200.
-const ATTRIBUTES: &[(c_int, c_int)] = &[
-    (1, 1024),
-    (2, 1024),
-    (3, 1024),
-    (4, 64),
-    (5, c_int::MAX),
-    (6, 65_535),
-    (7, 65_535),
-    (8, 49_152),
-    (9, 65_536),
-    (10, 32),
-    (11, c_int::MAX),
-    (12, 65_536),
-    (13, 1_980_000),
-    (14, 512),
-    (15, 1),
-    (16, 132),
-    (19, 1),
-    (31, 1),
-    (32, 1),
-    (36, 3_201_000),
-    (37, 6144),
-    (38, 62_914_560),
-    (39, 2048),
-    (40, 3),
-    (41, 1),
-    (78, 1),
-    (79, 1),
-    (80, 1),
-    (81, 233_472),
-    (82, 65_536),
-    (97, 232_448),
-    (106, 32),
-];
 /// One more than the greatest number of an attribute.
 const ATTRIBUTES_END: c_int = 150;
 
-/// An attribute of any device.
+/// An attribute of any device, as those of an H200.
 pub fn attribute(number: c_int, config: &Config) -> Option<c_int> {
-    match number {
-        75 => return Some(config.capability.0),
-        76 => return Some(config.capability.1),
-        _ => (),
-    }
-    let known = ATTRIBUTES.iter().find(|(at, _)| *at == number).map(|(_, value)| *value);
-    known.or_else(|| (1..ATTRIBUTES_END).contains(&number).then_some(0))
+    Some(match number {
+        1..=3 => 1024,
+        4 => 64,
+        5 | 11 => c_int::MAX,
+        6 | 7 => 65_535,
+        8 => 49_152,
+        9 | 12 | 82 => 65_536,
+        10 | 106 => 32,
+        13 => 1_980_000,
+        14 => 512,
+        15 | 19 | 31 | 32 | 41 | 78..=80 => 1,
+        16 => 132,
+        36 => 3_201_000,
+        37 => 6144,
+        38 => 62_914_560,
+        39 => 2048,
+        40 => 3,
+        75 => config.capability.0,
+        76 => config.capability.1,
+        81 => 233_472,
+        97 => 232_448,
+        _ if (1..ATTRIBUTES_END).contains(&number) => 0,
+        _ => return None,
+    })
 }
 
 super::exports! {

@@ -5,7 +5,7 @@ use std::ffi::c_uint;
 use crate::codes::INVALID_VALUE;
 use crate::operations::check;
 
-use super::{host, put};
+use super::{host, put, put_new};
 
 /// `CU_MEMHOSTALLOC_PORTABLE`, `DEVICEMAP` and `WRITECOMBINED`.
 const HOST_ALLOC_FLAGS: c_uint = 7;
@@ -18,13 +18,12 @@ super::exports! {
         put(total, call.state.memory.capacity)
     };
     Context cuMemAlloc_v2(address: *mut u64, bytes: usize) |call| {
-        check(!address.is_null(), INVALID_VALUE)?;
-        put(address, call.state.allocate(call.device, bytes)? as u64)
+        put_new(address, || call.state.allocate(call.device, bytes).map(|start| start as u64))
     };
     Context cuMemFree_v2(address: u64) |call| call.state.free(host(address), false);
     Context cuMemHostAlloc(address: *mut usize, bytes: usize, flags: c_uint) |call| {
-        check(!address.is_null() && flags <= HOST_ALLOC_FLAGS, INVALID_VALUE)?;
-        put(address, call.state.allocate_locked(bytes)?)
+        check(flags <= HOST_ALLOC_FLAGS, INVALID_VALUE)?;
+        put_new(address, || call.state.allocate_locked(bytes))
     };
     Context cuMemFreeHost(address: usize) |call| call.state.free_locked(address);
     Context cuMemHostRegister_v2(address: usize, bytes: usize, flags: c_uint) |call| {

@@ -12,14 +12,7 @@ pub use lookup::function;
 
 /// Every exported function, for the tests.
 #[cfg(test)]
-pub mod all {
-    pub use super::copies::*;
-    pub use super::devices::*;
-    pub use super::lookup::*;
-    pub use super::memory::*;
-    pub use super::modules::*;
-    pub use super::streams::*;
-}
+pub use {copies::*, devices::*, lookup::*, memory::*, modules::*, streams::*};
 
 use std::ffi::{c_char, c_int};
 
@@ -87,6 +80,12 @@ pub fn put<T>(target: *mut T, value: T) -> Outcome {
     // SAFETY: the caller gives a place for the answer.
     unsafe { target.write(value) };
     Ok(())
+}
+
+/// Makes something and writes it, unless there is no place for it.
+pub fn put_new<T>(target: *mut T, make: impl FnOnce() -> Outcome<T>) -> Outcome {
+    check(!target.is_null(), INVALID_VALUE)?;
+    put(target, make()?)
 }
 
 /// The text of a string that ends with a zero, if it is UTF-8.

@@ -6,15 +6,14 @@ use crate::codes::INVALID_VALUE;
 use crate::operations::check;
 use crate::threads::{Mode, exchange_mode};
 
-use super::put;
+use super::{put, put_new};
 
 /// `CU_EVENT_BLOCKING_SYNC` and `CU_EVENT_DISABLE_TIMING`.
 const EVENT_FLAGS: c_uint = 3;
 
 super::exports! {
     Context cuStreamCreate(stream: *mut usize, flags: c_uint) |call| {
-        check(!stream.is_null(), INVALID_VALUE)?;
-        put(stream, call.state.create_stream(call.device, flags)?)
+        put_new(stream, || call.state.create_stream(call.device, flags))
     };
     Context cuStreamDestroy_v2(stream: usize) |call| call.state.destroy_stream(call.device, stream);
     Context cuStreamSynchronize(stream: usize) |call| call.state.synchronize_stream(call.device, stream);
@@ -38,8 +37,8 @@ super::exports! {
         put(mode, exchange_mode(new) as c_int)
     };
     Context cuEventCreate(event: *mut usize, flags: c_uint) |call| {
-        check(!event.is_null() && flags <= EVENT_FLAGS, INVALID_VALUE)?;
-        put(event, call.state.create_event(call.device))
+        check(flags <= EVENT_FLAGS, INVALID_VALUE)?;
+        put_new(event, || Ok(call.state.create_event(call.device)))
     };
     Context cuEventRecord(event: usize, stream: usize) |call| call.state.record_event(call.device, event, stream);
     Context cuEventQuery(event: usize) |call| call.state.query_event(event);

@@ -29,50 +29,32 @@ impl Properties {
         all.put(271, &[u8::try_from(device).unwrap_or(u8::MAX)]);
         // Sizes are `size_t`: total memory, shared memory of a block, pitch, constant memory, alignment of textures,
         // shared memory of a multiprocessor and the most of a block.
-        let pitch = i32::MAX as usize;
-        let sizes = [
-            (288, bytes),
-            (296, 49_152),
-            (312, pitch),
-            (352, 65_536),
-            (368, 512),
-            (624, 233_472),
-            (672, 232_448),
-        ];
-        for (at, size) in sizes {
+        for (at, size) in [(288, bytes), (296, 49_152), (312, i32::MAX as usize), (352, 65_536), (368, 512)] {
+            all.put(at, &size.to_ne_bytes());
+        }
+        for (at, size) in [(624, 233_472usize), (672, 232_448)] {
             all.put(at, &size.to_ne_bytes());
         }
         // Registers of a block, lanes, threads of a block and its dimensions, of the grid, capability,
         // multiprocessors, concurrent kernels, PCI device, copy engines, unified addresses, bus width, cache,
         // threads of a multiprocessor, priorities, its registers and blocks.
         let device = c_int::try_from(device).unwrap_or(0);
-        let numbers = [
-            (304, 65_536),
-            (308, 32),
-            (320, 1024),
-            (324, 1024),
-            (328, 1024),
-            (332, 64),
-            (336, c_int::MAX),
-            (340, 65_535),
-            (344, 65_535),
-            (360, capability.0),
-            (364, capability.1),
-            (384, 132),
-            (392, 1),
-            (560, 1),
-            (572, device),
-            (584, 3),
-            (588, 1),
-            (592, 6144),
-            (596, 62_914_560),
-            (604, 2048),
-            (608, 1),
-            (632, 65_536),
-            (688, 32),
-        ];
-        for (at, number) in numbers {
-            all.put(at, &number.to_ne_bytes());
+        for (at, numbers) in [
+            (304, &[65_536, 32][..]),
+            (320, &[1024, 1024, 1024, 64, c_int::MAX, 65_535, 65_535]),
+            (360, &[capability.0, capability.1]),
+            (384, &[132]),
+            (392, &[1]),
+            (560, &[1]),
+            (572, &[device]),
+            (584, &[3, 1, 6144, 62_914_560]),
+            (604, &[2048, 1]),
+            (632, &[65_536]),
+            (688, &[32]),
+        ] {
+            for (position, number) in numbers.iter().enumerate() {
+                all.put(at + position * size_of::<c_int>(), &number.to_ne_bytes());
+            }
         }
         all
     }

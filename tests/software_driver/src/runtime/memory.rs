@@ -4,11 +4,8 @@ use std::ffi::{c_int, c_uint};
 
 use crate::codes::{INVALID_VALUE, Outcome};
 use crate::copies::Direction;
-use crate::driver::put;
+use crate::driver::{put, put_new};
 use crate::memory::Place;
-use crate::operations::check;
-
-use super::Call;
 
 /// `cudaPointerAttributes`.
 #[repr(C)]
@@ -35,22 +32,16 @@ fn direction(kind: c_int) -> Outcome<Direction> {
     }
 }
 
-fn allocate_locked(call: &mut Call, address: *mut usize, bytes: usize) -> Outcome {
-    check(!address.is_null(), INVALID_VALUE)?;
-    put(address, call.state.allocate_locked(bytes)?)
-}
-
 super::exports! {
     Context cudaMalloc(address: *mut usize, bytes: usize) |call| {
         call.state.ledger.count("cudaMalloc");
-        check(!address.is_null(), INVALID_VALUE)?;
-        put(address, call.state.allocate(call.device, bytes)?)
+        put_new(address, || call.state.allocate(call.device, bytes))
     };
     // PyTorch gives blocks back that its streams still use.
     Context cudaFree(address: usize) |call| if address == 0 { Ok(()) } else { call.state.free(address, true) };
-    Context cudaMallocHost(address: *mut usize, bytes: usize) |mut call| allocate_locked(&mut call, address, bytes);
-    Context cudaHostAlloc(address: *mut usize, bytes: usize, _flags: c_uint) |mut call| {
-        allocate_locked(&mut call, address, bytes)
+    Context cudaMallocHost(address: *mut usize, bytes: usize) |call| put_new(address, || call.state.allocate_locked(bytes));
+    Context cudaHostAlloc(address: *mut usize, bytes: usize, _flags: c_uint) |call| {
+        put_new(address, || call.state.allocate_locked(bytes))
     };
     Context cudaFreeHost(address: usize) |call| if address == 0 { Ok(()) } else { call.state.free_locked(address) };
     Context cudaHostRegister(address: usize, bytes: usize, _flags: c_uint) |call| call.state.register(address, bytes);

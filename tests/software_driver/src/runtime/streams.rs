@@ -2,30 +2,18 @@
 
 use std::ffi::{c_int, c_uint};
 
-use crate::codes::{INVALID_VALUE, NOT_READY, Outcome};
-use crate::driver::put;
+use crate::codes::{INVALID_VALUE, NOT_READY};
+use crate::driver::{put, put_new};
 use crate::operations::check;
 use crate::threads::{Mode, exchange_mode};
 
-use super::Call;
-
-fn create_stream(call: &mut Call, stream: *mut usize, flags: c_uint) -> Outcome {
-    check(!stream.is_null(), INVALID_VALUE)?;
-    put(stream, call.state.create_stream(call.device, flags)?)
-}
-
-fn create_event(call: &mut Call, event: *mut usize) -> Outcome {
-    check(!event.is_null(), INVALID_VALUE)?;
-    put(event, call.state.create_event(call.device))
-}
-
 super::exports! {
-    Context cudaStreamCreate(stream: *mut usize) |mut call| create_stream(&mut call, stream, 0);
-    Context cudaStreamCreateWithFlags(stream: *mut usize, flags: c_uint) |mut call| {
-        create_stream(&mut call, stream, flags)
+    Context cudaStreamCreate(stream: *mut usize) |call| put_new(stream, || call.state.create_stream(call.device, 0));
+    Context cudaStreamCreateWithFlags(stream: *mut usize, flags: c_uint) |call| {
+        put_new(stream, || call.state.create_stream(call.device, flags))
     };
-    Context cudaStreamCreateWithPriority(stream: *mut usize, flags: c_uint, _priority: c_int) |mut call| {
-        create_stream(&mut call, stream, flags)
+    Context cudaStreamCreateWithPriority(stream: *mut usize, flags: c_uint, _priority: c_int) |call| {
+        put_new(stream, || call.state.create_stream(call.device, flags))
     };
     Context cudaStreamDestroy(stream: usize) |call| call.state.destroy_stream(call.device, stream);
     Context cudaStreamSynchronize(stream: usize) |call| call.state.synchronize_stream(call.device, stream);
@@ -45,8 +33,12 @@ super::exports! {
         let new = unsafe { mode.as_ref() }.copied().and_then(Mode::new).ok_or(INVALID_VALUE)?;
         put(mode, exchange_mode(new) as c_int)
     };
-    Context cudaEventCreate(event: *mut usize) |mut call| create_event(&mut call, event);
-    Context cudaEventCreateWithFlags(event: *mut usize, _flags: c_uint) |mut call| create_event(&mut call, event);
+    Context cudaEventCreate(event: *mut usize) |call| {
+        put_new(event, || Ok(call.state.create_event(call.device)))
+    };
+    Context cudaEventCreateWithFlags(event: *mut usize, _flags: c_uint) |call| {
+        put_new(event, || Ok(call.state.create_event(call.device)))
+    };
     Context cudaEventDestroy(event: usize) |call| call.state.events.destroy(event);
     Context cudaEventRecord(event: usize, stream: usize) |call| {
         call.state.record_event(call.device, event, stream)

@@ -15,7 +15,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::codes::SUCCESS;
 use crate::control::*;
-use crate::driver::all::*;
+use crate::driver::*;
 use crate::state::{State, state};
 
 /// A new driver, which one test has for itself.

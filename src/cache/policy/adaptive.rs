@@ -1,0 +1,106 @@
+//! The default policy: evicts the leaf that is worth least, as learned from what was evicted and came again.
+//!
+//! A *lifetime* of a block is the time from one use to the next. Lifetimes are counted by the block's class
+//! (how often it was used) and by their length, whether the block was still cached when it was used again or
+//! only remembered ([`Ghosts`]). From the counts follows the *worth* of a block of a class and age: the most
+//! hits per unit of time that keeping it any longer can bring ([`Lifetimes`]). Leaves lie in cells of equal
+//! class and age ([`Cells`]); the oldest leaf of the cell that is worth least is evicted.
+//!
+//! Beside it runs a ledger of what eviction by recency would have found ([`Recency`]). While the cache finds
+//! less than that, or nothing is learned yet, the leaf used least recently is evicted instead.
+
+mod ages;
+mod cells;
+mod ghosts;
+mod lifetimes;
+mod recency;
+
+use super::{History, KeyTokens, NodeId, PageKey, Policy, Remembered, Tick};
+use ages::Ages;
+use cells::Cells;
+use ghosts::{Ghost, Ghosts};
+use lifetimes::Lifetimes;
+use recency::Recency;
+
+/// Blocks are told apart by their number of uses: 1, 2, 3 to 4, 5 to 8, and so on.
+const CLASSES: usize = 8;
+
+/// The class of a block that was used `uses` times.
+fn class(uses: u32) -> usize {
+    (uses.max(1).next_power_of_two().trailing_zeros() as usize).min(CLASSES - 1)
+}
+
+/// The policy.
+#[derive(Debug)]
+pub(super) struct Adaptive {
+    ages: Ages,
+    cells: Cells,
+    ghosts: Ghosts,
+    lifetimes: Lifetimes,
+    recency: Recency,
+    key_tokens: u32,
+}
+
+impl Adaptive {
+    pub(super) fn new(capacity: u64, key_tokens: KeyTokens) -> Self {
+        let capacity = capacity.max(1);
+        let ages = Ages::new(capacity);
+        Self {
+            cells: Cells::new(ages.clone()),
+            ghosts: Ghosts::new(capacity, key_tokens),
+            lifetimes: Lifetimes::new(capacity, ages.clone()),
+            recency: Recency::new(capacity),
+            ages,
+            key_tokens: key_tokens.get(),
+        }
+    }
+}
+
+impl Policy for Adaptive {
+    fn insert(&mut self, leaf: NodeId, history: &History, now: Tick) {
+        self.cells.insert(leaf, class(history.uses), history.used, now);
+    }
+
+    fn remove(&mut self, leaf: NodeId) {
+        self.cells.remove(leaf);
+    }
+
+    fn bytes(&self) -> usize {
+        self.cells.bytes() + self.ghosts.bytes()
+    }
+
+    fn victim(&mut self, now: Tick) -> Option<NodeId> {
+        if self.lifetimes.learn(self.ghosts.horizon(now), now) {
+            self.cells.rank(self.lifetimes.worth());
+        }
+        self.cells.age(now);
+        if self.lifetimes.known() && self.recency.trails() {
+            self.cells.least_worth()
+        } else {
+            self.cells.oldest()
+        }
+    }
+
+    fn note_used(&mut self, before: &History, tokens: u32, now: Tick) {
+        self.lifetimes.end(class(before.uses), self.ages.of(now.since(before.used)), tokens);
+        self.lifetimes.begin(class(before.uses.saturating_add(1)), tokens, now);
+        self.recency.found(before.used, tokens, now);
+    }
+
+    fn note_published(&mut self, key: PageKey, now: Tick) -> Remembered {
+        let tokens = self.key_tokens;
+        let Some(ghost) = self.ghosts.take(key, now) else {
+            self.lifetimes.begin(class(1), tokens, now);
+            self.recency.add(tokens, now);
+            return Remembered::default();
+        };
+        self.lifetimes.end(class(ghost.uses), self.ages.of(now.since(ghost.used)), tokens);
+        self.lifetimes.begin(class(ghost.uses.saturating_add(1)), tokens, now);
+        self.recency.missed(ghost.used, tokens, now);
+        Remembered { uses: ghost.uses }
+    }
+
+    fn note_evicted(&mut self, key: PageKey, history: &History, now: Tick) {
+        self.ghosts.put(key, Ghost { used: history.used, uses: history.uses }, now);
+    }
+}

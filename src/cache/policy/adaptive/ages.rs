@@ -1,0 +1,42 @@
+//! A scale of ages: two steps an octave, from a 64th of the capacity on.
+
+/// The number of steps. The last one is open: older than 900 times the capacity.
+pub(super) const AGES: usize = 32;
+
+/// Ages of blocks, in tokens looked up since their last use.
+#[derive(Clone, Debug)]
+pub(super) struct Ages {
+    /// The width of the first step, in tokens.
+    unit: u64,
+    /// The youngest age of each step.
+    floors: [u64; AGES],
+}
+
+impl Ages {
+    /// The scale for a cache of `capacity` tokens.
+    pub(super) fn new(capacity: u64) -> Self {
+        let unit = (capacity / 64).max(1);
+        let mut floors = [0; AGES];
+        for (step, floor) in floors.iter_mut().enumerate() {
+            // (2^(step / 2) - 1) units.
+            let square = (u128::from(unit) * u128::from(unit)) << step;
+            *floor = u64::try_from(square.isqrt()).expect("a capacity is far below 2^48") - unit;
+        }
+        Self { unit, floors }
+    }
+
+    /// The step of an age.
+    pub(super) fn of(&self, age: u64) -> usize {
+        self.floors.partition_point(|&floor| floor <= age) - 1
+    }
+
+    /// The youngest age of a step.
+    pub(super) const fn floor(&self, step: usize) -> u64 {
+        self.floors[step]
+    }
+
+    /// The width of the first step.
+    pub(super) const fn unit(&self) -> u64 {
+        self.unit
+    }
+}

@@ -1,0 +1,103 @@
+//! What is remembered of evicted blocks.
+//!
+//! A table of sets of 8 entries; a new entry takes the place of the oldest in its set. An entry is one word:
+//! 32 bits of the key, when the block was used last, and how often.
+//!
+//! *Invariant.* An entry is a block that is not in the cache, unless two keys share 32 bits and a set.
+//!
+//! *Cost.* One set, that is one cache line, for each call; 16 words for each block of the cache's capacity.
+
+use crate::cache::policy::{KeyTokens, PageKey, Tick};
+
+/// Entries in a set.
+const WAYS: usize = 8;
+
+/// Remembered blocks for each block of the capacity.
+const TIMES: u64 = 16;
+
+/// What is remembered of a block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Ghost {
+    /// When a request used it last.
+    pub(super) used: Tick,
+    /// How many requests used it.
+    pub(super) uses: u32,
+}
+
+/// The table.
+#[derive(Debug)]
+pub(super) struct Ghosts {
+    /// An empty entry is 0: no block has no uses.
+    sets: Vec<[u64; WAYS]>,
+    /// The resolution of the times, in tokens.
+    unit: u64,
+    /// The mean age, in tokens, of the entries that made place for others of late. `None` before the first.
+    lost_at: Option<u64>,
+}
+
+impl Ghosts {
+    /// The size of the table in bytes.
+    pub(super) fn bytes(&self) -> usize {
+        self.sets.capacity() * size_of::<[u64; WAYS]>()
+    }
+
+    pub(super) fn new(capacity: u64, key_tokens: KeyTokens) -> Self {
+        let sets = (capacity * TIMES / u64::from(key_tokens.get()) / WAYS as u64).max(8);
+        let sets = usize::try_from(sets).expect("keys of a cache fit its host's memory");
+        Self { sets: vec![[0; WAYS]; sets], unit: (capacity / 256).max(1), lost_at: None }
+    }
+
+    /// Remembers a block.
+    pub(super) fn put(&mut self, key: PageKey, ghost: Ghost, now: Tick) {
+        let time = self.time(ghost.used);
+        let entry = tag(key) | time << 8 | u64::from(ghost.uses.clamp(1, 255));
+        let clock = self.time(now);
+        let set = self.set(key);
+        let age = |entry: u64| (clock.wrapping_sub(entry >> 8)) & TIME;
+        let oldest = (0..WAYS)
+            .max_by_key(|&way| if set[way] == 0 { u64::MAX } else { age(set[way]) })
+            .expect("a set has entries");
+        let lost = std::mem::replace(&mut set[oldest], entry);
+        if lost != 0 {
+            let age = age(lost) * self.unit;
+            let mean = self.lost_at.unwrap_or(age);
+            self.lost_at = Some(mean - mean / 64 + age / 64);
+        }
+    }
+
+    /// Forgets a block that is in the cache again, and returns what was remembered.
+    pub(super) fn take(&mut self, key: PageKey, now: Tick) -> Option<Ghost> {
+        let clock = self.time(now);
+        let entry = self.set(key).iter_mut().find(|entry| **entry != 0 && **entry & !REST == tag(key))?;
+        let entry = std::mem::take(entry);
+        let age = (clock.wrapping_sub(entry >> 8) & TIME) * self.unit;
+        let uses = u32::try_from(entry & 255).expect("8 bits");
+        Some(Ghost { used: Tick::new(now.tokens().saturating_sub(age)), uses })
+    }
+
+    /// Up to what age a block that was not used again is still remembered.
+    pub(super) fn horizon(&self, now: Tick) -> u64 {
+        // Sets differ in how fast they fill.
+        self.lost_at.map_or(now.tokens(), |age| age / 4 * 3)
+    }
+
+    fn time(&self, at: Tick) -> u64 {
+        (at.tokens() / self.unit) & TIME
+    }
+
+    fn set(&mut self, key: PageKey) -> &mut [u64; WAYS] {
+        // The lower half of the key picks the set, the upper half is the tag.
+        let set = ((key.0 & REST) * self.sets.len() as u64) >> 32;
+        &mut self.sets[usize::try_from(set).expect("below the number of sets")]
+    }
+}
+
+/// The bits of a time.
+const TIME: u64 = (1 << 24) - 1;
+
+/// The bits of an entry that are not of its key.
+const REST: u64 = (1 << 32) - 1;
+
+const fn tag(key: PageKey) -> u64 {
+    key.0 & !REST
+}

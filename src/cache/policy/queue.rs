@@ -1,0 +1,46 @@
+//! Leaves in the order of a rank.
+//!
+//! *Cost.* Logarithmic in the number of leaves, and 4 words a leaf.
+
+use std::collections::BTreeSet;
+
+use super::NodeId;
+use crate::base::{Id, widen};
+
+/// What orders leaves: the class decides, within it the moment.
+pub(super) type Rank = (u32, u64);
+
+/// A set of leaves, lowest rank first; of equal ranks the lowest number.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Queue {
+    order: BTreeSet<(Rank, NodeId)>,
+    /// The rank of each leaf in `order`, by number. Stale where the leaf is not in it.
+    ranks: Vec<Rank>,
+}
+
+impl Queue {
+    /// Adds a leaf that is not in the queue.
+    pub(super) fn insert(&mut self, leaf: NodeId, rank: Rank) {
+        let at = widen(leaf.number());
+        if at >= self.ranks.len() {
+            self.ranks.resize(at + 1, Rank::default());
+        }
+        self.ranks[at] = rank;
+        self.order.insert((rank, leaf));
+    }
+
+    /// Takes a leaf out.
+    pub(super) fn remove(&mut self, leaf: NodeId) {
+        self.order.remove(&(self.ranks[widen(leaf.number())], leaf));
+    }
+
+    /// The size of the bookkeeping in bytes.
+    pub(super) fn bytes(&self) -> usize {
+        self.order.len() * size_of::<(Rank, NodeId)>() + self.ranks.capacity() * size_of::<Rank>()
+    }
+
+    /// The leaf of the lowest rank.
+    pub(super) fn first(&self) -> Option<NodeId> {
+        self.order.first().map(|&(_, leaf)| leaf)
+    }
+}

@@ -1,0 +1,88 @@
+//! Policies that are an order of histories and learn nothing.
+
+use std::fmt;
+
+use super::queue::{Queue, Rank};
+use super::{History, NodeId, Policy, Tick};
+
+/// An order of histories.
+pub(super) trait Order: fmt::Debug + Send {
+    /// The rank of a leaf: the lowest goes first.
+    fn rank(&self, history: &History) -> Rank;
+}
+
+/// The policy of an [`Order`].
+#[derive(Debug)]
+pub(super) struct Ranked<O> {
+    order: O,
+    queue: Queue,
+}
+
+impl<O> Ranked<O> {
+    pub(super) fn new(order: O) -> Self {
+        Self { order, queue: Queue::default() }
+    }
+}
+
+impl<O: Order> Policy for Ranked<O> {
+    fn insert(&mut self, leaf: NodeId, history: &History, _now: Tick) {
+        self.queue.insert(leaf, self.order.rank(history));
+    }
+
+    fn remove(&mut self, leaf: NodeId) {
+        self.queue.remove(leaf);
+    }
+
+    fn victim(&mut self, _now: Tick) -> Option<NodeId> {
+        self.queue.first()
+    }
+
+    fn bytes(&self) -> usize {
+        self.queue.bytes()
+    }
+}
+
+#[derive(Debug)]
+pub(super) struct Lru;
+
+impl Order for Lru {
+    fn rank(&self, history: &History) -> Rank {
+        (0, history.used.tokens())
+    }
+}
+
+#[derive(Debug)]
+pub(super) struct Fifo;
+
+impl Order for Fifo {
+    fn rank(&self, history: &History) -> Rank {
+        (0, history.published.tokens())
+    }
+}
+
+#[derive(Debug)]
+pub(super) struct Lfu;
+
+impl Order for Lfu {
+    fn rank(&self, history: &History) -> Rank {
+        (history.uses, history.used.tokens())
+    }
+}
+
+#[derive(Debug)]
+pub(super) struct Slru;
+
+impl Order for Slru {
+    fn rank(&self, history: &History) -> Rank {
+        (u32::from(history.uses > 1), history.used.tokens())
+    }
+}
+
+#[derive(Debug)]
+pub(super) struct Priority;
+
+impl Order for Priority {
+    fn rank(&self, history: &History) -> Rank {
+        (u32::from(history.priority), history.used.tokens())
+    }
+}

@@ -1,0 +1,71 @@
+//! Leases on their way into a planner.
+
+use std::cell::Cell;
+use std::sync::{Arc, Weak};
+
+use crate::base::{Error, Page, Result};
+use crate::memory::Stream;
+use crate::pool::{BatchPlanner, Lease, TokenToKvPoolAllocator};
+
+/// A lease that is to become that of a request. Dropping it before [`Claim::keep`] leaves the lease as it was.
+#[derive(Debug)]
+pub(super) struct Claim {
+    lease: Arc<Lease>,
+    pages: Vec<Page>,
+    is_kept: Cell<bool>,
+}
+
+impl Claim {
+    /// Claims a lease of pages of `slots` for the request in `row`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for a lease of another allocator or of another
+    /// request; the errors of a lease.
+    pub(super) fn new(
+        lease: &Arc<Lease>,
+        planner: &Weak<BatchPlanner>,
+        row: i64,
+        slots: &Arc<TokenToKvPoolAllocator>,
+    ) -> Result<Self> {
+        if !lease.is_of(slots) {
+            return Err(Error::config("a lease is of another allocator than the planner's"));
+        }
+        let pages = lease.bind(planner, row)?;
+        Ok(Self { lease: Arc::clone(lease), pages, is_kept: Cell::new(false) })
+    }
+
+    /// Claims another lease of the first `len` tokens of a lease, in whole pages, for the request in `row`.
+    ///
+    /// # Errors
+    /// The errors of a lease.
+    pub(super) fn again(
+        lease: &Lease,
+        len: i64,
+        planner: &Weak<BatchPlanner>,
+        row: i64,
+        stream: Stream,
+    ) -> Result<Self> {
+        let lease = Arc::new(lease.again(usize::try_from(len).unwrap_or(0), stream)?);
+        let pages = lease.bind(planner, row)?;
+        Ok(Self { lease, pages, is_kept: Cell::new(false) })
+    }
+
+    /// The pages of the lease.
+    pub(super) fn pages(&self) -> &[Page] {
+        &self.pages
+    }
+
+    /// The lease, which is that of the request from now on.
+    pub(super) fn keep(&self) -> Arc<Lease> {
+        self.is_kept.set(true);
+        Arc::clone(&self.lease)
+    }
+}
+
+impl Drop for Claim {
+    fn drop(&mut self) {
+        if !self.is_kept.get() {
+            self.lease.unbind();
+        }
+    }
+}
