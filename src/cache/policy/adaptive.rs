@@ -7,7 +7,14 @@
 //! equal class and about equal age ([`Cohorts`]); the oldest leaf of the cohort that is worth least is evicted.
 //!
 //! Beside it runs a ledger of what eviction by recency would have found ([`Recency`]). While the cache finds
-//! less than that, or nothing is learned yet, the leaf used least recently is evicted instead.
+//! less than that, an allowance aside, and until enough is learned, the leaf used least recently is evicted
+//! instead. So the cache finds at least about 0.98 of what recency finds, whatever the requests are.
+//!
+//! *Invariant.* All state follows from the calls: times are counted in tokens, nothing is drawn at random.
+//!
+//! *Cost.* Constant for each call but for learning, some microseconds once in an eighth of the capacity looked
+//! up. Memory: 16 bytes for each node number, 2 bytes for each token of the capacity (16 remembered blocks of 8
+//! bytes for each block), and some 30 KiB.
 
 mod ages;
 mod cohorts;
@@ -70,6 +77,7 @@ impl Policy for Adaptive {
     fn victim(&mut self, now: Tick) -> Option<NodeId> {
         if self.lifetimes.learn(self.ghosts.horizon(now), now) {
             self.cohorts.reconsider();
+            self.recency.fade(now);
         }
         if self.lifetimes.known() && self.recency.trails() {
             self.cohorts.least(self.lifetimes.worth(), now)

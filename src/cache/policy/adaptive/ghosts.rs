@@ -74,8 +74,7 @@ impl Ghosts {
 
     /// Up to what age a block that was not used again is still remembered.
     pub(super) fn horizon(&self, now: Tick) -> u64 {
-        // Sets differ in how fast they fill.
-        self.lost_at.map_or(now.tokens(), |age| age / 4 * 3)
+        self.lost_at.unwrap_or(now.tokens())
     }
 
     fn time(&self, at: Tick) -> u64 {

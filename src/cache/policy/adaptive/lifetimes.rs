@@ -20,6 +20,12 @@ const PRIOR_LOOKUPS: f64 = 64.0;
 /// The ratio of a class to all classes is taken for 1 with the weight of so many lookups.
 const PRIOR_RATIO: f64 = 4.0;
 
+/// Nothing is judged before so many lookups.
+const FEWEST_LOOKUPS: u32 = 128;
+
+/// Nothing is judged before lifetimes are counted up to so many times the capacity.
+const LEAST_HORIZON: f64 = 2.0;
+
 /// Snapshots of beginnings, at most.
 const SNAPSHOTS: usize = 64;
 
@@ -41,8 +47,9 @@ pub(super) struct Lifetimes {
     begun: [f64; CLASSES],
     /// `begun` at earlier moments, sparser the longer ago.
     snapshots: VecDeque<Snapshot>,
-    /// Lookups, that is moments with a beginning.
+    /// Lookups, that is moments with a beginning. They fade like the counts.
     lookups: f64,
+    /// The same, but not fading.
     total: u32,
     last: Tick,
     learned: Tick,
@@ -106,7 +113,8 @@ impl Lifetimes {
         self.ended.iter_mut().flatten().chain(&mut self.begun).for_each(|count| *count *= fade);
         self.lookups *= fade;
         self.remember(now);
-        self.known = self.total >= 128 && real(now.tokens().min(horizon)) >= 2.0 * self.capacity;
+        self.known =
+            self.total >= FEWEST_LOOKUPS && real(now.tokens().min(horizon)) >= LEAST_HORIZON * self.capacity;
 
         // Lifetimes that began long enough ago to have reached each age.
         let mut reached = [[0.0; CLASSES]; AGES];

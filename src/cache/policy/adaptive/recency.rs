@@ -3,6 +3,8 @@
 //! Such a cache holds exactly the tokens used most recently, up to the capacity. So it is enough to know how
 //! many tokens were used last at which time, and from which time on they fill the capacity.
 //!
+//! Beginnings stay longest in a tree, so of the oldest tokens the first of a prompt are held.
+//!
 //! *Cost.* A binary search among a few hundred spans for each call.
 
 use std::collections::VecDeque;
@@ -12,6 +14,12 @@ use crate::cache::policy::Tick;
 
 /// The capacity is divided into so many spans.
 const SPANS: usize = 256;
+
+/// The share of what recency finds that may be lost while something else is tried.
+const ALLOWANCE: f64 = 0.02;
+
+/// What was found counts half after the capacity was looked up so many times.
+const HALF_LIFE: f64 = 32.0;
 
 /// The tokens used last from a time on, until the next span begins.
 #[derive(Clone, Copy, Debug)]
@@ -33,6 +41,7 @@ pub(super) struct Recency {
     /// Tokens found by the cache and by recency, fading.
     own: f64,
     recent: f64,
+    faded: Tick,
 }
 
 impl Recency {
@@ -45,12 +54,21 @@ impl Recency {
             fresh: 0,
             own: 0.0,
             recent: 0.0,
+            faded: Tick::default(),
         }
     }
 
-    /// Whether recency finds no more than the cache does.
+    /// Whether the cache finds as much as recency does, but for the allowance.
     pub(super) fn trails(&self) -> bool {
-        self.recent <= self.own * 1.005
+        self.recent <= self.own * (1.0 + ALLOWANCE)
+    }
+
+    /// Lets what was found fade.
+    pub(super) fn fade(&mut self, now: Tick) {
+        let halves = real(now.since(self.faded)) / (HALF_LIFE * real(self.capacity));
+        self.faded = now;
+        self.own *= (-halves).exp2();
+        self.recent *= (-halves).exp2();
     }
 
     /// Tokens used last at `used` were found.
