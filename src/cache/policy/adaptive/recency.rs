@@ -16,10 +16,10 @@ use crate::cache::policy::Tick;
 const SPANS: usize = 256;
 
 /// The share of what recency finds that may be lost while something else is tried.
-const ALLOWANCE: f64 = 0.02;
+const ALLOWANCE: f64 = 0.01;
 
 /// What was found counts half after the capacity was looked up so many times.
-const HALF_LIFE: f64 = 32.0;
+const HALF_LIFE: f64 = 256.0;
 
 /// The tokens used last from a time on, until the next span begins.
 #[derive(Clone, Copy, Debug)]
