@@ -192,12 +192,7 @@ class Replay:
         inside = trace.total_lens <= max_context
         pool_size = config.pool_size
         if pool_size is None:
-            fitting = replace(
-                trace,
-                arrival_s=trace.arrival_s[inside],
-                input_lens=trace.input_lens[inside],
-                output_lens=trace.output_lens[inside],
-            )
+            fitting = trace.take(np.flatnonzero(inside))
             pool_size = suggest_pool_size(fitting, config) if len(fitting) else config.page_size
         self.config = config = replace(config, pool_size=pool_size, max_context=max_context)
         self._samples: dict[str, array[int]] = {name: array("q") for name in OPERATIONS}
