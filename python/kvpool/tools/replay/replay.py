@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from kvpool._kvpool import Lease
     from kvpool.serving.scheduler import State, Step
     from kvpool.tools.replay.config import ReplayConfig
     from kvpool.tools.replay.traces import Trace
@@ -137,6 +138,13 @@ class _Request:
     row: int = 0
     cached: int = 0
     owner: None = None
+    namespace: None = None
+    prefix_len: int = 0
+    lease: Lease | None = None
+
+    def between(self, begin: int, end: int) -> range:
+        """Tokens that no other request has."""
+        return range(begin, end)
 
 
 class _CheckedScheduler(Scheduler[_Request]):
