@@ -1442,7 +1442,11 @@ class PrefixCache(Pool):
     token, never by a hash. A namespace (a str, bytes or an int, such as an adapter or a tenant) keeps prefixes
     apart: two namespaces share nothing.
 
-    All calls are atomic and thread-safe, and none waits for a GPU. Clearing the allocator empties the cache.
+    All calls are atomic and thread-safe. They wait for a GPU only for the values of an argument that the host
+    does not know (see `TokenToKVPoolAllocator`). Clearing the allocator empties the cache.
+
+    On a GPU, publish when the work that writes the K and V is enqueued on the current stream: prefixes are valid
+    in the order of that stream. Pages that are evicted, and duplicates, are reused in its order, too.
 
     Args:
         allocator: The allocator of the slots. The cache keeps whole pages of its page size.
@@ -1731,7 +1735,7 @@ class Segment:
         """One past the last position."""
     @property
     def state(self) -> str:
-        """ "device" for what is cached, else the reason why it is not found: "no snapshot" (cached, but without a
+        """Where it is cached, "device", or the reason why it is not found: "no snapshot" (cached, but without a
         snapshot of the state at its end), "evicted", "other namespace", "never published", or "page not full".
         """
     @property

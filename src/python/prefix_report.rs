@@ -37,7 +37,7 @@ impl Segment {
         self.0.range.end
     }
 
-    /// "device" for what is cached, else the reason why it is not found: "no snapshot" (cached, but without a
+    /// Where it is cached, "device", or the reason why it is not found: "no snapshot" (cached, but without a
     /// snapshot of the state at its end), "evicted", "other namespace", "never published", or "page not full".
     #[getter]
     const fn state(&self) -> &'static str {
@@ -138,7 +138,7 @@ impl Stored {
 
     /// Where they are: "device".
     #[getter]
-    const fn tier(&self) -> &'static str {
+    const fn tier(_slf: &Bound<'_, Self>) -> &'static str {
         TIER
     }
 
@@ -162,7 +162,7 @@ impl Removed {
 
     /// Where they were: "device".
     #[getter]
-    const fn tier(&self) -> &'static str {
+    const fn tier(_slf: &Bound<'_, Self>) -> &'static str {
         TIER
     }
 
@@ -177,7 +177,7 @@ pub(super) struct Cleared;
 
 #[pymethods]
 impl Cleared {
-    const fn __repr__(&self) -> &'static str {
+    const fn __repr__(_slf: &Bound<'_, Self>) -> &'static str {
         "Cleared()"
     }
 }

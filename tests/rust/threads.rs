@@ -57,7 +57,7 @@ fn one_prefix_cache_serves_eight_threads() {
     let planner = BatchPlanner::new(&config, &host(), Arc::clone(&slots), Arc::clone(&table)).expect("small");
     let config = PrefixCacheConfig {
         policy: PolicyKind::Adaptive,
-        max_pinned: 0.5,
+        max_pinned: 1.0,
         name: "cache".into(),
         events: None,
     };
@@ -75,8 +75,8 @@ fn one_prefix_cache_serves_eight_threads() {
         let prefixes = [Prefix::Leased(Arc::clone(&lease))];
         let batch =
             Batch { rows: &row, prefix_lens: &[int32(prefix).into()], seq_lens: &[40], prefixes: &prefixes };
-        let planned = planner.extend(batch, STREAM).expect("valid");
-        if planned.is_some() && round % 5 > 0 {
+        let plan = planner.extend(batch, STREAM).expect("valid");
+        if plan.is_some() && round % 5 > 0 {
             let new = &prompt[prefix..];
             let offer = Offer { tokens: &new, slots: None, state: None };
             assert_eq!(lease.publish(&offer, STREAM).expect("computed").length, 40);

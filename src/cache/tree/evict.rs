@@ -120,6 +120,7 @@ impl Tree {
         self.unlink(leaf);
         self.drop_snapshot(leaf, gone);
         let is_pinned = self.is_pinned(leaf);
+        self.contents -= self.node(leaf).room();
         let here = self.node_mut(leaf);
         here.tokens = Vec::new();
         let pages = std::mem::take(&mut here.pages);
@@ -181,7 +182,9 @@ impl Tree {
         if is_all {
             journal.cleared();
         } else {
-            nodes.iter().for_each(|id| journal.removed(&self.nodes[widen(id.number())].pages));
+            for id in nodes {
+                journal.removed(&self.nodes[widen(id.number())].pages);
+            }
         }
     }
 

@@ -86,7 +86,9 @@ pub(super) fn run(source: &mut Source<'_>) {
 /// As good as BLAKE3 for keys that nobody forges.
 fn digest(parts: &[&[u8]]) -> PageHash {
     let mut hasher = DefaultHasher::new();
-    parts.iter().for_each(|part| hasher.write(part));
+    for part in parts {
+        hasher.write(part);
+    }
     let mut hash = [0; 32];
     hash[..8].copy_from_slice(&hasher.finish().to_le_bytes());
     hash

@@ -1,4 +1,4 @@
-"""A plot of a replay: the pool's occupancy over virtual time, and call latencies."""
+"""Plots of a replay (the pool's occupancy over virtual time, and call latencies) and of hit rates."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from matplotlib.figure import Figure
 
+from kvpool.tools.replay.hit_rates import BELADY
 from kvpool.tools.replay.replay import OPERATIONS
+from kvpool.tools.replay.report import tokens_text
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from numpy.typing import NDArray
 
+    from kvpool.tools.replay.hit_rates import HitRates
     from kvpool.tools.replay.replay import ReplayResult
 
 _POINTS = 2_000  # about the width of the picture
@@ -32,6 +35,48 @@ def save_plot(result: ReplayResult, path: Path) -> None:
     occupancy, latency = figure.subplots(2, 1)
     _draw_occupancy(occupancy, result)
     _draw_latency(latency, result)
+    figure.savefig(path, dpi=120)
+
+
+def save_rates(rates: HitRates, path: Path) -> None:
+    """Draws the hit rate of each policy over the capacity.
+
+    Args:
+        rates: The measured hit rates.
+        path: The file to write; its ending selects the format.
+    """
+    figure = Figure(figsize=(9.0, 5.5), layout="constrained")
+    axes = figure.subplots()
+    axes.set_title(f"Prompt blocks found in a prefix cache, {rates.trace}", loc="left")
+    axes.axhline(
+        100.0 * rates.repeated_blocks / rates.blocks,
+        color="grey",
+        linewidth=0.8,
+        linestyle=":",
+        label="unlimited",
+    )
+    capacities = sorted({rate.capacity for rate in rates.rates})
+    for policy in dict.fromkeys(rate.policy for rate in rates.rates):
+        shares = {rate.capacity: 100.0 * rates.share(rate) for rate in rates.rates if rate.policy == policy}
+        style, width = ("--", 1.5) if policy == BELADY else ("-", 2.5 if policy == "adaptive" else 1.2)
+        label = f"{policy} (knows the future)" if policy == BELADY else policy
+        axes.plot(
+            capacities,
+            [shares[capacity] for capacity in capacities],
+            marker="o",
+            markersize=3.5,
+            linestyle=style,
+            linewidth=width,
+            label=label,
+        )
+    axes.set_xscale("log")
+    axes.set_xticks(capacities, [tokens_text(capacity) for capacity in capacities])
+    axes.minorticks_off()
+    axes.set_xlabel("capacity (tokens)")
+    axes.set_ylabel("prompt blocks found (%)")
+    axes.set_ylim(bottom=0.0)
+    axes.grid(visible=True, alpha=0.3)
+    axes.legend(loc="lower right", frameon=False)
     figure.savefig(path, dpi=120)
 
 

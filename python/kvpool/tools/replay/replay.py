@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from kvpool._kvpool import Lease
     from kvpool.serving.scheduler import State, Step
     from kvpool.tools.replay.config import ReplayConfig
     from kvpool.tools.replay.traces import Trace
@@ -137,6 +138,13 @@ class _Request:
     row: int = 0
     cached: int = 0
     owner: None = None
+    namespace: None = None
+    prefix_len: int = 0
+    lease: Lease | None = None
+
+    def between(self, begin: int, end: int) -> range:
+        """Tokens that no other request has."""
+        return range(begin, end)
 
 
 class _CheckedScheduler(Scheduler[_Request]):
@@ -184,12 +192,7 @@ class Replay:
         inside = trace.total_lens <= max_context
         pool_size = config.pool_size
         if pool_size is None:
-            fitting = replace(
-                trace,
-                arrival_s=trace.arrival_s[inside],
-                input_lens=trace.input_lens[inside],
-                output_lens=trace.output_lens[inside],
-            )
+            fitting = trace.take(np.flatnonzero(inside))
             pool_size = suggest_pool_size(fitting, config) if len(fitting) else config.page_size
         self.config = config = replace(config, pool_size=pool_size, max_context=max_context)
         self._samples: dict[str, array[int]] = {name: array("q") for name in OPERATIONS}
