@@ -6,6 +6,7 @@ mod pin;
 mod publish;
 
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::hash::{BuildHasher, RandomState};
 
 use crate::base::{Id, Page, Result, StateSlot, widen};
@@ -52,6 +53,11 @@ struct Node {
 }
 
 impl Node {
+    /// The room for tokens and pages.
+    const fn room(&self) -> usize {
+        self.tokens.capacity() + self.pages.capacity()
+    }
+
     /// A node without tokens, neighbours and locks.
     fn new(kind: Kind, sum: Sum) -> Self {
         Self {
@@ -150,6 +156,8 @@ pub struct Tree {
     now: Tick,
     /// Pages.
     cached: usize,
+    /// The room for tokens and pages in the vectors of nodes.
+    contents: usize,
     /// Pages in nodes with locks.
     locked: usize,
     /// Roots that are detached.
@@ -183,6 +191,7 @@ impl Tree {
             queues: Queues::new(policy),
             now: Tick::default(),
             cached: 0,
+            contents: 0,
             locked: 0,
             detached: 0,
             pinned: 0,
@@ -202,7 +211,6 @@ impl Tree {
     #[must_use]
     pub fn stats(&self) -> TreeStats {
         let tokens = |pages: usize| pages * self.page_size;
-        let contents = self.nodes.iter().map(|node| node.tokens.capacity() + node.pages.capacity());
         let (edge, id) = (size_of::<(u64, NodeId)>() + 1, size_of::<NodeId>());
         TreeStats {
             cached: tokens(self.cached),
@@ -210,7 +218,7 @@ impl Tree {
             locked: tokens(self.locked),
             nodes: self.nodes.len() - self.vacant.len() - self.roots.len() - self.detached,
             snapshots: self.snapshots.len(),
-            bytes: contents.sum::<usize>() * size_of::<u32>()
+            bytes: self.contents * size_of::<u32>()
                 + self.nodes.capacity() * size_of::<Node>()
                 + self.vacant.capacity() * id
                 + self.edges.capacity() * edge
@@ -239,6 +247,7 @@ impl Tree {
     }
 
     fn add(&mut self, node: Node) -> NodeId {
+        self.contents += node.room();
         if let Some(id) = self.vacant.pop() {
             self.nodes[widen(id.number())] = node;
             return id;
@@ -321,20 +330,21 @@ impl Tree {
     /// Undoes [`Tree::link`].
     fn unlink(&mut self, id: NodeId) {
         let Node { parent, fingerprint, twin, .. } = *self.node(id);
-        let edge = edge(parent, fingerprint);
-        let first = self.edges[&edge];
+        self.node_mut(parent).children -= 1;
+        let Entry::Occupied(mut first) = self.edges.entry(edge(parent, fingerprint)) else {
+            unreachable!("a child is linked")
+        };
         match twin {
-            _ if first != id => {
-                let mut before = first;
+            Some(twin) if *first.get() == id => drop(first.insert(twin)),
+            None if *first.get() == id => drop(first.remove()),
+            _ => {
+                let mut before = *first.get();
                 while let Some(next) = self.node(before).twin.filter(|&next| next != id) {
                     before = next;
                 }
                 self.node_mut(before).twin = twin;
             }
-            Some(twin) => drop(self.edges.insert(edge, twin)),
-            None => drop(self.edges.remove(&edge)),
         }
-        self.node_mut(parent).children -= 1;
     }
 
     /// The place that `tokens` lead to from the end of `node`, with `tokens[0]` behind it, over at most `limit`
@@ -369,7 +379,7 @@ impl Tree {
         let lower = place.node;
         let sum = self.sum_at(place);
         self.unlink(lower);
-        let (page_size, node) = (self.page_size, self.node_mut(lower));
+        let (page_size, room, node) = (self.page_size, self.node(lower).room(), self.node_mut(lower));
         let tokens = split_front(&mut node.tokens, place.pages * page_size);
         let pages = split_front(&mut node.pages, place.pages);
         let (parent, history) = (node.parent, node.history);
@@ -377,6 +387,7 @@ impl Tree {
         let end = narrow(place.len);
         let upper =
             self.add(Node { parent, locks, tokens, pages, end, history, pins, ..Node::new(Kind::Run, sum) });
+        self.contents = self.contents - room + self.node(lower).room();
         self.node_mut(lower).parent = upper;
         self.link(upper);
         self.link(lower);

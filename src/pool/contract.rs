@@ -108,7 +108,11 @@ impl Stats {
 
 impl<const N: usize> From<[(&'static str, usize); N]> for Stats {
     fn from(numbers: [(&'static str, usize); N]) -> Self {
-        Self(numbers.into())
+        /// Enough for every class, in one allocation.
+        const MOST: usize = 16;
+        let mut all = Vec::with_capacity(N.max(MOST));
+        all.extend(numbers);
+        Self(all)
     }
 }
 

@@ -1,5 +1,6 @@
 //! Token ids of a caller, compared where they lie.
 
+use std::cell::Cell;
 use std::ops::Range;
 use std::ptr::NonNull;
 
@@ -17,10 +18,15 @@ use super::args;
 /// copied first.
 pub(super) fn with_tokens<R>(
     object: &Bound<'_, PyAny>,
-    work: impl FnOnce(&dyn Tokens) -> PyResult<R>,
+    work: impl Fn(&dyn Tokens) -> PyResult<R>,
 ) -> PyResult<R> {
     if let Ok(list) = object.cast::<PyList>() {
-        return work(&ListTokens(list));
+        let tokens = ListTokens { list, has_others: Cell::new(false) };
+        let answer = work(&tokens);
+        if !tokens.has_others.get() {
+            return answer;
+        }
+        // The call has failed, and changed nothing.
     }
     if let Some(tensor) = args::tensor_or_none(object)? {
         let borrowed = tensor.borrow()?;
@@ -38,23 +44,28 @@ pub(super) fn with_tokens<R>(
     }
 }
 
-/// The elements of a list, read one by one.
+/// The elements of a list, read one by one. Only plain ints are: the conversion of anything else may run Python
+/// code, which must not happen under a lock.
 #[derive(Debug)]
-struct ListTokens<'a, 'py>(&'a Bound<'py, PyList>);
+struct ListTokens<'a, 'py> {
+    list: &'a Bound<'py, PyList>,
+    /// Whether an element that is no plain int was met.
+    has_others: Cell<bool>,
+}
 
 impl ListTokens<'_, '_> {
     fn get(&self, at: usize) -> Result<i64> {
         let index = at.cast_signed();
         // SAFETY: the GIL is held, the object is a list, and the call checks the index.
-        let item = unsafe { ffi::PyList_GetItem(self.0.as_ptr(), index) };
+        let item = unsafe { ffi::PyList_GetItem(self.list.as_ptr(), index) };
         if item.is_null() {
-            return Err(raised(self.0.py()));
+            return Err(raised(self.list.py()));
         }
         // SAFETY: the list owns the item, and no Python code runs before its use: exact ints convert natively.
         let is_int = unsafe { ffi::PyLong_CheckExact(item) } == 1;
         if !is_int {
-            let item = self.0.get_item(at).map_err(Error::foreign)?;
-            return args::int(&item).map_err(Error::foreign);
+            self.has_others.set(true);
+            return Err(Error::config("an element is no plain int"));
         }
         let mut overflow = 0;
         // SAFETY: the item is an int, and `overflow` outlives the call.
@@ -75,7 +86,7 @@ fn raised(py: Python<'_>) -> Error {
 
 impl Tokens for ListTokens<'_, '_> {
     fn count(&self) -> usize {
-        self.0.len()
+        self.list.len()
     }
 
     fn common(&self, at: usize, with: &[i32]) -> Result<usize> {

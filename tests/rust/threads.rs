@@ -1,17 +1,19 @@
 //! Pools shared by several threads, for as long as a sanitizer should watch.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use kvpool::base::{DType, IndexVec};
+use kvpool::cache::{Namespace, PolicyKind};
 use kvpool::kernels::{CopyThreads, Direction, Indices, set_num_threads};
 use kvpool::memory::Host;
 use kvpool::pool::{
-    AllocatorConfig, Attempt, ChunkConfig, ChunkPool, GdnConfig, GdnPool, Grant, KvConfig, KvPool, Scales,
-    TokenToKvPoolAllocator,
+    AllocatorConfig, Attempt, Batch, BatchPlanner, ChunkConfig, ChunkPool, GdnConfig, GdnPool, Grant,
+    KvConfig, KvPool, Offer, PlannerConfig, Prefix, PrefixCache, PrefixCacheConfig, ReqToTokenConfig,
+    ReqToTokenPool, Scales, TokenToKvPoolAllocator,
 };
 
 use crate::pool_table::{GDN, KV, STREAM, chunks, host};
@@ -22,6 +24,10 @@ const THREADS: usize = 8;
 fn time() -> Duration {
     let seconds = std::env::var("KVPOOL_THREAD_SECONDS").ok().and_then(|value| value.parse().ok());
     seconds.map_or(Duration::from_millis(200), Duration::from_secs)
+}
+
+fn int32(number: usize) -> i32 {
+    i32::try_from(number).expect("small")
 }
 
 /// Calls `work(thread, round)` on every thread until the time is over.
@@ -39,6 +45,49 @@ fn together(work: impl Fn(usize, usize) + Sync) {
             });
         }
     });
+}
+
+#[test]
+fn one_prefix_cache_serves_eight_threads() {
+    let config = AllocatorConfig { size: 512, page_size: 2, need_sort: true, strict: true };
+    let slots = Arc::new(TokenToKvPoolAllocator::new(&config, &host()).expect("small"));
+    let rows = ReqToTokenConfig { max_reqs: THREADS, max_context_len: 64, padding_row: true, strict: true };
+    let table = Arc::new(Mutex::new(ReqToTokenPool::new(&rows, &host()).expect("small")));
+    let config = PlannerConfig { max_batch_size: 1, max_tokens: 64, kv_indices: true, block_table: true };
+    let planner = BatchPlanner::new(&config, &host(), Arc::clone(&slots), Arc::clone(&table)).expect("small");
+    let config = PrefixCacheConfig { policy: PolicyKind::Adaptive, max_pinned: 1.0, name: "cache".into() };
+    let cache = PrefixCache::new(config, Arc::clone(&slots), None).expect("valid");
+    together(|number, round| {
+        // Prompts share beginnings, within a thread and between them.
+        let prompt: Vec<i32> = (0..40)
+            .map(|at| if at < 16 + round % 8 { 0 } else { int32([number, round, at][at % 3]) })
+            .collect();
+        let name = Namespace::Number(i64::from(round % 7 == 0));
+        let lease = cache.acquire(&name, &prompt.as_slice(), 39, STREAM).expect("tokens");
+        let prefix = lease.len().expect("a lease");
+        let row = table.lock().expect("no panic").alloc(1, STREAM).expect("rows");
+        let row = IndexVec::I64(vec![row.expect("one for each thread")[0].into()]);
+        let prefixes = [Prefix::Leased(Arc::clone(&lease))];
+        let batch =
+            Batch { rows: &row, prefix_lens: &[int32(prefix).into()], seq_lens: &[40], prefixes: &prefixes };
+        let plan = planner.extend(batch, STREAM).expect("valid");
+        if plan.is_some() && round % 5 > 0 {
+            let new = &prompt[prefix..];
+            let offer = Offer { tokens: &new, slots: None, state: None };
+            assert_eq!(lease.publish(&offer, STREAM).expect("computed").length, 40);
+        }
+        match round % 31 {
+            0 => cache.clear(Some(&name), STREAM),
+            1 => drop(cache.evict(64, STREAM)),
+            2 => cache.pin(&lease, Some(Duration::from_millis(1)), 0, STREAM).expect("few"),
+            _ => (),
+        }
+        let (_, bad) = planner.finish(&row, None, None, STREAM).expect("strict");
+        assert_eq!(bad.dropped(), 0);
+    });
+    cache.verify(STREAM).expect("consistent");
+    slots.verify().expect("consistent");
+    assert_eq!(slots.stats().in_use, slots.stats().cached);
 }
 
 #[test]

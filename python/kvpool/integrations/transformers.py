@@ -69,6 +69,8 @@ class PooledModel:
         max_context_len: The most tokens of a request.
         page_size: Slots in a page.
         dtype: Data type of keys and values; by default the model's, which convolution states always have.
+        max_track_slots: The most snapshots of states for a prefix cache, each as large as the state of a
+            request; by default twice `max_reqs`.
 
     Attributes:
         model: The model.
@@ -94,6 +96,7 @@ class PooledModel:
         *,
         page_size: int = 1,
         dtype: DTypeLike | None = None,
+        max_track_slots: int | None = None,
     ) -> None:
         shapes = _probe(model)
         device = str(model.device)
@@ -112,14 +115,19 @@ class PooledModel:
         self.gdn_pool: GDNPool | None = None
         if shapes.gdn_shape is not None:
             self.gdn_pool = GDNPool(
-                max_reqs, len(shapes.linear_layers), *shapes.gdn_shape, device=device, dtype=model.dtype
+                max_reqs,
+                len(shapes.linear_layers),
+                *shapes.gdn_shape,
+                device=device,
+                dtype=model.dtype,
+                max_track_slots=2 * max_reqs if max_track_slots is None else max_track_slots,
             )
         self._attention_layers = {layer: i for i, layer in enumerate(shapes.attention_layers)}
         self._linear_layers = {layer: i for i, layer in enumerate(shapes.linear_layers)}
         model.set_attn_implementation(_NAME)
 
     def start(self, rows: Sequence[int]) -> None:
-        """Reset the states of these request rows, before the first tokens of new requests.
+        """Reset the states of these request rows, before the first tokens of requests.
 
         Args:
             rows: Rows of the request table.

@@ -106,7 +106,7 @@ impl Requests {
             );
             return self.free_row(row);
         };
-        self.compute(&plan, &[(prompt.clone(), prefix)]);
+        self.compute(&plan, &[(row, prompt.clone(), prefix)]);
         self.running.push(Running { row, tokens: prompt, lease });
         if source.flip() {
             // The planner keeps what its caller has dropped.
@@ -119,15 +119,18 @@ impl Requests {
     }
 
     /// Computes a step: checks what it reads, and writes its new slots.
-    fn compute(&mut self, plan: &Plan, batch: &[(Vec<i32>, usize)]) {
+    fn compute(&mut self, plan: &Plan, batch: &[(i64, Vec<i32>, usize)]) {
         let field = |field| ints_of(&self.planner.field(plan, field).expect("the last plan").expect("built"));
         let (new, pages) = (field(Field::OutCacheLoc), field(Field::KvIndices));
         let (mut new, mut pages) = (new.as_slice(), pages.as_slice());
         let width = i32::try_from(self.page_size).expect("small");
-        for (tokens, prefix) in batch {
+        for (row, tokens, prefix) in batch {
             let (own, rest) = pages.split_at(tokens.len().div_ceil(self.page_size));
             let slots: Vec<i32> =
                 own.iter().flat_map(|page| page * width..(page + 1) * width).take(tokens.len()).collect();
+            let in_table =
+                self.table.lock().expect("no panic").read(*row, int(tokens.len())).expect("written");
+            assert_eq!(ints_of(&in_table), slots);
             for (at, slot) in slots.iter().enumerate() {
                 if at < *prefix {
                     assert_eq!(self.contents[slot], tokens[..=at], "slot {slot} at position {at}");
@@ -159,7 +162,9 @@ impl Requests {
         let seq_lens: Vec<i64> = after.iter().map(|tokens| int(tokens.len())).collect();
         let batch = Batch { rows: &rows, prefix_lens: &prefix_lens, seq_lens: &seq_lens, prefixes: &[] };
         let Some(plan) = self.planner.extend(batch, STREAM).expect("valid") else { return };
-        let steps: Vec<(Vec<i32>, usize)> = after.iter().cloned().zip(before).collect();
+        let running = chosen.iter().map(|&at| self.running[at].row);
+        let steps: Vec<_> =
+            running.zip(after.iter().cloned()).zip(before).map(|((row, all), had)| (row, all, had)).collect();
         self.compute(&plan, &steps);
         for (at, tokens) in chosen.into_iter().zip(after) {
             self.running[at].tokens = tokens;
