@@ -93,7 +93,7 @@ def _title(result: ReplayResult) -> str:
 def _draw_occupancy(axes: Axes, result: ReplayResult) -> None:
     """Draw the maximum of each interval, so that peaks survive the downsampling."""
     axes.set_title("Occupancy", loc="left")
-    time_s, in_use, running = result.occupancy
+    time_s, in_use, evictable, running = result.occupancy
     starts = np.unique(np.linspace(0, len(time_s) - 1, _POINTS, dtype=np.int64))
     times = time_s[starts]
     axes.fill_between(
@@ -104,6 +104,15 @@ def _draw_occupancy(axes: Axes, result: ReplayResult) -> None:
         alpha=0.35,
         label="slots in use",
     )
+    if result.config.prefix_cache:
+        axes.step(
+            times,
+            np.maximum.reduceat(in_use + evictable, starts),
+            where="post",
+            color="tab:green",
+            linewidth=0.8,
+            label="in use or cached",
+        )
     axes.axhline(result.capacity, color="tab:red", linewidth=1.0, label="pool capacity")
     if len(result.retracted_s):
         axes.plot(
@@ -133,7 +142,7 @@ def _draw_occupancy(axes: Axes, result: ReplayResult) -> None:
     right.set_ylabel("running requests")
     handles, labels = axes.get_legend_handles_labels()
     more_handles, more_labels = right.get_legend_handles_labels()
-    right.legend(handles + more_handles, labels + more_labels, loc="upper center", ncols=4, frameon=False)
+    right.legend(handles + more_handles, labels + more_labels, loc="upper center", ncols=5, frameon=False)
 
 
 def _draw_latency(axes: Axes, result: ReplayResult) -> None:

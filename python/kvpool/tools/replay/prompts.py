@@ -31,12 +31,14 @@ class Prompts:
 
     Attributes:
         prefixes: The number of prefixes.
+        total_lens: For each request its tokens, prompt and output.
     """
 
     def __init__(self, trace: Trace) -> None:
         self._blocks = trace.all_blocks()
         self._block_size = trace.block_size
         self._input_lens = trace.input_lens.tolist()
+        self.total_lens: list[int] = trace.total_lens.tolist()
         self._first_output = 1 + max((int(blocks.max()) for blocks in self._blocks), default=-1)
         self.prefixes = self._first_output + len(trace)
 

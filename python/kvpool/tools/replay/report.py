@@ -119,6 +119,10 @@ def _summary(result: ReplayResult) -> Table:
     table.add_row("requests finished", f"{counts.finished:,} of {counts.requests:,}")
     table.add_row("requests rejected", f"{counts.rejected:,}")
     table.add_row("tokens prefilled", f"{counts.prefilled_tokens:,}")
+    if config.prefix_cache:
+        found = counts.found_tokens / max(counts.found_tokens + counts.prefilled_tokens, 1)
+        table.add_row("tokens found", f"{counts.found_tokens:,}, {found:.1%} of these and the prefilled ones")
+        table.add_row("tokens evicted", f"{counts.evicted_tokens:,} by {config.policy}")
     table.add_row("tokens decoded", f"{counts.decoded_tokens:,}")
     table.add_row("tokens verified", f"{counts.verified_tokens:,}" if config.kv else "none (no K and V)")
     table.add_row("retractions", f"{counts.retractions:,}")
