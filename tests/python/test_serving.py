@@ -13,8 +13,7 @@ from common import some
 from devices import here
 from pool_reader import VOCAB, PoolReader, alone, is_whole
 
-from kvpool import ConfigError, OutOfMemoryError
-from kvpool._kvpool import PrefixCache
+from kvpool import ConfigError, OutOfMemoryError, PrefixCache
 from kvpool.sampling import Sampling, sample
 from kvpool.serving import Engine, Request
 
