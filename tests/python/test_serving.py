@@ -226,6 +226,16 @@ def test_samples_of_one_prompt_share_its_pages(page_size: int) -> None:
         engine.fork(first)
 
 
+def test_equal_prompts_that_arrive_together_are_computed_once() -> None:
+    engine = Engine(PoolReader(1000, 8, page_size=4), 64)
+    requests = [engine.submit([*range(45), i], 3) for i in range(8)]
+    other = engine.submit([*range(45), 0], 3, namespace="another")
+    engine.run()
+    assert [request.prefix_len for request in [*requests, other]] == [0, *[44] * 7, 0]
+    assert_served(engine, [*requests, other])
+    assert engine.stats()["steps"] < 12
+
+
 def test_a_retracted_request_finds_what_it_has_computed() -> None:
     engine = Engine(PoolReader(60, 2), 64)
     old, young = engine.submit([1] * 20, 25), engine.submit([2] * 20, 25)
