@@ -229,12 +229,18 @@ class Scheduler(Generic[R]):
         # A prefix with states ends at a snapshot, which need not be where two requests part.
         if self.cache is None or self._has_states or end >= request.seq_len:
             return False
-        wanted = request.between(0, end)
+
+        def begins_alike(other: R) -> bool:  # at the end first, where most differ
+            return all(
+                [*other.between(begin, end)] == [*request.between(begin, end)]
+                for begin in (request.prefix_len, 0)
+            )
+
         return any(
             other.cached < end <= other.seq_len
             and other.seq_len - other.cached > 1
             and other.namespace == request.namespace
-            and other.between(0, end) == wanted
+            and begins_alike(other)
             for other in self.running
         )
 

@@ -141,7 +141,9 @@ class _Request:
     input_len: int
     seq_len: int
     prompts: Prompts
+    # While running: its token ids, and the hashes of its positions' prefixes.
     tokens: NDArray[np.int32] | None = None
+    prefix_keys: torch.Tensor | None = None
     state: State = "waiting"
     retractions: int = 0
     row: int = 0
@@ -184,7 +186,7 @@ class _CheckedScheduler(Scheduler[_Request]):
                 self._check(self._kv, request)
         super().release(requests)
         for request in requests:
-            request.tokens = None
+            request.tokens = request.prefix_keys = None
 
     def publish(self, request: _Request) -> None:
         if request.lease is not None:
@@ -346,7 +348,9 @@ class Replay:
         for request, end in zip(step.requests, step.ends, strict=True):
             count = end - request.cached
             if request.cached < request.input_len:
-                keys[begin : begin + count] = kv.rows.prefix_keys_of(request.index, request.cached, end)
+                if request.prefix_keys is None:
+                    request.prefix_keys = kv.rows.prefix_keys_of(request.index, 0, request.total_len)
+                keys[begin : begin + count] = request.prefix_keys[request.cached : end]
             begin += count
         kv.store(kv.rows.keys(keys, plan.positions), plan.out_cache_loc)
 

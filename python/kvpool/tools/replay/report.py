@@ -65,7 +65,8 @@ def rates_as_json(rates: HitRates) -> dict[str, Any]:
 
 def print_rates(rates: HitRates, console: Console) -> None:
     """Print a row for each policy and a column for each capacity."""
-    table = Table(title=f"Prompt blocks found, {rates.trace}", title_justify="left")
+    console.print(f"Prompt blocks found, {rates.trace}", style="italic", highlight=False)
+    table = Table()
     table.add_column("policy")
     for capacity in dict.fromkeys(rate.capacity for rate in rates.rates):
         table.add_column(tokens_text(capacity), justify="right")
