@@ -151,6 +151,7 @@ class Report:
         self._arguments = parser.parse_args()
         self._title = title
         self._rows: list[Row] = []
+        self._notes: list[str] = []
         self._console = Console(width=None if os.isatty(1) else 160)
 
     def wants(self, question: str) -> bool:
@@ -189,6 +190,10 @@ class Report:
             target, met = f"ratio >= {least_ratio:.2f}", ratio >= least_ratio
         self._rows.append(Row(question, ours_us, alternative, theirs_us, ratio, target, met))
 
+    def note(self, text: str) -> None:
+        """Adds a line below the table, for a figure that is no time."""
+        self._notes.append(text)
+
     def finish(self) -> None:
         """Prints machine, date and table, and writes the JSON file if requested."""
         about = machine()
@@ -200,8 +205,15 @@ class Report:
         for row in self._rows:
             table.add_row(*row.cells())
         self._console.print(table)
+        for note in self._notes:
+            self._console.print(note, highlight=False)
         if self._arguments.json is not None:
-            report = {"title": self._title, "machine": about, "rows": [asdict(row) for row in self._rows]}
+            report = {
+                "title": self._title,
+                "machine": about,
+                "rows": [asdict(row) for row in self._rows],
+                "notes": self._notes,
+            }
             self._arguments.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
         if self._arguments.markdown is not None:
             with self._arguments.markdown.open("a", encoding="utf-8") as file:
@@ -212,7 +224,8 @@ class Report:
         lines += ["| " + " | ".join(COLUMNS) + " |"]
         lines += ["|" + "|".join("---:" if name in NUMBERS else "---" for name in COLUMNS) + "|"]
         lines += ["| " + " | ".join(row.cells()) + " |" for row in self._rows]
-        return "\n".join([*lines, "", ""])
+        notes = ["", *(f"- {note}" for note in self._notes)] if self._notes else []
+        return "\n".join([*lines, *notes, "", ""])
 
 
 def _cpu() -> str:
