@@ -53,6 +53,11 @@ struct Node {
 }
 
 impl Node {
+    /// The room for tokens and pages.
+    const fn room(&self) -> usize {
+        self.tokens.capacity() + self.pages.capacity()
+    }
+
     /// A node without tokens, neighbours and locks.
     fn new(kind: Kind, sum: Sum) -> Self {
         Self {
@@ -151,6 +156,8 @@ pub struct Tree {
     now: Tick,
     /// Pages.
     cached: usize,
+    /// The room for tokens and pages in the vectors of nodes.
+    contents: usize,
     /// Pages in nodes with locks.
     locked: usize,
     /// Roots that are detached.
@@ -184,6 +191,7 @@ impl Tree {
             queues: Queues::new(policy),
             now: Tick::default(),
             cached: 0,
+            contents: 0,
             locked: 0,
             detached: 0,
             pinned: 0,
@@ -203,7 +211,6 @@ impl Tree {
     #[must_use]
     pub fn stats(&self) -> TreeStats {
         let tokens = |pages: usize| pages * self.page_size;
-        let contents = self.nodes.iter().map(|node| node.tokens.capacity() + node.pages.capacity());
         let (edge, id) = (size_of::<(u64, NodeId)>() + 1, size_of::<NodeId>());
         TreeStats {
             cached: tokens(self.cached),
@@ -211,7 +218,7 @@ impl Tree {
             locked: tokens(self.locked),
             nodes: self.nodes.len() - self.vacant.len() - self.roots.len() - self.detached,
             snapshots: self.snapshots.len(),
-            bytes: contents.sum::<usize>() * size_of::<u32>()
+            bytes: self.contents * size_of::<u32>()
                 + self.nodes.capacity() * size_of::<Node>()
                 + self.vacant.capacity() * id
                 + self.edges.capacity() * edge
@@ -240,6 +247,7 @@ impl Tree {
     }
 
     fn add(&mut self, node: Node) -> NodeId {
+        self.contents += node.room();
         if let Some(id) = self.vacant.pop() {
             self.nodes[widen(id.number())] = node;
             return id;
@@ -371,7 +379,7 @@ impl Tree {
         let lower = place.node;
         let sum = self.sum_at(place);
         self.unlink(lower);
-        let (page_size, node) = (self.page_size, self.node_mut(lower));
+        let (page_size, room, node) = (self.page_size, self.node(lower).room(), self.node_mut(lower));
         let tokens = split_front(&mut node.tokens, place.pages * page_size);
         let pages = split_front(&mut node.pages, place.pages);
         let (parent, history) = (node.parent, node.history);
@@ -379,6 +387,7 @@ impl Tree {
         let end = narrow(place.len);
         let upper =
             self.add(Node { parent, locks, tokens, pages, end, history, pins, ..Node::new(Kind::Run, sum) });
+        self.contents = self.contents - room + self.node(lower).room();
         self.node_mut(lower).parent = upper;
         self.link(upper);
         self.link(lower);

@@ -38,7 +38,11 @@ use super::tokens::with_tokens;
 /// token, never by a hash. A namespace (a str, bytes or an int, such as an adapter or a tenant) keeps prefixes
 /// apart: two namespaces share nothing.
 ///
-/// All calls are atomic and thread-safe, and none waits for a GPU. Clearing the allocator empties the cache.
+/// All calls are atomic and thread-safe. They wait for a GPU only for the values of an argument that the host
+/// does not know (see `TokenToKVPoolAllocator`). Clearing the allocator empties the cache.
+///
+/// On a GPU, publish when the work that writes the K and V is enqueued on the current stream: prefixes are valid
+/// in the order of that stream. Pages that are evicted, and duplicates, are reused in its order, too.
 ///
 /// Args:
 ///     allocator: The allocator of the slots. The cache keeps whole pages of its page size.

@@ -12,6 +12,7 @@ mod history_runs;
 mod kernels;
 mod layering;
 mod oracle;
+mod policies;
 mod pool_table;
 mod shortage;
 mod threads;

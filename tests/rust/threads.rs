@@ -70,8 +70,8 @@ fn one_prefix_cache_serves_eight_threads() {
         let prefixes = [Prefix::Leased(Arc::clone(&lease))];
         let batch =
             Batch { rows: &row, prefix_lens: &[int32(prefix).into()], seq_lens: &[40], prefixes: &prefixes };
-        let planned = planner.extend(batch, STREAM).expect("valid");
-        if planned.is_some() && round % 5 > 0 {
+        let plan = planner.extend(batch, STREAM).expect("valid");
+        if plan.is_some() && round % 5 > 0 {
             let new = &prompt[prefix..];
             let offer = Offer { tokens: &new, slots: None, state: None };
             assert_eq!(lease.publish(&offer, STREAM).expect("computed").length, 40);

@@ -3,21 +3,28 @@
 //! A *lifetime* of a block is the time from one use to the next. Lifetimes are counted by the block's class
 //! (how often it was used) and by their length, whether the block was still cached when it was used again or
 //! only remembered ([`Ghosts`]). From the counts follows the *worth* of a block of a class and age: the most
-//! hits per unit of time that keeping it any longer can bring ([`Lifetimes`]). Leaves lie in cells of equal
-//! class and age ([`Cells`]); the oldest leaf of the cell that is worth least is evicted.
+//! hits per unit of time that keeping it any longer can bring ([`Lifetimes`]). Leaves lie in cohorts of
+//! equal class and about equal age ([`Cohorts`]); the oldest leaf of the cohort that is worth least is evicted.
 //!
 //! Beside it runs a ledger of what eviction by recency would have found ([`Recency`]). While the cache finds
-//! less than that, or nothing is learned yet, the leaf used least recently is evicted instead.
+//! less than that, an allowance aside, and until enough is learned, the leaf used least recently is evicted
+//! instead. So the cache finds at least about 0.98 of what recency finds, whatever the requests are.
+//!
+//! *Invariant.* All state follows from the calls: times are counted in tokens, nothing is drawn at random.
+//!
+//! *Cost.* Constant for each call but for learning, some microseconds once in an eighth of the capacity looked
+//! up. Memory: 16 bytes for each node number, 2 bytes for each token of the capacity (16 remembered blocks of 8
+//! bytes for each block), and some 30 KiB.
 
 mod ages;
-mod cells;
+mod cohorts;
 mod ghosts;
 mod lifetimes;
 mod recency;
 
 use super::{History, KeyTokens, NodeId, PageKey, Policy, Remembered, Tick};
 use ages::Ages;
-use cells::Cells;
+use cohorts::Cohorts;
 use ghosts::{Ghost, Ghosts};
 use lifetimes::Lifetimes;
 use recency::Recency;
@@ -34,7 +41,7 @@ fn class(uses: u32) -> usize {
 #[derive(Debug)]
 pub(super) struct Adaptive {
     ages: Ages,
-    cells: Cells,
+    cohorts: Cohorts,
     ghosts: Ghosts,
     lifetimes: Lifetimes,
     recency: Recency,
@@ -46,7 +53,7 @@ impl Adaptive {
         let capacity = capacity.max(1);
         let ages = Ages::new(capacity);
         Self {
-            cells: Cells::new(ages.clone()),
+            cohorts: Cohorts::new(ages.clone()),
             ghosts: Ghosts::new(capacity, key_tokens),
             lifetimes: Lifetimes::new(capacity, ages.clone()),
             recency: Recency::new(capacity),
@@ -58,26 +65,28 @@ impl Adaptive {
 
 impl Policy for Adaptive {
     fn insert(&mut self, leaf: NodeId, history: &History, now: Tick) {
-        self.cells.insert(leaf, class(history.uses), history.used, now);
+        let class = class(history.uses);
+        let worth = self.lifetimes.worth()[class][self.ages.of(now.since(history.used))];
+        self.cohorts.insert(leaf, class, history.used, worth, now);
     }
 
     fn remove(&mut self, leaf: NodeId) {
-        self.cells.remove(leaf);
+        self.cohorts.remove(leaf);
     }
 
     fn bytes(&self) -> usize {
-        self.cells.bytes() + self.ghosts.bytes()
+        self.cohorts.bytes() + self.ghosts.bytes()
     }
 
     fn victim(&mut self, now: Tick) -> Option<NodeId> {
         if self.lifetimes.learn(self.ghosts.horizon(now), now) {
-            self.cells.rank(self.lifetimes.worth());
+            self.cohorts.reconsider();
+            self.recency.fade(now);
         }
-        self.cells.age(now);
         if self.lifetimes.known() && self.recency.trails() {
-            self.cells.least_worth()
+            self.cohorts.least(self.lifetimes.worth(), now)
         } else {
-            self.cells.oldest()
+            self.cohorts.oldest()
         }
     }
 

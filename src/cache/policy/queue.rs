@@ -1,14 +1,24 @@
 //! Leaves in the order of a rank.
 //!
-//! *Cost.* Logarithmic in the number of leaves, and 4 words a leaf.
+//! *Cost.* Logarithmic in the number of leaves, and 3 words a leaf.
 
 use std::collections::BTreeSet;
 
-use super::NodeId;
+use super::{NodeId, Tick};
 use crate::base::{Id, widen};
 
-/// What orders leaves: the class decides, within it the moment.
-pub(super) type Rank = (u32, u64);
+/// What orders leaves: a level, and within it a moment.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Rank(u64);
+
+impl Rank {
+    /// The rank of a level and a moment; levels from 65,535 on are one.
+    pub(super) fn new(level: u32, at: Tick) -> Self {
+        let level = u64::from(level.min(u32::from(u16::MAX)));
+        assert!(at.tokens() < 1 << 48, "a cache looks up fewer than 2^48 tokens in its life");
+        Self(level << 48 | at.tokens())
+    }
+}
 
 /// A set of leaves, lowest rank first; of equal ranks the lowest number.
 #[derive(Clone, Debug, Default)]

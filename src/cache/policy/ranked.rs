@@ -47,7 +47,7 @@ pub(super) struct Lru;
 
 impl Order for Lru {
     fn rank(&self, history: &History) -> Rank {
-        (0, history.used.tokens())
+        Rank::new(0, history.used)
     }
 }
 
@@ -56,7 +56,7 @@ pub(super) struct Fifo;
 
 impl Order for Fifo {
     fn rank(&self, history: &History) -> Rank {
-        (0, history.published.tokens())
+        Rank::new(0, history.published)
     }
 }
 
@@ -65,7 +65,7 @@ pub(super) struct Lfu;
 
 impl Order for Lfu {
     fn rank(&self, history: &History) -> Rank {
-        (history.uses, history.used.tokens())
+        Rank::new(history.uses, history.used)
     }
 }
 
@@ -74,7 +74,7 @@ pub(super) struct Slru;
 
 impl Order for Slru {
     fn rank(&self, history: &History) -> Rank {
-        (u32::from(history.uses > 1), history.used.tokens())
+        Rank::new(u32::from(history.uses > 1), history.used)
     }
 }
 
@@ -83,6 +83,6 @@ pub(super) struct Priority;
 
 impl Order for Priority {
     fn rank(&self, history: &History) -> Rank {
-        (u32::from(history.priority), history.used.tokens())
+        Rank::new(u32::from(history.priority), history.used)
     }
 }

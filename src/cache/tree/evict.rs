@@ -86,6 +86,7 @@ impl Tree {
         self.unlink(leaf);
         self.drop_snapshot(leaf, gone);
         let is_pinned = self.is_pinned(leaf);
+        self.contents -= self.node(leaf).room();
         let here = self.node_mut(leaf);
         here.tokens = Vec::new();
         let pages = std::mem::take(&mut here.pages);

@@ -45,7 +45,8 @@ impl Tree {
             Some(root) => Some(self.descend(root, tokens, limit / self.page_size)?),
         };
         tokens.check(place.map_or(0, |place| place.len)..tokens.count())?;
-        self.now = Tick::new(self.now.tokens() + tokens.count() as u64);
+        // Also an empty prompt is a lookup of its own.
+        self.now = Tick::new(self.now.tokens() + tokens.count().max(1) as u64);
         let node = match place {
             None => self.root_or_new(namespace),
             Some(place) if self.is_stateful => self.last_snapshot(place),
@@ -164,14 +165,13 @@ impl Tree {
 
     /// Refreshes the way to `node`, behind `before` if that is given. The node has a lock.
     pub(super) fn touch(&mut self, node: NodeId, before: Option<NodeId>) {
-        let (mut at, now) = (node, self.now);
-        while before != Some(at) && self.node(at).kind == Kind::Run {
-            let here = self.node(at);
+        let now = self.now;
+        let path: Vec<_> = self.path(node).take_while(|&id| before != Some(id)).collect();
+        for id in path.into_iter().rev() {
+            let here = self.node(id);
             let (history, tokens) = (here.history, narrow(here.tokens.len()));
             self.queues.policy.note_used(&history, tokens, now);
-            let here = self.node_mut(at);
-            here.history.touch(now);
-            at = here.parent;
+            self.node_mut(id).history.touch(now);
         }
     }
 

@@ -111,12 +111,14 @@ impl Tree {
 
     fn grow(&mut self, node: NodeId, tokens: &[i32], pages: &[Page], sum: Sum) {
         let now = self.now;
+        let room = self.node(node).room();
         let here = self.node_mut(node);
         here.tokens.extend_from_slice(tokens);
         here.pages.extend_from_slice(pages);
         here.end += narrow(tokens.len());
         here.history.used = now;
         here.sum = sum;
+        self.contents += self.node(node).room() - room;
         self.cached += pages.len();
         self.locked += pages.len();
     }

@@ -70,15 +70,16 @@ impl Ghosts {
         let clock = self.time(now);
         let entry = self.set(key).iter_mut().find(|entry| **entry != 0 && **entry & !REST == tag(key))?;
         let entry = std::mem::take(entry);
-        let age = (clock.wrapping_sub(entry >> 8) & TIME) * self.unit;
+        let age = clock.wrapping_sub(entry >> 8) & TIME;
+        let start = (now.tokens() / self.unit).saturating_sub(age) * self.unit;
         let uses = u32::try_from(entry & 255).expect("8 bits");
-        Some(Ghost { used: Tick::new(now.tokens().saturating_sub(age)), uses })
+        // The end of the unit that the time was in.
+        Some(Ghost { used: Tick::new((start + self.unit - 1).min(now.tokens())), uses })
     }
 
     /// Up to what age a block that was not used again is still remembered.
     pub(super) fn horizon(&self, now: Tick) -> u64 {
-        // Sets differ in how fast they fill.
-        self.lost_at.map_or(now.tokens(), |age| age / 4 * 3)
+        self.lost_at.unwrap_or(now.tokens())
     }
 
     fn time(&self, at: Tick) -> u64 {

@@ -20,6 +20,12 @@ const PRIOR_LOOKUPS: f64 = 64.0;
 /// The ratio of a class to all classes is taken for 1 with the weight of so many lookups.
 const PRIOR_RATIO: f64 = 4.0;
 
+/// Nothing is judged before so many lookups.
+const FEWEST_LOOKUPS: u32 = 128;
+
+/// Nothing is judged before lifetimes are counted up to so many times the capacity.
+const LEAST_HORIZON: f64 = 2.0;
+
 /// Snapshots of beginnings, at most.
 const SNAPSHOTS: usize = 64;
 
@@ -41,8 +47,10 @@ pub(super) struct Lifetimes {
     begun: [f64; CLASSES],
     /// `begun` at earlier moments, sparser the longer ago.
     snapshots: VecDeque<Snapshot>,
-    /// Lookups, that is moments with a beginning.
+    /// Lookups, that is moments with a beginning. They fade like the counts.
     lookups: f64,
+    /// The same, but not fading.
+    total: u32,
     last: Tick,
     learned: Tick,
     /// The time between two learnings.
@@ -60,6 +68,7 @@ impl Lifetimes {
             begun: [0.0; CLASSES],
             snapshots: VecDeque::new(),
             lookups: 0.0,
+            total: 0,
             last: Tick::default(),
             learned: Tick::default(),
             pause: (capacity / 8).max(1),
@@ -79,6 +88,7 @@ impl Lifetimes {
         if now != self.last {
             self.last = now;
             self.lookups += 1.0;
+            self.total = self.total.saturating_add(1);
         }
     }
 
@@ -103,7 +113,8 @@ impl Lifetimes {
         self.ended.iter_mut().flatten().chain(&mut self.begun).for_each(|count| *count *= fade);
         self.lookups *= fade;
         self.remember(now);
-        self.known = real(now.tokens().min(horizon)) >= 2.0 * self.capacity;
+        self.known =
+            self.total >= FEWEST_LOOKUPS && real(now.tokens().min(horizon)) >= LEAST_HORIZON * self.capacity;
 
         // Lifetimes that began long enough ago to have reached each age.
         let mut reached = [[0.0; CLASSES]; AGES];
@@ -189,18 +200,28 @@ impl Curve {
 
     /// For each age the most hits per unit of time that staying on can bring, over all times to stay.
     fn worth(&self, ages: &Ages, steps: usize) -> [f64; AGES] {
+        // Hits by time, were every block kept until then: the best time to stay from an age on is where the
+        // curve seen from there rises steepest, which is a corner of its upper hull.
+        let mut hits = [0.0; AGES];
+        let mut time = [0.0; AGES];
+        let last = steps.min(AGES - 1);
+        for age in 0..last {
+            let width = real(ages.floor(age + 1) - ages.floor(age));
+            hits[age + 1] = hits[age] + self.survival[age] * self.hazard[age];
+            // Those that end do so in the middle, on average.
+            time[age + 1] = time[age] + self.survival[age] * width * (1.0 - self.hazard[age] / 2.0);
+        }
+        let slope = |from: usize, to: usize| (hits[to] - hits[from]) / (time[to] - time[from]);
         let mut worth = [0.0; AGES];
-        for (start, worth) in worth.iter_mut().enumerate().take(steps) {
-            let (mut hits, mut time, mut left, mut best) = (0.0, 0.0, 1.0, 0.0_f64);
-            for age in start..steps.min(AGES - 1) {
-                let width = real(ages.floor(age + 1) - ages.floor(age));
-                hits += left * self.hazard[age];
-                // Those that end do so in the middle, on average.
-                time += left * width * (1.0 - self.hazard[age] / 2.0);
-                left *= 1.0 - self.hazard[age];
-                best = best.max(hits / time);
+        let mut hull = vec![last];
+        for age in (0..last).rev() {
+            while let [.., next, top] = hull[..]
+                && slope(age, top) <= slope(top, next)
+            {
+                hull.pop();
             }
-            *worth = best;
+            worth[age] = slope(age, hull[hull.len() - 1]);
+            hull.push(age);
         }
         worth
     }
@@ -208,6 +229,6 @@ impl Curve {
 
 /// A count of tokens as a real number.
 #[expect(clippy::cast_precision_loss, reason = "tokens are counted far below 2^53")]
-const fn real(tokens: u64) -> f64 {
+pub(super) const fn real(tokens: u64) -> f64 {
     tokens as f64
 }

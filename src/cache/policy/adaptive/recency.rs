@@ -3,14 +3,23 @@
 //! Such a cache holds exactly the tokens used most recently, up to the capacity. So it is enough to know how
 //! many tokens were used last at which time, and from which time on they fill the capacity.
 //!
+//! Beginnings stay longest in a tree, so of the oldest tokens the first of a prompt are held.
+//!
 //! *Cost.* A binary search among a few hundred spans for each call.
 
 use std::collections::VecDeque;
 
+use super::lifetimes::real;
 use crate::cache::policy::Tick;
 
 /// The capacity is divided into so many spans.
 const SPANS: usize = 256;
+
+/// The share of what recency finds that may be lost while something else is tried.
+const ALLOWANCE: f64 = 0.01;
+
+/// What was found counts half after the capacity was looked up so many times.
+const HALF_LIFE: f64 = 256.0;
 
 /// The tokens used last from a time on, until the next span begins.
 #[derive(Clone, Copy, Debug)]
@@ -26,19 +35,40 @@ pub(super) struct Recency {
     /// What recency would hold, oldest first.
     spans: VecDeque<Span>,
     held: u64,
+    /// The moment of the last call, and by how much `held` has grown since it began.
+    now: Tick,
+    fresh: u64,
     /// Tokens found by the cache and by recency, fading.
     own: f64,
     recent: f64,
+    faded: Tick,
 }
 
 impl Recency {
     pub(super) fn new(capacity: u64) -> Self {
-        Self { capacity, spans: VecDeque::new(), held: 0, own: 0.0, recent: 0.0 }
+        Self {
+            capacity,
+            spans: VecDeque::new(),
+            held: 0,
+            now: Tick::default(),
+            fresh: 0,
+            own: 0.0,
+            recent: 0.0,
+            faded: Tick::default(),
+        }
     }
 
-    /// Whether recency finds no more than the cache does.
+    /// Whether the cache finds as much as recency does, but for the allowance.
     pub(super) fn trails(&self) -> bool {
-        self.recent <= self.own * 1.005
+        self.recent <= self.own * (1.0 + ALLOWANCE)
+    }
+
+    /// Lets what was found fade.
+    pub(super) fn fade(&mut self, now: Tick) {
+        let halves = real(now.since(self.faded)) / (HALF_LIFE * real(self.capacity));
+        self.faded = now;
+        self.own *= (-halves).exp2();
+        self.recent *= (-halves).exp2();
     }
 
     /// Tokens used last at `used` were found.
@@ -49,19 +79,50 @@ impl Recency {
 
     /// Tokens used last at `used` were not found.
     pub(super) fn missed(&mut self, used: Tick, tokens: u32, now: Tick) {
-        let after = self.spans.partition_point(|span| span.from <= used);
-        if let Some(span) = after.checked_sub(1).and_then(|at| self.spans.get_mut(at)) {
-            self.recent += f64::from(tokens);
-            // What is partly remembered is counted more coarsely than what is cached.
-            let gone = span.tokens.min(u64::from(tokens));
+        self.settle(now);
+        let mut left = u64::from(tokens);
+        let over = (self.held - self.fresh).saturating_sub(self.capacity);
+        let mut at = self.spans.partition_point(|span| span.from <= used);
+        // Times of remembered blocks are coarse: what is not in one span is in the one before.
+        while left > 0 && at > 0 {
+            at -= 1;
+            let over = if at == 0 { over.min(self.spans[0].tokens) } else { 0 };
+            let span = &mut self.spans[at];
+            let gone = span.tokens.min(left);
+            // Of the oldest span the beginnings are held, which are also what is looked up first.
+            self.recent += real(gone.min(span.tokens - over));
             span.tokens -= gone;
-            self.held -= gone;
+            left -= gone;
         }
-        self.add(tokens, now);
+        self.held += left;
+        self.fresh += left;
+        self.append(tokens, now);
     }
 
     /// Tokens are new.
     pub(super) fn add(&mut self, tokens: u32, now: Tick) {
+        self.settle(now);
+        self.held += u64::from(tokens);
+        self.fresh += u64::from(tokens);
+        self.append(tokens, now);
+    }
+
+    /// Drops what a new request pushes out. All of one request is looked up before.
+    fn settle(&mut self, now: Tick) {
+        if now == self.now {
+            return;
+        }
+        self.now = now;
+        self.fresh = 0;
+        while let Some(oldest) =
+            self.spans.front().filter(|oldest| self.held >= self.capacity + oldest.tokens)
+        {
+            self.held -= oldest.tokens;
+            self.spans.pop_front();
+        }
+    }
+
+    fn append(&mut self, tokens: u32, now: Tick) {
         let width = self.capacity / (SPANS as u64);
         match self.spans.back_mut() {
             Some(span) if span.from == now || span.tokens < width => span.tokens += u64::from(tokens),
@@ -71,10 +132,6 @@ impl Recency {
                 }
                 self.spans.push_back(Span { from: now, tokens: u64::from(tokens) });
             }
-        }
-        self.held += u64::from(tokens);
-        while self.held > self.capacity && self.spans.len() > 1 {
-            self.held -= self.spans.pop_front().map_or(0, |span| span.tokens);
         }
     }
 
@@ -88,5 +145,33 @@ impl Recency {
             }
         }
         self.spans = merged;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A cache of single tokens, most recently used last.
+    #[test]
+    fn finds_what_recency_would() {
+        let mut used = [None; 40];
+        let mut recent: Vec<usize> = Vec::new();
+        let (mut ledger, mut found, mut state) = (Recency::new(16), 0_u32, 1_usize);
+        for now in (1..4000).map(Tick::new) {
+            state = (state * 1_103_515_245 + 12345) % (1 << 31);
+            let token = (state >> 16) % 40 * ((state >> 8) % 40) / 40;
+            match used[token].replace(now) {
+                Some(before) => ledger.missed(before, 1, now),
+                None => ledger.add(1, now),
+            }
+            found += u32::from(recent.contains(&token));
+            recent.retain(|&other| other != token);
+            recent.push(token);
+            if recent.len() > 16 {
+                recent.remove(0);
+            }
+        }
+        assert!((ledger.recent - f64::from(found)).abs() < 1.0, "{} of {found}", ledger.recent);
     }
 }

@@ -1,0 +1,233 @@
+//! Leaves by class and time of their last use.
+//!
+//! Leaves of one class that were used at about the same time are a cohort: a linked list, the leaf used least
+//! recently first. Leaves grow older without being touched, since age belongs to the cohort. As cohorts grow
+//! older, neighbours are joined, so that a cohort spans about a third of its age and a class has a few dozen.
+//!
+//! *Invariant.* The cohorts of a class are in the order of their times, which do not overlap.
+//!
+//! *Cost.* Constant in the number of leaves. Choosing looks at each cohort once, and only when the chosen
+//! cohort is used up, time has passed or something was learned. 16 bytes for each node number.
+
+use std::collections::VecDeque;
+
+use super::CLASSES;
+use super::ages::{AGES, Ages};
+use crate::base::{Id, widen};
+use crate::cache::policy::{NodeId, Tick};
+
+/// Cohorts of a class, at most.
+const COHORTS: usize = 64;
+
+/// The ends of all lists lie before the leaves.
+const ENDS: usize = CLASSES * COHORTS;
+
+/// A member of a circular list: its end, or a leaf.
+#[derive(Clone, Copy, Debug)]
+struct Link {
+    older: u32,
+    younger: u32,
+    /// When the leaf was used last.
+    used: Tick,
+}
+
+/// Leaves of a class used between two moments, both included.
+#[derive(Clone, Copy, Debug)]
+struct Cohort {
+    from: Tick,
+    to: Tick,
+    /// The end of its list.
+    end: usize,
+}
+
+/// The cohort to evict from.
+#[derive(Clone, Copy, Debug)]
+struct Choice {
+    end: usize,
+    worth: f64,
+}
+
+/// The leaves.
+#[derive(Debug)]
+pub(super) struct Cohorts {
+    ages: Ages,
+    links: Vec<Link>,
+    classes: [VecDeque<Cohort>; CLASSES],
+    /// Ends without a cohort.
+    free: Vec<usize>,
+    /// The cohort that is worth least, while that holds.
+    choice: Option<Choice>,
+    /// When the choice is made anew.
+    due: Tick,
+}
+
+impl Cohorts {
+    /// The size of the bookkeeping in bytes.
+    pub(super) fn bytes(&self) -> usize {
+        let cohorts: usize = self.classes.iter().map(VecDeque::capacity).sum();
+        self.links.capacity() * size_of::<Link>() + cohorts * size_of::<Cohort>()
+    }
+
+    pub(super) fn new(ages: Ages) -> Self {
+        let end = |at| Link { older: link(at), younger: link(at), used: Tick::default() };
+        Self {
+            ages,
+            links: (0..ENDS).map(end).collect(),
+            classes: Default::default(),
+            free: (0..ENDS).collect(),
+            choice: None,
+            due: Tick::default(),
+        }
+    }
+
+    /// Adds a leaf that is worth `worth` at its age.
+    pub(super) fn insert(&mut self, leaf: NodeId, class: usize, used: Tick, worth: f64, now: Tick) {
+        let at = widen(leaf.number()) + ENDS;
+        if at >= self.links.len() {
+            self.links.resize(at + 1, Link { older: 0, younger: 0, used });
+        }
+        self.links[at].used = used;
+        let end = self.cohort(class, used, now);
+        let Link { older, younger, .. } = self.links[end];
+        // A parent that outlived its children can be older than the leaves that are there already.
+        if widen(younger) != end && used <= self.links[widen(younger)].used {
+            self.join(end, at);
+            self.join(at, widen(younger));
+        } else {
+            self.join(widen(older), at);
+            self.join(at, end);
+        }
+        if self.choice.is_some_and(|choice| worth < choice.worth) {
+            self.choice = Some(Choice { end, worth });
+        }
+    }
+
+    pub(super) fn remove(&mut self, leaf: NodeId) {
+        let Link { older, younger, .. } = self.links[widen(leaf.number()) + ENDS];
+        self.join(widen(older), widen(younger));
+    }
+
+    /// The leaf used least recently.
+    pub(super) fn oldest(&mut self) -> Option<NodeId> {
+        let mut oldest: Option<usize> = None;
+        for class in 0..CLASSES {
+            while let Some(&cohort) = self.classes[class].front() {
+                if let Some(head) = self.head(cohort.end) {
+                    if oldest.is_none_or(|leaf| self.links[head].used < self.links[leaf].used) {
+                        oldest = Some(head);
+                    }
+                    break;
+                }
+                self.classes[class].pop_front();
+                self.free.push(cohort.end);
+            }
+        }
+        oldest.map(id)
+    }
+
+    /// The oldest leaf of the cohort that is worth least; of those worth the same, of the oldest.
+    pub(super) fn least(&mut self, worth: &[[f64; AGES]; CLASSES], now: Tick) -> Option<NodeId> {
+        if now < self.due
+            && let Some(head) = self.choice.and_then(|choice| self.head(choice.end))
+        {
+            return Some(id(head));
+        }
+        self.due = Tick::new(now.tokens() + self.ages.unit().div_ceil(4));
+        let mut least: Option<(f64, Tick, usize)> = None;
+        for class in 0..CLASSES {
+            self.tidy(class, now);
+            for cohort in &self.classes[class] {
+                let middle = u64::midpoint(cohort.from.tokens(), cohort.to.tokens());
+                let worth = worth[class][self.ages.of(now.since(Tick::new(middle)))];
+                if least.is_none_or(|least| (worth, cohort.from) < (least.0, least.1)) {
+                    least = Some((worth, cohort.from, cohort.end));
+                }
+            }
+        }
+        self.choice = least.map(|(worth, _, end)| Choice { end, worth });
+        self.choice.and_then(|choice| self.head(choice.end)).map(id)
+    }
+
+    /// Makes the choice anew, since what leaves are worth has changed.
+    pub(super) fn reconsider(&mut self) {
+        self.choice = None;
+    }
+
+    /// The end of the cohort for a leaf used at `used`.
+    fn cohort(&mut self, class: usize, used: Tick, now: Tick) -> usize {
+        let after = self.classes[class].partition_point(|cohort| cohort.from <= used);
+        let unit = self.ages.unit();
+        if let Some(before) = after.checked_sub(1) {
+            let cohort = &mut self.classes[class][before];
+            if used <= cohort.to || used.since(cohort.from) < unit {
+                cohort.to = cohort.to.max(used);
+                return cohort.end;
+            }
+        }
+        if self.classes[class].len() == COHORTS {
+            self.tidy(class, now);
+        }
+        let after = self.classes[class].partition_point(|cohort| cohort.from <= used);
+        if self.classes[class].len() == COHORTS {
+            // Still full: the neighbours share it.
+            let cohort = &mut self.classes[class][after.saturating_sub(1)];
+            cohort.from = cohort.from.min(used);
+            cohort.to = cohort.to.max(used);
+            return cohort.end;
+        }
+        let end = self.free.pop().expect("there are ends for all cohorts of all classes");
+        self.classes[class].insert(after, Cohort { from: used, to: used, end });
+        end
+    }
+
+    /// Drops the empty cohorts of a class and joins those that are close together for their age.
+    fn tidy(&mut self, class: usize, now: Tick) {
+        let mut kept = 0_usize;
+        for at in 0..self.classes[class].len() {
+            let cohort = self.classes[class][at];
+            if self.head(cohort.end).is_none() {
+                self.free.push(cohort.end);
+                continue;
+            }
+            if let Some(last) = kept.checked_sub(1) {
+                let older = self.classes[class][last];
+                if cohort.to.since(older.from) * 3 <= now.since(cohort.to) {
+                    self.classes[class][last].to = cohort.to;
+                    self.splice(cohort.end, older.end);
+                    self.free.push(cohort.end);
+                    continue;
+                }
+            }
+            self.classes[class][kept] = cohort;
+            kept += 1;
+        }
+        self.classes[class].truncate(kept);
+    }
+
+    /// The oldest leaf of a list.
+    fn head(&self, end: usize) -> Option<usize> {
+        let head = widen(self.links[end].younger);
+        (head != end).then_some(head)
+    }
+
+    fn join(&mut self, older: usize, younger: usize) {
+        self.links[older].younger = link(younger);
+        self.links[younger].older = link(older);
+    }
+
+    /// Appends a whole list to another.
+    fn splice(&mut self, from: usize, to: usize) {
+        let Link { older: tail, younger: head, .. } = self.links[from];
+        self.join(widen(self.links[to].older), widen(head));
+        self.join(widen(tail), to);
+        self.join(from, from);
+    }
+}
+
+fn link(at: usize) -> u32 {
+    u32::try_from(at).expect("node numbers stay within i32, and the ends are few")
+}
+
+fn id(link: usize) -> NodeId {
+    NodeId::new(self::link(link - ENDS))
+}

@@ -1,0 +1,210 @@
+//! Policies of the prefix cache: the order of each, and what `adaptive` learns.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+
+use kvpool::base::{Id, widen};
+use kvpool::cache::{History, KeyTokens, NodeId, PageKey, Policy, PolicyKind, Tick};
+use proptest::prelude::*;
+
+/// Tokens of a block.
+const BLOCK: u32 = 64;
+
+fn history(published: u64, last: u64, uses: u32, priority: u8) -> History {
+    History { published: Tick::new(published), used: Tick::new(last), uses, priority }
+}
+
+/// The order in which a policy evicts leaves numbered from 0.
+fn order(kind: PolicyKind, leaves: &[History]) -> Vec<u32> {
+    let now = Tick::new(1000);
+    let mut policy = kind.policy(1 << 20, KeyTokens::of_page_size(16));
+    for (number, history) in (0..).zip(leaves) {
+        policy.insert(NodeId::new(number), history, now);
+    }
+    drain(policy.as_mut(), now)
+}
+
+fn drain(policy: &mut dyn Policy, now: Tick) -> Vec<u32> {
+    let mut order = Vec::new();
+    while let Some(leaf) = policy.victim(now) {
+        policy.remove(leaf);
+        order.push(leaf.number());
+    }
+    order
+}
+
+#[test]
+fn each_policy_has_its_order() {
+    let leaves = [
+        history(10, 900, 3, 1),
+        history(40, 40, 1, 0),
+        history(20, 300, 2, 0),
+        history(30, 100, 9, 0),
+        history(50, 800, 1, 2),
+    ];
+    assert_eq!(order(PolicyKind::Lru, &leaves), [1, 3, 2, 4, 0]);
+    assert_eq!(order(PolicyKind::Fifo, &leaves), [0, 2, 3, 1, 4]);
+    assert_eq!(order(PolicyKind::Lfu, &leaves), [1, 4, 2, 0, 3]);
+    assert_eq!(order(PolicyKind::Slru, &leaves), [1, 4, 3, 2, 0]);
+    assert_eq!(order(PolicyKind::Priority, &leaves), [1, 3, 2, 0, 4]);
+    // Before anything is learned, recency decides.
+    assert_eq!(order(PolicyKind::Adaptive, &leaves), order(PolicyKind::Lru, &leaves));
+}
+
+#[test]
+fn a_victim_stays_until_it_is_removed() {
+    for kind in PolicyKind::ALL {
+        let mut policy = kind.policy(1024, KeyTokens::of_page_size(1));
+        let now = Tick::new(5);
+        assert_eq!(policy.victim(now), None, "{}", kind.name());
+        policy.insert(NodeId::new(3), &history(1, 1, 1, 0), now);
+        assert_eq!(policy.victim(now), Some(NodeId::new(3)));
+        assert_eq!(policy.victim(now), Some(NodeId::new(3)));
+        policy.remove(NodeId::new(3));
+        assert_eq!(policy.victim(now), None);
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 200, ..ProptestConfig::default() })]
+
+    /// Whatever happens, a policy holds the leaves that were inserted and not removed.
+    #[test]
+    fn policies_hold_their_leaves(
+        kind in prop::sample::select(PolicyKind::ALL.to_vec()),
+        capacity in 1..5000u64,
+        steps in prop::collection::vec((0..6u8, 0..40u32, 0..3000u64), 1..400),
+    ) {
+        let mut policy = kind.policy(capacity, KeyTokens::of_page_size(1));
+        let mut held = BTreeMap::new();
+        let mut now = 0;
+        for (action, number, value) in steps {
+            let leaf = NodeId::new(number);
+            let tick = Tick::new(now);
+            match action {
+                0 | 1 if !held.contains_key(&number) => {
+                    // Uses are mostly recent; a parent can be much older.
+                    let used = if action == 0 { now } else { now - value.min(now) };
+                    let known = history(used / 2, used, number % 5 + 1, 0);
+                    policy.insert(leaf, &known, tick);
+                    held.insert(number, known);
+                }
+                2 => if let Some(known) = held.remove(&number) {
+                    policy.remove(leaf);
+                    policy.note_used(&known, BLOCK, tick);
+                },
+                3 => if let Some(victim) = policy.victim(tick) {
+                    let known = held.remove(&victim.number());
+                    prop_assert!(known.is_some());
+                    policy.remove(victim);
+                    policy.note_evicted(key(u32::from(victim.number() % 7 == 0)), &known.unwrap(), tick);
+                },
+                4 => { policy.note_published(key(number), tick); }
+                _ => now += value,
+            }
+            prop_assert_eq!(policy.victim(Tick::new(now)).is_some(), !held.is_empty());
+        }
+        let left: BTreeSet<u32> = drain(policy.as_mut(), Tick::new(now)).into_iter().collect();
+        prop_assert_eq!(left, held.into_keys().collect::<BTreeSet<_>>());
+    }
+}
+
+fn key(block: u32) -> PageKey {
+    // The finalizer of MurmurHash3.
+    let mut hash = u64::from(block) + 1;
+    for factor in [0xff51_afd7_ed55_8ccd_u64, 0xc4ce_b9fe_1a85_ec53] {
+        hash = (hash ^ (hash >> 33)).wrapping_mul(factor);
+    }
+    PageKey::new(hash ^ (hash >> 33))
+}
+
+/// A cache of single blocks without a tree. Returns how many of `requests` it finds.
+fn found(kind: PolicyKind, capacity: usize, requests: &[u32]) -> usize {
+    let mut policy = kind.policy(capacity as u64 * u64::from(BLOCK), KeyTokens::of_page_size(BLOCK));
+    let blocks = requests.iter().max().map_or(0, |&block| widen(block) + 1);
+    let mut cached: Vec<Option<History>> = vec![None; blocks];
+    let (mut size, mut now, mut found) = (0, 0, 0);
+    for &block in requests {
+        now += u64::from(BLOCK);
+        let (tick, leaf) = (Tick::new(now), NodeId::new(block));
+        if let Some(history) = &mut cached[widen(block)] {
+            found += 1;
+            policy.remove(leaf);
+            policy.note_used(history, BLOCK, tick);
+            history.touch(tick);
+        } else {
+            if size == capacity {
+                let victim = policy.victim(tick).unwrap();
+                policy.remove(victim);
+                let history = cached[widen(victim.number())].take().unwrap();
+                policy.note_evicted(key(victim.number()), &history, tick);
+                size -= 1;
+            }
+            let before = policy.note_published(key(block), tick);
+            cached[widen(block)] = Some(History::of_new(before, tick));
+            size += 1;
+        }
+        policy.insert(leaf, &cached[widen(block)].unwrap(), tick);
+    }
+    found
+}
+
+/// Numbers without a pattern, below `below`.
+fn numbers(below: u32) -> impl Iterator<Item = u32> {
+    let mut state = 1_u32;
+    std::iter::repeat_with(move || {
+        // xorshift32
+        state ^= state << 13;
+        state ^= state >> 17;
+        state ^= state << 5;
+        state % below
+    })
+}
+
+#[test]
+fn adaptive_keeps_what_comes_again_among_what_does_not() {
+    // Every fourth block is one of 60, the others come once.
+    let requests: Vec<u32> = numbers(60)
+        .zip(60..)
+        .take(20_000)
+        .map(|(known, new)| if new % 4 == 0 { known } else { new })
+        .collect();
+    let [recency, learned] = [PolicyKind::Lru, PolicyKind::Adaptive].map(|kind| found(kind, 80, &requests));
+    assert!(recency < 2000, "{recency}");
+    assert!(learned > 4000, "{learned}");
+}
+
+#[test]
+fn adaptive_keeps_part_of_a_loop_that_does_not_fit() {
+    let requests: Vec<u32> = (0..20_000).map(|at| at % 120).collect();
+    assert_eq!(found(PolicyKind::Lru, 100, &requests), 0);
+    let learned = found(PolicyKind::Adaptive, 100, &requests);
+    assert!(learned > 10_000, "{learned}");
+}
+
+#[test]
+fn adaptive_is_as_good_as_recency_where_that_is_best() {
+    // Blocks come again from a stack, the likelier the less deep, or are new.
+    let mut stack: VecDeque<u32> = VecDeque::new();
+    let mut depths = numbers(1 << 20);
+    let mut requests = Vec::new();
+    for new in 0..20_000_u32 {
+        let depth = widen(1_u32 << (depths.next().unwrap() % 11)) - 1 + widen(depths.next().unwrap() % 2);
+        let block = stack.remove(depth).unwrap_or(new);
+        stack.push_front(block);
+        requests.push(block);
+    }
+    for capacity in [5, 20, 80, 300] {
+        let [recency, learned] =
+            [PolicyKind::Lru, PolicyKind::Adaptive].map(|kind| found(kind, capacity, &requests));
+        assert!(learned * 100 >= recency * 97, "{capacity}: {learned} of {recency}");
+    }
+}
+
+#[test]
+fn policies_have_names() {
+    for kind in PolicyKind::ALL {
+        assert_eq!(PolicyKind::parse(kind.name()).unwrap(), kind);
+    }
+    let error = PolicyKind::parse("mru").unwrap_err();
+    assert!(error.to_string().contains("lru, fifo, lfu, slru, priority, adaptive"), "{error}");
+}
