@@ -50,16 +50,24 @@ impl Tree {
 
     /// Evicts up to `count` pages from the end of a leaf.
     fn trim(&mut self, leaf: NodeId, count: usize, gone: &mut Evicted) {
-        let here = self.node(leaf);
+        let (nodes, page_size) = (&self.nodes, self.page_size);
+        let here = &nodes[widen(leaf.number())];
         let (history, keep) = (here.history, here.pages.len().saturating_sub(count));
-        let mut at = widen(here.end);
-        let mut cursor = self.chain.cursor(here.sum, at);
-        for index in (keep * self.page_size..self.node(leaf).tokens.len()).rev() {
-            if self.is_remembered_at(at) {
+        let (begin, mut at) = (widen(here.end) - here.tokens.len(), widen(here.end));
+        let until = begin + keep * page_size;
+        let mut key = at - at % self.remembered_every;
+        let mut sum = here.sum;
+        if keep > 0 || key > until {
+            let mut cursor = self.chain.cursor(sum, at);
+            while key > until {
+                cursor.pop(&here.tokens[key - begin..at - begin]);
                 self.queues.policy.note_evicted(cursor.sum().key(), &history, self.now);
+                (at, key) = (key, key - self.remembered_every);
             }
-            cursor.pop(self.node(leaf).tokens[index]);
-            at -= 1;
+            if keep > 0 {
+                cursor.pop(&here.tokens[until - begin..at - begin]);
+                sum = cursor.sum();
+            }
         }
         if keep == 0 {
             let parent = self.node(leaf).parent;
@@ -69,12 +77,11 @@ impl Tree {
             return;
         }
         self.drop_snapshot(leaf, gone);
-        let page_size = self.page_size;
         let here = self.node_mut(leaf);
         let trimmed = here.pages.split_off(keep);
         here.tokens.truncate(keep * page_size);
-        here.end = super::narrow(at);
-        here.sum = cursor.sum();
+        here.end = super::narrow(until);
+        here.sum = sum;
         self.cached -= trimmed.len();
         self.pinned -= if history.priority > 0 { trimmed.len() } else { 0 };
         gone.pages.extend(trimmed);
@@ -207,10 +214,5 @@ impl Tree {
         } else {
             self.queues.policy.remove(id);
         }
-    }
-
-    /// Whether prefixes that end at token `at` are remembered when they are evicted.
-    pub(super) const fn is_remembered_at(&self, at: usize) -> bool {
-        at.is_multiple_of(self.remembered_every)
     }
 }
