@@ -35,17 +35,46 @@ impl Queues {
     }
 }
 
+/// How many leaves are fetched at a time.
+const AHEAD: usize = 16;
+
 impl Tree {
     /// Evicts at least `pages` pages, or all that are evictable.
     pub fn evict(&mut self, pages: usize) -> Evicted {
         let mut gone = Evicted::default();
+        let mut fetched = 0;
         while gone.pages.len() < pages {
             let now = self.now;
             let retained = |queues: &Queues| queues.retained.first().map(|&(.., leaf)| leaf);
             let Some(leaf) = self.queues.policy.victim(now).or_else(|| retained(&self.queues)) else { break };
+            if fetched == 0 {
+                fetched = self.fetch_ahead(leaf, pages - gone.pages.len());
+            }
+            fetched -= 1;
             self.trim(leaf, pages - gone.pages.len(), &mut gone);
         }
         gone
+    }
+
+    /// Reads what the eviction of `leaf` and of those that probably follow, `most` at most, will need, and
+    /// returns their number. One read does not wait for another here, while evictions would wait for each.
+    fn fetch_ahead(&self, leaf: NodeId, most: usize) -> usize {
+        let mut leaves = [leaf; AHEAD];
+        let mut count = 1;
+        while count < most.min(AHEAD)
+            && let Some(next) = self.queues.policy.guess_after(leaves[count - 1])
+        {
+            leaves[count] = next;
+            count += 1;
+        }
+        let nodes = || leaves[..count].iter().map(|&leaf| self.node(leaf));
+        let mut read = nodes().fold(0, |read, node| read ^ node.fingerprint ^ node.pins);
+        for node in nodes() {
+            let first = self.edges.get(node.parent, node.fingerprint).map_or(0, Id::number);
+            read ^= first ^ node.pages.first().map_or(0, |page| page.number());
+        }
+        std::hint::black_box(read);
+        count
     }
 
     /// Evicts up to `count` pages from the end of a leaf.
