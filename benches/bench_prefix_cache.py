@@ -64,11 +64,11 @@ def evictions(report: Report) -> None:
     """Evictions: their cost depends neither on the number of leaves nor on their order."""
     for size in (1, 16, 64):
         for leaves in (1_000, 50_000):
-            question = f"evict of 64 of {leaves:,} leaves of {size} tokens"
+            question = f"evict of 64 of {leaves:,} leaves, {size} tokens each"
             sizes = (leaves * size + LONG, min(size, 16))
             beside_plain(report, question, evict, sizes, leaves, size, limit_us=15)
     for size in (1, 16):
-        question = f"evict of 64 of 1 M leaves of {size} tokens"
+        question = f"evict of 64 of 1 M leaves, {size} tokens each"
         if not report.wants(question):
             continue
         few, many = (Kvpool(leaves * size + LONG, size) for leaves in (1_000, MILLION))
@@ -149,6 +149,7 @@ def bookkeeping(report: Report) -> None:
 def main() -> None:
     """Runs all questions."""
     report = Report("Prefix cache, CPU")
+    torch.set_num_threads(1)
     lookups(report)
     publications(report)
     evictions(report)

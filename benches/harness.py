@@ -182,6 +182,23 @@ class Report:
             return
         with self._console.status(question):
             ours_us, theirs_us = medians([ours, theirs], self._arguments.rounds)
+        self._add(question, ours_us, theirs_us, alternative, limit_us, least_ratio)
+
+    def compare_with(self, question: str, ours: Case, theirs_us: float, *, alternative: str) -> None:
+        """Times ours and adds a row beside a time that another process measured."""
+        if self.wants(question):
+            (ours_us,) = medians([ours], self._arguments.rounds)
+            self._add(question, ours_us, theirs_us, alternative, None, None)
+
+    def _add(  # noqa: PLR0913 - all that a row has
+        self,
+        question: str,
+        ours_us: float,
+        theirs_us: float,
+        alternative: str,
+        limit_us: float | None,
+        least_ratio: float | None,
+    ) -> None:
         ratio = theirs_us / ours_us
         target, met = "", None
         if limit_us is not None:

@@ -30,7 +30,6 @@ logging.getLogger("torch").setLevel(logging.ERROR)
 
 from prefix_sides import Side  # noqa: E402
 from sglang.srt.environ import envs  # noqa: E402
-from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator  # noqa: E402
 from sglang.srt.mem_cache.base_prefix_cache import (  # noqa: E402
     EvictParams,
     InsertParams,
@@ -42,18 +41,38 @@ from sglang.srt.mem_cache.unified_cache.components.base import ComponentType  # 
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache  # noqa: E402
 
 
+class _Slots:
+    """The least of an allocator: SGLang's own joins tensors of all free slots at each free."""
+
+    device = "cpu"
+
+    def __init__(self, capacity: int, page_size: int) -> None:
+        self.page_size = page_size
+        self._slots = torch.arange(capacity)
+        self._next = 0
+
+    def alloc(self, count: int) -> torch.Tensor:
+        if self._next + count > len(self._slots):
+            self._next = 0
+        self._next += count
+        return self._slots[self._next - count : self._next]
+
+    def free(self, slots: torch.Tensor) -> None:
+        pass
+
+    def free_segment(self, slots: torch.Tensor, start_pos: int = 0) -> None:
+        pass
+
+
 class SGLang(Side):
     """SGLang's unified radix cache."""
 
     core = "rust"
 
     def __init__(self, capacity: int, page_size: int) -> None:
-        """Makes an empty cache on SGLang's own allocator."""
+        """Makes an empty cache."""
         super().__init__(capacity, page_size)
-        no_kv = SimpleNamespace(device="cpu", page_size=page_size)
-        self.allocator = TokenToKVPoolAllocator(
-            size=capacity, dtype=torch.bfloat16, device="cpu", kvcache=no_kv, need_sort=False
-        )
+        self.allocator = _Slots(capacity, page_size)
         self.cache = UnifiedRadixCache(
             params=CacheInitParams(
                 disable=False,
@@ -68,8 +87,8 @@ class SGLang(Side):
     def prompt(self, tokens: NDArray[np.int32]) -> Any:  # noqa: ANN401, D102
         return RadixKey(array("q", tokens.astype(np.int64).tobytes()))
 
-    def _insert(self, key: Any, slots: torch.Tensor, before: int = 0) -> None:  # noqa: ANN401
-        self.cache.insert(InsertParams(key=key, value=slots, prev_prefix_len=before))
+    def _insert(self, key: Any, slots: torch.Tensor, before: int = 0) -> Any:  # noqa: ANN401
+        return self.cache.insert(InsertParams(key=key, value=slots, prev_prefix_len=before)).last_device_node
 
     def insert(self, prompt: Any) -> None:  # noqa: ANN401, D102
         self._insert(prompt, self.allocator.alloc(len(prompt)))
@@ -96,14 +115,13 @@ class SGLang(Side):
             values.append(slots)
         before = len(prefix)
         yield
-        # As after a chunk of a prefill: insert, find the new end, lock it, unlock the old one.
+        # As after a chunk of a prefill: insert, lock the new end, unlock the old one.
         for key, value in zip(keys, values, strict=True):
-            self._insert(key, value, before)
-            found = self.cache.match_prefix(MatchPrefixParams(key=key))
+            end = self._insert(key, value, before)
             before = len(value)
-            later = self.cache.inc_lock_ref(found.last_device_node)
+            later = self.cache.inc_lock_ref(end)
             self.cache.dec_lock_ref(node, receipt.to_dec_params())
-            node, receipt = found.last_device_node, later
+            node, receipt = end, later
             yield
         self.cache.dec_lock_ref(node, receipt.to_dec_params())
 

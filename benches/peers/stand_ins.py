@@ -42,6 +42,7 @@ def _anything(name: str) -> type:
         "__call__": call,
         "__getattr__": attribute,
         "__class_getitem__": classmethod(lambda cls, _key: cls),
+        "__get_pydantic_core_schema__": classmethod(lambda _cls, _source, _next: {"type": "any"}),
     }
     return _AnythingType(name, (), members)
 
