@@ -41,9 +41,9 @@ demo: $(EXTENSION) $(VENV)/.tools
 	$(BIN)/python -m kvpool serve
 	$(BIN)/python -m kvpool serve --model qwen3-next --requests 60
 	if test -f $(TRACES)/mooncake/conversation_trace.jsonl; then \
-	    $(BIN)/python -m kvpool replay $(TRACES)/mooncake/conversation_trace.jsonl --requests 2000 --plot target/replay.png; \
+	    $(BIN)/python -m kvpool replay $(TRACES)/mooncake/conversation_trace.jsonl --requests 1800 --prefix-cache --plot target/replay.png; \
 	else \
-	    $(BIN)/python -m kvpool replay --synthetic --plot target/replay.png; \
+	    $(BIN)/python -m kvpool replay --synthetic --prefix-cache --plot target/replay.png; \
 	fi
 
 test: rust-test orders python-test fuzz-briefly

@@ -1,6 +1,7 @@
 """The prefix cache beside those of SGLang, vLLM and KVBM, in one process (KVBM: a process of its own).
 
-`make bench-peers` installs them without what they depend on. What cannot be imported is skipped with the reason.
+`make bench-peers` installs them without what they depend on. What cannot be imported is skipped, with the
+reason.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ def peers(report: Report) -> dict[str, type[Side]]:
         try:
             imported: Any = importlib.import_module(f"peers.{module}")
             getattr(imported, side)(1024, 16)
-        except Exception as failure:  # noqa: BLE001 - a peer may fail to start in any way
+        except Exception as failure:  # noqa: BLE001, PERF203 - a peer may fail to start in any way
             report.note(f"{name} was skipped: {type(failure).__name__}: {str(failure).splitlines()[0]}")
         else:
             found[f"{name} {imported.VERSION}"] = getattr(imported, side)
     return found
 
 
-def beside(  # noqa: PLR0913 - a question and its sizes
+def beside(
     report: Report,
     sides: dict[str, type[Side]],
     question: str,
@@ -68,7 +69,7 @@ def beside_kvbm(report: Report) -> None:
         report.note(f"KVBM was skipped: {failure}")
         return
     for question, theirs_us in json.loads(answers).items():
-        count = int(question.split()[-2])
+        count = int(question.split()[-2].replace(",", ""))
         case = (
             publish(Kvpool(2 * LONG, 16), 0)
             if "publish" in question

@@ -90,7 +90,7 @@ class Admission:
         self.table = table.req_to_token
         self.prompt = torch.from_numpy(tokens_of(LONG))
         self.side.insert(self.prompt)
-        self.lens = [np.array([n], dtype=np.int32) for n in (LONG, LONG + CHUNK)]
+        self.cached = np.array([LONG], dtype=np.int32)
         self.zero = np.zeros(1, dtype=np.int32)
 
     def ours(self) -> Case:
@@ -98,7 +98,7 @@ class Admission:
 
         def run(_: int) -> None:
             lease = self.side.cache.match(self.prompt)
-            self.planner.extend(self.row, *self.lens, prefixes=[lease])
+            self.planner.extend(self.row, self.cached, self.cached + CHUNK, prefixes=[lease])
 
         return Case(run, lambda: self.planner.truncate(self.row, self.zero))
 

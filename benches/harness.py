@@ -190,7 +190,7 @@ class Report:
             (ours_us,) = medians([ours], self._arguments.rounds)
             self._add(question, ours_us, theirs_us, alternative, None, None)
 
-    def _add(  # noqa: PLR0913 - all that a row has
+    def _add(  # noqa: PLR0913, PLR0917 - all that a row has
         self,
         question: str,
         ours_us: float,

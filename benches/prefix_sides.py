@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 import kvpool
-from kvpool._kvpool import PrefixCache
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -59,7 +58,7 @@ class Kvpool(Side):
         """Makes an empty cache with a policy."""
         super().__init__(capacity, page_size)
         self.allocator = kvpool.TokenToKVPoolAllocator(capacity, "cpu", page_size)
-        self.cache = PrefixCache(self.allocator, policy=policy)
+        self.cache = kvpool.PrefixCache(self.allocator, policy=policy)
 
     def slots(self, count: int) -> torch.Tensor:
         """Takes slots."""
@@ -107,12 +106,12 @@ class _Run:
 class Plain(Side):
     """A radix tree in Python over NumPy arrays, whose leaves go in the order of their last use."""
 
-    def __init__(self, capacity: int, page_size: int) -> None:  # noqa: D107
+    def __init__(self, capacity: int, page_size: int) -> None:
         super().__init__(capacity, page_size)
         none = np.empty(0, dtype=np.int32)
         self._root = _Run(None, none, none)
         self._leaves: OrderedDict[_Run, None] = OrderedDict()
-        self._free = np.arange(capacity, dtype=np.int32)
+        self._free: NDArray[np.int32] = np.arange(capacity, dtype=np.int32)
         self._available = capacity
 
     def prompt(self, tokens: NDArray[np.int32]) -> NDArray[np.int32]:  # noqa: D102
@@ -121,7 +120,8 @@ class Plain(Side):
     def take(self, count: int) -> NDArray[np.int32]:
         """Takes slots."""
         self._available -= count
-        return self._free[self._available : self._available + count].copy()
+        taken: NDArray[np.int32] = self._free[self._available : self._available + count].copy()
+        return taken
 
     def give(self, slots: NDArray[np.int32]) -> None:
         """Makes slots free."""

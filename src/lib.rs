@@ -12,6 +12,7 @@
 //! | [`base`] | shared vocabulary: index newtypes, dtype, device, shape, error; a lock | no |
 //! | [`index`] | ownership of integers: bitmaps, free lists, slots, rows, owners, requests, reference counts, buckets, arenas, move plans | no |
 //! | [`cache`] | what is kept of finished prompts, and what goes first: policies | no |
+//! | [`cache`] | which prefixes are cached: a tree over tokens, holds on it, what is evicted first | no |
 //! | [`memory`] | sources of bytes: backends, regions; devices, streams, events | yes |
 //! | [`kernels`] | operations on rows and on the request table: on the CPU, and as CUDA kernels with their launches | yes |
 //! | [`tensor`] | descriptions of bytes for other libraries: views, DLPack | in `dlpack.rs` |
@@ -39,7 +40,7 @@
 //! |---|---|---|
 //! | (none) | the whole core on CPU | `half`, `libc` |
 //! | `cuda` | NVIDIA devices, found at run time | `cudarc` |
-//! | `python` | the extension module | `pyo3`, `numpy` |
+//! | `python` | the extension module | `pyo3`, `numpy`, `blake3` |
 
 pub mod base;
 pub mod cache;

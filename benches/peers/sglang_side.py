@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 VERSION = "0.5.23"
 
-stand_ins.install(
-    "IPython aiohttp compressed_tensors gguf orjson partial_json_parser psutil pybase64 requests sentencepiece "
-    "sniffio starlette torchvision tvm_ffi zmq".split()
-)
+for _names in (
+    "IPython aiohttp compressed_tensors gguf orjson partial_json_parser psutil pybase64 requests",
+    "sentencepiece sniffio starlette torchvision tvm_ffi zmq",
+):
+    stand_ins.install(_names.split())
 warnings.filterwarnings("ignore", module="sglang")
 logging.getLogger("torch").setLevel(logging.ERROR)
 
 from prefix_sides import Side  # noqa: E402
-from sglang.srt.environ import envs  # noqa: E402
 from sglang.srt.mem_cache.base_prefix_cache import (  # noqa: E402
     EvictParams,
     InsertParams,

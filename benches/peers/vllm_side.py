@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 VERSION = "0.33.0"
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-stand_ins.install(
-    "aiohttp cbor2 cpuinfo fastapi openai_harmony partial_json_parser psutil pybase64 requests sniffio urllib3 uvloop "
-    "xgrammar llguidance zmq".split()
-)
+for _names in (
+    "aiohttp cbor2 cpuinfo fastapi llguidance openai_harmony partial_json_parser psutil pybase64",
+    "requests sniffio urllib3 uvloop xgrammar zmq",
+):
+    stand_ins.install(_names.split())
 warnings.filterwarnings("ignore", module="vllm")
 logging.getLogger("torch").setLevel(logging.ERROR)
 

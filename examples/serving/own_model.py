@@ -57,6 +57,7 @@ class PooledDecoder:
     """The model with its pools, for `kvpool.serving.Engine`."""
 
     vocab_size = VOCAB_SIZE
+    gdn_pool = None  # this model has no state besides K and V
 
     def __init__(self, decoder: Decoder, size: int, page_size: int, device: str) -> None:
         self.decoder = decoder
@@ -66,7 +67,7 @@ class PooledDecoder:
         self.table = kvpool.make_req_to_token_pool(MAX_REQS, MAX_CONTEXT_LEN, device)
 
     def start(self, rows: Sequence[int]) -> None:
-        """Do nothing: this model has no state besides K and V."""
+        """Do nothing: there is no state to reset."""
 
     @torch.no_grad()
     def forward(self, token_ids: Tensor, plan: kvpool.BatchPlan) -> Tensor:

@@ -18,7 +18,9 @@ from kvpool._typing import (
     Fence,
     IndicesLike,
     KVStats,
+    Namespace,
     PoolStats,
+    PrefixStats,
     SlotStats,
     StreamLike,
     TensorLike,
@@ -37,13 +39,20 @@ __all__ = [
     "Chunk",
     "ChunkCopy",
     "ChunkPool",
+    "Cleared",
     "FreeGroup",
     "GDNPool",
     "HostPlan",
     "KVPool",
+    "Lease",
     "PagePool",
     "Pool",
+    "PrefixCache",
+    "Published",
+    "Removed",
     "ReqToTokenPool",
+    "Segment",
+    "Stored",
     "Tensor",
     "TokenToKVPoolAllocator",
     "_PageLocking",
@@ -191,7 +200,7 @@ class Pool:
     """The base class of every pool: a name, statistics (`stats()`), and the owners of its units.
 
     Not constructed directly: see `KVPool`, `TokenToKVPoolAllocator`, `ReqToTokenPool`, `GDNPool`,
-    `ChunkPool`, `BufferPool`, `PagePool` and `Workspace`.
+    `ChunkPool`, `BufferPool`, `PagePool`, `Workspace` and `PrefixCache`.
     """
 
     name: str
@@ -216,16 +225,19 @@ class Pool:
 
         Some classes differ:
 
-        - `TokenToKVPoolAllocator` adds `free`, `released`, `fenced`, `shared` (more than one owner) and
-          `pending` slots (freed, with values that only the GPU knows yet), `size`, `page_size`, and
-          `device_bytes` of GPU memory for the tensors. On a strict pool `stats()` does not settle pending
-          frees: their errors belong in `alloc` and `free`.
+        - `TokenToKVPoolAllocator` adds `free`, `released`, `fenced`, `shared` (more than one owner), `cached`
+          (of a prefix cache, and in use) and `pending` slots (freed, with values that only the GPU knows yet),
+          `size`, `page_size`, and `device_bytes` of GPU memory for the tensors. On a strict pool `stats()` does
+          not settle pending frees: their errors belong in `alloc` and `free`.
         - `ChunkPool` adds `registered`, the number of page-locked chunks. Chunks with copies in flight are in
           use.
         - `BufferPool` adds `free_bytes`, `in_use_bytes`, `high_water_bytes` and `registered_bytes`. It has
           `stale_uses`, the number of calls with a buffer already given back, in place of `dropped_frees`.
         - `Workspace` has no `dropped_frees`.
         - `KVPool`, which hands nothing out, has `capacity`, `rows`, `layer_num`, `page_size` and `bytes`.
+        - `PrefixCache`, which hands nothing out, has the `capacity` of its allocator, `lookups`, and in tokens
+          `hit_tokens`, `missed_tokens`, `published`, `duplicates`, `evicted`, `cached`, `evictable` and
+          `locked`; `nodes` of its tree, `snapshots` of states, and `bytes`.
         """
     def used_on(self, tensor: object, stream: object | None = None) -> None:
         """Records that work on a stream uses memory of a pool. The memory returns to the driver only after that
@@ -244,13 +256,14 @@ class Pool:
                 `stream` is omitted.
         """
     def leaks(self) -> list[Leak]:
-        """Lists live units by owner and call site, largest count first.
+        """Lists live units by owner and call site, largest count first, and after them those that only a prefix
+        cache holds.
 
         A unit with several owners counts once for each. Units that wait for a fence are not live.
 
         Returns:
             A list of `kvpool.Leak`: `owner`, `site`, `count`, `age_s` (age of the oldest unit in seconds),
-            and `spans`, the units as (first, end) pairs.
+            `spans`, the units as (first, end) pairs, and `state`, which is "live" or "cached".
 
         Raises:
             ConfigError: If the pool does not debug.
@@ -482,16 +495,19 @@ class KVPool(Pool):
 
         Some classes differ:
 
-        - `TokenToKVPoolAllocator` adds `free`, `released`, `fenced`, `shared` (more than one owner) and
-          `pending` slots (freed, with values that only the GPU knows yet), `size`, `page_size`, and
-          `device_bytes` of GPU memory for the tensors. On a strict pool `stats()` does not settle pending
-          frees: their errors belong in `alloc` and `free`.
+        - `TokenToKVPoolAllocator` adds `free`, `released`, `fenced`, `shared` (more than one owner), `cached`
+          (of a prefix cache, and in use) and `pending` slots (freed, with values that only the GPU knows yet),
+          `size`, `page_size`, and `device_bytes` of GPU memory for the tensors. On a strict pool `stats()` does
+          not settle pending frees: their errors belong in `alloc` and `free`.
         - `ChunkPool` adds `registered`, the number of page-locked chunks. Chunks with copies in flight are in
           use.
         - `BufferPool` adds `free_bytes`, `in_use_bytes`, `high_water_bytes` and `registered_bytes`. It has
           `stale_uses`, the number of calls with a buffer already given back, in place of `dropped_frees`.
         - `Workspace` has no `dropped_frees`.
         - `KVPool`, which hands nothing out, has `capacity`, `rows`, `layer_num`, `page_size` and `bytes`.
+        - `PrefixCache`, which hands nothing out, has the `capacity` of its allocator, `lookups`, and in tokens
+          `hit_tokens`, `missed_tokens`, `published`, `duplicates`, `evicted`, `cached`, `evictable` and
+          `locked`; `nodes` of its tree, `snapshots` of states, and `bytes`.
         """
 
 @final
@@ -749,16 +765,19 @@ class TokenToKVPoolAllocator(Pool):
 
         Some classes differ:
 
-        - `TokenToKVPoolAllocator` adds `free`, `released`, `fenced`, `shared` (more than one owner) and
-          `pending` slots (freed, with values that only the GPU knows yet), `size`, `page_size`, and
-          `device_bytes` of GPU memory for the tensors. On a strict pool `stats()` does not settle pending
-          frees: their errors belong in `alloc` and `free`.
+        - `TokenToKVPoolAllocator` adds `free`, `released`, `fenced`, `shared` (more than one owner), `cached`
+          (of a prefix cache, and in use) and `pending` slots (freed, with values that only the GPU knows yet),
+          `size`, `page_size`, and `device_bytes` of GPU memory for the tensors. On a strict pool `stats()` does
+          not settle pending frees: their errors belong in `alloc` and `free`.
         - `ChunkPool` adds `registered`, the number of page-locked chunks. Chunks with copies in flight are in
           use.
         - `BufferPool` adds `free_bytes`, `in_use_bytes`, `high_water_bytes` and `registered_bytes`. It has
           `stale_uses`, the number of calls with a buffer already given back, in place of `dropped_frees`.
         - `Workspace` has no `dropped_frees`.
         - `KVPool`, which hands nothing out, has `capacity`, `rows`, `layer_num`, `page_size` and `bytes`.
+        - `PrefixCache`, which hands nothing out, has the `capacity` of its allocator, `lookups`, and in tokens
+          `hit_tokens`, `missed_tokens`, `published`, `duplicates`, `evicted`, `cached`, `evictable` and
+          `locked`; `nodes` of its tree, `snapshots` of states, and `bytes`.
         """
 
 @final
@@ -911,16 +930,19 @@ class ReqToTokenPool(Pool):
 
         Some classes differ:
 
-        - `TokenToKVPoolAllocator` adds `free`, `released`, `fenced`, `shared` (more than one owner) and
-          `pending` slots (freed, with values that only the GPU knows yet), `size`, `page_size`, and
-          `device_bytes` of GPU memory for the tensors. On a strict pool `stats()` does not settle pending
-          frees: their errors belong in `alloc` and `free`.
+        - `TokenToKVPoolAllocator` adds `free`, `released`, `fenced`, `shared` (more than one owner), `cached`
+          (of a prefix cache, and in use) and `pending` slots (freed, with values that only the GPU knows yet),
+          `size`, `page_size`, and `device_bytes` of GPU memory for the tensors. On a strict pool `stats()` does
+          not settle pending frees: their errors belong in `alloc` and `free`.
         - `ChunkPool` adds `registered`, the number of page-locked chunks. Chunks with copies in flight are in
           use.
         - `BufferPool` adds `free_bytes`, `in_use_bytes`, `high_water_bytes` and `registered_bytes`. It has
           `stale_uses`, the number of calls with a buffer already given back, in place of `dropped_frees`.
         - `Workspace` has no `dropped_frees`.
         - `KVPool`, which hands nothing out, has `capacity`, `rows`, `layer_num`, `page_size` and `bytes`.
+        - `PrefixCache`, which hands nothing out, has the `capacity` of its allocator, `lookups`, and in tokens
+          `hit_tokens`, `missed_tokens`, `published`, `duplicates`, `evicted`, `cached`, `evictable` and
+          `locked`; `nodes` of its tree, `snapshots` of states, and `bytes`.
         """
 
 @final
@@ -989,6 +1011,8 @@ class BatchPlanner:
         prefix_lens: SupportsIndex | IndicesLike,
         seq_lens: SupportsIndex | IndicesLike,
         prefix_slots: Sequence[IndicesLike | None] | None = None,
+        *,
+        prefixes: Sequence[Lease | None] | None = None,
     ) -> BatchPlan | None:
         """Takes the slots for positions `[prefix, seq)` of each request: a prefill, whole or chunked.
 
@@ -1000,6 +1024,10 @@ class BatchPlanner:
             prefix_slots: Slots of cached prefixes: `None`, or a sequence with one entry per request, each
                 `None` or ints. The slots must be in use and fill whole pages. The request becomes an
                 additional owner (see `TokenToKVPoolAllocator.share`); the caller remains one.
+            prefixes: In place of `prefix_slots`, leases of a `PrefixCache`: `None`, or a sequence with one
+                entry per request, each `None` or a `Lease` as long as its prefix, possibly of length 0. The
+                request keeps the lease, publishes through it, and releases it in `finish`. A lease is for one
+                request.
 
         Returns:
             A `BatchPlan`, or `None` if there are not enough slots. The slots are in the allocator's order,
@@ -1384,17 +1412,382 @@ class GDNPool(Pool):
 
         Some classes differ:
 
-        - `TokenToKVPoolAllocator` adds `free`, `released`, `fenced`, `shared` (more than one owner) and
-          `pending` slots (freed, with values that only the GPU knows yet), `size`, `page_size`, and
-          `device_bytes` of GPU memory for the tensors. On a strict pool `stats()` does not settle pending
-          frees: their errors belong in `alloc` and `free`.
+        - `TokenToKVPoolAllocator` adds `free`, `released`, `fenced`, `shared` (more than one owner), `cached`
+          (of a prefix cache, and in use) and `pending` slots (freed, with values that only the GPU knows yet),
+          `size`, `page_size`, and `device_bytes` of GPU memory for the tensors. On a strict pool `stats()` does
+          not settle pending frees: their errors belong in `alloc` and `free`.
         - `ChunkPool` adds `registered`, the number of page-locked chunks. Chunks with copies in flight are in
           use.
         - `BufferPool` adds `free_bytes`, `in_use_bytes`, `high_water_bytes` and `registered_bytes`. It has
           `stale_uses`, the number of calls with a buffer already given back, in place of `dropped_frees`.
         - `Workspace` has no `dropped_frees`.
         - `KVPool`, which hands nothing out, has `capacity`, `rows`, `layer_num`, `page_size` and `bytes`.
+        - `PrefixCache`, which hands nothing out, has the `capacity` of its allocator, `lookups`, and in tokens
+          `hit_tokens`, `missed_tokens`, `published`, `duplicates`, `evicted`, `cached`, `evictable` and
+          `locked`; `nodes` of its tree, `snapshots` of states, and `bytes`.
         """
+
+@final
+class PrefixCache(Pool):
+    """Keeps the K and V of prompts and answers by their tokens, so that a request that begins like an earlier one
+    does not compute them again.
+
+    The cache owns whole pages of an allocator, from their publication to their eviction; requests hold
+    leases. A call of the allocator, or of a planner on it, that is short of slots evicts pages without a
+    lease, and fails only if nothing evictable is left. At any time `cached_size() == evictable_size() +
+    locked_size()`. Freeing a cached slot through the allocator is an invalid free.
+
+    Token ids are ints in `[0, 2**31)`: a 1-D int32 or int64 tensor or array in host memory, or a list, is read
+    in place; other sequences of ints and tensors on a GPU are copied first. Prefixes are compared token by
+    token, never by a hash. A namespace (a str, bytes or an int, such as an adapter or a tenant) keeps prefixes
+    apart: two namespaces share nothing.
+
+    All calls are atomic and thread-safe. They wait for a GPU only for the values of an argument that the host
+    does not know (see `TokenToKVPoolAllocator`). Clearing the allocator empties the cache.
+
+    On a GPU, publish when the work that writes the K and V is enqueued on the current stream: prefixes are valid
+    in the order of that stream. Pages that are evicted, and duplicates, are reused in its order, too.
+
+    Args:
+        allocator: The allocator of the slots. The cache keeps whole pages of its page size.
+        states: A `GDNPool` with track slots, on the same device, for models with linear-attention states. A
+            prefix is then found only up to a snapshot of the state at its end.
+        policy: What is evicted first: "adaptive", "lru", "fifo", "lfu", "slru" or "priority". Only the ends of
+            prefixes are evicted, never what other cached prefixes continue.
+        max_pinned: The share of the allocator's capacity that `pin` may retain.
+        events: Whether to list what comes and goes for `events`.
+        name: The owner of cached slots in reports and `leaks`, and the name of this pool. Defaults to the class
+            name and a number, such as "PrefixCache-0".
+
+    Raises:
+        ConfigError: If `policy` is unknown, `max_pinned` is outside of [0, 1], or the pools are on different
+            devices.
+    """
+
+    def __new__(
+        cls,
+        allocator: TokenToKVPoolAllocator,
+        *,
+        states: GDNPool | None = None,
+        policy: str = "adaptive",
+        max_pinned: float = 0.5,
+        events: bool = False,
+        name: str | None = None,
+    ) -> PrefixCache: ...
+    @property
+    def allocator(self) -> TokenToKVPoolAllocator:
+        """The allocator of the slots."""
+    @property
+    def states(self) -> GDNPool | None:
+        """The pool of states, if there is one."""
+    @property
+    def policy(self) -> str:
+        """The name of the policy."""
+    def match(
+        self,
+        tokens: IndicesLike,
+        *,
+        namespace: Namespace = None,
+        limit: SupportsIndex | None = None,
+    ) -> Lease:
+        """Leases the longest cached prefix, in whole pages. Refreshes what it finds. A miss is a lease of length
+        0, through which the request publishes what it computes.
+
+        Args:
+            tokens: Token ids of the prompt.
+            namespace: A str, bytes or an int; `None` is a namespace of its own.
+            limit: Maximum length in tokens. Engines pass `len(tokens) - 1`: the last token must be computed.
+
+        Raises:
+            ConfigError: If a token is outside of [0, 2**31), or `limit` is negative.
+            TypeError: If `tokens` are no ints, or `namespace` is of another type.
+        """
+    def insert(self, tokens: IndicesLike, slots: IndicesLike, *, namespace: Namespace = None) -> Published:
+        """Adds a prompt: matches it, publishes the rest, and releases the lease. The caller's slots of tokens
+        that are cached already are freed.
+
+        Args:
+            tokens: Token ids, from the first on.
+            slots: Their slots, which fill pages in order. Those of a partial page at the end stay the caller's.
+            namespace: As in `match`.
+
+        Raises:
+            ConfigError: As in `match` and `Lease.publish`.
+            IndexOwnershipError: As in `Lease.publish`.
+        """
+    def evict(self, tokens: SupportsIndex) -> int:
+        """Evicts at least `tokens` tokens, or all that are evictable, and returns how many slots became free.
+
+        Raises:
+            ConfigError: If `tokens` is negative.
+        """
+    def clear(self, namespace: Namespace = None) -> None:
+        """Gives up all prefixes, or those of a namespace. Prefixes with a lease are found no more, and are given
+        up with their last lease.
+        """
+    def pin(self, lease: Lease, *, seconds: float | None = None, priority: SupportsIndex = 0) -> None:
+        """Retains the prefix of a lease beyond it: pages are evicted after all that are not retained, the lowest
+        priority first.
+
+        Args:
+            lease: A lease of this cache.
+            seconds: If given, the pages are locked for that time, and `priority` has no effect.
+            priority: 0 to 254.
+
+        Raises:
+            ConfigError: If more than the share `max_pinned` of the capacity would be retained, an argument is
+                negative, or the lease is of another cache.
+            StaleBufferError: If the lease was released.
+        """
+    def cached_len(self, tokens: IndicesLike, *, namespace: Namespace = None) -> int:
+        """Returns the tokens of the longest cached prefix, in whole pages, without a lease and without refreshing
+        it: for schedulers that choose among waiting requests.
+
+        Raises:
+            TypeError: As in `match`.
+        """
+    def explain(self, tokens: IndicesLike, namespace: Namespace = None) -> list[Segment]:
+        """Says of each part of a prompt where it is cached, or why it is not. Refreshes nothing.
+
+        What was evicted is remembered for a while (the last two million tokens of long prefixes), in steps of
+        64 tokens and by where it ended. A look at every namespace makes this a call for debugging.
+
+        Args:
+            tokens: As in `match`.
+            namespace: As in `match`.
+
+        Returns:
+            A list of `Segment`, which together cover the prompt, in order.
+
+        Raises:
+            ConfigError: As in `match`.
+            TypeError: As in `match`.
+        """
+    def events(self) -> list[Stored | Removed | Cleared]:
+        """Returns what came and went since the last call, in order: objects of `Stored`, `Removed` and `Cleared`,
+        from which a router knows what is cached here. 65,536 events are kept; a reader that is later than that
+        is told to begin anew, by `Cleared`.
+
+        Raises:
+            ConfigError: If the cache was made without `events=True`.
+        """
+    def cached_size(self) -> int:
+        """Returns the number of cached tokens."""
+    def evictable_size(self) -> int:
+        """Returns the number of cached tokens that no lease holds."""
+    def locked_size(self) -> int:
+        """Returns the number of cached tokens that leases hold."""
+    def obtainable_size(self) -> int:
+        """Returns the number of slots that an allocation can get: those that are free, and those that are
+        evictable.
+        """
+    def eviction_ages(self) -> list[int]:
+        """Returns how many evicted tokens had an age below 1, 2, 4, ... when they were evicted: the number of
+        tokens that were looked up after their last use.
+        """
+    def verify(self) -> None:
+        """Checks every invariant of the cache.
+
+        Raises:
+            IndexOwnershipError: If a check fails, with a description.
+        """
+    def stats(self) -> PrefixStats:
+        """Returns the statistics of this pool: `capacity`, `available`, `in_use` and `high_water` in units,
+        `dropped_frees`, and `bytes` of memory (of the bookkeeping, if the pool has no memory of its own).
+
+        Some classes differ:
+
+        - `TokenToKVPoolAllocator` adds `free`, `released`, `fenced`, `shared` (more than one owner), `cached`
+          (of a prefix cache, and in use) and `pending` slots (freed, with values that only the GPU knows yet),
+          `size`, `page_size`, and `device_bytes` of GPU memory for the tensors. On a strict pool `stats()` does
+          not settle pending frees: their errors belong in `alloc` and `free`.
+        - `ChunkPool` adds `registered`, the number of page-locked chunks. Chunks with copies in flight are in
+          use.
+        - `BufferPool` adds `free_bytes`, `in_use_bytes`, `high_water_bytes` and `registered_bytes`. It has
+          `stale_uses`, the number of calls with a buffer already given back, in place of `dropped_frees`.
+        - `Workspace` has no `dropped_frees`.
+        - `KVPool`, which hands nothing out, has `capacity`, `rows`, `layer_num`, `page_size` and `bytes`.
+        - `PrefixCache`, which hands nothing out, has the `capacity` of its allocator, `lookups`, and in tokens
+          `hit_tokens`, `missed_tokens`, `published`, `duplicates`, `evicted`, `cached`, `evictable` and
+          `locked`; `nodes` of its tree, `snapshots` of states, and `bytes`.
+        """
+
+@final
+class Lease:
+    """A request's hold on a cached prefix, whose pages are not evicted. As a context manager it is released at
+    the end of the block; a lease that is dropped is released, too.
+    """
+
+    @property
+    def length(self) -> int:
+        """Tokens of the prefix, in whole pages.
+
+        Raises:
+            StaleBufferError: If the lease was released, or the allocator was cleared.
+        """
+    def __len__(self) -> int:
+        """Return len(self)."""
+    @property
+    def slots(self) -> torch.Tensor:
+        """The slots of the prefix: 1-D int32 `[length]` on the allocator's device, made by each access.
+
+        Raises:
+            StaleBufferError: If the lease was released, or the allocator was cleared.
+        """
+    @property
+    def state_slot(self) -> int | None:
+        """The track slot with the state at the end of the prefix; `None` for a prefix without tokens and a cache
+        without states.
+
+        Raises:
+            StaleBufferError: If the lease was released, or the allocator was cleared.
+        """
+    @property
+    def namespace(self) -> Namespace:
+        """The namespace of the prefix."""
+    @property
+    def released(self) -> bool:
+        """Whether the lease was released, or the allocator was cleared."""
+    def publish(
+        self,
+        tokens: IndicesLike,
+        slots: IndicesLike | None = None,
+        *,
+        state: SupportsIndex | None = None,
+        row: SupportsIndex | None = None,
+    ) -> Published:
+        """Offers what the request has computed since: whole pages become the cache's, and the lease grows over
+        them. Costs what the new tokens cost. The partial page at the end stays the caller's.
+
+        What another request has published in between is not kept twice: the caller's slots of these pages are
+        freed, and the request continues with those of the cache (`Published.slots`).
+
+        Args:
+            tokens: Token ids of positions `length` and up, only the new ones.
+            slots: Their slots, ints of the same length, which fill pages in order. The caller's ownership of
+                whole pages passes to the cache. Not needed for a lease that a planner has: it knows the slots
+                of its requests.
+            row: The request row of a lease that a planner has; only checked. The planner's next call with the
+                row writes the cache's slots to the request table, in place of those of duplicates.
+            state: A working slot of the cache's states, whose state is that after the last whole page. A
+                snapshot of it is kept if a track slot is free or can be given up.
+
+        Raises:
+            ConfigError: If a token is outside of [0, 2**31), or `tokens` and `slots` differ in length.
+            IndexOwnershipError: If a slot is not in use, listed twice, cached already, or not at its place in a
+                page. Nothing is changed.
+            StaleBufferError: If the lease was released, or the allocator was cleared.
+        """
+    def finish(self, tokens: IndicesLike, slots: IndicesLike) -> None:
+        """Publishes, frees the slots of the partial page at the end, and releases the lease: the end of a
+        request without a planner. With one, publish and call `BatchPlanner.finish`.
+
+        Args:
+            tokens: As in `publish`.
+            slots: As in `publish`.
+
+        Raises:
+            ConfigError: As in `publish`.
+            IndexOwnershipError: As in `publish`.
+            StaleBufferError: As in `publish`.
+        """
+    def restore(self, row: SupportsIndex) -> None:
+        """Copies the state at the end of the prefix to a working slot of the cache's states, or resets that if
+        there is none. Enqueued on the current stream.
+
+        Raises:
+            ConfigError: If the cache was made without states.
+            IndexError: If the slot does not exist.
+            StaleBufferError: If the lease was released, or the allocator was cleared.
+        """
+    def release(self) -> None:
+        """Ends the lease. Does nothing if it has ended. A planner that has the lease keeps the prefix until the
+        request is finished.
+        """
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *_exception: object) -> None: ...
+
+@final
+class Published:
+    """The result of a publication."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of the lease now."""
+    @property
+    def duplicates(self) -> int:
+        """Tokens that another request had published in between. The caller's slots of them were freed."""
+    @property
+    def slots(self) -> torch.Tensor:
+        """The cache's slots of the tokens published, from the former length of the lease to `length`: 1-D int32
+        on the allocator's device. Without duplicates they are the caller's.
+        """
+
+@final
+class Segment:
+    """A part of a prompt: where it is cached, or why it is not."""
+
+    @property
+    def begin(self) -> int:
+        """The first position."""
+    @property
+    def end(self) -> int:
+        """One past the last position."""
+    @property
+    def state(self) -> str:
+        """Where it is cached, "device", or the reason why it is not found: "no snapshot" (cached, but without a
+        snapshot of the state at its end), "evicted", "other namespace", "never published", or "page not full".
+        """
+    @property
+    def pressure(self) -> str | None:
+        """Of what was evicted, why: "alloc" for an allocation that was short, "evict" and "clear" for these calls."""
+    @property
+    def evicted_s(self) -> float | None:
+        """Of what was evicted, seconds since then."""
+    @property
+    def idle_tokens(self) -> int | None:
+        """Of what was evicted, how old it was: the tokens looked up between its last use and its eviction."""
+    @property
+    def namespace(self) -> Namespace:
+        """The other namespace that has it."""
+
+@final
+class Stored:
+    """Pages that follow each other were stored."""
+
+    @property
+    def pages(self) -> list[bytes]:
+        """Their keys, each of 32 bytes: BLAKE3 of the key before and the tokens of the page, as int32 in little
+        endian. Before the first page, it is that of the page size, as uint64, a byte for the kind of the
+        namespace (0: None, 1: an int, 2: a str, 3: bytes) and the namespace, an int in decimal.
+        """
+    @property
+    def parent(self) -> bytes | None:
+        """The key of the page before them; `None` at the beginning of a prompt."""
+    @property
+    def tokens(self) -> list[int]:
+        """Their token ids."""
+    @property
+    def namespace(self) -> Namespace:
+        """Their namespace."""
+    @property
+    def tier(self) -> str:
+        """Where they are: "device"."""
+
+@final
+class Removed:
+    """Pages were removed."""
+
+    @property
+    def pages(self) -> list[bytes]:
+        """Their keys."""
+    @property
+    def tier(self) -> str:
+        """Where they were: "device"."""
+
+@final
+class Cleared:
+    """Nothing is cached any more; or a reader was so late that events were lost, and begins anew."""
 
 @final
 class PagePool(Pool):
@@ -1485,16 +1878,19 @@ class PagePool(Pool):
 
         Some classes differ:
 
-        - `TokenToKVPoolAllocator` adds `free`, `released`, `fenced`, `shared` (more than one owner) and
-          `pending` slots (freed, with values that only the GPU knows yet), `size`, `page_size`, and
-          `device_bytes` of GPU memory for the tensors. On a strict pool `stats()` does not settle pending
-          frees: their errors belong in `alloc` and `free`.
+        - `TokenToKVPoolAllocator` adds `free`, `released`, `fenced`, `shared` (more than one owner), `cached`
+          (of a prefix cache, and in use) and `pending` slots (freed, with values that only the GPU knows yet),
+          `size`, `page_size`, and `device_bytes` of GPU memory for the tensors. On a strict pool `stats()` does
+          not settle pending frees: their errors belong in `alloc` and `free`.
         - `ChunkPool` adds `registered`, the number of page-locked chunks. Chunks with copies in flight are in
           use.
         - `BufferPool` adds `free_bytes`, `in_use_bytes`, `high_water_bytes` and `registered_bytes`. It has
           `stale_uses`, the number of calls with a buffer already given back, in place of `dropped_frees`.
         - `Workspace` has no `dropped_frees`.
         - `KVPool`, which hands nothing out, has `capacity`, `rows`, `layer_num`, `page_size` and `bytes`.
+        - `PrefixCache`, which hands nothing out, has the `capacity` of its allocator, `lookups`, and in tokens
+          `hit_tokens`, `missed_tokens`, `published`, `duplicates`, `evicted`, `cached`, `evictable` and
+          `locked`; `nodes` of its tree, `snapshots` of states, and `bytes`.
         """
 
 @final
@@ -1612,16 +2008,19 @@ class ChunkPool(Pool):
 
         Some classes differ:
 
-        - `TokenToKVPoolAllocator` adds `free`, `released`, `fenced`, `shared` (more than one owner) and
-          `pending` slots (freed, with values that only the GPU knows yet), `size`, `page_size`, and
-          `device_bytes` of GPU memory for the tensors. On a strict pool `stats()` does not settle pending
-          frees: their errors belong in `alloc` and `free`.
+        - `TokenToKVPoolAllocator` adds `free`, `released`, `fenced`, `shared` (more than one owner), `cached`
+          (of a prefix cache, and in use) and `pending` slots (freed, with values that only the GPU knows yet),
+          `size`, `page_size`, and `device_bytes` of GPU memory for the tensors. On a strict pool `stats()` does
+          not settle pending frees: their errors belong in `alloc` and `free`.
         - `ChunkPool` adds `registered`, the number of page-locked chunks. Chunks with copies in flight are in
           use.
         - `BufferPool` adds `free_bytes`, `in_use_bytes`, `high_water_bytes` and `registered_bytes`. It has
           `stale_uses`, the number of calls with a buffer already given back, in place of `dropped_frees`.
         - `Workspace` has no `dropped_frees`.
         - `KVPool`, which hands nothing out, has `capacity`, `rows`, `layer_num`, `page_size` and `bytes`.
+        - `PrefixCache`, which hands nothing out, has the `capacity` of its allocator, `lookups`, and in tokens
+          `hit_tokens`, `missed_tokens`, `published`, `duplicates`, `evicted`, `cached`, `evictable` and
+          `locked`; `nodes` of its tree, `snapshots` of states, and `bytes`.
         """
 
 @final
@@ -1843,16 +2242,19 @@ class BufferPool(Pool):
 
         Some classes differ:
 
-        - `TokenToKVPoolAllocator` adds `free`, `released`, `fenced`, `shared` (more than one owner) and
-          `pending` slots (freed, with values that only the GPU knows yet), `size`, `page_size`, and
-          `device_bytes` of GPU memory for the tensors. On a strict pool `stats()` does not settle pending
-          frees: their errors belong in `alloc` and `free`.
+        - `TokenToKVPoolAllocator` adds `free`, `released`, `fenced`, `shared` (more than one owner), `cached`
+          (of a prefix cache, and in use) and `pending` slots (freed, with values that only the GPU knows yet),
+          `size`, `page_size`, and `device_bytes` of GPU memory for the tensors. On a strict pool `stats()` does
+          not settle pending frees: their errors belong in `alloc` and `free`.
         - `ChunkPool` adds `registered`, the number of page-locked chunks. Chunks with copies in flight are in
           use.
         - `BufferPool` adds `free_bytes`, `in_use_bytes`, `high_water_bytes` and `registered_bytes`. It has
           `stale_uses`, the number of calls with a buffer already given back, in place of `dropped_frees`.
         - `Workspace` has no `dropped_frees`.
         - `KVPool`, which hands nothing out, has `capacity`, `rows`, `layer_num`, `page_size` and `bytes`.
+        - `PrefixCache`, which hands nothing out, has the `capacity` of its allocator, `lookups`, and in tokens
+          `hit_tokens`, `missed_tokens`, `published`, `duplicates`, `evicted`, `cached`, `evictable` and
+          `locked`; `nodes` of its tree, `snapshots` of states, and `bytes`.
         """
 
 @final
@@ -1944,16 +2346,19 @@ class _Workspace(Pool):
 
         Some classes differ:
 
-        - `TokenToKVPoolAllocator` adds `free`, `released`, `fenced`, `shared` (more than one owner) and
-          `pending` slots (freed, with values that only the GPU knows yet), `size`, `page_size`, and
-          `device_bytes` of GPU memory for the tensors. On a strict pool `stats()` does not settle pending
-          frees: their errors belong in `alloc` and `free`.
+        - `TokenToKVPoolAllocator` adds `free`, `released`, `fenced`, `shared` (more than one owner), `cached`
+          (of a prefix cache, and in use) and `pending` slots (freed, with values that only the GPU knows yet),
+          `size`, `page_size`, and `device_bytes` of GPU memory for the tensors. On a strict pool `stats()` does
+          not settle pending frees: their errors belong in `alloc` and `free`.
         - `ChunkPool` adds `registered`, the number of page-locked chunks. Chunks with copies in flight are in
           use.
         - `BufferPool` adds `free_bytes`, `in_use_bytes`, `high_water_bytes` and `registered_bytes`. It has
           `stale_uses`, the number of calls with a buffer already given back, in place of `dropped_frees`.
         - `Workspace` has no `dropped_frees`.
         - `KVPool`, which hands nothing out, has `capacity`, `rows`, `layer_num`, `page_size` and `bytes`.
+        - `PrefixCache`, which hands nothing out, has the `capacity` of its allocator, `lookups`, and in tokens
+          `hit_tokens`, `missed_tokens`, `published`, `duplicates`, `evicted`, `cached`, `evictable` and
+          `locked`; `nodes` of its tree, `snapshots` of states, and `bytes`.
         """
     def _reset(self) -> bool:
         """Takes back the tensors of `empty` and `zeros`. Returns `False`, and does nothing, while PyTorch holds

@@ -43,6 +43,9 @@ class SupportsCudaStream(Protocol):
 # int32 or int64.
 IndicesLike: TypeAlias = "TensorLike | Sequence[SupportsIndex]"
 
+# What keeps prefixes apart.
+Namespace: TypeAlias = "str | bytes | int | None"
+
 # "cpu", "cuda", "cuda:1", or a `torch.device`.
 DeviceLike: TypeAlias = "str | torch.device"
 
@@ -81,6 +84,7 @@ class SlotStats(CountedStats):
     released: int
     fenced: int
     shared: int
+    cached: int
     pending: int
     size: int
     page_size: int
@@ -109,3 +113,19 @@ class KVStats(PoolStats):
     rows: int
     layer_num: int
     page_size: int
+
+
+class PrefixStats(PoolStats):
+    """Statistics of `PrefixCache`, which hands out no units."""
+
+    lookups: int
+    hit_tokens: int
+    missed_tokens: int
+    published: int
+    duplicates: int
+    evicted: int
+    cached: int
+    evictable: int
+    locked: int
+    nodes: int
+    snapshots: int

@@ -132,10 +132,9 @@ impl Chain {
     fn block(&self, tokens: &[i32]) -> u64 {
         // 63 products of 61 and 32 bits are below 2**99.
         let products = tokens.iter().zip(&self.powers.0[0][1..]);
-        let sum = products
-            .fold(0_u128, |sum, (token, power)| {
-                sum + u128::from(*power) * u128::from(u64::from(token.cast_unsigned()) + 1)
-            });
+        let sum = products.fold(0_u128, |sum, (token, power)| {
+            sum + u128::from(*power) * u128::from(u64::from(token.cast_unsigned()) + 1)
+        });
         reduced(sum)
     }
 }

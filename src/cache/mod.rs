@@ -10,16 +10,22 @@
 //! | what is evicted first | [`Policy`], one small type each |
 //! | token ids of a caller, compared where they lie | [`Tokens`] |
 //! | users whose prefixes stay apart | [`Namespace`] |
+//! | why a prompt is not found | [`Tree::explain`], [`Segment`] |
+//! | what came and went | [`Tree::keep_journal`], [`Event`] |
 
 mod chain;
+mod explain;
+mod journal;
 mod namespace;
 mod policy;
 mod tokens;
 mod tree;
 
+pub use explain::{Cause, Gone, Pressure, Segment, Whereabouts};
+pub use journal::{Digest, Event, PageHash};
 pub use namespace::Namespace;
 pub use policy::{History, KeyTokens, NodeId, PageKey, Policy, PolicyKind, Remembered, Tick};
 pub use tokens::Tokens;
 #[cfg(feature = "python")]
 pub(crate) use tokens::not_a_token;
-pub use tree::{Evicted, Found, Hold, Place, Tree, TreeStats};
+pub use tree::{AGE_BUCKETS, Evicted, Found, Hold, Place, Tree, TreeStats};

@@ -10,6 +10,8 @@ pub enum Namespace {
     Unnamed,
     /// A number.
     Number(i64),
+    /// A number of more than 64 bits, in decimal.
+    Large(String),
     /// A text.
     Text(String),
     /// Bytes, such as a salt.
@@ -21,6 +23,7 @@ impl fmt::Display for Namespace {
         match self {
             Self::Unnamed => f.write_str("None"),
             Self::Number(number) => number.fmt(f),
+            Self::Large(digits) => f.write_str(digits),
             Self::Text(text) => write!(f, "{text:?}"),
             Self::Bytes(bytes) => write!(f, "b\"{}\"", bytes.escape_ascii()),
         }

@@ -12,11 +12,13 @@ use std::hash::{BuildHasher, RandomState};
 use crate::base::{Id, Page, Result, StateSlot, widen};
 
 use super::chain::{Chain, Sum};
+use super::explain::Memory;
+use super::journal::{Digest, Event, Journal};
 use super::{History, KeyTokens, Namespace, NodeId, Policy, Tick, Tokens};
 use edges::Edges;
 use evict::Queues;
 
-pub use evict::Evicted;
+pub use evict::{AGE_BUCKETS, Evicted};
 pub use hold::Hold;
 pub use publish::Found;
 
@@ -103,6 +105,12 @@ pub struct Place {
     len: usize,
 }
 
+impl Place {
+    pub(super) const fn len(self) -> usize {
+        self.len
+    }
+}
+
 /// The numbers of a [`Tree`], in tokens unless the name says otherwise.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct TreeStats {
@@ -172,6 +180,10 @@ pub struct Tree {
     snapshots: Vec<NodeId>,
     /// Evicted prefixes are remembered by their lengths in this number of tokens.
     remembered_every: usize,
+    /// The ends of prefixes that went.
+    memory: Memory,
+    /// What came and went, if it is wanted.
+    journal: Option<Journal>,
 }
 
 impl Tree {
@@ -200,6 +212,8 @@ impl Tree {
             is_stateful,
             snapshots: Vec::new(),
             remembered_every: widen(KeyTokens::of_page_size(page_tokens).get()),
+            memory: Memory::default(),
+            journal: None,
         }
     }
 
@@ -224,8 +238,60 @@ impl Tree {
                 + self.nodes.capacity() * size_of::<Node>()
                 + self.vacant.capacity() * id
                 + self.edges.bytes()
-                + self.queues.bytes(),
+                + self.queues.bytes()
+                + self.memory.bytes()
+                + self.journal.as_ref().map_or(0, Journal::bytes),
         }
+    }
+
+    /// Lists what comes and goes from now on, for [`Tree::take_events`].
+    pub fn keep_journal(&mut self, digest: Digest) {
+        self.journal.get_or_insert_with(|| Journal::new(digest));
+    }
+
+    /// Goes on with the journal of `earlier`, of which nothing is cached any more.
+    pub fn keep_journal_of(&mut self, earlier: &mut Self) {
+        self.journal = earlier.journal.take();
+        if let Some(journal) = &mut self.journal {
+            journal.cleared();
+        }
+    }
+
+    /// The events since the last call, in order.
+    pub fn take_events(&mut self) -> Vec<Event> {
+        self.journal.as_mut().map_or(Vec::new(), Journal::take)
+    }
+
+    pub(super) const fn memory(&self) -> &Memory {
+        &self.memory
+    }
+
+    pub(super) const fn chain(&self) -> &Chain {
+        &self.chain
+    }
+
+    pub(super) fn hash_of(&self, namespace: &Namespace) -> u64 {
+        self.hasher.hash_one(namespace)
+    }
+
+    pub(super) fn namespaces(&self) -> impl Iterator<Item = &Namespace> {
+        self.roots.keys()
+    }
+
+    /// The place that the first `len` of `tokens` lead to, a whole number of pages.
+    pub(super) fn place_of(
+        &self,
+        namespace: &Namespace,
+        tokens: &dyn Tokens,
+        len: usize,
+    ) -> Result<Option<Place>> {
+        let root = self.root(namespace);
+        root.map(|root| self.descend(root, tokens, len / self.page_size)).transpose()
+    }
+
+    /// Tokens up to `place` that a request can go on from.
+    pub(super) fn usable(&self, place: Place) -> usize {
+        if self.is_stateful { widen(self.node(self.last_snapshot(place)).end) } else { place.len }
     }
 
     /// Tokens that no lease holds.
@@ -268,7 +334,7 @@ impl Tree {
         if let Some(root) = self.root(namespace) {
             return root;
         }
-        let sum = Chain::start(self.hasher.hash_one(namespace));
+        let sum = Chain::start(self.hash_of(namespace));
         let root = self.add(Node::new(Kind::Root, sum));
         self.node_mut(root).parent = root;
         self.roots.insert(namespace.clone(), root);
@@ -389,7 +455,7 @@ impl Tree {
     }
 
     /// The sum of the tokens up to `place`, in as many steps as the nearer end of its node is away.
-    fn sum_at(&self, place: Place) -> Sum {
+    pub(super) fn sum_at(&self, place: Place) -> Sum {
         let node = self.node(place.node);
         let (before, behind) = node.tokens.split_at(place.pages * self.page_size);
         if before.len() < behind.len() {

@@ -124,6 +124,8 @@ pub enum State {
     Free,
     /// Held by an owner.
     Live,
+    /// Held by a prefix cache alone.
+    Cached,
     /// Freed, but kept until work in flight is done.
     Fenced,
 }
@@ -135,6 +137,7 @@ impl State {
         match self {
             Self::Free => "free",
             Self::Live => "live",
+            Self::Cached => "cached",
             Self::Fenced => "fenced",
         }
     }
@@ -147,7 +150,7 @@ pub struct Span {
     pub range: Range<u32>,
     /// Their state.
     pub state: State,
-    /// Their holders, when they are live and the ledger is open.
+    /// Their holders, when they are live or cached and the ledger is open.
     pub holders: Vec<Arc<Act>>,
 }
 
@@ -464,7 +467,7 @@ pub(super) fn spans(
     for index in range {
         let state = state_of(index);
         let holders = match (state, ledger) {
-            (State::Live, Some(ledger)) => ledger.holders(index),
+            (State::Live | State::Cached, Some(ledger)) => ledger.holders(index),
             _ => Vec::new(),
         };
         match spans.last_mut() {

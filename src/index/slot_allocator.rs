@@ -388,6 +388,11 @@ impl SlotAllocator {
         self.pages.is_live(page) && self.owners.is_owned(page)
     }
 
+    /// Whether the cache is the only owner of `page`.
+    pub(super) fn is_only_cached(&self, page: Page) -> bool {
+        self.owners.is_cached(page) && !self.owners.is_in_use(page)
+    }
+
     /// Whether `page` has another owner, or had one that was removed behind a fence.
     pub(super) fn is_shared(&self, page: Page) -> bool {
         self.owners.counts_page(page)

@@ -7,7 +7,8 @@ use crate::base::{Device, Id, Slot, widen};
 use crate::index::{Act, Book, RefCounts, RowTable, Span, State};
 
 use super::{
-    BufferPool, ChunkPool, GdnPool, KvPool, PagePool, ReqToTokenPool, TokenToKvPoolAllocator, Workspace,
+    BufferPool, ChunkPool, GdnPool, KvPool, PagePool, PrefixCache, ReqToTokenPool, TokenToKvPoolAllocator,
+    Workspace,
 };
 
 /// A pool, as seen by metrics, snapshots and reports.
@@ -125,7 +126,7 @@ pub struct Piece {
     pub state: State,
     /// Bytes of the span, if units differ in size.
     pub bytes: Option<usize>,
-    /// The holders of live units, if a ledger is kept.
+    /// The holders of live and cached units, if a ledger is kept.
     pub holders: Vec<Arc<Act>>,
 }
 
@@ -188,6 +189,7 @@ impl Pool for TokenToKvPoolAllocator {
             ("released", stats.released),
             ("fenced", stats.fenced),
             ("shared", stats.shared),
+            ("cached", stats.cached),
             ("pending", pending),
             ("size", slots.slots().size()),
             ("page_size", slots.slots().page_size()),
@@ -202,6 +204,44 @@ impl Pool for TokenToKvPoolAllocator {
 
     fn keep_ledger(&mut self) {
         Self::keep_ledger(self);
+    }
+}
+
+impl Pool for PrefixCache {
+    fn unit(&self) -> &'static str {
+        Slot::NOUN
+    }
+
+    /// Its slots are the allocator's.
+    fn hands_out(&self) -> bool {
+        false
+    }
+
+    fn device(&self) -> Device {
+        self.allocator().device()
+    }
+
+    fn strict(&self) -> bool {
+        self.allocator().strict()
+    }
+
+    fn stats(&self) -> Stats {
+        let (tree, counts) = self.numbers();
+        Stats::from([
+            ("capacity", self.allocator().stats().capacity),
+            ("lookups", counts.lookups),
+            ("hit_tokens", counts.hit_tokens),
+            ("missed_tokens", counts.missed_tokens),
+            ("published", counts.published),
+            ("duplicates", counts.duplicates),
+            ("evicted", counts.evicted),
+            ("cached", tree.cached),
+            ("evictable", tree.evictable),
+            ("locked", tree.locked),
+            ("nodes", tree.nodes),
+            ("snapshots", tree.snapshots),
+            ("bytes", tree.bytes),
+        ])
     }
 }
 

@@ -8,7 +8,10 @@ use std::time::{Duration, Instant};
 
 use crate::base::sync::lock;
 use crate::base::{Error, Id, IndexVec, Page, Result};
-use crate::cache::{Evicted, Hold, KeyTokens, Namespace, PolicyKind, Tokens, Tree, TreeStats};
+use crate::cache::{
+    AGE_BUCKETS, Cause, Digest, Event, Evicted, Hold, KeyTokens, Namespace, PolicyKind, Pressure, Segment,
+    Tokens, Tree, TreeStats,
+};
 use crate::index::Owner;
 use crate::memory::Stream;
 
@@ -26,6 +29,8 @@ pub struct PrefixCacheConfig {
     pub max_pinned: f64,
     /// The owner of cached pages in reports.
     pub name: String,
+    /// Hashes the keys of pages for [`PrefixCache::take_events`]; without it there are no events.
+    pub events: Option<Digest>,
 }
 
 /// Counts of a [`PrefixCache`] since it was made, in tokens unless the name says otherwise.
@@ -70,7 +75,7 @@ pub struct CachedSizes {
 /// let (host, stream): (Arc<dyn Backend>, _) = (Arc::new(Host), Stream::DEFAULT);
 /// let config = AllocatorConfig { size: 8, page_size: 2, need_sort: true, strict: false };
 /// let allocator = Arc::new(TokenToKvPoolAllocator::new(&config, &host).unwrap());
-/// let config = PrefixCacheConfig { policy: PolicyKind::Adaptive, max_pinned: 0.5, name: "cache".into() };
+/// let config = PrefixCacheConfig { policy: PolicyKind::Adaptive, max_pinned: 0.5, name: "cache".into(), events: None };
 /// let cache = PrefixCache::new(config, Arc::clone(&allocator), None).unwrap();
 /// let prompt: &[i32] = &[5, 6, 7, 8, 9];
 /// let lease = cache.acquire(&Namespace::Unnamed, &prompt, 4, stream).unwrap();
@@ -103,6 +108,7 @@ struct Kept {
     tree: Tree,
     counts: PrefixCounts,
     pins: Vec<Pin>,
+    ages: [u64; AGE_BUCKETS],
     /// How often the allocator had been cleared.
     clears: u64,
 }
@@ -137,7 +143,8 @@ impl PrefixCache {
         }
         let tree = new_tree(&config, &allocator, states.is_some());
         let clears = allocator.lock().clears();
-        let kept = Kept { tree, counts: PrefixCounts::default(), pins: Vec::new(), clears };
+        let kept =
+            Kept { tree, counts: PrefixCounts::default(), pins: Vec::new(), ages: [0; AGE_BUCKETS], clears };
         let owner = Owner::Text(config.name.clone());
         let shared = Arc::new(Shared { allocator, states, config, owner, kept: Mutex::new(kept) });
         let reclaim: Arc<dyn Reclaim> = Arc::clone(&shared) as _;
@@ -176,14 +183,14 @@ impl PrefixCache {
     /// Evicts at least `tokens` tokens, or all that are evictable, and returns the number of their slots.
     #[expect(clippy::must_use_candidate, reason = "callers that make room need no number")]
     pub fn evict(&self, tokens: usize, stream: Stream) -> usize {
-        self.shared.evict(tokens, stream)
+        self.shared.evict(tokens, Pressure::Evict, stream)
     }
 
     /// Gives up the prefixes of a namespace, or all. Those with a lease are found no more, and are given up
     /// with it.
     pub fn clear(&self, namespace: Option<&Namespace>, stream: Stream) {
         let mut kept = self.shared.current(stream);
-        let gone = kept.tree.clear(namespace);
+        let gone = kept.tree.clear(namespace, Cause::now(Pressure::Clear));
         self.shared.give_back(&kept, &gone, stream);
     }
 
@@ -227,6 +234,30 @@ impl PrefixCache {
         self.shared.current(stream).tree.cached_len(namespace, tokens)
     }
 
+    /// Where the parts of a prompt are cached, or why they are not. Changes nothing.
+    ///
+    /// # Errors
+    /// As [`Self::acquire`].
+    pub fn explain(
+        &self,
+        namespace: &Namespace,
+        tokens: &dyn Tokens,
+        stream: Stream,
+    ) -> Result<Vec<Segment>> {
+        self.shared.current(stream).tree.explain(namespace, tokens)
+    }
+
+    /// What came and went since the last call, in order.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for a cache that was made without events.
+    pub fn take_events(&self, stream: Stream) -> Result<Vec<Event>> {
+        if self.shared.config.events.is_none() {
+            return Err(Error::config("the prefix cache was made without events"));
+        }
+        Ok(self.shared.current(stream).tree.take_events())
+    }
+
     /// Evictable and locked tokens, at the cost of a lock.
     #[must_use]
     pub fn sizes(&self, stream: Stream) -> CachedSizes {
@@ -244,6 +275,19 @@ impl PrefixCache {
     #[must_use]
     pub fn counts(&self) -> PrefixCounts {
         lock(&self.shared.kept).counts
+    }
+
+    /// All numbers at one time, without a look at whether the allocator was cleared or a pin is over.
+    pub(super) fn numbers(&self) -> (TreeStats, PrefixCounts) {
+        let kept = lock(&self.shared.kept);
+        (kept.tree.stats(), kept.counts)
+    }
+
+    /// How many evicted tokens had an age below 1, 2, 4, ... when they were: the tokens looked up since their
+    /// last use.
+    #[must_use]
+    pub fn eviction_ages(&self) -> [u64; AGE_BUCKETS] {
+        lock(&self.shared.kept).ages
     }
 
     /// Checks every invariant.
@@ -273,7 +317,9 @@ impl Shared {
             kept.pins.clear();
             // Its pages are free already.
             let gone = Evicted { pages: Vec::new(), ..kept.tree.take_all() };
-            kept.tree = new_tree(&self.config, &self.allocator, self.states.is_some());
+            let mut tree = new_tree(&self.config, &self.allocator, self.states.is_some());
+            tree.keep_journal_of(&mut kept.tree);
+            kept.tree = tree;
             self.give_back(&kept, &gone, stream);
         }
         if !kept.pins.is_empty() {
@@ -292,12 +338,15 @@ impl Shared {
         }
     }
 
-    fn evict(&self, tokens: usize, stream: Stream) -> usize {
+    fn evict(&self, tokens: usize, pressure: Pressure, stream: Stream) -> usize {
         let mut kept = self.current(stream);
         let page_size = kept.tree.page_size();
-        let gone = kept.tree.evict(tokens.div_ceil(page_size));
+        let gone = kept.tree.evict(tokens.div_ceil(page_size), Cause::now(pressure));
         let count = gone.pages.len() * page_size;
         kept.counts.evicted += count;
+        for (total, pages) in kept.ages.iter_mut().zip(gone.ages) {
+            *total += pages * page_size as u64;
+        }
         self.give_back(&kept, &gone, stream);
         count
     }
@@ -338,7 +387,7 @@ impl Shared {
 
 impl Reclaim for Shared {
     fn reclaim(&self, slots: usize, stream: Stream) -> Result<usize> {
-        Ok(self.evict(slots, stream))
+        Ok(self.evict(slots, Pressure::Alloc, stream))
     }
 }
 
@@ -361,7 +410,11 @@ fn new_tree(config: &PrefixCacheConfig, allocator: &TokenToKvPoolAllocator, is_s
     let page_size = crate::base::bounded::narrow(allocator.page_size());
     let capacity = allocator.stats().capacity as u64;
     let policy = config.policy.policy(capacity, KeyTokens::of_page_size(page_size));
-    Tree::new(allocator.page_size(), is_stateful, policy)
+    let mut tree = Tree::new(allocator.page_size(), is_stateful, policy);
+    if let Some(digest) = config.events {
+        tree.keep_journal(digest);
+    }
+    tree
 }
 
 /// The pages of slots that fill pages in order; a rest that fills none is left out.

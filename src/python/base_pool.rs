@@ -45,7 +45,7 @@ pub(super) trait PoolClass:
 /// The base class of every pool: a name, statistics (`stats()`), and the owners of its units.
 ///
 /// Not constructed directly: see `KVPool`, `TokenToKVPoolAllocator`, `ReqToTokenPool`, `GDNPool`,
-/// `ChunkPool`, `BufferPool`, `PagePool` and `Workspace`.
+/// `ChunkPool`, `BufferPool`, `PagePool`, `Workspace` and `PrefixCache`.
 #[pyclass(frozen, subclass, weakref, module = "kvpool", name = "Pool")]
 pub(super) struct BasePool {
     name: Mutex<String>,
@@ -83,13 +83,24 @@ impl BasePool {
         debug: Debug,
         pool: C,
     ) -> PyClassInitializer<C> {
+        Self::named(Self::next_name(name), debug, pool)
+    }
+
+    /// `class` and a number, for the next pool of a class.
+    pub(super) fn next_name(class: &'static str) -> String {
         static MADE: Mutex<Option<HashMap<&'static str, usize>>> = Mutex::new(None);
+        let mut made = lock(&MADE);
+        let number = made.get_or_insert_default().entry(class).or_default();
+        let name = format!("{class}-{number}");
+        *number += 1;
+        name
+    }
+
+    /// [`Self::initializer`] with the whole name.
+    pub(super) fn named<C: PoolClass>(name: String, debug: Debug, pool: C) -> PyClassInitializer<C> {
         let (mut unit, mut hands_out) = ("", false);
         pool.look(&mut |pool| (unit, hands_out) = (pool.unit(), pool.hands_out()));
-        let mut made = lock(&MADE);
-        let number = made.get_or_insert_default().entry(name).or_default();
-        let name = Mutex::new(format!("{name}-{number}"));
-        *number += 1;
+        let name = Mutex::new(name);
         PyClassInitializer::from(Self { name, unit, hands_out, debug, class: Class::of::<C>() })
             .add_subclass(pool)
     }
@@ -185,16 +196,19 @@ impl BasePool {
     ///
     /// Some classes differ:
     ///
-    /// - `TokenToKVPoolAllocator` adds `free`, `released`, `fenced`, `shared` (more than one owner) and
-    ///   `pending` slots (freed, with values that only the GPU knows yet), `size`, `page_size`, and
-    ///   `device_bytes` of GPU memory for the tensors. On a strict pool `stats()` does not settle pending
-    ///   frees: their errors belong in `alloc` and `free`.
+    /// - `TokenToKVPoolAllocator` adds `free`, `released`, `fenced`, `shared` (more than one owner), `cached`
+    ///   (of a prefix cache, and in use) and `pending` slots (freed, with values that only the GPU knows yet),
+    ///   `size`, `page_size`, and `device_bytes` of GPU memory for the tensors. On a strict pool `stats()` does
+    ///   not settle pending frees: their errors belong in `alloc` and `free`.
     /// - `ChunkPool` adds `registered`, the number of page-locked chunks. Chunks with copies in flight are in
     ///   use.
     /// - `BufferPool` adds `free_bytes`, `in_use_bytes`, `high_water_bytes` and `registered_bytes`. It has
     ///   `stale_uses`, the number of calls with a buffer already given back, in place of `dropped_frees`.
     /// - `Workspace` has no `dropped_frees`.
     /// - `KVPool`, which hands nothing out, has `capacity`, `rows`, `layer_num`, `page_size` and `bytes`.
+    /// - `PrefixCache`, which hands nothing out, has the `capacity` of its allocator, `lookups`, and in tokens
+    ///   `hit_tokens`, `missed_tokens`, `published`, `duplicates`, `evicted`, `cached`, `evictable` and
+    ///   `locked`; `nodes` of its tree, `snapshots` of states, and `bytes`.
     fn stats<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyDict>> {
         (slf.get().class.before_stats)(slf)?;
         Self::look(slf, |pool| pool.stats()).iter().into_py_dict(slf.py())
@@ -259,13 +273,14 @@ impl BasePool {
         Ok(())
     }
 
-    /// Lists live units by owner and call site, largest count first.
+    /// Lists live units by owner and call site, largest count first, and after them those that only a prefix
+    /// cache holds.
     ///
     /// A unit with several owners counts once for each. Units that wait for a fence are not live.
     ///
     /// Returns:
     ///     A list of `kvpool.Leak`: `owner`, `site`, `count`, `age_s` (age of the oldest unit in seconds),
-    ///     and `spans`, the units as (first, end) pairs.
+    ///     `spans`, the units as (first, end) pairs, and `state`, which is "live" or "cached".
     ///
     /// Raises:
     ///     ConfigError: If the pool does not debug.

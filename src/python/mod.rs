@@ -29,6 +29,7 @@ mod kv_pool;
 mod logging;
 mod page_pool;
 mod prefix_cache;
+mod prefix_report;
 mod req_to_token_pool;
 mod tensor;
 mod tensor_cache;
@@ -145,6 +146,10 @@ fn _kvpool(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<prefix_cache::PrefixCache>()?;
     module.add_class::<prefix_cache::Lease>()?;
     module.add_class::<prefix_cache::Published>()?;
+    module.add_class::<prefix_report::Segment>()?;
+    module.add_class::<prefix_report::Stored>()?;
+    module.add_class::<prefix_report::Removed>()?;
+    module.add_class::<prefix_report::Cleared>()?;
     module.add_class::<workspace::Workspace>()?;
     module.add_class::<buffer_pool::BufferPool>()?;
     module.add_class::<buffer_pool::Buffer>()?;

@@ -7,7 +7,7 @@ use pyo3::PyTraverseError;
 use pyo3::exceptions::PyTypeError;
 use pyo3::gc::PyVisit;
 use pyo3::prelude::*;
-use pyo3::types::{IntoPyDict, PyBytes, PyDict, PyInt, PyString, PyTuple};
+use pyo3::types::{PyBytes, PyInt, PyString, PyTuple};
 
 use crate::base::{Device, Error, Id, IndexVec, Page};
 use crate::cache::{Namespace, PolicyKind};
@@ -18,10 +18,13 @@ use crate::pool::{
     Lease as PoolLease, Offer, PrefixCache as Cache, PrefixCacheConfig, Published as PoolPublished,
 };
 
-use super::args;
+use super::args::{self, Arg};
+use super::base_pool::{BasePool, Look, PoolClass};
+use super::debug::Debug;
 use super::export::to_tensor;
 use super::framework::current_stream;
 use super::gdn_pool::GdnPool;
+use super::prefix_report::{Segment, digest, event_to_py};
 use super::token_to_kv_pool_allocator::TokenToKvPoolAllocator;
 use super::tokens::with_tokens;
 
@@ -51,19 +54,46 @@ use super::tokens::with_tokens;
 ///     policy: What is evicted first: "adaptive", "lru", "fifo", "lfu", "slru" or "priority". Only the ends of
 ///         prefixes are evicted, never what other cached prefixes continue.
 ///     max_pinned: The share of the allocator's capacity that `pin` may retain.
-///     name: The owner of cached slots in reports and `leaks`.
+///     events: Whether to list what comes and goes for `events`.
+///     name: The owner of cached slots in reports and `leaks`, and the name of this pool. Defaults to the class
+///         name and a number, such as "PrefixCache-0".
 ///
 /// Raises:
 ///     ConfigError: If `policy` is unknown, `max_pinned` is outside of [0, 1], or the pools are on different
 ///         devices.
-#[pyclass(frozen, module = "kvpool", name = "PrefixCache", weakref)]
+#[pyclass(extends = BasePool, frozen, module = "kvpool", name = "PrefixCache")]
 pub(super) struct PrefixCache {
     cache: Cache,
     allocator: Py<TokenToKvPoolAllocator>,
     states: Option<Py<GdnPool>>,
     policy: String,
-    name: String,
     device: Device,
+}
+
+impl PoolClass for PrefixCache {
+    fn look(&self, look: Look<'_>) {
+        look(&self.cache);
+    }
+
+    /// Gives back what a cleared allocator or the end of a pin leaves.
+    fn before_stats(&self, py: Python<'_>) -> PyResult<()> {
+        let _ = self.cache.sizes(self.stream(py)?);
+        Ok(())
+    }
+}
+
+/// A namespace as its user wrote it.
+pub(super) fn namespace_to_py<'py>(
+    py: Python<'py>,
+    namespace: &Namespace,
+) -> PyResult<Option<Bound<'py, PyAny>>> {
+    Ok(match namespace {
+        Namespace::Unnamed => None,
+        Namespace::Number(number) => Some(number.into_pyobject(py)?.into_any()),
+        Namespace::Large(digits) => Some(py.get_type::<PyInt>().call1((digits,))?),
+        Namespace::Text(text) => Some(PyString::new(py, text).into_any()),
+        Namespace::Bytes(bytes) => Some(PyBytes::new(py, bytes).into_any()),
+    })
 }
 
 fn namespace_of(object: Option<&Bound<'_, PyAny>>) -> PyResult<Namespace> {
@@ -77,8 +107,7 @@ fn namespace_of(object: Option<&Bound<'_, PyAny>>) -> PyResult<Namespace> {
     if object.is_instance_of::<PyInt>() {
         return match object.extract::<i64>() {
             Ok(number) => Ok(Namespace::Number(number)),
-            // Beyond 64 bits, the digits are the name.
-            Err(_) => Ok(Namespace::Text(object.str()?.to_string())),
+            Err(_) => Ok(Namespace::Large(object.str()?.to_string())),
         };
     }
     let kind = args::kind_of(object);
@@ -103,22 +132,29 @@ impl PrefixCache {
 #[pymethods]
 impl PrefixCache {
     #[new]
-    #[pyo3(signature = (allocator, *, states=None, policy="adaptive", max_pinned=0.5, name=None))]
+    #[pyo3(signature = (allocator, *, states=None, policy="adaptive", max_pinned=0.5, events=false, name=None))]
     fn new(
         py: Python<'_>,
         allocator: Py<TokenToKvPoolAllocator>,
         states: Option<Py<GdnPool>>,
         policy: &str,
         max_pinned: f64,
+        events: bool,
         name: Option<String>,
-    ) -> PyResult<Self> {
-        let name = name.unwrap_or_else(|| "prefix cache".to_owned());
-        let config = PrefixCacheConfig { policy: PolicyKind::parse(policy)?, max_pinned, name: name.clone() };
+    ) -> PyResult<PyClassInitializer<Self>> {
+        let name = name.unwrap_or_else(|| BasePool::next_name("PrefixCache"));
+        let config = PrefixCacheConfig {
+            policy: PolicyKind::parse(policy)?,
+            max_pinned,
+            name: name.clone(),
+            events: events.then_some(digest),
+        };
         let pool = Arc::clone(&allocator.get().pool);
         let device = pool.device();
         let states_of = states.as_ref().map(|states| Arc::clone(&states.get().pool));
         let cache = py.detach(|| Cache::new(config, pool, states_of))?;
-        Ok(Self { cache, allocator, states, policy: policy.to_owned(), name, device })
+        let this = Self { cache, allocator, states, policy: policy.to_owned(), device };
+        Ok(BasePool::named(name, Debug::OFF, this))
     }
 
     /// Leases the longest cached prefix, in whole pages. Refreshes what it finds. A miss is a lease of length
@@ -212,10 +248,12 @@ impl PrefixCache {
     ///     ConfigError: If more than the share `max_pinned` of the capacity would be retained, an argument is
     ///         negative, or the lease is of another cache.
     ///     StaleBufferError: If the lease was released.
-    #[pyo3(signature = (lease, *, seconds=None, priority=0))]
-    fn pin(&self, py: Python<'_>, lease: &Lease, seconds: Option<f64>, priority: i64) -> PyResult<()> {
+    #[pyo3(signature = (lease, *, seconds=None, priority=Arg::Missing),
+           text_signature = "($self, lease, *, seconds=None, priority=0)")]
+    fn pin(&self, py: Python<'_>, lease: &Lease, seconds: Option<f64>, priority: Arg<'_>) -> PyResult<()> {
         let time = seconds.map(Duration::try_from_secs_f64).transpose();
         let time = time.map_err(|error| Error::config(format!("seconds is {seconds:?}: {error}")))?;
+        let priority = priority.count("priority", 0)?;
         let priority = u8::try_from(priority).ok().filter(|&priority| priority < u8::MAX);
         let priority = priority.ok_or_else(|| Error::config("priority is outside [0, 254]"))?;
         Ok(self.cache.pin(&lease.lease, time, priority, self.stream(py)?)?)
@@ -235,6 +273,44 @@ impl PrefixCache {
     ) -> PyResult<usize> {
         let (namespace, stream) = (namespace_of(namespace)?, self.stream(py)?);
         with_tokens(tokens, |tokens| Ok(self.cache.cached_len(&namespace, tokens, stream)?))
+    }
+
+    /// Says of each part of a prompt where it is cached, or why it is not. Refreshes nothing.
+    ///
+    /// What was evicted is remembered for a while (the last two million tokens of long prefixes), in steps of
+    /// 64 tokens and by where it ended. A look at every namespace makes this a call for debugging.
+    ///
+    /// Args:
+    ///     tokens: As in `match`.
+    ///     namespace: As in `match`.
+    ///
+    /// Returns:
+    ///     A list of `Segment`, which together cover the prompt, in order.
+    ///
+    /// Raises:
+    ///     ConfigError: As in `match`.
+    ///     TypeError: As in `match`.
+    #[pyo3(signature = (tokens, namespace=None))]
+    fn explain(
+        &self,
+        py: Python<'_>,
+        tokens: &Bound<'_, PyAny>,
+        namespace: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Vec<Segment>> {
+        let (namespace, stream) = (namespace_of(namespace)?, self.stream(py)?);
+        let parts = with_tokens(tokens, |tokens| Ok(self.cache.explain(&namespace, tokens, stream)?))?;
+        Ok(parts.into_iter().map(Segment).collect())
+    }
+
+    /// Returns what came and went since the last call, in order: objects of `Stored`, `Removed` and `Cleared`,
+    /// from which a router knows what is cached here. 65,536 events are kept; a reader that is later than that
+    /// is told to begin anew, by `Cleared`.
+    ///
+    /// Raises:
+    ///     ConfigError: If the cache was made without `events=True`.
+    fn events(&self, py: Python<'_>) -> PyResult<Vec<Py<PyAny>>> {
+        let events = self.cache.take_events(self.stream(py)?)?;
+        events.into_iter().map(|event| event_to_py(py, event)).collect()
     }
 
     /// Returns the number of cached tokens.
@@ -260,26 +336,10 @@ impl PrefixCache {
         Ok(self.allocator.get().pool.available_size() + self.cache.sizes(stream).evictable)
     }
 
-    /// Returns the statistics of this cache: `lookups`, and in tokens `hit_tokens`, `missed_tokens`,
-    /// `published`, `duplicates`, `evicted`, `cached`, `evictable` and `locked`; `nodes` of the tree,
-    /// `snapshots` of states, and `bytes` of the bookkeeping.
-    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let (tree, counts) = (self.cache.tree_stats(self.stream(py)?), self.cache.counts());
-        [
-            ("lookups", counts.lookups),
-            ("hit_tokens", counts.hit_tokens),
-            ("missed_tokens", counts.missed_tokens),
-            ("published", counts.published),
-            ("duplicates", counts.duplicates),
-            ("evicted", counts.evicted),
-            ("cached", tree.cached),
-            ("evictable", tree.evictable),
-            ("locked", tree.locked),
-            ("nodes", tree.nodes),
-            ("snapshots", tree.snapshots),
-            ("bytes", tree.bytes),
-        ]
-        .into_py_dict(py)
+    /// Returns how many evicted tokens had an age below 1, 2, 4, ... when they were evicted: the number of
+    /// tokens that were looked up after their last use.
+    fn eviction_ages(&self) -> Vec<u64> {
+        self.cache.eviction_ages().to_vec()
     }
 
     /// Checks every invariant of the cache.
@@ -306,12 +366,6 @@ impl PrefixCache {
     #[getter]
     fn policy(&self) -> &str {
         &self.policy
-    }
-
-    /// The owner of cached slots in reports.
-    #[getter]
-    fn name(&self) -> &str {
-        &self.name
     }
 
     fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
@@ -406,12 +460,7 @@ impl Lease {
     /// The namespace of the prefix.
     #[getter]
     fn namespace<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
-        Ok(match self.lease.namespace() {
-            Namespace::Unnamed => None,
-            Namespace::Number(number) => Some(number.into_pyobject(py)?.into_any()),
-            Namespace::Text(text) => Some(PyString::new(py, text).into_any()),
-            Namespace::Bytes(bytes) => Some(PyBytes::new(py, bytes).into_any()),
-        })
+        namespace_to_py(py, self.lease.namespace())
     }
 
     /// Whether the lease was released, or the allocator was cleared.

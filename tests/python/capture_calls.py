@@ -99,13 +99,19 @@ class World:
         self.table.write((self.row, slice(0, 3)), self.slots)
         self.kv = kvpool.KVPool(SIZE, LAYERS, HEADS, DIM, "cuda", FLOAT)
         self.kv.set_kv_buffer(0, inputs.slots, inputs.k, inputs.v)
-        self.gdn = kvpool.GDNPool(*GDN, "cuda", FLOAT, 2)
+        self.gdn = kvpool.GDNPool(*GDN, "cuda", FLOAT, 3)
         self.track = some(self.gdn.alloc_track_slot())
         self.planned_slots = kvpool.TokenToKVPoolAllocator(SIZE, "cuda")
         self.planned_rows = kvpool.ReqToTokenPool(ROWS, CONTEXT, "cuda")
         self.planner = kvpool.BatchPlanner(self.planned_rows, self.planned_slots, 4, SIZE)
         self.planned = some(self.planned_rows.alloc(2))
         self.plan = some(self.planner.extend(self.planned[:1], [0], [5]))
+        self.prefix_slots = kvpool.TokenToKVPoolAllocator(SIZE, "cuda")
+        self.cache = kvpool.PrefixCache(self.prefix_slots, states=self.gdn, events=True)
+        some(self.prefix_slots.alloc(3))
+        self.prefix_own = [3]
+        self.published = self.cache.match([]).publish([7, 8], [1, 2], state=1)
+        self.lease = self.cache.match([7, 8])
         self.chunks = kvpool.ChunkPool(4, 8, FLOAT)
         assert self.chunks.wait_registered()
         self.chunk = some(self.chunks.allocate())
@@ -396,6 +402,29 @@ ENTRIES: dict[str, Entry] = {
     "BatchPlanner.fork": Entry(lambda w: w.planner.fork(w.planned[0], w.planned[1], 3), REFUSES),
     "BatchPlanner.seq_len": Entry(lambda w: w.planner.seq_len(w.planned[0]), WORKS),
     "BatchPlanner.stats": Entry(lambda w: w.planner.stats(), WORKS),
+    # PrefixCache: the tree is on the host, and tensors of slots are new memory that is written.
+    "PrefixCache()": Entry(lambda w: w.spare.append(kvpool.PrefixCache(w.allocator)), WORKS),
+    "PrefixCache.match": Entry(lambda w: w.cache.match([7, 8, 9]), WORKS, lambda _, lease: len(lease) == 2),
+    "PrefixCache.insert": Entry(lambda w: w.cache.insert([6], w.prefix_own), WORKS),
+    "PrefixCache.evict": Entry(lambda w: w.cache.evict(1), WORKS),
+    "PrefixCache.clear": Entry(lambda w: w.cache.clear(), WORKS),
+    "PrefixCache.pin": Entry(lambda w: w.cache.pin(w.lease, seconds=1), WORKS),
+    "PrefixCache.cached_len": Entry(lambda w: w.cache.cached_len([7, 8]) == 2, WORKS),
+    "PrefixCache.cached_size": Entry(lambda w: w.cache.cached_size(), WORKS),
+    "PrefixCache.evictable_size": Entry(lambda w: w.cache.evictable_size(), WORKS),
+    "PrefixCache.locked_size": Entry(lambda w: w.cache.locked_size(), WORKS),
+    "PrefixCache.obtainable_size": Entry(lambda w: w.cache.obtainable_size(), WORKS),
+    "PrefixCache.eviction_ages": Entry(lambda w: w.cache.eviction_ages(), WORKS),
+    "PrefixCache.explain": Entry(lambda w: w.cache.explain([7, 8, 9]), WORKS),
+    "PrefixCache.events": Entry(lambda w: w.cache.events(), WORKS),
+    "PrefixCache.verify": Entry(lambda w: w.cache.verify(), WORKS),
+    "Lease.slots": Entry(lambda w: w.lease.slots, REFUSES),
+    "Lease.publish": Entry(lambda w: w.lease.publish([6], w.prefix_own), WORKS),
+    "Lease.finish": Entry(lambda w: w.lease.finish([6], w.prefix_own), WORKS),
+    "Lease.restore": Entry(lambda w: w.lease.restore(1), REFUSES),
+    "Lease.release": Entry(lambda w: w.lease.release(), WORKS),
+    "Lease.with": Entry(lambda w: _with(w.lease), WORKS),
+    "Published.slots": Entry(lambda w: w.published.slots, REFUSES),
     # ChunkPool: the host is told when a copy is done, which a replay does not do.
     "ChunkPool.allocate": Entry(lambda w: w.gpu_chunks.allocate(), WORKS),
     "ChunkPool.allocate_batch": Entry(lambda w: w.gpu_chunks.allocate_batch(2), WORKS),
@@ -458,10 +487,13 @@ INSTANCES: dict[str, Callable[[World], object]] = {
     "GDNPool": lambda w: w.gdn,
     "HostPlan": lambda w: w.plan.host,
     "KVPool": lambda w: w.kv,
+    "Lease": lambda w: w.lease,
     "LocalGPUPool": lambda w: w.local,
     "LocalPool": lambda w: w.local,
     "PagePool": lambda w: w.pages,
     "Pool": lambda w: w.allocator,
+    "PrefixCache": lambda w: w.cache,
+    "Published": lambda w: w.published,
     "ReqToTokenPool": lambda w: w.table,
     "TokenToKVPoolAllocator": lambda w: w.allocator,
     "Workspace": lambda w: w.workspace,
@@ -470,7 +502,17 @@ INSTANCES: dict[str, Callable[[World], object]] = {
 
 # They hold numbers, or have no calls of their own: reports, LMCache's records and its abstract class. Where
 # PyTorch is, there is no `Tensor`.
-_WITHOUT_CALLS = ("BasePool", "KVObj", "LMCacheMemPoolMetadata", "Leak", "Tensor")
+_WITHOUT_CALLS = (
+    "BasePool",
+    "Cleared",
+    "KVObj",
+    "LMCacheMemPoolMetadata",
+    "Leak",
+    "Removed",
+    "Segment",
+    "Stored",
+    "Tensor",
+)
 
 
 def _classes() -> Iterator[type]:

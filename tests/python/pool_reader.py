@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvpool import BatchPlan
-    from kvpool.serving import Request
+    from kvpool.serving import Engine, Request
 
 VOCAB = 50
 
@@ -33,6 +33,7 @@ class PoolReader:
     """A model whose keys are its tokens: it reads all of a request's, and says what comes after them."""
 
     vocab_size = VOCAB
+    gdn_pool = None
 
     def __init__(self, size: int, max_reqs: int = 8, max_context_len: int = 128, page_size: int = 1) -> None:
         where = devices.current()
@@ -69,13 +70,20 @@ class PoolReader:
             logits.append(logits_after([int(token) for token in tokens.flatten().tolist()]))
         return here(torch.stack(logits))
 
-    def is_whole(self) -> bool:
-        self.allocator.verify()
-        return (
-            self.allocator.available_size() == self.allocator.stats()["capacity"]
-            and self.table.available_size() == self.table.size
-            and not self.table.req_to_token.cpu().any()
-        )
+
+def is_whole(engine: Engine) -> bool:
+    """Nothing runs, and only the prefix cache has slots."""
+    allocator, table, cached = engine.model.allocator, engine.model.table, 0
+    allocator.verify()
+    if engine.prefix_cache is not None:
+        engine.prefix_cache.verify()
+        assert engine.prefix_cache.locked_size() == 0
+        cached = engine.prefix_cache.evictable_size()
+    return (
+        allocator.available_size() + cached == allocator.stats()["capacity"]
+        and table.available_size() == table.size
+        and not table.req_to_token.cpu().any()
+    )
 
 
 def alone(request: Request) -> list[int]:

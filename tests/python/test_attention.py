@@ -37,19 +37,32 @@ def _device(request: pytest.FixtureRequest, device: str) -> Iterator[str]:
         yield device
 
 
-def plain_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, window: int | None
-) -> torch.Tensor:
+@dataclass
+class Options:
+    """What a model asks of attention."""
+
+    scale: float | None = None
+    window: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+
+
+def one_by_one(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options) -> torch.Tensor:
     """Attention of the last tokens over all tokens, head by head: `[tokens, heads, elements]`."""
     query, key, value = (x.double() for x in (query, key, value))
     ends = torch.arange(len(key) - len(query), len(key))[:, None]
     tokens = torch.arange(len(key))
-    sees = (tokens <= ends) & (tokens > ends - (window or len(key)))
+    sees = (tokens <= ends) & (tokens > ends - (options.window or len(key)))
+    scale = query.shape[2] ** -0.5 if options.scale is None else options.scale
     heads = []
     for head in range(query.shape[1]):
         kv_head = head * key.shape[1] // query.shape[1]
-        scores = query[:, head] @ key[:, kv_head].T * (query.shape[2] ** -0.5 if scale is None else scale)
-        heads.append(scores.masked_fill(~sees, -torch.inf).softmax(1) @ value[:, kv_head])
+        scores = query[:, head] @ key[:, kv_head].T * scale
+        if options.softcap is not None:
+            scores = options.softcap * (scores / options.softcap).tanh()
+        weights = scores.exp() * sees
+        sink = 0 if options.sinks is None else options.sinks[head].double().exp()
+        heads.append(weights / (weights.sum(1, keepdim=True) + sink) @ value[:, kv_head])
     return torch.stack(heads, 1)
 
 
@@ -126,15 +139,21 @@ class Scene:
         rows: list[int],
         lens: list[int],
         *,
-        scale: float | None = None,
-        window: int | None = None,
+        options: Options = Options(),  # noqa: B008 - read only
         dtype: torch.dtype = torch.float32,
         attention: PoolAttention | None = None,
     ) -> None:
         """Attention of a plan's new tokens equals plain attention of each request."""
         query = torch.randn(plan.padded_num_tokens, self.heads, self.k_dim).to(dtype)
         attention = attention or PoolAttention(plan, self.pool)
-        out = attention(here(query), self.layers - 1, scale=scale, sliding_window=window)
+        out = attention(
+            here(query),
+            self.layers - 1,
+            scale=options.scale,
+            sliding_window=options.window,
+            softcap=options.softcap,
+            sinks=None if options.sinks is None else here(options.sinks),
+        )
         assert out.dtype is dtype
         assert out.device.type == devices.current()
         assert out.shape == (plan.padded_num_tokens, self.heads, self.v_dim)
@@ -142,7 +161,7 @@ class Scene:
         tolerance = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}[dtype]
         real = torch.split(out[: plan.num_tokens].cpu(), lens)
         for row, q, found in zip(rows, torch.split(query[: plan.num_tokens], lens), real, strict=True):
-            wanted = plain_attention(q, self.keys[row], self.values[row], scale, window)
+            wanted = one_by_one(q, self.keys[row], self.values[row], options)
             torch.testing.assert_close(found.double(), wanted, rtol=tolerance, atol=tolerance)
 
 
@@ -164,14 +183,30 @@ def test_values_of_another_length(page_size: int, v_dim: int) -> None:
         scene.check(scene.extend(rows, lens), rows, lens)
 
 
-@pytest.mark.parametrize(("scale", "window"), [(0.05, None), (1.0, 1), (2.5, 7), (0.5, 1000)])
-def test_scale_and_sliding_window(scale: float, window: int | None) -> None:
+SINKS = torch.tensor([-2.0, 0.5, 3.0, 6.0])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        Options(0.05, None),
+        Options(1.0, 1),
+        Options(2.5, 7),
+        Options(0.5, 1000),
+        Options(sinks=SINKS),
+        Options(softcap=1.5),
+        Options(2.5, 7, 3.0, SINKS),
+        Options(window=1, softcap=0.5, sinks=SINKS),
+    ],
+    ids=str,
+)
+def test_options(options: Options) -> None:
     scene = Scene(4)
     rows = scene.rows(4)
     for lens in ([3, 40, 18, 1], [20, 1, 2, 1], [1, 1, 1, 1]):
         plan = scene.extend(rows, lens)
         attention = PoolAttention(plan, scene.pool)
-        scene.check(plan, rows, lens, scale=scale, window=window, attention=attention)
+        scene.check(plan, rows, lens, options=options, attention=attention)
         scene.check(plan, rows, lens, attention=attention)
 
 

@@ -819,10 +819,14 @@ def test_memory_on_the_host_is_page_locked_where_there_is_a_driver(driver: Drive
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_a_replay_verifies_every_token(page_size: int) -> None:
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_a_replay_verifies_every_token(page_size: int, prefix_cache: bool) -> None:
     lens = np.arange(10)
     arrival_s = lens.astype(np.float64) * 0.04
-    trace = Trace("short", arrival_s, input_lens=5 + lens * 7 % 40, output_lens=3 + lens * 5 % 11)
+    inputs = 5 + lens * 7 % 40
+    # All prompts begin alike.
+    blocks = tuple(np.arange(-(-length // 4)) for length in inputs.tolist())
+    trace = Trace("short", arrival_s, inputs, output_lens=3 + lens * 5 % 11, blocks=blocks, block_size=4)
     config = ReplayConfig(
         device="cuda",
         page_size=page_size,
@@ -830,10 +834,12 @@ def test_a_replay_verifies_every_token(page_size: int) -> None:
         prefill_budget=32,
         pool_size=96 if page_size == 1 else 80,
         layers=1,
+        prefix_cache=prefix_cache,
     )
     result = Replay(trace, config).run()
     assert result.counts.finished == 10
-    assert page_size == 16 or result.counts.retractions > 0
+    assert (result.counts.found_tokens > 0) == prefix_cache
+    assert page_size == 16 or prefix_cache or result.counts.retractions > 0
     assert result.counts.verified_tokens >= int((trace.input_lens + trace.output_lens).sum())
 
 

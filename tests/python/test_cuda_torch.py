@@ -764,11 +764,15 @@ def test_many_cells_of_the_table_are_written_at_once(gpu: Gpu) -> None:
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_the_command_replays_on_the_device_and_verifies_every_token(real_gpu: Gpu, page_size: int) -> None:
+@pytest.mark.parametrize("options", [[], ["--prefix-cache"]])
+def test_the_command_replays_on_the_device_and_verifies_every_token(
+    real_gpu: Gpu, page_size: int, options: list[str]
+) -> None:
     assert real_gpu.driver is None
     arguments = [
         *("replay", "--synthetic", "--requests", "100", "--device", "cuda"),
         *("--page-size", str(page_size), "--speed-up", "4", "--json"),
+        *options,
     ]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output

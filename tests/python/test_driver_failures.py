@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from common import each_failure
-from pool_reader import PoolReader, alone
+from pool_reader import PoolReader, alone, is_whole
 from software import LAUNCH_FAILED, NEWER_CODES, OUT_OF_MEMORY, memory_of_pytorch
 
 from kvpool import DriverError, IndexOwnershipError, KVPool, ReqToTokenPool, TokenToKVPoolAllocator
@@ -42,7 +42,7 @@ def assert_adds_up(pool: TokenToKVPoolAllocator | ReqToTokenPool) -> None:
     assert stats["available"] + stats["in_use"] == stats["capacity"]
 
 
-def assert_each_once(allocator: TokenToKVPoolAllocator, table: ReqToTokenPool) -> None:
+def assert_each_once(allocator: TokenToKVPoolAllocator, table: ReqToTokenPool, evictable: int = 0) -> None:
     """What is free is handed out, once, and nothing of what somebody has."""
     allocator.verify()
     assert_adds_up(allocator)
@@ -54,7 +54,8 @@ def assert_each_once(allocator: TokenToKVPoolAllocator, table: ReqToTokenPool) -
     rest = allocator.alloc(count)
     assert rest is not None
     assert sorted(rest.tolist()) == [slot for slot, free in zip(slots, is_free, strict=True) if free]
-    assert allocator.alloc(1) is None
+    if not evictable:  # else it would evict
+        assert allocator.alloc(1) is None
     allocator.free(rest)
     assert allocator.available_size() == count
     rows = table.alloc(table.available_size())
@@ -146,11 +147,13 @@ def test_every_driver_call_of_an_engine_may_fail(driver: Driver, page_size: int)
         driver.run()
         while served:
             model, engine, requests = served.pop()
-            assert_each_once(model.allocator, model.table)
+            assert engine.prefix_cache is not None
+            engine.prefix_cache.verify()
+            assert_each_once(model.allocator, model.table, engine.prefix_cache.evictable_size())
             # It goes on, and nobody gets another token for it.
             engine.run()
             assert [request.tokens for request in requests] == expected
-            assert model.is_whole()
+            assert is_whole(engine)
             model.pool.check()
             del model, engine, requests
     assert failures > 150

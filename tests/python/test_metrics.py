@@ -19,6 +19,7 @@ from kvpool import (
     GDNPool,
     KVPool,
     PagePool,
+    PrefixCache,
     ReqToTokenPool,
     TokenToKVPoolAllocator,
     Workspace,
@@ -98,6 +99,33 @@ def test_a_scrape_has_the_numbers_of_every_pool(scrape: Callable[[], dict[Sample
     assert found["kvpool_arena_capacity_bytes", "arena"] == 1 << 16
     assert len(kept) == 5
     assert (buffer.nbytes, len(tensor)) == (100, 64)
+
+
+def test_the_numbers_of_prefix_caches() -> None:
+    slots = TokenToKVPoolAllocator(32, devices.current())
+    caches = [named(PrefixCache(slots), name) for name in ("one", "two")]
+    for start, cache in enumerate(caches):
+        tokens = range(8 * start, 8 * start + 8)
+        cache.insert(tokens, slots.alloc(8))
+        cache.match([*tokens, 99]).release()
+    caches[0].evict(3)
+    families = {family.name: family for family in metrics.PoolCollector().collect()}
+
+    def values(name: str) -> list[float]:
+        samples = families[f"kvpool_prefix_{name}"].samples
+        return [sample.value for sample in samples if sample.labels["pool"] in {"one", "two"}]
+
+    assert values("lookups") == [2, 2]
+    assert values("hit_tokens") == [8, 8]
+    assert values("missed_tokens") == [9, 9]
+    assert values("evicted_tokens") == [3, 0]
+    assert values("cached_tokens") == values("evictable_tokens") == [5, 8]
+    assert values("locked_tokens") == [0, 0]
+    ages = [sample for sample in families["kvpool_prefix_eviction_age_tokens"].samples if sample.value]
+    assert {sample.labels["pool"] for sample in ages} == {"one"}
+    assert next(sample.value for sample in ages if sample.labels.get("le") == "+Inf") == 3
+    assert values("lookups") == [2, 2]
+    assert families["kvpool_slots_cached"].samples[-1].value == 13
 
 
 def test_every_number_of_a_pool_is_exported_or_describes_it(

@@ -27,6 +27,7 @@ CLASSES = {
     "KVPool": "kv_pool",
     "GDNPool": "gdn_pool",
     "BatchPlanner": "batch_planner",
+    "PrefixCache": "prefix_cache",
     "ChunkPool": "chunk_pool",
     "BufferPool": "buffer_pool",
     "PagePool": "page_pool",

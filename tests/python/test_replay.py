@@ -22,6 +22,7 @@ from kvpool.tools.cli import app
 from kvpool.tools.replay.config import ReplayConfig
 from kvpool.tools.replay.errors import ReplayError, VerificationError
 from kvpool.tools.replay.pool_size import suggest_pool_size
+from kvpool.tools.replay.prompts import Prompts
 from kvpool.tools.replay.replay import OPERATIONS, Replay, ReplayResult
 from kvpool.tools.replay.report import as_json
 from kvpool.tools.replay.token_rows import KvStore, TokenRows
@@ -85,6 +86,8 @@ def test_the_counts_of_one_request_are_exact() -> None:
         "finished": 1,
         "retractions": 0,
         "prefilled_tokens": 1_700,
+        "found_tokens": 0,
+        "evicted_tokens": 0,
         "decoded_tokens": 5,
         "verified_tokens": 1_705,
         "steps": 8,
@@ -98,6 +101,8 @@ def test_the_counts_of_one_request_are_exact() -> None:
         "extend": 8,
         "finish": 1,
         "alloc_row": 1,
+        "match": 0,
+        "publish": 0,
         "read": 1,
         "set_kv": 2 * (3 + 5),
         "gather": 2,
@@ -207,6 +212,71 @@ def test_the_default_pool_counts_no_more_than_max_running() -> None:
     assert suggest_pool_size(trace, ReplayConfig(max_running=2)) <= limit
 
 
+def alike() -> Trace:
+    """Requests whose prompts share three of four blocks of 16 tokens, or all."""
+    blocks = ([0, 1, 2, 3], [0, 1, 2, 4], [5, 6, 7, 8], [5, 6, 7, 8], [0, 1, 2, 3, 9], [5, 6, 7, 10], [11])
+    lens = [60, 64, 64, 64, 70, 49, 16]
+    trace = trace_of(*((1.0 * at, length, 20) for at, length in enumerate(lens)))
+    return dataclasses.replace(trace, blocks=tuple(map(np.array, blocks)), block_size=16)
+
+
+@pytest.mark.parametrize(
+    ("page_size", "found"), [(1, [0, 48, 0, 63, 60, 48, 0]), (16, [0, 48, 0, 48, 48, 48, 0])]
+)
+@pytest.mark.parametrize("kv", [True, False])
+def test_the_cache_finds_what_prompts_have_in_common(page_size: int, found: list[int], kv: bool) -> None:
+    trace = alike()
+    result = run(trace, prefix_cache=True, page_size=page_size, pool_size=640, kv=kv)
+    counts = result.counts
+    assert counts.found_tokens == sum(found)
+    assert counts.prefilled_tokens == trace.input_lens.sum() - sum(found)
+    assert counts.verified_tokens == kv * trace.total_lens.sum()
+    assert counts.evicted_tokens == 0
+    assert len(result.samples["match"]) == counts.admissions == 7
+    assert len(result.samples["publish"]) > 0
+    assert result.occupancy.evictable.max() > 100
+
+
+@pytest.mark.parametrize("policy", ["adaptive", "lru", "slru"])
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("need_sort", [True, False])
+def test_a_short_pool_evicts_and_retracts(page_size: int, need_sort: bool, policy: str) -> None:
+    trace = synthetic_trace(150, 3)
+    options = {"pool_size": 20_000, "page_size": page_size, "need_sort": need_sort, "speed_up": 4.0}
+    without = run(trace, kv=False, **options).counts
+    counts = run(trace, prefix_cache=True, policy=policy, **options).counts
+    assert counts.finished == 150
+    assert counts.retractions > 0
+    assert counts.evicted_tokens > 0
+    assert counts.decoded_tokens == trace.output_lens.sum()
+    assert counts.found_tokens > 0
+    assert counts.prefilled_tokens < without.prefilled_tokens
+    assert counts.verified_tokens >= trace.total_lens.sum()
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_a_page_given_to_the_wrong_prefix_is_found_and_named(
+    monkeypatch: pytest.MonkeyPatch, page_size: int
+) -> None:
+    """Requests 0 and 1 differ in block 3 only; the cache is made to take it for the same."""
+
+    def confused(self: Prompts, request: int, begin: int, end: int) -> Any:  # noqa: ANN401
+        return own(self, 0 if request == 1 else request, begin, end)
+
+    own = Prompts.tokens_of
+    monkeypatch.setattr(Prompts, "tokens_of", confused)
+    with pytest.raises(VerificationError) as caught:
+        run(alike(), prefix_cache=True, page_size=page_size, pool_size=640)
+    error = caught.value
+    assert (error.request, error.position, error.layer) == (1, 48, 0)
+    assert error.found_token == (0, 48)
+
+
+def test_an_unknown_policy_is_refused() -> None:
+    with pytest.raises(ConfigError, match="unknown policy 'belady'"):
+        run(alike(), prefix_cache=True, policy="belady")
+
+
 def corrupt_when(step: int, change: Callable[[Replay], object]) -> Callable[[Replay], None]:
     def on_step(state: Replay) -> None:
         if state.counts.steps == step:
@@ -246,12 +316,14 @@ def test_a_wrong_table_entry_is_found_and_named() -> None:
 
     def change(state: Replay) -> None:
         table = state.table.req_to_token
-        table[1, 4] = table[2, 4]
+        table[1, 4] = table[2, 5]
         state.table.mark_modified([1])
 
     job = Replay(trace_of((0.0, 30, 10), (0.0, 50, 20)), ReplayConfig(pool_size=320))
-    with pytest.raises(VerificationError, match="request 0, position 4, layer 0, K in slot"):
+    with pytest.raises(VerificationError, match="request 0, position 4, layer 0, K in slot") as caught:
         job.run(corrupt_when(3, change))
+    assert caught.value.found_token == (1, 5)
+    assert str(caught.value).endswith(" of request 1, position 5")
 
 
 def test_two_requests_in_one_slot_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,8 +333,8 @@ def test_two_requests_in_one_slot_are_found(monkeypatch: pytest.MonkeyPatch) -> 
         scheduler: Any = state.scheduler
         own = scheduler._extend
 
-        def twice(*arguments: Any) -> Any:  # noqa: ANN401
-            plan = own(*arguments)
+        def twice(*arguments: Any, **options: Any) -> Any:  # noqa: ANN401
+            plan = own(*arguments, **options)
             slots = plan.out_cache_loc
             slots[:] = slots[0].item()
             for row, position in zip(plan.req_pool_indices.tolist(), plan.positions.tolist(), strict=True):
@@ -302,8 +374,8 @@ def test_vanished_slots_end_the_run() -> None:
 
 
 def test_every_token_layer_and_part_has_its_own_row() -> None:
-    rows = TokenRows(ReplayConfig(layers=3), 2)
-    keys = rows.keys(rows.request_keys[[0, 0, 1, 1]], torch.tensor([0, 1, 0, 1]))
+    rows = TokenRows(ReplayConfig(layers=3), Prompts(trace_of((0.0, 1, 1), (0.0, 1, 1))))
+    keys = torch.cat((rows.keys_of(0, 0, 2), rows.keys_of(1, 0, 2)))
     seen = set()
     for layer in range(3):
         for part in (0, 1):
@@ -313,7 +385,8 @@ def test_every_token_layer_and_part_has_its_own_row() -> None:
 
 
 def test_the_seed_changes_the_rows() -> None:
-    keys = [TokenRows(ReplayConfig(seed=seed), 4).prompt_keys(3, 0, 10).tolist() for seed in (0, 0, 1)]
+    prompts = Prompts(trace_of((0.0, 9, 1)))
+    keys = [TokenRows(ReplayConfig(seed=seed), prompts).keys_of(0, 0, 10).tolist() for seed in (0, 0, 1)]
     assert keys[0] == keys[1]
     assert keys[0] != keys[2]
 
@@ -359,9 +432,17 @@ def invoke(*arguments: str) -> Outcome:
 
 
 def test_the_command_prints_a_report() -> None:
-    result = invoke("--synthetic", "--requests", "50")
+    result = invoke("--synthetic", "--requests", "50", "--prefix-cache")
     assert result.exit_code == 0, result.stderr
-    for text in ("requests finished", "50 of 50", "retractions", "peak occupancy", "p99 us", "pools' share"):
+    for text in (
+        "requests finished",
+        "50 of 50",
+        "tokens found",
+        "retractions",
+        "peak occupancy",
+        "p99 us",
+        "pools' share",
+    ):
         assert text in result.stdout
     for name in OPERATIONS:
         assert f" {name} " in result.stdout
@@ -396,7 +477,7 @@ def test_the_progress_bar_is_on_stderr() -> None:
     json.loads(result.stdout)
 
 
-@pytest.mark.parametrize("options", [[], ["--no-kv", "--page-size", "16"]])
+@pytest.mark.parametrize("options", [[], ["--no-kv", "--page-size", "16"], ["--prefix-cache"]])
 def test_plot_writes_a_picture(tmp_path: Path, options: list[str]) -> None:
     picture = tmp_path / "replay.png"
     result = invoke("--synthetic", "--requests", "50", "--plot", str(picture), *options)
@@ -474,6 +555,7 @@ def test_python_m_kvpool_runs_the_command() -> None:
         (AZURE, 400, {}),
         (AZURE, 400, {"page_size": 16, "need_sort": False}),
         (MOONCAKE, 120, {"layers": 1, "heads": 1, "head_dim": 4, "speed_up": 2.0}),
+        (MOONCAKE, 240, {"layers": 1, "heads": 1, "head_dim": 4, "speed_up": 4.0, "prefix_cache": True}),
     ],
 )
 def test_real_traces(path: Path, requests: int, options: dict[str, Any]) -> None:

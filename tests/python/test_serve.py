@@ -10,7 +10,16 @@ from typer.testing import CliRunner
 
 from kvpool.tools.cli import app
 from kvpool.tools.serve import report
-from kvpool.tools.serve.service import CONFIGS, TIE, VOCAB_SIZE, Difference, ServeConfig, ServeResult, Service
+from kvpool.tools.serve.service import (
+    CONFIGS,
+    TIE,
+    TURNS,
+    VOCAB_SIZE,
+    Difference,
+    ServeConfig,
+    ServeResult,
+    Service,
+)
 
 if TYPE_CHECKING:
     from typer.testing import Result
@@ -32,6 +41,28 @@ def test_served_tokens_equal_those_of_the_model_alone() -> None:
         assert found["finished"] == 6 + report.STREAMED
         assert (found["in_use"], found["running"], found["waiting"]) == (0, 0, 0)
         assert found["is_right"]
+
+
+def test_conversations_compute_less_with_the_cache() -> None:
+    result = invoke("--json", "--conversations", "4", "--pool-size", "2048", "--page-size", "4")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    without = found["uncached"]
+    for run in (found, without):
+        assert run["finished"] == 4 * TURNS
+        assert run["in_use"] == run["retractions"] == 0
+    assert found["generated_tokens"] == without["generated_tokens"]
+    assert found["found_tokens"] + found["computed_tokens"] == without["computed_tokens"]
+    assert found["hit_rate"] > 0.6
+    assert without["found_tokens"] == without["hit_rate"] == 0
+
+
+def test_conversations_in_a_small_pool() -> None:
+    """Of hybrid models, whose prefixes end at snapshots."""
+    result = invoke("--model", "qwen3-next", "--conversations", "4", "--pool-size", "256")
+    assert result.exit_code == 0, result.output
+    for row in ("with the prefix cache", "without", "found in the cache", "first token", "wrong"):
+        assert row in result.stdout
 
 
 def test_the_command_streams_and_prints_a_report() -> None:

@@ -11,9 +11,10 @@ import pytest
 import torch
 from common import some
 from devices import here
-from pool_reader import VOCAB, PoolReader, alone
+from pool_reader import VOCAB, PoolReader, alone, is_whole
 
 from kvpool import ConfigError, OutOfMemoryError
+from kvpool._kvpool import PrefixCache
 from kvpool.sampling import Sampling, sample
 from kvpool.serving import Engine, Request
 
@@ -29,11 +30,11 @@ def some_prompts(n: int, longest: int = 60, seed: int = 0) -> list[list[int]]:
     return [chance.integers(0, VOCAB, chance.integers(1, longest + 1)).tolist() for _ in range(n)]
 
 
-def assert_served(model: PoolReader, requests: list[Request]) -> None:
+def assert_served(engine: Engine, requests: list[Request]) -> None:
     for request in requests:
         assert request.state == "finished"
         assert request.tokens == alone(request)
-    assert model.is_whole()
+    assert is_whole(engine)
 
 
 # Serving
@@ -53,7 +54,7 @@ def test_every_request_gets_the_tokens_of_the_model(page_size: int) -> None:
         prompts = prompts[2:]
         if prompts:
             engine.step()
-    assert_served(model, requests)
+    assert_served(engine, requests)
     assert max(model.batches) <= 24
     stats = engine.stats()
     assert stats["retractions"] == sum(request.retractions for request in requests) > 0
@@ -70,7 +71,7 @@ def test_a_request_may_fill_the_whole_pool() -> None:
     capacity = model.allocator.stats()["capacity"]
     requests = [engine.submit(prompt, capacity + 1 - len(prompt)) for prompt in some_prompts(5, 30)]
     engine.run()
-    assert_served(model, requests)
+    assert_served(engine, requests)
 
 
 def test_first_come_first_served() -> None:
@@ -114,7 +115,7 @@ def test_the_youngest_is_retracted_to_the_head_of_the_queue() -> None:
     assert young.is_over or young.state == "running"
     engine.run()
     assert old.retractions == 0
-    assert_served(model, [old, young, last])
+    assert_served(engine, [old, young, last])
 
 
 def test_requests_of_a_batch_that_failed_stay_in_order() -> None:
@@ -128,26 +129,39 @@ def test_requests_of_a_batch_that_failed_stay_in_order() -> None:
     assert [*engine._scheduler.waiting] == requests
 
 
+@pytest.mark.parametrize("prefix_cache", [False, True])
 @pytest.mark.parametrize("page_size", [1, 4])
-def test_random_histories(page_size: int) -> None:
-    """Requests arrive, are aborted and end in any order; the pools hold exactly the running ones."""
+def test_random_histories(page_size: int, prefix_cache: bool) -> None:
+    """Requests arrive, are forked and aborted, and end in any order; the pools hold the running ones."""
     chance = random.Random(page_size)  # noqa: S311 - no secrets
     model = PoolReader(64, 5, 60, page_size)
-    engine = Engine(model, 10)
+    engine = Engine(model, 10, prefix_cache=prefix_cache)
     requests: list[Request] = []
     for prompt in some_prompts(40, 30, page_size):
-        requests.append(engine.submit(prompt, chance.randint(1, 20), stop_tokens=[7]))
+        begin = chance.choice(requests).prompt[: chance.randint(0, 20)] if requests else []
+        requests.append(
+            engine.submit(begin + prompt[len(begin) :] + [1], chance.randint(1, 20), stop_tokens=[7])
+        )
         for _ in range(chance.randint(0, 4)):
             engine.step()
             running = [request for request in requests if request.state == "running"]
             pages = sum(-(-request.cached // page_size) for request in running)
             stats = engine.stats()
-            assert stats["in_use"] == pages * page_size
+            if prefix_cache:  # pages that several requests share count once
+                assert engine.prefix_cache is not None
+                assert engine.prefix_cache.locked_size() <= stats["in_use"] <= pages * page_size
+                engine.prefix_cache.verify()
+            else:
+                assert stats["in_use"] == pages * page_size
             assert stats["running"] == len(running) == 5 - model.table.available_size()
+        request = chance.choice(requests)
         if chance.random() < 0.3:
-            engine.abort(chance.choice(requests))
+            engine.abort(request)
+        elif not request.is_over:
+            requests.append(engine.fork(request))
     engine.run()
-    assert model.is_whole()
+    assert (engine.stats()["found_tokens"] > 100) == prefix_cache
+    assert is_whole(engine)
     for request in requests:
         wanted = alone(request)
         assert request.tokens == (wanted if request.state == "finished" else wanted[: len(request.tokens)])
@@ -163,7 +177,90 @@ def test_stop_tokens_end_a_request() -> None:
     stopped = engine.submit([5, 6], 20, stop_tokens=[stop, 49])
     engine.run()
     assert stopped.tokens == free.tokens[: free.tokens.index(stop) + 1]
-    assert model.is_whole()
+    assert is_whole(engine)
+
+
+# The prefix cache
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_a_conversation_computes_only_what_is_new(page_size: int) -> None:
+    engine = Engine(PoolReader(400, 4, page_size=page_size), 64)
+    prompt, computed = [*range(30)], 0
+    for turn in range(4):
+        request = engine.submit(prompt, 7)
+        engine.run()
+        assert_served(engine, [request])
+        # Of the turn before, all but the last token was computed; whole pages are found.
+        wanted = (len(prompt) - 4) // page_size * page_size if turn else 0
+        assert request.prefix_len == wanted
+        computed += len(prompt) + 6 - wanted
+        prompt = [*prompt, *request.tokens, 5, 6, turn]
+    stats = engine.stats()
+    assert stats["computed_tokens"] == computed
+    assert (stats["in_use"], stats["cached"]) == (0, (len(prompt) - 4) // page_size * page_size)
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_samples_of_one_prompt_share_its_pages(page_size: int) -> None:
+    engine = Engine(PoolReader(100, 8, page_size=page_size), 64)
+    first = engine.submit([*range(40)], 10, sampling=Sampling(1.0, seed=0))
+    waiting = engine.fork(first, sampling=Sampling(1.0, seed=1))
+    engine.abort(waiting)
+    engine.step()
+    told: list[int] = []
+    others = [
+        engine.fork(first, sampling=Sampling(1.0, seed=seed), on_token=lambda _, token: told.append(token))
+        for seed in range(1, 5)
+    ]
+    engine.run()
+    assert len({tuple(request.tokens) for request in [first, *others]}) == 5
+    assert len({request.tokens[0] for request in [first, *others]}) == 1
+    assert len(told) == 4 * 9
+    for request in [first, *others]:
+        longer = Request(first.prompt + first.tokens[:1], 9, sampling=request.sampling)
+        assert request.tokens[1:] == alone(longer)
+    assert [request.prefix_len for request in others] == [40] * 4
+    assert engine.stats()["retractions"] == 0  # five copies of the prompt would not fit
+    assert is_whole(engine)
+    with pytest.raises(ConfigError, match="the request is finished"):
+        engine.fork(first)
+
+
+def test_a_retracted_request_finds_what_it_has_computed() -> None:
+    engine = Engine(PoolReader(60, 2), 64)
+    old, young = engine.submit([1] * 20, 25), engine.submit([2] * 20, 25)
+    while young.retractions == 0:
+        engine.step()
+    begin = young.seq_len
+    while not young.is_over:
+        engine.step()
+        assert young.state != "running" or young.prefix_len > 10
+    assert begin > 20
+    assert_served(engine, [old, young])
+
+
+def test_namespaces_share_nothing() -> None:
+    engine = Engine(PoolReader(400, 4), 64)
+    found = []
+    for namespace in (None, "adapter", "adapter", 7, None, b"adapter"):
+        request = engine.submit([*range(30)], 3, namespace=namespace)
+        engine.run()
+        found.append(request.prefix_len)
+        assert_served(engine, [request])
+    assert found == [0, 0, 29, 0, 29, 0]
+
+
+def test_engines_may_share_a_cache() -> None:
+    model = PoolReader(400, 4)
+    cache = PrefixCache(model.allocator, policy="lru")
+    for found in (0, 29):
+        engine = Engine(model, 64, prefix_cache=cache)
+        assert engine.prefix_cache is cache
+        request = engine.submit([*range(30)], 3)
+        engine.run()
+        assert request.prefix_len == found
+        assert_served(engine, [request])
 
 
 # Streaming
@@ -181,7 +278,7 @@ def test_streams_are_in_order_and_may_be_interleaved() -> None:
         got[i] += [token for token in [next(streams[i], None)] if token is not None]
     assert got == [request.tokens for request in requests]
     assert all(next(stream, None) is None for stream in streams)
-    assert_served(model, requests)
+    assert_served(engine, requests)
 
 
 def test_a_stream_is_not_ahead_of_what_was_computed() -> None:
@@ -202,7 +299,7 @@ def test_a_stream_ends_with_an_abort() -> None:
         if len(got) == 3:
             engine.abort(request)
     assert got == alone(request)[:3]
-    assert model.is_whole()
+    assert is_whole(engine)
 
 
 def test_callbacks_get_each_token_once_and_in_order() -> None:
@@ -215,7 +312,7 @@ def test_callbacks_get_each_token_once_and_in_order() -> None:
     ]
     engine.run()
     assert told == {request: request.tokens for request in requests}
-    assert_served(model, requests)
+    assert_served(engine, requests)
 
 
 def test_raising_callbacks_lose_no_tokens() -> None:
@@ -237,7 +334,7 @@ def test_raising_callbacks_lose_no_tokens() -> None:
             raised += 1
     assert raised > 10
     assert told == {request: request.tokens for request in requests}
-    assert_served(model, requests)
+    assert_served(engine, requests)
 
 
 def test_callbacks_may_abort_and_submit() -> None:
@@ -255,7 +352,7 @@ def test_callbacks_may_abort_and_submit() -> None:
     request = engine.submit([4, 5], 9, on_token=on_token)
     engine.run()
     assert (request.state, request.tokens) == ("aborted", alone(request)[:3])
-    assert_served(model, others[:-1] + more)
+    assert_served(engine, others[:-1] + more)
 
 
 # Abort, failures, rejected requests
@@ -273,12 +370,12 @@ def test_abort_in_every_state() -> None:
         engine.abort(request)
         assert request.state == "aborted"
     assert engine.stats()["aborted"] == 3
-    assert model.is_whole()
+    assert is_whole(engine)
     assert not engine.step()
     last = engine.submit([1], 2)
     engine.run()
     engine.abort(last)
-    assert_served(model, [last])
+    assert_served(engine, [last])
     assert engine.stats()["aborted"] == 3
 
 
@@ -290,11 +387,11 @@ def test_a_failing_model_loses_no_requests(fails_in: int) -> None:
     model.fails_in = fails_in
     with pytest.raises(RuntimeError, match="the model fails"):
         engine.run()
-    assert model.is_whole()
+    assert is_whole(engine)
     assert engine.stats()["waiting"] + engine.stats()["finished"] == len(requests)
     model.fails_in, model._fresh = None, set()
     engine.run()
-    assert_served(model, requests)
+    assert_served(engine, requests)
 
 
 def test_rejects_bad_requests() -> None:
@@ -332,7 +429,7 @@ def test_slots_with_other_owners() -> None:
     model.allocator.free(slots)
     model._fresh = set()
     engine.run()
-    assert_served(model, requests)
+    assert_served(engine, requests)
 
 
 # Sampling
@@ -347,7 +444,7 @@ def test_samples_do_not_depend_on_the_batch() -> None:
         engine = Engine(model, 16)
         requests = [engine.submit(prompt, 15, sampling=samplings[i % 4]) for i, prompt in enumerate(prompts)]
         engine.run()
-        assert_served(model, requests)
+        assert_served(engine, requests)
         wanted = wanted or [request.tokens for request in requests]
         assert [request.tokens for request in requests] == wanted
         assert (engine.stats()["retractions"] > 0) == (size == 60)
@@ -412,7 +509,7 @@ def test_import_needs_no_model_library(run_snippet: RunSnippet) -> None:
 def test_requests_own_their_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVPOOL_DEBUG", "1")
     model = PoolReader(64, 4)
-    engine = Engine(model, 64)
+    engine = Engine(model, 64, prefix_cache=False)
     engine.submit([1, 2, 3], 4, owner="request 1")
     engine.submit([4, 5], 4, owner=2)
     engine.step()

@@ -74,6 +74,25 @@ def test_spans_match_the_pool(page_size: int) -> None:
     assert sum(one.lifetimes_s.values()) == 2 * page_size
 
 
+@pytest.mark.parametrize("debug", [False, True])
+def test_cached_slots_are_shown_apart(tmp_path: Path, *, debug: bool) -> None:
+    pool = slots(debug=debug)
+    cache = kvpool.PrefixCache(pool, name="prefixes")
+    cache.insert(range(5), some(pool.alloc(5)))
+    kept = some(pool.alloc(2, owner="a" if debug else None))
+    assert states(pool) == [(1, 6, "cached"), (6, 8, "live"), (8, 21, "free")]
+    one = take(pool)
+    assert (one.cached, one.in_use) == (5, 7)
+    assert [holder[0] for span in one.spans for holder in span.holders] == ["prefixes", "a"][: 2 * debug]
+    assert '"cached":5' in to_html([one])
+    assert "5 of them cached" in to_figure([one]).axes[0].get_title(loc="left")
+    kvpool.snapshot(tmp_path / "one.png", pool)
+    # What a request shares is its own, too.
+    pool.share([1])
+    assert states(pool)[0] == (1, 2, "live")
+    assert len(kept) == 2
+
+
 def test_every_class_shows_its_units() -> None:
     device = devices.current()
     rows = ReqToTokenPool(3, 8, device)

@@ -21,7 +21,20 @@ DEVICES = {
     kvpool.TokenToKVPoolAllocator: "cuda",
     kvpool.Workspace: "cuda",
 }
-CLASSES: list[type] = [*DEVICES, kvpool.Buffer, kvpool.Chunk, kvpool.ChunkCopy, kvpool.Tensor]
+CLASSES: list[type] = [
+    *DEVICES,
+    kvpool.Buffer,
+    kvpool.Chunk,
+    kvpool.ChunkCopy,
+    kvpool.Cleared,
+    kvpool.Lease,
+    kvpool.PrefixCache,
+    kvpool.Published,
+    kvpool.Removed,
+    kvpool.Segment,
+    kvpool.Stored,
+    kvpool.Tensor,
+]
 
 
 def test_every_error_of_rust_is_a_class_here_and_the_other_way_round() -> None:

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 MOONCAKE = (
     '{"timestamp": 3000, "input_length": 513, "output_length": 7, "hash_ids": [0, 1]}\n'
-    '{"timestamp": 1000, "input_length": 6758, "output_length": 500, "hash_ids": [0]}\n'
+    '{"timestamp": 1000, "input_length": 6758, "output_length": 500, '
+    '"hash_ids": [0, 9, 2, 3, 4, 5, 6, 7, 8, 1, 10, 11, 12, 13]}\n'
     '{"timestamp": 3000, "input_length": 1, "output_length": 0}\n'
 )
 AZURE = (
@@ -38,7 +39,33 @@ def test_mooncake_lines_are_sorted_by_arrival(tmp_path: Path) -> None:
     assert trace.input_lens.tolist() == [6758, 513, 1]
     assert trace.output_lens.tolist() == [500, 7, 0]
     assert trace.total_lens.tolist() == [7258, 520, 1]
+    assert trace.block_size == 512
     assert len(trace) == 3
+
+
+def test_a_block_is_named_with_everything_before_it(tmp_path: Path) -> None:
+    """Block 1 follows block 8 in the first request, and block 0 in the second."""
+    trace = read(tmp_path, MOONCAKE)
+    assert [blocks.tolist() for blocks in trace.blocks] == [[*range(14)], [0, 14], []]
+    assert [blocks.tolist() for blocks in trace.all_blocks()] == [[*range(14)], [0, 14], [15]]
+    assert [blocks.tolist() for blocks in trace.head(1).all_blocks()] == [[*range(14)]]
+
+
+def test_prompts_of_a_trace_without_hash_ids_have_nothing_in_common(tmp_path: Path) -> None:
+    trace = read(tmp_path, AZURE)
+    assert trace.blocks == ()
+    assert [blocks.tolist() for blocks in trace.all_blocks()] == [[0], [1], [2]]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "block_size"),
+    [([(512, 1)], 512), ([(7, 1)], 512), ([(600, 1)], 1024), ([(100, 7)], 16), ([(50, 5), (37, 4)], 10)],
+)
+def test_the_block_size_follows_from_the_prompts(
+    tmp_path: Path, prompts: list[tuple[int, int]], block_size: int
+) -> None:
+    lines = (GOOD.replace("1,", f'{n}, "hash_ids": {[*range(ids)]},', 1) for n, ids in prompts)
+    assert read(tmp_path, "".join(lines)).block_size == block_size
 
 
 def test_azure_lines_end_in_crlf_and_have_seven_digits(tmp_path: Path) -> None:
@@ -100,6 +127,9 @@ HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
         (GOOD.replace("1}", "-1}"), 1, "output_length is not a token count of at least 0: -1"),
         (GOOD.replace("1}", "true}"), 1, "output_length is not a token count of at least 0: True"),
         (GOOD.replace("1}", "9" * 5000 + "}"), 1, "not a JSON object"),
+        (GOOD.replace("}", ', "hash_ids": 1}'), 1, "hash_ids are not a list of ints"),
+        (GOOD.replace("}", ', "hash_ids": [1.0]}'), 1, "hash_ids are not a list of ints"),
+        (GOOD + GOOD.replace("}", ', "hash_ids": [1, 2]}'), 2, "2 hash_ids for 1 tokens: no block size fits"),
         (HEADER + "2023-11-16 18:15:46.68,374\n", 2, "has 2 columns, the header has 3"),
         (HEADER + "2023-11-16 18:15:46.68,many,1\n", 2, "ContextTokens is not a token count of at least 1"),
         (HEADER + "2023-11-16 18:15:46.68,1,\n", 2, "GeneratedTokens is not a token count of at least 0: ''"),
@@ -142,6 +172,15 @@ def test_the_generator_is_seeded() -> None:
     for name in ("arrival_s", "input_lens", "output_lens"):
         assert np.array_equal(getattr(one, name), getattr(same, name))
         assert not np.array_equal(getattr(one, name), getattr(other, name))
+    assert all(map(np.array_equal, one.blocks, same.blocks))
+    assert not all(map(np.array_equal, one.blocks, other.blocks))
+
+
+def test_generated_prompts_begin_alike() -> None:
+    trace = synthetic_trace(500, 7)
+    assert [len(blocks) for blocks in trace.blocks] == (-(-trace.input_lens // trace.block_size)).tolist()
+    blocks = np.concatenate(trace.blocks)
+    assert 0.1 < 1 - len(np.unique(blocks)) / len(blocks) < 0.4
 
 
 def test_the_generator_resembles_the_azure_trace() -> None:

@@ -55,7 +55,12 @@ fn one_prefix_cache_serves_eight_threads() {
     let table = Arc::new(Mutex::new(ReqToTokenPool::new(&rows, &host()).expect("small")));
     let config = PlannerConfig { max_batch_size: 1, max_tokens: 64, kv_indices: true, block_table: true };
     let planner = BatchPlanner::new(&config, &host(), Arc::clone(&slots), Arc::clone(&table)).expect("small");
-    let config = PrefixCacheConfig { policy: PolicyKind::Adaptive, max_pinned: 1.0, name: "cache".into() };
+    let config = PrefixCacheConfig {
+        policy: PolicyKind::Adaptive,
+        max_pinned: 1.0,
+        name: "cache".into(),
+        events: None,
+    };
     let cache = PrefixCache::new(config, Arc::clone(&slots), None).expect("valid");
     together(|number, round| {
         // Prompts share beginnings, within a thread and between them.

@@ -12,7 +12,7 @@ import csv
 import itertools
 import random
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Annotated
@@ -59,8 +59,8 @@ def part_of(trace: Trace, choose: random.Random) -> Trace:
     kept = np.roll(kept, -begin)
     ends = np.cumsum(trace.total_lens[kept])
     kept = np.sort(kept[: int(np.searchsorted(ends, TOKENS_PER_ROUND)) + 1])
-    arrival_s = trace.arrival_s[kept]
-    return Trace(trace.name, arrival_s - arrival_s[0], trace.input_lens[kept], trace.output_lens[kept])
+    part = trace.take(kept)
+    return replace(part, arrival_s=part.arrival_s - part.arrival_s[0])
 
 
 def take_steps(users: list[User]) -> int:

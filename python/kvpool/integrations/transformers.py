@@ -3,8 +3,8 @@
 `PooledModel` runs a ragged batch from a `BatchPlanner`: keys and values go to a `KVPool`, states of Gated
 DeltaNet layers to a `GDNPool`. The model gets a cache (`Cache`) that reads and writes the states of the
 requests in the batch, and an attention function named "kvpool" (`AttentionInterface`) that writes to the pool
-and attends to its tokens. Outside of `PooledModel.forward` that function is PyTorch's SDPA, so that the model
-generates as before.
+and attends to its tokens. Outside of `PooledModel.forward` that function is PyTorch's SDPA, or the same
+formula with capped scores and attention sinks, so that the model generates as before.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transformers.masking_utils import sdpa_mask
 from typing_extensions import override
 
 from kvpool._kvpool import GDNPool
-from kvpool.attention import PoolAttention
+from kvpool.attention import PoolAttention, plain_attention
 from kvpool.errors import ConfigError
 from kvpool.factories import make_full_attention_net_mem_pool, make_req_to_token_pool
 
@@ -51,7 +51,7 @@ _ATTENTION = ("full_attention", "sliding_attention")
 _LINEAR = "linear_attention"
 
 # Options of other models' attention that `PoolAttention` does not support.
-_FOREIGN = ("softcap", "s_aux", "position_bias")
+_FOREIGN = ("position_bias",)
 
 
 class PooledModel:
@@ -69,6 +69,8 @@ class PooledModel:
         max_context_len: The most tokens of a request.
         page_size: Slots in a page.
         dtype: Data type of keys and values; by default the model's, which convolution states always have.
+        max_track_slots: The most snapshots of states for a prefix cache, each as large as the state of a
+            request; by default twice `max_reqs`.
 
     Attributes:
         model: The model.
@@ -94,6 +96,7 @@ class PooledModel:
         *,
         page_size: int = 1,
         dtype: DTypeLike | None = None,
+        max_track_slots: int | None = None,
     ) -> None:
         shapes = _probe(model)
         device = str(model.device)
@@ -112,14 +115,19 @@ class PooledModel:
         self.gdn_pool: GDNPool | None = None
         if shapes.gdn_shape is not None:
             self.gdn_pool = GDNPool(
-                max_reqs, len(shapes.linear_layers), *shapes.gdn_shape, device=device, dtype=model.dtype
+                max_reqs,
+                len(shapes.linear_layers),
+                *shapes.gdn_shape,
+                device=device,
+                dtype=model.dtype,
+                max_track_slots=2 * max_reqs if max_track_slots is None else max_track_slots,
             )
         self._attention_layers = {layer: i for i, layer in enumerate(shapes.attention_layers)}
         self._linear_layers = {layer: i for i, layer in enumerate(shapes.linear_layers)}
         model.set_attn_implementation(_NAME)
 
     def start(self, rows: Sequence[int]) -> None:
-        """Reset the states of these request rows, before the first tokens of new requests.
+        """Reset the states of these request rows, before the first tokens of requests.
 
         Args:
             rows: Rows of the request table.
@@ -201,8 +209,14 @@ class PooledModel:
             layer = self._attention_layers[module.layer_idx]
             query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
             self.kv_pool.set_kv_buffer(layer, slots, key, value)
-            scale, window = options.get("scaling"), options.get("sliding_window")
-            out = attention(query, layer, scale=scale, sliding_window=window)
+            out = attention(
+                query,
+                layer,
+                scale=options.get("scaling"),
+                sliding_window=options.get("sliding_window"),
+                softcap=options.get("softcap"),
+                sinks=options.get("s_aux"),
+            )
             return out.view(*token_ids.shape, *out.shape[1:])
 
         with _use_attention(attend):
@@ -325,7 +339,7 @@ def _probe(model: PreTrainedModel) -> _Shapes:
     ) -> torch.Tensor:
         _refuse_foreign(module, options)
         kv_shapes[module.layer_idx] = (key.shape[1], key.shape[3], value.shape[1], value.shape[3])
-        return sdpa_attention_forward(module, query, key, value, None, **options)[0]
+        return _dense_attention(module, query, key, value, None, **options)[0]
 
     cache = _RecordingCache(config)
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
@@ -395,8 +409,25 @@ def _attention(
     """The attention function "kvpool": over the pool while a `PooledModel` runs, PyTorch's otherwise."""
     attend = _ATTEND.get()
     if attend is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+        return _dense_attention(module, query, key, value, attention_mask, **options)
     return attend(module, query, key, value, **options), None
+
+
+def _dense_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **options: Any,  # noqa: ANN401 - passed on by the model
+) -> tuple[torch.Tensor, None]:
+    """Attention over the tensors that the model passes."""
+    softcap, sinks = options.get("softcap"), options.get("s_aux")
+    if softcap is None and sinks is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    scale = options.get("scaling")
+    out = plain_attention(query, key, value, attention_mask, scale=scale, softcap=softcap, sinks=sinks)
+    return out.transpose(1, 2).contiguous(), None
 
 
 def _mask(*args: Any, **options: Any) -> torch.Tensor | None:  # noqa: ANN401 - those of `sdpa_mask`

@@ -23,11 +23,12 @@ class Leak:
     """Live units of a pool with the same owner and source line.
 
     Attributes:
-        owner: The `owner` argument of `alloc`, if given.
+        owner: The `owner` argument of `alloc`, if given; the name of the prefix cache for what it holds.
         site: File, line and function of the allocation.
         count: Number of units.
         age_s: Seconds since the oldest was allocated.
         spans: The units, as (first, end).
+        state: "live", or "cached" for units that a prefix cache alone holds.
     """
 
     owner: str | int | None
@@ -35,6 +36,7 @@ class Leak:
     count: int
     age_s: float
     spans: list[tuple[int, int]]
+    state: str = "live"
 
 
 def leaks(pool: Pool, since: int = 0) -> list[Leak]:
@@ -45,11 +47,11 @@ def leaks(pool: Pool, since: int = 0) -> list[Leak]:
     if not pool.debug:
         raise ConfigError(f"{pool.name} records no owners; create it with debug=True, or set KVPOOL_DEBUG=1")
     spans, _ = occupancy(pool)
-    groups: dict[tuple[str | int | None, str], list[tuple[float, int, int]]] = {}
+    groups: dict[tuple[str | int | None, str, str], list[tuple[float, int, int]]] = {}
     for span in spans:
         for owner, site, age_s, number in span.holders:
             if number >= since:
-                groups.setdefault((owner, site), []).append((age_s, span.first, span.end))
+                groups.setdefault((owner, site, span.state), []).append((age_s, span.first, span.end))
     found = [
         Leak(
             owner,
@@ -57,10 +59,11 @@ def leaks(pool: Pool, since: int = 0) -> list[Leak]:
             sum(end - first for _, first, end in held),
             max(age_s for age_s, _, _ in held),
             [(first, end) for _, first, end in held],
+            state,
         )
-        for (owner, site), held in groups.items()
+        for (owner, site, state), held in groups.items()
     ]
-    return sorted(found, key=lambda leak: (-leak.count, -leak.age_s))
+    return sorted(found, key=lambda leak: (leak.state != "live", -leak.count, -leak.age_s))
 
 
 def table(found: list[Leak], unit: str) -> str:
@@ -105,7 +108,7 @@ class ExpectBalanced:
         if not _records_owners(self._pool):
             raise IndexOwnershipError(message)
         if self._pool.debug:
-            taken = leaks(self._pool, self._since)
+            taken = [leak for leak in leaks(self._pool, self._since) if leak.state == "live"]
             raise IndexOwnershipError(f"{message}; taken meanwhile:\n{table(taken, unit)}")
         raise IndexOwnershipError(f"{message}; debug=True or KVPOOL_DEBUG=1 records their owners")
 

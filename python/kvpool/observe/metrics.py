@@ -14,19 +14,21 @@ which neither waits for a GPU nor visits single units: it costs microseconds per
 
 Names follow the conventions of Prometheus: `kvpool_slots_in_use`, `kvpool_chunks_available` and so on are
 gauges that count units of the pool (`Pool.unit`), `kvpool_..._bytes` are gauges in bytes, and
-`kvpool_..._total` are counters. Each has the labels `pool` (`Pool.name`, which you can set), `class` and
-`device`.
+`kvpool_..._total` are counters. Those of a prefix cache begin with `kvpool_prefix_` and count tokens. Each
+has the labels `pool` (`Pool.name`, which you can set), `class` and `device`.
 """
 
 from __future__ import annotations
 
 import logging
+from itertools import accumulate
 from typing import TYPE_CHECKING, cast
 
 from prometheus_client import REGISTRY, CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvpool._kvpool import PrefixCache
 from kvpool.errors import KvPoolError
 from kvpool.observe.registry import pools
 
@@ -51,6 +53,7 @@ _UNITS = {
     "released": "that are free, and kept apart until a merge",
     "fenced": "that were freed, and are in use until a fence passes",
     "shared": "with more than one owner",
+    "cached": "of a prefix cache, which are in use",
     "pending": "that were freed, with numbers that only the GPU knows yet",
     "registered": "whose memory is page-locked",
 }
@@ -75,7 +78,26 @@ _BYTES = {
 _COUNTERS = {
     "dropped_frees": ("kvpool_dropped_frees", "Frees of units that the caller did not own"),
     "stale_uses": ("kvpool_stale_uses", "Calls with a buffer after it was freed"),
+    "lookups": ("kvpool_prefix_lookups", "Look-ups of a prefix cache"),
+    "hit_tokens": ("kvpool_prefix_hit_tokens", "Tokens that look-ups found"),
+    "missed_tokens": ("kvpool_prefix_missed_tokens", "Tokens that look-ups did not find"),
+    "published": ("kvpool_prefix_published_tokens", "Tokens published"),
+    "duplicates": ("kvpool_prefix_duplicate_tokens", "Tokens that others had published in between"),
+    "evicted": ("kvpool_prefix_evicted_tokens", "Tokens evicted"),
 }
+
+# Of a prefix cache: key, name and help.
+_CACHES = {
+    "cached": ("kvpool_prefix_cached_tokens", "Cached tokens"),
+    "evictable": ("kvpool_prefix_evictable_tokens", "Cached tokens without a lease"),
+    "locked": ("kvpool_prefix_locked_tokens", "Cached tokens with a lease"),
+    "nodes": ("kvpool_prefix_nodes", "Nodes of the tree of prefixes"),
+    "snapshots": ("kvpool_prefix_snapshots", "Snapshots of states"),
+}
+_AGES = (
+    "kvpool_prefix_eviction_age_tokens",
+    "Tokens looked up between the last use of a token and its eviction",
+)
 
 
 class PoolCollector(Collector):
@@ -88,6 +110,7 @@ class PoolCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Collect the statistics of all pools as metric families."""
         families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
+        ages = HistogramMetricFamily(*_AGES, labels=_LABELS)
         for pool in pools():
             labels = [pool.name, type(pool).__name__, pool.device]
             try:
@@ -100,7 +123,17 @@ class PoolCollector(Collector):
                 family = _family(pool, key)
                 if family is not None:
                     families.setdefault(family.name, family).add_metric(labels, value)
-        return iter(families.values())
+            if isinstance(pool, PrefixCache):
+                ages.add_metric(labels, _buckets(pool.eviction_ages()), None)
+        yield from families.values()
+        if ages.samples:
+            yield ages
+
+
+def _buckets(counts: list[int]) -> list[tuple[str, float]]:
+    """Upper bounds, one less than 1, 2, 4, ... and none for the last, and how many are at most that large."""
+    bounds = [str(2.0**power - 1) for power in range(len(counts) - 1)]
+    return [*zip([*bounds, "+Inf"], accumulate(counts), strict=True)]
 
 
 def _family(pool: Pool, key: str) -> GaugeMetricFamily | CounterMetricFamily | None:
@@ -109,6 +142,8 @@ def _family(pool: Pool, key: str) -> GaugeMetricFamily | CounterMetricFamily | N
         return CounterMetricFamily(*_COUNTERS[key], labels=_LABELS)
     if key in _BYTES:
         return GaugeMetricFamily(*_BYTES[key], labels=_LABELS)
+    if isinstance(pool, PrefixCache):
+        return GaugeMetricFamily(*_CACHES[key], labels=_LABELS) if key in _CACHES else None
     # Units of a pool that hands out none are counted by the pool that does.
     if key not in _UNITS or not pool._hands_out:  # noqa: SLF001 - of this package
         return None

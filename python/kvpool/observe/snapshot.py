@@ -50,6 +50,11 @@ class Snapshot:
         return sum(span.end - span.first for span in self.spans if span.state != "free")
 
     @cached_property
+    def cached(self) -> int:
+        """Number of units that a prefix cache alone holds, which are in use, too."""
+        return sum(span.end - span.first for span in self.spans if span.state == "cached")
+
+    @cached_property
     def free_runs(self) -> list[int]:
         """Lengths of the maximal runs of free units, in order."""
         runs: list[int] = []

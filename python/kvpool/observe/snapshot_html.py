@@ -79,6 +79,7 @@ def _as_json(one: Snapshot) -> dict[str, Any]:
         "unitBytes": one.unit_bytes,
         "debug": one.debug,
         "inUse": one.in_use,
+        "cached": one.cached,
         "perCell": per_cell,
         "spans": spans,
         "spanCount": len(one.spans),
@@ -118,7 +119,7 @@ def _groups(spans: list[Span], per_cell: int) -> Iterable[Sequence[Span]]:
 
 def _parts(group: Sequence[Span], numbers: dict[Holder, int]) -> list[list[Any]]:
     """Units by state and first holder, largest first, with the oldest age; unnamed ones last."""
-    held: dict[Holder, list[Any]] = {}
+    held: dict[tuple[str, Holder], list[Any]] = {}
     others: dict[str, list[Any]] = {}
     for span in group:
         count = span.end - span.first
@@ -126,12 +127,12 @@ def _parts(group: Sequence[Span], numbers: dict[Holder, int]) -> list[list[Any]]
             others.setdefault(span.state, [0])[0] += count
             continue
         owner, site, age_s, _ = span.holders[0]
-        part = held.setdefault((owner, site), [0, 0.0])
+        part = held.setdefault((span.state, (owner, site)), [0, 0.0])
         part[:] = part[0] + count, max(part[1], age_s)
     most = sorted(held.items(), key=lambda item: -item[1][0])
     parts = [
-        [count, "live", [[numbers.setdefault(holder, len(numbers)), round(age_s, 6)]]]
-        for holder, (count, age_s) in most[:_NAMED]
+        [count, state, [[numbers.setdefault(holder, len(numbers)), round(age_s, 6)]]]
+        for (state, holder), (count, age_s) in most[:_NAMED]
     ]
     if more := most[_NAMED:]:
         count, oldest_s = sum(count for _, (count, _) in more), max(age_s for _, (_, age_s) in more)

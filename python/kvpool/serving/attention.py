@@ -5,7 +5,8 @@ together, prompts one by one. On a GPU, kernels that read a paged KV cache in pl
 FlashAttention) are faster.
 
 The formula is that of `torch.nn.functional.scaled_dot_product_attention`, `softmax(Q K^T * scale + mask) V`,
-with the mask of a causal model whose queries are the last tokens of each request.
+with the mask of a causal model whose queries are the last tokens of each request. Scores may be capped as in
+Gemma 2, and heads may have attention sinks as in GPT-OSS.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from kvpool.errors import ConfigError
 if TYPE_CHECKING:
     from kvpool._kvpool import BatchPlan, KVPool
 
-__all__ = ["AttentionGroup", "PoolAttention"]
+__all__ = ["AttentionGroup", "PoolAttention", "plain_attention"]
 
 # Requests with at most this many new tokens are computed together: padding them to one length costs less than
 # separate calls. More tokens are enough work for a call of their own, without padding to a longer context.
@@ -57,13 +58,15 @@ class PoolAttention:
         self.kv_pool = kv_pool
         self.groups = [AttentionGroup(plan, kv_pool, requests) for requests in _group(plan)]
 
-    def __call__(
+    def __call__(  # noqa: PLR0913 - the options of models
         self,
         query: torch.Tensor,
         layer_id: int,
         *,
         scale: float | None = None,
         sliding_window: int | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Compute the attention of all new tokens in a layer.
 
@@ -76,6 +79,9 @@ class PoolAttention:
             layer_id: The layer.
             scale: Factor of the scores, `k_head_dim ** -0.5` by default.
             sliding_window: Number of tokens that a token attends to, itself included; by default all.
+            softcap: Scores `s` become `softcap * tanh(s / softcap)`, before the mask.
+            sinks: `[heads]`: for each head, a further score that takes its part of the softmax, without a
+                value.
 
         Returns:
             `[T, heads, v_head_dim]`, a new tensor of the query's dtype.
@@ -92,12 +98,17 @@ class PoolAttention:
                 f"query has shape {tuple(query.shape)}; it must be ({tokens}, n * {pool.k_head_num}, "
                 f"{pool.k_head_dim})"
             )
+        options: dict[str, Any] = {
+            "scale": scale,
+            "sliding_window": sliding_window,
+            "softcap": softcap,
+            "sinks": sinks,
+        }
         if len(self.groups) == 1:  # it has all tokens, in order
-            return self.groups[0](query, layer_id, scale=scale, sliding_window=sliding_window)
+            return self.groups[0](query, layer_id, **options)
         out = query.new_empty(tokens, heads, pool.v_head_dim)
         for group in self.groups:
-            found = group(query[group.tokens], layer_id, scale=scale, sliding_window=sliding_window)
-            out[group.tokens] = found
+            out[group.tokens] = group(query[group.tokens], layer_id, **options)
         return out
 
 
@@ -135,13 +146,15 @@ class AttentionGroup:
         self._slots = pages * kv_pool.page_size + key % kv_pool.page_size
 
     @torch.no_grad()
-    def __call__(
+    def __call__(  # noqa: PLR0913 - the options of models
         self,
         query: torch.Tensor,
         layer_id: int,
         *,
         scale: float | None = None,
         sliding_window: int | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Compute the attention of the group's new tokens, as `PoolAttention` does.
 
@@ -150,6 +163,8 @@ class AttentionGroup:
             layer_id: The layer.
             scale: Factor of the scores.
             sliding_window: Number of tokens that a token attends to.
+            softcap: Bound of the scores.
+            sinks: A further score of each head.
 
         Returns:
             `[n * extend_len, heads, v_head_dim]`, a new tensor.
@@ -159,6 +174,11 @@ class AttentionGroup:
         keys, values = (
             x.view(n, self._kv_len, groups, -1).transpose(1, 2).to(query.dtype) for x in self._gathered
         )
+        if softcap is not None or sinks is not None:
+            queries = query.view(n, self.extend_len, heads, -1).transpose(1, 2)
+            mask = self._mask(sliding_window)
+            out = plain_attention(queries, keys, values, mask, scale=scale, softcap=softcap, sinks=sinks)
+            return out.transpose(1, 2).flatten(0, 1)
         if self.extend_len == 1:
             # Query heads that share a key head become queries of that head, so that keys are not repeated.
             queries = query.view(n, groups, heads // groups, -1)
@@ -189,6 +209,47 @@ class AttentionGroup:
                 mask &= distance < sliding_window
             self._masks[sliding_window] = mask
         return self._masks[sliding_window]
+
+
+def plain_attention(  # noqa: PLR0913 - the terms of the formula
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Compute attention with capped scores and attention sinks, which PyTorch's own function lacks.
+
+    Args:
+        query: `[n, heads, tokens, elements]`.
+        key: `[n, kv_heads, kv_tokens, elements]`.
+        value: `[n, kv_heads, kv_tokens, v_elements]`.
+        mask: bool, broadcast to `[n, 1, tokens, kv_tokens]`: the keys that each query attends to. By default
+            the queries are the last tokens, and attend to all tokens up to their own.
+        scale: Factor of the scores, `elements ** -0.5` by default.
+        softcap: As in `PoolAttention`.
+        sinks: As in `PoolAttention`.
+
+    Returns:
+        `[n, heads, tokens, v_elements]`, of the query's dtype; the softmax is computed in float32.
+    """
+    (heads, tokens), (groups, kv_tokens) = query.shape[1:3], key.shape[1:3]
+    if mask is None:
+        mask = query.new_ones(tokens, kv_tokens, dtype=torch.bool).tril(kv_tokens - tokens)[None, None]
+    # Query heads that share a key head: [n, groups, heads of a group, tokens, elements].
+    queries = query.unflatten(1, (groups, heads // groups))
+    scores = (queries @ key[:, :, None].mT).float() * (query.shape[3] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~mask[:, :, None], -torch.inf)
+    if sinks is not None:
+        sink = sinks.float().view(groups, -1, 1, 1).expand(*scores.shape[:4], 1)
+        scores = torch.cat((scores, sink), dim=-1)
+    shares = scores.softmax(-1)[..., :kv_tokens].to(query.dtype)
+    return (shares @ value[:, :, None]).flatten(1, 2)
 
 
 def _group(plan: BatchPlan) -> list[list[int]]:

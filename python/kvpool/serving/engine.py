@@ -1,8 +1,9 @@
 """A small serving engine over kvpool's pools.
 
 Each step runs one batch of the scheduler through the model, and samples a token for each request whose tokens
-are all computed. The slots of a finished request are freed at once. A retracted request recomputes its prompt
-and its generated tokens later, so that its output stays the same.
+are all computed. A prefix cache keeps the full pages of finished and retracted requests until their slots are
+needed: a request that begins like one of them, such as the next turn of a conversation, starts behind what
+they have in common. A retracted request computes again what was evicted meanwhile; its output stays the same.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from kvpool._kvpool import BatchPlanner
+from kvpool._kvpool import BatchPlanner, PrefixCache
 from kvpool.errors import ConfigError
 from kvpool.serving.sampling import Sampling, sample
 from kvpool.serving.scheduler import Scheduler
@@ -22,21 +23,31 @@ from kvpool.serving.scheduler import Scheduler
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from kvpool._kvpool import BatchPlan, ReqToTokenPool, TokenToKVPoolAllocator
+    from kvpool._kvpool import BatchPlan, GDNPool, Lease, ReqToTokenPool, TokenToKVPoolAllocator
     from kvpool.serving.scheduler import State, Step
 
 __all__ = ["Engine", "Model", "Request", "Sampling"]
 
 
 class Model(Protocol):
-    """The interface of a model, implemented by `kvpool.integrations.transformers.PooledModel`."""
+    """The interface of a model, implemented by `kvpool.integrations.transformers.PooledModel`.
+
+    Attributes:
+        table: The request table.
+        allocator: The allocator of the slots of K and V.
+        vocab_size: Size of the vocabulary.
+    """
 
     table: ReqToTokenPool
     allocator: TokenToKVPoolAllocator
     vocab_size: int
 
+    @property
+    def gdn_pool(self) -> GDNPool | None:
+        """States by request row, if there are any. A prefix cache keeps snapshots in its track slots."""
+
     def start(self, rows: Sequence[int]) -> None:
-        """Reset the state of these request rows, for new requests."""
+        """Reset the state of these request rows, for requests that start at their first token."""
 
     def forward(self, token_ids: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
         """Logits `[B, vocab_size]` after the last of each request's new tokens, int64 `[T]`."""
@@ -53,9 +64,11 @@ class Request:
         sampling: Sampling parameters.
         on_token: Called with the request and each token, in order.
         owner: Owner of its row and slots, for pools with debugging.
+        namespace: Namespace of its tokens in the prefix cache.
         tokens: Tokens generated so far.
         state: "waiting", "running", and at the end "finished" or "aborted".
         retractions: Number of retractions.
+        prefix_len: Tokens found in the prefix cache at its last admission.
     """
 
     prompt: list[int]
@@ -64,12 +77,15 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     on_token: Callable[[Request, int], object] | None = None
     owner: str | int | None = None
+    namespace: str | bytes | int | None = None
     tokens: list[int] = field(default_factory=list)
     state: State = "waiting"
     retractions: int = 0
-    # While running: the row in the request table, and the number of tokens with slots.
+    prefix_len: int = 0
+    # While running: the row in the request table, the number of tokens with slots, the lease of the prefix.
     row: int = 0
     cached: int = 0
+    lease: Lease | None = None
 
     @property
     def is_over(self) -> bool:
@@ -84,6 +100,8 @@ class Request:
     def between(self, begin: int, end: int) -> list[int]:
         """Prompt and generated tokens from position `begin` to `end`."""
         split = len(self.prompt)
+        if (begin, end) == (0, split):
+            return self.prompt
         return self.prompt[begin:end] + self.tokens[max(begin - split, 0) : max(end - split, 0)]
 
 
@@ -96,12 +114,21 @@ class Engine:
     Args:
         model: The model and its pools.
         max_step_tokens: The most new tokens in a step, of prompts and of requests that decode.
+        prefix_cache: Whether prompts start behind what is cached of them; or a cache of the model's allocator
+            and states.
+
+    Attributes:
+        model: The model.
+        max_step_tokens: The most new tokens in a step.
+        prefix_cache: The prefix cache, if there is one.
 
     Raises:
         ConfigError: If `max_step_tokens` is too small for all requests of the table to decode in one step.
     """
 
-    def __init__(self, model: Model, max_step_tokens: int = 512) -> None:
+    def __init__(
+        self, model: Model, max_step_tokens: int = 512, *, prefix_cache: bool | PrefixCache = True
+    ) -> None:
         if max_step_tokens < model.table.size:
             raise ConfigError(
                 f"max_step_tokens is {max_step_tokens}; {model.table.size} requests may decode in one step"
@@ -109,11 +136,14 @@ class Engine:
         self.model = model
         self.max_step_tokens = max_step_tokens
         planner = BatchPlanner(model.table, model.allocator, model.table.size, max_step_tokens)
-        self._scheduler: Scheduler[Request] = Scheduler(planner)
+        if prefix_cache is True:
+            prefix_cache = PrefixCache(model.allocator, states=model.gdn_pool)
+        self.prefix_cache: PrefixCache | None = prefix_cache or None
+        self._scheduler: Scheduler[Request] = Scheduler(planner, self.prefix_cache)
         self._capacity = model.allocator.stats()["capacity"]
         self._undelivered: deque[tuple[Request, int]] = deque()  # tokens not yet passed to callbacks
         self._counts = dict.fromkeys(
-            ("finished", "aborted", "steps", "computed_tokens", "generated_tokens"), 0
+            ("finished", "aborted", "steps", "computed_tokens", "found_tokens", "generated_tokens"), 0
         )
 
     def submit(  # noqa: PLR0913 - the options of a request
@@ -125,6 +155,7 @@ class Engine:
         sampling: Sampling | None = None,
         on_token: Callable[[Request, int], object] | None = None,
         owner: str | int | None = None,
+        namespace: str | bytes | int | None = None,
     ) -> Request:
         """Queue a request.
 
@@ -135,6 +166,8 @@ class Engine:
             sampling: Sampling parameters; by default the most likely token is selected.
             on_token: Called with the request and each token; `step` propagates its exceptions.
             owner: A name for `leaks` and snapshots of pools with debugging, such as the request's id.
+            namespace: Requests share cached prefixes only with those of the same namespace, such as an
+                adapter or a tenant.
 
         Returns:
             The request.
@@ -166,9 +199,52 @@ class Engine:
             sampling or Sampling(),
             on_token,
             owner,
+            namespace,
         )
         self._scheduler.waiting.append(request)
         return request
+
+    def fork(
+        self,
+        request: Request,
+        *,
+        sampling: Sampling | None = None,
+        on_token: Callable[[Request, int], object] | None = None,
+        owner: str | int | None = None,
+    ) -> Request:
+        """Queue a copy of a request, which continues after the tokens generated so far.
+
+        For several samples of one prompt, fork the request after a step that has computed its prompt: with a
+        prefix cache, the copies compute only what fills no page.
+
+        Args:
+            request: A request that is not over.
+            sampling: Sampling parameters; by default those of the request.
+            on_token: As in `submit`; not called with the tokens generated so far.
+            owner: As in `submit`.
+
+        Returns:
+            The copy.
+
+        Raises:
+            ConfigError: If the request is over.
+        """
+        if request.is_over:
+            raise ConfigError(f"the request is {request.state}; submit its tokens as a prompt instead")
+        if request.state == "running":
+            self._scheduler.publish(request)
+        copy = Request(
+            request.prompt,
+            request.max_new_tokens,
+            request.stop_tokens,
+            sampling or request.sampling,
+            on_token,
+            owner,
+            request.namespace,
+            [*request.tokens],
+        )
+        self._scheduler.waiting.append(copy)
+        return copy
 
     def step(self) -> bool:
         """Run one batch, if there is anything to run, and call the callbacks with its tokens.
@@ -225,31 +301,38 @@ class Engine:
         """Return current and cumulative statistics.
 
         `running`, `waiting`, `finished` and `aborted` requests, `retractions`, `steps`, `computed_tokens`
-        (those recomputed after a retraction included), `generated_tokens`, and slots: `in_use` of `capacity`.
+        (those recomputed after a retraction included), `found_tokens` (of prefixes that were cached when a
+        request was admitted), `generated_tokens`, and slots: `in_use` by requests and `cached`, which
+        requests may use as well, of `capacity`.
         """
-        scheduler = self._scheduler
+        scheduler, cache, allocator = self._scheduler, self.prefix_cache, self.model.allocator
+        obtainable = allocator.available_size() if cache is None else cache.obtainable_size()
         return {
             "running": len(scheduler.running),
             "waiting": len(scheduler.waiting),
             "retractions": scheduler.retractions,
             **self._counts,
-            "in_use": self._capacity - self.model.allocator.available_size(),
+            "in_use": self._capacity - obtainable,
+            "cached": 0 if cache is None else cache.cached_size(),
             "capacity": self._capacity,
         }
 
     def _forward(self, step: Step[Request]) -> list[tuple[Request, int]]:
         """Run the model, and sample a token for each request whose tokens are all computed now."""
         batch, ends = step.requests, step.ends
-        self.model.start([request.row for request in batch if request.cached == 0])
+        self.model.start([request.row for request in step.started if request.cached == 0])
+        for request in step.started:
+            if request.lease is not None and self.model.gdn_pool is not None:
+                request.lease.restore(request.row)
         new = [t for r, end in zip(batch, ends, strict=True) for t in r.between(r.cached, end)]
         token_ids = torch.tensor(new, device=self._scheduler.planner.device)
         logits = self.model.forward(token_ids, step.plan)
         ready = [i for i, r in enumerate(batch) if ends[i] == r.seq_len]
         picked = sample(logits[ready], [(batch[i].sampling, batch[i].seq_len) for i in ready])
-        for request, end in zip(batch, ends, strict=True):
-            request.cached = end
         self._counts["steps"] += 1
         self._counts["computed_tokens"] += len(new)
+        self._counts["found_tokens"] += sum(request.prefix_len for request in step.started)
+        self._scheduler.note_computed(step)
         return [(batch[i], token) for i, token in zip(ready, picked, strict=True)]
 
     def _extend(self, tokens: list[tuple[Request, int]]) -> None:

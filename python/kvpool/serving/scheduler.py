@@ -9,9 +9,14 @@ from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeAlias, TypeVar
 from kvpool.errors import OutOfMemoryError
 
 if TYPE_CHECKING:
-    from kvpool._kvpool import BatchPlan, BatchPlanner
+    from collections.abc import Sequence
+
+    from kvpool._kvpool import BatchPlan, BatchPlanner, Lease, PrefixCache
 
 State: TypeAlias = Literal["waiting", "running", "finished", "aborted"]
+
+_SNAPSHOT_TOKENS = 64
+"""Tokens from one snapshot of a decoding request's state to the next; each takes a track slot."""
 
 
 class Schedulable(Protocol):
@@ -22,12 +27,16 @@ class Schedulable(Protocol):
         retractions: Number of retractions.
         row: Row in the request table, while running.
         cached: Number of tokens with slots, while running.
+        prefix_len: Number of tokens that were found in the prefix cache at its admission, while running.
+        lease: Its lease of the prefix cache, while running with one.
     """
 
     state: State
     retractions: int
     row: int
     cached: int
+    prefix_len: int
+    lease: Lease | None
 
     @property
     def seq_len(self) -> int:
@@ -36,6 +45,13 @@ class Schedulable(Protocol):
     @property
     def owner(self) -> str | int | None:
         """Owner of its row and slots, for pools with debugging."""
+
+    @property
+    def namespace(self) -> str | bytes | int | None:
+        """Namespace of its tokens in the prefix cache."""
+
+    def between(self, begin: int, end: int) -> Sequence[int]:
+        """Known tokens from position `begin` to `end`, for the prefix cache."""
 
 
 R = TypeVar("R", bound=Schedulable)
@@ -48,11 +64,13 @@ class Step(Generic[R]):
     Attributes:
         requests: The requests of the batch, oldest first.
         ends: For each request, the number of its tokens with slots after the step.
+        started: Those of the requests whose first step since their admission this is.
         plan: The slots of the new tokens, and the metadata of all tokens.
     """
 
     requests: list[R]
     ends: list[int]
+    started: list[R]
     plan: BatchPlan
 
 
@@ -60,13 +78,19 @@ class Scheduler(Generic[R]):
     """Continuous batching: a token for each request that decodes, and prompt chunks up to a budget.
 
     Requests are admitted in order while rows and slots last. When the pool is short, the youngest request is
-    retracted: its slots are freed, and it returns to the head of the queue.
+    retracted: its slots are given up, and it returns to the head of the queue.
+
+    With a prefix cache, a request starts behind the prefix that is found at its admission. Chunks of prompts
+    are published as they are computed, generated tokens when a request ends or is retracted. If the cache has
+    states, chunks end at a page where possible, so that a snapshot can be kept there.
 
     Args:
         planner: The planner over the pools, for the exclusive use of this scheduler.
+        cache: A prefix cache of the planner's allocator.
 
     Attributes:
         planner: The planner.
+        cache: The prefix cache.
         max_step_tokens: The most new tokens in a step; at least one per request, at most those of the
             planner.
         waiting: The queue of waiting requests.
@@ -75,15 +99,19 @@ class Scheduler(Generic[R]):
         retractions: Number of retractions.
     """
 
-    def __init__(self, planner: BatchPlanner) -> None:
+    def __init__(self, planner: BatchPlanner, cache: PrefixCache | None = None) -> None:
         self.planner = planner
+        self.cache = cache
         self.max_step_tokens = planner.max_tokens
         self.waiting: deque[R] = deque()
         self.running: list[R] = []
         self.retractions = 0
         self._extend, self._finish = planner.extend, planner.finish
-        self._alloc_row = planner.req_to_token_pool.alloc
+        self._table, self._alloc_row = planner.req_to_token_pool, planner.req_to_token_pool.alloc
         self._allocator, self._page_size = planner.allocator, planner.page_size
+        self._obtainable_size = self._allocator.available_size if cache is None else cache.obtainable_size
+        self._has_states = cache is not None and cache.states is not None
+        self._snapshot_tokens = self._pages(_SNAPSHOT_TOKENS) * self._page_size
 
     @property
     def is_idle(self) -> bool:
@@ -93,8 +121,8 @@ class Scheduler(Generic[R]):
     def plan(self) -> Step[R] | None:
         """Admit requests, and allocate slots for the new tokens of a step.
 
-        When the tokens are computed, set `cached` of each request to its end. If that fails, call `retract`
-        for all of them, youngest first.
+        When the tokens are computed, call `note_computed`. If that fails, call `retract` for all requests of
+        the step, youngest first.
 
         Returns:
             The step; `None` if there is no request.
@@ -110,20 +138,44 @@ class Scheduler(Generic[R]):
                     break
                 cached, seq_len = request.cached, request.seq_len
                 end = seq_len if seq_len - cached <= left else cached + left
+                if self._has_states and cached + 1 < end and cached < self._whole(end):
+                    end = self._whole(end)
                 batch.append(request)
                 ends.append(end)
                 left -= end - cached
-            plan = self._extend([r.row for r in batch], [r.cached for r in batch], ends)
+            started = [r for r in batch if r.cached == r.prefix_len]
+            leases = [r.lease if r.cached == r.prefix_len else None for r in batch]
+            rows, begins = [r.row for r in batch], [r.cached for r in batch]
+            plan = self._extend(rows, begins, ends, prefixes=leases if started else None)
             if plan is not None:
-                return Step(batch, ends, plan)
+                return Step(batch, ends, started, plan)
             self.retract(self.running[-1])
         if self.waiting:
             raise OutOfMemoryError(
-                f"no request fits: {self._allocator.available_size()} of "
+                f"no request fits: {self._obtainable_size()} of "
                 f"{self._allocator.stats()['capacity']} slots are available, and the others do not belong "
                 "to the scheduler"
             )
         return None
+
+    def note_computed(self, step: Step[R]) -> None:
+        """Record that the new tokens of a step are computed, and publish those of prompts."""
+        for request, end in zip(step.requests, step.ends, strict=True):
+            is_chunk = end - request.cached > 1
+            request.cached = end
+            if is_chunk or (self._has_states and end % self._snapshot_tokens == 0):
+                self.publish(request)
+
+    def publish(self, request: R) -> None:
+        """Offer what a running request has computed to the prefix cache."""
+        lease, cached = request.lease, request.cached
+        if lease is None or self._whole(cached) <= (length := lease.length):
+            return
+        # The state is that after `cached` tokens, unless a step was planned and has failed.
+        is_boundary = self._has_states and self._whole(cached) == cached == self.planner.seq_len(request.row)
+        lease.publish(
+            request.between(length, cached), row=request.row, state=request.row if is_boundary else None
+        )
 
     def retract(self, request: R) -> None:
         """Return a request to the head of the queue, with its generated tokens."""
@@ -134,31 +186,58 @@ class Scheduler(Generic[R]):
         self.release([request])
 
     def release(self, requests: list[R]) -> None:
-        """Free the slots and rows of requests that no longer run, also if the driver fails."""
+        """Publish requests that no longer run, and free their slots and rows, also if the driver fails."""
         self.running = [request for request in self.running if request not in requests]
-        self._finish([request.row for request in requests])
+        try:
+            for request in requests:
+                self.publish(request)
+        finally:
+            for request in requests:
+                request.lease = None
+            self._finish([request.row for request in requests])
 
     def _admit(self) -> None:
         """Start waiting requests in order, while rows, budget and slots last."""
         if not self.waiting:
             return
-        # Each running request keeps a page in reserve, so that an admission is not undone at once.
-        free = self._allocator.available_size() // self._page_size - len(self.running)
-        if self.running and free <= self._pages(self.waiting[0].seq_len):
-            return
         left = self.max_step_tokens - sum(r.seq_len - r.cached for r in self.running)
-        free -= sum(self._pages(r.seq_len) - self._pages(r.cached) for r in self.running)
-        while self.waiting and left > 0:
+        # Each running request keeps a page in reserve, so that an admission is not undone at once.
+        promised = sum(self._pages(r.seq_len) - self._pages(r.cached) + 1 for r in self.running)
+        while self.waiting and left > 0 and self._table.available_size():
             request = self.waiting[0]
-            left -= request.seq_len
-            free -= self._pages(request.seq_len) + 1
-            if free < 0 and self.running:  # a single request fits without a reserve
+            pages = promised + self._pages(request.seq_len) + 1
+            if not self._fits(pages) and not self._fits(pages - self._pages(self._cached_len(request))):
                 break
-            row = self._alloc_row(owner=request.owner)
+            request.lease = self._match(request)
+            request.prefix_len = 0 if request.lease is None else request.lease.length
+            promised = pages - self._pages(request.prefix_len)
+            row = self._alloc_row(owner=request.owner) if self._fits(promised) else None
             if row is None:
+                request.lease = None
                 break
-            request.row, request.cached, request.state = row[0], 0, "running"
+            left -= request.seq_len - request.prefix_len
+            request.row, request.cached, request.state = row[0], request.prefix_len, "running"
             self.running.append(self.waiting.popleft())
+
+    def _fits(self, pages: int) -> bool:
+        """Whether the running requests can get these pages; a single request fits without a reserve."""
+        return not self.running or pages * self._page_size <= self._obtainable_size()
+
+    def _cached_len(self, request: R) -> int:
+        if self.cache is None:
+            return 0
+        tokens = request.between(0, request.seq_len)
+        return self.cache.cached_len(tokens, namespace=request.namespace)
+
+    def _match(self, request: R) -> Lease | None:
+        if self.cache is None:
+            return None
+        tokens = request.between(0, request.seq_len)
+        return self.cache.match(tokens, namespace=request.namespace, limit=len(tokens) - 1)
+
+    def _whole(self, tokens: int) -> int:
+        """The part of so many tokens that fills pages."""
+        return tokens // self._page_size * self._page_size
 
     def _pages(self, tokens: int) -> int:
         return -(-tokens // self._page_size)

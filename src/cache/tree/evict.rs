@@ -4,16 +4,29 @@ use std::collections::BTreeSet;
 
 use crate::base::{Id, Page, StateSlot, widen};
 
-use super::{Kind, Namespace, NodeId, Policy, Tick, Tree};
+use super::{Kind, Namespace, NodeId, Policy, Sum, Tick, Tree};
+use crate::cache::explain::{Cause, Pressure};
+
+/// Number of entries in the histogram of ages: one per power of two of tokens.
+pub const AGE_BUCKETS: usize = 40;
 
 /// What the tree gave up, to be freed by the caller.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 #[must_use]
 pub struct Evicted {
     /// Pages.
     pub pages: Vec<Page>,
     /// Snapshots of states.
     pub states: Vec<StateSlot>,
+    /// Numbers of pages by age, if they were evicted: below 1, 2, 4, ... tokens were looked up since their last
+    /// use.
+    pub ages: [u64; AGE_BUCKETS],
+}
+
+impl Default for Evicted {
+    fn default() -> Self {
+        Self { pages: Vec::new(), states: Vec::new(), ages: [0; AGE_BUCKETS] }
+    }
 }
 
 /// The evictable leaves.
@@ -40,7 +53,7 @@ const AHEAD: usize = 16;
 
 impl Tree {
     /// Evicts at least `pages` pages, or all that are evictable.
-    pub fn evict(&mut self, pages: usize) -> Evicted {
+    pub fn evict(&mut self, pages: usize, cause: Cause) -> Evicted {
         let mut gone = Evicted::default();
         let mut fetched = 0;
         while gone.pages.len() < pages {
@@ -51,7 +64,7 @@ impl Tree {
                 fetched = self.fetch_ahead(leaf, pages - gone.pages.len());
             }
             fetched -= 1;
-            self.trim(leaf, pages - gone.pages.len(), &mut gone);
+            self.trim(leaf, pages - gone.pages.len(), cause, &mut gone);
         }
         gone
     }
@@ -78,26 +91,13 @@ impl Tree {
     }
 
     /// Evicts up to `count` pages from the end of a leaf.
-    fn trim(&mut self, leaf: NodeId, count: usize, gone: &mut Evicted) {
-        let (nodes, page_size) = (&self.nodes, self.page_size);
-        let here = &nodes[widen(leaf.number())];
+    fn trim(&mut self, leaf: NodeId, count: usize, cause: Cause, gone: &mut Evicted) {
+        let here = self.node(leaf);
         let (history, keep) = (here.history, here.pages.len().saturating_sub(count));
-        let (begin, mut at) = (widen(here.end) - here.tokens.len(), widen(here.end));
-        let until = begin + keep * page_size;
-        let mut key = at - at % self.remembered_every;
-        let mut sum = here.sum;
-        if keep > 0 || key > until {
-            let mut cursor = self.chain.cursor(sum, at);
-            while key > until {
-                cursor.pop(&here.tokens[key - begin..at - begin]);
-                self.queues.policy.note_evicted(cursor.sum().key(), &history, self.now);
-                (at, key) = (key, key - self.remembered_every);
-            }
-            if keep > 0 {
-                cursor.pop(&here.tokens[until - begin..at - begin]);
-                sum = cursor.sum();
-            }
-        }
+        let age = self.now.since(history.used);
+        let age = widen(u64::BITS - age.leading_zeros()).min(AGE_BUCKETS - 1);
+        gone.ages[age] += (here.pages.len() - keep) as u64;
+        let (at, sum) = self.note_gone(leaf, keep, cause);
         if keep == 0 {
             let parent = self.node(leaf).parent;
             self.remove(leaf, gone);
@@ -106,14 +106,51 @@ impl Tree {
             return;
         }
         self.drop_snapshot(leaf, gone);
+        let page_size = self.page_size;
         let here = self.node_mut(leaf);
         let trimmed = here.pages.split_off(keep);
         here.tokens.truncate(keep * page_size);
-        here.end = super::narrow(until);
-        here.sum = sum;
+        (here.end, here.sum) = (super::narrow(at), sum);
         self.cached -= trimmed.len();
         self.pinned -= if history.priority > 0 { trimmed.len() } else { 0 };
+        self.note_removed(&trimmed);
         gone.pages.extend(trimmed);
+    }
+
+    /// Remembers the prefixes that end in a node behind its first `keep` pages. Returns where these end, and
+    /// their sum if there are any.
+    fn note_gone(&mut self, node: NodeId, keep: usize, cause: Cause) -> (usize, Sum) {
+        let here = &self.nodes[widen(node.number())];
+        let (history, end, mut sum) = (here.history, widen(here.end), here.sum);
+        let begin = end - here.tokens.len();
+        let until = begin + keep * self.page_size;
+        if until < end {
+            self.memory.note(sum.key(), history.used, self.now, cause);
+        }
+        let (mut at, mut key) = (end, end - end % self.remembered_every);
+        if keep > 0 || key > until {
+            let mut cursor = self.chain.cursor(sum, end);
+            while key > until {
+                cursor.pop(&here.tokens[key - begin..at - begin]);
+                if cause.pressure != Pressure::Clear {
+                    self.queues.policy.note_evicted(cursor.sum().key(), &history, self.now);
+                }
+                if key < end {
+                    self.memory.note(cursor.sum().key(), history.used, self.now, cause);
+                }
+                (at, key) = (key, key - self.remembered_every);
+            }
+            cursor.pop(&here.tokens[until - begin..at - begin]);
+            sum = cursor.sum();
+        }
+        (until, sum)
+    }
+
+    /// Takes note of pages that are found no more.
+    fn note_removed(&mut self, pages: &[Page]) {
+        if let Some(journal) = &mut self.journal {
+            journal.removed(pages);
+        }
     }
 
     /// Removes a leaf without locks.
@@ -129,6 +166,7 @@ impl Tree {
         self.cached -= pages.len();
         self.pinned -= if is_pinned { pages.len() } else { 0 };
         self.vacant.push(leaf);
+        self.note_removed(&pages);
         gone.pages.extend(pages);
     }
 
@@ -150,7 +188,7 @@ impl Tree {
 
     /// Gives up the prefixes of a namespace, or all. Those in use are found no more, and are given up with
     /// their last lease.
-    pub fn clear(&mut self, namespace: Option<&Namespace>) -> Evicted {
+    pub fn clear(&mut self, namespace: Option<&Namespace>, cause: Cause) -> Evicted {
         let roots: Vec<_> = match namespace {
             Some(name) => self.root(name).into_iter().collect(),
             None => self.roots.values().copied().collect(),
@@ -158,6 +196,7 @@ impl Tree {
         let mut nodes: Vec<_> = self.all_below(&roots);
         // Children before their parents.
         nodes.sort_by_key(|id| std::cmp::Reverse(self.node(*id).end));
+        self.note_cleared(&nodes, namespace.is_none(), cause);
         let mut gone = Evicted::default();
         for id in nodes {
             if self.node(id).locks == 0 {
@@ -173,10 +212,26 @@ impl Tree {
         gone
     }
 
+    /// Takes note that the pages of `nodes`, with leases or without, are found no more.
+    fn note_cleared(&mut self, nodes: &[NodeId], is_all: bool, cause: Cause) {
+        for &id in nodes {
+            let _ = self.note_gone(id, 0, cause);
+        }
+        let Some(journal) = &mut self.journal else { return };
+        if is_all {
+            journal.cleared();
+        } else {
+            for id in nodes {
+                journal.removed(&self.nodes[widen(id.number())].pages);
+            }
+        }
+    }
+
     /// Gives up everything, with or without leases. The tree must not be used any more.
     pub fn take_all(&mut self) -> Evicted {
         let pages = self.nodes.iter_mut().flat_map(|node| std::mem::take(&mut node.pages)).collect();
-        Evicted { pages, states: self.nodes.iter_mut().filter_map(|node| node.state.take()).collect() }
+        let states = self.nodes.iter_mut().filter_map(|node| node.state.take()).collect();
+        Evicted { pages, states, ..Evicted::default() }
     }
 
     fn all_below(&self, roots: &[NodeId]) -> Vec<NodeId> {

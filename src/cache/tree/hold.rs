@@ -62,10 +62,8 @@ impl Tree {
     /// # Errors
     /// The error of tokens that cannot be read.
     pub fn cached_len(&self, namespace: &Namespace, tokens: &dyn Tokens) -> Result<usize> {
-        let Some(root) = self.root(namespace) else { return Ok(0) };
-        let place = self.descend(root, tokens, tokens.count() / self.page_size)?;
-        let end = |node| widen(self.node(node).end);
-        Ok(if self.is_stateful { end(self.last_snapshot(place)) } else { place.len })
+        let place = self.place_of(namespace, tokens, tokens.count())?;
+        Ok(place.map_or(0, |place| self.usable(place)))
     }
 
     /// Another hold of the same prefix.
@@ -107,7 +105,7 @@ impl Tree {
     }
 
     /// The deepest end of a node up to `place` that has a snapshot, or the root.
-    fn last_snapshot(&self, place: Place) -> NodeId {
+    pub(super) fn last_snapshot(&self, place: Place) -> NodeId {
         let is_whole = place.pages == self.node(place.node).pages.len();
         let mut at = if is_whole { place.node } else { self.node(place.node).parent };
         while self.node(at).kind == Kind::Run && self.node(at).state.is_none() {

@@ -80,6 +80,7 @@ impl Tree {
             self.move_hold(hold, at);
             self.touch(at, Some(before));
         }
+        self.note_stored(at, tokens, pages);
         let (mut tokens, mut pages) = (tokens, pages);
         for Segment { pages: count, before, sum } in self.segments(at, tokens) {
             let (part, rest) = pages.split_at(count);
@@ -95,6 +96,18 @@ impl Tree {
         }
         self.move_hold(hold, at);
         hold.is_author = is_author;
+    }
+
+    /// Takes note of new pages behind `node`, unless they are found by no one.
+    fn note_stored(&mut self, node: NodeId, tokens: &[i32], pages: &[Page]) {
+        if self.journal.is_none() || pages.is_empty() {
+            return;
+        }
+        let root = self.path(node).last().map_or(node, |first| self.node(first).parent);
+        let parent = self.node(node).pages.last().copied();
+        if let (Some(name), Some(journal)) = (self.names.get(&root), &mut self.journal) {
+            journal.stored(name, parent, tokens, pages);
+        }
     }
 
     /// Divides new tokens behind `node` by what is remembered of them.

@@ -17,6 +17,8 @@ impl Ledgered<SlotAllocator> {
             let page = Page::new(page);
             if !slots.pages().is_in_use(page) {
                 State::Free
+            } else if slots.is_only_cached(page) {
+                State::Cached
             } else if slots.is_owned(page) {
                 State::Live
             } else {

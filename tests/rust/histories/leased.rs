@@ -41,7 +41,12 @@ pub(super) fn run(source: &mut Source<'_>) {
     let table = Arc::new(Mutex::new(ReqToTokenPool::new(&of_rows, &host()).expect("small")));
     let config = PlannerConfig { max_batch_size: 4, max_tokens: 64, kv_indices: true, block_table: true };
     let planner = BatchPlanner::new(&config, &host(), Arc::clone(&slots), Arc::clone(&table)).expect("small");
-    let config = PrefixCacheConfig { policy: PolicyKind::Adaptive, max_pinned: 0.5, name: "cache".into() };
+    let config = PrefixCacheConfig {
+        policy: PolicyKind::Adaptive,
+        max_pinned: 0.5,
+        name: "cache".into(),
+        events: None,
+    };
     let cache = PrefixCache::new(config, Arc::clone(&slots), None).expect("valid");
     let (running, contents) = (Vec::new(), HashMap::new());
     let mut requests = Requests { slots, table, planner, cache, page_size, running, contents };

@@ -1,10 +1,11 @@
 //! The prefix cache on an allocator: a naive dictionary of prefixes, with the leases that hold them.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::hash::{DefaultHasher, Hasher};
 use std::sync::Arc;
 
 use kvpool::base::IndexVec;
-use kvpool::cache::{Namespace, PolicyKind};
+use kvpool::cache::{Event, Namespace, PageHash, PolicyKind, Whereabouts};
 use kvpool::pool::{AllocatorConfig, Lease, Offer, PrefixCache, PrefixCacheConfig, TokenToKvPoolAllocator};
 
 use super::{STREAM, Source, agree, host, int, ints_of, size};
@@ -40,6 +41,8 @@ struct Prefixes {
     current: Vec<usize>,
     generations: usize,
     dropped: usize,
+    /// What the events tell of the pages that can be found.
+    told: BTreeSet<PageHash>,
 }
 
 pub(super) fn run(source: &mut Source<'_>) {
@@ -51,8 +54,12 @@ pub(super) fn run(source: &mut Source<'_>) {
         strict: false,
     };
     let allocator = Arc::new(TokenToKvPoolAllocator::new(&config, &host()).expect("memory"));
-    let config =
-        PrefixCacheConfig { policy: source.of(&PolicyKind::ALL), max_pinned: 1.0, name: "cache".into() };
+    let config = PrefixCacheConfig {
+        policy: source.of(&PolicyKind::ALL),
+        max_pinned: 1.0,
+        name: "cache".into(),
+        events: Some(digest),
+    };
     let mut prefixes = Prefixes {
         cache: PrefixCache::new(config, Arc::clone(&allocator), None).expect("a valid config"),
         allocator,
@@ -63,6 +70,7 @@ pub(super) fn run(source: &mut Source<'_>) {
         current: (0..size(NAMESPACES)).collect(),
         generations: size(NAMESPACES),
         dropped: 0,
+        told: BTreeSet::new(),
     };
     while source.next_step() {
         prefixes.step(source);
@@ -73,6 +81,17 @@ pub(super) fn run(source: &mut Source<'_>) {
     drop(held);
     let stats = allocator.stats();
     assert_eq!((stats.cached, stats.in_use), (0, own.len() * page_size));
+}
+
+/// As good as BLAKE3 for keys that nobody forges.
+fn digest(parts: &[&[u8]]) -> PageHash {
+    let mut hasher = DefaultHasher::new();
+    for part in parts {
+        hasher.write(part);
+    }
+    let mut hash = [0; 32];
+    hash[..8].copy_from_slice(&hasher.finish().to_le_bytes());
+    hash
 }
 
 fn tokens(source: &mut Source<'_>, most: usize) -> Vec<i32> {
@@ -126,6 +145,7 @@ impl Prefixes {
         };
         let lease = lease.expect("valid tokens");
         assert_eq!(lease.len().expect("a new lease"), found);
+        self.explain(&namespace, &prompt);
         self.held.push(Held { lease, generation, tokens: prompt[..found].to_vec() });
         if self.held.len() > 6 {
             self.release(source);
@@ -317,7 +337,42 @@ impl Prefixes {
         self.own.clear();
     }
 
-    fn check(&self) {
+    /// Follows the events, as a router does, and looks at every part of a prompt.
+    fn follow(&mut self) {
+        for event in self.cache.take_events(STREAM).expect("a cache with events") {
+            match event {
+                Event::Stored { pages, parent, tokens, .. } => {
+                    assert_eq!(tokens.len(), pages.len() * self.page_size);
+                    assert!(parent.is_none_or(|parent| self.told.contains(&parent)));
+                    assert!(pages.into_iter().all(|page| self.told.insert(page)), "stored once");
+                }
+                Event::Removed { pages } => {
+                    assert!(pages.iter().all(|page| self.told.remove(page)), "removed once");
+                }
+                Event::Cleared => self.told.clear(),
+            }
+        }
+        let found = self.cached.keys().filter(|(generation, _)| self.current.contains(generation));
+        assert_eq!(self.told.len(), found.count());
+    }
+
+    /// The parts of a prompt are explained in order, and what is cached is what would be found.
+    fn explain(&self, namespace: &Namespace, prompt: &[i32]) {
+        let parts = self.cache.explain(namespace, &prompt, STREAM).expect("tokens");
+        let ends = parts.iter().map(|part| part.range.end);
+        assert!(
+            parts.iter().map(|part| part.range.start).eq(std::iter::once(0).chain(ends).take(parts.len()))
+        );
+        assert_eq!(parts.last().map_or(0, |part| part.range.end), prompt.len());
+        let cached = parts.iter().find(|part| matches!(part.whereabouts, Whereabouts::Device));
+        let found = self.cache.cached_len(namespace, &prompt, STREAM).expect("tokens");
+        assert_eq!(cached.map_or(0, |part| part.range.end), found);
+        let rest = parts.iter().find(|part| matches!(part.whereabouts, Whereabouts::PageNotFull));
+        assert_eq!(rest.map_or(0, |part| part.range.len()), prompt.len() % self.page_size);
+    }
+
+    fn check(&mut self) {
+        self.follow();
         self.cache.verify(STREAM).expect("a consistent cache");
         self.allocator.verify().expect("a consistent allocator");
         let (tree, slots) = (self.cache.tree_stats(STREAM), self.allocator.stats());

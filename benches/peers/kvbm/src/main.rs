@@ -57,6 +57,14 @@ fn micros<R>(work: impl FnOnce() -> R) -> f64 {
     time
 }
 
+/// A number below a billion with its digits in groups of three.
+fn grouped(number: usize) -> String {
+    match (number / 1_000_000, number / 1000 % 1000, number % 1000) {
+        (0, thousands, rest) => format!("{thousands},{rest:03}"),
+        (millions, thousands, rest) => format!("{millions},{thousands:03},{rest:03}"),
+    }
+}
+
 fn main() {
     let mut answers = Vec::new();
     for pages in [64, 512, 4096, 8192, 65536] {
@@ -70,7 +78,7 @@ fn main() {
                 drop(found);
             })
         });
-        answers.push((format!("match + release of {} tokens", pages * PAGE), time));
+        answers.push((format!("match + release of {} tokens", grouped(pages * PAGE)), time));
     }
     let (manager, mut seed) = (manager(1 << 14), 2);
     let time = median(|| {

@@ -28,6 +28,8 @@ class ReplayConfig:
         step_ms: Virtual time of one step, in which each running request decodes one token.
         speed_up: Factor by which requests arrive faster than in the trace.
         seed: Varies the stored K and V rows; less than 2**32.
+        prefix_cache: Find what requests have in common in a prefix cache.
+        policy: The policy of the prefix cache.
     """
 
     pool_size: int | None = None
@@ -45,6 +47,8 @@ class ReplayConfig:
     step_ms: float = 40.0
     speed_up: float = 1.0
     seed: int = 0
+    prefix_cache: bool = False
+    policy: str = "adaptive"
 
     def __post_init__(self) -> None:
         least_one = ("page_size", "layers", "heads", "head_dim", "max_running", "prefill_budget")

@@ -18,14 +18,25 @@ class VerificationError(ReplayError):
         slot: Slot of the position in the request table.
         expected: The row's bytes as written, in hexadecimal.
         found: The row's bytes as read, in hexadecimal.
+        found_token: The first request and position with the row that was read, if there is one.
     """
 
     def __init__(  # noqa: PLR0913 - all that names the row
-        self, *, request: int, position: int, layer: int, part: str, slot: int, expected: str, found: str
+        self,
+        *,
+        request: int,
+        position: int,
+        layer: int,
+        part: str,
+        slot: int,
+        expected: str,
+        found: str,
+        found_token: tuple[int, int] | None = None,
     ) -> None:
+        whose = f" of request {found_token[0]}, position {found_token[1]}" if found_token else ""
         super().__init__(
             f"request {request}, position {position}, layer {layer}, {part} in slot {slot}: "
-            f"expected {_shorten(expected)}, found {_shorten(found)}"
+            f"expected {_shorten(expected)}, found {_shorten(found)}{whose}"
         )
         self.request = request
         self.position = position
@@ -34,6 +45,7 @@ class VerificationError(ReplayError):
         self.slot = slot
         self.expected = expected
         self.found = found
+        self.found_token = found_token
 
 
 def _shorten(digits: str) -> str:

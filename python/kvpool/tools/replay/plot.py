@@ -1,4 +1,4 @@
-"""A plot of a replay: the pool's occupancy over virtual time, and call latencies."""
+"""Plots of a replay (the pool's occupancy over virtual time, and call latencies) and of hit rates."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from matplotlib.figure import Figure
 
+from kvpool.tools.replay.hit_rates import BELADY
 from kvpool.tools.replay.replay import OPERATIONS
+from kvpool.tools.replay.report import tokens_text
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from numpy.typing import NDArray
 
+    from kvpool.tools.replay.hit_rates import HitRates
     from kvpool.tools.replay.replay import ReplayResult
 
 _POINTS = 2_000  # about the width of the picture
@@ -35,6 +38,48 @@ def save_plot(result: ReplayResult, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+def save_rates(rates: HitRates, path: Path) -> None:
+    """Draws the hit rate of each policy over the capacity.
+
+    Args:
+        rates: The measured hit rates.
+        path: The file to write; its ending selects the format.
+    """
+    figure = Figure(figsize=(9.0, 5.5), layout="constrained")
+    axes = figure.subplots()
+    axes.set_title(f"Prompt blocks found in a prefix cache, {rates.trace}", loc="left")
+    axes.axhline(
+        100.0 * rates.repeated_blocks / rates.blocks,
+        color="grey",
+        linewidth=0.8,
+        linestyle=":",
+        label="unlimited",
+    )
+    capacities = sorted({rate.capacity for rate in rates.rates})
+    for policy in dict.fromkeys(rate.policy for rate in rates.rates):
+        shares = {rate.capacity: 100.0 * rates.share(rate) for rate in rates.rates if rate.policy == policy}
+        style, width = ("--", 1.5) if policy == BELADY else ("-", 2.5 if policy == "adaptive" else 1.2)
+        label = f"{policy} (knows the future)" if policy == BELADY else policy
+        axes.plot(
+            capacities,
+            [shares[capacity] for capacity in capacities],
+            marker="o",
+            markersize=3.5,
+            linestyle=style,
+            linewidth=width,
+            label=label,
+        )
+    axes.set_xscale("log")
+    axes.set_xticks(capacities, [tokens_text(capacity) for capacity in capacities])
+    axes.minorticks_off()
+    axes.set_xlabel("capacity (tokens)")
+    axes.set_ylabel("prompt blocks found (%)")
+    axes.set_ylim(bottom=0.0)
+    axes.grid(visible=True, alpha=0.3)
+    axes.legend(loc="lower right", frameon=False)
+    figure.savefig(path, dpi=120)
+
+
 def _title(result: ReplayResult) -> str:
     config, counts = result.config, result.counts
     order = "lowest first" if config.need_sort else "first in, first out"
@@ -48,7 +93,7 @@ def _title(result: ReplayResult) -> str:
 def _draw_occupancy(axes: Axes, result: ReplayResult) -> None:
     """Draw the maximum of each interval, so that peaks survive the downsampling."""
     axes.set_title("Occupancy", loc="left")
-    time_s, in_use, running = result.occupancy
+    time_s, in_use, evictable, running = result.occupancy
     starts = np.unique(np.linspace(0, len(time_s) - 1, _POINTS, dtype=np.int64))
     times = time_s[starts]
     axes.fill_between(
@@ -59,6 +104,15 @@ def _draw_occupancy(axes: Axes, result: ReplayResult) -> None:
         alpha=0.35,
         label="slots in use",
     )
+    if result.config.prefix_cache:
+        axes.step(
+            times,
+            np.maximum.reduceat(in_use + evictable, starts),
+            where="post",
+            color="tab:green",
+            linewidth=0.8,
+            label="in use or cached",
+        )
     axes.axhline(result.capacity, color="tab:red", linewidth=1.0, label="pool capacity")
     if len(result.retracted_s):
         axes.plot(
@@ -88,7 +142,7 @@ def _draw_occupancy(axes: Axes, result: ReplayResult) -> None:
     right.set_ylabel("running requests")
     handles, labels = axes.get_legend_handles_labels()
     more_handles, more_labels = right.get_legend_handles_labels()
-    right.legend(handles + more_handles, labels + more_labels, loc="upper center", ncols=4, frameon=False)
+    right.legend(handles + more_handles, labels + more_labels, loc="upper center", ncols=5, frameon=False)
 
 
 def _draw_latency(axes: Axes, result: ReplayResult) -> None:

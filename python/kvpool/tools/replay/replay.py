@@ -1,8 +1,9 @@
 """Drives the pools with a request trace: continuous batching on a virtual clock, every stored byte checked.
 
-The scheduler is that of the serving engine. There is no model: instead of K and V, the replay stores rows of
-hash words that encode (request, position, layer, K or V). Before slots are freed, it reads each row through
-the request table and compares it. A request ends when all its tokens, prompt and output, have rows.
+The scheduler is that of the serving engine, with a prefix cache if the configuration has one. There is no
+model: instead of K and V, the replay stores rows of hash words that encode (prefix, position, layer, K or V).
+Before slots are freed, it reads each row through the request table and compares it, those found in the cache
+included. A request ends when all its tokens, prompt and output, have rows.
 
 Each step takes `step_ms` of virtual time; only the calls into the pools are timed.
 """
@@ -13,31 +14,34 @@ from array import array
 from collections import deque
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import starmap
+from itertools import repeat
 from time import perf_counter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 import torch
 
 from kvpool import BatchPlanner, ReqToTokenPool, TokenToKVPoolAllocator
+from kvpool._kvpool import PrefixCache
 from kvpool.errors import ConfigError, OutOfMemoryError
 from kvpool.serving.scheduler import Scheduler
 from kvpool.tools.replay.errors import ReplayError
 from kvpool.tools.replay.pool_size import suggest_pool_size
+from kvpool.tools.replay.prompts import Prompts
 from kvpool.tools.replay.timing import timed, timer_cost_ns
 from kvpool.tools.replay.token_rows import KvStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
+    from kvpool._kvpool import Lease
     from kvpool.serving.scheduler import State, Step
     from kvpool.tools.replay.config import ReplayConfig
     from kvpool.tools.replay.traces import Trace
 
-BOOKKEEPING = ("extend", "finish", "alloc_row")
+BOOKKEEPING = ("extend", "finish", "alloc_row", "match", "publish")
 """The operations that make up the pools' share of time."""
 OPERATIONS = (*BOOKKEEPING, "read", "set_kv", "gather")
 """All operations, including copies of K and V and the table reads of the check."""
@@ -48,7 +52,7 @@ class Counts:
     """Counters of a replay.
 
     A generated token counts as decoded once, and as prefilled each time it is recomputed after a retraction,
-    like the tokens of a prompt.
+    like the tokens of a prompt. Tokens that an admission finds in the prefix cache count as found instead.
     """
 
     requests: int = 0
@@ -57,6 +61,8 @@ class Counts:
     finished: int = 0
     retractions: int = 0
     prefilled_tokens: int = 0
+    found_tokens: int = 0
+    evicted_tokens: int = 0
     decoded_tokens: int = 0
     verified_tokens: int = 0
     steps: int = 0
@@ -70,10 +76,11 @@ class Counts:
 
 
 class Occupancy(NamedTuple):
-    """One entry per step: virtual seconds (float64), slots in use (int64), running requests (int64)."""
+    """One entry per step: virtual seconds, slots of requests, slots that only the cache needs, requests."""
 
     time_s: NDArray[np.float64]
     in_use: NDArray[np.int64]
+    evictable: NDArray[np.int64]
     running: NDArray[np.int64]
 
 
@@ -131,22 +138,44 @@ class _Request:
 
     index: int
     total_len: int
+    input_len: int
     seq_len: int
+    prompts: Prompts
+    # While running: its token ids, and the hashes of its positions' prefixes.
+    tokens: NDArray[np.int32] | None = None
+    prefix_keys: torch.Tensor | None = None
     state: State = "waiting"
     retractions: int = 0
     row: int = 0
     cached: int = 0
     owner: None = None
+    namespace: None = None
+    prefix_len: int = 0
+    lease: Lease | None = None
+
+    def between(self, begin: int, end: int) -> Sequence[int]:
+        """Tokens from position `begin` to `end`: an array, which the prefix cache reads in place."""
+        if self.tokens is None:
+            self.tokens = self.prompts.tokens_of(self.index, 0, self.total_len)
+        return cast("Sequence[int]", self.tokens[begin:end])
 
 
 class _CheckedScheduler(Scheduler[_Request]):
     """The scheduler with timed calls, and a check of K and V rows before their slots are freed."""
 
-    def __init__(self, planner: BatchPlanner, kv: KvStore | None, samples: dict[str, array[int]]) -> None:
-        super().__init__(planner)
+    def __init__(
+        self,
+        planner: BatchPlanner,
+        cache: PrefixCache | None,
+        kv: KvStore | None,
+        samples: dict[str, array[int]],
+    ) -> None:
+        super().__init__(planner, cache)
         self._extend = timed(self._extend, samples["extend"])
         self._finish = timed(self._finish, samples["finish"])
         self._alloc_row = timed(self._alloc_row, samples["alloc_row"])
+        self._timed_match = timed(super()._match, samples["match"])
+        self._timed_publish = timed(super().publish, samples["publish"])
         self._read = timed(planner.req_to_token_pool.read, samples["read"])
         self._kv = kv
         self.verified_tokens = 0
@@ -156,10 +185,22 @@ class _CheckedScheduler(Scheduler[_Request]):
             for request in requests:
                 self._check(self._kv, request)
         super().release(requests)
+        for request in requests:
+            request.tokens = request.prefix_keys = None
+
+    def publish(self, request: _Request) -> None:
+        if request.lease is not None:
+            self._timed_publish(request)
+
+    def _match(self, request: _Request) -> Lease | None:
+        if self.cache is None:
+            return None
+        request.between(0, 0)  # makes the tokens, whose time is not the cache's
+        return self._timed_match(request)
 
     def _check(self, kv: KvStore, request: _Request) -> None:
         slots = self._read(request.row, request.cached)
-        kv.check(request.index, kv.rows.prompt_keys(request.index, 0, request.cached), slots)
+        kv.check(request.index, kv.rows.keys_of(request.index, 0, request.cached), slots)
         self.verified_tokens += request.cached
 
 
@@ -170,6 +211,7 @@ class Replay:
         trace: The requests.
         config: The configuration with `pool_size` and `max_context` filled in.
         allocator, table: The pools.
+        cache: The prefix cache, if the configuration has one.
         kv: The KV pool and its encoder; None with `kv=False`.
         scheduler: The scheduler of the engine.
         counts: The counters so far.
@@ -184,12 +226,7 @@ class Replay:
         inside = trace.total_lens <= max_context
         pool_size = config.pool_size
         if pool_size is None:
-            fitting = replace(
-                trace,
-                arrival_s=trace.arrival_s[inside],
-                input_lens=trace.input_lens[inside],
-                output_lens=trace.output_lens[inside],
-            )
+            fitting = trace.take(np.flatnonzero(inside))
             pool_size = suggest_pool_size(fitting, config) if len(fitting) else config.page_size
         self.config = config = replace(config, pool_size=pool_size, max_context=max_context)
         self._samples: dict[str, array[int]] = {name: array("q") for name in OPERATIONS}
@@ -206,9 +243,11 @@ class Replay:
                 "slots"
             )
         self.table = ReqToTokenPool(config.max_running, max_context, device=config.device)
-        self.kv = KvStore(config, pool_size, len(trace), self._samples) if config.kv else None
+        self.cache = PrefixCache(self.allocator, policy=config.policy) if config.prefix_cache else None
+        prompts = Prompts(trace)
+        self.kv = KvStore(config, pool_size, prompts, self._samples) if config.kv else None
         self.counts = Counts(requests=len(trace), rejected=len(trace) - len(accepted))
-        # Request hashes by row, for the tokens of a batch.
+        # Hashes of the outputs' prefixes by row, for the tokens of a batch.
         self._row_keys = torch.zeros(config.max_running + 1, dtype=torch.int64, device=config.device)
         planner = BatchPlanner(
             self.table,
@@ -218,18 +257,21 @@ class Replay:
             kv_indices=False,
             block_table=False,
         )
-        self.scheduler = _CheckedScheduler(planner, self.kv, self._samples)
+        self.scheduler = _CheckedScheduler(planner, self.cache, self.kv, self._samples)
         self._decoding = 0
-        self._arrivals = self._make_requests(accepted)
+        self._arrivals = self._make_requests(accepted, prompts)
         self.time_s = 0.0
-        self._times, self._in_use, self._running = array("d"), array("q"), array("q")
+        self._times, self._in_use = array("d"), array("q")
+        self._evictable, self._running = array("q"), array("q")
         self._retracted_s = array("d")
 
-    def _make_requests(self, accepted: NDArray[np.int64]) -> deque[tuple[float, _Request]]:
+    def _make_requests(self, accepted: NDArray[np.int64], prompts: Prompts) -> deque[tuple[float, _Request]]:
         """The requests that can be served, in order of arrival."""
         arrival_s = self.trace.arrival_s[accepted] / self.config.speed_up
-        lens = (accepted, self.trace.total_lens[accepted], self.trace.input_lens[accepted])
-        requests = starmap(_Request, zip(*(x.tolist() for x in lens), strict=True))
+        inputs = self.trace.input_lens[accepted].tolist()
+        totals = self.trace.total_lens[accepted].tolist()
+        # All tokens of the prompt are known.
+        requests = map(_Request, accepted.tolist(), totals, inputs, inputs, repeat(prompts))
         return deque(zip(arrival_s.tolist(), requests, strict=True))
 
     @property
@@ -239,8 +281,13 @@ class Replay:
 
     @property
     def in_use(self) -> int:
-        """Slots that are not available."""
-        return self.capacity - self.allocator.available_size()
+        """Slots that requests use."""
+        return self.capacity - self.allocator.available_size() - self.evictable
+
+    @property
+    def evictable(self) -> int:
+        """Slots that only the prefix cache needs."""
+        return self.cache.evictable_size() if self.cache is not None else 0
 
     def run(self, on_step: Callable[[Replay], None] | None = None) -> ReplayResult:
         """Run until every request has ended and everything is freed.
@@ -290,13 +337,21 @@ class Replay:
     def _store(self, kv: KvStore, step: Step[_Request]) -> None:
         """Write the rows of all new tokens of a step."""
         plan = step.plan
-        admitted = [request for request in step.requests if request.cached == 0]
-        if admitted:
-            rows, indices = torch.tensor([(r.row, r.index) for r in admitted]).T.to(self._row_keys.device)
-            self._row_keys[rows] = kv.rows.request_keys[indices]
+        if step.started:
+            outputs = [(r.row, kv.rows.prompts.output(r.index)) for r in step.started]
+            rows, prefixes = torch.tensor(outputs).T.to(self._row_keys.device)
+            self._row_keys[rows] = kv.rows.prefix_keys[prefixes]
         keys = self._row_keys[plan.req_pool_indices.long()]
         if plan.num_tokens > len(step.requests):
             keys = keys.repeat_interleave(plan.qo_indptr.diff())
+        begin = 0
+        for request, end in zip(step.requests, step.ends, strict=True):
+            count = end - request.cached
+            if request.cached < request.input_len:
+                if request.prefix_keys is None:
+                    request.prefix_keys = kv.rows.prefix_keys_of(request.index, 0, request.total_len)
+                keys[begin : begin + count] = request.prefix_keys[request.cached : end]
+            begin += count
         kv.store(kv.rows.keys(keys, plan.positions), plan.out_cache_loc)
 
     def _record(self) -> None:
@@ -306,6 +361,7 @@ class Replay:
         counts.peak_running = max(counts.peak_running, running)
         self._times.append(self.time_s)
         self._in_use.append(in_use)
+        self._evictable.append(self.evictable)
         self._running.append(running)
 
     def _advance(self, step: Step[_Request]) -> None:
@@ -313,8 +369,9 @@ class Replay:
         counts = self.counts
         ended: list[_Request] = []
         decoding = 0
+        counts.found_tokens += sum(request.prefix_len for request in step.started)
+        self.scheduler.note_computed(step)
         for request, end in zip(step.requests, step.ends, strict=True):
-            request.cached = end
             if end == request.total_len:
                 ended.append(request)
             elif end == request.seq_len:
@@ -334,6 +391,10 @@ class Replay:
 
     def _check_returned(self) -> None:
         problems = []
+        if self.cache is not None:
+            self.cache.verify()
+            self.counts.evicted_tokens = self.cache.stats()["evicted"]
+            self.cache.clear()
         if self.in_use:
             problems.append(f"{self.in_use} of {self.capacity} slots were not freed")
         rows = self.table.available_size()
@@ -365,6 +426,8 @@ class Replay:
             wall_s=wall_s,
             samples={name: ints(values) for name, values in self._samples.items()},
             timer_ns=timer_cost_ns(),
-            occupancy=Occupancy(np.array(self._times), ints(self._in_use), ints(self._running)),
+            occupancy=Occupancy(
+                np.array(self._times), ints(self._in_use), ints(self._evictable), ints(self._running)
+            ),
             retracted_s=np.array(self._retracted_s),
         )

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from rich.console import Console
 
+    from kvpool.tools.replay.hit_rates import HitRates
     from kvpool.tools.replay.replay import ReplayResult
 
 
@@ -53,6 +54,42 @@ def print_report(result: ReplayResult, console: Console) -> None:
     )
 
 
+def rates_as_json(rates: HitRates) -> dict[str, Any]:
+    """The hit rates as plain values."""
+    plain = asdict(rates)
+    plain["unlimited_hit_rate"] = rates.repeated_blocks / rates.blocks
+    for entry, rate in zip(plain["rates"], rates.rates, strict=True):
+        entry["hit_rate"] = rates.share(rate)
+    return plain
+
+
+def print_rates(rates: HitRates, console: Console) -> None:
+    """Print a row for each policy and a column for each capacity."""
+    console.print(f"Prompt blocks found, {rates.trace}", style="italic", highlight=False)
+    table = Table()
+    table.add_column("policy")
+    for capacity in dict.fromkeys(rate.capacity for rate in rates.rates):
+        table.add_column(tokens_text(capacity), justify="right")
+    for policy in dict.fromkeys(rate.policy for rate in rates.rates):
+        shares = (f"{rates.share(rate):.1%}" for rate in rates.rates if rate.policy == policy)
+        table.add_row(policy, *shares)
+    console.print(table)
+    console.print(
+        f"{rates.blocks:,} blocks of {rates.block_size} tokens in {rates.requests:,} prompts, pages of "
+        f"{rates.page_size}; an unlimited cache finds {rates.repeated_blocks / rates.blocks:.1%}; "
+        f"{sum(rate.wall_s for rate in rates.rates):,.1f} s",
+        highlight=False,
+    )
+
+
+def tokens_text(tokens: int) -> str:
+    """Format a number of tokens: 8,200,000 is `8.2M`."""
+    for unit, size in (("M", 1_000_000), ("K", 1_000)):
+        if tokens >= size / 2 and tokens % (size // 10) == 0:
+            return f"{tokens / size:g}{unit}"
+    return f"{tokens:,}"
+
+
 def _call_times(samples: NDArray[np.int64]) -> dict[str, float | int | None]:
     if not len(samples):
         return {"count": 0, "median_ns": None, "p99_ns": None, "worst_ns": None, "total_ns": 0}
@@ -83,6 +120,10 @@ def _summary(result: ReplayResult) -> Table:
     table.add_row("requests finished", f"{counts.finished:,} of {counts.requests:,}")
     table.add_row("requests rejected", f"{counts.rejected:,}")
     table.add_row("tokens prefilled", f"{counts.prefilled_tokens:,}")
+    if config.prefix_cache:
+        found = counts.found_tokens / max(counts.found_tokens + counts.prefilled_tokens, 1)
+        table.add_row("tokens found", f"{counts.found_tokens:,}, {found:.1%} of these and the prefilled ones")
+        table.add_row("tokens evicted", f"{counts.evicted_tokens:,} by {config.policy}")
     table.add_row("tokens decoded", f"{counts.decoded_tokens:,}")
     table.add_row("tokens verified", f"{counts.verified_tokens:,}" if config.kv else "none (no K and V)")
     table.add_row("retractions", f"{counts.retractions:,}")

@@ -14,9 +14,13 @@ if TYPE_CHECKING:
     from array import array
 
     from kvpool.tools.replay.config import ReplayConfig
+    from kvpool.tools.replay.prompts import Prompts
 
 CHUNK_BYTES = 1 << 20
 """Most bytes of K, and as many of V, per `set_kv_buffer` or `gather_kv` call; small enough for the cache."""
+
+_TELLING_BYTES = 6
+"""Rows of so many bytes or more are different for all tokens of a trace."""
 
 
 def _hex(words: torch.Tensor) -> str:
@@ -33,20 +37,22 @@ def _mix(words: torch.Tensor) -> torch.Tensor:
 class TokenRows:
     """K and V rows that identify their token, layer and part.
 
-    A token's key is a 64-bit hash of (seed, request, position); word `w` of its row is the key XOR a random
-    word for (layer, part, `w`), so that a row takes one pass over memory. Words are as wide as the row's byte
-    length allows, up to 8 bytes. Rows are bit patterns in the pool's dtype: they are never converted, so they
-    are exact in any dtype.
+    A token's key is a 64-bit hash of (seed, prefix, position), with the prefix of `Prompts`; word `w` of its
+    row is the key XOR a random word for (layer, part, `w`), so that a row takes one pass over memory. Words
+    are as wide as the row's byte length allows, up to 8 bytes. Rows are bit patterns in the pool's dtype:
+    they are never converted, so they are exact in any dtype.
 
     Attributes:
+        prompts: The prefix of each position.
         dtype: The pool's dtype.
         chunk: The most rows that `expected` computes at once.
-        request_keys: int64 `[requests]`, a 64-bit hash of (seed, request).
+        prefix_keys: int64 `[prefixes]`, a 64-bit hash of (seed, prefix).
     """
 
     _STRIDE = -0x61C8_8646_80B5_83EB  # 2**64 divided by the golden ratio: SplitMix64's increment
 
-    def __init__(self, config: ReplayConfig, requests: int) -> None:
+    def __init__(self, config: ReplayConfig, prompts: Prompts) -> None:
+        self.prompts = prompts
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         row_bytes = config.heads * config.head_dim * self.dtype.itemsize
         self._shape = (config.heads, config.head_dim)
@@ -56,20 +62,25 @@ class TokenRows:
         self._word = widths[self._word_bytes]
         self._words = row_bytes // self._word_bytes
         seed = _mix(torch.tensor([config.seed]).to(self._device))
-        self.request_keys = _mix(torch.arange(requests, device=self._device) ^ seed)
+        self.prefix_keys = _mix(torch.arange(prompts.prefixes, device=self._device) ^ seed)
         salts = torch.arange(config.layers * 2 * self._words, device=self._device)
         self._salts = _mix(salts * self._STRIDE + (config.seed + 1)).view(config.layers, 2, self._words)
         self.chunk = max(1, CHUNK_BYTES // (8 * self._words))
         self._wide = torch.empty(2, self.chunk, self._words, dtype=torch.int64, device=self._device)
 
-    def keys(self, request_keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Token keys, int64 `[n]`, of `positions` `[n]`; `request_keys` is int64 `[n]` or `[1]`."""
-        return _mix(positions.to(torch.int64) * self._STRIDE + request_keys)
+    def keys(self, prefix_keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Token keys, int64 `[n]`, of `positions` `[n]` with `prefix_keys`, int64 `[n]`."""
+        return _mix(positions.to(torch.int64) * self._STRIDE + prefix_keys)
 
-    def prompt_keys(self, request: int, begin: int, end: int) -> torch.Tensor:
+    def prefix_keys_of(self, request: int, begin: int, end: int) -> torch.Tensor:
+        """Keys of the prefixes, int64 `[end - begin]`, of one request's positions from `begin` to `end`."""
+        prefixes = torch.from_numpy(self.prompts.prefixes_of(request, begin, end))
+        return self.prefix_keys[prefixes.to(self._device)]
+
+    def keys_of(self, request: int, begin: int, end: int) -> torch.Tensor:
         """Token keys, int64 `[end - begin]`, of one request's positions from `begin` to `end`."""
         positions = torch.arange(begin, end, device=self._device)
-        return self.keys(self.request_keys[request : request + 1], positions)
+        return self.keys(self.prefix_keys_of(request, begin, end), positions)
 
     def expected(self, keys: torch.Tensor, layer: int, part: int) -> torch.Tensor:
         """Compute the rows' words `[n, words]` for at most `chunk` keys.
@@ -110,7 +121,7 @@ class KvStore:
     """The KV pool, written and checked token by token."""
 
     def __init__(
-        self, config: ReplayConfig, pool_size: int, requests: int, samples: dict[str, array[int]]
+        self, config: ReplayConfig, pool_size: int, prompts: Prompts, samples: dict[str, array[int]]
     ) -> None:
         self.pool = KVPool(
             pool_size,
@@ -121,7 +132,7 @@ class KvStore:
             dtype=config.dtype,
             page_size=config.page_size,
         )
-        self.rows = TokenRows(config, requests)
+        self.rows = TokenRows(config, prompts)
         self._layers = config.layers
         self._set_kv = timed(self.pool.set_kv_buffer, samples["set_kv"])
         self._gather = timed(self.pool.gather_kv, samples["gather"])
@@ -165,4 +176,17 @@ class KvStore:
                             slot=int(slots[begin + row]),
                             expected=_hex(expected[row]),
                             found=_hex(words[row]),
+                            found_token=self._token_of(words[row].clone(), layer, which),
                         )
+
+    def _token_of(self, words: torch.Tensor, layer: int, part: int) -> tuple[int, int] | None:
+        """The first (request, position) with this row, if rows are long enough to tell."""
+        if words.numel() * words.itemsize < _TELLING_BYTES:
+            return None
+        for request, total_len in enumerate(self.rows.prompts.total_lens):
+            for begin in range(0, total_len, self.rows.chunk):
+                keys = self.rows.keys_of(request, begin, min(begin + self.rows.chunk, total_len))
+                same = (self.rows.expected(keys, layer, part) == words).all(dim=1)
+                if same.any():
+                    return request, begin + int(same.nonzero()[0, 0])
+        return None

@@ -18,7 +18,10 @@ def serve(  # noqa: PLR0913 - one parameter per option
         str, typer.Option(help="A small model with random weights: qwen3, llama or qwen3-next.")
     ] = "qwen3",
     requests: Annotated[int, typer.Option(min=1, help="Requests of the burst.")] = 300,
-    per_step: Annotated[int, typer.Option(min=1, help="Requests that arrive in each step.")] = 8,
+    conversations: Annotated[
+        int, typer.Option(min=0, help="In place of the burst: users with a conversation of several turns.")
+    ] = 0,
+    per_step: Annotated[int, typer.Option(min=1, help="Requests or users that arrive in each step.")] = 8,
     pool_size: Annotated[int, typer.Option(min=1, help="Token slots.")] = 1024,
     page_size: Annotated[int, typer.Option(min=1, help="Slots per page.")] = 1,
     prefill_budget: Annotated[int, typer.Option(min=1, help="New tokens per step.")] = 256,
@@ -33,8 +36,9 @@ def serve(  # noqa: PLR0913 - one parameter per option
     """Serve a small model through the pools, and check every request against the model alone.
 
     Streams a few requests, serves a burst of them with continuous batching in a pool that is too small for
-    all, and generates each again with the model alone. Exits with status 1 if one token differs or one slot
-    is missing at the end.
+    all, and generates each again with the model alone. With --conversations, serves users instead who share a
+    system prompt and whose turns repeat the earlier ones: with the prefix cache and without it. Exits with
+    status 1 if one token differs or one slot is missing at the end.
     """
     need("transformers", "numpy", "torch", "transformers")
     from kvpool.tools.serve import report, service  # noqa: PLC0415 - transformers loads slowly
@@ -44,6 +48,7 @@ def serve(  # noqa: PLR0913 - one parameter per option
     config = service.ServeConfig(
         model=model,
         requests=requests,
+        conversations=conversations,
         per_step=per_step,
         pool_size=pool_size,
         page_size=page_size,

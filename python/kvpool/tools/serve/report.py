@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,15 +28,23 @@ UPDATES_PER_SECOND = 8
 
 def as_json(result: ServeResult) -> dict[str, Any]:
     """The result as plain values."""
-    return {
+    values = {
         "config": asdict(result.config),
         **result.stats,
+        "hit_rate": result.hit_rate,
         "peak_in_use": result.peak_in_use,
         "peak_running": result.peak_running,
         "differences": [{**found._asdict(), "is_tie": found.is_tie} for found in result.differences],
         "is_right": result.is_right,
-        "timing": {"served_s": result.served_s, "alone_s": result.alone_s},
+        "timing": {
+            "served_s": result.served_s,
+            "first_token_s": result.first_token_s,
+            "alone_s": result.alone_s,
+        },
     }
+    if result.uncached is not None:
+        values["uncached"] = as_json(result.uncached)
+    return values
 
 
 def run(config: ServeConfig, console: Console) -> ServeResult:
@@ -49,15 +57,24 @@ def run(config: ServeConfig, console: Console) -> ServeResult:
     torch.set_num_threads(1)
     log.set_verbosity_error()  # hides advice about faster kernels
     try:
-        service = Service(config)
-        stream(service, console)
-        with live(console) as update:
-            result = service.serve(update)
-        checked(service, result, console)
+        result = served(config, console)
+        if config.conversations:
+            result.uncached = served(replace(config, prefix_cache=False), console)
     finally:
         torch.set_num_threads(threads)
         log.set_verbosity(verbosity)
     print_report(result, console)
+    return result
+
+
+def served(config: ServeConfig, console: Console) -> ServeResult:
+    """Serve and check."""
+    service = Service(config)
+    if not config.conversations:
+        stream(service, console)
+    with live(console) as update:
+        result = service.serve(update)
+    checked(service, result, console)
     return result
 
 
@@ -90,36 +107,48 @@ def checked(service: Service, result: ServeResult, console: Console) -> None:
 
 
 def print_report(result: ServeResult, console: Console) -> None:
-    """Print the result."""
+    """Print the result, beside that without the prefix cache if there is one."""
     stats, config = result.stats, result.config
     table = Table(
-        title=f"Served {stats['finished']} requests of a {config.model} model",
-        show_header=False,
+        title=f"Served {stats['finished']} requests of a {config.model} model: {stats['capacity']:,} slots, "
+        f"page size {config.page_size}, {config.device}",
+        show_header=result.uncached is not None,
         title_justify="left",
     )
+    columns = [result] if result.uncached is None else [result, result.uncached]
     table.add_column()
-    table.add_column(justify="right")
-    share = 100 * result.peak_in_use / stats["capacity"]
-    wrong = [found for found in result.differences if not found.is_tie]
-    table.add_row("pool", f"{stats['capacity']:,} slots, page size {config.page_size}, {config.device}")
-    table.add_row("peak occupancy", f"{result.peak_in_use:,} slots, {share:.0f} %")
-    table.add_row("peak running", f"{result.peak_running} requests")
-    table.add_row("retractions", f"{stats['retractions']:,}")
-    table.add_row("steps", f"{stats['steps']:,}")
-    table.add_row("tokens generated", f"{stats['generated_tokens']:,}")
-    table.add_row("tokens computed", f"{stats['computed_tokens']:,}")
-    table.add_row(
-        "served in", f"{result.served_s:,.1f} s, one request after the other in {result.alone_s:,.1f} s"
-    )
-    table.add_row("equal to the model alone", f"{stats['finished'] - len(result.differences):,}")
-    table.add_row("different at a tie", f"{len(result.differences) - len(wrong):,}")
-    table.add_row("wrong", f"{len(wrong):,}")
+    for header in ("with the prefix cache", "without")[: len(columns)]:
+        table.add_column(header, justify="right")
+    for row in zip(*map(_rows, columns), strict=True):
+        table.add_row(row[0][0], *(value for _, value in row))
     console.print(table)
-    for found in wrong:
+    for found in (found for column in columns for found in column.differences if not found.is_tie):
         console.print(
             f"request {found.request} differs from token {found.position} on, "
             f"by {found.gap:.4f} in the logits of the model alone"
         )
+
+
+def _rows(result: ServeResult) -> list[tuple[str, str]]:
+    """Names and values."""
+    stats = result.stats
+    share = 100 * result.peak_in_use / stats["capacity"]
+    ties = sum(found.is_tie for found in result.differences)
+    return [
+        ("peak occupancy", f"{result.peak_in_use:,} slots, {share:.0f} %"),
+        ("peak running", f"{result.peak_running} requests"),
+        ("retractions", f"{stats['retractions']:,}"),
+        ("steps", f"{stats['steps']:,}"),
+        ("tokens generated", f"{stats['generated_tokens']:,}"),
+        ("tokens computed", f"{stats['computed_tokens']:,}"),
+        ("found in the cache", f"{stats['found_tokens']:,} tokens, {100 * result.hit_rate:.0f} %"),
+        ("first token", f"after {1000 * result.first_token_s:,.0f} ms (median)"),
+        ("served in", f"{result.served_s:,.1f} s"),
+        ("one after the other in", f"{result.alone_s:,.1f} s"),
+        ("equal to the model alone", f"{stats['finished'] - len(result.differences):,}"),
+        ("different at a tie", f"{ties:,}"),
+        ("wrong", f"{len(result.differences) - ties:,}"),
+    ]
 
 
 def _now(stats: dict[str, int], rate: float) -> Table:

@@ -1,14 +1,17 @@
 """Serves a small model with random weights through the pools, and compares it with the model alone.
 
-There is no tokenizer: tokens are spelled as syllables, so that the stream looks like text. Weights and
-activations are float32, so that batching changes logits only in their last bits. A different token is
-accepted only if both had practically equal logits: see `TIE`.
+The load is a burst of requests, or conversations, which share a system prompt and whose turns repeat the
+earlier turns and answers. There is no tokenizer: tokens are spelled as syllables, so that the stream looks
+like text. Weights and activations are float32, so that batching changes logits only in their last bits. A
+different token is accepted only if both had practically equal logits: see `TIE`.
 """
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from functools import partial
+from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,6 +29,10 @@ if TYPE_CHECKING:
 VOCAB_SIZE = 256
 MAX_CONTEXT_LEN = 256
 MAX_REQS = 64
+
+TURNS = 4
+SYSTEM_PROMPT = 48
+"""Turns of a conversation, and the tokens with which all conversations begin."""
 
 TIE = 1e-3
 """Logits, which are of order 1, that differ by less may swap order in another batch."""
@@ -67,23 +74,27 @@ class ServeConfig:
 
     Attributes:
         model: A name in `CONFIGS`.
-        requests: Number of requests.
-        per_step: Number of requests that arrive in each step.
+        requests: Number of requests of a burst.
+        conversations: Number of users with a conversation; if there are any, there is no burst.
+        per_step: Number of requests, or of users, that arrive in each step.
         pool_size: Token slots.
         page_size: Slots in a page.
         prefill_budget: The most new tokens in a step.
         device: Device of the model and the pools.
         seed: Seed of weights and requests.
+        prefix_cache: Whether the engine has a prefix cache.
     """
 
     model: str = "qwen3"
     requests: int = 300
+    conversations: int = 0
     per_step: int = 8
     pool_size: int = 1024
     page_size: int = 1
     prefill_budget: int = 256
     device: str = "cpu"
     seed: int = 0
+    prefix_cache: bool = True
 
 
 class Difference(NamedTuple):
@@ -114,27 +125,38 @@ class ServeResult:
         stats: `Engine.stats()` at the end.
         peak_in_use: The most slots in use.
         peak_running: The most requests running at once.
+        first_token_s: Median seconds from the arrival of a request to its first token.
         served_s: Seconds to serve all requests.
         alone_s: Seconds to generate them again, one after the other.
         differences: Differences from the model alone.
+        uncached: The result of the same conversations without the prefix cache.
     """
 
     config: ServeConfig
     stats: dict[str, int]
     peak_in_use: int = 0
     peak_running: int = 0
+    first_token_s: float = 0.0
     served_s: float = 0.0
     alone_s: float = 0.0
     differences: tuple[Difference, ...] = ()
+    uncached: ServeResult | None = None
 
     @property
     def is_right(self) -> bool:
-        """Whether every request got the tokens of the model alone, and every slot was freed."""
-        return all(found.is_tie for found in self.differences) and self.stats["in_use"] == 0
+        """Whether every request got the tokens of the model alone, and gave up every slot."""
+        is_right = all(found.is_tie for found in self.differences) and self.stats["in_use"] == 0
+        return is_right and (self.uncached is None or self.uncached.is_right)
+
+    @property
+    def hit_rate(self) -> float:
+        """The share of the tokens to compute that were found in the prefix cache."""
+        found = self.stats["found_tokens"]
+        return found / max(found + self.stats["computed_tokens"], 1)
 
 
 class Service:
-    """A model, the engine that serves it, and the requests of a burst."""
+    """A model, the engine that serves it, and its requests."""
 
     def __init__(self, config: ServeConfig) -> None:
         torch.manual_seed(config.seed)
@@ -145,29 +167,56 @@ class Service:
         self.pooled = PooledModel(
             self.model, config.pool_size, MAX_REQS, MAX_CONTEXT_LEN, page_size=config.page_size
         )
-        self.engine = Engine(self.pooled, config.prefill_budget)
+        self.engine = Engine(self.pooled, config.prefill_budget, prefix_cache=config.prefix_cache)
         self.requests: list[Request] = []
         self._random = random.Random(config.seed)  # noqa: S311 - prompts are not secret
+        self._system_prompt = _tokens(self._random, SYSTEM_PROMPT)
+        self._first_tokens_s: list[float] = []
 
     def submit(self) -> Request:
         """Submit a request of random length."""
-        prompt = [self._random.randrange(VOCAB_SIZE) for _ in range(self._random.randint(4, 120))]
-        self.requests.append(self.engine.submit(prompt, self._random.randint(4, 64)))
+        return self._submit(_tokens(self._random, self._random.randint(4, 120)), self._random.randint(4, 64))
+
+    def converse(self, chance: random.Random, before: list[int], turns: int = TURNS) -> None:
+        """Submit a turn of a conversation; its answer is followed by the next one."""
+        prompt = before + _tokens(chance, chance.randint(4, 24))
+
+        def go_on(request: Request) -> None:
+            if turns > 1:
+                self.converse(chance, request.prompt + request.tokens, turns - 1)
+
+        self._submit(prompt, chance.randint(4, 26), go_on)
+
+    def _submit(
+        self, prompt: list[int], new_tokens: int, then: Callable[[Request], None] | None = None
+    ) -> Request:
+        begin = perf_counter()
+
+        def on_token(request: Request, _token: int) -> None:
+            if len(request.tokens) == 1:
+                self._first_tokens_s.append(perf_counter() - begin)
+            if request.is_over and then is not None:
+                then(request)
+
+        self.requests.append(self.engine.submit(prompt, new_tokens, on_token=on_token))
         return self.requests[-1]
 
-    def burst(self) -> Iterator[dict[str, int]]:
-        """Serve the burst, and yield the engine's statistics after each step."""
-        missing, is_busy = self.config.requests, True
-        while is_busy or missing:
-            arriving = min(self.config.per_step, missing)
-            missing -= arriving
-            for _ in range(arriving):
-                self.submit()
+    def steps(self) -> Iterator[dict[str, int]]:
+        """Serve the load, and yield the engine's statistics after each step."""
+        arrivals: list[Callable[[], object]] = [self.submit] * self.config.requests
+        if self.config.conversations:
+            users = [self._random.randrange(1 << 32) for _ in range(self.config.conversations)]
+            arrivals = [partial(self.converse, random.Random(user), self._system_prompt) for user in users]  # noqa: S311
+        is_busy = True
+        while is_busy or arrivals:
+            for arrive in arrivals[: self.config.per_step]:
+                arrive()
+            del arrivals[: self.config.per_step]
             is_busy = self.engine.step()
             yield self.engine.stats()
 
     def serve(self, update: Callable[[dict[str, int], float], object] | None = None) -> ServeResult:
-        """Serve the burst.
+        """Serve the load.
 
         Args:
             update: Called after each step with the engine's statistics, and the tokens per second so far.
@@ -177,13 +226,14 @@ class Service:
         """
         result = ServeResult(self.config, self.engine.stats())
         begin, before = perf_counter(), result.stats["generated_tokens"]
-        for stats in self.burst():
+        for stats in self.steps():
             result.stats = stats
             result.peak_in_use = max(result.peak_in_use, stats["in_use"])
             result.peak_running = max(result.peak_running, stats["running"])
             if update is not None:
                 update(stats, (stats["generated_tokens"] - before) / (perf_counter() - begin))
         result.served_s = perf_counter() - begin
+        result.first_token_s = median(self._first_tokens_s)
         return result
 
     def check(self, result: ServeResult, update: Callable[[], object] | None = None) -> None:
@@ -217,6 +267,10 @@ class Service:
                     logits = self.model(output[:, : prompt.shape[1] + position]).logits[0, -1]
                 yield Difference(number, position, float(logits[expected] - logits[token]))
                 return
+
+
+def _tokens(chance: random.Random, count: int) -> list[int]:
+    return [chance.randrange(VOCAB_SIZE) for _ in range(count)]
 
 
 def default_device() -> str:

@@ -1,0 +1,198 @@
+//! `kvpool.Segment`, and the events of a prefix cache: `kvpool.Stored`, `kvpool.Removed` and `kvpool.Cleared`.
+
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyList};
+
+use crate::cache::{Event, Namespace, PageHash, Segment as Part, Whereabouts};
+
+use super::prefix_cache::namespace_to_py;
+
+/// Where pages are until there are other tiers.
+const TIER: &str = "device";
+
+/// BLAKE3 of the concatenation of parts.
+pub(super) fn digest(parts: &[&[u8]]) -> PageHash {
+    let mut hasher = blake3::Hasher::new();
+    for part in parts {
+        hasher.update(part);
+    }
+    *hasher.finalize().as_bytes()
+}
+
+/// A part of a prompt: where it is cached, or why it is not.
+#[pyclass(frozen, module = "kvpool", name = "Segment")]
+pub(super) struct Segment(pub(super) Part);
+
+#[pymethods]
+impl Segment {
+    /// The first position.
+    #[getter]
+    const fn begin(&self) -> usize {
+        self.0.range.start
+    }
+
+    /// One past the last position.
+    #[getter]
+    const fn end(&self) -> usize {
+        self.0.range.end
+    }
+
+    /// Where it is cached, "device", or the reason why it is not found: "no snapshot" (cached, but without a
+    /// snapshot of the state at its end), "evicted", "other namespace", "never published", or "page not full".
+    #[getter]
+    const fn state(&self) -> &'static str {
+        match &self.0.whereabouts {
+            Whereabouts::Device => TIER,
+            Whereabouts::NoSnapshot => "no snapshot",
+            Whereabouts::Evicted(_) => "evicted",
+            Whereabouts::Elsewhere(_) => "other namespace",
+            Whereabouts::NeverPublished => "never published",
+            Whereabouts::PageNotFull => "page not full",
+        }
+    }
+
+    /// Of what was evicted, why: "alloc" for an allocation that was short, "evict" and "clear" for these calls.
+    #[getter]
+    const fn pressure(&self) -> Option<&'static str> {
+        match &self.0.whereabouts {
+            Whereabouts::Evicted(gone) => Some(gone.cause.pressure.name()),
+            _ => None,
+        }
+    }
+
+    /// Of what was evicted, seconds since then.
+    #[getter]
+    fn evicted_s(&self) -> Option<f64> {
+        match &self.0.whereabouts {
+            Whereabouts::Evicted(gone) => Some(gone.cause.at.elapsed().as_secs_f64()),
+            _ => None,
+        }
+    }
+
+    /// Of what was evicted, how old it was: the tokens looked up between its last use and its eviction.
+    #[getter]
+    const fn idle_tokens(&self) -> Option<u64> {
+        match &self.0.whereabouts {
+            Whereabouts::Evicted(gone) => Some(gone.idle),
+            _ => None,
+        }
+    }
+
+    /// The other namespace that has it.
+    #[getter]
+    fn namespace<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
+        match &self.0.whereabouts {
+            Whereabouts::Elsewhere(name) => namespace_to_py(py, name),
+            _ => Ok(None),
+        }
+    }
+
+    fn __repr__(&self) -> String {
+        let (begin, end, state) = (self.begin(), self.end(), self.state());
+        let more = match &self.0.whereabouts {
+            Whereabouts::Evicted(gone) => format!(
+                ", pressure='{}', {:.1} s ago, {} tokens after its last use",
+                gone.cause.pressure.name(),
+                gone.cause.at.elapsed().as_secs_f64(),
+                gone.idle
+            ),
+            Whereabouts::Elsewhere(name) => format!(", namespace={name}"),
+            _ => String::new(),
+        };
+        format!("Segment({begin}..{end}, '{state}'{more})")
+    }
+}
+
+/// Pages that follow each other were stored.
+#[pyclass(frozen, module = "kvpool", name = "Stored")]
+pub(super) struct Stored {
+    pages: Vec<PageHash>,
+    parent: Option<PageHash>,
+    /// Their token ids.
+    #[pyo3(get)]
+    tokens: Vec<i32>,
+    namespace: Namespace,
+}
+
+#[pymethods]
+impl Stored {
+    /// Their keys, each of 32 bytes: BLAKE3 of the key before and the tokens of the page, as int32 in little
+    /// endian. Before the first page, it is that of the page size, as uint64, a byte for the kind of the
+    /// namespace (0: None, 1: an int, 2: a str, 3: bytes) and the namespace, an int in decimal.
+    #[getter]
+    fn pages<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        keys(py, &self.pages)
+    }
+
+    /// The key of the page before them; `None` at the beginning of a prompt.
+    #[getter]
+    fn parent<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyBytes>> {
+        self.parent.as_ref().map(|key| PyBytes::new(py, key))
+    }
+
+    /// Their namespace.
+    #[getter]
+    fn namespace<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
+        namespace_to_py(py, &self.namespace)
+    }
+
+    /// Where they are: "device".
+    #[getter]
+    const fn tier(_slf: &Bound<'_, Self>) -> &'static str {
+        TIER
+    }
+
+    fn __repr__(&self) -> String {
+        let (pages, tokens) = (self.pages.len(), self.tokens.len());
+        format!("Stored({pages} pages, {tokens} tokens, namespace={})", self.namespace)
+    }
+}
+
+/// Pages were removed.
+#[pyclass(frozen, module = "kvpool", name = "Removed")]
+pub(super) struct Removed(Vec<PageHash>);
+
+#[pymethods]
+impl Removed {
+    /// Their keys.
+    #[getter]
+    fn pages<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        keys(py, &self.0)
+    }
+
+    /// Where they were: "device".
+    #[getter]
+    const fn tier(_slf: &Bound<'_, Self>) -> &'static str {
+        TIER
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Removed({} pages)", self.0.len())
+    }
+}
+
+/// Nothing is cached any more; or a reader was so late that events were lost, and begins anew.
+#[pyclass(frozen, module = "kvpool", name = "Cleared")]
+pub(super) struct Cleared;
+
+#[pymethods]
+impl Cleared {
+    const fn __repr__(_slf: &Bound<'_, Self>) -> &'static str {
+        "Cleared()"
+    }
+}
+
+fn keys<'py>(py: Python<'py>, keys: &[PageHash]) -> PyResult<Bound<'py, PyList>> {
+    PyList::new(py, keys.iter().map(|key| PyBytes::new(py, key)))
+}
+
+/// An event as a Python object.
+pub(super) fn event_to_py(py: Python<'_>, event: Event) -> PyResult<Py<PyAny>> {
+    Ok(match event {
+        Event::Stored { pages, parent, tokens, namespace } => {
+            Py::new(py, Stored { pages, parent, tokens, namespace })?.into_any()
+        }
+        Event::Removed { pages } => Py::new(py, Removed(pages))?.into_any(),
+        Event::Cleared => Py::new(py, Cleared)?.into_any(),
+    })
+}
