@@ -12,6 +12,7 @@ EXTENSION := $(VENV)/.extension
 DRIVER := target/software_driver/lib/libcuda.so.1
 DRIVER_SOURCES := $(shell find tests/software_driver -name "*.rs" -o -name "*.cpp" -o -name "Cargo.*") $(wildcard src/kernels/*.cu*)
 CUDA_TOOLS := $(VENV)/cuda-tools
+PEERS := $(VENV)/peers
 # Seconds for each fuzz target, the targets, and how many run at once. SANITIZER=address needs a nightly toolchain.
 FUZZ_SECONDS ?= 3600
 TARGETS ?= $(notdir $(wildcard tests/fuzz/corpus/*))
@@ -29,7 +30,7 @@ GPU_TOOLS := pytest pytest-timeout pytest-xdist hypothesis prometheus-client ric
 STEPS ?= 11000000
 SEED ?= 1
 
-.PHONY: demo test lint bench bench-cuda chart api format clean kernels kernel-report rust-test python-test machine-test software-test \
+.PHONY: demo test lint bench bench-cuda bench-peers chart api format clean kernels kernel-report rust-test python-test machine-test software-test \
     rust-lint python-lint kernel-lint \
     orders fuzz fuzz-build fuzz-briefly histories soak soak-threads gpu gpu-package
 .DEFAULT_GOAL := test
@@ -128,6 +129,7 @@ bench: $(EXTENSION) $(VENV)/.tools
 	$(BIN)/python benches/bench_kv_pool.py
 	$(BIN)/python benches/bench_pools.py
 	$(BIN)/python benches/bench_planner.py
+	$(BIN)/python benches/bench_prefix_cache.py
 	if test -f $(TRACES)/azure/AzureLLMInferenceTrace_conv.csv; then \
 	    $(BIN)/python -m kvpool replay $(TRACES)/azure/AzureLLMInferenceTrace_conv.csv --no-kv; \
 	fi
@@ -137,6 +139,22 @@ bench-cuda: $(EXTENSION) $(VENV)/.tools
 	$(BIN)/python benches/bench_cuda.py
 	$(BIN)/python benches/bench_pools.py
 	$(BIN)/python benches/bench_planner.py
+
+# The prefix cache beside those of other engines, which are installed into a folder of their own: without what they
+# depend on, and with the PyTorch that SGLang's compiled core wants. What cannot be had is skipped with the reason.
+bench-peers: $(EXTENSION) $(VENV)/.tools $(PEERS)/.installed
+	cargo build --quiet --release --manifest-path benches/peers/kvbm/Cargo.toml --target-dir $(PEERS)/kvbm || true
+	PYTHONPATH=$(PEERS) KVPOOL_KVBM_BENCH=$(PEERS)/kvbm/release/kvbm-bench $(BIN)/python benches/bench_peers.py
+
+$(PEERS)/.installed: $(BIN)/python
+	mkdir -p $(PEERS)
+	-$(PIP) install --quiet --no-deps --no-compile --target $(PEERS) torch==2.14.1 nvidia-curand sglang==0.5.23 \
+	    msgspec cloudpickle cachetools dill openai distro jiter
+	-$(PIP) install --quiet --no-compile --target $(PEERS)/build 'setuptools>=77,<81' setuptools-scm setuptools-rust \
+	    wheel jinja2 cmake
+	-PYTHONPATH=$(PEERS)/build VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=0.33.0 $(PIP) install --quiet --no-deps \
+	    --no-compile --no-build-isolation --no-binary vllm --target $(PEERS) vllm==0.33.0
+	touch $@
 
 # All GPU checks, within ten minutes and in one report, target/gpu/report.md or in the folder OUT. It needs neither
 # Rust nor a network where .gpu is there; PYTHON is the one that has PyTorch.

@@ -78,7 +78,7 @@ ROW, HEADING, TOP, BOTTOM = 22, 52, 92, 46
 
 
 # Alternatives that are plain PyTorch.
-PLAIN = {"PyTorch", "per-request PyTorch"}
+PLAIN = {"PyTorch", "per-request PyTorch", "radix tree in Python"}
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,9 @@ class Scale:
         seen = [1.0, *(f.ratio for f in figures), *(f.target for f in figures if f.target is not None)]
         self._low, self._high = math.log10(min(seen)) - 0.08, math.log10(max(seen)) + 0.08
         self.marks = [
-            m for m in (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100) if min(seen) <= m <= max(seen)
+            m
+            for m in (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 1000, 10000)
+            if min(seen) <= m <= max(seen)
         ]
 
     def at(self, ratio: float) -> float:
@@ -274,6 +276,9 @@ def worded(figure: Figure) -> Figure:
         ("4096 tokens x 8 x 128 bfloat16", "4096 tokens"),
         ("first in, first out", "FIFO"),
         (" of 256 requests", " of 256"),
+        (" tokens, page size ", ", page "),
+        (" tokens behind ", " behind "),
+        (" tokens each", " each"),
         (", 4 M slots against 64 k", ", 4 M slots"),
         (" into new tensors", ""),
         (", clone, target in the cache", ", clone in the cache"),

@@ -151,6 +151,7 @@ class Report:
         self._arguments = parser.parse_args()
         self._title = title
         self._rows: list[Row] = []
+        self._notes: list[str] = []
         self._console = Console(width=None if os.isatty(1) else 160)
 
     def wants(self, question: str) -> bool:
@@ -181,6 +182,23 @@ class Report:
             return
         with self._console.status(question):
             ours_us, theirs_us = medians([ours, theirs], self._arguments.rounds)
+        self._add(question, ours_us, theirs_us, alternative, limit_us, least_ratio)
+
+    def compare_with(self, question: str, ours: Case, theirs_us: float, *, alternative: str) -> None:
+        """Times ours and adds a row beside a time that another process measured."""
+        if self.wants(question):
+            (ours_us,) = medians([ours], self._arguments.rounds)
+            self._add(question, ours_us, theirs_us, alternative, None, None)
+
+    def _add(  # noqa: PLR0913, PLR0917 - all that a row has
+        self,
+        question: str,
+        ours_us: float,
+        theirs_us: float,
+        alternative: str,
+        limit_us: float | None,
+        least_ratio: float | None,
+    ) -> None:
         ratio = theirs_us / ours_us
         target, met = "", None
         if limit_us is not None:
@@ -188,6 +206,10 @@ class Report:
         elif least_ratio is not None:
             target, met = f"ratio >= {least_ratio:.2f}", ratio >= least_ratio
         self._rows.append(Row(question, ours_us, alternative, theirs_us, ratio, target, met))
+
+    def note(self, text: str) -> None:
+        """Adds a line below the table, for a figure that is no time."""
+        self._notes.append(text)
 
     def finish(self) -> None:
         """Prints machine, date and table, and writes the JSON file if requested."""
@@ -200,8 +222,15 @@ class Report:
         for row in self._rows:
             table.add_row(*row.cells())
         self._console.print(table)
+        for note in self._notes:
+            self._console.print(note, highlight=False)
         if self._arguments.json is not None:
-            report = {"title": self._title, "machine": about, "rows": [asdict(row) for row in self._rows]}
+            report = {
+                "title": self._title,
+                "machine": about,
+                "rows": [asdict(row) for row in self._rows],
+                "notes": self._notes,
+            }
             self._arguments.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
         if self._arguments.markdown is not None:
             with self._arguments.markdown.open("a", encoding="utf-8") as file:
@@ -212,7 +241,8 @@ class Report:
         lines += ["| " + " | ".join(COLUMNS) + " |"]
         lines += ["|" + "|".join("---:" if name in NUMBERS else "---" for name in COLUMNS) + "|"]
         lines += ["| " + " | ".join(row.cells()) + " |" for row in self._rows]
-        return "\n".join([*lines, "", ""])
+        notes = ["", *(f"- {note}" for note in self._notes)] if self._notes else []
+        return "\n".join([*lines, *notes, "", ""])
 
 
 def _cpu() -> str:

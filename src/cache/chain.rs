@@ -3,6 +3,7 @@
 //! A key names a prefix in memories of what was evicted. Two prefixes may have the same key, with a
 //! probability of about `length / 2**61`; nothing that is handed out depends on it.
 
+use std::fmt;
 use std::hash::{BuildHasher, RandomState};
 
 use super::PageKey;
@@ -11,10 +12,15 @@ use super::PageKey;
 const PRIME: u64 = (1 << 61) - 1;
 
 fn times(a: u64, b: u64) -> u64 {
-    let product = u128::from(a) * u128::from(b);
-    let low = u64::try_from(product & u128::from(PRIME)).expect("61 bits");
-    let high = u64::try_from(product >> 61).expect("a product of two numbers of 61 bits");
-    plus(low, high)
+    reduced(u128::from(a) * u128::from(b))
+}
+
+/// The remainder of a number below 2**122.
+fn reduced(number: u128) -> u64 {
+    let low = u64::try_from(number & u128::from(PRIME)).expect("61 bits");
+    let high = u64::try_from(number >> 61).expect("122 bits less 61");
+    let sum = low + high;
+    if sum >= PRIME { sum - PRIME } else { sum }
 }
 
 const fn plus(a: u64, b: u64) -> u64 {
@@ -34,11 +40,47 @@ fn power(mut base: u64, mut exponent: u64) -> u64 {
     result
 }
 
+/// Powers in one table of this many: exponents have digits of 6 bits.
+const DIGIT: usize = 64;
+
+/// Digits of the length of a prefix.
+const DIGITS: usize = 6;
+
+/// The powers of a number, by the digits of the exponent.
+struct Powers([[u64; DIGIT]; DIGITS]);
+
+impl Powers {
+    fn of(base: u64) -> Self {
+        let mut powers = [[1; DIGIT]; DIGITS];
+        let mut step = base;
+        for digit in &mut powers {
+            for at in 1..DIGIT {
+                digit[at] = times(digit[at - 1], step);
+            }
+            step = times(digit[DIGIT - 1], step);
+        }
+        Self(powers)
+    }
+
+    /// The power with an exponent of a prefix's length.
+    fn get(&self, mut exponent: usize) -> u64 {
+        let mut result = self.0[0][exponent % DIGIT];
+        for digit in &self.0[1..] {
+            exponent /= DIGIT;
+            if exponent == 0 {
+                break;
+            }
+            result = times(result, digit[exponent % DIGIT]);
+        }
+        result
+    }
+}
+
 /// The base of the polynomial, random in each cache.
-#[derive(Clone, Copy, Debug)]
 pub(super) struct Chain {
-    base: u64,
-    inverse: u64,
+    powers: Powers,
+    /// Of the inverse of the base.
+    inverse: Powers,
 }
 
 /// The sum over the tokens of a prefix.
@@ -56,17 +98,17 @@ impl Sum {
 
 /// A prefix whose end moves.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Cursor {
-    chain: Chain,
+pub(super) struct Cursor<'a> {
+    chain: &'a Chain,
     sum: u64,
-    /// `base` to the power of the length.
+    /// The base to the power of the length.
     factor: u64,
 }
 
 impl Chain {
     pub(super) fn new(seed: &RandomState) -> Self {
         let base = seed.hash_one(0) % (PRIME - 2) + 2;
-        Self { base, inverse: power(base, PRIME - 2) }
+        Self { powers: Powers::of(base), inverse: Powers::of(power(base, PRIME - 2)) }
     }
 
     /// The sum of no tokens, for a namespace.
@@ -75,26 +117,49 @@ impl Chain {
     }
 
     /// A cursor at the end of a prefix of `len` tokens.
-    pub(super) fn cursor(self, sum: Sum, len: usize) -> Cursor {
-        Cursor { chain: self, sum: sum.0, factor: power(self.base, len as u64) }
+    pub(super) fn cursor(&self, sum: Sum, len: usize) -> Cursor<'_> {
+        Cursor { chain: self, sum: sum.0, factor: self.powers.get(len) }
+    }
+
+    /// A hash of tokens.
+    pub(super) fn hash(&self, tokens: &[i32]) -> u64 {
+        let mut cursor = self.cursor(Sum(0), 0);
+        cursor.push(tokens);
+        cursor.sum
+    }
+
+    /// The sum over fewer tokens than a digit has values.
+    fn block(&self, tokens: &[i32]) -> u64 {
+        // 63 products of 61 and 32 bits are below 2**99.
+        let products = tokens.iter().zip(&self.powers.0[0][1..]);
+        let sum = products.fold(0_u128, |sum, (token, power)| {
+            sum + u128::from(*power) * u128::from(u64::from(token.cast_unsigned()) + 1)
+        });
+        reduced(sum)
     }
 }
 
-impl Cursor {
-    /// Moves past `token`.
-    pub(super) fn push(&mut self, token: i32) {
-        self.factor = times(self.factor, self.chain.base);
-        self.sum = plus(self.sum, self.term(token));
+impl fmt::Debug for Chain {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Chain").finish_non_exhaustive()
+    }
+}
+
+impl Cursor<'_> {
+    /// Moves past `tokens`.
+    pub(super) fn push(&mut self, tokens: &[i32]) {
+        for block in tokens.chunks(DIGIT - 1) {
+            self.sum = plus(self.sum, times(self.factor, self.chain.block(block)));
+            self.factor = times(self.factor, self.chain.powers.0[0][block.len()]);
+        }
     }
 
-    /// Moves back before `token`, the last one.
-    pub(super) fn pop(&mut self, token: i32) {
-        self.sum = plus(self.sum, PRIME - self.term(token));
-        self.factor = times(self.factor, self.chain.inverse);
-    }
-
-    fn term(&self, token: i32) -> u64 {
-        times(self.factor, u64::from(token.cast_unsigned()) + 1)
+    /// Moves back before `tokens`, the last ones.
+    pub(super) fn pop(&mut self, tokens: &[i32]) {
+        for block in tokens.rchunks(DIGIT - 1) {
+            self.factor = times(self.factor, self.chain.inverse.0[0][block.len()]);
+            self.sum = plus(self.sum, PRIME - times(self.factor, self.chain.block(block)));
+        }
     }
 
     pub(super) const fn sum(&self) -> Sum {
@@ -110,19 +175,30 @@ mod tests {
     fn a_prefix_has_one_sum_however_its_end_moved() {
         let chain = Chain::new(&RandomState::new());
         let mut cursor = chain.cursor(Chain::start(7), 0);
-        let sums: Vec<_> = [3, 0, 0, i32::MAX]
-            .map(|token| {
-                cursor.push(token);
-                cursor.sum()
-            })
-            .to_vec();
-        assert!(sums.iter().enumerate().all(|(at, sum)| !sums[..at].contains(sum)));
-        cursor.pop(i32::MAX);
-        assert_eq!(cursor.sum(), sums[2]);
-        cursor.pop(0);
-        assert_eq!(cursor.sum(), sums[1]);
-        let mut resumed = chain.cursor(sums[1], 2);
-        resumed.push(0);
-        assert_eq!(resumed.sum(), sums[2]);
+        let tokens: Vec<i32> = (0..500).map(|at| at * at % 3 * 1_000_003).chain([i32::MAX]).collect();
+        let mut sums = vec![cursor.sum()];
+        for token in &tokens {
+            cursor.push(std::slice::from_ref(token));
+            assert!(!sums.contains(&cursor.sum()));
+            sums.push(cursor.sum());
+        }
+        for (from, to) in [(0, 1), (0, 501), (3, 66), (3, 67), (62, 63), (64, 500), (100, 100)] {
+            let mut forward = chain.cursor(sums[from], from);
+            forward.push(&tokens[from..to]);
+            assert_eq!(forward.sum(), sums[to]);
+            let mut back = chain.cursor(sums[to], to);
+            back.pop(&tokens[from..to]);
+            assert_eq!(back.sum(), sums[from]);
+            back.push(&tokens[from..to]);
+            assert_eq!(back.sum(), sums[to]);
+        }
+    }
+
+    #[test]
+    fn powers_are_products() {
+        let powers = Powers::of(PRIME - 12345);
+        for exponent in [0, 1, 63, 64, 65, 4095, 4096, 131_072, 1 << 31] {
+            assert_eq!(powers.get(exponent), power(PRIME - 12345, exponent as u64));
+        }
     }
 }

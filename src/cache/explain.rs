@@ -161,7 +161,7 @@ impl Tree {
         for at in (cached..whole).step_by(page_size) {
             page.clear();
             tokens.read(at..at + page_size, &mut page)?;
-            page.iter().copied().for_each(|token| cursor.push(token));
+            cursor.push(&page);
             if let Some(gone) = self.memory().get(cursor.sum().key()) {
                 known = add(at + page_size, Whereabouts::Evicted(gone));
             }

@@ -134,6 +134,12 @@ pub trait Policy: fmt::Debug + Send {
     /// The leaf to evict next, or `None` when there is none. It stays until it is removed.
     fn victim(&mut self, now: Tick) -> Option<NodeId>;
 
+    /// A guess which leaf is the victim after `leaf`. What it names is fetched ahead; nothing depends on it.
+    fn guess_after(&self, leaf: NodeId) -> Option<NodeId> {
+        let _ = leaf;
+        None
+    }
+
     /// The size of the bookkeeping in bytes.
     fn bytes(&self) -> usize;
 

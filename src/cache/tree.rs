@@ -1,12 +1,12 @@
 //! Which tokens have pages: a radix tree whose edges are runs of whole pages.
 
+mod edges;
 mod evict;
 mod hold;
 mod pin;
 mod publish;
 
 use std::collections::HashMap;
-use std::collections::hash_map::Entry;
 use std::hash::{BuildHasher, RandomState};
 
 use crate::base::{Id, Page, Result, StateSlot, widen};
@@ -15,6 +15,7 @@ use super::chain::{Chain, Sum};
 use super::explain::Memory;
 use super::journal::{Digest, Event, Journal};
 use super::{History, KeyTokens, Namespace, NodeId, Policy, Tick, Tokens};
+use edges::Edges;
 use evict::Queues;
 
 pub use evict::{AGE_BUCKETS, Evicted};
@@ -24,6 +25,8 @@ pub use publish::Found;
 /// A run of whole pages that one prompt after another used as a whole: they differ behind it, or one ended
 /// there.
 #[derive(Clone, Debug)]
+// Two lines of the processor's cache.
+#[repr(align(64))]
 struct Node {
     /// The node before; a root is its own parent.
     parent: NodeId,
@@ -152,8 +155,7 @@ pub struct Tree {
     nodes: Vec<Node>,
     /// Nodes that are not in use.
     vacant: Vec<NodeId>,
-    /// The first child by parent and fingerprint.
-    edges: HashMap<u64, NodeId>,
+    edges: Edges,
     roots: HashMap<Namespace, NodeId>,
     /// The namespaces of `roots`.
     names: HashMap<NodeId, Namespace>,
@@ -195,7 +197,7 @@ impl Tree {
             page_size,
             nodes: Vec::new(),
             vacant: Vec::new(),
-            edges: HashMap::new(),
+            edges: Edges::new(&hasher),
             roots: HashMap::new(),
             names: HashMap::new(),
             chain: Chain::new(&hasher),
@@ -225,7 +227,7 @@ impl Tree {
     #[must_use]
     pub fn stats(&self) -> TreeStats {
         let tokens = |pages: usize| pages * self.page_size;
-        let (edge, id) = (size_of::<(u64, NodeId)>() + 1, size_of::<NodeId>());
+        let id = size_of::<NodeId>();
         TreeStats {
             cached: tokens(self.cached),
             evictable: tokens(self.cached - self.locked),
@@ -235,7 +237,7 @@ impl Tree {
             bytes: self.contents * size_of::<u32>()
                 + self.nodes.capacity() * size_of::<Node>()
                 + self.vacant.capacity() * id
-                + self.edges.capacity() * edge
+                + self.edges.bytes()
                 + self.queues.bytes()
                 + self.memory.bytes()
                 + self.journal.as_ref().map_or(0, Journal::bytes),
@@ -264,8 +266,8 @@ impl Tree {
         &self.memory
     }
 
-    pub(super) const fn chain(&self) -> Chain {
-        self.chain
+    pub(super) const fn chain(&self) -> &Chain {
+        &self.chain
     }
 
     pub(super) fn hash_of(&self, namespace: &Namespace) -> u64 {
@@ -366,13 +368,14 @@ impl Tree {
         if let [token] = page {
             return token.cast_unsigned();
         }
-        let [low, high, ..] = self.hasher.hash_one(page).to_le_bytes().map(u32::from);
-        low | high << 8
+        let [a, b, c, d, ..] = self.chain.hash(page).to_le_bytes();
+        // A checked build has few fingerprints, so that pages share them.
+        u32::from_le_bytes(if cfg!(debug_assertions) { [a, 0, 0, 0] } else { [a, b, c, d] })
     }
 
     /// The child of `parent` that begins with `page`.
     fn child(&self, parent: NodeId, page: &[i32]) -> Option<NodeId> {
-        let mut next = self.edges.get(&edge(parent, self.fingerprint(page))).copied();
+        let mut next = self.edges.get(parent, self.fingerprint(page));
         while let Some(id) = next {
             let node = self.node(id);
             if node.tokens[..self.page_size] == *page {
@@ -387,7 +390,7 @@ impl Tree {
     fn link(&mut self, id: NodeId) {
         let node = self.node(id);
         let (parent, fingerprint) = (node.parent, self.fingerprint(&node.tokens[..self.page_size]));
-        let twin = self.edges.insert(edge(parent, fingerprint), id);
+        let twin = self.edges.insert(parent, fingerprint, id);
         let node = self.node_mut(id);
         (node.fingerprint, node.twin) = (fingerprint, twin);
         self.node_mut(parent).children += 1;
@@ -397,20 +400,11 @@ impl Tree {
     fn unlink(&mut self, id: NodeId) {
         let Node { parent, fingerprint, twin, .. } = *self.node(id);
         self.node_mut(parent).children -= 1;
-        let Entry::Occupied(mut first) = self.edges.entry(edge(parent, fingerprint)) else {
-            unreachable!("a child is linked")
-        };
-        match twin {
-            Some(twin) if *first.get() == id => drop(first.insert(twin)),
-            None if *first.get() == id => drop(first.remove()),
-            _ => {
-                let mut before = *first.get();
-                while let Some(next) = self.node(before).twin.filter(|&next| next != id) {
-                    before = next;
-                }
-                self.node_mut(before).twin = twin;
-            }
+        let Some(mut before) = self.edges.replace(parent, fingerprint, id, twin) else { return };
+        while let Some(next) = self.node(before).twin.filter(|&next| next != id) {
+            before = next;
         }
+        self.node_mut(before).twin = twin;
     }
 
     /// The place that `tokens` lead to from the end of `node`, with `tokens[0]` behind it, over at most `limit`
@@ -466,11 +460,11 @@ impl Tree {
         let (before, behind) = node.tokens.split_at(place.pages * self.page_size);
         if before.len() < behind.len() {
             let mut cursor = self.chain.cursor(self.node(node.parent).sum, place.len - before.len());
-            before.iter().copied().for_each(|token| cursor.push(token));
+            cursor.push(before);
             return cursor.sum();
         }
         let mut cursor = self.chain.cursor(node.sum, widen(node.end));
-        behind.iter().rev().for_each(|&token| cursor.pop(token));
+        cursor.pop(behind);
         cursor.sum()
     }
 
@@ -541,10 +535,6 @@ fn split_front<T>(all: &mut Vec<T>, count: usize) -> Vec<T> {
     let mut front = std::mem::replace(all, rest);
     front.shrink_to_fit();
     front
-}
-
-fn edge(parent: NodeId, fingerprint: u32) -> u64 {
-    u64::from(parent.number()) << 32 | u64::from(fingerprint)
 }
 
 /// A number of tokens on a path, which are at most the tokens of all pages.

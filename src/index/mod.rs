@@ -43,6 +43,7 @@ pub use ledger::{Act, ActGuard, Book, LIFETIME_BUCKETS, Ledger, Owner, Signature
 pub use ledgered::Ledgered;
 pub use moves::{Move, plan_moves};
 pub use ref_counts::{RefCounts, Returning, Ticket};
+pub(crate) use requests::put_slots_of;
 pub use requests::{Growth, GrowthRequest, PageSize, Requests};
 pub use row_table::{RowExtent, RowTable};
 pub use runs::{ascending_runs, for_each_run};

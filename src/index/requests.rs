@@ -565,6 +565,11 @@ impl Requests {
             return;
         }
         let mut at = from;
+        if size.offset(from) == 0 {
+            let whole = &pages[widen(size.page(from))..widen(size.page(to))];
+            put_slots_of(whole.iter().map(|page| page.cast_unsigned()), size.slots(), out);
+            at = size.page(to) * size.slots();
+        }
         while at < to {
             let page = pages[widen(size.page(at))].cast_unsigned() * size.slots();
             let offset = size.offset(at);
@@ -572,6 +577,20 @@ impl Requests {
             let first = page + offset;
             out.extend((first..first + (end - at)).map(u32::cast_signed));
             at = end;
+        }
+    }
+}
+
+/// Appends the slots of whole pages to `out`.
+pub(crate) fn put_slots_of(pages: impl ExactSizeIterator<Item = u32>, page_size: u32, out: &mut Vec<i32>) {
+    if page_size == 1 {
+        return out.extend(pages.map(u32::cast_signed));
+    }
+    let begin = out.len();
+    out.resize(begin + pages.len() * widen(page_size), 0);
+    for (slots, page) in out[begin..].chunks_exact_mut(widen(page_size)).zip(pages) {
+        for (slot, number) in slots.iter_mut().zip(page * page_size..) {
+            *slot = number.cast_signed();
         }
     }
 }

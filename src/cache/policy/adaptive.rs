@@ -74,6 +74,10 @@ impl Policy for Adaptive {
         self.cohorts.remove(leaf);
     }
 
+    fn guess_after(&self, leaf: NodeId) -> Option<NodeId> {
+        self.cohorts.younger(leaf)
+    }
+
     fn bytes(&self) -> usize {
         self.cohorts.bytes() + self.ghosts.bytes()
     }

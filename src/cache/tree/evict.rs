@@ -48,17 +48,46 @@ impl Queues {
     }
 }
 
+/// How many leaves are fetched at a time.
+const AHEAD: usize = 16;
+
 impl Tree {
     /// Evicts at least `pages` pages, or all that are evictable.
     pub fn evict(&mut self, pages: usize, cause: Cause) -> Evicted {
         let mut gone = Evicted::default();
+        let mut fetched = 0;
         while gone.pages.len() < pages {
             let now = self.now;
             let retained = |queues: &Queues| queues.retained.first().map(|&(.., leaf)| leaf);
             let Some(leaf) = self.queues.policy.victim(now).or_else(|| retained(&self.queues)) else { break };
+            if fetched == 0 {
+                fetched = self.fetch_ahead(leaf, pages - gone.pages.len());
+            }
+            fetched -= 1;
             self.trim(leaf, pages - gone.pages.len(), cause, &mut gone);
         }
         gone
+    }
+
+    /// Reads what the eviction of `leaf` and of those that probably follow, `most` at most, will need, and
+    /// returns their number. One read does not wait for another here, while evictions would wait for each.
+    fn fetch_ahead(&self, leaf: NodeId, most: usize) -> usize {
+        let mut leaves = [leaf; AHEAD];
+        let mut count = 1;
+        while count < most.min(AHEAD)
+            && let Some(next) = self.queues.policy.guess_after(leaves[count - 1])
+        {
+            leaves[count] = next;
+            count += 1;
+        }
+        let nodes = || leaves[..count].iter().map(|&leaf| self.node(leaf));
+        let mut read = nodes().fold(0, |read, node| read ^ node.fingerprint ^ node.pins);
+        for node in nodes() {
+            let first = self.edges.get(node.parent, node.fingerprint).map_or(0, Id::number);
+            read ^= first ^ node.pages.first().map_or(0, |page| page.number());
+        }
+        std::hint::black_box(read);
+        count
     }
 
     /// Evicts up to `count` pages from the end of a leaf.
@@ -89,22 +118,32 @@ impl Tree {
     }
 
     /// Remembers the prefixes that end in a node behind its first `keep` pages. Returns where these end, and
-    /// their sum.
+    /// their sum if there are any.
     fn note_gone(&mut self, node: NodeId, keep: usize, cause: Cause) -> (usize, Sum) {
         let here = &self.nodes[widen(node.number())];
-        let (history, end) = (here.history, widen(here.end));
-        let mut cursor = self.chain.cursor(here.sum, end);
-        for (at, &token) in (1..=end).rev().zip(here.tokens[keep * self.page_size..].iter().rev()) {
-            let is_step = at.is_multiple_of(self.remembered_every);
-            if is_step && cause.pressure != Pressure::Clear {
-                self.queues.policy.note_evicted(cursor.sum().key(), &history, self.now);
-            }
-            if is_step || at == end {
-                self.memory.note(cursor.sum().key(), history.used, self.now, cause);
-            }
-            cursor.pop(token);
+        let (history, end, mut sum) = (here.history, widen(here.end), here.sum);
+        let begin = end - here.tokens.len();
+        let until = begin + keep * self.page_size;
+        if until < end {
+            self.memory.note(sum.key(), history.used, self.now, cause);
         }
-        (end - (here.tokens.len() - keep * self.page_size), cursor.sum())
+        let (mut at, mut key) = (end, end - end % self.remembered_every);
+        if keep > 0 || key > until {
+            let mut cursor = self.chain.cursor(sum, end);
+            while key > until {
+                cursor.pop(&here.tokens[key - begin..at - begin]);
+                if cause.pressure != Pressure::Clear {
+                    self.queues.policy.note_evicted(cursor.sum().key(), &history, self.now);
+                }
+                if key < end {
+                    self.memory.note(cursor.sum().key(), history.used, self.now, cause);
+                }
+                (at, key) = (key, key - self.remembered_every);
+            }
+            cursor.pop(&here.tokens[until - begin..at - begin]);
+            sum = cursor.sum();
+        }
+        (until, sum)
     }
 
     /// Takes note of pages that are found no more.
@@ -259,10 +298,5 @@ impl Tree {
         } else {
             self.queues.policy.remove(id);
         }
-    }
-
-    /// Whether prefixes that end at token `at` are remembered when they are evicted.
-    pub(super) const fn is_remembered_at(&self, at: usize) -> bool {
-        at.is_multiple_of(self.remembered_every)
     }
 }

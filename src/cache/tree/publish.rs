@@ -1,6 +1,6 @@
 //! Adding to a prefix.
 
-use crate::base::{Page, Result, widen};
+use crate::base::{Id, Page, Result, widen};
 
 use super::{History, Hold, Kind, Node, NodeId, Place, Sum, Tokens, Tree, narrow};
 use crate::cache::Remembered;
@@ -34,6 +34,25 @@ struct Segment {
     /// What the policy remembers of them.
     before: Remembered,
     sum: Sum,
+}
+
+#[derive(Default)]
+struct Segments(Vec<Segment>);
+
+impl Segments {
+    /// What is remembered of the last page.
+    fn last(&self) -> Remembered {
+        self.0.last().map_or(Remembered::default(), |last| last.before)
+    }
+
+    /// Adds pages.
+    fn add(&mut self, pages: usize, before: Remembered, sum: Sum) {
+        match self.0.last_mut().filter(|last| last.before == before) {
+            _ if pages == 0 => (),
+            Some(last) => (last.pages, last.sum) = (last.pages + pages, sum),
+            None => self.0.push(Segment { pages, before, sum }),
+        }
+    }
 }
 
 impl Tree {
@@ -93,25 +112,25 @@ impl Tree {
 
     /// Divides new tokens behind `node` by what is remembered of them.
     fn segments(&mut self, node: NodeId, tokens: &[i32]) -> Vec<Segment> {
-        let here = self.node(node);
+        let here = &self.nodes[widen(node.number())];
         let mut at = widen(here.end);
         let mut cursor = self.chain.cursor(here.sum, at);
-        let (mut segments, now): (Vec<Segment>, _) = (Vec::new(), self.now);
-        for page in tokens.chunks(self.page_size) {
-            page.iter().copied().for_each(|token| cursor.push(token));
-            at += page.len();
-            let last = segments.last_mut();
-            let before = if self.is_remembered_at(at) {
-                self.queues.policy.note_published(cursor.sum().key(), now)
-            } else {
-                last.as_ref().map_or(Remembered::default(), |last| last.before)
-            };
-            match last.filter(|last| last.before == before) {
-                Some(last) => (last.pages, last.sum) = (last.pages + 1, cursor.sum()),
-                None => segments.push(Segment { pages: 1, before, sum: cursor.sum() }),
+        let (mut segments, mut rest, now) = (Segments::default(), tokens, self.now);
+        while !rest.is_empty() {
+            let to_key = self.remembered_every - at % self.remembered_every;
+            // Only the page that ends where a key ends is asked for.
+            let plain = rest.len().min(to_key - self.page_size);
+            cursor.push(&rest[..plain]);
+            segments.add(plain / self.page_size, segments.last(), cursor.sum());
+            if let Some(page) = rest[plain..].get(..self.page_size) {
+                cursor.push(page);
+                let before = self.queues.policy.note_published(cursor.sum().key(), now);
+                segments.add(1, before, cursor.sum());
             }
+            let done = rest.len().min(to_key);
+            (at, rest) = (at + done, &rest[done..]);
         }
-        segments
+        segments.0
     }
 
     /// Whether the author of a node may append pages to it.

@@ -2,6 +2,7 @@
 
 mod device;
 
+use std::borrow::Cow;
 use std::sync::Arc;
 
 use crate::base::bounded::narrow;
@@ -161,7 +162,7 @@ impl PlannerState {
         }
         self.check_batch(count)?;
         let named = self.requests.resolve_rows(rows, table.rows())?;
-        let mut prefixes = Vec::new();
+        let mut prefixes = Cow::Borrowed(&[][..]);
         let mut growths = reserve(count)?;
         for (position, &row) in named.iter().enumerate() {
             let (prefix, seq) = (batch.prefix_lens[position], batch.seq_lens[position]);
@@ -169,11 +170,15 @@ impl PlannerState {
             growths.push(
                 match (batch.prefixes.get(position), claims.get(position).and_then(Option::as_ref)) {
                     (_, Some(claim)) => {
-                        prefixes.extend_from_slice(claim.pages());
+                        if prefixes.is_empty() {
+                            prefixes = Cow::Borrowed(claim.pages());
+                        } else {
+                            prefixes.to_mut().extend_from_slice(claim.pages());
+                        }
                         self.requests.growth_of_leased(asked, claim.pages().len())?
                     }
                     (Some(Prefix::Slots(cached)), _) if !cached.is_empty() => {
-                        self.requests.growth_of_cached(asked, cached, slots.slots(), &mut prefixes)?
+                        self.requests.growth_of_cached(asked, cached, slots.slots(), prefixes.to_mut())?
                     }
                     _ => self
                         .requests
@@ -385,7 +390,11 @@ impl PlannerState {
     fn put(&self, place: usize, growth: Growth, table: &mut ReqToTokenPool) -> Result<()> {
         let Growth { row, start, prefix, .. } = growth;
         if start < prefix {
-            table.put(row, widen(start), &self.slots(row, start, prefix)?)?;
+            if self.requests.page_size().slots() == 1 {
+                table.put(row, widen(start), &self.requests.pages(row)[widen(start)..widen(prefix)])?;
+            } else {
+                table.put(row, widen(start), &self.slots(row, start, prefix)?)?;
+            }
         }
         table.put(row, widen(prefix), self.small_fields.new_slots(place))
     }

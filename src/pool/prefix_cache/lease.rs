@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex, Weak};
 use crate::base::sync::lock;
 use crate::base::{Error, ErrorKind, Id, IndexVec, Page, RequestRow, Result, StateSlot, reserve, widen};
 use crate::cache::{Hold, Namespace, Tokens};
+use crate::index::put_slots_of;
 use crate::kernels::Indices;
 use crate::memory::Stream;
 use crate::pool::batch_planner::PlannerState;
@@ -159,10 +160,7 @@ impl Lease {
         let allocator = &self.shared.allocator;
         let page_size = crate::base::bounded::narrow(allocator.page_size());
         let mut slots = reserve(pages.len() * widen(page_size))?;
-        for page in pages {
-            let first = page.number() * page_size;
-            slots.extend((first..first + page_size).map(u32::cast_signed));
-        }
+        put_slots_of(pages.iter().map(|page| page.number()), page_size, &mut slots);
         allocator.lock().show(slots, stream)
     }
 

@@ -107,6 +107,12 @@ impl Cohorts {
         self.join(widen(older), widen(younger));
     }
 
+    /// The next leaf of the same cohort.
+    pub(super) fn younger(&self, leaf: NodeId) -> Option<NodeId> {
+        let next = widen(self.links[widen(leaf.number()) + ENDS].younger);
+        (next >= ENDS).then(|| id(next))
+    }
+
     /// The leaf used least recently.
     pub(super) fn oldest(&mut self) -> Option<NodeId> {
         let mut oldest: Option<usize> = None;

@@ -1,0 +1,1 @@
+"""The prefix caches of other engines."""
