@@ -112,8 +112,13 @@ impl Memory {
         let set = &mut self.0[set_of(key)];
         // The oldest is last.
         let at = set.iter().position(|known| known.is_none_or(|known| known.key == key)).unwrap_or(WAYS - 1);
-        set[..=at].rotate_right(1);
+        set.copy_within(..at, 1);
         set[0] = Some(Gone { key, cause, idle: now.since(used) });
+    }
+
+    /// Reads the set of `key`, so that it is near when that is noted.
+    pub(super) fn fetch(&self, key: PageKey) -> u32 {
+        self.0.get(set_of(key)).map_or(0, |set| u32::from(set[0].is_some()))
     }
 
     fn get(&self, key: PageKey) -> Option<Gone> {

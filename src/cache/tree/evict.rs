@@ -84,7 +84,8 @@ impl Tree {
         let mut read = nodes().fold(0, |read, node| read ^ node.fingerprint ^ node.pins);
         for node in nodes() {
             let first = self.edges.get(node.parent, node.fingerprint).map_or(0, Id::number);
-            read ^= first ^ node.pages.first().map_or(0, |page| page.number());
+            read ^= first ^ self.memory.fetch(node.sum.key());
+            read ^= node.pages.first().map_or(0, |page| page.number());
         }
         std::hint::black_box(read);
         count

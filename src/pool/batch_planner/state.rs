@@ -20,6 +20,9 @@ use super::claim::Claim;
 use super::plan::{PlanLayout, SmallFields};
 use super::{Batch, Field, Plan, PlannerConfig, Prefix};
 
+/// Slots that are copied to the table at a time.
+const PART: usize = 4096;
+
 /// The locked pools of a step.
 pub(super) struct Pools<'a> {
     pub(super) slots: &'a mut SlotTensors,
@@ -389,12 +392,12 @@ impl PlannerState {
     /// Writes the new slots of a request to the table.
     fn put(&self, place: usize, growth: Growth, table: &mut ReqToTokenPool) -> Result<()> {
         let Growth { row, start, prefix, .. } = growth;
-        if start < prefix {
-            if self.requests.page_size().slots() == 1 {
-                table.put(row, widen(start), &self.requests.pages(row)[widen(start)..widen(prefix)])?;
-            } else {
-                table.put(row, widen(start), &self.slots(row, start, prefix)?)?;
-            }
+        // In parts that stay in the nearest cache.
+        let mut slots = reserve(PART.min(widen(prefix.saturating_sub(start))))?;
+        for at in (start..prefix).step_by(PART) {
+            slots.clear();
+            self.requests.slots(row, at, prefix.min(at + narrow(PART)), &mut slots);
+            table.put(row, widen(at), &slots)?;
         }
         table.put(row, widen(prefix), self.small_fields.new_slots(place))
     }
