@@ -1625,6 +1625,15 @@ class Lease:
         Raises:
             StaleBufferError: If the lease was released, or the allocator was cleared.
         """
+    @property
+    def kv_length(self) -> int:
+        """Tokens whose K and V were cached at the match, in whole pages. More than `length` only if the cache has
+        states, and no snapshot of the state at their end: other prompts part from this one there, so that a chunk
+        of a prefill should end there and be published with its state.
+
+        Raises:
+            StaleBufferError: If the lease was released, or the allocator was cleared.
+        """
     def __len__(self) -> int:
         """Return len(self)."""
     @property

@@ -434,6 +434,17 @@ impl Lease {
         Ok(self.lease.len()?)
     }
 
+    /// Tokens whose K and V were cached at the match, in whole pages. More than `length` only if the cache has
+    /// states, and no snapshot of the state at their end: other prompts part from this one there, so that a chunk
+    /// of a prefill should end there and be published with its state.
+    ///
+    /// Raises:
+    ///     StaleBufferError: If the lease was released, or the allocator was cleared.
+    #[getter]
+    fn kv_length(&self) -> PyResult<usize> {
+        Ok(self.lease.kv_len()?)
+    }
+
     fn __len__(&self) -> PyResult<usize> {
         self.length()
     }

@@ -541,7 +541,7 @@ def test_a_prefix_ends_at_a_snapshot() -> None:
     assert lease.state_slot is None
     assert scene.length(prompt) == 8
     found = scene.cache.match(prompt)
-    assert found.length == 8
+    assert (found.length, found.kv_length) == (8, 16)
     track = some(found.state_slot)
     assert float(states.recurrent_state[0, track].sum()) == states.recurrent_state[0, 0].numel()
     states.recurrent_state[:, 2:4].fill_(5.0)

@@ -265,6 +265,20 @@ def test_the_model_generates_as_before(config: str) -> None:
     assert all(torch.equal(weights[name], weight) for name, weight in model.state_dict().items())
 
 
+def test_states_are_kept_where_prompts_part() -> None:
+    """The second prompt with the same beginning ends a chunk there; the third one finds its state."""
+    tasks = [Task((*range(1, 41), *([number] * 11)), 3) for number in (3, 7, 5)]
+    engine = Engine(PooledModel(a_model("qwen3_next"), 512, 4, 120, page_size=4), 64)
+    found = []
+    for task, tokens in zip(tasks, alone("qwen3_next", tasks), strict=True):
+        request = engine.submit(*task)
+        engine.run()
+        assert request.tokens == tokens
+        found.append(request.prefix_len)
+    assert found == [0, 0, 40]
+    assert is_whole(engine)
+
+
 def test_end_of_text_and_abort() -> None:
     pooled = PooledModel(a_model("qwen3"), 512, 8, 120, page_size=16)
     engine = Engine(pooled, 32)

@@ -141,8 +141,8 @@ class Scheduler(Generic[R]):
                     break
                 cached, seq_len = request.cached, request.seq_len
                 end = seq_len if seq_len - cached <= left else cached + left
-                if self._has_states and cached + 1 < end and cached < self._whole(end):
-                    end = self._whole(end)
+                if self._has_states and cached + 1 < end:
+                    end = self._snapshot_end(request, end)
                 batch.append(request)
                 ends.append(end)
                 left -= end - cached
@@ -243,6 +243,14 @@ class Scheduler(Generic[R]):
             and begins_alike(other)
             for other in self.running
         )
+
+    def _snapshot_end(self, request: R, end: int) -> int:
+        """Where a chunk up to `end` ends instead: where prompts part, or with its last whole page."""
+        parting = 0 if request.lease is None else request.lease.kv_length
+        if request.cached < parting < end:
+            return parting
+        whole = self._whole(end)
+        return whole if request.cached < whole else end
 
     def _fits(self, pages: int) -> bool:
         """Whether the running requests can get these pages; a single request fits without a reserve."""

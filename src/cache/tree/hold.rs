@@ -14,6 +14,8 @@ pub struct Hold {
     pub(super) node: NodeId,
     /// Tokens of the prefix, in whole pages.
     pub(super) len: usize,
+    /// Tokens whose pages were found, whether or not a snapshot of the state was.
+    found: usize,
     /// Whether the last node was published through this hold, so that it may grow.
     pub(super) is_author: bool,
 }
@@ -23,6 +25,13 @@ impl Hold {
     #[must_use]
     pub const fn len(&self) -> usize {
         self.len
+    }
+
+    /// Tokens whose pages are cached, in whole pages: more than [`Hold::len`] where the tree is stateful and has
+    /// no snapshot at their end.
+    #[must_use]
+    pub const fn found(&self) -> usize {
+        if self.found > self.len { self.found } else { self.len }
     }
 
     /// Whether the prefix has no tokens.
@@ -54,7 +63,8 @@ impl Tree {
         };
         self.lock(node);
         self.touch(node, None);
-        Ok(Hold { node, len: widen(self.node(node).end), is_author: false })
+        let found = place.map_or(0, |place| place.len);
+        Ok(Hold { node, len: widen(self.node(node).end), found, is_author: false })
     }
 
     /// Tokens of the longest cached prefix of `tokens`, in whole pages. Changes nothing.
@@ -69,7 +79,7 @@ impl Tree {
     /// Another hold of the same prefix.
     pub fn hold_again(&mut self, hold: &Hold) -> Hold {
         self.lock(hold.node);
-        Hold { node: hold.node, len: hold.len, is_author: false }
+        Hold { node: hold.node, len: hold.len, found: hold.found, is_author: false }
     }
 
     /// Ends a use. Returns what cannot be found any more.
@@ -87,7 +97,7 @@ impl Tree {
         let place = self.place_on_path(hold.node, len);
         let node = self.cut(place);
         self.lock(node);
-        let old = std::mem::replace(hold, Hold { node, len, is_author: false });
+        let old = std::mem::replace(hold, Hold { node, len, found: len, is_author: false });
         self.release(old)
     }
 
@@ -158,7 +168,8 @@ impl Tree {
             self.lock(node);
             self.unlock(hold.node);
         }
-        *hold = Hold { node, len: widen(self.node(node).end), is_author: hold.is_author };
+        hold.node = node;
+        hold.len = widen(self.node(node).end);
     }
 
     /// Refreshes the way to `node`, behind `before` if that is given. The node has a lock.

@@ -93,6 +93,15 @@ impl Lease {
         self.with(self.stream, |_, held| Ok(held.hold.len()))
     }
 
+    /// Tokens whose K and V were cached when it was made, in whole pages: more than [`Self::len`] if the cache has
+    /// states, but no snapshot at their end.
+    ///
+    /// # Errors
+    /// As [`Self::len`].
+    pub fn kv_len(&self) -> Result<usize> {
+        self.with(self.stream, |_, held| Ok(held.hold.found()))
+    }
+
     /// Whether the prefix has no tokens.
     ///
     /// # Errors
