@@ -35,10 +35,11 @@ SEED ?= 1
     orders fuzz fuzz-build fuzz-briefly histories soak soak-threads gpu gpu-package
 .DEFAULT_GOAL := test
 
-# The main job: models served through the pools, dense and hybrid, with every token checked; then a request trace, with every
-# row of K and V checked.
+# The main job: models served through the pools, dense and hybrid, and conversations with the prefix cache and without, with
+# every token checked; then a request trace, with every row of K and V checked.
 demo: $(EXTENSION) $(VENV)/.tools
-	$(BIN)/python -m kvpool serve
+	$(BIN)/python -m kvpool serve --requests 240
+	$(BIN)/python -m kvpool serve --conversations 16 --pool-size 8192
 	$(BIN)/python -m kvpool serve --model qwen3-next --requests 60
 	if test -f $(TRACES)/mooncake/conversation_trace.jsonl; then \
 	    $(BIN)/python -m kvpool replay $(TRACES)/mooncake/conversation_trace.jsonl --requests 1800 --prefix-cache --plot target/replay.png; \

@@ -59,7 +59,7 @@ def test_conversations_compute_less_with_the_cache() -> None:
 
 def test_conversations_in_a_small_pool() -> None:
     """Of hybrid models, whose prefixes end at snapshots."""
-    result = invoke("--model", "qwen3-next", "--conversations", "4", "--pool-size", "256")
+    result = invoke("--model", "qwen3-next", "--conversations", "4", "--pool-size", "384")
     assert result.exit_code == 0, result.output
     for row in ("with the prefix cache", "without", "found in the cache", "first token", "wrong"):
         assert row in result.stdout

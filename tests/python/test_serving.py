@@ -13,8 +13,7 @@ from common import some
 from devices import here
 from pool_reader import VOCAB, PoolReader, alone, is_whole
 
-from kvpool import ConfigError, OutOfMemoryError
-from kvpool._kvpool import PrefixCache
+from kvpool import ConfigError, OutOfMemoryError, PrefixCache
 from kvpool.sampling import Sampling, sample
 from kvpool.serving import Engine, Request
 
@@ -225,6 +224,16 @@ def test_samples_of_one_prompt_share_its_pages(page_size: int) -> None:
     assert is_whole(engine)
     with pytest.raises(ConfigError, match="the request is finished"):
         engine.fork(first)
+
+
+def test_equal_prompts_that_arrive_together_are_computed_once() -> None:
+    engine = Engine(PoolReader(1000, 8, page_size=4), 64)
+    requests = [engine.submit([*range(45), i], 3) for i in range(8)]
+    other = engine.submit([*range(45), 0], 3, namespace="another")
+    engine.run()
+    assert [request.prefix_len for request in [*requests, other]] == [0, *[44] * 7, 0]
+    assert_served(engine, [*requests, other])
+    assert engine.stats()["steps"] < 12
 
 
 def test_a_retracted_request_finds_what_it_has_computed() -> None:

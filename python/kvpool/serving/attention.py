@@ -240,7 +240,7 @@ def plain_attention(  # noqa: PLR0913 - the terms of the formula
     if mask is None:
         mask = query.new_ones(tokens, kv_tokens, dtype=torch.bool).tril(kv_tokens - tokens)[None, None]
     # Query heads that share a key head: [n, groups, heads of a group, tokens, elements].
-    queries = query.unflatten(1, (groups, heads // groups))
+    queries = query.reshape(len(query), groups, heads // groups, tokens, -1)
     scores = (queries @ key[:, :, None].mT).float() * (query.shape[3] ** -0.5 if scale is None else scale)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)

@@ -17,6 +17,8 @@ State: TypeAlias = Literal["waiting", "running", "finished", "aborted"]
 
 _SNAPSHOT_TOKENS = 64
 """Tokens from one snapshot of a decoding request's state to the next; each takes a track slot."""
+_WORTH_WAITING = 32
+"""Tokens that a running request computes, for which one that begins alike waits to find them cached."""
 
 
 class Schedulable(Protocol):
@@ -81,8 +83,9 @@ class Scheduler(Generic[R]):
     retracted: its slots are given up, and it returns to the head of the queue.
 
     With a prefix cache, a request starts behind the prefix that is found at its admission. Chunks of prompts
-    are published as they are computed, generated tokens when a request ends or is retracted. If the cache has
-    states, chunks end at a page where possible, so that a snapshot can be kept there.
+    are published as they are computed, generated tokens when a request ends or is retracted. A request that
+    begins like one whose prompt is being computed waits for that. If the cache has states, chunks end at a
+    page where possible, so that a snapshot can be kept there.
 
     Args:
         planner: The planner over the pools, for the exclusive use of this scheduler.
@@ -211,13 +214,35 @@ class Scheduler(Generic[R]):
             request.lease = self._match(request)
             request.prefix_len = 0 if request.lease is None else request.lease.length
             promised = pages - self._pages(request.prefix_len)
-            row = self._alloc_row(owner=request.owner) if self._fits(promised) else None
+            is_due = self._fits(promised) and not self._finds_more_later(request)
+            row = self._alloc_row(owner=request.owner) if is_due else None
             if row is None:
                 request.lease = None
                 break
             left -= request.seq_len - request.prefix_len
             request.row, request.cached, request.state = row[0], request.prefix_len, "running"
             self.running.append(self.waiting.popleft())
+
+    def _finds_more_later(self, request: R) -> bool:
+        """Whether a request that runs is about to compute what this one would compute, too."""
+        end = self._pages(request.prefix_len + _WORTH_WAITING) * self._page_size
+        # A prefix with states ends at a snapshot, which need not be where two requests part.
+        if self.cache is None or self._has_states or end >= request.seq_len:
+            return False
+
+        def begins_alike(other: R) -> bool:  # at the end first, where most differ
+            return all(
+                [*other.between(begin, end)] == [*request.between(begin, end)]
+                for begin in (request.prefix_len, 0)
+            )
+
+        return any(
+            other.cached < end <= other.seq_len
+            and other.seq_len - other.cached > 1
+            and other.namespace == request.namespace
+            and begins_alike(other)
+            for other in self.running
+        )
 
     def _fits(self, pages: int) -> bool:
         """Whether the running requests can get these pages; a single request fits without a reserve."""

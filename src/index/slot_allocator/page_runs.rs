@@ -107,7 +107,8 @@ impl SlotAllocator {
                 if owners.owners().counts_page(page) {
                     shared |= Mask::of(page.number()).bits;
                     if !owners.remove(page) {
-                        return Err(not_owned(page, "released"));
+                        let is_cached = owners.owners().is_cached(page);
+                        return Err(if is_cached { only_cached(page) } else { not_owned(page, "released") });
                     }
                 }
             }
@@ -132,6 +133,10 @@ impl SlotAllocator {
 fn runs_of(pages: &[Page]) -> impl Iterator<Item = Run<Page>> + '_ {
     let is_next = |page: &Page, next: &Page| page.number() + 1 == next.number();
     pages.chunk_by(is_next).map(|run| Run { start: run[0], len: narrow(run.len()) })
+}
+
+fn only_cached(page: Page) -> Error {
+    Error::new(ErrorKind::IndexOwnership, format!("page {page} belongs to the prefix cache alone"))
 }
 
 fn not_owned(page: Page, what: &str) -> Error {

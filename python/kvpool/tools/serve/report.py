@@ -110,8 +110,7 @@ def print_report(result: ServeResult, console: Console) -> None:
     """Print the result, beside that without the prefix cache if there is one."""
     stats, config = result.stats, result.config
     table = Table(
-        title=f"Served {stats['finished']} requests of a {config.model} model: {stats['capacity']:,} slots, "
-        f"page size {config.page_size}, {config.device}",
+        title=f"Served {stats['finished']} requests of a {config.model} model on {config.device}",
         show_header=result.uncached is not None,
         title_justify="left",
     )
@@ -135,6 +134,7 @@ def _rows(result: ServeResult) -> list[tuple[str, str]]:
     share = 100 * result.peak_in_use / stats["capacity"]
     ties = sum(found.is_tie for found in result.differences)
     return [
+        ("pool", f"{stats['capacity']:,} slots, pages of {result.config.page_size}"),
         ("peak occupancy", f"{result.peak_in_use:,} slots, {share:.0f} %"),
         ("peak running", f"{result.peak_running} requests"),
         ("retractions", f"{stats['retractions']:,}"),

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from kvpool.serving import Request
 
 VOCAB_SIZE = 256
-MAX_CONTEXT_LEN = 256
+MAX_CONTEXT_LEN = 512
 MAX_REQS = 64
 
 TURNS = 4
-SYSTEM_PROMPT = 48
+SYSTEM_PROMPT = 96
 """Turns of a conversation, and the tokens with which all conversations begin."""
 
 TIE = 1e-3
@@ -179,13 +179,13 @@ class Service:
 
     def converse(self, chance: random.Random, before: list[int], turns: int = TURNS) -> None:
         """Submit a turn of a conversation; its answer is followed by the next one."""
-        prompt = before + _tokens(chance, chance.randint(4, 24))
+        prompt = before + _tokens(chance, chance.randint(8, 40))
 
         def go_on(request: Request) -> None:
             if turns > 1:
                 self.converse(chance, request.prompt + request.tokens, turns - 1)
 
-        self._submit(prompt, chance.randint(4, 26), go_on)
+        self._submit(prompt, chance.randint(8, 24), go_on)
 
     def _submit(
         self, prompt: list[int], new_tokens: int, then: Callable[[Request], None] | None = None
