@@ -39,7 +39,8 @@ fn chain(seed: u64, blocks: usize) -> Vec<SequenceHash> {
 
 fn register(manager: &Manager, hashes: &[SequenceHash]) -> Vec<ImmutableBlock<Device>> {
     let blocks = manager.allocate_blocks(hashes.len()).expect("enough blocks");
-    let staged = blocks.into_iter().zip(hashes).map(|(block, hash)| block.stage(*hash, PAGE).expect("a block"));
+    let staged =
+        blocks.into_iter().zip(hashes).map(|(block, hash)| block.stage(*hash, PAGE).expect("a block"));
     manager.register_blocks(staged.collect())
 }
 
@@ -87,6 +88,7 @@ fn main() {
         micros(|| register(&manager, &hashes))
     });
     answers.push((format!("publish of {} tokens", 4 * PAGE), time));
-    let rows: Vec<String> = answers.iter().map(|(question, time)| format!("\"{question}\": {time:.3}")).collect();
+    let rows: Vec<String> =
+        answers.iter().map(|(question, time)| format!("\"{question}\": {time:.3}")).collect();
     println!("{{{}}}", rows.join(", "));
 }
