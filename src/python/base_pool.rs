@@ -1,12 +1,12 @@
 //! `kvpool.Pool`, the base class of every pool.
 
 use std::collections::HashMap;
-use std::sync::Mutex;
+use std::sync::{Mutex, OnceLock};
 
 use pyo3::PyClass;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use pyo3::types::{IntoPyDict, PyDict, PyTuple, PyWeakrefMethods, PyWeakrefReference};
+use pyo3::types::{PyDict, PyString, PyTuple, PyWeakrefMethods, PyWeakrefReference};
 
 use crate::base::{Device, Error};
 pub(super) use crate::pool::Pool as Contract;
@@ -52,6 +52,8 @@ pub(super) struct BasePool {
     unit: &'static str,
     hands_out: bool,
     debug: Debug,
+    /// The names of the statistics.
+    names: OnceLock<Vec<Py<PyString>>>,
     class: Class,
 }
 
@@ -101,8 +103,15 @@ impl BasePool {
         let (mut unit, mut hands_out) = ("", false);
         pool.look(&mut |pool| (unit, hands_out) = (pool.unit(), pool.hands_out()));
         let name = Mutex::new(name);
-        PyClassInitializer::from(Self { name, unit, hands_out, debug, class: Class::of::<C>() })
-            .add_subclass(pool)
+        PyClassInitializer::from(Self {
+            name,
+            unit,
+            hands_out,
+            debug,
+            names: OnceLock::new(),
+            class: Class::of::<C>(),
+        })
+        .add_subclass(pool)
     }
 
     /// The value of `look` for the pool.
@@ -211,7 +220,15 @@ impl BasePool {
     ///   `locked`; `nodes` of its tree, `snapshots` of states, and `bytes`.
     fn stats<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyDict>> {
         (slf.get().class.before_stats)(slf)?;
-        Self::look(slf, |pool| pool.stats()).iter().into_py_dict(slf.py())
+        let (py, stats) = (slf.py(), Self::look(slf, |pool| pool.stats()));
+        // The names of a class stay the same, and making them costs more than the numbers.
+        let make = || stats.iter().map(|(name, _)| PyString::intern(py, name).unbind()).collect();
+        let names: &Vec<_> = slf.get().names.get_or_init(make);
+        let dict = PyDict::new(py);
+        for (name, (_, value)) in names.iter().zip(stats.iter()) {
+            dict.set_item(name, value)?;
+        }
+        Ok(dict)
     }
 
     /// The spans of the pool, each as (first, end, state, bytes, holders), and the histogram of lifetimes.

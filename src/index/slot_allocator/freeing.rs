@@ -107,9 +107,15 @@ impl Freeing<'_> {
     /// Whether each of `pages` has one owner at this point of the call, which is not the cache.
     #[inline]
     fn is_plain(&self, pages: impl IntoIterator<Item = Mask>) -> bool {
-        let owners = self.owners.owners();
-        let is_trivial = owners.is_trivial() || pages.into_iter().all(|pages| owners.is_trivial_for(pages));
+        let is_trivial = self.owners.owners().is_trivial() || self.is_plain_beside_others(pages);
         is_trivial && self.owners.pages().is_empty()
+    }
+
+    /// [`Self::is_plain`] where other pages have more owners or belong to the cache; apart, so that the common
+    /// case stays small.
+    #[inline(never)]
+    fn is_plain_beside_others(&self, pages: impl IntoIterator<Item = Mask>) -> bool {
+        pages.into_iter().all(|pages| self.owners.owners().is_trivial_for(pages))
     }
 
     /// Frees the pages of `slots`, which lie in the space and are not empty.
