@@ -68,10 +68,10 @@ impl Act {
         RECORDED.load(Relaxed)
     }
 
-    /// The time since the act.
+    /// The time from the act to `now`.
     #[must_use]
-    pub fn age(&self) -> Duration {
-        self.at.elapsed()
+    pub fn age(&self, now: Instant) -> Duration {
+        now.saturating_duration_since(self.at)
     }
 }
 

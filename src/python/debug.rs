@@ -1,6 +1,7 @@
 //! Debugging: the owners of units and the call sites of their allocation.
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
@@ -113,13 +114,15 @@ pub(super) type OccupancyTuple<'py> = (Vec<SpanTuple<'py>>, Vec<u64>);
 
 /// The occupancy of a pool as Python objects.
 pub(super) fn occupancy<'py>(py: Python<'py>, occupancy: Occupancy) -> PyResult<OccupancyTuple<'py>> {
+    // One moment for all, so that ages are in the order of the acts.
+    let now = Instant::now();
     let holder = |act: &Arc<Act>| -> PyResult<Holder<'py>> {
         let owner = match &act.owner {
             None => None,
             Some(Owner::Text(text)) => Some(PyString::new(py, text).into_any()),
             Some(Owner::Number(number)) => Some(py.get_type::<PyInt>().call1((number,))?),
         };
-        Ok((owner, act.site.to_string(), act.age().as_secs_f64(), act.number))
+        Ok((owner, act.site.to_string(), act.age(now).as_secs_f64(), act.number))
     };
     let spans = occupancy.pieces.iter().map(|piece| {
         let holders = piece.holders.iter().map(holder).collect::<PyResult<_>>()?;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import random
 import threading
@@ -1578,6 +1579,7 @@ def test_a_progress_is_let_go(driver: Driver, shape: tuple[int, tuple[int, ...]]
 @cuda_only
 @pytest.mark.parametrize("kept", [False, True])
 def test_a_pool_dropped_while_it_is_page_locked(driver: Driver, kept: bool) -> None:
+    gc.collect()
     before = driver.locked_bytes()
     with page_lock_threads(2):
         pool = make(*LARGE, torch.uint8, "cpu")
@@ -1590,7 +1592,8 @@ def test_a_pool_dropped_while_it_is_page_locked(driver: Driver, kept: bool) -> N
         assert held.eq(3).all()
         held = None
 
-    assert eventually(lambda: driver.locked_bytes() == before)
+    # Memory of earlier tests may be on its way back as well.
+    assert eventually(lambda: driver.locked_bytes() <= before)
 
 
 @cuda_only
