@@ -1701,11 +1701,11 @@ class Lease:
             StaleBufferError: As in `publish`.
         """
     def restore(self, row: SupportsIndex) -> None:
-        """Copies the state at the end of the prefix to a working slot of the cache's states, or resets that if
-        there is none. Enqueued on the current stream.
+        """Copies the state at the end of the prefix to a working slot of the cache's states, or resets that for a
+        prefix without tokens. Enqueued on the current stream.
 
         Raises:
-            ConfigError: If the cache was made without states.
+            ConfigError: If the cache was made without states, or the prefix has tokens and no snapshot.
             IndexError: If the slot does not exist.
             StaleBufferError: If the lease was released, or the allocator was cleared.
         """

@@ -46,14 +46,30 @@ pub(super) struct Journal {
     digest: Digest,
     keys: HashMap<Page, PageHash>,
     events: VecDeque<Event>,
+    /// The sizes of the events together.
+    tokens: usize,
+}
+
+impl Event {
+    /// Its tokens or, if there are more, its keys.
+    fn size(&self) -> usize {
+        match self {
+            Self::Stored { pages, tokens, .. } => pages.len().max(tokens.len()),
+            Self::Removed { pages } => pages.len(),
+            Self::Cleared => 0,
+        }
+    }
 }
 
 /// Events that are kept for a reader. One that is later begins anew.
 const MOST_EVENTS: usize = 1 << 16;
 
+/// Tokens of these events, some 100 MB with their keys in pages of one token.
+const MOST_TOKENS: usize = 1 << 21;
+
 impl Journal {
     pub(super) fn new(digest: Digest) -> Self {
-        Self { digest, keys: HashMap::new(), events: VecDeque::new() }
+        Self { digest, keys: HashMap::new(), events: VecDeque::new(), tokens: 0 }
     }
 
     /// Takes note of `pages` for `tokens`, which follow `parent`.
@@ -110,19 +126,24 @@ impl Journal {
     }
 
     fn push(&mut self, event: Event) {
-        if self.events.len() == MOST_EVENTS {
+        let tokens = event.size();
+        if self.events.len() == MOST_EVENTS || self.tokens + tokens > MOST_TOKENS && !self.events.is_empty() {
             self.events.clear();
             self.events.push_back(Event::Cleared);
+            self.tokens = 0;
         }
+        self.tokens += tokens;
         self.events.push_back(event);
     }
 
     pub(super) fn bytes(&self) -> usize {
         self.keys.capacity() * (size_of::<(Page, PageHash)>() + 1)
             + self.events.capacity() * size_of::<Event>()
+            + self.tokens * (size_of::<i32>() + size_of::<PageHash>())
     }
 
     pub(super) fn take(&mut self) -> Vec<Event> {
+        self.tokens = 0;
         std::mem::take(&mut self.events).into()
     }
 }

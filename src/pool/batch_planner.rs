@@ -292,10 +292,16 @@ impl BatchPlanner {
         mut take: impl FnMut(&mut PlannerState, Pools<'_>) -> Result<OrShort<T>>,
     ) -> Result<Option<T>> {
         self.make_room()?;
-        self.slots.take(stream, |slots| {
+        let mut retired = Vec::new();
+        let taken = self.slots.take(stream, |slots| {
             let (mut state, mut table) = (lock(&self.state), lock(&self.table));
-            take(&mut state, Pools { slots, table: &mut table })
-        })
+            let taken = take(&mut state, Pools { slots, table: &mut table });
+            retired.append(&mut state.retired);
+            taken
+        });
+        // Without locks: leases end in the cache.
+        drop(retired);
+        taken
     }
 
     /// Calls `give` under the locks, with the id of a new fence if `after` is given.

@@ -205,6 +205,11 @@ impl PrefixCache {
         // The share of a capacity below 2**31 is exact enough in floating point.
         #[expect(clippy::cast_precision_loss, clippy::cast_possible_truncation, clippy::cast_sign_loss)]
         let most = (capacity as f64 * self.shared.config.max_pinned) as usize;
+        let until = time.map(|time| {
+            let end = Instant::now().checked_add(time);
+            end.ok_or_else(|| Error::config(format!("a pin of {} s has no end", time.as_secs())))
+        });
+        let until = until.transpose()?;
         lease.with_hold(&self.shared, stream, |kept, hold| {
             let pinned = kept.tree.pinned_with(hold);
             if pinned > most {
@@ -214,11 +219,11 @@ impl PrefixCache {
                 .asked(pinned)
                 .available(most));
             }
-            match time {
+            match until {
                 None => kept.tree.retain(hold, priority),
-                Some(time) => {
-                    let pin = kept.tree.pin(hold);
-                    kept.pins.push(Pin { hold: pin, until: Instant::now() + time });
+                Some(until) => {
+                    let hold = kept.tree.pin(hold);
+                    kept.pins.push(Pin { hold, until });
                 }
             }
             Ok(())

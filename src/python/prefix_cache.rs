@@ -99,7 +99,7 @@ pub(super) fn namespace_to_py<'py>(
 fn namespace_of(object: Option<&Bound<'_, PyAny>>) -> PyResult<Namespace> {
     let Some(object) = object else { return Ok(Namespace::Unnamed) };
     if let Ok(text) = object.cast::<PyString>() {
-        return Ok(Namespace::Text(text.to_string()));
+        return Ok(Namespace::Text(text.to_str()?.to_owned()));
     }
     if let Ok(bytes) = object.cast::<PyBytes>() {
         return Ok(Namespace::Bytes(bytes.as_bytes().to_vec()));
@@ -556,11 +556,11 @@ impl Lease {
         Ok(())
     }
 
-    /// Copies the state at the end of the prefix to a working slot of the cache's states, or resets that if
-    /// there is none. Enqueued on the current stream.
+    /// Copies the state at the end of the prefix to a working slot of the cache's states, or resets that for a
+    /// prefix without tokens. Enqueued on the current stream.
     ///
     /// Raises:
-    ///     ConfigError: If the cache was made without states.
+    ///     ConfigError: If the cache was made without states, or the prefix has tokens and no snapshot.
     ///     IndexError: If the slot does not exist.
     ///     StaleBufferError: If the lease was released, or the allocator was cleared.
     fn restore(&self, py: Python<'_>, row: &Bound<'_, PyAny>) -> PyResult<()> {

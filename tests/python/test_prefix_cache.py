@@ -15,7 +15,7 @@ import devices
 import numpy as np
 import pytest
 import torch
-from common import needs_fork, some, together
+from common import Fence, needs_fork, some, together
 
 import kvpool
 from kvpool import ConfigError, GDNPool, IndexOwnershipError, PrefixCache, StaleBufferError
@@ -952,3 +952,95 @@ def test_garbage_is_collected_across_the_tensors() -> None:
     gc.collect()
     assert gone() is None
     assert cache() is None
+
+
+# What a reading found
+
+
+@pytest.mark.parametrize("policy", ["adaptive", "lru", "priority"])
+def test_pinned_prefixes_are_evicted_last_by_every_policy(policy: str) -> None:
+    scene = Scene(policy=policy)
+    lease = scene.cache.match(range(8))
+    lease.publish(range(8), scene.alloc(8))
+    scene.cache.pin(lease)
+    lease.release()
+    assert scene.cache.evict(4) == 4
+    assert len(scene.alloc(64)) == 64
+
+
+def test_pins_without_an_end_are_refused() -> None:
+    scene = Scene()
+    lease = scene.cache.match(range(8))
+    lease.publish(range(8), scene.alloc(8))
+    with pytest.raises(ConfigError, match="no end"):
+        scene.cache.pin(lease, seconds=1e19)
+    lease.release()
+    assert scene.cache.evict(8) == 8
+
+
+def test_rows_freed_without_the_planner_give_up_their_leases() -> None:
+    where = devices.current()
+    scene = Scene()
+    table = kvpool.ReqToTokenPool(1, 16, where)
+    planner = kvpool.BatchPlanner(table, scene.allocator, 1, 16)
+    row, lease = some(table.alloc()), scene.cache.match([1, 2, 3])
+    some(planner.extend(row, [0], [3], prefixes=[lease]))
+    lease.publish([1, 2, 3])
+    table.free(row)
+    lease.release()
+    del lease
+    row = some(table.alloc())
+    some(planner.extend(row, [0], [2], prefixes=[scene.cache.match([9, 9])]))
+    assert scene.cache.evictable_size() == 3
+
+
+def test_nothing_is_published_between_a_cut_and_its_fence() -> None:
+    where = devices.current()
+    scene = Scene()
+    table = kvpool.ReqToTokenPool(1, 16, where)
+    planner = kvpool.BatchPlanner(table, scene.allocator, 1, 16)
+    row, lease, fence = some(table.alloc()), scene.cache.match([1, 2, 3, 4]), Fence()
+    some(planner.extend(row, [0], [4], prefixes=[lease]))
+    lease.publish([1, 2, 3, 4])
+    planner.truncate(row, [2], after=fence)
+    some(planner.extend(row, [2], [6]))
+    with pytest.raises(ConfigError, match="until the fence"):
+        lease.publish([5, 6])
+    fence.done = True
+    scene.allocator.stats()
+    assert lease.publish([7, 8, 5, 6]).length == 6
+    assert scene.length([1, 2, 3, 4, 5, 6]) == 4
+    planner.finish(row)
+    assert scene.sizes() == (8, 0, 0, 56)
+
+
+def test_namespaces_are_exact_text() -> None:
+    scene = Scene()
+    for name in ("\ud800", "\udfff"):
+        with pytest.raises(UnicodeEncodeError):
+            scene.cache.match([1], namespace=name)
+
+    class Tenant(str):
+        __slots__ = ()
+
+        def __str__(self) -> str:
+            return "another"
+
+    scene.insert([1, 2], "a")
+    assert scene.length([1, 2], Tenant("a")) == 2
+
+
+def test_tokens_of_a_partial_page_are_checked() -> None:
+    scene = Scene(4)
+    slots = scene.alloc(7)
+    with pytest.raises(ConfigError, match="outside"):
+        scene.cache.match([1]).publish([1, 2, 3, 4, -5, 6, 7], slots)
+    assert scene.sizes() == (0, 0, 8, 56)
+
+
+def test_states_without_a_snapshot_are_not_restored() -> None:
+    scene = Scene(tracks=1)
+    lease = scene.cache.match([1, 2])
+    lease.publish([1, 2], scene.alloc(2))
+    with pytest.raises(ConfigError, match="no snapshot"):
+        lease.restore(1)

@@ -12,11 +12,10 @@ use crate::base::{Id, widen};
 pub(super) struct Rank(u64);
 
 impl Rank {
-    /// The rank of a level and a moment; levels from 65,535 on are one.
+    /// The rank of a level and a moment; levels from 65,535 on are one, and so are moments from 2^48 on.
     pub(super) fn new(level: u32, at: Tick) -> Self {
         let level = u64::from(level.min(u32::from(u16::MAX)));
-        assert!(at.tokens() < 1 << 48, "a cache looks up fewer than 2^48 tokens in its life");
-        Self(level << 48 | at.tokens())
+        Self(level << 48 | at.tokens().min((1 << 48) - 1))
     }
 }
 

@@ -59,9 +59,12 @@ impl Tree {
         while gone.pages.len() < pages {
             let now = self.now;
             let retained = |queues: &Queues| queues.retained.first().map(|&(.., leaf)| leaf);
-            let Some(leaf) = self.queues.policy.victim(now).or_else(|| retained(&self.queues)) else { break };
+            let of_policy = self.queues.policy.victim(now);
+            let Some(leaf) = of_policy.or_else(|| retained(&self.queues)) else { break };
             if fetched == 0 {
-                fetched = self.fetch_ahead(leaf, pages - gone.pages.len());
+                // The policy does not know those that are retained.
+                let most = if of_policy.is_some() { pages - gone.pages.len() } else { 1 };
+                fetched = self.fetch_ahead(leaf, most);
             }
             fetched -= 1;
             self.trim(leaf, pages - gone.pages.len(), cause, &mut gone);
@@ -111,7 +114,14 @@ impl Tree {
         let here = self.node_mut(leaf);
         let trimmed = here.pages.split_off(keep);
         here.tokens.truncate(keep * page_size);
+        let room = here.room();
+        if here.tokens.capacity() > 2 * here.tokens.len() {
+            here.tokens.shrink_to_fit();
+            here.pages.shrink_to_fit();
+        }
+        let freed = room - here.room();
         (here.end, here.sum) = (super::narrow(at), sum);
+        self.contents -= freed;
         self.cached -= trimmed.len();
         self.pinned -= if history.priority > 0 { trimmed.len() } else { 0 };
         self.note_removed(&trimmed);

@@ -64,11 +64,13 @@ pub(in crate::pool) struct PlannerState {
     changes: u64,
     /// By row, the lease of the request.
     leases: Vec<Option<Bound>>,
+    /// Leases of requests whose rows were freed by another call, to be dropped without locks.
+    pub(super) retired: Vec<Bound>,
 }
 
 /// The lease of a request.
 #[derive(Debug)]
-struct Bound {
+pub(super) struct Bound {
     /// How often the row had been handed out.
     turn: u32,
     lease: Arc<Lease>,
@@ -112,6 +114,7 @@ impl PlannerState {
             plans: 0,
             changes: 0,
             leases: (0..rows).map(|_| None).collect(),
+            retired: Vec::new(),
         })
     }
 
@@ -195,7 +198,7 @@ impl PlannerState {
             for (&row, claim) in named.iter().zip(claims) {
                 if let Some(claim) = claim {
                     let bound = Bound { turn: table.rows().turn(row), lease: claim.keep() };
-                    self.leases[widen(row.number())] = Some(bound);
+                    self.retired.extend(self.leases[widen(row.number())].replace(bound));
                 }
             }
         }
@@ -217,8 +220,15 @@ impl PlannerState {
     /// The pages of positions `from..to` of a request.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] if it has fewer tokens.
+    /// [`ErrorKind::Config`] if it has fewer tokens, or its leased prefix does not end at `from`.
     pub(in crate::pool) fn pages(&self, row: RequestRow, from: usize, to: usize) -> Result<Vec<Page>> {
+        let leased = widen(self.requests.leased(row));
+        if leased != from {
+            return Err(Error::config(format!(
+                "request row {row} was cut to {leased} leased tokens, but its lease has {from} until the fence of the \
+                 cut has passed"
+            )));
+        }
         let (has, size) = (self.requests.len(row), widen(self.requests.page_size().slots()));
         if to > widen(has) {
             return Err(Error::config(format!(
@@ -571,7 +581,7 @@ impl PlannerState {
             self.requests.shrink(&[growth], slots.slots_mut());
         } else if let Some(claim) = claim {
             let bound = Bound { turn: table.rows().turn(dst), lease: claim.keep() };
-            self.leases[widen(dst.number())] = Some(bound);
+            self.retired.extend(self.leases[widen(dst.number())].replace(bound));
         }
         self.changes += 1;
         written.map(Ok)

@@ -181,11 +181,12 @@ impl Lease {
         self.with(self.stream, |kept, held| Ok(kept.tree.snapshot(&held.hold)))
     }
 
-    /// Copies the snapshot at the end of the prefix to working slot `row`, or resets that if there is none.
+    /// Copies the snapshot at the end of the prefix to working slot `row`, or resets that for a prefix without
+    /// tokens.
     ///
     /// # Errors
     /// As [`Self::len`] and [`GdnPool::copy_states`](crate::pool::GdnPool::copy_states);
-    /// [`ErrorKind::Config`] when the cache has no states.
+    /// [`ErrorKind::Config`] when the cache has no states, or the prefix has tokens and no snapshot.
     pub fn restore(&self, row: i64, stream: Stream) -> Result<()> {
         let Some(states) = &self.shared.states else {
             return Err(Error::config("the prefix cache was made without states"));
@@ -195,7 +196,11 @@ impl Lease {
             let row = one_index(row);
             match kept.tree.snapshot(&held.hold) {
                 Some(state) => states.copy_states(&one_index(state.number().into()), &row, stream),
-                None => states.reset_states(&row, stream),
+                None if held.hold.is_empty() => states.reset_states(&row, stream),
+                None => Err(Error::config(format!(
+                    "the lease has {} tokens and no snapshot of the state at their end",
+                    held.hold.len()
+                ))),
             }
         })
     }
@@ -244,6 +249,7 @@ impl Lease {
         let found = kept.tree.find(&held.hold, tokens)?;
         let mut cached = kept.tree.found_pages(&found);
         let fresh = tokens.to_vec(found.len()..whole)?;
+        tokens.check(whole..tokens.count())?;
         let planner = held.planner()?;
         let publish = |slots: &mut SlotTensors, mut request: Option<(&mut PlannerState, RequestRow)>| {
             let known = request

@@ -211,7 +211,11 @@ impl Curve {
             // Those that end do so in the middle, on average.
             time[age + 1] = time[age] + self.survival[age] * width * (1.0 - self.hazard[age] / 2.0);
         }
-        let slope = |from: usize, to: usize| (hits[to] - hits[from]) / (time[to] - time[from]);
+        let slope = |from: usize, to: usize| {
+            let spent = time[to] - time[from];
+            // So few survive that no time passes, as far as numbers tell.
+            if spent > 0.0 { (hits[to] - hits[from]) / spent } else { 0.0 }
+        };
         let mut worth = [0.0; AGES];
         let mut hull = vec![last];
         for age in (0..last).rev() {
