@@ -1522,8 +1522,8 @@ class PrefixCache(Pool):
             ConfigError: If `tokens` is negative.
         """
     def clear(self, namespace: Namespace = None) -> None:
-        """Gives up all prefixes, or those of a namespace. Prefixes with a lease are found no more, and are given
-        up with their last lease.
+        """Gives up all prefixes, or those of a namespace, pinned or not. Prefixes with a lease are found no more,
+        and are given up with their last lease.
         """
     def pin(self, lease: Lease, *, seconds: float | None = None, priority: SupportsIndex = 0) -> None:
         """Retains the prefix of a lease beyond it: pages are evicted after all that are not retained, the lowest

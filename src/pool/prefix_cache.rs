@@ -117,6 +117,7 @@ struct Kept {
 struct Pin {
     hold: Hold,
     until: Instant,
+    namespace: Namespace,
 }
 
 impl PrefixCache {
@@ -186,10 +187,16 @@ impl PrefixCache {
         self.shared.evict(tokens, Pressure::Evict, stream)
     }
 
-    /// Gives up the prefixes of a namespace, or all. Those with a lease are found no more, and are given up
-    /// with it.
+    /// Gives up the prefixes of a namespace, or all, pinned or not. Those with a lease are found no more, and
+    /// are given up with it.
     pub fn clear(&self, namespace: Option<&Namespace>, stream: Stream) {
         let mut kept = self.shared.current(stream);
+        let is_cleared = |pin: &mut Pin| namespace.is_none_or(|name| *name == pin.namespace);
+        let pins: Vec<_> = kept.pins.extract_if(.., is_cleared).collect();
+        for pin in pins {
+            let gone = kept.tree.unpin(pin.hold);
+            self.shared.give_back(&kept, &gone, stream);
+        }
         let gone = kept.tree.clear(namespace, Cause::now(Pressure::Clear));
         self.shared.give_back(&kept, &gone, stream);
     }
@@ -223,7 +230,7 @@ impl PrefixCache {
                 None => kept.tree.retain(hold, priority),
                 Some(until) => {
                     let hold = kept.tree.pin(hold);
-                    kept.pins.push(Pin { hold, until });
+                    kept.pins.push(Pin { hold, until, namespace: lease.namespace().clone() });
                 }
             }
             Ok(())
@@ -346,23 +353,32 @@ impl Shared {
     fn evict(&self, tokens: usize, pressure: Pressure, stream: Stream) -> usize {
         let mut kept = self.current(stream);
         let page_size = kept.tree.page_size();
-        let gone = kept.tree.evict(tokens.div_ceil(page_size), Cause::now(pressure));
-        let count = gone.pages.len() * page_size;
-        kept.counts.evicted += count;
-        for (total, pages) in kept.ages.iter_mut().zip(gone.ages) {
-            *total += pages * page_size as u64;
+        let (wanted, mut freed) = (tokens.div_ceil(page_size), 0);
+        // A page that has another owner frees nothing.
+        while freed < wanted {
+            let gone = kept.tree.evict(wanted - freed, Cause::now(pressure));
+            if gone.pages.is_empty() {
+                break;
+            }
+            kept.counts.evicted += gone.pages.len() * page_size;
+            for (total, pages) in kept.ages.iter_mut().zip(gone.ages) {
+                *total += pages * page_size as u64;
+            }
+            freed += self.give_back(&kept, &gone, stream);
         }
-        self.give_back(&kept, &gone, stream);
-        count
+        freed * page_size
     }
 
-    /// Returns pages and snapshots to their pools. The lock on what is kept is held, so that no call finds
+    /// Returns pages and snapshots to their pools, and tells how many pages became free. The lock on what is kept is held, so that no call finds
     /// pages that it is about to lose.
-    fn give_back(&self, kept: &Kept, gone: &Evicted, stream: Stream) {
+    fn give_back(&self, kept: &Kept, gone: &Evicted, stream: Stream) -> usize {
+        let mut freed = 0;
         if !gone.pages.is_empty() {
             // A cleared allocator has its pages already.
             let _ = self.change_slots(kept.clears, stream, |slots| {
+                let before = slots.slots().available();
                 slots.slots_mut().release_cached(&gone.pages, &self.owner);
+                freed = (slots.slots().available() - before) / slots.slots().page_size();
                 Ok(())
             });
         }
@@ -372,6 +388,7 @@ impl Shared {
                 debug_assert!(freed.is_ok_and(|bad| bad.dropped() == 0), "snapshots belong to the cache");
             }
         }
+        freed
     }
 
     /// Calls `work` with the slots, under their lock; `None` if they were cleared since they had been `clears`

@@ -226,8 +226,8 @@ impl PrefixCache {
         Ok(self.cache.evict(tokens, self.stream(py)?))
     }
 
-    /// Gives up all prefixes, or those of a namespace. Prefixes with a lease are found no more, and are given
-    /// up with their last lease.
+    /// Gives up all prefixes, or those of a namespace, pinned or not. Prefixes with a lease are found no more,
+    /// and are given up with their last lease.
     #[pyo3(signature = (namespace=None))]
     fn clear(&self, py: Python<'_>, namespace: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
         let namespace = namespace.map(|object| namespace_of(Some(object))).transpose()?;

@@ -954,7 +954,7 @@ def test_garbage_is_collected_across_the_tensors() -> None:
     assert cache() is None
 
 
-# What a reading found
+# Edges
 
 
 @pytest.mark.parametrize("policy", ["adaptive", "lru", "priority"])
@@ -1044,3 +1044,28 @@ def test_states_without_a_snapshot_are_not_restored() -> None:
     lease.publish([1, 2], scene.alloc(2))
     with pytest.raises(ConfigError, match="no snapshot"):
         lease.restore(1)
+
+
+def test_pages_with_other_owners_are_not_counted_as_evicted() -> None:
+    scene = Scene(size=8, policy="lru")
+    shared = scene.insert(range(4))
+    scene.insert(range(10, 14))
+    scene.allocator.share(shared)
+    assert scene.cache.evict(1) == 1
+    assert scene.cache.stats()["evicted"] == 5
+    assert len(scene.alloc(4)) == 4
+    scene.allocator.free(shared)
+    assert scene.allocator.available_size() == 4
+
+
+def test_clearing_ends_pins() -> None:
+    scene = Scene()
+    for name in ("a", "b"):
+        lease = scene.cache.match(range(8), namespace=name)
+        lease.publish(range(8), scene.alloc(8))
+        scene.cache.pin(lease, seconds=600)
+        lease.release()
+    scene.cache.clear("a")
+    assert scene.sizes() == (0, 8, 0, 56)
+    scene.cache.clear()
+    assert scene.sizes() == (0, 0, 0, 64)

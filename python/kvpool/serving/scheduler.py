@@ -109,6 +109,7 @@ class Scheduler(Generic[R]):
         self.waiting: deque[R] = deque()
         self.running: list[R] = []
         self.retractions = 0
+        self._too_long: R | None = None
         self._extend, self._finish = planner.extend, planner.finish
         self._table, self._alloc_row = planner.req_to_token_pool, planner.req_to_token_pool.alloc
         self._allocator, self._page_size = planner.allocator, planner.page_size
@@ -191,6 +192,7 @@ class Scheduler(Generic[R]):
     def release(self, requests: list[R]) -> None:
         """Publish requests that no longer run, and free their slots and rows, also if the driver fails."""
         self.running = [request for request in self.running if request not in requests]
+        self._too_long = None
         try:
             for request in requests:
                 self.publish(request)
@@ -209,12 +211,18 @@ class Scheduler(Generic[R]):
         while self.waiting and left > 0 and self._table.available_size():
             request = self.waiting[0]
             pages = promised + self._pages(request.seq_len) + 1
-            if not self._fits(pages) and not self._fits(pages - self._pages(self._cached_len(request))):
+            # What was matched in vain is matched again when something was released.
+            if request is self._too_long or (
+                not self._fits(pages) and not self._fits(pages - self._pages(self._cached_len(request)))
+            ):
                 break
             request.lease = self._match(request)
             request.prefix_len = 0 if request.lease is None else request.lease.length
             promised = pages - self._pages(request.prefix_len)
-            is_due = self._fits(promised) and not self._finds_more_later(request)
+            if not self._fits(promised):
+                request.lease, self._too_long = None, request
+                break
+            is_due = not self._finds_more_later(request)
             row = self._alloc_row(owner=request.owner) if is_due else None
             if row is None:
                 request.lease = None
