@@ -36,7 +36,7 @@ pub struct PrefixCacheConfig {
 /// Counts of a [`PrefixCache`] since it was made, in tokens unless the name says otherwise.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PrefixCounts {
-    /// Calls of [`PrefixCache::acquire`].
+    /// Calls of [`PrefixCache::acquire`], those of insertions included.
     pub lookups: usize,
     /// Tokens found by look-ups.
     pub hit_tokens: usize,
@@ -201,8 +201,8 @@ impl PrefixCache {
         self.shared.give_back(&kept, &gone, stream);
     }
 
-    /// Keeps the prefix of a lease: for `until`, it is not evicted at all; afterwards, or without it, after
-    /// all others, the lowest `priority` first.
+    /// Retains the prefix of a lease: with a `time` it is not evicted at all until that is over, and `priority` has
+    /// no effect; without one it is evicted after all that are not retained, the lowest `priority` first.
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when more than the share `max_pinned` of the

@@ -277,8 +277,9 @@ impl PrefixCache {
 
     /// Says of each part of a prompt where it is cached, or why it is not. Refreshes nothing.
     ///
-    /// What was evicted is remembered for a while (the last two million tokens of long prefixes), in steps of
-    /// 64 tokens and by where it ended. A look at every namespace makes this a call for debugging.
+    /// What was evicted is remembered for a while: the last 32,768 places, one for each 64 tokens of a prefix
+    /// and one where an eviction ended, so fewer tokens if pages go one by one. A look at every namespace makes
+    /// this a call for debugging.
     ///
     /// Args:
     ///     tokens: As in `match`.
