@@ -953,7 +953,8 @@ class BatchPlanner:
     The planner tracks how many tokens of each request have slots, and owns these slots. `seq_lens` always
     include the new tokens; a length that does not follow from the request's current length is an error. Rows
     come from `req_to_token_pool.alloc`; `finish` frees them with their slots. A row that was freed and
-    allocated again starts with no tokens. `extend` and `decode` are all or nothing: when they return `None`
+    allocated again starts with no tokens. The lease of a row that was freed without `finish` ends in the next
+    call of the planner. `extend` and `decode` are all or nothing: when they return `None`
     or raise, nothing is changed.
 
     A step is one pass on the host. Its cost grows with the new tokens and the requests; only `kv_indices` is
@@ -1083,7 +1084,7 @@ class BatchPlanner:
         after: Fence | None = None,
     ) -> None:
         """Shrinks requests, for example by rejected tokens, and frees their slots. Table entries beyond the new
-        length keep their values but are no longer owned.
+        length keep their values but are no longer owned. A lease that is longer is cut as well.
 
         Args:
             req_pool_indices: Request rows, ints `[bs]`.
@@ -1106,13 +1107,13 @@ class BatchPlanner:
         *,
         after: Fence | None = None,
     ) -> None:
-        """Frees the slots and the rows of requests. The rows are zeroed.
+        """Frees the slots and the rows of requests, and ends their leases. The rows are zeroed.
 
         Args:
             req_pool_indices: Request rows, ints `[bs]`.
             seq_lens: Tokens of each request, ints `[bs]`. Only checked.
-            after: A fence as in `TokenToKVPoolAllocator.free`: the slots stay in use until its `query()`
-                returns true.
+            after: A fence as in `TokenToKVPoolAllocator.free`: the slots stay in use, and leased prefixes
+                locked, until its `query()` returns true.
 
         Raises:
             ConfigError: If a length differs from the request's, or a row is listed twice. Nothing is changed.
@@ -1678,14 +1679,21 @@ class Lease:
                 whole pages passes to the cache. Not needed for a lease that a planner has: it knows the slots
                 of its requests.
             row: The request row of a lease that a planner has; only checked. The planner's next call with the
-                row writes the cache's slots to the request table, in place of those of duplicates.
+                row writes the cache's slots to the request table, in place of those of duplicates. If you write
+                the table yourself, write `Published.slots` to it.
             state: A working slot of the cache's states, whose state is that after the last whole page. A
-                snapshot of it is kept if a track slot is free or can be given up.
+                snapshot of it is kept if a track slot is free or can be given up: superseded ones first, which are
+                earlier ones of the same lease behind the tokens that it was matched with. The state is copied
+                before anything is published, on the current stream.
+
+        Nothing is changed if the call raises, except that another snapshot may have been given up for the state.
 
         Raises:
             ConfigError: If a token is outside of [0, 2**31), or `tokens` and `slots` differ in length.
+            DriverError: If the state cannot be copied.
+            IndexError: If there is no slot `state`.
             IndexOwnershipError: If a slot is not in use, listed twice, cached already, or not at its place in a
-                page. Nothing is changed.
+                page.
             StaleBufferError: If the lease was released, or the allocator was cleared.
         """
     def finish(self, tokens: IndicesLike, slots: IndicesLike) -> None:

@@ -5,11 +5,13 @@ mod evict;
 mod hold;
 mod pin;
 mod publish;
+mod roots;
+mod snapshots;
 
 use std::collections::HashMap;
 use std::hash::{BuildHasher, RandomState};
 
-use crate::base::{Id, Page, Result, StateSlot, widen};
+use crate::base::{Id, Page, Result, widen};
 
 use super::chain::{Chain, Sum};
 use super::explain::Memory;
@@ -17,6 +19,8 @@ use super::journal::{Digest, Event, Journal};
 use super::{History, KeyTokens, Namespace, NodeId, Policy, Tick, Tokens};
 use edges::Edges;
 use evict::Queues;
+use roots::Roots;
+use snapshots::Snapshots;
 
 pub use evict::{AGE_BUCKETS, Evicted};
 pub use hold::Hold;
@@ -30,6 +34,8 @@ pub use publish::Found;
 struct Node {
     /// The node before; a root is its own parent.
     parent: NodeId,
+    /// Its root; a root is its own.
+    root: NodeId,
     /// The next child of the same parent whose first page has the same fingerprint.
     twin: Option<NodeId>,
     /// Of the first page. With pages of one token, that token.
@@ -48,14 +54,16 @@ struct Node {
     /// Tokens up to the end of the node.
     end: u32,
     history: History,
-    /// A snapshot of the state at the end of the node.
-    state: Option<StateSlot>,
+    /// Whether there is a snapshot of the state at its end.
+    has_snapshot: bool,
     /// Whether it is among the evictable leaves.
     is_queued: bool,
     /// Pins that go through it.
     pins: u32,
     kind: Kind,
 }
+
+const _: () = assert!(size_of::<Node>() == 128, "as small as that");
 
 impl Node {
     /// The room for tokens and pages.
@@ -67,6 +75,7 @@ impl Node {
     fn new(kind: Kind, sum: Sum) -> Self {
         Self {
             parent: NodeId::new(0),
+            root: NodeId::new(0),
             twin: None,
             fingerprint: 0,
             children: 0,
@@ -77,7 +86,7 @@ impl Node {
             sum,
             end: 0,
             history: History::default(),
-            state: None,
+            has_snapshot: false,
             is_queued: false,
             pins: 0,
             kind,
@@ -156,9 +165,7 @@ pub struct Tree {
     /// Nodes that are not in use.
     vacant: Vec<NodeId>,
     edges: Edges,
-    roots: HashMap<Namespace, NodeId>,
-    /// The namespaces of `roots`.
-    names: HashMap<NodeId, Namespace>,
+    roots: Roots,
     /// Seeded at random: callers cannot choose tokens that collide.
     hasher: RandomState,
     chain: Chain,
@@ -176,8 +183,7 @@ pub struct Tree {
     pinned: usize,
     /// Whether a prefix is of use only with a snapshot of the state at its end.
     is_stateful: bool,
-    /// Nodes with a snapshot.
-    snapshots: Vec<NodeId>,
+    snapshots: Snapshots,
     /// Evicted prefixes are remembered by their lengths in this number of tokens.
     remembered_every: usize,
     /// The ends of prefixes that went.
@@ -198,8 +204,7 @@ impl Tree {
             nodes: Vec::new(),
             vacant: Vec::new(),
             edges: Edges::new(&hasher),
-            roots: HashMap::new(),
-            names: HashMap::new(),
+            roots: Roots::default(),
             chain: Chain::new(&hasher),
             hasher,
             queues: Queues::new(policy),
@@ -210,7 +215,7 @@ impl Tree {
             detached: 0,
             pinned: 0,
             is_stateful,
-            snapshots: Vec::new(),
+            snapshots: Snapshots::default(),
             remembered_every: widen(KeyTokens::of_page_size(page_tokens).get()),
             memory: Memory::default(),
             journal: None,
@@ -238,6 +243,8 @@ impl Tree {
                 + self.nodes.capacity() * size_of::<Node>()
                 + self.vacant.capacity() * id
                 + self.edges.bytes()
+                + self.roots.bytes()
+                + self.snapshots.bytes()
                 + self.queues.bytes()
                 + self.memory.bytes()
                 + self.journal.as_ref().map_or(0, Journal::bytes),
@@ -275,7 +282,7 @@ impl Tree {
     }
 
     pub(super) fn namespaces(&self) -> impl Iterator<Item = &Namespace> {
-        self.roots.keys()
+        self.roots.names()
     }
 
     /// The place that the first `len` of `tokens` lead to, a whole number of pages.
@@ -316,18 +323,25 @@ impl Tree {
 
     fn add(&mut self, node: Node) -> NodeId {
         self.contents += node.room();
-        if let Some(id) = self.vacant.pop() {
+        let (kind, root) = (node.kind, node.root);
+        let id = if let Some(id) = self.vacant.pop() {
             self.nodes[widen(id.number())] = node;
-            return id;
+            id
+        } else {
+            let id = u32::try_from(self.nodes.len()).expect("a node has a page, and pages fit int32");
+            self.nodes.push(node);
+            NodeId::new(id)
+        };
+        if kind == Kind::Run {
+            let nodes = &self.nodes;
+            self.roots.list(root, id, |id| is_below(&nodes[widen(id.number())], root));
         }
-        let id = u32::try_from(self.nodes.len()).expect("a node has a page, and pages fit int32");
-        self.nodes.push(node);
-        NodeId::new(id)
+        id
     }
 
     /// The root of a namespace, if it has one.
     fn root(&self, namespace: &Namespace) -> Option<NodeId> {
-        self.roots.get(namespace).copied()
+        self.roots.get(namespace)
     }
 
     fn root_or_new(&mut self, namespace: &Namespace) -> NodeId {
@@ -336,9 +350,9 @@ impl Tree {
         }
         let sum = Chain::start(self.hash_of(namespace));
         let root = self.add(Node::new(Kind::Root, sum));
-        self.node_mut(root).parent = root;
-        self.roots.insert(namespace.clone(), root);
-        self.names.insert(root, namespace.clone());
+        let node = self.node_mut(root);
+        (node.parent, node.root) = (root, root);
+        self.roots.insert(namespace, root);
         root
     }
 
@@ -349,18 +363,11 @@ impl Tree {
             return;
         }
         match node.kind {
-            Kind::Root => self.forget_root(root),
+            Kind::Root => drop(self.roots.remove(root)),
             Kind::Detached => self.detached -= 1,
             Kind::Run => return,
         }
         self.vacant.push(root);
-    }
-
-    /// Removes a root from the namespaces.
-    fn forget_root(&mut self, root: NodeId) {
-        if let Some(name) = self.names.remove(&root) {
-            self.roots.remove(&name);
-        }
     }
 
     /// The fingerprint of a page.
@@ -439,15 +446,23 @@ impl Tree {
         let lower = place.node;
         let sum = self.sum_at(place);
         self.unlink(lower);
-        let (page_size, room, node) = (self.page_size, self.node(lower).room(), self.node_mut(lower));
+        let (page_size, before, node) = (self.page_size, self.node(lower).room(), self.node_mut(lower));
         let tokens = split_front(&mut node.tokens, place.pages * page_size);
         let pages = split_front(&mut node.pages, place.pages);
-        let (parent, history) = (node.parent, node.history);
-        let (locks, pins) = (u32::from(node.locks > 0), node.pins);
-        let end = narrow(place.len);
-        let upper =
-            self.add(Node { parent, locks, tokens, pages, end, history, pins, ..Node::new(Kind::Run, sum) });
-        self.contents = self.contents - room + self.node(lower).room();
+        let Node { parent, root, history, pins, .. } = *node;
+        let (locks, end) = (u32::from(node.locks > 0), narrow(place.len));
+        let upper = self.add(Node {
+            parent,
+            root,
+            locks,
+            tokens,
+            pages,
+            end,
+            history,
+            pins,
+            ..Node::new(Kind::Run, sum)
+        });
+        self.contents = self.contents - before + self.node(lower).room();
         self.node_mut(lower).parent = upper;
         self.link(upper);
         self.link(lower);
@@ -482,6 +497,7 @@ impl Tree {
     pub fn fault(&self) -> Option<String> {
         let mut seen = std::collections::HashSet::new();
         let (mut cached, mut locked) = (0, 0);
+        let listed: std::collections::HashSet<_> = self.roots.listed().collect();
         let vacant: std::collections::HashSet<_> = self.vacant.iter().copied().collect();
         let ids = (0..).take(self.nodes.len()).map(NodeId::new).filter(|id| !vacant.contains(id));
         let mut children: HashMap<NodeId, [u32; 2]> = HashMap::new();
@@ -495,6 +511,12 @@ impl Tree {
             *locks += u32::from(node.locks > 0);
             cached += node.pages.len();
             locked += if node.locks > 0 { node.pages.len() } else { 0 };
+            if self.node(node.root).kind == Kind::Root && !listed.contains(&(node.root, id)) {
+                return Some(format!("{id:?} is not listed with its namespace"));
+            }
+            if node.has_snapshot != self.snapshot_at(id).is_some() {
+                return Some(format!("{id:?} does not know its snapshot"));
+            }
             if node.pages.is_empty() || node.tokens.len() != node.pages.len() * self.page_size {
                 return Some(format!(
                     "{id:?} has {} pages and {} tokens",
@@ -527,6 +549,11 @@ impl Tree {
             )
         })
     }
+}
+
+/// Whether a node, which may be gone, is one below `root`.
+fn is_below(node: &Node, root: NodeId) -> bool {
+    node.root == root && !node.pages.is_empty()
 }
 
 /// Splits off the first `count` elements; what remains does not keep their memory.

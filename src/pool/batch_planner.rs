@@ -292,6 +292,7 @@ impl BatchPlanner {
         mut take: impl FnMut(&mut PlannerState, Pools<'_>) -> Result<OrShort<T>>,
     ) -> Result<Option<T>> {
         self.make_room()?;
+        self.retire_freed(stream);
         let mut retired = Vec::new();
         let taken = self.slots.take(stream, |slots| {
             let (mut state, mut table) = (lock(&self.state), lock(&self.table));
@@ -311,6 +312,7 @@ impl BatchPlanner {
         stream: Stream,
         give: impl FnOnce(&mut PlannerState, Pools<'_>, Behind<'_>) -> Result<R>,
     ) -> Result<R> {
+        self.retire_freed(stream);
         let mut leases = Vec::new();
         let given = self.slots.give(after, stream, |slots, fence| {
             let (mut state, mut table) = (lock(&self.state), lock(&self.table));
@@ -320,6 +322,17 @@ impl BatchPlanner {
         // Without locks: leases end in the cache.
         drop(leases);
         given
+    }
+
+    /// Ends the leases of requests whose rows were freed by another call.
+    fn retire_freed(&self, stream: Stream) {
+        let retired = {
+            let (mut state, table) = (lock(&self.state), lock(&self.table));
+            state.retire_freed(&table, stream);
+            std::mem::take(&mut state.retired)
+        };
+        // Without locks: leases end in the cache.
+        drop(retired);
     }
 
     /// Waits, without locks, if the device is many steps behind.

@@ -398,20 +398,32 @@ impl TokenToKvPoolAllocator {
     #[inline]
     pub(super) fn freeing<R>(
         &self,
-        mut slots: MutexGuard<'_, SlotTensors>,
+        slots: MutexGuard<'_, SlotTensors>,
         stream: Stream,
         work: impl FnOnce(&mut SlotTensors) -> Result<R>,
     ) -> Result<R> {
-        let answer = work(&mut slots);
-        let poisoned = slots.poison(stream);
-        drop(slots);
+        let (answer, poisoned) = Self::freeing_quietly(slots, stream, work);
         if let Err(failure) = poisoned {
             self.notify(Notice::NotPoisoned(&failure));
         }
         answer
     }
 
-    fn notify(&self, notice: Notice<'_>) {
+    /// [`Self::freeing`] for a caller that holds locks: also returns whether the rows are poisoned, for a notice
+    /// when it holds none.
+    #[inline]
+    pub(super) fn freeing_quietly<R>(
+        mut slots: MutexGuard<'_, SlotTensors>,
+        stream: Stream,
+        work: impl FnOnce(&mut SlotTensors) -> Result<R>,
+    ) -> (Result<R>, Result<()>) {
+        let answer = work(&mut slots);
+        let poisoned = slots.poison(stream);
+        (answer, poisoned)
+    }
+
+    /// Passes on a notice. The caller must hold no lock.
+    pub(super) fn notify(&self, notice: Notice<'_>) {
         if let Some(on_notice) = &self.on_notice {
             on_notice(notice);
         }

@@ -44,7 +44,7 @@ use pyo3::prelude::*;
 use pyo3::types::IntoPyDict;
 
 use crate::base::sync::lock;
-use crate::base::{DType, Device, bytes_of, on_blocking};
+use crate::base::{DType, Device, LONG_COPY, bytes_of, on_blocking};
 use crate::memory::{Region, Stream};
 use crate::tensor::TensorView;
 
@@ -62,9 +62,7 @@ fn copying<R: Send>(
     bytes: usize,
     work: impl FnOnce() -> crate::base::Result<R> + Send,
 ) -> PyResult<R> {
-    /// A copy of this many bytes takes longer than handing the GIL to another thread.
-    const LONG: usize = 64 << 10;
-    let is_long = device == Device::Cpu && bytes >= LONG;
+    let is_long = device == Device::Cpu && bytes >= LONG_COPY;
     Ok(if is_long { py.detach(work) } else { work() }?)
 }
 

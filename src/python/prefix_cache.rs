@@ -406,22 +406,10 @@ impl Lease {
         slots: Option<&IndexVec>,
         state: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<PoolPublished> {
-        let state = match state {
-            None => None,
-            Some(row) => Some(state_row(args::int(row)?, self.cache.get())?),
-        };
+        let state = state.map(args::int).transpose()?;
         let stream = self.stream(py)?;
         with_tokens(tokens, |tokens| Ok(self.lease.publish(&Offer { tokens, slots, state }, stream)?))
     }
-}
-
-/// A working slot of the cache's states.
-fn state_row(row: i64, cache: &PrefixCache) -> PyResult<u32> {
-    let slots = cache.states.as_ref().map_or(0, |states| states.get().pool.pool_size());
-    u32::try_from(row)
-        .ok()
-        .filter(|&row| cache.states.is_none() || crate::base::widen(row) < slots)
-        .ok_or_else(|| Error::index(format!("state slot {row} is outside [0, {slots})")).at_index(row).into())
 }
 
 #[pymethods]
@@ -493,14 +481,21 @@ impl Lease {
     ///         whole pages passes to the cache. Not needed for a lease that a planner has: it knows the slots
     ///         of its requests.
     ///     row: The request row of a lease that a planner has; only checked. The planner's next call with the
-    ///         row writes the cache's slots to the request table, in place of those of duplicates.
+    ///         row writes the cache's slots to the request table, in place of those of duplicates. If you write
+    ///         the table yourself, write `Published.slots` to it.
     ///     state: A working slot of the cache's states, whose state is that after the last whole page. A
-    ///         snapshot of it is kept if a track slot is free or can be given up.
+    ///         snapshot of it is kept if a track slot is free or can be given up: superseded ones first, which are
+    ///         earlier ones of the same lease behind the tokens that it was matched with. The state is copied
+    ///         before anything is published, on the current stream.
+    ///
+    /// Nothing is changed if the call raises, except that another snapshot may have been given up for the state.
     ///
     /// Raises:
     ///     ConfigError: If a token is outside of [0, 2**31), or `tokens` and `slots` differ in length.
+    ///     DriverError: If the state cannot be copied.
+    ///     IndexError: If there is no slot `state`.
     ///     IndexOwnershipError: If a slot is not in use, listed twice, cached already, or not at its place in a
-    ///         page. Nothing is changed.
+    ///         page.
     ///     StaleBufferError: If the lease was released, or the allocator was cleared.
     #[pyo3(signature = (tokens, slots=None, *, state=None, row=None))]
     fn publish(

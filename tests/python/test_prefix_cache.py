@@ -15,7 +15,7 @@ import devices
 import numpy as np
 import pytest
 import torch
-from common import Fence, needs_fork, some, together
+from common import needs_fork, some, together
 
 import kvpool
 from kvpool import ConfigError, GDNPool, IndexOwnershipError, PrefixCache, StaleBufferError
@@ -992,26 +992,6 @@ def test_rows_freed_without_the_planner_give_up_their_leases() -> None:
     row = some(table.alloc())
     some(planner.extend(row, [0], [2], prefixes=[scene.cache.match([9, 9])]))
     assert scene.cache.evictable_size() == 3
-
-
-def test_nothing_is_published_between_a_cut_and_its_fence() -> None:
-    where = devices.current()
-    scene = Scene()
-    table = kvpool.ReqToTokenPool(1, 16, where)
-    planner = kvpool.BatchPlanner(table, scene.allocator, 1, 16)
-    row, lease, fence = some(table.alloc()), scene.cache.match([1, 2, 3, 4]), Fence()
-    some(planner.extend(row, [0], [4], prefixes=[lease]))
-    lease.publish([1, 2, 3, 4])
-    planner.truncate(row, [2], after=fence)
-    some(planner.extend(row, [2], [6]))
-    with pytest.raises(ConfigError, match="until the fence"):
-        lease.publish([5, 6])
-    fence.done = True
-    scene.allocator.stats()
-    assert lease.publish([7, 8, 5, 6]).length == 6
-    assert scene.length([1, 2, 3, 4, 5, 6]) == 4
-    planner.finish(row)
-    assert scene.sizes() == (8, 0, 0, 56)
 
 
 def test_namespaces_are_exact_text() -> None:

@@ -4,7 +4,8 @@ use std::collections::BTreeSet;
 
 use crate::base::{Id, Page, StateSlot, widen};
 
-use super::{Kind, Namespace, NodeId, Policy, Sum, Tick, Tree};
+use super::roots::rid_of_gone;
+use super::{Kind, Namespace, NodeId, Policy, Sum, Tick, Tree, is_below};
 use crate::cache::explain::{Cause, Pressure};
 
 /// Number of entries in the histogram of ages: one per power of two of tokens.
@@ -181,30 +182,14 @@ impl Tree {
         gone.pages.extend(pages);
     }
 
-    fn drop_snapshot(&mut self, node: NodeId, gone: &mut Evicted) {
-        if let Some(state) = self.node_mut(node).state.take() {
-            self.snapshots.retain(|&other| other != node);
-            gone.states.push(state);
-        }
-    }
-
-    /// Gives up the least recently used snapshot that no lease ends at.
-    pub fn evict_snapshot(&mut self) -> Option<StateSlot> {
-        let unused = self.snapshots.iter().filter(|id| self.node(**id).leases == 0);
-        let oldest = *unused.min_by_key(|id| self.node(**id).history.used)?;
-        let mut gone = Evicted::default();
-        self.drop_snapshot(oldest, &mut gone);
-        gone.states.pop()
-    }
-
     /// Gives up the prefixes of a namespace, or all. Those in use are found no more, and are given up with
     /// their last lease.
     pub fn clear(&mut self, namespace: Option<&Namespace>, cause: Cause) -> Evicted {
         let roots: Vec<_> = match namespace {
             Some(name) => self.root(name).into_iter().collect(),
-            None => self.roots.values().copied().collect(),
+            None => self.roots.ids().collect(),
         };
-        let mut nodes: Vec<_> = self.all_below(&roots);
+        let mut nodes: Vec<_> = roots.iter().flat_map(|&root| self.detach(root)).collect();
         // Children before their parents.
         nodes.sort_by_key(|id| std::cmp::Reverse(self.node(*id).end));
         self.note_cleared(&nodes, namespace.is_none(), cause);
@@ -215,12 +200,18 @@ impl Tree {
             }
         }
         for root in roots {
-            self.forget_root(root);
-            self.node_mut(root).kind = Kind::Detached;
-            self.detached += 1;
             self.drop_if_empty(root);
         }
         gone
+    }
+
+    /// Makes what is below `root` be found no more, and returns its nodes.
+    fn detach(&mut self, root: NodeId) -> Vec<NodeId> {
+        let mut nodes = self.roots.remove(root);
+        rid_of_gone(&mut nodes, |id| is_below(self.node(id), root));
+        self.node_mut(root).kind = Kind::Detached;
+        self.detached += 1;
+        nodes
     }
 
     /// Takes note that the pages of `nodes`, with leases or without, are found no more.
@@ -241,27 +232,13 @@ impl Tree {
     /// Gives up everything, with or without leases. The tree must not be used any more.
     pub fn take_all(&mut self) -> Evicted {
         let pages = self.nodes.iter_mut().flat_map(|node| std::mem::take(&mut node.pages)).collect();
-        let states = self.nodes.iter_mut().filter_map(|node| node.state.take()).collect();
-        Evicted { pages, states, ..Evicted::default() }
-    }
-
-    fn all_below(&self, roots: &[NodeId]) -> Vec<NodeId> {
-        let all = (0..).map(NodeId::new).zip(&self.nodes).filter(|(_, node)| !node.pages.is_empty());
-        let is_below = |id: NodeId| {
-            let mut at = id;
-            while self.node(at).kind == Kind::Run {
-                at = self.node(at).parent;
-            }
-            roots.contains(&at)
-        };
-        let every = roots.len() == self.roots.len() && self.detached == 0;
-        all.map(|(id, _)| id).filter(|&id| every || is_below(id)).collect()
+        Evicted { pages, states: self.take_snapshots(), ..Evicted::default() }
     }
 
     /// Gives up `node` and those before it, if they are detached and have neither locks nor children.
     pub(super) fn prune(&mut self, node: NodeId) -> Evicted {
         let mut gone = Evicted::default();
-        if self.detached == 0 || !self.is_detached(node) {
+        if self.node(self.node(node).root).kind != Kind::Detached {
             return gone;
         }
         let mut at = node;
@@ -272,14 +249,6 @@ impl Tree {
         }
         self.drop_if_empty(at);
         gone
-    }
-
-    fn is_detached(&self, node: NodeId) -> bool {
-        let mut at = node;
-        while self.node(at).kind == Kind::Run {
-            at = self.node(at).parent;
-        }
-        self.node(at).kind == Kind::Detached
     }
 
     /// Adds a node to the evictable leaves, if it is one.

@@ -9,9 +9,9 @@ use crate::cache::Remembered;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
 pub struct Found {
-    place: Place,
+    pub(super) place: Place,
     /// Tokens of the hold.
-    begin: usize,
+    pub(super) begin: usize,
 }
 
 impl Found {
@@ -103,9 +103,9 @@ impl Tree {
         if self.journal.is_none() || pages.is_empty() {
             return;
         }
-        let root = self.path(node).last().map_or(node, |first| self.node(first).parent);
+        let root = self.node(node).root;
         let parent = self.node(node).pages.last().copied();
-        if let (Some(name), Some(journal)) = (self.names.get(&root), &mut self.journal) {
+        if let (Some(name), Some(journal)) = (self.roots.name(root), &mut self.journal) {
             journal.stored(name, parent, tokens, pages);
         }
     }
@@ -137,7 +137,7 @@ impl Tree {
     fn can_grow(&self, node: NodeId, history: &History) -> bool {
         let here = self.node(node);
         let is_alone = (here.children, here.locks) == (0, 1);
-        let is_plain = here.state.is_none() && !self.is_pinned(node);
+        let is_plain = !here.has_snapshot && !self.is_pinned(node);
         here.kind == Kind::Run && is_alone && is_plain && here.history.uses == history.uses
     }
 
@@ -165,9 +165,11 @@ impl Tree {
         sum: Sum,
     ) -> NodeId {
         self.unqueue(parent);
-        let end = self.node(parent).end + narrow(tokens.len());
+        let Node { end, root, .. } = *self.node(parent);
+        let end = end + narrow(tokens.len());
         let id = self.add(Node {
             parent,
+            root,
             tokens: tokens.to_vec(),
             pages: pages.to_vec(),
             end,

@@ -10,6 +10,7 @@ use crate::base::{DType, Error, ErrorKind, Id, IndexVec, Page, RequestRow, Resul
 use crate::index::{Act, BadFrees, FenceId, Growth, GrowthRequest, Owner, Requests};
 use crate::kernels::{Executor, Indices};
 use crate::memory::{Backend, Event, Host, Region, Stream};
+use crate::pool::prefix_cache::Parked;
 use crate::pool::shortage::OrShort;
 use crate::pool::slot_tensors::SlotTensors;
 use crate::pool::{Lease, ReqToTokenPool, TableIndex, at_least_one};
@@ -64,16 +65,25 @@ pub(in crate::pool) struct PlannerState {
     changes: u64,
     /// By row, the lease of the request.
     leases: Vec<Option<Bound>>,
-    /// Leases of requests whose rows were freed by another call, to be dropped without locks.
-    pub(super) retired: Vec<Bound>,
+    /// The number of frees of rows until which leases of other calls' frees have ended.
+    frees: u64,
+    /// Leases of requests whose rows were freed by another call, which end when this is dropped, without locks.
+    pub(super) retired: Vec<LeaseCut>,
 }
 
 /// The lease of a request.
 #[derive(Debug)]
-pub(super) struct Bound {
+struct Bound {
     /// How often the row had been handed out.
     turn: u32,
     lease: Arc<Lease>,
+}
+
+impl Bound {
+    /// Whether it is of the request that has `row` now.
+    fn is_of(&self, row: RequestRow, table: &ReqToTokenPool) -> bool {
+        self.turn == table.rows().turn(row) && table.rows().rows().is_live(row)
+    }
 }
 
 impl PlannerState {
@@ -114,6 +124,7 @@ impl PlannerState {
             plans: 0,
             changes: 0,
             leases: (0..rows).map(|_| None).collect(),
+            frees: table.rows().frees(),
             retired: Vec::new(),
         })
     }
@@ -197,18 +208,37 @@ impl PlannerState {
         if planned.is_ok() {
             for (&row, claim) in named.iter().zip(claims) {
                 if let Some(claim) = claim {
-                    let bound = Bound { turn: table.rows().turn(row), lease: claim.keep() };
-                    self.retired.extend(self.leases[widen(row.number())].replace(bound));
+                    self.bind(row, claim.keep(), table, stream);
                 }
             }
         }
         Ok(planned)
     }
 
+    /// Makes `lease` that of the request in `row`.
+    fn bind(&mut self, row: RequestRow, lease: Arc<Lease>, table: &ReqToTokenPool, stream: Stream) {
+        let bound = Bound { turn: table.rows().turn(row), lease };
+        let earlier = self.leases[widen(row.number())].replace(bound);
+        self.retired.extend(earlier.map(|bound| LeaseCut::end(bound.lease, stream)));
+    }
+
+    /// Retires the leases of requests whose rows were freed by another call. It looks at them only if there was
+    /// one.
+    pub(super) fn retire_freed(&mut self, table: &ReqToTokenPool, stream: Stream) {
+        let frees = table.rows().frees();
+        if std::mem::replace(&mut self.frees, frees) == frees {
+            return;
+        }
+        for (row, place) in (0..).map(RequestRow::new).zip(&mut self.leases) {
+            let is_over = |bound: &mut Bound| !bound.is_of(row, table);
+            self.retired.extend(place.take_if(is_over).map(|bound| LeaseCut::end(bound.lease, stream)));
+        }
+    }
+
     /// The lease of a request.
     pub(in crate::pool) fn lease_of(&self, row: RequestRow, table: &ReqToTokenPool) -> Option<&Arc<Lease>> {
         let bound = self.leases.get(widen(row.number()))?.as_ref()?;
-        (bound.turn == table.rows().turn(row) && table.rows().rows().is_live(row)).then_some(&bound.lease)
+        bound.is_of(row, table).then_some(&bound.lease)
     }
 
     /// The lease of the request in `row`, if that is allocated.
@@ -225,8 +255,7 @@ impl PlannerState {
         let leased = widen(self.requests.leased(row));
         if leased != from {
             return Err(Error::config(format!(
-                "request row {row} was cut to {leased} leased tokens, but its lease has {from} until the fence of the \
-                 cut has passed"
+                "request row {row} was cut to {leased} leased tokens while its lease of {from} was published"
             )));
         }
         let (has, size) = (self.requests.len(row), widen(self.requests.page_size().slots()));
@@ -248,14 +277,8 @@ impl PlannerState {
         }
     }
 
-    /// Ends or shortens the lease of a request that is cut to `len` tokens.
-    fn cut_lease(
-        &mut self,
-        row: RequestRow,
-        len: u32,
-        table: &ReqToTokenPool,
-        stream: Stream,
-    ) -> Option<LeaseCut> {
+    /// The lease of a request that is cut to `len` tokens, if it has to be cut, too.
+    fn cut_lease(&mut self, row: RequestRow, len: u32, table: &ReqToTokenPool) -> Option<Arc<Lease>> {
         if len > 0 && self.requests.leased(row) <= len {
             return None;
         }
@@ -263,7 +286,7 @@ impl PlannerState {
         if len == 0 {
             self.leases[widen(row.number())] = None;
         }
-        Some(LeaseCut { lease, len: widen(len), stream })
+        Some(lease)
     }
 
     pub(super) fn decode(
@@ -492,9 +515,11 @@ impl PlannerState {
         table.not_capturing(stream)?;
         let given =
             self.give_back(Pools { slots, table }, named.into_iter().zip(std::iter::repeat(0)), behind);
+        self.retire_freed(table, stream);
         // Each row was checked to be allocated.
-        let _ = table.free(rows, stream)?;
-        given
+        let freed = table.free(rows, stream);
+        self.frees = table.rows().frees();
+        freed.and(given)
     }
 
     /// If a ledger is kept, records the owner of a row as the owner of its new pages, from token `start` on.
@@ -518,10 +543,14 @@ impl PlannerState {
         let Behind { fence, leases, stream } = behind;
         let (mut given, mut bad) = (0, BadFrees::default());
         for (row, len) in cuts {
-            match (self.cut_lease(row, len, table, stream), fence) {
-                (Some(cut), Some(id)) => slots.fences_mut().keep(id, Arc::new(cut)),
-                (Some(cut), None) => leases.push(cut),
-                (None, _) => (),
+            if let Some(lease) = self.cut_lease(row, len, table) {
+                // The lease is cut without locks. What it had stays locked until the fence has passed.
+                let until = fence.map(|id| {
+                    let parked = Parked::default();
+                    slots.fences_mut().keep(id, Arc::clone(&parked) as _);
+                    parked
+                });
+                leases.push(LeaseCut { lease, len: widen(len), until, stream });
             }
             let _acting = signed_act(row, slots, table).map(Act::begin);
             let pages = self.requests.cut(row, len);
@@ -580,8 +609,7 @@ impl PlannerState {
             let growth = Growth { row: dst, ..Growth::padding(len) };
             self.requests.shrink(&[growth], slots.slots_mut());
         } else if let Some(claim) = claim {
-            let bound = Bound { turn: table.rows().turn(dst), lease: claim.keep() };
-            self.retired.extend(self.leases[widen(dst.number())].replace(bound));
+            self.bind(dst, claim.keep(), table, stream);
         }
         self.changes += 1;
         written.map(Ok)
@@ -660,7 +688,7 @@ impl PlannerState {
 /// How a batch is given back: at once, or behind a fence.
 pub(super) struct Behind<'a> {
     pub(super) fence: Option<FenceId>,
-    /// The leases that end at once, to be dropped without locks.
+    /// The leases that are cut, to be dropped without locks.
     pub(super) leases: &'a mut Vec<LeaseCut>,
     pub(super) stream: Stream,
 }
@@ -670,12 +698,24 @@ pub(super) struct Behind<'a> {
 pub(super) struct LeaseCut {
     lease: Arc<Lease>,
     len: usize,
+    /// Where what the lease had stays locked; without it, that is not.
+    until: Option<Parked>,
     stream: Stream,
+}
+
+impl LeaseCut {
+    /// The end of the whole lease.
+    const fn end(lease: Arc<Lease>, stream: Stream) -> Self {
+        Self { lease, len: 0, until: None, stream }
+    }
 }
 
 impl Drop for LeaseCut {
     fn drop(&mut self) {
-        self.lease.cut(self.len, self.stream);
+        let cut = self.lease.cut(self.len, self.stream);
+        if let (Some(cut), Some(until)) = (cut, &self.until) {
+            until.set(cut).expect("it is for this one");
+        }
     }
 }
 
