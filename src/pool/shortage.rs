@@ -9,6 +9,10 @@ use crate::memory::Stream;
 /// A pool calls it without holding a lock, from the threads that are short, possibly several at once. It may
 /// use the pool.
 pub trait Reclaim: Send + Sync {
+    /// How many slots it could free now, at most: a call that lacks more than all doors could free fails without
+    /// a reclaim. It may be more than it turns out to be, never less.
+    fn obtainable(&self, stream: Stream) -> usize;
+
     /// Frees at least `slots` slots, or as many as possible, and returns the number freed: at once, or behind a
     /// fence. Enqueues any work on `stream`.
     ///

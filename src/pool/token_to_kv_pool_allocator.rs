@@ -59,7 +59,7 @@ impl AllocatorConfig {
 ///
 /// When there are not enough slots, a call that takes some completes pending frees, calls the [`Reclaim`]s
 /// registered with [`Self::on_shortage`], waits for values in flight from a device, and only then returns
-/// `None`.
+/// `None`. If all of them together could not free what is missing, none is called.
 ///
 /// A `stream` argument is the stream of the caller's work: tensors are valid on it, and values are copied and
 /// rows are poisoned in its order. In host memory it is [`Stream::DEFAULT`].
@@ -355,24 +355,39 @@ impl TokenToKvPoolAllocator {
             match taken {
                 Ok(taken) => return Ok(Some(taken)),
                 // Asking again is worth it as long as it helps.
-                Err(short) if (1..shortage).contains(&short.slots) => {
+                Err(short)
+                    if (1..shortage).contains(&short.slots) && self.can_reclaim(short.slots, stream) =>
+                {
                     shortage = short.slots;
                     self.reclaim(short.slots, stream)?;
                 }
-                Err(_) if self.wait_for_oldest(stream)? => (),
+                // How many slots landed was a guess until now.
+                Err(_) if self.wait_for_oldest(stream)? => shortage = usize::MAX,
                 Err(_) => return Ok(None),
             }
         }
     }
 
-    /// Calls the registered [`Reclaim`]s until they have freed enough slots.
-    fn reclaim(&self, slots: usize, stream: Stream) -> Result<()> {
+    /// Whether the registered [`Reclaim`]s could free so many slots, as far as they know.
+    fn can_reclaim(&self, slots: usize, stream: Stream) -> bool {
+        let mut missing = slots;
+        for reclaim in self.reclaims() {
+            missing = missing.saturating_sub(reclaim.obtainable(stream));
+        }
+        missing == 0
+    }
+
+    /// The registered [`Reclaim`]s, to be called without locks.
+    fn reclaims(&self) -> Vec<Arc<dyn Reclaim>> {
         let mut registered = lock(&self.reclaim);
         registered.retain(|reclaim| reclaim.strong_count() > 0);
-        let asked: Vec<_> = registered.iter().filter_map(Weak::upgrade).collect();
-        drop(registered);
+        registered.iter().filter_map(Weak::upgrade).collect()
+    }
+
+    /// Calls the registered [`Reclaim`]s until they have freed enough slots.
+    fn reclaim(&self, slots: usize, stream: Stream) -> Result<()> {
         let mut missing = slots;
-        for reclaim in asked {
+        for reclaim in self.reclaims() {
             if missing > 0 {
                 missing = missing.saturating_sub(reclaim.reclaim(missing, stream)?);
             }

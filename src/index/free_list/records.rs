@@ -96,6 +96,13 @@ impl Records {
         }
     }
 
+    /// Whether all of `mask`, which lies in the space, is live.
+    pub(super) fn are_live(&self, mask: Mask) -> bool {
+        let at = widen(mask.word);
+        let Record { free, released } = self.sets[at];
+        (free | released | self.fenced(at)) & mask.bits == 0
+    }
+
     /// Frees everything.
     pub(super) fn clear(&mut self) {
         for mask in Mask::of_range(self.space.clone()) {

@@ -161,9 +161,8 @@ impl Prefixes {
         let missing = pages.saturating_sub(free);
         let is_possible = missing <= evictable;
         assert_eq!(taken.is_some(), is_possible, "{pages} pages, {free} free, {evictable} evictable");
-        // What cannot succeed still evicts what it can, unless it is beyond the capacity.
-        let total = self.allocator.stats().capacity / self.page_size;
-        self.note_evicted(if pages > total { 0 } else { missing.min(evictable) });
+        // What cannot succeed evicts nothing.
+        self.note_evicted(if is_possible { missing } else { 0 });
         let slots = taken.map_or(Vec::new(), |view| ints_of(&view));
         let width = i32::try_from(self.page_size).expect("small");
         let pages: Vec<i32> = slots.iter().step_by(self.page_size).map(|slot| slot / width).collect();
