@@ -411,6 +411,10 @@ impl Reclaim for Shared {
     fn reclaim(&self, slots: usize, stream: Stream) -> Result<usize> {
         Ok(self.evict(slots, Pressure::Alloc, stream))
     }
+
+    fn locked(&self) -> Vec<Page> {
+        lock(&self.kept).tree.locked_pages()
+    }
 }
 
 impl Drop for Shared {

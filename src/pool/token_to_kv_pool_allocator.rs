@@ -1,5 +1,6 @@
 //! The allocator of token slots, which hands them out as tensors.
 
+use std::collections::HashSet;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
@@ -365,14 +366,22 @@ impl TokenToKvPoolAllocator {
         }
     }
 
-    /// Calls the registered [`Reclaim`]s until they have freed enough slots.
-    fn reclaim(&self, slots: usize, stream: Stream) -> Result<()> {
+    /// The registered [`Reclaim`]s, earlier ones first, which are called without the lock.
+    fn registered(&self) -> Vec<Arc<dyn Reclaim>> {
         let mut registered = lock(&self.reclaim);
         registered.retain(|reclaim| reclaim.strong_count() > 0);
-        let asked: Vec<_> = registered.iter().filter_map(Weak::upgrade).collect();
-        drop(registered);
+        registered.iter().filter_map(Weak::upgrade).collect()
+    }
+
+    /// Pages that the registered [`Reclaim`]s hold and cannot free now.
+    pub(super) fn locked_pages(&self) -> HashSet<Page> {
+        self.registered().iter().flat_map(|reclaim| reclaim.locked()).collect()
+    }
+
+    /// Calls the registered [`Reclaim`]s until they have freed enough slots.
+    fn reclaim(&self, slots: usize, stream: Stream) -> Result<()> {
         let mut missing = slots;
-        for reclaim in asked {
+        for reclaim in self.registered() {
             if missing > 0 {
                 missing = missing.saturating_sub(reclaim.reclaim(missing, stream)?);
             }

@@ -760,16 +760,19 @@ def test_leaks_list_cached_slots_apart() -> None:
     kept = some(scene.allocator.alloc(4, owner="request 7"))
     live, cached = scene.allocator.leaks()
     assert (live.owner, live.count, live.state) == ("request 7", 4, "live")
-    assert (cached.owner, cached.count, cached.state) == ("the cache", 24, "cached")
+    assert (cached.owner, cached.count, cached.state) == ("the cache", 24, "evictable")
     assert cached.spans == [(4, 28)]
     assert "test_prefix_cache.py" in cached.site
+    with scene.cache.match(range(9)):
+        parts = {leak.state: (leak.owner, leak.spans) for leak in scene.allocator.leaks()[1:]}
+    assert parts == {"evictable": ("the cache", [(12, 28)]), "locked": ("the cache", [(4, 12)])}
     # What stays found is no leak.
     with scene.allocator.expect_balanced():
         scene.insert(range(100, 108))
     scene.allocator.free(kept)
     # What is shared with a request is live.
     scene.allocator.share([4])
-    assert {leak.state for leak in scene.allocator.leaks()} == {"live", "cached"}
+    assert {leak.state for leak in scene.allocator.leaks()} == {"live", "evictable"}
     scene.allocator.free([4])
     scene.cache.clear()
     assert scene.allocator.leaks() == []
