@@ -366,27 +366,27 @@ impl TokenToKvPoolAllocator {
         }
     }
 
-    /// The registered [`Reclaim`]s, earlier ones first, which are called without the lock.
-    fn registered(&self) -> Vec<Arc<dyn Reclaim>> {
+    /// The registered [`Reclaim`]s, to be called without locks.
+    fn reclaims(&self) -> Vec<Arc<dyn Reclaim>> {
         let mut registered = lock(&self.reclaim);
         registered.retain(|reclaim| reclaim.strong_count() > 0);
         registered.iter().filter_map(Weak::upgrade).collect()
     }
 
-    /// Pages that the registered [`Reclaim`]s hold and cannot free now.
-    pub(super) fn locked_pages(&self) -> HashSet<Page> {
-        self.registered().iter().flat_map(|reclaim| reclaim.locked()).collect()
-    }
-
     /// Calls the registered [`Reclaim`]s until they have freed enough slots.
     fn reclaim(&self, slots: usize, stream: Stream) -> Result<()> {
         let mut missing = slots;
-        for reclaim in self.registered() {
+        for reclaim in self.reclaims() {
             if missing > 0 {
                 missing = missing.saturating_sub(reclaim.reclaim(missing, stream)?);
             }
         }
         Ok(())
+    }
+
+    /// Pages that the registered [`Reclaim`]s hold and cannot free now.
+    pub(super) fn locked_pages(&self) -> HashSet<Page> {
+        self.reclaims().iter().flat_map(|reclaim| reclaim.locked()).collect()
     }
 
     /// Calls `free`, with the id of a new fence if `after` is given.
