@@ -220,6 +220,16 @@ impl TokenToKvPoolAllocator {
         self.give(after, stream, |slots, id| slots.free(given, id, keep, stream))
     }
 
+    /// [`Self::free`] at once and without [`Self::poll`]: no fence can fail it.
+    ///
+    /// # Errors
+    /// If strict, [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) for an invalid free;
+    /// nothing is changed.
+    pub fn free_unpolled(&self, given: IndexVec, stream: Stream) -> Result<BadFrees> {
+        let given = Indices::Host(given);
+        self.freeing(self.lock(), stream, |slots| slots.free(&given, None, || None, stream))
+    }
+
     /// Adds an owner to slots: see [`SlotAllocator::share`]. Waits for values in flight.
     ///
     /// # Errors
