@@ -2,9 +2,9 @@
 
 use std::collections::HashSet;
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, Weak};
+use std::sync::{Arc, Weak};
 
-use crate::base::sync::lock;
+use crate::base::sync::explored::{Mutex, MutexGuard, lock};
 use crate::base::{Device, Error, IndexVec, Page, Result, blocking};
 use crate::index::{BadFrees, FenceId, Ledgered, SlotAllocator, SlotStats, ascending_runs};
 use crate::kernels::Indices;
@@ -367,8 +367,9 @@ impl TokenToKvPoolAllocator {
                 Ok(taken) => return Ok(Some(taken)),
                 // Asking again is worth it as long as it helps.
                 Err(short) if (1..shortage).contains(&short.slots) => {
-                    shortage = short.slots;
-                    self.reclaim(short.slots, stream)?;
+                    let freed = self.reclaim(short.slots, stream)?;
+                    // If that was enough and is gone again, another thread has taken it.
+                    shortage = if freed < short.slots { short.slots } else { usize::MAX };
                 }
                 Err(_) if self.wait_for_oldest(stream)? => (),
                 Err(_) => return Ok(None),
@@ -383,15 +384,15 @@ impl TokenToKvPoolAllocator {
         registered.iter().filter_map(Weak::upgrade).collect()
     }
 
-    /// Calls the registered [`Reclaim`]s until they have freed enough slots.
-    fn reclaim(&self, slots: usize, stream: Stream) -> Result<()> {
-        let mut missing = slots;
+    /// Calls the registered [`Reclaim`]s until they have freed enough slots; returns how many they have.
+    fn reclaim(&self, slots: usize, stream: Stream) -> Result<usize> {
+        let mut freed = 0;
         for reclaim in self.reclaims() {
-            if missing > 0 {
-                missing = missing.saturating_sub(reclaim.reclaim(missing, stream)?);
+            if freed < slots {
+                freed += reclaim.reclaim(slots - freed, stream)?;
             }
         }
-        Ok(())
+        Ok(freed)
     }
 
     /// Pages that the registered [`Reclaim`]s hold and cannot free now.
