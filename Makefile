@@ -26,7 +26,8 @@ FUZZ_FLAGS := --cfg fuzzing -Cpasses=sancov-module $(addprefix -Cllvm-args=-sani
 GPU_PYTHON ?= 3.12
 GPU_PACKAGE := .gpu/package.json
 GPU_TOOLS := pytest pytest-timeout pytest-xdist hypothesis prometheus-client rich typer
-# Steps of `make histories`, and the seed that decides all of them.
+# Steps of `make histories`, the seed that decides all of them, and which histories: all, if none is named.
+HISTORIES ?=
 STEPS ?= 11000000
 SEED ?= 1
 
@@ -89,7 +90,7 @@ fuzz-build:
 
 # Random histories of every pool, misuse included, against naive models.
 histories:
-	KVPOOL_HISTORY_STEPS=$(STEPS) KVPOOL_HISTORY_SEED=$(SEED) cargo test --locked --profile checked --test rust -- \
+	KVPOOL_HISTORY='$(HISTORIES)' KVPOOL_HISTORY_STEPS=$(STEPS) KVPOOL_HISTORY_SEED=$(SEED) cargo test --locked --profile checked --test rust -- \
 	    --ignored --exact history_runs::long_histories_agree_with_their_models --nocapture
 
 lint: rust-lint python-lint kernel-lint

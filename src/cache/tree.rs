@@ -305,6 +305,12 @@ impl Tree {
         self.locked * self.page_size
     }
 
+    /// The pages that leases hold, at the cost of a look at every node.
+    #[must_use]
+    pub fn locked_pages(&self) -> Vec<Page> {
+        self.nodes.iter().filter(|node| node.locks > 0).flat_map(|node| node.pages.iter().copied()).collect()
+    }
+
     fn node(&self, id: NodeId) -> &Node {
         &self.nodes[widen(id.number())]
     }

@@ -6,9 +6,9 @@ mod plan;
 mod state;
 
 use std::fmt;
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Weak};
 
-use crate::base::sync::lock;
+use crate::base::sync::explored::{Mutex, lock};
 use crate::base::{Device, IndexVec, Result};
 use crate::index::BadFrees;
 use crate::memory::{Backend, Stream};

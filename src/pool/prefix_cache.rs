@@ -3,10 +3,10 @@
 mod lease;
 
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::base::sync::lock;
+use crate::base::sync::explored::{Mutex, MutexGuard, lock};
 use crate::base::{Error, Id, IndexVec, Page, Result};
 use crate::cache::{
     AGE_BUCKETS, Cause, Digest, Event, Evicted, Hold, KeyTokens, Namespace, PolicyKind, Pressure, Segment,
@@ -414,6 +414,10 @@ impl Reclaim for Shared {
 
     fn reclaim(&self, slots: usize, stream: Stream) -> Result<usize> {
         Ok(self.evict(slots, Pressure::Alloc, stream))
+    }
+
+    fn locked(&self) -> Vec<Page> {
+        lock(&self.kept).tree.locked_pages()
     }
 }
 

@@ -1,7 +1,7 @@
 //! What a pool does when it is short of slots: it completes pending frees, reclaims slots, and waits for
 //! values in flight.
 
-use crate::base::Result;
+use crate::base::{Page, Result};
 use crate::memory::Stream;
 
 /// A holder of slots that can free some on demand, such as a prefix cache.
@@ -19,6 +19,11 @@ pub trait Reclaim: Send + Sync {
     /// # Errors
     /// The call that was short returns the error.
     fn reclaim(&self, slots: usize, stream: Stream) -> Result<usize>;
+
+    /// The pages that it holds and cannot free now, for a snapshot of the pool. Called without a lock, too.
+    fn locked(&self) -> Vec<Page> {
+        Vec::new()
+    }
 }
 
 /// A shortage of slots.

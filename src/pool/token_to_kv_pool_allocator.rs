@@ -1,9 +1,10 @@
 //! The allocator of token slots, which hands them out as tensors.
 
+use std::collections::HashSet;
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, Weak};
+use std::sync::{Arc, Weak};
 
-use crate::base::sync::lock;
+use crate::base::sync::explored::{Mutex, MutexGuard, lock};
 use crate::base::{Device, Error, IndexVec, Page, Result, blocking};
 use crate::index::{BadFrees, FenceId, Ledgered, SlotAllocator, SlotStats, ascending_runs};
 use crate::kernels::Indices;
@@ -219,6 +220,16 @@ impl TokenToKvPoolAllocator {
         self.give(after, stream, |slots, id| slots.free(given, id, keep, stream))
     }
 
+    /// [`Self::free`] at once and without [`Self::poll`]: no fence can fail it.
+    ///
+    /// # Errors
+    /// If strict, [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) for an invalid free;
+    /// nothing is changed.
+    pub fn free_unpolled(&self, given: IndexVec, stream: Stream) -> Result<BadFrees> {
+        let given = Indices::Host(given);
+        self.freeing(self.lock(), stream, |slots| slots.free(&given, None, || None, stream))
+    }
+
     /// Adds an owner to slots: see [`SlotAllocator::share`]. Waits for values in flight.
     ///
     /// # Errors
@@ -358,8 +369,9 @@ impl TokenToKvPoolAllocator {
                 Err(short)
                     if (1..shortage).contains(&short.slots) && self.can_reclaim(short.slots, stream) =>
                 {
-                    shortage = short.slots;
-                    self.reclaim(short.slots, stream)?;
+                    let freed = self.reclaim(short.slots, stream)?;
+                    // If that was enough and is gone again, another thread has taken it.
+                    shortage = if freed < short.slots { short.slots } else { usize::MAX };
                 }
                 // How many slots landed was a guess until now.
                 Err(_) if self.wait_for_oldest(stream)? => shortage = usize::MAX,
@@ -384,15 +396,20 @@ impl TokenToKvPoolAllocator {
         registered.iter().filter_map(Weak::upgrade).collect()
     }
 
-    /// Calls the registered [`Reclaim`]s until they have freed enough slots.
-    fn reclaim(&self, slots: usize, stream: Stream) -> Result<()> {
-        let mut missing = slots;
+    /// Calls the registered [`Reclaim`]s until they have freed enough slots; returns how many they have.
+    fn reclaim(&self, slots: usize, stream: Stream) -> Result<usize> {
+        let mut freed = 0;
         for reclaim in self.reclaims() {
-            if missing > 0 {
-                missing = missing.saturating_sub(reclaim.reclaim(missing, stream)?);
+            if freed < slots {
+                freed += reclaim.reclaim(slots - freed, stream)?;
             }
         }
-        Ok(())
+        Ok(freed)
+    }
+
+    /// Pages that the registered [`Reclaim`]s hold and cannot free now.
+    pub(super) fn locked_pages(&self) -> HashSet<Page> {
+        self.reclaims().iter().flat_map(|reclaim| reclaim.locked()).collect()
     }
 
     /// Calls `free`, with the id of a new fence if `after` is given.

@@ -2,7 +2,8 @@
 
 mod device;
 
-use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+use std::sync::{Arc, Weak};
 
 use crate::base::bounded::narrow;
 use crate::base::{DType, Error, ErrorKind, Id, IndexVec, Page, RequestRow, Result, Slot, reserve, widen};
@@ -73,6 +74,14 @@ pub(super) struct Bound {
     /// How often the row had been handed out.
     turn: u32,
     lease: Arc<Lease>,
+    /// The cut that waits for a fence.
+    cut: Weak<LeaseCut>,
+}
+
+impl Bound {
+    const fn new(turn: u32, lease: Arc<Lease>) -> Self {
+        Self { turn, lease, cut: Weak::new() }
+    }
 }
 
 impl PlannerState {
@@ -200,7 +209,7 @@ impl PlannerState {
         if planned.is_ok() {
             for (&row, claim) in named.iter().zip(&*claims) {
                 if let Some(claim) = claim {
-                    let bound = Bound { turn: table.rows().turn(row), lease: claim.keep() };
+                    let bound = Bound::new(table.rows().turn(row), claim.keep());
                     self.retired.extend(self.leases[widen(row.number())].replace(bound));
                 }
             }
@@ -258,15 +267,21 @@ impl PlannerState {
         len: u32,
         table: &ReqToTokenPool,
         stream: Stream,
-    ) -> Option<LeaseCut> {
+    ) -> Option<Arc<LeaseCut>> {
         if len > 0 && self.requests.leased(row) <= len {
             return None;
         }
         let lease = Arc::clone(self.lease_of(row, table)?);
-        if len == 0 {
-            self.leases[widen(row.number())] = None;
+        let bound = &mut self.leases[widen(row.number())];
+        // What an earlier cut keeps until its fence has passed, this one keeps, too.
+        let waiting = bound.as_ref().and_then(|bound| bound.cut.upgrade());
+        let cut = waiting.unwrap_or_else(|| Arc::new(LeaseCut { lease, len: AtomicU32::new(len), stream }));
+        cut.len.fetch_min(len, Relaxed);
+        match bound {
+            Some(bound) if len > 0 => bound.cut = Arc::downgrade(&cut),
+            _ => *bound = None,
         }
-        Some(LeaseCut { lease, len: widen(len), stream })
+        Some(cut)
     }
 
     pub(super) fn decode(
@@ -525,7 +540,7 @@ impl PlannerState {
         let (mut given, mut bad) = (0, BadFrees::default());
         for (row, len) in cuts {
             match (self.cut_lease(row, len, table, stream), fence) {
-                (Some(cut), Some(id)) => slots.fences_mut().keep(id, Arc::new(cut)),
+                (Some(cut), Some(id)) => slots.fences_mut().keep(id, cut),
                 (Some(cut), None) => leases.push(cut),
                 (None, _) => (),
             }
@@ -585,7 +600,7 @@ impl PlannerState {
             let growth = Growth { row: dst, ..Growth::padding(len) };
             self.requests.shrink(&[growth], slots.slots_mut());
         } else if let Some(claim) = claim {
-            let bound = Bound { turn: table.rows().turn(dst), lease: claim.keep() };
+            let bound = Bound::new(table.rows().turn(dst), claim.keep());
             self.retired.extend(self.leases[widen(dst.number())].replace(bound));
         }
         self.changes += 1;
@@ -666,7 +681,7 @@ impl PlannerState {
 pub(super) struct Behind<'a> {
     pub(super) fence: Option<FenceId>,
     /// The leases that end at once, to be dropped without locks.
-    pub(super) leases: &'a mut Vec<LeaseCut>,
+    pub(super) leases: &'a mut Vec<Arc<LeaseCut>>,
     pub(super) stream: Stream,
 }
 
@@ -674,13 +689,14 @@ pub(super) struct Behind<'a> {
 #[derive(Debug)]
 pub(super) struct LeaseCut {
     lease: Arc<Lease>,
-    len: usize,
+    /// The least of all cuts that wait together.
+    len: AtomicU32,
     stream: Stream,
 }
 
 impl Drop for LeaseCut {
     fn drop(&mut self) {
-        self.lease.cut(self.len, self.stream);
+        self.lease.cut(widen(*self.len.get_mut()), self.stream);
     }
 }
 

@@ -1,9 +1,9 @@
 //! Leases: a request's hold on a prefix.
 
 use std::fmt;
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Weak};
 
-use crate::base::sync::lock;
+use crate::base::sync::explored::{Mutex, lock};
 use crate::base::{Error, ErrorKind, Id, IndexVec, Page, RequestRow, Result, StateSlot, reserve, widen};
 use crate::cache::{Hold, Namespace, Tokens};
 use crate::index::put_slots_of;
