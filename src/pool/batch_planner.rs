@@ -6,9 +6,9 @@ mod plan;
 mod state;
 
 use std::fmt;
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Weak};
 
-use crate::base::sync::lock;
+use crate::base::sync::explored::{Mutex, lock};
 use crate::base::{Device, IndexVec, Result};
 use crate::index::BadFrees;
 use crate::memory::{Backend, Stream};
@@ -170,8 +170,8 @@ impl BatchPlanner {
             Prefix::None | Prefix::Slots(_) => Ok(None),
         };
         let claims = batch.prefixes.iter().zip(batch.rows.iter()).map(claim);
-        let claims: Vec<Option<Claim>> = claims.collect::<Result<_>>()?;
-        self.take(stream, |state, pools| state.extend(pools, batch, &claims, stream))
+        let mut claims: Vec<Option<Claim>> = claims.collect::<Result<_>>()?;
+        self.take(stream, |state, pools| state.extend(pools, batch, &mut claims, stream))
     }
 
     /// [`BatchPlanner::extend`] by `tokens_per_req` tokens per request. Requests of the padding row pad the

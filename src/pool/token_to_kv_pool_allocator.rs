@@ -1,9 +1,10 @@
 //! The allocator of token slots, which hands them out as tensors.
 
+use std::collections::HashSet;
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, Weak};
+use std::sync::{Arc, Weak};
 
-use crate::base::sync::lock;
+use crate::base::sync::explored::{Mutex, MutexGuard, lock};
 use crate::base::{Device, Error, IndexVec, Page, Result, blocking};
 use crate::index::{BadFrees, FenceId, Ledgered, SlotAllocator, SlotStats, ascending_runs};
 use crate::kernels::Indices;
@@ -59,7 +60,7 @@ impl AllocatorConfig {
 ///
 /// When there are not enough slots, a call that takes some completes pending frees, calls the [`Reclaim`]s
 /// registered with [`Self::on_shortage`], waits for values in flight from a device, and only then returns
-/// `None`.
+/// `None`. If all of them together could not free what is missing, none is called.
 ///
 /// A `stream` argument is the stream of the caller's work: tensors are valid on it, and values are copied and
 /// rows are poisoned in its order. In host memory it is [`Stream::DEFAULT`].
@@ -219,6 +220,16 @@ impl TokenToKvPoolAllocator {
         self.give(after, stream, |slots, id| slots.free(given, id, keep, stream))
     }
 
+    /// [`Self::free`] at once and without [`Self::poll`]: no fence can fail it.
+    ///
+    /// # Errors
+    /// If strict, [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) for an invalid free;
+    /// nothing is changed.
+    pub fn free_unpolled(&self, given: IndexVec, stream: Stream) -> Result<BadFrees> {
+        let given = Indices::Host(given);
+        self.freeing(self.lock(), stream, |slots| slots.free(&given, None, || None, stream))
+    }
+
     /// Adds an owner to slots: see [`SlotAllocator::share`]. Waits for values in flight.
     ///
     /// # Errors
@@ -355,29 +366,50 @@ impl TokenToKvPoolAllocator {
             match taken {
                 Ok(taken) => return Ok(Some(taken)),
                 // Asking again is worth it as long as it helps.
-                Err(short) if (1..shortage).contains(&short.slots) => {
-                    shortage = short.slots;
-                    self.reclaim(short.slots, stream)?;
+                Err(short)
+                    if (1..shortage).contains(&short.slots) && self.can_reclaim(short.slots, stream) =>
+                {
+                    let freed = self.reclaim(short.slots, stream)?;
+                    // If that was enough and is gone again, another thread has taken it.
+                    shortage = if freed < short.slots { short.slots } else { usize::MAX };
                 }
-                Err(_) if self.wait_for_oldest(stream)? => (),
+                // How many slots landed was a guess until now.
+                Err(_) if self.wait_for_oldest(stream)? => shortage = usize::MAX,
                 Err(_) => return Ok(None),
             }
         }
     }
 
-    /// Calls the registered [`Reclaim`]s until they have freed enough slots.
-    fn reclaim(&self, slots: usize, stream: Stream) -> Result<()> {
+    /// Whether the registered [`Reclaim`]s could free so many slots, as far as they know.
+    fn can_reclaim(&self, slots: usize, stream: Stream) -> bool {
+        let mut missing = slots;
+        for reclaim in self.reclaims() {
+            missing = missing.saturating_sub(reclaim.obtainable(stream));
+        }
+        missing == 0
+    }
+
+    /// The registered [`Reclaim`]s, to be called without locks.
+    fn reclaims(&self) -> Vec<Arc<dyn Reclaim>> {
         let mut registered = lock(&self.reclaim);
         registered.retain(|reclaim| reclaim.strong_count() > 0);
-        let asked: Vec<_> = registered.iter().filter_map(Weak::upgrade).collect();
-        drop(registered);
-        let mut missing = slots;
-        for reclaim in asked {
-            if missing > 0 {
-                missing = missing.saturating_sub(reclaim.reclaim(missing, stream)?);
+        registered.iter().filter_map(Weak::upgrade).collect()
+    }
+
+    /// Calls the registered [`Reclaim`]s until they have freed enough slots; returns how many they have.
+    fn reclaim(&self, slots: usize, stream: Stream) -> Result<usize> {
+        let mut freed = 0;
+        for reclaim in self.reclaims() {
+            if freed < slots {
+                freed += reclaim.reclaim(slots - freed, stream)?;
             }
         }
-        Ok(())
+        Ok(freed)
+    }
+
+    /// Pages that the registered [`Reclaim`]s hold and cannot free now.
+    pub(super) fn locked_pages(&self) -> HashSet<Page> {
+        self.reclaims().iter().flat_map(|reclaim| reclaim.locked()).collect()
     }
 
     /// Calls `free`, with the id of a new fence if `after` is given.

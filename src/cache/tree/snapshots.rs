@@ -122,7 +122,7 @@ impl Tree {
     }
 
     /// Gives up a snapshot for one at a later end of `hold`: one that is superseded, or the one that it will
-    /// supersede, or else the least recently used. Those that other leases end at stay.
+    /// supersede, or else the least recently used, at last the one at the end. Those that other leases end at stay.
     pub fn evict_snapshot(&mut self, hold: &mut Hold) -> Option<StateSlot> {
         if !self.snapshots.has_superseded()
             && let Some(own) = hold.passing.filter(|&own| self.is_alone_at(own, hold))
@@ -131,7 +131,8 @@ impl Tree {
             return self.remove_snapshot(own);
         }
         let Self { snapshots, nodes, .. } = self;
-        let node = snapshots.next(|node| nodes[widen(node.number())].history.used)?;
+        let unused = snapshots.next(|node| nodes[widen(node.number())].history.used);
+        let node = unused.or_else(|| self.is_alone_at(hold.node, hold).then_some(hold.node))?;
         self.remove_snapshot(node)
     }
 

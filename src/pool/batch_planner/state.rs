@@ -2,7 +2,6 @@
 
 mod device;
 
-use std::borrow::Cow;
 use std::sync::Arc;
 
 use crate::base::bounded::narrow;
@@ -163,7 +162,7 @@ impl PlannerState {
         &mut self,
         pools: Pools<'_>,
         batch: Batch<'_>,
-        claims: &[Option<Claim>],
+        claims: &mut [Option<Claim>],
         stream: Stream,
     ) -> Result<OrShort<Plan>> {
         let Pools { slots, table } = pools;
@@ -179,34 +178,38 @@ impl PlannerState {
         }
         self.check_batch(count)?;
         let named = self.requests.resolve_rows(rows, table.rows())?;
-        let mut prefixes = Cow::Borrowed(&[][..]);
+        // By position: the pages of cached prefixes without a lease.
+        let mut shared: Vec<Vec<i32>> = reserve(count)?;
         let mut growths = reserve(count)?;
         for (position, &row) in named.iter().enumerate() {
             let (prefix, seq) = (batch.prefix_lens[position], batch.seq_lens[position]);
             let asked = GrowthRequest { position, row, prefix, seq };
-            growths.push(
+            let (growth, pages) =
                 match (batch.prefixes.get(position), claims.get(position).and_then(Option::as_ref)) {
                     (_, Some(claim)) => {
-                        if prefixes.is_empty() {
-                            prefixes = Cow::Borrowed(claim.pages());
-                        } else {
-                            prefixes.to_mut().extend_from_slice(claim.pages());
-                        }
-                        self.requests.growth_of_leased(asked, claim.pages().len())?
+                        (self.requests.growth_of_leased(asked, claim.pages().len())?, Vec::new())
                     }
                     (Some(Prefix::Slots(cached)), _) if !cached.is_empty() => {
-                        self.requests.growth_of_cached(asked, cached, slots.slots(), prefixes.to_mut())?
+                        self.requests.growth_of_cached(asked, cached, slots.slots())?
                     }
-                    _ => self
-                        .requests
-                        .growth(row, prefix, seq)
-                        .ok_or_else(|| self.requests.growth_error(asked))?,
-                },
-            );
+                    _ => {
+                        let growth = self.requests.growth(row, prefix, seq);
+                        (growth.ok_or_else(|| self.requests.growth_error(asked))?, Vec::new())
+                    }
+                };
+            growths.push(growth);
+            shared.push(pages);
         }
-        let planned = self.plan(Pools { slots, table }, &growths, &prefixes, Padding::none(count), stream)?;
+        let mut leased = claims.iter_mut();
+        let prefixes = growths.iter().zip(&mut shared).filter_map(|(growth, shared)| {
+            let claim = leased.next().and_then(Option::as_mut);
+            (growth.had < growth.prefix).then(|| claim.map_or(shared, Claim::pages_mut))
+        });
+        let mut prefixes: Vec<_> = prefixes.collect();
+        let planned =
+            self.plan(Pools { slots, table }, &growths, &mut prefixes, Padding::none(count), stream)?;
         if planned.is_ok() {
-            for (&row, claim) in named.iter().zip(claims) {
+            for (&row, claim) in named.iter().zip(&*claims) {
                 if let Some(claim) = claim {
                     self.bind(row, claim.keep(), table, stream);
                 }
@@ -325,7 +328,7 @@ impl PlannerState {
             growths.push(growth);
         }
         let padding = Padding { batch_size, tokens_per_req };
-        self.plan(Pools { slots, table }, &growths, &[], padding, stream)
+        self.plan(Pools { slots, table }, &growths, &mut [], padding, stream)
     }
 
     fn check_batch(&self, size: usize) -> Result<()> {
@@ -343,7 +346,7 @@ impl PlannerState {
         &mut self,
         pools: Pools<'_>,
         batch: &[Growth],
-        prefixes: &[Page],
+        prefixes: &mut [&mut Vec<i32>],
         padding: Padding,
         stream: Stream,
     ) -> Result<OrShort<Plan>> {
@@ -424,7 +427,10 @@ impl PlannerState {
 
     /// Writes the new slots of a request to the table.
     fn put(&self, place: usize, growth: Growth, table: &mut ReqToTokenPool) -> Result<()> {
-        let Growth { row, start, prefix, .. } = growth;
+        let Growth { row, start, prefix, seq, .. } = growth;
+        if self.requests.page_size().slots() == 1 {
+            return table.put(row, widen(start), &self.requests.pages(row)[widen(start)..widen(seq)]);
+        }
         // In parts that stay in the nearest cache.
         let mut slots = reserve(PART.min(widen(prefix.saturating_sub(start))))?;
         for at in (start..prefix).step_by(PART) {
@@ -594,9 +600,8 @@ impl PlannerState {
         // The lease is of use only if it is still of the same prefix.
         let full = widen(self.requests.page_size().page(len));
         let is_same = |claim: &&Claim| {
-            let leased = claim.pages().iter().map(|page| page.number().cast_signed());
-            claim.pages().len() <= full
-                && leased.eq(self.requests.pages(src)[..claim.pages().len()].iter().copied())
+            let leased = claim.pages();
+            leased.len() <= full && *leased == self.requests.pages(src)[..leased.len()]
         };
         let claim = claim.filter(is_same);
         let leased = claim.map_or(0, |claim| claim.pages().len());
