@@ -512,7 +512,7 @@ class KVPool(Pool):
 
 @final
 class TokenToKVPoolAllocator(Pool):
-    """Hands out the token slots of a `KVPool` as int32 tensors and takes them back.
+    """Hands out the token slots of a `KVPool` as index tensors and takes them back.
 
     With `need_sort` the lowest free slots come first, and freed slots are kept apart until the others cannot
     serve a request. Without it, slots are handed out first in, first out. With `page_size > 1` slots are
@@ -543,11 +543,14 @@ class TokenToKVPoolAllocator(Pool):
         page_size: Slots per page.
         need_sort: Hand out the lowest free slots first, instead of first in, first out.
         strict: Whether an invalid free raises.
+        index_dtype: The dtype of all tensors that the allocator returns, int32 or int64. `free` and the other
+            methods accept both in any case.
         debug: Whether to record owners and call sites for `leaks` and reports. Defaults to the environment
             variable `KVPOOL_DEBUG`.
 
     Raises:
         ConfigError: If `size` or `page_size` is below 1, or a slot would not fit int32.
+        TypeError: If `index_dtype` is neither int32 nor int64.
         BackendUnavailableError: If `device` cannot be used here.
     """
 
@@ -559,8 +562,12 @@ class TokenToKVPoolAllocator(Pool):
         need_sort: bool = True,
         *,
         strict: bool = False,
+        index_dtype: DTypeLike = "int32",
         debug: bool | None = None,
     ) -> TokenToKVPoolAllocator: ...
+    @property
+    def index_dtype(self) -> torch.dtype:
+        """The dtype of the tensors that the allocator returns: a `torch.dtype` or, without PyTorch, its name."""
     @property
     def size(self) -> int:
         """The number of slots, as passed to the constructor."""
@@ -572,12 +579,12 @@ class TokenToKVPoolAllocator(Pool):
         """Whether the lowest free slots are handed out first."""
     @property
     def free_slots(self) -> torch.Tensor:
-        """The free slots (with pages, the free pages) in the order in which they are handed out: a new 1-D int32
+        """The free slots (with pages, the free pages) in the order in which they are handed out: a new 1-D
         tensor. Waits for pending copies of values.
         """
     @property
     def release_slots(self) -> torch.Tensor:
-        """The freed slots (with pages, the freed pages) that wait for a merge, lowest first: a new 1-D int32
+        """The freed slots (with pages, the freed pages) that wait for a merge, lowest first: a new 1-D
         tensor. Waits for pending copies of values.
         """
     def alloc(
@@ -591,7 +598,7 @@ class TokenToKVPoolAllocator(Pool):
             owner: An owner for reports and `leaks`, a str or an int. Recorded only if the pool debugs.
 
         Returns:
-            A 1-D int32 tensor of `need_size` slots on the pool's device, which keeps its memory alive, or
+            A 1-D tensor of `need_size` slots on the pool's device, which keeps its memory alive, or
             `None` if there are not enough slots. With pages, the rest of the last page belongs to the caller
             as well.
 
@@ -625,7 +632,7 @@ class TokenToKVPoolAllocator(Pool):
             owner: As in `alloc`.
 
         Returns:
-            A 1-D int32 tensor of `sum(seq_lens - prefix_lens)` slots, one request after the other, or `None`
+            A 1-D tensor of `sum(seq_lens - prefix_lens)` slots, one request after the other, or `None`
             if there are not enough slots.
 
         Raises:
@@ -645,7 +652,7 @@ class TokenToKVPoolAllocator(Pool):
             owner: As in `alloc`.
 
         Returns:
-            A 1-D int32 tensor `[bs]`, or `None` if there are not enough slots.
+            A 1-D tensor `[bs]`, or `None` if there are not enough slots.
 
         Raises:
             ConfigError: As in `alloc_extend`.

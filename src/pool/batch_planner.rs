@@ -64,7 +64,7 @@ pub enum Prefix {
 ///     TokenToKvPoolAllocator,
 /// };
 /// let (host, stream): (Arc<dyn Backend>, _) = (Arc::new(Host), Stream::DEFAULT);
-/// let config = AllocatorConfig { size: 64, page_size: 1, need_sort: true, strict: false };
+/// let config = AllocatorConfig { size: 64, page_size: 1, need_sort: true, strict: false, ..AllocatorConfig::default() };
 /// let slots = Arc::new(TokenToKvPoolAllocator::new(&config, &host).unwrap());
 /// let config = ReqToTokenConfig { max_reqs: 4, max_context_len: 32, padding_row: true, strict: false };
 /// let table = Arc::new(Mutex::new(ReqToTokenPool::new(&config, &host).unwrap()));

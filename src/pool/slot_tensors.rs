@@ -3,8 +3,8 @@
 use std::collections::VecDeque;
 use std::sync::{Arc, Weak};
 
-use crate::base::{Device, Error, ErrorKind, IndexVec, Page, Result, widen};
-use crate::index::{Act, BadFrees, FenceId, Ledger, Ledgered, Order, Run, SlotAllocator, SlotStats};
+use crate::base::{Device, Error, ErrorKind, IndexDType, IndexNumber, IndexVec, Page, Result, widen};
+use crate::index::{Act, BadFrees, FenceId, LastLoc, Ledger, Ledgered, Order, Run, SlotAllocator, SlotStats};
 use crate::kernels::{Indices, read_now};
 use crate::memory::{Backend, Borrowed, Event, Gpu, Keep, Stream};
 use crate::tensor::TensorView;
@@ -33,6 +33,7 @@ pub(super) struct SlotTensors {
     runs: Vec<Run<Page>>,
     need_sort: bool,
     strict: bool,
+    index_dtype: IndexDType,
     /// How often it was cleared: what was taken before is not the taker's any more.
     clears: u64,
     /// Pools whose rows are poisoned when their slots become free.
@@ -55,7 +56,7 @@ impl SlotTensors {
     /// [`ErrorKind::Config`] when `size` or `page_size` is 0 or slots would not fit int32; what the backend
     /// says when there is no memory for the tensors.
     pub(super) fn new(config: &AllocatorConfig, backend: &Arc<dyn Backend>) -> Result<Self> {
-        let AllocatorConfig { size, page_size, need_sort, strict } = *config;
+        let AllocatorConfig { size, page_size, need_sort, strict, index_dtype } = *config;
         let order = if need_sort { Order::Sorted } else { Order::Fifo };
         let slots = Ledgered::from(SlotAllocator::new(size, page_size, order)?);
         let mut deferred = Deferred::default();
@@ -63,7 +64,7 @@ impl SlotTensors {
             None => None,
             Some(gpu) => {
                 deferred.prepare(gpu, fetched_at_once(&slots))?;
-                Some(Stage::new(gpu, backend, &slots)?)
+                Some(Stage::new(gpu, backend, &slots, index_dtype)?)
             }
         };
         Ok(Self {
@@ -76,6 +77,7 @@ impl SlotTensors {
             runs: Vec::new(),
             need_sort,
             strict,
+            index_dtype,
             clears: 0,
             poisoned: Vec::new(),
         })
@@ -146,12 +148,14 @@ impl SlotTensors {
         self.strict
     }
 
-    /// Takes `count` slots: a 1-D int32 tensor, valid on `stream`.
+    /// Takes `count` slots: a 1-D tensor, valid on `stream`.
     #[inline]
     pub(super) fn alloc(&mut self, count: usize, stream: Stream) -> Result<OrShort<TensorView>> {
         let Some(stage) = &mut self.stage else {
-            let slots = self.slots.alloc(count)?;
-            return Ok(slots.map(TensorView::from_indices).ok_or_else(|| self.short(count)));
+            return match self.index_dtype {
+                IndexDType::I32 => self.alloc_on_host::<i32>(count),
+                IndexDType::I64 => self.alloc_on_host::<i64>(count),
+            };
         };
         if !stage.has_ready(count) || self.slots.merges_for(count) {
             // Taking slots can be undone; merging released slots cannot.
@@ -172,13 +176,29 @@ impl SlotTensors {
         view.map(Ok)
     }
 
+    /// [`Self::alloc`] in host memory.
+    #[inline]
+    fn alloc_on_host<T: IndexNumber>(&mut self, count: usize) -> Result<OrShort<TensorView>> {
+        let slots = self.slots.alloc::<T>(count)?;
+        Ok(slots.map(|slots| TensorView::from_indices(T::values(slots))).ok_or_else(|| self.short(count)))
+    }
+
     /// Takes one ascending run of `count` slots, the lowest that fits.
     pub(super) fn alloc_contiguous(&mut self, count: usize, stream: Stream) -> Result<OrShort<TensorView>> {
         self.check_writable(stream)?;
-        match self.slots.alloc_contiguous(count)? {
+        let taken = match self.dtype_on_host() {
+            IndexDType::I32 => self.slots.alloc_contiguous(count)?.map(IndexVec::I32),
+            IndexDType::I64 => self.slots.alloc_contiguous(count)?.map(IndexVec::I64),
+        };
+        match taken {
             Some(slots) => self.hand_out(slots, &[], stream).map(Ok),
             None => Ok(Err(self.short(count))),
         }
+    }
+
+    /// The dtype in which slots are listed on the host: a stage widens them itself.
+    const fn dtype_on_host(&self) -> IndexDType {
+        if self.stage.is_some() { IndexDType::I32 } else { self.index_dtype }
     }
 
     /// Takes the slots for positions `prefix..seq` of each request, concatenated. Also returns the continued
@@ -190,10 +210,23 @@ impl SlotTensors {
         stream: Stream,
     ) -> Result<OrShort<(TensorView, Vec<Page>)>> {
         self.check_writable(stream)?;
-        let Some(taken) = self.slots.extend(lens.prefix, lens.seq, last_loc)? else {
+        match self.dtype_on_host() {
+            IndexDType::I32 => self.extend::<i32>(lens, last_loc, stream),
+            IndexDType::I64 => self.extend::<i64>(lens, last_loc, stream),
+        }
+    }
+
+    /// [`Self::alloc_extend`] with slots that the host lists as `T`.
+    fn extend<T: IndexNumber>(
+        &mut self,
+        lens: Lens<'_>,
+        last_loc: &[i64],
+        stream: Stream,
+    ) -> Result<OrShort<(TensorView, Vec<Page>)>> {
+        let Some(taken) = self.slots.extend::<T>(lens.prefix, lens.seq, LastLoc::Known(last_loc))? else {
             return Ok(Err(self.short(lens.new_slots(self.slots.page_size()))));
         };
-        let view = self.hand_out(taken.slots, &taken.continued, stream)?;
+        let view = self.hand_out(T::values(taken.slots), &taken.continued, stream)?;
         Ok(Ok((view, taken.continued)))
     }
 
@@ -211,8 +244,9 @@ impl SlotTensors {
     }
 
     /// Makes a tensor of taken slots. Returns the slots to the pool on failure.
-    fn hand_out(&mut self, slots: Vec<i32>, continued: &[Page], stream: Stream) -> Result<TensorView> {
+    fn hand_out(&mut self, slots: IndexVec, continued: &[Page], stream: Stream) -> Result<TensorView> {
         let Some(stage) = &mut self.stage else { return Ok(TensorView::from_indices(slots)) };
+        let slots = slots.into_i32()?;
         stage.show(&slots, stream).inspect_err(|_| self.slots.undo(&slots, continued))
     }
 
@@ -464,10 +498,14 @@ impl SlotTensors {
 
     /// Numbers as a tensor that is valid on `stream`.
     pub(super) fn show(&mut self, numbers: Vec<i32>, stream: Stream) -> Result<TensorView> {
-        match &mut self.stage {
-            Some(stage) => stage.show(&numbers, stream),
-            None => Ok(TensorView::from_indices(numbers)),
+        if let Some(stage) = &mut self.stage {
+            return stage.show(&numbers, stream);
         }
+        let numbers = IndexVec::I32(numbers);
+        Ok(TensorView::from_indices(match self.index_dtype {
+            IndexDType::I32 => numbers,
+            IndexDType::I64 => IndexVec::I64(numbers.into_i64()?),
+        }))
     }
 
     /// Checks every invariant.

@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
 use crate::base::sync::lock;
-use crate::base::{Device, Error, IndexVec, Page, Result, blocking};
+use crate::base::{Device, Error, IndexDType, IndexVec, Page, Result, blocking};
 use crate::index::{BadFrees, FenceId, Ledgered, SlotAllocator, SlotStats, ascending_runs};
 use crate::kernels::Indices;
 use crate::memory::{Backend, Borrowed, Keep, Stream};
@@ -27,6 +27,15 @@ pub struct AllocatorConfig {
     pub need_sort: bool,
     /// Whether an invalid free is an error.
     pub strict: bool,
+    /// The dtype of the tensors.
+    pub index_dtype: IndexDType,
+}
+
+impl Default for AllocatorConfig {
+    /// No slots, in pages of one, first in, first out, as int32.
+    fn default() -> Self {
+        Self { size: 0, page_size: 1, need_sort: false, strict: false, index_dtype: IndexDType::I32 }
+    }
 }
 
 impl AllocatorConfig {
@@ -37,7 +46,11 @@ impl AllocatorConfig {
     /// overflow.
     pub fn footprint(&self, device: Device) -> Result<Footprint> {
         let slots = self.pages()? * self.page_size;
-        Footprint::new(device, if device == Device::Cpu { 0 } else { stage_bytes(slots)? }, 0)
+        Footprint::new(
+            device,
+            if device == Device::Cpu { 0 } else { stage_bytes(slots, self.index_dtype)? },
+            0,
+        )
     }
 
     /// Whole pages.
@@ -47,7 +60,7 @@ impl AllocatorConfig {
     }
 }
 
-/// Hands out token slots of a [`KvPool`] as int32 tensors and takes them back. Calls are atomic and
+/// Hands out token slots of a [`KvPool`] as tensors of int32 or int64 and takes them back. Calls are atomic and
 /// thread-safe.
 ///
 /// On a GPU the tensors are views of a stage, to which the next slots are copied ahead of time, so `alloc`
@@ -71,7 +84,7 @@ impl AllocatorConfig {
 /// use kvpool::memory::{Backend, Host, Stream};
 /// use kvpool::pool::{AllocatorConfig, TokenToKvPoolAllocator};
 /// let (host, stream): (Arc<dyn Backend>, _) = (Arc::new(Host), Stream::DEFAULT);
-/// let config = AllocatorConfig { size: 1024, page_size: 1, need_sort: true, strict: false };
+/// let config = AllocatorConfig { size: 1024, need_sort: true, ..AllocatorConfig::default() };
 /// let allocator = TokenToKvPoolAllocator::new(&config, &host).unwrap();
 /// let slots = allocator.alloc(3, stream).unwrap().expect("there are enough").keep();
 /// assert_eq!(slots.shape().as_slice(), [3]);
@@ -83,6 +96,7 @@ impl AllocatorConfig {
 pub struct TokenToKvPoolAllocator {
     slots: Mutex<SlotTensors>,
     device: Device,
+    index_dtype: IndexDType,
     reclaim: Mutex<Vec<Weak<dyn Reclaim>>>,
     on_notice: Option<OnNotice>,
 }
@@ -110,6 +124,7 @@ impl TokenToKvPoolAllocator {
         Ok(Self {
             slots: Mutex::new(slots),
             device: backend.device(),
+            index_dtype: config.index_dtype,
             reclaim: Mutex::new(Vec::new()),
             on_notice: None,
         })
@@ -136,7 +151,7 @@ impl TokenToKvPoolAllocator {
         self.lock().poison_freed(kv);
     }
 
-    /// Takes `count` slots: a 1-D int32 tensor, valid on `stream`. `None` if there are not enough.
+    /// Takes `count` slots: a 1-D tensor, valid on `stream`. `None` if there are not enough.
     ///
     /// # Errors
     /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host has no memory for the
@@ -475,6 +490,12 @@ impl TokenToKvPoolAllocator {
     #[must_use]
     pub fn strict(&self) -> bool {
         self.lock().strict()
+    }
+
+    /// The dtype of the tensors.
+    #[must_use]
+    pub const fn index_dtype(&self) -> IndexDType {
+        self.index_dtype
     }
 
     /// Slots in a page.

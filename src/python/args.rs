@@ -8,7 +8,7 @@ use pyo3::exceptions::{PyOverflowError, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyByteArray, PyBytes, PyInt, PyList, PyRange, PySequence, PyTuple};
 
-use crate::base::{DType, Device, Dims, Error, IndexVec, MAX_NDIM, push, reserve};
+use crate::base::{DType, Device, Dims, Error, IndexDType, IndexVec, MAX_NDIM, push, reserve};
 use crate::kernels::{Indices, expect_ints, read_indices};
 use crate::memory::{Borrowed, Stream};
 use crate::pool::values_now;
@@ -464,6 +464,11 @@ pub(super) fn dtype(object: Option<&Bound<'_, PyAny>>, default: DType) -> PyResu
 /// A storage dtype: a `torch.dtype`, a NumPy dtype, or the name of one.
 pub(super) fn storage_dtype(object: &Bound<'_, PyAny>) -> PyResult<DType> {
     Ok(DType::parse(&dtype_name(object)?)?)
+}
+
+/// The dtype of index tensors: a `torch.dtype`, a NumPy dtype, or the name of one.
+pub(super) fn index_dtype(object: &Bound<'_, PyAny>) -> PyResult<IndexDType> {
+    Ok(IndexDType::parse(&dtype_name(object)?)?)
 }
 
 /// Any dtype, for scratch memory. A `torch.dtype` is recognised by its address.

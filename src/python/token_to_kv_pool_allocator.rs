@@ -7,7 +7,7 @@ use pyo3::gc::PyVisit;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
-use crate::base::{Device, Id, Slot};
+use crate::base::{Device, Id, IndexDType, Slot};
 use crate::index::BadFrees;
 use crate::kernels::Indices;
 use crate::memory::{Keep, Stream};
@@ -19,11 +19,11 @@ use super::base_pool::{BasePool, Look, PoolClass};
 use super::debug::Debug;
 use super::export::to_tensor;
 use super::fences::{fence, traverse};
-use super::framework::{backend, current_stream};
+use super::framework::{backend, current_stream, to_dtype};
 use super::kv_pool::KvPool;
 use super::logging::{Reporter, warn};
 
-/// Hands out the token slots of a `KVPool` as int32 tensors and takes them back.
+/// Hands out the token slots of a `KVPool` as index tensors and takes them back.
 ///
 /// With `need_sort` the lowest free slots come first, and freed slots are kept apart until the others cannot
 /// serve a request. Without it, slots are handed out first in, first out. With `page_size > 1` slots are
@@ -54,11 +54,14 @@ use super::logging::{Reporter, warn};
 ///     page_size: Slots per page.
 ///     need_sort: Hand out the lowest free slots first, instead of first in, first out.
 ///     strict: Whether an invalid free raises.
+///     index_dtype: The dtype of all tensors that the allocator returns, int32 or int64. `free` and the other
+///         methods accept both in any case.
 ///     debug: Whether to record owners and call sites for `leaks` and reports. Defaults to the environment
 ///         variable `KVPOOL_DEBUG`.
 ///
 /// Raises:
 ///     ConfigError: If `size` or `page_size` is below 1, or a slot would not fit int32.
+///     TypeError: If `index_dtype` is neither int32 nor int64.
 ///     BackendUnavailableError: If `device` cannot be used here.
 #[pyclass(extends = BasePool, frozen, module = "kvpool", name = "TokenToKVPoolAllocator")]
 pub(super) struct TokenToKvPoolAllocator {
@@ -127,8 +130,10 @@ impl PoolClass for TokenToKvPoolAllocator {
 #[pymethods]
 impl TokenToKvPoolAllocator {
     #[new]
-    #[pyo3(signature = (size, device=None, page_size=Arg::Missing, need_sort=true, *, strict=false, debug=None),
-           text_signature = "(size, device=\"cuda\", page_size=1, need_sort=True, *, strict=False, debug=None)")]
+    #[pyo3(signature = (size, device=None, page_size=Arg::Missing, need_sort=true, *, strict=false, index_dtype=None,
+                     debug=None),
+           text_signature = "(size, device=\"cuda\", page_size=1, need_sort=True, *, strict=False, \
+                             index_dtype=\"int32\", debug=None)")]
     fn new(
         py: Python<'_>,
         size: &Bound<'_, PyAny>,
@@ -136,13 +141,15 @@ impl TokenToKvPoolAllocator {
         page_size: Arg<'_>,
         need_sort: bool,
         strict: bool,
+        index_dtype: Option<&Bound<'_, PyAny>>,
         debug: Option<bool>,
     ) -> PyResult<PyClassInitializer<Self>> {
         let size = args::size("size", size)?;
         let page_size = page_size.size("page_size", 1)?;
         let device = args::device(device)?;
         let backend = backend(py, device)?;
-        let config = AllocatorConfig { size, page_size, need_sort, strict };
+        let index_dtype = index_dtype.map_or(Ok(IndexDType::I32), args::index_dtype)?;
+        let config = AllocatorConfig { size, page_size, need_sort, strict, index_dtype };
         let mut pool = py.detach(|| Pool::new(&config, &backend))?;
         let debug = Debug::new(debug, &mut pool);
         let reporter = Arc::new(Reporter::default());
@@ -159,7 +166,7 @@ impl TokenToKvPoolAllocator {
     ///     owner: An owner for reports and `leaks`, a str or an int. Recorded only if the pool debugs.
     ///
     /// Returns:
-    ///     A 1-D int32 tensor of `need_size` slots on the pool's device, which keeps its memory alive, or
+    ///     A 1-D tensor of `need_size` slots on the pool's device, which keeps its memory alive, or
     ///     `None` if there are not enough slots. With pages, the rest of the last page belongs to the caller
     ///     as well.
     ///
@@ -203,7 +210,7 @@ impl TokenToKvPoolAllocator {
     ///     owner: As in `alloc`.
     ///
     /// Returns:
-    ///     A 1-D int32 tensor of `sum(seq_lens - prefix_lens)` slots, one request after the other, or `None`
+    ///     A 1-D tensor of `sum(seq_lens - prefix_lens)` slots, one request after the other, or `None`
     ///     if there are not enough slots.
     ///
     /// Raises:
@@ -236,7 +243,7 @@ impl TokenToKvPoolAllocator {
     ///     owner: As in `alloc`.
     ///
     /// Returns:
-    ///     A 1-D int32 tensor `[bs]`, or `None` if there are not enough slots.
+    ///     A 1-D tensor `[bs]`, or `None` if there are not enough slots.
     ///
     /// Raises:
     ///     ConfigError: As in `alloc_extend`.
@@ -405,14 +412,14 @@ impl TokenToKvPoolAllocator {
         self.pool.merge_and_sort_free();
     }
 
-    /// The free slots (with pages, the free pages) in the order in which they are handed out: a new 1-D int32
+    /// The free slots (with pages, the free pages) in the order in which they are handed out: a new 1-D
     /// tensor. Waits for pending copies of values.
     #[getter]
     fn free_slots(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
         to_tensor(py, &self.pool.free_slots(current_stream(py, self.device)?)?)
     }
 
-    /// The freed slots (with pages, the freed pages) that wait for a merge, lowest first: a new 1-D int32
+    /// The freed slots (with pages, the freed pages) that wait for a merge, lowest first: a new 1-D
     /// tensor. Waits for pending copies of values.
     #[getter]
     fn release_slots(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
@@ -473,6 +480,12 @@ impl TokenToKvPoolAllocator {
     #[getter]
     fn need_sort(&self) -> bool {
         self.pool.need_sort()
+    }
+
+    /// The dtype of the tensors that the allocator returns: a `torch.dtype` or, without PyTorch, its name.
+    #[getter]
+    fn index_dtype(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
+        to_dtype(py, self.pool.index_dtype().dtype())
     }
 
     fn __repr__(&self) -> String {

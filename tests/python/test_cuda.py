@@ -51,10 +51,11 @@ def make_allocator(size: int = 4096, page_size: int = 1, **options: Any) -> Toke
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("need_sort", [True, False])
 @pytest.mark.parametrize("count", [1, 128])
+@pytest.mark.parametrize("index_dtype", ["int32", "int64"])
 def test_a_steady_pair_makes_no_driver_call(
-    driver: Driver, page_size: int, need_sort: bool, count: int
+    driver: Driver, page_size: int, need_sort: bool, count: int, index_dtype: str
 ) -> None:
-    allocator = make_allocator(1 << 16, page_size, need_sort=need_sort)
+    allocator = make_allocator(1 << 16, page_size, need_sort=need_sort, index_dtype=index_dtype)
     allocator.free(some(allocator.alloc(count)))
     driver.reset_calls()
     slots = some(allocator.alloc(count))

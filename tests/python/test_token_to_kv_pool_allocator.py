@@ -76,6 +76,39 @@ def assert_consistent(allocator: TokenToKVPoolAllocator) -> None:
 # alloc
 
 
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("need_sort", [True, False])
+def test_every_tensor_has_the_dtype_that_was_asked_for(page_size: int, need_sort: bool) -> None:
+    def of(index_dtype: Any) -> tuple[TokenToKVPoolAllocator, list[torch.Tensor]]:  # noqa: ANN401
+        allocator = TokenToKVPoolAllocator(
+            128, devices.current(), page_size, need_sort, strict=True, index_dtype=index_dtype
+        )
+        taken = [
+            some(allocator.alloc(5)),
+            some(allocator.alloc(17, contiguous=True)),
+            some(allocator.alloc_extend([0, 0], [3, 1], [-1, -1])),
+        ]
+        taken.append(some(allocator.alloc_decode([4, 2], taken[2][[2, 3]].tolist())))
+        allocator.free(taken[0])
+        return allocator, [*taken, allocator.free_slots, allocator.release_slots]
+
+    (narrow, expected), (wide, answers) = of("int32"), of(torch.int64)
+    assert (narrow.index_dtype, wide.index_dtype) == (torch.int32, torch.int64)
+    assert {answer.dtype for answer in expected} == {torch.int32}
+    assert {answer.dtype for answer in answers} == {torch.int64}
+    assert [answer.tolist() for answer in answers] == [answer.tolist() for answer in expected]
+    wide.free(answers[1][2:7])
+    wide.clear()
+    assert wide.available_size() == wide.stats()["capacity"]
+    assert_consistent(wide)
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int16, torch.float32, "uint8"])
+def test_slots_are_int32_or_int64(index_dtype: Any) -> None:  # noqa: ANN401
+    with pytest.raises(TypeError, match="index_dtype must be int32 or int64, not"):
+        TokenToKVPoolAllocator(8, devices.current(), index_dtype=index_dtype)
+
+
 @pytest.mark.parametrize("need_sort", [True, False])
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 def test_alloc_gives_an_int32_tensor(page_size: int, need_sort: bool) -> None:

@@ -14,7 +14,8 @@ use kvpool::pool::{
 use crate::pool_table::{STREAM, host};
 
 fn allocator(size: usize, page_size: usize) -> Arc<TokenToKvPoolAllocator> {
-    let config = AllocatorConfig { size, page_size, need_sort: true, strict: false };
+    let config =
+        AllocatorConfig { size, page_size, need_sort: true, strict: false, ..AllocatorConfig::default() };
     Arc::new(TokenToKvPoolAllocator::new(&config, &host()).expect("small"))
 }
 

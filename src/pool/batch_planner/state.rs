@@ -638,7 +638,7 @@ impl PlannerState {
             }
         }
         let shape = width.map_or(vec![plan.kv_len], |width| vec![plan.padded_batch_size, width]);
-        let region = Arc::new(Region::from_indices(values));
+        let region = Arc::new(Region::from_indices(IndexVec::I32(values)));
         TensorView::contiguous(region, 0, DType::I32, &shape).map(Some)
     }
 

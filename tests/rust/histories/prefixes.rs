@@ -52,6 +52,7 @@ pub(super) fn run(source: &mut Source<'_>) {
         page_size,
         need_sort: source.flip(),
         strict: false,
+        ..AllocatorConfig::default()
     };
     let allocator = Arc::new(TokenToKvPoolAllocator::new(&config, &host()).expect("memory"));
     let config = PrefixCacheConfig {
