@@ -537,6 +537,11 @@ class TokenToKVPoolAllocator(Pool):
     values of any other GPU tensor are copied asynchronously on the current stream, and its slots become free
     when the copy has completed. Until then `available_size` already counts them, as whole pages of their own.
 
+    Which slots a call returns depends on the calls before it alone, and not on when such a copy completes:
+    ranks that make the same calls get the same slots. With `need_sort` a merge waits for copies under way;
+    without it, a free stays behind those under way, and finds invalid slots when they complete. Slots freed
+    with a fence, and without `need_sort` those that a `PrefixCache` gives up, are free when they are.
+
     Args:
         size: Number of slots. A partial last page is never handed out.
         device: Device of the index tensors.
@@ -570,7 +575,7 @@ class TokenToKVPoolAllocator(Pool):
         """The dtype of the tensors that the allocator returns: a `torch.dtype` or, without PyTorch, its name."""
     @property
     def size(self) -> int:
-        """The number of slots, as passed to the constructor."""
+        """The number of slots, as passed to the constructor or to `resize`."""
     @property
     def page_size(self) -> int:
         """Slots per page."""
@@ -678,6 +683,77 @@ class TokenToKVPoolAllocator(Pool):
                 knows, a later call raises it; none of them is freed.
             TypeError: If `indices` does not hold ints, or `after` has no `query`.
         """
+    def free_segment(
+        self,
+        indices: IndicesLike,
+        *,
+        start_pos: SupportsIndex,
+        after: Fence | None = None,
+        owner: str | int | None = None,
+    ) -> None:
+        """Frees consecutive slots of a request, as its row of the table has them: whole pages from the first on,
+        the last one even if not all of its slots are listed.
+
+        Reads one slot of each page, so it costs less than `free`, and `available_size` is exact while values
+        are being copied from a GPU.
+
+        Args:
+            indices: Slots of the tokens from `start_pos` on, an int tensor of one dimension, or contiguous, an
+                array or a sequence of ints.
+            start_pos: Position of the first token, which begins a page.
+            after: As in `free`.
+            owner: As in `free`.
+
+        Raises:
+            ConfigError: If `start_pos` does not begin a page.
+            IndexOwnershipError: As in `free`.
+            TypeError: As in `free`.
+        """
+    def free_segments(
+        self,
+        segments: Iterable[tuple[IndicesLike, SupportsIndex]],
+        *,
+        after: Fence | None = None,
+        owner: str | int | None = None,
+    ) -> None:
+        """Frees several segments, as one call of `free_segment` would.
+
+        Args:
+            segments: Pairs of `indices` and `start_pos`, as in `free_segment`.
+            after: As in `free`.
+            owner: As in `free`.
+
+        Raises:
+            ConfigError: As in `free_segment`. Nothing is freed.
+            IndexOwnershipError: As in `free`.
+            TypeError: As in `free`.
+        """
+    def free_pages(
+        self, page_ids: IndicesLike, *, after: Fence | None = None, owner: str | int | None = None
+    ) -> None:
+        """Frees pages by their numbers: page `p` has the slots from `p * page_size` on.
+
+        Args:
+            page_ids: Pages, an int tensor or array of any shape or a sequence of ints.
+            after: As in `free`.
+            owner: As in `free`.
+
+        Raises:
+            IndexOwnershipError: As in `free`. The message has the first slot of a page.
+            TypeError: As in `free`.
+        """
+    def resize(self, size: SupportsIndex) -> None:
+        """Changes the number of slots, as an engine does once it knows how much memory is left. Frees every slot,
+        as `clear` does. On a GPU it allocates the tensors anew.
+
+        Args:
+            size: As in the constructor.
+
+        Raises:
+            ConfigError: As in the constructor. Nothing is changed.
+            OutOfMemoryError: If there is not enough memory. Nothing is changed.
+            DriverError: If the stream is being captured. Nothing is changed.
+        """
     def used_on(self, tensor: object, stream: object | None = None) -> None:
         """Records that work on a stream reads a tensor of slots. Its memory is reused only after that work, even
         if the tensor is dropped first.
@@ -737,7 +813,9 @@ class TokenToKVPoolAllocator(Pool):
     def clear(self) -> None:
         """Frees every slot, closes groups and discards fences. Do not use tensors that were handed out before."""
     def merge_and_sort_free(self) -> None:
-        """Merges the freed slots into those that are handed out next."""
+        """Merges the freed slots into those that are handed out next. Waits for values that are being copied from
+        a GPU. Does nothing without `need_sort`.
+        """
     @staticmethod
     def runs(indices: IndicesLike) -> torch.Tensor:
         """Returns the maximal ascending runs of `indices`, in order.

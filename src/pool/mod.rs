@@ -31,6 +31,7 @@ pub use batch_planner::{Batch, BatchPlanner, Field, Plan, PlannerConfig, Prefix}
 pub use buffer_pool::{Buffer, BufferConfig, BufferPool};
 pub use chunk_pool::{Attempt, ChunkConfig, ChunkPool};
 pub use contract::{Occupancy, Piece, Pool, Stats};
+pub use deferred::FreedAs;
 pub use fences::Fence;
 pub use gdn_pool::{GdnConfig, GdnPool};
 pub use kv_pool::{BufferInfo, KvConfig, KvPool, Scales};

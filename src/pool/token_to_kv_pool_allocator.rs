@@ -10,6 +10,7 @@ use crate::kernels::Indices;
 use crate::memory::{Backend, Borrowed, Keep, Stream};
 use crate::tensor::TensorView;
 
+use super::deferred::FreedAs;
 use super::fences::{Fence, passed};
 use super::shortage::{OrShort, Reclaim};
 use super::slot_tensors::{Lens, SlotTensors};
@@ -70,9 +71,13 @@ impl AllocatorConfig {
 /// completes. Slots that were freed behind a [`Fence`] become free when it has passed. Every call that takes
 /// or frees slots checks for both; [`Self::poll`] does only that.
 ///
-/// When there are not enough slots, a call that takes some completes pending frees, calls the [`Reclaim`]s
-/// registered with [`Self::on_shortage`], waits for values in flight from a device, and only then returns
-/// `None`.
+/// When there are not enough slots, a call that takes some completes pending frees, waits for values in flight
+/// from a device, calls the [`Reclaim`]s registered with [`Self::on_shortage`], and only then returns `None`.
+///
+/// Which slots a call hands out depends on the calls before it alone, and not on when values of frees land:
+/// processes that make the same calls get the same slots. For that, a merge of released slots waits for values
+/// in flight, and first in, first out, a free stays behind those in flight. Slots that were freed behind a
+/// fence, or by a prefix cache in first in, first out order, are free when they are.
 ///
 /// A `stream` argument is the stream of the caller's work: tensors are valid on it, and values are copied and
 /// rows are poisoned in its order. In host memory it is [`Stream::DEFAULT`].
@@ -95,7 +100,7 @@ impl AllocatorConfig {
 /// ```
 pub struct TokenToKvPoolAllocator {
     slots: Mutex<SlotTensors>,
-    device: Device,
+    backend: Arc<dyn Backend>,
     index_dtype: IndexDType,
     reclaim: Mutex<Vec<Weak<dyn Reclaim>>>,
     on_notice: Option<OnNotice>,
@@ -123,7 +128,7 @@ impl TokenToKvPoolAllocator {
         let slots = SlotTensors::new(config, backend)?;
         Ok(Self {
             slots: Mutex::new(slots),
-            device: backend.device(),
+            backend: Arc::clone(backend),
             index_dtype: config.index_dtype,
             reclaim: Mutex::new(Vec::new()),
             on_notice: None,
@@ -234,6 +239,37 @@ impl TokenToKvPoolAllocator {
         self.give(after, stream, |slots, id| slots.free(given, id, keep, stream))
     }
 
+    /// Frees pages: each value of `given` names one. `keep` keeps the tensor at a position of `given` alive.
+    /// Otherwise like [`Self::free`].
+    ///
+    /// # Errors
+    /// As [`Self::free`].
+    pub fn free_pages(
+        &self,
+        given: &[Indices<'_>],
+        freed_as: FreedAs,
+        after: Option<&Arc<dyn Fence>>,
+        keep: impl Fn(usize) -> Option<Keep>,
+        stream: Stream,
+    ) -> Result<BadFrees> {
+        self.give(after, stream, |slots, id| slots.free_pages(given, freed_as, id, keep, stream))
+    }
+
+    /// Checks that consecutive slots of a request, whose first is that of token `start`, begin a page: every
+    /// `page_size`th of them then names another page.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when they do not.
+    pub fn check_segment(&self, start: i64) -> Result<()> {
+        let page_size = self.page_size();
+        match usize::try_from(start) {
+            Ok(start) if start.is_multiple_of(page_size) => Ok(()),
+            _ => Err(Error::config(format!(
+                "a segment that starts at token {start} does not begin a page of {page_size} slots"
+            ))),
+        }
+    }
+
     /// Adds an owner to slots: see [`SlotAllocator::share`]. Waits for values in flight.
     ///
     /// # Errors
@@ -265,9 +301,36 @@ impl TokenToKvPoolAllocator {
         drop(kept);
     }
 
-    /// Merges the released slots into the free ones.
-    pub fn merge_and_sort_free(&self) {
-        self.lock().merge_and_sort_free();
+    /// Changes the number of slots. Frees every slot, as [`Self::clear`] does.
+    ///
+    /// # Errors
+    /// As [`Self::new`], and [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) while `stream` is captured.
+    /// Nothing is changed.
+    pub fn resize(&self, size: usize, stream: Stream) -> Result<()> {
+        if let Some(gpu) = self.backend.gpu() {
+            gpu.not_capturing(stream, "a change of the number of slots")?;
+        }
+        let config = AllocatorConfig { size, ..self.lock().config() };
+        let resized = SlotTensors::new(&config, &self.backend)?;
+        let kept = self.freeing(self.lock(), stream, |slots| {
+            let kept = slots.clear();
+            slots.poison(stream)?;
+            Ok((kept, slots.replace(resized)))
+        });
+        // Dropped without the lock: they may be the last owners of foreign objects.
+        kept.map(drop)
+    }
+
+    /// Merges the released slots into the free ones. Waits for values in flight.
+    ///
+    /// # Errors
+    /// As [`Self::poll`].
+    pub fn merge_and_sort_free(&self, stream: Stream) -> Result<()> {
+        if self.need_sort() {
+            self.settle(stream)?;
+            self.lock().merge_and_sort_free();
+        }
+        Ok(())
     }
 
     /// Completes frees whose values are on the host or whose fences have passed. Does not wait.
@@ -369,12 +432,12 @@ impl TokenToKvPoolAllocator {
             drop(slots);
             match taken {
                 Ok(taken) => return Ok(Some(taken)),
+                Err(_) if self.wait_for_oldest(stream)? => (),
                 // Asking again is worth it as long as it helps.
                 Err(short) if (1..shortage).contains(&short.slots) => {
                     shortage = short.slots;
                     self.reclaim(short.slots, stream)?;
                 }
-                Err(_) if self.wait_for_oldest(stream)? => (),
                 Err(_) => return Ok(None),
             }
         }
@@ -476,8 +539,8 @@ impl TokenToKvPoolAllocator {
 
     /// The device of the tensors.
     #[must_use]
-    pub const fn device(&self) -> Device {
-        self.device
+    pub fn device(&self) -> Device {
+        self.backend.device()
     }
 
     /// Whether the lowest free slots are handed out first.

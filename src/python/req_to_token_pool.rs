@@ -162,7 +162,7 @@ impl ReqToTokenPool {
     ) -> PyResult<PyClassInitializer<Self>> {
         let max_reqs = args::size("max_reqs", max_reqs)?;
         let max_context_len = args::size("max_context_len", max_context_len)?;
-        let device = args::device(device)?;
+        let device = args::device(py, device)?;
         let backend = backend(py, device)?;
         let config = ReqToTokenConfig { max_reqs, max_context_len, padding_row, strict };
         let mut pool = py.detach(|| Pool::new(&config, &backend))?;

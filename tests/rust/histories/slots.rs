@@ -114,7 +114,7 @@ impl Slots {
             }
             28 | 29 => self.end_group(),
             30 => {
-                self.pool.merge_and_sort_free();
+                self.pool.merge_and_sort_free(STREAM).expect("nothing is in flight");
                 self.model.merge();
             }
             _ if source.rarely(4) => {
