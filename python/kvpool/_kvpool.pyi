@@ -880,14 +880,16 @@ class ReqToTokenPool(Pool):
     """The table `req_to_token[request, position] -> slot`. It does not track sequence lengths.
 
     Row 0 is the padding row, for the padding requests of a CUDA graph. The table has `max_reqs + 1` rows, of
-    which `1..=max_reqs` are handed out, first in, first out. Rows are zero when they are handed out.
+    which `1..=max_reqs` are handed out, first in, first out. Rows are zero when they are handed out, unless
+    `zero_rows` is false.
 
     On a GPU all work is enqueued on the current stream, and only methods that say so wait. The host keeps a
     mirror of the table, so that slots read from it can be freed without a copy from the GPU. `write` and
     `free` update the mirror at once or, for values that only the GPU knows, when the kernel has reported what
     it wrote. PyTorch's writes to `req_to_token` are detected by its write count (`_version`) and invalidate
     the whole mirror until `mark_modified` or `clear`. Writes by other kernels are not detected: report them
-    with `mark_modified(rows)`.
+    with `mark_modified(rows)`, or set `foreign_writes` if other kernels write most of the table: the host then
+    keeps no mirror, and copies slots from the GPU when they are freed.
 
     Args:
         max_reqs: Maximum number of requests.
@@ -895,6 +897,10 @@ class ReqToTokenPool(Pool):
         device: Device of the table.
         padding_row: Whether row 0 is padding. `False` gives exactly `max_reqs` rows, numbered from 0.
         strict: Whether an invalid free raises; otherwise it is dropped, counted and reported.
+        zero_rows: Whether to zero what was written to a row when it is freed. If not, a row has the slots of
+            its earlier owners.
+        foreign_writes: Whether anything but this class writes the table, without `mark_modified`. Rows are then
+            zeroed whole.
         debug: Whether to record owners and call sites for `leaks` and reports. Defaults to the environment
             variable `KVPOOL_DEBUG`.
 
@@ -912,8 +918,16 @@ class ReqToTokenPool(Pool):
         *,
         padding_row: bool = True,
         strict: bool = False,
+        zero_rows: bool = True,
+        foreign_writes: bool = False,
         debug: bool | None = None,
     ) -> ReqToTokenPool: ...
+    @property
+    def generation(self) -> torch.Tensor:
+        """How often each row was handed out, int64 `[max_reqs + 1]` on the host (`max_reqs` without a padding row),
+        without a copy. `clear` keeps it: a row has another request if its number is another one. Do not write
+        to it.
+        """
     @property
     def req_to_token(self) -> torch.Tensor:
         """The table, int32 `[max_reqs + 1, max_context_len]` (`max_reqs` rows without a padding row), without a
@@ -942,7 +956,7 @@ class ReqToTokenPool(Pool):
             ConfigError: If `n` is negative.
         """
     def free(self, slot_or_slots: SupportsIndex | IndicesLike, *, owner: str | int | None = None) -> None:
-        """Frees one or more rows, and zeroes their written columns.
+        """Frees one or more rows, and zeroes their written columns, unless `zero_rows` is false.
 
         Args:
             slot_or_slots: Rows: an int, or ints in a tensor, an array or a sequence. Waits for values that

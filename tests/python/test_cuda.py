@@ -566,6 +566,18 @@ def test_saying_what_was_written_makes_the_rest_known_again(driver: Driver) -> N
     assert some(table.alloc(4)) == [1, 2, 3, 4]
 
 
+def test_slots_of_a_table_that_others_write_are_copied_from_it(driver: Driver) -> None:
+    allocator, table = make_allocator(64, strict=True), ReqToTokenPool(2, 8, "cuda", foreign_writes=True)
+    [row] = some(table.alloc())
+    table.write((row, slice(0, 4)), some(allocator.alloc(4)))
+    # A kernel of another library leaves no trace.
+    table.req_to_token.data[row, :2] = ints(3, 4, dtype=torch.int32)
+    driver.reset_calls()
+    allocator.free(table.read(row, 2))
+    assert driver.calls("cuMemcpyDtoHAsync_v2") == 1
+    assert allocator.is_allocated([1, 2, 3, 4]).tolist() == [True, True, False, False]
+
+
 def test_too_many_unknown_writes_make_rows_unknown_and_nothing_wrong(driver: Driver) -> None:
     allocator, table = make_allocator(1 << 17), ReqToTokenPool(2, 1 << 16, "cuda")
     one, two = some(table.alloc(2))

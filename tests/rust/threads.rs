@@ -57,7 +57,13 @@ fn one_prefix_cache_serves_eight_threads() {
         ..AllocatorConfig::default()
     };
     let slots = Arc::new(TokenToKvPoolAllocator::new(&config, &host()).expect("small"));
-    let rows = ReqToTokenConfig { max_reqs: THREADS, max_context_len: 64, padding_row: true, strict: true };
+    let rows = ReqToTokenConfig {
+        max_reqs: THREADS,
+        max_context_len: 64,
+        padding_row: true,
+        strict: true,
+        ..ReqToTokenConfig::default()
+    };
     let table = Arc::new(Mutex::new(ReqToTokenPool::new(&rows, &host()).expect("small")));
     let config = PlannerConfig { max_batch_size: 1, max_tokens: 64, kv_indices: true, block_table: true };
     let planner = BatchPlanner::new(&config, &host(), Arc::clone(&slots), Arc::clone(&table)).expect("small");

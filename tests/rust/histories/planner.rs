@@ -43,7 +43,13 @@ pub(super) fn run(source: &mut Source<'_>) {
         ..AllocatorConfig::default()
     };
     let slots = Arc::new(TokenToKvPoolAllocator::new(&of_slots, &host()).expect("small"));
-    let of_rows = ReqToTokenConfig { max_reqs: rows, max_context_len: columns, padding_row, strict: false };
+    let of_rows = ReqToTokenConfig {
+        max_reqs: rows,
+        max_context_len: columns,
+        padding_row,
+        strict: false,
+        ..ReqToTokenConfig::default()
+    };
     let table = Arc::new(Mutex::new(ReqToTokenPool::new(&of_rows, &host()).expect("small")));
     let batches = BatchPlanner::new(&config, &host(), Arc::clone(&slots), Arc::clone(&table)).expect("small");
     let limits =
