@@ -207,6 +207,7 @@ impl Tree {
             }
             let (pages, parent) = (here.pages.len(), here.parent);
             self.locked += pages;
+            self.cover_tails(at);
             self.unqueue(at);
             if parent == at {
                 return;
@@ -227,6 +228,7 @@ impl Tree {
             }
             let (pages, parent) = (here.pages.len(), here.parent);
             self.locked -= pages;
+            self.uncover_tails(at);
             self.queue(at);
             if parent == at {
                 break;
