@@ -3,6 +3,7 @@
 mod edges;
 mod evict;
 mod hold;
+mod nodes;
 mod pin;
 mod publish;
 mod roots;
@@ -20,12 +21,14 @@ use super::journal::{Digest, Event, Journal};
 use super::{History, KeyTokens, Namespace, NodeId, Policy, Tick, Tokens};
 use edges::Edges;
 use evict::Queues;
+use nodes::Tails;
 use roots::Roots;
 use short_vec::ShortVec;
 use snapshots::Snapshots;
 
 pub use evict::{AGE_BUCKETS, Evicted};
 pub use hold::Hold;
+pub use nodes::{Insertion, NodeHandle, NodeInfo};
 pub use publish::Found;
 
 /// A run of whole pages that one prompt after another used as a whole: they differ behind it, or one ended
@@ -160,9 +163,16 @@ pub struct TreeStats {
 pub struct Tree {
     /// At least 1.
     page_size: usize,
+    /// Tokens that are found together: a whole number of pages.
+    step: usize,
     nodes: Vec<Node>,
+    /// How often each number of a node was in use before.
+    generations: Vec<u32>,
+    /// That of numbers not used yet.
+    first_generation: u32,
     /// Nodes that are not in use.
     vacant: Vec<NodeId>,
+    tails: Tails,
     edges: Edges,
     roots: Roots,
     /// Seeded at random: callers cannot choose tokens that collide.
@@ -200,8 +210,12 @@ impl Tree {
         let hasher = RandomState::new();
         Self {
             page_size,
+            step: page_size,
             nodes: Vec::new(),
+            generations: Vec::new(),
+            first_generation: 0,
             vacant: Vec::new(),
+            tails: Tails::default(),
             edges: Edges::new(&hasher),
             roots: Roots::default(),
             chain: Chain::new(&hasher),
@@ -240,6 +254,8 @@ impl Tree {
             snapshots: self.snapshots.len(),
             bytes: self.contents * size_of::<u32>()
                 + self.nodes.capacity() * size_of::<Node>()
+                + self.generations.capacity() * size_of::<u32>()
+                + self.tails_bytes()
                 + self.vacant.capacity() * id
                 + self.edges.bytes()
                 + self.roots.bytes()
@@ -334,7 +350,13 @@ impl Tree {
             id
         } else {
             let id = u32::try_from(self.nodes.len()).expect("a node has a page, and pages fit int32");
+            if self.nodes.len() == self.nodes.capacity() {
+                // Doubling would cost up to another node for each one.
+                self.nodes.reserve_exact(self.nodes.len() / 8 + 8);
+                self.generations.reserve_exact(self.nodes.capacity() - self.generations.len());
+            }
             self.nodes.push(node);
+            self.generations.push(self.first_generation);
             NodeId::new(id)
         };
         if kind == Kind::Run {
@@ -372,10 +394,10 @@ impl Tree {
             Kind::Detached => self.detached -= 1,
             Kind::Run => return,
         }
-        self.vacant.push(root);
+        self.vacate(root);
     }
 
-    /// The fingerprint of a page.
+    /// The fingerprint of the tokens of a step.
     fn fingerprint(&self, page: &[i32]) -> u32 {
         if let [token] = page {
             return token.cast_unsigned();
@@ -385,47 +407,54 @@ impl Tree {
         u32::from_le_bytes(if cfg!(debug_assertions) { [a, 0, 0, 0] } else { [a, b, c, d] })
     }
 
-    /// The child of `parent` that begins with `page`.
-    fn child(&self, parent: NodeId, page: &[i32]) -> Option<NodeId> {
-        self.edges.get(parent, self.fingerprint(page)).find(|&id| {
+    /// The child of `parent` that begins with `first`, the tokens of a step.
+    fn child(&self, parent: NodeId, first: &[i32]) -> Option<NodeId> {
+        self.edges.get(parent, self.fingerprint(first)).find(|&id| {
             let node = self.node(id);
-            node.parent == parent && node.tokens[..self.page_size] == *page
+            node.parent == parent && node.tokens[..self.step] == *first
         })
     }
 
     /// Makes `id`, whose parent and tokens are set, a child of its parent.
     fn link(&mut self, id: NodeId) {
-        let node = self.node(id);
-        let (parent, fingerprint) = (node.parent, self.fingerprint(&node.tokens[..self.page_size]));
+        let parent = self.node(id).parent;
+        self.node_mut(parent).children += 1;
+        if self.is_tail(id) {
+            return self.note_tail(id);
+        }
+        let fingerprint = self.fingerprint(&self.node(id).tokens[..self.step]);
         self.edges.insert(parent, fingerprint, id);
         self.node_mut(id).fingerprint = fingerprint;
-        self.node_mut(parent).children += 1;
     }
 
     /// Undoes [`Tree::link`].
     fn unlink(&mut self, id: NodeId) {
         let Node { parent, fingerprint, .. } = *self.node(id);
         self.node_mut(parent).children -= 1;
+        if self.is_tail(id) {
+            return self.forget_tail(id);
+        }
         self.edges.remove(parent, fingerprint, id);
     }
 
-    /// The place that `tokens` lead to from the end of `node`, with `tokens[0]` behind it, over at most `limit`
-    /// pages.
+    /// The place that `tokens` lead to from the end of `node`, with `tokens[0]` behind it, in whole steps and
+    /// over at most `limit` pages.
     fn descend(&self, node: NodeId, tokens: &dyn Tokens, limit: usize) -> Result<Place> {
         let begin = widen(self.node(node).end);
         let mut place = Place { node, pages: self.node(node).pages.len(), len: begin };
-        let mut page = Vec::with_capacity(self.page_size);
+        let (mut first, pages_of_step) = (Vec::with_capacity(self.step), self.step / self.page_size);
+        let limit = limit / pages_of_step * self.step;
         loop {
             let at = place.len - begin;
-            if at / self.page_size >= limit {
+            if at >= limit {
                 return Ok(place);
             }
-            page.clear();
-            tokens.read(at..at + self.page_size, &mut page)?;
-            let Some(child) = self.child(place.node, &page) else { return Ok(place) };
+            first.clear();
+            tokens.read(at..at + self.step, &mut first)?;
+            let Some(child) = self.child(place.node, &first) else { return Ok(place) };
             let node = self.node(child);
-            let equal = tokens.common(at + self.page_size, &node.tokens[self.page_size..])?;
-            let pages = (1 + equal / self.page_size).min(limit - at / self.page_size);
+            let equal = tokens.common(at + self.step, &node.tokens[self.step..])?;
+            let pages = (1 + equal / self.step).min((limit - at) / self.step) * pages_of_step;
             place = Place { node: child, pages, len: place.len + pages * self.page_size };
             if pages < node.pages.len() {
                 return Ok(place);
@@ -505,7 +534,7 @@ impl Tree {
             *count += 1;
             *locks += u32::from(node.locks > 0);
             cached += node.pages.len();
-            locked += if node.locks > 0 { node.pages.len() } else { 0 };
+            locked += if node.locks > 0 || self.is_covered(id) { node.pages.len() } else { 0 };
             if self.node(node.root).kind == Kind::Root && !listed.contains(&(node.root, id)) {
                 return Some(format!("{id:?} is not listed with its namespace"));
             }
@@ -522,7 +551,8 @@ impl Tree {
             if let Some(page) = node.pages.iter().find(|page| !seen.insert(**page)) {
                 return Some(format!("page {page} is cached twice"));
             }
-            if self.child(node.parent, &node.tokens[..self.page_size]) != Some(id) {
+            let first = node.tokens.get(..self.step);
+            if first.is_some_and(|first| self.child(node.parent, first) != Some(id)) {
                 return Some(format!("{id:?} is not found from its parent"));
             }
             let begin = widen(self.node(node.parent).end);

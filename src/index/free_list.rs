@@ -10,7 +10,7 @@ use std::collections::VecDeque;
 use std::marker::PhantomData;
 use std::ops::Range;
 
-use crate::base::{Id, Result, reserve, widen};
+use crate::base::{Id, IndexNumber, Result, reserve, widen};
 
 use super::BadFree;
 use super::mask::Mask;
@@ -234,12 +234,12 @@ impl<I: Id> FreeList<I> {
     }
 
     /// Like [`FreeList::alloc`], but fills `out` with indices.
-    pub(super) fn alloc_into(&mut self, out: &mut [i32]) -> bool {
+    pub(super) fn alloc_into<T: IndexNumber>(&mut self, out: &mut [T]) -> bool {
         if self.order == Order::Fifo {
             let mut rest = out.iter_mut();
             return self.alloc(rest.len(), |run| {
                 for (index, out) in run.range().zip(&mut rest) {
-                    *out = index.cast_signed();
+                    *out = T::of(index);
                 }
             });
         }
@@ -249,7 +249,7 @@ impl<I: Id> FreeList<I> {
         }
         self.records.take_lowest(out, out.len() > self.records.count(Set::Free));
         if let Some(highest) = out.last() {
-            self.reached = self.reached.max(highest.cast_unsigned() + 1);
+            self.reached = self.reached.max(highest.number() + 1);
         }
         self.high_water = self.high_water.max(self.in_use());
         true

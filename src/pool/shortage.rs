@@ -1,5 +1,5 @@
-//! What a pool does when it is short of slots: it completes pending frees, reclaims slots, and waits for
-//! values in flight.
+//! What a pool does when it is short of slots: it completes pending frees, waits for values in flight, and
+//! reclaims slots.
 
 use crate::base::{Page, Result};
 use crate::memory::Stream;
@@ -31,6 +31,11 @@ pub trait Reclaim: Send + Sync {
 pub(super) struct Short {
     /// Slots to free; 0 if there are enough, but not in one run.
     pub(super) slots: usize,
+}
+
+impl Short {
+    /// Frees in flight must be complete first.
+    pub(super) const IN_FLIGHT: Self = Self { slots: 0 };
 }
 
 /// The result of an attempt to take slots: success, or the shortage.

@@ -33,9 +33,16 @@ struct Scene {
 /// A request whose prompt has slots.
 fn scene() -> Scene {
     let host: Arc<dyn Backend> = Arc::new(Host);
-    let config = AllocatorConfig { size: 16, page_size: 1, need_sort: true, strict: true };
+    let config =
+        AllocatorConfig { size: 16, page_size: 1, need_sort: true, strict: true, ..Default::default() };
     let slots = Arc::new(TokenToKvPoolAllocator::new(&config, &host).unwrap());
-    let config = ReqToTokenConfig { max_reqs: 1, max_context_len: 16, padding_row: true, strict: true };
+    let config = ReqToTokenConfig {
+        max_reqs: 1,
+        max_context_len: 16,
+        padding_row: true,
+        strict: true,
+        ..Default::default()
+    };
     let table = Arc::new(Mutex::new(ReqToTokenPool::new(&config, &host).unwrap()));
     let config = PlannerConfig { max_batch_size: 1, max_tokens: 16, kv_indices: true, block_table: true };
     let planner = BatchPlanner::new(&config, &host, Arc::clone(&slots), Arc::clone(&table)).unwrap();

@@ -14,7 +14,8 @@ use kvpool::pool::{
 use crate::pool_table::{STREAM, host};
 
 fn allocator(size: usize, page_size: usize) -> Arc<TokenToKvPoolAllocator> {
-    let config = AllocatorConfig { size, page_size, need_sort: true, strict: false };
+    let config =
+        AllocatorConfig { size, page_size, need_sort: true, strict: false, ..AllocatorConfig::default() };
     Arc::new(TokenToKvPoolAllocator::new(&config, &host()).expect("small"))
 }
 
@@ -132,7 +133,13 @@ fn shortage_of_pages_and_plans_reclaims() {
     assert_eq!(count(allocator.alloc_extend(&[0, 0], &[3, 6], &[0, 0], STREAM)), Some(9));
     assert_eq!(cache.asked(), [12]);
 
-    let config = ReqToTokenConfig { max_reqs: 2, max_context_len: 32, padding_row: true, strict: false };
+    let config = ReqToTokenConfig {
+        max_reqs: 2,
+        max_context_len: 32,
+        padding_row: true,
+        strict: false,
+        ..ReqToTokenConfig::default()
+    };
     let table = ReqToTokenPool::new(&config, &host()).expect("small");
     let table = Arc::new(Mutex::new(table));
     let config = PlannerConfig { max_batch_size: 2, max_tokens: 32, kv_indices: true, block_table: true };

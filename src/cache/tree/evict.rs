@@ -96,7 +96,7 @@ impl Tree {
     }
 
     /// Evicts up to `count` pages from the end of a leaf.
-    fn trim(&mut self, leaf: NodeId, count: usize, cause: Cause, gone: &mut Evicted) {
+    pub(super) fn trim(&mut self, leaf: NodeId, count: usize, cause: Cause, gone: &mut Evicted) {
         let here = self.node(leaf);
         let (history, keep) = (here.history, here.pages.len().saturating_sub(count));
         let age = self.now.since(history.used);
@@ -166,7 +166,7 @@ impl Tree {
     }
 
     /// Removes a leaf without locks.
-    fn remove(&mut self, leaf: NodeId, gone: &mut Evicted) {
+    pub(super) fn remove(&mut self, leaf: NodeId, gone: &mut Evicted) {
         self.unqueue(leaf);
         self.unlink(leaf);
         self.drop_snapshot(leaf, gone);
@@ -177,7 +177,7 @@ impl Tree {
         let pages = std::mem::take(&mut here.pages);
         self.cached -= pages.len();
         self.pinned -= if is_pinned { pages.len() } else { 0 };
-        self.vacant.push(leaf);
+        self.vacate(leaf);
         self.note_removed(&pages);
         gone.pages.extend_from_slice(&pages);
     }
@@ -261,7 +261,10 @@ impl Tree {
         if here.kind != Kind::Run || here.locks > 0 || here.children > 0 || here.is_queued {
             return;
         }
-        here.is_queued = true;
+        if self.is_covered(id) {
+            return self.park(id);
+        }
+        self.node_mut(id).is_queued = true;
         if history.priority > 0 {
             self.queues.retained.insert((history.priority, history.used, id));
         } else {

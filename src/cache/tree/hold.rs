@@ -199,6 +199,7 @@ impl Tree {
             }
             let (pages, parent) = (here.pages.len(), here.parent);
             self.locked += pages;
+            self.cover_tails(at);
             self.unqueue(at);
             if parent == at {
                 return;
@@ -224,6 +225,7 @@ impl Tree {
             }
             let (pages, parent) = (here.pages.len(), here.parent);
             self.locked -= pages;
+            self.uncover_tails(at);
             self.queue(at);
             if parent == at {
                 break;

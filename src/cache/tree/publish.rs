@@ -31,11 +31,11 @@ impl Found {
 }
 
 /// New pages that share a history.
-struct Segment {
-    pages: usize,
+pub(super) struct Segment {
+    pub(super) pages: usize,
     /// What the policy remembers of them.
-    before: Remembered,
-    sum: Sum,
+    pub(super) before: Remembered,
+    pub(super) sum: Sum,
 }
 
 #[derive(Default)]
@@ -106,7 +106,7 @@ impl Tree {
     }
 
     /// Takes note of new pages behind `node`, unless they are found by no one.
-    fn note_stored(&mut self, node: NodeId, tokens: &[i32], pages: &[Page]) {
+    pub(super) fn note_stored(&mut self, node: NodeId, tokens: &[i32], pages: &[Page]) {
         if self.journal.is_none() || pages.is_empty() {
             return;
         }
@@ -118,7 +118,7 @@ impl Tree {
     }
 
     /// Divides new tokens behind `node` by what is remembered of them.
-    fn segments(&mut self, node: NodeId, tokens: &[i32]) -> Vec<Segment> {
+    pub(super) fn segments(&mut self, node: NodeId, tokens: &[i32]) -> Vec<Segment> {
         let here = &self.nodes[widen(node.number())];
         let mut at = widen(here.end);
         let mut cursor = self.chain.cursor(here.sum, at);
@@ -163,7 +163,7 @@ impl Tree {
     }
 
     /// Adds a node without locks below `parent`.
-    fn add_below(
+    pub(super) fn add_below(
         &mut self,
         parent: NodeId,
         tokens: Cow<'_, [i32]>,

@@ -10,7 +10,7 @@ use crate::index::{Act, BadFrees, FenceId, Growth, GrowthRequest, Owner, Request
 use crate::kernels::{Executor, Indices};
 use crate::memory::{Backend, Event, Host, Region, Stream};
 use crate::pool::prefix_cache::Parked;
-use crate::pool::shortage::OrShort;
+use crate::pool::shortage::{OrShort, Short};
 use crate::pool::slot_tensors::SlotTensors;
 use crate::pool::{Lease, ReqToTokenPool, TableIndex, at_least_one};
 use crate::tensor::TensorView;
@@ -374,9 +374,13 @@ impl PlannerState {
         }
         let most = batch.iter().map(|growth| growth.new_tokens()).max().unwrap_or(0).max(of_padding);
         table.not_capturing(stream)?;
+        let new_pages: usize = batch.iter().map(|growth| widen(growth.new_pages)).sum();
+        let new_slots = new_pages * slots.slots().page_size();
+        if slots.must_land_before(new_slots) {
+            return Ok(Err(Short::IN_FLIGHT));
+        }
         if !self.requests.grow(batch, prefixes, slots.slots_mut())? {
-            let pages: usize = batch.iter().map(|growth| widen(growth.new_pages)).sum();
-            return Ok(Err(slots.short(pages * slots.slots().page_size())));
+            return Ok(Err(slots.short(new_slots)));
         }
         if slots.keeps_ledger() {
             for growth in batch {
@@ -562,10 +566,7 @@ impl PlannerState {
             let pages = self.requests.cut(row, len);
             self.block_table.truncate(row, self.requests.pages(row).len());
             given += pages.len();
-            bad.append(match fence {
-                None => slots.slots_mut().free_now(&pages, false)?,
-                Some(fence) => slots.slots_mut().free_after(fence, &pages, false)?,
-            });
+            bad.append(slots.free_now(pages, fence)?);
         }
         self.changes += 1;
         if slots.strict() && bad.dropped() > 0 {
@@ -605,8 +606,12 @@ impl PlannerState {
         };
         let claim = claim.filter(is_same);
         let leased = claim.map_or(0, |claim| claim.pages().len());
+        let page_size = slots.slots().page_size();
+        if slots.must_land_before(page_size) {
+            return Ok(Err(Short::IN_FLIGHT));
+        }
         let Some(copied) = self.requests.fork([src, dst], len, leased, slots.slots_mut())? else {
-            return Ok(Err(slots.short(slots.slots().page_size())));
+            return Ok(Err(slots.short(page_size)));
         };
         self.sign(dst, 0, slots, table);
         let written = self.write_fork(slots, table, dst, len, copied, stream);
@@ -671,7 +676,7 @@ impl PlannerState {
             }
         }
         let shape = width.map_or(vec![plan.kv_len], |width| vec![plan.padded_batch_size, width]);
-        let region = Arc::new(Region::from_indices(values));
+        let region = Arc::new(Region::from_indices(IndexVec::I32(values)));
         TensorView::contiguous(region, 0, DType::I32, &shape).map(Some)
     }
 

@@ -89,6 +89,7 @@ pub(super) fn run(source: &mut Source<'_>) {
         page_size,
         need_sort: source.flip(),
         strict: false,
+        ..AllocatorConfig::default()
     };
     let allocator = Arc::new(TokenToKvPoolAllocator::new(&config, &host()).expect("memory"));
     let max_pinned = source.of(&[1.0, 0.5, 0.0]);
