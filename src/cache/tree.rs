@@ -3,8 +3,10 @@
 mod edges;
 mod evict;
 mod hold;
+mod nodes;
 mod pin;
 mod publish;
+mod short_vec;
 
 use std::collections::HashMap;
 use std::hash::{BuildHasher, RandomState};
@@ -17,9 +19,12 @@ use super::journal::{Digest, Event, Journal};
 use super::{History, KeyTokens, Namespace, NodeId, Policy, Tick, Tokens};
 use edges::Edges;
 use evict::Queues;
+use nodes::Tails;
+use short_vec::ShortVec;
 
 pub use evict::{AGE_BUCKETS, Evicted};
 pub use hold::Hold;
+pub use nodes::{Insertion, NodeHandle, NodeInfo};
 pub use publish::Found;
 
 /// A run of whole pages that one prompt after another used as a whole: they differ behind it, or one ended
@@ -30,8 +35,6 @@ pub use publish::Found;
 struct Node {
     /// The node before; a root is its own parent.
     parent: NodeId,
-    /// The next child of the same parent whose first page has the same fingerprint.
-    twin: Option<NodeId>,
     /// Of the first page. With pages of one token, that token.
     fingerprint: u32,
     children: u32,
@@ -40,9 +43,9 @@ struct Node {
     /// Leases that end here.
     leases: u32,
     /// `pages.len() * page_size` tokens.
-    tokens: Vec<i32>,
+    tokens: ShortVec<i32>,
     /// Not empty, except in a root.
-    pages: Vec<Page>,
+    pages: ShortVec<Page>,
     /// Of all tokens up to the end of the node.
     sum: Sum,
     /// Tokens up to the end of the node.
@@ -58,22 +61,21 @@ struct Node {
 }
 
 impl Node {
-    /// The room for tokens and pages.
+    /// The room for tokens and pages outside of the node.
     const fn room(&self) -> usize {
-        self.tokens.capacity() + self.pages.capacity()
+        self.tokens.room() + self.pages.room()
     }
 
     /// A node without tokens, neighbours and locks.
     fn new(kind: Kind, sum: Sum) -> Self {
         Self {
             parent: NodeId::new(0),
-            twin: None,
             fingerprint: 0,
             children: 0,
             locks: 0,
             leases: 0,
-            tokens: Vec::new(),
-            pages: Vec::new(),
+            tokens: ShortVec::new(),
+            pages: ShortVec::new(),
             sum,
             end: 0,
             history: History::default(),
@@ -142,7 +144,7 @@ pub struct TreeStats {
 /// let mut tree = Tree::new(2, false, policy);
 /// let mut hold = tree.acquire(&name, &prompt, 5).unwrap();
 /// let found = tree.find(&hold, &prompt).unwrap();
-/// tree.publish(&mut hold, found, &prompt[..4], &[Page::new(3), Page::new(8)]);
+/// tree.publish(&mut hold, found, prompt[..4].to_vec(), &[Page::new(3), Page::new(8)]);
 /// let gone = tree.release(hold);
 /// assert!(gone.pages.is_empty());
 /// assert_eq!(tree.acquire(&name, &prompt, 3).unwrap().len(), 2);
@@ -152,9 +154,16 @@ pub struct TreeStats {
 pub struct Tree {
     /// At least 1.
     page_size: usize,
+    /// Tokens that are found together: a whole number of pages.
+    step: usize,
     nodes: Vec<Node>,
+    /// How often each number of a node was in use before.
+    generations: Vec<u32>,
+    /// That of numbers not used yet.
+    first_generation: u32,
     /// Nodes that are not in use.
     vacant: Vec<NodeId>,
+    tails: Tails,
     edges: Edges,
     roots: HashMap<Namespace, NodeId>,
     /// The namespaces of `roots`.
@@ -195,8 +204,12 @@ impl Tree {
         let hasher = RandomState::new();
         Self {
             page_size,
+            step: page_size,
             nodes: Vec::new(),
+            generations: Vec::new(),
+            first_generation: 0,
             vacant: Vec::new(),
+            tails: Tails::default(),
             edges: Edges::new(&hasher),
             roots: HashMap::new(),
             names: HashMap::new(),
@@ -236,6 +249,8 @@ impl Tree {
             snapshots: self.snapshots.len(),
             bytes: self.contents * size_of::<u32>()
                 + self.nodes.capacity() * size_of::<Node>()
+                + self.generations.capacity() * size_of::<u32>()
+                + self.tails_bytes()
                 + self.vacant.capacity() * id
                 + self.edges.bytes()
                 + self.queues.bytes()
@@ -327,7 +342,13 @@ impl Tree {
             return id;
         }
         let id = u32::try_from(self.nodes.len()).expect("a node has a page, and pages fit int32");
+        if self.nodes.len() == self.nodes.capacity() {
+            // Doubling would cost up to another node for each one.
+            self.nodes.reserve_exact(self.nodes.len() / 8 + 8);
+            self.generations.reserve_exact(self.nodes.capacity() - self.generations.len());
+        }
         self.nodes.push(node);
+        self.generations.push(self.first_generation);
         NodeId::new(id)
     }
 
@@ -359,7 +380,7 @@ impl Tree {
             Kind::Detached => self.detached -= 1,
             Kind::Run => return,
         }
-        self.vacant.push(root);
+        self.vacate(root);
     }
 
     /// Removes a root from the namespaces.
@@ -369,7 +390,7 @@ impl Tree {
         }
     }
 
-    /// The fingerprint of a page.
+    /// The fingerprint of the tokens of a step.
     fn fingerprint(&self, page: &[i32]) -> u32 {
         if let [token] = page {
             return token.cast_unsigned();
@@ -379,57 +400,54 @@ impl Tree {
         u32::from_le_bytes(if cfg!(debug_assertions) { [a, 0, 0, 0] } else { [a, b, c, d] })
     }
 
-    /// The child of `parent` that begins with `page`.
-    fn child(&self, parent: NodeId, page: &[i32]) -> Option<NodeId> {
-        let mut next = self.edges.get(parent, self.fingerprint(page));
-        while let Some(id) = next {
+    /// The child of `parent` that begins with `first`, the tokens of a step.
+    fn child(&self, parent: NodeId, first: &[i32]) -> Option<NodeId> {
+        self.edges.get(parent, self.fingerprint(first)).find(|&id| {
             let node = self.node(id);
-            if node.tokens[..self.page_size] == *page {
-                return Some(id);
-            }
-            next = node.twin;
-        }
-        None
+            node.parent == parent && node.tokens[..self.step] == *first
+        })
     }
 
     /// Makes `id`, whose parent and tokens are set, a child of its parent.
     fn link(&mut self, id: NodeId) {
-        let node = self.node(id);
-        let (parent, fingerprint) = (node.parent, self.fingerprint(&node.tokens[..self.page_size]));
-        let twin = self.edges.insert(parent, fingerprint, id);
-        let node = self.node_mut(id);
-        (node.fingerprint, node.twin) = (fingerprint, twin);
+        let parent = self.node(id).parent;
         self.node_mut(parent).children += 1;
+        if self.is_tail(id) {
+            return self.note_tail(id);
+        }
+        let fingerprint = self.fingerprint(&self.node(id).tokens[..self.step]);
+        self.edges.insert(parent, fingerprint, id);
+        self.node_mut(id).fingerprint = fingerprint;
     }
 
     /// Undoes [`Tree::link`].
     fn unlink(&mut self, id: NodeId) {
-        let Node { parent, fingerprint, twin, .. } = *self.node(id);
+        let Node { parent, fingerprint, .. } = *self.node(id);
         self.node_mut(parent).children -= 1;
-        let Some(mut before) = self.edges.replace(parent, fingerprint, id, twin) else { return };
-        while let Some(next) = self.node(before).twin.filter(|&next| next != id) {
-            before = next;
+        if self.is_tail(id) {
+            return self.forget_tail(id);
         }
-        self.node_mut(before).twin = twin;
+        self.edges.remove(parent, fingerprint, id);
     }
 
-    /// The place that `tokens` lead to from the end of `node`, with `tokens[0]` behind it, over at most `limit`
-    /// pages.
+    /// The place that `tokens` lead to from the end of `node`, with `tokens[0]` behind it, in whole steps and
+    /// over at most `limit` pages.
     fn descend(&self, node: NodeId, tokens: &dyn Tokens, limit: usize) -> Result<Place> {
         let begin = widen(self.node(node).end);
         let mut place = Place { node, pages: self.node(node).pages.len(), len: begin };
-        let mut page = Vec::with_capacity(self.page_size);
+        let (mut first, pages_of_step) = (Vec::with_capacity(self.step), self.step / self.page_size);
+        let limit = limit / pages_of_step * self.step;
         loop {
             let at = place.len - begin;
-            if at / self.page_size >= limit {
+            if at >= limit {
                 return Ok(place);
             }
-            page.clear();
-            tokens.read(at..at + self.page_size, &mut page)?;
-            let Some(child) = self.child(place.node, &page) else { return Ok(place) };
+            first.clear();
+            tokens.read(at..at + self.step, &mut first)?;
+            let Some(child) = self.child(place.node, &first) else { return Ok(place) };
             let node = self.node(child);
-            let equal = tokens.common(at + self.page_size, &node.tokens[self.page_size..])?;
-            let pages = (1 + equal / self.page_size).min(limit - at / self.page_size);
+            let equal = tokens.common(at + self.step, &node.tokens[self.step..])?;
+            let pages = (1 + equal / self.step).min((limit - at) / self.step) * pages_of_step;
             place = Place { node: child, pages, len: place.len + pages * self.page_size };
             if pages < node.pages.len() {
                 return Ok(place);
@@ -500,7 +518,7 @@ impl Tree {
             *count += 1;
             *locks += u32::from(node.locks > 0);
             cached += node.pages.len();
-            locked += if node.locks > 0 { node.pages.len() } else { 0 };
+            locked += if node.locks > 0 || self.is_covered(id) { node.pages.len() } else { 0 };
             if node.pages.is_empty() || node.tokens.len() != node.pages.len() * self.page_size {
                 return Some(format!(
                     "{id:?} has {} pages and {} tokens",
@@ -511,7 +529,8 @@ impl Tree {
             if let Some(page) = node.pages.iter().find(|page| !seen.insert(**page)) {
                 return Some(format!("page {page} is cached twice"));
             }
-            if self.child(node.parent, &node.tokens[..self.page_size]) != Some(id) {
+            let first = node.tokens.get(..self.step);
+            if first.is_some_and(|first| self.child(node.parent, first) != Some(id)) {
                 return Some(format!("{id:?} is not found from its parent"));
             }
             let begin = widen(self.node(node.parent).end);
@@ -536,7 +555,7 @@ impl Tree {
 }
 
 /// Splits off the first `count` elements; what remains does not keep their memory.
-fn split_front<T>(all: &mut Vec<T>, count: usize) -> Vec<T> {
+fn split_front<T: Copy>(all: &mut ShortVec<T>, count: usize) -> ShortVec<T> {
     let rest = all.split_off(count);
     let mut front = std::mem::replace(all, rest);
     front.shrink_to_fit();

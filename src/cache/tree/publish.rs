@@ -1,5 +1,7 @@
 //! Adding to a prefix.
 
+use std::borrow::Cow;
+
 use crate::base::{Id, Page, Result, widen};
 
 use super::{History, Hold, Kind, Node, NodeId, Place, Sum, Tokens, Tree, narrow};
@@ -29,11 +31,11 @@ impl Found {
 }
 
 /// New pages that share a history.
-struct Segment {
-    pages: usize,
+pub(super) struct Segment {
+    pub(super) pages: usize,
     /// What the policy remembers of them.
-    before: Remembered,
-    sum: Sum,
+    pub(super) before: Remembered,
+    pub(super) sum: Sum,
 }
 
 #[derive(Default)]
@@ -72,7 +74,7 @@ impl Tree {
     }
 
     /// Adds `pages` for `tokens`, which follow what was found, and moves the hold to their end.
-    pub fn publish(&mut self, hold: &mut Hold, found: Found, tokens: &[i32], pages: &[Page]) {
+    pub fn publish(&mut self, hold: &mut Hold, found: Found, tokens: Vec<i32>, pages: &[Page]) {
         let mut is_author = hold.is_author && found.is_empty();
         let mut at = self.cut(found.place);
         if !found.is_empty() {
@@ -80,15 +82,20 @@ impl Tree {
             self.move_hold(hold, at);
             self.touch(at, Some(before));
         }
-        self.note_stored(at, tokens, pages);
-        let (mut tokens, mut pages) = (tokens, pages);
-        for Segment { pages: count, before, sum } in self.segments(at, tokens) {
+        self.note_stored(at, &tokens, pages);
+        let segments = self.segments(at, &tokens);
+        // Most often one, which takes the vector as it is.
+        let is_one = segments.len() == 1;
+        let (mut tokens, mut begin, mut pages) = (tokens, 0, pages);
+        for Segment { pages: count, before, sum } in segments {
             let (part, rest) = pages.split_at(count);
-            let (part_tokens, rest_tokens) = tokens.split_at(count * self.page_size);
-            (pages, tokens) = (rest, rest_tokens);
+            let end = begin + count * self.page_size;
+            let part_tokens =
+                if is_one { std::mem::take(&mut tokens).into() } else { Cow::Borrowed(&tokens[begin..end]) };
+            (begin, pages) = (end, rest);
             let history = History::of_new(before, self.now);
             if is_author && self.can_grow(at, &history) {
-                self.grow(at, part_tokens, part, sum);
+                self.grow(at, &part_tokens, part, sum);
             } else {
                 at = self.add_below(at, part_tokens, part, history, sum);
             }
@@ -99,7 +106,7 @@ impl Tree {
     }
 
     /// Takes note of new pages behind `node`, unless they are found by no one.
-    fn note_stored(&mut self, node: NodeId, tokens: &[i32], pages: &[Page]) {
+    pub(super) fn note_stored(&mut self, node: NodeId, tokens: &[i32], pages: &[Page]) {
         if self.journal.is_none() || pages.is_empty() {
             return;
         }
@@ -111,7 +118,7 @@ impl Tree {
     }
 
     /// Divides new tokens behind `node` by what is remembered of them.
-    fn segments(&mut self, node: NodeId, tokens: &[i32]) -> Vec<Segment> {
+    pub(super) fn segments(&mut self, node: NodeId, tokens: &[i32]) -> Vec<Segment> {
         let here = &self.nodes[widen(node.number())];
         let mut at = widen(here.end);
         let mut cursor = self.chain.cursor(here.sum, at);
@@ -156,10 +163,10 @@ impl Tree {
     }
 
     /// Adds a node without locks below `parent`.
-    fn add_below(
+    pub(super) fn add_below(
         &mut self,
         parent: NodeId,
-        tokens: &[i32],
+        tokens: Cow<'_, [i32]>,
         pages: &[Page],
         history: History,
         sum: Sum,
@@ -168,8 +175,8 @@ impl Tree {
         let end = self.node(parent).end + narrow(tokens.len());
         let id = self.add(Node {
             parent,
-            tokens: tokens.to_vec(),
-            pages: pages.to_vec(),
+            tokens: tokens.into(),
+            pages: Cow::Borrowed(pages).into(),
             end,
             history,
             ..Node::new(Kind::Run, sum)

@@ -62,9 +62,21 @@ struct Requests {
 pub(super) fn run(source: &mut Source<'_>) {
     let page_size = source.of(&[1, 2, 3]);
     let count = page_size * (6 + source.below(40));
-    let of_slots = AllocatorConfig { size: count, page_size, need_sort: source.flip(), strict: true };
+    let of_slots = AllocatorConfig {
+        size: count,
+        page_size,
+        need_sort: source.flip(),
+        strict: true,
+        ..AllocatorConfig::default()
+    };
     let slots = Arc::new(TokenToKvPoolAllocator::new(&of_slots, &host()).expect("small"));
-    let of_rows = ReqToTokenConfig { max_reqs: 4, max_context_len: 64, padding_row: true, strict: true };
+    let of_rows = ReqToTokenConfig {
+        max_reqs: 4,
+        max_context_len: 64,
+        padding_row: true,
+        strict: true,
+        ..ReqToTokenConfig::default()
+    };
     let table = Arc::new(Mutex::new(ReqToTokenPool::new(&of_rows, &host()).expect("small")));
     let config = PlannerConfig { max_batch_size: 4, max_tokens: 64, kv_indices: true, block_table: true };
     let planner = BatchPlanner::new(&config, &host(), Arc::clone(&slots), Arc::clone(&table)).expect("small");

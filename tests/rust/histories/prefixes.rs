@@ -83,6 +83,7 @@ pub(super) fn run(source: &mut Source<'_>) {
         page_size,
         need_sort: source.flip(),
         strict: false,
+        ..AllocatorConfig::default()
     };
     let allocator = Arc::new(TokenToKvPoolAllocator::new(&config, &host()).expect("memory"));
     let max_pinned = source.of(&[1.0, 0.5, 0.0]);
@@ -268,13 +269,12 @@ impl Prefixes {
         let taken = self.allocator.alloc(pages * self.page_size, STREAM).expect("no error");
         let taken = taken.map(kvpool::pool::Grant::keep);
         let evictable = self.evictable();
-        // What waits for a fence is coming, and not evicted for.
-        let evicted = pages.saturating_sub(free + fenced).min(evictable);
+        // What waits for a fence is coming, and not evicted for. What cannot succeed evicts nothing.
+        let missing = pages.saturating_sub(free + fenced);
+        let evicted = if missing <= evictable { missing } else { 0 };
         let is_possible = pages <= free + evicted;
         assert_eq!(taken.is_some(), is_possible, "{pages} pages, {free} free, {evictable} evictable");
-        // What cannot succeed still evicts what it can, unless it is beyond the capacity.
-        let total = self.allocator.stats().capacity / self.page_size;
-        self.note_evicted(if pages > total { 0 } else { evicted });
+        self.note_evicted(evicted);
         let slots = taken.map_or(Vec::new(), |view| ints_of(&view));
         let width = i32::try_from(self.page_size).expect("small");
         let pages: Vec<i32> = slots.iter().step_by(self.page_size).map(|slot| slot / width).collect();
