@@ -43,8 +43,6 @@ struct Held {
 #[derive(Clone, Copy)]
 struct Page {
     number: i32,
-    /// The number of tokens looked up until its last use.
-    used: usize,
     /// 0, or one more than what a pin without a time asked for.
     priority: u8,
 }
@@ -59,10 +57,8 @@ struct Prefixes {
     held: Vec<Held>,
     /// Namespaces and prefixes that are pinned for a time.
     pinned: Vec<(usize, Key)>,
-    /// Prefixes with a snapshot, in the order in which they were taken.
+    /// Prefixes that are found, with a snapshot.
     snapshots: Vec<Key>,
-    /// Tokens looked up.
-    now: usize,
     /// Pages of requests.
     own: Vec<i32>,
     /// Pages of requests that were freed behind a fence.
@@ -104,7 +100,6 @@ pub(super) fn run(source: &mut Source<'_>) {
         held: Vec::new(),
         pinned: Vec::new(),
         snapshots: Vec::new(),
-        now: 0,
         own: Vec::new(),
         fenced: Vec::new(),
         fences: Fences::default(),
@@ -224,15 +219,6 @@ impl Prefixes {
         known.last().map_or(0, |(_, prefix)| prefix.len())
     }
 
-    /// Notes a use of the prefixes of `end` longer than `from`.
-    fn touch(&mut self, end: &Key, from: usize) {
-        for key in
-            self.prefixes_of(end.0, &end.1).filter(|(_, prefix)| prefix.len() > from).collect::<Vec<_>>()
-        {
-            self.cached.get_mut(&key).expect("cached").used = self.now;
-        }
-    }
-
     fn acquire(&mut self, source: &mut Source<'_>) {
         let (name, prompt) = (source.below(size(NAMESPACES)), tokens(source, 24));
         let limit = if source.flip() { source.below(26) } else { prompt.len() };
@@ -253,10 +239,8 @@ impl Prefixes {
         let lease = lease.expect("valid tokens");
         assert_eq!(lease.len().expect("a new lease"), usable);
         assert_eq!(lease.kv_len().expect("a new lease"), found);
-        self.now += prompt.len().max(1);
         self.explain(name, &prompt);
         let end = (generation, prompt[..usable].to_vec());
-        self.touch(&end, 0);
         self.held.push(Held { lease, name, end });
         if self.held.len() > 6 {
             self.release(source);
@@ -365,9 +349,7 @@ impl Prefixes {
         for (&number, tokens) in pages.iter().zip(more.chunks_exact(self.page_size)) {
             end.1.extend(tokens);
             self.own.retain(|own| *own != number);
-            let new = Page { number, used: self.now, priority: 0 };
-            let page = self.cached.entry(end.clone()).or_insert(new);
-            page.used = self.now;
+            let page = self.cached.entry(end.clone()).or_insert(Page { number, priority: 0 });
             duplicates += if page.number == number { 0 } else { self.page_size };
             cached.push(page.number);
         }
@@ -380,32 +362,31 @@ impl Prefixes {
         }
     }
 
-    /// Notes the snapshot that is kept at the end of a lease, and the one that is given up for it.
+    /// Notes the snapshot that is kept at the end of a lease, and the one that is given up for it: which one is the
+    /// tree's choice, as long as no other lease ends there.
     fn note_snapshot(&mut self, at: usize) {
-        let end = self.held[at].end.clone();
-        if end.1.is_empty() || self.snapshots.contains(&end) {
-            return;
+        let Held { lease, end, .. } = &self.held[at];
+        let is_kept = lease.state_slot().expect("a lease").is_some();
+        let others = self.held.iter().enumerate().filter(|(other, _)| *other != at);
+        let ends: BTreeSet<&Key> =
+            others.map(|(_, held)| &held.end).chain(self.pinned.iter().map(|(_, end)| end)).collect();
+        let is_there = |key: &Key| {
+            let name = self.current.iter().position(|current| *current == key.0).expect("a current one");
+            let namespace = Namespace::Number(int(name));
+            self.cache.cached_len(&namespace, &key.1.as_slice(), STREAM).expect("tokens") == key.1.len()
+        };
+        let gone: Vec<Key> = self.snapshots.iter().filter(|key| !is_there(key)).cloned().collect();
+        assert!(gone.len() <= 1 && gone.iter().all(|key| !ends.contains(key)), "{gone:?} were given up");
+        if !self.current.contains(&end.0) {
+            // Nothing is known of what is found no more.
+        } else if self.snapshots.contains(end) || end.1.is_empty() {
+            assert!(gone.is_empty() && is_kept != end.1.is_empty(), "one is enough");
+        } else if is_kept {
+            self.snapshots.push(end.clone());
+        } else {
+            assert!(gone.is_empty() && self.snapshots.iter().all(|key| ends.contains(key)), "one could go");
         }
-        let tracks = self.states.as_ref().map_or(0, |states| states.config().max_track_slots);
-        if self.snapshots.len() == tracks {
-            let is_unused = |key: &&Key| !self.ends().any(|end| end == *key);
-            let used = |key: &&Key| self.cached[*key].used;
-            let unused: Vec<&Key> = self.snapshots.iter().filter(is_unused).collect();
-            let Some(least) = unused.iter().map(used).min() else { return };
-            let mut oldest = unused.into_iter().filter(|key| used(key) == least);
-            // Of several as old as each other, the one that is found no more.
-            let gone = oldest.clone().find(|key| {
-                let name = self.current.iter().position(|current| *current == key.0);
-                name.is_some_and(|name| {
-                    let namespace = Namespace::Number(int(name));
-                    self.cache.cached_len(&namespace, &key.1.as_slice(), STREAM).expect("tokens")
-                        < key.1.len()
-                })
-            });
-            let gone = gone.or_else(|| oldest.next()).expect("there is an oldest").clone();
-            self.snapshots.retain(|key| *key != gone);
-        }
-        self.snapshots.push(end);
+        self.snapshots.retain(|key| !gone.contains(key));
     }
 
     /// Copies the snapshot at the end of a lease to the other working slot.
@@ -415,7 +396,7 @@ impl Prefixes {
         }
         let Held { lease, end, .. } = &self.held[source.below(self.held.len())];
         agree(lease.restore(9, STREAM), false);
-        let is_right = end.1.is_empty() || self.snapshots.contains(end);
+        let is_right = end.1.is_empty() || lease.state_slot().expect("a lease").is_some();
         if agree(lease.restore(2, STREAM), self.states.is_some() && is_right).is_some() {
             let (region, offset, bytes) = self.state(2).expect("it was restored");
             let state = region.read::<i32>(offset, bytes / size_of::<i32>()).expect("in the state");
@@ -442,7 +423,7 @@ impl Prefixes {
         let mut cached = std::mem::take(&mut self.cached);
         cached.retain(|key, _| self.current.contains(&key.0) || self.is_locked(key));
         self.cached = cached;
-        self.snapshots.retain(|key| self.cached.contains_key(key));
+        self.snapshots.retain(|key| self.current.contains(&key.0));
     }
 
     fn alloc(&mut self, source: &mut Source<'_>) {
@@ -634,16 +615,19 @@ impl Prefixes {
         let own = self.own.len() * self.page_size;
         assert_eq!(slots.available + own + slots.fenced + tree.cached, slots.capacity);
         assert_eq!(slots.dropped_frees, self.dropped);
-        assert_eq!(tree.snapshots, self.snapshots.len());
+        let has_detached = self.cached.keys().any(|(generation, _)| !self.current.contains(generation));
+        assert!(
+            tree.snapshots == self.snapshots.len() || has_detached && tree.snapshots > self.snapshots.len()
+        );
         if let Some(states) = &self.states {
-            assert_eq!(states.tracks().rows().in_use(), self.snapshots.len());
+            assert_eq!(states.tracks().rows().in_use(), tree.snapshots);
         }
         for Held { lease, end, .. } in &self.held {
             let pages = lease.pages(0).expect("a lease");
             let expected = self.prefixes_of(end.0, &end.1).map(|key| self.cached[&key].number.to_string());
             assert!(pages.iter().map(ToString::to_string).eq(expected));
             let state = lease.state_slot().expect("a lease");
-            assert_eq!(state.is_some(), self.snapshots.contains(end));
+            assert!(state.is_some() == self.snapshots.contains(end) || !self.current.contains(&end.0));
         }
         self.look_at_pages();
     }
