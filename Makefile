@@ -43,7 +43,8 @@ demo: $(EXTENSION) $(VENV)/.tools
 	$(BIN)/python -m kvpool serve --conversations 16 --pool-size 8192
 	$(BIN)/python -m kvpool serve --model qwen3-next --requests 60
 	if test -f $(TRACES)/mooncake/conversation_trace.jsonl; then \
-	    $(BIN)/python -m kvpool replay $(TRACES)/mooncake/conversation_trace.jsonl --requests 1800 --prefix-cache --plot target/replay.png; \
+	    $(BIN)/python -m kvpool replay $(TRACES)/mooncake/conversation_trace.jsonl --requests 1800 --prefix-cache \
+	        --pool-size 4000000 --heads 1 --plot target/replay.png; \
 	else \
 	    $(BIN)/python -m kvpool replay --synthetic --prefix-cache --plot target/replay.png; \
 	fi

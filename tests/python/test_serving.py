@@ -463,6 +463,7 @@ def serve_interrupted(page_size: int, at: int) -> tuple[Interrupts, bool]:
     return interrupts, was_interrupted
 
 
+@devices.cpu_only
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_an_interrupt_in_the_middle_of_a_step_loses_nothing(page_size: int) -> None:
     """At every line of the code that a step calls: the first time, the last time, and once between."""
