@@ -135,7 +135,30 @@ class Prompt:
         return Case(repeated(lambda: self.cache.insert(self.key, self.slots)), calls=1)
 
 
-def memory(kind: Any, leaves: int = 10_000) -> float:  # noqa: ANN401 - a class of either
+def request(kind: Any, length: int, steps: int) -> Case:  # noqa: ANN401 - a class of either
+    """All that the runner does for a request but compute: admission, insertion, decode steps, end."""
+    import pymllm_engine  # noqa: PLC0415 - once it is on the path
+    from pymllm.orchestrator import model_runner_process  # noqa: PLC0415
+
+    model_runner_process.RadixCache = kind
+    engine = pymllm_engine.Engine(1 << 19, 8, 2 * length, strict=False)
+    generator = random.Random(length)
+    shared = [generator.randrange(VOCABULARY) for _ in range(length - OWN)]
+    prompts: list[list[int]] = []
+
+    def prepare() -> None:
+        prompts[:] = [[*shared, *(generator.randrange(VOCABULARY) for _ in range(OWN))] for _ in range(4)]
+
+    def run(number: int) -> None:
+        for prompt in prompts[:number]:
+            engine.pass_through(prompt, steps)
+
+    prepare()
+    run(1)
+    return Case(run, prepare, 4)
+
+
+def memory(kind: Any, leaves: int = 50_000) -> float:  # noqa: ANN401 - a class of either
     """Bytes of a leaf: those that Python counts, and those that a tree in Rust counts."""
     side = Side(kind, 1, leaves + 1)
     side.offer(leaves)
@@ -194,6 +217,11 @@ def main() -> None:
             limit_us = 1_000 if name == "match" else None
             question = f"{name} again, {LONG:,} tokens in a list, {where}"
             report.compare(question, *cases, alternative=PYMLLM, limit_us=limit_us)
+    for length, steps in ((1_024, 0), (1_024, 16), (16_384, 0)):
+        question = f"a request of {length:,} tokens, {OWN} new, {steps} decode steps, all of the runner"
+        if report.wants(question):
+            cases = [request(kind, length, steps) for kind in (Ours, Theirs)]
+            report.compare(question, *cases, alternative=PYMLLM)
     report.note(f"bytes a leaf of {OWN} tokens: kvpool {memory(Ours):,.0f}, {PYMLLM} {memory(Theirs):,.0f}")
     return report.finish()
 
