@@ -26,7 +26,8 @@ FUZZ_FLAGS := --cfg fuzzing -Cpasses=sancov-module $(addprefix -Cllvm-args=-sani
 GPU_PYTHON ?= 3.12
 GPU_PACKAGE := .gpu/package.json
 GPU_TOOLS := pytest pytest-timeout pytest-xdist hypothesis prometheus-client rich typer
-# Steps of `make histories`, and the seed that decides all of them.
+# Steps of `make histories`, the seed that decides all of them, and which histories: all, if none is named.
+HISTORIES ?=
 STEPS ?= 11000000
 SEED ?= 1
 
@@ -55,14 +56,17 @@ rust-test: $(DRIVER)
 	LD_PRELOAD=$(abspath $(DRIVER)) KVPOOL_REQUIRE_CUDA=1 cargo test --locked --features cuda
 
 # Once as this machine is, and every CUDA test on the software driver, both at once: each takes one core.
+# Why a process ended that could not say so in a report comes last, where it is seen.
 python-test: $(EXTENSION) $(VENV)/.test $(DRIVER)
-	$(MAKE) --jobs=2 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target) --no-print-directory machine-test software-test
+	$(MAKE) --jobs=2 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target) --no-print-directory machine-test software-test \
+	    || { grep -hE -B 3 -A 12 'panicked at|^software driver:|^Fatal Python error|^(Current t|T)hread 0x' target/*-test.log; exit 1; }
 
 machine-test:
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --capture=sys > target/$@.log 2>&1; status=$$?; cat target/$@.log; exit $$status
 
 software-test:
-	LD_PRELOAD=$(abspath $(DRIVER)) KVPOOL_REQUIRE_CUDA=1 $(BIN)/python -m pytest --software -m cuda
+	LD_PRELOAD=$(abspath $(DRIVER)) KVPOOL_REQUIRE_CUDA=1 $(BIN)/python -m pytest --capture=sys --software -m cuda \
+	    > target/$@.log 2>&1; status=$$?; cat target/$@.log; exit $$status
 
 # Every interleaving of a few threads that share data.
 orders: $(DRIVER)
@@ -86,7 +90,7 @@ fuzz-build:
 
 # Random histories of every pool, misuse included, against naive models.
 histories:
-	KVPOOL_HISTORY_STEPS=$(STEPS) KVPOOL_HISTORY_SEED=$(SEED) cargo test --locked --profile checked --test rust -- \
+	KVPOOL_HISTORY='$(HISTORIES)' KVPOOL_HISTORY_STEPS=$(STEPS) KVPOOL_HISTORY_SEED=$(SEED) cargo test --locked --profile checked --test rust -- \
 	    --ignored --exact history_runs::long_histories_agree_with_their_models --nocapture
 
 lint: rust-lint python-lint kernel-lint

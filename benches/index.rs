@@ -50,7 +50,7 @@ fn cycle(slots: &mut SlotAllocator, count: usize) {
 /// A pool in which every `step`th slot is free, as interleaved decoding leaves it.
 fn fragmented(step: usize) -> SlotAllocator {
     let Ok(mut slots) = SlotAllocator::new(SIZE, 1, Order::Sorted) else { unreachable!("a valid size") };
-    let _ = slots.alloc(SIZE);
+    let _ = slots.alloc::<i32>(SIZE);
     let freed = (1..SIZE).step_by(step).filter_map(|slot| i32::try_from(slot).ok()).collect();
     let _ = slots.free(&IndexVec::I32(freed), false);
     slots

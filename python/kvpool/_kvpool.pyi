@@ -268,7 +268,8 @@ class Pool:
 
         Returns:
             A list of `kvpool.Leak`: `owner`, `site`, `count`, `age_s` (age of the oldest unit in seconds),
-            `spans`, the units as (first, end) pairs, and `state`, which is "live" or "cached".
+            `spans`, the units as (first, end) pairs, and `state`: "live", or for units that a prefix cache
+            alone holds "evictable" or, with leases, "locked".
 
         Raises:
             ConfigError: If the pool does not debug.
@@ -517,7 +518,7 @@ class KVPool(Pool):
 
 @final
 class TokenToKVPoolAllocator(Pool):
-    """Hands out the token slots of a `KVPool` as int32 tensors and takes them back.
+    """Hands out the token slots of a `KVPool` as index tensors and takes them back.
 
     With `need_sort` the lowest free slots come first, and freed slots are kept apart until the others cannot
     serve a request. Without it, slots are handed out first in, first out. With `page_size > 1` slots are
@@ -542,17 +543,25 @@ class TokenToKVPoolAllocator(Pool):
     values of any other GPU tensor are copied asynchronously on the current stream, and its slots become free
     when the copy has completed. Until then `available_size` already counts them, as whole pages of their own.
 
+    Which slots a call returns depends on the calls before it alone, and not on when such a copy completes:
+    ranks that make the same calls get the same slots. With `need_sort` a merge waits for copies under way;
+    without it, a free stays behind those under way, and finds invalid slots when they complete. Slots freed
+    with a fence, and without `need_sort` those that a `PrefixCache` gives up, are free when they are.
+
     Args:
         size: Number of slots. A partial last page is never handed out.
         device: Device of the index tensors.
         page_size: Slots per page.
         need_sort: Hand out the lowest free slots first, instead of first in, first out.
         strict: Whether an invalid free raises.
+        index_dtype: The dtype of all tensors that the allocator returns, int32 or int64. `free` and the other
+            methods accept both in any case.
         debug: Whether to record owners and call sites for `leaks` and reports. Defaults to the environment
             variable `KVPOOL_DEBUG`.
 
     Raises:
         ConfigError: If `size` or `page_size` is below 1, or a slot would not fit int32.
+        TypeError: If `index_dtype` is neither int32 nor int64.
         BackendUnavailableError: If `device` cannot be used here.
     """
 
@@ -564,11 +573,15 @@ class TokenToKVPoolAllocator(Pool):
         need_sort: bool = True,
         *,
         strict: bool = False,
+        index_dtype: DTypeLike = "int32",
         debug: bool | None = None,
     ) -> TokenToKVPoolAllocator: ...
     @property
+    def index_dtype(self) -> torch.dtype:
+        """The dtype of the tensors that the allocator returns: a `torch.dtype` or, without PyTorch, its name."""
+    @property
     def size(self) -> int:
-        """The number of slots, as passed to the constructor."""
+        """The number of slots, as passed to the constructor or to `resize`."""
     @property
     def page_size(self) -> int:
         """Slots per page."""
@@ -577,12 +590,12 @@ class TokenToKVPoolAllocator(Pool):
         """Whether the lowest free slots are handed out first."""
     @property
     def free_slots(self) -> torch.Tensor:
-        """The free slots (with pages, the free pages) in the order in which they are handed out: a new 1-D int32
+        """The free slots (with pages, the free pages) in the order in which they are handed out: a new 1-D
         tensor. Waits for pending copies of values.
         """
     @property
     def release_slots(self) -> torch.Tensor:
-        """The freed slots (with pages, the freed pages) that wait for a merge, lowest first: a new 1-D int32
+        """The freed slots (with pages, the freed pages) that wait for a merge, lowest first: a new 1-D
         tensor. Waits for pending copies of values.
         """
     def alloc(
@@ -596,7 +609,7 @@ class TokenToKVPoolAllocator(Pool):
             owner: An owner for reports and `leaks`, a str or an int. Recorded only if the pool debugs.
 
         Returns:
-            A 1-D int32 tensor of `need_size` slots on the pool's device, which keeps its memory alive, or
+            A 1-D tensor of `need_size` slots on the pool's device, which keeps its memory alive, or
             `None` if there are not enough slots. With pages, the rest of the last page belongs to the caller
             as well.
 
@@ -630,7 +643,7 @@ class TokenToKVPoolAllocator(Pool):
             owner: As in `alloc`.
 
         Returns:
-            A 1-D int32 tensor of `sum(seq_lens - prefix_lens)` slots, one request after the other, or `None`
+            A 1-D tensor of `sum(seq_lens - prefix_lens)` slots, one request after the other, or `None`
             if there are not enough slots.
 
         Raises:
@@ -650,7 +663,7 @@ class TokenToKVPoolAllocator(Pool):
             owner: As in `alloc`.
 
         Returns:
-            A 1-D int32 tensor `[bs]`, or `None` if there are not enough slots.
+            A 1-D tensor `[bs]`, or `None` if there are not enough slots.
 
         Raises:
             ConfigError: As in `alloc_extend`.
@@ -675,6 +688,77 @@ class TokenToKVPoolAllocator(Pool):
             IndexOwnershipError: If the pool is strict and a free is invalid. For values that only a GPU
                 knows, a later call raises it; none of them is freed.
             TypeError: If `indices` does not hold ints, or `after` has no `query`.
+        """
+    def free_segment(
+        self,
+        indices: IndicesLike,
+        *,
+        start_pos: SupportsIndex,
+        after: Fence | None = None,
+        owner: str | int | None = None,
+    ) -> None:
+        """Frees consecutive slots of a request, as its row of the table has them: whole pages from the first on,
+        the last one even if not all of its slots are listed.
+
+        Reads one slot of each page, so it costs less than `free`, and `available_size` is exact while values
+        are being copied from a GPU.
+
+        Args:
+            indices: Slots of the tokens from `start_pos` on, an int tensor of one dimension, or contiguous, an
+                array or a sequence of ints.
+            start_pos: Position of the first token, which begins a page.
+            after: As in `free`.
+            owner: As in `free`.
+
+        Raises:
+            ConfigError: If `start_pos` does not begin a page.
+            IndexOwnershipError: As in `free`.
+            TypeError: As in `free`.
+        """
+    def free_segments(
+        self,
+        segments: Iterable[tuple[IndicesLike, SupportsIndex]],
+        *,
+        after: Fence | None = None,
+        owner: str | int | None = None,
+    ) -> None:
+        """Frees several segments, as one call of `free_segment` would.
+
+        Args:
+            segments: Pairs of `indices` and `start_pos`, as in `free_segment`.
+            after: As in `free`.
+            owner: As in `free`.
+
+        Raises:
+            ConfigError: As in `free_segment`. Nothing is freed.
+            IndexOwnershipError: As in `free`.
+            TypeError: As in `free`.
+        """
+    def free_pages(
+        self, page_ids: IndicesLike, *, after: Fence | None = None, owner: str | int | None = None
+    ) -> None:
+        """Frees pages by their numbers: page `p` has the slots from `p * page_size` on.
+
+        Args:
+            page_ids: Pages, an int tensor or array of any shape or a sequence of ints.
+            after: As in `free`.
+            owner: As in `free`.
+
+        Raises:
+            IndexOwnershipError: As in `free`. The message has the first slot of a page.
+            TypeError: As in `free`.
+        """
+    def resize(self, size: SupportsIndex) -> None:
+        """Changes the number of slots, as an engine does once it knows how much memory is left. Frees every slot,
+        as `clear` does. On a GPU it allocates the tensors anew.
+
+        Args:
+            size: As in the constructor.
+
+        Raises:
+            ConfigError: As in the constructor. Nothing is changed.
+            OutOfMemoryError: If there is not enough memory. Nothing is changed.
+            DriverError: If the stream is being captured. Nothing is changed.
         """
     def used_on(self, tensor: object, stream: object | None = None) -> None:
         """Records that work on a stream reads a tensor of slots. Its memory is reused only after that work, even
@@ -735,7 +819,9 @@ class TokenToKVPoolAllocator(Pool):
     def clear(self) -> None:
         """Frees every slot, closes groups and discards fences. Do not use tensors that were handed out before."""
     def merge_and_sort_free(self) -> None:
-        """Merges the freed slots into those that are handed out next."""
+        """Merges the freed slots into those that are handed out next. Waits for values that are being copied from
+        a GPU. Does nothing without `need_sort`.
+        """
     @staticmethod
     def runs(indices: IndicesLike) -> torch.Tensor:
         """Returns the maximal ascending runs of `indices`, in order.
@@ -800,14 +886,16 @@ class ReqToTokenPool(Pool):
     """The table `req_to_token[request, position] -> slot`. It does not track sequence lengths.
 
     Row 0 is the padding row, for the padding requests of a CUDA graph. The table has `max_reqs + 1` rows, of
-    which `1..=max_reqs` are handed out, first in, first out. Rows are zero when they are handed out.
+    which `1..=max_reqs` are handed out, first in, first out. Rows are zero when they are handed out, unless
+    `zero_rows` is false.
 
     On a GPU all work is enqueued on the current stream, and only methods that say so wait. The host keeps a
     mirror of the table, so that slots read from it can be freed without a copy from the GPU. `write` and
     `free` update the mirror at once or, for values that only the GPU knows, when the kernel has reported what
     it wrote. PyTorch's writes to `req_to_token` are detected by its write count (`_version`) and invalidate
     the whole mirror until `mark_modified` or `clear`. Writes by other kernels are not detected: report them
-    with `mark_modified(rows)`.
+    with `mark_modified(rows)`, or set `foreign_writes` if other kernels write most of the table: the host then
+    keeps no mirror, and copies slots from the GPU when they are freed.
 
     Args:
         max_reqs: Maximum number of requests.
@@ -815,6 +903,10 @@ class ReqToTokenPool(Pool):
         device: Device of the table.
         padding_row: Whether row 0 is padding. `False` gives exactly `max_reqs` rows, numbered from 0.
         strict: Whether an invalid free raises; otherwise it is dropped, counted and reported.
+        zero_rows: Whether to zero what was written to a row when it is freed. If not, a row has the slots of
+            its earlier owners.
+        foreign_writes: Whether anything but this class writes the table, without `mark_modified`. Rows are then
+            zeroed whole.
         debug: Whether to record owners and call sites for `leaks` and reports. Defaults to the environment
             variable `KVPOOL_DEBUG`.
 
@@ -832,8 +924,16 @@ class ReqToTokenPool(Pool):
         *,
         padding_row: bool = True,
         strict: bool = False,
+        zero_rows: bool = True,
+        foreign_writes: bool = False,
         debug: bool | None = None,
     ) -> ReqToTokenPool: ...
+    @property
+    def generation(self) -> torch.Tensor:
+        """How often each row was handed out, int64 `[max_reqs + 1]` on the host (`max_reqs` without a padding row),
+        without a copy. `clear` keeps it: a row has another request if its number is another one. Do not write
+        to it.
+        """
     @property
     def req_to_token(self) -> torch.Tensor:
         """The table, int32 `[max_reqs + 1, max_context_len]` (`max_reqs` rows without a padding row), without a
@@ -862,7 +962,7 @@ class ReqToTokenPool(Pool):
             ConfigError: If `n` is negative.
         """
     def free(self, slot_or_slots: SupportsIndex | IndicesLike, *, owner: str | int | None = None) -> None:
-        """Frees one or more rows, and zeroes their written columns.
+        """Frees one or more rows, and zeroes their written columns, unless `zero_rows` is false.
 
         Args:
             slot_or_slots: Rows: an int, or ints in a tensor, an array or a sequence. Waits for values that

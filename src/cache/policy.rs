@@ -81,11 +81,6 @@ impl PageKey {
     pub const fn new(hash: u64) -> Self {
         Self(hash)
     }
-
-    /// The hash.
-    pub(super) const fn hash(self) -> u64 {
-        self.0
-    }
 }
 
 /// What is known of the pages of one node, which share it.

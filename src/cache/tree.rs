@@ -6,6 +6,7 @@ mod hold;
 mod nodes;
 mod pin;
 mod publish;
+mod short_vec;
 
 use std::collections::HashMap;
 use std::hash::{BuildHasher, RandomState};
@@ -19,6 +20,7 @@ use super::{History, KeyTokens, Namespace, NodeId, Policy, Tick, Tokens};
 use edges::Edges;
 use evict::Queues;
 use nodes::Tails;
+use short_vec::ShortVec;
 
 pub use evict::{AGE_BUCKETS, Evicted};
 pub use hold::Hold;
@@ -33,8 +35,6 @@ pub use publish::Found;
 struct Node {
     /// The node before; a root is its own parent.
     parent: NodeId,
-    /// The next child of the same parent whose first page has the same fingerprint.
-    twin: Option<NodeId>,
     /// Of the first page. With pages of one token, that token.
     fingerprint: u32,
     children: u32,
@@ -43,9 +43,9 @@ struct Node {
     /// Leases that end here.
     leases: u32,
     /// `pages.len() * page_size` tokens.
-    tokens: Vec<i32>,
+    tokens: ShortVec<i32>,
     /// Not empty, except in a root.
-    pages: Vec<Page>,
+    pages: ShortVec<Page>,
     /// Of all tokens up to the end of the node.
     sum: Sum,
     /// Tokens up to the end of the node.
@@ -61,22 +61,21 @@ struct Node {
 }
 
 impl Node {
-    /// The room for tokens and pages.
+    /// The room for tokens and pages outside of the node.
     const fn room(&self) -> usize {
-        self.tokens.capacity() + self.pages.capacity()
+        self.tokens.room() + self.pages.room()
     }
 
     /// A node without tokens, neighbours and locks.
     fn new(kind: Kind, sum: Sum) -> Self {
         Self {
             parent: NodeId::new(0),
-            twin: None,
             fingerprint: 0,
             children: 0,
             locks: 0,
             leases: 0,
-            tokens: Vec::new(),
-            pages: Vec::new(),
+            tokens: ShortVec::new(),
+            pages: ShortVec::new(),
             sum,
             end: 0,
             history: History::default(),
@@ -145,7 +144,7 @@ pub struct TreeStats {
 /// let mut tree = Tree::new(2, false, policy);
 /// let mut hold = tree.acquire(&name, &prompt, 5).unwrap();
 /// let found = tree.find(&hold, &prompt).unwrap();
-/// tree.publish(&mut hold, found, &prompt[..4], &[Page::new(3), Page::new(8)]);
+/// tree.publish(&mut hold, found, prompt[..4].to_vec(), &[Page::new(3), Page::new(8)]);
 /// let gone = tree.release(hold);
 /// assert!(gone.pages.is_empty());
 /// assert_eq!(tree.acquire(&name, &prompt, 3).unwrap().len(), 2);
@@ -322,6 +321,12 @@ impl Tree {
         self.locked * self.page_size
     }
 
+    /// The pages that leases hold, at the cost of a look at every node.
+    #[must_use]
+    pub fn locked_pages(&self) -> Vec<Page> {
+        self.nodes.iter().filter(|node| node.locks > 0).flat_map(|node| node.pages.iter().copied()).collect()
+    }
+
     fn node(&self, id: NodeId) -> &Node {
         &self.nodes[widen(id.number())]
     }
@@ -397,43 +402,32 @@ impl Tree {
 
     /// The child of `parent` that begins with `first`, the tokens of a step.
     fn child(&self, parent: NodeId, first: &[i32]) -> Option<NodeId> {
-        let mut next = self.edges.get(parent, self.fingerprint(first));
-        while let Some(id) = next {
+        self.edges.get(parent, self.fingerprint(first)).find(|&id| {
             let node = self.node(id);
-            if node.tokens[..self.step] == *first {
-                return Some(id);
-            }
-            next = node.twin;
-        }
-        None
+            node.parent == parent && node.tokens[..self.step] == *first
+        })
     }
 
     /// Makes `id`, whose parent and tokens are set, a child of its parent.
     fn link(&mut self, id: NodeId) {
         let parent = self.node(id).parent;
+        self.node_mut(parent).children += 1;
         if self.is_tail(id) {
-            self.node_mut(parent).children += 1;
             return self.note_tail(id);
         }
         let fingerprint = self.fingerprint(&self.node(id).tokens[..self.step]);
-        let twin = self.edges.insert(parent, fingerprint, id);
-        let node = self.node_mut(id);
-        (node.fingerprint, node.twin) = (fingerprint, twin);
-        self.node_mut(parent).children += 1;
+        self.edges.insert(parent, fingerprint, id);
+        self.node_mut(id).fingerprint = fingerprint;
     }
 
     /// Undoes [`Tree::link`].
     fn unlink(&mut self, id: NodeId) {
-        let Node { parent, fingerprint, twin, .. } = *self.node(id);
+        let Node { parent, fingerprint, .. } = *self.node(id);
         self.node_mut(parent).children -= 1;
         if self.is_tail(id) {
             return self.forget_tail(id);
         }
-        let Some(mut before) = self.edges.replace(parent, fingerprint, id, twin) else { return };
-        while let Some(next) = self.node(before).twin.filter(|&next| next != id) {
-            before = next;
-        }
-        self.node_mut(before).twin = twin;
+        self.edges.remove(parent, fingerprint, id);
     }
 
     /// The place that `tokens` lead to from the end of `node`, with `tokens[0]` behind it, in whole steps and
@@ -561,7 +555,7 @@ impl Tree {
 }
 
 /// Splits off the first `count` elements; what remains does not keep their memory.
-fn split_front<T>(all: &mut Vec<T>, count: usize) -> Vec<T> {
+fn split_front<T: Copy>(all: &mut ShortVec<T>, count: usize) -> ShortVec<T> {
     let rest = all.split_off(count);
     let mut front = std::mem::replace(all, rest);
     front.shrink_to_fit();

@@ -32,6 +32,7 @@ pub use batch_planner::{Batch, BatchPlanner, Field, Plan, PlannerConfig, Prefix}
 pub use buffer_pool::{Buffer, BufferConfig, BufferPool};
 pub use chunk_pool::{Attempt, ChunkConfig, ChunkPool};
 pub use contract::{Occupancy, Piece, Pool, Stats};
+pub use deferred::FreedAs;
 pub use fences::Fence;
 pub use gdn_pool::{GdnConfig, GdnPool};
 pub use kv_pool::{BufferInfo, KvConfig, KvPool, Scales};
@@ -39,7 +40,7 @@ pub use mirror::values_now;
 pub use page_pool::{PageConfig, PagePool};
 pub use prefix_cache::{CachedSizes, Lease, Offer, PrefixCache, PrefixCacheConfig, PrefixCounts, Published};
 pub use prefix_tree::{EvictedNodes, Inserted, NodePrefix, PrefixTree, PrefixTreeConfig};
-pub use req_to_token_pool::{ReqToTokenConfig, ReqToTokenPool, TableIndex};
+pub use req_to_token_pool::{ReqToTokenConfig, ReqToTokenPool, TableIndex, TableWriters};
 pub use shortage::Reclaim;
 pub use token_to_kv_pool_allocator::{AllocatorConfig, Grant, Notice, OnNotice, TokenToKvPoolAllocator};
 pub use workspace::{Workspace, WorkspaceConfig, give_back_segment, take_segment};

@@ -3,10 +3,10 @@
 mod lease;
 
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::base::sync::lock;
+use crate::base::sync::explored::{Mutex, MutexGuard, lock};
 use crate::base::{Error, Id, IndexVec, Page, Result};
 use crate::cache::{
     AGE_BUCKETS, Cause, Digest, Event, Evicted, Hold, KeyTokens, Namespace, PolicyKind, Pressure, Segment,
@@ -73,7 +73,7 @@ pub struct CachedSizes {
 /// use kvpool::memory::{Backend, Host, Stream};
 /// use kvpool::pool::{AllocatorConfig, Offer, PrefixCache, PrefixCacheConfig, TokenToKvPoolAllocator};
 /// let (host, stream): (Arc<dyn Backend>, _) = (Arc::new(Host), Stream::DEFAULT);
-/// let config = AllocatorConfig { size: 8, page_size: 2, need_sort: true, strict: false };
+/// let config = AllocatorConfig { size: 8, page_size: 2, need_sort: true, strict: false, ..AllocatorConfig::default() };
 /// let allocator = Arc::new(TokenToKvPoolAllocator::new(&config, &host).unwrap());
 /// let config = PrefixCacheConfig { policy: PolicyKind::Adaptive, max_pinned: 0.5, name: "cache".into(), events: None };
 /// let cache = PrefixCache::new(config, Arc::clone(&allocator), None).unwrap();
@@ -408,8 +408,16 @@ impl Shared {
 }
 
 impl Reclaim for Shared {
+    fn obtainable(&self, stream: Stream) -> usize {
+        self.current(stream).tree.evictable()
+    }
+
     fn reclaim(&self, slots: usize, stream: Stream) -> Result<usize> {
         Ok(self.evict(slots, Pressure::Alloc, stream))
+    }
+
+    fn locked(&self) -> Vec<Page> {
+        lock(&self.kept).tree.locked_pages()
     }
 }
 
@@ -444,18 +452,30 @@ fn new_tree(config: &PrefixCacheConfig, allocator: &TokenToKvPoolAllocator, is_s
 /// # Errors
 /// [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) for the first slot that is elsewhere.
 fn pages_of(slots: &IndexVec, page_size: usize) -> Result<Vec<Page>> {
+    match slots {
+        IndexVec::I32(slots) => pages_of_values(slots, page_size),
+        IndexVec::I64(slots) => pages_of_values(slots, page_size),
+    }
+}
+
+fn pages_of_values<T: Copy + Into<i64>>(slots: &[T], page_size: usize) -> Result<Vec<Page>> {
     let mut pages = crate::base::reserve(slots.len() / page_size)?;
-    let whole = pages.capacity() * page_size;
-    let mut expected = 0;
-    for (position, slot) in slots.iter().take(whole).enumerate() {
-        if position % page_size == 0 {
-            let page = usize::try_from(slot).ok().filter(|slot| slot % page_size == 0);
-            let page = page.and_then(|slot| u32::try_from(slot / page_size).ok());
-            pages.push(Page::new(page.ok_or_else(|| out_of_page(slot, position, page_size))?));
-        } else if slot != expected {
-            return Err(out_of_page(slot, position, page_size));
+    let size = i64::try_from(page_size).expect("a page fits int32");
+    for (number, slots) in slots.chunks_exact(page_size).enumerate() {
+        let first: i64 = slots[0].into();
+        // A division of a page costs more than all else here.
+        let (page, offset) = if page_size == 1 { (first, 0) } else { (first / size, first % size) };
+        // Without a branch for each slot.
+        let is_run =
+            slots.iter().zip(first..).fold(true, |is_run, (&slot, next)| is_run & (slot.into() == next));
+        match u32::try_from(page) {
+            Ok(page) if offset == 0 && is_run => pages.push(Page::new(page)),
+            _ => {
+                let wrong = slots.iter().zip(first..).position(|(&slot, next)| slot.into() != next);
+                let at = if offset == 0 && first >= 0 { wrong.unwrap_or(0) } else { 0 };
+                return Err(out_of_page(slots[at].into(), number * page_size + at, page_size));
+            }
         }
-        expected = slot + 1;
     }
     Ok(pages)
 }

@@ -266,7 +266,7 @@ impl PrefixTree {
         slots.extend(pages.iter().map(|page| page.number().cast_signed()));
         match &self.allocator {
             Some(allocator) => allocator.lock().show(slots, stream),
-            None => Ok(TensorView::from_indices(slots)),
+            None => Ok(TensorView::from_indices(IndexVec::I32(slots))),
         }
     }
 

@@ -12,7 +12,6 @@ use pyo3::types::{PyBytes, PyInt, PyString, PyTuple};
 use crate::base::{Device, Error, Id, IndexVec, Page};
 use crate::cache::{Namespace, PolicyKind};
 use crate::index::ActGuard;
-use crate::kernels::Indices;
 use crate::memory::Stream;
 use crate::pool::{
     Lease as PoolLease, Offer, PrefixCache as Cache, PrefixCacheConfig, Published as PoolPublished,
@@ -547,14 +546,16 @@ impl Lease {
             let text = format!("the lease is that of request row {row}; the planner finishes it");
             return Err(Error::config(text).into());
         }
+        let (allocator, stream) = (cache.allocator.get(), self.stream(py)?);
+        // A fence that fails is found before anything is changed.
+        allocator.pool.poll(stream)?;
         let published = self.offer(py, tokens, Some(&slots), None)?;
-        let allocator = cache.allocator.get();
         let whole = published.pages.len() * allocator.pool.page_size();
-        let rest = Indices::Host(IndexVec::I64(slots.iter().skip(whole).collect()));
-        let stream = self.stream(py)?;
+        let rest: Vec<i64> = slots.iter().skip(whole).collect();
+        let count = rest.len();
         self.lease.release(stream);
-        let bad = allocator.pool.free(&rest, None, || None, stream)?;
-        allocator.report(py, &bad, rest.len());
+        let bad = allocator.pool.free_unpolled(IndexVec::I64(rest), stream)?;
+        allocator.report(py, &bad, count);
         Ok(())
     }
 

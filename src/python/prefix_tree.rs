@@ -7,7 +7,7 @@ use pyo3::gc::PyVisit;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::base::{Device, Error, ErrorKind, Id};
+use crate::base::{Device, Error, ErrorKind, Id, IndexVec};
 use crate::cache::{NodeHandle, NodeInfo, PolicyKind};
 use crate::index::ActGuard;
 use crate::memory::Stream;
@@ -366,7 +366,7 @@ impl TreeEviction {
     /// The slots evicted: 1-D int32 in host memory, a new tensor each time.
     #[getter]
     fn slots(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
-        to_tensor(py, &TensorView::from_indices(self.0.slots.clone()))
+        to_tensor(py, &TensorView::from_indices(IndexVec::I32(self.0.slots.clone())))
     }
 
     fn __repr__(&self) -> String {

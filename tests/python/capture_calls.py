@@ -311,6 +311,25 @@ ENTRIES: dict[str, Entry] = {
     "TokenToKVPoolAllocator.free: of unknown values": Entry(
         lambda w: w.allocator.free(w.inputs.slots), REFUSES
     ),
+    "TokenToKVPoolAllocator.free_segment": Entry(
+        lambda w: w.allocator.free_segment(w.slots, start_pos=0), WORKS, _is_free(SIZE)
+    ),
+    "TokenToKVPoolAllocator.free_segment: of unknown values": Entry(
+        lambda w: w.allocator.free_segment(w.inputs.slots, start_pos=0), REFUSES
+    ),
+    "TokenToKVPoolAllocator.free_segments": Entry(
+        lambda w: w.allocator.free_segments([(w.slots[:1], 0), (w.slots[1:], 1)]), WORKS, _is_free(SIZE)
+    ),
+    "TokenToKVPoolAllocator.free_segments: of unknown values": Entry(
+        lambda w: w.allocator.free_segments([(w.slots[:1], 0), (w.inputs.slots, 1)]), REFUSES
+    ),
+    "TokenToKVPoolAllocator.free_pages": Entry(
+        lambda w: w.allocator.free_pages(w.slots), WORKS, _is_free(SIZE)
+    ),
+    "TokenToKVPoolAllocator.free_pages: of unknown values": Entry(
+        lambda w: w.allocator.free_pages(w.inputs.slots), REFUSES
+    ),
+    "TokenToKVPoolAllocator.resize": Entry(lambda w: w.allocator.resize(2 * SIZE), REFUSES),
     "TokenToKVPoolAllocator.used_on": Entry(lambda w: w.allocator.used_on(w.slots), WORKS),
     "TokenToKVPoolAllocator.share": Entry(lambda w: w.allocator.share(w.slots), WORKS),
     "TokenToKVPoolAllocator.share: of unknown values": Entry(

@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import os
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import devices
@@ -21,7 +23,7 @@ import kvpool
 from kvpool import ConfigError, GDNPool, IndexOwnershipError, PrefixCache, StaleBufferError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -760,16 +762,19 @@ def test_leaks_list_cached_slots_apart() -> None:
     kept = some(scene.allocator.alloc(4, owner="request 7"))
     live, cached = scene.allocator.leaks()
     assert (live.owner, live.count, live.state) == ("request 7", 4, "live")
-    assert (cached.owner, cached.count, cached.state) == ("the cache", 24, "cached")
+    assert (cached.owner, cached.count, cached.state) == ("the cache", 24, "evictable")
     assert cached.spans == [(4, 28)]
     assert "test_prefix_cache.py" in cached.site
+    with scene.cache.match(range(9)):
+        parts = {leak.state: (leak.owner, leak.spans) for leak in scene.allocator.leaks()[1:]}
+    assert parts == {"evictable": ("the cache", [(12, 28)]), "locked": ("the cache", [(4, 12)])}
     # What stays found is no leak.
     with scene.allocator.expect_balanced():
         scene.insert(range(100, 108))
     scene.allocator.free(kept)
     # What is shared with a request is live.
     scene.allocator.share([4])
-    assert {leak.state for leak in scene.allocator.leaks()} == {"live", "cached"}
+    assert {leak.state for leak in scene.allocator.leaks()} == {"live", "evictable"}
     scene.allocator.free([4])
     scene.cache.clear()
     assert scene.allocator.leaks() == []
@@ -870,6 +875,122 @@ def test_tokens_whose_values_come_from_calls() -> None:
         with pytest.raises(KeyboardInterrupt):
             call(tokens)
     assert scene.sizes() == before
+
+
+class Stopping:
+    """Python code that runs inside of calls: raises at the turn after `left` others."""
+
+    def __init__(self) -> None:
+        self.left = 1 << 30
+
+    def turn(self) -> None:
+        self.left -= 1
+        if self.left < 0:
+            self.left = 1 << 30
+            raise KeyboardInterrupt
+
+    def query(self) -> bool:
+        self.turn()
+        return False
+
+    def index(self, value: int) -> Index:
+        def ask() -> int:
+            self.turn()
+            return value
+
+        return Index(ask)
+
+    def list(self, values: Sequence[int]) -> list[Any]:
+        return [self.index(value) for value in values]
+
+    def sequence(self, values: Sequence[Any]) -> Any:  # noqa: ANN401
+        """Values that Python code hands out."""
+        turn = self.turn
+
+        class Values(Sequence[Any]):
+            def __len__(self) -> int:
+                turn()
+                return len(values)
+
+            def __getitem__(self, at: Any) -> Any:  # noqa: ANN401
+                turn()
+                return values[at]
+
+        return Values()
+
+
+class Interrupted(Scene):
+    """Calls in which Python code runs: the values of arguments, and fences that are asked."""
+
+    def __init__(self, page_size: int) -> None:
+        super().__init__(page_size, strict=True)
+        where = devices.current()
+        self.stop = Stopping()
+        self.insert(range(8))
+        self.allocator.free(self.alloc(4), after=self.stop)
+        self.table = kvpool.ReqToTokenPool(3, 32, where)
+        self.planner = kvpool.BatchPlanner(self.table, self.allocator, 4, 64)
+        self.row, self.free_row = some(self.table.alloc(2))
+        self.lease = self.cache.match(range(9), limit=8)
+        some(self.planner.extend([self.row], [8], [13], prefixes=[self.lease]))
+        self.own = self.alloc(6)
+        self.mine = self.cache.match([50] * 6)
+        self.more = self.cache.match([*range(4), 9])
+
+    def books(self) -> Any:  # noqa: ANN401
+        leases = [repr(lease) for lease in (self.lease, self.mine, self.more)]
+        lens = [self.planner.seq_len(row) for row in (self.row, self.free_row)]
+        return self.sizes(), leases, lens, self.allocator.stats()["fenced"], self.cache.stats()["lookups"]
+
+
+INTERRUPTED: dict[str, Callable[[Interrupted], object]] = {
+    "match": lambda scene: scene.cache.match(scene.stop.list(range(8))),
+    "match a sequence": lambda scene: scene.cache.match(scene.stop.sequence(range(8))),
+    "limit": lambda scene: scene.cache.match(range(8), limit=scene.stop.index(4)),
+    "cached_len": lambda scene: scene.cache.cached_len(scene.stop.list(range(8))),
+    "explain": lambda scene: scene.cache.explain(scene.stop.list(range(12))),
+    "insert": lambda scene: scene.cache.insert(scene.stop.list([7] * 6), scene.stop.list(scene.own)),
+    "publish": lambda scene: scene.mine.publish(scene.stop.list([7] * 6), scene.stop.sequence(scene.own)),
+    "finish": lambda scene: scene.mine.finish(scene.stop.list([7] * 6), scene.stop.list(scene.own)),
+    "publish a row": lambda scene: scene.lease.publish(
+        scene.stop.list([8, 8, 8, 8]), row=scene.stop.index(scene.row)
+    ),
+    "evict": lambda scene: scene.cache.evict(scene.stop.index(4)),
+    "pin": lambda scene: scene.cache.pin(scene.mine, priority=scene.stop.index(1)),
+    "alloc": lambda scene: scene.allocator.alloc(scene.stop.index(4)),
+    "extend": lambda scene: scene.planner.extend(
+        scene.stop.list([scene.free_row]),
+        scene.stop.list([4]),
+        scene.stop.list([9]),
+        prefixes=scene.stop.sequence([scene.more]),
+    ),
+    "truncate": lambda scene: scene.planner.truncate(scene.stop.list([scene.row]), scene.stop.list([4])),
+    "fork": lambda scene: scene.planner.fork(
+        scene.stop.index(scene.row), scene.stop.index(scene.free_row), scene.stop.index(9)
+    ),
+    "planner's finish": lambda scene: scene.planner.finish(scene.stop.list([scene.row])),
+}
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("name", INTERRUPTED)
+def test_an_interrupt_wherever_python_code_runs_changes_nothing(name: str, page_size: int) -> None:
+    call = INTERRUPTED[name]
+    for left in itertools.count():
+        scene = Interrupted(page_size)
+        before = scene.books()
+        scene.stop.left = left
+        try:
+            call(scene)
+        except KeyboardInterrupt:
+            assert scene.books() == before
+            call(scene)
+        else:
+            assert left > 0
+            break
+        finally:
+            scene.stop.left = 1 << 30
+        scene.sizes()
 
 
 def test_a_prompt_of_a_million_tokens() -> None:

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use crate::base::{Id, Page, StateSlot, widen};
 
-use super::{Kind, Namespace, NodeId, Policy, Sum, Tick, Tree};
+use super::{Kind, Namespace, NodeId, Policy, ShortVec, Sum, Tick, Tree};
 use crate::cache::explain::{Cause, Pressure};
 
 /// Number of entries in the histogram of ages: one per power of two of tokens.
@@ -49,12 +49,13 @@ impl Queues {
 }
 
 /// How many leaves are fetched at a time.
-const AHEAD: usize = 16;
+const AHEAD: usize = 32;
 
 impl Tree {
     /// Evicts at least `pages` pages, or all that are evictable.
     pub fn evict(&mut self, pages: usize, cause: Cause) -> Evicted {
         let mut gone = Evicted::default();
+        gone.pages.reserve(pages.min(self.cached - self.locked));
         let mut fetched = 0;
         while gone.pages.len() < pages {
             let now = self.now;
@@ -86,8 +87,7 @@ impl Tree {
         let nodes = || leaves[..count].iter().map(|&leaf| self.node(leaf));
         let mut read = nodes().fold(0, |read, node| read ^ node.fingerprint ^ node.pins);
         for node in nodes() {
-            let first = self.edges.get(node.parent, node.fingerprint).map_or(0, Id::number);
-            read ^= first ^ self.memory.fetch(node.sum.key());
+            read ^= self.edges.get(node.parent, node.fingerprint).next().map_or(0, Id::number);
             read ^= node.pages.first().map_or(0, |page| page.number());
         }
         std::hint::black_box(read);
@@ -115,7 +115,7 @@ impl Tree {
         let trimmed = here.pages.split_off(keep);
         here.tokens.truncate(keep * page_size);
         let room = here.room();
-        if here.tokens.capacity() > 2 * here.tokens.len() {
+        if here.tokens.room() > 2 * here.tokens.len() {
             here.tokens.shrink_to_fit();
             here.pages.shrink_to_fit();
         }
@@ -125,7 +125,7 @@ impl Tree {
         self.cached -= trimmed.len();
         self.pinned -= if history.priority > 0 { trimmed.len() } else { 0 };
         self.note_removed(&trimmed);
-        gone.pages.extend(trimmed);
+        gone.pages.extend_from_slice(&trimmed);
     }
 
     /// Remembers the prefixes that end in a node behind its first `keep` pages. Returns where these end, and
@@ -172,13 +172,13 @@ impl Tree {
         let is_pinned = self.is_pinned(leaf);
         self.contents -= self.node(leaf).room();
         let here = self.node_mut(leaf);
-        here.tokens = Vec::new();
+        here.tokens = ShortVec::new();
         let pages = std::mem::take(&mut here.pages);
         self.cached -= pages.len();
         self.pinned -= if is_pinned { pages.len() } else { 0 };
         self.vacate(leaf);
         self.note_removed(&pages);
-        gone.pages.extend(pages);
+        gone.pages.extend_from_slice(&pages);
     }
 
     fn drop_snapshot(&mut self, node: NodeId, gone: &mut Evicted) {
@@ -240,7 +240,10 @@ impl Tree {
 
     /// Gives up everything, with or without leases. The tree must not be used any more.
     pub fn take_all(&mut self) -> Evicted {
-        let pages = self.nodes.iter_mut().flat_map(|node| std::mem::take(&mut node.pages)).collect();
+        let mut pages = Vec::new();
+        for node in &mut self.nodes {
+            pages.extend_from_slice(&std::mem::take(&mut node.pages));
+        }
         let states = self.nodes.iter_mut().filter_map(|node| node.state.take()).collect();
         Evicted { pages, states, ..Evicted::default() }
     }

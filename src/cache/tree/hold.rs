@@ -131,8 +131,20 @@ impl Tree {
         self.pages_up_to(Place { node: hold.node, pages, len: hold.len }, from)
     }
 
+    /// The pages of a hold as they lie, in order.
+    #[must_use]
+    pub fn runs(&self, hold: &Hold) -> Vec<&[Page]> {
+        let pages = self.node(hold.node).pages.len();
+        self.runs_up_to(Place { node: hold.node, pages, len: hold.len }, 0)
+    }
+
     /// The pages of positions `from..place.len`.
     pub(super) fn pages_up_to(&self, place: Place, from: usize) -> Vec<Page> {
+        self.runs_up_to(place, from).concat()
+    }
+
+    /// The same as they lie, in order.
+    fn runs_up_to(&self, place: Place, from: usize) -> Vec<&[Page]> {
         let mut parts = Vec::new();
         let mut begin = place.len;
         for id in self.path(place.node) {
@@ -144,9 +156,8 @@ impl Tree {
             begin -= until * self.page_size;
             parts.push(&pages[from.saturating_sub(begin) / self.page_size..until]);
         }
-        let mut pages = Vec::with_capacity(parts.iter().map(|part| part.len()).sum());
-        parts.iter().rev().for_each(|part| pages.extend_from_slice(part));
-        pages
+        parts.reverse();
+        parts
     }
 
     /// The snapshot at the end of a hold.

@@ -267,15 +267,20 @@ impl Tree {
             let (part, rest) = pages.split_at(segment.pages);
             let (part_tokens, rest_tokens) = tokens.split_at(segment.pages * self.page_size);
             (pages, tokens) = (rest, rest_tokens);
-            at =
-                self.add_below(at, part_tokens, part, History::of_new(segment.before, self.now), segment.sum);
+            at = self.add_below(
+                at,
+                part_tokens.into(),
+                part,
+                History::of_new(segment.before, self.now),
+                segment.sum,
+            );
         }
         if !tail.is_empty() {
             let here = self.node(at);
             let mut cursor = self.chain.cursor(here.sum, widen(here.end));
             cursor.push(tail);
             let (sum, history) = (cursor.sum(), History::of_new(Remembered { uses }, self.now));
-            at = self.add_below(at, tail, tail_pages, history, sum);
+            at = self.add_below(at, tail.into(), tail_pages, history, sum);
             if self.has_own_lock(at) {
                 self.lock(at);
             }
@@ -316,10 +321,10 @@ impl Tree {
     /// The names of all nodes, without roots.
     #[must_use]
     pub fn handles(&self) -> Vec<NodeHandle> {
-        self.runs().map(|id| self.handle(id)).collect()
+        self.all_runs().map(|id| self.handle(id)).collect()
     }
 
-    fn runs(&self) -> impl Iterator<Item = NodeId> + '_ {
+    fn all_runs(&self) -> impl Iterator<Item = NodeId> + '_ {
         let all = (0..).map(NodeId::new).zip(&self.nodes);
         all.filter(|(_, node)| !node.pages.is_empty()).map(|(id, _)| id)
     }
@@ -330,14 +335,14 @@ impl Tree {
         let id = self.at(node)?;
         let here = self.node(id);
         let is_behind = |other: NodeId| other == id || self.path(other).any(|before| before == id);
-        let locked = self.runs().filter(|&other| self.node(other).leases > 0 && is_behind(other));
+        let locked = self.all_runs().filter(|&other| self.node(other).leases > 0 && is_behind(other));
         Some(NodeInfo {
             parent: (here.kind == Kind::Run).then(|| self.handle(here.parent)),
-            children: (self.runs().filter(|&child| self.node(child).parent == id))
+            children: (self.all_runs().filter(|&child| self.node(child).parent == id))
                 .map(|child| self.handle(child))
                 .collect(),
-            tokens: here.tokens.clone(),
-            pages: here.pages.clone(),
+            tokens: here.tokens.to_vec(),
+            pages: here.pages.to_vec(),
             locks: locked.map(|other| widen(self.node(other).leases)).sum(),
         })
     }

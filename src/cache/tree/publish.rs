@@ -1,5 +1,7 @@
 //! Adding to a prefix.
 
+use std::borrow::Cow;
+
 use crate::base::{Id, Page, Result, widen};
 
 use super::{History, Hold, Kind, Node, NodeId, Place, Sum, Tokens, Tree, narrow};
@@ -72,7 +74,7 @@ impl Tree {
     }
 
     /// Adds `pages` for `tokens`, which follow what was found, and moves the hold to their end.
-    pub fn publish(&mut self, hold: &mut Hold, found: Found, tokens: &[i32], pages: &[Page]) {
+    pub fn publish(&mut self, hold: &mut Hold, found: Found, tokens: Vec<i32>, pages: &[Page]) {
         let mut is_author = hold.is_author && found.is_empty();
         let mut at = self.cut(found.place);
         if !found.is_empty() {
@@ -80,15 +82,20 @@ impl Tree {
             self.move_hold(hold, at);
             self.touch(at, Some(before));
         }
-        self.note_stored(at, tokens, pages);
-        let (mut tokens, mut pages) = (tokens, pages);
-        for Segment { pages: count, before, sum } in self.segments(at, tokens) {
+        self.note_stored(at, &tokens, pages);
+        let segments = self.segments(at, &tokens);
+        // Most often one, which takes the vector as it is.
+        let is_one = segments.len() == 1;
+        let (mut tokens, mut begin, mut pages) = (tokens, 0, pages);
+        for Segment { pages: count, before, sum } in segments {
             let (part, rest) = pages.split_at(count);
-            let (part_tokens, rest_tokens) = tokens.split_at(count * self.page_size);
-            (pages, tokens) = (rest, rest_tokens);
+            let end = begin + count * self.page_size;
+            let part_tokens =
+                if is_one { std::mem::take(&mut tokens).into() } else { Cow::Borrowed(&tokens[begin..end]) };
+            (begin, pages) = (end, rest);
             let history = History::of_new(before, self.now);
             if is_author && self.can_grow(at, &history) {
-                self.grow(at, part_tokens, part, sum);
+                self.grow(at, &part_tokens, part, sum);
             } else {
                 at = self.add_below(at, part_tokens, part, history, sum);
             }
@@ -159,7 +166,7 @@ impl Tree {
     pub(super) fn add_below(
         &mut self,
         parent: NodeId,
-        tokens: &[i32],
+        tokens: Cow<'_, [i32]>,
         pages: &[Page],
         history: History,
         sum: Sum,
@@ -168,8 +175,8 @@ impl Tree {
         let end = self.node(parent).end + narrow(tokens.len());
         let id = self.add(Node {
             parent,
-            tokens: tokens.to_vec(),
-            pages: pages.to_vec(),
+            tokens: tokens.into(),
+            pages: Cow::Borrowed(pages).into(),
             end,
             history,
             ..Node::new(Kind::Run, sum)

@@ -2,15 +2,15 @@
 
 mod device;
 
-use std::borrow::Cow;
-use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+use std::sync::{Arc, Weak};
 
 use crate::base::bounded::narrow;
 use crate::base::{DType, Error, ErrorKind, Id, IndexVec, Page, RequestRow, Result, Slot, reserve, widen};
 use crate::index::{Act, BadFrees, FenceId, Growth, GrowthRequest, Owner, Requests};
 use crate::kernels::{Executor, Indices};
 use crate::memory::{Backend, Event, Host, Region, Stream};
-use crate::pool::shortage::OrShort;
+use crate::pool::shortage::{OrShort, Short};
 use crate::pool::slot_tensors::SlotTensors;
 use crate::pool::{Lease, ReqToTokenPool, TableIndex, at_least_one};
 use crate::tensor::TensorView;
@@ -74,6 +74,14 @@ pub(super) struct Bound {
     /// How often the row had been handed out.
     turn: u32,
     lease: Arc<Lease>,
+    /// The cut that waits for a fence.
+    cut: Weak<LeaseCut>,
+}
+
+impl Bound {
+    const fn new(turn: u32, lease: Arc<Lease>) -> Self {
+        Self { turn, lease, cut: Weak::new() }
+    }
 }
 
 impl PlannerState {
@@ -152,7 +160,7 @@ impl PlannerState {
         &mut self,
         pools: Pools<'_>,
         batch: Batch<'_>,
-        claims: &[Option<Claim>],
+        claims: &mut [Option<Claim>],
         stream: Stream,
     ) -> Result<OrShort<Plan>> {
         let Pools { slots, table } = pools;
@@ -168,36 +176,40 @@ impl PlannerState {
         }
         self.check_batch(count)?;
         let named = self.requests.resolve_rows(rows, table.rows())?;
-        let mut prefixes = Cow::Borrowed(&[][..]);
+        // By position: the pages of cached prefixes without a lease.
+        let mut shared: Vec<Vec<i32>> = reserve(count)?;
         let mut growths = reserve(count)?;
         for (position, &row) in named.iter().enumerate() {
             let (prefix, seq) = (batch.prefix_lens[position], batch.seq_lens[position]);
             let asked = GrowthRequest { position, row, prefix, seq };
-            growths.push(
+            let (growth, pages) =
                 match (batch.prefixes.get(position), claims.get(position).and_then(Option::as_ref)) {
                     (_, Some(claim)) => {
-                        if prefixes.is_empty() {
-                            prefixes = Cow::Borrowed(claim.pages());
-                        } else {
-                            prefixes.to_mut().extend_from_slice(claim.pages());
-                        }
-                        self.requests.growth_of_leased(asked, claim.pages().len())?
+                        (self.requests.growth_of_leased(asked, claim.pages().len())?, Vec::new())
                     }
                     (Some(Prefix::Slots(cached)), _) if !cached.is_empty() => {
-                        self.requests.growth_of_cached(asked, cached, slots.slots(), prefixes.to_mut())?
+                        self.requests.growth_of_cached(asked, cached, slots.slots())?
                     }
-                    _ => self
-                        .requests
-                        .growth(row, prefix, seq)
-                        .ok_or_else(|| self.requests.growth_error(asked))?,
-                },
-            );
+                    _ => {
+                        let growth = self.requests.growth(row, prefix, seq);
+                        (growth.ok_or_else(|| self.requests.growth_error(asked))?, Vec::new())
+                    }
+                };
+            growths.push(growth);
+            shared.push(pages);
         }
-        let planned = self.plan(Pools { slots, table }, &growths, &prefixes, Padding::none(count), stream)?;
+        let mut leased = claims.iter_mut();
+        let prefixes = growths.iter().zip(&mut shared).filter_map(|(growth, shared)| {
+            let claim = leased.next().and_then(Option::as_mut);
+            (growth.had < growth.prefix).then(|| claim.map_or(shared, Claim::pages_mut))
+        });
+        let mut prefixes: Vec<_> = prefixes.collect();
+        let planned =
+            self.plan(Pools { slots, table }, &growths, &mut prefixes, Padding::none(count), stream)?;
         if planned.is_ok() {
-            for (&row, claim) in named.iter().zip(claims) {
+            for (&row, claim) in named.iter().zip(&*claims) {
                 if let Some(claim) = claim {
-                    let bound = Bound { turn: table.rows().turn(row), lease: claim.keep() };
+                    let bound = Bound::new(table.rows().turn(row), claim.keep());
                     self.retired.extend(self.leases[widen(row.number())].replace(bound));
                 }
             }
@@ -255,15 +267,21 @@ impl PlannerState {
         len: u32,
         table: &ReqToTokenPool,
         stream: Stream,
-    ) -> Option<LeaseCut> {
+    ) -> Option<Arc<LeaseCut>> {
         if len > 0 && self.requests.leased(row) <= len {
             return None;
         }
         let lease = Arc::clone(self.lease_of(row, table)?);
-        if len == 0 {
-            self.leases[widen(row.number())] = None;
+        let bound = &mut self.leases[widen(row.number())];
+        // What an earlier cut keeps until its fence has passed, this one keeps, too.
+        let waiting = bound.as_ref().and_then(|bound| bound.cut.upgrade());
+        let cut = waiting.unwrap_or_else(|| Arc::new(LeaseCut { lease, len: AtomicU32::new(len), stream }));
+        cut.len.fetch_min(len, Relaxed);
+        match bound {
+            Some(bound) if len > 0 => bound.cut = Arc::downgrade(&cut),
+            _ => *bound = None,
         }
-        Some(LeaseCut { lease, len: widen(len), stream })
+        Some(cut)
     }
 
     pub(super) fn decode(
@@ -302,7 +320,7 @@ impl PlannerState {
             growths.push(growth);
         }
         let padding = Padding { batch_size, tokens_per_req };
-        self.plan(Pools { slots, table }, &growths, &[], padding, stream)
+        self.plan(Pools { slots, table }, &growths, &mut [], padding, stream)
     }
 
     fn check_batch(&self, size: usize) -> Result<()> {
@@ -320,7 +338,7 @@ impl PlannerState {
         &mut self,
         pools: Pools<'_>,
         batch: &[Growth],
-        prefixes: &[Page],
+        prefixes: &mut [&mut Vec<i32>],
         padding: Padding,
         stream: Stream,
     ) -> Result<OrShort<Plan>> {
@@ -348,9 +366,13 @@ impl PlannerState {
         }
         let most = batch.iter().map(|growth| growth.new_tokens()).max().unwrap_or(0).max(of_padding);
         table.not_capturing(stream)?;
+        let new_pages: usize = batch.iter().map(|growth| widen(growth.new_pages)).sum();
+        let new_slots = new_pages * slots.slots().page_size();
+        if slots.must_land_before(new_slots) {
+            return Ok(Err(Short::IN_FLIGHT));
+        }
         if !self.requests.grow(batch, prefixes, slots.slots_mut())? {
-            let pages: usize = batch.iter().map(|growth| widen(growth.new_pages)).sum();
-            return Ok(Err(slots.short(pages * slots.slots().page_size())));
+            return Ok(Err(slots.short(new_slots)));
         }
         if slots.keeps_ledger() {
             for growth in batch {
@@ -401,7 +423,10 @@ impl PlannerState {
 
     /// Writes the new slots of a request to the table.
     fn put(&self, place: usize, growth: Growth, table: &mut ReqToTokenPool) -> Result<()> {
-        let Growth { row, start, prefix, .. } = growth;
+        let Growth { row, start, prefix, seq, .. } = growth;
+        if self.requests.page_size().slots() == 1 {
+            return table.put(row, widen(start), &self.requests.pages(row)[widen(start)..widen(seq)]);
+        }
         // In parts that stay in the nearest cache.
         let mut slots = reserve(PART.min(widen(prefix.saturating_sub(start))))?;
         for at in (start..prefix).step_by(PART) {
@@ -519,7 +544,7 @@ impl PlannerState {
         let (mut given, mut bad) = (0, BadFrees::default());
         for (row, len) in cuts {
             match (self.cut_lease(row, len, table, stream), fence) {
-                (Some(cut), Some(id)) => slots.fences_mut().keep(id, Arc::new(cut)),
+                (Some(cut), Some(id)) => slots.fences_mut().keep(id, cut),
                 (Some(cut), None) => leases.push(cut),
                 (None, _) => (),
             }
@@ -527,10 +552,7 @@ impl PlannerState {
             let pages = self.requests.cut(row, len);
             self.block_table.truncate(row, self.requests.pages(row).len());
             given += pages.len();
-            bad.append(match fence {
-                None => slots.slots_mut().free_now(&pages, false)?,
-                Some(fence) => slots.slots_mut().free_after(fence, &pages, false)?,
-            });
+            bad.append(slots.free_now(pages, fence)?);
         }
         self.changes += 1;
         if slots.strict() && bad.dropped() > 0 {
@@ -565,14 +587,17 @@ impl PlannerState {
         // The lease is of use only if it is still of the same prefix.
         let full = widen(self.requests.page_size().page(len));
         let is_same = |claim: &&Claim| {
-            let leased = claim.pages().iter().map(|page| page.number().cast_signed());
-            claim.pages().len() <= full
-                && leased.eq(self.requests.pages(src)[..claim.pages().len()].iter().copied())
+            let leased = claim.pages();
+            leased.len() <= full && *leased == self.requests.pages(src)[..leased.len()]
         };
         let claim = claim.filter(is_same);
         let leased = claim.map_or(0, |claim| claim.pages().len());
+        let page_size = slots.slots().page_size();
+        if slots.must_land_before(page_size) {
+            return Ok(Err(Short::IN_FLIGHT));
+        }
         let Some(copied) = self.requests.fork([src, dst], len, leased, slots.slots_mut())? else {
-            return Ok(Err(slots.short(slots.slots().page_size())));
+            return Ok(Err(slots.short(page_size)));
         };
         self.sign(dst, 0, slots, table);
         let written = self.write_fork(slots, table, dst, len, copied, stream);
@@ -580,7 +605,7 @@ impl PlannerState {
             let growth = Growth { row: dst, ..Growth::padding(len) };
             self.requests.shrink(&[growth], slots.slots_mut());
         } else if let Some(claim) = claim {
-            let bound = Bound { turn: table.rows().turn(dst), lease: claim.keep() };
+            let bound = Bound::new(table.rows().turn(dst), claim.keep());
             self.retired.extend(self.leases[widen(dst.number())].replace(bound));
         }
         self.changes += 1;
@@ -638,7 +663,7 @@ impl PlannerState {
             }
         }
         let shape = width.map_or(vec![plan.kv_len], |width| vec![plan.padded_batch_size, width]);
-        let region = Arc::new(Region::from_indices(values));
+        let region = Arc::new(Region::from_indices(IndexVec::I32(values)));
         TensorView::contiguous(region, 0, DType::I32, &shape).map(Some)
     }
 
@@ -661,7 +686,7 @@ impl PlannerState {
 pub(super) struct Behind<'a> {
     pub(super) fence: Option<FenceId>,
     /// The leases that end at once, to be dropped without locks.
-    pub(super) leases: &'a mut Vec<LeaseCut>,
+    pub(super) leases: &'a mut Vec<Arc<LeaseCut>>,
     pub(super) stream: Stream,
 }
 
@@ -669,13 +694,14 @@ pub(super) struct Behind<'a> {
 #[derive(Debug)]
 pub(super) struct LeaseCut {
     lease: Arc<Lease>,
-    len: usize,
+    /// The least of all cuts that wait together.
+    len: AtomicU32,
     stream: Stream,
 }
 
 impl Drop for LeaseCut {
     fn drop(&mut self) {
-        self.lease.cut(self.len, self.stream);
+        self.lease.cut(widen(*self.len.get_mut()), self.stream);
     }
 }
 

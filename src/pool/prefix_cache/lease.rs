@@ -1,9 +1,9 @@
 //! Leases: a request's hold on a prefix.
 
 use std::fmt;
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Weak};
 
-use crate::base::sync::lock;
+use crate::base::sync::explored::{Mutex, lock};
 use crate::base::{Error, ErrorKind, Id, IndexVec, Page, RequestRow, Result, StateSlot, reserve, widen};
 use crate::cache::{Hold, Namespace, Tokens};
 use crate::index::put_slots_of;
@@ -247,7 +247,7 @@ impl Lease {
         let (shared, page_size) = (&self.shared, kept.tree.page_size());
         let (begin, whole) = (held.hold.len(), tokens.count() / page_size * page_size);
         let found = kept.tree.find(&held.hold, tokens)?;
-        let mut cached = kept.tree.found_pages(&found);
+        let cached = kept.tree.found_pages(&found);
         let fresh = tokens.to_vec(found.len()..whole)?;
         tokens.check(whole..tokens.count())?;
         let planner = held.planner()?;
@@ -256,7 +256,7 @@ impl Lease {
                 .as_ref()
                 .map(|(state, row)| state.pages(*row, begin, begin + tokens.count()))
                 .transpose()?;
-            let pages = match (known, pages) {
+            let mut pages = match (known, pages) {
                 (Some(known), Some(given)) if known != given => {
                     return Err(Error::config("the slots published are not those of the request"));
                 }
@@ -265,14 +265,14 @@ impl Lease {
                     return Err(Error::config("slots are needed for a lease that no planner has"));
                 }
             };
-            let (given, new) = pages.split_at(cached.len());
+            let (given, new) = pages.split_at_mut(cached.len());
             slots.slots_mut().cache(new, given, &shared.owner)?;
             let duplicates = given.iter().zip(&cached).filter(|(given, cached)| given != cached).count();
-            cached.extend_from_slice(new);
+            given.copy_from_slice(&cached);
             if let Some((state, row)) = &mut request {
-                state.note_published(*row, begin / page_size, &cached);
+                state.note_published(*row, begin / page_size, &pages);
             }
-            Ok((cached, duplicates * page_size))
+            Ok((pages, duplicates * page_size))
         };
         let published = shared.change_slots(self.clears, stream, |slots| match &planner {
             None => publish(slots, None),
@@ -290,8 +290,8 @@ impl Lease {
             return Err(stale("the allocator was cleared, and its slots are gone"));
         };
         let new = &cached[found.len() / page_size..];
-        kept.tree.publish(&mut held.hold, found, &fresh, new);
         kept.counts.published += fresh.len();
+        kept.tree.publish(&mut held.hold, found, fresh, new);
         kept.counts.duplicates += duplicates;
         Ok(Published { length: held.hold.len(), duplicates, pages: cached })
     }
@@ -309,18 +309,24 @@ impl Lease {
         Arc::ptr_eq(&self.shared.allocator, allocator)
     }
 
-    /// Makes it the lease of a request, and returns its pages.
+    /// Makes it the lease of a request, and returns its pages, with room for those that follow.
     ///
     /// # Errors
     /// As [`Self::len`]; [`ErrorKind::Config`] when it is that of another request.
-    pub(in crate::pool) fn bind(&self, planner: &Weak<BatchPlanner>, row: i64) -> Result<Vec<Page>> {
+    pub(in crate::pool) fn bind(&self, planner: &Weak<BatchPlanner>, row: i64) -> Result<Vec<i32>> {
         self.with(self.stream, |kept, held| {
             if let Some(other) = held.request.as_ref().filter(|request| request.planner.strong_count() > 0) {
                 let text = format!("the lease is that of request row {} already; match again", other.row);
                 return Err(Error::config(text));
             }
+            let runs = kept.tree.runs(&held.hold);
+            let count: usize = runs.iter().map(|run| run.len()).sum();
+            let mut pages = reserve(count + count / 8 + 16)?;
+            for run in runs {
+                pages.extend(run.iter().map(|page| page.number().cast_signed()));
+            }
             held.request = Some(Request { planner: Weak::clone(planner), row });
-            Ok(kept.tree.pages(&held.hold, 0))
+            Ok(pages)
         })
     }
 

@@ -162,8 +162,13 @@ fn bytes_of(view: &TensorView) -> Vec<u8> {
 
 /// The elements of a contiguous int32 tensor in host memory.
 fn ints_of(view: &TensorView) -> Vec<i32> {
+    let (region, offset, count) = (view.region(), view.offset(), view.shape().numel());
+    if view.dtype() == DType::I64 {
+        let wide = region.read::<i64>(offset, count).expect("a view lies in its region");
+        return IndexVec::I64(wide).into_i32().expect("indices fit");
+    }
     assert_eq!(view.dtype(), DType::I32);
-    view.region().read::<i32>(view.offset(), view.shape().numel()).expect("a view lies in its region")
+    region.read::<i32>(offset, count).expect("a view lies in its region")
 }
 
 /// Checks that a call is refused exactly when it should be.

@@ -53,8 +53,12 @@ struct Nodes {
 
 pub(super) fn run(source: &mut Source<'_>) {
     let page_size = source.of(&[1, 2, 3, 4]);
-    let config =
-        AllocatorConfig { size: 8 + source.below(80), page_size: 1, need_sort: source.flip(), strict: true };
+    let config = AllocatorConfig {
+        size: 8 + source.below(80),
+        need_sort: source.flip(),
+        strict: true,
+        ..AllocatorConfig::default()
+    };
     let allocator = Arc::new(TokenToKvPoolAllocator::new(&config, &host()).expect("memory"));
     let config = PrefixTreeConfig { page_size, policy: source.of(&PolicyKind::ALL), name: "tree".into() };
     let mut nodes = Nodes {
