@@ -31,7 +31,7 @@ HISTORIES ?=
 STEPS ?= 11000000
 SEED ?= 1
 
-.PHONY: demo test lint bench bench-cuda bench-peers chart api format clean kernels kernel-report rust-test python-test machine-test software-test \
+.PHONY: demo test lint test-engines bench bench-cuda bench-peers bench-pymllm chart api format clean kernels kernel-report rust-test python-test machine-test software-test \
     rust-lint python-lint kernel-lint \
     orders fuzz fuzz-build fuzz-briefly histories soak soak-threads gpu gpu-package
 .DEFAULT_GOAL := test
@@ -144,6 +144,14 @@ bench-cuda: $(EXTENSION) $(VENV)/.tools
 	$(BIN)/python benches/bench_cuda.py
 	$(BIN)/python benches/bench_pools.py
 	$(BIN)/python benches/bench_planner.py
+
+# The same beside pymllm's own, from the folder that PYMLLM_PATH names.
+bench-pymllm: $(EXTENSION) $(VENV)/.tools $(VENV)/.test
+	$(BIN)/python benches/bench_pymllm.py
+
+# Engines on kvpool, at length. Those that are not there are skipped with the reason.
+test-engines: $(EXTENSION) $(VENV)/.test
+	KVPOOL_ENGINE_REQUESTS=3000 $(BIN)/python -m pytest --timeout=3600 tests/python/test_pymllm.py
 
 # The prefix cache beside those of other engines, which are installed into a folder of their own: without what they
 # depend on, and with the PyTorch that SGLang's compiled core wants. What cannot be had is skipped with the reason.

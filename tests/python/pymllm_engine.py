@@ -80,12 +80,19 @@ class Engine:
     """`ModelRunnerProcess` with pools of kvpool and no model."""
 
     def __init__(
-        self, slots: int = 512, rows: int = 8, *, hybrid: bool = False, strict: bool = True, **config: object
+        self,
+        slots: int = 512,
+        rows: int = 8,
+        context: int = 256,
+        *,
+        hybrid: bool = False,
+        strict: bool = True,
+        **config: object,
     ) -> None:
         from pymllm.orchestrator.model_runner_process import ModelRunnerProcess
 
         self.allocator = kvpool.TokenToKVPoolAllocator(slots, "cpu", strict=strict)
-        self.table = kvpool.ReqToTokenPool(rows, 256, "cpu")
+        self.table = kvpool.ReqToTokenPool(rows, context, "cpu")
         self.states = States(rows, 4 * rows) if hybrid else None
         self.process = ModelRunnerProcess(server_config=SimpleNamespace(**config))
         self.process._runner = SimpleNamespace(
@@ -162,6 +169,18 @@ class Engine:
     def finish(self, request: Request) -> None:
         self.process._free_rid_resources(request.rid)
         self.live.remove(request)
+
+    def pass_through(self, prompt: list[int], steps: int) -> None:
+        """All that the runner does for a request but compute: for timing, without checks."""
+        metas, batch = [{"rid": "r", "input_ids": prompt}], {"batch_size": 1, "seq_lens": [len(prompt)]}
+        process = self.process
+        process._allocate_extend(batch, metas)
+        process._insert_into_radix_cache(metas)
+        process._rid_to_output_ids["r"].append(1)
+        for end in range(len(prompt) + 1, len(prompt) + 1 + steps):
+            process._allocate_decode({"batch_size": 1, "seq_lens": [end]}, metas)
+            process._rid_to_output_ids["r"].append(1)
+        process._free_rid_resources("r")
 
     def run(self, count: int, most: int = 4, vocabulary: int = 3, longest: int = 40) -> None:
         """Requests with much in common, some at once, to their end."""
