@@ -143,6 +143,11 @@ pub trait Policy: fmt::Debug + Send {
         let _ = (before, tokens, now);
     }
 
+    /// The blocks `keys` are about to be published. What is known of them is fetched ahead; nothing depends on it.
+    fn fetch(&self, keys: &mut dyn Iterator<Item = PageKey>) {
+        let _ = keys;
+    }
+
     /// The block `key` is new in the cache. Returns what is remembered of an earlier stay; pages whose answers
     /// differ belong into different nodes.
     fn note_published(&mut self, key: PageKey, now: Tick) -> Remembered {

@@ -32,7 +32,7 @@ use super::tokens::with_tokens;
 ///
 /// The cache owns whole pages of an allocator, from their publication to their eviction; requests hold
 /// leases. A call of the allocator, or of a planner on it, that is short of slots evicts pages without a
-/// lease, and fails only if nothing evictable is left. At any time `cached_size() == evictable_size() +
+/// lease, and fails, without evicting any, only if all that are evictable would not do. At any time `cached_size() == evictable_size() +
 /// locked_size()`. Freeing a cached slot through the allocator is an invalid free.
 ///
 /// Token ids are ints in `[0, 2**31)`: a 1-D int32 or int64 tensor or array in host memory, or a list, is read

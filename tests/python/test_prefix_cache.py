@@ -428,6 +428,55 @@ def test_an_allocation_that_is_short_evicts(page_size: int) -> None:
     assert scene.cache.cached_size() == 0
 
 
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_an_allocation_that_cannot_succeed_evicts_nothing(page_size: int) -> None:
+    scene = Scene(page_size)
+    scene.insert(range(60))
+    with scene.cache.match(range(20)) as lease:
+        # 4 slots are free and 40 evictable.
+        before = scene.sizes()
+        assert (before, scene.cache.obtainable_size()) == ((40, 20, 0, 4), 44)
+        for contiguous in (False, True):
+            assert scene.allocator.alloc(45, contiguous=contiguous) is None
+        assert scene.allocator.alloc_extend([0], [48], [-1]) is None
+        assert scene.sizes() == before
+        # A pin takes from what can be had, its end gives it back.
+        scene.cache.pin(lease, seconds=1e-6)
+        assert scene.allocator.alloc(45) is None
+        assert (scene.sizes(), scene.length(range(60))) == (before, 60)
+        assert scene.allocator.alloc(44) is not None
+    assert scene.cache.stats()["evicted"] == 40
+
+
+def test_a_step_that_cannot_be_planned_evicts_nothing() -> None:
+    scene = Scene()
+    scene.insert(range(60))
+    table = kvpool.ReqToTokenPool(4, 64, devices.current())
+    planner = kvpool.BatchPlanner(table, scene.allocator, 4, 128)
+    rows = some(table.alloc(2))
+    before = scene.sizes()
+    assert planner.extend(rows, [0, 0], [32, 33]) is None
+    assert scene.sizes() == before
+    assert planner.extend(rows, [0, 0], [32, 30]) is not None
+    assert scene.cache.cached_size() == 2
+    assert planner.decode(rows, [33, 31]) is not None
+    assert scene.cache.cached_size() == 0
+    assert planner.decode(rows, [34, 32]) is None
+    planner.finish(rows)
+
+
+def test_two_caches_are_asked_together() -> None:
+    scene = Scene()
+    scene.insert(range(40))
+    other = PrefixCache(scene.allocator)
+    other.insert(range(20), scene.alloc(20))
+    with other.match(range(20)):
+        assert scene.allocator.alloc(45) is None
+        assert (scene.cache.cached_size(), other.cached_size()) == (40, 20)
+    assert scene.allocator.alloc(64) is not None
+    assert (scene.cache.cached_size(), other.cached_size()) == (0, 0)
+
+
 def test_a_planner_that_is_short_evicts() -> None:
     scene = Scene()
     scene.insert(range(60))

@@ -1,23 +1,44 @@
 //! From a node to its children, by the fingerprint of their first page.
 //!
-//! One open table of words for all nodes: half a hash, and the child. Linear probing keeps a look-up and a
-//! removal within a line of the processor's cache, mostly. Children of equal hash have a word each; the tree
-//! compares their pages.
+//! One open table for all nodes, of words that are half a hash and a child. A look-up, an insertion and a removal
+//! touch one line of the processor's cache, or a few where many words belong. Children of equal hash have a word
+//! each; the tree compares their pages.
 
 use std::hash::{BuildHasher, RandomState};
 
 use super::NodeId;
 use crate::base::Id;
 
-/// Words of a table that is not empty, at least; a power of two.
-const LEAST: usize = 16;
+/// Words of a bucket.
+const WORDS: usize = 8;
+
+/// Buckets of a table that is not empty, at least; a power of two.
+const LEAST: usize = 2;
+
+/// A hash in the upper half, and the number of a child plus 1 in the lower one; 0 is no word.
+type Word = u64;
+
+/// A line of the processor's cache.
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(align(64))]
+struct Bucket([Word; WORDS]);
+
+impl Bucket {
+    fn place_of(&self, word: Word) -> Option<usize> {
+        self.0.iter().position(|&other| other == word)
+    }
+
+    fn is_full(&self) -> bool {
+        self.place_of(0).is_none()
+    }
+}
 
 /// The children of all nodes.
 #[derive(Debug)]
 pub(super) struct Edges {
-    /// A hash in the upper half, and the number of a child plus 1 in the lower one; 0 is no word. A word lies at
-    /// the upper bits of its hash or behind, with no gap before. The length is a power of two, or 0.
-    words: Vec<u64>,
+    /// A word lies in the bucket that the upper bits of its hash name or, if that is full, in the next one that is
+    /// not. The length is a power of two, or 0.
+    buckets: Vec<Bucket>,
     /// Words that are not 0: at most two thirds.
     len: usize,
     /// Secret: callers choose tokens, and with them fingerprints, but cannot choose ones that collide.
@@ -28,85 +49,106 @@ pub(super) struct Edges {
 impl Edges {
     pub(super) fn new(seed: &RandomState) -> Self {
         let [plus, times] = [1, 2].map(|number| seed.hash_one(number));
-        Self { words: Vec::new(), len: 0, plus, times: times | 1 }
+        Self { buckets: Vec::new(), len: 0, plus, times: times | 1 }
     }
 
     /// The children of `parent` whose first page has this fingerprint, and perhaps others.
     pub(super) fn get(&self, parent: NodeId, fingerprint: u32) -> impl Iterator<Item = NodeId> + '_ {
         let hash = self.hash(parent, fingerprint);
-        let words = self.cluster(hash).map(|at| self.words[at]);
-        words.filter(move |word| word >> 32 == hash >> 32).map(child_of)
+        let words = self.reach(hash).flat_map(|at| self.buckets[at].0);
+        words.filter(move |word| *word != 0 && word >> 32 == hash >> 32).map(child_of)
+    }
+
+    /// Reads the place of an edge, so that it is near when the edge is looked for. No branch depends on what is
+    /// there: such reads do not wait for each other.
+    pub(super) fn fetch(&self, parent: NodeId, fingerprint: u32) -> u64 {
+        let hash = self.hash(parent, fingerprint);
+        if self.buckets.is_empty() { 0 } else { self.buckets[self.home(hash)].0[0] }
     }
 
     pub(super) fn insert(&mut self, parent: NodeId, fingerprint: u32, child: NodeId) {
-        if (self.len + 1) * 3 > self.words.len() * 2 {
+        if (self.len + 1) * 3 > self.buckets.len() * WORDS * 2 {
             self.grow();
         }
         self.len += 1;
-        self.place(self.hash(parent, fingerprint) | (u64::from(child.number()) + 1));
+        self.place(word_of(self.hash(parent, fingerprint), child));
     }
 
     /// Removes a child that was inserted.
     pub(super) fn remove(&mut self, parent: NodeId, fingerprint: u32, child: NodeId) {
         let hash = self.hash(parent, fingerprint);
-        let word = hash | (u64::from(child.number()) + 1);
-        let mut gap = self.cluster(hash).find(|&at| self.words[at] == word).expect("a child is linked");
-        // What is behind moves up, so that no gap lies before it.
-        let last = self.words.len() - 1;
-        let mut at = (gap + 1) & last;
-        while self.words[at] != 0 {
-            let home = self.home(self.words[at]);
-            if at.wrapping_sub(home) & last >= at.wrapping_sub(gap) & last {
-                self.words[gap] = self.words[at];
-                gap = at;
-            }
-            at = (at + 1) & last;
-        }
-        self.words[gap] = 0;
+        let word = word_of(hash, child);
+        let places = |at: usize| Some((at, self.buckets[at].place_of(word)?));
+        let (mut at, mut place) = self.reach(hash).find_map(places).expect("a child is linked");
         self.len -= 1;
+        // A word of an earlier bucket moves up, for as long as the bucket was full.
+        let mut full = at;
+        while self.buckets[full].is_full() {
+            full = self.next(full);
+            let past = self.steps(at, full);
+            let is_of_earlier = |word: &Word| *word != 0 && self.steps(self.home(*word), full) >= past;
+            if let Some(from) = self.buckets[full].0.iter().position(is_of_earlier) {
+                self.buckets[at].0[place] = self.buckets[full].0[from];
+                (at, place) = (full, from);
+            }
+        }
+        self.buckets[at].0[place] = 0;
     }
 
     /// The size of the table in bytes.
     pub(super) const fn bytes(&self) -> usize {
-        self.words.capacity() * size_of::<u64>()
+        self.buckets.capacity() * size_of::<Bucket>()
     }
 
-    /// The places from that of a hash on, up to the next gap.
-    fn cluster(&self, hash: u64) -> impl Iterator<Item = usize> + '_ {
-        let last = self.words.len().wrapping_sub(1);
-        let start = if self.words.is_empty() { 0 } else { self.home(hash) };
-        let places = (0..self.words.len()).map(move |step| (start + step) & last);
-        places.take_while(|&at| self.words[at] != 0)
+    /// The buckets in which words of a hash lie.
+    fn reach(&self, hash: Word) -> impl Iterator<Item = usize> + '_ {
+        let mut next = (!self.buckets.is_empty()).then(|| self.home(hash));
+        std::iter::from_fn(move || {
+            let at = next?;
+            next = self.buckets[at].is_full().then(|| self.next(at));
+            Some(at)
+        })
     }
 
-    /// Writes a word to the first gap at its place or behind.
-    fn place(&mut self, word: u64) {
-        let last = self.words.len() - 1;
+    /// Writes a word to the first gap where it belongs.
+    fn place(&mut self, word: Word) {
         let mut at = self.home(word);
-        while self.words[at] != 0 {
-            at = (at + 1) & last;
-        }
-        self.words[at] = word;
+        let gap = loop {
+            match self.buckets[at].place_of(0) {
+                Some(gap) => break gap,
+                None => at = self.next(at),
+            }
+        };
+        self.buckets[at].0[gap] = word;
     }
 
     /// Doubles the table.
     fn grow(&mut self) {
-        let words = vec![0; (self.words.len() * 2).max(LEAST)];
-        for word in std::mem::replace(&mut self.words, words) {
+        let buckets = vec![Bucket::default(); (self.buckets.len() * 2).max(LEAST)];
+        for word in std::mem::replace(&mut self.buckets, buckets).into_iter().flat_map(|bucket| bucket.0) {
             if word != 0 {
                 self.place(word);
             }
         }
     }
 
-    /// The place of a word: the upper bits of its hash. The table is not empty.
-    fn home(&self, word: u64) -> usize {
-        let bits = self.words.len().trailing_zeros();
+    const fn next(&self, at: usize) -> usize {
+        (at + 1) & (self.buckets.len() - 1)
+    }
+
+    /// How many buckets `to` lies behind `from`.
+    const fn steps(&self, from: usize, to: usize) -> usize {
+        to.wrapping_sub(from) & (self.buckets.len() - 1)
+    }
+
+    /// The bucket that the upper bits of a word name. The table is not empty.
+    fn home(&self, word: Word) -> usize {
+        let bits = self.buckets.len().trailing_zeros();
         usize::try_from(word >> (u64::BITS - bits)).expect("there is no bit of the child in it")
     }
 
     /// The hash in the upper half of a word: the halves of a product, folded.
-    fn hash(&self, parent: NodeId, fingerprint: u32) -> u64 {
+    fn hash(&self, parent: NodeId, fingerprint: u32) -> Word {
         let edge = u64::from(parent.number()) << 32 | u64::from(fingerprint);
         let product = u128::from(edge ^ self.plus) * u128::from(self.times);
         let [low, high] = [product & u128::from(u64::MAX), product >> 64];
@@ -114,8 +156,12 @@ impl Edges {
     }
 }
 
+fn word_of(hash: Word, child: NodeId) -> Word {
+    hash | (u64::from(child.number()) + 1)
+}
+
 /// The child of a word.
-fn child_of(word: u64) -> NodeId {
+fn child_of(word: Word) -> NodeId {
     let number = u32::try_from(word & u64::from(u32::MAX)).expect("32 bits");
     NodeId::new(number - 1)
 }
@@ -145,7 +191,10 @@ mod tests {
                 for &(parent, fingerprint, child) in &known {
                     assert!(edges.get(parent, fingerprint).any(|found| found == child));
                 }
-                assert_eq!(edges.words.iter().filter(|word| **word != 0).count(), known.len());
+                assert_eq!(
+                    edges.buckets.iter().flat_map(|bucket| bucket.0).filter(|word| *word != 0).count(),
+                    known.len()
+                );
             }
         }
         assert_eq!(edges.len, known.len());

@@ -86,10 +86,10 @@ impl Tree {
             count += 1;
         }
         let nodes = || leaves[..count].iter().map(|&leaf| self.node(leaf));
-        let mut read = nodes().fold(0, |read, node| read ^ node.fingerprint ^ node.pins);
+        let mut read = nodes().fold(0, |read, node| read ^ u64::from(node.fingerprint ^ node.pins));
         for node in nodes() {
-            read ^= self.edges.get(node.parent, node.fingerprint).next().map_or(0, Id::number);
-            read ^= node.pages.first().map_or(0, |page| page.number());
+            read ^= self.edges.fetch(node.parent, node.fingerprint);
+            read ^= node.pages.first().map_or(0, |page| u64::from(page.number()));
         }
         std::hint::black_box(read);
         count

@@ -38,6 +38,9 @@ pub(super) struct Segment {
     pub(super) sum: Sum,
 }
 
+/// Keys that are asked for together.
+const BATCH: usize = 32;
+
 #[derive(Default)]
 struct Segments(Vec<Segment>);
 
@@ -123,19 +126,32 @@ impl Tree {
         let mut at = widen(here.end);
         let mut cursor = self.chain.cursor(here.sum, at);
         let (mut segments, mut rest, now) = (Segments::default(), tokens, self.now);
+        let mut keyed = Vec::with_capacity(BATCH.min(rest.len() / self.remembered_every + 2));
         while !rest.is_empty() {
-            let to_key = self.remembered_every - at % self.remembered_every;
-            // Only the page that ends where a key ends is asked for.
-            let plain = rest.len().min(to_key - self.page_size);
-            cursor.push(&rest[..plain]);
-            segments.add(plain / self.page_size, segments.last(), cursor.sum());
-            if let Some(page) = rest[plain..].get(..self.page_size) {
-                cursor.push(page);
-                let before = self.queues.policy.note_published(cursor.sum().key(), now);
-                segments.add(1, before, cursor.sum());
+            keyed.clear();
+            while !rest.is_empty() && keyed.len() < BATCH {
+                let to_key = self.remembered_every - at % self.remembered_every;
+                // Only the page that ends where a key ends is asked for.
+                let plain = rest.len().min(to_key - self.page_size);
+                cursor.push(&rest[..plain]);
+                let before = cursor.sum();
+                let page = rest[plain..].get(..self.page_size);
+                let end = page.map(|page| {
+                    cursor.push(page);
+                    cursor.sum()
+                });
+                keyed.push((plain / self.page_size, before, end));
+                let done = rest.len().min(to_key);
+                (at, rest) = (at + done, &rest[done..]);
             }
-            let done = rest.len().min(to_key);
-            (at, rest) = (at + done, &rest[done..]);
+            self.queues.policy.fetch(&mut keyed.iter().filter_map(|(.., end)| Some(end.as_ref()?.key())));
+            for &(plain, sum, end) in &keyed {
+                segments.add(plain, segments.last(), sum);
+                if let Some(sum) = end {
+                    let before = self.queues.policy.note_published(sum.key(), now);
+                    segments.add(1, before, sum);
+                }
+            }
         }
         segments.0
     }
