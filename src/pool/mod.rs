@@ -41,7 +41,7 @@ pub use page_pool::{PageConfig, PagePool};
 pub use prefix_cache::{CachedSizes, Lease, Offer, PrefixCache, PrefixCacheConfig, PrefixCounts, Published};
 pub use prefix_tree::{EvictedNodes, Inserted, NodePrefix, PrefixTree, PrefixTreeConfig};
 pub use req_to_token_pool::{ReqToTokenConfig, ReqToTokenPool, TableIndex, TableWriters};
-pub use shortage::Reclaim;
+pub use shortage::{Obtainable, Reclaim};
 pub use token_to_kv_pool_allocator::{AllocatorConfig, Grant, Notice, OnNotice, TokenToKvPoolAllocator};
 pub use workspace::{Workspace, WorkspaceConfig, give_back_segment, take_segment};
 

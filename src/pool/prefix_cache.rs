@@ -19,7 +19,7 @@ use crate::index::Owner;
 use crate::memory::Stream;
 
 use super::slot_tensors::SlotTensors;
-use super::{GdnPool, Notice, Reclaim, TokenToKvPoolAllocator};
+use super::{GdnPool, Notice, Obtainable, Reclaim, TokenToKvPoolAllocator};
 
 pub use lease::{Lease, Offer, Published};
 pub(super) use lock::Parked;
@@ -465,9 +465,10 @@ impl Drop for Open<'_> {
 }
 
 impl Reclaim for Shared {
-    fn obtainable(&self, stream: Stream) -> usize {
-        let Some(allocator) = self.allocator.upgrade() else { return 0 };
-        self.open(&allocator, stream).current().tree.evictable()
+    fn obtainable(&self, stream: Stream) -> Obtainable {
+        let Some(allocator) = self.allocator.upgrade() else { return Obtainable::default() };
+        let at_once = self.open(&allocator, stream).current().tree.evictable();
+        Obtainable { at_once, behind_fences: 0 }
     }
 
     fn reclaim(&self, slots: usize, stream: Stream) -> Result<usize> {

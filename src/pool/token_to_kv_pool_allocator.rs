@@ -13,7 +13,7 @@ use crate::tensor::TensorView;
 
 use super::deferred::FreedAs;
 use super::fences::{Fence, passed};
-use super::shortage::{OrShort, Reclaim};
+use super::shortage::{Obtainable, OrShort, Reclaim, Short};
 use super::slot_tensors::{Lens, SlotTensors};
 use super::stage::stage_bytes;
 use super::{Footprint, KvPool, at_least_one};
@@ -446,26 +446,31 @@ impl TokenToKvPoolAllocator {
                 Ok(taken) => return Ok(Some(taken)),
                 // How many slots landed was a guess until now.
                 Err(_) if self.wait_for_oldest(stream)? => shortage = usize::MAX,
-                // Asking again is worth it as long as it helps.
-                Err(short)
-                    if (1..shortage).contains(&short.slots) && self.can_reclaim(short.slots, stream) =>
-                {
-                    let freed = self.reclaim(short.slots, stream)?;
+                Err(short) => {
+                    let missing = short.to_reclaim(self.obtainable(short, stream));
+                    // Asking again is worth it as long as it helps.
+                    if !(1..shortage).contains(&missing) {
+                        return Ok(None);
+                    }
+                    let freed = self.reclaim(missing, stream)?;
                     // If that was enough and is gone again, another thread has taken it.
-                    shortage = if freed < short.slots { short.slots } else { usize::MAX };
+                    shortage = if freed < missing { missing } else { usize::MAX };
                 }
-                Err(_) => return Ok(None),
             }
         }
     }
 
-    /// Whether the registered [`Reclaim`]s could free so many slots, as far as they know.
-    fn can_reclaim(&self, slots: usize, stream: Stream) -> bool {
-        let mut missing = slots;
+    /// What the registered [`Reclaim`]s could free, as far as they know and a shortage needs to know.
+    fn obtainable(&self, short: Short, stream: Stream) -> Obtainable {
+        let mut all = Obtainable::default();
         for reclaim in self.reclaims() {
-            missing = missing.saturating_sub(reclaim.obtainable(stream));
+            if all.at_once < short.slots {
+                let more = reclaim.obtainable(stream);
+                all.at_once += more.at_once;
+                all.behind_fences += more.behind_fences;
+            }
         }
-        missing == 0
+        all
     }
 
     /// The registered [`Reclaim`]s, to be called without locks.

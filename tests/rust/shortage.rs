@@ -7,7 +7,7 @@ use kvpool::base::{Error, ErrorKind, IndexVec, Result};
 use kvpool::kernels::Indices;
 use kvpool::memory::Stream;
 use kvpool::pool::{
-    AllocatorConfig, Batch, BatchPlanner, Fence, Grant, PlannerConfig, Reclaim, ReqToTokenConfig,
+    AllocatorConfig, Batch, BatchPlanner, Fence, Grant, Obtainable, PlannerConfig, Reclaim, ReqToTokenConfig,
     ReqToTokenPool, TokenToKvPoolAllocator,
 };
 
@@ -53,8 +53,8 @@ impl Cache {
 }
 
 impl Reclaim for Cache {
-    fn obtainable(&self, _stream: Stream) -> usize {
-        self.kept.lock().expect("no panic").len()
+    fn obtainable(&self, _stream: Stream) -> Obtainable {
+        Obtainable { at_once: self.kept.lock().expect("no panic").len(), behind_fences: 0 }
     }
 
     fn reclaim(&self, slots: usize, _stream: Stream) -> Result<usize> {
@@ -209,13 +209,29 @@ fn failing_fence_delays_only_later_ones() {
 }
 
 #[test]
+fn slots_behind_fences_do_not_keep_a_call_from_reclaiming() {
+    let allocator = allocator(100, 1);
+    let cache = Cache::new(&allocator, 20);
+    let taken = allocator.alloc(80, STREAM).expect("memory").expect("room").keep();
+    let taken = taken.region().read::<i32>(0, 80).expect("inside").to_vec();
+    let fence: Arc<dyn Fence> = Arc::new(FixedFence(Ok(false)));
+    assert_eq!(free(&allocator, &taken[..50], Some(&fence)).expect("its own"), 0);
+    // The fence has not passed, but the cache has enough.
+    assert_eq!(count(allocator.alloc(15, STREAM)), Some(15));
+    assert_eq!(cache.asked(), [15]);
+    // All doors together have not.
+    assert_eq!(count(allocator.alloc(15, STREAM)), None);
+    assert!(cache.asked().is_empty());
+}
+
+#[test]
 fn what_is_on_its_way_is_not_reclaimed_for_again() {
     /// Slots whose last use is still in flight when they are given up.
     struct Busy(Mutex<usize>, Weak<TokenToKvPoolAllocator>);
 
     impl Reclaim for Busy {
-        fn obtainable(&self, _stream: Stream) -> usize {
-            100 - *self.0.lock().expect("no panic")
+        fn obtainable(&self, _stream: Stream) -> Obtainable {
+            Obtainable { at_once: 0, behind_fences: 100 - *self.0.lock().expect("no panic") }
         }
 
         fn reclaim(&self, slots: usize, _stream: Stream) -> Result<usize> {

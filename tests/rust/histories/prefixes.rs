@@ -273,12 +273,12 @@ impl Prefixes {
 
     /// Takes pages for a request, which evicts when there are too few.
     fn take(&mut self, pages: usize) -> Vec<i32> {
-        let (free, fenced) = (self.free_pages(), self.fenced_pages());
+        let free = self.free_pages();
         let taken = self.allocator.alloc(pages * self.page_size, STREAM).expect("no error");
         let taken = taken.map(kvpool::pool::Grant::keep);
         let evictable = self.evictable();
-        // What waits for a fence is coming, and not evicted for. What cannot succeed evicts nothing.
-        let missing = pages.saturating_sub(free + fenced);
+        // What cannot succeed evicts nothing.
+        let missing = pages.saturating_sub(free);
         let evicted = if missing <= evictable { missing } else { 0 };
         let is_possible = pages <= free + evicted;
         assert_eq!(taken.is_some(), is_possible, "{pages} pages, {free} free, {evictable} evictable");
