@@ -1802,8 +1802,8 @@ class Lease:
             StaleBufferError: If the lease was released, or the allocator was cleared.
         """
     def finish(self, tokens: IndicesLike, slots: IndicesLike) -> None:
-        """Publishes, frees the slots of the partial page at the end, and releases the lease: the end of a
-        request without a planner. With one, publish and call `BatchPlanner.finish`.
+        """Publishes, frees the partial page at the end, and releases the lease: the end of a request without a
+        planner. With one, publish and call `BatchPlanner.finish`. Nothing is changed if the call raises.
 
         Args:
             tokens: As in `publish`.

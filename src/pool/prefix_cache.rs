@@ -512,21 +512,30 @@ fn new_tree(config: &PrefixCacheConfig, allocator: &TokenToKvPoolAllocator, is_s
     tree
 }
 
-/// The pages of slots that fill pages in order; a rest that fills none is left out.
+/// What becomes of a partial page at the end of what is published.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Rest {
+    /// It stays the caller's.
+    Kept,
+    Freed,
+}
+
+/// The pages of slots that fill pages in order: the partial one at the end only if it is freed.
 ///
 /// # Errors
 /// [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) for the first slot that is elsewhere.
-fn pages_of(slots: &IndexVec, page_size: usize) -> Result<Vec<Page>> {
+fn pages_of(slots: &IndexVec, page_size: usize, rest: Rest) -> Result<Vec<Page>> {
+    let kept = if rest == Rest::Kept { slots.len() % page_size } else { 0 };
     match slots {
-        IndexVec::I32(slots) => pages_of_values(slots, page_size),
-        IndexVec::I64(slots) => pages_of_values(slots, page_size),
+        IndexVec::I32(slots) => pages_of_values(&slots[..slots.len() - kept], page_size),
+        IndexVec::I64(slots) => pages_of_values(&slots[..slots.len() - kept], page_size),
     }
 }
 
 fn pages_of_values<T: Copy + Into<i64>>(slots: &[T], page_size: usize) -> Result<Vec<Page>> {
-    let mut pages = crate::base::reserve(slots.len() / page_size)?;
+    let mut pages = crate::base::reserve(slots.len().div_ceil(page_size))?;
     let size = i64::try_from(page_size).expect("a page fits int32");
-    for (number, slots) in slots.chunks_exact(page_size).enumerate() {
+    for (number, slots) in slots.chunks(page_size).enumerate() {
         let first: i64 = slots[0].into();
         // A division of a page costs more than all else here.
         let (page, offset) = if page_size == 1 { (first, 0) } else { (first / size, first % size) };

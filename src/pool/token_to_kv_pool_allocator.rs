@@ -241,16 +241,6 @@ impl TokenToKvPoolAllocator {
         self.give(after, stream, |slots, id| slots.free(given, id, keep, stream))
     }
 
-    /// [`Self::free`] at once and without [`Self::poll`]: no fence can fail it.
-    ///
-    /// # Errors
-    /// If strict, [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) for an invalid free;
-    /// nothing is changed.
-    pub fn free_unpolled(&self, given: IndexVec, stream: Stream) -> Result<BadFrees> {
-        let given = Indices::Host(given);
-        self.freeing(self.lock(), stream, |slots| slots.free(&given, None, || None, stream))
-    }
-
     /// Frees pages: each value of `given` names one. `keep` keeps the tensor at a position of `given` alive.
     /// Otherwise like [`Self::free`].
     ///

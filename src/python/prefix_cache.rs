@@ -522,8 +522,8 @@ impl Lease {
         Ok(Published { outcome: published, lease, tensor: OnceLock::new(), device })
     }
 
-    /// Publishes, frees the slots of the partial page at the end, and releases the lease: the end of a
-    /// request without a planner. With one, publish and call `BatchPlanner.finish`.
+    /// Publishes, frees the partial page at the end, and releases the lease: the end of a request without a
+    /// planner. With one, publish and call `BatchPlanner.finish`. Nothing is changed if the call raises.
     ///
     /// Args:
     ///     tokens: As in `publish`.
@@ -535,22 +535,9 @@ impl Lease {
     ///     StaleBufferError: As in `publish`.
     fn finish(&self, py: Python<'_>, tokens: &Bound<'_, PyAny>, slots: &Bound<'_, PyAny>) -> PyResult<()> {
         let slots = args::indices(slots)?.values(py)?;
-        let cache = self.cache.get();
-        let _acting = cache.begin(py)?;
-        if let Some(row) = self.lease.row() {
-            let text = format!("the lease is that of request row {row}; the planner finishes it");
-            return Err(Error::config(text).into());
-        }
-        let (allocator, stream) = (cache.allocator.get(), self.stream(py)?);
-        // A fence that fails is found before anything is changed.
-        allocator.pool.poll(stream)?;
-        let published = self.offer(py, tokens, Some(&slots), None)?;
-        let whole = published.pages.len() * allocator.pool.page_size();
-        let rest: Vec<i64> = slots.iter().skip(whole).collect();
-        let count = rest.len();
-        self.lease.release(stream);
-        let bad = allocator.pool.free_unpolled(IndexVec::I64(rest), stream)?;
-        allocator.report(py, &bad, count);
+        let _acting = self.cache.get().begin(py)?;
+        let stream = self.stream(py)?;
+        with_tokens(tokens, |tokens| Ok(self.lease.finish(tokens, &slots, stream)?))?;
         Ok(())
     }
 

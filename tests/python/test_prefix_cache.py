@@ -385,6 +385,31 @@ def test_finish_is_the_end_of_a_request() -> None:
     assert scene.sizes() == (8, 0, 0, 56)
 
 
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("last", ["free", "cached", "of another page", "not its first", "out of range"])
+def test_finish_with_a_wrong_rest_changes_nothing(last: str, *, strict: bool) -> None:
+    scene = Scene(4, strict=strict)
+    cached = scene.insert(range(100, 104))
+    own, freed = scene.alloc(8), scene.alloc(4)
+    scene.allocator.free(freed)
+    lease = scene.cache.match(range(50, 56))
+    wrong = {
+        "free": freed[:2],
+        "cached": cached[:2],
+        "of another page": [own[4], freed[1]],
+        "not its first": own[5:7],
+        "out of range": [2**40, 2**40 + 1],
+    }[last]
+    before = scene.sizes(), dict(scene.cache.stats()), scene.allocator.stats()
+    slots, page = "|".join(map(str, wrong)), wrong[0] // 4
+    with pytest.raises(IndexOwnershipError, match=rf"slot ({slots}|{page * 4})\b|page {page}\b"):
+        lease.finish(range(50, 56), [*own[:4], *wrong])
+    assert (scene.sizes(), dict(scene.cache.stats()), scene.allocator.stats()) == before
+    assert lease.length == 0
+    lease.finish(range(50, 56), own[:6])
+    assert scene.sizes()[0] == 8
+
+
 # Eviction
 
 

@@ -1,5 +1,6 @@
 //! Leases: a request's hold on a prefix.
 
+use std::borrow::Cow;
 use std::fmt;
 use std::sync::{Arc, Weak};
 
@@ -15,7 +16,7 @@ use crate::pool::{BatchPlanner, GdnPool, TokenToKvPoolAllocator};
 use crate::tensor::TensorView;
 
 use super::lock::PrefixLock;
-use super::{Kept, Open, Shared, pages_of};
+use super::{Kept, Open, Rest, Shared, pages_of};
 
 /// A request's hold on a prefix: its pages are not evicted. Dropping it releases them.
 pub struct Lease {
@@ -231,14 +232,8 @@ impl Lease {
     /// already, or do not fill pages in order; as [`GdnPool::copy_states`]. Nothing is changed, except that
     /// another snapshot may have been given up for the state.
     pub fn publish(&self, offer: &Offer<'_>, stream: Stream) -> Result<Published> {
-        let page_size = self.allocator.page_size();
-        let (tokens, slots) = (offer.tokens.count(), offer.slots.map_or(offer.tokens.count(), IndexVec::len));
-        if tokens != slots {
-            return Err(Error::config(format!(
-                "{tokens} tokens and {slots} slots were published; the numbers must be equal"
-            )));
-        }
-        let pages = offer.slots.map(|slots| pages_of(slots, page_size)).transpose()?;
+        let tokens = offer.tokens.count();
+        let pages = offer.slots.map(|slots| self.pages_for(tokens, slots, Rest::Kept)).transpose()?;
         // Dropped without locks: it may be the last owner.
         let mut planner = None;
         let Some(row) = offer.state else {
@@ -286,7 +281,40 @@ impl Lease {
         }
         Ok(taken)
     }
-    /// Publishes pages; `planner` is that of the request.
+
+    /// Publishes what the request has computed, frees the partial page at the end, and ends the lease: the end of
+    /// a request without a planner.
+    ///
+    /// # Errors
+    /// As [`Self::publish`], also for the slots of the partial page; [`ErrorKind::Config`] for the lease of a
+    /// request that a planner has. Nothing is changed.
+    pub fn finish(&self, tokens: &dyn Tokens, slots: &IndexVec, stream: Stream) -> Result<Published> {
+        let pages = self.pages_for(tokens.count(), slots, Rest::Freed)?;
+        let published = self.with(stream, |open, kept, held| {
+            if let Some(request) = held.request.as_ref().filter(|request| request.planner.strong_count() > 0)
+            {
+                let text =
+                    format!("the lease is that of request row {}; the planner finishes it", request.row);
+                return Err(Error::config(text));
+            }
+            self.publish_pages(open, (kept, held), tokens, Some(pages), None)
+        })?;
+        self.release(stream);
+        Ok(published)
+    }
+
+    /// The pages of the slots that are offered for so many tokens.
+    fn pages_for(&self, tokens: usize, slots: &IndexVec, rest: Rest) -> Result<Vec<Page>> {
+        if tokens != slots.len() {
+            return Err(Error::config(format!(
+                "{tokens} tokens and {} slots were published; the numbers must be equal",
+                slots.len()
+            )));
+        }
+        pages_of(slots, self.allocator.page_size(), rest)
+    }
+
+    /// Publishes whole pages, and frees the one behind them, if there is one; `planner` is that of the request.
     fn publish_pages(
         &self,
         open: &Open<'_>,
@@ -315,8 +343,11 @@ impl Lease {
                     return Err(Error::config("slots are needed for a lease that no planner has"));
                 }
             };
+            let rest = pages.split_off((whole / page_size).min(pages.len()));
             let (given, new) = pages.split_at_mut(cached.len());
-            slots.slots_mut().cache(new, given, &self.shared.owner)?;
+            let freed =
+                if rest.is_empty() { Cow::Borrowed(&*given) } else { Cow::Owned([&*given, &*rest].concat()) };
+            slots.slots_mut().cache(new, &freed, &self.shared.owner)?;
             let duplicates = given.iter().zip(&cached).filter(|(given, cached)| given != cached).count();
             given.copy_from_slice(&cached);
             if let Some((state, row)) = &mut request {
