@@ -229,11 +229,8 @@ impl PrefixTree {
         // A slot that has another owner frees nothing.
         while all.freed < tokens {
             let mut gone = Evicted::default();
-            while all.freed + gone.pages.len() < tokens
-                && let Some(node) = kept.tree.evict_leaf(Cause::now(Pressure::Evict), &mut gone)
-            {
-                all.gone.push(node);
-            }
+            let cause = Cause::now(Pressure::Evict);
+            kept.tree.evict_leaves(tokens - all.freed, cause, &mut gone, &mut all.gone);
             if gone.pages.is_empty() {
                 break;
             }

@@ -76,7 +76,7 @@ impl Tree {
 
     /// Reads what the eviction of `leaf` and of those that probably follow, `most` at most, will need, and
     /// returns their number. One read does not wait for another here, while evictions would wait for each.
-    fn fetch_ahead(&self, leaf: NodeId, most: usize) -> usize {
+    pub(super) fn fetch_ahead(&self, leaf: NodeId, most: usize) -> usize {
         let mut leaves = [leaf; AHEAD];
         let mut count = 1;
         while count < most.min(AHEAD)

@@ -303,18 +303,32 @@ impl Tree {
         Some(())
     }
 
-    /// Evicts the whole leaf that the policy names. Returns its former name, or `None` if nothing is evictable.
-    pub fn evict_leaf(&mut self, cause: Cause, gone: &mut Evicted) -> Option<NodeHandle> {
-        loop {
-            let leaf = self.queues.policy.victim(self.now)?;
+    /// Evicts whole leaves, and nodes that become leaves by that, until `gone` has at least `pages` pages or nothing
+    /// is evictable. Adds their former names to `names`.
+    pub fn evict_leaves(
+        &mut self,
+        pages: usize,
+        cause: Cause,
+        gone: &mut Evicted,
+        names: &mut Vec<NodeHandle>,
+    ) {
+        gone.pages.reserve(pages.saturating_sub(gone.pages.len()).min(self.cached - self.locked));
+        let mut fetched = 0_usize;
+        while gone.pages.len() < pages
+            && let Some(leaf) = self.queues.policy.victim(self.now)
+        {
             if self.is_covered(leaf) {
                 self.unqueue(leaf);
                 self.park(leaf);
                 continue;
             }
-            let handle = self.handle(leaf);
+            if fetched == 0 {
+                let leaves = (pages - gone.pages.len()).div_ceil(self.node(leaf).pages.len());
+                fetched = self.fetch_ahead(leaf, leaves);
+            }
+            fetched -= 1;
+            names.push(self.handle(leaf));
             self.trim(leaf, usize::MAX, cause, gone);
-            return Some(handle);
         }
     }
 
