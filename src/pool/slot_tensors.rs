@@ -315,17 +315,15 @@ impl SlotTensors {
 
     /// Returns the unused slots of `view` to the pool, except those in `continued` pages.
     ///
-    /// The tensor, which nothing has written to, is the only record of them: another one would cost every
-    /// call up to a third of the time that taking scattered slots takes.
+    /// The tensor, which nothing has written to, is the only record of them: see `docs/decisions/grants.md`.
     pub(super) fn undo(&mut self, view: &TensorView, continued: &[Page]) {
         let slots = match Indices::of(view.borrow(), Some(0)) {
             Ok(Indices::Host(values)) => Some(values),
             Ok(Indices::Device { tensor, version }) => known_values(&tensor, version),
             Err(_) => None,
         };
-        if let Some(slots) = slots.and_then(|slots| slots.into_i32().ok()) {
-            self.slots.undo(&slots, continued);
-        }
+        let slots = slots.and_then(|slots| slots.into_i32().ok());
+        self.slots.undo(&slots.expect("the list is as the pool made it"), continued);
     }
 
     /// Frees slots; drops and reports those that are not live. With a fence, they stay in use until
