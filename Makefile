@@ -13,6 +13,7 @@ DRIVER := target/software_driver/lib/libcuda.so.1
 DRIVER_SOURCES := $(shell find tests/software_driver -name "*.rs" -o -name "*.cpp" -o -name "Cargo.*") $(wildcard src/kernels/*.cu*)
 CUDA_TOOLS := $(VENV)/cuda-tools
 PEERS := $(VENV)/peers
+ENGINES := $(VENV)/engines
 # Seconds for each fuzz target, the targets, and how many run at once. SANITIZER=address needs a nightly toolchain.
 FUZZ_SECONDS ?= 3600
 TARGETS ?= $(notdir $(wildcard tests/fuzz/corpus/*))
@@ -30,7 +31,7 @@ GPU_TOOLS := pytest pytest-timeout pytest-xdist hypothesis prometheus-client ric
 STEPS ?= 11000000
 SEED ?= 1
 
-.PHONY: demo test lint bench bench-cuda bench-peers chart api format clean kernels kernel-report rust-test python-test machine-test software-test \
+.PHONY: demo test lint test-engines bench bench-cuda bench-peers chart api format clean kernels kernel-report rust-test python-test machine-test software-test \
     rust-lint python-lint kernel-lint \
     orders fuzz fuzz-build fuzz-briefly histories soak soak-threads gpu gpu-package
 .DEFAULT_GOAL := test
@@ -55,7 +56,7 @@ rust-test: $(DRIVER)
 	LD_PRELOAD=$(abspath $(DRIVER)) KVPOOL_REQUIRE_CUDA=1 cargo test --locked --features cuda
 
 # Once as this machine is, and every CUDA test on the software driver, both at once: each takes one core.
-python-test: $(EXTENSION) $(VENV)/.test $(DRIVER)
+python-test: $(EXTENSION) $(VENV)/.test $(DRIVER) $(ENGINES)/.installed
 	$(MAKE) --jobs=2 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target) --no-print-directory machine-test software-test
 
 machine-test:
@@ -133,6 +134,15 @@ bench: $(EXTENSION) $(VENV)/.tools
 	if test -f $(TRACES)/azure/AzureLLMInferenceTrace_conv.csv; then \
 	    $(BIN)/python -m kvpool replay $(TRACES)/azure/AzureLLMInferenceTrace_conv.csv --no-kv; \
 	fi
+
+# Engines on kvpool, at length. Those that are not there are skipped with the reason.
+test-engines: $(EXTENSION) $(VENV)/.test $(ENGINES)/.installed
+	$(BIN)/python -m pytest --timeout=3600 tests/engines
+
+# Without what they depend on and the tests have: PyTorch, transformers and what these need.
+$(ENGINES)/.installed: $(VENV)/.test
+	$(PIP) install --quiet --no-deps --no-compile --target $(ENGINES) --group sglang
+	touch $@
 
 # The same on a GPU.
 bench-cuda: $(EXTENSION) $(VENV)/.tools
