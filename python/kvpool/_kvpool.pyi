@@ -48,6 +48,7 @@ __all__ = [
     "PagePool",
     "Pool",
     "PrefixCache",
+    "PrefixTree",
     "Published",
     "Removed",
     "ReqToTokenPool",
@@ -55,6 +56,10 @@ __all__ = [
     "Stored",
     "Tensor",
     "TokenToKVPoolAllocator",
+    "TreeEviction",
+    "TreeInsertion",
+    "TreeMatch",
+    "TreeNode",
     "_PageLocking",
     "_Workspace",
     "__version__",
@@ -263,7 +268,8 @@ class Pool:
 
         Returns:
             A list of `kvpool.Leak`: `owner`, `site`, `count`, `age_s` (age of the oldest unit in seconds),
-            `spans`, the units as (first, end) pairs, and `state`, which is "live" or "cached".
+            `spans`, the units as (first, end) pairs, and `state`: "live", or for units that a prefix cache
+            alone holds "evictable" or, with leases, "locked".
 
         Raises:
             ConfigError: If the pool does not debug.
@@ -1052,7 +1058,8 @@ class BatchPlanner:
     The planner tracks how many tokens of each request have slots, and owns these slots. `seq_lens` always
     include the new tokens; a length that does not follow from the request's current length is an error. Rows
     come from `req_to_token_pool.alloc`; `finish` frees them with their slots. A row that was freed and
-    allocated again starts with no tokens. `extend` and `decode` are all or nothing: when they return `None`
+    allocated again starts with no tokens. The lease of a row that was freed without `finish` ends in the next
+    call of the planner. `extend` and `decode` are all or nothing: when they return `None`
     or raise, nothing is changed.
 
     A step is one pass on the host. Its cost grows with the new tokens and the requests; only `kv_indices` is
@@ -1182,7 +1189,7 @@ class BatchPlanner:
         after: Fence | None = None,
     ) -> None:
         """Shrinks requests, for example by rejected tokens, and frees their slots. Table entries beyond the new
-        length keep their values but are no longer owned.
+        length keep their values but are no longer owned. A lease that is longer is cut as well.
 
         Args:
             req_pool_indices: Request rows, ints `[bs]`.
@@ -1205,13 +1212,13 @@ class BatchPlanner:
         *,
         after: Fence | None = None,
     ) -> None:
-        """Frees the slots and the rows of requests. The rows are zeroed.
+        """Frees the slots and the rows of requests, and ends their leases. The rows are zeroed.
 
         Args:
             req_pool_indices: Request rows, ints `[bs]`.
             seq_lens: Tokens of each request, ints `[bs]`. Only checked.
-            after: A fence as in `TokenToKVPoolAllocator.free`: the slots stay in use until its `query()`
-                returns true.
+            after: A fence as in `TokenToKVPoolAllocator.free`: the slots stay in use, and leased prefixes
+                locked, until its `query()` returns true.
 
         Raises:
             ConfigError: If a length differs from the request's, or a row is listed twice. Nothing is changed.
@@ -1533,7 +1540,7 @@ class PrefixCache(Pool):
 
     The cache owns whole pages of an allocator, from their publication to their eviction; requests hold
     leases. A call of the allocator, or of a planner on it, that is short of slots evicts pages without a
-    lease, and fails only if nothing evictable is left. At any time `cached_size() == evictable_size() +
+    lease, and fails, without evicting any, only if all that are evictable would not do. At any time `cached_size() == evictable_size() +
     locked_size()`. Freeing a cached slot through the allocator is an invalid free.
 
     Token ids are ints in `[0, 2**31)`: a 1-D int32 or int64 tensor or array in host memory, or a list, is read
@@ -1777,14 +1784,21 @@ class Lease:
                 whole pages passes to the cache. Not needed for a lease that a planner has: it knows the slots
                 of its requests.
             row: The request row of a lease that a planner has; only checked. The planner's next call with the
-                row writes the cache's slots to the request table, in place of those of duplicates.
+                row writes the cache's slots to the request table, in place of those of duplicates. If you write
+                the table yourself, write `Published.slots` to it.
             state: A working slot of the cache's states, whose state is that after the last whole page. A
-                snapshot of it is kept if a track slot is free or can be given up.
+                snapshot of it is kept if a track slot is free or can be given up: superseded ones first, which are
+                earlier ones of the same lease behind the tokens that it was matched with. The state is copied
+                before anything is published, on the current stream.
+
+        Nothing is changed if the call raises, except that another snapshot may have been given up for the state.
 
         Raises:
             ConfigError: If a token is outside of [0, 2**31), or `tokens` and `slots` differ in length.
+            DriverError: If the state cannot be copied.
+            IndexError: If there is no slot `state`.
             IndexOwnershipError: If a slot is not in use, listed twice, cached already, or not at its place in a
-                page. Nothing is changed.
+                page.
             StaleBufferError: If the lease was released, or the allocator was cleared.
         """
     def finish(self, tokens: IndicesLike, slots: IndicesLike) -> None:
@@ -1831,6 +1845,210 @@ class Published:
         """The cache's slots of the tokens published, from the former length of the lease to `length`: 1-D int32
         on the allocator's device. Without duplicates they are the caller's.
         """
+
+@final
+class PrefixTree:
+    """The tree of a prefix cache by its nodes, for engines that hold nodes, lock them and evict by themselves.
+    `PrefixCache`, which has leases and evicts when an allocation is short, is what other users want.
+
+    A node is a run of tokens with their slots; its name is an int that no other node of the tree ever has, below
+    2**63. A node that is cut in two keeps its name, its end and its locks for the deeper half. Prefixes are found
+    in whole pages, and compared token by token. Tokens and namespaces are those of `PrefixCache`.
+
+    Slots that are inserted belong to the tree until they are evicted: freeing them through the allocator is an
+    invalid free. An insertion frees nothing; slots of tokens that were cached before stay the caller's. What an
+    insertion has behind its last whole page is kept, too, in a node that no look-up finds: the next insertion of
+    the same slots takes it over, and it is not evicted while the node before it is locked. Where no node is
+    before it, it is not evicted until the same slots are inserted again.
+
+    All calls are atomic and thread-safe. They wait for a GPU only for the values of an argument that the host
+    does not know. Clearing the allocator empties the tree. Slots are valid, and reused, in the order of the
+    current stream.
+
+    Args:
+        allocator: The allocator of the slots, with `page_size` 1. With `None`, slots are plain ints of the
+            caller, and what is evicted is only listed.
+        page_size: Tokens that are found together.
+        policy: What is evicted first: "adaptive", "lru", "fifo", "lfu", "slru" or "priority".
+        name: The owner of cached slots in reports. Defaults to the class name and a number.
+
+    Raises:
+        ConfigError: If `page_size` is 0, `policy` is unknown, or the allocator has pages of more than one slot.
+    """
+
+    def __new__(
+        cls,
+        allocator: TokenToKVPoolAllocator | None = None,
+        *,
+        page_size: SupportsIndex = 1,
+        policy: str = "lru",
+        name: str | None = None,
+    ) -> PrefixTree: ...
+    def match(
+        self, tokens: IndicesLike, *, namespace: Namespace = None, limit: SupportsIndex | None = None
+    ) -> TreeMatch:
+        """Finds the longest cached prefix, in whole pages, and refreshes it. Cuts a node in two if none ends there.
+
+        Args:
+            tokens: Token ids of the prompt.
+            namespace: A str, bytes or an int; `None` is a namespace of its own.
+            limit: Maximum length in tokens.
+
+        Raises:
+            ConfigError: If a token is outside of [0, 2**31), or `limit` is negative.
+            TypeError: If `tokens` are no ints, or `namespace` is of another type.
+        """
+    def insert(
+        self, tokens: IndicesLike, slots: IndicesLike, *, namespace: Namespace = None
+    ) -> TreeInsertion:
+        """Adds tokens with their slots, up to the first slot that is 0 or not allocated.
+
+        Args:
+            tokens: Token ids, from the first on.
+            slots: Their slots, ints of the same length. The caller's ownership of those that were not cached
+                before passes to the tree. The values are copied.
+            namespace: As in `match`.
+
+        Raises:
+            ConfigError: If a token or slot is outside of [0, 2**31), or `tokens` and `slots` differ in length.
+            IndexOwnershipError: If a slot is listed twice, or cached with other tokens. Nothing is changed.
+            TypeError: As in `match`.
+        """
+    def lock(self, node: SupportsIndex) -> None:
+        """Keeps a node, and those before it, from being evicted. Locks of a node are counted.
+
+        Raises:
+            StaleBufferError: If the node was evicted.
+        """
+    def unlock(self, node: SupportsIndex) -> None:
+        """Undoes one `lock` of a node.
+
+        Raises:
+            StaleBufferError: If the node was evicted.
+            IndexOwnershipError: If the node has no lock. Nothing is changed.
+        """
+    def evict(self, tokens: SupportsIndex) -> TreeEviction:
+        """Evicts whole nodes, ends of prefixes first, until at least `tokens` slots became free or nothing is
+        evictable. Their slots are freed at once, in one call.
+
+        Raises:
+            ConfigError: If `tokens` is negative.
+        """
+    def clear(self) -> TreeEviction:
+        """Gives up every node, locked or not, and frees the slots."""
+    def slots(self, node: SupportsIndex, start: SupportsIndex = 0) -> torch.Tensor:
+        """Returns the slots of a prefix: 1-D int32 on the allocator's device, or in host memory without one. A
+        copy.
+
+        Args:
+            node: The node at the end of the prefix.
+            start: The position of the first slot.
+
+        Raises:
+            StaleBufferError: If the node was evicted.
+            ConfigError: If `start` is negative.
+        """
+    def node(self, node: SupportsIndex) -> TreeNode:
+        """Describes a node as it is now. A look at every node makes this a call for debugging.
+
+        Raises:
+            StaleBufferError: If the node was evicted.
+        """
+    @property
+    def root(self) -> int:
+        """The node at the end of no tokens, of which every prefix is a child. It changes when the tree is cleared."""
+    def cached_size(self) -> int:
+        """Returns the number of cached tokens."""
+    def evictable_size(self) -> int:
+        """Returns the number of cached tokens that no lock keeps, those of inner nodes included."""
+    def locked_size(self) -> int:
+        """Returns the number of cached tokens that locks keep."""
+    def stats(self) -> dict[str, int]:
+        """Returns the numbers of the tree: `cached`, `evictable` and `locked` in tokens, `nodes`, and the `bytes` of
+        the bookkeeping.
+        """
+    def verify(self) -> None:
+        """Checks every invariant of the tree.
+
+        Raises:
+            IndexOwnershipError: If a check fails, with a description.
+        """
+    @property
+    def allocator(self) -> TokenToKVPoolAllocator | None:
+        """The allocator of the slots, if there is one."""
+    @property
+    def page_size(self) -> int:
+        """Tokens that are found together."""
+    @property
+    def policy(self) -> str:
+        """The name of the policy."""
+
+@final
+class TreeMatch:
+    """A prefix that `PrefixTree.match` found."""
+
+    @property
+    def node(self) -> int:
+        """The node that ends where the prefix ends; the root if nothing was found."""
+    @property
+    def length(self) -> int:
+        """Tokens of the prefix, in whole pages."""
+
+@final
+class TreeInsertion:
+    """The result of `PrefixTree.insert`."""
+
+    @property
+    def node(self) -> int:
+        """The node that ends where the inserted tokens end."""
+    @property
+    def cached(self) -> int:
+        """Tokens that were cached before, in whole pages. Slots that the caller owned for them are the caller's
+        still.
+        """
+    @property
+    def length(self) -> int:
+        """Tokens inserted: those before the first slot that is 0 or not allocated."""
+    @property
+    def gone(self) -> list[int]:
+        """Nodes that ceased to exist: what had been kept behind a last whole page and became part of another node."""
+
+@final
+class TreeEviction:
+    """The result of `PrefixTree.evict` and `PrefixTree.clear`."""
+
+    @property
+    def tokens(self) -> int:
+        """Slots that became free."""
+    @property
+    def gone(self) -> list[int]:
+        """Nodes that ceased to exist, in order. Those of an allocator that was cleared before are among them."""
+    @property
+    def slots(self) -> torch.Tensor:
+        """The slots evicted: 1-D int32 in host memory, a new tensor each time."""
+
+@final
+class TreeNode:
+    """A node of a `PrefixTree` at the time of `PrefixTree.node`."""
+
+    @property
+    def node(self) -> int:
+        """Its name."""
+    @property
+    def parent(self) -> int | None:
+        """The node before it; `None` for a root."""
+    @property
+    def children(self) -> list[int]:
+        """The nodes behind it."""
+    @property
+    def tokens(self) -> list[int]:
+        """Its own tokens, without those of the nodes before it."""
+    @property
+    def slots(self) -> list[int]:
+        """The slots of its own tokens."""
+    @property
+    def locks(self) -> int:
+        """Locks of the node and of all nodes behind it."""
 
 @final
 class Segment:

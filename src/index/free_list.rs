@@ -197,6 +197,11 @@ impl<I: Id> FreeList<I> {
         self.records.is_live(index.number())
     }
 
+    /// Whether all of `mask`, which lies in this space, may be freed.
+    pub(super) fn are_live(&self, mask: Mask) -> bool {
+        self.records.are_live(mask)
+    }
+
     /// Merges the released indices into the free ones. Has no effect in [`Order::Fifo`].
     pub fn merge(&mut self) {
         self.records.merge();

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use crate::base::{Error, IndexVec, PADDING, Result};
+use crate::base::{Error, IndexVec, PADDING, Result, widen};
 
 use super::mask::Mask;
 
@@ -82,8 +82,18 @@ impl BlockMasks {
         if !is_within {
             return None;
         }
+        let indices = &indices[..values.len()];
+        if let [first, .., last] = indices
+            && widen(last.saturating_sub(*first) / 64) >= BLOCK / 2
+        {
+            // Few of them share a word: looking for those costs more than it spares.
+            for (mask, &index) in self.0.iter_mut().zip(indices) {
+                *mask = Mask::of(index);
+            }
+            return Some(&self.0[..values.len()]);
+        }
         let (mut word, mut bits, mut last, mut at) = (u32::MAX, 0, 0, BLOCK - 1);
-        for &index in &indices[..values.len()] {
+        for &index in indices {
             // Without a branch: the end of a word is not predictable.
             let goes_on = index / 64 == word && index > last;
             at = (at + usize::from(!goes_on)) % BLOCK;

@@ -247,12 +247,13 @@ impl SlotTensors {
         !self.deferred.is_empty() && self.need_sort && self.slots.merges_for(count)
     }
 
-    /// The shortage for `count` more slots, beside those that are on their way: freed, but behind a fence or as
-    /// values that have not landed. A request beyond the capacity is not worth reclaiming for.
+    /// The shortage for `count` more slots, beside those that are on their way as values that have not landed. A
+    /// request beyond the capacity is not worth reclaiming for.
     pub(super) fn short(&self, count: usize) -> Short {
-        let coming = self.slots.available() + self.landing() + self.slots.stats().fenced;
+        let coming = self.slots.available() + self.landing();
         let is_possible = count <= self.slots.capacity();
-        Short { slots: if is_possible { count.saturating_sub(coming) } else { 0 } }
+        let slots = if is_possible { count.saturating_sub(coming) } else { 0 };
+        Short { slots, fenced: self.slots.stats().fenced }
     }
 
     /// Checks that a tensor of slots can be made for `stream` now.

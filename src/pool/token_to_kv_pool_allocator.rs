@@ -1,9 +1,10 @@
 //! The allocator of token slots, which hands them out as tensors.
 
+use std::collections::HashSet;
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, Weak};
+use std::sync::{Arc, Weak};
 
-use crate::base::sync::lock;
+use crate::base::sync::explored::{Mutex, MutexGuard, lock};
 use crate::base::{Device, Error, IndexDType, IndexVec, Page, Result, blocking};
 use crate::index::{BadFrees, FenceId, Ledgered, SlotAllocator, SlotStats, ascending_runs};
 use crate::kernels::Indices;
@@ -12,7 +13,7 @@ use crate::tensor::TensorView;
 
 use super::deferred::FreedAs;
 use super::fences::{Fence, passed};
-use super::shortage::{OrShort, Reclaim};
+use super::shortage::{Obtainable, OrShort, Reclaim, Short};
 use super::slot_tensors::{Lens, SlotTensors};
 use super::stage::stage_bytes;
 use super::{Footprint, KvPool, at_least_one};
@@ -72,7 +73,8 @@ impl AllocatorConfig {
 /// or frees slots checks for both; [`Self::poll`] does only that.
 ///
 /// When there are not enough slots, a call that takes some completes pending frees, waits for values in flight
-/// from a device, calls the [`Reclaim`]s registered with [`Self::on_shortage`], and only then returns `None`.
+/// from a device, calls the [`Reclaim`]s registered with [`Self::on_shortage`], and only then returns `None`. If
+/// all of them together could not free what is missing, none is called.
 ///
 /// Which slots a call hands out depends on the calls before it alone, and not on when values of frees land:
 /// processes that make the same calls get the same slots. For that, a merge of released slots waits for values
@@ -237,6 +239,16 @@ impl TokenToKvPoolAllocator {
         stream: Stream,
     ) -> Result<BadFrees> {
         self.give(after, stream, |slots, id| slots.free(given, id, keep, stream))
+    }
+
+    /// [`Self::free`] at once and without [`Self::poll`]: no fence can fail it.
+    ///
+    /// # Errors
+    /// If strict, [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) for an invalid free;
+    /// nothing is changed.
+    pub fn free_unpolled(&self, given: IndexVec, stream: Stream) -> Result<BadFrees> {
+        let given = Indices::Host(given);
+        self.freeing(self.lock(), stream, |slots| slots.free(&given, None, || None, stream))
     }
 
     /// Frees pages: each value of `given` names one. `keep` keeps the tensor at a position of `given` alive.
@@ -432,30 +444,56 @@ impl TokenToKvPoolAllocator {
             drop(slots);
             match taken {
                 Ok(taken) => return Ok(Some(taken)),
-                Err(_) if self.wait_for_oldest(stream)? => (),
-                // Asking again is worth it as long as it helps.
-                Err(short) if (1..shortage).contains(&short.slots) => {
-                    shortage = short.slots;
-                    self.reclaim(short.slots, stream)?;
+                // How many slots landed was a guess until now.
+                Err(_) if self.wait_for_oldest(stream)? => shortage = usize::MAX,
+                Err(short) => {
+                    let missing = short.to_reclaim(self.obtainable(short, stream));
+                    // Asking again is worth it as long as it helps.
+                    if !(1..shortage).contains(&missing) {
+                        return Ok(None);
+                    }
+                    let freed = self.reclaim(missing, stream)?;
+                    // If that was enough and is gone again, another thread has taken it.
+                    shortage = if freed < missing { missing } else { usize::MAX };
                 }
-                Err(_) => return Ok(None),
             }
         }
     }
 
-    /// Calls the registered [`Reclaim`]s until they have freed enough slots.
-    fn reclaim(&self, slots: usize, stream: Stream) -> Result<()> {
-        let mut registered = lock(&self.reclaim);
-        registered.retain(|reclaim| reclaim.strong_count() > 0);
-        let asked: Vec<_> = registered.iter().filter_map(Weak::upgrade).collect();
-        drop(registered);
-        let mut missing = slots;
-        for reclaim in asked {
-            if missing > 0 {
-                missing = missing.saturating_sub(reclaim.reclaim(missing, stream)?);
+    /// What the registered [`Reclaim`]s could free, as far as they know and a shortage needs to know.
+    fn obtainable(&self, short: Short, stream: Stream) -> Obtainable {
+        let mut all = Obtainable::default();
+        for reclaim in self.reclaims() {
+            if all.at_once < short.slots {
+                let more = reclaim.obtainable(stream);
+                all.at_once += more.at_once;
+                all.behind_fences += more.behind_fences;
             }
         }
-        Ok(())
+        all
+    }
+
+    /// The registered [`Reclaim`]s, to be called without locks.
+    fn reclaims(&self) -> Vec<Arc<dyn Reclaim>> {
+        let mut registered = lock(&self.reclaim);
+        registered.retain(|reclaim| reclaim.strong_count() > 0);
+        registered.iter().filter_map(Weak::upgrade).collect()
+    }
+
+    /// Calls the registered [`Reclaim`]s until they have freed enough slots; returns how many they have.
+    fn reclaim(&self, slots: usize, stream: Stream) -> Result<usize> {
+        let mut freed = 0;
+        for reclaim in self.reclaims() {
+            if freed < slots {
+                freed += reclaim.reclaim(slots - freed, stream)?;
+            }
+        }
+        Ok(freed)
+    }
+
+    /// Pages that the registered [`Reclaim`]s hold and cannot free now.
+    pub(super) fn locked_pages(&self) -> HashSet<Page> {
+        self.reclaims().iter().flat_map(|reclaim| reclaim.locked()).collect()
     }
 
     /// Calls `free`, with the id of a new fence if `after` is given.
@@ -476,20 +514,32 @@ impl TokenToKvPoolAllocator {
     #[inline]
     pub(super) fn freeing<R>(
         &self,
-        mut slots: MutexGuard<'_, SlotTensors>,
+        slots: MutexGuard<'_, SlotTensors>,
         stream: Stream,
         work: impl FnOnce(&mut SlotTensors) -> Result<R>,
     ) -> Result<R> {
-        let answer = work(&mut slots);
-        let poisoned = slots.poison(stream);
-        drop(slots);
+        let (answer, poisoned) = Self::freeing_quietly(slots, stream, work);
         if let Err(failure) = poisoned {
             self.notify(Notice::NotPoisoned(&failure));
         }
         answer
     }
 
-    fn notify(&self, notice: Notice<'_>) {
+    /// [`Self::freeing`] for a caller that holds locks: also returns whether the rows are poisoned, for a notice
+    /// when it holds none.
+    #[inline]
+    pub(super) fn freeing_quietly<R>(
+        mut slots: MutexGuard<'_, SlotTensors>,
+        stream: Stream,
+        work: impl FnOnce(&mut SlotTensors) -> Result<R>,
+    ) -> (Result<R>, Result<()>) {
+        let answer = work(&mut slots);
+        let poisoned = slots.poison(stream);
+        (answer, poisoned)
+    }
+
+    /// Passes on a notice. The caller must hold no lock.
+    pub(super) fn notify(&self, notice: Notice<'_>) {
         if let Some(on_notice) = &self.on_notice {
             on_notice(notice);
         }

@@ -112,6 +112,12 @@ class World:
         self.prefix_own = [3]
         self.published = self.cache.match([]).publish([7, 8], [1, 2], state=1)
         self.lease = self.cache.match([7, 8])
+        self.tree_slots = kvpool.TokenToKVPoolAllocator(SIZE, "cuda")
+        self.tree = kvpool.PrefixTree(self.tree_slots)
+        some(self.tree_slots.alloc(3))
+        self.inserted = self.tree.insert([7, 8], [1, 2])
+        self.matched = self.tree.match([7, 8])
+        self.tree.lock(self.matched.node)
         self.chunks = kvpool.ChunkPool(4, 8, FLOAT)
         assert self.chunks.wait_registered()
         self.chunk = some(self.chunks.allocate())
@@ -437,6 +443,21 @@ ENTRIES: dict[str, Entry] = {
     "PrefixCache.explain": Entry(lambda w: w.cache.explain([7, 8, 9]), WORKS),
     "PrefixCache.events": Entry(lambda w: w.cache.events(), WORKS),
     "PrefixCache.verify": Entry(lambda w: w.cache.verify(), WORKS),
+    # PrefixTree: the same.
+    "PrefixTree()": Entry(lambda w: w.spare.append(kvpool.PrefixTree(w.allocator)), WORKS),
+    "PrefixTree.match": Entry(lambda w: w.tree.match([7]), WORKS, lambda _, match: match.length == 1),
+    "PrefixTree.insert": Entry(lambda w: w.tree.insert([6], [3]), WORKS),
+    "PrefixTree.lock": Entry(lambda w: w.tree.lock(w.matched.node), WORKS),
+    "PrefixTree.unlock": Entry(lambda w: w.tree.unlock(w.matched.node), WORKS),
+    "PrefixTree.evict": Entry(lambda w: w.tree.evict(1), WORKS),
+    "PrefixTree.clear": Entry(lambda w: w.tree.clear(), WORKS),
+    "PrefixTree.slots": Entry(lambda w: w.tree.slots(w.matched.node), REFUSES),
+    "PrefixTree.node": Entry(lambda w: w.tree.node(w.matched.node), WORKS),
+    "PrefixTree.cached_size": Entry(lambda w: w.tree.cached_size(), WORKS),
+    "PrefixTree.evictable_size": Entry(lambda w: w.tree.evictable_size(), WORKS),
+    "PrefixTree.locked_size": Entry(lambda w: w.tree.locked_size(), WORKS),
+    "PrefixTree.stats": Entry(lambda w: w.tree.stats(), WORKS),
+    "PrefixTree.verify": Entry(lambda w: w.tree.verify(), WORKS),
     "Lease.slots": Entry(lambda w: w.lease.slots, REFUSES),
     "Lease.publish": Entry(lambda w: w.lease.publish([6], w.prefix_own), WORKS),
     "Lease.finish": Entry(lambda w: w.lease.finish([6], w.prefix_own), WORKS),
@@ -512,6 +533,7 @@ INSTANCES: dict[str, Callable[[World], object]] = {
     "PagePool": lambda w: w.pages,
     "Pool": lambda w: w.allocator,
     "PrefixCache": lambda w: w.cache,
+    "PrefixTree": lambda w: w.tree,
     "Published": lambda w: w.published,
     "ReqToTokenPool": lambda w: w.table,
     "TokenToKVPoolAllocator": lambda w: w.allocator,
@@ -531,6 +553,10 @@ _WITHOUT_CALLS = (
     "Segment",
     "Stored",
     "Tensor",
+    "TreeEviction",
+    "TreeInsertion",
+    "TreeMatch",
+    "TreeNode",
 )
 
 

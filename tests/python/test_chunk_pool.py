@@ -1415,7 +1415,8 @@ def test_a_large_pool_is_page_locked_in_steps(
     assert not chunks[-1].tensor().any()
     del pool, first, chunks, found
     caplog.clear()
-    assert driver.locked_bytes() == before
+    # A thread that has reported its last step may still hold the pool.
+    assert eventually(lambda: driver.locked_bytes() == before)
     assert driver.calls("cuMemHostUnregister") == steps
 
 

@@ -11,6 +11,7 @@ mod histories;
 mod history_runs;
 mod kernels;
 mod layering;
+mod leases;
 mod oracle;
 mod policies;
 mod pool_table;

@@ -27,6 +27,8 @@ PER_THREAD Coordinates gridDim;
 struct Kernel {
     const char* name;
     size_t params_bytes;
+    // Where a list of numbers begins in the parameter: only before it are there addresses.
+    size_t list_begin;
     void (*run)(const void* params, Coordinates grid, Coordinates block);
 };
 
@@ -105,8 +107,15 @@ static inline void for_each_thread(Coordinates grid, Coordinates block, Body bod
         const Params& p = *static_cast<const Params*>(params);                                                       \
         for_each_thread(grid, block, [&p] { name(p); });                                                             \
     }                                                                                                                \
-    static const Registration name##_registration({#name, sizeof(Params), name##_run});                              \
+    static const Registration name##_registration({#name, sizeof(Params), list_begin<Params>, name##_run});          \
     static inline void name(const Params& p)
+
+#include "params.cuh"
+
+template <typename Params>
+static constexpr size_t list_begin = sizeof(Params);
+template <typename Params>
+static constexpr size_t list_begin<WithList<Params>> = offsetof(WithList<Params>, list);
 
 #include "plan.cu"
 #include "rows.cu"

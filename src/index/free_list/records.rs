@@ -30,6 +30,7 @@ struct Record {
 #[derive(Clone, Debug)]
 pub(super) struct Records {
     space: Range<u32>,
+    /// As many as belong to whole words of their numbers.
     sets: Vec<Record>,
     /// The fenced indices, laid out like `sets`. Read only while there are some.
     fenced: Vec<u64>,
@@ -46,7 +47,7 @@ impl Records {
     pub(super) fn new(space: Range<u32>) -> Result<Self> {
         let count = widen(space.end.div_ceil(64)).max(1);
         let mut made = Self {
-            sets: zeros(count)?,
+            sets: zeros(count.next_multiple_of(64))?,
             fenced: zeros(count)?,
             with_free: Bitmap::new(count)?,
             with_released: Bitmap::new(count)?,
@@ -93,6 +94,13 @@ impl Records {
             let Record { free, released } = self.sets[at];
             (free | released | self.fenced(at)) >> (index % 64) & 1 == 0
         }
+    }
+
+    /// Whether all of `mask`, which lies in the space, is live.
+    pub(super) fn are_live(&self, mask: Mask) -> bool {
+        let at = widen(mask.word);
+        let Record { free, released } = self.sets[at];
+        (free | released | self.fenced(at)) & mask.bits == 0
     }
 
     /// Frees everything.
@@ -201,24 +209,39 @@ impl Records {
     ///
     /// `merge` counts released indices as free and merges them, like [`Records::merge`].
     pub(super) fn take_lowest<T: IndexNumber>(&mut self, out: &mut [T], merge: bool) {
-        let merged = if merge { u64::MAX } else { 0 };
         if merge {
             let released = std::mem::take(&mut self.counts[Set::Released as usize]);
             self.counts[Set::Free as usize] += released;
+            self.list_lowest::<T, true>(out);
+            self.merge();
+        } else {
+            self.list_lowest::<T, false>(out);
         }
         self.counts[Set::Free as usize] -= out.len();
+    }
+
+    /// Lists the lowest free indices in `out` and makes them live; with `MERGE` the released ones, too.
+    ///
+    /// A function of its own for each: the loop is worth all registers.
+    #[inline(never)]
+    fn list_lowest<T: IndexNumber, const MERGE: bool>(&mut self, out: &mut [T]) {
+        let Self { sets, with_free, with_released, .. } = self;
+        let merged = if MERGE { u64::MAX } else { 0 };
         let mut out = out.iter_mut();
         let mut from = 0;
         while out.len() > 0
-            && let Some(block) = self.next_block(from, merge)
+            && let Some(block) = next_block::<MERGE>(with_free, with_released, from)
         {
-            let numbers = self.with_free.word(block) | self.with_released.word(block) & merged;
+            let numbers = with_free.word(block) | with_released.word(block) & merged;
+            let records: &mut [_; 64] =
+                sets[block * 64..].first_chunk_mut().expect("there are whole words of them");
             let mut rest = numbers;
             let mut partial = 0;
             while rest != 0 {
-                let at = block * 64 + widen(rest.trailing_zeros());
-                let Record { free, released } = &mut self.sets[at];
-                *free = list(narrow(at) * 64, *free | *released & merged, &mut out);
+                let at = rest.trailing_zeros();
+                let Record { free, released } = &mut records[widen(at)];
+                let base = narrow(block) * 4096 + at * 64;
+                *free = list(base, *free | *released & merged, &mut out);
                 *released &= !merged;
                 if *free != 0 {
                     partial = rest & rest.wrapping_neg();
@@ -226,23 +249,10 @@ impl Records {
                 }
                 rest &= rest - 1;
             }
-            self.with_released.remove_word(block, (numbers ^ rest | partial) & merged);
-            self.with_free.remove_word(block, numbers ^ rest);
-            self.with_free.insert_word(block, partial);
+            with_released.remove_word(block, (numbers ^ rest | partial) & merged);
+            with_free.remove_word(block, numbers ^ rest);
+            with_free.insert_word(block, partial);
             from = block + 1;
-        }
-        if merge {
-            self.merge();
-        }
-    }
-
-    /// The first word, at or after `from`, of the summary that has a record with a free index or, with
-    /// `merge`, a released one.
-    fn next_block(&self, from: usize, merge: bool) -> Option<usize> {
-        let free = self.with_free.next_word(from);
-        match self.with_released.next_word(from).filter(|_| merge) {
-            Some(released) => Some(free.map_or(released, |free| free.min(released))),
-            None => free,
         }
     }
 
@@ -322,6 +332,16 @@ impl Records {
     }
 }
 
+/// The first word, at or after `from`, of the summary that has a record with a free index or, with `MERGE`, a released
+/// one.
+fn next_block<const MERGE: bool>(with_free: &Bitmap, with_released: &Bitmap, from: usize) -> Option<usize> {
+    let free = with_free.next_word(from);
+    match with_released.next_word(from).filter(|_| MERGE) {
+        Some(released) => Some(free.map_or(released, |free| free.min(released))),
+        None => free,
+    }
+}
+
 /// Adds `masks` to the sets that `set` names, and their records to `numbers`, up to the first mask with an index
 /// that is free or released. Returns how many masks were added.
 #[inline]
@@ -362,6 +382,16 @@ fn list<T: IndexNumber>(base: u32, bits: u64, out: &mut IterMut<'_, T>) -> u64 {
         return 0;
     }
     let mut left = bits;
+    // A word of a pool with few free slots has one of them.
+    if left & left.wrapping_sub(1) == 0 {
+        if left != 0
+            && let Some(slot) = out.next()
+        {
+            *slot = T::of(base + left.trailing_zeros());
+            return 0;
+        }
+        return left;
+    }
     while left != 0
         && let Some(slot) = out.next()
     {

@@ -9,16 +9,16 @@ use crate::index::owners::Room;
 use crate::index::{Act, BadFrees, Extension, FenceId, LastLoc, Owner, Run, SlotAllocator};
 
 impl Ledgered<SlotAllocator> {
-    /// All pages by state and holders.
+    /// All pages by state and holders. Those of a cache are locked if `is_locked` says so.
     #[must_use]
-    pub fn spans(&self) -> Vec<Span> {
+    pub fn spans(&self, is_locked: impl Fn(Page) -> bool) -> Vec<Span> {
         let slots = &self.inner;
         spans(slots.pages().indices(), self.book.ledger(), |page| {
             let page = Page::new(page);
             if !slots.pages().is_in_use(page) {
                 State::Free
             } else if slots.is_only_cached(page) {
-                State::Cached
+                if is_locked(page) { State::Locked } else { State::Evictable }
             } else if slots.is_owned(page) {
                 State::Live
             } else {

@@ -13,6 +13,7 @@ mod gdn;
 mod guarded;
 mod kv;
 mod leased;
+mod nodes;
 mod pages;
 mod planner;
 mod planner_model;
@@ -40,7 +41,7 @@ fn host() -> Arc<dyn Backend> {
 pub(crate) type History = (&'static str, fn(&mut Source<'_>));
 
 /// Every kind.
-pub(crate) const ALL: [History; 13] = [
+pub(crate) const ALL: [History; 14] = [
     ("slots", slots::run),
     ("rows", rows::run),
     ("counts", counts::run),
@@ -51,6 +52,7 @@ pub(crate) const ALL: [History; 13] = [
     ("planner", planner::run),
     ("prefixes", prefixes::run),
     ("leased", leased::run),
+    ("nodes", nodes::run),
     ("kv", kv::run),
     ("gdn", gdn::run),
     ("dlpack", dlpack::run),

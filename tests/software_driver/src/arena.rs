@@ -3,6 +3,7 @@
 use std::ffi::c_void;
 use std::process::abort;
 use std::ptr;
+use std::sync::atomic::{AtomicI32, Ordering::Relaxed};
 
 /// Addresses that one reservation takes; no memory stands behind them.
 const RESERVED: usize = 1 << 40;
@@ -19,9 +20,25 @@ pub const PAGE: usize = 4096;
 /// Of every address that is handed out, as a driver has it at least. More would hide that somebody needs more.
 const ALIGNMENT: usize = 256;
 
+/// A copy of standard error as it was when the library was loaded, or -1. A test runner redirects it later on, to a
+/// file that nobody reads once the process is gone.
+static STDERR: AtomicI32 = AtomicI32::new(-1);
+
+extern "C" fn keep_stderr() {
+    // SAFETY: copying a descriptor touches no memory; without one there is none to copy.
+    STDERR.store(unsafe { libc::fcntl(libc::STDERR_FILENO, libc::F_DUPFD_CLOEXEC, 3) }, Relaxed);
+}
+
+// SAFETY: the loader calls what stands in this section, and this function needs nothing that is set up later.
+#[used]
+#[unsafe(link_section = ".init_array")]
+static KEEP_STDERR: extern "C" fn() = keep_stderr;
+
 /// Says why the process cannot go on, and ends it.
 pub fn fatal(message: &str) -> ! {
-    eprintln!("software driver: {message}");
+    let line = format!("software driver: {message}\n");
+    // SAFETY: the bytes are those of a string. Nothing can be done if they cannot be written.
+    unsafe { libc::write(STDERR.load(Relaxed), line.as_ptr().cast(), line.len()) };
     abort()
 }
 

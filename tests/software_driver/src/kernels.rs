@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 pub struct Kernel {
     name: *const c_char,
     params_bytes: usize,
+    list_begin: usize,
     run: unsafe extern "C" fn(params: *const c_void, grid: Coordinates, block: Coordinates),
 }
 
@@ -65,6 +66,16 @@ impl Kernel {
     /// Size of the parameter that it takes.
     pub fn params_bytes(&self) -> usize {
         self.params_bytes
+    }
+
+    /// The words of a parameter that may be addresses: those before a list of numbers, of which two beside each other
+    /// could look like one.
+    pub fn addresses<'a>(&self, params: &'a [u128]) -> impl Iterator<Item = usize> + 'a {
+        let words = params.iter().flat_map(|pair| {
+            let bytes = pair.to_ne_bytes();
+            [0, 8].map(|at| bytes[at..at + 8].try_into().map_or(0, usize::from_ne_bytes))
+        });
+        words.take(self.list_begin / size_of::<usize>())
     }
 
     /// Runs it on a parameter of its size.

@@ -92,7 +92,7 @@ impl<'a> Executor<'a> {
                 rows.copy(rows.source as *const u8);
             }
             Work::Launch { kernel, ref params, grid } => {
-                self.check_params(kernel.name(), params);
+                self.check_params(kernel, params);
                 kernel.run(params, grid);
             }
         }
@@ -111,17 +111,10 @@ impl<'a> Executor<'a> {
     }
 
     /// The same for the addresses that a kernel is given, as far as its parameter holds them itself.
-    fn check_params(&self, name: &str, params: &[u128]) {
-        let words = params.iter().flat_map(|pair| {
-            let bytes = pair.to_ne_bytes();
-            [0, 8].map(|at| bytes[at..at + 8].try_into().map_or(0, usize::from_ne_bytes))
-        });
-        for word in words {
-            if self.memory.is_gone(word) {
-                fatal(&format!(
-                    "late work launches {name} with {word:#x}, which was given back before it ran"
-                ));
-            }
+    fn check_params(&self, kernel: &Kernel, params: &[u128]) {
+        let name = kernel.name();
+        if let Some(word) = kernel.addresses(params).find(|&word| self.memory.is_gone(word)) {
+            fatal(&format!("late work launches {name} with {word:#x}, which was given back before it ran"));
         }
     }
 }

@@ -5,6 +5,7 @@ use super::*;
 use crate::codes::{
     INVALID_HANDLE, INVALID_IMAGE, INVALID_PTX, INVALID_VALUE, NO_BINARY_FOR_GPU, NOT_FOUND, UNSUPPORTED_PTX,
 };
+use crate::kernels;
 
 /// `ReadParams` of the kernels: the numbers of an index, and where they go.
 #[repr(C)]
@@ -76,6 +77,18 @@ fn kernels_run_late_with_the_parameters_of_the_call() {
     write_host(source, &[9]);
     ok(cuStreamSynchronize(side));
     assert_eq!(peek(out), [9, 0, 0, 0, 0, 0, 0, 0, 0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0xFF]);
+}
+
+#[test]
+fn numbers_of_a_list_are_not_taken_for_addresses() {
+    for name in ["kvpool_plan", "kvpool_gather"] {
+        let (plain, listed) = (kernels::find(name), kernels::find(&format!("{name}_listed")));
+        let (plain, listed) = plain.zip(listed).expect("kernels");
+        let params: Vec<u128> = (0..256).collect();
+        assert_eq!(listed.params_bytes(), 4096);
+        assert_eq!(listed.addresses(&params).count(), plain.params_bytes() / 8);
+        assert!(listed.addresses(&params).eq(plain.addresses(&params)));
+    }
 }
 
 #[test]
