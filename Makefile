@@ -32,7 +32,7 @@ HISTORIES ?=
 STEPS ?= 11000000
 SEED ?= 1
 
-.PHONY: demo test lint test-engines bench bench-cuda bench-peers bench-pymllm chart api format clean kernels kernel-report rust-test python-test machine-test software-test \
+.PHONY: demo test lint test-engines bench bench-cuda bench-peers bench-pymllm bench-sglang chart api format clean kernels kernel-report rust-test python-test machine-test software-test \
     rust-lint python-lint kernel-lint \
     orders fuzz fuzz-build fuzz-briefly histories soak soak-threads gpu gpu-package
 .DEFAULT_GOAL := test
@@ -154,6 +154,10 @@ bench-cuda: $(EXTENSION) $(VENV)/.tools
 	$(BIN)/python benches/bench_cuda.py
 	$(BIN)/python benches/bench_pools.py
 	$(BIN)/python benches/bench_planner.py
+
+# The pools behind SGLang's classes, beside SGLang's own.
+bench-sglang: $(EXTENSION) $(VENV)/.tools $(ENGINES)/.installed
+	PYTHONPATH=tests/engines/no_gpu:$(ENGINES) SGLANG_USE_CPU_ENGINE=1 SGLANG_PLUGINS=kvpool $(BIN)/python benches/bench_sglang.py
 
 # The same beside pymllm's own, from the folder that PYMLLM_PATH names.
 bench-pymllm: $(EXTENSION) $(VENV)/.tools $(VENV)/.test
