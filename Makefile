@@ -13,6 +13,7 @@ DRIVER := target/software_driver/lib/libcuda.so.1
 DRIVER_SOURCES := $(shell find tests/software_driver -name "*.rs" -o -name "*.cpp" -o -name "Cargo.*") $(wildcard src/kernels/*.cu*)
 CUDA_TOOLS := $(VENV)/cuda-tools
 PEERS := $(VENV)/peers
+ENGINES := $(VENV)/engines
 # Seconds for each fuzz target, the targets, and how many run at once. SANITIZER=address needs a nightly toolchain.
 FUZZ_SECONDS ?= 3600
 TARGETS ?= $(notdir $(wildcard tests/fuzz/corpus/*))
@@ -31,7 +32,7 @@ HISTORIES ?=
 STEPS ?= 11000000
 SEED ?= 1
 
-.PHONY: demo test lint test-engines bench bench-cuda bench-peers bench-pymllm chart api format clean kernels kernel-report rust-test python-test machine-test software-test \
+.PHONY: demo test lint test-engines bench bench-cuda bench-peers bench-pymllm bench-sglang chart api format clean kernels kernel-report rust-test python-test machine-test software-test \
     rust-lint python-lint kernel-lint \
     orders fuzz fuzz-build fuzz-briefly histories soak soak-threads gpu gpu-package
 .DEFAULT_GOAL := test
@@ -58,7 +59,7 @@ rust-test: $(DRIVER)
 
 # Once as this machine is, and every CUDA test on the software driver, both at once: each takes one core.
 # Why a process ended that could not say so in a report comes last, where it is seen.
-python-test: $(EXTENSION) $(VENV)/.test $(DRIVER)
+python-test: $(EXTENSION) $(VENV)/.test $(DRIVER) $(ENGINES)/.installed
 	$(MAKE) --jobs=2 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target) --no-print-directory machine-test software-test \
 	    || { grep -hE -B 3 -A 12 'panicked at|^software driver:|^Fatal Python error|^(Current t|T)hread 0x' target/*-test.log; exit 1; }
 
@@ -139,19 +140,28 @@ bench: $(EXTENSION) $(VENV)/.tools
 	    $(BIN)/python -m kvpool replay $(TRACES)/azure/AzureLLMInferenceTrace_conv.csv --no-kv; \
 	fi
 
+# Engines on kvpool, at length. Those that are not there are skipped with the reason.
+test-engines: $(EXTENSION) $(VENV)/.test $(ENGINES)/.installed
+	KVPOOL_ENGINE_REQUESTS=3000 $(BIN)/python -m pytest --timeout=3600 tests/python/test_pymllm.py tests/engines
+
+# Without what they depend on and the tests have: PyTorch, transformers and what these need.
+$(ENGINES)/.installed: $(VENV)/.test
+	$(PIP) install --quiet --no-deps --no-compile --target $(ENGINES) --group sglang
+	touch $@
+
 # The same on a GPU.
 bench-cuda: $(EXTENSION) $(VENV)/.tools
 	$(BIN)/python benches/bench_cuda.py
 	$(BIN)/python benches/bench_pools.py
 	$(BIN)/python benches/bench_planner.py
 
+# The pools behind SGLang's classes, beside SGLang's own.
+bench-sglang: $(EXTENSION) $(VENV)/.tools $(ENGINES)/.installed
+	PYTHONPATH=tests/engines/no_gpu:$(ENGINES) SGLANG_USE_CPU_ENGINE=1 SGLANG_PLUGINS=kvpool $(BIN)/python benches/bench_sglang.py
+
 # The same beside pymllm's own, from the folder that PYMLLM_PATH names.
 bench-pymllm: $(EXTENSION) $(VENV)/.tools $(VENV)/.test
 	$(BIN)/python benches/bench_pymllm.py
-
-# Engines on kvpool, at length. Those that are not there are skipped with the reason.
-test-engines: $(EXTENSION) $(VENV)/.test
-	KVPOOL_ENGINE_REQUESTS=3000 $(BIN)/python -m pytest --timeout=3600 tests/python/test_pymllm.py
 
 # The prefix cache beside those of other engines, which are installed into a folder of their own: without what they
 # depend on, and with the PyTorch that SGLang's compiled core wants. What cannot be had is skipped with the reason.
