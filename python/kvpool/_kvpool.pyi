@@ -946,6 +946,12 @@ class ReqToTokenPool(Pool):
     def max_context_len(self) -> int:
         """Maximum tokens per request: the number of columns."""
     @property
+    def zero_rows(self) -> bool:
+        """Whether what was written to a row is zeroed when it is freed."""
+    @property
+    def foreign_writes(self) -> bool:
+        """Whether anything but this class writes the table, without `mark_modified`."""
+    @property
     def padding_row(self) -> bool:
         """Whether row 0 is padding."""
     def alloc(self, n: SupportsIndex = 1, *, owner: str | int | None = None) -> list[int] | None:

@@ -182,6 +182,18 @@ impl ReqToTokenPool {
         self.config.padding_row
     }
 
+    /// Whether what was written to a row is zeroed when it is freed.
+    #[must_use]
+    pub const fn zero_rows(&self) -> bool {
+        self.config.zero_rows
+    }
+
+    /// What writes the table.
+    #[must_use]
+    pub const fn writers(&self) -> TableWriters {
+        self.config.writers
+    }
+
     /// Whether an invalid free is an error.
     #[must_use]
     pub const fn strict(&self) -> bool {

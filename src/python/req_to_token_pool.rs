@@ -367,6 +367,18 @@ impl ReqToTokenPool {
         lock(&self.pool).padding_row()
     }
 
+    /// Whether what was written to a row is zeroed when it is freed.
+    #[getter]
+    fn zero_rows(&self) -> bool {
+        lock(&self.pool).zero_rows()
+    }
+
+    /// Whether anything but this class writes the table, without `mark_modified`.
+    #[getter]
+    fn foreign_writes(&self) -> bool {
+        lock(&self.pool).writers() == TableWriters::Others
+    }
+
     fn __repr__(&self) -> String {
         let pool = lock(&self.pool);
         format!(
