@@ -10,10 +10,13 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
 use crate::base::sync::{AtomicBool, AtomicPtr, thread};
 
-/// How often a thread looks for work, or for the end of another thread's part, before it sleeps: some tens of
-/// microseconds, so that a series of copies finds it awake. None under `loom`, which explores every
+#[cfg(all(target_os = "linux", not(loom)))]
+use super::processors::Processors;
+
+/// How often a thread looks for work, or for the end of another thread's part, before it sleeps: some hundred
+/// microseconds, longer than a wake-up may take, so that a series of copies finds it awake. None under `loom`, which explores every
 /// interleaving.
-const LOOKS: usize = if cfg!(loom) { 0 } else { 1 << 10 };
+const LOOKS: usize = if cfg!(loom) { 0 } else { 1 << 12 };
 
 /// Work in parts, on the stack of its caller until the last part is done.
 struct Work<'a> {
@@ -93,13 +96,13 @@ fn pause(looks_left: &mut usize) {
 #[derive(Debug)]
 struct CopyThread {
     place: Arc<Place>,
-    thread: thread::Thread,
+    handle: thread::JoinHandle<()>,
 }
 
 impl Drop for CopyThread {
     fn drop(&mut self) {
         self.place.0.store(CLOSED, Release);
-        self.thread.unpark();
+        self.handle.thread().unpark();
     }
 }
 
@@ -128,13 +131,22 @@ impl Drop for Offers<'_> {
 /// assert_eq!(done.into_inner(), 0b111);
 /// ```
 #[derive(Debug, Default)]
-pub struct CopyThreads(Vec<CopyThread>);
+pub struct CopyThreads {
+    threads: Vec<CopyThread>,
+    /// The processor that they are kept off, and how many of them.
+    #[cfg(all(target_os = "linux", not(loom)))]
+    kept_off: Option<(usize, usize)>,
+}
 
 impl CopyThreads {
     /// None yet.
     #[must_use]
     pub const fn new() -> Self {
-        Self(Vec::new())
+        Self {
+            threads: Vec::new(),
+            #[cfg(all(target_os = "linux", not(loom)))]
+            kept_off: None,
+        }
     }
 
     /// Calls `part(number, parts)` for every part, and returns when all are done. Each thread always gets the
@@ -147,11 +159,13 @@ impl CopyThreads {
     /// When a part does, after all parts that were begun have ended.
     pub fn run(&mut self, parts: usize, part: &(dyn Fn(usize, usize) + Sync)) {
         self.start(parts.saturating_sub(1));
+        #[cfg(all(target_os = "linux", not(loom)))]
+        self.keep_off_caller();
         let work = Work { part, parts, caller: thread::current(), has_panicked: AtomicBool::new(false) };
-        let offers = Offers(&self.0[..self.0.len().min(parts.saturating_sub(1))]);
+        let offers = Offers(&self.threads[..self.threads.len().min(parts.saturating_sub(1))]);
         for thread in offers.0 {
             thread.place.offer(&work);
-            thread.thread.unpark();
+            thread.handle.thread().unpark();
         }
         part(0, parts);
         for number in (1..parts).rev() {
@@ -165,19 +179,32 @@ impl CopyThreads {
 
     /// Starts threads until there are `count`, or the system has no more.
     fn start(&mut self, count: usize) {
-        while self.0.len() < count {
-            let (place, number) = (Arc::<Place>::default(), self.0.len() + 1);
+        while self.threads.len() < count {
+            let (place, number) = (Arc::<Place>::default(), self.threads.len() + 1);
             let theirs = Arc::clone(&place);
             let name = format!("kvpool-copy-{number}");
-            let Ok(thread) = thread::Builder::new().name(name).spawn(move || theirs.serve(number)) else {
+            let Ok(handle) = thread::Builder::new().name(name).spawn(move || theirs.serve(number)) else {
                 return;
             };
-            self.0.push(CopyThread { place, thread: thread.thread().clone() });
+            self.threads.push(CopyThread { place, handle });
         }
+    }
+
+    /// Keeps the threads off the processor of the caller, if they are not already.
+    #[cfg(all(target_os = "linux", not(loom)))]
+    fn keep_off_caller(&mut self) {
+        let Some(processor) = Processors::current() else { return };
+        let wanted = Some((processor, self.threads.len()));
+        if self.kept_off != wanted
+            && let Some(others) = Processors::without(processor)
+        {
+            self.threads.iter().for_each(|thread| others.confine(&thread.handle));
+        }
+        self.kept_off = wanted;
     }
 
     /// Forgets the threads, which the child of a fork does not have.
     pub(super) fn forget(&mut self) {
-        std::mem::forget(std::mem::take(&mut self.0));
+        std::mem::forget(std::mem::take(&mut self.threads));
     }
 }

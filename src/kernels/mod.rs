@@ -14,6 +14,8 @@ mod executor;
 mod indices;
 mod launch;
 mod pack;
+#[cfg(all(target_os = "linux", not(loom)))]
+mod processors;
 mod row_copy;
 mod rows;
 mod store;

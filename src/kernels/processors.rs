@@ -1,0 +1,42 @@
+//! The processors that a copy's threads run on.
+//!
+//! A thread that is woken is often put on the processor of its waker. The caller of a copy does a part itself and
+//! makes no room there, so the thread would begin when the copy is over. It is kept off that processor instead.
+
+use std::os::unix::thread::JoinHandleExt;
+use std::thread::JoinHandle;
+
+/// Some of the processors of this machine.
+pub(super) struct Processors(libc::cpu_set_t);
+
+impl Processors {
+    /// The processor of the calling thread, if the system says which.
+    pub(super) fn current() -> Option<usize> {
+        // SAFETY: it takes nothing and touches no memory of ours.
+        usize::try_from(unsafe { libc::sched_getcpu() }).ok()
+    }
+
+    /// Those on which the calling thread may run, without `processor`. `None` if that leaves none.
+    pub(super) fn without(processor: usize) -> Option<Self> {
+        // SAFETY: all bits zero is a set: the empty one.
+        let mut set: libc::cpu_set_t = unsafe { std::mem::zeroed() };
+        // SAFETY: `set` has the size that is said.
+        let result = unsafe { libc::sched_getaffinity(0, size_of_val(&set), &raw mut set) };
+        if result != 0 || processor >= 8 * size_of_val(&set) {
+            return None;
+        }
+        // SAFETY: the set has room for this processor.
+        unsafe { libc::CPU_CLR(processor, &mut set) };
+        // SAFETY: it only counts bits.
+        let left = unsafe { libc::CPU_COUNT(&set) };
+        (left > 0).then_some(Self(set))
+    }
+
+    /// Lets a thread run on these alone. Without effect if the system refuses.
+    pub(super) fn confine(&self, thread: &JoinHandle<()>) {
+        // SAFETY: the handle keeps the id valid, also when the thread has ended, and the set has the size that is said.
+        unsafe {
+            libc::pthread_setaffinity_np(thread.as_pthread_t(), size_of_val(&self.0), &raw const self.0)
+        };
+    }
+}
