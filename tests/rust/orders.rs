@@ -185,7 +185,7 @@ fn try_all_calls(preemptions: Option<usize>, model: impl Fn() + Copy + Send + Sy
 
 /// A cache of all eight slots of an allocator, evictable.
 fn full_cache() -> (Arc<TokenToKvPoolAllocator>, Arc<PrefixCache>) {
-    let config = AllocatorConfig { size: 8, page_size: 1, need_sort: true, strict: true };
+    let config = AllocatorConfig { size: 8, need_sort: true, strict: true, ..AllocatorConfig::default() };
     let host: Arc<dyn Backend> = Arc::new(Host);
     let slots = Arc::new(TokenToKvPoolAllocator::new(&config, &host).expect("small"));
     let config =
@@ -254,7 +254,8 @@ fn a_lease_is_dropped_by_one_thread_while_others_evict_and_clear() {
 fn a_planner_starts_and_ends_a_request_while_another_thread_is_short() {
     try_all_calls(Some(3), || {
         let (slots, cache) = full_cache();
-        let config = ReqToTokenConfig { max_reqs: 1, max_context_len: 8, padding_row: true, strict: true };
+        let config =
+            ReqToTokenConfig { max_reqs: 1, max_context_len: 8, strict: true, ..ReqToTokenConfig::default() };
         let host: Arc<dyn Backend> = Arc::new(Host);
         let table = Arc::new(Mutex::new(ReqToTokenPool::new(&config, &host).expect("small")));
         let config =
