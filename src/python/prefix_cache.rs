@@ -96,7 +96,7 @@ pub(super) fn namespace_to_py<'py>(
     })
 }
 
-fn namespace_of(object: Option<&Bound<'_, PyAny>>) -> PyResult<Namespace> {
+pub(super) fn namespace_of(object: Option<&Bound<'_, PyAny>>) -> PyResult<Namespace> {
     let Some(object) = object else { return Ok(Namespace::Unnamed) };
     if let Ok(text) = object.cast::<PyString>() {
         return Ok(Namespace::Text(text.to_str()?.to_owned()));

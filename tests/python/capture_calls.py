@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import tempfile
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -112,6 +113,9 @@ class World:
         self.prefix_own = [3]
         self.published = self.cache.match([]).publish([7, 8], [1, 2], state=1)
         self.lease = self.cache.match([7, 8])
+        self.tree = _kvpool.HybridTree(1, window=2, state_grid=1)
+        self.step = self.tree.insert([7, 8], [1, 2], window_freed=2, state=[3])
+        self.node = self.tree.match([7, 8]).visited or 0
         self.chunks = kvpool.ChunkPool(4, 8, FLOAT)
         assert self.chunks.wait_registered()
         self.chunk = some(self.chunks.allocate())
@@ -272,6 +276,49 @@ def _dropping(name: str) -> Entry:
     )
 
 
+TREE_CALLS: dict[str, Callable[[World], tuple[object, ...]]] = {
+    "adjust_size": lambda w: (w.node, 0, 1),
+    "begin_eviction": lambda _: (0, 1),
+    "by_common_prefix": lambda w: ([w.node],),
+    "children": lambda w: (w.node,),
+    "contains": lambda w: (w.node,),
+    "end_insertion": lambda _: (),
+    "evict": lambda _: (1,),
+    "evict_excess_states": lambda w: (w.node,),
+    "evict_leaf": lambda w: (w.node,),
+    "evictable_size": lambda _: (0,),
+    "info": lambda w: (w.node,),
+    "is_inserting": lambda _: (),
+    "listed": lambda _: (1,),
+    "lock_node": lambda w: (w.node,),
+    "locked_size": lambda _: (0,),
+    "match": lambda _: ([7, 8],),
+    "memory_size": lambda _: (),
+    "nodes": lambda _: (),
+    "path": lambda w: (w.node,),
+    "peek": lambda _: ([7, 8],),
+    "pin": lambda w: (w.node,),
+    "reset": lambda _: (),
+    "root": lambda _: (),
+    "slot_rows": lambda _: (),
+    "slots": lambda w: (w.node, w.tree.root()),
+    "value": lambda w: (w.node, 0),
+    "values": lambda _: (0,),
+    "verify": lambda _: (),
+    "window_gaps": lambda _: ([7, 8], 0, 2),
+}
+"""Calls of `HybridTree` that take no tensor of a GPU, with their arguments."""
+
+
+def _tree_call(name: str, args: Callable[[World], tuple[object, ...]]) -> Entry:
+    return Entry(lambda w: getattr(w.tree, name)(*args(w)), WORKS)
+
+
+def _in_turn(*calls: Callable[[], object]) -> None:
+    for call in calls:
+        call()
+
+
 ENTRIES: dict[str, Entry] = {
     **{name if name.startswith("make_") else f"{name}()": _making(name) for name in POOLS},
     **{f"{name} dropped": _dropping(name) for name in POOLS if not name.startswith("make_")},
@@ -418,6 +465,31 @@ ENTRIES: dict[str, Entry] = {
     "PrefixCache.explain": Entry(lambda w: w.cache.explain([7, 8, 9]), WORKS),
     "PrefixCache.events": Entry(lambda w: w.cache.events(), WORKS),
     "PrefixCache.verify": Entry(lambda w: w.cache.verify(), WORKS),
+    # HybridTree: the tree is on the host, and so are its answers.
+    "HybridTree()": Entry(lambda w: w.spare.append(_kvpool.HybridTree(1)), WORKS),
+    "HybridTree.insert": Entry(lambda w: w.tree.insert([9], w.inputs.one, state=[4]), REFUSES),
+    "HybridTree.advance": Entry(
+        lambda w: [w.tree.insert([9], [5], state=[4]), w.tree.advance([9], w.inputs.one)], REFUSES
+    ),
+    "HybridTree.end_eviction": Entry(
+        lambda w: _in_turn(partial(w.tree.begin_eviction, 0, 1), partial(w.tree.end_eviction, 0)), WORKS
+    ),
+    "HybridTree.set_value": Entry(lambda w: w.tree.set_value(w.node, 1, w.inputs.states), REFUSES),
+    "HybridTree.attach_window": Entry(lambda w: w.tree.attach_window([7, 8], 0, w.inputs.states), REFUSES),
+    "HybridTree.next_victim": Entry(
+        lambda w: _in_turn(partial(w.tree.begin_eviction, 0, 1), partial(w.tree.next_victim, 0, 0)), WORKS
+    ),
+    "HybridTree.unlock_node": Entry(
+        lambda w: _in_turn(partial(w.tree.lock_node, w.node), partial(w.tree.unlock_node, w.node)), WORKS
+    ),
+    "HybridTree.unlock_window": Entry(
+        lambda w: _in_turn(partial(w.tree.lock_node, w.node), partial(w.tree.unlock_window, w.node)), WORKS
+    ),
+    "HybridTree.unpin": Entry(
+        lambda w: _in_turn(partial(w.tree.pin, w.node), partial(w.tree.unpin, w.node)), WORKS
+    ),
+    **{f"HybridTree.{name}": _tree_call(name, args) for name, args in TREE_CALLS.items()},
+    "HybridStep.acts": Entry(lambda w: w.step.acts(), WORKS),
     "Lease.slots": Entry(lambda w: w.lease.slots, REFUSES),
     "Lease.publish": Entry(lambda w: w.lease.publish([6], w.prefix_own), WORKS),
     "Lease.finish": Entry(lambda w: w.lease.finish([6], w.prefix_own), WORKS),
@@ -487,6 +559,10 @@ INSTANCES: dict[str, Callable[[World], object]] = {
     "GDNPool": lambda w: w.gdn,
     "HostPlan": lambda w: w.plan.host,
     "KVPool": lambda w: w.kv,
+    "HybridFrees": lambda w: w.tree.evict(2),
+    "HybridMatch": lambda w: w.tree.match([7, 8]),
+    "HybridNode": lambda w: w.tree.info(w.node),
+    "HybridStep": lambda w: w.step,
     "Lease": lambda w: w.lease,
     "LocalGPUPool": lambda w: w.local,
     "LocalPool": lambda w: w.local,

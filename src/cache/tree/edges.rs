@@ -9,25 +9,30 @@ use crate::base::Id;
 
 /// The first child by parent and fingerprint.
 #[derive(Debug)]
-pub(super) struct Edges(HashMap<u64, NodeId, Fold>);
+pub(in crate::cache) struct Edges(HashMap<u64, NodeId, Fold>);
 
 impl Edges {
-    pub(super) fn new(seed: &RandomState) -> Self {
+    pub(in crate::cache) fn new(seed: &RandomState) -> Self {
         let [plus, times] = [1, 2].map(|number| seed.hash_one(number));
         Self(HashMap::with_hasher(Fold { plus, times: times | 1, hash: 0 }))
     }
 
-    pub(super) fn get(&self, parent: NodeId, fingerprint: u32) -> Option<NodeId> {
+    pub(in crate::cache) fn get(&self, parent: NodeId, fingerprint: u32) -> Option<NodeId> {
         self.0.get(&edge(parent, fingerprint)).copied()
     }
 
     /// Makes `child` the first, and returns the one that was.
-    pub(super) fn insert(&mut self, parent: NodeId, fingerprint: u32, child: NodeId) -> Option<NodeId> {
+    pub(in crate::cache) fn insert(
+        &mut self,
+        parent: NodeId,
+        fingerprint: u32,
+        child: NodeId,
+    ) -> Option<NodeId> {
         self.0.insert(edge(parent, fingerprint), child)
     }
 
     /// Puts `next` in the place of `child` if that is the first, else returns the first.
-    pub(super) fn replace(
+    pub(in crate::cache) fn replace(
         &mut self,
         parent: NodeId,
         fingerprint: u32,
@@ -47,8 +52,12 @@ impl Edges {
         None
     }
 
+    pub(in crate::cache) fn clear(&mut self) {
+        self.0.clear();
+    }
+
     /// The size of the table in bytes.
-    pub(super) fn bytes(&self) -> usize {
+    pub(in crate::cache) fn bytes(&self) -> usize {
         self.0.capacity() * (size_of::<(u64, NodeId)>() + 1)
     }
 }
