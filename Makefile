@@ -13,6 +13,7 @@ DRIVER := target/software_driver/lib/libcuda.so.1
 DRIVER_SOURCES := $(shell find tests/software_driver -name "*.rs" -o -name "*.cpp" -o -name "Cargo.*") $(wildcard src/kernels/*.cu*)
 CUDA_TOOLS := $(VENV)/cuda-tools
 PEERS := $(VENV)/peers
+ENGINES := $(VENV)/engines
 # Seconds for each fuzz target, the targets, and how many run at once. SANITIZER=address needs a nightly toolchain.
 FUZZ_SECONDS ?= 3600
 TARGETS ?= $(notdir $(wildcard tests/fuzz/corpus/*))
@@ -26,11 +27,12 @@ FUZZ_FLAGS := --cfg fuzzing -Cpasses=sancov-module $(addprefix -Cllvm-args=-sani
 GPU_PYTHON ?= 3.12
 GPU_PACKAGE := .gpu/package.json
 GPU_TOOLS := pytest pytest-timeout pytest-xdist hypothesis prometheus-client rich typer
-# Steps of `make histories`, and the seed that decides all of them.
+# Steps of `make histories`, the seed that decides all of them, and which histories: all, if none is named.
+HISTORIES ?=
 STEPS ?= 11000000
 SEED ?= 1
 
-.PHONY: demo test lint bench bench-cuda bench-peers chart api format clean kernels kernel-report rust-test python-test machine-test software-test \
+.PHONY: demo test lint test-engines bench bench-cuda bench-peers bench-pymllm bench-sglang chart api format clean kernels kernel-report rust-test python-test machine-test software-test \
     rust-lint python-lint kernel-lint \
     orders fuzz fuzz-build fuzz-briefly histories soak soak-threads gpu gpu-package
 .DEFAULT_GOAL := test
@@ -42,7 +44,8 @@ demo: $(EXTENSION) $(VENV)/.tools
 	$(BIN)/python -m kvpool serve --conversations 16 --pool-size 8192
 	$(BIN)/python -m kvpool serve --model qwen3-next --requests 60
 	if test -f $(TRACES)/mooncake/conversation_trace.jsonl; then \
-	    $(BIN)/python -m kvpool replay $(TRACES)/mooncake/conversation_trace.jsonl --requests 1800 --prefix-cache --plot target/replay.png; \
+	    $(BIN)/python -m kvpool replay $(TRACES)/mooncake/conversation_trace.jsonl --requests 1800 --prefix-cache \
+	        --pool-size 4000000 --heads 1 --plot target/replay.png; \
 	else \
 	    $(BIN)/python -m kvpool replay --synthetic --prefix-cache --plot target/replay.png; \
 	fi
@@ -55,14 +58,17 @@ rust-test: $(DRIVER)
 	LD_PRELOAD=$(abspath $(DRIVER)) KVPOOL_REQUIRE_CUDA=1 cargo test --locked --features cuda
 
 # Once as this machine is, and every CUDA test on the software driver, both at once: each takes one core.
-python-test: $(EXTENSION) $(VENV)/.test $(DRIVER)
-	$(MAKE) --jobs=2 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target) --no-print-directory machine-test software-test
+# Why a process ended that could not say so in a report comes last, where it is seen.
+python-test: $(EXTENSION) $(VENV)/.test $(DRIVER) $(ENGINES)/.installed
+	$(MAKE) --jobs=2 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target) --no-print-directory machine-test software-test \
+	    || { grep -hE -B 3 -A 12 'panicked at|^software driver:|^Fatal Python error|^(Current t|T)hread 0x' target/*-test.log; exit 1; }
 
 machine-test:
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --capture=sys > target/$@.log 2>&1; status=$$?; cat target/$@.log; exit $$status
 
 software-test:
-	LD_PRELOAD=$(abspath $(DRIVER)) KVPOOL_REQUIRE_CUDA=1 $(BIN)/python -m pytest --software -m cuda
+	LD_PRELOAD=$(abspath $(DRIVER)) KVPOOL_REQUIRE_CUDA=1 $(BIN)/python -m pytest --capture=sys --software -m cuda \
+	    > target/$@.log 2>&1; status=$$?; cat target/$@.log; exit $$status
 
 # Every interleaving of a few threads that share data.
 orders: $(DRIVER)
@@ -86,7 +92,7 @@ fuzz-build:
 
 # Random histories of every pool, misuse included, against naive models.
 histories:
-	KVPOOL_HISTORY_STEPS=$(STEPS) KVPOOL_HISTORY_SEED=$(SEED) cargo test --locked --profile checked --test rust -- \
+	KVPOOL_HISTORY='$(HISTORIES)' KVPOOL_HISTORY_STEPS=$(STEPS) KVPOOL_HISTORY_SEED=$(SEED) cargo test --locked --profile checked --test rust -- \
 	    --ignored --exact history_runs::long_histories_agree_with_their_models --nocapture
 
 lint: rust-lint python-lint kernel-lint
@@ -134,11 +140,28 @@ bench: $(EXTENSION) $(VENV)/.tools
 	    $(BIN)/python -m kvpool replay $(TRACES)/azure/AzureLLMInferenceTrace_conv.csv --no-kv; \
 	fi
 
+# Engines on kvpool, at length. Those that are not there are skipped with the reason.
+test-engines: $(EXTENSION) $(VENV)/.test $(ENGINES)/.installed
+	KVPOOL_ENGINE_REQUESTS=3000 $(BIN)/python -m pytest --timeout=3600 tests/python/test_pymllm.py tests/engines
+
+# Without what they depend on and the tests have: PyTorch, transformers and what these need.
+$(ENGINES)/.installed: $(VENV)/.test
+	$(PIP) install --quiet --no-deps --no-compile --target $(ENGINES) --group sglang
+	touch $@
+
 # The same on a GPU.
 bench-cuda: $(EXTENSION) $(VENV)/.tools
 	$(BIN)/python benches/bench_cuda.py
 	$(BIN)/python benches/bench_pools.py
 	$(BIN)/python benches/bench_planner.py
+
+# The pools behind SGLang's classes, beside SGLang's own.
+bench-sglang: $(EXTENSION) $(VENV)/.tools $(ENGINES)/.installed
+	PYTHONPATH=tests/engines/no_gpu:$(ENGINES) SGLANG_USE_CPU_ENGINE=1 SGLANG_PLUGINS=kvpool $(BIN)/python benches/bench_sglang.py
+
+# The same beside pymllm's own, from the folder that PYMLLM_PATH names.
+bench-pymllm: $(EXTENSION) $(VENV)/.tools $(VENV)/.test
+	$(BIN)/python benches/bench_pymllm.py
 
 # The prefix cache beside those of other engines, which are installed into a folder of their own: without what they
 # depend on, and with the PyTorch that SGLang's compiled core wants. What cannot be had is skipped with the reason.

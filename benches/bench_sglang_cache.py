@@ -27,7 +27,8 @@ from sglang.srt.mem_cache.unified_cache.tree_core_registry import resolve_tree_c
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
-from kvpool.integrations.sglang.tree_core import KvUnifiedRadixCache, register_tree_core
+from kvpool.integrations.sglang import register_tree_core
+from kvpool.integrations.sglang.tree_core import KvUnifiedRadixCache
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,4 +1,5 @@
-//! Micro-benchmarks of the slot allocator without Python, against a sorted vector of free slots.
+//! Micro-benchmarks without Python: the slot allocator against a queue of free slots, and locks of the prefix cache
+//! against reference counts.
 //!
 //! Run it with `cargo bench`. Each line is a question with both answers and their ratio.
 
@@ -7,7 +8,8 @@ use std::hint::black_box;
 use std::io::Write as _;
 use std::time::Instant;
 
-use kvpool::base::IndexVec;
+use kvpool::base::{Id, IndexVec, Page};
+use kvpool::cache::{KeyTokens, Namespace, PolicyKind, Tree};
 use kvpool::index::{Order, SlotAllocator};
 
 const SIZE: usize = 1 << 20;
@@ -50,10 +52,76 @@ fn cycle(slots: &mut SlotAllocator, count: usize) {
 /// A pool in which every `step`th slot is free, as interleaved decoding leaves it.
 fn fragmented(step: usize) -> SlotAllocator {
     let Ok(mut slots) = SlotAllocator::new(SIZE, 1, Order::Sorted) else { unreachable!("a valid size") };
-    let _ = slots.alloc(SIZE);
+    let _ = slots.alloc::<i32>(SIZE);
     let freed = (1..SIZE).step_by(step).filter_map(|slot| i32::try_from(slot).ok()).collect();
     let _ = slots.free(&IndexVec::I32(freed), false);
     slots
+}
+
+/// Nodes on the way to the end of a prompt.
+const DEPTH: u32 = 8;
+
+/// A reference count on each node of a path.
+fn count_path(counts: &mut [u32], change: i32) {
+    for count in counts {
+        *count = count.wrapping_add_signed(change);
+    }
+}
+
+/// A prefix cache in which prompts part from each other at the end of each of `DEPTH` nodes of 64 tokens, and the
+/// longest of them.
+fn parted() -> (Tree, Vec<i32>) {
+    let (name, policy) =
+        (Namespace::Unnamed, PolicyKind::Adaptive.policy(1 << 20, KeyTokens::of_page_size(1)));
+    let mut tree = Tree::new(1, false, policy);
+    let prompt: Vec<i32> = (0..64 * DEPTH).map(u32::cast_signed).collect();
+    let mut pages = (1..).map(Page::new);
+    for end in (64..=prompt.len()).step_by(64) {
+        let parting: Vec<i32> = prompt[..end].iter().copied().chain([100_000]).collect();
+        for tokens in [&parting[..], &prompt[..end]] {
+            let Ok(mut hold) = tree.acquire(&name, &tokens, usize::MAX) else { continue };
+            let rest = &tokens[hold.len()..];
+            let Ok(found) = tree.find(&hold, &rest) else { continue };
+            let new: Vec<Page> = pages.by_ref().take(rest.len()).collect();
+            tree.publish(&mut hold, found, rest.to_vec(), &new);
+            let _ = tree.release(hold);
+        }
+    }
+    (tree, prompt)
+}
+
+/// A prefix that is locked and unlocked: if it is locked already, without a look-up; if not, when each node on its
+/// way is locked and its use noted, as what a match and an unlock cost more than a look-up that does neither.
+fn locks(out: &mut impl std::io::Write) {
+    let (mut tree, prompt) = parted();
+    let mut counts = [0; DEPTH as usize];
+    let theirs = median_ns(20_000, || {
+        count_path(black_box(&mut counts), 1);
+        count_path(black_box(&mut counts), -1);
+    });
+    let looked_up = median_ns(20_000, || {
+        if let Ok(hold) = tree.acquire(&Namespace::Unnamed, &black_box(&prompt).as_slice(), usize::MAX) {
+            let _ = black_box(tree.release(hold));
+        }
+    });
+    let found = median_ns(20_000, || {
+        let _ = black_box(tree.cached_len(&Namespace::Unnamed, &black_box(&prompt).as_slice()));
+    });
+    let Ok(hold) = tree.acquire(&Namespace::Unnamed, &prompt.as_slice(), usize::MAX) else { return };
+    let locked = median_ns(20_000, || {
+        let other = tree.hold_again(black_box(&hold));
+        let _ = black_box(tree.release(other));
+    });
+    let _ =
+        writeln!(out, "\n{:<38}{:>12}{:>16}{:>8}", "prefix of 8 nodes", "kvpool ns", "8 counts ns", "ratio");
+    for (label, ours) in [
+        ("lock + unlock, locked already", locked),
+        ("lock + unlock of every node, refreshed", looked_up - found),
+        ("look-up of its 512 tokens alone", found),
+    ] {
+        let _ = writeln!(out, "{label:<38}{ours:>12.0}{theirs:>16.0}{:>8.2}", theirs / ours);
+    }
+    let _ = tree.release(hold);
 }
 
 fn main() {
@@ -89,4 +157,5 @@ fn main() {
             let _ = writeln!(out, "{label:<38}{ours:>12.0}{theirs:>16.0}{:>8.2}", theirs / ours);
         }
     }
+    locks(&mut out);
 }

@@ -53,6 +53,7 @@ __all__ = [
     "PagePool",
     "Pool",
     "PrefixCache",
+    "PrefixTree",
     "Published",
     "Removed",
     "ReqToTokenPool",
@@ -60,6 +61,10 @@ __all__ = [
     "Stored",
     "Tensor",
     "TokenToKVPoolAllocator",
+    "TreeEviction",
+    "TreeInsertion",
+    "TreeMatch",
+    "TreeNode",
     "_PageLocking",
     "_Workspace",
     "__version__",
@@ -268,7 +273,8 @@ class Pool:
 
         Returns:
             A list of `kvpool.Leak`: `owner`, `site`, `count`, `age_s` (age of the oldest unit in seconds),
-            `spans`, the units as (first, end) pairs, and `state`, which is "live" or "cached".
+            `spans`, the units as (first, end) pairs, and `state`: "live", or for units that a prefix cache
+            alone holds "evictable" or, with leases, "locked".
 
         Raises:
             ConfigError: If the pool does not debug.
@@ -517,7 +523,7 @@ class KVPool(Pool):
 
 @final
 class TokenToKVPoolAllocator(Pool):
-    """Hands out the token slots of a `KVPool` as int32 tensors and takes them back.
+    """Hands out the token slots of a `KVPool` as index tensors and takes them back.
 
     With `need_sort` the lowest free slots come first, and freed slots are kept apart until the others cannot
     serve a request. Without it, slots are handed out first in, first out. With `page_size > 1` slots are
@@ -542,17 +548,25 @@ class TokenToKVPoolAllocator(Pool):
     values of any other GPU tensor are copied asynchronously on the current stream, and its slots become free
     when the copy has completed. Until then `available_size` already counts them, as whole pages of their own.
 
+    Which slots a call returns depends on the calls before it alone, and not on when such a copy completes:
+    ranks that make the same calls get the same slots. With `need_sort` a merge waits for copies under way;
+    without it, a free stays behind those under way, and finds invalid slots when they complete. Slots freed
+    with a fence, and without `need_sort` those that a `PrefixCache` gives up, are free when they are.
+
     Args:
         size: Number of slots. A partial last page is never handed out.
         device: Device of the index tensors.
         page_size: Slots per page.
         need_sort: Hand out the lowest free slots first, instead of first in, first out.
         strict: Whether an invalid free raises.
+        index_dtype: The dtype of all tensors that the allocator returns, int32 or int64. `free` and the other
+            methods accept both in any case.
         debug: Whether to record owners and call sites for `leaks` and reports. Defaults to the environment
             variable `KVPOOL_DEBUG`.
 
     Raises:
         ConfigError: If `size` or `page_size` is below 1, or a slot would not fit int32.
+        TypeError: If `index_dtype` is neither int32 nor int64.
         BackendUnavailableError: If `device` cannot be used here.
     """
 
@@ -564,11 +578,15 @@ class TokenToKVPoolAllocator(Pool):
         need_sort: bool = True,
         *,
         strict: bool = False,
+        index_dtype: DTypeLike = "int32",
         debug: bool | None = None,
     ) -> TokenToKVPoolAllocator: ...
     @property
+    def index_dtype(self) -> torch.dtype:
+        """The dtype of the tensors that the allocator returns: a `torch.dtype` or, without PyTorch, its name."""
+    @property
     def size(self) -> int:
-        """The number of slots, as passed to the constructor."""
+        """The number of slots, as passed to the constructor or to `resize`."""
     @property
     def page_size(self) -> int:
         """Slots per page."""
@@ -577,12 +595,12 @@ class TokenToKVPoolAllocator(Pool):
         """Whether the lowest free slots are handed out first."""
     @property
     def free_slots(self) -> torch.Tensor:
-        """The free slots (with pages, the free pages) in the order in which they are handed out: a new 1-D int32
+        """The free slots (with pages, the free pages) in the order in which they are handed out: a new 1-D
         tensor. Waits for pending copies of values.
         """
     @property
     def release_slots(self) -> torch.Tensor:
-        """The freed slots (with pages, the freed pages) that wait for a merge, lowest first: a new 1-D int32
+        """The freed slots (with pages, the freed pages) that wait for a merge, lowest first: a new 1-D
         tensor. Waits for pending copies of values.
         """
     def alloc(
@@ -596,7 +614,7 @@ class TokenToKVPoolAllocator(Pool):
             owner: An owner for reports and `leaks`, a str or an int. Recorded only if the pool debugs.
 
         Returns:
-            A 1-D int32 tensor of `need_size` slots on the pool's device, which keeps its memory alive, or
+            A 1-D tensor of `need_size` slots on the pool's device, which keeps its memory alive, or
             `None` if there are not enough slots. With pages, the rest of the last page belongs to the caller
             as well.
 
@@ -630,7 +648,7 @@ class TokenToKVPoolAllocator(Pool):
             owner: As in `alloc`.
 
         Returns:
-            A 1-D int32 tensor of `sum(seq_lens - prefix_lens)` slots, one request after the other, or `None`
+            A 1-D tensor of `sum(seq_lens - prefix_lens)` slots, one request after the other, or `None`
             if there are not enough slots.
 
         Raises:
@@ -650,7 +668,7 @@ class TokenToKVPoolAllocator(Pool):
             owner: As in `alloc`.
 
         Returns:
-            A 1-D int32 tensor `[bs]`, or `None` if there are not enough slots.
+            A 1-D tensor `[bs]`, or `None` if there are not enough slots.
 
         Raises:
             ConfigError: As in `alloc_extend`.
@@ -675,6 +693,77 @@ class TokenToKVPoolAllocator(Pool):
             IndexOwnershipError: If the pool is strict and a free is invalid. For values that only a GPU
                 knows, a later call raises it; none of them is freed.
             TypeError: If `indices` does not hold ints, or `after` has no `query`.
+        """
+    def free_segment(
+        self,
+        indices: IndicesLike,
+        *,
+        start_pos: SupportsIndex,
+        after: Fence | None = None,
+        owner: str | int | None = None,
+    ) -> None:
+        """Frees consecutive slots of a request, as its row of the table has them: whole pages from the first on,
+        the last one even if not all of its slots are listed.
+
+        Reads one slot of each page, so it costs less than `free`, and `available_size` is exact while values
+        are being copied from a GPU.
+
+        Args:
+            indices: Slots of the tokens from `start_pos` on, an int tensor of one dimension, or contiguous, an
+                array or a sequence of ints.
+            start_pos: Position of the first token, which begins a page.
+            after: As in `free`.
+            owner: As in `free`.
+
+        Raises:
+            ConfigError: If `start_pos` does not begin a page.
+            IndexOwnershipError: As in `free`.
+            TypeError: As in `free`.
+        """
+    def free_segments(
+        self,
+        segments: Iterable[tuple[IndicesLike, SupportsIndex]],
+        *,
+        after: Fence | None = None,
+        owner: str | int | None = None,
+    ) -> None:
+        """Frees several segments, as one call of `free_segment` would.
+
+        Args:
+            segments: Pairs of `indices` and `start_pos`, as in `free_segment`.
+            after: As in `free`.
+            owner: As in `free`.
+
+        Raises:
+            ConfigError: As in `free_segment`. Nothing is freed.
+            IndexOwnershipError: As in `free`.
+            TypeError: As in `free`.
+        """
+    def free_pages(
+        self, page_ids: IndicesLike, *, after: Fence | None = None, owner: str | int | None = None
+    ) -> None:
+        """Frees pages by their numbers: page `p` has the slots from `p * page_size` on.
+
+        Args:
+            page_ids: Pages, an int tensor or array of any shape or a sequence of ints.
+            after: As in `free`.
+            owner: As in `free`.
+
+        Raises:
+            IndexOwnershipError: As in `free`. The message has the first slot of a page.
+            TypeError: As in `free`.
+        """
+    def resize(self, size: SupportsIndex) -> None:
+        """Changes the number of slots, as an engine does once it knows how much memory is left. Frees every slot,
+        as `clear` does. On a GPU it allocates the tensors anew.
+
+        Args:
+            size: As in the constructor.
+
+        Raises:
+            ConfigError: As in the constructor. Nothing is changed.
+            OutOfMemoryError: If there is not enough memory. Nothing is changed.
+            DriverError: If the stream is being captured. Nothing is changed.
         """
     def used_on(self, tensor: object, stream: object | None = None) -> None:
         """Records that work on a stream reads a tensor of slots. Its memory is reused only after that work, even
@@ -735,7 +824,9 @@ class TokenToKVPoolAllocator(Pool):
     def clear(self) -> None:
         """Frees every slot, closes groups and discards fences. Do not use tensors that were handed out before."""
     def merge_and_sort_free(self) -> None:
-        """Merges the freed slots into those that are handed out next."""
+        """Merges the freed slots into those that are handed out next. Waits for values that are being copied from
+        a GPU. Does nothing without `need_sort`.
+        """
     @staticmethod
     def runs(indices: IndicesLike) -> torch.Tensor:
         """Returns the maximal ascending runs of `indices`, in order.
@@ -800,14 +891,16 @@ class ReqToTokenPool(Pool):
     """The table `req_to_token[request, position] -> slot`. It does not track sequence lengths.
 
     Row 0 is the padding row, for the padding requests of a CUDA graph. The table has `max_reqs + 1` rows, of
-    which `1..=max_reqs` are handed out, first in, first out. Rows are zero when they are handed out.
+    which `1..=max_reqs` are handed out, first in, first out. Rows are zero when they are handed out, unless
+    `zero_rows` is false.
 
     On a GPU all work is enqueued on the current stream, and only methods that say so wait. The host keeps a
     mirror of the table, so that slots read from it can be freed without a copy from the GPU. `write` and
     `free` update the mirror at once or, for values that only the GPU knows, when the kernel has reported what
     it wrote. PyTorch's writes to `req_to_token` are detected by its write count (`_version`) and invalidate
     the whole mirror until `mark_modified` or `clear`. Writes by other kernels are not detected: report them
-    with `mark_modified(rows)`.
+    with `mark_modified(rows)`, or set `foreign_writes` if other kernels write most of the table: the host then
+    keeps no mirror, and copies slots from the GPU when they are freed.
 
     Args:
         max_reqs: Maximum number of requests.
@@ -815,6 +908,10 @@ class ReqToTokenPool(Pool):
         device: Device of the table.
         padding_row: Whether row 0 is padding. `False` gives exactly `max_reqs` rows, numbered from 0.
         strict: Whether an invalid free raises; otherwise it is dropped, counted and reported.
+        zero_rows: Whether to zero what was written to a row when it is freed. If not, a row has the slots of
+            its earlier owners.
+        foreign_writes: Whether anything but this class writes the table, without `mark_modified`. Rows are then
+            zeroed whole.
         debug: Whether to record owners and call sites for `leaks` and reports. Defaults to the environment
             variable `KVPOOL_DEBUG`.
 
@@ -832,8 +929,16 @@ class ReqToTokenPool(Pool):
         *,
         padding_row: bool = True,
         strict: bool = False,
+        zero_rows: bool = True,
+        foreign_writes: bool = False,
         debug: bool | None = None,
     ) -> ReqToTokenPool: ...
+    @property
+    def generation(self) -> torch.Tensor:
+        """How often each row was handed out, int64 `[max_reqs + 1]` on the host (`max_reqs` without a padding row),
+        without a copy. `clear` keeps it: a row has another request if its number is another one. Do not write
+        to it.
+        """
     @property
     def req_to_token(self) -> torch.Tensor:
         """The table, int32 `[max_reqs + 1, max_context_len]` (`max_reqs` rows without a padding row), without a
@@ -845,6 +950,12 @@ class ReqToTokenPool(Pool):
     @property
     def max_context_len(self) -> int:
         """Maximum tokens per request: the number of columns."""
+    @property
+    def zero_rows(self) -> bool:
+        """Whether what was written to a row is zeroed when it is freed."""
+    @property
+    def foreign_writes(self) -> bool:
+        """Whether anything but this class writes the table, without `mark_modified`."""
     @property
     def padding_row(self) -> bool:
         """Whether row 0 is padding."""
@@ -862,7 +973,7 @@ class ReqToTokenPool(Pool):
             ConfigError: If `n` is negative.
         """
     def free(self, slot_or_slots: SupportsIndex | IndicesLike, *, owner: str | int | None = None) -> None:
-        """Frees one or more rows, and zeroes their written columns.
+        """Frees one or more rows, and zeroes their written columns, unless `zero_rows` is false.
 
         Args:
             slot_or_slots: Rows: an int, or ints in a tensor, an array or a sequence. Waits for values that
@@ -958,7 +1069,8 @@ class BatchPlanner:
     The planner tracks how many tokens of each request have slots, and owns these slots. `seq_lens` always
     include the new tokens; a length that does not follow from the request's current length is an error. Rows
     come from `req_to_token_pool.alloc`; `finish` frees them with their slots. A row that was freed and
-    allocated again starts with no tokens. `extend` and `decode` are all or nothing: when they return `None`
+    allocated again starts with no tokens. The lease of a row that was freed without `finish` ends in the next
+    call of the planner. `extend` and `decode` are all or nothing: when they return `None`
     or raise, nothing is changed.
 
     A step is one pass on the host. Its cost grows with the new tokens and the requests; only `kv_indices` is
@@ -1088,7 +1200,7 @@ class BatchPlanner:
         after: Fence | None = None,
     ) -> None:
         """Shrinks requests, for example by rejected tokens, and frees their slots. Table entries beyond the new
-        length keep their values but are no longer owned.
+        length keep their values but are no longer owned. A lease that is longer is cut as well.
 
         Args:
             req_pool_indices: Request rows, ints `[bs]`.
@@ -1111,13 +1223,13 @@ class BatchPlanner:
         *,
         after: Fence | None = None,
     ) -> None:
-        """Frees the slots and the rows of requests. The rows are zeroed.
+        """Frees the slots and the rows of requests, and ends their leases. The rows are zeroed.
 
         Args:
             req_pool_indices: Request rows, ints `[bs]`.
             seq_lens: Tokens of each request, ints `[bs]`. Only checked.
-            after: A fence as in `TokenToKVPoolAllocator.free`: the slots stay in use until its `query()`
-                returns true.
+            after: A fence as in `TokenToKVPoolAllocator.free`: the slots stay in use, and leased prefixes
+                locked, until its `query()` returns true.
 
         Raises:
             ConfigError: If a length differs from the request's, or a row is listed twice. Nothing is changed.
@@ -1989,7 +2101,7 @@ class PrefixCache(Pool):
 
     The cache owns whole pages of an allocator, from their publication to their eviction; requests hold
     leases. A call of the allocator, or of a planner on it, that is short of slots evicts pages without a
-    lease, and fails only if nothing evictable is left. At any time `cached_size() == evictable_size() +
+    lease, and fails, without evicting any, only if all that are evictable would not do. At any time `cached_size() == evictable_size() +
     locked_size()`. Freeing a cached slot through the allocator is an invalid free.
 
     Token ids are ints in `[0, 2**31)`: a 1-D int32 or int64 tensor or array in host memory, or a list, is read
@@ -2233,19 +2345,26 @@ class Lease:
                 whole pages passes to the cache. Not needed for a lease that a planner has: it knows the slots
                 of its requests.
             row: The request row of a lease that a planner has; only checked. The planner's next call with the
-                row writes the cache's slots to the request table, in place of those of duplicates.
+                row writes the cache's slots to the request table, in place of those of duplicates. If you write
+                the table yourself, write `Published.slots` to it.
             state: A working slot of the cache's states, whose state is that after the last whole page. A
-                snapshot of it is kept if a track slot is free or can be given up.
+                snapshot of it is kept if a track slot is free or can be given up: superseded ones first, which are
+                earlier ones of the same lease behind the tokens that it was matched with. The state is copied
+                before anything is published, on the current stream.
+
+        Nothing is changed if the call raises, except that another snapshot may have been given up for the state.
 
         Raises:
             ConfigError: If a token is outside of [0, 2**31), or `tokens` and `slots` differ in length.
+            DriverError: If the state cannot be copied.
+            IndexError: If there is no slot `state`.
             IndexOwnershipError: If a slot is not in use, listed twice, cached already, or not at its place in a
-                page. Nothing is changed.
+                page.
             StaleBufferError: If the lease was released, or the allocator was cleared.
         """
     def finish(self, tokens: IndicesLike, slots: IndicesLike) -> None:
-        """Publishes, frees the slots of the partial page at the end, and releases the lease: the end of a
-        request without a planner. With one, publish and call `BatchPlanner.finish`.
+        """Publishes, frees the partial page at the end, and releases the lease: the end of a request without a
+        planner. With one, publish and call `BatchPlanner.finish`. Nothing is changed if the call raises.
 
         Args:
             tokens: As in `publish`.
@@ -2287,6 +2406,210 @@ class Published:
         """The cache's slots of the tokens published, from the former length of the lease to `length`: 1-D int32
         on the allocator's device. Without duplicates they are the caller's.
         """
+
+@final
+class PrefixTree:
+    """The tree of a prefix cache by its nodes, for engines that hold nodes, lock them and evict by themselves.
+    `PrefixCache`, which has leases and evicts when an allocation is short, is what other users want.
+
+    A node is a run of tokens with their slots; its name is an int that no other node of the tree ever has, below
+    2**63. A node that is cut in two keeps its name, its end and its locks for the deeper half. Prefixes are found
+    in whole pages, and compared token by token. Tokens and namespaces are those of `PrefixCache`.
+
+    Slots that are inserted belong to the tree until they are evicted: freeing them through the allocator is an
+    invalid free. An insertion frees nothing; slots of tokens that were cached before stay the caller's. What an
+    insertion has behind its last whole page is kept, too, in a node that no look-up finds: the next insertion of
+    the same slots takes it over, and it is not evicted while the node before it is locked. Where no node is
+    before it, it is not evicted until the same slots are inserted again.
+
+    All calls are atomic and thread-safe. They wait for a GPU only for the values of an argument that the host
+    does not know. Clearing the allocator empties the tree. Slots are valid, and reused, in the order of the
+    current stream.
+
+    Args:
+        allocator: The allocator of the slots, with `page_size` 1. With `None`, slots are plain ints of the
+            caller, and what is evicted is only listed.
+        page_size: Tokens that are found together.
+        policy: What is evicted first: "adaptive", "lru", "fifo", "lfu", "slru" or "priority".
+        name: The owner of cached slots in reports. Defaults to the class name and a number.
+
+    Raises:
+        ConfigError: If `page_size` is 0, `policy` is unknown, or the allocator has pages of more than one slot.
+    """
+
+    def __new__(
+        cls,
+        allocator: TokenToKVPoolAllocator | None = None,
+        *,
+        page_size: SupportsIndex = 1,
+        policy: str = "lru",
+        name: str | None = None,
+    ) -> PrefixTree: ...
+    def match(
+        self, tokens: IndicesLike, *, namespace: Namespace = None, limit: SupportsIndex | None = None
+    ) -> TreeMatch:
+        """Finds the longest cached prefix, in whole pages, and refreshes it. Cuts a node in two if none ends there.
+
+        Args:
+            tokens: Token ids of the prompt.
+            namespace: A str, bytes or an int; `None` is a namespace of its own.
+            limit: Maximum length in tokens.
+
+        Raises:
+            ConfigError: If a token is outside of [0, 2**31), or `limit` is negative.
+            TypeError: If `tokens` are no ints, or `namespace` is of another type.
+        """
+    def insert(
+        self, tokens: IndicesLike, slots: IndicesLike, *, namespace: Namespace = None
+    ) -> TreeInsertion:
+        """Adds tokens with their slots, up to the first slot that is 0 or not allocated.
+
+        Args:
+            tokens: Token ids, from the first on.
+            slots: Their slots, ints of the same length. The caller's ownership of those that were not cached
+                before passes to the tree. The values are copied.
+            namespace: As in `match`.
+
+        Raises:
+            ConfigError: If a token or slot is outside of [0, 2**31), or `tokens` and `slots` differ in length.
+            IndexOwnershipError: If a slot is listed twice, or cached with other tokens. Nothing is changed.
+            TypeError: As in `match`.
+        """
+    def lock(self, node: SupportsIndex) -> None:
+        """Keeps a node, and those before it, from being evicted. Locks of a node are counted.
+
+        Raises:
+            StaleBufferError: If the node was evicted.
+        """
+    def unlock(self, node: SupportsIndex) -> None:
+        """Undoes one `lock` of a node.
+
+        Raises:
+            StaleBufferError: If the node was evicted.
+            IndexOwnershipError: If the node has no lock. Nothing is changed.
+        """
+    def evict(self, tokens: SupportsIndex) -> TreeEviction:
+        """Evicts whole nodes, ends of prefixes first, until at least `tokens` slots became free or nothing is
+        evictable. Their slots are freed at once, in one call.
+
+        Raises:
+            ConfigError: If `tokens` is negative.
+        """
+    def clear(self) -> TreeEviction:
+        """Gives up every node, locked or not, and frees the slots."""
+    def slots(self, node: SupportsIndex, start: SupportsIndex = 0) -> torch.Tensor:
+        """Returns the slots of a prefix: 1-D int32 on the allocator's device, or in host memory without one. A
+        copy.
+
+        Args:
+            node: The node at the end of the prefix.
+            start: The position of the first slot.
+
+        Raises:
+            StaleBufferError: If the node was evicted.
+            ConfigError: If `start` is negative.
+        """
+    def node(self, node: SupportsIndex) -> TreeNode:
+        """Describes a node as it is now. A look at every node makes this a call for debugging.
+
+        Raises:
+            StaleBufferError: If the node was evicted.
+        """
+    @property
+    def root(self) -> int:
+        """The node at the end of no tokens, of which every prefix is a child. It changes when the tree is cleared."""
+    def cached_size(self) -> int:
+        """Returns the number of cached tokens."""
+    def evictable_size(self) -> int:
+        """Returns the number of cached tokens that no lock keeps, those of inner nodes included."""
+    def locked_size(self) -> int:
+        """Returns the number of cached tokens that locks keep."""
+    def stats(self) -> dict[str, int]:
+        """Returns the numbers of the tree: `cached`, `evictable` and `locked` in tokens, `nodes`, and the `bytes` of
+        the bookkeeping.
+        """
+    def verify(self) -> None:
+        """Checks every invariant of the tree.
+
+        Raises:
+            IndexOwnershipError: If a check fails, with a description.
+        """
+    @property
+    def allocator(self) -> TokenToKVPoolAllocator | None:
+        """The allocator of the slots, if there is one."""
+    @property
+    def page_size(self) -> int:
+        """Tokens that are found together."""
+    @property
+    def policy(self) -> str:
+        """The name of the policy."""
+
+@final
+class TreeMatch:
+    """A prefix that `PrefixTree.match` found."""
+
+    @property
+    def node(self) -> int:
+        """The node that ends where the prefix ends; the root if nothing was found."""
+    @property
+    def length(self) -> int:
+        """Tokens of the prefix, in whole pages."""
+
+@final
+class TreeInsertion:
+    """The result of `PrefixTree.insert`."""
+
+    @property
+    def node(self) -> int:
+        """The node that ends where the inserted tokens end."""
+    @property
+    def cached(self) -> int:
+        """Tokens that were cached before, in whole pages. Slots that the caller owned for them are the caller's
+        still.
+        """
+    @property
+    def length(self) -> int:
+        """Tokens inserted: those before the first slot that is 0 or not allocated."""
+    @property
+    def gone(self) -> list[int]:
+        """Nodes that ceased to exist: what had been kept behind a last whole page and became part of another node."""
+
+@final
+class TreeEviction:
+    """The result of `PrefixTree.evict` and `PrefixTree.clear`."""
+
+    @property
+    def tokens(self) -> int:
+        """Slots that became free."""
+    @property
+    def gone(self) -> list[int]:
+        """Nodes that ceased to exist, in order. Those of an allocator that was cleared before are among them."""
+    @property
+    def slots(self) -> torch.Tensor:
+        """The slots evicted: 1-D int32 in host memory, a new tensor each time."""
+
+@final
+class TreeNode:
+    """A node of a `PrefixTree` at the time of `PrefixTree.node`."""
+
+    @property
+    def node(self) -> int:
+        """Its name."""
+    @property
+    def parent(self) -> int | None:
+        """The node before it; `None` for a root."""
+    @property
+    def children(self) -> list[int]:
+        """The nodes behind it."""
+    @property
+    def tokens(self) -> list[int]:
+        """Its own tokens, without those of the nodes before it."""
+    @property
+    def slots(self) -> list[int]:
+        """The slots of its own tokens."""
+    @property
+    def locks(self) -> int:
+        """Locks of the node and of all nodes behind it."""
 
 @final
 class Segment:

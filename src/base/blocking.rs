@@ -8,6 +8,9 @@ use std::sync::OnceLock;
 /// Runs a section that may block its thread, for example with the lock of an interpreter released.
 pub type Section = fn(section: &mut (dyn FnMut() + Send));
 
+/// A copy of this many bytes takes longer than handing the lock of an interpreter to another thread.
+pub const LONG_COPY: usize = 64 << 10;
+
 static SECTION: OnceLock<Section> = OnceLock::new();
 
 /// Installs `section` around every later call of [`blocking`] in this process. Later installations have no
@@ -16,7 +19,7 @@ pub fn on_blocking(section: Section) {
     let _ = SECTION.set(section);
 }
 
-/// Calls `wait`, which may take long: it waits for a device or another thread. The caller must hold no lock.
+/// Calls `wait`, which may take long: it waits for a device or another thread, or copies much. The caller must hold no lock.
 ///
 /// ```
 /// use kvpool::base::blocking;

@@ -29,9 +29,9 @@ pub enum DType {
     I8,
     /// 8-bit unsigned integer.
     U8,
-    /// 32-bit signed integer: the dtype of every index tensor that kvpool returns.
+    /// 32-bit signed integer: the dtype of index tensors, unless a pool is asked for 64 bits.
     I32,
-    /// 64-bit signed integer: accepted in index tensors of other libraries.
+    /// 64-bit signed integer: accepted in every index tensor.
     I64,
     /// Boolean, one byte per element. Never stored.
     Bool,
@@ -120,6 +120,39 @@ impl DType {
             let known = known.iter().map(|dtype| dtype.name()).collect::<Vec<_>>().join(", ");
             Error::wrong_type(format!("dtype {name} cannot be stored; use one of {known}"))
         })
+    }
+}
+
+/// The dtype of the index tensors that a pool hands out.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum IndexDType {
+    /// int32.
+    #[default]
+    I32,
+    /// int64, for engines whose kernels read no other.
+    I64,
+}
+
+impl IndexDType {
+    /// Parses the name of a dtype, with or without the prefix `torch.`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Type`](super::ErrorKind::Type) for any name but int32 and int64.
+    pub fn parse(name: &str) -> Result<Self> {
+        match name.strip_prefix("torch.").unwrap_or(name) {
+            "int32" => Ok(Self::I32),
+            "int64" => Ok(Self::I64),
+            other => Err(Error::wrong_type(format!("index_dtype must be int32 or int64, not {other}"))),
+        }
+    }
+
+    /// The dtype of the tensors.
+    #[must_use]
+    pub const fn dtype(self) -> DType {
+        match self {
+            Self::I32 => DType::I32,
+            Self::I64 => DType::I64,
+        }
     }
 }
 

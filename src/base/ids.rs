@@ -5,7 +5,7 @@
 
 use std::fmt;
 
-use super::{Error, Result, reserve};
+use super::{DType, Error, Result, reserve};
 
 /// The padding index of every index space. Padded tokens write to it; it is never handed out.
 pub const PADDING: u32 = 0;
@@ -90,6 +90,50 @@ pub const fn widen(number: u32) -> usize {
     number as usize
 }
 
+/// The element type of an index tensor.
+pub trait IndexNumber: Copy + Default + PartialEq + Into<i64> {
+    /// An index, which is within `i32`.
+    fn of(index: u32) -> Self;
+
+    /// The index that [`IndexNumber::of`] was given.
+    fn number(self) -> u32;
+
+    /// Values of this type.
+    fn values(values: Vec<Self>) -> IndexVec;
+}
+
+impl IndexNumber for i32 {
+    #[inline]
+    fn of(index: u32) -> Self {
+        index.cast_signed()
+    }
+
+    #[inline]
+    fn number(self) -> u32 {
+        self.cast_unsigned()
+    }
+
+    fn values(values: Vec<Self>) -> IndexVec {
+        IndexVec::I32(values)
+    }
+}
+
+impl IndexNumber for i64 {
+    #[inline]
+    fn of(index: u32) -> Self {
+        index.into()
+    }
+
+    #[inline]
+    fn number(self) -> u32 {
+        u32::try_from(self).expect("it was made of an index")
+    }
+
+    fn values(values: Vec<Self>) -> IndexVec {
+        IndexVec::I64(values)
+    }
+}
+
 /// Index values from a caller: int32 or int64, copied and unchecked.
 ///
 /// The values are copied once, so they cannot change between their check and their use.
@@ -161,6 +205,15 @@ impl IndexVec {
                 }
                 Ok(narrow)
             }
+        }
+    }
+
+    /// The dtype of a tensor of the values.
+    #[must_use]
+    pub const fn dtype(&self) -> DType {
+        match self {
+            Self::I32(_) => DType::I32,
+            Self::I64(_) => DType::I64,
         }
     }
 

@@ -12,10 +12,12 @@ mod reserve;
 mod shape;
 pub(crate) mod sync;
 
-pub use blocking::{Section, blocking, on_blocking};
+pub use blocking::{LONG_COPY, Section, blocking, on_blocking};
 pub use device::Device;
-pub use dtype::DType;
+pub use dtype::{DType, IndexDType};
 pub use error::{Error, ErrorKind, Facts, Result};
-pub use ids::{BufferId, ChunkId, Id, IndexVec, PADDING, Page, PoolPage, RequestRow, Slot, StateSlot, widen};
+pub use ids::{
+    BufferId, ChunkId, Id, IndexNumber, IndexVec, PADDING, Page, PoolPage, RequestRow, Slot, StateSlot, widen,
+};
 pub use reserve::{push, reserve, zeros};
 pub use shape::{Dims, MAX_NDIM, bytes_of, contiguous_strides};

@@ -1,5 +1,6 @@
 //! Why a prompt is not found: what is cached of it, and what became of the rest.
 
+use std::collections::{HashMap, VecDeque};
 use std::ops::Range;
 use std::time::Instant;
 
@@ -52,7 +53,6 @@ impl Cause {
 /// What is remembered of pages that went.
 #[derive(Clone, Copy, Debug)]
 pub struct Gone {
-    key: PageKey,
     /// Why, and when.
     pub cause: Cause,
     /// Tokens looked up between their last use and their end.
@@ -95,44 +95,76 @@ pub struct Segment {
     pub whereabouts: Whereabouts,
 }
 
-/// The ends of prefixes that went, the latest of each set.
+/// The ends of prefixes that went last, in the order in which they went: noting one is an append. They are
+/// looked up by key only to explain, all at once.
 #[derive(Debug, Default)]
-pub(super) struct Memory(Vec<[Option<Gone>; WAYS]>);
+pub(super) struct Memory {
+    /// The last [`ENDS`]; number `n` lies at `n % ENDS`.
+    ends: Vec<End>,
+    /// Ends noted so far.
+    noted: u64,
+    /// Why ends went, each with the number of the first one.
+    causes: VecDeque<(u64, Cause)>,
+}
 
-/// Sets, of which each remembers a few. At a key for 64 tokens they reach back two million evicted tokens.
-const SETS: usize = 1 << 13;
-const WAYS: usize = 4;
+/// What is noted of an end; its cause is that of its neighbours.
+#[derive(Clone, Copy, Debug)]
+struct End {
+    key: PageKey,
+    idle: u64,
+}
+
+/// Ends that are remembered. At a key for 64 tokens they reach back two million evicted tokens.
+const ENDS: usize = 1 << 15;
 
 impl Memory {
     /// Remembers the prefix `key`, whose last use was at `used`.
     pub(super) fn note(&mut self, key: PageKey, used: Tick, now: Tick, cause: Cause) {
-        if self.0.is_empty() {
-            self.0.resize(SETS, [None; WAYS]);
+        if self.causes.back().is_none_or(|&(_, last)| last != cause) {
+            self.begin(cause);
         }
-        let set = &mut self.0[set_of(key)];
-        // The oldest is last.
-        let at = set.iter().position(|known| known.is_none_or(|known| known.key == key)).unwrap_or(WAYS - 1);
-        set.copy_within(..at, 1);
-        set[0] = Some(Gone { key, cause, idle: now.since(used) });
+        let end = End { key, idle: now.since(used) };
+        let at = place_of(self.noted);
+        if at == self.ends.len() {
+            self.ends.push(end);
+        } else {
+            self.ends[at] = end;
+        }
+        self.noted += 1;
     }
 
-    /// Reads the set of `key`, so that it is near when that is noted.
-    pub(super) fn fetch(&self, key: PageKey) -> u32 {
-        self.0.get(set_of(key)).map_or(0, |set| u32::from(set[0].is_some()))
+    /// Gives the ends from the next one on another cause, and forgets causes without ends.
+    fn begin(&mut self, cause: Cause) {
+        let oldest = (self.noted + 1).saturating_sub(ENDS as u64);
+        while self.causes.get(1).is_some_and(|&(first, _)| first <= oldest) {
+            self.causes.pop_front();
+        }
+        self.causes.push_back((self.noted, cause));
     }
 
-    fn get(&self, key: PageKey) -> Option<Gone> {
-        let set = self.0.get(set_of(key))?;
-        set.iter().flatten().find(|known| known.key == key).copied()
+    /// What is remembered, by key; of one key the latest.
+    fn by_key(&self) -> HashMap<PageKey, Gone> {
+        let mut known = HashMap::with_capacity(self.ends.len());
+        let mut causes = self.causes.iter().copied().peekable();
+        let mut cause = None;
+        for number in self.noted - self.ends.len() as u64..self.noted {
+            while let Some((_, next)) = causes.next_if(|&(first, _)| first <= number) {
+                cause = Some(next);
+            }
+            let End { key, idle } = self.ends[place_of(number)];
+            let cause = cause.expect("the oldest end has a cause");
+            known.insert(key, Gone { cause, idle });
+        }
+        known
     }
 
-    pub(super) const fn bytes(&self) -> usize {
-        self.0.capacity() * size_of::<[Option<Gone>; WAYS]>()
+    pub(super) fn bytes(&self) -> usize {
+        self.ends.capacity() * size_of::<End>() + self.causes.capacity() * size_of::<(u64, Cause)>()
     }
 }
 
-fn set_of(key: PageKey) -> usize {
-    usize::try_from(key.hash() % SETS as u64).expect("fewer than 2**13")
+fn place_of(number: u64) -> usize {
+    usize::try_from(number % ENDS as u64).expect("fewer than 2**15")
 }
 
 impl Tree {
@@ -163,11 +195,12 @@ impl Tree {
         let mut known = add(cached, Whereabouts::NoSnapshot).max(cached);
         let sum = place.map_or_else(|| Chain::start(self.hash_of(namespace)), |place| self.sum_at(place));
         let (mut cursor, mut page) = (self.chain().cursor(sum, cached), Vec::new());
+        let gone = if cached < whole { self.memory().by_key() } else { HashMap::new() };
         for at in (cached..whole).step_by(page_size) {
             page.clear();
             tokens.read(at..at + page_size, &mut page)?;
             cursor.push(&page);
-            if let Some(gone) = self.memory().get(cursor.sum().key()) {
+            if let Some(&gone) = gone.get(&cursor.sum().key()) {
                 known = add(at + page_size, Whereabouts::Evicted(gone));
             }
         }

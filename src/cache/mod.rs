@@ -7,6 +7,7 @@
 //! | for | use |
 //! |---|---|
 //! | finding, holding, adding and evicting prefixes | [`Tree`], [`Hold`] |
+//! | the same by nodes, for engines that hold those | [`NodeHandle`], [`Insertion`] |
 //! | what is evicted first | [`Policy`], one small type each |
 //! | token ids of a caller, compared where they lie | [`Tokens`] |
 //! | users whose prefixes stay apart | [`Namespace`] |
@@ -30,4 +31,4 @@ pub use policy::{History, KeyTokens, NodeId, PageKey, Policy, PolicyKind, Rememb
 pub use tokens::Tokens;
 #[cfg(feature = "python")]
 pub(crate) use tokens::not_a_token;
-pub use tree::{AGE_BUCKETS, Evicted, Found, Hold, Place, Tree, TreeStats};
+pub use tree::{AGE_BUCKETS, Evicted, Found, Hold, Insertion, NodeHandle, NodeInfo, Place, Tree, TreeStats};

@@ -18,6 +18,18 @@ pub enum Namespace {
     Bytes(Vec<u8>),
 }
 
+impl Namespace {
+    /// Bytes of a text, which are not in the value itself.
+    #[must_use]
+    pub const fn text_bytes(&self) -> usize {
+        match self {
+            Self::Unnamed | Self::Number(_) => 0,
+            Self::Large(text) | Self::Text(text) => text.capacity(),
+            Self::Bytes(bytes) => bytes.capacity(),
+        }
+    }
+}
+
 impl fmt::Display for Namespace {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

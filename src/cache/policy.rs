@@ -86,11 +86,6 @@ impl PageKey {
     pub const fn new(hash: u64) -> Self {
         Self(hash)
     }
-
-    /// The hash.
-    pub(super) const fn hash(self) -> u64 {
-        self.0
-    }
 }
 
 /// What is known of the pages of one node, which share it.
@@ -151,6 +146,11 @@ pub trait Policy: fmt::Debug + Send {
     /// A request found `tokens` tokens with the history `before`.
     fn note_used(&mut self, before: &History, tokens: u32, now: Tick) {
         let _ = (before, tokens, now);
+    }
+
+    /// The blocks `keys` are about to be published. What is known of them is fetched ahead; nothing depends on it.
+    fn fetch(&self, keys: &mut dyn Iterator<Item = PageKey>) {
+        let _ = keys;
     }
 
     /// The block `key` is new in the cache. Returns what is remembered of an earlier stay; pages whose answers

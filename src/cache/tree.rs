@@ -3,13 +3,17 @@
 mod edges;
 mod evict;
 mod hold;
+mod nodes;
 mod pin;
 mod publish;
+mod roots;
+mod short_vec;
+mod snapshots;
 
 use std::collections::HashMap;
 use std::hash::{BuildHasher, RandomState};
 
-use crate::base::{Id, Page, Result, StateSlot, widen};
+use crate::base::{Id, Page, Result, widen};
 
 use super::chain::{Chain, Sum};
 use super::explain::Memory;
@@ -17,9 +21,14 @@ use super::journal::{Digest, Event, Journal};
 use super::{History, KeyTokens, Namespace, NodeId, Policy, Tick, Tokens};
 pub(super) use edges::Edges;
 use evict::Queues;
+use nodes::Tails;
+use roots::Roots;
+use short_vec::ShortVec;
+use snapshots::Snapshots;
 
 pub use evict::{AGE_BUCKETS, Evicted};
 pub use hold::Hold;
+pub use nodes::{Insertion, NodeHandle, NodeInfo};
 pub use publish::Found;
 
 /// A run of whole pages that one prompt after another used as a whole: they differ behind it, or one ended
@@ -30,8 +39,8 @@ pub use publish::Found;
 struct Node {
     /// The node before; a root is its own parent.
     parent: NodeId,
-    /// The next child of the same parent whose first page has the same fingerprint.
-    twin: Option<NodeId>,
+    /// Its root; a root is its own.
+    root: NodeId,
     /// Of the first page. With pages of one token, that token.
     fingerprint: u32,
     children: u32,
@@ -40,16 +49,16 @@ struct Node {
     /// Leases that end here.
     leases: u32,
     /// `pages.len() * page_size` tokens.
-    tokens: Vec<i32>,
+    tokens: ShortVec<i32>,
     /// Not empty, except in a root.
-    pages: Vec<Page>,
+    pages: ShortVec<Page>,
     /// Of all tokens up to the end of the node.
     sum: Sum,
     /// Tokens up to the end of the node.
     end: u32,
     history: History,
-    /// A snapshot of the state at the end of the node.
-    state: Option<StateSlot>,
+    /// Whether there is a snapshot of the state at its end.
+    has_snapshot: bool,
     /// Whether it is among the evictable leaves.
     is_queued: bool,
     /// Pins that go through it.
@@ -57,27 +66,29 @@ struct Node {
     kind: Kind,
 }
 
+const _: () = assert!(size_of::<Node>() == 128, "as small as that");
+
 impl Node {
-    /// The room for tokens and pages.
+    /// The room for tokens and pages outside of the node.
     const fn room(&self) -> usize {
-        self.tokens.capacity() + self.pages.capacity()
+        self.tokens.room() + self.pages.room()
     }
 
     /// A node without tokens, neighbours and locks.
     fn new(kind: Kind, sum: Sum) -> Self {
         Self {
             parent: NodeId::new(0),
-            twin: None,
+            root: NodeId::new(0),
             fingerprint: 0,
             children: 0,
             locks: 0,
             leases: 0,
-            tokens: Vec::new(),
-            pages: Vec::new(),
+            tokens: ShortVec::new(),
+            pages: ShortVec::new(),
             sum,
             end: 0,
             history: History::default(),
-            state: None,
+            has_snapshot: false,
             is_queued: false,
             pins: 0,
             kind,
@@ -142,7 +153,7 @@ pub struct TreeStats {
 /// let mut tree = Tree::new(2, false, policy);
 /// let mut hold = tree.acquire(&name, &prompt, 5).unwrap();
 /// let found = tree.find(&hold, &prompt).unwrap();
-/// tree.publish(&mut hold, found, &prompt[..4], &[Page::new(3), Page::new(8)]);
+/// tree.publish(&mut hold, found, prompt[..4].to_vec(), &[Page::new(3), Page::new(8)]);
 /// let gone = tree.release(hold);
 /// assert!(gone.pages.is_empty());
 /// assert_eq!(tree.acquire(&name, &prompt, 3).unwrap().len(), 2);
@@ -152,13 +163,18 @@ pub struct TreeStats {
 pub struct Tree {
     /// At least 1.
     page_size: usize,
+    /// Tokens that are found together: a whole number of pages.
+    step: usize,
     nodes: Vec<Node>,
+    /// How often each number of a node was in use before.
+    generations: Vec<u32>,
+    /// That of numbers not used yet.
+    first_generation: u32,
     /// Nodes that are not in use.
     vacant: Vec<NodeId>,
+    tails: Tails,
     edges: Edges,
-    roots: HashMap<Namespace, NodeId>,
-    /// The namespaces of `roots`.
-    names: HashMap<NodeId, Namespace>,
+    roots: Roots,
     /// Seeded at random: callers cannot choose tokens that collide.
     hasher: RandomState,
     chain: Chain,
@@ -176,8 +192,7 @@ pub struct Tree {
     pinned: usize,
     /// Whether a prefix is of use only with a snapshot of the state at its end.
     is_stateful: bool,
-    /// Nodes with a snapshot.
-    snapshots: Vec<NodeId>,
+    snapshots: Snapshots,
     /// Evicted prefixes are remembered by their lengths in this number of tokens.
     remembered_every: usize,
     /// The ends of prefixes that went.
@@ -195,11 +210,14 @@ impl Tree {
         let hasher = RandomState::new();
         Self {
             page_size,
+            step: page_size,
             nodes: Vec::new(),
+            generations: Vec::new(),
+            first_generation: 0,
             vacant: Vec::new(),
+            tails: Tails::default(),
             edges: Edges::new(&hasher),
-            roots: HashMap::new(),
-            names: HashMap::new(),
+            roots: Roots::default(),
             chain: Chain::new(&hasher),
             hasher,
             queues: Queues::new(policy),
@@ -210,7 +228,7 @@ impl Tree {
             detached: 0,
             pinned: 0,
             is_stateful,
-            snapshots: Vec::new(),
+            snapshots: Snapshots::default(),
             remembered_every: widen(KeyTokens::of_page_size(page_tokens).get()),
             memory: Memory::default(),
             journal: None,
@@ -236,8 +254,12 @@ impl Tree {
             snapshots: self.snapshots.len(),
             bytes: self.contents * size_of::<u32>()
                 + self.nodes.capacity() * size_of::<Node>()
+                + self.generations.capacity() * size_of::<u32>()
+                + self.tails_bytes()
                 + self.vacant.capacity() * id
                 + self.edges.bytes()
+                + self.roots.bytes()
+                + self.snapshots.bytes()
                 + self.queues.bytes()
                 + self.memory.bytes()
                 + self.journal.as_ref().map_or(0, Journal::bytes),
@@ -275,7 +297,7 @@ impl Tree {
     }
 
     pub(super) fn namespaces(&self) -> impl Iterator<Item = &Namespace> {
-        self.roots.keys()
+        self.roots.names()
     }
 
     /// The place that the first `len` of `tokens` lead to, a whole number of pages.
@@ -306,6 +328,12 @@ impl Tree {
         self.locked * self.page_size
     }
 
+    /// The pages that leases hold, at the cost of a look at every node.
+    #[must_use]
+    pub fn locked_pages(&self) -> Vec<Page> {
+        self.nodes.iter().filter(|node| node.locks > 0).flat_map(|node| node.pages.iter().copied()).collect()
+    }
+
     fn node(&self, id: NodeId) -> &Node {
         &self.nodes[widen(id.number())]
     }
@@ -316,18 +344,31 @@ impl Tree {
 
     fn add(&mut self, node: Node) -> NodeId {
         self.contents += node.room();
-        if let Some(id) = self.vacant.pop() {
+        let (kind, root) = (node.kind, node.root);
+        let id = if let Some(id) = self.vacant.pop() {
             self.nodes[widen(id.number())] = node;
-            return id;
+            id
+        } else {
+            let id = u32::try_from(self.nodes.len()).expect("a node has a page, and pages fit int32");
+            if self.nodes.len() == self.nodes.capacity() {
+                // Doubling would cost up to another node for each one.
+                self.nodes.reserve_exact(self.nodes.len() / 8 + 8);
+                self.generations.reserve_exact(self.nodes.capacity() - self.generations.len());
+            }
+            self.nodes.push(node);
+            self.generations.push(self.first_generation);
+            NodeId::new(id)
+        };
+        if kind == Kind::Run {
+            let nodes = &self.nodes;
+            self.roots.list(root, id, |id| is_below(&nodes[widen(id.number())], root));
         }
-        let id = u32::try_from(self.nodes.len()).expect("a node has a page, and pages fit int32");
-        self.nodes.push(node);
-        NodeId::new(id)
+        id
     }
 
     /// The root of a namespace, if it has one.
     fn root(&self, namespace: &Namespace) -> Option<NodeId> {
-        self.roots.get(namespace).copied()
+        self.roots.get(namespace)
     }
 
     fn root_or_new(&mut self, namespace: &Namespace) -> NodeId {
@@ -336,9 +377,9 @@ impl Tree {
         }
         let sum = Chain::start(self.hash_of(namespace));
         let root = self.add(Node::new(Kind::Root, sum));
-        self.node_mut(root).parent = root;
-        self.roots.insert(namespace.clone(), root);
-        self.names.insert(root, namespace.clone());
+        let node = self.node_mut(root);
+        (node.parent, node.root) = (root, root);
+        self.roots.insert(namespace, root);
         root
     }
 
@@ -349,21 +390,14 @@ impl Tree {
             return;
         }
         match node.kind {
-            Kind::Root => self.forget_root(root),
+            Kind::Root => drop(self.roots.remove(root)),
             Kind::Detached => self.detached -= 1,
             Kind::Run => return,
         }
-        self.vacant.push(root);
+        self.vacate(root);
     }
 
-    /// Removes a root from the namespaces.
-    fn forget_root(&mut self, root: NodeId) {
-        if let Some(name) = self.names.remove(&root) {
-            self.roots.remove(&name);
-        }
-    }
-
-    /// The fingerprint of a page.
+    /// The fingerprint of the tokens of a step.
     fn fingerprint(&self, page: &[i32]) -> u32 {
         if let [token] = page {
             return token.cast_unsigned();
@@ -373,57 +407,54 @@ impl Tree {
         u32::from_le_bytes(if cfg!(debug_assertions) { [a, 0, 0, 0] } else { [a, b, c, d] })
     }
 
-    /// The child of `parent` that begins with `page`.
-    fn child(&self, parent: NodeId, page: &[i32]) -> Option<NodeId> {
-        let mut next = self.edges.get(parent, self.fingerprint(page));
-        while let Some(id) = next {
+    /// The child of `parent` that begins with `first`, the tokens of a step.
+    fn child(&self, parent: NodeId, first: &[i32]) -> Option<NodeId> {
+        self.edges.get(parent, self.fingerprint(first)).find(|&id| {
             let node = self.node(id);
-            if node.tokens[..self.page_size] == *page {
-                return Some(id);
-            }
-            next = node.twin;
-        }
-        None
+            node.parent == parent && node.tokens[..self.step] == *first
+        })
     }
 
     /// Makes `id`, whose parent and tokens are set, a child of its parent.
     fn link(&mut self, id: NodeId) {
-        let node = self.node(id);
-        let (parent, fingerprint) = (node.parent, self.fingerprint(&node.tokens[..self.page_size]));
-        let twin = self.edges.insert(parent, fingerprint, id);
-        let node = self.node_mut(id);
-        (node.fingerprint, node.twin) = (fingerprint, twin);
+        let parent = self.node(id).parent;
         self.node_mut(parent).children += 1;
+        if self.is_tail(id) {
+            return self.note_tail(id);
+        }
+        let fingerprint = self.fingerprint(&self.node(id).tokens[..self.step]);
+        self.edges.insert(parent, fingerprint, id);
+        self.node_mut(id).fingerprint = fingerprint;
     }
 
     /// Undoes [`Tree::link`].
     fn unlink(&mut self, id: NodeId) {
-        let Node { parent, fingerprint, twin, .. } = *self.node(id);
+        let Node { parent, fingerprint, .. } = *self.node(id);
         self.node_mut(parent).children -= 1;
-        let Some(mut before) = self.edges.replace(parent, fingerprint, id, twin) else { return };
-        while let Some(next) = self.node(before).twin.filter(|&next| next != id) {
-            before = next;
+        if self.is_tail(id) {
+            return self.forget_tail(id);
         }
-        self.node_mut(before).twin = twin;
+        self.edges.remove(parent, fingerprint, id);
     }
 
-    /// The place that `tokens` lead to from the end of `node`, with `tokens[0]` behind it, over at most `limit`
-    /// pages.
+    /// The place that `tokens` lead to from the end of `node`, with `tokens[0]` behind it, in whole steps and
+    /// over at most `limit` pages.
     fn descend(&self, node: NodeId, tokens: &dyn Tokens, limit: usize) -> Result<Place> {
         let begin = widen(self.node(node).end);
         let mut place = Place { node, pages: self.node(node).pages.len(), len: begin };
-        let mut page = Vec::with_capacity(self.page_size);
+        let (mut first, pages_of_step) = (Vec::with_capacity(self.step), self.step / self.page_size);
+        let limit = limit / pages_of_step * self.step;
         loop {
             let at = place.len - begin;
-            if at / self.page_size >= limit {
+            if at >= limit {
                 return Ok(place);
             }
-            page.clear();
-            tokens.read(at..at + self.page_size, &mut page)?;
-            let Some(child) = self.child(place.node, &page) else { return Ok(place) };
+            first.clear();
+            tokens.read(at..at + self.step, &mut first)?;
+            let Some(child) = self.child(place.node, &first) else { return Ok(place) };
             let node = self.node(child);
-            let equal = tokens.common(at + self.page_size, &node.tokens[self.page_size..])?;
-            let pages = (1 + equal / self.page_size).min(limit - at / self.page_size);
+            let equal = tokens.common(at + self.step, &node.tokens[self.step..])?;
+            let pages = (1 + equal / self.step).min((limit - at) / self.step) * pages_of_step;
             place = Place { node: child, pages, len: place.len + pages * self.page_size };
             if pages < node.pages.len() {
                 return Ok(place);
@@ -439,15 +470,23 @@ impl Tree {
         let lower = place.node;
         let sum = self.sum_at(place);
         self.unlink(lower);
-        let (page_size, room, node) = (self.page_size, self.node(lower).room(), self.node_mut(lower));
+        let (page_size, before, node) = (self.page_size, self.node(lower).room(), self.node_mut(lower));
         let tokens = split_front(&mut node.tokens, place.pages * page_size);
         let pages = split_front(&mut node.pages, place.pages);
-        let (parent, history) = (node.parent, node.history);
-        let (locks, pins) = (u32::from(node.locks > 0), node.pins);
-        let end = narrow(place.len);
-        let upper =
-            self.add(Node { parent, locks, tokens, pages, end, history, pins, ..Node::new(Kind::Run, sum) });
-        self.contents = self.contents - room + self.node(lower).room();
+        let Node { parent, root, history, pins, .. } = *node;
+        let (locks, end) = (u32::from(node.locks > 0), narrow(place.len));
+        let upper = self.add(Node {
+            parent,
+            root,
+            locks,
+            tokens,
+            pages,
+            end,
+            history,
+            pins,
+            ..Node::new(Kind::Run, sum)
+        });
+        self.contents = self.contents - before + self.node(lower).room();
         self.node_mut(lower).parent = upper;
         self.link(upper);
         self.link(lower);
@@ -482,6 +521,7 @@ impl Tree {
     pub fn fault(&self) -> Option<String> {
         let mut seen = std::collections::HashSet::new();
         let (mut cached, mut locked) = (0, 0);
+        let listed: std::collections::HashSet<_> = self.roots.listed().collect();
         let vacant: std::collections::HashSet<_> = self.vacant.iter().copied().collect();
         let ids = (0..).take(self.nodes.len()).map(NodeId::new).filter(|id| !vacant.contains(id));
         let mut children: HashMap<NodeId, [u32; 2]> = HashMap::new();
@@ -494,7 +534,13 @@ impl Tree {
             *count += 1;
             *locks += u32::from(node.locks > 0);
             cached += node.pages.len();
-            locked += if node.locks > 0 { node.pages.len() } else { 0 };
+            locked += if node.locks > 0 || self.is_covered(id) { node.pages.len() } else { 0 };
+            if self.node(node.root).kind == Kind::Root && !listed.contains(&(node.root, id)) {
+                return Some(format!("{id:?} is not listed with its namespace"));
+            }
+            if node.has_snapshot != self.snapshot_at(id).is_some() {
+                return Some(format!("{id:?} does not know its snapshot"));
+            }
             if node.pages.is_empty() || node.tokens.len() != node.pages.len() * self.page_size {
                 return Some(format!(
                     "{id:?} has {} pages and {} tokens",
@@ -505,7 +551,8 @@ impl Tree {
             if let Some(page) = node.pages.iter().find(|page| !seen.insert(**page)) {
                 return Some(format!("page {page} is cached twice"));
             }
-            if self.child(node.parent, &node.tokens[..self.page_size]) != Some(id) {
+            let first = node.tokens.get(..self.step);
+            if first.is_some_and(|first| self.child(node.parent, first) != Some(id)) {
                 return Some(format!("{id:?} is not found from its parent"));
             }
             let begin = widen(self.node(node.parent).end);
@@ -529,8 +576,13 @@ impl Tree {
     }
 }
 
+/// Whether a node, which may be gone, is one below `root`.
+fn is_below(node: &Node, root: NodeId) -> bool {
+    node.root == root && !node.pages.is_empty()
+}
+
 /// Splits off the first `count` elements; what remains does not keep their memory.
-fn split_front<T>(all: &mut Vec<T>, count: usize) -> Vec<T> {
+fn split_front<T: Copy>(all: &mut ShortVec<T>, count: usize) -> ShortVec<T> {
     let rest = all.split_off(count);
     let mut front = std::mem::replace(all, rest);
     front.shrink_to_fit();

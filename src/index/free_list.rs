@@ -10,7 +10,7 @@ use std::collections::VecDeque;
 use std::marker::PhantomData;
 use std::ops::Range;
 
-use crate::base::{Id, Result, reserve, widen};
+use crate::base::{Id, IndexNumber, Result, reserve, widen};
 
 use super::BadFree;
 use super::mask::Mask;
@@ -197,6 +197,11 @@ impl<I: Id> FreeList<I> {
         self.records.is_live(index.number())
     }
 
+    /// Whether all of `mask`, which lies in this space, may be freed.
+    pub(super) fn are_live(&self, mask: Mask) -> bool {
+        self.records.are_live(mask)
+    }
+
     /// Merges the released indices into the free ones. Has no effect in [`Order::Fifo`].
     pub fn merge(&mut self) {
         self.records.merge();
@@ -229,12 +234,12 @@ impl<I: Id> FreeList<I> {
     }
 
     /// Like [`FreeList::alloc`], but fills `out` with indices.
-    pub(super) fn alloc_into(&mut self, out: &mut [i32]) -> bool {
+    pub(super) fn alloc_into<T: IndexNumber>(&mut self, out: &mut [T]) -> bool {
         if self.order == Order::Fifo {
             let mut rest = out.iter_mut();
             return self.alloc(rest.len(), |run| {
                 for (index, out) in run.range().zip(&mut rest) {
-                    *out = index.cast_signed();
+                    *out = T::of(index);
                 }
             });
         }
@@ -244,7 +249,7 @@ impl<I: Id> FreeList<I> {
         }
         self.records.take_lowest(out, out.len() > self.records.count(Set::Free));
         if let Some(highest) = out.last() {
-            self.reached = self.reached.max(highest.cast_unsigned() + 1);
+            self.reached = self.reached.max(highest.number() + 1);
         }
         self.high_water = self.high_water.max(self.in_use());
         true

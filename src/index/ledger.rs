@@ -124,8 +124,10 @@ pub enum State {
     Free,
     /// Held by an owner.
     Live,
-    /// Held by a prefix cache alone.
-    Cached,
+    /// Held by a prefix cache alone, which can free it.
+    Evictable,
+    /// Held by a prefix cache alone, with leases.
+    Locked,
     /// Freed, but kept until work in flight is done.
     Fenced,
 }
@@ -137,7 +139,8 @@ impl State {
         match self {
             Self::Free => "free",
             Self::Live => "live",
-            Self::Cached => "cached",
+            Self::Evictable => "evictable",
+            Self::Locked => "locked",
             Self::Fenced => "fenced",
         }
     }
@@ -150,7 +153,7 @@ pub struct Span {
     pub range: Range<u32>,
     /// Their state.
     pub state: State,
-    /// Their holders, when they are live or cached and the ledger is open.
+    /// Their holders, when they have any and the ledger is open.
     pub holders: Vec<Arc<Act>>,
 }
 
@@ -467,7 +470,7 @@ pub(super) fn spans(
     for index in range {
         let state = state_of(index);
         let holders = match (state, ledger) {
-            (State::Live | State::Cached, Some(ledger)) => ledger.holders(index),
+            (State::Live | State::Evictable | State::Locked, Some(ledger)) => ledger.holders(index),
             _ => Vec::new(),
         };
         match spans.last_mut() {

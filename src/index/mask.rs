@@ -18,7 +18,7 @@ impl Mask {
     }
 
     /// The masks of a range, lowest first.
-    pub(super) fn of_range(range: Range<u32>) -> impl Iterator<Item = Self> {
+    pub(super) fn of_range(range: Range<u32>) -> impl Iterator<Item = Self> + Clone {
         let mut at = range.start;
         std::iter::from_fn(move || {
             (at < range.end).then(|| {

@@ -78,6 +78,12 @@ impl Owners {
         self.cached.contains(widen(page.number()))
     }
 
+    /// Whether the cache is an owner of all of `pages`.
+    pub(super) fn are_cached(&self, pages: Mask) -> bool {
+        self.cached.room() > widen(pages.word) * 64
+            && self.cached.word(widen(pages.word)) & pages.bits == pages.bits
+    }
+
     /// How many pages the cache owns.
     pub(super) const fn cached(&self) -> usize {
         self.cached.len()
@@ -86,6 +92,28 @@ impl Owners {
     /// Whether `page`, which is live, has an owner beside the cache whose removal is not pending.
     pub(super) fn is_in_use(&self, page: Page) -> bool {
         self.more(page) + 1 > self.pending(page) + u32::from(self.is_cached(page))
+    }
+
+    /// [`Owners::cache`] for pages that are live and have one owner each, by words. Returns `false`, and changes
+    /// nothing, if there are others among them.
+    pub(super) fn cache_plain(
+        &mut self,
+        space: usize,
+        pages: impl Iterator<Item = Mask> + Clone,
+        are_live: impl Fn(Mask) -> bool,
+    ) -> Result<bool> {
+        if self.cached.room() < space {
+            self.cached = Bitmap::new(space)?;
+        }
+        for (done, mask) in pages.clone().enumerate() {
+            let is_new = self.cached.word(widen(mask.word)) & mask.bits == 0;
+            if !is_new || !self.pending.is_empty() || !are_live(mask) {
+                self.uncache(pages.take(done));
+                return Ok(false);
+            }
+            self.cached.insert_word(widen(mask.word), mask.bits);
+        }
+        Ok(true)
     }
 
     /// Makes the cache an owner of `pages`, in place of a caller; all of them, or none.
@@ -110,16 +138,16 @@ impl Owners {
                 self.cached.insert(widen(page.number()));
                 continue;
             };
-            self.uncache(&pages[..done]);
+            self.uncache(pages[..done].iter().map(|page| Mask::of(page.number())));
             return Ok(Err((page, reason)));
         }
         Ok(Ok(()))
     }
 
     /// Ends the special state of cached pages: their owner is like any other.
-    pub(super) fn uncache(&mut self, pages: &[Page]) {
-        for page in pages {
-            self.cached.remove(widen(page.number()));
+    pub(super) fn uncache(&mut self, pages: impl Iterator<Item = Mask>) {
+        for Mask { word, bits } in pages {
+            self.cached.remove_word(widen(word), bits);
         }
     }
 

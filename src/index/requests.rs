@@ -152,7 +152,7 @@ impl Growth {
 /// let row = IndexVec::I64(vec![1]);
 /// let named = requests.resolve_rows(&row, &rows).unwrap();
 /// let growth = [requests.growth(named[0], 0, 6).unwrap()];
-/// assert!(requests.grow(&growth, &[], &mut slots).unwrap());
+/// assert!(requests.grow(&growth, &mut [], &mut slots).unwrap());
 /// assert_eq!((requests.pages(named[0]), requests.len(named[0])), (&[1, 2][..], 6));
 /// ```
 #[derive(Clone, Debug)]
@@ -275,8 +275,7 @@ impl Requests {
         Error::config(format!("request row {row} at position {position} {text}"))
     }
 
-    /// Like [`Requests::growth`], for a new request with a cached prefix in `slots`; their pages are appended
-    /// to `prefixes`.
+    /// Like [`Requests::growth`], for a new request with a cached prefix in `slots`. Also returns their pages.
     ///
     /// # Errors
     /// [`ErrorKind::Config`] when it has tokens already, when there are not `prefix` slots, or they do not
@@ -286,8 +285,7 @@ impl Requests {
         asked: GrowthRequest,
         cached: &IndexVec,
         slots: &SlotAllocator,
-        prefixes: &mut Vec<Page>,
-    ) -> Result<Growth> {
+    ) -> Result<(Growth, Vec<i32>)> {
         let GrowthRequest { position, row, prefix, .. } = asked;
         let growth = self.growth_of_new(asked)?;
         let size = self.page_size.slots();
@@ -298,11 +296,12 @@ impl Requests {
                 cached.len()
             )));
         }
+        let mut pages: Vec<i32> = reserve(widen(self.page_size.page(growth.prefix)))?;
         for (at, slot) in cached.iter().enumerate() {
             let offset = narrow(at % widen(size));
             if offset == 0 {
-                let page = u32::try_from(slot).ok().map(|slot| Page::new(slot / size));
-                let Some(page) = page.filter(|&page| slots.is_owned(page)) else {
+                let page = u32::try_from(slot).ok().map(|slot| slot / size);
+                let Some(page) = page.filter(|&page| slots.is_owned(Page::new(page))) else {
                     return Err(Error::new(
                         ErrorKind::IndexOwnership,
                         format!(
@@ -311,9 +310,9 @@ impl Requests {
                         ),
                     ));
                 };
-                prefixes.push(page);
+                pages.push(page.cast_signed());
             }
-            let first = prefixes.last().map_or(0, |page| i64::from(page.number()) * i64::from(size));
+            let first = pages.last().map_or(0, |&page| i64::from(page) * i64::from(size));
             if first + i64::from(offset) != slot {
                 return Err(Error::config(format!(
                     "slot {slot} in the cached prefix of request row {row} at position {position} is not number \
@@ -321,7 +320,7 @@ impl Requests {
                 )));
             }
         }
-        Ok(growth)
+        Ok((growth, pages))
     }
 
     /// The growth of a request without tokens.
@@ -390,15 +389,17 @@ impl Requests {
         }
     }
 
-    /// Grows every request of a batch, or none: adds the pages of cached prefixes (`prefixes`, concatenated in
-    /// the order of the requests), which are shared unless they are leased, and takes new ones. Returns `false` when there are not enough.
+    /// Grows every request of a batch, or none: gives it the pages of its cached prefix, which are shared unless
+    /// they are leased, and takes new ones. Returns `false`, and takes nothing, when there are not enough.
+    ///
+    /// `prefixes` are those of the new requests with one, in the order of the batch.
     ///
     /// # Errors
     /// [`ErrorKind::OutOfMemory`] when the host cannot allocate the bookkeeping.
     pub fn grow(
         &mut self,
         batch: &[Growth],
-        prefixes: &[Page],
+        prefixes: &mut [&mut Vec<i32>],
         slots: &mut Ledgered<SlotAllocator>,
     ) -> Result<bool> {
         let needed: usize = batch.iter().map(|growth| widen(growth.new_pages)).sum();
@@ -408,17 +409,19 @@ impl Requests {
         if !slots.alloc_pages(needed, |run| taken.runs.push(run)) {
             return Ok(false);
         }
-        let (mut prefixes, page_size) = (prefixes, self.page_size);
+        let mut prefixes = prefixes.iter_mut();
         for &growth in batch {
             let request = self.request_mut(growth.row);
             if growth.had < growth.prefix {
-                let (pages, rest) = prefixes.split_at(widen(page_size.page(growth.prefix)));
+                let pages = std::mem::take(*prefixes.next().expect("each cached prefix has its pages"));
                 match room.filter(|_| !growth.is_leased) {
-                    Some(room) => slots.share_pages(room, pages.iter().copied()),
+                    Some(room) => {
+                        slots.share_pages(room, pages.iter().map(|page| Page::new(page.cast_unsigned())));
+                    }
                     None => request.leased = narrow(pages.len()),
                 }
-                request.pages.extend(pages.iter().map(|page| page.number().cast_signed()));
-                prefixes = rest;
+                // A new request has none of its own.
+                request.pages = pages;
             }
             taken.move_to(&mut request.pages, growth.new_pages);
             request.len = growth.seq;

@@ -39,6 +39,7 @@ pub struct RowTable<I> {
     written: Vec<u32>,
     /// By row number, how often the row was handed out. It may wrap.
     turns: Vec<u32>,
+    frees: u64,
     dropped_frees: usize,
 }
 
@@ -52,6 +53,7 @@ impl<I: Id> RowTable<I> {
             rows: FreeList::new(first, count, Order::Fifo)?,
             written: zeros(widen(first) + widen(count))?,
             turns: zeros(widen(first) + widen(count))?,
+            frees: 0,
             dropped_frees: 0,
         })
     }
@@ -66,6 +68,12 @@ impl<I: Id> RowTable<I> {
     #[must_use]
     pub const fn dropped_frees(&self) -> usize {
         self.dropped_frees
+    }
+
+    /// The number of calls that freed rows so far: as long as it is the same, none was.
+    #[must_use]
+    pub const fn frees(&self) -> u64 {
+        self.frees
     }
 
     /// How often `row` was handed out. Facts recorded at another turn are those of an earlier owner.
@@ -132,8 +140,9 @@ impl<I: Id> RowTable<I> {
             .iter()
             .flat_map(|mask| mask.indices())
             .map(|row| RowExtent { row: I::new(row), written: std::mem::take(&mut written[widen(row)]) });
-        let freed = freed.collect();
+        let freed: Vec<_> = freed.collect();
         batch.commit();
+        self.frees += u64::from(!freed.is_empty());
         self.dropped_frees += dropped;
         Ok((freed, bad))
     }
@@ -148,6 +157,7 @@ impl<I: Id> RowTable<I> {
     /// Frees and cleans every row. Returns the rows that the caller must clear, including the padding row.
     pub fn clear(&mut self) -> Vec<RowExtent<I>> {
         self.rows.clear();
+        self.frees += 1;
         (0..)
             .zip(&mut self.written)
             .filter(|(_, written)| **written > 0)

@@ -9,10 +9,10 @@ mod frees;
 mod page_runs;
 
 use crate::base::bounded::narrow;
-use crate::base::{Error, ErrorKind, Id, IndexVec, Page, Result, reserve, widen};
+use crate::base::{Error, ErrorKind, Id, IndexNumber, IndexVec, PADDING, Page, Result, reserve, widen};
 
 use super::Bitmap;
-use super::extension::{Extension, Request, parse_requests};
+use super::extension::{Extension, LastLoc, OpenSlots, Request, parse_requests};
 use super::free_list::{Fenced, FreeList, Order, Run};
 use super::owners::{Owners, Room};
 
@@ -61,7 +61,7 @@ pub struct SlotStats {
 /// use kvpool::base::IndexVec;
 /// use kvpool::index::{Give, Order, SlotAllocator};
 /// let mut slots = SlotAllocator::new(64, 16, Order::Sorted).unwrap();
-/// assert_eq!(slots.alloc(3).unwrap().unwrap(), [16, 17, 18]);
+/// assert_eq!(slots.alloc::<i32>(3).unwrap().unwrap(), [16, 17, 18]);
 /// assert_eq!(slots.available(), 48);
 /// let bad = slots.free(&IndexVec::I32(vec![17]), false).unwrap();
 /// assert_eq!((bad.dropped(), slots.available()), (0, 64));
@@ -187,7 +187,7 @@ impl SlotAllocator {
     ///
     /// # Errors
     /// [`ErrorKind::OutOfMemory`] when the host cannot allocate the result; nothing is taken.
-    pub fn alloc(&mut self, count: usize) -> Result<Option<Vec<i32>>> {
+    pub fn alloc<T: IndexNumber>(&mut self, count: usize) -> Result<Option<Vec<T>>> {
         let pages = count.div_ceil(self.page_size());
         if pages > self.pages.available() {
             self.pages.merge();
@@ -195,7 +195,7 @@ impl SlotAllocator {
         }
         let mut slots = reserve(count)?;
         if self.page_size == 1 {
-            slots.resize(count, 0);
+            slots.resize(count, T::default());
             self.pages.alloc_into(&mut slots);
             return Ok(Some(slots));
         }
@@ -214,7 +214,7 @@ impl SlotAllocator {
     ///
     /// # Errors
     /// [`ErrorKind::OutOfMemory`] when the host cannot allocate the result; nothing is taken.
-    pub fn alloc_contiguous(&mut self, count: usize) -> Result<Option<Vec<i32>>> {
+    pub fn alloc_contiguous<T: IndexNumber>(&mut self, count: usize) -> Result<Option<Vec<T>>> {
         let pages = count.div_ceil(self.page_size());
         if pages == 0 || pages > self.pages.available() {
             return self.alloc(count);
@@ -229,20 +229,22 @@ impl SlotAllocator {
     /// Takes the slots for positions `prefix..seq` of each request, or returns `None`.
     ///
     /// A prefix that ends inside a page is continued from `last_loc + 1`; then whole pages are taken. The
-    /// requests' slots are concatenated. `last_loc` is ignored where the prefix fills its pages.
+    /// requests' slots are concatenated. `last_loc` is ignored where the prefix fills its pages. Where only a
+    /// device knows it, the slots that continue a page are the padding slot, and the page is not checked.
     ///
     /// # Errors
     /// [`ErrorKind::Config`] when the slices differ in length, a length is negative or shrinks, or the offset
     /// of `last_loc` in its page contradicts the prefix; [`ErrorKind::IndexOwnership`] when the page of
     /// `last_loc` is not allocated, or two requests would continue the same page. Nothing is taken.
-    pub fn extend(
+    pub fn extend<T: IndexNumber>(
         &mut self,
         prefix_lens: &[i64],
         seq_lens: &[i64],
-        last_loc: &[i64],
-    ) -> Result<Option<Extension>> {
+        last_loc: LastLoc<'_>,
+    ) -> Result<Option<Extension<T>>> {
         let requests = parse_requests(prefix_lens, seq_lens, last_loc)?;
-        let continued = self.continued(&requests)?;
+        let is_known = matches!(last_loc, LastLoc::Known(_));
+        let continued = if is_known { self.continued(&requests)? } else { Vec::new() };
         // An overflow means more tokens or pages than there are.
         let wanted = requests.iter().try_fold((0usize, 0usize), |(tokens, pages), request| {
             let tokens = tokens.checked_add(request.seq - request.prefix)?;
@@ -258,17 +260,24 @@ impl SlotAllocator {
         let mut taken = reserve(pages)?;
         self.pages.alloc(pages, |run| taken.extend(run.start.number()..run.start.number() + run.len));
         let mut taken = taken.into_iter();
-        for request in &requests {
+        let mut unknown = Vec::new();
+        for (position, request) in requests.iter().enumerate() {
             let page_size = self.page_size();
             let goal = slots.len() + (request.seq - request.prefix);
             let open = request.open_slots(page_size).min(goal - slots.len());
-            let next = request.next_slot();
-            slots.extend((next..next + narrow(open)).map(u32::cast_signed));
+            if is_known {
+                let next = request.next_slot();
+                slots.extend((next..next + narrow(open)).map(T::of));
+            } else if open > 0 {
+                let first = slots.len();
+                slots.resize(first + open, T::of(PADDING));
+                unknown.push(OpenSlots { request: position, positions: first..first + open });
+            }
             for page in taken.by_ref().take(request.new_pages(page_size)) {
                 push_slots(&mut slots, Run { start: Page::new(page), len: 1 }, self.page_size, goal);
             }
         }
-        Ok(Some(Extension { slots, continued }))
+        Ok(Some(Extension { slots, continued, unknown }))
     }
 
     /// The pages that `requests` continue, each checked to be live and continued only once.
@@ -312,16 +321,13 @@ impl SlotAllocator {
     /// Undoes an allocation that never reached its caller: frees the pages of `slots`, except the `continued`
     /// ones.
     ///
-    /// Groups do not delay it, and nothing is reported.
-    pub fn undo(&mut self, slots: &[i32], continued: &[Page]) {
+    /// Groups do not delay it, and nothing is reported. The padding slot stands for one that only a device
+    /// knows, in a page that the request had.
+    pub fn undo<T: IndexNumber>(&mut self, slots: &[T], continued: &[Page]) {
         let page_size = self.page_size;
-        let mut pages: Vec<Page> = slots
-            .iter()
-            .filter_map(|&slot| u32::try_from(slot).ok())
-            .map(|slot| Page::new(slot / page_size))
-            .collect();
+        let mut pages: Vec<Page> = slots.iter().map(|slot| Page::new(slot.number() / page_size)).collect();
         pages.dedup();
-        pages.retain(|page| !continued.contains(page));
+        pages.retain(|page| page.number() != PADDING && !continued.contains(page));
         self.give_now(pages);
     }
 
@@ -451,9 +457,9 @@ impl SlotAllocator {
 }
 
 /// Appends the slots of `run`, up to a length of `goal`.
-fn push_slots(slots: &mut Vec<i32>, run: Run<Page>, page_size: u32, goal: usize) {
+fn push_slots<T: IndexNumber>(slots: &mut Vec<T>, run: Run<Page>, page_size: u32, goal: usize) {
     let start = run.start.number() * page_size;
     let len =
         u32::try_from(goal - slots.len()).map_or(run.len * page_size, |room| room.min(run.len * page_size));
-    slots.extend((start..start + len).map(u32::cast_signed));
+    slots.extend((start..start + len).map(T::of));
 }

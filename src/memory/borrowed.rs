@@ -6,6 +6,7 @@ use std::marker::PhantomData;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
+use crate::base::bounded::signed;
 use crate::base::{DType, Device, Dims, Error, Result, contiguous_strides};
 
 use super::users::with_users_at;
@@ -96,6 +97,26 @@ impl Borrowed<'_> {
         let extent = i64::try_from(count).ok()?;
         let (shape, strides) = (Dims::new(&[extent]).ok()?, Dims::new(&[0]).ok()?);
         (self.shape.numel() == 1).then_some(Self { shape, strides, ..*self })
+    }
+
+    /// Elements 0, `step`, 2 * `step`, ... in row-major order, in one dimension.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for a tensor of more dimensions that is not
+    /// contiguous.
+    pub fn every(&self, step: usize) -> Result<Self> {
+        let stride = match (self.strides.as_slice(), self.is_contiguous()) {
+            (_, true) => 1,
+            (&[stride], false) => stride,
+            (strides, false) => {
+                return Err(Error::config(format!(
+                    "slots {step} apart cannot be read from a tensor with strides {strides:?}; pass one dimension"
+                )));
+            }
+        };
+        let (count, step) = (self.shape.numel().div_ceil(step), signed(step));
+        let strides = Dims::new(&[stride.checked_mul(step).filter(|_| count > 1).unwrap_or(1)])?;
+        Ok(Self { shape: Dims::new(&[signed(count)])?, strides, ..*self })
     }
 
     /// Records that work on `stream` uses its memory. From then on the memory is freed, and slots of an

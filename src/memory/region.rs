@@ -10,7 +10,7 @@ use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use crate::base::sync::lock;
-use crate::base::{DType, Device, Dims, Error, Result, contiguous_strides, reserve};
+use crate::base::{DType, Device, Dims, Error, IndexVec, Result, contiguous_strides, reserve};
 
 use super::users::{register, unregister};
 use super::{Backend, Block, Borrowed, Contents, Gpu, Stream, Users};
@@ -91,7 +91,7 @@ enum Owner {
     /// The block belongs to this backend, and is freed after the work of these streams.
     Backend(Arc<dyn Backend>, Arc<Users>),
     /// Indices on the host, as an allocator wrote them.
-    Indices { _indices: Vec<i32> },
+    Indices { _indices: IndexVec },
     /// Host memory for results, in cache lines; the last one may be partly used. It is uninitialised.
     Scratch { _lines: Vec<MaybeUninit<Line>> },
     /// Bytes of a larger region; dropping them adds their range to `returned`.
@@ -153,8 +153,11 @@ impl Region {
 
     /// A region that takes over `indices`, without a copy.
     #[must_use]
-    pub fn from_indices(indices: Vec<i32>) -> Self {
-        let block = Block::new(address_of(indices.as_ptr()), size_of_val(&indices[..]));
+    pub fn from_indices(indices: IndexVec) -> Self {
+        let block = match &indices {
+            IndexVec::I32(values) => Block::new(address_of(values.as_ptr()), size_of_val(&values[..])),
+            IndexVec::I64(values) => Block::new(address_of(values.as_ptr()), size_of_val(&values[..])),
+        };
         Self { block, device: Device::Cpu, owner: Owner::Indices { _indices: indices } }
     }
 

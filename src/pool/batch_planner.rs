@@ -6,9 +6,9 @@ mod plan;
 mod state;
 
 use std::fmt;
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Weak};
 
-use crate::base::sync::lock;
+use crate::base::sync::explored::{Mutex, lock};
 use crate::base::{Device, IndexVec, Result};
 use crate::index::BadFrees;
 use crate::memory::{Backend, Stream};
@@ -64,9 +64,9 @@ pub enum Prefix {
 ///     TokenToKvPoolAllocator,
 /// };
 /// let (host, stream): (Arc<dyn Backend>, _) = (Arc::new(Host), Stream::DEFAULT);
-/// let config = AllocatorConfig { size: 64, page_size: 1, need_sort: true, strict: false };
+/// let config = AllocatorConfig { size: 64, page_size: 1, need_sort: true, strict: false, ..AllocatorConfig::default() };
 /// let slots = Arc::new(TokenToKvPoolAllocator::new(&config, &host).unwrap());
-/// let config = ReqToTokenConfig { max_reqs: 4, max_context_len: 32, padding_row: true, strict: false };
+/// let config = ReqToTokenConfig { max_reqs: 4, max_context_len: 32, padding_row: true, strict: false, ..ReqToTokenConfig::default() };
 /// let table = Arc::new(Mutex::new(ReqToTokenPool::new(&config, &host).unwrap()));
 /// let config = PlannerConfig { max_batch_size: 4, max_tokens: 16, kv_indices: true, block_table: true };
 /// let planner = BatchPlanner::new(&config, &host, slots, Arc::clone(&table)).unwrap();
@@ -170,8 +170,8 @@ impl BatchPlanner {
             Prefix::None | Prefix::Slots(_) => Ok(None),
         };
         let claims = batch.prefixes.iter().zip(batch.rows.iter()).map(claim);
-        let claims: Vec<Option<Claim>> = claims.collect::<Result<_>>()?;
-        self.take(stream, |state, pools| state.extend(pools, batch, &claims, stream))
+        let mut claims: Vec<Option<Claim>> = claims.collect::<Result<_>>()?;
+        self.take(stream, |state, pools| state.extend(pools, batch, &mut claims, stream))
     }
 
     /// [`BatchPlanner::extend`] by `tokens_per_req` tokens per request. Requests of the padding row pad the
@@ -292,6 +292,7 @@ impl BatchPlanner {
         mut take: impl FnMut(&mut PlannerState, Pools<'_>) -> Result<OrShort<T>>,
     ) -> Result<Option<T>> {
         self.make_room()?;
+        self.retire_freed(stream);
         let mut retired = Vec::new();
         let taken = self.slots.take(stream, |slots| {
             let (mut state, mut table) = (lock(&self.state), lock(&self.table));
@@ -311,6 +312,7 @@ impl BatchPlanner {
         stream: Stream,
         give: impl FnOnce(&mut PlannerState, Pools<'_>, Behind<'_>) -> Result<R>,
     ) -> Result<R> {
+        self.retire_freed(stream);
         let mut leases = Vec::new();
         let given = self.slots.give(after, stream, |slots, fence| {
             let (mut state, mut table) = (lock(&self.state), lock(&self.table));
@@ -320,6 +322,17 @@ impl BatchPlanner {
         // Without locks: leases end in the cache.
         drop(leases);
         given
+    }
+
+    /// Ends the leases of requests whose rows were freed by another call.
+    fn retire_freed(&self, stream: Stream) {
+        let retired = {
+            let (mut state, table) = (lock(&self.state), lock(&self.table));
+            state.retire_freed(&table, stream);
+            std::mem::take(&mut state.retired)
+        };
+        // Without locks: leases end in the cache.
+        drop(retired);
     }
 
     /// Waits, without locks, if the device is many steps behind.

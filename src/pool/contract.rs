@@ -126,7 +126,7 @@ pub struct Piece {
     pub state: State,
     /// Bytes of the span, if units differ in size.
     pub bytes: Option<usize>,
-    /// The holders of live and cached units, if a ledger is kept.
+    /// The holders of units in use, if a ledger is kept.
     pub holders: Vec<Arc<Act>>,
 }
 
@@ -199,7 +199,12 @@ impl Pool for TokenToKvPoolAllocator {
     }
 
     fn occupancy(&self) -> Occupancy {
-        self.look(|slots| Occupancy::even(slots.spans(), slots.book(), slots.page_size()))
+        // Asked before: a cache takes its own lock, and then that of the slots.
+        let locked = self.locked_pages();
+        self.look(|slots| {
+            let spans = slots.spans(|page| locked.contains(&page));
+            Occupancy::even(spans, slots.book(), slots.page_size())
+        })
     }
 
     fn keep_ledger(&mut self) {

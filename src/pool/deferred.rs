@@ -1,28 +1,80 @@
-//! Frees whose slots only a device knows, until their values are copied to the host.
+//! Frees whose slots only a device knows, until their values are copied to the host, and those that must stay
+//! behind them.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
 
+use crate::base::bounded::signed;
 use crate::base::{IndexVec, Result};
 use crate::index::{FenceId, Signatures};
 use crate::kernels::{Fetch, Fetcher};
 use crate::memory::{Borrowed, Event, Gpu, Keep, Stream};
 
-/// Values of a free, on the host or in flight.
+/// What the values of a free are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FreedAs {
+    /// Slots. The page of each is freed, once.
+    Slots,
+    /// Slots, one for each page.
+    SlotsOfPages,
+    /// Numbers of pages.
+    Pages,
+}
+
+impl FreedAs {
+    /// Slots that `count` values free, if each names a page of its own. Slots may share their pages, which is
+    /// unknown before they have landed.
+    pub(super) const fn slots(self, count: usize, page_size: usize) -> usize {
+        match self {
+            Self::Slots => count,
+            Self::SlotsOfPages | Self::Pages => count * page_size,
+        }
+    }
+
+    /// The values as slots.
+    pub(super) fn to_slots(self, values: IndexVec, page_size: usize) -> Result<IndexVec> {
+        if self != Self::Pages || page_size == 1 {
+            return Ok(values);
+        }
+        let (mut slots, page_size) = (values.into_i64()?, signed(page_size));
+        for slot in &mut slots {
+            // A number that is too large to multiply is beyond every slot as it is.
+            *slot = slot.checked_mul(page_size).unwrap_or(*slot);
+        }
+        Ok(IndexVec::I64(slots))
+    }
+}
+
+/// Values of a free.
 #[derive(Debug)]
-pub(super) enum Part {
-    /// Values on the host.
-    Values(IndexVec),
-    /// Values in flight.
-    Fetch(Arc<Fetcher>, Fetch),
+pub(super) struct Part {
+    pub(super) values: Values,
+    pub(super) freed_as: FreedAs,
+}
+
+/// Values on the host or in flight.
+#[derive(Debug)]
+pub(super) enum Values {
+    Known(IndexVec),
+    Fetched(Arc<Fetcher>, Fetch),
 }
 
 impl Part {
+    /// Slots on the host.
+    pub(super) const fn of_slots(slots: IndexVec) -> Self {
+        Self { values: Values::Known(slots), freed_as: FreedAs::Slots }
+    }
+
     pub(super) fn len(&self) -> usize {
-        match self {
-            Self::Values(values) => values.len(),
-            Self::Fetch(_, fetch) => fetch.len(),
+        match &self.values {
+            Values::Known(values) => values.len(),
+            Values::Fetched(_, fetch) => fetch.len(),
         }
+    }
+
+    /// Slots that it frees, at most.
+    fn slots(&self, page_size: usize) -> usize {
+        self.freed_as.slots(self.len(), page_size)
     }
 }
 
@@ -36,9 +88,9 @@ struct Free {
     by: Signatures,
 }
 
-/// A free whose values are all on the host.
+/// A free whose slots are all on the host.
 pub(super) struct ReadyFree {
-    pub(super) values: IndexVec,
+    pub(super) slots: IndexVec,
     pub(super) fence: Option<FenceId>,
     pub(super) by: Signatures,
     /// Owners of its tensors. Drop them without locks.
@@ -78,9 +130,9 @@ impl Deferred {
         values: usize,
         (tensor, keep): (&Borrowed<'_>, Option<Keep>),
         stream: Stream,
-    ) -> Result<Option<Part>> {
+    ) -> Result<Option<Values>> {
         let fetcher = Arc::clone(self.prepare(gpu, values)?);
-        Ok(fetcher.fetch(tensor, keep, stream)?.map(|fetch| Part::Fetch(fetcher, fetch)))
+        Ok(fetcher.fetch(tensor, keep, stream)?.map(|fetch| Values::Fetched(fetcher, fetch)))
     }
 
     pub(super) fn push(&mut self, parts: Vec<Part>, fence: Option<FenceId>, by: Signatures) {
@@ -93,27 +145,27 @@ impl Deferred {
         waiting.is_some_and(|free| free.fence.take().is_some())
     }
 
-    /// The number of values, without those behind fences.
-    pub(super) fn given(&self) -> usize {
+    /// The number of slots, without those behind fences.
+    pub(super) fn slots(&self, page_size: usize) -> usize {
         let unfenced = self.frees.iter().filter(|free| free.fence.is_none());
-        unfenced.flat_map(|free| &free.parts).map(Part::len).sum()
+        unfenced.flat_map(|free| &free.parts).map(|part| part.slots(page_size)).sum()
     }
 
     /// An event that the oldest free waits for.
     pub(super) fn oldest(&self) -> Option<Arc<Event>> {
         // The copies of one free were enqueued one after the other, but perhaps on several streams.
-        let mut events = self.frees.front()?.parts.iter().filter_map(|part| match part {
-            Part::Fetch(_, fetch) => Some(fetch.done()),
-            Part::Values(_) => None,
+        let mut events = self.frees.front()?.parts.iter().filter_map(|part| match &part.values {
+            Values::Fetched(_, fetch) => Some(fetch.done()),
+            Values::Known(_) => None,
         });
         events.find(|event| !event.passed().unwrap_or(true)).cloned()
     }
 
     /// Takes the oldest free if all of its values are on the host.
-    pub(super) fn landed(&mut self) -> Result<Option<ReadyFree>> {
+    pub(super) fn landed(&mut self, page_size: usize) -> Result<Option<ReadyFree>> {
         let Some(oldest) = self.frees.front() else { return Ok(None) };
         for part in &oldest.parts {
-            if let Part::Fetch(_, fetch) = part
+            if let Values::Fetched(_, fetch) = &part.values
                 && !fetch.done().passed()?
             {
                 return Ok(None);
@@ -122,18 +174,22 @@ impl Deferred {
         let Some(free) = self.frees.pop_front() else { return Ok(None) };
         let mut keeps = Vec::new();
         let mut parts = free.parts.into_iter();
-        let values = match (parts.next(), parts.len()) {
+        let mut slots = |part: Part| {
+            let freed_as = part.freed_as;
+            freed_as.to_slots(values(part, &mut keeps)?, page_size)
+        };
+        let slots = match (parts.next(), parts.len()) {
             (None, _) => IndexVec::I32(Vec::new()),
-            (Some(only), 0) => values(only, &mut keeps)?,
+            (Some(only), 0) => slots(only)?,
             (Some(first), _) => {
-                let mut all = values(first, &mut keeps)?.into_i64()?;
+                let mut all = slots(first)?.into_i64()?;
                 for part in parts {
-                    all.extend(values(part, &mut keeps)?.iter());
+                    all.extend(slots(part)?.iter());
                 }
                 IndexVec::I64(all)
             }
         };
-        Ok(Some(ReadyFree { values, fence: free.fence, by: free.by, keeps }))
+        Ok(Some(ReadyFree { slots, fence: free.fence, by: free.by, keeps }))
     }
 
     /// Discards every free; copies in flight are abandoned. Returns the owners of the tensors.
@@ -144,9 +200,9 @@ impl Deferred {
 
 /// Abandons values in flight, and returns the owners of their tensors.
 pub(super) fn abandon(parts: impl IntoIterator<Item = Part>) -> Vec<Keep> {
-    let fetches = parts.into_iter().filter_map(|part| match part {
-        Part::Values(_) => None,
-        Part::Fetch(fetcher, fetch) => {
+    let fetches = parts.into_iter().filter_map(|part| match part.values {
+        Values::Known(_) => None,
+        Values::Fetched(fetcher, fetch) => {
             fetcher.abandon(&fetch);
             fetch.into_keep()
         }
@@ -156,9 +212,9 @@ pub(super) fn abandon(parts: impl IntoIterator<Item = Part>) -> Vec<Keep> {
 
 /// The values of a part that is complete. Moves the owner of its tensor to `keeps`.
 fn values(part: Part, keeps: &mut Vec<Keep>) -> Result<IndexVec> {
-    match part {
-        Part::Values(values) => Ok(values),
-        Part::Fetch(fetcher, fetch) => {
+    match part.values {
+        Values::Known(values) => Ok(values),
+        Values::Fetched(fetcher, fetch) => {
             let values = fetcher.take(&fetch);
             keeps.extend(fetch.into_keep());
             values

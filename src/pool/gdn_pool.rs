@@ -3,7 +3,9 @@
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use crate::base::sync::lock;
-use crate::base::{DType, Device, Dims, Id, IndexVec, Result, StateSlot, bytes_of, widen};
+use crate::base::{
+    DType, Device, Dims, Id, IndexVec, LONG_COPY, Result, StateSlot, blocking, bytes_of, widen,
+};
 use crate::index::{BadFrees, Ledgered, RowTable};
 use crate::kernels::{Executor, IndexSpace, Indices, LayerLayout, LayerRows, RowBuffer};
 use crate::memory::{ALIGNMENT, Backend, Region, Stream};
@@ -106,6 +108,15 @@ pub struct GdnPool {
     /// Locked separately, so that long copies of states do not delay it.
     tracks: Mutex<Ledgered<RowTable<StateSlot>>>,
     executor: Executor,
+}
+
+/// What [`GdnPool::set_state`] sets a state to.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Source {
+    /// That of another slot.
+    Slot(i64),
+    /// That of no tokens.
+    Zeros,
 }
 
 impl GdnPool {
@@ -213,6 +224,29 @@ impl GdnPool {
     /// [`GdnPool::reset_states`].
     pub fn copy_states(&self, src: &Indices<'_>, dst: &Indices<'_>, stream: Stream) -> Result<()> {
         self.executor.copy_rows(&self.rows, dst, src, stream)
+    }
+
+    /// Checks that there is a slot `slot`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) if there is none.
+    pub(super) fn check_slot(&self, slot: i64) -> Result<()> {
+        IndexVec::I64(vec![slot]).rows(self.slots.noun, self.slots.len).map(drop)
+    }
+
+    /// Sets both states of slot `dst`. The caller must hold no lock: a long copy in host memory is a
+    /// [`blocking`] section.
+    ///
+    /// # Errors
+    /// As [`GdnPool::copy_states`].
+    pub(super) fn set_state(&self, dst: i64, source: Source, stream: Stream) -> Result<()> {
+        let one = |slot| Indices::Host(IndexVec::I64(vec![slot]));
+        let set = || match source {
+            Source::Slot(src) => self.copy_states(&one(src), &one(dst), stream),
+            Source::Zeros => self.reset_states(&one(dst), stream),
+        };
+        let is_long = self.device() == Device::Cpu && self.mem_bytes() / self.slots.len >= LONG_COPY;
+        if is_long { blocking(set) } else { set() }
     }
 
     /// Reports, once, an invalid index on the device of an earlier call. Makes no driver call.

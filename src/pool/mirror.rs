@@ -1,4 +1,4 @@
-//! Mirrors: copies in host memory of int32 memory on a device, from which values are read without a transfer.
+//! Mirrors: copies in host memory of index tensors on a device, from which values are read without a transfer.
 
 use std::fmt::Debug;
 use std::ops::Range;
@@ -8,10 +8,13 @@ use crate::base::{DType, Device, IndexVec, Result};
 use crate::kernels::{Indices, read_indices, read_now};
 use crate::memory::{Borrowed, Gpu, Stream};
 
-/// The host's mirror of an int32 region on a device.
+/// The host's mirror of a region of indices on a device.
 pub(super) trait Mirror: Debug + Send + Sync {
     /// The addresses of the region.
     fn addresses(&self) -> Range<usize>;
+
+    /// The dtype of the region.
+    fn dtype(&self) -> DType;
 
     /// The elements `first`, `first + step`, ... (`count` of them) of the region, if the host knows them.
     ///
@@ -29,7 +32,7 @@ pub(super) fn publish(mirror: &Arc<dyn Mirror>) {
     mirrors.push(Arc::downgrade(mirror));
 }
 
-/// The values of an int32 tensor on a device, if a mirror has them: the tensor lies in the stage of an
+/// The values of an index tensor on a device, if a mirror has them: the tensor lies in the stage of an
 /// allocator or in a request table, and has not been written to since.
 ///
 /// `version` is the framework's count of writes to the tensor, `None` if it has no count.
@@ -37,20 +40,17 @@ pub(super) fn known_values(tensor: &Borrowed<'_>, version: Option<u64>) -> Optio
     if tensor.shape().numel() == 0 {
         return Some(IndexVec::I32(Vec::new()));
     }
-    if tensor.dtype() != DType::I32 {
-        return None;
-    }
     let (version, (step, count)) = (version?, evenly_spaced(tensor)?);
     let address = tensor.address().as_ptr().addr();
     let mirrors = MIRRORS.read().unwrap_or_else(PoisonError::into_inner);
     let mirror =
         mirrors.iter().filter_map(Weak::upgrade).find(|mirror| mirror.addresses().contains(&address))?;
     drop(mirrors);
-    let offset = address - mirror.addresses().start;
-    if !offset.is_multiple_of(size_of::<i32>()) {
+    let (offset, size) = (address - mirror.addresses().start, mirror.dtype().size());
+    if tensor.dtype() != mirror.dtype() || !offset.is_multiple_of(size) {
         return None;
     }
-    mirror.values(offset / size_of::<i32>(), step, count, version).map(IndexVec::I32)
+    mirror.values(offset / size, step, count, version).map(IndexVec::I32)
 }
 
 /// The values of indices on any device. Values that only a device knows are copied in the order of `stream`

@@ -19,6 +19,7 @@ mod kv_pool;
 mod mirror;
 mod page_pool;
 mod prefix_cache;
+mod prefix_tree;
 mod req_to_token_pool;
 mod shortage;
 mod slot_tensors;
@@ -31,14 +32,16 @@ pub use batch_planner::{Batch, BatchPlanner, Field, Plan, PlannerConfig, Prefix}
 pub use buffer_pool::{Buffer, BufferConfig, BufferPool};
 pub use chunk_pool::{Attempt, ChunkConfig, ChunkPool};
 pub use contract::{Occupancy, Piece, Pool, Stats};
+pub use deferred::FreedAs;
 pub use fences::Fence;
 pub use gdn_pool::{GdnConfig, GdnPool};
 pub use kv_pool::{BufferInfo, KvConfig, KvPool, Scales};
 pub use mirror::values_now;
 pub use page_pool::{PageConfig, PagePool};
 pub use prefix_cache::{CachedSizes, Lease, Offer, PrefixCache, PrefixCacheConfig, PrefixCounts, Published};
-pub use req_to_token_pool::{ReqToTokenConfig, ReqToTokenPool, TableIndex};
-pub use shortage::Reclaim;
+pub use prefix_tree::{EvictedNodes, Inserted, NodePrefix, PrefixTree, PrefixTreeConfig};
+pub use req_to_token_pool::{ReqToTokenConfig, ReqToTokenPool, TableIndex, TableWriters};
+pub use shortage::{Obtainable, Reclaim};
 pub use token_to_kv_pool_allocator::{AllocatorConfig, Grant, Notice, OnNotice, TokenToKvPoolAllocator};
 pub use workspace::{Workspace, WorkspaceConfig, give_back_segment, take_segment};
 

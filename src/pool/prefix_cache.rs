@@ -1,12 +1,15 @@
 //! The prefix cache: cached pages of a [`TokenToKvPoolAllocator`], found by their tokens.
 
 mod lease;
+mod lock;
+mod pins;
 
+use std::cell::RefCell;
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use crate::base::sync::lock;
+use crate::base::sync::explored::{Mutex, MutexGuard, lock};
 use crate::base::{Error, Id, IndexVec, Page, Result};
 use crate::cache::{
     AGE_BUCKETS, Cause, Digest, Event, Evicted, Hold, KeyTokens, Namespace, PolicyKind, Pressure, Segment,
@@ -16,9 +19,11 @@ use crate::index::Owner;
 use crate::memory::Stream;
 
 use super::slot_tensors::SlotTensors;
-use super::{GdnPool, Reclaim, TokenToKvPoolAllocator};
+use super::{GdnPool, Notice, Obtainable, Reclaim, TokenToKvPoolAllocator};
 
 pub use lease::{Lease, Offer, Published};
+pub(super) use lock::Parked;
+use pins::Pins;
 
 /// Settings of a [`PrefixCache`].
 #[derive(Clone, Debug)]
@@ -73,7 +78,7 @@ pub struct CachedSizes {
 /// use kvpool::memory::{Backend, Host, Stream};
 /// use kvpool::pool::{AllocatorConfig, Offer, PrefixCache, PrefixCacheConfig, TokenToKvPoolAllocator};
 /// let (host, stream): (Arc<dyn Backend>, _) = (Arc::new(Host), Stream::DEFAULT);
-/// let config = AllocatorConfig { size: 8, page_size: 2, need_sort: true, strict: false };
+/// let config = AllocatorConfig { size: 8, page_size: 2, need_sort: true, strict: false, ..AllocatorConfig::default() };
 /// let allocator = Arc::new(TokenToKvPoolAllocator::new(&config, &host).unwrap());
 /// let config = PrefixCacheConfig { policy: PolicyKind::Adaptive, max_pinned: 0.5, name: "cache".into(), events: None };
 /// let cache = PrefixCache::new(config, Arc::clone(&allocator), None).unwrap();
@@ -90,11 +95,13 @@ pub struct CachedSizes {
 /// ```
 pub struct PrefixCache {
     shared: Arc<Shared>,
+    allocator: Arc<TokenToKvPoolAllocator>,
 }
 
 /// What a cache and its leases share.
 struct Shared {
-    allocator: Arc<TokenToKvPoolAllocator>,
+    /// Not an owner: the allocator may own this, by a lock of a prefix that waits there for a fence.
+    allocator: Weak<TokenToKvPoolAllocator>,
     states: Option<Arc<GdnPool>>,
     config: PrefixCacheConfig,
     /// The owner of cached pages in the ledger.
@@ -107,17 +114,19 @@ struct Shared {
 struct Kept {
     tree: Tree,
     counts: PrefixCounts,
-    pins: Vec<Pin>,
+    pins: Pins,
     ages: [u64; AGE_BUCKETS],
     /// How often the allocator had been cleared.
     clears: u64,
 }
 
-/// A prefix that is not evicted before `until`.
-struct Pin {
-    hold: Hold,
-    until: Instant,
-    namespace: Namespace,
+/// A cache during a call. Make it before any lock: what is found out under locks is passed on when it is dropped.
+struct Open<'a> {
+    shared: &'a Shared,
+    allocator: &'a TokenToKvPoolAllocator,
+    stream: Stream,
+    /// Freed rows that could not be poisoned.
+    not_poisoned: RefCell<Vec<Error>>,
 }
 
 impl PrefixCache {
@@ -144,19 +153,29 @@ impl PrefixCache {
         }
         let tree = new_tree(&config, &allocator, states.is_some());
         let clears = allocator.lock().clears();
-        let kept =
-            Kept { tree, counts: PrefixCounts::default(), pins: Vec::new(), ages: [0; AGE_BUCKETS], clears };
+        let kept = Kept {
+            tree,
+            counts: PrefixCounts::default(),
+            pins: Pins::default(),
+            ages: [0; AGE_BUCKETS],
+            clears,
+        };
         let owner = Owner::Text(config.name.clone());
-        let shared = Arc::new(Shared { allocator, states, config, owner, kept: Mutex::new(kept) });
+        let weak = Arc::downgrade(&allocator);
+        let shared = Arc::new(Shared { allocator: weak, states, config, owner, kept: Mutex::new(kept) });
         let reclaim: Arc<dyn Reclaim> = Arc::clone(&shared) as _;
-        shared.allocator.on_shortage(&reclaim);
-        Ok(Self { shared })
+        allocator.on_shortage(&reclaim);
+        Ok(Self { shared, allocator })
     }
 
     /// The allocator of the pages.
     #[must_use]
-    pub fn allocator(&self) -> &Arc<TokenToKvPoolAllocator> {
-        &self.shared.allocator
+    pub const fn allocator(&self) -> &Arc<TokenToKvPoolAllocator> {
+        &self.allocator
+    }
+
+    fn open(&self, stream: Stream) -> Open<'_> {
+        self.shared.open(&self.allocator, stream)
     }
 
     /// Leases the longest cached prefix of `tokens`, in whole pages and of at most `limit` tokens.
@@ -171,34 +190,34 @@ impl PrefixCache {
         limit: usize,
         stream: Stream,
     ) -> Result<Arc<Lease>> {
-        let mut kept = self.shared.current(stream);
+        let open = self.open(stream);
+        let mut kept = open.current();
         let hold = kept.tree.acquire(namespace, tokens, limit)?;
         kept.counts.lookups += 1;
         kept.counts.hit_tokens += hold.len();
         kept.counts.missed_tokens += tokens.count() - hold.len();
         let clears = kept.clears;
         drop(kept);
-        Ok(Arc::new(Lease::new(&self.shared, hold, clears, namespace.clone(), stream)))
+        Ok(Arc::new(Lease::new((&self.shared, &self.allocator), hold, clears, namespace.clone(), stream)))
     }
 
     /// Evicts at least `tokens` tokens, or all that are evictable, and returns the number of their slots.
     #[expect(clippy::must_use_candidate, reason = "callers that make room need no number")]
     pub fn evict(&self, tokens: usize, stream: Stream) -> usize {
-        self.shared.evict(tokens, Pressure::Evict, stream)
+        self.open(stream).evict(tokens, Pressure::Evict)
     }
 
     /// Gives up the prefixes of a namespace, or all, pinned or not. Those with a lease are found no more, and
     /// are given up with it.
     pub fn clear(&self, namespace: Option<&Namespace>, stream: Stream) {
-        let mut kept = self.shared.current(stream);
-        let is_cleared = |pin: &mut Pin| namespace.is_none_or(|name| *name == pin.namespace);
-        let pins: Vec<_> = kept.pins.extract_if(.., is_cleared).collect();
-        for pin in pins {
-            let gone = kept.tree.unpin(pin.hold);
-            self.shared.give_back(&kept, &gone, stream);
+        let open = self.open(stream);
+        let mut kept = open.current();
+        for pinned in kept.pins.take(namespace) {
+            let gone = kept.tree.unpin(pinned);
+            open.give_back(&kept, &gone);
         }
         let gone = kept.tree.clear(namespace, Cause::now(Pressure::Clear));
-        self.shared.give_back(&kept, &gone, stream);
+        open.give_back(&kept, &gone);
     }
 
     /// Retains the prefix of a lease: with a `time` it is not evicted at all until that is over, and `priority` has
@@ -208,7 +227,7 @@ impl PrefixCache {
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when more than the share `max_pinned` of the
     /// capacity would be pinned, or the lease is of another cache; the errors of a lease.
     pub fn pin(&self, lease: &Lease, time: Option<Duration>, priority: u8, stream: Stream) -> Result<()> {
-        let capacity = self.shared.allocator.stats().capacity;
+        let capacity = self.allocator.stats().capacity;
         // The share of a capacity below 2**31 is exact enough in floating point.
         #[expect(clippy::cast_precision_loss, clippy::cast_possible_truncation, clippy::cast_sign_loss)]
         let most = (capacity as f64 * self.shared.config.max_pinned) as usize;
@@ -230,7 +249,7 @@ impl PrefixCache {
                 None => kept.tree.retain(hold, priority),
                 Some(until) => {
                     let hold = kept.tree.pin(hold);
-                    kept.pins.push(Pin { hold, until, namespace: lease.namespace().clone() });
+                    kept.pins.insert(hold, until, lease.namespace());
                 }
             }
             Ok(())
@@ -243,7 +262,7 @@ impl PrefixCache {
     /// # Errors
     /// The error of tokens that cannot be read.
     pub fn cached_len(&self, namespace: &Namespace, tokens: &dyn Tokens, stream: Stream) -> Result<usize> {
-        self.shared.current(stream).tree.cached_len(namespace, tokens)
+        self.open(stream).current().tree.cached_len(namespace, tokens)
     }
 
     /// Where the parts of a prompt are cached, or why they are not. Changes nothing.
@@ -256,7 +275,7 @@ impl PrefixCache {
         tokens: &dyn Tokens,
         stream: Stream,
     ) -> Result<Vec<Segment>> {
-        self.shared.current(stream).tree.explain(namespace, tokens)
+        self.open(stream).current().tree.explain(namespace, tokens)
     }
 
     /// What came and went since the last call, in order.
@@ -267,20 +286,22 @@ impl PrefixCache {
         if self.shared.config.events.is_none() {
             return Err(Error::config("the prefix cache was made without events"));
         }
-        Ok(self.shared.current(stream).tree.take_events())
+        Ok(self.open(stream).current().tree.take_events())
     }
 
     /// Evictable and locked tokens, at the cost of a lock.
     #[must_use]
     pub fn sizes(&self, stream: Stream) -> CachedSizes {
-        let kept = self.shared.current(stream);
+        let open = self.open(stream);
+        let kept = open.current();
         CachedSizes { evictable: kept.tree.evictable(), locked: kept.tree.locked() }
     }
 
     /// The numbers of the tree, in tokens.
     #[must_use]
     pub fn tree_stats(&self, stream: Stream) -> TreeStats {
-        self.shared.current(stream).tree.stats()
+        let open = self.open(stream);
+        open.current().stats()
     }
 
     /// What happened so far.
@@ -292,7 +313,7 @@ impl PrefixCache {
     /// All numbers at one time, without a look at whether the allocator was cleared or a pin is over.
     pub(super) fn numbers(&self) -> (TreeStats, PrefixCounts) {
         let kept = lock(&self.shared.kept);
-        (kept.tree.stats(), kept.counts)
+        (kept.stats(), kept.counts)
     }
 
     /// How many evicted tokens had an age below 1, 2, 4, ... when they were: the tokens looked up since their
@@ -307,8 +328,9 @@ impl PrefixCache {
     /// # Errors
     /// [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) with the broken invariant.
     pub fn verify(&self, stream: Stream) -> Result<()> {
-        let kept = self.shared.current(stream);
-        let (cached, owned) = (kept.tree.stats().cached, self.shared.allocator.stats().cached);
+        let open = self.open(stream);
+        let kept = open.current();
+        let (cached, owned) = (kept.tree.stats().cached, self.allocator.stats().cached);
         let fault = kept.tree.fault().or_else(|| {
             (cached > owned).then(|| format!("{cached} slots are cached, the cache owns {owned}"))
         });
@@ -319,39 +341,70 @@ impl PrefixCache {
     }
 }
 
+impl Kept {
+    fn stats(&self) -> TreeStats {
+        let tree = self.tree.stats();
+        TreeStats { bytes: tree.bytes + self.pins.bytes(), ..tree }
+    }
+}
+
 impl Shared {
+    /// A call of the cache, whose allocator is `allocator`, on a stream. The caller holds no lock.
+    const fn open<'a>(&'a self, allocator: &'a TokenToKvPoolAllocator, stream: Stream) -> Open<'a> {
+        Open { shared: self, allocator, stream, not_poisoned: RefCell::new(Vec::new()) }
+    }
+
+    /// Returns snapshots to their pool.
+    fn free_states(&self, gone: &Evicted) {
+        let Some(states) = &self.states else { return };
+        for state in &gone.states {
+            let freed = states.free_track_slot(state.number().into());
+            debug_assert!(freed.is_ok_and(|bad| bad.dropped() == 0), "snapshots belong to the cache");
+        }
+    }
+}
+
+impl Open<'_> {
     /// Locks what is kept, which is nothing if the allocator was cleared since. Ends pins whose time is over.
-    fn current(&self, stream: Stream) -> MutexGuard<'_, Kept> {
-        let mut kept = lock(&self.kept);
+    fn current(&self) -> MutexGuard<'_, Kept> {
+        let mut kept = lock(&self.shared.kept);
         let clears = self.allocator.lock().clears();
         if kept.clears != clears {
             kept.clears = clears;
-            kept.pins.clear();
+            kept.pins = Pins::default();
             // Its pages are free already.
             let gone = Evicted { pages: Vec::new(), ..kept.tree.take_all() };
-            let mut tree = new_tree(&self.config, &self.allocator, self.states.is_some());
+            let mut tree = new_tree(&self.shared.config, self.allocator, self.shared.states.is_some());
             tree.keep_journal_of(&mut kept.tree);
             kept.tree = tree;
-            self.give_back(&kept, &gone, stream);
+            self.give_back(&kept, &gone);
         }
         if !kept.pins.is_empty() {
-            self.end_pins(&mut kept, stream);
+            self.end_pins(&mut kept);
         }
         kept
     }
 
-    #[cold]
-    fn end_pins(&self, kept: &mut Kept, stream: Stream) {
-        let now = Instant::now();
-        let over: Vec<_> = kept.pins.extract_if(.., |pin| pin.until <= now).collect();
-        for pin in over {
-            let gone = kept.tree.unpin(pin.hold);
-            self.give_back(kept, &gone, stream);
+    /// Ends a hold that was made when the allocator had been cleared `clears` times.
+    fn release(&self, hold: Hold, clears: u64) {
+        let mut kept = self.current();
+        if kept.clears == clears {
+            let gone = kept.tree.release(hold);
+            self.give_back(&kept, &gone);
         }
     }
 
-    fn evict(&self, tokens: usize, pressure: Pressure, stream: Stream) -> usize {
-        let mut kept = self.current(stream);
+    #[cold]
+    fn end_pins(&self, kept: &mut Kept) {
+        let now = Instant::now();
+        while let Some(pinned) = kept.pins.take_over(now) {
+            let gone = kept.tree.unpin(pinned);
+            self.give_back(kept, &gone);
+        }
+    }
+
+    fn evict(&self, tokens: usize, pressure: Pressure) -> usize {
+        let mut kept = self.current();
         let page_size = kept.tree.page_size();
         let (wanted, mut freed) = (tokens.div_ceil(page_size), 0);
         // A page that has another owner frees nothing.
@@ -364,30 +417,25 @@ impl Shared {
             for (total, pages) in kept.ages.iter_mut().zip(gone.ages) {
                 *total += pages * page_size as u64;
             }
-            freed += self.give_back(&kept, &gone, stream);
+            freed += self.give_back(&kept, &gone);
         }
         freed * page_size
     }
 
     /// Returns pages and snapshots to their pools, and tells how many pages became free. The lock on what is kept is held, so that no call finds
     /// pages that it is about to lose.
-    fn give_back(&self, kept: &Kept, gone: &Evicted, stream: Stream) -> usize {
+    fn give_back(&self, kept: &Kept, gone: &Evicted) -> usize {
         let mut freed = 0;
         if !gone.pages.is_empty() {
             // A cleared allocator has its pages already.
-            let _ = self.change_slots(kept.clears, stream, |slots| {
+            let _ = self.change_slots(kept.clears, |slots| {
                 let before = slots.slots().available();
-                slots.slots_mut().release_cached(&gone.pages, &self.owner);
+                slots.slots_mut().release_cached(&gone.pages, &self.shared.owner);
                 freed = (slots.slots().available() - before) / slots.slots().page_size();
                 Ok(())
             });
         }
-        if let Some(states) = &self.states {
-            for state in &gone.states {
-                let freed = states.free_track_slot(state.number().into());
-                debug_assert!(freed.is_ok_and(|bad| bad.dropped() == 0), "snapshots belong to the cache");
-            }
-        }
+        self.shared.free_states(gone);
         freed
     }
 
@@ -396,29 +444,54 @@ impl Shared {
     fn change_slots<R>(
         &self,
         clears: u64,
-        stream: Stream,
         work: impl FnOnce(&mut SlotTensors) -> Result<R>,
     ) -> Result<Option<R>> {
         let slots = self.allocator.lock();
         if slots.clears() != clears {
             return Ok(None);
         }
-        self.allocator.freeing(slots, stream, work).map(Some)
+        let (answer, poisoned) = TokenToKvPoolAllocator::freeing_quietly(slots, self.stream, work);
+        self.not_poisoned.borrow_mut().extend(poisoned.err());
+        answer.map(Some)
+    }
+}
+
+impl Drop for Open<'_> {
+    fn drop(&mut self) {
+        for failure in self.not_poisoned.take() {
+            self.allocator.notify(Notice::NotPoisoned(&failure));
+        }
     }
 }
 
 impl Reclaim for Shared {
+    fn obtainable(&self, stream: Stream) -> Obtainable {
+        let Some(allocator) = self.allocator.upgrade() else { return Obtainable::default() };
+        let at_once = self.open(&allocator, stream).current().tree.evictable();
+        Obtainable { at_once, behind_fences: 0 }
+    }
+
     fn reclaim(&self, slots: usize, stream: Stream) -> Result<usize> {
-        Ok(self.evict(slots, Pressure::Alloc, stream))
+        // It calls this, and so it is.
+        let Some(allocator) = self.allocator.upgrade() else { return Ok(0) };
+        Ok(self.open(&allocator, stream).evict(slots, Pressure::Alloc))
+    }
+
+    fn locked(&self) -> Vec<Page> {
+        lock(&self.kept).tree.locked_pages()
     }
 }
 
 impl Drop for Shared {
     fn drop(&mut self) {
-        let stream = Stream::DEFAULT;
-        let mut kept = self.current(stream);
+        let Some(allocator) = self.allocator.upgrade() else {
+            let gone = lock(&self.kept).tree.take_all();
+            return self.free_states(&gone);
+        };
+        let open = self.open(&allocator, Stream::DEFAULT);
+        let mut kept = open.current();
         let gone = kept.tree.take_all();
-        self.give_back(&kept, &gone, stream);
+        open.give_back(&kept, &gone);
     }
 }
 
@@ -439,23 +512,44 @@ fn new_tree(config: &PrefixCacheConfig, allocator: &TokenToKvPoolAllocator, is_s
     tree
 }
 
-/// The pages of slots that fill pages in order; a rest that fills none is left out.
+/// What becomes of a partial page at the end of what is published.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Rest {
+    /// It stays the caller's.
+    Kept,
+    Freed,
+}
+
+/// The pages of slots that fill pages in order: the partial one at the end only if it is freed.
 ///
 /// # Errors
 /// [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) for the first slot that is elsewhere.
-fn pages_of(slots: &IndexVec, page_size: usize) -> Result<Vec<Page>> {
-    let mut pages = crate::base::reserve(slots.len() / page_size)?;
-    let whole = pages.capacity() * page_size;
-    let mut expected = 0;
-    for (position, slot) in slots.iter().take(whole).enumerate() {
-        if position % page_size == 0 {
-            let page = usize::try_from(slot).ok().filter(|slot| slot % page_size == 0);
-            let page = page.and_then(|slot| u32::try_from(slot / page_size).ok());
-            pages.push(Page::new(page.ok_or_else(|| out_of_page(slot, position, page_size))?));
-        } else if slot != expected {
-            return Err(out_of_page(slot, position, page_size));
+fn pages_of(slots: &IndexVec, page_size: usize, rest: Rest) -> Result<Vec<Page>> {
+    let kept = if rest == Rest::Kept { slots.len() % page_size } else { 0 };
+    match slots {
+        IndexVec::I32(slots) => pages_of_values(&slots[..slots.len() - kept], page_size),
+        IndexVec::I64(slots) => pages_of_values(&slots[..slots.len() - kept], page_size),
+    }
+}
+
+fn pages_of_values<T: Copy + Into<i64>>(slots: &[T], page_size: usize) -> Result<Vec<Page>> {
+    let mut pages = crate::base::reserve(slots.len().div_ceil(page_size))?;
+    let size = i64::try_from(page_size).expect("a page fits int32");
+    for (number, slots) in slots.chunks(page_size).enumerate() {
+        let first: i64 = slots[0].into();
+        // A division of a page costs more than all else here.
+        let (page, offset) = if page_size == 1 { (first, 0) } else { (first / size, first % size) };
+        // Without a branch for each slot.
+        let is_run =
+            slots.iter().zip(first..).fold(true, |is_run, (&slot, next)| is_run & (slot.into() == next));
+        match u32::try_from(page) {
+            Ok(page) if offset == 0 && is_run => pages.push(Page::new(page)),
+            _ => {
+                let wrong = slots.iter().zip(first..).position(|(&slot, next)| slot.into() != next);
+                let at = if offset == 0 && first >= 0 { wrong.unwrap_or(0) } else { 0 };
+                return Err(out_of_page(slots[at].into(), number * page_size + at, page_size));
+            }
         }
-        expected = slot + 1;
     }
     Ok(pages)
 }

@@ -5,7 +5,7 @@ mod device;
 use std::sync::Arc;
 
 use crate::base::bounded::narrow;
-use crate::base::{DType, Device, Error, Id, IndexVec, RequestRow, Result, bytes_of, widen};
+use crate::base::{DType, Device, Error, Id, IndexVec, RequestRow, Result, bytes_of, widen, zeros};
 use crate::index::{BadFrees, Ledgered, RowExtent, RowTable};
 use crate::kernels::{Executor, IndexSpace, Indices, Table};
 use crate::memory::{Backend, Borrowed, Event, Region, Stream};
@@ -54,6 +54,35 @@ pub struct ReqToTokenConfig {
     pub padding_row: bool,
     /// Whether an invalid free is an error.
     pub strict: bool,
+    /// Whether rows are zero when they are handed out.
+    pub zero_rows: bool,
+    /// What writes the table.
+    pub writers: TableWriters,
+}
+
+/// What writes a request table.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum TableWriters {
+    /// Its pool. Other writes are reported with [`ReqToTokenPool::mark_modified`].
+    #[default]
+    Pool,
+    /// Others as well, at any time: the host keeps no mirror, and takes a row that was handed out for written
+    /// as a whole.
+    Others,
+}
+
+impl Default for ReqToTokenConfig {
+    /// No rows, with a padding row; rows are zeroed, and written through the pool only.
+    fn default() -> Self {
+        Self {
+            max_reqs: 0,
+            max_context_len: 0,
+            padding_row: true,
+            strict: false,
+            zero_rows: true,
+            writers: TableWriters::Pool,
+        }
+    }
 }
 
 impl ReqToTokenConfig {
@@ -77,8 +106,9 @@ impl ReqToTokenConfig {
 
 /// `req_to_token[request, position] -> slot`, int32. It does not track sequence lengths.
 ///
-/// On a GPU the host keeps a mirror of the table, so that slots read from it can be freed without a copy from
-/// the device. Writes through this type update the mirror at once or, for values that only the device knows,
+/// On a GPU the host keeps a mirror of the table, unless others write it at any time
+/// ([`TableWriters::Others`]), so that slots read from it can be freed without a copy from the
+/// device. Writes through this type update the mirror at once or, for values that only the device knows,
 /// when a kernel has echoed them. Other writes do not: see [`ReqToTokenPool::mark_modified`].
 ///
 /// ```
@@ -88,7 +118,7 @@ impl ReqToTokenConfig {
 /// use kvpool::memory::{Backend, Host, Stream};
 /// use kvpool::pool::{ReqToTokenConfig, ReqToTokenPool, TableIndex};
 /// let (host, stream): (Arc<dyn Backend>, _) = (Arc::new(Host), Stream::DEFAULT);
-/// let config = ReqToTokenConfig { max_reqs: 8, max_context_len: 128, padding_row: true, strict: false };
+/// let config = ReqToTokenConfig { max_reqs: 8, max_context_len: 128, ..ReqToTokenConfig::default() };
 /// let mut pool = ReqToTokenPool::new(&config, &host).unwrap();
 /// let row = i64::from(pool.alloc(1, stream).unwrap().unwrap()[0]);
 /// assert_eq!(row, 1);
@@ -102,8 +132,11 @@ pub struct ReqToTokenPool {
     table: TensorView,
     rows: Ledgered<RowTable<RequestRow>>,
     executor: Executor,
-    /// The host's mirror of a table on a device.
+    /// The host's mirror of a table on a device that others do not write.
     mirror: Option<Arc<TableMirror>>,
+    /// By row, how often it was handed out, int64 in host memory.
+    generation: TensorView,
+    generations: Vec<i64>,
 }
 
 impl ReqToTokenPool {
@@ -121,12 +154,14 @@ impl ReqToTokenPool {
         let spaces = spaces(shape);
         // One thread at a time changes the table, so there is no section to lock.
         let executor = Executor::new(&region, 0, spaces, numbers_at_once(shape))?;
-        let mirror =
-            executor.gpu().map(|gpu| TableMirror::new(gpu, &region, shape[0], shape[1])).transpose()?;
+        let mirrored = executor.gpu().filter(|_| config.writers == TableWriters::Pool);
+        let mirror = mirrored.map(|gpu| TableMirror::new(gpu, &region, shape[0], shape[1])).transpose()?;
+        let generations = zeros::<i64>(shape[0])?;
+        let generation = TensorView::from_indices(IndexVec::I64(zeros(shape[0])?));
         let table = TensorView::contiguous(region, 0, DType::I32, &shape)?;
         let first = u32::from(padding_row);
         let rows = Ledgered::from(RowTable::new(first, narrow(shape[0]) - first)?);
-        Ok(Self { config: *config, table, rows, executor, mirror })
+        Ok(Self { config: *config, table, rows, executor, mirror, generation, generations })
     }
 
     /// Maximum number of requests.
@@ -147,6 +182,18 @@ impl ReqToTokenPool {
         self.config.padding_row
     }
 
+    /// Whether what was written to a row is zeroed when it is freed.
+    #[must_use]
+    pub const fn zero_rows(&self) -> bool {
+        self.config.zero_rows
+    }
+
+    /// What writes the table.
+    #[must_use]
+    pub const fn writers(&self) -> TableWriters {
+        self.config.writers
+    }
+
     /// Whether an invalid free is an error.
     #[must_use]
     pub const fn strict(&self) -> bool {
@@ -163,6 +210,13 @@ impl ReqToTokenPool {
     #[must_use]
     pub const fn req_to_token(&self) -> &TensorView {
         &self.table
+    }
+
+    /// By row, how often it was handed out: int64 `[rows]` in host memory, without a copy. [`Self::clear`]
+    /// keeps it.
+    #[must_use]
+    pub const fn generation(&self) -> &TensorView {
+        &self.generation
     }
 
     /// The ownership of rows.
@@ -188,7 +242,7 @@ impl ReqToTokenPool {
         self.rows.book_mut().open();
     }
 
-    /// Takes `count` rows of zeros, first in, first out, or returns `None`.
+    /// Takes `count` rows, first in, first out, or returns `None`. Their generations count up.
     ///
     /// # Errors
     /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when a driver call fails.
@@ -199,7 +253,12 @@ impl ReqToTokenPool {
             self.give_back(&taken);
             return Err(failure);
         }
-        Ok(Some(taken.iter().map(|taken| taken.row.number()).collect()))
+        let rows: Vec<_> = taken.iter().map(|taken| taken.row.number()).collect();
+        for row in rows.iter().copied().map(widen) {
+            self.generations[row] += 1;
+            self.generation.region().write(row * size_of::<i64>(), &[self.generations[row]])?;
+        }
+        Ok(Some(rows))
     }
 
     /// Returns rows to the pool that were not handed out. They are zeroed later.
@@ -215,20 +274,28 @@ impl ReqToTokenPool {
         }
     }
 
-    /// Frees rows and zeroes their written columns; drops and reports rows that are not live.
+    /// Frees rows and zeroes their written columns, unless rows are not zeroed; drops and reports rows that are not live.
     ///
     /// # Errors
     /// If strict, [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) for an invalid free;
     /// nothing is changed. [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when a driver call fails.
     pub fn free(&mut self, given: &IndexVec, stream: Stream) -> Result<BadFrees> {
         self.not_capturing(stream)?;
-        let (freed, bad) = self.rows.free(given, self.config.strict)?;
+        let (mut freed, bad) = self.rows.free(given, self.config.strict)?;
+        if self.config.writers == TableWriters::Others {
+            for freed in &mut freed {
+                freed.written = self.columns();
+            }
+        }
         self.clean(&freed, stream)?;
         Ok(bad)
     }
 
     /// Zeroes the written columns of rows.
     fn clean(&mut self, freed: &[RowExtent<RequestRow>], stream: Stream) -> Result<()> {
+        if !self.config.zero_rows {
+            return Ok(());
+        }
         let written = |freed: &RowExtent<RequestRow>| {
             let row = freed.row.number();
             (row, self.mirror.as_ref().map_or(freed.written, |mirror| mirror.extent(row).max(freed.written)))
@@ -315,9 +382,9 @@ impl ReqToTokenPool {
     /// Nothing is written. Invalid places that only the device knows are skipped, and
     /// [`ReqToTokenPool::fault`] reports them.
     pub fn write(&mut self, index: &TableIndex<'_>, values: &Indices<'_>, stream: Stream) -> Result<()> {
-        if let Some(mirror) = self.mirror.clone() {
+        if self.executor.gpu().is_some() {
             self.fault()?;
-            return self.write_on_device(&mirror, index, values, stream);
+            return self.write_on_device(index, values, stream);
         }
         let values = values.on_host()?.clone().into_i32()?;
         match index {
@@ -374,9 +441,10 @@ impl ReqToTokenPool {
     /// Writes `slots` to a row from column `from` on: in host memory directly; on a GPU a launch of the
     /// caller writes them, and this updates the mirror.
     pub(super) fn put(&mut self, row: RequestRow, from: usize, slots: &[i32]) -> Result<()> {
-        match &self.mirror {
-            None => self.table.region().write(self.place(widen(row.number()), from), slots)?,
-            Some(mirror) => mirror.wrote_columns(row.number(), from, slots),
+        match (&self.mirror, self.executor.gpu()) {
+            (Some(mirror), _) => mirror.wrote_columns(row.number(), from, slots),
+            (None, Some(_)) => (),
+            (None, None) => self.table.region().write(self.place(widen(row.number()), from), slots)?,
         }
         self.note_written(row, from + slots.len());
         Ok(())
@@ -482,8 +550,14 @@ impl ReqToTokenPool {
     /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when a driver call fails.
     pub fn clear(&mut self, version: Option<u64>, stream: Stream) -> Result<()> {
         self.not_capturing(stream)?;
-        let written = self.rows.clear();
-        let Some(mirror) = &self.mirror else { return self.clean(&written, stream) };
+        let mut written = self.rows.clear();
+        if self.config.writers == TableWriters::Others {
+            let rows = (0..narrow(self.table_rows())).map(RequestRow::new);
+            written = rows.map(|row| RowExtent { row, written: self.columns() }).collect();
+        }
+        let Some(mirror) = self.mirror.as_ref().filter(|_| self.config.zero_rows) else {
+            return self.clean(&written, stream);
+        };
         let is_foreign = version.is_some_and(|version| mirror.account_for(version) != version);
         let mut extents = vec![if is_foreign { self.columns() } else { 0 }; self.table_rows()];
         for freed in &written {

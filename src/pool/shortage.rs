@@ -1,7 +1,7 @@
-//! What a pool does when it is short of slots: it completes pending frees, reclaims slots, and waits for
-//! values in flight.
+//! What a pool does when it is short of slots: it completes pending frees, waits for values in flight, and
+//! reclaims slots.
 
-use crate::base::Result;
+use crate::base::{Page, Result};
 use crate::memory::Stream;
 
 /// A holder of slots that can free some on demand, such as a prefix cache.
@@ -9,19 +9,57 @@ use crate::memory::Stream;
 /// A pool calls it without holding a lock, from the threads that are short, possibly several at once. It may
 /// use the pool.
 pub trait Reclaim: Send + Sync {
+    /// The slots that it could free now, at most: a call that lacks more than all doors could free fails without
+    /// a reclaim. It may be more than it turns out to be, never less.
+    fn obtainable(&self, stream: Stream) -> Obtainable;
+
     /// Frees at least `slots` slots, or as many as possible, and returns the number freed: at once, or behind a
     /// fence. Enqueues any work on `stream`.
     ///
     /// # Errors
     /// The call that was short returns the error.
     fn reclaim(&self, slots: usize, stream: Stream) -> Result<usize>;
+
+    /// The pages that it holds and cannot free now, for a snapshot of the pool. Called without a lock, too.
+    fn locked(&self) -> Vec<Page> {
+        Vec::new()
+    }
+}
+
+/// What a [`Reclaim`] could free.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Obtainable {
+    /// Slots that would be free at once.
+    pub at_once: usize,
+    /// Slots that would be free when a fence has passed.
+    pub behind_fences: usize,
 }
 
 /// A shortage of slots.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Short {
-    /// Slots to free; 0 if there are enough, but not in one run.
+    /// Slots to free; 0 if there are enough, but not in one run, or if there can never be enough.
     pub(super) slots: usize,
+    /// Slots that were freed behind fences which have not passed.
+    pub(super) fenced: usize,
+}
+
+impl Short {
+    /// Frees in flight must be complete first.
+    pub(super) const IN_FLIGHT: Self = Self { slots: 0, fenced: 0 };
+
+    /// How many slots to reclaim, 0 for none: all that are missing, if they would be free at once. Otherwise the
+    /// call fails, and only what its repetition will lack when fences have passed is worth reclaiming, as far
+    /// as that takes a fence, too.
+    pub(super) fn to_reclaim(self, obtainable: Obtainable) -> usize {
+        let Obtainable { at_once, behind_fences } = obtainable;
+        let later = self.slots.saturating_sub(self.fenced);
+        match self.slots {
+            slots if slots <= at_once => slots,
+            _ if behind_fences > 0 && later <= at_once + behind_fences => later,
+            _ => 0,
+        }
+    }
 }
 
 /// The result of an attempt to take slots: success, or the shortage.

@@ -3,13 +3,13 @@
 use std::collections::VecDeque;
 use std::sync::{Arc, Weak};
 
-use crate::base::{Device, Error, ErrorKind, IndexVec, Page, Result, widen};
-use crate::index::{Act, BadFrees, FenceId, Ledger, Ledgered, Order, Run, SlotAllocator, SlotStats};
+use crate::base::{Device, Error, ErrorKind, IndexDType, IndexNumber, IndexVec, Page, Result, widen};
+use crate::index::{Act, BadFrees, FenceId, LastLoc, Ledger, Ledgered, Order, Run, SlotAllocator, SlotStats};
 use crate::kernels::{Indices, read_now};
 use crate::memory::{Backend, Borrowed, Event, Gpu, Keep, Stream};
 use crate::tensor::TensorView;
 
-use super::deferred::{Deferred, Part, abandon};
+use super::deferred::{Deferred, FreedAs, Part, Values, abandon};
 use super::fences::{Fence, Fences};
 use super::mirror::known_values;
 use super::shortage::{OrShort, Short};
@@ -33,6 +33,7 @@ pub(super) struct SlotTensors {
     runs: Vec<Run<Page>>,
     need_sort: bool,
     strict: bool,
+    index_dtype: IndexDType,
     /// How often it was cleared: what was taken before is not the taker's any more.
     clears: u64,
     /// Pools whose rows are poisoned when their slots become free.
@@ -55,7 +56,7 @@ impl SlotTensors {
     /// [`ErrorKind::Config`] when `size` or `page_size` is 0 or slots would not fit int32; what the backend
     /// says when there is no memory for the tensors.
     pub(super) fn new(config: &AllocatorConfig, backend: &Arc<dyn Backend>) -> Result<Self> {
-        let AllocatorConfig { size, page_size, need_sort, strict } = *config;
+        let AllocatorConfig { size, page_size, need_sort, strict, index_dtype } = *config;
         let order = if need_sort { Order::Sorted } else { Order::Fifo };
         let slots = Ledgered::from(SlotAllocator::new(size, page_size, order)?);
         let mut deferred = Deferred::default();
@@ -63,7 +64,7 @@ impl SlotTensors {
             None => None,
             Some(gpu) => {
                 deferred.prepare(gpu, fetched_at_once(&slots))?;
-                Some(Stage::new(gpu, backend, &slots)?)
+                Some(Stage::new(gpu, backend, &slots, index_dtype)?)
             }
         };
         Ok(Self {
@@ -76,6 +77,7 @@ impl SlotTensors {
             runs: Vec::new(),
             need_sort,
             strict,
+            index_dtype,
             clears: 0,
             poisoned: Vec::new(),
         })
@@ -146,12 +148,17 @@ impl SlotTensors {
         self.strict
     }
 
-    /// Takes `count` slots: a 1-D int32 tensor, valid on `stream`.
+    /// Takes `count` slots: a 1-D tensor, valid on `stream`.
     #[inline]
     pub(super) fn alloc(&mut self, count: usize, stream: Stream) -> Result<OrShort<TensorView>> {
+        if self.must_land_before(count) {
+            return Ok(Err(Short::IN_FLIGHT));
+        }
         let Some(stage) = &mut self.stage else {
-            let slots = self.slots.alloc(count)?;
-            return Ok(slots.map(TensorView::from_indices).ok_or_else(|| self.short(count)));
+            return match self.index_dtype {
+                IndexDType::I32 => self.alloc_on_host::<i32>(count),
+                IndexDType::I64 => self.alloc_on_host::<i64>(count),
+            };
         };
         if !stage.has_ready(count) || self.slots.merges_for(count) {
             // Taking slots can be undone; merging released slots cannot.
@@ -172,13 +179,32 @@ impl SlotTensors {
         view.map(Ok)
     }
 
+    /// [`Self::alloc`] in host memory.
+    #[inline]
+    fn alloc_on_host<T: IndexNumber>(&mut self, count: usize) -> Result<OrShort<TensorView>> {
+        let slots = self.slots.alloc::<T>(count)?;
+        Ok(slots.map(|slots| TensorView::from_indices(T::values(slots))).ok_or_else(|| self.short(count)))
+    }
+
     /// Takes one ascending run of `count` slots, the lowest that fits.
     pub(super) fn alloc_contiguous(&mut self, count: usize, stream: Stream) -> Result<OrShort<TensorView>> {
         self.check_writable(stream)?;
-        match self.slots.alloc_contiguous(count)? {
+        if self.has_deferred() {
+            return Ok(Err(Short::IN_FLIGHT));
+        }
+        let taken = match self.dtype_on_host() {
+            IndexDType::I32 => self.slots.alloc_contiguous(count)?.map(IndexVec::I32),
+            IndexDType::I64 => self.slots.alloc_contiguous(count)?.map(IndexVec::I64),
+        };
+        match taken {
             Some(slots) => self.hand_out(slots, &[], stream).map(Ok),
             None => Ok(Err(self.short(count))),
         }
+    }
+
+    /// The dtype in which slots are listed on the host: a stage widens them itself.
+    const fn dtype_on_host(&self) -> IndexDType {
+        if self.stage.is_some() { IndexDType::I32 } else { self.index_dtype }
     }
 
     /// Takes the slots for positions `prefix..seq` of each request, concatenated. Also returns the continued
@@ -190,19 +216,44 @@ impl SlotTensors {
         stream: Stream,
     ) -> Result<OrShort<(TensorView, Vec<Page>)>> {
         self.check_writable(stream)?;
-        let Some(taken) = self.slots.extend(lens.prefix, lens.seq, last_loc)? else {
+        match self.dtype_on_host() {
+            IndexDType::I32 => self.extend::<i32>(lens, last_loc, stream),
+            IndexDType::I64 => self.extend::<i64>(lens, last_loc, stream),
+        }
+    }
+
+    /// [`Self::alloc_extend`] with slots that the host lists as `T`.
+    fn extend<T: IndexNumber>(
+        &mut self,
+        lens: Lens<'_>,
+        last_loc: &[i64],
+        stream: Stream,
+    ) -> Result<OrShort<(TensorView, Vec<Page>)>> {
+        if self.must_land_before(lens.most_slots(self.slots.page_size())) {
+            return Ok(Err(Short::IN_FLIGHT));
+        }
+        let Some(taken) = self.slots.extend::<T>(lens.prefix, lens.seq, LastLoc::Known(last_loc))? else {
             return Ok(Err(self.short(lens.new_slots(self.slots.page_size()))));
         };
-        let view = self.hand_out(taken.slots, &taken.continued, stream)?;
+        let view = self.hand_out(T::values(taken.slots), &taken.continued, stream)?;
         Ok(Ok((view, taken.continued)))
     }
 
-    /// The shortage for `count` more slots, beside those that are on their way: freed, but behind a fence or as
-    /// values that have not landed. A request beyond the capacity is not worth reclaiming for.
+    /// Whether frees in flight must be complete before `count` slots are taken: the slots that are handed out
+    /// must not depend on when values land. First in, first out, later frees stay behind those in flight, and a
+    /// call takes from the other end. Lowest first, the order of frees has no effect until they are merged.
+    #[inline]
+    pub(super) fn must_land_before(&self, count: usize) -> bool {
+        !self.deferred.is_empty() && self.need_sort && self.slots.merges_for(count)
+    }
+
+    /// The shortage for `count` more slots, beside those that are on their way as values that have not landed. A
+    /// request beyond the capacity is not worth reclaiming for.
     pub(super) fn short(&self, count: usize) -> Short {
-        let coming = self.slots.available() + self.landing() + self.slots.stats().fenced;
+        let coming = self.slots.available() + self.landing();
         let is_possible = count <= self.slots.capacity();
-        Short { slots: if is_possible { count.saturating_sub(coming) } else { 0 } }
+        let slots = if is_possible { count.saturating_sub(coming) } else { 0 };
+        Short { slots, fenced: self.slots.stats().fenced }
     }
 
     /// Checks that a tensor of slots can be made for `stream` now.
@@ -210,9 +261,33 @@ impl SlotTensors {
         self.stage.as_ref().map_or(Ok(()), |stage| stage.check_writable(stream))
     }
 
+    /// What it was made with.
+    pub(super) fn config(&self) -> AllocatorConfig {
+        AllocatorConfig {
+            size: self.slots.size(),
+            page_size: self.slots.page_size(),
+            need_sort: self.need_sort,
+            strict: self.strict,
+            index_dtype: self.index_dtype,
+        }
+    }
+
+    /// Replaces the slots by others, all free. Returns the old ones. The caller has cleared them.
+    pub(super) fn replace(&mut self, mut other: Self) -> Self {
+        if self.keeps_ledger() {
+            other.keep_ledger();
+        }
+        for kv in self.poisoned.iter().filter_map(Weak::upgrade) {
+            other.poison_freed(&kv);
+        }
+        other.clears = self.clears;
+        std::mem::replace(self, other)
+    }
+
     /// Makes a tensor of taken slots. Returns the slots to the pool on failure.
-    fn hand_out(&mut self, slots: Vec<i32>, continued: &[Page], stream: Stream) -> Result<TensorView> {
+    fn hand_out(&mut self, slots: IndexVec, continued: &[Page], stream: Stream) -> Result<TensorView> {
         let Some(stage) = &mut self.stage else { return Ok(TensorView::from_indices(slots)) };
+        let slots = slots.into_i32()?;
         stage.show(&slots, stream).inspect_err(|_| self.slots.undo(&slots, continued))
     }
 
@@ -240,17 +315,15 @@ impl SlotTensors {
 
     /// Returns the unused slots of `view` to the pool, except those in `continued` pages.
     ///
-    /// The tensor, which nothing has written to, is the only record of them: another one would cost every
-    /// call up to a third of the time that taking scattered slots takes.
+    /// The tensor, which nothing has written to, is the only record of them: see `docs/decisions/grants.md`.
     pub(super) fn undo(&mut self, view: &TensorView, continued: &[Page]) {
         let slots = match Indices::of(view.borrow(), Some(0)) {
             Ok(Indices::Host(values)) => Some(values),
             Ok(Indices::Device { tensor, version }) => known_values(&tensor, version),
             Err(_) => None,
         };
-        if let Some(slots) = slots.and_then(|slots| slots.into_i32().ok()) {
-            self.slots.undo(&slots, continued);
-        }
+        let slots = slots.and_then(|slots| slots.into_i32().ok());
+        self.slots.undo(&slots.expect("the list is as the pool made it"), continued);
     }
 
     /// Frees slots; drops and reports those that are not live. With a fence, they stay in use until
@@ -278,16 +351,88 @@ impl SlotTensors {
         keep: impl FnOnce() -> Option<Keep>,
         stream: Stream,
     ) -> Result<BadFrees> {
-        match given {
-            Indices::Host(values) => self.free_values(values, fence),
-            Indices::Device { tensor, version } => {
-                let values = match known_values(tensor, *version) {
-                    Some(values) => Some(values),
-                    None => self.defer((tensor, keep()), fence, stream)?,
-                };
-                values.map_or(Ok(BadFrees::default()), |values| self.free_values(&values, fence))
+        let known = match given {
+            Indices::Host(values) if !self.stays_behind(fence) => return self.free_values(values, fence),
+            Indices::Host(values) => Values::Known(values.clone()),
+            Indices::Device { tensor, version } => match known_values(tensor, *version) {
+                Some(values) if !self.stays_behind(fence) => return self.free_values(&values, fence),
+                Some(values) => Values::Known(values),
+                None => self.fetch((tensor, keep()), stream)?,
+            },
+        };
+        self.free_parts(vec![Part { values: known, freed_as: FreedAs::Slots }], fence)
+    }
+
+    /// Frees pages: each value of `given` names one. `keep` keeps the tensor at a position alive. Otherwise
+    /// like [`Self::free`].
+    pub(super) fn free_pages(
+        &mut self,
+        given: &[Indices<'_>],
+        freed_as: FreedAs,
+        fence: Option<FenceId>,
+        keep: impl Fn(usize) -> Option<Keep>,
+        stream: Stream,
+    ) -> Result<BadFrees> {
+        let mut parts = Vec::with_capacity(given.len());
+        for (position, given) in given.iter().enumerate() {
+            let values = match given {
+                Indices::Host(values) => Ok(Values::Known(values.clone())),
+                Indices::Device { tensor, version } => match known_values(tensor, *version) {
+                    Some(values) => Ok(Values::Known(values)),
+                    None => self.fetch((tensor, keep(position)), stream),
+                },
+            };
+            match values {
+                Ok(values) => parts.push(Part { values, freed_as }),
+                Err(failure) => {
+                    abandon(parts);
+                    return Err(failure);
+                }
             }
         }
+        self.free_parts(parts, fence)
+    }
+
+    /// Frees slots of the planner in their turn; drops those that are not live. Groups do not delay it.
+    pub(super) fn free_now(&mut self, slots: IndexVec, fence: Option<FenceId>) -> Result<BadFrees> {
+        match fence {
+            Some(fence) => self.slots.free_after(fence, &slots, false),
+            None if self.deferred.is_empty() || self.need_sort => self.slots.free_now(&slots, false),
+            None => {
+                self.defer(vec![Part::of_slots(slots)], None);
+                Ok(BadFrees::default())
+            }
+        }
+    }
+
+    /// Whether a free of known values must stay behind those in flight, so that slots return in the order in
+    /// which they were freed. In sorted order it has no effect.
+    #[inline]
+    fn stays_behind(&self, fence: Option<FenceId>) -> bool {
+        !self.deferred.is_empty() && !self.need_sort && fence.is_none() && !self.slots.in_group()
+    }
+
+    /// Frees what `parts` name: now, if all of it is known.
+    fn free_parts(&mut self, parts: Vec<Part>, fence: Option<FenceId>) -> Result<BadFrees> {
+        let is_known = parts.iter().all(|part| matches!(part.values, Values::Known(_)));
+        if is_known && !self.stays_behind(fence) {
+            let slots = known_slots(parts, self.slots.page_size())?;
+            return self.free_values(&slots, fence);
+        }
+        if fence.is_none() && self.slots.in_group() {
+            let act = self.act();
+            self.group.extend(parts.into_iter().map(|part| (part, act.clone())));
+        } else {
+            self.defer(parts, fence);
+        }
+        Ok(BadFrees::default())
+    }
+
+    /// Frees what `parts` name when all of it has landed.
+    fn defer(&mut self, parts: Vec<Part>, fence: Option<FenceId>) {
+        let count = parts.iter().map(Part::len).sum();
+        let by = self.act().map(|act| (count, act)).into_iter().collect();
+        self.deferred.push(parts, fence, by);
     }
 
     /// Calls `free` with a new fence id if there is a fence.
@@ -307,28 +452,15 @@ impl SlotTensors {
         answer
     }
 
-    /// Enqueues a copy of the values of `tensor`, and a free once they are on the host. If there is no room
-    /// for the copy, waits for the values and returns them.
-    fn defer(
-        &mut self,
-        (tensor, keep): (&Borrowed<'_>, Option<Keep>),
-        fence: Option<FenceId>,
-        stream: Stream,
-    ) -> Result<Option<IndexVec>> {
+    /// Enqueues a copy of the values of `tensor`. Waits for them if there is no room for the copy.
+    fn fetch(&mut self, (tensor, keep): (&Borrowed<'_>, Option<Keep>), stream: Stream) -> Result<Values> {
         let gpu = self.gpu_of(tensor.device())?;
         let at_once = fetched_at_once(&self.slots);
         tensor.used_on(stream);
         match self.deferred.fetch(&gpu, at_once, (tensor, keep), stream)? {
-            None => return read_now(&gpu, tensor, stream).map(Some),
-            Some(part) if fence.is_none() && self.slots.in_group() => {
-                self.group.push((part, self.act()));
-            }
-            Some(part) => {
-                let by = self.act().map(|act| (part.len(), act)).into_iter().collect();
-                self.deferred.push(vec![part], fence, by);
-            }
+            None => read_now(&gpu, tensor, stream).map(Values::Known),
+            Some(values) => Ok(values),
         }
-        Ok(None)
     }
 
     /// The device of a tensor.
@@ -346,11 +478,12 @@ impl SlotTensors {
     /// If strict, [`ErrorKind::IndexOwnership`] for the first invalid free, which frees nothing.
     /// [`ErrorKind::Driver`] when the device has failed.
     pub(super) fn settle(&mut self, settled: &mut Vec<CompletedFree>) -> Result<()> {
-        while let Some(landed) = self.deferred.landed()? {
-            let freed = self.slots.free_signed(&landed.values, landed.fence, &landed.by, self.strict);
+        let page_size = self.slots.page_size();
+        while let Some(landed) = self.deferred.landed(page_size)? {
+            let freed = self.slots.free_signed(&landed.slots, landed.fence, &landed.by, self.strict);
             let (bad, failure) =
                 freed.map_or_else(|error| (BadFrees::default(), Some(error)), |bad| (bad, None));
-            settled.push(CompletedFree { given: landed.values.len(), bad, _keeps: landed.keeps });
+            settled.push(CompletedFree { given: landed.slots.len(), bad, _keeps: landed.keeps });
             if let Some(error) = failure {
                 return Err(error.prefixed("a free of slots that the host did not know"));
             }
@@ -400,11 +533,11 @@ impl SlotTensors {
     /// [`ErrorKind::Config`] when no group is open; as [`Self::free`]. The group is closed all the same.
     pub(super) fn free_group_end(&mut self) -> Result<(usize, BadFrees)> {
         let Some((given, mut by)) = self.slots.group_end()? else { return Ok((0, BadFrees::default())) };
-        if self.group.is_empty() {
+        if self.group.is_empty() && !self.stays_behind(None) {
             return Ok((given.len(), self.slots.free_signed(&given, None, &by, self.strict)?));
         }
         let mut end = given.len();
-        let mut parts = vec![Part::Values(given)];
+        let mut parts = vec![Part::of_slots(given)];
         for (part, act) in self.group.drain(..) {
             end += part.len();
             by.extend(act.map(|act| (end, act)));
@@ -426,7 +559,7 @@ impl SlotTensors {
             return 0;
         }
         let page_size = self.slots.page_size();
-        let given = self.deferred.given().next_multiple_of(page_size);
+        let given = self.deferred.slots(page_size).next_multiple_of(page_size);
         let stats = self.slots.stats();
         given.min(stats.in_use - stats.fenced)
     }
@@ -464,10 +597,14 @@ impl SlotTensors {
 
     /// Numbers as a tensor that is valid on `stream`.
     pub(super) fn show(&mut self, numbers: Vec<i32>, stream: Stream) -> Result<TensorView> {
-        match &mut self.stage {
-            Some(stage) => stage.show(&numbers, stream),
-            None => Ok(TensorView::from_indices(numbers)),
+        if let Some(stage) = &mut self.stage {
+            return stage.show(&numbers, stream);
         }
+        let numbers = IndexVec::I32(numbers);
+        Ok(TensorView::from_indices(match self.index_dtype {
+            IndexDType::I32 => numbers,
+            IndexDType::I64 => IndexVec::I64(numbers.into_i64()?),
+        }))
     }
 
     /// Checks every invariant.
@@ -497,6 +634,22 @@ impl SlotTensors {
     }
 }
 
+/// The slots of parts that are all known.
+fn known_slots(parts: Vec<Part>, page_size: usize) -> Result<IndexVec> {
+    let mut slots = parts.into_iter().filter_map(|part| match part.values {
+        Values::Known(values) => Some(part.freed_as.to_slots(values, page_size)),
+        Values::Fetched(..) => None,
+    });
+    let Some(first) = slots.next().transpose()? else { return Ok(IndexVec::I32(Vec::new())) };
+    let Some(next) = slots.next() else { return Ok(first) };
+    let mut all = first.into_i64()?;
+    all.extend(next?.iter());
+    for more in slots {
+        all.extend(more?.iter());
+    }
+    Ok(IndexVec::I64(all))
+}
+
 fn signed(ids: Vec<u32>) -> Vec<i32> {
     ids.into_iter().map(u32::cast_signed).collect()
 }
@@ -511,6 +664,13 @@ pub(super) struct Lens<'a> {
 }
 
 impl Lens<'_> {
+    /// Slots that the requests take at most. The lengths may be invalid.
+    fn most_slots(self, page_size: usize) -> usize {
+        let grown = self.prefix.iter().zip(self.seq).filter_map(|(prefix, seq)| seq.checked_sub(*prefix));
+        let tokens = grown.filter_map(|tokens| usize::try_from(tokens).ok());
+        tokens.fold(0, |slots: usize, tokens| slots.saturating_add(tokens).saturating_add(page_size))
+    }
+
     /// Slots in the pages that the requests begin. Call it after the lengths were checked.
     fn new_slots(self, page_size: usize) -> usize {
         let pages = |len: i64| usize::try_from(len).expect("lengths were checked").div_ceil(page_size);

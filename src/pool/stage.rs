@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 
 use crate::base::bounded::narrow;
 use crate::base::sync::lock;
-use crate::base::{DType, Error, ErrorKind, Page, Result, bytes_of, widen, zeros};
+use crate::base::{DType, Error, ErrorKind, IndexDType, Page, Result, bytes_of, widen, zeros};
 use crate::index::{Bitmap, Run, SlotAllocator};
 use crate::memory::{Backend, Borrowed, Contents, Event, Gpu, Region, ReturnedParts, Ring, Stream, Users};
 use crate::tensor::TensorView;
@@ -45,11 +45,13 @@ pub(super) struct Stage {
     ahead: usize,
     /// Values of the current write; kept for its capacity.
     values: Vec<i32>,
+    /// The same as int64, for a stage of those; kept for its capacity.
+    wide: Vec<i64>,
 }
 
 /// Bytes of a stage for tensors over up to `slots` live slots, and as many freed ones.
-pub(super) fn stage_bytes(slots: usize) -> Result<usize> {
-    bytes_of("the tensors of slots", &[2, slots + MOST_AHEAD], DType::I32)
+pub(super) fn stage_bytes(slots: usize, dtype: IndexDType) -> Result<usize> {
+    bytes_of("the tensors of slots", &[2, slots + MOST_AHEAD], dtype.dtype())
 }
 
 /// Positions that hold the predicted slots.
@@ -68,6 +70,7 @@ struct Window {
 #[derive(Debug)]
 struct StageMirror {
     addresses: Range<usize>,
+    dtype: IndexDType,
     values: Mutex<Vec<i32>>,
 }
 
@@ -82,6 +85,10 @@ impl Mirror for StageMirror {
         self.addresses.clone()
     }
 
+    fn dtype(&self) -> DType {
+        self.dtype.dtype()
+    }
+
     fn values(&self, first: usize, step: usize, count: usize, version: u64) -> Option<Vec<i32>> {
         // A tensor over new slots starts at version 0; every write through the framework counts it up.
         if version != 0 {
@@ -93,15 +100,20 @@ impl Mirror for StageMirror {
 
 impl Stage {
     /// A stage for tensors over all of `slots`, and as many freed ones.
-    pub(super) fn new(gpu: &Arc<Gpu>, backend: &Arc<dyn Backend>, slots: &SlotAllocator) -> Result<Self> {
-        let bytes = stage_bytes(slots.capacity())?;
-        let positions = bytes / size_of::<i32>();
+    pub(super) fn new(
+        gpu: &Arc<Gpu>,
+        backend: &Arc<dyn Backend>,
+        slots: &SlotAllocator,
+        dtype: IndexDType,
+    ) -> Result<Self> {
+        let bytes = stage_bytes(slots.capacity(), dtype)?;
+        let positions = bytes / dtype.dtype().size();
         let users = Arc::<Users>::default();
         let region = Region::with(Arc::clone(backend), bytes, Contents::Undefined, Arc::clone(&users))?;
         let region = Arc::new(region);
         let start = region.address().as_ptr().addr();
         let values = Mutex::new(zeros(positions)?);
-        let copy = Arc::new(StageMirror { addresses: start..start + bytes, values });
+        let copy = Arc::new(StageMirror { addresses: start..start + bytes, dtype, values });
         let published: Arc<dyn Mirror> = copy.clone();
         publish(&published);
         let mut free = Bitmap::new(positions)?;
@@ -118,12 +130,18 @@ impl Stage {
             page_size: slots.page_size(),
             ahead: AHEAD,
             values: Vec::new(),
+            wide: Vec::new(),
         })
     }
 
     /// The device.
     pub(super) const fn gpu(&self) -> &Arc<Gpu> {
         &self.gpu
+    }
+
+    /// The size of a slot in bytes.
+    fn size(&self) -> usize {
+        self.copy.dtype().size()
     }
 
     /// Bytes on the device.
@@ -242,7 +260,7 @@ impl Stage {
     /// Takes a run of `least` to `most` positions.
     fn claim(&mut self, least: usize, most: usize) -> Result<Range<usize>> {
         for range in self.returned.take() {
-            let (start, end) = (range.start / size_of::<i32>(), range.end / size_of::<i32>());
+            let (start, end) = (range.start / self.size(), range.end / self.size());
             self.free.insert_run(start, end - start);
         }
         let (mut best, mut from) = (0..0, 0);
@@ -257,7 +275,7 @@ impl Stage {
             }
         }
         if best.len() < least {
-            let out = self.copy.addresses.len() / size_of::<i32>() - self.free.len();
+            let out = self.copy.addresses.len() / self.size() - self.free.len();
             return Err(Error::new(
                 ErrorKind::OutOfMemory,
                 format!(
@@ -285,8 +303,15 @@ impl Stage {
     fn copy_in(&mut self, positions: &Range<usize>, values: &[i32], stream: Stream) -> Result<Arc<Event>> {
         // The tensors over these positions were dropped, but work on their streams may still read them.
         self.gpu.order(&self.users.streams(), stream)?;
-        let target = self.region.range(positions.start * size_of::<i32>(), size_of_val(values))?;
-        let written = self.ring.upload_to(target, values, stream)?;
+        let target = self.region.range(positions.start * self.size(), values.len() * self.size())?;
+        let written = match self.copy.dtype {
+            IndexDType::I32 => self.ring.upload_to(target, values, stream)?,
+            IndexDType::I64 => {
+                self.wide.clear();
+                self.wide.extend(values.iter().copied().map(i64::from));
+                self.ring.upload_to(target, &self.wide, stream)?
+            }
+        };
         self.copy.locked(|copy| copy[positions.clone()].copy_from_slice(values));
         self.users.note(stream);
         Ok(written)
@@ -305,10 +330,10 @@ impl Stage {
     }
 
     fn view(&self, positions: Range<usize>) -> Result<TensorView> {
-        let (count, size) = (positions.len(), size_of::<i32>());
+        let (count, size) = (positions.len(), self.size());
         let bytes = positions.start * size..positions.end * size;
         let part = Region::part(&self.region, bytes, &self.returned)?;
-        TensorView::contiguous(Arc::new(part), 0, DType::I32, &[count])
+        TensorView::contiguous(Arc::new(part), 0, self.copy.dtype(), &[count])
     }
 }
 

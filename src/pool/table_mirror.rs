@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use crate::base::bounded::narrow;
 use crate::base::sync::lock;
-use crate::base::{Result, widen, zeros};
+use crate::base::{DType, Result, widen, zeros};
 use crate::index::Bitmap;
 use crate::memory::{Gpu, Region, Reply, Ring};
 
@@ -226,6 +226,10 @@ impl MirrorState {
 impl Mirror for TableMirror {
     fn addresses(&self) -> Range<usize> {
         self.addresses.clone()
+    }
+
+    fn dtype(&self) -> DType {
+        DType::I32
     }
 
     fn values(&self, first: usize, step: usize, count: usize, version: u64) -> Option<Vec<i32>> {

@@ -1,17 +1,19 @@
 //! The allocator of token slots, which hands them out as tensors.
 
+use std::collections::HashSet;
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, Weak};
+use std::sync::{Arc, Weak};
 
-use crate::base::sync::lock;
-use crate::base::{Device, Error, IndexVec, Page, Result, blocking};
+use crate::base::sync::explored::{Mutex, MutexGuard, lock};
+use crate::base::{Device, Error, IndexDType, IndexVec, Page, Result, blocking};
 use crate::index::{BadFrees, FenceId, Ledgered, SlotAllocator, SlotStats, ascending_runs};
 use crate::kernels::Indices;
 use crate::memory::{Backend, Borrowed, Keep, Stream};
 use crate::tensor::TensorView;
 
+use super::deferred::FreedAs;
 use super::fences::{Fence, passed};
-use super::shortage::{OrShort, Reclaim};
+use super::shortage::{Obtainable, OrShort, Reclaim, Short};
 use super::slot_tensors::{Lens, SlotTensors};
 use super::stage::stage_bytes;
 use super::{Footprint, KvPool, at_least_one};
@@ -27,6 +29,15 @@ pub struct AllocatorConfig {
     pub need_sort: bool,
     /// Whether an invalid free is an error.
     pub strict: bool,
+    /// The dtype of the tensors.
+    pub index_dtype: IndexDType,
+}
+
+impl Default for AllocatorConfig {
+    /// No slots, in pages of one, first in, first out, as int32.
+    fn default() -> Self {
+        Self { size: 0, page_size: 1, need_sort: false, strict: false, index_dtype: IndexDType::I32 }
+    }
 }
 
 impl AllocatorConfig {
@@ -37,7 +48,11 @@ impl AllocatorConfig {
     /// overflow.
     pub fn footprint(&self, device: Device) -> Result<Footprint> {
         let slots = self.pages()? * self.page_size;
-        Footprint::new(device, if device == Device::Cpu { 0 } else { stage_bytes(slots)? }, 0)
+        Footprint::new(
+            device,
+            if device == Device::Cpu { 0 } else { stage_bytes(slots, self.index_dtype)? },
+            0,
+        )
     }
 
     /// Whole pages.
@@ -47,7 +62,7 @@ impl AllocatorConfig {
     }
 }
 
-/// Hands out token slots of a [`KvPool`] as int32 tensors and takes them back. Calls are atomic and
+/// Hands out token slots of a [`KvPool`] as tensors of int32 or int64 and takes them back. Calls are atomic and
 /// thread-safe.
 ///
 /// On a GPU the tensors are views of a stage, to which the next slots are copied ahead of time, so `alloc`
@@ -57,9 +72,14 @@ impl AllocatorConfig {
 /// completes. Slots that were freed behind a [`Fence`] become free when it has passed. Every call that takes
 /// or frees slots checks for both; [`Self::poll`] does only that.
 ///
-/// When there are not enough slots, a call that takes some completes pending frees, calls the [`Reclaim`]s
-/// registered with [`Self::on_shortage`], waits for values in flight from a device, and only then returns
-/// `None`.
+/// When there are not enough slots, a call that takes some completes pending frees, waits for values in flight
+/// from a device, calls the [`Reclaim`]s registered with [`Self::on_shortage`], and only then returns `None`. If
+/// all of them together could not free what is missing, none is called.
+///
+/// Which slots a call hands out depends on the calls before it alone, and not on when values of frees land:
+/// processes that make the same calls get the same slots. For that, a merge of released slots waits for values
+/// in flight, and first in, first out, a free stays behind those in flight. Slots that were freed behind a
+/// fence, or by a prefix cache in first in, first out order, are free when they are.
 ///
 /// A `stream` argument is the stream of the caller's work: tensors are valid on it, and values are copied and
 /// rows are poisoned in its order. In host memory it is [`Stream::DEFAULT`].
@@ -71,7 +91,7 @@ impl AllocatorConfig {
 /// use kvpool::memory::{Backend, Host, Stream};
 /// use kvpool::pool::{AllocatorConfig, TokenToKvPoolAllocator};
 /// let (host, stream): (Arc<dyn Backend>, _) = (Arc::new(Host), Stream::DEFAULT);
-/// let config = AllocatorConfig { size: 1024, page_size: 1, need_sort: true, strict: false };
+/// let config = AllocatorConfig { size: 1024, need_sort: true, ..AllocatorConfig::default() };
 /// let allocator = TokenToKvPoolAllocator::new(&config, &host).unwrap();
 /// let slots = allocator.alloc(3, stream).unwrap().expect("there are enough").keep();
 /// assert_eq!(slots.shape().as_slice(), [3]);
@@ -82,7 +102,8 @@ impl AllocatorConfig {
 /// ```
 pub struct TokenToKvPoolAllocator {
     slots: Mutex<SlotTensors>,
-    device: Device,
+    backend: Arc<dyn Backend>,
+    index_dtype: IndexDType,
     reclaim: Mutex<Vec<Weak<dyn Reclaim>>>,
     on_notice: Option<OnNotice>,
 }
@@ -109,7 +130,8 @@ impl TokenToKvPoolAllocator {
         let slots = SlotTensors::new(config, backend)?;
         Ok(Self {
             slots: Mutex::new(slots),
-            device: backend.device(),
+            backend: Arc::clone(backend),
+            index_dtype: config.index_dtype,
             reclaim: Mutex::new(Vec::new()),
             on_notice: None,
         })
@@ -136,7 +158,7 @@ impl TokenToKvPoolAllocator {
         self.lock().poison_freed(kv);
     }
 
-    /// Takes `count` slots: a 1-D int32 tensor, valid on `stream`. `None` if there are not enough.
+    /// Takes `count` slots: a 1-D tensor, valid on `stream`. `None` if there are not enough.
     ///
     /// # Errors
     /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host has no memory for the
@@ -219,6 +241,37 @@ impl TokenToKvPoolAllocator {
         self.give(after, stream, |slots, id| slots.free(given, id, keep, stream))
     }
 
+    /// Frees pages: each value of `given` names one. `keep` keeps the tensor at a position of `given` alive.
+    /// Otherwise like [`Self::free`].
+    ///
+    /// # Errors
+    /// As [`Self::free`].
+    pub fn free_pages(
+        &self,
+        given: &[Indices<'_>],
+        freed_as: FreedAs,
+        after: Option<&Arc<dyn Fence>>,
+        keep: impl Fn(usize) -> Option<Keep>,
+        stream: Stream,
+    ) -> Result<BadFrees> {
+        self.give(after, stream, |slots, id| slots.free_pages(given, freed_as, id, keep, stream))
+    }
+
+    /// Checks that consecutive slots of a request, whose first is that of token `start`, begin a page: every
+    /// `page_size`th of them then names another page.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when they do not.
+    pub fn check_segment(&self, start: i64) -> Result<()> {
+        let page_size = self.page_size();
+        match usize::try_from(start) {
+            Ok(start) if start.is_multiple_of(page_size) => Ok(()),
+            _ => Err(Error::config(format!(
+                "a segment that starts at token {start} does not begin a page of {page_size} slots"
+            ))),
+        }
+    }
+
     /// Adds an owner to slots: see [`SlotAllocator::share`]. Waits for values in flight.
     ///
     /// # Errors
@@ -250,9 +303,36 @@ impl TokenToKvPoolAllocator {
         drop(kept);
     }
 
-    /// Merges the released slots into the free ones.
-    pub fn merge_and_sort_free(&self) {
-        self.lock().merge_and_sort_free();
+    /// Changes the number of slots. Frees every slot, as [`Self::clear`] does.
+    ///
+    /// # Errors
+    /// As [`Self::new`], and [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) while `stream` is captured.
+    /// Nothing is changed.
+    pub fn resize(&self, size: usize, stream: Stream) -> Result<()> {
+        if let Some(gpu) = self.backend.gpu() {
+            gpu.not_capturing(stream, "a change of the number of slots")?;
+        }
+        let config = AllocatorConfig { size, ..self.lock().config() };
+        let resized = SlotTensors::new(&config, &self.backend)?;
+        let kept = self.freeing(self.lock(), stream, |slots| {
+            let kept = slots.clear();
+            slots.poison(stream)?;
+            Ok((kept, slots.replace(resized)))
+        });
+        // Dropped without the lock: they may be the last owners of foreign objects.
+        kept.map(drop)
+    }
+
+    /// Merges the released slots into the free ones. Waits for values in flight.
+    ///
+    /// # Errors
+    /// As [`Self::poll`].
+    pub fn merge_and_sort_free(&self, stream: Stream) -> Result<()> {
+        if self.need_sort() {
+            self.settle(stream)?;
+            self.lock().merge_and_sort_free();
+        }
+        Ok(())
     }
 
     /// Completes frees whose values are on the host or whose fences have passed. Does not wait.
@@ -354,30 +434,56 @@ impl TokenToKvPoolAllocator {
             drop(slots);
             match taken {
                 Ok(taken) => return Ok(Some(taken)),
-                // Asking again is worth it as long as it helps.
-                Err(short) if (1..shortage).contains(&short.slots) => {
-                    shortage = short.slots;
-                    self.reclaim(short.slots, stream)?;
+                // How many slots landed was a guess until now.
+                Err(_) if self.wait_for_oldest(stream)? => shortage = usize::MAX,
+                Err(short) => {
+                    let missing = short.to_reclaim(self.obtainable(short, stream));
+                    // Asking again is worth it as long as it helps.
+                    if !(1..shortage).contains(&missing) {
+                        return Ok(None);
+                    }
+                    let freed = self.reclaim(missing, stream)?;
+                    // If that was enough and is gone again, another thread has taken it.
+                    shortage = if freed < missing { missing } else { usize::MAX };
                 }
-                Err(_) if self.wait_for_oldest(stream)? => (),
-                Err(_) => return Ok(None),
             }
         }
     }
 
-    /// Calls the registered [`Reclaim`]s until they have freed enough slots.
-    fn reclaim(&self, slots: usize, stream: Stream) -> Result<()> {
-        let mut registered = lock(&self.reclaim);
-        registered.retain(|reclaim| reclaim.strong_count() > 0);
-        let asked: Vec<_> = registered.iter().filter_map(Weak::upgrade).collect();
-        drop(registered);
-        let mut missing = slots;
-        for reclaim in asked {
-            if missing > 0 {
-                missing = missing.saturating_sub(reclaim.reclaim(missing, stream)?);
+    /// What the registered [`Reclaim`]s could free, as far as they know and a shortage needs to know.
+    fn obtainable(&self, short: Short, stream: Stream) -> Obtainable {
+        let mut all = Obtainable::default();
+        for reclaim in self.reclaims() {
+            if all.at_once < short.slots {
+                let more = reclaim.obtainable(stream);
+                all.at_once += more.at_once;
+                all.behind_fences += more.behind_fences;
             }
         }
-        Ok(())
+        all
+    }
+
+    /// The registered [`Reclaim`]s, to be called without locks.
+    fn reclaims(&self) -> Vec<Arc<dyn Reclaim>> {
+        let mut registered = lock(&self.reclaim);
+        registered.retain(|reclaim| reclaim.strong_count() > 0);
+        registered.iter().filter_map(Weak::upgrade).collect()
+    }
+
+    /// Calls the registered [`Reclaim`]s until they have freed enough slots; returns how many they have.
+    fn reclaim(&self, slots: usize, stream: Stream) -> Result<usize> {
+        let mut freed = 0;
+        for reclaim in self.reclaims() {
+            if freed < slots {
+                freed += reclaim.reclaim(slots - freed, stream)?;
+            }
+        }
+        Ok(freed)
+    }
+
+    /// Pages that the registered [`Reclaim`]s hold and cannot free now.
+    pub(super) fn locked_pages(&self) -> HashSet<Page> {
+        self.reclaims().iter().flat_map(|reclaim| reclaim.locked()).collect()
     }
 
     /// Calls `free`, with the id of a new fence if `after` is given.
@@ -398,20 +504,32 @@ impl TokenToKvPoolAllocator {
     #[inline]
     pub(super) fn freeing<R>(
         &self,
-        mut slots: MutexGuard<'_, SlotTensors>,
+        slots: MutexGuard<'_, SlotTensors>,
         stream: Stream,
         work: impl FnOnce(&mut SlotTensors) -> Result<R>,
     ) -> Result<R> {
-        let answer = work(&mut slots);
-        let poisoned = slots.poison(stream);
-        drop(slots);
+        let (answer, poisoned) = Self::freeing_quietly(slots, stream, work);
         if let Err(failure) = poisoned {
             self.notify(Notice::NotPoisoned(&failure));
         }
         answer
     }
 
-    fn notify(&self, notice: Notice<'_>) {
+    /// [`Self::freeing`] for a caller that holds locks: also returns whether the rows are poisoned, for a notice
+    /// when it holds none.
+    #[inline]
+    pub(super) fn freeing_quietly<R>(
+        mut slots: MutexGuard<'_, SlotTensors>,
+        stream: Stream,
+        work: impl FnOnce(&mut SlotTensors) -> Result<R>,
+    ) -> (Result<R>, Result<()>) {
+        let answer = work(&mut slots);
+        let poisoned = slots.poison(stream);
+        (answer, poisoned)
+    }
+
+    /// Passes on a notice. The caller must hold no lock.
+    pub(super) fn notify(&self, notice: Notice<'_>) {
         if let Some(on_notice) = &self.on_notice {
             on_notice(notice);
         }
@@ -461,8 +579,8 @@ impl TokenToKvPoolAllocator {
 
     /// The device of the tensors.
     #[must_use]
-    pub const fn device(&self) -> Device {
-        self.device
+    pub fn device(&self) -> Device {
+        self.backend.device()
     }
 
     /// Whether the lowest free slots are handed out first.
@@ -475,6 +593,12 @@ impl TokenToKvPoolAllocator {
     #[must_use]
     pub fn strict(&self) -> bool {
         self.lock().strict()
+    }
+
+    /// The dtype of the tensors.
+    #[must_use]
+    pub const fn index_dtype(&self) -> IndexDType {
+        self.index_dtype
     }
 
     /// Slots in a page.

@@ -8,13 +8,13 @@ use pyo3::exceptions::{PyOverflowError, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyByteArray, PyBytes, PyInt, PyList, PyRange, PySequence, PyTuple};
 
-use crate::base::{DType, Device, Dims, Error, IndexVec, MAX_NDIM, push, reserve};
+use crate::base::{DType, Device, Dims, Error, IndexDType, IndexVec, MAX_NDIM, push, reserve};
 use crate::kernels::{Indices, expect_ints, read_indices};
 use crate::memory::{Borrowed, Stream};
 use crate::pool::values_now;
 use crate::tensor::dlpack::{Import, address_of};
 
-use super::framework::{Torch, current_stream, torch};
+use super::framework::{Torch, current_device, current_stream, torch};
 use super::tensor::{Tensor, consume};
 
 /// A tensor argument of any framework.
@@ -70,8 +70,8 @@ pub(super) fn version_of(tensor: &Bound<'_, PyAny>) -> Option<u64> {
 pub(super) enum IndexArg<'a, 'py> {
     /// Indices in host memory, copied.
     Host(IndexVec),
-    /// An index tensor on a device.
-    Device { tensor: TensorArg<'a, 'py>, device: Device, version: Option<u64> },
+    /// Every `step`th element of an index tensor on a device.
+    Device { tensor: TensorArg<'a, 'py>, device: Device, version: Option<u64>, step: usize },
 }
 
 impl IndexArg<'_, '_> {
@@ -79,7 +79,10 @@ impl IndexArg<'_, '_> {
     pub(super) fn take(&mut self) -> PyResult<Indices<'_>> {
         match self {
             Self::Host(values) => Ok(Indices::Host(std::mem::replace(values, IndexVec::I32(Vec::new())))),
-            Self::Device { tensor, version, .. } => Ok(Indices::of(tensor.borrow()?, *version)?),
+            Self::Device { tensor, version, step: 1, .. } => Ok(Indices::of(tensor.borrow()?, *version)?),
+            Self::Device { tensor, version, step, .. } => {
+                Ok(Indices::of(tensor.borrow()?.every(*step)?, *version)?)
+            }
         }
     }
 
@@ -95,7 +98,7 @@ impl IndexArg<'_, '_> {
     pub(super) fn len(&self) -> PyResult<usize> {
         match self {
             Self::Host(values) => Ok(values.len()),
-            Self::Device { tensor, .. } => Ok(tensor.borrow()?.shape().numel()),
+            Self::Device { tensor, step, .. } => Ok(tensor.borrow()?.shape().numel().div_ceil(*step)),
         }
     }
 
@@ -241,11 +244,20 @@ pub(super) fn kind_of(object: &Bound<'_, PyAny>) -> String {
 /// Indices: an int32 or int64 tensor or array of any shape, or a sequence of ints. Indices in host memory are
 /// copied.
 pub(super) fn indices<'a, 'py>(object: &'a Bound<'py, PyAny>) -> PyResult<IndexArg<'a, 'py>> {
+    indices_apart(object, 1)
+}
+
+/// Every `step`th of [`indices`].
+pub(super) fn indices_apart<'a, 'py>(
+    object: &'a Bound<'py, PyAny>,
+    step: usize,
+) -> PyResult<IndexArg<'a, 'py>> {
+    let ints = |object| Ok::<_, PyErr>(IndexArg::Host(every(ints(object)?, step)));
     if object.is_instance_of::<PyList>()
         || object.is_instance_of::<PyTuple>()
         || object.is_instance_of::<PyRange>()
     {
-        return ints(object).map(IndexArg::Host);
+        return ints(object);
     }
     if let Some(tensor) = tensor_or_none(object)? {
         let found = match tensor.borrow() {
@@ -253,25 +265,26 @@ pub(super) fn indices<'a, 'py>(object: &'a Bound<'py, PyAny>) -> PyResult<IndexA
             // Only the order of indices matters, so a shape of too many dimensions is flattened.
             Err(_) if has_more_dimensions(object) => {
                 let flat = object.call_method1("reshape", (-1,))?;
-                return indices(&flat)?.values(object.py()).map(IndexArg::Host);
+                return indices_apart(&flat, step)?.values(object.py()).map(IndexArg::Host);
             }
             Err(error) => return Err(error),
         };
         return Ok(match found.device() {
-            Device::Cpu => IndexArg::Host(read_indices(&found)?),
+            Device::Cpu if step == 1 => IndexArg::Host(read_indices(&found)?),
+            Device::Cpu => IndexArg::Host(read_indices(&found.every(step)?)?),
             device @ Device::Cuda(_) => {
                 expect_ints(found.dtype())?;
                 // PyTorch without an exchange table counts the writes to an imported tensor as well.
                 let is_torch = torch(object.py())?.is_some_and(|torch| torch.is_tensor(object));
                 let version = if is_torch { version_of(object) } else { tensor.version() };
-                IndexArg::Device { tensor, device, version }
+                IndexArg::Device { tensor, device, version, step }
             }
         });
     }
     // Bytes are a sequence of ints in Python, but are never meant as indices.
     let is_bytes = object.is_instance_of::<PyBytes>() || object.is_instance_of::<PyByteArray>();
     if !is_bytes && object.cast::<PySequence>().is_ok() {
-        return ints(object).map(IndexArg::Host);
+        return ints(object);
     }
     Err(PyTypeError::new_err(format!(
         "indices must be an int32 or int64 tensor, an array or a sequence of ints, not {}",
@@ -296,6 +309,15 @@ pub(super) fn index_or_indices<'a, 'py>(object: &'a Bound<'py, PyAny>) -> PyResu
     match single(object)? {
         Some(index) => Ok(IndexArg::Host(IndexVec::I64(vec![index]))),
         None => indices(object),
+    }
+}
+
+/// Every `step`th of values.
+fn every(values: IndexVec, step: usize) -> IndexVec {
+    match values {
+        _ if step == 1 => values,
+        IndexVec::I32(values) => IndexVec::I32(values.into_iter().step_by(step).collect()),
+        IndexVec::I64(values) => IndexVec::I64(values.into_iter().step_by(step).collect()),
     }
 }
 
@@ -397,10 +419,14 @@ fn negative(name: &str, object: &Bound<'_, PyAny>) -> PyErr {
     Error::config(format!("{name} is {object}; it must not be negative")).into()
 }
 
-/// A device in PyTorch's notation, or a `torch.device`. Defaults to the first CUDA device.
-pub(super) fn device(object: Option<&Bound<'_, PyAny>>) -> PyResult<Device> {
-    let Some(object) = object else { return Ok(Device::Cuda(0)) };
+/// A device in PyTorch's notation, or a `torch.device`. Defaults to "cuda", which is PyTorch's current CUDA
+/// device.
+pub(super) fn device(py: Python<'_>, object: Option<&Bound<'_, PyAny>>) -> PyResult<Device> {
+    let Some(object) = object else { return current_device(py) };
     let text = object.str()?.to_string();
+    if text == "cuda" {
+        return current_device(py);
+    }
     if object.is_instance_of::<pyo3::types::PyString>() || kind_of(object) == "device" {
         return Ok(Device::parse(&text)?);
     }
@@ -409,7 +435,7 @@ pub(super) fn device(object: Option<&Bound<'_, PyAny>>) -> PyResult<Device> {
 
 /// A device in PyTorch's notation, or a `torch.device`. Defaults to the host.
 pub(super) fn host_or(object: Option<&Bound<'_, PyAny>>) -> PyResult<Device> {
-    object.map_or(Ok(Device::Cpu), |object| device(Some(object)))
+    object.map_or(Ok(Device::Cpu), |object| device(object.py(), Some(object)))
 }
 
 /// A CUDA stream: a `torch.cuda.Stream`, another object with a `cuda_stream`, or a stream handle.
@@ -464,6 +490,11 @@ pub(super) fn dtype(object: Option<&Bound<'_, PyAny>>, default: DType) -> PyResu
 /// A storage dtype: a `torch.dtype`, a NumPy dtype, or the name of one.
 pub(super) fn storage_dtype(object: &Bound<'_, PyAny>) -> PyResult<DType> {
     Ok(DType::parse(&dtype_name(object)?)?)
+}
+
+/// The dtype of index tensors: a `torch.dtype`, a NumPy dtype, or the name of one.
+pub(super) fn index_dtype(object: &Bound<'_, PyAny>) -> PyResult<IndexDType> {
+    Ok(IndexDType::parse(&dtype_name(object)?)?)
 }
 
 /// Any dtype, for scratch memory. A `torch.dtype` is recognised by its address.

@@ -297,7 +297,8 @@ impl BasePool {
     ///
     /// Returns:
     ///     A list of `kvpool.Leak`: `owner`, `site`, `count`, `age_s` (age of the oldest unit in seconds),
-    ///     `spans`, the units as (first, end) pairs, and `state`, which is "live" or "cached".
+    ///     `spans`, the units as (first, end) pairs, and `state`: "live", or for units that a prefix cache
+    ///     alone holds "evictable" or, with leases, "locked".
     ///
     /// Raises:
     ///     ConfigError: If the pool does not debug.

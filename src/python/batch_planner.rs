@@ -29,7 +29,8 @@ use super::token_to_kv_pool_allocator::TokenToKvPoolAllocator;
 /// The planner tracks how many tokens of each request have slots, and owns these slots. `seq_lens` always
 /// include the new tokens; a length that does not follow from the request's current length is an error. Rows
 /// come from `req_to_token_pool.alloc`; `finish` frees them with their slots. A row that was freed and
-/// allocated again starts with no tokens. `extend` and `decode` are all or nothing: when they return `None`
+/// allocated again starts with no tokens. The lease of a row that was freed without `finish` ends in the next
+/// call of the planner. `extend` and `decode` are all or nothing: when they return `None`
 /// or raise, nothing is changed.
 ///
 /// A step is one pass on the host. Its cost grows with the new tokens and the requests; only `kv_indices` is
@@ -251,7 +252,7 @@ impl BatchPlanner {
     }
 
     /// Shrinks requests, for example by rejected tokens, and frees their slots. Table entries beyond the new
-    /// length keep their values but are no longer owned.
+    /// length keep their values but are no longer owned. A lease that is longer is cut as well.
     ///
     /// Args:
     ///     req_pool_indices: Request rows, ints `[bs]`.
@@ -284,13 +285,13 @@ impl BatchPlanner {
         Ok(())
     }
 
-    /// Frees the slots and the rows of requests. The rows are zeroed.
+    /// Frees the slots and the rows of requests, and ends their leases. The rows are zeroed.
     ///
     /// Args:
     ///     req_pool_indices: Request rows, ints `[bs]`.
     ///     seq_lens: Tokens of each request, ints `[bs]`. Only checked.
-    ///     after: A fence as in `TokenToKVPoolAllocator.free`: the slots stay in use until its `query()`
-    ///         returns true.
+    ///     after: A fence as in `TokenToKVPoolAllocator.free`: the slots stay in use, and leased prefixes
+    ///         locked, until its `query()` returns true.
     ///
     /// Raises:
     ///     ConfigError: If a length differs from the request's, or a row is listed twice. Nothing is changed.

@@ -76,7 +76,7 @@ impl BufferPool {
         rounding: &str,
         debug: Option<bool>,
     ) -> PyResult<PyClassInitializer<Self>> {
-        let (device, rounding) = (args::device(device)?, Rounding::parse(rounding)?);
+        let (device, rounding) = (args::device(py, device)?, Rounding::parse(rounding)?);
         let mut pool = Pool::new(&BufferConfig { rounding }, &backend(py, device)?);
         let debug = Debug::new(debug, &mut pool);
         let (existing, tensors) = (Mutex::default(), TensorCache::default());

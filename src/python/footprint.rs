@@ -95,8 +95,15 @@ pub(super) fn _footprint<'py>(
         };
         states_bytes = pool(config.footprint(device)?);
     }
-    let table = ReqToTokenConfig { max_reqs, max_context_len, padding_row: true, strict: false };
-    let slots = AllocatorConfig { size, page_size, need_sort: true, strict: false };
+    let table = ReqToTokenConfig {
+        max_reqs,
+        max_context_len,
+        padding_row: true,
+        strict: false,
+        ..ReqToTokenConfig::default()
+    };
+    let slots =
+        AllocatorConfig { size, page_size, need_sort: true, strict: false, ..AllocatorConfig::default() };
     // A step in which every request decodes one token must fit.
     let max_tokens = step_tokens.max(max_reqs);
     let plan = PlannerConfig { max_batch_size: max_reqs, max_tokens, kv_indices: true, block_table: true };

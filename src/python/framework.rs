@@ -184,6 +184,17 @@ pub(super) fn current_stream(py: Python<'_>, device: Device) -> PyResult<Stream>
     }
 }
 
+/// PyTorch's current CUDA device, or the first one if PyTorch does not use CUDA in this process.
+pub(super) fn current_device(py: Python<'_>) -> PyResult<Device> {
+    let Some(torch) = torch(py)? else { return Ok(Device::Cuda(0)) };
+    let cuda = torch.module.bind(py).getattr("cuda")?;
+    // To select a device initialises CUDA, which asking must not do.
+    if !cuda.call_method0("is_initialized")?.is_truthy()? {
+        return Ok(Device::Cuda(0));
+    }
+    Ok(Device::Cuda(cuda.call_method0("current_device")?.extract()?))
+}
+
 /// The backend for a new pool on `device`. Zeroes memory on the current stream. Fails while that stream is
 /// captured.
 pub(super) fn backend(py: Python<'_>, device: Device) -> PyResult<Arc<dyn Backend>> {

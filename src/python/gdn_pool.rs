@@ -116,7 +116,7 @@ impl GdnPool {
             max_track_slots: max_track_slots.size("max_track_slots", 0)?,
             strict,
         };
-        let device = args::device(device)?;
+        let device = args::device(py, device)?;
         let backend = backend(py, device)?;
         let mut pool = py.detach(|| Pool::new(&config, &backend))?;
         let recurrent_state = to_tensor(py, pool.recurrent_state())?;

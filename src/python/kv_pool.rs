@@ -144,7 +144,7 @@ impl KvPool {
             page_size: page_size.size("page_size", 1)?,
             pin_memory,
         };
-        let backend: Arc<dyn Backend> = match args::device(device)? {
+        let backend: Arc<dyn Backend> = match args::device(py, device)? {
             Device::Cpu if pin_memory => Arc::new(MappedHost::default()),
             device => backend(py, device)?,
         };

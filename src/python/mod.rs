@@ -31,6 +31,7 @@ mod logging;
 mod page_pool;
 mod prefix_cache;
 mod prefix_report;
+mod prefix_tree;
 mod req_to_token_pool;
 mod tensor;
 mod tensor_cache;
@@ -45,7 +46,7 @@ use pyo3::prelude::*;
 use pyo3::types::IntoPyDict;
 
 use crate::base::sync::lock;
-use crate::base::{DType, Device, bytes_of, on_blocking};
+use crate::base::{DType, Device, LONG_COPY, bytes_of, on_blocking};
 use crate::memory::{Region, Stream};
 use crate::tensor::TensorView;
 
@@ -63,9 +64,7 @@ fn copying<R: Send>(
     bytes: usize,
     work: impl FnOnce() -> crate::base::Result<R> + Send,
 ) -> PyResult<R> {
-    /// A copy of this many bytes takes longer than handing the GIL to another thread.
-    const LONG: usize = 64 << 10;
-    let is_long = device == Device::Cpu && bytes >= LONG;
+    let is_long = device == Device::Cpu && bytes >= LONG_COPY;
     Ok(if is_long { py.detach(work) } else { work() }?)
 }
 
@@ -156,6 +155,11 @@ fn _kvpool(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<prefix_report::Stored>()?;
     module.add_class::<prefix_report::Removed>()?;
     module.add_class::<prefix_report::Cleared>()?;
+    module.add_class::<prefix_tree::PrefixTree>()?;
+    module.add_class::<prefix_tree::TreeMatch>()?;
+    module.add_class::<prefix_tree::TreeInsertion>()?;
+    module.add_class::<prefix_tree::TreeEviction>()?;
+    module.add_class::<prefix_tree::TreeNode>()?;
     module.add_class::<workspace::Workspace>()?;
     module.add_class::<buffer_pool::BufferPool>()?;
     module.add_class::<buffer_pool::Buffer>()?;

@@ -12,7 +12,6 @@ use pyo3::types::{PyBytes, PyInt, PyString, PyTuple};
 use crate::base::{Device, Error, Id, IndexVec, Page};
 use crate::cache::{Namespace, PolicyKind};
 use crate::index::ActGuard;
-use crate::kernels::Indices;
 use crate::memory::Stream;
 use crate::pool::{
     Lease as PoolLease, Offer, PrefixCache as Cache, PrefixCacheConfig, Published as PoolPublished,
@@ -33,7 +32,7 @@ use super::tokens::with_tokens;
 ///
 /// The cache owns whole pages of an allocator, from their publication to their eviction; requests hold
 /// leases. A call of the allocator, or of a planner on it, that is short of slots evicts pages without a
-/// lease, and fails only if nothing evictable is left. At any time `cached_size() == evictable_size() +
+/// lease, and fails, without evicting any, only if all that are evictable would not do. At any time `cached_size() == evictable_size() +
 /// locked_size()`. Freeing a cached slot through the allocator is an invalid free.
 ///
 /// Token ids are ints in `[0, 2**31)`: a 1-D int32 or int64 tensor or array in host memory, or a list, is read
@@ -96,6 +95,7 @@ pub(super) fn namespace_to_py<'py>(
     })
 }
 
+/// The namespace that an argument means.
 pub(super) fn namespace_of(object: Option<&Bound<'_, PyAny>>) -> PyResult<Namespace> {
     let Some(object) = object else { return Ok(Namespace::Unnamed) };
     if let Ok(text) = object.cast::<PyString>() {
@@ -406,22 +406,10 @@ impl Lease {
         slots: Option<&IndexVec>,
         state: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<PoolPublished> {
-        let state = match state {
-            None => None,
-            Some(row) => Some(state_row(args::int(row)?, self.cache.get())?),
-        };
+        let state = state.map(args::int).transpose()?;
         let stream = self.stream(py)?;
         with_tokens(tokens, |tokens| Ok(self.lease.publish(&Offer { tokens, slots, state }, stream)?))
     }
-}
-
-/// A working slot of the cache's states.
-fn state_row(row: i64, cache: &PrefixCache) -> PyResult<u32> {
-    let slots = cache.states.as_ref().map_or(0, |states| states.get().pool.pool_size());
-    u32::try_from(row)
-        .ok()
-        .filter(|&row| cache.states.is_none() || crate::base::widen(row) < slots)
-        .ok_or_else(|| Error::index(format!("state slot {row} is outside [0, {slots})")).at_index(row).into())
 }
 
 #[pymethods]
@@ -493,14 +481,21 @@ impl Lease {
     ///         whole pages passes to the cache. Not needed for a lease that a planner has: it knows the slots
     ///         of its requests.
     ///     row: The request row of a lease that a planner has; only checked. The planner's next call with the
-    ///         row writes the cache's slots to the request table, in place of those of duplicates.
+    ///         row writes the cache's slots to the request table, in place of those of duplicates. If you write
+    ///         the table yourself, write `Published.slots` to it.
     ///     state: A working slot of the cache's states, whose state is that after the last whole page. A
-    ///         snapshot of it is kept if a track slot is free or can be given up.
+    ///         snapshot of it is kept if a track slot is free or can be given up: superseded ones first, which are
+    ///         earlier ones of the same lease behind the tokens that it was matched with. The state is copied
+    ///         before anything is published, on the current stream.
+    ///
+    /// Nothing is changed if the call raises, except that another snapshot may have been given up for the state.
     ///
     /// Raises:
     ///     ConfigError: If a token is outside of [0, 2**31), or `tokens` and `slots` differ in length.
+    ///     DriverError: If the state cannot be copied.
+    ///     IndexError: If there is no slot `state`.
     ///     IndexOwnershipError: If a slot is not in use, listed twice, cached already, or not at its place in a
-    ///         page. Nothing is changed.
+    ///         page.
     ///     StaleBufferError: If the lease was released, or the allocator was cleared.
     #[pyo3(signature = (tokens, slots=None, *, state=None, row=None))]
     fn publish(
@@ -527,8 +522,8 @@ impl Lease {
         Ok(Published { outcome: published, lease, tensor: OnceLock::new(), device })
     }
 
-    /// Publishes, frees the slots of the partial page at the end, and releases the lease: the end of a
-    /// request without a planner. With one, publish and call `BatchPlanner.finish`.
+    /// Publishes, frees the partial page at the end, and releases the lease: the end of a request without a
+    /// planner. With one, publish and call `BatchPlanner.finish`. Nothing is changed if the call raises.
     ///
     /// Args:
     ///     tokens: As in `publish`.
@@ -540,20 +535,9 @@ impl Lease {
     ///     StaleBufferError: As in `publish`.
     fn finish(&self, py: Python<'_>, tokens: &Bound<'_, PyAny>, slots: &Bound<'_, PyAny>) -> PyResult<()> {
         let slots = args::indices(slots)?.values(py)?;
-        let cache = self.cache.get();
-        let _acting = cache.begin(py)?;
-        if let Some(row) = self.lease.row() {
-            let text = format!("the lease is that of request row {row}; the planner finishes it");
-            return Err(Error::config(text).into());
-        }
-        let published = self.offer(py, tokens, Some(&slots), None)?;
-        let allocator = cache.allocator.get();
-        let whole = published.pages.len() * allocator.pool.page_size();
-        let rest = Indices::Host(IndexVec::I64(slots.iter().skip(whole).collect()));
+        let _acting = self.cache.get().begin(py)?;
         let stream = self.stream(py)?;
-        self.lease.release(stream);
-        let bad = allocator.pool.free(&rest, None, || None, stream)?;
-        allocator.report(py, &bad, rest.len());
+        with_tokens(tokens, |tokens| Ok(self.lease.finish(tokens, &slots, stream)?))?;
         Ok(())
     }
 

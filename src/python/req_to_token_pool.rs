@@ -10,7 +10,7 @@ use pyo3::types::PySlice;
 
 use crate::base::{Device, Error, Id, IndexVec, RequestRow, reserve};
 use crate::memory::Stream;
-use crate::pool::{ReqToTokenConfig, ReqToTokenPool as Pool, TableIndex, make_room};
+use crate::pool::{ReqToTokenConfig, ReqToTokenPool as Pool, TableIndex, TableWriters, make_room};
 
 use super::args::{Arg, IndexArg, version_of};
 use super::base_pool::{BasePool, Look, PoolClass};
@@ -23,14 +23,16 @@ use super::{args, lock, with};
 /// The table `req_to_token[request, position] -> slot`. It does not track sequence lengths.
 ///
 /// Row 0 is the padding row, for the padding requests of a CUDA graph. The table has `max_reqs + 1` rows, of
-/// which `1..=max_reqs` are handed out, first in, first out. Rows are zero when they are handed out.
+/// which `1..=max_reqs` are handed out, first in, first out. Rows are zero when they are handed out, unless
+/// `zero_rows` is false.
 ///
 /// On a GPU all work is enqueued on the current stream, and only methods that say so wait. The host keeps a
 /// mirror of the table, so that slots read from it can be freed without a copy from the GPU. `write` and
 /// `free` update the mirror at once or, for values that only the GPU knows, when the kernel has reported what
 /// it wrote. PyTorch's writes to `req_to_token` are detected by its write count (`_version`) and invalidate
 /// the whole mirror until `mark_modified` or `clear`. Writes by other kernels are not detected: report them
-/// with `mark_modified(rows)`.
+/// with `mark_modified(rows)`, or set `foreign_writes` if other kernels write most of the table: the host then
+/// keeps no mirror, and copies slots from the GPU when they are freed.
 ///
 /// Args:
 ///     max_reqs: Maximum number of requests.
@@ -38,6 +40,10 @@ use super::{args, lock, with};
 ///     device: Device of the table.
 ///     padding_row: Whether row 0 is padding. `False` gives exactly `max_reqs` rows, numbered from 0.
 ///     strict: Whether an invalid free raises; otherwise it is dropped, counted and reported.
+///     zero_rows: Whether to zero what was written to a row when it is freed. If not, a row has the slots of
+///         its earlier owners.
+///     foreign_writes: Whether anything but this class writes the table, without `mark_modified`. Rows are then
+///         zeroed whole.
 ///     debug: Whether to record owners and call sites for `leaks` and reports. Defaults to the environment
 ///         variable `KVPOOL_DEBUG`.
 ///
@@ -50,6 +56,7 @@ pub(super) struct ReqToTokenPool {
     pub(super) pool: Arc<Mutex<Pool>>,
     device: Device,
     table: Py<PyAny>,
+    generation: Py<PyAny>,
     pub(super) debug: Debug,
     reporter: Reporter,
 }
@@ -148,9 +155,15 @@ impl PoolClass for ReqToTokenPool {
 #[pymethods]
 impl ReqToTokenPool {
     #[new]
-    #[pyo3(signature = (max_reqs, max_context_len, device=None, *, padding_row=true, strict=false, debug=None),
+    #[pyo3(signature = (max_reqs, max_context_len, device=None, *, padding_row=true, strict=false,
+                     zero_rows=true, foreign_writes=false, debug=None),
            text_signature = "(max_reqs, max_context_len, device=\"cuda\", *, padding_row=True, strict=False, \
-                             debug=None)")]
+                             zero_rows=True, foreign_writes=False, debug=None)")]
+    #[expect(
+        clippy::too_many_arguments,
+        clippy::fn_params_excessive_bools,
+        reason = "the arguments of a constructor in Python"
+    )]
     fn new(
         py: Python<'_>,
         max_reqs: &Bound<'_, PyAny>,
@@ -158,18 +171,22 @@ impl ReqToTokenPool {
         device: Option<&Bound<'_, PyAny>>,
         padding_row: bool,
         strict: bool,
+        zero_rows: bool,
+        foreign_writes: bool,
         debug: Option<bool>,
     ) -> PyResult<PyClassInitializer<Self>> {
+        let writers = if foreign_writes { TableWriters::Others } else { TableWriters::Pool };
         let max_reqs = args::size("max_reqs", max_reqs)?;
         let max_context_len = args::size("max_context_len", max_context_len)?;
-        let device = args::device(device)?;
+        let device = args::device(py, device)?;
         let backend = backend(py, device)?;
-        let config = ReqToTokenConfig { max_reqs, max_context_len, padding_row, strict };
+        let config = ReqToTokenConfig { max_reqs, max_context_len, padding_row, strict, zero_rows, writers };
         let mut pool = py.detach(|| Pool::new(&config, &backend))?;
         let debug = Debug::new(debug, &mut pool);
         let table = to_tensor(py, pool.req_to_token())?;
-        let pool =
-            Self { pool: Arc::new(Mutex::new(pool)), device, table, debug, reporter: Reporter::default() };
+        let generation = to_tensor(py, pool.generation())?;
+        let reporter = Reporter::default();
+        let pool = Self { pool: Arc::new(Mutex::new(pool)), device, table, generation, debug, reporter };
         Ok(BasePool::initializer("ReqToTokenPool", debug, pool))
     }
 
@@ -197,7 +214,7 @@ impl ReqToTokenPool {
         with(&self.pool, |pool| pool.alloc(count, stream))
     }
 
-    /// Frees one or more rows, and zeroes their written columns.
+    /// Frees one or more rows, and zeroes their written columns, unless `zero_rows` is false.
     ///
     /// Args:
     ///     slot_or_slots: Rows: an int, or ints in a tensor, an array or a sequence. Waits for values that
@@ -324,6 +341,14 @@ impl ReqToTokenPool {
         self.table.clone_ref(py)
     }
 
+    /// How often each row was handed out, int64 `[max_reqs + 1]` on the host (`max_reqs` without a padding row),
+    /// without a copy. `clear` keeps it: a row has another request if its number is another one. Do not write
+    /// to it.
+    #[getter]
+    fn generation(&self, py: Python<'_>) -> Py<PyAny> {
+        self.generation.clone_ref(py)
+    }
+
     /// Maximum number of requests.
     #[getter]
     fn size(&self) -> usize {
@@ -342,6 +367,18 @@ impl ReqToTokenPool {
         lock(&self.pool).padding_row()
     }
 
+    /// Whether what was written to a row is zeroed when it is freed.
+    #[getter]
+    fn zero_rows(&self) -> bool {
+        lock(&self.pool).zero_rows()
+    }
+
+    /// Whether anything but this class writes the table, without `mark_modified`.
+    #[getter]
+    fn foreign_writes(&self) -> bool {
+        lock(&self.pool).writers() == TableWriters::Others
+    }
+
     fn __repr__(&self) -> String {
         let pool = lock(&self.pool);
         format!(
@@ -354,6 +391,7 @@ impl ReqToTokenPool {
     }
 
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
-        visit.call(&self.table)
+        visit.call(&self.table)?;
+        visit.call(&self.generation)
     }
 }

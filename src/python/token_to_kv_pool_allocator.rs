@@ -7,11 +7,11 @@ use pyo3::gc::PyVisit;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
-use crate::base::{Device, Id, Slot};
+use crate::base::{Device, Id, IndexDType, Slot};
 use crate::index::BadFrees;
 use crate::kernels::Indices;
 use crate::memory::{Keep, Stream};
-use crate::pool::{AllocatorConfig, Grant, Notice, OnNotice, TokenToKvPoolAllocator as Pool};
+use crate::pool::{AllocatorConfig, FreedAs, Grant, Notice, OnNotice, TokenToKvPoolAllocator as Pool};
 use crate::tensor::TensorView;
 
 use super::args::{self, Arg, IndexArg};
@@ -19,11 +19,11 @@ use super::base_pool::{BasePool, Look, PoolClass};
 use super::debug::Debug;
 use super::export::to_tensor;
 use super::fences::{fence, traverse};
-use super::framework::{backend, current_stream};
+use super::framework::{backend, current_stream, to_dtype};
 use super::kv_pool::KvPool;
 use super::logging::{Reporter, warn};
 
-/// Hands out the token slots of a `KVPool` as int32 tensors and takes them back.
+/// Hands out the token slots of a `KVPool` as index tensors and takes them back.
 ///
 /// With `need_sort` the lowest free slots come first, and freed slots are kept apart until the others cannot
 /// serve a request. Without it, slots are handed out first in, first out. With `page_size > 1` slots are
@@ -48,17 +48,25 @@ use super::logging::{Reporter, warn};
 /// values of any other GPU tensor are copied asynchronously on the current stream, and its slots become free
 /// when the copy has completed. Until then `available_size` already counts them, as whole pages of their own.
 ///
+/// Which slots a call returns depends on the calls before it alone, and not on when such a copy completes:
+/// ranks that make the same calls get the same slots. With `need_sort` a merge waits for copies under way;
+/// without it, a free stays behind those under way, and finds invalid slots when they complete. Slots freed
+/// with a fence, and without `need_sort` those that a `PrefixCache` gives up, are free when they are.
+///
 /// Args:
 ///     size: Number of slots. A partial last page is never handed out.
 ///     device: Device of the index tensors.
 ///     page_size: Slots per page.
 ///     need_sort: Hand out the lowest free slots first, instead of first in, first out.
 ///     strict: Whether an invalid free raises.
+///     index_dtype: The dtype of all tensors that the allocator returns, int32 or int64. `free` and the other
+///         methods accept both in any case.
 ///     debug: Whether to record owners and call sites for `leaks` and reports. Defaults to the environment
 ///         variable `KVPOOL_DEBUG`.
 ///
 /// Raises:
 ///     ConfigError: If `size` or `page_size` is below 1, or a slot would not fit int32.
+///     TypeError: If `index_dtype` is neither int32 nor int64.
 ///     BackendUnavailableError: If `device` cannot be used here.
 #[pyclass(extends = BasePool, frozen, module = "kvpool", name = "TokenToKVPoolAllocator")]
 pub(super) struct TokenToKvPoolAllocator {
@@ -72,6 +80,47 @@ impl TokenToKvPoolAllocator {
     /// The stream for calls that enqueue work only if the pool debugs: freed rows are poisoned on it.
     pub(super) fn debug_stream(&self, py: Python<'_>) -> PyResult<Stream> {
         if self.debug.is_on() { current_stream(py, self.device) } else { Ok(Stream::DEFAULT) }
+    }
+
+    fn free_all_segments(
+        &self,
+        py: Python<'_>,
+        segments: &[(Bound<'_, PyAny>, Bound<'_, PyAny>)],
+        after: Option<&Bound<'_, PyAny>>,
+        owner: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        let page_size = self.pool.page_size();
+        let mut named = Vec::with_capacity(segments.len());
+        for (indices, start) in segments {
+            self.pool.check_segment(args::int(start)?)?;
+            named.push((indices, args::indices_apart(indices, page_size)?));
+        }
+        self.free_named(py, named, FreedAs::SlotsOfPages, after, owner)
+    }
+
+    /// Frees pages: each index, of an object that was passed, names one.
+    fn free_named<'py>(
+        &self,
+        py: Python<'py>,
+        mut named: Vec<(&Bound<'py, PyAny>, IndexArg<'_, 'py>)>,
+        freed_as: FreedAs,
+        after: Option<&Bound<'py, PyAny>>,
+        owner: Option<&Bound<'py, PyAny>>,
+    ) -> PyResult<()> {
+        let fence = fence(after)?;
+        let _acting = self.debug.begin(py, owner)?;
+        let given = named.iter().map(|(_, indices)| indices.len()).sum::<PyResult<_>>()?;
+        let on_device = named.iter().find(|(_, indices)| matches!(indices, IndexArg::Device { .. }));
+        let stream = match on_device {
+            Some((_, indices)) => indices.stream(py, self.device)?,
+            None => self.debug_stream(py)?,
+        };
+        let objects: Vec<_> = named.iter().map(|(object, _)| *object).collect();
+        let keep = |at: usize| Some(Arc::new(objects[at].clone().unbind()) as Keep);
+        let pages = named.iter_mut().map(|(_, indices)| indices.take()).collect::<PyResult<Vec<_>>>()?;
+        let bad = self.pool.free_pages(&pages, freed_as, fence.as_ref(), keep, stream)?;
+        self.report(py, &bad, given);
+        Ok(())
     }
 
     pub(super) fn report(&self, py: Python<'_>, bad: &BadFrees, given: usize) {
@@ -127,8 +176,10 @@ impl PoolClass for TokenToKvPoolAllocator {
 #[pymethods]
 impl TokenToKvPoolAllocator {
     #[new]
-    #[pyo3(signature = (size, device=None, page_size=Arg::Missing, need_sort=true, *, strict=false, debug=None),
-           text_signature = "(size, device=\"cuda\", page_size=1, need_sort=True, *, strict=False, debug=None)")]
+    #[pyo3(signature = (size, device=None, page_size=Arg::Missing, need_sort=true, *, strict=false, index_dtype=None,
+                     debug=None),
+           text_signature = "(size, device=\"cuda\", page_size=1, need_sort=True, *, strict=False, \
+                             index_dtype=\"int32\", debug=None)")]
     fn new(
         py: Python<'_>,
         size: &Bound<'_, PyAny>,
@@ -136,13 +187,15 @@ impl TokenToKvPoolAllocator {
         page_size: Arg<'_>,
         need_sort: bool,
         strict: bool,
+        index_dtype: Option<&Bound<'_, PyAny>>,
         debug: Option<bool>,
     ) -> PyResult<PyClassInitializer<Self>> {
         let size = args::size("size", size)?;
         let page_size = page_size.size("page_size", 1)?;
-        let device = args::device(device)?;
+        let device = args::device(py, device)?;
         let backend = backend(py, device)?;
-        let config = AllocatorConfig { size, page_size, need_sort, strict };
+        let index_dtype = index_dtype.map_or(Ok(IndexDType::I32), args::index_dtype)?;
+        let config = AllocatorConfig { size, page_size, need_sort, strict, index_dtype };
         let mut pool = py.detach(|| Pool::new(&config, &backend))?;
         let debug = Debug::new(debug, &mut pool);
         let reporter = Arc::new(Reporter::default());
@@ -159,7 +212,7 @@ impl TokenToKvPoolAllocator {
     ///     owner: An owner for reports and `leaks`, a str or an int. Recorded only if the pool debugs.
     ///
     /// Returns:
-    ///     A 1-D int32 tensor of `need_size` slots on the pool's device, which keeps its memory alive, or
+    ///     A 1-D tensor of `need_size` slots on the pool's device, which keeps its memory alive, or
     ///     `None` if there are not enough slots. With pages, the rest of the last page belongs to the caller
     ///     as well.
     ///
@@ -203,7 +256,7 @@ impl TokenToKvPoolAllocator {
     ///     owner: As in `alloc`.
     ///
     /// Returns:
-    ///     A 1-D int32 tensor of `sum(seq_lens - prefix_lens)` slots, one request after the other, or `None`
+    ///     A 1-D tensor of `sum(seq_lens - prefix_lens)` slots, one request after the other, or `None`
     ///     if there are not enough slots.
     ///
     /// Raises:
@@ -236,7 +289,7 @@ impl TokenToKvPoolAllocator {
     ///     owner: As in `alloc`.
     ///
     /// Returns:
-    ///     A 1-D int32 tensor `[bs]`, or `None` if there are not enough slots.
+    ///     A 1-D tensor `[bs]`, or `None` if there are not enough slots.
     ///
     /// Raises:
     ///     ConfigError: As in `alloc_extend`.
@@ -298,6 +351,83 @@ impl TokenToKvPoolAllocator {
         };
         self.report(py, &bad, given);
         Ok(())
+    }
+
+    /// Frees consecutive slots of a request, as its row of the table has them: whole pages from the first on,
+    /// the last one even if not all of its slots are listed.
+    ///
+    /// Reads one slot of each page, so it costs less than `free`, and `available_size` is exact while values
+    /// are being copied from a GPU.
+    ///
+    /// Args:
+    ///     indices: Slots of the tokens from `start_pos` on, an int tensor of one dimension, or contiguous, an
+    ///         array or a sequence of ints.
+    ///     start_pos: Position of the first token, which begins a page.
+    ///     after: As in `free`.
+    ///     owner: As in `free`.
+    ///
+    /// Raises:
+    ///     ConfigError: If `start_pos` does not begin a page.
+    ///     IndexOwnershipError: As in `free`.
+    ///     TypeError: As in `free`.
+    #[pyo3(signature = (indices, *, start_pos, after=None, owner=None))]
+    fn free_segment(
+        &self,
+        py: Python<'_>,
+        indices: &Bound<'_, PyAny>,
+        start_pos: &Bound<'_, PyAny>,
+        after: Option<&Bound<'_, PyAny>>,
+        owner: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        self.free_all_segments(py, &[(indices.clone(), start_pos.clone())], after, owner)
+    }
+
+    /// Frees several segments, as one call of `free_segment` would.
+    ///
+    /// Args:
+    ///     segments: Pairs of `indices` and `start_pos`, as in `free_segment`.
+    ///     after: As in `free`.
+    ///     owner: As in `free`.
+    ///
+    /// Raises:
+    ///     ConfigError: As in `free_segment`. Nothing is freed.
+    ///     IndexOwnershipError: As in `free`.
+    ///     TypeError: As in `free`.
+    #[pyo3(signature = (segments, *, after=None, owner=None))]
+    fn free_segments(
+        &self,
+        py: Python<'_>,
+        segments: &Bound<'_, PyAny>,
+        after: Option<&Bound<'_, PyAny>>,
+        owner: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        let segments: Vec<_> = segments
+            .try_iter()?
+            .map(|segment| segment?.extract::<(Bound<'_, PyAny>, Bound<'_, PyAny>)>())
+            .collect::<PyResult<_>>()?;
+        self.free_all_segments(py, &segments, after, owner)
+    }
+
+    /// Frees pages by their numbers: page `p` has the slots from `p * page_size` on.
+    ///
+    /// Args:
+    ///     page_ids: Pages, an int tensor or array of any shape or a sequence of ints.
+    ///     after: As in `free`.
+    ///     owner: As in `free`.
+    ///
+    /// Raises:
+    ///     IndexOwnershipError: As in `free`. The message has the first slot of a page.
+    ///     TypeError: As in `free`.
+    #[pyo3(signature = (page_ids, *, after=None, owner=None))]
+    fn free_pages(
+        &self,
+        py: Python<'_>,
+        page_ids: &Bound<'_, PyAny>,
+        after: Option<&Bound<'_, PyAny>>,
+        owner: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        let pages = args::indices(page_ids)?;
+        self.free_named(py, vec![(page_ids, pages)], FreedAs::Pages, after, owner)
     }
 
     /// Records that work on a stream reads a tensor of slots. Its memory is reused only after that work, even
@@ -390,6 +520,23 @@ impl TokenToKvPoolAllocator {
         Ok(())
     }
 
+    /// Changes the number of slots, as an engine does once it knows how much memory is left. Frees every slot,
+    /// as `clear` does. On a GPU it allocates the tensors anew.
+    ///
+    /// Args:
+    ///     size: As in the constructor.
+    ///
+    /// Raises:
+    ///     ConfigError: As in the constructor. Nothing is changed.
+    ///     OutOfMemoryError: If there is not enough memory. Nothing is changed.
+    ///     DriverError: If the stream is being captured. Nothing is changed.
+    fn resize(&self, py: Python<'_>, size: &Bound<'_, PyAny>) -> PyResult<()> {
+        let _acting = self.debug.begin(py, None)?;
+        let size = args::size("size", size)?;
+        let stream = current_stream(py, self.device)?;
+        Ok(py.detach(|| self.pool.resize(size, stream))?)
+    }
+
     /// Poisons rows of a `KVPool` when their slots become free, so that a read after free is visible: NaN in
     /// floats, -1 in int8, 255 in uint8, in all layers, written on the stream that is current at that time.
     /// Does nothing if the pool does not debug.
@@ -400,19 +547,20 @@ impl TokenToKvPoolAllocator {
         self.pool.poison_freed(kv_pool.get().shared());
     }
 
-    /// Merges the freed slots into those that are handed out next.
-    fn merge_and_sort_free(&self) {
-        self.pool.merge_and_sort_free();
+    /// Merges the freed slots into those that are handed out next. Waits for values that are being copied from
+    /// a GPU. Does nothing without `need_sort`.
+    fn merge_and_sort_free(&self, py: Python<'_>) -> PyResult<()> {
+        Ok(self.pool.merge_and_sort_free(self.debug_stream(py)?)?)
     }
 
-    /// The free slots (with pages, the free pages) in the order in which they are handed out: a new 1-D int32
+    /// The free slots (with pages, the free pages) in the order in which they are handed out: a new 1-D
     /// tensor. Waits for pending copies of values.
     #[getter]
     fn free_slots(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
         to_tensor(py, &self.pool.free_slots(current_stream(py, self.device)?)?)
     }
 
-    /// The freed slots (with pages, the freed pages) that wait for a merge, lowest first: a new 1-D int32
+    /// The freed slots (with pages, the freed pages) that wait for a merge, lowest first: a new 1-D
     /// tensor. Waits for pending copies of values.
     #[getter]
     fn release_slots(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
@@ -457,7 +605,7 @@ impl TokenToKvPoolAllocator {
         Ok(self.pool.verify()?)
     }
 
-    /// The number of slots, as passed to the constructor.
+    /// The number of slots, as passed to the constructor or to `resize`.
     #[getter]
     fn size(&self) -> usize {
         self.pool.look(|slots| slots.size())
@@ -473,6 +621,12 @@ impl TokenToKvPoolAllocator {
     #[getter]
     fn need_sort(&self) -> bool {
         self.pool.need_sort()
+    }
+
+    /// The dtype of the tensors that the allocator returns: a `torch.dtype` or, without PyTorch, its name.
+    #[getter]
+    fn index_dtype(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
+        to_dtype(py, self.pool.index_dtype().dtype())
     }
 
     fn __repr__(&self) -> String {

@@ -73,7 +73,7 @@ impl Workspace {
         num_threads: Option<&Bound<'_, PyAny>>,
         debug: Option<bool>,
     ) -> PyResult<PyClassInitializer<Self>> {
-        let device = args::device(device)?;
+        let device = args::device(py, device)?;
         let arena_bytes = arena_bytes.size("arena_bytes", ARENA_BYTES)?;
         let num_threads = num_threads.map(|threads| args::size("num_threads", threads)).transpose()?;
         if let Some(threads) = num_threads.filter(|threads| !(1..=MOST_THREADS).contains(threads)) {

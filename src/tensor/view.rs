@@ -5,17 +5,17 @@
 use std::sync::Arc;
 
 use crate::base::bounded::signed;
-use crate::base::{DType, Device, Dims, Error, Result, contiguous_strides};
+use crate::base::{DType, Device, Dims, Error, IndexVec, Result, contiguous_strides};
 use crate::memory::{Borrowed, Host, Region};
 
 /// A tensor over part of a [`Region`], which it keeps alive.
 ///
 /// ```
 /// use std::sync::Arc;
-/// use kvpool::base::DType;
+/// use kvpool::base::{DType, IndexVec};
 /// use kvpool::memory::Region;
 /// use kvpool::tensor::TensorView;
-/// let view = TensorView::from_indices(vec![4, 5, 6]);
+/// let view = TensorView::from_indices(IndexVec::I32(vec![4, 5, 6]));
 /// assert_eq!(view.shape().as_slice(), [3]);
 /// assert_eq!(view.dtype(), DType::I32);
 /// ```
@@ -49,9 +49,9 @@ impl TensorView {
         Ok(Self { region, offset, dtype, shape, strides })
     }
 
-    /// A 1-D int32 tensor on the host that takes over `indices`.
+    /// A 1-D tensor on the host that takes over `indices`, in their dtype.
     #[must_use]
-    pub fn from_indices(indices: Vec<i32>) -> Self {
+    pub fn from_indices(indices: IndexVec) -> Self {
         let len = signed(indices.len());
         Self::over(indices, &[len])
     }
@@ -60,7 +60,7 @@ impl TensorView {
     #[must_use]
     pub fn from_pairs(pairs: Vec<i32>) -> Self {
         let rows = signed(pairs.len() / 2);
-        Self::over(pairs, &[rows, 2])
+        Self::over(IndexVec::I32(pairs), &[rows, 2])
     }
 
     /// A 1-D bool tensor on the host.
@@ -85,12 +85,13 @@ impl TensorView {
     }
 
     /// `shape` has at most `MAX_NDIM` extents, whose product is the length of `values`.
-    fn over(values: Vec<i32>, shape: &[i64]) -> Self {
+    fn over(values: IndexVec, shape: &[i64]) -> Self {
         let shape = Dims::new(shape).unwrap_or_else(|_| unreachable!("at most two dimensions"));
+        let dtype = values.dtype();
         Self {
             region: Arc::new(Region::from_indices(values)),
             offset: 0,
-            dtype: DType::I32,
+            dtype,
             shape,
             strides: contiguous_strides(&shape),
         }

@@ -10,8 +10,7 @@ import json
 from pathlib import Path
 
 import pytest
-
-harness = pytest.importorskip("sglang_on_cpu", reason="the harness of SGLang is not there")
+from sglang_on_cpu import require, run
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -20,8 +19,8 @@ HERE = Path(__file__).parent
 
 @pytest.mark.parametrize("parts", ["FULL", "FULL+MAMBA", "FULL+SWA", "FULL+SWA+MAMBA"])
 def test_histories_are_the_same(tmp_path: Path, parts: str) -> None:
-    harness.require()
-    done = harness.run(tmp_path, str(HERE / "tree_histories.py"), parts, "28", "120")
+    require()
+    done = run(tmp_path, str(HERE / "tree_histories.py"), parts, "28", "120")
     assert done.returncode == 0, done.stdout + done.stderr
     for label, counts in json.loads(done.stdout.splitlines()[-1]).items():
         assert min(counts.values()) > 20, (label, counts)
@@ -31,7 +30,7 @@ def test_histories_are_the_same(tmp_path: Path, parts: str) -> None:
 
 
 def test_where_kvpool_gives_way_and_what_it_expects(tmp_path: Path) -> None:
-    harness.require()
-    done = harness.run(tmp_path, str(HERE / "tree_choices.py"))
+    require()
+    done = run(tmp_path, str(HERE / "tree_choices.py"))
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "ok"

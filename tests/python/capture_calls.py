@@ -84,6 +84,13 @@ class Inputs:
         self.weights = torch.zeros(16, dtype=FLOAT).cuda()
 
 
+def _hybrid() -> tuple[_kvpool.HybridTree, _kvpool.HybridStep, int]:
+    """A tree, the step that inserted a prompt, and the node at its end."""
+    tree = _kvpool.HybridTree(1, window=2, state_grid=1)
+    step = tree.insert([7, 8], [1, 2], window_freed=2, state=[3])
+    return tree, step, some(step.node)
+
+
 class World:
     """One of each pool on a GPU, used a little on the current stream: slots 1 to 3 and row 1 are taken."""
 
@@ -113,9 +120,13 @@ class World:
         self.prefix_own = [3]
         self.published = self.cache.match([]).publish([7, 8], [1, 2], state=1)
         self.lease = self.cache.match([7, 8])
-        self.tree = _kvpool.HybridTree(1, window=2, state_grid=1)
-        self.step = self.tree.insert([7, 8], [1, 2], window_freed=2, state=[3])
-        self.node = self.tree.match([7, 8]).visited or 0
+        self.hybrid, self.step, self.node = _hybrid()
+        self.tree_slots = kvpool.TokenToKVPoolAllocator(SIZE, "cuda")
+        self.tree = kvpool.PrefixTree(self.tree_slots)
+        some(self.tree_slots.alloc(3))
+        self.inserted = self.tree.insert([7, 8], [1, 2])
+        self.matched = self.tree.match([7, 8])
+        self.tree.lock(self.matched.node)
         self.chunks = kvpool.ChunkPool(4, 8, FLOAT)
         assert self.chunks.wait_registered()
         self.chunk = some(self.chunks.allocate())
@@ -301,7 +312,7 @@ TREE_CALLS: dict[str, Callable[[World], tuple[object, ...]]] = {
     "reset": lambda _: (),
     "root": lambda _: (),
     "slot_rows": lambda _: (),
-    "slots": lambda w: (w.node, w.tree.root()),
+    "slots": lambda w: (w.node, w.hybrid.root()),
     "value": lambda w: (w.node, 0),
     "values": lambda _: (0,),
     "verify": lambda _: (),
@@ -311,7 +322,7 @@ TREE_CALLS: dict[str, Callable[[World], tuple[object, ...]]] = {
 
 
 def _tree_call(name: str, args: Callable[[World], tuple[object, ...]]) -> Entry:
-    return Entry(lambda w: getattr(w.tree, name)(*args(w)), WORKS)
+    return Entry(lambda w: getattr(w.hybrid, name)(*args(w)), WORKS)
 
 
 def _in_turn(*calls: Callable[[], object]) -> None:
@@ -352,6 +363,25 @@ ENTRIES: dict[str, Entry] = {
     "TokenToKVPoolAllocator.free: of unknown values": Entry(
         lambda w: w.allocator.free(w.inputs.slots), REFUSES
     ),
+    "TokenToKVPoolAllocator.free_segment": Entry(
+        lambda w: w.allocator.free_segment(w.slots, start_pos=0), WORKS, _is_free(SIZE)
+    ),
+    "TokenToKVPoolAllocator.free_segment: of unknown values": Entry(
+        lambda w: w.allocator.free_segment(w.inputs.slots, start_pos=0), REFUSES
+    ),
+    "TokenToKVPoolAllocator.free_segments": Entry(
+        lambda w: w.allocator.free_segments([(w.slots[:1], 0), (w.slots[1:], 1)]), WORKS, _is_free(SIZE)
+    ),
+    "TokenToKVPoolAllocator.free_segments: of unknown values": Entry(
+        lambda w: w.allocator.free_segments([(w.slots[:1], 0), (w.inputs.slots, 1)]), REFUSES
+    ),
+    "TokenToKVPoolAllocator.free_pages": Entry(
+        lambda w: w.allocator.free_pages(w.slots), WORKS, _is_free(SIZE)
+    ),
+    "TokenToKVPoolAllocator.free_pages: of unknown values": Entry(
+        lambda w: w.allocator.free_pages(w.inputs.slots), REFUSES
+    ),
+    "TokenToKVPoolAllocator.resize": Entry(lambda w: w.allocator.resize(2 * SIZE), REFUSES),
     "TokenToKVPoolAllocator.used_on": Entry(lambda w: w.allocator.used_on(w.slots), WORKS),
     "TokenToKVPoolAllocator.share": Entry(lambda w: w.allocator.share(w.slots), WORKS),
     "TokenToKVPoolAllocator.share: of unknown values": Entry(
@@ -465,28 +495,44 @@ ENTRIES: dict[str, Entry] = {
     "PrefixCache.explain": Entry(lambda w: w.cache.explain([7, 8, 9]), WORKS),
     "PrefixCache.events": Entry(lambda w: w.cache.events(), WORKS),
     "PrefixCache.verify": Entry(lambda w: w.cache.verify(), WORKS),
+    # PrefixTree: the same.
+    "PrefixTree()": Entry(lambda w: w.spare.append(kvpool.PrefixTree(w.allocator)), WORKS),
+    "PrefixTree.match": Entry(lambda w: w.tree.match([7]), WORKS, lambda _, match: match.length == 1),
+    "PrefixTree.insert": Entry(lambda w: w.tree.insert([6], [3]), WORKS),
+    "PrefixTree.lock": Entry(lambda w: w.tree.lock(w.matched.node), WORKS),
+    "PrefixTree.unlock": Entry(lambda w: w.tree.unlock(w.matched.node), WORKS),
+    "PrefixTree.evict": Entry(lambda w: w.tree.evict(1), WORKS),
+    "PrefixTree.clear": Entry(lambda w: w.tree.clear(), WORKS),
+    "PrefixTree.slots": Entry(lambda w: w.tree.slots(w.matched.node), REFUSES),
+    "PrefixTree.node": Entry(lambda w: w.tree.node(w.matched.node), WORKS),
+    "PrefixTree.cached_size": Entry(lambda w: w.tree.cached_size(), WORKS),
+    "PrefixTree.evictable_size": Entry(lambda w: w.tree.evictable_size(), WORKS),
+    "PrefixTree.locked_size": Entry(lambda w: w.tree.locked_size(), WORKS),
+    "PrefixTree.stats": Entry(lambda w: w.tree.stats(), WORKS),
+    "PrefixTree.verify": Entry(lambda w: w.tree.verify(), WORKS),
     # HybridTree: the tree is on the host, and so are its answers.
     "HybridTree()": Entry(lambda w: w.spare.append(_kvpool.HybridTree(1)), WORKS),
-    "HybridTree.insert": Entry(lambda w: w.tree.insert([9], w.inputs.one, state=[4]), REFUSES),
+    "HybridTree.insert": Entry(lambda w: w.hybrid.insert([9], w.inputs.one, state=[4]), REFUSES),
     "HybridTree.advance": Entry(
-        lambda w: [w.tree.insert([9], [5], state=[4]), w.tree.advance([9], w.inputs.one)], REFUSES
+        lambda w: [w.hybrid.insert([9], [5], state=[4]), w.hybrid.advance([9], w.inputs.one)], REFUSES
     ),
     "HybridTree.end_eviction": Entry(
-        lambda w: _in_turn(partial(w.tree.begin_eviction, 0, 1), partial(w.tree.end_eviction, 0)), WORKS
+        lambda w: _in_turn(partial(w.hybrid.begin_eviction, 0, 1), partial(w.hybrid.end_eviction, 0)), WORKS
     ),
-    "HybridTree.set_value": Entry(lambda w: w.tree.set_value(w.node, 1, w.inputs.states), REFUSES),
-    "HybridTree.attach_window": Entry(lambda w: w.tree.attach_window([7, 8], 0, w.inputs.states), REFUSES),
+    "HybridTree.set_value": Entry(lambda w: w.hybrid.set_value(w.node, 1, w.inputs.states), REFUSES),
+    "HybridTree.attach_window": Entry(lambda w: w.hybrid.attach_window([7, 8], 0, w.inputs.states), REFUSES),
     "HybridTree.next_victim": Entry(
-        lambda w: _in_turn(partial(w.tree.begin_eviction, 0, 1), partial(w.tree.next_victim, 0, 0)), WORKS
+        lambda w: _in_turn(partial(w.hybrid.begin_eviction, 0, 1), partial(w.hybrid.next_victim, 0, 0)), WORKS
     ),
     "HybridTree.unlock_node": Entry(
-        lambda w: _in_turn(partial(w.tree.lock_node, w.node), partial(w.tree.unlock_node, w.node)), WORKS
+        lambda w: _in_turn(partial(w.hybrid.lock_node, w.node), partial(w.hybrid.unlock_node, w.node)), WORKS
     ),
     "HybridTree.unlock_window": Entry(
-        lambda w: _in_turn(partial(w.tree.lock_node, w.node), partial(w.tree.unlock_window, w.node)), WORKS
+        lambda w: _in_turn(partial(w.hybrid.lock_node, w.node), partial(w.hybrid.unlock_window, w.node)),
+        WORKS,
     ),
     "HybridTree.unpin": Entry(
-        lambda w: _in_turn(partial(w.tree.pin, w.node), partial(w.tree.unpin, w.node)), WORKS
+        lambda w: _in_turn(partial(w.hybrid.pin, w.node), partial(w.hybrid.unpin, w.node)), WORKS
     ),
     **{f"HybridTree.{name}": _tree_call(name, args) for name, args in TREE_CALLS.items()},
     "HybridStep.acts": Entry(lambda w: w.step.acts(), WORKS),
@@ -559,9 +605,9 @@ INSTANCES: dict[str, Callable[[World], object]] = {
     "GDNPool": lambda w: w.gdn,
     "HostPlan": lambda w: w.plan.host,
     "KVPool": lambda w: w.kv,
-    "HybridFrees": lambda w: w.tree.evict(2),
-    "HybridMatch": lambda w: w.tree.match([7, 8]),
-    "HybridNode": lambda w: w.tree.info(w.node),
+    "HybridFrees": lambda w: w.hybrid.evict(2),
+    "HybridMatch": lambda w: w.hybrid.match([7, 8]),
+    "HybridNode": lambda w: w.hybrid.info(w.node),
     "HybridStep": lambda w: w.step,
     "Lease": lambda w: w.lease,
     "LocalGPUPool": lambda w: w.local,
@@ -569,6 +615,7 @@ INSTANCES: dict[str, Callable[[World], object]] = {
     "PagePool": lambda w: w.pages,
     "Pool": lambda w: w.allocator,
     "PrefixCache": lambda w: w.cache,
+    "PrefixTree": lambda w: w.tree,
     "Published": lambda w: w.published,
     "ReqToTokenPool": lambda w: w.table,
     "TokenToKVPoolAllocator": lambda w: w.allocator,
@@ -588,6 +635,10 @@ _WITHOUT_CALLS = (
     "Segment",
     "Stored",
     "Tensor",
+    "TreeEviction",
+    "TreeInsertion",
+    "TreeMatch",
+    "TreeNode",
 )
 
 

@@ -178,6 +178,23 @@ def each_failure(
         before = found
 
 
+def failing(driver: Driver, call: Callable[[], object]) -> Iterator[Exception | None]:
+    """What `call` raises when the next driver call fails, the one after, ...; the caller makes all anew."""
+    left, is_over = 0, False
+    while not is_over:
+        driver.run()
+        driver.fail(None, left)
+        raised: Exception | None = None
+        try:
+            call()
+        except DriverError as error:
+            raised = error.with_traceback(None)
+        is_over = driver.planned() > 0
+        driver.forget_plans()
+        yield raised
+        left += 1
+
+
 def turns_of_others(work: Callable[[], object]) -> int:
     """How often other threads run while `work` does what it does on one thread."""
     threads, interval = kvpool.get_num_threads(), sys.getswitchinterval()

@@ -45,7 +45,7 @@ class PoolReader:
         self._fresh: set[int] = set()
 
     def start(self, rows: Sequence[int]) -> None:
-        self._fresh |= set(rows)
+        self._fresh = set(rows)
 
     def forward(self, token_ids: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
         fresh, self._fresh = self._fresh, set()

@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Any
 import devices
 import pytest
 import torch
-from common import MEMORY, NEVER, WAITS, Fence, assert_refused_after_fork, needs_fork, on_stream, some
+from common import (
+    MEMORY,
+    NEVER,
+    WAITS,
+    Fence,
+    assert_refused_after_fork,
+    failing,
+    needs_fork,
+    on_stream,
+    some,
+)
 from planner_pair import TENSORS, Pair, compare_plans
 
 import kvpool
@@ -341,23 +351,6 @@ def test_a_captured_kernel_reads_the_plan_of_each_step(driver: Driver) -> None:
 
 
 # Failures
-
-
-def failing(driver: Driver, call: Callable[[], object]) -> Iterator[Exception | None]:
-    """What `call` raises when the next driver call fails, the one after, ...; the caller makes all anew."""
-    left, is_over = 0, False
-    while not is_over:
-        driver.run()
-        driver.fail(None, left)
-        raised: Exception | None = None
-        try:
-            call()
-        except DriverError as error:
-            raised = error.with_traceback(None)
-        is_over = driver.planned() > 0
-        driver.forget_plans()
-        yield raised
-        left += 1
 
 
 @pytest.mark.parametrize("page_size", [1, 4])

@@ -381,6 +381,26 @@ def test_the_version_of_transformers_is_checked(
     assert bool(found.advice) == (status != "ok")
 
 
+@pytest.mark.parametrize(
+    ("version", "plugins", "status", "text"),
+    [
+        ("0.5.23", "kvpool", "ok", "0.5.23, on kvpool's pools"),
+        ("0.5.23", "", "ok", "on its own pools; SGLANG_PLUGINS=kvpool"),
+        ("0.6.0", "kvpool", "note", "0.6.0; tested are 0.5.23"),
+    ],
+)
+def test_an_installed_sglang_is_checked(
+    version: str, plugins: str, status: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_PLUGINS", plugins)
+    versions(monkeypatch, sglang=version)
+    found = by_name(libraries.libraries())["sglang"]
+    assert (found.status, bool(found.advice)) == (status, status != "ok")
+    assert text in found.text
+    versions(monkeypatch, sglang=None)
+    assert "sglang" not in by_name(libraries.libraries())
+
+
 def test_missing_libraries_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     versions(monkeypatch, ml_dtypes=None, rich=None)
     monkeypatch.setitem(sys.modules, "numpy", None)

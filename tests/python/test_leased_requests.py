@@ -159,6 +159,30 @@ def test_leases_end_behind_fences() -> None:
     assert (scene.cache.locked_size(), scene.in_use()) == (0, 0)
 
 
+@pytest.mark.parametrize("then", ["finish", "truncate", "a later fence"])
+def test_a_lease_that_was_cut_behind_a_fence_ends_behind_it(then: str) -> None:
+    scene = Scene()
+    row, lease = scene.start(list(range(16)))
+    lease.publish(list(range(16)))
+    fence, later = Fence(), Fence()
+    scene.planner.truncate([row], [12], after=fence)
+    if then == "truncate":
+        scene.planner.truncate([row], [4])
+    else:
+        scene.planner.finish([row], after=later if then == "a later fence" else None)
+    later.done = True
+    # The work before the fence may still read all of it.
+    assert (scene.cache.locked_size(), scene.cache.evict(64)) == (16, 0)
+    fence.done = True
+    scene.allocator.stats()
+    assert scene.cache.locked_size() == (4 if then == "truncate" else 0)
+    if then == "truncate":
+        assert lease.length == 4
+        lease.publish([])
+        scene.planner.finish([row])
+    assert (scene.cache.evictable_size(), scene.in_use()) == (16, 0)
+
+
 def test_a_short_planner_evicts() -> None:
     scene = Scene()
     slots = some(scene.allocator.alloc(60))

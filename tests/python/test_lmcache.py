@@ -143,6 +143,7 @@ def test_arguments_by_their_names(cls: type[LocalPool]) -> None:
     meta = metadata(3)
     pool = cls(metadata=meta)
     assert pool.init_max_chunk_num(metadata=meta) == pool.max_chunk_num == 3
+    assert pool.chunk_size == SHAPE[2]
     kv_obj = some(pool.allocate(kv_chunk=tokens()))
     assert pool.free(kv_obj=kv_obj) is None  # type: ignore[func-returns-value]
 

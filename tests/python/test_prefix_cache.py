@@ -6,22 +6,24 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import os
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import devices
 import numpy as np
 import pytest
 import torch
-from common import Fence, needs_fork, some, together
+from common import needs_fork, some, together
 
 import kvpool
 from kvpool import ConfigError, GDNPool, IndexOwnershipError, PrefixCache, StaleBufferError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -213,6 +215,40 @@ def test_a_lease_outlives_its_cache_and_the_allocator() -> None:
     lease.release()
 
 
+@pytest.mark.parametrize("last", ["allocator", "states", "lease", "pinned", "planner"])
+def test_pools_and_leases_go_in_any_order(last: str) -> None:
+    others = [name for name in ("allocator", "cache", "states", "lease", "pinned", "planner") if name != last]
+    for order in itertools.permutations(others):
+        scene = Scene(4, tracks=2)
+        table = kvpool.ReqToTokenPool(2, 16, devices.current())
+        alive: dict[str, Any] = {
+            "allocator": scene.allocator,
+            "cache": scene.cache,
+            "states": scene.states,
+            "planner": kvpool.BatchPlanner(table, scene.allocator, 2, 32),
+            "pinned": scene.cache.match(range(8)),
+        }
+        alive["pinned"].publish(range(8), scene.alloc(8), state=1)
+        scene.cache.pin(alive["pinned"], seconds=100)
+        alive["lease"] = scene.cache.match(range(9), limit=8)
+        row = some(table.alloc())
+        some(alive["planner"].extend(row, [8], [12], prefixes=[alive["lease"]]))
+        alive["lease"].publish([9, 9, 9, 9], row=row[0])
+        del scene, table
+        for name in order:
+            del alive[name]
+        if last == "allocator":
+            # What the planner's request was given went to the cache, and back with it.
+            assert alive["allocator"].available_size() == 64
+            alive["allocator"].verify()
+        elif last == "states":
+            assert alive["states"].stats()["in_use"] == 0
+        elif last in {"lease", "pinned"}:
+            # It may know of no pool any more; it does not fail for that.
+            alive[last].release()
+            assert alive[last].released
+
+
 def test_a_cache_that_is_gone_gives_its_slots_back() -> None:
     scene = Scene()
     scene.insert(range(8))
@@ -349,6 +385,31 @@ def test_finish_is_the_end_of_a_request() -> None:
     assert scene.sizes() == (8, 0, 0, 56)
 
 
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("last", ["free", "cached", "of another page", "not its first", "out of range"])
+def test_finish_with_a_wrong_rest_changes_nothing(last: str, *, strict: bool) -> None:
+    scene = Scene(4, strict=strict)
+    cached = scene.insert(range(100, 104))
+    own, freed = scene.alloc(8), scene.alloc(4)
+    scene.allocator.free(freed)
+    lease = scene.cache.match(range(50, 56))
+    wrong = {
+        "free": freed[:2],
+        "cached": cached[:2],
+        "of another page": [own[4], freed[1]],
+        "not its first": own[5:7],
+        "out of range": [2**40, 2**40 + 1],
+    }[last]
+    before = scene.sizes(), dict(scene.cache.stats()), scene.allocator.stats()
+    slots, page = "|".join(map(str, wrong)), wrong[0] // 4
+    with pytest.raises(IndexOwnershipError, match=rf"slot ({slots}|{page * 4})\b|page {page}\b"):
+        lease.finish(range(50, 56), [*own[:4], *wrong])
+    assert (scene.sizes(), dict(scene.cache.stats()), scene.allocator.stats()) == before
+    assert lease.length == 0
+    lease.finish(range(50, 56), own[:6])
+    assert scene.sizes()[0] == 8
+
+
 # Eviction
 
 
@@ -390,6 +451,55 @@ def test_an_allocation_that_is_short_evicts(page_size: int) -> None:
     scene.allocator.free(slots)
     assert scene.allocator.alloc(64) is not None
     assert scene.cache.cached_size() == 0
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_an_allocation_that_cannot_succeed_evicts_nothing(page_size: int) -> None:
+    scene = Scene(page_size)
+    scene.insert(range(60))
+    with scene.cache.match(range(20)) as lease:
+        # 4 slots are free and 40 evictable.
+        before = scene.sizes()
+        assert (before, scene.cache.obtainable_size()) == ((40, 20, 0, 4), 44)
+        for contiguous in (False, True):
+            assert scene.allocator.alloc(45, contiguous=contiguous) is None
+        assert scene.allocator.alloc_extend([0], [48], [-1]) is None
+        assert scene.sizes() == before
+        # A pin takes from what can be had, its end gives it back.
+        scene.cache.pin(lease, seconds=1e-6)
+        assert scene.allocator.alloc(45) is None
+        assert (scene.sizes(), scene.length(range(60))) == (before, 60)
+        assert scene.allocator.alloc(44) is not None
+    assert scene.cache.stats()["evicted"] == 40
+
+
+def test_a_step_that_cannot_be_planned_evicts_nothing() -> None:
+    scene = Scene()
+    scene.insert(range(60))
+    table = kvpool.ReqToTokenPool(4, 64, devices.current())
+    planner = kvpool.BatchPlanner(table, scene.allocator, 4, 128)
+    rows = some(table.alloc(2))
+    before = scene.sizes()
+    assert planner.extend(rows, [0, 0], [32, 33]) is None
+    assert scene.sizes() == before
+    assert planner.extend(rows, [0, 0], [32, 30]) is not None
+    assert scene.cache.cached_size() == 2
+    assert planner.decode(rows, [33, 31]) is not None
+    assert scene.cache.cached_size() == 0
+    assert planner.decode(rows, [34, 32]) is None
+    planner.finish(rows)
+
+
+def test_two_caches_are_asked_together() -> None:
+    scene = Scene()
+    scene.insert(range(40))
+    other = PrefixCache(scene.allocator)
+    other.insert(range(20), scene.alloc(20))
+    with other.match(range(20)):
+        assert scene.allocator.alloc(45) is None
+        assert (scene.cache.cached_size(), other.cached_size()) == (40, 20)
+    assert scene.allocator.alloc(64) is not None
+    assert (scene.cache.cached_size(), other.cached_size()) == (0, 0)
 
 
 def test_a_planner_that_is_short_evicts() -> None:
@@ -760,16 +870,19 @@ def test_leaks_list_cached_slots_apart() -> None:
     kept = some(scene.allocator.alloc(4, owner="request 7"))
     live, cached = scene.allocator.leaks()
     assert (live.owner, live.count, live.state) == ("request 7", 4, "live")
-    assert (cached.owner, cached.count, cached.state) == ("the cache", 24, "cached")
+    assert (cached.owner, cached.count, cached.state) == ("the cache", 24, "evictable")
     assert cached.spans == [(4, 28)]
     assert "test_prefix_cache.py" in cached.site
+    with scene.cache.match(range(9)):
+        parts = {leak.state: (leak.owner, leak.spans) for leak in scene.allocator.leaks()[1:]}
+    assert parts == {"evictable": ("the cache", [(12, 28)]), "locked": ("the cache", [(4, 12)])}
     # What stays found is no leak.
     with scene.allocator.expect_balanced():
         scene.insert(range(100, 108))
     scene.allocator.free(kept)
     # What is shared with a request is live.
     scene.allocator.share([4])
-    assert {leak.state for leak in scene.allocator.leaks()} == {"live", "cached"}
+    assert {leak.state for leak in scene.allocator.leaks()} == {"live", "evictable"}
     scene.allocator.free([4])
     scene.cache.clear()
     assert scene.allocator.leaks() == []
@@ -870,6 +983,122 @@ def test_tokens_whose_values_come_from_calls() -> None:
         with pytest.raises(KeyboardInterrupt):
             call(tokens)
     assert scene.sizes() == before
+
+
+class Stopping:
+    """Python code that runs inside of calls: raises at the turn after `left` others."""
+
+    def __init__(self) -> None:
+        self.left = 1 << 30
+
+    def turn(self) -> None:
+        self.left -= 1
+        if self.left < 0:
+            self.left = 1 << 30
+            raise KeyboardInterrupt
+
+    def query(self) -> bool:
+        self.turn()
+        return False
+
+    def index(self, value: int) -> Index:
+        def ask() -> int:
+            self.turn()
+            return value
+
+        return Index(ask)
+
+    def list(self, values: Sequence[int]) -> list[Any]:
+        return [self.index(value) for value in values]
+
+    def sequence(self, values: Sequence[Any]) -> Any:  # noqa: ANN401
+        """Values that Python code hands out."""
+        turn = self.turn
+
+        class Values(Sequence[Any]):
+            def __len__(self) -> int:
+                turn()
+                return len(values)
+
+            def __getitem__(self, at: Any) -> Any:  # noqa: ANN401
+                turn()
+                return values[at]
+
+        return Values()
+
+
+class Interrupted(Scene):
+    """Calls in which Python code runs: the values of arguments, and fences that are asked."""
+
+    def __init__(self, page_size: int) -> None:
+        super().__init__(page_size, strict=True)
+        where = devices.current()
+        self.stop = Stopping()
+        self.insert(range(8))
+        self.allocator.free(self.alloc(4), after=self.stop)
+        self.table = kvpool.ReqToTokenPool(3, 32, where)
+        self.planner = kvpool.BatchPlanner(self.table, self.allocator, 4, 64)
+        self.row, self.free_row = some(self.table.alloc(2))
+        self.lease = self.cache.match(range(9), limit=8)
+        some(self.planner.extend([self.row], [8], [13], prefixes=[self.lease]))
+        self.own = self.alloc(6)
+        self.mine = self.cache.match([50] * 6)
+        self.more = self.cache.match([*range(4), 9])
+
+    def books(self) -> Any:  # noqa: ANN401
+        leases = [repr(lease) for lease in (self.lease, self.mine, self.more)]
+        lens = [self.planner.seq_len(row) for row in (self.row, self.free_row)]
+        return self.sizes(), leases, lens, self.allocator.stats()["fenced"], self.cache.stats()["lookups"]
+
+
+INTERRUPTED: dict[str, Callable[[Interrupted], object]] = {
+    "match": lambda scene: scene.cache.match(scene.stop.list(range(8))),
+    "match a sequence": lambda scene: scene.cache.match(scene.stop.sequence(range(8))),
+    "limit": lambda scene: scene.cache.match(range(8), limit=scene.stop.index(4)),
+    "cached_len": lambda scene: scene.cache.cached_len(scene.stop.list(range(8))),
+    "explain": lambda scene: scene.cache.explain(scene.stop.list(range(12))),
+    "insert": lambda scene: scene.cache.insert(scene.stop.list([7] * 6), scene.stop.list(scene.own)),
+    "publish": lambda scene: scene.mine.publish(scene.stop.list([7] * 6), scene.stop.sequence(scene.own)),
+    "finish": lambda scene: scene.mine.finish(scene.stop.list([7] * 6), scene.stop.list(scene.own)),
+    "publish a row": lambda scene: scene.lease.publish(
+        scene.stop.list([8, 8, 8, 8]), row=scene.stop.index(scene.row)
+    ),
+    "evict": lambda scene: scene.cache.evict(scene.stop.index(4)),
+    "pin": lambda scene: scene.cache.pin(scene.mine, priority=scene.stop.index(1)),
+    "alloc": lambda scene: scene.allocator.alloc(scene.stop.index(4)),
+    "extend": lambda scene: scene.planner.extend(
+        scene.stop.list([scene.free_row]),
+        scene.stop.list([4]),
+        scene.stop.list([9]),
+        prefixes=scene.stop.sequence([scene.more]),
+    ),
+    "truncate": lambda scene: scene.planner.truncate(scene.stop.list([scene.row]), scene.stop.list([4])),
+    "fork": lambda scene: scene.planner.fork(
+        scene.stop.index(scene.row), scene.stop.index(scene.free_row), scene.stop.index(9)
+    ),
+    "planner's finish": lambda scene: scene.planner.finish(scene.stop.list([scene.row])),
+}
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("name", INTERRUPTED)
+def test_an_interrupt_wherever_python_code_runs_changes_nothing(name: str, page_size: int) -> None:
+    call = INTERRUPTED[name]
+    for left in itertools.count():
+        scene = Interrupted(page_size)
+        before = scene.books()
+        scene.stop.left = left
+        try:
+            call(scene)
+        except KeyboardInterrupt:
+            assert scene.books() == before
+            call(scene)
+        else:
+            assert left > 0
+            break
+        finally:
+            scene.stop.left = 1 << 30
+        scene.sizes()
 
 
 def test_a_prompt_of_a_million_tokens() -> None:
@@ -992,26 +1221,6 @@ def test_rows_freed_without_the_planner_give_up_their_leases() -> None:
     row = some(table.alloc())
     some(planner.extend(row, [0], [2], prefixes=[scene.cache.match([9, 9])]))
     assert scene.cache.evictable_size() == 3
-
-
-def test_nothing_is_published_between_a_cut_and_its_fence() -> None:
-    where = devices.current()
-    scene = Scene()
-    table = kvpool.ReqToTokenPool(1, 16, where)
-    planner = kvpool.BatchPlanner(table, scene.allocator, 1, 16)
-    row, lease, fence = some(table.alloc()), scene.cache.match([1, 2, 3, 4]), Fence()
-    some(planner.extend(row, [0], [4], prefixes=[lease]))
-    lease.publish([1, 2, 3, 4])
-    planner.truncate(row, [2], after=fence)
-    some(planner.extend(row, [2], [6]))
-    with pytest.raises(ConfigError, match="until the fence"):
-        lease.publish([5, 6])
-    fence.done = True
-    scene.allocator.stats()
-    assert lease.publish([7, 8, 5, 6]).length == 6
-    assert scene.length([1, 2, 3, 4, 5, 6]) == 4
-    planner.finish(row)
-    assert scene.sizes() == (8, 0, 0, 56)
 
 
 def test_namespaces_are_exact_text() -> None:

@@ -105,6 +105,46 @@ def test_free_takes_one_row_in_every_form() -> None:
     assert pool.alloc(3) == [3, 1, 4]
 
 
+@pytest.mark.parametrize("foreign_writes", [True, False])
+def test_rows_that_are_not_zeroed_keep_their_slots(foreign_writes: bool) -> None:
+    pool = ReqToTokenPool(2, 4, devices.current(), zero_rows=False, foreign_writes=foreign_writes)
+    [row] = some(pool.alloc())
+    pool.write((row, slice(0, 2)), [7, 8])
+    pool.req_to_token[row, 3] = 9
+    pool.free(row)
+    assert pool.read(row, 4).tolist() == [7, 8, 0, 9]
+    pool.clear()
+    assert pool.req_to_token.tolist() == [[0] * 4, [7, 8, 0, 9], [0] * 4]
+
+
+def test_rows_that_others_write_are_zeroed_whole() -> None:
+    pool = ReqToTokenPool(3, 4, devices.current(), foreign_writes=True, strict=True)
+    first, second = some(pool.alloc(2))
+    pool.req_to_token[first:] = 5
+    pool.free(first)
+    assert pool.req_to_token.tolist() == [[0] * 4, [0] * 4, [5] * 4, [5] * 4]
+    pool.write((second, 1), 6)
+    assert pool.read(second, 3).tolist() == [5, 6, 5]
+    pool.clear()
+    assert not pool.req_to_token.any()
+
+
+def test_generations_count_up_and_survive_clear() -> None:
+    pool = make(3)
+    generation = pool.generation
+    assert (generation.dtype, generation.device.type, generation.tolist()) == (torch.int64, "cpu", [0] * 4)
+    rows = some(pool.alloc(2))
+    assert generation.tolist() == [0, 1, 1, 0]
+    assert pool.alloc(2) is None
+    pool.free(rows)
+    pool.clear()
+    assert generation.tolist() == [0, 1, 1, 0]
+    assert some(pool.alloc(3)) == [1, 2, 3]
+    assert generation.tolist() == [0, 2, 2, 1]
+    assert pool.generation.data_ptr() == generation.data_ptr()
+    assert make(2, padding_row=False).generation.tolist() == [0, 0]
+
+
 def test_rows_that_others_wrote_are_cleared_when_that_was_said() -> None:
     pool = make()
     rows = some(pool.alloc(3))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
+import sys
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import devices
 import numpy as np
+import pool_reader
 import pytest
 import torch
 from common import some
@@ -18,6 +21,9 @@ from kvpool.sampling import Sampling, sample
 from kvpool.serving import Engine, Request
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import FrameType
+
     from conftest import RunSnippet
 
 
@@ -401,6 +407,74 @@ def test_a_failing_model_loses_no_requests(fails_in: int) -> None:
     model.fails_in, model._fresh = None, set()
     engine.run()
     assert_served(engine, requests)
+
+
+class Interrupts:
+    """Raises at the n-th line of the code that an engine calls: of the model, of sampling, of callbacks."""
+
+    def __init__(self, at: int) -> None:
+        self._left = at
+        self.lines: list[tuple[str, int]] = []
+
+    def _on_line(self, frame: FrameType, event: str, _arg: object) -> Any:  # noqa: ANN401
+        if event == "line":
+            self.lines.append((frame.f_code.co_name, frame.f_lineno))
+            self._left -= 1
+            if self._left == 0:
+                raise KeyboardInterrupt
+        return self._on_line
+
+    def _on_call(self, frame: FrameType, _event: str, _arg: object) -> Any:  # noqa: ANN401
+        code = frame.f_code
+        is_theirs = code.co_filename == pool_reader.__file__ and code.co_name in {"start", "forward"}
+        is_ours = code.co_filename == sample.__code__.co_filename or code is get.__code__
+        return self._on_line if is_theirs or is_ours else None
+
+    @contextmanager
+    def traced(self) -> Iterator[None]:
+        before = sys.gettrace()
+        sys.settrace(self._on_call)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
+
+
+def get(_request: Request, _token: int) -> None:
+    """Takes a token."""
+
+
+def serve_interrupted(page_size: int, at: int) -> tuple[Interrupts, bool]:
+    """Serves some requests with an interrupt, and goes on; the lines, and whether one was interrupted."""
+    model = PoolReader(32, 3, 40, page_size)
+    engine, interrupts = Engine(model, 12), Interrupts(at)
+    prompts = [[3, 1, 4, 1, 5, 9, 2, 6], [3, 1, 4, 1, 5, 9, 7], [6, 5, 3], [3, 1, 4, 1, 5, 9, 2, 6, 5]]
+    requests = [engine.submit(prompt, 4, on_token=get) for prompt in prompts]
+    try:
+        with interrupts.traced():
+            engine.run()
+    except KeyboardInterrupt:
+        engine.run()
+        was_interrupted = True
+    else:
+        was_interrupted = False
+    assert_served(engine, requests)
+    assert is_whole(engine)
+    return interrupts, was_interrupted
+
+
+@devices.cpu_only
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_an_interrupt_in_the_middle_of_a_step_loses_nothing(page_size: int) -> None:
+    """At every line of the code that a step calls: the first time, the last time, and once between."""
+    lines = serve_interrupted(page_size, 0)[0].lines
+    places: dict[tuple[str, int], list[int]] = {}
+    for at, line in enumerate(lines, 1):
+        places.setdefault(line, []).append(at)
+    assert {name for name, _ in places} >= {"start", "forward", "sample", "get"}
+    for found in places.values():
+        for at in {found[0], found[len(found) // 2], found[-1]}:
+            assert serve_interrupted(page_size, at)[1]
 
 
 def test_rejects_bad_requests() -> None:

@@ -80,17 +80,47 @@ def test_cached_slots_are_shown_apart(tmp_path: Path, *, debug: bool) -> None:
     cache = kvpool.PrefixCache(pool, name="prefixes")
     cache.insert(range(5), some(pool.alloc(5)))
     kept = some(pool.alloc(2, owner="a" if debug else None))
-    assert states(pool) == [(1, 6, "cached"), (6, 8, "live"), (8, 21, "free")]
+    assert states(pool) == [(1, 6, "evictable"), (6, 8, "live"), (8, 21, "free")]
+    lease = cache.match(range(2))
+    assert states(pool) == [(1, 3, "locked"), (3, 6, "evictable"), (6, 8, "live"), (8, 21, "free")]
     one = take(pool)
-    assert (one.cached, one.in_use) == (5, 7)
-    assert [holder[0] for span in one.spans for holder in span.holders] == ["prefixes", "a"][: 2 * debug]
-    assert '"cached":5' in to_html([one])
-    assert "5 of them cached" in to_figure([one]).axes[0].get_title(loc="left")
+    assert one.in_use == 7
+    assert one.cached == "5 of them cached: 3 evictable and 2 locked"
+    holders = [holder[0] for span in one.spans for holder in span.holders]
+    assert holders == ["prefixes", "prefixes", "a"][: 3 * debug]
+    (shown,) = parse(to_html([one]))["pools"]
+    assert (shown["cached"], shown["inUse"]) == (one.cached, 7)
+    axes = to_figure([one]).axes[0]
+    assert one.cached in axes.get_title(loc="left")
+    assert [text.get_text() for text in some(axes.get_legend()).get_texts()][:4] == [
+        "free",
+        "fenced",
+        "evictable",
+        "locked",
+    ]
+    cells = _cells(one, {}, 1).tolist()
+    assert cells[0] == cells[1] != cells[2] == cells[4] not in (cells[5], cells[-1])
     kvpool.snapshot(tmp_path / "one.png", pool)
     # What a request shares is its own, too.
     pool.share([1])
-    assert states(pool)[0] == (1, 2, "live")
+    assert states(pool)[:2] == [(1, 2, "live"), (2, 3, "locked")]
+    lease.release()
+    assert states(pool)[:2] == [(1, 2, "live"), (2, 6, "evictable")]
     assert len(kept) == 2
+
+
+def test_a_snapshot_of_slots_whose_cache_was_cleared() -> None:
+    pool = slots(8)
+    cache = kvpool.PrefixCache(pool)
+    cache.insert(range(4), some(pool.alloc(4)))
+    lease = cache.match(range(4))
+    cache.clear()
+    assert states(pool) == [(1, 5, "locked"), (5, 9, "free")]
+    pool.clear()
+    assert states(pool) == [(1, 9, "free")]
+    lease.release()
+    del cache, lease
+    assert states(pool) == [(1, 9, "free")]
 
 
 def test_every_class_shows_its_units() -> None:

@@ -29,11 +29,16 @@ CLASSES: list[type] = [
     kvpool.Cleared,
     kvpool.Lease,
     kvpool.PrefixCache,
+    kvpool.PrefixTree,
     kvpool.Published,
     kvpool.Removed,
     kvpool.Segment,
     kvpool.Stored,
     kvpool.Tensor,
+    kvpool.TreeEviction,
+    kvpool.TreeInsertion,
+    kvpool.TreeMatch,
+    kvpool.TreeNode,
 ]
 
 

@@ -76,6 +76,39 @@ def assert_consistent(allocator: TokenToKVPoolAllocator) -> None:
 # alloc
 
 
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("need_sort", [True, False])
+def test_every_tensor_has_the_dtype_that_was_asked_for(page_size: int, need_sort: bool) -> None:
+    def of(index_dtype: Any) -> tuple[TokenToKVPoolAllocator, list[torch.Tensor]]:  # noqa: ANN401
+        allocator = TokenToKVPoolAllocator(
+            128, devices.current(), page_size, need_sort, strict=True, index_dtype=index_dtype
+        )
+        taken = [
+            some(allocator.alloc(5)),
+            some(allocator.alloc(17, contiguous=True)),
+            some(allocator.alloc_extend([0, 0], [3, 1], [-1, -1])),
+        ]
+        taken.append(some(allocator.alloc_decode([4, 2], taken[2][[2, 3]].tolist())))
+        allocator.free(taken[0])
+        return allocator, [*taken, allocator.free_slots, allocator.release_slots]
+
+    (narrow, expected), (wide, answers) = of("int32"), of(torch.int64)
+    assert (narrow.index_dtype, wide.index_dtype) == (torch.int32, torch.int64)
+    assert {answer.dtype for answer in expected} == {torch.int32}
+    assert {answer.dtype for answer in answers} == {torch.int64}
+    assert [answer.tolist() for answer in answers] == [answer.tolist() for answer in expected]
+    wide.free(answers[1][2:7])
+    wide.clear()
+    assert wide.available_size() == wide.stats()["capacity"]
+    assert_consistent(wide)
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int16, torch.float32, "uint8"])
+def test_slots_are_int32_or_int64(index_dtype: Any) -> None:  # noqa: ANN401
+    with pytest.raises(TypeError, match="index_dtype must be int32 or int64, not"):
+        TokenToKVPoolAllocator(8, devices.current(), index_dtype=index_dtype)
+
+
 @pytest.mark.parametrize("need_sort", [True, False])
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 def test_alloc_gives_an_int32_tensor(page_size: int, need_sort: bool) -> None:
@@ -283,6 +316,143 @@ def test_runs(indices: list[int], runs: list[list[int]]) -> None:
 
 
 # Groups
+
+
+# Segments and pages
+
+
+def as_given(slots: torch.Tensor, form: str) -> Any:  # noqa: ANN401
+    match form:
+        case "list":
+            return slots.tolist()
+        case "array":
+            return slots.cpu().numpy()
+        case "spread":
+            return slots.repeat_interleave(3)[::3]
+        case "computed":
+            return slots.long() + 0
+        case _:
+            return slots
+
+
+@pytest.mark.parametrize("need_sort", [True, False])
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("form", ["tensor", "list", "array", "spread", "computed"])
+def test_a_segment_frees_its_pages(form: str, page_size: int, need_sort: bool) -> None:
+    allocator = make(256, page_size, need_sort, strict=True)
+    row = some(allocator.alloc(6 * page_size))
+    allocator.free_segment(
+        as_given(row[2 * page_size : 5 * page_size - (page_size > 1)], form), start_pos=2 * page_size
+    )
+    assert allocator.available_size() == 256 - 3 * page_size
+    assert allocated(allocator, row) == [True] * 2 * page_size + [False] * 3 * page_size + [True] * page_size
+    segments = [
+        (row[:page_size], 0),
+        (as_given(row[5 * page_size :], form), 5 * page_size),
+        (row[:0], page_size),
+    ]
+    allocator.free_segments(segments)
+    assert allocator.available_size() == 256 - page_size
+    # An empty segment and no segment free nothing.
+    allocator.free_segments([])
+    allocator.free_segment(row[:0], start_pos=0)
+    allocator.free_pages(as_given(row[page_size : page_size + 1] // page_size, form))
+    assert allocator.available_size() == 256
+    assert_consistent(allocator)
+
+
+def test_segments_wait_for_groups_and_fences() -> None:
+    allocator, fence = make(64, 4, strict=True), Fence()
+    row = some(allocator.alloc(32))
+    with allocator.free_group():
+        allocator.free_segment(row[:7], start_pos=0)
+        allocator.free_pages([int(row[8]) // 4])
+        allocator.free(row[1:3])
+        assert allocator.available_size() == 32
+    assert allocator.available_size() == 44
+    allocator.free_segments([(row[12:16], 12), (row[16:20], 16)], after=fence)
+    assert allocator.available_size() == 44
+    fence.done = True
+    assert allocator.available_size() == 52
+
+
+@pytest.mark.parametrize("start_pos", [1, 3, -4, 2**70])
+def test_segments_begin_a_page(start_pos: int) -> None:
+    allocator = make(64, 4)
+    row = some(allocator.alloc(16))
+    before = snapshot(allocator)
+    with pytest.raises(ConfigError, match=r"does not begin a page of 4 slots"):
+        allocator.free_segment(row[4:8], start_pos=start_pos)
+    with pytest.raises(ConfigError, match=r"does not begin a page of 4 slots"):
+        allocator.free_segments([(row[:4], 0), (row[4:8], start_pos)])
+    assert snapshot(allocator) == before
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (lambda a, row: a.free_segments([(row, 0, 0)]), ValueError),
+        (lambda a, row: a.free_segments([row]), (TypeError, ValueError)),
+        (lambda a, _: a.free_segment([0.5], start_pos=0), TypeError),
+        (lambda a, row: a.free_segment(row, start_pos="0"), TypeError),
+        (lambda a, row: a.free_segment(row.view(4, 4).t(), start_pos=0), ConfigError),
+        (lambda a, _: a.free_pages([1.5]), TypeError),
+        (lambda a, row: a.free_pages(row, after=object()), TypeError),
+    ],
+)
+def test_wrong_segments_change_nothing(call: Any, error: Any) -> None:  # noqa: ANN401
+    allocator = make(64, 4)
+    row = some(allocator.alloc(16))
+    before = snapshot(allocator)
+    with pytest.raises(error):
+        call(allocator, row)
+    assert snapshot(allocator) == before
+
+
+@pytest.mark.parametrize("page", [0, -1, 17, 2**31, 2**62, -(2**62)])
+def test_pages_that_are_none_are_dropped(page: int) -> None:
+    allocator = make(64, 4)
+    some(allocator.alloc(16))
+    allocator.free_pages([1, page])
+    assert allocator.available_size() == 52
+    assert allocator.stats()["dropped_frees"] == 1
+    strict = make(64, 4, strict=True)
+    some(strict.alloc(16))
+    with pytest.raises(IndexOwnershipError):
+        strict.free_pages([1, page])
+    assert strict.available_size() == 48
+
+
+# resize
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("need_sort", [True, False])
+def test_resize_is_a_new_pool_in_the_same_object(page_size: int, need_sort: bool) -> None:
+    allocator = make(64, page_size, need_sort, strict=True)
+    kept = some(allocator.alloc(40))
+    values = kept.tolist()
+    allocator.free_group_begin()
+    for size in (256, 32, 100):
+        allocator.resize(size)
+        fresh = make(size, page_size, need_sort, strict=True)
+        assert snapshot(allocator) == snapshot(fresh)
+        assert (allocator.size, allocator.stats()["size"]) == (size, size)
+        assert take(allocator, size // page_size * page_size) == take(fresh, size // page_size * page_size)
+        assert allocator.alloc(1) is None
+    assert kept.tolist() == values
+    with pytest.raises(ConfigError):
+        allocator.free_group_end()
+
+
+def test_resize_refuses_what_no_pool_can_be_and_changes_nothing() -> None:
+    allocator = make(64, 4)
+    take(allocator, 8)
+    before = snapshot(allocator)
+    for size, error in ((0, ConfigError), (-1, ConfigError), (2**31, ConfigError), (1.5, TypeError)):
+        with pytest.raises(error):
+            allocator.resize(size)  # type: ignore[arg-type]
+    assert snapshot(allocator) == before
 
 
 @pytest.mark.parametrize("need_sort", [True, False])

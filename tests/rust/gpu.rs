@@ -112,7 +112,13 @@ fn missing_wait_is_visible() {
 #[test]
 fn too_many_kept_tensors_are_an_error_and_nothing_is_lost() {
     let Some((gpu, _alone)) = gpu("too_many_kept_tensors_are_an_error_and_nothing_is_lost") else { return };
-    let slots = AllocatorConfig { size: 1000, page_size: 1, need_sort: true, strict: false };
+    let slots = AllocatorConfig {
+        size: 1000,
+        page_size: 1,
+        need_sort: true,
+        strict: false,
+        ..AllocatorConfig::default()
+    };
     let allocator = TokenToKvPoolAllocator::new(&slots, &cuda(&gpu)).expect("memory");
     let mut kept = Vec::new();
     let error = loop {

@@ -12,6 +12,7 @@ mod history_runs;
 mod hybrid;
 mod kernels;
 mod layering;
+mod leases;
 mod oracle;
 mod policies;
 mod pool_table;

@@ -3,7 +3,7 @@
 use std::collections::{BTreeSet, VecDeque};
 
 use kvpool::base::{Id, IndexVec, Page};
-use kvpool::index::{Bitmap, Move, Order, Rounding, Run, SlotAllocator, ascending_runs, plan_moves};
+use kvpool::index::{Bitmap, LastLoc, Move, Order, Rounding, Run, SlotAllocator, ascending_runs, plan_moves};
 use proptest::prelude::*;
 
 fn narrow(slots: &[i64], wide: bool) -> IndexVec {
@@ -32,7 +32,7 @@ proptest! {
         let seq: Vec<i64> = prefixes.iter().map(|(prefix, more)| int(prefix + more)).collect();
         let last: Vec<i64> = held.iter().map(|slots| slots.last().map_or(-1, |&slot| i64::from(slot))).collect();
         let before = slots.clone();
-        let extension = slots.extend(&prefix, &seq, &last).unwrap().unwrap();
+        let extension = slots.extend::<i32>(&prefix, &seq, LastLoc::Known(&last)).unwrap().unwrap();
         let mut undone = slots.clone();
         undone.undo(&extension.slots, &extension.continued);
         prop_assert_eq!(undone.fault(), None);
@@ -113,7 +113,7 @@ proptest! {
                 released.extend(free.drain(..));
                 free.extend(std::mem::take(&mut released));
             }
-            let taken = slots.alloc(count).unwrap();
+            let taken = slots.alloc::<i32>(count).unwrap();
             let expected = (count <= free.len()).then(|| free.drain(..count).collect::<Vec<_>>());
             prop_assert_eq!(&taken, &expected);
             held.extend(taken.into_iter().flatten());
@@ -157,7 +157,7 @@ proptest! {
                 .collect();
             let stays = |page: usize, owners: &[u32; 81], pending: &[u32; 81]| owners[page].saturating_sub(pending[page]);
             match act {
-                0 => for slot in slots.alloc(pages.len() * page_size).unwrap().unwrap_or_default() {
+                0 => for slot in slots.alloc::<i32>(pages.len() * page_size).unwrap().unwrap_or_default() {
                     owners[usize::try_from(slot).expect("positive") / page_size] = 1;
                 },
                 1 => {
@@ -234,7 +234,7 @@ fn extremes_of_runs() {
 #[test]
 fn extremes_are_dropped() {
     let mut slots = SlotAllocator::new(100, 1, Order::Sorted).unwrap();
-    let _ = slots.alloc(100).unwrap();
+    let _ = slots.alloc::<i32>(100).unwrap();
     let odd = vec![i64::MIN, i64::MIN + 1, -1, 0, 101, i64::MAX - 1, i64::MAX];
     let bad = slots.free(&IndexVec::I64(odd), false).unwrap();
     assert_eq!((bad.dropped(), slots.available()), (7, 0));

@@ -8,17 +8,25 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvpool::base::{DType, ErrorKind};
+use kvpool::base::{DType, ErrorKind, IndexVec};
+use kvpool::cache::{Namespace, PolicyKind};
 use kvpool::kernels::{CopyThreads, Direction, set_num_threads};
 use kvpool::memory::{Backend, Host, Limit, MappedHost, PAGE, PageLocking, Region, Report, Stream};
-use kvpool::pool::{Attempt, ChunkConfig, ChunkPool};
+use kvpool::pool::{
+    AllocatorConfig, Attempt, Batch, BatchPlanner, ChunkConfig, ChunkPool, Grant, Offer, PlannerConfig,
+    Prefix, PrefixCache, PrefixCacheConfig, ReqToTokenConfig, ReqToTokenPool, TokenToKvPoolAllocator,
+};
 use kvpool::tensor::TensorView;
 use loom::cell::UnsafeCell;
 use loom::model::Builder;
+use loom::sync::Mutex;
 use loom::thread;
 
 /// Longer than any wait of a test.
 const FOREVER: Duration = Duration::from_secs(1 << 20);
+
+/// Host memory has no streams.
+const NO_STREAM: Stream = Stream::DEFAULT;
 
 /// Explores every interleaving or, where there are too many, those with at most `preemptions` switches away
 /// from a thread that could have continued.
@@ -160,5 +168,116 @@ fn each_part_of_a_copy_is_done_once() {
                 assert_eq!(count.with(|count| unsafe { *count }), 1);
             }
         }
+    });
+}
+
+/// Runs `work` on a thread with room for the calls of a cache.
+fn spawn<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> thread::JoinHandle<T> {
+    /// In words.
+    const STACK: usize = 1 << 15;
+    thread::Builder::new().stack_size(STACK).spawn(work).unwrap()
+}
+
+/// [`try_all`] for such calls.
+fn try_all_calls(preemptions: Option<usize>, model: impl Fn() + Copy + Send + Sync + 'static) {
+    try_all(preemptions, move || spawn(model).join().unwrap());
+}
+
+/// A cache of all eight slots of an allocator, evictable.
+fn full_cache() -> (Arc<TokenToKvPoolAllocator>, Arc<PrefixCache>) {
+    let config = AllocatorConfig { size: 8, page_size: 1, need_sort: true, strict: true };
+    let host: Arc<dyn Backend> = Arc::new(Host);
+    let slots = Arc::new(TokenToKvPoolAllocator::new(&config, &host).expect("small"));
+    let config =
+        PrefixCacheConfig { policy: PolicyKind::Lru, max_pinned: 1.0, name: "cache".into(), events: None };
+    let cache = Arc::new(PrefixCache::new(config, Arc::clone(&slots), None).expect("valid"));
+    publish(&slots, &cache, &[1, 2, 3, 4, 5, 6, 7, 8]);
+    (slots, cache)
+}
+
+/// Publishes a prompt as far as there are slots for it, which may evict; how much of it was found.
+fn publish(slots: &TokenToKvPoolAllocator, cache: &PrefixCache, prompt: &[i32]) -> usize {
+    let lease = cache.acquire(&Namespace::Unnamed, &prompt, prompt.len(), NO_STREAM).unwrap();
+    let begin = lease.len().unwrap();
+    if let Some(own) = slots.alloc(prompt.len() - begin, NO_STREAM).unwrap().map(Grant::keep) {
+        let own = own.region().read::<i32>(own.offset(), own.shape().numel()).unwrap();
+        let offer = Offer { tokens: &&prompt[begin..], slots: Some(&IndexVec::I32(own)), state: None };
+        assert_eq!(lease.publish(&offer, NO_STREAM).unwrap().length, prompt.len());
+    }
+    begin
+}
+
+fn nothing_is_lost(slots: &TokenToKvPoolAllocator, cache: &PrefixCache, in_use: usize) {
+    cache.verify(NO_STREAM).unwrap();
+    slots.verify().unwrap();
+    let (stats, tree) = (slots.stats(), cache.tree_stats(NO_STREAM));
+    assert_eq!((stats.cached, tree.locked), (tree.cached, 0));
+    assert_eq!(stats.available + in_use + tree.cached, 8);
+}
+
+#[test]
+fn an_allocation_evicts_while_another_thread_matches_and_publishes() {
+    try_all_calls(Some(4), || {
+        let (slots, cache) = full_cache();
+        let other = {
+            let (slots, cache) = (Arc::clone(&slots), Arc::clone(&cache));
+            spawn(move || publish(&slots, &cache, &[1, 2, 3, 9]))
+        };
+        let own = slots.alloc(4, NO_STREAM).unwrap().map(Grant::keep);
+        assert!(own.is_some(), "the other one needs at most four");
+        other.join().unwrap();
+        nothing_is_lost(&slots, &cache, 4);
+    });
+}
+
+#[test]
+fn a_lease_is_dropped_by_one_thread_while_others_evict_and_clear() {
+    try_all_calls(None, || {
+        let (slots, cache) = full_cache();
+        let prompt: &[i32] = &[1, 2, 3, 4];
+        let lease = cache.acquire(&Namespace::Unnamed, &prompt, 4, NO_STREAM).unwrap();
+        let dropping = spawn(move || drop(lease));
+        let clearing = {
+            let cache = Arc::clone(&cache);
+            spawn(move || cache.clear(None, NO_STREAM))
+        };
+        let evicted = cache.evict(8, NO_STREAM);
+        assert!(evicted <= 8);
+        dropping.join().unwrap();
+        clearing.join().unwrap();
+        nothing_is_lost(&slots, &cache, 0);
+        assert_eq!(slots.available_size(), 8);
+    });
+}
+
+#[test]
+fn a_planner_starts_and_ends_a_request_while_another_thread_is_short() {
+    try_all_calls(Some(3), || {
+        let (slots, cache) = full_cache();
+        let config = ReqToTokenConfig { max_reqs: 1, max_context_len: 8, padding_row: true, strict: true };
+        let host: Arc<dyn Backend> = Arc::new(Host);
+        let table = Arc::new(Mutex::new(ReqToTokenPool::new(&config, &host).expect("small")));
+        let config =
+            PlannerConfig { max_batch_size: 1, max_tokens: 8, kv_indices: false, block_table: false };
+        let planner =
+            BatchPlanner::new(&config, &host, Arc::clone(&slots), Arc::clone(&table)).expect("small");
+        let short = {
+            let (slots, cache) = (Arc::clone(&slots), Arc::clone(&cache));
+            spawn(move || publish(&slots, &cache, &[1, 9]))
+        };
+        let prompt: &[i32] = &[1, 2, 7];
+        let lease = cache.acquire(&Namespace::Unnamed, &prompt, 2, NO_STREAM).unwrap();
+        let begin = i64::try_from(lease.len().unwrap()).unwrap();
+        let row = table.lock().unwrap().alloc(1, NO_STREAM).unwrap().expect("one");
+        let row = IndexVec::I64(vec![row[0].into()]);
+        let prefixes = [Prefix::Leased(Arc::clone(&lease))];
+        let batch = Batch { rows: &row, prefix_lens: &[begin], seq_lens: &[3], prefixes: &prefixes };
+        assert!(planner.extend(batch, NO_STREAM).unwrap().is_some(), "there is enough to evict");
+        let new = &prompt[usize::try_from(begin).unwrap()..];
+        lease.publish(&Offer { tokens: &new, slots: None, state: None }, NO_STREAM).unwrap();
+        assert_eq!(planner.finish(&row, None, None, NO_STREAM).unwrap().1.dropped(), 0);
+        short.join().unwrap();
+        drop(lease);
+        nothing_is_lost(&slots, &cache, 0);
     });
 }

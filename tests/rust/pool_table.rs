@@ -2,12 +2,12 @@
 
 use std::sync::{Arc, Mutex};
 
-use kvpool::base::{DType, ErrorKind, Result};
+use kvpool::base::{DType, ErrorKind, IndexDType, Result};
 use kvpool::index::Rounding;
 use kvpool::memory::{Backend, Count, Fail, Host, Limit, Stream};
 use kvpool::pool::{
     AllocatorConfig, BatchPlanner, BufferConfig, BufferPool, ChunkConfig, ChunkPool, GdnConfig, GdnPool,
-    KvConfig, KvPool, PageConfig, PagePool, PlannerConfig, ReqToTokenConfig, ReqToTokenPool,
+    KvConfig, KvPool, PageConfig, PagePool, PlannerConfig, ReqToTokenConfig, ReqToTokenPool, TableWriters,
     TokenToKvPoolAllocator, Workspace, WorkspaceConfig,
 };
 
@@ -76,11 +76,17 @@ pub(crate) const GDN: GdnConfig = GdnConfig {
     strict: false,
 };
 
-pub(crate) const ROWS: ReqToTokenConfig =
-    ReqToTokenConfig { max_reqs: 8, max_context_len: 100, padding_row: true, strict: false };
+pub(crate) const ROWS: ReqToTokenConfig = ReqToTokenConfig {
+    max_reqs: 8,
+    max_context_len: 100,
+    padding_row: true,
+    strict: false,
+    zero_rows: true,
+    writers: TableWriters::Pool,
+};
 
 pub(crate) const SLOTS: AllocatorConfig =
-    AllocatorConfig { size: 64, page_size: 16, need_sort: true, strict: false };
+    AllocatorConfig { size: 64, page_size: 16, need_sort: true, strict: false, index_dtype: IndexDType::I32 };
 
 const PLANS: PlannerConfig =
     PlannerConfig { max_batch_size: 4, max_tokens: 32, kv_indices: true, block_table: true };

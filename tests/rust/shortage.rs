@@ -7,14 +7,15 @@ use kvpool::base::{Error, ErrorKind, IndexVec, Result};
 use kvpool::kernels::Indices;
 use kvpool::memory::Stream;
 use kvpool::pool::{
-    AllocatorConfig, Batch, BatchPlanner, Fence, Grant, PlannerConfig, Reclaim, ReqToTokenConfig,
+    AllocatorConfig, Batch, BatchPlanner, Fence, Grant, Obtainable, PlannerConfig, Reclaim, ReqToTokenConfig,
     ReqToTokenPool, TokenToKvPoolAllocator,
 };
 
 use crate::pool_table::{STREAM, host};
 
 fn allocator(size: usize, page_size: usize) -> Arc<TokenToKvPoolAllocator> {
-    let config = AllocatorConfig { size, page_size, need_sort: true, strict: false };
+    let config =
+        AllocatorConfig { size, page_size, need_sort: true, strict: false, ..AllocatorConfig::default() };
     Arc::new(TokenToKvPoolAllocator::new(&config, &host()).expect("small"))
 }
 
@@ -52,6 +53,10 @@ impl Cache {
 }
 
 impl Reclaim for Cache {
+    fn obtainable(&self, _stream: Stream) -> Obtainable {
+        Obtainable { at_once: self.kept.lock().expect("no panic").len(), behind_fences: 0 }
+    }
+
     fn reclaim(&self, slots: usize, _stream: Stream) -> Result<usize> {
         self.asked.lock().expect("no panic").push(slots);
         if self.fails.load(Relaxed) {
@@ -81,15 +86,34 @@ fn shortage_reclaims_missing_slots() {
     assert!(cache.asked().is_empty());
     assert_eq!(count(allocator.alloc(30, STREAM)), Some(30));
     assert_eq!(cache.asked(), [30]);
-    // Slots that the cache does not have are not waited for.
-    assert_eq!(count(allocator.alloc(60, STREAM)), None);
-    assert_eq!(cache.asked(), [60, 10]);
-    assert_eq!(allocator.available_size(), 50);
+    // All that it has.
+    assert_eq!(count(allocator.alloc(50, STREAM)), Some(50));
+    assert_eq!(cache.asked(), [50]);
     allocator.verify().expect("consistent");
 }
 
 #[test]
 fn hopeless_shortage_reclaims_nothing() {
+    let allocator = allocator(100, 1);
+    let cache = Cache::new(&allocator, 80);
+    let other = Cache::new(&allocator, 5);
+    let in_use = allocator.alloc(10, STREAM).expect("memory").expect("room").keep();
+    // One more than is free and than all doors together could free.
+    for asked in [91, 100] {
+        assert_eq!(count(allocator.alloc(asked, STREAM)), None);
+        assert_eq!(count(allocator.alloc_contiguous(asked, STREAM)), None);
+        assert_eq!(count(allocator.alloc_extend(&[0], &[100], &[0], STREAM)), None);
+    }
+    assert!(cache.asked().is_empty() && other.asked().is_empty());
+    assert_eq!(allocator.available_size(), 5);
+    // Just as many.
+    assert_eq!(count(allocator.alloc(90, STREAM)), Some(90));
+    assert_eq!((cache.asked(), other.asked()), (vec![85], vec![5]));
+    drop(in_use);
+}
+
+#[test]
+fn impossible_shortage_reclaims_nothing() {
     let allocator = allocator(100, 1);
     let cache = Cache::new(&allocator, 80);
     // More than the pool can ever hold, or enough slots that are not contiguous.
@@ -109,7 +133,13 @@ fn shortage_of_pages_and_plans_reclaims() {
     assert_eq!(count(allocator.alloc_extend(&[0, 0], &[3, 6], &[0, 0], STREAM)), Some(9));
     assert_eq!(cache.asked(), [12]);
 
-    let config = ReqToTokenConfig { max_reqs: 2, max_context_len: 32, padding_row: true, strict: false };
+    let config = ReqToTokenConfig {
+        max_reqs: 2,
+        max_context_len: 32,
+        padding_row: true,
+        strict: false,
+        ..ReqToTokenConfig::default()
+    };
     let table = ReqToTokenPool::new(&config, &host()).expect("small");
     let table = Arc::new(Mutex::new(table));
     let config = PlannerConfig { max_batch_size: 2, max_tokens: 32, kv_indices: true, block_table: true };
@@ -121,6 +151,16 @@ fn shortage_of_pages_and_plans_reclaims() {
     assert!(planner.extend(batch, STREAM).expect("valid").is_some());
     assert_eq!(cache.asked(), [12]);
     assert_eq!(allocator.available_size(), 0);
+    // 40 slots are left in the cache: with 24 of them gone, the 16 that are left are not enough for 20.
+    let most = Batch { rows: &rows, prefix_lens: &[9], seq_lens: &[32], prefixes: &[] };
+    assert!(planner.extend(most, STREAM).expect("valid").is_some());
+    assert_eq!(cache.asked(), [20]);
+    let row = table.lock().expect("no panic").alloc(1, STREAM).expect("host memory").expect("room")[0];
+    let rows = IndexVec::I64(vec![row.into()]);
+    let too_many = Batch { rows: &rows, prefix_lens: &[0], seq_lens: &[21], prefixes: &[] };
+    assert!(planner.extend(too_many, STREAM).expect("valid").is_none());
+    assert!(planner.decode(&rows, &IndexVec::I64(vec![1]), 1, None, STREAM).expect("valid").is_some());
+    assert_eq!(cache.asked(), [4], "only by the call that can succeed");
 }
 
 #[test]
@@ -169,11 +209,31 @@ fn failing_fence_delays_only_later_ones() {
 }
 
 #[test]
+fn slots_behind_fences_do_not_keep_a_call_from_reclaiming() {
+    let allocator = allocator(100, 1);
+    let cache = Cache::new(&allocator, 20);
+    let taken = allocator.alloc(80, STREAM).expect("memory").expect("room").keep();
+    let taken = taken.region().read::<i32>(0, 80).expect("inside").to_vec();
+    let fence: Arc<dyn Fence> = Arc::new(FixedFence(Ok(false)));
+    assert_eq!(free(&allocator, &taken[..50], Some(&fence)).expect("its own"), 0);
+    // The fence has not passed, but the cache has enough.
+    assert_eq!(count(allocator.alloc(15, STREAM)), Some(15));
+    assert_eq!(cache.asked(), [15]);
+    // All doors together have not.
+    assert_eq!(count(allocator.alloc(15, STREAM)), None);
+    assert!(cache.asked().is_empty());
+}
+
+#[test]
 fn what_is_on_its_way_is_not_reclaimed_for_again() {
     /// Slots whose last use is still in flight when they are given up.
     struct Busy(Mutex<usize>, Weak<TokenToKvPoolAllocator>);
 
     impl Reclaim for Busy {
+        fn obtainable(&self, _stream: Stream) -> Obtainable {
+            Obtainable { at_once: 0, behind_fences: 100 - *self.0.lock().expect("no panic") }
+        }
+
         fn reclaim(&self, slots: usize, _stream: Stream) -> Result<usize> {
             let allocator = self.1.upgrade().expect("it calls");
             let fence: Arc<dyn Fence> = Arc::new(FixedFence(Ok(false)));

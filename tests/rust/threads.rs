@@ -49,9 +49,21 @@ fn together(work: impl Fn(usize, usize) + Sync) {
 
 #[test]
 fn one_prefix_cache_serves_eight_threads() {
-    let config = AllocatorConfig { size: 512, page_size: 2, need_sort: true, strict: true };
+    let config = AllocatorConfig {
+        size: 512,
+        page_size: 2,
+        need_sort: true,
+        strict: true,
+        ..AllocatorConfig::default()
+    };
     let slots = Arc::new(TokenToKvPoolAllocator::new(&config, &host()).expect("small"));
-    let rows = ReqToTokenConfig { max_reqs: THREADS, max_context_len: 64, padding_row: true, strict: true };
+    let rows = ReqToTokenConfig {
+        max_reqs: THREADS,
+        max_context_len: 64,
+        padding_row: true,
+        strict: true,
+        ..ReqToTokenConfig::default()
+    };
     let table = Arc::new(Mutex::new(ReqToTokenPool::new(&rows, &host()).expect("small")));
     let config = PlannerConfig { max_batch_size: 1, max_tokens: 64, kv_indices: true, block_table: true };
     let planner = BatchPlanner::new(&config, &host(), Arc::clone(&slots), Arc::clone(&table)).expect("small");
@@ -97,7 +109,13 @@ fn one_prefix_cache_serves_eight_threads() {
 
 #[test]
 fn one_allocator_serves_eight_threads() {
-    let config = AllocatorConfig { size: 4096, page_size: 4, need_sort: true, strict: true };
+    let config = AllocatorConfig {
+        size: 4096,
+        page_size: 4,
+        need_sort: true,
+        strict: true,
+        ..AllocatorConfig::default()
+    };
     let allocator = TokenToKvPoolAllocator::new(&config, &host()).expect("small");
     // The owner of each page; each thread writes to its own pages without another lock.
     let owners: Vec<AtomicUsize> = (0..1025).map(|_| AtomicUsize::new(0)).collect();
@@ -128,8 +146,11 @@ fn chunks_are_copied_freed_and_taken_at_once() {
             return;
         };
         for &chunk in &chunks {
-            let values =
-                kvpool::tensor::TensorView::from_indices(vec![i32::try_from(number).expect("small"); 512]);
+            let values = kvpool::tensor::TensorView::from_indices(IndexVec::I32(vec![
+                i32::try_from(number)
+                    .expect("small");
+                512
+            ]));
             let values = values.region().bytes_at(0, 2048).expect("inside");
             // The length does not fit the dtype, so bytes are refused; words are not.
             assert!(pool.copy(chunk, &values, Direction::Pack, STREAM).is_err());

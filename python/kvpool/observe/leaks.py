@@ -28,7 +28,7 @@ class Leak:
         count: Number of units.
         age_s: Seconds since the oldest was allocated.
         spans: The units, as (first, end).
-        state: "live", or "cached" for units that a prefix cache alone holds.
+        state: "live"; for units that a prefix cache alone holds "evictable", or "locked" by leases.
     """
 
     owner: str | int | None

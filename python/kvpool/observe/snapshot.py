@@ -45,14 +45,24 @@ class Snapshot:
         return self.spans[-1].end - self.spans[0].first if self.spans else 0
 
     @cached_property
+    def counts(self) -> Counter[str]:
+        """Number of units by state."""
+        counts: Counter[str] = Counter()
+        for span in self.spans:
+            counts[span.state] += span.end - span.first
+        return counts
+
+    @property
     def in_use(self) -> int:
         """Number of units that are not free."""
-        return sum(span.end - span.first for span in self.spans if span.state != "free")
+        return self.count - self.counts["free"]
 
-    @cached_property
-    def cached(self) -> int:
-        """Number of units that a prefix cache alone holds, which are in use, too."""
-        return sum(span.end - span.first for span in self.spans if span.state == "cached")
+    @property
+    def cached(self) -> str:
+        """What a prefix cache alone holds, which is in use, too: in words, or empty if there is nothing."""
+        evictable, locked = self.counts["evictable"], self.counts["locked"]
+        total = evictable + locked
+        return f"{total:,} of them cached: {evictable:,} evictable and {locked:,} locked" if total else ""
 
     @cached_property
     def free_runs(self) -> list[int]:

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 _MOST_POOLS = 16
 # Cells of the map; more units share cells.
 _COLUMNS, _ROWS = 128, 64
-_FREE, _FENCED, _CACHED, _OTHER = "#eceff1", "#ffb300", "#37474f", "#546e7a"
-# The states of `names` in `_cells` that have one colour.
-_STATES = ("free", "fenced", "cached")
+_OTHER = "#546e7a"
+# The states that have one colour.
+_STATES = {"free": "#eceff1", "fenced": "#ffb300", "evictable": "#90a4ae", "locked": "#37474f"}
 # Safe for colour-blind readers (Okabe and Ito), with lighter variants.
 _PALETTE = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#8c6bb1", "#b2df8a", "#a65628"]
 
@@ -89,7 +89,7 @@ def _map(axes: Axes, one: Snapshot) -> None:
         FuncFormatter(lambda row, _: f"{first + round(row) * columns * per_cell:,}")
     )
     shared = f", {per_cell:,} a cell" if per_cell > 1 else ""
-    cached = f", {one.cached:,} of them cached" if one.cached else ""
+    cached = f", {one.cached}" if one.cached else ""
     axes.set_title(
         f"{one.name}: {one.in_use:,} of {one.count:,} {one.unit}s in use{cached}{shared}; "
         f"fragmentation {one.fragmentation:.0%}",
@@ -97,8 +97,11 @@ def _map(axes: Axes, one: Snapshot) -> None:
         fontsize=11,
         parse_math=False,
     )
-    legend = [Patch(color=_FREE, label="free"), Patch(color=_FENCED, label="fenced")]
-    legend += [Patch(color=_CACHED, label="cached")] if one.cached else []
+    legend = [
+        Patch(color=colour, label=state)
+        for state, colour in _STATES.items()
+        if one.counts[state] or state in ("free", "fenced")
+    ]
     legend += [Patch(color=colours[owner], label=f"{_short(owner)} ({count:,})") for owner, count in most]
     if len(everyone) > len(most):
         legend.append(Patch(color=_OTHER, label="other owners"))
@@ -113,13 +116,9 @@ def _cells(one: Snapshot, colours: dict[str, str], per_cell: int) -> npt.NDArray
     """The colour of each cell: red, green and blue, as the mean of its units."""
     first = one.spans[0].first if one.spans else 0
     ends = np.array([0, *(span.end - first for span in one.spans)], dtype=np.float64)
-    names = [_FREE, _FENCED, _CACHED, _OTHER, *_PALETTE]
-    number = {owner: names.index(colour) for owner, colour in colours.items()}
-    which = [
-        number.get(owner_of(span), 3) if span.state == "live" else _STATES.index(span.state)
-        for span in one.spans
-    ]
-    shades = np.array([to_rgb(name) for name in names])[np.array(which, dtype=np.intp)]
+    shown = [_STATES.get(span.state) or colours.get(owner_of(span), _OTHER) for span in one.spans]
+    rgb = {colour: to_rgb(colour) for colour in {*shown}}
+    shades = np.array([rgb[colour] for colour in shown], dtype=np.float64).reshape(-1, 3)
     # Cumulative colours at the end of each span, interpolated at the borders of cells.
     sums = np.vstack([np.zeros(3), (shades * np.diff(ends)[:, None]).cumsum(axis=0)])
     borders = np.append(np.arange(0, one.count, per_cell), one.count)

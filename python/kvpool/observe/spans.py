@@ -18,8 +18,8 @@ class Span(NamedTuple):
     Attributes:
         first: The first unit.
         end: One past the last unit.
-        state: "free", "live", "cached" by a prefix cache alone, or "fenced": freed, and kept until work in
-            flight is done.
+        state: "free"; "live"; "evictable" or "locked" of a prefix cache, which alone holds them, the latter
+            with leases; or "fenced": freed, and kept until work in flight is done.
         n_bytes: Bytes, if units differ in size.
         holders: With debugging, for each holder: owner, source line, seconds since the allocation, and the
             sequence number of the call.

@@ -193,8 +193,6 @@ impl Moment {
 #[derive(Debug)]
 struct Node {
     parent: NodeId,
-    /// The next child of the same parent whose first page has the same fingerprint.
-    twin: Option<NodeId>,
     /// Of the first page and the namespace.
     fingerprint: u32,
     children: u32,
@@ -225,7 +223,6 @@ impl Node {
     fn new() -> Self {
         Self {
             parent: NodeId::new(0),
-            twin: None,
             fingerprint: 0,
             children: 0,
             place: 0,
@@ -500,15 +497,13 @@ impl HybridTree {
 
     /// The child of `parent` that begins with `page`.
     fn child(&self, parent: NodeId, namespace: u32, page: &[i64]) -> Option<NodeId> {
-        let mut next = self.edges.get(parent, self.fingerprint(namespace, page));
-        while let Some(id) = next {
-            let node = self.node(id);
-            if node.namespace == namespace && node.tokens.block(0, self.config.page_size).equals(page) {
-                return Some(id);
-            }
-            next = node.twin;
-        }
-        None
+        let is_it = |id: &NodeId| {
+            let node = self.node(*id);
+            // The others are there because of their hash alone.
+            let is_child = *id != ROOT && node.parent == parent && node.namespace == namespace;
+            is_child && node.tokens.block(0, page.len()).equals(page)
+        };
+        self.edges.get(parent, self.fingerprint(namespace, page)).find(is_it)
     }
 
     /// Makes `id`, whose parent, namespace and tokens are set, a child of its parent.
@@ -516,9 +511,8 @@ impl HybridTree {
         let node = self.node(id);
         let (parent, namespace) = (node.parent, node.namespace);
         let fingerprint = self.fingerprint_of(namespace, &node.tokens);
-        let twin = self.edges.insert(parent, fingerprint, id);
-        let node = self.node_mut(id);
-        (node.fingerprint, node.twin) = (fingerprint, twin);
+        self.edges.insert(parent, fingerprint, id);
+        self.node_mut(id).fingerprint = fingerprint;
         self.node_mut(parent).children += 1;
         if parent == ROOT
             && let Some((_, count)) = self.names.get_mut(&namespace)
@@ -529,7 +523,7 @@ impl HybridTree {
 
     /// Undoes [`HybridTree::link`].
     fn unlink(&mut self, id: NodeId) {
-        let Node { parent, fingerprint, twin, namespace, .. } = *self.node(id);
+        let Node { parent, fingerprint, namespace, .. } = *self.node(id);
         self.node_mut(parent).children -= 1;
         if parent == ROOT
             && let Some((_, count)) = self.names.get_mut(&namespace)
@@ -540,11 +534,7 @@ impl HybridTree {
                 self.namespaces.remove(&name);
             }
         }
-        let Some(mut before) = self.edges.replace(parent, fingerprint, id, twin) else { return };
-        while let Some(next) = self.node(before).twin.filter(|&next| next != id) {
-            before = next;
-        }
-        self.node_mut(before).twin = twin;
+        self.edges.remove(parent, fingerprint, id);
     }
 
     /// Cuts the first `len` tokens off a node, as a node of their own before it, and returns that.
@@ -569,21 +559,17 @@ impl HybridTree {
         // A boundary is the older edge of its node.
         let boundary = node.boundary.take();
         let end = node.end - node.tokens.len();
-        let Node { parent, namespace, hits, priority, fingerprint, twin, .. } = *node;
+        let Node { parent, namespace, hits, priority, fingerprint, .. } = *node;
         {
             let node = self.node_mut(before);
             (node.parent, node.namespace, node.tokens, node.end) = (parent, namespace, tokens, end);
             (node.values, node.locks, node.boundary) = (values, locks, boundary);
             (node.hits, node.priority) = (hits, priority);
-            (node.fingerprint, node.twin) = (fingerprint, twin);
+            node.fingerprint = fingerprint;
         }
         // The new node takes the place of the old one among its siblings.
-        if let Some(mut first) = self.edges.replace(parent, fingerprint, id, Some(before)) {
-            while let Some(next) = self.node(first).twin.filter(|&next| next != id) {
-                first = next;
-            }
-            self.node_mut(first).twin = Some(before);
-        }
+        self.edges.remove(parent, fingerprint, id);
+        self.edges.insert(parent, fingerprint, before);
         self.next_place += 1;
         let place = self.next_place;
         let node = self.node_mut(id);

@@ -100,6 +100,10 @@ impl Policy for Adaptive {
         self.recency.found(before.used, tokens, now);
     }
 
+    fn fetch(&self, keys: &mut dyn Iterator<Item = PageKey>) {
+        std::hint::black_box(keys.fold(0, |read, key| read ^ self.ghosts.fetch(key)));
+    }
+
     fn note_published(&mut self, key: PageKey, now: Tick) -> Remembered {
         let tokens = self.key_tokens;
         let Some(ghost) = self.ghosts.take(key, now) else {

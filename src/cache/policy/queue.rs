@@ -3,6 +3,7 @@
 //! *Cost.* Logarithmic in the number of leaves, and 3 words a leaf.
 
 use std::collections::BTreeSet;
+use std::ops::Bound;
 
 use super::{NodeId, Tick};
 use crate::base::{Id, widen};
@@ -46,6 +47,12 @@ impl Queue {
     /// The size of the bookkeeping in bytes.
     pub(super) fn bytes(&self) -> usize {
         self.order.len() * size_of::<(Rank, NodeId)>() + self.ranks.capacity() * size_of::<Rank>()
+    }
+
+    /// The leaf that follows `leaf`.
+    pub(super) fn after(&self, leaf: NodeId) -> Option<NodeId> {
+        let this = (self.ranks[widen(leaf.number())], leaf);
+        self.order.range((Bound::Excluded(this), Bound::Unbounded)).next().map(|&(_, next)| next)
     }
 
     /// The leaf of the lowest rank.

@@ -37,6 +37,10 @@ impl<O: Order> Policy for Ranked<O> {
         self.queue.first()
     }
 
+    fn guess_after(&self, leaf: NodeId) -> Option<NodeId> {
+        self.queue.after(leaf)
+    }
+
     fn bytes(&self) -> usize {
         self.queue.bytes()
     }

@@ -1,100 +1,211 @@
 //! From a node to its children, by the fingerprint of their first page.
+//!
+//! One open table for all nodes, of words that are half a hash and a child. A look-up, an insertion and a removal
+//! touch one line of the processor's cache, or a few where many words belong. Children of equal hash have a word
+//! each; the tree compares their pages.
 
-use std::collections::HashMap;
-use std::collections::hash_map::Entry;
-use std::hash::{BuildHasher, Hasher, RandomState};
+use std::hash::{BuildHasher, RandomState};
 
 use super::NodeId;
 use crate::base::Id;
 
-/// The first child by parent and fingerprint.
+/// Words of a bucket.
+const WORDS: usize = 8;
+
+/// Buckets of a table that is not empty, at least; a power of two.
+const LEAST: usize = 2;
+
+/// A hash in the upper half, and the number of a child plus 1 in the lower one; 0 is no word.
+type Word = u64;
+
+/// A line of the processor's cache.
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(align(64))]
+struct Bucket([Word; WORDS]);
+
+impl Bucket {
+    fn place_of(&self, word: Word) -> Option<usize> {
+        self.0.iter().position(|&other| other == word)
+    }
+
+    fn is_full(&self) -> bool {
+        self.place_of(0).is_none()
+    }
+}
+
+/// The children of all nodes.
 #[derive(Debug)]
-pub(in crate::cache) struct Edges(HashMap<u64, NodeId, Fold>);
+pub(in crate::cache) struct Edges {
+    /// A word lies in the bucket that the upper bits of its hash name or, if that is full, in the next one that is
+    /// not. The length is a power of two, or 0.
+    buckets: Vec<Bucket>,
+    /// Words that are not 0: at most two thirds.
+    len: usize,
+    /// Secret: callers choose tokens, and with them fingerprints, but cannot choose ones that collide.
+    plus: u64,
+    times: u64,
+}
 
 impl Edges {
     pub(in crate::cache) fn new(seed: &RandomState) -> Self {
         let [plus, times] = [1, 2].map(|number| seed.hash_one(number));
-        Self(HashMap::with_hasher(Fold { plus, times: times | 1, hash: 0 }))
+        Self { buckets: Vec::new(), len: 0, plus, times: times | 1 }
     }
 
-    pub(in crate::cache) fn get(&self, parent: NodeId, fingerprint: u32) -> Option<NodeId> {
-        self.0.get(&edge(parent, fingerprint)).copied()
-    }
-
-    /// Makes `child` the first, and returns the one that was.
-    pub(in crate::cache) fn insert(
-        &mut self,
+    /// The children of `parent` whose first page has this fingerprint, and perhaps others.
+    pub(in crate::cache) fn get(
+        &self,
         parent: NodeId,
         fingerprint: u32,
-        child: NodeId,
-    ) -> Option<NodeId> {
-        self.0.insert(edge(parent, fingerprint), child)
+    ) -> impl Iterator<Item = NodeId> + '_ {
+        let hash = self.hash(parent, fingerprint);
+        let words = self.reach(hash).flat_map(|at| self.buckets[at].0);
+        words.filter(move |word| *word != 0 && word >> 32 == hash >> 32).map(child_of)
     }
 
-    /// Puts `next` in the place of `child` if that is the first, else returns the first.
-    pub(in crate::cache) fn replace(
-        &mut self,
-        parent: NodeId,
-        fingerprint: u32,
-        child: NodeId,
-        next: Option<NodeId>,
-    ) -> Option<NodeId> {
-        let Entry::Occupied(mut first) = self.0.entry(edge(parent, fingerprint)) else {
-            unreachable!("a child is linked")
-        };
-        if *first.get() != child {
-            return Some(*first.get());
+    /// Reads the place of an edge, so that it is near when the edge is looked for. No branch depends on what is
+    /// there: such reads do not wait for each other.
+    pub(in crate::cache) fn fetch(&self, parent: NodeId, fingerprint: u32) -> u64 {
+        let hash = self.hash(parent, fingerprint);
+        if self.buckets.is_empty() { 0 } else { self.buckets[self.home(hash)].0[0] }
+    }
+
+    pub(in crate::cache) fn insert(&mut self, parent: NodeId, fingerprint: u32, child: NodeId) {
+        if (self.len + 1) * 3 > self.buckets.len() * WORDS * 2 {
+            self.grow();
         }
-        match next {
-            Some(next) => drop(first.insert(next)),
-            None => drop(first.remove()),
+        self.len += 1;
+        self.place(word_of(self.hash(parent, fingerprint), child));
+    }
+
+    /// Removes a child that was inserted.
+    pub(in crate::cache) fn remove(&mut self, parent: NodeId, fingerprint: u32, child: NodeId) {
+        let hash = self.hash(parent, fingerprint);
+        let word = word_of(hash, child);
+        let places = |at: usize| Some((at, self.buckets[at].place_of(word)?));
+        let (mut at, mut place) = self.reach(hash).find_map(places).expect("a child is linked");
+        self.len -= 1;
+        // A word of an earlier bucket moves up, for as long as the bucket was full.
+        let mut full = at;
+        while self.buckets[full].is_full() {
+            full = self.next(full);
+            let past = self.steps(at, full);
+            let is_of_earlier = |word: &Word| *word != 0 && self.steps(self.home(*word), full) >= past;
+            if let Some(from) = self.buckets[full].0.iter().position(is_of_earlier) {
+                self.buckets[at].0[place] = self.buckets[full].0[from];
+                (at, place) = (full, from);
+            }
         }
-        None
+        self.buckets[at].0[place] = 0;
     }
 
     pub(in crate::cache) fn clear(&mut self) {
-        self.0.clear();
+        (self.buckets, self.len) = (Vec::new(), 0);
     }
 
     /// The size of the table in bytes.
-    pub(in crate::cache) fn bytes(&self) -> usize {
-        self.0.capacity() * (size_of::<(u64, NodeId)>() + 1)
-    }
-}
-
-fn edge(parent: NodeId, fingerprint: u32) -> u64 {
-    u64::from(parent.number()) << 32 | u64::from(fingerprint)
-}
-
-/// A hash of one number: the halves of a product with secret numbers, folded. Callers choose tokens, and with
-/// them fingerprints; without the numbers they cannot choose ones that collide.
-#[derive(Clone, Copy, Debug)]
-struct Fold {
-    plus: u64,
-    times: u64,
-    hash: u64,
-}
-
-impl BuildHasher for Fold {
-    type Hasher = Self;
-
-    fn build_hasher(&self) -> Self {
-        *self
-    }
-}
-
-impl Hasher for Fold {
-    fn write(&mut self, _bytes: &[u8]) {
-        unreachable!("an edge is a number")
+    pub(in crate::cache) const fn bytes(&self) -> usize {
+        self.buckets.capacity() * size_of::<Bucket>()
     }
 
-    fn write_u64(&mut self, edge: u64) {
+    /// The buckets in which words of a hash lie.
+    fn reach(&self, hash: Word) -> impl Iterator<Item = usize> + '_ {
+        let mut next = (!self.buckets.is_empty()).then(|| self.home(hash));
+        std::iter::from_fn(move || {
+            let at = next?;
+            next = self.buckets[at].is_full().then(|| self.next(at));
+            Some(at)
+        })
+    }
+
+    /// Writes a word to the first gap where it belongs.
+    fn place(&mut self, word: Word) {
+        let mut at = self.home(word);
+        let gap = loop {
+            match self.buckets[at].place_of(0) {
+                Some(gap) => break gap,
+                None => at = self.next(at),
+            }
+        };
+        self.buckets[at].0[gap] = word;
+    }
+
+    /// Doubles the table.
+    fn grow(&mut self) {
+        let buckets = vec![Bucket::default(); (self.buckets.len() * 2).max(LEAST)];
+        for word in std::mem::replace(&mut self.buckets, buckets).into_iter().flat_map(|bucket| bucket.0) {
+            if word != 0 {
+                self.place(word);
+            }
+        }
+    }
+
+    const fn next(&self, at: usize) -> usize {
+        (at + 1) & (self.buckets.len() - 1)
+    }
+
+    /// How many buckets `to` lies behind `from`.
+    const fn steps(&self, from: usize, to: usize) -> usize {
+        to.wrapping_sub(from) & (self.buckets.len() - 1)
+    }
+
+    /// The bucket that the upper bits of a word name. The table is not empty.
+    fn home(&self, word: Word) -> usize {
+        let bits = self.buckets.len().trailing_zeros();
+        usize::try_from(word >> (u64::BITS - bits)).expect("there is no bit of the child in it")
+    }
+
+    /// The hash in the upper half of a word: the halves of a product, folded.
+    fn hash(&self, parent: NodeId, fingerprint: u32) -> Word {
+        let edge = u64::from(parent.number()) << 32 | u64::from(fingerprint);
         let product = u128::from(edge ^ self.plus) * u128::from(self.times);
         let [low, high] = [product & u128::from(u64::MAX), product >> 64];
-        self.hash = u64::try_from(low ^ high).expect("64 bits");
+        u64::try_from(low ^ high).expect("64 bits") >> 32 << 32
     }
+}
 
-    fn finish(&self) -> u64 {
-        self.hash
+fn word_of(hash: Word, child: NodeId) -> Word {
+    hash | (u64::from(child.number()) + 1)
+}
+
+/// The child of a word.
+fn child_of(word: Word) -> NodeId {
+    let number = u32::try_from(word & u64::from(u32::MAX)).expect("32 bits");
+    NodeId::new(number - 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::base::widen;
+
+    #[test]
+    fn a_table_is_a_set_of_edges() {
+        let mut edges = Edges::new(&RandomState::new());
+        let mut known = Vec::new();
+        let mut state = 1_u32;
+        for child in 0..4000 {
+            state = state.wrapping_mul(1_103_515_245).wrapping_add(12345);
+            // Few fingerprints, so that children share them.
+            let (parent, fingerprint) = (NodeId::new(state >> 16 & 3), state >> 20 & 63);
+            edges.insert(parent, fingerprint, NodeId::new(child));
+            known.push((parent, fingerprint, NodeId::new(child)));
+            while known.len() > 700 || (state >> 8).is_multiple_of(3) && !known.is_empty() {
+                let (parent, fingerprint, child) = known.swap_remove(widen(state >> 4) % known.len());
+                edges.remove(parent, fingerprint, child);
+                state = state.wrapping_mul(1_103_515_245).wrapping_add(12345);
+            }
+            if child % 97 == 0 {
+                for &(parent, fingerprint, child) in &known {
+                    assert!(edges.get(parent, fingerprint).any(|found| found == child));
+                }
+                assert_eq!(
+                    edges.buckets.iter().flat_map(|bucket| bucket.0).filter(|word| *word != 0).count(),
+                    known.len()
+                );
+            }
+        }
+        assert_eq!(edges.len, known.len());
+        assert!(Edges::new(&RandomState::new()).get(NodeId::new(0), 7).next().is_none());
     }
 }

@@ -4,7 +4,8 @@ use std::collections::BTreeSet;
 
 use crate::base::{Id, Page, StateSlot, widen};
 
-use super::{Kind, Namespace, NodeId, Policy, Sum, Tick, Tree};
+use super::roots::rid_of_gone;
+use super::{Kind, Namespace, NodeId, Policy, ShortVec, Sum, Tick, Tree, is_below};
 use crate::cache::explain::{Cause, Pressure};
 
 /// Number of entries in the histogram of ages: one per power of two of tokens.
@@ -49,12 +50,13 @@ impl Queues {
 }
 
 /// How many leaves are fetched at a time.
-const AHEAD: usize = 16;
+const AHEAD: usize = 32;
 
 impl Tree {
     /// Evicts at least `pages` pages, or all that are evictable.
     pub fn evict(&mut self, pages: usize, cause: Cause) -> Evicted {
         let mut gone = Evicted::default();
+        gone.pages.reserve(pages.min(self.cached - self.locked));
         let mut fetched = 0;
         while gone.pages.len() < pages {
             let now = self.now;
@@ -74,7 +76,7 @@ impl Tree {
 
     /// Reads what the eviction of `leaf` and of those that probably follow, `most` at most, will need, and
     /// returns their number. One read does not wait for another here, while evictions would wait for each.
-    fn fetch_ahead(&self, leaf: NodeId, most: usize) -> usize {
+    pub(super) fn fetch_ahead(&self, leaf: NodeId, most: usize) -> usize {
         let mut leaves = [leaf; AHEAD];
         let mut count = 1;
         while count < most.min(AHEAD)
@@ -84,18 +86,17 @@ impl Tree {
             count += 1;
         }
         let nodes = || leaves[..count].iter().map(|&leaf| self.node(leaf));
-        let mut read = nodes().fold(0, |read, node| read ^ node.fingerprint ^ node.pins);
+        let mut read = nodes().fold(0, |read, node| read ^ u64::from(node.fingerprint ^ node.pins));
         for node in nodes() {
-            let first = self.edges.get(node.parent, node.fingerprint).map_or(0, Id::number);
-            read ^= first ^ self.memory.fetch(node.sum.key());
-            read ^= node.pages.first().map_or(0, |page| page.number());
+            read ^= self.edges.fetch(node.parent, node.fingerprint);
+            read ^= node.pages.first().map_or(0, |page| u64::from(page.number()));
         }
         std::hint::black_box(read);
         count
     }
 
     /// Evicts up to `count` pages from the end of a leaf.
-    fn trim(&mut self, leaf: NodeId, count: usize, cause: Cause, gone: &mut Evicted) {
+    pub(super) fn trim(&mut self, leaf: NodeId, count: usize, cause: Cause, gone: &mut Evicted) {
         let here = self.node(leaf);
         let (history, keep) = (here.history, here.pages.len().saturating_sub(count));
         let age = self.now.since(history.used);
@@ -115,7 +116,7 @@ impl Tree {
         let trimmed = here.pages.split_off(keep);
         here.tokens.truncate(keep * page_size);
         let room = here.room();
-        if here.tokens.capacity() > 2 * here.tokens.len() {
+        if here.tokens.room() > 2 * here.tokens.len() {
             here.tokens.shrink_to_fit();
             here.pages.shrink_to_fit();
         }
@@ -125,7 +126,7 @@ impl Tree {
         self.cached -= trimmed.len();
         self.pinned -= if history.priority > 0 { trimmed.len() } else { 0 };
         self.note_removed(&trimmed);
-        gone.pages.extend(trimmed);
+        gone.pages.extend_from_slice(&trimmed);
     }
 
     /// Remembers the prefixes that end in a node behind its first `keep` pages. Returns where these end, and
@@ -165,36 +166,20 @@ impl Tree {
     }
 
     /// Removes a leaf without locks.
-    fn remove(&mut self, leaf: NodeId, gone: &mut Evicted) {
+    pub(super) fn remove(&mut self, leaf: NodeId, gone: &mut Evicted) {
         self.unqueue(leaf);
         self.unlink(leaf);
         self.drop_snapshot(leaf, gone);
         let is_pinned = self.is_pinned(leaf);
         self.contents -= self.node(leaf).room();
         let here = self.node_mut(leaf);
-        here.tokens = Vec::new();
+        here.tokens = ShortVec::new();
         let pages = std::mem::take(&mut here.pages);
         self.cached -= pages.len();
         self.pinned -= if is_pinned { pages.len() } else { 0 };
-        self.vacant.push(leaf);
+        self.vacate(leaf);
         self.note_removed(&pages);
-        gone.pages.extend(pages);
-    }
-
-    fn drop_snapshot(&mut self, node: NodeId, gone: &mut Evicted) {
-        if let Some(state) = self.node_mut(node).state.take() {
-            self.snapshots.retain(|&other| other != node);
-            gone.states.push(state);
-        }
-    }
-
-    /// Gives up the least recently used snapshot that no lease ends at.
-    pub fn evict_snapshot(&mut self) -> Option<StateSlot> {
-        let unused = self.snapshots.iter().filter(|id| self.node(**id).leases == 0);
-        let oldest = *unused.min_by_key(|id| self.node(**id).history.used)?;
-        let mut gone = Evicted::default();
-        self.drop_snapshot(oldest, &mut gone);
-        gone.states.pop()
+        gone.pages.extend_from_slice(&pages);
     }
 
     /// Gives up the prefixes of a namespace, or all. Those in use are found no more, and are given up with
@@ -202,9 +187,9 @@ impl Tree {
     pub fn clear(&mut self, namespace: Option<&Namespace>, cause: Cause) -> Evicted {
         let roots: Vec<_> = match namespace {
             Some(name) => self.root(name).into_iter().collect(),
-            None => self.roots.values().copied().collect(),
+            None => self.roots.ids().collect(),
         };
-        let mut nodes: Vec<_> = self.all_below(&roots);
+        let mut nodes: Vec<_> = roots.iter().flat_map(|&root| self.detach(root)).collect();
         // Children before their parents.
         nodes.sort_by_key(|id| std::cmp::Reverse(self.node(*id).end));
         self.note_cleared(&nodes, namespace.is_none(), cause);
@@ -215,12 +200,18 @@ impl Tree {
             }
         }
         for root in roots {
-            self.forget_root(root);
-            self.node_mut(root).kind = Kind::Detached;
-            self.detached += 1;
             self.drop_if_empty(root);
         }
         gone
+    }
+
+    /// Makes what is below `root` be found no more, and returns its nodes.
+    fn detach(&mut self, root: NodeId) -> Vec<NodeId> {
+        let mut nodes = self.roots.remove(root);
+        rid_of_gone(&mut nodes, |id| is_below(self.node(id), root));
+        self.node_mut(root).kind = Kind::Detached;
+        self.detached += 1;
+        nodes
     }
 
     /// Takes note that the pages of `nodes`, with leases or without, are found no more.
@@ -240,28 +231,17 @@ impl Tree {
 
     /// Gives up everything, with or without leases. The tree must not be used any more.
     pub fn take_all(&mut self) -> Evicted {
-        let pages = self.nodes.iter_mut().flat_map(|node| std::mem::take(&mut node.pages)).collect();
-        let states = self.nodes.iter_mut().filter_map(|node| node.state.take()).collect();
-        Evicted { pages, states, ..Evicted::default() }
-    }
-
-    fn all_below(&self, roots: &[NodeId]) -> Vec<NodeId> {
-        let all = (0..).map(NodeId::new).zip(&self.nodes).filter(|(_, node)| !node.pages.is_empty());
-        let is_below = |id: NodeId| {
-            let mut at = id;
-            while self.node(at).kind == Kind::Run {
-                at = self.node(at).parent;
-            }
-            roots.contains(&at)
-        };
-        let every = roots.len() == self.roots.len() && self.detached == 0;
-        all.map(|(id, _)| id).filter(|&id| every || is_below(id)).collect()
+        let mut pages = Vec::new();
+        for node in &mut self.nodes {
+            pages.extend_from_slice(&std::mem::take(&mut node.pages));
+        }
+        Evicted { pages, states: self.take_snapshots(), ..Evicted::default() }
     }
 
     /// Gives up `node` and those before it, if they are detached and have neither locks nor children.
     pub(super) fn prune(&mut self, node: NodeId) -> Evicted {
         let mut gone = Evicted::default();
-        if self.detached == 0 || !self.is_detached(node) {
+        if self.node(self.node(node).root).kind != Kind::Detached {
             return gone;
         }
         let mut at = node;
@@ -274,14 +254,6 @@ impl Tree {
         gone
     }
 
-    fn is_detached(&self, node: NodeId) -> bool {
-        let mut at = node;
-        while self.node(at).kind == Kind::Run {
-            at = self.node(at).parent;
-        }
-        self.node(at).kind == Kind::Detached
-    }
-
     /// Adds a node to the evictable leaves, if it is one.
     pub(super) fn queue(&mut self, id: NodeId) {
         let (history, now) = (self.node(id).history, self.now);
@@ -289,7 +261,10 @@ impl Tree {
         if here.kind != Kind::Run || here.locks > 0 || here.children > 0 || here.is_queued {
             return;
         }
-        here.is_queued = true;
+        if self.is_covered(id) {
+            return self.park(id);
+        }
+        self.node_mut(id).is_queued = true;
         if history.priority > 0 {
             self.queues.retained.insert((history.priority, history.used, id));
         } else {

@@ -1,6 +1,6 @@
 //! Leases: finding a prefix, and keeping it.
 
-use crate::base::{Page, Result, StateSlot, widen};
+use crate::base::{Page, Result, widen};
 
 use super::evict::Evicted;
 use super::{Kind, Namespace, NodeId, Place, Tick, Tokens, Tree, narrow};
@@ -18,6 +18,10 @@ pub struct Hold {
     found: usize,
     /// Whether the last node was published through this hold, so that it may grow.
     pub(super) is_author: bool,
+    /// Tokens that were looked up: those of a prompt.
+    pub(super) asked: usize,
+    /// The node of the last snapshot behind them that was kept through this hold.
+    pub(super) passing: Option<NodeId>,
 }
 
 impl Hold {
@@ -64,7 +68,8 @@ impl Tree {
         self.lock(node);
         self.touch(node, None);
         let found = place.map_or(0, |place| place.len);
-        Ok(Hold { node, len: widen(self.node(node).end), found, is_author: false })
+        let (len, asked) = (widen(self.node(node).end), tokens.count());
+        Ok(Hold { node, len, found, is_author: false, asked, passing: None })
     }
 
     /// Tokens of the longest cached prefix of `tokens`, in whole pages. Changes nothing.
@@ -76,10 +81,18 @@ impl Tree {
         Ok(place.map_or(0, |place| self.usable(place)))
     }
 
+    /// Another hold, of the first `len` tokens, a whole number of pages.
+    pub fn hold_first(&mut self, hold: &Hold, len: usize) -> Hold {
+        let len = len.min(hold.len);
+        let node = self.cut(self.place_on_path(hold.node, len));
+        self.lock(node);
+        let found = if len < hold.len { len } else { hold.found };
+        Hold { node, len, found, is_author: false, asked: hold.asked, passing: None }
+    }
+
     /// Another hold of the same prefix.
     pub fn hold_again(&mut self, hold: &Hold) -> Hold {
-        self.lock(hold.node);
-        Hold { node: hold.node, len: hold.len, found: hold.found, is_author: false }
+        self.hold_first(hold, hold.len)
     }
 
     /// Ends a use. Returns what cannot be found any more.
@@ -87,18 +100,6 @@ impl Tree {
     pub fn release(&mut self, hold: Hold) -> Evicted {
         self.unlock(hold.node);
         self.prune(hold.node)
-    }
-
-    /// Shortens a hold to `len` tokens, a whole number of pages. Returns what cannot be found any more.
-    pub fn shorten(&mut self, hold: &mut Hold, len: usize) -> Evicted {
-        if len >= hold.len {
-            return Evicted::default();
-        }
-        let place = self.place_on_path(hold.node, len);
-        let node = self.cut(place);
-        self.lock(node);
-        let old = std::mem::replace(hold, Hold { node, len, found: len, is_author: false });
-        self.release(old)
     }
 
     /// The place of position `len` on the way to `node`.
@@ -118,7 +119,7 @@ impl Tree {
     pub(super) fn last_snapshot(&self, place: Place) -> NodeId {
         let is_whole = place.pages == self.node(place.node).pages.len();
         let mut at = if is_whole { place.node } else { self.node(place.node).parent };
-        while self.node(at).kind == Kind::Run && self.node(at).state.is_none() {
+        while self.node(at).kind == Kind::Run && !self.node(at).has_snapshot {
             at = self.node(at).parent;
         }
         at
@@ -131,8 +132,20 @@ impl Tree {
         self.pages_up_to(Place { node: hold.node, pages, len: hold.len }, from)
     }
 
+    /// The pages of a hold as they lie, in order.
+    #[must_use]
+    pub fn runs(&self, hold: &Hold) -> Vec<&[Page]> {
+        let pages = self.node(hold.node).pages.len();
+        self.runs_up_to(Place { node: hold.node, pages, len: hold.len }, 0)
+    }
+
     /// The pages of positions `from..place.len`.
     pub(super) fn pages_up_to(&self, place: Place, from: usize) -> Vec<Page> {
+        self.runs_up_to(place, from).concat()
+    }
+
+    /// The same as they lie, in order.
+    fn runs_up_to(&self, place: Place, from: usize) -> Vec<&[Page]> {
         let mut parts = Vec::new();
         let mut begin = place.len;
         for id in self.path(place.node) {
@@ -144,22 +157,8 @@ impl Tree {
             begin -= until * self.page_size;
             parts.push(&pages[from.saturating_sub(begin) / self.page_size..until]);
         }
-        let mut pages = Vec::with_capacity(parts.iter().map(|part| part.len()).sum());
-        parts.iter().rev().for_each(|part| pages.extend_from_slice(part));
-        pages
-    }
-
-    /// The snapshot at the end of a hold.
-    #[must_use]
-    pub fn snapshot(&self, hold: &Hold) -> Option<StateSlot> {
-        self.node(hold.node).state
-    }
-
-    /// Keeps a snapshot of the state at the end of a hold that has tokens and no snapshot.
-    pub fn set_snapshot(&mut self, hold: &Hold, state: StateSlot) {
-        let before = self.node_mut(hold.node).state.replace(state);
-        debug_assert!(before.is_none(), "a snapshot is not replaced");
-        self.snapshots.push(hold.node);
+        parts.reverse();
+        parts
     }
 
     /// Moves a hold to the end of `node`, behind it.
@@ -186,7 +185,11 @@ impl Tree {
 
     /// Adds a lease that ends at `node`.
     pub(super) fn lock(&mut self, node: NodeId) {
-        self.node_mut(node).leases += 1;
+        let here = self.node_mut(node);
+        here.leases += 1;
+        if here.has_snapshot {
+            self.snapshots.note_used(node);
+        }
         let mut at = node;
         loop {
             let here = self.node_mut(at);
@@ -196,6 +199,7 @@ impl Tree {
             }
             let (pages, parent) = (here.pages.len(), here.parent);
             self.locked += pages;
+            self.cover_tails(at);
             self.unqueue(at);
             if parent == at {
                 return;
@@ -206,7 +210,12 @@ impl Tree {
 
     /// Removes a lease that ends at `node`.
     pub(super) fn unlock(&mut self, node: NodeId) {
-        self.node_mut(node).leases -= 1;
+        let here = self.node_mut(node);
+        here.leases -= 1;
+        if here.has_snapshot && here.leases == 0 {
+            let used = here.history.used;
+            self.snapshots.note_unused(node, used);
+        }
         let mut at = node;
         loop {
             let here = self.node_mut(at);
@@ -216,6 +225,7 @@ impl Tree {
             }
             let (pages, parent) = (here.pages.len(), here.parent);
             self.locked -= pages;
+            self.uncover_tails(at);
             self.queue(at);
             if parent == at {
                 break;

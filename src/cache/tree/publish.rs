@@ -1,5 +1,7 @@
 //! Adding to a prefix.
 
+use std::borrow::Cow;
+
 use crate::base::{Id, Page, Result, widen};
 
 use super::{History, Hold, Kind, Node, NodeId, Place, Sum, Tokens, Tree, narrow};
@@ -9,9 +11,9 @@ use crate::cache::Remembered;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
 pub struct Found {
-    place: Place,
+    pub(super) place: Place,
     /// Tokens of the hold.
-    begin: usize,
+    pub(super) begin: usize,
 }
 
 impl Found {
@@ -29,12 +31,15 @@ impl Found {
 }
 
 /// New pages that share a history.
-struct Segment {
-    pages: usize,
+pub(super) struct Segment {
+    pub(super) pages: usize,
     /// What the policy remembers of them.
-    before: Remembered,
-    sum: Sum,
+    pub(super) before: Remembered,
+    pub(super) sum: Sum,
 }
+
+/// Keys that are asked for together.
+const BATCH: usize = 32;
 
 #[derive(Default)]
 struct Segments(Vec<Segment>);
@@ -72,7 +77,7 @@ impl Tree {
     }
 
     /// Adds `pages` for `tokens`, which follow what was found, and moves the hold to their end.
-    pub fn publish(&mut self, hold: &mut Hold, found: Found, tokens: &[i32], pages: &[Page]) {
+    pub fn publish(&mut self, hold: &mut Hold, found: Found, tokens: Vec<i32>, pages: &[Page]) {
         let mut is_author = hold.is_author && found.is_empty();
         let mut at = self.cut(found.place);
         if !found.is_empty() {
@@ -80,15 +85,20 @@ impl Tree {
             self.move_hold(hold, at);
             self.touch(at, Some(before));
         }
-        self.note_stored(at, tokens, pages);
-        let (mut tokens, mut pages) = (tokens, pages);
-        for Segment { pages: count, before, sum } in self.segments(at, tokens) {
+        self.note_stored(at, &tokens, pages);
+        let segments = self.segments(at, &tokens);
+        // Most often one, which takes the vector as it is.
+        let is_one = segments.len() == 1;
+        let (mut tokens, mut begin, mut pages) = (tokens, 0, pages);
+        for Segment { pages: count, before, sum } in segments {
             let (part, rest) = pages.split_at(count);
-            let (part_tokens, rest_tokens) = tokens.split_at(count * self.page_size);
-            (pages, tokens) = (rest, rest_tokens);
+            let end = begin + count * self.page_size;
+            let part_tokens =
+                if is_one { std::mem::take(&mut tokens).into() } else { Cow::Borrowed(&tokens[begin..end]) };
+            (begin, pages) = (end, rest);
             let history = History::of_new(before, self.now);
             if is_author && self.can_grow(at, &history) {
-                self.grow(at, part_tokens, part, sum);
+                self.grow(at, &part_tokens, part, sum);
             } else {
                 at = self.add_below(at, part_tokens, part, history, sum);
             }
@@ -99,36 +109,49 @@ impl Tree {
     }
 
     /// Takes note of new pages behind `node`, unless they are found by no one.
-    fn note_stored(&mut self, node: NodeId, tokens: &[i32], pages: &[Page]) {
+    pub(super) fn note_stored(&mut self, node: NodeId, tokens: &[i32], pages: &[Page]) {
         if self.journal.is_none() || pages.is_empty() {
             return;
         }
-        let root = self.path(node).last().map_or(node, |first| self.node(first).parent);
+        let root = self.node(node).root;
         let parent = self.node(node).pages.last().copied();
-        if let (Some(name), Some(journal)) = (self.names.get(&root), &mut self.journal) {
+        if let (Some(name), Some(journal)) = (self.roots.name(root), &mut self.journal) {
             journal.stored(name, parent, tokens, pages);
         }
     }
 
     /// Divides new tokens behind `node` by what is remembered of them.
-    fn segments(&mut self, node: NodeId, tokens: &[i32]) -> Vec<Segment> {
+    pub(super) fn segments(&mut self, node: NodeId, tokens: &[i32]) -> Vec<Segment> {
         let here = &self.nodes[widen(node.number())];
         let mut at = widen(here.end);
         let mut cursor = self.chain.cursor(here.sum, at);
         let (mut segments, mut rest, now) = (Segments::default(), tokens, self.now);
+        let mut keyed = Vec::with_capacity(BATCH.min(rest.len() / self.remembered_every + 2));
         while !rest.is_empty() {
-            let to_key = self.remembered_every - at % self.remembered_every;
-            // Only the page that ends where a key ends is asked for.
-            let plain = rest.len().min(to_key - self.page_size);
-            cursor.push(&rest[..plain]);
-            segments.add(plain / self.page_size, segments.last(), cursor.sum());
-            if let Some(page) = rest[plain..].get(..self.page_size) {
-                cursor.push(page);
-                let before = self.queues.policy.note_published(cursor.sum().key(), now);
-                segments.add(1, before, cursor.sum());
+            keyed.clear();
+            while !rest.is_empty() && keyed.len() < BATCH {
+                let to_key = self.remembered_every - at % self.remembered_every;
+                // Only the page that ends where a key ends is asked for.
+                let plain = rest.len().min(to_key - self.page_size);
+                cursor.push(&rest[..plain]);
+                let before = cursor.sum();
+                let page = rest[plain..].get(..self.page_size);
+                let end = page.map(|page| {
+                    cursor.push(page);
+                    cursor.sum()
+                });
+                keyed.push((plain / self.page_size, before, end));
+                let done = rest.len().min(to_key);
+                (at, rest) = (at + done, &rest[done..]);
             }
-            let done = rest.len().min(to_key);
-            (at, rest) = (at + done, &rest[done..]);
+            self.queues.policy.fetch(&mut keyed.iter().filter_map(|(.., end)| Some(end.as_ref()?.key())));
+            for &(plain, sum, end) in &keyed {
+                segments.add(plain, segments.last(), sum);
+                if let Some(sum) = end {
+                    let before = self.queues.policy.note_published(sum.key(), now);
+                    segments.add(1, before, sum);
+                }
+            }
         }
         segments.0
     }
@@ -137,7 +160,7 @@ impl Tree {
     fn can_grow(&self, node: NodeId, history: &History) -> bool {
         let here = self.node(node);
         let is_alone = (here.children, here.locks) == (0, 1);
-        let is_plain = here.state.is_none() && !self.is_pinned(node);
+        let is_plain = !here.has_snapshot && !self.is_pinned(node);
         here.kind == Kind::Run && is_alone && is_plain && here.history.uses == history.uses
     }
 
@@ -156,20 +179,22 @@ impl Tree {
     }
 
     /// Adds a node without locks below `parent`.
-    fn add_below(
+    pub(super) fn add_below(
         &mut self,
         parent: NodeId,
-        tokens: &[i32],
+        tokens: Cow<'_, [i32]>,
         pages: &[Page],
         history: History,
         sum: Sum,
     ) -> NodeId {
         self.unqueue(parent);
-        let end = self.node(parent).end + narrow(tokens.len());
+        let Node { end, root, .. } = *self.node(parent);
+        let end = end + narrow(tokens.len());
         let id = self.add(Node {
             parent,
-            tokens: tokens.to_vec(),
-            pages: pages.to_vec(),
+            root,
+            tokens: tokens.into(),
+            pages: Cow::Borrowed(pages).into(),
             end,
             history,
             ..Node::new(Kind::Run, sum)

@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::slice::IterMut;
 
 use crate::base::bounded::narrow;
-use crate::base::{Result, widen, zeros};
+use crate::base::{IndexNumber, Result, widen, zeros};
 use crate::index::Bitmap;
 use crate::index::mask::Mask;
 
@@ -94,6 +94,13 @@ impl Records {
             let Record { free, released } = self.sets[at];
             (free | released | self.fenced(at)) >> (index % 64) & 1 == 0
         }
+    }
+
+    /// Whether all of `mask`, which lies in the space, is live.
+    pub(super) fn are_live(&self, mask: Mask) -> bool {
+        let at = widen(mask.word);
+        let Record { free, released } = self.sets[at];
+        (free | released | self.fenced(at)) & mask.bits == 0
     }
 
     /// Frees everything.
@@ -201,14 +208,14 @@ impl Records {
     /// Makes the lowest free indices live and lists them in `out`. There must be enough to fill it.
     ///
     /// `merge` counts released indices as free and merges them, like [`Records::merge`].
-    pub(super) fn take_lowest(&mut self, out: &mut [i32], merge: bool) {
+    pub(super) fn take_lowest<T: IndexNumber>(&mut self, out: &mut [T], merge: bool) {
         if merge {
             let released = std::mem::take(&mut self.counts[Set::Released as usize]);
             self.counts[Set::Free as usize] += released;
-            self.list_lowest::<true>(out);
+            self.list_lowest::<T, true>(out);
             self.merge();
         } else {
-            self.list_lowest::<false>(out);
+            self.list_lowest::<T, false>(out);
         }
         self.counts[Set::Free as usize] -= out.len();
     }
@@ -217,7 +224,7 @@ impl Records {
     ///
     /// A function of its own for each: the loop is worth all registers.
     #[inline(never)]
-    fn list_lowest<const MERGE: bool>(&mut self, out: &mut [i32]) {
+    fn list_lowest<T: IndexNumber, const MERGE: bool>(&mut self, out: &mut [T]) {
         let Self { sets, with_free, with_released, .. } = self;
         let merged = if MERGE { u64::MAX } else { 0 };
         let mut out = out.iter_mut();
@@ -367,10 +374,10 @@ fn give_masks(
 
 /// Lists indices from `base` on whose `bits` are set until `out` is full, and returns the remaining bits.
 #[inline]
-fn list(base: u32, bits: u64, out: &mut IterMut<'_, i32>) -> u64 {
+fn list<T: IndexNumber>(base: u32, bits: u64, out: &mut IterMut<'_, T>) -> u64 {
     if bits == u64::MAX && out.len() >= 64 {
         for (slot, index) in out.take(64).zip(base..) {
-            *slot = index.cast_signed();
+            *slot = T::of(index);
         }
         return 0;
     }
@@ -380,7 +387,7 @@ fn list(base: u32, bits: u64, out: &mut IterMut<'_, i32>) -> u64 {
         if left != 0
             && let Some(slot) = out.next()
         {
-            *slot = (base + left.trailing_zeros()).cast_signed();
+            *slot = T::of(base + left.trailing_zeros());
             return 0;
         }
         return left;
@@ -388,7 +395,7 @@ fn list(base: u32, bits: u64, out: &mut IterMut<'_, i32>) -> u64 {
     while left != 0
         && let Some(slot) = out.next()
     {
-        *slot = (base + left.trailing_zeros()).cast_signed();
+        *slot = T::of(base + left.trailing_zeros());
         left &= left - 1;
     }
     left

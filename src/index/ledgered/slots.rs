@@ -3,22 +3,22 @@
 use std::sync::Arc;
 
 use super::Ledgered;
-use crate::base::{Id, IndexVec, Page, Result};
+use crate::base::{Id, IndexNumber, IndexVec, PADDING, Page, Result};
 use crate::index::ledger::{Signatures, Span, State, spans};
 use crate::index::owners::Room;
-use crate::index::{Act, BadFrees, Extension, FenceId, Owner, Run, SlotAllocator};
+use crate::index::{Act, BadFrees, Extension, FenceId, LastLoc, Owner, Run, SlotAllocator};
 
 impl Ledgered<SlotAllocator> {
-    /// All pages by state and holders.
+    /// All pages by state and holders. Those of a cache are locked if `is_locked` says so.
     #[must_use]
-    pub fn spans(&self) -> Vec<Span> {
+    pub fn spans(&self, is_locked: impl Fn(Page) -> bool) -> Vec<Span> {
         let slots = &self.inner;
         spans(slots.pages().indices(), self.book.ledger(), |page| {
             let page = Page::new(page);
             if !slots.pages().is_in_use(page) {
                 State::Free
             } else if slots.is_only_cached(page) {
-                State::Cached
+                if is_locked(page) { State::Locked } else { State::Evictable }
             } else if slots.is_owned(page) {
                 State::Live
             } else {
@@ -32,7 +32,7 @@ impl Ledgered<SlotAllocator> {
     /// # Errors
     /// Same as [`SlotAllocator::alloc`].
     #[inline]
-    pub fn alloc(&mut self, count: usize) -> Result<Option<Vec<i32>>> {
+    pub fn alloc<T: IndexNumber>(&mut self, count: usize) -> Result<Option<Vec<T>>> {
         let taken = self.inner.alloc(count)?;
         self.note_taken(taken.as_deref().unwrap_or_default(), &[]);
         Ok(taken)
@@ -42,7 +42,7 @@ impl Ledgered<SlotAllocator> {
     ///
     /// # Errors
     /// Same as [`SlotAllocator::alloc_contiguous`].
-    pub fn alloc_contiguous(&mut self, count: usize) -> Result<Option<Vec<i32>>> {
+    pub fn alloc_contiguous<T: IndexNumber>(&mut self, count: usize) -> Result<Option<Vec<T>>> {
         let taken = self.inner.alloc_contiguous(count)?;
         self.note_taken(taken.as_deref().unwrap_or_default(), &[]);
         Ok(taken)
@@ -52,12 +52,12 @@ impl Ledgered<SlotAllocator> {
     ///
     /// # Errors
     /// Same as [`SlotAllocator::extend`].
-    pub fn extend(
+    pub fn extend<T: IndexNumber>(
         &mut self,
         prefix_lens: &[i64],
         seq_lens: &[i64],
-        last_loc: &[i64],
-    ) -> Result<Option<Extension>> {
+        last_loc: LastLoc<'_>,
+    ) -> Result<Option<Extension<T>>> {
         let taken = self.inner.extend(prefix_lens, seq_lens, last_loc)?;
         if let Some(taken) = &taken {
             self.note_taken(&taken.slots, &taken.continued);
@@ -76,19 +76,19 @@ impl Ledgered<SlotAllocator> {
 
     /// Records that the pages of `slots`, except the `continued` ones, were taken.
     #[inline]
-    fn note_taken(&mut self, slots: &[i32], continued: &[Page]) {
+    fn note_taken<T: IndexNumber>(&mut self, slots: &[T], continued: &[Page]) {
         let Some(ledger) = self.book.ledger_mut() else { return };
         let page_size = self.inner.slots_of_a_page();
-        let mut pages: Vec<u32> = slots.iter().map(|slot| slot.cast_unsigned() / page_size).collect();
+        let mut pages: Vec<u32> = slots.iter().map(|slot| slot.number() / page_size).collect();
         pages.dedup();
-        pages.retain(|page| !continued.contains(&Page::new(*page)));
+        pages.retain(|page| *page != PADDING && !continued.contains(&Page::new(*page)));
         for run in pages.chunk_by(|page, next| page + 1 == *next) {
             ledger.record_take(run[0]..run[run.len() - 1] + 1);
         }
     }
 
     /// Calls [`SlotAllocator::undo`] and records it.
-    pub fn undo(&mut self, slots: &[i32], continued: &[Page]) {
+    pub fn undo<T: IndexNumber>(&mut self, slots: &[T], continued: &[Page]) {
         self.inner.undo(slots, continued);
         self.note_given(true);
     }

@@ -4,6 +4,7 @@ use crate::base::bounded::narrow;
 use crate::base::{Error, ErrorKind, Id, Page, Result, widen};
 use crate::index::free_list::{Give, Run};
 use crate::index::mask::Mask;
+use crate::index::runs::BLOCK;
 
 use super::{FenceId, FencedFree, SlotAllocator};
 
@@ -69,14 +70,18 @@ impl SlotAllocator {
     /// ```
     pub fn cache(&mut self, pages: &[Page], duplicates: &[Page]) -> Result<()> {
         let (list, space) = (&self.pages, widen(self.pages.count()) + 1);
-        let is_live = |page| list.contains(page) && list.is_live(page);
-        if let Err((page, reason)) = self.owners.cache(space, pages, is_live)? {
-            let slot = i64::from(page.number()) * i64::from(self.page_size);
-            let text = format!("slot {slot} cannot be published: {}", reason.words());
-            return Err(Error::new(ErrorKind::IndexOwnership, text).at_index(slot));
+        let runs: Vec<_> = runs_of(pages).collect();
+        let is_within = self.check_within(&runs, "published").is_ok();
+        if !is_within || !self.owners.cache_plain(space, masks_of(&runs), |mask| list.are_live(mask))? {
+            let is_live = |page| list.contains(page) && list.is_live(page);
+            if let Err((page, reason)) = self.owners.cache(space, pages, is_live)? {
+                let slot = i64::from(page.number()) * i64::from(self.page_size);
+                let text = format!("slot {slot} cannot be published: {}", reason.words());
+                return Err(Error::new(ErrorKind::IndexOwnership, text).at_index(slot));
+            }
         }
-        let runs: Vec<_> = runs_of(duplicates).collect();
-        self.release(&runs, None).inspect_err(|_| self.owners.uncache(pages))
+        let duplicates: Vec<_> = runs_of(duplicates).collect();
+        self.release(&duplicates, None).inspect_err(|_| self.owners.uncache(masks_of(&runs)))
     }
 
     /// Removes the cache's ownership of pages, each of which it owns. A page returns with its last owner.
@@ -84,9 +89,9 @@ impl SlotAllocator {
     /// # Panics
     /// If the cache does not own a page.
     pub fn release_cached(&mut self, pages: &[Page]) {
-        assert!(pages.iter().all(|&page| self.owners.is_cached(page)), "only cached pages are released");
-        self.owners.uncache(pages);
         let runs: Vec<_> = runs_of(pages).collect();
+        assert!(masks_of(&runs).all(|mask| self.owners.are_cached(mask)), "only cached pages are released");
+        self.owners.uncache(masks_of(&runs));
         self.release(&runs, None).expect("the cache is an owner of its pages");
     }
 
@@ -100,7 +105,7 @@ impl SlotAllocator {
         self.check_within(runs, "released")?;
         let give = if fence.is_some() { Give::Fenced } else { Give::Now };
         let (mut batch, mut owners) = (self.pages.give(give), self.owners.remove(give));
-        for mask in runs.iter().flat_map(|run| Mask::of_range(run.range())) {
+        for mask in masks_of(runs) {
             let is_plain = owners.owners().is_trivial_for(mask) && owners.pages().is_empty();
             let mut shared = 0;
             for page in mask.indices().filter(|_| !is_plain).map(Page::new) {
@@ -131,8 +136,38 @@ impl SlotAllocator {
 
 /// The maximal ascending runs of pages, in their order.
 fn runs_of(pages: &[Page]) -> impl Iterator<Item = Run<Page>> + '_ {
-    let is_next = |page: &Page, next: &Page| page.number() + 1 == next.number();
-    pages.chunk_by(is_next).map(|run| Run { start: run[0], len: narrow(run.len()) })
+    let mut rest = pages;
+    std::iter::from_fn(move || {
+        let &start = rest.first()?;
+        let len = run_len(rest);
+        rest = &rest[len..];
+        Some(Run { start, len: narrow(len) })
+    })
+}
+
+/// The number of leading pages that ascend by one each. `pages` is not empty.
+fn run_len(pages: &[Page]) -> usize {
+    let mut next = pages[0].number();
+    let mut len = 0;
+    for block in pages.chunks(BLOCK) {
+        // Blocks that go on are found without a branch for each page.
+        let differ = block
+            .iter()
+            .zip(0..)
+            .fold(0, |differ, (page, at)| differ | (page.number() ^ next.wrapping_add(at)));
+        if differ != 0 {
+            let goes_on = |(page, at): &(&Page, u32)| page.number() == next.wrapping_add(*at);
+            return len + block.iter().zip(0..).take_while(goes_on).count();
+        }
+        len += block.len();
+        next = next.wrapping_add(narrow(block.len()));
+    }
+    len
+}
+
+/// The pages of runs that lie in the space.
+fn masks_of(runs: &[Run<Page>]) -> impl Iterator<Item = Mask> + Clone + '_ {
+    runs.iter().flat_map(|run| Mask::of_range(run.range()))
 }
 
 fn only_cached(page: Page) -> Error {

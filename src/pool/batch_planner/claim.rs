@@ -3,7 +3,7 @@
 use std::cell::Cell;
 use std::sync::{Arc, Weak};
 
-use crate::base::{Error, Page, Result};
+use crate::base::{Error, Result};
 use crate::memory::Stream;
 use crate::pool::{BatchPlanner, Lease, TokenToKvPoolAllocator};
 
@@ -11,7 +11,8 @@ use crate::pool::{BatchPlanner, Lease, TokenToKvPoolAllocator};
 #[derive(Debug)]
 pub(super) struct Claim {
     lease: Arc<Lease>,
-    pages: Vec<Page>,
+    /// Its pages, until the request has them.
+    pages: Vec<i32>,
     is_kept: Cell<bool>,
 }
 
@@ -51,8 +52,13 @@ impl Claim {
     }
 
     /// The pages of the lease.
-    pub(super) fn pages(&self) -> &[Page] {
+    pub(super) fn pages(&self) -> &[i32] {
         &self.pages
+    }
+
+    /// The same, to be taken.
+    pub(super) const fn pages_mut(&mut self) -> &mut Vec<i32> {
+        &mut self.pages
     }
 
     /// The lease, which is that of the request from now on.

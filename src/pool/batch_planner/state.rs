@@ -2,7 +2,6 @@
 
 mod device;
 
-use std::borrow::Cow;
 use std::sync::Arc;
 
 use crate::base::bounded::narrow;
@@ -10,7 +9,8 @@ use crate::base::{DType, Error, ErrorKind, Id, IndexVec, Page, RequestRow, Resul
 use crate::index::{Act, BadFrees, FenceId, Growth, GrowthRequest, Owner, Requests};
 use crate::kernels::{Executor, Indices};
 use crate::memory::{Backend, Event, Host, Region, Stream};
-use crate::pool::shortage::OrShort;
+use crate::pool::prefix_cache::Parked;
+use crate::pool::shortage::{OrShort, Short};
 use crate::pool::slot_tensors::SlotTensors;
 use crate::pool::{Lease, ReqToTokenPool, TableIndex, at_least_one};
 use crate::tensor::TensorView;
@@ -64,16 +64,25 @@ pub(in crate::pool) struct PlannerState {
     changes: u64,
     /// By row, the lease of the request.
     leases: Vec<Option<Bound>>,
-    /// Leases of requests whose rows were freed by another call, to be dropped without locks.
-    pub(super) retired: Vec<Bound>,
+    /// The number of frees of rows until which leases of other calls' frees have ended.
+    frees: u64,
+    /// Leases of requests whose rows were freed by another call, which end when this is dropped, without locks.
+    pub(super) retired: Vec<LeaseCut>,
 }
 
 /// The lease of a request.
 #[derive(Debug)]
-pub(super) struct Bound {
+struct Bound {
     /// How often the row had been handed out.
     turn: u32,
     lease: Arc<Lease>,
+}
+
+impl Bound {
+    /// Whether it is of the request that has `row` now.
+    fn is_of(&self, row: RequestRow, table: &ReqToTokenPool) -> bool {
+        self.turn == table.rows().turn(row) && table.rows().rows().is_live(row)
+    }
 }
 
 impl PlannerState {
@@ -114,6 +123,7 @@ impl PlannerState {
             plans: 0,
             changes: 0,
             leases: (0..rows).map(|_| None).collect(),
+            frees: table.rows().frees(),
             retired: Vec::new(),
         })
     }
@@ -152,7 +162,7 @@ impl PlannerState {
         &mut self,
         pools: Pools<'_>,
         batch: Batch<'_>,
-        claims: &[Option<Claim>],
+        claims: &mut [Option<Claim>],
         stream: Stream,
     ) -> Result<OrShort<Plan>> {
         let Pools { slots, table } = pools;
@@ -168,47 +178,70 @@ impl PlannerState {
         }
         self.check_batch(count)?;
         let named = self.requests.resolve_rows(rows, table.rows())?;
-        let mut prefixes = Cow::Borrowed(&[][..]);
+        // By position: the pages of cached prefixes without a lease.
+        let mut shared: Vec<Vec<i32>> = reserve(count)?;
         let mut growths = reserve(count)?;
         for (position, &row) in named.iter().enumerate() {
             let (prefix, seq) = (batch.prefix_lens[position], batch.seq_lens[position]);
             let asked = GrowthRequest { position, row, prefix, seq };
-            growths.push(
+            let (growth, pages) =
                 match (batch.prefixes.get(position), claims.get(position).and_then(Option::as_ref)) {
                     (_, Some(claim)) => {
-                        if prefixes.is_empty() {
-                            prefixes = Cow::Borrowed(claim.pages());
-                        } else {
-                            prefixes.to_mut().extend_from_slice(claim.pages());
-                        }
-                        self.requests.growth_of_leased(asked, claim.pages().len())?
+                        (self.requests.growth_of_leased(asked, claim.pages().len())?, Vec::new())
                     }
                     (Some(Prefix::Slots(cached)), _) if !cached.is_empty() => {
-                        self.requests.growth_of_cached(asked, cached, slots.slots(), prefixes.to_mut())?
+                        self.requests.growth_of_cached(asked, cached, slots.slots())?
                     }
-                    _ => self
-                        .requests
-                        .growth(row, prefix, seq)
-                        .ok_or_else(|| self.requests.growth_error(asked))?,
-                },
-            );
+                    _ => {
+                        let growth = self.requests.growth(row, prefix, seq);
+                        (growth.ok_or_else(|| self.requests.growth_error(asked))?, Vec::new())
+                    }
+                };
+            growths.push(growth);
+            shared.push(pages);
         }
-        let planned = self.plan(Pools { slots, table }, &growths, &prefixes, Padding::none(count), stream)?;
+        let mut leased = claims.iter_mut();
+        let prefixes = growths.iter().zip(&mut shared).filter_map(|(growth, shared)| {
+            let claim = leased.next().and_then(Option::as_mut);
+            (growth.had < growth.prefix).then(|| claim.map_or(shared, Claim::pages_mut))
+        });
+        let mut prefixes: Vec<_> = prefixes.collect();
+        let planned =
+            self.plan(Pools { slots, table }, &growths, &mut prefixes, Padding::none(count), stream)?;
         if planned.is_ok() {
-            for (&row, claim) in named.iter().zip(claims) {
+            for (&row, claim) in named.iter().zip(&*claims) {
                 if let Some(claim) = claim {
-                    let bound = Bound { turn: table.rows().turn(row), lease: claim.keep() };
-                    self.retired.extend(self.leases[widen(row.number())].replace(bound));
+                    self.bind(row, claim.keep(), table, stream);
                 }
             }
         }
         Ok(planned)
     }
 
+    /// Makes `lease` that of the request in `row`.
+    fn bind(&mut self, row: RequestRow, lease: Arc<Lease>, table: &ReqToTokenPool, stream: Stream) {
+        let bound = Bound { turn: table.rows().turn(row), lease };
+        let earlier = self.leases[widen(row.number())].replace(bound);
+        self.retired.extend(earlier.map(|bound| LeaseCut::end(bound.lease, stream)));
+    }
+
+    /// Retires the leases of requests whose rows were freed by another call. It looks at them only if there was
+    /// one.
+    pub(super) fn retire_freed(&mut self, table: &ReqToTokenPool, stream: Stream) {
+        let frees = table.rows().frees();
+        if std::mem::replace(&mut self.frees, frees) == frees {
+            return;
+        }
+        for (row, place) in (0..).map(RequestRow::new).zip(&mut self.leases) {
+            let is_over = |bound: &mut Bound| !bound.is_of(row, table);
+            self.retired.extend(place.take_if(is_over).map(|bound| LeaseCut::end(bound.lease, stream)));
+        }
+    }
+
     /// The lease of a request.
     pub(in crate::pool) fn lease_of(&self, row: RequestRow, table: &ReqToTokenPool) -> Option<&Arc<Lease>> {
         let bound = self.leases.get(widen(row.number()))?.as_ref()?;
-        (bound.turn == table.rows().turn(row) && table.rows().rows().is_live(row)).then_some(&bound.lease)
+        bound.is_of(row, table).then_some(&bound.lease)
     }
 
     /// The lease of the request in `row`, if that is allocated.
@@ -225,8 +258,7 @@ impl PlannerState {
         let leased = widen(self.requests.leased(row));
         if leased != from {
             return Err(Error::config(format!(
-                "request row {row} was cut to {leased} leased tokens, but its lease has {from} until the fence of the \
-                 cut has passed"
+                "request row {row} was cut to {leased} leased tokens while its lease of {from} was published"
             )));
         }
         let (has, size) = (self.requests.len(row), widen(self.requests.page_size().slots()));
@@ -248,14 +280,8 @@ impl PlannerState {
         }
     }
 
-    /// Ends or shortens the lease of a request that is cut to `len` tokens.
-    fn cut_lease(
-        &mut self,
-        row: RequestRow,
-        len: u32,
-        table: &ReqToTokenPool,
-        stream: Stream,
-    ) -> Option<LeaseCut> {
+    /// The lease of a request that is cut to `len` tokens, if it has to be cut, too.
+    fn cut_lease(&mut self, row: RequestRow, len: u32, table: &ReqToTokenPool) -> Option<Arc<Lease>> {
         if len > 0 && self.requests.leased(row) <= len {
             return None;
         }
@@ -263,7 +289,7 @@ impl PlannerState {
         if len == 0 {
             self.leases[widen(row.number())] = None;
         }
-        Some(LeaseCut { lease, len: widen(len), stream })
+        Some(lease)
     }
 
     pub(super) fn decode(
@@ -302,7 +328,7 @@ impl PlannerState {
             growths.push(growth);
         }
         let padding = Padding { batch_size, tokens_per_req };
-        self.plan(Pools { slots, table }, &growths, &[], padding, stream)
+        self.plan(Pools { slots, table }, &growths, &mut [], padding, stream)
     }
 
     fn check_batch(&self, size: usize) -> Result<()> {
@@ -320,7 +346,7 @@ impl PlannerState {
         &mut self,
         pools: Pools<'_>,
         batch: &[Growth],
-        prefixes: &[Page],
+        prefixes: &mut [&mut Vec<i32>],
         padding: Padding,
         stream: Stream,
     ) -> Result<OrShort<Plan>> {
@@ -348,9 +374,13 @@ impl PlannerState {
         }
         let most = batch.iter().map(|growth| growth.new_tokens()).max().unwrap_or(0).max(of_padding);
         table.not_capturing(stream)?;
+        let new_pages: usize = batch.iter().map(|growth| widen(growth.new_pages)).sum();
+        let new_slots = new_pages * slots.slots().page_size();
+        if slots.must_land_before(new_slots) {
+            return Ok(Err(Short::IN_FLIGHT));
+        }
         if !self.requests.grow(batch, prefixes, slots.slots_mut())? {
-            let pages: usize = batch.iter().map(|growth| widen(growth.new_pages)).sum();
-            return Ok(Err(slots.short(pages * slots.slots().page_size())));
+            return Ok(Err(slots.short(new_slots)));
         }
         if slots.keeps_ledger() {
             for growth in batch {
@@ -401,7 +431,10 @@ impl PlannerState {
 
     /// Writes the new slots of a request to the table.
     fn put(&self, place: usize, growth: Growth, table: &mut ReqToTokenPool) -> Result<()> {
-        let Growth { row, start, prefix, .. } = growth;
+        let Growth { row, start, prefix, seq, .. } = growth;
+        if self.requests.page_size().slots() == 1 {
+            return table.put(row, widen(start), &self.requests.pages(row)[widen(start)..widen(seq)]);
+        }
         // In parts that stay in the nearest cache.
         let mut slots = reserve(PART.min(widen(prefix.saturating_sub(start))))?;
         for at in (start..prefix).step_by(PART) {
@@ -492,9 +525,11 @@ impl PlannerState {
         table.not_capturing(stream)?;
         let given =
             self.give_back(Pools { slots, table }, named.into_iter().zip(std::iter::repeat(0)), behind);
+        self.retire_freed(table, stream);
         // Each row was checked to be allocated.
-        let _ = table.free(rows, stream)?;
-        given
+        let freed = table.free(rows, stream);
+        self.frees = table.rows().frees();
+        freed.and(given)
     }
 
     /// If a ledger is kept, records the owner of a row as the owner of its new pages, from token `start` on.
@@ -518,19 +553,20 @@ impl PlannerState {
         let Behind { fence, leases, stream } = behind;
         let (mut given, mut bad) = (0, BadFrees::default());
         for (row, len) in cuts {
-            match (self.cut_lease(row, len, table, stream), fence) {
-                (Some(cut), Some(id)) => slots.fences_mut().keep(id, Arc::new(cut)),
-                (Some(cut), None) => leases.push(cut),
-                (None, _) => (),
+            if let Some(lease) = self.cut_lease(row, len, table) {
+                // The lease is cut without locks. What it had stays locked until the fence has passed.
+                let until = fence.map(|id| {
+                    let parked = Parked::default();
+                    slots.fences_mut().keep(id, Arc::clone(&parked) as _);
+                    parked
+                });
+                leases.push(LeaseCut { lease, len: widen(len), until, stream });
             }
             let _acting = signed_act(row, slots, table).map(Act::begin);
             let pages = self.requests.cut(row, len);
             self.block_table.truncate(row, self.requests.pages(row).len());
             given += pages.len();
-            bad.append(match fence {
-                None => slots.slots_mut().free_now(&pages, false)?,
-                Some(fence) => slots.slots_mut().free_after(fence, &pages, false)?,
-            });
+            bad.append(slots.free_now(pages, fence)?);
         }
         self.changes += 1;
         if slots.strict() && bad.dropped() > 0 {
@@ -565,14 +601,17 @@ impl PlannerState {
         // The lease is of use only if it is still of the same prefix.
         let full = widen(self.requests.page_size().page(len));
         let is_same = |claim: &&Claim| {
-            let leased = claim.pages().iter().map(|page| page.number().cast_signed());
-            claim.pages().len() <= full
-                && leased.eq(self.requests.pages(src)[..claim.pages().len()].iter().copied())
+            let leased = claim.pages();
+            leased.len() <= full && *leased == self.requests.pages(src)[..leased.len()]
         };
         let claim = claim.filter(is_same);
         let leased = claim.map_or(0, |claim| claim.pages().len());
+        let page_size = slots.slots().page_size();
+        if slots.must_land_before(page_size) {
+            return Ok(Err(Short::IN_FLIGHT));
+        }
         let Some(copied) = self.requests.fork([src, dst], len, leased, slots.slots_mut())? else {
-            return Ok(Err(slots.short(slots.slots().page_size())));
+            return Ok(Err(slots.short(page_size)));
         };
         self.sign(dst, 0, slots, table);
         let written = self.write_fork(slots, table, dst, len, copied, stream);
@@ -580,8 +619,7 @@ impl PlannerState {
             let growth = Growth { row: dst, ..Growth::padding(len) };
             self.requests.shrink(&[growth], slots.slots_mut());
         } else if let Some(claim) = claim {
-            let bound = Bound { turn: table.rows().turn(dst), lease: claim.keep() };
-            self.retired.extend(self.leases[widen(dst.number())].replace(bound));
+            self.bind(dst, claim.keep(), table, stream);
         }
         self.changes += 1;
         written.map(Ok)
@@ -638,7 +676,7 @@ impl PlannerState {
             }
         }
         let shape = width.map_or(vec![plan.kv_len], |width| vec![plan.padded_batch_size, width]);
-        let region = Arc::new(Region::from_indices(values));
+        let region = Arc::new(Region::from_indices(IndexVec::I32(values)));
         TensorView::contiguous(region, 0, DType::I32, &shape).map(Some)
     }
 
@@ -660,7 +698,7 @@ impl PlannerState {
 /// How a batch is given back: at once, or behind a fence.
 pub(super) struct Behind<'a> {
     pub(super) fence: Option<FenceId>,
-    /// The leases that end at once, to be dropped without locks.
+    /// The leases that are cut, to be dropped without locks.
     pub(super) leases: &'a mut Vec<LeaseCut>,
     pub(super) stream: Stream,
 }
@@ -670,12 +708,24 @@ pub(super) struct Behind<'a> {
 pub(super) struct LeaseCut {
     lease: Arc<Lease>,
     len: usize,
+    /// Where what the lease had stays locked; without it, that is not.
+    until: Option<Parked>,
     stream: Stream,
+}
+
+impl LeaseCut {
+    /// The end of the whole lease.
+    const fn end(lease: Arc<Lease>, stream: Stream) -> Self {
+        Self { lease, len: 0, until: None, stream }
+    }
 }
 
 impl Drop for LeaseCut {
     fn drop(&mut self) {
-        self.lease.cut(self.len, self.stream);
+        let cut = self.lease.cut(self.len, self.stream);
+        if let (Some(cut), Some(until)) = (cut, &self.until) {
+            until.set(cut).expect("it is for this one");
+        }
     }
 }
 

@@ -1,20 +1,22 @@
 //! Leases: a request's hold on a prefix.
 
+use std::borrow::Cow;
 use std::fmt;
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Weak};
 
-use crate::base::sync::lock;
+use crate::base::sync::explored::{Mutex, lock};
 use crate::base::{Error, ErrorKind, Id, IndexVec, Page, RequestRow, Result, StateSlot, reserve, widen};
-use crate::cache::{Hold, Namespace, Tokens};
+use crate::cache::{Hold, Namespace, Tokens, Tree};
 use crate::index::put_slots_of;
-use crate::kernels::Indices;
 use crate::memory::Stream;
 use crate::pool::batch_planner::PlannerState;
+use crate::pool::gdn_pool::Source;
 use crate::pool::slot_tensors::SlotTensors;
 use crate::pool::{BatchPlanner, GdnPool, TokenToKvPoolAllocator};
 use crate::tensor::TensorView;
 
-use super::{Kept, Shared, pages_of};
+use super::lock::PrefixLock;
+use super::{Kept, Open, Rest, Shared, pages_of};
 
 /// A request's hold on a prefix: its pages are not evicted. Dropping it releases them.
 pub struct Lease {
@@ -26,6 +28,7 @@ pub struct Lease {
     stream: Stream,
     /// `None` once it is released.
     held: Mutex<Option<Held>>,
+    allocator: Arc<TokenToKvPoolAllocator>,
 }
 
 /// What a lease holds.
@@ -52,7 +55,7 @@ pub struct Offer<'a> {
     /// Their slots. A planner knows those of its requests.
     pub slots: Option<&'a IndexVec>,
     /// The working slot whose state is that of the last whole page's end.
-    pub state: Option<u32>,
+    pub state: Option<i64>,
 }
 
 /// The result of a publication.
@@ -69,14 +72,15 @@ pub struct Published {
 
 impl Lease {
     pub(super) fn new(
-        shared: &Arc<Shared>,
+        (shared, allocator): (&Arc<Shared>, &Arc<TokenToKvPoolAllocator>),
         hold: Hold,
         clears: u64,
         namespace: Namespace,
         stream: Stream,
     ) -> Self {
         let state = Some(Held { hold, request: None, is_given_up: false });
-        Self { shared: Arc::clone(shared), namespace, clears, stream, held: Mutex::new(state) }
+        let (shared, allocator) = (Arc::clone(shared), Arc::clone(allocator));
+        Self { shared, namespace, clears, stream, held: Mutex::new(state), allocator }
     }
 
     /// The namespace of the prefix.
@@ -90,7 +94,7 @@ impl Lease {
     /// # Errors
     /// [`ErrorKind::StaleBuffer`] after its release, or when the allocator was cleared.
     pub fn len(&self) -> Result<usize> {
-        self.with(self.stream, |_, held| Ok(held.hold.len()))
+        self.with(self.stream, |_, _, held| Ok(held.hold.len()))
     }
 
     /// Tokens whose K and V were cached when it was made, in whole pages: more than [`Self::len`] if the cache has
@@ -99,7 +103,7 @@ impl Lease {
     /// # Errors
     /// As [`Self::len`].
     pub fn kv_len(&self) -> Result<usize> {
-        self.with(self.stream, |_, held| Ok(held.hold.found()))
+        self.with(self.stream, |_, _, held| Ok(held.hold.found()))
     }
 
     /// Whether the prefix has no tokens.
@@ -111,9 +115,13 @@ impl Lease {
     }
 
     /// Calls `work` with what the cache keeps and with what the lease holds, under their locks.
-    fn with<R>(&self, stream: Stream, work: impl FnOnce(&mut Kept, &mut Held) -> Result<R>) -> Result<R> {
-        self.with_request(stream, |kept, held| {
-            if held.is_given_up { Err(stale("it was released")) } else { work(kept, held) }
+    fn with<R>(
+        &self,
+        stream: Stream,
+        work: impl FnOnce(&Open<'_>, &mut Kept, &mut Held) -> Result<R>,
+    ) -> Result<R> {
+        self.with_request(stream, |open, kept, held| {
+            if held.is_given_up { Err(stale("it was released")) } else { work(open, kept, held) }
         })
     }
 
@@ -121,15 +129,21 @@ impl Lease {
     fn with_request<R>(
         &self,
         stream: Stream,
-        work: impl FnOnce(&mut Kept, &mut Held) -> Result<R>,
+        work: impl FnOnce(&Open<'_>, &mut Kept, &mut Held) -> Result<R>,
     ) -> Result<R> {
+        let open = self.shared.open(&self.allocator, stream);
         let mut held = lock(&self.held);
         let Some(held) = held.as_mut() else { return Err(stale("it was released")) };
-        let mut kept = self.shared.current(stream);
+        let mut kept = open.current();
         if kept.clears != self.clears {
             return Err(stale("the allocator was cleared, and its slots are gone"));
         }
-        work(&mut kept, held)
+        work(&open, &mut kept, held)
+    }
+
+    /// The lock that `hold`, which is none of the lease any more, is.
+    fn lock_of(&self, hold: Hold, stream: Stream) -> PrefixLock {
+        PrefixLock { shared: Arc::clone(&self.shared), hold: Some(hold), clears: self.clears, stream }
     }
 
     /// Calls `work` with the hold of this lease, if it is of the cache `shared`.
@@ -142,7 +156,7 @@ impl Lease {
         if !Arc::ptr_eq(shared, &self.shared) {
             return Err(Error::config("the lease is of another prefix cache"));
         }
-        self.with(stream, |kept, held| work(kept, &held.hold))
+        self.with(stream, |_, kept, held| work(kept, &held.hold))
     }
 
     /// The pages of the prefix from token `from` on.
@@ -150,7 +164,7 @@ impl Lease {
     /// # Errors
     /// As [`Self::len`].
     pub fn pages(&self, from: usize) -> Result<Vec<Page>> {
-        self.with(self.stream, |kept, held| Ok(kept.tree.pages(&held.hold, from)))
+        self.with(self.stream, |_, kept, held| Ok(kept.tree.pages(&held.hold, from)))
     }
 
     /// The slots of the prefix: 1-D int32, valid on `stream`.
@@ -166,11 +180,10 @@ impl Lease {
     /// # Errors
     /// As [`TokenToKvPoolAllocator::alloc`](crate::pool::TokenToKvPoolAllocator::alloc).
     pub fn show(&self, pages: &[Page], stream: Stream) -> Result<TensorView> {
-        let allocator = &self.shared.allocator;
-        let page_size = crate::base::bounded::narrow(allocator.page_size());
+        let page_size = crate::base::bounded::narrow(self.allocator.page_size());
         let mut slots = reserve(pages.len() * widen(page_size))?;
         put_slots_of(pages.iter().map(|page| page.number()), page_size, &mut slots);
-        allocator.lock().show(slots, stream)
+        self.allocator.lock().show(slots, stream)
     }
 
     /// The track slot of the snapshot at the end of the prefix.
@@ -178,7 +191,7 @@ impl Lease {
     /// # Errors
     /// As [`Self::len`].
     pub fn state_slot(&self) -> Result<Option<StateSlot>> {
-        self.with(self.stream, |kept, held| Ok(kept.tree.snapshot(&held.hold)))
+        self.with(self.stream, |_, kept, held| Ok(kept.tree.snapshot(&held.hold)))
     }
 
     /// Copies the snapshot at the end of the prefix to working slot `row`, or resets that for a prefix without
@@ -191,72 +204,137 @@ impl Lease {
         let Some(states) = &self.shared.states else {
             return Err(Error::config("the prefix cache was made without states"));
         };
-        // Under the locks: the snapshot is not given up before it is copied.
-        self.with(stream, |kept, held| {
-            let row = one_index(row);
-            match kept.tree.snapshot(&held.hold) {
-                Some(state) => states.copy_states(&one_index(state.number().into()), &row, stream),
-                None if held.hold.is_empty() => states.reset_states(&row, stream),
-                None => Err(Error::config(format!(
+        // A lock of its own: the snapshot is not given up before it is copied.
+        let (snapshot, _lock) = self.with(stream, |_, kept, held| {
+            let snapshot = kept.tree.snapshot(&held.hold);
+            if snapshot.is_none() && !held.hold.is_empty() {
+                return Err(Error::config(format!(
                     "the lease has {} tokens and no snapshot of the state at their end",
                     held.hold.len()
-                ))),
+                )));
             }
-        })
+            Ok((snapshot, self.lock_of(kept.tree.hold_again(&held.hold), stream)))
+        })?;
+        let source = snapshot.map_or(Source::Zeros, |slot| Source::Slot(slot.number().into()));
+        states.set_state(row, source, stream)
     }
 
     /// Offers what the request has computed. Whole pages become the cache's, and the lease grows over them; a
     /// partial page at the end stays the caller's. The caller's slots of pages that others have published in
     /// between are freed.
     ///
-    /// With a state, a snapshot of it is kept at the new end of the lease, if there is a track slot for it.
+    /// With a state, a snapshot of it is kept at the new end of the lease, if there is a track slot for it. It is
+    /// copied first, without locks.
     ///
     /// # Errors
     /// As [`Self::len`]. [`ErrorKind::Config`] for a number that is no token id, and when there are not as many
     /// slots as tokens; [`ErrorKind::IndexOwnership`] for slots that are not live, are listed twice, are cached
-    /// already, or do not fill pages in order. Nothing is changed.
+    /// already, or do not fill pages in order; as [`GdnPool::copy_states`]. Nothing is changed, except that
+    /// another snapshot may have been given up for the state.
     pub fn publish(&self, offer: &Offer<'_>, stream: Stream) -> Result<Published> {
-        let page_size = self.shared.allocator.page_size();
-        let (tokens, slots) = (offer.tokens.count(), offer.slots.map_or(offer.tokens.count(), IndexVec::len));
-        if tokens != slots {
-            return Err(Error::config(format!(
-                "{tokens} tokens and {slots} slots were published; the numbers must be equal"
-            )));
-        }
-        if offer.state.is_some() && self.shared.states.is_none() {
-            return Err(Error::config("a state was published to a prefix cache without states"));
-        }
-        let pages = offer.slots.map(|slots| pages_of(slots, page_size)).transpose()?;
-        self.with(stream, |kept, held| {
-            let published = self.publish_pages(kept, held, offer.tokens, pages, stream)?;
-            if let (Some(row), Some(states)) = (offer.state, &self.shared.states) {
-                snapshot(kept, &held.hold, row, states, stream)?;
+        let tokens = offer.tokens.count();
+        let pages = offer.slots.map(|slots| self.pages_for(tokens, slots, Rest::Kept)).transpose()?;
+        // Dropped without locks: it may be the last owner.
+        let mut planner = None;
+        let Some(row) = offer.state else {
+            return self.with(stream, |open, kept, held| {
+                planner = held.planner()?;
+                self.publish_pages(open, (kept, held), offer.tokens, pages, planner.as_deref())
+            });
+        };
+        // As they are now: others may run while the state is copied.
+        let tokens = offer.tokens.to_vec(0..tokens)?;
+        let snapshot = self.take_snapshot(&tokens, row, stream)?;
+        self.with(stream, |open, kept, held| {
+            planner = held.planner()?;
+            let tokens = &tokens.as_slice();
+            let published = self.publish_pages(open, (kept, held), tokens, pages, planner.as_deref())?;
+            // Others may have been as fast.
+            if let Some(snapshot) = snapshot
+                && kept.tree.snapshot(&held.hold).is_none()
+            {
+                kept.tree.set_snapshot(&mut held.hold, snapshot.keep());
             }
             Ok(published)
         })
     }
 
+    /// A copy of the state of `row`, for the end of the whole pages of `tokens` behind the lease. `None` if there
+    /// is one already, or no track slot for it.
+    fn take_snapshot(&self, tokens: &[i32], row: i64, stream: Stream) -> Result<Option<TakenSlot<'_>>> {
+        let Some(states) = &self.shared.states else {
+            return Err(Error::config("a state was published to a prefix cache without states"));
+        };
+        states.check_slot(row)?;
+        let taken = self.with(stream, |_, kept, held| {
+            let found = kept.tree.find(&held.hold, &tokens)?;
+            if !kept.tree.lacks_snapshot(&found, in_whole_pages(tokens.len(), &kept.tree)) {
+                return Ok(None);
+            }
+            let free = states.alloc_track_slot().map(StateSlot::new);
+            Ok(free
+                .or_else(|| kept.tree.evict_snapshot(&mut held.hold))
+                .map(|slot| TakenSlot { states, slot: Some(slot) }))
+        })?;
+        if let Some(TakenSlot { slot: Some(slot), .. }) = &taken {
+            states.set_state(slot.number().into(), Source::Slot(row), stream)?;
+        }
+        Ok(taken)
+    }
+
+    /// Publishes what the request has computed, frees the partial page at the end, and ends the lease: the end of
+    /// a request without a planner.
+    ///
+    /// # Errors
+    /// As [`Self::publish`], also for the slots of the partial page; [`ErrorKind::Config`] for the lease of a
+    /// request that a planner has. Nothing is changed.
+    pub fn finish(&self, tokens: &dyn Tokens, slots: &IndexVec, stream: Stream) -> Result<Published> {
+        let pages = self.pages_for(tokens.count(), slots, Rest::Freed)?;
+        let published = self.with(stream, |open, kept, held| {
+            if let Some(request) = held.request.as_ref().filter(|request| request.planner.strong_count() > 0)
+            {
+                let text =
+                    format!("the lease is that of request row {}; the planner finishes it", request.row);
+                return Err(Error::config(text));
+            }
+            self.publish_pages(open, (kept, held), tokens, Some(pages), None)
+        })?;
+        self.release(stream);
+        Ok(published)
+    }
+
+    /// The pages of the slots that are offered for so many tokens.
+    fn pages_for(&self, tokens: usize, slots: &IndexVec, rest: Rest) -> Result<Vec<Page>> {
+        if tokens != slots.len() {
+            return Err(Error::config(format!(
+                "{tokens} tokens and {} slots were published; the numbers must be equal",
+                slots.len()
+            )));
+        }
+        pages_of(slots, self.allocator.page_size(), rest)
+    }
+
+    /// Publishes whole pages, and frees the one behind them, if there is one; `planner` is that of the request.
     fn publish_pages(
         &self,
-        kept: &mut Kept,
-        held: &mut Held,
+        open: &Open<'_>,
+        (kept, held): (&mut Kept, &mut Held),
         tokens: &dyn Tokens,
         pages: Option<Vec<Page>>,
-        stream: Stream,
+        planner: Option<&BatchPlanner>,
     ) -> Result<Published> {
-        let (shared, page_size) = (&self.shared, kept.tree.page_size());
-        let (begin, whole) = (held.hold.len(), tokens.count() / page_size * page_size);
+        let page_size = kept.tree.page_size();
+        let (begin, whole) = (held.hold.len(), in_whole_pages(tokens.count(), &kept.tree));
         let found = kept.tree.find(&held.hold, tokens)?;
-        let mut cached = kept.tree.found_pages(&found);
+        let cached = kept.tree.found_pages(&found);
         let fresh = tokens.to_vec(found.len()..whole)?;
         tokens.check(whole..tokens.count())?;
-        let planner = held.planner()?;
         let publish = |slots: &mut SlotTensors, mut request: Option<(&mut PlannerState, RequestRow)>| {
             let known = request
                 .as_ref()
                 .map(|(state, row)| state.pages(*row, begin, begin + tokens.count()))
                 .transpose()?;
-            let pages = match (known, pages) {
+            let mut pages = match (known, pages) {
                 (Some(known), Some(given)) if known != given => {
                     return Err(Error::config("the slots published are not those of the request"));
                 }
@@ -265,16 +343,19 @@ impl Lease {
                     return Err(Error::config("slots are needed for a lease that no planner has"));
                 }
             };
-            let (given, new) = pages.split_at(cached.len());
-            slots.slots_mut().cache(new, given, &shared.owner)?;
+            let rest = pages.split_off((whole / page_size).min(pages.len()));
+            let (given, new) = pages.split_at_mut(cached.len());
+            let freed =
+                if rest.is_empty() { Cow::Borrowed(&*given) } else { Cow::Owned([&*given, &*rest].concat()) };
+            slots.slots_mut().cache(new, &freed, &self.shared.owner)?;
             let duplicates = given.iter().zip(&cached).filter(|(given, cached)| given != cached).count();
-            cached.extend_from_slice(new);
+            given.copy_from_slice(&cached);
             if let Some((state, row)) = &mut request {
-                state.note_published(*row, begin / page_size, &cached);
+                state.note_published(*row, begin / page_size, &pages);
             }
-            Ok((cached, duplicates * page_size))
+            Ok((pages, duplicates * page_size))
         };
-        let published = shared.change_slots(self.clears, stream, |slots| match &planner {
+        let published = open.change_slots(self.clears, |slots| match planner {
             None => publish(slots, None),
             Some(planner) => planner.with_state(|state, table| {
                 let is_mine = |row: &RequestRow| {
@@ -290,8 +371,8 @@ impl Lease {
             return Err(stale("the allocator was cleared, and its slots are gone"));
         };
         let new = &cached[found.len() / page_size..];
-        kept.tree.publish(&mut held.hold, found, &fresh, new);
         kept.counts.published += fresh.len();
+        kept.tree.publish(&mut held.hold, found, fresh, new);
         kept.counts.duplicates += duplicates;
         Ok(Published { length: held.hold.len(), duplicates, pages: cached })
     }
@@ -306,21 +387,27 @@ impl Lease {
 
     /// Whether its pages are of `allocator`.
     pub(in crate::pool) fn is_of(&self, allocator: &Arc<TokenToKvPoolAllocator>) -> bool {
-        Arc::ptr_eq(&self.shared.allocator, allocator)
+        Arc::ptr_eq(&self.allocator, allocator)
     }
 
-    /// Makes it the lease of a request, and returns its pages.
+    /// Makes it the lease of a request, and returns its pages, with room for those that follow.
     ///
     /// # Errors
     /// As [`Self::len`]; [`ErrorKind::Config`] when it is that of another request.
-    pub(in crate::pool) fn bind(&self, planner: &Weak<BatchPlanner>, row: i64) -> Result<Vec<Page>> {
-        self.with(self.stream, |kept, held| {
+    pub(in crate::pool) fn bind(&self, planner: &Weak<BatchPlanner>, row: i64) -> Result<Vec<i32>> {
+        self.with(self.stream, |_, kept, held| {
             if let Some(other) = held.request.as_ref().filter(|request| request.planner.strong_count() > 0) {
                 let text = format!("the lease is that of request row {} already; match again", other.row);
                 return Err(Error::config(text));
             }
+            let runs = kept.tree.runs(&held.hold);
+            let count: usize = runs.iter().map(|run| run.len()).sum();
+            let mut pages = reserve(count + count / 8 + 16)?;
+            for run in runs {
+                pages.extend(run.iter().map(|page| page.number().cast_signed()));
+            }
             held.request = Some(Request { planner: Weak::clone(planner), row });
-            Ok(kept.tree.pages(&held.hold, 0))
+            Ok(pages)
         })
     }
 
@@ -344,28 +431,24 @@ impl Lease {
     /// # Errors
     /// As [`Self::len`].
     pub(in crate::pool) fn again(&self, len: usize, stream: Stream) -> Result<Self> {
-        let hold = self.with_request(stream, |kept, held| {
-            let mut hold = kept.tree.hold_again(&held.hold);
-            let gone = kept.tree.shorten(&mut hold, len / kept.tree.page_size() * kept.tree.page_size());
-            self.shared.give_back(kept, &gone, stream);
-            Ok(hold)
+        let hold = self.with_request(stream, |_, kept, held| {
+            Ok(kept.tree.hold_first(&held.hold, in_whole_pages(len, &kept.tree)))
         })?;
-        Ok(Self::new(&self.shared, hold, self.clears, self.namespace.clone(), stream))
+        let of = (&self.shared, &self.allocator);
+        Ok(Self::new(of, hold, self.clears, self.namespace.clone(), stream))
     }
 
-    /// Shortens it to `len` tokens, a whole number of pages, or ends it if that is 0: its request was cut.
-    pub(in crate::pool) fn cut(&self, len: usize, stream: Stream) {
+    /// Shortens it to the whole pages of `len` tokens, or ends it if that is 0: its request was cut. Returns a
+    /// lock of what it had, unless it has ended before.
+    pub(in crate::pool) fn cut(&self, len: usize, stream: Stream) -> Option<PrefixLock> {
         if len == 0 {
-            return self.end(stream);
+            return lock(&self.held).take().map(|held| self.lock_of(held.hold, stream));
         }
-        let shortened = self.with_request(stream, |kept, held| {
-            let whole = len / kept.tree.page_size() * kept.tree.page_size();
-            let gone = kept.tree.shorten(&mut held.hold, whole);
-            self.shared.give_back(kept, &gone, stream);
-            Ok(())
+        let before = self.with_request(stream, |_, kept, held| {
+            let shorter = kept.tree.hold_first(&held.hold, in_whole_pages(len, &kept.tree));
+            Ok(std::mem::replace(&mut held.hold, shorter))
         });
-        // A lease that has ended needs no cut.
-        drop(shortened);
+        before.ok().map(|hold| self.lock_of(hold, stream))
     }
 
     /// Ends the lease. Later calls of it fail; a second release does nothing. The prefix of a planner's request
@@ -381,12 +464,9 @@ impl Lease {
     }
 
     fn end(&self, stream: Stream) {
-        let mut held = lock(&self.held);
-        let Some(Held { hold, .. }) = held.take() else { return };
-        let mut kept = self.shared.current(stream);
-        if kept.clears == self.clears {
-            let gone = kept.tree.release(hold);
-            self.shared.give_back(&kept, &gone, stream);
+        let held = lock(&self.held).take();
+        if let Some(Held { hold, .. }) = held {
+            self.shared.open(&self.allocator, stream).release(hold, self.clears);
         }
     }
 }
@@ -419,23 +499,30 @@ impl fmt::Debug for Lease {
     }
 }
 
-/// Keeps a snapshot of working slot `row` at the end of a prefix, unless there is one already.
-fn snapshot(kept: &mut Kept, hold: &Hold, row: u32, states: &GdnPool, stream: Stream) -> Result<()> {
-    if hold.is_empty() || kept.tree.snapshot(hold).is_some() {
-        return Ok(());
-    }
-    let free = states.alloc_track_slot().map(StateSlot::new);
-    let Some(slot) = free.or_else(|| kept.tree.evict_snapshot()) else { return Ok(()) };
-    let copied = states.copy_states(&one_index(row.into()), &one_index(slot.number().into()), stream);
-    match copied {
-        Ok(()) => kept.tree.set_snapshot(hold, slot),
-        Err(_) => drop(states.free_track_slot(slot.number().into())),
-    }
-    copied
+/// A track slot that a snapshot is copied to. Dropping it before [`TakenSlot::keep`] gives it back.
+struct TakenSlot<'a> {
+    states: &'a GdnPool,
+    slot: Option<StateSlot>,
 }
 
-fn one_index(index: i64) -> Indices<'static> {
-    Indices::Host(IndexVec::I64(vec![index]))
+impl TakenSlot<'_> {
+    fn keep(mut self) -> StateSlot {
+        self.slot.take().expect("it is taken once")
+    }
+}
+
+impl Drop for TakenSlot<'_> {
+    fn drop(&mut self) {
+        if let Some(slot) = self.slot {
+            let freed = self.states.free_track_slot(slot.number().into());
+            debug_assert!(freed.is_ok_and(|bad| bad.dropped() == 0), "it was taken");
+        }
+    }
+}
+
+/// The part of `len` tokens that fills pages.
+const fn in_whole_pages(len: usize, tree: &Tree) -> usize {
+    len / tree.page_size() * tree.page_size()
 }
 
 #[cold]

@@ -2,14 +2,12 @@
 
 use std::borrow::Cow;
 use std::collections::{HashMap, HashSet};
-use std::sync::Arc;
 
 use crate::base::bounded::signed;
 use crate::base::{Id, IndexVec, RequestRow, Result};
 use crate::kernels::{Executor, IndexSpace, Indices, Numbers};
 use crate::memory::{Borrowed, Stream};
 use crate::pool::mirror::{known_values, values_now};
-use crate::pool::table_mirror::TableMirror;
 
 use super::{ReqToTokenPool, TableIndex, as_many, broadcast, mismatched};
 
@@ -70,7 +68,6 @@ impl ReqToTokenPool {
     /// [`ReqToTokenPool::write`] in one launch.
     pub(super) fn write_on_device(
         &mut self,
-        mirror: &Arc<TableMirror>,
         index: &TableIndex<'_>,
         values: &Indices<'_>,
         stream: Stream,
@@ -103,9 +100,9 @@ impl ReqToTokenPool {
         };
         match (&places.known, known.as_deref()) {
             (Some(KnownPlaces::Points(points)), Some(values)) if has_repeats(points) => {
-                self.enqueue_last(mirror, points, values, stream)
+                self.enqueue_last(points, values, stream)
             }
-            (_, known) => self.enqueue(mirror, &places, &value, known, stream),
+            (_, known) => self.enqueue(&places, &value, known, stream),
         }
     }
 
@@ -135,13 +132,7 @@ impl ReqToTokenPool {
     }
 
     /// Enqueues a write to places with repeats: the last value of each.
-    fn enqueue_last(
-        &mut self,
-        mirror: &Arc<TableMirror>,
-        points: &[(u32, u32)],
-        values: &[i32],
-        stream: Stream,
-    ) -> Result<()> {
+    fn enqueue_last(&mut self, points: &[(u32, u32)], values: &[i32], stream: Stream) -> Result<()> {
         let last: HashMap<(u32, u32), i32> =
             points.iter().enumerate().map(|(at, &point)| (point, nth(values, at))).collect();
         let (points, values): (Vec<(u32, u32)>, Vec<i32>) = last.into_iter().unzip();
@@ -151,24 +142,26 @@ impl ReqToTokenPool {
             count: points.len(),
             known: Some(KnownPlaces::Points(points)),
         };
-        self.enqueue(mirror, &places, &Operand::List((&values).into()), Some(&values), stream)
+        self.enqueue(&places, &Operand::List((&values).into()), Some(&values), stream)
     }
 
     /// Enqueues a write, and updates the mirror now or when the kernel has echoed its writes.
     fn enqueue(
         &mut self,
-        mirror: &Arc<TableMirror>,
         places: &Places<'_>,
         value: &Operand<'_>,
         known: Option<&[i32]>,
         stream: Stream,
     ) -> Result<()> {
         let Executor::Device(launcher) = &self.executor else { return Ok(()) };
+        let numbers = [places.row.numbers(), places.column.numbers(), value.numbers()];
+        let Some(mirror) = self.mirror.clone() else {
+            return launcher.write_points(&self.table()?, numbers, places.count, None, stream).map(drop);
+        };
         let rows = || places.known.as_ref().map(KnownPlaces::rows);
         let forget = || rows().map_or_else(|| mirror.forget_all(), |rows| mirror.forget(rows));
         let noted = places.known.as_ref().zip(known).filter(|_| mirror.is_settled());
         let echo = if noted.is_none() { Some(mirror.echoes()) } else { None };
-        let numbers = [places.row.numbers(), places.column.numbers(), value.numbers()];
         let held =
             launcher.write_points(&self.table()?, numbers, places.count, echo, stream).inspect_err(|_| {
                 // A part may have been written.

@@ -13,6 +13,7 @@ mod gdn;
 mod guarded;
 mod kv;
 mod leased;
+mod nodes;
 mod pages;
 mod planner;
 mod planner_model;
@@ -40,7 +41,7 @@ fn host() -> Arc<dyn Backend> {
 pub(crate) type History = (&'static str, fn(&mut Source<'_>));
 
 /// Every kind.
-pub(crate) const ALL: [History; 13] = [
+pub(crate) const ALL: [History; 14] = [
     ("slots", slots::run),
     ("rows", rows::run),
     ("counts", counts::run),
@@ -51,6 +52,7 @@ pub(crate) const ALL: [History; 13] = [
     ("planner", planner::run),
     ("prefixes", prefixes::run),
     ("leased", leased::run),
+    ("nodes", nodes::run),
     ("kv", kv::run),
     ("gdn", gdn::run),
     ("dlpack", dlpack::run),
@@ -160,8 +162,13 @@ fn bytes_of(view: &TensorView) -> Vec<u8> {
 
 /// The elements of a contiguous int32 tensor in host memory.
 fn ints_of(view: &TensorView) -> Vec<i32> {
+    let (region, offset, count) = (view.region(), view.offset(), view.shape().numel());
+    if view.dtype() == DType::I64 {
+        let wide = region.read::<i64>(offset, count).expect("a view lies in its region");
+        return IndexVec::I64(wide).into_i32().expect("indices fit");
+    }
     assert_eq!(view.dtype(), DType::I32);
-    view.region().read::<i32>(view.offset(), view.shape().numel()).expect("a view lies in its region")
+    region.read::<i32>(offset, count).expect("a view lies in its region")
 }
 
 /// Checks that a call is refused exactly when it should be.

@@ -35,9 +35,21 @@ pub(super) fn run(source: &mut Source<'_>) {
         kv_indices: !source.rarely(4),
         block_table: !source.rarely(4),
     };
-    let of_slots = AllocatorConfig { size: count, page_size, need_sort: is_sorted, strict };
+    let of_slots = AllocatorConfig {
+        size: count,
+        page_size,
+        need_sort: is_sorted,
+        strict,
+        ..AllocatorConfig::default()
+    };
     let slots = Arc::new(TokenToKvPoolAllocator::new(&of_slots, &host()).expect("small"));
-    let of_rows = ReqToTokenConfig { max_reqs: rows, max_context_len: columns, padding_row, strict: false };
+    let of_rows = ReqToTokenConfig {
+        max_reqs: rows,
+        max_context_len: columns,
+        padding_row,
+        strict: false,
+        ..ReqToTokenConfig::default()
+    };
     let table = Arc::new(Mutex::new(ReqToTokenPool::new(&of_rows, &host()).expect("small")));
     let batches = BatchPlanner::new(&config, &host(), Arc::clone(&slots), Arc::clone(&table)).expect("small");
     let limits =

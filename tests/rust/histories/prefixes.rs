@@ -1,42 +1,79 @@
-//! The prefix cache on an allocator: a naive dictionary of prefixes, with the leases that hold them.
+//! The prefix cache on an allocator: a naive dictionary of prefixes, with the leases and pins that hold them, and
+//! with snapshots of states.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::hash::{DefaultHasher, Hasher};
 use std::sync::Arc;
+use std::time::Duration;
 
-use kvpool::base::IndexVec;
-use kvpool::cache::{Event, Namespace, PageHash, PolicyKind, Whereabouts};
-use kvpool::pool::{AllocatorConfig, Lease, Offer, PrefixCache, PrefixCacheConfig, TokenToKvPoolAllocator};
+use kvpool::base::{DType, IndexVec};
+use kvpool::cache::{Event, Namespace, PageHash, PolicyKind, Segment, Whereabouts};
+use kvpool::index::State;
+use kvpool::kernels::Indices;
+use kvpool::memory::Region;
+use kvpool::pool::{
+    AllocatorConfig, GdnConfig, GdnPool, Lease, Offer, Pool, PrefixCache, PrefixCacheConfig,
+    TokenToKvPoolAllocator,
+};
 
+use super::slots::Fences;
 use super::{STREAM, Source, agree, host, int, ints_of, size};
 
 const NAMESPACES: i64 = 2;
-
-/// A lease and what it should hold.
-struct Held {
-    lease: Arc<Lease>,
-    generation: usize,
-    tokens: Vec<i32>,
-}
-
-impl Held {
-    fn locks(&self, (generation, prefix): &Key) -> bool {
-        self.generation == *generation && self.tokens.starts_with(prefix)
-    }
-}
+/// Longer than any history.
+const LONG: Duration = Duration::from_secs(1 << 20);
 
 /// A prefix in whole pages. A cleared namespace goes on in a new generation.
 type Key = (usize, Vec<i32>);
 
+/// Whether a prefix is that of `end`, or begins it.
+fn leads_to(prefix: &Key, end: &Key) -> bool {
+    prefix.0 == end.0 && end.1.starts_with(&prefix.1)
+}
+
+/// A lease and what it should hold.
+struct Held {
+    lease: Arc<Lease>,
+    /// The namespace.
+    name: usize,
+    end: Key,
+    /// Tokens that it was matched with.
+    asked: usize,
+    /// Its last snapshot behind them.
+    passing: Option<Key>,
+}
+
+/// The last page of a cached prefix.
+#[derive(Clone, Copy)]
+struct Page {
+    number: i32,
+    /// The number of tokens looked up until its last use.
+    used: usize,
+    /// 0, or one more than what a pin without a time asked for.
+    priority: u8,
+}
+
 struct Prefixes {
     allocator: Arc<TokenToKvPoolAllocator>,
+    states: Option<Arc<GdnPool>>,
     cache: PrefixCache,
     page_size: usize,
-    /// The last page of each cached prefix.
-    cached: BTreeMap<Key, i32>,
+    max_pinned: f64,
+    cached: BTreeMap<Key, Page>,
     held: Vec<Held>,
+    /// Namespaces and prefixes that are pinned for a time.
+    pinned: Vec<(usize, Key)>,
+    /// Prefixes with a snapshot, in the order in which they were taken.
+    snapshots: Vec<Key>,
+    /// Those that a later one of the same lease superseded.
+    superseded: BTreeSet<Key>,
+    /// Tokens looked up.
+    now: usize,
     /// Pages of requests.
     own: Vec<i32>,
+    /// Pages of requests that were freed behind a fence.
+    fenced: Vec<(usize, Vec<i32>)>,
+    fences: Fences,
     /// The generation of each namespace.
     current: Vec<usize>,
     generations: usize,
@@ -52,21 +89,32 @@ pub(super) fn run(source: &mut Source<'_>) {
         page_size,
         need_sort: source.flip(),
         strict: false,
+        ..AllocatorConfig::default()
     };
     let allocator = Arc::new(TokenToKvPoolAllocator::new(&config, &host()).expect("memory"));
+    let max_pinned = source.of(&[1.0, 0.5, 0.0]);
     let config = PrefixCacheConfig {
         policy: source.of(&PolicyKind::ALL),
-        max_pinned: 1.0,
+        max_pinned,
         name: "cache".into(),
         events: Some(digest),
     };
+    let states = source.rarely(3).then(|| states(source.below(5)));
     let mut prefixes = Prefixes {
-        cache: PrefixCache::new(config, Arc::clone(&allocator), None).expect("a valid config"),
+        cache: PrefixCache::new(config, Arc::clone(&allocator), states.clone()).expect("a valid config"),
         allocator,
+        states,
         page_size,
+        max_pinned,
         cached: BTreeMap::new(),
         held: Vec::new(),
+        pinned: Vec::new(),
+        snapshots: Vec::new(),
+        superseded: BTreeSet::new(),
+        now: 0,
         own: Vec::new(),
+        fenced: Vec::new(),
+        fences: Fences::default(),
         current: (0..size(NAMESPACES)).collect(),
         generations: size(NAMESPACES),
         dropped: 0,
@@ -76,11 +124,36 @@ pub(super) fn run(source: &mut Source<'_>) {
         prefixes.step(source);
         prefixes.check();
     }
-    let Prefixes { allocator, cache, held, own, page_size, .. } = prefixes;
+    let Prefixes { allocator, states, cache, held, own, fenced, page_size, .. } = prefixes;
+    // Leases may be the last to know the pools.
     drop(cache);
     drop(held);
-    let stats = allocator.stats();
-    assert_eq!((stats.cached, stats.in_use), (0, own.len() * page_size));
+    let left = allocator.stats();
+    let fenced = fenced.iter().map(|(_, pages)| pages.len()).sum::<usize>();
+    assert_eq!((left.cached, left.in_use), (0, (own.len() + fenced) * page_size));
+    assert!(states.is_none_or(|states| states.tracks().rows().in_use() == 0));
+}
+
+/// Working slots 1 and 2, and as many track slots as asked for.
+fn states(tracks: usize) -> Arc<GdnPool> {
+    let config = GdnConfig {
+        max_reqs: 2,
+        num_gdn_layers: 1,
+        num_v_heads: 1,
+        head_k_dim: 1,
+        head_v_dim: 2,
+        conv_dim: 1,
+        conv_kernel_size: 2,
+        dtype: DType::BF16,
+        max_track_slots: tracks,
+        strict: true,
+    };
+    Arc::new(GdnPool::new(&config, &host()).expect("memory"))
+}
+
+/// What stands for the state after these tokens; the state of none is 0.
+fn state_after(tokens: &[i32]) -> i32 {
+    tokens.iter().fold(0, |state: i32, token| state.wrapping_mul(31).wrapping_add(token + 7))
 }
 
 /// As good as BLAKE3 for keys that nobody forges.
@@ -101,7 +174,7 @@ fn tokens(source: &mut Source<'_>, most: usize) -> Vec<i32> {
 
 impl Prefixes {
     fn step(&mut self, source: &mut Source<'_>) {
-        match source.below(32) {
+        match source.below(34) {
             0..=6 => self.acquire(source),
             7..=14 => self.publish(source),
             15..=19 => self.release(source),
@@ -111,20 +184,60 @@ impl Prefixes {
             28 => self.clear(source),
             29 => self.misuse(source),
             30 => self.pin(source),
+            31 => self.restore(source),
+            32 => self.pass_a_fence(source),
             _ if source.rarely(8) => self.clear_allocator(),
             _ => drop(self.take(source.below(3))),
         }
     }
 
+    /// Where leases and timed pins end.
+    fn ends(&self) -> impl Iterator<Item = &Key> {
+        self.held.iter().map(|held| &held.end).chain(self.pinned.iter().map(|(_, end)| end))
+    }
+
     fn is_locked(&self, key: &Key) -> bool {
-        self.held.iter().any(|held| held.locks(key))
+        self.ends().any(|end| leads_to(key, end))
+    }
+
+    /// Whether a pin of either kind goes through a prefix.
+    fn is_pinned(&self, key: &Key, page: Page) -> bool {
+        page.priority > 0 || self.pinned.iter().any(|(_, end)| leads_to(key, end))
+    }
+
+    fn evictable(&self) -> usize {
+        self.cached.keys().filter(|key| !self.is_locked(key)).count()
+    }
+
+    /// The prefixes of `tokens` in whole pages, shortest first.
+    fn prefixes_of(&self, generation: usize, tokens: &[i32]) -> impl Iterator<Item = Key> {
+        let lens = (self.page_size..=tokens.len()).step_by(self.page_size);
+        lens.map(move |len| (generation, tokens[..len].to_vec()))
     }
 
     /// How many tokens of `tokens` are cached, in whole pages.
     fn find(&self, generation: usize, tokens: &[i32]) -> usize {
-        let lens = (self.page_size..=tokens.len()).step_by(self.page_size);
-        let is_cached = |len: &usize| self.cached.contains_key(&(generation, tokens[..*len].to_vec()));
-        lens.take_while(is_cached).last().unwrap_or(0)
+        let found = self.prefixes_of(generation, tokens).take_while(|key| self.cached.contains_key(key));
+        found.last().map_or(0, |(_, prefix)| prefix.len())
+    }
+
+    /// How many of them a request can go on from.
+    fn usable(&self, generation: usize, tokens: &[i32]) -> usize {
+        let found = self.find(generation, tokens);
+        if self.states.is_none() {
+            return found;
+        }
+        let known = self.prefixes_of(generation, &tokens[..found]).filter(|key| self.snapshots.contains(key));
+        known.last().map_or(0, |(_, prefix)| prefix.len())
+    }
+
+    /// Notes a use of the prefixes of `end` longer than `from`.
+    fn touch(&mut self, end: &Key, from: usize) {
+        for key in
+            self.prefixes_of(end.0, &end.1).filter(|(_, prefix)| prefix.len() > from).collect::<Vec<_>>()
+        {
+            self.cached.get_mut(&key).expect("cached").used = self.now;
+        }
     }
 
     fn acquire(&mut self, source: &mut Source<'_>) {
@@ -132,10 +245,11 @@ impl Prefixes {
         let limit = if source.flip() { source.below(26) } else { prompt.len() };
         let namespace = Namespace::Number(int(name));
         let generation = self.current[name];
-        let found = self.find(generation, &prompt[..limit.min(prompt.len())]);
+        let limited = &prompt[..limit.min(prompt.len())];
+        let (found, usable) = (self.find(generation, limited), self.usable(generation, limited));
         assert_eq!(
             self.cache.cached_len(&namespace, &prompt.as_slice(), STREAM).expect("tokens"),
-            self.find(generation, &prompt)
+            self.usable(generation, &prompt)
         );
         let wide: Vec<i64> = prompt.iter().copied().map(i64::from).collect();
         let lease = if source.flip() {
@@ -144,9 +258,14 @@ impl Prefixes {
             self.cache.acquire(&namespace, &prompt.as_slice(), limit, STREAM)
         };
         let lease = lease.expect("valid tokens");
-        assert_eq!(lease.len().expect("a new lease"), found);
-        self.explain(&namespace, &prompt);
-        self.held.push(Held { lease, generation, tokens: prompt[..found].to_vec() });
+        assert_eq!(lease.len().expect("a new lease"), usable);
+        assert_eq!(lease.kv_len().expect("a new lease"), found);
+        self.now += prompt.len().max(1);
+        self.explain(name, &prompt);
+        let end = (generation, prompt[..usable].to_vec());
+        self.touch(&end, 0);
+        self.superseded.remove(&end);
+        self.held.push(Held { lease, name, end, asked: prompt.len(), passing: None });
         if self.held.len() > 6 {
             self.release(source);
         }
@@ -157,13 +276,13 @@ impl Prefixes {
         let free = self.free_pages();
         let taken = self.allocator.alloc(pages * self.page_size, STREAM).expect("no error");
         let taken = taken.map(kvpool::pool::Grant::keep);
-        let evictable = self.cached.keys().filter(|key| !self.is_locked(key)).count();
+        let evictable = self.evictable();
+        // What cannot succeed evicts nothing.
         let missing = pages.saturating_sub(free);
-        let is_possible = missing <= evictable;
+        let evicted = if missing <= evictable { missing } else { 0 };
+        let is_possible = pages <= free + evicted;
         assert_eq!(taken.is_some(), is_possible, "{pages} pages, {free} free, {evictable} evictable");
-        // What cannot succeed still evicts what it can, unless it is beyond the capacity.
-        let total = self.allocator.stats().capacity / self.page_size;
-        self.note_evicted(if pages > total { 0 } else { missing.min(evictable) });
+        self.note_evicted(evicted);
         let slots = taken.map_or(Vec::new(), |view| ints_of(&view));
         let width = i32::try_from(self.page_size).expect("small");
         let pages: Vec<i32> = slots.iter().step_by(self.page_size).map(|slot| slot / width).collect();
@@ -171,35 +290,63 @@ impl Prefixes {
         pages
     }
 
-    fn free_pages(&self) -> usize {
-        self.allocator.stats().capacity / self.page_size - self.own.len() - self.cached.len()
+    fn fenced_pages(&self) -> usize {
+        self.fenced.iter().map(|(_, pages)| pages.len()).sum()
     }
 
-    /// Drops the prefixes that are gone, which must be `count`, none of them leased.
+    fn free_pages(&self) -> usize {
+        let total = self.allocator.stats().capacity / self.page_size;
+        total - self.own.len() - self.fenced_pages() - self.cached.len()
+    }
+
+    /// Drops the prefixes that are gone, which must be `count`: none of them leased, and none retained as long as
+    /// another was evictable.
     fn note_evicted(&mut self, count: usize) {
         let gone: Vec<Key> = self.cached.keys().filter(|key| !self.is_cached(key)).cloned().collect();
         assert_eq!(gone.len(), count, "evicted {gone:?}");
+        let mut highest = 0;
         for key in gone {
             assert!(!self.is_locked(&key), "{key:?} was leased");
-            self.cached.remove(&key);
+            highest = self.cached.remove(&key).map_or(highest, |page| page.priority.max(highest));
         }
-        // What remains is closed: a prefix goes after what hangs on it.
-        for (generation, prefix) in self.cached.keys() {
-            let parent = prefix[..prefix.len() - self.page_size].to_vec();
-            assert!(parent.is_empty() || self.cached.contains_key(&(*generation, parent)));
+        self.snapshots.retain(|key| self.cached.contains_key(key));
+        for (key, page) in &self.cached {
+            // What remains is closed: a prefix goes after what hangs on it.
+            let parent = (key.0, key.1[..key.1.len() - self.page_size].to_vec());
+            assert!(parent.1.is_empty() || self.cached.contains_key(&parent));
+            assert!(page.priority >= highest || self.is_locked(key), "{key:?} goes before what is retained");
         }
     }
 
     fn is_cached(&self, (generation, prefix): &Key) -> bool {
         let Some(name) = self.current.iter().position(|current| current == generation) else { return true };
-        let found = self.cache.cached_len(&Namespace::Number(int(name)), &prefix.as_slice(), STREAM);
-        found.expect("tokens") == prefix.len()
+        self.cached_len(name, prefix) == prefix.len()
+    }
+
+    /// How many tokens of `tokens` are cached, with a snapshot at their end or without.
+    fn cached_len(&self, name: usize, tokens: &[i32]) -> usize {
+        let namespace = Namespace::Number(int(name));
+        if self.states.is_none() {
+            return self.cache.cached_len(&namespace, &tokens, STREAM).expect("tokens");
+        }
+        let is_cached =
+            |part: &&Segment| matches!(part.whereabouts, Whereabouts::Device | Whereabouts::NoSnapshot);
+        let parts = self.cache.explain(&namespace, &tokens, STREAM).expect("tokens");
+        parts.iter().take_while(is_cached).last().map_or(0, |part| part.range.end)
     }
 
     fn slots_of(&self, pages: &[i32], count: usize) -> Vec<i64> {
         let width = int(self.page_size);
         let slots = pages.iter().flat_map(|&page| (0..width).map(move |at| i64::from(page) * width + at));
         slots.take(count).collect()
+    }
+
+    /// The memory of a working slot: its place and its bytes.
+    fn state(&self, row: usize) -> Option<(&Region, usize, usize)> {
+        let states = self.states.as_ref()?;
+        let view = states.recurrent_state();
+        let bytes = view.shape().numel() * view.dtype().size() / states.pool_size();
+        Some((view.region(), view.offset() + row * bytes, bytes))
     }
 
     fn publish(&mut self, source: &mut Source<'_>) {
@@ -213,20 +360,117 @@ impl Prefixes {
             return;
         }
         let slots = source.index_vec(&self.slots_of(&pages, more.len()));
-        let offer = Offer { tokens: &more.as_slice(), slots: Some(&slots), state: None };
-        let published = self.held[at].lease.publish(&offer, STREAM).expect("own slots");
-        let Held { generation, tokens: held, .. } = &mut self.held[at];
-        let (mut duplicates, mut cached) = (0, Vec::new());
-        for (page, tokens) in pages.iter().zip(more.chunks_exact(self.page_size)) {
-            held.extend(tokens);
-            self.own.retain(|own| own != page);
-            let entry = self.cached.entry((*generation, held.clone())).or_insert(*page);
-            duplicates += if entry == page { 0 } else { self.page_size };
-            cached.push(*entry);
+        let state = (self.states.is_some() && source.flip()).then_some(1);
+        let whole = more.len() / self.page_size * self.page_size;
+        let (generation, begin) = (self.held[at].end.0, self.held[at].end.1.len());
+        let all = [self.held[at].end.1.as_slice(), &more[..whole]].concat();
+        if let Some((region, offset, bytes)) = self.state(1) {
+            region.write(offset, &vec![state_after(&all); bytes / size_of::<i32>()]).expect("in the state");
         }
-        assert_eq!((published.length, published.duplicates), (held.len(), duplicates));
+        let victims = state.and_then(|_| self.victims(at, &(generation, all.clone())));
+        let there = self.find(generation, &all);
+        let offer = Offer { tokens: &more.as_slice(), slots: Some(&slots), state };
+        let published = self.held[at].lease.publish(&offer, STREAM).expect("own slots");
+        let mut end = self.held[at].end.clone();
+        let (mut duplicates, mut cached) = (0, Vec::new());
+        for (&number, tokens) in pages.iter().zip(more.chunks_exact(self.page_size)) {
+            end.1.extend(tokens);
+            self.own.retain(|own| *own != number);
+            let new = Page { number, used: self.now, priority: 0 };
+            let page = self.cached.entry(end.clone()).or_insert(new);
+            page.used = self.now;
+            duplicates += if page.number == number { 0 } else { self.page_size };
+            cached.push(page.number);
+        }
+        assert_eq!((published.length, published.duplicates), (end.1.len(), duplicates));
         let found: Vec<String> = published.pages.iter().map(ToString::to_string).collect();
         assert_eq!(found, cached.iter().map(ToString::to_string).collect::<Vec<_>>());
+        self.held[at].end = end;
+        if there > begin {
+            // The lease was there.
+            self.superseded.remove(&(generation, all[..there].to_vec()));
+        }
+        if let Some(victims) = victims {
+            self.note_snapshot(at, &victims);
+        }
+    }
+
+    /// The snapshots of which one is given up for another at `end`, behind lease `at`; `None` if none is kept there.
+    fn victims(&mut self, at: usize, end: &Key) -> Option<Vec<Key>> {
+        let tracks = self.states.as_ref().map_or(0, |states| states.config().max_track_slots);
+        if end.1.is_empty() || self.snapshots.contains(end) {
+            return None;
+        }
+        if self.snapshots.len() < tracks {
+            return Some(Vec::new());
+        }
+        self.superseded.retain(|key| self.snapshots.contains(key));
+        let oldest = |keys: Vec<&Key>| -> Vec<Key> {
+            let used = |key: &&Key| self.cached[*key].used;
+            let least = keys.iter().map(used).min();
+            keys.into_iter().filter(|key| Some(used(key)) == least).cloned().collect()
+        };
+        let superseded = oldest(self.superseded.iter().collect());
+        if !superseded.is_empty() {
+            return Some(superseded);
+        }
+        let Held { end: own, passing, .. } = &self.held[at];
+        let is_alone = |key: &Key| {
+            let others = self.ends().filter(|end| *end == key).count();
+            self.snapshots.contains(key) && others == usize::from(key == own)
+        };
+        if let Some(passing) = passing.clone().filter(is_alone) {
+            self.held[at].passing = None;
+            return Some(vec![passing]);
+        }
+        let is_unused = |key: &&Key| !self.ends().any(|end| end == *key);
+        let unused = oldest(self.snapshots.iter().filter(is_unused).collect());
+        if !unused.is_empty() {
+            return Some(unused);
+        }
+        is_alone(own).then(|| vec![own.clone()])
+    }
+
+    /// Notes the snapshot that is kept at the end of a lease, and the one that is given up for it.
+    fn note_snapshot(&mut self, at: usize, victims: &[Key]) {
+        // Of several as old as each other, the one that is found no more.
+        let gone = victims.iter().find(|key| {
+            let name = self.current.iter().position(|current| *current == key.0);
+            name.is_some_and(|name| {
+                let namespace = Namespace::Number(int(name));
+                let found = self.cache.cached_len(&namespace, &key.1.as_slice(), STREAM).expect("tokens");
+                found < key.1.len()
+            })
+        });
+        if let Some(gone) = gone.or(victims.first()) {
+            self.snapshots.retain(|key| key != gone);
+        }
+        let held = &mut self.held[at];
+        let end = held.end.clone();
+        self.superseded.remove(&end);
+        self.snapshots.push(end.clone());
+        if end.1.len() > held.asked
+            && let Some(earlier) = held.passing.replace(end)
+            && self.snapshots.contains(&earlier)
+            && !self.ends().any(|end| *end == earlier)
+        {
+            self.superseded.insert(earlier);
+        }
+    }
+
+    /// Copies the snapshot at the end of a lease to the other working slot.
+    fn restore(&mut self, source: &mut Source<'_>) {
+        if self.held.is_empty() {
+            return;
+        }
+        let Held { lease, end, .. } = &self.held[source.below(self.held.len())];
+        agree(lease.restore(9, STREAM), false);
+        let is_right = end.1.is_empty() || self.snapshots.contains(end);
+        if agree(lease.restore(2, STREAM), self.states.is_some() && is_right).is_some() {
+            let (region, offset, bytes) = self.state(2).expect("it was restored");
+            let state = region.read::<i32>(offset, bytes / size_of::<i32>()).expect("in the state");
+            assert!(!state.is_empty() && state.iter().all(|part| *part == state_after(&end.1)));
+        }
     }
 
     fn release(&mut self, source: &mut Source<'_>) {
@@ -243,10 +487,12 @@ impl Prefixes {
         self.drop_detached();
     }
 
-    /// Drops the prefixes of earlier generations without a lease.
+    /// Drops the prefixes of earlier generations that nothing holds.
     fn drop_detached(&mut self) {
-        let (current, held) = (&self.current, &self.held);
-        self.cached.retain(|key, _| current.contains(&key.0) || held.iter().any(|held| held.locks(key)));
+        let mut cached = std::mem::take(&mut self.cached);
+        cached.retain(|key, _| self.current.contains(&key.0) || self.is_locked(key));
+        self.cached = cached;
+        self.snapshots.retain(|key| self.cached.contains_key(key));
     }
 
     fn alloc(&mut self, source: &mut Source<'_>) {
@@ -262,23 +508,32 @@ impl Prefixes {
             }
         }
         let mut slots = self.slots_of(&given, usize::MAX);
-        let cached: Vec<i32> = self.cached.values().copied().collect();
+        let cached: Vec<i32> = self.cached.values().map(|page| page.number).collect();
         if !cached.is_empty() && source.rarely(3) {
             let page = source.of(&cached);
             slots.extend(self.slots_of(&[page], 1));
             self.dropped += 1;
         }
-        let slots = kvpool::kernels::Indices::Host(source.index_vec(&slots));
-        let bad = self.allocator.free(&slots, None, || None, STREAM).expect("not strict");
+        let slots = Indices::Host(source.index_vec(&slots));
+        let fence = source.rarely(4).then(|| self.fences.make());
+        let after = fence.as_ref().map(|(_, fence)| fence);
+        let bad = self.allocator.free(&slots, after, || None, STREAM).expect("not strict");
+        self.fenced.extend(fence.map(|(id, _)| (id, given)));
         let reasons: BTreeSet<_> = bad.first().iter().map(|(_, reason)| format!("{reason:?}")).collect();
         assert!(reasons.iter().all(|reason| reason == "Cached"), "{reasons:?}");
     }
 
+    fn pass_a_fence(&mut self, source: &mut Source<'_>) {
+        if let Some(passed) = self.fences.pass(source) {
+            self.allocator.poll(STREAM).expect("fences do not fail");
+            self.fenced.retain(|(id, _)| *id != passed);
+        }
+    }
+
     fn evict(&mut self, source: &mut Source<'_>) {
         let asked = source.below(12);
-        let evictable = self.cached.keys().filter(|key| !self.is_locked(key)).count();
+        let pages = asked.div_ceil(self.page_size).min(self.evictable());
         let evicted = self.cache.evict(asked, STREAM);
-        let pages = asked.div_ceil(self.page_size).min(evictable);
         assert_eq!(evicted, pages * self.page_size);
         self.note_evicted(pages);
     }
@@ -287,6 +542,7 @@ impl Prefixes {
         let name = source.rarely(3).then(|| source.below(size(NAMESPACES)));
         let namespace = name.map(|name| Namespace::Number(int(name)));
         self.cache.clear(namespace.as_ref(), STREAM);
+        self.pinned.retain(|(pinned, _)| name.is_some_and(|name| name != *pinned));
         for cleared in 0..self.current.len() {
             if name.is_none_or(|name| name == cleared) {
                 self.current[cleared] = self.generations;
@@ -299,33 +555,71 @@ impl Prefixes {
     /// Calls that must be refused, and change nothing.
     fn misuse(&mut self, source: &mut Source<'_>) {
         let Some(held) = self.held.first() else { return };
-        let free: Vec<i32> = (1..=i32::try_from(self.allocator.stats().capacity / self.page_size)
-            .expect("small"))
-            .filter(|page| !self.own.contains(page) && !self.cached.values().any(|cached| cached == page))
-            .collect();
-        let page = match (source.below(3), self.own.first(), free.first()) {
-            (0, Some(&own), _) => vec![own, own],
-            (1, _, Some(&free)) => vec![free],
+        let mut pages = 1..=i32::try_from(self.allocator.stats().capacity / self.page_size).expect("small");
+        let is_cached = |page: &i32| self.cached.values().any(|cached| cached.number == *page);
+        let free = pages.find(|page| {
+            !self.own.contains(page)
+                && !is_cached(page)
+                && !self.fenced.iter().any(|(_, pages)| pages.contains(page))
+        });
+        let fenced = self.fenced.iter().flat_map(|(_, pages)| pages).next();
+        let cached = self.cached.values().next().map(|page| page.number);
+        let page = match (source.below(5), self.own.first(), free, fenced, cached) {
+            (0, Some(&own), ..) => vec![own, own],
+            (1, _, Some(free), ..) => vec![free],
+            (2, _, _, Some(&fenced), _) => vec![fenced],
+            (3, .., Some(cached)) => vec![cached],
             _ => vec![-1],
         };
         // Tokens that no prefix has: nothing of it is found.
         let more = vec![7; page.len() * self.page_size];
-        let slots = IndexVec::I64(self.slots_of(&page, usize::MAX));
+        let mut listed = self.slots_of(&page, usize::MAX);
+        let slots = IndexVec::I64(listed.clone());
         let offer = Offer { tokens: &more.as_slice(), slots: Some(&slots), state: None };
         agree(held.lease.publish(&offer, STREAM), false);
         let few: &[i32] = &more[1..];
         agree(held.lease.publish(&Offer { tokens: &few, ..offer }, STREAM), false);
         let negative = vec![-1; more.len()];
         agree(held.lease.publish(&Offer { tokens: &negative.as_slice(), ..offer }, STREAM), false);
+        agree(held.lease.publish(&Offer { slots: None, ..offer }, STREAM), false);
+        if self.page_size > 1 {
+            // Not at its place in a page.
+            listed.reverse();
+            let reversed = IndexVec::I64(listed);
+            agree(held.lease.publish(&Offer { slots: Some(&reversed), ..offer }, STREAM), false);
+        }
+        if self.states.is_none() {
+            let (tokens, none): (&[i32], _) = (&[], IndexVec::I64(Vec::new()));
+            let offer = Offer { tokens: &tokens, slots: Some(&none), state: Some(1) };
+            agree(held.lease.publish(&offer, STREAM), false);
+        }
         agree(self.cache.acquire(&Namespace::Unnamed, &negative.as_slice(), 9, STREAM), false);
+        agree(self.cache.explain(&Namespace::Unnamed, &negative.as_slice(), STREAM), false);
+        agree(self.cache.pin(&held.lease, Some(Duration::MAX), 0, STREAM), false);
     }
 
     fn pin(&mut self, source: &mut Source<'_>) {
-        let Some(held) = self.held.last() else { return };
+        let Some(Held { lease, name, end, .. }) = self.held.last() else { return };
         let priority = u8::try_from(source.below(3)).expect("small");
-        // Pins that are over at once, and ones that only change the order.
-        let time = source.flip().then_some(std::time::Duration::ZERO);
-        self.cache.pin(&held.lease, time, priority, STREAM).expect("everything may be pinned");
+        // Pins that are over at once, ones that only change the order, and ones that do not end by themselves.
+        let time = source.of(&[None, Some(Duration::ZERO), Some(LONG)]);
+        let way: BTreeSet<Key> = self.prefixes_of(end.0, &end.1).collect();
+        let pinned =
+            self.cached.iter().filter(|(key, page)| way.contains(key) || self.is_pinned(key, **page));
+        let capacity = u32::try_from(self.allocator.stats().capacity).expect("small");
+        let is_right = f64::from(u32::try_from(pinned.count() * self.page_size).expect("small"))
+            <= (f64::from(capacity) * self.max_pinned).floor();
+        let answer = agree(self.cache.pin(lease, time, priority, STREAM), is_right);
+        match time.filter(|_| answer.is_some()) {
+            Some(LONG) => self.pinned.push((*name, end.clone())),
+            None if answer.is_some() => {
+                for key in way {
+                    let page = self.cached.get_mut(&key).expect("cached");
+                    page.priority = page.priority.max(priority + 1);
+                }
+            }
+            _ => (),
+        }
     }
 
     fn clear_allocator(&mut self) {
@@ -334,7 +628,11 @@ impl Prefixes {
             assert!(held.lease.len().is_err(), "its slots are gone");
         }
         self.cached.clear();
+        self.pinned.clear();
+        self.snapshots.clear();
+        self.superseded.clear();
         self.own.clear();
+        self.fenced.clear();
     }
 
     /// Follows the events, as a router does, and looks at every part of a prompt.
@@ -357,16 +655,18 @@ impl Prefixes {
     }
 
     /// The parts of a prompt are explained in order, and what is cached is what would be found.
-    fn explain(&self, namespace: &Namespace, prompt: &[i32]) {
-        let parts = self.cache.explain(namespace, &prompt, STREAM).expect("tokens");
+    fn explain(&self, name: usize, prompt: &[i32]) {
+        let parts = self.cache.explain(&Namespace::Number(int(name)), &prompt, STREAM).expect("tokens");
         let ends = parts.iter().map(|part| part.range.end);
         assert!(
             parts.iter().map(|part| part.range.start).eq(std::iter::once(0).chain(ends).take(parts.len()))
         );
         assert_eq!(parts.last().map_or(0, |part| part.range.end), prompt.len());
-        let cached = parts.iter().find(|part| matches!(part.whereabouts, Whereabouts::Device));
-        let found = self.cache.cached_len(namespace, &prompt, STREAM).expect("tokens");
-        assert_eq!(cached.map_or(0, |part| part.range.end), found);
+        let device = parts.iter().find(|part| matches!(part.whereabouts, Whereabouts::Device));
+        let usable = self.usable(self.current[name], prompt);
+        assert_eq!(device.map_or(0, |part| part.range.end), usable);
+        let bare = parts.iter().find(|part| matches!(part.whereabouts, Whereabouts::NoSnapshot));
+        assert_eq!(bare.map_or(usable, |part| part.range.end), self.find(self.current[name], prompt));
         let rest = parts.iter().find(|part| matches!(part.whereabouts, Whereabouts::PageNotFull));
         assert_eq!(rest.map_or(0, |part| part.range.len()), prompt.len() % self.page_size);
     }
@@ -376,19 +676,45 @@ impl Prefixes {
         self.cache.verify(STREAM).expect("a consistent cache");
         self.allocator.verify().expect("a consistent allocator");
         let (tree, slots) = (self.cache.tree_stats(STREAM), self.allocator.stats());
-        let locked = self.cached.keys().filter(|key| self.is_locked(key)).count();
+        let locked = self.cached.len() - self.evictable();
         let sizes =
             [self.cached.len(), locked, self.cached.len() - locked].map(|pages| pages * self.page_size);
         assert_eq!([tree.cached, tree.locked, tree.evictable], sizes);
         assert_eq!(slots.cached, tree.cached);
-        assert_eq!(slots.available + self.own.len() * self.page_size + tree.cached, slots.capacity);
+        assert_eq!(slots.fenced, self.fenced_pages() * self.page_size);
+        let own = self.own.len() * self.page_size;
+        assert_eq!(slots.available + own + slots.fenced + tree.cached, slots.capacity);
         assert_eq!(slots.dropped_frees, self.dropped);
-        for held in &self.held {
-            let pages = held.lease.pages(0).expect("a lease");
-            let lens = (self.page_size..=held.tokens.len()).step_by(self.page_size);
-            let expected = lens.map(|len| self.cached[&(held.generation, held.tokens[..len].to_vec())]);
-            let pages: Vec<String> = pages.iter().map(ToString::to_string).collect();
-            assert_eq!(pages, expected.map(|page| page.to_string()).collect::<Vec<_>>());
+        assert_eq!(tree.snapshots, self.snapshots.len());
+        if let Some(states) = &self.states {
+            assert_eq!(states.tracks().rows().in_use(), self.snapshots.len());
+        }
+        for Held { lease, end, .. } in &self.held {
+            let pages = lease.pages(0).expect("a lease");
+            let expected = self.prefixes_of(end.0, &end.1).map(|key| self.cached[&key].number.to_string());
+            assert!(pages.iter().map(ToString::to_string).eq(expected));
+            let state = lease.state_slot().expect("a lease");
+            assert_eq!(state.is_some(), self.snapshots.contains(end));
+        }
+        self.look_at_pages();
+    }
+
+    /// Compares the state of each page.
+    fn look_at_pages(&self) {
+        let by_page: BTreeMap<i32, &Key> = self.cached.iter().map(|(key, page)| (page.number, key)).collect();
+        for piece in self.allocator.occupancy().pieces {
+            for slot in piece.range.step_by(self.page_size) {
+                let page = i32::try_from(slot / self.page_size).expect("small");
+                let is_fenced = || self.fenced.iter().any(|(_, pages)| pages.contains(&page));
+                let expected = match by_page.get(&page) {
+                    Some(key) if self.is_locked(key) => State::Locked,
+                    Some(_) => State::Evictable,
+                    None if self.own.contains(&page) => State::Live,
+                    None if is_fenced() => State::Fenced,
+                    None => State::Free,
+                };
+                assert_eq!(piece.state, expected, "page {page}");
+            }
         }
     }
 }

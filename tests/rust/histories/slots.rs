@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
-use kvpool::base::{IndexVec, Result};
+use kvpool::base::{IndexDType, IndexVec, Result};
 use kvpool::index::{BadFree, BadFrees, Order};
 use kvpool::kernels::Indices;
 use kvpool::pool::{AllocatorConfig, Fence, TokenToKvPoolAllocator};
@@ -70,7 +70,13 @@ pub(super) fn run(source: &mut Source<'_>) {
     let page_size = source.of(&[1, 1, 2, 3, 4, 16]);
     let count = 1 + source.below(150);
     let (is_sorted, strict) = (source.flip(), source.rarely(4));
-    let config = AllocatorConfig { size: count, page_size, need_sort: is_sorted, strict };
+    let config = AllocatorConfig {
+        size: count,
+        page_size,
+        need_sort: is_sorted,
+        strict,
+        index_dtype: source.of(&[IndexDType::I32, IndexDType::I64]),
+    };
     let made = TokenToKvPoolAllocator::new(&config, &host());
     let order = if is_sorted { Order::Sorted } else { Order::Fifo };
     let model = SlotModel::new(count, page_size, order);
@@ -108,7 +114,7 @@ impl Slots {
             }
             28 | 29 => self.end_group(),
             30 => {
-                self.pool.merge_and_sort_free();
+                self.pool.merge_and_sort_free(STREAM).expect("nothing is in flight");
                 self.model.merge();
             }
             _ if source.rarely(4) => {

@@ -1,1 +1,91 @@
-"""SGLang on kvpool."""
+"""SGLang on kvpool's pools: a plugin of SGLang 0.5.23.
+
+`pip install 'kvpool[sglang]'`, then start SGLang with `SGLANG_PLUGINS=kvpool` in its environment. The classes
+of `pools` replace SGLang's own before it makes any pool: token slots, paged slots, state slots, request rows,
+and the buffers of K and V. Everything else of SGLang stays as it is.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from importlib.metadata import version
+from typing import Any
+
+from kvpool.errors import ConfigError
+
+__all__ = ["TESTED_VERSIONS", "is_switched_on", "register", "register_tree_core"]
+
+TESTED_VERSIONS = ("0.5.23",)
+"""Versions of SGLang on which the plugin has passed its tests."""
+
+_logger = logging.getLogger("kvpool")
+
+
+def is_switched_on() -> bool:
+    """Whether the environment asks for kvpool: `SGLANG_PLUGINS` names it, or `KVPOOL_SGLANG` is 1.
+
+    SGLang loads every installed plugin where `SGLANG_PLUGINS` is not set, so that to be installed is not
+    enough.
+    """
+    named = os.environ.get("SGLANG_PLUGINS", "").split(",")
+    return "kvpool" in (name.strip() for name in named) or os.environ.get("KVPOOL_SGLANG") == "1"
+
+
+def register_tree_core() -> None:
+    """Registers the tree core and the radix cache "kvpool" with SGLang, where they can be chosen.
+
+    Does nothing the second time. What they need of SGLang is imported when they are made: the pools
+    are replaced first.
+    """
+    from sglang.srt.mem_cache import registry  # noqa: PLC0415
+    from sglang.srt.mem_cache.unified_cache import tree_core_registry  # noqa: PLC0415
+
+    if tree_core_registry.get_tree_core_factory("kvpool") is None:
+        tree_core_registry.register_tree_core_backend("kvpool", _make_tree_core)
+    if registry.get_radix_cache_factory("kvpool") is None:
+        registry.register_radix_cache_backend("kvpool", _make_radix_cache)
+
+
+def _make_tree_core(params: object, components: Any) -> object:
+    from kvpool.integrations.sglang.tree_core import make_tree_core  # noqa: PLC0415
+
+    return make_tree_core(params, components)
+
+
+def _make_radix_cache(ctx: object) -> object:
+    from kvpool.integrations.sglang.tree_core import make_radix_cache  # noqa: PLC0415
+
+    return make_radix_cache(ctx)
+
+
+def register() -> None:
+    """Registers the replacements with SGLang, which calls this in each of its processes.
+
+    Does nothing unless it is switched on. With `KVPOOL_SGLANG_STRICT=1` an invalid free raises.
+
+    Raises:
+        ConfigError: If a class or a signature is not the one that the replacements were written for. Nothing
+            is replaced then. SGLang logs the error, and goes on with its own pools.
+    """
+    if not is_switched_on():
+        return
+    found = version("sglang")
+    if found not in TESTED_VERSIONS:
+        _logger.warning(
+            "SGLang %s was not tested with kvpool; tested are %s", found, ", ".join(TESTED_VERSIONS)
+        )
+    # SGLang is imported only once it is known to be used.
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: PLC0415
+
+    from kvpool.integrations.sglang.seams import check_seams  # noqa: PLC0415
+
+    problems = check_seams()
+    if problems:
+        raise ConfigError(f"SGLang {found} is not what kvpool was written for: {'; '.join(problems)}")
+    from kvpool.integrations.sglang.pools import REPLACEMENTS  # noqa: PLC0415
+
+    register_tree_core()
+
+    for target, replacement in REPLACEMENTS.items():
+        HookRegistry.register(target, replacement, HookType.REPLACE)

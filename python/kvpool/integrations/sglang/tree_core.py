@@ -1,7 +1,7 @@
 """SGLang's prefix cache over kvpool's tree: a tree core for its `UnifiedRadixCache`.
 
-`register_tree_core` makes it selectable: `SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND=kvpool` uses `KvTreeCore`
-under SGLang's own cache, which keeps every feature of it; `--radix-cache-backend kvpool` uses
+`kvpool.integrations.sglang.register` makes it selectable. `KvTreeCore` under SGLang's own cache, which keeps
+every feature of it, is `SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND=kvpool`; `--radix-cache-backend kvpool` is
 `KvUnifiedRadixCache` as well, which evicts in one call.
 
 Where only SGLang's own core can do what is asked for (a host tier, storage, sessions, a custom component), it
@@ -33,8 +33,6 @@ from sglang.srt.mem_cache.unified_cache.cache_action import (
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.tree_core_registry import (
     create_tree_core,
-    get_tree_core_factory,
-    register_tree_core_backend,
 )
 from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import (
     BaseEvictionResult,
@@ -73,7 +71,6 @@ __all__ = [
     "make_radix_cache",
     "make_tree_core",
     "reason_to_delegate",
-    "register_tree_core",
 ]
 
 _NAME = "kvpool"
@@ -137,30 +134,6 @@ def check_tree_core() -> list[str]:
     return differences
 
 
-def register_tree_core() -> None:
-    """Registers the tree core and the radix cache with SGLang as "kvpool". Does nothing the second time.
-
-    Raises:
-        ConfigError: If SGLang calls a tree core otherwise than the one that this was written for. Nothing is
-            registered then.
-    """
-    differences = check_tree_core()
-    if differences:
-        raise ConfigError(
-            "SGLang's tree core is not the one that kvpool was written for: " + "; ".join(differences)
-        )
-    # The registry of caches imports what depends on the platform.
-    from sglang.srt.mem_cache.registry import (  # noqa: PLC0415
-        get_radix_cache_factory,
-        register_radix_cache_backend,
-    )
-
-    if get_tree_core_factory(_NAME) is None:
-        register_tree_core_backend(_NAME, make_tree_core)
-    if get_radix_cache_factory(_NAME) is None:
-        register_radix_cache_backend(_NAME, make_radix_cache)
-
-
 def reason_to_delegate(params: CacheInitParams) -> str | None:
     """Why SGLang's own tree core must be used, or `None` if kvpool's can be.
 
@@ -198,7 +171,15 @@ def make_tree_core(params: CacheInitParams, components: dict[ComponentType, Any]
     Args:
         params: What SGLang makes the cache of.
         components: The components of the cache, for SGLang's Python core.
+
+    Raises:
+        ConfigError: If SGLang calls a tree core otherwise than the one that this was written for.
     """
+    differences = check_tree_core()
+    if differences:
+        raise ConfigError(
+            "SGLang's tree core is not the one that kvpool was written for: " + "; ".join(differences)
+        )
     reason = reason_to_delegate(params)
     if reason is None:
         return KvTreeCore(params)

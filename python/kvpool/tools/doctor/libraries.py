@@ -189,8 +189,8 @@ def _why_not_shared(torch: Any) -> str:  # noqa: ANN401 - a module
 
 
 def libraries() -> list[Finding]:
-    """Check NumPy, transformers and the libraries of the tools."""
-    return [_numpy(), _ml_dtypes(), _transformers(), *(_tool(name) for name in TOOLS)]
+    """Check NumPy, transformers, the libraries of the tools, and engines that are installed."""
+    return [_numpy(), _ml_dtypes(), _transformers(), *(_tool(name) for name in TOOLS), *_sglang()]
 
 
 def _numpy() -> Finding:
@@ -227,6 +227,20 @@ def _transformers() -> Finding:
         return Finding(LIBRARIES, "transformers", OK, str(version_of("transformers")))
     status = MISSING if version_of("transformers") is None else NOTE
     return Finding(LIBRARIES, "transformers", status, f"{problem} (kvpool serve, PooledModel)", advice)
+
+
+def _sglang() -> list[Finding]:
+    """Whether an installed SGLang can run on kvpool, and does."""
+    found = version_of("sglang")
+    if found is None:
+        return []
+    from kvpool.integrations import sglang  # noqa: PLC0415 - this file must load even if kvpool does not
+
+    if found not in sglang.TESTED_VERSIONS:
+        text = f"{found}; tested are {', '.join(sglang.TESTED_VERSIONS)}"
+        return [Finding(LIBRARIES, "sglang", NOTE, text, f"pip install sglang=={sglang.TESTED_VERSIONS[-1]}")]
+    switch = "on kvpool's pools" if sglang.is_switched_on() else "on its own pools; SGLANG_PLUGINS=kvpool"
+    return [Finding(LIBRARIES, "sglang", OK, f"{found}, {switch}")]
 
 
 def _tool(name: str) -> Finding:

@@ -86,10 +86,20 @@ impl Ghosts {
         (at.tokens() / self.unit) & TIME
     }
 
+    /// Reads the set of a block, so that it is near when the block is looked for.
+    pub(super) fn fetch(&self, key: PageKey) -> u64 {
+        self.sets[self.place(key)][0]
+    }
+
     fn set(&mut self, key: PageKey) -> &mut [u64; WAYS] {
+        let place = self.place(key);
+        &mut self.sets[place]
+    }
+
+    fn place(&self, key: PageKey) -> usize {
         // The lower half of the key picks the set, the upper half is the tag.
         let set = ((key.0 & REST) * self.sets.len() as u64) >> 32;
-        &mut self.sets[usize::try_from(set).expect("below the number of sets")]
+        usize::try_from(set).expect("below the number of sets")
     }
 }
 

@@ -1,0 +1,286 @@
+"""Classes that stand in for SGLang's pools, each over a pool of kvpool.
+
+They have no bookkeeping: SGLang's calls go to the methods of kvpool's pools, most of them without a function
+in between. What a class does not define is SGLang's own, inherited.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from abc import ABCMeta
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from sglang.srt.mem_cache import memory_pool
+from sglang.srt.mem_cache.allocator import mamba, paged, token
+from typing_extensions import override
+
+from kvpool._kvpool import KVPool, ReqToTokenPool, TokenToKVPoolAllocator
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["REPLACEMENTS"]
+
+_logger = logging.getLogger("kvpool")
+
+
+class _StandIn(ABCMeta):
+    """The type of a class that stands in for `replaced`, a class of SGLang.
+
+    Instances and subclasses of the original are those of the stand-in: SGLang asks for them by a name that
+    now means the stand-in, and has derived classes before. The check is that of `type`: that of an abstract
+    base class would ask every subclass of the original, and so the stand-in again.
+    """
+
+    @override
+    def __instancecheck__(cls, instance: object) -> bool:
+        replaced = cls.__dict__.get("replaced")
+        return type.__instancecheck__(replaced, instance) if replaced else super().__instancecheck__(instance)
+
+    @override
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        replaced = cls.__dict__.get("replaced")
+        return type.__subclasscheck__(replaced, subclass) if replaced else super().__subclasscheck__(subclass)
+
+    def __call__(cls, *args: Any, **options: Any) -> Any:  # noqa: ANN401 - those of the class
+        """An instance, or one of the original if memory has to come from PyTorch. Logs which."""
+        replaced: Any = cls.__dict__.get("replaced")
+        if replaced is None:
+            return super().__call__(*args, **options)
+        if options.get("enable_memory_saver") and not issubclass(cls, _KvBuffers):
+            _logger.info("SGLang: %s stays its own, because of enable_memory_saver", replaced.__name__)
+            return replaced(*args, **options)
+        made = super().__call__(*args, **options)
+        _logger.info("SGLang: %s is kvpool's", replaced.__name__)
+        return made
+
+
+def _to_pool(name: str) -> Callable[..., Any]:
+    """A method that calls method `name` of the pool."""
+
+    def method(self: Any, *args: Any, **options: Any) -> Any:  # noqa: ANN401 - those of the method
+        return getattr(self._pool, name)(*args, **options)
+
+    return method
+
+
+class _Slots:
+    """An allocator of SGLang over one of kvpool, which is made by the first `clear`."""
+
+    size: int
+    page_size: int = 1
+    need_sort: bool = False
+    device: str
+    _pool: Any = None
+
+    # The calls of SGLang, and the methods of the pool.
+    _CALLS: ClassVar = {
+        "alloc": "alloc",
+        "available_size": "available_size",
+        "free": "free",
+        "free_group_begin": "free_group_begin",
+        "free_group_end": "free_group_end",
+        "free_page_ids": "free_pages",
+        "free_segment": "free_segment",
+        "free_segments": "free_segments",
+        "merge_and_sort_free": "merge_and_sort_free",
+    }
+
+    def clear(self) -> None:
+        """Frees every slot. `size` may have changed."""
+        if self._pool is not None:
+            if self.size != self._pool.size:
+                self._pool.resize(self.size)
+            self._pool.clear()
+            return
+        strict = os.environ.get("KVPOOL_SGLANG_STRICT") == "1"
+        self._pool = TokenToKVPoolAllocator(
+            self.size, self.device, self.page_size, self.need_sort, strict=strict, index_dtype="int64"
+        )
+        # Calls go to the pool at once, unless a subclass or another plugin has a method of its own.
+        for call, method in self._CALLS.items():
+            if getattr(type(self), call) is getattr(_Slots, call):
+                setattr(self, call, getattr(self._pool, method))
+
+    def get_all_free_pages(self) -> torch.Tensor:
+        """The free pages in no order, for SGLang's checks."""
+        return torch.cat((self._pool.free_slots, self._pool.release_slots))
+
+
+for _call, _method in _Slots._CALLS.items():  # noqa: SLF001 - of this module
+    setattr(_Slots, _call, _to_pool(_method))
+
+
+class _TokenSlots(_Slots, token.TokenToKVPoolAllocator, metaclass=_StandIn):  # type: ignore[misc]
+    """Token slots."""
+
+    replaced = token.TokenToKVPoolAllocator
+
+
+class _PagedSlots(_Slots, paged.PagedTokenToKVPoolAllocator, metaclass=_StandIn):  # type: ignore[misc]
+    """Token slots in pages."""
+
+    replaced = paged.PagedTokenToKVPoolAllocator
+
+    @override
+    def alloc_extend(
+        self,
+        prefix_lens: torch.Tensor,
+        prefix_lens_cpu: torch.Tensor,
+        seq_lens: torch.Tensor,
+        seq_lens_cpu: torch.Tensor,
+        last_loc: torch.Tensor,
+        extend_num_tokens: int,
+        num_new_pages: int | None = None,
+    ) -> Any:
+        """Takes the slots of a prefill; the numbers on the host say how many."""
+        return self._pool.alloc_extend(prefix_lens_cpu, seq_lens_cpu, last_loc)
+
+    @override
+    def alloc_decode(self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor) -> Any:
+        """Takes one slot for each request; the numbers on the host say where pages begin."""
+        return self._pool.alloc_decode(seq_lens_cpu, last_loc)
+
+
+class _StateSlots(_Slots, mamba.MambaSlotAllocator, metaclass=_StandIn):  # type: ignore[misc]
+    """Slots of linear-attention states. One at a time costs as little as many, so that groups do nothing."""
+
+    replaced = mamba.MambaSlotAllocator
+
+    @override
+    def alloc_group_begin(self, num_reqs: int) -> None:
+        """Does nothing."""
+
+    @override
+    def alloc_group_end(self) -> None:
+        """Does nothing."""
+
+    @property
+    def free_slots(self) -> torch.Tensor:
+        """The free slots, for SGLang's checks."""
+        return self.get_all_free_pages()
+
+
+class _FreeRows:
+    """The number of free rows, for what asks for the length of a list of them."""
+
+    def __init__(self, pool: ReqToTokenPool) -> None:
+        self._pool = pool
+
+    def __len__(self) -> int:
+        return self._pool.available_size()
+
+
+class _Rows(memory_pool.ReqToTokenPool, metaclass=_StandIn):  # type: ignore[misc]
+    """Request rows, in a table that SGLang's kernels write."""
+
+    replaced = memory_pool.ReqToTokenPool
+    _pool: Any = None
+
+    @override
+    def __init__(
+        self,
+        size: int,
+        max_context_len: int,
+        device: str,
+        enable_memory_saver: bool,
+    ) -> None:
+        strict = os.environ.get("KVPOOL_SGLANG_STRICT") == "1"
+        pool = ReqToTokenPool(
+            size, max_context_len, device, strict=strict, zero_rows=False, foreign_writes=True
+        )
+        self._pool = pool
+        self.size = size
+        self._alloc_size = size + 1
+        self.max_context_len = max_context_len
+        self.device = device
+        self.req_to_token = pool.req_to_token
+        self.req_generation = pool.generation
+        self.free_slots = _FreeRows(pool)
+        self._aux_cache = None
+        if getattr(type(self), "available_size", None) is _Rows.replaced.available_size:
+            setattr(self, "available_size", pool.available_size)  # noqa: B010 - it is a method of the class
+
+    @override
+    def alloc_rows(self, need_size: int) -> Any:
+        """Takes rows, and tells SGLang's hook of them."""
+        if self._pool is None:
+            return super().alloc_rows(need_size)  # a subclass with a constructor of its own
+        rows = self._pool.alloc(need_size)
+        if rows and self._on_alloc_rows is not None:
+            self._on_alloc_rows(rows)
+        return rows
+
+    @override
+    def free_rows(self, indices: list[int]) -> None:
+        """Frees rows, and what SGLang keeps beside them."""
+        if self._pool is None:
+            super().free_rows(indices)
+            return
+        if self._aux_cache is not None:
+            for index in indices:
+                self._aux_cache.free(index)
+        self._pool.free(indices)
+
+    @override
+    def clear(self) -> None:
+        """Frees every row. Their generations go on."""
+        if self._pool is None:
+            super().clear()
+            return
+        self._pool.clear()
+        if self._aux_cache is not None:
+            self._aux_cache.clear()
+
+
+class _HybridRows(memory_pool.HybridReqToTokenPool, _Rows, metaclass=_StandIn):  # type: ignore[misc]
+    """Request rows of a model with linear attention: SGLang's class, with kvpool's rows below it."""
+
+    replaced = memory_pool.HybridReqToTokenPool
+
+
+class _KvBuffers(memory_pool.MHATokenToKVPool, metaclass=_StandIn):  # type: ignore[misc]
+    """Buffers of K and V in one region."""
+
+    replaced = memory_pool.MHATokenToKVPool
+
+    @override
+    def _create_buffers_normal(self) -> None:
+        why = self._why_not()
+        if why:
+            _logger.info("SGLang: the buffers of K and V stay its own: %s", why)
+            super()._create_buffers_normal()
+            return
+        (rows, head_num, k_dim), (_, _, v_dim) = self._kv_buffer_shapes()
+        self.kvpool = KVPool(
+            rows - self.page_size,
+            self.layer_num,
+            head_num,
+            k_dim,
+            self.device,
+            self.store_dtype,
+            v_head_dim=v_dim,
+            page_size=self.page_size,
+            pin_memory=False,
+        )
+        self.k_buffer = [buffer[:rows] for buffer in self.kvpool.k_buffer]
+        self.v_buffer = [buffer[:rows] for buffer in self.kvpool.v_buffer]
+
+    def _why_not(self) -> str:
+        """Why the buffers must be SGLang's own; empty if they need not."""
+        if self.memory_saver_adapter.enabled or self.enable_custom_mem_pool:
+            return "memory has to come from PyTorch"
+        if self.kv_cache_layout != "nhd":
+            return f"layout {self.kv_cache_layout}"
+        if torch.device(self.device).type != "cpu":
+            return "its kernels need V at a whole number of pages behind K"
+        return ""
+
+
+REPLACEMENTS: dict[str, type] = {
+    f"{stand_in.replaced.__module__}.{stand_in.replaced.__name__}": stand_in
+    for stand_in in (_TokenSlots, _PagedSlots, _StateSlots, _Rows, _HybridRows, _KvBuffers)
+}
+"""The stand-ins, by what they replace."""

@@ -1,0 +1,92 @@
+"""What the plugin relies on in SGLang: classes, and the names of the parameters of their methods."""
+
+from __future__ import annotations
+
+import inspect
+from importlib import import_module
+from typing import Any
+
+__all__ = ["SEAMS", "check_seams"]
+
+_ALLOCATOR = "sglang.srt.mem_cache.allocator"
+_POOLS = "sglang.srt.mem_cache.memory_pool"
+_EXTEND = "self prefix_lens prefix_lens_cpu seq_lens seq_lens_cpu last_loc extend_num_tokens num_new_pages"
+
+SEAMS: dict[str, dict[str, str]] = {
+    f"{_ALLOCATOR}.token.TokenToKVPoolAllocator": {
+        "__init__": "self size dtype device kvcache need_sort",
+        "alloc": "self need_size",
+        "available_size": "self",
+        "clear": "self",
+        "free": "self free_index",
+        "free_group_begin": "self",
+        "free_group_end": "self",
+        "free_page_ids": "self page_ids",
+        "free_segment": "self free_index start_pos",
+        "free_segments": "self segments",
+        "get_all_free_pages": "self",
+        "merge_and_sort_free": "self",
+        "resize": "self config",
+    },
+    f"{_ALLOCATOR}.paged.PagedTokenToKVPoolAllocator": {
+        "__init__": "self size page_size dtype device kvcache need_sort",
+        "alloc": "self need_size",
+        "alloc_extend": _EXTEND,
+        "alloc_decode": "self seq_lens seq_lens_cpu last_loc",
+        "available_size": "self",
+        "clear": "self",
+        "free": "self free_index",
+        "free_group_begin": "self",
+        "free_group_end": "self",
+        "free_page_ids": "self page_ids",
+        "free_segment": "self free_index start_pos",
+        "free_segments": "self segments",
+        "get_all_free_pages": "self",
+        "merge_and_sort_free": "self",
+        "resize": "self config",
+    },
+    f"{_ALLOCATOR}.mamba.MambaSlotAllocator": {
+        "__init__": "self size device",
+        "alloc": "self need_size",
+        "alloc_group_begin": "self num_reqs",
+        "alloc_group_end": "self",
+        "available_size": "self",
+        "clear": "self",
+        "free": "self free_index",
+    },
+    f"{_POOLS}.ReqToTokenPool": {
+        "__init__": "self size max_context_len device enable_memory_saver",
+        "alloc_rows": "self need_size",
+        "available_size": "self",
+        "clear": "self",
+        "free_rows": "self indices",
+        "write": "self indices values",
+    },
+    f"{_POOLS}.HybridReqToTokenPool": {"alloc": "self reqs", "clear": "self"},
+    f"{_POOLS}.MHATokenToKVPool": {"_create_buffers_normal": "self", "_kv_buffer_shapes": "self"},
+}
+"""By class, the methods and the names of their parameters."""
+
+
+def check_seams() -> list[str]:
+    """Compares the installed SGLang with `SEAMS`. Returns a line for each difference."""
+    problems = []
+    for target, methods in SEAMS.items():
+        module, _, name = target.rpartition(".")
+        try:
+            found: Any = getattr(import_module(module), name)
+        except (ImportError, AttributeError) as error:
+            problems.append(f"{target} is missing ({error})")
+            continue
+        for method, expected in methods.items():
+            function = getattr(found, method, None)
+            if function is None:
+                problems.append(f"{name}.{method}({expected.replace(' ', ', ')}) is missing")
+                continue
+            parameters = " ".join(inspect.signature(function).parameters)
+            if parameters != expected:
+                problems.append(
+                    f"{name}.{method} has the parameters ({parameters.replace(' ', ', ')}), "
+                    f"expected were ({expected.replace(' ', ', ')})"
+                )
+    return problems

@@ -1,0 +1,482 @@
+//! The tree by its nodes, for engines that hold nodes instead of leases.
+//!
+//! Prefixes are found in whole steps ([`Tree::in_steps`]), while pages are kept one by one. What is left of an
+//! insertion behind its last whole step is a *tail*: a leaf that no look-up finds. It stays with those that
+//! inserted it: the next insertion of the same pages takes it over, and it is not evicted while the node before
+//! it is locked, as the lock of its request is on that node. A root has no such lock, so a tail below a root is
+//! locked until its pages are inserted again.
+//!
+//! *Cost.* A tail costs two look-ups in a table. Without tails there are none.
+
+use std::collections::{BTreeSet, HashMap};
+
+use crate::base::{Id, Page, Result, widen};
+
+use super::evict::Evicted;
+use super::{History, Kind, Namespace, NodeId, Place, Tick, Tokens, Tree};
+use crate::cache::Remembered;
+use crate::cache::explain::Cause;
+
+/// The name of a node. No other node of the tree ever has it. When a node is cut in two, the deeper part keeps
+/// the name, the end and the locks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct NodeHandle(u64);
+
+impl NodeHandle {
+    /// The handle with this number.
+    #[must_use]
+    pub const fn new(number: u64) -> Self {
+        Self(number)
+    }
+
+    /// Its number, below 2**63.
+    #[must_use]
+    pub const fn number(self) -> u64 {
+        self.0
+    }
+}
+
+/// A number of a node is used at most so often, so that handles are signed 64-bit numbers.
+const LAST_GENERATION: u32 = u32::MAX >> 1;
+
+/// Where an insertion goes, and which tails it meets.
+#[derive(Debug)]
+#[must_use]
+pub struct Insertion {
+    /// `None` for a namespace without a root.
+    place: Option<Place>,
+    /// Tails of the caller within what is cached: others have inserted these tokens meanwhile.
+    returned: Vec<NodeId>,
+    /// The tail of the caller behind what is cached.
+    continued: Option<NodeId>,
+}
+
+impl Insertion {
+    /// Tokens that are cached already, in whole steps.
+    #[must_use]
+    pub fn found(&self) -> usize {
+        self.place.map_or(0, |place| place.len)
+    }
+}
+
+/// A node as it is now.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NodeInfo {
+    /// The node before; `None` for a root.
+    pub parent: Option<NodeHandle>,
+    /// The nodes behind, tails included.
+    pub children: Vec<NodeHandle>,
+    /// Its own tokens.
+    pub tokens: Vec<i32>,
+    /// Its own pages.
+    pub pages: Vec<Page>,
+    /// Locks of the node and of all nodes behind.
+    pub locks: usize,
+}
+
+/// The tails by the nodes before them.
+pub(super) type Tails = HashMap<NodeId, Siblings>;
+
+/// The tails behind one node.
+#[derive(Debug, Default)]
+pub(super) struct Siblings {
+    by_first_page: HashMap<Page, NodeId>,
+    /// Pages of those without locks of their own.
+    unlocked: usize,
+    /// Those that are to be queued when the node before them is unlocked.
+    parked: BTreeSet<NodeId>,
+    count: usize,
+}
+
+impl Tree {
+    /// Finds prefixes in steps of `step` tokens, a whole number of pages, from now on. The tree is empty.
+    #[must_use]
+    pub fn in_steps(mut self, step: usize) -> Self {
+        assert!(step > 0 && step.is_multiple_of(self.page_size) && self.nodes.is_empty(), "a new tree");
+        self.step = step;
+        self
+    }
+
+    /// Gives nodes names that `earlier` has not given. The tree is empty.
+    #[must_use]
+    pub fn after(mut self, earlier: &Self) -> Self {
+        assert!(self.nodes.is_empty(), "a new tree");
+        let last = earlier.generations.iter().copied().max().unwrap_or(earlier.first_generation);
+        self.first_generation = last + 1;
+        self
+    }
+
+    /// The root of prefixes without a namespace, which stays until the tree ends.
+    pub fn keep_root(&mut self) -> NodeHandle {
+        let root = self.root_or_new(&Namespace::Unnamed);
+        self.lock(root);
+        self.handle(root)
+    }
+
+    /// The name of a node.
+    fn handle(&self, id: NodeId) -> NodeHandle {
+        let generation = self.generations[widen(id.number())];
+        NodeHandle(u64::from(generation) << 32 | u64::from(id.number()))
+    }
+
+    /// The node of this name; `None` once it is gone.
+    fn at(&self, handle: NodeHandle) -> Option<NodeId> {
+        let number = u32::try_from(handle.0 & u64::from(u32::MAX)).expect("32 bits");
+        let generation = u64::from(*self.generations.get(widen(number))?);
+        (generation == handle.0 >> 32).then(|| NodeId::new(number))
+    }
+
+    /// Makes the number of a node that is gone available under another name.
+    pub(super) fn vacate(&mut self, id: NodeId) {
+        let generation = &mut self.generations[widen(id.number())];
+        *generation += 1;
+        if *generation < LAST_GENERATION {
+            self.vacant.push(id);
+        } else {
+            // Nothing refers to it, and nothing will.
+            self.node_mut(id).kind = Kind::Detached;
+        }
+    }
+
+    /// Finds the longest cached prefix of `tokens`, in whole steps and of at most `limit` tokens, and refreshes
+    /// it. Cuts a node if none ends there. `None` if nothing is found.
+    ///
+    /// # Errors
+    /// The error of tokens that cannot be read or are none. Nothing is changed.
+    pub fn find_node(
+        &mut self,
+        namespace: &Namespace,
+        tokens: &dyn Tokens,
+        limit: usize,
+    ) -> Result<Option<NodeHandle>> {
+        let place = self.place_of(namespace, tokens, limit.min(tokens.count()))?;
+        let len = place.map_or(0, |place| place.len);
+        tokens.check(len..tokens.count())?;
+        self.now = Tick::new(self.now.tokens() + tokens.count().max(1) as u64);
+        let Some(place) = place.filter(|place| place.len > 0) else { return Ok(None) };
+        let node = self.cut(place);
+        self.refresh(node);
+        Ok(Some(self.handle(node)))
+    }
+
+    /// Counts a use of a node and of those before it, with locks or without.
+    fn refresh(&mut self, node: NodeId) {
+        self.unqueue(node);
+        self.touch(node, None);
+        self.queue(node);
+    }
+
+    /// Tokens up to the end of a node; `None` if it is gone.
+    #[must_use]
+    pub fn end_of(&self, node: NodeHandle) -> Option<usize> {
+        self.at(node).map(|id| widen(self.node(id).end))
+    }
+
+    /// The pages up to the end of a node, from token `from` on; `None` if it is gone.
+    #[must_use]
+    pub fn pages_of(&self, node: NodeHandle, from: usize) -> Option<Vec<Page>> {
+        let id = self.at(node)?;
+        let here = self.node(id);
+        Some(self.pages_up_to(Place { node: id, pages: here.pages.len(), len: widen(here.end) }, from))
+    }
+
+    /// Finds out where `tokens` with `pages` go. Changes nothing.
+    ///
+    /// # Errors
+    /// The error of tokens that cannot be read.
+    pub fn plan_insertion(
+        &self,
+        namespace: &Namespace,
+        tokens: &dyn Tokens,
+        pages: &[Page],
+    ) -> Result<Insertion> {
+        let place = self.place_of(namespace, tokens, pages.len() * self.page_size)?;
+        let mut plan = Insertion { place, returned: Vec::new(), continued: None };
+        let Some(place) = place.filter(|_| !self.tails.is_empty()) else { return Ok(plan) };
+        let root = self.root(namespace);
+        for id in self.path(place.node).chain(root) {
+            let end = widen(self.node(id).end);
+            if end > place.len {
+                continue;
+            }
+            let rest = &pages[end / self.page_size..];
+            let tail = rest.first().and_then(|first| self.tails.get(&id)?.by_first_page.get(first));
+            let Some(&tail) = tail.filter(|tail| rest.starts_with(&self.node(**tail).pages)) else {
+                continue;
+            };
+            let is_equal = rest.len() == self.node(tail).pages.len();
+            if self.has_foreign_locks(tail) && !is_equal {
+                continue;
+            }
+            if end == place.len {
+                plan.continued = Some(tail);
+            } else {
+                plan.returned.push(tail);
+            }
+        }
+        Ok(plan)
+    }
+
+    /// The pages that go back to the caller, who has others for their tokens in the tree now.
+    #[must_use]
+    pub fn returned_pages(&self, plan: &Insertion) -> Vec<Page> {
+        plan.returned.iter().flat_map(|&tail| self.node(tail).pages.iter().copied()).collect()
+    }
+
+    /// The first of the inserted pages that the tree does not have yet.
+    #[must_use]
+    pub fn first_new_page(&self, plan: &Insertion) -> usize {
+        plan.found() / self.page_size + plan.continued.map_or(0, |tail| self.node(tail).pages.len())
+    }
+
+    /// Adds `tokens`, those behind what was found, with `pages`. Returns the node at their end, and adds to
+    /// `gone` the tails that ceased to exist.
+    pub fn insert(
+        &mut self,
+        namespace: &Namespace,
+        plan: Insertion,
+        tokens: &[i32],
+        pages: &[Page],
+        gone: &mut Vec<NodeHandle>,
+    ) -> NodeHandle {
+        for tail in plan.returned {
+            self.take_tail(tail, gone);
+        }
+        let mut at = match plan.place {
+            None => self.root_or_new(namespace),
+            Some(place) => self.cut(place),
+        };
+        self.now = Tick::new(self.now.tokens() + 1);
+        self.refresh(at);
+        // Of the tail that is continued.
+        let mut uses = 0;
+        if let Some(tail) = plan.continued {
+            if self.node(tail).tokens.len() == tokens.len() {
+                self.unlock_tail(tail);
+                self.refresh(tail);
+                return self.handle(tail);
+            }
+            self.take_tail(tail, gone);
+            uses = 1;
+        }
+        self.note_stored(at, tokens, pages);
+        let (tokens, tail) = tokens.split_at(tokens.len() / self.step * self.step);
+        let (mut pages, tail_pages) = pages.split_at(tokens.len() / self.page_size);
+        let mut tokens = tokens;
+        for segment in self.segments(at, tokens) {
+            let (part, rest) = pages.split_at(segment.pages);
+            let (part_tokens, rest_tokens) = tokens.split_at(segment.pages * self.page_size);
+            (pages, tokens) = (rest, rest_tokens);
+            at = self.add_below(
+                at,
+                part_tokens.into(),
+                part,
+                History::of_new(segment.before, self.now),
+                segment.sum,
+            );
+        }
+        if !tail.is_empty() {
+            let here = self.node(at);
+            let mut cursor = self.chain.cursor(here.sum, widen(here.end));
+            cursor.push(tail);
+            let (sum, history) = (cursor.sum(), History::of_new(Remembered { uses }, self.now));
+            at = self.add_below(at, tail.into(), tail_pages, history, sum);
+            if self.has_own_lock(at) {
+                self.lock(at);
+            }
+        }
+        self.queue(at);
+        self.handle(at)
+    }
+
+    /// Locks a node and those before it. `None` if it is gone.
+    pub fn lock_node(&mut self, node: NodeHandle) -> Option<()> {
+        let id = self.at(node)?;
+        self.lock(id);
+        Some(())
+    }
+
+    /// Undoes [`Tree::lock_node`]. `None` if the node is gone or has no such lock.
+    pub fn unlock_node(&mut self, node: NodeHandle) -> Option<()> {
+        let id = self.at(node).filter(|&id| self.has_foreign_locks(id))?;
+        self.unlock(id);
+        Some(())
+    }
+
+    /// Evicts whole leaves, and nodes that become leaves by that, until `gone` has at least `pages` pages or nothing
+    /// is evictable. Adds their former names to `names`.
+    pub fn evict_leaves(
+        &mut self,
+        pages: usize,
+        cause: Cause,
+        gone: &mut Evicted,
+        names: &mut Vec<NodeHandle>,
+    ) {
+        gone.pages.reserve(pages.saturating_sub(gone.pages.len()).min(self.cached - self.locked));
+        let mut fetched = 0_usize;
+        while gone.pages.len() < pages
+            && let Some(leaf) = self.queues.policy.victim(self.now)
+        {
+            if self.is_covered(leaf) {
+                self.unqueue(leaf);
+                self.park(leaf);
+                continue;
+            }
+            if fetched == 0 {
+                let leaves = (pages - gone.pages.len()).div_ceil(self.node(leaf).pages.len());
+                fetched = self.fetch_ahead(leaf, leaves);
+            }
+            fetched -= 1;
+            names.push(self.handle(leaf));
+            self.trim(leaf, usize::MAX, cause, gone);
+        }
+    }
+
+    /// The names of all nodes, without roots.
+    #[must_use]
+    pub fn handles(&self) -> Vec<NodeHandle> {
+        self.all_runs().map(|id| self.handle(id)).collect()
+    }
+
+    fn all_runs(&self) -> impl Iterator<Item = NodeId> + '_ {
+        let all = (0..).map(NodeId::new).zip(&self.nodes);
+        all.filter(|(_, node)| !node.pages.is_empty()).map(|(id, _)| id)
+    }
+
+    /// A node as it is now; `None` if it is gone. Looks at every node.
+    #[must_use]
+    pub fn info(&self, node: NodeHandle) -> Option<NodeInfo> {
+        let id = self.at(node)?;
+        let here = self.node(id);
+        let is_behind = |other: NodeId| other == id || self.path(other).any(|before| before == id);
+        let locked = self.all_runs().filter(|&other| self.node(other).leases > 0 && is_behind(other));
+        Some(NodeInfo {
+            parent: (here.kind == Kind::Run).then(|| self.handle(here.parent)),
+            children: (self.all_runs().filter(|&child| self.node(child).parent == id))
+                .map(|child| self.handle(child))
+                .collect(),
+            tokens: here.tokens.to_vec(),
+            pages: here.pages.to_vec(),
+            locks: locked.map(|other| widen(self.node(other).leases)).sum(),
+        })
+    }
+
+    pub(super) fn tails_bytes(&self) -> usize {
+        let each = size_of::<(Page, NodeId)>();
+        let siblings = self.tails.values().map(|siblings| siblings.by_first_page.capacity() * each);
+        self.tails.capacity() * size_of::<(NodeId, Siblings)>() + siblings.sum::<usize>()
+    }
+
+    /// Whether a node is a tail: too short to be found.
+    pub(super) fn is_tail(&self, id: NodeId) -> bool {
+        let node = self.node(id);
+        node.tokens.len() < self.step && node.kind == Kind::Run
+    }
+
+    /// Whether a node is a tail without locks that the locks of the node before it keep.
+    pub(super) fn is_covered(&self, id: NodeId) -> bool {
+        self.is_tail(id) && self.node(id).locks == 0 && self.covers(self.node(id).parent)
+    }
+
+    fn covers(&self, id: NodeId) -> bool {
+        let node = self.node(id);
+        node.locks > 0 && node.kind == Kind::Run
+    }
+
+    /// Takes note of a new tail without locks.
+    pub(super) fn note_tail(&mut self, id: NodeId) {
+        let (parent, pages) = (self.node(id).parent, self.node(id).pages.len());
+        let first = self.node(id).pages[0];
+        self.locked += if self.is_covered(id) { pages } else { 0 };
+        let siblings = self.tails.entry(parent).or_default();
+        siblings.by_first_page.insert(first, id);
+        siblings.unlocked += pages;
+        siblings.count += 1;
+    }
+
+    /// Undoes [`Tree::note_tail`].
+    pub(super) fn forget_tail(&mut self, id: NodeId) {
+        let (parent, pages) = (self.node(id).parent, self.node(id).pages.len());
+        let first = self.node(id).pages[0];
+        self.locked -= if self.is_covered(id) { pages } else { 0 };
+        let siblings = self.tails.get_mut(&parent).expect("the tail was noted");
+        if siblings.by_first_page.get(&first) == Some(&id) {
+            siblings.by_first_page.remove(&first);
+        }
+        siblings.unlocked -= pages;
+        siblings.parked.remove(&id);
+        siblings.count -= 1;
+        if siblings.count == 0 {
+            self.tails.remove(&parent);
+        }
+    }
+
+    /// Sets a covered tail aside until the node before it is unlocked.
+    pub(super) fn park(&mut self, id: NodeId) {
+        let parent = self.node(id).parent;
+        self.tails.get_mut(&parent).expect("the tail was noted").parked.insert(id);
+    }
+
+    /// Counts as locked what the first lock of a node keeps beside the node. The locks before it are unchanged
+    /// yet.
+    pub(super) fn cover_tails(&mut self, id: NodeId) {
+        if self.tails.is_empty() {
+            return;
+        }
+        if self.is_tail(id) {
+            let (parent, pages) = (self.node(id).parent, self.node(id).pages.len());
+            // It was counted with those that its parent covers.
+            self.locked -= if self.covers(parent) { pages } else { 0 };
+            let siblings = self.tails.get_mut(&parent).expect("the tail was noted");
+            siblings.unlocked -= pages;
+            siblings.parked.remove(&id);
+        } else if self.covers(id) {
+            self.locked += self.tails.get(&id).map_or(0, |tails| tails.unlocked);
+        }
+    }
+
+    /// Undoes [`Tree::cover_tails`], and queues the tails that were set aside.
+    pub(super) fn uncover_tails(&mut self, id: NodeId) {
+        if self.tails.is_empty() {
+            return;
+        }
+        if self.is_tail(id) {
+            let (parent, pages) = (self.node(id).parent, self.node(id).pages.len());
+            self.locked += if self.covers(parent) { pages } else { 0 };
+            self.tails.get_mut(&parent).expect("the tail was noted").unlocked += pages;
+        } else if self.node(id).kind == Kind::Run
+            && let Some(tails) = self.tails.get_mut(&id)
+        {
+            self.locked -= tails.unlocked;
+            for tail in std::mem::take(&mut tails.parked) {
+                self.queue(tail);
+            }
+        }
+    }
+
+    /// Whether the tail has the lock that those below a root have until their pages are inserted again.
+    fn has_own_lock(&self, id: NodeId) -> bool {
+        let node = self.node(id);
+        self.is_tail(id) && self.node(node.parent).kind == Kind::Root && node.history.uses == 1
+    }
+
+    /// Whether a node has locks of [`Tree::lock_node`].
+    fn has_foreign_locks(&self, id: NodeId) -> bool {
+        let node = self.node(id);
+        let is_kept = node.kind == Kind::Root || self.has_own_lock(id);
+        node.leases > u32::from(is_kept)
+    }
+
+    fn unlock_tail(&mut self, tail: NodeId) {
+        if self.has_own_lock(tail) {
+            self.unlock(tail);
+        }
+    }
+
+    /// Removes a tail whose pages another node or the caller gets.
+    fn take_tail(&mut self, tail: NodeId, gone: &mut Vec<NodeHandle>) {
+        self.unlock_tail(tail);
+        gone.push(self.handle(tail));
+        self.remove(tail, &mut Evicted::default());
+    }
+}

@@ -1,0 +1,96 @@
+//! The namespaces of a tree: the root of each, and its nodes.
+
+use std::collections::HashMap;
+
+use super::{Namespace, NodeId};
+
+/// The roots that can be found.
+#[derive(Debug, Default)]
+pub(super) struct Roots {
+    ids: HashMap<Namespace, NodeId>,
+    spaces: HashMap<NodeId, Space>,
+    /// Bytes behind the names.
+    texts: usize,
+    /// The room in the lists of nodes.
+    listed: usize,
+}
+
+/// A namespace.
+#[derive(Debug)]
+struct Space {
+    name: Namespace,
+    /// Every node below the root, and some that are gone.
+    nodes: Vec<NodeId>,
+}
+
+impl Roots {
+    pub(super) fn len(&self) -> usize {
+        self.ids.len()
+    }
+
+    pub(super) fn get(&self, name: &Namespace) -> Option<NodeId> {
+        self.ids.get(name).copied()
+    }
+
+    pub(super) fn ids(&self) -> impl Iterator<Item = NodeId> + '_ {
+        self.ids.values().copied()
+    }
+
+    pub(super) fn names(&self) -> impl Iterator<Item = &Namespace> {
+        self.ids.keys()
+    }
+
+    pub(super) fn name(&self, root: NodeId) -> Option<&Namespace> {
+        self.spaces.get(&root).map(|space| &space.name)
+    }
+
+    pub(super) fn insert(&mut self, name: &Namespace, root: NodeId) {
+        self.texts += 2 * name.text_bytes();
+        self.ids.insert(name.clone(), root);
+        self.spaces.insert(root, Space { name: name.clone(), nodes: Vec::new() });
+    }
+
+    /// Removes a root, if it can be found, and returns the list of its nodes, of which some are gone.
+    pub(super) fn remove(&mut self, root: NodeId) -> Vec<NodeId> {
+        let Some(Space { name, nodes }) = self.spaces.remove(&root) else { return Vec::new() };
+        self.ids.remove(&name);
+        self.texts -= 2 * name.text_bytes();
+        self.listed -= nodes.capacity();
+        nodes
+    }
+
+    /// Lists a new node below `root`, unless that is found no more. Removals take no note of it: a list that is
+    /// full is rid of those that are gone, which `is_below` tells, so that a node costs the same at any size.
+    pub(super) fn list(&mut self, root: NodeId, node: NodeId, is_below: impl Fn(NodeId) -> bool) {
+        let Some(Space { nodes, .. }) = self.spaces.get_mut(&root) else { return };
+        let before = nodes.capacity();
+        if nodes.len() == before {
+            rid_of_gone(nodes, is_below);
+            // As many again are listed before the next time.
+            nodes.shrink_to(2 * nodes.len() + 2);
+            nodes.reserve_exact(nodes.len() + 2);
+        }
+        nodes.push(node);
+        self.listed = self.listed + nodes.capacity() - before;
+    }
+
+    /// Every node below a root, with that, and some that are gone.
+    pub(super) fn listed(&self) -> impl Iterator<Item = (NodeId, NodeId)> + '_ {
+        self.spaces.iter().flat_map(|(&root, space)| space.nodes.iter().map(move |&node| (root, node)))
+    }
+
+    pub(super) fn bytes(&self) -> usize {
+        /// Of a table, in addition to each entry.
+        const CONTROL: usize = 1;
+        let ids = self.ids.capacity() * (size_of::<(Namespace, NodeId)>() + CONTROL);
+        let spaces = self.spaces.capacity() * (size_of::<(NodeId, Space)>() + CONTROL);
+        ids + spaces + self.texts + self.listed * size_of::<NodeId>()
+    }
+}
+
+/// Removes the nodes that are gone, and repeated ones: the number of a node that is gone may be used again.
+pub(super) fn rid_of_gone(nodes: &mut Vec<NodeId>, is_below: impl Fn(NodeId) -> bool) {
+    nodes.retain(|&node| is_below(node));
+    nodes.sort_unstable();
+    nodes.dedup();
+}

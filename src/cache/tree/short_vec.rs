@@ -1,0 +1,123 @@
+//! A vector that lies in place while it is short: a leaf of few pages needs no memory of its own.
+
+use std::borrow::Cow;
+use std::ops::Deref;
+
+/// Elements that fit in place of a `Vec`.
+const SHORT: usize = 3;
+
+/// A vector as large as a `Vec`, without memory of its own up to three elements.
+#[derive(Clone, Debug)]
+pub(super) enum ShortVec<T> {
+    /// The first `len` of `items`.
+    Short { len: u8, items: [T; SHORT] },
+    /// Other lengths, and what became short.
+    Long(Vec<T>),
+}
+
+impl<T> ShortVec<T> {
+    pub(super) const fn new() -> Self {
+        Self::Long(Vec::new())
+    }
+
+    /// Elements in memory of its own, those that it has room for included.
+    pub(super) const fn room(&self) -> usize {
+        match self {
+            Self::Short { .. } => 0,
+            Self::Long(items) => items.capacity(),
+        }
+    }
+}
+
+impl<T: Copy> ShortVec<T> {
+    fn of(items: &[T]) -> Self {
+        let short = match *items {
+            [a] => [a; SHORT],
+            [a, b] => [a, b, b],
+            [a, b, c] => [a, b, c],
+            _ => return Self::Long(items.to_vec()),
+        };
+        Self::Short { len: u8::try_from(items.len()).expect("few"), items: short }
+    }
+
+    pub(super) fn extend_from_slice(&mut self, more: &[T]) {
+        match self {
+            Self::Long(items) if !items.is_empty() => items.extend_from_slice(more),
+            short => *short = Cow::from([short, more].concat()).into(),
+        }
+    }
+
+    pub(super) fn truncate(&mut self, len: usize) {
+        match self {
+            Self::Long(items) => items.truncate(len),
+            Self::Short { .. } => *self = Self::of(&self[..len.min(self.len())]),
+        }
+    }
+
+    /// Removes the elements from `at` on, and returns them.
+    pub(super) fn split_off(&mut self, at: usize) -> Self {
+        let rest = Self::of(&self[at..]);
+        self.truncate(at);
+        rest
+    }
+
+    pub(super) fn shrink_to_fit(&mut self) {
+        match self {
+            Self::Long(items) if items.len() > SHORT => items.shrink_to_fit(),
+            Self::Long(items) => *self = Self::of(items),
+            Self::Short { .. } => (),
+        }
+    }
+}
+
+impl<T: Copy> From<Cow<'_, [T]>> for ShortVec<T> {
+    fn from(items: Cow<'_, [T]>) -> Self {
+        match items {
+            Cow::Owned(items) if items.len() > SHORT => Self::Long(items),
+            few => Self::of(&few),
+        }
+    }
+}
+
+impl<T> Default for ShortVec<T> {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl<T> Deref for ShortVec<T> {
+    type Target = [T];
+
+    fn deref(&self) -> &[T] {
+        match self {
+            Self::Short { len, items } => &items[..usize::from(*len)],
+            Self::Long(items) => items,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn it_is_the_vector_that_it_replaces() {
+        assert_eq!(size_of::<ShortVec<u32>>(), size_of::<Vec<u32>>());
+        for (len, more, cut) in (0..8).flat_map(|len| (0..8).map(move |more| (len, more, (len * more) % 7))) {
+            let mut plain: Vec<u32> = (0..len).collect();
+            let mut short = ShortVec::from(Cow::from(plain.clone()));
+            let more: Vec<u32> = (100..100 + more).collect();
+            plain.extend_from_slice(&more);
+            short.extend_from_slice(&more);
+            assert_eq!(*short, *plain);
+            let at = plain.len().min(usize::try_from(cut).expect("small"));
+            let rest = plain.split_off(at);
+            assert_eq!((&*short.split_off(at), &*short), (&*rest, &*plain));
+            short.shrink_to_fit();
+            assert_eq!((&*short, short.room() == 0), (&*plain, plain.len() <= SHORT));
+            short.truncate(2);
+            plain.truncate(2);
+            assert_eq!(*short, *plain);
+        }
+    }
+}

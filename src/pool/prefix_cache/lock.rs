@@ -1,0 +1,41 @@
+//! Locks of prefixes, which end when they are dropped.
+
+use std::fmt;
+use std::sync::{Arc, OnceLock};
+
+use crate::cache::Hold;
+use crate::memory::Stream;
+
+use super::Shared;
+
+/// A lock of a prefix: its pages are not evicted. Drop it without other locks.
+///
+/// An allocator may keep it until a fence has passed. It keeps the cache, which does not keep the allocator.
+pub(in crate::pool) struct PrefixLock {
+    pub(super) shared: Arc<Shared>,
+    /// `None` once it is released.
+    pub(super) hold: Option<Hold>,
+    /// How often the allocator had been cleared.
+    pub(super) clears: u64,
+    /// Of what its end frees.
+    pub(super) stream: Stream,
+}
+
+/// Where a [`PrefixLock`] is put, to end with the last owner of the place.
+pub(in crate::pool) type Parked = Arc<OnceLock<PrefixLock>>;
+
+impl Drop for PrefixLock {
+    fn drop(&mut self) {
+        // Without an allocator its pages are gone.
+        let Some(allocator) = self.shared.allocator.upgrade() else { return };
+        if let Some(hold) = self.hold.take() {
+            self.shared.open(&allocator, self.stream).release(hold, self.clears);
+        }
+    }
+}
+
+impl fmt::Debug for PrefixLock {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PrefixLock").field("hold", &self.hold).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,412 @@
+//! The tree of a prefix cache by its nodes, for engines that hold nodes and evict by themselves.
+
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use crate::base::sync::lock;
+use crate::base::{Error, ErrorKind, Id, IndexVec, Page, Result, reserve};
+use crate::cache::{
+    Cause, Evicted, KeyTokens, Namespace, NodeHandle, NodeInfo, PolicyKind, Pressure, Tokens, Tree, TreeStats,
+};
+use crate::index::{Owner, Run};
+use crate::memory::Stream;
+use crate::tensor::TensorView;
+
+use super::slot_tensors::SlotTensors;
+use super::{CachedSizes, TokenToKvPoolAllocator};
+
+/// Settings of a [`PrefixTree`].
+#[derive(Clone, Debug)]
+pub struct PrefixTreeConfig {
+    /// Tokens that are found together.
+    pub page_size: usize,
+    /// What is evicted first.
+    pub policy: PolicyKind,
+    /// The owner of cached slots in reports.
+    pub name: String,
+}
+
+/// A prefix and the node at its end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NodePrefix {
+    /// The node that ends where the prefix ends.
+    pub node: NodeHandle,
+    /// Tokens of the prefix.
+    pub len: usize,
+}
+
+/// The result of an insertion.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Inserted {
+    /// The node that ends where the inserted tokens end.
+    pub node: NodeHandle,
+    /// Tokens that were cached before, in whole pages. The slots offered for them are the caller's still.
+    pub cached: usize,
+    /// Tokens inserted: those before the first slot that is not allocated.
+    pub len: usize,
+    /// Nodes that ceased to exist.
+    pub gone: Vec<NodeHandle>,
+}
+
+/// The result of an eviction.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct EvictedNodes {
+    /// Slots that became free. Without an allocator, all slots evicted.
+    pub freed: usize,
+    /// Their slots, in the order of eviction.
+    pub slots: Vec<i32>,
+    /// Nodes that ceased to exist.
+    pub gone: Vec<NodeHandle>,
+}
+
+/// Finds slots by tokens, and names the nodes at the ends of prefixes. Calls are atomic and thread-safe.
+///
+/// Slots that are inserted belong to the tree until they are evicted, if it has an allocator; without one they
+/// are plain numbers. Insertions free nothing: slots of tokens that were cached before stay the caller's. The
+/// tree evicts when it is told to, and only whole nodes.
+///
+/// ```
+/// use std::sync::Arc;
+/// use kvpool::base::IndexVec;
+/// use kvpool::cache::{Namespace, PolicyKind};
+/// use kvpool::memory::{Backend, Host, Stream};
+/// use kvpool::pool::{AllocatorConfig, PrefixTree, PrefixTreeConfig, TokenToKvPoolAllocator};
+/// let (host, stream): (Arc<dyn Backend>, _) = (Arc::new(Host), Stream::DEFAULT);
+/// let config = AllocatorConfig { size: 8, page_size: 1, need_sort: true, strict: false };
+/// let allocator = Arc::new(TokenToKvPoolAllocator::new(&config, &host).unwrap());
+/// let config = PrefixTreeConfig { page_size: 1, policy: PolicyKind::Lru, name: "tree".into() };
+/// let tree = PrefixTree::new(config, Some(Arc::clone(&allocator))).unwrap();
+/// drop(allocator.alloc(3, stream).unwrap().unwrap().keep());
+/// let (name, prompt): (_, &[i32]) = (Namespace::Unnamed, &[5, 6, 7]);
+/// let inserted = tree.insert(&name, &prompt, &IndexVec::I32(vec![1, 2, 3]), stream).unwrap();
+/// tree.lock(inserted.node, stream).unwrap();
+/// assert_eq!(tree.evict(3, stream).freed, 0);
+/// tree.unlock(inserted.node, stream).unwrap();
+/// assert_eq!(tree.find(&name, &&prompt[..2], usize::MAX, stream).unwrap().len, 2);
+/// assert_eq!(tree.evict(3, stream).gone.len(), 2, "the look-up has cut the node in two");
+/// assert_eq!(allocator.available_size(), 8);
+/// ```
+pub struct PrefixTree {
+    allocator: Option<Arc<TokenToKvPoolAllocator>>,
+    config: PrefixTreeConfig,
+    /// The owner of cached slots in the ledger.
+    owner: Owner,
+    // Lock order: this one first, the allocator next.
+    kept: Mutex<Kept>,
+}
+
+struct Kept {
+    tree: Tree,
+    /// The node at the end of no tokens.
+    root: NodeHandle,
+    /// How often the allocator had been cleared.
+    clears: u64,
+    /// Nodes that ceased to exist when the allocator was cleared, for the next report.
+    unreported: Vec<NodeHandle>,
+}
+
+impl PrefixTree {
+    /// An empty tree. It has the slots of `allocator`; without one, slots are plain numbers.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`] for a `page_size` of 0, and an allocator with pages of more than one slot.
+    pub fn new(config: PrefixTreeConfig, allocator: Option<Arc<TokenToKvPoolAllocator>>) -> Result<Self> {
+        super::at_least_one(&[("page_size", config.page_size)])?;
+        super::fits_int32("page_size", Some(config.page_size))?;
+        if let Some(size) = allocator.as_ref().map(|own| own.page_size()).filter(|&size| size != 1) {
+            return Err(Error::config(format!(
+                "the allocator has pages of {size} slots; a prefix tree has slots of an allocator with page_size \
+                 1, or no allocator"
+            )));
+        }
+        let clears = allocator.as_ref().map_or(0, |allocator| allocator.lock().clears());
+        let mut tree = new_tree(&config, allocator.as_deref());
+        let root = tree.keep_root();
+        let owner = Owner::Text(config.name.clone());
+        let kept = Mutex::new(Kept { tree, root, clears, unreported: Vec::new() });
+        Ok(Self { allocator, config, owner, kept })
+    }
+
+    /// Its settings.
+    #[must_use]
+    pub const fn config(&self) -> &PrefixTreeConfig {
+        &self.config
+    }
+
+    /// The node at the end of no tokens.
+    #[must_use]
+    pub fn root(&self, stream: Stream) -> NodeHandle {
+        self.current(stream).root
+    }
+
+    /// Finds the longest cached prefix of `tokens`, in whole pages and of at most `limit` tokens, and refreshes
+    /// it. Cuts a node in two if none ends there.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`] for a number that is no token id; the error of tokens that cannot be read.
+    pub fn find(
+        &self,
+        namespace: &Namespace,
+        tokens: &dyn Tokens,
+        limit: usize,
+        stream: Stream,
+    ) -> Result<NodePrefix> {
+        let mut kept = self.current(stream);
+        let node = kept.tree.find_node(namespace, tokens, limit)?.unwrap_or(kept.root);
+        Ok(NodePrefix { node, len: kept.tree.end_of(node).expect("the node was found") })
+    }
+
+    /// Adds `tokens` with their `slots`, up to the first slot that is not allocated.
+    ///
+    /// What is left behind the last whole page is kept in a node that no look-up finds: it stays with the
+    /// caller, whose next insertion of the same slots takes it over. Until then it is not evicted while the
+    /// node before it is locked or is the root.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`] for a number that is no token id or no slot, and when there are not as many slots
+    /// as tokens; [`ErrorKind::IndexOwnership`] for slots that are listed twice, or are cached with other
+    /// tokens. Nothing is changed.
+    pub fn insert(
+        &self,
+        namespace: &Namespace,
+        tokens: &dyn Tokens,
+        slots: &IndexVec,
+        stream: Stream,
+    ) -> Result<Inserted> {
+        if tokens.count() != slots.len() {
+            return Err(Error::config(format!(
+                "{} tokens and {} slots were inserted; the numbers must be equal",
+                tokens.count(),
+                slots.len()
+            )));
+        }
+        let mut kept = self.current(stream);
+        let kept = &mut *kept;
+        let pages = self.usable(slots)?;
+        let len = pages.len();
+        let plan = kept.tree.plan_insertion(namespace, tokens, &pages)?;
+        let cached = plan.found();
+        let fresh = tokens.to_vec(cached..len)?;
+        tokens.check(len..tokens.count())?;
+        if len == 0 {
+            return Ok(Inserted { node: kept.root, cached, len, gone: std::mem::take(&mut kept.unreported) });
+        }
+        let returned = kept.tree.returned_pages(&plan);
+        self.take(&pages[kept.tree.first_new_page(&plan)..], &returned, stream)?;
+        let mut gone = std::mem::take(&mut kept.unreported);
+        let node = kept.tree.insert(namespace, plan, &fresh, &pages[cached..], &mut gone);
+        Ok(Inserted { node, cached, len, gone })
+    }
+
+    /// Keeps a node, and those before it, from being evicted.
+    ///
+    /// # Errors
+    /// [`ErrorKind::StaleBuffer`] for a node that is gone.
+    pub fn lock(&self, node: NodeHandle, stream: Stream) -> Result<()> {
+        self.current(stream).tree.lock_node(node).ok_or_else(|| is_gone(node))
+    }
+
+    /// Undoes one [`Self::lock`].
+    ///
+    /// # Errors
+    /// [`ErrorKind::StaleBuffer`] for a node that is gone; [`ErrorKind::IndexOwnership`] for one that has no
+    /// lock.
+    pub fn unlock(&self, node: NodeHandle, stream: Stream) -> Result<()> {
+        let mut kept = self.current(stream);
+        let end = kept.tree.end_of(node).ok_or_else(|| is_gone(node))?;
+        kept.tree.unlock_node(node).ok_or_else(|| {
+            let text = format!("node {} at {end} tokens has no lock to undo", node.number());
+            Error::new(ErrorKind::IndexOwnership, text)
+        })
+    }
+
+    /// Evicts whole leaves, and nodes that become leaves by that, until at least `tokens` slots became free or
+    /// nothing is evictable.
+    pub fn evict(&self, tokens: usize, stream: Stream) -> EvictedNodes {
+        let mut kept = self.current(stream);
+        let mut all =
+            EvictedNodes { freed: 0, slots: Vec::new(), gone: std::mem::take(&mut kept.unreported) };
+        // A slot that has another owner frees nothing.
+        while all.freed < tokens {
+            let mut gone = Evicted::default();
+            let cause = Cause::now(Pressure::Evict);
+            kept.tree.evict_leaves(tokens - all.freed, cause, &mut gone, &mut all.gone);
+            if gone.pages.is_empty() {
+                break;
+            }
+            all.freed += self.give_back(&gone.pages, stream);
+            all.slots.extend(gone.pages.iter().map(|page| page.number().cast_signed()));
+        }
+        all
+    }
+
+    /// Gives up everything, locked or not.
+    pub fn clear(&self, stream: Stream) -> EvictedNodes {
+        let mut kept = self.current(stream);
+        let mut gone = std::mem::take(&mut kept.unreported);
+        gone.extend(kept.tree.handles());
+        let pages = self.begin_anew(&mut kept).pages;
+        let freed = self.give_back(&pages, stream);
+        EvictedNodes { freed, slots: pages.iter().map(|page| page.number().cast_signed()).collect(), gone }
+    }
+
+    /// The slots of the tokens `from..` up to the end of a node: 1-D int32, valid on `stream`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::StaleBuffer`] for a node that is gone; as
+    /// [`TokenToKvPoolAllocator::alloc`](super::TokenToKvPoolAllocator::alloc).
+    pub fn slots(&self, node: NodeHandle, from: usize, stream: Stream) -> Result<TensorView> {
+        let kept = self.current(stream);
+        let end = kept.tree.end_of(node).ok_or_else(|| is_gone(node))?;
+        let pages = kept.tree.pages_of(node, from.min(end)).expect("the node was found");
+        let mut slots = reserve(pages.len())?;
+        slots.extend(pages.iter().map(|page| page.number().cast_signed()));
+        match &self.allocator {
+            Some(allocator) => allocator.lock().show(slots, stream),
+            None => Ok(TensorView::from_indices(IndexVec::I32(slots))),
+        }
+    }
+
+    /// A node as it is now. Looks at every node.
+    ///
+    /// # Errors
+    /// [`ErrorKind::StaleBuffer`] for a node that is gone.
+    pub fn info(&self, node: NodeHandle, stream: Stream) -> Result<NodeInfo> {
+        self.current(stream).tree.info(node).ok_or_else(|| is_gone(node))
+    }
+
+    /// Evictable and locked tokens, at the cost of a lock.
+    #[must_use]
+    pub fn sizes(&self, stream: Stream) -> CachedSizes {
+        let kept = self.current(stream);
+        CachedSizes { evictable: kept.tree.evictable(), locked: kept.tree.locked() }
+    }
+
+    /// The numbers of the tree, in tokens.
+    #[must_use]
+    pub fn tree_stats(&self, stream: Stream) -> TreeStats {
+        self.current(stream).tree.stats()
+    }
+
+    /// Checks every invariant.
+    ///
+    /// # Errors
+    /// [`ErrorKind::IndexOwnership`] with the broken invariant.
+    pub fn verify(&self, stream: Stream) -> Result<()> {
+        let kept = self.current(stream);
+        let cached = kept.tree.stats().cached;
+        let owned = self.allocator.as_ref().map_or(cached, |allocator| allocator.stats().cached);
+        let fault = kept.tree.fault().or_else(|| {
+            (cached > owned).then(|| format!("{cached} slots are cached, the tree owns {owned}"))
+        });
+        fault.map_or(Ok(()), |fault| {
+            Err(Error::new(ErrorKind::IndexOwnership, format!("the prefix tree is inconsistent: {fault}")))
+        })
+    }
+
+    /// The slots before the first that is not allocated.
+    fn usable(&self, slots: &IndexVec) -> Result<Vec<Page>> {
+        let count = match &self.allocator {
+            None => slots.len(),
+            Some(allocator) => {
+                allocator.look(|all| all.is_allocated(slots).take_while(|is_live| *is_live).count())
+            }
+        };
+        let mut pages = reserve(count)?;
+        for (position, slot) in slots.iter().take(count).enumerate() {
+            let page = i32::try_from(slot).ok().and_then(|slot| u32::try_from(slot).ok());
+            pages.push(Page::new(page.ok_or_else(|| {
+                Error::config(format!("slot {slot} at position {position} is outside [0, 2**31)"))
+                    .at_index(slot)
+            })?));
+        }
+        Ok(pages)
+    }
+
+    /// Makes the tree the owner of `new` slots in place of the caller, and the caller that of `returned` ones.
+    fn take(&self, new: &[Page], returned: &[Page], stream: Stream) -> Result<()> {
+        self.change_slots(stream, |slots| {
+            let returned_runs: Vec<_> = returned.iter().map(|&start| Run { start, len: 1 }).collect();
+            slots.slots_mut().retain(&returned_runs)?;
+            if let Err(error) = slots.slots_mut().cache(new, &[], &self.owner) {
+                let undone = slots.slots_mut().release(&returned_runs, None);
+                undone.expect("the caller has become an owner just now");
+                return Err(error);
+            }
+            slots.slots_mut().release_cached(returned, &self.owner);
+            Ok(())
+        })
+    }
+
+    /// Returns slots of the tree to the allocator, and tells how many became free.
+    fn give_back(&self, pages: &[Page], stream: Stream) -> usize {
+        if self.allocator.is_none() || pages.is_empty() {
+            return pages.len();
+        }
+        let freed = self.change_slots(stream, |slots| {
+            let before = slots.slots().available();
+            slots.slots_mut().release_cached(pages, &self.owner);
+            Ok(slots.slots().available() - before)
+        });
+        freed.expect("giving back cannot fail")
+    }
+
+    /// Calls `work` with the slots, under their lock, if the tree has an allocator.
+    fn change_slots<R: Default>(
+        &self,
+        stream: Stream,
+        work: impl FnOnce(&mut SlotTensors) -> Result<R>,
+    ) -> Result<R> {
+        let Some(allocator) = &self.allocator else { return Ok(R::default()) };
+        allocator.freeing(allocator.lock(), stream, work)
+    }
+
+    /// Locks what is kept, which is nothing if the allocator was cleared since.
+    fn current(&self, _stream: Stream) -> MutexGuard<'_, Kept> {
+        let mut kept = lock(&self.kept);
+        let clears = self.allocator.as_ref().map_or(0, |allocator| allocator.lock().clears());
+        if kept.clears != clears {
+            kept.clears = clears;
+            let gone = kept.tree.handles();
+            kept.unreported.extend(gone);
+            // The slots are free already.
+            drop(self.begin_anew(&mut kept));
+        }
+        kept
+    }
+
+    /// Replaces the tree by an empty one, and returns what was in it.
+    fn begin_anew(&self, kept: &mut Kept) -> Evicted {
+        let fresh = new_tree(&self.config, self.allocator.as_deref()).after(&kept.tree);
+        let mut old = std::mem::replace(&mut kept.tree, fresh);
+        kept.root = kept.tree.keep_root();
+        old.take_all()
+    }
+}
+
+impl Drop for PrefixTree {
+    fn drop(&mut self) {
+        let stream = Stream::DEFAULT;
+        let pages = self.current(stream).tree.take_all().pages;
+        self.give_back(&pages, stream);
+    }
+}
+
+impl fmt::Debug for PrefixTree {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PrefixTree").field("config", &self.config).finish_non_exhaustive()
+    }
+}
+
+fn new_tree(config: &PrefixTreeConfig, allocator: Option<&TokenToKvPoolAllocator>) -> Tree {
+    /// What a policy that learns remembers without an allocator.
+    const TOKENS: u64 = 1 << 20;
+    let capacity = allocator.map_or(TOKENS, |allocator| allocator.stats().capacity as u64);
+    let policy = config.policy.policy(capacity, KeyTokens::of_page_size(1));
+    Tree::new(1, false, policy).in_steps(config.page_size)
+}
+
+#[cold]
+fn is_gone(node: NodeHandle) -> Error {
+    Error::new(ErrorKind::StaleBuffer, format!("node {} was evicted", node.number()))
+}

@@ -1,0 +1,95 @@
+"""Serves a tiny model with `sglang.Engine` on the CPU, and writes what it generated.
+
+python serve_sglang.py '{"model": PATH, "out": PATH, "requests": 24, "engine": {...}}'
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+VOCABULARY = 500
+SHARED = 96
+
+
+def prompts_of(requests: int) -> list[list[int]]:
+    """Prompts of different lengths, with beginnings in common."""
+    numbers = random.Random(0)  # noqa: S311 - no secrets
+    shared = [numbers.randrange(2, VOCABULARY) for _ in range(SHARED)]
+
+    def prompt() -> list[int]:
+        own = [numbers.randrange(2, VOCABULARY) for _ in range(numbers.randrange(1, 200))]
+        return shared[: numbers.randrange(16, SHARED)] + own
+
+    return [prompt() for _ in range(requests)]
+
+
+async def abort_some(engine: Any, prompts: list[list[int]]) -> None:  # noqa: ANN401 - of SGLang
+    """Starts requests and gives them up at different points."""
+
+    async def one(number: int, prompt: list[int]) -> None:
+        answers = await engine.async_generate(
+            input_ids=prompt,
+            sampling_params={"temperature": 0, "max_new_tokens": 64, "ignore_eos": True},
+            stream=True,
+            rid=f"gone-{number}",
+        )
+        async for count, _ in _counted(answers):
+            if count >= number % 5:
+                engine.tokenizer_manager.abort_request(rid=f"gone-{number}")
+                return
+
+    await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(prompts)))
+
+
+async def _counted(answers: Any) -> Any:  # noqa: ANN401
+    count = 0
+    async for answer in answers:
+        yield count, answer
+        count += 1
+
+
+def main() -> None:
+    """Serves, and writes the tokens."""
+    import sglang
+
+    config = json.loads(sys.argv[1])
+    arguments = {
+        "model_path": config["model"],
+        "device": "cpu",
+        "attention_backend": "torch_native",
+        "sampling_backend": "pytorch",
+        "skip_tokenizer_init": True,
+        "disable_cuda_graph": True,
+        "max_total_tokens": 2048,
+        "max_running_requests": 16,
+        "context_length": 1024,
+        "chunked_prefill_size": 128,
+        "random_seed": 1,
+        "watchdog_timeout": 600,
+        "log_level": "info",
+        **config["engine"],
+    }
+    prompts = prompts_of(config["requests"])
+    engine = sglang.Engine(**arguments)
+    sampling = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
+    answers = engine.generate(input_ids=prompts, sampling_params=sampling)
+    if config.get("aborts"):
+        engine.loop.run_until_complete(abort_some(engine, prompts[:12]))
+    # What came before is in the prefix cache, if there is one.
+    answers += engine.generate(input_ids=prompts[:8], sampling_params={**sampling, "max_new_tokens": 16})
+    tokens = [answer["output_ids"] for answer in answers]
+    cached = sum(answer["meta_info"]["cached_tokens"] for answer in answers)
+    engine.flush_cache()
+    # The scheduler checks its pools while it is idle, and ends if slots are missing.
+    engine.generate(input_ids=prompts[0], sampling_params=sampling)
+    engine.shutdown()
+    Path(config["out"]).write_text(json.dumps({"tokens": tokens, "cached": cached}), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""Runs `serve_sglang.py` with and without kvpool's plugin."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+
+ENGINES = Path(os.environ.get("KVPOOL_ENGINES") or Path(sys.prefix) / "engines")
+"""Where `make` installs the engines, without what they share with the tests."""
+
+PATIENCE_S = 900
+"""Longer than an engine takes on a machine that is busy."""
+
+PLUGIN_ON = {"SGLANG_PLUGINS": "kvpool", "KVPOOL_SGLANG_STRICT": "1"}
+
+
+class Served(NamedTuple):
+    """What an engine gave for all requests."""
+
+    tokens: list[list[int]]
+    cached: int
+    log: str
+
+
+def require() -> None:
+    """Skips the test where SGLang is not installed."""
+    if sys.version_info < (3, 11):
+        pytest.skip("SGLang needs Python 3.11")
+    if not (ENGINES / "sglang").is_dir():
+        pytest.skip(f"SGLang is not in {ENGINES}: `make test-engines` installs it")
+
+
+def environment(folder: Path, **variables: str) -> dict[str, str]:
+    """The environment of a process that finds SGLang, stubs for what needs a GPU, and kvpool's plugin."""
+    plugin = folder / "plugin"
+    declared = import_module("tomllib").loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    entries = declared["project"]["entry-points"]["sglang.srt.plugins"]
+    # A development install may be older than the entry point.
+    installed = plugin / "kvpool-0.dist-info"
+    installed.mkdir(parents=True, exist_ok=True)
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: kvpool\nVersion: 0\n", encoding="utf-8")
+    lines = [f"{name} = {target}" for name, target in entries.items()]
+    (installed / "entry_points.txt").write_text(
+        "\n".join(["[sglang.srt.plugins]", *lines, ""]), encoding="utf-8"
+    )
+    package = find_spec("kvpool")
+    assert package is not None
+    assert package.origin is not None
+    places = [HERE / "no_gpu", plugin, Path(package.origin).parents[1], ENGINES]
+    return {
+        **{name: value for name, value in os.environ.items() if not name.startswith(("SGLANG_", "KVPOOL_"))},
+        "PYTHONPATH": os.pathsep.join(str(place) for place in places),
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "OMP_NUM_THREADS": "1",
+        **variables,
+    }
+
+
+def run(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Runs Python in that environment."""
+    command = [sys.executable, *arguments]
+    with subprocess.Popen(
+        command,
+        env=environment(folder, **variables),
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # The engine starts processes that would outlive it.
+        start_new_session=True,
+    ) as process:
+        try:
+            out, errors = process.communicate(timeout=PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            out, errors = process.communicate()
+            pytest.fail(f"no end after {PATIENCE_S} s:\n{(out + errors)[-4000:]}")
+    return subprocess.CompletedProcess(command, process.returncode, out, errors)
+
+
+def serve(folder: Path, config: dict[str, Any], **variables: str) -> Served:
+    """What a new engine generates."""
+    name = "with" if "SGLANG_PLUGINS" in variables else "without"
+    out = folder / f"{name}.json"
+    done = run(folder, str(HERE / "serve_sglang.py"), json.dumps({**config, "out": str(out)}), **variables)
+    log = done.stdout + done.stderr
+    assert done.returncode == 0, log[-4000:]
+    assert out.exists(), log[-4000:]
+    return Served(**json.loads(out.read_text(encoding="utf-8")), log=log)
+
+
+def tiny_model(folder: Path) -> Path:
+    """A Qwen3 of two layers with random weights."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=512,
+        max_position_embeddings=2048,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    model: Any = Qwen3ForCausalLM(config)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    return folder

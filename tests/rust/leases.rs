@@ -1,0 +1,106 @@
+//! What leases and planners own, and when it goes.
+
+use std::ops::Range;
+use std::sync::{Arc, Mutex};
+
+use kvpool::base::{IndexVec, Result};
+use kvpool::cache::{Namespace, PolicyKind, Tokens};
+use kvpool::memory::{Backend, Host, Stream};
+use kvpool::pool::{
+    AllocatorConfig, Batch, BatchPlanner, Fence, Lease, Offer, PlannerConfig, Prefix, PrefixCache,
+    PrefixCacheConfig, ReqToTokenConfig, ReqToTokenPool, TokenToKvPoolAllocator,
+};
+
+const STREAM: Stream = Stream::DEFAULT;
+const PROMPT: &[i32] = &[5, 6, 7, 8];
+
+struct Never;
+
+impl Fence for Never {
+    fn passed(&self) -> Result<bool> {
+        Ok(false)
+    }
+}
+
+struct Scene {
+    slots: Arc<TokenToKvPoolAllocator>,
+    planner: Arc<BatchPlanner>,
+    cache: PrefixCache,
+    lease: Arc<Lease>,
+    row: IndexVec,
+}
+
+/// A request whose prompt has slots.
+fn scene() -> Scene {
+    let host: Arc<dyn Backend> = Arc::new(Host);
+    let config =
+        AllocatorConfig { size: 16, page_size: 1, need_sort: true, strict: true, ..Default::default() };
+    let slots = Arc::new(TokenToKvPoolAllocator::new(&config, &host).unwrap());
+    let config = ReqToTokenConfig {
+        max_reqs: 1,
+        max_context_len: 16,
+        padding_row: true,
+        strict: true,
+        ..Default::default()
+    };
+    let table = Arc::new(Mutex::new(ReqToTokenPool::new(&config, &host).unwrap()));
+    let config = PlannerConfig { max_batch_size: 1, max_tokens: 16, kv_indices: true, block_table: true };
+    let planner = BatchPlanner::new(&config, &host, Arc::clone(&slots), Arc::clone(&table)).unwrap();
+    let config =
+        PrefixCacheConfig { policy: PolicyKind::Lru, max_pinned: 0.5, name: "cache".into(), events: None };
+    let cache = PrefixCache::new(config, Arc::clone(&slots), None).unwrap();
+    let row = i64::from(table.lock().unwrap().alloc(1, STREAM).unwrap().unwrap()[0]);
+    let row = IndexVec::I64(vec![row]);
+    let lease = cache.acquire(&Namespace::Unnamed, &PROMPT, 0, STREAM).unwrap();
+    let prefixes = [Prefix::Leased(Arc::clone(&lease))];
+    let batch = Batch { rows: &row, prefix_lens: &[0], seq_lens: &[4], prefixes: &prefixes };
+    assert!(planner.extend(batch, STREAM).unwrap().is_some());
+    Scene { slots, planner, cache, lease, row }
+}
+
+/// Tokens whose reader drops the last handle of the planner, as another thread may.
+#[derive(Debug)]
+struct Dropping(Mutex<Option<Arc<BatchPlanner>>>);
+
+impl Tokens for Dropping {
+    fn count(&self) -> usize {
+        PROMPT.len()
+    }
+
+    fn common(&self, at: usize, with: &[i32]) -> Result<usize> {
+        PROMPT.common(at, with)
+    }
+
+    fn read(&self, range: Range<usize>, out: &mut Vec<i32>) -> Result<()> {
+        drop(self.0.lock().unwrap().take());
+        PROMPT.read(range, out)
+    }
+
+    fn check(&self, range: Range<usize>) -> Result<()> {
+        PROMPT.check(range)
+    }
+}
+
+#[test]
+fn a_planner_that_is_dropped_during_a_publication_goes_without_locks() {
+    let Scene { slots, planner, cache, lease, .. } = scene();
+    // The request's lease is the only one, and ends in the cache with the planner.
+    let weak = Arc::downgrade(&planner);
+    let tokens = Dropping(Mutex::new(Some(planner)));
+    let published = lease.publish(&Offer { tokens: &tokens, slots: None, state: None }, STREAM).unwrap();
+    assert_eq!((published.length, weak.strong_count()), (4, 0));
+    drop(lease);
+    assert_eq!((cache.tree_stats(STREAM).evictable, slots.stats().in_use), (4, 4));
+}
+
+#[test]
+fn an_allocator_goes_although_a_fence_never_passes() {
+    let Scene { slots, planner, cache, lease, row } = scene();
+    lease.publish(&Offer { tokens: &PROMPT, slots: None, state: None }, STREAM).unwrap();
+    let fence: Arc<dyn Fence> = Arc::new(Never);
+    assert_eq!(planner.finish(&row, None, Some(&fence), STREAM).unwrap().1.dropped(), 0);
+    assert_eq!((cache.tree_stats(STREAM).locked, cache.evict(4, STREAM)), (4, 0));
+    let weak = Arc::downgrade(&slots);
+    drop((slots, planner, cache, lease));
+    assert_eq!((weak.strong_count(), Arc::strong_count(&fence)), (0, 1));
+}
