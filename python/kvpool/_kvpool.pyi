@@ -43,6 +43,11 @@ __all__ = [
     "FreeGroup",
     "GDNPool",
     "HostPlan",
+    "HybridFrees",
+    "HybridMatch",
+    "HybridNode",
+    "HybridStep",
+    "HybridTree",
     "KVPool",
     "Lease",
     "PagePool",
@@ -1538,6 +1543,556 @@ class GDNPool(Pool):
           `hit_tokens`, `missed_tokens`, `published`, `duplicates`, `evicted`, `cached`, `evictable` and
           `locked`; `nodes` of its tree, `snapshots` of states, and `bytes`.
         """
+
+@final
+class HybridTree:
+    """Finds slots by tokens for an engine that drives eviction itself, with values of several kinds of attention.
+
+    Every node of the tree has the slots of its tokens for full attention (part 0). Models with sliding-window
+    attention have windows beside them (part 1, one slot a token), those with linear attention states (part 2,
+    one value a node). A prefix is found up to the deepest node that all parts accept: a window needs its whole
+    last stretch, a state only the node itself.
+
+    The tree owns no slots: the engine frees what an eviction returns, and what an insertion says. Nodes are ints
+    that are never used again. When a node is cut in two, the deeper part keeps the number.
+
+    Tokens are 64-bit ints; an `array.array("q")` is read in place. Slots are ints in `[0, 2**31)`; a contiguous
+    int32 or int64 tensor in host memory is read in place, one on a GPU is copied first, which waits for the GPU.
+    Tensors that are returned are int64, on the host, and copies.
+
+    A namespace keeps prefixes apart: `None`, a str, bytes, an int, or a tuple of these. Calls are atomic and
+    thread-safe. A node that is gone raises `KeyError`.
+
+    Args:
+        page_size: Tokens that are found together.
+        policy: What is evicted first: "lru", "mru", "fifo", "filo", "lfu", "priority" or "slru".
+        protected_uses: With "slru", how often a node is used until it goes after the others.
+        window: Tokens of history that sliding-window attention reads; `None` for models without it.
+        window_gates: Whether a prefix is found only with its window.
+        state_grid: The number of tokens between places where states can be taken; `None` for models without
+            states.
+        states_per_path: How many states `evict_excess_states` leaves on a path; `None` leaves all.
+
+    Raises:
+        ConfigError: If `policy` is unknown, or a size is not positive.
+    """
+
+    def __new__(
+        cls,
+        page_size: SupportsIndex,
+        *,
+        policy: str = "lru",
+        protected_uses: int = 2,
+        window: SupportsIndex | None = None,
+        window_gates: bool = True,
+        state_grid: SupportsIndex | None = None,
+        states_per_path: SupportsIndex | None = None,
+    ) -> HybridTree: ...
+    def reset(
+        self,
+    ) -> None:
+        """Forgets everything, locked or not. No later node has the number of an earlier one."""
+    def root(
+        self,
+    ) -> int:
+        """Returns the node at the end of no tokens."""
+    def match(
+        self,
+        tokens: IndicesLike,
+        start: int = 0,
+        end: int | None = None,
+        namespace: Namespace | tuple[Namespace, ...] = None,
+    ) -> HybridMatch:
+        """Finds the longest prefix that all parts accept, in whole pages, and refreshes it.
+
+        Args:
+            tokens: Token ids.
+            start: The position of the first one that counts.
+            end: One past the position of the last one; `None` for all.
+            namespace: See the class.
+
+        Raises:
+            ConfigError: If `start` and `end` are not within the tokens.
+        """
+    def peek(
+        self,
+        tokens: IndicesLike,
+        start: int = 0,
+        end: int | None = None,
+        namespace: Namespace | tuple[Namespace, ...] = None,
+    ) -> tuple[int, int, int]:
+        """Returns how many tokens have slots for full attention, whatever the other parts say, the deepest node
+        with some of them, and the tokens up to its end. Changes nothing.
+
+        Args:
+            tokens: As in `match`; so are `start`, `end` and `namespace`.
+            start: See there.
+            end: See there.
+            namespace: See there.
+
+        Raises:
+            ConfigError: As in `match`.
+        """
+    def insert(
+        self,
+        tokens: IndicesLike,
+        slots: IndicesLike,
+        start: int = 0,
+        end: int | None = None,
+        namespace: Namespace | tuple[Namespace, ...] = None,
+        *,
+        found: int = 0,
+        inserted: int = 0,
+        window_freed: int = 0,
+        priority: int = 0,
+        state: IndicesLike | None = None,
+        branch: int | None = None,
+    ) -> HybridStep:
+        """Inserts the whole pages of tokens with their slots, up to the first step that the engine must act on.
+
+        Args:
+            tokens: As in `match`; so are `start`, `end` and `namespace`.
+            slots: One for each token at least.
+            start: See `match`.
+            end: See `match`.
+            namespace: See `match`.
+            found: Tokens that the request had found in the tree: their slots are the tree's already. Slots of
+                later ones that are there are to be freed.
+            inserted: Tokens that the request has inserted before: they do not count as used again.
+            window_freed: Tokens whose windows are free already, a whole number of pages.
+            priority: Nodes with a higher one go later, with the policy "priority".
+            state: The state at the end of the tokens, required where nodes have states.
+            branch: The number of tokens at which the request branches off from a window.
+
+        Raises:
+            ConfigError: As in `match`; if there are fewer slots than tokens, a slot is outside of [0, 2**31),
+                another insertion is going on, or the state is missing.
+        """
+    def advance(
+        self,
+        tokens: IndicesLike,
+        slots: IndicesLike,
+        start: int = 0,
+        end: int | None = None,
+        namespace: Namespace | tuple[Namespace, ...] = None,
+    ) -> HybridStep:
+        """Goes on with an insertion of the same tokens and slots, when the acts of the step before are done.
+
+        Args:
+            tokens: As in `insert`; so are the others.
+            slots: See there.
+            start: See there.
+            end: See there.
+            namespace: See there.
+
+        Raises:
+            ConfigError: If no insertion is going on.
+        """
+    def is_inserting(
+        self,
+    ) -> bool:
+        """Whether an insertion is going on."""
+    def end_insertion(
+        self,
+    ) -> list[tuple[Any, ...]]:
+        """Gives up an insertion that is going on, if there is one, and returns what is still to be done, as
+        `HybridStep.acts`.
+        """
+    def lock_node(
+        self,
+        node: int,
+        skip: Sequence[int] = ...,
+    ) -> tuple[int, int | None]:
+        """Locks a node: its slots for full attention up to its end, those of its last window, and its state.
+        Returns how many slots for full attention were without locks, and the boundary that `unlock` wants.
+
+        Args:
+            node: The node.
+            skip: Parts that are not locked.
+
+        Raises:
+            KeyError: If the node is gone.
+        """
+    def unlock_node(
+        self,
+        node: int,
+        boundary: int | None = None,
+        skip: Sequence[int] = ...,
+        *,
+        window_done: bool = False,
+    ) -> None:
+        """Undoes one `lock_node`.
+
+        Args:
+            node: The node.
+            boundary: What `lock_node` returned.
+            skip: The parts that were not locked.
+            window_done: Whether `unlock_window` was called.
+
+        Raises:
+            KeyError: If the node is gone.
+            IndexOwnershipError: If it has no such lock. Nothing is changed.
+        """
+    def unlock_window(
+        self,
+        node: int,
+        boundary: int | None = None,
+        skip: Sequence[int] = ...,
+        *,
+        with_state: bool = True,
+    ) -> HybridFrees:
+        """Releases the window of one `lock_node` early, and the state with it, when the request has moved on.
+        Returns the windows that nothing locks any more and that no other prefix needs.
+
+        Args:
+            node: The node.
+            boundary: What `lock_node` returned.
+            skip: The parts that were not locked.
+            with_state: Whether the state is released, too.
+
+        Raises:
+            KeyError: If the node is gone.
+            IndexOwnershipError: If it has no such lock. Nothing is changed.
+        """
+    def pin(
+        self,
+        node: int,
+    ) -> None:
+        """Locks only the slots for full attention up to the end of a node.
+
+        Raises:
+            KeyError: If the node is gone.
+        """
+    def unpin(
+        self,
+        node: int,
+    ) -> None:
+        """Undoes one `pin`.
+
+        Raises:
+            KeyError: If the node is gone.
+            IndexOwnershipError: If it has no lock. Nothing is changed.
+        """
+    def slots(
+        self,
+        node: int,
+        until: int,
+    ) -> torch.Tensor:
+        """Returns the slots for full attention behind `until` up to the end of `node`, a 1-D int64 tensor.
+
+        Raises:
+            KeyError: If a node is gone, or `until` is not on the way to `node`.
+        """
+    def begin_eviction(
+        self,
+        part: int,
+        wanted: int,
+    ) -> None:
+        """Begins to evict values of a part, `wanted` of them.
+
+        Raises:
+            ConfigError: If an eviction of the part is going on.
+        """
+    def next_victim(
+        self,
+        part: int,
+        evicted: int,
+    ) -> int | HybridFrees | None:
+        """The next step of an eviction: an int, the leaf to evict with `evict_leaf`; or values that are gone
+        already, of a node that stays; or `None`, if enough was evicted or nothing evictable is left.
+
+        Args:
+            part: The part.
+            evicted: Values of the part that were evicted until now.
+
+        Raises:
+            ConfigError: If no eviction of the part has begun.
+        """
+    def evict_leaf(
+        self,
+        node: int,
+    ) -> HybridFrees:
+        """Evicts a leaf with all its values.
+
+        Raises:
+            KeyError: If the node is gone.
+            IndexOwnershipError: If it is no leaf, or is locked.
+        """
+    def end_eviction(
+        self,
+        part: int,
+    ) -> None:
+        """Ends an eviction.
+
+        Raises:
+            ConfigError: If no eviction of the part has begun.
+        """
+    def evict(
+        self,
+        wanted: int,
+    ) -> HybridFrees:
+        """Evicts leaves until at least `wanted` slots for full attention were given up, in one call."""
+    def evict_excess_states(
+        self,
+        node: int,
+    ) -> HybridFrees:
+        """Gives up states of the nodes before a node beyond the number that a path keeps, those nearest to the root
+        first. Forks, locked nodes and leaves keep theirs.
+
+        Raises:
+            KeyError: If the node is gone.
+        """
+    def evictable_size(
+        self,
+        part: int,
+    ) -> int:
+        """Returns how many values of a part have no locks."""
+    def locked_size(
+        self,
+        part: int,
+    ) -> int:
+        """Returns how many values of a part are locked."""
+    def adjust_size(
+        self,
+        node: int,
+        part: int,
+        delta: int,
+    ) -> None:
+        """Changes what a part counts on a node whose values the engine backs with more or fewer rows than values.
+
+        Raises:
+            KeyError: If the node is gone.
+            ConfigError: If the size would become negative.
+        """
+    def value(
+        self,
+        node: int,
+        part: int,
+    ) -> torch.Tensor | None:
+        """Returns the value of a node, a 1-D int64 tensor; `None` if it has none.
+
+        Raises:
+            KeyError: If the node is gone.
+        """
+    def set_value(
+        self,
+        node: int,
+        part: int,
+        value: IndicesLike,
+    ) -> None:
+        """Gives a node a window or a state that it does not have.
+
+        Raises:
+            KeyError: If the node is gone.
+            ConfigError: If the part is 0 or nodes do not have it, the node has a value, or the length is wrong.
+        """
+    def window_gaps(
+        self,
+        tokens: IndicesLike,
+        begin: int,
+        limit: int,
+        start: int = 0,
+        end: int | None = None,
+        namespace: Namespace | tuple[Namespace, ...] = None,
+    ) -> list[tuple[int, int]]:
+        """Returns the ranges of tokens within `begin..limit` that are there without a window."""
+    def attach_window(
+        self,
+        tokens: IndicesLike,
+        begin: int,
+        values: IndicesLike,
+        start: int = 0,
+        end: int | None = None,
+        namespace: Namespace | tuple[Namespace, ...] = None,
+    ) -> None:
+        """Gives tokens from `begin` on, which are there without a window, the windows `values`.
+
+        Raises:
+            ConfigError: If some of them are not there, or have a window. Nothing is changed.
+        """
+    def by_common_prefix(
+        self,
+        nodes: Sequence[int],
+    ) -> list[int]:
+        """Returns positions in `nodes`, ordered so that nodes with common prefixes are next to each other, larger
+        groups first.
+
+        Raises:
+            KeyError: If a node is gone.
+        """
+    def path(
+        self,
+        node: int,
+    ) -> list[tuple[int, int, int, int, int]]:
+        """Returns the path to a node, the root left out: node, parent, tokens before it, tokens up to its end, and
+        children of each.
+
+        Raises:
+            KeyError: If the node is gone.
+        """
+    def values(
+        self,
+        part: int,
+    ) -> torch.Tensor:
+        """Returns all values of a part, a 1-D int64 tensor."""
+    def slot_rows(
+        self,
+        *,
+        unlocked: bool = False,
+        windows: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns the slots for full attention, the positions of their tokens, and the slots before them (-1 for
+        none): three 1-D int64 tensors.
+
+        Args:
+            unlocked: Leave out nodes with locks: of windows if `windows`, else of full attention.
+            windows: Leave out nodes without a window.
+        """
+    def contains(
+        self,
+        node: int,
+    ) -> bool:
+        """Whether a node exists."""
+    def nodes(
+        self,
+    ) -> list[int]:
+        """Returns all nodes, the root first."""
+    def children(
+        self,
+        node: int,
+    ) -> list[int]:
+        """Returns the nodes directly behind a node, in the order in which they came. Looks at every node.
+
+        Raises:
+            KeyError: If the node is gone.
+        """
+    def listed(
+        self,
+        part: int,
+    ) -> list[int]:
+        """Returns the nodes with a window (part 1) or a state (part 2), the most recent first."""
+    def info(
+        self,
+        node: int,
+    ) -> HybridNode:
+        """Returns a node as it is now.
+
+        Raises:
+            KeyError: If it is gone.
+        """
+    def verify(
+        self,
+    ) -> None:
+        """Checks every invariant.
+
+        Raises:
+            IndexOwnershipError: With the first broken one.
+        """
+    def memory_size(
+        self,
+    ) -> int:
+        """Returns the size of the bookkeeping in bytes. Looks at every node."""
+
+@final
+class HybridMatch:
+    """A prefix that was found."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of the prefix."""
+    @property
+    def node(self) -> int:
+        """The node at its end."""
+    @property
+    def visited(self) -> int | None:
+        """The deepest node with tokens of the prompt, accepted or not; `None` if no token is there."""
+    @property
+    def full_length(self) -> int:
+        """Tokens with slots for full attention."""
+    @property
+    def window_branch(self) -> int | None:
+        """The end of the whole pages with slots for full attention, if it is behind the prefix and nodes have
+        windows: with one there, more could be used.
+        """
+    @property
+    def state_branch(self) -> int | None:
+        """The last place of the grid with slots for full attention, if it is behind the prefix and nodes have
+        states: with one there, more could be used.
+        """
+
+@final
+class HybridStep:
+    """A step of an insertion."""
+
+    def acts(self) -> list[tuple[Any, ...]]:
+        """What the engine must do, in this order, as tuples. Ranges are of the inserted slots.
+
+        ("free", start, end): free them with their windows. ("free_full", start, end): free them; their windows
+        are free already. ("free_old", slots): free these slots; their windows are free. ("rebuild", node,
+        slots): find the window of these slots and give it to the node with `set_value`. ("recover", node, kept,
+        start, end): move the windows of the inserted slots to the kept ones, give them to the node, and free
+        the inserted slots without their windows. ("evict_excess", node): call `evict_excess_states`.
+        """
+    @property
+    def done(self) -> bool:
+        """Whether the insertion is done. If not, call `advance` when the acts are."""
+    @property
+    def found(self) -> int:
+        """Tokens that were there before, in whole pages."""
+    @property
+    def node(self) -> int | None:
+        """The node at the end of the inserted tokens; `None` until the insertion is done."""
+    @property
+    def had_state(self) -> bool:
+        """Whether the node had a state already: the inserted one is the caller's still."""
+    @property
+    def reached_branch(self) -> bool:
+        """Whether the tokens reach the branch that `insert` was given."""
+    @property
+    def adopted(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """Which of the inserted values the tree has taken over: two lists of ranges, of slots for full attention
+        and of windows.
+        """
+
+@final
+class HybridFrees:
+    """Values that the tree gave up, for the engine to free."""
+
+    @property
+    def full(self) -> torch.Tensor | None:
+        """Slots for full attention, a 1-D int64 tensor; `None` for none."""
+    @property
+    def window(self) -> torch.Tensor | None:
+        """Slots for full attention whose windows are to be freed; `None` for none."""
+    @property
+    def state(self) -> torch.Tensor | None:
+        """States; `None` for none."""
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """How many values of each part were given up."""
+
+@final
+class HybridNode:
+    """A node of a `HybridTree` as it was."""
+
+    @property
+    def parent(self) -> int | None:
+        """The node before it; `None` for the root."""
+    @property
+    def tokens(self) -> list[int]:
+        """Its own tokens."""
+    @property
+    def end(self) -> int:
+        """Tokens up to its end."""
+    @property
+    def locks(self) -> tuple[int, int, int]:
+        """Locks by part."""
+    @property
+    def hits(self) -> int:
+        """How often it was inserted."""
+    @property
+    def is_leaf(self) -> bool:
+        """Whether it may be evicted as a whole."""
 
 @final
 class PrefixCache(Pool):

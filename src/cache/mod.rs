@@ -13,9 +13,11 @@
 //! | users whose prefixes stay apart | [`Namespace`] |
 //! | why a prompt is not found | [`Tree::explain`], [`Segment`] |
 //! | what came and went | [`Tree::keep_journal`], [`Event`] |
+//! | nodes with values of several kinds of attention, driven by an engine | [`hybrid`] |
 
 mod chain;
 mod explain;
+pub mod hybrid;
 mod journal;
 mod namespace;
 mod policy;

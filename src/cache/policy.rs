@@ -28,6 +28,11 @@ use crate::base::{Error, Id, Result};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct NodeId(u32);
 
+impl NodeId {
+    /// The first number.
+    pub(super) const FIRST: Self = Self(0);
+}
+
 impl Id for NodeId {
     const NOUN: &'static str = "node";
 

@@ -19,7 +19,7 @@ use super::chain::{Chain, Sum};
 use super::explain::Memory;
 use super::journal::{Digest, Event, Journal};
 use super::{History, KeyTokens, Namespace, NodeId, Policy, Tick, Tokens};
-use edges::Edges;
+pub(super) use edges::Edges;
 use evict::Queues;
 use nodes::Tails;
 use roots::Roots;

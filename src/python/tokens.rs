@@ -1,14 +1,18 @@
 //! Token ids of a caller, compared where they lie.
 
 use std::cell::Cell;
+use std::mem::MaybeUninit;
 use std::ops::Range;
 use std::ptr::NonNull;
 
 use pyo3::ffi;
+use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::PyList;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::{PyList, PyType};
 
-use crate::base::{DType, Device, Error, IndexVec, Result};
+use crate::base::{DType, Device, Error, IndexVec, Result, reserve};
+use crate::cache::hybrid::{self, Keys, SlotSource, TokenBlock};
 use crate::cache::{Tokens, not_a_token};
 use crate::memory::Borrowed;
 
@@ -192,4 +196,152 @@ where
 #[cold]
 fn at_position(error: Error, begin: usize) -> Error {
     if begin == 0 { error } else { error.prefixed(&format!("in the tokens from position {begin} on")) }
+}
+
+/// Calls `work` with the tokens `start..end` of `object`, 64-bit ints: an `array.array("q")` is read in place,
+/// anything else is copied first. Without `end`, to the end.
+pub(super) fn with_keys<R>(
+    object: &Bound<'_, PyAny>,
+    start: usize,
+    end: Option<usize>,
+    work: impl FnOnce(&dyn Keys) -> PyResult<R>,
+) -> PyResult<R> {
+    static ARRAY: PyOnceLock<Py<PyType>> = PyOnceLock::new();
+    let py = object.py();
+    let within = |len: usize| -> PyResult<Range<usize>> {
+        let end = end.unwrap_or(len);
+        if start <= end && end <= len {
+            return Ok(start..end);
+        }
+        Err(Error::config(format!("tokens {start}..{end} are not within the {len} given")).into())
+    };
+    if object.get_type().is(ARRAY.import(py, "array", "array")?)
+        && object.getattr(intern!(py, "typecode"))?.eq(intern!(py, "q"))?
+    {
+        let (address, len): (usize, usize) = object.call_method0(intern!(py, "buffer_info"))?.extract()?;
+        let range = within(len)?;
+        let Some(first) = NonNull::new(std::ptr::with_exposed_provenance_mut::<i64>(address)) else {
+            return work(&&[][..]);
+        };
+        // SAFETY: the array has `len` elements from there on; it is not resized while the GIL is held, and no
+        // Python code runs during `work`.
+        let first = unsafe { first.add(range.start) };
+        return work(&RawKeys { first, count: range.len(), array: object });
+    }
+    let tokens = match args::indices(object)?.values(py)? {
+        IndexVec::I64(tokens) => tokens,
+        IndexVec::I32(tokens) => tokens.into_iter().map(i64::from).collect(),
+    };
+    let range = within(tokens.len())?;
+    work(&&tokens[range])
+}
+
+/// The elements of an `array.array("q")`, which others may write: they are looked at only as raw bytes.
+struct RawKeys<'a, 'py> {
+    first: NonNull<i64>,
+    count: usize,
+    #[expect(dead_code, reason = "keeps the array alive")]
+    array: &'a Bound<'py, PyAny>,
+}
+
+impl RawKeys<'_, '_> {
+    /// Copies the elements from `at` on that fill `to`.
+    fn copy<'to>(&self, at: usize, to: &'to mut [MaybeUninit<i64>]) -> &'to [i64] {
+        assert!(at + to.len() <= self.count, "within the array");
+        // SAFETY: the elements are within the array.
+        let ours = unsafe { self.first.as_ptr().add(at).cast_const() };
+        // SAFETY: that many elements follow, and `to` is not part of the array.
+        unsafe { ours.copy_to_nonoverlapping(to.as_mut_ptr().cast(), to.len()) };
+        // SAFETY: all of it was written just now.
+        unsafe { &*(std::ptr::from_mut(to) as *const [i64]) }
+    }
+}
+
+impl Keys for RawKeys<'_, '_> {
+    fn count(&self) -> usize {
+        self.count
+    }
+
+    fn common(&self, at: usize, with: TokenBlock<'_>) -> usize {
+        assert!(at + with.len() <= self.count, "within the array");
+        // SAFETY: the elements are within the array.
+        let ours = unsafe { self.first.as_ptr().add(at).cast_const() };
+        // Without an exit from the loop it takes several tokens at a time.
+        let different = match with {
+            TokenBlock::Narrow(theirs) => theirs.iter().enumerate().fold(0, |different, (at, &token)| {
+                // SAFETY: as many elements follow.
+                let ours = unsafe { ours.wrapping_add(at).read() };
+                different | (ours ^ i64::from(token))
+            }),
+            TokenBlock::Wide(theirs) => theirs.iter().enumerate().fold(0, |different, (at, &token)| {
+                // SAFETY: as above.
+                let ours = unsafe { ours.wrapping_add(at).read() };
+                different | (ours ^ token)
+            }),
+        };
+        if different == 0 {
+            return with.len();
+        }
+        let mut block = [MaybeUninit::uninit(); hybrid::BLOCK];
+        with.common(self.copy(at, &mut block[..with.len()]))
+    }
+
+    fn read(&self, at: usize, count: usize, out: &mut Vec<i64>) {
+        let begin = out.len();
+        out.reserve(count);
+        self.copy(at, &mut out.spare_capacity_mut()[..count]);
+        // SAFETY: that many were written just now.
+        unsafe { out.set_len(begin + count) };
+    }
+}
+
+/// Calls `work` with the slots in `object`: a contiguous int32 or int64 tensor in host memory is read in place,
+/// anything else is copied first.
+pub(super) fn with_slots<R>(
+    object: &Bound<'_, PyAny>,
+    work: impl FnOnce(&dyn SlotSource, usize) -> PyResult<R>,
+) -> PyResult<R> {
+    if let Some(tensor) = args::tensor_or_none(object)? {
+        let borrowed = tensor.borrow()?;
+        if borrowed.is_contiguous() && borrowed.device() == Device::Cpu {
+            let count = borrowed.shape().numel();
+            match borrowed.dtype() {
+                DType::I32 => return work(&RawTokens::<i32>::of(&borrowed), count),
+                DType::I64 => return work(&RawTokens::<i64>::of(&borrowed), count),
+                _ => (),
+            }
+        }
+    }
+    let values = args::indices(object)?.values(object.py())?;
+    let count = values.len();
+    let slots = slots_of(values.iter(), 0)?;
+    work(&slots.as_slice(), count)
+}
+
+/// Slots from numbers, the first of them at `begin`.
+pub(super) fn slots_of(numbers: impl Iterator<Item = i64>, begin: usize) -> Result<Vec<u32>> {
+    let slots = numbers.enumerate().map(|(position, number)| {
+        let slot = i32::try_from(number).ok().and_then(|number| u32::try_from(number).ok());
+        slot.ok_or_else(|| {
+            let position = begin + position;
+            Error::config(format!("slot {number} at position {position} is outside [0, 2**31)"))
+                .at_index(number)
+        })
+    });
+    slots.collect()
+}
+
+impl<T: Copy + Default + Into<i64>> SlotSource for RawTokens<'_, T> {
+    fn read(&self, at: usize, count: usize) -> Result<Vec<u32>> {
+        let mut slots = reserve(count)?;
+        if at + count > self.count {
+            return Err(Error::config(format!("slots {at}..{} of {} are needed", at + count, self.count)));
+        }
+        self.blocks(at..at + count, |block| {
+            let begin = at + slots.len();
+            slots.extend(slots_of(block.iter().map(|&number| number.into()), begin)?);
+            Ok(true)
+        })?;
+        Ok(slots)
+    }
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import tempfile
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,6 +84,13 @@ class Inputs:
         self.weights = torch.zeros(16, dtype=FLOAT).cuda()
 
 
+def _hybrid() -> tuple[_kvpool.HybridTree, _kvpool.HybridStep, int]:
+    """A tree, the step that inserted a prompt, and the node at its end."""
+    tree = _kvpool.HybridTree(1, window=2, state_grid=1)
+    step = tree.insert([7, 8], [1, 2], window_freed=2, state=[3])
+    return tree, step, some(step.node)
+
+
 class World:
     """One of each pool on a GPU, used a little on the current stream: slots 1 to 3 and row 1 are taken."""
 
@@ -112,6 +120,7 @@ class World:
         self.prefix_own = [3]
         self.published = self.cache.match([]).publish([7, 8], [1, 2], state=1)
         self.lease = self.cache.match([7, 8])
+        self.hybrid, self.step, self.node = _hybrid()
         self.tree_slots = kvpool.TokenToKVPoolAllocator(SIZE, "cuda")
         self.tree = kvpool.PrefixTree(self.tree_slots)
         some(self.tree_slots.alloc(3))
@@ -276,6 +285,49 @@ def _dropping(name: str) -> Entry:
     return Entry(
         lambda world: world.spare.clear(), WORKS, prepare=lambda world: world.spare.append(POOLS[name]())
     )
+
+
+TREE_CALLS: dict[str, Callable[[World], tuple[object, ...]]] = {
+    "adjust_size": lambda w: (w.node, 0, 1),
+    "begin_eviction": lambda _: (0, 1),
+    "by_common_prefix": lambda w: ([w.node],),
+    "children": lambda w: (w.node,),
+    "contains": lambda w: (w.node,),
+    "end_insertion": lambda _: (),
+    "evict": lambda _: (1,),
+    "evict_excess_states": lambda w: (w.node,),
+    "evict_leaf": lambda w: (w.node,),
+    "evictable_size": lambda _: (0,),
+    "info": lambda w: (w.node,),
+    "is_inserting": lambda _: (),
+    "listed": lambda _: (1,),
+    "lock_node": lambda w: (w.node,),
+    "locked_size": lambda _: (0,),
+    "match": lambda _: ([7, 8],),
+    "memory_size": lambda _: (),
+    "nodes": lambda _: (),
+    "path": lambda w: (w.node,),
+    "peek": lambda _: ([7, 8],),
+    "pin": lambda w: (w.node,),
+    "reset": lambda _: (),
+    "root": lambda _: (),
+    "slot_rows": lambda _: (),
+    "slots": lambda w: (w.node, w.hybrid.root()),
+    "value": lambda w: (w.node, 0),
+    "values": lambda _: (0,),
+    "verify": lambda _: (),
+    "window_gaps": lambda _: ([7, 8], 0, 2),
+}
+"""Calls of `HybridTree` that take no tensor of a GPU, with their arguments."""
+
+
+def _tree_call(name: str, args: Callable[[World], tuple[object, ...]]) -> Entry:
+    return Entry(lambda w: getattr(w.hybrid, name)(*args(w)), WORKS)
+
+
+def _in_turn(*calls: Callable[[], object]) -> None:
+    for call in calls:
+        call()
 
 
 ENTRIES: dict[str, Entry] = {
@@ -458,6 +510,32 @@ ENTRIES: dict[str, Entry] = {
     "PrefixTree.locked_size": Entry(lambda w: w.tree.locked_size(), WORKS),
     "PrefixTree.stats": Entry(lambda w: w.tree.stats(), WORKS),
     "PrefixTree.verify": Entry(lambda w: w.tree.verify(), WORKS),
+    # HybridTree: the tree is on the host, and so are its answers.
+    "HybridTree()": Entry(lambda w: w.spare.append(_kvpool.HybridTree(1)), WORKS),
+    "HybridTree.insert": Entry(lambda w: w.hybrid.insert([9], w.inputs.one, state=[4]), REFUSES),
+    "HybridTree.advance": Entry(
+        lambda w: [w.hybrid.insert([9], [5], state=[4]), w.hybrid.advance([9], w.inputs.one)], REFUSES
+    ),
+    "HybridTree.end_eviction": Entry(
+        lambda w: _in_turn(partial(w.hybrid.begin_eviction, 0, 1), partial(w.hybrid.end_eviction, 0)), WORKS
+    ),
+    "HybridTree.set_value": Entry(lambda w: w.hybrid.set_value(w.node, 1, w.inputs.states), REFUSES),
+    "HybridTree.attach_window": Entry(lambda w: w.hybrid.attach_window([7, 8], 0, w.inputs.states), REFUSES),
+    "HybridTree.next_victim": Entry(
+        lambda w: _in_turn(partial(w.hybrid.begin_eviction, 0, 1), partial(w.hybrid.next_victim, 0, 0)), WORKS
+    ),
+    "HybridTree.unlock_node": Entry(
+        lambda w: _in_turn(partial(w.hybrid.lock_node, w.node), partial(w.hybrid.unlock_node, w.node)), WORKS
+    ),
+    "HybridTree.unlock_window": Entry(
+        lambda w: _in_turn(partial(w.hybrid.lock_node, w.node), partial(w.hybrid.unlock_window, w.node)),
+        WORKS,
+    ),
+    "HybridTree.unpin": Entry(
+        lambda w: _in_turn(partial(w.hybrid.pin, w.node), partial(w.hybrid.unpin, w.node)), WORKS
+    ),
+    **{f"HybridTree.{name}": _tree_call(name, args) for name, args in TREE_CALLS.items()},
+    "HybridStep.acts": Entry(lambda w: w.step.acts(), WORKS),
     "Lease.slots": Entry(lambda w: w.lease.slots, REFUSES),
     "Lease.publish": Entry(lambda w: w.lease.publish([6], w.prefix_own), WORKS),
     "Lease.finish": Entry(lambda w: w.lease.finish([6], w.prefix_own), WORKS),
@@ -527,6 +605,10 @@ INSTANCES: dict[str, Callable[[World], object]] = {
     "GDNPool": lambda w: w.gdn,
     "HostPlan": lambda w: w.plan.host,
     "KVPool": lambda w: w.kv,
+    "HybridFrees": lambda w: w.hybrid.evict(2),
+    "HybridMatch": lambda w: w.hybrid.match([7, 8]),
+    "HybridNode": lambda w: w.hybrid.info(w.node),
+    "HybridStep": lambda w: w.step,
     "Lease": lambda w: w.lease,
     "LocalGPUPool": lambda w: w.local,
     "LocalPool": lambda w: w.local,

@@ -9,6 +9,7 @@ mod dlpack;
 mod gpu;
 mod histories;
 mod history_runs;
+mod hybrid;
 mod kernels;
 mod layering;
 mod leases;

@@ -35,7 +35,7 @@ impl Bucket {
 
 /// The children of all nodes.
 #[derive(Debug)]
-pub(super) struct Edges {
+pub(in crate::cache) struct Edges {
     /// A word lies in the bucket that the upper bits of its hash name or, if that is full, in the next one that is
     /// not. The length is a power of two, or 0.
     buckets: Vec<Bucket>,
@@ -47,13 +47,17 @@ pub(super) struct Edges {
 }
 
 impl Edges {
-    pub(super) fn new(seed: &RandomState) -> Self {
+    pub(in crate::cache) fn new(seed: &RandomState) -> Self {
         let [plus, times] = [1, 2].map(|number| seed.hash_one(number));
         Self { buckets: Vec::new(), len: 0, plus, times: times | 1 }
     }
 
     /// The children of `parent` whose first page has this fingerprint, and perhaps others.
-    pub(super) fn get(&self, parent: NodeId, fingerprint: u32) -> impl Iterator<Item = NodeId> + '_ {
+    pub(in crate::cache) fn get(
+        &self,
+        parent: NodeId,
+        fingerprint: u32,
+    ) -> impl Iterator<Item = NodeId> + '_ {
         let hash = self.hash(parent, fingerprint);
         let words = self.reach(hash).flat_map(|at| self.buckets[at].0);
         words.filter(move |word| *word != 0 && word >> 32 == hash >> 32).map(child_of)
@@ -61,12 +65,12 @@ impl Edges {
 
     /// Reads the place of an edge, so that it is near when the edge is looked for. No branch depends on what is
     /// there: such reads do not wait for each other.
-    pub(super) fn fetch(&self, parent: NodeId, fingerprint: u32) -> u64 {
+    pub(in crate::cache) fn fetch(&self, parent: NodeId, fingerprint: u32) -> u64 {
         let hash = self.hash(parent, fingerprint);
         if self.buckets.is_empty() { 0 } else { self.buckets[self.home(hash)].0[0] }
     }
 
-    pub(super) fn insert(&mut self, parent: NodeId, fingerprint: u32, child: NodeId) {
+    pub(in crate::cache) fn insert(&mut self, parent: NodeId, fingerprint: u32, child: NodeId) {
         if (self.len + 1) * 3 > self.buckets.len() * WORDS * 2 {
             self.grow();
         }
@@ -75,7 +79,7 @@ impl Edges {
     }
 
     /// Removes a child that was inserted.
-    pub(super) fn remove(&mut self, parent: NodeId, fingerprint: u32, child: NodeId) {
+    pub(in crate::cache) fn remove(&mut self, parent: NodeId, fingerprint: u32, child: NodeId) {
         let hash = self.hash(parent, fingerprint);
         let word = word_of(hash, child);
         let places = |at: usize| Some((at, self.buckets[at].place_of(word)?));
@@ -95,8 +99,12 @@ impl Edges {
         self.buckets[at].0[place] = 0;
     }
 
+    pub(in crate::cache) fn clear(&mut self) {
+        (self.buckets, self.len) = (Vec::new(), 0);
+    }
+
     /// The size of the table in bytes.
-    pub(super) const fn bytes(&self) -> usize {
+    pub(in crate::cache) const fn bytes(&self) -> usize {
         self.buckets.capacity() * size_of::<Bucket>()
     }
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 import logging
 import os
 from importlib.metadata import version
+from typing import Any
 
 from kvpool.errors import ConfigError
 
-__all__ = ["TESTED_VERSIONS", "is_switched_on", "register"]
+__all__ = ["TESTED_VERSIONS", "is_switched_on", "register", "register_tree_core"]
 
 TESTED_VERSIONS = ("0.5.23",)
 """Versions of SGLang on which the plugin has passed its tests."""
@@ -29,6 +30,33 @@ def is_switched_on() -> bool:
     """
     named = os.environ.get("SGLANG_PLUGINS", "").split(",")
     return "kvpool" in (name.strip() for name in named) or os.environ.get("KVPOOL_SGLANG") == "1"
+
+
+def register_tree_core() -> None:
+    """Registers the tree core and the radix cache "kvpool" with SGLang, where they can be chosen.
+
+    Does nothing the second time. What they need of SGLang is imported when they are made: the pools
+    are replaced first.
+    """
+    from sglang.srt.mem_cache import registry  # noqa: PLC0415
+    from sglang.srt.mem_cache.unified_cache import tree_core_registry  # noqa: PLC0415
+
+    if tree_core_registry.get_tree_core_factory("kvpool") is None:
+        tree_core_registry.register_tree_core_backend("kvpool", _make_tree_core)
+    if registry.get_radix_cache_factory("kvpool") is None:
+        registry.register_radix_cache_backend("kvpool", _make_radix_cache)
+
+
+def _make_tree_core(params: object, components: Any) -> object:
+    from kvpool.integrations.sglang.tree_core import make_tree_core  # noqa: PLC0415
+
+    return make_tree_core(params, components)
+
+
+def _make_radix_cache(ctx: object) -> object:
+    from kvpool.integrations.sglang.tree_core import make_radix_cache  # noqa: PLC0415
+
+    return make_radix_cache(ctx)
 
 
 def register() -> None:
@@ -56,6 +84,8 @@ def register() -> None:
     if problems:
         raise ConfigError(f"SGLang {found} is not what kvpool was written for: {'; '.join(problems)}")
     from kvpool.integrations.sglang.pools import REPLACEMENTS  # noqa: PLC0415
+
+    register_tree_core()
 
     for target, replacement in REPLACEMENTS.items():
         HookRegistry.register(target, replacement, HookType.REPLACE)

@@ -1,0 +1,791 @@
+"""SGLang's prefix cache over kvpool's tree: a tree core for its `UnifiedRadixCache`.
+
+`kvpool.integrations.sglang.register` makes it selectable. `KvTreeCore` under SGLang's own cache, which keeps
+every feature of it, is `SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND=kvpool`; `--radix-cache-backend kvpool` is
+`KvUnifiedRadixCache` as well, which evicts in one call.
+
+Where only SGLang's own core can do what is asked for (a host tier, storage, sessions, a custom component), it
+is that one which `make_tree_core` gives, with the reason in the log.
+"""
+
+from __future__ import annotations
+
+import abc
+import inspect
+import logging
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import (
+    DecLockRefResult,
+    IncLockRefResult,
+    InsertResult,
+    MatchResult,
+)
+from sglang.srt.mem_cache.events import KVCacheEventRecorder
+from sglang.srt.mem_cache.unified_cache.cache_action import (
+    FreeDeviceKV,
+    FreeDeviceKVFullOnly,
+    MambaEvictExcessPathStates,
+    RecoverSWAWithLockedFull,
+    SWARebuild,
+)
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.mem_cache.unified_cache.tree_core_registry import (
+    create_tree_core,
+)
+from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import (
+    BaseEvictionResult,
+    DecSwaLockOnlyResult,
+    DriveHostEvictionResult,
+    EvictDeviceLeafResult,
+    EvictDeviceNextNodeResult,
+    InsertStepResult,
+    RadixCacheWalkResult,
+    TreePathNodeInfo,
+    UnifiedTreeCoreInterface,
+)
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache, page_interleave_shard_size
+from sglang.srt.runtime_context import get_disagg, get_exec, get_memory, mamba_checkpoint_grid
+
+from kvpool._kvpool import HybridTree
+from kvpool.errors import ConfigError, IndexOwnershipError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sglang.srt.mem_cache.base_prefix_cache import (
+        DecLockRefParams,
+        InsertParams,
+        MatchPrefixParams,
+    )
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+    from kvpool._kvpool import HybridFrees, HybridStep
+
+__all__ = [
+    "KvTreeCore",
+    "KvUnifiedRadixCache",
+    "check_tree_core",
+    "make_radix_cache",
+    "make_tree_core",
+    "reason_to_delegate",
+]
+
+_NAME = "kvpool"
+_FULL, _SWA, _MAMBA = ComponentType.FULL, ComponentType.SWA, ComponentType.MAMBA
+_PARTS = (_FULL, _SWA, _MAMBA)
+_POLICIES = ("lru", "mru", "fifo", "filo", "lfu", "priority", "slru")
+
+# What SGLang calls only with a host tier, storage, a linker, or sessions.
+_DELEGATED = (
+    "backfill_missing_hash_values",
+    "build_backup_spec",
+    "build_external_linker_offload_transfers",
+    "build_hicache_transfers",
+    "build_load_back_spec",
+    "build_storage_backup_spec",
+    "commit_backup",
+    "commit_hicache_transfers",
+    "commit_load_back",
+    "dec_host_lock_ref",
+    "demote",
+    "drop_subtree_no_host",
+    "finish_external_linker_offload",
+    "finish_load_back",
+    "finish_mamba_state_eviction",
+    "finish_swa_state_eviction",
+    "finish_write_through",
+    "inc_host_lock_ref",
+    "insert_host",
+    "mark_external_cache_stored_path",
+    "mark_external_linker_offload_pending",
+    "mark_write_through_pending",
+    "node_by_id",
+    "prefetch_anchor_info",
+    "set_hicache_enabled",
+    "set_host_memory_buffer_only",
+    "snapshot_buffer_backup",
+    "validate_buffer_backup",
+)
+_logger = logging.getLogger("kvpool")
+
+
+def check_tree_core() -> list[str]:
+    """Compares what SGLang calls with what the tree core has. Returns a line for each difference."""
+    differences = [
+        f"UnifiedTreeCoreInterface.{name} is new" for name in sorted(KvTreeCore.__abstractmethods__)
+    ]
+    for theirs, ours in ((UnifiedTreeCoreInterface, KvTreeCore), (UnifiedRadixCache, KvUnifiedRadixCache)):
+        for name in sorted(vars(ours).keys() & (set(dir(theirs)) | set(_DELEGATED))):
+            if name.startswith("__"):
+                continue
+            found, own = getattr(theirs, name, None), vars(ours)[name]
+            if found is None:
+                differences.append(f"{theirs.__name__}.{name} is missing")
+            elif inspect.isfunction(found) and name not in _DELEGATED:
+                expected, parameters = (list(inspect.signature(each).parameters) for each in (found, own))
+                if expected != parameters:
+                    differences.append(
+                        f"{theirs.__name__}.{name} has the parameters ({', '.join(expected)}), expected were "
+                        f"({', '.join(parameters)})"
+                    )
+    return differences
+
+
+def reason_to_delegate(params: CacheInitParams) -> str | None:
+    """Why SGLang's own tree core must be used, or `None` if kvpool's can be.
+
+    Args:
+        params: What SGLang makes the cache of.
+    """
+    # Where SGLang's tests make a cache, there are no settings of a server.
+    memory, disagg = get_memory(), get_disagg()
+    allocator = params.token_to_kv_pool_allocator
+    reasons = {
+        "sessions are nodes of SGLang's Python core": params.enable_session_radix_cache,
+        "components of others are written for SGLang's Python core": bool(params.component_registry_override),
+        "only full attention, sliding windows and Mamba states are kvpool's": bool(
+            set(params.tree_components or ()) - set(_PARTS)
+        ),
+        "KV events name pages by hashes that kvpool does not keep": params.enable_kv_cache_events,
+        f"the eviction policy {params.eviction_policy} is SGLang's alone": params.eviction_policy.lower()
+        not in _POLICIES,
+        "a hierarchical cache has a host tier": getattr(memory, "enable_hierarchical_cache", False),
+        "LMCache stores nodes": getattr(memory, "enable_lmcache", False),
+        "FlexKV stores nodes": getattr(memory, "enable_flexkv", False),
+        "an external linker stores nodes": getattr(memory, "enable_unified_cache_external_linker", False),
+        "retraction to the host has a host tier": getattr(
+            disagg, "disaggregation_decode_retraction_backup", None
+        )
+        == "host_pool",
+        "sharded pages have rotation bases": page_interleave_shard_size(allocator) > 1,
+    }
+    return next((reason for reason, applies in reasons.items() if applies), None)
+
+
+def make_tree_core(params: CacheInitParams, components: dict[ComponentType, Any]) -> UnifiedTreeCoreInterface:
+    """Makes kvpool's tree core, or SGLang's own one where only that can do what is asked for.
+
+    Args:
+        params: What SGLang makes the cache of.
+        components: The components of the cache, for SGLang's Python core.
+
+    Raises:
+        ConfigError: If SGLang calls a tree core otherwise than the one that this was written for.
+    """
+    differences = check_tree_core()
+    if differences:
+        raise ConfigError(
+            "SGLang's tree core is not the one that kvpool was written for: " + "; ".join(differences)
+        )
+    reason = reason_to_delegate(params)
+    if reason is None:
+        return KvTreeCore(params)
+    _logger.warning("the prefix cache uses SGLang's own tree core instead of kvpool's: %s", reason)
+    return create_tree_core("rust", params, components)
+
+
+def _refuse(name: str) -> Any:
+    def refuse(*_args: Any, **_options: Any) -> NoReturn:
+        message = (
+            f"{name} belongs to a host tier, storage, a linker or sessions, which kvpool's tree core does "
+            "not have; start SGLang with SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND=rust to use them"
+        )
+        raise NotImplementedError(message)
+
+    refuse.__name__ = name
+    refuse.__doc__ = "Raises `NotImplementedError`: see `make_tree_core`."
+    return refuse
+
+
+def _whole(key: RadixKey) -> tuple[Any, int, int, Any]:
+    """Tokens, the first and the end of those that count, and the namespace."""
+    tokens, limit = key.token_ids, key.limit
+    end = len(tokens)
+    if limit is not None and limit < end:
+        end = limit
+    namespace = key.extra_key if key.cache_salt is None else (key.extra_key, key.cache_salt)
+    if not key.is_bigram:
+        return tokens, 0, end, namespace
+    # Pairs of tokens are equal as far as the tokens are, the first one given: they are the tokens behind the
+    # first one, in a namespace of its own.
+    first = tokens[0] if end else None
+    return tokens, min(1, end), end, (key.extra_key, key.cache_salt, first)
+
+
+class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's types are not installed
+    """SGLang's tree core over `kvpool.HybridTree`.
+
+    Args:
+        params: What SGLang makes the cache of.
+    """
+
+    def __init__(self, params: CacheInitParams) -> None:
+        parts = tuple(params.tree_components)
+        policy = params.eviction_policy.lower()
+        config = params.eviction_policy_config or {}
+        unknown = set(config) - ({"protected_threshold"} if policy == "slru" else set())
+        if unknown:
+            message = f"the eviction policy {policy} takes no {', '.join(sorted(unknown))}"
+            raise ConfigError(message)
+        states = -1
+        if _MAMBA in parts:
+            states = get_exec().mamba.mamba_max_states_per_path
+        self.page_size = params.page_size
+        self.is_eagle = params.is_eagle and _MAMBA not in parts
+        self.enable_hicache = False
+        self.enable_storage = False
+        self.enable_external_cache_linker = False
+        self.write_through_threshold = 256
+        self.is_write_back = False
+        self.has_swa_host_pool = False
+        self.is_host_memory_buffer_only = False
+        self.kv_events = KVCacheEventRecorder(enabled=False, page_size=params.page_size)
+        allocator = params.token_to_kv_pool_allocator
+        self.device = torch.device("cpu") if allocator is None else allocator.device
+        self._is_on_host = torch.device(self.device).type == "cpu"
+        self._parts = parts
+        self._has_swa = _SWA in parts
+        self._tree = HybridTree(
+            params.page_size,
+            policy=policy,
+            protected_uses=config.get("protected_threshold", 2),
+            window=params.swa_retain_window if self._has_swa else None,
+            window_gates=params.swa_gates_prefix_match,
+            state_grid=mamba_checkpoint_grid(params.page_size) if _MAMBA in parts else None,
+            states_per_path=states if states >= 0 else None,
+        )
+        self._empty = self._to_device(self._tree.slots(self._tree.root(), self._tree.root()))
+        # Tokens, slots and the rest of an insertion that is going on.
+        self._insertion: tuple[Any, ...] | None = None
+        self._values: Any = None
+        self._tracks = False
+
+    def _to_device(self, values: Any) -> Any:
+        return values if self._is_on_host else values.to(self.device)
+
+    # The tree.
+
+    def reset(self) -> None:
+        """Forgets everything."""
+        self._insertion = None
+        self._tree.reset()
+
+    def root_node_handle(self, extra_key: str | None = None) -> int:
+        """Returns the node before every prompt: one for all namespaces."""
+        return self._tree.root()
+
+    def is_root(self, node_id: int) -> bool:
+        """Whether a node is the one before every prompt."""
+        return node_id == self._tree.root()
+
+    @property
+    def empty_match_result(self) -> MatchResult:
+        """The result for a prompt of which nothing is there."""
+        root = self._tree.root()
+        return MatchResult(0, root, root, root, cache_actions=[])
+
+    def supports_fast_match_prefix(self) -> bool:
+        """Whether the scheduler may match all waiting requests."""
+        return True
+
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+        """Finds the longest prefix that all components accept, and refreshes it."""
+        key = params.key
+        if self.is_eagle:
+            key, _ = key.maybe_to_bigram_view(True)
+        tokens, start, end, namespace = _whole(key)
+        if end - start < self.page_size:
+            return self.empty_match_result
+        found = self._tree.match(tokens, start, end, namespace)
+        node = found.node
+        return MatchResult(
+            device_prefix_len=found.length,
+            last_device_node=node,
+            last_host_node=node,
+            best_match_node=node,
+            swa_branching_seqlen=found.window_branch,
+            mamba_branching_seqlen=found.state_branch,
+            full_kv_hit_length=found.full_length,
+            cache_actions=[],
+            last_visited_node_id=found.visited,
+        )
+
+    def match_full_device_prefix(self, key: RadixKey) -> tuple[int, int, int]:
+        """Returns tokens with slots for full attention, the deepest node with some, and its end."""
+        key, _ = key.maybe_to_bigram_view(self.is_eagle)
+        tokens, start, end, namespace = _whole(key)
+        return self._tree.peek(tokens, start, end, namespace)
+
+    def collect_full_device_indices(self, from_node_id: int, until_node_id: int) -> Any:
+        """Returns the slots behind `until_node_id` up to the end of `from_node_id`."""
+        if from_node_id == until_node_id:
+            return self._empty
+        return self._to_device(self._tree.slots(from_node_id, until_node_id))
+
+    def begin_insert(self, params: InsertParams) -> InsertStepResult:
+        """Inserts tokens, up to the first step that the cache must act on."""
+        if self._insertion is not None:
+            message = "concurrent insert walks"
+            raise RuntimeError(message)
+        key, values = params.key.maybe_to_bigram_view(self.is_eagle, params.value)
+        tokens, start, end, namespace = _whole(key)
+        if values is None:
+            values = torch.tensor(tokens[: end - start], dtype=torch.int64)
+        self._insertion = (tokens, values, start, end, namespace)
+        self._values = values
+        self._tracks = params.track_adopted_ranges and end - start >= self.page_size
+        freed = params.component_evicted_seqlens
+        step = self._tree.insert(
+            *self._insertion,
+            found=params.prev_prefix_len,
+            inserted=params.inserted_len,
+            window_freed=freed.get(_SWA, 0) if freed else 0,
+            priority=params.priority or 0,
+            state=params.mamba_value,
+            branch=params.swa_branching_seqlen,
+        )
+        return self._step(step)
+
+    def resume_insert(self) -> InsertStepResult:
+        """Goes on with an insertion, after what the step before asked for is done."""
+        if self._insertion is None:
+            message = "no in-flight insert"
+            raise RuntimeError(message)
+        return self._step(self._tree.advance(*self._insertion))
+
+    def has_ongoing_insert(self) -> bool:
+        """Whether an insertion is going on."""
+        return self._insertion is not None
+
+    def end_insert(self) -> list[Any]:
+        """Ends an insertion, if one is going on, and returns what is still to be done."""
+        if self._insertion is None:
+            return []
+        actions = [self._action(*act) for act in self._tree.end_insertion()]
+        self._insertion = self._values = None
+        return actions
+
+    def _step(self, step: HybridStep) -> InsertStepResult:
+        actions = [self._action(*act) for act in step.acts()]
+        if not step.done:
+            return InsertStepResult(actions)
+        ranges = None
+        if self._tracks:
+            ranges = {part: found for part, found in zip((_FULL, _SWA), step.adopted, strict=True) if found}
+        self._insertion = self._values = None
+        result = InsertResult(
+            step.found,
+            last_device_node=step.node,
+            mamba_exist=step.had_state,
+            swa_branch_inserted=step.reached_branch,
+            adopted_ranges=ranges,
+        )
+        return InsertStepResult(actions, result)
+
+    def _action(self, kind: str, *args: Any) -> Any:
+        if kind == "free":
+            return FreeDeviceKV([self._values[args[0] : args[1]]])
+        if kind == "free_full":
+            return FreeDeviceKVFullOnly([self._values[args[0] : args[1]]])
+        if kind == "free_old":
+            return FreeDeviceKVFullOnly([self._to_device(args[0])])
+        if kind == "rebuild":
+            return SWARebuild(args[0], self._to_device(args[1]))
+        if kind == "recover":
+            node, kept, begin, end = args
+            return RecoverSWAWithLockedFull(node, self._to_device(kept), self._values[begin:end])
+        return MambaEvictExcessPathStates(*args)
+
+    # Locks.
+
+    def inc_lock_ref(
+        self, node_id: int, skip_lock_components: Sequence[ComponentType] = ()
+    ) -> IncLockRefResult:
+        """Locks a node, and returns what it is released with."""
+        newly, boundary = self._tree.lock_node(node_id, skip_lock_components)
+        skipped = tuple(skip_lock_components)
+        result = IncLockRefResult(
+            delta=None if _FULL in skipped else newly, node_id=node_id, skipped_lock_components=skipped
+        )
+        if self._has_swa and _SWA not in skipped:
+            result.component_lock_uuids[_SWA] = boundary
+        return result
+
+    def dec_lock_ref(
+        self, node_id: int, params: DecLockRefParams, skip_swa: bool = False
+    ) -> DecLockRefResult:
+        """Releases a lock."""
+        _expect_anchor(node_id, params)
+        skipped = params.skipped_lock_components
+        boundary = None
+        if self._has_swa and not skip_swa and _SWA not in skipped:
+            boundary = params.component_lock_uuids[_SWA]
+        try:
+            self._tree.unlock_node(node_id, boundary, skipped, window_done=skip_swa)
+        except IndexOwnershipError as error:
+            raise AssertionError(str(error)) from error
+        return DecLockRefResult()
+
+    def dec_swa_lock_only(self, node_id: int, params: DecLockRefParams) -> DecSwaLockOnlyResult:
+        """Releases the window of a lock early, and its Mamba state with it."""
+        _expect_anchor(node_id, params)
+        result = DecSwaLockOnlyResult()
+        if self._has_swa and not self.is_root(node_id):
+            self._release_window(node_id, params, result, with_state=True)
+        return result
+
+    def dec_window_lock_only(
+        self, node_id: int, component_type: ComponentType, params: DecLockRefParams
+    ) -> DecSwaLockOnlyResult:
+        """Releases the window of a lock early."""
+        _expect_anchor(node_id, params)
+        result = DecSwaLockOnlyResult()
+        if not self.is_root(node_id) and component_type not in params.skipped_lock_components:
+            _expect_swa(component_type)
+            self._release_window(node_id, params, result, with_state=False)
+        return result
+
+    def _release_window(
+        self, node_id: int, params: DecLockRefParams, result: BaseEvictionResult, *, with_state: bool
+    ) -> None:
+        boundary = params.component_lock_uuids[_SWA]
+        skipped = params.skipped_lock_components
+        try:
+            frees = self._tree.unlock_window(node_id, boundary, skipped, with_state=with_state)
+        except IndexOwnershipError as error:
+            raise AssertionError(str(error)) from error
+        self._hand_out(frees, result)
+        result.tracker.clear()
+
+    def inc_full_pin(self, node_id: int) -> None:
+        """Locks only the slots for full attention up to a node."""
+        self._tree.pin(node_id)
+
+    def dec_full_pin(self, node_id: int) -> None:
+        """Releases `inc_full_pin`."""
+        try:
+            self._tree.unpin(node_id)
+        except IndexOwnershipError as error:
+            raise AssertionError(str(error)) from error
+
+    # Eviction.
+
+    def evict_device_start(self, component_type: ComponentType, request_cnt: int) -> None:
+        """Begins to evict values of a component."""
+        self._tree.begin_eviction(component_type, request_cnt)
+
+    def evict_device_next_node(
+        self, component_type: ComponentType, tracker: dict[ComponentType, int]
+    ) -> EvictDeviceNextNodeResult:
+        """Names the next leaf to evict, or evicts a value of a node that stays."""
+        result = EvictDeviceNextNodeResult()
+        victim = self._tree.next_victim(component_type, tracker.get(component_type, 0))
+        if victim is None:
+            return result
+        result.made_progress = True
+        if isinstance(victim, int):
+            result.node_id = victim
+        else:
+            self._hand_out(victim, result)
+        return result
+
+    def evict_device_leaf(self, node_id: int, is_write_back: bool) -> EvictDeviceLeafResult:
+        """Evicts a leaf with all its values."""
+        result = EvictDeviceLeafResult()
+        try:
+            frees = self._tree.evict_leaf(node_id)
+        except IndexOwnershipError as error:
+            raise AssertionError(str(error)) from error
+        self._hand_out(frees, result)
+        result.unbacked_tokens = frees.counts[0]
+        return result
+
+    def evict_device_end(self, component_type: ComponentType) -> None:
+        """Ends `evict_device_start`."""
+        self._tree.end_eviction(component_type)
+
+    def evict_many(self, tokens: int) -> BaseEvictionResult:
+        """Evicts leaves with at least `tokens` slots for full attention in one call, or all leaves."""
+        result = BaseEvictionResult()
+        self._hand_out(self._tree.evict(tokens), result)
+        return result
+
+    def evict_excess_path_states(
+        self,
+        tail_node_id: int,
+        device_frees: dict[ComponentType, list[Any]],
+        host_frees: dict[ComponentType, list[Any]],
+        cache_actions: list[Any],
+    ) -> None:
+        """Evicts Mamba states of a path beyond the number that it keeps."""
+        frees = self._tree.evict_excess_states(tail_node_id)
+        if frees.counts[2]:
+            device_frees[_MAMBA].append(self._to_device(frees.state))
+
+    def _hand_out(self, frees: HybridFrees, result: BaseEvictionResult) -> None:
+        counts = frees.counts
+        for part, count, name in zip(_PARTS, counts, ("full", "window", "state"), strict=True):
+            if count:
+                result.tracker[part] = count
+                result.device_frees[part].append(self._to_device(getattr(frees, name)))
+
+    def drive_host_eviction(
+        self,
+        component_type: ComponentType,
+        num_tokens: int,
+    ) -> DriveHostEvictionResult:
+        """Evicts nothing: there is no host tier."""
+        return DriveHostEvictionResult()
+
+    # Sizes.
+
+    def evictable_size(self) -> int:
+        """Returns the slots for full attention without locks."""
+        return self._tree.evictable_size(0)
+
+    full_evictable_size = evictable_size
+
+    def protected_size(self) -> int:
+        """Returns the slots for full attention with locks."""
+        return self._tree.locked_size(0)
+
+    full_protected_size = protected_size
+
+    def swa_evictable_size(self) -> int:
+        """Returns the windows without locks."""
+        return self._tree.evictable_size(1)
+
+    def swa_protected_size(self) -> int:
+        """Returns the windows with locks."""
+        return self._tree.locked_size(1)
+
+    def mamba_evictable_size(self) -> int:
+        """Returns the Mamba states without locks."""
+        return self._tree.evictable_size(2)
+
+    def mamba_protected_size(self) -> int:
+        """Returns the Mamba states with locks."""
+        return self._tree.locked_size(2)
+
+    def component_evictable_size(self, component_type: ComponentType) -> int:
+        """Returns the values of a component without locks; 0 for one that is absent."""
+        return self._tree.evictable_size(component_type) if component_type in self._parts else 0
+
+    def component_protected_size(self, component_type: ComponentType) -> int:
+        """Returns the values of a component with locks; 0 for one that is absent."""
+        return self._tree.locked_size(component_type) if component_type in self._parts else 0
+
+    def adjust_component_size(self, node_id: int, component_type: ComponentType, delta: int) -> None:
+        """Changes what a component counts on a node."""
+        if component_type not in self._parts:
+            message = f"component is not enabled: {component_type}"
+            raise ValueError(message)
+        try:
+            self._tree.adjust_size(node_id, component_type, delta)
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+
+    def total_size(self) -> tuple[int, int]:
+        """Returns all slots for full attention, and all other values."""
+        full, swa, mamba = (self._tree.evictable_size(part) + self._tree.locked_size(part) for part in _PARTS)
+        return full, swa + mamba
+
+    # Values.
+
+    def get_component_device_value(self, node_id: int, component_type: ComponentType) -> Any:
+        """Returns the value of a node; `None` if it has none."""
+        value = self._tree.value(node_id, component_type)
+        return None if value is None else self._to_device(value)
+
+    def set_component_device_value(self, node_id: int, component_type: ComponentType, value: Any) -> None:
+        """Gives a node a window or a state."""
+        self._tree.set_value(node_id, component_type, value)
+
+    def is_full_device_evicted(self, node_id: int) -> bool:
+        """Whether a node is without slots: never, as long as it exists."""
+        self._expect(node_id)
+        return False
+
+    def component_has_host_value_only(self, node_id: int, component_type: ComponentType) -> bool:
+        """Whether a value is on the host alone: never."""
+        self._expect(node_id)
+        return False
+
+    def swa_tombstone_ranges(
+        self, key: RadixKey, start: int, end: int, component_type: ComponentType = _SWA
+    ) -> list[tuple[int, int]]:
+        """Returns the ranges of tokens that are there without a window."""
+        _expect_swa(component_type)
+        tokens, first, last, namespace = _whole(key)
+        return self._tree.window_gaps(tokens, start, end, first, last, namespace)
+
+    def attach_swa_window(
+        self,
+        key: RadixKey,
+        window_start: int,
+        window_end: int,
+        swa_values: Any,
+        component_type: ComponentType = _SWA,
+    ) -> list[Any]:
+        """Gives tokens that are there without a window one."""
+        _expect_swa(component_type)
+        if len(swa_values) != window_end - window_start:
+            message = f"{len(swa_values)} windows for tokens {window_start}..{window_end}"
+            raise AssertionError(message)
+        tokens, first, last, namespace = _whole(key)
+        try:
+            self._tree.attach_window(tokens, window_start, swa_values, first, last, namespace)
+        except ConfigError as error:
+            raise AssertionError(str(error)) from error
+        return []
+
+    def all_values_flatten(self) -> Any:
+        """Returns all slots for full attention."""
+        return self._to_device(self._tree.values(0))
+
+    def all_mamba_values_flatten(self) -> Any:
+        """Returns all Mamba states."""
+        return self._to_device(self._tree.values(2))
+
+    def walk_for_kv_canary(self, unlocked_only: bool, swa_resident_only: bool) -> RadixCacheWalkResult:
+        """Returns the slots for full attention, the positions of their tokens, and the slots before them."""
+        windows = swa_resident_only and self._has_swa
+        slots, positions, before = self._tree.slot_rows(unlocked=unlocked_only, windows=windows)
+        return RadixCacheWalkResult(slot_indices=slots, positions=positions, prev_slot_indices=before)
+
+    # Looking.
+
+    def dfs_weight_order(self, node_ids: Sequence[int]) -> list[int]:
+        """Returns positions, those of nodes with common prefixes next to each other, larger groups first."""
+        return self._tree.by_common_prefix(node_ids)
+
+    def collect_path_info(self, end_node_ids: Sequence[int]) -> tuple[tuple[TreePathNodeInfo, ...], ...]:
+        """Returns the paths to nodes."""
+        return tuple(
+            tuple(
+                TreePathNodeInfo(node, parent, start, end, end - start, children)
+                for node, parent, start, end, children in self._tree.path(node_id)
+            )
+            for node_id in end_node_ids
+        )
+
+    def is_backuped(self, node_id: int) -> bool:
+        """Whether a node is on the host: never."""
+        self._expect(node_id)
+        return False
+
+    def is_write_through_compatible(self) -> bool:
+        """Whether what is on the host follows the rules of writing through: nothing is."""
+        return True
+
+    def get_last_hash_value(self, node_id: int) -> str | None:
+        """Returns the hash of the last page: no page has one."""
+        self._expect(node_id)
+        return None
+
+    def get_prefix_hash_values(self, node_id: int) -> list[str]:
+        """Returns the hashes of the pages before a node: no page has one."""
+        self._expect(node_id)
+        return []
+
+    get_hash_values = get_prefix_hash_values
+
+    def _expect(self, node_id: int) -> None:
+        if not self._tree.contains(node_id):
+            raise KeyError(node_id)
+
+    def sanity_check(
+        self, ongoing_write_through: list[tuple[int, int]], ongoing_load_back: list[tuple[int, int]]
+    ) -> None:
+        """Checks every invariant. Raises `AssertionError` with the first that is broken."""
+        try:
+            self._tree.verify()
+        except IndexOwnershipError as error:
+            raise AssertionError(str(error)) from error
+        if ongoing_write_through or ongoing_load_back:
+            message = "transfers to or from a host tier are going on, and there is none"
+            raise AssertionError(message)
+
+    def pretty_print(self) -> None:
+        """Prints the nodes."""
+        for node in self._tree.nodes():
+            info = self._tree.info(node)
+            parts = ", ".join(
+                f"{part}={'yes' if self._tree.value(node, part) is not None else 'no'}"
+                for part in self._parts
+            )
+            print(f"[{node}] {info.end - len(info.tokens)}..{info.end} locks={info.locks} {parts}")  # noqa: T201
+
+
+def _expect_anchor(node_id: int, params: DecLockRefParams) -> None:
+    if params.node_id != node_id:
+        message = f"lock receipt anchored on node {params.node_id} released on node {node_id}"
+        raise AssertionError(message)
+
+
+def _expect_swa(component_type: ComponentType) -> None:
+    if component_type != _SWA:
+        message = "kvpool's tree core supports one window"
+        raise NotImplementedError(message)
+
+
+for _name in _DELEGATED:
+    setattr(KvTreeCore, _name, _refuse(_name))
+abc.update_abstractmethods(KvTreeCore)
+
+
+class KvUnifiedRadixCache(UnifiedRadixCache):  # type: ignore[misc]  # SGLang's types are not installed
+    """SGLang's cache with one call for an eviction instead of two a leaf."""
+
+    def _evict_components(
+        self,
+        request_by_type: dict[ComponentType, int],
+        tracker: dict[ComponentType, int],
+        available_size_targets: dict[ComponentType, tuple[ComponentType, int]] | None = None,
+        *,
+        allocation_reclaim_satisfied: Any = None,
+    ) -> None:
+        is_plain = isinstance(self.tree_core, KvTreeCore) and self.tree_components == (_FULL,)
+        if not is_plain or allocation_reclaim_satisfied is not None:
+            super()._evict_components(
+                request_by_type,
+                tracker,
+                available_size_targets,
+                allocation_reclaim_satisfied=allocation_reclaim_satisfied,
+            )
+            return
+        target = (available_size_targets or {}).get(_FULL)
+        wanted = request_by_type[_FULL]
+        while wanted > 0:
+            if target is not None and self._component_available_size(_FULL) >= target[1]:
+                return
+            result = self.tree_core.evict_many(wanted)
+            evicted = result.tracker.get(_FULL, 0)
+            tracker[_FULL] += evicted
+            self._apply_eviction_result(result)
+            if target is None or not evicted:
+                return
+            # An allocator may hold slots back: it says itself what it has.
+            wanted = max(1, target[1] - self._component_available_size(_FULL))
+
+
+def make_radix_cache(ctx: Any) -> Any:
+    """Makes the cache for `--radix-cache-backend kvpool`: SGLang's own for everything that it does otherwise.
+
+    Args:
+        ctx: What SGLang makes the cache of.
+    """
+    from sglang.srt.mem_cache.registry import (  # noqa: PLC0415
+        create_unified_radix_cache,
+        default_radix_cache_factory,
+    )
+
+    memory = get_memory()
+    has_own_cache = memory.enable_lmcache or memory.enable_flexkv
+    if has_own_cache or ctx.disable_radix_cache or (ctx.is_hybrid_swa and ctx.full_tokens_per_layer == 0):
+        return default_radix_cache_factory(ctx)
+    ctx.params.tree_core_backend = _NAME
+    return create_unified_radix_cache(ctx, cache_class=KvUnifiedRadixCache)

@@ -1,0 +1,224 @@
+//! Evicting, step by step: the engine frees what a step hands out before it asks for the next.
+
+use super::{Handle, HybridTree, NodeId, Part, ROOT};
+
+/// Slots and states that the tree gave up, to be freed by the engine.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[must_use]
+pub struct Frees {
+    /// Slots for full attention.
+    pub full: Vec<u32>,
+    /// Slots for full attention whose windows go.
+    pub window: Vec<u32>,
+    /// States.
+    pub state: Vec<u32>,
+    /// Values given up, by part.
+    pub counts: [usize; 3],
+}
+
+impl Frees {
+    /// Whether there is nothing to free.
+    #[must_use]
+    pub const fn is_empty(&self) -> bool {
+        self.full.is_empty() && self.window.is_empty() && self.state.is_empty()
+    }
+
+    /// Values of a part that were given up.
+    #[must_use]
+    pub const fn count(&self, part: Part) -> usize {
+        self.counts[part.index()]
+    }
+}
+
+/// A step of an eviction.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Victim {
+    /// A leaf, which goes as a whole: see [`HybridTree::evict_leaf`].
+    Leaf(Handle),
+    /// A value of a node that stays. It is gone already.
+    Value(Frees),
+    /// Enough was evicted, or nothing evictable is left.
+    Nothing,
+}
+
+/// An eviction of a part that is going on.
+#[derive(Debug)]
+struct Walk {
+    wanted: usize,
+    /// Of windows and states: the node that is looked at next.
+    next: Option<Handle>,
+    /// Of full attention: the leaf named last, and those named before that were not evicted.
+    named: Vec<Handle>,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Walks([Option<Walk>; 3]);
+
+impl HybridTree {
+    /// Begins to evict `wanted` values of a part. `false` if it has begun already.
+    #[must_use]
+    pub fn begin_eviction(&mut self, part: Part, wanted: usize) -> bool {
+        if self.walks.0[part.index()].is_some() {
+            return false;
+        }
+        let next = match part {
+            Part::Full => None,
+            Part::Window | Part::State => {
+                self.unlocked_from(part, self.list(part).last).map(|id| self.handle(id))
+            }
+        };
+        self.walks.0[part.index()] = Some(Walk { wanted, next, named: Vec::new() });
+        true
+    }
+
+    /// Ends [`HybridTree::begin_eviction`]. `false` if it has not begun.
+    #[must_use]
+    pub fn end_eviction(&mut self, part: Part) -> bool {
+        let Some(walk) = self.walks.0[part.index()].take() else { return false };
+        for node in walk.named {
+            if let Some(id) = self.at(node) {
+                self.requeue(id);
+            }
+        }
+        true
+    }
+
+    /// The next step, when `evicted` values of the part were evicted until now. `None` if no eviction of the
+    /// part has begun.
+    pub fn next_victim(&mut self, part: Part, evicted: usize) -> Option<Victim> {
+        match part {
+            Part::Full => self.next_leaf(evicted),
+            Part::Window | Part::State => self.next_value(part, evicted),
+        }
+    }
+
+    fn next_leaf(&mut self, evicted: usize) -> Option<Victim> {
+        let walk = self.walks.0[Part::Full.index()].as_mut()?;
+        // A leaf that the engine did not evict is not named again.
+        if let Some(id) = walk.named.last().copied().and_then(|node| self.at(node))
+            && let Some(rank) = self.node_mut(id).queued.take()
+        {
+            self.queue.remove(rank, id);
+        }
+        let walk = self.walks.0[Part::Full.index()].as_ref().expect("it was there just now");
+        if evicted >= walk.wanted {
+            return Some(Victim::Nothing);
+        }
+        let Some(id) = self.queue.first() else { return Some(Victim::Nothing) };
+        let leaf = self.handle(id);
+        let walk = self.walks.0[Part::Full.index()].as_mut().expect("it was there just now");
+        walk.named.push(leaf);
+        Some(Victim::Leaf(leaf))
+    }
+
+    fn next_value(&mut self, part: Part, evicted: usize) -> Option<Victim> {
+        let walk = self.walks.0[part.index()].as_ref()?;
+        let (wanted, next) = (walk.wanted, walk.next);
+        let Some(next) = next else { return Some(Victim::Nothing) };
+        let listed = self.at(next).filter(|&id| self.is_listed(part, id));
+        // What came between has taken the node away: begin again.
+        let at = listed.or_else(|| self.unlocked_from(part, self.list(part).last));
+        let Some(id) = at.filter(|_| evicted < wanted) else {
+            self.walk_on(part, at);
+            return Some(Victim::Nothing);
+        };
+        let after = self.unlocked_from(part, self.later(part, id));
+        self.walk_on(part, after);
+        if self.is_leaf(id) {
+            return Some(Victim::Leaf(self.handle(id)));
+        }
+        let mut frees = Frees::default();
+        self.free_part(id, part, &mut frees);
+        if part == Part::Window && self.node(id).has(Part::State) {
+            // Without its window a state is found no more.
+            assert_eq!(
+                self.node(id).locks[Part::State.index()],
+                0,
+                "a lock of a state locks its window, too"
+            );
+            self.free_part(id, Part::State, &mut frees);
+        }
+        self.requeue(id);
+        Some(Victim::Value(frees))
+    }
+
+    fn walk_on(&mut self, part: Part, to: Option<NodeId>) {
+        let next = to.map(|id| self.handle(id));
+        if let Some(walk) = &mut self.walks.0[part.index()] {
+            walk.next = next;
+        }
+    }
+
+    /// Evicts a leaf with all its values. `None` if the node is gone; `Some(None)` if it is no leaf or has
+    /// locks.
+    pub fn evict_leaf(&mut self, leaf: Handle) -> Option<Option<Frees>> {
+        let id = self.at(leaf)?;
+        if !self.is_leaf(id) {
+            return Some(None);
+        }
+        let mut frees = Frees::default();
+        self.evict(id, &mut frees);
+        Some(Some(frees))
+    }
+
+    /// Evicts leaves in the order of the eviction, until at least `wanted` slots for full attention were given
+    /// up or nothing evictable is left.
+    pub fn evict_full(&mut self, wanted: usize) -> Frees {
+        let mut frees = Frees::default();
+        while frees.count(Part::Full) < wanted
+            && let Some(id) = self.queue.first()
+        {
+            self.evict(id, &mut frees);
+        }
+        frees
+    }
+
+    fn evict(&mut self, id: NodeId, frees: &mut Frees) {
+        for part in [Part::Window, Part::State, Part::Full] {
+            if self.node(id).has(part) {
+                self.free_part(id, part, frees);
+            }
+        }
+        self.remove(id);
+    }
+
+    /// Takes a value without locks away from a node.
+    pub(super) fn free_part(&mut self, id: NodeId, part: Part, frees: &mut Frees) {
+        debug_assert!(id != ROOT && self.node(id).locks[part.index()] == 0, "nothing uses the value");
+        let value = std::mem::take(&mut self.node_mut(id).values[part.index()]);
+        self.sizes[part.index()].evictable -= value.len();
+        frees.counts[part.index()] += value.len();
+        match part {
+            Part::Full => append(&mut frees.full, value),
+            // The engine finds the window of a slot by that slot.
+            Part::Window => frees.window.extend_from_slice(self.node(id).value(Part::Full)),
+            Part::State => append(&mut frees.state, value),
+        }
+        if part != Part::Full {
+            self.unlist(part, id);
+        }
+    }
+
+    /// Gives up states of the nodes before `tail` beyond the number that a path keeps, those nearest to the
+    /// root first. Forks, locked nodes and leaves keep theirs. `None` if the node is gone.
+    pub fn evict_excess_states(&mut self, tail: Handle) -> Option<Frees> {
+        let tail = self.at(tail)?;
+        let mut frees = Frees::default();
+        let Some(most) = self.config.state.and_then(|state| state.max_per_path) else { return Some(frees) };
+        let mut holders: Vec<_> = self.path(tail).filter(|&id| self.node(id).has(Part::State)).collect();
+        let mut excess = holders.len().saturating_sub(most);
+        while let Some(id) = holders.pop().filter(|&id| excess > 0 && id != tail) {
+            let node = self.node(id);
+            if node.locks[Part::State.index()] == 0 && node.children == 1 {
+                self.free_part(id, Part::State, &mut frees);
+                self.requeue(id);
+                excess -= 1;
+            }
+        }
+        Some(frees)
+    }
+}
+
+fn append(all: &mut Vec<u32>, mut more: Vec<u32>) {
+    if all.is_empty() { *all = more } else { all.append(&mut more) }
+}

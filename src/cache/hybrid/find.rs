@@ -1,0 +1,184 @@
+//! Finding prefixes.
+
+use super::{Handle, HybridTree, Keys, NodeId, Part, ROOT};
+use crate::cache::Namespace;
+
+/// A prefix that every part accepts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Match {
+    /// Tokens of the prefix.
+    pub len: usize,
+    /// The node at its end; the root for none.
+    pub node: Handle,
+    /// The deepest node with tokens of the prompt, whether the parts accept it or not.
+    pub visited: Option<Handle>,
+    /// Tokens with slots for full attention.
+    pub full_len: usize,
+    /// Where a window would make more of the prompt usable: the end of its whole pages with slots for full
+    /// attention, if it is behind the prefix.
+    pub window_branch: Option<usize>,
+    /// Where a state would: the last place of the grid with slots for full attention, if it is behind the
+    /// prefix.
+    pub state_branch: Option<usize>,
+}
+
+/// How much of the last window is there, on the way down.
+struct Coverage {
+    /// Tokens since the last gap; before the first gap everything is covered.
+    len: usize,
+    has_gap: bool,
+}
+
+/// The node and the tokens where a walk down ended.
+pub(super) struct Way {
+    pub(super) node: NodeId,
+    pub(super) len: usize,
+    /// Tokens of the last node that are common, if it is not all of them.
+    pub(super) part_of: Option<(NodeId, usize)>,
+}
+
+impl HybridTree {
+    /// The whole pages of `keys`, in tokens.
+    pub(super) fn whole_pages(&self, keys: &dyn Keys) -> usize {
+        keys.count() / self.config.page_size * self.config.page_size
+    }
+
+    /// The child of `node` that the tokens from `at` on lead to, and how many whole pages of it, in tokens, are
+    /// equal. `page` is room for a page.
+    pub(super) fn step(
+        &self,
+        node: NodeId,
+        namespace: u32,
+        keys: &dyn Keys,
+        at: usize,
+        page: &mut Vec<i64>,
+    ) -> Option<(NodeId, usize)> {
+        let page_size = self.config.page_size;
+        page.clear();
+        keys.read(at, page_size, page);
+        let child = self.child(node, namespace, page)?;
+        let tokens = &self.node(child).tokens;
+        // The first page is equal.
+        let common = page_size + tokens.common(page_size, keys, at + page_size);
+        Some((child, common / page_size * page_size))
+    }
+
+    /// Walks down as far as the tokens are the same, and calls `see` with each node on the way, the tokens
+    /// before it and those common with it. Changes nothing.
+    pub(super) fn walk(
+        &self,
+        name: &Namespace,
+        keys: &dyn Keys,
+        end: usize,
+        mut see: impl FnMut(NodeId, usize, usize),
+    ) -> Way {
+        let mut way = Way { node: ROOT, len: 0, part_of: None };
+        let Some(namespace) = self.namespace(name) else { return way };
+        let limit = self.whole_pages(keys);
+        let mut page = Vec::with_capacity(self.config.page_size);
+        while way.len < limit.min(end) {
+            let Some((child, common)) = self.step(way.node, namespace, keys, way.len, &mut page) else {
+                break;
+            };
+            see(child, way.len, common);
+            if common < self.node(child).tokens.len() {
+                way.part_of = Some((child, common));
+                break;
+            }
+            (way.node, way.len) = (child, way.len + common);
+        }
+        way
+    }
+
+    /// Finds the longest prefix that every part accepts, and refreshes it. Cuts a node in two if the tokens
+    /// differ within it.
+    pub fn find(&mut self, name: &Namespace, keys: &dyn Keys) -> Match {
+        let mut best = (ROOT, 0);
+        let mut coverage = Coverage { len: 0, has_gap: false };
+        let mut way = Vec::new();
+        let end = self.walk(name, keys, usize::MAX, |node, _, _| way.push(node));
+        let mut full_len = end.len;
+        if let Some((node, common)) = end.part_of {
+            full_len += common;
+            let before = self.cut(node, common);
+            *way.last_mut().expect("the node is the last on the way") = before;
+        }
+        let mut len = 0;
+        for &id in &way {
+            len += self.node(id).tokens.len();
+            if self.accepts(id, &mut coverage) {
+                best = (id, len);
+            }
+        }
+        let (best, len) = best;
+        self.refresh_window(best);
+        if self.config.state.is_some() && best != ROOT && self.node(best).has(Part::State) {
+            self.refresh(Part::State, best);
+        }
+        self.touch_path(best);
+        let branch = |grid: usize| Some(full_len / grid * grid).filter(|&branch| branch > len);
+        Match {
+            len,
+            node: self.handle(best),
+            visited: way.last().map(|&id| self.handle(id)),
+            full_len,
+            window_branch: self.config.window.and_then(|_| branch(self.config.page_size)),
+            state_branch: self.config.state.and_then(|state| branch(state.grid)),
+        }
+    }
+
+    /// Whether a request may go on from the end of a node.
+    fn accepts(&self, id: NodeId, coverage: &mut Coverage) -> bool {
+        let node = self.node(id);
+        let mut is_accepted = true;
+        if let Some(window) = self.config.window {
+            if node.has(Part::Window) {
+                coverage.len += node.tokens.len();
+                is_accepted &= !coverage.has_gap || coverage.len >= window.size;
+            } else {
+                *coverage = Coverage { len: 0, has_gap: true };
+                is_accepted &= !window.gates;
+            }
+        }
+        if self.config.state.is_some() {
+            is_accepted &= node.has(Part::State);
+        }
+        is_accepted
+    }
+
+    /// Counts a use of a node and of all before it: the deepest one was used last.
+    fn touch_path(&mut self, id: NodeId) {
+        let now = self.tick();
+        let (mut at, mut steps) = (id, 0);
+        loop {
+            self.node_mut(at).used = now.before(steps);
+            if at == ROOT {
+                break;
+            }
+            steps += 1;
+            at = self.node(at).parent;
+        }
+        // Only the end of the path can be a leaf.
+        self.requeue(id);
+    }
+
+    /// How many tokens have slots for full attention, whatever the other parts say: the tokens, the deepest
+    /// node with some of them, and the tokens up to its end. Changes nothing.
+    #[must_use]
+    pub fn peek(&self, name: &Namespace, keys: &dyn Keys) -> Peek {
+        let way = self.walk(name, keys, usize::MAX, |_, _, _| ());
+        let (node, common) = way.part_of.unwrap_or((way.node, 0));
+        Peek { len: way.len + common, node: self.handle(node), end: self.node(node).end }
+    }
+}
+
+/// See [`HybridTree::peek`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Peek {
+    /// Tokens in common.
+    pub len: usize,
+    /// The deepest node with some of them.
+    pub node: Handle,
+    /// Tokens up to the end of that node.
+    pub end: usize,
+}

@@ -1,0 +1,294 @@
+//! Locks: what must stay while requests use it.
+
+use super::evict::Frees;
+use super::{Handle, HybridTree, NodeId, Part, ROOT};
+
+/// The name of the older edge of a window that is locked. It stays with that edge when nodes are cut.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Boundary(u64);
+
+impl Boundary {
+    /// The boundary with this number.
+    #[must_use]
+    pub const fn new(number: u64) -> Self {
+        Self(number)
+    }
+
+    /// Its number, from 1 on.
+    #[must_use]
+    pub const fn number(self) -> u64 {
+        self.0
+    }
+}
+
+/// What a lock took: it is released by the same.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Receipt {
+    /// The parts that are not locked.
+    pub skipped: Skipped,
+    /// Where the lock of the window ends; `None` at the root.
+    pub boundary: Option<Boundary>,
+}
+
+/// Parts that a lock leaves out.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Skipped([bool; 3]);
+
+impl Skipped {
+    /// These parts.
+    #[must_use]
+    pub fn of(parts: impl IntoIterator<Item = Part>) -> Self {
+        let mut skipped = Self::default();
+        for part in parts {
+            skipped.0[part.index()] = true;
+        }
+        skipped
+    }
+
+    /// Whether a part is left out.
+    #[must_use]
+    pub const fn has(self, part: Part) -> bool {
+        self.0[part.index()]
+    }
+}
+
+/// A lock that a node does not have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NotLocked {
+    /// The node.
+    pub node: Handle,
+    /// The part.
+    pub part: Part,
+}
+
+impl HybridTree {
+    /// Locks a node: the slots for full attention up to its end, those of its last window, and its state.
+    /// Returns what to release it with and how many slots for full attention were without locks; `None` if the
+    /// node is gone.
+    pub fn lock(&mut self, node: Handle, skipped: Skipped) -> Option<Locked> {
+        let id = self.at(node)?;
+        let mut locked = Locked { receipt: Receipt { skipped, boundary: None }, newly: 0 };
+        if !skipped.has(Part::Full) {
+            locked.newly = self.lock_path(id);
+        }
+        if let Some(window) = self.config.window.filter(|_| !skipped.has(Part::Window)) {
+            locked.receipt.boundary = self.lock_window(id, window.size);
+        }
+        if self.config.state.is_some() && !skipped.has(Part::State) && id != ROOT {
+            self.lock_part(id, Part::State);
+        }
+        self.requeue(id);
+        Some(locked)
+    }
+
+    /// Locks only the slots for full attention up to the end of a node. `None` if the node is gone.
+    pub fn pin(&mut self, node: Handle) -> Option<()> {
+        let id = self.at(node)?;
+        self.lock_path(id);
+        Some(())
+    }
+
+    /// Undoes [`HybridTree::pin`]. `None` if the node is gone.
+    ///
+    /// # Errors
+    /// [`NotLocked`]; nothing is changed.
+    pub fn unpin(&mut self, node: Handle) -> Option<Result<(), NotLocked>> {
+        let id = self.at(node)?;
+        Some(self.unlock_path(id))
+    }
+
+    /// Undoes [`HybridTree::lock`]. After [`HybridTree::unlock_window`], `keeps_window` is true: window and
+    /// state are released already. `None` if the node is gone.
+    ///
+    /// # Errors
+    /// [`NotLocked`] for a lock that the node does not have; nothing is changed.
+    pub fn unlock(&mut self, node: Handle, receipt: Receipt, done: Done) -> Option<Result<(), NotLocked>> {
+        let id = self.at(node)?;
+        let window = self.config.window.is_some() && !receipt.skipped.has(Part::Window);
+        let window = window && done == Done::Nothing;
+        let state = self.config.state.is_some() && !receipt.skipped.has(Part::State) && id != ROOT;
+        // States have gone with the window.
+        let state = state && !(self.config.window.is_some() && done == Done::Window);
+        let full = !receipt.skipped.has(Part::Full);
+        let missing = |part| NotLocked { node, part };
+        if state && self.node(id).locks[Part::State.index()] == 0 {
+            return Some(Err(missing(Part::State)));
+        }
+        if window && !self.has_window_locks(id, receipt.boundary) {
+            return Some(Err(missing(Part::Window)));
+        }
+        if full && self.path(id).any(|at| self.node(at).locks[Part::Full.index()] == 0) {
+            return Some(Err(missing(Part::Full)));
+        }
+        if state {
+            self.unlock_part(id, Part::State);
+        }
+        if window {
+            for at in self.window_nodes(id, receipt.boundary) {
+                self.unlock_part(at, Part::Window);
+            }
+        }
+        if full {
+            self.unlock_path(id).expect("every node has a lock");
+        }
+        self.requeue(id);
+        Some(Ok(()))
+    }
+
+    /// Releases the window of a lock early, and the state with it: the request has moved on. Windows of nodes
+    /// that nothing locks any more are freed. `None` if the node is gone.
+    ///
+    /// # Errors
+    /// [`NotLocked`]; nothing is changed.
+    pub fn unlock_window(
+        &mut self,
+        node: Handle,
+        receipt: Receipt,
+        with: With,
+    ) -> Option<Result<Frees, NotLocked>> {
+        let id = self.at(node)?;
+        let mut frees = Frees::default();
+        if id == ROOT || self.config.window.is_none() {
+            return Some(Ok(frees));
+        }
+        if !self.has_window_locks(id, receipt.boundary) {
+            return Some(Err(NotLocked { node, part: Part::Window }));
+        }
+        let state = self.config.state.is_some() && !receipt.skipped.has(Part::State) && with == With::State;
+        if state && self.node(id).locks[Part::State.index()] == 0 {
+            return Some(Err(NotLocked { node, part: Part::State }));
+        }
+        for at in self.window_nodes(id, receipt.boundary) {
+            self.unlock_part(at, Part::Window);
+            if self.node(at).has(Part::Window) && self.is_leaf(at) {
+                self.free_part(at, Part::Window, &mut frees);
+            }
+        }
+        if state {
+            self.unlock_part(id, Part::State);
+        }
+        Some(Ok(frees))
+    }
+
+    fn lock_path(&mut self, id: NodeId) -> usize {
+        let (mut at, mut newly) = (id, 0);
+        while at != ROOT {
+            let node = self.node_mut(at);
+            let (parent, len) = (node.parent, node.tokens.len());
+            if node.locks[Part::Full.index()] == 0 {
+                newly += len;
+            }
+            node.locks[Part::Full.index()] += 1;
+            at = parent;
+        }
+        let sizes = &mut self.sizes[Part::Full.index()];
+        (sizes.evictable, sizes.locked) = (sizes.evictable - newly, sizes.locked + newly);
+        self.requeue(id);
+        newly
+    }
+
+    fn unlock_path(&mut self, id: NodeId) -> Result<(), NotLocked> {
+        if let Some(at) = self.path(id).find(|&at| self.node(at).locks[Part::Full.index()] == 0) {
+            return Err(NotLocked { node: self.handle(at), part: Part::Full });
+        }
+        let (mut at, mut freed) = (id, 0);
+        while at != ROOT {
+            let node = self.node_mut(at);
+            let (parent, len) = (node.parent, node.tokens.len());
+            node.locks[Part::Full.index()] -= 1;
+            if node.locks[Part::Full.index()] == 0 {
+                freed += len;
+            }
+            at = parent;
+        }
+        let sizes = &mut self.sizes[Part::Full.index()];
+        (sizes.evictable, sizes.locked) = (sizes.evictable + freed, sizes.locked - freed);
+        // Nodes before it have children.
+        self.requeue(id);
+        Ok(())
+    }
+
+    fn lock_window(&mut self, id: NodeId, size: usize) -> Option<Boundary> {
+        let (mut at, mut covered) = (id, 0);
+        while at != ROOT && covered < size {
+            self.lock_part(at, Part::Window);
+            covered += self.node(at).tokens.len();
+            if covered >= size {
+                let next = Boundary(self.next_boundary);
+                let boundary = *self.node_mut(at).boundary.get_or_insert(next);
+                if boundary == next {
+                    self.next_boundary += 1;
+                }
+                return Some(boundary);
+            }
+            at = self.node(at).parent;
+        }
+        None
+    }
+
+    /// The nodes from `id` to the one with the boundary, or to the root.
+    fn window_nodes(&self, id: NodeId, boundary: Option<Boundary>) -> Vec<NodeId> {
+        let mut is_inside = true;
+        let nodes = self.path(id).take_while(|&at| {
+            let is_taken = is_inside;
+            is_inside &= boundary.is_none() || self.node(at).boundary != boundary;
+            is_taken
+        });
+        nodes.collect()
+    }
+
+    fn has_window_locks(&self, id: NodeId, boundary: Option<Boundary>) -> bool {
+        self.window_nodes(id, boundary).iter().all(|&at| self.node(at).locks[Part::Window.index()] > 0)
+    }
+
+    fn lock_part(&mut self, id: NodeId, part: Part) {
+        let at = part.index();
+        let node = self.node_mut(id);
+        node.locks[at] += 1;
+        if node.locks[at] == 1 {
+            let len = node.values[at].len();
+            let sizes = &mut self.sizes[at];
+            (sizes.evictable, sizes.locked) = (sizes.evictable - len, sizes.locked + len);
+            self.requeue(id);
+        }
+    }
+
+    fn unlock_part(&mut self, id: NodeId, part: Part) {
+        let at = part.index();
+        let node = self.node_mut(id);
+        node.locks[at] -= 1;
+        if node.locks[at] == 0 {
+            let len = node.values[at].len();
+            let sizes = &mut self.sizes[at];
+            (sizes.evictable, sizes.locked) = (sizes.evictable + len, sizes.locked - len);
+            self.requeue(id);
+        }
+    }
+}
+
+/// What [`HybridTree::lock`] did.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Locked {
+    /// What it is released with.
+    pub receipt: Receipt,
+    /// Slots for full attention that were without locks.
+    pub newly: usize,
+}
+
+/// What was released of a lock before.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Done {
+    /// Nothing.
+    Nothing,
+    /// The window, and the state with it.
+    Window,
+}
+
+/// What is released with a window.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum With {
+    /// Nothing else.
+    Nothing,
+    /// The state.
+    State,
+}

@@ -1,0 +1,660 @@
+//! A radix tree whose nodes carry values of several kinds of attention, for engines that drive it node by node.
+//!
+//! Every node has the slots of its tokens for full attention ([`Part::Full`]). Beside them it may have slots
+//! for sliding-window attention ([`Part::Window`]) and a state of linear attention ([`Part::State`]), which come
+//! and go on their own. A prefix is found up to the deepest node that every part accepts: a window needs its
+//! whole last stretch, a state only the node itself.
+//!
+//! The engine drives it: it names nodes by [`Handle`], applies the [`Act`]s of an insertion to its allocators
+//! between two [`HybridTree::advance`]s, and frees what an eviction hands out ([`Frees`]). The tree decides
+//! everything else: which node goes next, what goes with it, what is locked, and what may be found.
+//!
+//! *Invariant.* Every node except the root has slots for full attention, one a token; a window has one a token
+//! or none; a node is in the list of a part exactly while it has a value of that part; leaves without locks are
+//! queued by the rank of the eviction order. [`HybridTree::fault`] checks all of it.
+//!
+//! *Cost.* Finding and inserting cost one comparison of the tokens and one look-up a node. Evicting costs what
+//! is evicted and a logarithm of the number of leaves. Locking costs the nodes on the path.
+//!
+//! It owns no slot and knows no device, and is not synchronised.
+
+mod evict;
+mod find;
+mod insert;
+mod lists;
+mod lock;
+mod order;
+mod report;
+mod run;
+
+use std::collections::HashMap;
+use std::hash::{BuildHasher, RandomState};
+
+use crate::base::{Id, Result, widen};
+
+use super::tree::Edges;
+use super::{Namespace, NodeId};
+use lists::{Link, List};
+use order::{Queue, Rank};
+
+pub use evict::{Frees, Victim};
+pub use find::{Match, Peek};
+pub use insert::{Act, Adopted, Insert, Inserted, Range, Step};
+pub use lock::{Boundary, Done, Locked, NotLocked, Receipt, Skipped, With};
+pub use order::EvictionOrder;
+pub use report::{NodeState, PathNode, SlotRow};
+pub use run::{BLOCK, TokenBlock, TokenRun};
+
+/// The kinds of values of a node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Part {
+    /// One slot a token, for full attention.
+    Full,
+    /// One slot a token, for sliding-window attention.
+    Window,
+    /// One state a node, for linear attention.
+    State,
+}
+
+impl Part {
+    /// Every part, in the order of their numbers.
+    pub const ALL: [Self; 3] = [Self::Full, Self::Window, Self::State];
+
+    const fn index(self) -> usize {
+        match self {
+            Self::Full => 0,
+            Self::Window => 1,
+            Self::State => 2,
+        }
+    }
+}
+
+/// The name of a node. No other node of the tree ever has it. When a node is cut in two, the deeper part keeps
+/// the name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Handle(u64);
+
+impl Handle {
+    /// The handle with this number.
+    #[must_use]
+    pub const fn new(number: u64) -> Self {
+        Self(number)
+    }
+
+    /// Its number, below 2**63.
+    #[must_use]
+    pub const fn number(self) -> u64 {
+        self.0
+    }
+}
+
+/// Tokens of a caller, compared where they lie.
+pub trait Keys {
+    /// The number of tokens.
+    fn count(&self) -> usize;
+
+    /// How many of the first of `with`, at most [`BLOCK`], are the tokens from `at` on. As many follow there.
+    fn common(&self, at: usize, with: TokenBlock<'_>) -> usize;
+
+    /// Appends `count` tokens from `at` on to `out`.
+    fn read(&self, at: usize, count: usize, out: &mut Vec<i64>);
+}
+
+impl Keys for &[i64] {
+    fn count(&self) -> usize {
+        self.len()
+    }
+
+    fn common(&self, at: usize, with: TokenBlock<'_>) -> usize {
+        let ours = &self[at..at + with.len()];
+        if with.equals(ours) { ours.len() } else { with.common(ours) }
+    }
+
+    fn read(&self, at: usize, count: usize, out: &mut Vec<i64>) {
+        out.extend_from_slice(&self[at..at + count]);
+    }
+}
+
+/// Slots of a caller, read where they lie.
+pub trait SlotSource {
+    /// The slots from `at` on, `count` of them.
+    ///
+    /// # Errors
+    /// The error of values that cannot be read or are no slots.
+    fn read(&self, at: usize, count: usize) -> Result<Vec<u32>>;
+}
+
+impl SlotSource for &[u32] {
+    fn read(&self, at: usize, count: usize) -> Result<Vec<u32>> {
+        Ok(self[at..at + count].to_vec())
+    }
+}
+
+/// How a window part behaves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WindowConfig {
+    /// Tokens of history that must be there.
+    pub size: usize,
+    /// Whether a prefix is found only with its window.
+    pub gates: bool,
+}
+
+/// How a state part behaves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StateConfig {
+    /// States can be taken at multiples of this number of tokens.
+    pub grid: usize,
+    /// How many states one path keeps.
+    pub max_per_path: Option<usize>,
+}
+
+/// Settings of a [`HybridTree`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HybridConfig {
+    /// Tokens that are found together, at least 1.
+    pub page_size: usize,
+    /// What is evicted first.
+    pub order: EvictionOrder,
+    /// The sliding window, if the model has one.
+    pub window: Option<WindowConfig>,
+    /// The states, if the model has some.
+    pub state: Option<StateConfig>,
+}
+
+impl HybridConfig {
+    /// Whether nodes may have values of a part.
+    #[must_use]
+    pub const fn has(&self, part: Part) -> bool {
+        match part {
+            Part::Full => true,
+            Part::Window => self.window.is_some(),
+            Part::State => self.state.is_some(),
+        }
+    }
+}
+
+/// A moment: later ones are larger. A path is refreshed at one moment, its nodes the earlier the nearer to the
+/// root they are.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+struct Moment(u64);
+
+/// Moments within a refresh of a path.
+const MOMENTS_OF_PATH: u64 = 1 << 24;
+
+impl Moment {
+    /// The moment `steps` nodes nearer to the root than this one.
+    const fn before(self, steps: u64) -> Self {
+        let steps = if steps < MOMENTS_OF_PATH { steps } else { MOMENTS_OF_PATH - 1 };
+        Self(self.0 - steps)
+    }
+}
+
+/// A run of tokens that one prompt after another used as a whole.
+#[derive(Debug)]
+struct Node {
+    parent: NodeId,
+    /// Of the first page and the namespace.
+    fingerprint: u32,
+    children: u32,
+    /// Where it is among the children of its parent: those that came earlier have lower numbers.
+    place: u64,
+    namespace: u32,
+    /// A whole number of pages.
+    tokens: TokenRun,
+    /// Tokens up to its end.
+    end: usize,
+    /// By part; empty where there is none.
+    values: [Vec<u32>; 3],
+    /// By part.
+    locks: [u32; 3],
+    /// The name of the window locks that end here.
+    boundary: Option<Boundary>,
+    /// In the lists of windows and states.
+    links: [Link; 2],
+    used: Moment,
+    created: Moment,
+    hits: u32,
+    priority: i64,
+    /// Its rank, if it is queued.
+    queued: Option<Rank>,
+}
+
+impl Node {
+    fn new() -> Self {
+        Self {
+            parent: NodeId::new(0),
+            fingerprint: 0,
+            children: 0,
+            place: 0,
+            namespace: 0,
+            tokens: TokenRun::default(),
+            end: 0,
+            values: Default::default(),
+            locks: [0; 3],
+            boundary: None,
+            links: [Link::default(); 2],
+            used: Moment::default(),
+            created: Moment::default(),
+            hits: 0,
+            priority: 0,
+            queued: None,
+        }
+    }
+
+    fn has(&self, part: Part) -> bool {
+        !self.values[part.index()].is_empty()
+    }
+
+    fn value(&self, part: Part) -> &[u32] {
+        &self.values[part.index()]
+    }
+
+    fn is_locked(&self) -> bool {
+        self.locks.iter().any(|&locks| locks > 0)
+    }
+}
+
+/// Values of a part, by whether they are locked.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Sizes {
+    /// Without locks.
+    pub evictable: usize,
+    /// With locks.
+    pub locked: usize,
+}
+
+/// The tree. See the [module](self).
+///
+/// ```
+/// use kvpool::cache::Namespace;
+/// use kvpool::cache::hybrid::{EvictionOrder, HybridConfig, HybridTree, Insert, Part};
+/// let config =
+///     HybridConfig { page_size: 2, order: EvictionOrder::Lru, window: None, state: None };
+/// let mut tree = HybridTree::new(config);
+/// let (name, prompt): (_, &[i64]) = (Namespace::Unnamed, &[5, 6, 7, 8, 9]);
+/// let slots: &[u32] = &[20, 21, 22, 23, 24];
+/// let step = tree.begin(&name, &prompt, &slots, Insert::default()).unwrap();
+/// let inserted = step.result.unwrap();
+/// let found = tree.find(&name, &[5_i64, 6, 1].as_slice());
+/// assert_eq!(found.len, 2);
+/// assert_eq!(tree.slots_between(inserted.node, tree.root()).unwrap(), [20, 21, 22, 23]);
+/// assert_eq!(tree.sizes(Part::Full).evictable, 4);
+/// ```
+#[derive(Debug)]
+pub struct HybridTree {
+    config: HybridConfig,
+    nodes: Vec<Node>,
+    /// How often each number of a node was in use before.
+    generations: Vec<u32>,
+    /// The numbers of nodes that are gone.
+    vacant: Vec<NodeId>,
+    edges: Edges,
+    /// The numbers of namespaces, and how many children of the root have each.
+    namespaces: HashMap<Namespace, u32>,
+    names: HashMap<u32, (Namespace, usize)>,
+    next_namespace: u32,
+    next_place: u64,
+    next_boundary: u64,
+    /// Seeded at random: callers cannot choose tokens that collide.
+    secrets: [u64; 3],
+    now: u64,
+    sizes: [Sizes; 3],
+    /// Of windows and states, the value used last first.
+    lists: [List; 2],
+    queue: Queue,
+    walks: evict::Walks,
+    insertion: Option<insert::Insertion>,
+}
+
+const ROOT: NodeId = NodeId::FIRST;
+
+impl HybridTree {
+    /// An empty tree.
+    #[must_use]
+    pub fn new(config: HybridConfig) -> Self {
+        assert!(config.page_size > 0, "a page has tokens");
+        let hasher = RandomState::new();
+        let mut tree = Self {
+            config,
+            nodes: Vec::new(),
+            generations: Vec::new(),
+            vacant: Vec::new(),
+            edges: Edges::new(&hasher),
+            namespaces: HashMap::new(),
+            names: HashMap::new(),
+            next_namespace: 1,
+            next_place: 0,
+            next_boundary: 1,
+            secrets: [3_u64, 4, 5].map(|number| hasher.hash_one(number) | 1),
+            now: 0,
+            sizes: [Sizes::default(); 3],
+            lists: [List::default(), List::default()],
+            queue: Queue::default(),
+            walks: evict::Walks::default(),
+            insertion: None,
+        };
+        tree.reset();
+        tree
+    }
+
+    /// Its settings.
+    #[must_use]
+    pub const fn config(&self) -> &HybridConfig {
+        &self.config
+    }
+
+    /// Forgets everything, locked or not. No later node has the name of an earlier one.
+    pub fn reset(&mut self) {
+        for generation in &mut self.generations {
+            *generation += 1;
+        }
+        self.nodes.clear();
+        self.vacant.clear();
+        self.edges.clear();
+        self.namespaces.clear();
+        self.names.clear();
+        self.sizes = [Sizes::default(); 3];
+        self.lists = [List::default(), List::default()];
+        self.queue = Queue::default();
+        self.walks = evict::Walks::default();
+        self.insertion = None;
+        let used = self.tick();
+        let root = self.add(Node { locks: [1; 3], priority: i64::MIN, used, ..Node::new() });
+        debug_assert_eq!(root, ROOT);
+    }
+
+    /// The node at the end of no tokens.
+    #[must_use]
+    pub fn root(&self) -> Handle {
+        self.handle(ROOT)
+    }
+
+    /// Whether a node exists.
+    #[must_use]
+    pub fn contains(&self, node: Handle) -> bool {
+        self.at(node).is_some()
+    }
+
+    /// The numbers of a part.
+    #[must_use]
+    pub const fn sizes(&self, part: Part) -> Sizes {
+        self.sizes[part.index()]
+    }
+
+    /// Changes what a part counts on a node, whose values the engine backs with more or less than one row a
+    /// value. `None` if the node is gone; `Some(Err(size))` with what the size would become where that is
+    /// negative, and nothing is changed.
+    pub fn adjust(&mut self, node: Handle, part: Part, delta: i64) -> Option<std::result::Result<(), i64>> {
+        let id = self.at(node)?;
+        let here = self.node(id);
+        if id == ROOT || !here.has(part) {
+            return Some(Ok(()));
+        }
+        let is_locked = here.locks[part.index()] > 0;
+        let sizes = &mut self.sizes[part.index()];
+        let size = if is_locked { &mut sizes.locked } else { &mut sizes.evictable };
+        let signed = i64::try_from(*size).expect("sizes are below 2**63");
+        let after = signed.saturating_add(delta);
+        Some(match usize::try_from(after) {
+            Ok(after) => {
+                *size = after;
+                Ok(())
+            }
+            Err(_) => Err(after),
+        })
+    }
+
+    fn node(&self, id: NodeId) -> &Node {
+        &self.nodes[widen(id.number())]
+    }
+
+    fn node_mut(&mut self, id: NodeId) -> &mut Node {
+        &mut self.nodes[widen(id.number())]
+    }
+
+    /// The name of a node.
+    fn handle(&self, id: NodeId) -> Handle {
+        let generation = self.generations[widen(id.number())];
+        Handle(u64::from(generation) << 32 | u64::from(id.number()))
+    }
+
+    /// The node of this name; `None` once it is gone.
+    fn at(&self, handle: Handle) -> Option<NodeId> {
+        let number = u32::try_from(handle.0 & u64::from(u32::MAX)).expect("32 bits");
+        let at = widen(number);
+        let is_current = at < self.nodes.len() && u64::from(self.generations[at]) == handle.0 >> 32;
+        is_current.then(|| NodeId::new(number))
+    }
+
+    /// The next moment.
+    const fn tick(&mut self) -> Moment {
+        self.now += 1;
+        Moment(self.now * MOMENTS_OF_PATH)
+    }
+
+    fn add(&mut self, node: Node) -> NodeId {
+        if let Some(id) = self.vacant.pop() {
+            self.nodes[widen(id.number())] = node;
+            return id;
+        }
+        let id = u32::try_from(self.nodes.len()).expect("nodes have slots of their own, which fit int32");
+        self.nodes.push(node);
+        if self.generations.len() < self.nodes.len() {
+            self.generations.push(0);
+        }
+        NodeId::new(id)
+    }
+
+    /// The nodes from `id` up to the root, without it.
+    fn path(&self, id: NodeId) -> impl Iterator<Item = NodeId> + '_ {
+        std::iter::successors(Some(id), |&id| Some(self.node(id).parent)).take_while(|&id| id != ROOT)
+    }
+
+    /// The number of a namespace, if a node has it.
+    fn namespace(&self, name: &Namespace) -> Option<u32> {
+        // The usual one costs no look-up.
+        if *name == Namespace::Unnamed { Some(0) } else { self.namespaces.get(name).copied() }
+    }
+
+    fn namespace_or_new(&mut self, name: &Namespace) -> u32 {
+        if let Some(number) = self.namespace(name) {
+            return number;
+        }
+        let number = self.next_namespace;
+        self.next_namespace += 1;
+        self.namespaces.insert(name.clone(), number);
+        self.names.insert(number, (name.clone(), 0));
+        number
+    }
+
+    /// The fingerprint of a first page.
+    fn fingerprint(&self, namespace: u32, page: &[i64]) -> u32 {
+        let [plus, times, other] = self.secrets;
+        let fold = |a: u64, b: u64| {
+            let product = u128::from(a) * u128::from(b);
+            u64::try_from(product & u128::from(u64::MAX)).expect("64 bits")
+                ^ u64::try_from(product >> 64).expect("64 bits")
+        };
+        let mut hash = plus ^ u64::from(namespace);
+        let mut pairs = page.chunks_exact(2);
+        for pair in &mut pairs {
+            hash = fold(hash ^ pair[0].cast_unsigned(), times ^ pair[1].cast_unsigned());
+        }
+        if let [last] = pairs.remainder() {
+            hash = fold(hash ^ last.cast_unsigned(), other);
+        }
+        let [a, b, c, d, ..] = fold(hash, times).to_le_bytes();
+        // A checked build has few fingerprints, so that pages share them.
+        u32::from_le_bytes(if cfg!(debug_assertions) { [a, 0, 0, 0] } else { [a, b, c, d] })
+    }
+
+    /// The fingerprint of the first page of `tokens`.
+    fn fingerprint_of(&self, namespace: u32, tokens: &TokenRun) -> u32 {
+        let mut page = vec![0; self.config.page_size];
+        tokens.read(&mut page);
+        self.fingerprint(namespace, &page)
+    }
+
+    /// The child of `parent` that begins with `page`.
+    fn child(&self, parent: NodeId, namespace: u32, page: &[i64]) -> Option<NodeId> {
+        let is_it = |id: &NodeId| {
+            let node = self.node(*id);
+            // The others are there because of their hash alone.
+            let is_child = *id != ROOT && node.parent == parent && node.namespace == namespace;
+            is_child && node.tokens.block(0, page.len()).equals(page)
+        };
+        self.edges.get(parent, self.fingerprint(namespace, page)).find(is_it)
+    }
+
+    /// Makes `id`, whose parent, namespace and tokens are set, a child of its parent.
+    fn link(&mut self, id: NodeId) {
+        let node = self.node(id);
+        let (parent, namespace) = (node.parent, node.namespace);
+        let fingerprint = self.fingerprint_of(namespace, &node.tokens);
+        self.edges.insert(parent, fingerprint, id);
+        self.node_mut(id).fingerprint = fingerprint;
+        self.node_mut(parent).children += 1;
+        if parent == ROOT
+            && let Some((_, count)) = self.names.get_mut(&namespace)
+        {
+            *count += 1;
+        }
+    }
+
+    /// Undoes [`HybridTree::link`].
+    fn unlink(&mut self, id: NodeId) {
+        let Node { parent, fingerprint, namespace, .. } = *self.node(id);
+        self.node_mut(parent).children -= 1;
+        if parent == ROOT
+            && let Some((_, count)) = self.names.get_mut(&namespace)
+        {
+            *count -= 1;
+            if *count == 0 {
+                let (name, _) = self.names.remove(&namespace).expect("it was found just now");
+                self.namespaces.remove(&name);
+            }
+        }
+        self.edges.remove(parent, fingerprint, id);
+    }
+
+    /// Cuts the first `len` tokens off a node, as a node of their own before it, and returns that.
+    fn cut(&mut self, id: NodeId, len: usize) -> NodeId {
+        let used = self.tick();
+        let created = self.node(id).created;
+        let place = self.node(id).place;
+        // The names of a namespace outlive the moment between the two links.
+        let before = self.add(Node { place, used, created, ..Node::new() });
+        let node = self.node_mut(id);
+        let tokens = node.tokens.cut(len);
+        let mut values: [Vec<u32>; 3] = Default::default();
+        let mut locks = [0; 3];
+        for part in [Part::Full, Part::Window] {
+            let at = part.index();
+            locks[at] = node.locks[at];
+            if node.has(part) {
+                let rest = node.values[at].split_off(len);
+                values[at] = std::mem::replace(&mut node.values[at], rest);
+            }
+        }
+        // A boundary is the older edge of its node.
+        let boundary = node.boundary.take();
+        let end = node.end - node.tokens.len();
+        let Node { parent, namespace, hits, priority, fingerprint, .. } = *node;
+        {
+            let node = self.node_mut(before);
+            (node.parent, node.namespace, node.tokens, node.end) = (parent, namespace, tokens, end);
+            (node.values, node.locks, node.boundary) = (values, locks, boundary);
+            (node.hits, node.priority) = (hits, priority);
+            node.fingerprint = fingerprint;
+        }
+        // The new node takes the place of the old one among its siblings.
+        self.edges.remove(parent, fingerprint, id);
+        self.edges.insert(parent, fingerprint, before);
+        self.next_place += 1;
+        let place = self.next_place;
+        let node = self.node_mut(id);
+        (node.parent, node.place) = (before, place);
+        self.link(id);
+        for part in [Part::Window, Part::State] {
+            if self.node(before).has(part) {
+                self.list_after(part, id, before);
+            }
+        }
+        let now = self.tick();
+        self.node_mut(id).used = now;
+        self.requeue(id);
+        before
+    }
+
+    /// Whether a node may be evicted as a whole.
+    fn is_leaf(&self, id: NodeId) -> bool {
+        let node = self.node(id);
+        id != ROOT && node.children == 0 && !node.is_locked()
+    }
+
+    /// Brings the queue up to date with a node.
+    fn requeue(&mut self, id: NodeId) {
+        let rank = self.is_leaf(id).then(|| self.config.order.rank(self.node(id)));
+        let before = std::mem::replace(&mut self.node_mut(id).queued, rank);
+        if before == rank {
+            return;
+        }
+        if let Some(rank) = before {
+            self.queue.remove(rank, id);
+        }
+        if let Some(rank) = rank {
+            self.queue.insert(rank, id);
+        }
+    }
+
+    /// Gives a node a value of a part that it does not have, the most recent one of its list.
+    fn attach(&mut self, id: NodeId, part: Part, value: Vec<u32>) {
+        debug_assert!(!self.node(id).has(part) && !value.is_empty(), "a value for a node without");
+        let (len, is_locked) = (value.len(), self.node(id).locks[part.index()] > 0);
+        self.node_mut(id).values[part.index()] = value;
+        let sizes = &mut self.sizes[part.index()];
+        *(if is_locked { &mut sizes.locked } else { &mut sizes.evictable }) += len;
+        if part != Part::Full {
+            self.list_first(part, id);
+        }
+    }
+
+    /// Adds a leaf behind `parent`.
+    fn add_leaf(
+        &mut self,
+        parent: NodeId,
+        namespace: u32,
+        tokens: TokenRun,
+        slots: Vec<u32>,
+        priority: i64,
+    ) -> NodeId {
+        let (used, created) = (self.tick(), self.tick());
+        self.next_place += 1;
+        let end = self.node(parent).end + tokens.len();
+        let place = self.next_place;
+        let id =
+            self.add(Node { parent, place, namespace, tokens, end, used, created, priority, ..Node::new() });
+        self.link(id);
+        self.attach(id, Part::Full, slots);
+        self.requeue(parent);
+        self.requeue(id);
+        id
+    }
+
+    /// Removes a node without children and values.
+    fn remove(&mut self, id: NodeId) {
+        let parent = self.node(id).parent;
+        self.unlink(id);
+        if let Some(rank) = self.node_mut(id).queued.take() {
+            self.queue.remove(rank, id);
+        }
+        *self.node_mut(id) = Node::new();
+        let generation = &mut self.generations[widen(id.number())];
+        *generation += 1;
+        // Handles are numbers below 2**63: a number that was used so often is not used again.
+        if *generation < u32::MAX >> 1 {
+            self.vacant.push(id);
+        }
+        self.requeue(parent);
+    }
+}

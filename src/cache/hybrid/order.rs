@@ -1,0 +1,69 @@
+//! Which leaf goes first.
+
+use std::collections::BTreeSet;
+
+use super::{Moment, Node, NodeId};
+
+/// What orders leaves: a level, and within it a moment. The lowest goes first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Rank(i64, u64);
+
+/// What is evicted first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum EvictionOrder {
+    /// The leaf used longest ago.
+    Lru,
+    /// The leaf used last.
+    Mru,
+    /// The leaf that came first.
+    Fifo,
+    /// The leaf that came last.
+    Filo,
+    /// The leaf used least often; of those, the one used longest ago.
+    Lfu,
+    /// The leaf of lowest priority; of those, the one used longest ago.
+    Priority,
+    /// Leaves used fewer times than this, then the others; each used longest ago first.
+    Slru(u32),
+}
+
+impl EvictionOrder {
+    pub(super) fn rank(self, node: &Node) -> Rank {
+        let (Moment(used), Moment(created)) = (node.used, node.created);
+        match self {
+            Self::Lru => Rank(0, used),
+            Self::Mru => Rank(0, !used),
+            Self::Fifo => Rank(0, created),
+            Self::Filo => Rank(0, !created),
+            Self::Lfu => Rank(i64::from(node.hits), used),
+            Self::Priority => Rank(node.priority, used),
+            Self::Slru(often) => Rank(i64::from(node.hits >= often), used),
+        }
+    }
+}
+
+/// The leaves that may be evicted.
+#[derive(Debug, Default)]
+pub(super) struct Queue(BTreeSet<(Rank, NodeId)>);
+
+impl Queue {
+    pub(super) fn insert(&mut self, rank: Rank, leaf: NodeId) {
+        self.0.insert((rank, leaf));
+    }
+
+    pub(super) fn remove(&mut self, rank: Rank, leaf: NodeId) {
+        self.0.remove(&(rank, leaf));
+    }
+
+    pub(super) fn first(&self) -> Option<NodeId> {
+        self.0.first().map(|&(_, leaf)| leaf)
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    pub(super) fn bytes(&self) -> usize {
+        self.0.len() * size_of::<(Rank, NodeId)>()
+    }
+}

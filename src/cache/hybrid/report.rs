@@ -1,0 +1,400 @@
+//! Looking at the tree, and changing single values.
+
+use std::collections::{HashMap, HashSet};
+
+use super::lists::List;
+use super::{Handle, HybridTree, Keys, NodeId, Part, ROOT};
+use crate::base::{Error, Id, Result, widen};
+use crate::cache::Namespace;
+
+/// A node on a path.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PathNode {
+    /// The node.
+    pub node: Handle,
+    /// The one before it.
+    pub parent: Handle,
+    /// Tokens before it.
+    pub start: usize,
+    /// Tokens up to its end.
+    pub end: usize,
+    /// Nodes directly behind it.
+    pub children: usize,
+}
+
+/// A node as it is now.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NodeState {
+    /// The node before it; `None` for the root.
+    pub parent: Option<Handle>,
+    /// Its own tokens.
+    pub tokens: Vec<i64>,
+    /// Tokens up to its end.
+    pub end: usize,
+    /// Locks by part.
+    pub locks: [u32; 3],
+    /// How often it was inserted.
+    pub hits: u32,
+    /// Whether it may be evicted as a whole.
+    pub is_leaf: bool,
+    /// Whether it is in the list of a part.
+    pub listed: [bool; 3],
+}
+
+/// The slot of a token, its position in the prompt, and the slot of the token before.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SlotRow {
+    /// The slot.
+    pub slot: u32,
+    /// The position.
+    pub position: usize,
+    /// The slot before; `None` for the first.
+    pub before: Option<u32>,
+}
+
+impl HybridTree {
+    /// Calls `each` with the slots for full attention behind `until` up to the end of `from`, run by run.
+    /// Returns their number; `None` if a node is gone or `until` is not on the way to `from`.
+    pub fn each_slot_run(&self, from: Handle, until: Handle, mut each: impl FnMut(&[u32])) -> Option<usize> {
+        let (from, until) = (self.at(from)?, self.at(until)?);
+        let mut nodes = Vec::new();
+        let mut at = from;
+        while at != until {
+            if at == ROOT {
+                return None;
+            }
+            nodes.push(at);
+            at = self.node(at).parent;
+        }
+        for &id in nodes.iter().rev() {
+            each(self.node(id).value(Part::Full));
+        }
+        Some(self.node(from).end - self.node(until).end)
+    }
+
+    /// The slots for full attention behind `until` up to the end of `from`. `None` as in
+    /// [`HybridTree::each_slot_run`].
+    #[must_use]
+    pub fn slots_between(&self, from: Handle, until: Handle) -> Option<Vec<u32>> {
+        let mut slots = Vec::new();
+        self.each_slot_run(from, until, |run| slots.extend_from_slice(run))?;
+        Some(slots)
+    }
+
+    /// Whether `before` is on the way to `node`, or the same.
+    #[must_use]
+    pub fn is_on_way(&self, before: Handle, node: Handle) -> bool {
+        let (Some(before), Some(id)) = (self.at(before), self.at(node)) else { return false };
+        before == ROOT || self.path(id).any(|at| at == before)
+    }
+
+    /// Tokens up to the end of a node; `None` if it is gone.
+    #[must_use]
+    pub fn end_of(&self, node: Handle) -> Option<usize> {
+        self.at(node).map(|id| self.node(id).end)
+    }
+
+    /// The value of a node: `None` if the node is gone, empty if it has none.
+    #[must_use]
+    pub fn value(&self, node: Handle, part: Part) -> Option<&[u32]> {
+        self.at(node).map(|id| self.node(id).value(part))
+    }
+
+    /// Gives a node a window or a state that it does not have, as its most recent use. `None` if the node is
+    /// gone.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for slots for full attention, a part that nodes do
+    /// not have, a node that has a value, the root, and a value of a wrong length.
+    pub fn set_value(&mut self, node: Handle, part: Part, value: Vec<u32>) -> Option<Result<()>> {
+        let id = self.at(node)?;
+        let tokens = self.node(id).tokens.len();
+        let wrong = match part {
+            Part::Full => Some("slots for full attention come by insertion".to_owned()),
+            _ if !self.config.has(part) => Some(format!("nodes have no {part:?}")),
+            _ if id == ROOT => Some("the root has no values".to_owned()),
+            _ if self.node(id).has(part) => Some(format!("the node has a {part:?} already")),
+            Part::Window if value.len() != tokens => {
+                Some(format!("{} values for the window of {tokens} tokens", value.len()))
+            }
+            Part::State if value.is_empty() => Some("a state is at least one value".to_owned()),
+            _ => None,
+        };
+        if let Some(wrong) = wrong {
+            return Some(Err(Error::config(wrong)));
+        }
+        self.attach(id, part, value);
+        Some(Ok(()))
+    }
+
+    /// The ranges within `start..end` of the tokens that have no window.
+    #[must_use]
+    pub fn window_gaps(
+        &self,
+        name: &Namespace,
+        keys: &dyn Keys,
+        start: usize,
+        end: usize,
+    ) -> Vec<std::ops::Range<usize>> {
+        let mut gaps: Vec<std::ops::Range<usize>> = Vec::new();
+        let _ = self.walk(name, keys, end, |id, at, common| {
+            let gap = start.max(at)..end.min(at + common);
+            if self.node(id).has(Part::Window) || gap.is_empty() {
+                return;
+            }
+            match gaps.last_mut().filter(|last| last.end == gap.start) {
+                Some(last) => last.end = gap.end,
+                None => gaps.push(gap),
+            }
+        });
+        gaps
+    }
+
+    /// Gives the tokens `start..end`, whole pages that have no window, the windows `values`. Cuts nodes at the
+    /// ends.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for another number of values, tokens that are not
+    /// there, and ones that have a window. Nothing is changed.
+    pub fn attach_window(
+        &mut self,
+        name: &Namespace,
+        keys: &dyn Keys,
+        start: usize,
+        values: &[u32],
+    ) -> Result<()> {
+        let end = start + values.len();
+        if self.config.window.is_none() {
+            return Err(Error::config("nodes have no windows"));
+        }
+        if !self.window_gaps(name, keys, start, end).into_iter().eq(std::iter::once(start..end)) {
+            return Err(Error::config(format!("tokens {start}..{end} are not all there without a window")));
+        }
+        let mut nodes = Vec::new();
+        let _ = self.walk(name, keys, end, |id, at, common| {
+            let span = start.max(at)..end.min(at + common);
+            if !span.is_empty() {
+                nodes.push((id, at, span));
+            }
+        });
+        for (id, at, span) in nodes {
+            if span.start > at {
+                self.cut(id, span.start - at);
+            }
+            let is_cut = span.len() < self.node(id).tokens.len();
+            let target = if is_cut { self.cut(id, span.len()) } else { id };
+            self.attach(target, Part::Window, values[span.start - start..span.end - start].to_vec());
+        }
+        Ok(())
+    }
+
+    /// A node as it is now; `None` if it is gone.
+    #[must_use]
+    pub fn state(&self, node: Handle) -> Option<NodeState> {
+        let id = self.at(node)?;
+        let here = self.node(id);
+        Some(NodeState {
+            parent: (id != ROOT).then(|| self.handle(here.parent)),
+            tokens: here.tokens.to_vec(),
+            end: here.end,
+            locks: here.locks,
+            hits: here.hits,
+            is_leaf: self.is_leaf(id),
+            listed: Part::ALL.map(|part| part != Part::Full && self.is_listed(part, id)),
+        })
+    }
+
+    /// All nodes, the root first.
+    #[must_use]
+    pub fn handles(&self) -> Vec<Handle> {
+        std::iter::once(ROOT).chain(self.runs()).map(|id| self.handle(id)).collect()
+    }
+
+    /// The nodes directly behind a node, in the order in which they came. `None` if the node is gone. Looks at
+    /// every node.
+    #[must_use]
+    pub fn children(&self, node: Handle) -> Option<Vec<Handle>> {
+        let id = self.at(node)?;
+        let mut children: Vec<_> = self.runs().filter(|&child| self.node(child).parent == id).collect();
+        children.sort_unstable_by_key(|&child| self.node(child).place);
+        Some(children.into_iter().map(|child| self.handle(child)).collect())
+    }
+
+    /// The nodes with a value of a part, the most recent first.
+    #[must_use]
+    pub fn listed(&self, part: Part) -> Vec<Handle> {
+        let first = self.list(part).first;
+        std::iter::successors(first, |&id| self.earlier(part, id)).map(|id| self.handle(id)).collect()
+    }
+
+    /// All values of a part.
+    #[must_use]
+    pub fn values(&self, part: Part) -> Vec<u32> {
+        self.runs().flat_map(|id| self.node(id).value(part)).copied().collect()
+    }
+
+    /// The path to a node, the root left out; `None` if the node is gone.
+    #[must_use]
+    pub fn path_to(&self, node: Handle) -> Option<Vec<PathNode>> {
+        let id = self.at(node)?;
+        let mut path: Vec<_> = self
+            .path(id)
+            .map(|id| {
+                let here = self.node(id);
+                PathNode {
+                    node: self.handle(id),
+                    parent: self.handle(here.parent),
+                    start: here.end - here.tokens.len(),
+                    end: here.end,
+                    children: widen(here.children),
+                }
+            })
+            .collect();
+        path.reverse();
+        Some(path)
+    }
+
+    /// Orders nodes so that those with common prefixes are next to each other, larger groups first. Returns
+    /// positions in `nodes`; `None` if a node is gone.
+    #[must_use]
+    pub fn by_common_prefix(&self, nodes: &[Handle]) -> Option<Vec<usize>> {
+        let mut positions: HashMap<NodeId, Vec<usize>> = HashMap::new();
+        let mut weights: HashMap<NodeId, usize> = HashMap::new();
+        let mut seen = HashSet::from([ROOT]);
+        let mut children: HashMap<NodeId, Vec<NodeId>> = HashMap::new();
+        for (position, &node) in nodes.iter().enumerate() {
+            let id = self.at(node)?;
+            positions.entry(id).or_default().push(position);
+            *weights.entry(ROOT).or_default() += 1;
+            for at in self.path(id) {
+                *weights.entry(at).or_default() += 1;
+                if seen.insert(at) {
+                    children.entry(self.node(at).parent).or_default().push(at);
+                }
+            }
+        }
+        let mut order = Vec::with_capacity(nodes.len());
+        let mut rest = vec![(ROOT, false)];
+        while let Some((id, is_done)) = rest.pop() {
+            if is_done {
+                order.extend(positions.remove(&id).unwrap_or_default());
+                continue;
+            }
+            rest.push((id, true));
+            let mut behind = children.remove(&id).unwrap_or_default();
+            behind.sort_unstable_by_key(|child| (usize::MAX - weights[child], self.node(*child).place));
+            rest.extend(behind.into_iter().rev().map(|child| (child, false)));
+        }
+        Some(order)
+    }
+
+    /// The slots for full attention of all nodes that `wanted` accepts, by its locks and whether it has a window.
+    #[must_use]
+    pub fn slot_rows(&self, wanted: impl Fn(&[u32; 3], bool) -> bool) -> Vec<SlotRow> {
+        let mut rows = Vec::new();
+        for id in self.runs() {
+            let here = self.node(id);
+            if !wanted(&here.locks, here.has(Part::Window)) {
+                continue;
+            }
+            let start = here.end - here.tokens.len();
+            let mut before = self.node(here.parent).value(Part::Full).last().copied();
+            for (offset, &slot) in here.value(Part::Full).iter().enumerate() {
+                rows.push(SlotRow { slot, position: start + offset, before });
+                before = Some(slot);
+            }
+        }
+        rows
+    }
+
+    /// The size of the bookkeeping in bytes.
+    #[must_use]
+    pub fn bytes(&self) -> usize {
+        let contents = self.runs().map(|id| {
+            let here = self.node(id);
+            let values: usize = here.values.iter().map(|value| value.capacity() * size_of::<u32>()).sum();
+            here.tokens.bytes() + values
+        });
+        contents.sum::<usize>()
+            + self.nodes.capacity() * size_of::<super::Node>()
+            + self.generations.capacity() * size_of::<u32>()
+            + self.edges.bytes()
+            + self.queue.bytes()
+    }
+
+    pub(super) fn runs(&self) -> impl Iterator<Item = NodeId> + '_ {
+        let all = (0..).map(NodeId::new).zip(&self.nodes);
+        all.filter(|(_, node)| !node.tokens.is_empty()).map(|(id, _)| id)
+    }
+
+    /// The first broken invariant, in words.
+    #[must_use]
+    pub fn fault(&self) -> Option<String> {
+        let mut sizes = [super::Sizes::default(); 3];
+        let mut children = vec![0_u32; self.nodes.len()];
+        let mut leaves = 0;
+        for id in self.runs() {
+            let here = self.node(id);
+            let name = format!("node {} at {} tokens", self.handle(id).number(), here.end);
+            children[widen(here.parent.number())] += 1;
+            if self.node(here.parent).end + here.tokens.len() != here.end {
+                return Some(format!("{name} does not begin where its parent ends"));
+            }
+            if here.tokens.len() != here.value(Part::Full).len() {
+                return Some(format!("{name} has {} slots", here.value(Part::Full).len()));
+            }
+            if here.has(Part::Window) && here.value(Part::Window).len() != here.tokens.len() {
+                return Some(format!("{name} has {} windows", here.value(Part::Window).len()));
+            }
+            if !here.tokens.len().is_multiple_of(self.config.page_size) {
+                return Some(format!("{name} is no whole number of pages"));
+            }
+            let mut page = vec![0; self.config.page_size];
+            here.tokens.read(&mut page);
+            let child = self.child(here.parent, here.namespace, &page);
+            if child != Some(id) {
+                return Some(format!("{name} is not found from its parent"));
+            }
+            if here.queued != self.is_leaf(id).then(|| self.config.order.rank(here)) {
+                return Some(format!("{name} is queued as {:?}", here.queued));
+            }
+            leaves += usize::from(here.queued.is_some());
+            let full_locks = here.locks[Part::Full.index()];
+            for part in Part::ALL {
+                let at = part.index();
+                if here.locks[at] > full_locks {
+                    return Some(format!(
+                        "{name} has {} locks of {part:?}, {full_locks} in full",
+                        here.locks[at]
+                    ));
+                }
+                let size = &mut sizes[at];
+                *(if here.locks[at] > 0 { &mut size.locked } else { &mut size.evictable }) +=
+                    here.values[at].len();
+                if part != Part::Full && here.has(part) != self.is_listed(part, id) {
+                    return Some(format!("{name} has a {part:?}: {}; in its list: not", here.has(part)));
+                }
+            }
+        }
+        if let Some((id, here)) = (0..)
+            .map(NodeId::new)
+            .zip(&self.nodes)
+            .find(|(id, here)| here.children != children[widen(id.number())])
+        {
+            return Some(format!("node {id} has {} children", here.children));
+        }
+        if leaves != self.queue.len() {
+            return Some(format!("{leaves} leaves, {} queued", self.queue.len()));
+        }
+        for part in [Part::Window, Part::State] {
+            let List { last, len, .. } = *self.list(part);
+            let forth: Vec<_> = self.listed(part);
+            let mut back: Vec<_> = std::iter::successors(last, |&id| self.later(part, id)).collect();
+            back.reverse();
+            if forth.len() != len || !back.iter().map(|&id| self.handle(id)).eq(forth.iter().copied()) {
+                return Some(format!("the list of {part:?} is broken: {} of {len} nodes", forth.len()));
+            }
+        }
+        (sizes != self.sizes).then(|| format!("sizes are {sizes:?}, counted were {:?}", self.sizes))
+    }
+}

@@ -1,0 +1,167 @@
+//! The tokens of a node, in half the space where they fit.
+
+use super::Keys;
+
+/// Compared at a time: still in the nearest cache when a difference is looked for.
+pub const BLOCK: usize = 512;
+
+/// Tokens that follow each other. Ids of a vocabulary have 32 bits; engines make up longer ones for images.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum TokenRun {
+    /// All of them are below 2**32.
+    Narrow(Vec<u32>),
+    /// Any.
+    Wide(Vec<i64>),
+}
+
+/// Tokens to compare with.
+#[derive(Clone, Copy, Debug)]
+pub enum TokenBlock<'a> {
+    /// See [`TokenRun::Narrow`].
+    Narrow(&'a [u32]),
+    /// See [`TokenRun::Wide`].
+    Wide(&'a [i64]),
+}
+
+impl TokenBlock<'_> {
+    /// Whether `tokens`, as many, are the same.
+    #[must_use]
+    pub fn equals(&self, tokens: &[i64]) -> bool {
+        match self {
+            // Without an exit from the loop it takes several tokens at a time.
+            Self::Narrow(ours) => {
+                let differ =
+                    |different, (&ours, &theirs): (&u32, &i64)| different | (i64::from(ours) ^ theirs);
+                ours.len() == tokens.len() && ours.iter().zip(tokens).fold(0, differ) == 0
+            }
+            Self::Wide(ours) => *ours == tokens,
+        }
+    }
+
+    /// How many of the first tokens are the same.
+    #[must_use]
+    pub fn common(&self, tokens: &[i64]) -> usize {
+        match self {
+            Self::Narrow(ours) => {
+                ours.iter().zip(tokens).take_while(|(ours, theirs)| i64::from(**ours) == **theirs).count()
+            }
+            Self::Wide(ours) => ours.iter().zip(tokens).take_while(|(ours, theirs)| ours == theirs).count(),
+        }
+    }
+
+    /// The number of tokens.
+    #[must_use]
+    pub const fn len(&self) -> usize {
+        match self {
+            Self::Narrow(tokens) => tokens.len(),
+            Self::Wide(tokens) => tokens.len(),
+        }
+    }
+
+    /// Whether there are none.
+    #[must_use]
+    pub const fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+impl Default for TokenRun {
+    fn default() -> Self {
+        Self::Narrow(Vec::new())
+    }
+}
+
+impl TokenRun {
+    /// The tokens `at..at + count` of a caller.
+    pub(super) fn of(keys: &dyn Keys, at: usize, count: usize) -> Self {
+        let mut narrow = Vec::with_capacity(count);
+        let mut block = Vec::with_capacity(BLOCK);
+        while narrow.len() < count {
+            block.clear();
+            keys.read(at + narrow.len(), BLOCK.min(count - narrow.len()), &mut block);
+            if block.iter().fold(0, |all, &token| all | token) >> u32::BITS != 0 {
+                let mut wide = Vec::with_capacity(count);
+                keys.read(at, count, &mut wide);
+                return Self::Wide(wide);
+            }
+            let low = |&token: &i64| u32::try_from(token & i64::from(u32::MAX)).expect("32 bits");
+            narrow.extend(block.iter().map(low));
+        }
+        Self::Narrow(narrow)
+    }
+
+    pub(super) const fn len(&self) -> usize {
+        match self {
+            Self::Narrow(tokens) => tokens.len(),
+            Self::Wide(tokens) => tokens.len(),
+        }
+    }
+
+    pub(super) const fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Those from `at` on, at most `count`.
+    pub(super) fn block(&self, at: usize, count: usize) -> TokenBlock<'_> {
+        let end = self.len().min(at.saturating_add(count));
+        match self {
+            Self::Narrow(tokens) => TokenBlock::Narrow(&tokens[at..end]),
+            Self::Wide(tokens) => TokenBlock::Wide(&tokens[at..end]),
+        }
+    }
+
+    /// How many from `at` on are those of `keys` from `keys_at` on.
+    pub(super) fn common(&self, at: usize, keys: &dyn Keys, keys_at: usize) -> usize {
+        let count = (self.len() - at).min(keys.count().saturating_sub(keys_at));
+        let mut done = 0;
+        while done < count {
+            let block = self.block(at + done, BLOCK.min(count - done));
+            let common = keys.common(keys_at + done, block);
+            done += common;
+            if common < block.len() {
+                break;
+            }
+        }
+        done
+    }
+
+    /// Cuts off the tokens before `at`, and returns them.
+    pub(super) fn cut(&mut self, at: usize) -> Self {
+        match self {
+            Self::Narrow(tokens) => {
+                let rest = tokens.split_off(at);
+                Self::Narrow(std::mem::replace(tokens, rest))
+            }
+            Self::Wide(tokens) => {
+                let rest = tokens.split_off(at);
+                Self::Wide(std::mem::replace(tokens, rest))
+            }
+        }
+    }
+
+    pub(super) fn to_vec(&self) -> Vec<i64> {
+        match self {
+            Self::Narrow(tokens) => tokens.iter().map(|&token| i64::from(token)).collect(),
+            Self::Wide(tokens) => tokens.clone(),
+        }
+    }
+
+    /// The first ones, into room for them.
+    pub(super) fn read(&self, out: &mut [i64]) {
+        match self {
+            Self::Narrow(tokens) => {
+                for (out, &token) in out.iter_mut().zip(tokens) {
+                    *out = token.into();
+                }
+            }
+            Self::Wide(tokens) => out.copy_from_slice(&tokens[..out.len()]),
+        }
+    }
+
+    pub(super) const fn bytes(&self) -> usize {
+        match self {
+            Self::Narrow(tokens) => tokens.capacity() * size_of::<u32>(),
+            Self::Wide(tokens) => tokens.capacity() * size_of::<i64>(),
+        }
+    }
+}

@@ -1,0 +1,943 @@
+//! `kvpool.HybridTree` and what it returns.
+
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use pyo3::exceptions::{PyKeyError, PyTypeError};
+use pyo3::prelude::*;
+use pyo3::types::{PyList, PyTuple};
+
+use crate::base::bounded::signed;
+use crate::base::sync::lock;
+use crate::base::{DType, Dims, Error, IndexVec};
+use crate::cache::Namespace;
+use crate::cache::hybrid::{
+    Act, Boundary, Done, EvictionOrder, Frees, Handle, HybridConfig, HybridTree as Tree, Insert, Locked,
+    Match, NotLocked, Part, Range, Receipt, Skipped, StateConfig, Step, Victim, WindowConfig, With,
+};
+use crate::memory::Region;
+use crate::tensor::TensorView;
+
+use super::args;
+use super::export::to_tensor;
+use super::prefix_cache::namespace_of;
+use super::tokens::{slots_of, with_keys, with_slots};
+
+/// Finds slots by tokens for an engine that drives eviction itself, with values of several kinds of attention.
+///
+/// Every node of the tree has the slots of its tokens for full attention (part 0). Models with sliding-window
+/// attention have windows beside them (part 1, one slot a token), those with linear attention states (part 2,
+/// one value a node). A prefix is found up to the deepest node that all parts accept: a window needs its whole
+/// last stretch, a state only the node itself.
+///
+/// The tree owns no slots: the engine frees what an eviction returns, and what an insertion says. Nodes are ints
+/// that are never used again. When a node is cut in two, the deeper part keeps the number.
+///
+/// Tokens are 64-bit ints; an `array.array("q")` is read in place. Slots are ints in `[0, 2**31)`; a contiguous
+/// int32 or int64 tensor in host memory is read in place, one on a GPU is copied first, which waits for the GPU.
+/// Tensors that are returned are int64, on the host, and copies.
+///
+/// A namespace keeps prefixes apart: `None`, a str, bytes, an int, or a tuple of these. Calls are atomic and
+/// thread-safe. A node that is gone raises `KeyError`.
+///
+/// Args:
+///     page_size: Tokens that are found together.
+///     policy: What is evicted first: "lru", "mru", "fifo", "filo", "lfu", "priority" or "slru".
+///     protected_uses: With "slru", how often a node is used until it goes after the others.
+///     window: Tokens of history that sliding-window attention reads; `None` for models without it.
+///     window_gates: Whether a prefix is found only with its window.
+///     state_grid: The number of tokens between places where states can be taken; `None` for models without
+///         states.
+///     states_per_path: How many states `evict_excess_states` leaves on a path; `None` leaves all.
+///
+/// Raises:
+///     ConfigError: If `policy` is unknown, or a size is not positive.
+#[pyclass(frozen, module = "kvpool", name = "HybridTree")]
+pub(super) struct HybridTree {
+    tree: Mutex<Tree>,
+}
+
+fn gone(node: Handle) -> PyErr {
+    PyKeyError::new_err(node.number())
+}
+
+fn not_locked(error: NotLocked) -> PyErr {
+    Error::new(
+        crate::base::ErrorKind::IndexOwnership,
+        format!("node {} has no lock of {:?} to release", error.node.number(), error.part),
+    )
+    .into()
+}
+
+fn part_of(number: usize) -> PyResult<Part> {
+    Part::ALL.get(number).copied().ok_or_else(|| {
+        Error::config(format!("part {number} is none of 0 (full), 1 (window) and 2 (state)")).into()
+    })
+}
+
+/// A node, or part, of Python.
+fn handle_of(number: u64) -> Handle {
+    Handle::new(number)
+}
+
+/// A 1-D int64 tensor of `count` slots, written run by run. Runs no Python code.
+fn view_of(count: usize, write: impl FnOnce(&mut dyn FnMut(&[u32]))) -> PyResult<TensorView> {
+    const BLOCK: usize = 512;
+    let region = Region::scratch(count * size_of::<i64>())?;
+    let (mut at, mut failed, mut block) = (0, None, [0_i64; BLOCK]);
+    write(&mut |run| {
+        for part in run.chunks(BLOCK) {
+            for (to, &slot) in block.iter_mut().zip(part) {
+                *to = i64::from(slot);
+            }
+            if let Err(error) = region.write(at * size_of::<i64>(), &block[..part.len()]) {
+                failed = Some(error);
+            }
+            at += part.len();
+        }
+    });
+    if let Some(error) = failed {
+        return Err(error.into());
+    }
+    assert_eq!(at, count, "every element is written");
+    let shape = Dims::new(&[signed(count)])?;
+    Ok(TensorView::packed(Arc::new(region), 0, DType::I64, shape)?)
+}
+
+fn tensor_of_slots(py: Python<'_>, slots: &[u32]) -> PyResult<Py<PyAny>> {
+    to_tensor(py, &view_of(slots.len(), |write| write(slots))?)
+}
+
+/// A namespace: as in `PrefixCache`, or a tuple.
+fn name_of(object: Option<&Bound<'_, PyAny>>) -> PyResult<Namespace> {
+    let Some(parts) = object.and_then(|object| object.cast::<PyTuple>().ok()) else {
+        return namespace_of(object);
+    };
+    let mut all = Vec::new();
+    for part in parts.iter() {
+        let name = namespace_of(Some(&part).filter(|part| !part.is_none()))?;
+        let (kind, bytes) = match &name {
+            Namespace::Unnamed => (0_u8, Vec::new()),
+            Namespace::Number(number) => (1, number.to_le_bytes().to_vec()),
+            Namespace::Large(digits) => (2, digits.clone().into_bytes()),
+            Namespace::Text(text) => (3, text.clone().into_bytes()),
+            Namespace::Bytes(bytes) => (4, bytes.clone()),
+        };
+        all.push(kind);
+        all.extend(bytes.len().to_le_bytes());
+        all.extend(bytes);
+    }
+    // No name of another kind begins so.
+    all.insert(0, u8::MAX);
+    Ok(Namespace::Bytes(all))
+}
+
+/// A prefix that was found.
+#[pyclass(frozen, module = "kvpool", name = "HybridMatch")]
+pub(super) struct HybridMatch(Match);
+
+#[pymethods]
+impl HybridMatch {
+    /// Tokens of the prefix.
+    #[getter]
+    const fn length(&self) -> usize {
+        self.0.len
+    }
+
+    /// The node at its end.
+    #[getter]
+    const fn node(&self) -> u64 {
+        self.0.node.number()
+    }
+
+    /// The deepest node with tokens of the prompt, accepted or not; `None` if no token is there.
+    #[getter]
+    fn visited(&self) -> Option<u64> {
+        self.0.visited.map(Handle::number)
+    }
+
+    /// Tokens with slots for full attention.
+    #[getter]
+    const fn full_length(&self) -> usize {
+        self.0.full_len
+    }
+
+    /// The end of the whole pages with slots for full attention, if it is behind the prefix and nodes have
+    /// windows: with one there, more could be used.
+    #[getter]
+    const fn window_branch(&self) -> Option<usize> {
+        self.0.window_branch
+    }
+
+    /// The last place of the grid with slots for full attention, if it is behind the prefix and nodes have
+    /// states: with one there, more could be used.
+    #[getter]
+    const fn state_branch(&self) -> Option<usize> {
+        self.0.state_branch
+    }
+}
+
+/// Values that the tree gave up, for the engine to free.
+#[pyclass(frozen, module = "kvpool", name = "HybridFrees")]
+pub(super) struct HybridFrees(Frees);
+
+#[pymethods]
+impl HybridFrees {
+    /// Slots for full attention, a 1-D int64 tensor; `None` for none.
+    #[getter]
+    fn full(&self, py: Python<'_>) -> PyResult<Option<Py<PyAny>>> {
+        tensor_or_none(py, &self.0.full)
+    }
+
+    /// Slots for full attention whose windows are to be freed; `None` for none.
+    #[getter]
+    fn window(&self, py: Python<'_>) -> PyResult<Option<Py<PyAny>>> {
+        tensor_or_none(py, &self.0.window)
+    }
+
+    /// States; `None` for none.
+    #[getter]
+    fn state(&self, py: Python<'_>) -> PyResult<Option<Py<PyAny>>> {
+        tensor_or_none(py, &self.0.state)
+    }
+
+    /// How many values of each part were given up.
+    #[getter]
+    const fn counts(&self) -> (usize, usize, usize) {
+        let [full, window, state] = self.0.counts;
+        (full, window, state)
+    }
+}
+
+fn tensor_or_none(py: Python<'_>, slots: &[u32]) -> PyResult<Option<Py<PyAny>>> {
+    (!slots.is_empty()).then(|| tensor_of_slots(py, slots)).transpose()
+}
+
+/// A step of an insertion.
+#[pyclass(frozen, module = "kvpool", name = "HybridStep")]
+pub(super) struct HybridStep {
+    step: Step,
+}
+
+/// Ranges, as Python writes them.
+type Pairs = Vec<(usize, usize)>;
+
+/// A node of a path: itself, the one before it, tokens before it and up to its end, and children.
+type PathTuple = (u64, u64, usize, usize, usize);
+
+const fn pair(range: &Range) -> (usize, usize) {
+    (range.start, range.end)
+}
+
+#[pymethods]
+impl HybridStep {
+    /// What the engine must do, in this order, as tuples. Ranges are of the inserted slots.
+    ///
+    /// ("free", start, end): free them with their windows. ("free_full", start, end): free them; their windows
+    /// are free already. ("free_old", slots): free these slots; their windows are free. ("rebuild", node,
+    /// slots): find the window of these slots and give it to the node with `set_value`. ("recover", node, kept,
+    /// start, end): move the windows of the inserted slots to the kept ones, give them to the node, and free
+    /// the inserted slots without their windows. ("evict_excess", node): call `evict_excess_states`.
+    fn acts<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        acts_to_py(py, &self.step.acts)
+    }
+
+    /// Whether the insertion is done. If not, call `advance` when the acts are.
+    #[getter]
+    const fn done(&self) -> bool {
+        self.step.result.is_some()
+    }
+
+    /// Tokens that were there before, in whole pages.
+    #[getter]
+    fn found(&self) -> usize {
+        self.step.result.as_ref().map_or(0, |result| result.found)
+    }
+
+    /// The node at the end of the inserted tokens; `None` until the insertion is done.
+    #[getter]
+    fn node(&self) -> Option<u64> {
+        self.step.result.as_ref().map(|result| result.node.number())
+    }
+
+    /// Whether the node had a state already: the inserted one is the caller's still.
+    #[getter]
+    fn had_state(&self) -> bool {
+        self.step.result.as_ref().is_some_and(|result| result.had_state)
+    }
+
+    /// Whether the tokens reach the branch that `insert` was given.
+    #[getter]
+    fn reached_branch(&self) -> bool {
+        self.step.result.as_ref().is_some_and(|result| result.reached_branch)
+    }
+
+    /// Which of the inserted values the tree has taken over: two lists of ranges, of slots for full attention
+    /// and of windows.
+    #[getter]
+    fn adopted(&self) -> (Pairs, Pairs) {
+        let adopted = self.step.result.as_ref().map(|result| &result.adopted);
+        let pairs = |ranges: Option<&Vec<Range>>| ranges.into_iter().flatten().map(pair).collect();
+        (pairs(adopted.map(|adopted| &adopted.full)), pairs(adopted.map(|adopted| &adopted.window)))
+    }
+}
+
+fn acts_to_py<'py>(py: Python<'py>, acts: &[Act]) -> PyResult<Bound<'py, PyList>> {
+    let list = PyList::empty(py);
+    for act in acts {
+        let act = match act {
+            Act::Free(range) => ("free", range.start, range.end).into_pyobject(py)?,
+            Act::FreeFull(range) => ("free_full", range.start, range.end).into_pyobject(py)?,
+            Act::FreeOld(slots) => ("free_old", tensor_of_slots(py, slots)?).into_pyobject(py)?,
+            Act::Rebuild { node, slots } => {
+                ("rebuild", node.number(), tensor_of_slots(py, slots)?).into_pyobject(py)?
+            }
+            Act::Recover { node, kept, incoming } => {
+                ("recover", node.number(), tensor_of_slots(py, kept)?, incoming.start, incoming.end)
+                    .into_pyobject(py)?
+            }
+            Act::EvictExcess(node) => ("evict_excess", node.number()).into_pyobject(py)?,
+        };
+        list.append(act)?;
+    }
+    Ok(list)
+}
+
+impl HybridTree {
+    fn lock(&self) -> MutexGuard<'_, Tree> {
+        lock(&self.tree)
+    }
+}
+
+#[pymethods]
+impl HybridTree {
+    #[new]
+    #[pyo3(signature = (page_size, *, policy="lru", protected_uses=2, window=None, window_gates=true, state_grid=None, states_per_path=None))]
+    fn new(
+        page_size: &Bound<'_, PyAny>,
+        policy: &str,
+        protected_uses: u32,
+        window: Option<&Bound<'_, PyAny>>,
+        window_gates: bool,
+        state_grid: Option<&Bound<'_, PyAny>>,
+        states_per_path: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Self> {
+        let positive = |name: &str, value: &Bound<'_, PyAny>| match args::count(name, value)? {
+            0 => Err(PyErr::from(Error::config(format!("{name} must be at least 1, not 0")))),
+            size => Ok(size),
+        };
+        let order = match policy {
+            "lru" => EvictionOrder::Lru,
+            "mru" => EvictionOrder::Mru,
+            "fifo" => EvictionOrder::Fifo,
+            "filo" => EvictionOrder::Filo,
+            "lfu" => EvictionOrder::Lfu,
+            "priority" => EvictionOrder::Priority,
+            "slru" => EvictionOrder::Slru(protected_uses),
+            _ => {
+                return Err(Error::config(format!(
+                    "unknown policy '{policy}'; use one of lru, mru, fifo, filo, lfu, priority, slru"
+                ))
+                .into());
+            }
+        };
+        let window = window.map(|size| positive("window", size)).transpose()?;
+        let grid = state_grid.map(|grid| positive("state_grid", grid)).transpose()?;
+        let max_per_path = states_per_path.map(|most| args::count("states_per_path", most)).transpose()?;
+        let config = HybridConfig {
+            page_size: positive("page_size", page_size)?,
+            order,
+            window: window.map(|size| WindowConfig { size, gates: window_gates }),
+            state: grid.map(|grid| StateConfig { grid, max_per_path }),
+        };
+        Ok(Self { tree: Mutex::new(Tree::new(config)) })
+    }
+
+    /// Forgets everything, locked or not. No later node has the number of an earlier one.
+    fn reset(&self) {
+        self.lock().reset();
+    }
+
+    /// Returns the node at the end of no tokens.
+    fn root(&self) -> u64 {
+        self.lock().root().number()
+    }
+
+    /// Finds the longest prefix that all parts accept, in whole pages, and refreshes it.
+    ///
+    /// Args:
+    ///     tokens: Token ids.
+    ///     start: The position of the first one that counts.
+    ///     end: One past the position of the last one; `None` for all.
+    ///     namespace: See the class.
+    ///
+    /// Raises:
+    ///     ConfigError: If `start` and `end` are not within the tokens.
+    #[pyo3(signature = (tokens, start=0, end=None, namespace=None))]
+    fn r#match(
+        &self,
+        tokens: &Bound<'_, PyAny>,
+        start: usize,
+        end: Option<usize>,
+        namespace: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<HybridMatch> {
+        let name = name_of(namespace)?;
+        with_keys(tokens, start, end, |keys| Ok(HybridMatch(self.lock().find(&name, keys))))
+    }
+
+    /// Returns how many tokens have slots for full attention, whatever the other parts say, the deepest node
+    /// with some of them, and the tokens up to its end. Changes nothing.
+    ///
+    /// Args:
+    ///     tokens: As in `match`; so are `start`, `end` and `namespace`.
+    ///     start: See there.
+    ///     end: See there.
+    ///     namespace: See there.
+    ///
+    /// Raises:
+    ///     ConfigError: As in `match`.
+    #[pyo3(signature = (tokens, start=0, end=None, namespace=None))]
+    fn peek(
+        &self,
+        tokens: &Bound<'_, PyAny>,
+        start: usize,
+        end: Option<usize>,
+        namespace: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<(usize, u64, usize)> {
+        let name = name_of(namespace)?;
+        with_keys(tokens, start, end, |keys| {
+            let peek = self.lock().peek(&name, keys);
+            Ok((peek.len, peek.node.number(), peek.end))
+        })
+    }
+
+    /// Inserts the whole pages of tokens with their slots, up to the first step that the engine must act on.
+    ///
+    /// Args:
+    ///     tokens: As in `match`; so are `start`, `end` and `namespace`.
+    ///     slots: One for each token at least.
+    ///     start: See `match`.
+    ///     end: See `match`.
+    ///     namespace: See `match`.
+    ///     found: Tokens that the request had found in the tree: their slots are the tree's already. Slots of
+    ///         later ones that are there are to be freed.
+    ///     inserted: Tokens that the request has inserted before: they do not count as used again.
+    ///     window_freed: Tokens whose windows are free already, a whole number of pages.
+    ///     priority: Nodes with a higher one go later, with the policy "priority".
+    ///     state: The state at the end of the tokens, required where nodes have states.
+    ///     branch: The number of tokens at which the request branches off from a window.
+    ///
+    /// Raises:
+    ///     ConfigError: As in `match`; if there are fewer slots than tokens, a slot is outside of [0, 2**31),
+    ///         another insertion is going on, or the state is missing.
+    #[pyo3(signature = (tokens, slots, start=0, end=None, namespace=None, *, found=0, inserted=0, window_freed=0, priority=0, state=None, branch=None))]
+    #[expect(clippy::too_many_arguments, reason = "the arguments of a Python call")]
+    fn insert(
+        &self,
+        tokens: &Bound<'_, PyAny>,
+        slots: &Bound<'_, PyAny>,
+        start: usize,
+        end: Option<usize>,
+        namespace: Option<&Bound<'_, PyAny>>,
+        found: usize,
+        inserted: usize,
+        window_freed: usize,
+        priority: i64,
+        state: Option<&Bound<'_, PyAny>>,
+        branch: Option<usize>,
+    ) -> PyResult<HybridStep> {
+        let name = name_of(namespace)?;
+        let state = state.map_or(Ok(Vec::new()), slots_in)?;
+        let insert = Insert { found, inserted, window_freed, priority, state, branch };
+        with_slots(slots, |slots, count| {
+            with_keys(tokens, start, end, |keys| {
+                if count < keys.count() {
+                    let text = format!("{count} slots for {} tokens", keys.count());
+                    return Err(Error::config(text).into());
+                }
+                Ok(HybridStep { step: self.lock().begin(&name, keys, slots, insert)? })
+            })
+        })
+    }
+
+    /// Goes on with an insertion of the same tokens and slots, when the acts of the step before are done.
+    ///
+    /// Args:
+    ///     tokens: As in `insert`; so are the others.
+    ///     slots: See there.
+    ///     start: See there.
+    ///     end: See there.
+    ///     namespace: See there.
+    ///
+    /// Raises:
+    ///     ConfigError: If no insertion is going on.
+    #[pyo3(signature = (tokens, slots, start=0, end=None, namespace=None))]
+    fn advance(
+        &self,
+        tokens: &Bound<'_, PyAny>,
+        slots: &Bound<'_, PyAny>,
+        start: usize,
+        end: Option<usize>,
+        namespace: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<HybridStep> {
+        let name = name_of(namespace)?;
+        with_slots(slots, |slots, _| {
+            with_keys(tokens, start, end, |keys| {
+                Ok(HybridStep { step: self.lock().advance(&name, keys, slots)? })
+            })
+        })
+    }
+
+    /// Whether an insertion is going on.
+    fn is_inserting(&self) -> bool {
+        self.lock().is_inserting()
+    }
+
+    /// Gives up an insertion that is going on, if there is one, and returns what is still to be done, as
+    /// `HybridStep.acts`.
+    fn end_insertion<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        let acts = self.lock().end_insertion();
+        acts_to_py(py, &acts)
+    }
+
+    /// Locks a node: its slots for full attention up to its end, those of its last window, and its state.
+    /// Returns how many slots for full attention were without locks, and the boundary that `unlock` wants.
+    ///
+    /// Args:
+    ///     node: The node.
+    ///     skip: Parts that are not locked.
+    ///
+    /// Raises:
+    ///     KeyError: If the node is gone.
+    #[pyo3(signature = (node, skip=Vec::new()))]
+    #[expect(clippy::needless_pass_by_value, reason = "the argument of a Python call")]
+    fn lock_node(&self, node: u64, skip: Vec<usize>) -> PyResult<(usize, Option<u64>)> {
+        let (node, skipped) = (handle_of(node), skipped_of(&skip)?);
+        let Locked { receipt, newly } = self.lock().lock(node, skipped).ok_or_else(|| gone(node))?;
+        Ok((newly, receipt.boundary.map(Boundary::number)))
+    }
+
+    /// Undoes one `lock_node`.
+    ///
+    /// Args:
+    ///     node: The node.
+    ///     boundary: What `lock_node` returned.
+    ///     skip: The parts that were not locked.
+    ///     window_done: Whether `unlock_window` was called.
+    ///
+    /// Raises:
+    ///     KeyError: If the node is gone.
+    ///     IndexOwnershipError: If it has no such lock. Nothing is changed.
+    #[pyo3(signature = (node, boundary=None, skip=Vec::new(), *, window_done=false))]
+    #[expect(clippy::needless_pass_by_value, reason = "the argument of a Python call")]
+    fn unlock_node(
+        &self,
+        node: u64,
+        boundary: Option<u64>,
+        skip: Vec<usize>,
+        window_done: bool,
+    ) -> PyResult<()> {
+        let (node, receipt) = (handle_of(node), receipt_of(boundary, &skip)?);
+        let done = if window_done { Done::Window } else { Done::Nothing };
+        self.lock().unlock(node, receipt, done).ok_or_else(|| gone(node))?.map_err(not_locked)
+    }
+
+    /// Releases the window of one `lock_node` early, and the state with it, when the request has moved on.
+    /// Returns the windows that nothing locks any more and that no other prefix needs.
+    ///
+    /// Args:
+    ///     node: The node.
+    ///     boundary: What `lock_node` returned.
+    ///     skip: The parts that were not locked.
+    ///     with_state: Whether the state is released, too.
+    ///
+    /// Raises:
+    ///     KeyError: If the node is gone.
+    ///     IndexOwnershipError: If it has no such lock. Nothing is changed.
+    #[pyo3(signature = (node, boundary=None, skip=Vec::new(), *, with_state=true))]
+    #[expect(clippy::needless_pass_by_value, reason = "the argument of a Python call")]
+    fn unlock_window(
+        &self,
+        node: u64,
+        boundary: Option<u64>,
+        skip: Vec<usize>,
+        with_state: bool,
+    ) -> PyResult<HybridFrees> {
+        let (node, receipt) = (handle_of(node), receipt_of(boundary, &skip)?);
+        let with = if with_state { With::State } else { With::Nothing };
+        let frees = self.lock().unlock_window(node, receipt, with).ok_or_else(|| gone(node))?;
+        frees.map(HybridFrees).map_err(not_locked)
+    }
+
+    /// Locks only the slots for full attention up to the end of a node.
+    ///
+    /// Raises:
+    ///     KeyError: If the node is gone.
+    fn pin(&self, node: u64) -> PyResult<()> {
+        let node = handle_of(node);
+        self.lock().pin(node).ok_or_else(|| gone(node))
+    }
+
+    /// Undoes one `pin`.
+    ///
+    /// Raises:
+    ///     KeyError: If the node is gone.
+    ///     IndexOwnershipError: If it has no lock. Nothing is changed.
+    fn unpin(&self, node: u64) -> PyResult<()> {
+        let node = handle_of(node);
+        self.lock().unpin(node).ok_or_else(|| gone(node))?.map_err(not_locked)
+    }
+
+    /// Returns the slots for full attention behind `until` up to the end of `node`, a 1-D int64 tensor.
+    ///
+    /// Raises:
+    ///     KeyError: If a node is gone, or `until` is not on the way to `node`.
+    fn slots(&self, py: Python<'_>, node: u64, until: u64) -> PyResult<Py<PyAny>> {
+        let (node, until) = (handle_of(node), handle_of(until));
+        let tree = self.lock();
+        let ends =
+            (tree.end_of(node).ok_or_else(|| gone(node))?, tree.end_of(until).ok_or_else(|| gone(until))?);
+        let count = ends.0.checked_sub(ends.1).ok_or_else(|| gone(until))?;
+        if !tree.is_on_way(until, node) {
+            return Err(gone(until));
+        }
+        let view = view_of(count, |write| {
+            let _ = tree.each_slot_run(node, until, write);
+        })?;
+        // The import may run Python code.
+        drop(tree);
+        to_tensor(py, &view)
+    }
+
+    /// Begins to evict values of a part, `wanted` of them.
+    ///
+    /// Raises:
+    ///     ConfigError: If an eviction of the part is going on.
+    fn begin_eviction(&self, part: usize, wanted: usize) -> PyResult<()> {
+        if self.lock().begin_eviction(part_of(part)?, wanted) {
+            return Ok(());
+        }
+        Err(Error::config(format!("an eviction of part {part} is going on; end it first")).into())
+    }
+
+    /// The next step of an eviction: an int, the leaf to evict with `evict_leaf`; or values that are gone
+    /// already, of a node that stays; or `None`, if enough was evicted or nothing evictable is left.
+    ///
+    /// Args:
+    ///     part: The part.
+    ///     evicted: Values of the part that were evicted until now.
+    ///
+    /// Raises:
+    ///     ConfigError: If no eviction of the part has begun.
+    fn next_victim<'py>(
+        &self,
+        py: Python<'py>,
+        part: usize,
+        evicted: usize,
+    ) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let Some(victim) = self.lock().next_victim(part_of(part)?, evicted) else {
+            return Err(not_begun(part));
+        };
+        Ok(match victim {
+            Victim::Leaf(node) => Some(node.number().into_pyobject(py)?.into_any()),
+            Victim::Value(frees) => Some(Bound::new(py, HybridFrees(frees))?.into_any()),
+            Victim::Nothing => None,
+        })
+    }
+
+    /// Evicts a leaf with all its values.
+    ///
+    /// Raises:
+    ///     KeyError: If the node is gone.
+    ///     IndexOwnershipError: If it is no leaf, or is locked.
+    fn evict_leaf(&self, node: u64) -> PyResult<HybridFrees> {
+        let node = handle_of(node);
+        let frees = self.lock().evict_leaf(node).ok_or_else(|| gone(node))?;
+        frees.map(HybridFrees).ok_or_else(|| {
+            let text = format!("node {} is no leaf without locks", node.number());
+            Error::new(crate::base::ErrorKind::IndexOwnership, text).into()
+        })
+    }
+
+    /// Ends an eviction.
+    ///
+    /// Raises:
+    ///     ConfigError: If no eviction of the part has begun.
+    fn end_eviction(&self, part: usize) -> PyResult<()> {
+        if self.lock().end_eviction(part_of(part)?) { Ok(()) } else { Err(not_begun(part)) }
+    }
+
+    /// Evicts leaves until at least `wanted` slots for full attention were given up, in one call.
+    fn evict(&self, wanted: usize) -> HybridFrees {
+        HybridFrees(self.lock().evict_full(wanted))
+    }
+
+    /// Gives up states of the nodes before a node beyond the number that a path keeps, those nearest to the root
+    /// first. Forks, locked nodes and leaves keep theirs.
+    ///
+    /// Raises:
+    ///     KeyError: If the node is gone.
+    fn evict_excess_states(&self, node: u64) -> PyResult<HybridFrees> {
+        let node = handle_of(node);
+        self.lock().evict_excess_states(node).map(HybridFrees).ok_or_else(|| gone(node))
+    }
+
+    /// Returns how many values of a part have no locks.
+    fn evictable_size(&self, part: usize) -> PyResult<usize> {
+        Ok(self.lock().sizes(part_of(part)?).evictable)
+    }
+
+    /// Returns how many values of a part are locked.
+    fn locked_size(&self, part: usize) -> PyResult<usize> {
+        Ok(self.lock().sizes(part_of(part)?).locked)
+    }
+
+    /// Changes what a part counts on a node whose values the engine backs with more or fewer rows than values.
+    ///
+    /// Raises:
+    ///     KeyError: If the node is gone.
+    ///     ConfigError: If the size would become negative.
+    fn adjust_size(&self, node: u64, part: usize, delta: i64) -> PyResult<()> {
+        let node = handle_of(node);
+        let adjusted = self.lock().adjust(node, part_of(part)?, delta).ok_or_else(|| gone(node))?;
+        adjusted.map_err(|size| Error::config(format!("the size would become {size}")).into())
+    }
+
+    /// Returns the value of a node, a 1-D int64 tensor; `None` if it has none.
+    ///
+    /// Raises:
+    ///     KeyError: If the node is gone.
+    fn value(&self, py: Python<'_>, node: u64, part: usize) -> PyResult<Option<Py<PyAny>>> {
+        let (node, part) = (handle_of(node), part_of(part)?);
+        let value = self.lock().value(node, part).map(<[u32]>::to_vec).ok_or_else(|| gone(node))?;
+        tensor_or_none(py, &value)
+    }
+
+    /// Gives a node a window or a state that it does not have.
+    ///
+    /// Raises:
+    ///     KeyError: If the node is gone.
+    ///     ConfigError: If the part is 0 or nodes do not have it, the node has a value, or the length is wrong.
+    fn set_value(&self, node: u64, part: usize, value: &Bound<'_, PyAny>) -> PyResult<()> {
+        let (node, part, value) = (handle_of(node), part_of(part)?, slots_in(value)?);
+        Ok(self.lock().set_value(node, part, value).ok_or_else(|| gone(node))??)
+    }
+
+    /// Returns the ranges of tokens within `begin..limit` that are there without a window.
+    #[pyo3(signature = (tokens, begin, limit, start=0, end=None, namespace=None))]
+    fn window_gaps(
+        &self,
+        tokens: &Bound<'_, PyAny>,
+        begin: usize,
+        limit: usize,
+        start: usize,
+        end: Option<usize>,
+        namespace: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Pairs> {
+        let name = name_of(namespace)?;
+        with_keys(tokens, start, end, |keys| {
+            Ok(self.lock().window_gaps(&name, keys, begin, limit).iter().map(pair).collect())
+        })
+    }
+
+    /// Gives tokens from `begin` on, which are there without a window, the windows `values`.
+    ///
+    /// Raises:
+    ///     ConfigError: If some of them are not there, or have a window. Nothing is changed.
+    #[pyo3(signature = (tokens, begin, values, start=0, end=None, namespace=None))]
+    fn attach_window(
+        &self,
+        tokens: &Bound<'_, PyAny>,
+        begin: usize,
+        values: &Bound<'_, PyAny>,
+        start: usize,
+        end: Option<usize>,
+        namespace: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        let (name, values) = (name_of(namespace)?, slots_in(values)?);
+        with_keys(tokens, start, end, |keys| Ok(self.lock().attach_window(&name, keys, begin, &values)?))
+    }
+
+    /// Returns positions in `nodes`, ordered so that nodes with common prefixes are next to each other, larger
+    /// groups first.
+    ///
+    /// Raises:
+    ///     KeyError: If a node is gone.
+    #[expect(clippy::needless_pass_by_value, reason = "the argument of a Python call")]
+    fn by_common_prefix(&self, nodes: Vec<u64>) -> PyResult<Vec<usize>> {
+        let handles: Vec<_> = nodes.iter().copied().map(handle_of).collect();
+        let tree = self.lock();
+        tree.by_common_prefix(&handles).ok_or_else(|| {
+            let missing = handles.iter().find(|&&node| !tree.contains(node));
+            gone(*missing.expect("one of them is gone"))
+        })
+    }
+
+    /// Returns the path to a node, the root left out: node, parent, tokens before it, tokens up to its end, and
+    /// children of each.
+    ///
+    /// Raises:
+    ///     KeyError: If the node is gone.
+    fn path(&self, node: u64) -> PyResult<Vec<PathTuple>> {
+        let node = handle_of(node);
+        let path = self.lock().path_to(node).ok_or_else(|| gone(node))?;
+        let flat =
+            path.iter().map(|at| (at.node.number(), at.parent.number(), at.start, at.end, at.children));
+        Ok(flat.collect())
+    }
+
+    /// Returns all values of a part, a 1-D int64 tensor.
+    fn values(&self, py: Python<'_>, part: usize) -> PyResult<Py<PyAny>> {
+        let values = self.lock().values(part_of(part)?);
+        tensor_of_slots(py, &values)
+    }
+
+    /// Returns the slots for full attention, the positions of their tokens, and the slots before them (-1 for
+    /// none): three 1-D int64 tensors.
+    ///
+    /// Args:
+    ///     unlocked: Leave out nodes with locks: of windows if `windows`, else of full attention.
+    ///     windows: Leave out nodes without a window.
+    #[pyo3(signature = (*, unlocked=false, windows=false))]
+    fn slot_rows(
+        &self,
+        py: Python<'_>,
+        unlocked: bool,
+        windows: bool,
+    ) -> PyResult<(Py<PyAny>, Py<PyAny>, Py<PyAny>)> {
+        let lock_of = usize::from(windows);
+        let rows = self
+            .lock()
+            .slot_rows(|locks, has_window| (!unlocked || locks[lock_of] == 0) && (!windows || has_window));
+        let (mut slots, mut positions, mut before) = (Vec::new(), Vec::new(), Vec::new());
+        for row in rows {
+            slots.push(i64::from(row.slot));
+            positions.push(signed(row.position));
+            before.push(row.before.map_or(-1, i64::from));
+        }
+        Ok((tensor_of_ints(py, &slots)?, tensor_of_ints(py, &positions)?, tensor_of_ints(py, &before)?))
+    }
+
+    /// Whether a node exists.
+    fn contains(&self, node: u64) -> bool {
+        self.lock().contains(handle_of(node))
+    }
+
+    /// Returns all nodes, the root first.
+    fn nodes(&self) -> Vec<u64> {
+        self.lock().handles().into_iter().map(Handle::number).collect()
+    }
+
+    /// Returns the nodes directly behind a node, in the order in which they came. Looks at every node.
+    ///
+    /// Raises:
+    ///     KeyError: If the node is gone.
+    fn children(&self, node: u64) -> PyResult<Vec<u64>> {
+        let node = handle_of(node);
+        let children = self.lock().children(node).ok_or_else(|| gone(node))?;
+        Ok(children.into_iter().map(Handle::number).collect())
+    }
+
+    /// Returns the nodes with a window (part 1) or a state (part 2), the most recent first.
+    fn listed(&self, part: usize) -> PyResult<Vec<u64>> {
+        match part_of(part)? {
+            Part::Full => Err(PyTypeError::new_err("full attention has no list of nodes")),
+            part => Ok(self.lock().listed(part).into_iter().map(Handle::number).collect()),
+        }
+    }
+
+    /// Returns a node as it is now.
+    ///
+    /// Raises:
+    ///     KeyError: If it is gone.
+    fn info(&self, node: u64) -> PyResult<HybridNode> {
+        let node = handle_of(node);
+        self.lock().state(node).map(HybridNode).ok_or_else(|| gone(node))
+    }
+
+    /// Checks every invariant.
+    ///
+    /// Raises:
+    ///     IndexOwnershipError: With the first broken one.
+    fn verify(&self) -> PyResult<()> {
+        let fault = self.lock().fault();
+        fault.map_or(Ok(()), |fault| {
+            let text = format!("the hybrid tree is inconsistent: {fault}");
+            Err(Error::new(crate::base::ErrorKind::IndexOwnership, text).into())
+        })
+    }
+
+    /// Returns the size of the bookkeeping in bytes. Looks at every node.
+    fn memory_size(&self) -> usize {
+        self.lock().bytes()
+    }
+}
+
+/// A node of a `HybridTree` as it was.
+#[pyclass(frozen, module = "kvpool", name = "HybridNode")]
+pub(super) struct HybridNode(crate::cache::hybrid::NodeState);
+
+#[pymethods]
+impl HybridNode {
+    /// The node before it; `None` for the root.
+    #[getter]
+    fn parent(&self) -> Option<u64> {
+        self.0.parent.map(Handle::number)
+    }
+
+    /// Its own tokens.
+    #[getter]
+    fn tokens(&self) -> Vec<i64> {
+        self.0.tokens.clone()
+    }
+
+    /// Tokens up to its end.
+    #[getter]
+    const fn end(&self) -> usize {
+        self.0.end
+    }
+
+    /// Locks by part.
+    #[getter]
+    const fn locks(&self) -> (u32, u32, u32) {
+        let [full, window, state] = self.0.locks;
+        (full, window, state)
+    }
+
+    /// How often it was inserted.
+    #[getter]
+    const fn hits(&self) -> u32 {
+        self.0.hits
+    }
+
+    /// Whether it may be evicted as a whole.
+    #[getter]
+    const fn is_leaf(&self) -> bool {
+        self.0.is_leaf
+    }
+}
+
+fn tensor_of_ints(py: Python<'_>, values: &[i64]) -> PyResult<Py<PyAny>> {
+    let region = Region::scratch(size_of_val(values))?;
+    region.write(0, values)?;
+    let shape = Dims::new(&[signed(values.len())])?;
+    to_tensor(py, &TensorView::packed(Arc::new(region), 0, DType::I64, shape)?)
+}
+
+fn not_begun(part: usize) -> PyErr {
+    Error::config(format!("no eviction of part {part} has begun")).into()
+}
+
+fn skipped_of(parts: &[usize]) -> PyResult<Skipped> {
+    let parts: PyResult<Vec<_>> = parts.iter().map(|&part| part_of(part)).collect();
+    Ok(Skipped::of(parts?))
+}
+
+fn receipt_of(boundary: Option<u64>, skip: &[usize]) -> PyResult<Receipt> {
+    Ok(Receipt { skipped: skipped_of(skip)?, boundary: boundary.map(Boundary::new) })
+}
+
+/// All slots of a tensor or sequence.
+fn slots_in(object: &Bound<'_, PyAny>) -> PyResult<Vec<u32>> {
+    let values: IndexVec = args::indices(object)?.values(object.py())?;
+    Ok(slots_of(values.iter(), 0)?)
+}

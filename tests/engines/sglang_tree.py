@@ -1,0 +1,503 @@
+"""SGLang's prefix cache over kvpool's tree core and over its own, side by side.
+
+`Pair` makes the same calls of two caches of SGLang's test kit, which differ in their tree core alone, and
+compares everything that can be seen: results, what was freed, and every node with its values, locks and place
+in the lists of what is evicted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from array import array
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+from sglang.srt.environ import envs
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.mem_cache.unified_cache.tree_core_registry import _TREE_CORE_REGISTRY
+from sglang.test.kits.unified_radix_cache import fixtures
+from sglang.test.kits.unified_radix_cache.unified_tree_core_inspection_interface import (
+    UnifiedTreeCoreInspectionInterface,
+)
+
+from kvpool.integrations.sglang.tree_core import KvTreeCore, KvUnifiedRadixCache
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from sglang.test.kits.unified_radix_cache.config import CacheConfig
+
+FULL, SWA, MAMBA = ComponentType.FULL, ComponentType.SWA, ComponentType.MAMBA
+
+
+class KvTreeCoreInspector(KvTreeCore, UnifiedTreeCoreInspectionInterface):  # type: ignore[misc]
+    """kvpool's tree core with what SGLang's test kit wants to see."""
+
+    def contains_node(self, node_id: int) -> bool:
+        return self._tree.contains(node_id)
+
+    def get_parent_node_id(self, node_id: int) -> int | None:
+        return self._tree.info(node_id).parent
+
+    def get_child_node_ids(self, node_id: int) -> list[int]:
+        return self._tree.children(node_id)
+
+    def get_node_key_length(self, node_id: int) -> int:
+        return len(self._tree.info(node_id).tokens)
+
+    def get_node_token_ids(self, node_id: int) -> list[int]:
+        return self._tree.info(node_id).tokens
+
+    def is_node_key_bigram(self, node_id: int) -> bool:
+        self._expect(node_id)
+        return self.is_eagle
+
+    def get_component_host_value(self, node_id: int, component_type: ComponentType) -> None:
+        self._expect(node_id)
+
+    def get_component_device_lock_ref(self, node_id: int, component_type: ComponentType) -> int:
+        return self._tree.info(node_id).locks[component_type]
+
+    def get_component_host_lock_ref(self, node_id: int, component_type: ComponentType) -> int:
+        self._expect(node_id)
+        return 0
+
+    def get_node_hit_count(self, node_id: int) -> int:
+        return self._tree.info(node_id).hits
+
+    def get_write_through_pending_id(self, node_id: int) -> None:
+        self._expect(node_id)
+
+    def is_external_cache_stored(self, node_id: int) -> bool:
+        self._expect(node_id)
+        return False
+
+    def is_node_in_device_lru(self, node_id: int, component_type: ComponentType) -> bool:
+        return node_id in self.get_component_device_lru_node_ids(component_type)
+
+    def is_node_in_host_lru(self, node_id: int, component_type: ComponentType) -> bool:
+        self._expect(node_id)
+        return False
+
+    def get_component_device_lru_node_ids(self, component_type: ComponentType) -> list[int]:
+        if component_type is FULL or component_type not in self._parts:
+            return []
+        return self._tree.listed(component_type)
+
+    def is_device_evictable_leaf(self, node_id: int) -> bool:
+        return self._tree.contains(node_id) and self._tree.info(node_id).is_leaf
+
+    def is_device_leaf(self, node_id: int) -> bool:
+        return self._tree.info(node_id).is_leaf
+
+    def is_host_evictable_leaf(self, node_id: int) -> bool:
+        return False
+
+    def get_all_node_ids(self) -> list[int]:
+        return self._tree.nodes()
+
+    def update_duplicate_tracking(self, node_id: int) -> None:
+        self._expect(node_id)
+
+    def finalize_component_match_result(self, component_type: ComponentType, result: Any, *_: Any) -> Any:
+        raise NotImplementedError
+
+    def evict_component(self, node_id: int, component_type: ComponentType, target: Any) -> Any:
+        raise NotImplementedError
+
+    def advance_insert_walk_once(self) -> None:
+        raise NotImplementedError
+
+    build_backup_node_ids = cleanup_tombstone_ancestors = validate_cascade_evict = advance_insert_walk_once
+    insert_node_into_host_lru = remove_node_from_device_lru = set_component_device_lock_ref = (
+        advance_insert_walk_once
+    )
+    set_component_device_value_raw = set_component_evictable_size = set_component_host_value_raw = (
+        advance_insert_walk_once
+    )
+    set_component_protected_size = set_node_hash_values = advance_insert_walk_once
+
+
+def build(config: CacheConfig, backend: str, **options: Any) -> Any:
+    """A cache of the kit with the tree core "python" or "kvpool": cache, allocator, and table of requests."""
+    factories = {"kvpool": lambda params, _components: KvTreeCoreInspector(params)}
+    with mock.patch.dict(_TREE_CORE_REGISTRY, factories):
+        return fixtures.build_fixture(config, tree_core_backend=backend, **options)
+
+
+class Tree:
+    """One cache and everything around it."""
+
+    def __init__(self, config: CacheConfig, backend: str, *, in_one_call: bool = False) -> None:
+        # Both number their boundaries and requests from the same number on.
+        self.config = config
+        self.cache, self.allocator, self.rows = build(config, backend)
+        if in_one_call:
+            self.cache.__class__ = KvUnifiedRadixCache
+        self.core = self.cache.tree_core
+        self.locks: list[Any] = []
+        self.freed: list[Any] = []
+        names = ("free", "free_segment", "free_full_segment", "free_swa_segment", "free_swa")
+        self._watch(self.allocator, *names)
+        for part in ("full_attn_allocator", "swa_attn_allocator"):
+            self._watch(getattr(self.allocator, part, None), *names)
+
+    def _watch(self, owner: Any, *names: str) -> None:
+        """Lists what is freed, in order."""
+        for name in names:
+            method = getattr(owner, name, None)
+            if method is None:
+                continue
+
+            def watched(
+                indices: Any, *args: Any, _name: str = name, _method: Any = method, **options: Any
+            ) -> Any:
+                self.freed.append((_name, indices.tolist()))
+                return _method(indices, *args, **options)
+
+            setattr(owner, name, watched)
+
+    def path(self, node: int) -> tuple[Any, ...]:
+        """A node by the tokens up to its end, which both trees have."""
+        tokens: list[int] = []
+        while not self.core.is_root(node):
+            tokens = self.tokens(node) + tokens
+            node = self.core.get_parent_node_id(node)
+        return tuple(tokens)
+
+    def tokens(self, node: int) -> list[int]:
+        tokens = list(self.core.get_node_token_ids(node))
+        # SGLang's nodes of pairs have a token more than pairs.
+        return tokens[len(tokens) - self.core.get_node_key_length(node) :]
+
+    def aligned(self, key: RadixKey) -> RadixKey:
+        """A key as SGLang's cache passes it to calls that cut nothing off."""
+        key, _ = key.maybe_to_bigram_view(self.core.is_eagle)
+        return key.page_aligned(self.config.page_size)
+
+    def nodes(self) -> dict[Any, Any]:
+        """Everything that can be seen of the nodes."""
+        core, parts = self.core, self.config.components
+        lists = {part: core.get_component_device_lru_node_ids(part) for part in parts}
+        places = {part: {node: at for at, node in enumerate(found)} for part, found in lists.items()}
+        found: dict[Any, Any] = {}
+        for node in core.get_all_node_ids():
+            values = {part: core.get_component_device_value(node, part) for part in parts}
+            if core.is_root(node):
+                continue
+            seen = {
+                "values": {part: None if value is None else value.tolist() for part, value in values.items()},
+                "locks": [core.get_component_device_lock_ref(node, part) for part in parts],
+                "hits": core.get_node_hit_count(node),
+                "leaf": core.is_device_evictable_leaf(node),
+                "length": core.get_node_key_length(node),
+                "children": [self.path(child) for child in core.get_child_node_ids(node)],
+                "listed": [places[part].get(node) for part in parts],
+            }
+            # Namespaces are not named by the kit: the slots tell them apart.
+            name = (self.path(node), tuple(seen["values"][FULL]))
+            assert name not in found
+            found[name] = seen
+        return found
+
+    def sizes(self) -> list[int]:
+        core = self.core
+        sizes = [core.total_size(), self.allocator.available_size()]
+        for part in self.config.components:
+            sizes += [core.component_evictable_size(part), core.component_protected_size(part)]
+        if self.config.has_mamba:
+            sizes.append(self.rows.mamba_allocator.available_size())
+        return sizes
+
+
+@dataclasses.dataclass
+class Request:
+    """What a request would do."""
+
+    tokens: list[int]
+    extra_key: str | None
+    cache_salt: str | None
+
+    def key(self) -> RadixKey:
+        return RadixKey(array("q", self.tokens), extra_key=self.extra_key, cache_salt=self.cache_salt)
+
+
+class Pair:
+    """Two caches that get the same calls."""
+
+    def __init__(self, config: CacheConfig, seed: int, *, in_one_call: bool = False) -> None:
+        self.config, self.in_one_call = config, in_one_call
+        self.random = random.Random(seed)  # noqa: S311
+        self.ours = Tree(config, "kvpool", in_one_call=in_one_call)
+        self.theirs = Tree(config, "python")
+        assert isinstance(self.ours.core, KvTreeCore), type(self.ours.core)
+        self.counts: dict[str, int] = {}
+
+    def both(self, call: Callable[[Tree], Any]) -> Any:
+        """Makes a call of both, and compares what it returns and what it frees."""
+        answers = []
+        for tree in (self.ours, self.theirs):
+            tree.freed.clear()
+            answer = call(tree)
+            freed: dict[str, list[int]] = {}
+            for name, slots in tree.freed:
+                freed.setdefault(name, []).extend(slots)
+            # One call frees at once what a loop frees leaf by leaf, in the same order.
+            answers.append((answer, freed if self.in_one_call else list(tree.freed)))
+        assert answers[0] == answers[1], f"\nkvpool: {answers[0]}\nSGLang: {answers[1]}"
+        return answers[0][0]
+
+    def compare(self) -> None:
+        """Compares all that is there."""
+        ours, theirs = self.ours.nodes(), self.theirs.nodes()
+        for name in [*ours, *theirs]:
+            assert ours.get(name) == theirs.get(name), (
+                f"\n{name[0]}\nkvpool: {ours.get(name)}\nSGLang: {theirs.get(name)}"
+            )
+        assert self.ours.sizes() == self.theirs.sizes()
+        self.ours.cache.sanity_check()
+        self.theirs.cache.sanity_check()
+
+    def prompt(self) -> Request:
+        """A prompt that shares its beginning with others."""
+        pick, page = self.random, self.config.page_size
+        unit = max(1, page // 2)
+        tokens: list[int] = []
+        for _ in range(pick.randint(1, 6)):
+            tokens += [pick.randint(0, 1)] * (unit * pick.randint(1, 3))
+        namespace = pick.choice([None, None, None, "a", "b"])
+        salt = pick.choice([None, None, None, "s"])
+        return Request(tokens, namespace, salt)
+
+    def step(self) -> None:
+        """One call of both."""
+        kinds: list[tuple[int, Callable[[], None]]] = [
+            (8, self.insert),
+            (3, self.match),
+            (3, self.lock),
+            (3, self.unlock),
+            (2, self.evict),
+            (1, self.evict_for_alloc),
+            (1, self.look),
+        ]
+        if self.config.has_swa:
+            kinds.append((1, self.release_window))
+        weights, calls = zip(*kinds, strict=True)
+        call = self.random.choices(calls, weights)[0]
+        self.counts[call.__name__] = self.counts.get(call.__name__, 0) + 1
+        call()
+
+    def match(self) -> None:
+        request = self.prompt()
+        self.both(lambda tree: self._match(tree, request))
+
+    @staticmethod
+    def _match(tree: Tree, request: Request) -> Any:
+        found = tree.cache.match_prefix(MatchPrefixParams(key=request.key()))
+        nodes = (found.last_device_node, found.last_host_node, found.best_match_node)
+        visited = found.last_visited_node_id
+        return (
+            found._replace(
+                last_device_node=0, last_host_node=0, best_match_node=0, last_visited_node_id=None
+            ),
+            [tree.path(node) for node in nodes],
+            None if visited is None else tree.path(visited),
+            tree.cache.path_device_indices(found.last_device_node).tolist(),
+        )
+
+    def _alloc(self, tree: Tree, count: int) -> Any:
+        if count == 0:
+            return torch.empty(0, dtype=torch.int64)
+        if not (self.config.has_swa and self.config.page_size > 1):
+            return tree.allocator.alloc(count)
+        page = self.config.page_size
+        pages = -(-count // page) * page
+        full, swa = tree.allocator.full_attn_allocator, tree.allocator.swa_attn_allocator
+        if min(full.available_size(), swa.available_size()) < pages:
+            return None
+        slots, windows = full.alloc(pages), swa.alloc(pages)
+        tree.allocator.full_to_swa_index_mapping[slots] = windows
+        return slots[:count]
+
+    def insert(self) -> None:  # noqa: C901  # one request from its match to its end
+        """A request matches, computes the rest, and inserts it, as the scheduler does."""
+        request, pick = self.prompt(), self.random
+        page = self.config.page_size
+        shared = pick.random() < 0.8
+        priority, inserted, tracked = pick.randint(0, 3), pick.choice([0, 0, page]), pick.random() < 0.5
+        freed_pages = pick.choice([0, 0, 1, 2, 3])
+        size = len(request.tokens) // page * page
+        if size == 0:
+            return
+
+        def run(tree: Tree) -> Any:
+            found = tree.cache.match_prefix(MatchPrefixParams(key=request.key()))
+            length = found.device_prefix_len if shared else 0
+            node = found.last_device_node
+            receipt = tree.cache.inc_lock_ref(node).to_dec_params() if length else None
+            prefix = tree.cache.path_device_indices(node)[:length]
+            # The extra token of a pair is computed, too.
+            rest = self._alloc(tree, len(request.tokens) // page * page - length)
+            state = tree.rows.mamba_allocator.alloc(1) if self.config.has_mamba else None
+            if rest is None or (self.config.has_mamba and state is None):
+                if rest is not None and len(rest):
+                    tree.allocator.free(rest)
+                if state is not None:
+                    tree.rows.mamba_allocator.free(state)
+                if receipt is not None:
+                    tree.cache.dec_lock_ref(node, receipt)
+                tree.cache.evict(
+                    EvictParams(
+                        num_tokens=size, swa_num_tokens=size if self.config.has_swa else 0, mamba_num=2
+                    )
+                )
+                return "short"
+            values = torch.cat([prefix, rest])
+            params = InsertParams(
+                key=RadixKey(
+                    array("q", request.tokens[:size]), request.extra_key, cache_salt=request.cache_salt
+                ),
+                value=values,
+                mamba_value=state,
+                prev_prefix_len=length,
+                inserted_len=inserted,
+                priority=priority,
+                track_adopted_ranges=tracked,
+            )
+            if self.config.has_swa and freed_pages:
+                # What the window has left behind is freed before it is inserted.
+                end = min(size - page, length + freed_pages * page)
+                if end > length:
+                    tree.allocator.free_swa_segment(values[length:end], start_pos=0)
+                    params.set_evicted_seqlen(SWA, end)
+            result = tree.cache.insert(params)
+            # Pairs of tokens are one fewer, so that a page is left over.
+            kept = len(tree.cache.path_device_indices(result.last_device_node))
+            if len(values) > max(kept, length):
+                tree.allocator.free(values[max(kept, length) :])
+            if result.mamba_exist and state is not None:
+                tree.rows.mamba_allocator.free(state)
+            if receipt is not None:
+                tree.cache.dec_lock_ref(node, receipt)
+            answer = dataclasses.replace(result, last_device_node=None)
+            return answer, tree.path(result.last_device_node), values.tolist()
+
+        self.both(run)
+
+    def lock(self) -> None:
+        request = self.prompt()
+        skip = self.random.choice([(), (), (MAMBA,)]) if self.config.has_mamba else ()
+
+        def run(tree: Tree) -> Any:
+            node = tree.cache.match_prefix(MatchPrefixParams(key=request.key())).last_device_node
+            result = tree.cache.inc_lock_ref(node, skip)
+            tree.locks.append([node, result.to_dec_params(), False])
+            has_boundary = {part: uuid is not None for part, uuid in result.component_lock_uuids.items()}
+            return tree.path(node), result.delta, result.skipped_lock_components, has_boundary
+
+        self.both(run)
+
+    def unlock(self) -> None:
+        if not self.ours.locks:
+            return
+        at = self.random.randrange(len(self.ours.locks))
+
+        def run(tree: Tree) -> Any:
+            node, receipt, window_done = tree.locks.pop(at)
+            tree.cache.dec_lock_ref(node, receipt, skip_swa=window_done)
+            return tree.path(node)
+
+        self.both(run)
+
+    def release_window(self) -> None:
+        with_window = [at for at, lock in enumerate(self.ours.locks) if not lock[2]]
+        if not with_window:
+            return
+        at = self.random.choice(with_window)
+
+        def run(tree: Tree) -> Any:
+            lock = tree.locks[at]
+            tree.cache._apply_eviction_result(tree.core.dec_swa_lock_only(lock[0], lock[1]))
+            lock[2] = True
+            return tree.path(lock[0])
+
+        self.both(run)
+
+    def evict(self) -> None:
+        params = self._eviction()
+        self.both(lambda tree: tree.cache.evict(params))
+
+    def evict_for_alloc(self) -> None:
+        params = self._eviction()
+        self.both(lambda tree: tree.cache.evict_for_alloc(params))
+
+    def _eviction(self) -> EvictParams:
+        pick, page = self.random, self.config.page_size
+        return EvictParams(
+            num_tokens=pick.choice([0, 1, page, 4 * page]),
+            swa_num_tokens=pick.choice([0, 1, page, 4 * page]) if self.config.has_swa else 0,
+            mamba_num=pick.choice([0, 1, 2]) if self.config.has_mamba else 0,
+        )
+
+    def look(self) -> None:
+        """Calls that change nothing but recency."""
+        page = self.config.page_size
+        prompts = [self.prompt() for _ in range(8)]
+
+        def run(tree: Tree) -> Any:
+            nodes = [
+                tree.cache.match_prefix(MatchPrefixParams(key=prompt.key())).last_device_node
+                for prompt in prompts
+            ]
+            paths = tree.core.collect_path_info(nodes)
+            tokens, node, pinned = tree.core.match_full_device_prefix(prompts[0].key())
+            rows = tree.core.walk_for_kv_canary(unlocked_only=True, swa_resident_only=True)
+            return (
+                [tree.path(nodes[at]) for at in tree.core.dfs_weight_order(nodes)],
+                [
+                    [
+                        (info.path_start, info.path_end, info.full_value_len, info.num_children)
+                        for info in path
+                    ]
+                    for path in paths
+                ],
+                (tokens, tree.path(node), pinned),
+                sorted(zip(*(rows_of.tolist() for rows_of in _fields(rows)), strict=True)),
+                sorted(tree.core.all_values_flatten().tolist()),
+                sorted(tree.core.all_mamba_values_flatten().tolist()),
+                [
+                    tree.core.swa_tombstone_ranges(tree.aligned(prompt.key()), page, 4 * page)
+                    for prompt in (prompts if self.config.has_swa else [])
+                ],
+            )
+
+        self.both(run)
+
+    def finish(self) -> None:
+        """Releases everything, and sees that all of it is evictable."""
+        while self.ours.locks:
+            self.unlock()
+        self.compare()
+        everything = EvictParams(num_tokens=1 << 30)
+        self.both(lambda tree: tree.cache.evict(everything))
+        self.compare()
+        assert self.ours.core.total_size() == (0, 0)
+
+
+def _fields(rows: Any) -> Sequence[Any]:
+    return rows.slot_indices, rows.positions, rows.prev_slot_indices
+
+
+def run_history(config: CacheConfig, seed: int, steps: int, *, in_one_call: bool = False) -> dict[str, int]:
+    """`steps` calls of both caches, compared after each. Returns how many of each kind were made."""
+    with envs.SGLANG_MAMBA_SSM_DTYPE.override("bfloat16"):
+        pair = Pair(config, seed, in_one_call=in_one_call)
+        for _ in range(steps):
+            pair.step()
+            pair.compare()
+        pair.finish()
+    return pair.counts

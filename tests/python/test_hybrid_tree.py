@@ -1,0 +1,254 @@
+"""The tree that engines drive node by node."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import pytest
+import torch
+
+from kvpool import ConfigError, IndexOwnershipError
+from kvpool._kvpool import HybridFrees, HybridTree
+
+PROMPT = array("q", [5, 6, 7, 8, 9])
+SLOTS = torch.arange(20, 25)
+
+
+def tree_with(page_size: int = 1, **options: Any) -> tuple[HybridTree, int]:  # noqa: ANN401
+    """A tree with the prompt, and the node at its end."""
+    tree = HybridTree(page_size, **options)
+    node = tree.insert(PROMPT, SLOTS).node
+    assert node is not None
+    return tree, node
+
+
+@pytest.mark.parametrize("kind", [list, tuple, torch.tensor, lambda tokens: array("q", tokens)])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_a_prompt_is_found_in_any_form(kind: Any, dtype: torch.dtype) -> None:  # noqa: ANN401
+    tree = HybridTree(2)
+    step = tree.insert(kind([5, 6, 7, 8, 9]), SLOTS.to(dtype))
+    assert step.done
+    assert (step.found, step.acts()) == (0, [])
+    found = tree.match(kind([5, 6, 7, 8, 1]))
+    assert (found.length, found.node, found.full_length) == (4, step.node, 4)
+    slots = tree.slots(found.node, tree.root())
+    assert (slots.dtype, slots.tolist()) == (torch.int64, [20, 21, 22, 23])
+    tree.verify()
+
+
+def test_tokens_count_from_start_to_end() -> None:
+    tree, _ = tree_with()
+    assert tree.match(PROMPT, 0, 3).length == 3
+    assert tree.match(array("q", [1, *PROMPT]), 1).length == 5
+    assert tree.match(PROMPT, 2).length == 0
+    assert tree.match(array("q")).length == 0
+    for start, end in [(0, 6), (4, 3), (6, None)]:
+        with pytest.raises(ConfigError, match=r"within the 5"):
+            tree.match(PROMPT, start, end)
+
+
+def test_namespaces_share_nothing() -> None:
+    tree = HybridTree(1)
+    names: list[Any] = [None, "a", b"a", 1, 1 << 80, ("a", "b"), ("ab", None), ("a", "b", 1), (None, "b"), ()]
+    for at, name in enumerate(names):
+        tree.insert([1], [at], namespace=name)
+    for at, name in enumerate(names):
+        assert tree.slots(tree.match([1], namespace=name).node, tree.root()).tolist() == [at]
+    with pytest.raises(TypeError, match="namespace"):
+        tree.match([1], namespace=1.5)  # type: ignore[arg-type]
+    tree.verify()
+
+
+def test_tokens_of_64_bits_are_tokens() -> None:
+    tree = HybridTree(1)
+    tokens = [1 << 40, -1, (1 << 63) - 1]
+    tree.insert(tokens, SLOTS[:3])
+    assert tree.match(tokens).length == 3
+    assert tree.match([1 << 40, -2]).length == 1
+
+
+def test_what_is_there_twice_is_the_callers_to_free() -> None:
+    tree, node = tree_with()
+    step = tree.insert([*PROMPT, 10], torch.arange(30, 36), found=2)
+    assert step.acts() == [("free", 2, 5)]
+    assert (step.found, step.adopted) == (5, ([(5, 6)], []))
+    assert step.node is not None
+    assert tree.path(step.node)[-1][:2] == (step.node, node)
+
+
+def test_bad_insertions_change_nothing() -> None:
+    tree = HybridTree(1)
+    with pytest.raises(ConfigError, match=r"4 slots for 5 tokens"):
+        tree.insert(PROMPT, SLOTS[:4])
+    with pytest.raises(ConfigError, match=r"slot -1 at position 1"):
+        tree.insert(PROMPT, [1, -1, 2, 3, 4])
+    with pytest.raises(ConfigError, match="no insertion is going on"):
+        tree.advance(PROMPT, SLOTS)
+    assert tree.end_insertion() == []
+    assert not tree.is_inserting()
+    with pytest.raises(ConfigError, match="with a state"):
+        HybridTree(1, state_grid=1).insert(PROMPT, SLOTS)
+    assert tree.match(PROMPT).length == 0
+    tree.verify()
+
+
+def test_nodes_that_are_gone_are_key_errors() -> None:
+    tree, node = tree_with()
+    assert tree.contains(node)
+    assert tree.evict(5).counts == (5, 0, 0)
+    assert not tree.contains(node)
+    calls: list[Any] = [
+        lambda: tree.lock_node(node),
+        lambda: tree.unlock_node(node),
+        lambda: tree.unlock_window(node),
+        lambda: tree.pin(node),
+        lambda: tree.unpin(node),
+        lambda: tree.slots(node, tree.root()),
+        lambda: tree.evict_leaf(node),
+        lambda: tree.evict_excess_states(node),
+        lambda: tree.adjust_size(node, 0, 1),
+        lambda: tree.value(node, 0),
+        lambda: tree.set_value(node, 1, [1]),
+        lambda: tree.by_common_prefix([node]),
+        lambda: tree.path(node),
+        lambda: tree.children(node),
+        lambda: tree.info(node),
+    ]
+    for call in calls:
+        with pytest.raises(KeyError):
+            call()
+
+
+def test_locks_are_counted() -> None:
+    tree, node = tree_with()
+    assert tree.lock_node(node) == (5, None)
+    assert tree.lock_node(node) == (0, None)
+    assert (tree.locked_size(0), tree.evictable_size(0)) == (5, 0)
+    with pytest.raises(IndexOwnershipError, match="no leaf without locks"):
+        tree.evict_leaf(node)
+    tree.unlock_node(node)
+    tree.unlock_node(node)
+    with pytest.raises(IndexOwnershipError, match="no lock of Full"):
+        tree.unlock_node(node)
+    tree.pin(node)
+    tree.unpin(node)
+    with pytest.raises(IndexOwnershipError, match="no lock of Full"):
+        tree.unpin(node)
+    assert tree.evict_leaf(node).full is not None
+
+
+def test_an_eviction_is_a_dialogue() -> None:
+    tree, node = tree_with()
+    with pytest.raises(ConfigError, match="no eviction of part 0"):
+        tree.next_victim(0, 0)
+    tree.begin_eviction(0, 1)
+    with pytest.raises(ConfigError, match="going on"):
+        tree.begin_eviction(0, 1)
+    assert tree.next_victim(0, 0) == node
+    frees = tree.evict_leaf(node)
+    assert frees.full is not None
+    assert (frees.full.tolist(), frees.window, frees.state) == (SLOTS.tolist(), None, None)
+    assert tree.next_victim(0, 5) is None
+    tree.end_eviction(0)
+    with pytest.raises(ConfigError, match="no eviction of part 0"):
+        tree.end_eviction(0)
+    with pytest.raises(ConfigError, match="part 3"):
+        tree.begin_eviction(3, 1)
+
+
+def test_windows_are_asked_for() -> None:
+    tree = HybridTree(1, window=2)
+    step = tree.insert(PROMPT, SLOTS)
+    assert not step.done
+    assert tree.is_inserting()
+    nodes = []
+    for kind, node, slots in step.acts():
+        assert kind == "rebuild"
+        tree.set_value(node, 1, slots + 100)
+        nodes.append(node)
+    assert tree.advance(PROMPT, SLOTS).done
+    assert tree.listed(1) == nodes[::-1]
+    assert tree.values(1).sort().values.tolist() == (SLOTS + 100).tolist()
+    newly, boundary = tree.lock_node(nodes[1])
+    assert (newly, tree.locked_size(1)) == (5, 2)
+    assert tree.unlock_window(nodes[1], boundary).counts == (0, 0, 0)
+    tree.unlock_node(nodes[1], boundary, window_done=True)
+    tree.begin_eviction(1, 1)
+    victim = tree.next_victim(1, 0)
+    assert isinstance(victim, HybridFrees)
+    assert victim.counts == (0, 3, 0)
+    assert victim.window is not None
+    assert victim.window.tolist() == [20, 21, 22]
+    tree.end_eviction(1)
+    assert tree.window_gaps(PROMPT, 1, 5) == [(1, 3)]
+    with pytest.raises(ConfigError, match=r"1\.\.5 are not all there"):
+        tree.attach_window(PROMPT, 1, [1, 2, 3, 4])
+    tree.attach_window(PROMPT, 1, [1, 2])
+    for part, value, words in [(0, [1], "insertion"), (1, [1], "already"), (2, [1], "no State")]:
+        with pytest.raises(ConfigError, match=words):
+            tree.set_value(nodes[1], part, value)
+    tree.verify()
+
+
+def test_states_are_found() -> None:
+    tree = HybridTree(1, state_grid=2, states_per_path=1)
+    (act,) = tree.insert([1, 2], [10, 11], state=torch.tensor([7])).acts()
+    assert act[0] == "evict_excess"
+    assert tree.advance([1, 2], [10, 11]).done
+    step = tree.insert([1, 2, 3], [10, 11, 12], found=2, state=[8])
+    assert not step.done
+    (act,) = step.acts()
+    frees = tree.evict_excess_states(act[1])
+    assert frees.state is not None
+    assert frees.state.tolist() == [7]
+    assert tree.advance([1, 2, 3], [10, 11, 12]).done
+    found = tree.match([1, 2, 9])
+    assert (found.length, found.full_length, found.state_branch) == (0, 2, 2)
+    assert tree.insert([1, 2, 3], [10, 11, 12], found=3, state=[9]).had_state
+    tree.verify()
+
+
+def test_sizes_follow_the_engine() -> None:
+    tree, node = tree_with()
+    tree.adjust_size(node, 0, -2)
+    assert tree.evictable_size(0) == 3
+    with pytest.raises(ConfigError, match="would become -1"):
+        tree.adjust_size(node, 0, -4)
+    assert tree.memory_size() > 0
+
+
+def test_everything_can_be_looked_at() -> None:
+    tree, node = tree_with()
+    other = tree.match([5, 6, 1]).node
+    assert tree.info(other).hits == tree.info(node).hits == 1
+    assert (tree.info(node).tokens, tree.info(node).end, tree.info(node).parent) == ([7, 8, 9], 5, other)
+    assert (tree.info(node).is_leaf, tree.info(node).locks) == (True, (0, 0, 0))
+    assert tree.children(tree.root()) == [other]
+    assert sorted(tree.nodes()) == sorted([tree.root(), other, node])
+    assert tree.by_common_prefix([node, tree.root(), other]) == [0, 2, 1]
+    assert tree.peek([5, 6, 7, 0]) == (3, node, 5)
+    slots, positions, before = tree.slot_rows(unlocked=True)
+    assert sorted(zip(slots.tolist(), positions.tolist(), before.tolist(), strict=True)) == [
+        (20, 0, -1),
+        (21, 1, 20),
+        (22, 2, 21),
+        (23, 3, 22),
+        (24, 4, 23),
+    ]
+    root = tree.root()
+    tree.reset()
+    assert tree.nodes() == [tree.root()] != [root]
+
+
+def test_settings_are_checked() -> None:
+    with pytest.raises(ConfigError, match="unknown policy 'best'"):
+        HybridTree(1, policy="best")
+    makers: list[Any] = [
+        lambda: HybridTree(0),
+        lambda: HybridTree(1, window=0),
+        lambda: HybridTree(1, state_grid=0),
+    ]
+    for make in makers:
+        with pytest.raises(ConfigError, match="at least 1"):
+            make()

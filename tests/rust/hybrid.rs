@@ -1,0 +1,330 @@
+//! The hybrid tree by its public calls.
+
+use kvpool::cache::Namespace;
+use kvpool::cache::hybrid::{
+    Act, Done, EvictionOrder, HybridConfig, HybridTree, Insert, Inserted, Match, NotLocked, Part, Receipt,
+    Sizes, Skipped, StateConfig, Victim, WindowConfig, With,
+};
+
+/// Values of the slots `begin..`, one a token.
+fn slots(begin: u32, count: usize) -> Vec<u32> {
+    (begin..).take(count).collect()
+}
+
+const PLAIN: HybridConfig =
+    HybridConfig { page_size: 1, order: EvictionOrder::Lru, window: None, state: None };
+const STATES: Option<StateConfig> = Some(StateConfig { grid: 1, max_per_path: None });
+
+fn windows(size: usize) -> HybridConfig {
+    HybridConfig { window: Some(WindowConfig { size, gates: true }), ..PLAIN }
+}
+
+/// Inserts, and does what is asked for: windows are the slots plus 1000.
+fn put(tree: &mut HybridTree, tokens: &[i64], begin: u32, insert: Insert) -> (Inserted, Vec<Act>) {
+    let (name, values) = (Namespace::Unnamed, slots(begin, tokens.len()));
+    let (keys, values): (&[i64], &[u32]) = (tokens, &values);
+    let mut acts = Vec::new();
+    let mut step = tree.begin(&name, &keys, &values, insert).unwrap();
+    loop {
+        for act in &step.acts {
+            let (node, windows) = match act {
+                Act::Rebuild { node, slots } => (*node, slots.clone()),
+                Act::Recover { node, incoming, .. } => (*node, values[incoming.clone()].to_vec()),
+                _ => continue,
+            };
+            let windows = windows.iter().map(|slot| slot + 1000).collect();
+            tree.set_value(node, Part::Window, windows).unwrap().unwrap();
+        }
+        acts.append(&mut step.acts);
+        if let Some(result) = step.result {
+            assert_eq!(tree.fault(), None);
+            return (result, acts);
+        }
+        step = tree.advance(&name, &keys, &values).unwrap();
+    }
+}
+
+fn find(tree: &mut HybridTree, tokens: &[i64]) -> Match {
+    let found = tree.find(&Namespace::Unnamed, &tokens);
+    assert_eq!(tree.fault(), None);
+    found
+}
+
+#[test]
+fn prefixes_are_found_in_whole_pages() {
+    let mut tree = HybridTree::new(HybridConfig { page_size: 2, ..PLAIN });
+    let (first, acts) = put(&mut tree, &[1, 2, 3, 4, 5], 10, Insert::default());
+    assert_eq!((first.found, acts.len()), (0, 0));
+    assert_eq!(tree.slots_between(first.node, tree.root()).unwrap(), [10, 11, 12, 13]);
+    for (tokens, len) in [(&[1, 2, 3, 9][..], 2), (&[1, 2, 3, 4, 9], 4), (&[1], 0), (&[9, 9], 0), (&[], 0)] {
+        assert_eq!(find(&mut tree, tokens).len, len, "{tokens:?}");
+    }
+    // The deeper part keeps the name.
+    assert_eq!(tree.end_of(first.node), Some(4));
+    assert_eq!(tree.path_to(first.node).unwrap().len(), 2);
+}
+
+#[test]
+fn tokens_of_any_size_are_tokens() {
+    let mut tree = HybridTree::new(PLAIN);
+    let big = i64::from(u32::MAX);
+    put(&mut tree, &[big, big + 1, -1], 10, Insert::default());
+    put(&mut tree, &[big, 7, 7], 20, Insert { found: 1, ..Insert::default() });
+    for (tokens, len) in [
+        (&[big, big + 1, -1][..], 3),
+        (&[big, 0], 1),
+        (&[big, big + 1, -2], 2),
+        (&[-1], 0),
+        (&[big, 7, 7], 3),
+    ] {
+        assert_eq!(find(&mut tree, tokens).len, len, "{tokens:?}");
+    }
+}
+
+#[test]
+fn long_prompts_differ_where_they_differ() {
+    let mut tree = HybridTree::new(PLAIN);
+    let prompt: Vec<i64> = (0..3000).collect();
+    put(&mut tree, &prompt, 10, Insert::default());
+    for at in [1, 511, 512, 513, 1024, 2999] {
+        let mut other = prompt.clone();
+        other[at] = 1 << 40;
+        assert_eq!(find(&mut tree, &other).len, at);
+    }
+    assert_eq!(find(&mut tree, &prompt).len, 3000);
+}
+
+#[test]
+fn namespaces_are_apart() {
+    let mut tree = HybridTree::new(PLAIN);
+    let (name, other) = (Namespace::Text("a".into()), Namespace::Text("b".into()));
+    let (tokens, values): (&[i64], &[u32]) = (&[1, 2], &[10, 11]);
+    let _ = tree.begin(&name, &tokens, &values, Insert::default()).unwrap();
+    assert_eq!(tree.find(&name, &tokens).len, 2);
+    assert_eq!(tree.find(&other, &tokens).len, 0);
+    assert_eq!(tree.find(&Namespace::Unnamed, &tokens).len, 0);
+    assert_eq!(tree.evict_full(2).full, [10, 11]);
+    assert_eq!(tree.find(&name, &tokens).len, 0);
+    assert_eq!(tree.fault(), None);
+}
+
+#[test]
+fn slots_that_are_there_twice_are_freed() {
+    let mut tree = HybridTree::new(PLAIN);
+    put(&mut tree, &[1, 2, 3, 4], 10, Insert::default());
+    let insert = Insert { found: 2, ..Insert::default() };
+    let (result, acts) = put(&mut tree, &[1, 2, 3, 4, 5], 20, insert);
+    assert_eq!(acts, [Act::Free(2..4)]);
+    assert_eq!(result.found, 4);
+    assert!(result.adopted.full.into_iter().eq(std::iter::once(4..5)));
+    assert_eq!(tree.slots_between(result.node, tree.root()).unwrap(), [10, 11, 12, 13, 24]);
+}
+
+#[test]
+fn what_is_locked_stays() {
+    let mut tree = HybridTree::new(PLAIN);
+    let long = put(&mut tree, &[1, 2, 3], 10, Insert::default()).0.node;
+    put(&mut tree, &[1, 9], 20, Insert { found: 1, ..Insert::default() });
+    let locked = tree.lock(long, Skipped::default()).unwrap();
+    assert_eq!(locked.newly, 3);
+    assert_eq!(tree.sizes(Part::Full), Sizes { evictable: 1, locked: 3 });
+    assert_eq!(tree.evict_full(usize::MAX).full, [21]);
+    let wrong = tree.unlock(tree.root(), Receipt::default(), Done::Nothing).unwrap();
+    assert_eq!(wrong, Ok(()), "the root needs no locks");
+    tree.unlock(long, locked.receipt, Done::Nothing).unwrap().unwrap();
+    let again = tree.unlock(long, locked.receipt, Done::Nothing).unwrap();
+    assert_eq!(again, Err(NotLocked { node: long, part: Part::Full }));
+    assert_eq!(tree.evict_full(1).full, [11, 12]);
+    assert_eq!(tree.unlock(long, locked.receipt, Done::Nothing), None, "the node is gone");
+    assert_eq!(tree.sizes(Part::Full), Sizes { evictable: 1, locked: 0 });
+    assert_eq!(tree.fault(), None);
+}
+
+#[test]
+fn an_eviction_names_leaves_until_it_has_enough() {
+    let mut tree = HybridTree::new(PLAIN);
+    for first in 0..4 {
+        put(&mut tree, &[first, 7], 10 * u32::try_from(first).unwrap() + 10, Insert::default());
+    }
+    assert!(tree.begin_eviction(Part::Full, 4));
+    assert!(!tree.begin_eviction(Part::Full, 4));
+    let Some(Victim::Leaf(kept)) = tree.next_victim(Part::Full, 0) else { panic!("there are leaves") };
+    // The first is not evicted, and is not named again.
+    let Some(Victim::Leaf(leaf)) = tree.next_victim(Part::Full, 0) else { panic!("there are leaves") };
+    assert_ne!(leaf, kept);
+    assert_eq!(tree.evict_leaf(leaf).unwrap().unwrap().full, [20, 21]);
+    assert_eq!(tree.evict_leaf(leaf), None);
+    assert!(matches!(tree.next_victim(Part::Full, 2), Some(Victim::Leaf(_))));
+    assert_eq!(tree.next_victim(Part::Full, 4), Some(Victim::Nothing));
+    assert!(tree.end_eviction(Part::Full));
+    assert!(!tree.end_eviction(Part::Full));
+    assert_eq!(tree.next_victim(Part::Full, 0), None);
+    assert_eq!(tree.fault(), None);
+    assert_eq!(tree.evict_full(1).full, [10, 11]);
+}
+
+#[test]
+fn a_state_is_needed_where_a_prefix_ends() {
+    let mut tree = HybridTree::new(HybridConfig { state: STATES, ..PLAIN });
+    let state = |slot| Insert { state: vec![slot], ..Insert::default() };
+    let short = put(&mut tree, &[1, 2], 10, state(5)).0.node;
+    let long = put(&mut tree, &[1, 2, 3, 4], 20, Insert { found: 2, ..state(6) }).0.node;
+    assert_eq!(find(&mut tree, &[1, 2, 3, 4]).node, long);
+    let cut = find(&mut tree, &[1, 2, 3, 9]);
+    assert_eq!((cut.len, cut.node, cut.full_len, cut.state_branch), (2, short, 3, Some(3)));
+    // A node that has one keeps it.
+    let again = put(&mut tree, &[1, 2], 30, Insert { found: 2, ..state(7) }).0;
+    assert!(again.had_state);
+    assert_eq!(tree.value(short, Part::State).unwrap(), [5]);
+    // The state used longest ago is that of a leaf, which goes as a whole.
+    assert!(tree.begin_eviction(Part::State, 2));
+    let Some(Victim::Leaf(leaf)) = tree.next_victim(Part::State, 0) else { panic!("a leaf") };
+    assert_eq!(leaf, long);
+    assert_eq!(tree.evict_leaf(leaf).unwrap().unwrap().counts, [1, 0, 1]);
+    let Some(Victim::Value(frees)) = tree.next_victim(Part::State, 1) else { panic!("a value") };
+    assert_eq!((frees.state, frees.counts), (vec![5], [0, 0, 1]));
+    assert_eq!(tree.next_victim(Part::State, 2), Some(Victim::Nothing));
+    assert!(tree.end_eviction(Part::State));
+    assert_eq!(tree.fault(), None);
+}
+
+#[test]
+fn a_path_keeps_its_last_states() {
+    let state = Some(StateConfig { grid: 1, max_per_path: Some(2) });
+    let mut tree = HybridTree::new(HybridConfig { state, ..PLAIN });
+    let tokens: Vec<i64> = (0..5).collect();
+    let mut last = None;
+    for end in 1..=5 {
+        let state = vec![u32::try_from(end).unwrap()];
+        let insert = Insert { found: end - 1, state, ..Insert::default() };
+        let (result, acts) = put(&mut tree, &tokens[..end], 10, insert);
+        assert_eq!(acts, [Act::EvictExcess(result.node)]);
+        last = Some(result.node);
+    }
+    let frees = tree.evict_excess_states(last.unwrap()).unwrap();
+    assert_eq!(frees.state, [1, 2, 3]);
+    assert_eq!(tree.fault(), None);
+}
+
+#[test]
+fn a_window_needs_its_last_stretch() {
+    let mut tree = HybridTree::new(windows(4));
+    let tokens: Vec<i64> = (0..10).collect();
+    let (result, acts) = put(&mut tree, &tokens, 10, Insert::default());
+    // The last window is a node of its own.
+    assert_eq!(acts.len(), 2);
+    assert_eq!(tree.path_to(result.node).unwrap().iter().map(|node| node.end).collect::<Vec<_>>(), [6, 10]);
+    assert_eq!(tree.value(result.node, Part::Window).unwrap(), [1016, 1017, 1018, 1019]);
+    assert!(tree.begin_eviction(Part::Window, 1));
+    let Some(Victim::Value(frees)) = tree.next_victim(Part::Window, 0) else { panic!("a value") };
+    assert_eq!((frees.window.len(), frees.counts), (6, [0, 6, 0]));
+    assert!(tree.end_eviction(Part::Window));
+    // Before the gap there is no window, behind it a whole one.
+    assert_eq!(find(&mut tree, &tokens[..6]).len, 0);
+    let found = find(&mut tree, &tokens);
+    assert_eq!((found.len, found.window_branch), (10, None));
+    let gaps = tree.window_gaps(&Namespace::Unnamed, &&tokens[..], 2, 10);
+    assert!(gaps.into_iter().eq(std::iter::once(2..6)));
+    tree.attach_window(&Namespace::Unnamed, &&tokens[..], 2, &slots(2000, 4)).unwrap();
+    assert_eq!(tree.fault(), None);
+    assert_eq!(find(&mut tree, &tokens[..6]).len, 6);
+    assert!(tree.attach_window(&Namespace::Unnamed, &&tokens[..], 2, &slots(2000, 4)).is_err());
+}
+
+#[test]
+fn a_lost_window_comes_back_with_other_slots() {
+    let mut tree = HybridTree::new(windows(2));
+    let tokens: Vec<i64> = (0..4).collect();
+    let node = put(&mut tree, &tokens, 10, Insert { window_freed: 4, ..Insert::default() }).0.node;
+    assert_eq!(find(&mut tree, &tokens).len, 0);
+    let (_, acts) = put(&mut tree, &tokens, 20, Insert { window_freed: 1, ..Insert::default() });
+    assert!(matches!(&acts[0], Act::FreeOld(old) if *old == [11, 12, 13]), "{acts:?}");
+    assert!(matches!(&acts[1], Act::Rebuild { slots, .. } if *slots == [21, 22, 23]), "{acts:?}");
+    assert_eq!(acts[2], Act::FreeFull(0..1));
+    assert_eq!(tree.slots_between(node, tree.root()).unwrap(), [10, 21, 22, 23]);
+    assert_eq!(find(&mut tree, &tokens).len, 4);
+    // Slots that are locked stay, and get the windows of the others.
+    let locked = tree.lock(node, Skipped::of([Part::Window])).unwrap();
+    assert!(tree.begin_eviction(Part::Window, 1));
+    assert!(matches!(tree.next_victim(Part::Window, 0), Some(Victim::Value(_))));
+    assert!(tree.end_eviction(Part::Window));
+    let (_, acts) = put(&mut tree, &tokens, 30, Insert { window_freed: 1, ..Insert::default() });
+    assert_eq!(acts[0], Act::FreeFull(0..1));
+    assert!(
+        matches!(&acts[1], Act::Recover { kept, incoming, .. } if *kept == [21, 22, 23] && *incoming == (1..4)),
+        "{acts:?}"
+    );
+    assert_eq!(tree.value(node, Part::Window).unwrap(), [1031, 1032, 1033]);
+    tree.unlock(node, locked.receipt, Done::Nothing).unwrap().unwrap();
+    assert_eq!(tree.fault(), None);
+}
+
+#[test]
+fn a_window_is_released_before_the_rest() {
+    let mut tree = HybridTree::new(HybridConfig { state: STATES, ..windows(2) });
+    let tokens: Vec<i64> = (0..4).collect();
+    let node = put(&mut tree, &tokens, 10, Insert { state: vec![5], ..Insert::default() }).0.node;
+    let locked = tree.lock(node, Skipped::default()).unwrap();
+    assert!(locked.receipt.boundary.is_some());
+    // A cut moves the boundary to the older part.
+    assert_eq!(find(&mut tree, &[0, 1, 2, 9]).full_len, 3);
+    let frees = tree.unlock_window(node, locked.receipt, With::State).unwrap().unwrap();
+    assert!(frees.is_empty(), "full attention is locked still");
+    assert_eq!(tree.sizes(Part::Window).locked + tree.sizes(Part::State).locked, 0);
+    let again = tree.unlock_window(node, locked.receipt, With::State).unwrap();
+    assert_eq!(again, Err(NotLocked { node, part: Part::Window }));
+    tree.unlock(node, locked.receipt, Done::Window).unwrap().unwrap();
+    assert_eq!(tree.sizes(Part::Full), Sizes { evictable: 4, locked: 0 });
+    assert_eq!(tree.fault(), None);
+}
+
+#[test]
+fn orders_are_what_they_are_called() {
+    let cases = [
+        (EvictionOrder::Lru, [1, 2, 0]),
+        (EvictionOrder::Mru, [0, 2, 1]),
+        (EvictionOrder::Fifo, [0, 1, 2]),
+        (EvictionOrder::Filo, [2, 1, 0]),
+        (EvictionOrder::Lfu, [1, 2, 0]),
+        (EvictionOrder::Slru(2), [1, 2, 0]),
+        (EvictionOrder::Priority, [2, 1, 0]),
+    ];
+    for (order, expected) in cases {
+        let mut tree = HybridTree::new(HybridConfig { order, ..PLAIN });
+        for first in 0..3 {
+            let priority = 3 - i64::from(first);
+            put(&mut tree, &[first.into()], first, Insert { priority, ..Insert::default() });
+        }
+        put(&mut tree, &[0], 9, Insert { found: 1, ..Insert::default() });
+        assert_eq!(tree.evict_full(3).full, expected, "{order:?}");
+    }
+}
+
+#[test]
+fn nothing_that_is_gone_has_a_name() {
+    let mut tree = HybridTree::new(PLAIN);
+    let node = put(&mut tree, &[1], 10, Insert::default()).0.node;
+    let root = tree.root();
+    tree.reset();
+    assert!(!tree.contains(node) && !tree.contains(root));
+    let other = put(&mut tree, &[1], 10, Insert::default()).0.node;
+    assert_ne!(other, node);
+    let _ = tree.evict_full(1);
+    assert_eq!(tree.value(other, Part::Full), None);
+    assert_eq!(tree.lock(other, Skipped::default()), None);
+    assert_eq!(tree.slots_between(other, tree.root()), None);
+    assert_eq!(tree.by_common_prefix(&[other]), None);
+}
+
+#[test]
+fn nodes_with_common_prefixes_are_together() {
+    let mut tree = HybridTree::new(PLAIN);
+    let prompts: [&[i64]; 5] = [&[1, 1], &[2, 1], &[1, 2], &[2, 2], &[2, 3]];
+    let mut nodes = Vec::new();
+    for (at, prompt) in prompts.iter().enumerate() {
+        let begin = u32::try_from(at).unwrap() * 10 + 10;
+        nodes.push(put(&mut tree, prompt, begin, Insert { found: 1, ..Insert::default() }).0.node);
+    }
+    nodes.push(tree.root());
+    assert_eq!(tree.by_common_prefix(&nodes).unwrap(), [1, 3, 4, 0, 2, 5]);
+}
