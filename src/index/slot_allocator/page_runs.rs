@@ -18,7 +18,7 @@ impl SlotAllocator {
     /// use kvpool::base::{Id, Page};
     /// use kvpool::index::{Order, Run, SlotAllocator};
     /// let mut slots = SlotAllocator::new(64, 16, Order::Sorted).unwrap();
-    /// slots.alloc(40).unwrap().unwrap();
+    /// slots.alloc::<i32>(40).unwrap().unwrap();
     /// let prefix = [Run { start: Page::new(1), len: 2 }];
     /// slots.retain(&prefix).unwrap();
     /// slots.release(&prefix, None).unwrap();
