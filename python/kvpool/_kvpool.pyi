@@ -1251,7 +1251,7 @@ class BatchPlanner:
             seq_len: Number of tokens.
 
         Returns:
-            `(dst_slots, src_slots)`, 1-D int32 tensors of equal length for `KVPool.move_kv`, empty if there
+            `(dst_slots, src_slots)`, 1-D tensors of slots of equal length for `KVPool.move_kv`, empty if there
             is nothing to copy (always for pages of one slot); or `None` if there is no free page.
 
         Raises:
@@ -2306,7 +2306,7 @@ class Lease:
         """Return len(self)."""
     @property
     def slots(self) -> torch.Tensor:
-        """The slots of the prefix: 1-D int32 `[length]` on the allocator's device, made by each access.
+        """The slots of the prefix: 1-D `[length]` in the allocator's `index_dtype`, on its device, made by each access.
 
         Raises:
             StaleBufferError: If the lease was released, or the allocator was cleared.
@@ -2403,7 +2403,7 @@ class Published:
         """Tokens that another request had published in between. The caller's slots of them were freed."""
     @property
     def slots(self) -> torch.Tensor:
-        """The cache's slots of the tokens published, from the former length of the lease to `length`: 1-D int32
+        """The cache's slots of the tokens published, from the former length of the lease to `length`: 1-D tensor
         on the allocator's device. Without duplicates they are the caller's.
         """
 
@@ -2498,7 +2498,7 @@ class PrefixTree:
     def clear(self) -> TreeEviction:
         """Gives up every node, locked or not, and frees the slots."""
     def slots(self, node: SupportsIndex, start: SupportsIndex = 0) -> torch.Tensor:
-        """Returns the slots of a prefix: 1-D int32 on the allocator's device, or in host memory without one. A
+        """Returns the slots of a prefix: 1-D in the allocator's `index_dtype`, on its device, or in host memory without one. A
         copy.
 
         Args:

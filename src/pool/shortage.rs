@@ -35,19 +35,24 @@ pub struct Obtainable {
     pub behind_fences: usize,
 }
 
+/// Why there are not enough slots.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Short {
+    /// Frees in flight must be complete first.
+    InFlight,
+    Missing(Missing),
+}
+
 /// A shortage of slots.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Short {
+pub(super) struct Missing {
     /// Slots to free; 0 if there are enough, but not in one run, or if there can never be enough.
     pub(super) slots: usize,
     /// Slots that were freed behind fences which have not passed.
     pub(super) fenced: usize,
 }
 
-impl Short {
-    /// Frees in flight must be complete first.
-    pub(super) const IN_FLIGHT: Self = Self { slots: 0, fenced: 0 };
-
+impl Missing {
     /// How many slots to reclaim, 0 for none: all that are missing, if they would be free at once. Otherwise the
     /// call fails, and only what its repetition will lack when fences have passed is worth reclaiming, as far
     /// as that takes a fence, too.

@@ -12,7 +12,7 @@ use crate::tensor::TensorView;
 use super::deferred::{Deferred, FreedAs, Part, Values, abandon};
 use super::fences::{Fence, Fences};
 use super::mirror::known_values;
-use super::shortage::{OrShort, Short};
+use super::shortage::{Missing, OrShort, Short};
 use super::stage::Stage;
 use super::{AllocatorConfig, KvPool};
 
@@ -152,7 +152,7 @@ impl SlotTensors {
     #[inline]
     pub(super) fn alloc(&mut self, count: usize, stream: Stream) -> Result<OrShort<TensorView>> {
         if self.must_land_before(count) {
-            return Ok(Err(Short::IN_FLIGHT));
+            return Ok(Err(Short::InFlight));
         }
         let Some(stage) = &mut self.stage else {
             return match self.index_dtype {
@@ -190,7 +190,7 @@ impl SlotTensors {
     pub(super) fn alloc_contiguous(&mut self, count: usize, stream: Stream) -> Result<OrShort<TensorView>> {
         self.check_writable(stream)?;
         if self.has_deferred() {
-            return Ok(Err(Short::IN_FLIGHT));
+            return Ok(Err(Short::InFlight));
         }
         let taken = match self.dtype_on_host() {
             IndexDType::I32 => self.slots.alloc_contiguous(count)?.map(IndexVec::I32),
@@ -230,7 +230,7 @@ impl SlotTensors {
         stream: Stream,
     ) -> Result<OrShort<(TensorView, Vec<Page>)>> {
         if self.must_land_before(lens.most_slots(self.slots.page_size())) {
-            return Ok(Err(Short::IN_FLIGHT));
+            return Ok(Err(Short::InFlight));
         }
         let Some(taken) = self.slots.extend::<T>(lens.prefix, lens.seq, LastLoc::Known(last_loc))? else {
             return Ok(Err(self.short(lens.new_slots(self.slots.page_size()))));
@@ -253,7 +253,7 @@ impl SlotTensors {
         let coming = self.slots.available() + self.landing();
         let is_possible = count <= self.slots.capacity();
         let slots = if is_possible { count.saturating_sub(coming) } else { 0 };
-        Short { slots, fenced: self.slots.stats().fenced }
+        Short::Missing(Missing { slots, fenced: self.slots.stats().fenced })
     }
 
     /// Checks that a tensor of slots can be made for `stream` now.

@@ -13,7 +13,7 @@ use crate::tensor::TensorView;
 
 use super::deferred::FreedAs;
 use super::fences::{Fence, passed};
-use super::shortage::{Obtainable, OrShort, Reclaim, Short};
+use super::shortage::{Missing, Obtainable, OrShort, Reclaim, Short};
 use super::slot_tensors::{Lens, SlotTensors};
 use super::stage::stage_bytes;
 use super::{Footprint, KvPool, at_least_one};
@@ -314,13 +314,17 @@ impl TokenToKvPoolAllocator {
         }
         let config = AllocatorConfig { size, ..self.lock().config() };
         let resized = SlotTensors::new(&config, &self.backend)?;
-        let kept = self.freeing(self.lock(), stream, |slots| {
+        let (kept, poisoned) = self.freeing(self.lock(), stream, |slots| {
             let kept = slots.clear();
-            slots.poison(stream)?;
-            Ok((kept, slots.replace(resized)))
-        });
+            let poisoned = slots.poison(stream);
+            Ok(((kept, slots.replace(resized)), poisoned))
+        })?;
         // Dropped without the lock: they may be the last owners of foreign objects.
-        kept.map(drop)
+        drop(kept);
+        if let Err(failure) = poisoned {
+            self.notify(Notice::NotPoisoned(&failure));
+        }
+        Ok(())
     }
 
     /// Merges the released slots into the free ones. Waits for values in flight.
@@ -436,7 +440,9 @@ impl TokenToKvPoolAllocator {
                 Ok(taken) => return Ok(Some(taken)),
                 // How many slots landed was a guess until now.
                 Err(_) if self.wait_for_oldest(stream)? => shortage = usize::MAX,
-                Err(short) => {
+                // Another thread has completed them.
+                Err(Short::InFlight) => (),
+                Err(Short::Missing(short)) => {
                     let missing = short.to_reclaim(self.obtainable(short, stream));
                     // Asking again is worth it as long as it helps.
                     if !(1..shortage).contains(&missing) {
@@ -451,7 +457,7 @@ impl TokenToKvPoolAllocator {
     }
 
     /// What the registered [`Reclaim`]s could free, as far as they know and a shortage needs to know.
-    fn obtainable(&self, short: Short, stream: Stream) -> Obtainable {
+    fn obtainable(&self, short: Missing, stream: Stream) -> Obtainable {
         let mut all = Obtainable::default();
         for reclaim in self.reclaims() {
             if all.at_once < short.slots {

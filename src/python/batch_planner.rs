@@ -326,7 +326,7 @@ impl BatchPlanner {
     ///     seq_len: Number of tokens.
     ///
     /// Returns:
-    ///     `(dst_slots, src_slots)`, 1-D int32 tensors of equal length for `KVPool.move_kv`, empty if there
+    ///     `(dst_slots, src_slots)`, 1-D tensors of slots of equal length for `KVPool.move_kv`, empty if there
     ///     is nothing to copy (always for pages of one slot); or `None` if there is no free page.
     ///
     /// Raises:

@@ -438,7 +438,7 @@ impl Lease {
         self.length()
     }
 
-    /// The slots of the prefix: 1-D int32 `[length]` on the allocator's device, made by each access.
+    /// The slots of the prefix: 1-D `[length]` in the allocator's `index_dtype`, on its device, made by each access.
     ///
     /// Raises:
     ///     StaleBufferError: If the lease was released, or the allocator was cleared.
@@ -605,7 +605,7 @@ impl Published {
         self.outcome.duplicates
     }
 
-    /// The cache's slots of the tokens published, from the former length of the lease to `length`: 1-D int32
+    /// The cache's slots of the tokens published, from the former length of the lease to `length`: 1-D tensor
     /// on the allocator's device. Without duplicates they are the caller's.
     #[getter]
     fn slots(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {

@@ -183,8 +183,8 @@ impl PrefixTree {
         Ok(TreeEviction(self.tree.clear(self.stream(py)?)))
     }
 
-    /// Returns the slots of a prefix: 1-D int32 on the allocator's device, or in host memory without one. A
-    /// copy.
+    /// Returns the slots of a prefix: 1-D in the allocator's `index_dtype`, on its device, or in host memory
+    /// without one. A copy.
     ///
     /// Args:
     ///     node: The node at the end of the prefix.

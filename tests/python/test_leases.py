@@ -459,3 +459,35 @@ def test_rows_of_other_tables_are_rewritten_by_their_owner() -> None:
     assert published.duplicates == 10
     scene.table.write((row, slice(0, published.length)), published.slots)
     assert torch.equal(scene.table.read(row, 10).cpu(), lease.slots.cpu())
+
+
+@pytest.mark.parametrize("is_released", [False, True])
+def test_requests_end_with_their_planner(*, is_released: bool) -> None:
+    scene = Scene()
+    _, lease = scene.start()
+    if is_released:
+        lease.release()
+    locked = scene.cache.locked_size()
+    del scene.planner
+    gc.collect()
+    assert scene.cache.locked_size() == (0 if is_released else locked)
+    lease.release()
+    assert scene.cache.locked_size() == 0
+
+
+@cuda_only
+def test_a_pool_is_resized_although_its_rows_are_not_poisoned(
+    driver: Driver, caplog: pytest.LogCaptureFixture
+) -> None:
+    scene = Scene(debug=True)
+    kv = kvpool.KVPool(64, 1, 1, 8, device=devices.current())
+    scene.allocator.poison_freed(kv)
+    row, lease = scene.start()
+    # The lock that is kept behind the fence ends in the same call.
+    scene.planner.finish([row], after=Fence())
+    del lease
+    driver.fail("cuMemsetD8Async")
+    with caplog.at_level(logging.WARNING, logger="kvpool"):
+        scene.allocator.resize(32)
+    assert any("not poisoned" in record.getMessage() for record in caplog.records)
+    assert (scene.allocator.size, scene.allocator.available_size()) == (32, 32)

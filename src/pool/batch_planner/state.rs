@@ -377,7 +377,7 @@ impl PlannerState {
         let new_pages: usize = batch.iter().map(|growth| widen(growth.new_pages)).sum();
         let new_slots = new_pages * slots.slots().page_size();
         if slots.must_land_before(new_slots) {
-            return Ok(Err(Short::IN_FLIGHT));
+            return Ok(Err(Short::InFlight));
         }
         if !self.requests.grow(batch, prefixes, slots.slots_mut())? {
             return Ok(Err(slots.short(new_slots)));
@@ -608,7 +608,7 @@ impl PlannerState {
         let leased = claim.map_or(0, |claim| claim.pages().len());
         let page_size = slots.slots().page_size();
         if slots.must_land_before(page_size) {
-            return Ok(Err(Short::IN_FLIGHT));
+            return Ok(Err(Short::InFlight));
         }
         let Some(copied) = self.requests.fork([src, dst], len, leased, slots.slots_mut())? else {
             return Ok(Err(slots.short(page_size)));
@@ -717,6 +717,13 @@ impl LeaseCut {
     /// The end of the whole lease.
     const fn end(lease: Arc<Lease>, stream: Stream) -> Self {
         Self { lease, len: 0, until: None, stream }
+    }
+}
+
+impl Drop for PlannerState {
+    /// Requests end with their planner, and so do leases that were released before.
+    fn drop(&mut self) {
+        self.leases.iter().flatten().for_each(|bound| bound.lease.unbind());
     }
 }
 
