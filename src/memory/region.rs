@@ -91,7 +91,7 @@ enum Owner {
     /// The block belongs to this backend, and is freed after the work of these streams.
     Backend(Arc<dyn Backend>, Arc<Users>),
     /// Indices on the host, as an allocator wrote them.
-    Indices { _indices: IndexVec },
+    Indices(IndexVec),
     /// Host memory for results, in cache lines; the last one may be partly used. It is uninitialised.
     Scratch { _lines: Vec<MaybeUninit<Line>> },
     /// Bytes of a larger region; dropping them adds their range to `returned`.
@@ -158,7 +158,17 @@ impl Region {
             IndexVec::I32(values) => Block::new(address_of(values.as_ptr()), size_of_val(&values[..])),
             IndexVec::I64(values) => Block::new(address_of(values.as_ptr()), size_of_val(&values[..])),
         };
-        Self { block, device: Device::Cpu, owner: Owner::Indices { _indices: indices } }
+        Self { block, device: Device::Cpu, owner: Owner::Indices(indices) }
+    }
+
+    /// The indices of a region that was made [of them](Region::from_indices). Nothing else may write to the region
+    /// meanwhile.
+    #[must_use]
+    pub const fn indices(&self) -> Option<&IndexVec> {
+        match &self.owner {
+            Owner::Indices(indices) => Some(indices),
+            _ => None,
+        }
     }
 
     /// `bytes` of host memory from the heap, for a result that will be overwritten as a whole: the initial
@@ -201,7 +211,7 @@ impl Region {
     pub fn backend(&self) -> Option<&Arc<dyn Backend>> {
         match &self.owner {
             Owner::Backend(backend, _) => Some(backend),
-            Owner::Indices { .. } | Owner::Scratch { .. } => None,
+            Owner::Indices(_) | Owner::Scratch { .. } => None,
             Owner::Part { whole, .. } => whole.backend(),
         }
     }
@@ -211,7 +221,7 @@ impl Region {
     pub fn users(&self) -> Option<&Arc<Users>> {
         match &self.owner {
             Owner::Backend(_, users) => Some(users),
-            Owner::Indices { .. } | Owner::Scratch { .. } => None,
+            Owner::Indices(_) | Owner::Scratch { .. } => None,
             Owner::Part { whole, .. } => whole.users(),
         }
     }
@@ -386,7 +396,7 @@ impl Drop for Region {
                 unsafe { backend.deallocate(block, users) };
             }
             Owner::Part { range, returned, .. } => returned.ranges().push(range.clone()),
-            Owner::Indices { .. } | Owner::Scratch { .. } => (),
+            Owner::Indices(_) | Owner::Scratch { .. } => (),
         }
     }
 }

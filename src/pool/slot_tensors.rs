@@ -315,15 +315,16 @@ impl SlotTensors {
 
     /// Returns the unused slots of `view` to the pool, except those in `continued` pages.
     ///
-    /// The tensor, which nothing has written to, is the only record of them: see `docs/decisions/grants.md`.
+    /// The list that the tensor was made of is the record of them: see `docs/decisions/grants.md`.
     pub(super) fn undo(&mut self, view: &TensorView, continued: &[Page]) {
-        let slots = match Indices::of(view.borrow(), Some(0)) {
-            Ok(Indices::Host(values)) => Some(values),
+        let of_stage = || match Indices::of(view.borrow(), Some(0)) {
             Ok(Indices::Device { tensor, version }) => known_values(&tensor, version),
-            Err(_) => None,
+            _ => None,
         };
-        let slots = slots.and_then(|slots| slots.into_i32().ok());
-        self.slots.undo(&slots.expect("the list is as the pool made it"), continued);
+        match view.region().indices().cloned().or_else(of_stage).expect("the pool listed the slots") {
+            IndexVec::I32(slots) => self.slots.undo(&slots, continued),
+            IndexVec::I64(slots) => self.slots.undo(&slots, continued),
+        }
     }
 
     /// Frees slots; drops and reports those that are not live. With a fence, they stay in use until

@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, Weak};
 
-use kvpool::base::{Error, ErrorKind, IndexVec, Result};
+use kvpool::base::{Error, ErrorKind, IndexDType, IndexVec, Result};
 use kvpool::kernels::Indices;
 use kvpool::memory::Stream;
 use kvpool::pool::{
@@ -254,6 +254,31 @@ fn what_is_on_its_way_is_not_reclaimed_for_again() {
         assert_eq!(count(allocator.alloc(3, STREAM)), None);
     }
     assert_eq!(*busy.0.lock().expect("no panic"), 3, "three are coming");
+}
+
+#[test]
+fn a_dropped_grant_gives_its_slots_back() {
+    for (page_size, index_dtype) in
+        [(1, IndexDType::I32), (1, IndexDType::I64), (4, IndexDType::I32), (4, IndexDType::I64)]
+    {
+        let config = AllocatorConfig {
+            size: 64,
+            page_size,
+            need_sort: true,
+            index_dtype,
+            ..AllocatorConfig::default()
+        };
+        let allocator = TokenToKvPoolAllocator::new(&config, &host()).expect("small");
+        let kept = allocator.alloc_extend(&[0], &[3], &[-1], STREAM).expect("memory").expect("room").keep();
+        let free = allocator.available_size();
+        drop(allocator.alloc(5, STREAM));
+        drop(allocator.alloc_contiguous(8, STREAM));
+        // With pages, one of the slots lies in the page that the request had before.
+        drop(allocator.alloc_extend(&[3], &[9], &[i64::try_from(page_size).expect("small") + 2], STREAM));
+        assert_eq!(allocator.available_size(), free);
+        allocator.verify().expect("consistent");
+        assert_eq!(kept.shape().numel(), 3);
+    }
 }
 
 #[test]
