@@ -188,6 +188,25 @@ def test_a_lock_is_undone_once(scene: Scene) -> None:
         scene.tree.lock(-1)
 
 
+def test_every_root_is_unlocked_as_often_as_it_was_locked(scene: Scene) -> None:
+    node = scene.tree.insert([1, 2], scene.take(2), namespace="other").node
+    root = scene.tree.node(node).parent
+    assert root is not None
+    for locked in (root, scene.tree.root):
+        scene.tree.lock(locked)
+        scene.tree.lock(locked)
+        scene.tree.unlock(locked)
+        scene.tree.unlock(locked)
+        with pytest.raises(IndexOwnershipError, match="has no lock to undo"):
+            scene.tree.unlock(locked)
+    scene.tree.lock(root)
+    assert scene.tree.evict(2).gone == [node]
+    scene.tree.unlock(root)
+    with pytest.raises(StaleBufferError, match="evicted"):
+        scene.tree.unlock(root)
+    scene.tree.verify()
+
+
 def test_clearing_gives_up_everything_locked_or_not(scene: Scene) -> None:
     nodes = {scene.tree.insert([1, 2], scene.take(2)).node, scene.tree.insert([3], scene.take(1)).node}
     scene.tree.lock(min(nodes))
