@@ -2428,7 +2428,8 @@ class PrefixTree:
 
     Args:
         allocator: The allocator of the slots, with `page_size` 1. With `None`, slots are plain ints of the
-            caller, and what is evicted is only listed.
+            caller, and what is evicted is only listed; an insertion does not check then that slots differ,
+            only `verify` does.
         page_size: Tokens that are found together.
         policy: What is evicted first: "adaptive", "lru", "fifo", "lfu", "slru" or "priority".
         name: The owner of cached slots in reports. Defaults to the class name and a number.
@@ -2473,6 +2474,7 @@ class PrefixTree:
         Raises:
             ConfigError: If a token or slot is outside of [0, 2**31), or `tokens` and `slots` differ in length.
             IndexOwnershipError: If a slot is listed twice, or cached with other tokens. Nothing is changed.
+            StaleBufferError: If another thread clears the allocator meanwhile. Nothing is changed.
             TypeError: As in `match`.
         """
     def lock(self, node: SupportsIndex) -> None:

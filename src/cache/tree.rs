@@ -175,6 +175,8 @@ pub struct Tree {
     tails: Tails,
     edges: Edges,
     roots: Roots,
+    /// That of [`Tree::keep_root`], with a lock of its own.
+    kept_root: Option<NodeId>,
     /// Seeded at random: callers cannot choose tokens that collide.
     hasher: RandomState,
     chain: Chain,
@@ -218,6 +220,7 @@ impl Tree {
             tails: Tails::default(),
             edges: Edges::new(&hasher),
             roots: Roots::default(),
+            kept_root: None,
             chain: Chain::new(&hasher),
             hasher,
             queues: Queues::new(policy),
@@ -331,7 +334,8 @@ impl Tree {
     /// The pages that leases hold, at the cost of a look at every node.
     #[must_use]
     pub fn locked_pages(&self) -> Vec<Page> {
-        self.nodes.iter().filter(|node| node.locks > 0).flat_map(|node| node.pages.iter().copied()).collect()
+        let locked = self.all_runs().filter(|&id| self.node(id).locks > 0 || self.is_covered(id));
+        locked.flat_map(|id| self.node(id).pages.iter().copied()).collect()
     }
 
     fn node(&self, id: NodeId) -> &Node {

@@ -4,7 +4,6 @@ mod lease;
 mod lock;
 mod pins;
 
-use std::cell::RefCell;
 use std::fmt;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
@@ -18,8 +17,8 @@ use crate::cache::{
 use crate::index::Owner;
 use crate::memory::Stream;
 
-use super::slot_tensors::SlotTensors;
-use super::{GdnPool, Notice, Obtainable, Reclaim, TokenToKvPoolAllocator};
+use super::token_to_kv_pool_allocator::Changing;
+use super::{GdnPool, Obtainable, Reclaim, TokenToKvPoolAllocator};
 
 pub use lease::{Lease, Offer, Published};
 pub(super) use lock::Parked;
@@ -120,13 +119,10 @@ struct Kept {
     clears: u64,
 }
 
-/// A cache during a call. Make it before any lock: what is found out under locks is passed on when it is dropped.
+/// A cache during a call. Make it before any lock.
 struct Open<'a> {
     shared: &'a Shared,
-    allocator: &'a TokenToKvPoolAllocator,
-    stream: Stream,
-    /// Freed rows that could not be poisoned.
-    not_poisoned: RefCell<Vec<Error>>,
+    slots: Changing<'a>,
 }
 
 impl PrefixCache {
@@ -351,7 +347,7 @@ impl Kept {
 impl Shared {
     /// A call of the cache, whose allocator is `allocator`, on a stream. The caller holds no lock.
     const fn open<'a>(&'a self, allocator: &'a TokenToKvPoolAllocator, stream: Stream) -> Open<'a> {
-        Open { shared: self, allocator, stream, not_poisoned: RefCell::new(Vec::new()) }
+        Open { shared: self, slots: allocator.changing(stream) }
     }
 
     /// Returns snapshots to their pool.
@@ -368,13 +364,14 @@ impl Open<'_> {
     /// Locks what is kept, which is nothing if the allocator was cleared since. Ends pins whose time is over.
     fn current(&self) -> MutexGuard<'_, Kept> {
         let mut kept = lock(&self.shared.kept);
-        let clears = self.allocator.lock().clears();
+        let allocator = self.slots.allocator();
+        let clears = allocator.lock().clears();
         if kept.clears != clears {
             kept.clears = clears;
             kept.pins = Pins::default();
             // Its pages are free already.
             let gone = Evicted { pages: Vec::new(), ..kept.tree.take_all() };
-            let mut tree = new_tree(&self.shared.config, self.allocator, self.shared.states.is_some());
+            let mut tree = new_tree(&self.shared.config, allocator, self.shared.states.is_some());
             tree.keep_journal_of(&mut kept.tree);
             kept.tree = tree;
             self.give_back(&kept, &gone);
@@ -428,7 +425,7 @@ impl Open<'_> {
         let mut freed = 0;
         if !gone.pages.is_empty() {
             // A cleared allocator has its pages already.
-            let _ = self.change_slots(kept.clears, |slots| {
+            let _ = self.slots.change(kept.clears, |slots| {
                 let before = slots.slots().available();
                 slots.slots_mut().release_cached(&gone.pages, &self.shared.owner);
                 freed = (slots.slots().available() - before) / slots.slots().page_size();
@@ -437,30 +434,6 @@ impl Open<'_> {
         }
         self.shared.free_states(gone);
         freed
-    }
-
-    /// Calls `work` with the slots, under their lock; `None` if they were cleared since they had been `clears`
-    /// times.
-    fn change_slots<R>(
-        &self,
-        clears: u64,
-        work: impl FnOnce(&mut SlotTensors) -> Result<R>,
-    ) -> Result<Option<R>> {
-        let slots = self.allocator.lock();
-        if slots.clears() != clears {
-            return Ok(None);
-        }
-        let (answer, poisoned) = TokenToKvPoolAllocator::freeing_quietly(slots, self.stream, work);
-        self.not_poisoned.borrow_mut().extend(poisoned.err());
-        answer.map(Some)
-    }
-}
-
-impl Drop for Open<'_> {
-    fn drop(&mut self) {
-        for failure in self.not_poisoned.take() {
-            self.allocator.notify(Notice::NotPoisoned(&failure));
-        }
     }
 }
 

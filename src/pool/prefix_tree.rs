@@ -12,8 +12,8 @@ use crate::index::{Owner, Run};
 use crate::memory::Stream;
 use crate::tensor::TensorView;
 
-use super::slot_tensors::SlotTensors;
-use super::{CachedSizes, TokenToKvPoolAllocator};
+use super::token_to_kv_pool_allocator::Changing;
+use super::{CachedSizes, Obtainable, Reclaim, TokenToKvPoolAllocator};
 
 /// Settings of a [`PrefixTree`].
 #[derive(Clone, Debug)]
@@ -92,7 +92,7 @@ pub struct PrefixTree {
     /// The owner of cached slots in the ledger.
     owner: Owner,
     // Lock order: this one first, the allocator next.
-    kept: Mutex<Kept>,
+    kept: Arc<Mutex<Kept>>,
 }
 
 struct Kept {
@@ -123,7 +123,11 @@ impl PrefixTree {
         let mut tree = new_tree(&config, allocator.as_deref());
         let root = tree.keep_root();
         let owner = Owner::Text(config.name.clone());
-        let kept = Mutex::new(Kept { tree, root, clears, unreported: Vec::new() });
+        let kept = Arc::new(Mutex::new(Kept { tree, root, clears, unreported: Vec::new() }));
+        if let Some(allocator) = &allocator {
+            let reclaim: Arc<dyn Reclaim> = Arc::clone(&kept) as _;
+            allocator.on_shortage(&reclaim);
+        }
         Ok(Self { allocator, config, owner, kept })
     }
 
@@ -165,7 +169,9 @@ impl PrefixTree {
     /// # Errors
     /// [`ErrorKind::Config`] for a number that is no token id or no slot, and when there are not as many slots
     /// as tokens; [`ErrorKind::IndexOwnership`] for slots that are listed twice, or are cached with other
-    /// tokens. Nothing is changed.
+    /// tokens; [`ErrorKind::StaleBuffer`] when another thread clears the allocator meanwhile. Nothing is
+    /// changed. Without an allocator, different slots are the caller's duty; [`Self::verify`] finds a slot that
+    /// the tree has twice.
     pub fn insert(
         &self,
         namespace: &Namespace,
@@ -180,6 +186,7 @@ impl PrefixTree {
                 slots.len()
             )));
         }
+        let changing = self.changing(stream);
         let mut kept = self.current(stream);
         let kept = &mut *kept;
         let pages = self.usable(slots)?;
@@ -192,7 +199,8 @@ impl PrefixTree {
             return Ok(Inserted { node: kept.root, cached, len, gone: std::mem::take(&mut kept.unreported) });
         }
         let returned = kept.tree.returned_pages(&plan);
-        self.take(&pages[kept.tree.first_new_page(&plan)..], &returned, stream)?;
+        let new = &pages[kept.tree.first_new_page(&plan)..];
+        changing.as_ref().map_or(Ok(()), |slots| self.take(slots, kept.clears, new, &returned))?;
         let mut gone = std::mem::take(&mut kept.unreported);
         let node = kept.tree.insert(namespace, plan, &fresh, &pages[cached..], &mut gone);
         Ok(Inserted { node, cached, len, gone })
@@ -222,7 +230,9 @@ impl PrefixTree {
 
     /// Evicts whole leaves, and nodes that become leaves by that, until at least `tokens` slots became free or
     /// nothing is evictable.
+    #[expect(clippy::must_use_candidate, reason = "callers that make room need no number")]
     pub fn evict(&self, tokens: usize, stream: Stream) -> EvictedNodes {
+        let changing = self.changing(stream);
         let mut kept = self.current(stream);
         let mut all =
             EvictedNodes { freed: 0, slots: Vec::new(), gone: std::mem::take(&mut kept.unreported) };
@@ -234,20 +244,29 @@ impl PrefixTree {
             if gone.pages.is_empty() {
                 break;
             }
-            all.freed += self.give_back(&gone.pages, stream);
+            // The next call reports what the end of the allocator's slots has left.
+            let Some(freed) = self.give_back(changing.as_ref(), kept.clears, &gone.pages) else { break };
+            all.freed += freed;
             all.slots.extend(gone.pages.iter().map(|page| page.number().cast_signed()));
         }
         all
     }
 
     /// Gives up everything, locked or not.
+    #[expect(clippy::must_use_candidate, reason = "what was in it may be of no interest")]
     pub fn clear(&self, stream: Stream) -> EvictedNodes {
+        let changing = self.changing(stream);
         let mut kept = self.current(stream);
         let mut gone = std::mem::take(&mut kept.unreported);
         gone.extend(kept.tree.handles());
         let pages = self.begin_anew(&mut kept).pages;
-        let freed = self.give_back(&pages, stream);
-        EvictedNodes { freed, slots: pages.iter().map(|page| page.number().cast_signed()).collect(), gone }
+        match self.give_back(changing.as_ref(), kept.clears, &pages) {
+            None => EvictedNodes { freed: 0, slots: Vec::new(), gone },
+            Some(freed) => {
+                let slots = pages.iter().map(|page| page.number().cast_signed()).collect();
+                EvictedNodes { freed, slots, gone }
+            }
+        }
     }
 
     /// The slots of the tokens `from..` up to the end of a node: 1-D int32, valid on `stream`.
@@ -295,7 +314,10 @@ impl PrefixTree {
     pub fn verify(&self, stream: Stream) -> Result<()> {
         let kept = self.current(stream);
         let cached = kept.tree.stats().cached;
-        let owned = self.allocator.as_ref().map_or(cached, |allocator| allocator.stats().cached);
+        let owned = self.allocator.as_ref().map_or(cached, |allocator| {
+            let slots = allocator.lock();
+            if slots.clears() == kept.clears { slots.stats().cached } else { cached }
+        });
         let fault = kept.tree.fault().or_else(|| {
             (cached > owned).then(|| format!("{cached} slots are cached, the tree owns {owned}"))
         });
@@ -323,9 +345,14 @@ impl PrefixTree {
         Ok(pages)
     }
 
+    /// Changes of the slots, if the tree has an allocator. Make it before [`Self::current`].
+    fn changing(&self, stream: Stream) -> Option<Changing<'_>> {
+        self.allocator.as_ref().map(|allocator| allocator.changing(stream))
+    }
+
     /// Makes the tree the owner of `new` slots in place of the caller, and the caller that of `returned` ones.
-    fn take(&self, new: &[Page], returned: &[Page], stream: Stream) -> Result<()> {
-        self.change_slots(stream, |slots| {
+    fn take(&self, slots: &Changing<'_>, clears: u64, new: &[Page], returned: &[Page]) -> Result<()> {
+        let taken = slots.change(clears, |slots| {
             let returned_runs: Vec<_> = returned.iter().map(|&start| Run { start, len: 1 }).collect();
             slots.slots_mut().retain(&returned_runs)?;
             if let Err(error) = slots.slots_mut().cache(new, &[], &self.owner) {
@@ -335,30 +362,24 @@ impl PrefixTree {
             }
             slots.slots_mut().release_cached(returned, &self.owner);
             Ok(())
+        })?;
+        taken.ok_or_else(|| {
+            let text =
+                "the allocator was cleared during an insertion; the slots are not the caller's any more";
+            Error::new(ErrorKind::StaleBuffer, text)
         })
     }
 
-    /// Returns slots of the tree to the allocator, and tells how many became free.
-    fn give_back(&self, pages: &[Page], stream: Stream) -> usize {
-        if self.allocator.is_none() || pages.is_empty() {
-            return pages.len();
-        }
-        let freed = self.change_slots(stream, |slots| {
+    /// Returns slots of the tree to the allocator, and tells how many became free; `None` if an allocator that was
+    /// cleared since it had been `clears` times has them already.
+    fn give_back(&self, slots: Option<&Changing<'_>>, clears: u64, pages: &[Page]) -> Option<usize> {
+        let Some(slots) = slots else { return Some(pages.len()) };
+        let freed = slots.change(clears, |slots| {
             let before = slots.slots().available();
             slots.slots_mut().release_cached(pages, &self.owner);
             Ok(slots.slots().available() - before)
         });
         freed.expect("giving back cannot fail")
-    }
-
-    /// Calls `work` with the slots, under their lock, if the tree has an allocator.
-    fn change_slots<R: Default>(
-        &self,
-        stream: Stream,
-        work: impl FnOnce(&mut SlotTensors) -> Result<R>,
-    ) -> Result<R> {
-        let Some(allocator) = &self.allocator else { return Ok(R::default()) };
-        allocator.freeing(allocator.lock(), stream, work)
     }
 
     /// Locks what is kept, which is nothing if the allocator was cleared since.
@@ -387,8 +408,25 @@ impl PrefixTree {
 impl Drop for PrefixTree {
     fn drop(&mut self) {
         let stream = Stream::DEFAULT;
-        let pages = self.current(stream).tree.take_all().pages;
-        self.give_back(&pages, stream);
+        let changing = self.changing(stream);
+        let mut kept = self.current(stream);
+        let pages = kept.tree.take_all().pages;
+        self.give_back(changing.as_ref(), kept.clears, &pages);
+    }
+}
+
+/// Only for reports: a tree evicts when it is told to.
+impl Reclaim for Mutex<Kept> {
+    fn obtainable(&self, _stream: Stream) -> Obtainable {
+        Obtainable::default()
+    }
+
+    fn reclaim(&self, _slots: usize, _stream: Stream) -> Result<usize> {
+        Ok(0)
+    }
+
+    fn locked(&self) -> Vec<Page> {
+        lock(self).tree.locked_pages()
     }
 }
 

@@ -1,5 +1,6 @@
 //! The allocator of token slots, which hands them out as tensors.
 
+use std::cell::RefCell;
 use std::collections::HashSet;
 use std::fmt;
 use std::sync::{Arc, Weak};
@@ -524,7 +525,7 @@ impl TokenToKvPoolAllocator {
     /// [`Self::freeing`] for a caller that holds locks: also returns whether the rows are poisoned, for a notice
     /// when it holds none.
     #[inline]
-    pub(super) fn freeing_quietly<R>(
+    fn freeing_quietly<R>(
         mut slots: MutexGuard<'_, SlotTensors>,
         stream: Stream,
         work: impl FnOnce(&mut SlotTensors) -> Result<R>,
@@ -534,8 +535,13 @@ impl TokenToKvPoolAllocator {
         (answer, poisoned)
     }
 
+    /// Changes of the slots by a caller that holds locks of its own.
+    pub(super) const fn changing(&self, stream: Stream) -> Changing<'_> {
+        Changing { allocator: self, stream, not_poisoned: RefCell::new(Vec::new()) }
+    }
+
     /// Passes on a notice. The caller must hold no lock.
-    pub(super) fn notify(&self, notice: Notice<'_>) {
+    fn notify(&self, notice: Notice<'_>) {
         if let Some(on_notice) = &self.on_notice {
             on_notice(notice);
         }
@@ -730,6 +736,45 @@ impl Drop for Grant<'_> {
         let mut slots = self.allocator.lock();
         if slots.clears() == self.clears {
             slots.undo(&self.view, &self.continued);
+        }
+    }
+}
+
+/// Changes of the slots during a call that holds locks. Make it before any lock: notices are passed on when it is
+/// dropped.
+pub(super) struct Changing<'a> {
+    allocator: &'a TokenToKvPoolAllocator,
+    stream: Stream,
+    /// Freed rows that could not be poisoned.
+    not_poisoned: RefCell<Vec<Error>>,
+}
+
+impl<'a> Changing<'a> {
+    pub(super) const fn allocator(&self) -> &'a TokenToKvPoolAllocator {
+        self.allocator
+    }
+
+    /// Calls `work` with the slots, under their lock; `None` if they were cleared since they had been `clears`
+    /// times.
+    pub(super) fn change<R>(
+        &self,
+        clears: u64,
+        work: impl FnOnce(&mut SlotTensors) -> Result<R>,
+    ) -> Result<Option<R>> {
+        let slots = self.allocator.lock();
+        if slots.clears() != clears {
+            return Ok(None);
+        }
+        let (answer, poisoned) = TokenToKvPoolAllocator::freeing_quietly(slots, self.stream, work);
+        self.not_poisoned.borrow_mut().extend(poisoned.err());
+        answer.map(Some)
+    }
+}
+
+impl Drop for Changing<'_> {
+    fn drop(&mut self) {
+        for failure in self.not_poisoned.take() {
+            self.allocator.notify(Notice::NotPoisoned(&failure));
         }
     }
 }

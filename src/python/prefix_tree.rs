@@ -41,7 +41,8 @@ use super::tokens::with_tokens;
 ///
 /// Args:
 ///     allocator: The allocator of the slots, with `page_size` 1. With `None`, slots are plain ints of the
-///         caller, and what is evicted is only listed.
+///         caller, and what is evicted is only listed; an insertion does not check then that slots differ,
+///         only `verify` does.
 ///     page_size: Tokens that are found together.
 ///     policy: What is evicted first: "adaptive", "lru", "fifo", "lfu", "slru" or "priority".
 ///     name: The owner of cached slots in reports. Defaults to the class name and a number.
@@ -133,6 +134,7 @@ impl PrefixTree {
     /// Raises:
     ///     ConfigError: If a token or slot is outside of [0, 2**31), or `tokens` and `slots` differ in length.
     ///     IndexOwnershipError: If a slot is listed twice, or cached with other tokens. Nothing is changed.
+    ///     StaleBufferError: If another thread clears the allocator meanwhile. Nothing is changed.
     ///     TypeError: As in `match`.
     #[pyo3(signature = (tokens, slots, *, namespace=None))]
     fn insert(

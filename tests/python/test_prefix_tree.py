@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import gc
+import logging
 import random
 import weakref
+from typing import TYPE_CHECKING
 
+import devices
 import pytest
 import torch
-from common import some
+from common import cuda_only, some
 
 import kvpool
 from kvpool import ConfigError, IndexOwnershipError, PrefixTree, StaleBufferError
+
+if TYPE_CHECKING:
+    from software import Driver
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -188,6 +194,25 @@ def test_a_lock_is_undone_once(scene: Scene) -> None:
         scene.tree.lock(-1)
 
 
+def test_every_root_is_unlocked_as_often_as_it_was_locked(scene: Scene) -> None:
+    node = scene.tree.insert([1, 2], scene.take(2), namespace="other").node
+    root = scene.tree.node(node).parent
+    assert root is not None
+    for locked in (root, scene.tree.root):
+        scene.tree.lock(locked)
+        scene.tree.lock(locked)
+        scene.tree.unlock(locked)
+        scene.tree.unlock(locked)
+        with pytest.raises(IndexOwnershipError, match="has no lock to undo"):
+            scene.tree.unlock(locked)
+    scene.tree.lock(root)
+    assert scene.tree.evict(2).gone == [node]
+    scene.tree.unlock(root)
+    with pytest.raises(StaleBufferError, match="evicted"):
+        scene.tree.unlock(root)
+    scene.tree.verify()
+
+
 def test_clearing_gives_up_everything_locked_or_not(scene: Scene) -> None:
     nodes = {scene.tree.insert([1, 2], scene.take(2)).node, scene.tree.insert([3], scene.take(1)).node}
     scene.tree.lock(min(nodes))
@@ -235,6 +260,8 @@ def test_without_an_allocator_slots_are_numbers() -> None:
     assert tree.slots(node).tolist() == [40, 40, 0, 7]
     with pytest.raises(ConfigError, match="slot -1 at position 1"):
         tree.insert([1, 2], [3, -1])
+    with pytest.raises(IndexOwnershipError, match="page 40 is cached twice"):
+        tree.verify()
     done = tree.evict(1)
     assert (done.tokens, done.slots.tolist(), done.gone) == (4, [40, 40, 0, 7], [node])
     assert repr(done) == "TreeEviction(tokens=4, gone=1)"
@@ -251,6 +278,58 @@ def test_the_end_of_a_tree_frees_its_slots(scene: Scene) -> None:
     gc.collect()
     assert tree() is None
     assert scene.allocator.available_size() == 64
+
+
+@pytest.mark.timeout(60)
+@cuda_only
+@pytest.mark.parametrize("call", ["evict", "clear", "drop"])
+def test_a_notice_is_logged_without_locks(call: str, driver: Driver) -> None:
+    allocator = kvpool.TokenToKVPoolAllocator(64, devices.current(), debug=True)
+    kv = kvpool.KVPool(64, 1, 1, 4, devices.current(), "float32")
+    allocator.poison_freed(kv)
+    tree = PrefixTree(allocator)
+    tree.insert([1, 2, 3], some(allocator.alloc(3)))
+    seen: list[int] = []
+    held = weakref.ref(tree)
+
+    class Caller(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            assert "not poisoned" in record.getMessage()
+            found = held()
+            seen.append(allocator.stats()["cached"] if found is None else found.cached_size())
+
+    handler, logger = Caller(), logging.getLogger("kvpool")
+    logger.addHandler(handler)
+    driver.fail("cuMemsetD8Async", 1, 719)
+    try:
+        if call == "evict":
+            tree.evict(3)
+        elif call == "clear":
+            tree.clear()
+        else:
+            del tree
+            gc.collect()
+    finally:
+        logger.removeHandler(handler)
+    assert seen == [0]
+
+
+def test_reports_call_locked_slots_locked(device: str) -> None:
+    allocator = kvpool.TokenToKVPoolAllocator(16, device, debug=True)
+    tree = PrefixTree(allocator, page_size=4)
+    slots = some(allocator.alloc(6)).tolist()
+    tree.insert([1, 2, 3, 4, 5, 6], slots)
+    assert {leak.state for leak in allocator.leaks()} == {"evictable"}
+    # The rest behind the last page is kept by the lock of the node before it.
+    node = tree.match([1, 2, 3, 4]).node
+    tree.lock(node)
+    assert tree.locked_size() == 6
+    assert [(leak.state, leak.count) for leak in allocator.leaks()] == [("locked", 6)]
+    assert allocator.alloc(16) is None, "a tree evicts only when it is told to"
+    tree.unlock(node)
+    assert [(leak.state, leak.count) for leak in allocator.leaks()] == [("evictable", 6)]
+    assert allocator.alloc(16) is None
+    assert tree.cached_size() == 6
 
 
 def test_reports_name_the_tree(device: str) -> None:

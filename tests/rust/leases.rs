@@ -3,12 +3,13 @@
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
-use kvpool::base::{IndexVec, Result};
+use kvpool::base::{ErrorKind, IndexVec, Result};
 use kvpool::cache::{Namespace, PolicyKind, Tokens};
 use kvpool::memory::{Backend, Host, Stream};
 use kvpool::pool::{
     AllocatorConfig, Batch, BatchPlanner, Fence, Lease, Offer, PlannerConfig, Prefix, PrefixCache,
-    PrefixCacheConfig, ReqToTokenConfig, ReqToTokenPool, TokenToKvPoolAllocator,
+    PrefixCacheConfig, PrefixTree, PrefixTreeConfig, ReqToTokenConfig, ReqToTokenPool,
+    TokenToKvPoolAllocator,
 };
 
 const STREAM: Stream = Stream::DEFAULT;
@@ -103,4 +104,43 @@ fn an_allocator_goes_although_a_fence_never_passes() {
     let weak = Arc::downgrade(&slots);
     drop((slots, planner, cache, lease));
     assert_eq!((weak.strong_count(), Arc::strong_count(&fence)), (0, 1));
+}
+
+/// Tokens whose reader clears the allocator and takes all slots anew, as another thread may.
+#[derive(Debug)]
+struct Clearing(Arc<TokenToKvPoolAllocator>);
+
+impl Tokens for Clearing {
+    fn count(&self) -> usize {
+        PROMPT.len()
+    }
+
+    fn common(&self, at: usize, with: &[i32]) -> Result<usize> {
+        PROMPT.common(at, with)
+    }
+
+    fn read(&self, range: Range<usize>, out: &mut Vec<i32>) -> Result<()> {
+        self.0.clear(STREAM);
+        drop(self.0.alloc(self.0.available_size(), STREAM)?.expect("all are free").keep());
+        PROMPT.read(range, out)
+    }
+
+    fn check(&self, range: Range<usize>) -> Result<()> {
+        PROMPT.check(range)
+    }
+}
+
+#[test]
+fn a_tree_takes_no_slots_that_a_clear_has_given_to_others() {
+    let host: Arc<dyn Backend> = Arc::new(Host);
+    let config = AllocatorConfig { size: 4, need_sort: true, strict: true, ..Default::default() };
+    let slots = Arc::new(TokenToKvPoolAllocator::new(&config, &host).unwrap());
+    let config = PrefixTreeConfig { page_size: 1, policy: PolicyKind::Lru, name: "tree".into() };
+    let tree = PrefixTree::new(config, Some(Arc::clone(&slots))).unwrap();
+    drop(slots.alloc(4, STREAM).unwrap().unwrap().keep());
+    let given = IndexVec::I32(vec![1, 2, 3, 4]);
+    let error = tree.insert(&Namespace::Unnamed, &Clearing(Arc::clone(&slots)), &given, STREAM).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::StaleBuffer, "{error}");
+    assert_eq!((slots.stats().cached, slots.stats().in_use), (0, 4));
+    tree.verify(STREAM).unwrap();
 }

@@ -6,14 +6,14 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use kvpool::base::{DType, IndexVec};
+use kvpool::base::{DType, ErrorKind, IndexVec};
 use kvpool::cache::{Namespace, PolicyKind};
 use kvpool::kernels::{CopyThreads, Direction, Indices, set_num_threads};
 use kvpool::memory::Host;
 use kvpool::pool::{
     AllocatorConfig, Attempt, Batch, BatchPlanner, ChunkConfig, ChunkPool, GdnConfig, GdnPool, Grant,
-    KvConfig, KvPool, Offer, PlannerConfig, Prefix, PrefixCache, PrefixCacheConfig, ReqToTokenConfig,
-    ReqToTokenPool, Scales, TokenToKvPoolAllocator,
+    KvConfig, KvPool, Offer, PlannerConfig, Prefix, PrefixCache, PrefixCacheConfig, PrefixTree,
+    PrefixTreeConfig, ReqToTokenConfig, ReqToTokenPool, Scales, TokenToKvPoolAllocator,
 };
 
 use crate::pool_table::{GDN, KV, STREAM, chunks, host};
@@ -105,6 +105,49 @@ fn one_prefix_cache_serves_eight_threads() {
     cache.verify(STREAM).expect("consistent");
     slots.verify().expect("consistent");
     assert_eq!(slots.stats().in_use, slots.stats().cached);
+}
+
+/// One thread clears the allocator again and again, while others fill, empty and drop trees.
+#[test]
+fn an_allocator_is_cleared_below_its_trees() {
+    let config = AllocatorConfig { size: 4096, need_sort: true, ..AllocatorConfig::default() };
+    let slots = Arc::new(TokenToKvPoolAllocator::new(&config, &host()).expect("small"));
+    let config = || PrefixTreeConfig { page_size: 1, policy: PolicyKind::Lru, name: "tree".into() };
+    let new_tree = || PrefixTree::new(config(), Some(Arc::clone(&slots))).expect("valid");
+    let trees: Vec<_> = (0..THREADS).map(|_| Mutex::new(new_tree())).collect();
+    let prompt: Vec<i32> = (0..64).collect();
+    together(|number, round| {
+        if number == 0 {
+            slots.clear(STREAM);
+            return;
+        }
+        let mut tree = trees[number].lock().expect("no panic");
+        let Some(granted) = slots.alloc(prompt.len(), STREAM).expect("no device") else { return };
+        let view = granted.keep();
+        let given = view.region().read::<i32>(0, view.shape().numel()).expect("inside");
+        let given = IndexVec::I32(given);
+        match tree.insert(&Namespace::Unnamed, &prompt.as_slice(), &given, STREAM) {
+            Ok(_) => (),
+            // Another thread may have them by now, and even its tree.
+            Err(error) => {
+                assert!(
+                    matches!(error.kind(), ErrorKind::StaleBuffer | ErrorKind::IndexOwnership),
+                    "{error}"
+                );
+            }
+        }
+        match round % 3 {
+            0 => drop(tree.evict(prompt.len(), STREAM)),
+            1 => drop(tree.clear(STREAM)),
+            _ => *tree = new_tree(),
+        }
+    });
+    for tree in &trees {
+        tree.lock().expect("no panic").verify(STREAM).expect("consistent");
+    }
+    drop(trees);
+    slots.verify().expect("consistent");
+    assert_eq!(slots.stats().cached, 0);
 }
 
 #[test]

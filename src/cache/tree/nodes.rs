@@ -110,6 +110,7 @@ impl Tree {
     pub fn keep_root(&mut self) -> NodeHandle {
         let root = self.root_or_new(&Namespace::Unnamed);
         self.lock(root);
+        self.kept_root = Some(root);
         self.handle(root)
     }
 
@@ -338,7 +339,7 @@ impl Tree {
         self.all_runs().map(|id| self.handle(id)).collect()
     }
 
-    fn all_runs(&self) -> impl Iterator<Item = NodeId> + '_ {
+    pub(super) fn all_runs(&self) -> impl Iterator<Item = NodeId> + '_ {
         let all = (0..).map(NodeId::new).zip(&self.nodes);
         all.filter(|(_, node)| !node.pages.is_empty()).map(|(id, _)| id)
     }
@@ -463,7 +464,7 @@ impl Tree {
     /// Whether a node has locks of [`Tree::lock_node`].
     fn has_foreign_locks(&self, id: NodeId) -> bool {
         let node = self.node(id);
-        let is_kept = node.kind == Kind::Root || self.has_own_lock(id);
+        let is_kept = self.kept_root == Some(id) || self.has_own_lock(id);
         node.leases > u32::from(is_kept)
     }
 

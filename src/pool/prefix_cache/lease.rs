@@ -355,7 +355,7 @@ impl Lease {
             }
             Ok((pages, duplicates * page_size))
         };
-        let published = open.change_slots(self.clears, |slots| match planner {
+        let published = open.slots.change(self.clears, |slots| match planner {
             None => publish(slots, None),
             Some(planner) => planner.with_state(|state, table| {
                 let is_mine = |row: &RequestRow| {
