@@ -2500,8 +2500,8 @@ class PrefixTree:
     def clear(self) -> TreeEviction:
         """Gives up every node, locked or not, and frees the slots."""
     def slots(self, node: SupportsIndex, start: SupportsIndex = 0) -> torch.Tensor:
-        """Returns the slots of a prefix: 1-D in the allocator's `index_dtype`, on its device, or in host memory without one. A
-        copy.
+        """Returns the slots of a prefix: 1-D in the allocator's `index_dtype`, on its device, or in host memory
+        without one. A copy.
 
         Args:
             node: The node at the end of the prefix.
