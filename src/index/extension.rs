@@ -1,34 +1,6 @@
 //! Parsed arguments of `alloc_extend`: requests that continue their pages, as in SGLang's paged allocator.
 
-use std::ops::Range;
-
 use crate::base::{Error, PADDING, Page, Result, widen};
-
-/// The slot of the last token of each request of a batch.
-#[derive(Clone, Copy, Debug)]
-pub enum LastLoc<'a> {
-    /// The slots.
-    Known(&'a [i64]),
-    /// So many slots, which only a device knows.
-    OnDevice(usize),
-}
-
-impl LastLoc<'_> {
-    const fn len(self) -> usize {
-        match self {
-            Self::Known(slots) => slots.len(),
-            Self::OnDevice(count) => count,
-        }
-    }
-
-    /// The last slot of a request; of one that only a device knows, a value that has no next slot.
-    fn of(self, request: usize) -> i64 {
-        match self {
-            Self::Known(slots) => slots[request],
-            Self::OnDevice(_) => i64::MAX,
-        }
-    }
-}
 
 /// The slots added to a batch of requests.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -37,17 +9,6 @@ pub struct Extension<T> {
     pub slots: Vec<T>,
     /// Pages that requests had before and that hold some of the new slots.
     pub continued: Vec<Page>,
-    /// The slots that only a device knows.
-    pub unknown: Vec<OpenSlots>,
-}
-
-/// New slots in a page that the request had before: those after its last slot, which only a device knows.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct OpenSlots {
-    /// The position of the request in its batch.
-    pub request: usize,
-    /// Their positions in [`Extension::slots`], which have the padding slot.
-    pub positions: Range<usize>,
 }
 
 /// One request of a batch that grows from `prefix` to `seq` tokens.
@@ -85,7 +46,7 @@ impl Request {
 pub(super) fn parse_requests(
     prefix_lens: &[i64],
     seq_lens: &[i64],
-    last_loc: LastLoc<'_>,
+    last_loc: &[i64],
 ) -> Result<Vec<Request>> {
     if prefix_lens.len() != seq_lens.len() || seq_lens.len() != last_loc.len() {
         return Err(Error::config(format!(
@@ -98,15 +59,16 @@ pub(super) fn parse_requests(
     prefix_lens
         .iter()
         .zip(seq_lens)
+        .zip(last_loc)
         .enumerate()
-        .map(|(position, (&prefix, &seq))| {
+        .map(|(position, ((&prefix, &seq), &last))| {
             // Lengths beyond int32 can never be served and would overflow sums.
             let length = |value: i64| u32::try_from(value).ok().filter(|&value| i32::try_from(value).is_ok());
             match (length(prefix), length(seq)) {
                 (Some(prefix), Some(seq)) if prefix <= seq => Ok(Request {
                     prefix: widen(prefix),
                     seq: widen(seq),
-                    last_loc: last_loc.of(position),
+                    last_loc: last,
                 }),
                 _ => Err(Error::config(format!(
                     "request {position} grows from {prefix} to {seq} tokens; needed is 0 <= prefix <= seq <= {}",

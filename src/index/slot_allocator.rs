@@ -9,10 +9,10 @@ mod frees;
 mod page_runs;
 
 use crate::base::bounded::narrow;
-use crate::base::{Error, ErrorKind, Id, IndexNumber, IndexVec, PADDING, Page, Result, reserve, widen};
+use crate::base::{Error, ErrorKind, Id, IndexNumber, IndexVec, Page, Result, reserve, widen};
 
 use super::Bitmap;
-use super::extension::{Extension, LastLoc, OpenSlots, Request, parse_requests};
+use super::extension::{Extension, Request, parse_requests};
 use super::free_list::{Fenced, FreeList, Order, Run};
 use super::owners::{Owners, Room};
 
@@ -229,8 +229,7 @@ impl SlotAllocator {
     /// Takes the slots for positions `prefix..seq` of each request, or returns `None`.
     ///
     /// A prefix that ends inside a page is continued from `last_loc + 1`; then whole pages are taken. The
-    /// requests' slots are concatenated. `last_loc` is ignored where the prefix fills its pages. Where only a
-    /// device knows it, the slots that continue a page are the padding slot, and the page is not checked.
+    /// requests' slots are concatenated. `last_loc` is ignored where the prefix fills its pages.
     ///
     /// # Errors
     /// [`ErrorKind::Config`] when the slices differ in length, a length is negative or shrinks, or the offset
@@ -240,11 +239,10 @@ impl SlotAllocator {
         &mut self,
         prefix_lens: &[i64],
         seq_lens: &[i64],
-        last_loc: LastLoc<'_>,
+        last_loc: &[i64],
     ) -> Result<Option<Extension<T>>> {
         let requests = parse_requests(prefix_lens, seq_lens, last_loc)?;
-        let is_known = matches!(last_loc, LastLoc::Known(_));
-        let continued = if is_known { self.continued(&requests)? } else { Vec::new() };
+        let continued = self.continued(&requests)?;
         // An overflow means more tokens or pages than there are.
         let wanted = requests.iter().try_fold((0usize, 0usize), |(tokens, pages), request| {
             let tokens = tokens.checked_add(request.seq - request.prefix)?;
@@ -260,24 +258,17 @@ impl SlotAllocator {
         let mut taken = reserve(pages)?;
         self.pages.alloc(pages, |run| taken.extend(run.start.number()..run.start.number() + run.len));
         let mut taken = taken.into_iter();
-        let mut unknown = Vec::new();
-        for (position, request) in requests.iter().enumerate() {
+        for request in &requests {
             let page_size = self.page_size();
             let goal = slots.len() + (request.seq - request.prefix);
             let open = request.open_slots(page_size).min(goal - slots.len());
-            if is_known {
-                let next = request.next_slot();
-                slots.extend((next..next + narrow(open)).map(T::of));
-            } else if open > 0 {
-                let first = slots.len();
-                slots.resize(first + open, T::of(PADDING));
-                unknown.push(OpenSlots { request: position, positions: first..first + open });
-            }
+            let next = request.next_slot();
+            slots.extend((next..next + narrow(open)).map(T::of));
             for page in taken.by_ref().take(request.new_pages(page_size)) {
                 push_slots(&mut slots, Run { start: Page::new(page), len: 1 }, self.page_size, goal);
             }
         }
-        Ok(Some(Extension { slots, continued, unknown }))
+        Ok(Some(Extension { slots, continued }))
     }
 
     /// The pages that `requests` continue, each checked to be live and continued only once.
@@ -321,13 +312,12 @@ impl SlotAllocator {
     /// Undoes an allocation that never reached its caller: frees the pages of `slots`, except the `continued`
     /// ones.
     ///
-    /// Groups do not delay it, and nothing is reported. The padding slot stands for one that only a device
-    /// knows, in a page that the request had.
+    /// Groups do not delay it, and nothing is reported.
     pub fn undo<T: IndexNumber>(&mut self, slots: &[T], continued: &[Page]) {
         let page_size = self.page_size;
         let mut pages: Vec<Page> = slots.iter().map(|slot| Page::new(slot.number() / page_size)).collect();
         pages.dedup();
-        pages.retain(|page| page.number() != PADDING && !continued.contains(page));
+        pages.retain(|page| !continued.contains(page));
         self.give_now(pages);
     }
 

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Weak};
 
 use crate::base::{Device, Error, ErrorKind, IndexDType, IndexNumber, IndexVec, Page, Result, widen};
-use crate::index::{Act, BadFrees, FenceId, LastLoc, Ledger, Ledgered, Order, Run, SlotAllocator, SlotStats};
+use crate::index::{Act, BadFrees, FenceId, Ledger, Ledgered, Order, Run, SlotAllocator, SlotStats};
 use crate::kernels::{Indices, read_now};
 use crate::memory::{Backend, Borrowed, Event, Gpu, Keep, Stream};
 use crate::tensor::TensorView;
@@ -232,7 +232,7 @@ impl SlotTensors {
         if self.must_land_before(lens.most_slots(self.slots.page_size())) {
             return Ok(Err(Short::InFlight));
         }
-        let Some(taken) = self.slots.extend::<T>(lens.prefix, lens.seq, LastLoc::Known(last_loc))? else {
+        let Some(taken) = self.slots.extend::<T>(lens.prefix, lens.seq, last_loc)? else {
             return Ok(Err(self.short(lens.new_slots(self.slots.page_size()))));
         };
         let view = self.hand_out(T::values(taken.slots), &taken.continued, stream)?;
