@@ -151,7 +151,7 @@ impl SlotTensors {
     /// Takes `count` slots: a 1-D tensor, valid on `stream`.
     #[inline]
     pub(super) fn alloc(&mut self, count: usize, stream: Stream) -> Result<OrShort<TensorView>> {
-        if self.must_land_before(count) {
+        if self.must_land_before(|| count) {
             return Ok(Err(Short::InFlight));
         }
         let Some(stage) = &mut self.stage else {
@@ -229,7 +229,7 @@ impl SlotTensors {
         last_loc: &[i64],
         stream: Stream,
     ) -> Result<OrShort<(TensorView, Vec<Page>)>> {
-        if self.must_land_before(lens.most_slots(self.slots.page_size())) {
+        if self.must_land_before(|| lens.most_slots(self.slots.page_size())) {
             return Ok(Err(Short::InFlight));
         }
         let Some(taken) = self.slots.extend::<T>(lens.prefix, lens.seq, last_loc)? else {
@@ -239,12 +239,12 @@ impl SlotTensors {
         Ok(Ok((view, taken.continued)))
     }
 
-    /// Whether frees in flight must be complete before `count` slots are taken: the slots that are handed out
+    /// Whether frees in flight, if there are any, must be complete before `count()` slots are taken: the slots that are handed out
     /// must not depend on when values land. First in, first out, later frees stay behind those in flight, and a
     /// call takes from the other end. Lowest first, the order of frees has no effect until they are merged.
     #[inline]
-    pub(super) fn must_land_before(&self, count: usize) -> bool {
-        !self.deferred.is_empty() && self.need_sort && self.slots.merges_for(count)
+    pub(super) fn must_land_before(&self, count: impl FnOnce() -> usize) -> bool {
+        !self.deferred.is_empty() && self.need_sort && self.slots.merges_for(count())
     }
 
     /// The shortage for `count` more slots, beside those that are on their way as values that have not landed. A

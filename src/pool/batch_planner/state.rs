@@ -374,13 +374,13 @@ impl PlannerState {
         }
         let most = batch.iter().map(|growth| growth.new_tokens()).max().unwrap_or(0).max(of_padding);
         table.not_capturing(stream)?;
-        let new_pages: usize = batch.iter().map(|growth| widen(growth.new_pages)).sum();
-        let new_slots = new_pages * slots.slots().page_size();
+        let page_size = slots.slots().page_size();
+        let new_slots = || batch.iter().map(|growth| widen(growth.new_pages) * page_size).sum();
         if slots.must_land_before(new_slots) {
             return Ok(Err(Short::InFlight));
         }
         if !self.requests.grow(batch, prefixes, slots.slots_mut())? {
-            return Ok(Err(slots.short(new_slots)));
+            return Ok(Err(slots.short(new_slots())));
         }
         if slots.keeps_ledger() {
             for growth in batch {
@@ -607,7 +607,7 @@ impl PlannerState {
         let claim = claim.filter(is_same);
         let leased = claim.map_or(0, |claim| claim.pages().len());
         let page_size = slots.slots().page_size();
-        if slots.must_land_before(page_size) {
+        if slots.must_land_before(|| page_size) {
             return Ok(Err(Short::InFlight));
         }
         let Some(copied) = self.requests.fork([src, dst], len, leased, slots.slots_mut())? else {

@@ -12,38 +12,31 @@ _ALLOCATOR = "sglang.srt.mem_cache.allocator"
 _POOLS = "sglang.srt.mem_cache.memory_pool"
 _EXTEND = "self prefix_lens prefix_lens_cpu seq_lens seq_lens_cpu last_loc extend_num_tokens num_new_pages"
 
+_SLOTS = {
+    "alloc": "self need_size",
+    "available_size": "self",
+    "clear": "self",
+    "free": "self free_index",
+    "free_group_begin": "self",
+    "free_group_end": "self",
+    "free_page_ids": "self page_ids",
+    "free_segment": "self free_index start_pos",
+    "free_segments": "self segments",
+    "get_all_free_pages": "self",
+    "merge_and_sort_free": "self",
+    "resize": "self config",
+}
+
 SEAMS: dict[str, dict[str, str]] = {
     f"{_ALLOCATOR}.token.TokenToKVPoolAllocator": {
         "__init__": "self size dtype device kvcache need_sort",
-        "alloc": "self need_size",
-        "available_size": "self",
-        "clear": "self",
-        "free": "self free_index",
-        "free_group_begin": "self",
-        "free_group_end": "self",
-        "free_page_ids": "self page_ids",
-        "free_segment": "self free_index start_pos",
-        "free_segments": "self segments",
-        "get_all_free_pages": "self",
-        "merge_and_sort_free": "self",
-        "resize": "self config",
+        **_SLOTS,
     },
     f"{_ALLOCATOR}.paged.PagedTokenToKVPoolAllocator": {
         "__init__": "self size page_size dtype device kvcache need_sort",
-        "alloc": "self need_size",
+        **_SLOTS,
         "alloc_extend": _EXTEND,
         "alloc_decode": "self seq_lens seq_lens_cpu last_loc",
-        "available_size": "self",
-        "clear": "self",
-        "free": "self free_index",
-        "free_group_begin": "self",
-        "free_group_end": "self",
-        "free_page_ids": "self page_ids",
-        "free_segment": "self free_index start_pos",
-        "free_segments": "self segments",
-        "get_all_free_pages": "self",
-        "merge_and_sort_free": "self",
-        "resize": "self config",
     },
     f"{_ALLOCATOR}.mamba.MambaSlotAllocator": {
         "__init__": "self size device",
