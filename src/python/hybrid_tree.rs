@@ -9,11 +9,11 @@ use pyo3::types::{PyList, PyTuple};
 use crate::base::bounded::signed;
 use crate::base::sync::lock;
 use crate::base::{DType, Dims, Error, IndexVec};
-use crate::cache::Namespace;
 use crate::cache::hybrid::{
-    Act, Boundary, Done, EvictionOrder, Frees, Handle, HybridConfig, HybridTree as Tree, Insert, Locked,
-    Match, NotLocked, Part, Range, Receipt, Skipped, StateConfig, Step, Victim, WindowConfig, With,
+    Act, Boundary, Done, EvictionOrder, Frees, HybridConfig, HybridTree as Tree, Insert, Locked, Match,
+    NotLocked, Part, Range, Receipt, Skipped, StateConfig, Step, Victim, WindowConfig, With,
 };
+use crate::cache::{Namespace, NodeHandle};
 use crate::memory::Region;
 use crate::tensor::TensorView;
 
@@ -56,7 +56,7 @@ pub(super) struct HybridTree {
     tree: Mutex<Tree>,
 }
 
-fn gone(node: Handle) -> PyErr {
+fn gone(node: NodeHandle) -> PyErr {
     PyKeyError::new_err(node.number())
 }
 
@@ -75,8 +75,8 @@ fn part_of(number: usize) -> PyResult<Part> {
 }
 
 /// A node, or part, of Python.
-fn handle_of(number: u64) -> Handle {
-    Handle::new(number)
+fn handle_of(number: u64) -> NodeHandle {
+    NodeHandle::new(number)
 }
 
 /// A 1-D int64 tensor of `count` slots, written run by run. Runs no Python code.
@@ -152,7 +152,7 @@ impl HybridMatch {
     /// The deepest node with tokens of the prompt, accepted or not; `None` if no token is there.
     #[getter]
     fn visited(&self) -> Option<u64> {
-        self.0.visited.map(Handle::number)
+        self.0.visited.map(NodeHandle::number)
     }
 
     /// Tokens with slots for full attention.
@@ -824,7 +824,7 @@ impl HybridTree {
 
     /// Returns all nodes, the root first.
     fn nodes(&self) -> Vec<u64> {
-        self.lock().handles().into_iter().map(Handle::number).collect()
+        self.lock().handles().into_iter().map(NodeHandle::number).collect()
     }
 
     /// Returns the nodes directly behind a node, in the order in which they came. Looks at every node.
@@ -834,14 +834,14 @@ impl HybridTree {
     fn children(&self, node: u64) -> PyResult<Vec<u64>> {
         let node = handle_of(node);
         let children = self.lock().children(node).ok_or_else(|| gone(node))?;
-        Ok(children.into_iter().map(Handle::number).collect())
+        Ok(children.into_iter().map(NodeHandle::number).collect())
     }
 
     /// Returns the nodes with a window (part 1) or a state (part 2), the most recent first.
     fn listed(&self, part: usize) -> PyResult<Vec<u64>> {
         match part_of(part)? {
             Part::Full => Err(PyTypeError::new_err("full attention has no list of nodes")),
-            part => Ok(self.lock().listed(part).into_iter().map(Handle::number).collect()),
+            part => Ok(self.lock().listed(part).into_iter().map(NodeHandle::number).collect()),
         }
     }
 
@@ -881,7 +881,7 @@ impl HybridNode {
     /// The node before it; `None` for the root.
     #[getter]
     fn parent(&self) -> Option<u64> {
-        self.0.parent.map(Handle::number)
+        self.0.parent.map(NodeHandle::number)
     }
 
     /// Its own tokens.

@@ -1,6 +1,6 @@
 //! Evicting, step by step: the engine frees what a step hands out before it asks for the next.
 
-use super::{Handle, HybridTree, NodeId, Part, ROOT};
+use super::{HybridTree, NodeHandle, NodeId, Part, ROOT};
 
 /// Slots and states that the tree gave up, to be freed by the engine.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -34,7 +34,7 @@ impl Frees {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Victim {
     /// A leaf, which goes as a whole: see [`HybridTree::evict_leaf`].
-    Leaf(Handle),
+    Leaf(NodeHandle),
     /// A value of a node that stays. It is gone already.
     Value(Frees),
     /// Enough was evicted, or nothing evictable is left.
@@ -46,9 +46,9 @@ pub enum Victim {
 struct Walk {
     wanted: usize,
     /// Of windows and states: the node that is looked at next.
-    next: Option<Handle>,
+    next: Option<NodeHandle>,
     /// Of full attention: the leaf named last, and those named before that were not evicted.
-    named: Vec<Handle>,
+    named: Vec<NodeHandle>,
 }
 
 #[derive(Debug, Default)]
@@ -151,7 +151,7 @@ impl HybridTree {
 
     /// Evicts a leaf with all its values. `None` if the node is gone; `Some(None)` if it is no leaf or has
     /// locks.
-    pub fn evict_leaf(&mut self, leaf: Handle) -> Option<Option<Frees>> {
+    pub fn evict_leaf(&mut self, leaf: NodeHandle) -> Option<Option<Frees>> {
         let id = self.at(leaf)?;
         if !self.is_leaf(id) {
             return Some(None);
@@ -201,7 +201,7 @@ impl HybridTree {
 
     /// Gives up states of the nodes before `tail` beyond the number that a path keeps, those nearest to the
     /// root first. Forks, locked nodes and leaves keep theirs. `None` if the node is gone.
-    pub fn evict_excess_states(&mut self, tail: Handle) -> Option<Frees> {
+    pub fn evict_excess_states(&mut self, tail: NodeHandle) -> Option<Frees> {
         let tail = self.at(tail)?;
         let mut frees = Frees::default();
         let Some(most) = self.config.state.and_then(|state| state.max_per_path) else { return Some(frees) };

@@ -1,6 +1,6 @@
 //! Finding prefixes.
 
-use super::{Handle, HybridTree, Keys, NodeId, Part, ROOT};
+use super::{HybridTree, Keys, NodeHandle, NodeId, Part, ROOT};
 use crate::cache::Namespace;
 
 /// A prefix that every part accepts.
@@ -9,9 +9,9 @@ pub struct Match {
     /// Tokens of the prefix.
     pub len: usize,
     /// The node at its end; the root for none.
-    pub node: Handle,
+    pub node: NodeHandle,
     /// The deepest node with tokens of the prompt, whether the parts accept it or not.
-    pub visited: Option<Handle>,
+    pub visited: Option<NodeHandle>,
     /// Tokens with slots for full attention.
     pub full_len: usize,
     /// Where a window would make more of the prompt usable: the end of its whole pages with slots for full
@@ -178,7 +178,7 @@ pub struct Peek {
     /// Tokens in common.
     pub len: usize,
     /// The deepest node with some of them.
-    pub node: Handle,
+    pub node: NodeHandle,
     /// Tokens up to the end of that node.
     pub end: usize,
 }

@@ -1,6 +1,6 @@
 //! Inserting, in steps: where the engine must act before the tree goes on, a step ends.
 
-use super::{Handle, HybridTree, Keys, NodeId, Part, ROOT, SlotSource, TokenRun};
+use super::{HybridTree, Keys, NodeHandle, NodeId, Part, ROOT, SlotSource, TokenRun};
 use crate::base::{Error, Result};
 use crate::cache::Namespace;
 
@@ -33,7 +33,7 @@ pub enum Act {
     /// Find the window of `slots`, and give it to the node with [`HybridTree::set_value`].
     Rebuild {
         /// The node.
-        node: Handle,
+        node: NodeHandle,
         /// Its slots for full attention.
         slots: Vec<u32>,
     },
@@ -41,14 +41,14 @@ pub enum Act {
     /// [`HybridTree::set_value`]. Free the inserted slots without their windows.
     Recover {
         /// The node.
-        node: Handle,
+        node: NodeHandle,
         /// Its slots for full attention.
         kept: Vec<u32>,
         /// The inserted ones.
         incoming: Range,
     },
     /// Call [`HybridTree::evict_excess_states`] with the node.
-    EvictExcess(Handle),
+    EvictExcess(NodeHandle),
 }
 
 impl Act {
@@ -86,7 +86,7 @@ pub struct Inserted {
     /// Tokens that were there before, in whole pages.
     pub found: usize,
     /// The node at the end of the inserted tokens.
-    pub node: Handle,
+    pub node: NodeHandle,
     /// Whether the node had a state already: the inserted one is the caller's still.
     pub had_state: bool,
     /// Whether the tokens reach the branch.

@@ -1,7 +1,7 @@
 //! Locks: what must stay while requests use it.
 
 use super::evict::Frees;
-use super::{Handle, HybridTree, NodeId, Part, ROOT};
+use super::{HybridTree, NodeHandle, NodeId, Part, ROOT};
 
 /// The name of the older edge of a window that is locked. It stays with that edge when nodes are cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -56,7 +56,7 @@ impl Skipped {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NotLocked {
     /// The node.
-    pub node: Handle,
+    pub node: NodeHandle,
     /// The part.
     pub part: Part,
 }
@@ -65,7 +65,7 @@ impl HybridTree {
     /// Locks a node: the slots for full attention up to its end, those of its last window, and its state.
     /// Returns what to release it with and how many slots for full attention were without locks; `None` if the
     /// node is gone.
-    pub fn lock(&mut self, node: Handle, skipped: Skipped) -> Option<Locked> {
+    pub fn lock(&mut self, node: NodeHandle, skipped: Skipped) -> Option<Locked> {
         let id = self.at(node)?;
         let mut locked = Locked { receipt: Receipt { skipped, boundary: None }, newly: 0 };
         if !skipped.has(Part::Full) {
@@ -82,7 +82,7 @@ impl HybridTree {
     }
 
     /// Locks only the slots for full attention up to the end of a node. `None` if the node is gone.
-    pub fn pin(&mut self, node: Handle) -> Option<()> {
+    pub fn pin(&mut self, node: NodeHandle) -> Option<()> {
         let id = self.at(node)?;
         self.lock_path(id);
         Some(())
@@ -92,7 +92,7 @@ impl HybridTree {
     ///
     /// # Errors
     /// [`NotLocked`]; nothing is changed.
-    pub fn unpin(&mut self, node: Handle) -> Option<Result<(), NotLocked>> {
+    pub fn unpin(&mut self, node: NodeHandle) -> Option<Result<(), NotLocked>> {
         let id = self.at(node)?;
         Some(self.unlock_path(id))
     }
@@ -102,7 +102,12 @@ impl HybridTree {
     ///
     /// # Errors
     /// [`NotLocked`] for a lock that the node does not have; nothing is changed.
-    pub fn unlock(&mut self, node: Handle, receipt: Receipt, done: Done) -> Option<Result<(), NotLocked>> {
+    pub fn unlock(
+        &mut self,
+        node: NodeHandle,
+        receipt: Receipt,
+        done: Done,
+    ) -> Option<Result<(), NotLocked>> {
         let id = self.at(node)?;
         let window = self.config.window.is_some() && !receipt.skipped.has(Part::Window);
         let window = window && done == Done::Nothing;
@@ -142,7 +147,7 @@ impl HybridTree {
     /// [`NotLocked`]; nothing is changed.
     pub fn unlock_window(
         &mut self,
-        node: Handle,
+        node: NodeHandle,
         receipt: Receipt,
         with: With,
     ) -> Option<Result<Frees, NotLocked>> {

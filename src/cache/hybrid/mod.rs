@@ -5,7 +5,7 @@
 //! and go on their own. A prefix is found up to the deepest node that every part accepts: a window needs its
 //! whole last stretch, a state only the node itself.
 //!
-//! The engine drives it: it names nodes by [`Handle`], applies the [`Act`]s of an insertion to its allocators
+//! The engine drives it: it names nodes by [`NodeHandle`], applies the [`Act`]s of an insertion to its allocators
 //! between two [`HybridTree::advance`]s, and frees what an eviction hands out ([`Frees`]). The tree decides
 //! everything else: which node goes next, what goes with it, what is locked, and what may be found.
 //!
@@ -33,7 +33,7 @@ use std::hash::{BuildHasher, RandomState};
 use crate::base::{Id, Result, widen};
 
 use super::tree::Edges;
-use super::{Namespace, NodeId};
+use super::{Namespace, NodeHandle, NodeId};
 use lists::{Link, List};
 use order::{Queue, Rank};
 
@@ -66,25 +66,6 @@ impl Part {
             Self::Window => 1,
             Self::State => 2,
         }
-    }
-}
-
-/// The name of a node. No other node of the tree ever has it. When a node is cut in two, the deeper part keeps
-/// the name.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Handle(u64);
-
-impl Handle {
-    /// The handle with this number.
-    #[must_use]
-    pub const fn new(number: u64) -> Self {
-        Self(number)
-    }
-
-    /// Its number, below 2**63.
-    #[must_use]
-    pub const fn number(self) -> u64 {
-        self.0
     }
 }
 
@@ -365,13 +346,13 @@ impl HybridTree {
 
     /// The node at the end of no tokens.
     #[must_use]
-    pub fn root(&self) -> Handle {
+    pub fn root(&self) -> NodeHandle {
         self.handle(ROOT)
     }
 
     /// Whether a node exists.
     #[must_use]
-    pub fn contains(&self, node: Handle) -> bool {
+    pub fn contains(&self, node: NodeHandle) -> bool {
         self.at(node).is_some()
     }
 
@@ -384,7 +365,12 @@ impl HybridTree {
     /// Changes what a part counts on a node, whose values the engine backs with more or less than one row a
     /// value. `None` if the node is gone; `Some(Err(size))` with what the size would become where that is
     /// negative, and nothing is changed.
-    pub fn adjust(&mut self, node: Handle, part: Part, delta: i64) -> Option<std::result::Result<(), i64>> {
+    pub fn adjust(
+        &mut self,
+        node: NodeHandle,
+        part: Part,
+        delta: i64,
+    ) -> Option<std::result::Result<(), i64>> {
         let id = self.at(node)?;
         let here = self.node(id);
         if id == ROOT || !here.has(part) {
@@ -413,16 +399,16 @@ impl HybridTree {
     }
 
     /// The name of a node.
-    fn handle(&self, id: NodeId) -> Handle {
+    fn handle(&self, id: NodeId) -> NodeHandle {
         let generation = self.generations[widen(id.number())];
-        Handle(u64::from(generation) << 32 | u64::from(id.number()))
+        NodeHandle::new(u64::from(generation) << 32 | u64::from(id.number()))
     }
 
     /// The node of this name; `None` once it is gone.
-    fn at(&self, handle: Handle) -> Option<NodeId> {
-        let number = u32::try_from(handle.0 & u64::from(u32::MAX)).expect("32 bits");
+    fn at(&self, handle: NodeHandle) -> Option<NodeId> {
+        let number = u32::try_from(handle.number() & u64::from(u32::MAX)).expect("32 bits");
         let at = widen(number);
-        let is_current = at < self.nodes.len() && u64::from(self.generations[at]) == handle.0 >> 32;
+        let is_current = at < self.nodes.len() && u64::from(self.generations[at]) == handle.number() >> 32;
         is_current.then(|| NodeId::new(number))
     }
 

@@ -3,7 +3,7 @@
 use std::collections::{HashMap, HashSet};
 
 use super::lists::List;
-use super::{Handle, HybridTree, Keys, NodeId, Part, ROOT};
+use super::{HybridTree, Keys, NodeHandle, NodeId, Part, ROOT};
 use crate::base::{Error, Id, Result, widen};
 use crate::cache::Namespace;
 
@@ -11,9 +11,9 @@ use crate::cache::Namespace;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PathNode {
     /// The node.
-    pub node: Handle,
+    pub node: NodeHandle,
     /// The one before it.
-    pub parent: Handle,
+    pub parent: NodeHandle,
     /// Tokens before it.
     pub start: usize,
     /// Tokens up to its end.
@@ -26,7 +26,7 @@ pub struct PathNode {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NodeState {
     /// The node before it; `None` for the root.
-    pub parent: Option<Handle>,
+    pub parent: Option<NodeHandle>,
     /// Its own tokens.
     pub tokens: Vec<i64>,
     /// Tokens up to its end.
@@ -55,7 +55,12 @@ pub struct SlotRow {
 impl HybridTree {
     /// Calls `each` with the slots for full attention behind `until` up to the end of `from`, run by run.
     /// Returns their number; `None` if a node is gone or `until` is not on the way to `from`.
-    pub fn each_slot_run(&self, from: Handle, until: Handle, mut each: impl FnMut(&[u32])) -> Option<usize> {
+    pub fn each_slot_run(
+        &self,
+        from: NodeHandle,
+        until: NodeHandle,
+        mut each: impl FnMut(&[u32]),
+    ) -> Option<usize> {
         let (from, until) = (self.at(from)?, self.at(until)?);
         let mut nodes = Vec::new();
         let mut at = from;
@@ -75,7 +80,7 @@ impl HybridTree {
     /// The slots for full attention behind `until` up to the end of `from`. `None` as in
     /// [`HybridTree::each_slot_run`].
     #[must_use]
-    pub fn slots_between(&self, from: Handle, until: Handle) -> Option<Vec<u32>> {
+    pub fn slots_between(&self, from: NodeHandle, until: NodeHandle) -> Option<Vec<u32>> {
         let mut slots = Vec::new();
         self.each_slot_run(from, until, |run| slots.extend_from_slice(run))?;
         Some(slots)
@@ -83,20 +88,20 @@ impl HybridTree {
 
     /// Whether `before` is on the way to `node`, or the same.
     #[must_use]
-    pub fn is_on_way(&self, before: Handle, node: Handle) -> bool {
+    pub fn is_on_way(&self, before: NodeHandle, node: NodeHandle) -> bool {
         let (Some(before), Some(id)) = (self.at(before), self.at(node)) else { return false };
         before == ROOT || self.path(id).any(|at| at == before)
     }
 
     /// Tokens up to the end of a node; `None` if it is gone.
     #[must_use]
-    pub fn end_of(&self, node: Handle) -> Option<usize> {
+    pub fn end_of(&self, node: NodeHandle) -> Option<usize> {
         self.at(node).map(|id| self.node(id).end)
     }
 
     /// The value of a node: `None` if the node is gone, empty if it has none.
     #[must_use]
-    pub fn value(&self, node: Handle, part: Part) -> Option<&[u32]> {
+    pub fn value(&self, node: NodeHandle, part: Part) -> Option<&[u32]> {
         self.at(node).map(|id| self.node(id).value(part))
     }
 
@@ -106,7 +111,7 @@ impl HybridTree {
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for slots for full attention, a part that nodes do
     /// not have, a node that has a value, the root, and a value of a wrong length.
-    pub fn set_value(&mut self, node: Handle, part: Part, value: Vec<u32>) -> Option<Result<()>> {
+    pub fn set_value(&mut self, node: NodeHandle, part: Part, value: Vec<u32>) -> Option<Result<()>> {
         let id = self.at(node)?;
         let tokens = self.node(id).tokens.len();
         let wrong = match part {
@@ -190,7 +195,7 @@ impl HybridTree {
 
     /// A node as it is now; `None` if it is gone.
     #[must_use]
-    pub fn state(&self, node: Handle) -> Option<NodeState> {
+    pub fn state(&self, node: NodeHandle) -> Option<NodeState> {
         let id = self.at(node)?;
         let here = self.node(id);
         Some(NodeState {
@@ -206,14 +211,14 @@ impl HybridTree {
 
     /// All nodes, the root first.
     #[must_use]
-    pub fn handles(&self) -> Vec<Handle> {
+    pub fn handles(&self) -> Vec<NodeHandle> {
         std::iter::once(ROOT).chain(self.runs()).map(|id| self.handle(id)).collect()
     }
 
     /// The nodes directly behind a node, in the order in which they came. `None` if the node is gone. Looks at
     /// every node.
     #[must_use]
-    pub fn children(&self, node: Handle) -> Option<Vec<Handle>> {
+    pub fn children(&self, node: NodeHandle) -> Option<Vec<NodeHandle>> {
         let id = self.at(node)?;
         let mut children: Vec<_> = self.runs().filter(|&child| self.node(child).parent == id).collect();
         children.sort_unstable_by_key(|&child| self.node(child).place);
@@ -222,7 +227,7 @@ impl HybridTree {
 
     /// The nodes with a value of a part, the most recent first.
     #[must_use]
-    pub fn listed(&self, part: Part) -> Vec<Handle> {
+    pub fn listed(&self, part: Part) -> Vec<NodeHandle> {
         let first = self.list(part).first;
         std::iter::successors(first, |&id| self.earlier(part, id)).map(|id| self.handle(id)).collect()
     }
@@ -235,7 +240,7 @@ impl HybridTree {
 
     /// The path to a node, the root left out; `None` if the node is gone.
     #[must_use]
-    pub fn path_to(&self, node: Handle) -> Option<Vec<PathNode>> {
+    pub fn path_to(&self, node: NodeHandle) -> Option<Vec<PathNode>> {
         let id = self.at(node)?;
         let mut path: Vec<_> = self
             .path(id)
@@ -257,7 +262,7 @@ impl HybridTree {
     /// Orders nodes so that those with common prefixes are next to each other, larger groups first. Returns
     /// positions in `nodes`; `None` if a node is gone.
     #[must_use]
-    pub fn by_common_prefix(&self, nodes: &[Handle]) -> Option<Vec<usize>> {
+    pub fn by_common_prefix(&self, nodes: &[NodeHandle]) -> Option<Vec<usize>> {
         let mut positions: HashMap<NodeId, Vec<usize>> = HashMap::new();
         let mut weights: HashMap<NodeId, usize> = HashMap::new();
         let mut seen = HashSet::from([ROOT]);
