@@ -133,7 +133,7 @@ def _make_compiled(params: CacheInitParams, _components: object) -> Any:
     """SGLang's compiled core. Its nodes cannot be looked at: what shows them is not in the package."""
     from sglang.srt.mem_cache.rust_tree_core.adapter import RustUnifiedTreeCore
 
-    made = type("CompiledTreeCore", (RustUnifiedTreeCore, UnifiedTreeCoreInspectionInterface), {})
+    made: Any = type("CompiledTreeCore", (RustUnifiedTreeCore, UnifiedTreeCoreInspectionInterface), {})
     made.__abstractmethods__ = frozenset()
     return made(params)
 
@@ -566,7 +566,6 @@ class Pair:
 
     def look(self) -> None:
         """Calls that change nothing but recency."""
-        page = self.config.page_size
         prompts = [self.prompt() for _ in range(8)]
 
         def run(tree: Tree) -> Any:

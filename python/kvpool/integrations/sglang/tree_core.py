@@ -576,7 +576,7 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
             added.hash_value = []
         self.kv_events.record_store(added, session_id=session)
         hashes = added.event_hash_value if added.is_named_apart else added.hash_value
-        self._tree.set_hashes(node, start, bytes.fromhex("".join(hashes)))
+        self._tree.set_hashes(node, start, bytes.fromhex("".join(hashes or ())))
 
     def _record_removed(self, namespace: Any, hashes: bytes) -> None:
         """Tells of a node that is gone."""
