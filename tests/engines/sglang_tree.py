@@ -316,16 +316,18 @@ class Pair:
     Args:
         config: What both are made for.
         seed: Decides the calls.
+        ours: The tree core of the first one: "python" compares SGLang's cores with each other.
         core: The tree core of SGLang: "python" or "compiled".
         in_one_call: Whether kvpool's evicts in one call.
         events: What both note.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # what varies
         self,
         config: CacheConfig,
         seed: int,
         *,
+        ours: str = "kvpool",
         core: str = "python",
         in_one_call: bool = False,
         events: Events = Events.NONE,
@@ -334,9 +336,9 @@ class Pair:
         self.core = core
         self.random = random.Random(seed)  # noqa: S311
         options = {} if events is Events.NONE else _options_of(events)
-        self.ours = Tree(config, "kvpool", in_one_call=in_one_call, **options)
+        self.ours = Tree(config, ours, in_one_call=in_one_call, **options)
         self.theirs = Tree(config, core, **options)
-        assert isinstance(self.ours.core, KvTreeCore), type(self.ours.core)
+        assert isinstance(self.ours.core, KvTreeCore) == (ours == "kvpool"), type(self.ours.core)
         self.counts: dict[str, int] = {}
 
     def both(self, call: Callable[[Tree], Any]) -> Any:

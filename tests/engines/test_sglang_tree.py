@@ -27,6 +27,8 @@ def compare(folder: Path, parts: str, core: str, **variables: str) -> None:
     done = run(folder, str(HERE / "tree_histories.py"), parts, "32", "120", core, **variables)
     assert done.returncode == 0, done.stdout + done.stderr
     for label, counts in json.loads(done.stdout.splitlines()[-1]).items():
+        # SGLang's cores differ from each other now and then.
+        assert counts.pop("excused", 0) < 8, label
         assert min(counts.values()) > 20, (label, counts)
         assert counts.keys() >= KINDS, label
 

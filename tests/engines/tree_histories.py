@@ -11,16 +11,29 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from typing import TYPE_CHECKING
 
 from sglang.test.kits.unified_radix_cache.config import CONFIGS
 from sglang_tree import Events, run_history
+
+if TYPE_CHECKING:
+    from sglang.test.kits.unified_radix_cache.config import CacheConfig
 
 POLICIES = ("lru", "fifo", "lfu", "priority", "slru", "mru", "filo", "tlru")
 """All policies of SGLang."""
 
 
+def cores_agree(config: CacheConfig, seed: int, steps: int, events: Events) -> bool:
+    """Whether SGLang's two cores do the same: kvpool's does what the one in Python does."""
+    try:
+        run_history(config, seed, steps, ours="python", core="compiled", events=events)
+    except AssertionError:
+        return False
+    return True
+
+
 def run(parts: str, seeds: int, steps: int, core: str) -> dict[str, dict[str, int]]:
-    """The calls of each configuration, by kind."""
+    """The calls of each configuration, by kind, and the histories in which SGLang's cores differ."""
     counts: dict[str, dict[str, int]] = {}
     seen = set()
     for config in CONFIGS:
@@ -35,7 +48,15 @@ def run(parts: str, seeds: int, steps: int, core: str) -> dict[str, dict[str, in
                 config, eviction_policy=POLICIES[policy], is_eagle=(turn + policy) % 4 == 3
             )
             events = list(Events)[(turn + policy) % 3]
-            history = run_history(varied, seed, steps, core=core, in_one_call=seed % 3 == 2, events=events)
+            try:
+                history = run_history(
+                    varied, seed, steps, core=core, in_one_call=seed % 3 == 2, events=events
+                )
+            except AssertionError:
+                if core == "python" or cores_agree(varied, seed, steps, events):
+                    raise
+                made["excused"] = made.get("excused", 0) + 1
+                continue
             for kind, count in history.items():
                 made[kind] = made.get(kind, 0) + count
     return counts
