@@ -9,7 +9,7 @@ use crate::kernels::{Indices, read_now};
 use crate::memory::{Backend, Borrowed, Event, Gpu, Keep, Stream};
 use crate::tensor::TensorView;
 
-use super::deferred::{Deferred, FreedAs, Part, Values, abandon};
+use super::deferred::{Deferred, FreedAs, Part, Values, abandon, slots_of};
 use super::fences::{Fence, Fences};
 use super::mirror::known_values;
 use super::shortage::{Missing, OrShort, Short};
@@ -343,7 +343,7 @@ impl SlotTensors {
     /// [`Self::free_values`] for indices on any device.
     ///
     /// Values that only a device knows are copied in the order of `stream`, without waiting unless more
-    /// values are in flight than the pool has slots. `keep` keeps the tensor alive until then.
+    /// values are in flight than the pool has slots. What `keep` returns keeps the tensor alive until then.
     #[inline]
     pub(super) fn free(
         &mut self,
@@ -352,46 +352,56 @@ impl SlotTensors {
         keep: impl FnOnce() -> Option<Keep>,
         stream: Stream,
     ) -> Result<BadFrees> {
-        let known = match given {
-            Indices::Host(values) if !self.stays_behind(fence) => return self.free_values(values, fence),
-            Indices::Host(values) => Values::Known(values.clone()),
-            Indices::Device { tensor, version } => match known_values(tensor, *version) {
-                Some(values) if !self.stays_behind(fence) => return self.free_values(&values, fence),
-                Some(values) => Values::Known(values),
-                None => self.fetch((tensor, keep()), stream)?,
-            },
-        };
-        self.free_parts(vec![Part { values: known, freed_as: FreedAs::Slots }], fence)
+        if let Indices::Host(values) = given
+            && !self.stays_behind(fence)
+        {
+            return self.free_values(values, fence);
+        }
+        match self.values_of(given, keep, stream)? {
+            Values::Known(values) if !self.stays_behind(fence) => self.free_values(&values, fence),
+            values => self.free_parts(vec![Part { values, freed_as: FreedAs::Slots }], fence),
+        }
     }
 
-    /// Frees pages: each value of `given` names one. `keep` keeps the tensor at a position alive. Otherwise
-    /// like [`Self::free`].
+    /// Frees pages: each value of `given` names one. What `keep` returns keeps the tensor at a position alive.
+    /// Otherwise like [`Self::free`].
+    ///
+    /// # Errors
+    /// As [`Self::free`]. Drop the owners in `abandoned` without locks: that may run foreign code.
     pub(super) fn free_pages(
         &mut self,
         given: &[Indices<'_>],
         freed_as: FreedAs,
         fence: Option<FenceId>,
         keep: impl Fn(usize) -> Option<Keep>,
+        abandoned: &mut Vec<Keep>,
         stream: Stream,
     ) -> Result<BadFrees> {
         let mut parts = Vec::with_capacity(given.len());
         for (position, given) in given.iter().enumerate() {
-            let values = match given {
-                Indices::Host(values) => Ok(Values::Known(values.clone())),
-                Indices::Device { tensor, version } => match known_values(tensor, *version) {
-                    Some(values) => Ok(Values::Known(values)),
-                    None => self.fetch((tensor, keep(position)), stream),
-                },
-            };
-            match values {
+            match self.values_of(given, || keep(position), stream) {
                 Ok(values) => parts.push(Part { values, freed_as }),
                 Err(failure) => {
-                    abandon(parts);
+                    abandoned.extend(abandon(parts));
                     return Err(failure);
                 }
             }
         }
         self.free_parts(parts, fence)
+    }
+
+    /// The values of indices on any device, or a copy of them in flight.
+    fn values_of(
+        &mut self,
+        given: &Indices<'_>,
+        keep: impl FnOnce() -> Option<Keep>,
+        stream: Stream,
+    ) -> Result<Values> {
+        match given {
+            Indices::Host(values) => Ok(Values::Known(values.clone())),
+            Indices::Device { tensor, version } => known_values(tensor, *version)
+                .map_or_else(|| self.fetch((tensor, keep), stream), |values| Ok(Values::Known(values))),
+        }
     }
 
     /// Frees slots of the planner in their turn; drops those that are not live. Groups do not delay it.
@@ -417,7 +427,7 @@ impl SlotTensors {
     fn free_parts(&mut self, parts: Vec<Part>, fence: Option<FenceId>) -> Result<BadFrees> {
         let is_known = parts.iter().all(|part| matches!(part.values, Values::Known(_)));
         if is_known && !self.stays_behind(fence) {
-            let slots = known_slots(parts, self.slots.page_size())?;
+            let slots = slots_of(parts, self.slots.page_size(), &mut Vec::new())?;
             return self.free_values(&slots, fence);
         }
         if fence.is_none() && self.slots.in_group() {
@@ -454,7 +464,11 @@ impl SlotTensors {
     }
 
     /// Enqueues a copy of the values of `tensor`. Waits for them if there is no room for the copy.
-    fn fetch(&mut self, (tensor, keep): (&Borrowed<'_>, Option<Keep>), stream: Stream) -> Result<Values> {
+    fn fetch(
+        &mut self,
+        (tensor, keep): (&Borrowed<'_>, impl FnOnce() -> Option<Keep>),
+        stream: Stream,
+    ) -> Result<Values> {
         let gpu = self.gpu_of(tensor.device())?;
         let at_once = fetched_at_once(&self.slots);
         tensor.used_on(stream);
@@ -481,10 +495,13 @@ impl SlotTensors {
     pub(super) fn settle(&mut self, settled: &mut Vec<CompletedFree>) -> Result<()> {
         let page_size = self.slots.page_size();
         while let Some(landed) = self.deferred.landed(page_size)? {
-            let freed = self.slots.free_signed(&landed.slots, landed.fence, &landed.by, self.strict);
+            let given = landed.slots.as_ref().map_or(0, IndexVec::len);
+            let freed = landed
+                .slots
+                .and_then(|slots| self.slots.free_signed(&slots, landed.fence, &landed.by, self.strict));
             let (bad, failure) =
                 freed.map_or_else(|error| (BadFrees::default(), Some(error)), |bad| (bad, None));
-            settled.push(CompletedFree { given: landed.slots.len(), bad, _keeps: landed.keeps });
+            settled.push(CompletedFree { given, bad, _keeps: landed.keeps });
             if let Some(error) = failure {
                 return Err(error.prefixed("a free of slots that the host did not know"));
             }
@@ -633,22 +650,6 @@ impl SlotTensors {
     pub(super) fn device_bytes(&self) -> usize {
         self.stage.as_ref().map_or(0, Stage::bytes)
     }
-}
-
-/// The slots of parts that are all known.
-fn known_slots(parts: Vec<Part>, page_size: usize) -> Result<IndexVec> {
-    let mut slots = parts.into_iter().filter_map(|part| match part.values {
-        Values::Known(values) => Some(part.freed_as.to_slots(values, page_size)),
-        Values::Fetched(..) => None,
-    });
-    let Some(first) = slots.next().transpose()? else { return Ok(IndexVec::I32(Vec::new())) };
-    let Some(next) = slots.next() else { return Ok(first) };
-    let mut all = first.into_i64()?;
-    all.extend(next?.iter());
-    for more in slots {
-        all.extend(more?.iter());
-    }
-    Ok(IndexVec::I64(all))
 }
 
 fn signed(ids: Vec<u32>) -> Vec<i32> {

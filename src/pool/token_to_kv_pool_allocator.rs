@@ -225,7 +225,8 @@ impl TokenToKvPoolAllocator {
     /// passed.
     ///
     /// Values that only a device knows are copied in the order of `stream`, without waiting unless more
-    /// values are in flight than the pool has slots. `keep` keeps the tensor alive until then.
+    /// values are in flight than the pool has slots. What `keep` returns keeps the tensor alive until then; it is
+    /// dropped without locks.
     ///
     /// # Errors
     /// If strict, [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) for an invalid free;
@@ -239,11 +240,14 @@ impl TokenToKvPoolAllocator {
         keep: impl FnOnce() -> Option<Keep>,
         stream: Stream,
     ) -> Result<BadFrees> {
+        // What a failed call does not use is dropped when no lock is held.
+        let mut keep = Some(keep);
+        let keep = || keep.take().and_then(|keep| keep());
         self.give(after, stream, |slots, id| slots.free(given, id, keep, stream))
     }
 
-    /// Frees pages: each value of `given` names one. `keep` keeps the tensor at a position of `given` alive.
-    /// Otherwise like [`Self::free`].
+    /// Frees pages: each value of `given` names one. What `keep` returns keeps the tensor at a position of `given`
+    /// alive. Otherwise like [`Self::free`].
     ///
     /// # Errors
     /// As [`Self::free`].
@@ -255,7 +259,11 @@ impl TokenToKvPoolAllocator {
         keep: impl Fn(usize) -> Option<Keep>,
         stream: Stream,
     ) -> Result<BadFrees> {
-        self.give(after, stream, |slots, id| slots.free_pages(given, freed_as, id, keep, stream))
+        // Dropped without the lock: they may be the last owners of foreign objects.
+        let mut abandoned = Vec::new();
+        self.give(after, stream, |slots, id| {
+            slots.free_pages(given, freed_as, id, &keep, &mut abandoned, stream)
+        })
     }
 
     /// Checks that consecutive slots of a request, whose first is that of token `start`, begin a page: every
