@@ -14,6 +14,26 @@ fn narrow(slots: &[i64], wide: bool) -> IndexVec {
     }
 }
 
+fn check_moves(dst: &[u32], src: &[u32]) -> Result<(), TestCaseError> {
+    let before: Vec<u32> = (100..180).collect();
+    let mut expected = before.clone();
+    for (dst, src) in dst.iter().zip(src) {
+        expected[*dst as usize] = before[*src as usize];
+    }
+    let mut rows = before;
+    for step in plan_moves(dst, src) {
+        match step {
+            Move::Copy { dst, src } => rows[dst as usize] = rows[src as usize],
+            Move::Swap(a, b) => {
+                prop_assert_ne!(a, b);
+                rows.swap(a as usize, b as usize);
+            }
+        }
+    }
+    prop_assert_eq!(rows, expected);
+    Ok(())
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 300, ..ProptestConfig::default() })]
 
@@ -63,24 +83,21 @@ proptest! {
     }
 
     #[test]
-    fn moves_read_before_they_write(pairs in prop::collection::vec((0..12u32, 0..12u32), 0..40)) {
+    fn moves_read_before_they_write(
+        pairs in prop::collection::vec((0..12u32, 0..12u32), 0..40),
+        rows in Just((0..80u32).collect::<Vec<_>>()).prop_shuffle(),
+        apart in 0..40usize,
+        again in prop::option::of((0..40usize, 0..80usize)),
+    ) {
         let (dst, src): (Vec<u32>, Vec<u32>) = pairs.into_iter().unzip();
-        let before: Vec<u32> = (100..112).collect();
-        let mut expected = before.clone();
-        for (dst, src) in dst.iter().zip(&src) {
-            expected[*dst as usize] = before[*src as usize];
+        check_moves(&dst, &src)?;
+        // Distinct rows, perhaps but for one.
+        let (dst, mut src) = (&rows[..apart], rows[40..40 + apart].to_vec());
+        if let Some((at, row)) = again && at < apart {
+            src[at] = rows[row];
         }
-        let mut rows = before;
-        for step in plan_moves(&dst, &src) {
-            match step {
-                Move::Copy { dst, src } => rows[dst as usize] = rows[src as usize],
-                Move::Swap(a, b) => {
-                    prop_assert_ne!(a, b);
-                    rows.swap(a as usize, b as usize);
-                }
-            }
-        }
-        prop_assert_eq!(rows, expected);
+        check_moves(dst, &src)?;
+        check_moves(&src, dst)?;
     }
 
     #[test]
