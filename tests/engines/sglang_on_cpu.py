@@ -21,8 +21,14 @@ ROOT = HERE.parents[1]
 ENGINES = Path(os.environ.get("KVPOOL_ENGINES") or Path(sys.prefix) / "engines")
 """Where `make` installs the engines, without what they share with the tests."""
 
+HAS_PACKAGES = sys.platform == "linux" and (3, 11) <= sys.version_info < (3, 14)
+"""Whether SGLang has packages for this machine, as the Makefile asks."""
+
 PATIENCE_S = 900
 """Longer than an engine takes on a machine that is busy."""
+
+REMOVED = ("SGLANG_", "KVPOOL_", "PYTHONDONTWRITEBYTECODE")
+"""Variables that would change what is tested, or make every process compile what it imports."""
 
 PLUGIN_ON = {"SGLANG_PLUGINS": "kvpool", "KVPOOL_SGLANG_STRICT": "1"}
 
@@ -35,12 +41,22 @@ class Served(NamedTuple):
     log: str
 
 
+class Ended(NamedTuple):
+    """How a process ended, and what it printed."""
+
+    status: int
+    log: str
+
+
 def require() -> None:
-    """Skips the test where SGLang is not installed."""
-    if sys.version_info < (3, 11):
-        pytest.skip("SGLang needs Python 3.11")
+    """Skips the test where SGLang cannot be, or was not, installed. `make test` says that it was."""
+    if not HAS_PACKAGES:
+        pytest.skip("SGLang has packages for Linux and Python 3.11 to 3.13")
     if not (ENGINES / "sglang").is_dir():
-        pytest.skip(f"SGLang is not in {ENGINES}: `make test-engines` installs it")
+        missing = f"SGLang is not in {ENGINES}: `make test-engines` installs it"
+        if os.environ.get("KVPOOL_REQUIRE_ENGINES") or (ENGINES / ".installed").exists():
+            pytest.fail(missing)
+        pytest.skip(missing)
 
 
 def environment(folder: Path, **variables: str) -> dict[str, str]:
@@ -61,7 +77,7 @@ def environment(folder: Path, **variables: str) -> dict[str, str]:
     assert package.origin is not None
     places = [HERE / "no_gpu", plugin, Path(package.origin).parents[1], ENGINES]
     return {
-        **{name: value for name, value in os.environ.items() if not name.startswith(("SGLANG_", "KVPOOL_"))},
+        **{name: value for name, value in os.environ.items() if not name.startswith(REMOVED)},
         "PYTHONPATH": os.pathsep.join(str(place) for place in places),
         "SGLANG_USE_CPU_ENGINE": "1",
         "OMP_NUM_THREADS": "1",
@@ -91,15 +107,32 @@ def run(folder: Path, *arguments: str, **variables: str) -> subprocess.Completed
     return subprocess.CompletedProcess(command, process.returncode, out, errors)
 
 
+def fork(folder: Path, jobs: dict[str, dict[str, Any]]) -> dict[str, Ended]:
+    """Runs scripts in forks of one process that has imported SGLang."""
+    done = run(folder, str(HERE / "sglang_forks.py"), json.dumps({"folder": str(folder), "jobs": jobs}))
+    assert done.returncode == 0, done.stdout + done.stderr
+    statuses = json.loads(done.stdout.splitlines()[-1])
+    return {name: Ended(statuses[name], (folder / f"{name}.log").read_text("utf-8")) for name in jobs}
+
+
+def job(script: str, *arguments: str, **variables: str) -> dict[str, Any]:
+    """A script beside this one, as `fork` takes it."""
+    return {"arguments": [str(HERE / script), *arguments], "variables": variables}
+
+
 def serve(folder: Path, config: dict[str, Any], **variables: str) -> Served:
     """What a new engine generates."""
     name = "with" if "SGLANG_PLUGINS" in variables else "without"
     out = folder / f"{name}.json"
     done = run(folder, str(HERE / "serve_sglang.py"), json.dumps({**config, "out": str(out)}), **variables)
-    log = done.stdout + done.stderr
-    assert done.returncode == 0, log[-4000:]
-    assert out.exists(), log[-4000:]
-    return Served(**json.loads(out.read_text(encoding="utf-8")), log=log)
+    return served(out, Ended(done.returncode, done.stdout + done.stderr))
+
+
+def served(out: Path, ended: Ended) -> Served:
+    """What an engine wrote before it ended."""
+    assert ended.status == 0, ended.log[-4000:]
+    assert out.exists(), ended.log[-4000:]
+    return Served(**json.loads(out.read_text(encoding="utf-8")), log=ended.log)
 
 
 def tiny_model(folder: Path) -> Path:
