@@ -21,6 +21,7 @@ from typing import Any
 AT_ONCE = 2
 
 IMPORTED = (
+    "sgl_kernel.mamba",  # before it is looked for
     "sglang.srt.entrypoints.engine",
     "sglang.srt.managers.detokenizer_manager",
     "sglang.srt.managers.scheduler",
@@ -34,6 +35,9 @@ def run_job(job: dict[str, Any], log: Path) -> int:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.environ.update(job["variables"])
+    # SGLang has read it while it was imported.
+    scheduler = import_module("sglang.srt.managers.scheduler")
+    setattr(scheduler, "TEST_RETRACT", "SGLANG_TEST_RETRACT" in os.environ)  # noqa: B010 - without types
     sys.argv = job["arguments"]
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,6 +32,10 @@ REMOVED = ("SGLANG_", "KVPOOL_", "PYTHONDONTWRITEBYTECODE")
 """Variables that would change what is tested, or make every process compile what it imports."""
 
 PLUGIN_ON = {"SGLANG_PLUGINS": "kvpool", "KVPOOL_SGLANG_STRICT": "1"}
+"""kvpool's pools, strict: what SGLang's pools would drop or take twice ends the scheduler."""
+
+TREE_ON = {"SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "kvpool"}
+"""The prefix cache over kvpool's tree core, too."""
 
 
 class Served(NamedTuple):
@@ -39,6 +44,13 @@ class Served(NamedTuple):
     tokens: list[list[int]]
     cached: int
     log: str
+
+
+class Started(NamedTuple):
+    """What `serve_sglang.py` is given, and the environment."""
+
+    config: dict[str, Any]
+    variables: dict[str, str]
 
 
 class Ended(NamedTuple):
@@ -120,12 +132,27 @@ def job(script: str, *arguments: str, **variables: str) -> dict[str, Any]:
     return {"arguments": [str(HERE / script), *arguments], "variables": variables}
 
 
-def serve(folder: Path, config: dict[str, Any], **variables: str) -> Served:
-    """What a new engine generates."""
-    name = "with" if "SGLANG_PLUGINS" in variables else "without"
-    out = folder / f"{name}.json"
-    done = run(folder, str(HERE / "serve_sglang.py"), json.dumps({**config, "out": str(out)}), **variables)
-    return served(out, Ended(done.returncode, done.stdout + done.stderr))
+def serve(folder: Path, engines: list[Started], *, spawn: bool = False) -> list[Served]:
+    """What new engines generate.
+
+    With `spawn` every process of an engine is a new interpreter, as SGLang starts it; without, a fork of one
+    that has imported SGLang, which takes a third of the time.
+    """
+    outs = [folder / f"{number}.json" for number in range(len(engines))]
+    jobs = {
+        out.stem: job("serve_sglang.py", json.dumps({**config, "out": str(out)}), **variables)
+        for out, (config, variables) in zip(outs, engines, strict=True)
+    }
+    if spawn:
+        with ThreadPoolExecutor(2) as threads:
+            runs = [
+                threads.submit(run, folder, *each["arguments"], **each["variables"]) for each in jobs.values()
+            ]
+        done = [each.result() for each in runs]
+        ended = [Ended(each.returncode, each.stdout + each.stderr) for each in done]
+    else:
+        ended = [*fork(folder, jobs).values()]
+    return [served(*each) for each in zip(outs, ended, strict=True)]
 
 
 def served(out: Path, ended: Ended) -> Served:
@@ -154,4 +181,38 @@ def tiny_model(folder: Path) -> Path:
     )
     model: Any = Qwen3ForCausalLM(config)
     model.to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def tiny_hybrid_model(folder: Path) -> Path:
+    """A Qwen3-Next with random weights: three layers of linear attention, and one of full attention."""
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3NextConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+        vocab_size=512,
+        max_position_embeddings=2048,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    model: Any = Qwen3NextForCausalLM(config)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    # SGLang reads what transformers no longer writes.
+    file = folder / "config.json"
+    saved = json.loads(file.read_text("utf-8"))
+    file.write_text(json.dumps({**saved, "full_attention_interval": config.num_hidden_layers}), "utf-8")
     return folder

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import sglang_on_cpu
-from sglang_on_cpu import PLUGIN_ON, Ended, fork, job, require, served, tiny_model
+from sglang_on_cpu import PLUGIN_ON, TREE_ON, Ended, fork, job, require, served, tiny_hybrid_model, tiny_model
 
 from kvpool.integrations import sglang
 
@@ -52,8 +52,7 @@ CHECKS = {
 }
 """Checks of `sglang_surface.py`, each line in a process of its own, and its environment."""
 
-POOLS_AND_TREE = {**PLUGIN_ON, "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "kvpool"}
-ENGINES = {"engine without": {}, "engine with": POOLS_AND_TREE}
+ENGINES = {"without": {}, "with": {**PLUGIN_ON, **TREE_ON}}
 
 
 @pytest.fixture(scope="module")
@@ -65,26 +64,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ended(folder: Path) -> dict[str, Ended]:
     """How each check and each engine ended, in forks of one process: the import takes the most time."""
     require()
-    model = str(tiny_model(folder / "model"))
-
-    def config(name: str) -> str:
-        engine = {"page_size": 16, "max_total_tokens": 1024}
-        return json.dumps(
-            {"model": model, "requests": 8, "engine": engine, "out": str(folder / f"{name}.json")}
-        )
-
-    return fork(
-        folder,
-        {
-            **{name: job("serve_sglang.py", config(name), **on) for name, on in ENGINES.items()},
-            **{
-                name: job("sglang_surface.py", *name.split(), MODEL=model, **on)
-                for name, on in CHECKS.items()
-            },
-            "tree choices": job("tree_choices.py"),
-            "tree histories": job("tree_histories.py", "FULL+SWA+MAMBA", "2", "40"),
-        },
-    )
+    models = {"dense": tiny_model(folder / "dense"), "hybrid": tiny_hybrid_model(folder / "hybrid")}
+    engine = {"page_size": 16, "max_total_tokens": 1024, "max_mamba_cache_size": 40}
+    jobs = {
+        "tree choices": job("tree_choices.py"),
+        "tree histories": job("tree_histories.py", "FULL+SWA+MAMBA", "2", "40"),
+    }
+    for kind, model in models.items():
+        for name, variables in ENGINES.items():
+            out = folder / f"{kind} {name}.json"
+            config = {"model": str(model), "requests": 8, "engine": engine, "out": str(out)}
+            jobs[out.stem] = job("serve_sglang.py", json.dumps(config), **variables)
+    for checks, variables in CHECKS.items():
+        jobs[checks] = job("sglang_surface.py", *checks.split(), MODEL=str(models["dense"]), **variables)
+    return fork(folder, jobs)
 
 
 def test_an_engine_that_must_be_there_is_not_skipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -111,13 +104,17 @@ def test_checks_within_sglang(ended: dict[str, Ended], checks: str) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_the_engine_gives_the_same_tokens(folder: Path, ended: dict[str, Ended]) -> None:
-    own, pooled = (served(folder / f"{name}.json", ended[name]) for name in ENGINES)
+@pytest.mark.parametrize(("kind", "rows"), [("dense", "ReqToTokenPool"), ("hybrid", "HybridReqToTokenPool")])
+def test_the_engine_gives_the_same_tokens(
+    folder: Path, ended: dict[str, Ended], kind: str, rows: str
+) -> None:
+    own, pooled = (served(folder / f"{kind} {name}.json", ended[f"{kind} {name}"]) for name in ENGINES)
     assert pooled.tokens == own.tokens
     assert len({tuple(tokens) for tokens in own.tokens}) > 8
     assert min(own.cached, pooled.cached) > 0
     assert "is kvpool's" not in own.log
-    for made in ("ReqToTokenPool", "MHATokenToKVPool", "PagedTokenToKVPoolAllocator"):
+    states = {"MambaSlotAllocator"} if kind == "hybrid" else set()
+    for made in {rows, "MHATokenToKVPool", "PagedTokenToKVPoolAllocator", *states}:
         assert f"SGLang: {made} is kvpool's" in pooled.log
     assert "Tree Core: KvTreeCore" in pooled.log
 
