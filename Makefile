@@ -64,7 +64,7 @@ python-test: $(EXTENSION) $(VENV)/.test $(DRIVER) $(ENGINES)/.installed
 	    || { grep -hE -B 3 -A 12 'panicked at|^software driver:|^Fatal Python error|^(Current t|T)hread 0x' target/*-test.log; exit 1; }
 
 machine-test:
-	$(BIN)/python -m pytest --capture=sys > target/$@.log 2>&1; status=$$?; cat target/$@.log; exit $$status
+	KVPOOL_REQUIRE_ENGINES=1 $(BIN)/python -m pytest --capture=sys > target/$@.log 2>&1; status=$$?; cat target/$@.log; exit $$status
 
 software-test:
 	LD_PRELOAD=$(abspath $(DRIVER)) KVPOOL_REQUIRE_CUDA=1 $(BIN)/python -m pytest --capture=sys --software -m cuda \
@@ -140,13 +140,16 @@ bench: $(EXTENSION) $(VENV)/.tools
 	    $(BIN)/python -m kvpool replay $(TRACES)/azure/AzureLLMInferenceTrace_conv.csv --no-kv; \
 	fi
 
-# Engines on kvpool, at length. Those that are not there are skipped with the reason.
+# Engines on kvpool, at length. Those that have no package for this machine are skipped with the reason.
 test-engines: $(EXTENSION) $(VENV)/.test $(ENGINES)/.installed
-	KVPOOL_ENGINE_REQUESTS=3000 $(BIN)/python -m pytest --timeout=3600 tests/python/test_pymllm.py tests/engines
+	KVPOOL_REQUIRE_ENGINES=1 KVPOOL_ENGINE_REQUESTS=3000 $(BIN)/python -m pytest --timeout=3600 tests/python/test_pymllm.py tests/engines
 
-# Without what they depend on and the tests have: PyTorch, transformers and what these need.
+# Without what they depend on and the tests have: PyTorch, transformers and what these need. SGLang has packages for
+# Linux and these versions of Python.
 $(ENGINES)/.installed: $(VENV)/.test
-	$(PIP) install --quiet --no-deps --no-compile --target $(ENGINES) --group sglang
+	mkdir -p $(ENGINES)
+	if $(BIN)/python -c 'import sys; sys.exit(sys.platform != "linux" or not (3, 11) <= sys.version_info < (3, 14))'; then \
+	    $(PIP) install --quiet --no-deps --no-compile --upgrade --target $(ENGINES) --group sglang; fi
 	touch $@
 
 # The same on a GPU.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pkgutil
 from abc import ABCMeta
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -17,11 +18,12 @@ from sglang.srt.mem_cache.allocator import mamba, paged, token
 from typing_extensions import override
 
 from kvpool._kvpool import KVPool, ReqToTokenPool, TokenToKVPoolAllocator
+from kvpool.integrations.sglang.seams import EngineMismatchError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["REPLACEMENTS"]
+__all__ = ["REPLACEMENTS", "check_replaced"]
 
 _logger = logging.getLogger("kvpool")
 
@@ -284,3 +286,22 @@ REPLACEMENTS: dict[str, type] = {
     for stand_in in (_TokenSlots, _PagedSlots, _StateSlots, _Rows, _HybridRows, _KvBuffers)
 }
 """The stand-ins, by what they replace."""
+
+
+def check_replaced(*_: object, **__: object) -> None:
+    """Runs before SGLang's scheduler is made, when hooks of every plugin are in place.
+
+    Raises:
+        EngineMismatchError: If a stand-in is not where SGLang looks for it: SGLang only logs a hook that it
+            could not apply, and of two replacements it takes the last.
+    """
+    missing = [
+        f"{target} is {found!r}"
+        for target, stand_in in REPLACEMENTS.items()
+        if (found := pkgutil.resolve_name(target)) is not stand_in
+    ]
+    if missing:
+        raise EngineMismatchError(
+            f"SGLang was to run on kvpool's pools, but {', '.join(missing)}: "
+            "another plugin replaces or wraps it, or SGLang's log says what failed"
+        )
