@@ -637,8 +637,12 @@ class TokenToKVPoolAllocator(Pool):
     ) -> torch.Tensor | None:
         """Takes the slots for positions `[prefix, seq)` of each request, as SGLang's paged allocator does.
 
-        A prefix that ends inside a page is continued from `last_loc + 1`; then new pages are taken. Waits for
-        the values of arguments on a GPU.
+        A prefix that ends inside a page is continued from `last_loc + 1`; then new pages are taken.
+
+        Values of `last_loc` that only the pool's GPU knows stay there: a kernel on the current stream writes the
+        slots behind them, and `free` copies those from the GPU. What it finds wrong, a later `alloc_extend` or
+        `alloc_decode` raises; that a page is in use is not checked. Waits for the values of other arguments on a
+        GPU.
 
         Args:
             prefix_lens: Tokens that each request has now, ints `[bs]`.
@@ -653,7 +657,7 @@ class TokenToKVPoolAllocator(Pool):
 
         Raises:
             ConfigError: If the arguments differ in length, a length is negative or shrinks, or `last_loc` is
-                not the end of its prefix.
+                not the end of its prefix. If that is found on a GPU, the slots behind it were the padding slot.
             IndexOwnershipError: If the page of `last_loc` is not in use, or two requests would continue the
                 same page.
         """
