@@ -2,7 +2,7 @@
 # PyTorch takes them as `Any`.
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
-from typing import Any, SupportsFloat, SupportsIndex, final
+from typing import Any, Literal, SupportsFloat, SupportsIndex, final
 
 import numpy as np
 import numpy.typing as npt
@@ -327,9 +327,12 @@ class KVPool(Pool):
         pin_memory: Whether to page-lock host memory if an NVIDIA driver is present, through a device in use
             or else the first. Page-locked memory is committed whole at construction.
         page_size: Slots per page of the allocator.
+        layout: "split": keys of all layers, then values. "fused": keys and values of each layer together, the
+            values a whole number of pages behind the keys, for kernels that reach both from one address.
 
     Raises:
-        ConfigError: If a size is below 1, a slot does not fit int32, or the size in bytes overflows.
+        ConfigError: If a size is below 1, a slot does not fit int32, the size in bytes overflows, or `layout`
+            is "fused" and rows of keys and values differ in shape.
         TypeError: If `dtype` is not a storage dtype.
         OutOfMemoryError: If there is not enough memory.
         BackendUnavailableError: If `device` is not available.
@@ -348,6 +351,7 @@ class KVPool(Pool):
         pin_memory: bool = True,
         *,
         page_size: SupportsIndex = 1,
+        layout: Literal["split", "fused"] = "split",
     ) -> KVPool: ...
     @property
     def k_buffer(self) -> list[torch.Tensor]:
@@ -483,7 +487,7 @@ class KVPool(Pool):
             IndexError: If the layer does not exist.
         """
     def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
-        """Returns the buffers for registration with a transfer engine: keys of all layers, then values.
+        """Returns the buffers for registration with a transfer engine: keys of all layers, then values, in any layout.
 
         Returns:
             Three lists of `2 * layer_num` ints: addresses, bytes of each buffer, bytes of one of its rows.

@@ -51,7 +51,7 @@ def test_it_is_on_only_where_it_was_asked_for(
 @needs_sglang
 @pytest.mark.timeout(600)
 # Each is a process, and SGLang takes seconds to import.
-@pytest.mark.parametrize("checks", ["replaced attributes surface", "drift", "version"])
+@pytest.mark.parametrize("checks", ["replaced attributes buffers surface", "drift", "version"])
 def test_checks_within_sglang(tmp_path: Path, checks: str) -> None:
     done = run(tmp_path, str(HERE / "sglang_surface.py"), *checks.split(), **PLUGIN_ON)
     assert done.stdout.endswith(f"checked {checks}\n"), done.stdout + done.stderr
