@@ -3,9 +3,12 @@
 use std::collections::VecDeque;
 use std::sync::{Arc, Weak};
 
-use crate::base::{Device, Error, ErrorKind, IndexDType, IndexNumber, IndexVec, Page, Result, widen};
-use crate::index::{Act, BadFrees, FenceId, Ledger, Ledgered, Order, Run, SlotAllocator, SlotStats};
-use crate::kernels::{Indices, read_now};
+use crate::base::bounded::{int32, unsigned};
+use crate::base::{
+    Device, Error, ErrorKind, IndexDType, IndexNumber, IndexVec, PADDING, Page, Result, reserve, widen,
+};
+use crate::index::{Act, BadFrees, FenceId, LastLoc, Ledger, Ledgered, Order, Run, SlotAllocator, SlotStats};
+use crate::kernels::{Grown, Indices, read_now};
 use crate::memory::{Backend, Borrowed, Event, Gpu, Keep, Stream};
 use crate::tensor::TensorView;
 
@@ -212,10 +215,11 @@ impl SlotTensors {
     pub(super) fn alloc_extend(
         &mut self,
         lens: Lens<'_>,
-        last_loc: &[i64],
+        last_loc: &Ends<'_>,
         stream: Stream,
     ) -> Result<OrShort<(TensorView, Vec<Page>)>> {
         self.check_writable(stream)?;
+        self.stage.as_ref().map_or(Ok(()), Stage::fault)?;
         match self.dtype_on_host() {
             IndexDType::I32 => self.extend::<i32>(lens, last_loc, stream),
             IndexDType::I64 => self.extend::<i64>(lens, last_loc, stream),
@@ -226,17 +230,34 @@ impl SlotTensors {
     fn extend<T: IndexNumber>(
         &mut self,
         lens: Lens<'_>,
-        last_loc: &[i64],
+        last_loc: &Ends<'_>,
         stream: Stream,
     ) -> Result<OrShort<(TensorView, Vec<Page>)>> {
         if self.must_land_before(|| lens.most_slots(self.slots.page_size())) {
             return Ok(Err(Short::InFlight));
         }
-        let Some(taken) = self.slots.extend::<T>(lens.prefix, lens.seq, last_loc)? else {
+        let Some(taken) = self.slots.extend::<T>(lens.prefix, lens.seq, last_loc.of_index())? else {
             return Ok(Err(self.short(lens.new_slots(self.slots.page_size()))));
         };
-        let view = self.hand_out(T::values(taken.slots), &taken.continued, stream)?;
-        Ok(Ok((view, taken.continued)))
+        let (slots, continued) = (T::values(taken.slots), taken.continued);
+        let view = match (last_loc, &mut self.stage) {
+            (Ends::OnDevice(last_loc), Some(stage))
+                if slots.iter().any(|slot| slot == i64::from(PADDING)) =>
+            {
+                let slots = slots.into_i32()?;
+                let (offsets, indptr) = lens.in_pages(self.slots.page_size())?;
+                let grown = Grown {
+                    offsets: &offsets,
+                    indptr: &indptr,
+                    slots: self.slots.capacity(),
+                    page_size: self.slots.page_size(),
+                };
+                let view = stage.complete(&slots, last_loc, &grown, stream);
+                view.inspect_err(|_| self.slots.undo(&slots, &continued))?
+            }
+            _ => self.hand_out(slots, &continued, stream)?,
+        };
+        Ok(Ok((view, continued)))
     }
 
     /// Whether frees in flight, if there are any, must be complete before `count()` slots are taken: the slots that are handed out
@@ -317,10 +338,7 @@ impl SlotTensors {
     ///
     /// The list that the tensor was made of is the record of them: see `docs/decisions/grants.md`.
     pub(super) fn undo(&mut self, view: &TensorView, continued: &[Page]) {
-        let of_stage = || match Indices::of(view.borrow(), Some(0)) {
-            Ok(Indices::Device { tensor, version }) => known_values(&tensor, version),
-            _ => None,
-        };
+        let of_stage = || self.stage.as_ref().map(|stage| stage.listed(view));
         match view.region().indices().cloned().or_else(of_stage).expect("the pool listed the slots") {
             IndexVec::I32(slots) => self.slots.undo(&slots, continued),
             IndexVec::I64(slots) => self.slots.undo(&slots, continued),
@@ -656,6 +674,35 @@ fn signed(ids: Vec<u32>) -> Vec<i32> {
     ids.into_iter().map(u32::cast_signed).collect()
 }
 
+/// The last slots of the requests of a batch.
+#[derive(Debug)]
+pub(super) enum Ends<'a> {
+    /// On the host.
+    Known(Vec<i64>),
+    /// In a tensor on the device of the pool, whose values the host does not have.
+    OnDevice(&'a Borrowed<'a>),
+}
+
+impl<'a> Ends<'a> {
+    /// The values of `last_loc`, which is on the host or on `device`.
+    pub(super) fn new(last_loc: &'a Indices<'_>, device: Device) -> Result<Self> {
+        match last_loc {
+            Indices::Host(values) => Ok(Self::Known(values.clone().into_i64()?)),
+            Indices::Device { tensor, version } => match known_values(tensor, *version) {
+                Some(values) => Ok(Self::Known(values.into_i64()?)),
+                None => tensor.expect_on(device, "last_loc").map(|()| Self::OnDevice(tensor)),
+            },
+        }
+    }
+
+    fn of_index(&self) -> LastLoc<'_> {
+        match self {
+            Self::Known(slots) => LastLoc::Known(slots),
+            Self::OnDevice(tensor) => LastLoc::OnDevice(tensor.shape().numel()),
+        }
+    }
+}
+
 /// Lengths of the requests of a batch.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Lens<'a> {
@@ -671,6 +718,20 @@ impl Lens<'_> {
         let grown = self.prefix.iter().zip(self.seq).filter_map(|(prefix, seq)| seq.checked_sub(*prefix));
         let tokens = grown.filter_map(|tokens| usize::try_from(tokens).ok());
         tokens.fold(0, |slots: usize, tokens| slots.saturating_add(tokens).saturating_add(page_size))
+    }
+
+    /// The slots that each request has in its last page, 0 if that is full, and where its new slots begin among
+    /// those of the batch, with the end of all. Call it after slots were taken.
+    fn in_pages(self, page_size: usize) -> Result<(Vec<i32>, Vec<i32>)> {
+        let (mut offsets, mut indptr) = (reserve(self.prefix.len())?, reserve(self.seq.len() + 1)?);
+        let mut end = 0;
+        indptr.push(end);
+        for (&prefix, &seq) in self.prefix.iter().zip(self.seq) {
+            offsets.push(int32(unsigned(prefix) % page_size));
+            end += int32(unsigned(seq - prefix));
+            indptr.push(end);
+        }
+        Ok((offsets, indptr))
     }
 
     /// Slots in the pages that the requests begin. Call it after the lengths were checked.

@@ -44,7 +44,7 @@ def test_it_is_on_only_where_it_was_asked_for(
 
 CHECKS = {
     "off": {},
-    "replaced attributes surface": PLUGIN_ON,
+    "replaced attributes buffers surface": PLUGIN_ON,
     "drift": PLUGIN_ON,
     "broken": PLUGIN_ON,
     "overridden": PLUGIN_ON,

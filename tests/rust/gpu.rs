@@ -115,6 +115,28 @@ fn missing_wait_is_visible() {
 }
 
 #[test]
+fn a_dropped_grant_of_slots_that_only_the_device_knows_gives_back_its_new_pages() {
+    let test = "a_dropped_grant_of_slots_that_only_the_device_knows_gives_back_its_new_pages";
+    let Some((gpu, _alone)) = gpu(test) else { return };
+    let config = AllocatorConfig { size: 40, page_size: 4, strict: true, ..AllocatorConfig::default() };
+    let allocator = TokenToKvPoolAllocator::new(&config, &cuda(&gpu)).expect("memory");
+    let stream = Stream::DEFAULT;
+    let first = allocator.alloc(3, stream).expect("memory").expect("room").keep();
+    let last = Region::new(cuda(&gpu), 4).expect("memory");
+    let ring = Ring::new(&gpu, &cuda(&gpu), 64).expect("memory");
+    ring.upload_to(last.range(0, 4).expect("inside"), &[6i32], stream).expect("enqueued");
+    let last = TensorView::contiguous(Arc::new(last), 0, DType::I32, &[1]).expect("inside");
+    let last = Indices::of(last.borrow(), Some(0)).expect("int32");
+    // Slot 7 of the page from before, and pages 2 and 3.
+    drop(allocator.alloc_extend(&[3], &[9], &last, stream).expect("memory").expect("room"));
+    assert_eq!(allocator.available_size(), 36);
+    let first = Indices::of(first.borrow(), Some(0)).expect("int32");
+    assert_eq!(allocator.free(&first, None, || None, stream).expect("live").dropped(), 0);
+    assert_eq!(allocator.available_size(), 40);
+    allocator.verify().expect("consistent");
+}
+
+#[test]
 fn too_many_kept_tensors_are_an_error_and_nothing_is_lost() {
     let Some((gpu, _alone)) = gpu("too_many_kept_tensors_are_an_error_and_nothing_is_lost") else { return };
     let slots = AllocatorConfig {

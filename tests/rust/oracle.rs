@@ -3,7 +3,7 @@
 use std::collections::{BTreeSet, VecDeque};
 
 use kvpool::base::{Id, IndexVec, Page};
-use kvpool::index::{Bitmap, Move, Order, Rounding, Run, SlotAllocator, ascending_runs, plan_moves};
+use kvpool::index::{Bitmap, LastLoc, Move, Order, Rounding, Run, SlotAllocator, ascending_runs, plan_moves};
 use proptest::prelude::*;
 
 fn narrow(slots: &[i64], wide: bool) -> IndexVec {
@@ -52,7 +52,7 @@ proptest! {
         let seq: Vec<i64> = prefixes.iter().map(|(prefix, more)| int(prefix + more)).collect();
         let last: Vec<i64> = held.iter().map(|slots| slots.last().map_or(-1, |&slot| i64::from(slot))).collect();
         let before = slots.clone();
-        let extension = slots.extend::<i32>(&prefix, &seq, &last).unwrap().unwrap();
+        let extension = slots.extend::<i32>(&prefix, &seq, LastLoc::Known(&last)).unwrap().unwrap();
         let mut undone = slots.clone();
         undone.undo(&extension.slots, &extension.continued);
         prop_assert_eq!(undone.fault(), None);
