@@ -14,6 +14,8 @@ DRIVER_SOURCES := $(shell find tests/software_driver -name "*.rs" -o -name "*.cp
 CUDA_TOOLS := $(VENV)/cuda-tools
 PEERS := $(VENV)/peers
 ENGINES := $(VENV)/engines
+# The newest PyTorch that SGLang's compiled tree core takes, in a folder of its own.
+SGLANG_TORCH := $(VENV)/torch-2.14
 # Seconds for each fuzz target, the targets, and how many run at once. SANITIZER=address needs a nightly toolchain.
 FUZZ_SECONDS ?= 3600
 TARGETS ?= $(notdir $(wildcard tests/fuzz/corpus/*))
@@ -141,8 +143,9 @@ bench: $(EXTENSION) $(VENV)/.tools
 	fi
 
 # Engines on kvpool, at length. Those that have no package for this machine are skipped with the reason.
-test-engines: $(EXTENSION) $(VENV)/.test $(ENGINES)/.installed
-	KVPOOL_REQUIRE_ENGINES=1 KVPOOL_ENGINE_REQUESTS=3000 $(BIN)/python -m pytest --timeout=3600 tests/python/test_pymllm.py tests/engines
+test-engines: $(EXTENSION) $(VENV)/.test $(ENGINES)/.installed $(SGLANG_TORCH)/.installed
+	KVPOOL_REQUIRE_ENGINES=1 KVPOOL_ENGINE_REQUESTS=3000 KVPOOL_SGLANG_TORCH=$(abspath $(SGLANG_TORCH)) \
+	    $(BIN)/python -m pytest --timeout=3600 tests/python/test_pymllm.py tests/engines
 
 # Without what they depend on and the tests have: PyTorch, transformers and what these need. SGLang has packages for
 # Linux and these versions of Python.
@@ -152,15 +155,20 @@ $(ENGINES)/.installed: $(VENV)/.test
 	    $(PIP) install --quiet --no-deps --no-compile --upgrade --target $(ENGINES) --group sglang; fi
 	touch $@
 
+$(SGLANG_TORCH)/.installed: $(BIN)/python
+	$(PIP) install --quiet --no-deps --no-compile --target $(SGLANG_TORCH) torch==2.14.1 nvidia-curand
+	touch $@
+
 # The same on a GPU.
 bench-cuda: $(EXTENSION) $(VENV)/.tools
 	$(BIN)/python benches/bench_cuda.py
 	$(BIN)/python benches/bench_pools.py
 	$(BIN)/python benches/bench_planner.py
 
-# The pools behind SGLang's classes, beside SGLang's own.
-bench-sglang: $(EXTENSION) $(VENV)/.tools $(ENGINES)/.installed
+# The pools and the tree core behind SGLang's classes, beside SGLang's own: its compiled tree core, too.
+bench-sglang: $(EXTENSION) $(VENV)/.tools $(ENGINES)/.installed $(SGLANG_TORCH)/.installed
 	PYTHONPATH=tests/engines/no_gpu:$(ENGINES) SGLANG_USE_CPU_ENGINE=1 SGLANG_PLUGINS=kvpool $(BIN)/python benches/bench_sglang.py
+	PYTHONPATH=tests/engines/no_gpu:$(SGLANG_TORCH):$(ENGINES) SGLANG_USE_CPU_ENGINE=1 $(BIN)/python benches/bench_sglang_cache.py
 
 # The same beside pymllm's own, from the folder that PYMLLM_PATH names.
 bench-pymllm: $(EXTENSION) $(VENV)/.tools $(VENV)/.test
@@ -168,13 +176,13 @@ bench-pymllm: $(EXTENSION) $(VENV)/.tools $(VENV)/.test
 
 # The prefix cache beside those of other engines, which are installed into a folder of their own: without what they
 # depend on, and with the PyTorch that SGLang's compiled core wants. What cannot be had is skipped with the reason.
-bench-peers: $(EXTENSION) $(VENV)/.tools $(PEERS)/.installed
+bench-peers: $(EXTENSION) $(VENV)/.tools $(PEERS)/.installed $(SGLANG_TORCH)/.installed
 	cargo build --quiet --release --manifest-path benches/peers/kvbm/Cargo.toml --target-dir $(PEERS)/kvbm || true
-	PYTHONPATH=$(PEERS) KVPOOL_KVBM_BENCH=$(PEERS)/kvbm/release/kvbm-bench $(BIN)/python benches/bench_peers.py
+	PYTHONPATH=$(PEERS):$(SGLANG_TORCH) KVPOOL_KVBM_BENCH=$(PEERS)/kvbm/release/kvbm-bench $(BIN)/python benches/bench_peers.py
 
 $(PEERS)/.installed: $(BIN)/python
 	mkdir -p $(PEERS)
-	-$(PIP) install --quiet --no-deps --no-compile --target $(PEERS) torch==2.14.1 nvidia-curand sglang==0.5.23 \
+	-$(PIP) install --quiet --no-deps --no-compile --target $(PEERS) sglang==0.5.23 \
 	    msgspec cloudpickle cachetools dill openai distro jiter
 	-$(PIP) install --quiet --no-compile --target $(PEERS)/build 'setuptools>=77,<81' setuptools-scm setuptools-rust \
 	    wheel jinja2 cmake

@@ -1573,8 +1573,10 @@ class HybridTree:
 
     Args:
         page_size: Tokens that are found together.
-        policy: What is evicted first: "lru", "mru", "fifo", "filo", "lfu", "priority" or "slru".
+        policy: What is evicted first: "lru", "mru", "fifo", "filo", "lfu", "priority", "slru" or "tlru".
         protected_uses: With "slru", how often a node is used until it goes after the others.
+        tail: With "tlru", leaves go before the others that are within this many tokens of the end of the longest
+            prompt that went through them.
         window: Tokens of history that sliding-window attention reads; `None` for models without it.
         window_gates: Whether a prefix is found only with its window.
         state_grid: The number of tokens between places where states can be taken; `None` for models without
@@ -1591,6 +1593,7 @@ class HybridTree:
         *,
         policy: str = "lru",
         protected_uses: int = 2,
+        tail: int = 0,
         window: SupportsIndex | None = None,
         window_gates: bool = True,
         state_grid: SupportsIndex | None = None,
@@ -1664,8 +1667,9 @@ class HybridTree:
             start: See `match`.
             end: See `match`.
             namespace: See `match`.
-            found: Tokens that the request had found in the tree: their slots are the tree's already. Slots of
-                later ones that are there are to be freed.
+            found: Tokens that the request had found in the tree, and has locked since: their slots are the tree's
+                already, and most of them are not compared again. Slots of later ones that are there are to be
+                freed.
             inserted: Tokens that the request has inserted before: they do not count as used again.
             window_freed: Tokens whose windows are free already, a whole number of pages.
             priority: Nodes with a higher one go later, with the policy "priority".
@@ -1894,6 +1898,36 @@ class HybridTree:
             KeyError: If the node is gone.
             ConfigError: If the part is 0 or nodes do not have it, the node has a value, or the length is wrong.
         """
+    def hash_at(
+        self,
+        node: int,
+        end: int,
+    ) -> bytes | None:
+        """Returns the hash of the page that ends at `end` tokens on the way to a node, 32 bytes; `None` if it has
+        none.
+
+        Raises:
+            KeyError: If the node is gone.
+        """
+    def set_hashes(
+        self,
+        node: int,
+        start: int,
+        hashes: bytes,
+    ) -> None:
+        """Names the pages from the token `start` up to the end of a node, for engines that tell others what is
+        there: `HybridFrees.removed` names those that are gone.
+
+        Args:
+            node: The node.
+            start: Where a node on the way to it begins.
+            hashes: 32 bytes for each page.
+
+        Raises:
+            KeyError: If the node is gone.
+            ConfigError: If there are not as many hashes as pages, or no node begins at `start`. Nothing is
+                changed.
+        """
     def window_gaps(
         self,
         tokens: IndicesLike,
@@ -2045,6 +2079,11 @@ class HybridStep:
     def done(self) -> bool:
         """Whether the insertion is done. If not, call `advance` when the acts are."""
     @property
+    def added(self) -> tuple[int, int, int] | None:
+        """What this step has added: the node at the end of it, its first token, and one past its last; `None` if
+        nothing.
+        """
+    @property
     def found(self) -> int:
         """Tokens that were there before, in whole pages."""
     @property
@@ -2078,6 +2117,11 @@ class HybridFrees:
     @property
     def counts(self) -> tuple[int, int, int]:
         """How many values of each part were given up."""
+    @property
+    def removed(self) -> list[tuple[Namespace | tuple[Namespace, ...], bytes]]:
+        """The nodes that are gone, of those whose pages have hashes: the namespace and the hashes of each, in the
+        order in which they went. Hashes are bytes, 32 a page.
+        """
 
 @final
 class HybridNode:

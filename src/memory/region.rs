@@ -329,6 +329,20 @@ impl Region {
         Ok(())
     }
 
+    /// Copies values to byte `offset` of host memory, each as an int64.
+    ///
+    /// # Errors
+    /// Same as [`Region::write`].
+    pub fn write_wide(&self, offset: usize, values: &[u32]) -> Result<()> {
+        let address = self.on_host(offset, values.len().saturating_mul(size_of::<i64>()))?.cast::<i64>();
+        for (at, &value) in values.iter().enumerate() {
+            // SAFETY: `on_host` checked that as many elements as there are values lie in this region, which is
+            // live host memory.
+            unsafe { address.as_ptr().wrapping_add(at).write_unaligned(i64::from(value)) };
+        }
+        Ok(())
+    }
+
     /// The `count` elements at byte `offset` of host memory, copied.
     ///
     /// # Errors
