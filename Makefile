@@ -41,8 +41,8 @@ define at_once
     && touch target/$@.passed; } | tee target/$@.log
 @test -e target/$@.passed || { printf '\n%s\n' '$@ has failed:'; \
     awk '/: Entering directory/ { part = "" } { part = part $$0 "\n" } /: [*][*][*] \[/ { failed = 1 } \
-        /: Leaving directory/ { if (failed) printf "%s", part; failed = 0 }' target/$@.log; \
-    grep -E -B 3 -A 12 'panicked at|^software driver:|^Fatal Python error|^(Current t|T)hread 0x' target/$@.log; exit 1; }
+        /: Leaving directory/ { if (failed) printf "%s", part; failed = 0 }' target/$@.log | tee target/$@.failed; \
+    grep -E -B 3 -A 12 'panicked at|^software driver:|^Fatal Python error|^(Current t|T)hread 0x' target/$@.failed; exit 1; }
 endef
 
 .PHONY: demo test lint test-engines bench bench-cuda bench-peers bench-pymllm bench-sglang chart api format clean kernels kernel-report rust-test python-test machine-test software-test \
@@ -255,9 +255,10 @@ $(EXTENSION): $(VENV)/.compiled | $(VENV)/.tools
 	VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/maturin develop --release --locked --quiet
 	touch $@
 
+# Few of the modules of PyTorch and transformers are imported: Python compiles these when they are.
 $(VENV)/.tools: pyproject.toml $(BIN)/python
-	$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) install --quiet torch
-	$(PIP) install --quiet 'typer>=0.15' 'rich>=13' 'matplotlib>=3.8' 'numpy>=1.26' 'transformers>=5.21,<6'
+	$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) install --quiet --no-compile torch
+	$(PIP) install --quiet --no-compile 'typer>=0.15' 'rich>=13' 'matplotlib>=3.8' 'numpy>=1.26' 'transformers>=5.21,<6'
 	touch $@
 
 $(VENV)/.test: pyproject.toml $(VENV)/.tools | $(EXTENSION)
