@@ -65,6 +65,8 @@ pub trait Plain: Copy + sealed::Sealed {}
 impl Plain for i32 {}
 impl Plain for i64 {}
 impl Plain for bool {}
+// An index: one `u32`.
+impl Plain for crate::base::Page {}
 
 /// An element type for which every bit pattern is valid.
 pub trait Number: Plain {}
@@ -77,6 +79,7 @@ mod sealed {
     impl Sealed for i32 {}
     impl Sealed for i64 {}
     impl Sealed for bool {}
+    impl Sealed for crate::base::Page {}
 }
 
 /// A cache line.

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,10 +22,20 @@ ROOT = HERE.parents[1]
 ENGINES = Path(os.environ.get("KVPOOL_ENGINES") or Path(sys.prefix) / "engines")
 """Where `make` installs the engines, without what they share with the tests."""
 
+HAS_PACKAGES = sys.platform == "linux" and (3, 11) <= sys.version_info < (3, 14)
+"""Whether SGLang has packages for this machine, as the Makefile asks."""
+
 PATIENCE_S = 900
 """Longer than an engine takes on a machine that is busy."""
 
+REMOVED = ("SGLANG_", "KVPOOL_", "PYTHONDONTWRITEBYTECODE")
+"""Variables that would change what is tested, or make every process compile what it imports."""
+
 PLUGIN_ON = {"SGLANG_PLUGINS": "kvpool", "KVPOOL_SGLANG_STRICT": "1"}
+"""kvpool's pools, strict: what SGLang's pools would drop or take twice ends the scheduler."""
+
+TREE_ON = {"SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "kvpool"}
+"""The prefix cache over kvpool's tree core, too."""
 
 
 class Served(NamedTuple):
@@ -35,12 +46,29 @@ class Served(NamedTuple):
     log: str
 
 
+class Started(NamedTuple):
+    """What `serve_sglang.py` is given, and the environment."""
+
+    config: dict[str, Any]
+    variables: dict[str, str]
+
+
+class Ended(NamedTuple):
+    """How a process ended, and what it printed."""
+
+    status: int
+    log: str
+
+
 def require() -> None:
-    """Skips the test where SGLang is not installed."""
-    if sys.version_info < (3, 11):
-        pytest.skip("SGLang needs Python 3.11")
+    """Skips the test where SGLang cannot be, or was not, installed. `make test` says that it was."""
+    if not HAS_PACKAGES:
+        pytest.skip("SGLang has packages for Linux and Python 3.11 to 3.13")
     if not (ENGINES / "sglang").is_dir():
-        pytest.skip(f"SGLang is not in {ENGINES}: `make test-engines` installs it")
+        missing = f"SGLang is not in {ENGINES}: `make test-engines` installs it"
+        if os.environ.get("KVPOOL_REQUIRE_ENGINES") or (ENGINES / ".installed").exists():
+            pytest.fail(missing)
+        pytest.skip(missing)
 
 
 def environment(folder: Path, **variables: str) -> dict[str, str]:
@@ -61,7 +89,7 @@ def environment(folder: Path, **variables: str) -> dict[str, str]:
     assert package.origin is not None
     places = [HERE / "no_gpu", plugin, Path(package.origin).parents[1], ENGINES]
     return {
-        **{name: value for name, value in os.environ.items() if not name.startswith(("SGLANG_", "KVPOOL_"))},
+        **{name: value for name, value in os.environ.items() if not name.startswith(REMOVED)},
         "PYTHONPATH": os.pathsep.join(str(place) for place in places),
         "SGLANG_USE_CPU_ENGINE": "1",
         "OMP_NUM_THREADS": "1",
@@ -91,15 +119,47 @@ def run(folder: Path, *arguments: str, **variables: str) -> subprocess.Completed
     return subprocess.CompletedProcess(command, process.returncode, out, errors)
 
 
-def serve(folder: Path, config: dict[str, Any], **variables: str) -> Served:
-    """What a new engine generates."""
-    name = "with" if "SGLANG_PLUGINS" in variables else "without"
-    out = folder / f"{name}.json"
-    done = run(folder, str(HERE / "serve_sglang.py"), json.dumps({**config, "out": str(out)}), **variables)
-    log = done.stdout + done.stderr
-    assert done.returncode == 0, log[-4000:]
-    assert out.exists(), log[-4000:]
-    return Served(**json.loads(out.read_text(encoding="utf-8")), log=log)
+def fork(folder: Path, jobs: dict[str, dict[str, Any]]) -> dict[str, Ended]:
+    """Runs scripts in forks of one process that has imported SGLang."""
+    done = run(folder, str(HERE / "sglang_forks.py"), json.dumps({"folder": str(folder), "jobs": jobs}))
+    assert done.returncode == 0, done.stdout + done.stderr
+    statuses = json.loads(done.stdout.splitlines()[-1])
+    return {name: Ended(statuses[name], (folder / f"{name}.log").read_text("utf-8")) for name in jobs}
+
+
+def job(script: str, *arguments: str, **variables: str) -> dict[str, Any]:
+    """A script beside this one, as `fork` takes it."""
+    return {"arguments": [str(HERE / script), *arguments], "variables": variables}
+
+
+def serve(folder: Path, engines: list[Started], *, spawn: bool = False) -> list[Served]:
+    """What new engines generate.
+
+    With `spawn` every process of an engine is a new interpreter, as SGLang starts it; without, a fork of one
+    that has imported SGLang, which takes a third of the time.
+    """
+    outs = [folder / f"{number}.json" for number in range(len(engines))]
+    jobs = {
+        out.stem: job("serve_sglang.py", json.dumps({**config, "out": str(out)}), **variables)
+        for out, (config, variables) in zip(outs, engines, strict=True)
+    }
+    if spawn:
+        with ThreadPoolExecutor(2) as threads:
+            runs = [
+                threads.submit(run, folder, *each["arguments"], **each["variables"]) for each in jobs.values()
+            ]
+        done = [each.result() for each in runs]
+        ended = [Ended(each.returncode, each.stdout + each.stderr) for each in done]
+    else:
+        ended = [*fork(folder, jobs).values()]
+    return [served(*each) for each in zip(outs, ended, strict=True)]
+
+
+def served(out: Path, ended: Ended) -> Served:
+    """What an engine wrote before it ended."""
+    assert ended.status == 0, ended.log[-4000:]
+    assert out.exists(), ended.log[-4000:]
+    return Served(**json.loads(out.read_text(encoding="utf-8")), log=ended.log)
 
 
 def tiny_model(folder: Path) -> Path:
@@ -121,4 +181,38 @@ def tiny_model(folder: Path) -> Path:
     )
     model: Any = Qwen3ForCausalLM(config)
     model.to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def tiny_hybrid_model(folder: Path) -> Path:
+    """A Qwen3-Next with random weights: three layers of linear attention, and one of full attention."""
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3NextConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+        vocab_size=512,
+        max_position_embeddings=2048,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    model: Any = Qwen3NextForCausalLM(config)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    # SGLang reads what transformers no longer writes.
+    file = folder / "config.json"
+    saved = json.loads(file.read_text("utf-8"))
+    file.write_text(json.dumps({**saved, "full_attention_interval": config.num_hidden_layers}), "utf-8")
     return folder

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
 import sys
 from functools import cache
@@ -12,10 +13,10 @@ from typing import Any
 
 import torch
 
-import kvpool
 from kvpool.integrations import sglang as plugin
 from kvpool.integrations.sglang import seams
 
+REPLACED = [target for target in seams.SEAMS if target != seams.START.rpartition(".")[0]]
 ALLOCATOR = "sglang.srt.mem_cache.allocator"
 POOLS = "sglang.srt.mem_cache.memory_pool"
 
@@ -28,11 +29,11 @@ def original(target: str) -> Any:  # noqa: ANN401 - a class of SGLang
 @cache
 def switch_on() -> dict[str, Any]:
     """SGLang's own classes, by name, after they were replaced."""
-    own = {target.rpartition(".")[2]: original(target) for target in seams.SEAMS}
+    own = {target.rpartition(".")[2]: original(target) for target in REPLACED}
     plugins = import_module("sglang.srt.plugins")
     plugins.load_plugins()
     replaced = import_module("kvpool.integrations.sglang.pools").REPLACEMENTS
-    assert set(replaced) == set(seams.SEAMS)
+    assert set(replaced) == set(REPLACED)
     for target, stand_in in replaced.items():
         assert original(target) is stand_in, target
     return own
@@ -95,6 +96,28 @@ def check_attributes() -> None:
         48,
         [1, 2, 3],
     )
+
+
+def check_buffers() -> None:
+    """Buffers of K and V have the shapes of SGLang's, and V lies whole pages behind K."""
+    own = switch_on()
+    pool = original(f"{POOLS}.MHATokenToKVPool")
+    for page_size, v_head_dim in ((1, 8), (16, 8), (24, 8), (16, 4)):
+        arguments = (70, page_size, torch.bfloat16, 2, 8, 3, "cpu", False, v_head_dim)
+        theirs, ours = own["MHATokenToKVPool"](*arguments), pool(*arguments)
+        assert isinstance(ours.kvpool, kvpool.KVPool)
+        for name in ("k_buffer", "v_buffer"):
+            for expected, found in zip(getattr(theirs, name), getattr(ours, name), strict=True):
+                assert (found.shape, found.stride(), found.dtype) == (
+                    expected.shape,
+                    expected.stride(),
+                    expected.dtype,
+                )
+                assert found.is_contiguous()
+        assert ours.get_contiguous_buf_infos()[1:] == theirs.get_contiguous_buf_infos()[1:]
+        for k, v in zip(ours.k_buffer, ours.v_buffer, strict=True):
+            distance = v.data_ptr() - k.data_ptr()
+            assert v_head_dim == 4 or (distance > 0 and distance % (page_size * k[0].nbytes) == 0)
 
 
 def check_surface() -> None:
@@ -188,32 +211,55 @@ def _decode(numbers: random.Random, pair: tuple[Any, Any], rows: list[Any], page
 
 
 def check_drift() -> None:
-    """A changed signature and a missing class are named, with what was expected, and nothing is replaced."""
+    """The engine does not start on a changed SGLang: all differences are named, and nothing is replaced."""
     token = original(f"{ALLOCATOR}.token.TokenToKVPoolAllocator")
     memory = import_module(POOLS)
     rows = memory.ReqToTokenPool
 
-    def free(self: object, slots: object, when: object) -> None:
+    def free(self: object, slots: object, when: object = 1) -> None:
         """A free of another version."""
         raise NotImplementedError(self, slots, when)
 
-    token.free = free
+    def free_segment(self: object, free_index: object, start_pos: object = None) -> None:
+        """A parameter that was needed is optional."""
+        raise NotImplementedError(self, free_index, start_pos)
+
+    token.free, token.free_segment = free, free_segment
     del memory.HybridReqToTokenPool
-    try:
-        plugin.register()
-    except kvpool.ConfigError as error:
-        message = str(error)
-    else:
-        raise AssertionError("a drift was not noticed")
-    assert (
-        "TokenToKVPoolAllocator.free has the parameters (self, slots, when), expected were (self, free_index)"
-        in message
-    )
-    assert "HybridReqToTokenPool is missing" in message
-    hooks = import_module("sglang.srt.plugins.hook_registry").HookRegistry
-    hooks.apply_hooks()
+    message = _no_start(plugin.EngineMismatchError)
+    for expected in (
+        "TokenToKVPoolAllocator.free is (self, slots, when=1), expected was (self, free_index)",
+        "free_segment is (self, free_index, start_pos=None), expected was (self, free_index, *, start_pos)",
+        "HybridReqToTokenPool is missing",
+    ):
+        assert expected in message, message
+    import_module("sglang.srt.plugins.hook_registry").HookRegistry.apply_hooks()
     assert original(f"{ALLOCATOR}.token.TokenToKVPoolAllocator") is token
     assert memory.ReqToTokenPool is rows
+
+
+def check_broken() -> None:
+    """Nor does it if the replacements cannot be made."""
+    setattr(plugin, "check_seams", list)  # noqa: B010 - it sees nothing
+    del import_module(f"{ALLOCATOR}.mamba").MambaSlotAllocator
+    assert "has no attribute 'MambaSlotAllocator'" in _no_start(plugin.EngineMismatchError)
+
+
+def check_overridden() -> None:
+    """Nor does it if a stand-in is not in its place: SGLang does not apply such a hook, and only logs it."""
+    hooks = import_module("sglang.srt.plugins.hook_registry")
+    hooks.HookRegistry.register(f"{POOLS}.ReqToTokenPool", print, hooks.HookType.BEFORE)
+    assert "scheduler died" in _no_start(RuntimeError)
+
+
+def _no_start(error: type[BaseException]) -> str:
+    """What an engine raises instead of starting."""
+    arguments = {"device": "cpu", "attention_backend": "torch_native", "skip_tokenizer_init": True}
+    try:
+        import_module("sglang").Engine(model_path=os.environ["MODEL"], **arguments)
+    except error as raised:
+        return str(raised)
+    raise AssertionError("the engine started")
 
 
 def check_version() -> None:
@@ -229,9 +275,9 @@ def check_version() -> None:
 
 def check_off() -> None:
     """An installed plugin that was not asked for changes nothing."""
-    own = {target: original(target) for target in seams.SEAMS}
+    own = {target: original(target) for target in REPLACED}
     import_module("sglang.srt.plugins").load_plugins()
-    assert {target: original(target) for target in seams.SEAMS} == own
+    assert {target: original(target) for target in REPLACED} == own
     assert "kvpool.integrations.sglang.pools" not in sys.modules
 
 

@@ -1,27 +1,21 @@
-"""The plugin of SGLang: when it is on, what it replaces, and a look at the real engine.
+"""SGLang's plugin: when it is on, what it replaces, when it stops the engine, and a look at the real one.
 
-`make test-engines` has the engine in many configurations.
+`make test-engines` has the engine in many configurations, in processes as SGLang starts them.
 """
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+import json
 from typing import TYPE_CHECKING
 
 import pytest
-from sglang_on_cpu import HERE, PLUGIN_ON, require, run, serve, tiny_model
+import sglang_on_cpu
+from sglang_on_cpu import PLUGIN_ON, TREE_ON, Ended, fork, job, require, served, tiny_hybrid_model, tiny_model
 
 from kvpool.integrations import sglang
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-needs_sglang = pytest.mark.usefixtures("sglang_is_there")
-
-
-@pytest.fixture
-def sglang_is_there() -> None:
-    require()
 
 
 @pytest.mark.parametrize(
@@ -48,35 +42,88 @@ def test_it_is_on_only_where_it_was_asked_for(
         sglang.register()
 
 
-@needs_sglang
-@pytest.mark.timeout(600)
-# Each is a process, and SGLang takes seconds to import.
-@pytest.mark.parametrize("checks", ["replaced attributes surface", "drift", "version"])
-def test_checks_within_sglang(tmp_path: Path, checks: str) -> None:
-    done = run(tmp_path, str(HERE / "sglang_surface.py"), *checks.split(), **PLUGIN_ON)
-    assert done.stdout.endswith(f"checked {checks}\n"), done.stdout + done.stderr
+CHECKS = {
+    "off": {},
+    "replaced attributes buffers surface": PLUGIN_ON,
+    "drift": PLUGIN_ON,
+    "broken": PLUGIN_ON,
+    "overridden": PLUGIN_ON,
+    "version": PLUGIN_ON,
+}
+"""Checks of `sglang_surface.py`, each line in a process of its own, and its environment."""
+
+ENGINES = {"without": {}, "with": {**PLUGIN_ON, **TREE_ON}}
 
 
-@needs_sglang
-@pytest.mark.timeout(600)
-def test_an_installed_plugin_changes_nothing_by_itself(tmp_path: Path) -> None:
-    done = run(tmp_path, str(HERE / "sglang_surface.py"), "off")
-    assert done.stdout.endswith("checked off\n"), done.stdout + done.stderr
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("sglang")
 
 
-@needs_sglang
+@pytest.fixture(scope="module")
+def ended(folder: Path) -> dict[str, Ended]:
+    """How each check and each engine ended, in forks of one process: the import takes the most time."""
+    require()
+    models = {"dense": tiny_model(folder / "dense"), "hybrid": tiny_hybrid_model(folder / "hybrid")}
+    engine = {"page_size": 16, "max_total_tokens": 1024, "max_mamba_cache_size": 40}
+    jobs = {
+        "tree choices": job("tree_choices.py"),
+        "tree histories": job("tree_histories.py", "FULL+SWA+MAMBA", "2", "40"),
+    }
+    for kind, model in models.items():
+        for name, variables in ENGINES.items():
+            out = folder / f"{kind} {name}.json"
+            config = {"model": str(model), "requests": 8, "engine": engine, "out": str(out)}
+            jobs[out.stem] = job("serve_sglang.py", json.dumps(config), **variables)
+    for checks, variables in CHECKS.items():
+        jobs[checks] = job("sglang_surface.py", *checks.split(), MODEL=str(models["dense"]), **variables)
+    return fork(folder, jobs)
+
+
+def test_an_engine_that_must_be_there_is_not_skipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sglang_on_cpu, "ENGINES", tmp_path)
+    monkeypatch.setattr(sglang_on_cpu, "HAS_PACKAGES", True)
+    monkeypatch.setenv("KVPOOL_REQUIRE_ENGINES", "1")
+    with pytest.raises(pytest.fail.Exception, match="SGLang is not in"):
+        require()
+    monkeypatch.delenv("KVPOOL_REQUIRE_ENGINES")
+    with pytest.raises(pytest.skip.Exception, match="SGLang is not in"):
+        require()
+    (tmp_path / ".installed").touch()
+    with pytest.raises(pytest.fail.Exception, match="SGLang is not in"):
+        require()
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_the_engine_gives_the_same_tokens(tmp_path: Path) -> None:
-    model = tiny_model(tmp_path / "model")
-    config = {
-        "model": str(model),
-        "requests": 12,
-        "engine": {"page_size": 16, "max_total_tokens": 1024},
-    }
-    with ThreadPoolExecutor(2) as threads:
-        own = threads.submit(serve, tmp_path, config)
-        pooled = threads.submit(serve, tmp_path, config, **PLUGIN_ON)
-    assert pooled.result().tokens == own.result().tokens
-    assert pooled.result().cached > 0
-    assert "SGLang: PagedTokenToKVPoolAllocator is kvpool's" in pooled.result().log
+@pytest.mark.parametrize("checks", CHECKS)
+def test_checks_within_sglang(ended: dict[str, Ended], checks: str) -> None:
+    status, log = ended[checks]
+    assert status == 0, log
+    assert f"checked {checks}\n" in log
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("kind", "rows"), [("dense", "ReqToTokenPool"), ("hybrid", "HybridReqToTokenPool")])
+def test_the_engine_gives_the_same_tokens(
+    folder: Path, ended: dict[str, Ended], kind: str, rows: str
+) -> None:
+    own, pooled = (served(folder / f"{kind} {name}.json", ended[f"{kind} {name}"]) for name in ENGINES)
+    assert pooled.tokens == own.tokens
+    assert len({tuple(tokens) for tokens in own.tokens}) > 8
+    assert min(own.cached, pooled.cached) > 0
+    assert "is kvpool's" not in own.log
+    states = {"MambaSlotAllocator"} if kind == "hybrid" else set()
+    for made in {rows, "MHATokenToKVPool", "PagedTokenToKVPoolAllocator", *states}:
+        assert f"SGLang: {made} is kvpool's" in pooled.log
+    assert "Tree Core: KvTreeCore" in pooled.log
+
+
+@pytest.mark.timeout(600)
+def test_the_prefix_cache_is_the_same_over_both_tree_cores(ended: dict[str, Ended]) -> None:
+    status, log = ended["tree choices"]
+    assert status == 0, log
+    status, log = ended["tree histories"]
+    assert status == 0, log
+    for label, counts in json.loads(log.splitlines()[-1]).items():
+        assert counts.keys() >= {"insert", "match", "evict"}, label

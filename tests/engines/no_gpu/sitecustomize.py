@@ -9,6 +9,8 @@ from __future__ import annotations
 import sys
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_file_location
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +40,9 @@ PACKAGES = frozenset(
         *("watchfiles", "xatlas"),
     ]
 )
+
+SUPPLIED = {"sgl_kernel.mamba": Path(__file__).with_name("qwen3_next_kernels.py")}
+"""Modules of them that are here instead."""
 
 
 def _is_special(name: str) -> bool:
@@ -117,6 +122,8 @@ class Finder(MetaPathFinder, Loader):
         target: ModuleType | None = None,  # noqa: ARG002
     ) -> ModuleSpec | None:
         """The spec of an absent package or of a module below one."""
+        if fullname in SUPPLIED:
+            return spec_from_file_location(fullname, SUPPLIED[fullname])
         top = fullname.partition(".")[0]
         is_absent = top in PACKAGES and (top == fullname or isinstance(sys.modules.get(top), Absent))
         return ModuleSpec(fullname, self, is_package=True) if is_absent else None

@@ -8,13 +8,15 @@ and the buffers of K and V. Everything else of SGLang stays as it is.
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 from importlib.metadata import version
 from typing import Any
 
 from kvpool.errors import ConfigError
+from kvpool.integrations.sglang.seams import START, EngineMismatchError, check_seams
 
-__all__ = ["TESTED_VERSIONS", "is_switched_on", "register", "register_tree_core"]
+__all__ = ["TESTED_VERSIONS", "EngineMismatchError", "is_switched_on", "register", "register_tree_core"]
 
 TESTED_VERSIONS = ("0.5.23",)
 """Versions of SGLang on which the plugin has passed its tests."""
@@ -65,27 +67,35 @@ def register() -> None:
     Does nothing unless it is switched on. With `KVPOOL_SGLANG_STRICT=1` an invalid free raises.
 
     Raises:
-        ConfigError: If a class or a signature is not the one that the replacements were written for. Nothing
-            is replaced then. SGLang logs the error, and goes on with its own pools.
+        EngineMismatchError: If a class or a signature is not the one that the replacements were written for,
+            or if they cannot be imported. Nothing is replaced then.
     """
     if not is_switched_on():
         return
+    try:
+        _register()
+    except Exception as error:
+        raise EngineMismatchError(
+            f"SGLang cannot run on kvpool, and nothing was replaced: {type(error).__name__}: {error}. "
+            "Without SGLANG_PLUGINS=kvpool it runs on its own pools."
+        ) from error
+
+
+def _register() -> None:
     found = version("sglang")
-    if found not in TESTED_VERSIONS:
+    if found not in TESTED_VERSIONS and multiprocessing.parent_process() is None:
         _logger.warning(
             "SGLang %s was not tested with kvpool; tested are %s", found, ", ".join(TESTED_VERSIONS)
         )
-    # SGLang is imported only once it is known to be used.
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: PLC0415
-
-    from kvpool.integrations.sglang.seams import check_seams  # noqa: PLC0415
-
     problems = check_seams()
     if problems:
         raise ConfigError(f"SGLang {found} is not what kvpool was written for: {'; '.join(problems)}")
-    from kvpool.integrations.sglang.pools import REPLACEMENTS  # noqa: PLC0415
+    # SGLang is imported only once it is known to be used.
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: PLC0415
+
+    from kvpool.integrations.sglang.pools import REPLACEMENTS, check_replaced  # noqa: PLC0415
 
     register_tree_core()
-
     for target, replacement in REPLACEMENTS.items():
         HookRegistry.register(target, replacement, HookType.REPLACE)
+    HookRegistry.register(START, check_replaced, HookType.BEFORE)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pkgutil
 from abc import ABCMeta
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -17,11 +18,12 @@ from sglang.srt.mem_cache.allocator import mamba, paged, token
 from typing_extensions import override
 
 from kvpool._kvpool import KVPool, ReqToTokenPool, TokenToKVPoolAllocator
+from kvpool.integrations.sglang.seams import EngineMismatchError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["REPLACEMENTS"]
+__all__ = ["REPLACEMENTS", "check_replaced"]
 
 _logger = logging.getLogger("kvpool")
 
@@ -253,7 +255,8 @@ class _KvBuffers(memory_pool.MHATokenToKVPool, metaclass=_StandIn):  # type: ign
             _logger.info("SGLang: the buffers of K and V stay its own: %s", why)
             super()._create_buffers_normal()
             return
-        (rows, head_num, k_dim), (_, _, v_dim) = self._kv_buffer_shapes()
+        k_shape, v_shape = self._kv_buffer_shapes()
+        rows, head_num, k_dim = k_shape
         self.kvpool = KVPool(
             rows - self.page_size,
             self.layer_num,
@@ -261,8 +264,9 @@ class _KvBuffers(memory_pool.MHATokenToKVPool, metaclass=_StandIn):  # type: ign
             k_dim,
             self.device,
             self.store_dtype,
-            v_head_dim=v_dim,
+            v_head_dim=v_shape[-1],
             page_size=self.page_size,
+            layout="fused" if k_shape == v_shape else "split",
             pin_memory=False,
         )
         self.k_buffer = [buffer[:rows] for buffer in self.kvpool.k_buffer]
@@ -274,8 +278,6 @@ class _KvBuffers(memory_pool.MHATokenToKVPool, metaclass=_StandIn):  # type: ign
             return "memory has to come from PyTorch"
         if self.kv_cache_layout != "nhd":
             return f"layout {self.kv_cache_layout}"
-        if torch.device(self.device).type != "cpu":
-            return "its kernels need V at a whole number of pages behind K"
         return ""
 
 
@@ -284,3 +286,22 @@ REPLACEMENTS: dict[str, type] = {
     for stand_in in (_TokenSlots, _PagedSlots, _StateSlots, _Rows, _HybridRows, _KvBuffers)
 }
 """The stand-ins, by what they replace."""
+
+
+def check_replaced(*_: object, **__: object) -> None:
+    """Runs before SGLang's scheduler is made, when hooks of every plugin are in place.
+
+    Raises:
+        EngineMismatchError: If a stand-in is not where SGLang looks for it: SGLang only logs a hook that it
+            could not apply, and of two replacements it takes the last.
+    """
+    missing = [
+        f"{target} is {found!r}"
+        for target, stand_in in REPLACEMENTS.items()
+        if (found := pkgutil.resolve_name(target)) is not stand_in
+    ]
+    if missing:
+        raise EngineMismatchError(
+            f"SGLang was to run on kvpool's pools, but {', '.join(missing)}: "
+            "another plugin replaces or wraps it, or SGLang's log says what failed"
+        )

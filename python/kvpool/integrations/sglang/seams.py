@@ -1,4 +1,4 @@
-"""What the plugin relies on in SGLang: classes, and the names of the parameters of their methods."""
+"""What the plugin relies on in SGLang: classes, and the signatures of their methods."""
 
 from __future__ import annotations
 
@@ -6,59 +6,79 @@ import inspect
 from importlib import import_module
 from typing import Any
 
-__all__ = ["SEAMS", "check_seams"]
+__all__ = ["SEAMS", "START", "EngineMismatchError", "check_seams"]
 
 _ALLOCATOR = "sglang.srt.mem_cache.allocator"
 _POOLS = "sglang.srt.mem_cache.memory_pool"
-_EXTEND = "self prefix_lens prefix_lens_cpu seq_lens seq_lens_cpu last_loc extend_num_tokens num_new_pages"
+_EXTEND = (
+    "(self, prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu, last_loc, extend_num_tokens, "
+    "num_new_pages=None)"
+)
 
 _SLOTS = {
-    "alloc": "self need_size",
-    "available_size": "self",
-    "clear": "self",
-    "free": "self free_index",
-    "free_group_begin": "self",
-    "free_group_end": "self",
-    "free_page_ids": "self page_ids",
-    "free_segment": "self free_index start_pos",
-    "free_segments": "self segments",
-    "get_all_free_pages": "self",
-    "merge_and_sort_free": "self",
-    "resize": "self config",
+    "alloc": "(self, need_size)",
+    "available_size": "(self)",
+    "clear": "(self)",
+    "free": "(self, free_index)",
+    "free_group_begin": "(self)",
+    "free_group_end": "(self)",
+    "free_page_ids": "(self, page_ids)",
+    "free_segment": "(self, free_index, *, start_pos)",
+    "free_segments": "(self, segments)",
+    "get_all_free_pages": "(self)",
+    "merge_and_sort_free": "(self)",
+    "resize": "(self, config)",
 }
+
+START = "sglang.srt.managers.scheduler.Scheduler.__init__"
+"""What SGLang calls in each scheduler process, after the plugins and before it makes a pool."""
 
 SEAMS: dict[str, dict[str, str]] = {
     f"{_ALLOCATOR}.token.TokenToKVPoolAllocator": {
-        "__init__": "self size dtype device kvcache need_sort",
+        "__init__": "(self, size, dtype, device, kvcache, need_sort)",
         **_SLOTS,
     },
     f"{_ALLOCATOR}.paged.PagedTokenToKVPoolAllocator": {
-        "__init__": "self size page_size dtype device kvcache need_sort",
+        "__init__": "(self, size, page_size, dtype, device, kvcache, need_sort)",
         **_SLOTS,
         "alloc_extend": _EXTEND,
-        "alloc_decode": "self seq_lens seq_lens_cpu last_loc",
+        "alloc_decode": "(self, seq_lens, seq_lens_cpu, last_loc)",
     },
     f"{_ALLOCATOR}.mamba.MambaSlotAllocator": {
-        "__init__": "self size device",
-        "alloc": "self need_size",
-        "alloc_group_begin": "self num_reqs",
-        "alloc_group_end": "self",
-        "available_size": "self",
-        "clear": "self",
-        "free": "self free_index",
+        "__init__": "(self, size, device)",
+        "alloc": "(self, need_size)",
+        "alloc_group_begin": "(self, num_reqs)",
+        "alloc_group_end": "(self)",
+        "available_size": "(self)",
+        "clear": "(self)",
+        "free": "(self, free_index)",
     },
     f"{_POOLS}.ReqToTokenPool": {
-        "__init__": "self size max_context_len device enable_memory_saver",
-        "alloc_rows": "self need_size",
-        "available_size": "self",
-        "clear": "self",
-        "free_rows": "self indices",
-        "write": "self indices values",
+        "__init__": "(self, size, max_context_len, device, enable_memory_saver)",
+        "alloc_rows": "(self, need_size)",
+        "available_size": "(self)",
+        "clear": "(self)",
+        "free_rows": "(self, indices)",
+        "write": "(self, indices, values)",
     },
-    f"{_POOLS}.HybridReqToTokenPool": {"alloc": "self reqs", "clear": "self"},
-    f"{_POOLS}.MHATokenToKVPool": {"_create_buffers_normal": "self", "_kv_buffer_shapes": "self"},
+    f"{_POOLS}.HybridReqToTokenPool": {"alloc": "(self, reqs)", "clear": "(self)"},
+    START.rpartition(".")[0]: {"__init__": "(self, server_args, port_args)"},
+    f"{_POOLS}.MHATokenToKVPool": {"_create_buffers_normal": "(self)", "_kv_buffer_shapes": "(self)"},
 }
-"""By class, the methods and the names of their parameters."""
+"""By class, the methods and their signatures: names, kinds and defaults."""
+
+
+class EngineMismatchError(BaseException):
+    """SGLang was asked to run on kvpool, and cannot: the engine does not start.
+
+    Not an `Exception`: SGLang logs every `Exception` of a plugin, and goes on with its own pools.
+    """
+
+
+def signature(function: Any) -> str:  # noqa: ANN401 - a function of SGLang
+    """The signature of a function, without annotations."""
+    parameters = inspect.signature(function).parameters.values()
+    return str(inspect.Signature([each.replace(annotation=inspect.Parameter.empty) for each in parameters]))
 
 
 def check_seams() -> list[str]:
@@ -74,12 +94,7 @@ def check_seams() -> list[str]:
         for method, expected in methods.items():
             function = getattr(found, method, None)
             if function is None:
-                problems.append(f"{name}.{method}({expected.replace(' ', ', ')}) is missing")
-                continue
-            parameters = " ".join(inspect.signature(function).parameters)
-            if parameters != expected:
-                problems.append(
-                    f"{name}.{method} has the parameters ({parameters.replace(' ', ', ')}), "
-                    f"expected were ({expected.replace(' ', ', ')})"
-                )
+                problems.append(f"{name}.{method}{expected} is missing")
+            elif signature(function) != expected:
+                problems.append(f"{name}.{method} is {signature(function)}, expected was {expected}")
     return problems
