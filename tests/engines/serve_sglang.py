@@ -28,29 +28,24 @@ def prompts_of(requests: int) -> list[list[int]]:
     return [prompt() for _ in range(requests)]
 
 
-async def abort_some(engine: Any, prompts: list[list[int]]) -> None:  # noqa: ANN401 - of SGLang
-    """Starts requests and gives them up at different points."""
+async def abort_some(engine: Any, prompts: list[list[int]]) -> int:  # noqa: ANN401 - of SGLang
+    """Starts requests, gives them up at different points, and returns how many ended by that."""
 
-    async def one(number: int, prompt: list[int]) -> None:
+    async def one(number: int, prompt: list[int]) -> bool:
         answers = await engine.async_generate(
             input_ids=prompt,
             sampling_params={"temperature": 0, "max_new_tokens": 64, "ignore_eos": True},
             stream=True,
             rid=f"gone-{number}",
         )
-        async for count, _ in _counted(answers):
-            if count >= number % 5:
+        count, reason = 0, None
+        async for answer in answers:
+            if count == number % 5:
                 engine.tokenizer_manager.abort_request(rid=f"gone-{number}")
-                return
+            count, reason = count + 1, answer["meta_info"]["finish_reason"]
+        return reason is not None and reason["type"] == "abort"
 
-    await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(prompts)))
-
-
-async def _counted(answers: Any) -> Any:  # noqa: ANN401
-    count = 0
-    async for answer in answers:
-        yield count, answer
-        count += 1
+    return sum(await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(prompts))))
 
 
 def main() -> None:
@@ -78,8 +73,9 @@ def main() -> None:
     engine = sglang.Engine(**arguments)
     sampling = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
     answers = engine.generate(input_ids=prompts, sampling_params=sampling)
+    aborted = 0
     if config.get("aborts"):
-        engine.loop.run_until_complete(abort_some(engine, prompts[:12]))
+        aborted = engine.loop.run_until_complete(abort_some(engine, prompts[:12]))
     # What came before is in the prefix cache, if there is one.
     answers += engine.generate(input_ids=prompts[:8], sampling_params={**sampling, "max_new_tokens": 16})
     tokens = [answer["output_ids"] for answer in answers]
@@ -88,7 +84,9 @@ def main() -> None:
     # The scheduler checks its pools while it is idle, and ends if slots are missing.
     engine.generate(input_ids=prompts[0], sampling_params=sampling)
     engine.shutdown()
-    Path(config["out"]).write_text(json.dumps({"tokens": tokens, "cached": cached}), encoding="utf-8")
+    Path(config["out"]).write_text(
+        json.dumps({"tokens": tokens, "cached": cached, "aborted": aborted}), encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

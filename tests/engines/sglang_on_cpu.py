@@ -25,8 +25,11 @@ ENGINES = Path(os.environ.get("KVPOOL_ENGINES") or Path(sys.prefix) / "engines")
 HAS_PACKAGES = sys.platform == "linux" and (3, 11) <= sys.version_info < (3, 14)
 """Whether SGLang has packages for this machine, as the Makefile asks."""
 
-PATIENCE_S = 900
-"""Longer than an engine takes on a machine that is busy."""
+PATIENCE_S = 3600
+"""Longer than all engines take on a machine that is busy."""
+
+MODELS = {"qwen3", "qwen3_next"}
+"""SGLang's modules of the models that are served."""
 
 REMOVED = ("SGLANG_", "KVPOOL_", "PYTHONDONTWRITEBYTECODE")
 """Variables that would change what is tested, or make every process compile what it imports."""
@@ -43,14 +46,8 @@ class Served(NamedTuple):
 
     tokens: list[list[int]]
     cached: int
+    aborted: int
     log: str
-
-
-class Started(NamedTuple):
-    """What `serve_sglang.py` is given, and the environment."""
-
-    config: dict[str, Any]
-    variables: dict[str, str]
 
 
 class Ended(NamedTuple):
@@ -87,11 +84,14 @@ def environment(folder: Path, **variables: str) -> dict[str, str]:
     package = find_spec("kvpool")
     assert package is not None
     assert package.origin is not None
+    models = {file.stem for file in (ENGINES / "sglang/srt/models").glob("*.py")}
     places = [HERE / "no_gpu", plugin, Path(package.origin).parents[1], ENGINES]
     return {
         **{name: value for name, value in os.environ.items() if not name.startswith(REMOVED)},
         "PYTHONPATH": os.pathsep.join(str(place) for place in places),
         "SGLANG_USE_CPU_ENGINE": "1",
+        # SGLang imports every other model, too.
+        "SGLANG_DISABLED_MODEL_ARCHS": ",".join(sorted(models - MODELS)),
         "OMP_NUM_THREADS": "1",
         **variables,
     }
@@ -132,27 +132,15 @@ def job(script: str, *arguments: str, **variables: str) -> dict[str, Any]:
     return {"arguments": [str(HERE / script), *arguments], "variables": variables}
 
 
-def serve(folder: Path, engines: list[Started], *, spawn: bool = False) -> list[Served]:
-    """What new engines generate.
-
-    With `spawn` every process of an engine is a new interpreter, as SGLang starts it; without, a fork of one
-    that has imported SGLang, which takes a third of the time.
-    """
-    outs = [folder / f"{number}.json" for number in range(len(engines))]
-    jobs = {
-        out.stem: job("serve_sglang.py", json.dumps({**config, "out": str(out)}), **variables)
-        for out, (config, variables) in zip(outs, engines, strict=True)
-    }
-    if spawn:
-        with ThreadPoolExecutor(2) as threads:
-            runs = [
-                threads.submit(run, folder, *each["arguments"], **each["variables"]) for each in jobs.values()
-            ]
-        done = [each.result() for each in runs]
-        ended = [Ended(each.returncode, each.stdout + each.stderr) for each in done]
-    else:
-        ended = [*fork(folder, jobs).values()]
-    return [served(*each) for each in zip(outs, ended, strict=True)]
+def spawn(folder: Path, jobs: dict[str, dict[str, Any]]) -> dict[str, Ended]:
+    """The same, but every process is a new interpreter, as SGLang starts its own."""
+    with ThreadPoolExecutor(2) as threads:
+        runs = {
+            name: threads.submit(run, folder, *each["arguments"], **each["variables"])
+            for name, each in jobs.items()
+        }
+    done = {name: each.result() for name, each in runs.items()}
+    return {name: Ended(each.returncode, each.stdout + each.stderr) for name, each in done.items()}
 
 
 def served(out: Path, ended: Ended) -> Served:

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
-from sglang_on_cpu import PLUGIN_ON, TREE_ON, Started, require, serve, tiny_hybrid_model, tiny_model
+from sglang_on_cpu import (
+    PLUGIN_ON,
+    TREE_ON,
+    fork,
+    job,
+    require,
+    served,
+    spawn,
+    tiny_hybrid_model,
+    tiny_model,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from sglang_on_cpu import Ended
+
 pytestmark = [
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(3600),
     # From transformers, while a model is made.
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -33,7 +46,6 @@ class Config(NamedTuple):
 
 
 SMALL = {"max_total_tokens": 1024}
-BOLD = {"schedule_conservativeness": 0.0}
 RETRACT = {"SGLANG_TEST_RETRACT": "1"}
 EACH_STEP = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
 
@@ -57,9 +69,8 @@ DENSE = {
     "pressure, in pages": Config({"page_size": 16, **SMALL}, 40),
     "retraction": Config({"page_size": 1}, variables=RETRACT, shows="Testing retraction.", spawn=True),
     "retraction, in pages": Config({"page_size": 64}, variables=RETRACT, shows="Testing retraction."),
-    "too many admitted": Config({"page_size": 16, **SMALL, **BOLD}, 40, shows="Retract requests."),
-    "aborts": Config({"page_size": 1}, aborts=True, shows="gone-"),
-    "aborts, in pages": Config({"page_size": 16}, aborts=True, shows="gone-"),
+    "aborts": Config({"page_size": 1}, aborts=True),
+    "aborts, in pages": Config({"page_size": 16}, aborts=True),
     "sorted": Config({"page_size": 16, "schedule_policy": "lpm"}),
 }
 
@@ -89,58 +100,79 @@ HYBRID = {
     "pressure, in pages": Config({**PAGED, **SMALL, "max_mamba_cache_size": 24}, 40),
     "retraction": Config(PLAIN, variables=RETRACT, shows="Testing retraction."),
     "retraction, in pages": Config(PAGED, variables=RETRACT, shows="Testing retraction."),
-    "too many admitted": Config({**PAGED, **SMALL, **BOLD}, 40, shows="Retract requests."),
-    "aborts": Config(PLAIN, aborts=True, shows="gone-"),
-    "aborts, in pages": Config(PAGED, aborts=True, shows="gone-"),
+    "aborts": Config(PLAIN, aborts=True),
+    "aborts, in pages": Config(PAGED, aborts=True),
 }
 
 
-@pytest.fixture(scope="module")
-def dense_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    require()
-    return tiny_model(tmp_path_factory.mktemp("dense"))
+CONFIGS = {
+    **{f"dense, {name}": config for name, config in DENSE.items()},
+    **{f"hybrid, {name}": config for name, config in HYBRID.items()},
+}
+MODELS = {"dense": tiny_model, "hybrid": tiny_hybrid_model}
+ROWS = {"dense": {"ReqToTokenPool"}, "hybrid": {"HybridReqToTokenPool", "MambaSlotAllocator"}}
 
 
 @pytest.fixture(scope="module")
-def hybrid_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the models."""
     require()
-    return tiny_hybrid_model(tmp_path_factory.mktemp("hybrid"))
+    folder = tmp_path_factory.mktemp("sglang")
+    for kind, make in MODELS.items():
+        make(folder / kind)
+    return folder
 
 
-@pytest.mark.parametrize("name", DENSE)
-def test_tokens_are_the_same(tmp_path: Path, dense_model: Path, name: str) -> None:
-    config = DENSE[name]
-    compare(tmp_path, dense_model, config, {"ReqToTokenPool", "MHATokenToKVPool", slots(config)})
+@pytest.fixture(scope="module")
+def forked(request: pytest.FixtureRequest, folder: Path) -> dict[str, Ended]:
+    """How the engines of all selected tests ended, but of those that are spawned."""
+    selected = {item.callspec.params["name"] for item in request.session.items if hasattr(item, "callspec")}
+    names = [name for name in CONFIGS if name in selected and not CONFIGS[name].spawn]
+    return fork(folder, {key: each for name in names for key, each in jobs(folder, name).items()})
 
 
-@pytest.mark.parametrize("name", HYBRID)
-def test_tokens_of_hybrid_models_are_the_same(tmp_path: Path, hybrid_model: Path, name: str) -> None:
-    config = HYBRID[name]
-    made = {"HybridReqToTokenPool", "MambaSlotAllocator", "MHATokenToKVPool", slots(config)}
-    compare(tmp_path, hybrid_model, config, made)
+def jobs(folder: Path, name: str) -> dict[str, dict[str, Any]]:
+    """An engine on SGLang's own pools, and one on kvpool's."""
+    config = CONFIGS[name]
+    variables = {**config.variables, **PLUGIN_ON, **(TREE_ON if config.tree else {})}
+    return {
+        f"{name}, {pools}": job(
+            "serve_sglang.py",
+            json.dumps(
+                {
+                    "model": str(folder / name.partition(",")[0]),
+                    "out": str(folder / f"{name}, {pools}.json"),
+                    "requests": config.requests,
+                    "aborts": config.aborts,
+                    "engine": engine,
+                }
+            ),
+            **environment,
+        )
+        for pools, engine, environment in (
+            ("own", config.engine, config.variables),
+            ("kvpool", {**config.engine, **config.pooled}, variables),
+        )
+    }
 
 
-def slots(config: Config) -> str:
-    return "TokenToKVPoolAllocator" if config.engine["page_size"] == 1 else "PagedTokenToKVPoolAllocator"
-
-
-def compare(folder: Path, model: Path, config: Config, made: set[str]) -> None:
-    """Serves the same on SGLang's own pools and on kvpool's, which must be those of `made`."""
-    given = {"model": str(model), "requests": config.requests, "aborts": config.aborts}
-    kvpool = {**config.variables, **PLUGIN_ON, **(TREE_ON if config.tree else {})}
-    engines = [
-        Started({**given, "engine": config.engine}, config.variables),
-        Started({**given, "engine": {**config.engine, **config.pooled}}, kvpool),
-    ]
-    own, pooled = serve(folder, engines, spawn=config.spawn)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_tokens_are_the_same(request: pytest.FixtureRequest, folder: Path, name: str) -> None:
+    config = CONFIGS[name]
+    ended = spawn(folder, jobs(folder, name)) if config.spawn else request.getfixturevalue("forked")
+    own, pooled = (
+        served(folder / f"{name}, {pools}.json", ended[f"{name}, {pools}"]) for pools in ("own", "kvpool")
+    )
     assert pooled.tokens == own.tokens
     assert len({tuple(tokens) for tokens in own.tokens}) > 20
-    for log in (own.log, pooled.log):
-        assert config.shows in log, log[-4000:]
+    for each in (own, pooled):
+        assert config.shows in each.log, each.log[-4000:]
+        assert (each.aborted > 0) is config.aborts
     # Nothing was freed twice or by the wrong caller: a strict pool would have ended the scheduler.
-    assert "kvpool" not in own.log.replace(str(folder), "")
-    for name in made:
-        assert f"SGLang: {name} is kvpool's" in pooled.log
+    assert "is kvpool's" not in own.log
+    slots = "TokenToKVPoolAllocator" if config.engine["page_size"] == 1 else "PagedTokenToKVPoolAllocator"
+    for made in {"MHATokenToKVPool", slots, *ROWS[name.partition(",")[0]]}:
+        assert f"SGLang: {made} is kvpool's" in pooled.log
     if "disable_radix_cache" not in config.engine:
         assert min(own.cached, pooled.cached) > 0
         assert ("Tree Core: KvTreeCore" in pooled.log) is config.tree
