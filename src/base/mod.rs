@@ -8,6 +8,7 @@ mod device;
 mod dtype;
 mod error;
 mod ids;
+mod large;
 mod reserve;
 mod shape;
 pub(crate) mod sync;
@@ -19,5 +20,6 @@ pub use error::{Error, ErrorKind, Facts, Result};
 pub use ids::{
     BufferId, ChunkId, Id, IndexNumber, IndexVec, PADDING, Page, PoolPage, RequestRow, Slot, StateSlot, widen,
 };
+pub use large::{on_large_table, table_of};
 pub use reserve::{push, reserve, zeros};
 pub use shape::{Dims, MAX_NDIM, bytes_of, contiguous_strides};

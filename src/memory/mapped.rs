@@ -10,8 +10,8 @@ use crate::base::{Device, Error, Result};
 use super::host::map;
 use super::{Backend, Block, Contents, Gpu, Host, PageLock, Region, Users};
 
-/// Bytes of an explicit huge page.
-const HUGE_PAGE: usize = 2 << 20;
+/// Bytes of a huge page.
+pub(super) const HUGE_PAGE: usize = 2 << 20;
 /// Bytes of a small page; larger pages are multiples of it.
 pub const PAGE: usize = 4096;
 

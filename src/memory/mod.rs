@@ -31,7 +31,7 @@ mod wrappers;
 pub use backend::{ALIGNMENT, Backend, Block, Contents};
 pub use borrowed::Borrowed;
 pub use cuda::{Cuda, Event, Function, Gpu, PageLock, Pinned, Reply, Ring};
-pub use host::Host;
+pub use host::{Host, prefer_huge_pages};
 pub use image::Image;
 pub use mapped::{MappedHost, PAGE};
 pub use page_locking::{PageLocking, Progress, Report, Sink, lock_pages, page_lock_steps};

@@ -48,8 +48,8 @@ use pyo3::prelude::*;
 use pyo3::types::IntoPyDict;
 
 use crate::base::sync::lock;
-use crate::base::{DType, Device, LONG_COPY, bytes_of, on_blocking};
-use crate::memory::{Region, Stream};
+use crate::base::{DType, Device, LONG_COPY, bytes_of, on_blocking, on_large_table};
+use crate::memory::{Region, Stream, prefer_huge_pages};
 use crate::tensor::TensorView;
 
 /// Does `work` under the lock. An error becomes an exception, which runs Python code, after the lock is
@@ -134,6 +134,7 @@ fn _noted() -> u64 {
 #[pymodule]
 fn _kvpool(module: &Bound<'_, PyModule>) -> PyResult<()> {
     on_blocking(without_gil);
+    on_large_table(prefer_huge_pages);
     module.add_class::<tensor::Tensor>()?;
     module.add_class::<base_pool::BasePool>()?;
     module.add_class::<kv_pool::KvPool>()?;

@@ -7,7 +7,7 @@
 use std::hash::{BuildHasher, RandomState};
 
 use super::NodeId;
-use crate::base::Id;
+use crate::base::{Id, table_of};
 
 /// Words of a bucket.
 const WORDS: usize = 8;
@@ -132,7 +132,7 @@ impl Edges {
 
     /// Doubles the table.
     fn grow(&mut self) {
-        let buckets = vec![Bucket::default(); (self.buckets.len() * 2).max(LEAST)];
+        let buckets = table_of((self.buckets.len() * 2).max(LEAST), Bucket::default());
         for word in std::mem::replace(&mut self.buckets, buckets).into_iter().flat_map(|bucket| bucket.0) {
             if word != 0 {
                 self.place(word);

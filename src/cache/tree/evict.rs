@@ -37,11 +37,13 @@ pub(super) struct Queues {
     /// Those with a priority, which go when there are no others: the lowest priority first, then the least
     /// recently used.
     retained: BTreeSet<(u8, Tick, NodeId)>,
+    /// Leaves that were fetched and are probably evicted next.
+    fetched: usize,
 }
 
 impl Queues {
     pub(super) fn new(policy: Box<dyn Policy>) -> Self {
-        Self { policy, retained: BTreeSet::new() }
+        Self { policy, retained: BTreeSet::new(), fetched: 0 }
     }
 
     pub(super) fn bytes(&self) -> usize {
@@ -50,49 +52,53 @@ impl Queues {
 }
 
 /// How many leaves are fetched at a time.
-const AHEAD: usize = 32;
+pub(super) const AHEAD: usize = 128;
 
 impl Tree {
     /// Evicts at least `pages` pages, or all that are evictable.
     pub fn evict(&mut self, pages: usize, cause: Cause) -> Evicted {
         let mut gone = Evicted::default();
         gone.pages.reserve(pages.min(self.cached - self.locked));
-        let mut fetched = 0;
         while gone.pages.len() < pages {
             let now = self.now;
             let retained = |queues: &Queues| queues.retained.first().map(|&(.., leaf)| leaf);
             let of_policy = self.queues.policy.victim(now);
             let Some(leaf) = of_policy.or_else(|| retained(&self.queues)) else { break };
-            if fetched == 0 {
-                // The policy does not know those that are retained.
-                let most = if of_policy.is_some() { pages - gone.pages.len() } else { 1 };
-                fetched = self.fetch_ahead(leaf, most);
-            }
-            fetched -= 1;
+            // The policy does not know those that are retained.
+            self.fetch_ahead(leaf, if of_policy.is_some() { AHEAD } else { 1 });
             self.trim(leaf, pages - gone.pages.len(), cause, &mut gone);
         }
         gone
     }
 
-    /// Reads what the eviction of `leaf` and of those that probably follow, `most` at most, will need, and
-    /// returns their number. One read does not wait for another here, while evictions would wait for each.
-    pub(super) fn fetch_ahead(&self, leaf: NodeId, most: usize) -> usize {
+    /// Unless `leaf` was fetched before, reads what its eviction and that of those that probably follow, `most` in
+    /// all, will need, in this call or in later ones. One read does not wait for another here, while evictions
+    /// would wait for each.
+    pub(super) fn fetch_ahead(&mut self, leaf: NodeId, most: usize) {
+        if let Some(left) = self.queues.fetched.checked_sub(1) {
+            self.queues.fetched = left;
+            return;
+        }
         let mut leaves = [leaf; AHEAD];
         let mut count = 1;
-        while count < most.min(AHEAD)
+        while count < most
             && let Some(next) = self.queues.policy.guess_after(leaves[count - 1])
         {
             leaves[count] = next;
             count += 1;
         }
-        let nodes = || leaves[..count].iter().map(|&leaf| self.node(leaf));
+        self.queues.fetched = count - 1;
+        let leaves = &leaves[..count];
+        let nodes = || leaves.iter().map(|&leaf| self.node(leaf));
         let mut read = nodes().fold(0, |read, node| read ^ u64::from(node.fingerprint ^ node.pins));
+        for leaf in leaves {
+            read ^= u64::from(self.generations[widen(leaf.number())]);
+        }
         for node in nodes() {
             read ^= self.edges.fetch(node.parent, node.fingerprint);
             read ^= node.pages.first().map_or(0, |page| u64::from(page.number()));
         }
         std::hint::black_box(read);
-        count
     }
 
     /// Evicts up to `count` pages from the end of a leaf.

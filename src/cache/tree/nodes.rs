@@ -12,7 +12,7 @@ use std::collections::{BTreeSet, HashMap};
 
 use crate::base::{Id, Page, Result, widen};
 
-use super::evict::Evicted;
+use super::evict::{AHEAD, Evicted};
 use super::{History, Kind, Namespace, NodeId, Place, Tick, Tokens, Tree};
 use crate::cache::Remembered;
 use crate::cache::explain::Cause;
@@ -314,7 +314,6 @@ impl Tree {
         names: &mut Vec<NodeHandle>,
     ) {
         gone.pages.reserve(pages.saturating_sub(gone.pages.len()).min(self.cached - self.locked));
-        let mut fetched = 0_usize;
         while gone.pages.len() < pages
             && let Some(leaf) = self.queues.policy.victim(self.now)
         {
@@ -323,11 +322,7 @@ impl Tree {
                 self.park(leaf);
                 continue;
             }
-            if fetched == 0 {
-                let leaves = (pages - gone.pages.len()).div_ceil(self.node(leaf).pages.len());
-                fetched = self.fetch_ahead(leaf, leaves);
-            }
-            fetched -= 1;
+            self.fetch_ahead(leaf, AHEAD);
             names.push(self.handle(leaf));
             self.trim(leaf, usize::MAX, cause, gone);
         }
