@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+import kvpool
 from kvpool.integrations import sglang as plugin
 from kvpool.integrations.sglang import seams
 
