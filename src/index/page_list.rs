@@ -82,8 +82,14 @@ impl PageList {
     pub fn get(&self, at: usize) -> Page {
         match at.checked_sub(self.before) {
             Some(at) => self.rest[at],
-            None => self.shared_runs(at..at + 1).flatten().next().copied().expect("it is below the length"),
+            None => self.get_shared(at),
         }
+    }
+
+    /// Apart, so that the common case stays small.
+    #[cold]
+    fn get_shared(&self, at: usize) -> Page {
+        self.shared_runs(at..at + 1).flatten().next().copied().expect("it is below the length")
     }
 
     /// The pages of positions `range`, which are below the length, as they lie.

@@ -548,9 +548,10 @@ impl Requests {
         let size = self.page_size;
         let mut at = from;
         if size.offset(from) == 0 {
-            for run in pages.runs(widen(size.page(from))..widen(size.page(to))) {
-                put_slots_of(run.iter().map(|page| page.number()), size.slots(), out);
-            }
+            // Not in a `for`: most often there is one run.
+            pages
+                .runs(widen(size.page(from))..widen(size.page(to)))
+                .for_each(|run| put_slots_of(run.iter().map(|page| page.number()), size.slots(), out));
             at = size.page(to) * size.slots();
         }
         while at < to {
