@@ -24,12 +24,18 @@ use crate::base::{Page, Result, reserve};
 /// ```
 #[derive(Clone, Debug, Default)]
 pub struct PageList {
-    /// They are not changed.
-    shared: Vec<Arc<Vec<Page>>>,
-    /// Pages in `shared`.
-    before: usize,
+    /// Boxed, since most requests have none.
+    shared: Option<Box<Shared>>,
     /// The pages behind those.
     rest: Vec<Page>,
+}
+
+/// Runs that are not changed.
+#[derive(Clone, Debug, Default)]
+struct Shared {
+    runs: Vec<Arc<Vec<Page>>>,
+    /// Pages in `runs`, at least 1.
+    len: usize,
 }
 
 impl PageList {
@@ -44,25 +50,30 @@ impl PageList {
     /// The number of pages.
     #[must_use]
     #[inline]
-    pub const fn len(&self) -> usize {
-        self.before + self.rest.len()
+    pub fn len(&self) -> usize {
+        self.before() + self.rest.len()
     }
 
     /// Whether there are no pages.
     #[must_use]
-    pub const fn is_empty(&self) -> bool {
+    pub fn is_empty(&self) -> bool {
         self.len() == 0
+    }
+
+    /// The number of shared pages.
+    #[inline]
+    fn before(&self) -> usize {
+        self.shared.as_ref().map_or(0, |shared| shared.len)
     }
 
     /// Appends a run, whose memory stays shared.
     pub fn share(&mut self, run: Arc<Vec<Page>>) {
-        if !self.rest.is_empty() {
-            let earlier = std::mem::take(&mut self.rest);
-            self.before += earlier.len();
-            self.shared.push(Arc::new(earlier));
+        let earlier = Arc::new(std::mem::take(&mut self.rest));
+        for run in [earlier, run].into_iter().filter(|run| !run.is_empty()) {
+            let shared = self.shared.get_or_insert_default();
+            shared.len += run.len();
+            shared.runs.push(run);
         }
-        self.before += run.len();
-        self.shared.push(run);
     }
 
     /// Appends copies of pages.
@@ -80,31 +91,35 @@ impl PageList {
     #[must_use]
     #[inline]
     pub fn get(&self, at: usize) -> Page {
-        match at.checked_sub(self.before) {
-            Some(at) => self.rest[at],
-            None => self.get_shared(at),
+        match &self.shared {
+            None => self.rest[at],
+            Some(_) => self.get_behind(at),
         }
     }
 
     /// Apart, so that the common case stays small.
     #[cold]
-    fn get_shared(&self, at: usize) -> Page {
-        self.shared_runs(at..at + 1).flatten().next().copied().expect("it is below the length")
+    fn get_behind(&self, at: usize) -> Page {
+        match at.checked_sub(self.before()) {
+            Some(at) => self.rest[at],
+            None => self.shared_runs(at..at + 1).flatten().next().copied().expect("it is below the length"),
+        }
     }
 
     /// The pages of positions `range`, which are below the length, as they lie.
     #[inline]
     pub fn runs(&self, range: Range<usize>) -> impl Iterator<Item = &[Page]> {
-        let own = range.start.saturating_sub(self.before)..range.end.saturating_sub(self.before);
-        let shared =
-            (range.start < self.before).then(|| self.shared_runs(range.start..range.end.min(self.before)));
+        let before = self.before();
+        let own = range.start.saturating_sub(before)..range.end.saturating_sub(before);
+        let shared = (range.start < before).then(|| self.shared_runs(range.start..range.end.min(before)));
         shared.into_iter().flatten().chain(std::iter::once(&self.rest[own]))
     }
 
     /// The pages of positions `range` of those that are shared, as they lie.
     fn shared_runs(&self, range: Range<usize>) -> impl Iterator<Item = &[Page]> {
         let mut begin = 0;
-        let within = self.shared.iter().map(move |run| {
+        let runs = self.shared.iter().flat_map(|shared| &shared.runs);
+        let within = runs.map(move |run| {
             let [from, to] = [range.start, range.end].map(|at| at.saturating_sub(begin).min(run.len()));
             begin += run.len();
             &run[from..to]
@@ -126,14 +141,15 @@ impl PageList {
     /// As [`Self::with_room`].
     pub fn first(&self, len: usize, room: usize) -> Result<Self> {
         let mut first = Self::default();
-        for run in &self.shared {
-            if run.len() > len - first.before {
+        for run in self.shared.iter().flat_map(|shared| &shared.runs) {
+            if run.len() > len - first.before() {
                 break;
             }
             first.share(Arc::clone(run));
         }
-        first.rest = reserve(len - first.before + room)?;
-        self.runs(first.before..len).for_each(|run| first.rest.extend_from_slice(run));
+        let before = first.before();
+        first.rest = reserve(len - before + room)?;
+        self.runs(before..len).for_each(|run| first.rest.extend_from_slice(run));
         Ok(first)
     }
 
@@ -155,19 +171,22 @@ impl PageList {
 
     /// Drops the pages behind the first `len`.
     pub fn truncate(&mut self, len: usize) {
-        self.rest.truncate(len.saturating_sub(self.before));
-        while self.before > len {
-            let last = self.shared.pop().expect("there are shared pages");
-            self.before -= last.len();
-            if let Some(keep) = len.checked_sub(self.before) {
+        self.rest.truncate(len.saturating_sub(self.before()));
+        while let Some(shared) = self.shared.as_mut().filter(|shared| shared.len > len) {
+            let last = shared.runs.pop().expect("there are shared pages");
+            shared.len -= last.len();
+            if let Some(keep) = len.checked_sub(shared.len) {
                 self.rest.extend_from_slice(&last[..keep]);
+            }
+            if shared.runs.is_empty() {
+                self.shared = None;
             }
         }
     }
 
     /// Removes the pages from position `at` on, and returns them.
     pub fn split_off(&mut self, at: usize) -> Vec<Page> {
-        match at.checked_sub(self.before) {
+        match at.checked_sub(self.before()) {
             Some(0) => std::mem::take(&mut self.rest),
             Some(at) => self.rest.split_off(at),
             None => {
@@ -181,7 +200,8 @@ impl PageList {
     /// Replaces the pages from position `from` on, which are not shared, and returns the position of the first
     /// that differs.
     pub fn replace(&mut self, from: usize, pages: &[Page]) -> Option<usize> {
-        let own = &mut self.rest[from - self.before..][..pages.len()];
+        let before = self.before();
+        let own = &mut self.rest[from - before..][..pages.len()];
         let changed = own.iter().zip(pages).position(|(own, new)| own != new);
         own.copy_from_slice(pages);
         changed.map(|at| from + at)
@@ -223,7 +243,7 @@ mod tests {
                     plain.extend_from_slice(&new);
                     list.extend_from_slice(&new);
                 }
-                9 if at >= list.before => {
+                9 if at >= list.before() => {
                     let new = &new[..few.min(plain.len() - at)];
                     assert_eq!(list.replace(at, new), (!new.is_empty()).then_some(at));
                     assert_eq!(list.replace(at, new), None);

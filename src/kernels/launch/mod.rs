@@ -580,11 +580,11 @@ impl Launcher {
 
     /// Completes `out`, the slots of a batch that grows, by those that continue the last page of a request:
     /// those behind its slot in `last_loc`. One launch on `stream`, which the caller has checked not to be
-    /// captured, for every [`MOST_GROWN`] requests; their numbers are passed with it.
+    /// captured, for every `MOST_GROWN` requests; their numbers are passed with it.
     ///
     /// # Errors
     /// [`ErrorKind::Driver`] when a driver call fails. A last slot that does not end its request leaves the slots
-    /// behind it as they are, and [`Launcher::fault`] reports it.
+    /// behind it as they are, and `Launcher::fault` reports it.
     pub fn continue_pages(
         &self,
         out: &Borrowed<'_>,
