@@ -43,7 +43,7 @@ pub use free_list::{FreeList, Give, Order, Run};
 pub use ledger::{Act, ActGuard, Book, LIFETIME_BUCKETS, Ledger, Owner, Signatures, Span, State};
 pub use ledgered::Ledgered;
 pub use moves::{Move, plan_moves};
-pub use page_list::PageList;
+pub use page_list::{PageList, Runs};
 pub use ref_counts::{RefCounts, Returning, Ticket};
 pub(crate) use requests::put_slots_of;
 pub use requests::{Growth, GrowthRequest, PageSize, Requests};

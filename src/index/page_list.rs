@@ -102,29 +102,28 @@ impl PageList {
     fn get_behind(&self, at: usize) -> Page {
         match at.checked_sub(self.before()) {
             Some(at) => self.rest[at],
-            None => self.shared_runs(at..at + 1).flatten().next().copied().expect("it is below the length"),
+            None => self.runs(at..at + 1).flatten().next().copied().expect("it is below the length"),
         }
     }
 
-    /// The pages of positions `range`, which are below the length, as they lie.
+    /// All pages, unless some of them are shared.
+    #[must_use]
     #[inline]
-    pub fn runs(&self, range: Range<usize>) -> impl Iterator<Item = &[Page]> {
-        let before = self.before();
-        let own = range.start.saturating_sub(before)..range.end.saturating_sub(before);
-        let shared = (range.start < before).then(|| self.shared_runs(range.start..range.end.min(before)));
-        shared.into_iter().flatten().chain(std::iter::once(&self.rest[own]))
+    pub fn unshared(&self) -> Option<&[Page]> {
+        self.shared.is_none().then_some(&self.rest)
     }
 
-    /// The pages of positions `range` of those that are shared, as they lie.
-    fn shared_runs(&self, range: Range<usize>) -> impl Iterator<Item = &[Page]> {
-        let mut begin = 0;
-        let runs = self.shared.iter().flat_map(|shared| &shared.runs);
-        let within = runs.map(move |run| {
-            let [from, to] = [range.start, range.end].map(|at| at.saturating_sub(begin).min(run.len()));
-            begin += run.len();
-            &run[from..to]
-        });
-        within.filter(|run| !run.is_empty())
+    /// The pages of positions `range`, which are below the length, as they lie.
+    #[must_use]
+    #[inline]
+    pub fn runs(&self, range: Range<usize>) -> Runs<'_> {
+        let Some(shared) = &self.shared else {
+            return Runs { shared: [].iter(), skip: 0, left: 0, rest: Some(&self.rest[range]) };
+        };
+        let [skip, end] = [range.start, range.end].map(|at| at.min(shared.len));
+        let rest = &self.rest[range.start - skip..range.end - end];
+        let (skip, left) = if range.start < shared.len { (skip, end - skip) } else { (0, 0) };
+        Runs { shared: shared.runs.iter(), skip, left, rest: Some(rest) }
     }
 
     /// A copy of the pages of positions `range`, which are below the length.
@@ -208,6 +207,35 @@ impl PageList {
     }
 }
 
+/// The runs of a range of a [`PageList`]. The last one may be empty.
+#[derive(Clone, Debug)]
+pub struct Runs<'a> {
+    shared: std::slice::Iter<'a, Arc<Vec<Page>>>,
+    /// Shared pages before the range, and those of it.
+    skip: usize,
+    left: usize,
+    rest: Option<&'a [Page]>,
+}
+
+impl<'a> Iterator for Runs<'a> {
+    type Item = &'a [Page];
+
+    #[inline]
+    fn next(&mut self) -> Option<&'a [Page]> {
+        while self.left > 0 {
+            let run = self.shared.next().expect("the range is below the length");
+            let from = self.skip.min(run.len());
+            let run = &run[from..run.len().min(from + self.left)];
+            self.skip -= from;
+            self.left -= run.len();
+            if !run.is_empty() {
+                return Some(run);
+            }
+        }
+        self.rest.take()
+    }
+}
+
 impl From<Vec<Page>> for PageList {
     fn from(pages: Vec<Page>) -> Self {
         Self { rest: pages, ..Self::default() }
@@ -264,6 +292,7 @@ mod tests {
                 }
             }
             assert_eq!(list.len(), plain.len());
+            assert!(list.unshared().map_or(list.before() > 0, |own| own == plain));
             let [from, to] = [at.min(plain.len()) / 2, at.min(plain.len())];
             assert_eq!(list.to_vec(from..to), plain[from..to]);
             assert!(plain.get(from).is_none_or(|page| list.get(from) == *page));

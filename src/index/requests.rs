@@ -547,9 +547,10 @@ impl Requests {
         let pages = self.pages(row);
         let size = self.page_size;
         let mut at = from;
-        if size.slots() == 1 {
-            let put = |run: &[Page]| out.extend(run.iter().map(|page| page.number().cast_signed()));
-            return pages.runs(widen(from)..widen(to)).for_each(put);
+        if size.slots() == 1
+            && let Some(pages) = pages.unshared()
+        {
+            return out.extend(pages[widen(from)..widen(to)].iter().map(|page| page.number().cast_signed()));
         }
         if size.offset(from) == 0 {
             // Not in a `for`: most often there is one run.

@@ -253,15 +253,18 @@ impl Region {
     ///
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when they are not within the region.
+    #[inline]
     pub fn at(&self, offset: usize, bytes: usize) -> Result<NonNull<u8>> {
         if offset.checked_add(bytes).is_none_or(|end| end > self.bytes()) {
-            return Err(Error::index(format!(
-                "{bytes} bytes at {offset} are outside a region of {} bytes",
-                self.bytes()
-            )));
+            return Err(self.outside(offset, bytes));
         }
         // SAFETY: `offset` is at most the length of the region, which is one allocation.
         Ok(unsafe { self.address().add(offset) })
+    }
+
+    #[cold]
+    fn outside(&self, offset: usize, bytes: usize) -> Error {
+        Error::index(format!("{bytes} bytes at {offset} are outside a region of {} bytes", self.bytes()))
     }
 
     /// `bytes` bytes from `offset` on.
@@ -307,11 +310,17 @@ impl Region {
     }
 
     /// Like [`Region::at`], and checks that the host can access the memory.
+    #[inline]
     fn on_host(&self, offset: usize, bytes: usize) -> Result<NonNull<u8>> {
         if self.device() != Device::Cpu {
-            return Err(Error::config(format!("memory of {} cannot be reached by the host", self.device())));
+            return Err(self.not_on_host());
         }
         self.at(offset, bytes)
+    }
+
+    #[cold]
+    fn not_on_host(&self) -> Error {
+        Error::config(format!("memory of {} cannot be reached by the host", self.device()))
     }
 
     /// Writes `values` at byte `offset` of host memory.

@@ -8,7 +8,7 @@ use crate::base::bounded::narrow;
 use crate::base::{
     DType, Error, ErrorKind, Id, IndexVec, PADDING, Page, RequestRow, Result, Slot, reserve, widen,
 };
-use crate::index::{Act, BadFrees, FenceId, Growth, GrowthRequest, Owner, PageList, Requests};
+use crate::index::{Act, BadFrees, FenceId, Growth, GrowthRequest, Owner, PageList, Requests, Runs};
 use crate::kernels::{Executor, Indices};
 use crate::memory::{Backend, Event, Host, Region, Stream};
 use crate::pool::prefix_cache::Parked;
@@ -470,12 +470,9 @@ impl PlannerState {
     /// Writes the pages of the request at `place`, of which the block table already has the first `valid`.
     fn write_pages(&self, place: usize, valid: usize, pages: &PageList) -> Result<()> {
         let size = size_of::<i32>();
-        let write = |mut begin: usize, from: usize| {
-            pages.runs(from..pages.len()).try_for_each(|run| {
-                self.fields.write(begin, run)?;
-                begin += size_of_val(run);
-                Ok(())
-            })
+        let write = |begin: usize, from: usize| match pages.unshared() {
+            Some(pages) => self.fields.write(begin, &pages[from..]),
+            None => self.write_runs(begin, pages.runs(from..pages.len())),
         };
         if self.layout.has(Field::KvIndices) {
             let begin = self.layout.offset(Field::KvIndices) + self.small_fields.kv_begin(place) * size;
@@ -486,6 +483,15 @@ impl PlannerState {
             write(line + valid * size, valid)?;
             let stale = self.block_table.used(place).saturating_sub(pages.len());
             self.fields.fill(line + pages.len() * size, stale * size, 0)?;
+        }
+        Ok(())
+    }
+
+    #[cold]
+    fn write_runs(&self, mut begin: usize, runs: Runs<'_>) -> Result<()> {
+        for run in runs {
+            self.fields.write(begin, run)?;
+            begin += size_of_val(run);
         }
         Ok(())
     }
