@@ -221,7 +221,7 @@ impl PrefixCache {
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when more than the share `max_pinned` of the
-    /// capacity would be pinned, or the lease is of another cache; the errors of a lease.
+    /// capacity would be pinned, the prefix was cleared, or the lease is of another cache; the errors of a lease.
     pub fn pin(&self, lease: &Lease, time: Option<Duration>, priority: u8, stream: Stream) -> Result<()> {
         let capacity = self.allocator.stats().capacity;
         // The share of a capacity below 2**31 is exact enough in floating point.
@@ -233,6 +233,9 @@ impl PrefixCache {
         });
         let until = until.transpose()?;
         lease.with_hold(&self.shared, stream, |kept, hold| {
+            if !kept.tree.is_attached(hold) {
+                return Err(Error::config("the prefix was cleared and is not found any more; match again"));
+            }
             let pinned = kept.tree.pinned_with(hold);
             if pinned > most {
                 return Err(Error::config(format!(

@@ -302,6 +302,7 @@ impl SlotTensors {
             other.poison_freed(&kv);
         }
         other.clears = self.clears;
+        other.slots.number_fences_after(&self.slots);
         std::mem::replace(self, other)
     }
 

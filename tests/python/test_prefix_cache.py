@@ -1278,3 +1278,15 @@ def test_clearing_ends_pins() -> None:
     assert scene.sizes() == (0, 8, 0, 56)
     scene.cache.clear()
     assert scene.sizes() == (0, 0, 0, 64)
+
+
+def test_a_cleared_prefix_cannot_be_pinned() -> None:
+    scene = Scene()
+    lease = scene.cache.match(range(8))
+    lease.publish(range(8), scene.alloc(8))
+    scene.cache.clear()
+    for seconds in (None, 600):
+        with pytest.raises(ConfigError, match="the prefix was cleared"):
+            scene.cache.pin(lease, seconds=seconds)
+    lease.release()
+    assert scene.sizes() == (0, 0, 0, 64)

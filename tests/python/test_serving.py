@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
     from conftest import RunSnippet
 
+    from kvpool import BatchPlan
+
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -538,6 +540,58 @@ def test_an_interrupt_while_a_failed_batch_is_retracted_loses_nothing() -> None:
     last = {places[at - 1]: at for at in range(of_it[0] - 3, of_it[-1] + 5)}
     for at in last.values():
         serve_interrupted(4, at, fails_in=3)
+
+
+class InterruptedFence:
+    """Never passes; its `query` number `at` is interrupted."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def query(self) -> bool:
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+        return False
+
+
+@devices.cpu_only
+def test_an_interrupt_within_a_call_of_a_pool_loses_nothing() -> None:
+    interrupted = True
+    at = 0
+    while interrupted:
+        at += 1
+        model = PoolReader(32, 3, 40, 4)
+        engine, fence = Engine(model, 12), InterruptedFence(at)
+        model.allocator.free(model.allocator.alloc(4), after=fence)
+        requests = [engine.submit([1, 2, 3, 4, 5], 4), engine.submit([7, 8, 9], 4)]
+        interrupted, is_busy = False, True
+        while is_busy:
+            try:
+                is_busy = engine.step()
+            except KeyboardInterrupt:
+                interrupted = True
+        assert all(request.tokens == alone(request) for request in requests)
+        fence.query = lambda: True  # type: ignore[method-assign]
+        assert is_whole(engine)
+    assert at > 4
+
+
+@devices.cpu_only
+def test_a_model_cannot_change_the_engine_in_the_middle_of_a_step() -> None:
+    class Meddler(PoolReader):
+        def forward(self, token_ids: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
+            logits = super().forward(token_ids, plan)
+            for call in (lambda: engine.abort(requests[1]), engine.step):
+                with pytest.raises(ConfigError, match="in the middle of a step"):
+                    call()
+            return logits
+
+    engine = Engine(Meddler(32, 3, 40, 4), 12)
+    requests = [engine.submit([1, 2, 3, 4, 5], 4), engine.submit([7, 8, 9], 4)]
+    engine.run()
+    assert all(request.tokens == alone(request) for request in requests)
+    assert is_whole(engine)
 
 
 def test_rejects_bad_requests() -> None:

@@ -10,11 +10,12 @@ use std::time::Duration;
 
 use kvpool::base::{DType, ErrorKind, IndexVec};
 use kvpool::cache::{Namespace, PolicyKind};
-use kvpool::kernels::{CopyThreads, Direction, set_num_threads};
+use kvpool::kernels::{CopyThreads, Direction, Indices, set_num_threads};
 use kvpool::memory::{Backend, Host, Limit, MappedHost, PAGE, PageLocking, Region, Report, Stream};
 use kvpool::pool::{
-    AllocatorConfig, Attempt, Batch, BatchPlanner, ChunkConfig, ChunkPool, Grant, Offer, PlannerConfig,
-    Prefix, PrefixCache, PrefixCacheConfig, ReqToTokenConfig, ReqToTokenPool, TokenToKvPoolAllocator,
+    AllocatorConfig, Attempt, Batch, BatchPlanner, ChunkConfig, ChunkPool, Fence, Grant, Lease, Offer,
+    PlannerConfig, Prefix, PrefixCache, PrefixCacheConfig, ReqToTokenConfig, ReqToTokenPool,
+    TokenToKvPoolAllocator,
 };
 use kvpool::tensor::TensorView;
 use loom::cell::UnsafeCell;
@@ -250,18 +251,122 @@ fn a_lease_is_dropped_by_one_thread_while_others_evict_and_clear() {
     });
 }
 
+/// A planner for one request, and its row.
+fn planner_and_row(slots: &Arc<TokenToKvPoolAllocator>) -> (Arc<BatchPlanner>, IndexVec) {
+    let config =
+        ReqToTokenConfig { max_reqs: 1, max_context_len: 8, strict: true, ..ReqToTokenConfig::default() };
+    let host: Arc<dyn Backend> = Arc::new(Host);
+    let mut table = ReqToTokenPool::new(&config, &host).expect("small");
+    let row = table.alloc(1, NO_STREAM).unwrap().expect("one");
+    let config = PlannerConfig { max_batch_size: 1, max_tokens: 8, kv_indices: false, block_table: false };
+    let planner = BatchPlanner::new(&config, &host, Arc::clone(slots), Arc::new(Mutex::new(table)));
+    (planner.expect("small"), IndexVec::I64(vec![row[0].into()]))
+}
+
+/// A lease of two tokens.
+fn lease_of_two(cache: &PrefixCache) -> Arc<Lease> {
+    let prompt: &[i32] = &[1, 2, 7];
+    cache.acquire(&Namespace::Unnamed, &prompt, 2, NO_STREAM).unwrap()
+}
+
+/// Starts a request of `tokens` tokens behind the two of a lease. Whether it began.
+fn starts(planner: &BatchPlanner, row: &IndexVec, lease: &Arc<Lease>, tokens: i64) -> bool {
+    let prefixes = [Prefix::Leased(Arc::clone(lease))];
+    let batch = Batch { rows: row, prefix_lens: &[2], seq_lens: &[tokens], prefixes: &prefixes };
+    matches!(planner.extend(batch, NO_STREAM), Ok(Some(_)))
+}
+
+#[test]
+fn the_prefix_of_a_request_stays_while_another_thread_releases_the_lease() {
+    try_all_calls(Some(2), || {
+        let (slots, cache) = full_cache();
+        let (planner, row) = planner_and_row(&slots);
+        let lease = lease_of_two(&cache);
+        let releasing = {
+            let lease = Arc::clone(&lease);
+            spawn(move || lease.release(NO_STREAM))
+        };
+        let started = starts(&planner, &row, &lease, 3);
+        releasing.join().unwrap();
+        assert!(!started || cache.tree_stats(NO_STREAM).locked >= 2);
+    });
+}
+
+#[test]
+fn no_request_starts_behind_a_prefix_of_before_a_clear() {
+    try_all_calls(Some(2), || {
+        let (slots, cache) = full_cache();
+        let (planner, row) = planner_and_row(&slots);
+        let lease = lease_of_two(&cache);
+        let clearing = {
+            let slots = Arc::clone(&slots);
+            spawn(move || slots.clear(NO_STREAM))
+        };
+        starts(&planner, &row, &lease, 3);
+        clearing.join().unwrap();
+        assert_eq!(slots.stats().in_use, 0);
+    });
+}
+
+#[test]
+fn a_lease_is_that_of_a_new_request_though_the_planner_of_the_earlier_one_is_ending() {
+    try_all_calls(Some(2), || {
+        let (slots, cache) = full_cache();
+        let (ending, row) = planner_and_row(&slots);
+        let lease = lease_of_two(&cache);
+        assert!(starts(&ending, &row, &lease, 2));
+        let (planner, row) = planner_and_row(&slots);
+        let ending = spawn(move || drop(ending));
+        let started = starts(&planner, &row, &lease, 3);
+        ending.join().unwrap();
+        if started {
+            assert!(lease.row().is_some());
+            lease.release(NO_STREAM);
+            assert!(cache.tree_stats(NO_STREAM).locked >= 2);
+        }
+    });
+}
+
+/// A fence that has passed, or never does.
+#[derive(Debug)]
+struct Fixed(bool);
+
+impl Fence for Fixed {
+    fn passed(&self) -> kvpool::base::Result<bool> {
+        Ok(self.0)
+    }
+}
+
+#[test]
+fn a_fence_frees_nothing_of_after_a_resize() {
+    try_all_calls(Some(3), || {
+        let config = AllocatorConfig { size: 8, need_sort: true, strict: true, ..AllocatorConfig::default() };
+        let host: Arc<dyn Backend> = Arc::new(Host);
+        let slots = Arc::new(TokenToKvPoolAllocator::new(&config, &host).expect("small"));
+        let free_two = |passed| {
+            let grant = slots.alloc(2, NO_STREAM).unwrap().expect("there are eight").keep();
+            let own = grant.region().read(grant.offset(), 2).unwrap();
+            let fence: Arc<dyn Fence> = Arc::new(Fixed(passed));
+            let own = Indices::Host(IndexVec::I32(own));
+            assert_eq!(slots.free(&own, Some(&fence), || None, NO_STREAM).unwrap().dropped(), 0);
+        };
+        free_two(true);
+        let polling = {
+            let slots = Arc::clone(&slots);
+            spawn(move || slots.poll(NO_STREAM).unwrap())
+        };
+        slots.resize(8, NO_STREAM).unwrap();
+        free_two(false);
+        polling.join().unwrap();
+        assert_eq!(slots.stats().fenced, 2);
+    });
+}
+
 #[test]
 fn a_planner_starts_and_ends_a_request_while_another_thread_is_short() {
     try_all_calls(Some(3), || {
         let (slots, cache) = full_cache();
-        let config =
-            ReqToTokenConfig { max_reqs: 1, max_context_len: 8, strict: true, ..ReqToTokenConfig::default() };
-        let host: Arc<dyn Backend> = Arc::new(Host);
-        let table = Arc::new(Mutex::new(ReqToTokenPool::new(&config, &host).expect("small")));
-        let config =
-            PlannerConfig { max_batch_size: 1, max_tokens: 8, kv_indices: false, block_table: false };
-        let planner =
-            BatchPlanner::new(&config, &host, Arc::clone(&slots), Arc::clone(&table)).expect("small");
+        let (planner, row) = planner_and_row(&slots);
         let short = {
             let (slots, cache) = (Arc::clone(&slots), Arc::clone(&cache));
             spawn(move || publish(&slots, &cache, &[1, 9]))
@@ -269,8 +374,6 @@ fn a_planner_starts_and_ends_a_request_while_another_thread_is_short() {
         let prompt: &[i32] = &[1, 2, 7];
         let lease = cache.acquire(&Namespace::Unnamed, &prompt, 2, NO_STREAM).unwrap();
         let begin = i64::try_from(lease.len().unwrap()).unwrap();
-        let row = table.lock().unwrap().alloc(1, NO_STREAM).unwrap().expect("one");
-        let row = IndexVec::I64(vec![row[0].into()]);
         let prefixes = [Prefix::Leased(Arc::clone(&lease))];
         let batch = Batch { rows: &row, prefix_lens: &[begin], seq_lens: &[3], prefixes: &prefixes };
         assert!(planner.extend(batch, NO_STREAM).unwrap().is_some(), "there is enough to evict");

@@ -11,9 +11,11 @@ from __future__ import annotations
 from collections import deque
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from inspect import GEN_SUSPENDED, getgeneratorstate
 from itertools import islice
 from operator import length_hint
 from typing import TYPE_CHECKING, Protocol
+from weakref import ref
 
 import torch
 
@@ -23,7 +25,8 @@ from kvpool.serving.sampling import Sampling, sample
 from kvpool.serving.scheduler import Scheduler
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     from kvpool._kvpool import BatchPlan, GDNPool, Lease, ReqToTokenPool, TokenToKVPoolAllocator
     from kvpool.serving.scheduler import State, Step
@@ -104,7 +107,7 @@ class Request:
     def is_complete(self) -> bool:
         """Whether all tokens are generated."""
         tokens = self.tokens
-        return len(tokens) == self.max_new_tokens or bool(tokens and tokens[-1] in self.stop_tokens)
+        return len(tokens) >= self.max_new_tokens or bool(tokens and tokens[-1] in self.stop_tokens)
 
     @property
     def seq_len(self) -> int:
@@ -158,6 +161,8 @@ class Engine:
         self._capacity = model.allocator.stats()["capacity"]
         self._undelivered: deque[Request] = deque()  # those that may have tokens not yet passed to callbacks
         self._is_torn = False  # whether a change of the scheduler has begun and not ended
+        # That change, as long as its `with` is left neither regularly nor by an exception.
+        self._change: Callable[[], Generator[None] | None] = lambda: None
         self._counts = dict.fromkeys(
             ("aborted", "steps", "computed_tokens", "found_tokens", "generated_tokens"), 0
         )
@@ -269,6 +274,7 @@ class Engine:
             Whether requests are waiting or running.
 
         Raises:
+            ConfigError: From within the model, in the middle of a step.
             OutOfMemoryError: If slots with other owners leave no room for any request.
             Exception: Any exception of the model or a callback. If a batch fails, what runs is retracted; the
                 next step calls the remaining callbacks.
@@ -297,7 +303,11 @@ class Engine:
                 self.step()
 
     def abort(self, request: Request) -> None:
-        """Abort a request and free its slots. A request that is over stays as it is."""
+        """Abort a request and free its slots. A request that is over stays as it is.
+
+        Raises:
+            ConfigError: From within the model, in the middle of a step. Callbacks may abort requests.
+        """
         with self._changing():
             if request.is_over:
                 return
@@ -366,9 +376,16 @@ class Engine:
                 # One call, so that no interrupt comes between taking the token and the callback.
                 next(map(request.on_token, [request], request.untold))
 
-    @contextmanager
-    def _changing(self) -> Iterator[None]:
+    def _changing(self) -> AbstractContextManager[None]:
         """Change the scheduler. If an exception ends that, retract what runs, now or in the next call."""
+        earlier = self._change()
+        if earlier is not None and getgeneratorstate(earlier) == GEN_SUSPENDED:
+            raise ConfigError("the engine is in the middle of a step: its model cannot step it or abort requests")
+        change = self._begin()
+        self._change = ref(change)
+        return contextmanager(lambda: change)()
+
+    def _begin(self) -> Generator[None]:
         if self._is_torn:
             self._scheduler.retract_all()
         self._is_torn = True

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeAlias, TypeVar
 
-from kvpool.errors import OutOfMemoryError
+from kvpool.errors import IndexOwnershipError, OutOfMemoryError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -241,8 +241,22 @@ class Scheduler(Generic[R]):
     def _free_spare(self) -> None:
         """Free the rows that no request has, with their slots."""
         while self._spare:
-            # One call, so that no interrupt comes between what is listed no more and what is freed.
-            next(map(self._finish, map(self._spare.pop, [-1])))
+            rows = self._spare[-1]
+            try:
+                # One call, so that no interrupt comes between what is listed no more and what is freed.
+                next(map(self._finish, map(self._spare.pop, [-1])))
+            except BaseException:
+                # It frees nothing when it fails, such as by the error of a fence.
+                if rows not in self._spare and self._is_allocated(rows[0]):
+                    self._spare.append(rows)
+                raise
+
+    def _is_allocated(self, row: int) -> bool:
+        try:
+            self.planner.seq_len(row)
+        except IndexOwnershipError:
+            return False
+        return True
 
     def _admit(self) -> None:
         """Start waiting requests in order, while rows, budget and slots last."""

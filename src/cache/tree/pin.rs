@@ -1,7 +1,7 @@
 //! Retention: prefixes that go last, or not before their time.
 
 use super::evict::Evicted;
-use super::{Hold, NodeId, Tree};
+use super::{Hold, Kind, NodeId, Tree};
 
 impl Tree {
     /// Tokens that would be pinned, were this hold pinned too.
@@ -10,6 +10,12 @@ impl Tree {
         let more: usize =
             self.path(hold.node).filter(|&id| !self.is_pinned(id)).map(|id| self.node(id).pages.len()).sum();
         (self.pinned + more) * self.page_size
+    }
+
+    /// Whether the prefix can still be found: its namespace was not cleared.
+    #[must_use]
+    pub fn is_attached(&self, hold: &Hold) -> bool {
+        self.node(self.node(hold.node).root).kind != Kind::Detached
     }
 
     pub(super) fn is_pinned(&self, id: NodeId) -> bool {

@@ -249,6 +249,11 @@ impl Ledgered<SlotAllocator> {
         self.inner.new_fence()
     }
 
+    /// Calls [`SlotAllocator::number_fences_after`].
+    pub const fn number_fences_after(&mut self, other: &SlotAllocator) {
+        self.inner.number_fences_after(other);
+    }
+
     /// Calls [`SlotAllocator::fence_passed`] and records it.
     pub fn fence_passed(&mut self, id: FenceId) {
         let book = &mut self.book;

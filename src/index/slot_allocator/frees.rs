@@ -38,6 +38,12 @@ impl SlotAllocator {
         FenceId(self.next_fence)
     }
 
+    /// Makes fences of this allocator different from those of `other`, which it replaces: a fence of that may pass
+    /// later.
+    pub const fn number_fences_after(&mut self, other: &Self) {
+        self.next_fence = other.next_fence;
+    }
+
     /// Frees slots that work in flight still uses: they stay in use until [`SlotAllocator::fence_passed`].
     ///
     /// A group does not delay it.

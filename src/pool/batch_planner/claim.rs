@@ -6,6 +6,7 @@ use std::sync::{Arc, Weak};
 use crate::base::{Error, Result};
 use crate::index::PageList;
 use crate::memory::Stream;
+use crate::pool::slot_tensors::SlotTensors;
 use crate::pool::{BatchPlanner, Lease, TokenToKvPoolAllocator};
 
 /// A lease that is to become that of a request. Dropping it before [`Claim::keep`] leaves the lease as it was.
@@ -50,6 +51,14 @@ impl Claim {
         let lease = Arc::new(lease.again(usize::try_from(len).unwrap_or(0), stream)?);
         let pages = lease.bind(planner, row)?;
         Ok(Self { lease, pages, is_kept: Cell::new(false) })
+    }
+
+    /// Checks that the pages are still those of the allocator, whose lock the caller holds.
+    ///
+    /// # Errors
+    /// [`ErrorKind::StaleBuffer`](crate::base::ErrorKind::StaleBuffer) when it was cleared meanwhile.
+    pub(super) fn check(&self, slots: &SlotTensors) -> Result<()> {
+        self.lease.check_clears(slots)
     }
 
     /// The pages of the lease.

@@ -189,6 +189,7 @@ impl PlannerState {
             let (growth, pages) =
                 match (batch.prefixes.get(position), claims.get(position).and_then(Option::as_ref)) {
                     (_, Some(claim)) => {
+                        claim.check(slots)?;
                         (self.requests.growth_of_leased(asked, claim.pages().len())?, PageList::default())
                     }
                     (Some(Prefix::Slots(cached)), _) if !cached.is_empty() => {
@@ -627,6 +628,7 @@ impl PlannerState {
             )));
         };
         table.not_capturing(stream)?;
+        claim.map_or(Ok(()), |claim| claim.check(slots))?;
         // The lease is of use only if it is still of the same prefix.
         let full = widen(self.requests.page_size().page(len));
         let is_same = |claim: &&Claim| {
@@ -753,7 +755,7 @@ impl LeaseCut {
 impl Drop for PlannerState {
     /// Requests end with their planner, and so do leases that were released before.
     fn drop(&mut self) {
-        self.leases.iter().flatten().for_each(|bound| bound.lease.unbind());
+        self.leases.iter().flatten().for_each(|bound| bound.lease.unbind_gone());
     }
 }
 

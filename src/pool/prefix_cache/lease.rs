@@ -136,7 +136,7 @@ impl Lease {
         let Some(held) = held.as_mut() else { return Err(stale("it was released")) };
         let mut kept = open.current();
         if kept.clears != self.clears {
-            return Err(stale("the allocator was cleared, and its slots are gone"));
+            return Err(cleared());
         }
         work(&open, &mut kept, held)
     }
@@ -406,19 +406,30 @@ impl Lease {
         })
     }
 
-    /// Undoes [`Self::bind`].
+    /// Undoes [`Self::bind`]. Its planner exists still, so that no other request has the lease since.
     pub(in crate::pool) fn unbind(&self) {
         if let Some(held) = lock(&self.held).as_mut() {
             held.request = None;
         }
-        self.end_if_given_up();
+        self.end_if(|held| held.is_given_up, self.stream);
     }
 
-    fn end_if_given_up(&self) {
-        let is_given_up = lock(&self.held).as_ref().is_some_and(|held| held.is_given_up);
-        if is_given_up {
-            self.end(self.stream);
+    /// Ends what the lease was to a request whose planner is gone. The lease may be another request's since.
+    pub(in crate::pool) fn unbind_gone(&self) {
+        if let Some(held) = lock(&self.held).as_mut()
+            && !held.is_bound()
+        {
+            held.request = None;
         }
+        self.end_if(|held| held.is_given_up && held.request.is_none(), self.stream);
+    }
+
+    /// Checks that the pages are still those of the allocator, whose lock the caller holds.
+    ///
+    /// # Errors
+    /// [`ErrorKind::StaleBuffer`] when it was cleared.
+    pub(in crate::pool) fn check_clears(&self, slots: &SlotTensors) -> Result<()> {
+        if slots.clears() == self.clears { Ok(()) } else { Err(cleared()) }
     }
 
     /// Another lease of the first `len` tokens, in whole pages.
@@ -449,17 +460,16 @@ impl Lease {
     /// Ends the lease. Later calls of it fail; a second release does nothing. The prefix of a planner's request
     /// stays until the request is finished.
     pub fn release(&self, stream: Stream) {
-        if let Some(held) = lock(&self.held).as_mut()
-            && held.request.as_ref().is_some_and(|request| request.planner.strong_count() > 0)
-        {
-            held.is_given_up = true;
-            return;
-        }
-        self.end(stream);
+        let is_over = |held: &mut Held| {
+            held.is_given_up = held.is_bound();
+            !held.is_given_up
+        };
+        self.end_if(is_over, stream);
     }
 
-    fn end(&self, stream: Stream) {
-        let held = lock(&self.held).take();
+    /// Ends the lease if `is_over` says so. One lock for both: in between it could become that of a request.
+    fn end_if(&self, is_over: impl FnOnce(&mut Held) -> bool, stream: Stream) {
+        let held = lock(&self.held).take_if(is_over);
         if let Some(Held { hold, .. }) = held {
             self.shared.open(&self.allocator, stream).release(hold, self.clears);
         }
@@ -467,6 +477,11 @@ impl Lease {
 }
 
 impl Held {
+    /// Whether it is that of a request.
+    fn is_bound(&self) -> bool {
+        self.request.as_ref().is_some_and(|request| request.planner.strong_count() > 0)
+    }
+
     /// The planner of its request.
     fn planner(&self) -> Result<Option<Arc<BatchPlanner>>> {
         let Some(request) = &self.request else { return Ok(None) };
@@ -484,7 +499,7 @@ impl Request {
 
 impl Drop for Lease {
     fn drop(&mut self) {
-        self.end(self.stream);
+        self.end_if(|_| true, self.stream);
     }
 }
 
@@ -521,6 +536,10 @@ const fn in_whole_pages(len: usize, tree: &Tree) -> usize {
 }
 
 #[cold]
+fn cleared() -> Error {
+    stale("the allocator was cleared, and its slots are gone")
+}
+
 fn stale(why: &str) -> Error {
     Error::new(ErrorKind::StaleBuffer, format!("the lease cannot be used: {why}"))
 }
