@@ -14,6 +14,8 @@ DRIVER_SOURCES := $(shell find tests/software_driver -name "*.rs" -o -name "*.cp
 CUDA_TOOLS := $(VENV)/cuda-tools
 PEERS := $(VENV)/peers
 ENGINES := $(VENV)/engines
+# The newest PyTorch that SGLang's compiled tree core takes, in a folder of its own.
+SGLANG_TORCH := $(VENV)/torch-2.14
 # Seconds for each fuzz target, the targets, and how many run at once. SANITIZER=address needs a nightly toolchain.
 FUZZ_SECONDS ?= 3600
 TARGETS ?= $(notdir $(wildcard tests/fuzz/corpus/*))
@@ -32,8 +34,21 @@ HISTORIES ?=
 STEPS ?= 11000000
 SEED ?= 1
 
+# Makes parts of a target, three at a time: on two cores one of them waits for a file, the network or a lock. The output of a
+# part is shown when it ends, and that of one that has failed again when all have ended; then why a process ended that could
+# not say so in a report.
+define at_once
+@mkdir -p target; rm -f target/$@.passed
+@{ $(MAKE) --jobs=3 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target) --print-directory $(1) 2>&1 \
+    && touch target/$@.passed; } | tee target/$@.log
+@test -e target/$@.passed || { printf '\n%s\n' '$@ has failed:'; \
+    awk '/: Entering directory/ { part = "" } { part = part $$0 "\n" } /: [*][*][*] \[/ { failed = 1 } \
+        /: Leaving directory/ { if (failed) printf "%s", part; failed = 0 }' target/$@.log | tee target/$@.failed; \
+    grep -E -B 3 -A 12 'panicked at|^software driver:|^Fatal Python error|^(Current t|T)hread 0x' target/$@.failed; exit 1; }
+endef
+
 .PHONY: demo test lint test-engines bench bench-cuda bench-peers bench-pymllm bench-sglang chart api format clean kernels kernel-report rust-test python-test machine-test software-test \
-    rust-lint python-lint kernel-lint \
+    rust-lint python-lint stub-lint kernel-lint \
     orders fuzz fuzz-build fuzz-briefly histories soak soak-threads gpu gpu-package
 .DEFAULT_GOAL := test
 
@@ -50,25 +65,23 @@ demo: $(EXTENSION) $(VENV)/.tools
 	    $(BIN)/python -m kvpool replay --synthetic --prefix-cache --plot target/replay.png; \
 	fi
 
-test: rust-test orders python-test fuzz-briefly
+test:
+	$(call at_once,rust-test orders machine-test software-test fuzz-briefly)
 
 rust-test: $(DRIVER)
 	cargo test --locked
 	cargo test --quiet --locked --release --manifest-path tests/software_driver/Cargo.toml --target-dir target/software_driver
 	LD_PRELOAD=$(abspath $(DRIVER)) KVPOOL_REQUIRE_CUDA=1 cargo test --locked --features cuda
 
-# Once as this machine is, and every CUDA test on the software driver, both at once: each takes one core.
-# Why a process ended that could not say so in a report comes last, where it is seen.
-python-test: $(EXTENSION) $(VENV)/.test $(DRIVER) $(ENGINES)/.installed
-	$(MAKE) --jobs=2 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target) --no-print-directory machine-test software-test \
-	    || { grep -hE -B 3 -A 12 'panicked at|^software driver:|^Fatal Python error|^(Current t|T)hread 0x' target/*-test.log; exit 1; }
+# Once as this machine is, and every CUDA test on the software driver: each takes one core.
+python-test:
+	$(call at_once,machine-test software-test)
 
-machine-test:
-	KVPOOL_REQUIRE_ENGINES=1 $(BIN)/python -m pytest --capture=sys > target/$@.log 2>&1; status=$$?; cat target/$@.log; exit $$status
+machine-test: $(EXTENSION) $(VENV)/.test $(ENGINES)/.installed
+	KVPOOL_REQUIRE_ENGINES=1 $(BIN)/python -m pytest --capture=sys
 
-software-test:
-	LD_PRELOAD=$(abspath $(DRIVER)) KVPOOL_REQUIRE_CUDA=1 $(BIN)/python -m pytest --capture=sys --software -m cuda \
-	    > target/$@.log 2>&1; status=$$?; cat target/$@.log; exit $$status
+software-test: $(EXTENSION) $(VENV)/.test $(DRIVER)
+	LD_PRELOAD=$(abspath $(DRIVER)) KVPOOL_REQUIRE_CUDA=1 $(BIN)/python -m pytest --capture=sys --software -m cuda
 
 # Every interleaving of a few threads that share data.
 orders: $(DRIVER)
@@ -83,8 +96,8 @@ fuzz: fuzz-build $(VENV)/.fuzz
 	    *) exec tests/fuzz/run {} $(FUZZ_SECONDS) env KVPOOL_HISTORY={} $(FUZZ)/histories ;; esac'
 
 # A look at each, in every run of the tests.
-fuzz-briefly:
-	$(MAKE) fuzz FUZZ_SECONDS=5
+fuzz-briefly: FUZZ_SECONDS = 5
+fuzz-briefly: fuzz
 
 fuzz-build:
 	RUSTFLAGS='$(FUZZ_FLAGS)' cargo $(if $(SANITIZER),+nightly) build --quiet --locked --release --target $(HOST) \
@@ -95,7 +108,8 @@ histories:
 	KVPOOL_HISTORY='$(HISTORIES)' KVPOOL_HISTORY_STEPS=$(STEPS) KVPOOL_HISTORY_SEED=$(SEED) cargo test --locked --profile checked --test rust -- \
 	    --ignored --exact history_runs::long_histories_agree_with_their_models --nocapture
 
-lint: rust-lint python-lint kernel-lint
+lint:
+	$(call at_once,rust-lint stub-lint python-lint kernel-lint)
 
 rust-lint:
 	cargo fmt --check
@@ -110,10 +124,13 @@ rust-lint:
 	cargo clippy --locked --release --all-targets --manifest-path tests/software_driver/Cargo.toml --target-dir target/software_driver -- -D warnings
 	test "$$(cargo tree --locked --features cuda -e features -i cudarc | grep -o 'feature "cuda-[^"]*"')" = 'feature "cuda-12000"'
 
-python-lint: $(EXTENSION) $(VENV)/.test
+python-lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# The stub and the API page are what the extension has.
+stub-lint: $(EXTENSION) $(VENV)/.test
 	$(BIN)/python -m mypy.stubtest kvpool._kvpool --mypy-config-file pyproject.toml
 	$(BIN)/python docs/api.py --check
 
@@ -141,8 +158,9 @@ bench: $(EXTENSION) $(VENV)/.tools
 	fi
 
 # Engines on kvpool, at length. Those that have no package for this machine are skipped with the reason.
-test-engines: $(EXTENSION) $(VENV)/.test $(ENGINES)/.installed
-	KVPOOL_REQUIRE_ENGINES=1 KVPOOL_ENGINE_REQUESTS=3000 $(BIN)/python -m pytest --timeout=3600 tests/python/test_pymllm.py tests/engines
+test-engines: $(EXTENSION) $(VENV)/.test $(ENGINES)/.installed $(SGLANG_TORCH)/.installed
+	KVPOOL_REQUIRE_ENGINES=1 KVPOOL_ENGINE_REQUESTS=3000 KVPOOL_SGLANG_TORCH=$(abspath $(SGLANG_TORCH)) \
+	    $(BIN)/python -m pytest --timeout=3600 tests/python/test_pymllm.py tests/engines
 
 # Without what they depend on and the tests have: PyTorch, transformers and what these need. SGLang has packages for
 # Linux and these versions of Python.
@@ -152,15 +170,20 @@ $(ENGINES)/.installed: $(VENV)/.test
 	    $(PIP) install --quiet --no-deps --no-compile --upgrade --target $(ENGINES) --group sglang; fi
 	touch $@
 
+$(SGLANG_TORCH)/.installed: $(BIN)/python
+	$(PIP) install --quiet --no-deps --no-compile --target $(SGLANG_TORCH) torch==2.14.1 nvidia-curand
+	touch $@
+
 # The same on a GPU.
 bench-cuda: $(EXTENSION) $(VENV)/.tools
 	$(BIN)/python benches/bench_cuda.py
 	$(BIN)/python benches/bench_pools.py
 	$(BIN)/python benches/bench_planner.py
 
-# The pools behind SGLang's classes, beside SGLang's own.
-bench-sglang: $(EXTENSION) $(VENV)/.tools $(ENGINES)/.installed
+# The pools and the tree core behind SGLang's classes, beside SGLang's own: its compiled tree core, too.
+bench-sglang: $(EXTENSION) $(VENV)/.tools $(ENGINES)/.installed $(SGLANG_TORCH)/.installed
 	PYTHONPATH=tests/engines/no_gpu:$(ENGINES) SGLANG_USE_CPU_ENGINE=1 SGLANG_PLUGINS=kvpool $(BIN)/python benches/bench_sglang.py
+	PYTHONPATH=tests/engines/no_gpu:$(SGLANG_TORCH):$(ENGINES) SGLANG_USE_CPU_ENGINE=1 $(BIN)/python benches/bench_sglang_cache.py
 
 # The same beside pymllm's own, from the folder that PYMLLM_PATH names.
 bench-pymllm: $(EXTENSION) $(VENV)/.tools $(VENV)/.test
@@ -168,13 +191,13 @@ bench-pymllm: $(EXTENSION) $(VENV)/.tools $(VENV)/.test
 
 # The prefix cache beside those of other engines, which are installed into a folder of their own: without what they
 # depend on, and with the PyTorch that SGLang's compiled core wants. What cannot be had is skipped with the reason.
-bench-peers: $(EXTENSION) $(VENV)/.tools $(PEERS)/.installed
+bench-peers: $(EXTENSION) $(VENV)/.tools $(PEERS)/.installed $(SGLANG_TORCH)/.installed
 	cargo build --quiet --release --manifest-path benches/peers/kvbm/Cargo.toml --target-dir $(PEERS)/kvbm || true
-	PYTHONPATH=$(PEERS) KVPOOL_KVBM_BENCH=$(PEERS)/kvbm/release/kvbm-bench $(BIN)/python benches/bench_peers.py
+	PYTHONPATH=$(PEERS):$(SGLANG_TORCH) KVPOOL_KVBM_BENCH=$(PEERS)/kvbm/release/kvbm-bench $(BIN)/python benches/bench_peers.py
 
 $(PEERS)/.installed: $(BIN)/python
 	mkdir -p $(PEERS)
-	-$(PIP) install --quiet --no-deps --no-compile --target $(PEERS) torch==2.14.1 nvidia-curand sglang==0.5.23 \
+	-$(PIP) install --quiet --no-deps --no-compile --target $(PEERS) sglang==0.5.23 \
 	    msgspec cloudpickle cachetools dill openai distro jiter
 	-$(PIP) install --quiet --no-compile --target $(PEERS)/build 'setuptools>=77,<81' setuptools-scm setuptools-rust \
 	    wheel jinja2 cmake
@@ -194,7 +217,6 @@ gpu-package:
 	du -sh .gpu
 
 $(GPU_PACKAGE): $(BIN)/python $(RUST_SOURCES) $(shell find python/kvpool -name '*.py' -o -name '*.html') pyproject.toml
-	$(PIP) install --quiet 'maturin>=1.10,<2'
 	rm -rf .gpu
 	$(BIN)/maturin build --release --locked --quiet --out .gpu/wheel
 	$(BIN)/python -m zipfile -e .gpu/wheel/*.whl .gpu/kvpool
@@ -233,19 +255,24 @@ clean:
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --upgrade 'pip>=25.1' 'maturin>=1.10,<2'
 
-$(EXTENSION): $(BIN)/python $(RUST_SOURCES) pyproject.toml
-	$(PIP) install --quiet 'maturin>=1.10,<2'
+# The extension is compiled while packages are installed; then it is installed itself.
+$(VENV)/.compiled: $(BIN)/python $(RUST_SOURCES) pyproject.toml
+	VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/maturin develop --release --locked --quiet --skip-install
+	touch $@
+
+$(EXTENSION): $(VENV)/.compiled | $(VENV)/.tools
 	VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/maturin develop --release --locked --quiet
 	touch $@
 
-$(VENV)/.tools: pyproject.toml $(EXTENSION)
-	$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) install --quiet torch
-	$(PIP) install --quiet 'typer>=0.15' 'rich>=13' 'matplotlib>=3.8' 'numpy>=1.26' 'transformers>=5.21,<6'
+# Few of the modules of PyTorch and transformers are imported: Python compiles these when they are.
+$(VENV)/.tools: pyproject.toml $(BIN)/python
+	$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) install --quiet --no-compile torch
+	$(PIP) install --quiet --no-compile 'typer>=0.15' 'rich>=13' 'matplotlib>=3.8' 'numpy>=1.26' 'transformers>=5.21,<6'
 	touch $@
 
-$(VENV)/.test: pyproject.toml $(VENV)/.tools
-	$(PIP) install --quiet --upgrade 'pip>=25.1'
+$(VENV)/.test: pyproject.toml $(VENV)/.tools | $(EXTENSION)
 	$(PIP) install --quiet --group test --group lint
 	touch $@
 

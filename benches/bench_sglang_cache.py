@@ -115,11 +115,8 @@ def run_long(subject: Subject, rounds: int) -> None:
     missing = array("q", tokens)
     missing[0] = -1
     for _ in range(rounds):
-        subject.time("match 131k, one node", lambda: subject.match(tokens))
         subject.time("match 131k, miss", lambda: subject.match(missing))
-        subject.time("path_device_indices 131k", lambda: cache.path_device_indices(node))
-        lock = subject.time("lock, one node", lambda: cache.inc_lock_ref(node))
-        subject.time("unlock, one node", partial(cache.dec_lock_ref, node, lock.to_dec_params()))
+    run_path(subject, tokens, node, rounds, "one node")
     slots = cache.path_device_indices(node)
     for _ in range(rounds):
         longer = tokens + subject.tokens(64)
@@ -127,29 +124,46 @@ def run_long(subject: Subject, rounds: int) -> None:
         params = InsertParams(RadixKey(longer), values, prev_prefix_len=LONG)
         subject.time("insert +64 on 131k", partial(cache.insert, params))
     chain = subject.tokens(LONG)
-    for end in range(64, LONG + 1, 64):
-        subject.insert(chain[:end], found=end - 64)
-    node = subject.match(chain).last_device_node
+    node = subject.insert(chain)
+    # From the end on, so that each match cuts the first node.
+    for end in range(LONG - 64, 0, -64):
+        subject.match(chain[:end])
+    run_path(subject, chain, node, rounds, "2048 nodes")
+
+
+def run_path(subject: Subject, tokens: array[int], node: int, rounds: int, name: str) -> None:
+    """What a request does with a path, call by call, and all of it in turn."""
+    cache = subject.cache
     for _ in range(rounds):
-        subject.time("match 131k, 2048 nodes", lambda: subject.match(chain))
-        subject.time("path_device_indices, 2048 nodes", lambda: cache.path_device_indices(node))
-        lock = subject.time("lock, 2048 nodes", lambda: cache.inc_lock_ref(node))
-        subject.time("unlock, 2048 nodes", partial(cache.dec_lock_ref, node, lock.to_dec_params()))
+        subject.time(f"match 131k, {name}", lambda: subject.match(tokens))
+    for _ in range(rounds):
+        subject.time(f"path_device_indices, {name}", lambda: cache.path_device_indices(node))
+    for _ in range(rounds):
+        lock = subject.time(f"lock, {name}", lambda: cache.inc_lock_ref(node))
+        subject.time(f"unlock, {name}", partial(cache.dec_lock_ref, node, lock.to_dec_params()))
+
+    def use() -> None:
+        found = subject.match(tokens).last_device_node
+        lock = cache.inc_lock_ref(found)
+        cache.path_device_indices(found)
+        cache.dec_lock_ref(found, lock.to_dec_params())
+
+    for _ in range(rounds):
+        subject.time(f"all four in turn, {name}", use)
 
 
 def subjects(page: int, size: int) -> list[Subject]:
-    """kvpool, in one call and through SGLang's loop, and the cores of SGLang that run here."""
+    """kvpool, in one call and through SGLang's loop, and the faster core of SGLang that runs here."""
     found = [
         Subject("kvpool, one call", "kvpool", page, size, KvUnifiedRadixCache),
         Subject("kvpool", "kvpool", page, size),
-        Subject("SGLang, Python", "python", page, size),
     ]
     params = CacheInitParams(
         disable=False, req_to_token_pool=None, token_to_kv_pool_allocator=None, page_size=page
     )
-    if resolve_tree_core_backend("rust", params) == "rust":
-        found.append(Subject("SGLang, Rust", "rust", page, size))
-    return found
+    # The compiled one, where this PyTorch can load it.
+    core = resolve_tree_core_backend("rust", params)
+    return [*found, Subject(f"SGLang, {core}", core, page, size)]
 
 
 def main() -> None:

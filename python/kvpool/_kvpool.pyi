@@ -2,7 +2,7 @@
 # PyTorch takes them as `Any`.
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
-from typing import Any, SupportsFloat, SupportsIndex, final
+from typing import Any, Literal, SupportsFloat, SupportsIndex, final
 
 import numpy as np
 import numpy.typing as npt
@@ -327,9 +327,12 @@ class KVPool(Pool):
         pin_memory: Whether to page-lock host memory if an NVIDIA driver is present, through a device in use
             or else the first. Page-locked memory is committed whole at construction.
         page_size: Slots per page of the allocator.
+        layout: "split": keys of all layers, then values. "fused": keys and values of each layer together, the
+            values a whole number of pages behind the keys, for kernels that reach both from one address.
 
     Raises:
-        ConfigError: If a size is below 1, a slot does not fit int32, or the size in bytes overflows.
+        ConfigError: If a size is below 1, a slot does not fit int32, the size in bytes overflows, or `layout`
+            is "fused" and rows of keys and values differ in shape.
         TypeError: If `dtype` is not a storage dtype.
         OutOfMemoryError: If there is not enough memory.
         BackendUnavailableError: If `device` is not available.
@@ -348,6 +351,7 @@ class KVPool(Pool):
         pin_memory: bool = True,
         *,
         page_size: SupportsIndex = 1,
+        layout: Literal["split", "fused"] = "split",
     ) -> KVPool: ...
     @property
     def k_buffer(self) -> list[torch.Tensor]:
@@ -483,7 +487,7 @@ class KVPool(Pool):
             IndexError: If the layer does not exist.
         """
     def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
-        """Returns the buffers for registration with a transfer engine: keys of all layers, then values.
+        """Returns the buffers for registration with a transfer engine: keys of all layers, then values, in any layout.
 
         Returns:
             Three lists of `2 * layer_num` ints: addresses, bytes of each buffer, bytes of one of its rows.
@@ -637,8 +641,12 @@ class TokenToKVPoolAllocator(Pool):
     ) -> torch.Tensor | None:
         """Takes the slots for positions `[prefix, seq)` of each request, as SGLang's paged allocator does.
 
-        A prefix that ends inside a page is continued from `last_loc + 1`; then new pages are taken. Waits for
-        the values of arguments on a GPU.
+        A prefix that ends inside a page is continued from `last_loc + 1`; then new pages are taken.
+
+        Values of `last_loc` that only the pool's GPU knows stay there: a kernel on the current stream writes the
+        slots behind them, and `free` copies those from the GPU. What it finds wrong, a later `alloc_extend` or
+        `alloc_decode` raises; that a page is in use is not checked. Waits for the values of other arguments on a
+        GPU.
 
         Args:
             prefix_lens: Tokens that each request has now, ints `[bs]`.
@@ -653,7 +661,7 @@ class TokenToKVPoolAllocator(Pool):
 
         Raises:
             ConfigError: If the arguments differ in length, a length is negative or shrinks, or `last_loc` is
-                not the end of its prefix.
+                not the end of its prefix. If that is found on a GPU, the slots behind it were the padding slot.
             IndexOwnershipError: If the page of `last_loc` is not in use, or two requests would continue the
                 same page.
         """
@@ -1565,8 +1573,10 @@ class HybridTree:
 
     Args:
         page_size: Tokens that are found together.
-        policy: What is evicted first: "lru", "mru", "fifo", "filo", "lfu", "priority" or "slru".
+        policy: What is evicted first: "lru", "mru", "fifo", "filo", "lfu", "priority", "slru" or "tlru".
         protected_uses: With "slru", how often a node is used until it goes after the others.
+        tail: With "tlru", leaves go before the others that are within this many tokens of the end of the longest
+            prompt that went through them.
         window: Tokens of history that sliding-window attention reads; `None` for models without it.
         window_gates: Whether a prefix is found only with its window.
         state_grid: The number of tokens between places where states can be taken; `None` for models without
@@ -1583,6 +1593,7 @@ class HybridTree:
         *,
         policy: str = "lru",
         protected_uses: int = 2,
+        tail: int = 0,
         window: SupportsIndex | None = None,
         window_gates: bool = True,
         state_grid: SupportsIndex | None = None,
@@ -1656,8 +1667,9 @@ class HybridTree:
             start: See `match`.
             end: See `match`.
             namespace: See `match`.
-            found: Tokens that the request had found in the tree: their slots are the tree's already. Slots of
-                later ones that are there are to be freed.
+            found: Tokens that the request had found in the tree, and has locked since: their slots are the tree's
+                already, and most of them are not compared again. Slots of later ones that are there are to be
+                freed.
             inserted: Tokens that the request has inserted before: they do not count as used again.
             window_freed: Tokens whose windows are free already, a whole number of pages.
             priority: Nodes with a higher one go later, with the policy "priority".
@@ -1886,6 +1898,36 @@ class HybridTree:
             KeyError: If the node is gone.
             ConfigError: If the part is 0 or nodes do not have it, the node has a value, or the length is wrong.
         """
+    def hash_at(
+        self,
+        node: int,
+        end: int,
+    ) -> bytes | None:
+        """Returns the hash of the page that ends at `end` tokens on the way to a node, 32 bytes; `None` if it has
+        none.
+
+        Raises:
+            KeyError: If the node is gone.
+        """
+    def set_hashes(
+        self,
+        node: int,
+        start: int,
+        hashes: bytes,
+    ) -> None:
+        """Names the pages from the token `start` up to the end of a node, for engines that tell others what is
+        there: `HybridFrees.removed` names those that are gone.
+
+        Args:
+            node: The node.
+            start: Where a node on the way to it begins.
+            hashes: 32 bytes for each page.
+
+        Raises:
+            KeyError: If the node is gone.
+            ConfigError: If there are not as many hashes as pages, or no node begins at `start`. Nothing is
+                changed.
+        """
     def window_gaps(
         self,
         tokens: IndicesLike,
@@ -2037,6 +2079,11 @@ class HybridStep:
     def done(self) -> bool:
         """Whether the insertion is done. If not, call `advance` when the acts are."""
     @property
+    def added(self) -> tuple[int, int, int] | None:
+        """What this step has added: the node at the end of it, its first token, and one past its last; `None` if
+        nothing.
+        """
+    @property
     def found(self) -> int:
         """Tokens that were there before, in whole pages."""
     @property
@@ -2070,6 +2117,11 @@ class HybridFrees:
     @property
     def counts(self) -> tuple[int, int, int]:
         """How many values of each part were given up."""
+    @property
+    def removed(self) -> list[tuple[Namespace | tuple[Namespace, ...], bytes]]:
+        """The nodes that are gone, of those whose pages have hashes: the namespace and the hashes of each, in the
+        order in which they went. Hashes are bytes, 32 a page.
+        """
 
 @final
 class HybridNode:
@@ -2345,8 +2397,8 @@ class Lease:
                 whole pages passes to the cache. Not needed for a lease that a planner has: it knows the slots
                 of its requests.
             row: The request row of a lease that a planner has; only checked. The planner's next call with the
-                row writes the cache's slots to the request table, in place of those of duplicates. If you write
-                the table yourself, write `Published.slots` to it.
+                row writes the cache's slots to the request table, in place of those of duplicates. Without a
+                planner the cache knows no table: write `Published.slots` to yours.
             state: A working slot of the cache's states, whose state is that after the last whole page. A
                 snapshot of it is kept if a track slot is free or can be given up: superseded ones first, which are
                 earlier ones of the same lease behind the tokens that it was matched with. The state is copied

@@ -33,10 +33,12 @@ impl Dims {
             return Err(too_many(values.len()));
         }
         let mut dims = Self { values: [0; MAX_NDIM], len: values.len() };
-        // Index tensors, the most frequent, have one dimension and need no call.
-        match values {
-            [only] => dims.values[0] = *only,
-            values => dims.values[..values.len()].copy_from_slice(values),
+        // Index tensors have one dimension, rows of tables two, K and V three: they need no call.
+        match *values {
+            [a] => dims.values[0] = a,
+            [a, b] => dims.values[..2].copy_from_slice(&[a, b]),
+            [a, b, c] => dims.values[..3].copy_from_slice(&[a, b, c]),
+            _ => dims.values[..values.len()].copy_from_slice(values),
         }
         Ok(dims)
     }
@@ -79,16 +81,11 @@ impl Dims {
     /// ```
     pub fn bytes(&self, dtype: DType) -> Result<usize> {
         let shape = self.as_slice();
-        if shape.iter().any(|&extent| extent < 0) {
-            return Err(Error::config(format!("shape {shape:?} has a negative extent")));
-        }
         let bytes = shape.iter().try_fold(dtype.size(), |bytes, &extent| {
             let bytes = bytes.checked_mul(usize::try_from(extent).ok()?)?;
             i64::try_from(bytes).is_ok().then_some(bytes)
         });
-        bytes.ok_or_else(|| {
-            Error::config(format!("shape {shape:?} of {dtype} is more bytes than an address can name"))
-        })
+        bytes.ok_or_else(|| not_bytes(shape, dtype))
     }
 
     /// The product of the extents: 1 for a scalar. Negative extents count as 0.
@@ -129,6 +126,14 @@ pub fn bytes_of(what: &str, extents: &[usize], dtype: DType) -> Result<usize> {
             let product = extents.iter().map(ToString::to_string).collect::<Vec<_>>().join(" x ");
             Error::config(format!("{what}: {product} x {dtype} is more bytes than an address can name"))
         })
+}
+
+#[cold]
+fn not_bytes(shape: &[i64], dtype: DType) -> Error {
+    if shape.iter().any(|&extent| extent < 0) {
+        return Error::config(format!("shape {shape:?} has a negative extent"));
+    }
+    Error::config(format!("shape {shape:?} of {dtype} is more bytes than an address can name"))
 }
 
 #[cold]

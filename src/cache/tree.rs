@@ -70,7 +70,7 @@ const _: () = assert!(size_of::<Node>() == 128, "as small as that");
 
 impl Node {
     /// The room for tokens and pages outside of the node.
-    const fn room(&self) -> usize {
+    fn room(&self) -> usize {
         self.tokens.room() + self.pages.room()
     }
 

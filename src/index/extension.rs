@@ -2,12 +2,39 @@
 
 use crate::base::{Error, PADDING, Page, Result, widen};
 
+/// The slot of the last token of each request of a batch.
+#[derive(Clone, Copy, Debug)]
+pub enum LastLoc<'a> {
+    /// The slots.
+    Known(&'a [i64]),
+    /// That many slots, which only a device knows.
+    OnDevice(usize),
+}
+
+impl LastLoc<'_> {
+    const fn len(self) -> usize {
+        match self {
+            Self::Known(slots) => slots.len(),
+            Self::OnDevice(count) => count,
+        }
+    }
+
+    /// The last slot of a request; of one that only a device knows, a value that has no next slot.
+    fn of(self, request: usize) -> i64 {
+        match self {
+            Self::Known(slots) => slots[request],
+            Self::OnDevice(_) => i64::MAX,
+        }
+    }
+}
+
 /// The slots added to a batch of requests.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Extension<T> {
-    /// The new slots, concatenated in the order of the requests.
+    /// The new slots, concatenated in the order of the requests. The padding slot stands for each that only a
+    /// device knows.
     pub slots: Vec<T>,
-    /// Pages that requests had before and that hold some of the new slots.
+    /// Pages that requests had before and that hold some of the new slots, as far as the host knows them.
     pub continued: Vec<Page>,
 }
 
@@ -46,7 +73,7 @@ impl Request {
 pub(super) fn parse_requests(
     prefix_lens: &[i64],
     seq_lens: &[i64],
-    last_loc: &[i64],
+    last_loc: LastLoc<'_>,
 ) -> Result<Vec<Request>> {
     if prefix_lens.len() != seq_lens.len() || seq_lens.len() != last_loc.len() {
         return Err(Error::config(format!(
@@ -59,16 +86,15 @@ pub(super) fn parse_requests(
     prefix_lens
         .iter()
         .zip(seq_lens)
-        .zip(last_loc)
         .enumerate()
-        .map(|(position, ((&prefix, &seq), &last))| {
+        .map(|(position, (&prefix, &seq))| {
             // Lengths beyond int32 can never be served and would overflow sums.
             let length = |value: i64| u32::try_from(value).ok().filter(|&value| i32::try_from(value).is_ok());
             match (length(prefix), length(seq)) {
                 (Some(prefix), Some(seq)) if prefix <= seq => Ok(Request {
                     prefix: widen(prefix),
                     seq: widen(seq),
-                    last_loc: last,
+                    last_loc: last_loc.of(position),
                 }),
                 _ => Err(Error::config(format!(
                     "request {position} grows from {prefix} to {seq} tokens; needed is 0 <= prefix <= seq <= {}",

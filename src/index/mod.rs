@@ -8,7 +8,7 @@
 //! |---|---|
 //! | token slots in pages, with groups, fences and shared pages | [`SlotAllocator`] |
 //! | rows that remember how far they were written | [`RowTable`] |
-//! | tokens and pages of each request | [`Requests`] |
+//! | tokens and pages of each request | [`Requests`], [`PageList`] |
 //! | single indices with a reference count | [`RefCounts`] |
 //! | buffers by size class | [`Buckets`] |
 //! | byte ranges that are all freed at once | [`Arena`] |
@@ -27,6 +27,7 @@ mod ledgered;
 mod mask;
 mod moves;
 mod owners;
+mod page_list;
 mod ref_counts;
 mod requests;
 mod row_table;
@@ -37,11 +38,12 @@ pub use arena::Arena;
 pub use bad_frees::{BadFree, BadFrees, on_bad_frees};
 pub use bitmap::Bitmap;
 pub use buckets::{Bucket, Buckets, Reuse, Rounding};
-pub use extension::Extension;
+pub use extension::{Extension, LastLoc};
 pub use free_list::{FreeList, Give, Order, Run};
 pub use ledger::{Act, ActGuard, Book, LIFETIME_BUCKETS, Ledger, Owner, Signatures, Span, State};
 pub use ledgered::Ledgered;
 pub use moves::{Move, plan_moves};
+pub use page_list::PageList;
 pub use ref_counts::{RefCounts, Returning, Ticket};
 pub(crate) use requests::put_slots_of;
 pub use requests::{Growth, GrowthRequest, PageSize, Requests};

@@ -29,6 +29,9 @@ pub enum Move {
 /// ```
 #[must_use]
 pub fn plan_moves(dst: &[u32], src: &[u32]) -> Vec<Move> {
+    if are_apart(dst, src) {
+        return dst.iter().zip(src).map(|(&dst, &src)| Move::Copy { dst, src }).collect();
+    }
     let mut source: HashMap<u32, u32> = dst.iter().copied().zip(src.iter().copied()).collect();
     source.retain(|dst, src| dst != src);
 
@@ -62,6 +65,25 @@ pub fn plan_moves(dst: &[u32], src: &[u32]) -> Vec<Move> {
         }
     }
     plan
+}
+
+/// Whether no row is written twice, or both read and written: then the order of the moves has no effect.
+fn are_apart(dst: &[u32], src: &[u32]) -> bool {
+    /// Up to here comparing all rows is faster than sorting them.
+    const FEW: usize = 16;
+    if dst.len() <= FEW {
+        let mut left = dst;
+        while let Some((row, later)) = left.split_first() {
+            if later.contains(row) || src.contains(row) {
+                return false;
+            }
+            left = later;
+        }
+        return true;
+    }
+    let mut written = dst.to_vec();
+    written.sort_unstable();
+    written.is_sorted_by(|a, b| a < b) && src.iter().all(|row| written.binary_search(row).is_err())
 }
 
 /// The rows that `source` writes, once each, in the order of their last occurrence in `dst`.

@@ -8,7 +8,7 @@ use std::ops::Range;
 use crate::base::bounded::narrow;
 use crate::base::{Error, ErrorKind, Id, IndexVec, PADDING, Page, RequestRow, Result, reserve, widen};
 
-use super::{Ledgered, RowTable, Run, SlotAllocator};
+use super::{Ledgered, PageList, RowTable, Run, SlotAllocator};
 
 /// The number of slots in a page. A power of two divides positions by a shift, which pays several times per
 /// request.
@@ -75,7 +75,7 @@ struct Request {
     /// Leading pages that a cache keeps for the request, which owns the others.
     leased: u32,
     /// The pages of positions `0..len`; the last one may be partly used.
-    pages: Vec<i32>,
+    pages: PageList,
     /// The last batch with this request.
     batch: u64,
 }
@@ -84,8 +84,8 @@ impl Request {
     const WRITTEN: u32 = u32::MAX;
 
     /// A request without tokens.
-    const fn new(turn: u32, batch: u64) -> Self {
-        Self { turn, len: 0, unwritten: Self::WRITTEN, leased: 0, pages: Vec::new(), batch }
+    fn new(turn: u32, batch: u64) -> Self {
+        Self { turn, len: 0, unwritten: Self::WRITTEN, leased: 0, pages: PageList::default(), batch }
     }
 }
 
@@ -153,7 +153,7 @@ impl Growth {
 /// let named = requests.resolve_rows(&row, &rows).unwrap();
 /// let growth = [requests.growth(named[0], 0, 6).unwrap()];
 /// assert!(requests.grow(&growth, &mut [], &mut slots).unwrap());
-/// assert_eq!((requests.pages(named[0]), requests.len(named[0])), (&[1, 2][..], 6));
+/// assert_eq!((requests.pages(named[0]).len(), requests.len(named[0])), (2, 6));
 /// ```
 #[derive(Clone, Debug)]
 pub struct Requests {
@@ -199,7 +199,7 @@ impl Requests {
 
     /// The pages of a request.
     #[must_use]
-    pub fn pages(&self, row: RequestRow) -> &[i32] {
+    pub fn pages(&self, row: RequestRow) -> &PageList {
         &self.request(row).pages
     }
 
@@ -285,7 +285,7 @@ impl Requests {
         asked: GrowthRequest,
         cached: &IndexVec,
         slots: &SlotAllocator,
-    ) -> Result<(Growth, Vec<i32>)> {
+    ) -> Result<(Growth, PageList)> {
         let GrowthRequest { position, row, prefix, .. } = asked;
         let growth = self.growth_of_new(asked)?;
         let size = self.page_size.slots();
@@ -296,12 +296,12 @@ impl Requests {
                 cached.len()
             )));
         }
-        let mut pages: Vec<i32> = reserve(widen(self.page_size.page(growth.prefix)))?;
+        let mut pages: Vec<Page> = reserve(widen(self.page_size.page(growth.prefix)))?;
         for (at, slot) in cached.iter().enumerate() {
             let offset = narrow(at % widen(size));
             if offset == 0 {
-                let page = u32::try_from(slot).ok().map(|slot| slot / size);
-                let Some(page) = page.filter(|&page| slots.is_owned(Page::new(page))) else {
+                let page = u32::try_from(slot).ok().map(|slot| Page::new(slot / size));
+                let Some(page) = page.filter(|&page| slots.is_owned(page)) else {
                     return Err(Error::new(
                         ErrorKind::IndexOwnership,
                         format!(
@@ -310,9 +310,9 @@ impl Requests {
                         ),
                     ));
                 };
-                pages.push(page.cast_signed());
+                pages.push(page);
             }
-            let first = pages.last().map_or(0, |&page| i64::from(page) * i64::from(size));
+            let first = pages.last().map_or(0, |page| i64::from(page.number()) * i64::from(size));
             if first + i64::from(offset) != slot {
                 return Err(Error::config(format!(
                     "slot {slot} in the cached prefix of request row {row} at position {position} is not number \
@@ -320,7 +320,7 @@ impl Requests {
                 )));
             }
         }
-        Ok((growth, pages))
+        Ok((growth, pages.into()))
     }
 
     /// The growth of a request without tokens.
@@ -374,11 +374,10 @@ impl Requests {
         pages: Range<usize>,
         slots: &SlotAllocator,
     ) -> Result<()> {
-        let pages = &self.pages(row)[pages];
-        match pages.iter().find(|page| !slots.is_owned(Page::new(page.cast_unsigned()))) {
+        match self.pages(row).runs(pages).flatten().find(|page| !slots.is_owned(**page)) {
             None => Ok(()),
             Some(page) => {
-                let slot = page * self.page_size.slots().cast_signed();
+                let slot = page.number() * self.page_size.slots();
                 Err(Error::new(
                     ErrorKind::IndexOwnership,
                     format!(
@@ -399,7 +398,7 @@ impl Requests {
     pub fn grow(
         &mut self,
         batch: &[Growth],
-        prefixes: &mut [&mut Vec<i32>],
+        prefixes: &mut [&mut PageList],
         slots: &mut Ledgered<SlotAllocator>,
     ) -> Result<bool> {
         let needed: usize = batch.iter().map(|growth| widen(growth.new_pages)).sum();
@@ -416,7 +415,7 @@ impl Requests {
                 let pages = std::mem::take(*prefixes.next().expect("each cached prefix has its pages"));
                 match room.filter(|_| !growth.is_leased) {
                     Some(room) => {
-                        slots.share_pages(room, pages.iter().map(|page| Page::new(page.cast_unsigned())));
+                        slots.share_pages(room, pages.runs(0..pages.len()).flatten().copied());
                     }
                     None => request.leased = narrow(pages.len()),
                 }
@@ -446,23 +445,11 @@ impl Requests {
         let keep = widen(page_size.pages(len)).min(request.pages.len());
         request.len = len.min(request.len);
         let leased = widen(request.leased);
-        let mut gone = match leased.checked_sub(keep) {
-            _ if keep == 0 && leased == 0 => std::mem::take(&mut request.pages),
-            None | Some(0) => request.pages.split_off(keep),
-            Some(_) => {
-                let own = request.pages.split_off(leased);
-                request.pages.truncate(keep);
-                request.leased = narrow(keep);
-                own
-            }
-        };
-        if page_size.slots() > 1 {
-            let size = page_size.slots().cast_signed();
-            for page in &mut gone {
-                *page *= size;
-            }
-        }
-        IndexVec::I32(gone)
+        let own = request.pages.split_off(keep.max(leased));
+        request.pages.truncate(keep);
+        request.leased = narrow(keep.min(leased));
+        let size = page_size.slots();
+        IndexVec::I32(own.into_iter().map(|page| (page.number() * size).cast_signed()).collect())
     }
 
     /// Checks that a request can be cut to `len` tokens.
@@ -484,8 +471,8 @@ impl Requests {
             )));
         };
         if len < has && self.page_size.offset(len) != 0 {
-            let page = self.pages(row)[widen(self.page_size.page(len))];
-            if slots.is_shared(Page::new(page.cast_unsigned())) {
+            let page = self.pages(row).get(widen(self.page_size.page(len)));
+            if slots.is_shared(page) {
                 return Err(Error::new(
                     ErrorKind::IndexOwnership,
                     format!(
@@ -515,20 +502,19 @@ impl Requests {
         self.check_owned(0, src, 0..widen(self.page_size.pages(len)), slots)?;
         let full = widen(self.page_size.page(len));
         let rest = self.page_size.offset(len);
-        let mut pages = reserve(full + 1)?;
-        pages.extend_from_slice(&self.pages(src)[..full]);
+        let mut pages = self.pages(src).first(full, 1)?;
         let mut taken = NewPages::new(1)?;
         let room = slots.prepare_sharing()?;
         if !slots.alloc_pages(usize::from(rest > 0), |run| taken.runs.push(run)) {
             return Ok(None);
         }
-        slots.share_pages(room, pages[leased..].iter().map(|page| Page::new(page.cast_unsigned())));
+        slots.share_pages(room, pages.runs(leased..full).flatten().copied());
         taken.move_to(&mut pages, u32::from(rest > 0));
         let copied = if rest == 0 {
             [0..0, 0..0]
         } else {
-            [pages[full], self.pages(src)[full]].map(|page| {
-                let first = page.cast_unsigned() * self.page_size.slots();
+            [&pages, self.pages(src)].map(|pages| {
+                let first = pages.get(full).number() * self.page_size.slots();
                 first..first + rest
             })
         };
@@ -542,12 +528,9 @@ impl Requests {
     pub fn lease(&mut self, row: RequestRow, from: usize, cached: &[Page]) -> Option<usize> {
         let page_size = self.page_size.slots();
         let request = self.request_mut(row);
-        let pages = &mut request.pages[from..from + cached.len()];
-        let numbers = cached.iter().map(|page| page.number().cast_signed());
-        let changed = pages.iter().zip(numbers.clone()).position(|(own, cached)| *own != cached);
-        pages.iter_mut().zip(numbers).for_each(|(own, cached)| *own = cached);
+        let changed = request.pages.replace(from, cached);
         request.leased = narrow(from + cached.len());
-        let changed = changed.map(|page| from + page)?;
+        let changed = changed?;
         request.unwritten = request.unwritten.min(narrow(changed) * page_size);
         Some(changed)
     }
@@ -563,18 +546,15 @@ impl Requests {
     pub fn slots(&self, row: RequestRow, from: u32, to: u32, out: &mut Vec<i32>) {
         let pages = self.pages(row);
         let size = self.page_size;
-        if size.slots() == 1 {
-            out.extend_from_slice(&pages[widen(from)..widen(to)]);
-            return;
-        }
         let mut at = from;
         if size.offset(from) == 0 {
-            let whole = &pages[widen(size.page(from))..widen(size.page(to))];
-            put_slots_of(whole.iter().map(|page| page.cast_unsigned()), size.slots(), out);
+            for run in pages.runs(widen(size.page(from))..widen(size.page(to))) {
+                put_slots_of(run.iter().map(|page| page.number()), size.slots(), out);
+            }
             at = size.page(to) * size.slots();
         }
         while at < to {
-            let page = pages[widen(size.page(at))].cast_unsigned() * size.slots();
+            let page = pages.get(widen(size.page(at))).number() * size.slots();
             let offset = size.offset(at);
             let end = to.min(at - offset + size.slots());
             let first = page + offset;
@@ -614,13 +594,13 @@ impl NewPages {
     }
 
     /// Moves the next `count` pages to the end of `pages`.
-    fn move_to(&mut self, pages: &mut Vec<i32>, count: u32) {
+    fn move_to(&mut self, pages: &mut PageList, count: u32) {
         let mut left = count;
         while left > 0
             && let Some(run) = self.runs.get_mut(self.at)
         {
             let (first, rest) = run.split(left);
-            pages.extend(first.range().map(u32::cast_signed));
+            pages.extend(first.range().map(Page::new));
             left -= first.len;
             match rest {
                 Some(rest) => *run = rest,

@@ -9,10 +9,10 @@ mod frees;
 mod page_runs;
 
 use crate::base::bounded::narrow;
-use crate::base::{Error, ErrorKind, Id, IndexNumber, IndexVec, Page, Result, reserve, widen};
+use crate::base::{Error, ErrorKind, Id, IndexNumber, IndexVec, PADDING, Page, Result, reserve, widen};
 
 use super::Bitmap;
-use super::extension::{Extension, Request, parse_requests};
+use super::extension::{Extension, LastLoc, Request, parse_requests};
 use super::free_list::{Fenced, FreeList, Order, Run};
 use super::owners::{Owners, Room};
 
@@ -230,6 +230,7 @@ impl SlotAllocator {
     ///
     /// A prefix that ends inside a page is continued from `last_loc + 1`; then whole pages are taken. The
     /// requests' slots are concatenated. `last_loc` is ignored where the prefix fills its pages.
+    /// Where only a device knows it, nothing is checked of it.
     ///
     /// # Errors
     /// [`ErrorKind::Config`] when the slices differ in length, a length is negative or shrinks, or the offset
@@ -239,10 +240,11 @@ impl SlotAllocator {
         &mut self,
         prefix_lens: &[i64],
         seq_lens: &[i64],
-        last_loc: &[i64],
+        last_loc: LastLoc<'_>,
     ) -> Result<Option<Extension<T>>> {
         let requests = parse_requests(prefix_lens, seq_lens, last_loc)?;
-        let continued = self.continued(&requests)?;
+        let is_known = matches!(last_loc, LastLoc::Known(_));
+        let continued = if is_known { self.continued(&requests)? } else { Vec::new() };
         // An overflow means more tokens or pages than there are.
         let wanted = requests.iter().try_fold((0usize, 0usize), |(tokens, pages), request| {
             let tokens = tokens.checked_add(request.seq - request.prefix)?;
@@ -262,8 +264,12 @@ impl SlotAllocator {
             let page_size = self.page_size();
             let goal = slots.len() + (request.seq - request.prefix);
             let open = request.open_slots(page_size).min(goal - slots.len());
-            let next = request.next_slot();
-            slots.extend((next..next + narrow(open)).map(T::of));
+            if is_known {
+                let next = request.next_slot();
+                slots.extend((next..next + narrow(open)).map(T::of));
+            } else {
+                slots.resize(slots.len() + open, T::of(PADDING));
+            }
             for page in taken.by_ref().take(request.new_pages(page_size)) {
                 push_slots(&mut slots, Run { start: Page::new(page), len: 1 }, self.page_size, goal);
             }
@@ -312,12 +318,13 @@ impl SlotAllocator {
     /// Undoes an allocation that never reached its caller: frees the pages of `slots`, except the `continued`
     /// ones.
     ///
-    /// Groups do not delay it, and nothing is reported.
+    /// Groups do not delay it, and nothing is reported. The padding slot stands for one in a page that the
+    /// request had.
     pub fn undo<T: IndexNumber>(&mut self, slots: &[T], continued: &[Page]) {
         let page_size = self.page_size;
         let mut pages: Vec<Page> = slots.iter().map(|slot| Page::new(slot.number() / page_size)).collect();
         pages.dedup();
-        pages.retain(|page| !continued.contains(page));
+        pages.retain(|page| page.number() != PADDING && !continued.contains(page));
         self.give_now(pages);
     }
 

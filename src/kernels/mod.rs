@@ -25,7 +25,7 @@ mod threads;
 pub use copy_threads::CopyThreads;
 pub use executor::{Executor, HostExecutor};
 pub use indices::{IndexSpace, Indices, Numbers, expect_ints, read_indices};
-pub use launch::{Fetch, Fetcher, Launcher, PlanBatch, PlanFields, PlanRequest, read_now};
+pub use launch::{Fetch, Fetcher, Grown, Launcher, PlanBatch, PlanFields, PlanRequest, read_now};
 pub use pack::{Direction, pack};
 pub use rows::{LayerLayout, LayerRows, RowBuffer, gather_rows, move_rows, zero_rows};
 pub use store::{Store, store_rows};

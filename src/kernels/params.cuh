@@ -46,7 +46,7 @@ struct alignas(16) Fault {
 };
 static_assert(sizeof(Fault) == 16, "as launch/mod.rs has it");
 
-enum { FAULT_ROW = 1, FAULT_COLUMN = 2, FAULT_VALUE = 3 };
+enum { FAULT_ROW = 1, FAULT_COLUMN = 2, FAULT_VALUE = 3, FAULT_LAST = 4 };
 
 /// The numbers of a batch: `value + step * i` without data, or those from `value` on in the list that is passed with
 /// the launch; otherwise elements of an int32 or int64 tensor, in row-major order, strides in elements.
@@ -255,6 +255,22 @@ struct PlanParams {
     i32 kv_len;
 };
 static_assert(sizeof(PlanParams) == 136, "as launch/params.rs has it");
+
+/// Requests `first..first + count` of a batch that grows. Passed with the launch are, for each, the slots that are taken in
+/// its last page, and then where its new slots begin in `out`, with the end of all.
+struct ContinueParams {
+    void* out;
+    Index last_loc;
+    i64 first;
+    i64 count;
+    /// The number of slots, without the padding page.
+    i64 slots;
+    Fault* fault;
+    i32 page_size;
+    /// Whether `out` is int64.
+    i32 is_wide;
+};
+static_assert(sizeof(ContinueParams) == 208, "as launch/params.rs has it");
 
 struct ReadParams {
     Index from;

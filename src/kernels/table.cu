@@ -1,4 +1,4 @@
-// Writing and reading the request table, and reading index tensors.
+// Writing and reading the request table, and reading and writing index tensors.
 
 #include "params.cuh"
 
@@ -85,6 +85,35 @@ KERNELS(kvpool_kv_indices, KvIndicesParams) {
             continue;
         }
         copy_numbers(p.out + begin, p.table + row * p.columns, end - begin);
+    }
+}
+
+/// The slots behind `last_loc` in the page that a request continues. A last slot that is not the end of its request leaves
+/// `out` as it is.
+KERNEL(kvpool_continue_pages, WithList<ContinueParams>) {
+    i64 i = thread_number();
+    if (i >= p.params.count) {
+        return;
+    }
+    i64 offset = p.list[i];
+    const i32* indptr = p.list + p.params.count;
+    i64 begin = indptr[i];
+    i64 grown = indptr[i + 1] - begin;
+    if (offset == 0 || grown == 0) {
+        return;
+    }
+    i64 last = number(p.params.last_loc, p.params.first + i, nullptr);
+    if (!within(last - p.params.page_size, p.params.slots) || (last + 1) % p.params.page_size != offset) {
+        note(p.params.fault, FAULT_LAST, p.params.first + i, last);
+        return;
+    }
+    i64 open = p.params.page_size - offset;
+    for (i64 k = 0; k < open && k < grown; k++) {
+        if (p.params.is_wide) {
+            static_cast<i64*>(p.params.out)[begin + k] = last + 1 + k;
+        } else {
+            static_cast<i32*>(p.params.out)[begin + k] = i32(last + 1 + k);
+        }
     }
 }
 

@@ -48,19 +48,28 @@ static COPY_THREADS: Mutex<(u32, CopyThreads)> = Mutex::new((0, CopyThreads::new
 /// Calls `work(part, parts)` for every part, on as many threads as pay for `bytes`, or on this one alone while
 /// another call has the others.
 pub(super) fn in_parts(bytes: usize, work: impl Fn(usize, usize) + Sync) {
+    if bytes < 2 * BYTES_PER_THREAD || !on_threads(bytes, &work) {
+        work(0, 1);
+    }
+}
+
+/// Does the work in parts, or says that it is for one thread. Apart from [`in_parts`], to keep small copies small.
+#[inline(never)]
+fn on_threads(bytes: usize, work: &(dyn Fn(usize, usize) + Sync)) -> bool {
     let parts = num_threads().min(bytes / BYTES_PER_THREAD);
     if parts < 2 {
-        return work(0, 1);
+        return false;
     }
     let mut held = match COPY_THREADS.try_lock() {
         Ok(held) => held,
         Err(TryLockError::Poisoned(held)) => held.into_inner(),
-        Err(TryLockError::WouldBlock) => return work(0, 1),
+        Err(TryLockError::WouldBlock) => return false,
     };
     let (owner, threads) = &mut *held;
     if *owner != process::id() {
         threads.forget();
         *owner = process::id();
     }
-    threads.run(parts, &work);
+    threads.run(parts, work);
+    true
 }

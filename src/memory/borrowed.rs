@@ -7,7 +7,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use crate::base::bounded::signed;
-use crate::base::{DType, Device, Dims, Error, Result, contiguous_strides};
+use crate::base::{DType, Device, Dims, Error, Result};
 
 use super::users::with_users_at;
 use super::{Stream, Users};
@@ -81,14 +81,13 @@ impl Borrowed<'_> {
     /// Whether the elements are contiguous, last dimension fastest.
     #[must_use]
     pub fn is_contiguous(&self) -> bool {
-        let packed = contiguous_strides(&self.shape);
-        self.shape.numel() == 0
-            || self
-                .shape
-                .as_slice()
-                .iter()
-                .zip(self.strides.as_slice().iter().zip(packed.as_slice()))
-                .all(|(&extent, (stride, packed))| extent == 1 || stride == packed)
+        let mut packed = 1i64;
+        let mut axes = self.shape.as_slice().iter().zip(self.strides.as_slice()).rev();
+        axes.all(|(&extent, &stride)| {
+            let is_packed = extent == 1 || stride == packed;
+            packed = packed.saturating_mul(extent);
+            is_packed
+        }) || self.shape.numel() == 0
     }
 
     /// Its only element, repeated `count` times. `None` unless it has exactly one element.

@@ -65,6 +65,8 @@ pub trait Plain: Copy + sealed::Sealed {}
 impl Plain for i32 {}
 impl Plain for i64 {}
 impl Plain for bool {}
+// An index: one `u32`.
+impl Plain for crate::base::Page {}
 
 /// An element type for which every bit pattern is valid.
 pub trait Number: Plain {}
@@ -77,6 +79,7 @@ mod sealed {
     impl Sealed for i32 {}
     impl Sealed for i64 {}
     impl Sealed for bool {}
+    impl Sealed for crate::base::Page {}
 }
 
 /// A cache line.
@@ -326,6 +329,20 @@ impl Region {
         // SAFETY: `on_host` checked that the bytes lie in this region, which is live host memory; `values` is
         // a Rust slice and so not part of it; a `Plain` value has no padding.
         unsafe { address.as_ptr().copy_from_nonoverlapping(values.as_ptr().cast(), size_of_val(values)) };
+        Ok(())
+    }
+
+    /// Copies values to byte `offset` of host memory, each as an int64.
+    ///
+    /// # Errors
+    /// Same as [`Region::write`].
+    pub fn write_wide(&self, offset: usize, values: &[u32]) -> Result<()> {
+        let address = self.on_host(offset, values.len().saturating_mul(size_of::<i64>()))?.cast::<i64>();
+        for (at, &value) in values.iter().enumerate() {
+            // SAFETY: `on_host` checked that as many elements as there are values lie in this region, which is
+            // live host memory.
+            unsafe { address.as_ptr().wrapping_add(at).write_unaligned(i64::from(value)) };
+        }
         Ok(())
     }
 

@@ -90,7 +90,8 @@ struct Free {
 
 /// A free whose slots are all on the host.
 pub(super) struct ReadyFree {
-    pub(super) slots: IndexVec,
+    /// The slots; an error when there is no memory for them.
+    pub(super) slots: Result<IndexVec>,
     pub(super) fence: Option<FenceId>,
     pub(super) by: Signatures,
     /// Owners of its tensors. Drop them without locks.
@@ -122,13 +123,13 @@ impl Deferred {
         Ok(&self.fetchers[at])
     }
 
-    /// Enqueues a copy of `tensor`, kept alive by `keep`, with up to `values` values in flight. `None` if
-    /// there is no room.
+    /// Enqueues a copy of `tensor`, kept alive by what `keep` returns then, with up to `values` values in flight.
+    /// `None` if there is no room.
     pub(super) fn fetch(
         &mut self,
         gpu: &Arc<Gpu>,
         values: usize,
-        (tensor, keep): (&Borrowed<'_>, Option<Keep>),
+        (tensor, keep): (&Borrowed<'_>, impl FnOnce() -> Option<Keep>),
         stream: Stream,
     ) -> Result<Option<Values>> {
         let fetcher = Arc::clone(self.prepare(gpu, values)?);
@@ -173,22 +174,7 @@ impl Deferred {
         }
         let Some(free) = self.frees.pop_front() else { return Ok(None) };
         let mut keeps = Vec::new();
-        let mut parts = free.parts.into_iter();
-        let mut slots = |part: Part| {
-            let freed_as = part.freed_as;
-            freed_as.to_slots(values(part, &mut keeps)?, page_size)
-        };
-        let slots = match (parts.next(), parts.len()) {
-            (None, _) => IndexVec::I32(Vec::new()),
-            (Some(only), 0) => slots(only)?,
-            (Some(first), _) => {
-                let mut all = slots(first)?.into_i64()?;
-                for part in parts {
-                    all.extend(slots(part)?.iter());
-                }
-                IndexVec::I64(all)
-            }
-        };
+        let slots = slots_of(free.parts, page_size, &mut keeps);
         Ok(Some(ReadyFree { slots, fence: free.fence, by: free.by, keeps }))
     }
 
@@ -196,6 +182,25 @@ impl Deferred {
     pub(super) fn clear(&mut self) -> Vec<Keep> {
         self.frees.drain(..).flat_map(|free| abandon(free.parts)).collect()
     }
+}
+
+/// The slots of parts that are complete, in one list. Moves the owners of their tensors to `keeps`, also if it fails.
+pub(super) fn slots_of(parts: Vec<Part>, page_size: usize, keeps: &mut Vec<Keep>) -> Result<IndexVec> {
+    let mut all = Ok(None);
+    for part in parts {
+        let freed_as = part.freed_as;
+        let slots = values(part, keeps).and_then(|values| freed_as.to_slots(values, page_size));
+        all = all.and_then(|before| Ok(Some(joined(before, slots?)?)));
+    }
+    Ok(all?.unwrap_or(IndexVec::I32(Vec::new())))
+}
+
+/// A list behind another, if there is one.
+fn joined(before: Option<IndexVec>, next: IndexVec) -> Result<IndexVec> {
+    let Some(before) = before else { return Ok(next) };
+    let mut all = before.into_i64()?;
+    all.extend(next.iter());
+    Ok(IndexVec::I64(all))
 }
 
 /// Abandons values in flight, and returns the owners of their tensors.

@@ -15,6 +15,18 @@ use super::{Footprint, at_least_one, fits_int32, row_ring_bytes};
 /// Rows of a buffer are rounded up to a multiple of this.
 const ROW_MULTIPLE: usize = 8;
 
+/// Where the buffers of a [`KvPool`] lie.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum KvLayout {
+    /// Keys of every layer, then values of every layer.
+    #[default]
+    Split,
+    /// Keys and values of the first layer, then those of the next. Values begin a whole number of pages behind
+    /// the keys of their layer, for kernels that reach both from one address. Rows of keys and of values have the
+    /// same shape.
+    Fused,
+}
+
 /// The shape of a [`KvPool`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KvConfig {
@@ -34,6 +46,8 @@ pub struct KvConfig {
     pub dtype: DType,
     /// Slots per page of the allocator that goes with the pool.
     pub page_size: usize,
+    /// Where the buffers lie.
+    pub layout: KvLayout,
     /// Whether to page-lock host memory if there is a driver. Needs a backend such as [`MappedHost`].
     ///
     /// [`MappedHost`]: crate::memory::MappedHost
@@ -52,6 +66,9 @@ impl KvConfig {
     /// The buffers of K and of V, each at a multiple of `alignment`.
     fn layouts(&self, alignment: usize) -> Result<[LayerLayout; 2]> {
         let rows = self.rows()?;
+        if self.layout == KvLayout::Fused {
+            return self.fused(rows, alignment);
+        }
         let lay_out = |offset: usize, heads: usize, dim: usize| {
             let shape = [rows, heads, dim];
             let step = bytes_of("one buffer", &shape, self.dtype)?.next_multiple_of(alignment);
@@ -64,14 +81,43 @@ impl KvConfig {
         Ok([k, v])
     }
 
+    /// [`Self::layouts`] of [`KvLayout::Fused`]; `alignment` is a power of two.
+    fn fused(&self, rows: usize, alignment: usize) -> Result<[LayerLayout; 2]> {
+        let shape = [rows, self.k_head_num, self.k_head_dim];
+        if [self.v_head_num, self.v_head_dim] != shape[1..] {
+            return Err(Error::config(format!(
+                "fused buffers have rows of one shape, but those of keys are {:?} and those of values {:?}",
+                [self.k_head_num, self.k_head_dim],
+                [self.v_head_num, self.v_head_dim]
+            )));
+        }
+        let buffer = bytes_of("one buffer", &shape, self.dtype)?;
+        let page = bytes_of("one page", &[self.page_size, self.k_head_num, self.k_head_dim], self.dtype)?;
+        // The least whole pages that are aligned.
+        let times = alignment >> page.trailing_zeros().min(alignment.trailing_zeros());
+        let whole = bytes_of("aligned pages", &[page, times], DType::U8)?.max(1);
+        let half = bytes_of("one buffer", &[buffer.div_ceil(whole), whole], DType::U8)?;
+        bytes_of("all layers", &[2, half, self.layer_num], DType::U8)?;
+        let lay_out = |offset| LayerLayout { offset, step: 2 * half, shape, dtype: self.dtype };
+        Ok([lay_out(0), lay_out(half)])
+    }
+
+    /// The bytes of all layers with these layouts.
+    const fn end(&self, [k, v]: [LayerLayout; 2]) -> usize {
+        match self.layout {
+            KvLayout::Split => v.end(self.layer_num),
+            KvLayout::Fused => k.end(self.layer_num),
+        }
+    }
+
     /// The bytes of a pool on `device`, without page-locking.
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for slots that do not fit int32 and for sizes
     /// whose bytes overflow.
     pub fn footprint(&self, device: Device) -> Result<Footprint> {
-        let [_, v] = self.layouts(ALIGNMENT)?;
-        Footprint::new(device, v.end(self.layer_num), row_ring_bytes(v.shape[0]))
+        let kinds = self.layouts(ALIGNMENT)?;
+        Footprint::new(device, self.end(kinds), row_ring_bytes(kinds[0].shape[0]))
     }
 }
 
@@ -97,7 +143,7 @@ pub struct BufferInfo {
 
 /// K and V storage of every layer: `[rows, head_num, head_dim]` each, zero at first.
 ///
-/// Row 0 is the padding slot. All buffers lie in one region, keys of every layer first, each at a multiple of
+/// Row 0 is the padding slot. All buffers lie in one region as [`KvLayout`] says, each at a multiple of
 /// [`ALIGNMENT`] bytes, in page-locked memory of [`PAGE`] bytes. Calls that work on the rows of one layer
 /// lock that layer only.
 ///
@@ -105,10 +151,11 @@ pub struct BufferInfo {
 /// use std::sync::Arc;
 /// use kvpool::base::DType;
 /// use kvpool::memory::{Backend, Host};
-/// use kvpool::pool::{KvConfig, KvPool};
+/// use kvpool::pool::{KvConfig, KvLayout, KvPool};
 /// let config = KvConfig {
 ///     size: 64, layer_num: 2, k_head_num: 4, k_head_dim: 8, v_head_num: 4, v_head_dim: 8,
-///     dtype: DType::BF16, page_size: 16, pin_memory: false,
+///     dtype: DType::BF16, page_size: 16,
+///     layout: KvLayout::Split, pin_memory: false,
 /// };
 /// let host: Arc<dyn Backend> = Arc::new(Host);
 /// let pool = KvPool::new(&config, &host).unwrap();
@@ -151,13 +198,14 @@ impl KvPool {
         let alignment = if locked_by.is_some() { PAGE } else { ALIGNMENT };
         let slots = IndexSpace { noun: "slot", len: config.rows()? };
         let kinds = config.layouts(alignment)?;
-        let total = kinds[1].end(config.layer_num);
+        let total = config.end(kinds);
         let region = Arc::new(Region::new(Arc::clone(backend), total)?);
         let executor = Executor::new(&region, config.layer_num, [slots; 2], row_ring_bytes(slots.len))?;
         let rows = LayerRows::new(&region, config.layer_num, kinds)?;
         if let Some(gpu) = locked_by {
-            let ends = rows.all().iter().skip(1).map(RowBuffer::offset).chain([total]);
-            lock_pages(&gpu, &region, &page_lock_steps(ends))?;
+            let mut ends: Vec<_> = rows.all().iter().map(RowBuffer::offset).chain([total]).collect();
+            ends.sort_unstable();
+            lock_pages(&gpu, &region, &page_lock_steps(ends.into_iter().skip(1)))?;
         }
         Ok(Self { config: *config, slots, rows, region, executor })
     }

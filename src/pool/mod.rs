@@ -35,7 +35,7 @@ pub use contract::{Occupancy, Piece, Pool, Stats};
 pub use deferred::FreedAs;
 pub use fences::Fence;
 pub use gdn_pool::{GdnConfig, GdnPool};
-pub use kv_pool::{BufferInfo, KvConfig, KvPool, Scales};
+pub use kv_pool::{BufferInfo, KvConfig, KvLayout, KvPool, Scales};
 pub use mirror::values_now;
 pub use page_pool::{PageConfig, PagePool};
 pub use prefix_cache::{CachedSizes, Lease, Offer, PrefixCache, PrefixCacheConfig, PrefixCounts, Published};

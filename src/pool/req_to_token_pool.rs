@@ -5,7 +5,7 @@ mod device;
 use std::sync::Arc;
 
 use crate::base::bounded::narrow;
-use crate::base::{DType, Device, Error, Id, IndexVec, RequestRow, Result, bytes_of, widen, zeros};
+use crate::base::{DType, Device, Error, Id, IndexVec, Page, RequestRow, Result, bytes_of, widen, zeros};
 use crate::index::{BadFrees, Ledgered, RowExtent, RowTable};
 use crate::kernels::{Executor, IndexSpace, Indices, Table};
 use crate::memory::{Backend, Borrowed, Event, Region, Stream};
@@ -447,6 +447,17 @@ impl ReqToTokenPool {
             (None, None) => self.table.region().write(self.place(widen(row.number()), from), slots)?,
         }
         self.note_written(row, from + slots.len());
+        Ok(())
+    }
+
+    /// [`Self::put`] with pages of one slot, which has the number of its page.
+    pub(super) fn put_pages(&mut self, row: RequestRow, from: usize, pages: &[Page]) -> Result<()> {
+        if self.executor.gpu().is_some() {
+            let slots: Vec<_> = pages.iter().map(|page| page.number().cast_signed()).collect();
+            return self.put(row, from, &slots);
+        }
+        self.table.region().write(self.place(widen(row.number()), from), pages)?;
+        self.note_written(row, from + pages.len());
         Ok(())
     }
 

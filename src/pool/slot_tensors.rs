@@ -3,13 +3,16 @@
 use std::collections::VecDeque;
 use std::sync::{Arc, Weak};
 
-use crate::base::{Device, Error, ErrorKind, IndexDType, IndexNumber, IndexVec, Page, Result, widen};
-use crate::index::{Act, BadFrees, FenceId, Ledger, Ledgered, Order, Run, SlotAllocator, SlotStats};
-use crate::kernels::{Indices, read_now};
+use crate::base::bounded::{int32, unsigned};
+use crate::base::{
+    Device, Error, ErrorKind, IndexDType, IndexNumber, IndexVec, PADDING, Page, Result, reserve, widen,
+};
+use crate::index::{Act, BadFrees, FenceId, LastLoc, Ledger, Ledgered, Order, Run, SlotAllocator, SlotStats};
+use crate::kernels::{Grown, Indices, read_now};
 use crate::memory::{Backend, Borrowed, Event, Gpu, Keep, Stream};
 use crate::tensor::TensorView;
 
-use super::deferred::{Deferred, FreedAs, Part, Values, abandon};
+use super::deferred::{Deferred, FreedAs, Part, Values, abandon, slots_of};
 use super::fences::{Fence, Fences};
 use super::mirror::known_values;
 use super::shortage::{Missing, OrShort, Short};
@@ -212,10 +215,11 @@ impl SlotTensors {
     pub(super) fn alloc_extend(
         &mut self,
         lens: Lens<'_>,
-        last_loc: &[i64],
+        last_loc: &Ends<'_>,
         stream: Stream,
     ) -> Result<OrShort<(TensorView, Vec<Page>)>> {
         self.check_writable(stream)?;
+        self.stage.as_ref().map_or(Ok(()), Stage::fault)?;
         match self.dtype_on_host() {
             IndexDType::I32 => self.extend::<i32>(lens, last_loc, stream),
             IndexDType::I64 => self.extend::<i64>(lens, last_loc, stream),
@@ -226,17 +230,34 @@ impl SlotTensors {
     fn extend<T: IndexNumber>(
         &mut self,
         lens: Lens<'_>,
-        last_loc: &[i64],
+        last_loc: &Ends<'_>,
         stream: Stream,
     ) -> Result<OrShort<(TensorView, Vec<Page>)>> {
         if self.must_land_before(|| lens.most_slots(self.slots.page_size())) {
             return Ok(Err(Short::InFlight));
         }
-        let Some(taken) = self.slots.extend::<T>(lens.prefix, lens.seq, last_loc)? else {
+        let Some(taken) = self.slots.extend::<T>(lens.prefix, lens.seq, last_loc.of_index())? else {
             return Ok(Err(self.short(lens.new_slots(self.slots.page_size()))));
         };
-        let view = self.hand_out(T::values(taken.slots), &taken.continued, stream)?;
-        Ok(Ok((view, taken.continued)))
+        let (slots, continued) = (T::values(taken.slots), taken.continued);
+        let view = match (last_loc, &mut self.stage) {
+            (Ends::OnDevice(last_loc), Some(stage))
+                if slots.iter().any(|slot| slot == i64::from(PADDING)) =>
+            {
+                let slots = slots.into_i32()?;
+                let (offsets, indptr) = lens.in_pages(self.slots.page_size())?;
+                let grown = Grown {
+                    offsets: &offsets,
+                    indptr: &indptr,
+                    slots: self.slots.capacity(),
+                    page_size: self.slots.page_size(),
+                };
+                let view = stage.complete(&slots, last_loc, &grown, stream);
+                view.inspect_err(|_| self.slots.undo(&slots, &continued))?
+            }
+            _ => self.hand_out(slots, &continued, stream)?,
+        };
+        Ok(Ok((view, continued)))
     }
 
     /// Whether frees in flight, if there are any, must be complete before `count()` slots are taken: the slots that are handed out
@@ -317,10 +338,7 @@ impl SlotTensors {
     ///
     /// The list that the tensor was made of is the record of them: see `docs/decisions/grants.md`.
     pub(super) fn undo(&mut self, view: &TensorView, continued: &[Page]) {
-        let of_stage = || match Indices::of(view.borrow(), Some(0)) {
-            Ok(Indices::Device { tensor, version }) => known_values(&tensor, version),
-            _ => None,
-        };
+        let of_stage = || self.stage.as_ref().map(|stage| stage.listed(view));
         match view.region().indices().cloned().or_else(of_stage).expect("the pool listed the slots") {
             IndexVec::I32(slots) => self.slots.undo(&slots, continued),
             IndexVec::I64(slots) => self.slots.undo(&slots, continued),
@@ -343,7 +361,7 @@ impl SlotTensors {
     /// [`Self::free_values`] for indices on any device.
     ///
     /// Values that only a device knows are copied in the order of `stream`, without waiting unless more
-    /// values are in flight than the pool has slots. `keep` keeps the tensor alive until then.
+    /// values are in flight than the pool has slots. What `keep` returns keeps the tensor alive until then.
     #[inline]
     pub(super) fn free(
         &mut self,
@@ -352,46 +370,56 @@ impl SlotTensors {
         keep: impl FnOnce() -> Option<Keep>,
         stream: Stream,
     ) -> Result<BadFrees> {
-        let known = match given {
-            Indices::Host(values) if !self.stays_behind(fence) => return self.free_values(values, fence),
-            Indices::Host(values) => Values::Known(values.clone()),
-            Indices::Device { tensor, version } => match known_values(tensor, *version) {
-                Some(values) if !self.stays_behind(fence) => return self.free_values(&values, fence),
-                Some(values) => Values::Known(values),
-                None => self.fetch((tensor, keep()), stream)?,
-            },
-        };
-        self.free_parts(vec![Part { values: known, freed_as: FreedAs::Slots }], fence)
+        if let Indices::Host(values) = given
+            && !self.stays_behind(fence)
+        {
+            return self.free_values(values, fence);
+        }
+        match self.values_of(given, keep, stream)? {
+            Values::Known(values) if !self.stays_behind(fence) => self.free_values(&values, fence),
+            values => self.free_parts(vec![Part { values, freed_as: FreedAs::Slots }], fence),
+        }
     }
 
-    /// Frees pages: each value of `given` names one. `keep` keeps the tensor at a position alive. Otherwise
-    /// like [`Self::free`].
+    /// Frees pages: each value of `given` names one. What `keep` returns keeps the tensor at a position alive.
+    /// Otherwise like [`Self::free`].
+    ///
+    /// # Errors
+    /// As [`Self::free`]. Drop the owners in `abandoned` without locks: that may run foreign code.
     pub(super) fn free_pages(
         &mut self,
         given: &[Indices<'_>],
         freed_as: FreedAs,
         fence: Option<FenceId>,
         keep: impl Fn(usize) -> Option<Keep>,
+        abandoned: &mut Vec<Keep>,
         stream: Stream,
     ) -> Result<BadFrees> {
         let mut parts = Vec::with_capacity(given.len());
         for (position, given) in given.iter().enumerate() {
-            let values = match given {
-                Indices::Host(values) => Ok(Values::Known(values.clone())),
-                Indices::Device { tensor, version } => match known_values(tensor, *version) {
-                    Some(values) => Ok(Values::Known(values)),
-                    None => self.fetch((tensor, keep(position)), stream),
-                },
-            };
-            match values {
+            match self.values_of(given, || keep(position), stream) {
                 Ok(values) => parts.push(Part { values, freed_as }),
                 Err(failure) => {
-                    abandon(parts);
+                    abandoned.extend(abandon(parts));
                     return Err(failure);
                 }
             }
         }
         self.free_parts(parts, fence)
+    }
+
+    /// The values of indices on any device, or a copy of them in flight.
+    fn values_of(
+        &mut self,
+        given: &Indices<'_>,
+        keep: impl FnOnce() -> Option<Keep>,
+        stream: Stream,
+    ) -> Result<Values> {
+        match given {
+            Indices::Host(values) => Ok(Values::Known(values.clone())),
+            Indices::Device { tensor, version } => known_values(tensor, *version)
+                .map_or_else(|| self.fetch((tensor, keep), stream), |values| Ok(Values::Known(values))),
+        }
     }
 
     /// Frees slots of the planner in their turn; drops those that are not live. Groups do not delay it.
@@ -417,7 +445,7 @@ impl SlotTensors {
     fn free_parts(&mut self, parts: Vec<Part>, fence: Option<FenceId>) -> Result<BadFrees> {
         let is_known = parts.iter().all(|part| matches!(part.values, Values::Known(_)));
         if is_known && !self.stays_behind(fence) {
-            let slots = known_slots(parts, self.slots.page_size())?;
+            let slots = slots_of(parts, self.slots.page_size(), &mut Vec::new())?;
             return self.free_values(&slots, fence);
         }
         if fence.is_none() && self.slots.in_group() {
@@ -454,7 +482,11 @@ impl SlotTensors {
     }
 
     /// Enqueues a copy of the values of `tensor`. Waits for them if there is no room for the copy.
-    fn fetch(&mut self, (tensor, keep): (&Borrowed<'_>, Option<Keep>), stream: Stream) -> Result<Values> {
+    fn fetch(
+        &mut self,
+        (tensor, keep): (&Borrowed<'_>, impl FnOnce() -> Option<Keep>),
+        stream: Stream,
+    ) -> Result<Values> {
         let gpu = self.gpu_of(tensor.device())?;
         let at_once = fetched_at_once(&self.slots);
         tensor.used_on(stream);
@@ -481,10 +513,13 @@ impl SlotTensors {
     pub(super) fn settle(&mut self, settled: &mut Vec<CompletedFree>) -> Result<()> {
         let page_size = self.slots.page_size();
         while let Some(landed) = self.deferred.landed(page_size)? {
-            let freed = self.slots.free_signed(&landed.slots, landed.fence, &landed.by, self.strict);
+            let given = landed.slots.as_ref().map_or(0, IndexVec::len);
+            let freed = landed
+                .slots
+                .and_then(|slots| self.slots.free_signed(&slots, landed.fence, &landed.by, self.strict));
             let (bad, failure) =
                 freed.map_or_else(|error| (BadFrees::default(), Some(error)), |bad| (bad, None));
-            settled.push(CompletedFree { given: landed.slots.len(), bad, _keeps: landed.keeps });
+            settled.push(CompletedFree { given, bad, _keeps: landed.keeps });
             if let Some(error) = failure {
                 return Err(error.prefixed("a free of slots that the host did not know"));
             }
@@ -635,24 +670,37 @@ impl SlotTensors {
     }
 }
 
-/// The slots of parts that are all known.
-fn known_slots(parts: Vec<Part>, page_size: usize) -> Result<IndexVec> {
-    let mut slots = parts.into_iter().filter_map(|part| match part.values {
-        Values::Known(values) => Some(part.freed_as.to_slots(values, page_size)),
-        Values::Fetched(..) => None,
-    });
-    let Some(first) = slots.next().transpose()? else { return Ok(IndexVec::I32(Vec::new())) };
-    let Some(next) = slots.next() else { return Ok(first) };
-    let mut all = first.into_i64()?;
-    all.extend(next?.iter());
-    for more in slots {
-        all.extend(more?.iter());
-    }
-    Ok(IndexVec::I64(all))
-}
-
 fn signed(ids: Vec<u32>) -> Vec<i32> {
     ids.into_iter().map(u32::cast_signed).collect()
+}
+
+/// The last slots of the requests of a batch.
+#[derive(Debug)]
+pub(super) enum Ends<'a> {
+    /// On the host.
+    Known(Vec<i64>),
+    /// In a tensor on the device of the pool, whose values the host does not have.
+    OnDevice(&'a Borrowed<'a>),
+}
+
+impl<'a> Ends<'a> {
+    /// The values of `last_loc`, which is on the host or on `device`.
+    pub(super) fn new(last_loc: &'a Indices<'_>, device: Device) -> Result<Self> {
+        match last_loc {
+            Indices::Host(values) => Ok(Self::Known(values.clone().into_i64()?)),
+            Indices::Device { tensor, version } => match known_values(tensor, *version) {
+                Some(values) => Ok(Self::Known(values.into_i64()?)),
+                None => tensor.expect_on(device, "last_loc").map(|()| Self::OnDevice(tensor)),
+            },
+        }
+    }
+
+    fn of_index(&self) -> LastLoc<'_> {
+        match self {
+            Self::Known(slots) => LastLoc::Known(slots),
+            Self::OnDevice(tensor) => LastLoc::OnDevice(tensor.shape().numel()),
+        }
+    }
 }
 
 /// Lengths of the requests of a batch.
@@ -670,6 +718,20 @@ impl Lens<'_> {
         let grown = self.prefix.iter().zip(self.seq).filter_map(|(prefix, seq)| seq.checked_sub(*prefix));
         let tokens = grown.filter_map(|tokens| usize::try_from(tokens).ok());
         tokens.fold(0, |slots: usize, tokens| slots.saturating_add(tokens).saturating_add(page_size))
+    }
+
+    /// The slots that each request has in its last page, 0 if that is full, and where its new slots begin among
+    /// those of the batch, with the end of all. Call it after slots were taken.
+    fn in_pages(self, page_size: usize) -> Result<(Vec<i32>, Vec<i32>)> {
+        let (mut offsets, mut indptr) = (reserve(self.prefix.len())?, reserve(self.seq.len() + 1)?);
+        let mut end = 0;
+        indptr.push(end);
+        for (&prefix, &seq) in self.prefix.iter().zip(self.seq) {
+            offsets.push(int32(unsigned(prefix) % page_size));
+            end += int32(unsigned(seq - prefix));
+            indptr.push(end);
+        }
+        Ok((offsets, indptr))
     }
 
     /// Slots in the pages that the requests begin. Call it after the lengths were checked.

@@ -6,8 +6,11 @@ use std::sync::{Arc, Mutex};
 
 use crate::base::bounded::narrow;
 use crate::base::sync::lock;
-use crate::base::{DType, Error, ErrorKind, IndexDType, Page, Result, bytes_of, widen, zeros};
+use crate::base::{
+    DType, Error, ErrorKind, Id, IndexDType, IndexVec, PADDING, Page, Result, Slot, bytes_of, widen, zeros,
+};
 use crate::index::{Bitmap, Run, SlotAllocator};
+use crate::kernels::{Executor, Grown, IndexSpace};
 use crate::memory::{Backend, Borrowed, Contents, Event, Gpu, Region, ReturnedParts, Ring, Stream, Users};
 use crate::tensor::TensorView;
 
@@ -41,6 +44,8 @@ pub(super) struct Stage {
     free: Bitmap,
     window: Option<Window>,
     page_size: usize,
+    /// Completes slots that continue a page whose number only the device knows.
+    completer: Executor,
     /// Slots in the next copy.
     ahead: usize,
     /// Values of the current write; kept for its capacity.
@@ -66,7 +71,7 @@ struct Window {
     ordered: Vec<Stream>,
 }
 
-/// The host's mirror of the region.
+/// The host's mirror of the region. It has the padding slot where only the device knows the slot.
 #[derive(Debug)]
 struct StageMirror {
     addresses: Range<usize>,
@@ -94,7 +99,8 @@ impl Mirror for StageMirror {
         if version != 0 {
             return None;
         }
-        self.locked(|values| stepped(values, first, step, count))
+        let known = |values: &Vec<i32>| !values.iter().any(|&slot| slot == PADDING.cast_signed());
+        self.locked(|values| stepped(values, first, step, count)).filter(known)
     }
 }
 
@@ -114,6 +120,8 @@ impl Stage {
         let start = region.address().as_ptr().addr();
         let values = Mutex::new(zeros(positions)?);
         let copy = Arc::new(StageMirror { addresses: start..start + bytes, dtype, values });
+        let space = IndexSpace { noun: Slot::NOUN, len: slots.capacity() + slots.page_size() };
+        let completer = Executor::new(&region, 0, [space, space], 0)?;
         let published: Arc<dyn Mirror> = copy.clone();
         publish(&published);
         let mut free = Bitmap::new(positions)?;
@@ -128,6 +136,7 @@ impl Stage {
             free,
             window: None,
             page_size: slots.page_size(),
+            completer,
             ahead: AHEAD,
             values: Vec::new(),
             wide: Vec::new(),
@@ -213,6 +222,34 @@ impl Stage {
         self.check_writable(stream)?;
         let (positions, _) = self.write(values.len(), values, stream)?;
         self.view(positions)
+    }
+
+    /// [`Self::show`] for the slots of a batch that grows. The padding slot in `values` stands for those that
+    /// continue a page behind a slot of `last_loc`, which only the device knows: a launch writes them.
+    pub(super) fn complete(
+        &mut self,
+        values: &[i32],
+        last_loc: &Borrowed<'_>,
+        grown: &Grown<'_>,
+        stream: Stream,
+    ) -> Result<TensorView> {
+        let view = self.show(values, stream)?;
+        if let Executor::Device(launcher) = &self.completer {
+            launcher.continue_pages(&view.borrow(), last_loc, grown, stream)?;
+        }
+        Ok(view)
+    }
+
+    /// Reports, once, a last slot of an earlier [`Self::complete`] that does not end its request.
+    pub(super) fn fault(&self) -> Result<()> {
+        self.completer.fault()
+    }
+
+    /// The slots that a tensor of this stage was made of.
+    pub(super) fn listed(&self, view: &TensorView) -> IndexVec {
+        let first = (view.borrow().address().as_ptr().addr() - self.copy.addresses.start) / self.size();
+        let slots = self.copy.locked(|values| stepped(values, first, 1, view.shape().numel()));
+        IndexVec::I32(slots.expect("the tensor is one of this stage"))
     }
 
     /// Records that work on `stream` reads a tensor of this stage.

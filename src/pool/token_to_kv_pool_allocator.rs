@@ -15,7 +15,7 @@ use crate::tensor::TensorView;
 use super::deferred::FreedAs;
 use super::fences::{Fence, passed};
 use super::shortage::{Missing, Obtainable, OrShort, Reclaim, Short};
-use super::slot_tensors::{Lens, SlotTensors};
+use super::slot_tensors::{Ends, Lens, SlotTensors};
 use super::stage::stage_bytes;
 use super::{Footprint, KvPool, at_least_one};
 
@@ -190,18 +190,24 @@ impl TokenToKvPoolAllocator {
 
     /// Takes the slots for positions `prefix..seq` of each request, concatenated.
     ///
+    /// `last_loc` is on the host or on the device of the pool. The slots behind values that only the device knows
+    /// are written there, by one launch on `stream`, and the host does not know them either.
+    ///
     /// # Errors
-    /// As [`SlotAllocator::extend`] and [`Self::alloc`].
+    /// As [`SlotAllocator::extend`] and [`Self::alloc`]. [`ErrorKind::Config`](crate::base::ErrorKind::Config)
+    /// when an earlier call was given a last slot, in a tensor on the device, that does not end its request: that
+    /// call handed out the padding slot instead.
     pub fn alloc_extend(
         &self,
         prefix_lens: &[i64],
         seq_lens: &[i64],
-        last_loc: &[i64],
+        last_loc: &Indices<'_>,
         stream: Stream,
     ) -> Result<Option<Grant<'_>>> {
         let lens = Lens { prefix: prefix_lens, seq: seq_lens };
+        let ends = Ends::new(last_loc, self.device())?;
         self.take(stream, |slots| {
-            let taken = slots.alloc_extend(lens, last_loc, stream)?;
+            let taken = slots.alloc_extend(lens, &ends, stream)?;
             Ok(taken.map(|(view, continued)| self.grant(view, continued, slots)))
         })
     }
@@ -213,7 +219,7 @@ impl TokenToKvPoolAllocator {
     pub fn alloc_decode(
         &self,
         seq_lens: &[i64],
-        last_loc: &[i64],
+        last_loc: &Indices<'_>,
         stream: Stream,
     ) -> Result<Option<Grant<'_>>> {
         let mut prefix_lens = crate::base::reserve(seq_lens.len())?;
@@ -225,7 +231,8 @@ impl TokenToKvPoolAllocator {
     /// passed.
     ///
     /// Values that only a device knows are copied in the order of `stream`, without waiting unless more
-    /// values are in flight than the pool has slots. `keep` keeps the tensor alive until then.
+    /// values are in flight than the pool has slots. What `keep` returns keeps the tensor alive until then; it is
+    /// dropped without locks.
     ///
     /// # Errors
     /// If strict, [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) for an invalid free;
@@ -239,11 +246,14 @@ impl TokenToKvPoolAllocator {
         keep: impl FnOnce() -> Option<Keep>,
         stream: Stream,
     ) -> Result<BadFrees> {
+        // What a failed call does not use is dropped when no lock is held.
+        let mut keep = Some(keep);
+        let keep = || keep.take().and_then(|keep| keep());
         self.give(after, stream, |slots, id| slots.free(given, id, keep, stream))
     }
 
-    /// Frees pages: each value of `given` names one. `keep` keeps the tensor at a position of `given` alive.
-    /// Otherwise like [`Self::free`].
+    /// Frees pages: each value of `given` names one. What `keep` returns keeps the tensor at a position of `given`
+    /// alive. Otherwise like [`Self::free`].
     ///
     /// # Errors
     /// As [`Self::free`].
@@ -255,7 +265,11 @@ impl TokenToKvPoolAllocator {
         keep: impl Fn(usize) -> Option<Keep>,
         stream: Stream,
     ) -> Result<BadFrees> {
-        self.give(after, stream, |slots, id| slots.free_pages(given, freed_as, id, keep, stream))
+        // Dropped without the lock: they may be the last owners of foreign objects.
+        let mut abandoned = Vec::new();
+        self.give(after, stream, |slots, id| {
+            slots.free_pages(given, freed_as, id, &keep, &mut abandoned, stream)
+        })
     }
 
     /// Checks that consecutive slots of a request, whose first is that of token `start`, begin a page: every

@@ -102,6 +102,14 @@ impl IndexArg<'_, '_> {
         }
     }
 
+    /// The indices as they are on the host or on `device`. Waits for values that only another device knows.
+    pub(super) fn on(self, py: Python<'_>, pool: Device) -> PyResult<Self> {
+        match &self {
+            Self::Device { device, .. } if *device != pool => self.values(py).map(Self::Host),
+            _ => Ok(self),
+        }
+    }
+
     /// The values. Waits for values that only a device knows.
     pub(super) fn values(mut self, py: Python<'_>) -> PyResult<IndexVec> {
         let stream = self.stream(py, Device::Cpu)?;

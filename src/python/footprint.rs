@@ -4,7 +4,9 @@ use pyo3::prelude::*;
 use pyo3::types::{IntoPyDict, PyDict};
 
 use crate::base::{DType, Device};
-use crate::pool::{AllocatorConfig, Footprint, GdnConfig, KvConfig, PlannerConfig, ReqToTokenConfig};
+use crate::pool::{
+    AllocatorConfig, Footprint, GdnConfig, KvConfig, KvLayout, PlannerConfig, ReqToTokenConfig,
+};
 
 /// `kvpool.tools.plan.model.KvLayers`.
 #[derive(FromPyObject)]
@@ -75,6 +77,7 @@ pub(super) fn _footprint<'py>(
             v_head_dim,
             dtype,
             page_size,
+            layout: KvLayout::Split,
             pin_memory,
         };
         kv_bytes += pool(config.footprint(device)?);

@@ -1,25 +1,27 @@
-//! `kvpool.HybridTree` and what it returns.
+//! `kvpool.HybridTree`.
 
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Mutex, MutexGuard};
 
 use pyo3::exceptions::{PyKeyError, PyTypeError};
 use pyo3::prelude::*;
-use pyo3::types::{PyList, PyTuple};
+use pyo3::types::{PyBytes, PyList};
 
 use crate::base::bounded::signed;
 use crate::base::sync::lock;
-use crate::base::{DType, Dims, Error, IndexVec};
+use crate::base::{Error, IndexVec};
+use crate::cache::NodeHandle;
 use crate::cache::hybrid::{
-    Act, Boundary, Done, EvictionOrder, Frees, HybridConfig, HybridTree as Tree, Insert, Locked, Match,
-    NotLocked, Part, Range, Receipt, Skipped, StateConfig, Step, Victim, WindowConfig, With,
+    Boundary, Done, EvictionOrder, HybridConfig, HybridTree as Tree, Insert, Locked, NotLocked, PageHash,
+    Part, Receipt, Skipped, StateConfig, Victim, WindowConfig, With,
 };
-use crate::cache::{Namespace, NodeHandle};
-use crate::memory::Region;
-use crate::tensor::TensorView;
 
 use super::args;
 use super::export::to_tensor;
-use super::prefix_cache::namespace_of;
+use super::hybrid_names::name_of;
+use super::hybrid_results::{
+    HybridFrees, HybridMatch, HybridNode, HybridStep, Pairs, acts_to_py, pair, tensor_of_ints,
+    tensor_of_slots, tensor_or_none, view_of,
+};
 use super::tokens::{slots_of, with_keys, with_slots};
 
 /// Finds slots by tokens for an engine that drives eviction itself, with values of several kinds of attention.
@@ -41,8 +43,10 @@ use super::tokens::{slots_of, with_keys, with_slots};
 ///
 /// Args:
 ///     page_size: Tokens that are found together.
-///     policy: What is evicted first: "lru", "mru", "fifo", "filo", "lfu", "priority" or "slru".
+///     policy: What is evicted first: "lru", "mru", "fifo", "filo", "lfu", "priority", "slru" or "tlru".
 ///     protected_uses: With "slru", how often a node is used until it goes after the others.
+///     tail: With "tlru", leaves go before the others that are within this many tokens of the end of the longest
+///         prompt that went through them.
 ///     window: Tokens of history that sliding-window attention reads; `None` for models without it.
 ///     window_gates: Whether a prefix is found only with its window.
 ///     state_grid: The number of tokens between places where states can be taken; `None` for models without
@@ -79,228 +83,8 @@ fn handle_of(number: u64) -> NodeHandle {
     NodeHandle::new(number)
 }
 
-/// A 1-D int64 tensor of `count` slots, written run by run. Runs no Python code.
-fn view_of(count: usize, write: impl FnOnce(&mut dyn FnMut(&[u32]))) -> PyResult<TensorView> {
-    const BLOCK: usize = 512;
-    let region = Region::scratch(count * size_of::<i64>())?;
-    let (mut at, mut failed, mut block) = (0, None, [0_i64; BLOCK]);
-    write(&mut |run| {
-        for part in run.chunks(BLOCK) {
-            for (to, &slot) in block.iter_mut().zip(part) {
-                *to = i64::from(slot);
-            }
-            if let Err(error) = region.write(at * size_of::<i64>(), &block[..part.len()]) {
-                failed = Some(error);
-            }
-            at += part.len();
-        }
-    });
-    if let Some(error) = failed {
-        return Err(error.into());
-    }
-    assert_eq!(at, count, "every element is written");
-    let shape = Dims::new(&[signed(count)])?;
-    Ok(TensorView::packed(Arc::new(region), 0, DType::I64, shape)?)
-}
-
-fn tensor_of_slots(py: Python<'_>, slots: &[u32]) -> PyResult<Py<PyAny>> {
-    to_tensor(py, &view_of(slots.len(), |write| write(slots))?)
-}
-
-/// A namespace: as in `PrefixCache`, or a tuple.
-fn name_of(object: Option<&Bound<'_, PyAny>>) -> PyResult<Namespace> {
-    let Some(parts) = object.and_then(|object| object.cast::<PyTuple>().ok()) else {
-        return namespace_of(object);
-    };
-    let mut all = Vec::new();
-    for part in parts.iter() {
-        let name = namespace_of(Some(&part).filter(|part| !part.is_none()))?;
-        let (kind, bytes) = match &name {
-            Namespace::Unnamed => (0_u8, Vec::new()),
-            Namespace::Number(number) => (1, number.to_le_bytes().to_vec()),
-            Namespace::Large(digits) => (2, digits.clone().into_bytes()),
-            Namespace::Text(text) => (3, text.clone().into_bytes()),
-            Namespace::Bytes(bytes) => (4, bytes.clone()),
-        };
-        all.push(kind);
-        all.extend(bytes.len().to_le_bytes());
-        all.extend(bytes);
-    }
-    // No name of another kind begins so.
-    all.insert(0, u8::MAX);
-    Ok(Namespace::Bytes(all))
-}
-
-/// A prefix that was found.
-#[pyclass(frozen, module = "kvpool", name = "HybridMatch")]
-pub(super) struct HybridMatch(Match);
-
-#[pymethods]
-impl HybridMatch {
-    /// Tokens of the prefix.
-    #[getter]
-    const fn length(&self) -> usize {
-        self.0.len
-    }
-
-    /// The node at its end.
-    #[getter]
-    const fn node(&self) -> u64 {
-        self.0.node.number()
-    }
-
-    /// The deepest node with tokens of the prompt, accepted or not; `None` if no token is there.
-    #[getter]
-    fn visited(&self) -> Option<u64> {
-        self.0.visited.map(NodeHandle::number)
-    }
-
-    /// Tokens with slots for full attention.
-    #[getter]
-    const fn full_length(&self) -> usize {
-        self.0.full_len
-    }
-
-    /// The end of the whole pages with slots for full attention, if it is behind the prefix and nodes have
-    /// windows: with one there, more could be used.
-    #[getter]
-    const fn window_branch(&self) -> Option<usize> {
-        self.0.window_branch
-    }
-
-    /// The last place of the grid with slots for full attention, if it is behind the prefix and nodes have
-    /// states: with one there, more could be used.
-    #[getter]
-    const fn state_branch(&self) -> Option<usize> {
-        self.0.state_branch
-    }
-}
-
-/// Values that the tree gave up, for the engine to free.
-#[pyclass(frozen, module = "kvpool", name = "HybridFrees")]
-pub(super) struct HybridFrees(Frees);
-
-#[pymethods]
-impl HybridFrees {
-    /// Slots for full attention, a 1-D int64 tensor; `None` for none.
-    #[getter]
-    fn full(&self, py: Python<'_>) -> PyResult<Option<Py<PyAny>>> {
-        tensor_or_none(py, &self.0.full)
-    }
-
-    /// Slots for full attention whose windows are to be freed; `None` for none.
-    #[getter]
-    fn window(&self, py: Python<'_>) -> PyResult<Option<Py<PyAny>>> {
-        tensor_or_none(py, &self.0.window)
-    }
-
-    /// States; `None` for none.
-    #[getter]
-    fn state(&self, py: Python<'_>) -> PyResult<Option<Py<PyAny>>> {
-        tensor_or_none(py, &self.0.state)
-    }
-
-    /// How many values of each part were given up.
-    #[getter]
-    const fn counts(&self) -> (usize, usize, usize) {
-        let [full, window, state] = self.0.counts;
-        (full, window, state)
-    }
-}
-
-fn tensor_or_none(py: Python<'_>, slots: &[u32]) -> PyResult<Option<Py<PyAny>>> {
-    (!slots.is_empty()).then(|| tensor_of_slots(py, slots)).transpose()
-}
-
-/// A step of an insertion.
-#[pyclass(frozen, module = "kvpool", name = "HybridStep")]
-pub(super) struct HybridStep {
-    step: Step,
-}
-
-/// Ranges, as Python writes them.
-type Pairs = Vec<(usize, usize)>;
-
 /// A node of a path: itself, the one before it, tokens before it and up to its end, and children.
 type PathTuple = (u64, u64, usize, usize, usize);
-
-const fn pair(range: &Range) -> (usize, usize) {
-    (range.start, range.end)
-}
-
-#[pymethods]
-impl HybridStep {
-    /// What the engine must do, in this order, as tuples. Ranges are of the inserted slots.
-    ///
-    /// ("free", start, end): free them with their windows. ("free_full", start, end): free them; their windows
-    /// are free already. ("free_old", slots): free these slots; their windows are free. ("rebuild", node,
-    /// slots): find the window of these slots and give it to the node with `set_value`. ("recover", node, kept,
-    /// start, end): move the windows of the inserted slots to the kept ones, give them to the node, and free
-    /// the inserted slots without their windows. ("evict_excess", node): call `evict_excess_states`.
-    fn acts<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-        acts_to_py(py, &self.step.acts)
-    }
-
-    /// Whether the insertion is done. If not, call `advance` when the acts are.
-    #[getter]
-    const fn done(&self) -> bool {
-        self.step.result.is_some()
-    }
-
-    /// Tokens that were there before, in whole pages.
-    #[getter]
-    fn found(&self) -> usize {
-        self.step.result.as_ref().map_or(0, |result| result.found)
-    }
-
-    /// The node at the end of the inserted tokens; `None` until the insertion is done.
-    #[getter]
-    fn node(&self) -> Option<u64> {
-        self.step.result.as_ref().map(|result| result.node.number())
-    }
-
-    /// Whether the node had a state already: the inserted one is the caller's still.
-    #[getter]
-    fn had_state(&self) -> bool {
-        self.step.result.as_ref().is_some_and(|result| result.had_state)
-    }
-
-    /// Whether the tokens reach the branch that `insert` was given.
-    #[getter]
-    fn reached_branch(&self) -> bool {
-        self.step.result.as_ref().is_some_and(|result| result.reached_branch)
-    }
-
-    /// Which of the inserted values the tree has taken over: two lists of ranges, of slots for full attention
-    /// and of windows.
-    #[getter]
-    fn adopted(&self) -> (Pairs, Pairs) {
-        let adopted = self.step.result.as_ref().map(|result| &result.adopted);
-        let pairs = |ranges: Option<&Vec<Range>>| ranges.into_iter().flatten().map(pair).collect();
-        (pairs(adopted.map(|adopted| &adopted.full)), pairs(adopted.map(|adopted| &adopted.window)))
-    }
-}
-
-fn acts_to_py<'py>(py: Python<'py>, acts: &[Act]) -> PyResult<Bound<'py, PyList>> {
-    let list = PyList::empty(py);
-    for act in acts {
-        let act = match act {
-            Act::Free(range) => ("free", range.start, range.end).into_pyobject(py)?,
-            Act::FreeFull(range) => ("free_full", range.start, range.end).into_pyobject(py)?,
-            Act::FreeOld(slots) => ("free_old", tensor_of_slots(py, slots)?).into_pyobject(py)?,
-            Act::Rebuild { node, slots } => {
-                ("rebuild", node.number(), tensor_of_slots(py, slots)?).into_pyobject(py)?
-            }
-            Act::Recover { node, kept, incoming } => {
-                ("recover", node.number(), tensor_of_slots(py, kept)?, incoming.start, incoming.end)
-                    .into_pyobject(py)?
-            }
-            Act::EvictExcess(node) => ("evict_excess", node.number()).into_pyobject(py)?,
-        };
-        list.append(act)?;
-    }
-    Ok(list)
-}
 
 impl HybridTree {
     fn lock(&self) -> MutexGuard<'_, Tree> {
@@ -311,11 +95,12 @@ impl HybridTree {
 #[pymethods]
 impl HybridTree {
     #[new]
-    #[pyo3(signature = (page_size, *, policy="lru", protected_uses=2, window=None, window_gates=true, state_grid=None, states_per_path=None))]
+    #[pyo3(signature = (page_size, *, policy="lru", protected_uses=2, tail=0, window=None, window_gates=true, state_grid=None, states_per_path=None))]
     fn new(
         page_size: &Bound<'_, PyAny>,
         policy: &str,
         protected_uses: u32,
+        tail: usize,
         window: Option<&Bound<'_, PyAny>>,
         window_gates: bool,
         state_grid: Option<&Bound<'_, PyAny>>,
@@ -333,9 +118,10 @@ impl HybridTree {
             "lfu" => EvictionOrder::Lfu,
             "priority" => EvictionOrder::Priority,
             "slru" => EvictionOrder::Slru(protected_uses),
+            "tlru" => EvictionOrder::Tlru(tail),
             _ => {
                 return Err(Error::config(format!(
-                    "unknown policy '{policy}'; use one of lru, mru, fifo, filo, lfu, priority, slru"
+                    "unknown policy '{policy}'; use one of lru, mru, fifo, filo, lfu, priority, slru, tlru"
                 ))
                 .into());
             }
@@ -418,8 +204,9 @@ impl HybridTree {
     ///     start: See `match`.
     ///     end: See `match`.
     ///     namespace: See `match`.
-    ///     found: Tokens that the request had found in the tree: their slots are the tree's already. Slots of
-    ///         later ones that are there are to be freed.
+    ///     found: Tokens that the request had found in the tree, and has locked since: their slots are the tree's
+    ///         already, and most of them are not compared again. Slots of later ones that are there are to be
+    ///         freed.
     ///     inserted: Tokens that the request has inserted before: they do not count as used again.
     ///     window_freed: Tokens whose windows are free already, a whole number of pages.
     ///     priority: Nodes with a higher one go later, with the policy "priority".
@@ -454,7 +241,7 @@ impl HybridTree {
                     let text = format!("{count} slots for {} tokens", keys.count());
                     return Err(Error::config(text).into());
                 }
-                Ok(HybridStep { step: self.lock().begin(&name, keys, slots, insert)? })
+                Ok(HybridStep(self.lock().begin(&name, keys, slots, insert)?))
             })
         })
     }
@@ -481,9 +268,7 @@ impl HybridTree {
     ) -> PyResult<HybridStep> {
         let name = name_of(namespace)?;
         with_slots(slots, |slots, _| {
-            with_keys(tokens, start, end, |keys| {
-                Ok(HybridStep { step: self.lock().advance(&name, keys, slots)? })
-            })
+            with_keys(tokens, start, end, |keys| Ok(HybridStep(self.lock().advance(&name, keys, slots)?)))
         })
     }
 
@@ -594,15 +379,14 @@ impl HybridTree {
     fn slots(&self, py: Python<'_>, node: u64, until: u64) -> PyResult<Py<PyAny>> {
         let (node, until) = (handle_of(node), handle_of(until));
         let tree = self.lock();
-        let ends =
-            (tree.end_of(node).ok_or_else(|| gone(node))?, tree.end_of(until).ok_or_else(|| gone(until))?);
-        let count = ends.0.checked_sub(ends.1).ok_or_else(|| gone(until))?;
-        if !tree.is_on_way(until, node) {
-            return Err(gone(until));
+        for handle in [node, until] {
+            if !tree.contains(handle) {
+                return Err(gone(handle));
+            }
         }
-        let view = view_of(count, |write| {
-            let _ = tree.each_slot_run(node, until, write);
-        })?;
+        let runs = tree.slot_runs(node, until).ok_or_else(|| gone(until))?;
+        let view = view_of(runs.count(), runs.iter())?;
+        drop(runs);
         // The import may run Python code.
         drop(tree);
         to_tensor(py, &view)
@@ -720,6 +504,39 @@ impl HybridTree {
     fn set_value(&self, node: u64, part: usize, value: &Bound<'_, PyAny>) -> PyResult<()> {
         let (node, part, value) = (handle_of(node), part_of(part)?, slots_in(value)?);
         Ok(self.lock().set_value(node, part, value).ok_or_else(|| gone(node))??)
+    }
+
+    /// Returns the hash of the page that ends at `end` tokens on the way to a node, 32 bytes; `None` if it has
+    /// none.
+    ///
+    /// Raises:
+    ///     KeyError: If the node is gone.
+    fn hash_at<'py>(&self, py: Python<'py>, node: u64, end: usize) -> PyResult<Option<Bound<'py, PyBytes>>> {
+        let node = handle_of(node);
+        let hash = self.lock().hash_at(node, end).ok_or_else(|| gone(node))?;
+        Ok(hash.map(|hash| PyBytes::new(py, &hash.0)))
+    }
+
+    /// Names the pages from the token `start` up to the end of a node, for engines that tell others what is
+    /// there: `HybridFrees.removed` names those that are gone.
+    ///
+    /// Args:
+    ///     node: The node.
+    ///     start: Where a node on the way to it begins.
+    ///     hashes: 32 bytes for each page.
+    ///
+    /// Raises:
+    ///     KeyError: If the node is gone.
+    ///     ConfigError: If there are not as many hashes as pages, or no node begins at `start`. Nothing is
+    ///         changed.
+    fn set_hashes(&self, node: u64, start: usize, hashes: &[u8]) -> PyResult<()> {
+        let node = handle_of(node);
+        let (hashes, rest) = hashes.as_chunks();
+        if !rest.is_empty() {
+            return Err(Error::config(format!("hashes of 32 bytes, and {} bytes more", rest.len())).into());
+        }
+        let hashes: Vec<_> = hashes.iter().copied().map(PageHash).collect();
+        Ok(self.lock().set_hashes(node, start, &hashes).ok_or_else(|| gone(node))??)
     }
 
     /// Returns the ranges of tokens within `begin..limit` that are there without a window.
@@ -870,57 +687,6 @@ impl HybridTree {
     fn memory_size(&self) -> usize {
         self.lock().bytes()
     }
-}
-
-/// A node of a `HybridTree` as it was.
-#[pyclass(frozen, module = "kvpool", name = "HybridNode")]
-pub(super) struct HybridNode(crate::cache::hybrid::NodeState);
-
-#[pymethods]
-impl HybridNode {
-    /// The node before it; `None` for the root.
-    #[getter]
-    fn parent(&self) -> Option<u64> {
-        self.0.parent.map(NodeHandle::number)
-    }
-
-    /// Its own tokens.
-    #[getter]
-    fn tokens(&self) -> Vec<i64> {
-        self.0.tokens.clone()
-    }
-
-    /// Tokens up to its end.
-    #[getter]
-    const fn end(&self) -> usize {
-        self.0.end
-    }
-
-    /// Locks by part.
-    #[getter]
-    const fn locks(&self) -> (u32, u32, u32) {
-        let [full, window, state] = self.0.locks;
-        (full, window, state)
-    }
-
-    /// How often it was inserted.
-    #[getter]
-    const fn hits(&self) -> u32 {
-        self.0.hits
-    }
-
-    /// Whether it may be evicted as a whole.
-    #[getter]
-    const fn is_leaf(&self) -> bool {
-        self.0.is_leaf
-    }
-}
-
-fn tensor_of_ints(py: Python<'_>, values: &[i64]) -> PyResult<Py<PyAny>> {
-    let region = Region::scratch(size_of_val(values))?;
-    region.write(0, values)?;
-    let shape = Dims::new(&[signed(values.len())])?;
-    to_tensor(py, &TensorView::packed(Arc::new(region), 0, DType::I64, shape)?)
 }
 
 fn not_begun(part: usize) -> PyErr {

@@ -8,9 +8,9 @@ use pyo3::gc::PyVisit;
 use pyo3::prelude::*;
 use pyo3::types::PyList;
 
-use crate::base::{DType, Device, Dims, reserve};
+use crate::base::{DType, Device, Dims, Error, reserve};
 use crate::memory::{Backend, MappedHost, Stream};
-use crate::pool::{KvConfig, KvPool as Pool, Scales, make_room};
+use crate::pool::{KvConfig, KvLayout, KvPool as Pool, Scales, make_room};
 
 use super::args::{self, Arg};
 use super::base_pool::{BasePool, Look, PoolClass};
@@ -46,9 +46,12 @@ use super::framework::{backend, current_stream, to_dtype, torch};
 ///     pin_memory: Whether to page-lock host memory if an NVIDIA driver is present, through a device in use
 ///         or else the first. Page-locked memory is committed whole at construction.
 ///     page_size: Slots per page of the allocator.
+///     layout: "split": keys of all layers, then values. "fused": keys and values of each layer together, the
+///         values a whole number of pages behind the keys, for kernels that reach both from one address.
 ///
 /// Raises:
-///     ConfigError: If a size is below 1, a slot does not fit int32, or the size in bytes overflows.
+///     ConfigError: If a size is below 1, a slot does not fit int32, the size in bytes overflows, or `layout`
+///         is "fused" and rows of keys and values differ in shape.
 ///     TypeError: If `dtype` is not a storage dtype.
 ///     OutOfMemoryError: If there is not enough memory.
 ///     BackendUnavailableError: If `device` is not available.
@@ -99,6 +102,15 @@ impl KvPool {
     }
 }
 
+/// The layout of that name.
+fn layout_of(name: &str) -> crate::base::Result<KvLayout> {
+    match name {
+        "split" => Ok(KvLayout::Split),
+        "fused" => Ok(KvLayout::Fused),
+        _ => Err(Error::config(format!("layout {name:?} is neither \"split\" nor \"fused\""))),
+    }
+}
+
 /// The tensor of one layer.
 fn of_layer(py: Python<'_>, of: &[Py<PyAny>], layer_id: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
     Ok(of[args::layer(layer_id, of.len())?].clone_ref(py))
@@ -114,9 +126,9 @@ impl PoolClass for KvPool {
 impl KvPool {
     #[new]
     #[pyo3(signature = (size, layer_num, k_head_num, k_head_dim, device=None, dtype=None, v_head_num=None,
-                        v_head_dim=None, pin_memory=true, *, page_size=Arg::Missing),
+                        v_head_dim=None, pin_memory=true, *, page_size=Arg::Missing, layout="split"),
            text_signature = "(size, layer_num, k_head_num, k_head_dim, device=\"cuda\", dtype=\"float16\", \
-                             v_head_num=None, v_head_dim=None, pin_memory=True, *, page_size=1)")]
+                             v_head_num=None, v_head_dim=None, pin_memory=True, *, page_size=1, layout=\"split\")")]
     #[expect(clippy::too_many_arguments, reason = "the signature is that of the classes it replaces")]
     fn new(
         py: Python<'_>,
@@ -130,6 +142,7 @@ impl KvPool {
         v_head_dim: Option<&Bound<'_, PyAny>>,
         pin_memory: bool,
         page_size: Arg<'_>,
+        layout: &str,
     ) -> PyResult<PyClassInitializer<Self>> {
         let k_head_num = args::size("k_head_num", k_head_num)?;
         let k_head_dim = args::size("k_head_dim", k_head_dim)?;
@@ -142,6 +155,7 @@ impl KvPool {
             v_head_dim: v_head_dim.map_or(Ok(k_head_dim), |value| args::size("v_head_dim", value))?,
             dtype: args::dtype(dtype, DType::F16)?,
             page_size: page_size.size("page_size", 1)?,
+            layout: layout_of(layout)?,
             pin_memory,
         };
         let backend: Arc<dyn Backend> = match args::device(py, device)? {
@@ -323,7 +337,7 @@ impl KvPool {
         to_tensors(py, &self.pool.page_view(args::layer(layer_id, self.pool.config().layer_num)?)?)
     }
 
-    /// Returns the buffers for registration with a transfer engine: keys of all layers, then values.
+    /// Returns the buffers for registration with a transfer engine: keys of all layers, then values, in any layout.
     ///
     /// Returns:
     ///     Three lists of `2 * layer_num` ints: addresses, bytes of each buffer, bytes of one of its rows.

@@ -481,8 +481,8 @@ impl Lease {
     ///         whole pages passes to the cache. Not needed for a lease that a planner has: it knows the slots
     ///         of its requests.
     ///     row: The request row of a lease that a planner has; only checked. The planner's next call with the
-    ///         row writes the cache's slots to the request table, in place of those of duplicates. If you write
-    ///         the table yourself, write `Published.slots` to it.
+    ///         row writes the cache's slots to the request table, in place of those of duplicates. Without a
+    ///         planner the cache knows no table: write `Published.slots` to yours.
     ///     state: A working slot of the cache's states, whose state is that after the last whole page. A
     ///         snapshot of it is kept if a track slot is free or can be given up: superseded ones first, which are
     ///         earlier ones of the same lease behind the tokens that it was matched with. The state is copied
@@ -511,7 +511,10 @@ impl Lease {
             && self.lease.row() != Some(row)
         {
             let text = match self.lease.row() {
-                None => format!("row {row} was given for a lease that no planner has"),
+                None => format!(
+                    "row {row} was given for a lease that no planner has, and the cache knows no other request \
+                     table; write the slots published to the row yourself"
+                ),
                 Some(other) => format!("row {row} was given for the lease of request row {other}"),
             };
             return Err(Error::config(text).into());

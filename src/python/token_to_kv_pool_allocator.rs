@@ -245,8 +245,12 @@ impl TokenToKvPoolAllocator {
 
     /// Takes the slots for positions `[prefix, seq)` of each request, as SGLang's paged allocator does.
     ///
-    /// A prefix that ends inside a page is continued from `last_loc + 1`; then new pages are taken. Waits for
-    /// the values of arguments on a GPU.
+    /// A prefix that ends inside a page is continued from `last_loc + 1`; then new pages are taken.
+    ///
+    /// Values of `last_loc` that only the pool's GPU knows stay there: a kernel on the current stream writes the
+    /// slots behind them, and `free` copies those from the GPU. What it finds wrong, a later `alloc_extend` or
+    /// `alloc_decode` raises; that a page is in use is not checked. Waits for the values of other arguments on a
+    /// GPU.
     ///
     /// Args:
     ///     prefix_lens: Tokens that each request has now, ints `[bs]`.
@@ -261,7 +265,7 @@ impl TokenToKvPoolAllocator {
     ///
     /// Raises:
     ///     ConfigError: If the arguments differ in length, a length is negative or shrinks, or `last_loc` is
-    ///         not the end of its prefix.
+    ///         not the end of its prefix. If that is found on a GPU, the slots behind it were the padding slot.
     ///     IndexOwnershipError: If the page of `last_loc` is not in use, or two requests would continue the
     ///         same page.
     #[pyo3(signature = (prefix_lens, seq_lens, last_loc, *, owner=None))]
@@ -276,9 +280,9 @@ impl TokenToKvPoolAllocator {
         let _acting = self.debug.begin(py, owner)?;
         let prefix_lens = args::indices(prefix_lens)?.values(py)?.into_i64()?;
         let seq_lens = args::indices(seq_lens)?.values(py)?.into_i64()?;
-        let last_loc = args::indices(last_loc)?.values(py)?.into_i64()?;
+        let mut last_loc = args::indices(last_loc)?.on(py, self.device)?;
         let stream = current_stream(py, self.device)?;
-        hand_out(py, self.pool.alloc_extend(&prefix_lens, &seq_lens, &last_loc, stream))
+        hand_out(py, self.pool.alloc_extend(&prefix_lens, &seq_lens, &last_loc.take()?, stream))
     }
 
     /// Takes one slot for each request of a decode step: `alloc_extend` from `seq_lens - 1` to `seq_lens`.
@@ -304,9 +308,9 @@ impl TokenToKvPoolAllocator {
     ) -> PyResult<Option<Py<PyAny>>> {
         let _acting = self.debug.begin(py, owner)?;
         let seq_lens = args::indices(seq_lens)?.values(py)?.into_i64()?;
-        let last_loc = args::indices(last_loc)?.values(py)?.into_i64()?;
+        let mut last_loc = args::indices(last_loc)?.on(py, self.device)?;
         let stream = current_stream(py, self.device)?;
-        hand_out(py, self.pool.alloc_decode(&seq_lens, &last_loc, stream))
+        hand_out(py, self.pool.alloc_decode(&seq_lens, &last_loc.take()?, stream))
     }
 
     /// Frees slots; with pages, the whole page of every slot, once.

@@ -12,7 +12,7 @@ use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyList, PyType};
 
 use crate::base::{DType, Device, Error, IndexVec, Result, reserve};
-use crate::cache::hybrid::{self, Keys, SlotSource, TokenBlock};
+use crate::cache::hybrid::{self, Keys, SlotSource, TokenBlock, differ};
 use crate::cache::{Tokens, not_a_token};
 use crate::memory::Borrowed;
 
@@ -266,20 +266,13 @@ impl Keys for RawKeys<'_, '_> {
         assert!(at + with.len() <= self.count, "within the array");
         // SAFETY: the elements are within the array.
         let ours = unsafe { self.first.as_ptr().add(at).cast_const() };
-        // Without an exit from the loop it takes several tokens at a time.
-        let different = match with {
-            TokenBlock::Narrow(theirs) => theirs.iter().enumerate().fold(0, |different, (at, &token)| {
-                // SAFETY: as many elements follow.
-                let ours = unsafe { ours.wrapping_add(at).read() };
-                different | (ours ^ i64::from(token))
-            }),
-            TokenBlock::Wide(theirs) => theirs.iter().enumerate().fold(0, |different, (at, &token)| {
-                // SAFETY: as above.
-                let ours = unsafe { ours.wrapping_add(at).read() };
-                different | (ours ^ token)
-            }),
+        // SAFETY: as many elements follow as there are in `with`, and no others are asked for.
+        let token_at = |at: usize| unsafe { ours.wrapping_add(at).read() };
+        let differ = match with {
+            TokenBlock::Narrow(theirs) => differ(theirs, token_at),
+            TokenBlock::Wide(theirs) => theirs.iter().enumerate().any(|(at, &token)| token_at(at) != token),
         };
-        if different == 0 {
+        if !differ {
             return with.len();
         }
         let mut block = [MaybeUninit::uninit(); hybrid::BLOCK];

@@ -153,42 +153,56 @@ impl ExchangeApi {
 
 /// The DLPack code of `dtype`.
 #[must_use]
-pub fn raw_dtype(dtype: DType) -> RawDType {
-    let code = match dtype {
-        DType::I8 | DType::I32 | DType::I64 => 0,
-        DType::U8 => 1,
-        DType::F64 | DType::F32 | DType::F16 => 2,
-        DType::BF16 => 4,
-        DType::Bool => 6,
-        DType::F8E4M3 => 10,
-        DType::F8E5M2 => 12,
+pub const fn raw_dtype(dtype: DType) -> RawDType {
+    let (code, bits) = match dtype {
+        DType::I8 => (0, 8),
+        DType::I32 => (0, 32),
+        DType::I64 => (0, 64),
+        DType::U8 => (1, 8),
+        DType::F16 => (2, 16),
+        DType::F32 => (2, 32),
+        DType::F64 => (2, 64),
+        DType::BF16 => (4, 16),
+        DType::Bool => (6, 8),
+        DType::F8E4M3 => (10, 8),
+        DType::F8E5M2 => (12, 8),
     };
-    RawDType { code, bits: bits_of(dtype), lanes: 1 }
-}
-
-fn bits_of(dtype: DType) -> u8 {
-    u8::try_from(dtype.size() * 8).expect("an element has 64 bits at most")
+    RawDType { code, bits, lanes: 1 }
 }
 
 /// Converts a DLPack dtype.
 ///
 /// # Errors
 /// [`ErrorKind::Type`](crate::base::ErrorKind::Type) for dtypes that kvpool neither stores nor reads.
+#[inline]
 pub fn dtype_of(raw: RawDType) -> Result<DType> {
-    [DType::F64, DType::I32, DType::I64, DType::Bool]
-        .into_iter()
-        .chain(DType::STORAGE)
-        .find(|&dtype| raw_dtype(dtype) == raw)
-        .ok_or_else(|| {
-            let RawDType { code, bits, lanes } = raw;
-            let name = match code {
-                0 => format!("int{bits}"),
-                1 => format!("uint{bits}"),
-                2 => format!("float{bits}"),
-                _ => format!("DLPack code {code} of {bits} bits and {lanes} lanes"),
-            };
-            Error::wrong_type(format!("a tensor of dtype {name} cannot be used here"))
-        })
+    // Every tensor argument of every call comes here: no search of a table.
+    let likely = match (raw.code, raw.bits) {
+        (0, 8) => DType::I8,
+        (0, 32) => DType::I32,
+        (0, 64) => DType::I64,
+        (1, _) => DType::U8,
+        (2, 16) => DType::F16,
+        (2, 64) => DType::F64,
+        (4, _) => DType::BF16,
+        (6, _) => DType::Bool,
+        (10, _) => DType::F8E4M3,
+        (12, _) => DType::F8E5M2,
+        _ => DType::F32,
+    };
+    if raw_dtype(likely) == raw { Ok(likely) } else { Err(unknown_dtype(raw)) }
+}
+
+#[cold]
+fn unknown_dtype(raw: RawDType) -> Error {
+    let RawDType { code, bits, lanes } = raw;
+    let name = match code {
+        0 => format!("int{bits}"),
+        1 => format!("uint{bits}"),
+        2 => format!("float{bits}"),
+        _ => format!("DLPack code {code} of {bits} bits and {lanes} lanes"),
+    };
+    Error::wrong_type(format!("a tensor of dtype {name} cannot be used here"))
 }
 
 /// Converts a device to DLPack.
@@ -392,7 +406,7 @@ pub unsafe fn borrow<'a, E: From<Error>>(
     let shape = if ndim == 0 {
         Dims::new(&[])?
     } else if raw.shape.is_null() {
-        return Err(Error::config(format!("a tensor of {ndim} dimensions without a shape")).into());
+        return Err(without_shape(ndim).into());
     } else {
         // SAFETY: DLPack guarantees `ndim` extents, and the pointer is not null.
         Dims::new(unsafe { std::slice::from_raw_parts(raw.shape, ndim) })?
@@ -409,6 +423,11 @@ pub unsafe fn borrow<'a, E: From<Error>>(
     let address = address_of(address, &shape)?;
     // SAFETY: the caller guarantees that `raw` describes live memory for 'a.
     Ok(unsafe { Borrowed::new(address, dtype, device, shape, strides) })
+}
+
+#[cold]
+fn without_shape(ndim: usize) -> Error {
+    Error::config(format!("a tensor of {ndim} dimensions without a shape"))
 }
 
 #[cold]

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+import kvpool
 from kvpool.integrations import sglang as plugin
 from kvpool.integrations.sglang import seams
 
@@ -96,6 +97,28 @@ def check_attributes() -> None:
         48,
         [1, 2, 3],
     )
+
+
+def check_buffers() -> None:
+    """Buffers of K and V have the shapes of SGLang's, and V lies whole pages behind K."""
+    own = switch_on()
+    pool = original(f"{POOLS}.MHATokenToKVPool")
+    for page_size, v_head_dim in ((1, 8), (16, 8), (24, 8), (16, 4)):
+        arguments = (70, page_size, torch.bfloat16, 2, 8, 3, "cpu", False, v_head_dim)
+        theirs, ours = own["MHATokenToKVPool"](*arguments), pool(*arguments)
+        assert isinstance(ours.kvpool, kvpool.KVPool)
+        for name in ("k_buffer", "v_buffer"):
+            for expected, found in zip(getattr(theirs, name), getattr(ours, name), strict=True):
+                assert (found.shape, found.stride(), found.dtype) == (
+                    expected.shape,
+                    expected.stride(),
+                    expected.dtype,
+                )
+                assert found.is_contiguous()
+        assert ours.get_contiguous_buf_infos()[1:] == theirs.get_contiguous_buf_infos()[1:]
+        for k, v in zip(ours.k_buffer, ours.v_buffer, strict=True):
+            distance = v.data_ptr() - k.data_ptr()
+            assert v_head_dim == 4 or (distance > 0 and distance % (page_size * k[0].nbytes) == 0)
 
 
 def check_surface() -> None:

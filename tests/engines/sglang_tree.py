@@ -10,12 +10,19 @@ from __future__ import annotations
 import dataclasses
 import random
 from array import array
+from enum import Enum
+from functools import partial
+from hashlib import sha256
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.cpp_utils import native_hash
+from sglang.srt.mem_cache.events import KvEventLoraNames
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.tree_core_registry import _TREE_CORE_REGISTRY
@@ -122,20 +129,83 @@ class KvTreeCoreInspector(KvTreeCore, UnifiedTreeCoreInspectionInterface):  # ty
     set_component_protected_size = set_node_hash_values = advance_insert_walk_once
 
 
+def _make_compiled(params: CacheInitParams, _components: object) -> Any:
+    """SGLang's compiled core. Its nodes cannot be looked at: what shows them is not in the package."""
+    from sglang.srt.mem_cache.rust_tree_core.adapter import RustUnifiedTreeCore
+
+    made: Any = type("CompiledTreeCore", (RustUnifiedTreeCore, UnifiedTreeCoreInspectionInterface), {})
+    made.__abstractmethods__ = frozenset()
+    return made(params)
+
+
 def build(config: CacheConfig, backend: str, **options: Any) -> Any:
-    """A cache of the kit with the tree core "python" or "kvpool": cache, allocator, and table of requests."""
-    factories = {"kvpool": lambda params, _components: KvTreeCoreInspector(params)}
-    with mock.patch.dict(_TREE_CORE_REGISTRY, factories):
+    """A cache of the kit with a tree core: "python" and "compiled" are SGLang's, and "kvpool" is the other.
+
+    Returns the cache, its allocator, and the table of requests.
+    """
+    factories = {
+        "kvpool": lambda params, _components: KvTreeCoreInspector(params),
+        "compiled": _make_compiled,
+    }
+    # The kit leaves the settings of policies out.
+    page = config.page_size
+    settings = {
+        "slru": {"protected_threshold": 3},
+        "tlru": {"threshold": 4 * page, "next_prompt_estimate": page},
+    }
+    make_params = partial(CacheInitParams, eviction_policy_config=settings.get(config.eviction_policy))
+    with (
+        mock.patch.dict(_TREE_CORE_REGISTRY, factories),
+        mock.patch.object(fixtures, "CacheInitParams", make_params),
+    ):
         return fixtures.build_fixture(config, tree_core_backend=backend, **options)
+
+
+class PageHashes:
+    """Hashes of pages, each with those before: SGLang builds them with a C++ compiler at first use."""
+
+    @staticmethod
+    def get_hash(  # noqa: PLR0913, PLR0917  # as there
+        raw: array[int], count: int, width: int, is_bigram: bool, prior: bytes | None, page_size: int
+    ) -> list[str]:
+        assert is_bigram == (width == 2)
+        hashes, digest = [], prior or b""
+        for begin in range(0, count, page_size):
+            units = range(begin, min(begin + page_size, count))
+            words = array("I", (raw[at + behind] for at in units for behind in range(width)))
+            digest = sha256(digest + words.tobytes()).digest()
+            hashes.append(digest.hex())
+        return hashes
+
+
+class Events(Enum):
+    """The KV events that a cache notes."""
+
+    NONE = 0
+    SGLANG = 1
+    DYNAMO = 2
+
+
+def _options_of(events: Events) -> dict[str, Any]:
+    """Options of `build` for events, in which the namespace "a" is an adapter with a name."""
+    names = KvEventLoraNames()
+    names.register(SimpleNamespace(lora_id="1", extra_key="a"), "adapter")
+    return {
+        "enable_kv_cache_events": True,
+        "dynamo_kv_event_format": events is Events.DYNAMO,
+        "kv_event_lora_names": names,
+    }
 
 
 class Tree:
     """One cache and everything around it."""
 
-    def __init__(self, config: CacheConfig, backend: str, *, in_one_call: bool = False) -> None:
+    def __init__(
+        self, config: CacheConfig, backend: str, *, in_one_call: bool = False, **options: Any
+    ) -> None:
         # Both number their boundaries and requests from the same number on.
         self.config = config
-        self.cache, self.allocator, self.rows = build(config, backend)
+        self.cache, self.allocator, self.rows = build(config, backend, **options)
         if in_one_call:
             self.cache.__class__ = KvUnifiedRadixCache
         self.core = self.cache.tree_core
@@ -161,13 +231,9 @@ class Tree:
 
             setattr(owner, name, watched)
 
-    def path(self, node: int) -> tuple[Any, ...]:
-        """A node by the tokens up to its end, which both trees have."""
-        tokens: list[int] = []
-        while not self.core.is_root(node):
-            tokens = self.tokens(node) + tokens
-            node = self.core.get_parent_node_id(node)
-        return tuple(tokens)
+    def path(self, node: int) -> tuple[int, ...]:
+        """A node by the slots up to its end, which both trees have."""
+        return tuple(self.cache.path_device_indices(node).tolist())
 
     def tokens(self, node: int) -> list[int]:
         tokens = list(self.core.get_node_token_ids(node))
@@ -178,6 +244,12 @@ class Tree:
         """A key as SGLang's cache passes it to calls that cut nothing off."""
         key, _ = key.maybe_to_bigram_view(self.core.is_eagle)
         return key.page_aligned(self.config.page_size)
+
+    def gaps(self, key: RadixKey) -> Any:
+        """The tokens of the second to the fourth page that are there without a window."""
+        page, key = self.config.page_size, self.aligned(key)
+        end = min(4 * page, len(key))
+        return self.core.swa_tombstone_ranges(key, page, end) if end > page else None
 
     def nodes(self) -> dict[Any, Any]:
         """Everything that can be seen of the nodes."""
@@ -198,11 +270,23 @@ class Tree:
                 "children": [self.path(child) for child in core.get_child_node_ids(node)],
                 "listed": [places[part].get(node) for part in parts],
             }
-            # Namespaces are not named by the kit: the slots tell them apart.
-            name = (self.path(node), tuple(seen["values"][FULL]))
+            name = self.path(node)
             assert name not in found
-            found[name] = seen
+            found[name] = {"tokens": self.tokens(node), **seen}
         return found
+
+    def values(self) -> list[Any]:
+        """All values, for a core whose nodes cannot be looked at."""
+        core = self.core
+        rows = core.walk_for_kv_canary(unlocked_only=False, swa_resident_only=False)
+        resident = core.walk_for_kv_canary(unlocked_only=True, swa_resident_only=True)
+        return [
+            *(
+                sorted(zip(*(each.tolist() for each in _fields(found)), strict=True))
+                for found in (rows, resident)
+            ),
+            sorted(core.all_mamba_values_flatten().tolist()),
+        ]
 
     def sizes(self) -> list[int]:
         core = self.core
@@ -227,13 +311,31 @@ class Request:
 
 
 class Pair:
-    """Two caches that get the same calls."""
+    """Two caches that get the same calls.
 
-    def __init__(self, config: CacheConfig, seed: int, *, in_one_call: bool = False) -> None:
-        self.config, self.in_one_call = config, in_one_call
+    Args:
+        config: What both are made for.
+        seed: Decides the calls.
+        core: The tree core of SGLang: "python" or "compiled".
+        in_one_call: Whether kvpool's evicts in one call.
+        events: What both note.
+    """
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        seed: int,
+        *,
+        core: str = "python",
+        in_one_call: bool = False,
+        events: Events = Events.NONE,
+    ) -> None:
+        self.config, self.in_one_call, self.events = config, in_one_call, events
+        self.core = core
         self.random = random.Random(seed)  # noqa: S311
-        self.ours = Tree(config, "kvpool", in_one_call=in_one_call)
-        self.theirs = Tree(config, "python")
+        options = {} if events is Events.NONE else _options_of(events)
+        self.ours = Tree(config, "kvpool", in_one_call=in_one_call, **options)
+        self.theirs = Tree(config, core, **options)
         assert isinstance(self.ours.core, KvTreeCore), type(self.ours.core)
         self.counts: dict[str, int] = {}
 
@@ -243,21 +345,38 @@ class Pair:
         for tree in (self.ours, self.theirs):
             tree.freed.clear()
             answer = call(tree)
-            freed: dict[str, list[int]] = {}
-            for name, slots in tree.freed:
-                freed.setdefault(name, []).extend(slots)
-            # One call frees at once what a loop frees leaf by leaf, in the same order.
-            answers.append((answer, freed if self.in_one_call else list(tree.freed)))
+            events = tree.cache.take_events()
+            self.counts["events"] = self.counts.get("events", 0) + len(events)
+            answers.append((answer, self._comparable(tree.freed), self._comparable_events(events)))
         assert answers[0] == answers[1], f"\nkvpool: {answers[0]}\nSGLang: {answers[1]}"
         return answers[0][0]
 
+    def _comparable(self, freed: list[Any]) -> Any:
+        """What was freed, in its order as far as that is the same."""
+        if self.core == "compiled":
+            # It frees the values of a node in another order.
+            return sorted((name, slot) for name, slots in freed for slot in slots)
+        if not self.in_one_call:
+            return list(freed)
+        # One call frees at once what a loop frees leaf by leaf, in the same order.
+        by_name: dict[str, list[int]] = {}
+        for name, slots in freed:
+            by_name.setdefault(name, []).extend(slots)
+        return by_name
+
+    def _comparable_events(self, events: list[Any]) -> list[Any]:
+        # The compiled core puts other pages into one event.
+        return events if self.core == "python" else [page for event in events for page in _pages(event)]
+
     def compare(self) -> None:
         """Compares all that is there."""
-        ours, theirs = self.ours.nodes(), self.theirs.nodes()
-        for name in [*ours, *theirs]:
-            assert ours.get(name) == theirs.get(name), (
-                f"\n{name[0]}\nkvpool: {ours.get(name)}\nSGLang: {theirs.get(name)}"
-            )
+        if self.core == "python":
+            ours, theirs = self.ours.nodes(), self.theirs.nodes()
+            for name in [*ours, *theirs]:
+                assert ours.get(name) == theirs.get(name), (
+                    f"\n{name}\nkvpool: {ours.get(name)}\nSGLang: {theirs.get(name)}"
+                )
+        assert self.ours.values() == self.theirs.values()
         assert self.ours.sizes() == self.theirs.sizes()
         self.ours.cache.sanity_check()
         self.theirs.cache.sanity_check()
@@ -329,6 +448,7 @@ class Pair:
         page = self.config.page_size
         shared = pick.random() < 0.8
         priority, inserted, tracked = pick.randint(0, 3), pick.choice([0, 0, page]), pick.random() < 0.5
+        session = pick.choice([None, "s"])
         freed_pages = pick.choice([0, 0, 1, 2, 3])
         size = len(request.tokens) // page * page
         if size == 0:
@@ -367,6 +487,7 @@ class Pair:
                 inserted_len=inserted,
                 priority=priority,
                 track_adopted_ranges=tracked,
+                session_id=session,
             )
             if self.config.has_swa and freed_pages:
                 # What the window has left behind is freed before it is inserted.
@@ -445,7 +566,6 @@ class Pair:
 
     def look(self) -> None:
         """Calls that change nothing but recency."""
-        page = self.config.page_size
         prompts = [self.prompt() for _ in range(8)]
 
         def run(tree: Tree) -> Any:
@@ -469,10 +589,7 @@ class Pair:
                 sorted(zip(*(rows_of.tolist() for rows_of in _fields(rows)), strict=True)),
                 sorted(tree.core.all_values_flatten().tolist()),
                 sorted(tree.core.all_mamba_values_flatten().tolist()),
-                [
-                    tree.core.swa_tombstone_ranges(tree.aligned(prompt.key()), page, 4 * page)
-                    for prompt in (prompts if self.config.has_swa else [])
-                ],
+                [tree.gaps(prompt.key()) for prompt in (prompts if self.config.has_swa else [])],
             )
 
         self.both(run)
@@ -486,16 +603,39 @@ class Pair:
         self.both(lambda tree: tree.cache.evict(everything))
         self.compare()
         assert self.ours.core.total_size() == (0, 0)
+        assert (self.counts["events"] > 0) == (self.events is not Events.NONE)
+        self.both(lambda tree: tree.cache.reset())
+        self.compare()
+
+
+def _pages(event: Any) -> list[Any]:
+    """What an event says of each page."""
+    kind = type(event).__name__
+    if kind != "BlockStored":
+        return [(kind, page) for page in getattr(event, "block_hashes", [None])]
+    before = [event.parent_block_hash, *event.block_hashes]
+    size = event.block_size
+    return [
+        (kind, page, before[at], event.token_ids[at * size : (at + 1) * size], *_names(event))
+        for at, page in enumerate(event.block_hashes)
+    ]
+
+
+def _names(event: Any) -> tuple[Any, ...]:
+    return event.medium, event.lora_id, event.lora_name, event.cache_salt, event.session_id
 
 
 def _fields(rows: Any) -> Sequence[Any]:
     return rows.slot_indices, rows.positions, rows.prev_slot_indices
 
 
-def run_history(config: CacheConfig, seed: int, steps: int, *, in_one_call: bool = False) -> dict[str, int]:
+def run_history(config: CacheConfig, seed: int, steps: int, **options: Any) -> dict[str, int]:
     """`steps` calls of both caches, compared after each. Returns how many of each kind were made."""
-    with envs.SGLANG_MAMBA_SSM_DTYPE.override("bfloat16"):
-        pair = Pair(config, seed, in_one_call=in_one_call)
+    with (
+        envs.SGLANG_MAMBA_SSM_DTYPE.override("bfloat16"),
+        mock.patch.object(native_hash, "_load_native_hash_module", PageHashes),
+    ):
+        pair = Pair(config, seed, **options)
         for _ in range(steps):
             pair.step()
             pair.compare()

@@ -23,8 +23,8 @@ from kvpool.integrations.sglang.tree_core import KvTreeCore, check_tree_core
 
 DELEGATED: list[dict[str, Any]] = [
     {"enable_session_radix_cache": True},
-    {"enable_kv_cache_events": True},
-    {"eviction_policy": "tlru"},
+    {"eviction_policy": "tlru", "eviction_policy_config": {"threshold": 1.5}},
+    {"eviction_policy": "slru", "eviction_policy_config": {"protected_threshold": -1}},
     {"component_registry_override": {ComponentType.FULL: FullComponent}},
 ]
 

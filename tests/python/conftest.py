@@ -45,6 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Sets up PyTorch, for the software driver if there is one."""
     # Tensors here are so small that threads would only wait for each other, for long on a busy machine.
     torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
     if not config.getoption("--software"):
         return
     if not is_preloaded():

@@ -17,6 +17,7 @@ from software import NEWER_CODES
 
 from kvpool import (
     BackendUnavailableError,
+    ConfigError,
     DriverError,
     GDNPool,
     IndexOwnershipError,
@@ -612,6 +613,108 @@ def test_kv_indices_are_the_rows_one_after_the_other(where: str, dtype: torch.dt
     found = out.cpu()
     assert torch.equal(found[: len(expected)], expected)
     assert found[len(expected) :].eq(-1).all()
+
+
+# Last slots that the host does not know
+
+
+@pytest.mark.parametrize("index_dtype", ["int32", "int64"])
+@pytest.mark.parametrize("last_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("need_sort", [True, False])
+def test_last_slots_that_only_the_gpu_knows_give_the_same_slots(
+    driver: Driver, index_dtype: str, last_dtype: torch.dtype, need_sort: bool
+) -> None:
+    options: Any = {"index_dtype": index_dtype, "need_sort": need_sort, "debug": True, "strict": True}
+    known, unknown = (make_allocator(600 * 8, 8, **options) for _ in range(2))
+    numbers = np.random.default_rng(3)
+    requests: dict[int, list[int]] = {}
+    for step in range(40):
+        for _ in range(int(numbers.integers(1, 3))):
+            requests[len(requests) + 100 * step] = []
+        batch = [name for name in requests if numbers.random() < 0.8]
+        is_decode = bool(numbers.random() < 0.5)
+        prefix = [len(requests[name]) for name in batch]
+        seq = [length + (1 if is_decode else int(numbers.integers(0, 20))) for length in prefix]
+        last = [requests[name][-1] if requests[name] else -1 for name in batch]
+        # As an engine has it: gathered from a table, and computed.
+        computed = ints(*last, dtype=last_dtype) + 0
+        lens = (seq,) if is_decode else (prefix, seq)
+        name = "alloc_decode" if is_decode else "alloc_extend"
+        expected = some(getattr(known, name)(*lens, last))
+        driver.run()
+        driver.reset_calls()
+        taken = some(getattr(unknown, name)(*lens, computed))
+        assert [driver.calls(wait) for wait in WAITS] == [0] * 3
+        continues = any(length % 8 and end > length for length, end in zip(prefix, seq, strict=True))
+        assert driver.calls("cuLaunchKernel") == int(continues)
+        assert (taken.dtype, taken.tolist()) == (expected.dtype, expected.tolist())
+        slots = iter(expected.tolist())
+        for request, length, end in zip(batch, prefix, seq, strict=True):
+            requests[request] += [next(slots) for _ in range(end - length)]
+        if step % 4 == 3:
+            done = requests.pop(next(iter(requests)))
+            for allocator in (known, unknown):
+                allocator.free(done)
+        assert known.available_size() == unknown.available_size()
+    driver.run()
+    for allocator in (known, unknown):
+        allocator.verify()
+    assert sum(leak.count for leak in unknown.leaks()) == sum(leak.count for leak in known.leaks())
+    kept = [slot for slots in requests.values() for slot in slots]
+    unknown.free(kept)
+    assert unknown.available_size() == 600 * 8
+
+
+def test_slots_behind_those_are_freed_by_a_copy(driver: Driver) -> None:
+    allocator = make_allocator(64, 4, strict=True)
+    first = some(allocator.alloc_extend([0, 0], [3, 5], [-1, -1]))
+    more = some(allocator.alloc_extend([3, 5], [6, 6], ints(6, 12) + 0))
+    driver.reset_calls()
+    allocator.free(more)
+    assert driver.calls("cuMemcpyDtoHAsync_v2") == 1
+    driver.run()
+    # Pages 1, 4 and 3; page 2 holds the first four of the second request.
+    assert more.tolist() == [7, 16, 17, 13]
+    allocator.free(first[3:4])
+    assert allocator.available_size() == 64
+    allocator.verify()
+
+
+def test_as_many_requests_as_there_are_continue_their_pages(driver: Driver) -> None:
+    count = 1500
+    allocator = make_allocator(2 * count, 2, index_dtype="int64")
+    first = some(allocator.alloc_extend([0] * count, [1] * count, [-1] * count))
+    driver.reset_calls()
+    second = some(allocator.alloc_decode([2] * count, first + 0))
+    assert (driver.calls("cuLaunchKernel"), driver.calls("cuMemcpyHtoDAsync_v2")) == (4, 1)
+    assert torch.equal(second.cpu(), first.cpu() + 1)
+
+
+@pytest.mark.parametrize("wrong", [-1, 3, 4, 5, 7, 2**40, 68])
+def test_last_slots_that_the_gpu_finds_wrong_give_padding_and_are_told_later(wrong: int) -> None:
+    allocator = make_allocator(64, 4)
+    first = some(allocator.alloc_extend([0, 0], [3, 3], [-1, -1]))
+    assert first.tolist() == [4, 5, 6, 8, 9, 10]
+    mixed = some(allocator.alloc_extend([3, 3], [5, 6], ints(wrong, 10) + 0))
+    assert mixed.tolist() == [0, 12, 11, 16, 17]
+    before = allocator.available_size()
+    with pytest.raises(ConfigError, match=f"last_loc {wrong} of request 0 does not end its prefix"):
+        allocator.alloc_decode([1], [-1])
+    assert allocator.available_size() == before
+    assert some(allocator.alloc_decode([1], [-1])).tolist() == [20]
+
+
+def test_lengths_that_contradict_the_number_of_last_slots_on_the_gpu_are_refused() -> None:
+    allocator = make_allocator(64, 4)
+    with pytest.raises(ConfigError, match="2 prefix_lens, 2 seq_lens and 3 last_loc"):
+        allocator.alloc_extend([0, 0], [1, 1], ints(1, 2, 3) + 0)
+    assert allocator.available_size() == 64
+
+
+def test_a_pool_on_the_cpu_waits_for_last_slots_on_a_gpu() -> None:
+    allocator = TokenToKVPoolAllocator(64, "cpu", 4)
+    allocator.alloc(3)
+    assert some(allocator.alloc_decode([4], ints(6) + 0)).tolist() == [7]
 
 
 # Faults

@@ -80,12 +80,12 @@ def assert_pages_of_rows(replay: Replay) -> None:
 
 
 def short_trace() -> Trace:
-    """Five requests, one of which is retracted."""
+    """Three requests: one is chunked, one retracted, and one admitted when another has ended."""
     return Trace(
         "short",
-        np.zeros(5),
-        input_lens=np.array([6, 5, 3, 2, 2], dtype=np.int64),
-        output_lens=np.array([3, 4, 1, 5, 2], dtype=np.int64),
+        np.zeros(3),
+        input_lens=np.array([6, 5, 2], dtype=np.int64),
+        output_lens=np.array([3, 4, 1], dtype=np.int64),
     )
 
 
@@ -111,7 +111,7 @@ def test_every_driver_call_of_a_replay_may_fail(
         replays.clear()
         replays.append(Replay(short_trace(), config))
         result = replays[0].run()
-        assert result.counts.verified_tokens >= 33
+        assert result.counts.verified_tokens >= short_trace().total_lens.sum()
         assert page_size == 16 or result.counts.retractions == 1
 
     failures = 0
@@ -125,7 +125,7 @@ def test_every_driver_call_of_a_replay_may_fail(
             assert replay.kv is not None
             replay.kv.pool.check()
             del replay
-    assert failures > 150
+    assert failures > 100
 
 
 @pytest.mark.parametrize("page_size", [1, 16])

@@ -68,6 +68,54 @@ def test_tokens_of_64_bits_are_tokens() -> None:
     assert tree.match([1 << 40, -2]).length == 1
 
 
+NAMES: list[Any] = [None, "a", b"a", b"\xff\xff", 1, 1 << 80, ("a", None), (b"b", -1, "", 1 << 80), ()]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pages_that_are_gone_are_named_as_they_were(name: Any) -> None:  # noqa: ANN401
+    tree = HybridTree(2)
+    step = tree.insert(PROMPT, SLOTS, namespace=name)
+    assert step.added is not None
+    node, start, end = step.added
+    assert (node, start, end) == (step.node, 0, 4)
+    assert tree.hash_at(node, 4) is None
+    hashes = bytes(range(64))
+    tree.set_hashes(node, 0, hashes)
+    assert (tree.hash_at(node, 2), tree.hash_at(node, 4)) == (hashes[:32], hashes[32:])
+    tree.match([5, 6, 9, 9], namespace=name)
+    longer = tree.insert([*PROMPT[:4], 1, 2], range(30, 36), namespace=name, found=4)
+    assert longer.added == (longer.node, 4, 6)
+    assert tree.insert(PROMPT, SLOTS, namespace=name, found=4).added is None
+    # The new leaf has no hash, and the others were cut.
+    assert tree.evict(2).removed == []
+    assert tree.evict(4).removed == [(name, hashes[32:]), (name, hashes[:32])]
+    with pytest.raises(KeyError):
+        tree.hash_at(node, 2)
+    with pytest.raises(KeyError):
+        tree.set_hashes(node, 0, b"")
+
+
+def test_bad_hashes_change_nothing() -> None:
+    tree, node = tree_with(2)
+    for start, count, message in [
+        (0, 32, "1 hashes for the 2 pages"),
+        (2, 32, "begins at 0"),
+        (0, 65, "and 1 bytes"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            tree.set_hashes(node, start, bytes(count))
+    assert tree.hash_at(node, 4) is None
+    tree.verify()
+
+
+def test_a_tail_goes_before_the_others() -> None:
+    tree = HybridTree(1, policy="tlru", tail=1)
+    for tokens in ([9, 9], [1], [1, 2], [1, 2, 3]):
+        tree.insert(tokens, range(10 * len(tokens), 11 * len(tokens)), found=len(tokens) - 1)
+    evicted = [tree.evict(1).full for _ in range(2)]
+    assert [slots.tolist() for slots in evicted if slots is not None] == [[32], [20, 21]]
+
+
 def test_what_is_there_twice_is_the_callers_to_free() -> None:
     tree, node = tree_with()
     step = tree.insert([*PROMPT, 10], torch.arange(30, 36), found=2)

@@ -108,6 +108,60 @@ def test_buffers_have_the_heads_of_k_and_of_v() -> None:
         assert [buffer.shape[1:] for buffer in buffers] == [shape] * 3
 
 
+@pytest.mark.parametrize("pin_memory", [False, True])
+@pytest.mark.parametrize(
+    ("size", "page_size", "heads", "dim"), [(70, 16, 2, 8), (64, 1, 1, 3), (100, 24, 3, 5)]
+)
+def test_fused_values_lie_whole_pages_behind_their_keys(
+    size: int, page_size: int, heads: int, dim: int, pin_memory: bool
+) -> None:
+    fused, split = (
+        KVPool(
+            size,
+            3,
+            heads,
+            dim,
+            devices.current(),
+            "float32",
+            None,
+            None,
+            pin_memory,
+            page_size=page_size,
+            layout=layout,
+        )
+        for layout in ("fused", "split")
+    )
+    ends = []
+    for k, v in zip(fused.k_buffer, fused.v_buffer, strict=True):
+        page = page_size * heads * dim * 4
+        assert (v.data_ptr() - k.data_ptr()) % page == 0
+        assert v.data_ptr() >= k.data_ptr() + k.numel() * 4
+        assert k.data_ptr() % 256 == v.data_ptr() % 256 == 0
+        assert k.is_contiguous()
+        assert v.is_contiguous()
+        ends += [k.data_ptr(), k.data_ptr() + k.numel() * 4, v.data_ptr(), v.data_ptr() + v.numel() * 4]
+    assert ends == sorted(ends)
+    assert fused.stats()["rows"] == split.stats()["rows"]
+    for pool in (fused, split):
+        for layer in range(3):
+            pool.set_kv_buffer(
+                layer, [size, 1], values(2, heads, dim, seed=layer), values(2, heads, dim, seed=9)
+            )
+        pool.move_kv([2, 3], [size, 1])
+    for layer in range(3):
+        for buffers in ((fused.k_buffer, split.k_buffer), (fused.v_buffer, split.v_buffer)):
+            assert equal(buffers[0][layer], buffers[1][layer])
+        assert equal(fused.page_view(layer)[1], split.page_view(layer)[1])
+    assert fused.get_contiguous_buf_infos()[0] == [t.data_ptr() for t in (*fused.k_buffer, *fused.v_buffer)]
+
+
+def test_fused_buffers_have_rows_of_one_shape_and_layouts_have_names() -> None:
+    with pytest.raises(ConfigError, match=r"\[2, 8\].*\[2, 4\]"):
+        KVPool(8, 1, 2, 8, devices.current(), v_head_dim=4, layout="fused")
+    with pytest.raises(ConfigError, match='layout "nhd"'):
+        KVPool(8, 1, 2, 8, devices.current(), layout="nhd")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("size", [1, 7, 8, 15, 16, 60, 64, 70, 1000])
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 def test_rows_hold_every_slot_of_an_allocator_of_the_same_size(size: int, page_size: int) -> None:

@@ -165,6 +165,18 @@ def test_r7_and_r8_there_are_no_states_in_the_tree() -> None:
         scene.cache.insert(RadixKey([5]), scene.take(1), mamba_value=torch.tensor([9]))  # type: ignore[arg-type]
 
 
+def test_keys_of_bigrams_are_refused() -> None:
+    """The runner makes every key of ints: pymllm has no speculative decoding."""
+    scene = Scene()
+    scene.insert([1, 2])
+    bigrams = RadixKey([(1, 2), (2, 3)])
+    with pytest.raises(TypeError):
+        scene.cache.match_prefix(bigrams)
+    with pytest.raises(TypeError):
+        scene.cache.insert(bigrams, scene.take(2))
+    assert (scene.cache.total_size(), scene.match(1, 2).prefix_len) == (2, 2)
+
+
 def test_r10_a_window_is_evicted_in_the_order_of_use() -> None:
     scene = Scene(sliding_window_size=4)
     scene.insert([1])

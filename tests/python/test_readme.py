@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import subprocess
 import sys
@@ -16,6 +14,8 @@ import kvpool
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from conftest import RunSnippet
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -36,13 +36,20 @@ CLASSES = {
 
 # Runs blocks of code one after the other in one namespace, with the line numbers of their page.
 RUNNER = """
-import json, sys
-namespace = {"__name__": "__main__"}
-for page, line, source in json.load(sys.stdin):
+import os
+os.environ.pop("KVPOOL_DEBUG", None)
+os.chdir({folder!r})
+namespace = {{"__name__": "__main__"}}
+for page, line, source in {blocks!r}:
     exec(compile("\\n" * line + source, page, "exec"), namespace)
 """
 
-each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+
+def each_of(pages: list[Path]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("page", pages, ids=lambda page: page.relative_to(ROOT).as_posix())
+
+
+each_page = each_of(PAGES)
 
 
 def text_of(page: Path) -> str:
@@ -66,34 +73,29 @@ def code_in(text: str) -> list[str]:
     return re.findall(r"`([^`\n]+)`", text)
 
 
-def run_blocks(page: Path, kinds: set[str], folder: Path) -> None:
-    """Run blocks of a page in a separate process."""
+def has(page: Path, kind: str) -> bool:
+    return any(found == kind for found, _, _ in fences(page))
+
+
+def run_blocks(run_snippet: RunSnippet, page: Path, kinds: set[str], folder: Path) -> None:
+    """Runs blocks of a page in a process of their own."""
     blocks = [(page.name, line, source) for kind, line, source in fences(page) if kind in kinds]
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", RUNNER],
-        input=json.dumps(blocks),
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-        cwd=folder,
-        env={name: value for name, value in os.environ.items() if name != "KVPOOL_DEBUG"},
-    )
-    assert done.returncode == 0, done.stderr
+    run_snippet(RUNNER.format(folder=str(folder), blocks=blocks), has_torch=True)
 
 
-@each_page
-def test_examples_run_as_printed(page: Path, tmp_path: Path) -> None:
-    run_blocks(page, {"python"}, tmp_path)
+@each_of([page for page in PAGES if has(page, "python")])
+def test_examples_run_as_printed(page: Path, tmp_path: Path, run_snippet: RunSnippet) -> None:
+    run_blocks(run_snippet, page, {"python"}, tmp_path)
 
 
 @pytest.mark.cuda
-@each_page
-def test_examples_run_on_a_gpu(page: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+@each_of([page for page in PAGES if has(page, "python gpu")])
+def test_examples_run_on_a_gpu(
+    page: Path, tmp_path: Path, run_snippet: RunSnippet, request: pytest.FixtureRequest
+) -> None:
     if request.config.getoption("--software"):
         pytest.skip("it needs PyTorch's kernels")
-    if any(kind == "python gpu" for kind, _, _ in fences(page)):
-        run_blocks(page, {"python", "python gpu"}, tmp_path)
+    run_blocks(run_snippet, page, {"python", "python gpu"}, tmp_path)
 
 
 @each_page

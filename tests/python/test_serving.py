@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dis
+import functools
+import itertools
 import random
 import sys
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import devices
@@ -16,13 +20,13 @@ from common import some
 from devices import here
 from pool_reader import VOCAB, PoolReader, alone, is_whole
 
-from kvpool import ConfigError, OutOfMemoryError, PrefixCache
+from kvpool import ConfigError, OutOfMemoryError, PrefixCache, serving
 from kvpool.sampling import Sampling, sample
 from kvpool.serving import Engine, Request
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from types import FrameType
+    from collections.abc import Callable, Iterator
+    from types import CodeType, FrameType
 
     from conftest import RunSnippet
 
@@ -409,26 +413,39 @@ def test_a_failing_model_loses_no_requests(fails_in: int) -> None:
     assert_served(engine, requests)
 
 
+Place = tuple[str, int, bool]
+"""Name of a function, a line or the offset of an instruction in it, and whether it is a line."""
+
+
 class Interrupts:
-    """Raises at the n-th line of the code that an engine calls: of the model, of sampling, of callbacks."""
+    """Raises at the n-th event of the code of an engine and of what it calls.
+
+    An event is a line, or the return from a call, where Python lets a signal in before the next instruction.
+    """
 
     def __init__(self, at: int) -> None:
-        self._left = at
-        self.lines: list[tuple[str, int]] = []
+        self._at = at
+        self.places: list[Place] = []
 
-    def _on_line(self, frame: FrameType, event: str, _arg: object) -> Any:  # noqa: ANN401
+    def _note(self, place: Place) -> None:
+        self.places.append(place)
+        if len(self.places) == self._at:
+            raise KeyboardInterrupt
+
+    def _on_event(self, frame: FrameType, event: str, _arg: object) -> Any:  # noqa: ANN401
+        code = frame.f_code
         if event == "line":
-            self.lines.append((frame.f_code.co_name, frame.f_lineno))
-            self._left -= 1
-            if self._left == 0:
-                raise KeyboardInterrupt
-        return self._on_line
+            self._note((code.co_name, frame.f_lineno, True))
+        elif event == "opcode" and frame.f_lasti in returns_of(code):
+            self._note((code.co_name, frame.f_lasti, False))
+        return self._on_event
 
     def _on_call(self, frame: FrameType, _event: str, _arg: object) -> Any:  # noqa: ANN401
         code = frame.f_code
-        is_theirs = code.co_filename == pool_reader.__file__ and code.co_name in {"start", "forward"}
-        is_ours = code.co_filename == sample.__code__.co_filename or code is get.__code__
-        return self._on_line if is_theirs or is_ours else None
+        is_model = code.co_filename == pool_reader.__file__ and code.co_name in {"start", "forward"}
+        is_engine = Path(code.co_filename).parent == Path(serving.__file__).parent
+        frame.f_trace_opcodes = is_engine
+        return self._on_event if is_model or is_engine or code is get.__code__ else None
 
     @contextmanager
     def traced(self) -> Iterator[None]:
@@ -440,41 +457,87 @@ class Interrupts:
             sys.settrace(before)
 
 
-def get(_request: Request, _token: int) -> None:
+@functools.cache
+def returns_of(code: CodeType) -> frozenset[int]:
+    """Offsets of the instructions that follow a call."""
+    pairs = itertools.pairwise(dis.get_instructions(code))
+    return frozenset(after.offset for before, after in pairs if before.opname.startswith("CALL"))
+
+
+told: dict[Request, list[int]] = {}
+
+
+def get(request: Request, token: int) -> None:
     """Takes a token."""
+    told.setdefault(request, []).append(token)
 
 
-def serve_interrupted(page_size: int, at: int) -> tuple[Interrupts, bool]:
-    """Serves some requests with an interrupt, and goes on; the lines, and whether one was interrupted."""
+def serve_interrupted(page_size: int, at: int, fails_in: int | None = None) -> list[Place]:
+    """Serves requests, with an interrupt at an event, and goes on; the places of all events up to it.
+
+    Before that, a batch of the model may fail.
+    """
     model = PoolReader(32, 3, 40, page_size)
+    model.fails_in = fails_in
     engine, interrupts = Engine(model, 12), Interrupts(at)
-    prompts = [[3, 1, 4, 1, 5, 9, 2, 6], [3, 1, 4, 1, 5, 9, 7], [6, 5, 3], [3, 1, 4, 1, 5, 9, 2, 6, 5]]
-    requests = [engine.submit(prompt, 4, on_token=get) for prompt in prompts]
-    try:
-        with interrupts.traced():
-            engine.run()
-    except KeyboardInterrupt:
-        engine.run()
-        was_interrupted = True
-    else:
-        was_interrupted = False
-    assert_served(engine, requests)
+    prompts = [[3, 1, 4, 1, 5, 9, 2, 6], [3, 1, 4, 1, 5, 9, 7], [6, 5, 3], [3, 1, 4, 1, 5, 9, 2, 6, 5], [8]]
+    requests: list[Request] = []
+    told.clear()
+
+    def submit(prompt: list[int]) -> None:
+        requests.append(engine.submit(prompt, 4, on_token=get))
+
+    calls: list[Callable[[], object]] = [
+        *(functools.partial(submit, prompt) for prompt in prompts),
+        engine.step,
+        lambda: requests.append(engine.fork(requests[0], on_token=get)),
+        lambda: engine.abort(requests[4]),
+        engine.step,
+        lambda: engine.abort(requests[1]),
+        engine.run,
+    ]
+    raised = []
+    while calls:
+        try:
+            with interrupts.traced():
+                calls[0]()
+            del calls[0]
+        except (KeyboardInterrupt, RuntimeError) as error:
+            raised.append(type(error))
+            model.fails_in, model._fresh = None, set()
+    assert raised.count(KeyboardInterrupt) == (at > 0)
+    states = [request.state for request in requests]
+    assert states == ["finished", "aborted", "finished", "finished", "aborted", "finished"]
+    assert all(request.tokens == alone(request) for request in requests if request.state == "finished")
     assert is_whole(engine)
-    return interrupts, was_interrupted
+    # A callback that is interrupted may have lost its token. A fork's is not called with the first ones.
+    if at == 0 or interrupts.places[at - 1][0] != "get":
+        assert all(tokens == request.tokens[-len(tokens) :] for request, tokens in told.items())
+        assert [len(told[requests[i]]) for i in (0, 2, 3)] == [4, 4, 4]
+    return interrupts.places
 
 
 @devices.cpu_only
 @pytest.mark.parametrize("page_size", [1, 4])
-def test_an_interrupt_in_the_middle_of_a_step_loses_nothing(page_size: int) -> None:
-    """At every line of the code that a step calls: the first time, the last time, and once between."""
-    lines = serve_interrupted(page_size, 0)[0].lines
-    places: dict[tuple[str, int], list[int]] = {}
-    for at, line in enumerate(lines, 1):
-        places.setdefault(line, []).append(at)
-    assert {name for name, _ in places} >= {"start", "forward", "sample", "get"}
-    for found in places.values():
-        for at in {found[0], found[len(found) // 2], found[-1]}:
-            assert serve_interrupted(page_size, at)[1]
+def test_an_interrupt_anywhere_in_an_engine_loses_nothing(page_size: int) -> None:
+    """At each line of the engine and of what it calls, and each return to it: the first time or the last."""
+    places = serve_interrupted(page_size, 0)
+    assert {name for name, *_ in places} >= {"step", "submit", "fork", "abort", "_admit", "forward", "sample"}
+    last = {place: at for at, place in enumerate(places, 1)}
+    first = {place: at for at, place in reversed([*enumerate(places, 1)])}
+    # Half of the places with each size of pages.
+    half = itertools.islice(last, page_size % 2, None, 2)
+    for turn, place in enumerate(half):
+        serve_interrupted(page_size, (first if turn % 2 else last)[place])
+
+
+@devices.cpu_only
+def test_an_interrupt_while_a_failed_batch_is_retracted_loses_nothing() -> None:
+    places = serve_interrupted(4, 0, fails_in=3)
+    of_it = [at for at, (name, *_) in enumerate(places, 1) if name == "retract_all"]
+    last = {places[at - 1]: at for at in range(of_it[0] - 3, of_it[-1] + 5)}
+    for at in last.values():
+        serve_interrupted(4, at, fails_in=3)
 
 
 def test_rejects_bad_requests() -> None:

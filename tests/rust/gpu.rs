@@ -4,11 +4,16 @@
 //! and pass, unless `KVPOOL_REQUIRE_CUDA=1`.
 
 use std::ffi::c_void;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
+use std::thread;
+use std::time::Duration;
 
 use kvpool::base::{DType, Device, ErrorKind};
-use kvpool::memory::{Backend, Contents, Count, Cuda, Event, Gpu, Limit, Pinned, Region, Ring, Stream};
-use kvpool::pool::{AllocatorConfig, TokenToKvPoolAllocator};
+use kvpool::kernels::Indices;
+use kvpool::memory::{
+    Backend, Contents, Count, Cuda, Event, Gpu, Host, Keep, Limit, Pinned, Region, Ring, Stream,
+};
+use kvpool::pool::{AllocatorConfig, FreedAs, TokenToKvPoolAllocator};
 use kvpool::tensor::TensorView;
 
 use crate::conformance::conforms;
@@ -110,6 +115,28 @@ fn missing_wait_is_visible() {
 }
 
 #[test]
+fn a_dropped_grant_of_slots_that_only_the_device_knows_gives_back_its_new_pages() {
+    let test = "a_dropped_grant_of_slots_that_only_the_device_knows_gives_back_its_new_pages";
+    let Some((gpu, _alone)) = gpu(test) else { return };
+    let config = AllocatorConfig { size: 40, page_size: 4, strict: true, ..AllocatorConfig::default() };
+    let allocator = TokenToKvPoolAllocator::new(&config, &cuda(&gpu)).expect("memory");
+    let stream = Stream::DEFAULT;
+    let first = allocator.alloc(3, stream).expect("memory").expect("room").keep();
+    let last = Region::new(cuda(&gpu), 4).expect("memory");
+    let ring = Ring::new(&gpu, &cuda(&gpu), 64).expect("memory");
+    ring.upload_to(last.range(0, 4).expect("inside"), &[6i32], stream).expect("enqueued");
+    let last = TensorView::contiguous(Arc::new(last), 0, DType::I32, &[1]).expect("inside");
+    let last = Indices::of(last.borrow(), Some(0)).expect("int32");
+    // Slot 7 of the page from before, and pages 2 and 3.
+    drop(allocator.alloc_extend(&[3], &[9], &last, stream).expect("memory").expect("room"));
+    assert_eq!(allocator.available_size(), 36);
+    let first = Indices::of(first.borrow(), Some(0)).expect("int32");
+    assert_eq!(allocator.free(&first, None, || None, stream).expect("live").dropped(), 0);
+    assert_eq!(allocator.available_size(), 40);
+    allocator.verify().expect("consistent");
+}
+
+#[test]
 fn too_many_kept_tensors_are_an_error_and_nothing_is_lost() {
     let Some((gpu, _alone)) = gpu("too_many_kept_tensors_are_an_error_and_nothing_is_lost") else { return };
     let slots = AllocatorConfig {
@@ -136,4 +163,51 @@ fn too_many_kept_tensors_are_an_error_and_nothing_is_lost() {
     allocator.verify().expect("consistent");
     kept.clear();
     assert!(allocator.alloc(1000, Stream::DEFAULT).expect("room on the stage").is_some());
+}
+
+/// The owner of a tensor, which uses the allocator when it is dropped, on a thread that can wait.
+#[derive(Debug)]
+struct Owner {
+    allocator: Arc<TokenToKvPoolAllocator>,
+    /// Whether the allocator has answered.
+    answered: mpsc::Sender<bool>,
+}
+
+impl Drop for Owner {
+    fn drop(&mut self) {
+        let (allocator, (answer, wait)) = (Arc::clone(&self.allocator), mpsc::channel());
+        thread::spawn(move || answer.send(allocator.available_size()));
+        let _ = self.answered.send(wait.recv_timeout(Duration::from_secs(5)).is_ok());
+    }
+}
+
+#[test]
+fn a_failed_free_drops_owners_without_locks() {
+    let Some((gpu, _alone)) = gpu("a_failed_free_drops_owners_without_locks") else { return };
+    let config = AllocatorConfig { size: 100, ..AllocatorConfig::default() };
+    let allocator = Arc::new(TokenToKvPoolAllocator::new(&config, &cuda(&gpu)).expect("memory"));
+    let taken = allocator.alloc(3, Stream::DEFAULT).expect("works").expect("room").keep();
+    let zeros = |backend| {
+        let region = Arc::new(Region::new(backend, 12).expect("memory"));
+        TensorView::contiguous(region, 0, DType::I32, &[3]).expect("inside")
+    };
+    let (unknown, nowhere) = (zeros(cuda(&gpu)), zeros(Arc::new(Host)));
+    let first = || Indices::Device { tensor: unknown.borrow(), version: None };
+    let second = || Indices::Device { tensor: nowhere.borrow(), version: None };
+    let (tell, answered) = mpsc::channel();
+    let keep = || {
+        let owner = Owner { allocator: Arc::clone(&allocator), answered: tell.clone() };
+        Some(Arc::new(owner) as Keep)
+    };
+    // The second tensor is on no device: the copy of the first is abandoned.
+    let failed =
+        allocator.free_pages(&[first(), second()], FreedAs::Pages, None, |_| keep(), Stream::DEFAULT);
+    assert_eq!(failed.expect_err("refused").kind(), ErrorKind::Config);
+    assert_eq!(answered.try_iter().collect::<Vec<_>>(), [true]);
+    // A free of one tensor that fails needs no owner.
+    let failed = allocator.free(&second(), None, keep, Stream::DEFAULT);
+    assert_eq!(failed.expect_err("refused").kind(), ErrorKind::Config);
+    assert_eq!(answered.try_iter().count(), 0);
+    assert_eq!(allocator.available_size(), 97);
+    drop(taken);
 }

@@ -2,8 +2,8 @@
 
 use kvpool::cache::Namespace;
 use kvpool::cache::hybrid::{
-    Act, Done, EvictionOrder, HybridConfig, HybridTree, Insert, Inserted, Match, NotLocked, Part, Receipt,
-    Sizes, Skipped, StateConfig, Victim, WindowConfig, With,
+    Act, Done, EvictionOrder, HybridConfig, HybridTree, Insert, Inserted, Match, NotLocked, PageHash, Part,
+    Receipt, Sizes, Skipped, StateConfig, Victim, WindowConfig, With,
 };
 
 /// Values of the slots `begin..`, one a token.
@@ -60,7 +60,7 @@ fn prefixes_are_found_in_whole_pages() {
         assert_eq!(find(&mut tree, tokens).len, len, "{tokens:?}");
     }
     // The deeper part keeps the name.
-    assert_eq!(tree.end_of(first.node), Some(4));
+    assert_eq!(tree.slot_runs(first.node, tree.root()).unwrap().count(), 4);
     assert_eq!(tree.path_to(first.node).unwrap().len(), 2);
 }
 
@@ -288,6 +288,8 @@ fn orders_are_what_they_are_called() {
         (EvictionOrder::Lfu, [1, 2, 0]),
         (EvictionOrder::Slru(2), [1, 2, 0]),
         (EvictionOrder::Priority, [2, 1, 0]),
+        (EvictionOrder::Tlru(0), [1, 2, 0]),
+        (EvictionOrder::Tlru(1), [1, 2, 0]),
     ];
     for (order, expected) in cases {
         let mut tree = HybridTree::new(HybridConfig { order, ..PLAIN });
@@ -298,6 +300,79 @@ fn orders_are_what_they_are_called() {
         put(&mut tree, &[0], 9, Insert { found: 1, ..Insert::default() });
         assert_eq!(tree.evict_full(3).full, expected, "{order:?}");
     }
+}
+
+/// The last tokens of a long prompt go before a short one that was used longer ago, but no more of them.
+#[test]
+fn a_tail_goes_first_once() {
+    let mut tree = HybridTree::new(HybridConfig { order: EvictionOrder::Tlru(2), ..PLAIN });
+    put(&mut tree, &[9, 9, 9, 9], 90, Insert::default());
+    for end in 1..=5 {
+        let tokens: Vec<i64> = (0..end).collect();
+        let found = usize::try_from(end - 1).unwrap();
+        put(&mut tree, &tokens, 10, Insert { found, ..Insert::default() });
+    }
+    let mut evicted = Vec::new();
+    for _ in 0..4 {
+        evicted.append(&mut tree.evict_full(1).full);
+    }
+    assert_eq!(evicted, [14, 13, 90, 91, 92, 93, 12]);
+}
+
+#[test]
+fn what_was_found_is_found_again_by_first_pages() {
+    let mut tree = HybridTree::new(HybridConfig { page_size: 4, ..PLAIN });
+    let prompt: Vec<i64> = (0..4000).collect();
+    put(&mut tree, &prompt, 0, Insert::default());
+    find(&mut tree, &prompt[..1600]);
+    let mut longer = prompt.clone();
+    longer.extend(0..8);
+    let mut there = 4000;
+    for found in [0, 3, 4, 1600, 1604, 3996, 4000] {
+        let (result, acts) = put(&mut tree, &longer, 0, Insert { found, ..Insert::default() });
+        assert_eq!(result.found, there, "{found}");
+        let freed = acts.into_iter().flat_map(|act| match act {
+            Act::Free(range) => range,
+            act => panic!("{act:?}"),
+        });
+        assert!(freed.eq(found..there), "{found}");
+        there = longer.len();
+    }
+    // A caller that is wrong about the last tokens is not believed.
+    for at in [1090, 1599] {
+        let mut other = prompt.clone();
+        other[at] = -1;
+        let result = put(&mut tree, &other, 0, Insert { found: 1600, ..Insert::default() }).0;
+        assert_eq!(result.found, at / 4 * 4);
+    }
+}
+
+#[test]
+fn pages_that_are_gone_are_named() {
+    let mut tree = HybridTree::new(HybridConfig { page_size: 2, ..PLAIN });
+    let hashes: Vec<_> = (0..4).map(|page| PageHash([page; 32])).collect();
+    let (name, tokens): (_, &[i64]) = (Namespace::Text("a".into()), &[0, 1, 2, 3, 4, 5, 6]);
+    let values: &[u32] = &[10, 11, 12, 13, 14, 15, 16];
+    let step = tree.begin(&name, &tokens, &values, Insert::default()).unwrap();
+    let added = step.added.unwrap();
+    assert_eq!(added.tokens, 0..6);
+    assert_eq!(tree.hash_at(added.node, 6), Some(None));
+    for (start, count) in [(0, 2), (0, 4), (2, 2), (6, 1)] {
+        assert!(tree.set_hashes(added.node, start, &hashes[..count]).unwrap().is_err(), "{start} {count}");
+    }
+    tree.set_hashes(added.node, 0, &hashes[..3]).unwrap().unwrap();
+    // Cut, and named from the middle on.
+    assert_eq!(tree.find(&name, &[0_i64, 1, 2, 3, 9].as_slice()).len, 4);
+    tree.set_hashes(added.node, 4, &hashes[3..]).unwrap().unwrap();
+    assert_eq!(tree.fault(), None);
+    let at: Vec<_> = [0, 2, 4, 6].iter().map(|&end| tree.hash_at(added.node, end).unwrap()).collect();
+    assert_eq!(at, [None, Some(hashes[0]), Some(hashes[1]), Some(hashes[3])]);
+    let removed = tree.evict_full(6).removed;
+    let expected = [vec![hashes[3]], vec![hashes[0], hashes[1]]];
+    assert!(removed.iter().all(|node| node.name == name));
+    assert!(removed.into_iter().map(|node| node.hashes).eq(expected));
+    assert_eq!(tree.hash_at(added.node, 6), None);
+    assert_eq!(tree.set_hashes(added.node, 0, &[]), None);
 }
 
 #[test]

@@ -3,7 +3,7 @@
 use std::collections::{BTreeSet, VecDeque};
 
 use kvpool::base::{Id, IndexVec, Page};
-use kvpool::index::{Bitmap, Move, Order, Rounding, Run, SlotAllocator, ascending_runs, plan_moves};
+use kvpool::index::{Bitmap, LastLoc, Move, Order, Rounding, Run, SlotAllocator, ascending_runs, plan_moves};
 use proptest::prelude::*;
 
 fn narrow(slots: &[i64], wide: bool) -> IndexVec {
@@ -12,6 +12,26 @@ fn narrow(slots: &[i64], wide: bool) -> IndexVec {
     } else {
         IndexVec::I32(slots.iter().map(|&slot| i32::try_from(slot).expect("small")).collect())
     }
+}
+
+fn check_moves(dst: &[u32], src: &[u32]) -> Result<(), TestCaseError> {
+    let before: Vec<u32> = (100..180).collect();
+    let mut expected = before.clone();
+    for (dst, src) in dst.iter().zip(src) {
+        expected[*dst as usize] = before[*src as usize];
+    }
+    let mut rows = before;
+    for step in plan_moves(dst, src) {
+        match step {
+            Move::Copy { dst, src } => rows[dst as usize] = rows[src as usize],
+            Move::Swap(a, b) => {
+                prop_assert_ne!(a, b);
+                rows.swap(a as usize, b as usize);
+            }
+        }
+    }
+    prop_assert_eq!(rows, expected);
+    Ok(())
 }
 
 proptest! {
@@ -32,7 +52,7 @@ proptest! {
         let seq: Vec<i64> = prefixes.iter().map(|(prefix, more)| int(prefix + more)).collect();
         let last: Vec<i64> = held.iter().map(|slots| slots.last().map_or(-1, |&slot| i64::from(slot))).collect();
         let before = slots.clone();
-        let extension = slots.extend::<i32>(&prefix, &seq, &last).unwrap().unwrap();
+        let extension = slots.extend::<i32>(&prefix, &seq, LastLoc::Known(&last)).unwrap().unwrap();
         let mut undone = slots.clone();
         undone.undo(&extension.slots, &extension.continued);
         prop_assert_eq!(undone.fault(), None);
@@ -63,24 +83,21 @@ proptest! {
     }
 
     #[test]
-    fn moves_read_before_they_write(pairs in prop::collection::vec((0..12u32, 0..12u32), 0..40)) {
+    fn moves_read_before_they_write(
+        pairs in prop::collection::vec((0..12u32, 0..12u32), 0..40),
+        rows in Just((0..80u32).collect::<Vec<_>>()).prop_shuffle(),
+        apart in 0..40usize,
+        again in prop::option::of((0..40usize, 0..80usize)),
+    ) {
         let (dst, src): (Vec<u32>, Vec<u32>) = pairs.into_iter().unzip();
-        let before: Vec<u32> = (100..112).collect();
-        let mut expected = before.clone();
-        for (dst, src) in dst.iter().zip(&src) {
-            expected[*dst as usize] = before[*src as usize];
+        check_moves(&dst, &src)?;
+        // Distinct rows, perhaps but for one.
+        let (dst, mut src) = (&rows[..apart], rows[40..40 + apart].to_vec());
+        if let Some((at, row)) = again && at < apart {
+            src[at] = rows[row];
         }
-        let mut rows = before;
-        for step in plan_moves(&dst, &src) {
-            match step {
-                Move::Copy { dst, src } => rows[dst as usize] = rows[src as usize],
-                Move::Swap(a, b) => {
-                    prop_assert_ne!(a, b);
-                    rows.swap(a as usize, b as usize);
-                }
-            }
-        }
-        prop_assert_eq!(rows, expected);
+        check_moves(dst, &src)?;
+        check_moves(&src, dst)?;
     }
 
     #[test]

@@ -7,8 +7,8 @@ use kvpool::index::Rounding;
 use kvpool::memory::{Backend, Count, Fail, Host, Limit, Stream};
 use kvpool::pool::{
     AllocatorConfig, BatchPlanner, BufferConfig, BufferPool, ChunkConfig, ChunkPool, GdnConfig, GdnPool,
-    KvConfig, KvPool, PageConfig, PagePool, PlannerConfig, ReqToTokenConfig, ReqToTokenPool, TableWriters,
-    TokenToKvPoolAllocator, Workspace, WorkspaceConfig,
+    KvConfig, KvLayout, KvPool, PageConfig, PagePool, PlannerConfig, ReqToTokenConfig, ReqToTokenPool,
+    TableWriters, TokenToKvPoolAllocator, Workspace, WorkspaceConfig,
 };
 
 /// Host memory has no streams.
@@ -60,6 +60,7 @@ pub(crate) const KV: KvConfig = KvConfig {
     v_head_dim: 8,
     dtype: DType::BF16,
     page_size: 16,
+    layout: KvLayout::Split,
     pin_memory: false,
 };
 

@@ -19,6 +19,10 @@ fn allocator(size: usize, page_size: usize) -> Arc<TokenToKvPoolAllocator> {
     Arc::new(TokenToKvPoolAllocator::new(&config, &host()).expect("small"))
 }
 
+fn known(slots: &[i64]) -> Indices<'static> {
+    Indices::Host(IndexVec::I64(slots.to_vec()))
+}
+
 fn free(allocator: &TokenToKvPoolAllocator, slots: &[i32], after: Option<&Arc<dyn Fence>>) -> Result<usize> {
     let given = Indices::Host(IndexVec::I32(slots.to_vec()));
     allocator.free(&given, after, || None, STREAM).map(|bad| bad.dropped())
@@ -102,7 +106,7 @@ fn hopeless_shortage_reclaims_nothing() {
     for asked in [91, 100] {
         assert_eq!(count(allocator.alloc(asked, STREAM)), None);
         assert_eq!(count(allocator.alloc_contiguous(asked, STREAM)), None);
-        assert_eq!(count(allocator.alloc_extend(&[0], &[100], &[0], STREAM)), None);
+        assert_eq!(count(allocator.alloc_extend(&[0], &[100], &known(&[0]), STREAM)), None);
     }
     assert!(cache.asked().is_empty() && other.asked().is_empty());
     assert_eq!(allocator.available_size(), 5);
@@ -130,7 +134,7 @@ fn impossible_shortage_reclaims_nothing() {
 fn shortage_of_pages_and_plans_reclaims() {
     let allocator = allocator(64, 4);
     let cache = Cache::new(&allocator, 64);
-    assert_eq!(count(allocator.alloc_extend(&[0, 0], &[3, 6], &[0, 0], STREAM)), Some(9));
+    assert_eq!(count(allocator.alloc_extend(&[0, 0], &[3, 6], &known(&[0, 0]), STREAM)), Some(9));
     assert_eq!(cache.asked(), [12]);
 
     let config = ReqToTokenConfig {
@@ -269,12 +273,14 @@ fn a_dropped_grant_gives_its_slots_back() {
             ..AllocatorConfig::default()
         };
         let allocator = TokenToKvPoolAllocator::new(&config, &host()).expect("small");
-        let kept = allocator.alloc_extend(&[0], &[3], &[-1], STREAM).expect("memory").expect("room").keep();
+        let kept =
+            allocator.alloc_extend(&[0], &[3], &known(&[-1]), STREAM).expect("memory").expect("room").keep();
         let free = allocator.available_size();
         drop(allocator.alloc(5, STREAM));
         drop(allocator.alloc_contiguous(8, STREAM));
         // With pages, one of the slots lies in the page that the request had before.
-        drop(allocator.alloc_extend(&[3], &[9], &[i64::try_from(page_size).expect("small") + 2], STREAM));
+        let last = known(&[i64::try_from(page_size).expect("small") + 2]);
+        drop(allocator.alloc_extend(&[3], &[9], &last, STREAM));
         assert_eq!(allocator.available_size(), free);
         allocator.verify().expect("consistent");
         assert_eq!(kept.shape().numel(), 3);

@@ -9,8 +9,10 @@ they have in common. A retracted request computes again what was evicted meanwhi
 from __future__ import annotations
 
 from collections import deque
-from contextlib import ExitStack
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
+from operator import length_hint
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -86,11 +88,23 @@ class Request:
     row: int = 0
     cached: int = 0
     lease: Lease | None = None
+    # What is left to call `on_token` with.
+    untold: Iterator[int] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.untold = iter(self.tokens)
+        deque(islice(self.untold, len(self.tokens)), maxlen=0)
 
     @property
     def is_over(self) -> bool:
         """Whether the request is finished or aborted."""
         return self.state in {"finished", "aborted"}
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all tokens are generated."""
+        tokens = self.tokens
+        return len(tokens) == self.max_new_tokens or bool(tokens and tokens[-1] in self.stop_tokens)
 
     @property
     def seq_len(self) -> int:
@@ -109,7 +123,8 @@ class Engine:
     """Serves requests with a model and its pools.
 
     Use an engine from one thread. `step` runs one batch; `run` and `stream` call it. Requests are served in
-    the order of their submission.
+    the order of their submission. An exception in the middle of any call, such as the `KeyboardInterrupt` of
+    Ctrl-C, loses no request, token or slot: call `step` again to go on.
 
     Args:
         model: The model and its pools.
@@ -141,9 +156,10 @@ class Engine:
         self.prefix_cache: PrefixCache | None = prefix_cache or None
         self._scheduler: Scheduler[Request] = Scheduler(planner, self.prefix_cache)
         self._capacity = model.allocator.stats()["capacity"]
-        self._undelivered: deque[tuple[Request, int]] = deque()  # tokens not yet passed to callbacks
+        self._undelivered: deque[Request] = deque()  # those that may have tokens not yet passed to callbacks
+        self._is_torn = False  # whether a change of the scheduler has begun and not ended
         self._counts = dict.fromkeys(
-            ("finished", "aborted", "steps", "computed_tokens", "found_tokens", "generated_tokens"), 0
+            ("aborted", "steps", "computed_tokens", "found_tokens", "generated_tokens"), 0
         )
 
     def submit(  # noqa: PLR0913 - the options of a request
@@ -254,20 +270,15 @@ class Engine:
 
         Raises:
             OutOfMemoryError: If slots with other owners leave no room for any request.
-            Exception: Any exception of the model or a callback. The requests of a failed batch are retracted,
-                and the next step calls the remaining callbacks.
+            Exception: Any exception of the model or a callback. If a batch fails, what runs is retracted; the
+                next step calls the remaining callbacks.
         """
         self._deliver()
-        step = self._scheduler.plan()
-        if step is not None:
-            with ExitStack() as failed:
-                # In reverse, so that the oldest is first in the queue again; all of them, even if one fails.
-                for request in step.requests:
-                    failed.callback(self._scheduler.retract, request)
-                tokens = self._forward(step)
-                failed.pop_all()
-            self._extend(tokens)
-            self._deliver()
+        with self._changing():
+            step = self._scheduler.plan()
+            if step is not None:
+                self._extend(self._forward(step))
+        self._deliver()
         return not self._scheduler.is_idle
 
     def run(self) -> None:
@@ -287,15 +298,15 @@ class Engine:
 
     def abort(self, request: Request) -> None:
         """Abort a request and free its slots. A request that is over stays as it is."""
-        before = request.state
-        if request.is_over:
-            return
-        request.state = "aborted"
-        self._counts["aborted"] += 1
-        if before == "waiting":
-            self._scheduler.waiting.remove(request)
-        else:
-            self._scheduler.release([request])
+        with self._changing():
+            if request.is_over:
+                return
+            if request.state == "waiting":
+                request.state = "aborted"
+                self._scheduler.waiting.remove(request)
+            else:
+                self._scheduler.release([request], "aborted")
+            self._counts["aborted"] += 1
 
     def stats(self) -> dict[str, int]:
         """Return current and cumulative statistics.
@@ -303,7 +314,8 @@ class Engine:
         `running`, `waiting`, `finished` and `aborted` requests, `retractions`, `steps`, `computed_tokens`
         (those recomputed after a retraction included), `found_tokens` (of prefixes that were cached when a
         request was admitted), `generated_tokens`, and slots: `in_use` by requests and `cached`, which
-        requests may use as well, of `capacity`.
+        requests may use as well, of `capacity`. A step that an exception has ended may be missing from the
+        cumulative ones.
         """
         scheduler, cache, allocator = self._scheduler, self.prefix_cache, self.model.allocator
         obtainable = allocator.available_size() if cache is None else cache.obtainable_size()
@@ -311,6 +323,7 @@ class Engine:
             "running": len(scheduler.running),
             "waiting": len(scheduler.waiting),
             "retractions": scheduler.retractions,
+            "finished": scheduler.released["finished"],
             **self._counts,
             "in_use": self._capacity - obtainable,
             "cached": 0 if cache is None else cache.cached_size(),
@@ -337,18 +350,32 @@ class Engine:
 
     def _extend(self, tokens: list[tuple[Request, int]]) -> None:
         """Append new tokens to their requests, and release finished requests."""
+        self._undelivered.extend([request for request, _ in tokens])
         for request, token in tokens:
             request.tokens.append(token)
         self._counts["generated_tokens"] += len(tokens)
-        self._undelivered.extend(tokens)
-        ended = [r for r, token in tokens if len(r.tokens) == r.max_new_tokens or token in r.stop_tokens]
-        for request in ended:
-            request.state = "finished"
-        self._counts["finished"] += len(ended)
-        self._scheduler.release(ended)
+        self._scheduler.release([request for request, _ in tokens if request.is_complete], "finished")
 
     def _deliver(self) -> None:
+        """Call the callbacks with the tokens that they were not called with."""
         while self._undelivered:
-            request, token = self._undelivered.popleft()
-            if request.on_token is not None and request.state != "aborted":
-                request.on_token(request, token)
+            request = self._undelivered[0]
+            if request.on_token is None or request.state == "aborted" or not length_hint(request.untold):
+                self._undelivered.popleft()
+            else:
+                # One call, so that no interrupt comes between taking the token and the callback.
+                next(map(request.on_token, [request], request.untold))
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Change the scheduler. If an exception ends that, retract what runs, now or in the next call."""
+        if self._is_torn:
+            self._scheduler.retract_all()
+        self._is_torn = True
+        try:
+            yield
+        except BaseException:
+            self._scheduler.retract_all()
+            self._is_torn = False
+            raise
+        self._is_torn = False

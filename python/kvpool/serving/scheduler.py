@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeAlias, TypeVar
 
 from kvpool.errors import OutOfMemoryError
@@ -25,7 +26,7 @@ class Schedulable(Protocol):
     """The interface of a request.
 
     Attributes:
-        state: "waiting", "running", and at the end "finished" or "aborted".
+        state: "waiting", "running", and at the end "finished" or "aborted". The scheduler sets it.
         retractions: Number of retractions.
         row: Row in the request table, while running.
         cached: Number of tokens with slots, while running.
@@ -43,6 +44,10 @@ class Schedulable(Protocol):
     @property
     def seq_len(self) -> int:
         """Number of known tokens: prompt and generated ones."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it has all tokens that it asked for."""
 
     @property
     def owner(self) -> str | int | None:
@@ -87,6 +92,8 @@ class Scheduler(Generic[R]):
     begins like one whose prompt is being computed waits for that. If the cache has states, chunks end at a
     page where possible, so that a snapshot can be kept there.
 
+    If an exception ends a call early, such as an interrupt, call `retract_all` before the next.
+
     Args:
         planner: The planner over the pools, for the exclusive use of this scheduler.
         cache: A prefix cache of the planner's allocator.
@@ -99,7 +106,7 @@ class Scheduler(Generic[R]):
         waiting: The queue of waiting requests.
         running: The requests with a row, oldest first. Only the last may have several steps of its prompt
             left.
-        retractions: Number of retractions.
+        released: By state, the number of requests that came to it from running.
     """
 
     def __init__(self, planner: BatchPlanner, cache: PrefixCache | None = None) -> None:
@@ -108,7 +115,9 @@ class Scheduler(Generic[R]):
         self.max_step_tokens = planner.max_tokens
         self.waiting: deque[R] = deque()
         self.running: list[R] = []
-        self.retractions = 0
+        self.released: dict[State, int] = {"waiting": 0, "finished": 0, "aborted": 0}
+        # Rows that no request has: one is about to start, or some are about to be freed.
+        self._spare: list[list[int]] = []
         self._too_long: R | None = None
         self._extend, self._finish = planner.extend, planner.finish
         self._table, self._alloc_row = planner.req_to_token_pool, planner.req_to_token_pool.alloc
@@ -118,6 +127,11 @@ class Scheduler(Generic[R]):
         self._snapshot_tokens = self._pages(_SNAPSHOT_TOKENS) * self._page_size
 
     @property
+    def retractions(self) -> int:
+        """Number of retractions."""
+        return self.released["waiting"]
+
+    @property
     def is_idle(self) -> bool:
         """Whether nothing is waiting or running."""
         return not self.waiting and not self.running
@@ -125,8 +139,7 @@ class Scheduler(Generic[R]):
     def plan(self) -> Step[R] | None:
         """Admit requests, and allocate slots for the new tokens of a step.
 
-        When the tokens are computed, call `note_computed`. If that fails, call `retract` for all requests of
-        the step, youngest first.
+        When the tokens are computed, call `note_computed`. If that fails, call `retract_all`.
 
         Returns:
             The step; `None` if there is no request.
@@ -153,7 +166,9 @@ class Scheduler(Generic[R]):
             plan = self._extend(rows, begins, ends, prefixes=leases if started else None)
             if plan is not None:
                 return Step(batch, ends, started, plan)
-            self.retract(self.running[-1])
+            youngest = self.running[-1]
+            self.waiting.appendleft(youngest)
+            self.release([youngest], "waiting")
         if self.waiting:
             raise OutOfMemoryError(
                 f"no request fits: {self._obtainable_size()} of "
@@ -181,25 +196,53 @@ class Scheduler(Generic[R]):
             request.between(length, cached), row=request.row, state=request.row if is_boundary else None
         )
 
-    def retract(self, request: R) -> None:
-        """Return a request to the head of the queue, with its generated tokens."""
-        request.state = "waiting"
-        request.retractions += 1
-        self.retractions += 1
-        self.waiting.appendleft(request)
-        self.release([request])
+    def release(self, requests: list[R], state: State) -> None:
+        """Publish running requests, and free their slots and rows, also if the driver fails.
 
-    def release(self, requests: list[R]) -> None:
-        """Publish requests that no longer run, and free their slots and rows, also if the driver fails."""
-        self.running = [request for request in self.running if request not in requests]
+        Args:
+            requests: The requests.
+            state: Their state from now on. Those that are "waiting" are in the queue.
+        """
+        holders = [request for request in requests if request.state == "running"]
         self._too_long = None
         try:
-            for request in requests:
+            for request in holders:
                 self.publish(request)
         finally:
+            if holders:
+                self._spare.append([request.row for request in holders])
+            self.released[state] += len(requests)
             for request in requests:
+                request.state = state
+                request.retractions += state == "waiting"
                 request.lease = None
-            self._finish([request.row for request in requests])
+            self.running = [request for request in self.running if request not in requests]
+            self._free_spare()
+
+    def retract_all(self) -> None:
+        """Return all running requests to the queue, in order, with their generated tokens.
+
+        Also if another call, or this one, was left in the middle: no request, row or slot is lost.
+        """
+        spare = {row for rows in self._spare for row in rows}
+        for request in self.running:
+            if request.state == "running" and request.row in spare:
+                request.state = "waiting"
+        for request in self.waiting:
+            request.lease = None
+        self.running = [request for request in self.running if _is_open(request)]
+        known = dict.fromkeys([*self.running, *self.waiting])
+        self.waiting = deque(r for r in known if _is_open(r) and not r.is_complete)
+        try:
+            self.release([request for request in self.running if request.is_complete], "finished")
+        finally:
+            self.release(self.running, "waiting")
+
+    def _free_spare(self) -> None:
+        """Free the rows that no request has, with their slots."""
+        while self._spare:
+            # One call, so that no interrupt comes between what is listed no more and what is freed.
+            next(map(self._finish, map(self._spare.pop, [-1])))
 
     def _admit(self) -> None:
         """Start waiting requests in order, while rows, budget and slots last."""
@@ -222,14 +265,20 @@ class Scheduler(Generic[R]):
             if not self._fits(promised):
                 request.lease, self._too_long = None, request
                 break
-            is_due = not self._finds_more_later(request)
-            row = self._alloc_row(owner=request.owner) if is_due else None
-            if row is None:
+            if not self._finds_more_later(request):
+                # One call, so that no interrupt comes between the row and the list.
+                self._spare.extend(filter(None, map(partial(self._alloc_row, owner=request.owner), [1])))
+            if not self._spare:
                 request.lease = None
                 break
             left -= request.seq_len - request.prefix_len
-            request.row, request.cached, request.state = row[0], request.prefix_len, "running"
-            self.running.append(self.waiting.popleft())
+            # It is in a list at any time, and so is its row.
+            self.running.append(request)
+            [request.row] = self._spare[0]
+            request.cached = request.prefix_len
+            request.state = "running"
+            self.waiting.popleft()
+            self._spare.clear()
 
     def _finds_more_later(self, request: R) -> bool:
         """Whether a request that runs is about to compute what this one would compute, too."""
@@ -282,3 +331,7 @@ class Scheduler(Generic[R]):
 
     def _pages(self, tokens: int) -> int:
         return -(-tokens // self._page_size)
+
+
+def _is_open(request: Schedulable) -> bool:
+    return request.state in {"waiting", "running"}

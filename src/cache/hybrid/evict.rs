@@ -1,6 +1,7 @@
 //! Evicting, step by step: the engine frees what a step hands out before it asks for the next.
 
-use super::{HybridTree, NodeHandle, NodeId, Part, ROOT};
+use super::{HybridTree, NodeHandle, NodeId, PageHash, Part, ROOT};
+use crate::cache::Namespace;
 
 /// Slots and states that the tree gave up, to be freed by the engine.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -14,6 +15,17 @@ pub struct Frees {
     pub state: Vec<u32>,
     /// Values given up, by part.
     pub counts: [usize; 3],
+    /// The nodes that are gone, of those whose pages have hashes.
+    pub removed: Vec<Removed>,
+}
+
+/// A node that is gone.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Removed {
+    /// Its namespace.
+    pub name: Namespace,
+    /// The hashes of its pages.
+    pub hashes: Vec<PageHash>,
 }
 
 impl Frees {
@@ -178,6 +190,10 @@ impl HybridTree {
             if self.node(id).has(part) {
                 self.free_part(id, part, frees);
             }
+        }
+        let hashes = std::mem::take(&mut self.node_mut(id).hashes);
+        if !hashes.is_empty() {
+            frees.removed.push(Removed { name: self.name_of(id), hashes });
         }
         self.remove(id);
     }

@@ -1,6 +1,6 @@
 //! Finding prefixes.
 
-use super::{HybridTree, Keys, NodeHandle, NodeId, Part, ROOT};
+use super::{BLOCK, HybridTree, Keys, NodeHandle, NodeId, Part, ROOT};
 use crate::cache::Namespace;
 
 /// A prefix that every part accepts.
@@ -44,13 +44,15 @@ impl HybridTree {
     }
 
     /// The child of `node` that the tokens from `at` on lead to, and how many whole pages of it, in tokens, are
-    /// equal. `page` is room for a page.
+    /// equal. The first `found` tokens are known to be in the tree: as no two children of a node have the same
+    /// first page, those alone lead to them. `page` is room for a page.
     pub(super) fn step(
         &self,
         node: NodeId,
         namespace: u32,
         keys: &dyn Keys,
         at: usize,
+        found: usize,
         page: &mut Vec<i64>,
     ) -> Option<(NodeId, usize)> {
         let page_size = self.config.page_size;
@@ -58,8 +60,14 @@ impl HybridTree {
         keys.read(at, page_size, page);
         let child = self.child(node, namespace, page)?;
         let tokens = &self.node(child).tokens;
-        // The first page is equal.
-        let common = page_size + tokens.common(page_size, keys, at + page_size);
+        let common_from = |begin| begin + tokens.common(begin, keys, at + begin);
+        // Those that were found are compared at their end alone, where a caller that is wrong about them is likely
+        // to be so. The first page is equal.
+        let known = found.saturating_sub(at).min(tokens.len()).min(keys.count() - at);
+        let mut common = common_from(known.saturating_sub(BLOCK).max(page_size));
+        if common < known {
+            common = common_from(page_size);
+        }
         Some((child, common / page_size * page_size))
     }
 
@@ -77,7 +85,7 @@ impl HybridTree {
         let limit = self.whole_pages(keys);
         let mut page = Vec::with_capacity(self.config.page_size);
         while way.len < limit.min(end) {
-            let Some((child, common)) = self.step(way.node, namespace, keys, way.len, &mut page) else {
+            let Some((child, common)) = self.step(way.node, namespace, keys, way.len, 0, &mut page) else {
                 break;
             };
             see(child, way.len, common);

@@ -7,7 +7,8 @@ use crate::cache::Namespace;
 /// What is known of tokens to insert.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Insert {
-    /// Tokens that the request had found in the tree: their slots are the tree's already.
+    /// Tokens that the request had found in the tree, and has locked since: their slots are the tree's already.
+    /// They are looked for by the first pages of nodes, and only the last tokens are compared again.
     pub found: usize,
     /// Tokens that the request has inserted before: they do not count as used again.
     pub inserted: usize,
@@ -103,6 +104,17 @@ pub struct Step {
     pub acts: Vec<Act>,
     /// The result, in the last step. Without it, call [`HybridTree::advance`].
     pub result: Option<Inserted>,
+    /// The tokens that this step has added.
+    pub added: Option<Added>,
+}
+
+/// Tokens that were not there before.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Added {
+    /// The node at their end.
+    pub node: NodeHandle,
+    /// Their positions.
+    pub tokens: Range,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -127,6 +139,8 @@ pub(super) struct Insertion {
     result: Inserted,
     /// What was not handed out yet.
     acts: Vec<Act>,
+    /// As the acts.
+    added: Option<Added>,
 }
 
 impl HybridTree {
@@ -160,7 +174,7 @@ impl HybridTree {
             adopted: Adopted::default(),
         };
         if limit == 0 {
-            return Ok(Step { acts: Vec::new(), result: Some(result) });
+            return Ok(Step { acts: Vec::new(), result: Some(result), added: None });
         }
         self.insertion = Some(Insertion {
             phase: Phase::Walk,
@@ -170,6 +184,7 @@ impl HybridTree {
             is_new: false,
             result,
             acts: Vec::new(),
+            added: None,
         });
         self.advance(name, keys, slots)
     }
@@ -192,7 +207,7 @@ impl HybridTree {
                 Phase::Commit => self.insert_rest(&mut walk, namespace, keys, slots),
                 Phase::Tail => {
                     self.end_insertion_at(&mut walk);
-                    break Ok(Step { acts: walk.acts, result: Some(walk.result) });
+                    break Ok(Step { acts: walk.acts, result: Some(walk.result), added: walk.added });
                 }
             };
             if let Err(error) = done {
@@ -201,9 +216,9 @@ impl HybridTree {
                 break Err(error);
             }
             if walk.acts[before..].iter().any(Act::ends_step) {
-                let acts = std::mem::take(&mut walk.acts);
+                let (acts, added) = (std::mem::take(&mut walk.acts), walk.added.take());
                 self.insertion = Some(walk);
-                break Ok(Step { acts, result: None });
+                break Ok(Step { acts, result: None, added });
             }
         };
         self.forget_unused(name, namespace);
@@ -239,7 +254,11 @@ impl HybridTree {
         page: &mut Vec<i64>,
     ) -> Result<()> {
         let at_end = walk.len == self.whole_pages(keys);
-        let child = if at_end { None } else { self.step(walk.node, namespace, keys, walk.len, page) };
+        let child = if at_end {
+            None
+        } else {
+            self.step(walk.node, namespace, keys, walk.len, walk.insert.found, page)
+        };
         let Some((child, common)) = child else {
             walk.phase = Phase::Commit;
             return Ok(());
@@ -338,6 +357,7 @@ impl HybridTree {
             walk.result.adopted.add(Part::Full, start..end);
             target = self.add_leaf(walk.node, namespace, tokens, values, walk.insert.priority);
             walk.is_new = true;
+            walk.added = Some(Added { node: self.handle(target), tokens: start..end });
         }
         walk.node = target;
         (walk.result.found, walk.result.node) = (start, self.handle(target));

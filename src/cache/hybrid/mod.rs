@@ -37,13 +37,13 @@ use super::{Namespace, NodeHandle, NodeId};
 use lists::{Link, List};
 use order::{Queue, Rank};
 
-pub use evict::{Frees, Victim};
+pub use evict::{Frees, Removed, Victim};
 pub use find::{Match, Peek};
-pub use insert::{Act, Adopted, Insert, Inserted, Range, Step};
+pub use insert::{Act, Added, Adopted, Insert, Inserted, Range, Step};
 pub use lock::{Boundary, Done, Locked, NotLocked, Receipt, Skipped, With};
 pub use order::EvictionOrder;
-pub use report::{NodeState, PathNode, SlotRow};
-pub use run::{BLOCK, TokenBlock, TokenRun};
+pub use report::{NodeState, PathNode, SlotRow, SlotRuns};
+pub use run::{BLOCK, TokenBlock, TokenRun, differ};
 
 /// The kinds of values of a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -68,6 +68,10 @@ impl Part {
         }
     }
 }
+
+/// What an engine calls a page by, where others are told of it: a digest of its tokens and of all before it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PageHash(pub [u8; 32]);
 
 /// Tokens of a caller, compared where they lie.
 pub trait Keys {
@@ -184,6 +188,10 @@ struct Node {
     tokens: TokenRun,
     /// Tokens up to its end.
     end: usize,
+    /// Tokens of the longest prompt that went through it, evicted since or not.
+    reach: usize,
+    /// Of its pages, if the engine has named them.
+    hashes: Vec<PageHash>,
     /// By part; empty where there is none.
     values: [Vec<u32>; 3],
     /// By part.
@@ -210,6 +218,8 @@ impl Node {
             namespace: 0,
             tokens: TokenRun::default(),
             end: 0,
+            reach: 0,
+            hashes: Vec::new(),
             values: Default::default(),
             locks: [0; 3],
             boundary: None,
@@ -530,6 +540,7 @@ impl HybridTree {
         let place = self.node(id).place;
         // The names of a namespace outlive the moment between the two links.
         let before = self.add(Node { place, used, created, ..Node::new() });
+        let pages = len / self.config.page_size;
         let node = self.node_mut(id);
         let tokens = node.tokens.cut(len);
         let mut values: [Vec<u32>; 3] = Default::default();
@@ -545,13 +556,18 @@ impl HybridTree {
         // A boundary is the older edge of its node.
         let boundary = node.boundary.take();
         let end = node.end - node.tokens.len();
-        let Node { parent, namespace, hits, priority, fingerprint, .. } = *node;
+        let mut hashes = Vec::new();
+        if !node.hashes.is_empty() {
+            let rest = node.hashes.split_off(pages);
+            hashes = std::mem::replace(&mut node.hashes, rest);
+        }
+        let Node { parent, namespace, hits, priority, fingerprint, reach, .. } = *node;
         {
             let node = self.node_mut(before);
             (node.parent, node.namespace, node.tokens, node.end) = (parent, namespace, tokens, end);
             (node.values, node.locks, node.boundary) = (values, locks, boundary);
-            (node.hits, node.priority) = (hits, priority);
-            node.fingerprint = fingerprint;
+            (node.hits, node.priority, node.reach) = (hits, priority, reach);
+            (node.fingerprint, node.hashes) = (fingerprint, hashes);
         }
         // The new node takes the place of the old one among its siblings.
         self.edges.remove(parent, fingerprint, id);
@@ -620,11 +636,23 @@ impl HybridTree {
         let place = self.next_place;
         let id =
             self.add(Node { parent, place, namespace, tokens, end, used, created, priority, ..Node::new() });
+        self.raise_reach(id);
         self.link(id);
         self.attach(id, Part::Full, slots);
         self.requeue(parent);
         self.requeue(id);
         id
+    }
+
+    /// Notes that a prompt has gone to the end of a node.
+    fn raise_reach(&mut self, id: NodeId) {
+        let end = self.node(id).end;
+        let mut at = id;
+        // The nodes before it are no leaves, so that none is queued by it.
+        while at != ROOT && self.node(at).reach < end {
+            self.node_mut(at).reach = end;
+            at = self.node(at).parent;
+        }
     }
 
     /// Removes a node without children and values.

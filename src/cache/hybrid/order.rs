@@ -25,6 +25,9 @@ pub enum EvictionOrder {
     Priority,
     /// Leaves used fewer times than this, then the others; each used longest ago first.
     Slru(u32),
+    /// Leaves within this many tokens of the end of the longest prompt that went through them, evicted or not:
+    /// what a prompt loses there is soon computed again. Then the others; each used longest ago first.
+    Tlru(usize),
 }
 
 impl EvictionOrder {
@@ -38,6 +41,10 @@ impl EvictionOrder {
             Self::Lfu => Rank(i64::from(node.hits), used),
             Self::Priority => Rank(node.priority, used),
             Self::Slru(often) => Rank(i64::from(node.hits >= often), used),
+            Self::Tlru(tail) => {
+                let start = node.end - node.tokens.len();
+                Rank(i64::from(start.saturating_add(tail) < node.reach), used)
+            }
         }
     }
 }

@@ -3,7 +3,7 @@
 use std::collections::{HashMap, HashSet};
 
 use super::lists::List;
-use super::{HybridTree, Keys, NodeHandle, NodeId, Part, ROOT};
+use super::{HybridTree, Keys, NodeHandle, NodeId, PageHash, Part, ROOT};
 use crate::base::{Error, Id, Result, widen};
 use crate::cache::Namespace;
 
@@ -52,15 +52,33 @@ pub struct SlotRow {
     pub before: Option<u32>,
 }
 
+/// Slots of the nodes on a way. See [`HybridTree::slot_runs`].
+#[derive(Debug)]
+pub struct SlotRuns<'a> {
+    tree: &'a HybridTree,
+    /// The deepest one first.
+    nodes: Vec<NodeId>,
+    count: usize,
+}
+
+impl SlotRuns<'_> {
+    /// The number of slots.
+    #[must_use]
+    pub const fn count(&self) -> usize {
+        self.count
+    }
+
+    /// The slots of one node after the other.
+    pub fn iter(&self) -> impl Iterator<Item = &[u32]> {
+        self.nodes.iter().rev().map(|&id| self.tree.node(id).value(Part::Full))
+    }
+}
+
 impl HybridTree {
-    /// Calls `each` with the slots for full attention behind `until` up to the end of `from`, run by run.
-    /// Returns their number; `None` if a node is gone or `until` is not on the way to `from`.
-    pub fn each_slot_run(
-        &self,
-        from: NodeHandle,
-        until: NodeHandle,
-        mut each: impl FnMut(&[u32]),
-    ) -> Option<usize> {
+    /// The slots for full attention behind `until` up to the end of `from`, run by run. `None` if a node is
+    /// gone or `until` is not on the way to `from`.
+    #[must_use]
+    pub fn slot_runs(&self, from: NodeHandle, until: NodeHandle) -> Option<SlotRuns<'_>> {
         let (from, until) = (self.at(from)?, self.at(until)?);
         let mut nodes = Vec::new();
         let mut at = from;
@@ -71,32 +89,60 @@ impl HybridTree {
             nodes.push(at);
             at = self.node(at).parent;
         }
-        for &id in nodes.iter().rev() {
-            each(self.node(id).value(Part::Full));
-        }
-        Some(self.node(from).end - self.node(until).end)
+        Some(SlotRuns { tree: self, nodes, count: self.node(from).end - self.node(until).end })
     }
 
-    /// The slots for full attention behind `until` up to the end of `from`. `None` as in
-    /// [`HybridTree::each_slot_run`].
+    /// The slots of [`HybridTree::slot_runs`].
     #[must_use]
     pub fn slots_between(&self, from: NodeHandle, until: NodeHandle) -> Option<Vec<u32>> {
-        let mut slots = Vec::new();
-        self.each_slot_run(from, until, |run| slots.extend_from_slice(run))?;
-        Some(slots)
+        Some(self.slot_runs(from, until)?.iter().flatten().copied().collect())
     }
 
-    /// Whether `before` is on the way to `node`, or the same.
+    /// The hash of the page that ends at `end` tokens on the way to a node, if it has one. `None` if the node
+    /// is gone.
     #[must_use]
-    pub fn is_on_way(&self, before: NodeHandle, node: NodeHandle) -> bool {
-        let (Some(before), Some(id)) = (self.at(before), self.at(node)) else { return false };
-        before == ROOT || self.path(id).any(|at| at == before)
+    pub fn hash_at(&self, node: NodeHandle, end: usize) -> Option<Option<PageHash>> {
+        let id = self.at(node)?;
+        let holder = self.path(id).find(|&at| self.node(at).end - self.node(at).tokens.len() < end);
+        let page = holder.filter(|_| end > 0).and_then(|at| {
+            let here = self.node(at);
+            let start = here.end - here.tokens.len();
+            here.hashes.get((end - start) / self.config.page_size - 1).copied()
+        });
+        Some(page)
     }
 
-    /// Tokens up to the end of a node; `None` if it is gone.
-    #[must_use]
-    pub fn end_of(&self, node: NodeHandle) -> Option<usize> {
-        self.at(node).map(|id| self.node(id).end)
+    /// Names the pages from `start` up to the end of a node, on the way to it. `None` if the node is gone.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) unless there is one hash for each page, and `start`
+    /// is where a node begins. Nothing is changed.
+    pub fn set_hashes(&mut self, node: NodeHandle, start: usize, hashes: &[PageHash]) -> Option<Result<()>> {
+        let id = self.at(node)?;
+        let end = self.node(id).end;
+        let pages = end.saturating_sub(start) / self.config.page_size;
+        let way: Vec<_> = self.path(id).take_while(|&at| self.node(at).end > start).collect();
+        let first = way.last().map_or(end, |&at| self.node(at).end - self.node(at).tokens.len());
+        if hashes.len() != pages || first != start {
+            return Some(Err(Error::config(format!(
+                "{} hashes for the {pages} pages of tokens {start}..{end}, whose first node begins at {first}",
+                hashes.len()
+            ))));
+        }
+        let mut rest = hashes;
+        for &at in way.iter().rev() {
+            let pages = self.node(at).tokens.len() / self.config.page_size;
+            let (own, behind) = rest.split_at(pages);
+            self.node_mut(at).hashes = own.to_vec();
+            rest = behind;
+        }
+        Some(Ok(()))
+    }
+
+    /// The namespace of a node.
+    pub(super) fn name_of(&self, id: NodeId) -> Namespace {
+        let number = self.node(id).namespace;
+        self.names.get(&number).map_or(Namespace::Unnamed, |(name, _)| name.clone())
     }
 
     /// The value of a node: `None` if the node is gone, empty if it has none.
@@ -318,7 +364,7 @@ impl HybridTree {
         let contents = self.runs().map(|id| {
             let here = self.node(id);
             let values: usize = here.values.iter().map(|value| value.capacity() * size_of::<u32>()).sum();
-            here.tokens.bytes() + values
+            here.tokens.bytes() + values + here.hashes.capacity() * size_of::<PageHash>()
         });
         contents.sum::<usize>()
             + self.nodes.capacity() * size_of::<super::Node>()
@@ -353,6 +399,12 @@ impl HybridTree {
             }
             if !here.tokens.len().is_multiple_of(self.config.page_size) {
                 return Some(format!("{name} is no whole number of pages"));
+            }
+            if !here.hashes.is_empty() && here.hashes.len() * self.config.page_size != here.tokens.len() {
+                return Some(format!("{name} has {} hashes of pages", here.hashes.len()));
+            }
+            if here.reach < here.end {
+                return Some(format!("{name} was reached up to {} tokens", here.reach));
             }
             let mut page = vec![0; self.config.page_size];
             here.tokens.read(&mut page);

@@ -23,17 +23,31 @@ pub enum TokenBlock<'a> {
     Wide(&'a [i64]),
 }
 
+/// Whether one of the tokens is not the one that `theirs` gives for its place.
+#[inline]
+pub fn differ(ours: &[u32], theirs: impl Fn(usize) -> i64) -> bool {
+    const LANES: usize = 32;
+    // Lanes do not wait for each other, and without an exit several tokens are taken at a time.
+    let (chunks, rest) = ours.as_chunks::<LANES>();
+    let mut different = 0;
+    for (chunk, tokens) in chunks.iter().enumerate() {
+        let lanes: [i64; LANES] =
+            std::array::from_fn(|lane| theirs(chunk * LANES + lane) ^ i64::from(tokens[lane]));
+        different |= lanes.iter().fold(0, |all, lane| all | lane);
+    }
+    let done = chunks.len() * LANES;
+    for (lane, &token) in rest.iter().enumerate() {
+        different |= theirs(done + lane) ^ i64::from(token);
+    }
+    different != 0
+}
+
 impl TokenBlock<'_> {
     /// Whether `tokens`, as many, are the same.
     #[must_use]
     pub fn equals(&self, tokens: &[i64]) -> bool {
         match self {
-            // Without an exit from the loop it takes several tokens at a time.
-            Self::Narrow(ours) => {
-                let differ =
-                    |different, (&ours, &theirs): (&u32, &i64)| different | (i64::from(ours) ^ theirs);
-                ours.len() == tokens.len() && ours.iter().zip(tokens).fold(0, differ) == 0
-            }
+            Self::Narrow(ours) => ours.len() == tokens.len() && !differ(ours, |at| tokens[at]),
             Self::Wide(ours) => *ours == tokens,
         }
     }

@@ -113,9 +113,9 @@ impl Tree {
         self.drop_snapshot(leaf, gone);
         let page_size = self.page_size;
         let here = self.node_mut(leaf);
+        let room = here.room();
         let trimmed = here.pages.split_off(keep);
         here.tokens.truncate(keep * page_size);
-        let room = here.room();
         if here.tokens.room() > 2 * here.tokens.len() {
             here.tokens.shrink_to_fit();
             here.pages.shrink_to_fit();

@@ -1,6 +1,7 @@
 //! Leases: finding a prefix, and keeping it.
 
 use crate::base::{Page, Result, widen};
+use crate::index::PageList;
 
 use super::evict::Evicted;
 use super::{Kind, Namespace, NodeId, Place, Tick, Tokens, Tree, narrow};
@@ -132,11 +133,18 @@ impl Tree {
         self.pages_up_to(Place { node: hold.node, pages, len: hold.len }, from)
     }
 
-    /// The pages of a hold as they lie, in order.
-    #[must_use]
-    pub fn runs(&self, hold: &Hold) -> Vec<&[Page]> {
-        let pages = self.node(hold.node).pages.len();
-        self.runs_up_to(Place { node: hold.node, pages, len: hold.len }, 0)
+    /// The pages of a hold, in order. Long runs are not copied: the tree and the list share their memory.
+    pub fn share_pages(&mut self, hold: &Hold) -> PageList {
+        let mut pages = PageList::default();
+        let path: Vec<_> = self.path(hold.node).collect();
+        for id in path.into_iter().rev() {
+            let run = &mut self.node_mut(id).pages;
+            match run.share() {
+                Some(run) => pages.share(run),
+                None => pages.extend_from_slice(run),
+            }
+        }
+        pages
     }
 
     /// The pages of positions `from..place.len`.

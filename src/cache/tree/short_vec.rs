@@ -1,10 +1,15 @@
-//! A vector that lies in place while it is short: a leaf of few pages needs no memory of its own.
+//! A vector that lies in place while it is short: a leaf of few pages needs no memory of its own. A long one can be
+//! shared with those that read it.
 
 use std::borrow::Cow;
 use std::ops::Deref;
+use std::sync::Arc;
 
 /// Elements that fit in place of a `Vec`.
 const SHORT: usize = 3;
+
+/// Elements from which on sharing costs less than a copy. A checked build shares what is not short.
+const MANY: usize = if cfg!(debug_assertions) { SHORT + 1 } else { 1024 };
 
 /// A vector as large as a `Vec`, without memory of its own up to three elements.
 #[derive(Clone, Debug)]
@@ -13,6 +18,8 @@ pub(super) enum ShortVec<T> {
     Short { len: u8, items: [T; SHORT] },
     /// Other lengths, and what became short.
     Long(Vec<T>),
+    /// Many elements, which others may read as long as they want. They are not changed meanwhile.
+    Shared(Arc<Vec<T>>),
 }
 
 impl<T> ShortVec<T> {
@@ -21,15 +28,39 @@ impl<T> ShortVec<T> {
     }
 
     /// Elements in memory of its own, those that it has room for included.
-    pub(super) const fn room(&self) -> usize {
+    pub(super) fn room(&self) -> usize {
         match self {
             Self::Short { .. } => 0,
             Self::Long(items) => items.capacity(),
+            Self::Shared(items) => items.capacity(),
         }
     }
 }
 
 impl<T: Copy> ShortVec<T> {
+    /// The elements in memory that is shared with the caller, if they are many.
+    pub(super) fn share(&mut self) -> Option<Arc<Vec<T>>> {
+        match self {
+            Self::Long(items) if items.len() >= MANY => {
+                let items = Arc::new(std::mem::take(items));
+                *self = Self::Shared(Arc::clone(&items));
+                Some(items)
+            }
+            Self::Shared(items) => Some(Arc::clone(items)),
+            Self::Short { .. } | Self::Long(_) => None,
+        }
+    }
+
+    /// Ends the sharing, before a change that keeps the first `len` elements.
+    fn unshare(&mut self, len: usize) {
+        if let Self::Shared(items) = self {
+            let items = std::mem::take(items);
+            *self = Self::Long(
+                Arc::try_unwrap(items).unwrap_or_else(|items| items[..len.min(items.len())].to_vec()),
+            );
+        }
+    }
+
     fn of(items: &[T]) -> Self {
         let short = match *items {
             [a] => [a; SHORT],
@@ -41,6 +72,7 @@ impl<T: Copy> ShortVec<T> {
     }
 
     pub(super) fn extend_from_slice(&mut self, more: &[T]) {
+        self.unshare(usize::MAX);
         match self {
             Self::Long(items) if !items.is_empty() => items.extend_from_slice(more),
             short => *short = Cow::from([short, more].concat()).into(),
@@ -48,9 +80,10 @@ impl<T: Copy> ShortVec<T> {
     }
 
     pub(super) fn truncate(&mut self, len: usize) {
+        self.unshare(len);
         match self {
             Self::Long(items) => items.truncate(len),
-            Self::Short { .. } => *self = Self::of(&self[..len.min(self.len())]),
+            short => *short = Self::of(&short[..len.min(short.len())]),
         }
     }
 
@@ -65,7 +98,7 @@ impl<T: Copy> ShortVec<T> {
         match self {
             Self::Long(items) if items.len() > SHORT => items.shrink_to_fit(),
             Self::Long(items) => *self = Self::of(items),
-            Self::Short { .. } => (),
+            Self::Short { .. } | Self::Shared(_) => (),
         }
     }
 }
@@ -92,6 +125,7 @@ impl<T> Deref for ShortVec<T> {
         match self {
             Self::Short { len, items } => &items[..usize::from(*len)],
             Self::Long(items) => items,
+            Self::Shared(items) => items,
         }
     }
 }
@@ -119,5 +153,26 @@ mod tests {
             plain.truncate(2);
             assert_eq!(*short, *plain);
         }
+    }
+
+    #[test]
+    fn what_is_shared_does_not_change() {
+        let all: Vec<usize> = (0..2 * MANY).collect();
+        for at in [0, 1, MANY, all.len()] {
+            for is_kept in [false, true] {
+                let mut short = ShortVec::from(Cow::from(all.clone()));
+                let shared = short.share().expect("many").clone();
+                assert!(Arc::ptr_eq(&shared, &short.share().expect("many")));
+                let kept = is_kept.then_some(shared);
+                let mut other = short.clone();
+                other.extend_from_slice(&all[..at]);
+                assert_eq!(*other, *[&all[..], &all[..at]].concat());
+                assert_eq!((&*short.split_off(at), &*short), (&all[at..], &all[..at]));
+                short.extend_from_slice(&all);
+                assert_eq!(*short, *[&all[..at], &all[..]].concat());
+                assert!(kept.is_none_or(|kept| *kept == all));
+            }
+        }
+        assert!(ShortVec::from(Cow::from(&all[1..MANY])).share().is_none(), "too few");
     }
 }

@@ -6,7 +6,7 @@ use super::Ledgered;
 use crate::base::{Id, IndexNumber, IndexVec, PADDING, Page, Result};
 use crate::index::ledger::{Signatures, Span, State, spans};
 use crate::index::owners::Room;
-use crate::index::{Act, BadFrees, Extension, FenceId, Owner, Run, SlotAllocator};
+use crate::index::{Act, BadFrees, Extension, FenceId, LastLoc, Owner, Run, SlotAllocator};
 
 impl Ledgered<SlotAllocator> {
     /// All pages by state and holders. Those of a cache are locked if `is_locked` says so.
@@ -56,7 +56,7 @@ impl Ledgered<SlotAllocator> {
         &mut self,
         prefix_lens: &[i64],
         seq_lens: &[i64],
-        last_loc: &[i64],
+        last_loc: LastLoc<'_>,
     ) -> Result<Option<Extension<T>>> {
         let taken = self.inner.extend(prefix_lens, seq_lens, last_loc)?;
         if let Some(taken) = &taken {

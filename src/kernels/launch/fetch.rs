@@ -94,13 +94,18 @@ impl Fetcher {
     }
 
     /// Enqueues a copy of `tensor`, int32 or int64, with its contents at this point of `stream`. `None` when
-    /// too many values are in transfer. `keep` keeps the tensor's memory alive, even beyond the end of its
-    /// stream.
+    /// too many values are in transfer. What `keep` returns keeps the tensor's memory alive, even beyond the end
+    /// of its stream; it is only called when the copy is enqueued.
     ///
     /// # Errors
     /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when a driver call fails, or `stream` is being
     /// captured.
-    pub fn fetch(&self, tensor: &Borrowed<'_>, keep: Option<Keep>, stream: Stream) -> Result<Option<Fetch>> {
+    pub fn fetch(
+        &self,
+        tensor: &Borrowed<'_>,
+        keep: impl FnOnce() -> Option<Keep>,
+        stream: Stream,
+    ) -> Result<Option<Fetch>> {
         self.gpu.not_capturing(
             stream,
             "freeing slots that only the device knows, whose values are copied to the host,",
@@ -115,7 +120,7 @@ impl Fetcher {
                 read_kernel(&self.gpu, &self.kernels, tensor, range, stream)
             }
         })?;
-        Ok(held.map(|held| Fetch { held, count, wide, keep }))
+        Ok(held.map(|held| Fetch { held, count, wide, keep: keep() }))
     }
 
     /// The values of a fetch that is done.
@@ -182,11 +187,11 @@ pub fn read_now(gpu: &Arc<Gpu>, tensor: &Borrowed<'_>, stream: Stream) -> Result
 fn read_strided(gpu: &Arc<Gpu>, tensor: &Borrowed<'_>, stream: Stream) -> Result<IndexVec> {
     let count = tensor.shape().numel();
     let mut reader = Fetcher::shared(gpu, count)?;
-    let mut fetch = reader.fetch(tensor, None, stream)?;
+    let mut fetch = reader.fetch(tensor, || None, stream)?;
     if fetch.is_none() {
         // Other threads use all of its room.
         reader = Arc::new(Fetcher::new(gpu, count)?);
-        fetch = reader.fetch(tensor, None, stream)?;
+        fetch = reader.fetch(tensor, || None, stream)?;
     }
     let fetch = fetch.expect("a new fetcher has room for what it was made for");
     if let Err(failure) = fetch.done().wait() {

@@ -19,7 +19,7 @@ use std::ffi::{CStr, c_void};
 use std::ptr;
 use std::sync::{Arc, Mutex};
 
-use crate::base::bounded::signed;
+use crate::base::bounded::{int32, signed};
 use crate::base::sync::lock;
 use crate::base::{DType, Device, Error, ErrorKind, Result, bytes_of, widen};
 use crate::index::Move;
@@ -35,8 +35,8 @@ use grid::{Groups, blocks, parts_grid, ragged_grid};
 use images::{Compiled, PLAN, ROWS, TABLE};
 use numbers::{Arrays, Index, WithList};
 use params::{
-    GatherParams, GatherPart, KvIndicesParams, MoveParams, OrderParams, PointsParams, RaggedParams,
-    StoreParams, StorePart, ZeroParams,
+    ContinueParams, GatherParams, GatherPart, KvIndicesParams, MoveParams, OrderParams, PointsParams,
+    RaggedParams, StoreParams, StorePart, ZeroParams,
 };
 
 /// A kernel that takes numbers from the host.
@@ -61,6 +61,7 @@ struct Kernels {
     write_points: Kernel,
     write_ragged: Kernel,
     kv_indices: Kernel,
+    continue_pages: Function,
     read_indices: Function,
 }
 
@@ -99,11 +100,13 @@ impl Kernels {
                 c"kvpool_kv_indices",
                 c"kvpool_kv_indices_listed",
                 c"kvpool_read_indices",
+                c"kvpool_continue_pages",
             ],
         )?;
         let missing =
             || Error::new(ErrorKind::Driver, "the driver loaded fewer kernels than it was asked for");
-        let mut pairs = [&plan, &rows, &table].into_iter().flat_map(|functions| functions.as_chunks().0);
+        let [paired @ .., read_indices, continue_pages] = &table[..] else { return Err(missing()) };
+        let mut pairs = [&plan[..], &rows, paired].into_iter().flat_map(|functions| functions.as_chunks().0);
         let mut next = || {
             let &[copied, listed] = pairs.next().ok_or_else(missing)?;
             Ok::<_, Error>(Kernel { copied, listed })
@@ -119,7 +122,8 @@ impl Kernels {
             write_points: next()?,
             write_ragged: next()?,
             kv_indices: next()?,
-            read_indices: *table.last().ok_or_else(missing)?,
+            read_indices: *read_indices,
+            continue_pages: *continue_pages,
         });
         loaded.push(Arc::clone(&kernels));
         Ok(kernels)
@@ -141,6 +145,22 @@ pub(super) enum Copies<'a> {
         count: usize,
     },
 }
+
+/// A batch that grows, for [`Launcher::continue_pages`].
+#[derive(Clone, Copy, Debug)]
+pub struct Grown<'a> {
+    /// The slots of each request that are taken in its last page; 0 if the page is full.
+    pub offsets: &'a [i32],
+    /// Where the new slots of each request begin, and the end of all.
+    pub indptr: &'a [i32],
+    /// The number of slots of the pool.
+    pub slots: usize,
+    /// The number of slots in a page.
+    pub page_size: usize,
+}
+
+/// The most requests in one launch of [`Launcher::continue_pages`].
+const MOST_GROWN: usize = (WithList::<ContinueParams>::ROOM - 1) / 2;
 
 /// Where kernels report invalid indices that only the device knows: `Fault` of `params.cuh`.
 const FAULT_BYTES: usize = 16;
@@ -238,6 +258,10 @@ impl Launcher {
                 ))
                 .at_index(value)
             }
+            4 => Error::config(format!(
+                "last_loc {value} of request {position} does not end its prefix; an earlier call was given it in \
+                 a tensor on the device, and handed out the padding slot in place of those behind it"
+            )),
             _ => Error::config(format!(
                 "value {value} at position {position} does not fit an int32 tensor; an earlier call was given it \
                  in a tensor on the device, and left it out"
@@ -552,6 +576,41 @@ impl Launcher {
             count: signed(count),
             fault: self.fault_address(),
         })
+    }
+
+    /// Completes `out`, the slots of a batch that grows, by those that continue the last page of a request:
+    /// those behind its slot in `last_loc`. One launch on `stream`, which the caller has checked not to be
+    /// captured, for every [`MOST_GROWN`] requests; their numbers are passed with it.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Driver`] when a driver call fails. A last slot that does not end its request leaves the slots
+    /// behind it as they are, and [`Launcher::fault`] reports it.
+    pub fn continue_pages(
+        &self,
+        out: &Borrowed<'_>,
+        last_loc: &Borrowed<'_>,
+        grown: &Grown<'_>,
+        stream: Stream,
+    ) -> Result<()> {
+        let index = Index::new(&Numbers::Tensor(last_loc))?;
+        last_loc.used_on(stream);
+        for (part, offsets) in grown.offsets.chunks(MOST_GROWN).enumerate() {
+            let first = part * MOST_GROWN;
+            let indptr = &grown.indptr[first..=first + offsets.len()];
+            let params = ContinueParams {
+                out: out.address().as_ptr().cast(),
+                last_loc: index,
+                first: signed(first),
+                count: signed(offsets.len()),
+                slots: signed(grown.slots),
+                fault: self.fault_address(),
+                page_size: int32(grown.page_size),
+                is_wide: i32::from(out.dtype() == DType::I64),
+            };
+            let params = WithList::new(params, &[offsets, indptr]);
+            self.launch(self.kernels.continue_pages, [blocks(offsets.len())?, 1], &params, stream)?;
+        }
+        Ok(())
     }
 
     /// Launches a kernel on a grid of blocks. An empty grid is not launched.

@@ -48,7 +48,7 @@ pub(super) struct WithList<P> {
 
 impl<P> WithList<P> {
     /// The numbers that fit.
-    const ROOM: usize = (PARAMS_BYTES - size_of::<P>()) / size_of::<i32>();
+    pub(super) const ROOM: usize = (PARAMS_BYTES - size_of::<P>()) / size_of::<i32>();
 
     /// Whether `arrays`, concatenated, fit behind the parameters.
     pub(super) fn fits(arrays: &[&[i32]]) -> bool {

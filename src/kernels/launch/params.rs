@@ -204,6 +204,19 @@ pub(super) struct PlanParams {
     pub(super) kv_len: i32,
 }
 
+/// `ContinueParams`.
+#[repr(C)]
+pub(super) struct ContinueParams {
+    pub(super) out: *mut c_void,
+    pub(super) last_loc: Index,
+    pub(super) first: i64,
+    pub(super) count: i64,
+    pub(super) slots: i64,
+    pub(super) fault: *mut c_void,
+    pub(super) page_size: i32,
+    pub(super) is_wide: i32,
+}
+
 /// `ReadParams`.
 #[repr(C)]
 pub(super) struct ReadParams {
@@ -228,6 +241,7 @@ const _: () = {
     assert!(size_of::<RaggedParams>() == 56);
     assert!(size_of::<KvIndicesParams>() == 24 + 2 * 160 + 32);
     assert!(size_of::<PlanParams>() == 136);
+    assert!(size_of::<ContinueParams>() == 8 + 160 + 40);
     assert!(size_of::<ReadParams>() == 176);
 };
 

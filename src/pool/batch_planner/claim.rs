@@ -4,6 +4,7 @@ use std::cell::Cell;
 use std::sync::{Arc, Weak};
 
 use crate::base::{Error, Result};
+use crate::index::PageList;
 use crate::memory::Stream;
 use crate::pool::{BatchPlanner, Lease, TokenToKvPoolAllocator};
 
@@ -12,7 +13,7 @@ use crate::pool::{BatchPlanner, Lease, TokenToKvPoolAllocator};
 pub(super) struct Claim {
     lease: Arc<Lease>,
     /// Its pages, until the request has them.
-    pages: Vec<i32>,
+    pages: PageList,
     is_kept: Cell<bool>,
 }
 
@@ -52,12 +53,12 @@ impl Claim {
     }
 
     /// The pages of the lease.
-    pub(super) fn pages(&self) -> &[i32] {
+    pub(super) const fn pages(&self) -> &PageList {
         &self.pages
     }
 
     /// The same, to be taken.
-    pub(super) const fn pages_mut(&mut self) -> &mut Vec<i32> {
+    pub(super) const fn pages_mut(&mut self) -> &mut PageList {
         &mut self.pages
     }
 

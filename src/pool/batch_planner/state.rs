@@ -5,8 +5,10 @@ mod device;
 use std::sync::Arc;
 
 use crate::base::bounded::narrow;
-use crate::base::{DType, Error, ErrorKind, Id, IndexVec, Page, RequestRow, Result, Slot, reserve, widen};
-use crate::index::{Act, BadFrees, FenceId, Growth, GrowthRequest, Owner, Requests};
+use crate::base::{
+    DType, Error, ErrorKind, Id, IndexVec, PADDING, Page, RequestRow, Result, Slot, reserve, widen,
+};
+use crate::index::{Act, BadFrees, FenceId, Growth, GrowthRequest, Owner, PageList, Requests};
 use crate::kernels::{Executor, Indices};
 use crate::memory::{Backend, Event, Host, Region, Stream};
 use crate::pool::prefix_cache::Parked;
@@ -179,7 +181,7 @@ impl PlannerState {
         self.check_batch(count)?;
         let named = self.requests.resolve_rows(rows, table.rows())?;
         // By position: the pages of cached prefixes without a lease.
-        let mut shared: Vec<Vec<i32>> = reserve(count)?;
+        let mut shared: Vec<PageList> = reserve(count)?;
         let mut growths = reserve(count)?;
         for (position, &row) in named.iter().enumerate() {
             let (prefix, seq) = (batch.prefix_lens[position], batch.seq_lens[position]);
@@ -187,14 +189,14 @@ impl PlannerState {
             let (growth, pages) =
                 match (batch.prefixes.get(position), claims.get(position).and_then(Option::as_ref)) {
                     (_, Some(claim)) => {
-                        (self.requests.growth_of_leased(asked, claim.pages().len())?, Vec::new())
+                        (self.requests.growth_of_leased(asked, claim.pages().len())?, PageList::default())
                     }
                     (Some(Prefix::Slots(cached)), _) if !cached.is_empty() => {
                         self.requests.growth_of_cached(asked, cached, slots.slots())?
                     }
                     _ => {
                         let growth = self.requests.growth(row, prefix, seq);
-                        (growth.ok_or_else(|| self.requests.growth_error(asked))?, Vec::new())
+                        (growth.ok_or_else(|| self.requests.growth_error(asked))?, PageList::default())
                     }
                 };
             growths.push(growth);
@@ -267,8 +269,7 @@ impl PlannerState {
                 "tokens up to {to} were published of request row {row}, which has {has} tokens with slots"
             )));
         }
-        let pages = &self.requests.pages(row)[from / size..to / size];
-        Ok(pages.iter().map(|page| Page::new(page.cast_unsigned())).collect())
+        Ok(self.requests.pages(row).to_vec(from / size..to / size))
     }
 
     /// Records that the cache keeps the leading pages of a request, the last of which are `cached`. The next
@@ -346,7 +347,7 @@ impl PlannerState {
         &mut self,
         pools: Pools<'_>,
         batch: &[Growth],
-        prefixes: &mut [&mut Vec<i32>],
+        prefixes: &mut [&mut PageList],
         padding: Padding,
         stream: Stream,
     ) -> Result<OrShort<Plan>> {
@@ -423,7 +424,8 @@ impl PlannerState {
             self.write_pages(place, self.valid_entries(place, growth.row, table), pages)?;
         }
         for place in batch.len()..padded {
-            self.write_pages(place, 0, &vec![0; self.small_fields.kv_pages(place)])?;
+            let padding = vec![Page::new(PADDING); self.small_fields.kv_pages(place)];
+            self.write_pages(place, 0, &padding.into())?;
         }
         self.note_block_table(batch, padded, table);
         Ok(())
@@ -431,18 +433,31 @@ impl PlannerState {
 
     /// Writes the new slots of a request to the table.
     fn put(&self, place: usize, growth: Growth, table: &mut ReqToTokenPool) -> Result<()> {
-        let Growth { row, start, prefix, seq, .. } = growth;
-        if self.requests.page_size().slots() == 1 {
-            return table.put(row, widen(start), &self.requests.pages(row)[widen(start)..widen(seq)]);
-        }
-        // In parts that stay in the nearest cache.
-        let mut slots = reserve(PART.min(widen(prefix.saturating_sub(start))))?;
-        for at in (start..prefix).step_by(PART) {
-            slots.clear();
-            self.requests.slots(row, at, prefix.min(at + narrow(PART)), &mut slots);
-            table.put(row, widen(at), &slots)?;
+        let Growth { row, start, prefix, .. } = growth;
+        if start < prefix {
+            self.put_earlier(row, start, prefix, table)?;
         }
         table.put(row, widen(prefix), self.small_fields.new_slots(place))
+    }
+
+    /// Writes the slots of positions `from..to` of a request to the table.
+    fn put_earlier(&self, row: RequestRow, from: u32, to: u32, table: &mut ReqToTokenPool) -> Result<()> {
+        if self.requests.page_size().slots() == 1 {
+            let mut at = widen(from);
+            return self.requests.pages(row).runs(at..widen(to)).try_for_each(|run| {
+                table.put_pages(row, at, run)?;
+                at += run.len();
+                Ok(())
+            });
+        }
+        // In parts that stay in the nearest cache.
+        let mut slots = reserve(PART.min(widen(to - from)))?;
+        for at in (from..to).step_by(PART) {
+            slots.clear();
+            self.requests.slots(row, at, to.min(at + narrow(PART)), &mut slots);
+            table.put(row, widen(at), &slots)?;
+        }
+        Ok(())
     }
 
     /// Slots of positions of a request.
@@ -453,17 +468,24 @@ impl PlannerState {
     }
 
     /// Writes the pages of the request at `place`, of which the block table already has the first `valid`.
-    fn write_pages(&self, place: usize, valid: usize, pages: &[i32]) -> Result<()> {
+    fn write_pages(&self, place: usize, valid: usize, pages: &PageList) -> Result<()> {
         let size = size_of::<i32>();
+        let write = |mut begin: usize, from: usize| {
+            pages.runs(from..pages.len()).try_for_each(|run| {
+                self.fields.write(begin, run)?;
+                begin += size_of_val(run);
+                Ok(())
+            })
+        };
         if self.layout.has(Field::KvIndices) {
             let begin = self.layout.offset(Field::KvIndices) + self.small_fields.kv_begin(place) * size;
-            self.fields.write(begin, pages)?;
+            write(begin, 0)?;
         }
         if self.layout.has(Field::BlockTable) {
             let line = self.layout.line(place);
-            self.fields.write(line + valid * size, &pages[valid..])?;
+            write(line + valid * size, valid)?;
             let stale = self.block_table.used(place).saturating_sub(pages.len());
-            self.fields.fill(line + size_of_val(pages), stale * size, 0)?;
+            self.fields.fill(line + pages.len() * size, stale * size, 0)?;
         }
         Ok(())
     }
@@ -537,8 +559,9 @@ impl PlannerState {
         let Some(act) = signed_act(row, slots, table) else { return };
         let first = widen(self.requests.page_size().page(start));
         if let Some(ledger) = slots.slots_mut().book_mut().ledger_mut() {
-            for page in &self.requests.pages(row)[first..] {
-                ledger.sign(page.cast_unsigned(), &act);
+            let pages = self.requests.pages(row);
+            for page in pages.runs(first..pages.len()).flatten() {
+                ledger.sign(page.number(), &act);
             }
         }
     }
@@ -602,7 +625,7 @@ impl PlannerState {
         let full = widen(self.requests.page_size().page(len));
         let is_same = |claim: &&Claim| {
             let leased = claim.pages();
-            leased.len() <= full && *leased == self.requests.pages(src)[..leased.len()]
+            leased.len() <= full && self.requests.pages(src).starts_with(leased)
         };
         let claim = claim.filter(is_same);
         let leased = claim.map_or(0, |claim| claim.pages().len());
@@ -667,7 +690,8 @@ impl PlannerState {
                     .pages(RequestRow::new(self.small_fields.req_pool_indices[place].cast_unsigned()));
                 // A row that was freed and taken again belongs to another request.
                 self.check_current(plan, pages.len() == self.small_fields.kv_pages(place))?;
-                values.extend_from_slice(pages);
+                let pages = pages.runs(0..pages.len()).flatten();
+                values.extend(pages.map(|page| page.number().cast_signed()));
             } else {
                 values.resize(values.len() + self.small_fields.kv_pages(place), 0);
             }

@@ -7,7 +7,7 @@ use std::sync::{Arc, Weak};
 use crate::base::sync::explored::{Mutex, lock};
 use crate::base::{Error, ErrorKind, Id, IndexVec, Page, RequestRow, Result, StateSlot, reserve, widen};
 use crate::cache::{Hold, Namespace, Tokens, Tree};
-use crate::index::put_slots_of;
+use crate::index::{PageList, put_slots_of};
 use crate::memory::Stream;
 use crate::pool::batch_planner::PlannerState;
 use crate::pool::gdn_pool::Source;
@@ -390,22 +390,17 @@ impl Lease {
         Arc::ptr_eq(&self.allocator, allocator)
     }
 
-    /// Makes it the lease of a request, and returns its pages, with room for those that follow.
+    /// Makes it the lease of a request, and returns its pages.
     ///
     /// # Errors
     /// As [`Self::len`]; [`ErrorKind::Config`] when it is that of another request.
-    pub(in crate::pool) fn bind(&self, planner: &Weak<BatchPlanner>, row: i64) -> Result<Vec<i32>> {
+    pub(in crate::pool) fn bind(&self, planner: &Weak<BatchPlanner>, row: i64) -> Result<PageList> {
         self.with(self.stream, |_, kept, held| {
             if let Some(other) = held.request.as_ref().filter(|request| request.planner.strong_count() > 0) {
                 let text = format!("the lease is that of request row {} already; match again", other.row);
                 return Err(Error::config(text));
             }
-            let runs = kept.tree.runs(&held.hold);
-            let count: usize = runs.iter().map(|run| run.len()).sum();
-            let mut pages = reserve(count + count / 8 + 16)?;
-            for run in runs {
-                pages.extend(run.iter().map(|page| page.number().cast_signed()));
-            }
+            let pages = kept.tree.share_pages(&held.hold);
             held.request = Some(Request { planner: Weak::clone(planner), row });
             Ok(pages)
         })

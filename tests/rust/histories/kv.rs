@@ -6,7 +6,7 @@ use std::sync::Arc;
 use kvpool::base::{DType, Device, contiguous_strides};
 use kvpool::kernels::Indices;
 use kvpool::memory::{Borrowed, Host, Region};
-use kvpool::pool::{KvConfig, KvPool, Scales};
+use kvpool::pool::{KvConfig, KvLayout, KvPool, Scales};
 
 use super::guarded::Guarded;
 use super::{STREAM, Source, agree, bytes_of, dims, host, places};
@@ -18,7 +18,7 @@ struct Model {
 }
 
 pub(super) fn run(source: &mut Source<'_>) {
-    let config = KvConfig {
+    let mut config = KvConfig {
         size: 1 + source.below(12),
         layer_num: 1 + source.below(2),
         k_head_num: 1 + source.below(3),
@@ -27,8 +27,12 @@ pub(super) fn run(source: &mut Source<'_>) {
         v_head_dim: source.of(&[1, 4, 16]),
         dtype: source.of(&[DType::F32, DType::BF16, DType::U8]),
         page_size: source.of(&[1, 2, 4]),
+        layout: source.of(&[KvLayout::Split, KvLayout::Fused]),
         pin_memory: false,
     };
+    if config.layout == KvLayout::Fused {
+        (config.v_head_num, config.v_head_dim) = (config.k_head_num, config.k_head_dim);
+    }
     let pool = KvPool::new(&config, &host()).expect("memory");
     let zeros = |layer: usize| {
         let buffers = pool.kv_buffer(layer).expect("a layer");

@@ -6,7 +6,7 @@ use std::hash::{DefaultHasher, Hasher};
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvpool::base::{DType, IndexVec};
+use kvpool::base::{DType, IndexVec, StateSlot};
 use kvpool::cache::{Event, Namespace, PageHash, PolicyKind, Segment, Whereabouts};
 use kvpool::index::State;
 use kvpool::kernels::Indices;
@@ -63,8 +63,8 @@ struct Prefixes {
     held: Vec<Held>,
     /// Namespaces and prefixes that are pinned for a time.
     pinned: Vec<(usize, Key)>,
-    /// Prefixes with a snapshot, in the order in which they were taken.
-    snapshots: Vec<Key>,
+    /// Prefixes with a snapshot, and its track slot.
+    snapshots: BTreeMap<Key, StateSlot>,
     /// Those that a later one of the same lease superseded.
     superseded: BTreeSet<Key>,
     /// Tokens looked up.
@@ -109,7 +109,7 @@ pub(super) fn run(source: &mut Source<'_>) {
         cached: BTreeMap::new(),
         held: Vec::new(),
         pinned: Vec::new(),
-        snapshots: Vec::new(),
+        snapshots: BTreeMap::new(),
         superseded: BTreeSet::new(),
         now: 0,
         own: Vec::new(),
@@ -227,7 +227,8 @@ impl Prefixes {
         if self.states.is_none() {
             return found;
         }
-        let known = self.prefixes_of(generation, &tokens[..found]).filter(|key| self.snapshots.contains(key));
+        let known =
+            self.prefixes_of(generation, &tokens[..found]).filter(|key| self.snapshots.contains_key(key));
         known.last().map_or(0, |(_, prefix)| prefix.len())
     }
 
@@ -309,7 +310,7 @@ impl Prefixes {
             assert!(!self.is_locked(&key), "{key:?} was leased");
             highest = self.cached.remove(&key).map_or(highest, |page| page.priority.max(highest));
         }
-        self.snapshots.retain(|key| self.cached.contains_key(key));
+        self.snapshots.retain(|key, _| self.cached.contains_key(key));
         for (key, page) in &self.cached {
             // What remains is closed: a prefix goes after what hangs on it.
             let parent = (key.0, key.1[..key.1.len() - self.page_size].to_vec());
@@ -398,13 +399,13 @@ impl Prefixes {
     /// The snapshots of which one is given up for another at `end`, behind lease `at`; `None` if none is kept there.
     fn victims(&mut self, at: usize, end: &Key) -> Option<Vec<Key>> {
         let tracks = self.states.as_ref().map_or(0, |states| states.config().max_track_slots);
-        if end.1.is_empty() || self.snapshots.contains(end) {
+        if end.1.is_empty() || self.snapshots.contains_key(end) {
             return None;
         }
         if self.snapshots.len() < tracks {
             return Some(Vec::new());
         }
-        self.superseded.retain(|key| self.snapshots.contains(key));
+        self.superseded.retain(|key| self.snapshots.contains_key(key));
         let oldest = |keys: Vec<&Key>| -> Vec<Key> {
             let used = |key: &&Key| self.cached[*key].used;
             let least = keys.iter().map(used).min();
@@ -417,14 +418,14 @@ impl Prefixes {
         let Held { end: own, passing, .. } = &self.held[at];
         let is_alone = |key: &Key| {
             let others = self.ends().filter(|end| *end == key).count();
-            self.snapshots.contains(key) && others == usize::from(key == own)
+            self.snapshots.contains_key(key) && others == usize::from(key == own)
         };
         if let Some(passing) = passing.clone().filter(is_alone) {
             self.held[at].passing = None;
             return Some(vec![passing]);
         }
         let is_unused = |key: &&Key| !self.ends().any(|end| end == *key);
-        let unused = oldest(self.snapshots.iter().filter(is_unused).collect());
+        let unused = oldest(self.snapshots.keys().filter(is_unused).collect());
         if !unused.is_empty() {
             return Some(unused);
         }
@@ -433,25 +434,20 @@ impl Prefixes {
 
     /// Notes the snapshot that is kept at the end of a lease, and the one that is given up for it.
     fn note_snapshot(&mut self, at: usize, victims: &[Key]) {
-        // Of several as old as each other, the one that is found no more.
-        let gone = victims.iter().find(|key| {
-            let name = self.current.iter().position(|current| *current == key.0);
-            name.is_some_and(|name| {
-                let namespace = Namespace::Number(int(name));
-                let found = self.cache.cached_len(&namespace, &key.1.as_slice(), STREAM).expect("tokens");
-                found < key.1.len()
-            })
-        });
-        if let Some(gone) = gone.or(victims.first()) {
-            self.snapshots.retain(|key| key != gone);
-        }
         let held = &mut self.held[at];
+        let slot = held.lease.state_slot().expect("a lease").expect("it was kept");
+        if !victims.is_empty() {
+            // Of several as old as each other, the one whose slot it has now.
+            let gone =
+                victims.iter().find(|key| self.snapshots[*key] == slot).expect("one of them is given up");
+            self.snapshots.remove(gone);
+        }
         let end = held.end.clone();
         self.superseded.remove(&end);
-        self.snapshots.push(end.clone());
+        self.snapshots.insert(end.clone(), slot);
         if end.1.len() > held.asked
             && let Some(earlier) = held.passing.replace(end)
-            && self.snapshots.contains(&earlier)
+            && self.snapshots.contains_key(&earlier)
             && !self.ends().any(|end| *end == earlier)
         {
             self.superseded.insert(earlier);
@@ -465,7 +461,7 @@ impl Prefixes {
         }
         let Held { lease, end, .. } = &self.held[source.below(self.held.len())];
         agree(lease.restore(9, STREAM), false);
-        let is_right = end.1.is_empty() || self.snapshots.contains(end);
+        let is_right = end.1.is_empty() || self.snapshots.contains_key(end);
         if agree(lease.restore(2, STREAM), self.states.is_some() && is_right).is_some() {
             let (region, offset, bytes) = self.state(2).expect("it was restored");
             let state = region.read::<i32>(offset, bytes / size_of::<i32>()).expect("in the state");
@@ -492,7 +488,7 @@ impl Prefixes {
         let mut cached = std::mem::take(&mut self.cached);
         cached.retain(|key, _| self.current.contains(&key.0) || self.is_locked(key));
         self.cached = cached;
-        self.snapshots.retain(|key| self.cached.contains_key(key));
+        self.snapshots.retain(|key, _| self.cached.contains_key(key));
     }
 
     fn alloc(&mut self, source: &mut Source<'_>) {
@@ -694,7 +690,7 @@ impl Prefixes {
             let expected = self.prefixes_of(end.0, &end.1).map(|key| self.cached[&key].number.to_string());
             assert!(pages.iter().map(ToString::to_string).eq(expected));
             let state = lease.state_slot().expect("a lease");
-            assert_eq!(state.is_some(), self.snapshots.contains(end));
+            assert_eq!(state, self.snapshots.get(end).copied());
         }
         self.look_at_pages();
     }

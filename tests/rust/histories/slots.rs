@@ -193,7 +193,8 @@ impl Slots {
             batch.push((prefix, prefix.saturating_add(more), last_loc(source, &self.model, prefix)));
         }
         let column = |of: fn(&(i64, i64, i64)) -> i64| -> Vec<i64> { batch.iter().map(of).collect() };
-        let (prefix, seq, last) = (column(|one| one.0), column(|one| one.1), column(|one| one.2));
+        let (prefix, seq) = (column(|one| one.0), column(|one| one.1));
+        let last = Indices::Host(IndexVec::I64(column(|one| one.2)));
         let answer = if is_decode {
             let batch = batch.iter().map(|&(_, seq, last)| (seq.saturating_sub(1), seq, last));
             (self.pool.alloc_decode(&seq, &last, STREAM), self.model.extend(&batch.collect::<Vec<_>>()))

@@ -255,7 +255,8 @@ class _KvBuffers(memory_pool.MHATokenToKVPool, metaclass=_StandIn):  # type: ign
             _logger.info("SGLang: the buffers of K and V stay its own: %s", why)
             super()._create_buffers_normal()
             return
-        (rows, head_num, k_dim), (_, _, v_dim) = self._kv_buffer_shapes()
+        k_shape, v_shape = self._kv_buffer_shapes()
+        rows, head_num, k_dim = k_shape
         self.kvpool = KVPool(
             rows - self.page_size,
             self.layer_num,
@@ -263,8 +264,9 @@ class _KvBuffers(memory_pool.MHATokenToKVPool, metaclass=_StandIn):  # type: ign
             k_dim,
             self.device,
             self.store_dtype,
-            v_head_dim=v_dim,
+            v_head_dim=v_shape[-1],
             page_size=self.page_size,
+            layout="fused" if k_shape == v_shape else "split",
             pin_memory=False,
         )
         self.k_buffer = [buffer[:rows] for buffer in self.kvpool.k_buffer]
@@ -276,8 +278,6 @@ class _KvBuffers(memory_pool.MHATokenToKVPool, metaclass=_StandIn):  # type: ign
             return "memory has to come from PyTorch"
         if self.kv_cache_layout != "nhd":
             return f"layout {self.kv_cache_layout}"
-        if torch.device(self.device).type != "cpu":
-            return "its kernels need V at a whole number of pages behind K"
         return ""
 
 

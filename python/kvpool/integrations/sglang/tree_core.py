@@ -23,6 +23,16 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     MatchResult,
 )
 from sglang.srt.mem_cache.events import KVCacheEventRecorder
+from sglang.srt.mem_cache.evict_policy import (
+    FIFOStrategy,
+    FILOStrategy,
+    LFUStrategy,
+    LRUStrategy,
+    MRUStrategy,
+    PriorityStrategy,
+    SLRUStrategy,
+    TLRUStrategy,
+)
 from sglang.srt.mem_cache.unified_cache.cache_action import (
     FreeDeviceKV,
     FreeDeviceKVFullOnly,
@@ -46,6 +56,7 @@ from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import (
     UnifiedTreeCoreInterface,
 )
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache, page_interleave_shard_size
+from sglang.srt.mem_cache.utils import get_eviction_strategy
 from sglang.srt.runtime_context import get_disagg, get_exec, get_memory, mamba_checkpoint_grid
 
 from kvpool._kvpool import HybridTree
@@ -74,9 +85,10 @@ __all__ = [
 ]
 
 _NAME = "kvpool"
+_HASH_BYTES = 32
 _FULL, _SWA, _MAMBA = ComponentType.FULL, ComponentType.SWA, ComponentType.MAMBA
 _PARTS = (_FULL, _SWA, _MAMBA)
-_POLICIES = ("lru", "mru", "fifo", "filo", "lfu", "priority", "slru")
+_STRATEGIES = (LRUStrategy, MRUStrategy, FIFOStrategy, FILOStrategy, LFUStrategy, PriorityStrategy)
 
 # What SGLang calls only with a host tier, storage, a linker, or sessions.
 _DELEGATED = (
@@ -140,7 +152,7 @@ def reason_to_delegate(params: CacheInitParams) -> str | None:
     Args:
         params: What SGLang makes the cache of.
     """
-    # Where SGLang's tests make a cache, there are no settings of a server.
+    # Where a cache is made without a server, as in SGLang's tests, there are no settings of one.
     memory, disagg = get_memory(), get_disagg()
     allocator = params.token_to_kv_pool_allocator
     reasons = {
@@ -149,9 +161,7 @@ def reason_to_delegate(params: CacheInitParams) -> str | None:
         "only full attention, sliding windows and Mamba states are kvpool's": bool(
             set(params.tree_components or ()) - set(_PARTS)
         ),
-        "KV events name pages by hashes that kvpool does not keep": params.enable_kv_cache_events,
-        f"the eviction policy {params.eviction_policy} is SGLang's alone": params.eviction_policy.lower()
-        not in _POLICIES,
+        f"the eviction policy {params.eviction_policy} is SGLang's alone": _policy(params) is None,
         "a hierarchical cache has a host tier": getattr(memory, "enable_hierarchical_cache", False),
         "LMCache stores nodes": getattr(memory, "enable_lmcache", False),
         "FlexKV stores nodes": getattr(memory, "enable_flexkv", False),
@@ -163,6 +173,24 @@ def reason_to_delegate(params: CacheInitParams) -> str | None:
         "sharded pages have rotation bases": page_interleave_shard_size(allocator) > 1,
     }
     return next((reason for reason, applies in reasons.items() if applies), None)
+
+
+def _policy(params: CacheInitParams) -> dict[str, Any] | None:
+    """What `HybridTree` calls the eviction policy, or `None` if it has none that is the same."""
+    name = params.eviction_policy.lower()
+    # SGLang says itself what is wrong with one.
+    strategy = get_eviction_strategy(name, params.eviction_policy_config)
+    policy: dict[str, Any] = {"policy": name}
+    if type(strategy) is SLRUStrategy:
+        policy["protected_uses"] = strategy.protected_threshold
+    elif type(strategy) is TLRUStrategy:
+        # With a longer estimate nothing goes before the others.
+        policy["tail"] = max(strategy.threshold - strategy.next_prompt_estimate, 0)
+    elif type(strategy) not in _STRATEGIES:
+        return None
+    numbers = [value for value in policy.values() if not isinstance(value, str)]
+    is_exact = all(type(number) is int and 0 <= number < 1 << 31 for number in numbers)
+    return policy if is_exact else None
 
 
 def make_tree_core(params: CacheInitParams, components: dict[ComponentType, Any]) -> UnifiedTreeCoreInterface:
@@ -224,11 +252,9 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
 
     def __init__(self, params: CacheInitParams) -> None:
         parts = tuple(params.tree_components)
-        policy = params.eviction_policy.lower()
-        config = params.eviction_policy_config or {}
-        unknown = set(config) - ({"protected_threshold"} if policy == "slru" else set())
-        if unknown:
-            message = f"the eviction policy {policy} takes no {', '.join(sorted(unknown))}"
+        policy = _policy(params)
+        if policy is None:
+            message = f"the eviction policy {params.eviction_policy} is SGLang's alone"
             raise ConfigError(message)
         states = -1
         if _MAMBA in parts:
@@ -242,7 +268,12 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
         self.is_write_back = False
         self.has_swa_host_pool = False
         self.is_host_memory_buffer_only = False
-        self.kv_events = KVCacheEventRecorder(enabled=False, page_size=params.page_size)
+        self.kv_events = KVCacheEventRecorder(
+            enabled=params.enable_kv_cache_events,
+            page_size=params.page_size,
+            dynamo_format=params.dynamo_kv_event_format,
+            lora_names=params.kv_event_lora_names,
+        )
         allocator = params.token_to_kv_pool_allocator
         self.device = torch.device("cpu") if allocator is None else allocator.device
         self._is_on_host = torch.device(self.device).type == "cpu"
@@ -250,8 +281,7 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
         self._has_swa = _SWA in parts
         self._tree = HybridTree(
             params.page_size,
-            policy=policy,
-            protected_uses=config.get("protected_threshold", 2),
+            **policy,
             window=params.swa_retain_window if self._has_swa else None,
             window_gates=params.swa_gates_prefix_match,
             state_grid=mamba_checkpoint_grid(params.page_size) if _MAMBA in parts else None,
@@ -262,6 +292,8 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
         self._insertion: tuple[Any, ...] | None = None
         self._values: Any = None
         self._tracks = False
+        # What KV events say of an insertion: its key and its session.
+        self._told: tuple[RadixKey, str | None] | None = None
 
     def _to_device(self, values: Any) -> Any:
         return values if self._is_on_host else values.to(self.device)
@@ -270,7 +302,7 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
 
     def reset(self) -> None:
         """Forgets everything."""
-        self._insertion = None
+        self._insertion = self._told = None
         self._tree.reset()
 
     def root_node_handle(self, extra_key: str | None = None) -> int:
@@ -336,6 +368,8 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
             values = torch.tensor(tokens[: end - start], dtype=torch.int64)
         self._insertion = (tokens, values, start, end, namespace)
         self._values = values
+        if self.kv_events.enabled:
+            self._told = key, params.session_id
         self._tracks = params.track_adopted_ranges and end - start >= self.page_size
         freed = params.component_evicted_seqlens
         step = self._tree.insert(
@@ -365,17 +399,19 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
         if self._insertion is None:
             return []
         actions = [self._action(*act) for act in self._tree.end_insertion()]
-        self._insertion = self._values = None
+        self._insertion = self._values = self._told = None
         return actions
 
     def _step(self, step: HybridStep) -> InsertStepResult:
         actions = [self._action(*act) for act in step.acts()]
+        if self._told is not None and step.added is not None:
+            self._record_added(*step.added, *self._told)
         if not step.done:
             return InsertStepResult(actions)
         ranges = None
         if self._tracks:
             ranges = {part: found for part, found in zip((_FULL, _SWA), step.adopted, strict=True) if found}
-        self._insertion = self._values = None
+        self._insertion = self._values = self._told = None
         result = InsertResult(
             step.found,
             last_device_node=step.node,
@@ -525,7 +561,34 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
         if frees.counts[2]:
             device_frees[_MAMBA].append(self._to_device(frees.state))
 
+    # KV events: SGLang's recorder makes them and hashes pages, and the tree keeps the hashes.
+
+    def _record_added(self, node: int, start: int, end: int, key: RadixKey, session: str | None) -> None:
+        """Tells of tokens that were not there before."""
+        before = self._tree.hash_at(node, start)
+        added = _PagesOfEvent(key[start:end])
+        added.parent = _PagesOfEvent(added.key if start else ())
+        if before is not None:
+            added.parent.parent = _PagesOfEvent(())
+            added.parent.name([before.hex()])
+        if added.is_named_apart:
+            # Storage would name them otherwise, and is not there.
+            added.hash_value = []
+        self.kv_events.record_store(added, session_id=session)
+        hashes = added.event_hash_value if added.is_named_apart else added.hash_value
+        self._tree.set_hashes(node, start, bytes.fromhex("".join(hashes or ())))
+
+    def _record_removed(self, namespace: Any, hashes: bytes) -> None:
+        """Tells of a node that is gone."""
+        names = namespace if isinstance(namespace, tuple) else (namespace, None)
+        gone = _PagesOfEvent(_KeyOfEvent(len(hashes) // _HASH_BYTES * self.page_size, *names[:2]))
+        gone.name([hashes[at : at + _HASH_BYTES].hex() for at in range(0, len(hashes), _HASH_BYTES)])
+        self.kv_events.record_remove(gone)
+
     def _hand_out(self, frees: HybridFrees, result: BaseEvictionResult) -> None:
+        if self.kv_events.enabled:
+            for namespace, hashes in frees.removed:
+                self._record_removed(namespace, hashes)
         counts = frees.counts
         for part, count, name in zip(_PARTS, counts, ("full", "window", "state"), strict=True):
             if count:
@@ -718,6 +781,35 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
                 for part in self._parts
             )
             print(f"[{node}] {info.end - len(info.tokens)}..{info.end} locks={info.locks} {parts}")  # noqa: T201
+
+
+class _KeyOfEvent:
+    """The key of pages that are gone: their number of tokens is left of it."""
+
+    def __init__(self, length: int, extra_key: str | None, cache_salt: str | None) -> None:
+        self._length, self.extra_key, self.cache_salt = length, extra_key, cache_salt
+
+    def __len__(self) -> int:
+        return self._length
+
+
+class _PagesOfEvent:
+    """What SGLang's recorder reads of a node."""
+
+    def __init__(self, key: Any) -> None:
+        self.key = key
+        self.parent: _PagesOfEvent | None = None
+        self.hash_value: list[str] | None = None
+        self.event_hash_value: list[str] | None = None
+
+    @property
+    def is_named_apart(self) -> bool:
+        """Whether events name the pages otherwise than storage does."""
+        return self.key.extra_key is not None or self.key.cache_salt is not None
+
+    def name(self, hashes: list[str]) -> None:
+        """Sets the hashes, by both names."""
+        self.hash_value = self.event_hash_value = hashes
 
 
 def _expect_anchor(node_id: int, params: DecLockRefParams) -> None:

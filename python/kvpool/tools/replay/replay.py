@@ -144,6 +144,7 @@ class _Request:
     # While running: its token ids, and the hashes of its positions' prefixes.
     tokens: NDArray[np.int32] | None = None
     prefix_keys: torch.Tensor | None = None
+    is_complete: bool = False
     state: State = "waiting"
     retractions: int = 0
     row: int = 0
@@ -180,11 +181,11 @@ class _CheckedScheduler(Scheduler[_Request]):
         self._kv = kv
         self.verified_tokens = 0
 
-    def release(self, requests: list[_Request]) -> None:
+    def release(self, requests: list[_Request], state: State) -> None:
         if self._kv is not None:
             for request in requests:
                 self._check(self._kv, request)
-        super().release(requests)
+        super().release(requests, state)
         for request in requests:
             request.tokens = request.prefix_keys = None
 
@@ -381,10 +382,8 @@ class Replay:
         counts.decoded_tokens += decoding
         counts.prefilled_tokens += step.plan.num_tokens - decoding
         if ended:
-            for request in ended:
-                request.state = "finished"
             counts.finished += len(ended)
-            self.scheduler.release(ended)
+            self.scheduler.release(ended, "finished")
         counts.verified_tokens = self.scheduler.verified_tokens
         counts.retractions = self.scheduler.retractions
         counts.admissions = counts.finished + counts.retractions + len(self.scheduler.running)

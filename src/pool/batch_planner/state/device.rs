@@ -48,7 +48,8 @@ impl PlannerState {
             if is_padding {
                 pages.resize(pages.len() + self.small_fields.kv_pages(place), 0);
             } else {
-                pages.extend_from_slice(&self.requests.pages(row)[sent_pages(growth, size)]);
+                let sent = self.requests.pages(row).runs(sent_pages(growth, size)).flatten();
+                pages.extend(sent.map(|page| page.number().cast_signed()));
             }
         }
         self.small_fields.write(&self.host_fields, &self.layout)?;

@@ -1,0 +1,269 @@
+//! What `kvpool.HybridTree` returns.
+
+use std::sync::Arc;
+
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyList};
+
+use crate::base::bounded::signed;
+use crate::base::{DType, Dims};
+use crate::cache::NodeHandle;
+use crate::cache::hybrid::{Act, Frees, Match, NodeState, Range, Step};
+use crate::memory::Region;
+use crate::tensor::TensorView;
+
+use super::export::to_tensor;
+use super::hybrid_names::object_of;
+
+/// A 1-D int64 tensor of `count` slots, run by run. Runs no Python code.
+pub(super) fn view_of<'a>(count: usize, runs: impl Iterator<Item = &'a [u32]>) -> PyResult<TensorView> {
+    let region = Region::scratch(count * size_of::<i64>())?;
+    let mut at = 0;
+    for run in runs {
+        region.write_wide(at * size_of::<i64>(), run)?;
+        at += run.len();
+    }
+    assert_eq!(at, count, "every element is written");
+    let shape = Dims::new(&[signed(count)])?;
+    Ok(TensorView::packed(Arc::new(region), 0, DType::I64, shape)?)
+}
+
+pub(super) fn tensor_of_slots(py: Python<'_>, slots: &[u32]) -> PyResult<Py<PyAny>> {
+    to_tensor(py, &view_of(slots.len(), std::iter::once(slots))?)
+}
+
+pub(super) fn tensor_of_ints(py: Python<'_>, values: &[i64]) -> PyResult<Py<PyAny>> {
+    let region = Region::scratch(size_of_val(values))?;
+    region.write(0, values)?;
+    let shape = Dims::new(&[signed(values.len())])?;
+    to_tensor(py, &TensorView::packed(Arc::new(region), 0, DType::I64, shape)?)
+}
+
+/// A prefix that was found.
+#[pyclass(frozen, module = "kvpool", name = "HybridMatch")]
+pub(super) struct HybridMatch(pub(super) Match);
+
+#[pymethods]
+impl HybridMatch {
+    /// Tokens of the prefix.
+    #[getter]
+    const fn length(&self) -> usize {
+        self.0.len
+    }
+
+    /// The node at its end.
+    #[getter]
+    const fn node(&self) -> u64 {
+        self.0.node.number()
+    }
+
+    /// The deepest node with tokens of the prompt, accepted or not; `None` if no token is there.
+    #[getter]
+    fn visited(&self) -> Option<u64> {
+        self.0.visited.map(NodeHandle::number)
+    }
+
+    /// Tokens with slots for full attention.
+    #[getter]
+    const fn full_length(&self) -> usize {
+        self.0.full_len
+    }
+
+    /// The end of the whole pages with slots for full attention, if it is behind the prefix and nodes have
+    /// windows: with one there, more could be used.
+    #[getter]
+    const fn window_branch(&self) -> Option<usize> {
+        self.0.window_branch
+    }
+
+    /// The last place of the grid with slots for full attention, if it is behind the prefix and nodes have
+    /// states: with one there, more could be used.
+    #[getter]
+    const fn state_branch(&self) -> Option<usize> {
+        self.0.state_branch
+    }
+}
+
+/// Values that the tree gave up, for the engine to free.
+#[pyclass(frozen, module = "kvpool", name = "HybridFrees")]
+pub(super) struct HybridFrees(pub(super) Frees);
+
+#[pymethods]
+impl HybridFrees {
+    /// Slots for full attention, a 1-D int64 tensor; `None` for none.
+    #[getter]
+    fn full(&self, py: Python<'_>) -> PyResult<Option<Py<PyAny>>> {
+        tensor_or_none(py, &self.0.full)
+    }
+
+    /// Slots for full attention whose windows are to be freed; `None` for none.
+    #[getter]
+    fn window(&self, py: Python<'_>) -> PyResult<Option<Py<PyAny>>> {
+        tensor_or_none(py, &self.0.window)
+    }
+
+    /// States; `None` for none.
+    #[getter]
+    fn state(&self, py: Python<'_>) -> PyResult<Option<Py<PyAny>>> {
+        tensor_or_none(py, &self.0.state)
+    }
+
+    /// How many values of each part were given up.
+    #[getter]
+    const fn counts(&self) -> (usize, usize, usize) {
+        let [full, window, state] = self.0.counts;
+        (full, window, state)
+    }
+
+    /// The nodes that are gone, of those whose pages have hashes: the namespace and the hashes of each, in the
+    /// order in which they went. Hashes are bytes, 32 a page.
+    #[getter]
+    fn removed<'py>(&self, py: Python<'py>) -> PyResult<Vec<(Bound<'py, PyAny>, Bound<'py, PyBytes>)>> {
+        let gone = self.0.removed.iter().map(|removed| {
+            let hashes: Vec<u8> = removed.hashes.iter().flat_map(|hash| hash.0).collect();
+            Ok((object_of(py, &removed.name)?, PyBytes::new(py, &hashes)))
+        });
+        gone.collect()
+    }
+}
+
+pub(super) fn tensor_or_none(py: Python<'_>, slots: &[u32]) -> PyResult<Option<Py<PyAny>>> {
+    (!slots.is_empty()).then(|| tensor_of_slots(py, slots)).transpose()
+}
+
+/// A step of an insertion.
+#[pyclass(frozen, module = "kvpool", name = "HybridStep")]
+pub(super) struct HybridStep(pub(super) Step);
+
+/// Ranges, as Python writes them.
+pub(super) type Pairs = Vec<(usize, usize)>;
+
+pub(super) const fn pair(range: &Range) -> (usize, usize) {
+    (range.start, range.end)
+}
+
+#[pymethods]
+impl HybridStep {
+    /// What the engine must do, in this order, as tuples. Ranges are of the inserted slots.
+    ///
+    /// ("free", start, end): free them with their windows. ("free_full", start, end): free them; their windows
+    /// are free already. ("free_old", slots): free these slots; their windows are free. ("rebuild", node,
+    /// slots): find the window of these slots and give it to the node with `set_value`. ("recover", node, kept,
+    /// start, end): move the windows of the inserted slots to the kept ones, give them to the node, and free
+    /// the inserted slots without their windows. ("evict_excess", node): call `evict_excess_states`.
+    fn acts<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        acts_to_py(py, &self.0.acts)
+    }
+
+    /// Whether the insertion is done. If not, call `advance` when the acts are.
+    #[getter]
+    const fn done(&self) -> bool {
+        self.0.result.is_some()
+    }
+
+    /// What this step has added: the node at the end of it, its first token, and one past its last; `None` if
+    /// nothing.
+    #[getter]
+    fn added(&self) -> Option<(u64, usize, usize)> {
+        let added = self.0.added.as_ref()?;
+        Some((added.node.number(), added.tokens.start, added.tokens.end))
+    }
+
+    /// Tokens that were there before, in whole pages.
+    #[getter]
+    fn found(&self) -> usize {
+        self.0.result.as_ref().map_or(0, |result| result.found)
+    }
+
+    /// The node at the end of the inserted tokens; `None` until the insertion is done.
+    #[getter]
+    fn node(&self) -> Option<u64> {
+        self.0.result.as_ref().map(|result| result.node.number())
+    }
+
+    /// Whether the node had a state already: the inserted one is the caller's still.
+    #[getter]
+    fn had_state(&self) -> bool {
+        self.0.result.as_ref().is_some_and(|result| result.had_state)
+    }
+
+    /// Whether the tokens reach the branch that `insert` was given.
+    #[getter]
+    fn reached_branch(&self) -> bool {
+        self.0.result.as_ref().is_some_and(|result| result.reached_branch)
+    }
+
+    /// Which of the inserted values the tree has taken over: two lists of ranges, of slots for full attention
+    /// and of windows.
+    #[getter]
+    fn adopted(&self) -> (Pairs, Pairs) {
+        let adopted = self.0.result.as_ref().map(|result| &result.adopted);
+        let pairs = |ranges: Option<&Vec<Range>>| ranges.into_iter().flatten().map(pair).collect();
+        (pairs(adopted.map(|adopted| &adopted.full)), pairs(adopted.map(|adopted| &adopted.window)))
+    }
+}
+
+pub(super) fn acts_to_py<'py>(py: Python<'py>, acts: &[Act]) -> PyResult<Bound<'py, PyList>> {
+    let list = PyList::empty(py);
+    for act in acts {
+        let act = match act {
+            Act::Free(range) => ("free", range.start, range.end).into_pyobject(py)?,
+            Act::FreeFull(range) => ("free_full", range.start, range.end).into_pyobject(py)?,
+            Act::FreeOld(slots) => ("free_old", tensor_of_slots(py, slots)?).into_pyobject(py)?,
+            Act::Rebuild { node, slots } => {
+                ("rebuild", node.number(), tensor_of_slots(py, slots)?).into_pyobject(py)?
+            }
+            Act::Recover { node, kept, incoming } => {
+                ("recover", node.number(), tensor_of_slots(py, kept)?, incoming.start, incoming.end)
+                    .into_pyobject(py)?
+            }
+            Act::EvictExcess(node) => ("evict_excess", node.number()).into_pyobject(py)?,
+        };
+        list.append(act)?;
+    }
+    Ok(list)
+}
+
+/// A node of a `HybridTree` as it was.
+#[pyclass(frozen, module = "kvpool", name = "HybridNode")]
+pub(super) struct HybridNode(pub(super) NodeState);
+
+#[pymethods]
+impl HybridNode {
+    /// The node before it; `None` for the root.
+    #[getter]
+    fn parent(&self) -> Option<u64> {
+        self.0.parent.map(NodeHandle::number)
+    }
+
+    /// Its own tokens.
+    #[getter]
+    fn tokens(&self) -> Vec<i64> {
+        self.0.tokens.clone()
+    }
+
+    /// Tokens up to its end.
+    #[getter]
+    const fn end(&self) -> usize {
+        self.0.end
+    }
+
+    /// Locks by part.
+    #[getter]
+    const fn locks(&self) -> (u32, u32, u32) {
+        let [full, window, state] = self.0.locks;
+        (full, window, state)
+    }
+
+    /// How often it was inserted.
+    #[getter]
+    const fn hits(&self) -> u32 {
+        self.0.hits
+    }
+
+    /// Whether it may be evicted as a whole.
+    #[getter]
+    const fn is_leaf(&self) -> bool {
+        self.0.is_leaf
+    }
+}
