@@ -102,11 +102,14 @@ impl KvPool {
     }
 }
 
+const SPLIT: &str = "split";
+const FUSED: &str = "fused";
+
 /// The layout of that name.
 fn layout_of(name: &str) -> crate::base::Result<KvLayout> {
     match name {
-        "split" => Ok(KvLayout::Split),
-        "fused" => Ok(KvLayout::Fused),
+        SPLIT => Ok(KvLayout::Split),
+        FUSED => Ok(KvLayout::Fused),
         _ => Err(Error::config(format!("layout {name:?} is neither \"split\" nor \"fused\""))),
     }
 }
@@ -382,6 +385,15 @@ impl KvPool {
     #[getter]
     fn page_size(&self) -> usize {
         self.pool.config().page_size
+    }
+
+    /// "split" or "fused".
+    #[getter]
+    fn layout(&self) -> &'static str {
+        match self.pool.config().layout {
+            KvLayout::Split => SPLIT,
+            KvLayout::Fused => FUSED,
+        }
     }
 
     /// Number of layers.

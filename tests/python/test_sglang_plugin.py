@@ -66,10 +66,7 @@ def ended(folder: Path) -> dict[str, Ended]:
     require()
     models = {"dense": tiny_model(folder / "dense"), "hybrid": tiny_hybrid_model(folder / "hybrid")}
     engine = {"page_size": 16, "max_total_tokens": 1024, "max_mamba_cache_size": 40}
-    jobs = {
-        "tree choices": job("tree_choices.py"),
-        "tree histories": job("tree_histories.py", "FULL+SWA+MAMBA", "2", "40"),
-    }
+    jobs = {"tree core": job("tree_briefly.py")}
     for kind, model in models.items():
         for name, variables in ENGINES.items():
             out = folder / f"{kind} {name}.json"
@@ -121,9 +118,9 @@ def test_the_engine_gives_the_same_tokens(
 
 @pytest.mark.timeout(600)
 def test_the_prefix_cache_is_the_same_over_both_tree_cores(ended: dict[str, Ended]) -> None:
-    status, log = ended["tree choices"]
+    status, log = ended["tree core"]
     assert status == 0, log
-    status, log = ended["tree histories"]
-    assert status == 0, log
-    for label, counts in json.loads(log.splitlines()[-1]).items():
-        assert counts.keys() >= {"insert", "match", "evict"}, label
+    made = json.loads(log.splitlines()[-1])
+    assert len(made) == 4
+    for label, counts in made.items():
+        assert min(counts[kind] for kind in ("insert", "match", "evict", "events")) > 2, (label, counts)
