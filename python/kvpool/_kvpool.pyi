@@ -367,7 +367,8 @@ class KVPool(Pool):
     def size(self) -> int:
         """Number of usable slots."""
     @property
-    def layout(self) -> Literal["split", "fused"]: ...
+    def layout(self) -> Literal["split", "fused"]:
+        """Layout of the buffers: "split" or "fused"."""
     @property
     def page_size(self) -> int:
         """Slots per page."""

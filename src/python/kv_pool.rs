@@ -387,7 +387,7 @@ impl KvPool {
         self.pool.config().page_size
     }
 
-    /// "split" or "fused".
+    /// Layout of the buffers: "split" or "fused".
     #[getter]
     fn layout(&self) -> &'static str {
         match self.pool.config().layout {

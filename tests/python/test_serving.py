@@ -563,7 +563,7 @@ def test_an_interrupt_within_a_call_of_a_pool_loses_nothing() -> None:
         at += 1
         model = PoolReader(32, 3, 40, 4)
         engine, fence = Engine(model, 12), InterruptedFence(at)
-        model.allocator.free(model.allocator.alloc(4), after=fence)
+        model.allocator.free(some(model.allocator.alloc(4)), after=fence)
         requests = [engine.submit([1, 2, 3, 4, 5], 4), engine.submit([7, 8, 9], 4)]
         interrupted, is_busy = False, True
         while is_busy:

@@ -380,7 +380,9 @@ class Engine:
         """Change the scheduler. If an exception ends that, retract what runs, now or in the next call."""
         earlier = self._change()
         if earlier is not None and getgeneratorstate(earlier) == GEN_SUSPENDED:
-            raise ConfigError("the engine is in the middle of a step: its model cannot step it or abort requests")
+            raise ConfigError(
+                "the engine is in the middle of a step: its model cannot step it or abort requests"
+            )
         change = self._begin()
         self._change = ref(change)
         return contextmanager(lambda: change)()
