@@ -603,8 +603,9 @@ impl Prefixes {
         let pinned =
             self.cached.iter().filter(|(key, page)| way.contains(key) || self.is_pinned(key, **page));
         let capacity = u32::try_from(self.allocator.stats().capacity).expect("small");
-        let is_right = f64::from(u32::try_from(pinned.count() * self.page_size).expect("small"))
+        let is_few = f64::from(u32::try_from(pinned.count() * self.page_size).expect("small"))
             <= (f64::from(capacity) * self.max_pinned).floor();
+        let is_right = is_few && self.current[*name] == end.0;
         let answer = agree(self.cache.pin(lease, time, priority, STREAM), is_right);
         match time.filter(|_| answer.is_some()) {
             Some(LONG) => self.pinned.push((*name, end.clone())),
