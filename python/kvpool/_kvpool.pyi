@@ -2258,7 +2258,7 @@ class PrefixCache(Pool):
 
         Raises:
             ConfigError: If more than the share `max_pinned` of the capacity would be retained, an argument is
-                negative, or the lease is of another cache.
+                negative, the prefix was cleared, or the lease is of another cache.
             StaleBufferError: If the lease was released.
         """
     def cached_len(self, tokens: IndicesLike, *, namespace: Namespace = None) -> int:

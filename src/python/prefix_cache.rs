@@ -246,7 +246,7 @@ impl PrefixCache {
     ///
     /// Raises:
     ///     ConfigError: If more than the share `max_pinned` of the capacity would be retained, an argument is
-    ///         negative, or the lease is of another cache.
+    ///         negative, the prefix was cleared, or the lease is of another cache.
     ///     StaleBufferError: If the lease was released.
     #[pyo3(signature = (lease, *, seconds=None, priority=Arg::Missing),
            text_signature = "($self, lease, *, seconds=None, priority=0)")]
