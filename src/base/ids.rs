@@ -3,6 +3,7 @@
 //! A page is a different type from a slot, so neither can be passed for the other. The values stay within
 //! `i32`.
 
+use std::borrow::Cow;
 use std::fmt;
 
 use super::{DType, Error, Result, reserve};
@@ -194,17 +195,18 @@ impl IndexVec {
     pub fn into_i32(self) -> Result<Vec<i32>> {
         match self {
             Self::I32(values) => Ok(values),
-            Self::I64(values) => {
-                let mut narrow = reserve(values.len())?;
-                for value in values {
-                    narrow.push(
-                        i32::try_from(value).map_err(|_| {
-                            Error::config(format!("value {value} does not fit an int32 tensor"))
-                        })?,
-                    );
-                }
-                Ok(narrow)
-            }
+            Self::I64(values) => narrowed(&values),
+        }
+    }
+
+    /// Like [`IndexVec::into_i32`]. Values that are int32 already are not copied.
+    ///
+    /// # Errors
+    /// Same as [`IndexVec::into_i32`].
+    pub fn as_i32(&self) -> Result<Cow<'_, [i32]>> {
+        match self {
+            Self::I32(values) => Ok(Cow::Borrowed(values)),
+            Self::I64(values) => narrowed(values).map(Cow::Owned),
         }
     }
 
@@ -231,6 +233,15 @@ impl IndexVec {
             Self::I64(values) => Ok(values),
         }
     }
+}
+
+fn narrowed(values: &[i64]) -> Result<Vec<i32>> {
+    let mut narrow = reserve(values.len())?;
+    for &value in values {
+        let fits = i32::try_from(value);
+        narrow.push(fits.map_err(|_| Error::config(format!("value {value} does not fit an int32 tensor")))?);
+    }
+    Ok(narrow)
 }
 
 fn checked<T: Copy + Into<i64>>(values: &[T], noun: &str, count: usize) -> Result<Vec<u32>> {

@@ -386,7 +386,7 @@ impl ReqToTokenPool {
             self.fault()?;
             return self.write_on_device(index, values, stream);
         }
-        let values = values.on_host()?.clone().into_i32()?;
+        let values = values.on_host()?.as_i32()?;
         match index {
             TableIndex::Columns { row, start, end } => self.write_columns(*row, *start, *end, &values),
             TableIndex::Points { rows, columns } => {
