@@ -27,6 +27,7 @@ macro_rules! id {
     ($(#[$doc:meta])* $name:ident, $noun:literal) => {
         $(#[$doc])*
         #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+        #[repr(transparent)]
         pub struct $name(u32);
 
         impl Id for $name {

@@ -65,7 +65,7 @@ pub trait Plain: Copy + sealed::Sealed {}
 impl Plain for i32 {}
 impl Plain for i64 {}
 impl Plain for bool {}
-// An index: one `u32`.
+// `repr(transparent)` over a `u32`.
 impl Plain for crate::base::Page {}
 
 /// An element type for which every bit pattern is valid.
