@@ -291,8 +291,7 @@ impl Lease {
     pub fn finish(&self, tokens: &dyn Tokens, slots: &IndexVec, stream: Stream) -> Result<Published> {
         let pages = self.pages_for(tokens.count(), slots, Rest::Freed)?;
         let published = self.with(stream, |open, kept, held| {
-            if let Some(request) = held.request.as_ref().filter(|request| request.planner.strong_count() > 0)
-            {
+            if let Some(request) = held.request() {
                 let text =
                     format!("the lease is that of request row {}; the planner finishes it", request.row);
                 return Err(Error::config(text));
@@ -381,8 +380,7 @@ impl Lease {
     #[must_use]
     pub fn row(&self) -> Option<i64> {
         let held = lock(&self.held);
-        let request = held.as_ref()?.request.as_ref()?;
-        (request.planner.strong_count() > 0).then_some(request.row)
+        Some(held.as_ref()?.request()?.row)
     }
 
     /// Whether its pages are of `allocator`.
@@ -396,7 +394,7 @@ impl Lease {
     /// As [`Self::len`]; [`ErrorKind::Config`] when it is that of another request.
     pub(in crate::pool) fn bind(&self, planner: &Weak<BatchPlanner>, row: i64) -> Result<PageList> {
         self.with(self.stream, |_, kept, held| {
-            if let Some(other) = held.request.as_ref().filter(|request| request.planner.strong_count() > 0) {
+            if let Some(other) = held.request() {
                 let text = format!("the lease is that of request row {} already; match again", other.row);
                 return Err(Error::config(text));
             }
@@ -417,7 +415,7 @@ impl Lease {
     /// Ends what the lease was to a request whose planner is gone. The lease may be another request's since.
     pub(in crate::pool) fn unbind_gone(&self) {
         if let Some(held) = lock(&self.held).as_mut()
-            && !held.is_bound()
+            && held.request().is_none()
         {
             held.request = None;
         }
@@ -461,7 +459,7 @@ impl Lease {
     /// stays until the request is finished.
     pub fn release(&self, stream: Stream) {
         let is_over = |held: &mut Held| {
-            held.is_given_up = held.is_bound();
+            held.is_given_up = held.request().is_some();
             !held.is_given_up
         };
         self.end_if(is_over, stream);
@@ -477,9 +475,9 @@ impl Lease {
 }
 
 impl Held {
-    /// Whether it is that of a request.
-    fn is_bound(&self) -> bool {
-        self.request.as_ref().is_some_and(|request| request.planner.strong_count() > 0)
+    /// The request whose prefix it is, unless its planner is gone.
+    fn request(&self) -> Option<&Request> {
+        self.request.as_ref().filter(|request| request.planner.strong_count() > 0)
     }
 
     /// The planner of its request.
@@ -535,11 +533,11 @@ const fn in_whole_pages(len: usize, tree: &Tree) -> usize {
     len / tree.page_size() * tree.page_size()
 }
 
-#[cold]
 fn cleared() -> Error {
     stale("the allocator was cleared, and its slots are gone")
 }
 
+#[cold]
 fn stale(why: &str) -> Error {
     Error::new(ErrorKind::StaleBuffer, format!("the lease cannot be used: {why}"))
 }
