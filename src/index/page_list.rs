@@ -15,7 +15,7 @@ use crate::base::{Page, Result, reserve};
 /// use kvpool::base::{Id, Page};
 /// use kvpool::index::PageList;
 /// let [a, b, c] = [3, 4, 9].map(Page::new);
-/// let mut pages = PageList::with_room(1).unwrap();
+/// let mut pages = PageList::default();
 /// pages.share(Arc::new(vec![a, b]));
 /// pages.extend_from_slice(&[c]);
 /// assert_eq!((pages.len(), pages.to_vec(1..3)), (3, vec![b, c]));
@@ -39,14 +39,6 @@ struct Shared {
 }
 
 impl PageList {
-    /// No pages, with room for so many in memory of their own.
-    ///
-    /// # Errors
-    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate it.
-    pub fn with_room(pages: usize) -> Result<Self> {
-        Ok(Self { rest: reserve(pages)?, ..Self::default() })
-    }
-
     /// The number of pages.
     #[must_use]
     #[inline]
@@ -68,8 +60,8 @@ impl PageList {
 
     /// Appends a run, whose memory stays shared.
     pub fn share(&mut self, run: Arc<Vec<Page>>) {
-        let earlier = Arc::new(std::mem::take(&mut self.rest));
-        for run in [earlier, run].into_iter().filter(|run| !run.is_empty()) {
+        let earlier = (!self.rest.is_empty()).then(|| Arc::new(std::mem::take(&mut self.rest)));
+        for run in earlier.into_iter().chain(Some(run).filter(|run| !run.is_empty())) {
             let shared = self.shared.get_or_insert_default();
             shared.len += run.len();
             shared.runs.push(run);
@@ -126,6 +118,11 @@ impl PageList {
         Runs { shared: shared.runs.iter(), skip, left, rest: Some(rest) }
     }
 
+    /// The pages from position `from` on, one by one.
+    pub fn iter_from(&self, from: usize) -> impl Iterator<Item = Page> + '_ {
+        self.runs(from..self.len()).flatten().copied()
+    }
+
     /// A copy of the pages of positions `range`, which are below the length.
     #[must_use]
     pub fn to_vec(&self, range: Range<usize>) -> Vec<Page> {
@@ -137,7 +134,7 @@ impl PageList {
     /// The first `len` pages, with room for `room` more. Runs stay shared.
     ///
     /// # Errors
-    /// As [`Self::with_room`].
+    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate it.
     pub fn first(&self, len: usize, room: usize) -> Result<Self> {
         let mut first = Self::default();
         for run in self.shared.iter().flat_map(|shared| &shared.runs) {

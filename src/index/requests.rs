@@ -415,7 +415,7 @@ impl Requests {
                 let pages = std::mem::take(*prefixes.next().expect("each cached prefix has its pages"));
                 match room.filter(|_| !growth.is_leased) {
                     Some(room) => {
-                        slots.share_pages(room, pages.runs(0..pages.len()).flatten().copied());
+                        slots.share_pages(room, pages.iter_from(0));
                     }
                     None => request.leased = narrow(pages.len()),
                 }
@@ -508,7 +508,7 @@ impl Requests {
         if !slots.alloc_pages(usize::from(rest > 0), |run| taken.runs.push(run)) {
             return Ok(None);
         }
-        slots.share_pages(room, pages.runs(leased..full).flatten().copied());
+        slots.share_pages(room, pages.iter_from(leased));
         taken.move_to(&mut pages, u32::from(rest > 0));
         let copied = if rest == 0 {
             [0..0, 0..0]

@@ -567,7 +567,7 @@ impl PlannerState {
         let first = widen(self.requests.page_size().page(start));
         if let Some(ledger) = slots.slots_mut().book_mut().ledger_mut() {
             let pages = self.requests.pages(row);
-            for page in pages.runs(first..pages.len()).flatten() {
+            for page in pages.iter_from(first) {
                 ledger.sign(page.number(), &act);
             }
         }
@@ -698,8 +698,7 @@ impl PlannerState {
                     .pages(RequestRow::new(self.small_fields.req_pool_indices[place].cast_unsigned()));
                 // A row that was freed and taken again belongs to another request.
                 self.check_current(plan, pages.len() == self.small_fields.kv_pages(place))?;
-                let pages = pages.runs(0..pages.len()).flatten();
-                values.extend(pages.map(|page| page.number().cast_signed()));
+                values.extend(pages.iter_from(0).map(|page| page.number().cast_signed()));
             } else {
                 values.resize(values.len() + self.small_fields.kv_pages(place), 0);
             }
