@@ -226,14 +226,27 @@ impl IndexVec {
     /// [`ErrorKind::OutOfMemory`](super::ErrorKind::OutOfMemory) when the host has no room for them.
     pub fn into_i64(self) -> Result<Vec<i64>> {
         match self {
-            Self::I32(values) => {
-                let mut wide = reserve(values.len())?;
-                wide.extend(values.into_iter().map(i64::from));
-                Ok(wide)
-            }
+            Self::I32(values) => widened(&values),
             Self::I64(values) => Ok(values),
         }
     }
+
+    /// Like [`IndexVec::into_i64`]. Values that are int64 already are not copied.
+    ///
+    /// # Errors
+    /// Same as [`IndexVec::into_i64`].
+    pub fn as_i64(&self) -> Result<Cow<'_, [i64]>> {
+        match self {
+            Self::I32(values) => widened(values).map(Cow::Owned),
+            Self::I64(values) => Ok(Cow::Borrowed(values)),
+        }
+    }
+}
+
+fn widened(values: &[i32]) -> Result<Vec<i64>> {
+    let mut wide = reserve(values.len())?;
+    wide.extend(values.iter().copied().map(i64::from));
+    Ok(wide)
 }
 
 fn narrowed(values: &[i64]) -> Result<Vec<i32>> {

@@ -357,7 +357,7 @@ impl Executor {
     ) -> Result<()> {
         match self {
             Self::Host(host) => {
-                let ends = indptr.on_host()?.clone().into_i64()?;
+                let ends = indptr.on_host()?.as_i64()?;
                 build_kv_indices(table, &host.rows(rows)?, &ends, out)
             }
             Self::Device(launcher) => {
@@ -366,11 +366,10 @@ impl Executor {
                 let end_list = match indptr {
                     Indices::Device { .. } => Vec::new(),
                     Indices::Host(ends) => {
-                        let ends = ends.clone().into_i64()?;
-                        for (position, pair) in ends.windows(2).enumerate() {
+                        for (position, pair) in ends.as_i64()?.windows(2).enumerate() {
                             part(position, pair[0], pair[1], table.columns(), out.shape().numel())?;
                         }
-                        IndexVec::I64(ends).into_i32()?
+                        ends.as_i32()?.into_owned()
                     }
                 };
                 out.used_on(stream);

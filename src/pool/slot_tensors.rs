@@ -1,5 +1,6 @@
 //! Token slots, and the tensors that hand them out.
 
+use std::borrow::Cow;
 use std::collections::VecDeque;
 use std::sync::{Arc, Weak};
 
@@ -260,9 +261,10 @@ impl SlotTensors {
         Ok(Ok((view, continued)))
     }
 
-    /// Whether frees in flight, if there are any, must be complete before `count()` slots are taken: the slots that are handed out
-    /// must not depend on when values land. First in, first out, later frees stay behind those in flight, and a
-    /// call takes from the other end. Lowest first, the order of frees has no effect until they are merged.
+    /// Whether frees in flight, if there are any, must be complete before `count()` slots are taken: the slots
+    /// that are handed out must not depend on when values land. First in, first out, later frees stay behind
+    /// those in flight, and a call takes from the other end. Lowest first, the order of frees has no effect until
+    /// they are merged.
     #[inline]
     pub(super) fn must_land_before(&self, count: impl FnOnce() -> usize) -> bool {
         !self.deferred.is_empty() && self.need_sort && self.slots.merges_for(count())
@@ -679,7 +681,7 @@ fn signed(ids: Vec<u32>) -> Vec<i32> {
 #[derive(Debug)]
 pub(super) enum Ends<'a> {
     /// On the host.
-    Known(Vec<i64>),
+    Known(Cow<'a, [i64]>),
     /// In a tensor on the device of the pool, whose values the host does not have.
     OnDevice(&'a Borrowed<'a>),
 }
@@ -688,9 +690,9 @@ impl<'a> Ends<'a> {
     /// The values of `last_loc`, which is on the host or on `device`.
     pub(super) fn new(last_loc: &'a Indices<'_>, device: Device) -> Result<Self> {
         match last_loc {
-            Indices::Host(values) => Ok(Self::Known(values.clone().into_i64()?)),
+            Indices::Host(values) => values.as_i64().map(Self::Known),
             Indices::Device { tensor, version } => match known_values(tensor, *version) {
-                Some(values) => Ok(Self::Known(values.into_i64()?)),
+                Some(values) => values.into_i64().map(|slots| Self::Known(slots.into())),
                 None => tensor.expect_on(device, "last_loc").map(|()| Self::OnDevice(tensor)),
             },
         }
