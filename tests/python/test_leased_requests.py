@@ -267,3 +267,36 @@ def test_clearing_the_allocator_ends_leases_of_requests() -> None:
         lease.publish([1], row=row)
     assert scene.cache.cached_size() == 0
     scene.cache.verify()
+
+
+class Clears:
+    """A fence that has passed. When it is asked first, it clears the allocator and takes all of its slots."""
+
+    def __init__(self, allocator: TokenToKVPoolAllocator) -> None:
+        self.allocator = allocator
+        self.taken: torch.Tensor | None = None
+
+    def query(self) -> bool:
+        if self.taken is None:
+            self.allocator.clear()
+            self.taken = some(self.allocator.alloc(60))
+        return True
+
+
+@pytest.mark.parametrize("call", ["extend", "fork"])
+def test_no_request_begins_with_a_prefix_of_before_a_clear(call: str) -> None:
+    """Also if the clear comes while the call asks fences: the slots of the prefix have new owners then."""
+    scene = Scene()
+    row, lease = scene.start()
+    lease.publish(scene.prompt, row=row)
+    other = scene.cache.match(scene.prompt)
+    [new] = some(scene.table.alloc(1))
+    scene.allocator.free(some(scene.allocator.alloc(4)), after=Clears(scene.allocator))
+    with pytest.raises(StaleBufferError, match="the allocator was cleared"):
+        if call == "extend":
+            scene.planner.extend([new], [8], [10], prefixes=[other])
+        else:
+            scene.planner.fork(row, new, 8)
+    assert scene.allocator.stats()["in_use"] == 60
+    assert scene.planner.seq_len(new) == 0
+    scene.allocator.verify()
