@@ -68,7 +68,7 @@ def drift() -> None:
     with mock.patch.object(UnifiedTreeCoreInterface, "evict_device_leaf", _other_leaf):
         (line,) = check_tree_core()
         assert line == (
-            "UnifiedTreeCoreInterface.evict_device_leaf has the parameters (self, leaf), expected were "
+            "UnifiedTreeCoreInterface.evict_device_leaf is (self, leaf), expected was "
             "(self, node_id, is_write_back)"
         )
     with mock.patch.object(KvTreeCore, "__abstractmethods__", frozenset({"evict_all"})):

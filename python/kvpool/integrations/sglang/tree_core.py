@@ -61,6 +61,7 @@ from sglang.srt.runtime_context import get_disagg, get_exec, get_memory, mamba_c
 
 from kvpool._kvpool import HybridTree
 from kvpool.errors import ConfigError, IndexOwnershipError
+from kvpool.integrations.sglang.seams import signature
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -137,11 +138,9 @@ def check_tree_core() -> list[str]:
             if found is None:
                 differences.append(f"{theirs.__name__}.{name} is missing")
             elif inspect.isfunction(found) and name not in _DELEGATED:
-                expected, parameters = (list(inspect.signature(each).parameters) for each in (found, own))
-                if expected != parameters:
+                if signature(found) != signature(own):
                     differences.append(
-                        f"{theirs.__name__}.{name} has the parameters ({', '.join(expected)}), expected were "
-                        f"({', '.join(parameters)})"
+                        f"{theirs.__name__}.{name} is {signature(found)}, expected was {signature(own)}"
                     )
     return differences
 
