@@ -137,11 +137,12 @@ def check_tree_core() -> list[str]:
             found, own = getattr(theirs, name, None), vars(ours)[name]
             if found is None:
                 differences.append(f"{theirs.__name__}.{name} is missing")
-            elif inspect.isfunction(found) and name not in _DELEGATED:
-                if signature(found) != signature(own):
-                    differences.append(
-                        f"{theirs.__name__}.{name} is {signature(found)}, expected was {signature(own)}"
-                    )
+            elif not inspect.isfunction(found) or name in _DELEGATED:
+                continue
+            elif signature(found) != signature(own):
+                differences.append(
+                    f"{theirs.__name__}.{name} is {signature(found)}, expected was {signature(own)}"
+                )
     return differences
 
 
