@@ -9,7 +9,7 @@
 //!
 //! | layer | owns | `unsafe` |
 //! |---|---|---|
-//! | [`base`] | shared vocabulary: index newtypes, dtype, device, shape, error; a lock | no |
+//! | [`base`] | shared vocabulary: index newtypes, dtype, device, shape, error; a lock | in `prefetch.rs` |
 //! | [`index`] | ownership of integers: bitmaps, free lists, slots, rows, owners, requests, reference counts, buckets, arenas, move plans | no |
 //! | [`cache`] | what is kept of finished prompts, and what goes first: policies | no |
 //! | [`cache`] | which prefixes are cached: a tree over tokens, holds on it, what is evicted first | no |

@@ -1,6 +1,7 @@
 //! The vocabulary of every other layer: indices, dtypes, devices, shapes, errors, and blocking sections.
 //!
-//! Nothing here owns an index, allocates memory for tensors, or is `unsafe`.
+//! Nothing here owns an index, allocates memory for tensors, or is
+//! `unsafe`, except for a hint to the processor.
 
 mod blocking;
 pub(crate) mod bounded;
@@ -9,6 +10,7 @@ mod dtype;
 mod error;
 mod ids;
 mod large;
+mod prefetch;
 mod reserve;
 mod shape;
 pub(crate) mod sync;
@@ -21,5 +23,6 @@ pub use ids::{
     BufferId, ChunkId, Id, IndexNumber, IndexVec, PADDING, Page, PoolPage, RequestRow, Slot, StateSlot, widen,
 };
 pub use large::{on_large_table, table_of};
+pub use prefetch::prefetch;
 pub use reserve::{push, reserve, zeros};
 pub use shape::{Dims, MAX_NDIM, bytes_of, contiguous_strides};

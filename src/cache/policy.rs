@@ -134,7 +134,8 @@ pub trait Policy: fmt::Debug + Send {
     /// The leaf to evict next, or `None` when there is none. It stays until it is removed.
     fn victim(&mut self, now: Tick) -> Option<NodeId>;
 
-    /// A guess which leaf is the victim after `leaf`. What it names is fetched ahead; nothing depends on it.
+    /// A guess which leaf is the victim after `leaf`, which was inserted and perhaps removed since. What it names
+    /// is fetched ahead; nothing depends on it.
     fn guess_after(&self, leaf: NodeId) -> Option<NodeId> {
         let _ = leaf;
         None

@@ -38,7 +38,7 @@ impl RowCopy {
             return;
         }
         #[cfg(not(target_arch = "x86_64"))]
-        let _ = later;
+        let _ = (later, self.streaming);
         // SAFETY: as guaranteed by the caller.
         unsafe { target.copy_from(source, self.row_bytes) };
     }

@@ -7,7 +7,7 @@
 use std::hash::{BuildHasher, RandomState};
 
 use super::NodeId;
-use crate::base::{Id, table_of};
+use crate::base::{Id, prefetch, table_of};
 
 /// Words of a bucket.
 const WORDS: usize = 8;
@@ -63,11 +63,11 @@ impl Edges {
         words.filter(move |word| *word != 0 && word >> 32 == hash >> 32).map(child_of)
     }
 
-    /// Reads the place of an edge, so that it is near when the edge is looked for. No branch depends on what is
-    /// there: such reads do not wait for each other.
-    pub(in crate::cache) fn fetch(&self, parent: NodeId, fingerprint: u32) -> u64 {
-        let hash = self.hash(parent, fingerprint);
-        if self.buckets.is_empty() { 0 } else { self.buckets[self.home(hash)].0[0] }
+    /// Fetches the place of an edge, so that it is near when the edge is looked for.
+    pub(in crate::cache) fn prefetch(&self, parent: NodeId, fingerprint: u32) {
+        if !self.buckets.is_empty() {
+            prefetch(&self.buckets[self.home(self.hash(parent, fingerprint))]);
+        }
     }
 
     pub(in crate::cache) fn insert(&mut self, parent: NodeId, fingerprint: u32, child: NodeId) {

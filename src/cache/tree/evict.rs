@@ -1,8 +1,8 @@
 //! Giving up prefixes: by the policy, by name, and with the last lease of what is detached.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, VecDeque};
 
-use crate::base::{Id, Page, StateSlot, widen};
+use crate::base::{Id, Page, StateSlot, prefetch, widen};
 
 use super::roots::rid_of_gone;
 use super::{Kind, Namespace, NodeId, Policy, ShortVec, Sum, Tick, Tree, is_below};
@@ -37,13 +37,13 @@ pub(super) struct Queues {
     /// Those with a priority, which go when there are no others: the lowest priority first, then the least
     /// recently used.
     retained: BTreeSet<(u8, Tick, NodeId)>,
-    /// Leaves that were fetched and are probably evicted next.
-    fetched: usize,
+    /// The leaf that was evicted last, and those that were fetched since they probably follow, in this order.
+    upcoming: VecDeque<NodeId>,
 }
 
 impl Queues {
     pub(super) fn new(policy: Box<dyn Policy>) -> Self {
-        Self { policy, retained: BTreeSet::new(), fetched: 0 }
+        Self { policy, retained: BTreeSet::new(), upcoming: VecDeque::new() }
     }
 
     pub(super) fn bytes(&self) -> usize {
@@ -51,8 +51,11 @@ impl Queues {
     }
 }
 
-/// How many leaves are fetched at a time.
-pub(super) const AHEAD: usize = 128;
+/// How many evictions ahead nodes are fetched: as many as it takes, and few enough that all of them stay near.
+const NODES_AHEAD: usize = 24;
+
+/// How many evictions ahead edges are fetched, for which the node must have come.
+const EDGES_AHEAD: usize = 12;
 
 impl Tree {
     /// Evicts at least `pages` pages, or all that are evictable.
@@ -65,40 +68,37 @@ impl Tree {
             let of_policy = self.queues.policy.victim(now);
             let Some(leaf) = of_policy.or_else(|| retained(&self.queues)) else { break };
             // The policy does not know those that are retained.
-            self.fetch_ahead(leaf, if of_policy.is_some() { AHEAD } else { 1 });
+            if of_policy.is_some() {
+                self.fetch_after(leaf);
+            }
             self.trim(leaf, pages - gone.pages.len(), cause, &mut gone);
         }
         gone
     }
 
-    /// Unless `leaf` was fetched before, reads what its eviction and that of those that probably follow, `most` in
-    /// all, will need, in this call or in later ones. One read does not wait for another here, while evictions
-    /// would wait for each.
-    pub(super) fn fetch_ahead(&mut self, leaf: NodeId, most: usize) {
-        if let Some(left) = self.queues.fetched.checked_sub(1) {
-            self.queues.fetched = left;
-            return;
+    /// Fetches what the eviction of `leaf` and those that probably follow will need: first their nodes, and a few
+    /// evictions later what these name.
+    pub(super) fn fetch_after(&mut self, leaf: NodeId) {
+        let Queues { policy, upcoming, .. } = &mut self.queues;
+        // A leaf of which a part was evicted is still the first.
+        if upcoming.front() != Some(&leaf) {
+            upcoming.pop_front();
         }
-        let mut leaves = [leaf; AHEAD];
-        let mut count = 1;
-        while count < most
-            && let Some(next) = self.queues.policy.guess_after(leaves[count - 1])
+        if upcoming.front() != Some(&leaf) {
+            upcoming.clear();
+            upcoming.push_back(leaf);
+        }
+        while upcoming.len() < NODES_AHEAD
+            && let Some(next) = policy.guess_after(upcoming[upcoming.len() - 1])
         {
-            leaves[count] = next;
-            count += 1;
+            prefetch(&self.nodes[widen(next.number())]);
+            upcoming.push_back(next);
+            if let Some(near) = upcoming.len().checked_sub(NODES_AHEAD - EDGES_AHEAD) {
+                let near = widen(upcoming[near].number());
+                prefetch(&self.generations[near]);
+                self.edges.prefetch(self.nodes[near].parent, self.nodes[near].fingerprint);
+            }
         }
-        self.queues.fetched = count - 1;
-        let leaves = &leaves[..count];
-        let nodes = || leaves.iter().map(|&leaf| self.node(leaf));
-        let mut read = nodes().fold(0, |read, node| read ^ u64::from(node.fingerprint ^ node.pins));
-        for leaf in leaves {
-            read ^= u64::from(self.generations[widen(leaf.number())]);
-        }
-        for node in nodes() {
-            read ^= self.edges.fetch(node.parent, node.fingerprint);
-            read ^= node.pages.first().map_or(0, |page| u64::from(page.number()));
-        }
-        std::hint::black_box(read);
     }
 
     /// Evicts up to `count` pages from the end of a leaf.

@@ -12,7 +12,7 @@ use std::collections::{BTreeSet, HashMap};
 
 use crate::base::{Id, Page, Result, widen};
 
-use super::evict::{AHEAD, Evicted};
+use super::evict::Evicted;
 use super::{History, Kind, Namespace, NodeId, Place, Tick, Tokens, Tree};
 use crate::cache::Remembered;
 use crate::cache::explain::Cause;
@@ -322,7 +322,7 @@ impl Tree {
                 self.park(leaf);
                 continue;
             }
-            self.fetch_ahead(leaf, AHEAD);
+            self.fetch_after(leaf);
             names.push(self.handle(leaf));
             self.trim(leaf, usize::MAX, cause, gone);
         }

@@ -7,6 +7,7 @@
 //!
 //! *Cost.* One set, that is one cache line, for each call; 16 words for each block of the cache's capacity.
 
+use crate::base::prefetch;
 use crate::cache::policy::{KeyTokens, PageKey, Tick};
 
 /// Entries in a set.
@@ -86,9 +87,9 @@ impl Ghosts {
         (at.tokens() / self.unit) & TIME
     }
 
-    /// Reads the set of a block, so that it is near when the block is looked for.
-    pub(super) fn fetch(&self, key: PageKey) -> u64 {
-        self.sets[self.place(key)][0]
+    /// Fetches the set of a block, so that it is near when the block is looked for.
+    pub(super) fn prefetch(&self, key: PageKey) {
+        prefetch(&self.sets[self.place(key)]);
     }
 
     fn set(&mut self, key: PageKey) -> &mut [u64; WAYS] {
