@@ -39,7 +39,7 @@ pub(in crate::cache) struct Edges {
     /// A word lies in the bucket that the upper bits of its hash name or, if that is full, in the next one that is
     /// not. The length is a power of two, or 0.
     buckets: Vec<Bucket>,
-    /// Words that are not 0: at most two thirds.
+    /// Words that are not 0: at most a third. Full buckets are rare then, behind which a removal has to look.
     len: usize,
     /// Secret: callers choose tokens, and with them fingerprints, but cannot choose ones that collide.
     plus: u64,
@@ -71,7 +71,7 @@ impl Edges {
     }
 
     pub(in crate::cache) fn insert(&mut self, parent: NodeId, fingerprint: u32, child: NodeId) {
-        if (self.len + 1) * 3 > self.buckets.len() * WORDS * 2 {
+        if (self.len + 1) * 3 > self.buckets.len() * WORDS {
             self.grow();
         }
         self.len += 1;
@@ -155,12 +155,18 @@ impl Edges {
         usize::try_from(word >> (u64::BITS - bits)).expect("there is no bit of the child in it")
     }
 
-    /// The hash in the upper half of a word: the halves of a product, folded.
+    /// The hash in the upper half of a word. Multiplied once, fingerprints that follow each other, as those of new
+    /// tokens may, would crowd in a few buckets under one multiplier of twenty.
     fn hash(&self, parent: NodeId, fingerprint: u32) -> Word {
         let edge = u64::from(parent.number()) << 32 | u64::from(fingerprint);
-        let product = u128::from(edge ^ self.plus) * u128::from(self.times);
+        self.mix(self.mix(edge)) >> 32 << 32
+    }
+
+    /// The halves of a product, folded.
+    fn mix(&self, value: u64) -> u64 {
+        let product = u128::from(value ^ self.plus) * u128::from(self.times);
         let [low, high] = [product & u128::from(u64::MAX), product >> 64];
-        u64::try_from(low ^ high).expect("64 bits") >> 32 << 32
+        u64::try_from(low ^ high).expect("64 bits")
     }
 }
 
@@ -178,6 +184,21 @@ fn child_of(word: Word) -> NodeId {
 mod tests {
     use super::*;
     use crate::base::widen;
+
+    #[test]
+    fn fingerprints_that_follow_each_other_are_spread() {
+        for _ in 0..200 {
+            let mut edges = Edges::new(&RandomState::new());
+            for number in 0..2000 {
+                edges.insert(NodeId::new(0), number, NodeId::new(number));
+            }
+            let is_home = |&(at, word): &(usize, Word)| edges.home(word) == at;
+            let words =
+                edges.buckets.iter().enumerate().flat_map(|(at, bucket)| bucket.0.map(|word| (at, word)));
+            let at_home = words.filter(|&(_, word)| word != 0).filter(is_home).count();
+            assert!(at_home > 1900, "{at_home} of 2000 edges are where they are looked for first");
+        }
+    }
 
     #[test]
     fn a_table_is_a_set_of_edges() {
