@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use numpy::{PyArrayDescrMethods, PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::exceptions::{PyOverflowError, PyTypeError};
+use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyByteArray, PyBytes, PyInt, PyList, PyRange, PySequence, PyTuple};
 
@@ -63,7 +64,7 @@ impl TensorArg<'_, '_> {
 
 /// PyTorch's count of writes to `tensor` (`_version`). `None` for inference tensors, which have no count.
 pub(super) fn version_of(tensor: &Bound<'_, PyAny>) -> Option<u64> {
-    tensor.getattr(pyo3::intern!(tensor.py(), "_version")).and_then(|version| version.extract()).ok()
+    tensor.getattr(intern!(tensor.py(), "_version")).and_then(|version| version.extract()).ok()
 }
 
 /// Indices passed as an argument.
@@ -147,7 +148,7 @@ pub(super) fn tensor_or_none<'a, 'py>(object: &'a Bound<'py, PyAny>) -> PyResult
     {
         return Ok(Some(TensorArg::Array(array)));
     }
-    if object.hasattr("__dlpack__")? {
+    if object.hasattr(intern!(py, "__dlpack__"))? {
         return consume(object).map(|import| Some(TensorArg::Imported(import)));
     }
     Ok(None)
@@ -307,8 +308,11 @@ fn has_more_dimensions(object: &Bound<'_, PyAny>) -> bool {
 
 /// A single index: an int, or an object with `__index__` that is not a tensor.
 pub(super) fn single(object: &Bound<'_, PyAny>) -> PyResult<Option<i64>> {
+    let py = object.py();
     let is_int = object.is_instance_of::<PyInt>()
-        || (object.hasattr("__index__")? && !object.hasattr("__len__")? && tensor_or_none(object)?.is_none());
+        || (object.hasattr(intern!(py, "__index__"))?
+            && !object.hasattr(intern!(py, "__len__"))?
+            && tensor_or_none(object)?.is_none());
     is_int.then(|| int(object)).transpose()
 }
 
@@ -448,7 +452,7 @@ pub(super) fn host_or(object: Option<&Bound<'_, PyAny>>) -> PyResult<Device> {
 
 /// A CUDA stream: a `torch.cuda.Stream`, another object with a `cuda_stream`, or a stream handle.
 pub(super) fn stream(object: &Bound<'_, PyAny>) -> PyResult<Stream> {
-    let handle = object.getattr(pyo3::intern!(object.py(), "cuda_stream")).unwrap_or_else(|_| object.clone());
+    let handle = object.getattr(intern!(object.py(), "cuda_stream")).unwrap_or_else(|_| object.clone());
     let handle = handle.extract::<usize>().map_err(|_| {
         PyTypeError::new_err(format!("stream must be a stream or its handle, not {}", kind_of(object)))
     })?;

@@ -5,8 +5,9 @@ use std::sync::{Arc, Mutex};
 use pyo3::PyTraverseError;
 use pyo3::exceptions::PyTypeError;
 use pyo3::gc::PyVisit;
+use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::PySlice;
+use pyo3::types::{PySlice, PyString};
 
 use crate::base::{Device, Error, Id, IndexVec, RequestRow, reserve};
 use crate::memory::Stream;
@@ -116,11 +117,12 @@ fn table_index<'a, 'py>(
         };
         return Ok(TableIndexArg::Points { rows, columns });
     };
-    let part = |name: &str| -> PyResult<Option<i64>> {
+    let py = columns.py();
+    let part = |name: &Bound<'py, PyString>| -> PyResult<Option<i64>> {
         let value = columns.getattr(name)?;
         if value.is_none() { Ok(None) } else { args::int(&value).map(Some) }
     };
-    if let Some(step) = part("step")?.filter(|&step| step != 1) {
+    if let Some(step) = part(intern!(py, "step"))?.filter(|&step| step != 1) {
         return Err(Error::config(format!(
             "a slice with step {step}; only consecutive columns can be written"
         ))
@@ -128,8 +130,8 @@ fn table_index<'a, 'py>(
     }
     Ok(TableIndexArg::Columns {
         row: args::int(first)?,
-        start: part("start")?.unwrap_or(0),
-        end: part("stop")?,
+        start: part(intern!(py, "start"))?.unwrap_or(0),
+        end: part(intern!(py, "stop"))?,
     })
 }
 
