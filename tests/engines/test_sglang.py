@@ -126,7 +126,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def forked(request: pytest.FixtureRequest, folder: Path) -> dict[str, Ended]:
     """How the engines of all selected tests ended, but of those that are spawned."""
-    selected = {item.callspec.params["name"] for item in request.session.items if hasattr(item, "callspec")}
+    selected = {
+        item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")
+    }
     names = [name for name in CONFIGS if name in selected and not CONFIGS[name].spawn]
     return fork(folder, {key: each for name in names for key, each in jobs(folder, name).items()})
 
