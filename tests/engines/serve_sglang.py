@@ -71,7 +71,9 @@ def main() -> None:
     }
     prompts = prompts_of(config["requests"])
     engine = sglang.Engine(**arguments)
-    sampling = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
+    # SGLang admits requests that ignore it only if all of them fit to their ends.
+    ignore_eos = not config.get("may_retract")
+    sampling = {"temperature": 0, "max_new_tokens": config.get("new_tokens", 24), "ignore_eos": ignore_eos}
     answers = engine.generate(input_ids=prompts, sampling_params=sampling)
     aborted = 0
     if config.get("aborts"):

@@ -36,6 +36,7 @@ class Config(NamedTuple):
 
     engine: dict[str, Any]
     requests: int = 24
+    new_tokens: int = 24
     aborts: bool = False
     variables: dict[str, str] = {}  # noqa: RUF012 - not changed
     shows: str = ""
@@ -47,6 +48,9 @@ class Config(NamedTuple):
 
 SMALL = {"max_total_tokens": 1024}
 RETRACT = {"SGLANG_TEST_RETRACT": "1"}
+# Requests are admitted as if they generated next to nothing.
+FULL = {**SMALL, "schedule_conservativeness": 0.01}
+IS_FULL = "KV cache pool is full. Retract requests."
 EACH_STEP = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
 
 DENSE = {
@@ -69,6 +73,8 @@ DENSE = {
     "pressure, in pages": Config({"page_size": 16, **SMALL}, 40),
     "retraction": Config({"page_size": 1}, variables=RETRACT, shows="Testing retraction.", spawn=True),
     "retraction, in pages": Config({"page_size": 64}, variables=RETRACT, shows="Testing retraction."),
+    "a full pool": Config({"page_size": 1, **FULL}, 24, 96, shows=IS_FULL),
+    "a full pool, in pages": Config({"page_size": 16, **FULL}, 24, 96, shows=IS_FULL),
     "aborts": Config({"page_size": 1}, aborts=True),
     "aborts, in pages": Config({"page_size": 16}, aborts=True),
     "sorted": Config({"page_size": 16, "schedule_policy": "lpm"}),
@@ -100,6 +106,8 @@ HYBRID = {
     "pressure, in pages": Config({**PAGED, **SMALL, "max_mamba_cache_size": 24}, 40),
     "retraction": Config(PLAIN, variables=RETRACT, shows="Testing retraction."),
     "retraction, in pages": Config(PAGED, variables=RETRACT, shows="Testing retraction."),
+    "a full pool": Config({**PLAIN, **FULL}, 24, 96, shows=IS_FULL),
+    "a full pool, in pages": Config({**PAGED, **FULL}, 24, 96, shows=IS_FULL),
     "aborts": Config(PLAIN, aborts=True),
     "aborts, in pages": Config(PAGED, aborts=True),
 }
@@ -145,6 +153,8 @@ def jobs(folder: Path, name: str) -> dict[str, dict[str, Any]]:
                     "model": str(folder / name.partition(",")[0]),
                     "out": str(folder / f"{name}, {pools}.json"),
                     "requests": config.requests,
+                    "new_tokens": config.new_tokens,
+                    "may_retract": config.shows == IS_FULL,
                     "aborts": config.aborts,
                     "engine": engine,
                 }
