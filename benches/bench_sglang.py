@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 import time
 from importlib import import_module
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,6 +44,48 @@ def median_us(call: Callable[[], object], repeats: int) -> float:
             call()
         times.append((time.perf_counter() - start) / repeats * 1e6)
     return statistics.median(times)
+
+
+def decode_step(made: dict[str, Any], size: int, page_size: int) -> Callable[[], object]:
+    """What the scheduler does with its pools for one token of each of 256 requests."""
+    requests = 256
+    where = "cpu"
+    if page_size == 1:
+        slots = made["TokenToKVPoolAllocator"](size, torch.float16, where, None, False)
+    else:
+        slots = made["PagedTokenToKVPoolAllocator"](size, page_size, torch.float16, where, None, False)
+    rows = made["ReqToTokenPool"](requests, CONTEXT, where, False)
+    taken = torch.tensor(rows.alloc_rows(requests))
+    # Requests end at every place of their last pages.
+    lengths = 64 + torch.arange(requests) % 64
+    for row, length in zip(taken.tolist(), lengths.tolist(), strict=True):
+        prompt = slots.alloc(-(-length // page_size) * page_size)
+        rows.write((row, slice(0, length)), prompt[:length].to(torch.int32))
+    new = torch.nonzero(lengths % page_size == 0).flatten()
+    batch = SimpleNamespace(
+        device=where,
+        reqs=[
+            SimpleNamespace(kv=SimpleNamespace(kv_allocated_len=0, kv_committed_len=0))
+            for _ in range(requests)
+        ],
+        seq_lens=lengths,
+        seq_lens_cpu=lengths,
+        req_pool_indices=taken,
+        req_pool_indices_cpu=taken,
+        req_to_token_pool=rows,
+        tree_cache=SimpleNamespace(
+            token_to_kv_pool_allocator=slots, page_size=page_size, supports_prefix_sharing=lambda: False
+        ),
+        model_config=SimpleNamespace(is_encoder_decoder=False),
+        maybe_evict_swa=lambda: None,
+    )
+    step = import_module("sglang.srt.mem_cache.allocation").alloc_for_decode
+
+    def run() -> None:
+        given = step(batch, 1)
+        slots.free(given[new])
+
+    return run
 
 
 def cases(made: dict[str, Any], size: int) -> Iterator[Case]:
@@ -89,6 +132,12 @@ def cases(made: dict[str, Any], size: int) -> Iterator[Case]:
         rows.free_rows(taken)
 
     yield f"rows: alloc 32, write {CONTEXT}, free 32", written, 50
+    for page_size in (1, 64):
+        yield (
+            f"decode step of 256 requests, page size {page_size}",
+            decode_step(made, size, page_size),
+            20,
+        )
 
 
 def main() -> None:
