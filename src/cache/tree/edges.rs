@@ -39,7 +39,8 @@ pub(in crate::cache) struct Edges {
     /// A word lies in the bucket that the upper bits of its hash name or, if that is full, in the next one that is
     /// not. The length is a power of two, or 0.
     buckets: Vec<Bucket>,
-    /// Words that are not 0: at most a third. Full buckets are rare then, behind which a removal has to look.
+    /// Words that are not 0: at most 3.5 in a bucket, on average. Full ones are rare then, behind which a removal has
+    /// to look.
     len: usize,
     /// Secret: callers choose tokens, and with them fingerprints, but cannot choose ones that collide.
     plus: u64,
@@ -71,7 +72,7 @@ impl Edges {
     }
 
     pub(in crate::cache) fn insert(&mut self, parent: NodeId, fingerprint: u32, child: NodeId) {
-        if (self.len + 1) * 3 > self.buckets.len() * WORDS {
+        if (self.len + 1) * 2 > self.buckets.len() * 7 {
             self.grow();
         }
         self.len += 1;
