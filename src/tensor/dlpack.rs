@@ -238,12 +238,15 @@ fn boxed<M>(
     managed: M,
     tensor_of: impl FnOnce(&mut M) -> &mut RawTensor,
 ) -> *mut Export<M> {
-    let export = Box::into_raw(Box::new(Export {
+    // Written into the box: an export is large, and each tensor that is handed out has one.
+    let mut export = Box::new_uninit();
+    export.write(Export {
         managed,
         shape: *view.shape(),
         strides: *view.strides(),
         region: Arc::clone(view.region()),
-    }));
+    });
+    let export: *mut Export<M> = Box::into_raw(export).cast();
     // SAFETY: the box was leaked just now, so it is live, and no other code has its address.
     let shape = unsafe { &raw mut (*export).shape };
     // SAFETY: as above.
