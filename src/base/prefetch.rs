@@ -8,8 +8,9 @@ const LINE: usize = 64;
 #[inline]
 pub fn prefetch<T>(value: &T) {
     let begin = std::ptr::from_ref(value).cast::<u8>();
-    for at in (0..size_of::<T>()).step_by(LINE) {
-        line(begin.wrapping_add(at));
+    let before = begin.addr() % LINE;
+    for at in (0..before + size_of::<T>()).step_by(LINE) {
+        line(begin.wrapping_sub(before).wrapping_add(at));
     }
 }
 
