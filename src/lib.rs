@@ -16,6 +16,7 @@
 //! | [`memory`] | sources of bytes: backends, regions; devices, streams, events | yes |
 //! | [`kernels`] | operations on rows and on the request table: on the CPU, and as CUDA kernels with their launches | yes |
 //! | [`tensor`] | descriptions of bytes for other libraries: views, DLPack | in `dlpack.rs` |
+//! | [`transfer`] | bytes between memory and other places: the files of a store | no |
 //! | [`pool`] | index + memory + tensor = a pool, one file per class | no |
 //! | `python` | the extension module: convert, delegate, map errors | where tensors cross |
 //!
@@ -51,3 +52,4 @@ pub mod pool;
 #[cfg(feature = "python")]
 mod python;
 pub mod tensor;
+pub mod transfer;

@@ -1,5 +1,6 @@
 # Tensors are `torch.Tensor` where PyTorch is installed and `kvpool.Tensor` elsewhere; a type checker that finds no
 # PyTorch takes them as `Any`.
+import os
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import Any, Literal, SupportsFloat, SupportsIndex, final
@@ -17,11 +18,13 @@ from kvpool._typing import (
     DTypeLike,
     Fence,
     IndicesLike,
+    KeysLike,
     KVStats,
     Namespace,
     PoolStats,
     PrefixStats,
     SlotStats,
+    StoreStats,
     StreamLike,
     TensorLike,
     UnitStats,
@@ -40,6 +43,7 @@ __all__ = [
     "ChunkCopy",
     "ChunkPool",
     "Cleared",
+    "FileStore",
     "FreeGroup",
     "GDNPool",
     "HostPlan",
@@ -58,6 +62,7 @@ __all__ = [
     "Removed",
     "ReqToTokenPool",
     "Segment",
+    "StoreTransfer",
     "Stored",
     "Tensor",
     "TokenToKVPoolAllocator",
@@ -3315,6 +3320,190 @@ class _Workspace(Pool):
         """Lets `kvpool_workspace_alloc` take memory of the arena for PyTorch's allocations on this thread."""
     def _leave(self) -> str | None:
         """Undoes `_enter`. Returns a description of the last allocation that failed, if any."""
+
+@final
+class FileStore:
+    """Pages by their keys in files on a local disk, for one process at a time.
+
+    What was was stored is there after the process has ended, also after `SIGKILL` at any moment: a checksum covers the
+    key and the bytes of each page, and a page that is found is right to the byte. What is damaged is missing. The
+    pages used least recently are evicted; a use is a `put`, a `get`, or to be counted by `exists`. Of the pages of one
+    call the last are evicted first, as prefixes want it.
+
+    Threads read and write, past the system's cache where the file system can do that. They report failures in
+    `stats()`, and the first of each kind as a warning of the logger `kvpool` at a later call. Nothing is evicted or
+    lost because one page could not be read or written, but for the page that made room.
+
+    Nothing is flushed: after a power cut the last pages may be missing. Use as a context manager, or call `close`:
+    a store that is only dropped drops what is queued.
+
+    Args:
+        path: A directory, made if it is missing, with access for its owner only. It is locked by this process; a
+            child of a fork cannot use the store.
+        capacity_bytes: Bytes of pages, each rounded up to 4096. The index takes 64 bytes more for each page. A store
+            can be opened with another capacity: a smaller one keeps the pages used last.
+        page_bytes: Bytes of a page.
+        threads: Threads that read and write.
+        queue_bytes: Bytes of pages that wait to be written. Further ones are dropped.
+        direct: Whether to pass the system's cache by, if the file system can do that.
+
+    Raises:
+        ConfigError: If a size does not fit, the directory is in use by a process, also this one, has a store with
+            other pages or of another version, or cannot be used. The message has the path and the cause.
+        OutOfMemoryError: If the index does not fit in memory.
+    """
+
+    def __new__(
+        cls,
+        path: str | os.PathLike[str],
+        capacity_bytes: SupportsIndex,
+        *,
+        page_bytes: SupportsIndex,
+        threads: SupportsIndex = 2,
+        queue_bytes: SupportsIndex = 268435456,
+        direct: bool = True,
+    ) -> FileStore: ...
+    @property
+    def path(self) -> str:
+        """The directory, as it was given."""
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page."""
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes of pages that the store was given."""
+    @property
+    def direct(self) -> bool:
+        """Whether pages pass the system's cache by."""
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+    def exists(self, keys: KeysLike) -> int:
+        """Returns how many of the keys are there before the first that is not. Looks in memory only.
+
+        Args:
+            keys: A sequence of `bytes` objects of 32 bytes, or a uint8 array or tensor `[n, 32]` in host memory.
+
+        Raises:
+            ConfigError: If a key does not have 32 bytes.
+            TypeError: If `keys` is something else.
+            RuntimeError: If the store is closed, or belongs to the process that this one was forked from.
+        """
+    def get(self, keys: KeysLike, pages: TensorLike, *, rows: IndicesLike | None = None) -> StoreTransfer:
+        """Reads pages. Returns at once.
+
+        Do not use the memory before the transfer is done, which keeps it alive until then. The row of a page that is
+        not found keeps its bytes.
+
+        Args:
+            keys: As in `exists`.
+            pages: A tensor or array in host memory whose dimension 0 counts pages, with `page_bytes` contiguous bytes
+                in each, of any dtype.
+            rows: Which rows of `pages` are meant, one for each key and none twice. By default all, in their order.
+
+        Returns:
+            A `StoreTransfer`.
+
+        Raises:
+            ConfigError: If the numbers of keys and pages differ, or the pages have another size, are not contiguous,
+                overlap, are read-only, or are not in host memory.
+            IndexError: If there is no such row.
+            RuntimeError: As in `exists`.
+        """
+    def put(self, keys: KeysLike, pages: TensorLike, *, rows: IndicesLike | None = None) -> StoreTransfer:
+        """Writes pages. Returns at once: pages for which the queue has no room are dropped and counted.
+
+        Do not change the memory before the transfer is done, which keeps it alive until then. Pages that are there
+        already, or on their way, are not written again.
+
+        Args:
+            keys: As in `exists`.
+            pages: As in `get`; they may be read-only.
+            rows: As in `get`.
+
+        Returns:
+            A `StoreTransfer`.
+
+        Raises:
+            ConfigError: As in `get`.
+            IndexError: As in `get`.
+            RuntimeError: As in `exists`.
+        """
+    def remove(self, keys: KeysLike) -> int:
+        """Removes pages, also for later processes. Those that are still being put are stored nevertheless. Writes to the
+        index, without the GIL.
+
+        Args:
+            keys: As in `exists`.
+
+        Returns:
+            How many were there.
+
+        Raises:
+            RuntimeError: As in `exists`.
+        """
+    def clear(self) -> int:
+        """Removes all pages. Otherwise like `remove`."""
+    def close(self) -> None:
+        """Completes what was put and got, without the GIL, and closes the files. Other calls raise from then on. May be
+        called again, also after an interrupt.
+
+        Raises:
+            RuntimeError: If the store belongs to the process that this one was forked from.
+        """
+    def stats(self) -> StoreStats:
+        """Returns the statistics: `pages`, `capacity` and `queued` (to be written) in pages; `bytes` of pages; and since
+        the store was opened `hits` and `misses` of `get`, `evicted`, `damaged` (pages, and entries of the index),
+        `dropped` pages of `put`, `errors` of the system, `read_bytes` and `written_bytes`.
+
+        Raises:
+            RuntimeError: If the store belongs to the process that this one was forked from.
+        """
+    def __len__(self) -> int:
+        """Return len(self)."""
+    def __bool__(self) -> bool:
+        """True if self else False"""
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *_exception: object) -> None: ...
+
+@final
+class StoreTransfer:
+    """Pages that a `FileStore` reads or writes. It can serve as the fence `after` of `TokenToKVPoolAllocator.free`."""
+
+    def query(self) -> bool:
+        """Returns whether all pages are done. Does not wait.
+
+        Raises:
+            RuntimeError: If it belongs to the process that this one was forked from.
+        """
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits until all pages are done, without the GIL. An interrupt ends the wait only.
+
+        Args:
+            timeout: Maximum wait in seconds; unlimited by default.
+
+        Returns:
+            Whether all pages are done.
+
+        Raises:
+            ConfigError: If `timeout` is negative or NaN.
+            RuntimeError: As in `query`.
+        """
+    @property
+    def present(self) -> list[bool]:
+        """For each page whether it is where it was to go: after a `get` in memory, after a `put` in the store. False for
+        pages that are not done, and for one that another `put` is still writing.
+
+        Raises:
+            RuntimeError: As in `query`.
+        """
+    @property
+    def leading(self) -> int:
+        """The number of present pages before the first that is not: of a prefix, what can be used.
+
+        Raises:
+            RuntimeError: As in `query`.
+        """
 
 @final
 class _PageLocking:

@@ -43,6 +43,9 @@ class SupportsCudaStream(Protocol):
 # int32 or int64.
 IndicesLike: TypeAlias = "TensorLike | Sequence[SupportsIndex]"
 
+# `bytes` objects of 32 bytes, or a uint8 array of shape [n, 32].
+KeysLike: TypeAlias = "TensorLike | Sequence[bytes]"
+
 # What keeps prefixes apart.
 Namespace: TypeAlias = "str | bytes | int | None"
 
@@ -129,3 +132,20 @@ class PrefixStats(PoolStats):
     locked: int
     nodes: int
     snapshots: int
+
+
+class StoreStats(TypedDict):
+    """Statistics of `FileStore`."""
+
+    pages: int
+    capacity: int
+    queued: int
+    bytes: int
+    hits: int
+    misses: int
+    evicted: int
+    damaged: int
+    dropped: int
+    errors: int
+    read_bytes: int
+    written_bytes: int

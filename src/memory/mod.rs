@@ -1,8 +1,8 @@
 //! Sources of bytes: backends, regions, devices and streams.
 //!
 //! A [`Backend`] allocates memory on one device; a [`Region`] owns a piece of it and frees it on drop.
-//! [`Borrowed`] describes a tensor of another owner for the length of a call. Everything here may be used
-//! from any thread.
+//! [`Borrowed`] describes a tensor of another owner for the length of a call, [`HostRows`] one for as long as work
+//! takes. A [`FileLock`] keeps the files behind memory for one process. Everything here may be used from any thread.
 //!
 //! | backend | memory |
 //! |---|---|
@@ -19,7 +19,9 @@
 mod backend;
 mod borrowed;
 mod cuda;
+mod file_lock;
 mod host;
+mod host_rows;
 mod image;
 mod mapped;
 mod page_locking;
@@ -31,7 +33,9 @@ mod wrappers;
 pub use backend::{ALIGNMENT, Backend, Block, Contents};
 pub use borrowed::Borrowed;
 pub use cuda::{Cuda, Event, Function, Gpu, PageLock, Pinned, Reply, Ring};
+pub use file_lock::{FileLock, Locking};
 pub use host::{Host, prefer_huge_pages};
+pub use host_rows::HostRows;
 pub use image::Image;
 pub use mapped::{MappedHost, PAGE};
 pub use page_locking::{PageLocking, Progress, Report, Sink, lock_pages, page_lock_steps};

@@ -1,6 +1,7 @@
 //! Conversion of Python arguments: tensors, indices, sizes, dtypes, devices, streams.
 
 use std::borrow::Cow;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use numpy::{PyArrayDescrMethods, PyUntypedArray, PyUntypedArrayMethods};
@@ -10,8 +11,9 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyByteArray, PyBytes, PyInt, PyList, PyRange, PySequence, PyTuple};
 
 use crate::base::{DType, Device, Dims, Error, IndexDType, IndexVec, MAX_NDIM, push, reserve};
+use crate::cache::PageHash;
 use crate::kernels::{Indices, expect_ints, read_indices};
-use crate::memory::{Borrowed, Stream};
+use crate::memory::{Borrowed, HostRows, Keep, Stream};
 use crate::pool::values_now;
 use crate::tensor::dlpack::{Import, address_of};
 
@@ -237,13 +239,72 @@ pub(super) fn outputs<'py>(pair: &Bound<'py, PyAny>) -> PyResult<[Bound<'py, PyA
 
 /// [`tensor`] for an output: it must be writable.
 pub(super) fn output<'a, 'py>(object: &'a Bound<'py, PyAny>) -> PyResult<TensorArg<'a, 'py>> {
-    let tensor = tensor("out", object)?;
+    writable("out", object)
+}
+
+/// [`output`] by another name.
+fn writable<'a, 'py>(name: &str, object: &'a Bound<'py, PyAny>) -> PyResult<TensorArg<'a, 'py>> {
+    let tensor = tensor(name, object)?;
     let writable = match &tensor {
         TensorArg::Imported(import) => import.is_writable(),
         TensorArg::Array(array) => array.getattr("flags")?.getattr("writeable")?.is_truthy()?,
         TensorArg::Torch(..) | TensorArg::Own(_) => true,
     };
-    if writable { Ok(tensor) } else { Err(Error::config("out is read-only").into()) }
+    if writable { Ok(tensor) } else { Err(Error::config(format!("{name} is read-only")).into()) }
+}
+
+/// What happens to [`rows`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Access {
+    Read,
+    Write,
+}
+
+/// The rows of a tensor in host memory: those that dimension 0 counts. They keep the tensor.
+pub(super) fn rows(name: &str, object: &Bound<'_, PyAny>, access: Access) -> PyResult<HostRows> {
+    let given = if access == Access::Write { writable(name, object)? } else { tensor(name, object)? };
+    let keep = Arc::new(given.keeper(object)) as Keep;
+    let borrowed = given.borrow()?;
+    // SAFETY: the keeper keeps the memory, which is writable if it is to be written.
+    Ok(unsafe { HostRows::of_tensor(name, &borrowed, keep) }?)
+}
+
+/// Keys of pages: a sequence of 32 bytes each, or a uint8 array of as many in each row.
+pub(super) fn page_keys(object: &Bound<'_, PyAny>) -> PyResult<Vec<PageHash>> {
+    let wrong = |found: String| {
+        let text = "keys must be a sequence of bytes objects of 32 bytes, or a uint8 array of shape [n, 32]";
+        PyTypeError::new_err(format!("{text}, not {found}"))
+    };
+    let is_sequence = object.is_instance_of::<PyList>() || object.is_instance_of::<PyTuple>();
+    if !is_sequence && let Some(given) = tensor_or_none(object)? {
+        let borrowed = given.borrow()?;
+        let (dtype, shape) = (borrowed.dtype(), borrowed.shape().as_slice());
+        if dtype != DType::U8 || shape.len() != 2 || shape[1] != 32 {
+            return Err(wrong(format!("{dtype} of shape {shape:?}")));
+        }
+        let rows = rows("keys", object, Access::Read)?;
+        let mut keys = reserve(rows.len())?;
+        for row in 0..rows.len() {
+            let mut key = [0; 32];
+            rows.read(row, &mut key);
+            keys.push(key);
+        }
+        return Ok(keys);
+    }
+    let is_bytes = object.is_instance_of::<PyBytes>() || object.is_instance_of::<PyByteArray>();
+    let sequence = object.cast::<PySequence>().ok().filter(|_| !is_bytes);
+    let sequence = sequence.ok_or_else(|| wrong(kind_of(object)))?;
+    let mut keys = reserve(sequence.len()?)?;
+    for item in sequence.try_iter()? {
+        let item = item?;
+        let bytes = item.cast::<PyBytes>().map_err(|_| wrong(format!("one with {}", kind_of(&item))))?;
+        let bytes = bytes.as_bytes();
+        let key = bytes.try_into().map_err(|_| {
+            Error::config(format!("key {} has {} bytes; a key has 32", keys.len(), bytes.len()))
+        })?;
+        push(&mut keys, key)?;
+    }
+    Ok(keys)
 }
 
 pub(super) fn kind_of(object: &Bound<'_, PyAny>) -> String {

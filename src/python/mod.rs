@@ -22,6 +22,7 @@ mod debug;
 mod errors;
 mod export;
 mod fences;
+mod file_store;
 mod footprint;
 mod framework;
 mod gdn_pool;
@@ -171,6 +172,8 @@ fn _kvpool(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<chunk_pool::Chunk>()?;
     module.add_class::<chunk_pool::ChunkCopy>()?;
     module.add_class::<chunk_pool::PageLocking>()?;
+    module.add_class::<file_store::FileStore>()?;
+    module.add_class::<file_store::StoreTransfer>()?;
     module.add_function(wrap_pyfunction!(get_num_threads, module)?)?;
     module.add_function(wrap_pyfunction!(set_num_threads, module)?)?;
     module.add_function(wrap_pyfunction!(_zeros, module)?)?;

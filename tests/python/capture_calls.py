@@ -91,6 +91,17 @@ def _hybrid() -> tuple[_kvpool.HybridTree, _kvpool.HybridStep, int]:
     return tree, step, some(step.node)
 
 
+class Files:
+    """A store with one page, whose files go with it."""
+
+    def __init__(self) -> None:
+        self.keys, self.pages = [bytes(32)], torch.zeros((1, 16), dtype=torch.uint8)
+        with tempfile.TemporaryDirectory() as folder:
+            self.store = kvpool.FileStore(folder, 1 << 16, page_bytes=16)
+            self.stored = self.store.put(self.keys, self.pages)
+            assert self.stored.wait()
+
+
 class World:
     """One of each pool on a GPU, used a little on the current stream: slots 1 to 3 and row 1 are taken."""
 
@@ -143,6 +154,7 @@ class World:
         self.local = lmcache.LocalGPUPool(LMCACHE)
         self.kv_obj = some(self.local.allocate(inputs.kv_chunk))
         self.pinned = lmcache.LocalCPUBufferPool(LMCACHE)
+        self.files = Files()
         self.spare: list[object] = []
 
     def stats(self) -> list[object]:
@@ -240,6 +252,18 @@ def _threads(_: World) -> None:
 def _snapshot(world: World) -> None:
     with tempfile.TemporaryDirectory() as folder:
         kvpool.snapshot(Path(folder) / "pools.html", world.allocator, world.table)
+
+
+def _close(world: World) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        store = kvpool.FileStore(folder, 1 << 16, page_bytes=16)
+        store.put(world.files.keys, world.files.pages)
+        store.close()
+
+
+def _with_store(_: World) -> None:
+    with tempfile.TemporaryDirectory() as folder, kvpool.FileStore(folder, 1 << 16, page_bytes=16):
+        pass
 
 
 def _named(world: World) -> str:
@@ -558,6 +582,18 @@ ENTRIES: dict[str, Entry] = {
     "Chunk.copy_to": Entry(lambda w: w.chunk.copy_to(w.inputs.out_chunk), REFUSES),
     "Chunk.copy_to: on the device": Entry(lambda w: w.gpu_chunk.copy_to(w.inputs.out_chunk), REFUSES),
     "Chunk.with": Entry(lambda w: _with(w.gpu_chunk), WORKS),
+    # Files, and host memory.
+    "FileStore()": Entry(_with_store, WORKS),
+    "FileStore.exists": Entry(lambda w: w.files.store.exists(w.files.keys) == 1, WORKS),
+    "FileStore.get": Entry(lambda w: w.files.store.get(w.files.keys, w.files.pages).wait(), WORKS),
+    "FileStore.put": Entry(lambda w: w.files.store.put(w.files.keys, w.files.pages), WORKS),
+    "FileStore.remove": Entry(lambda w: w.files.store.remove(w.files.keys), WORKS),
+    "FileStore.clear": Entry(lambda w: w.files.store.clear(), WORKS),
+    "FileStore.close": Entry(_close, WORKS),
+    "FileStore.stats": Entry(lambda w: w.files.store.stats(), WORKS),
+    "FileStore.with": Entry(_with_store, WORKS),
+    "StoreTransfer.query": Entry(lambda w: w.files.stored.query(), WORKS),
+    "StoreTransfer.wait": Entry(lambda w: w.files.stored.wait(), WORKS),
     "ChunkCopy.query": Entry(lambda w: w.copy.query(), WORKS),
     "ChunkCopy.wait": Entry(lambda w: w.copy.wait(), WORKS),
     # BufferPool: what this stream gave back is there for it.
@@ -604,6 +640,7 @@ INSTANCES: dict[str, Callable[[World], object]] = {
     "BufferPool": lambda w: w.buffers,
     "Chunk": lambda w: w.chunk,
     "ChunkPool": lambda w: w.gpu_chunks,
+    "FileStore": lambda w: w.files.store,
     "GDNPool": lambda w: w.gdn,
     "HostPlan": lambda w: w.plan.host,
     "KVPool": lambda w: w.kv,
@@ -620,6 +657,7 @@ INSTANCES: dict[str, Callable[[World], object]] = {
     "PrefixTree": lambda w: w.tree,
     "Published": lambda w: w.published,
     "ReqToTokenPool": lambda w: w.table,
+    "StoreTransfer": lambda w: w.files.stored,
     "TokenToKVPoolAllocator": lambda w: w.allocator,
     "Workspace": lambda w: w.workspace,
 }

@@ -29,6 +29,7 @@ CLASSES = {
     "BatchPlanner": "batch_planner",
     "PrefixCache": "prefix_cache",
     "ChunkPool": "chunk_pool",
+    "FileStore": "file_store",
     "BufferPool": "buffer_pool",
     "PagePool": "page_pool",
     "Workspace": "workspace",

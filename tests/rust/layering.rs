@@ -4,7 +4,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// The layers, lowest first, as `lib.rs` documents them.
-const LAYERS: [&str; 8] = ["base", "index", "cache", "memory", "kernels", "tensor", "pool", "python"];
+const LAYERS: [&str; 9] =
+    ["base", "index", "cache", "memory", "kernels", "tensor", "transfer", "pool", "python"];
 
 /// Where `unsafe` is allowed: folders and files below `src`.
 const UNSAFE: [&str; 10] = [

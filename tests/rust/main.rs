@@ -5,6 +5,7 @@
 mod conformance;
 mod contract;
 mod dlpack;
+mod file_store;
 #[cfg(feature = "cuda")]
 mod gpu;
 mod histories;

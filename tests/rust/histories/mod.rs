@@ -8,6 +8,7 @@ mod arena;
 mod buffers;
 mod chunks;
 mod counts;
+pub(crate) mod disks;
 mod dlpack;
 mod gdn;
 mod guarded;
@@ -21,6 +22,7 @@ mod prefixes;
 mod rows;
 mod slot_model;
 mod slots;
+mod stored;
 
 use std::fmt::Debug;
 use std::sync::Arc;
@@ -41,7 +43,7 @@ fn host() -> Arc<dyn Backend> {
 pub(crate) type History = (&'static str, fn(&mut Source<'_>));
 
 /// Every kind.
-pub(crate) const ALL: [History; 14] = [
+pub(crate) const ALL: [History; 15] = [
     ("slots", slots::run),
     ("rows", rows::run),
     ("counts", counts::run),
@@ -55,6 +57,7 @@ pub(crate) const ALL: [History; 14] = [
     ("nodes", nodes::run),
     ("kv", kv::run),
     ("gdn", gdn::run),
+    ("stored", stored::run),
     ("dlpack", dlpack::run),
 ];
 

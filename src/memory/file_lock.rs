@@ -1,0 +1,112 @@
+//! A lock on a file, which belongs to this process and ends with it, however it ends.
+
+use std::collections::HashSet;
+use std::fs::{self, File, Metadata, OpenOptions};
+use std::io;
+use std::mem::MaybeUninit;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::Path;
+use std::process;
+use std::sync::{LazyLock, Mutex};
+
+use crate::base::sync::lock;
+
+/// A file of this process: the process, the device and the inode. The child of a fork has none of its parent's.
+type Claim = (u32, u64, u64);
+
+/// The system refuses other processes only.
+static CLAIMS: LazyLock<Mutex<HashSet<Claim>>> = LazyLock::new(Mutex::default);
+
+/// The only one on its file, among all processes of this machine, until it is dropped or the process ends.
+///
+/// The child of a fork does not have it, and does not keep it from others.
+#[derive(Debug)]
+pub struct FileLock {
+    /// `None` while it drops.
+    file: Option<File>,
+    claim: Claim,
+}
+
+/// The answer to [`FileLock::take`].
+#[derive(Debug)]
+pub enum Locking {
+    /// This process has the lock now.
+    Taken(FileLock),
+    /// The process with this number has it.
+    Held(u32),
+}
+
+impl FileLock {
+    /// Locks the file at `path`, which is made if it is missing, without waiting. Nothing else in this process may
+    /// open it: the system ends the lock when any handle of the file is closed.
+    ///
+    /// # Errors
+    /// Those of the system, where it cannot open or lock the file.
+    pub fn take(path: &Path) -> io::Result<Locking> {
+        let this = process::id();
+        let claim_of = |about: Metadata| (this, about.dev(), about.ino());
+        if fs::metadata(path).is_ok_and(|about| lock(&CLAIMS).contains(&claim_of(about))) {
+            return Ok(Locking::Held(this));
+        }
+        let mut options = OpenOptions::new();
+        options
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .mode(0o600)
+            .custom_flags(libc::O_NOFOLLOW);
+        let file = options.open(path)?;
+        let claim = claim_of(file.metadata()?);
+        if !lock(&CLAIMS).insert(claim) {
+            // Another thread was faster, and closing this handle would end its lock.
+            std::mem::forget(file);
+            return Ok(Locking::Held(this));
+        }
+        // From here on the claim is dropped again unless the lock is returned.
+        let taken = Self { file: Some(file), claim };
+        let mut request = whole_file();
+        match taken.ask(libc::F_SETLK, &mut request) {
+            Ok(()) => return Ok(Locking::Taken(taken)),
+            Err(error) if matches!(error.raw_os_error(), Some(libc::EACCES | libc::EAGAIN)) => (),
+            Err(error) => return Err(error),
+        }
+        let mut holder = whole_file();
+        taken.ask(libc::F_GETLK, &mut holder)?;
+        // The holder may have ended in between, or be on another machine.
+        Ok(Locking::Held(u32::try_from(holder.l_pid).unwrap_or(0)))
+    }
+
+    fn ask(&self, command: libc::c_int, request: &mut libc::flock) -> io::Result<()> {
+        let file = self.file.as_ref().expect("it does not drop").as_raw_fd();
+        // SAFETY: the handle is open, and the request is valid for reads and writes during the call.
+        match unsafe { libc::fcntl(file, command, &raw mut *request) } {
+            -1 => Err(io::Error::last_os_error()),
+            _ => Ok(()),
+        }
+    }
+}
+
+impl Drop for FileLock {
+    fn drop(&mut self) {
+        // First: closing it later would end the lock of another thread that has claimed it in between.
+        self.file = None;
+        lock(&CLAIMS).remove(&self.claim);
+    }
+}
+
+/// The request to write anywhere in a file.
+fn whole_file() -> libc::flock {
+    // SAFETY: it consists of numbers, for which zeros are valid.
+    let mut request: libc::flock = unsafe { MaybeUninit::zeroed().assume_init() };
+    request.l_type = WRITE;
+    request.l_whence = FROM_START;
+    request
+}
+
+/// The constants have other types than the fields on some systems; the values are tiny.
+#[expect(clippy::cast_possible_truncation, reason = "1 and 0")]
+const WRITE: libc::c_short = libc::F_WRLCK as libc::c_short;
+#[expect(clippy::cast_possible_truncation, reason = "0")]
+const FROM_START: libc::c_short = libc::SEEK_SET as libc::c_short;

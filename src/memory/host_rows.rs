@@ -1,0 +1,166 @@
+//! Rows in host memory of another owner, kept alive for work that outlasts a call.
+
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use crate::base::bounded::{distance, unsigned};
+use crate::base::{DType, Device, Error, Result};
+
+use super::{Borrowed, Keep, Region};
+
+/// Rows of the same size, somewhere in host memory that they keep alive.
+///
+/// Other threads may read and write the memory at any time, so it is accessed through raw copies only.
+///
+/// ```
+/// use std::sync::Arc;
+/// use kvpool::memory::{Host, HostRows, Region};
+/// let region = Arc::new(Region::new(Arc::new(Host), 64).unwrap());
+/// let rows = HostRows::of_region(&region, 0, 4, 16).unwrap();
+/// rows.write(2, &[7; 16]);
+/// let mut bytes = [0; 16];
+/// rows.read(2, &mut bytes);
+/// assert_eq!((rows.len(), bytes), (4, [7; 16]));
+/// assert!(HostRows::of_region(&region, 0, 5, 16).is_err());
+/// ```
+#[derive(Debug)]
+pub struct HostRows {
+    address: NonNull<u8>,
+    /// Bytes from one row to the next.
+    stride: isize,
+    /// The rows of the memory, and which of them these are if not all.
+    rows: usize,
+    chosen: Option<Vec<usize>>,
+    row_bytes: usize,
+    _keep: Keep,
+}
+
+// SAFETY: it is an address, numbers, and an owner that may be dropped on any thread; the memory is accessed by raw
+// copies, as memory that others share.
+unsafe impl Send for HostRows {}
+// SAFETY: as above.
+unsafe impl Sync for HostRows {}
+
+impl HostRows {
+    /// The rows of `tensor`: what dimension 0 counts.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) unless the tensor is in host memory, each row is
+    /// contiguous, and no two overlap.
+    ///
+    /// # Safety
+    /// As long as `keep` lives, the memory of the tensor is valid for reads, and for writes where the rows are written.
+    pub unsafe fn of_tensor(name: &str, tensor: &Borrowed<'_>, keep: Keep) -> Result<Self> {
+        if tensor.device() != Device::Cpu {
+            let device = tensor.device();
+            return Err(Error::config(format!("{name} is on {device}; it must be in host memory")));
+        }
+        let (shape, strides) = (tensor.shape().as_slice(), tensor.strides().as_slice());
+        let (Some((&rows, inner)), Some((&stride, inner_strides))) =
+            (shape.split_first(), strides.split_first())
+        else {
+            return Err(Error::config(format!("{name} has no dimensions; its first counts pages")));
+        };
+        let size = tensor.dtype().size();
+        let mut packed = 1;
+        for (&extent, &stride) in inner.iter().zip(inner_strides).rev() {
+            // Where there are no rows, strides say nothing.
+            if rows > 0 && extent != 1 && stride != packed {
+                let text = format!(
+                    "{name} has shape {shape:?} and strides {strides:?}; each page must be contiguous"
+                );
+                return Err(Error::config(text));
+            }
+            packed *= extent;
+        }
+        let (rows, row_bytes) = (unsigned(rows), unsigned(packed) * size);
+        let stride = distance(stride) * size.cast_signed();
+        if rows > 1 && stride.unsigned_abs() < row_bytes {
+            let text = format!("{name} has shape {shape:?} and strides {strides:?}; its pages overlap");
+            return Err(Error::config(text));
+        }
+        Ok(Self { address: tensor.address(), stride, rows, chosen: None, row_bytes, _keep: keep })
+    }
+
+    /// `rows` rows of `row_bytes` in host memory of `region`, one behind the other from `offset` on.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) if they end behind the region.
+    pub fn of_region(region: &Arc<Region>, offset: usize, rows: usize, row_bytes: usize) -> Result<Self> {
+        let bytes = crate::base::bytes_of("rows", &[rows, row_bytes], DType::U8)?;
+        let tensor = region.bytes_at(offset, bytes)?;
+        tensor.expect_on(Device::Cpu, "the region")?;
+        let (address, stride) = (tensor.address(), row_bytes.cast_signed());
+        Ok(Self { address, stride, rows, chosen: None, row_bytes, _keep: Arc::new(Arc::clone(region)) })
+    }
+
+    /// Of these rows the `chosen` ones, in this order.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for one that there is not,
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for one that is there twice.
+    pub fn choose(mut self, chosen: &[i64]) -> Result<Self> {
+        let mut places = Vec::with_capacity(chosen.len());
+        for &row in chosen {
+            let place = usize::try_from(row).ok().filter(|place| *place < self.rows).ok_or_else(|| {
+                Error::index(format!("row {row} is outside [0, {})", self.rows)).at_index(row)
+            })?;
+            places.push(place);
+        }
+        let mut sorted = places.clone();
+        sorted.sort_unstable();
+        if let Some((row, _)) =
+            sorted.iter().zip(&sorted[1.min(sorted.len())..]).find(|(row, next)| row == next)
+        {
+            return Err(Error::config(format!("row {row} is there twice")));
+        }
+        self.chosen = Some(places);
+        Ok(self)
+    }
+
+    /// The number of rows.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.chosen.as_ref().map_or(self.rows, Vec::len)
+    }
+
+    /// Whether there are none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Bytes of a row.
+    #[must_use]
+    pub const fn row_bytes(&self) -> usize {
+        self.row_bytes
+    }
+
+    fn row(&self, row: usize) -> *mut u8 {
+        assert!(row < self.len(), "row {row} of {}", self.len());
+        let place = self.chosen.as_ref().map_or(row, |chosen| chosen[row]);
+        self.address.as_ptr().wrapping_offset(self.stride * place.cast_signed())
+    }
+
+    /// Copies a row to `bytes`.
+    ///
+    /// # Panics
+    /// For a row that there is not, and unless `bytes` is as long as a row.
+    pub fn read(&self, row: usize, bytes: &mut [u8]) {
+        assert_eq!(bytes.len(), self.row_bytes);
+        let row = self.row(row);
+        // SAFETY: the row lies in the memory that the owner keeps, and `bytes` is ours alone.
+        unsafe { row.copy_to_nonoverlapping(bytes.as_mut_ptr(), bytes.len()) };
+    }
+
+    /// Copies `bytes` to a row.
+    ///
+    /// # Panics
+    /// As [`HostRows::read`].
+    pub fn write(&self, row: usize, bytes: &[u8]) {
+        assert_eq!(bytes.len(), self.row_bytes);
+        let row = self.row(row);
+        // SAFETY: the row lies in the memory that the owner keeps, which `bytes` is no part of.
+        unsafe { row.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
+    }
+}

@@ -1,0 +1,508 @@
+//! Pages in files: what survives the process.
+
+mod layout;
+mod opening;
+mod slots;
+mod transfer;
+mod work;
+
+use std::collections::{HashSet, VecDeque};
+use std::io;
+use std::path::Path;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use crate::base::sync::lock;
+use crate::base::{Error, ErrorKind, Result};
+use crate::cache::{Digest, PageHash};
+use crate::memory::HostRows;
+use crate::transfer::{AlignedBytes, BLOCK, Disk, Folder};
+
+use opening::Opening;
+use slots::{MOST_SLOTS, Slots};
+pub use transfer::StoreTransfer;
+use transfer::{Batch, PageWork};
+use work::Worker;
+
+use super::{Stats, at_least_one};
+
+/// The shape of a [`FileStore`].
+#[derive(Clone, Copy, Debug)]
+pub struct FileStoreConfig {
+    /// Bytes of all pages, each rounded up to [`BLOCK`]. The index takes 64 bytes more for each.
+    pub capacity_bytes: usize,
+    /// Bytes of a page.
+    pub page_bytes: usize,
+    /// Threads that read and write.
+    pub threads: usize,
+    /// Bytes of pages that wait to be written. Further ones are dropped.
+    pub queue_bytes: usize,
+    /// The hash of checksums. A store is opened with the one that it was made with.
+    pub digest: Digest,
+}
+
+/// Pages by their keys in two files, which survive the process and its end at any moment.
+///
+/// A page that is found has the bytes that were put under its key: a checksum covers both. What a killed process has
+/// not completed is missing. The pages used least recently are evicted; of a call, the last ones first.
+///
+/// ```
+/// use std::sync::Arc;
+/// use std::time::Duration;
+/// use kvpool::memory::{Host, HostRows, Region};
+/// use kvpool::pool::{FileStore, FileStoreConfig};
+///
+/// fn digest(parts: &[&[u8]]) -> [u8; 32] {
+///     let sum = parts.concat().iter().fold(0_u64, |sum, &byte| (sum ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3));
+///     [sum.to_le_bytes(); 4].concat().try_into().unwrap()
+/// }
+///
+/// let path = std::env::temp_dir().join(format!("kvpool-example-{}", std::process::id()));
+/// let config =
+///     FileStoreConfig { capacity_bytes: 1 << 20, page_bytes: 4096, threads: 1, queue_bytes: 1 << 20, digest };
+/// let region = Arc::new(Region::new(Arc::new(Host), 2 * 4096).unwrap());
+/// let rows = || HostRows::of_region(&region, 0, 2, 4096).unwrap();
+/// rows().write(1, &[7; 4096]);
+///
+/// let store = FileStore::at(&path, &config, true).unwrap();
+/// let put = store.put(vec![[1; 32], [2; 32]], rows()).unwrap();
+/// assert!(put.wait(Duration::from_secs(60)).unwrap());
+/// drop(store);
+///
+/// let store = FileStore::at(&path, &config, true).unwrap();
+/// assert_eq!(store.exists(&[[1; 32], [2; 32], [3; 32]]).unwrap(), 2);
+/// let get = store.get(vec![[2; 32]], rows().choose(&[0]).unwrap()).unwrap();
+/// assert!(get.wait(Duration::from_secs(60)).unwrap());
+/// let mut page = [0; 4096];
+/// rows().read(0, &mut page);
+/// assert_eq!((get.present().unwrap(), page), (vec![true], [7; 4096]));
+/// # drop(store);
+/// # std::fs::remove_dir_all(path).unwrap();
+/// ```
+#[derive(Debug)]
+pub struct FileStore {
+    shared: Arc<Shared>,
+    workers: Mutex<Vec<JoinHandle<()>>>,
+}
+
+/// What the store and its threads have in common.
+#[derive(Debug)]
+struct Shared {
+    config: FileStoreConfig,
+    /// In messages.
+    name: String,
+    slot_bytes: usize,
+    is_direct: bool,
+    /// The process whose threads these are.
+    process: u32,
+    /// `None` once the store is closed.
+    disk: Mutex<Option<Arc<dyn Disk>>>,
+    state: Mutex<State>,
+    /// Signals that there is work, or that a thread has ended.
+    changed: Condvar,
+}
+
+#[derive(Debug)]
+struct State {
+    slots: Slots,
+    gets: VecDeque<PageWork>,
+    puts: VecDeque<PageWork>,
+    /// The pages that are being put: queued, or at work.
+    pending: HashSet<PageHash>,
+    is_closing: bool,
+    workers: usize,
+    counts: Counts,
+    /// Failures in words, the first of each kind.
+    notes: Vec<String>,
+    /// What was noted, and the kind of its cause.
+    noted: HashSet<(&'static str, io::ErrorKind)>,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Counts {
+    hits: usize,
+    misses: usize,
+    damaged: usize,
+    dropped: usize,
+    errors: usize,
+    read_bytes: usize,
+    written_bytes: usize,
+}
+
+impl FileStore {
+    /// Opens the store in the folder at `path`, which is made if it is missing. Pages pass the system's cache by if
+    /// `wants_direct` and the file system can do that.
+    ///
+    /// Reads the index only, unless the capacity has become smaller: then pages behind it are moved or, those used
+    /// least recently, dropped.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`], with the path, for sizes that do not fit, for a folder that is in use, that the system
+    /// refuses, or that has a store with other pages; [`ErrorKind::OutOfMemory`] if the index does not fit in memory or
+    /// no thread can be started.
+    pub fn at(path: &Path, config: &FileStoreConfig, wants_direct: bool) -> Result<Self> {
+        Self::check(config)?;
+        let disk: Arc<dyn Disk> = Arc::new(Folder::open(path, wants_direct)?);
+        Self::open(path.display().to_string(), config, &disk)
+    }
+
+    /// Bytes of a slot, if the sizes fit.
+    fn check(config: &FileStoreConfig) -> Result<usize> {
+        let FileStoreConfig { capacity_bytes, page_bytes, threads, queue_bytes, .. } = *config;
+        at_least_one(&[("page_bytes", page_bytes), ("threads", threads)])?;
+        let slot_bytes = page_bytes.checked_next_multiple_of(BLOCK).filter(|slot| *slot <= capacity_bytes);
+        let slot_bytes = slot_bytes.ok_or_else(|| {
+            let text =
+                format!("capacity_bytes is {capacity_bytes}, too few for a page of {page_bytes} bytes");
+            Error::config(format!("{text}, which takes a multiple of {BLOCK}"))
+        })?;
+        if capacity_bytes / slot_bytes > MOST_SLOTS {
+            let text =
+                format!("capacity_bytes is {capacity_bytes}; with pages of {page_bytes} bytes the most is");
+            return Err(Error::config(format!("{text} {MOST_SLOTS} * {slot_bytes}")));
+        }
+        if queue_bytes < page_bytes {
+            let text = format!("queue_bytes is {queue_bytes}, too few for a page of {page_bytes} bytes");
+            return Err(Error::config(text));
+        }
+        Ok(slot_bytes)
+    }
+
+    /// Opens the store on `disk`, which is `name` in messages. Otherwise as [`FileStore::at`].
+    ///
+    /// # Errors
+    /// As [`FileStore::at`].
+    pub fn open(name: impl Into<String>, config: &FileStoreConfig, disk: &Arc<dyn Disk>) -> Result<Self> {
+        let (name, slot_bytes) = (name.into(), Self::check(config)?);
+        let FileStoreConfig { page_bytes, digest, .. } = *config;
+        let count = config.capacity_bytes / slot_bytes;
+        let found = Opening { disk: &**disk, digest, page_bytes, slot_bytes, count }
+            .run()
+            .map_err(|error| error.prefixed(&name))?;
+        let counts = Counts { damaged: found.damaged, ..Counts::default() };
+        let state = State {
+            slots: found.slots,
+            gets: VecDeque::new(),
+            puts: VecDeque::new(),
+            pending: HashSet::new(),
+            is_closing: false,
+            workers: 0,
+            counts,
+            notes: Vec::new(),
+            noted: HashSet::new(),
+        };
+        let shared = Arc::new(Shared {
+            config: *config,
+            name,
+            slot_bytes,
+            is_direct: disk.is_direct(),
+            process: std::process::id(),
+            disk: Mutex::new(Some(Arc::clone(disk))),
+            state: Mutex::new(state),
+            changed: Condvar::new(),
+        });
+        let store = Self { shared, workers: Mutex::default() };
+        for number in 0..config.threads {
+            let bytes = AlignedBytes::new(slot_bytes)?;
+            let worker = Worker::new(&store.shared, Arc::clone(disk), bytes);
+            let thread = std::thread::Builder::new().name(format!("kvpool-store-{number}"));
+            match thread.spawn(move || worker.run()) {
+                Ok(handle) => lock(&store.workers).push(handle),
+                Err(_) if number > 0 => break,
+                Err(cause) => {
+                    let text = format!("{}: no thread can be started: {cause}", store.shared.name);
+                    return Err(Error::new(ErrorKind::OutOfMemory, text));
+                }
+            }
+        }
+        Ok(store)
+    }
+
+    /// The number of keys before the first whose page is not there. Looks in memory only, and counts as a use of
+    /// those that are there.
+    ///
+    /// # Errors
+    /// [`ErrorKind::State`] if the store is closed, or belongs to the process that this one was forked from.
+    pub fn exists(&self, keys: &[PageHash]) -> Result<usize> {
+        let mut state = self.open_state()?;
+        let slots: Vec<u32> = keys.iter().map_while(|key| state.slots.find(key)).collect();
+        state.slots.touch(&slots);
+        Ok(slots.len())
+    }
+
+    /// Reads pages to `rows`, one for each key, which must not be used before they are done. The row of a page that is
+    /// not found keeps its bytes.
+    ///
+    /// # Errors
+    /// As [`FileStore::exists`]; [`ErrorKind::Config`] unless there are as many rows as keys, of the size of a page.
+    pub fn get(&self, keys: Vec<PageHash>, rows: HostRows) -> Result<Arc<StoreTransfer>> {
+        self.check_rows(&keys, &rows)?;
+        let mut state = self.open_state()?;
+        let found: Vec<u32> = keys.iter().filter_map(|key| state.slots.find(key)).collect();
+        state.slots.touch(&found);
+        let present = vec![false; keys.len()];
+        let pages: Vec<usize> =
+            (0..keys.len()).filter(|&page| state.slots.find(&keys[page]).is_some()).collect();
+        state.counts.misses += keys.len() - pages.len();
+        let transfer = Arc::new(StoreTransfer::new(present, pages.len()));
+        let batch = Arc::new(Batch { keys, rows, transfer: Arc::clone(&transfer), first_tick: 0 });
+        let work = |page| PageWork { batch: Arc::clone(&batch), page, is_present: false };
+        state.gets.extend(pages.into_iter().map(work));
+        drop(state);
+        self.shared.changed.notify_all();
+        Ok(transfer)
+    }
+
+    /// Writes pages from `rows`, one for each key, which must not change before they are done. Never waits: pages
+    /// beyond `queue_bytes` are dropped. Those that are there, or on their way, are not written again.
+    ///
+    /// # Errors
+    /// As [`FileStore::get`].
+    pub fn put(&self, keys: Vec<PageHash>, rows: HostRows) -> Result<Arc<StoreTransfer>> {
+        self.check_rows(&keys, &rows)?;
+        let mut state = self.open_state()?;
+        let most = self.shared.config.queue_bytes / self.shared.config.page_bytes;
+        let (mut known, mut pages) = (Vec::new(), Vec::new());
+        let mut present = vec![false; keys.len()];
+        for (page, key) in keys.iter().enumerate() {
+            if let Some(slot) = state.slots.find(key) {
+                known.push(slot);
+                present[page] = true;
+            } else if state.pending.contains(key) {
+                // The other put may still fail: this one does not vouch for it.
+            } else if state.pending.len() >= most {
+                state.counts.dropped += 1;
+            } else {
+                state.pending.insert(*key);
+                pages.push(page);
+            }
+        }
+        state.slots.touch(&known);
+        let first_tick = state.slots.take_ticks(keys.len());
+        let transfer = Arc::new(StoreTransfer::new(present, pages.len()));
+        let batch = Arc::new(Batch { keys, rows, transfer: Arc::clone(&transfer), first_tick });
+        let work = |page| PageWork { batch: Arc::clone(&batch), page, is_present: false };
+        state.puts.extend(pages.into_iter().map(work));
+        drop(state);
+        self.shared.changed.notify_all();
+        Ok(transfer)
+    }
+
+    /// Removes pages, also for later processes; returns how many were there. Those that are still being put are
+    /// stored nevertheless. Writes to the index.
+    ///
+    /// # Errors
+    /// As [`FileStore::exists`]. A page whose entry cannot be cleared counts among `errors`, and may be back when the
+    /// store is opened again.
+    pub fn remove(&self, keys: &[PageHash]) -> Result<usize> {
+        let disk = self.disk()?;
+        let mut state = self.open_state()?;
+        let slots: Vec<u32> = keys.iter().filter_map(|key| state.slots.remove(key)).collect();
+        drop(state);
+        self.shared.forget(&*disk, &slots);
+        let mut state = self.shared.state();
+        for &slot in &slots {
+            state.slots.release(slot);
+        }
+        Ok(slots.len())
+    }
+
+    /// Removes all pages. Otherwise as [`FileStore::remove`].
+    ///
+    /// # Errors
+    /// As [`FileStore::remove`].
+    pub fn clear(&self) -> Result<usize> {
+        let keys = self.open_state()?.slots.keys();
+        self.remove(&keys)
+    }
+
+    /// Takes no more calls, and waits up to `timeout` until what was put and got is done. Returns whether it is; then
+    /// the files can be opened again.
+    ///
+    /// # Errors
+    /// [`ErrorKind::State`] in the child of a fork.
+    pub fn close(&self, timeout: Duration) -> Result<bool> {
+        self.check_process()?;
+        let begin = Instant::now();
+        let mut state = self.shared.state();
+        state.is_closing = true;
+        self.shared.changed.notify_all();
+        while state.workers > 0 {
+            let left = timeout.saturating_sub(begin.elapsed());
+            if left.is_zero() {
+                return Ok(false);
+            }
+            state = self.shared.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        drop(state);
+        let handles = std::mem::take(&mut *lock(&self.workers));
+        for handle in handles {
+            // A thread that has panicked has said so.
+            let _ = handle.join();
+        }
+        lock(&self.shared.disk).take();
+        Ok(true)
+    }
+
+    /// The config.
+    #[must_use]
+    pub fn config(&self) -> &FileStoreConfig {
+        &self.shared.config
+    }
+
+    /// The path, or what the disk is called.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.shared.name
+    }
+
+    /// Whether pages pass the system's cache by.
+    #[must_use]
+    pub fn is_direct(&self) -> bool {
+        self.shared.is_direct
+    }
+
+    /// Whether [`FileStore::close`] was called.
+    ///
+    /// # Errors
+    /// [`ErrorKind::State`] in the child of a fork.
+    pub fn is_closed(&self) -> Result<bool> {
+        self.check_process()?;
+        Ok(self.shared.state().is_closing)
+    }
+
+    /// The number of pages.
+    ///
+    /// # Errors
+    /// [`ErrorKind::State`] in the child of a fork.
+    pub fn len(&self) -> Result<usize> {
+        self.check_process()?;
+        Ok(self.shared.state().slots.len())
+    }
+
+    /// Whether there are none.
+    ///
+    /// # Errors
+    /// [`ErrorKind::State`] in the child of a fork.
+    pub fn is_empty(&self) -> Result<bool> {
+        Ok(self.len()? == 0)
+    }
+
+    /// The statistics: `pages`, `capacity` and `queued` in pages; `bytes` of the pages; `hits` and `misses` of `get`;
+    /// `evicted`, `damaged` (also entries of the index), `dropped`, `errors`, `read_bytes` and `written_bytes`, all
+    /// since the store was opened.
+    ///
+    /// # Errors
+    /// [`ErrorKind::State`] in the child of a fork.
+    pub fn stats(&self) -> Result<Stats> {
+        self.check_process()?;
+        let state = self.shared.state();
+        let counts = state.counts;
+        Ok(Stats::from([
+            ("pages", state.slots.len()),
+            ("capacity", state.slots.count()),
+            ("queued", state.pending.len()),
+            ("bytes", state.slots.len() * self.shared.config.page_bytes),
+            ("hits", counts.hits),
+            ("misses", counts.misses),
+            ("evicted", state.slots.evicted()),
+            ("damaged", counts.damaged),
+            ("dropped", counts.dropped),
+            ("errors", counts.errors),
+            ("read_bytes", counts.read_bytes),
+            ("written_bytes", counts.written_bytes),
+        ]))
+    }
+
+    /// Takes the failures since the last call, in words: the first of each kind.
+    #[must_use]
+    pub fn notes(&self) -> Vec<String> {
+        // In the child of a fork, another thread may have had the lock for ever.
+        if self.check_process().is_err() {
+            Vec::new()
+        } else {
+            std::mem::take(&mut self.shared.state().notes)
+        }
+    }
+
+    /// The first disagreement between parts of the bookkeeping, in words. Looks at every page.
+    #[must_use]
+    pub fn fault(&self) -> Option<String> {
+        self.shared.state().slots.fault()
+    }
+
+    fn check_rows(&self, keys: &[PageHash], rows: &HostRows) -> Result<()> {
+        let page_bytes = self.shared.config.page_bytes;
+        if rows.row_bytes() != page_bytes {
+            let text = format!("pages have {} bytes each, those of the store {page_bytes}", rows.row_bytes());
+            return Err(Error::config(text));
+        }
+        if rows.len() != keys.len() {
+            return Err(Error::config(format!("there are {} keys for {} pages", keys.len(), rows.len())));
+        }
+        Ok(())
+    }
+
+    fn check_process(&self) -> Result<()> {
+        if self.shared.process == std::process::id() {
+            return Ok(());
+        }
+        let text =
+            format!("the store in {} belongs to the process that this one was forked from", self.shared.name);
+        Err(Error::new(ErrorKind::State, text))
+    }
+
+    fn closed(&self) -> Error {
+        Error::new(ErrorKind::State, format!("the store in {} is closed", self.shared.name))
+    }
+
+    fn open_state(&self) -> Result<MutexGuard<'_, State>> {
+        self.check_process()?;
+        let state = self.shared.state();
+        if state.is_closing { Err(self.closed()) } else { Ok(state) }
+    }
+
+    fn disk(&self) -> Result<Arc<dyn Disk>> {
+        self.check_process()?;
+        lock(&self.shared.disk).clone().ok_or_else(|| self.closed())
+    }
+}
+
+impl Drop for FileStore {
+    /// Drops what is queued, and waits for the pages at work.
+    fn drop(&mut self) {
+        if self.check_process().is_err() {
+            // The threads are those of another process.
+            std::mem::forget(std::mem::take(&mut self.workers));
+            return;
+        }
+        let mut state = self.shared.state();
+        state.is_closing = true;
+        let (gets, puts) = (std::mem::take(&mut state.gets), std::mem::take(&mut state.puts));
+        state.counts.dropped += puts.len();
+        drop(state);
+        self.shared.changed.notify_all();
+        drop((gets, puts));
+        let handles = std::mem::take(&mut *lock(&self.workers));
+        for handle in handles {
+            let _ = handle.join();
+        }
+    }
+}
+
+impl Shared {
+    fn state(&self) -> MutexGuard<'_, State> {
+        lock(&self.state)
+    }
+}
+
+impl State {
+    /// Counts a failure, and notes the first of its kind.
+    fn note(&mut self, name: &str, what: &'static str, cause: &io::Error) {
+        self.counts.errors += 1;
+        if self.noted.insert((what, cause.kind())) {
+            self.notes.push(format!("the store in {name} cannot {what}: {cause}"));
+        }
+    }
+}

@@ -1,0 +1,251 @@
+//! What a store finds in its files when it is opened, and how they become those of its capacity.
+
+use std::collections::HashSet;
+use std::io;
+
+use crate::base::{Error, Result, widen};
+use crate::cache::Digest;
+use crate::transfer::{AlignedBytes, BLOCK, Disk, DiskFile, read_whole, write_whole};
+
+use super::layout::{ENTRY_BYTES, Record, check_header, entry_offset, header, page_offset, page_sum, wide};
+use super::slots::Slots;
+
+/// Bytes of the index that are read at once.
+const PIECE: usize = 1 << 20;
+
+/// The files of a store while it is opened.
+pub(super) struct Opening<'a> {
+    pub(super) disk: &'a dyn Disk,
+    pub(super) digest: Digest,
+    pub(super) page_bytes: usize,
+    pub(super) slot_bytes: usize,
+    /// Slots of the capacity.
+    pub(super) count: usize,
+}
+
+/// A page and its slot.
+type Page = (u32, Record);
+
+/// What was found.
+pub(super) struct Found {
+    pub(super) slots: Slots,
+    /// Entries and pages that were not what they should be.
+    pub(super) damaged: usize,
+}
+
+/// Clears the entries of slots in the index: all that it can.
+///
+/// # Errors
+/// The first failure.
+pub(super) fn clear_entries(disk: &dyn Disk, slots: &[u32]) -> io::Result<()> {
+    let mut sorted = slots.to_vec();
+    sorted.sort_unstable();
+    let mut cleared = Ok(());
+    for run in sorted.chunk_by(|slot, next| slot + 1 == *next).flat_map(|run| run.chunks(PIECE / ENTRY_BYTES))
+    {
+        let zeros = vec![0; run.len() * ENTRY_BYTES];
+        cleared = cleared.and(write_whole(disk, DiskFile::Index, &zeros, entry_offset(run[0])));
+    }
+    cleared
+}
+
+fn failed(cause: &io::Error) -> Error {
+    Error::config(format!("its files cannot be read and written: {cause}"))
+}
+
+impl Opening<'_> {
+    /// The pages that are in the files: where there are more than the capacity has slots, those used last.
+    pub(super) fn run(&self) -> Result<Found> {
+        self.check_header()?;
+        let (mut pages, mut unfit) = self.read_index()?;
+        let mut damaged = unfit.len();
+        // The last used first, so that of two with one key that one stays.
+        pages.sort_unstable_by_key(|(slot, record)| (std::cmp::Reverse(record.tick), *slot));
+        let mut known = HashSet::with_capacity(pages.len());
+        let mut kept = Vec::with_capacity(pages.len().min(self.count));
+        for (slot, record) in pages {
+            if !known.insert(record.key) {
+                unfit.push(slot);
+            } else if kept.len() < self.count {
+                kept.push((slot, record));
+            }
+        }
+        // What is damaged may look right again when others have written, and one of two be back without the other.
+        clear_entries(self.disk, &unfit).map_err(|cause| failed(&cause))?;
+        damaged += self.move_down(&mut kept)?;
+        self.cut()?;
+        kept.reverse();
+        let mut slots = Slots::new(self.count);
+        slots.fill(&kept)?;
+        Ok(Found { slots, damaged })
+    }
+
+    fn check_header(&self) -> Result<()> {
+        let [index, pages] = [DiskFile::Index, DiskFile::Pages].map(|file| self.disk.bytes(file));
+        let (index, pages) = (index.map_err(|cause| failed(&cause))?, pages.map_err(|cause| failed(&cause))?);
+        let there = usize::try_from(index).unwrap_or(BLOCK).min(BLOCK);
+        let mut block = vec![0; there];
+        read_whole(self.disk, DiskFile::Index, &mut block, 0).map_err(|cause| failed(&cause))?;
+        if check_header(self.digest, self.page_bytes, &block, index <= wide(BLOCK) && pages == 0)? {
+            write_whole(self.disk, DiskFile::Index, &header(self.digest, self.page_bytes), 0)
+                .map_err(|cause| failed(&cause))?;
+        }
+        Ok(())
+    }
+
+    /// The pages that lie in the file, and the slots of other entries.
+    fn read_index(&self) -> Result<(Vec<Page>, Vec<u32>)> {
+        let end = self.disk.bytes(DiskFile::Index).map_err(|cause| failed(&cause))?;
+        let pages = self.disk.bytes(DiskFile::Pages).map_err(|cause| failed(&cause))?;
+        let whole = pages / wide(self.slot_bytes);
+        let (mut records, mut unfit, mut slot) = (Vec::new(), Vec::new(), 0_u32);
+        let mut piece = vec![0; PIECE];
+        while slot < u32::MAX && entry_offset(slot) < end {
+            let left = (end - entry_offset(slot)) / wide(ENTRY_BYTES);
+            let entries =
+                usize::try_from(left).map_or(PIECE / ENTRY_BYTES, |left| left.min(PIECE / ENTRY_BYTES));
+            if entries == 0 {
+                break;
+            }
+            let piece = &mut piece[..entries * ENTRY_BYTES];
+            read_whole(self.disk, DiskFile::Index, piece, entry_offset(slot))
+                .map_err(|cause| failed(&cause))?;
+            for entry in piece.as_chunks::<ENTRY_BYTES>().0 {
+                if *entry != [0; ENTRY_BYTES] {
+                    match Record::decode(self.digest, slot, entry) {
+                        Some(record) if u64::from(slot) < whole => records.push((slot, record)),
+                        _ => unfit.push(slot),
+                    }
+                }
+                let Some(next) = slot.checked_add(1) else { break };
+                slot = next;
+            }
+        }
+        Ok((records, unfit))
+    }
+
+    /// Moves pages from slots behind the capacity to others. Returns the number of those that were damaged.
+    fn move_down(&self, kept: &mut Vec<Page>) -> Result<usize> {
+        let used: HashSet<u32> = kept.iter().map(|(slot, _)| *slot).collect();
+        if used.iter().all(|slot| widen(*slot) < self.count) {
+            return Ok(0);
+        }
+        let end = u32::try_from(self.count).expect("the number of slots was checked");
+        let mut free = (0..end).filter(|slot| !used.contains(slot));
+        let mut bytes = AlignedBytes::new(self.slot_bytes)?;
+        let mut damaged = 0;
+        for (slot, record) in kept.iter_mut().filter(|(slot, _)| *slot >= end) {
+            let from = page_offset(*slot, self.slot_bytes);
+            let is_read = read_whole(self.disk, DiskFile::Pages, bytes.get(), from).is_ok();
+            if !is_read || page_sum(self.digest, &record.key, &bytes.get()[..self.page_bytes]) != record.sum {
+                damaged += 1;
+                continue;
+            }
+            let to = free.next().expect("no more pages are kept than there are slots");
+            self.write(to, record, bytes.get()).map_err(|cause| failed(&cause))?;
+            *slot = to;
+        }
+        kept.retain(|(slot, _)| *slot < end);
+        Ok(damaged)
+    }
+
+    fn write(&self, slot: u32, record: &Record, bytes: &[u8]) -> io::Result<()> {
+        write_whole(self.disk, DiskFile::Index, &[0; ENTRY_BYTES], entry_offset(slot))?;
+        write_whole(self.disk, DiskFile::Pages, bytes, page_offset(slot, self.slot_bytes))?;
+        write_whole(self.disk, DiskFile::Index, &record.encode(self.digest, slot), entry_offset(slot))
+    }
+
+    /// Ends the files where the last slot does.
+    fn cut(&self) -> Result<()> {
+        let end = u32::try_from(self.count).expect("the number of slots was checked");
+        let ends =
+            [(DiskFile::Index, entry_offset(end)), (DiskFile::Pages, page_offset(end, self.slot_bytes))];
+        for (file, end) in ends {
+            if self.disk.bytes(file).map_err(|cause| failed(&cause))? > end {
+                self.disk.truncate(file, end).map_err(|cause| failed(&cause))?;
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::Mutex;
+
+    /// A large index, and pages that are holes.
+    #[derive(Debug)]
+    struct Sparse {
+        index: Mutex<Vec<u8>>,
+        pages: u64,
+    }
+
+    impl Disk for Sparse {
+        fn bytes(&self, file: DiskFile) -> io::Result<u64> {
+            Ok(if file == DiskFile::Pages {
+                self.pages
+            } else {
+                wide(self.index.lock().expect("no panic").len())
+            })
+        }
+
+        fn truncate(&self, _file: DiskFile, _bytes: u64) -> io::Result<()> {
+            Ok(())
+        }
+
+        fn read_at(&self, file: DiskFile, buffer: &mut [u8], offset: u64) -> io::Result<usize> {
+            assert_eq!(file, DiskFile::Index, "pages are not read when a store is opened");
+            let offset = usize::try_from(offset).expect("an address");
+            buffer.copy_from_slice(&self.index.lock().expect("no panic")[offset..][..buffer.len()]);
+            Ok(buffer.len())
+        }
+
+        fn write_at(&self, file: DiskFile, bytes: &[u8], offset: u64) -> io::Result<usize> {
+            assert_eq!(file, DiskFile::Index);
+            let offset = usize::try_from(offset).expect("an address");
+            self.index.lock().expect("no panic")[offset..][..bytes.len()].copy_from_slice(bytes);
+            Ok(bytes.len())
+        }
+    }
+
+    /// Looks at the beginning of each part only, since there are many.
+    fn digest(parts: &[&[u8]]) -> [u8; 32] {
+        let mut sum = 7_u64;
+        for part in parts {
+            let (mut word, len) = ([0; 8], part.len().min(8));
+            word[..len].copy_from_slice(&part[..len]);
+            sum = (sum ^ u64::from_le_bytes(word)).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(23);
+        }
+        let mut hash = [0; 32];
+        hash[..8].copy_from_slice(&sum.to_le_bytes());
+        hash
+    }
+
+    #[test]
+    fn a_million_pages_are_found_by_reading_the_index_alone() {
+        const PAGES: u32 = 1_000_000;
+        let mut index = header(digest, 4096).to_vec();
+        for slot in 0..PAGES {
+            let mut key = [0; 32];
+            key[..4].copy_from_slice(&slot.wrapping_mul(0x9e37_79b1).to_le_bytes());
+            // The last slot was used first.
+            let record = Record { key, sum: [0; 16], tick: u64::from(PAGES - slot) };
+            index.extend(record.encode(digest, slot));
+        }
+        // One is damaged, and one is that of another slot.
+        index[BLOCK + 64 * 5] ^= 1;
+        index.copy_within(BLOCK..BLOCK + 64, BLOCK + 64 * 7);
+        let disk = Sparse { index: Mutex::new(index), pages: u64::from(PAGES) * 4096 };
+        let opening = Opening { disk: &disk, digest, page_bytes: 4096, slot_bytes: 4096, count: 1_000_000 };
+        let mut found = opening.run().expect("a store");
+        assert_eq!((found.slots.len(), found.damaged), (999_998, 2));
+        let mut first = || found.slots.take().expect("one of all");
+        assert_eq!(
+            (first(), first(), first()),
+            (5, 7, 999_999),
+            "free ones, and then that used least recently"
+        );
+        assert_eq!(found.slots.fault(), None);
+    }
+}

@@ -1,0 +1,317 @@
+//! Which page is in which slot, and which goes first: no bytes, no files.
+
+use std::collections::{HashMap, VecDeque};
+
+use crate::base::{push, widen};
+use crate::cache::PageHash;
+
+use super::layout::Record;
+
+/// No slot: an end of the order.
+const NONE: u32 = u32::MAX;
+
+/// The most slots of a store.
+pub(super) const MOST_SLOTS: usize = 0xffff_fff0;
+
+/// Pages that are stored before a disk that was full is tried with one more.
+const PROBE: usize = 64;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Use {
+    /// No page, and free to take.
+    Free,
+    /// A page is being written.
+    Written,
+    /// A page that can be found.
+    Stored,
+    /// A page that cannot be found any more, and is held.
+    Removed,
+}
+
+#[derive(Debug)]
+struct Place {
+    record: Record,
+    /// The tick in the index, which may be older.
+    written_tick: u64,
+    /// The neighbours in the order of use.
+    newer: u32,
+    older: u32,
+    /// Threads that use the slot.
+    holders: u32,
+    usage: Use,
+}
+
+/// The slots of a store.
+///
+/// Pages that can be found are in a list by their last use. A slot is taken for a page, which then is stored or
+/// given up. Slots that are held are not taken.
+#[derive(Debug)]
+pub(super) struct Slots {
+    /// Those that were ever used, at most `count`.
+    places: Vec<Place>,
+    count: usize,
+    /// Fewer than `count` while the disk is full.
+    room: usize,
+    stored_since_full: usize,
+    by_key: HashMap<PageHash, u32>,
+    written: usize,
+    /// Slots that were used; from the back first, where the system surely has space for them.
+    free: VecDeque<u32>,
+    newest: u32,
+    oldest: u32,
+    next_tick: u64,
+    evicted: usize,
+}
+
+impl Slots {
+    pub(super) fn new(count: usize) -> Self {
+        Self {
+            places: Vec::new(),
+            count,
+            room: count,
+            stored_since_full: 0,
+            by_key: HashMap::new(),
+            written: 0,
+            free: VecDeque::new(),
+            newest: NONE,
+            oldest: NONE,
+            next_tick: 1,
+            evicted: 0,
+        }
+    }
+
+    /// Pages that can be found.
+    pub(super) fn len(&self) -> usize {
+        self.by_key.len()
+    }
+
+    pub(super) const fn count(&self) -> usize {
+        self.count
+    }
+
+    pub(super) const fn evicted(&self) -> usize {
+        self.evicted
+    }
+
+    /// The slot of a page that can be found.
+    pub(super) fn find(&self, key: &PageHash) -> Option<u32> {
+        self.by_key.get(key).copied()
+    }
+
+    pub(super) fn record(&self, slot: u32) -> &Record {
+        &self.place(slot).record
+    }
+
+    /// Every page that can be found.
+    pub(super) fn keys(&self) -> Vec<PageHash> {
+        self.by_key.keys().copied().collect()
+    }
+
+    fn place(&self, slot: u32) -> &Place {
+        &self.places[widen(slot)]
+    }
+
+    fn place_mut(&mut self, slot: u32) -> &mut Place {
+        &mut self.places[widen(slot)]
+    }
+
+    /// Ticks for `count` pages that follow each other, the first one the latest. Returns that of the last one.
+    pub(super) fn take_ticks(&mut self, count: usize) -> u64 {
+        let first = self.next_tick;
+        self.next_tick += super::layout::wide(count);
+        first
+    }
+
+    /// Notes a use of the pages, which follow each other: the first one is evicted last.
+    pub(super) fn touch(&mut self, slots: &[u32]) {
+        for &slot in slots.iter().rev() {
+            let tick = self.take_ticks(1);
+            self.place_mut(slot).record.tick = tick;
+            if self.newest != slot {
+                self.unlink(slot);
+                self.link(slot, NONE);
+            }
+        }
+    }
+
+    /// The record to write to the index because that there is much older, once it is written.
+    pub(super) fn stale(&mut self, slot: u32) -> Option<Record> {
+        let lag = self.next_tick - self.place(slot).written_tick;
+        let place = &mut self.places[widen(slot)];
+        let is_stale = place.usage == Use::Stored && lag > super::layout::wide(self.count / 8);
+        if is_stale {
+            place.written_tick = place.record.tick;
+        }
+        is_stale.then_some(place.record)
+    }
+
+    /// Holds the slot of a page.
+    pub(super) fn hold(&mut self, slot: u32) {
+        self.place_mut(slot).holders += 1;
+    }
+
+    /// Whether a page that is held was removed.
+    pub(super) fn is_removed(&self, slot: u32) -> bool {
+        self.place(slot).usage == Use::Removed
+    }
+
+    /// Ends a hold. The slot of a removed page is free when the last one has ended.
+    pub(super) fn release(&mut self, slot: u32) {
+        let place = self.place_mut(slot);
+        place.holders -= 1;
+        if place.holders == 0 && place.usage == Use::Removed {
+            place.usage = Use::Free;
+            self.free.push_back(slot);
+        }
+    }
+
+    /// Takes a slot for a page: a free one, or that of the page used least recently. `None` if all are held.
+    pub(super) fn take(&mut self) -> Option<u32> {
+        let slot = if self.len() + self.written < self.room { self.take_free() } else { None };
+        let slot = slot.or_else(|| self.evict())?;
+        self.place_mut(slot).usage = Use::Written;
+        self.written += 1;
+        Some(slot)
+    }
+
+    fn take_free(&mut self) -> Option<u32> {
+        if let Some(slot) = self.free.pop_back() {
+            return Some(slot);
+        }
+        let fresh = self.places.len();
+        if fresh >= self.count {
+            return None;
+        }
+        let record = Record { key: [0; 32], sum: [0; 16], tick: 0 };
+        let usage = Use::Free;
+        let place = Place { record, written_tick: 0, newer: NONE, older: NONE, holders: 0, usage };
+        push(&mut self.places, place).ok()?;
+        Some(u32::try_from(fresh).expect("MOST_SLOTS was checked"))
+    }
+
+    /// Evicts the page used least recently of those that are not held. The caller takes its slot.
+    fn evict(&mut self) -> Option<u32> {
+        let mut slot = self.oldest;
+        while slot != NONE && self.place(slot).holders > 0 {
+            slot = self.place(slot).newer;
+        }
+        if slot == NONE {
+            return None;
+        }
+        let key = self.place(slot).record.key;
+        self.by_key.remove(&key);
+        self.unlink(slot);
+        self.evicted += 1;
+        Some(slot)
+    }
+
+    /// Makes the page in a taken slot one that can be found: next to the page `before` it, or else as the last used.
+    pub(super) fn store(&mut self, slot: u32, record: Record, before: Option<&PageHash>) {
+        let newer = before.and_then(|key| self.find(key)).unwrap_or(NONE);
+        let place = self.place_mut(slot);
+        debug_assert_eq!(place.usage, Use::Written, "slot {slot} was not taken");
+        place.record = record;
+        place.written_tick = record.tick;
+        place.usage = Use::Stored;
+        self.written -= 1;
+        self.link(slot, newer);
+        self.by_key.insert(record.key, slot);
+        self.stored_since_full += 1;
+        if self.room < self.count && self.stored_since_full.is_multiple_of(PROBE) {
+            self.room += 1;
+        }
+    }
+
+    /// Gives up a taken slot. It is the last one to be taken again: its place on the disk may be bad.
+    pub(super) fn give_up(&mut self, slot: u32) {
+        self.place_mut(slot).usage = Use::Free;
+        self.written -= 1;
+        self.free.push_front(slot);
+    }
+
+    /// Notes that the disk has no space for more pages than there are. From then on others are evicted for a new one.
+    pub(super) fn note_full(&mut self) {
+        self.room = (self.len() + self.written).min(self.count).max(1);
+        self.stored_since_full = 0;
+    }
+
+    /// Removes a page. Its slot is held for the caller, who clears its entry and releases it.
+    pub(super) fn remove(&mut self, key: &PageHash) -> Option<u32> {
+        let slot = self.by_key.remove(key)?;
+        self.unlink(slot);
+        let place = self.place_mut(slot);
+        place.usage = Use::Removed;
+        place.holders += 1;
+        Some(slot)
+    }
+
+    /// Fills the slots with the pages of an index, by ascending tick. Slots are below `count`, and each occurs once.
+    pub(super) fn fill(&mut self, pages: &[(u32, Record)]) -> crate::base::Result<()> {
+        let end = pages.iter().map(|(slot, _)| widen(*slot) + 1).max().unwrap_or(0);
+        for slot in 0..end {
+            let record = Record { key: [0; 32], sum: [0; 16], tick: 0 };
+            let usage = Use::Free;
+            push(
+                &mut self.places,
+                Place { record, written_tick: 0, newer: NONE, older: NONE, holders: 0, usage },
+            )?;
+            self.free.push_front(u32::try_from(slot).expect("MOST_SLOTS was checked"));
+        }
+        self.by_key.reserve(pages.len());
+        for &(slot, record) in pages {
+            self.place_mut(slot).usage = Use::Written;
+            self.written += 1;
+            self.store(slot, record, None);
+            self.next_tick = record.tick + 1;
+        }
+        let places = &self.places;
+        self.free.retain(|&slot| places[widen(slot)].usage == Use::Free);
+        Ok(())
+    }
+
+    /// Takes a page out of the order.
+    fn unlink(&mut self, slot: u32) {
+        let Place { newer, older, .. } = *self.place(slot);
+        self.set_older(newer, older);
+        self.set_newer(older, newer);
+    }
+
+    /// Puts a page into the order behind `newer`, or first.
+    fn link(&mut self, slot: u32, newer: u32) {
+        let older = if newer == NONE { self.newest } else { self.place(newer).older };
+        self.set_older(newer, slot);
+        self.set_newer(older, slot);
+        let place = self.place_mut(slot);
+        (place.newer, place.older) = (newer, older);
+    }
+
+    fn set_older(&mut self, slot: u32, older: u32) {
+        *(if slot == NONE { &mut self.newest } else { &mut self.place_mut(slot).older }) = older;
+    }
+
+    fn set_newer(&mut self, slot: u32, newer: u32) {
+        *(if slot == NONE { &mut self.oldest } else { &mut self.place_mut(slot).newer }) = newer;
+    }
+
+    /// The first disagreement between the parts, in words.
+    pub(super) fn fault(&self) -> Option<String> {
+        let (mut slot, mut newer, mut seen) = (self.newest, NONE, 0);
+        while slot != NONE {
+            let place = self.place(slot);
+            if place.usage != Use::Stored
+                || place.newer != newer
+                || self.find(&place.record.key) != Some(slot)
+            {
+                return Some(format!("slot {slot} is out of order: {place:?}"));
+            }
+            (newer, slot, seen) = (slot, place.older, seen + 1);
+        }
+        let of = |usage| self.places.iter().filter(|place| place.usage == usage).count();
+        let counted = [of(Use::Stored), of(Use::Written), of(Use::Free)];
+        let known = [seen, self.written, self.free.len()];
+        if newer != self.oldest || counted != known || seen != self.len() || self.places.len() > self.count {
+            return Some(format!("{counted:?} pages are stored, written and free, {known:?} are known"));
+        }
+        None
+    }
+}

@@ -1,0 +1,213 @@
+//! The threads of a store.
+
+use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, PoisonError};
+
+use crate::transfer::{AlignedBytes, Disk, DiskFile, read_whole, write_whole};
+
+use super::Shared;
+use super::layout::{ENTRY_BYTES, Record, entry_offset, page_offset, page_sum};
+use super::opening::clear_entries;
+use super::transfer::PageWork;
+
+/// One thread: it takes pages from the queues, those to read first, until the store closes and they are empty.
+pub(super) struct Worker {
+    shared: Arc<Shared>,
+    disk: Arc<dyn Disk>,
+    bytes: AlignedBytes,
+}
+
+enum Job {
+    Get(PageWork),
+    Put(PageWork),
+}
+
+impl Worker {
+    pub(super) fn new(shared: &Arc<Shared>, disk: Arc<dyn Disk>, bytes: AlignedBytes) -> Self {
+        shared.state().workers += 1;
+        Self { shared: Arc::clone(shared), disk, bytes }
+    }
+
+    pub(super) fn run(mut self) {
+        while let Some(job) = self.next() {
+            let work = AssertUnwindSafe(|| match job {
+                Job::Get(work) => self.get(work),
+                Job::Put(work) => self.put(work),
+            });
+            if catch_unwind(work).is_err() {
+                let panicked = io::Error::other("a thread panicked");
+                self.shared.state().note(&self.shared.name, "go on with a page", &panicked);
+            }
+        }
+    }
+
+    fn next(&self) -> Option<Job> {
+        let mut state = self.shared.state();
+        loop {
+            if let Some(work) = state.gets.pop_front() {
+                return Some(Job::Get(work));
+            }
+            if let Some(work) = state.puts.pop_front() {
+                return Some(Job::Put(work));
+            }
+            if state.is_closing {
+                return None;
+            }
+            state = self.shared.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    fn get(&mut self, mut work: PageWork) {
+        let shared = Arc::clone(&self.shared);
+        let mut state = shared.state();
+        let Some(slot) = state.slots.find(work.key()) else {
+            // It was evicted since it was found.
+            state.counts.misses += 1;
+            return;
+        };
+        state.slots.hold(slot);
+        let record = *state.slots.record(slot);
+        drop(state);
+        let offset = page_offset(slot, shared.slot_bytes);
+        let read = read_whole(&*self.disk, DiskFile::Pages, self.bytes.get(), offset);
+        let page = &self.bytes.get()[..shared.config.page_bytes];
+        let is_right = read.is_ok() && page_sum(shared.config.digest, &record.key, page) == record.sum;
+        if is_right {
+            work.batch.rows.write(work.page, page);
+            work.is_present = true;
+        }
+        let mut state = shared.state();
+        let mut is_written = false;
+        if is_right {
+            state.counts.hits += 1;
+            state.counts.read_bytes += page.len();
+            if let Some(record) = state.slots.stale(slot) {
+                drop(state);
+                // So that a later process knows of this use. If it fails, the old entry stays right.
+                let entry = record.encode(shared.config.digest, slot);
+                let _ = write_whole(&*self.disk, DiskFile::Index, &entry, entry_offset(slot));
+                is_written = true;
+                state = shared.state();
+            }
+        } else {
+            state.counts.misses += 1;
+            match &read {
+                Err(cause) if cause.kind() != io::ErrorKind::UnexpectedEof => {
+                    state.note(&shared.name, "read a page", cause);
+                }
+                _ => {
+                    state.counts.damaged += 1;
+                    is_written = true;
+                }
+            }
+            // It will be computed again, and then stored elsewhere. After a failed read its entry stays: a later
+            // process may have more luck.
+            if state.slots.record(slot).key == record.key && !state.slots.is_removed(slot) {
+                state.slots.remove(&record.key);
+                state.slots.release(slot);
+            }
+        }
+        if is_written && state.slots.is_removed(slot) {
+            drop(state);
+            shared.forget(&*self.disk, &[slot]);
+            state = shared.state();
+        }
+        state.slots.release(slot);
+    }
+
+    fn put(&mut self, mut work: PageWork) {
+        let shared = Arc::clone(&self.shared);
+        let pending = Pending { shared: &shared, work: &mut work };
+        let (batch, at) = (Arc::clone(&pending.work.batch), pending.work.page);
+        let (page, rest) = self.bytes.get().split_at_mut(shared.config.page_bytes);
+        batch.rows.read(at, page);
+        rest.fill(0);
+        let key = batch.keys[at];
+        let record = Record { key, sum: page_sum(shared.config.digest, &key, page), tick: batch.tick(at) };
+        let mut state = shared.state();
+        let Some(slot) = state.slots.take() else {
+            state.counts.dropped += 1;
+            return;
+        };
+        drop(state);
+        let mut taken = Taken { shared: &shared, slot, is_stored: false };
+        match write_page(&*self.disk, self.bytes.get(), slot, &record, &shared) {
+            Ok(()) => {
+                let mut state = shared.state();
+                state.slots.store(slot, record, at.checked_sub(1).map(|before| &batch.keys[before]));
+                state.counts.written_bytes += shared.config.page_bytes;
+                taken.is_stored = true;
+                drop(state);
+                pending.work.is_present = true;
+            }
+            Err(cause) => {
+                drop(taken);
+                let mut state = shared.state();
+                if is_full(cause.kind()) {
+                    state.slots.note_full();
+                }
+                state.note(&shared.name, "write a page", &cause);
+            }
+        }
+    }
+}
+
+/// Whether the system has no space for more bytes, of all files, those of a user, or one.
+fn is_full(kind: io::ErrorKind) -> bool {
+    use io::ErrorKind::{FileTooLarge, QuotaExceeded, StorageFull};
+    matches!(kind, StorageFull | QuotaExceeded | FileTooLarge)
+}
+
+/// The entry of the page that was there goes first, and that of the new one comes last.
+fn write_page(disk: &dyn Disk, bytes: &[u8], slot: u32, record: &Record, shared: &Shared) -> io::Result<()> {
+    if !disk.is_reachable()? {
+        return Err(io::Error::new(io::ErrorKind::NotFound, "its files were removed"));
+    }
+    write_whole(disk, DiskFile::Index, &[0; ENTRY_BYTES], entry_offset(slot))?;
+    write_whole(disk, DiskFile::Pages, bytes, page_offset(slot, shared.slot_bytes))?;
+    write_whole(disk, DiskFile::Index, &record.encode(shared.config.digest, slot), entry_offset(slot))
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        self.shared.state().workers -= 1;
+        self.shared.changed.notify_all();
+    }
+}
+
+/// A page that is being put. It may be put again when this drops.
+struct Pending<'a> {
+    shared: &'a Shared,
+    work: &'a mut PageWork,
+}
+
+impl Drop for Pending<'_> {
+    fn drop(&mut self) {
+        self.shared.state().pending.remove(self.work.key());
+    }
+}
+
+/// A slot that was taken. It is given up when this drops, unless a page was stored there.
+struct Taken<'a> {
+    shared: &'a Shared,
+    slot: u32,
+    is_stored: bool,
+}
+
+impl Drop for Taken<'_> {
+    fn drop(&mut self) {
+        if !self.is_stored {
+            self.shared.state().slots.give_up(self.slot);
+        }
+    }
+}
+
+impl Shared {
+    /// Clears the entries of removed pages in the index.
+    pub(super) fn forget(&self, disk: &dyn Disk, slots: &[u32]) {
+        if let Err(cause) = clear_entries(disk, slots) {
+            self.state().note(&self.name, "clear an entry", &cause);
+        }
+    }
+}

@@ -1,0 +1,364 @@
+//! `kvpool.FileStore` and its transfers.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyTuple};
+
+use crate::base::{Error, IndexVec};
+use crate::memory::HostRows;
+use crate::pool::{FileStore as Store, FileStoreConfig, StoreTransfer as Transfer};
+
+use super::args::{self, Access, Arg};
+use super::logging;
+use super::prefix_report::digest;
+
+/// Longest wait between checks for signals.
+const SLICE: Duration = Duration::from_millis(50);
+
+/// Calls `wait`, without the GIL, with short timeouts until it is over or `timeout` seconds are.
+fn wait_in_slices(
+    py: Python<'_>,
+    timeout: Option<f64>,
+    wait: impl Fn(Duration) -> crate::base::Result<bool> + Sync,
+) -> PyResult<bool> {
+    let seconds = timeout.unwrap_or(f64::INFINITY);
+    if seconds.is_nan() || seconds < 0.0 {
+        return Err(Error::config(format!("timeout is {seconds}; it must be seconds, not negative")).into());
+    }
+    let start = Instant::now();
+    loop {
+        let left = (seconds - start.elapsed().as_secs_f64()).clamp(0.0, SLICE.as_secs_f64());
+        if py.detach(|| wait(Duration::from_secs_f64(left)))? {
+            return Ok(true);
+        }
+        py.check_signals()?;
+        if start.elapsed().as_secs_f64() >= seconds {
+            return Ok(false);
+        }
+    }
+}
+
+/// Pages by their keys in files on a local disk, for one process at a time.
+///
+/// What was was stored is there after the process has ended, also after `SIGKILL` at any moment: a checksum covers the
+/// key and the bytes of each page, and a page that is found is right to the byte. What is damaged is missing. The
+/// pages used least recently are evicted; a use is a `put`, a `get`, or to be counted by `exists`. Of the pages of one
+/// call the last are evicted first, as prefixes want it.
+///
+/// Threads read and write, past the system's cache where the file system can do that. They report failures in
+/// `stats()`, and the first of each kind as a warning of the logger `kvpool` at a later call. Nothing is evicted or
+/// lost because one page could not be read or written, but for the page that made room.
+///
+/// Nothing is flushed: after a power cut the last pages may be missing. Use as a context manager, or call `close`:
+/// a store that is only dropped drops what is queued.
+///
+/// Args:
+///     path: A directory, made if it is missing, with access for its owner only. It is locked by this process; a
+///         child of a fork cannot use the store.
+///     capacity_bytes: Bytes of pages, each rounded up to 4096. The index takes 64 bytes more for each page. A store
+///         can be opened with another capacity: a smaller one keeps the pages used last.
+///     page_bytes: Bytes of a page.
+///     threads: Threads that read and write.
+///     queue_bytes: Bytes of pages that wait to be written. Further ones are dropped.
+///     direct: Whether to pass the system's cache by, if the file system can do that.
+///
+/// Raises:
+///     ConfigError: If a size does not fit, the directory is in use by a process, also this one, has a store with
+///         other pages or of another version, or cannot be used. The message has the path and the cause.
+///     OutOfMemoryError: If the index does not fit in memory.
+#[pyclass(frozen, module = "kvpool", name = "FileStore", weakref)]
+pub(super) struct FileStore {
+    store: Store,
+}
+
+#[pymethods]
+impl FileStore {
+    #[new]
+    #[pyo3(signature = (
+        path, capacity_bytes, *, page_bytes, threads=Arg::Missing, queue_bytes=Arg::Missing, direct=true
+    ), text_signature = "(path, capacity_bytes, *, page_bytes, threads=2, queue_bytes=268435456, direct=True)")]
+    fn new(
+        py: Python<'_>,
+        path: PathBuf,
+        capacity_bytes: &Bound<'_, PyAny>,
+        page_bytes: &Bound<'_, PyAny>,
+        threads: Arg<'_>,
+        queue_bytes: Arg<'_>,
+        direct: bool,
+    ) -> PyResult<Self> {
+        /// Some hundred milliseconds of a disk.
+        const QUEUE_BYTES: usize = 256 << 20;
+        let page_bytes = args::size("page_bytes", page_bytes)?;
+        let config = FileStoreConfig {
+            capacity_bytes: args::size("capacity_bytes", capacity_bytes)?,
+            page_bytes,
+            threads: threads.size("threads", 2)?,
+            queue_bytes: queue_bytes.size("queue_bytes", QUEUE_BYTES.max(page_bytes))?,
+            digest,
+        };
+        Ok(Self { store: py.detach(|| Store::at(&path, &config, direct))? })
+    }
+
+    /// Returns how many of the keys are there before the first that is not. Looks in memory only.
+    ///
+    /// Args:
+    ///     keys: A sequence of `bytes` objects of 32 bytes, or a uint8 array or tensor `[n, 32]` in host memory.
+    ///
+    /// Raises:
+    ///     ConfigError: If a key does not have 32 bytes.
+    ///     TypeError: If `keys` is something else.
+    ///     RuntimeError: If the store is closed, or belongs to the process that this one was forked from.
+    fn exists(&self, py: Python<'_>, keys: &Bound<'_, PyAny>) -> PyResult<usize> {
+        let keys = args::page_keys(keys)?;
+        self.report(py);
+        Ok(self.store.exists(&keys)?)
+    }
+
+    /// Reads pages. Returns at once.
+    ///
+    /// Do not use the memory before the transfer is done, which keeps it alive until then. The row of a page that is
+    /// not found keeps its bytes.
+    ///
+    /// Args:
+    ///     keys: As in `exists`.
+    ///     pages: A tensor or array in host memory whose dimension 0 counts pages, with `page_bytes` contiguous bytes
+    ///         in each, of any dtype.
+    ///     rows: Which rows of `pages` are meant, one for each key and none twice. By default all, in their order.
+    ///
+    /// Returns:
+    ///     A `StoreTransfer`.
+    ///
+    /// Raises:
+    ///     ConfigError: If the numbers of keys and pages differ, or the pages have another size, are not contiguous,
+    ///         overlap, are read-only, or are not in host memory.
+    ///     IndexError: If there is no such row.
+    ///     RuntimeError: As in `exists`.
+    #[pyo3(signature = (keys, pages, *, rows=None))]
+    fn get(
+        &self,
+        py: Python<'_>,
+        keys: &Bound<'_, PyAny>,
+        pages: &Bound<'_, PyAny>,
+        rows: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<StoreTransfer> {
+        let (keys, rows) = (args::page_keys(keys)?, chosen(py, pages, rows, Access::Write)?);
+        self.report(py);
+        Ok(StoreTransfer { transfer: self.store.get(keys, rows)? })
+    }
+
+    /// Writes pages. Returns at once: pages for which the queue has no room are dropped and counted.
+    ///
+    /// Do not change the memory before the transfer is done, which keeps it alive until then. Pages that are there
+    /// already, or on their way, are not written again.
+    ///
+    /// Args:
+    ///     keys: As in `exists`.
+    ///     pages: As in `get`; they may be read-only.
+    ///     rows: As in `get`.
+    ///
+    /// Returns:
+    ///     A `StoreTransfer`.
+    ///
+    /// Raises:
+    ///     ConfigError: As in `get`.
+    ///     IndexError: As in `get`.
+    ///     RuntimeError: As in `exists`.
+    #[pyo3(signature = (keys, pages, *, rows=None))]
+    fn put(
+        &self,
+        py: Python<'_>,
+        keys: &Bound<'_, PyAny>,
+        pages: &Bound<'_, PyAny>,
+        rows: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<StoreTransfer> {
+        let (keys, rows) = (args::page_keys(keys)?, chosen(py, pages, rows, Access::Read)?);
+        self.report(py);
+        Ok(StoreTransfer { transfer: self.store.put(keys, rows)? })
+    }
+
+    /// Removes pages, also for later processes. Those that are still being put are stored nevertheless. Writes to the
+    /// index, without the GIL.
+    ///
+    /// Args:
+    ///     keys: As in `exists`.
+    ///
+    /// Returns:
+    ///     How many were there.
+    ///
+    /// Raises:
+    ///     RuntimeError: As in `exists`.
+    fn remove(&self, py: Python<'_>, keys: &Bound<'_, PyAny>) -> PyResult<usize> {
+        let keys = args::page_keys(keys)?;
+        let removed = py.detach(|| self.store.remove(&keys))?;
+        self.report(py);
+        Ok(removed)
+    }
+
+    /// Removes all pages. Otherwise like `remove`.
+    fn clear(&self, py: Python<'_>) -> PyResult<usize> {
+        let removed = py.detach(|| self.store.clear())?;
+        self.report(py);
+        Ok(removed)
+    }
+
+    /// Completes what was put and got, without the GIL, and closes the files. Other calls raise from then on. May be
+    /// called again, also after an interrupt.
+    ///
+    /// Raises:
+    ///     RuntimeError: If the store belongs to the process that this one was forked from.
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        wait_in_slices(py, None, |slice| self.store.close(slice))?;
+        self.report(py);
+        Ok(())
+    }
+
+    /// Returns the statistics: `pages`, `capacity` and `queued` (to be written) in pages; `bytes` of pages; and since
+    /// the store was opened `hits` and `misses` of `get`, `evicted`, `damaged` (pages, and entries of the index),
+    /// `dropped` pages of `put`, `errors` of the system, `read_bytes` and `written_bytes`.
+    ///
+    /// Raises:
+    ///     RuntimeError: If the store belongs to the process that this one was forked from.
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        self.report(py);
+        let dict = PyDict::new(py);
+        for (name, value) in self.store.stats()?.iter() {
+            dict.set_item(name, value)?;
+        }
+        Ok(dict)
+    }
+
+    /// The directory, as it was given.
+    #[getter]
+    fn path(&self) -> &str {
+        self.store.name()
+    }
+
+    /// Bytes of a page.
+    #[getter]
+    fn page_bytes(&self) -> usize {
+        self.store.config().page_bytes
+    }
+
+    /// Bytes of pages that the store was given.
+    #[getter]
+    fn capacity_bytes(&self) -> usize {
+        self.store.config().capacity_bytes
+    }
+
+    /// Whether pages pass the system's cache by.
+    #[getter]
+    fn direct(&self) -> bool {
+        self.store.is_direct()
+    }
+
+    /// Whether `close` was called.
+    #[getter]
+    fn closed(&self) -> PyResult<bool> {
+        Ok(self.store.is_closed()?)
+    }
+
+    fn __len__(&self) -> PyResult<usize> {
+        Ok(self.store.len()?)
+    }
+
+    /// A store is true, also an empty one.
+    #[expect(clippy::unused_self, reason = "of Python's protocol")]
+    const fn __bool__(&self) -> bool {
+        true
+    }
+
+    fn __enter__(slf: Bound<'_, Self>) -> Bound<'_, Self> {
+        slf
+    }
+
+    #[pyo3(signature = (*_exception))]
+    fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, PyTuple>) -> PyResult<()> {
+        self.close(py)
+    }
+
+    fn __repr__(&self) -> String {
+        let config = self.store.config();
+        let (path, capacity, page) = (self.store.name(), config.capacity_bytes, config.page_bytes);
+        format!("FileStore({path:?}, capacity_bytes={capacity}, page_bytes={page})")
+    }
+}
+
+impl FileStore {
+    /// Logs what threads have noted.
+    fn report(&self, py: Python<'_>) {
+        for note in self.store.notes() {
+            logging::warn(py, &note);
+        }
+    }
+}
+
+/// The rows that a caller means.
+fn chosen(
+    py: Python<'_>,
+    pages: &Bound<'_, PyAny>,
+    rows: Option<&Bound<'_, PyAny>>,
+    access: Access,
+) -> PyResult<HostRows> {
+    let all = args::rows("pages", pages, access)?;
+    let Some(rows) = rows else { return Ok(all) };
+    let rows = match args::indices(rows)?.values(py)? {
+        IndexVec::I64(rows) => rows,
+        IndexVec::I32(rows) => rows.into_iter().map(i64::from).collect(),
+    };
+    Ok(all.choose(&rows)?)
+}
+
+/// Pages that a `FileStore` reads or writes. It can serve as the fence `after` of `TokenToKVPoolAllocator.free`.
+#[pyclass(frozen, module = "kvpool", name = "StoreTransfer", weakref)]
+pub(super) struct StoreTransfer {
+    transfer: Arc<Transfer>,
+}
+
+#[pymethods]
+impl StoreTransfer {
+    /// Returns whether all pages are done. Does not wait.
+    ///
+    /// Raises:
+    ///     RuntimeError: If it belongs to the process that this one was forked from.
+    fn query(&self) -> PyResult<bool> {
+        Ok(self.transfer.query()?)
+    }
+
+    /// Waits until all pages are done, without the GIL. An interrupt ends the wait only.
+    ///
+    /// Args:
+    ///     timeout: Maximum wait in seconds; unlimited by default.
+    ///
+    /// Returns:
+    ///     Whether all pages are done.
+    ///
+    /// Raises:
+    ///     ConfigError: If `timeout` is negative or NaN.
+    ///     RuntimeError: As in `query`.
+    #[pyo3(signature = (timeout=None))]
+    fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
+        wait_in_slices(py, timeout, |slice| self.transfer.wait(slice))
+    }
+
+    /// For each page whether it is where it was to go: after a `get` in memory, after a `put` in the store. False for
+    /// pages that are not done, and for one that another `put` is still writing.
+    ///
+    /// Raises:
+    ///     RuntimeError: As in `query`.
+    #[getter]
+    fn present(&self) -> PyResult<Vec<bool>> {
+        Ok(self.transfer.present()?)
+    }
+
+    /// The number of present pages before the first that is not: of a prefix, what can be used.
+    ///
+    /// Raises:
+    ///     RuntimeError: As in `query`.
+    #[getter]
+    fn leading(&self) -> PyResult<usize> {
+        Ok(self.transfer.leading()?)
+    }
+}

@@ -1,0 +1,134 @@
+//! What a store needs of a file system.
+
+use std::fmt::Debug;
+use std::io::{Error, ErrorKind, Result};
+
+/// Offsets, lengths and addresses are multiples of this many bytes wherever a disk is accessed without the system's
+/// cache.
+pub const BLOCK: usize = 4096;
+
+/// A file of a store.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DiskFile {
+    /// Large blocks, read and written in whole.
+    Pages,
+    /// Small records, read when the store is opened.
+    Index,
+}
+
+/// The two files of a store. Calls may come from several threads at once.
+///
+/// A process that is killed leaves behind what its calls have written, in their order; the last may be cut short.
+pub trait Disk: Debug + Send + Sync {
+    /// Bytes of a file.
+    ///
+    /// # Errors
+    /// Those of the system.
+    fn bytes(&self, file: DiskFile) -> Result<u64>;
+
+    /// Cuts a file short.
+    ///
+    /// # Errors
+    /// Those of the system.
+    fn truncate(&self, file: DiskFile, bytes: u64) -> Result<()>;
+
+    /// Reads to `buffer`; returns how many bytes, which may be fewer, and 0 at the end of the file. Pages are read by
+    /// whole [`BLOCK`]s to [`AlignedBytes`].
+    ///
+    /// # Errors
+    /// Those of the system.
+    fn read_at(&self, file: DiskFile, buffer: &mut [u8], offset: u64) -> Result<usize>;
+
+    /// Writes `bytes`; returns how many, which may be fewer. Pages are written as they are read.
+    ///
+    /// # Errors
+    /// Those of the system.
+    fn write_at(&self, file: DiskFile, bytes: &[u8], offset: u64) -> Result<usize>;
+
+    /// Whether pages pass the system's cache by.
+    fn is_direct(&self) -> bool {
+        false
+    }
+
+    /// Whether another process could still find the files.
+    ///
+    /// # Errors
+    /// Those of the system.
+    fn is_reachable(&self) -> Result<bool> {
+        Ok(true)
+    }
+}
+
+/// The part of a call that counts as done: whole blocks, unless all is.
+fn progress(disk: &dyn Disk, file: DiskFile, done: usize, asked: usize) -> usize {
+    let whole = if disk.is_direct() && file == DiskFile::Pages { BLOCK } else { 1 };
+    if done == asked { done } else { done / whole * whole }
+}
+
+/// Reads until `buffer` is full.
+///
+/// # Errors
+/// [`ErrorKind::UnexpectedEof`] at the end of the file, and those of the disk.
+pub fn read_whole(disk: &dyn Disk, file: DiskFile, buffer: &mut [u8], offset: u64) -> Result<()> {
+    let mut at = 0;
+    while at < buffer.len() {
+        let asked = buffer.len() - at;
+        match disk.read_at(file, &mut buffer[at..], offset + wide(at)) {
+            Err(error) if error.kind() == ErrorKind::Interrupted => (),
+            Err(error) => return Err(error),
+            Ok(done) => match progress(disk, file, done, asked) {
+                0 => return Err(Error::new(ErrorKind::UnexpectedEof, "the file ends early")),
+                done => at += done,
+            },
+        }
+    }
+    Ok(())
+}
+
+/// Writes all of `bytes`.
+///
+/// # Errors
+/// [`ErrorKind::WriteZero`] when the disk takes no more, and its own errors.
+pub fn write_whole(disk: &dyn Disk, file: DiskFile, bytes: &[u8], offset: u64) -> Result<()> {
+    let mut at = 0;
+    while at < bytes.len() {
+        match disk.write_at(file, &bytes[at..], offset + wide(at)) {
+            Err(error) if error.kind() == ErrorKind::Interrupted => (),
+            Err(error) => return Err(error),
+            Ok(done) => match progress(disk, file, done, bytes.len() - at) {
+                0 => return Err(Error::new(ErrorKind::WriteZero, "the disk takes no more bytes")),
+                done => at += done,
+            },
+        }
+    }
+    Ok(())
+}
+
+fn wide(bytes: usize) -> u64 {
+    u64::try_from(bytes).expect("an address has 64 bits")
+}
+
+/// Bytes whose address is a multiple of [`BLOCK`].
+#[derive(Debug)]
+pub struct AlignedBytes {
+    bytes: Vec<u8>,
+    begin: usize,
+    len: usize,
+}
+
+impl AlignedBytes {
+    /// `len` zeros.
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate them.
+    pub fn new(len: usize) -> crate::base::Result<Self> {
+        let bytes: Vec<u8> = crate::base::zeros(len + BLOCK)?;
+        let begin = bytes.as_ptr().addr().next_multiple_of(BLOCK) - bytes.as_ptr().addr();
+        Ok(Self { bytes, begin, len })
+    }
+
+    /// The bytes.
+    pub fn get(&mut self) -> &mut [u8] {
+        &mut self.bytes[self.begin..self.begin + self.len]
+    }
+}

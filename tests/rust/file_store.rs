@@ -1,0 +1,539 @@
+//! The store of pages on disks that fail, and in folders that others have, change or remove.
+
+use std::fs;
+use std::io::ErrorKind as Io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvpool::base::ErrorKind;
+use kvpool::memory::{Host, HostRows, Region};
+use kvpool::pool::{FileStore, FileStoreConfig, StoreTransfer};
+use kvpool::transfer::{BLOCK, Disk};
+
+use crate::histories::disks::{Fault, MemoryDisk, digest};
+
+const PAGE_BYTES: usize = BLOCK + 5;
+const SLOT_BYTES: usize = 2 * BLOCK;
+
+type Key = [u8; 32];
+
+fn config(slots: usize) -> FileStoreConfig {
+    FileStoreConfig {
+        capacity_bytes: slots * SLOT_BYTES,
+        page_bytes: PAGE_BYTES,
+        threads: 1,
+        queue_bytes: 64 * PAGE_BYTES,
+        digest,
+    }
+}
+
+fn try_open(disk: &Arc<MemoryDisk>, slots: usize) -> kvpool::base::Result<FileStore> {
+    let disk: Arc<dyn Disk> = Arc::<MemoryDisk>::clone(disk);
+    FileStore::open("memory", &config(slots), &disk)
+}
+
+fn open(disk: &Arc<MemoryDisk>, slots: usize) -> FileStore {
+    try_open(disk, slots).unwrap()
+}
+
+fn keys(numbers: &[u8]) -> Vec<Key> {
+    numbers.iter().map(|&number| [number; 32]).collect()
+}
+
+fn rows(count: usize) -> (Arc<Region>, HostRows) {
+    let region = Arc::new(Region::new(Arc::new(Host), count.max(1) * PAGE_BYTES).unwrap());
+    let rows = HostRows::of_region(&region, 0, count, PAGE_BYTES).unwrap();
+    (region, rows)
+}
+
+fn bytes(number: u8) -> Vec<u8> {
+    (0..PAGE_BYTES).map(|at| number ^ u8::try_from(at % 251).unwrap()).collect()
+}
+
+fn begin_put(store: &FileStore, numbers: &[u8]) -> Arc<StoreTransfer> {
+    let (_, rows) = rows(numbers.len());
+    for (row, &number) in numbers.iter().enumerate() {
+        rows.write(row, &bytes(number));
+    }
+    store.put(keys(numbers), rows).unwrap()
+}
+
+fn finished(transfer: &StoreTransfer) -> Vec<bool> {
+    assert!(transfer.wait(Duration::from_secs(60)).unwrap());
+    transfer.present().unwrap()
+}
+
+fn put(store: &FileStore, numbers: &[u8]) -> Vec<bool> {
+    finished(&begin_put(store, numbers))
+}
+
+/// The pages that are found, which have their bytes.
+fn found(store: &FileStore, numbers: &[u8]) -> Vec<u8> {
+    let (region, target) = rows(numbers.len());
+    let present = finished(&store.get(keys(numbers), target).unwrap());
+    let read = HostRows::of_region(&region, 0, numbers.len(), PAGE_BYTES).unwrap();
+    let mut all = Vec::new();
+    for (row, &number) in numbers.iter().enumerate().filter(|(row, _)| present[*row]) {
+        let mut page = vec![0; PAGE_BYTES];
+        read.read(row, &mut page);
+        assert_eq!(page, bytes(number), "page {number}");
+        all.push(number);
+    }
+    all
+}
+
+fn stat(store: &FileStore, name: &str) -> usize {
+    store.stats().unwrap().get(name).unwrap()
+}
+
+/// A folder of its own for each test.
+struct Scratch(PathBuf);
+
+impl Scratch {
+    fn new(name: &str) -> Self {
+        let path = std::env::temp_dir().join(format!("kvpool-{name}-{}", std::process::id()));
+        let _ = fs::remove_dir_all(&path);
+        Self(path)
+    }
+
+    fn open(&self, slots: usize) -> kvpool::base::Result<FileStore> {
+        FileStore::at(&self.0, &config(slots), true)
+    }
+
+    fn refusal(&self, config: &FileStoreConfig) -> String {
+        let error = FileStore::at(&self.0, config, true).map(drop).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Config);
+        error.to_string()
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+/// What a run of calls does to a store of three pages: 1 and 2 are there before, of which 1 is used last.
+fn calls(disk: &Arc<MemoryDisk>) -> Option<FileStore> {
+    let store = try_open(disk, 3).ok()?;
+    put(&store, &[3, 4]);
+    found(&store, &[1, 3, 4]);
+    let _ = store.remove(&keys(&[3]));
+    put(&store, &[5, 6]);
+    Some(store)
+}
+
+/// The number of calls that a disk gets, and a disk before them.
+fn prepared() -> Arc<MemoryDisk> {
+    let disk = Arc::<MemoryDisk>::default();
+    let store = open(&disk, 3);
+    assert_eq!(put(&store, &[2, 1]), [true, true]);
+    found(&store, &[1]);
+    drop(store);
+    disk
+}
+
+fn calls_of_a_run() -> usize {
+    let disk = prepared();
+    let before = disk.files().calls;
+    drop(calls(&disk));
+    let calls = disk.files().calls;
+    calls - before
+}
+
+const ALL: [u8; 6] = [1, 2, 3, 4, 5, 6];
+
+#[test]
+fn a_process_killed_at_any_call_leaves_only_right_pages() {
+    for nth in 0..calls_of_a_run() {
+        for kept in [0, 1, 31, 63, 64, BLOCK - 1, BLOCK, PAGE_BYTES, SLOT_BYTES] {
+            let disk = prepared();
+            disk.files().fault = Some((nth, Fault::Killed(kept)));
+            drop(calls(&disk));
+            assert!(disk.files().is_killed, "call {nth}");
+            disk.files().is_killed = false;
+            let store = open(&disk, 3);
+            let there = found(&store, &ALL);
+            assert!(there.len() <= 3);
+            assert_eq!(
+                stat(&store, "pages"),
+                there.len(),
+                "what is listed is found: call {nth}, {kept} bytes"
+            );
+            // A page at work, the one evicted for it, and one that was removed.
+            assert!(there.len() >= 2 || there.contains(&1), "call {nth}, {kept} bytes: {there:?}");
+            assert_eq!(put(&store, &[7]), [true]);
+            assert_eq!((found(&store, &[7]), store.fault()), (vec![7], None));
+        }
+    }
+}
+
+#[test]
+fn a_process_killed_when_it_makes_a_store_leaves_one() {
+    for kept in [0, 1, 7, 8, 9, 39, 40, 4096] {
+        for nth in 0..6 {
+            let disk = Arc::<MemoryDisk>::default();
+            disk.files().fault = Some((nth, Fault::Killed(kept)));
+            drop(try_open(&disk, 3));
+            disk.files().is_killed = false;
+            disk.files().fault = None;
+            let store = open(&disk, 3);
+            assert_eq!(put(&store, &[1]), [true]);
+        }
+    }
+}
+
+#[test]
+fn every_call_may_fail_once() {
+    for nth in 0..calls_of_a_run() {
+        for kind in [Io::Other, Io::StorageFull, Io::Interrupted] {
+            let disk = prepared();
+            disk.files().fault = Some((nth, Fault::Error(kind)));
+            let store = calls(&disk);
+            assert!(disk.files().fault.is_none(), "call {nth} was made");
+            if let Some(store) = store {
+                assert_eq!(store.fault(), None);
+                let there = found(&store, &ALL);
+                assert!(there.len() >= 2, "call {nth} fails: {there:?}");
+                if kind == Io::Interrupted {
+                    assert_eq!(stat(&store, "errors"), 0);
+                }
+                assert_eq!(stat(&store, "errors") > 0, !store.notes().is_empty());
+                assert_eq!(put(&store, &[7]), [true]);
+            }
+            let store = open(&disk, 3);
+            assert!(found(&store, &[1, 2, 3, 4, 5, 6, 7]).len() >= 2, "call {nth} has failed");
+        }
+    }
+}
+
+#[test]
+fn short_reads_and_writes_are_gone_on_with() {
+    for nth in 0..calls_of_a_run() {
+        for most in [1, 63, BLOCK] {
+            let disk = prepared();
+            disk.files().fault = Some((nth, Fault::Short(most)));
+            let store = calls(&disk).unwrap();
+            assert_eq!(found(&store, &ALL), [1, 5, 6]);
+            assert_eq!((stat(&store, "errors"), stat(&store, "damaged")), (0, 0));
+        }
+    }
+}
+
+#[test]
+fn a_file_that_ends_early_has_lost_its_last_pages_only() {
+    let disk = prepared();
+    let store = open(&disk, 3);
+    disk.files().pages.truncate(SLOT_BYTES + 1);
+    assert_eq!(found(&store, &[2, 1]), [2]);
+    assert_eq!((stat(&store, "damaged"), stat(&store, "misses"), stat(&store, "pages")), (1, 1, 1));
+    assert_eq!(put(&store, &[1]), [true]);
+    assert_eq!(found(&store, &[2, 1]), [2, 1]);
+}
+
+#[test]
+fn a_full_disk_evicts_and_then_takes_more() {
+    let disk = Arc::<MemoryDisk>::default();
+    let store = open(&disk, 100);
+    disk.files().space = 3 * SLOT_BYTES;
+    assert_eq!(put(&store, &[1, 2, 3]), [true; 3]);
+    assert_eq!(put(&store, &[4]), [false]);
+    let notes = store.notes();
+    assert_eq!(notes.len(), 1);
+    assert!(notes[0].starts_with("the store in memory cannot write a page: "), "{notes:?}");
+    assert_eq!(found(&store, &[1, 2, 3]), [1, 2, 3], "no other is lost");
+    for number in 4..=60 {
+        assert_eq!(put(&store, &[number]), [true]);
+    }
+    assert_eq!(found(&store, &[57, 58, 59, 60]), [58, 59, 60]);
+    assert_eq!((stat(&store, "errors"), stat(&store, "evicted")), (1, 57));
+    disk.files().space = usize::MAX;
+    for number in 61..=200 {
+        assert_eq!(put(&store, &[number]), [true]);
+    }
+    assert!(stat(&store, "pages") > 3, "space that is free again is used");
+    assert!(store.notes().is_empty(), "the same is noted once");
+}
+
+#[test]
+fn a_page_whose_read_fails_is_missing_and_can_be_put_again() {
+    let disk = prepared();
+    let store = open(&disk, 3);
+    disk.files().fault = Some((0, Fault::Error(Io::Other)));
+    assert_eq!(found(&store, &[1, 2]), [2]);
+    assert_eq!(store.exists(&keys(&[1])).unwrap(), 0);
+    assert_eq!((stat(&store, "errors"), stat(&store, "damaged")), (1, 0));
+    assert!(store.notes()[0].contains("cannot read a page"));
+    assert_eq!(put(&store, &[1]), [true]);
+    assert_eq!(found(&store, &[1, 2]), [1, 2]);
+}
+
+#[test]
+fn the_last_pages_of_a_call_go_first_and_use_counts() {
+    let disk = Arc::<MemoryDisk>::default();
+    let store = open(&disk, 4);
+    put(&store, &[1, 2, 3, 4]);
+    put(&store, &[5]);
+    assert_eq!(store.exists(&keys(&[1, 2, 3, 4])).unwrap(), 3);
+    put(&store, &[6]);
+    assert_eq!(found(&store, &[2, 1]), [2, 1], "5 was used least recently, and 3 is the end of a prefix");
+    put(&store, &[7, 8]);
+    assert_eq!(found(&store, &[1, 2, 3, 5, 6, 7, 8]), [1, 2, 7, 8]);
+}
+
+#[test]
+fn the_order_of_use_survives_the_process() {
+    let disk = Arc::<MemoryDisk>::default();
+    let store = open(&disk, 4);
+    put(&store, &[1, 2]);
+    put(&store, &[3, 4]);
+    assert_eq!(found(&store, &[2]), [2]);
+    drop(store);
+    let store = open(&disk, 4);
+    put(&store, &[5, 6]);
+    assert_eq!(found(&store, &[1, 2, 3, 4, 5, 6]), [2, 3, 5, 6]);
+}
+
+#[test]
+fn another_capacity_keeps_what_was_used_last() {
+    let disk = Arc::<MemoryDisk>::default();
+    let store = open(&disk, 6);
+    for number in ALL {
+        put(&store, &[number]);
+    }
+    found(&store, &[1]);
+    drop(store);
+    let store = open(&disk, 3);
+    assert_eq!(found(&store, &ALL), [1, 5, 6], "two of them lay behind");
+    assert_eq!(stat(&store, "capacity"), 3);
+    drop(store);
+    assert_eq!(disk.files().pages.len(), 3 * SLOT_BYTES);
+    assert_eq!(disk.files().index.len(), BLOCK + 3 * 64);
+    let store = open(&disk, 5);
+    put(&store, &[7, 8]);
+    assert_eq!(found(&store, &[1, 5, 6, 7, 8]), [1, 5, 6, 7, 8]);
+}
+
+#[test]
+fn a_process_killed_when_a_store_becomes_smaller_loses_no_more() {
+    for nth in 0..40 {
+        for kept in [0, 40, 64, BLOCK] {
+            let disk = Arc::<MemoryDisk>::default();
+            let store = open(&disk, 6);
+            for number in ALL {
+                put(&store, &[number]);
+            }
+            drop(store);
+            disk.files().fault = Some((nth, Fault::Killed(kept)));
+            drop(try_open(&disk, 3));
+            disk.files().is_killed = false;
+            disk.files().fault = None;
+            let store = open(&disk, 3);
+            assert_eq!(found(&store, &ALL), [4, 5, 6], "call {nth}, {kept} bytes");
+            assert_eq!(store.fault(), None);
+        }
+    }
+}
+
+#[test]
+fn what_was_removed_does_not_come_back() {
+    let disk = prepared();
+    let store = open(&disk, 3);
+    assert_eq!(store.remove(&keys(&[9, 2, 2])).unwrap(), 1);
+    drop(store);
+    let store = open(&disk, 3);
+    assert_eq!(found(&store, &[1, 2]), [1]);
+    assert_eq!(store.clear().unwrap(), 1);
+    drop(store);
+    assert!(open(&disk, 3).is_empty().unwrap());
+}
+
+#[test]
+fn pages_beyond_the_queue_are_dropped() {
+    let disk = Arc::<MemoryDisk>::default();
+    let config = FileStoreConfig { queue_bytes: 2 * PAGE_BYTES, ..config(8) };
+    let store =
+        FileStore::open("memory", &config, &(Arc::<MemoryDisk>::clone(&disk) as Arc<dyn Disk>)).unwrap();
+    // No thread gets on while the disk is locked.
+    let held = disk.files();
+    let first = begin_put(&store, &[1, 2, 3]);
+    let second = begin_put(&store, &[1, 4]);
+    assert_eq!((first.query().unwrap(), stat(&store, "queued"), stat(&store, "dropped")), (false, 2, 2));
+    assert_eq!(finished(&second), [false, false], "it does not vouch for another's page");
+    assert!(!first.wait(Duration::from_millis(1)).unwrap());
+    assert_eq!(first.leading().unwrap(), 0);
+    drop(held);
+    assert_eq!((finished(&first), first.leading().unwrap()), (vec![true, true, false], 2));
+    assert_eq!(put(&store, &[3, 1]), [true, true]);
+}
+
+#[test]
+fn closing_completes_and_dropping_drops_what_is_queued() {
+    let disk = Arc::<MemoryDisk>::default();
+    let store = open(&disk, 40);
+    let numbers: Vec<u8> = (1..=40).collect();
+    let transfer = begin_put(&store, &numbers);
+    assert!(store.close(Duration::from_secs(60)).unwrap());
+    assert_eq!(transfer.leading().unwrap(), 40);
+    let error = store.exists(&[]).unwrap_err();
+    assert_eq!(
+        (error.kind(), error.to_string().as_str()),
+        (ErrorKind::State, "the store in memory is closed")
+    );
+    assert!(store.remove(&[]).is_err() && store.clear().is_err());
+    assert!(store.close(Duration::ZERO).unwrap(), "again");
+    assert_eq!(store.len().unwrap(), 40);
+    let store = open(&disk, 40);
+    store.clear().unwrap();
+    let held = disk.files();
+    let transfer = begin_put(&store, &numbers);
+    let dropping = std::thread::spawn(move || drop(store));
+    drop(held);
+    dropping.join().unwrap();
+    assert!(transfer.query().unwrap(), "nobody waits for ever");
+    let stored = transfer.present().unwrap().into_iter().filter(|&is_stored| is_stored).count();
+    assert_eq!(open(&disk, 40).len().unwrap(), stored);
+}
+
+#[test]
+fn sizes_that_do_not_fit_are_refused() {
+    let of = |change: fn(&mut FileStoreConfig)| {
+        let mut config = config(3);
+        change(&mut config);
+        let disk = Arc::<MemoryDisk>::default();
+        let error = FileStore::open("memory", &config, &(disk as Arc<dyn Disk>)).map(drop).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Config);
+        error.to_string()
+    };
+    assert!(of(|config| config.page_bytes = 0).contains("page_bytes is 0"));
+    assert!(of(|config| config.threads = 0).contains("threads is 0"));
+    assert!(of(|config| config.capacity_bytes = 8191).contains("capacity_bytes is 8191, too few"));
+    assert!(of(|config| config.page_bytes = usize::MAX).contains("too few for a page"));
+    assert!(of(|config| config.capacity_bytes = usize::MAX).contains("the most is"));
+    assert!(of(|config| config.queue_bytes = 4100).contains("queue_bytes is 4100"));
+}
+
+#[test]
+fn rows_that_do_not_fit_are_refused() {
+    let store = open(&Arc::default(), 3);
+    let error = store.put(keys(&[1]), rows(2).1).unwrap_err();
+    assert_eq!(error.to_string(), "there are 1 keys for 2 pages");
+    let region = Arc::new(Region::new(Arc::new(Host), 64).unwrap());
+    let error = store.get(keys(&[1]), HostRows::of_region(&region, 0, 1, 64).unwrap()).unwrap_err();
+    assert_eq!(error.to_string(), format!("pages have 64 bytes each, those of the store {PAGE_BYTES}"));
+}
+
+#[test]
+fn a_folder_is_for_one_store_at_a_time() {
+    let scratch = Scratch::new("one-store");
+    let store = scratch.open(3).unwrap();
+    put(&store, &[1]);
+    let path = scratch.0.display().to_string();
+    let text = scratch.refusal(&config(3));
+    assert_eq!(text, format!("{path} is in use by process {}, this one", std::process::id()));
+    assert_eq!(scratch.refusal(&config(3)), text, "the lock has survived the attempt");
+    drop(store);
+    assert_eq!(found(&scratch.open(3).unwrap(), &[1]), [1]);
+}
+
+#[test]
+fn another_store_in_a_folder_is_named_with_both_numbers() {
+    let scratch = Scratch::new("other-store");
+    let store = scratch.open(3).unwrap();
+    put(&store, &[1]);
+    drop(store);
+    let path = scratch.0.display().to_string();
+    let other = FileStoreConfig { page_bytes: 4096, ..config(3) };
+    let text = format!("{path}: it has pages of {PAGE_BYTES} bytes, and page_bytes is 4096");
+    assert_eq!(scratch.refusal(&other), text);
+    let index = scratch.0.join("index");
+    let right = fs::read(&index).unwrap();
+    let refusal = |at: usize, byte: u8| {
+        let mut wrong = right.clone();
+        wrong[at] = byte;
+        fs::write(&index, &wrong).unwrap();
+        let text = scratch.refusal(&config(3));
+        assert_eq!(fs::read(&index).unwrap(), wrong, "nothing is changed");
+        text
+    };
+    assert_eq!(refusal(8, 9), format!("{path}: its layout has version 9, this one reads version 1"));
+    assert_eq!(refusal(0, b'K'), format!("{path}: its file index is not that of a store"));
+    assert_eq!(refusal(17, 1), format!("{path}: the header of its file index is damaged"));
+    fs::write(&index, right).unwrap();
+    assert_eq!(found(&scratch.open(3).unwrap(), &[1]), [1]);
+}
+
+#[test]
+fn a_path_that_cannot_be_a_folder_is_refused() {
+    let scratch = Scratch::new("no-folder");
+    fs::write(&scratch.0, "a file").unwrap();
+    let below = Scratch(scratch.0.join("below"));
+    for scratch in [&scratch, &below] {
+        let text = scratch.refusal(&config(3));
+        assert!(text.starts_with(&format!("{} cannot be used: ", scratch.0.display())), "{text}");
+    }
+    fs::remove_file(&scratch.0).unwrap();
+    let elsewhere = Scratch::new("elsewhere");
+    fs::create_dir_all(&scratch.0).unwrap();
+    fs::write(&elsewhere.0, "precious").unwrap();
+    std::os::unix::fs::symlink(&elsewhere.0, scratch.0.join("pages")).unwrap();
+    assert!(scratch.refusal(&config(3)).contains("cannot be used"), "links are not followed");
+    assert_eq!(fs::read_to_string(&elsewhere.0).unwrap(), "precious");
+    fs::remove_file(&elsewhere.0).unwrap();
+}
+
+#[test]
+fn a_folder_that_goes_away_takes_no_more_pages_and_gives_those_it_has() {
+    let scratch = Scratch::new("gone");
+    let store = scratch.open(3).unwrap();
+    put(&store, &[1]);
+    fs::remove_dir_all(&scratch.0).unwrap();
+    assert_eq!(put(&store, &[2]), [false]);
+    assert_eq!(found(&store, &[1, 2]), [1]);
+    let path = scratch.0.display();
+    assert_eq!(store.notes(), [format!("the store in {path} cannot write a page: its files were removed")]);
+    let again = scratch.open(3).unwrap();
+    assert_eq!((put(&again, &[2]), found(&again, &[1, 2])), (vec![true], vec![2]));
+}
+
+#[test]
+fn only_the_owner_has_access_to_the_files() {
+    use std::os::unix::fs::PermissionsExt;
+    let scratch = Scratch::new("access");
+    drop(scratch.open(3).unwrap());
+    let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
+    assert_eq!(mode(&scratch.0), 0o700);
+    for name in ["index", "pages", "lock"] {
+        assert_eq!(mode(&scratch.0.join(name)), 0o600);
+    }
+}
+
+#[test]
+fn threads_share_a_store() {
+    let scratch = Scratch::new("threads");
+    let config = FileStoreConfig { threads: 3, ..config(16) };
+    let store = FileStore::at(&scratch.0, &config, true).unwrap();
+    std::thread::scope(|scope| {
+        for thread in 0..4_u8 {
+            let store = &store;
+            scope.spawn(move || {
+                for turn in 0..60_u8 {
+                    let numbers: Vec<u8> = (0..4).map(|at| (thread * 7 + turn * 3 + at) % 24).collect();
+                    match turn % 8 {
+                        7 => drop(store.remove(&keys(&numbers)).unwrap()),
+                        6 => assert!(store.exists(&keys(&numbers)).unwrap() <= 4),
+                        turn if turn % 2 == 0 => drop(put(store, &numbers)),
+                        _ => drop(found(store, &numbers)),
+                    }
+                }
+            });
+        }
+    });
+    assert_eq!(store.fault(), None);
+    assert_eq!((stat(&store, "damaged"), stat(&store, "errors"), stat(&store, "queued")), (0, 0, 0));
+    let there = found(&store, &(0..24).collect::<Vec<u8>>());
+    drop(store);
+    let store = FileStore::at(&scratch.0, &config, false).unwrap();
+    assert_eq!(found(&store, &(0..24).collect::<Vec<u8>>()), there);
+}

@@ -1,0 +1,313 @@
+//! The store of pages: what is found is what was put, whatever happens to the disk, and the page used least recently
+//! goes first.
+
+use std::io::ErrorKind;
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvpool::memory::{HostRows, Region};
+use kvpool::pool::{FileStore, FileStoreConfig};
+use kvpool::transfer::Disk;
+
+use super::disks::{Fault, MemoryDisk, digest};
+use super::{Source, host};
+
+const BLOCK: usize = 4096;
+const PAGE_BYTES: usize = 100;
+const KEYS: usize = 12;
+/// Pages of a call.
+const MOST: usize = 5;
+
+type Key = [u8; 32];
+
+struct Model {
+    /// The pages, last used last, with what fills them.
+    pages: Vec<(usize, u8)>,
+    slots: usize,
+}
+
+struct World {
+    disk: Arc<MemoryDisk>,
+    store: Option<FileStore>,
+    region: Arc<Region>,
+    model: Model,
+}
+
+fn key(number: usize) -> Key {
+    let mut key = [u8::try_from(number).expect("few keys"); 32];
+    key[31] = 1;
+    key
+}
+
+fn keys(numbers: &[usize]) -> Vec<Key> {
+    numbers.iter().map(|&number| key(number)).collect()
+}
+
+/// The bytes of a page: no two neighbours are equal, and no two pages.
+fn bytes(number: usize, fill: u8) -> Vec<u8> {
+    let number = u8::try_from(number).expect("few keys");
+    (0..PAGE_BYTES)
+        .map(|at| fill.wrapping_add(u8::try_from(at).expect("a short page")) ^ (number << 3))
+        .collect()
+}
+
+pub(super) fn run(source: &mut Source<'_>) {
+    let region = Arc::new(Region::new(host(), MOST.max(KEYS) * PAGE_BYTES).expect("memory"));
+    let model = Model { pages: Vec::new(), slots: 1 + source.below(8) };
+    let mut world = World { disk: Arc::default(), store: None, region, model };
+    world.open().expect("a new disk");
+    while source.next_step() {
+        step(source, &mut world);
+        let store = world.store.as_ref().expect("an open store");
+        assert_eq!(store.fault(), None);
+        assert_eq!(store.len().expect("an open store"), world.model.pages.len());
+        assert!(world.model.pages.len() <= world.model.slots);
+    }
+}
+
+impl Model {
+    fn find(&self, number: usize) -> Option<usize> {
+        self.pages.iter().position(|(known, _)| *known == number)
+    }
+
+    /// Notes a use of those that are there: the first is the last to go.
+    fn touch(&mut self, numbers: impl DoubleEndedIterator<Item = usize>) {
+        for number in numbers.rev() {
+            if let Some(at) = self.find(number) {
+                let page = self.pages.remove(at);
+                self.pages.push(page);
+            }
+        }
+    }
+
+    /// Puts those that are not there. Returns them.
+    fn put(&mut self, numbers: &[usize], fill: u8) -> Vec<usize> {
+        let known: Vec<usize> =
+            numbers.iter().copied().filter(|&number| self.find(number).is_some()).collect();
+        self.touch(known.iter().copied());
+        let mut put = Vec::new();
+        for (at, &number) in numbers.iter().enumerate() {
+            if known.contains(&number) || put.contains(&number) {
+                continue;
+            }
+            if self.pages.len() == self.slots {
+                self.pages.remove(0);
+            }
+            let before = at.checked_sub(1).and_then(|before| self.find(numbers[before]));
+            self.pages.insert(before.unwrap_or(self.pages.len()), (number, fill));
+            put.push(number);
+        }
+        put
+    }
+}
+
+impl World {
+    fn open(&mut self) -> kvpool::base::Result<()> {
+        let config = FileStoreConfig {
+            capacity_bytes: self.model.slots * BLOCK + 7,
+            page_bytes: PAGE_BYTES,
+            threads: 1,
+            queue_bytes: MOST * PAGE_BYTES,
+            digest,
+        };
+        let disk: Arc<dyn Disk> = Arc::<MemoryDisk>::clone(&self.disk);
+        self.store = Some(FileStore::open("memory", &config, &disk)?);
+        Ok(())
+    }
+
+    fn store(&self) -> &FileStore {
+        self.store.as_ref().expect("an open store")
+    }
+
+    fn rows(&self, count: usize) -> HostRows {
+        HostRows::of_region(&self.region, 0, count, PAGE_BYTES).expect("a region of enough rows")
+    }
+
+    fn put(&self, numbers: &[usize], fill: u8) -> Vec<bool> {
+        let rows = self.rows(numbers.len());
+        for (row, &number) in numbers.iter().enumerate() {
+            rows.write(row, &bytes(number, fill));
+        }
+        let put = self.store().put(keys(numbers), rows).expect("an open store");
+        assert!(put.wait(Duration::from_secs(60)).expect("this process"));
+        put.present().expect("this process")
+    }
+
+    /// What is found of pages.
+    fn get(&self, numbers: &[usize]) -> Vec<Option<Vec<u8>>> {
+        let rows = self.rows(numbers.len());
+        let get = self.store().get(keys(numbers), rows).expect("an open store");
+        assert!(get.wait(Duration::from_secs(60)).expect("this process"));
+        let present = get.present().expect("this process");
+        let rows = self.rows(numbers.len());
+        let read = |(row, is_present)| {
+            let mut page = vec![0; PAGE_BYTES];
+            rows.read(row, &mut page);
+            Some(page).filter(|_| is_present)
+        };
+        present.into_iter().enumerate().map(read).collect()
+    }
+
+    /// What is found is right.
+    fn check(&self) {
+        for &(number, fill) in &self.model.pages {
+            if let Some(page) = self.get(&[number]).remove(0) {
+                assert_eq!(page, bytes(number, fill), "page {number}");
+            }
+        }
+    }
+
+    /// Takes over what is still there. What is found is right, and in the order of the model from then on.
+    fn learn(&mut self) {
+        let before = std::mem::take(&mut self.model.pages);
+        for (number, fill) in before {
+            let found = self.get(&[number]).remove(0);
+            if let Some(page) = found {
+                assert_eq!(page, bytes(number, fill), "page {number}");
+                self.model.pages.push((number, fill));
+            }
+        }
+    }
+
+    fn reopen(&mut self) {
+        self.store = None;
+        self.open().expect("files of a store");
+    }
+}
+
+fn step(source: &mut Source<'_>, world: &mut World) {
+    let numbers: Vec<usize> = (0..source.below(MOST + 1)).map(|_| source.below(KEYS)).collect();
+    match source.below(16) {
+        0..=4 => {
+            let fill = u8::try_from(source.below(200)).expect("small");
+            let present = world.put(&numbers, fill);
+            let known: Vec<bool> = numbers.iter().map(|&number| world.model.find(number).is_some()).collect();
+            let put = world.model.put(&numbers, fill);
+            for (at, &number) in numbers.iter().enumerate() {
+                let is_first = put.contains(&number) && !numbers[..at].contains(&number);
+                assert_eq!(present[at], known[at] || is_first);
+            }
+        }
+        5..=7 => {
+            let found = world.get(&numbers);
+            for (found, &number) in found.into_iter().zip(&numbers) {
+                let expected = world.model.find(number).map(|at| world.model.pages[at].1);
+                assert_eq!(found, expected.map(|fill| bytes(number, fill)), "page {number}");
+            }
+            world.model.touch(numbers.into_iter());
+        }
+        8..=9 => {
+            let leading = numbers.iter().take_while(|&&number| world.model.find(number).is_some()).count();
+            assert_eq!(world.store().exists(&keys(&numbers)).expect("open"), leading);
+            world.model.touch(numbers[..leading].iter().copied());
+        }
+        10 => {
+            let before = world.model.pages.len();
+            world.model.pages.retain(|(number, _)| !numbers.contains(number));
+            let removed = world.store().remove(&keys(&numbers)).expect("open");
+            assert_eq!(removed, before - world.model.pages.len());
+        }
+        11 if source.rarely(4) => {
+            assert_eq!(world.store().clear().expect("open"), world.model.pages.len());
+            world.model.pages.clear();
+        }
+        11 => {
+            world.reopen();
+            assert_eq!(world.store().len().expect("open"), world.model.pages.len());
+            let before = world.model.pages.len();
+            world.learn();
+            assert_eq!(world.model.pages.len(), before, "nothing was damaged");
+        }
+        12 => {
+            let before = world.model.pages.len();
+            world.model.slots = 1 + source.below(8);
+            world.reopen();
+            world.learn();
+            assert_eq!(world.model.pages.len(), before.min(world.model.slots));
+        }
+        13 => damage(source, world),
+        _ => fail(source, world, &numbers),
+    }
+}
+
+/// Changes bytes of the files while the store is closed.
+fn damage(source: &mut Source<'_>, world: &mut World) {
+    world.store = None;
+    let mut files = world.disk.files();
+    for _ in 0..=source.below(4) {
+        let file = if source.flip() { &mut files.pages } else { &mut files.index };
+        if file.is_empty() {
+            continue;
+        }
+        let at = source.below(file.len());
+        match source.below(8) {
+            0 => file.truncate(at),
+            1 => file.resize(file.len() + source.below(2 * BLOCK), 0xa5),
+            2 => {
+                // An entry, or a page, in the place of another.
+                let (from, len) = (source.below(file.len()) / 64 * 64, source.of(&[64, 64, BLOCK]));
+                let piece = file[from..file.len().min(from + len)].to_vec();
+                let to = (at / 64 * 64).min(file.len() - piece.len());
+                file[to..to + piece.len()].copy_from_slice(&piece);
+            }
+            _ => file[at] ^= 1 << source.below(8),
+        }
+    }
+    drop(files);
+    if world.open().is_err() {
+        // The header is damaged: nothing is believed, and nothing is overwritten.
+        world.disk = Arc::default();
+        world.model.pages.clear();
+        world.open().expect("a new disk");
+    }
+    world.learn();
+}
+
+/// Lets one call fail, or kills the process there.
+fn fail(source: &mut Source<'_>, world: &mut World, numbers: &[usize]) {
+    let fault = match source.below(4) {
+        0 => Fault::Error(source.of(&[ErrorKind::Other, ErrorKind::StorageFull, ErrorKind::Interrupted])),
+        1 => Fault::Short(source.below(200)),
+        _ => Fault::Killed(source.of(&[0, 1, 32, 63, 64, 100, BLOCK - 1, BLOCK])),
+    };
+    let fill = u8::try_from(source.below(200)).expect("small");
+    world.disk.files().fault = Some((source.below(3 * MOST), fault));
+    let what = source.below(4);
+    match what {
+        0 | 1 => {
+            world.put(numbers, fill);
+        }
+        2 => {
+            world.get(numbers);
+        }
+        _ => {
+            let _ = world.store().remove(&keys(numbers)).expect("open");
+        }
+    }
+    let is_killed = {
+        let mut files = world.disk.files();
+        files.fault = None;
+        files.is_killed
+    };
+    if is_killed {
+        world.store = None;
+        world.disk.files().is_killed = false;
+        world.open().expect("what a killed process left");
+    }
+    let before = world.model.pages.len();
+    // What was put may be there, and evicted others; what was got or removed may be gone.
+    if what < 2 {
+        let old: Vec<_> = world.model.pages.clone();
+        for &number in numbers {
+            if !old.iter().any(|(known, _)| *known == number) && world.model.find(number).is_none() {
+                world.model.pages.push((number, fill));
+            }
+        }
+    }
+    let most_lost = if is_killed || what == 3 { before } else { numbers.len().max(1) };
+    world.check();
+    // What was removed may be back, and a full disk is tried anew.
+    world.reopen();
+    world.learn();
+    assert!(world.model.pages.len() + most_lost >= before.min(world.model.slots));
+}
