@@ -3325,7 +3325,7 @@ class _Workspace(Pool):
 class FileStore:
     """Pages by their keys in files on a local disk, for one process at a time.
 
-    What was was stored is there after the process has ended, also after `SIGKILL` at any moment: a checksum covers the
+    What was stored is there after the process has ended, also after `SIGKILL` at any moment: a checksum covers the
     key and the bytes of each page, and a page that is found is right to the byte. What is damaged is missing. The
     pages used least recently are evicted; a use is a `put`, a `get`, or to be counted by `exists`. Of the pages of one
     call the last are evicted first, as prefixes want it.

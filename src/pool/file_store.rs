@@ -239,11 +239,10 @@ impl FileStore {
     pub fn get(&self, keys: Vec<PageHash>, rows: HostRows) -> Result<Arc<StoreTransfer>> {
         self.check_rows(&keys, &rows)?;
         let mut state = self.open_state()?;
-        let found: Vec<u32> = keys.iter().filter_map(|key| state.slots.find(key)).collect();
-        state.slots.touch(&found);
+        let found = |(page, key)| Some((page, state.slots.find(key)?));
+        let (pages, slots): (Vec<usize>, Vec<u32>) = keys.iter().enumerate().filter_map(found).unzip();
+        state.slots.touch(&slots);
         let present = vec![false; keys.len()];
-        let pages: Vec<usize> =
-            (0..keys.len()).filter(|&page| state.slots.find(&keys[page]).is_some()).collect();
         state.counts.misses += keys.len() - pages.len();
         let transfer = Arc::new(StoreTransfer::new(present, pages.len()));
         let batch = Arc::new(Batch { keys, rows, transfer: Arc::clone(&transfer), first_tick: 0 });

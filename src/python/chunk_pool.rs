@@ -1,7 +1,7 @@
 //! `kvpool.ChunkPool`, its chunks and their copies.
 
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use pyo3::exceptions::{PyRuntimeError, PyTypeError};
 use pyo3::prelude::*;
@@ -18,12 +18,9 @@ use super::args;
 use super::base_pool::{BasePool, Look, PoolClass};
 use super::debug::Debug;
 use super::framework::{backend, current_stream, to_dtype};
-use super::lock;
 use super::logging::{self, Reporter};
 use super::tensor_cache::TensorCache;
-
-/// Longest wait between checks for signals and for the end of the program.
-const SLICE: Duration = Duration::from_millis(50);
+use super::{SLICE, lock, wait_in_slices};
 
 /// Fixed-size chunks in one region, for offloaded K and V.
 ///
@@ -324,23 +321,7 @@ impl ChunkPool {
     ///     DriverError: In a forked child, where page-locking never ends.
     #[pyo3(signature = (timeout=None))]
     fn wait_registered(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
-        let seconds = timeout.unwrap_or(f64::INFINITY);
-        if seconds.is_nan() || seconds < 0.0 {
-            return Err(
-                Error::config(format!("timeout is {seconds}; it must be seconds, not negative")).into()
-            );
-        }
-        let start = Instant::now();
-        loop {
-            let left = (seconds - start.elapsed().as_secs_f64()).clamp(0.0, SLICE.as_secs_f64());
-            if py.detach(|| self.pool.wait_registered(Duration::from_secs_f64(left)))? {
-                return Ok(true);
-            }
-            py.check_signals()?;
-            if start.elapsed().as_secs_f64() >= seconds {
-                return Ok(false);
-            }
-        }
+        wait_in_slices(py, timeout, |slice| self.pool.wait_registered(slice))
     }
 
     /// Number of chunks.

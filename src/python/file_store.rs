@@ -2,48 +2,22 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
-use crate::base::{Error, IndexVec};
+use crate::base::IndexVec;
 use crate::memory::HostRows;
 use crate::pool::{FileStore as Store, FileStoreConfig, StoreTransfer as Transfer};
 
 use super::args::{self, Access, Arg};
 use super::logging;
 use super::prefix_report::digest;
-
-/// Longest wait between checks for signals.
-const SLICE: Duration = Duration::from_millis(50);
-
-/// Calls `wait`, without the GIL, with short timeouts until it is over or `timeout` seconds are.
-fn wait_in_slices(
-    py: Python<'_>,
-    timeout: Option<f64>,
-    wait: impl Fn(Duration) -> crate::base::Result<bool> + Sync,
-) -> PyResult<bool> {
-    let seconds = timeout.unwrap_or(f64::INFINITY);
-    if seconds.is_nan() || seconds < 0.0 {
-        return Err(Error::config(format!("timeout is {seconds}; it must be seconds, not negative")).into());
-    }
-    let start = Instant::now();
-    loop {
-        let left = (seconds - start.elapsed().as_secs_f64()).clamp(0.0, SLICE.as_secs_f64());
-        if py.detach(|| wait(Duration::from_secs_f64(left)))? {
-            return Ok(true);
-        }
-        py.check_signals()?;
-        if start.elapsed().as_secs_f64() >= seconds {
-            return Ok(false);
-        }
-    }
-}
+use super::wait_in_slices;
 
 /// Pages by their keys in files on a local disk, for one process at a time.
 ///
-/// What was was stored is there after the process has ended, also after `SIGKILL` at any moment: a checksum covers the
+/// What was stored is there after the process has ended, also after `SIGKILL` at any moment: a checksum covers the
 /// key and the bytes of each page, and a page that is found is right to the byte. What is damaged is missing. The
 /// pages used least recently are evicted; a use is a `put`, a `get`, or to be counted by `exists`. Of the pages of one
 /// call the last are evicted first, as prefixes want it.

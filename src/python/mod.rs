@@ -44,12 +44,13 @@ mod torch_allocator;
 mod workspace;
 
 use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 use pyo3::prelude::*;
 use pyo3::types::IntoPyDict;
 
 use crate::base::sync::lock;
-use crate::base::{DType, Device, LONG_COPY, bytes_of, on_blocking, on_large_table};
+use crate::base::{DType, Device, Error, LONG_COPY, bytes_of, on_blocking, on_large_table};
 use crate::memory::{Region, Stream, prefer_huge_pages};
 use crate::tensor::TensorView;
 
@@ -74,6 +75,32 @@ fn copying<R: Send>(
 /// Runs a blocking section without the GIL.
 fn without_gil(section: &mut (dyn FnMut() + Send)) {
     Python::attach(|py| py.detach(section));
+}
+
+/// Longest wait between checks for signals and for the end of the program.
+const SLICE: Duration = Duration::from_millis(50);
+
+/// Calls `wait`, without the GIL, with short timeouts until it is over or `timeout` seconds are.
+fn wait_in_slices(
+    py: Python<'_>,
+    timeout: Option<f64>,
+    wait: impl Fn(Duration) -> crate::base::Result<bool> + Sync,
+) -> PyResult<bool> {
+    let seconds = timeout.unwrap_or(f64::INFINITY);
+    if seconds.is_nan() || seconds < 0.0 {
+        return Err(Error::config(format!("timeout is {seconds}; it must be seconds, not negative")).into());
+    }
+    let start = Instant::now();
+    loop {
+        let left = (seconds - start.elapsed().as_secs_f64()).clamp(0.0, SLICE.as_secs_f64());
+        if py.detach(|| wait(Duration::from_secs_f64(left)))? {
+            return Ok(true);
+        }
+        py.check_signals()?;
+        if start.elapsed().as_secs_f64() >= seconds {
+            return Ok(false);
+        }
+    }
 }
 
 /// Returns the maximum number of threads of one large copy on the CPU.

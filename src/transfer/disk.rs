@@ -104,7 +104,8 @@ pub fn write_whole(disk: &dyn Disk, file: DiskFile, bytes: &[u8], offset: u64) -
     Ok(())
 }
 
-fn wide(bytes: usize) -> u64 {
+/// Bytes as a number of 64 bits, of which an address is one.
+pub(crate) fn wide(bytes: usize) -> u64 {
     u64::try_from(bytes).expect("an address has 64 bits")
 }
 

@@ -6,5 +6,6 @@
 mod disk;
 mod folder;
 
+pub(crate) use disk::wide;
 pub use disk::{AlignedBytes, BLOCK, Disk, DiskFile, read_whole, write_whole};
 pub use folder::Folder;

@@ -4,7 +4,7 @@
 
 use crate::base::{Error, Result, widen};
 use crate::cache::{Digest, PageHash};
-use crate::transfer::BLOCK;
+use crate::transfer::{BLOCK, wide};
 
 /// Bytes of an entry. A block is a whole number of them, so that none lies in two.
 pub(super) const ENTRY_BYTES: usize = 64;
@@ -33,11 +33,6 @@ pub(super) fn page_sum(digest: Digest, key: &PageHash, bytes: &[u8]) -> PageSum 
 
 fn first<const N: usize>(hash: PageHash) -> [u8; N] {
     *hash.first_chunk().expect("a hash has 32 bytes")
-}
-
-/// Bytes as a number of 64 bits, of which an address is one.
-pub(super) fn wide(bytes: usize) -> u64 {
-    u64::try_from(bytes).expect("an address has 64 bits")
 }
 
 /// What a store keeps of a page, in memory and in its entry.

@@ -5,9 +5,9 @@ use std::io;
 
 use crate::base::{Error, Result, widen};
 use crate::cache::Digest;
-use crate::transfer::{AlignedBytes, BLOCK, Disk, DiskFile, read_whole, write_whole};
+use crate::transfer::{AlignedBytes, BLOCK, Disk, DiskFile, read_whole, wide, write_whole};
 
-use super::layout::{ENTRY_BYTES, Record, check_header, entry_offset, header, page_offset, page_sum, wide};
+use super::layout::{ENTRY_BYTES, Record, check_header, entry_offset, header, page_offset, page_sum};
 use super::slots::Slots;
 
 /// Bytes of the index that are read at once.

@@ -4,6 +4,7 @@ use std::collections::{HashMap, VecDeque};
 
 use crate::base::{push, widen};
 use crate::cache::PageHash;
+use crate::transfer::wide;
 
 use super::layout::Record;
 
@@ -39,6 +40,17 @@ struct Place {
     /// Threads that use the slot.
     holders: u32,
     usage: Use,
+}
+
+impl Place {
+    const FREE: Self = Self {
+        record: Record { key: [0; 32], sum: [0; 16], tick: 0 },
+        written_tick: 0,
+        newer: NONE,
+        older: NONE,
+        holders: 0,
+        usage: Use::Free,
+    };
 }
 
 /// The slots of a store.
@@ -118,7 +130,7 @@ impl Slots {
     /// Ticks for `count` pages that follow each other, the first one the latest. Returns that of the last one.
     pub(super) fn take_ticks(&mut self, count: usize) -> u64 {
         let first = self.next_tick;
-        self.next_tick += super::layout::wide(count);
+        self.next_tick += wide(count);
         first
     }
 
@@ -138,7 +150,7 @@ impl Slots {
     pub(super) fn stale(&mut self, slot: u32) -> Option<Record> {
         let lag = self.next_tick - self.place(slot).written_tick;
         let place = &mut self.places[widen(slot)];
-        let is_stale = place.usage == Use::Stored && lag > super::layout::wide(self.count / 8);
+        let is_stale = place.usage == Use::Stored && lag > wide(self.count / 8);
         if is_stale {
             place.written_tick = place.record.tick;
         }
@@ -182,10 +194,7 @@ impl Slots {
         if fresh >= self.count {
             return None;
         }
-        let record = Record { key: [0; 32], sum: [0; 16], tick: 0 };
-        let usage = Use::Free;
-        let place = Place { record, written_tick: 0, newer: NONE, older: NONE, holders: 0, usage };
-        push(&mut self.places, place).ok()?;
+        push(&mut self.places, Place::FREE).ok()?;
         Some(u32::try_from(fresh).expect("MOST_SLOTS was checked"))
     }
 
@@ -249,12 +258,7 @@ impl Slots {
     pub(super) fn fill(&mut self, pages: &[(u32, Record)]) -> crate::base::Result<()> {
         let end = pages.iter().map(|(slot, _)| widen(*slot) + 1).max().unwrap_or(0);
         for slot in 0..end {
-            let record = Record { key: [0; 32], sum: [0; 16], tick: 0 };
-            let usage = Use::Free;
-            push(
-                &mut self.places,
-                Place { record, written_tick: 0, newer: NONE, older: NONE, holders: 0, usage },
-            )?;
+            push(&mut self.places, Place::FREE)?;
             self.free.push_front(u32::try_from(slot).expect("MOST_SLOTS was checked"));
         }
         self.by_key.reserve(pages.len());

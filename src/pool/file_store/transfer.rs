@@ -7,6 +7,7 @@ use crate::base::sync::lock;
 use crate::base::{Error, ErrorKind, Result};
 use crate::cache::PageHash;
 use crate::memory::HostRows;
+use crate::transfer::wide;
 
 /// The pages of a `get` or a `put`, on their way.
 #[derive(Debug)]
@@ -110,7 +111,7 @@ pub(super) struct Batch {
 impl Batch {
     /// The place of a page in the order of use.
     pub(super) fn tick(&self, page: usize) -> u64 {
-        self.first_tick + super::layout::wide(self.keys.len() - 1 - page)
+        self.first_tick + wide(self.keys.len() - 1 - page)
     }
 }
 
