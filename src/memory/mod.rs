@@ -32,7 +32,7 @@ mod wrappers;
 
 pub use backend::{ALIGNMENT, Backend, Block, Contents};
 pub use borrowed::Borrowed;
-pub use cuda::{Cuda, Event, Function, Gpu, PageLock, Pinned, Reply, Ring};
+pub use cuda::{Cuda, Event, Function, Gpu, PageLock, Pinned, Reply, Ring, SideStream};
 pub use file_lock::{FileLock, Locking};
 pub use host::{Host, prefer_huge_pages};
 pub use host_rows::HostRows;

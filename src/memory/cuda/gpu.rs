@@ -34,6 +34,17 @@ pub struct Gpu {
     context: ContextHandle,
     /// Events not in use.
     events: Mutex<Vec<EventHandle>>,
+    /// The streams of [`Gpu::side_stream`], once they are made.
+    side_streams: Mutex<[Option<Stream>; 2]>,
+}
+
+/// A direction of copies that run beside the caller's streams.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SideStream {
+    /// From host memory to the device.
+    In,
+    /// From the device to host memory.
+    Out,
 }
 
 /// A loaded kernel, for launches on its device.
@@ -77,7 +88,8 @@ impl Gpu {
         };
         let context = driver.retain_context(ordinal).map_err(unusable)?;
         let capability = driver.capability(ordinal).map_err(unusable)?;
-        let gpu = Arc::new(Self { ordinal, capability, driver, context, events: Mutex::default() });
+        let (events, side_streams) = (Mutex::default(), Mutex::default());
+        let gpu = Arc::new(Self { ordinal, capability, driver, context, events, side_streams });
         open.push(Arc::clone(&gpu));
         Ok(gpu)
     }
@@ -365,6 +377,35 @@ impl Gpu {
             Some(event) => event.precede(stream),
             None => Ok(()),
         })
+    }
+
+    /// The stream for copies in this direction: made by the first call, and kept for the life of the process. It
+    /// does not wait for the default stream. Other streams may be in a capture meanwhile.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Driver`] when a driver call fails; the next call tries again.
+    pub fn side_stream(&self, direction: SideStream) -> Result<Stream> {
+        self.check_process()?;
+        let mut streams = lock(&self.side_streams);
+        let place = &mut streams[match direction {
+            SideStream::In => 0,
+            SideStream::Out => 1,
+        }];
+        if let Some(stream) = *place {
+            return Ok(stream);
+        }
+        let _entered = self.enter_beside_captures()?;
+        Ok(*place.insert(self.driver.create_stream()?))
+    }
+
+    /// Whether kernels reach all page-locked host memory at its host address: that which was page-locked in place, too,
+    /// not only that of [`Pinned`](crate::memory::Pinned).
+    ///
+    /// # Errors
+    /// [`ErrorKind::Driver`] when a driver call fails.
+    pub fn uses_host_pointers(&self) -> Result<bool> {
+        self.check_process()?;
+        self.driver.uses_host_pointers(self.ordinal)
     }
 
     /// Takes or creates an event in the current context.

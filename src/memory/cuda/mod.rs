@@ -15,7 +15,7 @@ mod ring;
 
 pub use event::Event;
 pub(in crate::memory) use gpu::is_forked;
-pub use gpu::{Function, Gpu};
+pub use gpu::{Function, Gpu, SideStream};
 pub use memory::{Cuda, Pinned};
 pub use page_lock::PageLock;
 pub use ring::{Reply, Ring};

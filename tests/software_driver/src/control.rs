@@ -78,6 +78,12 @@ pub extern "C" fn soft_set_capability(major: c_int, minor: c_int) {
     state().config.capability = (major, minor);
 }
 
+/// Whether kernels of every device reach registered memory at its host address, at first 1.
+#[unsafe(no_mangle)]
+pub extern "C" fn soft_set_host_pointers(uses: c_int) {
+    state().config.uses_host_pointers = uses != 0;
+}
+
 /// From how many bytes on one call page-locks no memory, at first 512 GiB.
 #[unsafe(no_mangle)]
 pub extern "C" fn soft_set_register_limit(bytes: c_long) {

@@ -23,6 +23,8 @@ pub struct Config {
     pub patience: u64,
     /// What `CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR` and `MINOR` are.
     pub capability: (i32, i32),
+    /// What `CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM` is.
+    pub uses_host_pointers: bool,
     /// Freeing memory waits for everything, as a driver may do.
     pub frees_wait: bool,
     /// Functions are loaded when they are first needed.
@@ -51,6 +53,7 @@ impl Config {
             init_code: number("KVPOOL_SOFTWARE_INIT_ERROR").unwrap_or(SUCCESS),
             patience: 3,
             capability: (9, 0),
+            uses_host_pointers: true,
             frees_wait: number("KVPOOL_SOFTWARE_FREE_WAITS") == Some(1),
             is_lazy: std::env::var("CUDA_MODULE_LOADING").map_or(true, |mode| mode != "EAGER"),
         }

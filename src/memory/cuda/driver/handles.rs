@@ -56,9 +56,20 @@ handles! {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct StreamHandle(usize);
 
+impl StreamHandle {
+    /// The value before the driver fills it in.
+    pub(super) const NONE: Self = Self(0);
+}
+
 impl From<Stream> for StreamHandle {
     fn from(stream: Stream) -> Self {
         Self(stream.handle())
+    }
+}
+
+impl From<StreamHandle> for Stream {
+    fn from(handle: StreamHandle) -> Self {
+        Self::from_handle(handle.0)
     }
 }
 
@@ -121,6 +132,8 @@ pub(super) struct DeviceAttribute(c_int);
 impl DeviceAttribute {
     pub(super) const CAPABILITY_MAJOR: Self = Self(75);
     pub(super) const CAPABILITY_MINOR: Self = Self(76);
+    /// `CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM`.
+    pub(super) const USES_HOST_POINTERS: Self = Self(91);
 }
 
 /// `CUmemorytype`.

@@ -19,7 +19,7 @@ use crate::memory::Stream;
 
 use handles::{
     CaptureMode, CaptureStatus, Code, Copy2d, DeviceAttribute, FunctionAttribute, LookupStatus, MemoryType,
-    Side, Text,
+    Side, StreamHandle, Text,
 };
 pub(super) use handles::{ContextHandle, DevicePtr, EventHandle, FunctionHandle, ModuleHandle};
 use table::Table;
@@ -29,6 +29,8 @@ use table::Table;
 const EVERYWHERE: u32 = 1 | 2;
 /// `CU_EVENT_DISABLE_TIMING`.
 const WITHOUT_TIME: u32 = 2;
+/// `CU_STREAM_NON_BLOCKING`: the stream and the default stream do not wait for each other.
+const NON_BLOCKING: u32 = 1;
 
 /// The effect of enqueueing work on a stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -156,12 +158,20 @@ impl Driver {
     /// The compute capability of device `ordinal`, major and minor.
     pub(super) fn capability(self, ordinal: u32) -> Result<(u32, u32)> {
         let device = self.device(ordinal)?;
-        let ask = |attribute| {
-            let mut value = 0;
-            checked!(self, cuDeviceGetAttribute(&raw mut value, attribute, device))?;
-            Ok(counted(value))
-        };
+        let ask = |attribute| self.attribute(device, attribute).map(counted);
         Ok((ask(DeviceAttribute::CAPABILITY_MAJOR)?, ask(DeviceAttribute::CAPABILITY_MINOR)?))
+    }
+
+    /// Whether kernels on device `ordinal` reach host memory that was page-locked in place at its host address.
+    pub(super) fn uses_host_pointers(self, ordinal: u32) -> Result<bool> {
+        let device = self.device(ordinal)?;
+        Ok(self.attribute(device, DeviceAttribute::USES_HOST_POINTERS)? != 0)
+    }
+
+    fn attribute(self, device: c_int, attribute: DeviceAttribute) -> Result<c_int> {
+        let mut value = 0;
+        checked!(self, cuDeviceGetAttribute(&raw mut value, attribute, device))?;
+        Ok(value)
     }
 
     pub(super) fn current_context(self) -> Result<ContextHandle> {
@@ -339,6 +349,13 @@ impl Driver {
             code => self.check("cuStreamIsCapturing", code)?,
         }
         Ok(if status == CaptureStatus::NONE { StreamMode::Running } else { StreamMode::Captured })
+    }
+
+    /// A new stream in the current context, which does not wait for the default stream.
+    pub(super) fn create_stream(self) -> Result<Stream> {
+        let mut stream = StreamHandle::NONE;
+        checked!(self, cuStreamCreate(&raw mut stream, NON_BLOCKING))?;
+        Ok(stream.into())
     }
 
     pub(super) fn create_event(self) -> Result<EventHandle> {

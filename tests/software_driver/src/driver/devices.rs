@@ -36,6 +36,7 @@ pub fn attribute(number: c_int, config: &Config) -> Option<c_int> {
         75 => config.capability.0,
         76 => config.capability.1,
         81 => 233_472,
+        91 => config.uses_host_pointers.into(),
         97 => 232_448,
         _ if (1..ATTRIBUTES_END).contains(&number) => 0,
         _ => return None,
