@@ -1,16 +1,21 @@
-//! Micro-benchmarks without Python: the slot allocator against a queue of free slots, and locks of the prefix cache
-//! against reference counts.
+//! Micro-benchmarks without Python: the slot allocator against a queue of free slots, locks of the prefix cache against
+//! reference counts, and copies of pages to pieces of host memory against `memcpy`.
 //!
 //! Run it with `cargo bench`. Each line is a question with both answers and their ratio.
 
 use std::collections::VecDeque;
 use std::hint::black_box;
 use std::io::Write as _;
+use std::sync::Arc;
 use std::time::Instant;
 
-use kvpool::base::{Id, IndexVec, Page};
+use kvpool::base::{DType, Id, IndexVec, Page, Result, widen};
 use kvpool::cache::{KeyTokens, Namespace, PolicyKind, Tree};
 use kvpool::index::{Order, SlotAllocator};
+use kvpool::kernels::{
+    Executor, IndexSpace, LayerLayout, LayerRows, PageCopy, PagePair, Pieces, Reach, piece_bytes,
+};
+use kvpool::memory::{Host, Region, Stream};
 
 const SIZE: usize = 1 << 20;
 const ROUNDS: usize = 15;
@@ -124,6 +129,98 @@ fn locks(out: &mut impl std::io::Write) {
     let _ = tree.release(hold);
 }
 
+/// Rows of K and of V in each layer of a pool, and their bytes.
+const ROWS: usize = 16 << 10;
+const ROW_BYTES: usize = 2048;
+const LAYERS: usize = 8;
+/// Rows of a layer that are copied at once.
+const COPIED: usize = 1024;
+
+/// A pool of K and V, and pieces for its pages.
+struct Tier {
+    rows: LayerRows,
+    executor: Executor,
+    pieces: Pieces,
+    page_size: usize,
+    pairs: Vec<PagePair>,
+}
+
+impl Tier {
+    fn new(page_size: usize) -> Result<Self> {
+        let step = ROWS * ROW_BYTES;
+        let region = Arc::new(Region::new(Arc::new(Host), 2 * LAYERS * step)?);
+        let layout = |offset| LayerLayout { offset, step, shape: [ROWS, 1, ROW_BYTES], dtype: DType::U8 };
+        let rows = LayerRows::new(&region, LAYERS, [layout(0), layout(LAYERS * step)])?;
+        let space = IndexSpace { noun: "row", len: ROWS };
+        let executor = Executor::new(&region, LAYERS, [space; 2], 0)?;
+        let (stride, count) = (piece_bytes(&rows, page_size)?, ROWS / page_size);
+        let memory = Arc::new(Region::new(Arc::new(Host), stride * count)?);
+        for region in [&region, &memory] {
+            region.fill(0, region.bytes(), 1)?;
+        }
+        let pieces = Pieces::new(memory, Reach::Copied, &rows, page_size, stride, count)?;
+        let pages = u32::try_from(count).unwrap_or(u32::MAX);
+        // An odd number without a pattern leads to each page once.
+        let pairs = (0..u32::try_from(COPIED / page_size).unwrap_or(0))
+            .map(|at| PagePair {
+                page: at.wrapping_mul(0x9E37_79B1) % pages,
+                piece: at.wrapping_mul(0x85EB_CA77) % pages,
+            })
+            .collect();
+        Ok(Self { rows, executor, pieces, page_size, pairs })
+    }
+
+    fn copy(&self, direction: PageCopy) {
+        let copied = self.executor.copy_pages(
+            &self.rows,
+            &self.pieces,
+            direction,
+            &self.pairs,
+            0..LAYERS,
+            Stream::DEFAULT,
+        );
+        let _ = black_box(copied);
+    }
+
+    /// The same bytes, from and to the same places.
+    fn memcpy(&self, direction: PageCopy) {
+        let page_bytes = self.page_size * ROW_BYTES;
+        let memory = self.pieces.region().address().as_ptr();
+        for pair in &self.pairs {
+            for layer in 0..LAYERS {
+                for (kind, buffers) in self.rows.kinds().into_iter().enumerate() {
+                    let buffer = &buffers[layer];
+                    let pool = buffer.region().address().as_ptr();
+                    let page = pool.wrapping_add(buffer.offset() + widen(pair.page) * page_bytes);
+                    let offset = (2 * layer + kind) * page_bytes;
+                    let piece = memory.wrapping_add(widen(pair.piece) * self.pieces.stride() + offset);
+                    let (source, target) = match direction {
+                        PageCopy::Out => (page, piece),
+                        PageCopy::In => (piece, page),
+                    };
+                    // SAFETY: pages lie in the region of the pool and pieces in theirs, which nothing else uses.
+                    unsafe { target.copy_from_nonoverlapping(source, page_bytes) };
+                }
+            }
+        }
+    }
+}
+
+/// Copies of random pages of K and V of all layers to their pieces, and back.
+fn pages(out: &mut impl std::io::Write) {
+    let _ =
+        writeln!(out, "\n{:<38}{:>12}{:>16}{:>8}", "pages of 2 KiB rows", "kvpool ns", "memcpy ns", "ratio");
+    for page_size in [1, 16] {
+        let Ok(tier) = Tier::new(page_size) else { continue };
+        for (name, direction) in [("out to", PageCopy::Out), ("in from", PageCopy::In)] {
+            let ours = median_ns(3, || tier.copy(direction));
+            let theirs = median_ns(3, || tier.memcpy(direction));
+            let label = format!("{} pages of {page_size} {name} host memory", tier.pairs.len());
+            let _ = writeln!(out, "{label:<38}{ours:>12.0}{theirs:>16.0}{:>8.2}", theirs / ours);
+        }
+    }
+}
+
 fn main() {
     let mut out = std::io::stdout().lock();
     let _ = writeln!(
@@ -158,4 +255,5 @@ fn main() {
         }
     }
     locks(&mut out);
+    pages(&mut out);
 }

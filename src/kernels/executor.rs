@@ -7,12 +7,13 @@
 use std::ops::Range;
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
-use crate::base::{Error, IndexVec, Result, reserve};
+use crate::base::{Device, Error, IndexVec, Result, reserve};
 use crate::index::plan_moves;
 use crate::memory::{Borrowed, Event, Gpu, Region, Stream};
 
 use super::indices::{IndexSpace, Indices};
 use super::launch::{Copies, Launcher};
+use super::pages::{PageCopy, PagePair, Pieces, copy_pages};
 use super::rows::{LayerRows, RowBuffer, gather_rows, move_rows, zero_rows};
 use super::store::{Store, store_rows};
 use super::table::{Table, build_kv_indices, part, zero_columns};
@@ -323,6 +324,39 @@ impl Executor {
             }
         }
         Ok(())
+    }
+
+    /// Copies the `layers` of whole pages of `rows` to their pieces, or back.
+    ///
+    /// On the host it copies on this thread alone and takes no lock, so that no other call waits for it. On a device it is
+    /// one launch on `stream` for up to 486 pages, and never waits. With [`Reach::Copied`](super::Reach::Copied) it is a copy
+    /// by the driver for each page and kind: if the memory is pageable, the call may wait for them, and for what `stream` did
+    /// before. The caller keeps the pages and pieces from other use until the copies have run.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for pages, pieces or layers that do not exist,
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for pieces of other rows and for a target that is named twice;
+    /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) while `stream` is being captured. Nothing is copied then.
+    /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when a driver call fails: some pages may have been copied.
+    /// Faults of earlier calls are left to [`Executor::fault`].
+    pub fn copy_pages(
+        &self,
+        rows: &LayerRows,
+        pieces: &Pieces,
+        direction: PageCopy,
+        pairs: &[PagePair],
+        layers: Range<usize>,
+        stream: Stream,
+    ) -> Result<()> {
+        let device = self.gpu().map_or(Device::Cpu, |gpu| gpu.device());
+        let plan = pieces.plan(rows, device, direction, pairs, &layers)?;
+        match self {
+            Self::Host(_) => {
+                copy_pages(&plan);
+                Ok(())
+            }
+            Self::Device(launcher) => launcher.copy_pages(&plan, pieces, stream),
+        }
     }
 
     /// Zeroes the first columns of rows of a table, each as `(row, columns)`.

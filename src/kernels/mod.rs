@@ -14,6 +14,7 @@ mod executor;
 mod indices;
 mod launch;
 mod pack;
+mod pages;
 #[cfg(all(target_os = "linux", not(loom)))]
 mod processors;
 mod row_copy;
@@ -27,6 +28,7 @@ pub use executor::{Executor, HostExecutor};
 pub use indices::{IndexSpace, Indices, Numbers, expect_ints, read_indices};
 pub use launch::{Fetch, Fetcher, Grown, Launcher, PlanBatch, PlanFields, PlanRequest, read_now};
 pub use pack::{Direction, pack};
+pub use pages::{PageCopy, PagePair, Pieces, Reach, layer_bytes, piece_bytes};
 pub use rows::{LayerLayout, LayerRows, RowBuffer, gather_rows, move_rows, zero_rows};
 pub use store::{Store, store_rows};
 pub use table::Table;

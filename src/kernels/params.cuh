@@ -177,6 +177,25 @@ struct ZeroParams {
 };
 static_assert(sizeof(ZeroParams) == 312, "as launch/params.rs has it");
 
+/// Where the pages of a group are copied to. Its pages are rows that lie `source_stride` apart in each buffer of the
+/// source, and `stride` apart in each of the target; buffers of the target are `step` bytes apart.
+struct PageTarget {
+    u8* base;
+    i64 step;
+    i64 stride;
+    i64 source_stride;
+};
+
+/// Passed with the launch are `count` pairs: a page of the source and the page of the target that it is copied to. The
+/// blocks of a launch take turns at `blocks` blocks of work.
+struct PagesParams {
+    i64 count;
+    i64 blocks;
+    RowGroup groups[2];
+    PageTarget targets[2];
+};
+static_assert(sizeof(PagesParams) == 208, "as launch/params.rs has it");
+
 struct PointsParams {
     i32* table;
     i64 rows;

@@ -12,6 +12,11 @@ pub(super) const AHEAD: usize = 4;
 /// ones.
 const STREAM_FROM: usize = 4 << 20;
 
+/// Pages of this many bytes are copied as `memcpy` does, which needs no help with them: on a virtual Intel Xeon with 2 MiB
+/// of second-level cache a core (2026-11) pages of 4 KiB at random places are copied to host memory at 0.85 of the speed
+/// of `memcpy` when they bypass the caches, and those of 2 KiB at 1.03.
+const LARGE_PAGE: usize = 4096;
+
 /// The method of copying a batch of rows.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct RowCopy {
@@ -23,6 +28,12 @@ impl RowCopy {
     /// The method for `rows` rows of `row_bytes`.
     pub(super) const fn new(row_bytes: usize, rows: usize) -> Self {
         Self { row_bytes, streaming: row_bytes.saturating_mul(rows) >= STREAM_FROM }
+    }
+
+    /// The method for `pages` pages of `page_bytes`, each as one row.
+    pub(super) const fn of_pages(page_bytes: usize, pages: usize) -> Self {
+        let copy = Self::new(page_bytes, pages);
+        Self { streaming: copy.streaming && page_bytes < LARGE_PAGE, ..copy }
     }
 
     /// Copies a row, and prefetches the row at `later`, which may be any address. Source and target may

@@ -309,26 +309,28 @@ KERNELS(kvpool_gather, GatherParams) {
     copy_piece(target, part.source + row * row_bytes, at.first, lanes, part.words, part.word);
 }
 
-/// The buffer, of either group, that a block works on, and the number of the block within it.
+/// The buffer, of either group, that a block works on: its number in the group, and the number of the block within it.
 struct Buffer {
     const RowGroup& group;
     u8* base;
     u32 block;
+    u32 number;
+    bool is_second;
 };
 
 /// Each block works on one buffer: blocks of the first group come first, and each buffer has as many as it needs.
-__device__ __forceinline__ Buffer buffer_of(const RowGroup* groups) {
+__device__ __forceinline__ Buffer buffer_of(const RowGroup* groups, u32 of_all) {
     u32 first_blocks = groups[0].buffers * groups[0].blocks.by;
-    bool is_second = blockIdx.x >= first_blocks;
+    bool is_second = of_all >= first_blocks;
     const RowGroup& group = groups[is_second];
-    u32 block = is_second ? blockIdx.x - first_blocks : blockIdx.x;
-    u32 buffer = quotient(block, group.blocks);
-    return {group, group.base + buffer * group.step, block - buffer * group.blocks.by};
+    u32 block = is_second ? of_all - first_blocks : of_all;
+    u32 number = quotient(block, group.blocks);
+    return {group, group.base + number * group.step, block - number * group.blocks.by, number, is_second};
 }
 
 /// Row `target[i]` becomes row `source[i]` in every buffer. No row is both read and written.
 KERNELS(kvpool_move, MoveParams) {
-    Buffer its = buffer_of(p.groups);
+    Buffer its = buffer_of(p.groups, blockIdx.x);
     const RowGroup& group = its.group;
     Place at = place(its.block, group.split, WORDS_PER_LANE);
     if (at.row >= p.count) {
@@ -369,7 +371,7 @@ __device__ __forceinline__ void move_word(const i32* steps, i64 count, u8* base,
 /// The moves of `steps`, triples of kind, a and b: row a becomes row b, or both are exchanged. Each thread owns one
 /// word of every row of a buffer, so only the order of its own steps matters.
 KERNELS(kvpool_move_in_order, OrderParams) {
-    Buffer its = buffer_of(p.groups);
+    Buffer its = buffer_of(p.groups, blockIdx.x);
     const RowGroup& group = its.group;
     i64 word = i64(its.block) * BLOCK + threadIdx.x;
     if (word >= group.words) {
@@ -387,7 +389,7 @@ KERNELS(kvpool_move_in_order, OrderParams) {
 
 /// Zeroes row `indices[i]` of every buffer.
 KERNELS(kvpool_zero, ZeroParams) {
-    Buffer its = buffer_of(p.groups);
+    Buffer its = buffer_of(p.groups, blockIdx.x);
     const RowGroup& group = its.group;
     Place at = place(its.block, group.split, WORDS_PER_LANE);
     if (at.row >= p.count) {
@@ -402,4 +404,22 @@ KERNELS(kvpool_zero, ZeroParams) {
     }
     u8* target = its.base + row * group.words * group.word;
     zero_piece(target, at.first, 1u << group.split.lane_bits, group.words, group.word);
+}
+
+/// Page `list[2 i + 1]` of the target becomes page `list[2 i]` of the source, in every buffer. Either may be page-locked
+/// host memory. The bus to it is slow, so few blocks keep it busy, and leave the device to other work.
+KERNEL(kvpool_copy_pages, WithList<PagesParams>) {
+    const PagesParams& its = p.params;
+#pragma unroll 1
+    for (u32 block = blockIdx.x; block < u32(its.blocks); block += gridDim.x) {
+        Buffer from = buffer_of(its.groups, block);
+        const RowGroup& group = from.group;
+        Place at = place(from.block, group.split, WORDS_PER_LANE);
+        if (at.row < its.count) {
+            const PageTarget& to = its.targets[from.is_second];
+            const u8* source = from.base + p.list[2 * at.row] * to.source_stride;
+            u8* target = to.base + from.number * to.step + p.list[2 * at.row + 1] * to.stride;
+            copy_piece(target, source, at.first, 1u << group.split.lane_bits, group.words, group.word);
+        }
+    }
 }

@@ -4,6 +4,7 @@ use std::ptr;
 
 use crate::base::bounded::{narrow, signed, unsigned};
 use crate::base::{Error, Result, widen};
+use crate::kernels::pages::{KindCopy, PagePlan};
 use crate::kernels::rows::RowBuffer;
 
 /// Words that one thread copies.
@@ -95,12 +96,20 @@ impl RowGroup {
         debug_assert!(buffers.windows(2).all(|pair| pair[1].offset() - pair[0].offset() == step));
         let base = present.map_or(ptr::null_mut(), |buffer| buffer.row(0));
         let row_bytes = present.map_or(0, RowBuffer::row_bytes);
-        Self::of(base, step, row_bytes, present.map_or(0, |_| buffers.len()))
+        let word = word_of([base.addr(), step, row_bytes]);
+        Self::of(base, step, row_bytes, present.map_or(0, |_| buffers.len()), word)
     }
 
-    /// `buffers` buffers of rows of `row_bytes`, `step` bytes apart.
-    fn of(base: *mut u8, step: usize, row_bytes: usize, buffers: usize) -> Result<Self> {
-        let word = word_of([base.addr(), step, row_bytes]);
+    /// The pages of a kind in `layers` layers, as rows of the source.
+    fn of_pages(kind: &KindCopy<'_>, layers: usize) -> Result<Self> {
+        let sides = [kind.source, kind.target].map(|side| [side.at(0, 0).addr(), side.step, side.stride]);
+        let word = word_of(sides.into_iter().flatten().chain([kind.bytes]));
+        let buffers = if kind.bytes == 0 { 0 } else { layers };
+        Self::of(kind.source.at(0, 0), kind.source.step, kind.bytes, buffers, word)
+    }
+
+    /// `buffers` buffers of rows of `row_bytes`, `step` bytes apart, copied word by word.
+    fn of(base: *mut u8, step: usize, row_bytes: usize, buffers: usize, word: Word) -> Result<Self> {
         let words = row_bytes / word.bytes();
         Ok(Self {
             base,
@@ -116,11 +125,18 @@ impl RowGroup {
 }
 
 /// Two groups of buffers. Each block of a grid works on rows or words of one buffer.
+#[derive(Clone, Copy)]
 pub(super) struct Groups([RowGroup; 2]);
 
 impl Groups {
     pub(super) fn new(buffers: [&[RowBuffer]; 2]) -> Result<Self> {
         Ok(Self([RowGroup::new(buffers[0])?, RowGroup::new(buffers[1])?]))
+    }
+
+    /// The source of a copy of pages.
+    pub(super) fn of_pages(plan: &PagePlan<'_>) -> Result<Self> {
+        let [first, second] = &plan.kinds;
+        Ok(Self([RowGroup::of_pages(first, plan.layers)?, RowGroup::of_pages(second, plan.layers)?]))
     }
 
     /// The groups and a grid with blocks for `count` rows of every buffer.
@@ -243,11 +259,14 @@ mod tests {
         found
     }
 
+    fn group(row_bytes: usize, buffers: usize) -> RowGroup {
+        RowGroup::of(ptr::null_mut(), 256, row_bytes, buffers, word_of([256, row_bytes])).expect("a group")
+    }
+
     #[test]
     fn every_block_has_work() {
         // Qwen3-Next: 36 layers of 32 x 128 x 128 float32 and of 8192 x 3 bfloat16, 8 slots at once.
-        let of =
-            |row_bytes, buffers| RowGroup::of(ptr::null_mut(), 256, row_bytes, buffers).expect("a group");
+        let of = |row_bytes, buffers| group(row_bytes, buffers);
         let states = || Groups([of(32 * 128 * 128 * 4, 36), of(8192 * 3 * 2, 36)]);
         for count in [1u32, 8, 100] {
             let (groups, grid) = states().for_rows(widen(count)).expect("a grid");

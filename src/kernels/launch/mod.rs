@@ -24,6 +24,7 @@ use crate::base::sync::lock;
 use crate::base::{DType, Device, Error, ErrorKind, Result, bytes_of, widen};
 use crate::index::Move;
 use crate::kernels::indices::{IndexSpace, Indices, Numbers};
+use crate::kernels::pages::{PagePlan, Pieces, Reach};
 use crate::kernels::rows::{RowBuffer, check_moves, check_targets};
 use crate::kernels::store::{Store, targets};
 use crate::kernels::table::Table;
@@ -35,8 +36,8 @@ use grid::{Groups, blocks, parts_grid, ragged_grid};
 use images::{Compiled, PLAN, ROWS, TABLE};
 use numbers::{Arrays, Index, WithList};
 use params::{
-    ContinueParams, GatherParams, GatherPart, KvIndicesParams, MoveParams, OrderParams, PointsParams,
-    RaggedParams, StoreParams, StorePart, ZeroParams,
+    ContinueParams, GatherParams, GatherPart, KvIndicesParams, MoveParams, OrderParams, PageTarget,
+    PagesParams, PointsParams, RaggedParams, StoreParams, StorePart, ZeroParams,
 };
 
 /// A kernel that takes numbers from the host.
@@ -62,6 +63,7 @@ struct Kernels {
     write_ragged: Kernel,
     kv_indices: Kernel,
     continue_pages: Function,
+    copy_pages: Function,
     read_indices: Function,
 }
 
@@ -88,6 +90,7 @@ impl Kernels {
                 c"kvpool_move_in_order_listed",
                 c"kvpool_zero",
                 c"kvpool_zero_listed",
+                c"kvpool_copy_pages",
             ],
         )?;
         let table = load(
@@ -106,7 +109,8 @@ impl Kernels {
         let missing =
             || Error::new(ErrorKind::Driver, "the driver loaded fewer kernels than it was asked for");
         let [paired @ .., read_indices, continue_pages] = &table[..] else { return Err(missing()) };
-        let mut pairs = [&plan[..], &rows, paired].into_iter().flat_map(|functions| functions.as_chunks().0);
+        let [rows @ .., copy_pages] = &rows[..] else { return Err(missing()) };
+        let mut pairs = [&plan[..], rows, paired].into_iter().flat_map(|functions| functions.as_chunks().0);
         let mut next = || {
             let &[copied, listed] = pairs.next().ok_or_else(missing)?;
             Ok::<_, Error>(Kernel { copied, listed })
@@ -124,6 +128,7 @@ impl Kernels {
             kv_indices: next()?,
             read_indices: *read_indices,
             continue_pages: *continue_pages,
+            copy_pages: *copy_pages,
         });
         loaded.push(Arc::clone(&kernels));
         Ok(kernels)
@@ -161,6 +166,16 @@ pub struct Grown<'a> {
 
 /// The most requests in one launch of [`Launcher::continue_pages`].
 const MOST_GROWN: usize = (WithList::<ContinueParams>::ROOM - 1) / 2;
+
+/// The most pages in one launch of [`Launcher::copy_pages`].
+const MOST_PAGES: usize = WithList::<PagesParams>::ROOM / 2;
+
+/// The most blocks of a copy of pages. Each has up to 16 KiB in flight: 512 KiB together are several times what a bus
+/// transfers while one access takes, and the rest of the device is left to other streams.
+const PAGE_BLOCKS: u32 = 32;
+
+/// The most bytes from a row to the next in a copy of rows by the driver.
+const MOST_PITCH: usize = i32::MAX as usize;
 
 /// Where kernels report invalid indices that only the device knows: `Fault` of `params.cuh`.
 const FAULT_BYTES: usize = 16;
@@ -471,6 +486,47 @@ impl Launcher {
             fault: self.fault_address(),
             groups,
         })
+    }
+
+    /// Carries out a copy of pages. It is one launch for every `MOST_PAGES` pages, whose numbers are passed with it: the ring
+    /// would keep those of a slow copy, and calls that need the ring would wait for it. With [`Reach::Copied`] it is one copy
+    /// for each page and kind.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Driver`] while `stream` is being captured, and when a driver call fails.
+    pub(super) fn copy_pages(&self, plan: &PagePlan<'_>, pieces: &Pieces, stream: Stream) -> Result<()> {
+        self.gpu.check_process()?;
+        self.gpu.not_capturing(stream, "a copy between pages and host memory")?;
+        pieces.region().used_on(stream);
+        if pieces.reach() == Reach::Copied {
+            return self.copy_each_page(plan, stream);
+        }
+        let groups = Groups::of_pages(plan)?;
+        let targets = [PageTarget::new(&plan.kinds[0]), PageTarget::new(&plan.kinds[1])];
+        for indices in plan.indices.chunks(MOST_PAGES) {
+            let (groups, [blocks, _]) = groups.for_rows(indices.len())?;
+            let params = PagesParams { count: signed(indices.len()), blocks: blocks.into(), groups, targets };
+            let params = WithList::new(params, &[indices.as_flattened()]);
+            self.launch(self.kernels.copy_pages, [blocks.min(PAGE_BLOCKS), 1], &params, stream)?;
+        }
+        Ok(())
+    }
+
+    fn copy_each_page(&self, plan: &PagePlan<'_>, stream: Stream) -> Result<()> {
+        self.users.note(stream);
+        for &[source, target] in &plan.indices {
+            for kind in plan.kinds.iter().filter(|kind| kind.bytes > 0) {
+                let is_near = kind.source.step.max(kind.target.step) <= MOST_PITCH;
+                let at_once = if is_near { plan.layers } else { 1 };
+                for first in (0..plan.layers).step_by(at_once.max(1)) {
+                    let rows = first..first + at_once;
+                    let source = kind.source.rows(rows.clone(), source, kind.bytes)?;
+                    let target = kind.target.rows(rows, target, kind.bytes)?;
+                    self.gpu.copy_2d(&target, &source, stream)?;
+                }
+            }
+        }
+        Ok(())
     }
 
     /// Writes `value[i]` to `table[row[i], column[i]]`, for `count` points, in one launch. With an echo, the

@@ -5,6 +5,7 @@ use std::ffi::c_void;
 use crate::base::bounded::{distance, int32, signed};
 use crate::base::{DType, Result};
 use crate::kernels::convert::conversion;
+use crate::kernels::pages::KindCopy;
 use crate::kernels::rows::RowBuffer;
 use crate::kernels::store::{Store, ValueLayout, inconvertible, layout};
 use crate::memory::Borrowed;
@@ -139,6 +140,25 @@ pub(super) struct ZeroParams {
     pub(super) groups: [RowGroup; 2],
 }
 
+/// `PageTarget`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(super) struct PageTarget {
+    pub(super) base: *mut u8,
+    pub(super) step: i64,
+    pub(super) stride: i64,
+    pub(super) source_stride: i64,
+}
+
+/// `PagesParams`.
+#[repr(C)]
+pub(super) struct PagesParams {
+    pub(super) count: i64,
+    pub(super) blocks: i64,
+    pub(super) groups: [RowGroup; 2],
+    pub(super) targets: [PageTarget; 2],
+}
+
 /// `PointsParams`.
 #[repr(C)]
 pub(super) struct PointsParams {
@@ -237,6 +257,7 @@ const _: () = {
     assert!(size_of::<MoveParams>() == 2 * 160 + 24 + 2 * 64);
     assert!(size_of::<OrderParams>() == 16 + 2 * 64);
     assert!(size_of::<ZeroParams>() == 160 + 24 + 2 * 64);
+    assert!(size_of::<PagesParams>() == 16 + 2 * 64 + 2 * 32);
     assert!(size_of::<PointsParams>() == 24 + 3 * 160 + 24);
     assert!(size_of::<RaggedParams>() == 56);
     assert!(size_of::<KvIndicesParams>() == 24 + 2 * 160 + 32);
@@ -314,6 +335,17 @@ fn reciprocal(divisor: f32) -> f32 {
 /// The required alignment of the run of elements that one lane reads.
 fn run_alignment(dtype: DType) -> usize {
     (dtype.size() * ELEMENTS_PER_LANE).min(16)
+}
+
+impl PageTarget {
+    pub(super) fn new(kind: &KindCopy<'_>) -> Self {
+        Self {
+            base: kind.target.at(0, 0),
+            step: signed(kind.target.step),
+            stride: signed(kind.target.stride),
+            source_stride: signed(kind.source.stride),
+        }
+    }
 }
 
 impl GatherPart {

@@ -1,0 +1,405 @@
+//! Copies between the pages of a pool and pieces of host memory.
+//!
+//! A piece holds one page: for the first layer the page's rows of the first kind, then those of the second, then the
+//! next layer. Every function checks its pages and pieces, then acts. None takes a lock: the pages belong to the caller.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use crate::base::bounded::{signed, unsigned};
+use crate::base::{DType, Device, Dims, Error, Result, bytes_of, reserve, widen};
+use crate::memory::{Borrowed, Region};
+
+use super::row_copy::{AHEAD, RowCopy};
+use super::rows::{LayerRows, RowBuffer};
+
+/// A page of a pool, and the piece of host memory that holds it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PagePair {
+    /// The number of the page: its first row, divided by the rows of a page.
+    pub page: u32,
+    /// The number of the piece.
+    pub piece: u32,
+}
+
+/// The direction of a copy between pages and pieces.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PageCopy {
+    /// From pages to pieces.
+    Out,
+    /// From pieces to pages.
+    In,
+}
+
+/// How a device reaches the host memory of pieces.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Reach {
+    /// In place: all of it is page-locked.
+    InPlace,
+    /// Through copies of the driver, which stages them where the memory is pageable.
+    Copied,
+}
+
+/// Bytes of one layer of a piece: a page's rows of both kinds.
+///
+/// # Errors
+/// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for pages of no rows and for more bytes than an address can
+/// name.
+pub fn layer_bytes(rows: &LayerRows, page_size: usize) -> Result<usize> {
+    let [first, second] = page_bytes(rows, page_size)?;
+    first.checked_add(second).ok_or_else(|| Error::config(format!("pages of {page_size} rows are too large")))
+}
+
+/// Bytes of a piece: a page's rows of both kinds, of every layer.
+///
+/// # Errors
+/// Same as [`layer_bytes`].
+///
+/// ```
+/// use std::sync::Arc;
+/// use kvpool::base::DType;
+/// use kvpool::kernels::{LayerLayout, LayerRows, piece_bytes};
+/// use kvpool::memory::{Host, Region};
+/// let region = Arc::new(Region::new(Arc::new(Host), 1 << 20).unwrap());
+/// let layout = |offset, dim| LayerLayout { offset, step: 4096, shape: [64, 1, dim], dtype: DType::U8 };
+/// let rows = LayerRows::new(&region, 3, [layout(0, 32), layout(3 * 4096, 8)]).unwrap();
+/// assert_eq!(piece_bytes(&rows, 16).unwrap(), 3 * 16 * (32 + 8));
+/// ```
+pub fn piece_bytes(rows: &LayerRows, page_size: usize) -> Result<usize> {
+    bytes_of("a piece", &[rows.layers(), layer_bytes(rows, page_size)?], DType::U8)
+}
+
+/// Bytes of a page in one layer, of each kind.
+fn page_bytes(rows: &LayerRows, page_size: usize) -> Result<[usize; 2]> {
+    if page_size == 0 {
+        return Err(Error::config("page_size is 0; a page has at least one row"));
+    }
+    let [first, second] = rows.kinds().map(|buffers| {
+        let row_bytes = buffers.first().map_or(0, RowBuffer::row_bytes);
+        bytes_of("a page", &[page_size, row_bytes], DType::U8)
+    });
+    Ok([first?, second?])
+}
+
+/// Pieces of host memory for the pages of a pool, one behind the other.
+///
+/// ```
+/// use std::sync::Arc;
+/// use kvpool::base::DType;
+/// use kvpool::kernels::{
+///     Executor, IndexSpace, LayerLayout, LayerRows, PageCopy, PagePair, Pieces, Reach, piece_bytes,
+/// };
+/// use kvpool::memory::{Host, Region, Stream};
+/// let region = Arc::new(Region::new(Arc::new(Host), 2 * 4 * 16).unwrap());
+/// let layout = |offset| LayerLayout { offset, step: 64, shape: [4, 1, 16], dtype: DType::U8 };
+/// let rows = LayerRows::new(&region, 1, [layout(0), layout(64)]).unwrap();
+/// let executor = Executor::new(&region, 1, [IndexSpace { noun: "row", len: 4 }; 2], 0).unwrap();
+///
+/// let stride = piece_bytes(&rows, 2).unwrap();
+/// let memory = Arc::new(Region::new(Arc::new(Host), 3 * stride).unwrap());
+/// let pieces = Pieces::new(memory, Reach::Copied, &rows, 2, stride, 3).unwrap();
+/// region.fill(32, 32, 7).unwrap();
+/// let pairs = [PagePair { page: 1, piece: 2 }];
+/// executor.copy_pages(&rows, &pieces, PageCopy::Out, &pairs, 0..1, Stream::DEFAULT).unwrap();
+/// assert_eq!(pieces.region().read::<i32>(2 * stride, 1).unwrap(), [0x0707_0707]);
+/// ```
+#[derive(Clone, Debug)]
+pub struct Pieces {
+    region: Arc<Region>,
+    reach: Reach,
+    /// Bytes from one piece to the next.
+    stride: usize,
+    count: usize,
+    /// Pages of the pool.
+    pages: usize,
+    page_size: usize,
+    layers: usize,
+    /// Bytes of a page in one layer, of each kind.
+    page_bytes: [usize; 2],
+}
+
+impl Pieces {
+    /// The first `count` pieces of `region`, `stride` bytes apart, for pages of `page_size` of `rows`. Rows behind the
+    /// last whole page belong to no page.
+    ///
+    /// Memory that the device of `rows` cannot reach in place is copied, whatever `reach` says.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for memory of a device or of the pool itself, for pageable
+    /// memory that a device is to reach in place, for pieces that overlap and for more of them than int32 can name; [`ErrorKind::Index`](crate::base::ErrorKind::Index) when
+    /// they are not within the region; [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when a driver call fails.
+    pub fn new(
+        region: Arc<Region>,
+        reach: Reach,
+        rows: &LayerRows,
+        page_size: usize,
+        stride: usize,
+        count: usize,
+    ) -> Result<Self> {
+        if region.device() != Device::Cpu {
+            return Err(Error::config(format!("pieces are in host memory, not on {}", region.device())));
+        }
+        let pool = rows.all().first().map(RowBuffer::region);
+        if pool.is_some_and(|pool| overlap(pool, &region)) {
+            return Err(Error::config("pieces lie in the memory of the pool that they are copied from"));
+        }
+        if i32::try_from(count).is_err() {
+            return Err(Error::config(format!("{count} pieces are more than int32 can name")));
+        }
+        let bytes = piece_bytes(rows, page_size)?;
+        if let Some(before) = count.checked_sub(1) {
+            if before > 0 && stride < bytes {
+                return Err(Error::config(format!(
+                    "pieces of {bytes} bytes overlap when they lie {stride} bytes apart"
+                )));
+            }
+            let begin = bytes_of("the pieces", &[before, stride], DType::U8)?;
+            region.at(begin, bytes)?;
+        }
+        let reach = match (reach, pool.and_then(|pool| pool.gpu())) {
+            (Reach::InPlace, Some(gpu)) => {
+                if !region.backend().is_some_and(|backend| backend.is_reached_by_devices()) {
+                    let text =
+                        format!("{} bytes of pageable memory cannot be reached in place", region.bytes());
+                    return Err(Error::config(text));
+                }
+                if gpu.uses_host_pointers()? { Reach::InPlace } else { Reach::Copied }
+            }
+            (reach, _) => reach,
+        };
+        let most_rows = rows.all().iter().map(|buffer| buffer.shape()[0]).min().unwrap_or(0);
+        Ok(Self {
+            region,
+            reach,
+            stride,
+            count,
+            pages: most_rows / page_size,
+            page_size,
+            layers: rows.layers(),
+            page_bytes: page_bytes(rows, page_size)?,
+        })
+    }
+
+    /// The memory.
+    #[must_use]
+    pub const fn region(&self) -> &Arc<Region> {
+        &self.region
+    }
+
+    /// How the device of the pool reaches them.
+    #[must_use]
+    pub const fn reach(&self) -> Reach {
+        self.reach
+    }
+
+    /// The number of pieces.
+    #[must_use]
+    pub const fn count(&self) -> usize {
+        self.count
+    }
+
+    /// Bytes from one piece to the next.
+    #[must_use]
+    pub const fn stride(&self) -> usize {
+        self.stride
+    }
+
+    /// The bytes of the region that some layers of a piece occupy: a piece, for all of them.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a piece or layers that do not exist.
+    pub fn bytes_of(&self, piece: u32, layers: &Range<usize>) -> Result<Range<usize>> {
+        within("piece", piece, self.count)?;
+        self.check_layers(layers)?;
+        let begin = widen(piece) * self.stride;
+        let each: usize = self.page_bytes.iter().sum();
+        Ok(begin + layers.start * each..begin + layers.end * each)
+    }
+
+    fn check_layers(&self, layers: &Range<usize>) -> Result<()> {
+        if layers.start <= layers.end && layers.end <= self.layers {
+            return Ok(());
+        }
+        Err(Error::index(format!("layers {layers:?} are outside [0, {})", self.layers)))
+    }
+
+    /// Checks a copy of whole pages of `rows`, which are on `device`, and describes it.
+    pub(super) fn plan<'a>(
+        &'a self,
+        rows: &'a LayerRows,
+        device: Device,
+        direction: PageCopy,
+        pairs: &[PagePair],
+        layers: &Range<usize>,
+    ) -> Result<PagePlan<'a>> {
+        self.check_rows(rows, device)?;
+        self.check_layers(layers)?;
+        for pair in pairs {
+            within("page", pair.page, self.pages)?;
+            within("piece", pair.piece, self.count)?;
+        }
+        let mut indices = reserve(pairs.len())?;
+        indices.extend(pairs.iter().map(|pair| {
+            let [page, piece] = [pair.page, pair.piece].map(u32::cast_signed);
+            match direction {
+                PageCopy::Out => [page, piece],
+                PageCopy::In => [piece, page],
+            }
+        }));
+        match direction {
+            PageCopy::Out => once("piece", &indices)?,
+            PageCopy::In => once("page", &indices)?,
+        }
+        let layer = self.page_bytes.iter().sum();
+        let mut offset = layers.start * layer;
+        let kinds = [0, 1].map(|kind| {
+            let bytes = self.page_bytes[kind];
+            let piece = Side { region: &self.region, offset, step: layer, stride: self.stride };
+            offset += bytes;
+            let buffers = &rows.kinds()[kind][layers.clone()];
+            let page = buffers.first().map_or(piece, |first| Side {
+                region: first.region(),
+                offset: first.offset(),
+                step: buffers.get(1).map_or(0, |second| second.offset() - first.offset()),
+                stride: bytes,
+            });
+            let (source, target) = match direction {
+                PageCopy::Out => (page, piece),
+                PageCopy::In => (piece, page),
+            };
+            KindCopy { source, target, bytes }
+        });
+        Ok(PagePlan { kinds, layers: layers.len(), indices })
+    }
+
+    /// Checks that `rows` are those that the pieces were made for, or others that do not differ.
+    fn check_rows(&self, rows: &LayerRows, device: Device) -> Result<()> {
+        let of_rows = (rows.layers(), page_bytes(rows, self.page_size)?);
+        if of_rows != (self.layers, self.page_bytes) {
+            return Err(Error::config(format!(
+                "pieces for {} layers with pages of {:?} bytes do not fit {} layers with pages of {:?} bytes",
+                self.layers, self.page_bytes, of_rows.0, of_rows.1
+            )));
+        }
+        for buffer in rows.all() {
+            if buffer.region().device() != device {
+                let at = buffer.region().device();
+                return Err(Error::config(format!("the pages are on {at}, their pool is on {device}")));
+            }
+            if buffer.shape()[0] / self.page_size < self.pages {
+                let [rows, ..] = buffer.shape();
+                return Err(Error::config(format!("{rows} rows are fewer than {} pages", self.pages)));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Whether two regions have bytes in common.
+fn overlap(one: &Region, other: &Region) -> bool {
+    let [one, other] = [one, other].map(|region| {
+        let start = region.address().as_ptr().addr();
+        start..start + region.bytes()
+    });
+    one.start < other.end && other.start < one.end
+}
+
+fn within(noun: &str, index: u32, count: usize) -> Result<()> {
+    if widen(index) < count {
+        return Ok(());
+    }
+    Err(Error::index(format!("{noun} {index} is outside [0, {count})")).at_index(index))
+}
+
+/// Checks that no target is named twice: its contents would be those of either source.
+fn once(noun: &str, indices: &[[i32; 2]]) -> Result<()> {
+    let targets = || indices.iter().map(|[_, target]| *target);
+    if first_not_above(targets()).is_none() {
+        return Ok(());
+    }
+    let mut sorted = reserve(indices.len())?;
+    sorted.extend(targets());
+    sorted.sort_unstable();
+    match first_not_above(sorted) {
+        None => Ok(()),
+        Some(twice) => {
+            Err(Error::config(format!("{noun} {twice} is written twice by one copy")).at_index(twice))
+        }
+    }
+}
+
+/// The first number that is not above the one before it.
+fn first_not_above(numbers: impl IntoIterator<Item = i32>) -> Option<i32> {
+    let mut before = None;
+    numbers.into_iter().find(|number| before.replace(*number).is_some_and(|before| before >= *number))
+}
+
+/// A copy of pages that was checked.
+#[derive(Debug)]
+pub(super) struct PagePlan<'a> {
+    pub(super) kinds: [KindCopy<'a>; 2],
+    pub(super) layers: usize,
+    /// The number of each source and of its target.
+    pub(super) indices: Vec<[i32; 2]>,
+}
+
+/// The copies of one kind.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct KindCopy<'a> {
+    pub(super) source: Side<'a>,
+    pub(super) target: Side<'a>,
+    /// Bytes of a page in one layer.
+    pub(super) bytes: usize,
+}
+
+/// Where the pages of a kind lie, in the pool or in pieces: those of a layer are `stride` bytes apart, layers are `step`
+/// bytes apart.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Side<'a> {
+    region: &'a Region,
+    offset: usize,
+    pub(super) step: usize,
+    pub(super) stride: usize,
+}
+
+impl Side<'_> {
+    fn offset(&self, layer: usize, index: i32) -> usize {
+        self.offset + layer * self.step + unsigned(index.into()) * self.stride
+    }
+
+    /// The address of a page in a layer.
+    pub(super) fn at(&self, layer: usize, index: i32) -> *mut u8 {
+        self.region.address().as_ptr().wrapping_add(self.offset(layer, index))
+    }
+
+    /// The first `bytes` of a page in some layers, as rows.
+    pub(super) fn rows(&self, layers: Range<usize>, index: i32, bytes: usize) -> Result<Borrowed<'_>> {
+        // A single row may be farther from the next than a copy of rows takes.
+        let step = if layers.len() == 1 { bytes } else { self.step };
+        let shape = Dims::of(&[layers.len(), bytes])?;
+        let strides = Dims::new(&[signed(step), 1])?;
+        self.region.borrow(self.offset(layers.start, index), DType::U8, shape, strides)
+    }
+}
+
+/// Carries out a copy in host memory, on this thread.
+pub(super) fn copy_pages(plan: &PagePlan<'_>) {
+    let PagePlan { kinds, layers, indices } = plan;
+    let kinds = kinds.map(|kind| (kind, RowCopy::of_pages(kind.bytes, indices.len() * layers)));
+    for (at, &[source, target]) in indices.iter().enumerate() {
+        for layer in 0..*layers {
+            // Two kinds a layer.
+            let ahead = layer + AHEAD / 2;
+            let (later, later_layer) =
+                (indices[(at + ahead / layers).min(indices.len() - 1)][0], ahead % layers);
+            for (kind, copy) in kinds.iter().filter(|(kind, _)| kind.bytes > 0) {
+                let later = kind.source.at(later_layer, later);
+                // SAFETY: the plan was checked: source and target lie in live regions that do not overlap.
+                unsafe { copy.copy(kind.source.at(layer, source), kind.target.at(layer, target), later) };
+            }
+        }
+    }
+    for (_, copy) in kinds {
+        copy.finish();
+    }
+}
