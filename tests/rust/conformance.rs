@@ -13,7 +13,7 @@ use kvpool::tensor::TensorView;
 const SIZES: [usize; 9] = [0, 1, 255, 256, 4095, 4097, (1 << 20) - 1, 1 << 20, (1 << 20) + 1];
 
 /// The bytes of a region.
-fn bytes(region: &Region) -> Vec<u8> {
+pub(crate) fn bytes(region: &Region) -> Vec<u8> {
     if region.gpu().is_some() {
         return bytes(&on_host(region));
     }

@@ -23,7 +23,7 @@ use crate::pool_table::pools_conform;
 static ALONE: Mutex<()> = Mutex::new(());
 
 /// The device, or `None` without one.
-fn gpu(test: &str) -> Option<(Arc<Gpu>, MutexGuard<'static, ()>)> {
+pub(crate) fn gpu(test: &str) -> Option<(Arc<Gpu>, MutexGuard<'static, ()>)> {
     match Gpu::open(0) {
         Ok(gpu) => Some((gpu, ALONE.lock().unwrap_or_else(PoisonError::into_inner))),
         Err(reason) => {
@@ -36,14 +36,14 @@ fn gpu(test: &str) -> Option<(Arc<Gpu>, MutexGuard<'static, ()>)> {
 }
 
 /// Looks up a test function of the software driver, if it is preloaded.
-fn control(name: &std::ffi::CStr) -> Option<*mut c_void> {
+pub(crate) fn control(name: &std::ffi::CStr) -> Option<*mut c_void> {
     // SAFETY: the symbol is only looked up.
     let found = unsafe { libc::dlsym(libc::RTLD_DEFAULT, name.as_ptr()) };
     (!found.is_null()).then_some(found)
 }
 
 /// Two streams of the software driver. On a GPU a missing wait would not show reliably.
-fn streams(test: &str) -> Option<[Stream; 2]> {
+pub(crate) fn streams(test: &str) -> Option<[Stream; 2]> {
     let Some(create) = control(c"soft_stream") else {
         eprintln!("skipped {test}: it needs the late streams of the driver made of software");
         return None;
@@ -53,7 +53,7 @@ fn streams(test: &str) -> Option<[Stream; 2]> {
     Some([Stream::from_handle(create(0)), Stream::from_handle(create(0))])
 }
 
-fn cuda(gpu: &Arc<Gpu>) -> Arc<dyn Backend> {
+pub(crate) fn cuda(gpu: &Arc<Gpu>) -> Arc<dyn Backend> {
     Arc::new(Cuda::new(gpu, Stream::DEFAULT))
 }
 

@@ -15,6 +15,9 @@ mod kernels;
 mod layering;
 mod leases;
 mod oracle;
+mod pages;
+#[cfg(feature = "cuda")]
+mod pages_on_device;
 mod policies;
 mod pool_table;
 mod shortage;

@@ -259,14 +259,13 @@ mod tests {
         found
     }
 
-    fn group(row_bytes: usize, buffers: usize) -> RowGroup {
-        RowGroup::of(ptr::null_mut(), 256, row_bytes, buffers, word_of([256, row_bytes])).expect("a group")
-    }
-
     #[test]
     fn every_block_has_work() {
         // Qwen3-Next: 36 layers of 32 x 128 x 128 float32 and of 8192 x 3 bfloat16, 8 slots at once.
-        let of = |row_bytes, buffers| group(row_bytes, buffers);
+        let of = |row_bytes, buffers| {
+            RowGroup::of(ptr::null_mut(), 256, row_bytes, buffers, word_of([256, row_bytes]))
+                .expect("a group")
+        };
         let states = || Groups([of(32 * 128 * 128 * 4, 36), of(8192 * 3 * 2, 36)]);
         for count in [1u32, 8, 100] {
             let (groups, grid) = states().for_rows(widen(count)).expect("a grid");

@@ -1,0 +1,391 @@
+//! Copies of pages on a device: in place and by the driver, on streams of their own, with every driver call failed once.
+//!
+//! They run where the tests in `gpu.rs` run.
+
+use std::ffi::{CStr, c_char, c_int, c_long, c_void};
+use std::sync::Arc;
+
+use kvpool::base::ErrorKind;
+use kvpool::kernels::{PageCopy, PagePair, Pieces, Reach};
+use kvpool::memory::{Backend, Event, Gpu, Host, MappedHost, Pinned, Region, SideStream, Stream, lock_pages};
+
+use crate::conformance::bytes;
+use crate::gpu::{control, cuda, gpu, streams};
+use crate::pages::{Draws, Shape, Tier, refused, some_layers};
+use crate::pool_table::host;
+
+/// Defines what the software driver lets tests do, each by its name there.
+macro_rules! soft {
+    ($($name:ident($symbol:literal): $kind:ty;)*) => {
+        struct Soft {
+            $($name: $kind,)*
+        }
+
+        impl Soft {
+            /// `None` on a GPU.
+            fn find(test: &str) -> Option<Self> {
+                let find = || {
+                    Some(Self {
+                        $($name: {
+                            let found = control($symbol)?;
+                            // SAFETY: the function has this signature.
+                            unsafe { std::mem::transmute::<*mut c_void, $kind>(found) }
+                        },)*
+                    })
+                };
+                let found = find();
+                if found.is_none() {
+                    eprintln!("skipped {test}: it needs the driver made of software");
+                }
+                found
+            }
+        }
+    };
+}
+
+soft! {
+    counted(c"soft_calls"): extern "C" fn(*const c_char) -> c_long;
+    reset_calls(c"soft_reset_calls"): extern "C" fn();
+    fail(c"soft_fail"): extern "C" fn(*const c_char, c_long, c_int);
+    failures_left(c"soft_failures_left"): extern "C" fn() -> c_long;
+    forget_failures(c"soft_forget_failures"): extern "C" fn();
+    begin_capture(c"soft_begin_capture"): extern "C" fn(usize) -> c_int;
+    end_capture(c"soft_end_capture"): extern "C" fn(usize) -> c_long;
+    set_host_pointers(c"soft_set_host_pointers"): extern "C" fn(c_int);
+    pending(c"soft_pending"): extern "C" fn(usize) -> c_long;
+}
+
+impl Soft {
+    fn calls(&self, name: &CStr) -> usize {
+        usize::try_from((self.counted)(name.as_ptr())).unwrap()
+    }
+
+    /// Calls that a copy must not make: waits, and those for memory.
+    fn forbidden(&self) -> usize {
+        [
+            c"cuStreamSynchronize",
+            c"cuCtxSynchronize",
+            c"cuEventSynchronize",
+            c"cuMemAlloc_v2",
+            c"cuMemHostAlloc",
+        ]
+        .into_iter()
+        .map(|name| self.calls(name))
+        .sum()
+    }
+
+    /// Makes `work` fail with each of its driver calls once, and then lets it do all of it.
+    fn fail_each(&self, mut work: impl FnMut() -> kvpool::base::Result<()>) -> c_long {
+        for number in 1.. {
+            (self.fail)(std::ptr::null(), number, 719);
+            let done = work();
+            if (self.failures_left)() > 0 {
+                (self.forget_failures)();
+                done.expect("no call failed");
+                return number - 1;
+            }
+            // The call that leaves a context is not reported: what it did is done.
+            if let Err(error) = done {
+                assert_eq!((error.kind(), error.facts().code), (ErrorKind::Driver, Some(719)), "{error}");
+            }
+        }
+        unreachable!("a call makes no end of driver calls")
+    }
+}
+
+/// Memory of `bytes` that was page-locked in place.
+fn locked_in_place(gpu: &Arc<Gpu>, bytes: usize) -> Arc<Region> {
+    let backend = Arc::new(MappedHost::new(None, false).expect("node"));
+    let region = Arc::new(Region::new(backend, bytes).expect("memory"));
+    region.lock_pages(gpu, &(0..bytes)).expect("locked");
+    region
+}
+
+const SHAPE: Shape = Shape {
+    layers: 3,
+    rows: 66,
+    row_bytes: [64, 6],
+    page_size: 4,
+    pieces: 9,
+    gap: 10,
+    is_fused: false,
+    alignment: 256,
+};
+
+/// Copies, and waits for the stream.
+fn copy(tier: &mut Tier, gpu: &Gpu, direction: PageCopy, pairs: &[PagePair], stream: Stream) {
+    let layers = 0..tier.shape.layers;
+    tier.copy(direction, pairs, &layers, stream).expect("enqueued");
+    gpu.synchronize(stream).expect("ran");
+}
+
+#[test]
+fn pages_go_out_and_come_in_on_a_device() {
+    let test = "pages_go_out_and_come_in_on_a_device";
+    let Some((gpu, _alone)) = gpu(test) else { return };
+    let soft = Soft::find(test);
+    let stream = gpu.side_stream(SideStream::Out).expect("a stream");
+    let pinned: Arc<dyn Backend> = Arc::new(Pinned::new(&gpu));
+    for seed in 0..60 {
+        let mut draws = Draws::new(seed);
+        let shape = Shape::draw(&mut draws);
+        let (memory, reach) = if draws.below(3) == 0 {
+            (host(), Reach::Copied)
+        } else {
+            (Arc::clone(&pinned), draws.of(&[Reach::InPlace, Reach::InPlace, Reach::Copied]))
+        };
+        let mut tier = Tier::new(&mut draws, shape, &cuda(&gpu), &memory, reach);
+        for _ in 0..4 {
+            let direction = draws.of(&[PageCopy::Out, PageCopy::In]);
+            let most = draws.below(12);
+            let pairs = draws.pairs(&tier, direction, most);
+            let layers = some_layers(&mut draws, shape.layers);
+            if let Some(soft) = &soft {
+                (soft.reset_calls)();
+            }
+            tier.copy(direction, &pairs, &layers, stream).expect("valid");
+            if let Some(soft) = &soft {
+                let kinds = shape.row_bytes.iter().filter(|bytes| **bytes > 0).count();
+                let is_any = !pairs.is_empty() && !layers.is_empty() && kinds > 0;
+                let (launches, copies) = match reach {
+                    Reach::InPlace => (usize::from(is_any), 0),
+                    Reach::Copied => (0, if is_any { pairs.len() * kinds } else { 0 }),
+                };
+                assert_eq!(soft.calls(c"launch:kvpool_copy_pages"), launches, "{shape:?}");
+                assert_eq!(soft.calls(c"cuLaunchKernel"), launches);
+                assert_eq!(soft.calls(c"cuMemcpy2DAsync_v2"), copies);
+                assert_eq!((soft.calls(c"cuMemcpyHtoDAsync_v2"), soft.forbidden()), (0, 0));
+            }
+            gpu.synchronize(stream).expect("ran");
+            tier.check();
+        }
+    }
+}
+
+#[test]
+fn many_pages_take_few_launches() {
+    let test = "many_pages_take_few_launches";
+    let Some((gpu, _alone)) = gpu(test) else { return };
+    let pinned: Arc<dyn Backend> = Arc::new(Pinned::new(&gpu));
+    let shape = Shape { rows: 1200, page_size: 1, pieces: 1100, ..SHAPE };
+    let mut draws = Draws::new(5);
+    let mut tier = Tier::new(&mut draws, shape, &cuda(&gpu), &pinned, Reach::InPlace);
+    for (direction, count, launches) in
+        [(PageCopy::Out, 486, 1), (PageCopy::Out, 487, 2), (PageCopy::In, 1100, 3), (PageCopy::Out, 1100, 3)]
+    {
+        let pairs = draws.pairs(&tier, direction, count);
+        let soft = Soft::find(test);
+        if let Some(soft) = &soft {
+            (soft.reset_calls)();
+        }
+        copy(&mut tier, &gpu, direction, &pairs, Stream::DEFAULT);
+        if let Some(soft) = &soft {
+            assert_eq!(soft.calls(c"cuLaunchKernel"), launches);
+        }
+        tier.check();
+    }
+}
+
+#[test]
+fn large_pages_are_copied_by_blocks_in_turns() {
+    let Some((gpu, _alone)) = gpu("large_pages_are_copied_by_blocks_in_turns") else { return };
+    let pinned: Arc<dyn Backend> = Arc::new(Pinned::new(&gpu));
+    // Far more blocks of work than one launch has, in one kind and in both, in wide words and in bytes.
+    for (row_bytes, gap) in [([0, 40_000], 0), ([8192, 24_576], 16), ([5000, 3001], 1)] {
+        let mut draws = Draws::new(6);
+        let shape = Shape { layers: 2, rows: 40, row_bytes, pieces: 9, gap, ..SHAPE };
+        let mut tier = Tier::new(&mut draws, shape, &cuda(&gpu), &pinned, Reach::InPlace);
+        for direction in [PageCopy::Out, PageCopy::In] {
+            let pairs = draws.pairs(&tier, direction, 9);
+            copy(&mut tier, &gpu, direction, &pairs, Stream::DEFAULT);
+            tier.check();
+        }
+    }
+}
+
+#[test]
+fn copies_are_late_and_keep_their_memory() {
+    let test = "copies_are_late_and_keep_their_memory";
+    let Some((gpu, _alone)) = gpu(test) else { return };
+    let (Some([first, second]), Some(soft)) = (streams(test), Soft::find(test)) else { return };
+    let pinned: Arc<dyn Backend> = Arc::new(Pinned::new(&gpu));
+    let mut draws = Draws::new(8);
+    let mut tier = Tier::new(&mut draws, SHAPE, &cuda(&gpu), &pinned, Reach::InPlace);
+    let before = bytes(tier.pieces.region());
+    let pairs = draws.pairs(&tier, PageCopy::Out, 9);
+    tier.copy(PageCopy::Out, &pairs, &(0..3), first).expect("enqueued");
+    assert_eq!((soft.pending)(first.handle()), 1);
+    assert!(bytes(tier.pieces.region()) == before, "nothing has run");
+    // Another stream that waits for the copy brings the pages back.
+    Event::record(&gpu, first).and_then(|event| event.precede(second)).expect("ordered");
+    let pairs = draws.pairs(&tier, PageCopy::In, 9);
+    tier.copy(PageCopy::In, &pairs, &(0..3), second).expect("enqueued");
+    gpu.synchronize(second).expect("ran");
+    tier.check();
+    // Memory is freed after the work that uses it: else the driver ends the process.
+    for (is_pool_first, reach) in
+        [(false, Reach::InPlace), (true, Reach::InPlace), (false, Reach::Copied), (true, Reach::Copied)]
+    {
+        let mut tier = Tier::new(&mut draws, SHAPE, &cuda(&gpu), &pinned, reach);
+        let pairs = draws.pairs(&tier, PageCopy::Out, 9);
+        tier.copy(PageCopy::Out, &pairs, &(0..3), first).expect("enqueued");
+        assert!((soft.pending)(first.handle()) > 0);
+        let pieces = tier.pieces.clone();
+        if is_pool_first {
+            drop(tier);
+            drop(pieces);
+        } else {
+            drop(pieces);
+            drop(tier.pieces);
+        }
+        assert_eq!((soft.pending)(first.handle()), 0);
+    }
+}
+
+#[test]
+fn pageable_memory_is_copied_before_the_call_returns() {
+    let test = "pageable_memory_is_copied_before_the_call_returns";
+    let Some((gpu, _alone)) = gpu(test) else { return };
+    let Some([stream, _]) = streams(test) else { return };
+    let mut draws = Draws::new(9);
+    let mut tier = Tier::new(&mut draws, SHAPE, &cuda(&gpu), &host(), Reach::Copied);
+    let pairs = draws.pairs(&tier, PageCopy::Out, 9);
+    tier.copy(PageCopy::Out, &pairs, &(0..3), stream).expect("copied");
+    tier.check();
+    let pairs = draws.pairs(&tier, PageCopy::In, 9);
+    tier.copy(PageCopy::In, &pairs, &(0..3), stream).expect("enqueued");
+    // The driver has read it: what is written now is not copied.
+    let region = tier.pieces.region();
+    let kept = bytes(region);
+    region.fill(0, region.bytes(), 0).expect("inside");
+    gpu.synchronize(stream).expect("ran");
+    for (at, byte) in kept.iter().enumerate() {
+        region.fill(at, 1, *byte).expect("inside");
+    }
+    tier.check();
+}
+
+#[test]
+fn memory_that_a_device_does_not_reach_is_copied_or_refused() {
+    let test = "memory_that_a_device_does_not_reach_is_copied_or_refused";
+    let Some((gpu, _alone)) = gpu(test) else { return };
+    let pinned: Arc<dyn Backend> = Arc::new(Pinned::new(&gpu));
+    let mut draws = Draws::new(10);
+    let tier = Tier::new(&mut draws, SHAPE, &cuda(&gpu), &pinned, Reach::InPlace);
+    let new = |region: Arc<Region>| {
+        Pieces::new(region, Reach::InPlace, &tier.rows, SHAPE.page_size, SHAPE.stride(), 1)
+    };
+    let pageable = Arc::new(Region::new(Arc::new(Host), 5000).expect("memory"));
+    let expected = "5000 bytes of pageable memory cannot be reached in place";
+    assert_eq!(refused(new(pageable)), (ErrorKind::Config, expected.to_owned()));
+    let on_device = Arc::new(Region::new(cuda(&gpu), 5000).expect("memory"));
+    assert_eq!(refused(new(on_device)).0, ErrorKind::Config);
+    let in_place = || new(locked_in_place(&gpu, 8192)).expect("fits");
+    assert_eq!(in_place().reach(), Reach::InPlace);
+    // Rows of the host are not those of a pool on a device.
+    let other = Tier::new(&mut draws, SHAPE, &host(), &host(), Reach::Copied);
+    let copied =
+        tier.executor.copy_pages(&other.rows, &tier.pieces, PageCopy::Out, &[], 0..1, Stream::DEFAULT);
+    assert_eq!(refused(copied).0, ErrorKind::Config);
+    let Some(soft) = Soft::find(test) else { return };
+    (soft.set_host_pointers)(0);
+    let reach = in_place().reach();
+    (soft.set_host_pointers)(1);
+    assert_eq!(reach, Reach::Copied);
+}
+
+#[test]
+fn memory_that_was_locked_in_place_is_reached_in_steps() {
+    let Some((gpu, _alone)) = gpu("memory_that_was_locked_in_place_is_reached_in_steps") else { return };
+    let shape = Shape { page_size: 1, rows: 64, pieces: 64, ..SHAPE };
+    let mut draws = Draws::new(11);
+    let mapped: Arc<dyn Backend> = Arc::new(MappedHost::new(None, false).expect("node"));
+    for reach in [Reach::InPlace, Reach::Copied] {
+        let mut tier = Tier::new(&mut draws, shape, &cuda(&gpu), &mapped, reach);
+        let region = Arc::clone(tier.pieces.region());
+        if reach == Reach::InPlace {
+            lock_pages(&gpu, &region, &[0..4096, 4096..region.bytes()]).expect("locked");
+        }
+        for direction in [PageCopy::Out, PageCopy::In] {
+            let pairs = draws.pairs(&tier, direction, 60);
+            copy(&mut tier, &gpu, direction, &pairs, Stream::DEFAULT);
+            tier.check();
+        }
+    }
+}
+
+#[test]
+fn a_copy_into_a_graph_is_refused() {
+    let test = "a_copy_into_a_graph_is_refused";
+    let Some((gpu, _alone)) = gpu(test) else { return };
+    let (Some([stream, other]), Some(soft)) = (streams(test), Soft::find(test)) else { return };
+    let mut draws = Draws::new(12);
+    for (memory, reach) in
+        [(Arc::new(Pinned::new(&gpu)) as Arc<dyn Backend>, Reach::InPlace), (host(), Reach::Copied)]
+    {
+        let mut tier = Tier::new(&mut draws, SHAPE, &cuda(&gpu), &memory, reach);
+        let pairs = draws.pairs(&tier, PageCopy::Out, 5);
+        assert_eq!((soft.begin_capture)(stream.handle()), 0);
+        let (kind, said) = refused(tier.copy(PageCopy::Out, &pairs, &(0..3), stream));
+        assert_eq!((kind, said.contains("cannot be captured")), (ErrorKind::Driver, true), "{said}");
+        // Copies on another stream go on beside the capture, and do not spoil it.
+        tier.copy(PageCopy::Out, &pairs, &(0..3), other).expect("enqueued");
+        assert!((soft.end_capture)(stream.handle()) > 0);
+        gpu.synchronize(other).expect("ran");
+        tier.check();
+    }
+}
+
+#[test]
+fn every_driver_call_of_a_copy_may_fail_once() {
+    let test = "every_driver_call_of_a_copy_may_fail_once";
+    let Some((gpu, _alone)) = gpu(test) else { return };
+    let (Some([stream, _]), Some(soft)) = (streams(test), Soft::find(test)) else { return };
+    let mut draws = Draws::new(13);
+    for (memory, reach) in
+        [(Arc::new(Pinned::new(&gpu)) as Arc<dyn Backend>, Reach::InPlace), (host(), Reach::Copied)]
+    {
+        let mut tier = Tier::new(&mut draws, SHAPE, &cuda(&gpu), &memory, reach);
+        for direction in [PageCopy::Out, PageCopy::In] {
+            let pairs = draws.pairs(&tier, direction, 9);
+            let calls = soft.fail_each(|| tier.copy(direction, &pairs, &(0..3), stream));
+            assert!(calls >= 3, "{calls} calls failed");
+            gpu.synchronize(stream).expect("ran");
+            tier.check();
+        }
+        let calls = soft.fail_each(|| {
+            let region = Arc::clone(tier.pieces.region());
+            let (reach, stride) = (tier.pieces.reach(), SHAPE.stride());
+            Pieces::new(region, reach, &tier.rows, SHAPE.page_size, stride, SHAPE.pieces).map(drop)
+        });
+        assert_eq!(calls > 0, reach == Reach::InPlace);
+    }
+}
+
+#[test]
+fn side_streams_are_made_once() {
+    let test = "side_streams_are_made_once";
+    let Some((gpu, _alone)) = gpu(test) else { return };
+    let made = [SideStream::In, SideStream::Out].map(|direction| gpu.side_stream(direction).expect("made"));
+    assert!(made[0] != made[1] && !made.contains(&Stream::DEFAULT));
+    let again = [SideStream::In, SideStream::Out].map(|direction| gpu.side_stream(direction).expect("made"));
+    assert_eq!(made, again);
+    // The first stream of another device is made while a stream is in a capture, and each call fails once.
+    let (Some([captured, _]), Some(soft)) = (streams(test), Soft::find(test)) else { return };
+    let other = Gpu::open(1).expect("a second device");
+    assert_eq!((soft.begin_capture)(captured.handle()), 0);
+    let mut found = None;
+    let calls = soft.fail_each(|| {
+        found = None;
+        found = Some(other.side_stream(SideStream::In)?);
+        Ok(())
+    });
+    assert!(calls >= 2, "{calls} calls failed");
+    assert!((soft.end_capture)(captured.handle()) > 0, "the capture is whole");
+    let stream = found.expect("made");
+    assert!(!made.contains(&stream));
+    (soft.reset_calls)();
+    assert_eq!(other.side_stream(SideStream::In).expect("made"), stream);
+    assert_eq!(soft.calls(c"cuStreamCreate"), 0);
+    other.synchronize(stream).expect("it belongs to the device");
+}
