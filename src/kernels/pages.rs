@@ -385,7 +385,8 @@ impl Side<'_> {
 /// Carries out a copy in host memory, on this thread.
 pub(super) fn copy_pages(plan: &PagePlan<'_>) {
     let PagePlan { kinds, layers, indices } = plan;
-    let kinds = kinds.map(|kind| (kind, RowCopy::of_pages(kind.bytes, indices.len() * layers)));
+    let batch_bytes = indices.len() * layers * (kinds[0].bytes + kinds[1].bytes);
+    let kinds = kinds.map(|kind| (kind, RowCopy::of_pages(kind.bytes, batch_bytes)));
     for (at, &[source, target]) in indices.iter().enumerate() {
         for layer in 0..*layers {
             // Two kinds a layer.

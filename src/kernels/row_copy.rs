@@ -30,10 +30,9 @@ impl RowCopy {
         Self { row_bytes, streaming: row_bytes.saturating_mul(rows) >= STREAM_FROM }
     }
 
-    /// The method for `pages` pages of `page_bytes`, each as one row.
-    pub(super) const fn of_pages(page_bytes: usize, pages: usize) -> Self {
-        let copy = Self::new(page_bytes, pages);
-        Self { streaming: copy.streaming && page_bytes < LARGE_PAGE, ..copy }
+    /// The method for pages of `page_bytes`, each as one row, in a batch of `batch_bytes`.
+    pub(super) const fn of_pages(page_bytes: usize, batch_bytes: usize) -> Self {
+        Self { row_bytes: page_bytes, streaming: batch_bytes >= STREAM_FROM && page_bytes < LARGE_PAGE }
     }
 
     /// Copies a row, and prefetches the row at `later`, which may be any address. Source and target may
