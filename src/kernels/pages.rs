@@ -110,7 +110,8 @@ pub struct Pieces {
     /// Bytes from one piece to the next.
     stride: usize,
     count: usize,
-    /// Pages of the pool.
+    /// The device of the pool, and its pages.
+    device: Device,
     pages: usize,
     page_size: usize,
     layers: usize,
@@ -126,8 +127,9 @@ impl Pieces {
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for memory of a device or of the pool itself, for pageable
-    /// memory that a device is to reach in place, for pieces that overlap and for more of them than int32 can name; [`ErrorKind::Index`](crate::base::ErrorKind::Index) when
-    /// they are not within the region; [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when a driver call fails.
+    /// memory that a device is to reach in place, for pieces that overlap and for more of them than int32 can name;
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when they are not within the region;
+    /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when a driver call fails.
     pub fn new(
         region: Arc<Region>,
         reach: Reach,
@@ -147,14 +149,14 @@ impl Pieces {
             return Err(Error::config(format!("{count} pieces are more than int32 can name")));
         }
         let bytes = piece_bytes(rows, page_size)?;
+        bytes_of("the pieces", &[count.max(1), stride], DType::U8)?;
         if let Some(before) = count.checked_sub(1) {
             if before > 0 && stride < bytes {
                 return Err(Error::config(format!(
                     "pieces of {bytes} bytes overlap when they lie {stride} bytes apart"
                 )));
             }
-            let begin = bytes_of("the pieces", &[before, stride], DType::U8)?;
-            region.at(begin, bytes)?;
+            region.at(before * stride, bytes)?;
         }
         let reach = match (reach, pool.and_then(|pool| pool.gpu())) {
             (Reach::InPlace, Some(gpu)) => {
@@ -173,6 +175,7 @@ impl Pieces {
             reach,
             stride,
             count,
+            device: pool.map_or(Device::Cpu, |pool| pool.device()),
             pages: most_rows / page_size,
             page_size,
             layers: rows.layers(),
@@ -282,9 +285,12 @@ impl Pieces {
             )));
         }
         for buffer in rows.all() {
-            if buffer.region().device() != device {
-                let at = buffer.region().device();
-                return Err(Error::config(format!("the pages are on {at}, their pool is on {device}")));
+            let at = buffer.region().device();
+            if [self.device, at] != [device; 2] {
+                return Err(Error::config(format!(
+                    "pages on {at} and pieces for a pool on {} do not fit a pool on {device}",
+                    self.device
+                )));
             }
             if buffer.shape()[0] / self.page_size < self.pages {
                 let [rows, ..] = buffer.shape();

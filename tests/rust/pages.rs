@@ -381,7 +381,9 @@ fn pieces_that_do_not_fit_are_refused() {
     assert_eq!(new(383, 4, 192, 2), (ErrorKind::Index, text.to_owned()));
     let text = "2147483648 pieces are more than int32 can name";
     assert_eq!(new(1000, 4, 192, 1 << 31), (ErrorKind::Config, text.to_owned()));
-    assert_eq!(new(1000, 4, usize::MAX, 3).0, ErrorKind::Config);
+    for count in [0, 1, 3] {
+        assert_eq!(new(1000, 4, usize::MAX, count).0, ErrorKind::Config);
+    }
     assert_eq!(new(1000, usize::MAX, 192, 1).0, ErrorKind::Config);
     assert_eq!(new(1000, usize::MAX / 16, 192, 1).0, ErrorKind::Config);
     let of_the_pool = Pieces::new(Arc::clone(&tier.pool), Reach::Copied, &tier.rows, 4, 192, 1);

@@ -5,8 +5,10 @@
 use std::ffi::{CStr, c_char, c_int, c_long, c_void};
 use std::sync::Arc;
 
-use kvpool::base::ErrorKind;
-use kvpool::kernels::{PageCopy, PagePair, Pieces, Reach};
+use kvpool::base::{DType, ErrorKind};
+use kvpool::kernels::{
+    Executor, IndexSpace, LayerLayout, LayerRows, PageCopy, PagePair, Pieces, Reach, piece_bytes,
+};
 use kvpool::memory::{Backend, Event, Gpu, Host, MappedHost, Pinned, Region, SideStream, Stream, lock_pages};
 
 use crate::conformance::bytes;
@@ -266,6 +268,42 @@ fn pageable_memory_is_copied_before_the_call_returns() {
 }
 
 #[test]
+fn layers_may_be_farther_apart_than_a_copy_of_rows_takes() {
+    let test = "layers_may_be_farther_apart_than_a_copy_of_rows_takes";
+    let Some((gpu, _alone)) = gpu(test) else { return };
+    let step = (1 << 31) + 256;
+    let pool = Arc::new(Region::new(cuda(&gpu), step + 4096).expect("memory"));
+    let layout = |offset, dim| LayerLayout { offset, step, shape: [16, 1, dim], dtype: DType::U8 };
+    let rows = LayerRows::new(&pool, 2, [layout(0, 48), layout(1024, 16)]).expect("inside");
+    let space = IndexSpace { noun: "row", len: 16 };
+    let executor = Executor::new(&pool, 2, [space; 2], 4096).expect("memory");
+    let piece = piece_bytes(&rows, 4).expect("small");
+    let memory = Arc::new(Region::new(Arc::new(Pinned::new(&gpu)), 4 * piece).expect("memory"));
+    for reach in [Reach::InPlace, Reach::Copied] {
+        let pieces = Pieces::new(Arc::clone(&memory), reach, &rows, 4, piece, 4).expect("fits");
+        for at in 0..2 * piece {
+            memory.fill(at, 1, (at % 251).to_le_bytes()[0]).expect("inside");
+        }
+        memory.fill(2 * piece, 2 * piece, 0).expect("inside");
+        let soft = Soft::find(test);
+        if let Some(soft) = &soft {
+            (soft.reset_calls)();
+        }
+        for (direction, first) in [(PageCopy::In, 0), (PageCopy::Out, 2)] {
+            let pairs = [0, 1].map(|at| PagePair { page: 3 - at, piece: first + at });
+            executor.copy_pages(&rows, &pieces, direction, &pairs, 0..2, Stream::DEFAULT).expect("enqueued");
+        }
+        if let Some(soft) = &soft {
+            let copies = if reach == Reach::Copied { 2 * 2 * 2 * 2 } else { 0 };
+            assert_eq!(soft.calls(c"cuMemcpy2DAsync_v2"), copies);
+        }
+        gpu.synchronize(Stream::DEFAULT).expect("ran");
+        let found = bytes(&memory);
+        assert!(found[..2 * piece] == found[2 * piece..]);
+    }
+}
+
+#[test]
 fn memory_that_a_device_does_not_reach_is_copied_or_refused() {
     let test = "memory_that_a_device_does_not_reach_is_copied_or_refused";
     let Some((gpu, _alone)) = gpu(test) else { return };
@@ -286,6 +324,10 @@ fn memory_that_a_device_does_not_reach_is_copied_or_refused() {
     let other = Tier::new(&mut draws, SHAPE, &host(), &host(), Reach::Copied);
     let copied =
         tier.executor.copy_pages(&other.rows, &tier.pieces, PageCopy::Out, &[], 0..1, Stream::DEFAULT);
+    assert_eq!(refused(copied).0, ErrorKind::Config);
+    // Nor are pieces for a pool of the host, whose memory may be anything, for one on a device.
+    let copied =
+        tier.executor.copy_pages(&tier.rows, &other.pieces, PageCopy::Out, &[], 0..1, Stream::DEFAULT);
     assert_eq!(refused(copied).0, ErrorKind::Config);
     let Some(soft) = Soft::find(test) else { return };
     (soft.set_host_pointers)(0);
