@@ -1,11 +1,20 @@
-//! Bytes between memory and other places: the files of a store.
+//! Bytes between memory and other places: the tiers below a device, and the files of a store.
 //!
-//! A [`Disk`] is what a store needs of a file system, and [`Folder`] that of this machine. Neither knows what the
-//! bytes mean, or which of them are whose.
+//! | for | use |
+//! |---|---|
+//! | copies beside their callers, one after the other | [`Lane`] |
+//! | waiting for them, step by step | [`Transfer`] |
+//! | what a store needs of a file system | [`Disk`], and [`Folder`] on this machine |
+//!
+//! Nothing here knows what the bytes mean, or which of them are whose.
 
 mod disk;
 mod folder;
+mod lane;
+mod steps;
 
 pub(crate) use disk::wide;
 pub use disk::{AlignedBytes, BLOCK, Disk, DiskFile, read_whole, write_whole};
 pub use folder::Folder;
+pub use lane::Lane;
+pub use steps::Transfer;

@@ -1,0 +1,227 @@
+//! Copies on their way, which are waited for step by step.
+
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+
+use crate::base::sync::lock;
+use crate::base::{Error, ErrorKind, Result, blocking};
+use crate::memory::{Event, Gpu, Stream};
+
+/// Copies in steps, such as the layers of a model, one after the other: on a thread, or on a stream of their own.
+///
+/// In the child of a fork the copies of its parent are over, and failed: the child has neither the threads nor the
+/// device that do them.
+#[derive(Debug)]
+pub struct Transfer {
+    process: u32,
+    way: Way,
+}
+
+#[derive(Debug)]
+enum Way {
+    /// On a thread.
+    Thread { steps: usize, progress: Mutex<Progress>, moved: Condvar },
+    /// On a stream, with an event behind each step, and the streams that wait for the last one.
+    Device { gpu: Arc<Gpu>, events: Vec<Event>, behind: Mutex<Vec<Stream>> },
+}
+
+/// How far a thread is.
+#[derive(Clone, Copy, Debug, Default)]
+struct Progress {
+    done: usize,
+    is_cancelled: bool,
+    /// Whether nothing is copied any more.
+    is_over: bool,
+}
+
+impl Transfer {
+    /// Copies in `steps`, at least 1, that a thread will do.
+    pub(super) fn on_thread(steps: usize) -> Self {
+        let progress = Mutex::new(Progress::default());
+        Self { process: std::process::id(), way: Way::Thread { steps, progress, moved: Condvar::new() } }
+    }
+
+    /// Copies that were enqueued, with an event behind each step.
+    pub(super) fn on_device(gpu: &Arc<Gpu>, events: Vec<Event>) -> Self {
+        let way = Way::Device { gpu: Arc::clone(gpu), events, behind: Mutex::default() };
+        Self { process: std::process::id(), way }
+    }
+
+    /// The number of steps.
+    #[must_use]
+    pub const fn steps(&self) -> usize {
+        match &self.way {
+            Way::Thread { steps, .. } => *steps,
+            Way::Device { events, .. } => events.len(),
+        }
+    }
+
+    fn is_foreign(&self) -> bool {
+        self.process != std::process::id()
+    }
+
+    /// Whether nothing is copied any more, rightly or not.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Driver`] when the device has failed.
+    pub fn is_over(&self) -> Result<bool> {
+        match &self.way {
+            _ if self.is_foreign() => Ok(true),
+            Way::Thread { progress, .. } => Ok(lock(progress).is_over),
+            Way::Device { events, .. } => events.last().map_or(Ok(true), Event::passed),
+        }
+    }
+
+    /// Whether every step was done.
+    ///
+    /// # Errors
+    /// As [`Transfer::is_over`].
+    pub fn is_complete(&self) -> Result<bool> {
+        match &self.way {
+            _ if self.is_foreign() => Ok(false),
+            Way::Thread { steps, progress, .. } => Ok(lock(progress).done == *steps),
+            Way::Device { .. } => self.is_over(),
+        }
+    }
+
+    /// Whether what is enqueued on `stream` from now on finds every step done.
+    ///
+    /// # Errors
+    /// As [`Transfer::is_over`].
+    pub fn is_complete_on(&self, stream: Stream) -> Result<bool> {
+        match &self.way {
+            Way::Device { behind, .. } if !self.is_foreign() && lock(behind).contains(&stream) => Ok(true),
+            _ => self.is_complete(),
+        }
+    }
+
+    /// Lets `stream` go on when step `step` is done; without a device, the calling thread. The host does not wait
+    /// for a device.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Index`] for a step that does not exist; [`ErrorKind::State`] when the copies were cancelled or
+    /// failed before it; [`ErrorKind::Driver`] while `stream` is being captured, and when a driver call fails.
+    pub fn order(&self, step: usize, stream: Stream) -> Result<()> {
+        let steps = self.steps();
+        if step >= steps {
+            return Err(Error::index(format!("step {step} is outside [0, {steps})")));
+        }
+        if self.is_foreign() {
+            return Err(ended("belong to the process that this one was forked from"));
+        }
+        match &self.way {
+            Way::Thread { progress, moved, .. } => {
+                let has_moved = |now: &Progress| now.done > step || now.is_over;
+                let now = *lock(progress);
+                let now = if has_moved(&now) { now } else { blocking(|| wait(progress, moved, has_moved)) };
+                if now.done > step { Ok(()) } else { Err(ended("have ended before they were complete")) }
+            }
+            Way::Device { gpu, events, behind } => {
+                gpu.not_capturing(stream, "a wait for copies outside of the capture")?;
+                events[step].precede(stream)?;
+                if step + 1 == steps {
+                    let mut behind = lock(behind);
+                    if !behind.contains(&stream) {
+                        behind.push(stream);
+                    }
+                }
+                Ok(())
+            }
+        }
+    }
+
+    /// Waits until nothing is copied any more.
+    ///
+    /// # Errors
+    /// As [`Transfer::is_over`].
+    pub fn wait(&self) -> Result<()> {
+        match &self.way {
+            _ if self.is_foreign() => Ok(()),
+            Way::Thread { progress, moved, .. } => {
+                let is_over = |now: &Progress| now.is_over;
+                if !lock(progress).is_over {
+                    blocking(|| wait(progress, moved, is_over));
+                }
+                Ok(())
+            }
+            Way::Device { events, .. } => events
+                .last()
+                .map_or(Ok(()), |event| if event.passed()? { Ok(()) } else { blocking(|| event.wait()) }),
+        }
+    }
+
+    /// Lets a thread begin no further step. What a device was given, it does.
+    pub fn cancel(&self) {
+        if let Way::Thread { progress, .. } = &self.way {
+            lock(progress).is_cancelled = true;
+        }
+    }
+
+    /// Lets nothing be copied behind what is enqueued on `stream` from now on: a thread ends after its step, which is
+    /// waited for; the host does not wait for a device.
+    ///
+    /// # Errors
+    /// As [`Transfer::is_over`].
+    pub fn stop(&self, stream: Stream) -> Result<()> {
+        self.cancel();
+        self.precede(stream)
+    }
+
+    /// Lets `stream` go on when nothing is copied any more; without a device, the calling thread. The host does not
+    /// wait for a device.
+    ///
+    /// # Errors
+    /// As [`Transfer::is_over`].
+    pub fn precede(&self, stream: Stream) -> Result<()> {
+        match &self.way {
+            Way::Device { gpu, events, .. } if !self.is_over()? => {
+                gpu.not_capturing(stream, "a wait for copies outside of the capture")?;
+                events.last().map_or(Ok(()), |event| event.precede(stream))
+            }
+            _ => self.wait(),
+        }
+    }
+
+    /// Whether a thread shall do the next step.
+    pub(super) fn goes_on(&self) -> bool {
+        match &self.way {
+            Way::Thread { steps, progress, .. } => {
+                let now = *lock(progress);
+                !now.is_cancelled && now.done < *steps
+            }
+            Way::Device { .. } => false,
+        }
+    }
+
+    /// Takes note of how a thread goes on.
+    pub(super) fn note(&self, note: Note) {
+        let Way::Thread { progress, moved, .. } = &self.way else { return };
+        let mut now = lock(progress);
+        match note {
+            Note::Done => now.done += 1,
+            Note::Over => now.is_over = true,
+        }
+        drop(now);
+        moved.notify_all();
+    }
+}
+
+/// What a thread reports.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Note {
+    /// A step is done.
+    Done,
+    /// It does no more.
+    Over,
+}
+
+fn wait(progress: &Mutex<Progress>, moved: &Condvar, enough: impl Fn(&Progress) -> bool) -> Progress {
+    let mut now: MutexGuard<'_, Progress> = lock(progress);
+    while !enough(&now) {
+        now = moved.wait(now).unwrap_or_else(PoisonError::into_inner);
+    }
+    *now
+}
+
+fn ended(why: &str) -> Error {
+    Error::new(ErrorKind::State, format!("the copies {why}"))
+}
