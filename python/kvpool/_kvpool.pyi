@@ -27,6 +27,7 @@ from kvpool._typing import (
     StoreStats,
     StreamLike,
     TensorLike,
+    TierStats,
     UnitStats,
 )
 from kvpool.observe.leaks import ExpectBalanced, Leak
@@ -47,6 +48,7 @@ __all__ = [
     "FreeGroup",
     "GDNPool",
     "HostPlan",
+    "HostTier",
     "HybridFrees",
     "HybridMatch",
     "HybridNode",
@@ -54,6 +56,7 @@ __all__ = [
     "HybridTree",
     "KVPool",
     "Lease",
+    "Load",
     "PagePool",
     "Pool",
     "PrefixCache",
@@ -2181,14 +2184,16 @@ class PrefixCache(Pool):
             prefix is then found only up to a snapshot of the state at its end.
         policy: What is evicted first: "adaptive", "lru", "fifo", "lfu", "slru" or "priority". Only the ends of
             prefixes are evicted, never what other cached prefixes continue.
+        tiers: What lies below the device: a `HostTier` for this cache alone, or nothing. `Lease.load` brings back
+            what is evicted.
         max_pinned: The share of the allocator's capacity that `pin` may retain.
         events: Whether to list what comes and goes for `events`.
         name: The owner of cached slots in reports and `leaks`, and the name of this pool. Defaults to the class
             name and a number, such as "PrefixCache-0".
 
     Raises:
-        ConfigError: If `policy` is unknown, `max_pinned` is outside of [0, 1], or the pools are on different
-            devices.
+        ConfigError: If `policy` is unknown, `max_pinned` is outside of [0, 1], the pools are on different devices, or
+            the tier is for other pools or belongs to another cache.
     """
 
     def __new__(
@@ -2197,6 +2202,7 @@ class PrefixCache(Pool):
         *,
         states: GDNPool | None = None,
         policy: str = "adaptive",
+        tiers: Sequence[HostTier] = (),
         max_pinned: float = 0.5,
         events: bool = False,
         name: str | None = None,
@@ -2207,6 +2213,9 @@ class PrefixCache(Pool):
     @property
     def states(self) -> GDNPool | None:
         """The pool of states, if there is one."""
+    @property
+    def tiers(self) -> tuple[HostTier, ...]:
+        """What lies below the device: a tuple."""
     @property
     def policy(self) -> str:
         """The name of the policy."""
@@ -2365,6 +2374,14 @@ class Lease:
     def __len__(self) -> int:
         """Return len(self)."""
     @property
+    def loadable(self) -> int:
+        """Tokens behind the prefix that the tiers below the device had at the match: what `load` can bring back. 0 after
+        a load or a publication.
+
+        Raises:
+            StaleBufferError: If the lease was released, or the allocator was cleared.
+        """
+    @property
     def slots(self) -> torch.Tensor:
         """The slots of the prefix: 1-D `[length]` in the allocator's `index_dtype`, on its device, made by each access.
 
@@ -2434,6 +2451,25 @@ class Lease:
             ConfigError: As in `publish`.
             IndexOwnershipError: As in `publish`.
             StaleBufferError: As in `publish`.
+        """
+    def load(self, *, limit: SupportsIndex | None = None) -> Load | None:
+        """Brings back what the tiers below the device have behind the prefix. The lease has its slots from now on; what
+        uses a layer goes behind `Load.wait_layer`. What another request is loading is not loaded twice.
+
+        Load before a planner has the lease, and publish behind the last layer: a publication while tokens are on
+        their way raises. On a GPU the copies run on a stream of their own, behind what is enqueued on the current
+        stream.
+
+        Args:
+            limit: Maximum number of tokens to load.
+
+        Returns:
+            A `Load`, or `None` if there are not enough slots, or no track slot for the state.
+
+        Raises:
+            ConfigError: If `limit` is negative, a planner has the lease, or it is loading already.
+            DriverError: If a copy cannot be enqueued, as while the current stream is being captured.
+            StaleBufferError: If the lease was released, or the allocator was cleared.
         """
     def restore(self, row: SupportsIndex) -> None:
         """Copies the state at the end of the prefix to a working slot of the cache's states, or resets that for a
@@ -2685,8 +2721,8 @@ class Segment:
         """One past the last position."""
     @property
     def state(self) -> str:
-        """Where it is cached, "device", or the reason why it is not found: "no snapshot" (cached, but without a
-        snapshot of the state at its end), "evicted", "other namespace", "never published", or "page not full".
+        """Where it is cached, "device" or "host", or the reason why it is not found: "no snapshot" (cached, but without
+        a snapshot of the state at its end), "evicted", "other namespace", "never published", or "page not full".
         """
     @property
     def pressure(self) -> str | None:
@@ -2722,7 +2758,7 @@ class Stored:
         """Their namespace."""
     @property
     def tier(self) -> str:
-        """Where they are: "device"."""
+        """Where they are: "device" or "host"."""
 
 @final
 class Removed:
@@ -2733,7 +2769,7 @@ class Removed:
         """Their keys."""
     @property
     def tier(self) -> str:
-        """Where they were: "device"."""
+        """Where they were: "device" or "host"."""
 
 @final
 class Cleared:
@@ -3320,6 +3356,145 @@ class _Workspace(Pool):
         """Lets `kvpool_workspace_alloc` take memory of the arena for PyTorch's allocations on this thread."""
     def _leave(self) -> str | None:
         """Undoes `_enter`. Returns a description of the last allocation that failed, if any."""
+
+@final
+class HostTier(Pool):
+    """Host memory below a `PrefixCache`: what is copied there comes back faster than it can be computed, by `Lease.load`.
+
+    Each page of K and V is one contiguous piece: the K and then the V of the first layer, then of the next. Copies run
+    beside their callers, in either direction one after the other: on a thread or, for a pool on a GPU, on a stream of
+    their own. A page is found when it is complete. Pages that the cache has on the device, too, go last; of the others
+    those used least recently go first.
+
+    If there is a driver and the pool is on a GPU, the memory is page-locked in steps on threads, as that of a
+    `ChunkPool`, and used as far as it is.
+
+    Args:
+        kv: The pool of the K and V.
+        size: Tokens to make room for, in whole pages.
+        states: The `GDNPool` of the cache, for models with linear-attention states.
+        max_states: Snapshots of states to make room for. Defaults to as many for each token as `states` has for those
+            of `kv`.
+        pin_memory: Whether to page-lock the memory for a pool on a GPU.
+        write: When pages are copied there: "through", when they are published; "selective", when a second request
+            uses them; or "back", when they are evicted from the device, where their slots are free when the copy is
+            over. Snapshots of states are copied when they are made or, with "selective", when a second request uses
+            them.
+
+    Raises:
+        ConfigError: If a size is below a page or below 1, `write` is unknown, `max_states` is given without `states`,
+            or the pools are on different devices.
+        OutOfMemoryError: If there is not enough memory.
+    """
+
+    def __new__(
+        cls,
+        kv: KVPool,
+        size: SupportsIndex,
+        *,
+        states: GDNPool | None = None,
+        max_states: SupportsIndex | None = None,
+        pin_memory: bool = True,
+        write: str = "through",
+    ) -> HostTier: ...
+    @property
+    def kv(self) -> KVPool:
+        """The pool of the K and V."""
+    @property
+    def states(self) -> GDNPool | None:
+        """The pool of states, if there is one."""
+    @property
+    def size(self) -> int:
+        """Tokens that it was made for."""
+    @property
+    def max_states(self) -> int:
+        """Snapshots of states that it has room for."""
+    @property
+    def pin_memory(self) -> bool:
+        """Whether the memory was to be page-locked."""
+    @property
+    def write(self) -> str:
+        """When pages are copied there: "through", "selective" or "back"."""
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of K and V of a page."""
+    def stats(self) -> TierStats:
+        """Returns the statistics of this pool: `capacity`, `available`, `in_use` and `high_water` in units,
+        `dropped_frees`, and `bytes` of memory (of the bookkeeping, if the pool has no memory of its own).
+
+        Some classes differ:
+
+        - `TokenToKVPoolAllocator` adds `free`, `released`, `fenced`, `shared` (more than one owner), `cached`
+          (of a prefix cache, and in use) and `pending` slots (freed, with values that only the GPU knows yet),
+          `size`, `page_size`, and `device_bytes` of GPU memory for the tensors. On a strict pool `stats()` does
+          not settle pending frees: their errors belong in `alloc` and `free`.
+        - `ChunkPool` adds `registered`, the number of page-locked chunks. Chunks with copies in flight are in
+          use.
+        - `BufferPool` adds `free_bytes`, `in_use_bytes`, `high_water_bytes` and `registered_bytes`. It has
+          `stale_uses`, the number of calls with a buffer already given back, in place of `dropped_frees`.
+        - `Workspace` has no `dropped_frees`.
+        - `KVPool`, which hands nothing out, has `capacity`, `rows`, `layer_num`, `page_size` and `bytes`.
+        - `PrefixCache`, which hands nothing out, has the `capacity` of its allocator, `lookups`, and in tokens
+          `hit_tokens`, `missed_tokens`, `published`, `duplicates`, `evicted`, `cached`, `evictable` and
+          `locked`; `nodes` of its tree, `snapshots` of states, and `bytes`.
+        """
+    def mem_bytes(self) -> int:
+        """Bytes of the memory."""
+    def wait_registered(self, timeout: float | None = None) -> bool:
+        """Waits, without the GIL, until all of the memory is page-locked or will not be.
+
+        Args:
+            timeout: Seconds; `None` for any time.
+
+        Returns:
+            Whether it is, within the time.
+
+        Raises:
+            ConfigError: If `timeout` is negative.
+            DriverError: In a forked child.
+        """
+    def clear(self) -> None:
+        """Gives up all pages and snapshots. Those that are being copied keep their places until the copy is over."""
+    def verify(self) -> None:
+        """Checks every invariant of the tier.
+
+        Raises:
+            IndexOwnershipError: If a check fails, with a description.
+        """
+
+@final
+class Load:
+    """Pages of a prefix that are on their way back from the tiers below the device, layer by layer. The lease that loads
+    has them already. What uses a layer goes behind `wait_layer`.
+    """
+
+    @property
+    def length(self) -> int:
+        """Tokens that it adds to the lease, 0 if there was nothing to load."""
+    def __len__(self) -> int:
+        """Return len(self)."""
+    def wait_layer(self, layer: SupportsIndex) -> None:
+        """Orders the current stream behind the copies of a layer, of those before it, and of the state; the host does
+        not wait. Without a GPU, waits for them, without the GIL.
+
+        Raises:
+            DriverError: If the current stream is being captured.
+            IndexError: If there is no such layer.
+            RuntimeError: If the load was cancelled or failed before it.
+        """
+    def query(self) -> bool:
+        """Returns whether all is there. From then on other requests find it, too. Does not wait.
+
+        Raises:
+            RuntimeError: If it was cancelled or failed: the lease is as long as before, and the request computes.
+        """
+    def cancel(self) -> None:
+        """Gives up what is not there yet: the lease is as long as before, and its slots are free when nothing is copied
+        there any more. Does nothing if all is there, or the lease was released.
+
+        Raises:
+            ConfigError: If a planner has the lease: its request uses the slots.
+        """
 
 @final
 class FileStore:

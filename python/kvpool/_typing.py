@@ -127,11 +127,27 @@ class PrefixStats(PoolStats):
     published: int
     duplicates: int
     evicted: int
+    loaded: int
     cached: int
     evictable: int
     locked: int
     nodes: int
     snapshots: int
+
+
+class TierStats(PoolStats):
+    """Statistics of `HostTier`, which hands out no units."""
+
+    pages: int
+    arriving: int
+    state_capacity: int
+    states: int
+    written: int
+    loaded: int
+    evicted: int
+    skipped: int
+    failed: int
+    registered: int
 
 
 class StoreStats(TypedDict):

@@ -1,21 +1,31 @@
 //! What came and went, as events that another process can index: a router that sends a prompt to the machine
 //! that has most of it.
 //!
-//! A page is named by a key over everything up to its end, so that the same prefix has the same key in every
-//! process. A key is made once, when its page is published.
+//! Pages are named by their [keys](super::keys).
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 
-use crate::base::Page;
+use super::{Namespace, PageHash};
 
-use super::Namespace;
+/// Where pages are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Tier {
+    /// In the pages of an allocator.
+    Device,
+    /// In host memory below it.
+    Host,
+}
 
-/// The key of a page: a hash of its tokens and of the key before it, which begins with the namespace and the
-/// page size.
-pub type PageHash = [u8; 32];
-
-/// A hash of the concatenation of parts: BLAKE3, as far as keys shall be those of other processes.
-pub type Digest = fn(&[&[u8]]) -> PageHash;
+impl Tier {
+    /// The name of this tier.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Device => "device",
+            Self::Host => "host",
+        }
+    }
+}
 
 /// A change of what is cached.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -30,24 +40,36 @@ pub enum Event {
         tokens: Vec<i32>,
         /// Their namespace.
         namespace: Namespace,
+        /// Where.
+        tier: Tier,
     },
     /// Pages were removed.
     Removed {
         /// Their keys.
         pages: Vec<PageHash>,
+        /// From where.
+        tier: Tier,
     },
     /// Nothing is cached any more, or events were lost: what follows is not all that is cached.
     Cleared,
 }
 
-/// The events that were not taken yet, and the keys of the pages that can be found.
-#[derive(Debug)]
+/// The events that were not taken yet.
+#[derive(Debug, Default)]
 pub(super) struct Journal {
-    digest: Digest,
-    keys: HashMap<Page, PageHash>,
     events: VecDeque<Event>,
     /// The sizes of the events together.
     tokens: usize,
+}
+
+/// Pages that follow each other, by their keys.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct KeyedRun<'a> {
+    pub(super) namespace: &'a Namespace,
+    /// The key of the page before them.
+    pub(super) parent: Option<PageHash>,
+    pub(super) tokens: &'a [i32],
+    pub(super) keys: &'a [PageHash],
 }
 
 impl Event {
@@ -55,7 +77,7 @@ impl Event {
     fn size(&self) -> usize {
         match self {
             Self::Stored { pages, tokens, .. } => pages.len().max(tokens.len()),
-            Self::Removed { pages } => pages.len(),
+            Self::Removed { pages, .. } => pages.len(),
             Self::Cleared => 0,
         }
     }
@@ -68,59 +90,24 @@ const MOST_EVENTS: usize = 1 << 16;
 const MOST_TOKENS: usize = 1 << 21;
 
 impl Journal {
-    pub(super) fn new(digest: Digest) -> Self {
-        Self { digest, keys: HashMap::new(), events: VecDeque::new(), tokens: 0 }
+    /// Takes note that a tier has pages that follow each other.
+    pub(super) fn stored(&mut self, tier: Tier, run: KeyedRun<'_>) {
+        let KeyedRun { namespace, parent, tokens, keys } = run;
+        let (pages, tokens, namespace) = (keys.to_vec(), tokens.to_vec(), namespace.clone());
+        self.push(Event::Stored { pages, parent, tokens, namespace, tier });
     }
 
-    /// Takes note of `pages` for `tokens`, which follow `parent`.
-    pub(super) fn stored(
-        &mut self,
-        namespace: &Namespace,
-        parent: Option<Page>,
-        tokens: &[i32],
-        pages: &[Page],
-    ) {
-        let page_size = tokens.len() / pages.len();
-        let parent = parent.and_then(|page| self.keys.get(&page).copied());
-        let mut before = parent.unwrap_or_else(|| self.root(namespace, page_size));
-        let mut keys = Vec::with_capacity(pages.len());
-        let mut bytes = Vec::with_capacity(page_size * size_of::<i32>());
-        for (tokens, &page) in tokens.chunks(page_size).zip(pages) {
-            bytes.clear();
-            bytes.extend(tokens.iter().flat_map(|token| token.to_le_bytes()));
-            before = (self.digest)(&[&before, &bytes]);
-            self.keys.insert(page, before);
-            keys.push(before);
-        }
-        let (tokens, namespace) = (tokens.to_vec(), namespace.clone());
-        self.push(Event::Stored { pages: keys, parent, tokens, namespace });
-    }
-
-    /// The key before the first page.
-    fn root(&self, namespace: &Namespace, page_size: usize) -> PageHash {
-        let (kind, name) = match namespace {
-            Namespace::Unnamed => (0, Vec::new()),
-            Namespace::Number(number) => (1, number.to_string().into_bytes()),
-            Namespace::Large(digits) => (1, digits.clone().into_bytes()),
-            Namespace::Text(text) => (2, text.clone().into_bytes()),
-            Namespace::Bytes(bytes) => (3, bytes.clone()),
-        };
-        (self.digest)(&[&(page_size as u64).to_le_bytes(), &[kind], &name])
-    }
-
-    /// Takes note that pages are found no more. Those of which that is known already are left out.
-    pub(super) fn removed(&mut self, pages: &[Page]) {
-        let keys: Vec<_> = pages.iter().filter_map(|page| self.keys.remove(page)).collect();
+    /// Takes note that pages are found no more in a tier.
+    pub(super) fn removed(&mut self, tier: Tier, keys: Vec<PageHash>) {
         match self.events.back_mut() {
             _ if keys.is_empty() => (),
-            Some(Event::Removed { pages }) => pages.extend(keys),
-            _ => self.push(Event::Removed { pages: keys }),
+            Some(Event::Removed { pages, tier: last }) if *last == tier => pages.extend(keys),
+            _ => self.push(Event::Removed { pages: keys, tier }),
         }
     }
 
     /// Takes note that nothing is found any more.
     pub(super) fn cleared(&mut self) {
-        self.keys.clear();
         self.events.clear();
         self.push(Event::Cleared);
     }
@@ -137,9 +124,7 @@ impl Journal {
     }
 
     pub(super) fn bytes(&self) -> usize {
-        self.keys.capacity() * (size_of::<(Page, PageHash)>() + 1)
-            + self.events.capacity() * size_of::<Event>()
-            + self.tokens * (size_of::<i32>() + size_of::<PageHash>())
+        self.events.capacity() * size_of::<Event>() + self.tokens * (size_of::<i32>() + size_of::<PageHash>())
     }
 
     pub(super) fn take(&mut self) -> Vec<Event> {

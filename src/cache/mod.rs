@@ -13,22 +13,33 @@
 //! | users whose prefixes stay apart | [`Namespace`] |
 //! | why a prompt is not found | [`Tree::explain`], [`Segment`] |
 //! | what came and went | [`Tree::keep_journal`], [`Event`] |
+//! | names of pages for other processes and other tiers | [`KeyChain`], [`PageHash`] |
+//! | what a tier below should get, and what it has | [`Tree::offer`], [`Residency`] |
 //! | nodes with values of several kinds of attention, driven by an engine | [`hybrid`] |
 
 mod chain;
 mod explain;
 pub mod hybrid;
 mod journal;
+mod keys;
 mod namespace;
 mod policy;
+mod recency_list;
+mod residency;
 mod tokens;
 mod tree;
 
 pub use explain::{Cause, Gone, Pressure, Segment, Whereabouts};
-pub use journal::{Digest, Event, PageHash};
+pub use journal::{Event, Tier};
+pub use keys::{Digest, KeyChain, PageHash};
 pub use namespace::Namespace;
 pub use policy::{History, KeyTokens, NodeId, PageKey, Policy, PolicyKind, Remembered, Tick};
+pub use recency_list::RecencyList;
+pub use residency::{EntryId, Residency};
 pub use tokens::Tokens;
 #[cfg(feature = "python")]
 pub(crate) use tokens::not_a_token;
-pub use tree::{AGE_BUCKETS, Evicted, Found, Hold, Insertion, NodeHandle, NodeInfo, Place, Tree, TreeStats};
+pub use tree::{
+    AGE_BUCKETS, Evicted, Found, Hold, Insertion, NodeHandle, NodeInfo, Offered, OfferedPages, OfferedState,
+    Offering, Place, Tree, TreeStats,
+};

@@ -4,6 +4,7 @@ mod edges;
 mod evict;
 mod hold;
 mod nodes;
+mod offers;
 mod pin;
 mod publish;
 mod roots;
@@ -17,11 +18,13 @@ use crate::base::{Id, Page, Result, widen};
 
 use super::chain::{Chain, Sum};
 use super::explain::Memory;
-use super::journal::{Digest, Event, Journal};
+use super::journal::{Event, Journal};
+use super::keys::{Digest, PageHash, PageKeys};
 use super::{History, KeyTokens, Namespace, NodeId, Policy, Tick, Tokens};
 pub(super) use edges::Edges;
 use evict::Queues;
 use nodes::Tails;
+use offers::Offers;
 use roots::Roots;
 use short_vec::ShortVec;
 use snapshots::Snapshots;
@@ -29,6 +32,7 @@ use snapshots::Snapshots;
 pub use evict::{AGE_BUCKETS, Evicted};
 pub use hold::Hold;
 pub use nodes::{Insertion, NodeHandle, NodeInfo};
+pub use offers::{Offered, OfferedPages, OfferedState, Offering};
 pub use publish::Found;
 
 /// A run of whole pages that one prompt after another used as a whole: they differ behind it, or one ended
@@ -199,8 +203,12 @@ pub struct Tree {
     remembered_every: usize,
     /// The ends of prefixes that went.
     memory: Memory,
+    /// The keys of the pages that can be found, if something needs them.
+    keys: Option<PageKeys>,
     /// What came and went, if it is wanted.
     journal: Option<Journal>,
+    /// What is offered to the tier below, if there is one.
+    offers: Option<Offers>,
 }
 
 impl Tree {
@@ -234,8 +242,16 @@ impl Tree {
             snapshots: Snapshots::default(),
             remembered_every: widen(KeyTokens::of_page_size(page_tokens).get()),
             memory: Memory::default(),
+            keys: None,
             journal: None,
+            offers: None,
         }
+    }
+
+    /// Whether a prefix is of use only with a snapshot of the state at its end.
+    #[must_use]
+    pub const fn is_stateful(&self) -> bool {
+        self.is_stateful
     }
 
     /// Tokens in a page.
@@ -265,13 +281,20 @@ impl Tree {
                 + self.snapshots.bytes()
                 + self.queues.bytes()
                 + self.memory.bytes()
-                + self.journal.as_ref().map_or(0, Journal::bytes),
+                + self.keys.as_ref().map_or(0, PageKeys::bytes)
+                + self.journal.as_ref().map_or(0, Journal::bytes)
+                + self.offer_bytes(),
         }
     }
 
     /// Lists what comes and goes from now on, for [`Tree::take_events`].
     pub fn keep_journal(&mut self, digest: Digest) {
-        self.journal.get_or_insert_with(|| Journal::new(digest));
+        self.keep_keys(digest);
+        self.journal.get_or_insert_with(Journal::default);
+    }
+
+    fn keep_keys(&mut self, digest: Digest) {
+        self.keys.get_or_insert_with(|| PageKeys::new(digest));
     }
 
     /// Goes on with the journal of `earlier`, of which nothing is cached any more.

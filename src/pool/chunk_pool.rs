@@ -93,6 +93,8 @@ struct ChunkStates {
     /// Whether page-locking, which offers more chunks, is in progress.
     is_locking: bool,
     registered: usize,
+    /// Whether a step could not be page-locked.
+    is_partly_pageable: bool,
 }
 
 /// Copies of one chunk.
@@ -248,6 +250,16 @@ impl ChunkPool {
         self.region.device()
     }
 
+    /// The memory.
+    pub(super) const fn region(&self) -> &Arc<Region> {
+        &self.region
+    }
+
+    /// Whether every chunk that was offered is page-locked.
+    pub(super) fn is_all_locked(&self) -> bool {
+        self.is_locked() && !self.state().is_partly_pageable
+    }
+
     fn state(&self) -> MutexGuard<'_, ChunkStates> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -334,7 +346,8 @@ impl ChunkPool {
         }
     }
 
-    fn check_process(&self) -> Result<()> {
+    /// Checks that this process can still use the device that page-locks.
+    pub(super) fn check_process(&self) -> Result<()> {
         self.locked_by.as_ref().map_or(Ok(()), |gpu| gpu.check_process())
     }
 
@@ -525,6 +538,7 @@ impl Sink for ChunkPool {
         let chunks = narrow(bytes.start / self.stride)..narrow(bytes.end / self.stride);
         let mut state = self.state();
         state.registered += if is_locked { chunks.len() } else { 0 };
+        state.is_partly_pageable |= !is_locked;
         state.chunks.offer(chunks);
         drop(state);
         self.changed.notify_all();

@@ -7,8 +7,8 @@ use crate::base::{Device, Id, Slot, widen};
 use crate::index::{Act, Book, RefCounts, RowTable, Span, State};
 
 use super::{
-    BufferPool, ChunkPool, GdnPool, KvPool, PagePool, PrefixCache, ReqToTokenPool, TokenToKvPoolAllocator,
-    Workspace,
+    BufferPool, ChunkPool, GdnPool, HostTier, KvPool, PagePool, PrefixCache, ReqToTokenPool,
+    TokenToKvPoolAllocator, Workspace,
 };
 
 /// A pool, as seen by metrics, snapshots and reports.
@@ -240,6 +240,7 @@ impl Pool for PrefixCache {
             ("published", counts.published),
             ("duplicates", counts.duplicates),
             ("evicted", counts.evicted),
+            ("loaded", counts.loaded),
             ("cached", tree.cached),
             ("evictable", tree.evictable),
             ("locked", tree.locked),
@@ -247,6 +248,29 @@ impl Pool for PrefixCache {
             ("snapshots", tree.snapshots),
             ("bytes", tree.bytes),
         ])
+    }
+}
+
+impl Pool for HostTier {
+    fn unit(&self) -> &'static str {
+        "page"
+    }
+
+    /// Its pages are a prefix cache's.
+    fn hands_out(&self) -> bool {
+        false
+    }
+
+    fn unit_bytes(&self) -> Option<usize> {
+        Some(self.page_bytes())
+    }
+
+    fn device(&self) -> Device {
+        Device::Cpu
+    }
+
+    fn stats(&self) -> Stats {
+        Self::stats(self)
     }
 }
 

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use crate::base::Result;
 use crate::index::FenceId;
 use crate::memory::{Event, Keep};
+use crate::transfer::Transfer;
 
 /// The end of work that still uses freed slots.
 ///
@@ -54,6 +55,12 @@ pub trait Fence: Any + Send + Sync {
 impl Fence for Event {
     fn passed(&self) -> Result<bool> {
         Self::passed(self)
+    }
+}
+
+impl Fence for Transfer {
+    fn passed(&self) -> Result<bool> {
+        self.is_over()
     }
 }
 

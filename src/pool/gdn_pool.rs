@@ -7,7 +7,10 @@ use crate::base::{
     DType, Device, Dims, Id, IndexVec, LONG_COPY, Result, StateSlot, blocking, bytes_of, widen,
 };
 use crate::index::{BadFrees, Ledgered, RowTable};
-use crate::kernels::{Executor, IndexSpace, Indices, LayerLayout, LayerRows, RowBuffer};
+use crate::kernels::{
+    Executor, IndexSpace, Indices, LayerLayout, LayerRows, PageCopy, PagePair, Pieces, Reach, RowBuffer,
+    piece_bytes,
+};
 use crate::memory::{ALIGNMENT, Backend, Region, Stream};
 use crate::tensor::TensorView;
 
@@ -175,6 +178,33 @@ impl GdnPool {
     #[must_use]
     pub fn mem_bytes(&self) -> usize {
         self.rows.bytes()
+    }
+
+    /// Bytes of a piece: both states of a slot, of every layer.
+    pub(super) fn piece_bytes(&self) -> Result<usize> {
+        piece_bytes(&self.rows, 1)
+    }
+
+    /// Pieces for states of this pool.
+    pub(super) fn pieces(
+        &self,
+        region: Arc<Region>,
+        reach: Reach,
+        stride: usize,
+        count: usize,
+    ) -> Result<Pieces> {
+        Pieces::new(region, reach, &self.rows, 1, stride, count)
+    }
+
+    /// Copies states to their pieces, or back: see [`Executor::copy_pages`].
+    pub(super) fn copy_pieces(
+        &self,
+        pieces: &Pieces,
+        direction: PageCopy,
+        pairs: &[PagePair],
+        stream: Stream,
+    ) -> Result<()> {
+        self.executor.copy_pages(&self.rows, pieces, direction, pairs, 0..self.rows.layers(), stream)
     }
 
     /// float32 `[num_gdn_layers, pool_size, num_v_heads, head_v_dim, head_k_dim]`, without a copy.

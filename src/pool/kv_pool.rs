@@ -4,7 +4,10 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use crate::base::{DType, Device, Error, Result, bytes_of, widen};
-use crate::kernels::{Executor, IndexSpace, Indices, LayerLayout, LayerRows, RowBuffer, Store};
+use crate::kernels::{
+    Executor, IndexSpace, Indices, LayerLayout, LayerRows, PageCopy, PagePair, Pieces, Reach, RowBuffer,
+    Store, piece_bytes,
+};
 use crate::memory::{
     ALIGNMENT, Backend, Borrowed, Event, Gpu, PAGE, Region, Stream, lock_pages, page_lock_steps,
 };
@@ -232,6 +235,39 @@ impl KvPool {
     #[must_use]
     pub fn mem_bytes(&self) -> usize {
         self.rows.bytes()
+    }
+
+    /// The device of the buffers, or `None` on the host.
+    pub(super) const fn gpu(&self) -> Option<&Arc<Gpu>> {
+        self.executor.gpu()
+    }
+
+    /// Bytes of a piece: a page of every layer, K and V.
+    pub(super) fn piece_bytes(&self) -> Result<usize> {
+        piece_bytes(&self.rows, self.config.page_size)
+    }
+
+    /// Pieces for pages of this pool.
+    pub(super) fn pieces(
+        &self,
+        region: Arc<Region>,
+        reach: Reach,
+        stride: usize,
+        count: usize,
+    ) -> Result<Pieces> {
+        Pieces::new(region, reach, &self.rows, self.config.page_size, stride, count)
+    }
+
+    /// Copies layers of pages to their pieces, or back: see [`Executor::copy_pages`].
+    pub(super) fn copy_pieces(
+        &self,
+        pieces: &Pieces,
+        direction: PageCopy,
+        pairs: &[PagePair],
+        layers: Range<usize>,
+        stream: Stream,
+    ) -> Result<()> {
+        self.executor.copy_pages(&self.rows, pieces, direction, pairs, layers, stream)
     }
 
     /// Bytes of K and V of one token in one layer.

@@ -16,6 +16,7 @@ mod deferred;
 mod fences;
 mod file_store;
 mod gdn_pool;
+mod host_tier;
 mod kv_pool;
 mod mirror;
 mod page_pool;
@@ -37,10 +38,13 @@ pub use deferred::FreedAs;
 pub use fences::Fence;
 pub use file_store::{FileStore, FileStoreConfig, StoreTransfer};
 pub use gdn_pool::{GdnConfig, GdnPool};
+pub use host_tier::{HostTier, HostTierConfig};
 pub use kv_pool::{BufferInfo, KvConfig, KvLayout, KvPool, Scales};
 pub use mirror::values_now;
 pub use page_pool::{PageConfig, PagePool};
-pub use prefix_cache::{CachedSizes, Lease, Offer, PrefixCache, PrefixCacheConfig, PrefixCounts, Published};
+pub use prefix_cache::{
+    CachedSizes, Lease, Load, LowerTier, Offer, PrefixCache, PrefixCacheConfig, PrefixCounts, Published,
+};
 pub use prefix_tree::{EvictedNodes, Inserted, NodePrefix, PrefixTree, PrefixTreeConfig};
 pub use req_to_token_pool::{ReqToTokenConfig, ReqToTokenPool, TableIndex, TableWriters};
 pub use shortage::{Obtainable, Reclaim};

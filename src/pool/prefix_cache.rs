@@ -1,6 +1,8 @@
 //! The prefix cache: cached pages of a [`TokenToKvPoolAllocator`], found by their tokens.
 
+mod below;
 mod lease;
+mod load;
 mod lock;
 mod pins;
 
@@ -9,18 +11,24 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use crate::base::sync::explored::{Mutex, MutexGuard, lock};
-use crate::base::{Error, Id, IndexVec, Page, Result};
+use crate::base::{Error, Id, IndexVec, Page, Result, StateSlot};
 use crate::cache::{
-    AGE_BUCKETS, Cause, Digest, Event, Evicted, Hold, KeyTokens, Namespace, PolicyKind, Pressure, Segment,
-    Tokens, Tree, TreeStats,
+    AGE_BUCKETS, Cause, Digest, Event, Evicted, Hold, KeyTokens, Namespace, Offering, PageHash, PolicyKind,
+    Pressure, Segment, Tokens, Tree, TreeStats,
 };
 use crate::index::Owner;
 use crate::memory::Stream;
 
+use super::fences::Fence;
+use super::host_tier::HeldPieces;
 use super::token_to_kv_pool_allocator::Changing;
-use super::{GdnPool, Obtainable, Reclaim, TokenToKvPoolAllocator};
+use super::{GdnPool, HostTier, Obtainable, Reclaim, TokenToKvPoolAllocator};
+use crate::transfer::Transfer;
+use below::{Below, Given, Parting, free_states};
+use load::{Loadable, Tail};
 
 pub use lease::{Lease, Offer, Published};
+pub use load::Load;
 pub(super) use lock::Parked;
 use pins::Pins;
 
@@ -35,6 +43,15 @@ pub struct PrefixCacheConfig {
     pub name: String,
     /// Hashes the keys of pages for [`PrefixCache::take_events`]; without it there are no events.
     pub events: Option<Digest>,
+}
+
+/// What lies below a [`PrefixCache`].
+#[derive(Clone, Debug)]
+pub struct LowerTier {
+    /// Host memory, for this cache alone.
+    pub host: Arc<HostTier>,
+    /// Hashes the keys of pages.
+    pub digest: Digest,
 }
 
 /// Counts of a [`PrefixCache`] since it was made, in tokens unless the name says otherwise.
@@ -52,6 +69,8 @@ pub struct PrefixCounts {
     pub duplicates: usize,
     /// Tokens evicted.
     pub evicted: usize,
+    /// Tokens that came back from the tier below.
+    pub loaded: usize,
 }
 
 /// Cached tokens.
@@ -80,7 +99,7 @@ pub struct CachedSizes {
 /// let config = AllocatorConfig { size: 8, page_size: 2, need_sort: true, strict: false, ..AllocatorConfig::default() };
 /// let allocator = Arc::new(TokenToKvPoolAllocator::new(&config, &host).unwrap());
 /// let config = PrefixCacheConfig { policy: PolicyKind::Adaptive, max_pinned: 0.5, name: "cache".into(), events: None };
-/// let cache = PrefixCache::new(config, Arc::clone(&allocator), None).unwrap();
+/// let cache = PrefixCache::new(config, Arc::clone(&allocator), None, None).unwrap();
 /// let prompt: &[i32] = &[5, 6, 7, 8, 9];
 /// let lease = cache.acquire(&Namespace::Unnamed, &prompt, 4, stream).unwrap();
 /// assert_eq!(lease.len().unwrap(), 0);
@@ -117,6 +136,9 @@ struct Kept {
     ages: [u64; AGE_BUCKETS],
     /// How often the allocator had been cleared.
     clears: u64,
+    below: Option<Below>,
+    /// Pages from the tier below, on their way or there twice, which the tree does not have.
+    coming: usize,
 }
 
 /// A cache during a call. Make it before any lock.
@@ -127,15 +149,16 @@ struct Open<'a> {
 
 impl PrefixCache {
     /// An empty cache of pages of `allocator`. With `states`, a prefix is found only up to a snapshot of the
-    /// state at its end.
+    /// state at its end. What is copied to the `tier` below can be [loaded](Lease::load) when it is evicted.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when `max_pinned` is not a share, or the pools are
-    /// on different devices.
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when `max_pinned` is not a share, the pools are on
+    /// different devices, or the tier is for other pools or belongs to another cache.
     pub fn new(
         config: PrefixCacheConfig,
         allocator: Arc<TokenToKvPoolAllocator>,
         states: Option<Arc<GdnPool>>,
+        tier: Option<LowerTier>,
     ) -> Result<Self> {
         if !(0.0..=1.0).contains(&config.max_pinned) {
             return Err(Error::config(format!("max_pinned {} is outside [0, 1]", config.max_pinned)));
@@ -147,7 +170,12 @@ impl PrefixCache {
                 states.device()
             )));
         }
-        let tree = new_tree(&config, &allocator, states.is_some());
+        let below = tier.map(|LowerTier { host, digest }| {
+            fits_tier(&host, &allocator, states.as_ref())?;
+            Below::new(host, digest)
+        });
+        let below = below.transpose()?;
+        let tree = new_tree(&config, &allocator, states.is_some(), below.as_ref());
         let clears = allocator.lock().clears();
         let kept = Kept {
             tree,
@@ -155,6 +183,8 @@ impl PrefixCache {
             pins: Pins::default(),
             ages: [0; AGE_BUCKETS],
             clears,
+            below,
+            coming: 0,
         };
         let owner = Owner::Text(config.name.clone());
         let weak = Arc::downgrade(&allocator);
@@ -189,12 +219,20 @@ impl PrefixCache {
         let open = self.open(stream);
         let mut kept = open.current();
         let hold = kept.tree.acquire(namespace, tokens, limit)?;
+        open.send_down(&mut kept);
         kept.counts.lookups += 1;
         kept.counts.hit_tokens += hold.len();
         kept.counts.missed_tokens += tokens.count() - hold.len();
+        let rest = match &kept.below {
+            Some(below) => below.rest(&kept.tree, &hold, (namespace, tokens), limit),
+            None => Ok(Loadable::default()),
+        };
         let clears = kept.clears;
         drop(kept);
-        Ok(Arc::new(Lease::new((&self.shared, &self.allocator), hold, clears, namespace.clone(), stream)))
+        let of = (&self.shared, &self.allocator);
+        let lease = Lease::new(of, hold, clears, namespace.clone(), stream);
+        lease.set_rest(rest?);
+        Ok(Arc::new(lease))
     }
 
     /// Evicts at least `tokens` tokens, or all that are evictable, and returns the number of their slots.
@@ -210,10 +248,19 @@ impl PrefixCache {
         let mut kept = open.current();
         for pinned in kept.pins.take(namespace) {
             let gone = kept.tree.unpin(pinned);
-            open.give_back(&kept, &gone);
+            open.give_back(&kept, gone);
         }
         let gone = kept.tree.clear(namespace, Cause::now(Pressure::Clear));
-        open.give_back(&kept, &gone);
+        if let Kept { below: Some(below), tree, .. } = &mut *kept {
+            // Of pages that are given back now.
+            drop(tree.take_offers());
+            below.forget_tails();
+            let keys = below.tier.forget(namespace);
+            if namespace.is_some() {
+                tree.note_dropped_below(keys);
+            }
+        }
+        open.give_back(&kept, gone);
     }
 
     /// Retains the prefix of a lease: with a `time` it is not evicted at all until that is over, and `priority` has
@@ -274,7 +321,17 @@ impl PrefixCache {
         tokens: &dyn Tokens,
         stream: Stream,
     ) -> Result<Vec<Segment>> {
-        self.open(stream).current().tree.explain(namespace, tokens)
+        let open = self.open(stream);
+        let kept = open.current();
+        let below = kept.below.as_ref();
+        let below = below.map(|below| |key: &PageHash| below.tier.has_page(key));
+        kept.tree.explain(namespace, tokens, below.as_ref().map(|has| has as &dyn Fn(&PageHash) -> bool))
+    }
+
+    /// The tier below, if there is one.
+    #[must_use]
+    pub fn tier(&self) -> Option<Arc<HostTier>> {
+        lock(&self.shared.kept).below.as_ref().map(|below| Arc::clone(&below.tier))
     }
 
     /// What came and went since the last call, in order.
@@ -293,7 +350,8 @@ impl PrefixCache {
     pub fn sizes(&self, stream: Stream) -> CachedSizes {
         let open = self.open(stream);
         let kept = open.current();
-        CachedSizes { evictable: kept.tree.evictable(), locked: kept.tree.locked() }
+        let TreeStats { evictable, locked, .. } = kept.stats();
+        CachedSizes { evictable, locked }
     }
 
     /// The numbers of the tree, in tokens.
@@ -329,7 +387,7 @@ impl PrefixCache {
     pub fn verify(&self, stream: Stream) -> Result<()> {
         let open = self.open(stream);
         let kept = open.current();
-        let (cached, owned) = (kept.tree.stats().cached, self.allocator.stats().cached);
+        let (cached, owned) = (kept.stats().cached, self.allocator.stats().cached);
         let fault = kept.tree.fault().or_else(|| {
             (cached > owned).then(|| format!("{cached} slots are cached, the cache owns {owned}"))
         });
@@ -341,9 +399,27 @@ impl PrefixCache {
 }
 
 impl Kept {
+    /// Waits for what is copied down. No other call is there any more that could wait for the lock.
+    fn finish_writes(&mut self, allocator: Option<&TokenToKvPoolAllocator>) {
+        if let Self { below: Some(below), tree, clears, .. } = self {
+            below.finish(tree, || allocator.is_none_or(|allocator| allocator.lock().clears() == *clears));
+        }
+    }
+
+    /// Prefixes that may be on their way from the tier below. Drop them without locks.
+    fn tails(&self) -> Vec<Arc<Tail>> {
+        self.below.as_ref().map_or(Vec::new(), Below::tails)
+    }
+
     fn stats(&self) -> TreeStats {
         let tree = self.tree.stats();
-        TreeStats { bytes: tree.bytes + self.pins.bytes(), ..tree }
+        let coming = self.coming * self.tree.page_size();
+        TreeStats {
+            cached: tree.cached + coming,
+            locked: tree.locked + coming,
+            bytes: tree.bytes + self.pins.bytes(),
+            ..tree
+        }
     }
 }
 
@@ -353,12 +429,19 @@ impl Shared {
         Open { shared: self, slots: allocator.changing(stream) }
     }
 
+    /// Changes the number of pages that are on their way, unless the allocator was cleared since it had been `clears`
+    /// times.
+    fn note_coming(&self, clears: u64, change: impl FnOnce(usize) -> usize) {
+        let mut kept = lock(&self.kept);
+        if kept.clears == clears {
+            kept.coming = change(kept.coming);
+        }
+    }
+
     /// Returns snapshots to their pool.
-    fn free_states(&self, gone: &Evicted) {
-        let Some(states) = &self.states else { return };
-        for state in &gone.states {
-            let freed = states.free_track_slot(state.number().into());
-            debug_assert!(freed.is_ok_and(|bad| bad.dropped() == 0), "snapshots belong to the cache");
+    fn free_states(&self, slots: &[StateSlot]) {
+        if let Some(states) = &self.states {
+            free_states(states, slots);
         }
     }
 }
@@ -368,16 +451,25 @@ impl Open<'_> {
     fn current(&self) -> MutexGuard<'_, Kept> {
         let mut kept = lock(&self.shared.kept);
         let allocator = self.slots.allocator();
+        // In this order: copies that were over before a clear are of what was published.
+        let over = kept.below.as_ref().map_or(0, Below::over);
         let clears = allocator.lock().clears();
         if kept.clears != clears {
-            kept.clears = clears;
+            (kept.clears, kept.coming) = (clears, 0);
             kept.pins = Pins::default();
             // Its pages are free already.
             let gone = Evicted { pages: Vec::new(), ..kept.tree.take_all() };
-            let mut tree = new_tree(&self.shared.config, allocator, self.shared.states.is_some());
+            kept.below.iter_mut().for_each(Below::clear);
+            let is_stateful = self.shared.states.is_some();
+            let mut tree = new_tree(&self.shared.config, allocator, is_stateful, kept.below.as_ref());
             tree.keep_journal_of(&mut kept.tree);
             kept.tree = tree;
-            self.give_back(&kept, &gone);
+            self.give_back(&kept, gone);
+        }
+        if over > 0
+            && let Kept { below: Some(below), tree, .. } = &mut *kept
+        {
+            below.settle(over, tree);
         }
         if !kept.pins.is_empty() {
             self.end_pins(&mut kept);
@@ -390,7 +482,14 @@ impl Open<'_> {
         let mut kept = self.current();
         if kept.clears == clears {
             let gone = kept.tree.release(hold);
-            self.give_back(&kept, &gone);
+            self.give_back(&kept, gone);
+        }
+    }
+
+    /// Copies down what is offered.
+    fn send_down(&self, kept: &mut Kept) {
+        if let Kept { below: Some(below), tree, .. } = kept {
+            below.send(tree, self.slots.stream());
         }
     }
 
@@ -399,7 +498,7 @@ impl Open<'_> {
         let now = Instant::now();
         while let Some(pinned) = kept.pins.take_over(now) {
             let gone = kept.tree.unpin(pinned);
-            self.give_back(kept, &gone);
+            self.give_back(kept, gone);
         }
     }
 
@@ -413,38 +512,87 @@ impl Open<'_> {
             if gone.pages.is_empty() {
                 break;
             }
+            self.send_down(&mut kept);
+            if let Some(below) = &kept.below {
+                below.tier.set_above(gone.keys.iter(), false);
+            }
             kept.counts.evicted += gone.pages.len() * page_size;
             for (total, pages) in kept.ages.iter_mut().zip(gone.ages) {
                 *total += pages * page_size as u64;
             }
-            freed += self.give_back(&kept, &gone);
+            freed += self.give_back(&kept, gone);
         }
         freed * page_size
     }
 
-    /// Returns pages and snapshots to their pools, and tells how many pages became free. The lock on what is kept is held, so that no call finds
-    /// pages that it is about to lose.
-    fn give_back(&self, kept: &Kept, gone: &Evicted) -> usize {
+    /// Returns pages and snapshots to their pools, those that are being copied behind their copies, and tells how many
+    /// pages are free then. The lock on what is kept is held, so that no call finds pages that it is about to lose.
+    fn give_back(&self, kept: &Kept, gone: Evicted) -> usize {
+        let Evicted { pages, states, .. } = gone;
+        let Some(below) = &kept.below else { return self.give(kept.clears, &Given { pages, states }) };
+        let (idle, busy) = below.divide(pages, states);
+        let freed = self.give(kept.clears, &idle);
+        freed + busy.map_or(0, |(busy, copy)| self.give_back_behind(kept.clears, busy, &copy, None))
+    }
+
+    /// Returns pages and snapshots to their pools at once, and tells how many pages became free.
+    fn give(&self, clears: u64, given: &Given) -> usize {
         let mut freed = 0;
-        if !gone.pages.is_empty() {
+        if !given.pages.is_empty() {
             // A cleared allocator has its pages already.
-            let _ = self.slots.change(kept.clears, |slots| {
+            let _ = self.slots.change(clears, |slots| {
                 let before = slots.slots().available();
-                slots.slots_mut().release_cached(&gone.pages, &self.shared.owner);
+                slots.slots_mut().release_cached(&given.pages, None, &self.shared.owner);
                 freed = (slots.slots().available() - before) / slots.slots().page_size();
                 Ok(())
             });
         }
-        self.shared.free_states(gone);
+        self.shared.free_states(&given.states);
         freed
+    }
+
+    /// Returns pages and snapshots to their pools when a copy is over, which needs the `pieces`. Returns the number
+    /// of pages.
+    fn give_back_behind(
+        &self,
+        clears: u64,
+        given: Given,
+        copy: &Arc<Transfer>,
+        pieces: Option<HeldPieces>,
+    ) -> usize {
+        if copy.is_over().unwrap_or(false) {
+            return self.give(clears, &given);
+        }
+        let Given { pages, states: slots } = given;
+        let fence: Arc<dyn Fence> = Arc::clone(copy) as _;
+        let parting = Parting { states: self.shared.states.clone(), slots, _pieces: pieces };
+        // A cleared allocator has its pages already.
+        let _ = self.slots.change(clears, |slots| {
+            slots.behind(Some(fence), |slots, id| {
+                slots.slots_mut().release_cached(&pages, id, &self.shared.owner);
+                if let Some(id) = id {
+                    slots.fences_mut().keep(id, Arc::new(parting));
+                }
+                Ok(())
+            })
+        });
+        pages.len()
     }
 }
 
 impl Reclaim for Shared {
     fn obtainable(&self, stream: Stream) -> Obtainable {
         let Some(allocator) = self.allocator.upgrade() else { return Obtainable::default() };
-        let at_once = self.open(&allocator, stream).current().tree.evictable();
-        Obtainable { at_once, behind_fences: 0 }
+        let open = self.open(&allocator, stream);
+        let kept = open.current();
+        let evictable = kept.tree.evictable();
+        // Those that are being copied, or have to be, are free when the copy is over.
+        let behind_fences = match &kept.below {
+            None => 0,
+            Some(below) if below.tier.config().write == Offering::Evicted => evictable,
+            Some(below) => evictable.min(below.busy_pages() * kept.tree.page_size()),
+        };
+        Obtainable { at_once: evictable - behind_fences, behind_fences }
     }
 
     fn reclaim(&self, slots: usize, stream: Stream) -> Result<usize> {
@@ -454,20 +602,27 @@ impl Reclaim for Shared {
     }
 
     fn locked(&self) -> Vec<Page> {
-        lock(&self.kept).tree.locked_pages()
+        let kept = lock(&self.kept);
+        let (mut pages, tails) = (kept.tree.locked_pages(), kept.tails());
+        drop(kept);
+        pages.extend(tails.iter().flat_map(|tail| tail.coming()));
+        pages
     }
 }
 
 impl Drop for Shared {
     fn drop(&mut self) {
         let Some(allocator) = self.allocator.upgrade() else {
-            let gone = lock(&self.kept).tree.take_all();
-            return self.free_states(&gone);
+            let mut kept = lock(&self.kept);
+            kept.finish_writes(None);
+            let gone = kept.tree.take_all();
+            return self.free_states(&gone.states);
         };
         let open = self.open(&allocator, Stream::DEFAULT);
         let mut kept = open.current();
+        kept.finish_writes(Some(&allocator));
         let gone = kept.tree.take_all();
-        open.give_back(&kept, &gone);
+        open.give_back(&kept, gone);
     }
 }
 
@@ -477,13 +632,47 @@ impl fmt::Debug for PrefixCache {
     }
 }
 
-fn new_tree(config: &PrefixCacheConfig, allocator: &TokenToKvPoolAllocator, is_stateful: bool) -> Tree {
+/// Checks that a tier is for the pools of a cache.
+fn fits_tier(
+    tier: &HostTier,
+    allocator: &TokenToKvPoolAllocator,
+    states: Option<&Arc<GdnPool>>,
+) -> Result<()> {
+    let kv = tier.kv();
+    let (page_size, size) = (allocator.page_size(), allocator.look(|slots| slots.size()));
+    if (kv.device(), kv.config().page_size) != (allocator.device(), page_size) || kv.config().size < size {
+        return Err(Error::config(format!(
+            "the host tier is for {} slots on {} in pages of {}, the allocator has {size} on {} in pages of {page_size}",
+            kv.config().size,
+            kv.device(),
+            kv.config().page_size,
+            allocator.device()
+        )));
+    }
+    match (tier.states(), states) {
+        (None, None) => Ok(()),
+        (Some(below), Some(states)) if Arc::ptr_eq(below, states) => Ok(()),
+        (None, Some(_)) => Err(Error::config("the cache has states, the host tier has none")),
+        (Some(_), None) => Err(Error::config("the host tier has states, the cache has none")),
+        (Some(_), Some(_)) => Err(Error::config("the host tier is for another pool of states")),
+    }
+}
+
+fn new_tree(
+    config: &PrefixCacheConfig,
+    allocator: &TokenToKvPoolAllocator,
+    is_stateful: bool,
+    below: Option<&Below>,
+) -> Tree {
     let page_size = crate::base::bounded::narrow(allocator.page_size());
     let capacity = allocator.stats().capacity as u64;
     let policy = config.policy.policy(capacity, KeyTokens::of_page_size(page_size));
     let mut tree = Tree::new(allocator.page_size(), is_stateful, policy);
     if let Some(digest) = config.events {
         tree.keep_journal(digest);
+    }
+    if let Some(below) = below {
+        tree.offer(below.tier.config().write, below.digest);
     }
     tree
 }

@@ -360,7 +360,7 @@ impl PrefixTree {
                 undone.expect("the caller has become an owner just now");
                 return Err(error);
             }
-            slots.slots_mut().release_cached(returned, &self.owner);
+            slots.slots_mut().release_cached(returned, None, &self.owner);
             Ok(())
         })?;
         taken.ok_or_else(|| {
@@ -376,7 +376,7 @@ impl PrefixTree {
         let Some(slots) = slots else { return Some(pages.len()) };
         let freed = slots.change(clears, |slots| {
             let before = slots.slots().available();
-            slots.slots_mut().release_cached(pages, &self.owner);
+            slots.slots_mut().release_cached(pages, None, &self.owner);
             Ok(slots.slots().available() - before)
         });
         freed.expect("giving back cannot fail")

@@ -6,12 +6,13 @@ use std::sync::{Arc, Weak};
 
 use crate::base::bounded::{int32, unsigned};
 use crate::base::{
-    Device, Error, ErrorKind, IndexDType, IndexNumber, IndexVec, PADDING, Page, Result, reserve, widen,
+    Device, Error, ErrorKind, Id, IndexDType, IndexNumber, IndexVec, PADDING, Page, Result, reserve, widen,
 };
 use crate::index::{Act, BadFrees, FenceId, LastLoc, Ledger, Ledgered, Order, Run, SlotAllocator, SlotStats};
 use crate::kernels::{Grown, Indices, read_now};
 use crate::memory::{Backend, Borrowed, Event, Gpu, Keep, Stream};
 use crate::tensor::TensorView;
+use crate::transfer::Transfer;
 
 use super::deferred::{Deferred, FreedAs, Part, Values, abandon, slots_of};
 use super::fences::{Fence, Fences};
@@ -40,6 +41,8 @@ pub(super) struct SlotTensors {
     index_dtype: IndexDType,
     /// How often it was cleared: what was taken before is not the taker's any more.
     clears: u64,
+    /// Copies to slots in use, and some that are over.
+    writers: Vec<Arc<Transfer>>,
     /// Pools whose rows are poisoned when their slots become free.
     poisoned: Vec<Weak<KvPool>>,
 }
@@ -83,6 +86,7 @@ impl SlotTensors {
             strict,
             index_dtype,
             clears: 0,
+            writers: Vec::new(),
             poisoned: Vec::new(),
         })
     }
@@ -181,6 +185,29 @@ impl SlotTensors {
             self.slots.release(&self.runs, None).expect("the pages were taken just now");
         }
         view.map(Ok)
+    }
+
+    /// Takes note of copies to slots in use, which end before all slots are freed.
+    pub(super) fn add_writer(&mut self, writer: &Arc<Transfer>) {
+        self.writers.retain(|writer| !writer.is_over().unwrap_or(false));
+        self.writers.push(Arc::clone(writer));
+    }
+
+    /// The copies to slots that may not be over, to be stopped without locks.
+    pub(super) fn take_writers(&mut self) -> Vec<Arc<Transfer>> {
+        std::mem::take(&mut self.writers)
+    }
+
+    /// Takes `count` pages, without a tensor.
+    pub(super) fn take_pages(&mut self, count: usize) -> Result<OrShort<Vec<Page>>> {
+        let slots = count * self.slots.page_size();
+        if self.must_land_before(|| slots) {
+            return Ok(Err(Short::InFlight));
+        }
+        let mut pages = reserve(count)?;
+        let take = |run: Run<Page>| pages.extend(run.range().map(Page::new));
+        let is_taken = self.slots.alloc_pages(count, take);
+        Ok(if is_taken { Ok(pages) } else { Err(self.short(slots)) })
     }
 
     /// [`Self::alloc`] in host memory.

@@ -9,7 +9,7 @@ use crate::base::sync::explored::{Mutex, MutexGuard, lock};
 use crate::base::{Device, Error, IndexDType, IndexVec, Page, Result, blocking};
 use crate::index::{BadFrees, FenceId, Ledgered, SlotAllocator, SlotStats, ascending_runs};
 use crate::kernels::Indices;
-use crate::memory::{Backend, Borrowed, Keep, Stream};
+use crate::memory::{Backend, Borrowed, Gpu, Keep, Stream};
 use crate::tensor::TensorView;
 
 use super::deferred::FreedAs;
@@ -176,6 +176,18 @@ impl TokenToKvPoolAllocator {
         .map(|_| granted)
     }
 
+    /// Takes `count` pages. `None` if there are not enough, or the slots were cleared since they had been `clears`
+    /// times.
+    ///
+    /// # Errors
+    /// As [`Self::poll`]. Nothing is taken.
+    pub(super) fn take_pages(&self, count: usize, clears: u64, stream: Stream) -> Result<Option<Vec<Page>>> {
+        let take = |slots: &mut SlotTensors| {
+            if slots.clears() == clears { Ok(slots.take_pages(count)?.map(Some)) } else { Ok(Ok(None)) }
+        };
+        Ok(self.take(stream, take)?.flatten())
+    }
+
     /// Like [`Self::alloc`], in one ascending run: the lowest that fits. Reclaims nothing if there are enough
     /// slots, but not in one run.
     ///
@@ -313,7 +325,7 @@ impl TokenToKvPoolAllocator {
 
     /// Frees every slot, closes groups and discards fences and pending frees.
     pub fn clear(&self, stream: Stream) {
-        let kept = self.freeing(self.lock(), stream, |slots| Ok(slots.clear()));
+        let kept = self.freeing(self.without_writers(stream), stream, |slots| Ok(slots.clear()));
         // Dropped without the lock: they may be the last owners of foreign objects.
         drop(kept);
     }
@@ -329,7 +341,7 @@ impl TokenToKvPoolAllocator {
         }
         let config = AllocatorConfig { size, ..self.lock().config() };
         let resized = SlotTensors::new(&config, &self.backend)?;
-        let (kept, poisoned) = self.freeing(self.lock(), stream, |slots| {
+        let (kept, poisoned) = self.freeing(self.without_writers(stream), stream, |slots| {
             let kept = slots.clear();
             let poisoned = slots.poison(stream);
             Ok(((kept, slots.replace(resized)), poisoned))
@@ -502,6 +514,24 @@ impl TokenToKvPoolAllocator {
         Ok(freed)
     }
 
+    /// Locks the slots when nothing is copied to them any more, in the order of `stream`.
+    fn without_writers(&self, stream: Stream) -> MutexGuard<'_, SlotTensors> {
+        loop {
+            let mut slots = self.lock();
+            let writers = slots.take_writers();
+            if writers.is_empty() {
+                return slots;
+            }
+            drop(slots);
+            for writer in writers {
+                // What cannot be ordered is waited for. A device that has failed writes nothing.
+                if writer.stop(stream).is_err() {
+                    let _ = writer.wait();
+                }
+            }
+        }
+    }
+
     /// Pages that the registered [`Reclaim`]s hold and cannot free now.
     pub(super) fn locked_pages(&self) -> HashSet<Page> {
         self.reclaims().iter().flat_map(|reclaim| reclaim.locked()).collect()
@@ -601,6 +631,11 @@ impl TokenToKvPoolAllocator {
     /// allocator.
     pub fn used_on(&self, tensor: &Borrowed<'_>, stream: Stream) -> Result<()> {
         self.lock().used_on(tensor, stream)
+    }
+
+    /// The device of the tensors, or `None` on the host.
+    pub(super) fn gpu(&self) -> Option<&Arc<Gpu>> {
+        self.backend.gpu()
     }
 
     /// The device of the tensors.
@@ -766,6 +801,11 @@ pub(super) struct Changing<'a> {
 impl<'a> Changing<'a> {
     pub(super) const fn allocator(&self) -> &'a TokenToKvPoolAllocator {
         self.allocator
+    }
+
+    /// The stream of the call.
+    pub(super) const fn stream(&self) -> Stream {
+        self.stream
     }
 
     /// Calls `work` with the slots, under their lock; `None` if they were cleared since they had been `clears`

@@ -166,7 +166,7 @@ impl PageLocking {
 }
 
 /// The number of threads that page-lock memory: `KVPOOL_PAGE_LOCK_THREADS`.
-fn page_lock_threads() -> PyResult<usize> {
+pub(super) fn page_lock_threads() -> PyResult<usize> {
     const VARIABLE: &str = "KVPOOL_PAGE_LOCK_THREADS";
     const USUAL: usize = 2;
     let Ok(value) = std::env::var(VARIABLE) else { return Ok(USUAL) };

@@ -26,6 +26,7 @@ mod file_store;
 mod footprint;
 mod framework;
 mod gdn_pool;
+mod host_tier;
 mod hybrid_names;
 mod hybrid_results;
 mod hybrid_tree;
@@ -199,6 +200,8 @@ fn _kvpool(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<chunk_pool::Chunk>()?;
     module.add_class::<chunk_pool::ChunkCopy>()?;
     module.add_class::<chunk_pool::PageLocking>()?;
+    module.add_class::<host_tier::HostTier>()?;
+    module.add_class::<host_tier::Load>()?;
     module.add_class::<file_store::FileStore>()?;
     module.add_class::<file_store::StoreTransfer>()?;
     module.add_function(wrap_pyfunction!(get_num_threads, module)?)?;

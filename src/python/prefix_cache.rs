@@ -14,7 +14,7 @@ use crate::cache::{Namespace, PolicyKind};
 use crate::index::ActGuard;
 use crate::memory::Stream;
 use crate::pool::{
-    Lease as PoolLease, Offer, PrefixCache as Cache, PrefixCacheConfig, Published as PoolPublished,
+    Lease as PoolLease, LowerTier, Offer, PrefixCache as Cache, PrefixCacheConfig, Published as PoolPublished,
 };
 
 use super::args::{self, Arg};
@@ -23,6 +23,7 @@ use super::debug::Debug;
 use super::export::to_tensor;
 use super::framework::current_stream;
 use super::gdn_pool::GdnPool;
+use super::host_tier::{HostTier, Load};
 use super::prefix_report::{Segment, digest, event_to_py};
 use super::token_to_kv_pool_allocator::TokenToKvPoolAllocator;
 use super::tokens::with_tokens;
@@ -52,19 +53,22 @@ use super::tokens::with_tokens;
 ///         prefix is then found only up to a snapshot of the state at its end.
 ///     policy: What is evicted first: "adaptive", "lru", "fifo", "lfu", "slru" or "priority". Only the ends of
 ///         prefixes are evicted, never what other cached prefixes continue.
+///     tiers: What lies below the device: a `HostTier` for this cache alone, or nothing. `Lease.load` brings back
+///         what is evicted.
 ///     max_pinned: The share of the allocator's capacity that `pin` may retain.
 ///     events: Whether to list what comes and goes for `events`.
 ///     name: The owner of cached slots in reports and `leaks`, and the name of this pool. Defaults to the class
 ///         name and a number, such as "PrefixCache-0".
 ///
 /// Raises:
-///     ConfigError: If `policy` is unknown, `max_pinned` is outside of [0, 1], or the pools are on different
-///         devices.
+///     ConfigError: If `policy` is unknown, `max_pinned` is outside of [0, 1], the pools are on different devices, or
+///         the tier is for other pools or belongs to another cache.
 #[pyclass(extends = BasePool, frozen, module = "kvpool", name = "PrefixCache")]
 pub(super) struct PrefixCache {
     cache: Cache,
     allocator: Py<TokenToKvPoolAllocator>,
     states: Option<Py<GdnPool>>,
+    tiers: Vec<Py<HostTier>>,
     policy: String,
     device: Device,
 }
@@ -132,12 +136,16 @@ impl PrefixCache {
 #[pymethods]
 impl PrefixCache {
     #[new]
-    #[pyo3(signature = (allocator, *, states=None, policy="adaptive", max_pinned=0.5, events=false, name=None))]
+    #[pyo3(signature = (allocator, *, states=None, policy="adaptive", tiers=Vec::new(), max_pinned=0.5, events=false,
+                        name=None),
+           text_signature = "(allocator, *, states=None, policy=\"adaptive\", tiers=(), max_pinned=0.5, \
+                             events=False, name=None)")]
     fn new(
         py: Python<'_>,
         allocator: Py<TokenToKvPoolAllocator>,
         states: Option<Py<GdnPool>>,
         policy: &str,
+        tiers: Vec<Py<HostTier>>,
         max_pinned: f64,
         events: bool,
         name: Option<String>,
@@ -152,8 +160,16 @@ impl PrefixCache {
         let pool = Arc::clone(&allocator.get().pool);
         let device = pool.device();
         let states_of = states.as_ref().map(|states| Arc::clone(&states.get().pool));
-        let cache = py.detach(|| Cache::new(config, pool, states_of))?;
-        let this = Self { cache, allocator, states, policy: policy.to_owned(), device };
+        let tier = match &tiers[..] {
+            [] => None,
+            [host] => Some(LowerTier { host: Arc::clone(&host.get().tier), digest }),
+            more => {
+                let text = format!("{} tiers were given; there can be one of host memory", more.len());
+                return Err(Error::config(text).into());
+            }
+        };
+        let cache = py.detach(|| Cache::new(config, pool, states_of, tier))?;
+        let this = Self { cache, allocator, states, tiers, policy: policy.to_owned(), device };
         Ok(BasePool::named(name, Debug::OFF, this))
     }
 
@@ -363,6 +379,12 @@ impl PrefixCache {
         self.states.as_ref().map(|states| states.clone_ref(py))
     }
 
+    /// What lies below the device: a tuple.
+    #[getter]
+    fn tiers<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, &self.tiers)
+    }
+
     /// The name of the policy.
     #[getter]
     fn policy(&self) -> &str {
@@ -382,7 +404,8 @@ impl PrefixCache {
 
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
         visit.call(&self.allocator)?;
-        visit.call(&self.states)
+        visit.call(&self.states)?;
+        self.tiers.iter().try_for_each(|tier| visit.call(tier))
     }
 }
 
@@ -436,6 +459,16 @@ impl Lease {
 
     fn __len__(&self) -> PyResult<usize> {
         self.length()
+    }
+
+    /// Tokens behind the prefix that the tiers below the device had at the match: what `load` can bring back. 0 after
+    /// a load or a publication.
+    ///
+    /// Raises:
+    ///     StaleBufferError: If the lease was released, or the allocator was cleared.
+    #[getter]
+    fn loadable(&self) -> PyResult<usize> {
+        Ok(self.lease.loadable()?)
     }
 
     /// The slots of the prefix: 1-D `[length]` in the allocator's `index_dtype`, on its device, made by each access.
@@ -542,6 +575,31 @@ impl Lease {
         let stream = self.stream(py)?;
         with_tokens(tokens, |tokens| Ok(self.lease.finish(tokens, &slots, stream)?))?;
         Ok(())
+    }
+
+    /// Brings back what the tiers below the device have behind the prefix. The lease has its slots from now on; what
+    /// uses a layer goes behind `Load.wait_layer`. What another request is loading is not loaded twice.
+    ///
+    /// Load before a planner has the lease, and publish behind the last layer: a publication while tokens are on
+    /// their way raises. On a GPU the copies run on a stream of their own, behind what is enqueued on the current
+    /// stream.
+    ///
+    /// Args:
+    ///     limit: Maximum number of tokens to load.
+    ///
+    /// Returns:
+    ///     A `Load`, or `None` if there are not enough slots, or no track slot for the state.
+    ///
+    /// Raises:
+    ///     ConfigError: If `limit` is negative, a planner has the lease, or it is loading already.
+    ///     DriverError: If a copy cannot be enqueued, as while the current stream is being captured.
+    ///     StaleBufferError: If the lease was released, or the allocator was cleared.
+    #[pyo3(signature = (*, limit=None))]
+    fn load(&self, py: Python<'_>, limit: Option<&Bound<'_, PyAny>>) -> PyResult<Option<Load>> {
+        let limit = limit.map_or(Ok(usize::MAX), |limit| args::count("limit", limit))?;
+        let _acting = self.cache.get().begin(py)?;
+        let load = self.lease.load(limit, self.stream(py)?)?;
+        Ok(load.map(|load| Load { load, device: self.cache.get().device }))
     }
 
     /// Copies the state at the end of the prefix to a working slot of the cache's states, or resets that for a

@@ -3,12 +3,9 @@
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
 
-use crate::cache::{Event, Namespace, PageHash, Segment as Part, Whereabouts};
+use crate::cache::{Event, Namespace, PageHash, Segment as Part, Tier, Whereabouts};
 
 use super::prefix_cache::namespace_to_py;
-
-/// Where pages are until there are other tiers.
-const TIER: &str = "device";
 
 /// BLAKE3 of the concatenation of parts.
 pub(super) fn digest(parts: &[&[u8]]) -> PageHash {
@@ -37,12 +34,13 @@ impl Segment {
         self.0.range.end
     }
 
-    /// Where it is cached, "device", or the reason why it is not found: "no snapshot" (cached, but without a
-    /// snapshot of the state at its end), "evicted", "other namespace", "never published", or "page not full".
+    /// Where it is cached, "device" or "host", or the reason why it is not found: "no snapshot" (cached, but without
+    /// a snapshot of the state at its end), "evicted", "other namespace", "never published", or "page not full".
     #[getter]
     const fn state(&self) -> &'static str {
         match &self.0.whereabouts {
-            Whereabouts::Device => TIER,
+            Whereabouts::Device => Tier::Device.name(),
+            Whereabouts::Host => Tier::Host.name(),
             Whereabouts::NoSnapshot => "no snapshot",
             Whereabouts::Evicted(_) => "evicted",
             Whereabouts::Elsewhere(_) => "other namespace",
@@ -112,6 +110,7 @@ pub(super) struct Stored {
     #[pyo3(get)]
     tokens: Vec<i32>,
     namespace: Namespace,
+    tier: Tier,
 }
 
 #[pymethods]
@@ -136,38 +135,42 @@ impl Stored {
         namespace_to_py(py, &self.namespace)
     }
 
-    /// Where they are: "device".
+    /// Where they are: "device" or "host".
     #[getter]
-    const fn tier(_slf: &Bound<'_, Self>) -> &'static str {
-        TIER
+    const fn tier(&self) -> &'static str {
+        self.tier.name()
     }
 
     fn __repr__(&self) -> String {
         let (pages, tokens) = (self.pages.len(), self.tokens.len());
-        format!("Stored({pages} pages, {tokens} tokens, namespace={})", self.namespace)
+        let (namespace, tier) = (&self.namespace, self.tier());
+        format!("Stored({pages} pages, {tokens} tokens, namespace={namespace}, tier='{tier}')")
     }
 }
 
 /// Pages were removed.
 #[pyclass(frozen, module = "kvpool", name = "Removed")]
-pub(super) struct Removed(Vec<PageHash>);
+pub(super) struct Removed {
+    pages: Vec<PageHash>,
+    tier: Tier,
+}
 
 #[pymethods]
 impl Removed {
     /// Their keys.
     #[getter]
     fn pages<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-        keys(py, &self.0)
+        keys(py, &self.pages)
     }
 
-    /// Where they were: "device".
+    /// Where they were: "device" or "host".
     #[getter]
-    const fn tier(_slf: &Bound<'_, Self>) -> &'static str {
-        TIER
+    const fn tier(&self) -> &'static str {
+        self.tier.name()
     }
 
     fn __repr__(&self) -> String {
-        format!("Removed({} pages)", self.0.len())
+        format!("Removed({} pages, tier='{}')", self.pages.len(), self.tier())
     }
 }
 
@@ -189,10 +192,10 @@ fn keys<'py>(py: Python<'py>, keys: &[PageHash]) -> PyResult<Bound<'py, PyList>>
 /// An event as a Python object.
 pub(super) fn event_to_py(py: Python<'_>, event: Event) -> PyResult<Py<PyAny>> {
     Ok(match event {
-        Event::Stored { pages, parent, tokens, namespace } => {
-            Py::new(py, Stored { pages, parent, tokens, namespace })?.into_any()
+        Event::Stored { pages, parent, tokens, namespace, tier } => {
+            Py::new(py, Stored { pages, parent, tokens, namespace, tier })?.into_any()
         }
-        Event::Removed { pages } => Py::new(py, Removed(pages))?.into_any(),
+        Event::Removed { pages, tier } => Py::new(py, Removed { pages, tier })?.into_any(),
         Event::Cleared => Py::new(py, Cleared)?.into_any(),
     })
 }

@@ -105,7 +105,7 @@ class Files:
 class World:
     """One of each pool on a GPU, used a little on the current stream: slots 1 to 3 and row 1 are taken."""
 
-    def __init__(self, inputs: Inputs) -> None:
+    def __init__(self, inputs: Inputs) -> None:  # noqa: PLR0915 - one of each
         self.inputs = inputs
         self.allocator = kvpool.TokenToKVPoolAllocator(SIZE, "cuda")
         self.slots = some(self.allocator.alloc(3))
@@ -131,6 +131,10 @@ class World:
         self.prefix_own = [3]
         self.published = self.cache.match([]).publish([7, 8], [1, 2], state=1)
         self.lease = self.cache.match([7, 8])
+        self.tier = kvpool.HostTier(self.kv, 4 * SIZE)
+        self.tier_slots = kvpool.TokenToKVPoolAllocator(SIZE, "cuda")
+        self.tiered = kvpool.PrefixCache(self.tier_slots, tiers=[self.tier])
+        self.loadable, self.loading, self.load = self._loads()
         self.hybrid, self.step, self.node = _hybrid()
         self.tree_slots = kvpool.TokenToKVPoolAllocator(SIZE, "cuda")
         self.tree = kvpool.PrefixTree(self.tree_slots)
@@ -156,6 +160,17 @@ class World:
         self.pinned = lmcache.LocalCPUBufferPool(LMCACHE)
         self.files = Files()
         self.spare: list[object] = []
+
+    def _loads(self) -> tuple[kvpool.Lease, kvpool.Lease, kvpool.Load]:
+        """A lease that can load, and one that does."""
+        for prompt in ([7, 8], [9, 10]):
+            self.tiered.insert(prompt, some(self.tier_slots.alloc(2)))
+        # Without a wait for the device, which would spoil a capture.
+        while self.tier.stats()["arriving"]:
+            self.tiered.cached_size()
+        self.tiered.evict(4)
+        leases = self.tiered.match([7, 8]), self.tiered.match([9, 10])
+        return *leases, some(leases[1].load())
 
     def stats(self) -> list[object]:
         """The numbers of all pools."""
@@ -583,6 +598,16 @@ ENTRIES: dict[str, Entry] = {
     "Chunk.copy_to: on the device": Entry(lambda w: w.gpu_chunk.copy_to(w.inputs.out_chunk), REFUSES),
     "Chunk.with": Entry(lambda w: _with(w.gpu_chunk), WORKS),
     # Files, and host memory.
+    # HostTier: copies run on a stream of their own, behind the current one, which must not be captured.
+    "HostTier()": Entry(lambda w: w.spare.append(kvpool.HostTier(w.kv, SIZE)), WORKS),
+    "HostTier.clear": Entry(lambda w: w.tier.clear(), WORKS),
+    "HostTier.verify": Entry(lambda w: w.tier.verify(), WORKS),
+    "HostTier.mem_bytes": Entry(lambda w: w.tier.mem_bytes(), WORKS),
+    "HostTier.wait_registered": Entry(lambda w: w.tier.wait_registered(), WORKS),
+    "Lease.load": Entry(lambda w: w.loadable.load(), REFUSES),
+    "Load.wait_layer": Entry(lambda w: w.load.wait_layer(0), REFUSES),
+    "Load.query": Entry(lambda w: w.load.query(), WORKS),
+    "Load.cancel": Entry(lambda w: w.load.cancel(), WORKS),
     "FileStore()": Entry(_with_store, WORKS),
     "FileStore.exists": Entry(lambda w: w.files.store.exists(w.files.keys) == 1, WORKS),
     "FileStore.get": Entry(lambda w: w.files.store.get(w.files.keys, w.files.pages).wait(), WORKS),
@@ -643,12 +668,14 @@ INSTANCES: dict[str, Callable[[World], object]] = {
     "FileStore": lambda w: w.files.store,
     "GDNPool": lambda w: w.gdn,
     "HostPlan": lambda w: w.plan.host,
+    "HostTier": lambda w: w.tier,
     "KVPool": lambda w: w.kv,
     "HybridFrees": lambda w: w.hybrid.evict(2),
     "HybridMatch": lambda w: w.hybrid.match([7, 8]),
     "HybridNode": lambda w: w.hybrid.info(w.node),
     "HybridStep": lambda w: w.step,
     "Lease": lambda w: w.lease,
+    "Load": lambda w: w.load,
     "LocalGPUPool": lambda w: w.local,
     "LocalPool": lambda w: w.local,
     "PagePool": lambda w: w.pages,

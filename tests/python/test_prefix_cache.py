@@ -124,6 +124,7 @@ def test_numbers() -> None:
         "published": 8,
         "duplicates": 0,
         "evicted": 0,
+        "loaded": 0,
         "cached": 8,
         "evictable": 8,
         "locked": 0,
@@ -801,17 +802,17 @@ def test_events_are_what_a_router_needs() -> None:
     assert [len(page) for page in stored.pages] == [32, 32]
     router.update(stored.pages)
     scene.insert([*range(8), *range(50, 54)])
-    assert update() == ["Stored(1 pages, 4 tokens, namespace=None)"]
+    assert update() == ["Stored(1 pages, 4 tokens, namespace=None, tier='device')"]
     # The same prefix has another key in another namespace, and the same one in another cache.
     scene.insert(range(8), "a")
-    assert update() == ['Stored(2 pages, 8 tokens, namespace="a")']
+    assert update() == ["Stored(2 pages, 8 tokens, namespace=\"a\", tier='device')"]
     other = Scene(4, events=True)
     other.insert(range(8))
     [same] = other.cache.events()
     assert isinstance(same, kvpool.Stored)
     assert same.pages == stored.pages
     scene.cache.evict(4)
-    assert update() == ["Removed(1 pages)"]
+    assert update() == ["Removed(1 pages, tier='device')"]
     assert update() == []
     lease = scene.cache.match(range(8), namespace="a")
     scene.cache.clear("a")

@@ -49,7 +49,7 @@ fn scene() -> Scene {
     let planner = BatchPlanner::new(&config, &host, Arc::clone(&slots), Arc::clone(&table)).unwrap();
     let config =
         PrefixCacheConfig { policy: PolicyKind::Lru, max_pinned: 0.5, name: "cache".into(), events: None };
-    let cache = PrefixCache::new(config, Arc::clone(&slots), None).unwrap();
+    let cache = PrefixCache::new(config, Arc::clone(&slots), None, None).unwrap();
     let row = i64::from(table.lock().unwrap().alloc(1, STREAM).unwrap().unwrap()[0]);
     let row = IndexVec::I64(vec![row]);
     let lease = cache.acquire(&Namespace::Unnamed, &PROMPT, 0, STREAM).unwrap();

@@ -191,7 +191,7 @@ fn full_cache() -> (Arc<TokenToKvPoolAllocator>, Arc<PrefixCache>) {
     let slots = Arc::new(TokenToKvPoolAllocator::new(&config, &host).expect("small"));
     let config =
         PrefixCacheConfig { policy: PolicyKind::Lru, max_pinned: 1.0, name: "cache".into(), events: None };
-    let cache = Arc::new(PrefixCache::new(config, Arc::clone(&slots), None).expect("valid"));
+    let cache = Arc::new(PrefixCache::new(config, Arc::clone(&slots), None, None).expect("valid"));
     publish(&slots, &cache, &[1, 2, 3, 4, 5, 6, 7, 8]);
     (slots, cache)
 }

@@ -73,7 +73,7 @@ fn one_prefix_cache_serves_eight_threads() {
         name: "cache".into(),
         events: None,
     };
-    let cache = PrefixCache::new(config, Arc::clone(&slots), None).expect("valid");
+    let cache = PrefixCache::new(config, Arc::clone(&slots), None, None).expect("valid");
     together(|number, round| {
         // Prompts share beginnings, within a thread and between them.
         let prompt: Vec<i32> = (0..40)

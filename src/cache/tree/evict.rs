@@ -5,7 +5,8 @@ use std::collections::{BTreeSet, VecDeque};
 use crate::base::{Id, Page, StateSlot, prefetch, widen};
 
 use super::roots::rid_of_gone;
-use super::{Kind, Namespace, NodeId, Policy, ShortVec, Sum, Tick, Tree, is_below};
+use super::{Kind, Namespace, NodeId, PageHash, Policy, ShortVec, Sum, Tick, Tree, is_below};
+use crate::cache::Tier;
 use crate::cache::explain::{Cause, Pressure};
 
 /// Number of entries in the histogram of ages: one per power of two of tokens.
@@ -19,6 +20,8 @@ pub struct Evicted {
     pub pages: Vec<Page>,
     /// Snapshots of states.
     pub states: Vec<StateSlot>,
+    /// The keys of the pages, if there are keys: what was worth least first.
+    pub keys: Vec<PageHash>,
     /// Numbers of pages by age, if they were evicted: below 1, 2, 4, ... tokens were looked up since their last
     /// use.
     pub ages: [u64; AGE_BUCKETS],
@@ -26,7 +29,7 @@ pub struct Evicted {
 
 impl Default for Evicted {
     fn default() -> Self {
-        Self { pages: Vec::new(), states: Vec::new(), ages: [0; AGE_BUCKETS] }
+        Self { pages: Vec::new(), states: Vec::new(), keys: Vec::new(), ages: [0; AGE_BUCKETS] }
     }
 }
 
@@ -107,7 +110,9 @@ impl Tree {
         let (history, keep) = (here.history, here.pages.len().saturating_sub(count));
         let age = self.now.since(history.used);
         let age = widen(u64::BITS - age.leading_zeros()).min(AGE_BUCKETS - 1);
-        gone.ages[age] += (here.pages.len() - keep) as u64;
+        let pages = keep..here.pages.len();
+        gone.ages[age] += pages.len() as u64;
+        self.offer_evicted(leaf, pages);
         let (at, sum) = self.note_gone(leaf, keep, cause);
         if keep == 0 {
             let parent = self.node(leaf).parent;
@@ -131,7 +136,7 @@ impl Tree {
         self.contents -= freed;
         self.cached -= trimmed.len();
         self.pinned -= if history.priority > 0 { trimmed.len() } else { 0 };
-        self.note_removed(&trimmed);
+        gone.keys.extend(self.note_removed(&trimmed).into_iter().rev());
         gone.pages.extend_from_slice(&trimmed);
     }
 
@@ -164,11 +169,14 @@ impl Tree {
         (until, sum)
     }
 
-    /// Takes note of pages that are found no more.
-    fn note_removed(&mut self, pages: &[Page]) {
+    /// Takes note of pages that are found no more. Returns the keys of those that were.
+    fn note_removed(&mut self, pages: &[Page]) -> Vec<PageHash> {
+        let Some(keys) = &mut self.keys else { return Vec::new() };
+        let keys = keys.remove(pages);
         if let Some(journal) = &mut self.journal {
-            journal.removed(pages);
+            journal.removed(Tier::Device, keys.clone());
         }
+        keys
     }
 
     /// Removes a leaf without locks.
@@ -184,7 +192,7 @@ impl Tree {
         self.cached -= pages.len();
         self.pinned -= if is_pinned { pages.len() } else { 0 };
         self.vacate(leaf);
-        self.note_removed(&pages);
+        gone.keys.extend(self.note_removed(&pages).into_iter().rev());
         gone.pages.extend_from_slice(&pages);
     }
 
@@ -225,13 +233,17 @@ impl Tree {
         for &id in nodes {
             let _ = self.note_gone(id, 0, cause);
         }
-        let Some(journal) = &mut self.journal else { return };
-        if is_all {
-            journal.cleared();
-        } else {
-            for id in nodes {
-                journal.removed(&self.nodes[widen(id.number())].pages);
+        if let (true, Some(keys)) = (is_all, &mut self.keys) {
+            keys.clear();
+            if let Some(journal) = &mut self.journal {
+                journal.cleared();
             }
+            return;
+        }
+        for id in nodes {
+            let pages = std::mem::take(&mut self.node_mut(*id).pages);
+            let _ = self.note_removed(&pages);
+            self.node_mut(*id).pages = pages;
         }
     }
 

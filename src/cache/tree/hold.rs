@@ -188,6 +188,7 @@ impl Tree {
             let (history, tokens) = (here.history, narrow(here.tokens.len()));
             self.queues.policy.note_used(&history, tokens, now);
             self.node_mut(id).history.touch(now);
+            self.offer_used(id);
         }
     }
 

@@ -5,7 +5,8 @@ use std::borrow::Cow;
 use crate::base::{Id, Page, Result, widen};
 
 use super::{History, Hold, Kind, Node, NodeId, Place, Sum, Tokens, Tree, narrow};
-use crate::cache::Remembered;
+use crate::cache::journal::KeyedRun;
+use crate::cache::{Remembered, Tier};
 
 /// How much of the tokens behind a hold is cached already, by others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -97,11 +98,14 @@ impl Tree {
                 if is_one { std::mem::take(&mut tokens).into() } else { Cow::Borrowed(&tokens[begin..end]) };
             (begin, pages) = (end, rest);
             let history = History::of_new(before, self.now);
+            let mut before = 0;
             if is_author && self.can_grow(at, &history) {
+                before = self.node(at).pages.len();
                 self.grow(at, &part_tokens, part, sum);
             } else {
                 at = self.add_below(at, part_tokens, part, history, sum);
             }
+            self.offer_published(at, before..before + count);
             is_author = true;
         }
         self.move_hold(hold, at);
@@ -110,13 +114,17 @@ impl Tree {
 
     /// Takes note of new pages behind `node`, unless they are found by no one.
     pub(super) fn note_stored(&mut self, node: NodeId, tokens: &[i32], pages: &[Page]) {
-        if self.journal.is_none() || pages.is_empty() {
+        if self.keys.is_none() || pages.is_empty() {
             return;
         }
         let root = self.node(node).root;
         let parent = self.node(node).pages.last().copied();
-        if let (Some(name), Some(journal)) = (self.roots.name(root), &mut self.journal) {
-            journal.stored(name, parent, tokens, pages);
+        if let (Some(namespace), Some(keys)) = (self.roots.name(root), &mut self.keys) {
+            let parent = parent.and_then(|page| keys.get(page));
+            let keys = &keys.add(namespace, parent, tokens, pages);
+            if let Some(journal) = &mut self.journal {
+                journal.stored(Tier::Device, KeyedRun { namespace, parent, tokens, keys });
+            }
         }
     }
 

@@ -114,6 +114,7 @@ impl Tree {
         let before = self.snapshots.by_node.insert(hold.node, snapshot);
         debug_assert!(before.is_none(), "a snapshot is not replaced");
         self.node_mut(hold.node).has_snapshot = true;
+        self.offer_snapshot(hold.node);
         if hold.len > hold.asked
             && let Some(earlier) = hold.passing.replace(hold.node)
         {

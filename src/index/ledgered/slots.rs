@@ -168,10 +168,10 @@ impl Ledgered<SlotAllocator> {
     ///
     /// # Panics
     /// Same as [`SlotAllocator::release_cached`].
-    pub fn release_cached(&mut self, pages: &[Page], owner: &Owner) {
-        self.inner.release_cached(pages);
+    pub fn release_cached(&mut self, pages: &[Page], fence: Option<FenceId>, owner: &Owner) {
+        self.inner.release_cached(pages, fence);
         let _acting = self.book.ledger().map(|_| act_of(owner).begin());
-        self.note_removed(true);
+        self.note_removed(fence.is_none());
     }
 
     /// Calls [`SlotAllocator::free`] and records it.

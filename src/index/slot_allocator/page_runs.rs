@@ -65,7 +65,7 @@ impl SlotAllocator {
     /// let taken = IndexVec::I32(slots.alloc(2).unwrap().unwrap());
     /// slots.cache(&[Page::new(1)], &[]).unwrap();
     /// assert_eq!(slots.free(&taken, false).unwrap().dropped(), 1);
-    /// slots.release_cached(&[Page::new(1)]);
+    /// slots.release_cached(&[Page::new(1)], None);
     /// assert_eq!(slots.available(), 8);
     /// ```
     pub fn cache(&mut self, pages: &[Page], duplicates: &[Page]) -> Result<()> {
@@ -84,15 +84,16 @@ impl SlotAllocator {
         self.release(&duplicates, None).inspect_err(|_| self.owners.uncache(masks_of(&runs)))
     }
 
-    /// Removes the cache's ownership of pages, each of which it owns. A page returns with its last owner.
+    /// Removes the cache's ownership of pages, each of which it owns: at once, or when a fence has passed. A page
+    /// returns with its last owner.
     ///
     /// # Panics
     /// If the cache does not own a page.
-    pub fn release_cached(&mut self, pages: &[Page]) {
+    pub fn release_cached(&mut self, pages: &[Page], fence: Option<FenceId>) {
         let runs: Vec<_> = runs_of(pages).collect();
         assert!(masks_of(&runs).all(|mask| self.owners.are_cached(mask)), "only cached pages are released");
         self.owners.uncache(masks_of(&runs));
-        self.release(&runs, None).expect("the cache is an owner of its pages");
+        self.release(&runs, fence).expect("the cache is an owner of its pages");
     }
 
     /// Removes an owner from pages: at once, or when a fence has passed. A page returns with its last owner.

@@ -3,13 +3,10 @@
 use std::collections::{HashMap, VecDeque};
 
 use crate::base::{push, widen};
-use crate::cache::PageHash;
+use crate::cache::{PageHash, RecencyList};
 use crate::transfer::wide;
 
 use super::layout::Record;
-
-/// No slot: an end of the order.
-const NONE: u32 = u32::MAX;
 
 /// The most slots of a store.
 pub(super) const MOST_SLOTS: usize = 0xffff_fff0;
@@ -34,9 +31,6 @@ struct Place {
     record: Record,
     /// The tick in the index, which may be older.
     written_tick: u64,
-    /// The neighbours in the order of use.
-    newer: u32,
-    older: u32,
     /// Threads that use the slot.
     holders: u32,
     usage: Use,
@@ -46,8 +40,6 @@ impl Place {
     const FREE: Self = Self {
         record: Record { key: [0; 32], sum: [0; 16], tick: 0 },
         written_tick: 0,
-        newer: NONE,
-        older: NONE,
         holders: 0,
         usage: Use::Free,
     };
@@ -69,8 +61,8 @@ pub(super) struct Slots {
     written: usize,
     /// Slots that were used; from the back first, where the system surely has space for them.
     free: VecDeque<u32>,
-    newest: u32,
-    oldest: u32,
+    /// The pages that can be found.
+    order: RecencyList,
     next_tick: u64,
     evicted: usize,
 }
@@ -85,8 +77,7 @@ impl Slots {
             by_key: HashMap::new(),
             written: 0,
             free: VecDeque::new(),
-            newest: NONE,
-            oldest: NONE,
+            order: RecencyList::default(),
             next_tick: 1,
             evicted: 0,
         }
@@ -139,10 +130,7 @@ impl Slots {
         for &slot in slots.iter().rev() {
             let tick = self.take_ticks(1);
             self.place_mut(slot).record.tick = tick;
-            if self.newest != slot {
-                self.unlink(slot);
-                self.link(slot, NONE);
-            }
+            self.order.touch(slot);
         }
     }
 
@@ -200,30 +188,24 @@ impl Slots {
 
     /// Evicts the page used least recently of those that are not held. The caller takes its slot.
     fn evict(&mut self) -> Option<u32> {
-        let mut slot = self.oldest;
-        while slot != NONE && self.place(slot).holders > 0 {
-            slot = self.place(slot).newer;
-        }
-        if slot == NONE {
-            return None;
-        }
+        let slot = self.order.iter_oldest().find(|&slot| self.place(slot).holders == 0)?;
         let key = self.place(slot).record.key;
         self.by_key.remove(&key);
-        self.unlink(slot);
+        self.order.remove(slot);
         self.evicted += 1;
         Some(slot)
     }
 
     /// Makes the page in a taken slot one that can be found: next to the page `before` it, or else as the last used.
     pub(super) fn store(&mut self, slot: u32, record: Record, before: Option<&PageHash>) {
-        let newer = before.and_then(|key| self.find(key)).unwrap_or(NONE);
+        let newer = before.and_then(|key| self.find(key));
         let place = self.place_mut(slot);
         debug_assert_eq!(place.usage, Use::Written, "slot {slot} was not taken");
         place.record = record;
         place.written_tick = record.tick;
         place.usage = Use::Stored;
         self.written -= 1;
-        self.link(slot, newer);
+        self.order.insert_behind(slot, newer);
         self.by_key.insert(record.key, slot);
         self.stored_since_full += 1;
         if self.room < self.count && self.stored_since_full.is_multiple_of(PROBE) {
@@ -247,7 +229,7 @@ impl Slots {
     /// Removes a page. Its slot is held for the caller, who clears its entry and releases it.
     pub(super) fn remove(&mut self, key: &PageHash) -> Option<u32> {
         let slot = self.by_key.remove(key)?;
-        self.unlink(slot);
+        self.order.remove(slot);
         let place = self.place_mut(slot);
         place.usage = Use::Removed;
         place.holders += 1;
@@ -273,47 +255,20 @@ impl Slots {
         Ok(())
     }
 
-    /// Takes a page out of the order.
-    fn unlink(&mut self, slot: u32) {
-        let Place { newer, older, .. } = *self.place(slot);
-        self.set_older(newer, older);
-        self.set_newer(older, newer);
-    }
-
-    /// Puts a page into the order behind `newer`, or first.
-    fn link(&mut self, slot: u32, newer: u32) {
-        let older = if newer == NONE { self.newest } else { self.place(newer).older };
-        self.set_older(newer, slot);
-        self.set_newer(older, slot);
-        let place = self.place_mut(slot);
-        (place.newer, place.older) = (newer, older);
-    }
-
-    fn set_older(&mut self, slot: u32, older: u32) {
-        *(if slot == NONE { &mut self.newest } else { &mut self.place_mut(slot).older }) = older;
-    }
-
-    fn set_newer(&mut self, slot: u32, newer: u32) {
-        *(if slot == NONE { &mut self.oldest } else { &mut self.place_mut(slot).newer }) = newer;
-    }
-
     /// The first disagreement between the parts, in words.
     pub(super) fn fault(&self) -> Option<String> {
-        let (mut slot, mut newer, mut seen) = (self.newest, NONE, 0);
-        while slot != NONE {
+        let mut seen = 0;
+        for slot in self.order.iter_oldest() {
             let place = self.place(slot);
-            if place.usage != Use::Stored
-                || place.newer != newer
-                || self.find(&place.record.key) != Some(slot)
-            {
+            if place.usage != Use::Stored || self.find(&place.record.key) != Some(slot) {
                 return Some(format!("slot {slot} is out of order: {place:?}"));
             }
-            (newer, slot, seen) = (slot, place.older, seen + 1);
+            seen += 1;
         }
         let of = |usage| self.places.iter().filter(|place| place.usage == usage).count();
         let counted = [of(Use::Stored), of(Use::Written), of(Use::Free)];
         let known = [seen, self.written, self.free.len()];
-        if newer != self.oldest || counted != known || seen != self.len() || self.places.len() > self.count {
+        if counted != known || seen != self.len() || self.places.len() > self.count {
             return Some(format!("{counted:?} pages are stored, written and free, {known:?} are known"));
         }
         None

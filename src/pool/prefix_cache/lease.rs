@@ -14,37 +14,44 @@ use crate::pool::gdn_pool::Source;
 use crate::pool::slot_tensors::SlotTensors;
 use crate::pool::{BatchPlanner, GdnPool, TokenToKvPoolAllocator};
 use crate::tensor::TensorView;
+use crate::transfer::Transfer;
 
+use super::below::free_states;
+use super::load::{Loadable, Loading};
 use super::lock::PrefixLock;
 use super::{Kept, Open, Rest, Shared, pages_of};
 
 /// A request's hold on a prefix: its pages are not evicted. Dropping it releases them.
 pub struct Lease {
-    shared: Arc<Shared>,
+    pub(super) shared: Arc<Shared>,
     namespace: Namespace,
     /// How often the allocator had been cleared.
-    clears: u64,
+    pub(super) clears: u64,
     /// The stream on which it was made, for what a drop frees.
     stream: Stream,
     /// `None` once it is released.
     held: Mutex<Option<Held>>,
-    allocator: Arc<TokenToKvPoolAllocator>,
+    pub(super) allocator: Arc<TokenToKvPoolAllocator>,
 }
 
 /// What a lease holds.
-struct Held {
-    hold: Hold,
+pub(super) struct Held {
+    pub(super) hold: Hold,
     /// The request whose prefix it is.
     request: Option<Request>,
     /// Whether its user has released it. The request keeps it to its end.
     is_given_up: bool,
+    /// What the tier below could add.
+    pub(super) rest: Loadable,
+    /// What comes from there, behind the hold until it has arrived.
+    pub(super) loading: Option<Loading>,
 }
 
 /// A request of a planner, which keeps its lease.
 #[derive(Clone)]
-struct Request {
+pub(super) struct Request {
     planner: Weak<BatchPlanner>,
-    row: i64,
+    pub(super) row: i64,
 }
 
 /// What a request has computed since the end of its lease.
@@ -78,7 +85,8 @@ impl Lease {
         namespace: Namespace,
         stream: Stream,
     ) -> Self {
-        let state = Some(Held { hold, request: None, is_given_up: false });
+        let (rest, loading) = (Loadable::default(), None);
+        let state = Some(Held { hold, request: None, is_given_up: false, rest, loading });
         let (shared, allocator) = (Arc::clone(shared), Arc::clone(allocator));
         Self { shared, namespace, clears, stream, held: Mutex::new(state), allocator }
     }
@@ -94,7 +102,22 @@ impl Lease {
     /// # Errors
     /// [`ErrorKind::StaleBuffer`] after its release, or when the allocator was cleared.
     pub fn len(&self) -> Result<usize> {
-        self.with(self.stream, |_, _, held| Ok(held.hold.len()))
+        self.with(self.stream, |_, _, held| Ok(held.len()))
+    }
+
+    /// Tokens behind the prefix that the tier below had when it was made, and that [`Self::load`] brings back.
+    ///
+    /// # Errors
+    /// As [`Self::len`].
+    pub fn loadable(&self) -> Result<usize> {
+        self.with(self.stream, |_, _, held| Ok(held.rest.tokens.len()))
+    }
+
+    /// Takes note of what the tier below could add, for a new lease.
+    pub(super) fn set_rest(&self, rest: Loadable) {
+        if let Some(held) = lock(&self.held).as_mut() {
+            held.rest = rest;
+        }
     }
 
     /// Tokens whose K and V were cached when it was made, in whole pages: more than [`Self::len`] if the cache has
@@ -103,7 +126,7 @@ impl Lease {
     /// # Errors
     /// As [`Self::len`].
     pub fn kv_len(&self) -> Result<usize> {
-        self.with(self.stream, |_, _, held| Ok(held.hold.found()))
+        self.with(self.stream, |_, _, held| Ok(held.hold.found().max(held.len())))
     }
 
     /// Whether the prefix has no tokens.
@@ -115,7 +138,7 @@ impl Lease {
     }
 
     /// Calls `work` with what the cache keeps and with what the lease holds, under their locks.
-    fn with<R>(
+    pub(super) fn with<R>(
         &self,
         stream: Stream,
         work: impl FnOnce(&Open<'_>, &mut Kept, &mut Held) -> Result<R>,
@@ -126,24 +149,32 @@ impl Lease {
     }
 
     /// Like [`Self::with`], also if only the request needs the lease still.
-    fn with_request<R>(
+    pub(super) fn with_request<R>(
         &self,
         stream: Stream,
         work: impl FnOnce(&Open<'_>, &mut Kept, &mut Held) -> Result<R>,
     ) -> Result<R> {
         let open = self.shared.open(&self.allocator, stream);
-        let mut held = lock(&self.held);
-        let Some(held) = held.as_mut() else { return Err(stale("it was released")) };
+        // Dropped without locks.
+        let ended;
+        let mut guard = lock(&self.held);
+        let Some(held) = guard.as_mut() else { return Err(stale("it was released")) };
         let mut kept = open.current();
         if kept.clears != self.clears {
             return Err(cleared());
         }
-        work(&open, &mut kept, held)
+        ended = held.settle(&open, &mut kept, stream)?;
+        let answer = work(&open, &mut kept, held);
+        drop(kept);
+        drop(guard);
+        drop(ended);
+        answer
     }
 
-    /// The lock that `hold`, which is none of the lease any more, is.
-    fn lock_of(&self, hold: Hold, stream: Stream) -> PrefixLock {
-        PrefixLock { shared: Arc::clone(&self.shared), hold: Some(hold), clears: self.clears, stream }
+    /// The lock that `hold`, which is none of the lease any more, and what comes behind it are.
+    pub(super) fn lock_of(&self, hold: Hold, loading: Option<Loading>, stream: Stream) -> PrefixLock {
+        let shared = Arc::clone(&self.shared);
+        PrefixLock { shared, hold: Some(hold), loading, clears: self.clears, stream }
     }
 
     /// Calls `work` with the hold of this lease, if it is of the cache `shared`.
@@ -156,7 +187,10 @@ impl Lease {
         if !Arc::ptr_eq(shared, &self.shared) {
             return Err(Error::config("the lease is of another prefix cache"));
         }
-        self.with(stream, |_, kept, held| work(kept, &held.hold))
+        self.with(stream, |_, kept, held| {
+            held.expect_arrived()?;
+            work(kept, &held.hold)
+        })
     }
 
     /// The pages of the prefix from token `from` on.
@@ -164,7 +198,13 @@ impl Lease {
     /// # Errors
     /// As [`Self::len`].
     pub fn pages(&self, from: usize) -> Result<Vec<Page>> {
-        self.with(self.stream, |_, kept, held| Ok(kept.tree.pages(&held.hold, from)))
+        self.with(self.stream, |_, kept, held| {
+            let mut pages = kept.tree.pages(&held.hold, from.min(held.hold.len()));
+            let coming = held.coming_pages();
+            let skipped = from.saturating_sub(held.hold.len()) / kept.tree.page_size();
+            pages.extend_from_slice(&coming[skipped.min(coming.len())..]);
+            Ok(pages)
+        })
     }
 
     /// The slots of the prefix: 1-D int32, valid on `stream`.
@@ -191,7 +231,7 @@ impl Lease {
     /// # Errors
     /// As [`Self::len`].
     pub fn state_slot(&self) -> Result<Option<StateSlot>> {
-        self.with(self.stream, |_, kept, held| Ok(kept.tree.snapshot(&held.hold)))
+        self.with(self.stream, |_, kept, held| Ok(held.state(&kept.tree)))
     }
 
     /// Copies the snapshot at the end of the prefix to working slot `row`, or resets that for a prefix without
@@ -205,16 +245,21 @@ impl Lease {
             return Err(Error::config("the prefix cache was made without states"));
         };
         // A lock of its own: the snapshot is not given up before it is copied.
-        let (snapshot, _lock) = self.with(stream, |_, kept, held| {
-            let snapshot = kept.tree.snapshot(&held.hold);
-            if snapshot.is_none() && !held.hold.is_empty() {
+        let (snapshot, lock) = self.with(stream, |_, kept, held| {
+            let snapshot = held.state(&kept.tree);
+            if snapshot.is_none() && held.len() > 0 {
                 return Err(Error::config(format!(
                     "the lease has {} tokens and no snapshot of the state at their end",
-                    held.hold.len()
+                    held.len()
                 )));
             }
-            Ok((snapshot, self.lock_of(kept.tree.hold_again(&held.hold), stream)))
+            let loading = held.loading.as_ref().map(|loading| loading.share(loading.len));
+            Ok((snapshot, self.lock_of(kept.tree.hold_again(&held.hold), loading, stream)))
         })?;
+        // States come before the first layer.
+        if let Some(loading) = lock.loading.as_ref().filter(|loading| !loading.has_arrived) {
+            loading.tail.transfer().order(0, stream)?;
+        }
         let source = snapshot.map_or(Source::Zeros, |slot| Source::Slot(slot.number().into()));
         states.set_state(row, source, stream)
     }
@@ -254,6 +299,7 @@ impl Lease {
                 && kept.tree.snapshot(&held.hold).is_none()
             {
                 kept.tree.set_snapshot(&mut held.hold, snapshot.keep());
+                open.send_down(kept);
             }
             Ok(published)
         })
@@ -267,17 +313,16 @@ impl Lease {
         };
         states.check_slot(row)?;
         let taken = self.with(stream, |_, kept, held| {
+            held.expect_arrived()?;
             let found = kept.tree.find(&held.hold, &tokens)?;
             if !kept.tree.lacks_snapshot(&found, in_whole_pages(tokens.len(), &kept.tree)) {
                 return Ok(None);
             }
-            let free = states.alloc_track_slot().map(StateSlot::new);
-            Ok(free
-                .or_else(|| kept.tree.evict_snapshot(&mut held.hold))
-                .map(|slot| TakenSlot { states, slot: Some(slot) }))
+            Ok(TakenSlot::new(states, kept, &mut held.hold))
         })?;
-        if let Some(TakenSlot { slot: Some(slot), .. }) = &taken {
-            states.set_state(slot.number().into(), Source::Slot(row), stream)?;
+        if let Some(taken) = &taken {
+            taken.make_ready(stream)?;
+            states.set_state(taken.slot().number().into(), Source::Slot(row), stream)?;
         }
         Ok(taken)
     }
@@ -322,6 +367,7 @@ impl Lease {
         pages: Option<Vec<Page>>,
         planner: Option<&BatchPlanner>,
     ) -> Result<Published> {
+        held.expect_arrived()?;
         let page_size = kept.tree.page_size();
         let (begin, whole) = (held.hold.len(), in_whole_pages(tokens.count(), &kept.tree));
         let found = kept.tree.find(&held.hold, tokens)?;
@@ -372,6 +418,11 @@ impl Lease {
         let new = &cached[found.len() / page_size..];
         kept.counts.published += fresh.len();
         kept.tree.publish(&mut held.hold, found, fresh, new);
+        if let Some(below) = &mut kept.below {
+            below.note_publisher(open.slots.stream());
+        }
+        open.send_down(kept);
+        held.rest = Loadable::default();
         kept.counts.duplicates += duplicates;
         Ok(Published { length: held.hold.len(), duplicates, pages: cached })
     }
@@ -398,7 +449,8 @@ impl Lease {
                 let text = format!("the lease is that of request row {} already; match again", other.row);
                 return Err(Error::config(text));
             }
-            let pages = kept.tree.share_pages(&held.hold);
+            let mut pages = kept.tree.share_pages(&held.hold);
+            pages.extend_from_slice(held.coming_pages());
             held.request = Some(Request { planner: Weak::clone(planner), row });
             Ok(pages)
         })
@@ -435,24 +487,32 @@ impl Lease {
     /// # Errors
     /// As [`Self::len`].
     pub(in crate::pool) fn again(&self, len: usize, stream: Stream) -> Result<Self> {
-        let hold = self.with_request(stream, |_, kept, held| {
-            Ok(kept.tree.hold_first(&held.hold, in_whole_pages(len, &kept.tree)))
+        let (hold, loading) = self.with_request(stream, |_, kept, held| {
+            let len = in_whole_pages(len, &kept.tree);
+            Ok((kept.tree.hold_first(&held.hold, len), held.share_of(len)))
         })?;
         let of = (&self.shared, &self.allocator);
-        Ok(Self::new(of, hold, self.clears, self.namespace.clone(), stream))
+        let again = Self::new(of, hold, self.clears, self.namespace.clone(), stream);
+        if let Some(held) = lock(&again.held).as_mut() {
+            held.loading = loading;
+        }
+        Ok(again)
     }
 
     /// Shortens it to the whole pages of `len` tokens, or ends it if that is 0: its request was cut. Returns a
     /// lock of what it had, unless it has ended before.
     pub(in crate::pool) fn cut(&self, len: usize, stream: Stream) -> Option<PrefixLock> {
         if len == 0 {
-            return lock(&self.held).take().map(|held| self.lock_of(held.hold, stream));
+            let held = lock(&self.held).take();
+            return held.map(|held| self.lock_of(held.hold, held.loading, stream));
         }
         let before = self.with_request(stream, |_, kept, held| {
-            let shorter = kept.tree.hold_first(&held.hold, in_whole_pages(len, &kept.tree));
-            Ok(std::mem::replace(&mut held.hold, shorter))
+            let len = in_whole_pages(len, &kept.tree);
+            let (shorter, share) = (kept.tree.hold_first(&held.hold, len), held.share_of(len));
+            let loading = std::mem::replace(&mut held.loading, share);
+            Ok((std::mem::replace(&mut held.hold, shorter), loading))
         });
-        before.ok().map(|hold| self.lock_of(hold, stream))
+        before.ok().map(|(hold, loading)| self.lock_of(hold, loading, stream))
     }
 
     /// Ends the lease. Later calls of it fail; a second release does nothing. The prefix of a planner's request
@@ -468,15 +528,102 @@ impl Lease {
     /// Ends the lease if `is_over` says so. One lock for both: in between it could become that of a request.
     fn end_if(&self, is_over: impl FnOnce(&mut Held) -> bool, stream: Stream) {
         let held = lock(&self.held).take_if(is_over);
-        if let Some(Held { hold, .. }) = held {
-            self.shared.open(&self.allocator, stream).release(hold, self.clears);
+        let Some(mut held) = held else { return };
+        // Dropped without locks.
+        let mut ended = None;
+        let open = self.shared.open(&self.allocator, stream);
+        if held.loading.is_some() {
+            let mut kept = open.current();
+            if kept.clears == self.clears {
+                ended = held.settle(&open, &mut kept, stream).unwrap_or_default();
+            }
         }
+        let Held { hold, loading, .. } = held;
+        open.release(hold, self.clears);
+        if let Some(before) = loading.and_then(Loading::into_before) {
+            open.release(before, self.clears);
+        }
+        drop(ended);
     }
 }
 
 impl Held {
+    /// Tokens of the prefix.
+    pub(super) fn len(&self) -> usize {
+        self.hold.len() + self.coming().map_or(0, |loading| loading.len)
+    }
+
+    /// What is on its way.
+    fn coming(&self) -> Option<&Loading> {
+        self.loading.as_ref().filter(|loading| !loading.has_arrived)
+    }
+
+    /// The pages of the prefix that are on their way.
+    fn coming_pages(&self) -> &[Page] {
+        self.coming().map_or(&[], |loading| loading.tail.pages(loading.len))
+    }
+
+    /// The snapshot at the end of the prefix.
+    fn state(&self, tree: &Tree) -> Option<StateSlot> {
+        match self.coming() {
+            Some(loading) => loading.tail.state(loading.len),
+            None => tree.snapshot(&self.hold),
+        }
+    }
+
+    /// A share of what is on its way, or has come, for the first `len` tokens.
+    fn share_of(&self, len: usize) -> Option<Loading> {
+        let loading = self.loading.as_ref()?;
+        if loading.has_arrived {
+            return Some(loading.share(loading.len));
+        }
+        let coming = len.checked_sub(self.hold.len()).filter(|&coming| coming > 0)?;
+        Some(loading.share(coming.min(loading.len)))
+    }
+
+    /// Checks that nothing is on its way.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`] with its tokens.
+    pub(super) fn expect_arrived(&self) -> Result<()> {
+        self.coming().map_or(Ok(()), |loading| {
+            Err(Error::config(format!(
+                "{} tokens of the lease are on their way; wait for their last layer first",
+                loading.len
+            )))
+        })
+    }
+
+    /// Moves the hold to the end of what has arrived, in the order of `stream`, or gives up what never will. Returns
+    /// what is to be dropped without locks.
+    fn settle(&mut self, open: &Open<'_>, kept: &mut Kept, stream: Stream) -> Result<Option<Loading>> {
+        let has_request = self.request().is_some();
+        let Self { hold, loading, .. } = self;
+        let Some(coming) = loading.as_mut().filter(|loading| !loading.has_arrived) else { return Ok(None) };
+        if coming.tail.transfer().is_complete_on(stream)? {
+            if let Some(before) = coming.settle(kept, hold)? {
+                let gone = kept.tree.release(before);
+                open.give_back(kept, gone);
+            }
+            open.send_down(kept);
+        } else if !has_request && coming.tail.transfer().is_over()? {
+            return Ok(self.give_up_loading(open, kept));
+        }
+        Ok(None)
+    }
+
+    /// Lets the lease end where it did before what is on its way, which is returned, to be dropped without locks.
+    pub(super) fn give_up_loading(&mut self, open: &Open<'_>, kept: &mut Kept) -> Option<Loading> {
+        let mut given_up = self.loading.take_if(|loading| !loading.has_arrived)?;
+        if let Some(before) = given_up.before.take() {
+            let gone = kept.tree.release(std::mem::replace(&mut self.hold, before));
+            open.give_back(kept, gone);
+        }
+        Some(given_up)
+    }
+
     /// The request whose prefix it is, unless its planner is gone.
-    fn request(&self) -> Option<&Request> {
+    pub(super) fn request(&self) -> Option<&Request> {
         self.request.as_ref().filter(|request| request.planner.strong_count() > 0)
     }
 
@@ -508,13 +655,35 @@ impl fmt::Debug for Lease {
 }
 
 /// A track slot that a snapshot is copied to. Dropping it before [`TakenSlot::keep`] gives it back.
-struct TakenSlot<'a> {
+pub(super) struct TakenSlot<'a> {
     states: &'a GdnPool,
     slot: Option<StateSlot>,
+    /// What reads the snapshot that was there.
+    reader: Option<Arc<Transfer>>,
 }
 
-impl TakenSlot<'_> {
-    fn keep(mut self) -> StateSlot {
+impl<'a> TakenSlot<'a> {
+    /// A free one, or that of the snapshot that goes first.
+    pub(super) fn new(states: &'a GdnPool, kept: &mut Kept, hold: &mut Hold) -> Option<Self> {
+        let free = states.alloc_track_slot().map(StateSlot::new);
+        let slot = free.or_else(|| kept.tree.evict_snapshot(hold))?;
+        let reader = kept.below.as_ref().and_then(|below| below.write_of(slot));
+        Some(Self { states, slot: Some(slot), reader })
+    }
+
+    /// Lets what is enqueued on `stream` from now on write to it; without a device, the calling thread.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Driver`] when a driver call fails.
+    pub(super) fn make_ready(&self, stream: Stream) -> Result<()> {
+        self.reader.as_ref().map_or(Ok(()), |reader| reader.precede(stream))
+    }
+
+    pub(super) fn slot(&self) -> StateSlot {
+        self.slot.expect("it is taken")
+    }
+
+    pub(super) fn keep(mut self) -> StateSlot {
         self.slot.take().expect("it is taken once")
     }
 }
@@ -522,18 +691,17 @@ impl TakenSlot<'_> {
 impl Drop for TakenSlot<'_> {
     fn drop(&mut self) {
         if let Some(slot) = self.slot {
-            let freed = self.states.free_track_slot(slot.number().into());
-            debug_assert!(freed.is_ok_and(|bad| bad.dropped() == 0), "it was taken");
+            free_states(self.states, &[slot]);
         }
     }
 }
 
 /// The part of `len` tokens that fills pages.
-const fn in_whole_pages(len: usize, tree: &Tree) -> usize {
+pub(super) const fn in_whole_pages(len: usize, tree: &Tree) -> usize {
     len / tree.page_size() * tree.page_size()
 }
 
-fn cleared() -> Error {
+pub(super) fn cleared() -> Error {
     stale("the allocator was cleared, and its slots are gone")
 }
 

@@ -7,6 +7,7 @@ use crate::cache::Hold;
 use crate::memory::Stream;
 
 use super::Shared;
+use super::load::Loading;
 
 /// A lock of a prefix: its pages are not evicted. Drop it without other locks.
 ///
@@ -15,6 +16,8 @@ pub(in crate::pool) struct PrefixLock {
     pub(super) shared: Arc<Shared>,
     /// `None` once it is released.
     pub(super) hold: Option<Hold>,
+    /// What comes behind it, or has come.
+    pub(super) loading: Option<Loading>,
     /// How often the allocator had been cleared.
     pub(super) clears: u64,
     /// Of what its end frees.
@@ -28,7 +31,8 @@ impl Drop for PrefixLock {
     fn drop(&mut self) {
         // Without an allocator its pages are gone.
         let Some(allocator) = self.shared.allocator.upgrade() else { return };
-        if let Some(hold) = self.hold.take() {
+        let before = self.loading.as_mut().and_then(|loading| loading.before.take());
+        for hold in self.hold.take().into_iter().chain(before) {
             self.shared.open(&allocator, self.stream).release(hold, self.clears);
         }
     }

@@ -86,7 +86,7 @@ pub(super) fn run(source: &mut Source<'_>) {
         name: "cache".into(),
         events: None,
     };
-    let cache = PrefixCache::new(config, Arc::clone(&slots), None).expect("valid");
+    let cache = PrefixCache::new(config, Arc::clone(&slots), None, None).expect("valid");
     let mut requests = Requests {
         slots,
         table,

@@ -23,6 +23,7 @@ mod rows;
 mod slot_model;
 mod slots;
 mod stored;
+mod tiered;
 
 use std::fmt::Debug;
 use std::sync::Arc;
@@ -43,7 +44,7 @@ fn host() -> Arc<dyn Backend> {
 pub(crate) type History = (&'static str, fn(&mut Source<'_>));
 
 /// Every kind.
-pub(crate) const ALL: [History; 15] = [
+pub(crate) const ALL: [History; 16] = [
     ("slots", slots::run),
     ("rows", rows::run),
     ("counts", counts::run),
@@ -58,6 +59,7 @@ pub(crate) const ALL: [History; 15] = [
     ("kv", kv::run),
     ("gdn", gdn::run),
     ("stored", stored::run),
+    ("tiered", tiered::run),
     ("dlpack", dlpack::run),
 ];
 

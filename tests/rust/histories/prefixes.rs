@@ -101,7 +101,8 @@ pub(super) fn run(source: &mut Source<'_>) {
     };
     let states = source.rarely(3).then(|| states(source.below(5)));
     let mut prefixes = Prefixes {
-        cache: PrefixCache::new(config, Arc::clone(&allocator), states.clone()).expect("a valid config"),
+        cache: PrefixCache::new(config, Arc::clone(&allocator), states.clone(), None)
+            .expect("a valid config"),
         allocator,
         states,
         page_size,
@@ -157,7 +158,7 @@ fn state_after(tokens: &[i32]) -> i32 {
 }
 
 /// As good as BLAKE3 for keys that nobody forges.
-fn digest(parts: &[&[u8]]) -> PageHash {
+pub(super) fn digest(parts: &[&[u8]]) -> PageHash {
     let mut hasher = DefaultHasher::new();
     for part in parts {
         hasher.write(part);
@@ -641,7 +642,7 @@ impl Prefixes {
                     assert!(parent.is_none_or(|parent| self.told.contains(&parent)));
                     assert!(pages.into_iter().all(|page| self.told.insert(page)), "stored once");
                 }
-                Event::Removed { pages } => {
+                Event::Removed { pages, .. } => {
                     assert!(pages.iter().all(|page| self.told.remove(page)), "removed once");
                 }
                 Event::Cleared => self.told.clear(),

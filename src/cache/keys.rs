@@ -1,0 +1,113 @@
+//! Names of pages that are the same in every process: for the events of a cache, and for the tiers below it.
+//!
+//! A key is made once, when its page is published or looked for below the device.
+
+use std::collections::HashMap;
+
+use crate::base::Page;
+
+use super::Namespace;
+
+/// The key of a page: a hash of its tokens and of the key before it, which begins with the namespace and the
+/// page size.
+pub type PageHash = [u8; 32];
+
+/// A hash of the concatenation of parts: BLAKE3, as far as keys shall be those of other processes.
+pub type Digest = fn(&[&[u8]]) -> PageHash;
+
+/// The keys of pages that follow each other.
+///
+/// ```
+/// use kvpool::cache::{KeyChain, Namespace};
+/// let digest = |parts: &[&[u8]]| [parts.concat().iter().fold(7, |sum: u8, byte| sum.wrapping_mul(31) ^ byte); 32];
+/// let mut chain = KeyChain::at_root(digest, &Namespace::Unnamed, 2);
+/// let (first, second) = (chain.next(&[1, 2]), chain.next(&[3, 4]));
+/// assert_eq!(KeyChain::behind(digest, first).next(&[3, 4]), second);
+/// ```
+#[derive(Clone, Debug)]
+pub struct KeyChain {
+    digest: Digest,
+    before: PageHash,
+    bytes: Vec<u8>,
+}
+
+impl KeyChain {
+    /// A chain that goes on from the page with this key.
+    #[must_use]
+    pub const fn behind(digest: Digest, before: PageHash) -> Self {
+        Self { digest, before, bytes: Vec::new() }
+    }
+
+    /// A chain before the first page of a prompt.
+    #[must_use]
+    pub fn at_root(digest: Digest, namespace: &Namespace, page_size: usize) -> Self {
+        let (kind, name) = match namespace {
+            Namespace::Unnamed => (0, Vec::new()),
+            Namespace::Number(number) => (1, number.to_string().into_bytes()),
+            Namespace::Large(digits) => (1, digits.clone().into_bytes()),
+            Namespace::Text(text) => (2, text.clone().into_bytes()),
+            Namespace::Bytes(bytes) => (3, bytes.clone()),
+        };
+        Self::behind(digest, digest(&[&(page_size as u64).to_le_bytes(), &[kind], &name]))
+    }
+
+    /// The key of the next page, which has these tokens.
+    pub fn next(&mut self, tokens: &[i32]) -> PageHash {
+        self.bytes.clear();
+        self.bytes.extend(tokens.iter().flat_map(|token| token.to_le_bytes()));
+        self.before = (self.digest)(&[&self.before, &self.bytes]);
+        self.before
+    }
+}
+
+/// The keys of the pages that can be found.
+#[derive(Debug)]
+pub(super) struct PageKeys {
+    digest: Digest,
+    by_page: HashMap<Page, PageHash>,
+}
+
+impl PageKeys {
+    pub(super) fn new(digest: Digest) -> Self {
+        Self { digest, by_page: HashMap::new() }
+    }
+
+    pub(super) const fn digest(&self) -> Digest {
+        self.digest
+    }
+
+    pub(super) fn get(&self, page: Page) -> Option<PageHash> {
+        self.by_page.get(&page).copied()
+    }
+
+    /// Makes the keys of `pages` for `tokens`, which follow the page with the key `parent`.
+    pub(super) fn add(
+        &mut self,
+        namespace: &Namespace,
+        parent: Option<PageHash>,
+        tokens: &[i32],
+        pages: &[Page],
+    ) -> Vec<PageHash> {
+        let page_size = tokens.len() / pages.len();
+        let mut chain = match parent {
+            Some(parent) => KeyChain::behind(self.digest, parent),
+            None => KeyChain::at_root(self.digest, namespace, page_size),
+        };
+        let keys: Vec<_> = tokens.chunks(page_size).map(|tokens| chain.next(tokens)).collect();
+        self.by_page.extend(pages.iter().copied().zip(keys.iter().copied()));
+        keys
+    }
+
+    /// Forgets pages that are found no more, and returns their keys. Those that it does not know are left out.
+    pub(super) fn remove(&mut self, pages: &[Page]) -> Vec<PageHash> {
+        pages.iter().filter_map(|page| self.by_page.remove(page)).collect()
+    }
+
+    pub(super) fn clear(&mut self) {
+        self.by_page.clear();
+    }
+
+    pub(super) fn bytes(&self) -> usize {
+        self.by_page.capacity() * (size_of::<(Page, PageHash)>() + 1)
+    }
+}

@@ -1,0 +1,318 @@
+//! What a tier below the device has: which key is in which place, and what goes first.
+
+use std::collections::HashMap;
+use std::hash::{DefaultHasher, Hash, Hasher};
+
+use crate::base::widen;
+
+use super::{Namespace, PageHash, RecencyList};
+
+/// An entry of a [`Residency`]. It stays that of its page as long as it is held.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct EntryId(u32);
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stage {
+    /// On its way here, and not to be found.
+    Arriving,
+    /// Complete.
+    Ready,
+    /// Given up, but held.
+    Removed,
+    /// Not in use.
+    Vacant,
+}
+
+#[derive(Debug)]
+struct Entry<P> {
+    key: PageHash,
+    place: P,
+    /// A hash of the namespace.
+    namespace: u64,
+    /// Copies that use the place.
+    holders: u32,
+    /// Whether the device has it, too.
+    is_above: bool,
+    stage: Stage,
+}
+
+/// The contents of a tier, by key: pages, or snapshots of states.
+///
+/// What arrives is found when it is complete. What copies use keeps its place until the last of them has ended,
+/// even if it is given up meanwhile. Of the rest goes first what the device has no more, and of that the least
+/// recently used: what the device uses is not looked up here, and will be needed here when it is evicted there.
+///
+/// ```
+/// use kvpool::cache::{Namespace, Residency};
+/// let mut tier = Residency::default();
+/// let entry = tier.begin([1; 32], &Namespace::Unnamed, "place 0");
+/// assert_eq!((tier.find(&[1; 32]), tier.contains(&[1; 32])), (None, true));
+/// assert_eq!(tier.arrive(entry, false), None);
+/// tier.hold(tier.find(&[1; 32]).unwrap());
+/// assert_eq!(tier.evict(), None, "it is in use");
+/// assert_eq!(tier.release(entry), None);
+/// assert_eq!(tier.evict(), Some(([1; 32], "place 0")));
+/// ```
+#[derive(Debug)]
+pub struct Residency<P> {
+    entries: Vec<Entry<P>>,
+    vacant: Vec<u32>,
+    by_key: HashMap<PageHash, u32>,
+    /// Those that are ready and not held: what the device has not, and what it has, too.
+    order: [RecencyList; 2],
+    ready: usize,
+}
+
+impl<P> Default for Residency<P> {
+    fn default() -> Self {
+        Self {
+            entries: Vec::new(),
+            vacant: Vec::new(),
+            by_key: HashMap::new(),
+            order: Default::default(),
+            ready: 0,
+        }
+    }
+}
+
+impl<P: Copy> Residency<P> {
+    /// Pages that can be found.
+    #[must_use]
+    pub const fn len(&self) -> usize {
+        self.ready
+    }
+
+    /// Whether there are none.
+    #[must_use]
+    pub const fn is_empty(&self) -> bool {
+        self.ready == 0
+    }
+
+    /// Pages that are on their way here.
+    #[must_use]
+    pub fn arriving(&self) -> usize {
+        self.by_key.len() - self.ready
+    }
+
+    /// Whether a page is here or on its way.
+    #[must_use]
+    pub fn contains(&self, key: &PageHash) -> bool {
+        self.by_key.contains_key(key)
+    }
+
+    /// The entry of a page that is complete.
+    #[must_use]
+    pub fn find(&self, key: &PageHash) -> Option<EntryId> {
+        let &entry = self.by_key.get(key)?;
+        (self.entry(entry).stage == Stage::Ready).then_some(EntryId(entry))
+    }
+
+    /// The place of an entry that is held, or was just found.
+    #[must_use]
+    pub fn place(&self, entry: EntryId) -> P {
+        self.entry(entry.0).place
+    }
+
+    /// The key of an entry that is held, or was just found.
+    #[must_use]
+    pub fn key(&self, entry: EntryId) -> &PageHash {
+        &self.entry(entry.0).key
+    }
+
+    /// Places that pages have, those that are given up but held included.
+    #[must_use]
+    pub fn in_use(&self) -> usize {
+        self.entries.len() - self.vacant.len()
+    }
+
+    /// Notes a use of complete pages that follow each other: the first is evicted last.
+    pub fn touch(&mut self, entries: &[EntryId]) {
+        for entry in entries.iter().rev() {
+            let here = self.entry(entry.0);
+            if here.stage == Stage::Ready && here.holders == 0 {
+                self.order[usize::from(here.is_above)].touch(entry.0);
+            }
+        }
+    }
+
+    /// Lets a page begin to arrive, which [contains](Self::contains) says is not here.
+    pub fn begin(&mut self, key: PageHash, namespace: &Namespace, place: P) -> EntryId {
+        let namespace = hash_of(namespace);
+        let entry = Entry { key, place, namespace, holders: 1, is_above: false, stage: Stage::Arriving };
+        let number = if let Some(number) = self.vacant.pop() {
+            self.entries[widen(number)] = entry;
+            number
+        } else {
+            let number = u32::try_from(self.entries.len()).expect("places are numbered in 32 bits");
+            self.entries.push(entry);
+            number
+        };
+        let before = self.by_key.insert(key, number);
+        debug_assert!(before.is_none(), "a page is in one place");
+        EntryId(number)
+    }
+
+    /// Makes a page that was arriving complete, as the one used last; the device has it still if it `is_above`.
+    /// Returns its place if it was given up meanwhile.
+    pub fn arrive(&mut self, entry: EntryId, is_above: bool) -> Option<P> {
+        let here = self.entry_mut(entry.0);
+        if here.stage == Stage::Arriving {
+            (here.stage, here.is_above) = (Stage::Ready, is_above);
+            self.ready += 1;
+        }
+        self.release(entry)
+    }
+
+    /// Takes note that the device has pages, or has them no more, which is a use: the last is evicted last. Those that
+    /// are not complete here are left out.
+    pub fn set_above<'a>(&mut self, keys: impl IntoIterator<Item = &'a PageHash>, is_above: bool) {
+        for key in keys {
+            if let Some(EntryId(number)) = self.find(key) {
+                let was_above = std::mem::replace(&mut self.entry_mut(number).is_above, is_above);
+                if self.entry(number).holders == 0 {
+                    self.order[usize::from(was_above)].remove(number);
+                    self.order[usize::from(is_above)].push(number);
+                }
+            }
+        }
+    }
+
+    /// Takes note that the device has none of the pages any more.
+    pub fn set_none_above(&mut self) {
+        let [lone, above] = &mut self.order;
+        above.iter_oldest().for_each(|number| lone.push(number));
+        *above = RecencyList::default();
+        self.entries.iter_mut().for_each(|entry| entry.is_above = false);
+    }
+
+    /// Gives up a page that was arriving. Returns its place.
+    pub fn fail(&mut self, entry: EntryId) -> Option<P> {
+        self.remove(entry.0);
+        self.release(entry)
+    }
+
+    /// Keeps the place of a complete page until it is released.
+    pub fn hold(&mut self, entry: EntryId) {
+        let here = self.entry_mut(entry.0);
+        here.holders += 1;
+        if here.holders == 1 {
+            let is_above = here.is_above;
+            self.order[usize::from(is_above)].remove(entry.0);
+        }
+    }
+
+    /// Ends a hold, which is a use. Returns the place if it was the last one of a page that was given up.
+    pub fn release(&mut self, entry: EntryId) -> Option<P> {
+        let here = self.entry_mut(entry.0);
+        here.holders -= 1;
+        if here.holders > 0 {
+            return None;
+        }
+        let (stage, is_above) = (here.stage, here.is_above);
+        if stage == Stage::Ready {
+            self.order[usize::from(is_above)].push(entry.0);
+        }
+        (stage == Stage::Removed).then(|| self.vacate(entry.0))
+    }
+
+    /// Gives up the page that goes first. Returns its key and its place; `None` if all are in use.
+    pub fn evict(&mut self) -> Option<(PageHash, P)> {
+        let oldest = self.order.iter().find_map(RecencyList::oldest)?;
+        let key = self.entry(oldest).key;
+        self.remove(oldest);
+        Some((key, self.vacate(oldest)))
+    }
+
+    /// Gives up the pages of a namespace, or all: they are found no more. Returns their keys, and the places of
+    /// those that nothing uses.
+    pub fn clear(&mut self, namespace: Option<&Namespace>) -> (Vec<PageHash>, Vec<P>) {
+        let name = namespace.map(hash_of);
+        let is_named = |entry: &Entry<P>| name.is_none_or(|name| name == entry.namespace);
+        let named: Vec<u32> =
+            self.by_key.values().copied().filter(|&number| is_named(self.entry(number))).collect();
+        let (mut keys, mut places) = (Vec::with_capacity(named.len()), Vec::new());
+        for number in named {
+            if self.entry(number).stage == Stage::Ready {
+                keys.push(self.entry(number).key);
+            }
+            self.remove(number);
+            if self.entry(number).holders == 0 {
+                places.push(self.vacate(number));
+            }
+        }
+        (keys, places)
+    }
+
+    /// The size of the bookkeeping in bytes.
+    #[must_use]
+    pub fn bytes(&self) -> usize {
+        self.entries.capacity() * size_of::<Entry<P>>()
+            + self.vacant.capacity() * size_of::<u32>()
+            + self.by_key.capacity() * (size_of::<(PageHash, u32)>() + 1)
+            + self.order.iter().map(RecencyList::bytes).sum::<usize>()
+    }
+
+    fn entry(&self, number: u32) -> &Entry<P> {
+        &self.entries[widen(number)]
+    }
+
+    fn entry_mut(&mut self, number: u32) -> &mut Entry<P> {
+        &mut self.entries[widen(number)]
+    }
+
+    /// Lets a page be found no more.
+    fn remove(&mut self, number: u32) {
+        let here = self.entry(number);
+        let (key, stage, is_held) = (here.key, here.stage, here.holders > 0);
+        if stage == Stage::Removed {
+            return;
+        }
+        if stage == Stage::Ready {
+            if !is_held {
+                self.order[usize::from(here.is_above)].remove(number);
+            }
+            self.ready -= 1;
+        }
+        self.by_key.remove(&key);
+        self.entry_mut(number).stage = Stage::Removed;
+    }
+
+    fn vacate(&mut self, number: u32) -> P {
+        let here = self.entry_mut(number);
+        here.stage = Stage::Vacant;
+        let place = here.place;
+        self.vacant.push(number);
+        place
+    }
+
+    /// Describes a broken invariant, if there is one.
+    #[must_use]
+    pub fn fault(&self) -> Option<String> {
+        let of = |stage| self.entries.iter().filter(|entry| entry.stage == stage).count();
+        let counted = [of(Stage::Ready), of(Stage::Arriving), of(Stage::Vacant)];
+        let known = [self.ready, self.arriving(), self.vacant.len()];
+        let mut ordered = 0;
+        for (order, is_above) in self.order.iter().zip([false, true]) {
+            for entry in order.iter_oldest().map(|number| self.entry(number)) {
+                if (entry.stage, entry.is_above, entry.holders) != (Stage::Ready, is_above, 0) {
+                    return Some(format!("{:?} is out of order", entry.key));
+                }
+                ordered += 1;
+            }
+        }
+        let idle = self.entries.iter().filter(|entry| entry.stage == Stage::Ready && entry.holders == 0);
+        if counted != known || ordered != idle.count() {
+            return Some(format!(
+                "{counted:?} entries are ready, arriving and vacant; {known:?} are known, {ordered} in order"
+            ));
+        }
+        let lost = self.by_key.iter().find(|&(key, &number)| self.entry(number).key != *key);
+        lost.map(|(key, number)| format!("entry {number} is not that of {key:?}"))
+    }
+}
+
+fn hash_of(namespace: &Namespace) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    namespace.hash(&mut hasher);
+    hasher.finish()
+}

@@ -1,0 +1,228 @@
+//! Pages and snapshots that are offered to the tier below, for a copy there.
+
+use std::ops::Range;
+
+use crate::base::{Page, StateSlot};
+
+use super::{Hold, Namespace, NodeId, PageHash, Place, Tree};
+use crate::cache::journal::KeyedRun;
+use crate::cache::{Digest, KeyChain, Tier};
+
+/// When pages are offered to the tier below.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Offering {
+    /// When they are published.
+    Published,
+    /// When a second request uses them.
+    SecondUse,
+    /// When they are evicted. Snapshots are offered when they are made: their places are few.
+    Evicted,
+}
+
+/// Pages that follow each other, offered to the tier below.
+#[derive(Clone, Debug)]
+pub struct OfferedPages {
+    /// The pages.
+    pub pages: Vec<Page>,
+    /// Their keys.
+    pub keys: Vec<PageHash>,
+    /// Their namespace.
+    pub namespace: Namespace,
+    /// The key of the page before them.
+    pub parent: Option<PageHash>,
+    /// Their tokens, if the tree keeps a journal.
+    pub tokens: Vec<i32>,
+}
+
+impl OfferedPages {
+    /// Some of the pages.
+    ///
+    /// # Panics
+    /// For pages that there are not.
+    #[must_use]
+    pub fn part(&self, range: Range<usize>) -> Self {
+        let page_size = self.tokens.len() / self.pages.len();
+        Self {
+            pages: self.pages[range.clone()].to_vec(),
+            keys: self.keys[range.clone()].to_vec(),
+            namespace: self.namespace.clone(),
+            parent: range.start.checked_sub(1).map_or(self.parent, |before| Some(self.keys[before])),
+            tokens: self.tokens[range.start * page_size..range.end * page_size].to_vec(),
+        }
+    }
+}
+
+/// A snapshot of a state, offered to the tier below.
+#[derive(Clone, Debug)]
+pub struct OfferedState {
+    /// Where it is.
+    pub slot: StateSlot,
+    /// The key of the last page before it.
+    pub key: PageHash,
+    /// The namespace of its prefix.
+    pub namespace: Namespace,
+}
+
+/// What a tree offers since the last call of [`Tree::take_offers`].
+#[derive(Debug, Default)]
+pub struct Offered {
+    /// Pages.
+    pub pages: Vec<OfferedPages>,
+    /// Snapshots.
+    pub states: Vec<OfferedState>,
+}
+
+impl Offered {
+    /// Whether it is nothing.
+    #[must_use]
+    pub const fn is_empty(&self) -> bool {
+        self.pages.is_empty() && self.states.is_empty()
+    }
+}
+
+/// What is offered, and when.
+#[derive(Debug)]
+pub(super) struct Offers {
+    when: Offering,
+    list: Offered,
+}
+
+impl Tree {
+    /// Offers pages and snapshots to the tier below from now on, with keys made by `digest`.
+    pub fn offer(&mut self, when: Offering, digest: Digest) {
+        self.keep_keys(digest);
+        self.offers = Some(Offers { when, list: Offered::default() });
+    }
+
+    /// What was offered since the last call, in order. Pages that were [evicted](Offering::Evicted) are found no
+    /// more, and neither are snapshots that were given up in between.
+    pub fn take_offers(&mut self) -> Offered {
+        self.offers.as_mut().map_or_else(Offered::default, |offers| std::mem::take(&mut offers.list))
+    }
+
+    /// The chain of keys behind a hold, if there are keys and it is found still.
+    #[must_use]
+    pub fn chain_of(&self, namespace: &Namespace, hold: &Hold) -> Option<KeyChain> {
+        let pages = self.node(hold.node).pages.len();
+        self.chain_behind(namespace, Some(Place { node: hold.node, pages, len: hold.len }))
+    }
+
+    /// The same behind a place.
+    pub(in crate::cache) fn chain_behind(
+        &self,
+        namespace: &Namespace,
+        place: Option<Place>,
+    ) -> Option<KeyChain> {
+        let digest = self.keys.as_ref()?.digest();
+        let Some(place) = place.filter(|place| place.len > 0) else {
+            return Some(KeyChain::at_root(digest, namespace, self.page_size));
+        };
+        let page = self.pages_up_to(place, place.len - self.page_size);
+        Some(KeyChain::behind(digest, self.key_of(*page.last()?)?))
+    }
+
+    /// The key of a page, if there are keys and it is found still.
+    #[must_use]
+    pub fn key_of(&self, page: Page) -> Option<PageHash> {
+        self.keys.as_ref()?.get(page)
+    }
+
+    fn keys_of(&self, pages: &[Page]) -> Option<Vec<PageHash>> {
+        let keys = self.keys.as_ref()?;
+        pages.iter().map(|&page| keys.get(page)).collect()
+    }
+
+    fn key_at_end(&self, node: NodeId) -> Option<PageHash> {
+        self.key_of(*self.node(node).pages.last()?)
+    }
+
+    /// Takes note that pages that were offered are in the tier below.
+    pub fn note_copied(&mut self, offered: &OfferedPages) {
+        let OfferedPages { keys, namespace, parent, tokens, .. } = offered;
+        if let Some(journal) = &mut self.journal {
+            journal.stored(Tier::Host, KeyedRun { namespace, parent: *parent, tokens, keys });
+        }
+    }
+
+    /// Takes note that pages are in the tier below no more.
+    pub fn note_dropped_below(&mut self, keys: Vec<PageHash>) {
+        if let Some(journal) = &mut self.journal {
+            journal.removed(Tier::Host, keys);
+        }
+    }
+
+    /// Offers pages of a node that were published.
+    pub(super) fn offer_published(&mut self, node: NodeId, pages: Range<usize>) {
+        let Some(offers) = &self.offers else { return };
+        if match offers.when {
+            Offering::Published => true,
+            Offering::SecondUse => self.node(node).history.uses > 1,
+            Offering::Evicted => false,
+        } {
+            self.offer_pages(node, pages);
+        }
+    }
+
+    /// Offers a node that has been used once more.
+    pub(super) fn offer_used(&mut self, node: NodeId) {
+        let Some(offers) = &self.offers else { return };
+        let here = self.node(node);
+        if offers.when == Offering::SecondUse && here.history.uses == 2 {
+            let (pages, has_snapshot) = (0..here.pages.len(), here.has_snapshot);
+            self.offer_pages(node, pages);
+            if has_snapshot {
+                self.offer_state(node);
+            }
+        }
+    }
+
+    /// Offers pages of a node that are about to be evicted.
+    pub(super) fn offer_evicted(&mut self, node: NodeId, pages: Range<usize>) {
+        if self.offers.as_ref().is_some_and(|offers| offers.when == Offering::Evicted) {
+            self.offer_pages(node, pages);
+        }
+    }
+
+    /// Offers a snapshot that was made at the end of a node.
+    pub(super) fn offer_snapshot(&mut self, node: NodeId) {
+        let Some(offers) = &self.offers else { return };
+        if offers.when != Offering::SecondUse || self.node(node).history.uses > 1 {
+            self.offer_state(node);
+        }
+    }
+
+    fn offer_state(&mut self, node: NodeId) {
+        let (key, slot) = (self.key_at_end(node), self.snapshot_at(node));
+        let name = self.roots.name(self.node(node).root);
+        if let (Some(key), Some(slot), Some(name), Some(offers)) = (key, slot, name, &mut self.offers) {
+            offers.list.states.push(OfferedState { slot, key, namespace: name.clone() });
+        }
+    }
+
+    fn offer_pages(&mut self, node: NodeId, range: Range<usize>) {
+        let here = self.node(node);
+        let pages = here.pages[range.clone()].to_vec();
+        let before = match range.start {
+            0 => self.node(here.parent).pages.last().filter(|_| here.parent != node),
+            start => here.pages.get(start - 1),
+        };
+        let Some(keys) = self.keys_of(&pages).filter(|keys| !keys.is_empty()) else { return };
+        let parent = before.and_then(|page| self.key_of(*page));
+        let tokens = if self.journal.is_some() {
+            here.tokens[range.start * self.page_size..range.end * self.page_size].to_vec()
+        } else {
+            Vec::new()
+        };
+        let name = self.roots.name(here.root);
+        if let (Some(name), Some(offers)) = (name, &mut self.offers) {
+            let namespace = name.clone();
+            offers.list.pages.push(OfferedPages { pages, keys, namespace, parent, tokens });
+        }
+    }
+
+    /// The size of the list in bytes.
+    pub(super) fn offer_bytes(&self) -> usize {
+        let Some(Offers { list, .. }) = &self.offers else { return 0 };
+        list.pages.capacity() * size_of::<OfferedPages>() + list.states.capacity() * size_of::<OfferedState>()
+    }
+}

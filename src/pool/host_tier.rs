@@ -1,0 +1,431 @@
+//! Host memory below a prefix cache: pages of all layers, and snapshots of states.
+
+mod storage;
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use crate::base::sync::lock;
+use crate::base::{Error, Id, Page, Result, StateSlot};
+use crate::cache::{EntryId, Namespace, Offered, OfferedPages, Offering, PageHash};
+use crate::kernels::{PageCopy, PagePair};
+use crate::memory::{Backend, SideStream, Stream};
+use crate::transfer::{Lane, Transfer};
+
+use super::{GdnPool, KvPool, Stats, at_least_one};
+use storage::{Arrivals, Storage};
+
+/// The shape of a [`HostTier`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HostTierConfig {
+    /// Tokens whose K and V it has room for: whole pages of the pool.
+    pub size: usize,
+    /// Snapshots of states that it has room for.
+    pub max_states: usize,
+    /// When pages are copied down.
+    pub write: Offering,
+    /// Whether to page-lock the memory, for a pool on a device. Needs a backend such as [`MappedHost`].
+    ///
+    /// [`MappedHost`]: crate::memory::MappedHost
+    pub pin_memory: bool,
+    /// Number of threads that page-lock it.
+    pub page_lock_threads: usize,
+}
+
+/// Host memory for pages that a prefix cache has published, from where they come back faster than they can be
+/// computed. Each page is one contiguous piece: K and then V of the first layer, then of the next.
+///
+/// Copies run beside their callers, in either direction one after the other: on a thread or, for a pool on a
+/// device, on a stream of their own. A page is found when it is complete here.
+///
+/// ```
+/// use std::sync::Arc;
+/// use kvpool::base::DType;
+/// use kvpool::cache::Offering;
+/// use kvpool::memory::{Backend, Host};
+/// use kvpool::pool::{HostTier, HostTierConfig, KvConfig, KvLayout, KvPool};
+/// let host: Arc<dyn Backend> = Arc::new(Host);
+/// let config = KvConfig {
+///     size: 64, layer_num: 2, k_head_num: 4, k_head_dim: 8, v_head_num: 4, v_head_dim: 8, dtype: DType::BF16,
+///     page_size: 16, layout: KvLayout::Split, pin_memory: false,
+/// };
+/// let kv = Arc::new(KvPool::new(&config, &host).unwrap());
+/// let config = HostTierConfig {
+///     size: 1024, max_states: 0, write: Offering::Published, pin_memory: false, page_lock_threads: 1,
+/// };
+/// let tier = HostTier::new(&config, &kv, None, &host).unwrap();
+/// assert_eq!(tier.page_bytes(), 16 * 2 * 2 * 4 * 8 * 2);
+/// ```
+#[derive(Debug)]
+pub struct HostTier {
+    config: HostTierConfig,
+    pages: Storage,
+    states: Option<Storage>,
+    kv: Arc<KvPool>,
+    gdn: Option<Arc<GdnPool>>,
+    down: Lane,
+    up: Lane,
+    counts: Mutex<TierCounts>,
+    /// Whether a prefix cache has it.
+    is_taken: AtomicBool,
+}
+
+/// What a tier did, in pages and snapshots together.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct TierCounts {
+    /// Copied here.
+    written: usize,
+    /// Copied back.
+    loaded: usize,
+    /// Given up for others.
+    evicted: usize,
+    /// Not copied here: there was no place, since copies use all.
+    skipped: usize,
+    /// Copies that failed.
+    failed: usize,
+}
+
+/// Pages and snapshots on their way down, from places of the device that must not change meanwhile.
+#[derive(Debug)]
+pub(super) struct Write {
+    pub(super) transfer: Arc<Transfer>,
+    pages: Arrivals,
+    states: Arrivals,
+    /// The pages, if their arrival is to be told.
+    pub(super) runs: Vec<OfferedPages>,
+}
+
+impl Write {
+    /// Where the pages are on the device.
+    pub(super) fn pages(&self) -> impl Iterator<Item = Page> + '_ {
+        self.pages.pairs.iter().map(|pair| Page::new(pair.page))
+    }
+
+    /// Where the snapshots are on the device.
+    pub(super) fn states(&self) -> impl Iterator<Item = StateSlot> + '_ {
+        self.states.pairs.iter().map(|pair| StateSlot::new(pair.page))
+    }
+}
+
+/// Pages and a snapshot that keep their places for a copy.
+#[derive(Debug)]
+pub(super) struct HeldPieces {
+    tier: Arc<HostTier>,
+    pages: Vec<EntryId>,
+    state: Vec<EntryId>,
+}
+
+impl HostTier {
+    /// A tier for the pages of `kv`, and for snapshots of `states`, in memory of `backend`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for less than a page, for room for snapshots without
+    /// `states` or no room with them, and for sizes whose bytes overflow; the error of the backend if it runs out
+    /// of memory.
+    pub fn new(
+        config: &HostTierConfig,
+        kv: &Arc<KvPool>,
+        states: Option<&Arc<GdnPool>>,
+        backend: &Arc<dyn Backend>,
+    ) -> Result<Self> {
+        let page_size = kv.config().page_size;
+        at_least_one(&[("size", config.size), ("page_lock_threads", config.page_lock_threads)])?;
+        if config.size < page_size {
+            return Err(Error::config(format!(
+                "size {} is less than a page of {page_size} tokens",
+                config.size
+            )));
+        }
+        match (states, config.max_states) {
+            (None, 1..) => {
+                let text = format!("max_states is {}, but there are no states", config.max_states);
+                return Err(Error::config(text));
+            }
+            (Some(_), 0) => at_least_one(&[("max_states", 0)])?,
+            _ => (),
+        }
+        if let Some(states) = states.filter(|states| states.device() != kv.device()) {
+            let (kv, states) = (kv.device(), states.device());
+            return Err(Error::config(format!("the K and V are on {kv}, the states on {states}")));
+        }
+        let gpu = kv.gpu().cloned();
+        let pages = Storage::new(config, config.size / page_size, kv.as_ref(), backend)?;
+        let storage =
+            |states: &Arc<GdnPool>| Storage::new(config, config.max_states, states.as_ref(), backend);
+        let states_of = states.map(storage).transpose()?;
+        Ok(Self {
+            config: *config,
+            pages,
+            states: states_of,
+            kv: Arc::clone(kv),
+            gdn: states.cloned(),
+            down: Lane::new(SideStream::Out, gpu.clone()),
+            up: Lane::new(SideStream::In, gpu),
+            counts: Mutex::default(),
+            is_taken: AtomicBool::new(false),
+        })
+    }
+
+    /// The config of the tier.
+    #[must_use]
+    pub const fn config(&self) -> &HostTierConfig {
+        &self.config
+    }
+
+    /// The pool of the pages.
+    #[must_use]
+    pub const fn kv(&self) -> &Arc<KvPool> {
+        &self.kv
+    }
+
+    /// The pool of the states, if there is one.
+    #[must_use]
+    pub const fn states(&self) -> Option<&Arc<GdnPool>> {
+        self.gdn.as_ref()
+    }
+
+    /// Bytes of K and V of a page.
+    #[must_use]
+    pub fn page_bytes(&self) -> usize {
+        self.pages.piece_bytes()
+    }
+
+    /// Bytes of the memory.
+    #[must_use]
+    pub fn mem_bytes(&self) -> usize {
+        self.storages().map(Storage::mem_bytes).sum()
+    }
+
+    /// Waits up to `timeout` for the end of page-locking. Returns whether it has ended.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) in a forked child, where it never ends.
+    pub fn wait_registered(&self, timeout: Duration) -> Result<bool> {
+        let begin = std::time::Instant::now();
+        for storage in self.storages() {
+            if !storage.wait_registered(timeout.saturating_sub(begin.elapsed()))? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    /// Gives up all pages and snapshots, or those of a namespace. Copies that use one keep its place until they end.
+    pub fn clear(&self, namespace: Option<&Namespace>) {
+        self.forget(namespace);
+    }
+
+    /// [`Self::clear`], and returns the keys of the pages.
+    pub(super) fn forget(&self, namespace: Option<&Namespace>) -> Vec<PageHash> {
+        if let Some(states) = &self.states {
+            states.clear(namespace);
+        }
+        self.pages.clear(namespace)
+    }
+
+    /// The statistics, in pages: `capacity`, `pages` that are found, `arriving`; `states` and `state_capacity`; what
+    /// was `written` and `loaded`, `evicted`, `skipped` for want of a place, and `failed`, with snapshots; `bytes`.
+    #[must_use]
+    pub fn stats(&self) -> Stats {
+        let counts = *lock(&self.counts);
+        let [pages, arriving] = self.pages.counts();
+        let [states, states_arriving] = self.states.as_ref().map_or([0; 2], Storage::counts);
+        Stats::from([
+            ("capacity", self.pages.capacity()),
+            ("pages", pages),
+            ("arriving", arriving + states_arriving),
+            ("state_capacity", self.states.as_ref().map_or(0, Storage::capacity)),
+            ("states", states),
+            ("written", counts.written),
+            ("loaded", counts.loaded),
+            ("evicted", counts.evicted),
+            ("skipped", counts.skipped),
+            ("failed", counts.failed),
+            ("registered", self.storages().map(Storage::registered).sum()),
+            ("bytes", self.mem_bytes()),
+        ])
+    }
+
+    /// Checks every invariant.
+    ///
+    /// # Errors
+    /// [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) with the broken invariant.
+    pub fn verify(&self) -> Result<()> {
+        let fault = self.storages().find_map(Storage::fault);
+        fault.map_or(Ok(()), |fault| {
+            let text = format!("the host tier is inconsistent: {fault}");
+            Err(Error::new(crate::base::ErrorKind::IndexOwnership, text))
+        })
+    }
+
+    fn storages(&self) -> impl Iterator<Item = &Storage> {
+        std::iter::once(&self.pages).chain(&self.states)
+    }
+
+    /// Makes it the tier of a prefix cache, until [`Self::let_go`].
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) if another one has it.
+    pub(super) fn take(&self) -> Result<()> {
+        if self.is_taken.swap(true, Ordering::AcqRel) {
+            return Err(Error::config("the host tier belongs to another prefix cache"));
+        }
+        Ok(())
+    }
+
+    /// Ends [`Self::take`]: the device has none of the pages any more.
+    pub(super) fn let_go(&self) {
+        self.storages().for_each(Storage::set_none_above);
+        self.is_taken.store(false, Ordering::Release);
+    }
+
+    /// Whether a page is complete here.
+    pub(super) fn has_page(&self, key: &PageHash) -> bool {
+        self.pages.has(key)
+    }
+
+    /// Whether a snapshot is complete here.
+    pub(super) fn has_state(&self, key: &PageHash) -> bool {
+        self.states.as_ref().is_some_and(|states| states.has(key))
+    }
+
+    /// Takes note that the device has pages, or has them no more; the last of them is evicted last here.
+    pub(super) fn set_above<'a>(&self, keys: impl Iterator<Item = &'a PageHash>, is_above: bool) {
+        self.pages.set_above(keys, is_above);
+    }
+
+    /// Starts to copy down what is offered and not here, behind what is enqueued on the streams `after`. Returns it if there is
+    /// any, and the keys of the pages that went for it. A copy that cannot be started counts as failed.
+    pub(super) fn write(&self, offered: &Offered, after: &[Stream]) -> (Option<Write>, Vec<PageHash>) {
+        let (mut pages, mut states, mut runs) = (Arrivals::default(), Arrivals::default(), Vec::new());
+        for run in &offered.pages {
+            let numbered = run.keys.iter().zip(run.pages.iter().map(|page| page.number()));
+            let begun = self.pages.begin(numbered, &run.namespace, &mut pages);
+            if !run.tokens.is_empty() {
+                runs.extend(begun.into_iter().map(|range| run.part(range)));
+            }
+        }
+        for state in self.states.iter().flat_map(|_| &offered.states) {
+            let one = std::iter::once((&state.key, state.slot.number()));
+            self.states
+                .iter()
+                .for_each(|storage| drop(storage.begin(one.clone(), &state.namespace, &mut states)));
+        }
+        let mut counts = TierCounts {
+            evicted: pages.gone.len() + states.gone.len(),
+            skipped: pages.skipped + states.skipped,
+            ..TierCounts::default()
+        };
+        let gone = std::mem::take(&mut pages.gone);
+        let started = if pages.is_empty() && states.is_empty() {
+            None
+        } else if let Ok(transfer) = self.copy(PageCopy::Out, &pages.pairs, &states.pairs, after) {
+            Some(Write { transfer, pages, states, runs })
+        } else {
+            counts.failed += pages.entries.len() + states.entries.len();
+            self.pages.fail(&pages.entries);
+            self.states.iter().for_each(|storage| storage.fail(&states.entries));
+            None
+        };
+        self.count(counts);
+        (started, gone)
+    }
+
+    /// Ends a write whose copies are over. If it `is_right`, its pages can be found from now on; `is_above` tells which
+    /// of them the device has still.
+    pub(super) fn settle(&self, write: &Write, is_right: bool, is_above: impl Fn(Page, &PageHash) -> bool) {
+        let number = write.pages.entries.len() + write.states.entries.len();
+        if is_right {
+            self.pages.arrive(&write.pages, |pair, key| is_above(Page::new(pair.page), key));
+            self.states.iter().for_each(|storage| storage.arrive(&write.states, |_, _| false));
+            self.count(TierCounts { written: number, ..TierCounts::default() });
+        } else {
+            self.pages.fail(&write.pages.entries);
+            self.states.iter().for_each(|storage| storage.fail(&write.states.entries));
+            self.count(TierCounts { failed: number, ..TierCounts::default() });
+        }
+    }
+
+    /// Holds pages and a snapshot for a copy; `None` if one of them is not here. It is a use of them.
+    pub(super) fn hold(self: &Arc<Self>, keys: &[PageHash], state: Option<&PageHash>) -> Option<HeldPieces> {
+        let pages = self.pages.hold(keys)?;
+        // From here on a drop releases them.
+        let mut held = HeldPieces { tier: Arc::clone(self), pages, state: Vec::new() };
+        if let Some(key) = state {
+            held.state = self.states.as_ref()?.hold(std::slice::from_ref(key))?;
+        }
+        Some(held)
+    }
+
+    /// Starts to copy held pages to pages of the device, layer by layer, and a held snapshot before them, behind what
+    /// is enqueued on `after`.
+    ///
+    /// # Errors
+    /// As [`Lane::run`]. Nothing is on its way then.
+    pub(super) fn load(
+        &self,
+        held: &HeldPieces,
+        pages: &[Page],
+        state: Option<StateSlot>,
+        after: Stream,
+    ) -> Result<Arc<Transfer>> {
+        let pages = self.pages.pairs(&held.pages, pages.iter().map(|page| page.number()));
+        let states = match &self.states {
+            Some(storage) => storage.pairs(&held.state, state.iter().map(|slot| slot.number())),
+            None => Vec::new(),
+        };
+        let transfer = self.copy(PageCopy::In, &pages, &states, &[after])?;
+        self.count(TierCounts { loaded: pages.len() + states.len(), ..TierCounts::default() });
+        Ok(transfer)
+    }
+
+    /// Starts a copy: down in one step, up in one for each layer. States are copied first.
+    fn copy(
+        &self,
+        direction: PageCopy,
+        pages: &[PagePair],
+        states: &[PagePair],
+        after: &[Stream],
+    ) -> Result<Arc<Transfer>> {
+        let layers = self.kv.config().layer_num;
+        let (lane, steps) = match direction {
+            PageCopy::Out => (&self.down, 1),
+            PageCopy::In => (&self.up, layers),
+        };
+        let (kv, kv_pieces, pages) = (Arc::clone(&self.kv), self.pages.pieces(), pages.to_vec());
+        let gdn = match (&self.gdn, &self.states) {
+            (Some(gdn), Some(storage)) if !states.is_empty() => {
+                Some((Arc::clone(gdn), storage.pieces(), states.to_vec()))
+            }
+            _ => None,
+        };
+        lane.run(steps, after, move |step, stream| {
+            if let (0, Some((gdn, pieces, states))) = (step, &gdn) {
+                gdn.copy_pieces(pieces, direction, states, stream)?;
+            }
+            let layers = if steps == 1 { 0..layers } else { step..step + 1 };
+            if pages.is_empty() {
+                Ok(())
+            } else {
+                kv.copy_pieces(&kv_pieces, direction, &pages, layers, stream)
+            }
+        })
+    }
+
+    fn count(&self, more: TierCounts) {
+        let mut counts = lock(&self.counts);
+        counts.written += more.written;
+        counts.loaded += more.loaded;
+        counts.evicted += more.evicted;
+        counts.skipped += more.skipped;
+        counts.failed += more.failed;
+    }
+}
+
+impl Drop for HeldPieces {
+    fn drop(&mut self) {
+        self.tier.pages.release(&self.pages);
+        self.tier.states.iter().for_each(|storage| storage.release(&self.state));
+    }
+}

@@ -1,0 +1,286 @@
+//! Pieces of host memory of one size, by key.
+
+use std::ops::Range;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+
+use crate::base::sync::lock;
+use crate::base::{ChunkId, DType, Device, Id, Result};
+use crate::cache::{EntryId, Namespace, PageHash, Residency};
+use crate::index::Ticket;
+use crate::kernels::{PagePair, Pieces, Reach};
+use crate::memory::{Backend, PageLocking, Region, Report};
+use crate::pool::{ChunkConfig, ChunkPool, GdnPool, KvPool};
+
+use super::HostTierConfig;
+
+/// The memory of one kind of pieces, and which key has which.
+#[derive(Debug)]
+pub(super) struct Storage {
+    chunks: Arc<ChunkPool>,
+    /// What the device reaches in place, if it does.
+    in_place: Option<Pieces>,
+    copied: Pieces,
+    resident: Mutex<Residency<Ticket<ChunkId>>>,
+    /// Page-locking, until it is known to be over.
+    locking: Mutex<Option<PageLocking>>,
+}
+
+/// A pool with pages that pieces are copies of.
+pub(super) trait Paged {
+    fn piece_bytes(&self) -> Result<usize>;
+
+    fn pieces(&self, region: Arc<Region>, reach: Reach, stride: usize, count: usize) -> Result<Pieces>;
+
+    fn device(&self) -> Device;
+}
+
+impl Paged for KvPool {
+    fn piece_bytes(&self) -> Result<usize> {
+        self.piece_bytes()
+    }
+
+    fn pieces(&self, region: Arc<Region>, reach: Reach, stride: usize, count: usize) -> Result<Pieces> {
+        self.pieces(region, reach, stride, count)
+    }
+
+    fn device(&self) -> Device {
+        self.device()
+    }
+}
+
+impl Paged for GdnPool {
+    fn piece_bytes(&self) -> Result<usize> {
+        self.piece_bytes()
+    }
+
+    fn pieces(&self, region: Arc<Region>, reach: Reach, stride: usize, count: usize) -> Result<Pieces> {
+        self.pieces(region, reach, stride, count)
+    }
+
+    fn device(&self) -> Device {
+        self.device()
+    }
+}
+
+/// What begins to arrive.
+#[derive(Debug, Default)]
+pub(super) struct Arrivals {
+    pub(super) entries: Vec<EntryId>,
+    /// Where it comes from, and its pieces.
+    pub(super) pairs: Vec<PagePair>,
+    /// The keys of what went for it.
+    pub(super) gone: Vec<PageHash>,
+    /// What had no place.
+    pub(super) skipped: usize,
+}
+
+impl Arrivals {
+    pub(super) const fn is_empty(&self) -> bool {
+        self.entries.is_empty()
+    }
+}
+
+impl Storage {
+    pub(super) fn new(
+        config: &HostTierConfig,
+        count: usize,
+        pool: &impl Paged,
+        backend: &Arc<dyn Backend>,
+    ) -> Result<Self> {
+        let is_locked = config.pin_memory && pool.device() != Device::Cpu;
+        let chunks = ChunkPool::new(
+            &ChunkConfig {
+                num_chunks: count,
+                chunk_shape: vec![pool.piece_bytes()?],
+                dtype: DType::U8,
+                pin_memory: is_locked,
+                page_lock_threads: config.page_lock_threads,
+                strict: true,
+            },
+            backend,
+        )?;
+        let pieces = |reach| pool.pieces(Arc::clone(chunks.region()), reach, chunks.stride(), count);
+        let in_place = chunks.is_locked().then(|| pieces(Reach::InPlace)).transpose()?;
+        let copied = pieces(Reach::Copied)?;
+        let chunks = Arc::new(chunks);
+        let locking = chunks.lock_pages();
+        // Of a single step, that is done.
+        let locking = Mutex::new(locking.filter(|locking| locking.steps() > 1));
+        Ok(Self { chunks, in_place, copied, resident: Mutex::default(), locking })
+    }
+
+    fn resident(&self) -> MutexGuard<'_, Residency<Ticket<ChunkId>>> {
+        lock(&self.resident)
+    }
+
+    pub(super) fn piece_bytes(&self) -> usize {
+        self.chunks.chunk_bytes()
+    }
+
+    pub(super) fn mem_bytes(&self) -> usize {
+        self.chunks.mem_bytes()
+    }
+
+    pub(super) fn capacity(&self) -> usize {
+        self.chunks.config().num_chunks
+    }
+
+    pub(super) fn registered(&self) -> usize {
+        self.chunks.counts(|_, registered| registered)
+    }
+
+    pub(super) fn wait_registered(&self, timeout: Duration) -> Result<bool> {
+        self.chunks.check_process()?;
+        let begin = Instant::now();
+        let mut locking = lock(&self.locking);
+        while let Some(steps) = &*locking {
+            match steps.next(timeout.saturating_sub(begin.elapsed())) {
+                Report::Step(_) => (),
+                Report::TimedOut => return Ok(false),
+                Report::Finished => *locking = None,
+            }
+        }
+        Ok(true)
+    }
+
+    /// What is found, and what arrives.
+    pub(super) fn counts(&self) -> [usize; 2] {
+        let resident = self.resident();
+        [resident.len(), resident.arriving()]
+    }
+
+    /// The pieces, as the device reaches them now: in place as long as every step could be page-locked.
+    pub(super) fn pieces(&self) -> Pieces {
+        let in_place = self.in_place.as_ref().filter(|_| self.chunks.is_all_locked());
+        in_place.unwrap_or(&self.copied).clone()
+    }
+
+    pub(super) fn has(&self, key: &PageHash) -> bool {
+        self.resident().find(key).is_some()
+    }
+
+    pub(super) fn set_above<'a>(&self, keys: impl Iterator<Item = &'a PageHash>, is_above: bool) {
+        self.resident().set_above(keys, is_above);
+    }
+
+    pub(super) fn set_none_above(&self) {
+        self.resident().set_none_above();
+    }
+
+    /// Lets what is not here begin to arrive, in order and as far as there are places. Returns which of it does.
+    pub(super) fn begin<'a>(
+        &self,
+        numbered: impl Iterator<Item = (&'a PageHash, u32)>,
+        namespace: &Namespace,
+        arrivals: &mut Arrivals,
+    ) -> Vec<Range<usize>> {
+        let mut resident = self.resident();
+        let mut begun: Vec<Range<usize>> = Vec::new();
+        let mut is_full = false;
+        for (at, (key, page)) in numbered.enumerate() {
+            if resident.contains(key) {
+                resident.set_above([key], true);
+                continue;
+            }
+            let place = if is_full { None } else { self.place(&mut resident, &mut arrivals.gone) };
+            let Some(place) = place else {
+                // Nothing behind it would be found.
+                is_full = true;
+                arrivals.skipped += 1;
+                continue;
+            };
+            arrivals.entries.push(resident.begin(*key, namespace, place));
+            arrivals.pairs.push(PagePair { page, piece: place.index().number() });
+            match begun.last_mut().filter(|last| last.end == at) {
+                Some(last) => last.end += 1,
+                None => begun.push(at..at + 1),
+            }
+        }
+        begun
+    }
+
+    /// A place for one more: a free one, or that of what goes first.
+    fn place(
+        &self,
+        resident: &mut Residency<Ticket<ChunkId>>,
+        gone: &mut Vec<PageHash>,
+    ) -> Option<Ticket<ChunkId>> {
+        let free = self.chunks.try_allocate_one().ok().flatten();
+        free.or_else(|| {
+            let (key, place) = resident.evict()?;
+            gone.push(key);
+            Some(place)
+        })
+    }
+
+    fn free(&self, places: impl IntoIterator<Item = Ticket<ChunkId>>) {
+        for place in places {
+            let freed = self.chunks.free(place);
+            debug_assert!(freed.is_ok_and(|bad| bad.dropped() == 0), "the place was taken");
+        }
+    }
+
+    /// Makes arrivals complete.
+    pub(super) fn arrive(&self, arrivals: &Arrivals, is_above: impl Fn(PagePair, &PageHash) -> bool) {
+        let mut resident = self.resident();
+        // The first is used last.
+        for (&entry, &pair) in arrivals.entries.iter().zip(&arrivals.pairs).rev() {
+            let is_above = is_above(pair, resident.key(entry));
+            self.free(resident.arrive(entry, is_above));
+        }
+    }
+
+    /// Gives up arrivals.
+    pub(super) fn fail(&self, entries: &[EntryId]) {
+        let mut resident = self.resident();
+        for &entry in entries {
+            self.free(resident.fail(entry));
+        }
+    }
+
+    /// Holds what is here, all of it or nothing, as a use.
+    pub(super) fn hold(&self, keys: &[PageHash]) -> Option<Vec<EntryId>> {
+        let mut resident = self.resident();
+        let entries: Vec<_> = keys.iter().map_while(|key| resident.find(key)).collect();
+        if entries.len() < keys.len() {
+            return None;
+        }
+        resident.touch(&entries);
+        for &entry in &entries {
+            resident.hold(entry);
+        }
+        Some(entries)
+    }
+
+    pub(super) fn release(&self, entries: &[EntryId]) {
+        let mut resident = self.resident();
+        for &entry in entries {
+            self.free(resident.release(entry));
+        }
+    }
+
+    /// The copies between what is held and `numbers` of the device.
+    pub(super) fn pairs(&self, held: &[EntryId], numbers: impl Iterator<Item = u32>) -> Vec<PagePair> {
+        let resident = self.resident();
+        let piece = |&entry: &EntryId| resident.place(entry).index().number();
+        held.iter().map(piece).zip(numbers).map(|(piece, page)| PagePair { page, piece }).collect()
+    }
+
+    /// Gives up what a namespace has, or all, and returns the keys of what could be found.
+    pub(super) fn clear(&self, namespace: Option<&Namespace>) -> Vec<PageHash> {
+        let mut resident = self.resident();
+        let (keys, places) = resident.clear(namespace);
+        self.free(places);
+        keys
+    }
+
+    pub(super) fn fault(&self) -> Option<String> {
+        let resident = self.resident();
+        let in_use = self.chunks.counts(|chunks, _| chunks.in_use());
+        let used = resident.in_use();
+        resident
+            .fault()
+            .or_else(|| (in_use != used).then(|| format!("{in_use} places are taken, {used} are used")))
+    }
+}

@@ -1,0 +1,257 @@
+//! The tier below a cache: what is on its way there, and what of the device must stay as it is meanwhile.
+
+use std::collections::{HashMap, VecDeque};
+use std::hash::Hash;
+use std::sync::{Arc, Weak};
+
+use crate::base::{Id, Page, Result, StateSlot, reserve};
+use crate::cache::{Digest, Hold, Namespace, OfferedPages, Tokens, Tree};
+use crate::memory::Stream;
+use crate::pool::host_tier::{HeldPieces, Write};
+use crate::pool::{GdnPool, HostTier};
+use crate::transfer::Transfer;
+
+use super::load::{Loadable, Tail};
+
+/// A cache's tier, and the copies between both.
+#[derive(Debug)]
+pub(super) struct Below {
+    pub(super) tier: Arc<HostTier>,
+    pub(super) digest: Digest,
+    /// In the order of their copies.
+    writes: VecDeque<InFlight>,
+    /// Pages and snapshots that are copied down.
+    pages: HashMap<Page, Arc<Transfer>>,
+    states: HashMap<StateSlot, Arc<Transfer>>,
+    /// Streams on which pages were published, and behind which nothing was copied down since.
+    publishers: Vec<Stream>,
+    /// Prefixes that are on their way back, and some that have arrived.
+    tails: Vec<Weak<Tail>>,
+}
+
+#[derive(Debug)]
+struct InFlight {
+    write: Write,
+    /// Whether its pages may have had other contents before they were copied.
+    is_void: bool,
+}
+
+impl Below {
+    /// Takes the tier, with keys made by `digest`.
+    ///
+    /// # Errors
+    /// As [`HostTier::take`].
+    pub(super) fn new(tier: Arc<HostTier>, digest: Digest) -> Result<Self> {
+        tier.take()?;
+        let (writes, pages, states) = (VecDeque::new(), HashMap::new(), HashMap::new());
+        Ok(Self { tier, digest, writes, pages, states, publishers: Vec::new(), tails: Vec::new() })
+    }
+
+    /// The number of writes that are over. Those behind them are not looked at.
+    pub(super) fn over(&self) -> usize {
+        let is_over = |flight: &&InFlight| flight.write.transfer.is_over().unwrap_or(false);
+        self.writes.iter().take_while(is_over).count()
+    }
+
+    /// Ends the first `count` writes, which are over.
+    pub(super) fn settle(&mut self, count: usize, tree: &mut Tree) {
+        for InFlight { write, is_void } in self.writes.drain(..count) {
+            // Its places may have been used again since, and be copied again.
+            for page in write.pages() {
+                remove_if(&mut self.pages, &page, &write.transfer);
+            }
+            for state in write.states() {
+                remove_if(&mut self.states, &state, &write.transfer);
+            }
+            let is_right = !is_void && write.transfer.is_complete().unwrap_or(false);
+            self.tier.settle(&write, is_right, |page, key| tree.key_of(page) == Some(*key));
+            // What was given up meanwhile is not told.
+            let is_there = |run: &&OfferedPages| run.keys.iter().all(|key| self.tier.has_page(key));
+            write.runs.iter().filter(|run| is_right && is_there(run)).for_each(|run| tree.note_copied(run));
+        }
+    }
+
+    /// Takes note that pages were published whose contents are those of `stream`'s order.
+    pub(super) fn note_publisher(&mut self, stream: Stream) {
+        if !self.publishers.contains(&stream) {
+            self.publishers.push(stream);
+        }
+    }
+
+    /// Copies down what the tree offers, behind what is enqueued on `stream` and on those of the publishers.
+    pub(super) fn send(&mut self, tree: &mut Tree, stream: Stream) {
+        let offered = tree.take_offers();
+        if offered.is_empty() {
+            return;
+        }
+        self.note_publisher(stream);
+        let (write, gone) = self.tier.write(&offered, &self.publishers);
+        tree.note_dropped_below(gone);
+        if let Some(write) = write {
+            self.pages.extend(write.pages().map(|page| (page, Arc::clone(&write.transfer))));
+            self.states.extend(write.states().map(|state| (state, Arc::clone(&write.transfer))));
+            self.writes.push_back(InFlight { write, is_void: false });
+            // Later copies are behind this one.
+            self.publishers.clear();
+        }
+    }
+
+    /// Gives up what is in the tier and on its way there: pages of the device may get other contents before they are
+    /// copied.
+    pub(super) fn clear(&mut self) {
+        self.writes.iter_mut().for_each(|flight| flight.is_void = true);
+        self.tier.clear(None);
+    }
+
+    /// Pages that are copied down.
+    pub(super) fn busy_pages(&self) -> usize {
+        self.pages.len()
+    }
+
+    /// The copy down of a snapshot, if there is one.
+    pub(super) fn write_of(&self, state: StateSlot) -> Option<Arc<Transfer>> {
+        self.states.get(&state).cloned()
+    }
+
+    /// Divides what is given up into what may be used at once and, if there is any, what may be used when a copy is
+    /// over.
+    pub(super) fn divide(
+        &self,
+        pages: Vec<Page>,
+        states: Vec<StateSlot>,
+    ) -> (Given, Option<(Given, Arc<Transfer>)>) {
+        if self.writes.is_empty() {
+            return (Given { pages, states }, None);
+        }
+        let mut last: Option<&Arc<Transfer>> = None;
+        let (mut idle, mut busy) = (Given::default(), Given::default());
+        for page in pages {
+            let write = self.pages.get(&page);
+            last = self.later(last, write);
+            if write.is_some() { &mut busy } else { &mut idle }.pages.push(page);
+        }
+        for state in states {
+            let write = self.states.get(&state);
+            last = self.later(last, write);
+            if write.is_some() { &mut busy } else { &mut idle }.states.push(state);
+        }
+        (idle, last.map(|last| (busy, Arc::clone(last))))
+    }
+
+    /// The one of two copies that is over later.
+    fn later<'a>(
+        &self,
+        one: Option<&'a Arc<Transfer>>,
+        other: Option<&'a Arc<Transfer>>,
+    ) -> Option<&'a Arc<Transfer>> {
+        let (Some(one), Some(other)) = (one, other) else { return one.or(other) };
+        if Arc::ptr_eq(one, other) {
+            return Some(one);
+        }
+        let at =
+            |transfer| self.writes.iter().position(|flight| Arc::ptr_eq(&flight.write.transfer, transfer));
+        Some(if at(one) < at(other) { other } else { one })
+    }
+
+    /// What the tier could add to a prefix: of `tokens`, at most `limit`, what follows the hold.
+    ///
+    /// # Errors
+    /// The error of tokens that cannot be read.
+    pub(super) fn rest(
+        &self,
+        tree: &Tree,
+        hold: &Hold,
+        (namespace, tokens): (&Namespace, &dyn Tokens),
+        limit: usize,
+    ) -> Result<Loadable> {
+        let (page_size, begin) = (tree.page_size(), hold.len());
+        let limit = limit.min(tokens.count());
+        let mut rest = Loadable::default();
+        let Some(mut chain) = tree.chain_of(namespace, hold) else { return Ok(rest) };
+        let (mut at, mut end, mut page) = (begin, begin, reserve(page_size)?);
+        while at + page_size <= limit {
+            page.clear();
+            tokens.read(at..at + page_size, &mut page)?;
+            let key = chain.next(&page);
+            at += page_size;
+            if at > hold.found() && !self.tier.has_page(&key) {
+                break;
+            }
+            rest.keys.push(key);
+            if !tree.is_stateful() || self.tier.has_state(&key) {
+                end = at;
+            }
+        }
+        rest.keys.truncate((end - begin) / page_size);
+        rest.tokens = tokens.to_vec(begin..end)?;
+        Ok(rest)
+    }
+
+    /// Lists a prefix on its way.
+    pub(super) fn add_tail(&mut self, tail: &Arc<Tail>) {
+        self.tails.retain(|tail| tail.strong_count() > 0);
+        self.tails.push(Arc::downgrade(tail));
+    }
+
+    /// Prefixes that may be on their way. Drop them without locks.
+    pub(super) fn tails(&self) -> Vec<Arc<Tail>> {
+        self.tails.iter().filter_map(Weak::upgrade).collect()
+    }
+
+    /// No lease joins a prefix that is on its way now: it is found no more.
+    pub(super) fn forget_tails(&mut self) {
+        self.tails.clear();
+    }
+
+    /// Waits for every write, and ends it; if then `is_valid`, as right. For the end of a cache.
+    pub(super) fn finish(&mut self, tree: &mut Tree, is_valid: impl FnOnce() -> bool) {
+        let last = self.writes.back().map(|flight| Arc::clone(&flight.write.transfer));
+        let is_over = last.is_none_or(|last| last.wait().is_ok());
+        if !is_valid() {
+            self.clear();
+        }
+        if is_over {
+            self.settle(self.writes.len(), tree);
+        }
+        self.tier.let_go();
+    }
+}
+
+/// Removes what is copied by `transfer`, not by another one.
+fn remove_if<K: Hash + Eq>(copies: &mut HashMap<K, Arc<Transfer>>, key: &K, transfer: &Arc<Transfer>) {
+    if copies.get(key).is_some_and(|copy| Arc::ptr_eq(copy, transfer)) {
+        copies.remove(key);
+    }
+}
+
+/// What is given back when a copy is over, as this drops.
+#[derive(Debug)]
+pub(super) struct Parting {
+    pub(super) states: Option<Arc<GdnPool>>,
+    pub(super) slots: Vec<StateSlot>,
+    /// What is copied.
+    pub(super) _pieces: Option<HeldPieces>,
+}
+
+impl Drop for Parting {
+    fn drop(&mut self) {
+        if let Some(states) = &self.states {
+            free_states(states, &self.slots);
+        }
+    }
+}
+
+/// Returns snapshots to their pool.
+pub(super) fn free_states(states: &GdnPool, slots: &[StateSlot]) {
+    for slot in slots {
+        let freed = states.free_track_slot(slot.number().into());
+        debug_assert!(freed.is_ok_and(|bad| bad.dropped() == 0), "snapshots belong to the cache");
+    }
+}
+
+/// Pages and snapshots to be given back.
+#[derive(Debug, Default)]
+pub(super) struct Given {
+    pub(super) pages: Vec<Page>,
+    pub(super) states: Vec<StateSlot>,
+}

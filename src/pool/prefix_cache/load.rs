@@ -1,0 +1,467 @@
+//! Prefixes that come back from the tier below.
+
+use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Weak};
+
+use crate::base::sync::explored::{Mutex, lock};
+use crate::base::{Error, ErrorKind, Page, Result, StateSlot};
+use crate::cache::{Hold, PageHash};
+use crate::memory::Stream;
+use crate::pool::HostTier;
+use crate::pool::host_tier::HeldPieces;
+use crate::transfer::Transfer;
+
+use super::below::Given;
+use super::lease::{Held, TakenSlot, cleared};
+use super::lock::PrefixLock;
+use super::{Kept, Lease, Shared};
+
+/// What a tier could add to a prefix.
+#[derive(Debug, Default)]
+pub(super) struct Loadable {
+    /// Tokens behind the prefix, in whole pages.
+    pub(super) tokens: Vec<i32>,
+    /// The keys of their pages.
+    pub(super) keys: Vec<PageHash>,
+}
+
+/// A part of a prefix on its way from the tier below, in pages of the cache that the tree does not have. Leases share
+/// it. When it is complete, the tree gets it.
+///
+/// Drop it without locks.
+pub(super) struct Tail {
+    shared: Arc<Shared>,
+    /// How often the allocator had been cleared.
+    clears: u64,
+    /// Of what its end frees.
+    stream: Stream,
+    /// From where the holds of the leases end.
+    keys: Vec<PageHash>,
+    tokens: Vec<i32>,
+    pages: Vec<Page>,
+    state: Option<StateSlot>,
+    transfer: Arc<Transfer>,
+    /// What it comes from; `None` once it is given up.
+    pieces: Mutex<Option<HeldPieces>>,
+    outcome: Arc<Mutex<Outcome>>,
+    arrived: Mutex<Option<Arrived>>,
+}
+
+/// How a load goes on.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum Outcome {
+    #[default]
+    Coming,
+    Arrived,
+    GivenUp,
+}
+
+/// What became of a part of a prefix that has arrived.
+#[derive(Debug)]
+struct Arrived {
+    /// Keeps it in the tree.
+    hold: Hold,
+    /// Pages that the tree did not take: it has others of the same contents. Requests may use them.
+    spare: Vec<Page>,
+    /// The snapshot, if the tree did not take it.
+    state: Option<StateSlot>,
+}
+
+/// The share of a lease in a part of a prefix that is on its way.
+#[derive(Debug)]
+pub(super) struct Loading {
+    pub(super) tail: Arc<Tail>,
+    /// Tokens behind the hold of the lease that are the lease's.
+    pub(super) len: usize,
+    /// Where the lease ends again if the load ends early, if that is not where its hold is.
+    pub(super) before: Option<Hold>,
+    /// Whether the hold of the lease is at the end of it.
+    pub(super) has_arrived: bool,
+}
+
+/// Pages of a prefix that are on their way from the tier below, layer by layer.
+///
+/// The lease that loads has them already. What uses a layer goes behind [`Load::wait_layer`].
+pub struct Load {
+    lease: Weak<Lease>,
+    /// `None` if there was nothing to load.
+    coming: Option<Coming>,
+    len: usize,
+    is_given_up: AtomicBool,
+}
+
+/// Copies on their way, and what becomes of them.
+struct Coming {
+    transfer: Arc<Transfer>,
+    outcome: Arc<Mutex<Outcome>>,
+}
+
+impl Load {
+    fn new(lease: Weak<Lease>, tail: Option<&Tail>, len: usize) -> Self {
+        let coming =
+            |tail: &Tail| Coming { transfer: Arc::clone(&tail.transfer), outcome: Arc::clone(&tail.outcome) };
+        Self { lease, coming: tail.map(coming), len, is_given_up: AtomicBool::new(false) }
+    }
+
+    /// Tokens that it adds to the lease.
+    #[must_use]
+    pub const fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there was nothing to load.
+    #[must_use]
+    pub const fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Lets `stream` go on when the pages of a layer are there, and those of the layers before; without a device, the
+    /// calling thread. The host does not wait for a device.
+    ///
+    /// # Errors
+    /// As [`Transfer::order`].
+    pub fn wait_layer(&self, layer: usize, stream: Stream) -> Result<()> {
+        self.coming.as_ref().map_or(Ok(()), |coming| coming.transfer.order(layer, stream))
+    }
+
+    /// Whether all is there. Then the cache has it, for others too.
+    ///
+    /// # Errors
+    /// [`ErrorKind::State`] if it was cancelled or failed, or its lease has ended before: then the request computes;
+    /// [`ErrorKind::Driver`] when the device has failed.
+    pub fn query(&self, stream: Stream) -> Result<bool> {
+        let Some(Coming { transfer, outcome }) = &self.coming else { return Ok(true) };
+        if !transfer.is_over()? {
+            return Ok(false);
+        }
+        if let Some(lease) = self.lease.upgrade() {
+            lease.look_at_load(stream);
+        }
+        let is_given_up = self.is_given_up.load(Ordering::Acquire);
+        if *lock(outcome) == Outcome::Arrived && !is_given_up {
+            return Ok(true);
+        }
+        Err(Error::new(ErrorKind::State, format!("the load of {} tokens has ended early", self.len)))
+    }
+
+    /// Gives up what is not there yet: the lease ends where it did before, its pages are free when nothing is copied
+    /// there any more. Does nothing if all is there, or the lease was released.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`] when a planner has the lease, whose request uses the pages.
+    pub fn cancel(&self, stream: Stream) -> Result<()> {
+        let Some(lease) = self.lease.upgrade() else { return Ok(()) };
+        if lease.cancel_load(stream)? {
+            self.is_given_up.store(true, Ordering::Release);
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Debug for Load {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Load").field("len", &self.len).finish_non_exhaustive()
+    }
+}
+
+/// How a load begins.
+enum Begun<'a> {
+    /// It is complete, or another load does it.
+    Load(Load),
+    /// There is no track slot for the state.
+    Short {
+        _lock: PrefixLock,
+    },
+    Wanted(Box<Wanted<'a>>),
+}
+
+/// What a load is about to bring back.
+struct Wanted<'a> {
+    /// Tokens of the lease.
+    begin: usize,
+    /// Of what is on the device already.
+    lock: PrefixLock,
+    keys: Vec<PageHash>,
+    tokens: Vec<i32>,
+    pieces: HeldPieces,
+    state: Option<TakenSlot<'a>>,
+    tier: Arc<HostTier>,
+}
+
+impl Lease {
+    /// Brings back what the tier below has behind the prefix, at most `limit` tokens: the lease has its pages from
+    /// now on, and what uses a layer of them goes behind [`Load::wait_layer`]. What others are loading, or have
+    /// loaded, is not loaded twice. `None` if there are not enough slots, or no track slot for the state.
+    ///
+    /// The copies are enqueued behind what is enqueued on `stream`.
+    ///
+    /// # Errors
+    /// As [`Self::len`]; [`ErrorKind::Config`] when a planner has the lease, or it is loading already; as
+    /// [`TokenToKvPoolAllocator::alloc`](crate::pool::TokenToKvPoolAllocator::alloc); [`ErrorKind::Driver`] while
+    /// `stream` is being captured, and when a driver call fails. Nothing is changed, except that other prefixes may
+    /// have been evicted for it.
+    pub fn load(self: &Arc<Self>, limit: usize, stream: Stream) -> Result<Option<Load>> {
+        if let Some(gpu) = self.allocator.gpu() {
+            gpu.not_capturing(stream, "a load, whose copies run beside it,")?;
+        }
+        // Dropped without locks.
+        let tails = lock(&self.shared.kept).tails();
+        let wanted = match self.begin_load(limit, &tails, stream)? {
+            Begun::Short { .. } => return Ok(None),
+            Begun::Load(load) => return Ok(Some(load)),
+            Begun::Wanted(wanted) => *wanted,
+        };
+        if let Some(state) = &wanted.state {
+            // Before anything can fail: the track slot may be given back.
+            state.make_ready(stream)?;
+        }
+        let count = wanted.keys.len();
+        let Some(pages) = self.allocator.take_pages(count, self.clears, stream)? else { return Ok(None) };
+        let Wanted { begin, mut lock, keys, tokens, pieces, state, tier } = wanted;
+        let open = self.shared.open(&self.allocator, stream);
+        let owner = &self.shared.owner;
+        let slot = state.as_ref().map(TakenSlot::slot);
+        // Under one lock: the allocator is not cleared in between, and knows of the copies when it is.
+        let started = open.slots.change(self.clears, |slots| {
+            slots.slots_mut().cache(&pages, &[], owner)?;
+            let started = tier.load(&pieces, &pages, slot, stream);
+            match &started {
+                Ok(transfer) => slots.add_writer(transfer),
+                Err(_) => slots.slots_mut().release_cached(&pages, None, owner),
+            }
+            started
+        })?;
+        let transfer = started.ok_or_else(cleared)?;
+        drop(open);
+        let (state, len) = (state.map(TakenSlot::keep), tokens.len());
+        let arrived = Mutex::new(None);
+        self.shared.note_coming(self.clears, |coming| coming + pages.len());
+        let tail = Arc::new(Tail {
+            shared: Arc::clone(&self.shared),
+            clears: self.clears,
+            stream,
+            keys,
+            tokens,
+            pages,
+            state,
+            transfer,
+            outcome: Arc::default(),
+            pieces: Mutex::new(Some(pieces)),
+            arrived,
+        });
+        let added = self.with(stream, |_, kept, held| {
+            expect_idle(held)?;
+            if held.hold.len() != begin {
+                return Err(Error::config(format!(
+                    "the lease changed from {begin} to {} tokens while it was to load",
+                    held.hold.len()
+                )));
+            }
+            let hold = lock.hold.take().expect("it is a lock still");
+            let added = hold.len() + len - held.hold.len();
+            let before = Some(std::mem::replace(&mut held.hold, hold));
+            held.loading = Some(Loading { tail: Arc::clone(&tail), len, before, has_arrived: false });
+            held.rest = Loadable::default();
+            kept.counts.loaded += len;
+            kept.below.iter_mut().for_each(|below| below.add_tail(&tail));
+            Ok(added)
+        })?;
+        Ok(Some(Load::new(Arc::downgrade(self), Some(&tail), added)))
+    }
+
+    /// Finds out what to load, and takes it; `tails` are on their way for others.
+    fn begin_load(self: &Arc<Self>, limit: usize, tails: &[Arc<Tail>], stream: Stream) -> Result<Begun<'_>> {
+        self.with(stream, |open, kept, held| {
+            expect_idle(held)?;
+            let nothing = || Ok(Begun::Load(Load::new(Weak::new(), None, 0)));
+            let Some(tier) = kept.below.as_ref().map(|below| Arc::clone(&below.tier)) else {
+                return nothing();
+            };
+            let (is_stateful, page_size) = (kept.tree.is_stateful(), kept.tree.page_size());
+            let (keys, tokens) = (&held.rest.keys, &held.rest.tokens);
+            let most = limit.min(tokens.len()) / page_size;
+            let found = kept.tree.find(&held.hold, &&tokens[..most * page_size])?.len() / page_size;
+            let run = keys[found..most].iter().take_while(|key| tier.has_page(key)).count();
+            let has_end = |end: &usize| !is_stateful || *end > 0 && tier.has_state(&keys[end - 1]);
+            let Some(end) = (0..=found + run).rev().find(has_end).filter(|end| *end > 0) else {
+                return nothing();
+            };
+            let tokens = tokens[..end * page_size].to_vec();
+            let found = kept.tree.find(&held.hold, &tokens.as_slice())?;
+            let (known, begin) = (found.len(), held.hold.len());
+            let (keys, state_key) = (keys[known / page_size..end].to_vec(), keys[end - 1]);
+            let mut hold = kept.tree.hold_again(&held.hold);
+            kept.tree.publish(&mut hold, found, Vec::new(), &[]);
+            open.send_down(kept);
+            if keys.is_empty() && !is_stateful {
+                held.rest = Loadable::default();
+                let gone = kept.tree.release(std::mem::replace(&mut held.hold, hold));
+                open.give_back(kept, gone);
+                return Ok(Begun::Load(Load::new(Weak::new(), None, known)));
+            }
+            let tokens = tokens[known..].to_vec();
+            if let Some(tail) = tails.iter().find(|tail| tail.covers(&keys, is_stateful)) {
+                let before = Some(std::mem::replace(&mut held.hold, hold));
+                let (tail, len) = (Arc::clone(tail), tokens.len());
+                let load = Load::new(Arc::downgrade(self), Some(&tail), known + len);
+                (held.rest, held.loading) =
+                    (Loadable::default(), Some(Loading { tail, len, before, has_arrived: false }));
+                return Ok(Begun::Load(load));
+            }
+            let lock = self.lock_of(hold, None, stream);
+            let state = match self.shared.states.as_ref().filter(|_| is_stateful) {
+                None => None,
+                Some(states) => match TakenSlot::new(states, kept, &mut held.hold) {
+                    None => return Ok(Begun::Short { _lock: lock }),
+                    taken => taken,
+                },
+            };
+            let state_key = state.as_ref().map(|_| &state_key);
+            let Some(pieces) = tier.hold(&keys, state_key) else { return Ok(Begun::Short { _lock: lock }) };
+            Ok(Begun::Wanted(Box::new(Wanted { begin, lock, keys, tokens, pieces, state, tier })))
+        })
+    }
+
+    /// Takes note of a load that is over.
+    fn look_at_load(&self, stream: Stream) {
+        // Without a lease there is nothing to note.
+        let _ = self.with_request(stream, |_, _, _| Ok(()));
+    }
+
+    /// Gives up what is on its way, and tells whether there was any.
+    fn cancel_load(&self, stream: Stream) -> Result<bool> {
+        let ended = self.with(stream, |open, kept, held| {
+            if let (Err(_), Some(request)) = (held.expect_arrived(), held.request()) {
+                let text = format!("the lease is that of request row {}, which uses the pages", request.row);
+                return Err(Error::config(text));
+            }
+            Ok(held.give_up_loading(open, kept))
+        });
+        match ended {
+            Err(error) if error.kind() == ErrorKind::StaleBuffer => Ok(false),
+            ended => ended.map(|ended| ended.is_some()),
+        }
+    }
+}
+
+/// Checks that a lease can load.
+fn expect_idle(held: &Held) -> Result<()> {
+    held.expect_arrived()?;
+    held.request().map_or(Ok(()), |request| {
+        let text = format!("the lease is that of request row {} already; load before", request.row);
+        Err(Error::config(text))
+    })
+}
+
+impl Tail {
+    pub(super) const fn transfer(&self) -> &Arc<Transfer> {
+        &self.transfer
+    }
+
+    /// Whether it has the pages of `keys`, which begin where it does, and ends with them if it `must_end`; and the tree
+    /// does not have it yet.
+    pub(super) fn covers(&self, keys: &[PageHash], must_end: bool) -> bool {
+        // A state alone has no keys that would tell whose it is.
+        let is_one = !keys.is_empty() && (!must_end || self.keys.len() == keys.len());
+        is_one && self.keys.starts_with(keys) && self.can_arrive()
+    }
+
+    /// The pages of its first `len` tokens.
+    pub(super) fn pages(&self, len: usize) -> &[Page] {
+        let page_size = self.tokens.len() / self.pages.len().max(1);
+        &self.pages[..len.checked_div(page_size).unwrap_or(0)]
+    }
+
+    /// Whether it is on its way, or there, and not in the tree.
+    fn can_arrive(&self) -> bool {
+        let has_failed =
+            || self.transfer.is_over().unwrap_or(true) && !self.transfer.is_complete().unwrap_or(false);
+        lock(&self.arrived).is_none() && !has_failed()
+    }
+
+    /// Its pages, until the tree has them.
+    pub(super) fn coming(&self) -> Vec<Page> {
+        if lock(&self.arrived).is_some() { Vec::new() } else { self.pages.clone() }
+    }
+
+    /// The snapshot behind its first `len` tokens.
+    pub(super) fn state(&self, len: usize) -> Option<StateSlot> {
+        self.state.filter(|_| len == self.tokens.len())
+    }
+
+    /// Gives the tree what has arrived, behind `hold`, if that was not done yet.
+    fn arrive(&self, kept: &mut Kept, hold: &Hold) {
+        let mut arrived = lock(&self.arrived);
+        if arrived.is_some() {
+            return;
+        }
+        let tree = &mut kept.tree;
+        let found = tree.find(hold, &self.tokens.as_slice()).expect("they are in memory");
+        let (known, mut own) = (found.len() / tree.page_size(), tree.hold_again(hold));
+        tree.publish(&mut own, found, self.tokens[found.len()..].to_vec(), &self.pages[known..]);
+        let mut state = self.state;
+        if let Some(slot) = state.filter(|_| tree.snapshot(&own).is_none()) {
+            tree.set_snapshot(&mut own, slot);
+            state = None;
+        }
+        if let Some(below) = &kept.below {
+            below.tier.set_above(self.keys.iter().rev(), true);
+        }
+        kept.coming -= self.pages.len() - known;
+        *lock(&self.outcome) = Outcome::Arrived;
+        *arrived = Some(Arrived { hold: own, spare: self.pages[..known].to_vec(), state });
+        // What it came from may go.
+        drop(lock(&self.pieces).take());
+    }
+}
+
+impl Loading {
+    /// Where the lease would end again.
+    pub(super) fn into_before(self) -> Option<Hold> {
+        self.before
+    }
+
+    /// Another share of the first `len` tokens of it.
+    pub(super) fn share(&self, len: usize) -> Self {
+        Self { tail: Arc::clone(&self.tail), len, before: None, has_arrived: self.has_arrived }
+    }
+
+    /// Moves `hold` to the end of what has arrived. Returns where the lease need not end again.
+    pub(super) fn settle(&mut self, kept: &mut Kept, hold: &mut Hold) -> Result<Option<Hold>> {
+        self.tail.arrive(kept, hold);
+        let found = kept.tree.find(hold, &&self.tail.tokens[..self.len])?;
+        kept.tree.publish(hold, found, Vec::new(), &[]);
+        self.has_arrived = true;
+        Ok(self.before.take())
+    }
+}
+
+impl Drop for Tail {
+    fn drop(&mut self) {
+        // Without an allocator its pages are gone.
+        let Some(allocator) = self.shared.allocator.upgrade() else { return };
+        self.transfer.cancel();
+        let open = self.shared.open(&allocator, self.stream);
+        let arrived = lock(&self.arrived).take();
+        let (hold, pages, state) = if let Some(Arrived { hold, spare, state }) = arrived {
+            (Some(hold), spare, state)
+        } else {
+            *lock(&self.outcome) = Outcome::GivenUp;
+            (None, std::mem::take(&mut self.pages), self.state)
+        };
+        self.shared.note_coming(self.clears, |coming| coming - pages.len());
+        let given = Given { pages, states: state.into_iter().collect() };
+        let pieces = lock(&self.pieces).take();
+        open.give_back_behind(self.clears, given, &self.transfer, pieces);
+        if let Some(hold) = hold {
+            open.release(hold, self.clears);
+        }
+    }
+}
+
+impl fmt::Debug for Tail {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Tail").field("pages", &self.pages.len()).finish_non_exhaustive()
+    }
+}

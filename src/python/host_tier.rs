@@ -1,0 +1,244 @@
+//! `kvpool.HostTier` and `kvpool.Load`.
+
+use std::sync::Arc;
+
+use pyo3::PyTraverseError;
+use pyo3::gc::PyVisit;
+use pyo3::prelude::*;
+
+use crate::base::{Device, Error};
+use crate::cache::Offering;
+use crate::memory::{Backend, MappedHost};
+use crate::pool::{HostTier as Tier, HostTierConfig, Load as PoolLoad};
+
+use super::args;
+use super::base_pool::{BasePool, Look, PoolClass};
+use super::chunk_pool::page_lock_threads;
+use super::debug::Debug;
+use super::framework::current_stream;
+use super::gdn_pool::GdnPool;
+use super::kv_pool::KvPool;
+use super::wait_in_slices;
+
+/// Host memory below a `PrefixCache`: what is copied there comes back faster than it can be computed, by `Lease.load`.
+///
+/// Each page of K and V is one contiguous piece: the K and then the V of the first layer, then of the next. Copies run
+/// beside their callers, in either direction one after the other: on a thread or, for a pool on a GPU, on a stream of
+/// their own. A page is found when it is complete. Pages that the cache has on the device, too, go last; of the others
+/// those used least recently go first.
+///
+/// If there is a driver and the pool is on a GPU, the memory is page-locked in steps on threads, as that of a
+/// `ChunkPool`, and used as far as it is.
+///
+/// Args:
+///     kv: The pool of the K and V.
+///     size: Tokens to make room for, in whole pages.
+///     states: The `GDNPool` of the cache, for models with linear-attention states.
+///     max_states: Snapshots of states to make room for. Defaults to as many for each token as `states` has for those
+///         of `kv`.
+///     pin_memory: Whether to page-lock the memory for a pool on a GPU.
+///     write: When pages are copied there: "through", when they are published; "selective", when a second request
+///         uses them; or "back", when they are evicted from the device, where their slots are free when the copy is
+///         over. Snapshots of states are copied when they are made or, with "selective", when a second request uses
+///         them.
+///
+/// Raises:
+///     ConfigError: If a size is below a page or below 1, `write` is unknown, `max_states` is given without `states`,
+///         or the pools are on different devices.
+///     OutOfMemoryError: If there is not enough memory.
+#[pyclass(extends = BasePool, frozen, module = "kvpool", name = "HostTier")]
+pub(super) struct HostTier {
+    pub(super) tier: Arc<Tier>,
+    kv: Py<KvPool>,
+    states: Option<Py<GdnPool>>,
+}
+
+impl PoolClass for HostTier {
+    fn look(&self, look: Look<'_>) {
+        look(&*self.tier);
+    }
+}
+
+/// The ways to write, and their names.
+const WRITES: [(&str, Offering); 3] =
+    [("through", Offering::Published), ("selective", Offering::SecondUse), ("back", Offering::Evicted)];
+
+#[pymethods]
+impl HostTier {
+    #[new]
+    #[pyo3(signature = (kv, size, *, states=None, max_states=None, pin_memory=true, write="through"))]
+    fn new(
+        py: Python<'_>,
+        kv: Py<KvPool>,
+        size: &Bound<'_, PyAny>,
+        states: Option<Py<GdnPool>>,
+        max_states: Option<&Bound<'_, PyAny>>,
+        pin_memory: bool,
+        write: &str,
+    ) -> PyResult<PyClassInitializer<Self>> {
+        let size = args::size("size", size)?;
+        let write =
+            WRITES.iter().find(|(name, _)| *name == write).map(|(_, write)| *write).ok_or_else(|| {
+                Error::config(format!("write is '{write}'; it is 'through', 'selective' or 'back'"))
+            })?;
+        let (pool, gdn) = (kv.get().shared(), states.as_ref().map(|states| &states.get().pool));
+        let in_proportion = |slots: usize| (slots.saturating_mul(size)).div_ceil(pool.config().size).max(1);
+        let max_states = match (max_states, gdn) {
+            (Some(states), _) => args::size("max_states", states)?,
+            (None, gdn) => gdn.map_or(0, |gdn| in_proportion(gdn.config().max_track_slots)),
+        };
+        let page_lock_threads = page_lock_threads()?;
+        let config = HostTierConfig { size, max_states, write, pin_memory, page_lock_threads };
+        let backend: Arc<dyn Backend> = Arc::new(MappedHost::default());
+        let tier = Arc::new(py.detach(|| Tier::new(&config, pool, gdn, &backend))?);
+        Ok(BasePool::initializer("HostTier", Debug::OFF, Self { tier, kv, states }))
+    }
+
+    /// Waits, without the GIL, until all of the memory is page-locked or will not be.
+    ///
+    /// Args:
+    ///     timeout: Seconds; `None` for any time.
+    ///
+    /// Returns:
+    ///     Whether it is, within the time.
+    ///
+    /// Raises:
+    ///     ConfigError: If `timeout` is negative.
+    ///     DriverError: In a forked child.
+    #[pyo3(signature = (timeout=None))]
+    fn wait_registered(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
+        wait_in_slices(py, timeout, |timeout| self.tier.wait_registered(timeout))
+    }
+
+    /// Gives up all pages and snapshots. Those that are being copied keep their places until the copy is over.
+    fn clear(&self) {
+        self.tier.clear(None);
+    }
+
+    /// Checks every invariant of the tier.
+    ///
+    /// Raises:
+    ///     IndexOwnershipError: If a check fails, with a description.
+    fn verify(&self) -> PyResult<()> {
+        Ok(self.tier.verify()?)
+    }
+
+    /// Bytes of the memory.
+    fn mem_bytes(&self) -> usize {
+        self.tier.mem_bytes()
+    }
+
+    /// The pool of the K and V.
+    #[getter]
+    fn kv(&self, py: Python<'_>) -> Py<KvPool> {
+        self.kv.clone_ref(py)
+    }
+
+    /// The pool of states, if there is one.
+    #[getter]
+    fn states(&self, py: Python<'_>) -> Option<Py<GdnPool>> {
+        self.states.as_ref().map(|states| states.clone_ref(py))
+    }
+
+    /// Tokens that it was made for.
+    #[getter]
+    fn size(&self) -> usize {
+        self.tier.config().size
+    }
+
+    /// Snapshots of states that it has room for.
+    #[getter]
+    fn max_states(&self) -> usize {
+        self.tier.config().max_states
+    }
+
+    /// Whether the memory was to be page-locked.
+    #[getter]
+    fn pin_memory(&self) -> bool {
+        self.tier.config().pin_memory
+    }
+
+    /// When pages are copied there: "through", "selective" or "back".
+    #[getter]
+    fn write(&self) -> &'static str {
+        let write = self.tier.config().write;
+        WRITES.iter().find(|(_, known)| *known == write).map_or("", |(name, _)| name)
+    }
+
+    /// Bytes of K and V of a page.
+    #[getter]
+    fn page_bytes(&self) -> usize {
+        self.tier.page_bytes()
+    }
+
+    fn __repr__(&self) -> String {
+        let stats = self.tier.stats();
+        let of = |name| stats.get(name).unwrap_or(0);
+        format!(
+            "HostTier(size={}, pages={} of {}, write='{}')",
+            self.size(),
+            of("pages"),
+            of("capacity"),
+            self.write()
+        )
+    }
+
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        visit.call(&self.kv)?;
+        visit.call(&self.states)
+    }
+}
+
+/// Pages of a prefix that are on their way back from the tiers below the device, layer by layer. The lease that loads
+/// has them already. What uses a layer goes behind `wait_layer`.
+#[pyclass(frozen, module = "kvpool", name = "Load", weakref)]
+pub(super) struct Load {
+    pub(super) load: PoolLoad,
+    pub(super) device: Device,
+}
+
+#[pymethods]
+impl Load {
+    /// Tokens that it adds to the lease, 0 if there was nothing to load.
+    #[getter]
+    const fn length(&self) -> usize {
+        self.load.len()
+    }
+
+    const fn __len__(&self) -> usize {
+        self.load.len()
+    }
+
+    /// Orders the current stream behind the copies of a layer, of those before it, and of the state; the host does
+    /// not wait. Without a GPU, waits for them, without the GIL.
+    ///
+    /// Raises:
+    ///     DriverError: If the current stream is being captured.
+    ///     IndexError: If there is no such layer.
+    ///     RuntimeError: If the load was cancelled or failed before it.
+    fn wait_layer(&self, py: Python<'_>, layer: &Bound<'_, PyAny>) -> PyResult<()> {
+        let layer = args::count("layer", layer)?;
+        Ok(self.load.wait_layer(layer, current_stream(py, self.device)?)?)
+    }
+
+    /// Returns whether all is there. From then on other requests find it, too. Does not wait.
+    ///
+    /// Raises:
+    ///     RuntimeError: If it was cancelled or failed: the lease is as long as before, and the request computes.
+    fn query(&self, py: Python<'_>) -> PyResult<bool> {
+        Ok(self.load.query(current_stream(py, self.device)?)?)
+    }
+
+    /// Gives up what is not there yet: the lease is as long as before, and its slots are free when nothing is copied
+    /// there any more. Does nothing if all is there, or the lease was released.
+    ///
+    /// Raises:
+    ///     ConfigError: If a planner has the lease: its request uses the slots.
+    fn cancel(&self, py: Python<'_>) -> PyResult<()> {
+        Ok(self.load.cancel(current_stream(py, self.device)?)?)
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Load(length={})", self.load.len())
+    }
+}

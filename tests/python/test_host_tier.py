@@ -1,0 +1,844 @@
+"""HostTier and Lease.load: what comes back, when it may be used, what is short, and what goes first."""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+from typing import TYPE_CHECKING, Any
+
+import devices
+import pytest
+import torch
+from common import (
+    assert_refused_after_fork,
+    assert_steady,
+    failing,
+    needs_fork,
+    needs_statm,
+    on_stream,
+    some,
+    together,
+)
+from devices import here
+
+import kvpool
+from kvpool import (
+    BatchPlanner,
+    ConfigError,
+    GDNPool,
+    HostTier,
+    KVPool,
+    OutOfMemoryError,
+    PrefixCache,
+    ReqToTokenPool,
+    StaleBufferError,
+    TokenToKVPoolAllocator,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from software import Driver
+
+    from kvpool import Lease, Load
+
+LAYERS = 3
+SIZE = 64
+
+
+class Scene:
+    """A cache with host memory below, whose K, V and states tell their tokens."""
+
+    def __init__(  # noqa: PLR0913 - the options of a scene
+        self,
+        device: str,
+        page_size: int = 4,
+        *,
+        size: int = SIZE,
+        host: int = 256,
+        write: str = "through",
+        has_states: bool = False,
+        tracks: int = 4,
+        **options: Any,  # noqa: ANN401
+    ) -> None:
+        self.device = device
+        self.kv = KVPool(
+            size, LAYERS, 2, 4, device, torch.float32, v_head_num=1, v_head_dim=3, page_size=page_size
+        )
+        self.allocator = TokenToKVPoolAllocator(size, device, page_size, strict=True)
+        self.states = (
+            GDNPool(4, 2, 1, 2, 2, 4, 3, device, torch.float32, max_track_slots=tracks)
+            if has_states
+            else None
+        )
+        self.tier = HostTier(self.kv, host, states=self.states, write=write)
+        self.cache = PrefixCache(self.allocator, states=self.states, tiers=(self.tier,), **options)
+
+    def kv_of(self, tokens: Sequence[int], layer: int) -> list[torch.Tensor]:
+        """K and V of the last of these tokens."""
+        chance = random.Random(repr((list(tokens), layer)))  # noqa: S311
+        return [
+            torch.tensor([chance.random() for _ in range(8)]),
+            torch.tensor([chance.random() for _ in range(3)]),
+        ]
+
+    def rows(self, tokens: Sequence[int], begin: int, layer: int) -> list[torch.Tensor]:
+        """K and V of tokens from `begin` on."""
+        each = [self.kv_of(tokens[: end + 1], layer) for end in range(begin, len(tokens))]
+        k, v = zip(*each, strict=True) if each else ((torch.empty(0),), (torch.empty(0),))
+        return [torch.stack(k).view(-1, 2, 4), torch.stack(v).view(-1, 1, 3)]
+
+    def compute(self, lease: Lease, tokens: Sequence[int], *, state: int | None = None) -> kvpool.Published:
+        """Computes what is behind a lease, and publishes it."""
+        begin = lease.length
+        slots = some(self.allocator.alloc(len(tokens) - begin))
+        for layer in range(LAYERS if begin < len(tokens) else 0):
+            k, v = self.rows(tokens, begin, layer)
+            self.kv.set_kv_buffer(layer, slots, here(k), here(v))
+        if self.states is not None and state is not None:
+            self.states.recurrent_state[:, state] = float(sum(tokens))
+            self.states.conv_state[:, state] = float(-sum(tokens))
+        return lease.publish(tokens[begin:], slots, state=state)
+
+    def keep(self, tokens: Sequence[int], **options: Any) -> None:  # noqa: ANN401
+        """A request that computes a prompt, and ends."""
+        state = 1 if self.states is not None else None
+        with self.cache.match(tokens, **options) as lease:
+            self.compute(lease, tokens, state=state)
+
+    def settle(self) -> None:
+        """Waits for what is copied down."""
+        for _ in range(100_000):
+            self.cache.evictable_size()
+            if self.tier.stats()["arriving"] == 0:
+                return
+            time.sleep(0.0001)
+        raise AssertionError("copies end")
+
+    def forget(self, tokens: int = SIZE) -> int:
+        """Evicts from the device, when all is copied, and lets the rows have other contents."""
+        self.settle()
+        freed = self.cache.evict(tokens)
+        self.settle()
+        taken = self.allocator.alloc(self.allocator.available_size())
+        if taken is not None:
+            for layer in range(LAYERS):
+                count = taken.numel()
+                self.kv.set_kv_buffer(
+                    layer, taken, here(torch.full((count, 2, 4), -1.0)), here(torch.full((count, 1, 3), -1.0))
+                )
+            self.allocator.free(taken)
+        return freed
+
+    def check(self, lease: Lease, tokens: Sequence[int], layers: int = LAYERS) -> None:
+        """The first layers of a lease are those of its tokens."""
+        for layer in range(layers):
+            expected = self.rows(tokens[: lease.length], 0, layer)
+            found = self.kv.gather_kv(layer, lease.slots)
+            for one, other in zip(found, expected, strict=True):
+                assert torch.equal(one.cpu(), other)
+        if self.states is not None and lease.length:
+            lease.restore(2)
+            assert (self.states.recurrent_state[:, 2].cpu() == sum(tokens[: lease.length])).all()
+            assert (self.states.conv_state[:, 2].cpu() == -sum(tokens[: lease.length])).all()
+
+    def finish(self, load: Load) -> None:
+        for layer in range(LAYERS):
+            load.wait_layer(layer)
+        while not load.query():
+            pass
+
+    def verify(self) -> None:
+        self.allocator.verify()
+        self.cache.verify()
+        self.tier.verify()
+        stats = self.allocator.stats()
+        assert stats["available"] + stats["in_use"] == stats["capacity"]
+        assert stats["dropped_frees"] == 0
+
+    def end(self) -> None:
+        """Gives everything back: nothing is lost."""
+        gc.collect()
+        self.settle()
+        self.verify()
+        self.cache.clear()
+        self.settle()
+        for _ in range(100_000):
+            if self.allocator.available_size() == self.allocator.stats()["capacity"]:
+                break
+            time.sleep(0.0001)
+        assert self.allocator.available_size() == self.allocator.stats()["capacity"]
+        assert self.tier.stats()["pages"] == 0
+        assert self.states is None or self.states.stats()["in_use"] == 0
+        self.verify()
+
+
+def begin(lease: Lease) -> Load:
+    """A load, as soon as slots are free whose copies are not over."""
+    for _ in range(100_000):
+        if (load := lease.load()) is not None:
+            return load
+        time.sleep(0.0001)
+    raise AssertionError("copies end")
+
+
+PROMPT = list(range(100, 124))
+
+
+@pytest.mark.parametrize("has_states", [False, True])
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("write", ["through", "back"])
+def test_what_was_evicted_comes_back_layer_by_layer(
+    device: str, page_size: int, write: str, *, has_states: bool
+) -> None:
+    scene = Scene(device, page_size, write=write, has_states=has_states)
+    scene.keep(PROMPT)
+    assert scene.forget() == 24
+    assert (scene.cache.cached_size(), scene.tier.stats()["pages"]) == (0, 24 // page_size)
+    lease = scene.cache.match([*PROMPT, 1, 2], limit=25)
+    assert (lease.length, lease.loadable) == (0, 24)
+    load = some(lease.load())
+    assert (load.length, len(load), lease.length, lease.loadable) == (24, 24, 24, 0)
+    for layer in range(LAYERS):
+        load.wait_layer(layer)
+        scene.check(lease, PROMPT, layer + 1)
+    scene.finish(load)
+    scene.check(lease, PROMPT)
+    assert (scene.cache.stats()["loaded"], scene.cache.cached_size()) == (24, 24)
+    # It is found by others, and goes on.
+    again = scene.cache.match(PROMPT)
+    assert (again.length, again.loadable) == (24, 0)
+    assert torch.equal(again.slots.cpu(), lease.slots.cpu())
+    longer = [*PROMPT, 1, 2, 3, 4]
+    scene.compute(lease, longer, state=1 if has_states else None)
+    scene.check(lease, longer)
+    lease.release()
+    again.release()
+    scene.end()
+
+
+def test_pages_go_down_when_the_policy_says(device: str) -> None:
+    for write, after in (("through", (6, 6, 6)), ("selective", (0, 6, 6)), ("back", (0, 0, 6))):
+        scene = Scene(device, write=write)
+        scene.keep(PROMPT)
+        scene.settle()
+        published = scene.tier.stats()["pages"]
+        scene.cache.match(PROMPT).release()
+        scene.settle()
+        used = scene.tier.stats()["pages"]
+        assert scene.forget() == 24
+        assert (published, used, scene.tier.stats()["pages"]) == after
+        scene.end()
+
+
+@pytest.mark.cuda
+def test_a_slot_that_is_copied_when_it_is_evicted_is_free_behind_the_copy(driver: Driver) -> None:
+    with devices.on("cuda"):
+        scene = Scene("cuda", write="back")
+        scene.keep(PROMPT)
+        driver.run()
+        driver.set_patience(1 << 30)
+        assert scene.cache.evict(8) == 8
+        assert scene.allocator.available_size() == SIZE - 24
+        assert scene.allocator.alloc(SIZE - 16) is None
+        assert scene.allocator.stats()["fenced"] == 8
+        assert scene.cache.cached_size() == 16
+        driver.run()
+        taken = some(scene.allocator.alloc(SIZE - 16))
+        scene.allocator.free(taken)
+        driver.restore()
+        scene.end()
+
+
+def test_a_page_that_is_copied_down_is_not_reused_before(device: str) -> None:
+    # Evicted at once: the copies have hardly begun.
+    scene = Scene(device, size=16)
+    for number in range(40):
+        prompt = [number, *range(15)]
+        scene.keep(prompt)
+        scene.cache.evict(16)
+        taken = None
+        while taken is None:
+            taken = scene.allocator.alloc(16)
+        for layer in range(LAYERS):
+            scene.kv.set_kv_buffer(layer, taken, here(torch.zeros(16, 2, 4)), here(torch.zeros(16, 1, 3)))
+        scene.allocator.free(taken)
+        scene.settle()
+        lease = scene.cache.match(prompt)
+        assert lease.loadable == 16
+        scene.finish(some(lease.load()))
+        scene.check(lease, prompt)
+        lease.release()
+    scene.end()
+
+
+def test_a_limit_and_a_shortage(device: str) -> None:
+    scene = Scene(device)
+    scene.keep(PROMPT)
+    scene.forget()
+    lease = scene.cache.match(PROMPT)
+    assert some(lease.load(limit=0)).length == 0
+    assert some(lease.load(limit=3)).length == 0
+    taken = some(scene.allocator.alloc(SIZE - 8))
+    assert lease.load() is None
+    assert (lease.length, lease.loadable) == (0, 24)
+    load = some(lease.load(limit=11))
+    assert (load.length, lease.length) == (8, 8)
+    scene.finish(load)
+    scene.check(lease, PROMPT)
+    scene.allocator.free(taken)
+    # What is left is loaded by a later match.
+    lease.release()
+    later = scene.cache.match(PROMPT)
+    assert (later.length, later.loadable) == (8, 16)
+    scene.finish(some(later.load()))
+    scene.check(later, PROMPT)
+    nothing = some(later.load())
+    assert (nothing.length, nothing.query()) == (0, True)
+    nothing.wait_layer(0)
+    nothing.cancel()
+    later.release()
+    scene.end()
+
+
+def test_a_load_evicts_what_it_needs(device: str) -> None:
+    scene = Scene(device, size=32)
+    scene.keep(PROMPT)
+    scene.forget()
+    scene.keep(range(1000, 1032))
+    scene.settle()
+    lease = scene.cache.match(PROMPT)
+    scene.finish(begin(lease))
+    scene.check(lease, PROMPT)
+    lease.release()
+    scene.end()
+
+
+def test_two_requests_load_once(device: str) -> None:
+    scene = Scene(device)
+    scene.keep(PROMPT)
+    scene.forget()
+    first, second, third = (scene.cache.match(PROMPT) for _ in range(3))
+    loads = [some(first.load()), some(second.load()), some(third.load(limit=8))]
+    for load in loads:
+        scene.finish(load)
+    shared = torch.equal(first.slots.cpu(), second.slots.cpu())
+    for lease in (first, second, third):
+        scene.check(lease, PROMPT)
+    # On the CPU the first may have been there before the second began: it is found, then.
+    assert shared
+    assert (first.length, second.length, third.length) == (24, 24, 8)
+    assert scene.tier.stats()["loaded"] == 6
+    first.release()
+    scene.check(second, PROMPT)
+    second.release()
+    scene.cache.evict(SIZE)
+    scene.check(third, PROMPT)
+    third.release()
+    scene.end()
+
+
+@pytest.mark.parametrize("has_states", [False, True])
+def test_a_load_is_given_up(device: str, *, has_states: bool) -> None:
+    scene = Scene(device, has_states=has_states)
+    scene.keep(PROMPT)
+    scene.forget()
+    for end in ("cancel", "release", "drop", "finish"):
+        lease = scene.cache.match(PROMPT)
+        load = begin(lease)
+        if end == "cancel":
+            load.cancel()
+            assert lease.length in {0, 24}
+            load.cancel()
+            lease.release()
+            load.cancel()
+        elif end == "release":
+            lease.release()
+        elif end == "drop":
+            del lease
+        else:
+            scene.finish(load)
+            load.cancel()
+            assert lease.length == 24
+            scene.check(lease, PROMPT)
+            lease.release()
+        scene.forget()
+    scene.end()
+
+
+@pytest.mark.cuda
+def test_a_cancelled_load_gives_its_slots_back_behind_its_copies(driver: Driver) -> None:
+    with devices.on("cuda"):
+        scene = Scene("cuda")
+        scene.keep(PROMPT)
+        driver.run()
+        scene.forget()
+        driver.run()
+        driver.set_patience(1 << 30)
+        lease = scene.cache.match(PROMPT)
+        load = some(lease.load())
+        load.cancel()
+        assert (lease.length, scene.allocator.stats()["fenced"]) == (0, 24)
+        driver.run()
+        with pytest.raises(RuntimeError, match="24 tokens has ended early"):
+            load.query()
+        # The copies are over, the request computes.
+        assert scene.allocator.available_size() == SIZE
+        scene.compute(lease, PROMPT)
+        scene.check(lease, PROMPT)
+        driver.restore()
+        lease.release()
+        scene.end()
+
+
+@pytest.mark.cuda
+def test_layers_come_beside_the_calls_of_their_user(driver: Driver) -> None:
+    with devices.on("cuda"):
+        scene = Scene("cuda", page_size=1)
+        scene.keep(PROMPT)
+        driver.run()
+        scene.forget()
+        lease = scene.cache.match(PROMPT)
+        driver.run()
+        driver.set_patience(1 << 30)
+        driver.reset_calls()
+        stream = driver.stream()
+        load = some(lease.load())
+        # All layers are enqueued before the first is waited for; no call waits.
+        assert driver.calls("launch:kvpool_copy_pages") == LAYERS
+        assert driver.pending() >= LAYERS
+        waits = ("cuStreamSynchronize", "cuEventSynchronize", "cuMemAlloc_v2", "cuMemHostAlloc")
+        assert [driver.calls(name) for name in waits] == [0, 0, 0, 0]
+        with on_stream(stream):
+            load.wait_layer(0)
+            first = scene.kv.gather_kv(0, lease.slots)[0]
+            driver.run(stream)
+            # What lies behind layer 0 has run, layers 1 and 2 have not come.
+            assert driver.pending() >= LAYERS - 1
+            assert driver.pending(stream) == 0
+            del first
+            load.wait_layer(LAYERS - 1)
+        with pytest.raises(ConfigError, match="24 tokens of the lease are on their way"):
+            lease.publish([1, 2], some(scene.allocator.alloc(2)))
+        driver.run()
+        driver.restore()
+        scene.check(lease, PROMPT)
+
+
+@pytest.mark.cuda
+def test_what_follows_the_last_layer_on_its_stream_needs_no_query(driver: Driver) -> None:
+    with devices.on("cuda"):
+        scene = Scene("cuda")
+        scene.keep(PROMPT)
+        driver.run()
+        scene.forget()
+        driver.run()
+        driver.set_patience(1 << 30)
+        lease = scene.cache.match(PROMPT)
+        load = some(lease.load())
+        load.wait_layer(LAYERS - 1)
+        assert not load.query()
+        scene.compute(lease, [*PROMPT, 1, 2, 3, 4])
+        assert scene.cache.cached_len([*PROMPT, 1, 2, 3, 4]) == 28
+        scene.check(lease, [*PROMPT, 1, 2, 3, 4])
+        driver.restore()
+        lease.release()
+        scene.end()
+
+
+def test_a_planner_takes_a_lease_that_loads(device: str) -> None:
+    scene = Scene(device)
+    scene.keep(PROMPT)
+    scene.forget()
+    table = ReqToTokenPool(4, 40, device, strict=True)
+    planner = BatchPlanner(table, scene.allocator, 4, 64)
+    longer = [*PROMPT, 5, 6, 7]
+    [row] = some(table.alloc(1))
+    lease = scene.cache.match(longer, limit=26)
+    load = some(lease.load())
+    plan = some(planner.extend([row], [lease.length], [27], prefixes=[lease]))
+    with pytest.raises(ConfigError, match=r"24 tokens of the lease are on their way|request row 1 already"):
+        lease.load()
+    if not load.query():
+        with pytest.raises(ConfigError, match="row 1, which uses the pages"):
+            load.cancel()
+    slots = table.req_to_token[row, :27].clone()
+    assert torch.equal(slots[:24].cpu(), lease.slots.cpu())
+    for layer in range(LAYERS):
+        load.wait_layer(layer)
+        k, v = scene.rows(longer, 24, layer)
+        scene.kv.set_kv_buffer(layer, plan.out_cache_loc, here(k), here(v))
+        found = scene.kv.gather_kv(layer, slots)
+        for one, other in zip(found, scene.rows(longer, 0, layer), strict=True):
+            assert torch.equal(one.cpu(), other)
+    lease.publish(longer[24:], row=row)
+    [fork] = some(table.alloc(1))
+    some(planner.fork(row, fork, 27))
+    planner.finish([row, fork])
+    assert table.available_size() == 4
+    lease.release()
+    scene.end()
+
+
+def test_a_request_that_ends_while_it_loads(device: str) -> None:
+    scene = Scene(device, page_size=1)
+    scene.keep(PROMPT)
+    table = ReqToTokenPool(4, 40, device, strict=True)
+    planner = BatchPlanner(table, scene.allocator, 4, 64)
+    for length in (0, 7, 24):
+        scene.forget()
+        [row] = some(table.alloc(1))
+        lease = scene.cache.match(PROMPT)
+        load = begin(lease)
+        some(planner.extend([row], [24], [25], prefixes=[lease]))
+        if length:
+            planner.truncate([row], [length])
+            assert lease.length == length
+            scene.finish(load)
+            scene.check(lease, PROMPT)
+        planner.finish([row])
+        assert lease.released
+        del load
+    scene.end()
+
+
+def test_what_is_cleared_is_cleared_below(device: str) -> None:
+    scene = Scene(device, events=True)
+    for name in ("a", "b"):
+        scene.keep(PROMPT, namespace=name)
+    scene.settle()
+    scene.cache.clear("a")
+    assert scene.tier.stats()["pages"] == 6
+    scene.cache.evict(SIZE)
+    assert scene.cache.match(PROMPT, namespace="a").loadable == 0
+    assert scene.cache.match(PROMPT, namespace="b").loadable == 24
+    lease = scene.cache.match(PROMPT, namespace="b")
+    load = some(lease.load())
+    scene.allocator.clear()
+    # Nothing is written to slots that are free.
+    taken = some(scene.allocator.alloc(SIZE))
+    for layer in range(LAYERS):
+        scene.kv.set_kv_buffer(layer, taken, here(torch.ones(SIZE, 2, 4)), here(torch.ones(SIZE, 1, 3)))
+    time.sleep(0.01)
+    for layer in range(LAYERS):
+        assert (scene.kv.gather_kv(layer, taken)[0] == 1).all()
+    scene.allocator.free(taken)
+    with pytest.raises(StaleBufferError):
+        len(lease)
+    load.cancel()
+    assert scene.cache.match(PROMPT, namespace="b").loadable == 0
+    assert scene.tier.stats()["pages"] == 0
+    scene.keep(PROMPT)
+    scene.settle()
+    scene.tier.clear()
+    assert scene.tier.stats()["pages"] == 0
+    scene.end()
+
+
+def test_what_the_device_has_goes_last_and_beginnings_after_ends(device: str) -> None:
+    scene = Scene(device, size=32, host=32)
+    old, new = list(range(16)), list(range(500, 516))
+    scene.keep(old)
+    scene.settle()
+    scene.cache.evict(16)
+    scene.keep(new)
+    scene.settle()
+    assert (scene.tier.stats()["pages"], scene.tier.stats()["evicted"]) == (8, 0)
+    # One page more: the end of what the device has no more.
+    scene.keep([*new, 1, 2, 3, 4])
+    scene.settle()
+    assert scene.tier.stats()["evicted"] == 1
+    assert scene.cache.match(old).loadable == 12
+    assert scene.cache.evict(SIZE) == 20
+    assert scene.cache.match([*new, 1, 2, 3, 4]).loadable == 20
+    scene.end()
+
+
+def test_events_and_explanations_know_the_tier(device: str) -> None:
+    scene = Scene(device, events=True)
+    scene.keep(PROMPT)
+    scene.settle()
+    scene.cache.evict(8)
+    parts = [(part.begin, part.end, part.state) for part in scene.cache.explain([*PROMPT, 1])]
+    assert parts == [(0, 16, "device"), (16, 24, "host"), (24, 25, "page not full")]
+    events = scene.cache.events()
+    told = [(type(event).__name__, event.tier, len(event.pages)) for event in events]  # type: ignore[union-attr]
+    assert told == [("Stored", "device", 6), ("Stored", "host", 6), ("Removed", "device", 2)]
+    stored = [event for event in events if isinstance(event, kvpool.Stored)]
+    assert stored[0].pages == stored[1].pages
+    assert (stored[1].tokens, stored[1].parent) == (PROMPT, None)
+    scene.tier.clear()
+    parts = [(part.begin, part.end, part.state) for part in scene.cache.explain(PROMPT)]
+    assert parts == [(0, 16, "device"), (16, 24, "evicted")]
+    scene.end()
+
+
+def test_a_tier_has_room_for_states_in_proportion(device: str) -> None:
+    kv = KVPool(64, 1, 1, 2, device, torch.float32)
+    states = GDNPool(2, 1, 1, 2, 2, 2, 2, device, max_track_slots=3)
+    tier = HostTier(kv, 640, states=states)
+    assert (tier.max_states, tier.size, tier.write, tier.pin_memory) == (30, 640, "through", True)
+    assert (tier.kv, tier.states, tier.page_bytes) == (kv, states, 16)
+    assert HostTier(kv, 1, states=states, max_states=7).max_states == 7
+    assert HostTier(kv, 1).max_states == 0
+    assert tier.wait_registered(60)
+    assert tier.mem_bytes() >= 640 * 16
+
+
+def test_misuse_has_its_messages(device: str) -> None:
+    kv = KVPool(64, 2, 1, 2, device, torch.float32, page_size=4)
+    states = GDNPool(2, 1, 1, 2, 2, 2, 2, device, max_track_slots=3)
+    allocator = TokenToKVPoolAllocator(64, device, 4)
+    for make, words in (
+        (lambda: HostTier(kv, 3), "size 3 is less than a page of 4 tokens"),
+        (lambda: HostTier(kv, 0), "size is 0"),
+        (lambda: HostTier(kv, -1), "size is -1"),
+        (lambda: HostTier(kv, 64, write="twice"), "write is 'twice'; it is 'through', 'selective' or 'back'"),
+        (lambda: HostTier(kv, 64, max_states=2), "max_states is 2, but there are no states"),
+        (lambda: HostTier(kv, 64, states=states, max_states=0), "max_states is 0"),
+        (lambda: PrefixCache(allocator, tiers=[HostTier(kv, 8), HostTier(kv, 8)]), "2 tiers were given"),
+        (
+            lambda: PrefixCache(TokenToKVPoolAllocator(64, device, 2), tiers=[HostTier(kv, 8)]),
+            "the host tier is for 64 slots on .* in pages of 4, the allocator has 64 on .* in pages of 2",
+        ),
+        (
+            lambda: PrefixCache(TokenToKVPoolAllocator(68, device, 4), tiers=[HostTier(kv, 8)]),
+            "for 64 slots .* has 68",
+        ),
+        (lambda: PrefixCache(allocator, states=states, tiers=[HostTier(kv, 8)]), "the host tier has none"),
+        (lambda: PrefixCache(allocator, tiers=[HostTier(kv, 8, states=states)]), "the cache has none"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            make()
+    with pytest.raises(TypeError):
+        PrefixCache(allocator, tiers=[kv])  # type: ignore[list-item]
+    with pytest.raises(ConfigError, match="beyond 2147483647"):
+        HostTier(kv, 1 << 46)
+    with pytest.raises(OutOfMemoryError):
+        HostTier(KVPool(64, 64, 64, 128, device, page_size=64), (1 << 31) - 64)
+    tier = HostTier(kv, 64)
+    cache = PrefixCache(allocator, tiers=[tier])
+    with pytest.raises(ConfigError, match="belongs to another prefix cache"):
+        PrefixCache(allocator, tiers=[tier])
+    assert cache.tiers == (tier,)
+    lease = cache.match([1])
+    with pytest.raises(ConfigError, match="limit is -1"):
+        lease.load(limit=-1)
+    load = some(lease.load())
+    with pytest.raises(ConfigError, match="layer is -1"):
+        load.wait_layer(-1)
+    lease.release()
+    with pytest.raises(StaleBufferError):
+        lease.load()
+    del cache, lease
+    gc.collect()
+    # Pages stay for the next cache.
+    assert PrefixCache(allocator, tiers=[tier]).tiers == (tier,)
+
+
+def test_pages_outlive_their_cache(device: str) -> None:
+    scene = Scene(device)
+    scene.keep(PROMPT)
+    del scene.cache
+    gc.collect()
+    assert scene.allocator.available_size() == SIZE
+    assert scene.tier.stats()["pages"] == 6
+    scene.cache = PrefixCache(scene.allocator, tiers=[scene.tier])
+    lease = scene.cache.match(PROMPT)
+    assert lease.loadable == 24
+    scene.finish(some(lease.load()))
+    scene.check(lease, PROMPT)
+    lease.release()
+    scene.end()
+
+
+def test_many_threads_share_a_tier() -> None:
+    scene = Scene("cpu", page_size=2, size=128, host=512)
+    prompts = [[number // 4, number // 2, *range(number, number + 20)] for number in range(24)]
+
+    def work(thread: int) -> None:
+        chance = random.Random(thread)  # noqa: S311
+        for _ in range(60):
+            prompt = chance.choice(prompts)
+            with scene.cache.match(prompt) as lease:
+                load = lease.load() if chance.random() < 0.8 else None
+                if load is not None and chance.random() < 0.2:
+                    load.cancel()
+                elif load is not None:
+                    for layer in range(LAYERS):
+                        load.wait_layer(layer)
+                    found = scene.kv.gather_kv(1, lease.slots)
+                    expected = scene.rows(prompt[: lease.length], 0, 1)
+                    assert torch.equal(found[0], expected[0])
+                    assert torch.equal(found[1], expected[1])
+                if scene.allocator.available_size() > 40 or scene.cache.evict(40) >= 40:
+                    try:
+                        scene.compute(lease, prompt)
+                    except AssertionError:
+                        # Another thread was faster.
+                        continue
+
+    together(work)
+    assert scene.cache.stats()["loaded"] > 0
+    scene.end()
+
+
+@needs_fork
+def test_the_child_of_a_fork_computes_what_its_parent_loads() -> None:
+    scene = Scene("cpu")
+    scene.keep(PROMPT)
+    scene.forget()
+    lease = scene.cache.match(PROMPT)
+    load = some(lease.load())
+    scene.finish(load)
+
+    def is_wrong() -> bool:
+        # What had arrived is there; the child has threads of its own.
+        scene.check(lease, PROMPT)
+        scene.keep([7] * 8)
+        scene.settle()
+        return bool(scene.tier.stats()["pages"] != 8)
+
+    assert_refused_after_fork([], is_wrong)
+    lease.release()
+    scene.end()
+
+
+@needs_statm
+def test_memory_does_not_grow() -> None:
+    scene = Scene("cpu")
+    scene.keep(PROMPT)
+
+    def once() -> None:
+        scene.forget()
+        with scene.cache.match(PROMPT) as lease:
+            scene.finish(begin(lease))
+
+    assert_steady(once, 1 << 20)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("has_states", [False, True])
+@pytest.mark.parametrize("call", ["publish", "evict", "load", "wait", "cancel", "drop"])
+def test_a_driver_call_that_fails_loses_nothing(  # noqa: C901 - one call after the other
+    driver: Driver, call: str, *, has_states: bool
+) -> None:
+    with devices.on("cuda"):
+        failures = 0
+
+        def make() -> tuple[Scene, Lease, Load | None]:
+            scene = Scene("cuda", has_states=has_states, write="back" if call == "evict" else "through")
+            if call == "publish":
+                return scene, scene.cache.match(PROMPT), None
+            scene.keep(PROMPT)
+            driver.run()
+            if call == "evict":
+                return scene, scene.cache.match([1]), None
+            scene.forget()
+            lease = scene.cache.match(PROMPT)
+            return scene, lease, some(lease.load()) if call != "load" else None
+
+        scene, lease, load = make()
+        slots = some(scene.allocator.alloc(24))
+
+        def work() -> None:
+            nonlocal load
+            if call == "publish":
+                lease.publish(PROMPT, slots, state=1 if has_states else None)
+            elif call == "evict":
+                scene.cache.evict(8)
+            elif call == "load":
+                load = some(lease.load())
+            elif call == "wait":
+                some(load).wait_layer(0)
+            elif call == "cancel":
+                some(load).cancel()
+            else:
+                lease.release()
+
+        for error in failing(driver, work):
+            failures += error is not None
+            driver.run()
+            scene.verify()
+            if error is not None:
+                # It works again.
+                work()
+            if call in {"load", "wait"}:
+                scene.finish(some(load))
+                scene.check(lease, PROMPT)
+            if call != "publish":
+                scene.allocator.free(slots)
+            load = None
+            lease.release()
+            scene.end()
+            scene, lease, load = make()
+            slots = some(scene.allocator.alloc(24))
+        # What cannot be copied down is not found there; the call goes on.
+        is_told = call in {"load", "wait", "cancel"} or (call == "publish" and has_states)
+        assert (failures > 0) == is_told, failures
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("write", ["back", "selective"])
+def test_a_copy_down_is_behind_every_stream_that_published(driver: Driver, write: str) -> None:
+    with devices.on("cuda"):
+        scene = Scene("cuda", write=write)
+        one, two = driver.stream(), driver.stream()
+        with on_stream(one):
+            scene.keep(PROMPT)
+        driver.run()
+        driver.reset_calls()
+        with on_stream(two):
+            if write == "back":
+                scene.cache.evict(SIZE)
+            else:
+                scene.cache.match(PROMPT).release()
+        assert driver.calls("cuStreamWaitEvent") == 2
+        driver.run()
+        scene.forget()
+        lease = scene.cache.match(PROMPT)
+        scene.finish(some(lease.load()))
+        scene.check(lease, PROMPT)
+        lease.release()
+        scene.end()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("end", ["release", "drop", "clear"])
+def test_a_load_whose_lease_has_ended_is_not_there(driver: Driver, end: str) -> None:
+    with devices.on("cuda"):
+        scene = Scene("cuda")
+        scene.keep(PROMPT)
+        driver.run()
+        scene.forget()
+        driver.run()
+        driver.set_patience(1 << 30)
+        lease: Lease | None = scene.cache.match(PROMPT)
+        load = some(some(lease).load())
+        if end == "release":
+            some(lease).release()
+        elif end == "drop":
+            lease = None
+        else:
+            scene.allocator.clear()
+        assert not load.query()
+        driver.run()
+        with pytest.raises(RuntimeError, match="the load of 24 tokens has ended early"):
+            load.query()
+        driver.restore()
+
+
+def test_what_is_computed_again_goes_after_what_the_device_lacks(device: str) -> None:
+    scene = Scene(device, host=32)
+    new, old = list(range(16)), list(range(500, 516))
+    for prompt in (new, old):
+        scene.keep(prompt)
+        scene.settle()
+        scene.cache.evict(16)
+    scene.keep(new)
+    scene.settle()
+    scene.keep([7, 7, 7, 7])
+    scene.settle()
+    assert (scene.tier.stats()["evicted"], scene.cache.match(old).loadable) == (1, 12)
+    scene.end()
