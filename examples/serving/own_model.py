@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     # Arguments: the layer, and query, key and value as [tokens, heads, head_dim].
     Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+    WaitLayer = Callable[[int], object] | None
 
 VOCAB_SIZE, MAX_CONTEXT_LEN, MAX_REQS = 128, 96, 8
 LAYERS, HEADS, HEAD_DIM = 2, 4, 16
@@ -70,9 +71,9 @@ class PooledDecoder:
         """Do nothing: there is no state to reset."""
 
     @torch.no_grad()
-    def forward(self, token_ids: Tensor, plan: kvpool.BatchPlan) -> Tensor:
+    def forward(self, token_ids: Tensor, plan: kvpool.BatchPlan, wait_layer: WaitLayer = None) -> Tensor:
         """Return logits after the last token of each request."""
-        attention = PoolAttention(plan, self.kv)
+        attention = PoolAttention(plan, self.kv, wait_layer)  # a prefix may come from a tier, layer by layer
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             self.kv.set_kv_buffer(layer, plan.out_cache_loc, key, value)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 import zlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import devices
 import numpy as np
@@ -15,9 +16,9 @@ from kvpool import KVPool, ReqToTokenPool, TokenToKVPoolAllocator
 from kvpool.sampling import sample
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from kvpool import BatchPlan
+    from kvpool import BatchPlan, GDNPool
     from kvpool.serving import Engine, Request
 
 VOCAB = 50
@@ -30,16 +31,20 @@ def logits_after(tokens: Sequence[int]) -> torch.Tensor:
 
 
 class PoolReader:
-    """A model whose keys are its tokens: it reads all of a request's, and says what comes after them."""
+    """A model whose keys are its tokens: it reads all of a request's, and says what comes after them.
+
+    It reads them in each layer, whose keys say which one it is.
+    """
 
     vocab_size = VOCAB
-    gdn_pool = None
+    gdn_pool: GDNPool | None = None
+    layers = 1
 
     def __init__(self, size: int, max_reqs: int = 8, max_context_len: int = 128, page_size: int = 1) -> None:
         where = devices.current()
         self.allocator = TokenToKVPoolAllocator(size, where, page_size, strict=True)
         self.table = ReqToTokenPool(max_reqs, max_context_len, where, strict=True)
-        self.pool = KVPool(size, 1, 1, 1, where, torch.float32, page_size=page_size)
+        self.pool = KVPool(size, self.layers, 1, 1, where, torch.float32, page_size=page_size)
         self.batches: list[int] = []  # new tokens of each call
         self.fails_in: int | None = None
         self._fresh: set[int] = set()
@@ -48,11 +53,18 @@ class PoolReader:
         self._fresh = set(rows)
 
     def forward(self, token_ids: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
+        return self.read(token_ids, plan)
+
+    def read(
+        self, token_ids: torch.Tensor, plan: BatchPlan, wait_layer: Callable[[int], object] | None = None
+    ) -> torch.Tensor:
+        """The forward pass, of which each layer is read behind its arrival."""
         fresh, self._fresh = self._fresh, set()
         assert token_ids.dtype is torch.int64
         assert token_ids.device.type == devices.current()
         key = token_ids.to(torch.float32).view(-1, 1, 1)
-        self.pool.set_kv_buffer(0, plan.out_cache_loc, key, key)
+        for layer in range(self.layers):
+            self.pool.set_kv_buffer(layer, plan.out_cache_loc, key + layer * VOCAB, key)
         if self.fails_in is not None:
             self.fails_in -= 1
             if self.fails_in < 0:
@@ -62,17 +74,46 @@ class PoolReader:
         new = host.qo_indptr[1:] - host.qo_indptr[:-1]
         assert new.min() > 0
         assert {*host.req_pool_indices[host.seq_lens == new].tolist()} == fresh
-        page_size, logits = self.allocator.page_size, []
-        for request, seq_len in enumerate(host.seq_lens.tolist()):
-            pages = some(host.kv_indices)[host.kv_indptr[request] : host.kv_indptr[request + 1]]
-            slots = (pages[:, None] * page_size + np.arange(page_size)).flatten()[:seq_len]
-            tokens, _ = self.pool.gather_kv(0, slots)
-            logits.append(logits_after([int(token) for token in tokens.flatten().tolist()]))
-        return here(torch.stack(logits))
+        known: list[list[int]] = []
+        for layer in range(self.layers):
+            if wait_layer is not None:
+                wait_layer(layer)
+            found = [self._tokens(layer, plan, request) for request in range(len(host.seq_lens))]
+            known = known or found
+            assert found == known
+        self.note_tokens(plan, known)
+        return here(torch.stack([logits_after(tokens) for tokens in known]))
+
+    def note_tokens(self, plan: BatchPlan, tokens: list[list[int]]) -> None:
+        """All tokens of each request of a batch were read."""
+
+    def _tokens(self, layer: int, plan: BatchPlan, request: int) -> list[int]:
+        """The tokens of a request of a batch, as a layer has them."""
+        host, page_size = plan.host, self.allocator.page_size
+        pages = some(host.kv_indices)[host.kv_indptr[request] : host.kv_indptr[request + 1]]
+        slots = (pages[:, None] * page_size + np.arange(page_size)).flatten()[: host.seq_lens[request]]
+        keys, values = (x.flatten().tolist() for x in self.pool.gather_kv(layer, slots))
+        assert [key - layer * VOCAB for key in keys] == values
+        return [int(token) for token in values]
+
+
+def settle(engine: Engine) -> None:
+    """Waits for the copies to the tiers of an engine, and from there."""
+    cache, deadline = some(engine.prefix_cache), time.monotonic() + 30
+    arriving = [cast("dict[str, int]", tier.stats())["arriving"] for tier in cache.tiers]
+    while any(arriving) or engine.model.allocator.stats()["fenced"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.0005)
+        cache.obtainable_size()  # takes note of what is over
+        arriving = [cast("dict[str, int]", tier.stats())["arriving"] for tier in cache.tiers]
+    for tier in cache.tiers:
+        tier.verify()
 
 
 def is_whole(engine: Engine) -> bool:
     """Nothing runs, and only the prefix cache has slots."""
+    if engine.prefix_cache is not None and engine.prefix_cache.tiers:
+        settle(engine)
     allocator, table, cached = engine.model.allocator, engine.model.table, 0
     allocator.verify()
     if engine.prefix_cache is not None:

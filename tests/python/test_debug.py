@@ -26,6 +26,7 @@ from kvpool import (
     ChunkPool,
     ConfigError,
     GDNPool,
+    HostTier,
     IndexOwnershipError,
     KVPool,
     PagePool,
@@ -273,10 +274,11 @@ def test_an_owner_may_have_more_than_64_bits(debug: bool) -> None:
 
 def test_what_hands_nothing_out_has_no_leaks() -> None:
     kv = KVPool(8, 1, 1, 2, devices.current())
-    assert not kv.debug
-    for ask in (kv.leaks, kv.expect_balanced):
-        with pytest.raises(TypeError, match="a KVPool hands out no units"):
-            ask()
+    for pool in (kv, HostTier(kv, 8)):
+        assert not pool.debug
+        for ask in (pool.leaks, pool.expect_balanced):
+            with pytest.raises(TypeError, match=f"a {type(pool).__name__} hands out no units"):
+                ask()
 
 
 # What bad frees say.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import time
 import urllib.request
 from typing import TYPE_CHECKING, Any
 
 import devices
 import pytest
 import torch
+from common import some
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -17,6 +19,7 @@ from kvpool import (
     ChunkPool,
     DriverError,
     GDNPool,
+    HostTier,
     KVPool,
     PagePool,
     PrefixCache,
@@ -128,6 +131,48 @@ def test_the_numbers_of_prefix_caches() -> None:
     assert families["kvpool_slots_cached"].samples[-1].value == 13
 
 
+def test_the_numbers_of_host_tiers() -> None:
+    device = devices.current()
+    kv = KVPool(16, 2, 1, 2, device, torch.float32, page_size=4)
+    states = GDNPool(2, 1, 1, 2, 2, 4, 3, device, max_track_slots=3)
+    slots = TokenToKVPoolAllocator(16, device, 4)
+    tier = named(HostTier(kv, 32, states=states, max_states=5), "tier")
+    cache = named(PrefixCache(slots, states=states, tiers=(tier,)), "cache")
+
+    def values(of: str) -> dict[str, float]:
+        families = metrics.PoolCollector().collect()
+        samples = [sample for family in families for sample in family.samples if "le" not in sample.labels]
+        return {sample.name: sample.value for sample in samples if sample.labels["pool"] == of}
+
+    lease, new = cache.match(range(8)), slots.alloc(8)
+    lease.publish(range(8), new, state=1)
+    lease.release()
+    deadline = time.monotonic() + 30
+    while values("tier")["kvpool_host_arriving"]:
+        assert time.monotonic() < deadline
+        cache.evictable_size()
+    cache.evict(8)
+    lease = cache.match(range(8))
+    load = some(lease.load())
+    load.wait_layer(1)
+    assert load.length == 8
+    assert values("tier") == {
+        "kvpool_host_pages": 2,
+        "kvpool_host_pages_capacity": 8,
+        "kvpool_host_snapshots": 1,
+        "kvpool_host_snapshots_capacity": 5,
+        "kvpool_host_arriving": 0,
+        "kvpool_host_registered": 0 if device == "cpu" else 13,
+        "kvpool_host_written_total": 3,
+        "kvpool_host_loaded_total": 3,
+        "kvpool_host_evicted_total": 0,
+        "kvpool_host_skipped_total": 0,
+        "kvpool_host_failed_total": 0,
+        "kvpool_memory_bytes": tier.mem_bytes(),
+    }
+    assert values("cache")["kvpool_prefix_loaded_tokens_total"] == 8
+
+
 def test_every_number_of_a_pool_is_exported_or_describes_it(
     scrape: Callable[[], dict[Sample, float]],
 ) -> None:
@@ -138,6 +183,7 @@ def test_every_number_of_a_pool_is_exported_or_describes_it(
         TokenToKVPoolAllocator(16, device, 4),
         BufferPool(device),
         ChunkPool(5, (4,), "int8", device, pin_memory=False),
+        HostTier(KVPool(16, 1, 1, 2, device), 16),
         Workspace(device, 1 << 16),
     ):
         exported = [name for name, of in scrape() if of == pool.name]

@@ -65,6 +65,30 @@ def test_conversations_in_a_small_pool() -> None:
         assert row in result.stdout
 
 
+@pytest.mark.parametrize("model", CONFIGS)
+def test_evicted_conversations_come_back_from_host_memory(model: str) -> None:
+    small = ("--model", model, "--conversations", "6", "--pool-size", "384", "--page-size", "4")
+    computed = {}
+    for swap in ("load", "compute", "auto"):
+        result = invoke("--json", *small, "--host-tokens", "4096", "--swap", swap)
+        assert result.exit_code == 0, result.output
+        found = json.loads(result.stdout)
+        assert found["is_right"]
+        assert 0 < found["host_pages"] <= found["host_capacity"] == 1024
+        assert found["uncached"]["host_capacity"] == found["uncached"]["loaded_tokens"] == 0
+        if swap != "auto":
+            assert (found["loaded_tokens"] > 0) == (swap == "load")
+        computed[swap] = found["computed_tokens"]
+    assert computed["load"] < computed["compute"]
+
+
+def test_the_report_has_host_memory() -> None:
+    result = invoke("--requests", "12", "--per-step", "6", "--pool-size", "300", "--host-tokens", "2000")
+    assert result.exit_code == 0, result.output
+    for row in ("host memory", "of 2,000 pages", "loaded from there", "swap auto"):
+        assert row in result.stdout
+
+
 def test_the_command_streams_and_prints_a_report() -> None:
     result = invoke("--requests", "12", "--per-step", "6", "--pool-size", "300")
     assert result.exit_code == 0, result.output
@@ -126,6 +150,7 @@ def test_a_failed_check_ends_with_status_1(monkeypatch: pytest.MonkeyPatch) -> N
         (("--model", "gpt"), "'gpt' is none of qwen3, llama, qwen3-next"),
         (("--prefill-budget", "8"), "max_step_tokens is 8"),
         (("--pool-size", "16"), "the pool 16"),
+        (("--swap", "never"), "swap is 'never'; it is 'auto', 'load' or 'compute'"),
     ],
 )
 def test_the_command_reports_errors_in_one_line(arguments: tuple[str, ...], message: str) -> None:

@@ -21,6 +21,7 @@ from kvpool import (
     ChunkPool,
     ConfigError,
     GDNPool,
+    HostTier,
     KVPool,
     PagePool,
     ReqToTokenPool,
@@ -409,11 +410,13 @@ def test_pools_of_every_kind_and_size(tmp_path: Path, suffix: str) -> None:
 
 def test_all_living_pools_by_default(tmp_path: Path) -> None:
     pool, kv = slots(), KVPool(8, 1, 1, 2, devices.current())
+    tier = HostTier(kv, 8)
     path = tmp_path / "map.html"
     kvpool.snapshot(path)
     shown = {shown["name"] for shown in page_data(path)["pools"]}
     assert pool.name in shown
     assert kv.name not in shown
+    assert tier.name not in shown
 
 
 @pytest.mark.parametrize("name", ["map.pdf", "map", "map.HTM"])
@@ -424,8 +427,10 @@ def test_rejects_other_file_types(tmp_path: Path, name: str) -> None:
 
 
 def test_rejects_pools_without_units(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="a KVPool hands out no units"):
-        kvpool.snapshot(tmp_path / "map.html", KVPool(8, 1, 1, 2, devices.current()))
+    kv = KVPool(8, 1, 1, 2, devices.current())
+    for pool in (kv, HostTier(kv, 8)):
+        with pytest.raises(TypeError, match=f"a {type(pool).__name__} hands out no units"):
+            kvpool.snapshot(tmp_path / "map.html", pool)
 
 
 @pytest.mark.parametrize("device", ["cpu"], indirect=True)

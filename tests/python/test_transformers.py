@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import devices
 import pytest
@@ -26,7 +26,7 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from kvpool import BatchPlan, BatchPlanner, ConfigError, StaleBufferError
+from kvpool import BatchPlan, BatchPlanner, ConfigError, HostTier, PrefixCache, StaleBufferError
 from kvpool.integrations.transformers import PooledModel
 from kvpool.serving import Engine, Request, Sampling
 
@@ -245,6 +245,32 @@ def test_every_request_equals_the_model_alone(config: str, room: Room) -> None:
     assert (cache is not None and cache.stats()["evicted"] > 0) == (room == ROOMS["much too small"])
     assert stats["found_tokens"] >= room.found_tokens
     assert (stats["found_tokens"] > 0) == room.prefix_cache
+    assert is_whole(engine)
+
+
+@pytest.mark.parametrize("swap", ["load", "auto"])
+@pytest.mark.parametrize("config", ["qwen3", "gpt_oss", "qwen3_next"])
+def test_evicted_prefixes_come_back_layer_by_layer(config: str, swap: Literal["load", "auto"]) -> None:
+    pooled = PooledModel(a_model(config), 320, 24, 200, page_size=4, max_track_slots=8)
+    tier = HostTier(pooled.kv_pool, 4000, states=pooled.gdn_pool)
+    cache = PrefixCache(pooled.allocator, states=pooled.gdn_pool, tiers=(tier,))
+    engine = Engine(pooled, max_step_tokens=48, prefix_cache=cache, swap=swap)
+    served: list[tuple[Task, Request]] = []
+
+    def submit(task: Task, *later: Task) -> None:
+        def on_token(request: Request, _token: int) -> None:
+            if request.is_over and later:
+                submit(*later)
+
+        served.append((task, engine.submit(*task, on_token=on_token)))
+
+    for tasks in some_chats(config):
+        submit(*tasks)
+    engine.run()
+    assert [request.tokens for _, request in served] == alone(config, [task for task, _ in served])
+    stats = engine.stats()
+    assert stats["retractions"] > 0
+    assert stats["loaded_tokens"] > 0
     assert is_whole(engine)
 
 

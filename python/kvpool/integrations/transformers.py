@@ -136,7 +136,9 @@ class PooledModel:
             self.gdn_pool.reset_states(rows)
 
     @torch.no_grad()
-    def forward(self, token_ids: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
+    def forward(
+        self, token_ids: torch.Tensor, plan: BatchPlan, wait_layer: Callable[[int], object] | None = None
+    ) -> torch.Tensor:
         """Run the new tokens of a batch through the model.
 
         A model with attention only processes them in one call. Gated DeltaNet layers need requests with
@@ -146,6 +148,7 @@ class PooledModel:
         Args:
             token_ids: int64 `[T]` on the model's device: the new tokens, in the order of the plan.
             plan: The latest plan of a planner over `table` and `allocator`, with new tokens for each request.
+            wait_layer: Called with each layer of `kv_pool` before that is read, as in `PoolAttention`.
 
         Returns:
             `[B, vocab_size]`: logits after the last token of each request, a new tensor of the model's dtype.
@@ -159,7 +162,7 @@ class PooledModel:
             raise ConfigError(
                 f"token_ids has shape {tuple(token_ids.shape)}, the plan {plan.padded_num_tokens} new tokens"
             )
-        attention = PoolAttention(plan, self.kv_pool)
+        attention = PoolAttention(plan, self.kv_pool, wait_layer)
         found = sum(len(group.requests) for group in attention.groups)
         if found == 0 or found != plan.padded_batch_size:
             raise ConfigError(

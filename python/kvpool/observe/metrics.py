@@ -14,8 +14,9 @@ which neither waits for a GPU nor visits single units: it costs microseconds per
 
 Names follow the conventions of Prometheus: `kvpool_slots_in_use`, `kvpool_chunks_available` and so on are
 gauges that count units of the pool (`Pool.unit`), `kvpool_..._bytes` are gauges in bytes, and
-`kvpool_..._total` are counters. Those of a prefix cache begin with `kvpool_prefix_` and count tokens. Each
-has the labels `pool` (`Pool.name`, which you can set), `class` and `device`.
+`kvpool_..._total` are counters. Those of a prefix cache begin with `kvpool_prefix_` and count tokens, those
+of a host tier with `kvpool_host_` and count pages and snapshots of states. Each has the labels `pool`
+(`Pool.name`, which you can set), `class` and `device`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvpool._kvpool import PrefixCache
+from kvpool._kvpool import HostTier, PrefixCache
 from kvpool.errors import KvPoolError
 from kvpool.observe.registry import pools
 
@@ -84,6 +85,7 @@ _COUNTERS = {
     "published": ("kvpool_prefix_published_tokens", "Tokens published"),
     "duplicates": ("kvpool_prefix_duplicate_tokens", "Tokens that others had published in between"),
     "evicted": ("kvpool_prefix_evicted_tokens", "Tokens evicted"),
+    "loaded": ("kvpool_prefix_loaded_tokens", "Tokens that came back from the tier below"),
 }
 
 # Of a prefix cache: key, name and help.
@@ -93,6 +95,22 @@ _CACHES = {
     "locked": ("kvpool_prefix_locked_tokens", "Cached tokens with a lease"),
     "nodes": ("kvpool_prefix_nodes", "Nodes of the tree of prefixes"),
     "snapshots": ("kvpool_prefix_snapshots", "Snapshots of states"),
+}
+# Of a host tier, whose pages and snapshots are pieces: key, name and help.
+_TIERS = {
+    "pages": ("kvpool_host_pages", "Pages in host memory"),
+    "capacity": ("kvpool_host_pages_capacity", "Pages that host memory has room for"),
+    "states": ("kvpool_host_snapshots", "Snapshots of states in host memory"),
+    "state_capacity": ("kvpool_host_snapshots_capacity", "Snapshots that host memory has room for"),
+    "arriving": ("kvpool_host_arriving", "Pages and snapshots that are being copied to host memory"),
+    "registered": ("kvpool_host_registered", "Pages and snapshots whose place is page-locked"),
+}
+_TIER_COUNTERS = {
+    "written": ("kvpool_host_written", "Pages and snapshots copied to host memory"),
+    "loaded": ("kvpool_host_loaded", "Pages and snapshots copied back"),
+    "evicted": ("kvpool_host_evicted", "Pages and snapshots given up for others"),
+    "skipped": ("kvpool_host_skipped", "Pages and snapshots not copied, as copies used every place"),
+    "failed": ("kvpool_host_failed", "Pages and snapshots whose copy failed"),
 }
 _AGES = (
     "kvpool_prefix_eviction_age_tokens",
@@ -138,12 +156,14 @@ def _buckets(counts: list[int]) -> list[tuple[str, float]]:
 
 def _family(pool: Pool, key: str) -> GaugeMetricFamily | CounterMetricFamily | None:
     """The metric family of one statistic; None for a statistic that only describes the pool."""
-    if key in _COUNTERS:
-        return CounterMetricFamily(*_COUNTERS[key], labels=_LABELS)
+    counters = _TIER_COUNTERS if isinstance(pool, HostTier) else _COUNTERS
+    if key in counters:
+        return CounterMetricFamily(*counters[key], labels=_LABELS)
     if key in _BYTES:
         return GaugeMetricFamily(*_BYTES[key], labels=_LABELS)
-    if isinstance(pool, PrefixCache):
-        return GaugeMetricFamily(*_CACHES[key], labels=_LABELS) if key in _CACHES else None
+    if isinstance(pool, PrefixCache | HostTier):
+        gauges = _TIERS if isinstance(pool, HostTier) else _CACHES
+        return GaugeMetricFamily(*gauges[key], labels=_LABELS) if key in gauges else None
     # Units of a pool that hands out none are counted by the pool that does.
     if key not in _UNITS or not pool._hands_out:  # noqa: SLF001 - of this package
         return None

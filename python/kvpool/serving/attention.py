@@ -19,6 +19,8 @@ import torch.nn.functional as F  # noqa: N812 - PyTorch's own abbreviation
 from kvpool.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvpool._kvpool import BatchPlan, KVPool
 
 __all__ = ["AttentionGroup", "PoolAttention", "plain_attention"]
@@ -38,6 +40,8 @@ class PoolAttention:
     Args:
         plan: The batch, of a planner with a block table.
         kv_pool: The pool of K and V, on the planner's device and with its page size.
+        wait_layer: Called with each layer before it is read, such as `kvpool.Load.wait_layer` for a prefix
+            that comes back from the tier below.
 
     Attributes:
         kv_pool: The pool.
@@ -48,7 +52,9 @@ class PoolAttention:
         StaleBufferError: If the planner has made another plan since.
     """
 
-    def __init__(self, plan: BatchPlan, kv_pool: KVPool) -> None:
+    def __init__(
+        self, plan: BatchPlan, kv_pool: KVPool, wait_layer: Callable[[int], object] | None = None
+    ) -> None:
         if plan.block_table is None:
             raise ConfigError("the planner has no block table (block_table=False), which attention needs")
         if kv_pool.k_head_num != kv_pool.v_head_num:
@@ -56,7 +62,7 @@ class PoolAttention:
                 f"a key has {kv_pool.k_head_num} heads, a value {kv_pool.v_head_num}; they must be equal"
             )
         self.kv_pool = kv_pool
-        self.groups = [AttentionGroup(plan, kv_pool, requests) for requests in _group(plan)]
+        self.groups = [AttentionGroup(plan, kv_pool, requests, wait_layer) for requests in _group(plan)]
 
     def __call__(  # noqa: PLR0913 - the options of models
         self,
@@ -123,7 +129,13 @@ class AttentionGroup:
         extend_len: New tokens of each request.
     """
 
-    def __init__(self, plan: BatchPlan, kv_pool: KVPool, requests: list[int]) -> None:
+    def __init__(
+        self,
+        plan: BatchPlan,
+        kv_pool: KVPool,
+        requests: list[int],
+        wait_layer: Callable[[int], object] | None = None,
+    ) -> None:
         if plan.block_table is None:
             raise ConfigError("attention over pages needs a planner with block_table=True")
         device = plan.block_table.device
@@ -133,6 +145,7 @@ class AttentionGroup:
         self.tokens = (starts[:, None] + torch.arange(self.extend_len)).flatten().to(device)
         self.requests = torch.tensor(requests, device=device)
         self._kv_pool = kv_pool
+        self._wait_layer = wait_layer
         self._kv_len = int(seq_lens.max())
         # All tokens are new, so that PyTorch's own causal mask applies.
         self._is_square = len(requests) == 1 and self._kv_len == self.extend_len
@@ -170,6 +183,8 @@ class AttentionGroup:
             `[n * extend_len, heads, v_head_dim]`, a new tensor.
         """
         n, heads, groups = len(self.requests), query.shape[1], self._kv_pool.k_head_num
+        if self._wait_layer is not None:
+            self._wait_layer(layer_id)
         self._gathered = self._kv_pool.gather_kv(layer_id, self._slots, self._gathered)
         keys, values = (
             x.view(n, self._kv_len, groups, -1).transpose(1, 2).to(query.dtype) for x in self._gathered

@@ -4,6 +4,7 @@ Each step runs one batch of the scheduler through the model, and samples a token
 are all computed. A prefix cache keeps the full pages of finished and retracted requests until their slots are
 needed: a request that begins like one of them, such as the next turn of a conversation, starts behind what
 they have in common. A retracted request computes again what was evicted meanwhile; its output stays the same.
+With a tier below the cache, what was evicted comes back from there, layer by layer, where that is cheaper.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from __future__ import annotations
 from collections import deque
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from inspect import GEN_SUSPENDED, getgeneratorstate
+from inspect import GEN_SUSPENDED, getgeneratorstate, signature
 from itertools import islice
 from operator import length_hint
+from time import perf_counter
 from typing import TYPE_CHECKING, Protocol
 from weakref import ref
 
@@ -23,13 +25,15 @@ from kvpool._kvpool import BatchPlanner, PrefixCache
 from kvpool.errors import ConfigError
 from kvpool.serving.sampling import Sampling, sample
 from kvpool.serving.scheduler import Scheduler
+from kvpool.serving.swap import Arrivals, LoadError, Swap
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
-    from kvpool._kvpool import BatchPlan, GDNPool, Lease, ReqToTokenPool, TokenToKVPoolAllocator
+    from kvpool._kvpool import BatchPlan, GDNPool, Lease, Load, ReqToTokenPool, TokenToKVPoolAllocator
     from kvpool.serving.scheduler import State, Step
+    from kvpool.serving.swap import SwapMode
 
 __all__ = ["Engine", "Model", "Request", "Sampling"]
 
@@ -55,7 +59,13 @@ class Model(Protocol):
         """Reset the state of these request rows, for requests that start at their first token."""
 
     def forward(self, token_ids: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
-        """Logits `[B, vocab_size]` after the last of each request's new tokens, int64 `[T]`."""
+        """Logits `[B, vocab_size]` after the last of each request's new tokens, int64 `[T]`.
+
+        It may have a third parameter, `wait_layer: Callable[[int], object] | None = None`, to call with each
+        layer of the pool of K and V before that is read (`PoolAttention` takes it). Then the later layers of
+        a prefix come back from the tier below while the earlier ones compute. Without the parameter, all
+        layers have arrived before the call.
+        """
 
 
 @dataclass(eq=False)
@@ -91,6 +101,7 @@ class Request:
     row: int = 0
     cached: int = 0
     lease: Lease | None = None
+    load: Load | None = None
     # What is left to call `on_token` with.
     untold: Iterator[int] = field(init=False, repr=False)
 
@@ -133,7 +144,9 @@ class Engine:
         model: The model and its pools.
         max_step_tokens: The most new tokens in a step, of prompts and of requests that decode.
         prefix_cache: Whether prompts start behind what is cached of them; or a cache of the model's allocator
-            and states.
+            and states, with a tier below (`tiers`) if what is evicted shall come back.
+        swap: What happens to the part of a prefix that only the tier has: "load" brings it back, "compute"
+            computes it again, and "auto" does what takes less time, as measured. The tokens are the same.
 
     Attributes:
         model: The model.
@@ -141,11 +154,17 @@ class Engine:
         prefix_cache: The prefix cache, if there is one.
 
     Raises:
-        ConfigError: If `max_step_tokens` is too small for all requests of the table to decode in one step.
+        ConfigError: If `max_step_tokens` is too small for all requests of the table to decode in one step, or
+            `swap` is none of these.
     """
 
     def __init__(
-        self, model: Model, max_step_tokens: int = 512, *, prefix_cache: bool | PrefixCache = True
+        self,
+        model: Model,
+        max_step_tokens: int = 512,
+        *,
+        prefix_cache: bool | PrefixCache = True,
+        swap: SwapMode = "auto",
     ) -> None:
         if max_step_tokens < model.table.size:
             raise ConfigError(
@@ -157,14 +176,18 @@ class Engine:
         if prefix_cache is True:
             prefix_cache = PrefixCache(model.allocator, states=model.gdn_pool)
         self.prefix_cache: PrefixCache | None = prefix_cache or None
-        self._scheduler: Scheduler[Request] = Scheduler(planner, self.prefix_cache)
+        self._swap = Swap(swap)
+        self._scheduler: Scheduler[Request] = Scheduler(planner, self.prefix_cache, self._swap.pays)
+        tiers = () if self.prefix_cache is None else self.prefix_cache.tiers
+        self._layers = tiers[0].kv.layer_num if tiers else 0  # that may come back
+        self._overlaps = "wait_layer" in signature(model.forward).parameters
         self._capacity = model.allocator.stats()["capacity"]
         self._undelivered: deque[Request] = deque()  # those that may have tokens not yet passed to callbacks
         self._is_torn = False  # whether a change of the scheduler has begun and not ended
         # That change, as long as its `with` is left neither regularly nor by an exception.
         self._change: Callable[[], Generator[None] | None] = lambda: None
         self._counts = dict.fromkeys(
-            ("aborted", "steps", "computed_tokens", "found_tokens", "generated_tokens"), 0
+            ("aborted", "steps", "computed_tokens", "found_tokens", "loaded_tokens", "generated_tokens"), 0
         )
 
     def submit(  # noqa: PLR0913 - the options of a request
@@ -277,13 +300,25 @@ class Engine:
             ConfigError: From within the model, in the middle of a step.
             OutOfMemoryError: If slots with other owners leave no room for any request.
             Exception: Any exception of the model or a callback. If a batch fails, what runs is retracted; the
-                next step calls the remaining callbacks.
+                next step calls the remaining callbacks. A load that fails raises nothing: what runs is
+                retracted, and the next step computes.
         """
         self._deliver()
-        with self._changing():
-            step = self._scheduler.plan()
-            if step is not None:
-                self._extend(self._forward(step))
+        try:
+            with self._changing():
+                begin, waits = perf_counter(), self._scheduler.waits
+                step = self._scheduler.plan()
+                if step is not None:
+                    chunk_tokens, loaded = step.chunk_tokens, sum(load.length for load in step.loads)
+                    tokens = self._forward(step)
+                    self._extend(tokens)
+                    if self._layers and waits == self._scheduler.waits:
+                        seconds = perf_counter() - begin
+                        # The host has waited for the logits of those that got a token.
+                        self._swap.note_step(seconds, chunk_tokens, loaded, is_over=bool(tokens))
+        except LoadError:
+            # What ran is retracted. The next step computes what did not come.
+            return True
         self._deliver()
         return not self._scheduler.is_idle
 
@@ -323,9 +358,10 @@ class Engine:
 
         `running`, `waiting`, `finished` and `aborted` requests, `retractions`, `steps`, `computed_tokens`
         (those recomputed after a retraction included), `found_tokens` (of prefixes that were cached when a
-        request was admitted), `generated_tokens`, and slots: `in_use` by requests and `cached`, which
-        requests may use as well, of `capacity`. A step that an exception has ended may be missing from the
-        cumulative ones.
+        request was admitted), `loaded_tokens` (those of them that came back from the tier below),
+        `generated_tokens`, and slots: `in_use` by requests, or by a copy to or from the tier, and `cached`,
+        which requests may use as well, of `capacity`. A step that an exception has ended may be missing from
+        the cumulative ones.
         """
         scheduler, cache, allocator = self._scheduler, self.prefix_cache, self.model.allocator
         obtainable = allocator.available_size() if cache is None else cache.obtainable_size()
@@ -342,19 +378,28 @@ class Engine:
 
     def _forward(self, step: Step[Request]) -> list[tuple[Request, int]]:
         """Run the model, and sample a token for each request whose tokens are all computed now."""
-        batch, ends = step.requests, step.ends
+        batch, ends, loads = step.requests, step.ends, step.loads
+        arrivals = Arrivals(loads, self._layers, self._scheduler.note_load_failed)
         self.model.start([request.row for request in step.started if request.cached == 0])
         for request in step.started:
             if request.lease is not None and self.model.gdn_pool is not None:
+                arrivals.wait_layer(0)  # states come before it
                 request.lease.restore(request.row)
         new = [t for r, end in zip(batch, ends, strict=True) for t in r.between(r.cached, end)]
         token_ids = torch.tensor(new, device=self._scheduler.planner.device)
-        logits = self.model.forward(token_ids, step.plan)
+        forward: Callable[..., torch.Tensor] = self.model.forward
+        if self._overlaps:
+            logits = forward(token_ids, step.plan, wait_layer=arrivals.wait_layer)
+        else:
+            arrivals.wait()
+            logits = forward(token_ids, step.plan)
+        arrivals.wait()
         ready = [i for i, r in enumerate(batch) if ends[i] == r.seq_len]
         picked = sample(logits[ready], [(batch[i].sampling, batch[i].seq_len) for i in ready])
         self._counts["steps"] += 1
         self._counts["computed_tokens"] += len(new)
         self._counts["found_tokens"] += sum(request.prefix_len for request in step.started)
+        self._counts["loaded_tokens"] += sum(load.length for load in loads)
         self._scheduler.note_computed(step)
         return [(batch[i], token) for i, token in zip(ready, picked, strict=True)]
 
@@ -394,6 +439,7 @@ class Engine:
         try:
             yield
         except BaseException:
+            self._swap.drop_open()
             self._scheduler.retract_all()
             self._is_torn = False
             raise

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from functools import partial
+from time import monotonic, sleep
 from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeAlias, TypeVar
 
-from kvpool.errors import IndexOwnershipError, OutOfMemoryError
+from kvpool.errors import ConfigError, IndexOwnershipError, OutOfMemoryError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from kvpool._kvpool import BatchPlan, BatchPlanner, Lease, PrefixCache
+    from kvpool._kvpool import BatchPlan, BatchPlanner, Lease, Load, PrefixCache
 
 State: TypeAlias = Literal["waiting", "running", "finished", "aborted"]
 
@@ -20,6 +21,10 @@ _SNAPSHOT_TOKENS = 64
 """Tokens from one snapshot of a decoding request's state to the next; each takes a track slot."""
 _WORTH_WAITING = 32
 """Tokens that a running request computes, for which one that begins alike waits to find them cached."""
+_NAP_S = 0.0002
+"""Between two looks at whether a copy is over."""
+_PATIENCE_S = 10.0
+"""How long a step waits for copies before it makes room in other ways."""
 
 
 class Schedulable(Protocol):
@@ -32,6 +37,7 @@ class Schedulable(Protocol):
         cached: Number of tokens with slots, while running.
         prefix_len: Number of tokens that were found in the prefix cache at its admission, while running.
         lease: Its lease of the prefix cache, while running with one.
+        load: What comes back of its prefix from the tier below, up to the end of its first step.
     """
 
     state: State
@@ -40,6 +46,7 @@ class Schedulable(Protocol):
     cached: int
     prefix_len: int
     lease: Lease | None
+    load: Load | None
 
     @property
     def seq_len(self) -> int:
@@ -62,6 +69,7 @@ class Schedulable(Protocol):
 
 
 R = TypeVar("R", bound=Schedulable)
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -80,6 +88,16 @@ class Step(Generic[R]):
     started: list[R]
     plan: BatchPlan
 
+    @property
+    def loads(self) -> list[Load]:
+        """What comes back of the prefixes of `started`: what reads a layer goes behind `Load.wait_layer`."""
+        return [request.load for request in self.started if request.load is not None]
+
+    @property
+    def chunk_tokens(self) -> int:
+        """The new tokens, without one for each request."""
+        return sum(end - r.cached - 1 for r, end in zip(self.requests, self.ends, strict=True))
+
 
 class Scheduler(Generic[R]):
     """Continuous batching: a token for each request that decodes, and prompt chunks up to a budget.
@@ -92,11 +110,17 @@ class Scheduler(Generic[R]):
     begins like one whose prompt is being computed waits for that. If the cache has states, chunks end at a
     page where possible, so that a snapshot can be kept there.
 
+    What a tier below the cache has of a prefix comes back while the first step of its request runs, if that
+    pays. Slots that are copied are free when the copy is over: a step leaves out the youngest requests
+    meanwhile rather than retract them, and waits only if it has room for none.
+
     If an exception ends a call early, such as an interrupt, call `retract_all` before the next.
 
     Args:
         planner: The planner over the pools, for the exclusive use of this scheduler.
         cache: A prefix cache of the planner's allocator.
+        pays_to_load: Whether to load so many tokens of a prefix from the tier below, in place of computing
+            them; by default always.
 
     Attributes:
         planner: The planner.
@@ -107,18 +131,32 @@ class Scheduler(Generic[R]):
         running: The requests with a row, oldest first. Only the last may have several steps of its prompt
             left.
         released: By state, the number of requests that came to it from running.
+        waits: How often `plan` has waited for a copy.
     """
 
-    def __init__(self, planner: BatchPlanner, cache: PrefixCache | None = None) -> None:
+    def __init__(
+        self,
+        planner: BatchPlanner,
+        cache: PrefixCache | None = None,
+        pays_to_load: Callable[[int], bool] = lambda _: True,
+    ) -> None:
         self.planner = planner
         self.cache = cache
         self.max_step_tokens = planner.max_tokens
         self.waiting: deque[R] = deque()
         self.running: list[R] = []
         self.released: dict[State, int] = {"waiting": 0, "finished": 0, "aborted": 0}
+        self.waits = 0
         # Rows that no request has: one is about to start, or some are about to be freed.
         self._spare: list[list[int]] = []
         self._too_long: R | None = None
+        self._tier = None if cache is None else next(iter(cache.tiers), None)
+        self._pays_to_load = pays_to_load
+        # Whether the first in the queue waits for the slots of its load, and whether loads are tried at all:
+        # after one that failed only when a step was computed.
+        self._is_held_back, self._tries_loads = False, True
+        # Whether copies held slots when the last call was short of them.
+        self._lacks_copied = False
         self._extend, self._finish = planner.extend, planner.finish
         self._table, self._alloc_row = planner.req_to_token_pool, planner.req_to_token_pool.alloc
         self._allocator, self._page_size = planner.allocator, planner.page_size
@@ -148,24 +186,29 @@ class Scheduler(Generic[R]):
             OutOfMemoryError: If slots with other owners leave no room for any request.
         """
         self._admit()
-        while self.running:
-            batch, ends, left = [], [], self.max_step_tokens
-            for request in self.running:
-                if left == 0:
+        patience = monotonic() + _PATIENCE_S
+        while self.running or self._is_held_back:
+            batch = self.running
+            while batch:
+                step = self._with_slots(partial(self._step_of, batch))
+                if step is not None:
+                    self._evict_ahead(step)
+                    return step
+                if not self._lacks_copied:
                     break
-                cached, seq_len = request.cached, request.seq_len
-                end = seq_len if seq_len - cached <= left else cached + left
-                if self._has_states and cached + 1 < end:
-                    end = self._snapshot_end(request, end)
-                batch.append(request)
-                ends.append(end)
-                left -= end - cached
-            started = [r for r in batch if r.cached == r.prefix_len]
-            leases = [r.lease if r.cached == r.prefix_len else None for r in batch]
-            rows, begins = [r.row for r in batch], [r.cached for r in batch]
-            plan = self._extend(rows, begins, ends, prefixes=leases if started else None)
-            if plan is not None:
-                return Step(batch, ends, started, plan)
+                # The oldest go on.
+                batch = batch[: len(batch) * 3 // 4]
+            if not batch:
+                # Copies hold the slots that are missing.
+                if monotonic() < patience:
+                    self.waits += 1
+                    sleep(_NAP_S)
+                else:
+                    self._tries_loads = False
+                if not self.running:
+                    self._admit()
+                if monotonic() < patience or not self.running:
+                    continue
             youngest = self.running[-1]
             self.waiting.appendleft(youngest)
             self.release([youngest], "waiting")
@@ -177,13 +220,89 @@ class Scheduler(Generic[R]):
             )
         return None
 
+    def _step_of(self, requests: list[R]) -> Step[R] | None:
+        """A step of running requests, as far as the budget lasts; `None` if there are not enough slots."""
+        batch, ends, left = [], [], self.max_step_tokens
+        for request in requests:
+            if left == 0:
+                break
+            cached, seq_len = request.cached, request.seq_len
+            end = seq_len if seq_len - cached <= left else cached + left
+            if self._has_states and cached + 1 < end:
+                end = self._snapshot_end(request, end)
+            batch.append(request)
+            ends.append(end)
+            left -= end - cached
+        started = [r for r in batch if r.cached == r.prefix_len]
+        leases = [r.lease if r.cached == r.prefix_len else None for r in batch]
+        rows, begins = [r.row for r in batch], [r.cached for r in batch]
+        try:
+            plan = self._extend(rows, begins, ends, prefixes=leases if started else None)
+        except ConfigError:
+            # A load that has failed has shortened its lease.
+            if not any(map(self._falls_short, started)):
+                raise
+            return self._step_of(requests)
+        return None if plan is None else Step(batch, ends, started, plan)
+
+    def _falls_short(self, request: R) -> bool:
+        """Whether the load of a request that has not run has failed; then it starts behind what it has."""
+        lease = request.lease
+        if request.load is None or lease is None or lease.length == request.prefix_len:
+            return False
+        request.load = None
+        request.prefix_len = request.cached = lease.length
+        return True
+
+    def _with_slots(self, call: Callable[[], T | None]) -> T | None:
+        """The result of a call that needs slots, `None` if there are not enough: `_lacks_copied` says why."""
+        self._lacks_copied = False
+        if self._tier is None:
+            return call()
+        while True:
+            before, result = self._allocator.available_size(), call()
+            if result is not None:
+                return result
+            if self._coming_slots():
+                self._lacks_copied = True
+                return None
+            # A copy that was over by now may have held what was missing.
+            if self._allocator.available_size() <= before:
+                return None
+
+    def _coming_slots(self) -> int:
+        """Slots that are free when copies to the tier below, or from there, are over."""
+        return 0 if self._tier is None else self._allocator.stats()["fenced"]
+
+    def _evict_ahead(self, step: Step[R]) -> None:
+        """Evict what the next step needs, if it is copied down first: the copies run beside this step."""
+        if self._tier is None or self._tier.write != "back":
+            return
+        begins = {request: request.cached for request in self.running}
+        begins.update(zip(step.requests, step.ends, strict=True))
+        pages = 0
+        for request, begin in begins.items():
+            end = max(request.seq_len, begin + 1)  # the token of this step
+            pages += self._pages(min(end, begin + self.max_step_tokens)) - self._pages(begin)
+        missing = pages * self._page_size - self._allocator.available_size() - self._coming_slots()
+        if missing > 0 and self.cache is not None:
+            self.cache.evict(missing)
+
     def note_computed(self, step: Step[R]) -> None:
-        """Record that the new tokens of a step are computed, and publish those of prompts."""
+        """Record that the new tokens of a step are computed, and publish those of prompts.
+
+        Its loads are complete: the current stream, or the host, has waited for their last layer.
+        """
+        self._tries_loads = True
         for request, end in zip(step.requests, step.ends, strict=True):
             is_chunk = end - request.cached > 1
-            request.cached = end
+            request.cached, request.load = end, None
             if is_chunk or (self._has_states and end % self._snapshot_tokens == 0):
                 self.publish(request)
+
+    def note_load_failed(self) -> None:
+        """Record that a load has failed. Call `retract_all`; what it was for is computed."""
+        self._tries_loads = False
 
     def publish(self, request: R) -> None:
         """Offer what a running request has computed to the prefix cache."""
@@ -215,7 +334,7 @@ class Scheduler(Generic[R]):
             for request in requests:
                 request.state = state
                 request.retractions += state == "waiting"
-                request.lease = None
+                request.lease = request.load = None
             self.running = [request for request in self.running if request not in requests]
             self._free_spare()
 
@@ -229,7 +348,7 @@ class Scheduler(Generic[R]):
             if request.state == "running" and request.row in spare:
                 request.state = "waiting"
         for request in self.waiting:
-            request.lease = None
+            request.lease = request.load = None
         self.running = [request for request in self.running if _is_open(request)]
         known = dict.fromkeys([*self.running, *self.waiting])
         self.waiting = deque(r for r in known if _is_open(r) and not r.is_complete)
@@ -260,6 +379,7 @@ class Scheduler(Generic[R]):
 
     def _admit(self) -> None:
         """Start waiting requests in order, while rows, budget and slots last."""
+        self._is_held_back = False
         if not self.waiting:
             return
         left = self.max_step_tokens - sum(r.seq_len - r.cached for r in self.running)
@@ -273,18 +393,19 @@ class Scheduler(Generic[R]):
                 not self._fits(pages) and not self._fits(pages - self._pages(self._cached_len(request)))
             ):
                 break
-            request.lease = self._match(request)
-            request.prefix_len = 0 if request.lease is None else request.lease.length
-            promised = pages - self._pages(request.prefix_len)
-            if not self._fits(promised):
+            lease = request.lease = self._match(request)
+            length, loadable = (0, 0) if lease is None else (lease.length, self._loadable(lease))
+            if not self._fits(pages - self._pages(length)):
                 request.lease, self._too_long = None, request
                 break
-            if not self._finds_more_later(request):
+            request.prefix_len = length + loadable
+            if not self._finds_more_later(request) and self._is_loaded(request, loadable):
                 # One call, so that no interrupt comes between the row and the list.
                 self._spare.extend(filter(None, map(partial(self._alloc_row, owner=request.owner), [1])))
             if not self._spare:
-                request.lease = None
+                request.lease = request.load = None
                 break
+            promised = pages - self._pages(request.prefix_len)
             left -= request.seq_len - request.prefix_len
             # It is in a list at any time, and so is its row.
             self.running.append(request)
@@ -315,6 +436,24 @@ class Scheduler(Generic[R]):
             for other in self.running
         )
 
+    def _loadable(self, lease: Lease) -> int:
+        """Tokens of a prefix to load."""
+        loadable = lease.loadable if self._tier is not None and self._tries_loads else 0
+        return loadable if loadable and self._pays_to_load(loadable) else 0
+
+    def _is_loaded(self, request: R, loadable: int) -> bool:
+        """Let the tier's part of a prefix come back, if any shall. Whether its request can start, then."""
+        lease = request.lease
+        if not loadable or lease is None:
+            return True
+        request.load = self._with_slots(lease.load)
+        if request.load is None and self._lacks_copied:
+            self._is_held_back = True
+            return False
+        # Without slots it is computed.
+        request.prefix_len = lease.length
+        return True
+
     def _snapshot_end(self, request: R, end: int) -> int:
         """Where a chunk up to `end` ends instead: where prompts part, or with its last whole page."""
         parting = 0 if request.lease is None else request.lease.kv_length
@@ -325,7 +464,8 @@ class Scheduler(Generic[R]):
 
     def _fits(self, pages: int) -> bool:
         """Whether the running requests can get these pages; a single request fits without a reserve."""
-        return not self.running or pages * self._page_size <= self._obtainable_size()
+        room = self._obtainable_size() + self._coming_slots()
+        return not self.running or pages * self._page_size <= room
 
     def _cached_len(self, request: R) -> int:
         if self.cache is None:

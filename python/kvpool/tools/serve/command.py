@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 from rich.console import Console
 
 from kvpool.errors import KvPoolError
 from kvpool.tools.output import fail, need
+
+if TYPE_CHECKING:
+    from kvpool.serving.swap import SwapMode
 
 
 def serve(  # noqa: PLR0913 - one parameter per option
@@ -24,6 +27,12 @@ def serve(  # noqa: PLR0913 - one parameter per option
     per_step: Annotated[int, typer.Option(min=1, help="Requests or users that arrive in each step.")] = 8,
     pool_size: Annotated[int, typer.Option(min=1, help="Token slots.")] = 1024,
     page_size: Annotated[int, typer.Option(min=1, help="Slots per page.")] = 1,
+    host_tokens: Annotated[
+        int, typer.Option(min=0, help="Tokens of host memory below the prefix cache; 0 for none.")
+    ] = 0,
+    swap: Annotated[
+        str, typer.Option(help="What happens to evicted prefixes there: auto, load or compute.")
+    ] = "auto",
     prefill_budget: Annotated[int, typer.Option(min=1, help="New tokens per step.")] = 256,
     device: Annotated[
         str | None, typer.Option(help="In PyTorch's notation. Default: a GPU if there is one.")
@@ -37,8 +46,9 @@ def serve(  # noqa: PLR0913 - one parameter per option
 
     Streams a few requests, serves a burst of them with continuous batching in a pool that is too small for
     all, and generates each again with the model alone. With --conversations, serves users instead who share a
-    system prompt and whose turns repeat the earlier ones: with the prefix cache and without it. Exits with
-    status 1 if one token differs or one slot is missing at the end.
+    system prompt and whose turns repeat the earlier ones: with the prefix cache and without it. With
+    --host-tokens, what the cache evicts comes back from host memory. Exits with status 1 if one token differs
+    or one slot is missing at the end.
     """
     need("transformers", "numpy", "torch", "transformers")
     from kvpool.tools.serve import report, service  # noqa: PLC0415 - transformers loads slowly
@@ -52,6 +62,8 @@ def serve(  # noqa: PLR0913 - one parameter per option
         per_step=per_step,
         pool_size=pool_size,
         page_size=page_size,
+        host_tokens=host_tokens,
+        swap=cast("SwapMode", swap),
         prefill_budget=prefill_budget,
         device=device or service.default_device(),
         seed=seed,

@@ -32,6 +32,8 @@ def as_json(result: ServeResult) -> dict[str, Any]:
         "config": asdict(result.config),
         **result.stats,
         "hit_rate": result.hit_rate,
+        "host_pages": result.host_pages,
+        "host_capacity": result.host_capacity,
         "peak_in_use": result.peak_in_use,
         "peak_running": result.peak_running,
         "differences": [{**found._asdict(), "is_tie": found.is_tie} for found in result.differences],
@@ -59,7 +61,7 @@ def run(config: ServeConfig, console: Console) -> ServeResult:
     try:
         result = served(config, console)
         if config.conversations:
-            result.uncached = served(replace(config, prefix_cache=False), console)
+            result.uncached = served(replace(config, prefix_cache=False, host_tokens=0), console)
     finally:
         torch.set_num_threads(threads)
         log.set_verbosity(verbosity)
@@ -118,7 +120,8 @@ def print_report(result: ServeResult, console: Console) -> None:
     table.add_column()
     for header in ("with the prefix cache", "without")[: len(columns)]:
         table.add_column(header, justify="right")
-    for row in zip(*map(_rows, columns), strict=True):
+    rows = [_rows(column, has_tier=result.host_capacity > 0) for column in columns]
+    for row in zip(*rows, strict=True):
         table.add_row(row[0][0], *(value for _, value in row))
     console.print(table)
     for found in (found for column in columns for found in column.differences if not found.is_tie):
@@ -128,11 +131,15 @@ def print_report(result: ServeResult, console: Console) -> None:
         )
 
 
-def _rows(result: ServeResult) -> list[tuple[str, str]]:
+def _rows(result: ServeResult, *, has_tier: bool) -> list[tuple[str, str]]:
     """Names and values."""
     stats = result.stats
     share = 100 * result.peak_in_use / stats["capacity"]
     ties = sum(found.is_tie for found in result.differences)
+    host = [
+        ("host memory", f"{result.host_pages:,} of {result.host_capacity:,} pages"),
+        ("loaded from there", f"{stats['loaded_tokens']:,} tokens, swap {result.config.swap}"),
+    ]
     return [
         ("pool", f"{stats['capacity']:,} slots, pages of {result.config.page_size}"),
         ("peak occupancy", f"{result.peak_in_use:,} slots, {share:.0f} %"),
@@ -142,6 +149,7 @@ def _rows(result: ServeResult) -> list[tuple[str, str]]:
         ("tokens generated", f"{stats['generated_tokens']:,}"),
         ("tokens computed", f"{stats['computed_tokens']:,}"),
         ("found in the cache", f"{stats['found_tokens']:,} tokens, {100 * result.hit_rate:.0f} %"),
+        *(host if has_tier else []),
         ("first token", f"after {1000 * result.first_token_s:,.0f} ms (median)"),
         ("served in", f"{result.served_s:,.1f} s"),
         ("one after the other in", f"{result.alone_s:,.1f} s"),

@@ -12,12 +12,13 @@ import random
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from time import perf_counter, sleep
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3NextConfig
 
+from kvpool._kvpool import HostTier, PrefixCache
 from kvpool.integrations.transformers import PooledModel
 from kvpool.serving import Engine
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from kvpool.serving import Request
+    from kvpool.serving.swap import SwapMode
 
 VOCAB_SIZE = 256
 MAX_CONTEXT_LEN = 512
@@ -33,6 +35,9 @@ MAX_REQS = 64
 TURNS = 4
 SYSTEM_PROMPT = 96
 """Turns of a conversation, and the tokens with which all conversations begin."""
+
+_SETTLE_S = 10.0
+"""How long copies may take when all is served."""
 
 TIE = 1e-3
 """Logits, which are of order 1, that differ by less may swap order in another batch."""
@@ -83,6 +88,8 @@ class ServeConfig:
         device: Device of the model and the pools.
         seed: Seed of weights and requests.
         prefix_cache: Whether the engine has a prefix cache.
+        host_tokens: Tokens of host memory below the cache; 0 for none.
+        swap: What the engine does with what is only there.
     """
 
     model: str = "qwen3"
@@ -95,6 +102,8 @@ class ServeConfig:
     device: str = "cpu"
     seed: int = 0
     prefix_cache: bool = True
+    host_tokens: int = 0
+    swap: SwapMode = "auto"
 
 
 class Difference(NamedTuple):
@@ -129,6 +138,8 @@ class ServeResult:
         served_s: Seconds to serve all requests.
         alone_s: Seconds to generate them again, one after the other.
         differences: Differences from the model alone.
+        host_pages: Pages in host memory at the end.
+        host_capacity: Pages that host memory has room for; 0 without any.
         uncached: The result of the same conversations without the prefix cache.
     """
 
@@ -140,6 +151,8 @@ class ServeResult:
     served_s: float = 0.0
     alone_s: float = 0.0
     differences: tuple[Difference, ...] = ()
+    host_pages: int = 0
+    host_capacity: int = 0
     uncached: ServeResult | None = None
 
     @property
@@ -167,7 +180,13 @@ class Service:
         self.pooled = PooledModel(
             self.model, config.pool_size, MAX_REQS, MAX_CONTEXT_LEN, page_size=config.page_size
         )
-        self.engine = Engine(self.pooled, config.prefill_budget, prefix_cache=config.prefix_cache)
+        self.tier: HostTier | None = None
+        prefix_cache: bool | PrefixCache = config.prefix_cache
+        if config.prefix_cache and config.host_tokens:
+            pooled, states = self.pooled, self.pooled.gdn_pool
+            self.tier = HostTier(pooled.kv_pool, config.host_tokens, states=states)
+            prefix_cache = PrefixCache(pooled.allocator, states=states, tiers=(self.tier,))
+        self.engine = Engine(self.pooled, config.prefill_budget, prefix_cache=prefix_cache, swap=config.swap)
         self.requests: list[Request] = []
         self._random = random.Random(config.seed)  # noqa: S311 - prompts are not secret
         self._system_prompt = _tokens(self._random, SYSTEM_PROMPT)
@@ -233,8 +252,19 @@ class Service:
             if update is not None:
                 update(stats, (stats["generated_tokens"] - before) / (perf_counter() - begin))
         result.served_s = perf_counter() - begin
+        if self.tier is not None:
+            self._settle()
+            result.stats = self.engine.stats()
+            tier = cast("dict[str, int]", self.tier.stats())
+            result.host_pages, result.host_capacity = tier["pages"], tier["capacity"]
         result.first_token_s = median(self._first_tokens_s)
         return result
+
+    def _settle(self) -> None:
+        """Wait for the copies to host memory: slots may be in use by them alone."""
+        deadline = perf_counter() + _SETTLE_S
+        while self.engine.stats()["in_use"] and perf_counter() < deadline:
+            sleep(0.001)
 
     def check(self, result: ServeResult, update: Callable[[], object] | None = None) -> None:
         """Generate every request again with the model alone, and record the differences.

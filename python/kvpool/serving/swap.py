@@ -1,0 +1,171 @@
+"""What the tier below the device has of a prefix: whether it is loaded or computed, and how it arrives."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
+
+from kvpool.errors import ConfigError, KvPoolError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kvpool._kvpool import Load
+
+SwapMode: TypeAlias = Literal["auto", "load", "compute"]
+
+_FADE = 0.95
+"""The weight of a measurement after another one."""
+_REFUSALS = 64
+"""Decisions to compute after which a load is tried again: its cost is only known from loads."""
+
+
+class Swap:
+    """Decides whether so many tokens are loaded or computed, with "auto" by the measured costs of both.
+
+    A step costs what it does for a token of each request, and more for each token of a chunk of a prompt.
+    What a step with loads costs beyond that is the cost of the loads: what they take beside the computation
+    of other layers is free.
+
+    Args:
+        mode: "auto", or "load" or "compute" for always the same decision.
+
+    Raises:
+        ConfigError: If there is no such mode.
+    """
+
+    def __init__(self, mode: SwapMode = "auto") -> None:
+        if mode not in get_args(SwapMode):
+            raise ConfigError(f"swap is {mode!r}; it is 'auto', 'load' or 'compute'")
+        self.mode = mode
+        # Seconds of a step by tokens of chunks, and of loads by tokens.
+        self._steps, self._loads = Line(), Line()
+        # Seconds of a step without chunks.
+        self._least: float | None = None
+        # Steps that the host has not waited for: number, seconds, tokens of chunks, loaded tokens.
+        self._open = (0, 0.0, 0, 0)
+        self._refusals, self._largest = 0, 0
+
+    def pays(self, tokens: int) -> bool:
+        """Whether to load so many tokens."""
+        if self.mode != "auto":
+            return self.mode == "load"
+        if not self._steps.is_known:
+            return False
+        # What small loads cost says little of large ones.
+        is_tried = tokens <= 2 * self._largest
+        if not is_tried or self._loads.at(tokens) <= self._steps.slope(self._least) * tokens:
+            return True
+        self._refusals += 1
+        return self._refusals % _REFUSALS == 0
+
+    def note_step(self, seconds: float, chunk_tokens: int, loaded: int, *, is_over: bool) -> None:
+        """Record a step.
+
+        Args:
+            seconds: What it took.
+            chunk_tokens: Tokens computed, without one for each request.
+            loaded: Tokens that it used and that came from below.
+            is_over: Whether the host has waited for its end, so that a device works on nothing any more. If
+                not, its time is counted with the next one's.
+        """
+        steps, before, chunks, loads = self._open
+        steps, seconds = steps + 1, before + seconds
+        chunks, loads = chunks + chunk_tokens, loads + loaded
+        if not is_over:
+            self._open = (steps, seconds, chunks, loads)
+            return
+        self._open = (0, 0.0, 0, 0)
+        seconds -= (steps - 1) * (self._least or 0.0)
+        if loads:
+            self._largest = max(self._largest, loads)
+            self._loads.note(loads, max(seconds - self._steps.at(chunks, self._least), 0.0))
+        elif not chunks:
+            self._least = seconds if self._least is None else _FADE * self._least + (1 - _FADE) * seconds
+        else:
+            self._steps.note(chunks, seconds)
+
+    def drop_open(self) -> None:
+        """Forget the steps whose end was not waited for: an exception has ended the last one."""
+        self._open = (0, 0.0, 0, 0)
+
+
+class Line:
+    """A cost with a fixed part and one for each token, fitted to measurements, of which old ones fade."""
+
+    def __init__(self) -> None:
+        # Sums over the measurements: weights, tokens, seconds, and products with tokens.
+        self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether anything was measured, of more than no tokens."""
+        return self._sums[1] > 0
+
+    def slope(self, fixed: float | None = None) -> float:
+        """Seconds of a token; the fixed part may be known."""
+        return self._fit(fixed)[1]
+
+    def at(self, tokens: int, fixed: float | None = None) -> float:
+        """Seconds of so many tokens; the fixed part may be known."""
+        fixed, slope = self._fit(fixed)
+        return fixed + slope * tokens
+
+    def note(self, tokens: int, seconds: float) -> None:
+        """Record a measurement."""
+        new = (1.0, tokens, seconds, tokens * tokens, tokens * seconds)
+        self._sums = tuple(_FADE * total + more for total, more in zip(self._sums, new, strict=True))  # type: ignore[assignment]
+
+    def _fit(self, fixed: float | None) -> tuple[float, float]:
+        """The fixed part and the slope of least squares, neither below 0."""
+        weight, x, y, xx, xy = self._sums
+        if not self.is_known:
+            return fixed or 0.0, 0.0
+        if fixed is None:
+            spread = weight * xx - x * x
+            # Of one number of tokens alone nothing is known of a fixed part.
+            slope = (weight * xy - x * y) / spread if spread > 1e-9 * weight * xx else xy / xx
+            fixed = max((y - max(slope, 0.0) * x) / weight, 0.0)
+        return fixed, max((xy - fixed * x) / xx, 0.0)
+
+
+class LoadError(RuntimeError):
+    """A prefix that was on its way does not arrive."""
+
+
+class Arrivals:
+    """What comes back of the prefixes of a step's requests, layer by layer.
+
+    Args:
+        loads: The loads.
+        layers: The number of layers.
+        note_failure: Called before `LoadError` is raised.
+    """
+
+    def __init__(self, loads: Sequence[Load], layers: int, note_failure: Callable[[], object]) -> None:
+        self._loads = loads
+        self._layers = layers
+        self._note_failure = note_failure
+
+    def wait_layer(self, layer: int) -> None:
+        """Order the current stream, or the calling thread, behind the arrival of a layer and those before.
+
+        Raises:
+            LoadError: If it does not arrive.
+        """
+        try:
+            for load in self._loads:
+                load.wait_layer(layer)
+        except KvPoolError:
+            raise
+        except RuntimeError as error:
+            self._note_failure()
+            raise LoadError(str(error)) from error
+
+    def wait(self) -> None:
+        """As `wait_layer`, for all layers.
+
+        Raises:
+            LoadError: If one does not arrive.
+        """
+        if self._loads:
+            self.wait_layer(self._layers - 1)
