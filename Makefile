@@ -153,6 +153,7 @@ bench: $(EXTENSION) $(VENV)/.tools
 	$(BIN)/python benches/bench_pools.py
 	$(BIN)/python benches/bench_planner.py
 	$(BIN)/python benches/bench_prefix_cache.py
+	$(BIN)/python benches/bench_host_tier.py
 	if test -f $(TRACES)/azure/AzureLLMInferenceTrace_conv.csv; then \
 	    $(BIN)/python -m kvpool replay $(TRACES)/azure/AzureLLMInferenceTrace_conv.csv --no-kv; \
 	fi

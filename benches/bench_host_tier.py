@@ -1,0 +1,145 @@
+"""Pages copied to host memory and back, beside copies of as many bytes; and decode steps beside that.
+
+The alternative is `torch.Tensor.copy_` of one contiguous tensor on one thread. A page is copied in pieces of
+each layer. `copied down` includes keys, places and the wait for its end.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+
+import torch
+from harness import Case, Report
+
+from kvpool import BatchPlanner, HostTier, KVPool, PrefixCache, ReqToTokenPool, TokenToKVPoolAllocator
+
+LAYERS, HEADS, DIM = 16, 8, 128
+TOKENS = 4096
+LEAST = 0.9
+
+
+class Side:
+    """A cache with a prompt of `TOKENS`, and host memory for it."""
+
+    def __init__(self, page_size: int) -> None:
+        self.kv = KVPool(2 * TOKENS, LAYERS, HEADS, DIM, "cpu", torch.bfloat16, page_size=page_size)
+        self.slots = TokenToKVPoolAllocator(2 * TOKENS, "cpu", page_size)
+        self.tier = HostTier(self.kv, 4 * TOKENS)
+        self.cache = PrefixCache(self.slots, tiers=(self.tier,))
+        self.prompt = torch.arange(TOKENS, dtype=torch.int32)
+        for buffer in (*self.kv.k_buffer, *self.kv.v_buffer):
+            buffer.fill_(1)
+        self.bytes = TOKENS * LAYERS * HEADS * DIM * 2 * 2
+        self.source = torch.ones(self.bytes, dtype=torch.uint8)
+        self.target = torch.zeros(self.bytes, dtype=torch.uint8)
+        self.down(1)
+
+    def empty(self) -> None:
+        """Neither the device nor the host has the prompt."""
+        self.cache.clear()
+
+    def down(self, _: int) -> None:
+        """Publishes the prompt, and waits until it is in host memory."""
+        slots = self.slots.alloc(TOKENS)
+        assert slots is not None
+        self.cache.insert(self.prompt, slots)
+        while self.tier.stats()["arriving"]:
+            time.sleep(0.0001)
+            self.cache.cached_size()
+
+    def away(self) -> None:
+        """The host alone has the prompt."""
+        if self.tier.stats()["pages"] == 0:
+            self.down(1)
+        self.cache.evict(TOKENS)
+
+    def up(self, _: int) -> None:
+        """Loads the prompt, and waits for its last layer."""
+        with self.cache.match(self.prompt) as lease:
+            load = lease.load()
+            assert load is not None
+            assert load.length == TOKENS
+            load.wait_layer(LAYERS - 1)
+
+    def copy(self, _: int) -> None:
+        """The same bytes in one call."""
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        self.target.copy_(self.source)
+        torch.set_num_threads(threads)
+
+
+def steps(report: Report, side: Side) -> None:
+    """The slowest one of a hundred decode steps of 64 requests, beside copies and without."""
+    table = ReqToTokenPool(64, 2048, "cpu")
+    planner = BatchPlanner(table, side.slots, 64, 4096)
+    rows = table.alloc(64)
+    assert rows is not None
+    lens = [16] * 64
+    assert planner.extend(rows, [0] * 64, lens) is not None
+    found = {}
+    for busy in (False, True):
+        times = []
+        lease = load = None
+        for step in range(400):
+            if busy and (load is None or load.query()):
+                if lease is not None:
+                    lease.release()
+                side.cache.evict(TOKENS)
+                lease = side.cache.match(side.prompt)
+                load = lease.load()
+            lens = [length + 1 for length in lens] if step % 32 else [17] * 64
+            if step % 32 == 0:
+                planner.truncate(rows, [16] * 64)
+            begin = time.perf_counter()
+            assert planner.decode(rows, lens) is not None
+            times.append(time.perf_counter() - begin)
+        found[busy] = sorted(times)[len(times) * 99 // 100] * 1e6
+        if lease is not None:
+            lease.release()
+    planner.finish(rows)
+    text = f"p99 of a decode step of 64 requests: {found[False]:.1f} us, beside loads {found[True]:.1f} us"
+    report.note(f"{text} ({found[True] / found[False]:.2f}x)")
+
+
+def usable(report: Report) -> None:
+    """How long 16 GiB take until a page is there."""
+    kv = KVPool(4096, 32, 8, 128, "cpu", torch.bfloat16, page_size=16)
+    slots = TokenToKVPoolAllocator(4096, "cpu", 16)
+    begin = time.perf_counter()
+    tier = HostTier(kv, 2**17)  # of 128 KiB each
+    cache = PrefixCache(slots, tiers=(tier,))
+    own = slots.alloc(16)
+    assert own is not None
+    cache.insert(list(range(16)), own)
+    while tier.stats()["arriving"]:
+        cache.cached_size()
+    seconds = time.perf_counter() - begin
+    report.note(
+        f"{tier.mem_bytes() / 2**30:.0f} GiB of host memory have their first page after {seconds:.3f} s"
+    )
+
+
+def main() -> None:
+    """Measures, and reports."""
+    report = Report("Host memory below a prefix cache")
+    for page_size in (16, 1):
+        side = Side(page_size)
+        what = f"{TOKENS} tokens, {side.bytes >> 20} MiB, pages of {page_size}"
+        for name, prepare, run in (("copied down", side.empty, side.down), ("loaded", side.away, side.up)):
+            report.compare(
+                f"{what} {name}",
+                Case(run, prepare=prepare, calls=1),
+                Case(partial(side.copy), calls=1),
+                alternative="copy_",
+                least_ratio=LEAST,
+            )
+        side.away()
+        steps(report, side)
+    usable(report)
+    report.finish()
+
+
+if __name__ == "__main__":
+    main()
