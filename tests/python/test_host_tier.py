@@ -26,6 +26,7 @@ import kvpool
 from kvpool import (
     BatchPlanner,
     ConfigError,
+    DriverError,
     GDNPool,
     HostTier,
     KVPool,
@@ -842,3 +843,23 @@ def test_what_is_computed_again_goes_after_what_the_device_lacks(device: str) ->
     scene.settle()
     assert (scene.tier.stats()["evicted"], scene.cache.match(old).loadable) == (1, 12)
     scene.end()
+
+
+@pytest.mark.cuda
+def test_a_capture_waits_for_no_load(driver: Driver) -> None:
+    with devices.on("cuda"):
+        scene = Scene("cuda")
+        scene.keep(PROMPT)
+        driver.run()
+        scene.forget()
+        lease = scene.cache.match(PROMPT)
+        stream = driver.stream()
+        load = some(lease.load())
+        driver.begin_capture(stream)
+        with on_stream(stream), pytest.raises(DriverError, match="cannot be captured into a CUDA graph"):
+            load.wait_layer(0)
+        assert driver.end_capture(stream) > 0
+        scene.finish(load)
+        scene.check(lease, PROMPT)
+        lease.release()
+        scene.end()
