@@ -841,7 +841,10 @@ class TokenToKVPoolAllocator(Pool):
         copied from a GPU.
         """
     def clear(self) -> None:
-        """Frees every slot, closes groups and discards fences. Do not use tensors that were handed out before."""
+        """Frees every slot, closes groups and discards fences. Do not use tensors that were handed out before. What is
+        loaded to slots from a tier below a prefix cache has ended in the order of the current stream; without a GPU
+        it is waited for.
+        """
     def merge_and_sort_free(self) -> None:
         """Merges the freed slots into those that are handed out next. Waits for values that are being copied from
         a GPU. Does nothing without `need_sort`.

@@ -806,6 +806,41 @@ def test_a_copy_down_is_behind_every_stream_that_published(driver: Driver, write
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("captured", [False, True])
+def test_slots_are_cleared_behind_what_is_copied_there(driver: Driver, *, captured: bool) -> None:
+    with devices.on("cuda"):
+        scene = Scene("cuda")
+        scene.keep(PROMPT)
+        driver.run()
+        scene.forget()
+        driver.run()
+        stream = driver.stream()
+        driver.set_patience(1 << 30)
+        lease = scene.cache.match(PROMPT)
+        load = some(lease.load())
+        assert driver.pending() == LAYERS
+        if captured:
+            # The stream cannot be ordered behind the copies: they are waited for.
+            driver.begin_capture(stream)
+            with on_stream(stream):
+                scene.allocator.clear()
+            driver.end_capture(stream)
+            assert driver.pending() == 0
+        else:
+            driver.reset_calls()
+            with on_stream(stream):
+                scene.allocator.clear()
+            assert driver.pending() >= LAYERS
+            # What is enqueued there from now on brings the copies first.
+            driver.run(stream)
+            assert driver.pending() == 0
+        driver.restore()
+        assert scene.allocator.available_size() == SIZE
+        with pytest.raises(RuntimeError, match="ended early"):
+            load.query()
+
+
+@pytest.mark.cuda
 @pytest.mark.parametrize("end", ["release", "drop", "clear"])
 def test_a_load_whose_lease_has_ended_is_not_there(driver: Driver, end: str) -> None:
     with devices.on("cuda"):
