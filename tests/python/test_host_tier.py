@@ -448,6 +448,29 @@ def test_what_follows_the_last_layer_on_its_stream_needs_no_query(driver: Driver
         scene.end()
 
 
+@pytest.mark.cuda
+def test_what_a_stream_will_read_stays_in_host_memory(driver: Driver) -> None:
+    with devices.on("cuda"):
+        scene = Scene("cuda", host=24)
+        scene.keep(PROMPT)
+        driver.run()
+        scene.forget()
+        driver.run()
+        driver.set_patience(1 << 30)
+        lease = scene.cache.match(PROMPT)
+        load = some(lease.load())
+        load.wait_layer(LAYERS - 1)
+        # The cache has it, in the order of this stream; the copies have not run.
+        assert (lease.length, scene.cache.cached_len(PROMPT), driver.pending() >= LAYERS) == (24, 24, True)
+        with on_stream(driver.stream()):
+            scene.keep([9] * 8)
+        assert (scene.tier.stats()["evicted"], scene.tier.stats()["skipped"]) == (0, 2)
+        driver.restore()
+        scene.check(lease, PROMPT)
+        lease.release()
+        scene.end()
+
+
 def test_a_planner_takes_a_lease_that_loads(device: str) -> None:
     scene = Scene(device)
     scene.keep(PROMPT)

@@ -42,7 +42,7 @@ pub(super) struct Tail {
     pages: Vec<Page>,
     state: Option<StateSlot>,
     transfer: Arc<Transfer>,
-    /// What it comes from; `None` once it is given up.
+    /// What it comes from; `None` once nothing reads it.
     pieces: Mutex<Option<HeldPieces>>,
     outcome: Arc<Mutex<Outcome>>,
     arrived: Mutex<Option<Arrived>>,
@@ -411,8 +411,10 @@ impl Tail {
         kept.coming -= self.pages.len() - known;
         *lock(&self.outcome) = Outcome::Arrived;
         *arrived = Some(Arrived { hold: own, spare: self.pages[..known].to_vec(), state });
-        // What it came from may go.
-        drop(lock(&self.pieces).take());
+        // What it came from may go, unless it is complete in the order of a stream only: then it goes with this.
+        if self.transfer.is_over().unwrap_or(false) {
+            drop(lock(&self.pieces).take());
+        }
     }
 }
 
