@@ -125,16 +125,6 @@ impl<P: Copy> Residency<P> {
         self.entries.len() - self.vacant.len()
     }
 
-    /// Notes a use of complete pages that follow each other: the first is evicted last.
-    pub fn touch(&mut self, entries: &[EntryId]) {
-        for entry in entries.iter().rev() {
-            let here = self.entry(entry.0);
-            if here.stage == Stage::Ready && here.holders == 0 {
-                self.order[usize::from(here.is_above)].touch(entry.0);
-            }
-        }
-    }
-
     /// Lets a page begin to arrive, which [contains](Self::contains) says is not here.
     pub fn begin(&mut self, key: PageHash, namespace: &Namespace, place: P) -> EntryId {
         let namespace = hash_of(namespace);

@@ -579,6 +579,26 @@ def test_what_the_device_has_goes_last_and_beginnings_after_ends(device: str) ->
     scene.end()
 
 
+@pytest.mark.cuda
+def test_of_what_was_read_the_end_goes_first(driver: Driver) -> None:
+    with devices.on("cuda"):
+        scene = Scene("cuda", host=24)
+        scene.keep(PROMPT)
+        driver.run()
+        scene.forget()
+        driver.run()
+        driver.set_patience(1 << 30)
+        lease = scene.cache.match(PROMPT)
+        some(lease.load()).cancel()
+        driver.restore()
+        assert scene.allocator.available_size() == SIZE
+        scene.keep([9] * 8)
+        scene.settle()
+        assert (scene.tier.stats()["evicted"], scene.cache.match(PROMPT).loadable) == (2, 16)
+        lease.release()
+        scene.end()
+
+
 def test_events_and_explanations_know_the_tier(device: str) -> None:
     scene = Scene(device, events=True)
     scene.keep(PROMPT)

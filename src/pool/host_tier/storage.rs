@@ -239,23 +239,23 @@ impl Storage {
         }
     }
 
-    /// Holds what is here, all of it or nothing, as a use.
+    /// Holds what is here, all of it or nothing.
     pub(super) fn hold(&self, keys: &[PageHash]) -> Option<Vec<EntryId>> {
         let mut resident = self.resident();
         let entries: Vec<_> = keys.iter().map_while(|key| resident.find(key)).collect();
         if entries.len() < keys.len() {
             return None;
         }
-        resident.touch(&entries);
         for &entry in &entries {
             resident.hold(entry);
         }
         Some(entries)
     }
 
+    /// Ends a hold. The first is used last.
     pub(super) fn release(&self, entries: &[EntryId]) {
         let mut resident = self.resident();
-        for &entry in entries {
+        for &entry in entries.iter().rev() {
             self.free(resident.release(entry));
         }
     }
