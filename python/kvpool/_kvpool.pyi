@@ -3457,7 +3457,9 @@ class HostTier(Pool):
             DriverError: In a forked child.
         """
     def clear(self) -> None:
-        """Gives up all pages and snapshots. Those that are being copied keep their places until the copy is over."""
+        """Gives up all pages and snapshots. Those that are being copied keep their places until the copy is over. The
+        events of a cache do not tell of it: `PrefixCache.clear` clears both, and tells.
+        """
     def verify(self) -> None:
         """Checks every invariant of the tier.
 

@@ -8,7 +8,7 @@ use crate::base::Result;
 
 use super::chain::Chain;
 use super::tree::{Place, Tree};
-use super::{Namespace, PageHash, PageKey, Tick, Tokens};
+use super::{Lower, Namespace, PageKey, Tick, Tokens};
 
 /// What pages had to make room for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -172,8 +172,8 @@ fn place_of(number: u64) -> usize {
 impl Tree {
     /// Where the parts of `tokens` are, in order. Changes nothing.
     ///
-    /// What was evicted is remembered in steps of about 64 tokens and by its end, for a while. `is_below` tells which
-    /// pages the tier below has, if there is one.
+    /// What was evicted is remembered in steps of about 64 tokens and by its end, for a while. `lower` is the
+    /// tier below, if there is one.
     ///
     /// # Errors
     /// The error of tokens that cannot be read or are none.
@@ -181,7 +181,7 @@ impl Tree {
         &self,
         namespace: &Namespace,
         tokens: &dyn Tokens,
-        is_below: Option<&dyn Fn(&PageHash) -> bool>,
+        lower: Option<&dyn Lower>,
     ) -> Result<Vec<Segment>> {
         let mut answer: Vec<Segment> = Vec::new();
         let mut begin = 0;
@@ -199,11 +199,13 @@ impl Tree {
         tokens.check(0..count)?;
         let place = self.place_of(namespace, tokens, whole)?;
         let cached = place.map_or(0, Place::len);
-        add(place.map_or(0, |place| self.usable(place)), Whereabouts::Device);
-        let mut known = add(cached, Whereabouts::NoSnapshot).max(cached);
-        if let Some(is_below) = is_below {
-            known = add(self.end_below(namespace, (tokens, whole), place, is_below)?, Whereabouts::Host);
+        let usable = place.map(|place| self.usable_place(place));
+        let end = add(usable.map_or(0, Place::len), Whereabouts::Device);
+        if let Some(lower) = lower {
+            let keys = self.keys_behind(namespace, (usable, cached), (tokens, whole), lower)?;
+            add(end + keys.len() * page_size, Whereabouts::Host);
         }
+        let mut known = add(cached, Whereabouts::NoSnapshot).max(cached);
         let sum = place.map_or_else(|| Chain::start(self.hash_of(namespace)), |place| self.sum_at(place));
         let (mut cursor, mut page) = (self.chain().cursor(sum, cached), Vec::new());
         let gone = if cached < whole { self.memory().by_key() } else { HashMap::new() };
@@ -229,27 +231,5 @@ impl Tree {
         add(whole, Whereabouts::NeverPublished);
         add(count, Whereabouts::PageNotFull);
         Ok(answer)
-    }
-
-    /// Where what the tier below has behind `place` ends, of `tokens` up to `whole`.
-    fn end_below(
-        &self,
-        namespace: &Namespace,
-        (tokens, whole): (&dyn Tokens, usize),
-        place: Option<Place>,
-        is_below: &dyn Fn(&PageHash) -> bool,
-    ) -> Result<usize> {
-        let mut at = place.map_or(0, Place::len);
-        let Some(mut chain) = self.chain_behind(namespace, place) else { return Ok(at) };
-        let mut page = Vec::new();
-        while at < whole {
-            page.clear();
-            tokens.read(at..at + self.page_size(), &mut page)?;
-            if !is_below(&chain.next(&page)) {
-                break;
-            }
-            at += self.page_size();
-        }
-        Ok(at)
     }
 }

@@ -40,6 +40,6 @@ pub use tokens::Tokens;
 #[cfg(feature = "python")]
 pub(crate) use tokens::not_a_token;
 pub use tree::{
-    AGE_BUCKETS, Evicted, Found, Hold, Insertion, NodeHandle, NodeInfo, Offered, OfferedPages, OfferedState,
-    Offering, Place, Tree, TreeStats,
+    AGE_BUCKETS, Evicted, Found, Hold, Insertion, Lower, NodeHandle, NodeInfo, Offered, OfferedPages,
+    OfferedState, Offering, Place, Tree, TreeStats,
 };

@@ -32,7 +32,7 @@ use snapshots::Snapshots;
 pub use evict::{AGE_BUCKETS, Evicted};
 pub use hold::Hold;
 pub use nodes::{Insertion, NodeHandle, NodeInfo};
-pub use offers::{Offered, OfferedPages, OfferedState, Offering};
+pub use offers::{Lower, Offered, OfferedPages, OfferedState, Offering};
 pub use publish::Found;
 
 /// A run of whole pages that one prompt after another used as a whole: they differ behind it, or one ended
@@ -337,9 +337,13 @@ impl Tree {
         root.map(|root| self.descend(root, tokens, len / self.page_size)).transpose()
     }
 
-    /// Tokens up to `place` that a request can go on from.
-    pub(super) fn usable(&self, place: Place) -> usize {
-        if self.is_stateful { widen(self.node(self.last_snapshot(place)).end) } else { place.len }
+    /// The last place up to `place` that a request can go on from.
+    pub(super) fn usable_place(&self, place: Place) -> Place {
+        if !self.is_stateful {
+            return place;
+        }
+        let node = self.last_snapshot(place);
+        Place { node, pages: self.node(node).pages.len(), len: widen(self.node(node).end) }
     }
 
     /// Tokens that no lease holds.

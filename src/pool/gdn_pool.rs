@@ -8,8 +8,7 @@ use crate::base::{
 };
 use crate::index::{BadFrees, Ledgered, RowTable};
 use crate::kernels::{
-    Executor, IndexSpace, Indices, LayerLayout, LayerRows, PageCopy, PagePair, Pieces, Reach, RowBuffer,
-    piece_bytes,
+    Executor, IndexSpace, Indices, LayerLayout, LayerRows, PageCopy, PagePair, Pieces, RowBuffer,
 };
 use crate::memory::{ALIGNMENT, Backend, Region, Stream};
 use crate::tensor::TensorView;
@@ -180,20 +179,9 @@ impl GdnPool {
         self.rows.bytes()
     }
 
-    /// Bytes of a piece: both states of a slot, of every layer.
-    pub(super) fn piece_bytes(&self) -> Result<usize> {
-        piece_bytes(&self.rows, 1)
-    }
-
-    /// Pieces for states of this pool.
-    pub(super) fn pieces(
-        &self,
-        region: Arc<Region>,
-        reach: Reach,
-        stride: usize,
-        count: usize,
-    ) -> Result<Pieces> {
-        Pieces::new(region, reach, &self.rows, 1, stride, count)
+    /// The states of all layers, each slot a page of one row, for pieces of them.
+    pub(super) const fn pages(&self) -> (&LayerRows, usize) {
+        (&self.rows, 1)
     }
 
     /// Copies states to their pieces, or back: see [`Executor::copy_pages`].

@@ -3,12 +3,13 @@
 mod storage;
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use crate::base::sync::lock;
-use crate::base::{Error, Id, Page, Result, StateSlot};
-use crate::cache::{EntryId, Namespace, Offered, OfferedPages, Offering, PageHash};
+use crate::base::{ChunkId, Error, Id, Page, Result, StateSlot};
+use crate::cache::{EntryId, Lower, Namespace, Offered, OfferedPages, Offering, PageHash, Residency};
+use crate::index::Ticket;
 use crate::kernels::{PageCopy, PagePair};
 use crate::memory::{Backend, SideStream, Stream};
 use crate::transfer::{Lane, Transfer};
@@ -108,6 +109,22 @@ impl Write {
     }
 }
 
+/// What a tier has, under its locks.
+pub(super) struct Contents<'a> {
+    pages: MutexGuard<'a, Residency<Ticket<ChunkId>>>,
+    states: Option<MutexGuard<'a, Residency<Ticket<ChunkId>>>>,
+}
+
+impl Lower for Contents<'_> {
+    fn has_page(&self, key: &PageHash) -> bool {
+        self.pages.find(key).is_some()
+    }
+
+    fn has_state(&self, key: &PageHash) -> bool {
+        self.states.as_ref().is_some_and(|states| states.find(key).is_some())
+    }
+}
+
 /// Pages and a snapshot that keep their places for a copy.
 #[derive(Debug)]
 pub(super) struct HeldPieces {
@@ -150,9 +167,9 @@ impl HostTier {
             return Err(Error::config(format!("the K and V are on {kv}, the states on {states}")));
         }
         let gpu = kv.gpu().cloned();
-        let pages = Storage::new(config, config.size / page_size, kv.as_ref(), backend)?;
+        let pages = Storage::new(config, config.size / page_size, kv.pages(), backend)?;
         let storage =
-            |states: &Arc<GdnPool>| Storage::new(config, config.max_states, states.as_ref(), backend);
+            |states: &Arc<GdnPool>| Storage::new(config, config.max_states, states.pages(), backend);
         let states_of = states.map(storage).transpose()?;
         Ok(Self {
             config: *config,
@@ -280,14 +297,9 @@ impl HostTier {
         self.is_taken.store(false, Ordering::Release);
     }
 
-    /// Whether a page is complete here.
-    pub(super) fn has_page(&self, key: &PageHash) -> bool {
-        self.pages.has(key)
-    }
-
-    /// Whether a snapshot is complete here.
-    pub(super) fn has_state(&self, key: &PageHash) -> bool {
-        self.states.as_ref().is_some_and(|states| states.has(key))
+    /// What is complete here, while it lives. Lock it last.
+    pub(super) fn contents(&self) -> Contents<'_> {
+        Contents { pages: self.pages.resident(), states: self.states.as_ref().map(Storage::resident) }
     }
 
     /// Takes note that the device has pages, or has them no more; the last of them is evicted last here.
@@ -295,8 +307,8 @@ impl HostTier {
         self.pages.set_above(keys, is_above);
     }
 
-    /// Starts to copy down what is offered and not here, behind what is enqueued on the streams `after`. Returns it if there is
-    /// any, and the keys of the pages that went for it. A copy that cannot be started counts as failed.
+    /// Starts to copy down what is offered and not here, behind what is enqueued on the streams `after`. Returns it
+    /// if there is any, and the keys of the pages that went for it. A copy that cannot be started counts as failed.
     pub(super) fn write(&self, offered: &Offered, after: &[Stream]) -> (Option<Write>, Vec<PageHash>) {
         let (mut pages, mut states, mut runs) = (Arrivals::default(), Arrivals::default(), Vec::new());
         for run in &offered.pages {
@@ -306,11 +318,11 @@ impl HostTier {
                 runs.extend(begun.into_iter().map(|range| run.part(range)));
             }
         }
-        for state in self.states.iter().flat_map(|_| &offered.states) {
-            let one = std::iter::once((&state.key, state.slot.number()));
-            self.states
-                .iter()
-                .for_each(|storage| drop(storage.begin(one.clone(), &state.namespace, &mut states)));
+        if let Some(storage) = &self.states {
+            for state in &offered.states {
+                let one = std::iter::once((&state.key, state.slot.number()));
+                storage.begin(one, &state.namespace, &mut states);
+            }
         }
         let mut counts = TierCounts {
             evicted: pages.gone.len() + states.gone.len(),

@@ -5,8 +5,7 @@ use std::sync::Arc;
 
 use crate::base::{DType, Device, Error, Result, bytes_of, widen};
 use crate::kernels::{
-    Executor, IndexSpace, Indices, LayerLayout, LayerRows, PageCopy, PagePair, Pieces, Reach, RowBuffer,
-    Store, piece_bytes,
+    Executor, IndexSpace, Indices, LayerLayout, LayerRows, PageCopy, PagePair, Pieces, RowBuffer, Store,
 };
 use crate::memory::{
     ALIGNMENT, Backend, Borrowed, Event, Gpu, PAGE, Region, Stream, lock_pages, page_lock_steps,
@@ -242,20 +241,9 @@ impl KvPool {
         self.executor.gpu()
     }
 
-    /// Bytes of a piece: a page of every layer, K and V.
-    pub(super) fn piece_bytes(&self) -> Result<usize> {
-        piece_bytes(&self.rows, self.config.page_size)
-    }
-
-    /// Pieces for pages of this pool.
-    pub(super) fn pieces(
-        &self,
-        region: Arc<Region>,
-        reach: Reach,
-        stride: usize,
-        count: usize,
-    ) -> Result<Pieces> {
-        Pieces::new(region, reach, &self.rows, self.config.page_size, stride, count)
+    /// The rows of pages, and how many a page has, for pieces of them.
+    pub(super) const fn pages(&self) -> (&LayerRows, usize) {
+        (&self.rows, self.config.page_size)
     }
 
     /// Copies layers of pages to their pieces, or back: see [`Executor::copy_pages`].

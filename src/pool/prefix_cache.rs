@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use crate::base::sync::explored::{Mutex, MutexGuard, lock};
 use crate::base::{Error, Id, IndexVec, Page, Result, StateSlot};
 use crate::cache::{
-    AGE_BUCKETS, Cause, Digest, Event, Evicted, Hold, KeyTokens, Namespace, Offering, PageHash, PolicyKind,
+    AGE_BUCKETS, Cause, Digest, Event, Evicted, Hold, KeyTokens, Lower, Namespace, Offering, PolicyKind,
     Pressure, Segment, Tokens, Tree, TreeStats,
 };
 use crate::index::Owner;
@@ -323,9 +323,8 @@ impl PrefixCache {
     ) -> Result<Vec<Segment>> {
         let open = self.open(stream);
         let kept = open.current();
-        let below = kept.below.as_ref();
-        let below = below.map(|below| |key: &PageHash| below.tier.has_page(key));
-        kept.tree.explain(namespace, tokens, below.as_ref().map(|has| has as &dyn Fn(&PageHash) -> bool))
+        let lower = kept.below.as_ref().map(|below| below.tier.contents());
+        kept.tree.explain(namespace, tokens, lower.as_ref().map(|lower| lower as &dyn Lower))
     }
 
     /// The tier below, if there is one.
@@ -350,8 +349,8 @@ impl PrefixCache {
     pub fn sizes(&self, stream: Stream) -> CachedSizes {
         let open = self.open(stream);
         let kept = open.current();
-        let TreeStats { evictable, locked, .. } = kept.stats();
-        CachedSizes { evictable, locked }
+        let coming = kept.coming * kept.tree.page_size();
+        CachedSizes { evictable: kept.tree.evictable(), locked: kept.tree.locked() + coming }
     }
 
     /// The numbers of the tree, in tokens.

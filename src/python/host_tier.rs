@@ -110,7 +110,8 @@ impl HostTier {
         wait_in_slices(py, timeout, |timeout| self.tier.wait_registered(timeout))
     }
 
-    /// Gives up all pages and snapshots. Those that are being copied keep their places until the copy is over.
+    /// Gives up all pages and snapshots. Those that are being copied keep their places until the copy is over. The
+    /// events of a cache do not tell of it: `PrefixCache.clear` clears both, and tells.
     fn clear(&self) {
         self.tier.clear(None);
     }

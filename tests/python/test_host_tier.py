@@ -618,6 +618,18 @@ def test_events_and_explanations_know_the_tier(device: str) -> None:
     scene.end()
 
 
+def test_a_hybrid_prefix_is_in_host_memory_as_far_as_its_state(device: str) -> None:
+    scene = Scene(device, has_states=True)
+    with scene.cache.match(PROMPT) as lease:
+        scene.compute(lease, PROMPT[:8], state=1)
+        scene.compute(lease, PROMPT)
+    scene.forget()
+    parts = [(part.begin, part.end, part.state) for part in scene.cache.explain(PROMPT)]
+    assert parts == [(0, 8, "host"), (8, 24, "evicted")]
+    assert scene.cache.match(PROMPT).loadable == 8
+    scene.end()
+
+
 def test_a_tier_has_room_for_states_in_proportion(device: str) -> None:
     kv = KVPool(64, 1, 1, 2, device, torch.float32)
     states = GDNPool(2, 1, 1, 2, 2, 2, 2, device, max_track_slots=3)

@@ -79,7 +79,7 @@ impl Tree {
     /// The error of tokens that cannot be read.
     pub fn cached_len(&self, namespace: &Namespace, tokens: &dyn Tokens) -> Result<usize> {
         let place = self.place_of(namespace, tokens, tokens.count())?;
-        Ok(place.map_or(0, |place| self.usable(place)))
+        Ok(place.map_or(0, |place| self.usable_place(place).len))
     }
 
     /// Another hold, of the first `len` tokens, a whole number of pages.

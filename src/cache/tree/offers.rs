@@ -2,9 +2,9 @@
 
 use std::ops::Range;
 
-use crate::base::{Page, StateSlot};
+use crate::base::{Page, Result, StateSlot, reserve};
 
-use super::{Hold, Namespace, NodeId, PageHash, Place, Tree};
+use super::{Hold, Namespace, NodeId, PageHash, Place, Tokens, Tree};
 use crate::cache::journal::KeyedRun;
 use crate::cache::{Digest, KeyChain, Tier};
 
@@ -17,6 +17,15 @@ pub enum Offering {
     SecondUse,
     /// When they are evicted. Snapshots are offered when they are made: their places are few.
     Evicted,
+}
+
+/// What a tier below has.
+pub trait Lower {
+    /// Whether a page is complete there.
+    fn has_page(&self, key: &PageHash) -> bool;
+
+    /// Whether a snapshot of the state behind a page is complete there.
+    fn has_state(&self, key: &PageHash) -> bool;
 }
 
 /// Pages that follow each other, offered to the tier below.
@@ -100,19 +109,55 @@ impl Tree {
         self.offers.as_mut().map_or_else(Offered::default, |offers| std::mem::take(&mut offers.list))
     }
 
-    /// The chain of keys behind a hold, if there are keys and it is found still.
-    #[must_use]
-    pub fn chain_of(&self, namespace: &Namespace, hold: &Hold) -> Option<KeyChain> {
-        let pages = self.node(hold.node).pages.len();
-        self.chain_behind(namespace, Some(Place { node: hold.node, pages, len: hold.len }))
-    }
-
-    /// The same behind a place.
-    pub(in crate::cache) fn chain_behind(
+    /// The keys of the pages that the tier below could add to a hold: of `tokens`, at most `limit`. A stateful tree
+    /// needs a snapshot at their end.
+    ///
+    /// # Errors
+    /// The error of tokens that cannot be read.
+    pub fn keys_below(
         &self,
         namespace: &Namespace,
-        place: Option<Place>,
-    ) -> Option<KeyChain> {
+        hold: &Hold,
+        tokens: &dyn Tokens,
+        limit: usize,
+        lower: &dyn Lower,
+    ) -> Result<Vec<PageHash>> {
+        let pages = self.node(hold.node).pages.len();
+        let begin = Place { node: hold.node, pages, len: hold.len };
+        self.keys_behind(namespace, (Some(begin), hold.found()), (tokens, limit), lower)
+    }
+
+    /// The same behind `begin`, of which the device has `found` tokens.
+    pub(in crate::cache) fn keys_behind(
+        &self,
+        namespace: &Namespace,
+        (begin, found): (Option<Place>, usize),
+        (tokens, limit): (&dyn Tokens, usize),
+        lower: &dyn Lower,
+    ) -> Result<Vec<PageHash>> {
+        let mut keys = Vec::new();
+        let Some(mut chain) = self.chain_behind(namespace, begin) else { return Ok(keys) };
+        let (mut at, mut usable) = (begin.map_or(0, |begin| begin.len), 0);
+        let (limit, mut page) = (limit.min(tokens.count()), reserve(self.page_size)?);
+        while at + self.page_size <= limit {
+            page.clear();
+            tokens.read(at..at + self.page_size, &mut page)?;
+            let key = chain.next(&page);
+            at += self.page_size;
+            if at > found && !lower.has_page(&key) {
+                break;
+            }
+            keys.push(key);
+            if !self.is_stateful || lower.has_state(&key) {
+                usable = keys.len();
+            }
+        }
+        keys.truncate(usable);
+        Ok(keys)
+    }
+
+    /// The chain of keys behind a place, if there are keys and it is found still.
+    fn chain_behind(&self, namespace: &Namespace, place: Option<Place>) -> Option<KeyChain> {
         let digest = self.keys.as_ref()?.digest();
         let Some(place) = place.filter(|place| place.len > 0) else {
             return Some(KeyChain::at_root(digest, namespace, self.page_size));

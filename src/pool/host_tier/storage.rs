@@ -8,9 +8,9 @@ use crate::base::sync::lock;
 use crate::base::{ChunkId, DType, Device, Id, Result};
 use crate::cache::{EntryId, Namespace, PageHash, Residency};
 use crate::index::Ticket;
-use crate::kernels::{PagePair, Pieces, Reach};
-use crate::memory::{Backend, PageLocking, Region, Report};
-use crate::pool::{ChunkConfig, ChunkPool, GdnPool, KvPool};
+use crate::kernels::{LayerRows, PagePair, Pieces, Reach, piece_bytes};
+use crate::memory::{Backend, PageLocking, Report};
+use crate::pool::{ChunkConfig, ChunkPool};
 
 use super::HostTierConfig;
 
@@ -24,43 +24,6 @@ pub(super) struct Storage {
     resident: Mutex<Residency<Ticket<ChunkId>>>,
     /// Page-locking, until it is known to be over.
     locking: Mutex<Option<PageLocking>>,
-}
-
-/// A pool with pages that pieces are copies of.
-pub(super) trait Paged {
-    fn piece_bytes(&self) -> Result<usize>;
-
-    fn pieces(&self, region: Arc<Region>, reach: Reach, stride: usize, count: usize) -> Result<Pieces>;
-
-    fn device(&self) -> Device;
-}
-
-impl Paged for KvPool {
-    fn piece_bytes(&self) -> Result<usize> {
-        self.piece_bytes()
-    }
-
-    fn pieces(&self, region: Arc<Region>, reach: Reach, stride: usize, count: usize) -> Result<Pieces> {
-        self.pieces(region, reach, stride, count)
-    }
-
-    fn device(&self) -> Device {
-        self.device()
-    }
-}
-
-impl Paged for GdnPool {
-    fn piece_bytes(&self) -> Result<usize> {
-        self.piece_bytes()
-    }
-
-    fn pieces(&self, region: Arc<Region>, reach: Reach, stride: usize, count: usize) -> Result<Pieces> {
-        self.pieces(region, reach, stride, count)
-    }
-
-    fn device(&self) -> Device {
-        self.device()
-    }
 }
 
 /// What begins to arrive.
@@ -82,17 +45,19 @@ impl Arrivals {
 }
 
 impl Storage {
+    /// Room for `count` pages of `page_size` of `rows`.
     pub(super) fn new(
         config: &HostTierConfig,
         count: usize,
-        pool: &impl Paged,
+        (rows, page_size): (&LayerRows, usize),
         backend: &Arc<dyn Backend>,
     ) -> Result<Self> {
-        let is_locked = config.pin_memory && pool.device() != Device::Cpu;
+        let device = rows.all().first().map_or(Device::Cpu, |buffer| buffer.region().device());
+        let is_locked = config.pin_memory && device != Device::Cpu;
         let chunks = ChunkPool::new(
             &ChunkConfig {
                 num_chunks: count,
-                chunk_shape: vec![pool.piece_bytes()?],
+                chunk_shape: vec![piece_bytes(rows, page_size)?],
                 dtype: DType::U8,
                 pin_memory: is_locked,
                 page_lock_threads: config.page_lock_threads,
@@ -100,7 +65,8 @@ impl Storage {
             },
             backend,
         )?;
-        let pieces = |reach| pool.pieces(Arc::clone(chunks.region()), reach, chunks.stride(), count);
+        let pieces =
+            |reach| Pieces::new(Arc::clone(chunks.region()), reach, rows, page_size, chunks.stride(), count);
         let in_place = chunks.is_locked().then(|| pieces(Reach::InPlace)).transpose()?;
         let copied = pieces(Reach::Copied)?;
         let chunks = Arc::new(chunks);
@@ -110,7 +76,8 @@ impl Storage {
         Ok(Self { chunks, in_place, copied, resident: Mutex::default(), locking })
     }
 
-    fn resident(&self) -> MutexGuard<'_, Residency<Ticket<ChunkId>>> {
+    /// What is here, under its lock.
+    pub(super) fn resident(&self) -> MutexGuard<'_, Residency<Ticket<ChunkId>>> {
         lock(&self.resident)
     }
 
@@ -154,10 +121,6 @@ impl Storage {
     pub(super) fn pieces(&self) -> Pieces {
         let in_place = self.in_place.as_ref().filter(|_| self.chunks.is_all_locked());
         in_place.unwrap_or(&self.copied).clone()
-    }
-
-    pub(super) fn has(&self, key: &PageHash) -> bool {
-        self.resident().find(key).is_some()
     }
 
     pub(super) fn set_above<'a>(&self, keys: impl Iterator<Item = &'a PageHash>, is_above: bool) {

@@ -4,8 +4,8 @@ use std::collections::{HashMap, VecDeque};
 use std::hash::Hash;
 use std::sync::{Arc, Weak};
 
-use crate::base::{Id, Page, Result, StateSlot, reserve};
-use crate::cache::{Digest, Hold, Namespace, OfferedPages, Tokens, Tree};
+use crate::base::{Id, Page, Result, StateSlot};
+use crate::cache::{Digest, Hold, Lower, Namespace, OfferedPages, Tokens, Tree};
 use crate::memory::Stream;
 use crate::pool::host_tier::{HeldPieces, Write};
 use crate::pool::{GdnPool, HostTier};
@@ -66,7 +66,8 @@ impl Below {
             let is_right = !is_void && write.transfer.is_complete().unwrap_or(false);
             self.tier.settle(&write, is_right, |page, key| tree.key_of(page) == Some(*key));
             // What was given up meanwhile is not told.
-            let is_there = |run: &&OfferedPages| run.keys.iter().all(|key| self.tier.has_page(key));
+            let contents = self.tier.contents();
+            let is_there = |run: &&OfferedPages| run.keys.iter().all(|key| contents.has_page(key));
             write.runs.iter().filter(|run| is_right && is_there(run)).for_each(|run| tree.note_copied(run));
         }
     }
@@ -164,27 +165,9 @@ impl Below {
         (namespace, tokens): (&Namespace, &dyn Tokens),
         limit: usize,
     ) -> Result<Loadable> {
-        let (page_size, begin) = (tree.page_size(), hold.len());
-        let limit = limit.min(tokens.count());
-        let mut rest = Loadable::default();
-        let Some(mut chain) = tree.chain_of(namespace, hold) else { return Ok(rest) };
-        let (mut at, mut end, mut page) = (begin, begin, reserve(page_size)?);
-        while at + page_size <= limit {
-            page.clear();
-            tokens.read(at..at + page_size, &mut page)?;
-            let key = chain.next(&page);
-            at += page_size;
-            if at > hold.found() && !self.tier.has_page(&key) {
-                break;
-            }
-            rest.keys.push(key);
-            if !tree.is_stateful() || self.tier.has_state(&key) {
-                end = at;
-            }
-        }
-        rest.keys.truncate((end - begin) / page_size);
-        rest.tokens = tokens.to_vec(begin..end)?;
-        Ok(rest)
+        let keys = tree.keys_below(namespace, hold, tokens, limit, &self.tier.contents())?;
+        let end = hold.len() + keys.len() * tree.page_size();
+        Ok(Loadable { tokens: tokens.to_vec(hold.len()..end)?, keys })
     }
 
     /// Lists a prefix on its way.

@@ -6,7 +6,7 @@ use std::sync::{Arc, Weak};
 
 use crate::base::sync::explored::{Mutex, lock};
 use crate::base::{Error, ErrorKind, Page, Result, StateSlot};
-use crate::cache::{Hold, PageHash};
+use crate::cache::{Hold, Lower, PageHash};
 use crate::memory::Stream;
 use crate::pool::HostTier;
 use crate::pool::host_tier::HeldPieces;
@@ -169,7 +169,7 @@ impl fmt::Debug for Load {
 enum Begun<'a> {
     /// It is complete, or another load does it.
     Load(Load),
-    /// There is no track slot for the state.
+    /// There is no track slot for the state, or the tier has lost a page since.
     Short {
         _lock: PrefixLock,
     },
@@ -282,11 +282,14 @@ impl Lease {
             let (keys, tokens) = (&held.rest.keys, &held.rest.tokens);
             let most = limit.min(tokens.len()) / page_size;
             let found = kept.tree.find(&held.hold, &&tokens[..most * page_size])?.len() / page_size;
-            let run = keys[found..most].iter().take_while(|key| tier.has_page(key)).count();
-            let has_end = |end: &usize| !is_stateful || *end > 0 && tier.has_state(&keys[end - 1]);
+            let contents = tier.contents();
+            let run = keys[found..most].iter().take_while(|key| contents.has_page(key)).count();
+            let has_end = |end: &usize| !is_stateful || *end > 0 && contents.has_state(&keys[end - 1]);
             let Some(end) = (0..=found + run).rev().find(has_end).filter(|end| *end > 0) else {
                 return nothing();
             };
+            // The calls below lock the tier.
+            drop(contents);
             let tokens = tokens[..end * page_size].to_vec();
             let found = kept.tree.find(&held.hold, &tokens.as_slice())?;
             let (known, begin) = (found.len(), held.hold.len());
