@@ -6,6 +6,7 @@ each layer. `copied down` includes keys, places and the wait for its end.
 
 from __future__ import annotations
 
+import statistics
 import time
 from functools import partial
 
@@ -70,37 +71,51 @@ class Side:
         torch.set_num_threads(threads)
 
 
-def steps(report: Report, side: Side) -> None:
-    """The slowest one of a hundred decode steps of 64 requests, beside copies and without."""
-    table = ReqToTokenPool(64, 2048, "cpu")
-    planner = BatchPlanner(table, side.slots, 64, 4096)
-    rows = table.alloc(64)
-    assert rows is not None
-    lens = [16] * 64
-    assert planner.extend(rows, [0] * 64, lens) is not None
-    found = {}
-    for busy in (False, True):
-        times = []
-        lease = load = None
+class Steps:
+    """Decode steps of 64 requests, and a lease that loads beside them."""
+
+    def __init__(self, side: Side) -> None:
+        self.side = side
+        table = ReqToTokenPool(64, 2048, "cpu")
+        self.planner = BatchPlanner(table, side.slots, 64, 4096)
+        rows = table.alloc(64)
+        assert rows is not None
+        self.rows, self.lens = rows, [16] * 64
+        assert self.planner.extend(rows, [0] * 64, self.lens) is not None
+
+    def p99(self, *, busy: bool) -> float:
+        """Microseconds of the 99th of a hundred steps, beside loads or not."""
+        times, lease, load = [], None, None
         for step in range(400):
             if busy and (load is None or load.query()):
                 if lease is not None:
                     lease.release()
-                side.cache.evict(TOKENS)
-                lease = side.cache.match(side.prompt)
+                self.side.cache.evict(TOKENS)
+                lease = self.side.cache.match(self.side.prompt)
                 load = lease.load()
-            lens = [length + 1 for length in lens] if step % 32 else [17] * 64
             if step % 32 == 0:
-                planner.truncate(rows, [16] * 64)
+                self.planner.truncate(self.rows, [16] * 64)
+                self.lens = [16] * 64
+            self.lens = [length + 1 for length in self.lens]
             begin = time.perf_counter()
-            assert planner.decode(rows, lens) is not None
+            assert self.planner.decode(self.rows, self.lens) is not None
             times.append(time.perf_counter() - begin)
-        found[busy] = sorted(times)[len(times) * 99 // 100] * 1e6
         if lease is not None:
             lease.release()
-    planner.finish(rows)
-    text = f"p99 of a decode step of 64 requests: {found[False]:.1f} us, beside loads {found[True]:.1f} us"
-    report.note(f"{text} ({found[True] / found[False]:.2f}x)")
+        return sorted(times)[len(times) * 99 // 100] * 1e6
+
+
+def steps(report: Report, side: Side, page_size: int) -> None:
+    """The slowest one of a hundred decode steps, beside loads and without, in turns."""
+    decoding = Steps(side)
+    decoding.p99(busy=True)
+    turns = [(decoding.p99(busy=False), decoding.p99(busy=True)) for _ in range(15)]
+    decoding.planner.finish(decoding.rows)
+    alone, beside = (statistics.median(times) for times in zip(*turns, strict=True))
+    text = f"p99 of a decode step of 64 requests, pages of {page_size}: {alone:.1f} us"
+    report.note(
+        f"{text}, beside loads {beside:.1f} us ({beside / alone:.2f}x, medians of {len(turns)} turns)"
+    )
 
 
 def usable(report: Report) -> None:
@@ -136,7 +151,7 @@ def main() -> None:
                 least_ratio=LEAST,
             )
         side.away()
-        steps(report, side)
+        steps(report, side, page_size)
     usable(report)
     report.finish()
 
