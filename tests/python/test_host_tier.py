@@ -132,6 +132,14 @@ class Scene:
             self.allocator.free(taken)
         return freed
 
+    def only_below(self, driver: Driver) -> None:
+        """The host alone has a prompt, nothing is on its way, and from now on nothing ends by itself."""
+        self.keep(PROMPT)
+        driver.run()
+        self.forget()
+        driver.run()
+        driver.set_patience(1 << 30)
+
     def check(self, lease: Lease, tokens: Sequence[int], layers: int = LAYERS) -> None:
         """The first layers of a lease are those of its tokens."""
         for layer in range(layers):
@@ -372,11 +380,7 @@ def test_a_load_is_given_up(device: str, *, has_states: bool) -> None:
 def test_a_cancelled_load_gives_its_slots_back_behind_its_copies(driver: Driver) -> None:
     with devices.on("cuda"):
         scene = Scene("cuda")
-        scene.keep(PROMPT)
-        driver.run()
-        scene.forget()
-        driver.run()
-        driver.set_patience(1 << 30)
+        scene.only_below(driver)
         lease = scene.cache.match(PROMPT)
         load = some(lease.load())
         load.cancel()
@@ -431,11 +435,7 @@ def test_layers_come_beside_the_calls_of_their_user(driver: Driver) -> None:
 def test_what_follows_the_last_layer_on_its_stream_needs_no_query(driver: Driver) -> None:
     with devices.on("cuda"):
         scene = Scene("cuda")
-        scene.keep(PROMPT)
-        driver.run()
-        scene.forget()
-        driver.run()
-        driver.set_patience(1 << 30)
+        scene.only_below(driver)
         lease = scene.cache.match(PROMPT)
         load = some(lease.load())
         load.wait_layer(LAYERS - 1)
@@ -452,11 +452,7 @@ def test_what_follows_the_last_layer_on_its_stream_needs_no_query(driver: Driver
 def test_what_a_stream_will_read_stays_in_host_memory(driver: Driver) -> None:
     with devices.on("cuda"):
         scene = Scene("cuda", host=24)
-        scene.keep(PROMPT)
-        driver.run()
-        scene.forget()
-        driver.run()
-        driver.set_patience(1 << 30)
+        scene.only_below(driver)
         lease = scene.cache.match(PROMPT)
         load = some(lease.load())
         load.wait_layer(LAYERS - 1)
@@ -583,11 +579,7 @@ def test_what_the_device_has_goes_last_and_beginnings_after_ends(device: str) ->
 def test_of_what_was_read_the_end_goes_first(driver: Driver) -> None:
     with devices.on("cuda"):
         scene = Scene("cuda", host=24)
-        scene.keep(PROMPT)
-        driver.run()
-        scene.forget()
-        driver.run()
-        driver.set_patience(1 << 30)
+        scene.only_below(driver)
         lease = scene.cache.match(PROMPT)
         some(lease.load()).cancel()
         driver.restore()
@@ -865,12 +857,8 @@ def test_a_copy_down_is_behind_every_stream_that_published(driver: Driver, write
 def test_slots_are_cleared_behind_what_is_copied_there(driver: Driver, *, captured: bool) -> None:
     with devices.on("cuda"):
         scene = Scene("cuda")
-        scene.keep(PROMPT)
-        driver.run()
-        scene.forget()
-        driver.run()
+        scene.only_below(driver)
         stream = driver.stream()
-        driver.set_patience(1 << 30)
         lease = scene.cache.match(PROMPT)
         load = some(lease.load())
         assert driver.pending() == LAYERS
@@ -900,11 +888,7 @@ def test_slots_are_cleared_behind_what_is_copied_there(driver: Driver, *, captur
 def test_a_load_whose_lease_has_ended_is_not_there(driver: Driver, end: str) -> None:
     with devices.on("cuda"):
         scene = Scene("cuda")
-        scene.keep(PROMPT)
-        driver.run()
-        scene.forget()
-        driver.run()
-        driver.set_patience(1 << 30)
+        scene.only_below(driver)
         lease: Lease | None = scene.cache.match(PROMPT)
         load = some(some(lease).load())
         if end == "release":

@@ -94,7 +94,7 @@ class Line:
 
     def __init__(self) -> None:
         # Sums over the measurements: weights, tokens, seconds, and products with tokens.
-        self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)
+        self._sums = [0.0, 0.0, 0.0, 0.0, 0.0]
 
     @property
     def is_known(self) -> bool:
@@ -113,7 +113,7 @@ class Line:
     def note(self, tokens: int, seconds: float) -> None:
         """Record a measurement."""
         new = (1.0, tokens, seconds, tokens * tokens, tokens * seconds)
-        self._sums = tuple(_FADE * total + more for total, more in zip(self._sums, new, strict=True))  # type: ignore[assignment]
+        self._sums = [_FADE * total + more for total, more in zip(self._sums, new, strict=True)]
 
     def _fit(self, fixed: float | None) -> tuple[float, float]:
         """The fixed part and the slope of least squares, neither below 0."""
