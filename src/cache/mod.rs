@@ -13,7 +13,7 @@
 //! | users whose prefixes stay apart | [`Namespace`] |
 //! | why a prompt is not found | [`Tree::explain`], [`Segment`] |
 //! | what came and went | [`Tree::keep_journal`], [`Event`] |
-//! | names of pages for other processes and other tiers | [`KeyChain`], [`PageHash`] |
+//! | names of pages for other processes and other tiers | [`KeyChain`], [`PageHash`], [`StoreKeys`] |
 //! | what a tier below should get, and what it has | [`Tree::offer`], [`Residency`] |
 //! | nodes with values of several kinds of attention, driven by an engine | [`hybrid`] |
 
@@ -31,7 +31,7 @@ mod tree;
 
 pub use explain::{Cause, Gone, Pressure, Segment, Whereabouts};
 pub use journal::{Event, Tier};
-pub use keys::{Digest, KeyChain, PageHash};
+pub use keys::{Digest, KeyChain, PageHash, StoreKeys};
 pub use namespace::Namespace;
 pub use policy::{History, KeyTokens, NodeId, PageKey, Policy, PolicyKind, Remembered, Tick};
 pub use recency_list::RecencyList;
@@ -40,6 +40,6 @@ pub use tokens::Tokens;
 #[cfg(feature = "python")]
 pub(crate) use tokens::not_a_token;
 pub use tree::{
-    AGE_BUCKETS, Evicted, Found, Hold, Insertion, Lower, NodeHandle, NodeInfo, Offered, OfferedPages,
+    AGE_BUCKETS, Beyond, Evicted, Found, Hold, Insertion, Lower, NodeHandle, NodeInfo, Offered, OfferedPages,
     OfferedState, Offering, Place, Tree, TreeStats,
 };

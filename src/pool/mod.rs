@@ -45,7 +45,8 @@ pub use kv_pool::{BufferInfo, KvConfig, KvLayout, KvPool, Scales};
 pub use mirror::values_now;
 pub use page_pool::{PageConfig, PagePool};
 pub use prefix_cache::{
-    CachedSizes, Lease, Load, LowerTier, Offer, PrefixCache, PrefixCacheConfig, PrefixCounts, Published,
+    CachedSizes, Fetch, Lease, Load, LowerStore, LowerTier, Offer, PrefixCache, PrefixCacheConfig,
+    PrefixCounts, Published,
 };
 pub use prefix_tree::{EvictedNodes, Inserted, NodePrefix, PrefixTree, PrefixTreeConfig};
 pub use remote_store::{Errand, ErrandKind, ErrandQueue, RemoteStore};
