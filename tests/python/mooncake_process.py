@@ -18,6 +18,11 @@ MASTER, SEGMENT = sys.argv[1], int(sys.argv[2])
 JUNK = b"\x5a"
 
 
+def answer(value: object) -> None:
+    sys.stdout.write(f"{json.dumps(value)}\n")
+    sys.stdout.flush()
+
+
 class Pages(NamedTuple):
     """Pages in the memory of this process, side by side."""
 
@@ -88,7 +93,7 @@ class Process:
         return {state: states.count(state) for state in sorted(set(states))}
 
     def forge(self, number: int, size: int, key: int) -> int:
-        """Stores, under a name of kvpool, the page of a number with the trailer of a key and the page `key`."""
+        """Stores the page of a key, with its trailer, under the name of another number."""
         client: Any = self.store._client
         pages = self.pages([key], size)
         self.fill(pages)
@@ -122,7 +127,7 @@ class Process:
 
     def endless(self, first: int, size: int) -> None:
         """Writes until the process is killed."""
-        print("null", flush=True)
+        answer(None)
         while True:
             self.write([*range(first, first + 4)], size)
             first += 4
@@ -222,7 +227,7 @@ class Process:
 
 
 process = Process()
-print("null", flush=True)
+answer(None)
 for line in sys.stdin:
     name, *arguments = json.loads(line)
-    print(json.dumps(getattr(process, name)(*arguments)), flush=True)
+    answer(getattr(process, name)(*arguments))

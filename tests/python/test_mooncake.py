@@ -1,15 +1,16 @@
-"""MooncakeStore: pages between processes, damage, masters and processes that are killed, misuse, forks and threads."""
+"""MooncakeStore: pages between processes, damage, masters and processes that are killed, misuse, forks."""
 
 from __future__ import annotations
 
 import json
 import os
-import signal
+import re
 import socket
 import subprocess
 import sys
 import time
 from contextlib import ExitStack
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -130,6 +131,15 @@ class Server:
         self.process.stdin.flush()
         return self._answer()
 
+    def writes(self, page: int) -> bool:
+        return bool(self("write", [page], PAGE) == [True])
+
+    def finds(self, page: int) -> bool:
+        return bool(self("find", [page]) == [True])
+
+    def write_endlessly(self, first: int) -> None:
+        assert self("endless", first, PAGE) is None
+
     def _answer(self) -> Any:  # noqa: ANN401
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
@@ -177,6 +187,20 @@ def start(mooncake: dict[str, str], tmp_path: Path) -> Iterator[Callable[..., Cl
     """Starts a cluster with these flags of its master."""
     with ExitStack() as stack:
         yield lambda *flags: Cluster(mooncake, tmp_path, stack, *flags)
+
+
+def some_of(reader: Server, first: int) -> list[int]:
+    """Pages from this one on that are there, as soon as there are any."""
+    pages = [*range(first, first + 20_000)]
+    found: list[int] = []
+
+    def is_any() -> bool:
+        are_there = reader("find", pages)
+        found[:] = [page for page, is_there in zip(pages, are_there, strict=True) if is_there]
+        return bool(found)
+
+    until(is_any, "nothing is found")
+    return found
 
 
 def until(is_so: Callable[[], bool], message: str) -> None:
@@ -264,13 +288,9 @@ def test_sharing_goes_on_with_a_master_that_was_restarted(start: Callable[..., C
             assert server("read", [1, 2], PAGE) == ["missing"] * 2
             assert server("write", [3], PAGE) == [False]
         cluster.master.start()
-        page = 10 * (life + 1)
-        for server, reader in ((one, other), (other, one)):
-            page += 1
-            until(
-                lambda server=server, page=page: server("write", [page], PAGE) == [True], "nothing is written"
-            )  # type: ignore[misc]
-            until(lambda reader=reader, page=page: reader("find", [page]) == [True], "nothing is found")  # type: ignore[misc]
+        for page, server, reader in ((10 + life, one, other), (20 + life, other, one)):
+            until(partial(server.writes, page), "nothing is written")
+            until(partial(reader.finds, page), "nothing is found")
             assert reader("read", [page], PAGE) == ["right"]
         assert "wrong" not in other("read", [1, 2, 3], PAGE)
     assert one.log.count(f"the Mooncake master {cluster.master.address} is gone") >= 2
@@ -278,18 +298,18 @@ def test_sharing_goes_on_with_a_master_that_was_restarted(start: Callable[..., C
 
 def test_a_master_that_is_restarted_while_pages_move_leaves_none_wrong(start: Callable[..., Cluster]) -> None:
     cluster = start()
-    writers = [cluster.server(16 << 20), cluster.server(16 << 20)]
     reader = cluster.server(0)
-    for writer, first in zip(writers, (0, 100_000), strict=True):
-        writer.process.stdin.write(json.dumps(["endless", first, PAGE]) + "\n")  # type: ignore[union-attr]
-        writer.process.stdin.flush()  # type: ignore[union-attr]
-        assert writer._answer() is None
+    writers = {first: cluster.server(16 << 20) for first in (0, 100_000)}
+    for first, writer in writers.items():
+        writer.write_endlessly(first)
+
     for _ in range(3):
-        states = [reader("read_all", [*range(first, first + 64)], PAGE) for first in (0, 100_000)]
-        assert all("wrong" not in state for state in states)
+        for first in writers:
+            pages = some_of(reader, first)
+            assert "wrong" not in reader("read_all", pages, PAGE)
         cluster.master.kill()
         cluster.master.start()
-    for writer in writers:
+    for writer in writers.values():
         assert writer.process.poll() is None
 
 
@@ -300,16 +320,13 @@ def test_what_a_killed_process_was_writing_is_right_or_missing(start: Callable[.
     for turn in range(4):
         first += 100_000
         writer = cluster.server(0 if turn % 2 else 16 << 20)  # into the memory of others, and its own
-        writer.process.stdin.write(json.dumps(["endless", first, PAGE]) + "\n")  # type: ignore[union-attr]
-        writer.process.stdin.flush()  # type: ignore[union-attr]
-        assert writer._answer() is None
-        until(lambda first=first: reader("find", [first + 8]) == [True], "nothing is written")  # type: ignore[misc]
-        writer.process.send_signal(signal.SIGKILL)
-        writer.process.wait()
-        states = reader("read_all", [*range(first, first + 256)], PAGE)
+        writer.write_endlessly(first)
+        pages = some_of(reader, first)
+        writer.kill()
+        states = reader("read_all", [*pages, *range(pages[-1] + 1, pages[-1] + 64)], PAGE)
         assert "wrong" not in states
         assert turn % 2 == 0 or states["right"]
-    until(lambda: reader("write", [1], PAGE) == [True], "the memory of the dead is in use")
+    until(partial(reader.writes, 1), "nothing is written")
     assert reader("read", [1], PAGE) == ["right"]
 
 
@@ -358,6 +375,26 @@ def test_close_waits_for_calls_and_takes_the_segment_along(start: Callable[..., 
     assert one("close") == ["the store is closed"] * 3
     assert other("read", [1], PAGE) == ["missing"]
     assert other("write", [2], PAGE) == [False]  # no memory is left
+
+
+def test_the_examples_of_the_documentation_run(
+    start: Callable[..., Cluster], mooncake: dict[str, str]
+) -> None:
+    page = Path(__file__).parents[2] / "docs" / "mooncake.md"
+    blocks = re.findall(r"^```python mooncake\n(.*?)^```$", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 2
+    code = "\n".join(blocks)
+    assert code.count("127.0.0.1:50051") == 3
+    code = code.replace("127.0.0.1:50051", start().master.address)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=mooncake,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE_S,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_without_the_package_the_error_says_what_to_install(run_snippet: RunSnippet) -> None:
