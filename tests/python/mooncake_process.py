@@ -9,8 +9,10 @@ import os
 import random
 import sys
 import threading
+from contextlib import suppress
 from typing import Any, NamedTuple
 
+from kvpool import ConfigError
 from kvpool.integrations.mooncake import MooncakeStore
 
 MEMORY = 16 << 20
@@ -193,6 +195,20 @@ class Process:
         self.store.close()
         return said
 
+    def attach_again(self) -> list[list[bool]]:
+        """What can be written after memory was attached once more, freed and attached in other pieces."""
+        half, quarter, key = MEMORY // 2, MEMORY // 4, bytes([7]) * 32
+        self.store.attach([(self.base, half)])
+        written = [self.store.write([key], [self.base], [64])]
+        self.store.attach([(self.base + quarter, half)])  # in place of both
+        written.append(self.store.write([key], [self.base + half - 32], [64]))
+        for address in (self.base, self.base + half + quarter):
+            with suppress(ConfigError):
+                written.append(self.store.write([key], [address], [64]))
+        self.store.attach([(self.base, quarter)])
+        written.append(self.store.write([key], [self.base], [64]))
+        return written
+
     def errors(self) -> list[str]:
         """What misuse raises."""
         page, key = self.base, bytes(32)
@@ -208,7 +224,7 @@ class Process:
             lambda: self.store.read([key], [page], [0]),
             lambda: self.store.write([key], [page], [-1]),
             lambda: self.store.attach([(end, 0)]),
-            lambda: self.store.attach([(page + 4096, 4096)]),
+            lambda: self.store.attach([(page, 4096), (page + 4095, 1)]),
             lambda: MooncakeStore("127.0.0.1"),
             lambda: MooncakeStore("127.0.0.1:0"),
             lambda: MooncakeStore(":50051"),

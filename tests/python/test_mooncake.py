@@ -352,6 +352,10 @@ def test_misuse_is_refused_with_its_numbers(pair: tuple[Server, Server]) -> None
     assert pair[0]("write", [500], PAGE) == [True]
 
 
+def test_memory_is_attached_again(start: Callable[..., Cluster]) -> None:
+    assert start().server()("attach_again") == [[True]] * 3
+
+
 def test_threads_share_a_store(pair: tuple[Server, Server]) -> None:
     states = pair[0]("threads", 6, 12, 64 << 10)
     assert len(states) == 6 * 12 * 8

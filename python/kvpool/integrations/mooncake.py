@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import logging
+import math
 import mmap
 import os
 import socket
@@ -35,6 +36,7 @@ _KEY_BYTES = 32
 # Behind each page: its key, and the checksum of the page.
 _TRAILER = struct.Struct("<32sI")
 _VALUES_PER_CALL = 1024
+_BYTES_PER_CALL = 64 << 20
 
 # The version of what a value consists of.
 _PREFIX = "kvpool1:"
@@ -42,10 +44,13 @@ _PREFIX = "kvpool1:"
 _METADATA = "P2PHANDSHAKE"  # peers ask each other; no other server is needed
 
 _OK = 0
-_MASTER_IS_GONE = {-900, -901}  # its calls fail, or end at their time limit
+_RPC_FAILS = -900
+_RPC_TIMES_OUT = -901
 
 # How often a master that is gone is tried again, and how long each time.
 _TRY_AGAIN_S = 0.25
+# Mooncake asks the master for a sign of life this often, with the same time limit as for all calls.
+_PING_S = 1.0
 _CONNECT_S = 2.0
 
 
@@ -66,6 +71,7 @@ class _Client(Protocol):
 
     def health_check(self) -> int: ...
     def register_buffer(self, address: int, size: int, /) -> int: ...
+    def unregister_buffer(self, address: int, /) -> int: ...
     def batch_is_exist(self, keys: list[str], /) -> list[int]: ...
     def batch_get_into_multi_buffers(
         self, keys: list[str], addresses: list[list[int]], sizes: list[list[int]], /
@@ -87,6 +93,17 @@ class _Value(NamedTuple):
     def trailer(self) -> bytes:
         memory = (ctypes.c_char * self.size).from_address(self.address)
         return _TRAILER.pack(self.key, zlib.crc32(memory))
+
+
+class _Regions(NamedTuple):
+    """Memory that is attached, in order."""
+
+    starts: list[int]
+    ends: list[int]
+
+    def have(self, address: int, size: int) -> bool:
+        region = bisect_right(self.starts, address) - 1
+        return region >= 0 and address + size <= self.ends[region]
 
 
 class _Trailers:
@@ -136,8 +153,9 @@ class MooncakeStore:
             pages in it. With 0 it uses the memory of the others alone.
         protocol: `"tcp"` or `"rdma"`.
         devices: Network devices for RDMA, separated by commas; all by default.
-        timeout_s: How long a call waits for a master that does not answer. Mooncake reads it from the
-            environment of the process, as `MC_RPC_TIMEOUT_MS`, which is left alone if it is set.
+        timeout_s: How long a call waits for a master that does not answer, or for a process that has memory
+            and sends nothing. Mooncake reads it from the environment of the process, as `MC_RPC_TIMEOUT_MS`
+            and others, which are left alone if they are set.
 
     Raises:
         ConfigError: If the package or a library is missing, nothing answers at `master`, or an argument is
@@ -167,8 +185,8 @@ class MooncakeStore:
             here = _connect(self._endpoint)
         except OSError as error:
             raise ConfigError(f"the Mooncake master {master} cannot be reached: {error}") from error
-        for name in ("MC_RPC_TIMEOUT_MS", "MC_RPC_CONNECT_TIMEOUT_MS"):
-            os.environ.setdefault(name, str(max(1, round(timeout_s * 1000))))
+        for name, timeout in _timeouts(timeout_s).items():
+            os.environ.setdefault(name, timeout)
         code = client.setup(hostname or here, _METADATA, segment_bytes, 0, protocol, devices, master)
         if code != _OK:
             raise ConfigError(
@@ -176,9 +194,10 @@ class MooncakeStore:
                 f"protocol {protocol!r}: error {code}; its log on standard error says why"
             )
         self._client = client
+        self._timeout_s = timeout_s
         self._process = os.getpid()
-        self._starts: list[int] = []
-        self._ends: list[int] = []
+        self._regions = _Regions([], [])
+        self._attaching = threading.Lock()
         self._trailers: list[_Trailers] = []
         self._guard = threading.Condition()
         self._calls = 0  # that may be inside of the client, which must not be closed meanwhile
@@ -188,30 +207,40 @@ class MooncakeStore:
         self.damaged = 0
         """Values that were found and did not fit their keys, and were removed."""
 
-    def attach(self, regions: Sequence[tuple[int, int]]) -> None:
-        """Register host memory, from and to which pages are copied; once, before the first read or write.
+    def attach(self, memory: Sequence[tuple[int, int]]) -> None:
+        """Register host memory, from and to which pages are copied; before the first read or write.
+
+        What was attached before stays so, but for memory that must have been freed, since the new lies there.
 
         Args:
-            regions: Address and bytes of each piece. The memory stays where it is until `close`.
+            memory: Address and bytes of each piece, which stays where it is as long as pages move.
 
         Raises:
-            ConfigError: If a piece is empty, overlaps another, or Mooncake refuses it.
+            ConfigError: If a piece is empty, two overlap, or Mooncake refuses one.
             RuntimeError: If the store is closed, or of another process.
         """
-        ordered = sorted([*zip(self._starts, self._ends, strict=True), *((a, a + n) for a, n in regions)])
-        for address, size in regions:
+        pieces = sorted(memory)
+        for address, size in pieces:
             if address <= 0 or size <= 0:
                 raise ConfigError(f"a region of {size} bytes at {address:#x} is no memory")
-        for (start, end), (following, _) in pairwise(ordered):
-            if following < end:
-                raise ConfigError(f"the region at {following:#x} overlaps that from {start:#x} to {end:#x}")
-        with self._use() as client:
-            for address, size in regions:
+        for (first, size), (second, _) in pairwise(pieces):
+            if second < first + size:
+                raise ConfigError(f"the region at {second:#x} overlaps that of {size} bytes at {first:#x}")
+        with self._use() as client, self._attaching:
+            regions = dict(zip(self._regions.starts, self._regions.ends, strict=True))
+            for address, size in pieces:
+                end = address + size
+                if regions.get(address) == end:
+                    continue
+                for start in [old for old in regions if old < end and address < regions[old]]:
+                    client.unregister_buffer(start)
+                    del regions[start]
                 code = client.register_buffer(address, size)
                 if code != _OK:
                     raise ConfigError(f"Mooncake cannot register {size} bytes at {address:#x}: error {code}")
-            self._starts = [start for start, _ in ordered]
-            self._ends = [end for _, end in ordered]
+                regions[address] = end
+            starts = sorted(regions)
+            self._regions = _Regions(starts, [regions[start] for start in starts])
 
     def find(self, keys: Sequence[bytes]) -> list[bool]:
         """Whether each key is there.
@@ -301,7 +330,10 @@ class MooncakeStore:
         if not self._has_master():
             return None
         codes = call(*arguments)
-        if not _MASTER_IS_GONE.isdisjoint(codes):
+        if _RPC_TIMES_OUT in codes:
+            # It still takes connections. By then Mooncake knows whether it answers.
+            self._lost(self._timeout_s + 2 * _PING_S)
+        elif _RPC_FAILS in codes:
             self._lost()
         return codes
 
@@ -326,11 +358,12 @@ class MooncakeStore:
             _log.info("the Mooncake master %s is back", self._master)
         return healthy
 
-    def _lost(self) -> None:
+    def _lost(self, pause_s: float = 0.0) -> None:
         with self._guard:
             if self._gone:
                 return
             self._gone = True
+            self._try_at = time.monotonic() + pause_s
         _log.warning("the Mooncake master %s is gone; nothing is shared until it is back", self._master)
 
     def _transfer(
@@ -342,17 +375,17 @@ class MooncakeStore:
     ) -> list[bool]:
         if not len(keys) == len(addresses) == len(sizes):
             raise ConfigError(f"{len(keys)} keys, {len(addresses)} addresses and {len(sizes)} sizes")
+        regions = self._regions
         values = [_Value(*parts) for parts in zip(keys, addresses, sizes, strict=True)]
         for key, address, size in values:
             _check_key(key)
-            region = bisect_right(self._starts, address) - 1
-            if size <= 0 or region < 0 or address + size > self._ends[region]:
+            if size <= 0 or not regions.have(address, size):
                 raise ConfigError(f"{size} bytes at {address:#x} are in no region that was attached")
         with self._use() as client:
             moved = [False] * len(values)
             trailers = self._trailers.pop() if self._trailers else _Trailers(client)
             try:
-                for part in _distinct(keys):
+                for part in _calls(values):
                     done = move(client, trailers, [values[i] for i in part])
                     for i, is_done in zip(part, done, strict=True):
                         moved[i] = is_done
@@ -410,6 +443,17 @@ def _new_client() -> _Client:
     return cast("_Client", module.MooncakeDistributedStore())
 
 
+def _timeouts(timeout_s: float) -> dict[str, str]:
+    """What Mooncake reads from the environment."""
+    seconds = str(math.ceil(timeout_s))
+    return {
+        "MC_RPC_TIMEOUT_MS": str(math.ceil(timeout_s * 1000)),
+        "MC_RPC_CONNECT_TIMEOUT_MS": str(math.ceil(timeout_s * 1000)),
+        "MC_TCP_STATUS_TIMEOUT_SEC": seconds,
+        "MC_TCP_PROGRESS_TIMEOUT_SEC": seconds,
+    }
+
+
 def _endpoint(master: str) -> tuple[str, int]:
     host, colon, port = master.rpartition(":")
     if not (host and colon and port.isdecimal() and 0 < int(port) < 1 << 16):
@@ -433,18 +477,22 @@ def _name(key: bytes) -> str:
     return _PREFIX + key.hex()
 
 
-def _distinct(keys: Sequence[bytes]) -> Iterator[list[int]]:
-    """The numbers of all keys, in parts for one call each.
+def _calls(values: Sequence[_Value]) -> Iterator[list[int]]:
+    """The numbers of all values, in parts for one call each.
 
     Of a key that is twice in one call, Mooncake reads one value and says that it read both.
     """
     part: list[int] = []
-    names: set[bytes] = set()
-    for i, key in enumerate(keys):
-        if len(part) == _VALUES_PER_CALL or key in names:
+    keys: set[bytes] = set()
+    size = 0
+    for i, value in enumerate(values):
+        if part and (
+            len(part) == _VALUES_PER_CALL or size + value.size > _BYTES_PER_CALL or value.key in keys
+        ):
             yield part
-            part, names = [], set()
+            part, keys, size = [], set(), 0
         part.append(i)
-        names.add(key)
+        keys.add(value.key)
+        size += value.size
     if part:
         yield part
