@@ -11,8 +11,10 @@ import sys
 import threading
 from contextlib import suppress
 from typing import Any, NamedTuple
+from unittest import mock
 
 from kvpool import ConfigError
+from kvpool.integrations import mooncake
 from kvpool.integrations.mooncake import MooncakeStore
 
 MEMORY = 16 << 20
@@ -171,10 +173,41 @@ class Process:
             thread.join()
         return states
 
+    def creep(self, number: int, size: int) -> list[object]:
+        """What the store says when a read was ended by Mooncake's own limit, in two threads at once."""
+        client: Any = self.store._client
+        both = threading.Barrier(2, timeout=60)
+
+        class Creeping:
+            close = client.close
+            health_check = client.health_check
+            register_buffer = client.register_buffer
+
+            @staticmethod
+            def batch_get_into_multi_buffers(keys: list[str], *_: object) -> list[int]:
+                both.wait()
+                return [-800] * len(keys)
+
+        self.store._client = Creeping()  # type: ignore[assignment]
+        mooncake._CREEPING_S = 0.0
+        states: list[list[str]] = []
+        threads = [
+            threading.Thread(target=lambda start=i * size: states.append(self.read([number], size, start)))
+            for i in range(2)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        said = [states, self.read([number], size), self.find([number]), self.write([number], size)]
+        self.store.attach([(self.base, size)])
+        self.store.close()
+        return said
+
     def close(self) -> list[str]:
         """Closes while threads read and write, then once more; what they were told."""
         said: list[str] = []
-        began = threading.Barrier(4)
+        began = threading.Barrier(4, timeout=60)
 
         def work(thread: int) -> None:
             began.wait()
@@ -209,6 +242,10 @@ class Process:
         written.append(self.store.write([key], [self.base], [64]))
         return written
 
+    def without_a_limit(self) -> None:
+        with mock.patch.dict(os.environ, {"MC_TCP_PROGRESS_TIMEOUT_SEC": "0"}):
+            MooncakeStore(MASTER)
+
     def errors(self) -> list[str]:
         """What misuse raises."""
         page, key = self.base, bytes(32)
@@ -231,6 +268,8 @@ class Process:
             lambda: MooncakeStore(MASTER, segment_bytes=-1),
             lambda: MooncakeStore(MASTER, protocol="pigeon"),
             lambda: MooncakeStore(MASTER, timeout_s=0),
+            lambda: MooncakeStore(MASTER, timeout_s=31),
+            self.without_a_limit,
             lambda: MooncakeStore("127.0.0.1:1"),
         ):
             try:

@@ -343,7 +343,9 @@ def test_misuse_is_refused_with_its_numbers(pair: tuple[Server, Server]) -> None
         "ConfigError: master is ':50051'",
         "ConfigError: segment_bytes is -1, below 0",
         "ConfigError: protocol is 'pigeon'; it is 'tcp' or 'rdma'",
-        "ConfigError: timeout_s is 0; it must be above 0",
+        "ConfigError: timeout_s is 0; it must be above 0, and at most 30",
+        "ConfigError: timeout_s is 31; it must be above 0, and at most 30",
+        "ConfigError: MC_TCP_PROGRESS_TIMEOUT_SEC is '0'; it must be above 0, and at most 30",
         "ConfigError: the Mooncake master 127.0.0.1:1 cannot be reached: ",
     ]
     said = pair[0]("errors")
@@ -361,6 +363,15 @@ def test_threads_share_a_store(pair: tuple[Server, Server]) -> None:
     assert len(states) == 6 * 12 * 8
     assert "wrong" not in states
     assert states.count("right") >= len(states) // 2
+
+
+def test_a_read_that_would_go_on_gives_the_store_up(start: Callable[..., Cluster]) -> None:
+    cluster = start()
+    one, other = cluster.server(), cluster.server()
+    assert one("write", [1], PAGE) == [True]
+    assert one("creep", 1, PAGE) == [[["missing"], ["missing"]], ["missing"], [False], [False]]
+    assert "the store is given up" in one.log
+    assert other.writes(2)
 
 
 def test_a_child_of_a_fork_cannot_use_the_store(pair: tuple[Server, Server]) -> None:

@@ -44,6 +44,14 @@ _PREFIX = "kvpool1:"
 _METADATA = "P2PHANDSHAKE"  # peers ask each other; no other server is needed
 
 _OK = 0
+# Mooncake gives up waiting for a transfer after 60 seconds, and lets it run on: into memory that has another
+# use by then. One that stands still for this variable's seconds ends. For one that creeps, the client is
+# closed.
+_PROGRESS = "MC_TCP_PROGRESS_TIMEOUT_SEC"
+_LONGEST_S = 30
+_CREEPING_S = 55.0
+
+_TRANSFER_FAILS = -800
 _RPC_FAILS = -900
 _RPC_TIMES_OUT = -901
 
@@ -177,8 +185,8 @@ class MooncakeStore:
             raise ConfigError(f"segment_bytes is {segment_bytes}, below 0")
         if protocol not in {"tcp", "rdma"}:
             raise ConfigError(f"protocol is {protocol!r}; it is 'tcp' or 'rdma'")
-        if not timeout_s > 0:
-            raise ConfigError(f"timeout_s is {timeout_s}; it must be above 0")
+        if not 0 < timeout_s <= _LONGEST_S:
+            raise ConfigError(f"timeout_s is {timeout_s}; it must be above 0, and at most {_LONGEST_S}")
         client = _new_client()
         try:
             # Mooncake would try for more than a minute.
@@ -187,6 +195,9 @@ class MooncakeStore:
             raise ConfigError(f"the Mooncake master {master} cannot be reached: {error}") from error
         for name, timeout in _timeouts(timeout_s).items():
             os.environ.setdefault(name, timeout)
+        progress = os.environ[_PROGRESS]
+        if not (progress.isdecimal() and 0 < int(progress) <= _LONGEST_S):
+            raise ConfigError(f"{_PROGRESS} is {progress!r}; it must be above 0, and at most {_LONGEST_S}")
         code = client.setup(hostname or here, _METADATA, segment_bytes, 0, protocol, devices, master)
         if code != _OK:
             raise ConfigError(
@@ -202,6 +213,8 @@ class MooncakeStore:
         self._guard = threading.Condition()
         self._calls = 0  # that may be inside of the client, which must not be closed meanwhile
         self._closed = False
+        self._abandoning = 0  # calls among them that wait for the client to be closed
+        self._left = False
         self._gone = False
         self._try_at = 0.0
         self.damaged = 0
@@ -227,6 +240,8 @@ class MooncakeStore:
             if second < first + size:
                 raise ConfigError(f"the region at {second:#x} overlaps that of {size} bytes at {first:#x}")
         with self._use() as client, self._attaching:
+            if client is None:
+                return
             regions = dict(zip(self._regions.starts, self._regions.ends, strict=True))
             for address, size in pieces:
                 end = address + size
@@ -253,6 +268,8 @@ class MooncakeStore:
         """
         names = [_name(key) for key in keys]
         with self._use() as client:
+            if client is None:
+                return [False] * len(names)
             found: list[bool] = []
             for start in range(0, len(names), _VALUES_PER_CALL):
                 part = names[start : start + _VALUES_PER_CALL]
@@ -301,8 +318,23 @@ class MooncakeStore:
             if self._closed:
                 return
             self._closed = True
-            self._guard.wait_for(lambda: self._calls == 0)
-        self._client.close()
+        self._leave()
+
+    def _abandon(self) -> None:
+        """End all transfers, with the client: the memory of this call is free when it returns."""
+        _log.error("a read from the Mooncake Store took longer than %g s; the store is given up", _CREEPING_S)
+        with self._guard:
+            self._abandoning += 1
+            self._guard.notify_all()
+        self._leave()
+
+    def _leave(self) -> None:
+        """Close the client, once, when no call is in it."""
+        with self._guard:
+            self._guard.wait_for(lambda: self._left or self._calls == self._abandoning)
+            if not self._left:
+                self._left = True
+                self._client.close()
 
     def _check_process(self) -> None:
         if os.getpid() != self._process:
@@ -311,15 +343,15 @@ class MooncakeStore:
             )
 
     @contextmanager
-    def _use(self) -> Iterator[_Client]:
-        """The client, which is not closed within. Mooncake crashes in a call of a closed client."""
+    def _use(self) -> Iterator[_Client | None]:
+        """The client, if the store was not given up. It is not closed within: then its calls would crash."""
         self._check_process()
         with self._guard:
             if self._closed:
                 raise RuntimeError("the store is closed")
             self._calls += 1
         try:
-            yield self._client
+            yield None if self._left else self._client
         finally:
             with self._guard:
                 self._calls -= 1
@@ -327,7 +359,7 @@ class MooncakeStore:
 
     def _ask(self, call: Callable[..., list[int]], *arguments: object) -> list[int] | None:
         """The result of a call. Nothing while the master is gone, since each call would take seconds."""
-        if not self._has_master():
+        if self._abandoning or not self._has_master():
             return None
         codes = call(*arguments)
         if _RPC_TIMES_OUT in codes:
@@ -383,6 +415,8 @@ class MooncakeStore:
                 raise ConfigError(f"{size} bytes at {address:#x} are in no region that was attached")
         with self._use() as client:
             moved = [False] * len(values)
+            if client is None:
+                return moved
             trailers = self._trailers.pop() if self._trailers else _Trailers(client)
             try:
                 for part in _calls(values):
@@ -394,8 +428,12 @@ class MooncakeStore:
             return moved
 
     def _read(self, client: _Client, trailers: _Trailers, values: list[_Value]) -> list[bool]:
+        began = time.monotonic()
         codes = self._ask(client.batch_get_into_multi_buffers, *_arguments(trailers, values))
         if codes is None:
+            return [False] * len(values)
+        if _TRANSFER_FAILS in codes and time.monotonic() - began > _CREEPING_S:
+            self._abandon()
             return [False] * len(values)
         right = []
         for i, (value, code) in enumerate(zip(values, codes, strict=True)):
@@ -450,7 +488,7 @@ def _timeouts(timeout_s: float) -> dict[str, str]:
         "MC_RPC_TIMEOUT_MS": str(math.ceil(timeout_s * 1000)),
         "MC_RPC_CONNECT_TIMEOUT_MS": str(math.ceil(timeout_s * 1000)),
         "MC_TCP_STATUS_TIMEOUT_SEC": seconds,
-        "MC_TCP_PROGRESS_TIMEOUT_SEC": seconds,
+        _PROGRESS: seconds,
     }
 
 
