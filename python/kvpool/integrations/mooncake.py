@@ -149,6 +149,9 @@ class MooncakeStore:
     started at its address, sharing goes on; pages that were stored before it ended are lost. One warning of
     the logger `kvpool` tells of its end.
 
+    A read of at most 64 MiB that takes a minute, although bytes keep coming, ends the store: it finds nothing
+    from then on, and an error of the logger tells.
+
     Threads can call all methods at the same time. Calls block for as long as Mooncake does, and release the
     GIL. A child of a fork cannot use the store: every call raises `RuntimeError`. It has to end by
     `os._exit`, as `multiprocessing` does it, since Mooncake crashes in its exit handler otherwise.
