@@ -14,6 +14,7 @@ DRIVER_SOURCES := $(shell find tests/software_driver -name "*.rs" -o -name "*.cp
 CUDA_TOOLS := $(VENV)/cuda-tools
 PEERS := $(VENV)/peers
 ENGINES := $(VENV)/engines
+MOONCAKE := $(VENV)/mooncake
 # The newest PyTorch that SGLang's compiled tree core takes, in a folder of its own.
 SGLANG_TORCH := $(VENV)/torch-2.14
 # Seconds for each fuzz target, the targets, and how many run at once. SANITIZER=address needs a nightly toolchain.
@@ -77,7 +78,7 @@ rust-test: $(DRIVER)
 python-test:
 	$(call at_once,machine-test software-test)
 
-machine-test: $(EXTENSION) $(VENV)/.test $(ENGINES)/.installed
+machine-test: $(EXTENSION) $(VENV)/.test $(ENGINES)/.installed $(MOONCAKE)/.installed
 	KVPOOL_REQUIRE_ENGINES=1 $(BIN)/python -m pytest --capture=sys
 
 software-test: $(EXTENSION) $(VENV)/.test $(DRIVER)
@@ -169,6 +170,20 @@ $(ENGINES)/.installed: $(VENV)/.test
 	mkdir -p $(ENGINES)
 	if $(BIN)/python -c 'import sys; sys.exit(sys.platform != "linux" or not (3, 11) <= sys.version_info < (3, 14))'; then \
 	    $(PIP) install --quiet --no-deps --no-compile --upgrade --target $(ENGINES) --group sglang; fi
+	touch $@
+
+# Mooncake without what its other commands depend on. What it needs of Debian lies beside it, from lists of packages
+# fetched here, so that no step needs root; it is not fetched where there is no apt, or the system has it.
+$(MOONCAKE)/.installed: $(VENV)/.test
+	mkdir -p $(MOONCAKE)/debian/lists
+	if $(BIN)/python -c 'import sys; sys.exit(sys.platform != "linux" or sys.version_info >= (3, 14))'; then \
+	    $(PIP) install --quiet --no-deps --no-compile --upgrade --target $(MOONCAKE) --group mooncake && \
+	    chmod +x $(MOONCAKE)/mooncake/mooncake_master; fi
+	cd $(MOONCAKE)/debian && if command -v apt-get >/dev/null && ! PATH=$$PATH:/sbin ldconfig -p | grep -q 'libibverbs\.so\.1 '; then \
+	    own="-qq -o Dir::State::Lists=$$PWD/lists -o Dir::Cache=$$PWD/cache -o Debug::NoLocking=1"; \
+	    apt-get $$own update && apt-get $$own download libibverbs1 libnl-3-200 libnl-route-3-200 && \
+	    for package in *.deb; do dpkg -x $$package . || exit; done; fi
+	rm -rf $(MOONCAKE)/debian/lists $(MOONCAKE)/debian/cache $(MOONCAKE)/debian/*.deb
 	touch $@
 
 $(SGLANG_TORCH)/.installed: $(BIN)/python

@@ -3770,6 +3770,12 @@ class _StoreQueue:
             RuntimeError: Once it is closed, and in the child of a fork.
         """
     def close(self) -> None:
+        """Takes no more calls, and waits, without the GIL, until those before are answered.
+
+        Raises:
+            RuntimeError: In the child of a fork.
+        """
+    def abandon(self) -> None:
         """Takes no more calls, and drops those that are not being answered."""
     def stats(self) -> dict[str, int]:
         """Returns `queued_bytes` and `dropped` pages."""

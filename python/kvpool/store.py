@@ -84,8 +84,20 @@ class Store(ABC):
                 the tier.
         """
 
+    def stats(self) -> dict[str, int]:
+        """Return `queued_bytes` of pages that wait to be written, or are, and `dropped` pages.
+
+        Raises:
+            RuntimeError: In the child of a fork.
+        """
+        return self._queue.stats()
+
     def close(self) -> None:
-        """Take no more calls, and drop those that wait."""
+        """Take no more calls, and wait until those before are answered.
+
+        Raises:
+            RuntimeError: In the child of a fork.
+        """
         self._queue.close()
 
     def __enter__(self) -> Self:
@@ -112,7 +124,7 @@ def _serve(queue: _StoreQueue, store: weakref.ref[Store], writes: bool) -> None:
             return
         here = store()
         if here is None:
-            queue.close()
+            queue.abandon()
             return
         if errand is not None:
             _answer(here, errand)

@@ -58,10 +58,24 @@ pub struct RemoteStore {
 struct State {
     reads: VecDeque<Errand>,
     writes: VecDeque<Errand>,
-    /// Bytes that are written, or wait to be.
-    writing: Arc<Mutex<usize>>,
+    busy: Arc<Busy>,
     is_closed: bool,
     dropped: usize,
+}
+
+/// What is asked for and not answered.
+#[derive(Debug, Default)]
+struct Busy {
+    now: Mutex<Asked>,
+    /// Signals that there is nothing any more.
+    over: Condvar,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Asked {
+    errands: usize,
+    /// Bytes that are written, or wait to be.
+    writing: usize,
 }
 
 /// A call of a store. If it is dropped, nothing was there and nothing was done.
@@ -74,7 +88,7 @@ pub struct Errand {
     present: Vec<bool>,
     /// What it adds to the bytes that are written.
     bytes: usize,
-    writing: Arc<Mutex<usize>>,
+    busy: Arc<Busy>,
 }
 
 impl RemoteStore {
@@ -116,12 +130,30 @@ impl RemoteStore {
         }
     }
 
-    /// Takes no more calls, and drops those that nobody answers yet. Does nothing in the child of a fork.
-    pub fn close(&self) {
-        if self.process != std::process::id() {
-            return;
+    /// Takes no more calls, and waits up to `timeout` until those before are answered. Returns whether they are.
+    ///
+    /// # Errors
+    /// [`ErrorKind::State`] in the child of a fork.
+    pub fn close(&self, timeout: Duration) -> Result<bool> {
+        let mut state = self.state()?;
+        state.is_closed = true;
+        let busy = Arc::clone(&state.busy);
+        drop(state);
+        self.changed.notify_all();
+        let (begin, mut now) = (Instant::now(), lock(&busy.now));
+        while now.errands > 0 {
+            let left = timeout.saturating_sub(begin.elapsed());
+            if left.is_zero() {
+                return Ok(false);
+            }
+            now = busy.over.wait_timeout(now, left).unwrap_or_else(PoisonError::into_inner).0;
         }
-        let mut state = lock(&self.state);
+        Ok(true)
+    }
+
+    /// Takes no more calls, and drops those that nothing answers yet. Does nothing in the child of a fork.
+    pub fn abandon(&self) {
+        let Ok(mut state) = self.state() else { return };
         state.is_closed = true;
         let (reads, writes) = (std::mem::take(&mut state.reads), std::mem::take(&mut state.writes));
         state.dropped += writes.iter().map(|errand| errand.keys.len()).sum::<usize>();
@@ -138,7 +170,7 @@ impl RemoteStore {
     /// [`ErrorKind::State`] in the child of a fork.
     pub fn stats(&self) -> Result<Stats> {
         let state = self.state()?;
-        let writing = *lock(&state.writing);
+        let writing = lock(&state.busy.now).writing;
         Ok(Stats::from([("queued_bytes", writing), ("dropped", state.dropped)]))
     }
 
@@ -166,28 +198,29 @@ impl RemoteStore {
         }
         let count = keys.len();
         let mut state = self.open()?;
-        let mut bytes = 0;
+        let busy = Arc::clone(&state.busy);
+        let (mut now, mut bytes) = (lock(&busy.now), 0);
         if let (Some(rows), ErrandKind::Write) = (&rows, kind) {
-            let mut writing = lock(&state.writing);
             let sums = (0..count).scan(0, |sum: &mut usize, row| {
                 *sum = sum.saturating_add(rows.bytes_of(row));
                 Some(*sum)
             });
             // The first are what the others are no use without.
             let fitting: Vec<_> =
-                sums.take_while(|sum| writing.saturating_add(*sum) <= self.queue_bytes).collect();
+                sums.take_while(|sum| now.writing.saturating_add(*sum) <= self.queue_bytes).collect();
             keys.truncate(fitting.len());
             bytes = fitting.last().copied().unwrap_or(0);
-            *writing += bytes;
         }
         state.dropped += count - keys.len();
         let transfer = Arc::new(StoreTransfer::new(vec![false; count], keys.len()));
         if keys.is_empty() {
             return Ok(transfer);
         }
-        let (writing, theirs) = (Arc::clone(&state.writing), Arc::clone(&transfer));
-        let present = vec![false; keys.len()];
-        let errand = Errand { kind, keys, rows, transfer: theirs, present, bytes, writing };
+        now.errands += 1;
+        now.writing += bytes;
+        drop(now);
+        let (theirs, present) = (Arc::clone(&transfer), vec![false; keys.len()]);
+        let errand = Errand { kind, keys, rows, transfer: theirs, present, bytes, busy };
         let queue = if kind == ErrandKind::Write { ErrandQueue::Writes } else { ErrandQueue::Reads };
         state.queue(queue).push_back(errand);
         drop(state);
@@ -253,9 +286,17 @@ impl Errand {
 
 impl Drop for Errand {
     fn drop(&mut self) {
-        *lock(&self.writing) -= self.bytes;
+        // Before a caller can see that it is over.
+        let mut now = lock(&self.busy.now);
+        now.writing -= self.bytes;
+        drop(now);
         for (page, is_present) in self.present.iter().enumerate() {
             self.transfer.finish(page, *is_present);
+        }
+        let mut now = lock(&self.busy.now);
+        now.errands -= 1;
+        if now.errands == 0 {
+            self.busy.over.notify_all();
         }
     }
 }

@@ -9,7 +9,7 @@ use pyo3::types::{PyBytes, PyDict};
 use crate::base::sync::lock;
 use crate::pool::{Errand as PoolErrand, ErrandKind, ErrandQueue, RemoteStore};
 
-use super::args;
+use super::{args, wait_in_slices};
 
 /// The calls of a `Store`, for threads that answer them.
 ///
@@ -41,9 +41,17 @@ impl StoreQueue {
         Ok(errand.map(|errand| Errand { errand: Mutex::new(Some(errand)) }))
     }
 
+    /// Takes no more calls, and waits, without the GIL, until those before are answered.
+    ///
+    /// Raises:
+    ///     RuntimeError: In the child of a fork.
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        wait_in_slices(py, None, |slice| self.store.close(slice)).map(drop)
+    }
+
     /// Takes no more calls, and drops those that are not being answered.
-    fn close(&self) {
-        self.store.close();
+    fn abandon(&self, py: Python<'_>) {
+        py.detach(|| self.store.abandon());
     }
 
     /// Returns `queued_bytes` and `dropped` pages.

@@ -245,7 +245,7 @@ def test_what_a_store_fails_to_do_is_missing(
         scene = Scene(device, store=store)
         scene.keep(PROMPT)
         scene.settle()
-        until(lambda: store._queue.stats()["queued_bytes"] == 0)
+        until(lambda: store.stats()["queued_bytes"] == 0)
         other = Scene(device, store=store)
         assert fetched(other, PROMPT).length == 0
         assert other.cache.match(PROMPT).loadable == 0
@@ -321,8 +321,9 @@ def test_nothing_waits_for_a_store_and_a_fetch_can_end_early(device: str, kind: 
             other.tier.clear()
         elif end == "drop cache":
             del other.cache
-        else:
-            store.close()
+        elif end == "close":
+            closing = threading.Thread(target=store.close)
+            closing.start()
         store.gate.set()
         if fetch is not None:
             assert fetch.wait(30)
@@ -345,7 +346,7 @@ def test_what_waits_to_be_written_is_bounded(device: str) -> None:
         scene = Scene(device, store=store, host=28)
         scene.keep(PROMPT)
         scene.settle()
-        until(lambda: store._queue.stats() == {"queued_bytes": 3 * PAGE_BYTES, "dropped": 3})
+        until(lambda: store.stats() == {"queued_bytes": 3 * PAGE_BYTES, "dropped": 3})
         # Their places are kept until they are written; the others are used again.
         scene.keep(range(500, 524))
         scene.settle()

@@ -90,7 +90,7 @@ impl Served {
 
 impl Drop for Served {
     fn drop(&mut self) {
-        self.store.close();
+        self.store.abandon();
         for thread in self.threads.drain(..) {
             let served = thread.join();
             assert!(served.is_ok() || std::thread::panicking(), "the store has answered");

@@ -1,0 +1,544 @@
+"""A Mooncake Store cluster as the store that machines share below the host tier.
+
+The package is `mooncake-transfer-engine-non-cuda`, or one of its builds for GPUs; it is imported when a
+`MooncakeStore` is made.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import logging
+import math
+import mmap
+import os
+import socket
+import struct
+import threading
+import time
+import zlib
+from bisect import bisect_right
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
+
+from kvpool.errors import ConfigError
+from kvpool.store import Store
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+__all__ = ["MooncakeStore"]
+
+_log = logging.getLogger("kvpool")
+
+_KEY_BYTES = 32
+
+# Behind each page: its key, and the checksum of the page.
+_TRAILER = struct.Struct("<32sI")
+_VALUES_PER_CALL = 1024
+_BYTES_PER_CALL = 64 << 20
+
+# The version of what a value consists of.
+_PREFIX = "kvpool1:"
+
+_METADATA = "P2PHANDSHAKE"  # peers ask each other; no other server is needed
+
+_OK = 0
+# Mooncake gives up waiting for a transfer after 60 seconds, and lets it run on: into memory that has another
+# use by then. One that stands still for this variable's seconds ends. For one that creeps, the client is
+# closed.
+_PROGRESS = "MC_TCP_PROGRESS_TIMEOUT_SEC"
+_LONGEST_S = 30
+_CREEPING_S = 55.0
+
+_TRANSFER_FAILS = -800
+_RPC_FAILS = -900
+_RPC_TIMES_OUT = -901
+
+# How often a master that is gone is tried again, and how long each time.
+_TRY_AGAIN_S = 0.25
+# Mooncake asks the master for a sign of life this often, with the same time limit as for all calls.
+_PING_S = 1.0
+_CONNECT_S = 2.0
+
+
+class _Client(Protocol):
+    """What is used of `mooncake.store.MooncakeDistributedStore`."""
+
+    def setup(  # noqa: PLR0913, PLR0917
+        self,
+        local_hostname: str,
+        metadata_server: str,
+        global_segment_size: int,
+        local_buffer_size: int,
+        protocol: str,
+        rdma_devices: str,
+        master_server_addr: str,
+        /,
+    ) -> int: ...
+
+    def health_check(self) -> int: ...
+    def register_buffer(self, address: int, size: int, /) -> int: ...
+    def unregister_buffer(self, address: int, /) -> int: ...
+    def batch_is_exist(self, keys: list[str], /) -> list[int]: ...
+    def batch_get_into_multi_buffers(
+        self, keys: list[str], addresses: list[list[int]], sizes: list[list[int]], /
+    ) -> list[int]: ...
+    def batch_put_from_multi_buffers(
+        self, keys: list[str], addresses: list[list[int]], sizes: list[list[int]], /
+    ) -> list[int]: ...
+    def remove(self, key: str, force: bool, /) -> int: ...
+    def close(self) -> int: ...
+
+
+class _Value(NamedTuple):
+    """Memory that has, or gets, what belongs to a key."""
+
+    key: bytes
+    address: int
+    size: int
+
+    def trailer(self) -> bytes:
+        memory = (ctypes.c_char * self.size).from_address(self.address)
+        return _TRAILER.pack(self.key, zlib.crc32(memory))
+
+
+class _Regions(NamedTuple):
+    """Memory that is attached, in order."""
+
+    starts: list[int]
+    ends: list[int]
+
+    def have(self, address: int, size: int) -> bool:
+        region = bisect_right(self.starts, address) - 1
+        return region >= 0 and address + size <= self.ends[region]
+
+
+class _Trailers:
+    """Registered memory for the trailers of one call."""
+
+    def __init__(self, client: _Client) -> None:
+        self._memory = mmap.mmap(-1, _TRAILER.size * _VALUES_PER_CALL)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        if client.register_buffer(self._address, len(self._memory)) != _OK:
+            raise ConfigError(
+                f"Mooncake cannot register {len(self._memory)} bytes at {self._address:#x}; its log on "
+                "standard error says why"
+            )
+
+    def address(self, number: int) -> int:
+        return self._address + number * _TRAILER.size
+
+    def put(self, number: int, trailer: bytes) -> None:
+        start = number * _TRAILER.size
+        self._memory[start : start + _TRAILER.size] = trailer
+
+    def get(self, number: int) -> bytes:
+        start = number * _TRAILER.size
+        return self._memory[start : start + _TRAILER.size]
+
+
+class MooncakeStore(Store):
+    """Pages in a Mooncake Store: what one process has written, all processes of the cluster read.
+
+    Pages move between registered memory and the memory of the cluster without a copy in between. Behind each
+    is stored a trailer of 36 bytes, its key and a checksum, which every read compares: what does not fit its
+    key is missing, never wrong.
+
+    A master that cannot be reached makes pages missing, and raises nothing. When it is back, or another is
+    started at its address, sharing goes on; pages that were stored before it ended are lost. One warning of
+    the logger `kvpool` tells of its end.
+
+    A read of at most 64 MiB that takes a minute, although bytes keep coming, ends the store: it finds nothing
+    from then on, and an error of the logger tells.
+
+    Threads can call all methods at the same time. Calls block for as long as Mooncake does, and release the
+    GIL. A child of a fork cannot use the store: every call raises `RuntimeError`. It has to end by
+    `os._exit`, as `multiprocessing` does it, since Mooncake crashes in its exit handler otherwise.
+
+    Args:
+        master: `"host:port"` of `mooncake_master`.
+        hostname: Name or address of this machine for the others; by default that from which it reaches
+            the master.
+        segment_bytes: Memory that this process gives to the cluster, and takes back when it ends, with the
+            pages in it. With 0 it uses the memory of the others alone.
+        protocol: `"tcp"` or `"rdma"`.
+        devices: Network devices for RDMA, separated by commas; all by default.
+        timeout_s: How long a call waits for a master that does not answer, or for a process that has memory
+            and sends nothing. Mooncake reads it from the environment of the process, as `MC_RPC_TIMEOUT_MS`
+            and others, which are left alone if they are set.
+        queue_bytes: Bytes of pages that a cache may let wait to be written. Further ones are dropped.
+
+    Raises:
+        ConfigError: If the package or a library is missing, nothing answers at `master`, or an argument is
+            wrong.
+    """
+
+    def __init__(  # noqa: PLR0913
+        self,
+        master: str,
+        *,
+        hostname: str | None = None,
+        segment_bytes: int = 1 << 30,
+        protocol: str = "tcp",
+        devices: str = "",
+        timeout_s: float = 5.0,
+        queue_bytes: int = 256 << 20,
+    ) -> None:
+        self._master, self._endpoint = master, _endpoint(master)
+        if segment_bytes < 0:
+            raise ConfigError(f"segment_bytes is {segment_bytes}, below 0")
+        if protocol not in {"tcp", "rdma"}:
+            raise ConfigError(f"protocol is {protocol!r}; it is 'tcp' or 'rdma'")
+        if not 0 < timeout_s <= _LONGEST_S:
+            raise ConfigError(f"timeout_s is {timeout_s}; it must be above 0, and at most {_LONGEST_S}")
+        client = _new_client()
+        try:
+            # Mooncake would try for more than a minute.
+            here = _connect(self._endpoint)
+        except OSError as error:
+            raise ConfigError(f"the Mooncake master {master} cannot be reached: {error}") from error
+        for name, timeout in _timeouts(timeout_s).items():
+            os.environ.setdefault(name, timeout)
+        progress = os.environ[_PROGRESS]
+        if not (progress.isdecimal() and 0 < int(progress) <= _LONGEST_S):
+            raise ConfigError(f"{_PROGRESS} is {progress!r}; it must be above 0, and at most {_LONGEST_S}")
+        code = client.setup(hostname or here, _METADATA, segment_bytes, 0, protocol, devices, master)
+        if code != _OK:
+            raise ConfigError(
+                f"Mooncake does not start with the master {master}, segment_bytes {segment_bytes} and "
+                f"protocol {protocol!r}: error {code}; its log on standard error says why"
+            )
+        self._client = client
+        self._timeout_s = timeout_s
+        self._process = os.getpid()
+        self._regions = _Regions([], [])
+        self._attaching = threading.Lock()
+        self._trailers: list[_Trailers] = []
+        self._guard = threading.Condition()
+        self._calls = 0  # that may be inside of the client, which must not be closed meanwhile
+        self._closed = False
+        self._abandoning = 0  # calls among them that wait for the client to be closed
+        self._left = False
+        self._gone = False
+        self._try_at = 0.0
+        self.damaged = 0
+        """Values that were found and did not fit their keys, and were removed."""
+        super().__init__(queue_bytes=queue_bytes)
+
+    def attach(self, memory: Sequence[tuple[int, int]]) -> None:
+        """Register host memory, from and to which pages are copied; before the first read or write.
+
+        What was attached before stays so, but for memory that must have been freed, since the new lies there.
+
+        Args:
+            memory: Address and bytes of each piece, which stays where it is as long as pages move.
+
+        Raises:
+            ConfigError: If a piece is empty, two overlap, or Mooncake refuses one.
+            RuntimeError: If the store is closed, or of another process.
+        """
+        pieces = sorted(memory)
+        for address, size in pieces:
+            if address <= 0 or size <= 0:
+                raise ConfigError(f"a region of {size} bytes at {address:#x} is no memory")
+        for (first, size), (second, _) in pairwise(pieces):
+            if second < first + size:
+                raise ConfigError(f"the region at {second:#x} overlaps that of {size} bytes at {first:#x}")
+        with self._use() as client, self._attaching:
+            if client is None:
+                return
+            regions = dict(zip(self._regions.starts, self._regions.ends, strict=True))
+            for address, size in pieces:
+                end = address + size
+                if regions.get(address) == end:
+                    continue
+                for start in [old for old in regions if old < end and address < regions[old]]:
+                    client.unregister_buffer(start)
+                    del regions[start]
+                code = client.register_buffer(address, size)
+                if code != _OK:
+                    raise ConfigError(f"Mooncake cannot register {size} bytes at {address:#x}: error {code}")
+                regions[address] = end
+            starts = sorted(regions)
+            self._regions = _Regions(starts, [regions[start] for start in starts])
+
+    def find(self, keys: Sequence[bytes]) -> list[bool]:
+        """Whether each key is there.
+
+        The master does not evict what was found for some seconds, its `-default_kv_lease_ttl`.
+
+        Raises:
+            ConfigError: If a key has not 32 bytes.
+            RuntimeError: If the store is closed, or of another process.
+        """
+        names = [_name(key) for key in keys]
+        with self._use() as client:
+            if client is None:
+                return [False] * len(names)
+            found: list[bool] = []
+            for start in range(0, len(names), _VALUES_PER_CALL):
+                part = names[start : start + _VALUES_PER_CALL]
+                codes = self._ask(client.batch_is_exist, part)
+                found += [code == 1 for code in codes] if codes is not None else [False] * len(part)
+            return found
+
+    def read(self, keys: Sequence[bytes], addresses: Sequence[int], sizes: Sequence[int]) -> list[bool]:
+        """Read values into attached memory.
+
+        Returns:
+            For each key whether its value is in memory now. It is `False` for a value that is missing, has
+            another size or does not fit its key; that piece of memory then holds anything.
+
+        Raises:
+            ConfigError: If the arguments differ in number, a key has not 32 bytes, or memory was not
+                attached.
+            RuntimeError: If the store is closed, or of another process.
+        """
+        return self._transfer(self._read, keys, addresses, sizes)
+
+    def write(self, keys: Sequence[bytes], addresses: Sequence[int], sizes: Sequence[int]) -> list[bool]:
+        """Store values from attached memory, which must not change meanwhile.
+
+        Returns:
+            For each key whether it is there now, or another process is writing it at this moment. It is
+            `False` when the cluster has no room or cannot be reached.
+
+        Raises:
+            ConfigError: If the arguments differ in number, a key has not 32 bytes, or memory was not
+                attached.
+            RuntimeError: If the store is closed, or of another process.
+        """
+        return self._transfer(self._write, keys, addresses, sizes)
+
+    def close(self) -> None:
+        """Leave the cluster when the calls of other threads are over.
+
+        What lies in the segment of this process is lost.
+
+        Raises:
+            RuntimeError: If the store is of another process.
+        """
+        self._check_process()
+        super().close()
+        with self._guard:
+            if self._closed:
+                return
+            self._closed = True
+        self._leave()
+
+    def _abandon(self) -> None:
+        """End all transfers, with the client: the memory of this call is free when it returns."""
+        _log.error("a read from the Mooncake Store took longer than %g s; the store is given up", _CREEPING_S)
+        with self._guard:
+            self._abandoning += 1
+            self._guard.notify_all()
+        self._leave()
+
+    def _leave(self) -> None:
+        """Close the client, once, when no call is in it."""
+        with self._guard:
+            self._guard.wait_for(lambda: self._left or self._calls == self._abandoning)
+            if not self._left:
+                self._left = True
+                self._client.close()
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"the store belongs to process {self._process}, from which this one was forked"
+            )
+
+    @contextmanager
+    def _use(self) -> Iterator[_Client | None]:
+        """The client, if the store was not given up. It is not closed within: then its calls would crash."""
+        self._check_process()
+        with self._guard:
+            if self._closed:
+                raise RuntimeError("the store is closed")
+            self._calls += 1
+        try:
+            yield None if self._left else self._client
+        finally:
+            with self._guard:
+                self._calls -= 1
+                self._guard.notify_all()
+
+    def _ask(self, call: Callable[..., list[int]], *arguments: object) -> list[int] | None:
+        """The result of a call. Nothing while the master is gone, since each call would take seconds."""
+        if self._abandoning or not self._has_master():
+            return None
+        codes = call(*arguments)
+        if _RPC_TIMES_OUT in codes:
+            # It still takes connections. By then Mooncake knows whether it answers.
+            self._lost(self._timeout_s + 2 * _PING_S)
+        elif _RPC_FAILS in codes:
+            self._lost()
+        return codes
+
+    def _has_master(self) -> bool:
+        healthy = self._client.health_check() == _OK
+        if not healthy:
+            self._lost()
+        with self._guard:
+            if not self._gone:
+                return True
+            if time.monotonic() < self._try_at:
+                return False
+            self._try_at = time.monotonic() + _CONNECT_S  # others do not wait for this one
+        try:
+            _connect(self._endpoint)
+        except OSError:
+            healthy = False
+        with self._guard:
+            self._gone = not healthy
+            self._try_at = time.monotonic() + _TRY_AGAIN_S
+        if healthy:
+            _log.info("the Mooncake master %s is back", self._master)
+        return healthy
+
+    def _lost(self, pause_s: float = 0.0) -> None:
+        with self._guard:
+            if self._gone:
+                return
+            self._gone = True
+            self._try_at = time.monotonic() + pause_s
+        _log.warning("the Mooncake master %s is gone; nothing is shared until it is back", self._master)
+
+    def _transfer(
+        self,
+        move: Callable[[_Client, _Trailers, list[_Value]], list[bool]],
+        keys: Sequence[bytes],
+        addresses: Sequence[int],
+        sizes: Sequence[int],
+    ) -> list[bool]:
+        if not len(keys) == len(addresses) == len(sizes):
+            raise ConfigError(f"{len(keys)} keys, {len(addresses)} addresses and {len(sizes)} sizes")
+        regions = self._regions
+        values = [_Value(*parts) for parts in zip(keys, addresses, sizes, strict=True)]
+        for key, address, size in values:
+            _check_key(key)
+            if size <= 0 or not regions.have(address, size):
+                raise ConfigError(f"{size} bytes at {address:#x} are in no region that was attached")
+        with self._use() as client:
+            moved = [False] * len(values)
+            if client is None:
+                return moved
+            trailers = self._trailers.pop() if self._trailers else _Trailers(client)
+            try:
+                for part in _calls(values):
+                    done = move(client, trailers, [values[i] for i in part])
+                    for i, is_done in zip(part, done, strict=True):
+                        moved[i] = is_done
+            finally:  # the memory is registered: it is used again, or kept
+                self._trailers.append(trailers)
+            return moved
+
+    def _read(self, client: _Client, trailers: _Trailers, values: list[_Value]) -> list[bool]:
+        began = time.monotonic()
+        codes = self._ask(client.batch_get_into_multi_buffers, *_arguments(trailers, values))
+        if codes is None:
+            return [False] * len(values)
+        if _TRANSFER_FAILS in codes and time.monotonic() - began > _CREEPING_S:
+            self._abandon()
+            return [False] * len(values)
+        right = []
+        for i, (value, code) in enumerate(zip(values, codes, strict=True)):
+            is_whole = code == value.size + _TRAILER.size
+            is_right = is_whole and trailers.get(i) == value.trailer()
+            if is_whole and not is_right:
+                # Otherwise it would be found, and could not be written again.
+                client.remove(_name(value.key), True)
+                with self._guard:
+                    self.damaged += 1
+            right.append(is_right)
+        return right
+
+    def _write(self, client: _Client, trailers: _Trailers, values: list[_Value]) -> list[bool]:
+        for i, value in enumerate(values):
+            trailers.put(i, value.trailer())
+        codes = self._ask(client.batch_put_from_multi_buffers, *_arguments(trailers, values))
+        return [code == _OK for code in codes] if codes is not None else [False] * len(values)
+
+
+def _arguments(
+    trailers: _Trailers, values: list[_Value]
+) -> tuple[list[str], list[list[int]], list[list[int]]]:
+    """The names, addresses and sizes of what Mooncake is to move: each value and its trailer."""
+    addresses = [[value.address, trailers.address(i)] for i, value in enumerate(values)]
+    return (
+        [_name(value.key) for value in values],
+        addresses,
+        [[value.size, _TRAILER.size] for value in values],
+    )
+
+
+def _new_client() -> _Client:
+    try:
+        module = importlib.import_module("mooncake.store")
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{error}: install 'kvpool[mooncake]', or a package of Mooncake for your GPU"
+        ) from error
+    except ImportError as error:
+        raise ConfigError(
+            f"Mooncake cannot be loaded: {error}; Debian has what it needs in libibverbs1, libnl-3-200, "
+            "libnl-route-3-200, libnuma1 and libcurl4"
+        ) from error
+    return cast("_Client", module.MooncakeDistributedStore())
+
+
+def _timeouts(timeout_s: float) -> dict[str, str]:
+    """What Mooncake reads from the environment."""
+    seconds = str(math.ceil(timeout_s))
+    return {
+        "MC_RPC_TIMEOUT_MS": str(math.ceil(timeout_s * 1000)),
+        "MC_RPC_CONNECT_TIMEOUT_MS": str(math.ceil(timeout_s * 1000)),
+        "MC_TCP_STATUS_TIMEOUT_SEC": seconds,
+        _PROGRESS: seconds,
+    }
+
+
+def _endpoint(master: str) -> tuple[str, int]:
+    host, colon, port = master.rpartition(":")
+    if not (host and colon and port.isdecimal() and 0 < int(port) < 1 << 16):
+        raise ConfigError(f"master is {master!r}; it must be 'host:port'")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def _connect(endpoint: tuple[str, int]) -> str:
+    """The address of this machine as the endpoint sees it. An `OSError` if it does not answer."""
+    with socket.create_connection(endpoint, timeout=_CONNECT_S) as connection:
+        return cast("str", connection.getsockname()[0])
+
+
+def _check_key(key: bytes) -> None:
+    if len(key) != _KEY_BYTES:
+        raise ConfigError(f"a key has {_KEY_BYTES} bytes, not {len(key)}")
+
+
+def _name(key: bytes) -> str:
+    _check_key(key)
+    return _PREFIX + key.hex()
+
+
+def _calls(values: Sequence[_Value]) -> Iterator[list[int]]:
+    """The numbers of all values, in parts for one call each.
+
+    Of a key that is twice in one call, Mooncake reads one value and says that it read both.
+    """
+    part: list[int] = []
+    keys: set[bytes] = set()
+    size = 0
+    for i, value in enumerate(values):
+        if part and (
+            len(part) == _VALUES_PER_CALL or size + value.size > _BYTES_PER_CALL or value.key in keys
+        ):
+            yield part
+            part, keys, size = [], set(), 0
+        part.append(i)
+        keys.add(value.key)
+        size += value.size
+    if part:
+        yield part
