@@ -14,6 +14,7 @@ DRIVER_SOURCES := $(shell find tests/software_driver -name "*.rs" -o -name "*.cp
 CUDA_TOOLS := $(VENV)/cuda-tools
 PEERS := $(VENV)/peers
 ENGINES := $(VENV)/engines
+VLLM := $(VENV)/vllm
 # The newest PyTorch that SGLang's compiled tree core takes, in a folder of its own.
 SGLANG_TORCH := $(VENV)/torch-2.14
 # Seconds for each fuzz target, the targets, and how many run at once. SANITIZER=address needs a nightly toolchain.
@@ -77,7 +78,7 @@ rust-test: $(DRIVER)
 python-test:
 	$(call at_once,machine-test software-test)
 
-machine-test: $(EXTENSION) $(VENV)/.test $(ENGINES)/.installed
+machine-test: $(EXTENSION) $(VENV)/.test $(ENGINES)/.installed $(VLLM)/.installed
 	KVPOOL_REQUIRE_ENGINES=1 $(BIN)/python -m pytest --capture=sys
 
 software-test: $(EXTENSION) $(VENV)/.test $(DRIVER)
@@ -159,7 +160,7 @@ bench: $(EXTENSION) $(VENV)/.tools
 	fi
 
 # Engines on kvpool, at length. Those that have no package for this machine are skipped with the reason.
-test-engines: $(EXTENSION) $(VENV)/.test $(ENGINES)/.installed $(SGLANG_TORCH)/.installed
+test-engines: $(EXTENSION) $(VENV)/.test $(ENGINES)/.installed $(VLLM)/.installed $(SGLANG_TORCH)/.installed
 	KVPOOL_REQUIRE_ENGINES=1 KVPOOL_ENGINE_REQUESTS=3000 KVPOOL_SGLANG_TORCH=$(abspath $(SGLANG_TORCH)) \
 	    $(BIN)/python -m pytest --timeout=3600 tests/python/test_pymllm.py tests/engines
 
@@ -169,6 +170,20 @@ $(ENGINES)/.installed: $(VENV)/.test
 	mkdir -p $(ENGINES)
 	if $(BIN)/python -c 'import sys; sys.exit(sys.platform != "linux" or not (3, 11) <= sys.version_info < (3, 14))'; then \
 	    $(PIP) install --quiet --no-deps --no-compile --upgrade --target $(ENGINES) --group sglang; fi
+	touch $@
+
+# The Python part of vLLM and its tests, from its source. The index gives that only to those who could build it.
+$(VLLM)/.installed: $(ENGINES)/.installed
+	rm -rf $(VLLM)
+	mkdir -p $(VLLM)
+	if test -d $(ENGINES)/sglang; then \
+	    $(PIP) install --quiet --no-deps --no-compile --target $(VLLM) --group vllm && \
+	    $(PIP) install --quiet --no-compile --target $(VLLM)/build 'setuptools>=77,<81' setuptools-scm setuptools-rust wheel jinja2 && \
+	    PYTHONPATH=$(VLLM)/build VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=0.33.0 $(PIP) download --quiet --no-deps \
+	        --no-build-isolation --no-binary vllm --dest $(VLLM)/build vllm==0.33.0 && \
+	    tar -xzf $(VLLM)/build/vllm-0.33.0.tar.gz -C $(VLLM) --strip-components=1 $(addprefix vllm-0.33.0/,vllm \
+	        vllm.egg-info tests/__init__.py tests/v1/__init__.py tests/v1/kv_offload) && \
+	    rm -r $(VLLM)/build; fi
 	touch $@
 
 $(SGLANG_TORCH)/.installed: $(BIN)/python
