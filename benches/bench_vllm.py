@@ -1,6 +1,6 @@
 """Managers of offloaded chunks, kvpool's beside vLLM's own with its LRU order, in one process.
 
-`make bench-vllm` runs it. The keys are as vLLM's: 32 bytes of a hash and a group, with the positions of a request.
+`make bench-vllm` runs it. The keys are as vLLM's: 32 bytes of a hash and a group, with their positions.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Side:
         return run
 
 
-def case(side: Side, prepared: Callable[[], Callable[[], None]]) -> Case:
+def case(prepared: Callable[[], Callable[[], None]]) -> Case:
     """A case of one call for each round: a request is used once."""
     waiting: list[Callable[[], None]] = []
     return Case(lambda _: waiting.pop()(), lambda: waiting.append(prepared()), calls=1)
@@ -97,10 +97,10 @@ def cases(side: Side) -> Iterator[tuple[str, Case]]:
         f"touch of {chunks}",
         Case(lambda number: [side.manager.touch(keys, request) for _ in range(number)]),
     )
-    yield f"lookup, prepare_load, complete_load, finish of {chunks}", case(side, lambda: side.load(keys))
+    yield f"lookup, prepare_load, complete_load, finish of {chunks}", case(lambda: side.load(keys))
     yield (
         f"prepare_store, complete_store, finish of {chunks}, evicting as many",
-        case(side, lambda: side.store(side.prompt())),
+        case(lambda: side.store(side.prompt())),
     )
 
 

@@ -332,6 +332,15 @@ impl<P> OffloadOrder<P> {
         self.entries[widen(number)].as_mut().expect("the chunk is here")
     }
 
+    /// The size of the bookkeeping in bytes, without that of the keys.
+    #[must_use]
+    pub fn bytes(&self) -> usize {
+        self.entries.capacity() * size_of::<Option<Entry<P>>>()
+            + self.vacant.capacity() * size_of::<u32>()
+            + self.by_key.capacity() * (size_of::<(OffloadKey, u32)>() + 1)
+            + self.heap.capacity() * size_of::<Reverse<Candidate>>()
+    }
+
     /// Describes a broken invariant, if there is one.
     #[must_use]
     pub fn fault(&self) -> Option<String> {

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import random
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,9 +19,6 @@ from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
 from kvpool.errors import ConfigError, IndexOwnershipError, StaleBufferError
 from kvpool.integrations.vllm import offload, seams
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 MODULE = offload.__name__
 STEPS = 4000
@@ -296,10 +294,31 @@ def test_a_page_that_is_lost_is_a_failed_load_and_then_a_miss(tmp_path: Path) ->
     tiers.close()
 
 
+def test_it_is_shut_down_with_copies_in_flight(tmp_path: Path) -> None:
+    tiers = Tiered(tmp_path)
+    request = ReqContext(req_id="last")
+    tiers.manager.on_new_request(request)
+    tiers.manager.prepare_store(keys_of(1, 2, 3), request)
+    tiers.rows[:] = 7
+    tiers.manager.complete_store(keys_of(1, 2, 3), request)
+    tiers.close()
+    again = Tiered(tmp_path)
+    assert [again.load(number) for number in (1, 2, 3)] == [7] * 3
+    again.close()
+
+
+def regions() -> set[Path]:
+    """The memory that vLLM has mapped."""
+    return set(Path("/dev/shm").glob("vllm_offload_*"))  # noqa: S108 - where vLLM puts it
+
+
 def test_a_directory_that_is_in_use_leaves_nothing_behind(tmp_path: Path) -> None:
     tiers = Tiered(tmp_path)
+    before = regions()
+    assert before
     with pytest.raises(ConfigError, match="in use by process"):
         Tiered(tmp_path)
+    assert regions() <= before
     tiers.store(1)
     assert tiers.load(1) == 1
     tiers.close()
@@ -323,6 +342,9 @@ def test_a_missing_class_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_another_version_is_warned_about(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    seams.require_seams()
+    assert not caplog.records
+    monkeypatch.setattr(seams, "version", lambda _: "0.33.0+cpu")
     seams.require_seams()
     assert not caplog.records
     monkeypatch.setattr(seams, "version", lambda _: "0.34.0")

@@ -352,6 +352,7 @@ class FileStoreTier(SecondaryTierManager):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         self._store.close()
+        self._running.clear()
         self._chunks = None  # the view is released after this
 
 

@@ -125,7 +125,7 @@ def require_seams() -> None:
     problems = differences(SEAMS)
     if problems:
         raise EngineMismatchError(f"vLLM {found} is not what kvpool was written for: {'; '.join(problems)}")
-    if found not in TESTED_VERSIONS:
+    if found.partition("+")[0] not in TESTED_VERSIONS:  # 0.33.0+cpu is a build of 0.33.0
         _logger.warning(
             "vLLM %s was not tested with kvpool; tested are %s", found, ", ".join(TESTED_VERSIONS)
         )
