@@ -18,8 +18,11 @@ VLLM = Path(os.environ.get("KVPOOL_VLLM_PATH") or ENGINES.with_name("vllm"))
 
 OFFLOADING = "tests/v1/kv_offload"
 
-ON_A_GPU = f"--ignore={OFFLOADING}/cpu/test_gpu_worker.py"
-"""What copies GPU memory, in which kvpool has no part."""
+APART = [
+    f"--ignore={OFFLOADING}/{name}"
+    for name in ("cpu/test_gpu_worker.py", "cpu/test_shared_offload_region.py", "tiering/p2p")
+]
+"""What copies GPU memory, maps files and talks to peers, in which kvpool has no part. Some of it is timed."""
 
 
 class Ran(NamedTuple):
